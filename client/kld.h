@@ -1,0 +1,194 @@
+/* kld.h - libkld: KL-family divergences and their gradients, computed by a kld server or in this
+ * process.
+ *
+ * One API over four kinds of connection:
+ *   unix:/run/kld/kld.sock    a worker on this host; tensors in shared memory or GPU handles, never
+ * on a socket http://host:8080          the HTTP gateway (also https://); tensors are sent as
+ * binary local:  local:cpu  local:cuda  local:cuda:1   the same kernels in the caller's own
+ * process, no server
+ *
+ * A request is a struct kld_op (proto/op.h: dtypes, shapes, divergence, reduction, forms) and, for
+ * each tensor in it, where its bytes are: a plain pointer, or a region made by this connection.
+ * Regions are the fast way on unix: a plain pointer there is copied through one. Each call says the
+ * same over every connection and the answers are bit-identical for the same back end.
+ *
+ * A lost server. Over unix: and http: a request that can safely run again (all but a gradient
+ * written over its own tensor, and requests on pool regions) is sent again by itself until its
+ * deadline; others end with KLD_DEVICE_LOST or KLD_UNAVAILABLE. Shared-memory regions are
+ * registered again by themselves.
+ *
+ * Ownership: whatever a function returns through ret_… is the caller's to release. Threads: a
+ * connection and all that it made belong to one thread at a time; different connections are
+ * independent. Errors: enum kld_status, described in *err, which may be NULL. libkld never writes
+ * to stdout or stderr and never exits. */
+#ifndef KLD_CLIENT_KLD_H
+#define KLD_CLIENT_KLD_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "proto/op.h"
+#include "proto/status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define KLD_EXPORT __attribute__((visibility("default")))
+
+struct kld_connection;
+struct kld_region;
+
+struct kld_connect_options {
+    const char *client_name;     /* for the server's logs; NULL: "libkld" */
+    uint64_t connect_timeout_ns; /* how long to wait for a server; 0: 5 s */
+    uint64_t staging_bytes_max;  /* unix: most shared memory for plain-pointer tensors; 0: 4 GiB */
+    const char *token;           /* http: bearer token; NULL: none */
+    const char *ca_file;         /* https: certificates to trust; NULL: the system's */
+    uint32_t threads;            /* local: on the CPU; 0: all */
+    uint64_t pool_bytes_max;     /* local: see kernels/backend.h; 0: its default */
+    /* http: called while a body travels; return non-zero to abort with KLD_CANCELLED. */
+    int (*progress)(void *user, uint64_t sent_bytes, uint64_t total_bytes);
+    void *progress_user;
+};
+
+/* options may be NULL. */
+KLD_EXPORT enum kld_status kld_connect(const char *url, const struct kld_connect_options *options,
+                                       struct kld_connection **ret_connection,
+                                       struct kld_error *err);
+/* Releases the connection and every region it made. Requests in flight are dropped, their callbacks
+ * not called. NULL is allowed. */
+KLD_EXPORT void kld_close(struct kld_connection *connection);
+
+struct kld_server_info {
+    char backend[16];
+    char device[64];
+    uint64_t epoch;            /* changes when the worker was restarted; 0 where unknown */
+    uint64_t region_bytes_max; /* 0: no limit known */
+    uint32_t requests_max;     /* in flight on this connection; 0: no limit known */
+    uint32_t streams_max;      /* 0: no limit known */
+};
+KLD_EXPORT enum kld_status kld_info(struct kld_connection *connection,
+                                    struct kld_server_info *ret_info, struct kld_error *err);
+/* A round trip that computes nothing. */
+KLD_EXPORT enum kld_status kld_ping(struct kld_connection *connection, uint64_t *ret_ns,
+                                    struct kld_error *err);
+
+/* ---- Regions ------------------------------------------------------------------------------------
+ */
+
+/* Memory that both sides see without a copy. unix: a sealed memfd, mapped here; http, local: plain
+ * memory. Page-aligned, zeroed. */
+KLD_EXPORT enum kld_status kld_region_create(struct kld_connection *connection, uint64_t bytes,
+                                             struct kld_region **ret_region, struct kld_error *err);
+/* A memfd of the caller's, with F_SEAL_SHRINK; the descriptor is duplicated. */
+KLD_EXPORT enum kld_status kld_region_import_memfd(struct kld_connection *connection, int fd,
+                                                   uint64_t bytes, struct kld_region **ret_region,
+                                                   struct kld_error *err);
+/* GPU memory of this process, by the cudaIpcMemHandle_t of its base allocation (base_bytes long, on
+ * the card with that UUID); the region is `bytes` bytes at offset_bytes. The caller keeps the
+ * allocation alive until the region is dropped. unix only. */
+KLD_EXPORT enum kld_status
+kld_region_import_cuda_ipc(struct kld_connection *connection, const uint8_t handle[64],
+                           const uint8_t device_uuid[16], uint64_t base_bytes,
+                           uint64_t offset_bytes, uint64_t bytes, struct kld_region **ret_region,
+                           struct kld_error *err);
+/* A buffer in the server's device pool: filled and read by kld_copy(), lost with the worker. unix
+ * and local. */
+KLD_EXPORT enum kld_status kld_region_create_pool(struct kld_connection *connection, uint64_t bytes,
+                                                  struct kld_region **ret_region,
+                                                  struct kld_error *err);
+/* The bytes, for regions that this process can address; NULL for others. Valid until the drop. */
+KLD_EXPORT void *kld_region_data(struct kld_region *region);
+KLD_EXPORT uint64_t kld_region_bytes(const struct kld_region *region);
+/* The region may be dropped while requests use it: they finish first. NULL is allowed. */
+KLD_EXPORT void kld_region_drop(struct kld_region *region);
+
+/* ---- Requests -----------------------------------------------------------------------------------
+ */
+
+/* Where the bytes of one tensor of the op are. Exactly one of data and region is set for a tensor
+ * that the op has (dtype not 0); op.tensor[].region and offset_bytes are ignored and set by libkld.
+ */
+struct kld_bytes {
+    void *data; /* plain memory of this process, valid until the request has ended; host memory, or,
+                 * over local:cuda, also device memory. Not written to for inputs. */
+    struct kld_region *region;
+    uint64_t offset_bytes; /* in the region */
+};
+
+struct kld_request {
+    struct kld_op
+        op; /* kld_op_init(), then shape, parameters, tensor[slot].dtype and row_stride_bytes */
+    struct kld_bytes bytes[KLD_SLOT_COUNT];
+    uint32_t stream;     /* requests of one stream run in order */
+    uint64_t timeout_ns; /* from now; 0: none. Over it: KLD_DEADLINE, nothing is written any more
+                            that libkld can help */
+};
+
+struct kld_result {
+    double loss; /* scalar reductions; else 0. NaN and infinities as they are */
+    bool scalar; /* loss holds the loss */
+    uint64_t queue_ns, copy_ns, kernel_ns; /* as the server measured them; 0 where unknown */
+    uint64_t bytes;                        /* moved by the kernels */
+    uint64_t total_ns;                     /* from call to answer, as seen here */
+    uint32_t attempts; /* 1, or more where a lost server made libkld send again */
+};
+
+/* Blocking. ret_result may be NULL. */
+KLD_EXPORT enum kld_status kld_run(struct kld_connection *connection,
+                                   const struct kld_request *request, struct kld_result *ret_result,
+                                   struct kld_error *err);
+/* Blocking. Copies between two regions of this connection (they may not overlap). */
+KLD_EXPORT enum kld_status kld_copy(struct kld_connection *connection,
+                                    struct kld_region *destination,
+                                    uint64_t destination_offset_bytes, struct kld_region *source,
+                                    uint64_t source_offset_bytes, uint64_t bytes,
+                                    struct kld_error *err);
+
+/* ---- Without blocking
+ * ---------------------------------------------------------------------------- kld_submit() returns
+ * at once (KLD_BUSY: as many requests in flight as the server allows). The callback runs inside
+ * kld_process(), once for each submitted request, never inside kld_submit(). A connection may be
+ * lost and found again in between; kld_fd() stays the same. */
+typedef void (*kld_callback)(void *user, enum kld_status status, const struct kld_result *result,
+                             const struct kld_error *error);
+KLD_EXPORT enum kld_status kld_submit(struct kld_connection *connection,
+                                      const struct kld_request *request, kld_callback callback,
+                                      void *user, uint64_t *ret_id, struct kld_error *err);
+/* Asks for a request to be given up; its callback still comes (KLD_CANCELLED, or its result if that
+ * was faster). */
+KLD_EXPORT void kld_cancel(struct kld_connection *connection, uint64_t id);
+/* A descriptor for the caller's own loop: when it is readable, call kld_process(). */
+KLD_EXPORT int kld_fd(const struct kld_connection *connection);
+/* Handles what has arrived and returns; waits up to timeout_ms for something first (0: not at all,
+ * -1: until something). */
+KLD_EXPORT enum kld_status kld_process(struct kld_connection *connection, int timeout_ms,
+                                       struct kld_error *err);
+
+/* ---- Statistics and ceilings --------------------------------------------------------------------
+ */
+
+struct kld_server_stats {
+    uint64_t epoch, uptime_ns;
+    uint64_t requests_total, errors_total;
+    uint32_t in_flight, clients;
+    uint64_t regions, region_bytes;
+    uint64_t pool_bytes, pool_bytes_max;
+    uint64_t kernel_ns_total, bytes_total;
+};
+/* unix and local; over http KLD_UNIMPLEMENTED (read /metrics there). */
+KLD_EXPORT enum kld_status kld_stats(struct kld_connection *connection,
+                                     struct kld_server_stats *ret_stats, struct kld_error *err);
+/* local only: bytes per second this device can read two arrays of `bytes` each, and with a third
+ * one written. */
+KLD_EXPORT enum kld_status kld_measure_ceiling(struct kld_connection *connection, uint64_t bytes,
+                                               double *ret_read_per_s, double *ret_read_write_per_s,
+                                               struct kld_error *err);
+KLD_EXPORT const char *kld_version(void); /* "0.1.0" */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,166 @@
+/* backend.h - the one interface between "what is asked" and "what computes it".
+ *
+ * Two back ends implement it, cpu and cuda, as peers: a table of functions each, no test of "which
+ * one" anywhere else. It knows no socket and no JSON; above it are the worker (server/worker) and
+ * libkld's `local:` (client/local.c).
+ *
+ * Objects and their lifetimes
+ *   device   One per process and physical device. Owns its threads, its pool of memory and
+ * everything below. Outlives its memories and streams; device_close() waits for jobs in flight.
+ *   memory   A range of bytes that jobs may name: a mapped memfd, a caller's own pointer, an
+ * imported GPU allocation, or a buffer of the device's pool. It must stay until every job that
+ * names it has completed; counting users is the caller's business (R2 of server/worker/region.h).
+ *   stream   Jobs of one stream run in order of submission; streams are independent of each other.
+ *   job      One unit of work, in memory owned by the caller, untouched by the caller from submit()
+ * until done() was called. No allocation is made per job on the host.
+ *
+ * Threads. device_open/close, memory_* and stream_* may be called from any thread but the device's
+ * own, may take milliseconds (pinning, mapping, opening a handle), and are safe to call side by
+ * side. submit() may be called from any one thread at a time, never blocks and never calls done()
+ * itself. done() is called on the back end's own thread, jobs of one stream in order; it must be
+ * short.
+ *
+ * Errors. A function returns enum kld_status and describes it in *err. KLD_DEVICE_LOST means that
+ * the device is gone for good in this process: every job in flight and every later one completes
+ * with it.
+ *
+ * The meaning of the numbers (forms, divergences, zeros, reductions, gradients, accuracy) is in
+ * kernels/README.md. Two promises that callers build on: the same job on the same device gives the
+ * same bits on every run, whatever the alignment or kind of its memories; and a row's value and
+ * gradient depend on that row alone. */
+#ifndef KLD_KERNELS_BACKEND_H
+#define KLD_KERNELS_BACKEND_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "proto/op.h"
+#include "proto/status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct kld_backend;
+
+struct kld_device_options {
+    uint32_t device;  /* index, below device_count() */
+    uint32_t threads; /* cpu: threads that compute; 0: one for each CPU this process may use */
+    uint64_t pool_bytes_max; /* most that memory_alloc() buffers and the device's own temporary
+                              * copies may take together; 0: 1/2 of the device's memory. For cpu the
+                              * pool is host memory. Beyond it: KLD_NO_MEMORY. */
+    uint32_t spin_us;        /* how long the device thread polls before it sleeps */
+};
+
+struct kld_device_info {
+    char backend[16];
+    char name[64];           /* model of the card or of the processor */
+    uint8_t uuid[16];        /* of the card; all 0 for cpu */
+    uint64_t memory_bytes;   /* of the device */
+    uint64_t pool_bytes_max; /* resolved */
+    uint32_t threads;        /* cpu: computing threads; cuda: multiprocessors */
+    bool imports_cuda_ipc;   /* memory_import_ipc() works */
+};
+
+/* The head of every device, memory and stream; a back end embeds it first in its own struct. Fields
+ * are constant from creation on, except where noted. */
+struct kld_device {
+    const struct kld_backend *backend;
+    struct kld_device_info info;
+};
+struct kld_memory {
+    struct kld_device *device;
+    uint64_t bytes;
+    void *host; /* address in this process through which a CPU may read and write, or NULL */
+};
+struct kld_stream {
+    struct kld_device *device;
+};
+
+enum kld_job_kind { KLD_JOB_OP, KLD_JOB_COPY };
+
+struct kld_place {
+    struct kld_memory *memory;
+    uint64_t offset_bytes;
+};
+
+struct kld_job {
+    /* Set by the caller before submit(). */
+    enum kld_job_kind kind;
+    struct kld_op op; /* KLD_JOB_OP: passed kld_op_check(); its regions are not looked at */
+    struct kld_geometry geometry;           /* what kld_op_check() returned for it */
+    struct kld_place place[KLD_SLOT_COUNT]; /* present slots: bounds and alignment were checked */
+    struct kld_place copy_to, copy_from;    /* KLD_JOB_COPY: may not overlap */
+    uint64_t copy_bytes;
+    void (*done)(struct kld_job *job);
+    void *owner; /* for done() */
+
+    /* Set by the back end before done(). */
+    enum kld_status status;
+    struct kld_error error; /* described if status is not KLD_OK */
+    double loss;            /* geometry.scalar: the loss rounded to its dtype; else 0 */
+    uint64_t launch_ns;     /* CLOCK_MONOTONIC when the work was started */
+    uint64_t copy_ns;       /* time spent moving tensors between host and device */
+    uint64_t kernel_ns;     /* time spent computing */
+    uint64_t bytes;         /* that the computation must read and write at least; or copied */
+
+    /* The back end's own while the job is with it. */
+    struct kld_job *next;
+    uint64_t backend_private[16];
+};
+
+struct kld_backend {
+    const char *name; /* "cpu", "cuda" */
+
+    /* How many devices work here. KLD_UNAVAILABLE with a reason ("no NVIDIA driver") counts as 0.
+     */
+    enum kld_status (*device_count)(uint32_t *ret_count, struct kld_error *err);
+    enum kld_status (*device_open)(const struct kld_device_options *options,
+                                   struct kld_device **ret_device, struct kld_error *err);
+    void (*device_close)(struct kld_device *device); /* NULL is allowed */
+
+    /* Maps bytes [0, bytes) of a shared memfd that is sealed against shrinking (the caller checked)
+     * and makes it reachable by the device (cuda: pinned). The descriptor stays the caller's. */
+    enum kld_status (*memory_map)(struct kld_device *device, int fd, uint64_t bytes,
+                                  struct kld_memory **ret_memory, struct kld_error *err);
+    /* The caller's own address range, host or (cuda) device memory; not pinned, not freed. */
+    enum kld_status (*memory_wrap)(struct kld_device *device, void *address, uint64_t bytes,
+                                   struct kld_memory **ret_memory, struct kld_error *err);
+    /* bytes at offset_bytes of the base allocation behind a cudaIpcMemHandle_t. KLD_UNIMPLEMENTED
+     * on cpu. */
+    enum kld_status (*memory_import_ipc)(struct kld_device *device, const uint8_t handle[64],
+                                         uint64_t base_bytes, uint64_t offset_bytes, uint64_t bytes,
+                                         struct kld_memory **ret_memory, struct kld_error *err);
+    /* A buffer of the device's pool; zeroed, so that no client reads what another left. */
+    enum kld_status (*memory_alloc)(struct kld_device *device, uint64_t bytes,
+                                    struct kld_memory **ret_memory, struct kld_error *err);
+    void (*memory_free)(struct kld_memory *memory); /* any of the above; NULL is allowed */
+
+    enum kld_status (*stream_open)(struct kld_device *device, struct kld_stream **ret_stream,
+                                   struct kld_error *err);
+    void (*stream_close)(struct kld_stream *stream); /* no job in flight; NULL is allowed */
+
+    void (*submit)(struct kld_stream *stream, struct kld_job *job);
+
+    /* Bytes of the pool in use now. */
+    uint64_t (*pool_bytes)(struct kld_device *device);
+    /* Bytes per second at which the device can read two arrays of `bytes` each, and what it reaches
+     * when it also writes a third: the ceilings that kernels are compared with. Best of a few runs,
+     * some 100 ms. */
+    enum kld_status (*measure_ceiling)(struct kld_device *device, uint64_t bytes,
+                                       double *ret_read_per_s, double *ret_read_write_per_s,
+                                       struct kld_error *err);
+};
+
+/* The list of back ends, best first; NULL-terminated. Built without nvcc it holds only cpu. */
+const struct kld_backend *const *kld_backends(void);
+/* "cpu", "cuda", or "auto": the best that has a device. KLD_NOT_FOUND: not built in, the text lists
+ * those that are. */
+enum kld_status kld_backend_find(const char *name, const struct kld_backend **ret_backend,
+                                 struct kld_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,214 @@
+/* wire.h - the frames of the Unix-socket protocol, version 1.
+ *
+ * The socket is SOCK_SEQPACKET: one frame is one packet, its boundaries kept by the kernel. Each
+ * type of frame has one size. The structs below are the wire format: little-endian, naturally
+ * aligned, every hole a named `reserved` field that must be 0. File descriptors travel as
+ * SCM_RIGHTS beside the frame that announces them.
+ *
+ * Replies carry the request number of the frame they answer and may come in any order. A frame that
+ * the receiver cannot even number (short, wrong length, unknown version) is answered by ERROR with
+ * the number read, or 0, and the connection stays usable: packets keep their boundaries.
+ *
+ * No allocation, no I/O; any thread. Both sides use kld_frame_check() before they look inside. */
+#ifndef KLD_PROTO_WIRE_H
+#define KLD_PROTO_WIRE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "proto/op.h"
+#include "proto/status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define KLD_WIRE_VERSION 1
+#define KLD_WIRE_FDS_MAX 1      /* descriptors that may accompany a frame */
+#define KLD_WIRE_DEVICES_MAX 16 /* devices that WELCOME can list */
+#define KLD_WIRE_NAME_MAX 64    /* bytes of a name, NUL included */
+#define KLD_WIRE_IPC_HANDLE_BYTES 64
+#define KLD_WIRE_UUID_BYTES 16
+
+/* X(NAME, number, struct suffix). From the client: 1-63. From the worker: 64-. */
+#define KLD_FRAME_MAP(X)                                                                           \
+    X(HELLO, 1, hello)             /* first frame of a connection -> WELCOME */                    \
+    X(REGION_ADD, 2, region_add)   /* -> REGION. One descriptor for kind memfd, else none */       \
+    X(REGION_DROP, 3, region_drop) /* -> DONE; the id is free at once, the memory later */         \
+    X(COPY, 4, copy)               /* -> DONE */                                                   \
+    X(SUBMIT, 5, submit)           /* -> DONE */                                                   \
+    X(CANCEL, 6, cancel)           /* -> DONE for itself; the cancelled one gets its own */        \
+    X(STATS, 7, plain)             /* -> STATS_REPLY */                                            \
+    X(PING, 8, plain)              /* -> PONG */                                                   \
+    X(WELCOME, 64, welcome)                                                                        \
+    X(REGION, 65, region)                                                                          \
+    X(DONE, 66, done)                                                                              \
+    X(STATS_REPLY, 67, stats_reply)                                                                \
+    X(PONG, 68, plain)                                                                             \
+    X(ERROR, 69, error)
+
+enum kld_frame_type {
+#define X(NAME, number, suffix) KLD_FRAME_##NAME = number,
+    KLD_FRAME_MAP(X)
+#undef X
+};
+
+struct kld_frame_header {
+    uint32_t length; /* of the whole frame, this header included */
+    uint16_t version;
+    uint16_t type;    /* enum kld_frame_type */
+    uint64_t request; /* chosen by the client, not 0; unique among its requests in flight */
+};
+
+/* PING, PONG, STATS. */
+struct kld_frame_plain {
+    struct kld_frame_header header;
+};
+
+struct kld_frame_hello {
+    struct kld_frame_header header;
+    uint16_t version_min, version_max; /* that the client speaks */
+    uint32_t reserved;
+    char client_name[KLD_WIRE_NAME_MAX]; /* for logs and statistics: printable ASCII, NUL-padded */
+};
+
+struct kld_wire_device {
+    uint8_t uuid[KLD_WIRE_UUID_BYTES]; /* all 0 for the CPU */
+    char name[KLD_WIRE_NAME_MAX];      /* NUL-padded */
+};
+
+struct kld_frame_welcome {
+    struct kld_frame_header header;
+    uint64_t epoch;   /* of this worker process; a new one after each restart. Never 0 */
+    uint16_t version; /* spoken from here on */
+    uint16_t device;  /* index of the device behind this socket */
+    uint32_t devices; /* entries used in device_list; socket i is PATH (i = 0) or PATH.i */
+    char backend[16]; /* "cpu", "cuda" */
+    /* Limits of one connection. */
+    uint32_t regions_max, requests_max, streams_max;
+    uint32_t reserved;
+    uint64_t region_bytes_max; /* of one region */
+    uint64_t pool_bytes_max;   /* of all pool regions of the worker */
+    struct kld_wire_device device_list[KLD_WIRE_DEVICES_MAX];
+};
+
+enum kld_region_kind {
+    KLD_REGION_MEMFD = 1,    /* one memfd with F_SEAL_SHRINK, from its byte 0 */
+    KLD_REGION_CUDA_IPC = 2, /* a cudaIpcMemHandle_t of the whole base allocation */
+    KLD_REGION_POOL = 3,     /* memory of the worker's device pool; gone with the worker */
+};
+
+struct kld_frame_region_add {
+    struct kld_frame_header header;
+    uint32_t kind; /* enum kld_region_kind */
+    uint32_t reserved;
+    uint64_t bytes;        /* of the region */
+    uint64_t offset_bytes; /* CUDA IPC: where the region starts in the base allocation; else 0 */
+    uint64_t base_bytes;   /* CUDA IPC: size of the base allocation; else 0 */
+    uint8_t device_uuid[KLD_WIRE_UUID_BYTES];      /* CUDA IPC: where the memory lies; else 0 */
+    uint8_t ipc_handle[KLD_WIRE_IPC_HANDLE_BYTES]; /* CUDA IPC; else 0 */
+};
+
+struct kld_frame_region_drop {
+    struct kld_frame_header header;
+    uint64_t region;
+};
+
+struct kld_frame_copy {
+    struct kld_frame_header header;
+    uint64_t destination, destination_offset_bytes;
+    uint64_t source, source_offset_bytes;
+    uint64_t bytes;
+    uint32_t stream; /* below streams_max; requests of one stream run in order */
+    uint32_t reserved;
+};
+
+struct kld_wire_tensor {
+    uint32_t dtype; /* 0: absent, everything else 0 then */
+    uint32_t reserved;
+    uint64_t region, offset_bytes, row_stride_bytes; /* region: an id from REGION, never 0 */
+};
+
+struct kld_frame_submit {
+    struct kld_frame_header header;
+    uint32_t stream;
+    uint32_t flags;      /* 0 in version 1 */
+    uint64_t timeout_ns; /* from arrival; 0: none */
+    uint32_t divergence, reduction, predictions_form, targets_form;
+    uint32_t rank, given;
+    uint64_t shape[KLD_RANK_MAX];     /* entries from rank on are 0 */
+    double number[7];                 /* the order of KLD_NUMBER_MAP; read only where `given` */
+    struct kld_wire_tensor tensor[9]; /* the order of KLD_SLOT_MAP */
+};
+
+struct kld_frame_cancel {
+    struct kld_frame_header header;
+    uint64_t target; /* request number of a SUBMIT or COPY of this connection */
+};
+
+struct kld_frame_region {
+    struct kld_frame_header header;
+    uint64_t region; /* its id: not 0, never given twice in one connection */
+    uint64_t bytes;
+};
+
+/* The answer to SUBMIT, COPY, REGION_DROP and CANCEL that worked. A failure is an ERROR. */
+struct kld_frame_done {
+    struct kld_frame_header header;
+    double loss;       /* scalar reductions: the loss, rounded to its dtype; else 0 */
+    uint64_t queue_ns; /* from arrival to launch */
+    uint64_t copy_ns;  /* moving tensors between host and device, if that was needed */
+    uint64_t kernel_ns;
+    uint64_t bytes;  /* read and written by the kernels, or copied */
+    uint32_t scalar; /* 1 if loss holds the loss */
+    uint32_t reserved;
+};
+
+struct kld_frame_error {
+    struct kld_frame_header header; /* request: of the frame that failed, 0 if it had none */
+    uint32_t status;                /* enum kld_status, not OK */
+    uint32_t reserved;
+    char text[KLD_ERROR_TEXT_MAX];
+};
+
+struct kld_frame_stats_reply {
+    struct kld_frame_header header;
+    uint64_t epoch;
+    uint64_t uptime_ns;
+    uint64_t requests_total, errors_total; /* of the worker since it started */
+    uint32_t in_flight, clients;
+    uint64_t regions, region_bytes;
+    uint64_t pool_bytes, pool_bytes_max;
+    uint64_t kernel_ns_total, bytes_total;
+};
+
+union kld_frame {
+    struct kld_frame_header header;
+#define X(NAME, number, suffix) struct kld_frame_##suffix as_##NAME;
+    KLD_FRAME_MAP(X)
+#undef X
+};
+
+/* The size of a frame of this type; 0 if there is no such type. */
+size_t kld_frame_bytes(uint16_t type);
+const char *kld_frame_name(uint16_t type);
+
+/* Zeroes *frame and fills in the header. */
+void kld_frame_init(union kld_frame *frame, enum kld_frame_type type, uint64_t request);
+
+/* Are these `bytes` bytes a whole frame of a known version and type, of that type's length? fds:
+ * how many descriptors came along. `truncated`: MSG_TRUNC or MSG_CTRUNC was set. *ret_request is
+ * set whenever 16 bytes are there, so that the error can be addressed. */
+enum kld_status kld_frame_check(const void *data, size_t bytes, unsigned fds, int truncated,
+                                uint64_t *ret_request, struct kld_error *err);
+
+/* Between SUBMIT and the op. Decoding checks only what the op cannot hold (flags, reserved fields,
+ * a region 0); everything else is kld_op_check()'s. */
+void kld_submit_encode(const struct kld_op *op, struct kld_frame_submit *submit);
+enum kld_status kld_submit_decode(const struct kld_frame_submit *submit, struct kld_op *ret_op,
+                                  struct kld_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

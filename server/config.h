@@ -1,0 +1,89 @@
+/* config.h - every setting of kld-server, from one table.
+ *
+ * KLD_CONFIG_MAP is the only list: it makes the fields of struct kld_config, the --flags, the KLD_…
+ * environment variables, the keys of the JSON file and the text of --help. Precedence: flag, then
+ * environment, then file (--config PATH), then default. A name with '_' is the flag with '-'
+ * (--log-level) and the variable KLD_LOG_LEVEL; the JSON key is the name itself.
+ *
+ * A struct kld_config is read-only once parsed; the supervisor parses it, its children receive
+ * every value as flags (kld_config_arguments()). Any thread. */
+#ifndef KLD_SERVER_CONFIG_H
+#define KLD_SERVER_CONFIG_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#include "proto/status.h"
+
+#define KLD_CONFIG_TEXT_MAX 256 /* bytes of a text setting, NUL included */
+
+/* X(TYPE, name, default as text, help). Types: TEXT; COUNT (a whole number); BYTES (a whole number,
+ * config.c checks the values of settings that are a choice. */
+#define KLD_CONFIG_MAP(X)                                                                          \
+    X(TEXT, http, "127.0.0.1:8080", "ADDR:PORT for HTTP; port 0 picks one; empty: no HTTP")        \
+    X(TEXT, unix, "",                                                                              \
+      "path of the Unix socket; empty: kld.sock in $XDG_RUNTIME_DIR/kld or /run/kld")              \
+    X(TEXT, backend, "auto", "what computes: auto, cpu or cuda")                                   \
+    X(COUNT, device, "0", "which device of the back end")                                          \
+    X(COUNT, threads, "0", "threads of the CPU back end; 0: one for each CPU")                     \
+    X(COUNT, spin_us, "50", "how long a device thread polls before it sleeps")                     \
+    X(TEXT, log_level, "info", "debug, info, warn or error")                                       \
+    X(TEXT, log_format, "text", "text or json, one line an event, on standard error")              \
+    X(FLAG, insecure_bind, "false",                                                                \
+      "allow HTTP on an address that is not loopback without tokens")                              \
+    X(TEXT, shm_prefix, "",                                                                        \
+      "HTTP callers may register shared memory whose key starts so; empty: none")                  \
+    X(COUNT, unix_mode, "432", "permission bits of the Unix socket, decimal (432 is octal 660)")   \
+    X(TEXT, allow_uids, "",                                                                        \
+      "uids that may connect to the Unix socket, by comma; empty: any the mode lets in")           \
+    X(TEXT, allow_gids, "", "the same for gids; a client passes if either list names it")          \
+    X(COUNT, clients_max, "256", "connections on the Unix socket")                                 \
+    X(COUNT, requests_max, "1024", "requests in flight in a worker")                               \
+    X(COUNT, client_requests_max, "64", "requests in flight of one Unix client")                   \
+    X(COUNT, client_regions_max, "1024", "regions of one Unix client")                             \
+    X(COUNT, client_streams_max, "4", "streams of one Unix client")                                \
+    X(BYTES, region_bytes_max, "1T", "one region")                                                 \
+    X(BYTES, client_region_bytes_max, "1T", "all regions of one Unix client")                      \
+    X(BYTES, pool_bytes_max, "0", "memory pool of the device; 0: half of its memory")              \
+    X(BYTES, staging_bytes_max, "1G", "shared memory for HTTP bodies and results")                 \
+    X(BYTES, body_bytes_max, "1G", "one HTTP body")                                                \
+    X(BYTES, json_bytes_max, "16M", "the JSON part of an HTTP body")                               \
+    X(COUNT, http_connections_max, "4096", "HTTP connections")                                     \
+    X(COUNT, http_idle_ms, "60000", "idle time after which an HTTP connection is closed")          \
+    X(COUNT, http_requests_max, "512", "HTTP requests being received or computed")                 \
+    X(COUNT, http_regions_max, "256", "shared-memory regions registered over HTTP")                \
+    X(COUNT, http_deadline_ms, "60000", "deadline of an HTTP request that names none")             \
+    X(COUNT, drain_ms, "10000", "time given to requests in flight on SIGTERM")                     \
+    X(COUNT, restart_ms_max, "5000", "longest pause between restarts of a child that keeps dying")
+
+#define KLD_CONFIG_FIELD_TEXT char
+#define KLD_CONFIG_FIELD_COUNT uint64_t
+#define KLD_CONFIG_FIELD_BYTES uint64_t
+#define KLD_CONFIG_FIELD_FLAG bool
+#define KLD_CONFIG_SIZE_TEXT [KLD_CONFIG_TEXT_MAX]
+#define KLD_CONFIG_SIZE_COUNT
+#define KLD_CONFIG_SIZE_BYTES
+#define KLD_CONFIG_SIZE_FLAG
+
+struct kld_config {
+#define X(TYPE, name, value, help) KLD_CONFIG_FIELD_##TYPE name KLD_CONFIG_SIZE_##TYPE;
+    KLD_CONFIG_MAP(X)
+#undef X
+};
+
+enum kld_config_action { KLD_CONFIG_RUN, KLD_CONFIG_HELP, KLD_CONFIG_VERSION };
+
+/* argv: without the program's name. environment: NULL-terminated NAME=value texts. The error names
+ * the setting, where it came from and what was expected. */
+enum kld_status kld_config_parse(int argc, char *const *argv, char *const *environment,
+                                 struct kld_config *ret_config, enum kld_config_action *ret_action,
+                                 struct kld_error *err);
+/* The whole configuration as flags ("--http=127.0.0.1:0", ...), NULL-terminated, in memory to be
+ * released with kld_config_arguments_free(). NULL when out of memory. */
+char **kld_config_arguments(const struct kld_config *config);
+void kld_config_arguments_free(char **arguments);
+void kld_config_help(FILE *out);
+
+#endif

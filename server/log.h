@@ -1,0 +1,25 @@
+/* log.h - one line an event, on standard error; text or JSON.
+ *
+ * A function either logs or returns its error, never both: the places that log are the loops of the
+ * three roles. Lines hold no token, key or tensor. A line is one write(2), so that lines of several
+ * processes do not mix; a standard error that is full or closed loses lines (counted), it never
+ * blocks or stops the process. Any thread. */
+#ifndef KLD_SERVER_LOG_H
+#define KLD_SERVER_LOG_H
+
+#include <stdbool.h>
+
+#include "proto/status.h"
+
+enum kld_log_level { KLD_LOG_DEBUG, KLD_LOG_INFO, KLD_LOG_WARN, KLD_LOG_ERROR };
+
+/* Once, before the threads of a role start. role: "supervisor", "worker0", "gateway". */
+enum kld_status kld_log_init(const char *role, const char *level, const char *format,
+                             struct kld_error *err);
+/* event: a fixed lower-case word or two ("worker exited"); format: details as key=value pairs,
+ * values with blanks in double quotes ("pid=%d status=%s"), or "". */
+void kld_log(enum kld_log_level level, const char *event, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+bool kld_log_wants(enum kld_log_level level);
+
+#endif

@@ -1,0 +1,97 @@
+/* stats.h - counters in one shared page that outlives every child.
+ *
+ * The supervisor creates the page (a memfd) and hands it to each child; everybody adds with relaxed
+ * atomics, the gateway renders it for /metrics. Gauges belong to one role, which sets its own to 0
+ * when it starts. Any thread, any process. */
+#ifndef KLD_SERVER_STATS_H
+#define KLD_SERVER_STATS_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#include "proto/status.h"
+
+/* X(name, metric type, owner, help). Exposed as kld_<name>; counters end in _total. owner: the role
+ * that resets a gauge; for counters any. */
+#define KLD_STAT_MAP(X)                                                                            \
+    X(http_requests_in_flight, gauge, gateway,                                                     \
+      "HTTP requests being received, computed or answered")                                        \
+    X(http_connections, gauge, gateway, "open HTTP connections")                                   \
+    X(http_connections_total, counter, any, "HTTP connections accepted")                           \
+    X(http_received_bytes_total, counter, any, "bytes of HTTP bodies received")                    \
+    X(http_sent_bytes_total, counter, any, "bytes of HTTP replies")                                \
+    X(http_regions, gauge, gateway, "shared-memory regions registered over HTTP")                  \
+    X(staging_bytes, gauge, gateway, "staging memory in use")                                      \
+    X(unix_clients, gauge, worker, "connections on the Unix socket")                               \
+    X(unix_clients_total, counter, any, "connections accepted on the Unix socket")                 \
+    X(unix_frames_invalid_total, counter, any, "frames answered by an error of form")              \
+    X(worker_requests_in_flight, gauge, worker, "operators and copies queued or running")          \
+    X(worker_regions, gauge, worker, "regions registered by Unix clients")                         \
+    X(worker_region_bytes, gauge, worker, "their bytes")                                           \
+    X(pool_bytes, gauge, worker, "device pool in use")                                             \
+    X(pool_bytes_max, gauge, worker, "limit of the device pool")                                   \
+    X(kernel_bytes_total, counter, any, "bytes that kernels had to move")                          \
+    X(kernel_ns_total, counter, any, "time spent in kernels, ns")                                  \
+    X(requests_detached_total, counter, any,                                                       \
+      "requests whose client left or gave up before the end")                                      \
+    X(requests_repeated_total, counter, any,                                                       \
+      "requests that the gateway sent again after a lost worker")                                  \
+    X(device_lost_total, counter, any, "times a device was lost")                                  \
+    X(worker_restarts_total, counter, any, "times a worker was started again")                     \
+    X(gateway_restarts_total, counter, any, "times a gateway was started again")                   \
+    X(log_lines_lost_total, counter, any, "log lines that could not be written")
+
+enum kld_stat {
+#define X(name, type, owner, help) KLD_STAT_##name,
+    KLD_STAT_MAP(X)
+#undef X
+        KLD_STAT_COUNT
+};
+
+/* X(name, help): durations in seconds when exposed, kept in ns; kld_<name>_seconds. */
+#define KLD_HISTOGRAM_MAP(X)                                                                       \
+    X(http_request, "from the first byte of an infer request to the last of its reply")            \
+    X(unix_request, "from SUBMIT to DONE in the worker")                                           \
+    X(queue, "from admission to launch")                                                           \
+    X(copy, "moving tensors between host and device")                                              \
+    X(kernel, "computing")
+
+enum kld_histogram {
+#define X(name, help) KLD_HISTOGRAM_##name,
+    KLD_HISTOGRAM_MAP(X)
+#undef X
+        KLD_HISTOGRAM_COUNT
+};
+
+#define KLD_BUCKETS 18                                  /* the last is +Inf */
+extern const uint64_t kld_bucket_limit_ns[KLD_BUCKETS]; /* upper limits; the last UINT64_MAX */
+#define KLD_STATUS_SLOTS 32                             /* status numbers are below this */
+
+enum kld_front { KLD_FRONT_HTTP, KLD_FRONT_UNIX, KLD_FRONT_COUNT };
+
+struct kld_stats {
+    uint64_t magic; /* size and layout, checked when attached */
+    _Atomic uint64_t value[KLD_STAT_COUNT];
+    _Atomic uint64_t requests[KLD_FRONT_COUNT][KLD_STATUS_SLOTS]; /* ended, by enum kld_status */
+    struct {
+        _Atomic uint64_t bucket[KLD_BUCKETS]; /* not cumulative */
+        _Atomic uint64_t sum_ns;
+    } histogram[KLD_HISTOGRAM_COUNT];
+    _Atomic uint32_t worker_ready; /* 1 while the worker serves */
+    _Atomic uint32_t draining;     /* 1 from SIGTERM on; set by the supervisor */
+    char backend[16], device[64];  /* written by the worker before worker_ready */
+};
+
+/* A new page; *ret_fd is the memfd to hand to children. */
+enum kld_status kld_stats_create(struct kld_stats **ret_stats, int *ret_fd, struct kld_error *err);
+enum kld_status kld_stats_attach(int fd, struct kld_stats **ret_stats, struct kld_error *err);
+void kld_stats_detach(struct kld_stats *stats); /* NULL is allowed */
+
+void kld_stats_add(struct kld_stats *stats, enum kld_stat stat, int64_t amount);
+void kld_stats_set(struct kld_stats *stats, enum kld_stat stat, uint64_t value);
+void kld_stats_observe(struct kld_stats *stats, enum kld_histogram histogram, uint64_t ns);
+void kld_stats_request(struct kld_stats *stats, enum kld_front front, enum kld_status status);
+/* Sets the gauges of a role ("worker", "gateway") to 0. */
+void kld_stats_reset_role(struct kld_stats *stats, const char *role);
+
+#endif

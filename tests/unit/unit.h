@@ -1,0 +1,34 @@
+/* unit.h - what every unit test program includes: the Check library, and one main().
+ *
+ * Each START_TEST runs in a process of its own with a time limit. A test file lies at the path of
+ * the source it tests: proto/op.c -> tests/unit/proto/test_op.c. It ends with UNIT_MAIN("proto/op",
+ * test_a, test_b, ...). */
+#ifndef KLD_TESTS_UNIT_H
+#define KLD_TESTS_UNIT_H
+
+#include <check.h>
+#include <stdlib.h>
+
+#define UNIT_TIMEOUT_S 60
+
+static inline int unit_run(const char *name, const TTest *const *tests, size_t count) {
+    Suite *suite = suite_create(name);
+    TCase *cases = tcase_create(name);
+    tcase_set_timeout(cases, UNIT_TIMEOUT_S);
+    for (size_t i = 0; i < count; i++)
+        tcase_add_test(cases, tests[i]);
+    suite_add_tcase(suite, cases);
+    SRunner *runner = srunner_create(suite);
+    srunner_run_all(runner, CK_NORMAL);
+    int failed = srunner_ntests_failed(runner);
+    srunner_free(runner);
+    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
+}
+
+#define UNIT_MAIN(name, ...)                                                                       \
+    int main(void) {                                                                               \
+        const TTest *const tests[] = {__VA_ARGS__};                                                \
+        return unit_run(name, tests, sizeof tests / sizeof tests[0]);                              \
+    }
+
+#endif
