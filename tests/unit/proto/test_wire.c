@@ -1,0 +1,120 @@
+/* test_wire.c - every frame's length, version and descriptors checked; SUBMIT there and back; and
+ * the byte offsets that clients in other languages rely on. */
+#include "proto/wire.h"
+
+#include <string.h>
+
+#include "tests/unit/unit.h"
+
+static union kld_frame frame;
+static struct kld_error err;
+static uint64_t request;
+
+START_TEST(every_type_passes_at_its_own_length_only) {
+    const uint16_t types[] = {
+#define X(NAME, number, suffix) number,
+        KLD_FRAME_MAP(X)
+#undef X
+    };
+    for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
+        size_t bytes = kld_frame_bytes(types[i]);
+        kld_frame_init(&frame, (enum kld_frame_type)types[i], 42);
+        ck_assert_int_eq(kld_frame_check(&frame, bytes, 0, 0, &request, &err), KLD_OK);
+        ck_assert_uint_eq(request, 42);
+        ck_assert_int_eq(kld_frame_check(&frame, bytes - 1, 0, 0, &request, &err), KLD_INVALID);
+        ck_assert_int_eq(kld_frame_check(&frame, bytes, 0, 1, &request, &err), KLD_INVALID);
+        ck_assert_int_eq(kld_frame_check(&frame, bytes, 1, 0, &request, &err), KLD_INVALID);
+        frame.header.length++;
+        ck_assert_int_eq(kld_frame_check(&frame, bytes, 0, 0, &request, &err), KLD_INVALID);
+    }
+    ck_assert_uint_eq(kld_frame_bytes(0), 0);
+    ck_assert_str_eq(kld_frame_name(KLD_FRAME_SUBMIT), "SUBMIT");
+    ck_assert_str_eq(kld_frame_name(1000), "unknown");
+}
+END_TEST
+
+START_TEST(short_unknown_and_foreign_frames) {
+    kld_frame_init(&frame, KLD_FRAME_PING, 7);
+    ck_assert_int_eq(kld_frame_check(&frame, 15, 0, 0, &request, &err), KLD_INVALID);
+    ck_assert_uint_eq(request, 0);
+    ck_assert_int_eq(kld_frame_check(&frame, 0, 0, 0, &request, &err), KLD_INVALID);
+    frame.header.version = 2;
+    ck_assert_int_eq(kld_frame_check(&frame, 16, 0, 0, &request, &err), KLD_VERSION);
+    ck_assert_uint_eq(request, 7);
+    frame.header.version = KLD_WIRE_VERSION;
+    frame.header.type = 40;
+    ck_assert_int_eq(kld_frame_check(&frame, 16, 0, 0, &request, &err), KLD_INVALID);
+    kld_frame_init(&frame, KLD_FRAME_PING, 0);
+    ck_assert_int_eq(kld_frame_check(&frame, 16, 0, 0, &request, &err), KLD_INVALID);
+    ck_assert_ptr_nonnull(strstr(err.text, "request number 0"));
+    kld_frame_init(&frame, KLD_FRAME_ERROR, 0); /* the answer to a frame without a number */
+    ck_assert_int_eq(
+        kld_frame_check(&frame, kld_frame_bytes(KLD_FRAME_ERROR), 0, 0, &request, &err), KLD_OK);
+}
+END_TEST
+
+START_TEST(a_memfd_comes_with_one_descriptor) {
+    size_t bytes = kld_frame_bytes(KLD_FRAME_REGION_ADD);
+    kld_frame_init(&frame, KLD_FRAME_REGION_ADD, 1);
+    frame.as_REGION_ADD.kind = KLD_REGION_MEMFD;
+    ck_assert_int_eq(kld_frame_check(&frame, bytes, 1, 0, &request, &err), KLD_OK);
+    ck_assert_int_eq(kld_frame_check(&frame, bytes, 0, 0, &request, &err), KLD_INVALID);
+    ck_assert_ptr_nonnull(strstr(err.text, "with 0 file descriptors; expected 1"));
+    frame.as_REGION_ADD.kind = KLD_REGION_POOL;
+    ck_assert_int_eq(kld_frame_check(&frame, bytes, 1, 0, &request, &err), KLD_INVALID);
+}
+END_TEST
+
+START_TEST(submit_there_and_back) {
+    struct kld_op op, back;
+    kld_op_init(&op);
+    op.divergence = KLD_DIVERGENCE_REVERSE_KL;
+    op.reduction = KLD_REDUCTION_ROWMEAN;
+    op.predictions_form = KLD_FORM_LOGITS;
+    op.targets_form = KLD_FORM_LOGPROBS;
+    op.rank = 2, op.shape[0] = 3, op.shape[1] = UINT64_C(1) << 33;
+    kld_op_set_number(&op, "temperature", 2.5, NULL);
+    kld_op_set_number(&op, "normalizer", 9, NULL);
+    for (int i = 0; i < KLD_SLOT_COUNT; i += 2)
+        op.tensor[i] = (struct kld_tensor){.dtype = KLD_DTYPE_BF16,
+                                           .region = 10u + (unsigned)i,
+                                           .offset_bytes = UINT64_C(1) << 40,
+                                           .row_stride_bytes = 64};
+    kld_frame_init(&frame, KLD_FRAME_SUBMIT, 5);
+    kld_submit_encode(&op, &frame.as_SUBMIT);
+    ck_assert_int_eq(kld_submit_decode(&frame.as_SUBMIT, &back, &err), KLD_OK);
+    ck_assert_mem_eq(&op, &back, sizeof op);
+
+    frame.as_SUBMIT.number[KLD_NUMBER_BETA] = 77; /* not given: not read */
+    ck_assert_int_eq(kld_submit_decode(&frame.as_SUBMIT, &back, &err), KLD_OK);
+    ck_assert(back.number[KLD_NUMBER_BETA] == 0.5);
+    frame.as_SUBMIT.flags = 1;
+    ck_assert_int_eq(kld_submit_decode(&frame.as_SUBMIT, &back, &err), KLD_INVALID);
+    frame.as_SUBMIT.flags = 0;
+    frame.as_SUBMIT.tensor[0].region = 0;
+    ck_assert_int_eq(kld_submit_decode(&frame.as_SUBMIT, &back, &err), KLD_INVALID);
+    ck_assert_ptr_nonnull(strstr(err.text, "predictions: region 0"));
+    frame.as_SUBMIT.tensor[0].region = 1;
+    frame.as_SUBMIT.tensor[0].reserved = 1;
+    ck_assert_int_eq(kld_submit_decode(&frame.as_SUBMIT, &back, &err), KLD_INVALID);
+}
+END_TEST
+
+START_TEST(offsets_are_part_of_the_protocol) {
+    ck_assert_uint_eq(offsetof(struct kld_frame_header, request), 8);
+    ck_assert_uint_eq(offsetof(struct kld_frame_hello, client_name), 24);
+    ck_assert_uint_eq(offsetof(struct kld_frame_welcome, backend), 32);
+    ck_assert_uint_eq(offsetof(struct kld_frame_welcome, device_list), 80);
+    ck_assert_uint_eq(offsetof(struct kld_frame_region_add, ipc_handle), 64);
+    ck_assert_uint_eq(offsetof(struct kld_frame_submit, timeout_ns), 24);
+    ck_assert_uint_eq(offsetof(struct kld_frame_submit, shape), 56);
+    ck_assert_uint_eq(offsetof(struct kld_frame_submit, number), 120);
+    ck_assert_uint_eq(offsetof(struct kld_frame_submit, tensor), 176);
+    ck_assert_uint_eq(offsetof(struct kld_frame_done, scalar), 56);
+    ck_assert_uint_eq(offsetof(struct kld_frame_error, text), 24);
+}
+END_TEST
+
+UNIT_MAIN("proto/wire", every_type_passes_at_its_own_length_only, short_unknown_and_foreign_frames,
+          a_memfd_comes_with_one_descriptor, submit_there_and_back,
+          offsets_are_part_of_the_protocol)
