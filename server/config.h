@@ -20,7 +20,8 @@
 #define KLD_CONFIG_TEXT_MAX 256 /* bytes of a text setting, NUL included */
 
 /* X(TYPE, name, default as text, help). Types: TEXT; COUNT (a whole number); BYTES (a whole number,
- * config.c checks the values of settings that are a choice. */
+ * or one with K, M, G or T for powers of 1024); FLAG (true or false). config.c checks the values of
+ * settings that are a choice and the ranges of numbers. */
 #define KLD_CONFIG_MAP(X)                                                                          \
     X(TEXT, http, "127.0.0.1:8080", "ADDR:PORT for HTTP; port 0 picks one; empty: no HTTP")        \
     X(TEXT, unix, "",                                                                              \
@@ -35,7 +36,7 @@
       "allow HTTP on an address that is not loopback without tokens")                              \
     X(TEXT, shm_prefix, "",                                                                        \
       "HTTP callers may register shared memory whose key starts so; empty: none")                  \
-    X(COUNT, unix_mode, "432", "permission bits of the Unix socket, decimal (432 is octal 660)")   \
+    X(COUNT, unix_mode, "432", "permission bits of the Unix socket: decimal 432 or octal 0660")    \
     X(TEXT, allow_uids, "",                                                                        \
       "uids that may connect to the Unix socket, by comma; empty: any the mode lets in")           \
     X(TEXT, allow_gids, "", "the same for gids; a client passes if either list names it")          \

@@ -11,6 +11,8 @@
 
 #include "proto/status.h"
 
+struct kld_stats;
+
 enum kld_log_level { KLD_LOG_DEBUG, KLD_LOG_INFO, KLD_LOG_WARN, KLD_LOG_ERROR };
 
 /* Once, before the threads of a role start. role: "supervisor", "worker0", "gateway". */
@@ -20,6 +22,8 @@ enum kld_status kld_log_init(const char *role, const char *level, const char *fo
  * values with blanks in double quotes ("pid=%d status=%s"), or "". */
 void kld_log(enum kld_log_level level, const char *event, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
+/* Where lost lines are counted from now on; NULL: nowhere. Once, before the threads start. */
+void kld_log_count_lost_in(struct kld_stats *stats);
 bool kld_log_wants(enum kld_log_level level);
 
 #endif

@@ -1,0 +1,467 @@
+/* config.c - settings from flags, environment and a JSON file, checked against one table.
+ * Reads the file named by --config; opens nothing else, logs nothing. Main thread, at start. */
+#include "server/config.h"
+
+#include <cjson/cJSON.h>
+#include <ctype.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define FILE_BYTES_MAX (1 << 20)
+#define NAME_MAX_BYTES 48
+
+enum type { TYPE_TEXT, TYPE_COUNT, TYPE_BYTES, TYPE_FLAG };
+
+struct setting {
+    const char *name;
+    enum type type;
+    size_t offset;
+    const char *value, *help;
+};
+
+static const struct setting settings[] = {
+#define X(TYPE, name, value, help)                                                                 \
+    {#name, TYPE_##TYPE, offsetof(struct kld_config, name), value, help},
+    KLD_CONFIG_MAP(X)
+#undef X
+};
+#define SETTINGS (sizeof settings / sizeof settings[0])
+
+/* Settings that are a choice, and numbers with a range of their own. Every other number is at least
+ * 1; every other COUNT fits 32 bits. */
+static const struct {
+    const char *name, *choices;
+} choices[] = {
+    {"backend", "auto,cpu,cuda"},
+    {"log_level", "debug,info,warn,error"},
+    {"log_format", "text,json"},
+};
+static const struct {
+    const char *name;
+    uint64_t min, max;
+} ranges[] = {
+    {"device", 0, 1023},
+    {"threads", 0, 1024},
+    {"spin_us", 0, 1000000},
+    {"unix_mode", 0, 0777},
+    {"drain_ms", 0, 3600000},
+    {"restart_ms_max", 1, 3600000},
+    {"pool_bytes_max", 0, UINT64_MAX >> 1},
+};
+
+/* ---- one value ------------------------------------------------------------------------------- */
+
+static bool in_list(const char *list, const char *value) {
+    size_t bytes = strlen(value);
+    while (*list) {
+        size_t item = strcspn(list, ",");
+        if (item == bytes && memcmp(list, value, bytes) == 0)
+            return true;
+        list += item + (list[item] == ',');
+    }
+    return false;
+}
+
+static bool is_number_list(const char *text) {
+    while (*text) {
+        size_t digits = strspn(text, "0123456789");
+        if (digits == 0 || digits > 10 || (text[digits] && text[digits] != ','))
+            return false;
+        text += digits;
+        if (*text == ',' && !*++text)
+            return false;
+    }
+    return true;
+}
+
+/* A whole number with no sign; `suffix`: K, M, G or T may follow. False if it is none or too big.
+ */
+static bool parse_number(const char *text, int base, bool suffix, uint64_t *ret_value) {
+    if (!isdigit((unsigned char)text[0]))
+        return false;
+    char *end = NULL;
+    errno = 0;
+    unsigned long long value = strtoull(text, &end, base);
+    if (errno)
+        return false;
+    unsigned shift = 0;
+    if (suffix && *end) {
+        const char *units = "KMGT", *unit = strchr(units, toupper((unsigned char)*end));
+        if (!unit)
+            return false;
+        shift = 10 * (unsigned)(unit - units + 1);
+        end++;
+    }
+    if (*end || (shift && value >> (63 - shift)))
+        return false;
+    *ret_value = (uint64_t)value << shift;
+    return true;
+}
+
+static enum kld_status set_text(const struct setting *setting, const char *source,
+                                const char *value, struct kld_config *config,
+                                struct kld_error *err) {
+    for (size_t i = 0; i < sizeof choices / sizeof choices[0]; i++)
+        if (strcmp(choices[i].name, setting->name) == 0 && !in_list(choices[i].choices, value))
+            return kld_error_set(err, KLD_INVALID, "%s: '%.40s' is not one of %s", source, value,
+                                 choices[i].choices);
+    if (strncmp(setting->name, "allow_", 6) == 0 && !is_number_list(value))
+        return kld_error_set(err, KLD_INVALID, "%s: expected numbers separated by commas", source);
+    if (strlen(value) >= KLD_CONFIG_TEXT_MAX)
+        return kld_error_set(err, KLD_INVALID, "%s: longer than %d bytes", source,
+                             KLD_CONFIG_TEXT_MAX - 1);
+    char *field = (char *)config + setting->offset;
+    memset(field, 0, KLD_CONFIG_TEXT_MAX);
+    memcpy(field, value, strlen(value));
+    return KLD_OK;
+}
+
+static enum kld_status set_number(const struct setting *setting, const char *source,
+                                  const char *value, struct kld_config *config,
+                                  struct kld_error *err) {
+    bool bytes = setting->type == TYPE_BYTES;
+    uint64_t min = 1, max = bytes ? UINT64_MAX >> 1 : UINT32_MAX, number = 0;
+    for (size_t i = 0; i < sizeof ranges / sizeof ranges[0]; i++)
+        if (strcmp(ranges[i].name, setting->name) == 0) {
+            min = ranges[i].min;
+            max = ranges[i].max;
+        }
+    int base = strcmp(setting->name, "unix_mode") == 0 && value[0] == '0' ? 8 : 10;
+    if (!parse_number(value, base, bytes, &number) || number < min || number > max)
+        return kld_error_set(err, KLD_INVALID,
+                             "%s: '%.40s' is not a whole number from %llu to %llu%s", source, value,
+                             (unsigned long long)min, (unsigned long long)max,
+                             bytes ? " (K, M, G, T allowed)" : "");
+    memcpy((char *)config + setting->offset, &number, sizeof number);
+    return KLD_OK;
+}
+
+static enum kld_status set_flag(const struct setting *setting, const char *source,
+                                const char *value, struct kld_config *config,
+                                struct kld_error *err) {
+    bool yes = in_list("true,1,yes,on", value);
+    if (!yes && !in_list("false,0,no,off", value))
+        return kld_error_set(err, KLD_INVALID, "%s: '%.40s' is not true or false", source, value);
+    memcpy((char *)config + setting->offset, &yes, sizeof yes);
+    return KLD_OK;
+}
+
+/* source: how the person wrote the setting ("--log-level", "KLD_LOG_LEVEL"). */
+static enum kld_status set(const struct setting *setting, const char *source, const char *value,
+                           struct kld_config *config, struct kld_error *err) {
+    switch (setting->type) {
+    case TYPE_TEXT: return set_text(setting, source, value, config, err);
+    case TYPE_FLAG: return set_flag(setting, source, value, config, err);
+    default: return set_number(setting, source, value, config, err);
+    }
+}
+
+/* ---- names ----------------------------------------------------------------------------------- */
+
+static void flag_name(const char *name, char ret_flag[NAME_MAX_BYTES]) {
+    snprintf(ret_flag, NAME_MAX_BYTES, "--%s", name);
+    for (char *c = ret_flag; *c; c++)
+        if (*c == '_')
+            *c = '-';
+}
+
+static void variable_name(const char *name, char ret_variable[NAME_MAX_BYTES]) {
+    snprintf(ret_variable, NAME_MAX_BYTES, "KLD_%s", name);
+    for (char *c = ret_variable; *c; c++)
+        *c = (char)toupper((unsigned char)*c);
+}
+
+/* name: as in the table; '-' is read as '_' where the name came from a flag. */
+static const struct setting *find(const char *name, size_t bytes, bool flag) {
+    for (size_t i = 0; i < SETTINGS; i++) {
+        size_t at = 0;
+        while (at < bytes && settings[i].name[at] &&
+               (name[at] == settings[i].name[at] ||
+                (flag && name[at] == '-' && settings[i].name[at] == '_')))
+            at++;
+        if (at == bytes && !settings[i].name[at] && !(flag && memchr(name, '_', bytes)))
+            return &settings[i];
+    }
+    return NULL;
+}
+
+/* Edit distance, '-' and '_' being the same; enough of it to tell a slip from another word. */
+static unsigned distance(const char *a, const char *b) {
+    unsigned row[NAME_MAX_BYTES];
+    size_t columns = strlen(b);
+    if (columns >= NAME_MAX_BYTES)
+        return NAME_MAX_BYTES;
+    for (size_t j = 0; j <= columns; j++)
+        row[j] = (unsigned)j;
+    for (size_t i = 0; a[i]; i++) {
+        unsigned diagonal = row[0];
+        row[0] = (unsigned)i + 1;
+        for (size_t j = 0; j < columns; j++) {
+            bool same = a[i] == b[j] || (a[i] == '-' && b[j] == '_');
+            unsigned best = diagonal + !same;
+            diagonal = row[j + 1];
+            if (row[j] + 1 < best)
+                best = row[j] + 1;
+            if (diagonal + 1 < best)
+                best = diagonal + 1;
+            row[j + 1] = best;
+        }
+    }
+    return row[columns];
+}
+
+static enum kld_status unknown(const char *what, const char *name, bool flag,
+                               struct kld_error *err) {
+    char bare[NAME_MAX_BYTES], close[160] = "";
+    snprintf(bare, sizeof bare, "%s", name);
+    size_t bytes = strlen(bare), used = 0;
+    for (size_t i = 0; i < SETTINGS; i++) {
+        bool begins = bytes >= 3 && strncmp(settings[i].name, bare, bytes) == 0;
+        if (!begins && distance(bare, settings[i].name) > 2)
+            continue;
+        char shown[NAME_MAX_BYTES];
+        if (flag)
+            flag_name(settings[i].name, shown);
+        else
+            snprintf(shown, sizeof shown, "%s", settings[i].name);
+        if (used + strlen(shown) + 3 < sizeof close)
+            used += (size_t)snprintf(close + used, sizeof close - used, "%s%s", used ? ", " : "",
+                                     shown);
+    }
+    if (used)
+        return kld_error_set(err, KLD_INVALID, "unknown %s '%s%.40s'; did you mean %s?", what,
+                             flag ? "--" : "", bare, close);
+    return kld_error_set(err, KLD_INVALID, "unknown %s '%s%.40s'; --help lists all of them", what,
+                         flag ? "--" : "", bare);
+}
+
+/* ---- sources --------------------------------------------------------------------------------- */
+
+static enum kld_status read_key(const cJSON *item, const char *path, struct kld_config *config,
+                                struct kld_error *err) {
+    const struct setting *setting = find(item->string, strlen(item->string), false);
+    char source[2 * NAME_MAX_BYTES + 8], what[NAME_MAX_BYTES + 16], number[32];
+    snprintf(what, sizeof what, "key in %.40s", path);
+    if (!setting)
+        return unknown(what, item->string, false, err);
+    snprintf(source, sizeof source, "%.40s: %s", path, setting->name);
+    bool text = cJSON_IsString(item), digits = cJSON_IsNumber(item), flag = cJSON_IsBool(item);
+    switch (setting->type) {
+    case TYPE_TEXT:
+        if (text)
+            return set(setting, source, item->valuestring, config, err);
+        return kld_error_set(err, KLD_INVALID, "%s: expected a text", source);
+    case TYPE_FLAG:
+        if (flag)
+            return set(setting, source, cJSON_IsTrue(item) ? "true" : "false", config, err);
+        return kld_error_set(err, KLD_INVALID, "%s: expected true or false", source);
+    default:
+        if (text) /* "1G", "0660" */
+            return set(setting, source, item->valuestring, config, err);
+        /* A JSON number is a double: exact up to 2^53. */
+        if (!digits || item->valuedouble < 0 || item->valuedouble > 9007199254740992.0 ||
+            item->valuedouble != (double)(uint64_t)item->valuedouble)
+            return kld_error_set(err, KLD_INVALID, "%s: expected a whole number", source);
+        snprintf(number, sizeof number, "%llu", (unsigned long long)item->valuedouble);
+        return set(setting, source, number, config, err);
+    }
+}
+
+static enum kld_status read_text(const char *path, const char *text, size_t bytes,
+                                 struct kld_config *config, struct kld_error *err) {
+    const char *end = NULL;
+    cJSON *root = cJSON_ParseWithLengthOpts(text, bytes, &end, 0);
+    if (!root)
+        return kld_error_set(err, KLD_INVALID, "%.80s: not valid JSON", path);
+    enum kld_status status = KLD_OK;
+    for (; end < text + bytes && status == KLD_OK; end++)
+        if (*end && !isspace((unsigned char)*end))
+            status = kld_error_set(err, KLD_INVALID, "%.80s: text after the JSON object", path);
+    if (status == KLD_OK && !cJSON_IsObject(root))
+        status = kld_error_set(err, KLD_INVALID, "%.80s: expected a JSON object", path);
+    for (const cJSON *item = root->child; item && status == KLD_OK; item = item->next) {
+        for (const cJSON *other = item->next; other && status == KLD_OK; other = other->next)
+            if (strcmp(item->string, other->string) == 0)
+                status = kld_error_set(err, KLD_INVALID, "%.80s: '%.40s' is there twice", path,
+                                       item->string);
+        if (status == KLD_OK)
+            status = read_key(item, path, config, err);
+    }
+    cJSON_Delete(root);
+    return status;
+}
+
+static enum kld_status read_file(const char *path, struct kld_config *config,
+                                 struct kld_error *err) {
+    FILE *file = fopen(path, "re");
+    if (!file)
+        return kld_error_set(err, KLD_INVALID, "cannot read the configuration %.80s: %s", path,
+                             strerror(errno));
+    char *text = malloc(FILE_BYTES_MAX + 1);
+    size_t bytes = text ? fread(text, 1, FILE_BYTES_MAX + 1, file) : 0;
+    enum kld_status status;
+    if (!text)
+        status = kld_error_set(err, KLD_NO_MEMORY, "out of memory reading the configuration");
+    else if (ferror(file))
+        status = kld_error_set(err, KLD_INVALID, "cannot read the configuration %.80s", path);
+    else if (bytes > FILE_BYTES_MAX)
+        status = kld_error_set(err, KLD_INVALID, "%.80s: larger than 1 MiB", path);
+    else
+        status = read_text(path, text, bytes, config, err);
+    free(text);
+    fclose(file);
+    return status;
+}
+
+static const char *variable(char *const *environment, const char *name) {
+    size_t bytes = strlen(name);
+    for (; *environment; environment++)
+        if (strncmp(*environment, name, bytes) == 0 && (*environment)[bytes] == '=')
+            return *environment + bytes + 1;
+    return NULL;
+}
+
+static enum kld_status read_environment(char *const *environment, struct kld_config *config,
+                                        struct kld_error *err) {
+    for (size_t i = 0; i < SETTINGS; i++) {
+        char name[NAME_MAX_BYTES];
+        variable_name(settings[i].name, name);
+        const char *value = variable(environment, name);
+        enum kld_status status = value ? set(&settings[i], name, value, config, err) : KLD_OK;
+        if (status != KLD_OK)
+            return status;
+    }
+    return KLD_OK;
+}
+
+/* One pass over the flags. config NULL: only looks for --config, --help and --version. */
+static enum kld_status read_flags(int argc, char *const *argv, struct kld_config *config,
+                                  const char **ret_file, enum kld_config_action *ret_action,
+                                  struct kld_error *err) {
+    for (int i = 0; i < argc; i++) {
+        const char *flag = argv[i];
+        if (strcmp(flag, "--help") == 0 || strcmp(flag, "-h") == 0) {
+            *ret_action = KLD_CONFIG_HELP;
+            return KLD_OK;
+        }
+        if (strcmp(flag, "--version") == 0) {
+            *ret_action = KLD_CONFIG_VERSION;
+            return KLD_OK;
+        }
+        if (strncmp(flag, "--", 2) != 0 || !flag[2])
+            return kld_error_set(err, KLD_INVALID,
+                                 "unexpected argument '%.60s'; options begin with --", flag);
+        const char *equals = strchr(flag, '=');
+        size_t bytes = equals ? (size_t)(equals - flag) - 2 : strlen(flag) - 2;
+        bool file = bytes == 6 && strncmp(flag + 2, "config", 6) == 0;
+        const struct setting *setting = file ? NULL : find(flag + 2, bytes, true);
+        char bare[NAME_MAX_BYTES];
+        snprintf(bare, sizeof bare, "%.*s", (int)(bytes < 47 ? bytes : 47), flag + 2);
+        if (!file && !setting)
+            return unknown("option", bare, true, err);
+        const char *value = equals ? equals + 1 : NULL;
+        if (!value && setting && setting->type == TYPE_FLAG)
+            value = "true";
+        else if (!value && i + 1 < argc)
+            value = argv[++i];
+        if (!value)
+            return kld_error_set(err, KLD_INVALID, "--%s needs a value", bare);
+        char source[NAME_MAX_BYTES + 2];
+        snprintf(source, sizeof source, "--%s", bare);
+        enum kld_status status = KLD_OK;
+        if (file)
+            *ret_file = value;
+        else if (config)
+            status = set(setting, source, value, config, err);
+        if (status != KLD_OK)
+            return status;
+    }
+    return KLD_OK;
+}
+
+enum kld_status kld_config_parse(int argc, char *const *argv, char *const *environment,
+                                 struct kld_config *ret_config, enum kld_config_action *ret_action,
+                                 struct kld_error *err) {
+    struct kld_config config;
+    memset(&config, 0, sizeof config);
+    enum kld_status status = KLD_OK;
+    for (size_t i = 0; i < SETTINGS && status == KLD_OK; i++)
+        status = set(&settings[i], settings[i].name, settings[i].value, &config, err);
+    const char *file = variable(environment, "KLD_CONFIG");
+    enum kld_config_action action = KLD_CONFIG_RUN;
+    if (status == KLD_OK)
+        status = read_flags(argc, argv, NULL, &file, &action, err);
+    if (status == KLD_OK && action == KLD_CONFIG_RUN) {
+        if (file && *file)
+            status = read_file(file, &config, err);
+        if (status == KLD_OK)
+            status = read_environment(environment, &config, err);
+        if (status == KLD_OK)
+            status = read_flags(argc, argv, &config, &file, &action, err);
+    }
+    if (status != KLD_OK)
+        return status;
+    *ret_config = config;
+    *ret_action = action;
+    return KLD_OK;
+}
+
+/* ---- the other way round --------------------------------------------------------------------- */
+
+char **kld_config_arguments(const struct kld_config *config) {
+    char **arguments = calloc(SETTINGS + 1, sizeof *arguments);
+    for (size_t i = 0; arguments && i < SETTINGS; i++) {
+        const char *field = (const char *)config + settings[i].offset;
+        char flag[NAME_MAX_BYTES];
+        uint64_t number = 0;
+        bool yes = false;
+        int written = -1;
+        flag_name(settings[i].name, flag);
+        switch (settings[i].type) {
+        case TYPE_TEXT: written = asprintf(&arguments[i], "%s=%s", flag, field); break;
+        case TYPE_FLAG:
+            memcpy(&yes, field, sizeof yes);
+            written = asprintf(&arguments[i], "%s=%s", flag, yes ? "true" : "false");
+            break;
+        default:
+            memcpy(&number, field, sizeof number);
+            written = asprintf(&arguments[i], "%s=%llu", flag, (unsigned long long)number);
+        }
+        if (written < 0) {
+            arguments[i] = NULL; /* asprintf leaves it undefined */
+            kld_config_arguments_free(arguments);
+            arguments = NULL;
+        }
+    }
+    return arguments;
+}
+
+void kld_config_arguments_free(char **arguments) {
+    for (size_t i = 0; arguments && arguments[i]; i++)
+        free(arguments[i]);
+    free(arguments);
+}
+
+void kld_config_help(FILE *out) {
+    fputs("kld-server: computes KL divergences and their gradients for other programs, over HTTP\n"
+          "and a Unix socket. With no options it serves on 127.0.0.1:8080.\n\n"
+          "  kld-server [--OPTION VALUE | --OPTION=VALUE]...\n\n"
+          "Every option is also an environment variable (--log-level: KLD_LOG_LEVEL) and a key of\n"
+          "the JSON file named by --config (log_level). A flag goes before the environment, the\n"
+          "environment before the file. BYTES may end in K, M, G or T.\n\n",
+          out);
+    for (size_t i = 0; i < SETTINGS; i++) {
+        static const char *const types[] = {" TEXT", " N", " BYTES", ""};
+        char flag[NAME_MAX_BYTES], left[NAME_MAX_BYTES + 8];
+        flag_name(settings[i].name, flag);
+        snprintf(left, sizeof left, "%s%s", flag, types[settings[i].type]);
+        fprintf(out, "  %-32s %s", left, settings[i].help);
+        if (settings[i].value[0])
+            fprintf(out, " [%s]", settings[i].value);
+        fputc('\n', out);
+    }
+    fprintf(out, "  %-32s %s\n", "--config TEXT", "a JSON file with any of these settings");
+    fprintf(out, "  %-32s %s\n", "--version", "print the version");
+    fprintf(out, "  %-32s %s\n", "-h, --help", "print this");
+}

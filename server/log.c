@@ -1,0 +1,201 @@
+/* log.c - formats one line an event and writes it with one write(2) to standard error.
+ *
+ * It never waits: a pipe is opened again without blocking (so that the mode of the inherited one,
+ * which others share, stays as it is), a socket is sent to without waiting, and what does not fit
+ * is dropped and counted. The settings below are written once, by kld_log_init(), before a role
+ * starts threads; after that any thread logs. */
+#include "server/log.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "server/stats.h"
+
+#define LINE_MAX_BYTES 2048 /* below PIPE_BUF: one write is never split */
+#define DETAILS_MAX_BYTES 1024
+
+static const char *const level_names[] = {"debug", "info", "warn", "error"};
+
+static struct {
+    enum kld_log_level level;
+    bool json, socket;
+    int fd;
+    char role[16];
+    struct kld_stats *stats;
+} settings = {.level = KLD_LOG_INFO, .fd = STDERR_FILENO, .role = "kld-server"};
+
+struct line {
+    char text[LINE_MAX_BYTES];
+    size_t bytes;
+};
+
+/* Appends as much as leaves room for the end of the line. */
+static void put(struct line *line, const char *text, size_t bytes) {
+    size_t room = sizeof line->text - 8 - line->bytes;
+    if (bytes > room)
+        bytes = room;
+    memcpy(line->text + line->bytes, text, bytes);
+    line->bytes += bytes;
+}
+
+static void put_text(struct line *line, const char *text) { put(line, text, strlen(text)); }
+
+static void put_json_char(struct line *line, unsigned char c) {
+    char escaped[8];
+    if (c == '"' || c == '\\') {
+        escaped[0] = '\\';
+        escaped[1] = (char)c;
+        put(line, escaped, 2);
+    } else if (c < 0x20 || c == 0x7f) {
+        put(line, escaped, (size_t)snprintf(escaped, sizeof escaped, "\\u%04x", c));
+    } else {
+        put(line, (const char *)&c, 1);
+    }
+}
+
+static bool is_number(const char *text, size_t bytes) {
+    size_t digits = 0, dots = 0;
+    for (size_t i = 0; i < bytes; i++) {
+        if (text[i] >= '0' && text[i] <= '9')
+            digits++;
+        else if (text[i] == '.' && digits && i + 1 < bytes && !dots)
+            dots++;
+        else
+            return false;
+    }
+    bool leading_zero = bytes > 1 && text[0] == '0' && text[1] != '.';
+    return digits > 0 && digits < 16 && !leading_zero;
+}
+
+/* key=value pairs, values with blanks in double quotes, to ,"key":"value". What is not a pair goes
+ * into "text". */
+static void put_json_pairs(struct line *line, const char *details) {
+    while (*details) {
+        details += strspn(details, " ");
+        size_t key = strcspn(details, "= ");
+        if (details[key] != '=' || key == 0) {
+            if (*details) {
+                put_text(line, ",\"text\":\"");
+                for (; *details; details++)
+                    put_json_char(line, (unsigned char)*details);
+                put_text(line, "\"");
+            }
+            return;
+        }
+        put_text(line, ",\"");
+        for (size_t i = 0; i < key; i++)
+            put_json_char(line, (unsigned char)details[i]);
+        put_text(line, "\":");
+        details += key + 1;
+        bool quoted = *details == '"';
+        details += quoted;
+        size_t value = strcspn(details, quoted ? "\"" : " ");
+        bool number = !quoted && is_number(details, value);
+        put_text(line, number ? "" : "\"");
+        for (size_t i = 0; i < value; i++)
+            put_json_char(line, (unsigned char)details[i]);
+        put_text(line, number ? "" : "\"");
+        details += value + (quoted && details[value] == '"');
+    }
+}
+
+static void write_line(const struct line *line) {
+    ssize_t written = settings.socket
+                          ? send(settings.fd, line->text, line->bytes, MSG_DONTWAIT | MSG_NOSIGNAL)
+                          : write(settings.fd, line->text, line->bytes);
+    if (written != (ssize_t)line->bytes && settings.stats)
+        kld_stats_add(settings.stats, KLD_STAT_log_lines_lost_total, 1);
+}
+
+/* A descriptor that does not block, without changing the one we share with our parent. */
+static void open_output(void) {
+    struct stat info;
+    if (fstat(STDERR_FILENO, &info) < 0)
+        return;
+    settings.socket = S_ISSOCK(info.st_mode);
+    if (S_ISFIFO(info.st_mode) || S_ISCHR(info.st_mode)) {
+        int fd = open("/proc/self/fd/2", O_WRONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
+        if (fd >= 0 && settings.fd != STDERR_FILENO)
+            close(settings.fd);
+        if (fd >= 0)
+            settings.fd = fd;
+    }
+}
+
+enum kld_status kld_log_init(const char *role, const char *level, const char *format,
+                             struct kld_error *err) {
+    size_t found = 0;
+    while (found < sizeof level_names / sizeof level_names[0] &&
+           strcmp(level, level_names[found]) != 0)
+        found++;
+    if (found == sizeof level_names / sizeof level_names[0])
+        return kld_error_set(err, KLD_INVALID,
+                             "log level '%.20s' is not one of debug, info, warn, error", level);
+    bool json = strcmp(format, "json") == 0;
+    if (!json && strcmp(format, "text") != 0)
+        return kld_error_set(err, KLD_INVALID, "log format '%.20s' is not one of text, json",
+                             format);
+    settings.level = (enum kld_log_level)found;
+    settings.json = json;
+    snprintf(settings.role, sizeof settings.role, "%s", role);
+    open_output();
+    return KLD_OK;
+}
+
+void kld_log_count_lost_in(struct kld_stats *stats) { settings.stats = stats; }
+
+bool kld_log_wants(enum kld_log_level level) { return level >= settings.level; }
+
+void kld_log(enum kld_log_level level, const char *event, const char *format, ...) {
+    if (!kld_log_wants(level))
+        return;
+    int saved_errno = errno;
+    char details[DETAILS_MAX_BYTES];
+    va_list arguments;
+    va_start(arguments, format);
+    if (vsnprintf(details, sizeof details, format, arguments) < 0)
+        details[0] = '\0';
+    va_end(arguments);
+
+    struct timespec now;
+    struct tm utc;
+    char stamp[40], day[24];
+    clock_gettime(CLOCK_REALTIME, &now);
+    gmtime_r(&now.tv_sec, &utc);
+    strftime(day, sizeof day, "%Y-%m-%dT%H:%M:%S", &utc);
+    snprintf(stamp, sizeof stamp, "%s.%03ldZ", day, now.tv_nsec / 1000000);
+
+    struct line line = {.bytes = 0};
+    char head[200];
+    if (settings.json) {
+        snprintf(head, sizeof head,
+                 "{\"time\":\"%s\",\"level\":\"%s\",\"role\":\"%s\",\"pid\":%d,\"event\":\"%.60s\"",
+                 stamp, level_names[level], settings.role, (int)getpid(), event);
+        put_text(&line, head);
+        put_json_pairs(&line, details);
+        if (line.bytes >= sizeof line.text - 8) { /* cut: an incomplete object helps nobody */
+            line.bytes = 0;
+            put_text(&line, head);
+            put_text(&line, ",\"text\":\"details too long\"");
+        }
+        line.text[line.bytes++] = '}';
+    } else {
+        snprintf(head, sizeof head, "%s %-5s %s: %.60s%s", stamp, level_names[level], settings.role,
+                 event, details[0] ? " " : "");
+        put_text(&line, head);
+        for (char *c = details; *c; c++) /* a line stays a line, a terminal stays as it was */
+            if ((unsigned char)*c < 0x20 || *c == 0x7f)
+                *c = '?';
+        put_text(&line, details);
+    }
+    line.text[line.bytes++] = '\n';
+    write_line(&line);
+    errno = saved_errno;
+}

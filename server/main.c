@@ -1,0 +1,85 @@
+/* main.c - picks the role: the supervisor as started by a person, or, behind the hidden first
+ * argument, one of its children. Wiring only; everything else is in the folder of the role. */
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include "server/config.h"
+#include "server/log.h"
+#include "server/role.h"
+#include "server/stats.h"
+
+extern char **environ;
+
+static int fail(const struct kld_error *err) {
+    fprintf(stderr, "kld-server: %s\n", err->text);
+    return EXIT_FAILURE;
+}
+
+/* argv: --role=NAME --index=N and every setting as a flag. The environment was read by the
+ * supervisor and is not read again. */
+static int child_main(int argc, char **argv) {
+    /* After this the kernel ends us with the supervisor; if it died before, role code sees the end
+     * of KLD_FD_CONTROL. */
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    signal(SIGINT, SIG_IGN);
+    signal(SIGHUP, SIG_IGN);
+
+    const char *role = argv[1] + strlen("--role=");
+    if (argc < 3 || strncmp(argv[2], "--index=", 8) != 0) {
+        fprintf(stderr, "kld-server: --role is for the supervisor's own use\n");
+        return EXIT_FAILURE;
+    }
+    struct kld_child child = {.index = (uint32_t)strtoul(argv[2] + 8, NULL, 10)};
+    struct kld_config config;
+    enum kld_config_action action;
+    struct kld_error err = {.status = KLD_OK};
+    char *no_environment[] = {NULL};
+    if (kld_config_parse(argc - 3, argv + 3, no_environment, &config, &action, &err) != KLD_OK)
+        return fail(&err);
+    bool worker = strcmp(role, "worker") == 0;
+    char name[24];
+    if (worker)
+        snprintf(name, sizeof name, "worker%u", child.index);
+    else
+        snprintf(name, sizeof name, "gateway");
+    if (kld_log_init(name, config.log_level, config.log_format, &err) != KLD_OK ||
+        kld_stats_attach(KLD_FD_STATS, &child.stats, &err) != KLD_OK)
+        return fail(&err);
+    kld_log_count_lost_in(child.stats);
+    child.config = &config;
+    int status = worker ? kld_worker_main(&child) : kld_gateway_main(&child);
+    kld_log_count_lost_in(NULL);
+    kld_stats_detach(child.stats);
+    return status;
+}
+
+int main(int argc, char **argv) {
+    signal(SIGPIPE, SIG_IGN); /* a peer that went away is an error code, not a signal */
+    if (argc > 1 && strncmp(argv[1], "--role=", 7) == 0)
+        return child_main(argc, argv);
+
+    struct kld_config config;
+    enum kld_config_action action = KLD_CONFIG_RUN;
+    struct kld_error err = {.status = KLD_OK};
+    if (kld_config_parse(argc > 0 ? argc - 1 : 0, argv + 1, environ, &config, &action, &err) !=
+        KLD_OK) {
+        fail(&err);
+        return 2; /* by custom: wrong usage */
+    }
+    if (action == KLD_CONFIG_HELP) {
+        kld_config_help(stdout);
+        return EXIT_SUCCESS;
+    }
+    if (action == KLD_CONFIG_VERSION) {
+        puts("kld-server " KLD_RELEASE);
+        return EXIT_SUCCESS;
+    }
+    if (kld_log_init("supervisor", config.log_level, config.log_format, &err) != KLD_OK)
+        return fail(&err);
+    return kld_supervisor_main(&config);
+}

@@ -1,0 +1,104 @@
+/* stats.c - the shared page of counters: made once by the supervisor, mapped by every role.
+ * It counts; it does not render (the gateway does) and does not log. Any thread, any process. */
+#include "server/stats.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* The sizes are part of it: a page of another build is refused. */
+#define MAGIC (UINT64_C(0x6b6c642d73740000) ^ (uint64_t)sizeof(struct kld_stats))
+
+#define US UINT64_C(1000)
+#define MS UINT64_C(1000000)
+#define S UINT64_C(1000000000)
+
+const uint64_t kld_bucket_limit_ns[KLD_BUCKETS] = {
+    10 * US, 25 * US, 50 * US, 100 * US, 250 * US, 500 * US,  1 * MS,    5 * MS / 2, 5 * MS,
+    10 * MS, 25 * MS, 50 * MS, 100 * MS, 250 * MS, 1000 * MS, 5 * S / 2, 10 * S,     UINT64_MAX,
+};
+
+static enum kld_status map(int fd, struct kld_stats **ret_stats, struct kld_error *err) {
+    void *page = mmap(NULL, sizeof(struct kld_stats), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (page == MAP_FAILED)
+        return kld_error_set(err, KLD_NO_MEMORY, "mapping the page of counters: %s",
+                             strerror(errno));
+    *ret_stats = page;
+    return KLD_OK;
+}
+
+enum kld_status kld_stats_create(struct kld_stats **ret_stats, int *ret_fd, struct kld_error *err) {
+    int fd = memfd_create("kld-stats", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0)
+        return kld_error_set(err, KLD_NO_MEMORY, "making the page of counters: %s",
+                             strerror(errno));
+    struct kld_stats *stats = NULL;
+    enum kld_status status = KLD_OK;
+    if (ftruncate(fd, sizeof(struct kld_stats)) < 0 ||
+        fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) < 0)
+        status =
+            kld_error_set(err, KLD_NO_MEMORY, "sizing the page of counters: %s", strerror(errno));
+    if (status == KLD_OK)
+        status = map(fd, &stats, err);
+    if (status != KLD_OK) {
+        close(fd);
+        return status;
+    }
+    stats->magic = MAGIC; /* the rest is 0 as the kernel gave it */
+    *ret_stats = stats;
+    *ret_fd = fd;
+    return KLD_OK;
+}
+
+enum kld_status kld_stats_attach(int fd, struct kld_stats **ret_stats, struct kld_error *err) {
+    struct stat info;
+    if (fstat(fd, &info) < 0 || info.st_size != (off_t)sizeof(struct kld_stats))
+        return kld_error_set(err, KLD_INVALID, "the page of counters has the wrong size");
+    struct kld_stats *stats = NULL;
+    enum kld_status status = map(fd, &stats, err);
+    if (status != KLD_OK)
+        return status;
+    if (stats->magic != MAGIC) {
+        kld_stats_detach(stats);
+        return kld_error_set(err, KLD_INVALID, "the page of counters is of another version");
+    }
+    *ret_stats = stats;
+    return KLD_OK;
+}
+
+void kld_stats_detach(struct kld_stats *stats) {
+    if (stats)
+        munmap(stats, sizeof *stats);
+}
+
+void kld_stats_add(struct kld_stats *stats, enum kld_stat stat, int64_t amount) {
+    atomic_fetch_add_explicit(&stats->value[stat], (uint64_t)amount, memory_order_relaxed);
+}
+
+void kld_stats_set(struct kld_stats *stats, enum kld_stat stat, uint64_t value) {
+    atomic_store_explicit(&stats->value[stat], value, memory_order_relaxed);
+}
+
+void kld_stats_observe(struct kld_stats *stats, enum kld_histogram histogram, uint64_t ns) {
+    size_t bucket = 0;
+    while (ns > kld_bucket_limit_ns[bucket]) /* the last limit is UINT64_MAX */
+        bucket++;
+    atomic_fetch_add_explicit(&stats->histogram[histogram].bucket[bucket], 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&stats->histogram[histogram].sum_ns, ns, memory_order_relaxed);
+}
+
+void kld_stats_request(struct kld_stats *stats, enum kld_front front, enum kld_status status) {
+    size_t slot = (unsigned)status < KLD_STATUS_SLOTS ? (size_t)status : (size_t)KLD_INTERNAL;
+    atomic_fetch_add_explicit(&stats->requests[front][slot], 1, memory_order_relaxed);
+}
+
+void kld_stats_reset_role(struct kld_stats *stats, const char *role) {
+#define X(name, type, owner, help)                                                                 \
+    if (strcmp(#type, "gauge") == 0 && strcmp(#owner, role) == 0)                                  \
+        kld_stats_set(stats, KLD_STAT_##name, 0);
+    KLD_STAT_MAP(X)
+#undef X
+}
