@@ -30,14 +30,14 @@ CPPFLAGS  += -D_FORTIFY_SOURCE=2
 endif
 
 # ---- sources: by folder, found by name ------------------------------------------------------------
-PROTO_C    := $(filter-out proto/oip.c,$(wildcard proto/*.c))
+PROTO_C    := $(filter-out proto/oip%,$(wildcard proto/*.c))
 KERNELS_C  := $(wildcard kernels/*.c kernels/cpu/*.c)
 CUDA_CU    := $(if $(filter 1,$(CUDA)),$(wildcard kernels/cuda/*.cu))
 CUDA_C     := $(if $(filter 1,$(CUDA)),$(wildcard kernels/cuda/*.c))
 CLIENT_C   := $(wildcard client/*.c)
 CLI_C      := $(wildcard client/cli/*.c)
 SERVER_C   := $(filter-out server/main.c,$(wildcard server/*.c server/supervisor/*.c server/worker/*.c \
-              server/gateway/*.c)) proto/oip.c
+              server/gateway/*.c)) $(wildcard proto/oip*.c)
 EXAMPLES_C := $(wildcard client/examples/*.c)
 UNIT_C     := $(shell find tests/unit -name 'test_*.c' 2>/dev/null | sort)
 UNIT_AUX_C := $(shell find tests/unit -name '*.c' ! -name 'test_*.c' 2>/dev/null | sort)
