@@ -1,0 +1,223 @@
+/* oip_reply.c - Open Inference replies, metadata and configuration of the model, written as text.
+ * Everything goes into a buffer of fixed size; no allocation, no I/O. Runs in the gateway: on its
+ * loop for small replies, on its thread pool for large ones. */
+#include <inttypes.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "proto/oip.h"
+
+void kld_oip_append(struct kld_oip_text *text, const char *format, ...) {
+    char small[512];
+    va_list arguments;
+    if (text->overflow)
+        return;
+    va_start(arguments, format);
+    int length = vsnprintf(small, sizeof small, format, arguments);
+    va_end(arguments);
+    if (length < 0 || (size_t)length >= sizeof small ||
+        (size_t)length > text->capacity - text->length) {
+        text->overflow = true;
+        return;
+    }
+    memcpy(text->data + text->length, small, (size_t)length);
+    text->length += (size_t)length;
+}
+
+/* Length of the UTF-8 sequence at s, 1 for ASCII, 0 if it is none. */
+static size_t sequence(const unsigned char *s) {
+    size_t length = s[0] < 0x80                    ? 1
+                    : s[0] >= 0xc2 && s[0] <= 0xdf ? 2
+                    : s[0] >> 4 == 0xe             ? 3
+                    : s[0] >= 0xf0 && s[0] <= 0xf4 ? 4
+                                                   : 0;
+    for (size_t i = 1; i < length; i++)
+        if ((s[i] & 0xc0) != 0x80) /* also the terminating NUL */
+            return 0;
+    return length;
+}
+
+void kld_oip_append_string(struct kld_oip_text *text, const char *string) {
+    kld_oip_append(text, "\"");
+    for (const unsigned char *s = (const unsigned char *)string; *s;) {
+        size_t length = sequence(s);
+        if (length == 0)
+            kld_oip_append(text, "?");
+        else if (*s == '"' || *s == '\\')
+            kld_oip_append(text, "\\%c", *s);
+        else if (*s < 0x20)
+            kld_oip_append(text, "\\u%04x", *s);
+        else
+            kld_oip_append(text, "%.*s", (int)length, (const char *)s);
+        s += length ? length : 1;
+    }
+    kld_oip_append(text, "\"");
+}
+
+void kld_oip_append_error(struct kld_oip_text *text, const char *error) {
+    kld_oip_append(text, "{\"error\":");
+    kld_oip_append_string(text, error);
+    kld_oip_append(text, "}");
+}
+
+void kld_oip_append_shape(struct kld_oip_text *text, const uint64_t *shape, uint32_t rank) {
+    for (uint32_t i = 0; i < rank; i++)
+        kld_oip_append(text, "%c%" PRIu64, i ? ',' : '[', shape[i]);
+    kld_oip_append(text, rank ? "]" : "[]");
+}
+
+uint64_t kld_oip_reply_bytes_max(const struct kld_oip_request *request) {
+    uint64_t bytes = 256 + 6 * strlen(request->id); /* \u00xx */
+    for (uint32_t i = 0; i < request->output_count; i++) {
+        const struct kld_oip_tensor *output = &request->output[i];
+        bytes += 512 + KLD_RANK_MAX * 21 + 6 * strlen(output->region);
+        if (output->where == KLD_OIP_JSON) /* -1.23456789e-38, and the seventeen digits of FP64 */
+            bytes += output->elements * (output->dtype == KLD_DTYPE_FP64 ? 26 : 17);
+    }
+    return bytes;
+}
+
+static double element(const struct kld_oip_tensor *output, const void *values, uint64_t index) {
+    float single;
+    double number;
+    if (output->dtype == KLD_DTYPE_FP64) {
+        memcpy(&number, (const char *)values + index * sizeof number, sizeof number);
+        return number;
+    }
+    memcpy(&single, (const char *)values + index * sizeof single, sizeof single);
+    return single;
+}
+
+static const char *kind(double number) {
+    return isnan(number) ? "nan" : number > 0 ? "inf" : "-inf";
+}
+
+/* *ret_first: kind of the first number that is not finite, or NULL; *ret_alike: all are of it. */
+static void append_numbers(struct kld_oip_text *text, const struct kld_oip_tensor *output,
+                           const void *values, const char **ret_first, bool *ret_alike) {
+    *ret_first = NULL;
+    *ret_alike = true;
+    kld_oip_append(text, ",\"data\":[");
+    for (uint64_t i = 0; i < output->elements && !text->overflow; i++) {
+        const char *comma = i ? "," : "";
+        double number = element(output, values, i);
+        if (isfinite(number)) {
+            kld_oip_append(text, output->dtype == KLD_DTYPE_FP64 ? "%s%.17g" : "%s%.9g", comma,
+                           number);
+            continue;
+        }
+        kld_oip_append(text, "%snull", comma);
+        if (!*ret_first)
+            *ret_first = kind(number);
+        *ret_alike = *ret_alike && *ret_first == kind(number);
+    }
+    kld_oip_append(text, "]");
+}
+
+static void append_json_output(struct kld_oip_text *text, const struct kld_oip_tensor *output,
+                               const void *values) {
+    const char *first;
+    bool alike;
+    append_numbers(text, output, values, &first, &alike);
+    if (!first)
+        return;
+    kld_oip_append(text, ",\"parameters\":{\"non_finite\":");
+    if (alike) {
+        kld_oip_append(text, "\"%s\"}", first);
+        return;
+    }
+    const char *before = "[";
+    for (uint64_t i = 0; i < output->elements && !text->overflow; i++) {
+        double number = element(output, values, i);
+        if (isfinite(number))
+            continue;
+        kld_oip_append(text, "%s\"%s\"", before, kind(number));
+        before = ",";
+    }
+    kld_oip_append(text, "]}");
+}
+
+void kld_oip_reply(struct kld_oip_text *text, const struct kld_oip_request *request,
+                   const void *const *values) {
+    kld_oip_append(text, "{");
+    if (request->has_id) {
+        kld_oip_append(text, "\"id\":");
+        kld_oip_append_string(text, request->id);
+        kld_oip_append(text, ",");
+    }
+    kld_oip_append(text, "\"model_name\":\"" KLD_OIP_MODEL
+                         "\",\"model_version\":\"" KLD_OIP_MODEL_VERSION "\",\"outputs\":[");
+    for (uint32_t i = 0; i < request->output_count; i++) {
+        const struct kld_oip_tensor *output = &request->output[i];
+        kld_oip_append(text, "%s{\"name\":\"%s\",\"datatype\":\"%s\",\"shape\":", i ? "," : "",
+                       kld_slot_name(output->slot), kld_dtype_name(output->dtype));
+        kld_oip_append_shape(text, output->shape, output->rank);
+        if (output->where == KLD_OIP_JSON) {
+            append_json_output(text, output, values[i]);
+        } else if (output->where == KLD_OIP_BINARY) {
+            kld_oip_append(text, ",\"parameters\":{\"binary_data_size\":%" PRIu64 "}",
+                           output->bytes);
+        } else {
+            kld_oip_append(text, ",\"parameters\":{\"shared_memory_region\":");
+            kld_oip_append_string(text, output->region);
+            kld_oip_append(text,
+                           ",\"shared_memory_offset\":%" PRIu64
+                           ",\"shared_memory_byte_size\":%" PRIu64 "}",
+                           output->region_offset_bytes, output->bytes);
+        }
+        kld_oip_append(text, "}");
+    }
+    kld_oip_append(text, "]}");
+}
+
+static void append_tensors(struct kld_oip_text *text, bool outputs, bool config) {
+    const char *comma = "";
+    for (uint32_t slot = 0; slot < KLD_SLOT_COUNT; slot++) {
+        if (kld_slot_is_output(slot) != outputs)
+            continue;
+        bool matrix = slot == KLD_SLOT_PREDICTIONS || slot == KLD_SLOT_TARGETS ||
+                      slot == KLD_SLOT_GRAD_PREDICTIONS || slot == KLD_SLOT_GRAD_TARGETS;
+        bool optional = !outputs && slot != KLD_SLOT_PREDICTIONS && slot != KLD_SLOT_TARGETS;
+        const char *dtype = slot == KLD_SLOT_ROW_MASK ? "BOOL" : "FP32";
+        const char *shape = matrix ? "[-1,-1]" : "[-1]";
+        kld_oip_append(text, "%s{\"name\":\"%s\",", comma, kld_slot_name(slot));
+        if (config)
+            kld_oip_append(text, "\"data_type\":\"TYPE_%s\",\"dims\":%s%s}", dtype, shape,
+                           optional ? ",\"optional\":true" : "");
+        else
+            kld_oip_append(text, "\"datatype\":\"%s\",\"shape\":%s}", dtype, shape);
+        comma = ",";
+    }
+}
+
+void kld_oip_append_metadata(struct kld_oip_text *text) {
+    kld_oip_append(text, "{\"name\":\"" KLD_OIP_MODEL "\",\"versions\":[\"" KLD_OIP_MODEL_VERSION
+                         "\"],\"platform\":\"" KLD_OIP_PLATFORM "\",\"inputs\":[");
+    append_tensors(text, false, false);
+    kld_oip_append(text, "],\"outputs\":[");
+    append_tensors(text, true, false);
+    kld_oip_append(text, "]}");
+}
+
+void kld_oip_append_config(struct kld_oip_text *text) {
+    kld_oip_append(text, "{\"name\":\"" KLD_OIP_MODEL "\",\"platform\":\"" KLD_OIP_PLATFORM
+                         "\",\"backend\":\"kld\",\"version_policy\":{\"specific\":{\"versions\":"
+                         "[" KLD_OIP_MODEL_VERSION "]}},\"max_batch_size\":0,\"input\":[");
+    append_tensors(text, false, true);
+    kld_oip_append(text, "],\"output\":[");
+    append_tensors(text, true, true);
+    kld_oip_append(text, "],\"parameters\":{");
+    const struct {
+        const char *name, *values;
+    } choices[] = {{"divergences", kld_divergence_list()},
+                   {"forms", kld_form_list()},
+                   {"reductions", kld_reduction_list()},
+                   {"datatypes", kld_dtype_list()},
+                   {"request_parameters", kld_op_parameter_list()}};
+    for (size_t i = 0; i < sizeof choices / sizeof choices[0]; i++)
+        kld_oip_append(text, "%s\"%s\":{\"string_value\":\"%s\"}", i ? "," : "", choices[i].name,
+                       choices[i].values);
+    kld_oip_append(text, "}}");
+}
