@@ -1,0 +1,115 @@
+/* supervisor.h - the process that a person starts: it holds the listening sockets, starts, watches
+ * and restarts the others, and ends them in order. It computes nothing and reads nothing that a
+ * client sent. Everything here belongs to its one thread, the libuv loop. */
+#ifndef KLD_SERVER_SUPERVISOR_SUPERVISOR_H
+#define KLD_SERVER_SUPERVISOR_SUPERVISOR_H
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <sys/stat.h>
+#include <uv.h>
+
+#include "server/config.h"
+#include "server/role.h"
+#include "server/stats.h"
+
+/* ---- sockets.c: the listening sockets -------------------------------------------------------- */
+
+#define KLD_ADDRESS_TEXT_MAX 80
+
+struct kld_http_socket {
+    int fd;                             /* -1: HTTP is off */
+    char address[KLD_ADDRESS_TEXT_MAX]; /* as bound: "127.0.0.1:8080", "[::1]:8080", or "" */
+};
+
+struct kld_unix_socket {
+    int fd;       /* -1: not open */
+    dev_t device; /* with inode: the file that we made, so that we unlink no other */
+    ino_t inode;
+};
+
+/* text: ADDR:PORT, [ADDR]:PORT for IPv6, "localhost:PORT"; "" leaves HTTP off. insecure: an address
+ * that other machines can reach is allowed. */
+enum kld_status kld_http_socket_open(const char *text, bool insecure,
+                                     struct kld_http_socket *ret_socket, struct kld_error *err);
+
+/* Where the first worker's socket lies if the configuration does not say. */
+enum kld_status kld_unix_socket_path(const char *configured, char ret_path[KLD_CONFIG_TEXT_MAX],
+                                     struct kld_error *err);
+/* Binds and listens at path. A file left by a server that is gone is replaced; a live server there,
+ * or something that is no socket, is an error. make_folder: the folder may be made. */
+enum kld_status kld_unix_socket_open(const char *path, uint32_t mode, bool make_folder,
+                                     struct kld_unix_socket *ret_socket, struct kld_error *err);
+/* Closes and removes the file, if it is still ours. */
+void kld_unix_socket_close(struct kld_unix_socket *socket, const char *path);
+
+/* ---- child.c: one child, over all its lives ---------------------------------------------------
+ */
+
+struct kld_supervisor;
+
+enum kld_child_state {
+    KLD_CHILD_STOPPED,  /* not running and not to be started */
+    KLD_CHILD_WAITING,  /* the pause before a restart */
+    KLD_CHILD_STARTING, /* runs, has not reported */
+    KLD_CHILD_READY,    /* runs and serves */
+};
+
+struct kld_watched {
+    struct kld_supervisor *supervisor; /* constant */
+    const char *role;                  /* constant: "worker", "gateway" */
+    int listen_fd;                     /* constant; the supervisor's */
+    enum kld_stat restarts;            /* constant: the counter of its restarts */
+    enum kld_child_state state;
+    uv_process_t process; /* in the loop while process_open */
+    uv_poll_t control;    /* in the loop while control_open; its descriptor is control_fd */
+    uv_timer_t pause;     /* open from kld_watched_init() on */
+    bool process_open, control_open;
+    int control_fd;    /* our end of the pair; -1 */
+    uint64_t ready_ms; /* uv_now() of its report; 0: has not reported in this life */
+    uint64_t died_ms;  /* uv_now() of the last death; 0: none */
+    uint64_t pause_ms; /* before the next restart */
+    uint32_t failures; /* deaths in a row before a first report */
+    bool ever_ready;
+};
+
+void kld_watched_init(struct kld_watched *child, struct kld_supervisor *supervisor,
+                      const char *role, int listen_fd, enum kld_stat restarts);
+void kld_watched_start(struct kld_watched *child);
+void kld_watched_signal(struct kld_watched *child, int signal_number); /* nothing if not running */
+/* Not started again; a pause is cut short. What runs goes on running. */
+void kld_watched_retire(struct kld_watched *child);
+
+/* ---- supervisor.c ------------------------------------------------------------------------------
+ */
+
+enum { KLD_WATCHED_WORKER, KLD_WATCHED_GATEWAY, KLD_WATCHED_COUNT };
+
+struct kld_supervisor {
+    struct kld_config config; /* unix resolved; backend becomes what the first worker chose */
+    uv_loop_t loop;
+    uv_signal_t on_term, on_int, on_child;
+    uv_timer_t drain;   /* from SIGTERM to SIGKILL */
+    uv_timer_t reaping; /* as PID 1: looks after children that are not ours */
+    struct kld_http_socket http;
+    struct kld_unix_socket unix_socket;
+    struct kld_stats *stats;
+    int stats_fd;
+    struct kld_watched child[KLD_WATCHED_COUNT];
+    bool draining; /* SIGTERM came, or failed */
+    bool killing;  /* the drain time is over: nothing is started again */
+    bool failed;   /* it could not start: exit status 1 */
+    bool announced;
+};
+
+/* Called by child.c. */
+void kld_supervisor_child_ready(struct kld_supervisor *supervisor, struct kld_watched *child,
+                                const struct kld_child_report *report);
+void kld_supervisor_child_gone(struct kld_supervisor *supervisor, struct kld_watched *child);
+/* It cannot start: ends everything, exit status 1. */
+void kld_supervisor_fail(struct kld_supervisor *supervisor, const struct kld_watched *child,
+                         const char *reason);
+/* Should a child that died be started again? */
+bool kld_supervisor_wants(const struct kld_supervisor *supervisor, const struct kld_watched *child);
+
+#endif
