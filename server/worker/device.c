@@ -1,0 +1,83 @@
+/* device.c - opens the worker's device; hands completed jobs from its thread to the loop.
+ * Launches nothing and answers nobody (core.c). Opening runs before the loop starts; push runs on
+ * the back end's thread, take on the loop thread. */
+#include "server/worker/device.h"
+
+#include <string.h>
+
+static enum kld_status backend_choose(const struct kld_config *config,
+                                      const struct kld_stats *stats,
+                                      const struct kld_backend **ret_backend,
+                                      struct kld_error *ret_passed_over, struct kld_error *err) {
+    enum kld_status status = kld_backend_find(config->backend, ret_backend, err);
+    if (status || strcmp(config->backend, "auto") != 0)
+        return status;
+    const struct kld_backend *const *all = kld_backends();
+    for (size_t i = 0; all[i] && all[i] != *ret_backend; i++) {
+        uint32_t count = 0;
+        struct kld_error why = {.status = KLD_OK};
+        if (all[i]->device_count(&count, &why) == KLD_OK && count > 0)
+            continue;
+        kld_error_set(ret_passed_over, KLD_UNAVAILABLE, "%s: %.200s", all[i]->name,
+                      why.text[0] ? why.text : "no device");
+    }
+    if (stats->backend[0] && strcmp(stats->backend, (*ret_backend)->name) != 0)
+        return kld_error_set(err, KLD_UNAVAILABLE,
+                             "the %.15s back end that served so far has no device now: %.160s",
+                             stats->backend, ret_passed_over->text);
+    return KLD_OK;
+}
+
+enum kld_status kld_worker_device_open(const struct kld_config *config, uint32_t index,
+                                       const struct kld_stats *stats,
+                                       const struct kld_backend **ret_backend,
+                                       struct kld_device **ret_device,
+                                       struct kld_error *ret_passed_over, struct kld_error *err) {
+    const struct kld_backend *backend = NULL;
+    *ret_passed_over = (struct kld_error){.status = KLD_OK};
+    enum kld_status status = backend_choose(config, stats, &backend, ret_passed_over, err);
+    if (status)
+        return status;
+    uint32_t count = 0;
+    if ((status = backend->device_count(&count, err)))
+        return status;
+    uint64_t device = config->device + index;
+    if (device >= count)
+        return kld_error_set(err, KLD_NOT_FOUND,
+                             "device %llu of back end %s does not exist; it has %u",
+                             (unsigned long long)device, backend->name, count);
+    struct kld_device_options options = {
+        .device = (uint32_t)device,
+        .threads = (uint32_t)config->threads,
+        .pool_bytes_max = config->pool_bytes_max,
+        .spin_us = (uint32_t)config->spin_us,
+    };
+    if ((status = backend->device_open(&options, ret_device, err)))
+        return status;
+    *ret_backend = backend;
+    return KLD_OK;
+}
+
+void kld_completions_push(struct kld_completions *completions, struct kld_request *request) {
+    struct kld_request *newest = atomic_load_explicit(&completions->newest, memory_order_relaxed);
+    do
+        request->next = newest;
+    while (!atomic_compare_exchange_weak_explicit(&completions->newest, &newest, request,
+                                                  memory_order_release, memory_order_relaxed));
+    /* Whoever pushed on a non-empty list can rely on the wake-up of the one before. */
+    if (!newest)
+        uv_async_send(&completions->wake);
+}
+
+struct kld_request *kld_completions_take(struct kld_completions *completions) {
+    struct kld_request *newest =
+        atomic_exchange_explicit(&completions->newest, NULL, memory_order_acquire);
+    struct kld_request *oldest = NULL;
+    while (newest) {
+        struct kld_request *next = newest->next;
+        newest->next = oldest;
+        oldest = newest;
+        newest = next;
+    }
+    return oldest;
+}

@@ -1,0 +1,35 @@
+/* device.h - the one device of a worker: finding and opening it, and the way back from its thread.
+ *
+ * Completions: the back end calls done() on its own thread; that pushes the request on a lock-free
+ * list and wakes the loop. Wake-ups coalesce, so the loop takes the whole list each time. */
+#ifndef KLD_SERVER_WORKER_DEVICE_H
+#define KLD_SERVER_WORKER_DEVICE_H
+
+#include <stdatomic.h>
+#include <uv.h>
+
+#include "server/config.h"
+#include "server/stats.h"
+#include "server/worker/request.h"
+
+/* Opens the device that the configuration names. `auto` takes the best back end that has a device;
+ * a reason for passing over another one is written to ret_passed_over (text "" if there was none).
+ * A worker that replaces one which had another back end (stats->backend) does not change over: a
+ * card that is gone for a moment must not turn a GPU service into a CPU one. */
+enum kld_status kld_worker_device_open(const struct kld_config *config, uint32_t index,
+                                       const struct kld_stats *stats,
+                                       const struct kld_backend **ret_backend,
+                                       struct kld_device **ret_device,
+                                       struct kld_error *ret_passed_over, struct kld_error *err);
+
+struct kld_completions {
+    _Atomic(struct kld_request *) newest; /* any thread pushes, the loop takes all */
+    uv_async_t wake;                      /* uv_async_send(): any thread; else the loop's */
+};
+
+/* kld_job.done of every job; owner is the request, completions the ones of its worker. */
+void kld_completions_push(struct kld_completions *completions, struct kld_request *request);
+/* Everything pushed so far, oldest first, linked by next. Loop thread. */
+struct kld_request *kld_completions_take(struct kld_completions *completions);
+
+#endif

@@ -1,0 +1,144 @@
+/* frames.c - what each frame of a client asks for. One packet in, at most one immediate reply out;
+ * REGION_ADD, SUBMIT and COPY are answered later by region.c and core.c.
+ * Reads and writes no socket (session.c). Worker process, loop thread. */
+#include <string.h>
+
+#include "server/log.h"
+#include "server/worker/core.h"
+#include "server/worker/region.h"
+
+/* Letters for logs: printable, and nothing that ends a quoted value. */
+static enum kld_status take_name(struct kld_session *session, const char *name,
+                                 struct kld_error *err) {
+    size_t length = strnlen(name, KLD_WIRE_NAME_MAX);
+    bool good = length < KLD_WIRE_NAME_MAX;
+    for (size_t i = 0; i < KLD_WIRE_NAME_MAX; i++)
+        good = good && (i < length ? name[i] >= ' ' && name[i] <= '~' : name[i] == 0);
+    if (!good)
+        return kld_error_set(err, KLD_INVALID,
+                             "HELLO: client_name must be printable ASCII, padded with NUL");
+    for (size_t i = 0; i < KLD_WIRE_NAME_MAX; i++)
+        session->name[i] = (char)(name[i] == '"' || name[i] == '\\' ? '_' : name[i]);
+    return KLD_OK;
+}
+
+static enum kld_status hello(struct kld_session *session, const struct kld_frame_hello *frame,
+                             struct kld_error *err) {
+    struct kld_worker *worker = session->worker;
+    const struct kld_config *config = worker->options.config;
+    const struct kld_device_info *info = &worker->device->info;
+    if (session->greeted)
+        return kld_error_set(err, KLD_INVALID, "HELLO came twice");
+    if (frame->version_min > KLD_WIRE_VERSION || frame->version_max < KLD_WIRE_VERSION)
+        return kld_error_set(err, KLD_VERSION,
+                             "the client speaks versions %u to %u; this server speaks %d",
+                             frame->version_min, frame->version_max, KLD_WIRE_VERSION);
+    if (frame->reserved != 0)
+        return kld_error_set(err, KLD_INVALID, "HELLO: reserved field is not 0");
+    enum kld_status status = take_name(session, frame->client_name, err);
+    if (status)
+        return status;
+    session->greeted = true;
+
+    union kld_frame reply;
+    kld_frame_init(&reply, KLD_FRAME_WELCOME, frame->header.request);
+    struct kld_frame_welcome *welcome = &reply.as_WELCOME;
+    uint32_t index = worker->options.index;
+    welcome->epoch = worker->epoch;
+    welcome->version = KLD_WIRE_VERSION;
+    welcome->device = (uint16_t)index;
+    welcome->devices = index + 1;
+    memcpy(welcome->backend, info->backend, sizeof welcome->backend);
+    welcome->regions_max = (uint32_t)config->client_regions_max;
+    welcome->requests_max = (uint32_t)config->client_requests_max;
+    welcome->streams_max = (uint32_t)config->client_streams_max;
+    welcome->region_bytes_max = config->region_bytes_max;
+    welcome->pool_bytes_max = info->pool_bytes_max;
+    memcpy(welcome->device_list[index].uuid, info->uuid, KLD_WIRE_UUID_BYTES);
+    memcpy(welcome->device_list[index].name, info->name, KLD_WIRE_NAME_MAX - 1);
+    kld_session_reply(session, &reply);
+    return KLD_OK;
+}
+
+static void stats(struct kld_session *session, uint64_t request) {
+    struct kld_worker *worker = session->worker;
+    union kld_frame reply;
+    kld_frame_init(&reply, KLD_FRAME_STATS_REPLY, request);
+    struct kld_frame_stats_reply *out = &reply.as_STATS_REPLY;
+    out->epoch = worker->epoch;
+    out->uptime_ns = kld_now_ns() - worker->started_ns;
+    out->requests_total = worker->requests_total;
+    out->errors_total = worker->errors_total;
+    out->in_flight = worker->queue.in_use;
+    out->clients = worker->clients;
+    out->regions = worker->regions;
+    out->region_bytes = worker->region_bytes;
+    out->pool_bytes = worker->options.backend->pool_bytes(worker->device);
+    out->pool_bytes_max = worker->device->info.pool_bytes_max;
+    out->kernel_ns_total = worker->kernel_ns_total;
+    out->bytes_total = worker->bytes_total;
+    kld_session_reply(session, &reply);
+}
+
+static void reply_plain(struct kld_session *session, enum kld_frame_type type, uint64_t request) {
+    union kld_frame reply;
+    kld_frame_init(&reply, type, request);
+    kld_session_reply(session, &reply);
+}
+
+/* ret_fd_taken: the descriptor now belongs to a region. */
+static enum kld_status dispatch(struct kld_session *session, const union kld_frame *frame, int fd,
+                                bool *ret_fd_taken, struct kld_error *err) {
+    enum kld_status status;
+    uint64_t request = frame->header.request;
+    if (!session->greeted && frame->header.type != KLD_FRAME_HELLO)
+        return kld_error_set(err, KLD_INVALID, "%s before HELLO; the first frame must be HELLO",
+                             kld_frame_name(frame->header.type));
+    switch (frame->header.type) {
+    case KLD_FRAME_HELLO: return hello(session, &frame->as_HELLO, err);
+    case KLD_FRAME_REGION_ADD:
+        status = kld_region_add(session, &frame->as_REGION_ADD, fd, err);
+        *ret_fd_taken = status == KLD_OK;
+        return status;
+    case KLD_FRAME_REGION_DROP:
+        if ((status = kld_region_drop(session, frame->as_REGION_DROP.region, err)))
+            return status;
+        reply_plain(session, KLD_FRAME_DONE, request);
+        return KLD_OK;
+    case KLD_FRAME_COPY: return kld_core_copy(session, &frame->as_COPY, err);
+    case KLD_FRAME_SUBMIT: return kld_core_submit(session, &frame->as_SUBMIT, err);
+    case KLD_FRAME_CANCEL:
+        if ((status = kld_core_cancel(session, frame->as_CANCEL.target, err)))
+            return status;
+        reply_plain(session, KLD_FRAME_DONE, request);
+        return KLD_OK;
+    case KLD_FRAME_STATS: stats(session, request); return KLD_OK;
+    case KLD_FRAME_PING: reply_plain(session, KLD_FRAME_PONG, request); return KLD_OK;
+    default:
+        return kld_error_set(err, KLD_INVALID, "%s is not a frame that a client sends",
+                             kld_frame_name(frame->header.type));
+    }
+}
+
+void kld_session_packet(struct kld_session *session, const void *data, size_t bytes, bool cut,
+                        int *fds, unsigned fds_count) {
+    struct kld_stats *counters = session->worker->options.stats;
+    struct kld_error error = {.status = KLD_OK};
+    uint64_t request = 0;
+    bool fd_taken = false;
+    enum kld_status status = kld_frame_check(data, bytes, fds_count, cut, &request, &error);
+    if (status) {
+        kld_stats_add(counters, KLD_STAT_unix_frames_invalid_total, 1);
+    } else {
+        union kld_frame frame;
+        memcpy(&frame, data, bytes);
+        status = dispatch(session, &frame, fds_count ? fds[0] : -1, &fd_taken, &error);
+        if (status &&
+            (frame.header.type == KLD_FRAME_SUBMIT || frame.header.type == KLD_FRAME_COPY))
+            kld_core_refused(session, &frame.header, &error);
+    }
+    if (status)
+        kld_session_reply_error(session, request, &error);
+    if (fds_count > fd_taken)
+        kld_session_close_fds(session, fds + fd_taken, fds_count - fd_taken);
+}

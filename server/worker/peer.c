@@ -1,0 +1,68 @@
+/* peer.c - the lists of users and groups that may connect, and SO_PEERCRED against them.
+ * Knows nothing of what a peer then asks. Worker process, loop thread. */
+#include "server/worker/peer.h"
+
+#include <stdbool.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#define GROUPS_MAX 256 /* supplementary groups that are looked at */
+
+static enum kld_status parse(const char *name, const char *text, uint32_t *list,
+                             uint32_t *ret_count, struct kld_error *err) {
+    uint32_t count = 0;
+    while (*text) {
+        char *end;
+        unsigned long number = strtoul(text, &end, 10);
+        if (*text < '0' || *text > '9' || number >= UINT32_MAX || (*end && *end != ','))
+            return kld_error_set(err, KLD_INVALID, "%s: expected numbers by comma", name);
+        if (count == KLD_PEER_LIST_MAX)
+            return kld_error_set(err, KLD_TOO_LARGE, "%s: more than %d entries", name,
+                                 KLD_PEER_LIST_MAX);
+        list[count++] = (uint32_t)number;
+        text = *end ? end + 1 : end;
+    }
+    *ret_count = count;
+    return KLD_OK;
+}
+
+enum kld_status kld_peers_init(struct kld_peers *peers, const struct kld_config *config,
+                               struct kld_error *err) {
+    enum kld_status status =
+        parse("allow_uids", config->allow_uids, peers->uids, &peers->uids_count, err);
+    if (status)
+        return status;
+    return parse("allow_gids", config->allow_gids, peers->gids, &peers->gids_count, err);
+}
+
+static bool listed(const uint32_t *list, uint32_t count, uint32_t number) {
+    for (uint32_t i = 0; i < count; i++)
+        if (list[i] == number)
+            return true;
+    return false;
+}
+
+static bool group_listed(const struct kld_peers *peers, int fd, gid_t gid) {
+    gid_t groups[GROUPS_MAX];
+    socklen_t bytes = sizeof groups;
+    if (listed(peers->gids, peers->gids_count, gid))
+        return true;
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERGROUPS, groups, &bytes) != 0)
+        return false;
+    for (size_t i = 0; i < bytes / sizeof *groups; i++)
+        if (listed(peers->gids, peers->gids_count, groups[i]))
+            return true;
+    return false;
+}
+
+enum kld_status kld_peer_check(const struct kld_peers *peers, int fd, struct ucred *ret_peer,
+                               struct kld_error *err) {
+    socklen_t bytes = sizeof *ret_peer;
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, ret_peer, &bytes) != 0)
+        return kld_error_set(err, KLD_FORBIDDEN, "who connects cannot be determined");
+    if ((peers->uids_count == 0 && peers->gids_count == 0) || ret_peer->uid == geteuid() ||
+        listed(peers->uids, peers->uids_count, ret_peer->uid) ||
+        (peers->gids_count && group_listed(peers, fd, ret_peer->gid)))
+        return KLD_OK;
+    return kld_error_set(err, KLD_FORBIDDEN, "this user may not connect to the server");
+}

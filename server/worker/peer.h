@@ -1,0 +1,25 @@
+/* peer.h - who may connect to the Unix socket. Loop thread. */
+#ifndef KLD_SERVER_WORKER_PEER_H
+#define KLD_SERVER_WORKER_PEER_H
+
+#include <stdint.h>
+#include <sys/socket.h>
+
+#include "server/config.h"
+
+#define KLD_PEER_LIST_MAX 64 /* entries of allow_uids and of allow_gids */
+
+struct kld_peers {
+    uint32_t uids[KLD_PEER_LIST_MAX], gids[KLD_PEER_LIST_MAX];
+    uint32_t uids_count, gids_count;
+};
+
+/* Parses allow_uids and allow_gids. */
+enum kld_status kld_peers_init(struct kld_peers *peers, const struct kld_config *config,
+                               struct kld_error *err);
+/* The peer of a connected socket passes if no list is configured, if it runs as our own user (the
+ * gateway does), or if a list names its user or one of its groups. Else KLD_FORBIDDEN. */
+enum kld_status kld_peer_check(const struct kld_peers *peers, int fd, struct ucred *ret_peer,
+                               struct kld_error *err);
+
+#endif

@@ -1,0 +1,331 @@
+/* region.c - registers, pins and releases the memory of a client.
+ * Never maps or unmaps on the loop: that runs on uv's pool, and the loop acts on the outcome. Does
+ * not read the memory. Worker process: loop thread, except add_work() and remove_work(). */
+#include "server/worker/region.h"
+
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "server/worker/core.h"
+
+#define SLOT_MASK (((uint64_t)1 << KLD_REGION_SLOT_BITS) - 1)
+
+/* ---- Checks ---------------------------------------------------------------------------------- */
+
+static bool all_zero(const uint8_t *bytes, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        if (bytes[i])
+            return false;
+    return true;
+}
+
+static enum kld_status check_memfd(const struct kld_frame_region_add *frame, int fd,
+                                   struct stat *ret_stat, struct kld_error *err) {
+    int seals = fcntl(fd, F_GET_SEALS);
+    if (seals < 0)
+        return kld_error_set(err, KLD_INVALID,
+                             "the descriptor is not a memfd; expected one with F_SEAL_SHRINK");
+    if (!(seals & F_SEAL_SHRINK))
+        return kld_error_set(err, KLD_INVALID,
+                             "the memfd is not sealed; expected F_SEAL_SHRINK, so that it cannot "
+                             "be cut short while it is in use");
+    if ((fcntl(fd, F_GETFL) & O_ACCMODE) != O_RDWR ||
+        (seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE)))
+        return kld_error_set(err, KLD_INVALID,
+                             "the memfd cannot be written; expected read and write access");
+    if (fstat(fd, ret_stat) != 0)
+        return kld_error_set(err, KLD_INVALID, "the memfd's size cannot be read");
+    if ((uint64_t)ret_stat->st_size < frame->bytes)
+        return kld_error_set(err, KLD_INVALID,
+                             "the memfd has %" PRIu64 " bytes; the region needs %" PRIu64,
+                             (uint64_t)ret_stat->st_size, frame->bytes);
+    return KLD_OK;
+}
+
+static enum kld_status check_ipc(const struct kld_device *device,
+                                 const struct kld_frame_region_add *frame, struct kld_error *err) {
+    uint64_t end;
+    if (!device->info.imports_cuda_ipc)
+        return kld_error_set(err, KLD_UNIMPLEMENTED,
+                             "CUDA handles need the cuda back end; this server runs on %s",
+                             device->info.backend);
+    if (memcmp(frame->device_uuid, device->info.uuid, KLD_WIRE_UUID_BYTES) != 0)
+        return kld_error_set(err, KLD_INVALID,
+                             "the memory lies on another device than the one of this socket");
+    if (__builtin_add_overflow(frame->offset_bytes, frame->bytes, &end) || end > frame->base_bytes)
+        return kld_error_set(err, KLD_INVALID,
+                             "%" PRIu64 " bytes at offset %" PRIu64
+                             " do not fit a base allocation of %" PRIu64 " bytes",
+                             frame->bytes, frame->offset_bytes, frame->base_bytes);
+    return KLD_OK;
+}
+
+static enum kld_status check_frame(const struct kld_frame_region_add *frame,
+                                   struct kld_error *err) {
+    if (frame->kind < KLD_REGION_MEMFD || frame->kind > KLD_REGION_POOL)
+        return kld_error_set(err, KLD_INVALID,
+                             "unknown region kind %u; known: 1 memfd, 2 CUDA IPC, 3 pool",
+                             frame->kind);
+    if (frame->reserved != 0)
+        return kld_error_set(err, KLD_INVALID, "REGION_ADD: reserved field is not 0");
+    if (frame->bytes == 0)
+        return kld_error_set(err, KLD_INVALID, "a region of 0 bytes");
+    if (frame->kind != KLD_REGION_CUDA_IPC &&
+        (frame->offset_bytes || frame->base_bytes ||
+         !all_zero(frame->device_uuid, sizeof frame->device_uuid) ||
+         !all_zero(frame->ipc_handle, sizeof frame->ipc_handle)))
+        return kld_error_set(err, KLD_INVALID,
+                             "REGION_ADD: fields of a CUDA handle are set for another kind");
+    return KLD_OK;
+}
+
+static enum kld_status check_quota(const struct kld_session *session, uint64_t bytes,
+                                   struct kld_error *err) {
+    const struct kld_config *config = session->worker->options.config;
+    uint64_t total;
+    if (session->worker->draining)
+        return kld_error_set(err, KLD_UNAVAILABLE, "the server is going away; connect again");
+    if (bytes > config->region_bytes_max)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "a region of %" PRIu64 " bytes; at most %" PRIu64 " are allowed",
+                             bytes, config->region_bytes_max);
+    if (session->regions_count >= config->client_regions_max || session->regions_count > SLOT_MASK)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "%u regions of this connection exist, the most allowed",
+                             session->regions_count);
+    if (__builtin_add_overflow(session->region_bytes, bytes, &total) ||
+        total > config->client_region_bytes_max)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "all regions of this connection would have over %" PRIu64
+                             " bytes, the most allowed",
+                             config->client_region_bytes_max);
+    return KLD_OK;
+}
+
+/* ---- The session's table --------------------------------------------------------------------- */
+
+/* Puts the region in a free place and gives it an id that this connection never had. */
+static enum kld_status table_insert(struct kld_session *session, struct kld_region *region,
+                                    struct kld_error *err) {
+    uint32_t slot = 0;
+    while (slot < session->regions_size && session->regions[slot])
+        slot++;
+    if (slot == session->regions_size) {
+        uint32_t size = session->regions_size ? 2 * session->regions_size : 16;
+        struct kld_region **table = realloc(session->regions, size * sizeof(struct kld_region *));
+        if (!table)
+            return kld_error_set(err, KLD_NO_MEMORY, "no memory for another region");
+        memset(table + slot, 0, (size - slot) * sizeof(struct kld_region *));
+        session->regions = table;
+        session->regions_size = size;
+    }
+    session->regions[slot] = region;
+    region->id = ++session->region_serial << KLD_REGION_SLOT_BITS | slot;
+    return KLD_OK;
+}
+
+static void gauges_add(struct kld_region *region, int sign) {
+    struct kld_session *session = region->session;
+    struct kld_worker *worker = session->worker;
+    uint64_t bytes = region->bytes;
+    session->regions_count += (uint32_t)sign;
+    session->region_bytes += sign > 0 ? bytes : -bytes;
+    worker->regions += (uint64_t)(int64_t)sign;
+    worker->region_bytes += sign > 0 ? bytes : -bytes;
+    kld_stats_set(worker->options.stats, KLD_STAT_worker_regions, worker->regions);
+    kld_stats_set(worker->options.stats, KLD_STAT_worker_region_bytes, worker->region_bytes);
+    kld_stats_set(worker->options.stats, KLD_STAT_pool_bytes,
+                  worker->options.backend->pool_bytes(worker->device));
+}
+
+static void forget(struct kld_region *region) {
+    struct kld_session *session = region->session;
+    gauges_add(region, -1);
+    session->regions[region->id & SLOT_MASK] = NULL;
+    free(region);
+}
+
+/* ---- Work on uv's pool ----------------------------------------------------------------------- */
+
+static void add_work(uv_work_t *work) {
+    struct kld_region *region = work->data;
+    struct kld_device *device = region->session->worker->device;
+    const struct kld_backend *backend = region->session->worker->options.backend;
+    switch (region->kind) {
+    case KLD_REGION_MEMFD:
+        region->status =
+            backend->memory_map(device, region->fd, region->bytes, &region->memory, &region->error);
+        close(region->fd);
+        region->fd = -1;
+        break;
+    case KLD_REGION_CUDA_IPC:
+        region->status = backend->memory_import_ipc(device, region->ipc_handle, region->base_bytes,
+                                                    region->space_offset, region->bytes,
+                                                    &region->memory, &region->error);
+        break;
+    default:
+        region->status =
+            backend->memory_alloc(device, region->bytes, &region->memory, &region->error);
+    }
+}
+
+static void remove_work(uv_work_t *work) {
+    struct kld_region *region = work->data;
+    region->session->worker->options.backend->memory_free(region->memory);
+}
+
+static void task_ended(struct kld_session *session) {
+    session->tasks--;
+    kld_session_poll(session);
+    kld_session_collect(session);
+}
+
+static void remove_after(uv_work_t *work, int cancelled) {
+    struct kld_region *region = work->data;
+    struct kld_session *session = region->session;
+    (void)cancelled; /* never asked for */
+    forget(region);
+    task_ended(session);
+}
+
+/* CONDEMNED and without users -> REMOVING. */
+static void remove_unused(struct kld_region *region) {
+    if (region->state != KLD_REGION_CONDEMNED || region->users)
+        return;
+    struct kld_session *session = region->session;
+    region->state = KLD_REGION_REMOVING;
+    session->tasks++;
+    uv_queue_work(&session->worker->loop, &region->work, remove_work, remove_after);
+}
+
+/* Memory that another LIVE region of this client shows too gets that one's space. */
+static void find_space(struct kld_region *region) {
+    struct kld_session *session = region->session;
+    region->space = region->id;
+    for (uint32_t i = 0; i < session->regions_size; i++) {
+        const struct kld_region *other = session->regions[i];
+        if (!other || other == region || other->state != KLD_REGION_LIVE ||
+            other->kind != region->kind || region->kind == KLD_REGION_POOL)
+            continue;
+        bool same =
+            region->kind == KLD_REGION_MEMFD
+                ? other->inode == region->inode && other->inode_device == region->inode_device
+                : memcmp(other->ipc_handle, region->ipc_handle, sizeof region->ipc_handle) == 0;
+        if (same) {
+            region->space = other->space;
+            session->aliased = true;
+            return;
+        }
+    }
+}
+
+static void add_after(uv_work_t *work, int cancelled) {
+    struct kld_region *region = work->data;
+    struct kld_session *session = region->session;
+    (void)cancelled;
+    if (region->status != KLD_OK) {
+        struct kld_error error = region->error;
+        enum kld_status status = region->status;
+        kld_session_reply_error(session, region->request, &error);
+        forget(region);
+        if (status == KLD_DEVICE_LOST)
+            kld_core_device_lost(session->worker, &error);
+        task_ended(session);
+        return;
+    }
+    if (session->state == KLD_SESSION_CLOSING) {
+        region->state = KLD_REGION_CONDEMNED;
+        remove_unused(region);
+    } else {
+        find_space(region);
+        region->state = KLD_REGION_LIVE;
+        kld_stats_set(session->worker->options.stats, KLD_STAT_pool_bytes,
+                      session->worker->options.backend->pool_bytes(session->worker->device));
+        union kld_frame frame;
+        kld_frame_init(&frame, KLD_FRAME_REGION, region->request);
+        frame.as_REGION.region = region->id;
+        frame.as_REGION.bytes = region->bytes;
+        kld_session_reply(session, &frame);
+    }
+    task_ended(session);
+}
+
+/* ---- What sessions and requests call --------------------------------------------------------- */
+
+enum kld_status kld_region_add(struct kld_session *session,
+                               const struct kld_frame_region_add *frame, int fd,
+                               struct kld_error *err) {
+    struct kld_worker *worker = session->worker;
+    struct stat stat = {0};
+    enum kld_status status;
+    if ((status = check_frame(frame, err)) || (status = check_quota(session, frame->bytes, err)))
+        return status;
+    if (frame->kind == KLD_REGION_MEMFD)
+        status = check_memfd(frame, fd, &stat, err);
+    else if (frame->kind == KLD_REGION_CUDA_IPC)
+        status = check_ipc(worker->device, frame, err);
+    if (status)
+        return status;
+    struct kld_region *region = calloc(1, sizeof *region);
+    if (!region)
+        return kld_error_set(err, KLD_NO_MEMORY, "no memory for another region");
+    region->session = session;
+    region->state = KLD_REGION_ADDING;
+    region->request = frame->header.request;
+    region->kind = frame->kind;
+    region->bytes = frame->bytes;
+    region->space_offset = frame->offset_bytes;
+    region->base_bytes = frame->base_bytes;
+    memcpy(region->ipc_handle, frame->ipc_handle, sizeof region->ipc_handle);
+    region->inode_device = stat.st_dev;
+    region->inode = stat.st_ino;
+    region->fd = fd;
+    region->work.data = region;
+    if ((status = table_insert(session, region, err))) {
+        free(region);
+        return status;
+    }
+    gauges_add(region, 1);
+    session->tasks++;
+    uv_queue_work(&worker->loop, &region->work, add_work, add_after);
+    return KLD_OK;
+}
+
+struct kld_region *kld_region_find(struct kld_session *session, uint64_t id, const char *what,
+                                   struct kld_error *err) {
+    uint64_t slot = id & SLOT_MASK;
+    struct kld_region *region = slot < session->regions_size ? session->regions[slot] : NULL;
+    if (region && region->id == id && region->state == KLD_REGION_LIVE)
+        return region;
+    kld_error_set(err, KLD_NOT_FOUND, "%s: no region %" PRIu64 " on this connection", what, id);
+    return NULL;
+}
+
+enum kld_status kld_region_drop(struct kld_session *session, uint64_t id, struct kld_error *err) {
+    struct kld_region *region = kld_region_find(session, id, "REGION_DROP", err);
+    if (!region)
+        return err->status;
+    region->state = KLD_REGION_CONDEMNED;
+    remove_unused(region);
+    return KLD_OK;
+}
+
+void kld_region_drop_all(struct kld_session *session) {
+    for (uint32_t i = 0; i < session->regions_size; i++) {
+        struct kld_region *region = session->regions[i];
+        if (!region || region->state != KLD_REGION_LIVE)
+            continue;
+        region->state = KLD_REGION_CONDEMNED;
+        remove_unused(region);
+    }
+}
+
+void kld_region_acquire(struct kld_region *region) { region->users++; }
+
+void kld_region_release(struct kld_region *region) {
+    region->users--;
+    remove_unused(region);
+}

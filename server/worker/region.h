@@ -1,0 +1,69 @@
+/* region.h - a range of memory that a client registered, and who is using it.
+ *
+ * States: ADDING (uv's pool maps, imports or allocates it), LIVE (the client may name it),
+ * CONDEMNED (dropped, or its client left: cannot be named, but requests still use it), REMOVING
+ * (uv's pool unmaps it), then freed. `users` counts the requests that pinned it; it is CONDEMNED
+ * until they are gone (R2). A session outlives its regions.
+ *
+ * Two regions of one client may show the same memory: one memfd registered twice, two parts of one
+ * GPU allocation. Such regions get one `space`, so that outputs that overlap are seen. */
+#ifndef KLD_SERVER_WORKER_REGION_H
+#define KLD_SERVER_WORKER_REGION_H
+
+#include <sys/stat.h>
+
+#include "kernels/backend.h"
+#include "server/worker/session.h"
+
+enum kld_region_state {
+    KLD_REGION_ADDING,
+    KLD_REGION_LIVE,
+    KLD_REGION_CONDEMNED,
+    KLD_REGION_REMOVING,
+};
+
+struct kld_region {
+    /* Loop thread. */
+    struct kld_session *session;
+    enum kld_region_state state;
+    uint64_t id;      /* serial << KLD_REGION_SLOT_BITS | place in the session's table */
+    uint64_t request; /* the REGION_ADD to answer */
+    uint32_t users;
+    uint64_t space; /* id of the first region that showed this memory */
+    uv_work_t work;
+
+    /* Constant from creation on. */
+    uint32_t kind; /* enum kld_region_kind */
+    uint64_t bytes;
+    uint64_t space_offset; /* where it begins in its space */
+    uint64_t base_bytes;   /* CUDA IPC */
+    uint8_t ipc_handle[KLD_WIRE_IPC_HANDLE_BYTES];
+    dev_t inode_device; /* memfd */
+    ino_t inode;
+
+    /* ADDING, REMOVING: the pool's. Else the loop's. */
+    int fd; /* memfd, until it is mapped */
+    struct kld_memory *memory;
+    enum kld_status status;
+    struct kld_error error;
+};
+
+#define KLD_REGION_SLOT_BITS 20 /* regions of a client: at most 2^20 */
+
+/* Checks the frame, the descriptor (sealed, large enough; -1 if none came) and the quotas, then
+ * starts mapping; REGION or ERROR follows. The descriptor is taken over if KLD_OK is returned. */
+enum kld_status kld_region_add(struct kld_session *session,
+                               const struct kld_frame_region_add *frame, int fd,
+                               struct kld_error *err);
+/* LIVE -> CONDEMNED: no request can name it from here on. */
+enum kld_status kld_region_drop(struct kld_session *session, uint64_t id, struct kld_error *err);
+void kld_region_drop_all(struct kld_session *session);
+
+/* The LIVE region of this id, or NULL with KLD_NOT_FOUND described. what: who named it. */
+struct kld_region *kld_region_find(struct kld_session *session, uint64_t id, const char *what,
+                                   struct kld_error *err);
+void kld_region_acquire(struct kld_region *region);
+/* The last user of a condemned region has it unmapped. */
+void kld_region_release(struct kld_region *region);
+
+#endif

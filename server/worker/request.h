@@ -1,0 +1,50 @@
+/* request.h - one operator or copy of a Unix client, from admission to its return to the pool.
+ *
+ * States; core.c is the only writer, and only on the loop thread:
+ *   FREE     in the pool of queue.c.
+ *   QUEUED   admitted: its regions are pinned; it waits in its lane for its turn.
+ *   RUNNING  its job is with the back end, which alone may touch `job` until done() is called.
+ * A request leaves QUEUED or RUNNING only to FREE, and its regions are unpinned just then.
+ *
+ * `answered` is apart from the state: a client that cancels, whose deadline passes or who leaves is
+ * answered (or gone) at once, while a RUNNING request stays RUNNING, its memory pinned, until the
+ * back end is through with it. Nothing here allocates. */
+#ifndef KLD_SERVER_WORKER_REQUEST_H
+#define KLD_SERVER_WORKER_REQUEST_H
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <sys/queue.h>
+
+#include "kernels/backend.h"
+
+struct kld_lane;
+struct kld_region;
+struct kld_session;
+
+enum kld_request_state { KLD_REQUEST_FREE, KLD_REQUEST_QUEUED, KLD_REQUEST_RUNNING };
+
+struct kld_request {
+    /* Loop thread only. */
+    enum kld_request_state state;
+    bool answered;               /* the client got its reply, or is gone: the result is dropped */
+    struct kld_session *session; /* outlives its requests */
+    struct kld_lane *lane;       /* of that session */
+    uint64_t number;             /* the client's request number */
+    uint64_t arrival_ns;         /* CLOCK_MONOTONIC */
+    uint64_t deadline_ns;        /* the same clock; 0: none */
+    uint32_t heap_place;         /* in the queue's heap of deadlines, from 1; 0: not there */
+    uint32_t regions_count;
+    struct kld_region *regions[KLD_SLOT_COUNT]; /* each acquired once for this request */
+    TAILQ_ENTRY(kld_request) in_session;        /* while not FREE */
+    TAILQ_ENTRY(kld_request) in_lane;           /* while QUEUED */
+
+    /* FREE: the pool's (loop thread). RUNNING: from done() on, the completion list's (device.c). */
+    struct kld_request *next;
+
+    /* RUNNING: the back end's, until done(). Else the loop thread's. */
+    struct kld_job job;
+};
+TAILQ_HEAD(kld_request_list, kld_request);
+
+#endif

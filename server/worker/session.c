@@ -1,0 +1,286 @@
+/* session.c - a client's connection: packets in, replies out, and its end.
+ * Does not know what a frame means (frames.c). Never blocks, never allocates after
+ * kld_session_open() except to close stray descriptors. Worker process, loop thread; close_work()
+ * on uv's pool. */
+#include "server/worker/session.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "server/log.h"
+#include "server/worker/core.h"
+#include "server/worker/region.h"
+
+/* ---- Closing descriptors on uv's pool -------------------------------------------------------- */
+
+struct closer {
+    uv_work_t work;
+    struct kld_session *session;
+    unsigned count;
+    int fds[];
+};
+
+static void close_work(uv_work_t *work) {
+    struct closer *closer = work->data;
+    for (unsigned i = 0; i < closer->count; i++)
+        close(closer->fds[i]);
+}
+
+static void close_after(uv_work_t *work, int cancelled) {
+    struct closer *closer = work->data;
+    struct kld_session *session = closer->session;
+    (void)cancelled; /* never asked for */
+    free(closer);
+    session->tasks--;
+    kld_session_poll(session);
+    kld_session_collect(session);
+}
+
+void kld_session_close_fds(struct kld_session *session, const int *fds, unsigned count) {
+    struct closer *closer = malloc(sizeof *closer + count * sizeof(int));
+    if (!closer) {
+        for (unsigned i = 0; i < count; i++)
+            close(fds[i]);
+        return;
+    }
+    closer->work.data = closer;
+    closer->session = session;
+    closer->count = count;
+    memcpy(closer->fds, fds, count * sizeof(int));
+    session->tasks++;
+    uv_queue_work(&session->worker->loop, &closer->work, close_work, close_after);
+}
+
+/* ---- Out ------------------------------------------------------------------------------------- */
+
+static bool send_now(struct kld_session *session, const void *data, size_t bytes) {
+    for (;;) {
+        if (send(session->fd, data, bytes, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0)
+            return true;
+        if (errno == EINTR)
+            continue;
+        if (errno != EAGAIN && errno != ENOBUFS)
+            session->broken = true; /* the poll handle will report the end */
+        return false;
+    }
+}
+
+void kld_session_flush(struct kld_session *session) {
+    while (session->out_head < session->out_tail && !session->broken) {
+        struct kld_frame_header header; /* each frame says its own length */
+        memcpy(&header, session->out + session->out_head, sizeof header);
+        if (!send_now(session, session->out + session->out_head, header.length))
+            return;
+        session->out_head += header.length;
+    }
+    session->out_head = session->out_tail = 0;
+}
+
+void kld_session_reply(struct kld_session *session, const union kld_frame *frame) {
+    size_t bytes = frame->header.length;
+    if (session->state != KLD_SESSION_OPEN || session->broken)
+        return;
+    if (session->out_tail == 0 && (send_now(session, frame, bytes) || session->broken))
+        return;
+    if (session->out_max - session->out_tail < bytes) {
+        memmove(session->out, session->out + session->out_head,
+                session->out_tail - session->out_head);
+        session->out_tail -= session->out_head;
+        session->out_head = 0;
+    }
+    if (session->out_max - session->out_tail < bytes) { /* out_max makes room for all: a defect */
+        kld_log(KLD_LOG_ERROR, "replies overflow", "client=\"%s\"", session->name);
+        session->broken = true;
+        shutdown(session->fd, SHUT_RDWR);
+        return;
+    }
+    memcpy(session->out + session->out_tail, frame, bytes);
+    session->out_tail += bytes;
+    kld_session_poll(session);
+}
+
+void kld_session_reply_error(struct kld_session *session, uint64_t request,
+                             const struct kld_error *error) {
+    union kld_frame frame;
+    kld_frame_init(&frame, KLD_FRAME_ERROR, request);
+    frame.as_ERROR.status = error->status;
+    memcpy(frame.as_ERROR.text, error->text, sizeof error->text);
+    frame.as_ERROR.text[sizeof error->text - 1] = 0;
+    kld_session_reply(session, &frame);
+}
+
+/* ---- In -------------------------------------------------------------------------------------- */
+
+/* A packet of 0 bytes and the end of the connection look the same to recvmsg(). */
+static bool at_end(int fd) {
+    struct pollfd poll_fd = {.fd = fd, .events = POLLRDHUP};
+    return poll(&poll_fd, 1, 0) != 0;
+}
+
+/* Takes the descriptors out of a message. The room for them is all that a packet can carry, so none
+ * is dropped by the kernel on this thread. */
+static unsigned take_fds(struct msghdr *message, int *fds) {
+    unsigned count = 0;
+    for (struct cmsghdr *at = CMSG_FIRSTHDR(message); at; at = CMSG_NXTHDR(message, at)) {
+        if (at->cmsg_level != SOL_SOCKET || at->cmsg_type != SCM_RIGHTS)
+            continue;
+        unsigned more = (unsigned)((at->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+        for (unsigned i = 0; i < more && count < KLD_SESSION_FDS_MAX; i++)
+            memcpy(&fds[count++], CMSG_DATA(at) + i * sizeof(int), sizeof(int));
+    }
+    return count;
+}
+
+/* false: nothing more to read now. *ret_end: the connection ended. */
+static bool receive(struct kld_session *session, bool *ret_end) {
+    union kld_frame frame;
+    union {
+        char space[CMSG_SPACE(sizeof(int) * KLD_SESSION_FDS_MAX)];
+        struct cmsghdr align;
+    } control;
+    int fds[KLD_SESSION_FDS_MAX];
+    struct iovec part = {.iov_base = &frame, .iov_len = sizeof frame};
+    struct msghdr message = {.msg_iov = &part,
+                             .msg_iovlen = 1,
+                             .msg_control = control.space,
+                             .msg_controllen = sizeof control.space};
+    ssize_t bytes = recvmsg(session->fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    if (bytes < 0) {
+        *ret_end = errno != EAGAIN && errno != EINTR;
+        return false;
+    }
+    unsigned fds_count = take_fds(&message, fds);
+    if (bytes == 0 && fds_count == 0 && at_end(session->fd)) {
+        *ret_end = true;
+        return false;
+    }
+    bool cut = message.msg_flags & (MSG_TRUNC | MSG_CTRUNC);
+    kld_session_packet(session, &frame, (size_t)bytes, cut, fds, fds_count);
+    return true;
+}
+
+static bool may_read(const struct kld_session *session) {
+    return session->out_tail == 0 && session->tasks < KLD_SESSION_TASKS_MAX && !session->broken;
+}
+
+static void poll_ready(uv_poll_t *poll, int status, int events) {
+    struct kld_session *session = poll->data;
+    struct kld_worker *worker = session->worker;
+    bool end = status < 0;
+    if (events & UV_WRITABLE) {
+        kld_session_flush(session);
+        kld_worker_progress(worker);
+    }
+    if (events & UV_READABLE)
+        for (int i = 0; i < KLD_SESSION_BURST && may_read(session) && !worker->lost; i++)
+            if (!receive(session, &end))
+                break;
+    if (end || (events & UV_DISCONNECT))
+        kld_session_close(session);
+    else
+        kld_session_poll(session);
+}
+
+void kld_session_poll(struct kld_session *session) {
+    if (session->state != KLD_SESSION_OPEN || !session->polling)
+        return;
+    int events = UV_DISCONNECT | (may_read(session) ? UV_READABLE : 0) |
+                 (session->out_tail && !session->broken ? UV_WRITABLE : 0);
+    if (events == session->events)
+        return;
+    session->events = events;
+    uv_poll_start(&session->poll, events, poll_ready);
+}
+
+/* ---- Life ------------------------------------------------------------------------------------ */
+
+/* Replies that can be outstanding while nothing is read: one for each request and each task, one
+ * for the frame at hand and one more for what it cancelled; WELCOME may be among them. */
+static size_t out_bytes(const struct kld_config *config) {
+    return (size_t)(config->client_requests_max + KLD_SESSION_TASKS_MAX + 2) *
+               sizeof(struct kld_frame_error) +
+           sizeof(struct kld_frame_welcome);
+}
+
+enum kld_status kld_session_open(struct kld_worker *worker, int fd, uid_t uid, pid_t pid,
+                                 struct kld_error *err) {
+    const struct kld_config *config = worker->options.config;
+    struct kld_session *session = calloc(1, sizeof *session);
+    if (session) {
+        session->out_max = out_bytes(config);
+        session->out = malloc(session->out_max);
+        session->lanes = calloc(config->client_streams_max, sizeof *session->lanes);
+    }
+    if (!session || !session->out || !session->lanes ||
+        uv_poll_init(&worker->loop, &session->poll, fd) != 0) {
+        if (session) {
+            free(session->out);
+            free(session->lanes);
+        }
+        free(session);
+        close(fd);
+        return kld_error_set(err, KLD_NO_MEMORY, "no memory for another connection");
+    }
+    session->worker = worker;
+    session->fd = fd;
+    session->uid = uid;
+    session->pid = pid;
+    session->polling = true;
+    session->poll.data = session;
+    TAILQ_INIT(&session->requests);
+    for (uint64_t i = 0; i < config->client_streams_max; i++) {
+        session->lanes[i].session = session;
+        TAILQ_INIT(&session->lanes[i].queued);
+    }
+    TAILQ_INSERT_TAIL(&worker->sessions, session, in_worker);
+    worker->sessions_count++;
+    worker->clients++;
+    kld_stats_set(worker->options.stats, KLD_STAT_unix_clients, worker->clients);
+    kld_stats_add(worker->options.stats, KLD_STAT_unix_clients_total, 1);
+    kld_session_poll(session);
+    return KLD_OK;
+}
+
+static void poll_closed(uv_handle_t *handle) {
+    struct kld_session *session = handle->data;
+    session->polling = false;
+    kld_session_collect(session);
+}
+
+void kld_session_close(struct kld_session *session) {
+    struct kld_worker *worker = session->worker;
+    if (session->state == KLD_SESSION_CLOSING)
+        return;
+    session->state = KLD_SESSION_CLOSING;
+    kld_log(KLD_LOG_DEBUG, "client left", "client=\"%s\" pid=%d in_flight=%u", session->name,
+            (int)session->pid, session->requests_count);
+    worker->clients--;
+    kld_stats_set(worker->options.stats, KLD_STAT_unix_clients, worker->clients);
+    uv_poll_stop(&session->poll);
+    uv_close((uv_handle_t *)&session->poll, poll_closed);
+    /* Frames that were never read may hold descriptors: closing can take as long as theirs. */
+    kld_session_close_fds(session, &session->fd, 1);
+    session->fd = -1;
+    kld_region_drop_all(session);
+    kld_core_detach(session);
+    kld_worker_accept(worker);
+    kld_worker_progress(worker);
+}
+
+void kld_session_collect(struct kld_session *session) {
+    struct kld_worker *worker = session->worker;
+    if (session->state != KLD_SESSION_CLOSING || session->polling || session->requests_count ||
+        session->lanes_busy || session->tasks || session->regions_count)
+        return;
+    TAILQ_REMOVE(&worker->sessions, session, in_worker);
+    worker->sessions_count--;
+    free(session->regions);
+    free(session->lanes);
+    free(session->out);
+    free(session);
+    kld_worker_accept(worker);
+}

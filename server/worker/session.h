@@ -1,0 +1,102 @@
+/* session.h - one client of the Unix socket: its connection, lanes, regions, quotas and replies.
+ *
+ * Life: OPEN from accept() on; CLOSING when the connection ended, for whatever reason: its requests
+ * are detached, its regions condemned, its lanes closed as they fall idle, and when the last
+ * request, region, lane and pool task is gone, the session is freed (kld_session_collect()).
+ *
+ * Output never blocks: what the socket does not take is kept in `out`, whose size follows from the
+ * replies that can be outstanding, and nothing more is read from the client until it has read them.
+ *
+ * Everything belongs to the loop thread; work on uv's pool touches only what its struct names. */
+#ifndef KLD_SERVER_WORKER_SESSION_H
+#define KLD_SERVER_WORKER_SESSION_H
+
+#include <sys/types.h>
+#include <uv.h>
+
+#include "proto/wire.h"
+#include "server/worker/request.h"
+
+struct kld_worker;
+
+/* Tasks on uv's pool that one client may have outstanding; reading from it pauses there. */
+#define KLD_SESSION_TASKS_MAX 64
+/* Frames read from one client before the loop looks at the others. */
+#define KLD_SESSION_BURST 16
+#define KLD_SESSION_FDS_MAX 253 /* SCM_MAX_FD: all that one packet can carry */
+
+enum kld_lane_state { KLD_LANE_CLOSED, KLD_LANE_OPENING, KLD_LANE_OPEN, KLD_LANE_CLOSING };
+
+/* A stream number of a client, and the back end's stream behind it (lane.c). */
+struct kld_lane {
+    struct kld_session *session;
+    enum kld_lane_state state;
+    uint32_t running;               /* requests with the back end */
+    struct kld_request_list queued; /* in order of arrival */
+    uv_work_t work;                 /* OPENING, CLOSING: on uv's pool, which then owns: */
+    struct kld_stream *stream;      /* OPEN: the loop's */
+    enum kld_status status;         /* of opening */
+    struct kld_error error;
+};
+
+enum kld_session_state { KLD_SESSION_OPEN, KLD_SESSION_CLOSING };
+
+struct kld_session {
+    struct kld_worker *worker;
+    TAILQ_ENTRY(kld_session) in_worker;
+    enum kld_session_state state;
+    bool greeted; /* HELLO was answered by WELCOME */
+    bool broken;  /* the socket takes nothing any more; its end will be reported */
+    bool polling; /* `poll` is not yet closed */
+    int fd;       /* -1 once given to the pool to be closed */
+    int events;   /* what `poll` waits for */
+    uv_poll_t poll;
+    uid_t uid;
+    pid_t pid;
+    char name[KLD_WIRE_NAME_MAX]; /* from HELLO; "" before; safe to log */
+
+    struct kld_request_list requests; /* all not FREE */
+    uint32_t requests_count;
+    struct kld_lane *lanes; /* client_streams_max of them */
+    uint32_t lanes_busy;    /* not CLOSED */
+    uint32_t tasks;         /* on uv's pool: regions coming and going, descriptors being closed */
+
+    struct kld_region **regions; /* by the low bits of the id; NULL: free */
+    uint32_t regions_size;       /* entries of that table; grows up to client_regions_max */
+    uint32_t regions_count;      /* every state */
+    uint64_t region_bytes;       /* of them */
+    uint64_t region_serial;      /* the high bits of the newest id */
+    bool aliased;                /* two regions showed the same memory at some time */
+
+    uint8_t *out; /* frames that wait for the socket: bytes out_head to out_tail */
+    size_t out_head, out_tail, out_max;
+};
+TAILQ_HEAD(kld_session_list, kld_session);
+
+/* Takes over a connected, non-blocking socket in every case. */
+enum kld_status kld_session_open(struct kld_worker *worker, int fd, uid_t uid, pid_t pid,
+                                 struct kld_error *err);
+void kld_session_close(struct kld_session *session);
+/* Frees a CLOSING session that nothing belongs to any more. Call it last: *session may be gone. */
+void kld_session_collect(struct kld_session *session);
+
+/* Sends or keeps a reply. A session that is closing or broken drops it. */
+void kld_session_reply(struct kld_session *session, const union kld_frame *frame);
+void kld_session_reply_error(struct kld_session *session, uint64_t request,
+                             const struct kld_error *error);
+/* Waits for what there is room for and is wanted now. */
+void kld_session_poll(struct kld_session *session);
+/* Sends what is kept, as far as the socket takes it. */
+void kld_session_flush(struct kld_session *session);
+/* Closes descriptors on uv's pool: closing the last one of a large memfd takes its time. */
+void kld_session_close_fds(struct kld_session *session, const int *fds, unsigned count);
+
+/* frames.c: acts on one packet. Descriptors are taken over. */
+void kld_session_packet(struct kld_session *session, const void *data, size_t bytes, bool cut,
+                        int *fds, unsigned fds_count);
+
+/* lane.c */
+void kld_lane_open(struct kld_lane *lane);  /* CLOSED -> OPENING; core hears of the end */
+void kld_lane_close(struct kld_lane *lane); /* OPEN and idle -> CLOSING -> CLOSED */
+
+#endif

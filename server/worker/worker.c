@@ -1,0 +1,287 @@
+/* worker.c - the worker's loop: accepts clients, keeps the timers, drains on SIGTERM, ends.
+ * What a request goes through is in core.c, what a client says in frames.c. Worker process, loop
+ * thread; wake() of completions is the only thing that another thread calls. */
+#include "server/worker/worker.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "server/log.h"
+#include "server/role.h"
+#include "server/worker/core.h"
+#include "server/worker/peer.h"
+
+#define ACCEPT_BURST 16
+#define ACCEPT_AGAIN_MS 100
+#define LOST_FLUSH_MS 200 /* given to clients to take their last replies from a lost device */
+
+uint64_t kld_now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* ---- Clients come ---------------------------------------------------------------------------- */
+
+static void turn_away(int fd, const struct kld_error *error) {
+    union kld_frame frame;
+    kld_frame_init(&frame, KLD_FRAME_ERROR, 0);
+    frame.as_ERROR.status = error->status;
+    memcpy(frame.as_ERROR.text, error->text, sizeof error->text);
+    (void)!send(fd, &frame, frame.header.length, MSG_DONTWAIT | MSG_NOSIGNAL);
+    close(fd);
+}
+
+static void welcome(struct kld_worker *worker, int fd) {
+    struct kld_error error = {.status = KLD_OK};
+    struct ucred peer = {0};
+    enum kld_status status = kld_peer_check(&worker->peers, fd, &peer, &error);
+    if (status == KLD_OK && worker->clients >= worker->options.config->clients_max)
+        status = kld_error_set(&error, KLD_BUSY, "%u clients are connected, the most allowed",
+                               worker->clients);
+    if (status) {
+        kld_log(KLD_LOG_WARN, "client refused", "pid=%d uid=%u status=%s text=\"%s\"",
+                (int)peer.pid, (unsigned)peer.uid, kld_status_name(status), error.text);
+        turn_away(fd, &error);
+        return;
+    }
+    if (kld_session_open(worker, fd, peer.uid, peer.pid, &error))
+        kld_log(KLD_LOG_WARN, "client refused", "pid=%d uid=%u status=no_memory", (int)peer.pid,
+                (unsigned)peer.uid);
+}
+
+/* Sessions whose client left but whose work goes on take room too; while there are many of those,
+ * newcomers wait in the backlog. */
+static bool has_room(const struct kld_worker *worker) {
+    return worker->sessions_count < 2 * worker->options.config->clients_max;
+}
+
+static void accept_again(uv_timer_t *timer) { kld_worker_accept(timer->data); }
+
+static void pause_accept(struct kld_worker *worker, uint64_t again_ms) {
+    uv_poll_stop(&worker->listener);
+    worker->listening = false;
+    if (again_ms)
+        uv_timer_start(&worker->accept_again, accept_again, again_ms, 0);
+}
+
+static void listener_ready(uv_poll_t *poll, int status, int events) {
+    struct kld_worker *worker = poll->data;
+    (void)events;
+    for (int i = 0; i < ACCEPT_BURST && status >= 0; i++) {
+        if (!has_room(worker)) {
+            pause_accept(worker, 0); /* kld_session_collect() resumes */
+            return;
+        }
+        int fd = accept4(worker->options.listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        if (fd >= 0) {
+            welcome(worker, fd);
+            continue;
+        }
+        if (errno == EAGAIN)
+            return;
+        if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+            kld_log(KLD_LOG_WARN, "accept paused", "error=\"%s\"", strerror(errno));
+            pause_accept(worker, ACCEPT_AGAIN_MS);
+            return;
+        }
+    }
+}
+
+void kld_worker_accept(struct kld_worker *worker) {
+    if (worker->listening || worker->draining || worker->stopping || !has_room(worker))
+        return;
+    worker->listening = true;
+    uv_poll_start(&worker->listener, UV_READABLE, listener_ready);
+}
+
+/* ---- Timers, completions --------------------------------------------------------------------- */
+
+static void deadline_due(uv_timer_t *timer) { kld_core_expire(timer->data); }
+
+void kld_worker_watch_deadlines(struct kld_worker *worker) {
+    const struct kld_request *request = kld_queue_earliest(&worker->queue);
+    if (!request) {
+        uv_timer_stop(&worker->deadline);
+        return;
+    }
+    uint64_t now = kld_now_ns();
+    uint64_t wait_ns = request->deadline_ns > now ? request->deadline_ns - now : 0;
+    uv_update_time(&worker->loop);
+    uv_timer_start(&worker->deadline, deadline_due, (wait_ns + 999999) / 1000000, 0);
+}
+
+static void completed(uv_async_t *async) { kld_core_completed(async->data); }
+
+/* ---- The end --------------------------------------------------------------------------------- */
+
+static bool all_said(const struct kld_worker *worker) {
+    const struct kld_session *session;
+    if (worker->queue.in_use)
+        return false;
+    TAILQ_FOREACH(session, &worker->sessions, in_worker)
+    if (session->out_tail && !session->broken)
+        return false;
+    return true;
+}
+
+/* Closes every handle but the wake-up; the loop ends when the sessions are through. */
+static void stop(struct kld_worker *worker) {
+    if (worker->stopping)
+        return;
+    worker->stopping = true;
+    atomic_store(&worker->options.stats->worker_ready, 0);
+    uv_close((uv_handle_t *)&worker->listener, NULL);
+    uv_close((uv_handle_t *)&worker->terminate, NULL);
+    uv_close((uv_handle_t *)&worker->deadline, NULL);
+    uv_close((uv_handle_t *)&worker->accept_again, NULL);
+    uv_close((uv_handle_t *)&worker->drain, NULL);
+    if (worker->options.control_fd >= 0)
+        uv_close((uv_handle_t *)&worker->control, NULL);
+    struct kld_session *session, *next;
+    for (session = TAILQ_FIRST(&worker->sessions); session; session = next) {
+        next = TAILQ_NEXT(session, in_worker);
+        kld_session_close(session);
+    }
+    uv_unref((uv_handle_t *)&worker->completions.wake);
+}
+
+void kld_worker_progress(struct kld_worker *worker) {
+    if (worker->draining && !worker->stopping && !worker->lost && all_said(worker))
+        stop(worker);
+}
+
+static void drain_over(uv_timer_t *timer) {
+    struct kld_worker *worker = timer->data;
+    kld_log(KLD_LOG_WARN, "drain cut short", "in_flight=%u", worker->queue.in_use);
+    worker->cut_short = true;
+    uv_stop(&worker->loop);
+}
+
+void kld_worker_drain(struct kld_worker *worker) {
+    if (worker->draining)
+        return;
+    worker->draining = true;
+    kld_log(KLD_LOG_INFO, "draining", "in_flight=%u clients=%u", worker->queue.in_use,
+            worker->clients);
+    if (worker->listening)
+        pause_accept(worker, 0);
+    uv_timer_stop(&worker->accept_again);
+    uv_timer_start(&worker->drain, drain_over, worker->options.config->drain_ms, 0);
+    kld_worker_progress(worker);
+}
+
+static void terminated(uv_signal_t *signal, int number) {
+    (void)number;
+    kld_worker_drain(signal->data);
+}
+
+/* The supervisor says nothing here; the end of the pair means that it is gone. */
+static void control_ready(uv_poll_t *poll, int status, int events) {
+    struct kld_worker *worker = poll->data;
+    char byte;
+    (void)events;
+    ssize_t got = recv(worker->options.control_fd, &byte, 1, MSG_DONTWAIT);
+    if (got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR) && status >= 0))
+        return;
+    uv_poll_stop(poll);
+    kld_log(KLD_LOG_WARN, "supervisor gone", "%s", "");
+    kld_worker_drain(worker);
+}
+
+/* A lost device: whoever does not take its last reply in time loses it. */
+static void flush_all(struct kld_worker *worker) {
+    uint64_t until = kld_now_ns() + LOST_FLUSH_MS * UINT64_C(1000000);
+    struct kld_session *session;
+    TAILQ_FOREACH(session, &worker->sessions, in_worker) {
+        while (session->state == KLD_SESSION_OPEN && session->out_tail && !session->broken) {
+            uint64_t now = kld_now_ns();
+            struct pollfd poll_fd = {.fd = session->fd, .events = POLLOUT};
+            if (now >= until || poll(&poll_fd, 1, (int)((until - now + 999999) / 1000000)) <= 0)
+                return;
+            kld_session_flush(session);
+        }
+    }
+}
+
+/* ---- Init, run, done ------------------------------------------------------------------------- */
+
+static enum kld_status handles_init(struct kld_worker *worker, struct kld_error *err) {
+    int listen_fd = worker->options.listen_fd, control_fd = worker->options.control_fd;
+    uv_loop_t *loop = &worker->loop;
+    /* The order matters to nobody, but a failure of the first leaves nothing behind. */
+    if (uv_poll_init(loop, &worker->listener, listen_fd) != 0)
+        return kld_error_set(err, KLD_INTERNAL, "the listening socket cannot be polled");
+    uv_async_init(loop, &worker->completions.wake, completed);
+    uv_timer_init(loop, &worker->deadline);
+    uv_timer_init(loop, &worker->accept_again);
+    uv_timer_init(loop, &worker->drain);
+    uv_signal_init(loop, &worker->terminate);
+    worker->completions.wake.data = worker->deadline.data = worker->accept_again.data = worker;
+    worker->drain.data = worker->terminate.data = worker->listener.data = worker;
+    uv_signal_start(&worker->terminate, terminated, SIGTERM);
+    if (control_fd >= 0 && uv_poll_init(loop, &worker->control, control_fd) == 0) {
+        worker->control.data = worker;
+        uv_poll_start(&worker->control, UV_READABLE | UV_DISCONNECT, control_ready);
+    } else {
+        worker->options.control_fd = -1;
+    }
+    return KLD_OK;
+}
+
+enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_worker_options *options,
+                                struct kld_error *err) {
+    memset(worker, 0, sizeof *worker);
+    worker->options = *options;
+    worker->device = options->device;
+    worker->started_ns = kld_now_ns();
+    TAILQ_INIT(&worker->sessions);
+    do
+        if (getrandom(&worker->epoch, sizeof worker->epoch, 0) != sizeof worker->epoch)
+            worker->epoch = worker->started_ns;
+    while (worker->epoch == 0);
+    enum kld_status status;
+    if ((status = kld_peers_init(&worker->peers, options->config, err)) ||
+        (status = kld_queue_init(&worker->queue, (uint32_t)options->config->requests_max, err)))
+        return status;
+    if (uv_loop_init(&worker->loop) != 0) {
+        kld_queue_done(&worker->queue);
+        return kld_error_set(err, KLD_INTERNAL, "no event loop");
+    }
+    if ((status = handles_init(worker, err))) {
+        uv_loop_close(&worker->loop);
+        kld_queue_done(&worker->queue);
+        return status;
+    }
+    kld_stats_reset_role(options->stats, "worker");
+    kld_stats_set(options->stats, KLD_STAT_pool_bytes_max, options->device->info.pool_bytes_max);
+    kld_worker_accept(worker);
+    return KLD_OK;
+}
+
+int kld_worker_run(struct kld_worker *worker) {
+    atomic_store(&worker->options.stats->worker_ready, 1);
+    uv_run(&worker->loop, UV_RUN_DEFAULT);
+    atomic_store(&worker->options.stats->worker_ready, 0);
+    if (!worker->lost)
+        return 0;
+    flush_all(worker);
+    return 2;
+}
+
+void kld_worker_done(struct kld_worker *worker) {
+    /* First the device: afterwards none of its threads can be on its way to the wake-up. */
+    worker->options.backend->device_close(worker->device);
+    uv_close((uv_handle_t *)&worker->completions.wake, NULL);
+    uv_run(&worker->loop, UV_RUN_DEFAULT);
+    uv_loop_close(&worker->loop);
+    kld_queue_done(&worker->queue);
+}

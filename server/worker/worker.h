@@ -1,0 +1,81 @@
+/* worker.h - the worker as a whole: one libuv loop over one device and its Unix clients.
+ *
+ * kld_worker_main() (server/role.h) opens the device, then init, run, done. The tests run the same
+ * three over a device of their own. Everything in struct kld_worker belongs to the loop thread,
+ * except completions.newest and what its fields' types say. */
+#ifndef KLD_SERVER_WORKER_WORKER_H
+#define KLD_SERVER_WORKER_WORKER_H
+
+#include <uv.h>
+
+#include "kernels/backend.h"
+#include "server/config.h"
+#include "server/stats.h"
+#include "server/worker/device.h"
+#include "server/worker/peer.h"
+#include "server/worker/queue.h"
+#include "server/worker/session.h"
+
+/* Jobs that one lane has with the back end at a time: enough to keep a device busy while the loop
+ * is on its way. The rest waits in the lane, where a cancel, a deadline or the end of the client
+ * still spares the device the work. */
+#define KLD_LANE_DEPTH 4
+
+struct kld_worker_options {
+    const struct kld_config *config;
+    struct kld_stats *stats;
+    const struct kld_backend *backend;
+    struct kld_device *device; /* open; kld_worker_done() closes it */
+    uint32_t index;            /* of this worker */
+    int listen_fd;             /* SOCK_SEQPACKET, listening; the caller's */
+    int control_fd; /* its end means that the supervisor is gone; -1: none; the caller's */
+};
+
+struct kld_worker {
+    struct kld_worker_options options;
+    struct kld_device *device; /* = options.device */
+    uv_loop_t loop;
+    uv_poll_t listener, control;
+    uv_signal_t terminate;   /* SIGTERM */
+    uv_timer_t deadline;     /* the earliest deadline of a request */
+    uv_timer_t accept_again; /* after accept() ran out of something */
+    uv_timer_t drain;        /* SIGTERM + drain_ms */
+    struct kld_completions completions;
+    struct kld_queue queue;
+    struct kld_session_list sessions; /* open and closing */
+    uint32_t sessions_count;          /* of them */
+    uint32_t clients;                 /* open ones */
+    bool listening;                   /* the listener is polled */
+    bool draining;                    /* SIGTERM came: nothing new is admitted */
+    bool stopping;                    /* handles are being closed; the loop ends */
+    bool lost;                        /* the device is: everything was answered, the loop stops */
+    bool cut_short;                   /* drain_ms passed with work in flight */
+    struct kld_peers peers;           /* who may connect */
+
+    /* Told by WELCOME and STATS. */
+    uint64_t epoch, started_ns;
+    uint64_t requests_total, errors_total, kernel_ns_total, bytes_total;
+    uint64_t regions, region_bytes;
+};
+
+enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_worker_options *options,
+                                struct kld_error *err);
+/* Serves until SIGTERM, the end of the supervisor or the loss of the device. Returns the exit
+ * status: 0, or 2 for a lost device. */
+int kld_worker_run(struct kld_worker *worker);
+/* After a run that ended with 0 and nothing in flight: releases everything, the device too. A
+ * process whose device is lost, or which left work behind, calls _exit() instead. */
+void kld_worker_done(struct kld_worker *worker);
+
+/* Begins to drain, as SIGTERM does. Loop thread. */
+void kld_worker_drain(struct kld_worker *worker);
+/* Core and sessions tell that something ended; while draining this may end the loop. */
+void kld_worker_progress(struct kld_worker *worker);
+/* Polls the listener again if there is room. */
+void kld_worker_accept(struct kld_worker *worker);
+/* The deadline timer follows the queue's earliest deadline. */
+void kld_worker_watch_deadlines(struct kld_worker *worker);
+
+uint64_t kld_now_ns(void); /* CLOCK_MONOTONIC */
+
+#endif
