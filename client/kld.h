@@ -43,11 +43,12 @@ struct kld_region;
 struct kld_connect_options {
     const char *client_name;     /* for the server's logs; NULL: "libkld" */
     uint64_t connect_timeout_ns; /* how long to wait for a server; 0: 5 s */
-    uint64_t staging_bytes_max;  /* unix: most shared memory for plain-pointer tensors; 0: 4 GiB */
-    const char *token;           /* http: bearer token; NULL: none */
-    const char *ca_file;         /* https: certificates to trust; NULL: the system's */
-    uint32_t threads;            /* local: on the CPU; 0: all */
-    uint64_t pool_bytes_max;     /* local: see kernels/backend.h; 0: its default */
+    bool lazy; /* unix: kld_connect() does not wait; the connection is made inside kld_process() */
+    uint64_t staging_bytes_max; /* unix: most shared memory for plain-pointer tensors; 0: 4 GiB */
+    const char *token;          /* http: bearer token; NULL: none */
+    const char *ca_file;        /* https: certificates to trust; NULL: the system's */
+    uint32_t threads;           /* local: on the CPU; 0: all */
+    uint64_t pool_bytes_max;    /* local: see kernels/backend.h; 0: its default */
     /* http: called while a body travels; return non-zero to abort with KLD_CANCELLED. */
     int (*progress)(void *user, uint64_t sent_bytes, uint64_t total_bytes);
     void *progress_user;
@@ -157,6 +158,12 @@ typedef void (*kld_callback)(void *user, enum kld_status status, const struct kl
 KLD_EXPORT enum kld_status kld_submit(struct kld_connection *connection,
                                       const struct kld_request *request, kld_callback callback,
                                       void *user, uint64_t *ret_id, struct kld_error *err);
+/* kld_copy() without blocking. */
+KLD_EXPORT enum kld_status
+kld_submit_copy(struct kld_connection *connection, struct kld_region *destination,
+                uint64_t destination_offset_bytes, struct kld_region *source,
+                uint64_t source_offset_bytes, uint64_t bytes, uint32_t stream, uint64_t timeout_ns,
+                kld_callback callback, void *user, uint64_t *ret_id, struct kld_error *err);
 /* Asks for a request to be given up; its callback still comes (KLD_CANCELLED, or its result if that
  * was faster). */
 KLD_EXPORT void kld_cancel(struct kld_connection *connection, uint64_t id);

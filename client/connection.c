@@ -1,0 +1,504 @@
+/* connection.c - the public functions of kld.h that are the same for every kind of connection:
+ * opening by URL, the check of each request, waiting, and the delivery of results.
+ * Sends nothing itself (unix.c, http.c, local.c). The thread that owns the connection. */
+#include "client/connection.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/timerfd.h>
+#include <unistd.h>
+
+static const struct kld_transport *const transports[] = {
+    &kld_transport_unix,
+    &kld_transport_local,
+};
+
+const char *kld_version(void) { return KLD_RELEASE; }
+
+static enum kld_status unimplemented(const struct kld_connection *connection, const char *what,
+                                     struct kld_error *err) {
+    return kld_error_set(err, KLD_UNIMPLEMENTED, "%s: not over a connection of kind '%s'", what,
+                         connection->transport->name);
+}
+
+/* ---- Opening and closing -------------------------------------------------------------------- */
+
+static char *copy_text(const char *text, bool *ok) {
+    char *copy = text ? strdup(text) : NULL;
+    *ok = *ok && (copy || !text);
+    return copy;
+}
+
+static bool resolve_options(struct kld_connect_options *to,
+                            const struct kld_connect_options *from) {
+    bool ok = true;
+    if (from)
+        *to = *from;
+    to->client_name = copy_text(to->client_name ? to->client_name : "libkld", &ok);
+    to->token = copy_text(to->token, &ok);
+    to->ca_file = copy_text(to->ca_file, &ok);
+    if (to->connect_timeout_ns == 0)
+        to->connect_timeout_ns = 5000000000ull;
+    if (to->staging_bytes_max == 0)
+        to->staging_bytes_max = 4ull << 30;
+    return ok;
+}
+
+static enum kld_status open_events(struct kld_connection *connection, struct kld_error *err) {
+    connection->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    connection->timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC);
+    connection->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    if (connection->epoll_fd < 0 || connection->timer_fd < 0 || connection->wake_fd < 0)
+        return kld_error_set(err, KLD_NO_MEMORY, "no file descriptors left for a connection");
+    enum kld_status status =
+        kld_connection_watch(connection, connection->timer_fd, KLD_TAG_TIMER, EPOLLIN, err);
+    return status
+               ? status
+               : kld_connection_watch(connection, connection->wake_fd, KLD_TAG_WAKE, EPOLLIN, err);
+}
+
+enum kld_status kld_connect(const char *url, const struct kld_connect_options *options,
+                            struct kld_connection **ret_connection, struct kld_error *err) {
+    const struct kld_transport *transport = NULL;
+    for (size_t i = 0; url && i < sizeof transports / sizeof transports[0]; i++)
+        if (strncmp(url, transports[i]->prefix, strlen(transports[i]->prefix)) == 0)
+            transport = transports[i];
+    if (!transport)
+        return kld_error_set(err, KLD_INVALID,
+                             "unknown kind of server; expected unix:/PATH, http://HOST:PORT, "
+                             "https://HOST:PORT or local:");
+    struct kld_connection *connection = calloc(1, transport->connection_bytes);
+    if (!connection)
+        return kld_error_set(err, KLD_NO_MEMORY, "no memory for a connection");
+    connection->transport = transport;
+    connection->epoll_fd = connection->timer_fd = connection->wake_fd = -1;
+    connection->armed_ns = KLD_NEVER;
+    connection->calls_max = KLD_CALLS_MAX;
+    enum kld_status status = KLD_OK;
+    if (!resolve_options(&connection->options, options))
+        status = kld_error_set(err, KLD_NO_MEMORY, "no memory for a connection");
+    if (!status)
+        status = open_events(connection, err);
+    if (!status) {
+        connection->opened = true;
+        status = transport->open(connection, url, err);
+    }
+    if (status) {
+        kld_close(connection);
+        return status;
+    }
+    *ret_connection = connection;
+    return KLD_OK;
+}
+
+static void close_fd(int fd) {
+    if (fd >= 0)
+        close(fd);
+}
+
+void kld_close(struct kld_connection *connection) {
+    if (!connection)
+        return;
+    /* The transport ends its side of every call, so that regions lose their users. */
+    if (connection->opened)
+        connection->transport->close(connection);
+    for (struct kld_region *region = connection->regions, *next; region; region = next) {
+        next = region->next;
+        region->dropped = true;
+        connection->transport->region_release(region);
+    }
+    for (uint32_t i = 0; i < connection->slots_max; i++)
+        free(connection->slots[i]);
+    for (struct kld_call *call = connection->spare, *next; call; call = next) {
+        next = call->next;
+        free(call);
+    }
+    free(connection->slots);
+    close_fd(connection->epoll_fd);
+    close_fd(connection->timer_fd);
+    close_fd(connection->wake_fd);
+    free((char *)connection->options.client_name);
+    free((char *)connection->options.token);
+    free((char *)connection->options.ca_file);
+    free(connection);
+}
+
+/* ---- Waiting and delivery ------------------------------------------------------------------- */
+
+static int timeout_ms(uint64_t deadline_ns) {
+    if (deadline_ns == KLD_NEVER)
+        return -1;
+    uint64_t now = kld_now_ns();
+    uint64_t ms = deadline_ns > now ? (deadline_ns - now + 999999) / 1000000 : 0;
+    return ms > 1000000 ? 1000000 : (int)ms;
+}
+
+static void drain(int fd) {
+    uint64_t count;
+    while (read(fd, &count, sizeof count) < 0 && errno == EINTR)
+        ;
+}
+
+enum kld_status kld_connection_step(struct kld_connection *connection, uint64_t deadline_ns,
+                                    struct kld_error *err) {
+    struct epoll_event events[16];
+    int count = epoll_wait(connection->epoll_fd, events, 16,
+                           deadline_ns == 0 ? 0 : timeout_ms(deadline_ns));
+    if (count < 0 && errno != EINTR)
+        return kld_error_set(err, KLD_INTERNAL, "waiting failed: %s", strerror(errno));
+    connection->dispatching = true;
+    for (int i = 0; i < count; i++) {
+        uint64_t tag = events[i].data.u64;
+        if (tag == KLD_TAG_WAKE) {
+            drain(connection->wake_fd);
+        } else if (tag == KLD_TAG_TIMER) {
+            drain(connection->timer_fd);
+            connection->armed_ns = KLD_NEVER;
+            if (connection->transport->timer)
+                connection->transport->timer(connection, kld_now_ns());
+        } else {
+            connection->transport->event(connection, tag, events[i].events);
+        }
+    }
+    connection->dispatching = false;
+    return KLD_OK;
+}
+
+static void wake(struct kld_connection *connection) {
+    uint64_t one = 1;
+    /* A full counter is as good as one more: the descriptor is readable either way. */
+    ssize_t written = write(connection->wake_fd, &one, sizeof one);
+    (void)written;
+}
+
+static void deliver(struct kld_connection *connection) {
+    /* Only what has ended by now: a callback that submits and cancels cannot keep us here. */
+    struct kld_call *last = connection->done_last;
+    for (bool more = connection->done != NULL; more;) {
+        struct kld_call *call = connection->done;
+        more = call != last;
+        connection->done = call->next_done;
+        if (!connection->done)
+            connection->done_last = NULL;
+        enum kld_status status = call->status;
+        struct kld_result result = call->result;
+        struct kld_error error = call->error;
+        kld_callback callback = call->callback;
+        void *user = call->user;
+        kld_call_release(connection, call);
+        if (callback)
+            callback(user, status, &result, &error);
+        more = more && connection->done;
+    }
+    if (connection->done)
+        wake(connection);
+}
+
+enum kld_status kld_process(struct kld_connection *connection, int timeout, struct kld_error *err) {
+    uint64_t deadline = 0;
+    if (!connection->done && timeout < 0 && connection->calls > 0)
+        deadline = KLD_NEVER;
+    else if (!connection->done && timeout > 0)
+        deadline = kld_now_ns() + (uint64_t)timeout * 1000000;
+    enum kld_status status = kld_connection_step(connection, deadline, err);
+    deliver(connection);
+    return status;
+}
+
+int kld_fd(const struct kld_connection *connection) { return connection->epoll_fd; }
+
+void kld_call_end(struct kld_connection *connection, struct kld_call *call, enum kld_status status,
+                  const struct kld_error *error) {
+    call->ended = true;
+    call->status = status;
+    call->result.total_ns = kld_now_ns() - call->started_ns;
+    if (status && error)
+        call->error = *error;
+    if (call->wait) {
+        call->wait->ended = true;
+        call->wait->status = status;
+        call->wait->result = call->result;
+        call->wait->error = call->error;
+        kld_call_release(connection, call);
+        return;
+    }
+    call->next_done = NULL;
+    if (connection->done_last)
+        connection->done_last->next_done = call;
+    else
+        connection->done = call;
+    connection->done_last = call;
+    if (!connection->dispatching)
+        wake(connection);
+}
+
+/* ---- Requests ------------------------------------------------------------------------------- */
+
+/* Puts each tensor where the checks can compare it: host memory as addresses (region 0), the rest
+ * by region. */
+static enum kld_status place_tensors(struct kld_connection *connection, struct kld_request *request,
+                                     struct kld_error *err) {
+    for (uint32_t slot = 0; slot < KLD_SLOT_COUNT; slot++) {
+        struct kld_tensor *tensor = &request->op.tensor[slot];
+        struct kld_bytes *bytes = &request->bytes[slot];
+        tensor->region = tensor->offset_bytes = 0;
+        if (tensor->dtype == KLD_DTYPE_ABSENT) {
+            memset(bytes, 0, sizeof *bytes);
+            continue;
+        }
+        if (!bytes->data == !bytes->region)
+            return kld_error_set(err, KLD_INVALID, "%s: %s; expected either data or a region",
+                                 kld_slot_name(slot),
+                                 bytes->data ? "both data and a region" : "no memory given");
+        if (bytes->data) {
+            tensor->offset_bytes = (uint64_t)(uintptr_t)bytes->data;
+            continue;
+        }
+        if (bytes->region->connection != connection || bytes->region->dropped)
+            return kld_error_set(err, KLD_INVALID, "%s: the region %s", kld_slot_name(slot),
+                                 bytes->region->connection != connection
+                                     ? "belongs to another connection"
+                                     : "was dropped");
+        uint64_t end;
+        if (__builtin_add_overflow(bytes->offset_bytes, bytes->region->bytes, &end))
+            return kld_error_set(err, KLD_INVALID, "%s: offset beyond the region",
+                                 kld_slot_name(slot));
+        tensor->region = bytes->region->data ? 0 : bytes->region->local_id;
+        tensor->offset_bytes = (uint64_t)(uintptr_t)bytes->region->data + bytes->offset_bytes;
+    }
+    return KLD_OK;
+}
+
+static enum kld_status check_bounds(const struct kld_request *request,
+                                    const struct kld_geometry *geometry, struct kld_error *err) {
+    for (uint32_t slot = 0; slot < KLD_SLOT_COUNT; slot++) {
+        const struct kld_bytes *bytes = &request->bytes[slot];
+        if (request->op.tensor[slot].dtype == KLD_DTYPE_ABSENT)
+            continue;
+        struct kld_op op = request->op;
+        op.tensor[slot].offset_bytes =
+            bytes->region ? bytes->offset_bytes : (uint64_t)(uintptr_t)bytes->data;
+        enum kld_status status =
+            kld_op_check_bounds(&op, geometry, (enum kld_slot)slot,
+                                bytes->region ? bytes->region->bytes : UINT64_MAX, err);
+        if (status)
+            return status;
+    }
+    return KLD_OK;
+}
+
+static enum kld_status call_open(struct kld_connection *connection, struct kld_call **ret_call,
+                                 struct kld_error *err) {
+    if (connection->calls >= connection->calls_max)
+        return kld_error_set(err, KLD_BUSY,
+                             "%u requests are in flight on this connection, the most it may have",
+                             connection->calls);
+    if (connection->calls == connection->slots_max) {
+        uint32_t count = connection->slots_max ? connection->slots_max * 2 : 64;
+        struct kld_call **slots = realloc(connection->slots, count * sizeof *slots);
+        if (!slots)
+            return kld_error_set(err, KLD_NO_MEMORY, "no memory for a request");
+        memset(slots + connection->slots_max, 0, (count - connection->slots_max) * sizeof *slots);
+        connection->slots = slots;
+        connection->slots_max = count;
+    }
+    struct kld_call *call = connection->spare;
+    if (call)
+        connection->spare = call->next;
+    else if (!(call = malloc(connection->transport->call_bytes)))
+        return kld_error_set(err, KLD_NO_MEMORY, "no memory for a request");
+    memset(call, 0, connection->transport->call_bytes);
+    uint64_t sequence = ++connection->sequence;
+    uint32_t slot = (uint32_t)sequence & (connection->slots_max - 1);
+    while (connection->slots[slot])
+        slot = (slot + 1) & (connection->slots_max - 1);
+    connection->slots[slot] = call;
+    connection->calls++;
+    call->id = (sequence << 16 | slot) & ~(3ull << 62);
+    call->references = 2;
+    call->started_ns = kld_now_ns();
+    *ret_call = call;
+    return KLD_OK;
+}
+
+void kld_call_release(struct kld_connection *connection, struct kld_call *call) {
+    if (--call->references > 0)
+        return;
+    connection->slots[call->id & 0xffff] = NULL;
+    connection->calls--;
+    call->next = connection->spare;
+    connection->spare = call;
+}
+
+struct kld_call *kld_call_find(struct kld_connection *connection, uint64_t id) {
+    uint32_t slot = id & 0xffff;
+    struct kld_call *call = slot < connection->slots_max ? connection->slots[slot] : NULL;
+    return call && call->id == id ? call : NULL;
+}
+
+static uint64_t deadline_after(uint64_t start_ns, uint64_t timeout_ns) {
+    uint64_t at;
+    return timeout_ns == 0 || __builtin_add_overflow(start_ns, timeout_ns, &at) ? KLD_NEVER : at;
+}
+
+static enum kld_status submit(struct kld_connection *connection, const struct kld_request *request,
+                              const struct kld_copy_request *copy, uint64_t timeout_ns,
+                              struct kld_call **ret_call, struct kld_wait *wait,
+                              kld_callback callback, void *user, struct kld_error *err) {
+    struct kld_call *call = NULL;
+    enum kld_status status = call_open(connection, &call, err);
+    if (status)
+        return status;
+    call->deadline_ns = deadline_after(call->started_ns, timeout_ns);
+    call->callback = callback;
+    call->user = user;
+    call->wait = wait;
+    if (copy) {
+        call->copy = *copy;
+    } else {
+        call->request = *request;
+        status = place_tensors(connection, &call->request, err);
+        if (!status)
+            status = kld_op_check(&call->request.op, &call->geometry, err);
+        if (!status)
+            status = check_bounds(&call->request, &call->geometry, err);
+    }
+    if (!status)
+        status = connection->transport->submit(connection, call, err);
+    if (status) {
+        call->references = 1;
+        kld_call_release(connection, call);
+        return status;
+    }
+    *ret_call = call;
+    return KLD_OK;
+}
+
+/* Runs the loop until `wait` has ended. What else ended meanwhile keeps its callback for the next
+ * kld_process(). */
+static enum kld_status wait_for(struct kld_connection *connection, struct kld_wait *wait,
+                                struct kld_call *call, struct kld_result *ret_result,
+                                struct kld_error *err) {
+    enum kld_status status = KLD_OK;
+    while (!wait->ended && !status)
+        status = kld_connection_step(connection, KLD_NEVER, err);
+    if (connection->done)
+        wake(connection);
+    if (!wait->ended) { /* the loop itself failed: nobody may write to our stack later */
+        call->wait = NULL;
+        return status;
+    }
+    if (wait->status && err)
+        *err = wait->error;
+    if (ret_result)
+        *ret_result = wait->result;
+    return wait->status;
+}
+
+enum kld_status kld_run(struct kld_connection *connection, const struct kld_request *request,
+                        struct kld_result *ret_result, struct kld_error *err) {
+    struct kld_wait wait = {0};
+    struct kld_call *call = NULL;
+    enum kld_status status =
+        submit(connection, request, NULL, request->timeout_ns, &call, &wait, NULL, NULL, err);
+    return status ? status : wait_for(connection, &wait, call, ret_result, err);
+}
+
+enum kld_status kld_submit(struct kld_connection *connection, const struct kld_request *request,
+                           kld_callback callback, void *user, uint64_t *ret_id,
+                           struct kld_error *err) {
+    struct kld_call *call = NULL;
+    enum kld_status status =
+        submit(connection, request, NULL, request->timeout_ns, &call, NULL, callback, user, err);
+    if (!status && ret_id)
+        *ret_id = call->id;
+    return status;
+}
+
+static enum kld_status check_copy(const struct kld_connection *connection,
+                                  const struct kld_copy_request *copy, struct kld_error *err) {
+    const struct kld_region *to = copy->destination, *from = copy->source;
+    if (!to || !from || to->connection != connection || from->connection != connection ||
+        to->dropped || from->dropped)
+        return kld_error_set(err, KLD_INVALID, "copy needs two regions of this connection");
+    uint64_t to_at = copy->destination_offset_bytes, from_at = copy->source_offset_bytes;
+    uint64_t bytes = copy->bytes;
+    if (bytes == 0 || to_at > to->bytes || bytes > to->bytes - to_at || from_at > from->bytes ||
+        bytes > from->bytes - from_at)
+        return kld_error_set(err, KLD_INVALID, "copy of %llu bytes does not lie inside its regions",
+                             (unsigned long long)bytes);
+    if (to == from && to_at < from_at + bytes && from_at < to_at + bytes)
+        return kld_error_set(err, KLD_INVALID, "copy overlaps itself");
+    return KLD_OK;
+}
+
+enum kld_status kld_submit_copy(struct kld_connection *connection, struct kld_region *destination,
+                                uint64_t destination_offset_bytes, struct kld_region *source,
+                                uint64_t source_offset_bytes, uint64_t bytes, uint32_t stream,
+                                uint64_t timeout_ns, kld_callback callback, void *user,
+                                uint64_t *ret_id, struct kld_error *err) {
+    struct kld_copy_request copy = {destination,         source, destination_offset_bytes,
+                                    source_offset_bytes, bytes,  stream};
+    struct kld_call *call = NULL;
+    enum kld_status status = check_copy(connection, &copy, err);
+    if (!status)
+        status = submit(connection, NULL, &copy, timeout_ns, &call, NULL, callback, user, err);
+    if (!status && ret_id)
+        *ret_id = call->id;
+    return status;
+}
+
+enum kld_status kld_copy(struct kld_connection *connection, struct kld_region *destination,
+                         uint64_t destination_offset_bytes, struct kld_region *source,
+                         uint64_t source_offset_bytes, uint64_t bytes, struct kld_error *err) {
+    struct kld_copy_request copy = {destination,         source, destination_offset_bytes,
+                                    source_offset_bytes, bytes,  0};
+    struct kld_wait wait = {0};
+    struct kld_call *call = NULL;
+    enum kld_status status = check_copy(connection, &copy, err);
+    if (!status)
+        status = submit(connection, NULL, &copy, 0, &call, &wait, NULL, NULL, err);
+    return status ? status : wait_for(connection, &wait, call, NULL, err);
+}
+
+void kld_cancel(struct kld_connection *connection, uint64_t id) {
+    struct kld_call *call = kld_call_find(connection, id);
+    if (call && !call->ended)
+        connection->transport->cancel(connection, call);
+}
+
+/* ---- Questions to the server ---------------------------------------------------------------- */
+
+enum kld_status kld_info(struct kld_connection *connection, struct kld_server_info *ret_info,
+                         struct kld_error *err) {
+    return connection->transport->info(connection, ret_info, err);
+}
+
+enum kld_status kld_ping(struct kld_connection *connection, uint64_t *ret_ns,
+                         struct kld_error *err) {
+    if (!connection->transport->ping)
+        return unimplemented(connection, "ping", err);
+    uint64_t start = kld_now_ns();
+    enum kld_status status = connection->transport->ping(connection, err);
+    if (!status && ret_ns)
+        *ret_ns = kld_now_ns() - start;
+    return status;
+}
+
+enum kld_status kld_stats(struct kld_connection *connection, struct kld_server_stats *ret_stats,
+                          struct kld_error *err) {
+    return connection->transport->stats ? connection->transport->stats(connection, ret_stats, err)
+                                        : unimplemented(connection, "statistics", err);
+}
+
+enum kld_status kld_measure_ceiling(struct kld_connection *connection, uint64_t bytes,
+                                    double *ret_read_per_s, double *ret_read_write_per_s,
+                                    struct kld_error *err) {
+    return connection->transport->measure_ceiling
+               ? connection->transport->measure_ceiling(connection, bytes, ret_read_per_s,
+                                                        ret_read_write_per_s, err)
+               : unimplemented(connection, "measuring the ceiling", err);
+}

@@ -1,0 +1,172 @@
+/* connection.h - what the kinds of connection have in common, inside libkld.
+ *
+ * A kind (unix.c, http.c, local.c) is a table of functions, struct kld_transport, beside its peers;
+ * connection.c holds the public functions, checks every request once, and owns the calls until
+ * their callbacks have run. Not public: nothing here is seen by users of kld.h.
+ *
+ * Threads: everything belongs to the thread that uses the connection. The one exception, the back
+ * end's completion in local.c, hands its calls over under a lock of its own. */
+#ifndef KLD_CLIENT_CONNECTION_H
+#define KLD_CLIENT_CONNECTION_H
+
+#include "client/kld.h"
+
+#define KLD_CALLS_MAX 4096 /* in flight on one connection, whatever the server allows */
+#define KLD_RECONNECT_NS_MAX 30000000000ull /* a lost server is waited for so long */
+#define KLD_ATTEMPTS_MAX 10                 /* times that one request is sent */
+#define KLD_NEVER UINT64_MAX
+
+enum kld_event_tag { KLD_TAG_WAKE, KLD_TAG_TIMER, KLD_TAG_TRANSPORT /* and above */ };
+
+/* A region. Owned by its connection; freed by kld_region_free() once it was dropped and has no
+ * users. */
+struct kld_region {
+    struct kld_connection *connection;
+    struct kld_region *next, *previous; /* all regions of the connection */
+    uint64_t local_id;                  /* not 0, never used twice in a connection */
+    uint64_t bytes;
+    void *data;     /* address in this process; NULL: none (yet) */
+    uint32_t users; /* calls that name it */
+    bool dropped;   /* the caller gave it up: released with its last user */
+    bool pool;      /* its contents are lost with the worker */
+};
+
+/* Where kld_run() and kld_copy() wait; on their stack. */
+struct kld_wait {
+    bool ended;
+    enum kld_status status;
+    struct kld_result result;
+    struct kld_error error;
+};
+
+struct kld_copy_request {
+    struct kld_region *destination, *source; /* destination NULL: the call is an operator */
+    uint64_t destination_offset_bytes, source_offset_bytes, bytes;
+    uint32_t stream;
+};
+
+/* One request. Two parties hold it: the delivery (until the callback ran) and the transport (until
+ * nothing outside can touch its memory any more); the last one releases it. */
+struct kld_call {
+    struct kld_call *next, *previous; /* the transport's list */
+    struct kld_call_list *list;
+    struct kld_call *next_done; /* connection.done */
+    uint64_t id;                /* sequence << 16 | slot; the top two bits are 0 */
+    unsigned references;
+    bool ended; /* was handed to kld_call_end() */
+
+    kld_callback callback;
+    void *user;
+    struct kld_wait *wait; /* instead of a callback; NULL: nobody waits */
+
+    struct kld_request request; /* op.tensor[]: places as the checks see them */
+    struct kld_geometry geometry;
+    struct kld_copy_request copy;
+    uint64_t started_ns, deadline_ns; /* CLOCK_MONOTONIC; KLD_NEVER: no deadline */
+
+    enum kld_status status;
+    struct kld_result result;
+    struct kld_error error;
+};
+
+struct kld_call_list {
+    struct kld_call *first, *last;
+    uint32_t count;
+};
+
+struct kld_ipc_source {
+    const uint8_t *handle, *device_uuid;
+    uint64_t base_bytes, offset_bytes;
+};
+
+/* A kind of connection. An entry that is NULL answers KLD_UNIMPLEMENTED; open, close, info, submit,
+ * cancel, event and region_release are never NULL. */
+struct kld_transport {
+    const char *prefix;                                /* of the URL: "unix:" */
+    const char *name;                                  /* for error texts */
+    size_t connection_bytes, call_bytes, region_bytes; /* of the structs that embed ours first */
+
+    enum kld_status (*open)(struct kld_connection *connection, const char *url,
+                            struct kld_error *err);
+    void (*close)(struct kld_connection *connection); /* also after a failed open */
+    enum kld_status (*info)(struct kld_connection *connection, struct kld_server_info *ret_info,
+                            struct kld_error *err);
+    enum kld_status (*ping)(struct kld_connection *connection, struct kld_error *err);
+    enum kld_status (*region_create)(struct kld_region *region, struct kld_error *err);
+    enum kld_status (*region_import_memfd)(struct kld_region *region, int fd,
+                                           struct kld_error *err);
+    enum kld_status (*region_import_cuda_ipc)(struct kld_region *region,
+                                              const struct kld_ipc_source *source,
+                                              struct kld_error *err);
+    enum kld_status (*region_create_pool)(struct kld_region *region, struct kld_error *err);
+    void *(*region_data)(struct kld_region *region); /* NULL: region->data */
+    /* No user is left. Ends in kld_region_free(), now or when the server has let go. Also called
+     * for half-made regions. */
+    void (*region_release)(struct kld_region *region);
+    /* Takes the call on KLD_OK. Never blocks, never calls back. */
+    enum kld_status (*submit)(struct kld_connection *connection, struct kld_call *call,
+                              struct kld_error *err);
+    void (*cancel)(struct kld_connection *connection, struct kld_call *call);
+    void (*event)(struct kld_connection *connection, uint64_t tag, uint32_t events);
+    void (*timer)(struct kld_connection *connection, uint64_t now_ns);
+    enum kld_status (*stats)(struct kld_connection *connection, struct kld_server_stats *ret_stats,
+                             struct kld_error *err);
+    enum kld_status (*measure_ceiling)(struct kld_connection *connection, uint64_t bytes,
+                                       double *ret_read_per_s, double *ret_read_write_per_s,
+                                       struct kld_error *err);
+};
+
+extern const struct kld_transport kld_transport_unix, kld_transport_http, kld_transport_https,
+    kld_transport_local;
+
+struct kld_connection {
+    const struct kld_transport *transport;
+    struct kld_connect_options options; /* defaults resolved; texts are copies, owned here */
+    int epoll_fd, timer_fd, wake_fd;
+    uint64_t armed_ns; /* when timer_fd fires; KLD_NEVER: not armed */
+    bool opened;       /* transport->open() was called */
+    bool dispatching;  /* inside kld_connection_step() */
+
+    struct kld_region *regions;
+    uint32_t region_count;
+    uint64_t region_last_id;
+
+    struct kld_call **slots; /* by the low 16 bits of an id; slots_max of them */
+    uint32_t slots_max, calls, calls_max;
+    uint64_t sequence;
+    struct kld_call *spare;            /* released calls, by `next` */
+    struct kld_call *done, *done_last; /* ended, callback to run, by `next_done` */
+};
+
+uint64_t kld_now_ns(void);
+
+/* Events. step: one round of epoll_wait and dispatch, at most until deadline_ns. */
+enum kld_status kld_connection_step(struct kld_connection *connection, uint64_t deadline_ns,
+                                    struct kld_error *err);
+/* The timer function will be called at at_ns or earlier. */
+void kld_connection_arm(struct kld_connection *connection, uint64_t at_ns);
+enum kld_status kld_connection_watch(struct kld_connection *connection, int fd, uint64_t tag,
+                                     uint32_t events, struct kld_error *err);
+
+/* Calls. end: the outcome is fixed and will be delivered; drops the delivery's reference after
+ * that. error may be NULL with KLD_OK. */
+void kld_call_end(struct kld_connection *connection, struct kld_call *call, enum kld_status status,
+                  const struct kld_error *error);
+void kld_call_release(struct kld_connection *connection, struct kld_call *call);
+struct kld_call *kld_call_find(struct kld_connection *connection, uint64_t id);
+void kld_call_append(struct kld_call_list *list, struct kld_call *call);
+void kld_call_unlink(struct kld_call *call);
+/* Each region that the call names: count a user, or let go. */
+void kld_call_hold_regions(struct kld_call *call);
+void kld_call_drop_regions(struct kld_call *call);
+bool kld_call_uses_pool(const struct kld_call *call);
+
+void kld_region_free(struct kld_region *region);
+/* Checks a memfd of the caller's: sealed against shrinking, and long enough. */
+enum kld_status kld_memfd_check(int fd, uint64_t bytes, struct kld_error *err);
+
+/* Rows between two strides. */
+void kld_rows_copy(void *to, uint64_t to_stride_bytes, const void *from, uint64_t from_stride_bytes,
+                   uint64_t row_bytes, uint64_t rows);
+
+#endif

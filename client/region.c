@@ -1,0 +1,242 @@
+/* region.c - the regions of a connection, its lists of calls, its timer: the bookkeeping that every
+ * kind of connection shares. No tensor byte moves here but in kld_rows_copy(). The thread that owns
+ * the connection. */
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/stat.h>
+#include <sys/timerfd.h>
+#include <time.h>
+
+#include "client/connection.h"
+
+uint64_t kld_now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+
+void kld_connection_arm(struct kld_connection *connection, uint64_t at_ns) {
+    if (at_ns >= connection->armed_ns)
+        return;
+    uint64_t at = at_ns ? at_ns : 1; /* 0 would disarm */
+    struct itimerspec when = {
+        .it_value = {.tv_sec = (time_t)(at / 1000000000), .tv_nsec = (long)(at % 1000000000)}};
+    timerfd_settime(connection->timer_fd, TFD_TIMER_ABSTIME, &when, NULL);
+    connection->armed_ns = at_ns;
+}
+
+enum kld_status kld_connection_watch(struct kld_connection *connection, int fd, uint64_t tag,
+                                     uint32_t events, struct kld_error *err) {
+    struct epoll_event event = {.events = events, .data.u64 = tag};
+    if (epoll_ctl(connection->epoll_fd, EPOLL_CTL_ADD, fd, &event) != 0 &&
+        epoll_ctl(connection->epoll_fd, EPOLL_CTL_MOD, fd, &event) != 0)
+        return kld_error_set(err, KLD_NO_MEMORY, "cannot watch a file descriptor");
+    return KLD_OK;
+}
+
+/* ---- Calls ---------------------------------------------------------------------------------- */
+
+void kld_call_append(struct kld_call_list *list, struct kld_call *call) {
+    call->list = list;
+    call->next = NULL;
+    call->previous = list->last;
+    if (list->last)
+        list->last->next = call;
+    else
+        list->first = call;
+    list->last = call;
+    list->count++;
+}
+
+void kld_call_unlink(struct kld_call *call) {
+    struct kld_call_list *list = call->list;
+    if (!list)
+        return;
+    if (call->previous)
+        call->previous->next = call->next;
+    else
+        list->first = call->next;
+    if (call->next)
+        call->next->previous = call->previous;
+    else
+        list->last = call->previous;
+    call->next = call->previous = NULL;
+    call->list = NULL;
+    list->count--;
+}
+
+static void region_user_drop(struct kld_region *region) {
+    if (region && --region->users == 0 && region->dropped)
+        region->connection->transport->region_release(region);
+}
+
+void kld_call_hold_regions(struct kld_call *call) {
+    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
+        if (call->request.bytes[slot].region)
+            call->request.bytes[slot].region->users++;
+    if (call->copy.destination) {
+        call->copy.destination->users++;
+        call->copy.source->users++;
+    }
+}
+
+void kld_call_drop_regions(struct kld_call *call) {
+    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++) {
+        region_user_drop(call->request.bytes[slot].region);
+        call->request.bytes[slot].region = NULL;
+    }
+    region_user_drop(call->copy.destination);
+    region_user_drop(call->copy.source);
+    call->copy.destination = call->copy.source = NULL;
+}
+
+bool kld_call_uses_pool(const struct kld_call *call) {
+    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
+        if (call->request.bytes[slot].region && call->request.bytes[slot].region->pool)
+            return true;
+    return call->copy.destination && (call->copy.destination->pool || call->copy.source->pool);
+}
+
+/* ---- Regions -------------------------------------------------------------------------------- */
+
+static enum kld_status region_open(struct kld_connection *connection, uint64_t bytes,
+                                   struct kld_region **ret_region, struct kld_error *err) {
+    if (bytes == 0 || bytes > INT64_MAX)
+        return kld_error_set(err, KLD_INVALID,
+                             "a region has at least one byte and fewer than 2^63");
+    struct kld_region *region = calloc(1, connection->transport->region_bytes);
+    if (!region)
+        return kld_error_set(err, KLD_NO_MEMORY, "no memory for a region");
+    region->connection = connection;
+    region->bytes = bytes;
+    region->local_id = ++connection->region_last_id;
+    region->next = connection->regions;
+    if (region->next)
+        region->next->previous = region;
+    connection->regions = region;
+    connection->region_count++;
+    *ret_region = region;
+    return KLD_OK;
+}
+
+void kld_region_free(struct kld_region *region) {
+    struct kld_connection *connection = region->connection;
+    if (region->previous)
+        region->previous->next = region->next;
+    else
+        connection->regions = region->next;
+    if (region->next)
+        region->next->previous = region->previous;
+    connection->region_count--;
+    free(region);
+}
+
+/* The end of each function that makes a region: hand it out, or undo it. */
+static enum kld_status region_made(enum kld_status status, struct kld_region *region,
+                                   struct kld_region **ret_region) {
+    if (status) {
+        region->dropped = true;
+        region->connection->transport->region_release(region);
+        return status;
+    }
+    *ret_region = region;
+    return KLD_OK;
+}
+
+static enum kld_status unimplemented(const struct kld_connection *connection, const char *what,
+                                     struct kld_error *err) {
+    return kld_error_set(err, KLD_UNIMPLEMENTED, "%s: not over a connection of kind '%s'", what,
+                         connection->transport->name);
+}
+
+enum kld_status kld_region_create(struct kld_connection *connection, uint64_t bytes,
+                                  struct kld_region **ret_region, struct kld_error *err) {
+    struct kld_region *region = NULL;
+    enum kld_status status = region_open(connection, bytes, &region, err);
+    return status
+               ? status
+               : region_made(connection->transport->region_create(region, err), region, ret_region);
+}
+
+enum kld_status kld_memfd_check(int fd, uint64_t bytes, struct kld_error *err) {
+    struct stat about;
+    int seals = fcntl(fd, F_GET_SEALS);
+    if (seals < 0 || !(seals & F_SEAL_SHRINK))
+        return kld_error_set(err, KLD_INVALID,
+                             "the descriptor is not a memfd sealed with F_SEAL_SHRINK");
+    if (fstat(fd, &about) != 0 || (uint64_t)about.st_size < bytes)
+        return kld_error_set(err, KLD_INVALID, "the memfd is shorter than the %llu bytes named",
+                             (unsigned long long)bytes);
+    return KLD_OK;
+}
+
+enum kld_status kld_region_import_memfd(struct kld_connection *connection, int fd, uint64_t bytes,
+                                        struct kld_region **ret_region, struct kld_error *err) {
+    if (!connection->transport->region_import_memfd)
+        return unimplemented(connection, "memfd regions", err);
+    struct kld_region *region = NULL;
+    enum kld_status status = kld_memfd_check(fd, bytes, err);
+    if (!status)
+        status = region_open(connection, bytes, &region, err);
+    return status ? status
+                  : region_made(connection->transport->region_import_memfd(region, fd, err), region,
+                                ret_region);
+}
+
+enum kld_status kld_region_import_cuda_ipc(struct kld_connection *connection,
+                                           const uint8_t handle[64], const uint8_t device_uuid[16],
+                                           uint64_t base_bytes, uint64_t offset_bytes,
+                                           uint64_t bytes, struct kld_region **ret_region,
+                                           struct kld_error *err) {
+    if (!connection->transport->region_import_cuda_ipc)
+        return unimplemented(connection, "CUDA IPC regions", err);
+    if (offset_bytes > base_bytes || bytes > base_bytes - offset_bytes)
+        return kld_error_set(err, KLD_INVALID,
+                             "the region does not lie inside its base allocation");
+    struct kld_ipc_source source = {handle, device_uuid, base_bytes, offset_bytes};
+    struct kld_region *region = NULL;
+    enum kld_status status = region_open(connection, bytes, &region, err);
+    return status ? status
+                  : region_made(connection->transport->region_import_cuda_ipc(region, &source, err),
+                                region, ret_region);
+}
+
+enum kld_status kld_region_create_pool(struct kld_connection *connection, uint64_t bytes,
+                                       struct kld_region **ret_region, struct kld_error *err) {
+    if (!connection->transport->region_create_pool)
+        return unimplemented(connection, "pool regions", err);
+    struct kld_region *region = NULL;
+    enum kld_status status = region_open(connection, bytes, &region, err);
+    if (status)
+        return status;
+    region->pool = true;
+    return region_made(connection->transport->region_create_pool(region, err), region, ret_region);
+}
+
+void *kld_region_data(struct kld_region *region) {
+    const struct kld_transport *transport = region->connection->transport;
+    return transport->region_data ? transport->region_data(region) : region->data;
+}
+
+uint64_t kld_region_bytes(const struct kld_region *region) { return region->bytes; }
+
+void kld_region_drop(struct kld_region *region) {
+    if (!region || region->dropped)
+        return;
+    region->dropped = true;
+    if (region->users == 0)
+        region->connection->transport->region_release(region);
+}
+
+void kld_rows_copy(void *to, uint64_t to_stride_bytes, const void *from, uint64_t from_stride_bytes,
+                   uint64_t row_bytes, uint64_t rows) {
+    if (to_stride_bytes == row_bytes && from_stride_bytes == row_bytes) {
+        memcpy(to, from, row_bytes * rows);
+        return;
+    }
+    for (uint64_t row = 0; row < rows; row++)
+        memcpy((char *)to + row * to_stride_bytes, (const char *)from + row * from_stride_bytes,
+               row_bytes);
+}

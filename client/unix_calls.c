@@ -1,0 +1,277 @@
+/* unix_calls.c - the entry points of the Unix-socket connection: its table, opening and closing,
+ * submitting, deadlines, and the few questions that wait for their answer. Frames are sent and
+ * received in unix.c. The thread that owns the connection. */
+#include <string.h>
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#include "client/unix.h"
+
+#define GRACE_NS 200000000ull /* past its deadline, for the server to answer DEADLINE itself */
+
+static struct unix_connection *unix_of(struct kld_connection *connection) {
+    return (struct unix_connection *)connection;
+}
+
+/* ---- Opening and closing ----------------------------------------------------------------------
+ */
+
+static enum kld_status unix_open(struct kld_connection *connection, const char *url,
+                                 struct kld_error *err) {
+    struct unix_connection *u = unix_of(connection);
+    u->socket = -1;
+    const char *path = url + strlen(connection->transport->prefix);
+    if (path[0] == '\0' || strlen(path) >= sizeof u->path)
+        return kld_error_set(err, KLD_INVALID,
+                             "the path of a Unix socket has 1 to %zu bytes, not %zu",
+                             sizeof u->path - 1, strlen(path));
+    memcpy(u->path, path, strlen(path) + 1);
+    u->down_since_ns = kld_now_ns();
+    kld_unix_connect(u);
+    if (connection->options.lazy)
+        return KLD_OK;
+    uint64_t deadline = u->down_since_ns + connection->options.connect_timeout_ns;
+    while (u->state != UNIX_UP && !u->fatal.status && kld_now_ns() < deadline) {
+        enum kld_status status = kld_connection_step(connection, deadline, err);
+        if (status)
+            return status;
+    }
+    if (u->state == UNIX_UP)
+        return KLD_OK;
+    if (u->fatal.status) {
+        if (err)
+            *err = u->fatal;
+        return u->fatal.status;
+    }
+    return kld_error_set(err, KLD_UNAVAILABLE,
+                         "no server answered at this socket within %.1f s; is kld-server running, "
+                         "and is this the path that it was given with --unix?",
+                         (double)connection->options.connect_timeout_ns / 1e9);
+}
+
+static void let_go(struct kld_call_list *list) {
+    for (struct kld_call *call = list->first; call; call = call->next) {
+        kld_unix_stage_free((struct unix_call *)call);
+        kld_call_drop_regions(call);
+    }
+}
+
+static void unix_close(struct kld_connection *connection) {
+    struct unix_connection *u = unix_of(connection);
+    u->closing = true;
+    if (u->socket >= 0)
+        close(u->socket);
+    u->socket = -1;
+    let_go(&u->queued);
+    let_go(&u->sent);
+    memset(u->stages, 0, sizeof u->stages); /* their regions go with all others */
+}
+
+/* ---- Submitting, cancelling, deadlines --------------------------------------------------------
+ */
+
+static enum kld_status unix_submit(struct kld_connection *connection, struct kld_call *base,
+                                   struct kld_error *err) {
+    struct unix_connection *u = unix_of(connection);
+    struct unix_call *call = (struct unix_call *)base;
+    if (!base->copy.destination) {
+        enum kld_status status = kld_unix_stage_put(u, call, err);
+        if (status)
+            return status;
+    }
+    kld_call_hold_regions(base);
+    kld_call_append(&u->queued, base);
+    if (base->deadline_ns != KLD_NEVER)
+        kld_connection_arm(connection, base->deadline_ns);
+    else if (u->state != UNIX_UP)
+        kld_connection_arm(connection, u->down_since_ns + KLD_RECONNECT_NS_MAX);
+    kld_unix_flush(u);
+    return KLD_OK;
+}
+
+static void unix_cancel(struct kld_connection *connection, struct kld_call *base) {
+    struct unix_connection *u = unix_of(connection);
+    struct unix_call *call = (struct unix_call *)base;
+    if (base->list == &u->queued) {
+        kld_unix_call_fail(u, call, KLD_CANCELLED, "cancelled before it was sent");
+        return;
+    }
+    if (call->cancelled)
+        return;
+    call->cancelled = call->cancel_wanted = true;
+    u->cancels++;
+    kld_unix_flush(u);
+}
+
+/* The caller gets its answer now; the server keeps the memory until it has let go of it. */
+static void abandon(struct unix_connection *u, struct unix_call *call) {
+    struct kld_error error;
+    kld_error_set(&error, KLD_DEADLINE, "deadline passed; the server did not answer in time");
+    call->abandoned = true;
+    kld_call_end(&u->base, &call->base, KLD_DEADLINE, &error);
+    if (!call->cancelled) {
+        call->cancelled = call->cancel_wanted = true;
+        u->cancels++;
+    }
+}
+
+static void expire_queued(struct unix_connection *u, uint64_t now) {
+    uint64_t patience = u->state == UNIX_UP ? KLD_NEVER : u->down_since_ns + KLD_RECONNECT_NS_MAX;
+    for (struct kld_call *call = u->queued.first, *next; call; call = next) {
+        next = call->next;
+        uint64_t at = call->deadline_ns == KLD_NEVER ? patience : call->deadline_ns;
+        if (now < at) {
+            kld_connection_arm(&u->base, at);
+            continue;
+        }
+        bool late = call->deadline_ns != KLD_NEVER;
+        kld_unix_call_fail(u, (struct unix_call *)call, late ? KLD_DEADLINE : KLD_UNAVAILABLE,
+                           late ? "deadline passed before the request could be sent"
+                                : "the server was lost and did not come back within 30 s");
+    }
+}
+
+static void expire_sent(struct unix_connection *u, uint64_t now) {
+    for (struct kld_call *call = u->sent.first, *next; call; call = next) {
+        next = call->next;
+        struct unix_call *mine = (struct unix_call *)call;
+        if (call->deadline_ns == KLD_NEVER || mine->abandoned)
+            continue;
+        uint64_t at = now < call->deadline_ns ? call->deadline_ns : call->deadline_ns + GRACE_NS;
+        if (now < at)
+            kld_connection_arm(&u->base, at);
+        else
+            abandon(u, mine);
+    }
+}
+
+static void unix_timer(struct kld_connection *connection, uint64_t now) {
+    struct unix_connection *u = unix_of(connection);
+    if (u->state == UNIX_DOWN && now >= u->retry_at_ns)
+        kld_unix_connect(u);
+    else if (u->state == UNIX_DOWN)
+        kld_connection_arm(connection, u->retry_at_ns);
+    expire_queued(u, now);
+    expire_sent(u, now);
+    kld_unix_flush(u);
+}
+
+/* ---- Questions --------------------------------------------------------------------------------
+ */
+
+static enum kld_status unix_info(struct kld_connection *connection,
+                                 struct kld_server_info *ret_info, struct kld_error *err) {
+    const struct unix_connection *u = unix_of(connection);
+    const struct kld_frame_welcome *welcome = &u->welcome;
+    if (!u->welcomed)
+        return kld_error_set(err, KLD_UNAVAILABLE, "not connected yet");
+    memset(ret_info, 0, sizeof *ret_info);
+    memcpy(ret_info->backend, welcome->backend, sizeof ret_info->backend);
+    if (welcome->device < KLD_WIRE_DEVICES_MAX)
+        memcpy(ret_info->device, welcome->device_list[welcome->device].name,
+               sizeof ret_info->device - 1);
+    ret_info->epoch = welcome->epoch;
+    ret_info->region_bytes_max = welcome->region_bytes_max;
+    ret_info->requests_max = welcome->requests_max;
+    ret_info->streams_max = welcome->streams_max;
+    return KLD_OK;
+}
+
+/* Sends a frame without arguments and runs the loop until its answer is there; asked again if the
+ * worker was lost meanwhile. */
+static enum kld_status ask(struct unix_connection *u, enum kld_frame_type type,
+                           enum kld_frame_type expected, struct kld_error *err) {
+    struct unix_control *control = &u->control;
+    memset(control, 0, sizeof *control);
+    kld_frame_init(&control->frame, type, KLD_NUMBER_CONTROL | ++u->control_sequence);
+    control->wanted = true;
+    kld_unix_flush(u);
+    uint64_t deadline = kld_now_ns() + u->base.options.connect_timeout_ns;
+    enum kld_status status = KLD_OK;
+    while (!control->ended && !status && kld_now_ns() < deadline)
+        status = kld_connection_step(&u->base, deadline, err);
+    control->wanted = false;
+    if (status)
+        return status;
+    if (!control->ended)
+        return kld_error_set(err, KLD_UNAVAILABLE, "the server did not answer in %.1f s",
+                             (double)u->base.options.connect_timeout_ns / 1e9);
+    if (control->error.status) {
+        if (err)
+            *err = control->error;
+        return control->error.status;
+    }
+    return control->reply.header.type == expected
+               ? KLD_OK
+               : kld_error_set(err, KLD_INTERNAL, "the server answered %s with %s",
+                               kld_frame_name((uint16_t)type),
+                               kld_frame_name(control->reply.header.type));
+}
+
+static enum kld_status unix_ping(struct kld_connection *connection, struct kld_error *err) {
+    return ask(unix_of(connection), KLD_FRAME_PING, KLD_FRAME_PONG, err);
+}
+
+static enum kld_status unix_stats(struct kld_connection *connection,
+                                  struct kld_server_stats *ret_stats, struct kld_error *err) {
+    struct unix_connection *u = unix_of(connection);
+    enum kld_status status = ask(u, KLD_FRAME_STATS, KLD_FRAME_STATS_REPLY, err);
+    if (status)
+        return status;
+    const struct kld_frame_stats_reply *reply = &u->control.reply.as_STATS_REPLY;
+    *ret_stats = (struct kld_server_stats){
+        .epoch = reply->epoch,
+        .uptime_ns = reply->uptime_ns,
+        .requests_total = reply->requests_total,
+        .errors_total = reply->errors_total,
+        .in_flight = reply->in_flight,
+        .clients = reply->clients,
+        .regions = reply->regions,
+        .region_bytes = reply->region_bytes,
+        .pool_bytes = reply->pool_bytes,
+        .pool_bytes_max = reply->pool_bytes_max,
+        .kernel_ns_total = reply->kernel_ns_total,
+        .bytes_total = reply->bytes_total,
+    };
+    return KLD_OK;
+}
+
+enum kld_status kld_unix_wait_region(struct unix_connection *u, struct unix_region *region,
+                                     struct kld_error *err) {
+    uint64_t deadline = kld_now_ns() + u->base.options.connect_timeout_ns;
+    enum kld_status status = KLD_OK;
+    while ((region->state == UNIX_REGION_NEW || region->state == UNIX_REGION_ADDING) && !status &&
+           kld_now_ns() < deadline)
+        status = kld_connection_step(&u->base, deadline, err);
+    if (status || region->state == UNIX_REGION_READY)
+        return status;
+    if (region->state == UNIX_REGION_FAILED) {
+        if (err)
+            *err = region->error;
+        return region->error.status;
+    }
+    return kld_error_set(err, KLD_UNAVAILABLE, "the server did not register the region in time");
+}
+
+const struct kld_transport kld_transport_unix = {
+    .prefix = "unix:",
+    .name = "unix",
+    .connection_bytes = sizeof(struct unix_connection),
+    .call_bytes = sizeof(struct unix_call),
+    .region_bytes = sizeof(struct unix_region),
+    .open = unix_open,
+    .close = unix_close,
+    .info = unix_info,
+    .ping = unix_ping,
+    .region_create = kld_unix_region_create,
+    .region_import_memfd = kld_unix_region_import_memfd,
+    .region_import_cuda_ipc = kld_unix_region_import_cuda_ipc,
+    .region_create_pool = kld_unix_region_create_pool,
+    .region_data = kld_unix_region_data,
+    .region_release = kld_unix_region_release,
+    .submit = unix_submit,
+    .cancel = unix_cancel,
+    .event = kld_unix_event,
+    .timer = unix_timer,
+    .stats = unix_stats,
+};

@@ -1,0 +1,314 @@
+/* fake_worker.c - see fake_worker.h. One thread, poll(), blocking sends of small frames. */
+#include "tests/unit/client/fake_worker.h"
+
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+struct fake_region {
+    uint64_t id, bytes;
+    char *data;
+};
+
+struct fake_client {
+    int fd;
+    int device_lost;
+    uint64_t last_region;
+    struct fake_region regions[FAKE_REGIONS_MAX];
+    struct kld_frame_submit held[64];
+    int held_count;
+};
+
+static void reply(struct fake_client *client, const union kld_frame *frame) {
+    send(client->fd, frame, frame->header.length, MSG_NOSIGNAL);
+}
+
+static void reply_error(struct fake_client *client, uint64_t request, enum kld_status status) {
+    union kld_frame frame;
+    kld_frame_init(&frame, KLD_FRAME_ERROR, request);
+    frame.as_ERROR.status = (uint32_t)status;
+    snprintf(frame.as_ERROR.text, sizeof frame.as_ERROR.text, "fake: %s", kld_status_text(status));
+    reply(client, &frame);
+}
+
+static struct fake_region *region_find(struct fake_client *client, uint64_t id) {
+    for (int i = 0; i < FAKE_REGIONS_MAX; i++)
+        if (client->regions[i].id == id)
+            return &client->regions[i];
+    return NULL;
+}
+
+static void region_close(struct fake_worker *worker, struct fake_region *region) {
+    if (region->data)
+        munmap(region->data, region->bytes);
+    memset(region, 0, sizeof *region);
+    worker->regions_now--;
+}
+
+static void client_close(struct fake_worker *worker, struct fake_client *client) {
+    for (int i = 0; i < FAKE_REGIONS_MAX; i++)
+        if (client->regions[i].id)
+            region_close(worker, &client->regions[i]);
+    close(client->fd);
+    memset(client, 0, sizeof *client);
+    client->fd = -1;
+}
+
+static void region_add(struct fake_worker *worker, struct fake_client *client,
+                       const struct kld_frame_region_add *add, int fd) {
+    struct fake_region *region = region_find(client, 0);
+    worker->regions_added++;
+    if (worker->refuse_regions || !region) {
+        reply_error(client, add->header.request, (enum kld_status)worker->refuse_regions);
+        return;
+    }
+    void *data = fd >= 0 ? mmap(NULL, add->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
+                         : mmap(NULL, add->bytes, PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    *region = (struct fake_region){++client->last_region, add->bytes, data};
+    worker->regions_now++;
+    union kld_frame frame;
+    kld_frame_init(&frame, KLD_FRAME_REGION, add->header.request);
+    frame.as_REGION.region = region->id;
+    frame.as_REGION.bytes = region->bytes;
+    reply(client, &frame);
+}
+
+static float *tensor_row(struct fake_client *client, const struct kld_frame_submit *submit,
+                         enum kld_slot slot, uint64_t row, uint64_t classes) {
+    const struct kld_wire_tensor *tensor = &submit->tensor[slot];
+    struct fake_region *region = tensor->dtype ? region_find(client, tensor->region) : NULL;
+    uint64_t stride = tensor->row_stride_bytes ? tensor->row_stride_bytes : classes * 4;
+    return region ? (float *)(region->data + tensor->offset_bytes + row * stride) : NULL;
+}
+
+static void submit_done(struct fake_client *client, const struct kld_frame_submit *submit) {
+    union kld_frame frame;
+    kld_frame_init(&frame, KLD_FRAME_DONE, submit->header.request);
+    uint64_t rows = submit->rank == 2 ? submit->shape[0] : 1;
+    uint64_t classes = submit->shape[submit->rank - 1];
+    for (uint64_t row = 0; row < rows; row++) {
+        float *q = tensor_row(client, submit, KLD_SLOT_PREDICTIONS, row, classes);
+        float *p = tensor_row(client, submit, KLD_SLOT_TARGETS, row, classes);
+        float *gradient = tensor_row(client, submit, KLD_SLOT_GRAD_PREDICTIONS, row, classes);
+        if (!q || !p) {
+            reply_error(client, submit->header.request, KLD_NOT_FOUND);
+            return;
+        }
+        for (uint64_t i = 0; i < classes; i++) {
+            frame.as_DONE.loss += (double)q[i] - (double)p[i];
+            if (gradient)
+                gradient[i] = 2 * q[i];
+        }
+    }
+    frame.as_DONE.scalar = 1;
+    frame.as_DONE.kernel_ns = 7;
+    reply(client, &frame);
+}
+
+static int due(atomic_int *countdown) { return *countdown > 0 && --*countdown == 0; }
+
+/* 0: the connection ends here. */
+static int submit_received(struct fake_worker *worker, struct fake_client *client,
+                           const struct kld_frame_submit *submit) {
+    worker->submits++;
+    if (due(&worker->die_at_submit))
+        return 0;
+    if (due(&worker->lost_at_submit))
+        client->device_lost = 1;
+    if (client->device_lost)
+        reply_error(client, submit->header.request, KLD_DEVICE_LOST);
+    else if (due(&worker->busy_at_submit))
+        reply_error(client, submit->header.request, KLD_BUSY);
+    else if (worker->hold && client->held_count < 64)
+        client->held[client->held_count++] = *submit;
+    else
+        submit_done(client, submit);
+    return 1;
+}
+
+static void cancel(struct fake_worker *worker, struct fake_client *client,
+                   const struct kld_frame_cancel *frame) {
+    worker->cancels++;
+    for (int i = 0; i < client->held_count; i++) {
+        if (client->held[i].header.request != frame->target)
+            continue;
+        reply_error(client, frame->target, KLD_CANCELLED);
+        client->held[i] = client->held[--client->held_count];
+        break;
+    }
+    union kld_frame done;
+    kld_frame_init(&done, KLD_FRAME_DONE, frame->header.request);
+    reply(client, &done);
+}
+
+static void copy(struct fake_client *client, const struct kld_frame_copy *frame) {
+    struct fake_region *to = region_find(client, frame->destination);
+    struct fake_region *from = region_find(client, frame->source);
+    memcpy(to->data + frame->destination_offset_bytes, from->data + frame->source_offset_bytes,
+           frame->bytes);
+    union kld_frame done;
+    kld_frame_init(&done, KLD_FRAME_DONE, frame->header.request);
+    reply(client, &done);
+}
+
+static void hello(struct fake_worker *worker, struct fake_client *client, uint64_t request) {
+    if (worker->refuse_hello) {
+        reply_error(client, request, (enum kld_status)worker->refuse_hello);
+        return;
+    }
+    union kld_frame frame;
+    kld_frame_init(&frame, KLD_FRAME_WELCOME, request);
+    struct kld_frame_welcome *welcome = &frame.as_WELCOME;
+    welcome->epoch = (uint64_t)worker->accepted;
+    welcome->version = KLD_WIRE_VERSION;
+    welcome->devices = 1;
+    snprintf(welcome->backend, sizeof welcome->backend, "fake");
+    snprintf(welcome->device_list[0].name, sizeof welcome->device_list[0].name, "fake device");
+    welcome->regions_max = worker->regions_max;
+    welcome->requests_max = worker->requests_max;
+    welcome->streams_max = 4;
+    welcome->region_bytes_max = worker->region_bytes_max;
+    reply(client, &frame);
+}
+
+static void region_drop(struct fake_worker *worker, struct fake_client *client,
+                        const struct kld_frame_region_drop *frame) {
+    struct fake_region *region = region_find(client, frame->region);
+    worker->regions_dropped++;
+    if (region)
+        region_close(worker, region);
+}
+
+static void plain(struct fake_client *client, const union kld_frame *frame) {
+    union kld_frame answer;
+    kld_frame_init(&answer,
+                   frame->header.type == KLD_FRAME_PING ? KLD_FRAME_PONG : KLD_FRAME_STATS_REPLY,
+                   frame->header.request);
+    if (frame->header.type == KLD_FRAME_STATS)
+        answer.as_STATS_REPLY.requests_total = 42;
+    reply(client, &answer);
+}
+
+static int frame_received(struct fake_worker *worker, struct fake_client *client,
+                          const union kld_frame *frame, int fd) {
+    if (worker->garbage) {
+        worker->garbage = 0;
+        send(client->fd, "nonsense", 8, MSG_NOSIGNAL);
+        return 1;
+    }
+    switch (frame->header.type) {
+    case KLD_FRAME_HELLO: hello(worker, client, frame->header.request); return 1;
+    case KLD_FRAME_REGION_ADD: region_add(worker, client, &frame->as_REGION_ADD, fd); return 1;
+    case KLD_FRAME_REGION_DROP: region_drop(worker, client, &frame->as_REGION_DROP); return 1;
+    case KLD_FRAME_COPY: copy(client, &frame->as_COPY); return 1;
+    case KLD_FRAME_SUBMIT: return submit_received(worker, client, &frame->as_SUBMIT);
+    case KLD_FRAME_CANCEL: cancel(worker, client, &frame->as_CANCEL); return 1;
+    default: plain(client, frame); return 1;
+    }
+}
+
+static int receive(struct fake_worker *worker, struct fake_client *client) {
+    union kld_frame frame;
+    union {
+        struct cmsghdr header;
+        char space[CMSG_SPACE(sizeof(int))];
+    } control;
+    struct iovec bytes = {&frame, sizeof frame};
+    struct msghdr message = {.msg_iov = &bytes,
+                             .msg_iovlen = 1,
+                             .msg_control = &control,
+                             .msg_controllen = sizeof control};
+    ssize_t count = recvmsg(client->fd, &message, MSG_DONTWAIT);
+    if (count <= 0)
+        return count < 0;
+    int fd = -1;
+    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+    if (header)
+        memcpy(&fd, CMSG_DATA(header), sizeof fd);
+    uint64_t request;
+    struct kld_error error = {0};
+    int more = 0;
+    if (kld_frame_check(&frame, (size_t)count, fd >= 0, 0, &request, &error))
+        fprintf(stderr, "fake worker: %s\n", error.text);
+    else
+        more = frame_received(worker, client, &frame, fd);
+    if (fd >= 0)
+        close(fd);
+    return more;
+}
+
+static void *run(void *argument) {
+    struct fake_worker *worker = argument;
+    static struct fake_client clients[FAKE_CLIENTS_MAX];
+    for (int i = 0; i < FAKE_CLIENTS_MAX; i++)
+        clients[i].fd = -1;
+    while (!worker->stop) {
+        struct pollfd polled[FAKE_CLIENTS_MAX + 1] = {{worker->listener, POLLIN, 0}};
+        for (int i = 0; i < FAKE_CLIENTS_MAX; i++)
+            polled[i + 1] = (struct pollfd){clients[i].fd, POLLIN, 0};
+        poll(polled, FAKE_CLIENTS_MAX + 1, 5);
+        for (int i = 0; i < FAKE_CLIENTS_MAX; i++) {
+            struct fake_client *client = &clients[i];
+            if (client->fd >= 0 && !worker->hold)
+                while (client->held_count > 0)
+                    submit_done(client, &client->held[--client->held_count]);
+            if (client->fd >= 0 && polled[i + 1].revents && !receive(worker, client))
+                client_close(worker, client);
+        }
+        int free_slot = -1;
+        for (int i = 0; i < FAKE_CLIENTS_MAX; i++)
+            if (clients[i].fd < 0)
+                free_slot = i;
+        if (free_slot >= 0 && (polled[0].revents & POLLIN)) {
+            clients[free_slot].fd = accept(worker->listener, NULL, NULL);
+            worker->accepted += clients[free_slot].fd >= 0;
+        }
+    }
+    for (int i = 0; i < FAKE_CLIENTS_MAX; i++)
+        if (clients[i].fd >= 0)
+            client_close(worker, &clients[i]);
+    return NULL;
+}
+
+void fake_worker_path(struct fake_worker *worker) {
+    char folder[] = "/tmp/kld-fake-XXXXXX";
+    if (!mkdtemp(folder))
+        abort();
+    snprintf(worker->path, sizeof worker->path, "%s/socket", folder);
+}
+
+void fake_worker_start(struct fake_worker *worker) {
+    if (worker->requests_max == 0)
+        worker->requests_max = 64;
+    if (worker->regions_max == 0)
+        worker->regions_max = 128;
+    if (worker->region_bytes_max == 0)
+        worker->region_bytes_max = 1ull << 40;
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    memcpy(address.sun_path, worker->path, sizeof address.sun_path);
+    worker->listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    if (bind(worker->listener, (struct sockaddr *)&address, sizeof address) != 0 ||
+        listen(worker->listener, 16) != 0 ||
+        pthread_create(&worker->thread, NULL, run, worker) != 0)
+        abort();
+}
+
+void fake_worker_open(struct fake_worker *worker) {
+    fake_worker_path(worker);
+    fake_worker_start(worker);
+}
+
+void fake_worker_close(struct fake_worker *worker) {
+    worker->stop = 1;
+    pthread_join(worker->thread, NULL);
+    close(worker->listener);
+    unlink(worker->path);
+    *strrchr(worker->path, '/') = '\0';
+    rmdir(worker->path);
+}

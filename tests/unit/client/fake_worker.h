@@ -1,0 +1,43 @@
+/* fake_worker.h - a worker for tests of libkld: speaks the frames over a real socket, in a thread
+ * of the test's process, and misbehaves on demand. It computes a made-up operator on FP32 tensors:
+ * loss = sum of predictions - sum of targets, grad_predictions = 2 * predictions. */
+#ifndef KLD_TESTS_FAKE_WORKER_H
+#define KLD_TESTS_FAKE_WORKER_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+
+#include "proto/wire.h"
+
+#define FAKE_CLIENTS_MAX 8
+#define FAKE_REGIONS_MAX 256
+
+/* What a test sets is read at the next frame; what the worker counts may be read at any time. */
+struct fake_worker {
+    char path[108];
+    uint32_t requests_max, regions_max; /* set before open */
+    uint64_t region_bytes_max;
+    atomic_int hold;           /* SUBMITs are not answered while set, but kept */
+    atomic_int die_at_submit;  /* countdown: at 1 the connection is closed without an answer */
+    atomic_int lost_at_submit; /* countdown: at 1 the device is lost: every SUBMIT so answered */
+    atomic_int busy_at_submit; /* countdown: at 1 the SUBMIT is answered BUSY */
+    atomic_int refuse_hello;   /* enum kld_status */
+    atomic_int refuse_regions; /* enum kld_status */
+    atomic_int garbage;        /* answers the next frame with nonsense */
+    atomic_int accepted, submits, regions_added, regions_dropped, cancels;
+    atomic_int regions_now;
+
+    pthread_t thread;
+    int listener;
+    atomic_int stop;
+};
+
+/* The socket is made in a temporary folder; close removes it. */
+void fake_worker_open(struct fake_worker *worker);
+void fake_worker_close(struct fake_worker *worker);
+/* Only the path, nobody listening; start() begins to listen. */
+void fake_worker_path(struct fake_worker *worker);
+void fake_worker_start(struct fake_worker *worker);
+
+#endif
