@@ -67,8 +67,9 @@ all: $(BUILD)/kld-server $(BUILD)/kld $(BUILD)/libkld.so $(BUILD)/libkld.a
 lib: $(BUILD)/libkld.a $(BUILD)/libkld.so
 
 # The two vector widths of the CPU back end: the same source, chosen at run time.
-$(BUILD)/obj/kernels/cpu/%_avx2.c.o: EXTRA := -mavx2 -mfma -mf16c -O3
-$(BUILD)/obj/kernels/cpu/%_avx512.c.o: EXTRA := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c -O3
+$(BUILD)/obj/kernels/cpu/%_avx2.c.o: EXTRA := -mavx2 -mfma -mf16c -O3 -ffp-contract=fast
+$(BUILD)/obj/kernels/cpu/%_avx512.c.o: EXTRA := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c -O3 -ffp-contract=fast \
+  -mprefer-vector-width=512
 $(BUILD)/obj/kernels/cuda/%.c.o: EXTRA := -isystem $(CUDA_HOME)/include
 
 $(BUILD)/obj/%.c.o: %.c

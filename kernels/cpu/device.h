@@ -1,0 +1,72 @@
+/* device.h - the inside of a CPU device: its structs, who owns each field and which thread may
+ * touch it. Private to kernels/cpu. */
+#ifndef KLD_KERNELS_CPU_DEVICE_H
+#define KLD_KERNELS_CPU_DEVICE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "kernels/backend.h"
+#include "kernels/cpu/run.h"
+#include "kernels/cpu/team.h"
+
+struct cpu_memory {
+    struct kld_memory head;
+    void *mapped;                            /* what munmap() takes; NULL for wrapped memory */
+    uint64_t mapped_bytes, pool_bytes;       /* pool_bytes: what it counts in the pool */
+    struct cpu_memory *previous, *following; /* list of the device, under its lock */
+};
+
+struct cpu_stream {
+    struct kld_stream head;
+    /* All under the device's lock. */
+    struct kld_job *first, **last; /* jobs waiting, FIFO */
+    struct cpu_stream *next_ready; /* in the ring of streams that have jobs */
+    struct cpu_stream *previous, *following;
+};
+
+struct cpu_device {
+    struct kld_device head;
+    uint32_t spin_us;          /* constant */
+    struct kld_cpu_team team;  /* used by the device thread, or by whoever holds team_lock */
+    struct kld_cpu_run run;    /* scratch of a launch; same owner */
+    pthread_mutex_t team_lock; /* a job, or measure_ceiling() in a caller's thread */
+    pthread_t thread;
+
+    pthread_mutex_t lock; /* the rest */
+    pthread_cond_t wake;
+    struct cpu_stream *ready_first, **ready_last; /* round robin */
+    struct cpu_stream *streams;
+    struct cpu_memory *memories;
+    bool sleeping, stop;
+    atomic_uint_fast64_t submitted; /* grows at each submit(); polled without the lock */
+    atomic_uint_fast64_t pool_bytes;
+};
+
+/* queue.c */
+void kld_cpu_submit(struct kld_stream *stream, struct kld_job *job);
+void *kld_cpu_device_main(void *device);
+enum kld_status kld_cpu_stream_open(struct kld_device *device, struct kld_stream **ret_stream,
+                                    struct kld_error *err);
+void kld_cpu_stream_close(struct kld_stream *stream);
+
+/* memory.c */
+enum kld_status kld_cpu_memory_map(struct kld_device *device, int fd, uint64_t bytes,
+                                   struct kld_memory **ret_memory, struct kld_error *err);
+enum kld_status kld_cpu_memory_wrap(struct kld_device *device, void *address, uint64_t bytes,
+                                    struct kld_memory **ret_memory, struct kld_error *err);
+enum kld_status kld_cpu_memory_import_ipc(struct kld_device *device, const uint8_t handle[64],
+                                          uint64_t base_bytes, uint64_t offset_bytes,
+                                          uint64_t bytes, struct kld_memory **ret_memory,
+                                          struct kld_error *err);
+enum kld_status kld_cpu_memory_alloc(struct kld_device *device, uint64_t bytes,
+                                     struct kld_memory **ret_memory, struct kld_error *err);
+void kld_cpu_memory_free(struct kld_memory *memory);
+uint64_t kld_cpu_pool_bytes(struct kld_device *device);
+
+/* ceiling.c */
+enum kld_status kld_cpu_measure_ceiling(struct kld_device *device, uint64_t bytes,
+                                        double *ret_read_per_s, double *ret_read_write_per_s,
+                                        struct kld_error *err);
+
+#endif

@@ -1,0 +1,137 @@
+/* queue.c - streams of jobs and the thread that works on them: first in, first out within a
+ * stream, one job from each stream in turn. It does not compute (run.c does).
+ * kld_cpu_submit() runs in a caller's thread, kld_cpu_device_main() is the device thread. */
+#include <stdlib.h>
+
+#include "kernels/cpu/device.h"
+
+enum kld_status kld_cpu_stream_open(struct kld_device *device, struct kld_stream **ret_stream,
+                                    struct kld_error *err) {
+    struct cpu_device *cpu = (struct cpu_device *)device;
+    struct cpu_stream *stream = calloc(1, sizeof *stream);
+    if (!stream)
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory for a stream");
+    stream->head.device = device;
+    stream->last = &stream->first;
+    pthread_mutex_lock(&cpu->lock);
+    stream->following = cpu->streams;
+    if (stream->following)
+        stream->following->previous = stream;
+    cpu->streams = stream;
+    pthread_mutex_unlock(&cpu->lock);
+    *ret_stream = &stream->head;
+    return KLD_OK;
+}
+
+void kld_cpu_stream_close(struct kld_stream *head) {
+    if (!head)
+        return;
+    struct cpu_stream *stream = (struct cpu_stream *)head;
+    struct cpu_device *device = (struct cpu_device *)head->device;
+    pthread_mutex_lock(&device->lock);
+    if (stream->previous)
+        stream->previous->following = stream->following;
+    else
+        device->streams = stream->following;
+    if (stream->following)
+        stream->following->previous = stream->previous;
+    pthread_mutex_unlock(&device->lock);
+    free(stream);
+}
+
+static void ring_append(struct cpu_device *device, struct cpu_stream *stream) {
+    stream->next_ready = NULL;
+    *device->ready_last = stream;
+    device->ready_last = &stream->next_ready;
+}
+
+void kld_cpu_submit(struct kld_stream *head, struct kld_job *job) {
+    struct cpu_stream *stream = (struct cpu_stream *)head;
+    struct cpu_device *device = (struct cpu_device *)head->device;
+    job->next = NULL;
+    pthread_mutex_lock(&device->lock);
+    if (!stream->first)
+        ring_append(device, stream);
+    *stream->last = job;
+    stream->last = &job->next;
+    atomic_fetch_add_explicit(&device->submitted, 1, memory_order_release);
+    if (device->sleeping)
+        pthread_cond_signal(&device->wake);
+    pthread_mutex_unlock(&device->lock);
+}
+
+/* The next job, its stream put behind the others; NULL if there is none. Under the lock. */
+static struct kld_job *take_job(struct cpu_device *device) {
+    struct cpu_stream *stream = device->ready_first;
+    if (!stream)
+        return NULL;
+    device->ready_first = stream->next_ready;
+    if (!device->ready_first)
+        device->ready_last = &device->ready_first;
+    struct kld_job *job = stream->first;
+    stream->first = job->next;
+    if (stream->first)
+        ring_append(device, stream);
+    else
+        stream->last = &stream->first;
+    return job;
+}
+
+/* Polls for a submit() after the `seen`-th, for spin_us at most. */
+static void poll_submitted(struct cpu_device *device, uint64_t seen) {
+    if (device->spin_us == 0)
+        return;
+    uint64_t until = kld_cpu_now_ns() + (uint64_t)device->spin_us * 1000;
+    do {
+        for (int i = 0; i < 32; i++) {
+            if (atomic_load_explicit(&device->submitted, memory_order_acquire) != seen)
+                return;
+            kld_cpu_relax();
+        }
+    } while (kld_cpu_now_ns() < until);
+}
+
+static struct kld_job *wait_job(struct cpu_device *device) {
+    pthread_mutex_lock(&device->lock);
+    struct kld_job *job = take_job(device);
+    if (!job && !device->stop) {
+        uint64_t seen = atomic_load_explicit(&device->submitted, memory_order_relaxed);
+        pthread_mutex_unlock(&device->lock);
+        poll_submitted(device, seen);
+        pthread_mutex_lock(&device->lock);
+        while (!(job = take_job(device)) && !device->stop) {
+            device->sleeping = true;
+            pthread_cond_wait(&device->wake, &device->lock);
+            device->sleeping = false;
+        }
+    }
+    pthread_mutex_unlock(&device->lock);
+    return job;
+}
+
+static void run_job(struct cpu_device *device, struct kld_job *job) {
+    job->status = KLD_OK;
+    job->error.status = KLD_OK;
+    job->error.text[0] = '\0';
+    job->loss = 0;
+    job->copy_ns = job->kernel_ns = job->bytes = 0;
+    pthread_mutex_lock(&device->team_lock);
+    job->launch_ns = kld_cpu_now_ns();
+    if (job->kind == KLD_JOB_COPY)
+        kld_cpu_run_copy(&device->run, &device->team, job);
+    else
+        kld_cpu_run_op(&device->run, &device->team, job);
+    uint64_t spent_ns = kld_cpu_now_ns() - job->launch_ns;
+    pthread_mutex_unlock(&device->team_lock);
+    *(job->kind == KLD_JOB_COPY ? &job->copy_ns : &job->kernel_ns) = spent_ns;
+    job->done(job); /* the job may be gone after this */
+}
+
+/* Ends when stop is set and nothing waits any more. */
+void *kld_cpu_device_main(void *argument) {
+    struct cpu_device *device = argument;
+    struct kld_job *job;
+    while ((job = wait_job(device)))
+        run_job(device, job);
+    return NULL;
+}

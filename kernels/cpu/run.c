@@ -1,0 +1,429 @@
+/* run.c - cuts one job into tasks for the team and folds their sums.
+ * How it cuts depends on the shape only, and sums are folded in order of rows and columns: the same
+ * bits come out for any number of threads, and a row's value does not depend on other rows. The
+ * arithmetic is behind kernel.h. Runs on the device thread; tasks on all threads of the team. */
+#include "kernels/cpu/run.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define SPAN_CLASSES_MIN                                                                           \
+    16384                    /* a piece of a long row: two sides of FP32 fit a second-level cache */
+#define CHUNK_ELEMENTS 32768 /* rows are handed out in chunks of about this many elements */
+#define COPY_CHUNK_BYTES (1u << 20)
+#define STREAMING_BYTES (8u << 20) /* gradients beyond this do not stay in a cache */
+
+struct plan {
+    const struct kld_job *job;
+    const struct kld_geometry *geometry;
+    struct kld_cpu_run *run;
+    struct kld_cpu_team *team;
+    struct kld_cpu_work work;
+    unsigned char *at[KLD_SLOT_COUNT]; /* first byte of a slot, NULL if absent */
+    uint64_t rows_per_chunk, chunks;
+    uint64_t span_classes, spans; /* pieces of a row */
+    double scale, divisor, grad_output;
+    bool zero;       /* rowmean over nothing: loss and gradients are 0 */
+    bool statistics; /* a side is logits */
+    bool dots;       /* a gradient needs a sum over its row first */
+    /* Of the row in pieces; written between runs of the team. */
+    struct row {
+        uint64_t index;
+        bool masked;
+        double weight;
+        struct kld_cpu_span span; /* of the whole row */
+    } row;
+};
+
+enum kld_status kld_cpu_run_init(struct kld_cpu_run *run, struct kld_error *err) {
+    run->kernels = kld_cpu_kernels_choose();
+    run->partial = calloc(KLD_CPU_SPANS_MAX, sizeof *run->partial);
+    run->chunk = calloc(KLD_CPU_CHUNKS_MAX, sizeof *run->chunk);
+    if (!run->partial || !run->chunk)
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory for the scratch of a device");
+    return KLD_OK;
+}
+
+void kld_cpu_run_done(struct kld_cpu_run *run) {
+    free(run->partial);
+    free(run->chunk);
+}
+
+static uint64_t divide_up(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
+
+static unsigned char *row_of(const struct plan *plan, enum kld_slot slot, uint64_t row) {
+    const struct kld_slot_geometry *at = &plan->geometry->slot[slot];
+    return plan->at[slot] ? plan->at[slot] + (at->rows > 1 ? row * at->stride_bytes : 0) : NULL;
+}
+
+static double read_float(const unsigned char *at, uint32_t dtype) {
+    double wide;
+    float single;
+    uint16_t half;
+    switch (dtype) {
+    case KLD_DTYPE_FP64: memcpy(&wide, at, sizeof wide); return wide;
+    case KLD_DTYPE_FP32: memcpy(&single, at, sizeof single); return single;
+    case KLD_DTYPE_BF16: {
+        memcpy(&half, at, sizeof half);
+        uint32_t bits = (uint32_t)half << 16;
+        memcpy(&single, &bits, sizeof single);
+        return single;
+    }
+    default: {
+        memcpy(&half, at, sizeof half);
+        int exponent = half >> 10 & 31, mantissa = half & 1023;
+        wide = exponent == 31 ? (mantissa ? NAN : INFINITY)
+               : exponent     ? ldexp(1024 + mantissa, exponent - 25)
+                              : ldexp(mantissa, -24);
+        return half >> 15 ? -wide : wide;
+    }
+    }
+}
+
+static void write_loss(unsigned char *at, enum kld_dtype dtype, double value) {
+    float single = (float)value;
+    if (dtype == KLD_DTYPE_FP64)
+        memcpy(at, &value, sizeof value);
+    else
+        memcpy(at, &single, sizeof single);
+}
+
+/* Mask, weight, pointers and factors of a row. Reads nothing of a masked row. */
+static void row_begin(const struct plan *plan, uint64_t index, struct row *row) {
+    const struct kld_op *op = &plan->job->op;
+    memset(row, 0, sizeof *row);
+    row->index = index;
+    const unsigned char *mask = row_of(plan, KLD_SLOT_ROW_MASK, index);
+    row->masked = plan->zero || (mask && *mask == 0);
+    if (row->masked)
+        return;
+    const unsigned char *weight = row_of(plan, KLD_SLOT_ROW_WEIGHTS, index);
+    row->weight = weight ? read_float(weight, KLD_DTYPE_FP32) : 1;
+    struct kld_cpu_span *span = &row->span;
+    span->count = plan->geometry->classes;
+    span->in[KLD_CPU_Q] = row_of(plan, KLD_SLOT_PREDICTIONS, index);
+    span->in[KLD_CPU_P] = row_of(plan, KLD_SLOT_TARGETS, index);
+    span->gradient[KLD_CPU_Q] = row_of(plan, KLD_SLOT_GRAD_PREDICTIONS, index);
+    span->gradient[KLD_CPU_P] = row_of(plan, KLD_SLOT_GRAD_TARGETS, index);
+    span->loss_factor = row->weight * plan->scale;
+    span->gradient_factor = row->weight * plan->scale / plan->divisor;
+    if (plan->work.none) {
+        span->loss = row_of(plan, KLD_SLOT_LOSS, index);
+        span->grad_output = row_of(plan, KLD_SLOT_GRAD_OUTPUT, index);
+    } else if (plan->at[KLD_SLOT_GRAD_OUTPUT]) {
+        span->gradient_factor *= read_float(row_of(plan, KLD_SLOT_GRAD_OUTPUT, index),
+                                            op->tensor[KLD_SLOT_GRAD_OUTPUT].dtype);
+    } else {
+        span->gradient_factor *= plan->grad_output;
+    }
+}
+
+/* The part of a row's span that is its k-th piece. */
+static struct kld_cpu_span piece(const struct plan *plan, const struct kld_cpu_span *row,
+                                 uint64_t k) {
+    struct kld_cpu_span span = *row;
+    uint64_t start = k * plan->span_classes, left = row->count - start;
+    const struct kld_cpu_work *work = &plan->work;
+    span.count = left < plan->span_classes ? left : plan->span_classes;
+    for (int side = 0; side < 2; side++) {
+        uint64_t skip = start * kld_dtype_bytes(work->dtype[side]);
+        span.in[side] += skip;
+        if (span.gradient[side])
+            span.gradient[side] += skip;
+    }
+    if (span.loss)
+        span.loss += start * kld_dtype_bytes(work->loss_dtype);
+    if (span.grad_output)
+        span.grad_output += start * kld_dtype_bytes(work->grad_output_dtype);
+    return span;
+}
+
+/* The three passes over a piece of a row. A pass reads what the one before left in row->span. */
+static void pass_statistics(const struct plan *plan, const struct row *row, uint64_t k,
+                            struct kld_cpu_partial *ret_partial) {
+    struct kld_cpu_span span = piece(plan, &row->span, k);
+    for (int side = 0; side < 2; side++)
+        if (plan->work.form[side] == KLD_FORM_LOGITS)
+            plan->run->kernels->statistics(&plan->work, (enum kld_cpu_side)side, span.in[side],
+                                           span.count, &ret_partial->max[side],
+                                           &ret_partial->sum[side]);
+}
+
+static void pass_value(const struct plan *plan, const struct row *row, uint64_t k,
+                       struct kld_cpu_partial *ret_partial) {
+    struct kld_cpu_span span = piece(plan, &row->span, k);
+    if (plan->dots)
+        span.gradient[0] = span.gradient[1] = NULL;
+    plan->run->kernels->pass(&plan->work, &span, ret_partial);
+}
+
+static void pass_gradient(const struct plan *plan, const struct row *row, uint64_t k,
+                          struct kld_cpu_partial *ret_partial) {
+    struct kld_cpu_span span = piece(plan, &row->span, k);
+    span.loss = NULL;
+    plan->run->kernels->pass(&plan->work, &span, ret_partial);
+}
+
+/* Joins two pieces' maximum and sum of exponentials. A piece of -inf only has sum 0, or NaN if it
+ * holds a NaN. */
+static void fold_statistics(const struct plan *plan, struct kld_cpu_span *row,
+                            const struct kld_cpu_partial *partial, bool first) {
+    for (int side = 0; side < 2; side++) {
+        if (plan->work.form[side] != KLD_FORM_LOGITS)
+            continue;
+        double max = row->max[side], sum = row->sum[side];
+        if (first) {
+            max = partial->max[side];
+            sum = partial->sum[side];
+        } else if (partial->max[side] > max) {
+            sum = sum * exp((max - partial->max[side]) * plan->work.inverse_temperature) +
+                  partial->sum[side];
+            max = partial->max[side];
+        } else if (partial->max[side] < max) {
+            sum += partial->sum[side] *
+                   exp((partial->max[side] - max) * plan->work.inverse_temperature);
+        } else {
+            sum += partial->sum[side];
+        }
+        row->max[side] = max;
+        row->sum[side] = sum;
+    }
+}
+
+static void write_zeros(const struct plan *plan, uint64_t index) {
+    const enum kld_slot outputs[] = {KLD_SLOT_GRAD_PREDICTIONS, KLD_SLOT_GRAD_TARGETS};
+    for (int i = 0; i < 2; i++)
+        if (plan->at[outputs[i]])
+            memset(row_of(plan, outputs[i], index), 0, plan->geometry->slot[outputs[i]].row_bytes);
+    if (plan->at[KLD_SLOT_LOSS] && !plan->geometry->scalar)
+        memset(row_of(plan, KLD_SLOT_LOSS, index), 0,
+               plan->geometry->slot[KLD_SLOT_LOSS].row_bytes);
+}
+
+/* Writes a row's own outputs; returns what it adds to the sum. */
+static double row_end(const struct plan *plan, const struct row *row, double value) {
+    double weighted = row->masked ? 0 : value * row->weight;
+    double scaled = row->masked ? 0 : weighted * plan->scale;
+    if (row->masked)
+        write_zeros(plan, row->index);
+    if (plan->at[KLD_SLOT_ROW_LOSS])
+        write_loss(row_of(plan, KLD_SLOT_ROW_LOSS, row->index), plan->geometry->loss_dtype, scaled);
+    if (plan->at[KLD_SLOT_LOSS] && plan->job->op.reduction == KLD_REDUCTION_ROW)
+        write_loss(row_of(plan, KLD_SLOT_LOSS, row->index), plan->geometry->loss_dtype, scaled);
+    return weighted;
+}
+
+/* A whole row on one thread: all passes while it is in the cache. */
+static double run_row(const struct plan *plan, uint64_t index) {
+    struct row row;
+    row_begin(plan, index, &row);
+    if (row.masked)
+        return row_end(plan, &row, 0);
+    struct kld_cpu_partial partial;
+    if (plan->statistics) {
+        for (uint64_t k = 0; k < plan->spans; k++) {
+            pass_statistics(plan, &row, k, &partial);
+            fold_statistics(plan, &row.span, &partial, k == 0);
+        }
+    }
+    double value = 0, dot[2] = {0, 0};
+    for (uint64_t k = 0; k < plan->spans; k++) {
+        pass_value(plan, &row, k, &partial);
+        value += partial.value;
+        dot[0] += partial.dot[0];
+        dot[1] += partial.dot[1];
+    }
+    if (plan->dots) {
+        memcpy(row.span.dot, dot, sizeof dot);
+        for (uint64_t k = 0; k < plan->spans; k++)
+            pass_gradient(plan, &row, k, &partial);
+    }
+    return row_end(plan, &row, value);
+}
+
+static void task_chunk(void *context, uint64_t chunk) {
+    const struct plan *plan = context;
+    uint64_t row = chunk * plan->rows_per_chunk, end = row + plan->rows_per_chunk;
+    if (end > plan->geometry->rows)
+        end = plan->geometry->rows;
+    double value = 0;
+    for (; row < end; row++)
+        value += run_row(plan, row);
+    plan->run->chunk[chunk].value = value;
+}
+
+static void task_statistics(void *context, uint64_t k) {
+    const struct plan *plan = context;
+    pass_statistics(plan, &plan->row, k, &plan->run->partial[k]);
+}
+static void task_value(void *context, uint64_t k) {
+    const struct plan *plan = context;
+    pass_value(plan, &plan->row, k, &plan->run->partial[k]);
+}
+static void task_gradient(void *context, uint64_t k) {
+    const struct plan *plan = context;
+    pass_gradient(plan, &plan->row, k, &plan->run->partial[k]);
+}
+
+/* One long row on the whole team, a barrier after each pass; folds as run_row() does. */
+static double run_row_in_pieces(struct plan *plan, uint64_t index) {
+    struct row *row = &plan->row;
+    const struct kld_cpu_partial *partial = plan->run->partial;
+    row_begin(plan, index, row);
+    if (row->masked)
+        return row_end(plan, row, 0);
+    if (plan->statistics) {
+        kld_cpu_team_run(plan->team, plan->spans, task_statistics, plan);
+        for (uint64_t k = 0; k < plan->spans; k++)
+            fold_statistics(plan, &row->span, &partial[k], k == 0);
+    }
+    kld_cpu_team_run(plan->team, plan->spans, task_value, plan);
+    double value = 0, dot[2] = {0, 0};
+    for (uint64_t k = 0; k < plan->spans; k++) {
+        value += partial[k].value;
+        dot[0] += partial[k].dot[0];
+        dot[1] += partial[k].dot[1];
+    }
+    if (plan->dots) {
+        memcpy(row->span.dot, dot, sizeof dot);
+        kld_cpu_team_run(plan->team, plan->spans, task_gradient, plan);
+    }
+    return row_end(plan, row, value);
+}
+
+/* Unmasked rows and their weights. */
+static void task_count(void *context, uint64_t chunk) {
+    const struct plan *plan = context;
+    uint64_t row = chunk * plan->rows_per_chunk, end = row + plan->rows_per_chunk;
+    if (end > plan->geometry->rows)
+        end = plan->geometry->rows;
+    struct kld_cpu_chunk_sum sum = {0};
+    for (; row < end; row++) {
+        const unsigned char *mask = row_of(plan, KLD_SLOT_ROW_MASK, row);
+        const unsigned char *weight = row_of(plan, KLD_SLOT_ROW_WEIGHTS, row);
+        if (mask && *mask == 0)
+            continue;
+        sum.rows++;
+        sum.weight += weight ? read_float(weight, KLD_DTYPE_FP32) : 1;
+    }
+    plan->run->chunk[chunk] = sum;
+}
+
+/* The bytes of the job, and the divisor of rowmean. */
+static void count_rows(struct plan *plan, struct kld_job *job) {
+    uint64_t rows = plan->geometry->rows;
+    double weight = (double)rows;
+    if (plan->at[KLD_SLOT_ROW_MASK] || plan->at[KLD_SLOT_ROW_WEIGHTS]) {
+        kld_cpu_team_run(plan->team, plan->chunks, task_count, plan);
+        rows = 0;
+        weight = 0;
+        for (uint64_t i = 0; i < plan->chunks; i++) {
+            rows += plan->run->chunk[i].rows;
+            weight += plan->run->chunk[i].weight;
+        }
+    }
+    plan->divisor = plan->geometry->divisor;
+    if (plan->divisor == 0) {
+        plan->divisor = weight;
+        plan->zero = weight == 0;
+    }
+    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++) {
+        const struct kld_slot_geometry *at = &plan->geometry->slot[slot];
+        bool masked = !kld_slot_is_output((uint32_t)slot) && slot != KLD_SLOT_ROW_MASK;
+        if (plan->at[slot])
+            job->bytes += at->row_bytes * (masked && at->rows > 1 ? rows : at->rows);
+    }
+}
+
+/* Which sums over a row must be known before a gradient can be written. With predictions and
+ * targets as logits both sides sum to 1, and the sum of x df/dx of the other side is minus that. */
+static void plan_dots(struct plan *plan) {
+    struct kld_cpu_work *work = &plan->work;
+    bool logits[2] = {work->form[0] == KLD_FORM_LOGITS, work->form[1] == KLD_FORM_LOGITS};
+    plan->statistics = logits[0] || logits[1];
+    plan->dots = (work->gradient[0] && logits[0]) || (work->gradient[1] && logits[1]);
+}
+
+static void plan_init(struct plan *plan, struct kld_cpu_run *run, struct kld_cpu_team *team,
+                      const struct kld_job *job) {
+    const struct kld_op *op = &job->op;
+    const struct kld_geometry *geometry = &job->geometry;
+    memset(plan, 0, sizeof *plan);
+    plan->job = job;
+    plan->geometry = geometry;
+    plan->run = run;
+    plan->team = team;
+    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
+        if (op->tensor[slot].dtype)
+            plan->at[slot] =
+                (unsigned char *)job->place[slot].memory->host + job->place[slot].offset_bytes;
+    plan->work = (struct kld_cpu_work){
+        .divergence = op->divergence,
+        .form = {op->predictions_form, op->targets_form},
+        .dtype = {op->tensor[KLD_SLOT_PREDICTIONS].dtype, op->tensor[KLD_SLOT_TARGETS].dtype},
+        .none = op->reduction == KLD_REDUCTION_NONE,
+        .gradient = {plan->at[KLD_SLOT_GRAD_PREDICTIONS] != NULL,
+                     plan->at[KLD_SLOT_GRAD_TARGETS] != NULL},
+        .inverse_temperature = 1 / op->number[KLD_NUMBER_TEMPERATURE],
+    };
+    if (plan->work.none) {
+        plan->work.loss_dtype = plan->at[KLD_SLOT_LOSS] ? geometry->loss_dtype : 0;
+        plan->work.grad_output_dtype = op->tensor[KLD_SLOT_GRAD_OUTPUT].dtype;
+    }
+    for (int side = 0; side < 2; side++) {
+        int gradient = side ? KLD_SLOT_GRAD_TARGETS : KLD_SLOT_GRAD_PREDICTIONS;
+        int input = side ? KLD_SLOT_TARGETS : KLD_SLOT_PREDICTIONS;
+        plan->work.streaming[side] = plan->at[gradient] && plan->at[gradient] != plan->at[input] &&
+                                     geometry->slot[gradient].span_bytes >= STREAMING_BYTES;
+    }
+    plan->scale = op->number[KLD_NUMBER_SCALE];
+    plan->grad_output = op->number[KLD_NUMBER_GRAD_OUTPUT];
+    plan_dots(plan);
+    uint64_t rows = divide_up(CHUNK_ELEMENTS, geometry->classes);
+    uint64_t least = divide_up(geometry->rows, KLD_CPU_CHUNKS_MAX);
+    plan->rows_per_chunk = rows > least ? rows : least;
+    plan->chunks = divide_up(geometry->rows, plan->rows_per_chunk);
+    uint64_t classes = divide_up(geometry->classes, KLD_CPU_SPANS_MAX);
+    classes = divide_up(classes, KLD_CPU_BLOCK) * KLD_CPU_BLOCK;
+    plan->span_classes = classes > SPAN_CLASSES_MIN ? classes : SPAN_CLASSES_MIN;
+    plan->spans = divide_up(geometry->classes, plan->span_classes);
+}
+
+void kld_cpu_run_op(struct kld_cpu_run *run, struct kld_cpu_team *team, struct kld_job *job) {
+    struct plan plan;
+    plan_init(&plan, run, team, job);
+    count_rows(&plan, job);
+    uint64_t threads = team->helpers + 1;
+    if (plan.spans > 1 && threads > 1 && plan.geometry->rows < 4 * threads) {
+        for (uint64_t i = 0; i < plan.chunks; i++)
+            run->chunk[i].value = 0;
+        for (uint64_t row = 0; row < plan.geometry->rows; row++)
+            run->chunk[row / plan.rows_per_chunk].value += run_row_in_pieces(&plan, row);
+    } else {
+        kld_cpu_team_run(team, plan.chunks, task_chunk, &plan);
+    }
+    if (!plan.geometry->scalar)
+        return;
+    double sum = 0;
+    for (uint64_t i = 0; i < plan.chunks; i++)
+        sum += run->chunk[i].value;
+    double loss = plan.zero ? 0 : sum * plan.scale / plan.divisor;
+    job->loss = plan.geometry->loss_dtype == KLD_DTYPE_FP64 ? loss : (double)(float)loss;
+    if (plan.at[KLD_SLOT_LOSS])
+        write_loss(plan.at[KLD_SLOT_LOSS], plan.geometry->loss_dtype, loss);
+}
+
+static void task_copy(void *context, uint64_t chunk) {
+    const struct kld_job *job = context;
+    uint64_t start = chunk * COPY_CHUNK_BYTES, left = job->copy_bytes - start;
+    unsigned char *to = (unsigned char *)job->copy_to.memory->host + job->copy_to.offset_bytes;
+    const unsigned char *from =
+        (const unsigned char *)job->copy_from.memory->host + job->copy_from.offset_bytes;
+    memcpy(to + start, from + start, left < COPY_CHUNK_BYTES ? left : COPY_CHUNK_BYTES);
+}
+
+void kld_cpu_run_copy(struct kld_cpu_run *run, struct kld_cpu_team *team, struct kld_job *job) {
+    kld_cpu_team_run(team, divide_up(job->copy_bytes, COPY_CHUNK_BYTES), task_copy, job);
+    job->bytes = job->copy_bytes;
+}

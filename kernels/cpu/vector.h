@@ -1,0 +1,299 @@
+/* vector.h - vector types of one width, exp and log on them, and the conversions between tensors
+ * and blocks of numbers. Included once by each kernel_*.c, which sets KLD_VECTOR_BYTES; everything
+ * is static. Accuracy of vd_exp and vd_log_ratio: about 1 ulp, ratios near 1 included.
+ *
+ * exp: Cody and Waite reduction, Taylor polynomial. log(a/b): both are brought within a factor of
+ * 1.5 by powers of two, then 2 atanh((a - b) / (a + b)); a - b is exact there, so nothing is lost
+ * where a and b agree. Signed overflow cannot happen: bits are handled as unsigned numbers. */
+#ifndef KLD_KERNELS_CPU_VECTOR_H
+#define KLD_KERNELS_CPU_VECTOR_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "kernels/cpu/kernel.h"
+
+#define BLOCK KLD_CPU_BLOCK
+#define DOUBLES (KLD_VECTOR_BYTES / 8)
+#define FLOATS (KLD_VECTOR_BYTES / 4)
+#define INLINE static inline __attribute__((always_inline))
+#define ALIGNED __attribute__((aligned(64)))
+
+typedef double vd __attribute__((vector_size(KLD_VECTOR_BYTES)));
+typedef int64_t vi64 __attribute__((vector_size(KLD_VECTOR_BYTES)));
+typedef uint64_t vu64 __attribute__((vector_size(KLD_VECTOR_BYTES)));
+typedef float vf __attribute__((vector_size(KLD_VECTOR_BYTES)));
+typedef int32_t vi32 __attribute__((vector_size(KLD_VECTOR_BYTES)));
+typedef uint32_t vu32 __attribute__((vector_size(KLD_VECTOR_BYTES)));
+typedef float vfh __attribute__((vector_size(KLD_VECTOR_BYTES / 2)));
+typedef uint16_t vu16h __attribute__((vector_size(KLD_VECTOR_BYTES / 2)));
+/* The same at any address. */
+typedef float vf_any __attribute__((vector_size(KLD_VECTOR_BYTES), aligned(1), may_alias));
+typedef vu16h vu16h_any __attribute__((aligned(1), may_alias));
+
+INLINE vd vd_of(double x) { return x - (vd){0}; }
+INLINE vd vd_load(const double *at) { return *(const vd *)at; }
+INLINE void vd_store(double *at, vd x) { *(vd *)at = x; }
+INLINE vf vf_of(float x) { return x - (vf){0}; }
+
+INLINE vd vd_select(vi64 mask, vd yes, vd no) {
+    return (vd)(((vi64)yes & mask) | ((vi64)no & ~mask));
+}
+INLINE vf vf_select(vi32 mask, vf yes, vf no) {
+    return (vf)(((vi32)yes & mask) | ((vi32)no & ~mask));
+}
+
+INLINE double vd_sum(vd x) {
+    double sum = 0;
+    for (int i = 0; i < DOUBLES; i++)
+        sum += x[i];
+    return sum;
+}
+
+/* Any lane set? */
+INLINE int vi32_any(vi32 mask) {
+#if KLD_VECTOR_BYTES == 64
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif KLD_VECTOR_BYTES == 32
+    return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
+    int any = 0;
+    for (int i = 0; i < FLOATS; i++)
+        any |= mask[i];
+    return any != 0;
+#endif
+}
+
+#define ROUND_MAGIC 6755399441055744.0 /* 1.5 * 2^52: adding it rounds to an integer */
+
+INLINE vd vd_exp(vd x) {
+    x = vd_select(x > 710.0, vd_of(710.0), x);
+    x = vd_select(x < -746.0, vd_of(-746.0), x);
+    vd shifted = x * 1.4426950408889634 + ROUND_MAGIC;
+    vd n = shifted - ROUND_MAGIC;
+    vd r = x - n * 6.93147180369123816490e-01;
+    r = r - n * 1.90821492927058770002e-10;
+    vd p = vd_of(1.0 / 6227020800.0);
+    p = p * r + 1.0 / 479001600.0;
+    p = p * r + 1.0 / 39916800.0;
+    p = p * r + 1.0 / 3628800.0;
+    p = p * r + 1.0 / 362880.0;
+    p = p * r + 1.0 / 40320.0;
+    p = p * r + 1.0 / 5040.0;
+    p = p * r + 1.0 / 720.0;
+    p = p * r + 1.0 / 120.0;
+    p = p * r + 1.0 / 24.0;
+    p = p * r + 1.0 / 6.0;
+    p = p * r + 0.5;
+    p = p * (r * r) + r;
+    p = p + 1.0;
+    /* 2^n in two factors, so that the ends of the range come out as denormals and inf. */
+    vu64 whole = (vu64)shifted - 0x4338000000000000u + 2048u;
+    vu64 half = whole >> 1;
+    vu64 first = (half - 1024u + 1023u) << 52, second = (whole - half - 1024u + 1023u) << 52;
+    return p * (vd)first * (vd)second;
+}
+
+/* ln(a) - ln(b). One of them 0: the infinity of the right sign; both 0: 0. A NaN, an infinity or a
+ * number below 0: NaN. */
+INLINE vd vd_log_ratio(vd a, vd b) {
+    vi64 a_zero = a == 0.0, b_zero = b == 0.0;
+    vi64 wrong = ~((a >= 0.0) & (b >= 0.0) & (a < (double)INFINITY) & (b < (double)INFINITY));
+    vi64 a_tiny = a < 0x1p-1022, b_tiny = b < 0x1p-1022;
+    vu64 abits = (vu64)vd_select(a_tiny, a * 0x1p54, a);
+    vu64 bbits = (vu64)vd_select(b_tiny, b * 0x1p54, b);
+    /* k: the power of two nearest to a/b, as a biased number so that the shift is unsigned. */
+    vu64 k = (abits - bbits + 0x4008000000000000u) >> 52;
+    vu64 aexp = abits >> 52;
+    vd x = (vd)((abits & 0x000fffffffffffffu) | 0x3ff0000000000000u);
+    vd y = (vd)(bbits + ((k - 1024u - aexp + 1023u) << 52));
+    vd s = (x - y) / (x + y), z = s * s;
+    vd p = vd_of(2.0 / 23);
+    p = p * z + 2.0 / 21;
+    p = p * z + 2.0 / 19;
+    p = p * z + 2.0 / 17;
+    p = p * z + 2.0 / 15;
+    p = p * z + 2.0 / 13;
+    p = p * z + 2.0 / 11;
+    p = p * z + 2.0 / 9;
+    p = p * z + 2.0 / 7;
+    p = p * z + 2.0 / 5;
+    p = p * z + 2.0 / 3;
+    vd n = (vd)(k + 0x4330000000000000u) - 4503599627371520.0; /* 2^52 + 1024 */
+    n = n - vd_select(a_tiny, vd_of(54), vd_of(0)) + vd_select(b_tiny, vd_of(54), vd_of(0));
+    vd d = (2.0 * s + p * z * s) + n * 1.90821492927058770002e-10;
+    d = d + n * 6.93147180369123816490e-01;
+    d = vd_select(a_zero, vd_of(-INFINITY), d);
+    d = vd_select(b_zero, vd_of(INFINITY), d);
+    d = vd_select(a_zero & b_zero, vd_of(0), d);
+    return vd_select(wrong, vd_of(NAN), d);
+}
+
+/* ---- tensors to blocks of floats and back: FP16 and BF16 ------------------------------------- */
+
+INLINE float half_to_float(uint16_t half) {
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff, bits;
+    float value;
+    if (rest >= 0x7c00)
+        bits = sign | 0x7f800000u | (rest & 0x3ff) << 13;
+    else if (rest >= 0x0400)
+        bits = sign | ((rest << 13) + (112u << 23));
+    else {
+        float tiny = (float)rest * 0x1p-24f;
+        memcpy(&bits, &tiny, sizeof bits);
+        bits |= sign;
+    }
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint16_t float_to_half(float value) {
+    uint32_t bits, rest;
+    memcpy(&bits, &value, sizeof bits);
+    uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+    rest = bits & 0x7fffffff;
+    if (rest > 0x7f800000)
+        return sign | 0x7e00;
+    if (rest >= 0x477ff000) /* rounds to 2^16 or more */
+        return sign | 0x7c00;
+    if (rest < 0x38800000) { /* a denormal: the sum with 1/2 rounds it in place */
+        float magnitude;
+        memcpy(&magnitude, &rest, sizeof magnitude);
+        magnitude += 0.5f;
+        memcpy(&rest, &magnitude, sizeof rest);
+        return sign | (uint16_t)(rest - 0x3f000000);
+    }
+    rest += 0xfff + (rest >> 13 & 1);
+    return sign | (uint16_t)((rest - (112u << 23)) >> 13);
+}
+
+INLINE void halves_to_floats(uint64_t m, const uint16_t *from, float *to) {
+#if KLD_VECTOR_BYTES == 64
+    for (uint64_t i = 0; i < m; i += 16)
+        _mm512_store_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(from + i))));
+#elif KLD_VECTOR_BYTES == 32
+    for (uint64_t i = 0; i < m; i += 8)
+        _mm256_store_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(from + i))));
+#else
+    for (uint64_t i = 0; i < m; i++)
+        to[i] = half_to_float(from[i]);
+#endif
+}
+
+INLINE void floats_to_halves(uint64_t m, const float *from, uint16_t *to) {
+#if KLD_VECTOR_BYTES == 64
+    for (uint64_t i = 0; i < m; i += 16)
+        _mm256_storeu_si256((void *)(to + i), _mm512_cvtps_ph(_mm512_load_ps(from + i), 0));
+#elif KLD_VECTOR_BYTES == 32
+    for (uint64_t i = 0; i < m; i += 8)
+        _mm_storeu_si128((void *)(to + i), _mm256_cvtps_ph(_mm256_load_ps(from + i), 0));
+#else
+    for (uint64_t i = 0; i < m; i++)
+        to[i] = float_to_half(from[i]);
+#endif
+}
+
+INLINE void bfloats_to_floats(uint64_t m, const uint16_t *from, float *to) {
+    for (uint64_t i = 0; i < m; i += FLOATS) {
+        vu32 bits = __builtin_convertvector(*(const vu16h_any *)(from + i), vu32) << 16;
+        *(vf *)(to + i) = (vf)bits;
+    }
+}
+
+INLINE void floats_to_bfloats(uint64_t m, const float *from, uint16_t *to) {
+    for (uint64_t i = 0; i < m; i += FLOATS) {
+        vf x = *(const vf *)(from + i);
+        vu32 bits = (vu32)x, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+        vu32 nan = (vu32)(x != x);
+        bits = (rounded & ~nan) | (((bits >> 16) | 0x40u) & nan);
+        *(vu16h_any *)(to + i) = __builtin_convertvector(bits, vu16h);
+    }
+}
+
+INLINE void floats_to_doubles(uint64_t m, const float *from, double *to) {
+    for (uint64_t i = 0; i < m; i += DOUBLES)
+        vd_store(to + i, __builtin_convertvector(*(const vfh *)(from + i), vd));
+}
+
+INLINE void doubles_to_floats(uint64_t m, const double *from, float *to) {
+    for (uint64_t i = 0; i < m; i += DOUBLES)
+        *(vfh *)(to + i) = __builtin_convertvector(vd_load(from + i), vfh);
+}
+
+INLINE uint64_t element_bytes(uint32_t dtype) {
+    return dtype == KLD_DTYPE_FP64 ? 8 : dtype == KLD_DTYPE_FP32 ? 4 : 2;
+}
+
+/* Loops over a block run to here: a multiple of every vector length. */
+INLINE uint64_t whole_vectors(uint64_t n) { return (n + 15) / 16 * 16; }
+
+/* n elements of a tensor as a block of doubles or floats, filled up with `pad` to whole vectors.
+ * FP64 cannot be loaded as float. Reads nothing beyond the n elements. */
+static void block_load_floats(uint32_t dtype, const unsigned char *from, uint64_t n, float pad,
+                              float *to) {
+    uint64_t m = whole_vectors(n);
+    uint16_t raw[BLOCK] ALIGNED;
+    if (dtype == KLD_DTYPE_FP32) {
+        memcpy(to, from, n * 4);
+    } else {
+        const uint16_t *source = (const uint16_t *)(const void *)from;
+        if (n < m) {
+            memcpy(raw, from, n * 2);
+            memset(raw + n, 0, (m - n) * 2);
+            source = raw;
+        }
+        if (dtype == KLD_DTYPE_FP16)
+            halves_to_floats(m, source, to);
+        else
+            bfloats_to_floats(m, source, to);
+    }
+    for (uint64_t i = n; i < m; i++)
+        to[i] = pad;
+}
+
+static void block_load(uint32_t dtype, const unsigned char *from, uint64_t n, double pad,
+                       double *to) {
+    uint64_t m = whole_vectors(n);
+    float single[BLOCK] ALIGNED;
+    if (dtype == KLD_DTYPE_FP64) {
+        memcpy(to, from, n * 8);
+        for (uint64_t i = n; i < m; i++)
+            to[i] = pad;
+        return;
+    }
+    block_load_floats(dtype, from, n, (float)pad, single);
+    floats_to_doubles(m, single, to);
+}
+
+/* The first n numbers of a block into a tensor; writes nothing beyond them. */
+static void block_store_floats(uint32_t dtype, const float *from, uint64_t n, unsigned char *to) {
+    uint64_t m = whole_vectors(n);
+    uint16_t raw[BLOCK] ALIGNED;
+    if (dtype == KLD_DTYPE_FP32) {
+        memcpy(to, from, n * 4);
+        return;
+    }
+    uint16_t *target = n == m ? (uint16_t *)(void *)to : raw;
+    if (dtype == KLD_DTYPE_FP16)
+        floats_to_halves(m, from, target);
+    else
+        floats_to_bfloats(m, from, target);
+    if (n < m)
+        memcpy(to, raw, n * 2);
+}
+
+static void block_store(uint32_t dtype, const double *from, uint64_t n, unsigned char *to) {
+    float single[BLOCK] ALIGNED;
+    if (dtype == KLD_DTYPE_FP64) {
+        memcpy(to, from, n * 8);
+        return;
+    }
+    doubles_to_floats(whole_vectors(n), from, single);
+    block_store_floats(dtype, single, n, to);
+}
+
+#endif
