@@ -1,0 +1,237 @@
+"""What every end-to-end test uses: the programs under test, and a server with its own sockets.
+
+Programs come from KLD_BIN (a folder with kld-server and kld; default: build/). KLD_BACKEND (or
+--backend) names the back end that servers are started with; default cpu. Needs only Debian's
+python3-pytest and python3-numpy.
+"""
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DATA = ROOT / "tests" / "data"
+BIN = pathlib.Path(os.environ.get("KLD_BIN", ROOT / "build")).resolve()
+START_SECONDS = 60  # a sanitizer build on a busy machine; a plain one takes 0.1
+
+
+def pytest_addoption(parser):
+    parser.addoption("--backend", default=os.environ.get("KLD_BACKEND", "cpu"),
+                     choices=["cpu", "cuda"], help="back end of the servers under test")
+
+
+def clean_environment(**extra):
+    """The environment without the user's own KLD_ settings."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("KLD_")}
+    environment.update({k: str(v) for k, v in extra.items()})
+    return environment
+
+
+def children_of(pid):
+    """{role: pid} of the processes that a server started."""
+    found = {}
+    for entry in pathlib.Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            arguments = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            for argument in arguments:
+                if argument.startswith(b"--role="):
+                    found[argument[7:].decode()] = int(entry.name)
+    return found
+
+
+def wait_until(condition, seconds=10, what="the condition"):
+    """Polls until condition() is true and returns its value; fails the test after that."""
+    end = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < end, f"{what}: not within {seconds} s"
+        time.sleep(0.01)
+
+
+class Server:
+    """One kld-server with a folder of its own. flags: {"log_level": "debug", ...}; http="" for none."""
+
+    def __init__(self, backend="cpu", environment=None, wait=True, arguments=(), **flags):
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="kld-test-"))
+        self.log_path = self.folder / "log"
+        flags.setdefault("http", "127.0.0.1:0")
+        flags.setdefault("unix", str(self.folder / "kld.sock"))
+        flags.setdefault("backend", backend)
+        self.flags = flags
+        self.arguments = [str(BIN / "kld-server")]
+        self.arguments += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()
+                           if value is not None]
+        self.arguments += list(arguments)
+        self.environment = clean_environment(**(environment or {}))
+        self.process = None
+        self.address = self.http = self.unix = self.url_unix = self.backend = None
+        self.start(wait)
+
+    def start(self, wait=True):
+        with open(self.log_path, "ab") as log:
+            self.process = subprocess.Popen(self.arguments, stdout=subprocess.PIPE, stderr=log,
+                                            stdin=subprocess.DEVNULL, env=self.environment)
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self, seconds=START_SECONDS):
+        """Reads the ready line; fails with the log if there is none."""
+        timer = threading.Timer(seconds, self.process.kill)
+        timer.start()
+        self.ready_line = self.process.stdout.readline().decode()
+        timer.cancel()
+        match = re.fullmatch(r"ready http=(\S*) unix=(\S+) backend=(\w+)\n", self.ready_line)
+        assert match, f"no ready line but {self.ready_line!r}; log:\n{self.log()}"
+        self.address, self.unix, self.backend = match.groups()
+        self.http = f"http://{self.address}"
+        self.url_unix = f"unix:{self.unix}"
+        return self
+
+    def log(self):
+        return self.log_path.read_text(errors="replace")
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    def child(self, role, seconds=START_SECONDS):
+        """The pid of "worker" or "gateway", waiting for one if it is just being replaced."""
+        return wait_until(lambda: children_of(self.pid).get(role), seconds, f"a {role}")
+
+    def kill_child(self, role, signal_number=signal.SIGKILL):
+        """Kills it; returns its pid once it is gone."""
+        pid = self.child(role)
+        os.kill(pid, signal_number)
+        wait_until(lambda: children_of(self.pid).get(role) != pid, 10, f"the end of {role}")
+        return pid
+
+    def request(self, path, data=None, headers=None, method=None, timeout=60):
+        """One HTTP request -> (status, headers, body as bytes); an error status is no exception."""
+        request = urllib.request.Request(self.http + path, data=data, headers=headers or {},
+                                         method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as reply:
+                return reply.status, reply.headers, reply.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.headers, error.read()
+
+    def json(self, path, body=None, **more):
+        """The same with JSON in and out -> (status, object)."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} if data is not None else {}
+        status, _, reply = self.request(path, data, headers, **more)
+        return status, json.loads(reply) if reply else None
+
+    def metrics(self):
+        """/metrics as {name with labels: value}."""
+        status, _, body = self.request("/metrics")
+        assert status == 200
+        lines = [line for line in body.decode().splitlines() if line and line[0] != "#"]
+        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+    def connect(self):
+        """A raw connection on the Unix socket."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(60)
+        connection.connect(self.unix)
+        return connection
+
+    def stop(self, signal_number=signal.SIGTERM, seconds=60):
+        """Ends it; returns the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal_number)
+        try:
+            status = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+        finally:
+            self.process.stdout.close()
+        return status
+
+    def remove(self):
+        """Ends it whatever its state and removes its folder."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+SANITIZER = re.compile(r"ERROR: (Address|Leak|Thread)Sanitizer|WARNING: ThreadSanitizer|runtime error:"
+                       r"|SUMMARY: \w+Sanitizer")
+
+
+@pytest.fixture(scope="session")
+def backend(request):
+    return request.config.getoption("--backend")
+
+
+@pytest.fixture
+def make_server(backend):
+    """make_server(log_level="debug", ...) -> Server. Those still running at the end of the test must
+    stop with status 0, and no sanitizer may have said anything."""
+    servers = []
+
+    def make(**arguments):
+        servers.append(Server(**{"backend": backend, **arguments}))
+        return servers[-1]
+
+    yield make
+    problems = []
+    for server in servers:
+        try:
+            running = server.process.poll() is None
+            if running and server.stop() != 0:
+                problems.append(f"exit status {server.process.returncode}")
+            if SANITIZER.search(server.log()):
+                problems.append("a sanitizer report")
+            if problems:
+                problems.append(server.log())
+        finally:
+            server.remove()
+    assert not problems, "\n".join(problems)
+
+
+@pytest.fixture(scope="module")
+def server(backend):
+    """One server for all tests of a file; they must leave it serving."""
+    one = Server(backend=backend)
+    yield one
+    alive = one.process.poll() is None
+    status = one.stop() if alive else one.process.returncode
+    log = one.log()
+    one.remove()
+    assert alive, f"the server ended during the tests, status {status}:\n{log}"
+    assert status == 0, log
+    assert not SANITIZER.search(log), log
+
+
+@pytest.fixture
+def cli(backend):
+    """cli("div", "a.npy", ...) -> CompletedProcess of the kld tool, text in and out."""
+    def run(*arguments, environment=None, timeout=120, **more):
+        return subprocess.run([str(BIN / "kld"), *map(str, arguments)], capture_output=True, text=True,
+                              timeout=timeout, env=clean_environment(**(environment or {})), **more)
+    return run

@@ -1,0 +1,323 @@
+"""The server as its operator meets it: start, options, the ready line, signals, lost children."""
+import json
+import os
+import pathlib
+import signal
+import socket
+import stat
+import subprocess
+import time
+import urllib.request
+
+import pytest
+
+from conftest import BIN, Server, children_of, clean_environment, wait_until
+
+SERVER = str(BIN / "kld-server")
+
+
+def run(*arguments, environment=None, timeout=60):
+    return subprocess.run([SERVER, *arguments], capture_output=True, text=True, timeout=timeout,
+                          env=clean_environment(**(environment or {})), stdin=subprocess.DEVNULL)
+
+
+def test_help_lists_every_option_with_default():
+    result = run("--help")
+    assert result.returncode == 0 and result.stderr == ""
+    for option in ("--http TEXT", "--unix TEXT", "--backend TEXT", "--drain-ms N", "--insecure-bind",
+                   "--staging-bytes-max BYTES", "--config TEXT", "[127.0.0.1:8080]", "[10000]"):
+        assert option in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 130
+
+
+def test_version():
+    result = run("--version")
+    assert result.returncode == 0
+    version = result.stdout.split()
+    assert version[0] == "kld-server" and version[1].count(".") == 2
+
+
+@pytest.mark.parametrize("arguments, expected", [
+    (["--lgo-level", "info"], "did you mean --log-level?"),
+    (["--nonsense"], "'--nonsense'"),
+    (["serve"], "unexpected argument 'serve'"),
+    (["--http"], "--http needs a value"),
+    (["--device", "first"], "--device: 'first' is not a whole number"),
+    (["--device=-1"], "whole number"),
+    (["--requests-max", "0"], "from 1 to"),
+    (["--backend", "tpu"], "not one of auto,cpu,cuda"),
+    (["--staging-bytes-max", "1X"], "K, M, G, T"),
+    (["--unix-mode", "0999"], "--unix-mode"),
+    (["--allow-uids", "root"], "numbers separated by commas"),
+    (["--insecure-bind=maybe"], "true or false"),
+    (["--config", "/nonexistent.json"], "No such file"),
+    (["--http_idle_ms=5"], "did you mean --http-idle-ms?"),
+])
+def test_wrong_usage(arguments, expected):
+    result = run(*arguments)
+    assert result.returncode == 2 and result.stdout == ""
+    assert expected in result.stderr
+
+
+@pytest.mark.parametrize("address, expected", [
+    ("0.0.0.0:0", "--insecure-bind allows it"),
+    ("[::]:0", "--insecure-bind allows it"),
+    ("8080", "expected ADDR:PORT"),
+    ("127.0.0.1:99999", "expected ADDR:PORT"),
+    ("example.invalid:1", "is not an address"),
+])
+def test_wrong_http_address(tmp_path, address, expected):
+    result = run("--http", address, "--unix", str(tmp_path / "s"))
+    assert result.returncode == 1 and expected in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_ready_line_and_clean_end(make_server):
+    server = make_server()
+    host, port = server.address.rsplit(":", 1)
+    assert host == "127.0.0.1" and int(port) > 0
+    assert server.backend == server.flags["backend"]
+    mode = os.stat(server.unix)
+    assert stat.S_ISSOCK(mode.st_mode) and stat.S_IMODE(mode.st_mode) == 0o660
+    assert set(children_of(server.pid)) == {"worker", "gateway"}
+    assert urllib.request.urlopen(server.http + "/v2/health/ready").status == 200
+    children = list(children_of(server.pid).values())
+    assert server.stop() == 0
+    assert not os.path.exists(server.unix)
+    assert server.process.stdout.closed
+    for pid in children:
+        assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_exactly_one_line_on_stdout(tmp_path, backend):
+    process = subprocess.Popen([SERVER, "--http=127.0.0.1:0", f"--unix={tmp_path}/s",
+                                f"--backend={backend}"], stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL, env=clean_environment())
+    line = process.stdout.readline()
+    worker = wait_until(lambda: children_of(process.pid).get("worker"))
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: children_of(process.pid).get("worker") not in (None, worker))
+    process.terminate()
+    rest = process.stdout.read()
+    assert process.wait(30) == 0
+    assert line.startswith(b"ready ") and rest == b""
+    process.stdout.close()
+
+
+def test_without_http(make_server):
+    server = make_server(http="")
+    assert server.ready_line.startswith("ready http= unix=")
+    assert set(children_of(server.pid)) == {"worker"}
+    server.connect().close()
+
+
+def test_ipv6_loopback(make_server):
+    try:
+        socket.socket(socket.AF_INET6).bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 here")
+    server = make_server(http="[::1]:0")
+    assert server.address.startswith("[::1]:")
+    assert server.json("/v2")[0] == 200
+
+
+def test_insecure_bind_is_explicit(make_server):
+    server = make_server(http="0.0.0.0:0", arguments=["--insecure-bind"])
+    port = server.address.rsplit(":", 1)[1]
+    assert urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/live").status == 200
+
+
+def test_settings_from_environment_file_and_flag(make_server, tmp_path):
+    settings = tmp_path / "kld.json"
+    settings.write_text(json.dumps({"log_level": "error", "log_format": "json", "drain_ms": 5000,
+                                    "staging_bytes_max": "64M", "unix_mode": "0600"}))
+    server = make_server(environment={"KLD_LOG_LEVEL": "debug", "KLD_CONFIG": str(settings),
+                                      "KLD_DRAIN_MS": "1"}, drain_ms=20000)
+    arguments = pathlib.Path(f"/proc/{server.child('worker')}/cmdline").read_text().split("\0")
+    assert "--log-level=debug" in arguments           # environment over file
+    assert "--log-format=json" in arguments           # file over default
+    assert "--drain-ms=20000" in arguments            # flag over environment
+    assert f"--staging-bytes-max={64 << 20}" in arguments
+    assert stat.S_IMODE(os.stat(server.unix).st_mode) == 0o600
+    lines = [json.loads(line) for line in server.log().splitlines()]
+    assert lines and all({"time", "level", "role", "event"} <= set(line) for line in lines)
+
+
+@pytest.mark.parametrize("text, expected", [
+    ('{"htpp": "x"}', "did you mean http"),
+    ('{"http": 8080}', "expected a text"),
+    ('{"drain_ms": 1.5}', "expected a whole number"),
+    ('{"drain_ms": 1, "drain_ms": 2}', "is there twice"),
+    ('{"insecure_bind": "yes"}', "expected true or false"),
+    ("[]", "expected a JSON object"),
+    ("{", "not valid JSON"),
+    ("{} {}", "text after the JSON object"),
+])
+def test_wrong_file(tmp_path, text, expected):
+    settings = tmp_path / "kld.json"
+    settings.write_text(text)
+    result = run("--config", str(settings))
+    assert result.returncode == 2 and expected in result.stderr
+
+
+def test_unknown_device_ends_the_start(tmp_path, backend):
+    result = run("--http=127.0.0.1:0", f"--unix={tmp_path}/s", f"--backend={backend}",
+                 "--device=1000")
+    assert result.returncode == 1 and result.stdout == ""
+    assert "cannot start" in result.stderr and "device" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_stale_socket_is_replaced(make_server):
+    server = make_server()
+    server.process.kill()
+    server.process.wait()
+    wait_until(lambda: not children_of(server.pid), what="the end of the children")
+    assert os.path.exists(server.unix)
+    server.process.stdout.close()
+    server.start()
+    server.connect().close()
+
+
+def test_live_socket_is_not_taken(make_server):
+    server = make_server()
+    result = run("--http=", f"--unix={server.unix}")
+    assert result.returncode == 1 and "another server" in result.stderr
+    server.connect().close()
+
+
+def test_other_file_is_not_replaced(tmp_path):
+    path = tmp_path / "notes"
+    path.write_text("mine")
+    result = run("--http=", f"--unix={path}")
+    assert result.returncode == 1 and "not a socket" in result.stderr
+    assert path.read_text() == "mine"
+
+
+def test_default_socket_folder_is_made(make_server, tmp_path):
+    server = make_server(unix=None, environment={"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert server.unix == f"{tmp_path}/kld/kld.sock"
+    server.connect().close()
+
+
+def test_port_in_use(make_server, tmp_path):
+    server = make_server()
+    result = run(f"--http={server.address}", f"--unix={tmp_path}/s")
+    assert result.returncode == 1 and "Address already in use" in result.stderr
+
+
+@pytest.mark.parametrize("role", ["worker", "gateway"])
+def test_killed_child_is_back(make_server, role):
+    server = make_server()
+    for _ in range(3):
+        before = server.kill_child(role)
+        # Nobody is refused: the connection waits for the next worker or gateway.
+        assert server.request("/v2/health/live")[0] == 200
+        server.connect().close()
+        wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="readiness")
+        assert server.child(role) != before
+    assert server.metrics()[f"kld_{role}_restarts_total"] == 3
+
+
+def test_worker_keeps_its_back_end(make_server, backend):
+    server = make_server(backend="auto")
+    server.kill_child("worker")
+    pid = server.child("worker")
+    arguments = wait_until(lambda: pathlib.Path(f"/proc/{pid}/cmdline").read_text())
+    assert f"--backend={server.backend}\0" in arguments
+
+
+def test_children_go_with_a_killed_supervisor(make_server):
+    server = make_server()
+    children = list(children_of(server.pid).values())
+    assert len(children) == 2
+    server.process.kill()
+    server.process.wait()
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children),
+               what="the end of the children")
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_drain_is_quick_when_idle(make_server, signal_number):
+    server = make_server()
+    connection = server.connect()  # an idle client does not hold up the end
+    started = time.monotonic()
+    assert server.stop(signal_number) == 0
+    assert time.monotonic() - started < 5
+    connection.close()
+
+
+def test_signal_during_start(make_server):
+    server = make_server(wait=False)
+    time.sleep(0.02)
+    assert server.stop() in (0, -signal.SIGTERM)  # before the handler is there: the default action
+    wait_until(lambda: not children_of(server.pid), what="the end of the children")
+
+
+def test_full_stderr_stops_nothing(tmp_path, backend):
+    reader, writer = os.pipe()
+    process = subprocess.Popen([SERVER, "--http=127.0.0.1:0", f"--unix={tmp_path}/s",
+                                f"--backend={backend}", "--log-level=debug"],
+                               stdout=subprocess.PIPE, stderr=writer, env=clean_environment())
+    os.set_blocking(writer, False)
+    try:
+        while os.write(writer, b"x" * 4096):
+            pass
+    except BlockingIOError:
+        pass
+    try:
+        line = process.stdout.readline().decode()
+        address = line.split("http=")[1].split()[0]
+        url = f"http://{address}/v2/health/live"
+        assert urllib.request.urlopen(url, timeout=10).status == 200
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        os.close(reader)
+        os.close(writer)
+
+
+def test_as_pid_1(tmp_path):
+    """In a PID namespace of its own: starts, collects orphans, ends on SIGTERM."""
+    script = (f"mount -t proc proc /proc; exec {SERVER} --http= --unix={tmp_path}/s --backend=cpu")
+    command = ["unshare", "--pid", "--fork", "--mount", "--kill-child", "sh", "-c", script]
+    try:
+        if subprocess.run(command[:5] + ["true"], capture_output=True).returncode != 0:
+            pytest.skip("no PID namespaces here")
+    except FileNotFoundError:
+        pytest.skip("no unshare here")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env=clean_environment())
+    line = process.stdout.readline()
+    assert line.startswith(b"ready "), process.stderr.read()
+    inside = wait_until(lambda: [int(p.name) for p in pathlib.Path("/proc").iterdir()
+                                 if p.name.isdigit() and parent_of(p) == process.pid])[0]
+    # An orphan: its parent, in the namespace, ends at once; PID 1 must collect it.
+    subprocess.run(["nsenter", "-t", str(inside), "-p", "-m", "sh", "-c", "(sleep 0.2 &)"],
+                   check=True)
+    time.sleep(0.6)
+    zombies = [p for p in pathlib.Path("/proc").iterdir()
+               if p.name.isdigit() and parent_of(p) == inside and state_of(p) == "Z"]
+    assert not zombies
+    os.kill(inside, signal.SIGTERM)
+    assert process.wait(30) == 0
+    process.stdout.close()
+    process.stderr.close()
+
+
+def stat_of(entry):
+    try:
+        return (entry / "stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return ["?", "0"]
+
+
+def parent_of(entry):
+    return int(stat_of(entry)[1])
+
+
+def state_of(entry):
+    return stat_of(entry)[0]
