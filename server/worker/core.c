@@ -42,7 +42,7 @@ static void account(struct kld_request *request, enum kld_status status, const c
     struct kld_worker *worker = request->session->worker;
     struct kld_stats *stats = worker->options.stats;
     const struct kld_job *job = &request->job;
-    uint64_t total_ns = kld_now_ns() - request->arrival_ns;
+    uint64_t total_ns = kld_worker_now_ns() - request->arrival_ns;
     worker->requests_total++;
     worker->errors_total += status != KLD_OK;
     kld_stats_request(stats, KLD_FRONT_UNIX, status);
@@ -74,7 +74,7 @@ static void retire(struct kld_request *request) {
     struct kld_worker *worker = session->worker;
     kld_queue_unwatch(&worker->queue, request);
     for (uint32_t i = 0; i < request->regions_count; i++)
-        kld_region_release(request->regions[i]);
+        kld_worker_region_release(request->regions[i]);
     TAILQ_REMOVE(&session->requests, request, in_session);
     session->requests_count--;
     request->state = KLD_REQUEST_FREE;
@@ -202,7 +202,7 @@ static enum kld_status admit(struct kld_session *session, uint64_t number, uint3
     request->session = session;
     request->number = number;
     request->lane = &session->lanes[stream];
-    request->arrival_ns = kld_now_ns();
+    request->arrival_ns = kld_worker_now_ns();
     *ret_request = request;
     return KLD_OK;
 }
@@ -236,7 +236,7 @@ static void enter(struct kld_request *request, uint64_t timeout_ns) {
 }
 
 static void pin(struct kld_request *request, struct kld_region *region) {
-    kld_region_acquire(region);
+    kld_worker_region_acquire(region);
     request->regions[request->regions_count++] = region;
 }
 
@@ -264,7 +264,8 @@ static enum kld_status look_up(struct kld_session *session, struct kld_op *op,
         regions[slot] = NULL;
         if (op->tensor[slot].dtype == KLD_DTYPE_ABSENT)
             continue;
-        regions[slot] = kld_region_find(session, op->tensor[slot].region, kld_slot_name(slot), err);
+        regions[slot] =
+            kld_worker_region_find(session, op->tensor[slot].region, kld_slot_name(slot), err);
         if (!regions[slot])
             return err->status;
         if ((status =
@@ -327,8 +328,9 @@ enum kld_status kld_core_copy(struct kld_session *session, const struct kld_fram
         return kld_error_set(err, KLD_INVALID, "COPY: reserved field is not 0");
     if (frame->bytes == 0)
         return kld_error_set(err, KLD_INVALID, "COPY of 0 bytes");
-    struct kld_region *to = kld_region_find(session, frame->destination, "destination", err);
-    struct kld_region *from = to ? kld_region_find(session, frame->source, "source", err) : NULL;
+    struct kld_region *to = kld_worker_region_find(session, frame->destination, "destination", err);
+    struct kld_region *from =
+        to ? kld_worker_region_find(session, frame->source, "source", err) : NULL;
     if (!from)
         return err->status;
     uint64_t to_offset = frame->destination_offset_bytes, from_offset = frame->source_offset_bytes;
@@ -391,7 +393,7 @@ void kld_core_detach(struct kld_session *session) {
 }
 
 void kld_core_expire(struct kld_worker *worker) {
-    uint64_t now = kld_now_ns();
+    uint64_t now = kld_worker_now_ns();
     struct kld_request *request;
     while ((request = kld_queue_earliest(&worker->queue)) && request->deadline_ns <= now) {
         struct kld_error error;

@@ -66,7 +66,7 @@ static void stats(struct kld_session *session, uint64_t request) {
     kld_frame_init(&reply, KLD_FRAME_STATS_REPLY, request);
     struct kld_frame_stats_reply *out = &reply.as_STATS_REPLY;
     out->epoch = worker->epoch;
-    out->uptime_ns = kld_now_ns() - worker->started_ns;
+    out->uptime_ns = kld_worker_now_ns() - worker->started_ns;
     out->requests_total = worker->requests_total;
     out->errors_total = worker->errors_total;
     out->in_flight = worker->queue.in_use;
@@ -97,11 +97,11 @@ static enum kld_status dispatch(struct kld_session *session, const union kld_fra
     switch (frame->header.type) {
     case KLD_FRAME_HELLO: return hello(session, &frame->as_HELLO, err);
     case KLD_FRAME_REGION_ADD:
-        status = kld_region_add(session, &frame->as_REGION_ADD, fd, err);
+        status = kld_worker_region_add(session, &frame->as_REGION_ADD, fd, err);
         *ret_fd_taken = status == KLD_OK;
         return status;
     case KLD_FRAME_REGION_DROP:
-        if ((status = kld_region_drop(session, frame->as_REGION_DROP.region, err)))
+        if ((status = kld_worker_region_drop(session, frame->as_REGION_DROP.region, err)))
             return status;
         reply_plain(session, KLD_FRAME_DONE, request);
         return KLD_OK;

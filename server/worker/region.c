@@ -255,9 +255,9 @@ static void add_after(uv_work_t *work, int cancelled) {
 
 /* ---- What sessions and requests call --------------------------------------------------------- */
 
-enum kld_status kld_region_add(struct kld_session *session,
-                               const struct kld_frame_region_add *frame, int fd,
-                               struct kld_error *err) {
+enum kld_status kld_worker_region_add(struct kld_session *session,
+                                      const struct kld_frame_region_add *frame, int fd,
+                                      struct kld_error *err) {
     struct kld_worker *worker = session->worker;
     struct stat stat = {0};
     enum kld_status status;
@@ -294,8 +294,8 @@ enum kld_status kld_region_add(struct kld_session *session,
     return KLD_OK;
 }
 
-struct kld_region *kld_region_find(struct kld_session *session, uint64_t id, const char *what,
-                                   struct kld_error *err) {
+struct kld_region *kld_worker_region_find(struct kld_session *session, uint64_t id,
+                                          const char *what, struct kld_error *err) {
     uint64_t slot = id & SLOT_MASK;
     struct kld_region *region = slot < session->regions_size ? session->regions[slot] : NULL;
     if (region && region->id == id && region->state == KLD_REGION_LIVE)
@@ -304,8 +304,9 @@ struct kld_region *kld_region_find(struct kld_session *session, uint64_t id, con
     return NULL;
 }
 
-enum kld_status kld_region_drop(struct kld_session *session, uint64_t id, struct kld_error *err) {
-    struct kld_region *region = kld_region_find(session, id, "REGION_DROP", err);
+enum kld_status kld_worker_region_drop(struct kld_session *session, uint64_t id,
+                                       struct kld_error *err) {
+    struct kld_region *region = kld_worker_region_find(session, id, "REGION_DROP", err);
     if (!region)
         return err->status;
     region->state = KLD_REGION_CONDEMNED;
@@ -313,7 +314,7 @@ enum kld_status kld_region_drop(struct kld_session *session, uint64_t id, struct
     return KLD_OK;
 }
 
-void kld_region_drop_all(struct kld_session *session) {
+void kld_worker_region_drop_all(struct kld_session *session) {
     for (uint32_t i = 0; i < session->regions_size; i++) {
         struct kld_region *region = session->regions[i];
         if (!region || region->state != KLD_REGION_LIVE)
@@ -323,9 +324,9 @@ void kld_region_drop_all(struct kld_session *session) {
     }
 }
 
-void kld_region_acquire(struct kld_region *region) { region->users++; }
+void kld_worker_region_acquire(struct kld_region *region) { region->users++; }
 
-void kld_region_release(struct kld_region *region) {
+void kld_worker_region_release(struct kld_region *region) {
     region->users--;
     remove_unused(region);
 }

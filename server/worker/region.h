@@ -52,18 +52,19 @@ struct kld_region {
 
 /* Checks the frame, the descriptor (sealed, large enough; -1 if none came) and the quotas, then
  * starts mapping; REGION or ERROR follows. The descriptor is taken over if KLD_OK is returned. */
-enum kld_status kld_region_add(struct kld_session *session,
-                               const struct kld_frame_region_add *frame, int fd,
-                               struct kld_error *err);
+enum kld_status kld_worker_region_add(struct kld_session *session,
+                                      const struct kld_frame_region_add *frame, int fd,
+                                      struct kld_error *err);
 /* LIVE -> CONDEMNED: no request can name it from here on. */
-enum kld_status kld_region_drop(struct kld_session *session, uint64_t id, struct kld_error *err);
-void kld_region_drop_all(struct kld_session *session);
+enum kld_status kld_worker_region_drop(struct kld_session *session, uint64_t id,
+                                       struct kld_error *err);
+void kld_worker_region_drop_all(struct kld_session *session);
 
 /* The LIVE region of this id, or NULL with KLD_NOT_FOUND described. what: who named it. */
-struct kld_region *kld_region_find(struct kld_session *session, uint64_t id, const char *what,
-                                   struct kld_error *err);
-void kld_region_acquire(struct kld_region *region);
+struct kld_region *kld_worker_region_find(struct kld_session *session, uint64_t id,
+                                          const char *what, struct kld_error *err);
+void kld_worker_region_acquire(struct kld_region *region);
 /* The last user of a condemned region has it unmapped. */
-void kld_region_release(struct kld_region *region);
+void kld_worker_region_release(struct kld_region *region);
 
 #endif

@@ -265,7 +265,7 @@ void kld_session_close(struct kld_session *session) {
     /* Frames that were never read may hold descriptors: closing can take as long as theirs. */
     kld_session_close_fds(session, &session->fd, 1);
     session->fd = -1;
-    kld_region_drop_all(session);
+    kld_worker_region_drop_all(session);
     kld_core_detach(session);
     kld_worker_accept(worker);
     kld_worker_progress(worker);

@@ -23,7 +23,7 @@
 #define ACCEPT_AGAIN_MS 100
 #define LOST_FLUSH_MS 200 /* given to clients to take their last replies from a lost device */
 
-uint64_t kld_now_ns(void) {
+uint64_t kld_worker_now_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
@@ -113,7 +113,7 @@ void kld_worker_watch_deadlines(struct kld_worker *worker) {
         uv_timer_stop(&worker->deadline);
         return;
     }
-    uint64_t now = kld_now_ns();
+    uint64_t now = kld_worker_now_ns();
     uint64_t wait_ns = request->deadline_ns > now ? request->deadline_ns - now : 0;
     uv_update_time(&worker->loop);
     uv_timer_start(&worker->deadline, deadline_due, (wait_ns + 999999) / 1000000, 0);
@@ -199,11 +199,11 @@ static void control_ready(uv_poll_t *poll, int status, int events) {
 
 /* A lost device: whoever does not take its last reply in time loses it. */
 static void flush_all(struct kld_worker *worker) {
-    uint64_t until = kld_now_ns() + LOST_FLUSH_MS * UINT64_C(1000000);
+    uint64_t until = kld_worker_now_ns() + LOST_FLUSH_MS * UINT64_C(1000000);
     struct kld_session *session;
     TAILQ_FOREACH(session, &worker->sessions, in_worker) {
         while (session->state == KLD_SESSION_OPEN && session->out_tail && !session->broken) {
-            uint64_t now = kld_now_ns();
+            uint64_t now = kld_worker_now_ns();
             struct pollfd poll_fd = {.fd = session->fd, .events = POLLOUT};
             if (now >= until || poll(&poll_fd, 1, (int)((until - now + 999999) / 1000000)) <= 0)
                 return;
@@ -242,7 +242,7 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
     memset(worker, 0, sizeof *worker);
     worker->options = *options;
     worker->device = options->device;
-    worker->started_ns = kld_now_ns();
+    worker->started_ns = kld_worker_now_ns();
     TAILQ_INIT(&worker->sessions);
     do
         if (getrandom(&worker->epoch, sizeof worker->epoch, 0) != sizeof worker->epoch)

@@ -76,6 +76,6 @@ void kld_worker_accept(struct kld_worker *worker);
 /* The deadline timer follows the queue's earliest deadline. */
 void kld_worker_watch_deadlines(struct kld_worker *worker);
 
-uint64_t kld_now_ns(void); /* CLOCK_MONOTONIC */
+uint64_t kld_worker_now_ns(void); /* CLOCK_MONOTONIC */
 
 #endif
