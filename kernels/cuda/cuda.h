@@ -1,4 +1,5 @@
-/* cuda.h - the CUDA back end: the only folder that includes CUDA headers. See kernels/backend.h for everything. */
+/* cuda.h - the CUDA back end; only this folder includes CUDA headers.
+ * What its functions do, their threads and errors: kernels/backend.h. */
 #ifndef KLD_KERNELS_CUDA_CUDA_H
 #define KLD_KERNELS_CUDA_CUDA_H
 

@@ -1,0 +1,208 @@
+/* device.c - opening and closing a device: context, pool, events, scratch and thread; streams; and
+ * the table that makes all of it a back end. Everything that a job needs is allocated here, once.
+ * Any thread but the device's own. */
+#include "kernels/cuda/device.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static enum kld_status device_count(uint32_t *ret_count, struct kld_error *err) {
+    int count = 0;
+    cudaError_t error = cudaGetDeviceCount(&count);
+    if (error) {
+        cudaGetLastError();
+        return kld_error_set(err, KLD_UNAVAILABLE, "no CUDA device: %s", cudaGetErrorString(error));
+    }
+    if (count < 1)
+        return kld_error_set(err, KLD_UNAVAILABLE, "no CUDA device");
+    *ret_count = (uint32_t)count;
+    return KLD_OK;
+}
+
+static cudaError_t fill_info(struct cuda_device *device, const struct kld_device_options *options) {
+    struct kld_device_info *info = &device->base.info;
+    struct cudaDeviceProp properties;
+    int shared = 0, processors = 0;
+    cudaError_t error;
+    if ((error = cudaGetDeviceProperties(&properties, device->ordinal)) ||
+        (error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                                        device->ordinal)) ||
+        (error =
+             cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device->ordinal)))
+        return error;
+    strcpy(info->backend, "cuda");
+    snprintf(info->name, sizeof info->name, "%.63s", properties.name);
+    memcpy(info->uuid, &properties.uuid, sizeof info->uuid);
+    info->memory_bytes = properties.totalGlobalMem;
+    info->pool_bytes_max =
+        options->pool_bytes_max ? options->pool_bytes_max : info->memory_bytes / 2;
+    info->threads = (uint32_t)processors;
+    info->imports_cuda_ipc = true;
+    device->spin_us = options->spin_us;
+    /* What the kernels' own static shared memory takes is kept back. */
+    device->shared_bytes_max = (uint32_t)shared - 2048;
+    return properties.major >= 8 ? cudaSuccess : cudaErrorNoKernelImageForDevice;
+}
+
+static cudaError_t open_pool(struct cuda_device *device) {
+    struct cudaMemPoolProps properties;
+    memset(&properties, 0, sizeof properties);
+    properties.allocType = cudaMemAllocationTypePinned;
+    properties.location.type = cudaMemLocationTypeDevice;
+    properties.location.id = device->ordinal;
+#if CUDART_VERSION >= 12020
+    /* Reservations bound what callers take; this bounds what the driver takes for them: scratch,
+     * rounding and the room between buffers. */
+    uint64_t most = device->base.info.pool_bytes_max, slack = most / 8 + ((uint64_t)256 << 20);
+    if (most + slack < device->base.info.memory_bytes)
+        properties.maxSize = most + slack;
+#endif
+    cudaError_t error = cudaMemPoolCreate(&device->pool, &properties);
+    if (error)
+        return error;
+    uint64_t keep = UINT64_MAX; /* memory stays with the pool between jobs */
+    return cudaMemPoolSetAttribute(device->pool, cudaMemPoolAttrReleaseThreshold, &keep);
+}
+
+static cudaError_t open_flights(struct cuda_device *device) {
+    void *results = NULL, *scratch = NULL;
+    cudaError_t error;
+    if ((error = cudaHostAlloc(&results, CUDA_FLIGHTS_MAX * sizeof(double), cudaHostAllocMapped)))
+        return error;
+    device->results = results;
+    size_t bytes = CUDA_FLIGHTS_MAX * sizeof(struct kld_cuda_scratch);
+    if ((error = cudaMallocFromPoolAsync(&scratch, bytes, device->pool, device->setup)) ||
+        (error = cudaMemsetAsync(scratch, 0, bytes, device->setup)) ||
+        (error = cudaStreamSynchronize(device->setup)))
+        return error;
+    for (int i = 0; i < CUDA_FLIGHTS_MAX; i++) {
+        struct cuda_flight *flight = &device->flights[i];
+        flight->result = &device->results[i];
+        flight->scratch = (struct kld_cuda_scratch *)scratch + i;
+        for (int which = 0; which < MARK_COUNT; which++)
+            if ((error = cudaEventCreate(&flight->mark[which])))
+                return error;
+    }
+    return cudaSuccess;
+}
+
+static void release(struct cuda_device *device) {
+    if (!atomic_load(&device->lost)) {
+        for (int i = 0; i < CUDA_FLIGHTS_MAX; i++)
+            for (int which = 0; which < MARK_COUNT; which++)
+                if (device->flights[i].mark[which])
+                    cudaEventDestroy(device->flights[i].mark[which]);
+        if (device->flights[0].scratch)
+            cudaFreeAsync(device->flights[0].scratch, device->setup);
+        if (device->setup) {
+            cudaStreamSynchronize(device->setup);
+            cudaStreamDestroy(device->setup);
+        }
+        if (device->pool)
+            cudaMemPoolDestroy(device->pool);
+        if (device->results)
+            cudaFreeHost(device->results);
+        cudaGetLastError();
+    }
+    pthread_mutex_destroy(&device->setup_mutex);
+    pthread_mutex_destroy(&device->mutex);
+    pthread_cond_destroy(&device->wake);
+    free(device);
+}
+
+static void device_close(struct kld_device *base) {
+    if (!base)
+        return;
+    struct cuda_device *device = (struct cuda_device *)base;
+    pthread_mutex_lock(&device->mutex);
+    device->stop = true;
+    pthread_cond_signal(&device->wake);
+    pthread_mutex_unlock(&device->mutex);
+    pthread_join(device->thread, NULL);
+    cudaSetDevice(device->ordinal);
+    release(device);
+}
+
+static enum kld_status device_open(const struct kld_device_options *options,
+                                   struct kld_device **ret_device, struct kld_error *err) {
+    uint32_t count = 0;
+    enum kld_status status = device_count(&count, err);
+    if (status)
+        return status;
+    if (options->device >= count)
+        return kld_error_set(err, KLD_INVALID, "no CUDA device %u; there are %u", options->device,
+                             count);
+    struct cuda_device *device = calloc(1, sizeof *device);
+    if (!device)
+        return kld_error_set(err, KLD_NO_MEMORY, "no host memory for a device");
+    device->base.backend = &kld_backend_cuda;
+    device->ordinal = (int)options->device;
+    pthread_mutex_init(&device->setup_mutex, NULL);
+    pthread_mutex_init(&device->mutex, NULL);
+    pthread_cond_init(&device->wake, NULL);
+    cudaError_t error;
+    if ((error = cudaSetDevice(device->ordinal)) || (error = fill_info(device, options)) ||
+        (error = cudaStreamCreateWithFlags(&device->setup, cudaStreamNonBlocking)) ||
+        (error = open_pool(device)) || (error = open_flights(device))) {
+        status = cuda_fail(device, error, "opening the CUDA device", err);
+        release(device);
+        /* A device that does not open is not lost: nothing was in flight. */
+        return status == KLD_DEVICE_LOST ? (err ? (err->status = KLD_UNAVAILABLE) : KLD_UNAVAILABLE)
+                                         : status;
+    }
+    if (pthread_create(&device->thread, NULL, cuda_thread_main, device) != 0) {
+        release(device);
+        return kld_error_set(err, KLD_UNAVAILABLE, "the device thread cannot be started");
+    }
+    *ret_device = &device->base;
+    return KLD_OK;
+}
+
+static enum kld_status stream_open(struct kld_device *base, struct kld_stream **ret_stream,
+                                   struct kld_error *err) {
+    struct cuda_device *device = (struct cuda_device *)base;
+    struct cuda_stream *stream = calloc(1, sizeof *stream);
+    if (!stream)
+        return kld_error_set(err, KLD_NO_MEMORY, "no host memory for a stream");
+    stream->base.device = base;
+    cudaError_t error = cudaSetDevice(device->ordinal);
+    if (!error)
+        error = cudaStreamCreateWithFlags(&stream->stream, cudaStreamNonBlocking);
+    if (error) {
+        free(stream);
+        return cuda_fail(device, error, "opening a stream", err);
+    }
+    *ret_stream = &stream->base;
+    return KLD_OK;
+}
+
+static void stream_close(struct kld_stream *base) {
+    if (!base)
+        return;
+    struct cuda_stream *stream = (struct cuda_stream *)base;
+    struct cuda_device *device = (struct cuda_device *)base->device;
+    if (!atomic_load(&device->lost)) {
+        cudaSetDevice(device->ordinal);
+        cudaStreamDestroy(stream->stream);
+        cudaGetLastError();
+    }
+    free(stream);
+}
+
+const struct kld_backend kld_backend_cuda = {
+    .name = "cuda",
+    .device_count = device_count,
+    .device_open = device_open,
+    .device_close = device_close,
+    .memory_map = cuda_memory_map,
+    .memory_wrap = cuda_memory_wrap,
+    .memory_import_ipc = cuda_memory_import_ipc,
+    .memory_alloc = cuda_memory_alloc,
+    .memory_free = cuda_memory_free,
+    .stream_open = stream_open,
+    .stream_close = stream_close,
+    .submit = cuda_submit,
+    .pool_bytes = cuda_pool_bytes,
+    .measure_ceiling = cuda_measure_ceiling,
+};

@@ -1,0 +1,141 @@
+/* device.h - the objects of the CUDA back end and who may touch which field. Private to this
+ * folder.
+ *
+ * Two kinds of threads: the device thread, one per device, which launches, polls and completes; and
+ * callers (any), which open, map and allocate. They meet in two places only: the list of incoming
+ * jobs (`mutex`) and the bookkeeping of memory (`setup_mutex`). */
+#ifndef KLD_KERNELS_CUDA_DEVICE_H
+#define KLD_KERNELS_CUDA_DEVICE_H
+
+#include <cuda_runtime_api.h>
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "kernels/cuda/cuda.h"
+#include "kernels/cuda/launch.h"
+
+#define CUDA_FLIGHTS_MAX 64                    /* jobs between launch and completion */
+#define CUDA_STAGING_MAX ((uint64_t)256 << 20) /* bytes of one chunk of a job in host memory */
+#define CUDA_IMPORTS_MAX 4096                  /* base allocations of other processes kept open */
+
+/* One open base allocation of another process. Guarded by setup_mutex. */
+struct cuda_import {
+    struct cuda_import *next;
+    uint8_t handle[64];
+    char *base;
+    uint64_t bytes; /* as the driver knows it */
+    uint32_t users;
+};
+
+enum cuda_memory_kind { CUDA_MAPPED, CUDA_WRAPPED, CUDA_IMPORTED, CUDA_POOLED };
+
+/* Constant from creation on. */
+struct cuda_memory {
+    struct kld_memory base;
+    enum cuda_memory_kind kind;
+    char *at;       /* where copies and kernels find it */
+    bool on_device; /* kernels use it in place; otherwise tensors are staged */
+    bool pinned;    /* CUDA_MAPPED: registered by us */
+    struct cuda_import *import;
+};
+
+struct cuda_stream {
+    struct kld_stream base;
+    cudaStream_t stream; /* constant */
+    /* Device thread only. */
+    bool blocked;   /* a job in chunks holds the stream */
+    uint64_t sweep; /* of the poll that found an unfinished job in it */
+};
+
+enum cuda_mark { MARK_START, MARK_COPIED, MARK_COMPUTED, MARK_END, MARK_COUNT };
+
+/* A job between launch and done(). Device thread only; events, scratch and result live as long as
+ * the device. */
+struct cuda_flight {
+    struct kld_job *job; /* NULL: free */
+    struct cuda_stream *stream;
+    cudaEvent_t mark[MARK_COUNT];
+    struct kld_cuda_scratch *scratch; /* on the device; allocated at first use */
+    double *result;                   /* pinned, written by the last kernel */
+    enum kld_status status;           /* what went wrong at launch */
+
+    bool reduces;          /* the reduction gives one number */
+    bool staged;           /* some tensor is in host memory */
+    uint32_t slots_staged; /* bit 1 << enum kld_slot */
+    uint64_t next_row;     /* first row of the next chunk */
+    uint64_t chunk_rows, segment_rows;
+    char *staging;
+    uint64_t staging_bytes; /* reserved in the pool */
+    uint64_t staging_at[KLD_SLOT_COUNT];
+    struct kld_cuda_args args; /* of the whole job: pointers of tensors on the device */
+};
+
+struct cuda_device {
+    struct kld_device base;
+    int ordinal;                /* constant */
+    uint32_t spin_us;           /* constant */
+    uint32_t shared_bytes_max;  /* constant: of one block */
+    cudaMemPool_t pool;         /* constant; thread-safe */
+    _Atomic uint64_t pool_used; /* bytes reserved; any thread */
+    _Atomic bool lost;          /* set once; any thread */
+
+    pthread_mutex_t setup_mutex;
+    cudaStream_t setup; /* allocations and measurements of callers; under setup_mutex */
+    struct cuda_import *imports;
+    uint32_t imports_count;
+
+    pthread_t thread;
+    pthread_mutex_t mutex; /* guards the four below */
+    pthread_cond_t wake;
+    struct kld_job *incoming_head, *incoming_tail;
+    bool sleeping, stop;
+    _Atomic uint32_t incoming_count; /* so that polling needs no lock */
+
+    /* Device thread only. */
+    struct kld_job *pending_head, *pending_tail;
+    struct cuda_flight flights[CUDA_FLIGHTS_MAX];
+    struct cuda_flight *order[CUDA_FLIGHTS_MAX]; /* in flight, in order of launch */
+    uint32_t order_count;
+    uint64_t sweep;
+    double *results; /* pinned, one a flight */
+};
+
+/* error.c: the one place that classes a CUDA error. Names what was being done; marks the device as
+ * lost where it is. device may be NULL. */
+enum kld_status cuda_fail(struct cuda_device *device, cudaError_t error, const char *doing,
+                          struct kld_error *err);
+
+/* memory.c: any thread but the device's own, except the two reservations (any). */
+bool cuda_pool_reserve(struct cuda_device *device, uint64_t bytes);
+void cuda_pool_release(struct cuda_device *device, uint64_t bytes);
+enum kld_status cuda_memory_map(struct kld_device *device, int fd, uint64_t bytes,
+                                struct kld_memory **ret_memory, struct kld_error *err);
+enum kld_status cuda_memory_wrap(struct kld_device *device, void *address, uint64_t bytes,
+                                 struct kld_memory **ret_memory, struct kld_error *err);
+enum kld_status cuda_memory_import_ipc(struct kld_device *device, const uint8_t handle[64],
+                                       uint64_t base_bytes, uint64_t offset_bytes, uint64_t bytes,
+                                       struct kld_memory **ret_memory, struct kld_error *err);
+enum kld_status cuda_memory_alloc(struct kld_device *device, uint64_t bytes,
+                                  struct kld_memory **ret_memory, struct kld_error *err);
+void cuda_memory_free(struct kld_memory *memory);
+uint64_t cuda_pool_bytes(struct kld_device *device);
+enum kld_status cuda_measure_ceiling(struct kld_device *device, uint64_t bytes,
+                                     double *ret_read_per_s, double *ret_read_write_per_s,
+                                     struct kld_error *err);
+
+/* job.c: device thread only. */
+/* Enqueues a job, or its first chunk. False: not now (memory is with other jobs); try again when a
+ * job has ended. */
+bool cuda_job_start(struct cuda_device *device, struct cuda_flight *flight);
+/* Its marks have passed: adds up its times and enqueues the next chunk. True: it has ended and
+ * everything of it is released; job->status, loss and times are set. */
+bool cuda_job_advance(struct cuda_device *device, struct cuda_flight *flight);
+/* Ends a job of a lost device. */
+void cuda_job_lose(struct cuda_device *device, struct cuda_flight *flight);
+
+/* thread.c */
+void *cuda_thread_main(void *device);
+void cuda_submit(struct kld_stream *stream, struct kld_job *job);
+uint64_t cuda_now_ns(void);
+
+#endif

@@ -1,0 +1,54 @@
+/* error.c - every CUDA error becomes a kld_status here, in one of four classes: the request, a
+ * peer's handle, memory, or the device. The last is for good: the context cannot be mended in its
+ * process. Any thread; logs nothing. */
+#include "kernels/cuda/device.h"
+
+static enum kld_status class_of(cudaError_t error) {
+    switch (error) {
+    case cudaErrorMemoryAllocation: return KLD_NO_MEMORY;
+    /* The request, or a peer's handle. */
+    case cudaErrorInvalidValue:
+    case cudaErrorInvalidDevicePointer:
+    case cudaErrorInvalidPitchValue:
+    case cudaErrorInvalidMemcpyDirection:
+    case cudaErrorInvalidResourceHandle:
+    case cudaErrorHostMemoryAlreadyRegistered:
+    case cudaErrorHostMemoryNotRegistered:
+    case cudaErrorMapBufferObjectFailed:
+    case cudaErrorUnmapBufferObjectFailed:
+    case cudaErrorAlreadyMapped:
+    case cudaErrorNotMapped:
+    case cudaErrorDeviceUninitialized: return KLD_INVALID;
+    /* No device to begin with. */
+    case cudaErrorNoDevice:
+    case cudaErrorInvalidDevice:
+    case cudaErrorInsufficientDriver:
+    case cudaErrorStubLibrary:
+    case cudaErrorSystemDriverMismatch:
+    case cudaErrorCompatNotSupportedOnDevice:
+    case cudaErrorSystemNotReady:
+    case cudaErrorInitializationError: return KLD_UNAVAILABLE;
+    case cudaErrorNotSupported:
+    case cudaErrorNotPermitted:
+    case cudaErrorPeerAccessUnsupported: return KLD_UNIMPLEMENTED;
+    /* This library's own mistake: the context lives. */
+    case cudaErrorInvalidConfiguration:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidKernelImage:
+    case cudaErrorLaunchOutOfResources:
+    case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorMissingConfiguration: return KLD_INTERNAL;
+    /* Faults of kernels, of other clients under MPS, of the hardware; and what is not known. */
+    default: return KLD_DEVICE_LOST;
+    }
+}
+
+enum kld_status cuda_fail(struct cuda_device *device, cudaError_t error, const char *doing,
+                          struct kld_error *err) {
+    enum kld_status status = class_of(error);
+    cudaGetLastError(); /* what is not sticky must not surface at the next launch */
+    if (status == KLD_DEVICE_LOST && device)
+        atomic_store(&device->lost, true);
+    return kld_error_set(err, status, "%s: %s", doing, cudaGetErrorString(error));
+}

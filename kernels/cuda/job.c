@@ -1,0 +1,460 @@
+/* job.c - one job from its operator to launches: roles of the tensors, staging of those in host
+ * memory, chunks of rows where staging is bounded, times. Device thread only. Never waits for the
+ * device: what must come later is enqueued by cuda_job_advance(), when the marks have passed. */
+#include "kernels/cuda/device.h"
+
+#include <string.h>
+
+/* Of each slot: does it have a row for each row of the inputs? */
+static bool is_tall(const struct kld_job *job, int slot) {
+    return job->geometry.slot[slot].rows == job->geometry.rows &&
+           (slot != KLD_SLOT_GRAD_OUTPUT || !job->geometry.scalar) &&
+           (slot != KLD_SLOT_LOSS || !job->geometry.scalar);
+}
+
+static bool is_present(const struct kld_job *job, int slot) {
+    return job->op.tensor[slot].dtype != KLD_DTYPE_ABSENT;
+}
+
+static char *address_of(const struct kld_place *place) {
+    return ((struct cuda_memory *)place->memory)->at + place->offset_bytes;
+}
+
+static bool on_device(const struct kld_place *place) {
+    return ((struct cuda_memory *)place->memory)->on_device;
+}
+
+static uint64_t round_up(uint64_t bytes) { return (bytes + 255) & ~(uint64_t)255; }
+
+static uint64_t min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+/* The first error counts; what was enqueued before it is still waited for. */
+static bool failed(struct cuda_device *device, struct cuda_flight *flight, cudaError_t error,
+                   const char *doing) {
+    if (!error)
+        return false;
+    if (!flight->status)
+        flight->status = cuda_fail(device, error, doing, &flight->job->error);
+    return true;
+}
+
+static void mark(struct cuda_device *device, struct cuda_flight *flight, enum cuda_mark which) {
+    if (cudaEventRecord(flight->mark[which], flight->stream->stream) != cudaSuccess)
+        atomic_store(&device->lost, true);
+}
+
+/* ---- copies of rows ---------------------------------------------------------------------------
+ */
+
+static cudaError_t copy_rows(char *to, uint64_t to_stride, const char *from, uint64_t from_stride,
+                             uint64_t row_bytes, uint64_t rows, cudaStream_t stream) {
+    if (rows == 1 || (to_stride == row_bytes && from_stride == row_bytes))
+        return cudaMemcpyAsync(to, from, row_bytes * rows, cudaMemcpyDefault, stream);
+    if (to_stride <= INT32_MAX && from_stride <= INT32_MAX)
+        return cudaMemcpy2DAsync(to, to_stride, from, from_stride, row_bytes, rows,
+                                 cudaMemcpyDefault, stream);
+    cudaError_t error = cudaSuccess;
+    for (uint64_t i = 0; i < rows && !error; i++)
+        error = cudaMemcpyAsync(to + i * to_stride, from + i * from_stride, row_bytes,
+                                cudaMemcpyDefault, stream);
+    return error;
+}
+
+/* Rows [first, first + rows) of a staged slot, to the device or back. */
+static cudaError_t copy_slot(const struct cuda_flight *flight, int slot, uint64_t first,
+                             uint64_t rows, bool back) {
+    const struct kld_job *job = flight->job;
+    const struct kld_slot_geometry *at = &job->geometry.slot[slot];
+    bool tall = is_tall(job, slot);
+    char *host = address_of(&job->place[slot]) + (tall ? first * at->stride_bytes : 0);
+    char *staged = flight->staging + flight->staging_at[slot];
+    uint64_t count = tall ? rows : 1;
+    return back ? copy_rows(host, at->stride_bytes, staged, at->row_bytes, at->row_bytes, count,
+                            flight->stream->stream)
+                : copy_rows(staged, at->row_bytes, host, at->stride_bytes, at->row_bytes, count,
+                            flight->stream->stream);
+}
+
+/* ---- planning ---------------------------------------------------------------------------------
+ */
+
+static struct kld_cuda_tensor tensor_of(const struct kld_job *job, int slot) {
+    struct kld_cuda_tensor tensor = {0};
+    if (!is_present(job, slot))
+        return tensor;
+    tensor.dtype = job->op.tensor[slot].dtype;
+    tensor.stride_bytes = job->geometry.slot[slot].stride_bytes;
+    if (on_device(&job->place[slot]))
+        tensor.at = address_of(&job->place[slot]);
+    return tensor;
+}
+
+static void plan_args(struct cuda_device *device, struct cuda_flight *flight) {
+    const struct kld_job *job = flight->job;
+    const struct kld_op *op = &job->op;
+    struct kld_cuda_args *args = &flight->args;
+    memset(args, 0, sizeof *args);
+    bool reverse = op->divergence == KLD_DIVERGENCE_REVERSE_KL;
+    int p = reverse ? KLD_SLOT_PREDICTIONS : KLD_SLOT_TARGETS;
+    int q = reverse ? KLD_SLOT_TARGETS : KLD_SLOT_PREDICTIONS;
+    int grad_p = reverse ? KLD_SLOT_GRAD_PREDICTIONS : KLD_SLOT_GRAD_TARGETS;
+    int grad_q = reverse ? KLD_SLOT_GRAD_TARGETS : KLD_SLOT_GRAD_PREDICTIONS;
+    args->p = tensor_of(job, p);
+    args->q = tensor_of(job, q);
+    args->p.form = reverse ? op->predictions_form : op->targets_form;
+    args->q.form = reverse ? op->targets_form : op->predictions_form;
+    args->grad_p = tensor_of(job, grad_p);
+    args->grad_q = tensor_of(job, grad_q);
+    args->weights = tensor_of(job, KLD_SLOT_ROW_WEIGHTS);
+    args->mask = tensor_of(job, KLD_SLOT_ROW_MASK);
+    args->grad_output = tensor_of(job, KLD_SLOT_GRAD_OUTPUT);
+    args->loss = tensor_of(job, KLD_SLOT_LOSS);
+    args->row_loss = tensor_of(job, KLD_SLOT_ROW_LOSS);
+    uint32_t extent = op->reduction == KLD_REDUCTION_NONE  ? KLD_CUDA_ELEMENTS
+                      : op->reduction == KLD_REDUCTION_ROW ? KLD_CUDA_ROWS
+                                                           : KLD_CUDA_SCALAR;
+    args->grad_output_extent = is_present(job, KLD_SLOT_GRAD_OUTPUT) ? extent : KLD_CUDA_SCALAR;
+    args->loss_extent = extent;
+    args->classes = job->geometry.classes;
+    args->inverse_temperature = 1.0 / op->number[KLD_NUMBER_TEMPERATURE];
+    args->scale = op->number[KLD_NUMBER_SCALE];
+    args->gradient_scale =
+        args->scale * (job->geometry.scalar ? op->number[KLD_NUMBER_GRAD_OUTPUT] : 1.0);
+    args->divisor = job->geometry.divisor;
+    if (args->divisor == 0 && !is_present(job, KLD_SLOT_ROW_WEIGHTS) &&
+        !is_present(job, KLD_SLOT_ROW_MASK))
+        args->divisor = (double)job->geometry.rows;
+    args->scratch = flight->scratch;
+    kld_cuda_layout(args, device->shared_bytes_max);
+}
+
+static struct kld_cuda_tensor *arg_of(struct cuda_flight *flight, int slot) {
+    struct kld_cuda_args *args = &flight->args;
+    bool reverse = flight->job->op.divergence == KLD_DIVERGENCE_REVERSE_KL;
+    switch (slot) {
+    case KLD_SLOT_PREDICTIONS: return reverse ? &args->p : &args->q;
+    case KLD_SLOT_TARGETS: return reverse ? &args->q : &args->p;
+    case KLD_SLOT_GRAD_PREDICTIONS: return reverse ? &args->grad_p : &args->grad_q;
+    case KLD_SLOT_GRAD_TARGETS: return reverse ? &args->grad_q : &args->grad_p;
+    case KLD_SLOT_ROW_WEIGHTS: return &args->weights;
+    case KLD_SLOT_ROW_MASK: return &args->mask;
+    case KLD_SLOT_GRAD_OUTPUT: return &args->grad_output;
+    case KLD_SLOT_LOSS: return &args->loss;
+    default: return &args->row_loss;
+    }
+}
+
+/* The slot whose staging this one shares: a gradient written over its own tensor. */
+static int staged_with(const struct kld_job *job, int slot) {
+    int own = slot == KLD_SLOT_GRAD_PREDICTIONS ? KLD_SLOT_PREDICTIONS
+              : slot == KLD_SLOT_GRAD_TARGETS   ? KLD_SLOT_TARGETS
+                                                : slot;
+    bool same = own != slot && job->place[own].memory == job->place[slot].memory &&
+                job->place[own].offset_bytes == job->place[slot].offset_bytes;
+    return same ? own : slot;
+}
+
+/* Where each staged slot lies in a chunk of `rows`; returns the bytes of all. */
+static uint64_t plan_staging(struct cuda_flight *flight, uint64_t rows) {
+    const struct kld_job *job = flight->job;
+    uint64_t bytes = 0;
+    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++) {
+        if (!(flight->slots_staged & (1u << slot)))
+            continue;
+        int with = staged_with(job, slot);
+        if (with != slot) { /* tensors come before their gradients */
+            flight->staging_at[slot] = flight->staging_at[with];
+            continue;
+        }
+        flight->staging_at[slot] = bytes;
+        bytes += round_up((is_tall(job, slot) ? rows : 1) * job->geometry.slot[slot].row_bytes);
+    }
+    return bytes;
+}
+
+static bool sums_weights(const struct cuda_flight *flight) { return flight->args.divisor == 0; }
+
+static uint64_t divisor_bytes(const struct cuda_flight *flight) {
+    if (!sums_weights(flight))
+        return 0;
+    return 5 * min_u64(flight->job->geometry.rows, KLD_CUDA_DIVISOR_ROWS) + 512;
+}
+
+static void plan_slots(struct cuda_flight *flight) {
+    const struct kld_job *job = flight->job;
+    flight->slots_staged = 0;
+    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
+        if (is_present(job, slot) && !on_device(&job->place[slot]) &&
+            (slot != KLD_SLOT_LOSS || !job->geometry.scalar))
+            flight->slots_staged |= 1u << slot;
+    flight->staged = flight->slots_staged != 0;
+    flight->segment_rows = (uint64_t)KLD_CUDA_GROUPS_MAX * flight->args.group_rows;
+}
+
+/* Takes staging for as many rows at once as fit; at least one group of rows. */
+static bool reserve_staging(struct cuda_device *device, struct cuda_flight *flight) {
+    uint64_t group = flight->args.group_rows;
+    uint64_t rows = min_u64(flight->job->geometry.rows, flight->segment_rows);
+    for (;;) {
+        uint64_t bytes = plan_staging(flight, rows), least = divisor_bytes(flight);
+        if (bytes < least)
+            bytes = least;
+        if ((bytes <= CUDA_STAGING_MAX || rows <= group) && cuda_pool_reserve(device, bytes)) {
+            flight->chunk_rows = rows;
+            flight->staging_bytes = bytes;
+            return true;
+        }
+        if (rows <= group)
+            return false;
+        rows = (rows / 2 + group - 1) / group * group;
+    }
+}
+
+static bool others_staged(const struct cuda_device *device, const struct cuda_flight *flight) {
+    for (int i = 0; i < CUDA_FLIGHTS_MAX; i++) {
+        const struct cuda_flight *other = &device->flights[i];
+        if (other != flight && other->job && other->staging_bytes)
+            return true;
+    }
+    return false;
+}
+
+/* ---- launching --------------------------------------------------------------------------------
+ */
+
+/* The arguments of a launch that begins at row `first`, of a chunk that begins at chunk_first. */
+static struct kld_cuda_args args_at(struct cuda_flight *flight, uint64_t first, uint64_t rows) {
+    const struct kld_job *job = flight->job;
+    struct kld_cuda_args saved = flight->args;
+    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++) {
+        struct kld_cuda_tensor *tensor = arg_of(flight, slot);
+        if (!is_present(job, slot))
+            continue;
+        if (flight->slots_staged & (1u << slot)) {
+            tensor->at = flight->staging + flight->staging_at[slot];
+            tensor->stride_bytes = job->geometry.slot[slot].row_bytes;
+        } else if (tensor->at && is_tall(job, slot)) {
+            tensor->at += first * tensor->stride_bytes;
+        }
+    }
+    struct kld_cuda_args args = flight->args;
+    flight->args = saved;
+    args.rows = rows;
+    args.first_group = first % flight->segment_rows / args.group_rows;
+    return args;
+}
+
+/* Sum of the weights of all rows, before anything else; staged in the job's staging memory. */
+static void launch_divisor(struct cuda_device *device, struct cuda_flight *flight) {
+    const struct kld_job *job = flight->job;
+    uint64_t weights_at = flight->staging_at[KLD_SLOT_ROW_WEIGHTS];
+    uint64_t mask_at = flight->staging_at[KLD_SLOT_ROW_MASK];
+    flight->staging_at[KLD_SLOT_ROW_WEIGHTS] = 0;
+    flight->staging_at[KLD_SLOT_ROW_MASK] =
+        round_up(4 * min_u64(job->geometry.rows, KLD_CUDA_DIVISOR_ROWS));
+    const int slots[2] = {KLD_SLOT_ROW_WEIGHTS, KLD_SLOT_ROW_MASK};
+    for (uint64_t first = 0; first < job->geometry.rows; first += KLD_CUDA_DIVISOR_ROWS) {
+        uint64_t rows = min_u64(job->geometry.rows - first, KLD_CUDA_DIVISOR_ROWS);
+        cudaError_t error = cudaSuccess;
+        for (int i = 0; i < 2 && !error; i++)
+            if (flight->slots_staged & (1u << slots[i]))
+                error = copy_slot(flight, slots[i], first, rows, false);
+        struct kld_cuda_args args = args_at(flight, first, rows);
+        if (!error)
+            error = kld_cuda_launch_divisor(&args, first == 0, flight->stream->stream);
+        if (failed(device, flight, error, "summing the row weights"))
+            break;
+    }
+    flight->staging_at[KLD_SLOT_ROW_WEIGHTS] = weights_at;
+    flight->staging_at[KLD_SLOT_ROW_MASK] = mask_at;
+}
+
+/* Rows [next_row, until), which lie in one segment. */
+static void launch_rows(struct cuda_device *device, struct cuda_flight *flight, uint64_t until) {
+    const struct kld_job *job = flight->job;
+    uint64_t first = flight->next_row;
+    struct kld_cuda_args args = args_at(flight, first, until - first);
+    if (failed(device, flight, kld_cuda_launch_rows(&args, flight->stream->stream),
+               "launching a kernel"))
+        return;
+    bool last = until == job->geometry.rows;
+    if (job->geometry.scalar && (last || until % flight->segment_rows == 0)) {
+        uint64_t segment = (until - 1) / flight->segment_rows * flight->segment_rows;
+        uint32_t groups = (uint32_t)((until - segment + args.group_rows - 1) / args.group_rows);
+        failed(device, flight,
+               kld_cuda_launch_finish(&args, groups, segment == 0, last, job->geometry.loss_dtype,
+                                      flight->result, flight->stream->stream),
+               "launching a kernel");
+    }
+    flight->next_row = until;
+}
+
+static uint64_t segment_end(const struct cuda_flight *flight) {
+    uint64_t end = (flight->next_row / flight->segment_rows + 1) * flight->segment_rows;
+    return min_u64(end, flight->job->geometry.rows);
+}
+
+/* The next chunk of a staged job: in, compute, out. */
+static void launch_chunk(struct cuda_device *device, struct cuda_flight *flight) {
+    const struct kld_job *job = flight->job;
+    uint64_t first = flight->next_row;
+    uint64_t until = min_u64(segment_end(flight), first + flight->chunk_rows);
+    for (int slot = 0; slot < KLD_SLOT_COUNT && !flight->status; slot++)
+        if ((flight->slots_staged & (1u << slot)) && !kld_slot_is_output(slot))
+            failed(device, flight, copy_slot(flight, slot, first, until - first, false),
+                   "copying to the device");
+    mark(device, flight, MARK_COPIED);
+    if (!flight->status)
+        launch_rows(device, flight, until);
+    mark(device, flight, MARK_COMPUTED);
+    for (int slot = 0; slot < KLD_SLOT_COUNT && !flight->status; slot++)
+        if ((flight->slots_staged & (1u << slot)) && kld_slot_is_output(slot))
+            failed(device, flight, copy_slot(flight, slot, first, until - first, true),
+                   "copying from the device");
+    mark(device, flight, MARK_END);
+    flight->stream->blocked = !flight->status && flight->next_row < job->geometry.rows;
+}
+
+static bool start_staged(struct cuda_device *device, struct cuda_flight *flight) {
+    struct kld_job *job = flight->job;
+    if (!reserve_staging(device, flight)) {
+        if (others_staged(device, flight))
+            return false;
+        flight->status = kld_error_set(
+            &job->error, KLD_NO_MEMORY,
+            "a row of tensors in host memory does not fit what is free of the device pool");
+    }
+    void *at = NULL;
+    if (!flight->status && !failed(device, flight,
+                                   cudaMallocFromPoolAsync(&at, flight->staging_bytes, device->pool,
+                                                           flight->stream->stream),
+                                   "allocating device memory"))
+        flight->staging = at;
+    mark(device, flight, MARK_START);
+    if (!flight->status && sums_weights(flight))
+        launch_divisor(device, flight);
+    if (!flight->status)
+        launch_chunk(device, flight);
+    else
+        for (int which = MARK_COPIED; which < MARK_COUNT; which++)
+            mark(device, flight, (enum cuda_mark)which);
+    return true;
+}
+
+static void start_copy(struct cuda_device *device, struct cuda_flight *flight) {
+    struct kld_job *job = flight->job;
+    job->bytes = job->copy_bytes;
+    mark(device, flight, MARK_START);
+    failed(device, flight,
+           cudaMemcpyAsync(address_of(&job->copy_to), address_of(&job->copy_from), job->copy_bytes,
+                           cudaMemcpyDefault, flight->stream->stream),
+           "copying");
+    mark(device, flight, MARK_END);
+}
+
+static uint64_t bytes_of(const struct kld_job *job) {
+    uint64_t bytes = 0;
+    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
+        bytes += job->geometry.slot[slot].rows * job->geometry.slot[slot].row_bytes;
+    return bytes;
+}
+
+bool cuda_job_start(struct cuda_device *device, struct cuda_flight *flight) {
+    struct kld_job *job = flight->job;
+    flight->status = KLD_OK;
+    flight->staged = false;
+    flight->next_row = 0;
+    flight->staging = NULL;
+    flight->staging_bytes = 0;
+    job->status = job->error.status = KLD_OK;
+    job->error.text[0] = 0;
+    job->loss = 0;
+    job->copy_ns = job->kernel_ns = 0;
+    job->launch_ns = cuda_now_ns();
+    if (job->kind == KLD_JOB_COPY) {
+        start_copy(device, flight);
+        return true;
+    }
+    job->bytes = bytes_of(job);
+    plan_args(device, flight);
+    plan_slots(flight);
+    if (flight->staged)
+        return start_staged(device, flight);
+    mark(device, flight, MARK_START);
+    if (sums_weights(flight))
+        launch_divisor(device, flight);
+    while (!flight->status && flight->next_row < job->geometry.rows)
+        launch_rows(device, flight, segment_end(flight));
+    mark(device, flight, MARK_END);
+    return true;
+}
+
+/* ---- completion -------------------------------------------------------------------------------
+ */
+
+static uint64_t between_ns(const struct cuda_flight *flight, enum cuda_mark from,
+                           enum cuda_mark until) {
+    float ms = 0;
+    if (cudaEventElapsedTime(&ms, flight->mark[from], flight->mark[until]) != cudaSuccess)
+        cudaGetLastError();
+    return ms > 0 ? (uint64_t)((double)ms * 1e6) : 0;
+}
+
+static void add_times(struct cuda_flight *flight) {
+    struct kld_job *job = flight->job;
+    if (job->kind == KLD_JOB_COPY) {
+        job->copy_ns = between_ns(flight, MARK_START, MARK_END);
+    } else if (!flight->staged) {
+        job->kernel_ns = between_ns(flight, MARK_START, MARK_END);
+    } else {
+        job->copy_ns += between_ns(flight, MARK_START, MARK_COPIED) +
+                        between_ns(flight, MARK_COMPUTED, MARK_END);
+        job->kernel_ns += between_ns(flight, MARK_COPIED, MARK_COMPUTED);
+    }
+}
+
+static void release_staging(struct cuda_device *device, struct cuda_flight *flight) {
+    if (flight->staging && !atomic_load(&device->lost) &&
+        cudaFreeAsync(flight->staging, flight->stream->stream) != cudaSuccess)
+        cudaGetLastError();
+    cuda_pool_release(device, flight->staging_bytes);
+    flight->staging = NULL;
+    flight->staging_bytes = 0;
+}
+
+/* A loss tensor in host memory: one number, known here. */
+static void write_host_loss(const struct cuda_flight *flight) {
+    const struct kld_job *job = flight->job;
+    if (!is_present(job, KLD_SLOT_LOSS) || on_device(&job->place[KLD_SLOT_LOSS]))
+        return;
+    char *to = address_of(&job->place[KLD_SLOT_LOSS]);
+    float single = (float)job->loss;
+    if (job->geometry.loss_dtype == KLD_DTYPE_FP64)
+        memcpy(to, &job->loss, sizeof job->loss);
+    else
+        memcpy(to, &single, sizeof single);
+}
+
+bool cuda_job_advance(struct cuda_device *device, struct cuda_flight *flight) {
+    struct kld_job *job = flight->job;
+    add_times(flight);
+    if (job->kind == KLD_JOB_OP && flight->staged && !flight->status &&
+        flight->next_row < job->geometry.rows) {
+        mark(device, flight, MARK_START);
+        launch_chunk(device, flight);
+        return false;
+    }
+    release_staging(device, flight);
+    job->status = flight->status;
+    if (job->kind == KLD_JOB_OP && !flight->status && job->geometry.scalar) {
+        job->loss = *flight->result;
+        write_host_loss(flight);
+    }
+    return true;
+}
+
+void cuda_job_lose(struct cuda_device *device, struct cuda_flight *flight) {
+    release_staging(device, flight);
+    flight->job->status =
+        kld_error_set(&flight->job->error, KLD_DEVICE_LOST, "%s", kld_status_text(KLD_DEVICE_LOST));
+}

@@ -1,0 +1,88 @@
+/* launch.h - what the host side hands to the kernels: one struct of plain numbers a launch, and the
+ * functions that start them on a stream. C on the host side, CUDA C++ behind it.
+ * Every function only enqueues; errors of the launch itself are returned. Device thread only,
+ * except kld_cuda_launch_read/_read_write (measure_ceiling). */
+#ifndef KLD_KERNELS_CUDA_LAUNCH_H
+#define KLD_KERNELS_CUDA_LAUNCH_H
+
+#include <cuda_runtime_api.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "proto/op.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Rows are summed in groups, one group a block. A group's rows follow from C alone, so that the
+ * order of a sum does not depend on how a job is cut into launches. */
+#define KLD_CUDA_GROUPS_MAX 32768u        /* of one segment: partial sums kept at a time */
+#define KLD_CUDA_GROUP_ELEMENTS 8192u     /* about, where rows are shorter than that */
+#define KLD_CUDA_DIVISOR_ROWS (1u << 20)  /* rows of one launch of the sum of weights */
+#define KLD_CUDA_DIVISOR_BLOCK_ROWS 1024u /* of one block of it */
+
+/* Device memory of one job in flight; the only memory beyond inputs and outputs (264 KiB). */
+struct kld_cuda_scratch {
+    double divisor; /* sum of weights so far (rowmean without normalizer) */
+    double total;   /* sum of the finished segments */
+    double partial[KLD_CUDA_GROUPS_MAX];
+};
+
+/* A tensor on the device, from the launch's first row on. */
+struct kld_cuda_tensor {
+    char *at; /* NULL: absent */
+    uint64_t stride_bytes;
+    uint32_t dtype;
+    uint32_t form;
+};
+
+/* Who reads or writes [N, C], [N] or [1] values. */
+enum kld_cuda_extent { KLD_CUDA_SCALAR, KLD_CUDA_ROWS, KLD_CUDA_ELEMENTS };
+
+struct kld_cuda_args {
+    /* The divergence in its own roles: p weighs the terms p (ln p - ln q). forward_kl: p is
+     * targets; reverse_kl: p is predictions. */
+    struct kld_cuda_tensor p, q, grad_p, grad_q;
+    struct kld_cuda_tensor weights, mask, grad_output, loss, row_loss;
+    uint32_t grad_output_extent; /* enum kld_cuda_extent */
+    uint32_t loss_extent;        /* KLD_CUDA_SCALAR: the row kernels do not write it */
+    uint32_t team;               /* threads that share a row: 4, 8, 16, 32 or a whole block */
+    uint32_t cached;             /* vectors a thread keeps in shared memory (logits) */
+    uint64_t rows, classes;      /* of this launch */
+    uint64_t group_rows;
+    uint64_t first_group; /* where this launch's partial sums go */
+    double inverse_temperature;
+    double scale;          /* of the loss */
+    double gradient_scale; /* scale * grad_output as a number */
+    double divisor;        /* 0: scratch->divisor */
+    struct kld_cuda_scratch *scratch;
+};
+
+/* Chooses the layout by dtypes, forms and C alone, and fills team, cached, group_rows. */
+void kld_cuda_layout(struct kld_cuda_args *args, uint32_t shared_bytes_max);
+/* Adds the weights of args->rows rows (<= KLD_CUDA_DIVISOR_ROWS) to scratch->divisor. */
+cudaError_t kld_cuda_launch_divisor(const struct kld_cuda_args *args, bool first,
+                                    cudaStream_t stream);
+/* Loss and gradients of args->rows rows; at most KLD_CUDA_GROUPS_MAX groups. */
+cudaError_t kld_cuda_launch_rows(const struct kld_cuda_args *args, cudaStream_t stream);
+/* Adds `groups` partial sums to scratch->total; `last`: also writes the loss tensor (if present)
+ * and *result, the same number as a double in pinned host memory. */
+cudaError_t kld_cuda_launch_finish(const struct kld_cuda_args *args, uint32_t groups, bool first,
+                                   bool last, uint32_t loss_dtype, double *result,
+                                   cudaStream_t stream);
+
+/* One per element type, behind kld_cuda_launch_rows(). */
+cudaError_t kld_cuda_rows_fp32(const struct kld_cuda_args *args, uint32_t groups, cudaStream_t s);
+cudaError_t kld_cuda_rows_fp16(const struct kld_cuda_args *args, uint32_t groups, cudaStream_t s);
+cudaError_t kld_cuda_rows_bf16(const struct kld_cuda_args *args, uint32_t groups, cudaStream_t s);
+cudaError_t kld_cuda_rows_any(const struct kld_cuda_args *args, uint32_t groups, cudaStream_t s);
+
+/* Reads a and b, `bytes` each, as fast as the device can; `write`: also writes out. */
+cudaError_t kld_cuda_launch_ceiling(const void *a, const void *b, void *out, uint64_t bytes,
+                                    bool write, uint32_t blocks, cudaStream_t stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

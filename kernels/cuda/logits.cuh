@@ -1,0 +1,225 @@
+/* logits.cuh - rows of logits, both tensors of one dtype: maxima, sums of exponentials, then terms
+ * and gradients. The first `args.cached` vectors of each thread stay in shared memory between these
+ * passes, the rest is read again (from L2 where it fits).
+ *
+ * The value of a row is the sum of p d - p + q, each >= 0, with d = ln p - ln q taken from the
+ * difference of the logits: two close rows give neither noise nor a negative value. The difference
+ * of the two logarithms of the sums comes from the sum of the differences of the exponentials. */
+#ifndef KLD_KERNELS_CUDA_LOGITS_CUH
+#define KLD_KERNELS_CUDA_LOGITS_CUH
+
+#include "kernels/cuda/math.cuh"
+#include "kernels/cuda/row.cuh"
+
+struct logits_row {
+    float max_p, max_q, inverse_temperature;
+    float inverse_sum_p, inverse_sum_q, log_sums; /* ln (sum_p / sum_q) */
+};
+
+struct logits_element {
+    float p, q, d, value, q_minus_p;
+};
+
+static __device__ __forceinline__ logits_element logits_at(const logits_row &row, float z_p,
+                                                           float z_q) {
+    logits_element e;
+    e.p = expf((z_p - row.max_p) * row.inverse_temperature) * row.inverse_sum_p;
+    e.q = expf((z_q - row.max_q) * row.inverse_temperature) * row.inverse_sum_q;
+    e.d = fmaf((z_p - z_q) - (row.max_p - row.max_q), row.inverse_temperature, -row.log_sums);
+    if (fabsf(e.d) < 0.5f) {
+        float f = e.d * e.d * term_series(e.d);
+        e.value = e.p * f;
+        e.q_minus_p = e.p * (f - e.d);
+    } else {
+        e.q_minus_p = e.q - e.p;
+        e.value = fmaf(e.p, e.d, e.q_minus_p);
+    }
+    if (e.p == 0.0f) { /* also both -inf: d is NaN */
+        e.value = e.q_minus_p = e.q;
+        e.d = 0.0f;
+    }
+    return e;
+}
+
+template <class T, bool GRADIENT> struct logits {
+    static constexpr int V = packet<T>::V;
+
+    struct source {
+        const T *p, *q;
+        uint4 *cache; /* [2][cached][threads], this thread's column */
+        uint32_t cached, stride;
+        uint64_t classes;
+        bool whole;
+
+        __device__ __forceinline__ void global(uint64_t at, uint4 &raw_p, uint4 &raw_q) const {
+            if (whole && at + V <= classes) {
+                raw_p = *reinterpret_cast<const uint4 *>(p + at);
+                raw_q = *reinterpret_cast<const uint4 *>(q + at);
+            } else {
+                raw_p = load_edge<T, KLD_FORM_LOGITS>(p, at, classes);
+                raw_q = load_edge<T, KLD_FORM_LOGITS>(q, at, classes);
+            }
+        }
+        __device__ __forceinline__ void get(uint32_t k, uint64_t at, uint4 &raw_p,
+                                            uint4 &raw_q) const {
+            if (k < cached) {
+                raw_p = cache[k * stride];
+                raw_q = cache[(cached + k) * stride];
+            } else {
+                global(at, raw_p, raw_q);
+            }
+        }
+        __device__ __forceinline__ void put(uint32_t k, const uint4 &raw_p,
+                                            const uint4 &raw_q) const {
+            if (k < cached) {
+                cache[k * stride] = raw_p;
+                cache[(cached + k) * stride] = raw_q;
+            }
+        }
+    };
+
+    static __device__ __forceinline__ float max_of(const uint4 &raw, float so_far) {
+        float x[V];
+        unpack<T>(raw, x);
+#pragma unroll
+        for (int i = 0; i < V; i++)
+            so_far = fmaxf(so_far, x[i]);
+        return so_far;
+    }
+
+    static __device__ void maxima(const source &from, const team &team, logits_row &ret) {
+        float max[2] = {-CUDART_INF_F, -CUDART_INF_F};
+        uint64_t step = (uint64_t)team.size * V, at = (uint64_t)team.lane * V;
+        uint32_t k = 0;
+        constexpr int BATCH = 4;
+        for (; at + (BATCH - 1) * step < from.classes; at += BATCH * step, k += BATCH) {
+            uint4 raw_p[BATCH], raw_q[BATCH];
+#pragma unroll
+            for (int j = 0; j < BATCH; j++)
+                from.global(at + j * step, raw_p[j], raw_q[j]);
+#pragma unroll
+            for (int j = 0; j < BATCH; j++) {
+                from.put(k + j, raw_p[j], raw_q[j]);
+                max[0] = max_of(raw_p[j], max[0]);
+                max[1] = max_of(raw_q[j], max[1]);
+            }
+        }
+        for (; at < from.classes; at += step, k++) {
+            uint4 raw_p, raw_q;
+            from.global(at, raw_p, raw_q);
+            from.put(k, raw_p, raw_q);
+            max[0] = max_of(raw_p, max[0]);
+            max[1] = max_of(raw_q, max[1]);
+        }
+        team.max(max);
+        ret.max_p = max[0];
+        ret.max_q = max[1];
+    }
+
+    static __device__ void sums(const source &from, const team &team, logits_row &ret) {
+        double sum[3] = {0, 0, 0}; /* of exp p, exp q, and their difference */
+        float shift = ret.max_p - ret.max_q;
+        uint64_t step = (uint64_t)team.size * V;
+        uint32_t k = 0;
+        for (uint64_t at = (uint64_t)team.lane * V; at < from.classes; at += step, k++) {
+            uint4 raw_p, raw_q;
+            from.get(k, at, raw_p, raw_q);
+            float z_p[V], z_q[V], part[3] = {0, 0, 0};
+            unpack<T>(raw_p, z_p);
+            unpack<T>(raw_q, z_q);
+#pragma unroll
+            for (int i = 0; i < V; i++) {
+                float a = expf((z_p[i] - ret.max_p) * ret.inverse_temperature);
+                float b = expf((z_q[i] - ret.max_q) * ret.inverse_temperature);
+                float u = ((z_p[i] - z_q[i]) - shift) * ret.inverse_temperature;
+                part[0] += a;
+                part[1] += b;
+                part[2] += fabsf(u) < 0.5f ? b * fmaf(u * u, term_series(-u), u) : a - b;
+            }
+#pragma unroll
+            for (int i = 0; i < 3; i++)
+                sum[i] += (double)part[i];
+        }
+        team.sum(sum);
+        ret.inverse_sum_p = (float)(1.0 / sum[0]);
+        ret.inverse_sum_q = (float)(1.0 / sum[1]);
+        double relative = sum[2] / sum[1];
+        ret.log_sums = (float)(fabs(relative) < 0.5 ? log1p(relative) : log(sum[0] / sum[1]));
+    }
+
+    /* Terms; and the gradients, those that the pointers ask for. */
+    static __device__ double terms(const source &from, const row &row, const team &team,
+                                   const logits_row &stats, bool whole_out, T *grad_q) {
+        float g = (float)(row.gradient * (double)stats.inverse_temperature);
+        double sum[1] = {0};
+        uint64_t step = (uint64_t)team.size * V;
+        uint32_t k = 0;
+        for (uint64_t at = (uint64_t)team.lane * V; at < from.classes; at += step, k++) {
+            uint4 raw_p, raw_q;
+            from.get(k, at, raw_p, raw_q);
+            float z_p[V], z_q[V], part = 0;
+            unpack<T>(raw_p, z_p);
+            unpack<T>(raw_q, z_q);
+#pragma unroll
+            for (int i = 0; i < V; i++) {
+                logits_element e = logits_at(stats, z_p[i], z_q[i]);
+                /* beyond C both are -inf: p = q = 0 */
+                part += e.value;
+                z_q[i] = g * e.q_minus_p;
+            }
+            sum[0] += (double)part;
+            if (GRADIENT && grad_q)
+                store<T>(grad_q, at, from.classes, whole_out, z_q);
+        }
+        team.sum(sum);
+        return sum[0];
+    }
+
+    /* The gradient of p's logits needs the row's value: a pass of its own, which writes both. */
+    static __device__ void gradients(const source &from, const row &row, const team &team,
+                                     const logits_row &stats, bool whole_out, double value) {
+        float g = (float)(row.gradient * (double)stats.inverse_temperature), v = (float)value;
+        uint64_t step = (uint64_t)team.size * V;
+        uint32_t k = 0;
+        for (uint64_t at = (uint64_t)team.lane * V; at < from.classes; at += step, k++) {
+            uint4 raw_p, raw_q;
+            from.get(k, at, raw_p, raw_q);
+            float z_p[V], z_q[V];
+            unpack<T>(raw_p, z_p);
+            unpack<T>(raw_q, z_q);
+#pragma unroll
+            for (int i = 0; i < V; i++) {
+                logits_element e = logits_at(stats, z_p[i], z_q[i]);
+                z_p[i] = e.p == 0.0f ? g * e.p : g * (e.p * (e.d - v));
+                z_q[i] = g * e.q_minus_p;
+            }
+            if (row.grad_q)
+                store<T>((T *)row.grad_q, at, from.classes, whole_out, z_q);
+            store<T>((T *)row.grad_p, at, from.classes, whole_out, z_p);
+        }
+    }
+
+    static __device__ double value(const kld_cuda_args &args, const row &row, const team &team) {
+        extern __shared__ uint4 cache[];
+        source from;
+        from.p = (const T *)row.p;
+        from.q = (const T *)row.q;
+        from.cached = args.cached;
+        from.stride = blockDim.x;
+        from.cache = cache + threadIdx.x;
+        from.classes = row.classes;
+        from.whole = aligned16<T>(row.p) && aligned16<T>(row.q);
+        bool whole_out = aligned16<T>(row.grad_p) && aligned16<T>(row.grad_q);
+        logits_row stats;
+        stats.inverse_temperature = (float)args.inverse_temperature;
+        maxima(from, team, stats);
+        sums(from, team, stats);
+        bool later = GRADIENT && row.grad_p;
+        double value = terms(from, row, team, stats, whole_out, later ? nullptr : (T *)row.grad_q);
+        if (later)
+            gradients(from, row, team, stats, whole_out, value);
+        return value;
+    }
+};
+
+#endif

@@ -1,0 +1,178 @@
+/* thread.c - the device thread: takes submitted jobs, launches them in the order of their streams,
+ * polls their events, completes them. Spins for spin_us after the last activity, then naps while
+ * work is in flight and sleeps when nothing is. It is the only caller of CUDA once a job runs. */
+#include "kernels/cuda/device.h"
+
+#include <errno.h>
+#include <time.h>
+
+#define NAP_NS 20000 /* between polls, once spinning has ended */
+
+uint64_t cuda_now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+void cuda_submit(struct kld_stream *stream, struct kld_job *job) {
+    struct cuda_device *device = (struct cuda_device *)stream->device;
+    job->next = NULL;
+    job->backend_private[0] = (uint64_t)(uintptr_t)stream;
+    pthread_mutex_lock(&device->mutex);
+    if (device->incoming_tail)
+        device->incoming_tail->next = job;
+    else
+        device->incoming_head = job;
+    device->incoming_tail = job;
+    atomic_fetch_add(&device->incoming_count, 1);
+    if (device->sleeping)
+        pthread_cond_signal(&device->wake);
+    pthread_mutex_unlock(&device->mutex);
+}
+
+static struct cuda_stream *stream_of(const struct kld_job *job) {
+    return (struct cuda_stream *)(uintptr_t)job->backend_private[0];
+}
+
+static bool take_incoming(struct cuda_device *device) {
+    if (atomic_load(&device->incoming_count) == 0)
+        return false;
+    pthread_mutex_lock(&device->mutex);
+    struct kld_job *head = device->incoming_head, *tail = device->incoming_tail;
+    device->incoming_head = device->incoming_tail = NULL;
+    atomic_store(&device->incoming_count, 0);
+    pthread_mutex_unlock(&device->mutex);
+    if (device->pending_tail)
+        device->pending_tail->next = head;
+    else
+        device->pending_head = head;
+    device->pending_tail = tail;
+    return true;
+}
+
+static struct cuda_flight *free_flight(struct cuda_device *device) {
+    for (int i = 0; i < CUDA_FLIGHTS_MAX; i++)
+        if (!device->flights[i].job)
+            return &device->flights[i];
+    return NULL;
+}
+
+static void end_lost(struct kld_job *job) {
+    job->status =
+        kld_error_set(&job->error, KLD_DEVICE_LOST, "%s", kld_status_text(KLD_DEVICE_LOST));
+    job->done(job);
+}
+
+/* Launches what can be launched; a stream held by a job in chunks keeps its later ones waiting. */
+static bool launch_pending(struct cuda_device *device) {
+    bool any = false;
+    struct kld_job **link = &device->pending_head, *previous = NULL;
+    while (*link) {
+        struct kld_job *job = *link;
+        struct cuda_stream *stream = stream_of(job);
+        if (!atomic_load(&device->lost) && stream->blocked) {
+            previous = job;
+            link = &job->next;
+            continue;
+        }
+        struct cuda_flight *flight = NULL;
+        if (!atomic_load(&device->lost)) {
+            flight = free_flight(device);
+            if (!flight)
+                break;
+            flight->job = job;
+            flight->stream = stream;
+            if (!cuda_job_start(device, flight)) {
+                flight->job = NULL;
+                break;
+            }
+        }
+        *link = job->next;
+        if (device->pending_tail == job)
+            device->pending_tail = previous;
+        any = true;
+        if (flight)
+            device->order[device->order_count++] = flight;
+        else
+            end_lost(job);
+    }
+    return any;
+}
+
+/* One look at everything in flight. Jobs of one stream end in order: a stream whose earlier job has
+ * not ended is passed over. */
+static bool poll_flights(struct cuda_device *device) {
+    bool any = false;
+    uint32_t kept = 0;
+    device->sweep++;
+    for (uint32_t i = 0; i < device->order_count; i++) {
+        struct cuda_flight *flight = device->order[i];
+        bool ended = false;
+        if (atomic_load(&device->lost)) {
+            cuda_job_lose(device, flight);
+            ended = true;
+        } else if (flight->stream->sweep != device->sweep) {
+            cudaError_t error = cudaEventQuery(flight->mark[MARK_END]);
+            if (error == cudaSuccess) {
+                any = true;
+                ended = cuda_job_advance(device, flight);
+            } else if (error != cudaErrorNotReady) {
+                atomic_store(&device->lost, true);
+                cuda_job_lose(device, flight);
+                ended = true;
+            }
+            if (!ended)
+                flight->stream->sweep = device->sweep;
+        }
+        if (!ended) {
+            device->order[kept++] = flight;
+            continue;
+        }
+        any = true;
+        struct kld_job *job = flight->job;
+        flight->stream->blocked = false;
+        flight->job = NULL;
+        job->done(job);
+    }
+    device->order_count = kept;
+    return any;
+}
+
+/* Nothing in flight: until a job comes. False: the device closes. */
+static bool sleep_until_work(struct cuda_device *device) {
+    pthread_mutex_lock(&device->mutex);
+    device->sleeping = true;
+    while (!device->incoming_head && !device->stop)
+        pthread_cond_wait(&device->wake, &device->mutex);
+    device->sleeping = false;
+    bool work = device->incoming_head != NULL;
+    pthread_mutex_unlock(&device->mutex);
+    return work;
+}
+
+void *cuda_thread_main(void *argument) {
+    struct cuda_device *device = argument;
+    if (cudaSetDevice(device->ordinal) != cudaSuccess)
+        atomic_store(&device->lost, true);
+    uint64_t active_ns = cuda_now_ns(), spin_ns = (uint64_t)device->spin_us * 1000u;
+    for (;;) {
+        bool any = take_incoming(device);
+        if (device->pending_head)
+            any |= launch_pending(device);
+        if (device->order_count)
+            any |= poll_flights(device);
+        uint64_t now_ns = cuda_now_ns();
+        if (any) {
+            active_ns = now_ns;
+            continue;
+        }
+        if (now_ns - active_ns < spin_ns)
+            continue;
+        if (device->order_count || device->pending_head) {
+            struct timespec nap = {0, NAP_NS};
+            nanosleep(&nap, NULL);
+        } else if (!sleep_until_work(device)) {
+            return NULL;
+        }
+    }
+}
