@@ -1,0 +1,198 @@
+/* test_config.c - flags, environment, file; precedence; what is refused. */
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "server/config.h"
+#include "tests/unit/unit.h"
+
+static struct kld_config config;
+static enum kld_config_action action;
+static struct kld_error err;
+
+/* Flags and environment as NULL-terminated lists. */
+static enum kld_status parse(const char *const *flags, const char *const *environment) {
+    static const char *const none[] = {NULL};
+    int count = 0;
+    while (flags && flags[count])
+        count++;
+    return kld_config_parse(count, (char *const *)(flags ? flags : none),
+                            (char *const *)(environment ? environment : none), &config, &action,
+                            &err);
+}
+#define FLAGS(...) ((const char *const[]){__VA_ARGS__, NULL})
+
+static void fails(const char *const *flags, const char *text) {
+    memset(&config, 0x5a, sizeof config);
+    struct kld_config before = config;
+    ck_assert_int_eq(parse(flags, NULL), KLD_INVALID);
+    if (!strstr(err.text, text))
+        ck_abort_msg("'%s' does not hold '%s'", err.text, text);
+    ck_assert_int_eq(memcmp(&before, &config, sizeof config), 0); /* set only on success */
+}
+
+/* A file with this text; its name stays valid until the next call. */
+static const char *file_with(const char *text) {
+    static char path[64];
+    snprintf(path, sizeof path, "/tmp/kld-test-config-%d.json", (int)getpid());
+    FILE *file = fopen(path, "w");
+    ck_assert_ptr_nonnull(file);
+    fputs(text, file);
+    fclose(file);
+    return path;
+}
+
+START_TEST(defaults) {
+    ck_assert_int_eq(parse(NULL, NULL), KLD_OK);
+    ck_assert_int_eq(action, KLD_CONFIG_RUN);
+    ck_assert_str_eq(config.http, "127.0.0.1:8080");
+    ck_assert_str_eq(config.backend, "auto");
+    ck_assert_uint_eq(config.unix_mode, 0660);
+    ck_assert_uint_eq(config.staging_bytes_max, UINT64_C(1) << 30);
+    ck_assert(!config.insecure_bind);
+}
+END_TEST
+
+START_TEST(both_spellings_of_a_flag) {
+    ck_assert_int_eq(parse(FLAGS("--log-level", "warn", "--http=", "--insecure-bind",
+                                 "--region-bytes-max=3m", "--unix-mode=0600"),
+                           NULL),
+                     KLD_OK);
+    ck_assert_str_eq(config.log_level, "warn");
+    ck_assert_str_eq(config.http, "");
+    ck_assert(config.insecure_bind);
+    ck_assert_uint_eq(config.region_bytes_max, UINT64_C(3) << 20);
+    ck_assert_uint_eq(config.unix_mode, 0600);
+    ck_assert_int_eq(parse(FLAGS("--insecure-bind=false", "--device=1", "--device=2"), NULL),
+                     KLD_OK);
+    ck_assert(!config.insecure_bind);
+    ck_assert_uint_eq(config.device, 2); /* the last one counts */
+}
+END_TEST
+
+START_TEST(precedence) {
+    const char *path = file_with("{\"device\": 1, \"threads\": 1, \"spin_us\": 1}");
+    char variable[80];
+    snprintf(variable, sizeof variable, "KLD_CONFIG=%s", path);
+    ck_assert_int_eq(
+        parse(FLAGS("--spin-us=3"), FLAGS(variable, "KLD_THREADS=2", "KLD_SPIN_US=2", "OTHER=x")),
+        KLD_OK);
+    unlink(path);
+    ck_assert_uint_eq(config.device, 1);
+    ck_assert_uint_eq(config.threads, 2);
+    ck_assert_uint_eq(config.spin_us, 3);
+}
+END_TEST
+
+START_TEST(refuses_flags) {
+    fails(FLAGS("--lgo-level=info"), "did you mean --log-level?");
+    fails(FLAGS("--drain"), "did you mean --drain-ms?");
+    fails(FLAGS("--log_level=info"), "did you mean --log-level?");
+    fails(FLAGS("--xyzzy=1"), "--help lists all");
+    fails(FLAGS("--"), "unexpected argument '--'");
+    fails(FLAGS("-x"), "unexpected argument");
+    fails(FLAGS("--device"), "--device needs a value");
+    fails(FLAGS("--device="), "'' is not a whole number");
+    fails(FLAGS("--device=+1"), "whole number");
+    fails(FLAGS("--device= 1"), "whole number");
+    fails(FLAGS("--device=1K"), "whole number");
+    fails(FLAGS("--clients-max=4294967296"), "from 1 to 4294967295");
+    fails(FLAGS("--clients-max=99999999999999999999999"), "from 1 to");
+    fails(FLAGS("--unix-mode=0888"), "from 0 to 511");
+    fails(FLAGS("--unix-mode=660"), "from 0 to 511"); /* decimal: somebody meant octal */
+    fails(FLAGS("--body-bytes-max=8388608T"), "K, M, G, T");
+    fails(FLAGS("--body-bytes-max=1KB"), "K, M, G, T");
+    fails(FLAGS("--log-level=loud"), "not one of debug,info,warn,error");
+    fails(FLAGS("--log-level=debug,info"), "not one of");
+    fails(FLAGS("--allow-uids=1,,2"), "numbers separated by commas");
+    fails(FLAGS("--allow-uids=1,"), "numbers separated by commas");
+    char longer[KLD_CONFIG_TEXT_MAX + 16];
+    memset(longer, 'x', sizeof longer);
+    memcpy(longer, "--unix=", 7);
+    longer[sizeof longer - 1] = '\0';
+    fails(FLAGS(longer), "longer than 255 bytes");
+    memcpy(longer, "--", 2); /* an unknown name of any length */
+    longer[6] = 'x';
+    fails(FLAGS(longer), "unknown option");
+}
+END_TEST
+
+START_TEST(refuses_environment) {
+    ck_assert_int_eq(parse(NULL, FLAGS("KLD_DRAIN_MS=soon")), KLD_INVALID);
+    ck_assert_ptr_nonnull(strstr(err.text, "KLD_DRAIN_MS: 'soon'"));
+    ck_assert_int_eq(parse(NULL, FLAGS("KLD_CONFIG=/nonexistent")), KLD_INVALID);
+}
+END_TEST
+
+START_TEST(refuses_files) {
+    static const struct {
+        const char *text, *expected;
+    } cases[] = {
+        {"{\"htpp\": \"x\"}", "did you mean http"},
+        {"{\"log-level\": \"info\"}", "did you mean log_level"},
+        {"{\"http\": null}", "http: expected a text"},
+        {"{\"device\": 0.5}", "device: expected a whole number"},
+        {"{\"device\": -1}", "device: expected a whole number"},
+        {"{\"body_bytes_max\": 1e300}", "expected a whole number"},
+        {"{\"device\": true}", "expected a whole number"},
+        {"{\"insecure_bind\": 1}", "expected true or false"},
+        {"{\"device\": 1, \"device\": 1}", "is there twice"},
+        {"[1]", "expected a JSON object"},
+        {"", "not valid JSON"},
+        {"{} x", "text after"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        fails(FLAGS("--config", file_with(cases[i].text)), cases[i].expected);
+    unlink(file_with(""));
+}
+END_TEST
+
+START_TEST(a_file_may_hold_every_kind) {
+    const char *path = file_with("{\"http\": \"\", \"device\": 3, \"body_bytes_max\": \"2G\", "
+                                 "\"insecure_bind\": true, \"pool_bytes_max\": 4096} \n");
+    ck_assert_int_eq(parse(FLAGS("--config", path), NULL), KLD_OK);
+    unlink(path);
+    ck_assert_str_eq(config.http, "");
+    ck_assert_uint_eq(config.device, 3);
+    ck_assert_uint_eq(config.body_bytes_max, UINT64_C(2) << 30);
+    ck_assert_uint_eq(config.pool_bytes_max, 4096);
+    ck_assert(config.insecure_bind);
+}
+END_TEST
+
+START_TEST(help_and_version_win) {
+    ck_assert_int_eq(parse(FLAGS("--device=1", "--help", "--nonsense"), NULL), KLD_OK);
+    ck_assert_int_eq(action, KLD_CONFIG_HELP);
+    ck_assert_int_eq(parse(FLAGS("--version"), NULL), KLD_OK);
+    ck_assert_int_eq(action, KLD_CONFIG_VERSION);
+    char *text = NULL;
+    size_t bytes = 0;
+    FILE *out = open_memstream(&text, &bytes);
+    kld_config_help(out);
+    fclose(out);
+#define X(TYPE, name, value, help) ck_assert_ptr_nonnull(strstr(text, help));
+    KLD_CONFIG_MAP(X)
+#undef X
+    free(text);
+}
+END_TEST
+
+/* What the supervisor hands to a child comes out the same. */
+START_TEST(arguments_are_the_whole_configuration) {
+    ck_assert_int_eq(parse(FLAGS("--http=[::1]:0", "--unix=/tmp/a b=c", "--insecure-bind",
+                                 "--region-bytes-max=5", "--allow-uids=0,7"),
+                           NULL),
+                     KLD_OK);
+    struct kld_config before = config;
+    char **arguments = kld_config_arguments(&before);
+    ck_assert_ptr_nonnull(arguments);
+    ck_assert_int_eq(parse((const char *const *)arguments, NULL), KLD_OK);
+    ck_assert_int_eq(memcmp(&before, &config, sizeof config), 0);
+    kld_config_arguments_free(arguments);
+    kld_config_arguments_free(NULL);
+}
+END_TEST
+
+UNIT_MAIN("server/config", defaults, both_spellings_of_a_flag, precedence, refuses_flags,
+          refuses_environment, refuses_files, a_file_may_hold_every_kind, help_and_version_win,
+          arguments_are_the_whole_configuration)

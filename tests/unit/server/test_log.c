@@ -1,0 +1,126 @@
+/* test_log.c - the lines, in both formats, and a standard error that takes none. */
+#include <cjson/cJSON.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "server/log.h"
+#include "server/stats.h"
+#include "tests/unit/unit.h"
+
+static int reader;
+
+/* Standard error becomes a pipe (or socket) that the test reads. */
+static void capture(const char *level, const char *format, bool as_socket) {
+    int pair[2];
+    ck_assert_int_eq(as_socket ? socketpair(AF_UNIX, SOCK_STREAM, 0, pair) : pipe(pair), 0);
+    reader = pair[0];
+    fcntl(reader, F_SETFL, O_NONBLOCK);
+    dup2(pair[1], STDERR_FILENO);
+    close(pair[1]);
+    ck_assert_int_eq(kld_log_init("worker0", level, format, NULL), KLD_OK);
+}
+
+static const char *line(void) {
+    static char text[8192];
+    ssize_t bytes = read(reader, text, sizeof text - 1);
+    text[bytes > 0 ? bytes : 0] = '\0';
+    return text;
+}
+
+START_TEST(text_line) {
+    capture("info", "text", false);
+    kld_log(KLD_LOG_WARN, "child died", "pid=%d reason=\"%s\"", 7, "by\nhand\033[0m");
+    const char *text = line();
+    ck_assert_ptr_nonnull(
+        strstr(text, "Z warn  worker0: child died pid=7 reason=\"by?hand?[0m\"\n"));
+    ck_assert_int_eq(text[4], '-');
+    ck_assert_ptr_eq(strchr(text, '\n'), text + strlen(text) - 1);
+}
+END_TEST
+
+START_TEST(level_is_respected) {
+    capture("warn", "text", false);
+    ck_assert(!kld_log_wants(KLD_LOG_INFO));
+    ck_assert(kld_log_wants(KLD_LOG_ERROR));
+    kld_log(KLD_LOG_INFO, "chatter", "x=%d", 1);
+    ck_assert_str_eq(line(), "");
+}
+END_TEST
+
+START_TEST(json_line) {
+    capture("debug", "json", true);
+    kld_log(KLD_LOG_DEBUG, "request", "front=http id=%d ms=1.50 zero=007 name=\"a b\\\t\" ok=yes",
+            12);
+    cJSON *root = cJSON_Parse(line());
+    ck_assert_ptr_nonnull(root);
+    ck_assert_str_eq(cJSON_GetObjectItem(root, "level")->valuestring, "debug");
+    ck_assert_str_eq(cJSON_GetObjectItem(root, "role")->valuestring, "worker0");
+    ck_assert_str_eq(cJSON_GetObjectItem(root, "event")->valuestring, "request");
+    ck_assert_str_eq(cJSON_GetObjectItem(root, "front")->valuestring, "http");
+    ck_assert_double_eq(cJSON_GetObjectItem(root, "id")->valuedouble, 12);
+    ck_assert_double_eq(cJSON_GetObjectItem(root, "ms")->valuedouble, 1.5);
+    ck_assert_str_eq(cJSON_GetObjectItem(root, "zero")->valuestring, "007");
+    ck_assert_str_eq(cJSON_GetObjectItem(root, "name")->valuestring, "a b\\\t");
+    ck_assert_str_eq(cJSON_GetObjectItem(root, "ok")->valuestring, "yes");
+    cJSON_Delete(root);
+}
+END_TEST
+
+START_TEST(json_stays_json) {
+    capture("debug", "json", false);
+    char huge[3000];
+    memset(huge, '\1', sizeof huge - 1); /* six bytes each once escaped */
+    huge[sizeof huge - 1] = '\0';
+    const char *const details[] = {
+        "free text", "a=\"open", "=", "a=", "a=1 b", "key=\"x\"y=2", huge};
+    for (size_t i = 0; i < sizeof details / sizeof details[0]; i++) {
+        kld_log(KLD_LOG_INFO, "x", "%s", details[i]);
+        const char *text = line();
+        cJSON *root = cJSON_Parse(text);
+        if (!root)
+            ck_abort_msg("not JSON: %s", text);
+        ck_assert_int_eq(text[strlen(text) - 1], '\n');
+        cJSON_Delete(root);
+    }
+}
+END_TEST
+
+START_TEST(full_pipe_loses_and_counts) {
+    struct kld_stats *stats = NULL;
+    int fd;
+    ck_assert_int_eq(kld_stats_create(&stats, &fd, NULL), KLD_OK);
+    capture("info", "text", false);
+    kld_log_count_lost_in(stats);
+    for (int i = 0; i < 4000; i++) /* a pipe holds 64 KiB; a blocking write would hang here */
+        kld_log(KLD_LOG_INFO, "filling", "i=%d text=\"%s\"", i, "0123456789012345678901234567890");
+    uint64_t lost = stats->value[KLD_STAT_log_lines_lost_total];
+    ck_assert_uint_gt(lost, 1000);
+    ck_assert_uint_lt(lost, 4000);
+    close(reader);
+    kld_log(KLD_LOG_INFO, "closed", "x=%d", 1);
+    ck_assert_uint_eq(stats->value[KLD_STAT_log_lines_lost_total], lost + 1);
+    /* The mode of the inherited descriptor, which others share, is as it was. */
+    ck_assert_int_eq(fcntl(STDERR_FILENO, F_GETFL) & O_NONBLOCK, 0);
+    kld_log_count_lost_in(NULL);
+    kld_stats_detach(stats);
+    close(fd);
+}
+END_TEST
+
+START_TEST(wrong_settings) {
+    struct kld_error err;
+    ck_assert_int_eq(kld_log_init("x", "loud", "text", &err), KLD_INVALID);
+    ck_assert_int_eq(kld_log_init("x", "info", "xml", &err), KLD_INVALID);
+}
+END_TEST
+
+int main(void) {
+    signal(SIGPIPE, SIG_IGN); /* as main.c does */
+    const TTest *const tests[] = {text_line,       level_is_respected,         json_line,
+                                  json_stays_json, full_pipe_loses_and_counts, wrong_settings};
+    return unit_run("server/log", tests, sizeof tests / sizeof tests[0]);
+}

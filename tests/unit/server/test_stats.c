@@ -1,0 +1,123 @@
+/* test_stats.c - the shared page of counters. */
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "server/stats.h"
+#include "tests/unit/unit.h"
+
+static struct kld_stats *make(int *ret_fd) {
+    struct kld_stats *stats = NULL;
+    ck_assert_int_eq(kld_stats_create(&stats, ret_fd, NULL), KLD_OK);
+    return stats;
+}
+
+START_TEST(counts_across_processes) {
+    int fd;
+    struct kld_stats *stats = make(&fd);
+    pid_t pid = fork();
+    if (pid == 0) {
+        struct kld_stats *mine = NULL;
+        if (kld_stats_attach(fd, &mine, NULL) != KLD_OK)
+            _exit(1);
+        for (int i = 0; i < 1000; i++)
+            kld_stats_add(mine, KLD_STAT_unix_clients, 1);
+        kld_stats_add(mine, KLD_STAT_unix_clients, -400);
+        kld_stats_detach(mine);
+        _exit(0);
+    }
+    for (int i = 0; i < 1000; i++)
+        kld_stats_add(stats, KLD_STAT_unix_clients, 1);
+    int status;
+    waitpid(pid, &status, 0);
+    ck_assert_int_eq(status, 0);
+    ck_assert_uint_eq(stats->value[KLD_STAT_unix_clients], 1600);
+    kld_stats_detach(stats);
+    close(fd);
+}
+END_TEST
+
+START_TEST(page_cannot_be_cut) {
+    int fd;
+    struct kld_stats *stats = make(&fd);
+    ck_assert_int_eq(ftruncate(fd, 0), -1);
+    ck_assert_int_eq(ftruncate(fd, 1 << 20), -1);
+    kld_stats_detach(stats);
+    close(fd);
+}
+END_TEST
+
+START_TEST(another_page_is_refused) {
+    struct kld_stats *stats = NULL;
+    struct kld_error err;
+    int fd = memfd_create("x", MFD_CLOEXEC);
+    ck_assert_int_eq(kld_stats_attach(fd, &stats, &err), KLD_INVALID);
+    ck_assert_int_eq(ftruncate(fd, sizeof(struct kld_stats)), 0);
+    ck_assert_int_eq(kld_stats_attach(fd, &stats, &err), KLD_INVALID);
+    ck_assert_str_eq(err.text, "the page of counters is of another version");
+    ck_assert_ptr_null(stats);
+    close(fd);
+    ck_assert_int_eq(kld_stats_attach(-1, &stats, &err), KLD_INVALID);
+    kld_stats_detach(NULL);
+}
+END_TEST
+
+START_TEST(observes_into_the_right_bucket) {
+    int fd;
+    struct kld_stats *stats = make(&fd);
+    for (size_t i = 1; i < KLD_BUCKETS; i++)
+        ck_assert_uint_lt(kld_bucket_limit_ns[i - 1], kld_bucket_limit_ns[i]);
+    ck_assert_uint_eq(kld_bucket_limit_ns[KLD_BUCKETS - 1], UINT64_MAX);
+    kld_stats_observe(stats, KLD_HISTOGRAM_queue, 0);
+    kld_stats_observe(stats, KLD_HISTOGRAM_queue, kld_bucket_limit_ns[0]);
+    kld_stats_observe(stats, KLD_HISTOGRAM_queue, kld_bucket_limit_ns[0] + 1);
+    kld_stats_observe(stats, KLD_HISTOGRAM_queue, kld_bucket_limit_ns[KLD_BUCKETS - 2] + 1);
+    ck_assert_uint_eq(stats->histogram[KLD_HISTOGRAM_queue].bucket[0], 2);
+    ck_assert_uint_eq(stats->histogram[KLD_HISTOGRAM_queue].bucket[1], 1);
+    ck_assert_uint_eq(stats->histogram[KLD_HISTOGRAM_queue].bucket[KLD_BUCKETS - 1], 1);
+    ck_assert_uint_eq(stats->histogram[KLD_HISTOGRAM_queue].sum_ns,
+                      2 * kld_bucket_limit_ns[0] + 1 + kld_bucket_limit_ns[KLD_BUCKETS - 2] + 1);
+    ck_assert_uint_eq(stats->histogram[KLD_HISTOGRAM_copy].sum_ns, 0);
+    kld_stats_detach(stats);
+    close(fd);
+}
+END_TEST
+
+START_TEST(requests_by_front_and_status) {
+    int fd;
+    struct kld_stats *stats = make(&fd);
+    kld_stats_request(stats, KLD_FRONT_UNIX, KLD_OK);
+    kld_stats_request(stats, KLD_FRONT_UNIX, KLD_BUSY);
+    kld_stats_request(stats, KLD_FRONT_HTTP,
+                      (enum kld_status)4000); /* counted, not out of bounds */
+    ck_assert_uint_eq(stats->requests[KLD_FRONT_UNIX][KLD_OK], 1);
+    ck_assert_uint_eq(stats->requests[KLD_FRONT_UNIX][KLD_BUSY], 1);
+    ck_assert_uint_eq(stats->requests[KLD_FRONT_HTTP][KLD_OK], 0);
+    ck_assert_uint_eq(stats->requests[KLD_FRONT_HTTP][KLD_INTERNAL], 1);
+    kld_stats_detach(stats);
+    close(fd);
+}
+END_TEST
+
+START_TEST(a_role_resets_its_own_gauges_only) {
+    int fd;
+    struct kld_stats *stats = make(&fd);
+    for (int i = 0; i < KLD_STAT_COUNT; i++)
+        kld_stats_set(stats, (enum kld_stat)i, 7);
+    kld_stats_reset_role(stats, "worker");
+    ck_assert_uint_eq(stats->value[KLD_STAT_unix_clients], 0);
+    ck_assert_uint_eq(stats->value[KLD_STAT_pool_bytes], 0);
+    ck_assert_uint_eq(stats->value[KLD_STAT_http_connections], 7);
+    ck_assert_uint_eq(stats->value[KLD_STAT_unix_clients_total], 7);
+    kld_stats_reset_role(stats, "gateway");
+    ck_assert_uint_eq(stats->value[KLD_STAT_http_connections], 0);
+    ck_assert_uint_eq(stats->value[KLD_STAT_http_connections_total], 7);
+    kld_stats_detach(stats);
+    close(fd);
+}
+END_TEST
+
+UNIT_MAIN("server/stats", counts_across_processes, page_cannot_be_cut, another_page_is_refused,
+          observes_into_the_right_bucket, requests_by_front_and_status,
+          a_role_resets_its_own_gauges_only)
