@@ -13,6 +13,8 @@
 
 static const struct kld_transport *const transports[] = {
     &kld_transport_unix,
+    &kld_transport_http,
+    &kld_transport_https,
     &kld_transport_local,
 };
 
