@@ -1,7 +1,7 @@
 # kld: build, test, install. `make help` lists the targets; README.md explains them.
 #
 # Variables: BUILD (output folder), SANITIZE (empty, address or thread), CUDA (1, 0; default: 1 if nvcc is
-# there), PREFIX, DESTDIR, V=1 for the full command lines.
+# there), PREFIX, DESTDIR, SECONDS (of each fuzz target), V=1 for the full command lines.
 
 BUILD    ?= build
 SANITIZE ?=
@@ -13,6 +13,10 @@ COMMIT   := $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
 Q        := $(if $(V),,@)
 
 CC       ?= gcc
+# All cores, unless the caller said how many.
+ifeq ($(filter -j%,$(MAKEFLAGS))$(findstring jobserver,$(MAKEFLAGS)),)
+MAKEFLAGS += -j$(shell nproc 2>/dev/null || echo 2)
+endif
 WARN     := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wpointer-arith \
             -Wvla -Wwrite-strings -Wno-unused-parameter
 HARDEN   := -fstack-protector-strong -fno-plt
@@ -40,7 +44,9 @@ SERVER_C   := $(filter-out server/main.c,$(wildcard server/*.c server/supervisor
               server/gateway/*.c)) $(wildcard proto/oip*.c)
 EXAMPLES_C := $(wildcard client/examples/*.c)
 UNIT_C     := $(shell find tests/unit -name 'test_*.c' 2>/dev/null | sort)
-UNIT_AUX_C := $(shell find tests/unit -name '*.c' ! -name 'test_*.c' 2>/dev/null | sort)
+TABLE_C    := $(wildcard tests/unit/kernels/kernel_table.c)
+UNIT_AUX_C := $(filter-out $(TABLE_C),$(shell find tests/unit -name '*.c' ! -name 'test_*.c' 2>/dev/null | sort))
+FUZZ_C     := $(wildcard tests/fuzz/fuzz_*.c)
 BENCH_C    := $(wildcard tests/bench/*.c)
 
 OBJ         = $(patsubst %,$(BUILD)/obj/%.o,$(1))
@@ -62,7 +68,7 @@ NVCC_FLAGS := -O3 -std=c++17 -I. -Xcompiler -fPIC,-fvisibility=hidden,-Wall -DKL
   -gencode arch=compute_$(firstword $(CUDA_ARCHS)),code=compute_$(firstword $(CUDA_ARCHS)) \
   -gencode arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS))
 
-.PHONY: all lib unit examples
+.PHONY: all lib unit examples bench-programs programs install dist lint check check-gpu bench fuzz demo clean help
 all: $(BUILD)/kld-server $(BUILD)/kld $(BUILD)/libkld.so $(BUILD)/libkld.a
 lib: $(BUILD)/libkld.a $(BUILD)/libkld.so
 
@@ -117,7 +123,100 @@ unit: $(UNIT_BIN)
 $(BUILD)/bench/%: $(BUILD)/obj/tests/bench/%.c.o $(BUILD)/libkld.a
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(LIB_LIBS)
+# Programs of the kernels alone: they also run where the servers' libraries are missing.
+KERNELS_OBJ := $(call OBJ,proto/op.c proto/status.c $(KERNELS_C) $(CUDA_C)) $(CUDA_OBJ)
+$(BUILD)/libkernels.a: $(KERNELS_OBJ)
+	@echo "  AR    $@"
+	$(Q)rm -f $@ && ar rcs $@ $^
+$(BUILD)/obj/tests/bench/kernels.c.o: EXTRA := -DKLD_COMMIT='"$(COMMIT)"'
+$(BUILD)/bench/kernels: $(BUILD)/obj/tests/bench/kernels.c.o $(BUILD)/libkernels.a
+	@mkdir -p $(@D)
+	@echo "  LD    $@"
+	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(CUDA_LIBS) -lm
 bench-programs: $(patsubst tests/bench/%.c,$(BUILD)/bench/%,$(BENCH_C))
+
+# The case table of the kernels: one program, run against any back end.
+$(BUILD)/kernel-table: $(call OBJ,$(TABLE_C) $(filter tests/unit/kernels/%,$(UNIT_AUX_C))) $(BUILD)/libkld.a
+	@echo "  LD    $@"
+	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(LIB_LIBS)
+
+FUZZ_FLAGS := -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined
+$(BUILD)/fuzz/%: tests/fuzz/%.c $(wildcard proto/*.c proto/*.h)
+	@mkdir -p $(@D)
+	@echo "  FUZZ  $@"
+	$(Q)clang -std=c17 -I. -D_GNU_SOURCE $(FUZZ_FLAGS) $< $(wildcard proto/*.c) -o $@ -lcjson -lm
+
+# Everything that a test may run.
+programs: all unit examples bench-programs $(if $(TABLE_C),$(BUILD)/kernel-table)
 
 .SECONDARY:
 -include $(shell find $(BUILD)/obj $(CUDA_BUILD)/cuda -name '*.d' 2>/dev/null)
+
+# ---- what people call -----------------------------------------------------------------------------
+# Recipes that need packages install them first, so they build in a make of their own.
+SELF  = +$(MAKE) --no-print-directory
+SELF_ARGS = BUILD=$(BUILD) CUDA=$(CUDA) CUDA_BUILD=$(CUDA_BUILD) SANITIZE=$(SANITIZE)
+
+help:
+	@echo "make              build into $(BUILD)/ (CUDA=$(CUDA))"
+	@echo "make demo         install what is missing, build, run the demonstration"
+	@echo "make check        install what is missing, build, run every test that needs no GPU"
+	@echo "make check-gpu    the kernel table and the end-to-end tests on the GPU, from the tarball's tree"
+	@echo "make bench        measure this machine"
+	@echo "make fuzz         fuzz every parser, SECONDS=$(SECONDS) each"
+	@echo "make lint         clang-format, clang-tidy, cppcheck, shellcheck"
+	@echo "make install      into DESTDIR=$(DESTDIR) PREFIX=$(PREFIX)"
+	@echo "make dist         $(DIST).tar.gz, which runs on any x86-64 Linux with glibc 2.36 or newer"
+	@echo "make clean        remove $(BUILD)/"
+
+check:
+	@deploy/deps.sh build check
+	$(SELF) programs $(SELF_ARGS)
+	@tests/run --build $(BUILD)
+
+demo:
+	@deploy/deps.sh build
+	$(SELF) all examples $(SELF_ARGS)
+	@deploy/demo.sh $(BUILD)
+
+bench: all bench-programs
+	@for program in $(patsubst tests/bench/%.c,$(BUILD)/bench/%,$(BENCH_C)); do $$program || exit 1; done
+	@$(BUILD)/kld bench --server local:
+
+SECONDS ?= 60
+fuzz:
+	@deploy/deps.sh build fuzz
+	$(SELF) $(patsubst tests/fuzz/%.c,$(BUILD)/fuzz/%,$(FUZZ_C)) $(SELF_ARGS)
+	@deploy/fuzz.sh $(BUILD) $(SECONDS)
+
+lint:
+	@deploy/deps.sh build check lint
+	@deploy/lint.sh
+
+clean:
+	rm -rf $(BUILD)
+
+# ---- install ----------------------------------------------------------------------------------------
+SO_MAJOR := 0
+TO        = $(DESTDIR)$(PREFIX)
+install: all
+	$(Q)install -d $(TO)/bin $(TO)/lib/pkgconfig $(TO)/include/kld
+	$(Q)install -m 755 $(BUILD)/kld-server $(BUILD)/kld $(TO)/bin/
+	$(Q)install -m 644 $(BUILD)/libkld.a $(TO)/lib/
+	$(Q)install -m 755 $(BUILD)/libkld.so $(TO)/lib/libkld.so.$(VERSION)
+	$(Q)ln -sf libkld.so.$(VERSION) $(TO)/lib/libkld.so.$(SO_MAJOR)
+	$(Q)ln -sf libkld.so.$(SO_MAJOR) $(TO)/lib/libkld.so
+	$(Q)for header in client/kld.h proto/op.h proto/status.h; do \
+	  sed 's|#include "proto/|#include "|' $$header > $(TO)/include/kld/$${header##*/}; done
+	$(Q)sed -e 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|; s|@LIBS@|$(LIB_LIBS)|' deploy/kld.pc.in \
+	  > $(TO)/lib/pkgconfig/kld.pc
+	@echo "installed into $(TO)"
+
+# ---- the tarball ------------------------------------------------------------------------------------
+DIST = $(BUILD)/kld-$(VERSION)-linux-x86_64
+dist: programs
+	@deploy/dist.sh $(BUILD) $(DIST)
+
+check-gpu: dist
+	@tree=$$(mktemp -d) && tar -xzf $(DIST).tar.gz -C $$tree && \
+	  { $$tree/$(notdir $(DIST))/check-gpu; status=$$?; rm -rf $$tree; exit $$status; }
