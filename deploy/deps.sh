@@ -1,0 +1,45 @@
+#!/bin/sh
+# deps.sh SET... - installs the Debian packages that a target of the Makefile needs and that are
+# missing. Sets: build check lint fuzz dist. Asks for nothing and changes nothing if all are there.
+set -eu
+wanted=""
+for set in "$@"; do
+    case $set in
+    build) wanted="$wanted gcc libc6-dev libmicrohttpd-dev libcjson-dev libuv1-dev zlib1g-dev \
+        libcurl4-openssl-dev" ;;
+    check) wanted="$wanted g++ check libsubunit-dev pkg-config patchelf curl python3 python3-numpy \
+        python3-pytest python3-pytest-timeout" ;;
+    lint) wanted="$wanted clang-format clang-tidy cppcheck shellcheck" ;;
+    fuzz) wanted="$wanted clang" ;;
+    dist) wanted="$wanted patchelf" ;;
+    *)
+        echo "deps.sh: no set '$set'" >&2
+        exit 2
+        ;;
+    esac
+done
+
+if ! command -v dpkg-query >/dev/null; then
+    echo "deps.sh: not Debian; the packages are called there:$wanted" >&2
+    exit 0
+fi
+missing=""
+for package in $wanted; do
+    state=$(dpkg-query -W -f '${Status}' "$package" 2>/dev/null || true)
+    [ "$state" = "install ok installed" ] || missing="$missing $package"
+done
+[ -n "$missing" ] || exit 0
+
+sudo=""
+if [ "$(id -u)" != 0 ]; then
+    command -v sudo >/dev/null || {
+        echo "deps.sh: missing packages, and neither root nor sudo to install them:$missing" >&2
+        exit 1
+    }
+    sudo=sudo
+fi
+echo "installing:$missing"
+export DEBIAN_FRONTEND=noninteractive
+$sudo apt-get update -qq
+# shellcheck disable=SC2086 # a list of words
+$sudo apt-get install -y -qq --no-install-recommends $missing >/dev/null

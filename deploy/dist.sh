@@ -1,0 +1,63 @@
+#!/bin/bash
+# dist.sh BUILD DIST - the relocatable tree DIST/ and DIST.tar.gz: programs, libkld, the libraries
+# they need beside them (found by $ORIGIN; libc and its parts stay the system's), the kernel table
+# and the tests that run without a compiler.
+# shellcheck disable=SC2016 # $ORIGIN and ${pcfiledir} are for others to expand
+set -euo pipefail
+build=$1
+dist=$2
+deploy/deps.sh dist
+command -v patchelf >/dev/null || { echo "dist.sh: patchelf is missing" >&2; exit 1; }
+
+rm -rf "$dist" "$dist.tar.gz"
+mkdir -p "$dist"/{bin,lib,libexec,include/kld,share/kld,tests}
+make --no-print-directory -s install BUILD="$build" PREFIX=/ DESTDIR="$dist" >/dev/null
+# Found from wherever the tree lies.
+sed -i 's|^prefix=.*|prefix=${pcfiledir}/../..|' "$dist/lib/pkgconfig/kld.pc"
+programs=("$dist/bin/kld-server" "$dist/bin/kld")
+for program in "$build/kernel-table" "$build"/examples/* "$build"/bench/*; do
+    if [ -f "$program" ] && [ -x "$program" ]; then
+        cp "$program" "$dist/libexec/"
+        programs+=("$dist/libexec/$(basename "$program")")
+    fi
+done
+cp -r tests/e2e tests/data tests/run "$dist/tests/"
+[ -d tests/bench ] && cp -r tests/bench "$dist/tests/"
+find "$dist/tests" -name __pycache__ -prune -exec rm -rf {} +
+cp README.md LICENSE "$dist/"
+cp deploy/demo.sh "$dist/demo"
+cp deploy/check-gpu.sh "$dist/check-gpu"
+echo "$(cat proto/VERSION) $(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)" \
+    >"$dist/share/kld/VERSION"
+
+# The closure of what they load, but for glibc, which must fit the running kernel's loader.
+glibc='^(linux-vdso|ld-linux-x86-64|libc|libm|libpthread|libdl|librt|libresolv|libutil|libanl)\.'
+collect() {
+    ldd "$@" | awk '$2 == "=>" && $3 ~ /^\// {print $1, $3}' | sort -u
+}
+collect "${programs[@]}" "$dist/lib/libkld.so" | while read -r name path; do
+    if ! [[ $name =~ $glibc ]] && [ ! -e "$dist/lib/$name" ]; then
+        cp -L "$path" "$dist/lib/$name"
+        chmod 755 "$dist/lib/$name"
+    fi
+done
+for library in "$dist"/lib/*.so*; do
+    [ -L "$library" ] || patchelf --set-rpath '$ORIGIN' "$library"
+done
+for program in "${programs[@]}"; do
+    patchelf --set-rpath '$ORIGIN/../lib' "$program"
+done
+
+# Every library is now found in the tree or is glibc's.
+missing=$(collect "${programs[@]}" "$dist"/lib/*.so* | awk '{print $1, $2}' | while read -r name path; do
+    case $(realpath "$path") in
+    "$(realpath "$dist")"/*) ;;
+    *) [[ $name =~ $glibc ]] || echo "$name ($path)" ;;
+    esac
+done | sort -u)
+if [ -n "$missing" ]; then
+    echo "dist.sh: found outside the tree: $missing" >&2
+    exit 1
+fi
+tar -czf "$dist.tar.gz" --owner=0 --group=0 --numeric-owner -C "$(dirname "$dist")" "$(basename "$dist")"
+echo "$dist.tar.gz: $(du -h "$dist.tar.gz" | cut -f1)"

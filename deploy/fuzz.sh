@@ -1,0 +1,23 @@
+#!/bin/sh
+# fuzz.sh BUILD SECONDS - runs every fuzz target that long, from its checked-in seeds. New inputs go
+# to BUILD/fuzz/corpus; a crash leaves its input in BUILD/fuzz and ends with status 1.
+set -eu
+build=$1
+seconds=$2
+for program in "$build"/fuzz/fuzz_*; do
+    case $program in *.log | *\*) continue ;; esac
+    name=$(basename "$program")
+    corpus=$build/fuzz/corpus/$name
+    mkdir -p "$corpus"
+    seeds=tests/fuzz/corpus/${name#fuzz_}
+    [ -d "$seeds" ] || seeds=$corpus
+    echo "fuzzing $name for $seconds s"
+    "$program" -max_total_time="$seconds" -max_len=65536 -timeout=10 -rss_limit_mb=2048 \
+        -artifact_prefix="$build/fuzz/" -print_final_stats=1 -verbosity=0 "$corpus" "$seeds" \
+        >"$build/fuzz/$name.log" 2>&1 || {
+        tail -40 "$build/fuzz/$name.log" >&2
+        echo "fuzz.sh: $name found something; its input is in $build/fuzz" >&2
+        exit 1
+    }
+    grep -E "number_of_executed_units" "$build/fuzz/$name.log" || true
+done
