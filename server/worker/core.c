@@ -87,11 +87,12 @@ static void finish(struct kld_request *request, enum kld_status status,
                    const struct kld_error *error, bool ran) {
     if (!request->answered) {
         request->answered = true;
+        account(request, status, error->text,
+                ran); /* first, so that a client sees itself counted */
         if (status == KLD_OK)
             reply_done(request);
         else
             kld_session_reply_error(request->session, request->number, error);
-        account(request, status, error->text, ran);
     }
     retire(request);
 }
@@ -108,8 +109,8 @@ static void give_up(struct kld_request *request, const struct kld_error *error) 
     }
     request->answered = true;
     kld_queue_unwatch(&request->session->worker->queue, request);
-    kld_session_reply_error(request->session, request->number, error);
     account(request, error->status, error->text, false);
+    kld_session_reply_error(request->session, request->number, error);
 }
 
 /* ---- Launch ---------------------------------------------------------------------------------- */
@@ -421,8 +422,8 @@ void kld_core_device_lost(struct kld_worker *worker, const struct kld_error *cau
             if (request->answered)
                 continue;
             request->answered = true;
-            kld_session_reply_error(session, request->number, &error);
             account(request, KLD_DEVICE_LOST, cause->text, false);
+            kld_session_reply_error(session, request->number, &error);
         }
     }
     uv_stop(&worker->loop);

@@ -1,0 +1,217 @@
+/* fake_device.c - the worker tests' double of a back end. One thread completes all jobs in order of
+ * submission, which is in particular the order within each stream. */
+#include "tests/unit/server/worker/fake_device.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+struct fake_memory {
+    struct kld_memory head;
+    atomic_int jobs; /* that name it now */
+};
+struct fake_stream {
+    struct kld_stream head;
+    atomic_int jobs;
+};
+
+static struct fake_device *fake_of(struct kld_device *device) {
+    return (struct fake_device *)device;
+}
+
+static void nap(int us) {
+    struct timespec time = {.tv_sec = us / 1000000, .tv_nsec = us % 1000000 * 1000L};
+    nanosleep(&time, NULL);
+}
+
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static void count_memory(struct kld_memory *memory, int amount) {
+    if (memory)
+        atomic_fetch_add(&((struct fake_memory *)memory)->jobs, amount);
+}
+
+static void count_job(struct kld_job *job, int amount) {
+    if (job->kind == KLD_JOB_COPY) {
+        count_memory(job->copy_to.memory, amount);
+        count_memory(job->copy_from.memory, amount);
+        return;
+    }
+    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
+        count_memory(job->place[slot].memory, amount);
+}
+
+static void run(struct fake_device *fake, struct kld_job *job) {
+    job->launch_ns = now_ns();
+    atomic_fetch_add(&fake->jobs_started, 1);
+    while (atomic_load(&fake->hold))
+        nap(200);
+    nap(atomic_load(&fake->job_us));
+    job->status = (enum kld_status)atomic_load(&fake->fail_job);
+    if (job->status)
+        kld_error_set(&job->error, job->status, "the double was told to fail");
+    else if (job->kind == KLD_JOB_OP && job->geometry.scalar)
+        job->loss = FAKE_LOSS;
+    job->kernel_ns = now_ns() - job->launch_ns;
+    job->bytes = 1000;
+    struct fake_stream *stream = (struct fake_stream *)(uintptr_t)job->backend_private[0];
+    count_job(job, -1);
+    atomic_fetch_sub(&stream->jobs, 1);
+    atomic_fetch_add(&fake->jobs_done, 1);
+    job->done(job);
+}
+
+static void *thread_main(void *argument) {
+    struct fake_device *fake = argument;
+    pthread_mutex_lock(&fake->lock);
+    for (;;) {
+        while (!fake->first && !fake->ending)
+            pthread_cond_wait(&fake->more, &fake->lock);
+        struct kld_job *job = fake->first;
+        if (!job)
+            break;
+        fake->first = job->next;
+        if (!fake->first)
+            fake->last = &fake->first;
+        pthread_mutex_unlock(&fake->lock);
+        run(fake, job);
+        pthread_mutex_lock(&fake->lock);
+    }
+    pthread_mutex_unlock(&fake->lock);
+    return NULL;
+}
+
+void fake_device_init(struct fake_device *fake) {
+    memset(fake, 0, sizeof *fake);
+    fake->head.backend = &fake_backend;
+    strcpy(fake->head.info.backend, "fake");
+    strcpy(fake->head.info.name, "a double");
+    memset(fake->head.info.uuid, 7, sizeof fake->head.info.uuid);
+    fake->head.info.pool_bytes_max = 1 << 30;
+    fake->head.info.imports_cuda_ipc = true;
+    fake->last = &fake->first;
+    pthread_mutex_init(&fake->lock, NULL);
+    pthread_cond_init(&fake->more, NULL);
+    pthread_create(&fake->thread, NULL, thread_main, fake);
+}
+
+static void device_close(struct kld_device *device) {
+    struct fake_device *fake = fake_of(device);
+    pthread_mutex_lock(&fake->lock);
+    fake->ending = true;
+    pthread_cond_signal(&fake->more);
+    pthread_mutex_unlock(&fake->lock);
+    pthread_join(fake->thread, NULL);
+    pthread_cond_destroy(&fake->more);
+    pthread_mutex_destroy(&fake->lock);
+}
+
+static enum kld_status call(struct fake_device *fake, struct kld_error *err) {
+    atomic_fetch_add(&fake->calls, 1);
+    while (atomic_load(&fake->hold_memory))
+        nap(200);
+    int left = atomic_load(&fake->fail_call);
+    while (left > 0 && !atomic_compare_exchange_weak(&fake->fail_call, &left, left - 1))
+        ;
+    if (left != 1)
+        return KLD_OK;
+    enum kld_status status = (enum kld_status)atomic_load(&fake->fail_status);
+    return kld_error_set(err, status, "the double was told to fail");
+}
+
+static enum kld_status memory_new(struct kld_device *device, uint64_t bytes,
+                                  struct kld_memory **ret_memory, struct kld_error *err) {
+    enum kld_status status = call(fake_of(device), err);
+    if (status)
+        return status;
+    struct fake_memory *memory = calloc(1, sizeof *memory);
+    memory->head.device = device;
+    memory->head.bytes = bytes;
+    atomic_fetch_add(&fake_of(device)->memories, 1);
+    *ret_memory = &memory->head;
+    return KLD_OK;
+}
+
+static enum kld_status memory_map(struct kld_device *device, int fd, uint64_t bytes,
+                                  struct kld_memory **ret_memory, struct kld_error *err) {
+    (void)fd;
+    return memory_new(device, bytes, ret_memory, err);
+}
+
+static enum kld_status memory_wrap(struct kld_device *device, void *address, uint64_t bytes,
+                                   struct kld_memory **ret_memory, struct kld_error *err) {
+    (void)address;
+    return memory_new(device, bytes, ret_memory, err);
+}
+
+static enum kld_status memory_import_ipc(struct kld_device *device, const uint8_t handle[64],
+                                         uint64_t base_bytes, uint64_t offset_bytes, uint64_t bytes,
+                                         struct kld_memory **ret_memory, struct kld_error *err) {
+    (void)handle, (void)base_bytes, (void)offset_bytes;
+    return memory_new(device, bytes, ret_memory, err);
+}
+
+static void memory_free(struct kld_memory *memory) {
+    if (!memory)
+        return;
+    struct fake_device *fake = fake_of(memory->device);
+    if (atomic_load(&((struct fake_memory *)memory)->jobs) != 0)
+        atomic_store(&fake->order_broken, 1);
+    atomic_fetch_sub(&fake->memories, 1);
+    free(memory);
+}
+
+static enum kld_status stream_open(struct kld_device *device, struct kld_stream **ret_stream,
+                                   struct kld_error *err) {
+    enum kld_status status = call(fake_of(device), err);
+    if (status)
+        return status;
+    struct fake_stream *stream = calloc(1, sizeof *stream);
+    stream->head.device = device;
+    atomic_fetch_add(&fake_of(device)->streams, 1);
+    *ret_stream = &stream->head;
+    return KLD_OK;
+}
+
+static void stream_close(struct kld_stream *stream) {
+    if (!stream)
+        return;
+    struct fake_device *fake = fake_of(stream->device);
+    if (atomic_load(&((struct fake_stream *)stream)->jobs) != 0)
+        atomic_store(&fake->order_broken, 1);
+    atomic_fetch_sub(&fake->streams, 1);
+    free(stream);
+}
+
+static void submit(struct kld_stream *stream, struct kld_job *job) {
+    struct fake_device *fake = fake_of(stream->device);
+    job->next = NULL;
+    job->backend_private[0] = (uint64_t)(uintptr_t)stream;
+    count_job(job, 1);
+    atomic_fetch_add(&((struct fake_stream *)stream)->jobs, 1);
+    pthread_mutex_lock(&fake->lock);
+    *fake->last = job;
+    fake->last = &job->next;
+    pthread_cond_signal(&fake->more);
+    pthread_mutex_unlock(&fake->lock);
+}
+
+static uint64_t pool_bytes(struct kld_device *device) { return 0; }
+
+const struct kld_backend fake_backend = {
+    .name = "fake",
+    .device_close = device_close,
+    .memory_map = memory_map,
+    .memory_wrap = memory_wrap,
+    .memory_import_ipc = memory_import_ipc,
+    .memory_alloc = memory_new,
+    .memory_free = memory_free,
+    .stream_open = stream_open,
+    .stream_close = stream_close,
+    .submit = submit,
+    .pool_bytes = pool_bytes,
+};

@@ -1,0 +1,43 @@
+/* fake_device.h - a back end that computes nothing but keeps every rule of kernels/backend.h, with
+ * knobs: jobs that take long or wait, that fail, a device that is lost, memory calls that fail.
+ * For the worker's unit tests. */
+#ifndef KLD_TESTS_FAKE_DEVICE_H
+#define KLD_TESTS_FAKE_DEVICE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "kernels/backend.h"
+
+#define FAKE_LOSS 0.25 /* of every scalar op; a copy moves no byte */
+
+struct fake_device {
+    struct kld_device head;
+
+    /* Knobs, and what was seen. Any thread. */
+    atomic_bool hold;        /* jobs wait until it is false again */
+    atomic_bool hold_memory; /* so do memory_* and stream_open calls */
+    atomic_int job_us;       /* each job takes at least this long */
+    atomic_int fail_job;     /* enum kld_status of jobs from now on */
+    atomic_int fail_call;    /* the N-th memory_* or stream_open call from now fails; 0: none */
+    atomic_int fail_status;  /* with this */
+    atomic_int jobs_started, jobs_done;
+    atomic_int memories, streams; /* open now */
+    atomic_int calls;             /* memory_* and stream_open calls so far */
+    atomic_int order_broken;      /* a memory was freed, or a stream closed, under a job */
+
+    /* Its thread. */
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t more;
+    struct kld_job *first, **last; /* lock */
+    bool ending;                   /* lock */
+};
+
+extern const struct kld_backend fake_backend;
+
+/* Opens it; device_close() of the backend releases what it stands on, but *fake stays the caller's,
+ * so that the counts can be read afterwards. */
+void fake_device_init(struct fake_device *fake);
+
+#endif

@@ -1,0 +1,65 @@
+/* rig.h - a worker on a thread of the test, over the double of fake_device.h, and raw clients.
+ * Every helper fails the test that calls it when something does not go as it must. */
+#ifndef KLD_TESTS_WORKER_RIG_H
+#define KLD_TESTS_WORKER_RIG_H
+
+#include <pthread.h>
+#include <sys/un.h>
+
+#include "proto/wire.h"
+#include "server/worker/worker.h"
+#include "tests/unit/server/worker/fake_device.h"
+
+#define RIG_ROWS 8 /* of the op that rig_submit() sends; FP32 */
+#define RIG_CLASSES 16
+#define RIG_TENSOR_BYTES (RIG_ROWS * RIG_CLASSES * 4)
+#define RIG_REGION_BYTES (3 * RIG_TENSOR_BYTES) /* predictions, targets, gradient */
+
+struct rig {
+    struct kld_config config; /* defaults; a test may change it between init and start */
+    struct kld_stats *stats;
+    struct fake_device fake;
+    struct kld_worker worker;
+    struct sockaddr_un address;
+    socklen_t address_bytes;
+    int listen_fd, control[2];
+    pthread_t thread;
+    int exit_status;
+};
+
+void rig_init(struct rig *rig);
+void rig_start(struct rig *rig);
+/* SIGTERM; the worker's exit status once it has ended. */
+int rig_end(struct rig *rig);
+/* Waits for the worker to end by itself. */
+int rig_wait(struct rig *rig);
+/* After rig_end() or rig_wait(): releases all, and checks that nothing of the device leaked. */
+void rig_done(struct rig *rig);
+
+int rig_connect(const struct rig *rig); /* no HELLO yet */
+int rig_client(const struct rig *rig);  /* with HELLO and WELCOME */
+void rig_send(int fd, const union kld_frame *frame);
+void rig_send_fds(int fd, const void *data, size_t bytes, const int *fds, int count);
+/* One frame; fails after 10 s, or at the end of the connection. */
+void rig_receive(int fd, union kld_frame *ret_frame);
+/* The next frame answers `request` with this type, or with an ERROR of this status. */
+void rig_expect(int fd, uint64_t request, enum kld_frame_type type, union kld_frame *ret_frame);
+void rig_expect_error(int fd, uint64_t request, enum kld_status status, const char *text);
+/* The connection has ended (or 0: has not) within ms. */
+int rig_ended(int fd, int ms);
+
+int rig_memfd(uint64_t bytes); /* sealed against shrinking */
+void rig_region_frame(union kld_frame *frame, uint64_t request, uint32_t kind, uint64_t bytes);
+uint64_t rig_region(int fd, uint64_t bytes); /* a memfd region; its id */
+/* A forward KL with gradient, all in one region. */
+void rig_op(union kld_frame *frame, uint64_t request, uint64_t region);
+void rig_submit(int fd, uint64_t request, uint64_t region);
+void rig_plain(int fd, enum kld_frame_type type, uint64_t request);
+void rig_cancel(int fd, uint64_t request, uint64_t target);
+void rig_drop(int fd, uint64_t request, uint64_t region);
+/* *number reaches at least `value` (exactly, for rig_until_is) within 10 s. */
+void rig_until(atomic_int *number, int value);
+void rig_until_is(atomic_int *number, int value);
+void rig_until_stat(struct rig *rig, enum kld_stat stat, uint64_t value);
+
+#endif
