@@ -148,7 +148,10 @@ class Client:
 
     def send(self, kind, body=b"", fds=(), request=None):
         request = self.next_number() if request is None else request
-        self.send_raw(frame(kind, request, body), fds)
+        try:
+            self.send_raw(frame(kind, request, body), fds)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # receive() tells, after what the worker said last
         return request
 
     def receive(self):
@@ -167,6 +170,8 @@ class Client:
         """The body of the reply to that request; Failed if it is an ERROR."""
         while request not in self.replies:
             kind, number, body = self.receive()
+            if kind == ERROR and number == 0 != request:  # the connection was refused
+                request = 0
             assert number not in self.replies, f"two replies to {number}"
             self.replies[number] = kind, body
         kind, body = self.replies.pop(request)
