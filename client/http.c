@@ -417,6 +417,192 @@ static enum kld_status make_headers(struct http_connection *h, struct kld_error 
 
 static enum kld_status wait_ready(struct http_connection *h, struct kld_error *err) {
     uint64_t deadline = kld_now_ns() + h->base.options.connect_timeout_ns;
+    uint32_t doublings = call->base.result.attempts < 4 ? call->base.result.attempts : 4;
+    uint64_t pause = RETRY_NS_MIN << doublings;
+    pause = call->retry_after_ns ? call->retry_after_ns : pause;
+    uint64_t end = call->base.deadline_ns != KLD_NEVER
+                       ? call->base.deadline_ns
+                       : call->first_failure_ns + KLD_RECONNECT_NS_MAX;
+    if (now + pause >= end && call->base.deadline_ns == KLD_NEVER) {
+        call_end(h, call, status, &error);
+        return;
+    }
+    call->base.error = error; /* told if the deadline comes first */
+    call->retry_at_ns = now + pause;
+    kld_connection_arm(&h->base, call->retry_at_ns);
+}
+
+static void transfers_ended(struct http_connection *h) {
+    int left;
+    for (CURLMsg *message; (message = curl_multi_info_read(h->multi, &left));) {
+        struct http_transfer *transfer;
+        if (message->msg != CURLMSG_DONE ||
+            curl_easy_getinfo(message->easy_handle, CURLINFO_PRIVATE, (char **)&transfer))
+            continue;
+        transfer->code = message->data.result;
+        curl_easy_getinfo(message->easy_handle, CURLINFO_RESPONSE_CODE, &transfer->http_status);
+        if (transfer->call)
+            call_transferred(h, transfer->call);
+        else
+            transfer->ended = true;
+    }
+}
+
+static void http_event(struct kld_connection *connection, uint64_t tag, uint32_t events) {
+    struct http_connection *h = http_of(connection);
+    int running, bits = (events & (EPOLLIN | EPOLLHUP) ? CURL_CSELECT_IN : 0) |
+                        (events & EPOLLOUT ? CURL_CSELECT_OUT : 0) |
+                        (events & EPOLLERR ? CURL_CSELECT_ERR : 0);
+    curl_multi_socket_action(h->multi, (curl_socket_t)(tag - KLD_TAG_TRANSPORT), bits, &running);
+    transfers_ended(h);
+}
+
+/* The time of one call: its deadline, or its next try. */
+static void call_timer(struct http_connection *h, struct http_call *call, uint64_t now) {
+    uint64_t deadline = call->base.deadline_ns;
+    if (now >= deadline) {
+        char text[KLD_ERROR_TEXT_MAX];
+        snprintf(text, sizeof text, "deadline passed%s%.200s", call->base.error.text[0] ? "; " : "",
+                 call->base.error.text);
+        call_fail(h, call, KLD_DEADLINE, text);
+        return;
+    }
+    if (now >= call->retry_at_ns) {
+        struct kld_error error;
+        enum kld_status status = call_start(h, call, &error);
+        if (status) {
+            call_end(h, call, status, &error);
+            return;
+        }
+    }
+    uint64_t at = call->retry_at_ns < deadline ? call->retry_at_ns : deadline;
+    if (at != KLD_NEVER)
+        kld_connection_arm(&h->base, at);
+}
+
+static void http_timer(struct kld_connection *connection, uint64_t now) {
+    struct http_connection *h = http_of(connection);
+    int running;
+    if (now >= h->curl_at_ns) {
+        h->curl_at_ns = KLD_NEVER;
+        curl_multi_socket_action(h->multi, CURL_SOCKET_TIMEOUT, 0, &running);
+    } else if (h->curl_at_ns != KLD_NEVER) {
+        kld_connection_arm(connection, h->curl_at_ns);
+    }
+    transfers_ended(h);
+    for (struct kld_call *call = h->calls.first, *next; call; call = next) {
+        next = call->next;
+        call_timer(h, (struct http_call *)call, now);
+    }
+}
+
+static enum kld_status http_submit(struct kld_connection *connection, struct kld_call *base,
+                                   struct kld_error *err) {
+    struct http_connection *h = http_of(connection);
+    struct http_call *call = (struct http_call *)base;
+    call->options = &connection->options;
+    call->transfer.call = call;
+    if (base->copy.destination) { /* both are memory of this process */
+        const struct kld_copy_request *copy = &base->copy;
+        memcpy((char *)copy->destination->data + copy->destination_offset_bytes,
+               (const char *)copy->source->data + copy->source_offset_bytes, copy->bytes);
+        base->result.attempts = 1;
+        memset(&base->copy, 0, sizeof base->copy); /* its regions were not held */
+        kld_call_end(connection, base, KLD_OK, NULL);
+        kld_call_release(connection, base);
+        return KLD_OK;
+    }
+    enum kld_status status = call_start(h, call, err);
+    if (status) {
+        transfer_close(h, &call->transfer);
+        return status;
+    }
+    kld_call_hold_regions(base);
+    kld_call_append(&h->calls, base);
+    if (base->deadline_ns != KLD_NEVER)
+        kld_connection_arm(connection, base->deadline_ns);
+    return KLD_OK;
+}
+
+static void http_cancel(struct kld_connection *connection, struct kld_call *base) {
+    call_fail(http_of(connection), (struct http_call *)base, KLD_CANCELLED, "cancelled");
+}
+
+/* ---- Opening and questions --------------------------------------------------------------------
+ */
+
+static size_t get_write(char *data, size_t size, size_t count, void *user) {
+    struct http_get *get = user;
+    size_t room = sizeof get->text - get->bytes, bytes = size * count;
+    memcpy(get->text + get->bytes, data, bytes < room ? bytes : room);
+    get->bytes += bytes < room ? bytes : room;
+    return bytes;
+}
+
+/* Runs the connection's loop until the answer is there. */
+static enum kld_status get(struct http_connection *h, const char *path, uint64_t deadline_ns,
+                           struct http_get *ret_get, struct kld_error *err) {
+    memset(ret_get, 0, sizeof *ret_get);
+    struct http_transfer *transfer = &ret_get->transfer;
+    CURL *easy = easy_open(h, path, transfer);
+    if (!easy)
+        return kld_error_set(err, KLD_NO_MEMORY, "no memory for a request");
+    curl_easy_setopt(easy, CURLOPT_HTTPHEADER, h->get_headers);
+    curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, get_write);
+    curl_easy_setopt(easy, CURLOPT_WRITEDATA, ret_get);
+    enum kld_status status = KLD_OK;
+    if (curl_multi_add_handle(h->multi, easy) != CURLM_OK)
+        status = kld_error_set(err, KLD_NO_MEMORY, "no memory for a request");
+    while (!status && !transfer->ended && kld_now_ns() < deadline_ns)
+        status = kld_connection_step(&h->base, deadline_ns, err);
+    transfer_close(h, transfer);
+    if (status)
+        return status;
+    if (!transfer->ended)
+        return kld_error_set(err, KLD_UNAVAILABLE, "the server did not answer in time");
+    if (transfer->code)
+        return kld_error_set(err, KLD_UNAVAILABLE,
+                             "no answer from this address: %s; is kld-server running with this "
+                             "--http address?",
+                             curl_easy_strerror(transfer->code));
+    if (transfer->http_status == 200)
+        return KLD_OK;
+    char text[KLD_ERROR_TEXT_MAX];
+    status = status_of_http(transfer->http_status);
+    if (kld_http_text_read(ret_get->text, ret_get->bytes, "error", text, sizeof text))
+        return kld_error_set(err, status, "%s", text);
+    return kld_error_set(err, status, "the server answered with HTTP status %ld%s",
+                         transfer->http_status, status == KLD_UNAVAILABLE ? ": not ready" : "");
+}
+
+static void curl_start(void) { curl_global_init(CURL_GLOBAL_DEFAULT); }
+
+static bool append_header(struct curl_slist **list, const char *header) {
+    struct curl_slist *longer = curl_slist_append(*list, header);
+    if (longer)
+        *list = longer;
+    return longer != NULL;
+}
+
+static enum kld_status make_headers(struct http_connection *h, struct kld_error *err) {
+    const char *token = h->base.options.token;
+    char authorization[1024] = "";
+    bool ok = true;
+    if (token) {
+        if (strlen(token) > sizeof authorization - 32 || strpbrk(token, "\r\n"))
+            return kld_error_set(err, KLD_INVALID, "the token is one line of at most 990 bytes");
+        snprintf(authorization, sizeof authorization, "Authorization: Bearer %s", token);
+        ok = append_header(&h->get_headers, authorization) &&
+             append_header(&h->post_headers, authorization);
+    }
+    /* Without "Expect:" libcurl would ask before each large body and wait a round trip. */
+    ok = ok && append_header(&h->post_headers, "Content-Type: application/octet-stream") &&
+         append_header(&h->post_headers, "Expect:");
+    return ok ? KLD_OK : kld_error_set(err, KLD_NO_MEMORY, "no memory for a connection");
+}
+
+static enum kld_status wait_ready(struct http_connection *h, struct kld_error *err) {
+    uint64_t deadline = kld_now_ns() + h->base.options.connect_timeout_ns;
     uint64_t pause = RETRY_NS_MIN;
     for (;;) {
         struct http_get answer;

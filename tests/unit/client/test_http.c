@@ -1,0 +1,253 @@
+/* test_http.c - the HTTP connection against a server that misbehaves on demand. */
+#include "tests/unit/unit.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "client/kld.h"
+#include "tests/unit/client/fake_http.h"
+
+#define ROWS 3
+#define CLASSES 50
+#define COUNT (ROWS * CLASSES)
+
+static struct fake_http server;
+static struct kld_connection *connection;
+static struct kld_error error;
+static float q[COUNT], p[COUNT], gradient[COUNT];
+
+static void setup(const struct kld_connect_options *options) {
+    fake_http_open(&server);
+    enum kld_status status = kld_connect(server.url, options, &connection, &error);
+    ck_assert_msg(status == KLD_OK, "%s", error.text);
+}
+
+static void teardown(void) {
+    kld_close(connection);
+    fake_http_close(&server);
+}
+
+static struct kld_request make_request(void) {
+    struct kld_request request;
+    memset(&request, 0, sizeof request);
+    kld_op_init(&request.op);
+    request.op.rank = 2;
+    request.op.shape[0] = ROWS;
+    request.op.shape[1] = CLASSES;
+    for (int i = 0; i < COUNT; i++) {
+        q[i] = (float)(i + 1);
+        p[i] = 1;
+        gradient[i] = 0;
+    }
+    const enum kld_slot slots[] = {KLD_SLOT_PREDICTIONS, KLD_SLOT_TARGETS,
+                                   KLD_SLOT_GRAD_PREDICTIONS};
+    float *const data[] = {q, p, gradient};
+    for (int i = 0; i < 3; i++) {
+        request.op.tensor[slots[i]].dtype = KLD_DTYPE_FP32;
+        request.bytes[slots[i]].data = data[i];
+    }
+    return request;
+}
+
+#define LOSS ((float)(COUNT * (COUNT + 1) / 2 - COUNT))
+
+static void check_answer(enum kld_status status, const struct kld_result *result) {
+    ck_assert_msg(status == KLD_OK, "%d: %s", status, error.text);
+    ck_assert(result->scalar && result->loss == (double)LOSS);
+    for (int i = 0; i < COUNT; i++)
+        ck_assert(gradient[i] == 2 * (float)(i + 1));
+}
+
+START_TEST(test_run) {
+    struct kld_connect_options options = {.token = "secret"};
+    server.not_ready = 2;
+    setup(&options);
+    struct kld_request request = make_request();
+    float loss = 0;
+    struct kld_result result;
+    request.op.tensor[KLD_SLOT_LOSS].dtype = KLD_DTYPE_FP32;
+    request.bytes[KLD_SLOT_LOSS].data = &loss;
+    kld_op_set_number(&request.op, "scale", 0.1, NULL);
+    request.timeout_ns = 10000000000;
+    enum kld_status status = kld_run(connection, &request, &result, &error);
+    check_answer(status, &result);
+    ck_assert(loss == LOSS);
+    ck_assert_str_eq(server.last_authorization, "Bearer secret");
+    ck_assert_ptr_nonnull(strstr(server.last_head, "\"scale\":0.1000000000000000"));
+    ck_assert_ptr_nonnull(strstr(server.last_head, "\"timeout\":"));
+    ck_assert_ptr_nonnull(strstr(server.last_head, "\"shape\":[3,50]"));
+    struct kld_server_info info;
+    ck_assert_int_eq(kld_info(connection, &info, &error), KLD_OK);
+    ck_assert_str_eq(info.device, "fake 1.2");
+    ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK);
+    ck_assert_int_eq(kld_stats(connection, NULL, &error), KLD_UNIMPLEMENTED);
+    teardown();
+}
+END_TEST
+
+START_TEST(test_strides_and_regions) {
+    setup(NULL);
+    struct kld_request request = make_request();
+    static float wide[ROWS * (CLASSES + 3)], out[ROWS * (CLASSES + 1)];
+    for (int i = 0; i < ROWS; i++)
+        memcpy(wide + i * (CLASSES + 3), q + i * CLASSES, CLASSES * 4);
+    request.bytes[KLD_SLOT_PREDICTIONS].data = wide;
+    request.op.tensor[KLD_SLOT_PREDICTIONS].row_stride_bytes = (CLASSES + 3) * 4;
+    request.bytes[KLD_SLOT_GRAD_PREDICTIONS].data = out;
+    request.op.tensor[KLD_SLOT_GRAD_PREDICTIONS].row_stride_bytes = (CLASSES + 1) * 4;
+    struct kld_region *region, *other;
+    ck_assert_int_eq(kld_region_create(connection, 4096, &region, &error), KLD_OK);
+    ck_assert_int_eq(kld_region_create(connection, 4096, &other, &error), KLD_OK);
+    memcpy(kld_region_data(other), p, sizeof p);
+    ck_assert_int_eq(kld_copy(connection, region, 1024, other, 0, sizeof p, &error), KLD_OK);
+    request.bytes[KLD_SLOT_TARGETS] = (struct kld_bytes){.region = region, .offset_bytes = 1024};
+    struct kld_result result;
+    server.mode = FAKE_HTTP_IN_PIECES;
+    server.times = 1;
+    ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_OK);
+    ck_assert(result.loss == (double)LOSS);
+    for (int row = 0; row < ROWS; row++) {
+        for (int i = 0; i < CLASSES; i++)
+            ck_assert(out[row * (CLASSES + 1) + i] == 2 * q[row * CLASSES + i]);
+        ck_assert(out[row * (CLASSES + 1) + CLASSES] == 0);
+    }
+    teardown();
+}
+END_TEST
+
+/* mode, times, what comes out, requests that the server saw (libcurl itself repeats one that died
+ * on a connection which it had used before, so attempts may be fewer) */
+static const struct {
+    enum fake_http_mode mode;
+    int times;
+    enum kld_status status;
+    int requests;
+    const char *text;
+} cases[] = {
+    {FAKE_HTTP_BUSY, 2, KLD_OK, 3, ""},
+    {FAKE_HTTP_HANG_UP, 2, KLD_OK, 3, ""},
+    {FAKE_HTTP_CUT, 1, KLD_OK, 2, ""},
+    {FAKE_HTTP_HANG_UP, 1000, KLD_UNAVAILABLE, 11, "lost"},
+    {FAKE_HTTP_INVALID, 1, KLD_INVALID, 1, "no \"such thing\""},
+    {FAKE_HTTP_PLAIN_500, 1, KLD_INTERNAL, 1, "HTTP status 500"},
+    {FAKE_HTTP_SHORT, 1, KLD_INTERNAL, 1, "too short"},
+    {FAKE_HTTP_LONG, 1, KLD_INTERNAL, 1, "too long"},
+    {FAKE_HTTP_NONSENSE, 1, KLD_INTERNAL, 1, "not an infer reply"},
+    {FAKE_HTTP_WRONG_SIZE, 1, KLD_INTERNAL, 1, "expected 4"},
+    {FAKE_HTTP_NO_LENGTH, 1, KLD_INTERNAL, 1, "no binary outputs"},
+    {FAKE_HTTP_IN_PIECES, 1, KLD_OK, 1, ""},
+};
+
+START_TEST(test_misbehaviour) {
+    setup(NULL);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        struct kld_request request = make_request();
+        struct kld_result result = {0};
+        error.text[0] = '\0';
+        server.requests = 0;
+        server.mode = (int)cases[i].mode;
+        server.times = cases[i].times;
+        if (cases[i].mode == FAKE_HTTP_WRONG_SIZE)
+            request.op.tensor[KLD_SLOT_GRAD_PREDICTIONS].dtype = 0;
+        enum kld_status status = kld_run(connection, &request, &result, &error);
+        ck_assert_msg(status == cases[i].status, "case %zu: %d %s", i, status, error.text);
+        ck_assert_msg(server.requests == cases[i].requests, "case %zu: %d", i, server.requests);
+        ck_assert_msg(strstr(error.text, cases[i].text) != NULL, "case %zu: %s", i, error.text);
+        server.times = 0;
+        request = make_request();
+        check_answer(kld_run(connection, &request, &result, &error), &result);
+    }
+    teardown();
+}
+END_TEST
+
+START_TEST(test_in_place) {
+    setup(NULL);
+    struct kld_request request = make_request();
+    struct kld_result result;
+    request.bytes[KLD_SLOT_GRAD_PREDICTIONS].data = q;
+    server.mode = FAKE_HTTP_HANG_UP; /* nothing was written yet: it may run again */
+    server.times = 1;
+    ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_OK);
+    ck_assert_int_eq(server.requests, 2);
+    ck_assert(q[COUNT - 1] == 2 * COUNT);
+    request = make_request();
+    request.bytes[KLD_SLOT_GRAD_PREDICTIONS].data = q;
+    server.mode = FAKE_HTTP_CUT; /* part of the input is gone */
+    server.times = 1;
+    ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_UNAVAILABLE);
+    ck_assert_uint_eq(result.attempts, 1);
+    teardown();
+}
+END_TEST
+
+static void on_end(void *user, enum kld_status status, const struct kld_result *result,
+                   const struct kld_error *failed) {
+    int *counts = user;
+    counts[status]++;
+}
+
+START_TEST(test_many_deadlines_and_cancels) {
+    setup(NULL);
+    struct kld_request request = make_request();
+    request.op.tensor[KLD_SLOT_GRAD_PREDICTIONS].dtype = 0;
+    int counts[32] = {0};
+    uint64_t id;
+    for (int i = 0; i < 50; i++)
+        ck_assert_int_eq(kld_submit(connection, &request, on_end, counts, &id, &error), KLD_OK);
+    kld_cancel(connection, id);
+    for (int i = 0; i < 1000 && counts[KLD_OK] < 49; i++)
+        ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
+    ck_assert_int_eq(counts[KLD_OK], 49);
+    ck_assert_int_eq(counts[KLD_CANCELLED], 1);
+    struct kld_result result;
+    server.mode = FAKE_HTTP_SILENT;
+    server.times = 1;
+    request.timeout_ns = 50000000;
+    ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_DEADLINE);
+    server.mode = FAKE_HTTP_BUSY;
+    server.times = 1000;
+    ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_DEADLINE);
+    ck_assert_ptr_nonnull(strstr(error.text, "busy"));
+    /* Closed with requests in flight. */
+    server.mode = FAKE_HTTP_SILENT;
+    for (int i = 0; i < 5; i++)
+        ck_assert_int_eq(kld_submit(connection, &request, on_end, counts, &id, &error), KLD_OK);
+    ck_assert_int_eq(kld_process(connection, 5, &error), KLD_OK);
+    teardown();
+}
+END_TEST
+
+static int stop_half_way(void *user, uint64_t sent, uint64_t total) {
+    uint64_t *last = user;
+    ck_assert_uint_le(*last, sent);
+    *last = sent;
+    return sent * 2 > total;
+}
+
+START_TEST(test_progress) {
+    uint64_t last = 0;
+    struct kld_connect_options options = {.progress = stop_half_way, .progress_user = &last};
+    setup(&options);
+    struct kld_request request = make_request();
+    struct kld_result result;
+    ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_CANCELLED);
+    ck_assert_uint_gt(last, 0);
+    teardown();
+}
+END_TEST
+
+START_TEST(test_no_server) {
+    struct kld_connect_options options = {.connect_timeout_ns = 200000000};
+    ck_assert_int_eq(kld_connect("http://127.0.0.1:1", &options, &connection, &error),
+                     KLD_UNAVAILABLE);
+    ck_assert_ptr_nonnull(strstr(error.text, "kld-server"));
+    ck_assert_int_eq(kld_connect("http://", &options, &connection, &error), KLD_INVALID);
+    options.token = "two\nlines";
+    ck_assert_int_eq(kld_connect("http://127.0.0.1:1", &options, &connection, &error), KLD_INVALID);
+}
+END_TEST
+
+UNIT_MAIN("client/http", test_run, test_strides_and_regions, test_misbehaviour, test_in_place,
+          test_many_deadlines_and_cancels, test_progress, test_no_server)
