@@ -1,0 +1,233 @@
+/* body.c - receives the body of an infer request: JSON first, then the binary tail, each byte
+ * copied once, from MHD's buffer into the staging memory where it is used (infer.h).
+ * Does not look into the JSON. Loop thread only. */
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+
+#include "server/gateway/infer.h"
+#include "server/gateway/staging.h"
+
+#define INFLATED_BYTES_A_TURN ((uint64_t)1 << 20) /* then other connections get their turn */
+
+static enum kld_status read_header_length(struct kld_infer *infer, struct kld_error *err) {
+    const struct kld_exchange *exchange = infer->exchange;
+    const struct kld_config *config = infer->gateway->config;
+    const char *text = kld_exchange_header(exchange, "Inference-Header-Content-Length");
+    uint64_t value = 0;
+    if (!text) {
+        infer->json_ends_body = true;
+        if (exchange->has_body && (infer->inflate || !exchange->has_length))
+            return KLD_OK;
+        infer->json_known = true;
+        infer->json_bytes = exchange->length_bytes;
+    } else {
+        bool digits = *text;
+        for (const char *c = text; *c; c++) {
+            digits = digits && *c >= '0' && *c <= '9' && value < UINT64_MAX / 100;
+            value = digits ? value * 10 + (uint64_t)(*c - '0') : value;
+        }
+        if (!digits)
+            return kld_error_set(err, KLD_INVALID,
+                                 "Inference-Header-Content-Length must be a whole number of bytes");
+        if (!infer->inflate && (exchange->has_length || !exchange->has_body) &&
+            value > exchange->length_bytes)
+            return kld_error_set(err, KLD_INVALID,
+                                 "Inference-Header-Content-Length is %" PRIu64
+                                 "; the whole body has %" PRIu64 " bytes",
+                                 value, exchange->length_bytes);
+        infer->json_known = true;
+        infer->json_bytes = value;
+    }
+    if (infer->json_bytes > config->json_bytes_max)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "the JSON has %" PRIu64 " bytes; at most %" PRIu64
+                             " (json_bytes_max); send tensors as binary data",
+                             infer->json_bytes, config->json_bytes_max);
+    return KLD_OK;
+}
+
+static enum kld_status read_encoding(struct kld_infer *infer, struct kld_error *err) {
+    const char *encoding = kld_exchange_header(infer->exchange, MHD_HTTP_HEADER_CONTENT_ENCODING);
+    if (!encoding || !*encoding || strcasecmp(encoding, "identity") == 0)
+        return KLD_OK;
+    if (strcasecmp(encoding, "gzip") != 0 && strcasecmp(encoding, "deflate") != 0)
+        return kld_error_set(err, KLD_MEDIA,
+                             "Content-Encoding '%.40s' is not supported; gzip and deflate are",
+                             encoding);
+    infer->inflate = calloc(1, sizeof *infer->inflate);
+    if (!infer->inflate || inflateInit2(&infer->inflate->stream, 15 + 32) != Z_OK) {
+        free(infer->inflate);
+        infer->inflate = NULL;
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    }
+    return KLD_OK;
+}
+
+enum kld_status kld_body_begin(struct kld_infer *infer, struct kld_error *err) {
+    enum kld_status status;
+    if ((status = read_encoding(infer, err)) || (status = read_header_length(infer, err)))
+        return status;
+    if (!infer->json_known || !infer->json_bytes)
+        return KLD_OK;
+    if ((status = kld_staging_alloc(infer->gateway->staging, infer->json_bytes, &infer->json_offset,
+                                    err)))
+        return status;
+    infer->json_capacity = infer->json_bytes;
+    return KLD_OK;
+}
+
+void kld_body_done(struct kld_infer *infer) {
+    if (!infer->inflate)
+        return;
+    inflateEnd(&infer->inflate->stream);
+    free(infer->inflate);
+    infer->inflate = NULL;
+}
+
+/* A body of unknown length that is all JSON: its room doubles. */
+static enum kld_status grow_json(struct kld_infer *infer, uint64_t needed, struct kld_error *err) {
+    struct kld_staging *staging = infer->gateway->staging;
+    uint64_t most = infer->gateway->config->json_bytes_max, offset;
+    if (needed > most)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "the JSON has more than %" PRIu64
+                             " bytes (json_bytes_max); send tensors as binary data",
+                             most);
+    uint64_t capacity = infer->json_capacity ? infer->json_capacity : 16 << 10;
+    while (capacity < needed)
+        capacity *= 2;
+    enum kld_status status =
+        kld_staging_alloc(staging, capacity < most ? capacity : most, &offset, err);
+    if (status)
+        return status;
+    if (infer->json_capacity) {
+        memcpy(kld_staging_at(staging, offset), kld_staging_at(staging, infer->json_offset),
+               infer->json_have);
+        kld_staging_free(staging, infer->json_offset);
+    }
+    infer->json_offset = offset;
+    infer->json_capacity = capacity < most ? capacity : most;
+    return KLD_OK;
+}
+
+static enum kld_status take_json(struct kld_infer *infer, const char *data, size_t size,
+                                 size_t *ret_taken, struct kld_error *err) {
+    enum kld_status status;
+    uint64_t most = infer->json_known ? infer->json_bytes - infer->json_have : size;
+    size_t taken = size < most ? size : (size_t)most;
+    if (infer->json_have + taken > infer->json_capacity &&
+        (status = grow_json(infer, infer->json_have + taken, err)))
+        return status;
+    if (taken)
+        memcpy((char *)kld_staging_at(infer->gateway->staging, infer->json_offset) +
+                   infer->json_have,
+               data, taken);
+    infer->json_have += taken;
+    *ret_taken = taken;
+    if (!infer->json_ends_body && infer->json_have == infer->json_bytes)
+        kld_infer_parse(infer);
+    return KLD_OK;
+}
+
+static enum kld_status take_tail(struct kld_infer *infer, const char *data, size_t size,
+                                 size_t *ret_taken, struct kld_error *err) {
+    const struct kld_oip_request *request = &infer->request;
+    if (infer->tail_have == request->tail_bytes)
+        return kld_error_set(err, KLD_INVALID,
+                             "the body goes on behind the %" PRIu64
+                             " bytes that binary_data_size of its inputs add up to",
+                             request->tail_bytes);
+    const struct kld_oip_tensor *input = &request->input[infer->tail_input];
+    while (input->where != KLD_OIP_BINARY ||
+           input->tail_offset_bytes + input->bytes <= infer->tail_have)
+        input = &request->input[++infer->tail_input];
+    uint64_t inside = infer->tail_have - input->tail_offset_bytes, left = input->bytes - inside;
+    size_t taken = size < left ? size : (size_t)left;
+    memcpy((char *)kld_staging_at(infer->gateway->staging, infer->place[infer->tail_input]) +
+               inside,
+           data, taken);
+    infer->tail_have += taken;
+    *ret_taken = taken;
+    return KLD_OK;
+}
+
+/* Bytes as they are when nothing compresses them. */
+static size_t feed_plain(struct kld_infer *infer, const char *data, size_t size) {
+    struct kld_exchange *exchange = infer->exchange;
+    uint64_t most = infer->gateway->config->body_bytes_max;
+    struct kld_error error;
+    size_t done = 0;
+    while (done < size && !exchange->paused && !exchange->replied) {
+        size_t taken = 0;
+        enum kld_status status =
+            infer->body_bytes >= most
+                ? kld_error_set(&error, KLD_TOO_LARGE,
+                                "the body has more than %" PRIu64 " bytes (body_bytes_max)", most)
+            : infer->parsed ? take_tail(infer, data + done, size - done, &taken, &error)
+                            : take_json(infer, data + done, size - done, &taken, &error);
+        if (status)
+            kld_infer_fail(infer, &error);
+        done += taken;
+        infer->body_bytes += taken;
+    }
+    return done;
+}
+
+static size_t feed_compressed(struct kld_infer *infer, const char *data, size_t size) {
+    struct kld_exchange *exchange = infer->exchange;
+    struct kld_inflate *inflater = infer->inflate;
+    z_stream *stream = &inflater->stream;
+    struct kld_error error;
+    uint64_t begun = infer->body_bytes;
+    stream->next_in = (Bytef *)(uintptr_t)data;
+    stream->avail_in = (uInt)size;
+    while (!exchange->paused && !exchange->replied) {
+        if (inflater->out_begin < inflater->out_end) {
+            inflater->out_begin += (uint32_t)feed_plain(infer, inflater->out + inflater->out_begin,
+                                                        inflater->out_end - inflater->out_begin);
+            continue;
+        }
+        if (inflater->ended && stream->avail_in) {
+            kld_error_set(&error, KLD_INVALID, "there are bytes behind the compressed body");
+            kld_infer_fail(infer, &error);
+            break;
+        }
+        if (inflater->ended || (stream->avail_in == 0 && stream->avail_out))
+            break;
+        if (infer->body_bytes - begun >= INFLATED_BYTES_A_TURN) {
+            kld_infer_yield(infer);
+            break;
+        }
+        stream->next_out = (Bytef *)inflater->out;
+        stream->avail_out = sizeof inflater->out;
+        int result = inflate(stream, Z_NO_FLUSH);
+        inflater->out_begin = 0;
+        inflater->out_end = (uint32_t)(sizeof inflater->out - stream->avail_out);
+        inflater->ended = result == Z_STREAM_END;
+        if (result != Z_OK && result != Z_STREAM_END && result != Z_BUF_ERROR) {
+            kld_error_set(&error, KLD_INVALID, "the body is not what its Content-Encoding says");
+            kld_infer_fail(infer, &error);
+        }
+    }
+    return size - stream->avail_in;
+}
+
+size_t kld_body_feed(struct kld_infer *infer, const char *data, size_t size) {
+    return infer->inflate ? feed_compressed(infer, data, size) : feed_plain(infer, data, size);
+}
+
+enum kld_status kld_body_finish(struct kld_infer *infer, struct kld_error *err) {
+    if (infer->inflate && !infer->inflate->ended)
+        return kld_error_set(err, KLD_INVALID, "the compressed body ends too early");
+    if (!infer->parsed)
+        return KLD_OK;
+    if (infer->tail_have < infer->request.tail_bytes)
+        return kld_error_set(
+            err, KLD_INVALID,
+            "the inputs have %" PRIu64 " bytes of binary data; %" PRIu64 " came behind the JSON%s",
+            infer->request.tail_bytes, infer->tail_have,
+            infer->json_ends_body ? " (Inference-Header-Content-Length says where it ends)" : "");
+    return KLD_OK;
+}

@@ -1,0 +1,136 @@
+/* gateway.c - kld_gateway_main(): one libuv loop that serves HTTP and asks the worker.
+ * Puts the parts together, drains on SIGTERM, ends with the supervisor. Computes nothing and knows
+ * no GPU: untrusted bytes are parsed in this process. */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "server/gateway/gateway.h"
+#include "server/gateway/http.h"
+#include "server/gateway/link.h"
+#include "server/gateway/routes.h"
+#include "server/gateway/shm.h"
+#include "server/gateway/staging.h"
+#include "server/log.h"
+#include "server/role.h"
+
+#define DRAIN_LOOK_MS 10
+
+struct process {
+    struct kld_gateway gateway;
+    uv_signal_t terminate;
+    uv_poll_t control; /* end of file: the supervisor is gone */
+    uv_timer_t drain;
+    uint64_t drain_until_ns; /* uv_hrtime() */
+    bool control_open, ending;
+};
+
+static void link_closed(void *user) {
+    struct process *process = user;
+    uv_close((uv_handle_t *)&process->terminate, NULL);
+    uv_close((uv_handle_t *)&process->drain, NULL);
+    if (process->control_open)
+        uv_close((uv_handle_t *)&process->control, NULL);
+}
+
+static void http_closed(void *user) {
+    struct process *process = user;
+    kld_link_close(process->gateway.link, link_closed, process);
+}
+
+static void end(struct process *process) {
+    if (process->ending)
+        return;
+    process->ending = true;
+    uv_timer_stop(&process->drain);
+    kld_http_close(process->gateway.http, http_closed, process);
+}
+
+static void look_at_drain(uv_timer_t *timer) {
+    struct process *process = timer->data;
+    if (process->gateway.infers == 0 || uv_hrtime() >= process->drain_until_ns)
+        end(process);
+}
+
+static void start_drain(struct process *process) {
+    if (process->gateway.draining)
+        return;
+    process->gateway.draining = true;
+    process->drain_until_ns = uv_hrtime() + process->gateway.config->drain_ms * 1000000;
+    kld_log(KLD_LOG_INFO, "draining", "requests=%u", process->gateway.infers);
+    uv_timer_start(&process->drain, look_at_drain, 0, DRAIN_LOOK_MS);
+}
+
+static void terminated(uv_signal_t *signal, int number) { start_drain(signal->data); }
+
+static void control_readable(uv_poll_t *poll, int status, int events) {
+    struct process *process = poll->data;
+    char unused[64];
+    ssize_t got = read(KLD_FD_CONTROL, unused, sizeof unused);
+    if (got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR)))
+        return;
+    uv_poll_stop(poll);
+    end(process); /* without its supervisor nobody would ever end it */
+}
+
+static enum kld_status set_nonblocking(int fd, struct kld_error *err) {
+    int flags = fcntl(fd, F_GETFL);
+    if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0)
+        return kld_error_set(err, KLD_INTERNAL, "an inherited descriptor is not usable: %s",
+                             strerror(errno));
+    return KLD_OK;
+}
+
+static enum kld_status open_parts(struct process *process, struct kld_error *err) {
+    struct kld_gateway *gateway = &process->gateway;
+    enum kld_status status;
+    if ((status = set_nonblocking(KLD_FD_LISTEN, err)) ||
+        (status = kld_staging_open(gateway->config->staging_bytes_max, &gateway->staging, err)) ||
+        (status = kld_shm_open(gateway->config, gateway->stats, &gateway->shm, err)) ||
+        (status = kld_link_open(&gateway->loop, gateway->config, gateway->stats, gateway->staging,
+                                &gateway->link, err)))
+        return status;
+    return kld_http_open(gateway, KLD_FD_LISTEN, &kld_routes_handler, &gateway->http, err);
+}
+
+static void watch(struct process *process) {
+    uv_loop_t *loop = &process->gateway.loop;
+    process->terminate.data = process->control.data = process->drain.data = process;
+    uv_timer_init(loop, &process->drain);
+    uv_signal_init(loop, &process->terminate);
+    uv_signal_start(&process->terminate, terminated, SIGTERM);
+    process->terminate.data = process->drain.data = process;
+    process->control_open = uv_poll_init(loop, &process->control, KLD_FD_CONTROL) == 0;
+    process->control.data = process;
+    if (process->control_open)
+        uv_poll_start(&process->control, UV_READABLE, control_readable);
+}
+
+int kld_gateway_main(const struct kld_child *child) {
+    struct kld_error error = {.status = KLD_OK};
+    struct process *process = calloc(1, sizeof *process);
+    if (!process)
+        return EXIT_FAILURE;
+    struct kld_gateway *gateway = &process->gateway;
+    gateway->config = child->config;
+    gateway->stats = child->stats;
+    kld_stats_reset_role(child->stats, "gateway");
+    if (uv_loop_init(&gateway->loop) != 0) {
+        kld_error_set(&error, KLD_NO_MEMORY, "the event loop cannot be started");
+    } else if (open_parts(process, &error) == KLD_OK) {
+        watch(process);
+        kld_child_report_send(KLD_OK, "", "");
+        uv_run(&gateway->loop, UV_RUN_DEFAULT);
+        kld_shm_close(gateway->shm);
+        kld_staging_close(gateway->staging);
+        uv_loop_close(&gateway->loop);
+        free(process);
+        return EXIT_SUCCESS;
+    }
+    /* The process ends; what was opened ends with it. */
+    kld_log(KLD_LOG_ERROR, "cannot start", "reason=\"%s\"", error.text);
+    kld_child_report_send(error.status, "", error.text);
+    return EXIT_FAILURE;
+}

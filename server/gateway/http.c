@@ -1,0 +1,316 @@
+/* http.c - the libmicrohttpd daemon driven by libuv (http.h).
+ * MHD waits on nothing itself: its epoll descriptor is polled by the loop, its next timeout is a
+ * timer. It knows no route and no tensor. Loop thread only. */
+#include "server/gateway/http.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "proto/oip.h"
+
+#define CONNECTION_BYTES_MAX (128 << 10) /* headers, and twice a piece of a body */
+
+struct kld_http {
+    struct kld_gateway *gateway;
+    const struct kld_http_handler *handler;
+    struct MHD_Daemon *daemon;
+    uv_poll_t poll;
+    uv_timer_t timer;
+    uv_prepare_t prepare;
+    int open_handles;
+    bool resumed; /* a connection was resumed since MHD_run() */
+    struct kld_exchange *first;
+    void (*closed)(void *user);
+    void *closed_user;
+};
+
+static void run(struct kld_http *http);
+
+static void timer_fired(uv_timer_t *timer) { run(timer->data); }
+static void readable(uv_poll_t *poll, int status, int events) { run(poll->data); }
+
+static void before_poll(uv_prepare_t *prepare) {
+    struct kld_http *http = prepare->data;
+    if (http->resumed)
+        run(http);
+}
+
+static void run(struct kld_http *http) {
+    MHD_UNSIGNED_LONG_LONG timeout_ms;
+    http->resumed = false;
+    MHD_run(http->daemon);
+    if (MHD_get_timeout(http->daemon, &timeout_ms) == MHD_YES)
+        uv_timer_start(&http->timer, timer_fired, timeout_ms, 0);
+    else
+        uv_timer_stop(&http->timer);
+}
+
+const char *kld_exchange_header(const struct kld_exchange *exchange, const char *name) {
+    return MHD_lookup_connection_value(exchange->connection, MHD_HEADER_KIND, name);
+}
+
+static struct kld_exchange *open_exchange(struct kld_http *http, struct MHD_Connection *connection,
+                                          const char *url, const char *method) {
+    struct kld_exchange *exchange = calloc(1, sizeof *exchange);
+    if (!exchange)
+        return NULL;
+    exchange->gateway = http->gateway;
+    exchange->connection = connection;
+    exchange->started_ns = uv_hrtime();
+    snprintf(exchange->method, sizeof exchange->method, "%s", method);
+    snprintf(exchange->url, sizeof exchange->url, "%s", url);
+    const char *length = kld_exchange_header(exchange, MHD_HTTP_HEADER_CONTENT_LENGTH);
+    bool chunked = kld_exchange_header(exchange, MHD_HTTP_HEADER_TRANSFER_ENCODING) != NULL;
+    exchange->has_length = length && !chunked;
+    if (exchange->has_length)
+        exchange->length_bytes = strtoull(length, NULL, 10); /* MHD has checked the digits */
+    exchange->has_body = chunked || exchange->length_bytes > 0;
+    exchange->after = http->first;
+    if (http->first)
+        http->first->before = exchange;
+    http->first = exchange;
+    return exchange;
+}
+
+static void start(struct kld_http *http, struct kld_exchange *exchange, const char *url) {
+    const struct kld_config *config = http->gateway->config;
+    struct kld_error error;
+    if (strlen(url) >= sizeof exchange->url)
+        kld_error_set(&error, KLD_NOT_FOUND, "no such path");
+    else if (exchange->has_length && exchange->length_bytes > config->body_bytes_max)
+        kld_error_set(
+            &error, KLD_TOO_LARGE, "the body has %llu bytes; at most %llu (body_bytes_max)",
+            (unsigned long long)exchange->length_bytes, (unsigned long long)config->body_bytes_max);
+    else {
+        http->handler->begin(exchange);
+        return;
+    }
+    kld_exchange_reply_error(exchange, &error);
+}
+
+static enum MHD_Result queue_reply(struct kld_exchange *exchange) {
+    struct MHD_Response *response = exchange->response;
+    if (!response)
+        return MHD_NO;
+    exchange->response = NULL;
+    enum MHD_Result result =
+        MHD_queue_response(exchange->connection, exchange->http_status, response);
+    MHD_destroy_response(response);
+    return result;
+}
+
+/* A reply before the body: at once where the client waits for it (Expect) or the body is too much
+ * to read; else the body is read and dropped first, so that the client sees the reply and not a
+ * reset. */
+static bool reply_at_once(const struct kld_exchange *exchange) {
+    const char *expect = kld_exchange_header(exchange, MHD_HTTP_HEADER_EXPECT);
+    return !exchange->has_body || expect ||
+           (exchange->has_length && exchange->length_bytes > KLD_HTTP_DISCARD_BYTES_MAX);
+}
+
+static void suspend(struct kld_exchange *exchange) {
+    exchange->suspended = true;
+    MHD_suspend_connection(exchange->connection);
+}
+
+static enum MHD_Result receive(struct kld_http *http, struct kld_exchange *exchange,
+                               const char *data, size_t *size) {
+    if (exchange->replied) {
+        exchange->discarded_bytes += *size;
+        *size = 0;
+        return exchange->discarded_bytes > KLD_HTTP_DISCARD_BYTES_MAX ? MHD_NO : MHD_YES;
+    }
+    size_t taken = http->handler->feed(exchange, data, *size);
+    kld_stats_add(http->gateway->stats, KLD_STAT_http_received_bytes_total, (int64_t)taken);
+    if (exchange->replied) {
+        exchange->discarded_bytes += *size - taken;
+        *size = 0;
+        return MHD_YES;
+    }
+    *size -= taken;
+    if (exchange->paused)
+        suspend(exchange);
+    return MHD_YES;
+}
+
+static enum MHD_Result access_handler(void *user, struct MHD_Connection *connection,
+                                      const char *url, const char *method, const char *version,
+                                      const char *data, size_t *size, void **context) {
+    struct kld_http *http = user;
+    struct kld_exchange *exchange = *context;
+    if (!exchange) {
+        if (!(exchange = *context = open_exchange(http, connection, url, method)))
+            return MHD_NO;
+        start(http, exchange, url);
+        return exchange->replied && reply_at_once(exchange) ? queue_reply(exchange) : MHD_YES;
+    }
+    if (*size)
+        return receive(http, exchange, data, size);
+    if (!exchange->replied && !exchange->finished && !exchange->paused)
+        http->handler->feed(exchange, "", 0); /* what a pause may have left undone */
+    if (!exchange->replied && !exchange->finished && !exchange->paused) {
+        exchange->finished = true;
+        http->handler->finish(exchange);
+    }
+    if (exchange->replied)
+        return queue_reply(exchange);
+    suspend(exchange);
+    return MHD_YES;
+}
+
+static void completed(void *user, struct MHD_Connection *connection, void **context,
+                      enum MHD_RequestTerminationCode code) {
+    struct kld_http *http = user;
+    struct kld_exchange *exchange = *context;
+    if (!exchange)
+        return;
+    *context = NULL;
+    if (exchange->response)
+        MHD_destroy_response(exchange->response);
+    http->handler->end(exchange);
+    if (exchange->before)
+        exchange->before->after = exchange->after;
+    else
+        http->first = exchange->after;
+    if (exchange->after)
+        exchange->after->before = exchange->before;
+    free(exchange);
+}
+
+static void connection_changed(void *user, struct MHD_Connection *connection, void **context,
+                               enum MHD_ConnectionNotificationCode code) {
+    struct kld_http *http = user;
+    bool opened = code == MHD_CONNECTION_NOTIFY_STARTED;
+    kld_stats_add(http->gateway->stats, KLD_STAT_http_connections, opened ? 1 : -1);
+    if (opened)
+        kld_stats_add(http->gateway->stats, KLD_STAT_http_connections_total, 1);
+}
+
+static void resume(struct kld_exchange *exchange) {
+    if (!exchange->suspended)
+        return;
+    exchange->suspended = false;
+    exchange->gateway->http->resumed = true;
+    MHD_resume_connection(exchange->connection);
+}
+
+void kld_exchange_pause(struct kld_exchange *exchange) { exchange->paused = true; }
+
+void kld_exchange_continue(struct kld_exchange *exchange) {
+    exchange->paused = false;
+    resume(exchange);
+}
+
+void kld_exchange_reply(struct kld_exchange *exchange, unsigned http_status,
+                        struct MHD_Response *response) {
+    if (exchange->replied) {
+        if (response)
+            MHD_destroy_response(response);
+        return;
+    }
+    exchange->replied = true;
+    exchange->http_status = http_status;
+    exchange->response = response;
+    exchange->paused = false;
+    resume(exchange);
+}
+
+void kld_exchange_reply_text(struct kld_exchange *exchange, unsigned http_status, const char *type,
+                             const char *text, size_t bytes) {
+    struct MHD_Response *response =
+        MHD_create_response_from_buffer(bytes, (void *)(uintptr_t)text, MHD_RESPMEM_MUST_COPY);
+    if (response && bytes)
+        MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, type);
+    if (response)
+        kld_stats_add(exchange->gateway->stats, KLD_STAT_http_sent_bytes_total, (int64_t)bytes);
+    kld_exchange_reply(exchange, http_status, response);
+}
+
+void kld_exchange_reply_error(struct kld_exchange *exchange, const struct kld_error *error) {
+    char buffer[KLD_ERROR_TEXT_MAX * 6 + 16];
+    struct kld_oip_text text = {.data = buffer, .capacity = sizeof buffer};
+    unsigned http_status = (unsigned)kld_status_http(error->status);
+    kld_oip_append_error(&text, error->text[0] ? error->text : kld_status_text(error->status));
+    struct MHD_Response *response =
+        MHD_create_response_from_buffer(text.length, buffer, MHD_RESPMEM_MUST_COPY);
+    if (response) {
+        MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
+        if (http_status == 503 || http_status == 429)
+            MHD_add_response_header(response, MHD_HTTP_HEADER_RETRY_AFTER, "1");
+        kld_stats_add(exchange->gateway->stats, KLD_STAT_http_sent_bytes_total,
+                      (int64_t)text.length);
+    }
+    kld_exchange_reply(exchange, http_status, response);
+}
+
+static void quiet(void *user, const char *format, va_list arguments) {}
+
+static struct MHD_Daemon *start_daemon(struct kld_http *http, int listen_fd) {
+    const struct kld_config *config = http->gateway->config;
+    return MHD_start_daemon(MHD_USE_EPOLL | MHD_ALLOW_SUSPEND_RESUME, 0, NULL, NULL, access_handler,
+                            http, MHD_OPTION_EXTERNAL_LOGGER, quiet, NULL, MHD_OPTION_LISTEN_SOCKET,
+                            listen_fd, MHD_OPTION_CONNECTION_LIMIT,
+                            (unsigned)config->http_connections_max, MHD_OPTION_CONNECTION_TIMEOUT,
+                            (unsigned)((config->http_idle_ms + 999) / 1000),
+                            MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)CONNECTION_BYTES_MAX,
+                            MHD_OPTION_NOTIFY_COMPLETED, completed, http,
+                            MHD_OPTION_NOTIFY_CONNECTION, connection_changed, http, MHD_OPTION_END);
+}
+
+enum kld_status kld_http_open(struct kld_gateway *gateway, int listen_fd,
+                              const struct kld_http_handler *handler, struct kld_http **ret_http,
+                              struct kld_error *err) {
+    struct kld_http *http = calloc(1, sizeof *http);
+    if (!http)
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    http->gateway = gateway;
+    http->handler = handler;
+    http->daemon = start_daemon(http, listen_fd);
+    const union MHD_DaemonInfo *info =
+        http->daemon ? MHD_get_daemon_info(http->daemon, MHD_DAEMON_INFO_EPOLL_FD) : NULL;
+    if (!info || uv_poll_init(&gateway->loop, &http->poll, info->epoll_fd) != 0) {
+        if (http->daemon) {
+            MHD_quiesce_daemon(http->daemon);
+            MHD_stop_daemon(http->daemon);
+        }
+        free(http);
+        return kld_error_set(err, KLD_UNAVAILABLE, "the HTTP server cannot be started");
+    }
+    uv_timer_init(&gateway->loop, &http->timer);
+    uv_prepare_init(&gateway->loop, &http->prepare);
+    http->poll.data = http->timer.data = http->prepare.data = http;
+    http->open_handles = 3;
+    uv_poll_start(&http->poll, UV_READABLE, readable);
+    uv_prepare_start(&http->prepare, before_poll);
+    *ret_http = http;
+    return KLD_OK;
+}
+
+static void handle_closed(uv_handle_t *handle) {
+    struct kld_http *http = handle->data;
+    if (--http->open_handles)
+        return;
+    http->closed(http->closed_user);
+    free(http);
+}
+
+void kld_http_close(struct kld_http *http, void (*closed)(void *user), void *user) {
+    struct kld_error error;
+    kld_error_set(&error, KLD_UNAVAILABLE, "the server is shutting down; try again");
+    http->closed = closed;
+    http->closed_user = user;
+    for (struct kld_exchange *exchange = http->first; exchange; exchange = exchange->after)
+        if (exchange->suspended) {
+            kld_exchange_continue(exchange);
+            kld_exchange_reply_error(exchange, &error);
+        }
+    MHD_quiesce_daemon(http->daemon);
+    MHD_run(http->daemon);
+    uv_poll_stop(&http->poll);
+    uv_prepare_stop(&http->prepare);
+    MHD_stop_daemon(http->daemon);
+    uv_close((uv_handle_t *)&http->poll, handle_closed);
+    uv_close((uv_handle_t *)&http->timer, handle_closed);
+    uv_close((uv_handle_t *)&http->prepare, handle_closed);
+}

@@ -1,0 +1,73 @@
+/* http.h - HTTP/1.1: libmicrohttpd inside the libuv loop.
+ *
+ * One exchange is one HTTP request and its reply. The handler (routes.c) is told when its headers,
+ * a piece of its body, its end have come; a reply may be given inside any of these calls or later.
+ * While an exchange has no reply after its end, or is paused, its connection is suspended: no
+ * thread waits for it. All on the gateway's loop thread. */
+#ifndef KLD_SERVER_GATEWAY_HTTP_H
+#define KLD_SERVER_GATEWAY_HTTP_H
+
+#include <microhttpd.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "proto/status.h"
+#include "server/gateway/gateway.h"
+
+/* How much of a body that nobody wants is read so that its sender sees the reply. */
+#define KLD_HTTP_DISCARD_BYTES_MAX ((uint64_t)64 << 20)
+
+struct kld_route;
+
+struct kld_exchange {
+    struct kld_gateway *gateway;
+    struct MHD_Connection *connection;
+    const struct kld_route *route; /* set by the handler; NULL until then */
+    void *state;                   /* the route's own */
+    char method[16];
+    char url[512]; /* path, percent-decoded; longer ones never reach the handler */
+    bool has_length, has_body;
+    uint64_t length_bytes; /* has_length: of the body, as announced */
+    uint64_t started_ns;   /* uv_hrtime() */
+
+    /* http.c's own. */
+    struct kld_exchange *before, *after; /* list of all */
+    struct MHD_Response *response;       /* given and not queued yet */
+    unsigned http_status;
+    uint64_t discarded_bytes;
+    bool replied, suspended, finished, paused;
+};
+
+/* The four calls into routes.c. */
+struct kld_http_handler {
+    void (*begin)(struct kld_exchange *exchange);
+    /* Returns how many bytes it took: less than size only if it paused the exchange. */
+    size_t (*feed)(struct kld_exchange *exchange, const char *data, size_t size);
+    void (*finish)(struct kld_exchange *exchange); /* the whole body has come */
+    void (*end)(struct kld_exchange *exchange);    /* sent, or the client is gone; frees state */
+};
+
+/* listen_fd stays the caller's. */
+enum kld_status kld_http_open(struct kld_gateway *gateway, int listen_fd,
+                              const struct kld_http_handler *handler, struct kld_http **ret_http,
+                              struct kld_error *err);
+/* Ends every connection; exchanges without a reply are answered 503 before. Then closed() comes on
+ * the loop. */
+void kld_http_close(struct kld_http *http, void (*closed)(void *user), void *user);
+
+/* No feed() until kld_exchange_continue(). */
+void kld_exchange_pause(struct kld_exchange *exchange);
+void kld_exchange_continue(struct kld_exchange *exchange);
+
+const char *kld_exchange_header(const struct kld_exchange *exchange, const char *name);
+
+/* Once an exchange. Takes over the response; NULL (no memory) closes the connection. */
+void kld_exchange_reply(struct kld_exchange *exchange, unsigned http_status,
+                        struct MHD_Response *response);
+void kld_exchange_reply_text(struct kld_exchange *exchange, unsigned http_status, const char *type,
+                             const char *text, size_t bytes);
+/* {"error": ...}, with Retry-After where it may help. */
+void kld_exchange_reply_error(struct kld_exchange *exchange, const struct kld_error *error);
+
+#endif

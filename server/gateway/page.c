@@ -1,0 +1,65 @@
+/* page.c - the status page: what runs, how much, how to ask it something. One page without scripts
+ * or anything loaded from elsewhere. Loop thread. */
+#include <inttypes.h>
+#include <string.h>
+
+#include "server/gateway/metrics.h"
+
+static void append_text(struct kld_oip_text *text, const char *value, size_t size) {
+    for (size_t i = 0; i < size && value[i]; i++)
+        switch (value[i]) {
+        case '<': kld_oip_append(text, "&lt;"); break;
+        case '>': kld_oip_append(text, "&gt;"); break;
+        case '&': kld_oip_append(text, "&amp;"); break;
+        default: kld_oip_append(text, "%c", value[i]);
+        }
+}
+
+static uint64_t value(const struct kld_stats *stats, enum kld_stat stat) {
+    return atomic_load_explicit(&stats->value[stat], memory_order_relaxed);
+}
+
+static void append_row(struct kld_oip_text *text, const char *name, uint64_t number) {
+    kld_oip_append(text, "<tr><td>%s<td>%" PRIu64 "\n", name, number);
+}
+
+void kld_page_append(const struct kld_gateway *gateway, struct kld_oip_text *text) {
+    const struct kld_stats *stats = gateway->stats;
+    bool draining = gateway->draining || atomic_load(&stats->draining);
+    const char *state = draining                            ? "shutting down"
+                        : atomic_load(&stats->worker_ready) ? "ready"
+                                                            : "waiting for its worker";
+    kld_oip_append(text, "<!doctype html><html lang=en><meta charset=utf-8>"
+                         "<meta name=viewport content='width=device-width'>"
+                         "<title>kld</title><style>body{font:16px/1.5 system-ui,sans-serif;"
+                         "max-width:44em;margin:2em auto;padding:0 1em}td{padding:0 2em 0 0}"
+                         "pre{background:#8882;padding:1em;overflow:auto}</style>\n");
+    kld_oip_append(text,
+                   "<h1>kld " KLD_RELEASE "</h1>\n<p>This server computes Kullback-Leibler "
+                   "divergences and their gradients. It is <b>%s</b>",
+                   state);
+    if (stats->backend[0]) {
+        kld_oip_append(text, " on <b>");
+        append_text(text, stats->backend, sizeof stats->backend);
+        kld_oip_append(text, "</b>, ");
+        append_text(text, stats->device, sizeof stats->device);
+    }
+    kld_oip_append(text, ".\n<table>\n");
+    append_row(text, "requests answered since it started", gateway->counts.success);
+    append_row(text, "requests refused or failed", gateway->counts.fail);
+    append_row(text, "requests in flight", gateway->infers);
+    append_row(text, "HTTP connections", value(stats, KLD_STAT_http_connections));
+    append_row(text, "clients on the Unix socket", value(stats, KLD_STAT_unix_clients));
+    append_row(text, "worker restarts", value(stats, KLD_STAT_worker_restarts_total));
+    kld_oip_append(text, "</table>\n<p>Ask it something:\n<pre>");
+    kld_oip_append(text, "curl -s THIS-SERVER/v2/models/kl_div/infer -d '{\"inputs\":[\n"
+                         " {\"name\":\"predictions\",\"shape\":[1,2],\"datatype\":\"FP32\","
+                         "\"data\":[0.5,0.5]},\n");
+    kld_oip_append(text, " {\"name\":\"targets\",\"shape\":[1,2],\"datatype\":\"FP32\","
+                         "\"data\":[0.25,0.75]}]}'</pre>\n");
+    kld_oip_append(text, "<p><a href=/v2>/v2</a> &middot; "
+                         "<a href=/v2/models/kl_div>/v2/models/kl_div</a> &middot; "
+                         "<a href=/v2/models/kl_div/config>config</a> &middot; "
+                         "<a href=/v2/models/kl_div/stats>stats</a> &middot; "
+                         "<a href=/metrics>/metrics</a>\n");
+}

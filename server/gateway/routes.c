@@ -1,0 +1,360 @@
+/* routes.c - one table of paths, and the replies that need no worker (routes.h).
+ * A path is matched piece by piece; `*` stands for one piece that the handler looks at. Bodies of
+ * these routes are small and collected in memory of fixed size. Loop thread only. */
+#include "server/gateway/routes.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "proto/oip.h"
+#include "server/gateway/infer.h"
+#include "server/gateway/metrics.h"
+#include "server/gateway/shm.h"
+
+#define SMALL_BODY_BYTES_MAX 65536
+#define PIECES_MAX 2 /* stars in a pattern */
+#define PIECE_BYTES_MAX 160
+
+/* What the stars of a pattern stood for. */
+struct pieces {
+    char text[PIECES_MAX][PIECE_BYTES_MAX];
+};
+
+/* The state of an exchange on any route but infer. */
+struct small_body {
+    struct pieces pieces;
+    size_t bytes;
+    char data[SMALL_BODY_BYTES_MAX];
+};
+
+struct kld_route {
+    const char *method; /* GET also serves HEAD */
+    const char *pattern;
+    void (*answer)(struct kld_exchange *exchange, const struct pieces *pieces, const char *body,
+                   size_t bytes); /* NULL: infer */
+    bool model;                   /* the first star is a model's name, the second its version */
+};
+
+static void fail(struct kld_exchange *exchange, enum kld_status status, const char *what) {
+    struct kld_error error;
+    kld_error_set(&error, status, "%s", what);
+    kld_exchange_reply_error(exchange, &error);
+}
+
+static void answer_json(struct kld_exchange *exchange, const struct kld_oip_text *text) {
+    if (text->overflow)
+        fail(exchange, KLD_INTERNAL, "the reply does not fit its buffer");
+    else
+        kld_exchange_reply_text(exchange, 200, "application/json", text->data, text->length);
+}
+
+#define TEXT(name, size)                                                                           \
+    char name##_buffer[size];                                                                      \
+    struct kld_oip_text name = {.data = name##_buffer, .capacity = sizeof name##_buffer}
+
+static bool is_ready(const struct kld_gateway *gateway) {
+    return !gateway->draining && !atomic_load(&gateway->stats->draining) &&
+           atomic_load(&gateway->stats->worker_ready);
+}
+
+static void live(struct kld_exchange *exchange, const struct pieces *pieces, const char *body,
+                 size_t bytes) {
+    kld_exchange_reply_text(exchange, 200, "", "", 0);
+}
+
+static void ready(struct kld_exchange *exchange, const struct pieces *pieces, const char *body,
+                  size_t bytes) {
+    if (is_ready(exchange->gateway))
+        kld_exchange_reply_text(exchange, 200, "", "", 0);
+    else
+        fail(exchange, KLD_UNAVAILABLE,
+             exchange->gateway->draining || atomic_load(&exchange->gateway->stats->draining)
+                 ? "the server is shutting down"
+                 : "the worker is not ready");
+}
+
+static void server_metadata(struct kld_exchange *exchange, const struct pieces *pieces,
+                            const char *body, size_t bytes) {
+    TEXT(text, 512);
+    kld_oip_append(&text,
+                   "{\"name\":\"kld\",\"version\":\"" KLD_RELEASE "\",\"extensions\":["
+                   "\"binary_tensor_data\",\"model_configuration\",\"model_repository\","
+                   "\"statistics\"%s]}",
+                   exchange->gateway->config->shm_prefix[0] ? ",\"system_shared_memory\"" : "");
+    answer_json(exchange, &text);
+}
+
+static void model_metadata(struct kld_exchange *exchange, const struct pieces *pieces,
+                           const char *body, size_t bytes) {
+    TEXT(text, 4096);
+    kld_oip_append_metadata(&text);
+    answer_json(exchange, &text);
+}
+
+static void model_config(struct kld_exchange *exchange, const struct pieces *pieces,
+                         const char *body, size_t bytes) {
+    TEXT(text, 4096);
+    kld_oip_append_config(&text);
+    answer_json(exchange, &text);
+}
+
+static void model_stats(struct kld_exchange *exchange, const struct pieces *pieces,
+                        const char *body, size_t bytes) {
+    TEXT(text, 4096);
+    kld_metrics_append_model(&exchange->gateway->counts, &text);
+    answer_json(exchange, &text);
+}
+
+static void repository_index(struct kld_exchange *exchange, const struct pieces *pieces,
+                             const char *body, size_t bytes) {
+    struct kld_error error;
+    TEXT(text, 512);
+    if (kld_oip_parse_index(body, bytes, &error)) {
+        kld_exchange_reply_error(exchange, &error);
+        return;
+    }
+    bool up = is_ready(exchange->gateway);
+    kld_oip_append(&text,
+                   "[{\"name\":\"" KLD_OIP_MODEL "\",\"version\":\"" KLD_OIP_MODEL_VERSION
+                   "\",\"state\":\"%s\",\"reason\":\"%s\"}]",
+                   up ? "READY" : "UNAVAILABLE", up ? "" : "the worker is not ready");
+    answer_json(exchange, &text);
+}
+
+static void metrics(struct kld_exchange *exchange, const struct pieces *pieces, const char *body,
+                    size_t bytes) {
+    TEXT(text, KLD_METRICS_BYTES_MAX);
+    kld_metrics_append(exchange->gateway->stats, &text);
+    if (text.overflow)
+        fail(exchange, KLD_INTERNAL, "the metrics do not fit their buffer");
+    else
+        kld_exchange_reply_text(exchange, 200, "text/plain; version=0.0.4; charset=utf-8",
+                                text.data, text.length);
+}
+
+static void page(struct kld_exchange *exchange, const struct pieces *pieces, const char *body,
+                 size_t bytes) {
+    TEXT(text, 8192);
+    kld_page_append(exchange->gateway, &text);
+    kld_exchange_reply_text(exchange, 200, "text/html; charset=utf-8", text.data, text.length);
+}
+
+/* ---- Shared memory ----------------------------------------------------------------------------*/
+
+static void shm_list(struct kld_exchange *exchange, const char *name) {
+    const struct kld_shm *shm = exchange->gateway->shm;
+    /* Names and keys are escaped: up to six bytes for one. */
+    size_t most = 64 + (size_t)kld_shm_count(shm) * (6 * (KLD_OIP_NAME_MAX + KLD_OIP_KEY_MAX) + 96);
+    struct kld_oip_text text = {.data = malloc(most), .capacity = most};
+    if (!text.data)
+        fail(exchange, KLD_NO_MEMORY, "out of memory");
+    else if (!kld_shm_append_status(shm, name, &text))
+        fail(exchange, KLD_NOT_FOUND, "no shared-memory region of this name is registered");
+    else
+        answer_json(exchange, &text);
+    free(text.data);
+}
+
+static void shm_status(struct kld_exchange *exchange, const struct pieces *pieces, const char *body,
+                       size_t bytes) {
+    shm_list(exchange, NULL);
+}
+
+static void shm_status_of(struct kld_exchange *exchange, const struct pieces *pieces,
+                          const char *body, size_t bytes) {
+    shm_list(exchange, pieces->text[0]);
+}
+
+static void shm_register(struct kld_exchange *exchange, const struct pieces *pieces,
+                         const char *body, size_t bytes) {
+    struct kld_oip_register wanted;
+    struct kld_error error;
+    if (kld_oip_parse_register(body, bytes, &wanted, &error) ||
+        kld_shm_register(exchange->gateway->shm, pieces->text[0], &wanted, &error))
+        kld_exchange_reply_error(exchange, &error);
+    else
+        kld_exchange_reply_text(exchange, 200, "", "", 0);
+}
+
+static void shm_unregister(struct kld_exchange *exchange, const struct pieces *pieces,
+                           const char *body, size_t bytes) {
+    kld_shm_unregister(exchange->gateway->shm, NULL);
+    kld_exchange_reply_text(exchange, 200, "", "", 0);
+}
+
+static void shm_unregister_one(struct kld_exchange *exchange, const struct pieces *pieces,
+                               const char *body, size_t bytes) {
+    kld_shm_unregister(exchange->gateway->shm, pieces->text[0]);
+    kld_exchange_reply_text(exchange, 200, "", "", 0);
+}
+
+static void cuda_status(struct kld_exchange *exchange, const struct pieces *pieces,
+                        const char *body, size_t bytes) {
+    kld_exchange_reply_text(exchange, 200, "application/json", "[]", 2);
+}
+
+static void cuda_status_of(struct kld_exchange *exchange, const struct pieces *pieces,
+                           const char *body, size_t bytes) {
+    fail(exchange, KLD_NOT_FOUND, "no shared-memory region of this name is registered");
+}
+
+static void cuda_register(struct kld_exchange *exchange, const struct pieces *pieces,
+                          const char *body, size_t bytes) {
+    fail(exchange, KLD_UNIMPLEMENTED,
+         "CUDA shared memory is not served over HTTP; use the Unix socket, which takes CUDA IPC "
+         "handles");
+}
+
+/* ---- The table --------------------------------------------------------------------------------*/
+
+#define MODEL(method, tail, answer)                                                                \
+    {method, "/v2/models/*" tail, answer, true}, {                                                 \
+        method, "/v2/models/*/versions/*" tail, answer, true                                       \
+    }
+#define SHM(kind) "/v2/" kind "sharedmemory"
+
+static const struct kld_route routes[] = {
+    {"GET", "/", page, false},
+    {"GET", "/metrics", metrics, false},
+    {"GET", "/v2", server_metadata, false},
+    {"GET", "/v2/health/live", live, false},
+    {"GET", "/v2/health/ready", ready, false},
+    {"GET", "/v2/models/stats", model_stats, false},
+    MODEL("GET", "", model_metadata),
+    MODEL("GET", "/ready", ready),
+    MODEL("GET", "/config", model_config),
+    MODEL("GET", "/stats", model_stats),
+    MODEL("POST", "/infer", NULL),
+    {"POST", "/v2/repository/index", repository_index, false},
+    {"GET", SHM("system") "/status", shm_status, false},
+    {"GET", SHM("system") "/region/*/status", shm_status_of, false},
+    {"POST", SHM("system") "/region/*/register", shm_register, false},
+    {"POST", SHM("system") "/unregister", shm_unregister, false},
+    {"POST", SHM("system") "/region/*/unregister", shm_unregister_one, false},
+    {"GET", SHM("cuda") "/status", cuda_status, false},
+    {"GET", SHM("cuda") "/region/*/status", cuda_status_of, false},
+    {"POST", SHM("cuda") "/region/*/register", cuda_register, false},
+    {"POST", SHM("cuda") "/unregister", live, false},
+    {"POST", SHM("cuda") "/region/*/unregister", live, false},
+};
+
+static bool match(const char *pattern, const char *path, struct pieces *pieces) {
+    int piece = 0;
+    while (*pattern) {
+        if (*pattern != '*') {
+            if (*pattern++ != *path++)
+                return false;
+            continue;
+        }
+        size_t length = strcspn(path, "/");
+        if (length == 0 || length >= PIECE_BYTES_MAX || piece == PIECES_MAX)
+            return false;
+        memcpy(pieces->text[piece], path, length);
+        pieces->text[piece++][length] = '\0';
+        path += length;
+        pattern++;
+    }
+    return *path == '\0';
+}
+
+static bool serves(const struct kld_route *route, const char *method) {
+    return strcmp(route->method, method) == 0 ||
+           (strcmp(route->method, "GET") == 0 && strcmp(method, "HEAD") == 0);
+}
+
+static void refuse_method(struct kld_exchange *exchange, bool get, bool post) {
+    char buffer[128];
+    struct kld_oip_text text = {.data = buffer, .capacity = sizeof buffer};
+    const char *allow = get && post ? "GET, HEAD, POST" : get ? "GET, HEAD" : "POST";
+    kld_oip_append(&text, "{\"error\":\"this path takes %s\"}", allow);
+    struct MHD_Response *response =
+        MHD_create_response_from_buffer(text.length, buffer, MHD_RESPMEM_MUST_COPY);
+    if (response) {
+        MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
+        MHD_add_response_header(response, MHD_HTTP_HEADER_ALLOW, allow);
+    }
+    kld_exchange_reply(exchange, 405, response);
+}
+
+/* The route, or NULL after a reply that says why there is none. */
+static const struct kld_route *find(struct kld_exchange *exchange, struct pieces *pieces) {
+    bool get = false, post = false;
+    for (size_t i = 0; i < sizeof routes / sizeof routes[0]; i++) {
+        memset(pieces, 0, sizeof *pieces);
+        if (!match(routes[i].pattern, exchange->url, pieces))
+            continue;
+        if (serves(&routes[i], exchange->method)) {
+            struct kld_error error;
+            if (!routes[i].model ||
+                (strcmp(pieces->text[0], KLD_OIP_MODEL) == 0 &&
+                 (!pieces->text[1][0] || strcmp(pieces->text[1], KLD_OIP_MODEL_VERSION) == 0)))
+                return &routes[i];
+            kld_error_set(&error, KLD_NOT_FOUND,
+                          "no such model or version; this server has " KLD_OIP_MODEL
+                          " version " KLD_OIP_MODEL_VERSION);
+            kld_exchange_reply_error(exchange, &error);
+            return NULL;
+        }
+        get = get || strcmp(routes[i].method, "GET") == 0;
+        post = post || strcmp(routes[i].method, "POST") == 0;
+    }
+    if (get || post)
+        refuse_method(exchange, get, post);
+    else
+        fail(exchange, KLD_NOT_FOUND, "no such path");
+    return NULL;
+}
+
+static void begin(struct kld_exchange *exchange) {
+    struct pieces pieces;
+    const struct kld_route *route = find(exchange, &pieces);
+    if (!route)
+        return;
+    exchange->route = route;
+    if (!route->answer) {
+        kld_infer_begin(exchange);
+        return;
+    }
+    if (!exchange->has_body) {
+        route->answer(exchange, &pieces, "", 0);
+        return;
+    }
+    struct small_body *body = calloc(1, sizeof *body);
+    exchange->state = body;
+    if (!body)
+        fail(exchange, KLD_NO_MEMORY, "out of memory");
+    else
+        body->pieces = pieces;
+}
+
+static size_t feed(struct kld_exchange *exchange, const char *data, size_t size) {
+    if (!exchange->route->answer)
+        return kld_infer_feed(exchange, data, size);
+    struct small_body *body = exchange->state;
+    if (size > sizeof body->data - body->bytes) {
+        fail(exchange, KLD_TOO_LARGE, "the body of this request has at most 65536 bytes");
+        return size;
+    }
+    memcpy(body->data + body->bytes, data, size);
+    body->bytes += size;
+    return size;
+}
+
+static void finish(struct kld_exchange *exchange) {
+    if (!exchange->route->answer) {
+        kld_infer_finish(exchange);
+        return;
+    }
+    struct small_body *body = exchange->state;
+    exchange->route->answer(exchange, &body->pieces, body->data, body->bytes);
+}
+
+static void end(struct kld_exchange *exchange) {
+    if (exchange->route && !exchange->route->answer)
+        kld_infer_end(exchange);
+    else
+        free(exchange->state);
+}
+
+const struct kld_http_handler kld_routes_handler = {begin, feed, finish, end};

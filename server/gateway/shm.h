@@ -1,0 +1,49 @@
+/* shm.h - POSIX shared memory that HTTP callers registered by name ("system shared memory").
+ *
+ * Such an object is not sealed: its owner may cut it short at any time. So it is never mapped here:
+ * tensors are read with pread() into staging and results written with pwrite(), and a cut object is
+ * an error, not a SIGBUS. Registering is off until shm_prefix is configured, and open to keys under
+ * it only.
+ *
+ * A region is counted: unregistering takes it off the list at once, its descriptor is closed by its
+ * last user. The list belongs to the loop thread; kld_shm_read() and kld_shm_write() may be called
+ * on any thread by who holds the region. */
+#ifndef KLD_SERVER_GATEWAY_SHM_H
+#define KLD_SERVER_GATEWAY_SHM_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "proto/oip.h"
+#include "server/config.h"
+#include "server/stats.h"
+
+struct kld_shm;
+struct kld_shm_region;
+
+enum kld_status kld_shm_open(const struct kld_config *config, struct kld_stats *stats,
+                             struct kld_shm **ret_shm, struct kld_error *err);
+void kld_shm_close(struct kld_shm *shm); /* NULL is allowed; no region is in use any more */
+
+/* KLD_FORBIDDEN: off, or not under the prefix; KLD_EXISTS: the name is taken; KLD_NOT_FOUND: no
+ * object with this key; KLD_TOO_LARGE: http_regions_max. */
+enum kld_status kld_shm_register(struct kld_shm *shm, const char *name,
+                                 const struct kld_oip_register *wanted, struct kld_error *err);
+void kld_shm_unregister(struct kld_shm *shm, const char *name); /* NULL: all; unknown: nothing */
+
+/* [{"name","key","offset","byte_size"}]; of one name or of all (NULL). False: no such name. */
+bool kld_shm_append_status(const struct kld_shm *shm, const char *name, struct kld_oip_text *text);
+uint32_t kld_shm_count(const struct kld_shm *shm);
+
+/* Are there `bytes` bytes at offset of this region? If so it is held until kld_shm_release(). */
+enum kld_status kld_shm_acquire(struct kld_shm *shm, const char *name, uint64_t offset_bytes,
+                                uint64_t bytes, struct kld_shm_region **ret_region,
+                                struct kld_error *err);
+void kld_shm_release(struct kld_shm_region *region); /* NULL is allowed */
+
+enum kld_status kld_shm_read(const struct kld_shm_region *region, uint64_t offset_bytes, void *to,
+                             uint64_t bytes, struct kld_error *err);
+enum kld_status kld_shm_write(const struct kld_shm_region *region, uint64_t offset_bytes,
+                              const void *from, uint64_t bytes, struct kld_error *err);
+
+#endif
