@@ -1,0 +1,100 @@
+/* table.h - the kernel case table: one list of cases that every back end must compute as the oracle
+ * says. Cases are plain descriptions; data, oracle values, memories and checks are made from them.
+ * Used by kernel_table.c (a program without the Check library) and by unit tests. One thread. */
+#ifndef KLD_TESTS_TABLE_H
+#define KLD_TESTS_TABLE_H
+
+#include <stdio.h>
+
+#include "kernels/backend.h"
+
+enum table_data {
+    TABLE_RANDOM,   /* logits of a normal distribution, deviation 2 */
+    TABLE_SHARP,    /* deviation 15: most classes have next to no mass */
+    TABLE_NEAR,     /* targets differ from predictions by `noise` of a logit */
+    TABLE_EQUAL,    /* targets are the predictions (up to a constant for logits) */
+    TABLE_ZEROS,    /* classes of mass 0: in both, in the numerator only */
+    TABLE_INFINITE, /* mass over a zero in every third row */
+    TABLE_BAD,      /* rows with NaN, negative probabilities, +inf or nothing but -inf */
+    TABLE_EXTREME,  /* the ends of the range of the data type */
+};
+
+struct table_case {
+    char name[96];
+    uint32_t divergence, reduction, form[2], dtype[2];
+    uint32_t rank;
+    uint64_t shape[KLD_RANK_MAX];
+    enum table_data data;
+    double noise;
+    double temperature, scale, normalizer, grad_output; /* 0: not given */
+    uint32_t grad_output_dtype;                         /* a tensor; 0: none */
+    bool weights, mask, gradient[2], loss, row_loss;
+    bool strided;   /* rows with gaps */
+    bool speed;     /* timed; only a few variants are compared */
+    bool long_only; /* not with --quick */
+};
+
+/* The list, from malloc(); the caller frees it. */
+struct table_case *table_cases(bool quick, size_t *ret_count);
+
+/* Random numbers: xorshift, the same on every machine. */
+struct table_random {
+    uint64_t state;
+};
+double table_uniform(struct table_random *random); /* (0, 1) */
+double table_normal(struct table_random *random);
+
+/* Elements of a tensor as numbers; own conversions, not the back ends'. */
+void table_write(uint32_t dtype, unsigned char *to, long double value); /* rounds to nearest */
+long double table_read(uint32_t dtype, const unsigned char *from);
+long double table_ulp(uint32_t dtype, long double value); /* one step of dtype at value */
+
+/* The inputs of a case and what must come out. Rows repeat after `distinct` rows; row i holds and
+ * yields what row i % distinct does, apart from weight, mask and factor. Owned: table_truth_done().
+ */
+struct table_truth {
+    struct kld_op op; /* without places */
+    struct kld_geometry geometry;
+    uint64_t distinct;
+    unsigned char *input[KLD_SLOT_COUNT]; /* packed, `distinct` rows of a wide tensor */
+    long double *term, *gradient[2];      /* [distinct][classes], without weight and factor */
+    long double *value, *magnitude;       /* [distinct] */
+    long double (*parts)[2];              /* [distinct], of oracle_row */
+    long double divisor;                  /* 0: everything is 0 */
+    long double loss, loss_magnitude;     /* scalar reductions */
+    char failure[256];                    /* "" or why the oracle contradicts itself */
+};
+void table_truth_init(struct table_truth *truth, const struct table_case *at, uint64_t seed);
+void table_truth_done(struct table_truth *truth);
+bool table_row_masked(const struct table_truth *truth, uint64_t row);
+long double table_row_weight(const struct table_truth *truth, uint64_t row);
+/* What multiplies the gradient of a row, grad_output by element apart. */
+long double table_row_factor(const struct table_truth *truth, uint64_t row);
+
+/* Where and how a case runs. */
+enum table_memory { TABLE_POOL, TABLE_WRAPPED, TABLE_MAPPED };
+struct table_place {
+    enum table_memory memory;
+    uint32_t shift_elements; /* every tensor starts this many elements off its alignment */
+    bool in_place;           /* gradients over their tensors */
+    uint32_t repeats;        /* runs; the outputs of all are compared */
+};
+struct table_outputs {
+    unsigned char *at[KLD_SLOT_COUNT]; /* packed, every row; NULL: not an output of the case */
+    double loss;
+    uint64_t best_ns, bytes;
+};
+/* Runs it. false: *failure (256 bytes) says what went wrong: a status, bits that differ between
+ * runs, a byte written that is no output's. */
+bool table_run(struct kld_device *device, const struct table_truth *truth,
+               const struct table_case *at, const struct table_place *place,
+               struct table_outputs *ret_outputs, char *failure);
+void table_outputs_done(struct table_outputs *outputs);
+bool table_outputs_equal(const struct table_truth *truth, const struct table_outputs *a,
+                         const struct table_outputs *b, char *failure);
+
+/* Compares with the truth. */
+bool table_check(const struct table_truth *truth, const struct table_case *at,
+                 const struct table_outputs *outputs, char *failure);
+
+#endif

@@ -1,0 +1,235 @@
+/* table_cases.c - the list of kernel cases: every combination of forms, divergence, reduction and
+ * data types at a small shape, and the shapes and values at which kernels go wrong. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "tests/unit/kernels/table.h"
+
+#define CASES_MAX 8192
+
+struct list {
+    struct table_case *at;
+    size_t count;
+    uint64_t turn; /* picks the options that rotate */
+};
+
+#define FP32 KLD_DTYPE_FP32
+#define FP64 KLD_DTYPE_FP64
+#define FP16 KLD_DTYPE_FP16
+#define BF16 KLD_DTYPE_BF16
+#define PROBS KLD_FORM_PROBS
+#define LOGPROBS KLD_FORM_LOGPROBS
+#define LOGITS KLD_FORM_LOGITS
+
+static struct table_case *add(struct list *list, const char *name, uint64_t rows,
+                              uint64_t classes) {
+    struct table_case *at = &list->at[list->count];
+    if (list->count < CASES_MAX - 1)
+        list->count++;
+    memset(at, 0, sizeof *at);
+    snprintf(at->name, sizeof at->name, "%.40s", name);
+    at->dtype[0] = at->dtype[1] = FP32;
+    at->rank = 2;
+    at->shape[0] = rows;
+    at->shape[1] = classes;
+    at->loss = at->row_loss = true;
+    at->gradient[0] = true;
+    return at;
+}
+
+static void forms(struct table_case *at, uint32_t predictions, uint32_t targets) {
+    at->form[0] = predictions;
+    at->form[1] = targets;
+}
+
+static uint64_t turn(struct list *list, uint64_t of) {
+    list->turn = list->turn * 6364136223846793005u + 1442695040888963407u;
+    return (list->turn >> 33) % of;
+}
+
+/* Options that every combination meets in turn. */
+static void rotate(struct list *list, struct table_case *at) {
+    static const uint32_t dtypes[] = {FP32, FP64, FP16, BF16};
+    uint64_t gradients = turn(list, 4);
+    at->gradient[0] = gradients != 1;
+    at->gradient[1] = gradients == 1 || gradients == 2;
+    at->temperature = turn(list, 2) ? 0.5 + 0.75 * (double)turn(list, 4) : 0;
+    at->scale = turn(list, 2) ? 2.25 : 0;
+    at->weights = turn(list, 2);
+    at->mask = turn(list, 3) == 0;
+    at->strided = turn(list, 3) == 0;
+    at->row_loss = turn(list, 2);
+    at->loss = turn(list, 4) != 0;
+    if (turn(list, 2))
+        at->grad_output_dtype = dtypes[turn(list, 4)];
+    else if (at->reduction != KLD_REDUCTION_NONE && at->reduction != KLD_REDUCTION_ROW)
+        at->grad_output = turn(list, 2) ? -1.5 : 0;
+    bool divided = at->reduction == KLD_REDUCTION_MEAN ||
+                   at->reduction == KLD_REDUCTION_BATCHMEAN ||
+                   at->reduction == KLD_REDUCTION_ROWMEAN;
+    at->normalizer = divided && turn(list, 3) == 0 ? 12.5 : 0;
+    if (gradients == 3 && turn(list, 2)) { /* no gradient at all */
+        at->gradient[0] = false;
+        at->grad_output = 0;
+        at->grad_output_dtype = 0;
+    }
+    static const uint64_t classes[] = {37, 1, 16, 5, 270, 64};
+    at->shape[1] = classes[turn(list, 6)];
+}
+
+static void name_combination(struct table_case *at) {
+    snprintf(at->name, sizeof at->name, "mix %s %s/%s %s/%s %s",
+             kld_divergence_name(at->divergence), kld_form_name(at->form[0]),
+             kld_form_name(at->form[1]), kld_dtype_name(at->dtype[0]), kld_dtype_name(at->dtype[1]),
+             kld_reduction_name(at->reduction));
+}
+
+static void add_combinations(struct list *list, bool quick) {
+    static const uint32_t dtypes[] = {FP32, FP64, FP16, BF16};
+    for (uint32_t divergence = 0; divergence < 2; divergence++)
+        for (uint32_t form = 0; form < 9; form++)
+            for (uint32_t reduction = 0; reduction < 6; reduction++)
+                for (uint32_t dtype = 0; dtype < 16; dtype++) {
+                    if (quick && (dtype + form + reduction) % 4 != 0)
+                        continue;
+                    struct table_case *at = add(list, "", 6, 37);
+                    at->divergence = divergence;
+                    forms(at, form / 3, form % 3);
+                    at->reduction = reduction;
+                    at->dtype[0] = dtypes[dtype / 4];
+                    at->dtype[1] = dtypes[dtype % 4];
+                    rotate(list, at);
+                    name_combination(at);
+                }
+}
+
+/* Forms that are alike in both tensors, each divergence. */
+static void add_for_forms(struct list *list, const char *what, uint64_t rows, uint64_t classes,
+                          enum table_data data, uint32_t dtype, bool both) {
+    for (uint32_t divergence = 0; divergence < 2; divergence++)
+        for (uint32_t form = 0; form < 3; form++) {
+            struct table_case *at = add(list, "", rows, classes);
+            snprintf(at->name, sizeof at->name, "%s %llux%llu %s %s %s", what,
+                     (unsigned long long)rows, (unsigned long long)classes,
+                     kld_divergence_name(divergence), kld_form_name(form), kld_dtype_name(dtype));
+            at->divergence = divergence;
+            forms(at, form, form);
+            at->data = data;
+            at->dtype[0] = at->dtype[1] = dtype;
+            at->gradient[1] = both;
+        }
+}
+
+static void add_shapes(struct list *list, bool quick) {
+    static const uint64_t ragged[] = {1, 2, 3, 7, 31, 32, 33, 63, 255, 1000, 4097, 32001, 50257};
+    for (size_t i = 0; i < sizeof ragged / sizeof ragged[0]; i++) {
+        bool large = ragged[i] > 5000;
+        if (quick && large && ragged[i] != 32001)
+            continue;
+        add_for_forms(list, "ragged", large ? 2 : 5, ragged[i], TABLE_RANDOM, FP32, false);
+        if (!quick || !large)
+            add_for_forms(list, "ragged", large ? 1 : 3, ragged[i], TABLE_RANDOM,
+                          i % 2 ? BF16 : FP16, true);
+    }
+    static const uint64_t rows[] = {1, 8, 132, 1000};
+    for (size_t i = 0; i < 4; i++)
+        add_for_forms(list, "rows", rows[i], 1000, TABLE_RANDOM, FP32, i % 2);
+    if (!quick) {
+        add_for_forms(list, "long", 1, (1u << 20) + 3, TABLE_RANDOM, FP32, true);
+        add_for_forms(list, "long", 1, (1u << 20) + 3, TABLE_RANDOM, BF16, false);
+    } else {
+        struct table_case *at = add(list, "long 1x131075 logits", 1, (1u << 17) + 3);
+        forms(at, LOGITS, LOGITS);
+    }
+    for (uint32_t rank = 1; rank <= KLD_RANK_MAX; rank++) {
+        struct table_case *at = add(list, "", 1, 1);
+        snprintf(at->name, sizeof at->name, "rank %u", rank);
+        at->rank = rank;
+        for (uint32_t i = 0; i < rank; i++)
+            at->shape[i] = i + 1 == rank ? 19 : 1 + i % 2 + (i == 0);
+        forms(at, LOGITS, PROBS);
+        at->mask = rank > 1;
+    }
+}
+
+static void add_values(struct list *list) {
+    static const uint32_t dtypes[] = {FP32, FP64, FP16, BF16};
+    for (size_t i = 0; i < 4; i++) {
+        add_for_forms(list, "zeros", 6, 100, TABLE_ZEROS, dtypes[i], true);
+        add_for_forms(list, "infinite", 6, 100, TABLE_INFINITE, dtypes[i], true);
+        add_for_forms(list, "infinite", 6, 300, TABLE_INFINITE, dtypes[i], false);
+        add_for_forms(list, "bad", 10, 70, TABLE_BAD, dtypes[i], true);
+        add_for_forms(list, "bad", 10, 300, TABLE_BAD, dtypes[i], false);
+        add_for_forms(list, "extreme", 6, 301, TABLE_EXTREME, dtypes[i], true);
+        add_for_forms(list, "extreme", 6, 301, TABLE_EXTREME, dtypes[i], false);
+        add_for_forms(list, "sharp", 6, 301, TABLE_SHARP, dtypes[i], i % 2);
+        add_for_forms(list, "equal", 4, 301, TABLE_EQUAL, dtypes[i], true);
+    }
+    for (uint32_t mix = 0; mix < 9; mix++) {
+        static const enum table_data data[] = {TABLE_ZEROS, TABLE_INFINITE, TABLE_BAD, TABLE_SHARP};
+        for (int i = 0; i < 8; i++) {
+            struct table_case *at = add(list, "", 10, 90);
+            snprintf(at->name, sizeof at->name, "values %d %s/%s", i, kld_form_name(mix / 3),
+                     kld_form_name(mix % 3));
+            forms(at, mix / 3, mix % 3);
+            at->divergence = (uint32_t)i % 2;
+            at->data = data[i / 2];
+            at->gradient[1] = true;
+        }
+    }
+    static const double noise[] = {1.4e-3, 4.5e-5}; /* divergences of about 1e-6 and 1e-9 */
+    for (int i = 0; i < 2; i++) {
+        add_for_forms(list, i ? "near 1e-9" : "near 1e-6", 8, 1000, TABLE_NEAR, FP32, false);
+        add_for_forms(list, i ? "near 1e-9" : "near 1e-6", 3, 5000, TABLE_NEAR, FP32, true);
+        for (size_t k = list->count - 12; k < list->count; k++)
+            list->at[k].noise = noise[i];
+    }
+}
+
+static void add_reductions(struct list *list) {
+    struct table_case *at = add(list, "rowmean all masked", 1, 50);
+    at->reduction = KLD_REDUCTION_ROWMEAN;
+    at->mask = true; /* of rows 0 and 1, row 1 is masked; a shape of one row keeps row 0 */
+    for (int i = 0; i < 12; i++) {
+        at = add(list, "", 40, 129);
+        snprintf(at->name, sizeof at->name, "mask and weights %d", i);
+        forms(at, i % 3, (i / 3) % 3);
+        at->reduction = (uint32_t)(i % 6);
+        at->mask = at->weights = at->gradient[1] = true;
+        at->data = i % 2 ? TABLE_ZEROS : TABLE_RANDOM;
+        at->strided = i % 4 == 0;
+    }
+    /* FP16 gradients beyond 65504. */
+    at = add(list, "overflow FP16", 4, 64);
+    at->dtype[0] = at->dtype[1] = FP16;
+    at->reduction = KLD_REDUCTION_SUM;
+    at->scale = 1e5;
+    at->gradient[1] = true;
+}
+
+static void add_speed(struct list *list) {
+    for (int i = 0; i < 8; i++) {
+        bool logits = i >= 4, gradient = i % 2, half = i / 2 % 2;
+        struct table_case *at = add(list, "", logits ? 512 : 2048, logits ? 32768 : 8192);
+        snprintf(at->name, sizeof at->name, "speed %s %s %s", logits ? "logits" : "probs",
+                 half ? "BF16" : "FP32", gradient ? "loss+gradient" : "loss");
+        forms(at, logits ? LOGITS : PROBS, logits ? LOGITS : PROBS);
+        at->dtype[0] = at->dtype[1] = half ? BF16 : FP32;
+        at->gradient[0] = gradient;
+        at->speed = true;
+    }
+}
+
+struct table_case *table_cases(bool quick, size_t *ret_count) {
+    struct list list = {calloc(CASES_MAX, sizeof(struct table_case)), 0, 1};
+    if (!list.at)
+        abort();
+    add_combinations(&list, quick);
+    add_shapes(&list, quick);
+    add_values(&list);
+    add_reductions(&list);
+    if (!quick)
+        add_speed(&list);
+    *ret_count = list.count;
+    return list.at;
+}

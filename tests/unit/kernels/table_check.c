@@ -1,0 +1,191 @@
+/* table_check.c - compares what a back end wrote with the truth: the loss within 1e-6 (FP64: 1e-12)
+ * of the sum of the terms' magnitudes, a gradient within 4 steps of FP32, 1 of FP16 or BF16, of the
+ * rounded truth, or 1e-7 of the row's largest. Pure. */
+#include <math.h>
+#include <string.h>
+
+#include "tests/unit/kernels/table.h"
+
+#define FAILURE_MAX 256
+#define LOSS_SHARE_FP32 1e-6L
+#define LOSS_SHARE_FP64 1e-12L
+#define GRADIENT_FLOOR 1e-7L
+#define GRADIENT_FLOOR_FP64 1e-13L
+#define GRADIENT_NOISE 1e-15L    /* of the parts that cancel: what double arithmetic leaves */
+#define GRADIENT_STEPS_FP64 1000 /* 2e-13 */
+
+static bool same_kind(long double got, long double want) {
+    return isnan(want) ? isnan(got) : isinf(want) ? got == want : isfinite(got);
+}
+
+static bool check_loss(const char *what, uint64_t row, uint32_t dtype, long double got,
+                       long double want, long double magnitude, char *failure) {
+    if (!isfinite(want) && same_kind(got, want))
+        return true;
+    /* A value beyond the type's range is an infinity there. */
+    if (isfinite(want) && dtype == KLD_DTYPE_FP32 && fabsl(want) > 3.4028235e38L && isinf(got))
+        return true;
+    long double share = dtype == KLD_DTYPE_FP64 ? LOSS_SHARE_FP64 : LOSS_SHARE_FP32;
+    long double allowed = share * magnitude + table_ulp(dtype, want);
+    if (isfinite(want) && fabsl(got - want) <= allowed)
+        return true;
+    snprintf(failure, FAILURE_MAX, "%s[%llu] = %.17Lg, expected %.17Lg (off by %.3Lg of %.3Lg)",
+             what, (unsigned long long)row, got, want, fabsl(got - want), allowed);
+    return false;
+}
+
+static const unsigned char *output(const struct table_truth *truth,
+                                   const struct table_outputs *outputs, enum kld_slot slot,
+                                   uint64_t row) {
+    return outputs->at[slot] + row * truth->geometry.slot[slot].row_bytes;
+}
+
+static bool check_rows(const struct table_truth *truth, const struct table_case *at,
+                       const struct table_outputs *outputs, enum kld_slot slot, char *failure) {
+    uint32_t dtype = truth->geometry.loss_dtype;
+    long double scale = truth->op.number[KLD_NUMBER_SCALE];
+    bool logits = at->form[0] == KLD_FORM_LOGITS && at->form[1] == KLD_FORM_LOGITS;
+    for (uint64_t row = 0; row < truth->geometry.rows; row++) {
+        long double got = table_read(dtype, output(truth, outputs, slot, row));
+        bool masked = table_row_masked(truth, row);
+        long double factor = masked ? 0 : table_row_weight(truth, row) * scale;
+        long double want = masked ? 0 : factor * truth->value[row % truth->distinct];
+        long double magnitude =
+            masked ? 0 : fabsl(factor) * truth->magnitude[row % truth->distinct];
+        if (!check_loss(kld_slot_name(slot), row, dtype, got, want, magnitude, failure))
+            return false;
+        if (logits && scale > 0 && got < 0 && at->reduction != KLD_REDUCTION_NONE) {
+            snprintf(failure, FAILURE_MAX,
+                     "row %llu: a divergence of two distributions below 0: %Lg",
+                     (unsigned long long)row, got);
+            return false;
+        }
+        if (masked && got != 0) {
+            snprintf(failure, FAILURE_MAX, "masked row %llu has a loss", (unsigned long long)row);
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool check_elements(const struct table_truth *truth, const struct table_case *at,
+                           const struct table_outputs *outputs, char *failure) {
+    uint32_t dtype = truth->geometry.loss_dtype, bytes = kld_dtype_bytes(dtype);
+    uint64_t classes = truth->geometry.classes;
+    for (uint64_t row = 0; row < truth->geometry.rows; row++) {
+        bool masked = table_row_masked(truth, row);
+        long double factor =
+            masked ? 0 : table_row_weight(truth, row) * truth->op.number[KLD_NUMBER_SCALE];
+        for (uint64_t i = 0; i < classes; i++) {
+            long double term = truth->term[row % truth->distinct * classes + i];
+            long double want = masked ? 0 : factor * term;
+            long double got =
+                table_read(dtype, output(truth, outputs, KLD_SLOT_LOSS, row) + i * bytes);
+            /* Mass times a difference of logarithms: what the logarithms' own size leaves. */
+            long double magnitude = fabsl(want);
+            if (isfinite(truth->magnitude[row % truth->distinct]))
+                magnitude += fabsl(factor) * truth->magnitude[row % truth->distinct];
+            if (!check_loss("loss", row * classes + i, dtype, got, want, magnitude, failure))
+                return false;
+        }
+    }
+    return true;
+}
+
+/* Are two numbers of a data type within its steps? An infinity counts as the number after the last.
+ */
+static bool near_enough(uint32_t dtype, long double got, long double want, long double floor) {
+    long double steps = dtype == KLD_DTYPE_FP64   ? GRADIENT_STEPS_FP64
+                        : dtype == KLD_DTYPE_FP32 ? 4
+                                                  : 1;
+    unsigned char rounded[8];
+    long double limit = dtype == KLD_DTYPE_FP16 ? 65536.0L : 0x1p128L;
+    if (isnan(want) || isnan(got))
+        return isnan(want) && isnan(got);
+    table_write(dtype, rounded, want);
+    long double exact = table_read(dtype, rounded);
+    if (dtype != KLD_DTYPE_FP64) {
+        exact = isinf(exact) ? copysignl(limit, exact) : exact;
+        got = isinf(got) ? copysignl(limit, got) : got;
+    }
+    if (exact == got)
+        return true;
+    return fabsl(got - exact) <= steps * table_ulp(dtype, exact) ||
+           fabsl(got - want) <= floor + 0.5L * table_ulp(dtype, want);
+}
+
+/* Gradients of a row that has no finite value are compared where the form gives each class its own;
+ * through a softmax they are inf - inf, which is left open. */
+static bool row_comparable(const struct table_truth *truth, const struct table_case *at,
+                           uint64_t row) {
+    return isfinite(truth->value[row]) ||
+           (at->form[0] != KLD_FORM_LOGITS && at->form[1] != KLD_FORM_LOGITS);
+}
+
+static bool check_gradient(const struct table_truth *truth, const struct table_case *at,
+                           const struct table_outputs *outputs, int side, char *failure) {
+    enum kld_slot slot = side ? KLD_SLOT_GRAD_TARGETS : KLD_SLOT_GRAD_PREDICTIONS;
+    uint32_t dtype = at->dtype[side], bytes = kld_dtype_bytes(dtype);
+    uint64_t classes = truth->geometry.classes;
+    for (uint64_t row = 0; row < truth->geometry.rows; row++) {
+        bool zero = table_row_masked(truth, row) || truth->divisor == 0;
+        if (!zero && !row_comparable(truth, at, row % truth->distinct))
+            continue;
+        const long double *truths = truth->gradient[side] + row % truth->distinct * classes;
+        long double factor = zero ? 0 : table_row_factor(truth, row), largest = 0;
+        for (uint64_t i = 0; i < classes; i++)
+            if (isfinite(truths[i]))
+                largest = fmaxl(largest, fabsl(truths[i] * factor));
+        long double floor =
+            largest * (dtype == KLD_DTYPE_FP64 ? GRADIENT_FLOOR_FP64 : GRADIENT_FLOOR) +
+            GRADIENT_NOISE * fabsl(factor) * truth->parts[row % truth->distinct][side];
+        const unsigned char *from = output(truth, outputs, slot, row);
+        for (uint64_t i = 0; i < classes; i++) {
+            long double got = table_read(dtype, from + i * bytes);
+            long double want = zero ? 0 : truths[i] * factor;
+            if (zero ? got == 0 : near_enough(dtype, got, want, floor))
+                continue;
+            snprintf(failure, FAILURE_MAX,
+                     "%s[%llu, %llu] = %.9Lg, expected %.9Lg (largest of the row %.3Lg)",
+                     kld_slot_name(slot), (unsigned long long)row, (unsigned long long)i, got, want,
+                     largest);
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool check_scalar(const struct table_truth *truth, const struct table_outputs *outputs,
+                         char *failure) {
+    uint32_t dtype = truth->geometry.loss_dtype;
+    if (!check_loss("reported loss", 0, dtype, outputs->loss, truth->loss, truth->loss_magnitude,
+                    failure))
+        return false;
+    if (!outputs->at[KLD_SLOT_LOSS])
+        return true;
+    double written = (double)table_read(dtype, outputs->at[KLD_SLOT_LOSS]);
+    if (memcmp(&written, &outputs->loss, sizeof written) == 0 ||
+        (isnan(written) && isnan(outputs->loss)))
+        return true;
+    snprintf(failure, FAILURE_MAX, "loss written %.17g, reported %.17g", written, outputs->loss);
+    return false;
+}
+
+bool table_check(const struct table_truth *truth, const struct table_case *at,
+                 const struct table_outputs *outputs, char *failure) {
+    if (truth->geometry.scalar && !check_scalar(truth, outputs, failure))
+        return false;
+    if (outputs->at[KLD_SLOT_LOSS] && at->reduction == KLD_REDUCTION_ROW &&
+        !check_rows(truth, at, outputs, KLD_SLOT_LOSS, failure))
+        return false;
+    if (outputs->at[KLD_SLOT_LOSS] && at->reduction == KLD_REDUCTION_NONE &&
+        !check_elements(truth, at, outputs, failure))
+        return false;
+    if (outputs->at[KLD_SLOT_ROW_LOSS] &&
+        !check_rows(truth, at, outputs, KLD_SLOT_ROW_LOSS, failure))
+        return false;
+    for (int side = 0; side < 2; side++)
+        if (at->gradient[side] && !check_gradient(truth, at, outputs, side, failure))
+            return false;
+    return true;
+}
