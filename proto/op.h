@@ -19,6 +19,7 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+#pragma GCC visibility push(default) /* part of libkld's interface */
 
 #define KLD_RANK_MAX 8
 #define KLD_ELEMENTS_MAX ((uint64_t)1 << 40) /* N * C */
@@ -206,6 +207,7 @@ const char *kld_form_list(void);
 const char *kld_reduction_list(void);
 const char *kld_dtype_list(void);
 
+#pragma GCC visibility pop
 #ifdef __cplusplus
 }
 #endif

@@ -10,6 +10,7 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+#pragma GCC visibility push(default) /* part of libkld's interface */
 
 /* X(NAME, name, number on the wire, HTTP status, text). Numbers are part of the protocol: never
  * reuse one. */
@@ -59,6 +60,7 @@ int kld_status_known(unsigned number); /* 1 if a KLD_STATUS_MAP entry has this n
 enum kld_status kld_error_set(struct kld_error *err, enum kld_status status, const char *format,
                               ...) __attribute__((format(printf, 3, 4)));
 
+#pragma GCC visibility pop
 #ifdef __cplusplus
 }
 #endif
