@@ -1,0 +1,371 @@
+/* test_cpu.c - the CPU device as an object: order of streams, the pool's limit, copies, closing
+ * with work in flight, and that neither the number of threads nor the instruction set's choice of a
+ * moment changes a bit. What the numbers must be is the case table's business. */
+#include "tests/unit/unit.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "kernels/cpu/cpu.h"
+#include "kernels/cpu/device.h"
+#include "tests/unit/kernels/table.h"
+
+#define JOBS 200
+
+struct shared {
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    unsigned count, order[JOBS];
+};
+
+static void note_done(struct kld_job *job) {
+    struct shared *shared = job->owner;
+    pthread_mutex_lock(&shared->lock);
+    shared->order[shared->count++] = (unsigned)job->op.rank; /* not looked at by a copy */
+    pthread_cond_signal(&shared->wake);
+    pthread_mutex_unlock(&shared->lock);
+}
+
+static void wait_count(struct shared *shared, unsigned count) {
+    pthread_mutex_lock(&shared->lock);
+    while (shared->count < count)
+        pthread_cond_wait(&shared->wake, &shared->lock);
+    pthread_mutex_unlock(&shared->lock);
+}
+
+static struct kld_device *device_open(uint32_t threads, uint64_t pool_bytes_max, uint32_t spin_us) {
+    struct kld_device_options options = {
+        .threads = threads, .pool_bytes_max = pool_bytes_max, .spin_us = spin_us};
+    struct kld_device *device = NULL;
+    struct kld_error err;
+    ck_assert_int_eq(kld_backend_cpu.device_open(&options, &device, &err), KLD_OK);
+    return device;
+}
+
+static struct kld_memory *memory_alloc(struct kld_device *device, uint64_t bytes) {
+    struct kld_memory *memory = NULL;
+    struct kld_error err;
+    ck_assert_int_eq(kld_backend_cpu.memory_alloc(device, bytes, &memory, &err), KLD_OK);
+    return memory;
+}
+
+static struct kld_stream *stream_open(struct kld_device *device) {
+    struct kld_stream *stream = NULL;
+    struct kld_error err;
+    ck_assert_int_eq(kld_backend_cpu.stream_open(device, &stream, &err), KLD_OK);
+    return stream;
+}
+
+static void copy_init(struct kld_job *job, struct shared *shared, unsigned number,
+                      struct kld_memory *to, struct kld_memory *from, uint64_t bytes) {
+    memset(job, 0, sizeof *job);
+    job->kind = KLD_JOB_COPY;
+    job->copy_to.memory = to;
+    job->copy_from.memory = from;
+    job->copy_bytes = bytes;
+    job->done = note_done;
+    job->owner = shared;
+    job->op.rank = number;
+}
+
+START_TEST(test_options) {
+    struct kld_device *device = NULL;
+    struct kld_error err;
+    struct kld_device_options options = {.device = 1};
+    ck_assert_int_eq(kld_backend_cpu.device_open(&options, &device, &err), KLD_NOT_FOUND);
+    options = (struct kld_device_options){.threads = 100000};
+    ck_assert_int_eq(kld_backend_cpu.device_open(&options, &device, &err), KLD_INVALID);
+    ck_assert_ptr_null(device);
+    device = device_open(0, 0, 0);
+    ck_assert_uint_ge(device->info.threads, 1);
+    ck_assert_uint_eq(device->info.pool_bytes_max, device->info.memory_bytes / 2);
+    ck_assert_str_eq(device->info.backend, "cpu");
+    ck_assert(!device->info.imports_cuda_ipc);
+    kld_backend_cpu.device_close(device);
+    kld_backend_cpu.device_close(NULL);
+    kld_backend_cpu.memory_free(NULL);
+    kld_backend_cpu.stream_close(NULL);
+}
+END_TEST
+
+START_TEST(test_pool) {
+    struct kld_device *device = device_open(1, 1 << 20, 0);
+    struct kld_memory *memory = memory_alloc(device, 600000), *more = NULL;
+    struct kld_error err;
+    const unsigned char *bytes = memory->host;
+    for (size_t i = 0; i < 600000; i++)
+        ck_assert_uint_eq(bytes[i], 0);
+    ck_assert_uint_ge(kld_backend_cpu.pool_bytes(device), 600000);
+    ck_assert_int_eq(kld_backend_cpu.memory_alloc(device, 600000, &more, &err), KLD_NO_MEMORY);
+    ck_assert_ptr_null(more);
+    ck_assert_ptr_nonnull(strstr(err.text, "600000"));
+    ck_assert_int_eq(kld_backend_cpu.memory_alloc(device, UINT64_MAX - 5, &more, &err),
+                     KLD_INVALID);
+    ck_assert_int_eq(kld_backend_cpu.memory_alloc(device, 0, &more, &err), KLD_INVALID);
+    memset(memory->host, 0xff, 600000);
+    kld_backend_cpu.memory_free(memory);
+    ck_assert_uint_eq(kld_backend_cpu.pool_bytes(device), 0);
+    memory = memory_alloc(device, 1 << 20); /* all of it, and zero again */
+    ck_assert_uint_eq(((unsigned char *)memory->host)[1000], 0);
+    kld_backend_cpu.memory_free(memory);
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
+START_TEST(test_memory_kinds) {
+    struct kld_device *device = device_open(1, 0, 0);
+    struct kld_memory *memory = NULL;
+    struct kld_error err;
+    uint8_t handle[64] = {0};
+    ck_assert_int_eq(
+        kld_backend_cpu.memory_import_ipc(device, handle, 4096, 0, 4096, &memory, &err),
+        KLD_UNIMPLEMENTED);
+    ck_assert_ptr_nonnull(strstr(err.text, "CUDA"));
+    ck_assert_int_eq(kld_backend_cpu.memory_wrap(device, NULL, 4, &memory, &err), KLD_INVALID);
+    ck_assert_int_eq(kld_backend_cpu.memory_map(device, -1, 4096, &memory, &err), KLD_INVALID);
+    ck_assert_int_eq(kld_backend_cpu.memory_map(device, 0, 0, &memory, &err), KLD_INVALID);
+    ck_assert_ptr_null(memory);
+    int fd = memfd_create("test", MFD_CLOEXEC);
+    ck_assert_int_eq(ftruncate(fd, 8192), 0);
+    ck_assert_int_eq(kld_backend_cpu.memory_map(device, fd, 8192, &memory, &err), KLD_OK);
+    memcpy((char *)memory->host + 5000, "seen", 4);
+    char text[5] = "";
+    ck_assert_int_eq(pread(fd, text, 4, 5000), 4);
+    ck_assert_str_eq(text, "seen");
+    ck_assert_uint_eq(memory->bytes, 8192);
+    ck_assert_uint_eq(kld_backend_cpu.pool_bytes(device), 0);
+    kld_backend_cpu.memory_free(memory);
+    close(fd);
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
+START_TEST(test_copy) {
+    struct kld_device *device = device_open(3, 0, 20);
+    const size_t bytes = (5u << 20) + 123; /* several chunks and a rest */
+    struct kld_memory *from = memory_alloc(device, bytes), *to = memory_alloc(device, bytes + 100);
+    struct kld_stream *stream = stream_open(device);
+    struct shared shared = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, {0}};
+    unsigned char *a = from->host, *b = to->host;
+    for (size_t i = 0; i < bytes; i++)
+        a[i] = (unsigned char)(i * 2654435761u >> 13);
+    struct kld_job job;
+    copy_init(&job, &shared, 0, to, from, bytes - 7);
+    job.copy_from.offset_bytes = 7;
+    job.copy_to.offset_bytes = 50;
+    kld_backend_cpu.submit(stream, &job);
+    wait_count(&shared, 1);
+    ck_assert_int_eq(job.status, KLD_OK);
+    ck_assert_uint_eq(job.bytes, bytes - 7);
+    ck_assert_int_eq(memcmp(b + 50, a + 7, bytes - 7), 0);
+    ck_assert_uint_eq(b[49], 0);
+    ck_assert_uint_eq(b[50 + bytes - 7], 0);
+    kld_backend_cpu.stream_close(stream);
+    kld_backend_cpu.memory_free(from);
+    kld_backend_cpu.memory_free(to);
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
+/* Jobs of a stream end in order. A stream that comes late does not wait for all of one that is
+ * full: they take turns. */
+START_TEST(test_streams) {
+    struct kld_device *device = device_open(2, 0, 20);
+    struct kld_memory *from = memory_alloc(device, 8u << 20), *to = memory_alloc(device, 8u << 20);
+    struct kld_stream *stream[2] = {stream_open(device), stream_open(device)};
+    struct shared shared = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, {0}};
+    static struct kld_job job[JOBS];
+    for (unsigned i = 0; i < JOBS; i++) {
+        copy_init(&job[i], &shared, i, to, from, 4u << 20);
+        kld_backend_cpu.submit(stream[i >= 100], &job[i]);
+    }
+    wait_count(&shared, JOBS);
+    unsigned next[2] = {0, 100}, first_of_second = 0;
+    for (unsigned i = 0; i < JOBS; i++) {
+        unsigned which = shared.order[i] >= 100;
+        ck_assert_uint_eq(shared.order[i], next[which]++);
+        if (shared.order[i] == 100)
+            first_of_second = i;
+    }
+    ck_assert_uint_lt(first_of_second, 100); /* before the first stream was empty */
+    for (int i = 0; i < 2; i++)
+        kld_backend_cpu.stream_close(stream[i]);
+    kld_backend_cpu.memory_free(from);
+    kld_backend_cpu.memory_free(to);
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
+START_TEST(test_close_in_flight) {
+    struct kld_device *device = device_open(2, 0, 0);
+    struct kld_memory *from = memory_alloc(device, 4u << 20), *to = memory_alloc(device, 4u << 20);
+    struct kld_stream *stream = stream_open(device);
+    struct shared shared = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, {0}};
+    static struct kld_job job[JOBS];
+    for (unsigned i = 0; i < JOBS; i++) {
+        copy_init(&job[i], &shared, i, to, from, 4u << 20);
+        kld_backend_cpu.submit(stream, &job[i]);
+    }
+    kld_backend_cpu.device_close(device); /* takes stream and memories with it */
+    ck_assert_uint_eq(shared.count, JOBS);
+    for (unsigned i = 0; i < JOBS; i++)
+        ck_assert_int_eq(job[i].status, KLD_OK);
+}
+END_TEST
+
+/* A job submitted long after the device thread went to sleep still runs. */
+START_TEST(test_wakes) {
+    struct kld_device *device = device_open(2, 0, 100);
+    struct kld_memory *from = memory_alloc(device, 64), *to = memory_alloc(device, 64);
+    struct kld_stream *stream = stream_open(device);
+    struct shared shared = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, {0}};
+    for (unsigned i = 0; i < 100; i++) {
+        struct kld_job job;
+        copy_init(&job, &shared, i, to, from, 64);
+        kld_backend_cpu.submit(stream, &job);
+        wait_count(&shared, i + 1);
+        usleep(i * 5); /* across the end of polling */
+    }
+    kld_backend_cpu.stream_close(stream);
+    kld_backend_cpu.memory_free(from);
+    kld_backend_cpu.memory_free(to);
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
+static void compare_threads(const struct table_case *at) {
+    static const uint32_t threads[] = {1, 2, 3, 5};
+    const struct table_place place = {TABLE_POOL, 0, false, 2};
+    struct table_truth truth;
+    struct table_outputs first = {0};
+    char failure[256] = "";
+    table_truth_init(&truth, at, 11);
+    ck_assert_str_eq(truth.failure, "");
+    for (int i = 0; i < 4; i++) {
+        struct kld_device *device = device_open(threads[i], 0, 5);
+        struct table_outputs outputs;
+        bool fine = table_run(device, &truth, at, &place, &outputs, failure);
+        ck_assert_msg(fine, "%s", failure);
+        if (i == 0) {
+            first = outputs;
+            fine = table_check(&truth, at, &outputs, failure);
+        } else {
+            fine = table_outputs_equal(&truth, &first, &outputs, failure);
+            table_outputs_done(&outputs);
+        }
+        ck_assert_msg(fine, "%u threads: %s", threads[i], failure);
+        kld_backend_cpu.device_close(device);
+    }
+    table_outputs_done(&first);
+    table_truth_done(&truth);
+}
+
+/* Many short rows, a few long ones that are cut into pieces, one very long one. */
+START_TEST(test_thread_count) {
+    static const uint64_t shape[][2] = {{700, 211}, {3, 40000}, {1, 100001}, {9, 20000}};
+    for (int i = 0; i < 4; i++)
+        for (uint32_t form = 0; form < 3; form++) {
+            struct table_case at = {.name = "threads",
+                                    .form = {form, form},
+                                    .dtype = {KLD_DTYPE_FP32, KLD_DTYPE_FP32},
+                                    .rank = 2,
+                                    .shape = {shape[i][0], shape[i][1]},
+                                    .weights = true,
+                                    .mask = i != 2,
+                                    .gradient = {true, i % 2},
+                                    .loss = true,
+                                    .row_loss = true};
+            compare_threads(&at);
+        }
+}
+END_TEST
+
+/* A row alone and the same row among others: the same bits. */
+START_TEST(test_row_alone) {
+    struct kld_device *device = device_open(2, 0, 5);
+    const struct table_place place = {TABLE_POOL, 0, false, 1};
+    for (uint32_t form = 0; form < 3; form++) {
+        struct table_case at = {.name = "alone",
+                                .form = {form, form},
+                                .dtype = {KLD_DTYPE_FP32, KLD_DTYPE_FP32},
+                                .reduction = KLD_REDUCTION_ROW,
+                                .rank = 2,
+                                .shape = {1, 17001},
+                                .gradient = {true, true},
+                                .loss = true};
+        struct table_truth truth[2];
+        struct table_outputs outputs[2];
+        char failure[256] = "";
+        for (int i = 0; i < 2; i++) {
+            at.shape[0] = i ? 20 : 1;
+            table_truth_init(&truth[i], &at, 5);
+            ck_assert_msg(table_run(device, &truth[i], &at, &place, &outputs[i], failure), "%s",
+                          failure);
+        }
+        ck_assert_int_eq(memcmp(truth[0].input[0], truth[1].input[0], 17001 * 4), 0);
+        ck_assert(table_outputs_equal(&truth[0], &outputs[0], &outputs[1], failure));
+        for (int i = 0; i < 2; i++) {
+            table_outputs_done(&outputs[i]);
+            table_truth_done(&truth[i]);
+        }
+    }
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
+/* The case table, a part of it, with kernels that this processor would not choose. */
+static void check_kernels(const struct kld_cpu_kernels *kernels, size_t step) {
+    struct kld_device *device = device_open(2, 0, 5);
+    ((struct cpu_device *)device)->run.kernels = kernels; /* nothing is in flight yet */
+    const struct table_place place = {TABLE_POOL, 1, false, 1};
+    size_t count;
+    struct table_case *cases = table_cases(true, &count);
+    for (size_t i = 0; i < count; i += step) {
+        struct table_truth truth;
+        struct table_outputs outputs = {0};
+        char failure[256] = "";
+        table_truth_init(&truth, &cases[i], 77 + i);
+        bool fine = table_run(device, &truth, &cases[i], &place, &outputs, failure) &&
+                    table_check(&truth, &cases[i], &outputs, failure);
+        ck_assert_msg(fine, "%s: %s: %s", kernels->name, cases[i].name, failure);
+        table_outputs_done(&outputs);
+        table_truth_done(&truth);
+    }
+    free(cases);
+    kld_backend_cpu.device_close(device);
+}
+
+START_TEST(test_base) { check_kernels(&kld_cpu_kernels_base, 3); }
+END_TEST
+
+START_TEST(test_avx2) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+        __builtin_cpu_supports("f16c"))
+        check_kernels(&kld_cpu_kernels_avx2, 3);
+#endif
+}
+END_TEST
+
+START_TEST(test_ceiling) {
+    struct kld_device *device = device_open(2, 0, 5);
+    struct kld_error err;
+    double read = 0, both = 0;
+    ck_assert_int_eq(kld_backend_cpu.measure_ceiling(device, 1 << 20, &read, &both, &err), KLD_OK);
+    ck_assert_double_gt(read, 1e8);
+    ck_assert_double_gt(both, 1e8);
+    ck_assert_uint_eq(kld_backend_cpu.pool_bytes(device), 0);
+    kld_backend_cpu.device_close(device);
+    device = device_open(1, 1 << 20, 5);
+    ck_assert_int_eq(kld_backend_cpu.measure_ceiling(device, 1 << 20, &read, &both, &err),
+                     KLD_NO_MEMORY);
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
+UNIT_MAIN("kernels/cpu/cpu", test_options, test_pool, test_memory_kinds, test_copy, test_streams,
+          test_close_in_flight, test_wakes, test_thread_count, test_row_alone, test_base, test_avx2,
+          test_ceiling)
