@@ -14,7 +14,7 @@ Q        := $(if $(V),,@)
 
 CC       ?= gcc
 # All cores, unless the caller said how many.
-ifeq ($(filter -j%,$(MAKEFLAGS))$(findstring jobserver,$(MAKEFLAGS)),)
+ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
 MAKEFLAGS += -j$(shell nproc 2>/dev/null || echo 2)
 endif
 WARN     := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wpointer-arith \
@@ -46,7 +46,7 @@ EXAMPLES_C := $(wildcard client/examples/*.c)
 UNIT_C     := $(shell find tests/unit -name 'test_*.c' 2>/dev/null | sort)
 TABLE_C    := $(wildcard tests/unit/kernels/kernel_table.c)
 UNIT_AUX_C := $(filter-out $(TABLE_C),$(shell find tests/unit -name '*.c' ! -name 'test_*.c' 2>/dev/null | sort))
-FUZZ_C     := $(wildcard tests/fuzz/fuzz_*.c)
+FUZZ_C     := $(wildcard tests/fuzz/*.c)
 BENCH_C    := $(wildcard tests/bench/*.c)
 
 OBJ         = $(patsubst %,$(BUILD)/obj/%.o,$(1))
@@ -140,7 +140,7 @@ $(BUILD)/kernel-table: $(call OBJ,$(TABLE_C) $(filter tests/unit/kernels/%,$(UNI
 	@echo "  LD    $@"
 	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(LIB_LIBS)
 
-FUZZ_FLAGS := -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined
+FUZZ_FLAGS := -Wno-string-plus-int -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined
 $(BUILD)/fuzz/%: tests/fuzz/%.c $(wildcard proto/*.c proto/*.h)
 	@mkdir -p $(@D)
 	@echo "  FUZZ  $@"
@@ -187,7 +187,7 @@ SECONDS ?= 60
 fuzz:
 	@deploy/deps.sh build fuzz
 	$(SELF) $(patsubst tests/fuzz/%.c,$(BUILD)/fuzz/%,$(FUZZ_C)) $(SELF_ARGS)
-	@deploy/fuzz.sh $(BUILD) $(SECONDS)
+	@deploy/fuzz.sh $(BUILD) $(SECONDS) $(patsubst tests/fuzz/%.c,%,$(FUZZ_C))
 
 lint:
 	@deploy/deps.sh build check lint

@@ -1,18 +1,17 @@
 #!/bin/sh
-# fuzz.sh BUILD SECONDS - runs every fuzz target that long, from its checked-in seeds. New inputs go
-# to BUILD/fuzz/corpus; a crash leaves its input in BUILD/fuzz and ends with status 1.
+# fuzz.sh BUILD SECONDS NAME... - runs each fuzz target that long, from its checked-in seeds. New
+# inputs go to BUILD/fuzz/corpus; a crash leaves its input in BUILD/fuzz and ends with status 1.
 set -eu
 build=$1
 seconds=$2
-for program in "$build"/fuzz/fuzz_*; do
-    case $program in *.log | *\*) continue ;; esac
-    name=$(basename "$program")
+shift 2
+for name in "$@"; do
     corpus=$build/fuzz/corpus/$name
+    seeds=tests/fuzz/corpus/$name
     mkdir -p "$corpus"
-    seeds=tests/fuzz/corpus/${name#fuzz_}
     [ -d "$seeds" ] || seeds=$corpus
     echo "fuzzing $name for $seconds s"
-    "$program" -max_total_time="$seconds" -max_len=65536 -timeout=10 -rss_limit_mb=2048 \
+    "$build/fuzz/$name" -max_total_time="$seconds" -max_len=65536 -timeout=10 -rss_limit_mb=2048 \
         -artifact_prefix="$build/fuzz/" -print_final_stats=1 -verbosity=0 "$corpus" "$seeds" \
         >"$build/fuzz/$name.log" 2>&1 || {
         tail -40 "$build/fuzz/$name.log" >&2
