@@ -214,7 +214,7 @@ install: all
 
 # ---- the tarball ------------------------------------------------------------------------------------
 DIST = $(BUILD)/kld-$(VERSION)-linux-x86_64
-dist: programs
+dist: all examples bench-programs $(if $(TABLE_C),$(BUILD)/kernel-table)
 	@deploy/dist.sh $(BUILD) $(DIST)
 
 check-gpu: dist

@@ -1,0 +1,93 @@
+"""Every command in README.md is run, in order, as it stands there, in one shell.
+
+What is changed: 127.0.0.1:8080 becomes a free port, build/ the programs under test, and /tmp/ a folder
+of the test's own, so that two runs do not meet. `make demo` runs the script behind it on what is
+built, `make check` is this very run, and `make dist` has a test of its own.
+"""
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+
+import pytest
+
+from conftest import BIN, ROOT, clean_environment
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S)
+COMMANDS = [text for language, text in BLOCKS if language == "sh"]
+from_sources = pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="needs the sources")
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def as_tested(text, folder, port):
+    text = text.replace("127.0.0.1:8080", f"127.0.0.1:{port}")
+    text = text.replace("/tmp/", f"{folder}/")
+    text = re.sub(r"(?<![\w/])build/", f"{BIN}/", text)
+    text = re.sub(r"^make demo$", f"deploy/demo.sh {BIN}", text, flags=re.M)
+    text = re.sub(r"^make (check|dist)$", r"make -n \1 >/dev/null", text, flags=re.M)
+    return re.sub(r"^make install", f"make install BUILD={BIN} CUDA={int(has_cuda())}", text, flags=re.M)
+
+
+def has_cuda():
+    """Was this build made with the CUDA back end? (An install must not rebuild it another way.)"""
+    return b"kld_backend_cuda" in (BIN / "libkld.a").read_bytes()
+
+
+def test_options_are_current():
+    shown = re.search(r"<!-- kld-server --help -->\n```\n(.*?)```", README, re.S).group(1)
+    result = subprocess.run([str(BIN / "kld-server"), "--help"], capture_output=True, text=True,
+                            env=clean_environment())
+    assert shown == result.stdout
+
+
+@from_sources
+def test_there_are_commands():
+    assert len(COMMANDS) >= 6 and "make demo\nmake check\n" in COMMANDS
+
+
+@from_sources
+@pytest.mark.timeout(600)
+def test_every_command(tmp_path):
+    if not (BIN / "libkld.a").exists():
+        pytest.skip("not a build folder")
+    sanitized = b"__asan_init" in (BIN / "kld-server").read_bytes() or \
+        b"__tsan_init" in (BIN / "kld-server").read_bytes()
+    port = free_port()
+    program = next(text for language, text in BLOCKS if language == "c")
+    (tmp_path / "loss.c").write_text(program.replace("/tmp/", f"{tmp_path}/"))
+    parts = []
+    for number, text in enumerate(COMMANDS):
+        if sanitized and ("make install" in text or "make demo" in text):
+            continue  # their programs are another build's
+        text = text.replace("gcc loss.c", f"gcc {tmp_path}/loss.c")
+        parts.append(f'echo "== block {number}"\n' + as_tested(text, tmp_path, port))
+    script = "set -euo pipefail\ntrap 'kill %1 2>/dev/null; wait' EXIT\n" + "\n".join(parts)
+    process = subprocess.Popen(["bash", "-c", script], cwd=ROOT, env=clean_environment(),
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=500)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == 0, output
+
+    expected = json.loads(next(text for language, text in BLOCKS if language == "json"))
+    replies = [json.loads(line) for line in re.findall(r'^\{"model_name".*?\}\]\}', output, re.M)]
+    assert replies == [expected], output
+    assert "kld_requests_total" in output
+    if not sanitized:
+        assert "nothing left behind" in output
+        assert re.search(r"^loss 0\.213833302$", output, re.M), output
+    assert (tmp_path / "gradient.npy").exists()
+    shutil.rmtree(tmp_path / "kld", ignore_errors=True)
