@@ -422,6 +422,7 @@ void kld_core_device_lost(struct kld_worker *worker, const struct kld_error *cau
             if (request->answered)
                 continue;
             request->answered = true;
+            kld_queue_unwatch(&worker->queue, request);
             account(request, KLD_DEVICE_LOST, cause->text, false);
             kld_session_reply_error(session, request->number, &error);
         }

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "server/log.h"
+#include "server/worker/closer.h"
 #include "server/worker/core.h"
 #include "server/worker/region.h"
 
@@ -140,5 +141,6 @@ void kld_session_packet(struct kld_session *session, const void *data, size_t by
     if (status)
         kld_session_reply_error(session, request, &error);
     if (fds_count > fd_taken)
-        kld_session_close_fds(session, fds + fd_taken, fds_count - fd_taken);
+        kld_close_later(session->worker, session, KLD_CLOSE_PASSED, fds + fd_taken,
+                        fds_count - fd_taken);
 }

@@ -1,7 +1,6 @@
 /* session.c - a client's connection: packets in, replies out, and its end.
- * Does not know what a frame means (frames.c). Never blocks, never allocates after
- * kld_session_open() except to close stray descriptors. Worker process, loop thread; close_work()
- * on uv's pool. */
+ * Does not know what a frame means (frames.c). Never blocks; allocates only in kld_session_open().
+ * Worker process, loop thread. */
 #include "server/worker/session.h"
 
 #include <errno.h>
@@ -12,48 +11,9 @@
 #include <unistd.h>
 
 #include "server/log.h"
+#include "server/worker/closer.h"
 #include "server/worker/core.h"
 #include "server/worker/region.h"
-
-/* ---- Closing descriptors on uv's pool -------------------------------------------------------- */
-
-struct closer {
-    uv_work_t work;
-    struct kld_session *session;
-    unsigned count;
-    int fds[];
-};
-
-static void close_work(uv_work_t *work) {
-    struct closer *closer = work->data;
-    for (unsigned i = 0; i < closer->count; i++)
-        close(closer->fds[i]);
-}
-
-static void close_after(uv_work_t *work, int cancelled) {
-    struct closer *closer = work->data;
-    struct kld_session *session = closer->session;
-    (void)cancelled; /* never asked for */
-    free(closer);
-    session->tasks--;
-    kld_session_poll(session);
-    kld_session_collect(session);
-}
-
-void kld_session_close_fds(struct kld_session *session, const int *fds, unsigned count) {
-    struct closer *closer = malloc(sizeof *closer + count * sizeof(int));
-    if (!closer) {
-        for (unsigned i = 0; i < count; i++)
-            close(fds[i]);
-        return;
-    }
-    closer->work.data = closer;
-    closer->session = session;
-    closer->count = count;
-    memcpy(closer->fds, fds, count * sizeof(int));
-    session->tasks++;
-    uv_queue_work(&session->worker->loop, &closer->work, close_work, close_after);
-}
 
 /* ---- Out ------------------------------------------------------------------------------------- */
 
@@ -262,9 +222,9 @@ void kld_session_close(struct kld_session *session) {
     kld_stats_set(worker->options.stats, KLD_STAT_unix_clients, worker->clients);
     uv_poll_stop(&session->poll);
     uv_close((uv_handle_t *)&session->poll, poll_closed);
-    /* Frames that were never read may hold descriptors: closing can take as long as theirs. */
-    kld_session_close_fds(session, &session->fd, 1);
+    kld_close_later(worker, session, KLD_CLOSE_CONNECTION, &session->fd, 1);
     session->fd = -1;
+    session->out_head = session->out_tail = 0;
     kld_worker_region_drop_all(session);
     kld_core_detach(session);
     kld_worker_accept(worker);

@@ -88,9 +88,6 @@ void kld_session_reply_error(struct kld_session *session, uint64_t request,
 void kld_session_poll(struct kld_session *session);
 /* Sends what is kept, as far as the socket takes it. */
 void kld_session_flush(struct kld_session *session);
-/* Closes descriptors on uv's pool: closing the last one of a large memfd takes its time. */
-void kld_session_close_fds(struct kld_session *session, const int *fds, unsigned count);
-
 /* frames.c: acts on one packet. Descriptors are taken over. */
 void kld_session_packet(struct kld_session *session, const void *data, size_t bytes, bool cut,
                         int *fds, unsigned fds_count);

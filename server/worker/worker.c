@@ -4,10 +4,8 @@
 #include "server/worker/worker.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <inttypes.h>
 #include <poll.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -15,9 +13,8 @@
 #include <unistd.h>
 
 #include "server/log.h"
-#include "server/role.h"
+#include "server/worker/closer.h"
 #include "server/worker/core.h"
-#include "server/worker/peer.h"
 
 #define ACCEPT_BURST 16
 #define ACCEPT_AGAIN_MS 100
@@ -31,13 +28,13 @@ uint64_t kld_worker_now_ns(void) {
 
 /* ---- Clients come ---------------------------------------------------------------------------- */
 
-static void turn_away(int fd, const struct kld_error *error) {
+static void turn_away(struct kld_worker *worker, int fd, const struct kld_error *error) {
     union kld_frame frame;
     kld_frame_init(&frame, KLD_FRAME_ERROR, 0);
     frame.as_ERROR.status = error->status;
     memcpy(frame.as_ERROR.text, error->text, sizeof error->text);
     (void)!send(fd, &frame, frame.header.length, MSG_DONTWAIT | MSG_NOSIGNAL);
-    close(fd);
+    kld_close_later(worker, NULL, KLD_CLOSE_CONNECTION, &fd, 1);
 }
 
 static void welcome(struct kld_worker *worker, int fd) {
@@ -50,7 +47,7 @@ static void welcome(struct kld_worker *worker, int fd) {
     if (status) {
         kld_log(KLD_LOG_WARN, "client refused", "pid=%d uid=%u status=%s text=\"%s\"",
                 (int)peer.pid, (unsigned)peer.uid, kld_status_name(status), error.text);
-        turn_away(fd, &error);
+        turn_away(worker, fd, &error);
         return;
     }
     if (kld_session_open(worker, fd, peer.uid, peer.pid, &error))
@@ -58,10 +55,11 @@ static void welcome(struct kld_worker *worker, int fd) {
                 (unsigned)peer.uid);
 }
 
-/* Sessions whose client left but whose work goes on take room too; while there are many of those,
- * newcomers wait in the backlog. */
+/* Sessions whose client left but whose work goes on take room too, and so do connections that were
+ * refused and are not yet closed; while there are many of those, newcomers wait in the backlog. */
 static bool has_room(const struct kld_worker *worker) {
-    return worker->sessions_count < 2 * worker->options.config->clients_max;
+    return worker->sessions_count < 2 * worker->options.config->clients_max &&
+           worker->refusals < KLD_REFUSALS_MAX;
 }
 
 static void accept_again(uv_timer_t *timer) { kld_worker_accept(timer->data); }
@@ -78,7 +76,7 @@ static void listener_ready(uv_poll_t *poll, int status, int events) {
     (void)events;
     for (int i = 0; i < ACCEPT_BURST && status >= 0; i++) {
         if (!has_room(worker)) {
-            pause_accept(worker, 0); /* kld_session_collect() resumes */
+            pause_accept(worker, 0); /* kld_worker_accept() resumes */
             return;
         }
         int fd = accept4(worker->options.listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);

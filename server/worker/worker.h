@@ -16,6 +16,7 @@
 #include "server/worker/queue.h"
 #include "server/worker/session.h"
 
+#define KLD_REFUSALS_MAX 64 /* refused connections that wait to be closed */
 /* Jobs that one lane has with the back end at a time: enough to keep a device busy while the loop
  * is on its way. The rest waits in the lane, where a cancel, a deadline or the end of the client
  * still spares the device the work. */
@@ -45,6 +46,7 @@ struct kld_worker {
     struct kld_session_list sessions; /* open and closing */
     uint32_t sessions_count;          /* of them */
     uint32_t clients;                 /* open ones */
+    uint32_t refusals;                /* refused connections on uv's pool */
     bool listening;                   /* the listener is polled */
     bool draining;                    /* SIGTERM came: nothing new is admitted */
     bool stopping;                    /* handles are being closed; the loop ends */

@@ -754,7 +754,7 @@ def test_half_closed_connection_ends(path):
 # ---- The server's own ends -------------------------------------------------------------------------
 
 def test_term_answers_what_is_in_flight(make_server):
-    server = make_server(http="")
+    server = make_server(http="", drain_ms=120000)
     one = Client(server.unix)
     memory = Memory(4 * LONG[0] * LONG[1])
     region = one.region(memory)
@@ -765,7 +765,7 @@ def test_term_answers_what_is_in_flight(make_server):
         assert one.result(number)["scalar"] == 1
     with pytest.raises(Ended):
         one.receive()
-    assert server.process.wait(30) == 0
+    assert server.process.wait(120) == 0
     memory.close()
 
 

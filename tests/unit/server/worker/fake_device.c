@@ -193,6 +193,7 @@ static void submit(struct kld_stream *stream, struct kld_job *job) {
     job->backend_private[0] = (uint64_t)(uintptr_t)stream;
     count_job(job, 1);
     atomic_fetch_add(&((struct fake_stream *)stream)->jobs, 1);
+    atomic_fetch_add(&fake->jobs_submitted, 1);
     pthread_mutex_lock(&fake->lock);
     *fake->last = job;
     fake->last = &job->next;

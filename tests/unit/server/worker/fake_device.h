@@ -21,7 +21,7 @@ struct fake_device {
     atomic_int fail_job;     /* enum kld_status of jobs from now on */
     atomic_int fail_call;    /* the N-th memory_* or stream_open call from now fails; 0: none */
     atomic_int fail_status;  /* with this */
-    atomic_int jobs_started, jobs_done;
+    atomic_int jobs_submitted, jobs_started, jobs_done;
     atomic_int memories, streams; /* open now */
     atomic_int calls;             /* memory_* and stream_open calls so far */
     atomic_int order_broken;      /* a memory was freed, or a stream closed, under a job */

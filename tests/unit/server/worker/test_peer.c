@@ -1,0 +1,95 @@
+/* test_peer.c - the lists of users and groups. A peer on a socket pair is this process. */
+#include "server/worker/peer.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "tests/unit/unit.h"
+
+static enum kld_status lists(struct kld_peers *peers, const char *uids, const char *gids) {
+    static struct kld_config config;
+    struct kld_error err;
+    snprintf(config.allow_uids, sizeof config.allow_uids, "%s", uids);
+    snprintf(config.allow_gids, sizeof config.allow_gids, "%s", gids);
+    memset(peers, 0, sizeof *peers);
+    return kld_peers_init(peers, &config, &err);
+}
+
+START_TEST(lists_are_parsed) {
+    struct kld_peers peers;
+    ck_assert_int_eq(lists(&peers, "", ""), KLD_OK);
+    ck_assert_uint_eq(peers.uids_count + peers.gids_count, 0);
+    ck_assert_int_eq(lists(&peers, "0,1000,4294967294", "7"), KLD_OK);
+    ck_assert_uint_eq(peers.uids_count, 3);
+    ck_assert_uint_eq(peers.uids[2], 4294967294u);
+    ck_assert_uint_eq(peers.gids[0], 7);
+    const char *const bad[] = {"x", "1,x", "-1", "1;2", " 1", "1,,2", "4294967295", "1 "};
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++)
+        ck_assert_msg(lists(&peers, bad[i], "") == KLD_INVALID, "'%s' was taken", bad[i]);
+    char many[3 * KLD_PEER_LIST_MAX] = "1";
+    for (int i = 0; i < KLD_PEER_LIST_MAX; i++)
+        strcat(many, ",2");
+    ck_assert_int_eq(lists(&peers, many, ""), KLD_TOO_LARGE);
+}
+END_TEST
+
+/* Connects as another user and returns what the check says. */
+static enum kld_status check_as(const struct kld_peers *peers, uid_t uid, gid_t gid) {
+    struct sockaddr_un_any {
+        sa_family_t family;
+        char path[108];
+    } address = {.family = AF_UNIX};
+    socklen_t bytes = sizeof address;
+    int listener = socket(AF_UNIX, SOCK_SEQPACKET, 0);
+    ck_assert_int_eq(bind(listener, (struct sockaddr *)&address, sizeof(sa_family_t)), 0);
+    getsockname(listener, (struct sockaddr *)&address, &bytes);
+    listen(listener, 1);
+    pid_t child = fork();
+    if (child == 0) {
+        if (setgid(gid) == 0 && setuid(uid) == 0)
+            connect(socket(AF_UNIX, SOCK_SEQPACKET, 0), (struct sockaddr *)&address, bytes);
+        _exit(0);
+    }
+    int fd = accept(listener, NULL, NULL);
+    struct ucred peer;
+    struct kld_error err;
+    enum kld_status status = kld_peer_check(peers, fd, &peer, &err);
+    ck_assert_uint_eq(peer.uid, uid);
+    waitpid(child, NULL, 0);
+    close(fd);
+    close(listener);
+    return status;
+}
+
+START_TEST(users_and_groups_pass_by_either_list) {
+    if (geteuid() != 0)
+        return; /* only root can become somebody else */
+    struct kld_peers peers;
+    lists(&peers, "", "");
+    ck_assert_int_eq(check_as(&peers, 1234, 1234), KLD_OK);
+    lists(&peers, "1234", "77");
+    ck_assert_int_eq(check_as(&peers, 1234, 1), KLD_OK);
+    ck_assert_int_eq(check_as(&peers, 5, 77), KLD_OK);
+    ck_assert_int_eq(check_as(&peers, 0, 0), KLD_OK); /* our own user */
+    ck_assert_int_eq(check_as(&peers, 5, 5), KLD_FORBIDDEN);
+    lists(&peers, "1234", "");
+    ck_assert_int_eq(check_as(&peers, 5, 1234), KLD_FORBIDDEN);
+}
+END_TEST
+
+START_TEST(what_is_no_socket_is_refused) {
+    struct kld_peers peers;
+    struct ucred peer;
+    struct kld_error err;
+    int fds[2];
+    ck_assert_int_eq(pipe(fds), 0);
+    lists(&peers, "", "");
+    ck_assert_int_eq(kld_peer_check(&peers, fds[0], &peer, &err), KLD_FORBIDDEN);
+}
+END_TEST
+
+UNIT_MAIN("server/worker/peer", lists_are_parsed, users_and_groups_pass_by_either_list,
+          what_is_no_socket_is_refused)

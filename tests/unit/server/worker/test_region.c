@@ -1,0 +1,201 @@
+/* test_region.c - what may be registered, quotas, regions that show the same memory, and regions
+ * whose client leaves while they come or go. */
+#include "server/worker/region.h"
+
+#include <string.h>
+#include <unistd.h>
+
+#include "tests/unit/server/worker/rig.h"
+#include "tests/unit/unit.h"
+
+static struct rig rig;
+
+static void start(void) {
+    rig_init(&rig);
+    rig_start(&rig);
+}
+
+static void end(void) {
+    ck_assert_int_eq(rig_end(&rig), 0);
+    rig_done(&rig);
+}
+
+/* A part of one GPU allocation of 1 MiB. */
+static void ipc_frame(union kld_frame *frame, uint64_t request, uint64_t offset, uint64_t bytes) {
+    rig_region_frame(frame, request, KLD_REGION_CUDA_IPC, bytes);
+    frame->as_REGION_ADD.offset_bytes = offset;
+    frame->as_REGION_ADD.base_bytes = 1 << 20;
+    memset(frame->as_REGION_ADD.device_uuid, 7, KLD_WIRE_UUID_BYTES);
+    memset(frame->as_REGION_ADD.ipc_handle, 9, KLD_WIRE_IPC_HANDLE_BYTES);
+}
+
+static uint64_t ipc_region(int fd, uint64_t offset, uint64_t bytes) {
+    union kld_frame frame;
+    ipc_frame(&frame, 901, offset, bytes);
+    rig_send(fd, &frame);
+    rig_expect(fd, 901, KLD_FRAME_REGION, &frame);
+    return frame.as_REGION.region;
+}
+
+START_TEST(ipc_handles_are_checked) {
+    start();
+    int fd = rig_client(&rig);
+    union kld_frame frame;
+    ipc_frame(&frame, 10, 0, 1 << 20);
+    frame.as_REGION_ADD.device_uuid[0] = 1;
+    rig_send(fd, &frame);
+    rig_expect_error(fd, 10, KLD_INVALID, "another device");
+    ipc_frame(&frame, 11, 1, 1 << 20);
+    rig_send(fd, &frame);
+    rig_expect_error(fd, 11, KLD_INVALID, "do not fit a base allocation");
+    ipc_frame(&frame, 12, UINT64_MAX - 7, 64);
+    rig_send(fd, &frame);
+    rig_expect_error(fd, 12, KLD_INVALID, "do not fit a base allocation");
+    ipc_region(fd, 4096, (1 << 20) - 4096);
+    close(fd);
+    end();
+}
+END_TEST
+
+/* Two tensors of a caching allocator often lie in one allocation: two regions, one memory. */
+START_TEST(parts_of_one_allocation_are_one_memory) {
+    start();
+    int fd = rig_client(&rig);
+    uint64_t whole = ipc_region(fd, 0, 1 << 16), part = ipc_region(fd, 4096, 1 << 16);
+    union kld_frame frame;
+    struct kld_wire_tensor *tensor = frame.as_SUBMIT.tensor;
+    rig_op(&frame, 20, whole);
+    tensor[KLD_SLOT_TARGETS].offset_bytes = 4096;
+    tensor[KLD_SLOT_GRAD_PREDICTIONS] =
+        (struct kld_wire_tensor){.dtype = KLD_DTYPE_FP32, .region = part, .offset_bytes = 4};
+    rig_send(fd, &frame);
+    rig_expect_error(fd, 20, KLD_INVALID, "grad_predictions overlaps targets");
+    tensor[KLD_SLOT_GRAD_PREDICTIONS].offset_bytes = RIG_TENSOR_BYTES;
+    rig_send(fd, &frame);
+    rig_expect(fd, 20, KLD_FRAME_DONE, NULL);
+    /* A gradient exactly over its own tensor, named through the other region. */
+    tensor[KLD_SLOT_PREDICTIONS].offset_bytes = 4096 + RIG_TENSOR_BYTES;
+    rig_send(fd, &frame);
+    rig_expect(fd, 20, KLD_FRAME_DONE, NULL);
+
+    kld_frame_init(&frame, KLD_FRAME_COPY, 21);
+    frame.as_COPY.destination = part;
+    frame.as_COPY.source = whole;
+    frame.as_COPY.source_offset_bytes = 4096 + 99;
+    frame.as_COPY.bytes = 100;
+    rig_send(fd, &frame);
+    rig_expect_error(fd, 21, KLD_INVALID, "overlap");
+    frame.as_COPY.source_offset_bytes = 4096 + 100;
+    rig_send(fd, &frame);
+    rig_expect(fd, 21, KLD_FRAME_DONE, NULL);
+    close(fd);
+    end();
+}
+END_TEST
+
+START_TEST(table_grows_to_its_limit_and_reuses_places) {
+    rig_init(&rig);
+    rig.config.client_regions_max = 50;
+    rig_start(&rig);
+    int fd = rig_client(&rig);
+    uint64_t ids[50];
+    union kld_frame frame;
+    for (int round = 0; round < 3; round++) {
+        for (int i = 0; i < 50; i++) {
+            ids[i] = rig_region(fd, 4096);
+            for (int j = 0; j < i; j++)
+                ck_assert_uint_ne(ids[i], ids[j]);
+        }
+        rig_region_frame(&frame, 40, KLD_REGION_POOL, 1);
+        rig_send(fd, &frame);
+        rig_expect_error(fd, 40, KLD_TOO_LARGE, "50 regions");
+        ck_assert_int_eq(atomic_load(&rig.fake.memories), 50);
+        for (int i = 0; i < 50; i++) {
+            rig_drop(fd, 50, ids[i]);
+            rig_expect(fd, 50, KLD_FRAME_DONE, NULL);
+        }
+        rig_drop(fd, 51, ids[0]);
+        rig_expect_error(fd, 51, KLD_NOT_FOUND, "no region");
+        rig_until_stat(&rig, KLD_STAT_worker_regions, 0);
+    }
+    close(fd);
+    end();
+}
+END_TEST
+
+START_TEST(quota_counts_what_is_still_condemned) {
+    rig_init(&rig);
+    rig.config.client_region_bytes_max = RIG_REGION_BYTES + 10;
+    rig_start(&rig);
+    int fd = rig_client(&rig);
+    uint64_t region = rig_region(fd, RIG_REGION_BYTES);
+    union kld_frame frame;
+    atomic_store(&rig.fake.hold, true);
+    rig_submit(fd, 10, region);
+    rig_until(&rig.fake.jobs_started, 1);
+    rig_drop(fd, 11, region);
+    rig_expect(fd, 11, KLD_FRAME_DONE, NULL);
+    rig_region_frame(&frame, 12, KLD_REGION_POOL, 11);
+    rig_send(fd, &frame);
+    rig_expect_error(fd, 12, KLD_TOO_LARGE, "all regions of this connection");
+    atomic_store(&rig.fake.hold, false);
+    rig_expect(fd, 10, KLD_FRAME_DONE, NULL);
+    rig_until_stat(&rig, KLD_STAT_worker_region_bytes, 0);
+    rig_region(fd, RIG_REGION_BYTES);
+    close(fd);
+    end();
+}
+END_TEST
+
+START_TEST(client_leaves_while_regions_are_mapped) {
+    start();
+    int fd = rig_client(&rig);
+    union kld_frame frame;
+    atomic_store(&rig.fake.hold_memory, true);
+    int memfd = rig_memfd(4096);
+    for (uint64_t i = 0; i < 6; i++) {
+        rig_region_frame(&frame, 10 + i, KLD_REGION_MEMFD, 4096);
+        rig_send_fds(fd, &frame, frame.header.length, &memfd, 1);
+    }
+    close(memfd);
+    rig_until(&rig.fake.calls, 1);
+    rig_until_stat(&rig, KLD_STAT_worker_regions, 6);
+    close(fd);
+    rig_until_stat(&rig, KLD_STAT_unix_clients, 0);
+    atomic_store(&rig.fake.hold_memory, false);
+    rig_until_stat(&rig, KLD_STAT_worker_regions, 0);
+    ck_assert_int_eq(atomic_load(&rig.fake.calls), 6);
+    end();
+}
+END_TEST
+
+/* Reading pauses while this many tasks are outstanding, and goes on after. */
+START_TEST(flood_of_region_adds_is_bounded) {
+    start();
+    int fd = rig_client(&rig);
+    union kld_frame frame;
+    atomic_store(&rig.fake.hold_memory, true);
+    for (uint64_t i = 0; i < KLD_SESSION_TASKS_MAX + 40; i++) {
+        rig_region_frame(&frame, 1000 + i, KLD_REGION_POOL, 16);
+        rig_send(fd, &frame);
+    }
+    rig_until_stat(&rig, KLD_STAT_worker_regions, KLD_SESSION_TASKS_MAX);
+    usleep(20000);
+    rig_until_stat(&rig, KLD_STAT_worker_regions, KLD_SESSION_TASKS_MAX);
+    int other = rig_client(&rig); /* and the loop serves others meanwhile */
+    rig_plain(other, KLD_FRAME_PING, 5);
+    rig_expect(other, 5, KLD_FRAME_PONG, NULL);
+    atomic_store(&rig.fake.hold_memory, false);
+    for (uint64_t i = 0; i < KLD_SESSION_TASKS_MAX + 40; i++) {
+        rig_receive(fd, &frame);
+        ck_assert_int_eq(frame.header.type, KLD_FRAME_REGION);
+    }
+    close(fd);
+    close(other);
+    end();
+}
+END_TEST
+
+UNIT_MAIN("server/worker/region", ipc_handles_are_checked, parts_of_one_allocation_are_one_memory,
+          table_grows_to_its_limit_and_reuses_places, quota_counts_what_is_still_condemned,
+          client_leaves_while_regions_are_mapped, flood_of_region_adds_is_bounded)

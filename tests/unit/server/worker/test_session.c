@@ -1,0 +1,165 @@
+/* test_session.c - a connection: replies to a client that does not read, several at once, the end
+ * in every state, and the limit on clients. */
+#include "server/worker/session.h"
+
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "tests/unit/server/worker/rig.h"
+#include "tests/unit/unit.h"
+
+static struct rig rig;
+
+static void start(void) {
+    rig_init(&rig);
+    rig_start(&rig);
+}
+
+static void end(void) {
+    ck_assert_int_eq(rig_end(&rig), 0);
+    rig_done(&rig);
+}
+
+/* Fills the socket's buffer with answers that nobody reads while all requests that may be in flight
+ * are, then lets them end: each reply has its place. */
+START_TEST(every_reply_to_a_silent_client_is_kept) {
+    start();
+    int fd = rig_client(&rig);
+    uint64_t region = rig_region(fd, RIG_REGION_BYTES);
+    union kld_frame frame;
+    atomic_store(&rig.fake.hold, true);
+    const uint64_t requests = rig.config.client_requests_max;
+    for (uint64_t i = 0; i < requests; i++)
+        rig_submit(fd, 1000 + i, region);
+    uint64_t pings = 0;
+    kld_frame_init(&frame, KLD_FRAME_PING, 0);
+    for (int idle = 0; idle < 50;) {
+        frame.header.request = 100000 + pings;
+        if (send(fd, &frame, frame.header.length, MSG_DONTWAIT) > 0) {
+            pings++;
+            idle = 0;
+        } else {
+            idle++;
+            usleep(1000);
+        }
+    }
+    ck_assert_uint_gt(pings, 10);
+    atomic_store(&rig.fake.hold, false);
+    rig_until(&rig.fake.jobs_done, (int)requests);
+    uint64_t dones = 0, pongs = 0;
+    while (dones + pongs < requests + pings) {
+        rig_receive(fd, &frame);
+        if (frame.header.type == KLD_FRAME_PONG)
+            ck_assert_uint_eq(frame.header.request, 100000 + pongs++);
+        else
+            ck_assert_uint_eq(frame.header.request, 1000 + dones++);
+    }
+    ck_assert_uint_eq(dones, requests);
+    rig_plain(fd, KLD_FRAME_PING, 7);
+    rig_expect(fd, 7, KLD_FRAME_PONG, NULL);
+    close(fd);
+    end();
+}
+END_TEST
+
+START_TEST(silent_client_that_dies_leaves_nothing) {
+    start();
+    int fd = rig_client(&rig);
+    union kld_frame frame;
+    kld_frame_init(&frame, KLD_FRAME_STATS, 5);
+    for (int idle = 0; idle < 50;) {
+        if (send(fd, &frame, frame.header.length, MSG_DONTWAIT) > 0)
+            idle = 0;
+        else {
+            idle++;
+            usleep(1000);
+        }
+    }
+    close(fd);
+    rig_until_stat(&rig, KLD_STAT_unix_clients, 0);
+    end();
+}
+END_TEST
+
+START_TEST(client_leaves_while_its_stream_opens) {
+    start();
+    int fd = rig_client(&rig);
+    uint64_t region = rig_region(fd, RIG_REGION_BYTES);
+    atomic_store(&rig.fake.hold_memory, true);
+    rig_submit(fd, 10, region);
+    rig_until(&rig.fake.calls, 2);
+    rig_until_stat(&rig, KLD_STAT_worker_requests_in_flight, 1);
+    close(fd);
+    rig_until_stat(&rig, KLD_STAT_worker_requests_in_flight, 0);
+    atomic_store(&rig.fake.hold_memory, false);
+    rig_until_is(&rig.fake.memories, 0);
+    rig_until_is(&rig.fake.streams, 0);
+    ck_assert_int_eq(atomic_load(&rig.fake.jobs_started), 0);
+    end();
+}
+END_TEST
+
+START_TEST(clients_max_is_answered_by_busy) {
+    rig_init(&rig);
+    rig.config.clients_max = 3;
+    rig_start(&rig);
+    int fds[3];
+    for (int i = 0; i < 3; i++)
+        fds[i] = rig_client(&rig);
+    int refused = rig_connect(&rig);
+    rig_expect_error(refused, 0, KLD_BUSY, "3 clients are connected");
+    ck_assert(rig_ended(refused, 5000));
+    close(refused);
+    close(fds[1]);
+    rig_until_stat(&rig, KLD_STAT_unix_clients, 2);
+    fds[1] = rig_client(&rig);
+    for (int i = 0; i < 3; i++)
+        close(fds[i]);
+    end();
+}
+END_TEST
+
+/* Sessions whose work outlives them are bounded too: newcomers wait in the backlog. */
+START_TEST(dead_clients_with_work_do_not_pile_up) {
+    rig_init(&rig);
+    rig.config.clients_max = 2;
+    rig_start(&rig);
+    atomic_store(&rig.fake.hold, true);
+    for (int i = 0; i < 4; i++) {
+        int fd = rig_client(&rig);
+        rig_submit(fd, 10, rig_region(fd, RIG_REGION_BYTES));
+        rig_until(&rig.fake.jobs_submitted, i + 1);
+        close(fd);
+        rig_until_stat(&rig, KLD_STAT_unix_clients, 0);
+    }
+    int waiting = rig_connect(&rig);
+    usleep(20000);
+    ck_assert_uint_eq(atomic_load(&rig.stats->value[KLD_STAT_unix_clients]), 0);
+    atomic_store(&rig.fake.hold, false);
+    rig_until_stat(&rig, KLD_STAT_unix_clients, 1);
+    close(waiting);
+    end();
+}
+END_TEST
+
+START_TEST(packet_of_no_bytes_is_not_the_end) {
+    start();
+    int fd = rig_client(&rig);
+    ck_assert_int_eq(send(fd, "", 0, 0), 0);
+    rig_expect_error(fd, 0, KLD_INVALID, "frame of 0 bytes");
+    int memfd = rig_memfd(10);
+    rig_send_fds(fd, "", 1, &memfd, 1);
+    close(memfd);
+    rig_expect_error(fd, 0, KLD_INVALID, "frame of 1 bytes");
+    shutdown(fd, SHUT_WR);
+    ck_assert(rig_ended(fd, 5000));
+    close(fd);
+    end();
+}
+END_TEST
+
+UNIT_MAIN("server/worker/session", every_reply_to_a_silent_client_is_kept,
+          silent_client_that_dies_leaves_nothing, client_leaves_while_its_stream_opens,
+          clients_max_is_answered_by_busy, dead_clients_with_work_do_not_pile_up,
+          packet_of_no_bytes_is_not_the_end)
