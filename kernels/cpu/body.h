@@ -20,32 +20,62 @@ struct block {
 /* A value whose probability is 0 in each form: it adds nothing to any sum. */
 INLINE double padding(uint32_t form) { return form == KLD_FORM_PROBS ? 0 : -(double)INFINITY; }
 
-static void statistics(const struct kld_cpu_work *work, enum kld_cpu_side side,
-                       const unsigned char *in, uint64_t count, double *ret_max, double *ret_sum) {
+static double maximum_of_doubles(const unsigned char *in, uint64_t count) {
     double x[BLOCK] ALIGNED;
-    uint32_t dtype = work->dtype[side];
-    uint64_t step = element_bytes(dtype) * BLOCK;
     vd max = vd_of(-INFINITY);
     for (uint64_t at = 0; at < count; at += BLOCK) {
         uint64_t n = count - at < BLOCK ? count - at : BLOCK, m = whole_vectors(n);
-        block_load(dtype, in + at / BLOCK * step, n, -(double)INFINITY, x);
+        block_load(KLD_DTYPE_FP64, in + at * sizeof *x, n, -(double)INFINITY, x);
         for (uint64_t i = 0; i < m; i += DOUBLES)
             max = vd_select(vd_load(x + i) > max, vd_load(x + i), max);
     }
     double top = max[0];
     for (int i = 1; i < DOUBLES; i++)
         top = max[i] > top ? max[i] : top;
-    /* Nothing but -inf (and NaN): exp(-inf - 0) gives a sum of 0 (or NaN). */
-    double origin = top == -(double)INFINITY ? 0 : top;
-    vd sum = vd_of(0);
+    return top;
+}
+
+static double maximum_of_floats(uint32_t dtype, const unsigned char *in, uint64_t count) {
+    float x[BLOCK] ALIGNED;
+    vf max = vf_of(-INFINITY);
     for (uint64_t at = 0; at < count; at += BLOCK) {
         uint64_t n = count - at < BLOCK ? count - at : BLOCK, m = whole_vectors(n);
-        block_load(dtype, in + at / BLOCK * step, n, -(double)INFINITY, x);
-        for (uint64_t i = 0; i < m; i += DOUBLES)
-            sum += vd_exp((vd_load(x + i) - origin) * work->inverse_temperature);
+        const float *from = x;
+        if (dtype == KLD_DTYPE_FP32 && n == BLOCK)
+            from = (const float *)(const void *)in + at;
+        else
+            block_load_floats(dtype, in + at * element_bytes(dtype), n, -INFINITY, x);
+        for (uint64_t i = 0; i < m; i += FLOATS) {
+            vf y = *(const vf_any *)(from + i);
+            max = vf_select(y > max, y, max);
+        }
+    }
+    float top = max[0];
+    for (int i = 1; i < FLOATS; i++)
+        top = max[i] > top ? max[i] : top;
+    return top;
+}
+
+/* A NaN does not count for the maximum; it makes the sum NaN. */
+static void statistics(const struct kld_cpu_work *work, enum kld_cpu_side side,
+                       const unsigned char *in, uint64_t count, double *ret_max, double *ret_sum) {
+    double x[BLOCK] ALIGNED;
+    uint32_t dtype = work->dtype[side];
+    double top = dtype == KLD_DTYPE_FP64 ? maximum_of_doubles(in, count)
+                                         : maximum_of_floats(dtype, in, count);
+    /* Nothing but -inf (and NaN): exp(-inf - 0) gives a sum of 0 (or NaN). */
+    double origin = top == -(double)INFINITY ? 0 : top;
+    vd sum[2] = {vd_of(0), vd_of(0)};
+    for (uint64_t at = 0; at < count; at += BLOCK) {
+        uint64_t n = count - at < BLOCK ? count - at : BLOCK, m = whole_vectors(n);
+        block_load(dtype, in + at * element_bytes(dtype), n, -(double)INFINITY, x);
+        for (uint64_t i = 0; i < m; i += 2 * DOUBLES)
+            for (int j = 0; j < 2; j++)
+                sum[j] +=
+                    vd_exp((vd_load(x + i + j * DOUBLES) - origin) * work->inverse_temperature);
     }
     *ret_max = top;
-    *ret_sum = vd_sum(sum);
+    *ret_sum = vd_sum(sum[0] + sum[1]);
 }
 
 /* What the stages need of a row, besides its span. */

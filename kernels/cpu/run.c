@@ -27,6 +27,7 @@ struct plan {
     bool zero;       /* rowmean over nothing: loss and gradients are 0 */
     bool statistics; /* a side is logits */
     bool dots;       /* a gradient needs a sum over its row first */
+    bool dot_known;  /* that of the side in the denominator is -1 */
     /* Of the row in pieces; written between runs of the team. */
     struct row {
         uint64_t index;
@@ -89,6 +90,11 @@ static void write_loss(unsigned char *at, enum kld_dtype dtype, double value) {
         memcpy(at, &single, sizeof single);
 }
 
+/* The side in the numerator of the logarithm: its mass weighs the terms. */
+static int own_side(uint32_t divergence) {
+    return divergence == KLD_DIVERGENCE_REVERSE_KL ? KLD_CPU_Q : KLD_CPU_P;
+}
+
 /* Mask, weight, pointers and factors of a row. Reads nothing of a masked row. */
 static void row_begin(const struct plan *plan, uint64_t index, struct row *row) {
     const struct kld_op *op = &plan->job->op;
@@ -106,6 +112,8 @@ static void row_begin(const struct plan *plan, uint64_t index, struct row *row) 
     span->in[KLD_CPU_P] = row_of(plan, KLD_SLOT_TARGETS, index);
     span->gradient[KLD_CPU_Q] = row_of(plan, KLD_SLOT_GRAD_PREDICTIONS, index);
     span->gradient[KLD_CPU_P] = row_of(plan, KLD_SLOT_GRAD_TARGETS, index);
+    if (plan->dot_known)
+        span->dot[1 - own_side(op->divergence)] = -1;
     span->loss_factor = row->weight * plan->scale;
     span->gradient_factor = row->weight * plan->scale / plan->divisor;
     if (plan->work.none) {
@@ -336,13 +344,18 @@ static void count_rows(struct plan *plan, struct kld_job *job) {
     }
 }
 
-/* Which sums over a row must be known before a gradient can be written. With predictions and
- * targets as logits both sides sum to 1, and the sum of x df/dx of the other side is minus that. */
+/* Which sums over a row must be known before a gradient can be written. Through a softmax each
+ * class takes its share of the sum of x df/dx; for the side in the denominator that sum is minus
+ * the numerator's mass, which is 1 where that is a softmax too, and the row needs one pass less. */
 static void plan_dots(struct plan *plan) {
     struct kld_cpu_work *work = &plan->work;
     bool logits[2] = {work->form[0] == KLD_FORM_LOGITS, work->form[1] == KLD_FORM_LOGITS};
+    int own = own_side(work->divergence), other = 1 - own;
+    bool known = logits[own] && !work->none;
     plan->statistics = logits[0] || logits[1];
-    plan->dots = (work->gradient[0] && logits[0]) || (work->gradient[1] && logits[1]);
+    plan->dots =
+        (work->gradient[own] && logits[own]) || (work->gradient[other] && logits[other] && !known);
+    plan->dot_known = known;
 }
 
 static void plan_init(struct plan *plan, struct kld_cpu_run *run, struct kld_cpu_team *team,

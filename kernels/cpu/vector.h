@@ -33,6 +33,7 @@ typedef float vfh __attribute__((vector_size(KLD_VECTOR_BYTES / 2)));
 typedef uint16_t vu16h __attribute__((vector_size(KLD_VECTOR_BYTES / 2)));
 /* The same at any address. */
 typedef float vf_any __attribute__((vector_size(KLD_VECTOR_BYTES), aligned(1), may_alias));
+typedef float vfh_any __attribute__((vector_size(KLD_VECTOR_BYTES / 2), aligned(1), may_alias));
 typedef vu16h vu16h_any __attribute__((aligned(1), may_alias));
 
 INLINE vd vd_of(double x) { return x - (vd){0}; }
@@ -70,9 +71,20 @@ INLINE int vi32_any(vi32 mask) {
 
 #define ROUND_MAGIC 6755399441055744.0 /* 1.5 * 2^52: adding it rounds to an integer */
 
+/* With a NaN the result is that NaN. */
+INLINE vd vd_clamp(vd x, double low, double high) {
+#if KLD_VECTOR_BYTES == 64
+    return (vd)_mm512_max_pd((__m512d)vd_of(low), _mm512_min_pd((__m512d)vd_of(high), (__m512d)x));
+#elif KLD_VECTOR_BYTES == 32
+    return (vd)_mm256_max_pd((__m256d)vd_of(low), _mm256_min_pd((__m256d)vd_of(high), (__m256d)x));
+#else
+    x = vd_select(x > high, vd_of(high), x);
+    return vd_select(x < low, vd_of(low), x);
+#endif
+}
+
 INLINE vd vd_exp(vd x) {
-    x = vd_select(x > 710.0, vd_of(710.0), x);
-    x = vd_select(x < -746.0, vd_of(-746.0), x);
+    x = vd_clamp(x, -746.0, 710.0);
     vd shifted = x * 1.4426950408889634 + ROUND_MAGIC;
     vd n = shifted - ROUND_MAGIC;
     vd r = x - n * 6.93147180369123816490e-01;
@@ -91,11 +103,15 @@ INLINE vd vd_exp(vd x) {
     p = p * r + 0.5;
     p = p * (r * r) + r;
     p = p + 1.0;
+#if KLD_VECTOR_BYTES == 64
+    return (vd)_mm512_scalef_pd((__m512d)p, (__m512d)n);
+#else
     /* 2^n in two factors, so that the ends of the range come out as denormals and inf. */
     vu64 whole = (vu64)shifted - 0x4338000000000000u + 2048u;
     vu64 half = whole >> 1;
     vu64 first = (half - 1024u + 1023u) << 52, second = (whole - half - 1024u + 1023u) << 52;
     return p * (vd)first * (vd)second;
+#endif
 }
 
 /* ln(a) - ln(b). One of them 0: the infinity of the right sign; both 0: 0. A NaN, an infinity or a
@@ -216,7 +232,7 @@ INLINE void floats_to_bfloats(uint64_t m, const float *from, uint16_t *to) {
 
 INLINE void floats_to_doubles(uint64_t m, const float *from, double *to) {
     for (uint64_t i = 0; i < m; i += DOUBLES)
-        vd_store(to + i, __builtin_convertvector(*(const vfh *)(from + i), vd));
+        vd_store(to + i, __builtin_convertvector(*(const vfh_any *)(from + i), vd));
 }
 
 INLINE void doubles_to_floats(uint64_t m, const double *from, float *to) {
@@ -265,8 +281,12 @@ static void block_load(uint32_t dtype, const unsigned char *from, uint64_t n, do
             to[i] = pad;
         return;
     }
-    block_load_floats(dtype, from, n, (float)pad, single);
-    floats_to_doubles(m, single, to);
+    const float *source = single;
+    if (dtype == KLD_DTYPE_FP32 && n == m)
+        source = (const float *)(const void *)from;
+    else
+        block_load_floats(dtype, from, n, (float)pad, single);
+    floats_to_doubles(m, source, to);
 }
 
 /* The first n numbers of a block into a tensor; writes nothing beyond them. */

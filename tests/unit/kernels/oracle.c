@@ -56,6 +56,17 @@ struct masses {
     long double *mass[2], *log_mass[2];
 };
 
+/* The size of what a term is the difference of. */
+static long double term_parts(const struct oracle_row *row, const struct masses *at, uint64_t i) {
+    int own = row->divergence == KLD_DIVERGENCE_FORWARD_KL ? 1 : 0;
+    long double size = fabsl(at->log_mass[0][i]) + fabsl(at->log_mass[1][i]);
+    for (int side = 0; side < 2; side++)
+        if (row->form[side] == KLD_FORM_LOGITS)
+            size += fabsl(row->x[side][i] / row->temperature);
+    size *= at->mass[own][i];
+    return isfinite(size) ? size : 0;
+}
+
 static void side_gradient(struct oracle_row *row, const struct masses *at, int side) {
     int own = row->divergence == KLD_DIVERGENCE_FORWARD_KL ? 1 : 0, other = 1 - own;
     long double *out = row->gradient[side], dot = 0;
@@ -70,11 +81,8 @@ static void side_gradient(struct oracle_row *row, const struct masses *at, int s
         if (row->grad_output)
             out[i] *= row->grad_output[i];
         dot += out[i];
-        long double part = fabsl(a * la) + fabsl(a * lb);
-        for (int k = 0; k < 2; k++)
-            if (row->form[k] == KLD_FORM_LOGITS)
-                part += fabsl(a * row->x[k][i] / row->temperature);
-        if (isfinite(part) && part > row->parts[side])
+        long double part = term_parts(row, at, i);
+        if (part > row->parts[side])
             row->parts[side] = part;
     }
     if (row->form[side] != KLD_FORM_LOGITS)
@@ -96,12 +104,13 @@ void oracle_row_run(struct oracle_row *row) {
     int own = row->divergence == KLD_DIVERGENCE_FORWARD_KL ? 1 : 0, other = 1 - own;
     for (int side = 0; side < 2; side++)
         side_masses(row, side, at.mass[side], at.log_mass[side]);
-    row->value = row->magnitude = row->parts[0] = row->parts[1] = 0;
+    row->value = row->magnitude = row->value_parts = row->parts[0] = row->parts[1] = 0;
     for (uint64_t i = 0; i < n; i++) {
         row->term[i] =
             kl_term(at.mass[own][i], at.mass[other][i], at.log_mass[own][i], at.log_mass[other][i]);
         row->value += row->term[i];
         row->magnitude += fabsl(row->term[i]);
+        row->value_parts = fmaxl(row->value_parts, term_parts(row, &at, i));
     }
     for (int side = 0; side < 2; side++)
         if (row->gradient[side])

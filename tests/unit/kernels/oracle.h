@@ -20,9 +20,9 @@ struct oracle_row {
     long double value;     /* of the divergence */
     long double magnitude; /* sum of |terms| */
     long double *term;     /* [classes] */
-    /* For each side's gradient: the largest of the numbers whose differences its classes are.
-     * Double arithmetic cannot do better than some 1e-16 of it. */
-    long double parts[2];
+    /* The largest of the numbers whose differences the value, and each side's gradient, are. Double
+     * arithmetic cannot do better than some 1e-16 of it. */
+    long double value_parts, parts[2];
     long double *gradient[2]; /* [classes], of the sum of grad_output * term; NULL: not wanted */
 };
 

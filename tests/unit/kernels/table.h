@@ -58,11 +58,12 @@ struct table_truth {
     uint64_t distinct;
     unsigned char *input[KLD_SLOT_COUNT]; /* packed, `distinct` rows of a wide tensor */
     long double *term, *gradient[2];      /* [distinct][classes], without weight and factor */
-    long double *value, *magnitude;       /* [distinct] */
-    long double (*parts)[2];              /* [distinct], of oracle_row */
-    long double divisor;                  /* 0: everything is 0 */
-    long double loss, loss_magnitude;     /* scalar reductions */
-    char failure[256];                    /* "" or why the oracle contradicts itself */
+    long double *value;                   /* [distinct] */
+    long double *magnitude;  /* [distinct]: sum of |terms|, and what double arithmetic leaves */
+    long double (*parts)[2]; /* [distinct], of oracle_row */
+    long double divisor;     /* 0: everything is 0 */
+    long double loss, loss_magnitude; /* scalar reductions */
+    char failure[256];                /* "" or why the oracle contradicts itself */
 };
 void table_truth_init(struct table_truth *truth, const struct table_case *at, uint64_t seed);
 void table_truth_done(struct table_truth *truth);
