@@ -6,10 +6,19 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 
 #include "proto/oip.h"
 
 #define CONNECTION_BYTES_MAX (128 << 10) /* headers, and twice a piece of a body */
+#define LOOK_MS 500                      /* for clients that left */
+
+/* One TCP connection. */
+struct watched {
+    struct watched *before, *after;
+    struct kld_exchange *exchange; /* NULL: between two requests */
+    int fd;                        /* MHD's */
+};
 
 struct kld_http {
     struct kld_gateway *gateway;
@@ -17,10 +26,12 @@ struct kld_http {
     struct MHD_Daemon *daemon;
     uv_poll_t poll;
     uv_timer_t timer;
+    uv_timer_t look;
     uv_prepare_t prepare;
     int open_handles;
     bool resumed; /* a connection was resumed since MHD_run() */
     struct kld_exchange *first;
+    struct watched *connections;
     void (*closed)(void *user);
     void *closed_user;
 };
@@ -44,6 +55,32 @@ static void run(struct kld_http *http) {
         uv_timer_start(&http->timer, timer_fired, timeout_ms, 0);
     else
         uv_timer_stop(&http->timer);
+}
+
+static struct watched *watched_of(struct MHD_Connection *connection) {
+    const union MHD_ConnectionInfo *info =
+        MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
+    return info ? info->socket_context : NULL;
+}
+
+static bool waits_for_client(const struct watched *watched) {
+    const struct kld_exchange *exchange = watched->exchange;
+    return !exchange || (!exchange->suspended && !exchange->queued && !exchange->finished);
+}
+
+/* MHD 0.9.75 with epoll overlooks the end of a connection that arrives together with the last
+ * bytes; it would hold them until http_idle_ms. Shutting such a socket down gives it an event that
+ * it does not overlook. */
+static void look_for_ends(uv_timer_t *timer) {
+    struct kld_http *http = timer->data;
+    for (struct watched *watched = http->connections; watched; watched = watched->after) {
+        char unused;
+        if (waits_for_client(watched) &&
+            recv(watched->fd, &unused, 1, MSG_PEEK | MSG_DONTWAIT) == 0)
+            shutdown(watched->fd, SHUT_RDWR);
+    }
+    if (!http->connections)
+        uv_timer_stop(timer);
 }
 
 const char *kld_exchange_header(const struct kld_exchange *exchange, const char *name) {
@@ -94,6 +131,7 @@ static enum MHD_Result queue_reply(struct kld_exchange *exchange) {
     if (!response)
         return MHD_NO;
     exchange->response = NULL;
+    exchange->queued = true;
     enum MHD_Result result =
         MHD_queue_response(exchange->connection, exchange->http_status, response);
     MHD_destroy_response(response);
@@ -142,6 +180,9 @@ static enum MHD_Result access_handler(void *user, struct MHD_Connection *connect
     if (!exchange) {
         if (!(exchange = *context = open_exchange(http, connection, url, method)))
             return MHD_NO;
+        struct watched *watched = watched_of(connection);
+        if (watched)
+            watched->exchange = exchange;
         start(http, exchange, url);
         return exchange->replied && reply_at_once(exchange) ? queue_reply(exchange) : MHD_YES;
     }
@@ -166,6 +207,9 @@ static void completed(void *user, struct MHD_Connection *connection, void **cont
     if (!exchange)
         return;
     *context = NULL;
+    struct watched *watched = watched_of(connection);
+    if (watched)
+        watched->exchange = NULL;
     if (exchange->response)
         MHD_destroy_response(exchange->response);
     http->handler->end(exchange);
@@ -178,13 +222,46 @@ static void completed(void *user, struct MHD_Connection *connection, void **cont
     free(exchange);
 }
 
+static void watch(struct kld_http *http, struct MHD_Connection *connection, void **context) {
+    struct watched *watched = calloc(1, sizeof *watched);
+    const union MHD_ConnectionInfo *info =
+        MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+    if (!watched || !info) { /* goes unwatched */
+        free(watched);
+        return;
+    }
+    watched->fd = info->connect_fd;
+    watched->after = http->connections;
+    if (watched->after)
+        watched->after->before = watched;
+    else
+        uv_timer_start(&http->look, look_for_ends, LOOK_MS, LOOK_MS);
+    http->connections = watched;
+    *context = watched;
+}
+
+static void unwatch(struct kld_http *http, struct watched *watched) {
+    if (watched->before)
+        watched->before->after = watched->after;
+    else
+        http->connections = watched->after;
+    if (watched->after)
+        watched->after->before = watched->before;
+    free(watched);
+}
+
 static void connection_changed(void *user, struct MHD_Connection *connection, void **context,
                                enum MHD_ConnectionNotificationCode code) {
     struct kld_http *http = user;
     bool opened = code == MHD_CONNECTION_NOTIFY_STARTED;
     kld_stats_add(http->gateway->stats, KLD_STAT_http_connections, opened ? 1 : -1);
-    if (opened)
+    if (opened) {
         kld_stats_add(http->gateway->stats, KLD_STAT_http_connections_total, 1);
+        watch(http, connection, context);
+    } else if (*context) {
+        unwatch(http, *context);
+        *context = NULL;
+    }
 }
 
 static void resume(struct kld_exchange *exchange) {
@@ -246,16 +323,24 @@ void kld_exchange_reply_error(struct kld_exchange *exchange, const struct kld_er
 
 static void quiet(void *user, const char *format, va_list arguments) {}
 
+/* A NUL in a path (%00) must not end it early: it becomes a byte that no route has. */
+static size_t unescape(void *user, struct MHD_Connection *connection, char *text) {
+    size_t length = MHD_http_unescape(text);
+    for (char *nul; (nul = memchr(text, '\0', length));)
+        *nul = '\x01';
+    return length;
+}
+
 static struct MHD_Daemon *start_daemon(struct kld_http *http, int listen_fd) {
     const struct kld_config *config = http->gateway->config;
-    return MHD_start_daemon(MHD_USE_EPOLL | MHD_ALLOW_SUSPEND_RESUME, 0, NULL, NULL, access_handler,
-                            http, MHD_OPTION_EXTERNAL_LOGGER, quiet, NULL, MHD_OPTION_LISTEN_SOCKET,
-                            listen_fd, MHD_OPTION_CONNECTION_LIMIT,
-                            (unsigned)config->http_connections_max, MHD_OPTION_CONNECTION_TIMEOUT,
-                            (unsigned)((config->http_idle_ms + 999) / 1000),
-                            MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)CONNECTION_BYTES_MAX,
-                            MHD_OPTION_NOTIFY_COMPLETED, completed, http,
-                            MHD_OPTION_NOTIFY_CONNECTION, connection_changed, http, MHD_OPTION_END);
+    return MHD_start_daemon(
+        MHD_USE_EPOLL | MHD_ALLOW_SUSPEND_RESUME, 0, NULL, NULL, access_handler, http,
+        MHD_OPTION_EXTERNAL_LOGGER, quiet, NULL, MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL,
+        MHD_OPTION_LISTEN_SOCKET, listen_fd, MHD_OPTION_CONNECTION_LIMIT,
+        (unsigned)config->http_connections_max, MHD_OPTION_CONNECTION_TIMEOUT,
+        (unsigned)((config->http_idle_ms + 999) / 1000), MHD_OPTION_CONNECTION_MEMORY_LIMIT,
+        (size_t)CONNECTION_BYTES_MAX, MHD_OPTION_NOTIFY_COMPLETED, completed, http,
+        MHD_OPTION_NOTIFY_CONNECTION, connection_changed, http, MHD_OPTION_END);
 }
 
 enum kld_status kld_http_open(struct kld_gateway *gateway, int listen_fd,
@@ -278,9 +363,10 @@ enum kld_status kld_http_open(struct kld_gateway *gateway, int listen_fd,
         return kld_error_set(err, KLD_UNAVAILABLE, "the HTTP server cannot be started");
     }
     uv_timer_init(&gateway->loop, &http->timer);
+    uv_timer_init(&gateway->loop, &http->look);
     uv_prepare_init(&gateway->loop, &http->prepare);
-    http->poll.data = http->timer.data = http->prepare.data = http;
-    http->open_handles = 3;
+    http->poll.data = http->timer.data = http->look.data = http->prepare.data = http;
+    http->open_handles = 4;
     uv_poll_start(&http->poll, UV_READABLE, readable);
     uv_prepare_start(&http->prepare, before_poll);
     *ret_http = http;
@@ -312,5 +398,6 @@ void kld_http_close(struct kld_http *http, void (*closed)(void *user), void *use
     MHD_stop_daemon(http->daemon);
     uv_close((uv_handle_t *)&http->poll, handle_closed);
     uv_close((uv_handle_t *)&http->timer, handle_closed);
+    uv_close((uv_handle_t *)&http->look, handle_closed);
     uv_close((uv_handle_t *)&http->prepare, handle_closed);
 }

@@ -36,7 +36,7 @@ struct kld_exchange {
     struct MHD_Response *response;       /* given and not queued yet */
     unsigned http_status;
     uint64_t discarded_bytes;
-    bool replied, suspended, finished, paused;
+    bool replied, queued, suspended, finished, paused;
 };
 
 /* The four calls into routes.c. */

@@ -1,0 +1,711 @@
+"""HTTP end to end: every route, and inference against FP64 and against the Unix socket."""
+import gzip
+import json
+import mmap
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+import zlib
+
+import numpy as np
+import pytest
+
+import oip
+import wire
+from conftest import wait_until
+from oip import INFER, LENGTH, Connection, infer
+
+PREFIX = "/kld-test-"
+
+
+@pytest.fixture(scope="module")
+def server(backend):
+    from conftest import SANITIZER, Server
+    one = Server(backend=backend, shm_prefix=PREFIX, staging_bytes_max="256M", json_bytes_max="16M")
+    yield one
+    alive = one.process.poll() is None
+    status = one.stop() if alive else None
+    log = one.log()
+    one.remove()
+    assert alive and status == 0 and not SANITIZER.search(log), log
+
+
+def probabilities(shape, seed, dtype="<f4"):
+    x = np.random.default_rng(seed).random(shape) + 0.05
+    return (x / x.sum(-1, keepdims=True)).astype(dtype)
+
+
+def logits(shape, seed, dtype="<f4"):
+    return (np.random.default_rng(seed).standard_normal(shape) * 2).astype(dtype)
+
+
+# ---- Routes ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready", "/v2/models/kl_div/ready",
+                                  "/v2/models/kl_div/versions/1/ready"])
+def test_health(server, path):
+    status, headers, body = server.request(path)
+    assert (status, body) == (200, b"")
+
+
+def test_server_metadata(server):
+    status, reply = server.json("/v2")
+    assert status == 200 and reply["name"] == "kld"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", reply["version"])
+    assert "binary_tensor_data" in reply["extensions"]
+    assert "system_shared_memory" in reply["extensions"]
+    assert "cuda_shared_memory" not in reply["extensions"]
+
+
+def test_extensions_say_only_what_works(make_server):
+    status, reply = make_server().json("/v2")
+    assert "system_shared_memory" not in reply["extensions"]
+
+
+@pytest.mark.parametrize("version", ["", "/versions/1"])
+def test_model_metadata_and_config(server, version):
+    status, reply = server.json("/v2/models/kl_div" + version)
+    assert status == 200 and reply["platform"] == "kld_native" and reply["versions"] == ["1"]
+    assert [t["name"] for t in reply["inputs"]] == ["predictions", "targets", "row_weights",
+                                                    "row_mask", "grad_output"]
+    assert [t["name"] for t in reply["outputs"]] == ["loss", "row_loss", "grad_predictions",
+                                                     "grad_targets"]
+    assert all(set(t) == {"name", "datatype", "shape"} for t in reply["inputs"] + reply["outputs"])
+    status, reply = server.json(f"/v2/models/kl_div{version}/config")
+    assert status == 200 and reply["name"] == "kl_div" and reply["max_batch_size"] == 0
+    assert [t["name"] for t in reply["input"] if t.get("optional")] == ["row_weights", "row_mask",
+                                                                       "grad_output"]
+
+
+def test_statistics_have_every_field_of_triton(server):
+    before = server.json("/v2/models/stats")[1]["model_stats"][0]
+    infer(server, {"predictions": probabilities((2, 3), 1), "targets": probabilities((2, 3), 2)})
+    server.request(INFER, b"{}")
+    for path in ["/v2/models/stats", "/v2/models/kl_div/stats", "/v2/models/kl_div/versions/1/stats"]:
+        status, reply = server.json(path)
+        assert status == 200
+        stats = reply["model_stats"][0]
+        assert {"name", "version", "last_inference", "inference_count", "execution_count",
+                "inference_stats", "batch_stats", "memory_usage"} <= set(stats)
+        assert set(stats["inference_stats"]) == {
+            "success", "fail", "queue", "compute_input", "compute_infer", "compute_output",
+            "cache_hit", "cache_miss"}
+        assert stats["inference_count"] == before["inference_count"] + 1
+        assert stats["inference_stats"]["fail"]["count"] == \
+            before["inference_stats"]["fail"]["count"] + 1
+        assert abs(stats["last_inference"] / 1000 - time.time()) < 60
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"ready": true}'])
+def test_repository_index(server, body):
+    status, _, reply = server.request("/v2/repository/index", body, method="POST")
+    assert status == 200
+    assert json.loads(reply) == [{"name": "kl_div", "version": "1", "state": "READY", "reason": ""}]
+
+
+def test_page(server):
+    status, headers, body = server.request("/")
+    assert status == 200 and headers["Content-Type"].startswith("text/html")
+    assert b"<script" not in body and b"ready" in body
+
+
+def test_metrics_are_prometheus_text(server):
+    infer(server, {"predictions": probabilities((2, 3), 1), "targets": probabilities((2, 3), 2)})
+    status, headers, body = server.request("/metrics")
+    assert status == 200 and headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    types, sample = {}, re.compile(r'([a-z_]+)(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? (\S+)')
+    values = {}
+    for line in body.decode().splitlines():
+        if line.startswith("# TYPE "):
+            _, _, name, kind = line.split()
+            assert name not in types
+            types[name] = kind
+        elif not line.startswith("# HELP "):
+            name, labels, _, value = sample.fullmatch(line).groups()
+            family = re.sub(r"_(bucket|sum|count)$", "", name) if name not in types else name
+            assert family in types, line
+            values[name + (labels or "")] = float(value)
+    assert values['kld_requests_total{front="http",status="ok"}'] >= 1
+    assert any(k.startswith("kld_build_info{version=") for k in values)
+    for name, kind in types.items():
+        if kind != "histogram":
+            continue
+        buckets = [v for k, v in values.items() if k.startswith(name + "_bucket")]
+        assert buckets == sorted(buckets) and buckets[-1] == values[name + "_count"]
+        assert f'{name}_bucket{{le="+Inf"}}' in values
+    assert values["kld_http_request_seconds_count"] >= 1
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v2/", "/v2/models", "/v2/models/", "/v2/models/other",
+                                  "/v2/models/kl_div/versions/2", "/v2/models/kl_div/x", "/%00",
+                                  "/v2/models/kl_div%2Finfer", "/" + "a" * 5000,
+                                  "/v2/systemsharedmemory/region//status"])
+def test_unknown_paths(server, path):
+    status, headers, body = server.request(path)
+    assert status in (404, 405), body
+    assert headers["Content-Type"] == "application/json" and json.loads(body)["error"]
+
+
+@pytest.mark.parametrize("method, path, allow", [
+    ("POST", "/v2", "GET, HEAD"), ("DELETE", "/metrics", "GET, HEAD"), ("GET", INFER, "POST"),
+    ("PUT", "/v2/repository/index", "POST"), ("BREW", "/v2/health/live", "GET, HEAD")])
+def test_wrong_method(server, method, path, allow):
+    status, headers, body = server.request(path, method=method)
+    assert status == 405 and headers["Allow"] == allow and json.loads(body)["error"]
+
+
+def test_head(server):
+    with Connection(server) as connection:
+        status, headers, body = connection.ask("HEAD", "/v2")
+        assert status == 200 and int(headers["Content-Length"]) > 0 and body == b""
+
+
+def test_cuda_shared_memory_says_what_works(server):
+    assert server.json("/v2/cudasharedmemory/status") == (200, [])
+    status, reply = server.json("/v2/cudasharedmemory/region/a/register", {"byte_size": 1})
+    assert status == 501 and "Unix socket" in reply["error"]
+    assert server.request("/v2/cudasharedmemory/unregister", b"", method="POST")[0] == 200
+
+
+# ---- Inference ------------------------------------------------------------------------------------
+
+def test_curl(server, tmp_path):
+    request = {"id": "7", "inputs": [
+        {"name": "predictions", "shape": [1, 2], "datatype": "FP32", "data": [0.5, 0.5]},
+        {"name": "targets", "shape": [1, 2], "datatype": "FP32", "data": [[0.25, 0.75]]}]}
+    reply = subprocess.run(["curl", "-sS", "--fail-with-body", server.http + INFER, "-d",
+                            json.dumps(request)], capture_output=True, check=True).stdout
+    reply = json.loads(reply)
+    assert reply["id"] == "7" and reply["model_name"] == "kl_div" and reply["model_version"] == "1"
+    assert len(reply["outputs"]) == 1 and reply["outputs"][0]["shape"] == [1]
+    truth = 0.25 * np.log(0.5) + 0.75 * np.log(1.5)
+    assert abs(reply["outputs"][0]["data"][0] - truth) < 1e-7
+
+
+def close(got, truth, dtype):
+    tolerance = {"FP64": 1e-12, "FP32": 2e-6, "FP16": 2e-3, "BF16": 1e-2}[dtype]
+    assert got.shape == truth.shape
+    np.testing.assert_allclose(np.asarray(got, np.float64), truth, rtol=tolerance,
+                               atol=tolerance * max(1e-3, np.abs(truth).max()))
+
+
+@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize("reduction", ["batchmean", "none", "row", "sum", "mean", "rowmean"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+def test_every_reduction(server, divergence, reduction, binary):
+    shape = (3, 4, 5)
+    q, p = probabilities(shape, 1), probabilities(shape, 2)
+    asked = ["loss", "row_loss", "grad_predictions", "grad_targets"]
+    reply, got = infer(server, {"predictions": q, "targets": p},
+                       {name: {"binary_data": binary} for name in asked},
+                       {"divergence": divergence, "reduction": reduction}, binary)
+    truth = oip.expected(q, p, divergence, reduction=reduction)
+    assert [o["name"] for o in reply["outputs"]] == asked
+    for name in asked:
+        close(got[name], truth[name], "FP32")
+
+
+@pytest.mark.parametrize("forms", [(a, b) for a in ("probs", "logprobs", "logits")
+                                   for b in ("probs", "logprobs", "logits")])
+@pytest.mark.parametrize("dtype", ["<f4", "<f8"])
+def test_every_form(server, forms, dtype):
+    shape = (6, 33)
+    make = {"probs": probabilities, "logits": logits,
+            "logprobs": lambda s, i, d: np.log(probabilities(s, i, "<f8")).astype(d)}
+    q, p = make[forms[0]](shape, 3, dtype), make[forms[1]](shape, 4, dtype)
+    parameters = {"predictions_form": forms[0], "targets_form": forms[1]}
+    if "logits" in forms:
+        parameters["temperature"] = 2.0
+    _, got = infer(server, {"predictions": q, "targets": p},
+                   {"loss": None, "grad_predictions": None, "grad_targets": None},
+                   {**parameters, "binary_data_output": True})
+    truth = oip.expected(q, p, **{"temperature": 1.0, **parameters})
+    for name, value in got.items():
+        close(value, truth[name], oip.NAMES[np.dtype(dtype)])
+
+
+def test_weights_mask_normalizer_scale_and_grad_output(server):
+    shape = (5, 7)
+    q, p = probabilities(shape, 5), probabilities(shape, 6)
+    weights = np.array([0.5, 1, 2, 0, 3], "<f4")
+    mask = np.array([1, 1, 0, 1, 1], "?")
+    _, got = infer(server, {"predictions": q, "targets": p, "row_weights": weights, "row_mask": mask},
+                   {"loss": None, "row_loss": None, "grad_predictions": None},
+                   {"reduction": "rowmean", "scale": 4.0, "normalizer": 9.0, "grad_output": 0.5})
+    truth = oip.expected(q, p, reduction="rowmean", scale=4.0, normalizer=9.0, row_weights=weights,
+                         row_mask=mask, grad_output=0.5)
+    for name, value in got.items():
+        close(value, truth[name], "FP32")
+    upstream = np.array([1, 2, 3, 4, 5], "<f4")
+    _, got = infer(server, {"predictions": q, "targets": p, "grad_output": upstream},
+                   {"grad_predictions": None}, {"reduction": "row"})
+    close(got["grad_predictions"],
+          oip.expected(q, p, reduction="row", grad_output=upstream)["grad_predictions"], "FP32")
+
+
+@pytest.mark.parametrize("dtype", ["FP16", "BF16"])
+def test_half_precision_is_binary(server, dtype):
+    q, p = probabilities((4, 9), 7), probabilities((4, 9), 8)
+    pack = oip.to_bf16 if dtype == "BF16" else lambda x: x.astype("<f2")
+    unpack = oip.from_bf16 if dtype == "BF16" else lambda x: x.astype("<f8")
+    q, p = pack(q), pack(p)
+    _, got = infer(server, {"predictions": q, "targets": p},
+                   {"loss": None, "grad_predictions": {"binary_data": True}})
+    truth = oip.expected(unpack(q), unpack(p))
+    assert got["loss"].dtype == np.dtype("<f4")
+    close(got["loss"], truth["loss"], "FP32")
+    close(unpack(got["grad_predictions"]), truth["grad_predictions"], dtype)
+
+
+@pytest.mark.parametrize("values, word", [([[0.0, 1.0]], "inf"), ([[-1.0, 2.0]], "nan")])
+def test_a_loss_that_is_not_finite(server, values, word):
+    q, p = np.array(values, "<f4"), np.array([[0.5, 0.5]], "<f4")
+    reply, _ = infer(server, {"predictions": q, "targets": p}, binary=False)
+    output = reply["outputs"][0]
+    assert output["data"] == [None] and output["parameters"]["non_finite"] == word
+    _, got = infer(server, {"predictions": q, "targets": p}, {"loss": {"binary_data": True}})
+    assert np.isnan(got["loss"][0]) if word == "nan" else got["loss"][0] == np.inf
+
+
+def over_unix(server, q, p, reduction):
+    """Loss and gradient over the Unix socket, as bytes."""
+    with wire.Client(server.unix) as client:
+        memory = wire.Memory(1 << 20)
+        memory.array(0, q.shape, q.dtype)[...] = q
+        memory.array(1 << 18, p.shape, p.dtype)[...] = p
+        region = client.region(memory)
+        client.run(q.shape, {"predictions": wire.tensor(region, 0),
+                             "targets": wire.tensor(region, 1 << 18),
+                             "loss": wire.tensor(region, 1 << 19),
+                             "grad_predictions": wire.tensor(region, 3 << 18)},
+                   reduction=reduction)
+        loss = memory.array(1 << 19, (1,), "<f4").tobytes()
+        gradient = memory.array(3 << 18, q.shape, "<f4").tobytes()
+        client.drop(region)
+        memory.close()
+        return loss, gradient
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_bit_identical_to_the_unix_socket(server, binary):
+    q, p = probabilities((60, 777), 9), probabilities((60, 777), 10)
+    _, got = infer(server, {"predictions": q, "targets": p},
+                   {"loss": {"binary_data": binary}, "grad_predictions": {"binary_data": binary}},
+                   {"reduction": "mean"}, binary)
+    loss, gradient = over_unix(server, q, p, "mean")
+    assert got["loss"].tobytes() == loss and got["grad_predictions"].tobytes() == gradient
+
+
+def test_large_json_both_ways(server):
+    """Some megabytes of numbers: read and written on the thread pool."""
+    q, p = probabilities((100, 2000), 11), probabilities((100, 2000), 12)
+    asked = {"loss": None, "grad_predictions": None}
+    _, as_json = infer(server, {"predictions": q, "targets": p}, asked, None, False)
+    _, as_binary = infer(server, {"predictions": q, "targets": p}, asked,
+                         {"binary_data_output": True})
+    for name in asked:
+        assert as_json[name].tobytes() == as_binary[name].tobytes()
+
+
+def test_large_json_header_before_a_tail(server):
+    """The header is parsed on the pool while the tail waits."""
+    q, p = probabilities((40, 2000), 11), probabilities((40, 2000), 12)
+    request = {"inputs": [
+        {"name": "predictions", "shape": [40, 2000], "datatype": "FP32", "data": q.tolist()},
+        {"name": "targets", "shape": [40, 2000], "datatype": "FP32",
+         "parameters": {"binary_data_size": p.nbytes}}]}
+    head = json.dumps(request).encode()
+    status, headers, body = server.request(INFER, head + p.tobytes(), {LENGTH: str(len(head))})
+    assert status == 200, body
+    close(oip.parse(headers, body)[1]["loss"], oip.expected(q, p)["loss"], "FP32")
+
+
+def test_inputs_in_any_order_and_unaligned_tail(server):
+    """Blobs follow each other without padding; each lands aligned."""
+    q, p = probabilities((3, 5), 13, "<f8"), probabilities((3, 5), 14, "<f4")
+    mask = np.array([1, 0, 1], "?")
+    inputs = {"row_mask": mask, "targets": p, "predictions": q}
+    _, got = infer(server, inputs, {"loss": None, "row_loss": {"binary_data": True}})
+    truth = oip.expected(q, p, row_mask=mask)
+    assert got["loss"].dtype == np.dtype("<f8")
+    close(got["loss"], truth["loss"], "FP32")
+    close(got["row_loss"], truth["row_loss"], "FP32")
+
+
+def pieces_of(data, size):
+    for at in range(0, len(data), size):
+        yield data[at:at + size]
+
+
+@pytest.mark.parametrize("size", [1, 7, 100000])
+@pytest.mark.parametrize("binary", [True, False])
+def test_chunked(server, binary, size):
+    shape = (2, 3) if size < 100000 else (100, 2000)
+    q, p = probabilities(shape, 15), probabilities(shape, 16)
+    headers, data = oip.body({"predictions": q, "targets": p}, binary=binary)
+    with Connection(server) as connection:
+        for _ in range(2):
+            connection.http.request("POST", INFER, body=pieces_of(data, size), headers=headers,
+                                    encode_chunked=True)
+            reply = connection.http.getresponse()
+            body = reply.read()
+            assert reply.status == 200, body
+            close(oip.parse(reply.headers, body)[1]["loss"], oip.expected(q, p)["loss"], "FP32")
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize("shape", [(2, 3), (500, 2000)])
+def test_compressed(server, encoding, binary, shape):
+    q, p = probabilities(shape, 17), probabilities(shape, 18)
+    if not binary and shape[0] > 2:
+        q, p = q[:50], p[:50]
+    headers, data = oip.body({"predictions": q, "targets": p}, binary=binary)
+    packed = gzip.compress(data, 1) if encoding == "gzip" else zlib.compress(data, 1)
+    status, reply_headers, body = server.request(INFER, packed,
+                                                 {**headers, "Content-Encoding": encoding})
+    assert status == 200, body
+    close(oip.parse(reply_headers, body)[1]["loss"], oip.expected(q, p)["loss"], "FP32")
+
+
+def test_expect_100_continue(server):
+    q, p = probabilities((2, 3), 19), probabilities((2, 3), 20)
+    headers, data = oip.body({"predictions": q, "targets": p})
+    host, port = server.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), 60) as connection:
+        lines = [f"POST {INFER} HTTP/1.1", "Host: x", f"Content-Length: {len(data)}",
+                 "Expect: 100-continue"] + [f"{k}: {v}" for k, v in headers.items()]
+        connection.sendall("\r\n".join(lines + ["", ""]).encode())
+        assert connection.recv(1000).startswith(b"HTTP/1.1 100 ")
+        connection.sendall(data)
+        assert b" 200 OK" in connection.recv(1000)
+
+
+def test_pipelined_and_kept_alive(server):
+    with Connection(server) as connection:
+        for seed in range(20):
+            q, p = probabilities((3, 8), seed), probabilities((3, 8), seed + 100)
+            headers, data = oip.body({"predictions": q, "targets": p}, id=str(seed))
+            status, headers, body = connection.ask("POST", INFER, data, headers)
+            reply, got = oip.parse(headers, body)
+            assert status == 200 and reply["id"] == str(seed)
+            close(got["loss"], oip.expected(q, p)["loss"], "FP32")
+
+
+def test_many_connections_at_once(server):
+    """More in flight than the worker takes from one client: the rest wait their turn."""
+    q, p = probabilities((200, 1000), 21), probabilities((200, 1000), 22)
+    headers, data = oip.body({"predictions": q, "targets": p})
+    _, truth = infer(server, {"predictions": q, "targets": p})
+    problems = []
+
+    def ask():
+        try:
+            with Connection(server) as connection:
+                for _ in range(3):
+                    status, reply_headers, body = connection.ask("POST", INFER, data, headers)
+                    if status == 503:
+                        continue  # the staging memory was full
+                    got = oip.parse(reply_headers, body)[1]["loss"]
+                    assert got.tobytes() == truth["loss"].tobytes()
+        except Exception as problem:  # noqa: BLE001 - told by the main thread
+            problems.append(problem)
+
+    threads = [threading.Thread(target=ask) for _ in range(100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems, problems[0]
+
+
+# ---- Shared memory --------------------------------------------------------------------------------
+
+class Shared:
+    """A POSIX shared-memory object."""
+
+    def __init__(self, size, name="a"):
+        self.key = f"{PREFIX}{os.getpid()}-{name}"
+        self.path = "/dev/shm" + self.key
+        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.ftruncate(self.fd, size)
+        self.map = mmap.mmap(self.fd, size)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *ignored):
+        os.unlink(self.path)
+        os.close(self.fd)
+
+
+def register(server, name, shared, size, offset=0):
+    return server.json(f"/v2/systemsharedmemory/region/{name}/register",
+                       {"key": shared.key, "offset": offset, "byte_size": size})
+
+
+def unregister(server, name=None):
+    path = "/v2/systemsharedmemory" + (f"/region/{name}" if name else "") + "/unregister"
+    return server.request(path, b"", method="POST")[0]
+
+
+def in_region(name, shape, offset, dtype="FP32", size=4):
+    return {"name": name, "shape": list(shape), "datatype": dtype, "parameters": {
+        "shared_memory_region": "r", "shared_memory_offset": offset,
+        "shared_memory_byte_size": int(np.prod(shape)) * size}}
+
+
+def test_regions_are_registered_listed_and_dropped(server):
+    with Shared(8192) as shared:
+        assert register(server, "r", shared, 4096, 1024) == (200, None)
+        assert register(server, "r", shared, 4096)[0] == 409
+        entry = {"name": "r", "key": shared.key, "offset": 1024, "byte_size": 4096}
+        assert server.json("/v2/systemsharedmemory/status") == (200, [entry])
+        assert server.json("/v2/systemsharedmemory/region/r/status") == (200, [entry])
+        assert server.json("/v2/systemsharedmemory/region/x/status")[0] == 404
+        assert server.metrics()["kld_http_regions"] == 1
+        assert unregister(server, "unknown") == 200
+        assert unregister(server, "r") == 200
+        assert server.json("/v2/systemsharedmemory/status") == (200, [])
+        assert register(server, "r", shared, 4096) == (200, None)
+        assert unregister(server) == 200
+        assert server.json("/v2/systemsharedmemory/status") == (200, [])
+
+
+def test_tensors_and_results_in_a_region(server):
+    q, p = probabilities((8, 16), 23), probabilities((8, 16), 24)
+    with Shared(4096) as shared:
+        shared.map[256:256 + q.nbytes] = q.tobytes()
+        shared.map[1024:1024 + p.nbytes] = p.tobytes()
+        assert register(server, "r", shared, 4096 - 256, 256)[0] == 200
+        status, reply = server.json(INFER, {
+            "inputs": [in_region("predictions", q.shape, 0), in_region("targets", p.shape, 768)],
+            "outputs": [{"name": "loss"},
+                        {k: v for k, v in in_region("grad_predictions", q.shape, 1536).items()
+                         if k in ("name", "parameters")}]})
+        assert status == 200, reply
+        assert "data" not in reply["outputs"][1]
+        assert reply["outputs"][1]["parameters"]["shared_memory_byte_size"] == q.nbytes
+        gradient = np.frombuffer(shared.map[1792:1792 + q.nbytes], "<f4").reshape(q.shape)
+        _, truth = infer(server, {"predictions": q, "targets": p},
+                         {"loss": None, "grad_predictions": {"binary_data": True}})
+        assert gradient.tobytes() == truth["grad_predictions"].tobytes()
+        assert reply["outputs"][0]["data"][0] == float("%.9g" % truth["loss"][0])
+        unregister(server)
+
+
+def test_gradient_over_its_own_tensor_in_a_region(server):
+    q, p = probabilities((4, 4), 25), probabilities((4, 4), 26)
+    with Shared(4096) as shared:
+        shared.map[:64], shared.map[64:128] = q.tobytes(), p.tobytes()
+        register(server, "r", shared, 4096)
+        request = {"inputs": [in_region("predictions", (4, 4), 0), in_region("targets", (4, 4), 64)],
+                   "outputs": [{"name": "grad_predictions", "parameters":
+                                in_region("x", (4, 4), 0)["parameters"]}]}
+        assert server.json(INFER, request)[0] == 200
+        got = np.frombuffer(shared.map[:64], "<f4").reshape(4, 4)
+        close(got, oip.expected(q, p)["grad_predictions"], "FP32")
+        request["outputs"][0]["parameters"]["shared_memory_offset"] = 32
+        status, reply = server.json(INFER, request)
+        assert status == 400 and "overlaps" in reply["error"]
+        unregister(server)
+
+
+# ---- Life and death -------------------------------------------------------------------------------
+
+def fds_of(pid):
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def test_nothing_is_left_behind(make_server):
+    server = make_server(shm_prefix=PREFIX)
+    pid = server.child("gateway")
+    q, p = probabilities((50, 100), 27), probabilities((50, 100), 28)
+    infer(server, {"predictions": q, "targets": p})
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
+    base = fds_of(pid)
+    headers, data = oip.body({"predictions": q, "targets": p}, {"grad_predictions": {"binary_data": True}})
+    host, port = server.address.rsplit(":", 1)
+    head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n" + \
+        "".join(f"{k}: {v}\r\n" for k, v in headers.items()) + "\r\n"
+    for end in (5, 200, len(data) // 2, len(data) - 1, len(data)):
+        for _ in range(10):
+            with socket.create_connection((host, int(port)), 60) as connection:
+                connection.sendall(head.encode() + data[:end])
+    for wrong in (b"{}", b"[", b"\xff", data):
+        server.request(INFER, wrong)
+    with Shared(4096) as shared:
+        for _ in range(10):
+            register(server, "r", shared, 4096)
+            unregister(server)
+    infer(server, {"predictions": q, "targets": p})
+
+    def clean():
+        metrics = server.metrics()
+        return metrics["kld_staging_bytes"] == 0 and metrics["kld_http_requests_in_flight"] == 0 \
+            and metrics["kld_http_regions"] == 0 and fds_of(pid) <= base + 1
+    wait_until(clean, what="a clean gateway")
+
+
+def load(server, data, headers, check, stop, counts, problems):
+    while not stop.is_set():
+        try:
+            with Connection(server) as connection:
+                while not stop.is_set():
+                    status, reply_headers, body = connection.ask("POST", INFER, data, headers)
+                    if status != 200:
+                        problems.append((status, body))
+                        return
+                    check(oip.parse(reply_headers, body)[1])
+                    counts.append(time.monotonic())
+        except Exception as problem:  # noqa: BLE001 - told by the main thread
+            problems.append(problem)
+            return
+
+
+def test_killed_worker_under_load(make_server):
+    """Every request is answered rightly; the callers see a slower answer, not an error."""
+    server = make_server()
+    q, p = probabilities((64, 1000), 29), probabilities((64, 1000), 30)
+    asked = {"loss": {"binary_data": True}, "grad_predictions": {"binary_data": True}}
+    headers, data = oip.body({"predictions": q, "targets": p}, asked)
+    _, truth = infer(server, {"predictions": q, "targets": p}, asked)
+
+    def check(got):
+        for name, value in truth.items():
+            assert got[name].tobytes() == value.tobytes(), name
+
+    stop, counts, problems = threading.Event(), [], []
+    threads = [threading.Thread(target=load,
+                                args=(server, data, headers, check, stop, counts, problems))
+               for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for _ in range(4):
+        before = len(counts)
+        wait_until(lambda: problems or len(counts) > before + 20, 60, "answers")
+        server.kill_child("worker")
+    before = len(counts)
+    wait_until(lambda: problems or len(counts) > before + 20, 60, "answers after the last kill")
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not problems, problems[0]
+    metrics = server.metrics()
+    assert metrics["kld_worker_restarts_total"] == 4
+    assert metrics["kld_requests_repeated_total"] >= 1
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
+
+
+def test_not_ready_while_the_worker_is_gone(make_server):
+    server = make_server()
+    worker = server.child("worker")
+    os.kill(worker, signal.SIGKILL)
+    q, p = probabilities((2, 3), 31), probabilities((2, 3), 32)
+    _, got = infer(server, {"predictions": q, "targets": p})  # waits for the next worker
+    close(got["loss"], oip.expected(q, p)["loss"], "FP32")
+    assert server.request("/v2/health/live")[0] == 200
+    wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="readiness")
+
+
+def test_killed_gateway_is_replaced(make_server):
+    server = make_server()
+    q, p = probabilities((2, 3), 33), probabilities((2, 3), 34)
+    server.kill_child("gateway")
+    _, got = infer(server, {"predictions": q, "targets": p})  # the socket was never closed
+    close(got["loss"], oip.expected(q, p)["loss"], "FP32")
+
+
+def stopped_worker_request(server, parameters, replies):
+    q, p = probabilities((2, 3), 35), probabilities((2, 3), 36)
+    headers, data = oip.body({"predictions": q, "targets": p}, None, parameters)
+    replies.append(server.request(INFER, data, headers))
+
+
+def test_deadline(make_server):
+    """The caller is answered; the memory is free only after the worker let go of it."""
+    server = make_server(http_deadline_ms=300)
+    worker = server.child("worker")
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        for parameters, least in ((None, 0.25), ({"timeout": 100000}, 0.08)):
+            begin, replies = time.monotonic(), []
+            stopped_worker_request(server, parameters, replies)
+            assert least < time.monotonic() - begin < 20
+            assert replies[0][0] == 408 and "deadline" in json.loads(replies[0][2])["error"]
+        assert server.metrics()["kld_staging_bytes"] > 0
+        assert server.metrics()["kld_requests_detached_total"] == 2
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
+
+
+def test_drain_answers_what_is_in_flight(make_server):
+    server = make_server()
+    worker, gateway = server.child("worker"), server.child("gateway")
+    os.kill(worker, signal.SIGSTOP)
+    replies = []
+    asker = threading.Thread(target=stopped_worker_request, args=(server, None, replies))
+    asker.start()
+    wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, what="the request")
+    os.kill(gateway, signal.SIGTERM)
+    wait_until(lambda: server.request("/v2/health/ready")[0] == 503, what="not ready")
+    stopped_worker_request(server, None, replies)
+    assert replies[0][0] == 503 and replies[0][1]["Retry-After"]
+    os.kill(worker, signal.SIGCONT)
+    asker.join()
+    assert replies[1][0] == 200, replies[1]
+
+
+def test_drain_has_an_end(make_server):
+    server = make_server(drain_ms=300, http_deadline_ms=60000)
+    worker, gateway = server.child("worker"), server.child("gateway")
+    os.kill(worker, signal.SIGSTOP)
+    replies = []
+    asker = threading.Thread(target=stopped_worker_request, args=(server, None, replies))
+    asker.start()
+    try:
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, what="the request")
+        os.kill(gateway, signal.SIGTERM)
+        asker.join(20)
+        assert replies and replies[0][0] == 503
+        wait_until(lambda: not pathlib.Path(f"/proc/{gateway}/fd").exists() or
+                   server.child("gateway") != gateway, what="the end of the gateway")
+    finally:
+        os.kill(worker, signal.SIGCONT)
+        asker.join()
+
+
+def test_limit_of_requests_in_flight(make_server):
+    server = make_server(http_requests_max=2)
+    worker = server.child("worker")
+    os.kill(worker, signal.SIGSTOP)
+    replies = []
+    askers = [threading.Thread(target=stopped_worker_request, args=(server, None, replies))
+              for _ in range(2)]
+    try:
+        for asker in askers:
+            asker.start()
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 2, what="two requests")
+        late = []
+        stopped_worker_request(server, None, late)
+        assert late[0][0] == 503 and late[0][1]["Retry-After"] == "1"
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    for asker in askers:
+        asker.join()
+    assert [reply[0] for reply in replies] == [200, 200]
+
+
+def test_idle_connections_are_closed(make_server):
+    server = make_server(http_idle_ms=1000)
+    host, port = server.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), 60) as connection:
+        begin = time.monotonic()
+        assert connection.recv(1) == b""
+        assert 0.5 < time.monotonic() - begin < 20
