@@ -136,9 +136,9 @@ $(BUILD)/bench/kernels: $(BUILD)/obj/tests/bench/kernels.c.o $(BUILD)/libkernels
 bench-programs: $(patsubst tests/bench/%.c,$(BUILD)/bench/%,$(BENCH_C))
 
 # The case table of the kernels: one program, run against any back end.
-$(BUILD)/kernel-table: $(call OBJ,$(TABLE_C) $(filter tests/unit/kernels/%,$(UNIT_AUX_C))) $(BUILD)/libkld.a
+$(BUILD)/kernel-table: $(call OBJ,$(TABLE_C) $(filter tests/unit/kernels/%,$(UNIT_AUX_C))) $(BUILD)/libkernels.a
 	@echo "  LD    $@"
-	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(LIB_LIBS)
+	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(CUDA_LIBS) -lm
 
 FUZZ_FLAGS := -Wno-string-plus-int -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined
 $(BUILD)/fuzz/%: tests/fuzz/%.c $(wildcard proto/*.c proto/*.h)

@@ -1,60 +1,88 @@
 /* elementwise.cuh - rows of probs or logprobs, both tensors of one dtype and form: loss and
  * gradients of an element depend on that element alone, so one pass over the row does everything.
  *
- * A divergence is a rule: RULE::at(p, q, gradient, &value, &grad_p, &grad_q) for one element. This
- * file holds that of KL(p, q); the loops know nothing of it. Single precision; sums of 4 or 8 terms
- * in single, beyond that in double. */
+ * A divergence is a rule: RULE::apply() turns the V elements of a 16-byte load into V terms and,
+ * as GRADIENTS asks, their derivatives. This file holds that of KL(p, q); the loops know nothing of
+ * it. Single precision; sums of 4 or 8 terms in single, beyond that in double. */
 #ifndef KLD_KERNELS_CUDA_ELEMENTWISE_CUH
 #define KLD_KERNELS_CUDA_ELEMENTWISE_CUH
 
 #include "kernels/cuda/math.cuh"
 #include "kernels/cuda/row.cuh"
 
-template <int FORM, bool GRADIENT> struct kl_rule;
+enum gradients { NO_GRADIENT = 0, GRADIENT_Q = 1, GRADIENT_P = 2 }; /* or both: 3 */
 
-template <bool GRADIENT> struct kl_rule<KLD_FORM_PROBS, GRADIENT> {
-    static __device__ __forceinline__ void at(float p, float q, float g, float &value,
-                                              float &grad_p, float &grad_q) {
-        bool plain = is_plain(p) && is_plain(q);
-        if (GRADIENT)
-            plain = plain && abs(__float_as_int(p) - __float_as_int(q)) < (100 << 23);
-        if (plain) {
-            float d = log_ratio(p, q);
-            value = p * d;
-            if (GRADIENT) {
-                grad_p = fmaf(g, d, g);
-                grad_q = -g * ratio(p, q);
+template <int FORM, int GRADIENTS> struct kl_rule;
+
+/* One element with a zero, denormal, huge or impossible value: {term, grad_p, grad_q}. */
+static __device__ __noinline__ float3 kl_rare(float p, float q, float g) {
+    double r;
+    float d = log_ratio_rare(p, q, &r);
+    if (p == 0.0f && q >= 0.0f) /* its own mass is 0: so is the term, whatever q */
+        return make_float3(0.0f, 0.0f, 0.0f);
+    return make_float3(p * d, fmaf(g, d, g), (float)(-(double)g * r));
+}
+
+template <int GRADIENTS> struct kl_rule<KLD_FORM_PROBS, GRADIENTS> {
+    /* What stands beyond the last class: a term of 0 that is not rare. */
+    static constexpr float PAD_P = 0.0f, PAD_Q = 1.0f;
+
+    template <int V>
+    static __device__ __forceinline__ void apply(const float (&p)[V], const float (&q)[V], float g,
+                                                 float (&value)[V], float (&grad_p)[V],
+                                                 float (&grad_q)[V]) {
+        unsigned rank = 0;
+        float largest = 0.0f;
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+            /* p = 0 is common (one class holds all the mass): any logarithm does, it is times 0. */
+            float present = p[i] == 0.0f ? 1.0f : p[i];
+            rank = max(rank, max(plain_rank(present), plain_rank(q[i])));
+            float d = log_ratio(present, q[i]);
+            value[i] = p[i] * d;
+            if (GRADIENTS & GRADIENT_P)
+                grad_p[i] = p[i] == 0.0f ? 0.0f : fmaf(g, d, g);
+            if (GRADIENTS & GRADIENT_Q) {
+                float r = ratio(p[i], q[i], largest);
+                grad_q[i] = -g * r;
             }
-        } else {
-            double r;
-            float d = log_ratio_rare(p, q, &r);
-            bool none = p == 0.0f && q >= 0.0f;
-            value = none ? 0.0f : p * d;
-            if (GRADIENT) {
-                grad_p = none ? 0.0f : fmaf(g, d, g);
-                grad_q = none ? 0.0f : (float)(-(double)g * r);
-            }
+        }
+        if (rank < PLAIN_RANKS && (!(GRADIENTS & GRADIENT_Q) || largest < 3.0e38f))
+            return;
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+            float3 rare = kl_rare(p[i], q[i], g);
+            value[i] = rare.x;
+            grad_p[i] = rare.y;
+            grad_q[i] = rare.z;
         }
     }
 };
 
-template <bool GRADIENT> struct kl_rule<KLD_FORM_LOGPROBS, GRADIENT> {
-    static __device__ __forceinline__ void at(float log_p, float log_q, float g, float &value,
-                                              float &grad_p, float &grad_q) {
-        float p = expf(log_p), d = log_p - log_q;
-        bool none = p == 0.0f && !isnan(log_q);
-        value = none ? 0.0f : p * d;
-        if (GRADIENT) {
-            float gp = g * p;
-            grad_p = none ? 0.0f : gp * (d + 1.0f);
-            grad_q = -gp;
+template <int GRADIENTS> struct kl_rule<KLD_FORM_LOGPROBS, GRADIENTS> {
+    static constexpr float PAD_P = -INFINITY, PAD_Q = 0.0f;
+
+    template <int V>
+    static __device__ __forceinline__ void apply(const float (&log_p)[V], const float (&log_q)[V],
+                                                 float g, float (&value)[V], float (&grad_p)[V],
+                                                 float (&grad_q)[V]) {
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+            float p = expf(log_p[i]), d = log_p[i] - log_q[i], gp = g * p;
+            bool none = p == 0.0f && !isnan(log_q[i]);
+            value[i] = none ? 0.0f : p * d;
+            if (GRADIENTS & GRADIENT_P)
+                grad_p[i] = none ? 0.0f : gp * (d + 1.0f);
+            if (GRADIENTS & GRADIENT_Q)
+                grad_q[i] = -gp;
         }
     }
 };
 
-template <class T, int FORM, bool GRADIENT> struct elementwise {
+template <class T, int FORM, int GRADIENTS> struct elementwise {
     static constexpr int V = packet<T>::V;
     static constexpr int BATCH = sizeof(T) == 4 ? 4 : 2; /* 16-byte loads in flight, each tensor */
+    using rule = kl_rule<FORM, GRADIENTS>;
 
     static __device__ __forceinline__ void vector(const uint4 &raw_p, const uint4 &raw_q,
                                                   uint64_t at, bool whole, const row &row, float g,
@@ -62,21 +90,17 @@ template <class T, int FORM, bool GRADIENT> struct elementwise {
         float p[V], q[V], grad_p[V], grad_q[V], value[V];
         unpack<T>(raw_p, p);
         unpack<T>(raw_q, q);
-#pragma unroll
-        for (int i = 0; i < V; i++)
-            kl_rule<FORM, GRADIENT>::at(p[i], q[i], g, value[i], grad_p[i], grad_q[i]);
+        rule::apply(p, q, g, value, grad_p, grad_q);
 #pragma unroll
         for (int half = V / 2; half; half /= 2)
 #pragma unroll
             for (int i = 0; i < half; i++)
                 value[i] += value[i + half];
         sum += (double)value[0];
-        if (GRADIENT) {
-            if (row.grad_q)
-                store<T>((T *)row.grad_q, at, row.classes, whole, grad_q);
-            if (row.grad_p)
-                store<T>((T *)row.grad_p, at, row.classes, whole, grad_p);
-        }
+        if ((GRADIENTS & GRADIENT_Q) && row.grad_q)
+            store<T>((T *)row.grad_q, at, row.classes, whole, grad_q);
+        if ((GRADIENTS & GRADIENT_P) && row.grad_p)
+            store<T>((T *)row.grad_p, at, row.classes, whole, grad_p);
     }
 
     static __device__ double value(const kld_cuda_args &args, const row &row, const team &team) {
@@ -103,8 +127,8 @@ template <class T, int FORM, bool GRADIENT> struct elementwise {
                 vector(load_full(p, at), load_full(q, at), at, whole_out, row, g, sum[0]);
         }
         for (; at < classes; at += step)
-            vector(load_edge<T, FORM>(p, at, classes), load_edge<T, FORM>(q, at, classes), at,
-                   whole_out, row, g, sum[0]);
+            vector(load_edge<T>(p, at, classes, to<T>(rule::PAD_P)),
+                   load_edge<T>(q, at, classes, to<T>(rule::PAD_Q)), at, whole_out, row, g, sum[0]);
         team.sum(sum);
         return sum[0];
     }

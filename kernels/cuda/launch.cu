@@ -26,11 +26,12 @@ extern "C" void kld_cuda_layout(kld_cuda_args *args, uint32_t shared_bytes_max) 
     else if (vectors <= 2048)
         args->team = 256;
     else
-        args->team = common && logits ? 1024 : 512;
-    /* Rows of a warp or less are read again from the first-level cache. */
+        args->team = common && !logits ? 256 : 512;
+    /* Rows of a warp or less are read again from the first-level cache; longer ones keep what fits,
+     * with two blocks on a multiprocessor. */
     if (common && logits && args->team > 32) {
         uint64_t wanted = (vectors + args->team - 1) / args->team;
-        uint64_t most = shared_bytes_max / (2 * 16 * args->team);
+        uint64_t most = (shared_bytes_max / 2 - 2048) / (2 * 16 * args->team);
         args->cached = (uint32_t)(wanted < most ? wanted : most);
     }
 }

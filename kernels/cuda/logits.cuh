@@ -13,6 +13,7 @@
 
 struct logits_row {
     float max_p, max_q, inverse_temperature;
+    float exponent_scale;                         /* of exponential() */
     float inverse_sum_p, inverse_sum_q, log_sums; /* ln (sum_p / sum_q) */
 };
 
@@ -20,11 +21,22 @@ struct logits_element {
     float p, q, d, value, q_minus_p;
 };
 
+/* exp(x / T). What rounds to 16 bits afterwards takes the hardware's 2^x: 2e-7 of the result where
+ * it weighs, more only where it is e^-16 of the largest and less. */
+template <class T> static __device__ __forceinline__ float exponential(float x, float scale) {
+    if constexpr (sizeof(T) == 4)
+        return expf(x * scale);
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * scale));
+    return y;
+}
+
+template <class T>
 static __device__ __forceinline__ logits_element logits_at(const logits_row &row, float z_p,
                                                            float z_q) {
     logits_element e;
-    e.p = expf((z_p - row.max_p) * row.inverse_temperature) * row.inverse_sum_p;
-    e.q = expf((z_q - row.max_q) * row.inverse_temperature) * row.inverse_sum_q;
+    e.p = exponential<T>(z_p - row.max_p, row.exponent_scale) * row.inverse_sum_p;
+    e.q = exponential<T>(z_q - row.max_q, row.exponent_scale) * row.inverse_sum_q;
     e.d = fmaf((z_p - z_q) - (row.max_p - row.max_q), row.inverse_temperature, -row.log_sums);
     if (fabsf(e.d) < 0.5f) {
         float f = e.d * e.d * term_series(e.d);
@@ -56,8 +68,8 @@ template <class T, bool GRADIENT> struct logits {
                 raw_p = *reinterpret_cast<const uint4 *>(p + at);
                 raw_q = *reinterpret_cast<const uint4 *>(q + at);
             } else {
-                raw_p = load_edge<T, KLD_FORM_LOGITS>(p, at, classes);
-                raw_q = load_edge<T, KLD_FORM_LOGITS>(q, at, classes);
+                raw_p = load_edge<T>(p, at, classes, to<T>(-CUDART_INF_F));
+                raw_q = load_edge<T>(q, at, classes, to<T>(-CUDART_INF_F));
             }
         }
         __device__ __forceinline__ void get(uint32_t k, uint64_t at, uint4 &raw_p,
@@ -117,33 +129,38 @@ template <class T, bool GRADIENT> struct logits {
     }
 
     static __device__ void sums(const source &from, const team &team, logits_row &ret) {
-        double sum[3] = {0, 0, 0}; /* of exp p, exp q, and their difference */
+        /* In 16 bits the logits differ by so much, or not at all, that the two sums alone tell
+         * their ratio well enough; in FP32 it comes from the sum of the differences. */
+        constexpr int COUNT = sizeof(T) == 4 ? 3 : 2;
+        double sum[COUNT] = {0};
         float shift = ret.max_p - ret.max_q;
         uint64_t step = (uint64_t)team.size * V;
         uint32_t k = 0;
         for (uint64_t at = (uint64_t)team.lane * V; at < from.classes; at += step, k++) {
             uint4 raw_p, raw_q;
             from.get(k, at, raw_p, raw_q);
-            float z_p[V], z_q[V], part[3] = {0, 0, 0};
+            float z_p[V], z_q[V], part[COUNT] = {0};
             unpack<T>(raw_p, z_p);
             unpack<T>(raw_q, z_q);
 #pragma unroll
             for (int i = 0; i < V; i++) {
-                float a = expf((z_p[i] - ret.max_p) * ret.inverse_temperature);
-                float b = expf((z_q[i] - ret.max_q) * ret.inverse_temperature);
-                float u = ((z_p[i] - z_q[i]) - shift) * ret.inverse_temperature;
+                float a = exponential<T>(z_p[i] - ret.max_p, ret.exponent_scale);
+                float b = exponential<T>(z_q[i] - ret.max_q, ret.exponent_scale);
                 part[0] += a;
                 part[1] += b;
-                part[2] += fabsf(u) < 0.5f ? b * fmaf(u * u, term_series(-u), u) : a - b;
+                if constexpr (COUNT == 3) {
+                    float u = ((z_p[i] - z_q[i]) - shift) * ret.inverse_temperature;
+                    part[2] += fabsf(u) < 0.5f ? b * fmaf(u * u, term_series(-u), u) : a - b;
+                }
             }
 #pragma unroll
-            for (int i = 0; i < 3; i++)
+            for (int i = 0; i < COUNT; i++)
                 sum[i] += (double)part[i];
         }
         team.sum(sum);
         ret.inverse_sum_p = (float)(1.0 / sum[0]);
         ret.inverse_sum_q = (float)(1.0 / sum[1]);
-        double relative = sum[2] / sum[1];
+        double relative = COUNT == 3 ? sum[COUNT - 1] / sum[1] : 1.0;
         ret.log_sums = (float)(fabs(relative) < 0.5 ? log1p(relative) : log(sum[0] / sum[1]));
     }
 
@@ -162,7 +179,7 @@ template <class T, bool GRADIENT> struct logits {
             unpack<T>(raw_q, z_q);
 #pragma unroll
             for (int i = 0; i < V; i++) {
-                logits_element e = logits_at(stats, z_p[i], z_q[i]);
+                logits_element e = logits_at<T>(stats, z_p[i], z_q[i]);
                 /* beyond C both are -inf: p = q = 0 */
                 part += e.value;
                 z_q[i] = g * e.q_minus_p;
@@ -189,7 +206,7 @@ template <class T, bool GRADIENT> struct logits {
             unpack<T>(raw_q, z_q);
 #pragma unroll
             for (int i = 0; i < V; i++) {
-                logits_element e = logits_at(stats, z_p[i], z_q[i]);
+                logits_element e = logits_at<T>(stats, z_p[i], z_q[i]);
                 z_p[i] = e.p == 0.0f ? g * e.p : g * (e.p * (e.d - v));
                 z_q[i] = g * e.q_minus_p;
             }
@@ -212,6 +229,8 @@ template <class T, bool GRADIENT> struct logits {
         bool whole_out = aligned16<T>(row.grad_p) && aligned16<T>(row.grad_q);
         logits_row stats;
         stats.inverse_temperature = (float)args.inverse_temperature;
+        const double log2_e = 1.4426950408889634;
+        stats.exponent_scale = (float)(args.inverse_temperature * (sizeof(T) == 4 ? 1.0 : log2_e));
         maxima(from, team, stats);
         sums(from, team, stats);
         bool later = GRADIENT && row.grad_p;

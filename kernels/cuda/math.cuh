@@ -29,16 +29,21 @@ static __device__ __forceinline__ float log_ratio(float p, float q) {
     return fmaf((float)exponent, 8.26295829e-8f, s * y);
 }
 
-/* p / q within 1 ulp; the same range, and |e| <= 100. */
-static __device__ __forceinline__ float ratio(float p, float q) {
+/* p / q within 1 ulp, in the same range; wrong where the quotient overflows, which shows in
+ * largest. */
+static __device__ __forceinline__ float ratio(float p, float q, float &largest) {
     float y = reciprocal(q);
     float r = p * y;
+    largest = fmaxf(largest, r);
     return fmaf(fmaf(-r, q, p), y, r);
 }
 
-static __device__ __forceinline__ bool is_plain(float x) {
-    return __float_as_uint(x) - 0x01000000u < 0x7d000000u; /* 2^-125 <= x < 2^125 */
+/* 0 .. 0x7cffffff where 2^-125 <= x < 2^125, beyond that for all else: the range of the two above.
+ */
+static __device__ __forceinline__ unsigned plain_rank(float x) {
+    return __float_as_uint(x) - 0x01000000u;
 }
+static constexpr unsigned PLAIN_RANKS = 0x7d000000u;
 
 /* The rest: zeros, denormals, huge values, NaN, negative. Returns ln p - ln q; *ret_scaled p / q as
  * a double. NaN where p or q is no probability. */

@@ -235,23 +235,19 @@ template <> __device__ __forceinline__ __nv_bfloat16 to<__nv_bfloat16>(float x) 
     return __float2bfloat16_rn(x);
 }
 
-/* The raw bits that stand for "no element": 0 for probs, -inf for the logarithmic forms. */
-template <class T, int FORM> static __device__ __forceinline__ T neutral() {
-    return to<T>(FORM == KLD_FORM_PROBS ? 0.0f : -CUDART_INF_F);
-}
-
 template <class T> static __device__ __forceinline__ bool aligned16(const void *at) {
     return ((uintptr_t)at & 15) == 0;
 }
 
-/* Elements [at, at + V) of a row; those at C and beyond are neutral. */
-template <class T, int FORM>
-static __device__ __forceinline__ uint4 load_edge(const T *from, uint64_t at, uint64_t classes) {
+/* Elements [at, at + V) of a row; those at C and beyond are pad. */
+template <class T>
+static __device__ __forceinline__ uint4 load_edge(const T *from, uint64_t at, uint64_t classes,
+                                                  T pad) {
     constexpr int V = packet<T>::V;
     alignas(16) T x[V];
 #pragma unroll
     for (int i = 0; i < V; i++)
-        x[i] = at + i < classes ? from[at + i] : neutral<T, FORM>();
+        x[i] = at + i < classes ? from[at + i] : pad;
     return *reinterpret_cast<uint4 *>(x);
 }
 template <class T> static __device__ __forceinline__ uint4 load_full(const T *from, uint64_t at) {

@@ -8,42 +8,47 @@
 
 #define KLD_CUDA_SMALL_BLOCK 256u /* threads of a block whose teams are a warp or less */
 
-template <class BODY, int THREADS>
-static __global__ void __launch_bounds__(THREADS) rows_kernel(const kld_cuda_args args) {
+/* BLOCKS: of THREADS threads on one multiprocessor, to overlap the end of a row with others. */
+template <class BODY, int THREADS, int BLOCKS>
+static __global__ void __launch_bounds__(THREADS, BLOCKS) rows_kernel(const kld_cuda_args args) {
     do_group<BODY>(args);
 }
 
-template <class BODY, int THREADS>
+template <class BODY, int THREADS, int BLOCKS>
 static cudaError_t launch_body(const kld_cuda_args &args, uint32_t groups, cudaStream_t stream) {
     uint32_t threads = args.team > 32 ? args.team : KLD_CUDA_SMALL_BLOCK;
     size_t shared = (size_t)args.cached * 2 * 16 * threads;
     if (shared > 48 * 1024) { /* more has to be asked for */
-        cudaError_t error = cudaFuncSetAttribute(
-            rows_kernel<BODY, THREADS>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
+        cudaError_t error =
+            cudaFuncSetAttribute(rows_kernel<BODY, THREADS, BLOCKS>,
+                                 cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
         if (error)
             return error;
     }
-    rows_kernel<BODY, THREADS><<<groups, threads, shared, stream>>>(args);
+    rows_kernel<BODY, THREADS, BLOCKS><<<groups, threads, shared, stream>>>(args);
     return cudaGetLastError();
+}
+
+template <class T, int FORM>
+static cudaError_t launch_elementwise(const kld_cuda_args &args, uint32_t groups,
+                                      cudaStream_t stream) {
+    switch ((args.grad_q.at ? GRADIENT_Q : 0) | (args.grad_p.at ? GRADIENT_P : 0)) {
+    case 0: return launch_body<elementwise<T, FORM, 0>, 256, 4>(args, groups, stream);
+    case 1: return launch_body<elementwise<T, FORM, 1>, 256, 3>(args, groups, stream);
+    case 2: return launch_body<elementwise<T, FORM, 2>, 256, 3>(args, groups, stream);
+    default: return launch_body<elementwise<T, FORM, 3>, 256, 2>(args, groups, stream);
+    }
 }
 
 template <class T>
 static cudaError_t launch_rows(const kld_cuda_args &args, uint32_t groups, cudaStream_t stream) {
-    bool gradient = args.grad_p.at || args.grad_q.at;
-    switch (args.p.form) {
-    case KLD_FORM_PROBS:
-        return gradient
-                   ? launch_body<elementwise<T, KLD_FORM_PROBS, true>, 512>(args, groups, stream)
-                   : launch_body<elementwise<T, KLD_FORM_PROBS, false>, 512>(args, groups, stream);
-    case KLD_FORM_LOGPROBS:
-        return gradient
-                   ? launch_body<elementwise<T, KLD_FORM_LOGPROBS, true>, 512>(args, groups, stream)
-                   : launch_body<elementwise<T, KLD_FORM_LOGPROBS, false>, 512>(args, groups,
-                                                                                stream);
-    default:
-        return gradient ? launch_body<logits<T, true>, 1024>(args, groups, stream)
-                        : launch_body<logits<T, false>, 1024>(args, groups, stream);
-    }
+    if (args.p.form == KLD_FORM_PROBS)
+        return launch_elementwise<T, KLD_FORM_PROBS>(args, groups, stream);
+    if (args.p.form == KLD_FORM_LOGPROBS)
+        return launch_elementwise<T, KLD_FORM_LOGPROBS>(args, groups, stream);
+    return args.grad_p.at || args.grad_q.at
+               ? launch_body<logits<T, true>, 512, 2>(args, groups, stream)
+               : launch_body<logits<T, false>, 512, 2>(args, groups, stream);
 }
 
 #endif
