@@ -1,0 +1,106 @@
+/* cli.h - the kld tool: what its commands share. One process, one thread; exits through main().
+ *
+ * Exit status: 0 it worked; 1 the computation failed or an answer was wrong; 2 the command line or
+ * a file is wrong; 3 the server could not be reached, or was too busy, or lost. */
+#ifndef KLD_CLIENT_CLI_CLI_H
+#define KLD_CLIENT_CLI_CLI_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#include "client/kld.h"
+
+enum kld_exit { KLD_EXIT_OK = 0, KLD_EXIT_FAILED = 1, KLD_EXIT_USAGE = 2, KLD_EXIT_SERVER = 3 };
+
+/* ---- options.c: one table an option list --------------------------------------------------------
+ */
+
+enum kld_option_kind {
+    KLD_OPTION_TEXT,   /* const char * */
+    KLD_OPTION_FLAG,   /* bool */
+    KLD_OPTION_COUNT,  /* uint64_t */
+    KLD_OPTION_NUMBER, /* double */
+    KLD_OPTION_GROUP,  /* no option: a heading in the help */
+};
+
+struct kld_option {
+    const char *name; /* without the dashes */
+    enum kld_option_kind kind;
+    const char *value; /* how the help calls it */
+    const char *help;
+    size_t offset;       /* of the variable in the command's struct */
+    size_t given_offset; /* of a bool that tells whether it was given; 0: there is none */
+};
+
+struct kld_command {
+    const char *name, *arguments, *summary, *details;
+    const struct kld_option *options; /* the last is KLD_OPTIONS_END */
+    size_t positional_min, positional_max;
+    int (*run)(int argc, char **argv, const struct kld_command *command);
+};
+
+#define KLD_OPTIONS_END                                                                            \
+    { NULL, KLD_OPTION_GROUP, NULL, NULL, 0, 0 }
+#define KLD_POSITIONAL_MAX 2
+
+/* Fills *to and positional[]. KLD_OK; KLD_CANCELLED: help was asked for and printed; KLD_INVALID:
+ * an error was described. */
+enum kld_status kld_options_parse(const struct kld_command *command, int argc, char **argv,
+                                  void *to, const char *positional[KLD_POSITIONAL_MAX],
+                                  struct kld_error *err);
+void kld_options_help(FILE *out, const struct kld_command *command);
+
+/* ---- What every command with a server takes
+ * ------------------------------------------------------ */
+
+struct kld_server_options {
+    const char *server, *token_file, *ca_file;
+    double timeout_s;
+};
+
+/* Entries of an option table for the struct_'s field `server`. */
+#define KLD_SERVER_OPTIONS(struct_, field)                                                         \
+    {NULL, KLD_OPTION_GROUP, NULL, "Server", 0, 0},                                                \
+        {"server",                                                                                 \
+         KLD_OPTION_TEXT,                                                                          \
+         "URL",                                                                                    \
+         "unix:PATH, http://HOST:PORT, https://HOST:PORT or local: (default: $KLD_SERVER, else "   \
+         "local:)",                                                                                \
+         offsetof(struct_, field.server),                                                          \
+         0},                                                                                       \
+        {"timeout",                                                                                \
+         KLD_OPTION_NUMBER,                                                                        \
+         "SECONDS",                                                                                \
+         "give up after so long (default 60; connecting: at most 5)",                              \
+         offsetof(struct_, field.timeout_s),                                                       \
+         0},                                                                                       \
+        {"token-file",                                                                             \
+         KLD_OPTION_TEXT,                                                                          \
+         "FILE",                                                                                   \
+         "http: a file with the bearer token",                                                     \
+         offsetof(struct_, field.token_file),                                                      \
+         0},                                                                                       \
+    {                                                                                              \
+        "ca-file", KLD_OPTION_TEXT, "FILE", "https: certificates to trust",                        \
+            offsetof(struct_, field.ca_file), 0                                                    \
+    }
+
+/* Connects; `options` holds what the command sets beside the server options, or NULL. */
+enum kld_status kld_cli_connect(const struct kld_server_options *server,
+                                const struct kld_connect_options *options,
+                                struct kld_connection **ret_connection, struct kld_error *err);
+uint64_t kld_cli_timeout_ns(const struct kld_server_options *server);
+
+/* Prints "kld: ..." with advice; returns the exit status that fits. */
+int kld_cli_fail(const struct kld_error *error);
+int kld_cli_usage(const struct kld_command *command, const struct kld_error *error);
+/* A JSON number, or null where it is not finite; a JSON string. */
+void kld_cli_json_number(FILE *out, double number, int digits);
+void kld_cli_json_string(FILE *out, const char *text);
+
+extern const struct kld_command kld_command_div, kld_command_status, kld_command_ping,
+    kld_command_bench;
+
+#endif

@@ -1,0 +1,335 @@
+/* div.c - `kld div`: two tensors from files, one loss, and where asked for its gradients. */
+#include <inttypes.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "client/cli/cli.h"
+#include "client/cli/tensor_file.h"
+
+#define PROGRESS_BYTES_MIN (8u << 20) /* shorter uploads are over before one looks */
+
+struct div_options {
+    struct kld_server_options server;
+    const char *divergence, *reduction, *predictions_form, *targets_form;
+    double numbers[KLD_NUMBER_COUNT];
+    bool numbers_given[KLD_NUMBER_COUNT];
+    const char *files[KLD_SLOT_COUNT]; /* of the slot; NULL: it is not there */
+    bool json, quiet;
+};
+
+/* What a run owns. */
+struct division {
+    struct kld_request request;
+    struct kld_geometry geometry;
+    struct kld_tensor_file inputs[KLD_SLOT_COUNT];
+    struct kld_array outputs[KLD_SLOT_COUNT];
+    struct kld_connection *connection;
+    struct kld_server_info info;
+    struct kld_result result;
+};
+
+#define TEXT(flag, field, value, help)                                                             \
+    { flag, KLD_OPTION_TEXT, value, help, offsetof(struct div_options, field), 0 }
+#define NUMBER(flag, NAME, help)                                                                   \
+    {                                                                                              \
+        flag, KLD_OPTION_NUMBER, "NUMBER", help,                                                   \
+            offsetof(struct div_options, numbers[KLD_NUMBER_##NAME]),                              \
+            offsetof(struct div_options, numbers_given[KLD_NUMBER_##NAME])                         \
+    }
+#define FILE_OF(flag, SLOT, help)                                                                  \
+    { flag, KLD_OPTION_TEXT, "FILE", help, offsetof(struct div_options, files[KLD_SLOT_##SLOT]), 0 }
+
+static const struct kld_option options_list[] = {
+    TEXT("divergence", divergence, "NAME", "forward_kl (default), reverse_kl, ..."),
+    TEXT("reduction", reduction, "NAME", "batchmean (default), sum, mean, rowmean, row, none"),
+    TEXT("predictions-form", predictions_form, "FORM", "probs (default), logprobs, logits"),
+    TEXT("targets-form", targets_form, "FORM", "the same for the targets"),
+    NUMBER("temperature", TEMPERATURE, "divides logits (default 1)"),
+    NUMBER("beta", BETA, "of js"),
+    NUMBER("skew", SKEW, "of skew_kl and skew_reverse_kl"),
+    NUMBER("weight", WEIGHT, "of mixed_kl"),
+    NUMBER("scale", SCALE, "multiplies loss and gradients (default 1)"),
+    NUMBER("normalizer", NORMALIZER, "replaces the divisor of mean, batchmean, rowmean"),
+    NUMBER("grad-output", GRAD_OUTPUT, "the gradient of what follows, one number"),
+    FILE_OF("row-mask", ROW_MASK, "bool or uint8, one a row; 0 leaves the row out"),
+    FILE_OF("row-weights", ROW_WEIGHTS, "float32, one a row"),
+    FILE_OF("grad-output-file", GRAD_OUTPUT, "the same as a tensor of the loss's shape"),
+    {NULL, KLD_OPTION_GROUP, NULL, "Results (.npy, or .safetensors, which BF16 needs)", 0, 0},
+    FILE_OF("loss", LOSS, "the loss; needed for the reductions row and none"),
+    FILE_OF("row-loss", ROW_LOSS, "one value a row, whatever the reduction"),
+    FILE_OF("grad-predictions", GRAD_PREDICTIONS, "the gradient of the predictions"),
+    FILE_OF("grad-targets", GRAD_TARGETS, "the gradient of the targets"),
+    {"json", KLD_OPTION_FLAG, NULL, "one JSON object", offsetof(struct div_options, json), 0},
+    {"quiet", KLD_OPTION_FLAG, NULL, "nothing but the loss", offsetof(struct div_options, quiet),
+     0},
+    KLD_SERVER_OPTIONS(struct div_options, server),
+    KLD_OPTIONS_END,
+};
+
+/* ---- From options and files to a request --------------------------------------------------------
+ */
+
+static enum kld_status set_parameters(const struct div_options *options, struct kld_op *op,
+                                      struct kld_error *err) {
+    static const char *const numbers[KLD_NUMBER_COUNT] = {
+#define X(NAME, name, value) name,
+        KLD_NUMBER_MAP(X)
+#undef X
+    };
+    const struct {
+        const char *name, *value;
+    } texts[] = {{"divergence", options->divergence},
+                 {"reduction", options->reduction},
+                 {"predictions_form", options->predictions_form},
+                 {"targets_form", options->targets_form}};
+    enum kld_status status = KLD_OK;
+    for (size_t i = 0; i < sizeof texts / sizeof texts[0] && !status; i++)
+        if (texts[i].value)
+            status = kld_op_set_text(op, texts[i].name, texts[i].value, err);
+    for (int i = 0; i < KLD_NUMBER_COUNT && !status; i++)
+        if (options->numbers_given[i])
+            status = kld_op_set_number(op, numbers[i], options->numbers[i], err);
+    return status;
+}
+
+/* The shape that a slot must have, for the message; N values where there is one a row. */
+static bool shape_fits(const struct kld_op *op, enum kld_slot slot, const struct kld_array *array) {
+    uint64_t rows = 1, values = 1;
+    for (uint32_t i = 0; i + 1 < op->rank; i++)
+        rows *= op->shape[i];
+    for (uint32_t i = 0; i < array->rank; i++)
+        values *= array->shape[i];
+    bool whole = slot == KLD_SLOT_PREDICTIONS || slot == KLD_SLOT_TARGETS ||
+                 (slot == KLD_SLOT_GRAD_OUTPUT && op->reduction == KLD_REDUCTION_NONE);
+    if (whole)
+        return array->rank == op->rank &&
+               memcmp(array->shape, op->shape, op->rank * sizeof op->shape[0]) == 0;
+    bool single = slot == KLD_SLOT_GRAD_OUTPUT && op->reduction != KLD_REDUCTION_ROW;
+    return values == (single ? 1 : rows);
+}
+
+static enum kld_status open_inputs(const struct div_options *options, struct division *division,
+                                   struct kld_error *err) {
+    struct kld_op *op = &division->request.op;
+    for (uint32_t slot = 0; slot < KLD_SLOT_COUNT; slot++) {
+        struct kld_tensor_file *file = &division->inputs[slot];
+        if (kld_slot_is_output(slot) || !options->files[slot])
+            continue;
+        enum kld_status status = kld_tensor_file_open(options->files[slot], file, err);
+        if (status)
+            return status;
+        if (slot == KLD_SLOT_PREDICTIONS) {
+            op->rank = file->array.rank;
+            memcpy(op->shape, file->array.shape, sizeof op->shape);
+        }
+        if (!shape_fits(op, (enum kld_slot)slot, &file->array))
+            return kld_error_set(err, KLD_INVALID,
+                                 "%.100s: its shape does not fit that of the predictions",
+                                 options->files[slot]);
+        op->tensor[slot].dtype = file->array.dtype;
+        division->request.bytes[slot].data = (void *)file->data;
+    }
+    return KLD_OK;
+}
+
+static void output_shape(const struct kld_op *op, enum kld_slot slot, struct kld_array *array) {
+    bool wide = slot == KLD_SLOT_GRAD_PREDICTIONS || slot == KLD_SLOT_GRAD_TARGETS ||
+                (slot == KLD_SLOT_LOSS && op->reduction == KLD_REDUCTION_NONE);
+    bool tall = wide || slot == KLD_SLOT_ROW_LOSS ||
+                (slot == KLD_SLOT_LOSS && op->reduction == KLD_REDUCTION_ROW);
+    array->rank = wide ? op->rank : tall ? op->rank - 1 : 0;
+    memcpy(array->shape, op->shape, array->rank * sizeof array->shape[0]);
+}
+
+static enum kld_status prepare_outputs(const struct div_options *options, struct division *division,
+                                       struct kld_error *err) {
+    struct kld_op *op = &division->request.op;
+    const struct kld_tensor_file *q = &division->inputs[KLD_SLOT_PREDICTIONS];
+    const struct kld_tensor_file *p = &division->inputs[KLD_SLOT_TARGETS];
+    bool wide = q->array.dtype == KLD_DTYPE_FP64 || p->array.dtype == KLD_DTYPE_FP64;
+    enum kld_dtype dtypes[KLD_SLOT_COUNT] = {0};
+    dtypes[KLD_SLOT_LOSS] = dtypes[KLD_SLOT_ROW_LOSS] = wide ? KLD_DTYPE_FP64 : KLD_DTYPE_FP32;
+    dtypes[KLD_SLOT_GRAD_PREDICTIONS] = q->array.dtype;
+    dtypes[KLD_SLOT_GRAD_TARGETS] = p->array.dtype;
+    bool scalar = op->reduction != KLD_REDUCTION_NONE && op->reduction != KLD_REDUCTION_ROW;
+    if (!scalar && !options->files[KLD_SLOT_LOSS])
+        return kld_error_set(err, KLD_INVALID,
+                             "reduction '%s' gives a tensor: name a file for it with --loss FILE",
+                             kld_reduction_name(op->reduction));
+    for (uint32_t slot = 0; slot < KLD_SLOT_COUNT; slot++) {
+        struct kld_array *array = &division->outputs[slot];
+        if (!kld_slot_is_output(slot) || !options->files[slot])
+            continue;
+        enum kld_status status = kld_tensor_file_check(options->files[slot], dtypes[slot], err);
+        if (status)
+            return status;
+        array->dtype = dtypes[slot];
+        op->tensor[slot].dtype = dtypes[slot];
+        output_shape(op, (enum kld_slot)slot, array);
+        if ((status = kld_array_size(array, err)))
+            return status;
+        void *data =
+            mmap(NULL, array->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (data == MAP_FAILED)
+            return kld_error_set(err, KLD_NO_MEMORY, "no memory for %" PRIu64 " bytes of results",
+                                 array->bytes);
+        division->request.bytes[slot].data = data;
+    }
+    return KLD_OK;
+}
+
+static void division_close(struct division *division) {
+    kld_close(division->connection);
+    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++) {
+        kld_tensor_file_close(&division->inputs[slot]);
+        if (division->outputs[slot].bytes && division->request.bytes[slot].data)
+            munmap(division->request.bytes[slot].data, division->outputs[slot].bytes);
+    }
+}
+
+/* ---- Results ------------------------------------------------------------------------------------
+ */
+
+static int show_progress(void *user, uint64_t sent, uint64_t total) {
+    int *shown = user, percent = total ? (int)(100 * (double)sent / (double)total) : 0;
+    if (total < PROGRESS_BYTES_MIN || percent == *shown)
+        return 0;
+    *shown = percent;
+    char bar[31];
+    memset(bar, ' ', 30);
+    memset(bar, '#', (size_t)percent * 30 / 100);
+    bar[30] = '\0';
+    fprintf(stderr, "\r[%s] %3d%%  %.1f of %.1f MB", bar, percent, (double)sent / 1e6,
+            (double)total / 1e6);
+    if (sent == total)
+        fprintf(stderr, "\r%70s\r", "");
+    fflush(stderr);
+    return 0;
+}
+
+static void print_json(const struct division *division) {
+    const struct kld_op *op = &division->request.op;
+    const struct kld_result *result = &division->result;
+    printf("{");
+    if (result->scalar) {
+        printf("\"loss\":");
+        kld_cli_json_number(stdout, result->loss,
+                            division->geometry.loss_dtype == KLD_DTYPE_FP64 ? 17 : 9);
+        if (!isfinite(result->loss))
+            printf(",\"non_finite\":\"%s\"", isnan(result->loss) ? "nan"
+                                             : result->loss > 0  ? "inf"
+                                                                 : "-inf");
+        printf(",");
+    }
+    printf("\"divergence\":\"%s\",\"reduction\":\"%s\",\"shape\":[",
+           kld_divergence_name(op->divergence), kld_reduction_name(op->reduction));
+    for (uint32_t i = 0; i < op->rank; i++)
+        printf("%s%" PRIu64, i ? "," : "", op->shape[i]);
+    printf("],\"backend\":");
+    kld_cli_json_string(stdout, division->info.backend);
+    printf(",\"device\":");
+    kld_cli_json_string(stdout, division->info.device);
+    printf(",\"total_ms\":%.3f,\"kernel_ms\":%.3f,\"attempts\":%" PRIu32 "}\n",
+           (double)result->total_ns / 1e6, (double)result->kernel_ns / 1e6, result->attempts);
+}
+
+static void print_results(const struct div_options *options, const struct division *division) {
+    const struct kld_op *op = &division->request.op;
+    if (options->json) {
+        print_json(division);
+        return;
+    }
+    if (division->result.scalar)
+        printf("%.*g\n", division->geometry.loss_dtype == KLD_DTYPE_FP64 ? 17 : 9,
+               division->result.loss);
+    fflush(stdout);
+    if (!options->quiet)
+        fprintf(stderr, "%s, %s over %" PRIu64 " rows of %" PRIu64 ", on %s (%s), %.3f ms\n",
+                kld_divergence_name(op->divergence), kld_reduction_name(op->reduction),
+                division->geometry.rows, division->geometry.classes, division->info.backend,
+                division->info.device, (double)division->result.total_ns / 1e6);
+}
+
+static enum kld_status write_results(const struct div_options *options,
+                                     const struct division *division, struct kld_error *err) {
+    enum kld_status status = KLD_OK;
+    for (uint32_t slot = 0; slot < KLD_SLOT_COUNT && !status; slot++)
+        if (division->outputs[slot].bytes)
+            status = kld_tensor_file_write(options->files[slot], kld_slot_name(slot),
+                                           &division->outputs[slot],
+                                           division->request.bytes[slot].data, err);
+    return status;
+}
+
+/* Everything that can be wrong before a server is asked. */
+static enum kld_status prepare(const struct div_options *options, struct division *division,
+                               struct kld_error *err) {
+    kld_op_init(&division->request.op);
+    enum kld_status status = set_parameters(options, &division->request.op, err);
+    if (!status)
+        status = open_inputs(options, division, err);
+    if (!status)
+        status = prepare_outputs(options, division, err);
+    if (status)
+        return status;
+    struct kld_op placed = division->request.op;
+    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
+        placed.tensor[slot].region = (uint64_t)slot + 1; /* none of them overlap */
+    return kld_op_check(&placed, &division->geometry, err);
+}
+
+static enum kld_status compute(const struct div_options *options, struct division *division,
+                               struct kld_error *err) {
+    int shown = -1;
+    bool watched = !options->quiet && !options->json && isatty(STDERR_FILENO);
+    struct kld_connect_options connect = {.staging_bytes_max = 1ull << 44,
+                                          .progress = watched ? show_progress : NULL,
+                                          .progress_user = &shown};
+    enum kld_status status =
+        kld_cli_connect(&options->server, &connect, &division->connection, err);
+    if (!status)
+        status = kld_info(division->connection, &division->info, err);
+    division->request.timeout_ns = kld_cli_timeout_ns(&options->server);
+    return status ? status
+                  : kld_run(division->connection, &division->request, &division->result, err);
+}
+
+static int run_div(int argc, char **argv, const struct kld_command *command) {
+    struct div_options options = {0};
+    struct division division;
+    struct kld_error error = {0};
+    const char *positional[KLD_POSITIONAL_MAX] = {NULL};
+    memset(&division, 0, sizeof division);
+    enum kld_status status = kld_options_parse(command, argc, argv, &options, positional, &error);
+    if (status)
+        return status == KLD_CANCELLED ? KLD_EXIT_OK : kld_cli_usage(command, &error);
+    options.files[KLD_SLOT_PREDICTIONS] = positional[0];
+    options.files[KLD_SLOT_TARGETS] = positional[1];
+    int code = KLD_EXIT_OK;
+    if (prepare(&options, &division, &error))
+        code = kld_cli_usage(command, &error);
+    else if (compute(&options, &division, &error))
+        code = kld_cli_fail(&error);
+    else if (write_results(&options, &division, &error))
+        code = kld_cli_usage(command, &error);
+    else
+        print_results(&options, &division);
+    division_close(&division);
+    return code;
+}
+
+const struct kld_command kld_command_div = {
+    .name = "div",
+    .arguments = "PREDICTIONS TARGETS ",
+    .summary = "the divergence of two tensors in files, and its gradients",
+    .details =
+        "PREDICTIONS (q) and TARGETS (p) are .npy files or FILE.safetensors:NAME, of one shape;\n"
+        "the last dimension holds the classes. Prints the loss.",
+    .options = options_list,
+    .positional_min = 2,
+    .positional_max = 2,
+    .run = run_div,
+};

@@ -1,0 +1,43 @@
+/* main.c - the kld tool: picks the command. What a command does is in the file of its name. */
+#include <locale.h>
+#include <string.h>
+
+#include "client/cli/cli.h"
+
+static const struct kld_command *const commands[] = {
+    &kld_command_div,
+    &kld_command_status,
+    &kld_command_ping,
+    &kld_command_bench,
+};
+
+static void help(FILE *out) {
+    fprintf(out,
+            "Usage: kld COMMAND [options]\n\n"
+            "KL-family divergences and their gradients, by a kld server or in this process.\n\n"
+            "Commands:\n");
+    for (size_t i = 0; i < sizeof commands / sizeof commands[0]; i++)
+        fprintf(out, "  %-10s %s\n", commands[i]->name, commands[i]->summary);
+    fprintf(out, "\nkld COMMAND -h tells more; kld --version the version. The server is named by\n"
+                 "--server, else by $KLD_SERVER; with neither, kld computes in this process.\n\n"
+                 "Example: kld div student.npy teacher.npy --grad-predictions grad.npy\n");
+}
+
+int main(int argc, char **argv) {
+    const char *name = argc > 1 ? argv[1] : "";
+    for (size_t i = 0; i < sizeof commands / sizeof commands[0]; i++)
+        if (strcmp(name, commands[i]->name) == 0)
+            return commands[i]->run(argc - 2, argv + 2, commands[i]);
+    if (strcmp(name, "-h") == 0 || strcmp(name, "--help") == 0 || strcmp(name, "help") == 0) {
+        help(stdout);
+        return KLD_EXIT_OK;
+    }
+    if (strcmp(name, "--version") == 0) {
+        printf("kld %s\n", kld_version());
+        return KLD_EXIT_OK;
+    }
+    if (*name)
+        fprintf(stderr, "kld: no command '%.40s'\n\n", name);
+    help(stderr);
+    return KLD_EXIT_USAGE;
+}

@@ -1,0 +1,97 @@
+/* server.c - connecting, and telling what went wrong: for every command of the kld tool. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "client/cli/cli.h"
+
+#define TIMEOUT_S 60.0
+#define CONNECT_S_MAX 5.0
+#define TOKEN_BYTES_MAX 1024
+
+uint64_t kld_cli_timeout_ns(const struct kld_server_options *server) {
+    double seconds = server->timeout_s > 0 ? server->timeout_s : TIMEOUT_S;
+    return seconds > 1e9 ? (uint64_t)1e18 : (uint64_t)(seconds * 1e9);
+}
+
+static enum kld_status read_token(const char *path, char *ret_token, struct kld_error *err) {
+    FILE *file = fopen(path, "re");
+    bool read = file && fgets(ret_token, TOKEN_BYTES_MAX, file);
+    if (file)
+        fclose(file);
+    if (!read)
+        return kld_error_set(err, KLD_INVALID, "%.100s: no token can be read from it", path);
+    ret_token[strcspn(ret_token, "\r\n")] = '\0';
+    return KLD_OK;
+}
+
+enum kld_status kld_cli_connect(const struct kld_server_options *server,
+                                const struct kld_connect_options *options,
+                                struct kld_connection **ret_connection, struct kld_error *err) {
+    struct kld_connect_options all = options ? *options : (struct kld_connect_options){0};
+    char token[TOKEN_BYTES_MAX];
+    const char *url = server->server ? server->server : getenv("KLD_SERVER");
+    double seconds = server->timeout_s > 0 && server->timeout_s < CONNECT_S_MAX ? server->timeout_s
+                                                                                : CONNECT_S_MAX;
+    if (server->token_file) {
+        enum kld_status status = read_token(server->token_file, token, err);
+        if (status)
+            return status;
+        all.token = token;
+    }
+    all.client_name = "kld";
+    all.ca_file = server->ca_file;
+    all.connect_timeout_ns = (uint64_t)(seconds * 1e9);
+    return kld_connect(url && *url ? url : "local:", &all, ret_connection, err);
+}
+
+int kld_cli_fail(const struct kld_error *error) {
+    static const struct {
+        enum kld_status status;
+        enum kld_exit exit;
+        const char *advice;
+    } rules[] = {
+        {KLD_UNAVAILABLE, KLD_EXIT_SERVER,
+         "start kld-server, or compute in this process with --server local:"},
+        {KLD_BUSY, KLD_EXIT_SERVER, "try again in a moment"},
+        {KLD_THROTTLED, KLD_EXIT_SERVER, "try again in a moment"},
+        {KLD_DEVICE_LOST, KLD_EXIT_SERVER, "try again: the server replaces a lost device"},
+        {KLD_DEADLINE, KLD_EXIT_SERVER, "allow more time with --timeout SECONDS"},
+        {KLD_UNAUTHENTICATED, KLD_EXIT_SERVER, "name a token with --token-file FILE"},
+        {KLD_FORBIDDEN, KLD_EXIT_SERVER, "ask who runs the server for the right to use it"},
+        {KLD_NO_MEMORY, KLD_EXIT_FAILED, "split the rows over several calls and add the sums"},
+    };
+    fprintf(stderr, "kld: %s\n", error->text);
+    for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {
+        if (rules[i].status != error->status)
+            continue;
+        fprintf(stderr, "     %s\n", rules[i].advice);
+        return rules[i].exit;
+    }
+    return KLD_EXIT_FAILED;
+}
+
+int kld_cli_usage(const struct kld_command *command, const struct kld_error *error) {
+    fprintf(stderr, "kld: %s\n     see: kld %s -h\n", error->text, command->name);
+    return KLD_EXIT_USAGE;
+}
+
+void kld_cli_json_number(FILE *out, double number, int digits) {
+    if (isfinite(number))
+        fprintf(out, "%.*g", digits, number);
+    else
+        fputs("null", out);
+}
+
+void kld_cli_json_string(FILE *out, const char *text) {
+    fputc('"', out);
+    for (const char *c = text; *c; c++) {
+        if (*c == '"' || *c == '\\')
+            fprintf(out, "\\%c", *c);
+        else if ((unsigned char)*c < 0x20)
+            fprintf(out, "\\u%04x", (unsigned)*c);
+        else
+            fputc(*c, out);
+    }
+    fputc('"', out);
+}
