@@ -497,7 +497,7 @@ enum kld_status kld_op_check_bounds(const struct kld_op *op, const struct kld_ge
                              "%s needs %" PRIu64 " bytes at offset %" PRIu64
                              " of a region of %" PRIu64 " bytes",
                              slot_names[slot], span, tensor->offset_bytes, region_bytes);
-    if (tensor->offset_bytes % element != 0)
+    if (element != 0 && tensor->offset_bytes % element != 0)
         return kld_error_set(err, KLD_INVALID,
                              "%s: offset %" PRIu64 " is not a multiple of its %" PRIu64
                              "-byte element",

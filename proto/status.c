@@ -59,8 +59,8 @@ static void trim_partial_utf8(char *text, size_t length) {
         text[start - 1] = '\0';
 }
 
-enum kld_status kld_error_set(struct kld_error *err, enum kld_status status, const char *format,
-                              ...) {
+enum kld_status(kld_error_set)(struct kld_error *err, enum kld_status status, const char *format,
+                               ...) {
     if (!err)
         return status;
     va_list args;

@@ -59,6 +59,9 @@ int kld_status_known(unsigned number); /* 1 if a KLD_STATUS_MAP entry has this n
  * callers can `return kld_error_set(err, KLD_INVALID, "...")`. err may be NULL. */
 enum kld_status kld_error_set(struct kld_error *err, enum kld_status status, const char *format,
                               ...) __attribute__((format(printf, 3, 4)));
+#ifdef __clang_analyzer__ /* which cannot see that what it returns is not KLD_OK */
+#define kld_error_set(err, status, ...) ((kld_error_set)(err, status, __VA_ARGS__), (status))
+#endif
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

@@ -155,7 +155,7 @@ static void print_row(const char *name, const struct answer *answer) {
 
 int main(int argc, char **argv) {
     struct array student, teacher, loss, gradient;
-    struct answer shared, http;
+    struct answer shared = {.gradient = NULL}, http = {.gradient = NULL};
     if (argc != 4) {
         fprintf(stderr, "usage: digits UNIX-URL HTTP-URL FOLDER\n");
         return 2;
@@ -164,8 +164,11 @@ int main(int argc, char **argv) {
         !load(argv[3], "loss", &loss) || !load(argv[3], "gradient", &gradient))
         return 1;
     if (ask(argv[1], ask_shared, &student, &teacher, &shared) ||
-        ask(argv[2], ask_http, &student, &teacher, &http))
+        ask(argv[2], ask_http, &student, &teacher, &http)) {
+        free(shared.gradient);
+        free(http.gradient);
         return 1;
+    }
     compare(&shared, &loss, &gradient);
     compare(&http, &loss, &gradient);
     int same =

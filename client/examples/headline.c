@@ -336,7 +336,7 @@ int main(int argc, char **argv) {
         }
     job.expected = over_rows(&job, fill_slice).sum / (double)job.rows;
 
-    double loss, again;
+    double loss = NAN, again = NAN;
     printf("  over             what                   time        speed   ceiling   loss\n");
     run(&job, "shared memory", job.region, 0, &loss);
     if (run(&job, "shared memory", job.region, 1, &again) == 0 && loss != again) {

@@ -58,7 +58,7 @@ static enum kld_status resolve(const char *text, struct addrinfo **ret_list,
 }
 
 static void describe(int fd, char ret_text[KLD_ADDRESS_TEXT_MAX]) {
-    struct sockaddr_storage bound;
+    struct sockaddr_storage bound = {.ss_family = AF_UNSPEC};
     socklen_t bytes = sizeof bound;
     char host[INET6_ADDRSTRLEN] = "", port[8] = "";
     if (getsockname(fd, (struct sockaddr *)&bound, &bytes) == 0)
