@@ -1,131 +1,18 @@
-/* connection.c - the public functions of kld.h that are the same for every kind of connection:
- * opening by URL, the check of each request, waiting, and the delivery of results.
- * Sends nothing itself (unix.c, http.c, local.c). The thread that owns the connection. */
+/* connection.c - what is the same for every kind of connection: the check of each request, waiting,
+ * and the delivery of results. Sends nothing itself (unix.c, http.c, local.c). The thread that owns
+ * the connection. */
 #include "client/connection.h"
 
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
-#include <sys/timerfd.h>
 #include <unistd.h>
 
-static const struct kld_transport *const transports[] = {
-    &kld_transport_unix,
-    &kld_transport_http,
-    &kld_transport_https,
-    &kld_transport_local,
-};
-
-const char *kld_version(void) { return KLD_RELEASE; }
-
-static enum kld_status unimplemented(const struct kld_connection *connection, const char *what,
-                                     struct kld_error *err) {
+enum kld_status kld_unimplemented(const struct kld_connection *connection, const char *what,
+                                  struct kld_error *err) {
     return kld_error_set(err, KLD_UNIMPLEMENTED, "%s: not over a connection of kind '%s'", what,
                          connection->transport->name);
-}
-
-/* ---- Opening and closing -------------------------------------------------------------------- */
-
-static char *copy_text(const char *text, bool *ok) {
-    char *copy = text ? strdup(text) : NULL;
-    *ok = *ok && (copy || !text);
-    return copy;
-}
-
-static bool resolve_options(struct kld_connect_options *to,
-                            const struct kld_connect_options *from) {
-    bool ok = true;
-    if (from)
-        *to = *from;
-    to->client_name = copy_text(to->client_name ? to->client_name : "libkld", &ok);
-    to->token = copy_text(to->token, &ok);
-    to->ca_file = copy_text(to->ca_file, &ok);
-    if (to->connect_timeout_ns == 0)
-        to->connect_timeout_ns = 5000000000ull;
-    if (to->staging_bytes_max == 0)
-        to->staging_bytes_max = 4ull << 30;
-    return ok;
-}
-
-static enum kld_status open_events(struct kld_connection *connection, struct kld_error *err) {
-    connection->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
-    connection->timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC);
-    connection->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-    if (connection->epoll_fd < 0 || connection->timer_fd < 0 || connection->wake_fd < 0)
-        return kld_error_set(err, KLD_NO_MEMORY, "no file descriptors left for a connection");
-    enum kld_status status =
-        kld_connection_watch(connection, connection->timer_fd, KLD_TAG_TIMER, EPOLLIN, err);
-    return status
-               ? status
-               : kld_connection_watch(connection, connection->wake_fd, KLD_TAG_WAKE, EPOLLIN, err);
-}
-
-enum kld_status kld_connect(const char *url, const struct kld_connect_options *options,
-                            struct kld_connection **ret_connection, struct kld_error *err) {
-    const struct kld_transport *transport = NULL;
-    for (size_t i = 0; url && i < sizeof transports / sizeof transports[0]; i++)
-        if (strncmp(url, transports[i]->prefix, strlen(transports[i]->prefix)) == 0)
-            transport = transports[i];
-    if (!transport)
-        return kld_error_set(err, KLD_INVALID,
-                             "unknown kind of server; expected unix:/PATH, http://HOST:PORT, "
-                             "https://HOST:PORT or local:");
-    struct kld_connection *connection = calloc(1, transport->connection_bytes);
-    if (!connection)
-        return kld_error_set(err, KLD_NO_MEMORY, "no memory for a connection");
-    connection->transport = transport;
-    connection->epoll_fd = connection->timer_fd = connection->wake_fd = -1;
-    connection->armed_ns = KLD_NEVER;
-    connection->calls_max = KLD_CALLS_MAX;
-    enum kld_status status = KLD_OK;
-    if (!resolve_options(&connection->options, options))
-        status = kld_error_set(err, KLD_NO_MEMORY, "no memory for a connection");
-    if (!status)
-        status = open_events(connection, err);
-    if (!status) {
-        connection->opened = true;
-        status = transport->open(connection, url, err);
-    }
-    if (status) {
-        kld_close(connection);
-        return status;
-    }
-    *ret_connection = connection;
-    return KLD_OK;
-}
-
-static void close_fd(int fd) {
-    if (fd >= 0)
-        close(fd);
-}
-
-void kld_close(struct kld_connection *connection) {
-    if (!connection)
-        return;
-    /* The transport ends its side of every call, so that regions lose their users. */
-    if (connection->opened)
-        connection->transport->close(connection);
-    for (struct kld_region *region = connection->regions, *next; region; region = next) {
-        next = region->next;
-        region->dropped = true;
-        connection->transport->region_release(region);
-    }
-    for (uint32_t i = 0; i < connection->slots_max; i++)
-        free(connection->slots[i]);
-    for (struct kld_call *call = connection->spare, *next; call; call = next) {
-        next = call->next;
-        free(call);
-    }
-    free(connection->slots);
-    close_fd(connection->epoll_fd);
-    close_fd(connection->timer_fd);
-    close_fd(connection->wake_fd);
-    free((char *)connection->options.client_name);
-    free((char *)connection->options.token);
-    free((char *)connection->options.ca_file);
-    free(connection);
 }
 
 /* ---- Waiting and delivery ------------------------------------------------------------------- */
@@ -470,37 +357,4 @@ void kld_cancel(struct kld_connection *connection, uint64_t id) {
     struct kld_call *call = kld_call_find(connection, id);
     if (call && !call->ended)
         connection->transport->cancel(connection, call);
-}
-
-/* ---- Questions to the server ---------------------------------------------------------------- */
-
-enum kld_status kld_info(struct kld_connection *connection, struct kld_server_info *ret_info,
-                         struct kld_error *err) {
-    return connection->transport->info(connection, ret_info, err);
-}
-
-enum kld_status kld_ping(struct kld_connection *connection, uint64_t *ret_ns,
-                         struct kld_error *err) {
-    if (!connection->transport->ping)
-        return unimplemented(connection, "ping", err);
-    uint64_t start = kld_now_ns();
-    enum kld_status status = connection->transport->ping(connection, err);
-    if (!status && ret_ns)
-        *ret_ns = kld_now_ns() - start;
-    return status;
-}
-
-enum kld_status kld_stats(struct kld_connection *connection, struct kld_server_stats *ret_stats,
-                          struct kld_error *err) {
-    return connection->transport->stats ? connection->transport->stats(connection, ret_stats, err)
-                                        : unimplemented(connection, "statistics", err);
-}
-
-enum kld_status kld_measure_ceiling(struct kld_connection *connection, uint64_t bytes,
-                                    double *ret_read_per_s, double *ret_read_write_per_s,
-                                    struct kld_error *err) {
-    return connection->transport->measure_ceiling
-               ? connection->transport->measure_ceiling(connection, bytes, ret_read_per_s,
-                                                        ret_read_write_per_s, err)
-               : unimplemented(connection, "measuring the ceiling", err);
 }

@@ -139,6 +139,8 @@ struct kld_connection {
 };
 
 uint64_t kld_now_ns(void);
+enum kld_status kld_unimplemented(const struct kld_connection *connection, const char *what,
+                                  struct kld_error *err);
 
 /* Events. step: one round of epoll_wait and dispatch, at most until deadline_ns. */
 enum kld_status kld_connection_step(struct kld_connection *connection, uint64_t deadline_ns,

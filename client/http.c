@@ -5,33 +5,13 @@
 #include "client/http.h"
 
 #include <errno.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/epoll.h>
-#include <sys/mman.h>
 
-#define URL_MAX 512
 #define RETRY_NS_MIN 20000000ull
 #define UPLOAD_BUFFER_BYTES (2l << 20)
 #define RECEIVE_BUFFER_BYTES (512l << 10)
-#define CONNECTIONS_MAX 64l
-
-struct http_connection {
-    struct kld_connection base;
-    CURLM *multi;
-    uint64_t curl_at_ns;        /* when libcurl wants to be called */
-    char root[URL_MAX];         /* "http://host:port", without a slash at its end */
-    char server[64];            /* what it calls itself */
-    struct kld_call_list calls; /* all in flight, waiting to be tried again or not */
-    struct curl_slist *get_headers, *post_headers; /* `Authorization`, ... */
-};
-
-struct http_get {
-    struct http_transfer transfer;
-    size_t bytes;
-    char text[4096]; /* what fits of the body */
-};
 
 static struct http_connection *http_of(struct kld_connection *connection) {
     return (struct http_connection *)connection;
@@ -40,7 +20,7 @@ static struct http_connection *http_of(struct kld_connection *connection) {
 /* ---- libcurl's events in our epoll set --------------------------------------------------------
  */
 
-static int socket_changed(CURL *easy, curl_socket_t fd, int what, void *user, void *socket_user) {
+int kld_http_socket_changed(CURL *easy, curl_socket_t fd, int what, void *user, void *socket_user) {
     struct http_connection *h = user;
     if (what == CURL_POLL_REMOVE) {
         (void)epoll_ctl(h->base.epoll_fd, EPOLL_CTL_DEL, fd, NULL); /* may be closed already */
@@ -51,7 +31,7 @@ static int socket_changed(CURL *easy, curl_socket_t fd, int what, void *user, vo
                                                                                               : 0;
 }
 
-static int timer_changed(CURLM *multi, long timeout_ms, void *user) {
+int kld_http_timer_changed(CURLM *multi, long timeout_ms, void *user) {
     struct http_connection *h = user;
     h->curl_at_ns = timeout_ms < 0 ? KLD_NEVER : kld_now_ns() + (uint64_t)timeout_ms * 1000000;
     if (timeout_ms >= 0)
@@ -65,10 +45,10 @@ static int progressed(void *user, curl_off_t to_receive, curl_off_t received, cu
     return options->progress(options->progress_user, (uint64_t)sent, (uint64_t)to_send);
 }
 
-static CURL *easy_open(struct http_connection *h, const char *path,
-                       struct http_transfer *transfer) {
+CURL *kld_http_easy_open(struct http_connection *h, const char *path,
+                         struct http_transfer *transfer) {
     const struct kld_connect_options *options = &h->base.options;
-    char url[URL_MAX + 64];
+    char url[KLD_HTTP_URL_MAX + 64];
     CURL *easy = curl_easy_init();
     if (!easy)
         return NULL;
@@ -88,7 +68,7 @@ static CURL *easy_open(struct http_connection *h, const char *path,
     return easy;
 }
 
-static void transfer_close(struct http_connection *h, struct http_transfer *transfer) {
+void kld_http_transfer_close(struct http_connection *h, struct http_transfer *transfer) {
     if (transfer->easy) {
         curl_multi_remove_handle(h->multi, transfer->easy);
         curl_easy_cleanup(transfer->easy);
@@ -103,7 +83,7 @@ static void transfer_close(struct http_connection *h, struct http_transfer *tran
 
 static void call_end(struct http_connection *h, struct http_call *call, enum kld_status status,
                      const struct kld_error *error) {
-    transfer_close(h, &call->transfer);
+    kld_http_transfer_close(h, &call->transfer);
     kld_call_unlink(&call->base);
     kld_call_drop_regions(&call->base);
     kld_call_end(&h->base, &call->base, status, error);
@@ -128,7 +108,7 @@ static enum kld_status call_start(struct http_connection *h, struct http_call *c
     enum kld_status status = kld_http_head_write(call, err);
     if (status)
         return status;
-    CURL *easy = easy_open(h, "/v2/models/kl_div/infer", &call->transfer);
+    CURL *easy = kld_http_easy_open(h, "/v2/models/kl_div/infer", &call->transfer);
     char length[64];
     snprintf(length, sizeof length, "Inference-Header-Content-Length: %llu",
              (unsigned long long)call->head_bytes);
@@ -161,7 +141,7 @@ static enum kld_status call_start(struct http_connection *h, struct http_call *c
     return KLD_OK;
 }
 
-static enum kld_status status_of_http(long code) {
+enum kld_status kld_http_status(long code) {
     if (code >= 502 && code <= 504)
         return KLD_UNAVAILABLE; /* of the several with 503, the one that says: try again */
 #define X(NAME, name, number, http, text)                                                          \
@@ -206,7 +186,7 @@ static enum kld_status judge(struct http_call *call, bool *ret_retry, bool *ret_
     }
     if (call->transfer.http_status == 200)
         return kld_http_reply_finish(call, err);
-    enum kld_status status = status_of_http(call->transfer.http_status);
+    enum kld_status status = kld_http_status(call->transfer.http_status);
     *ret_retry = status == KLD_UNAVAILABLE;
     if (kld_http_text_read(call->text, call->text_bytes, "error", text, sizeof text))
         return kld_error_set(err, status, "%s", text);
@@ -219,7 +199,7 @@ static void call_transferred(struct http_connection *h, struct http_call *call) 
     struct kld_error error = {0};
     bool retry, lost;
     enum kld_status status = judge(call, &retry, &lost, &error);
-    transfer_close(h, &call->transfer);
+    kld_http_transfer_close(h, &call->transfer);
     uint64_t now = kld_now_ns();
     call->losses += lost;
     if (!call->first_failure_ns)
@@ -262,7 +242,7 @@ static void transfers_ended(struct http_connection *h) {
     }
 }
 
-static void http_event(struct kld_connection *connection, uint64_t tag, uint32_t events) {
+void kld_http_event(struct kld_connection *connection, uint64_t tag, uint32_t events) {
     struct http_connection *h = http_of(connection);
     int running, bits = (events & (EPOLLIN | EPOLLHUP) ? CURL_CSELECT_IN : 0) |
                         (events & EPOLLOUT ? CURL_CSELECT_OUT : 0) |
@@ -294,7 +274,7 @@ static void call_timer(struct http_connection *h, struct http_call *call, uint64
         kld_connection_arm(&h->base, at);
 }
 
-static void http_timer(struct kld_connection *connection, uint64_t now) {
+void kld_http_timer(struct kld_connection *connection, uint64_t now) {
     struct http_connection *h = http_of(connection);
     int running;
     if (now >= h->curl_at_ns) {
@@ -310,8 +290,8 @@ static void http_timer(struct kld_connection *connection, uint64_t now) {
     }
 }
 
-static enum kld_status http_submit(struct kld_connection *connection, struct kld_call *base,
-                                   struct kld_error *err) {
+enum kld_status kld_http_submit(struct kld_connection *connection, struct kld_call *base,
+                                struct kld_error *err) {
     struct http_connection *h = http_of(connection);
     struct http_call *call = (struct http_call *)base;
     call->options = &connection->options;
@@ -328,7 +308,7 @@ static enum kld_status http_submit(struct kld_connection *connection, struct kld
     }
     enum kld_status status = call_start(h, call, err);
     if (status) {
-        transfer_close(h, &call->transfer);
+        kld_http_transfer_close(h, &call->transfer);
         return status;
     }
     kld_call_hold_regions(base);
@@ -338,200 +318,6 @@ static enum kld_status http_submit(struct kld_connection *connection, struct kld
     return KLD_OK;
 }
 
-static void http_cancel(struct kld_connection *connection, struct kld_call *base) {
+void kld_http_cancel(struct kld_connection *connection, struct kld_call *base) {
     call_fail(http_of(connection), (struct http_call *)base, KLD_CANCELLED, "cancelled");
 }
-
-/* ---- Opening and questions --------------------------------------------------------------------
- */
-
-static size_t get_write(char *data, size_t size, size_t count, void *user) {
-    struct http_get *get = user;
-    size_t room = sizeof get->text - get->bytes, bytes = size * count;
-    memcpy(get->text + get->bytes, data, bytes < room ? bytes : room);
-    get->bytes += bytes < room ? bytes : room;
-    return bytes;
-}
-
-/* Runs the connection's loop until the answer is there. */
-static enum kld_status get(struct http_connection *h, const char *path, uint64_t deadline_ns,
-                           struct http_get *ret_get, struct kld_error *err) {
-    memset(ret_get, 0, sizeof *ret_get);
-    struct http_transfer *transfer = &ret_get->transfer;
-    CURL *easy = easy_open(h, path, transfer);
-    if (!easy)
-        return kld_error_set(err, KLD_NO_MEMORY, "no memory for a request");
-    curl_easy_setopt(easy, CURLOPT_HTTPHEADER, h->get_headers);
-    curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, get_write);
-    curl_easy_setopt(easy, CURLOPT_WRITEDATA, ret_get);
-    enum kld_status status = KLD_OK;
-    if (curl_multi_add_handle(h->multi, easy) != CURLM_OK)
-        status = kld_error_set(err, KLD_NO_MEMORY, "no memory for a request");
-    while (!status && !transfer->ended && kld_now_ns() < deadline_ns)
-        status = kld_connection_step(&h->base, deadline_ns, err);
-    transfer_close(h, transfer);
-    if (status)
-        return status;
-    if (!transfer->ended)
-        return kld_error_set(err, KLD_UNAVAILABLE, "the server did not answer in time");
-    if (transfer->code)
-        return kld_error_set(err, KLD_UNAVAILABLE,
-                             "no answer from this address: %s; is kld-server running with this "
-                             "--http address?",
-                             curl_easy_strerror(transfer->code));
-    if (transfer->http_status == 200)
-        return KLD_OK;
-    char text[KLD_ERROR_TEXT_MAX];
-    status = status_of_http(transfer->http_status);
-    if (kld_http_text_read(ret_get->text, ret_get->bytes, "error", text, sizeof text))
-        return kld_error_set(err, status, "%s", text);
-    return kld_error_set(err, status, "the server answered with HTTP status %ld%s",
-                         transfer->http_status, status == KLD_UNAVAILABLE ? ": not ready" : "");
-}
-
-static void curl_start(void) { curl_global_init(CURL_GLOBAL_DEFAULT); }
-
-static bool append_header(struct curl_slist **list, const char *header) {
-    struct curl_slist *longer = curl_slist_append(*list, header);
-    if (longer)
-        *list = longer;
-    return longer != NULL;
-}
-
-static enum kld_status make_headers(struct http_connection *h, struct kld_error *err) {
-    const char *token = h->base.options.token;
-    char authorization[1024] = "";
-    bool ok = true;
-    if (token) {
-        if (strlen(token) > sizeof authorization - 32 || strpbrk(token, "\r\n"))
-            return kld_error_set(err, KLD_INVALID, "the token is one line of at most 990 bytes");
-        snprintf(authorization, sizeof authorization, "Authorization: Bearer %s", token);
-        ok = append_header(&h->get_headers, authorization) &&
-             append_header(&h->post_headers, authorization);
-    }
-    /* Without "Expect:" libcurl would ask before each large body and wait a round trip. */
-    ok = ok && append_header(&h->post_headers, "Content-Type: application/octet-stream") &&
-         append_header(&h->post_headers, "Expect:");
-    return ok ? KLD_OK : kld_error_set(err, KLD_NO_MEMORY, "no memory for a connection");
-}
-
-static enum kld_status wait_ready(struct http_connection *h, struct kld_error *err) {
-    uint64_t deadline = kld_now_ns() + h->base.options.connect_timeout_ns;
-    uint64_t pause = RETRY_NS_MIN;
-    for (;;) {
-        struct http_get answer;
-        enum kld_status status = get(h, "/v2/health/ready", deadline, &answer, err);
-        uint64_t again = kld_now_ns() + pause;
-        CURLcode code = answer.transfer.code;
-        bool refused = code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_URL_MALFORMAT ||
-                       code == CURLE_PEER_FAILED_VERIFICATION || code == CURLE_SSL_CACERT_BADFILE;
-        if (status != KLD_UNAVAILABLE || refused || again >= deadline)
-            return status;
-        while (kld_now_ns() < again && !kld_connection_step(&h->base, again, NULL))
-            ;
-        pause = pause * 2 > 200000000 ? 200000000 : pause * 2;
-    }
-}
-
-static enum kld_status http_open(struct kld_connection *connection, const char *url,
-                                 struct kld_error *err) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, curl_start);
-    struct http_connection *h = http_of(connection);
-    h->curl_at_ns = KLD_NEVER;
-    size_t length = strlen(url), prefix = strlen(connection->transport->prefix);
-    while (length > prefix && url[length - 1] == '/')
-        length--;
-    if (length == prefix || length >= sizeof h->root)
-        return kld_error_set(err, KLD_INVALID, "expected %sHOST:PORT, of at most %d bytes",
-                             connection->transport->prefix, URL_MAX - 1);
-    memcpy(h->root, url, length);
-    h->multi = curl_multi_init();
-    if (!h->multi)
-        return kld_error_set(err, KLD_NO_MEMORY, "no memory for a connection");
-    curl_multi_setopt(h->multi, CURLMOPT_SOCKETFUNCTION, socket_changed);
-    curl_multi_setopt(h->multi, CURLMOPT_SOCKETDATA, h);
-    curl_multi_setopt(h->multi, CURLMOPT_TIMERFUNCTION, timer_changed);
-    curl_multi_setopt(h->multi, CURLMOPT_TIMERDATA, h);
-    curl_multi_setopt(h->multi, CURLMOPT_MAX_HOST_CONNECTIONS, CONNECTIONS_MAX);
-    enum kld_status status = make_headers(h, err);
-    return status || connection->options.lazy ? status : wait_ready(h, err);
-}
-
-static void http_close(struct kld_connection *connection) {
-    struct http_connection *h = http_of(connection);
-    for (struct kld_call *call = h->calls.first; call; call = call->next) {
-        transfer_close(h, &((struct http_call *)call)->transfer);
-        kld_call_drop_regions(call);
-    }
-    if (h->multi)
-        curl_multi_cleanup(h->multi);
-    curl_slist_free_all(h->get_headers);
-    curl_slist_free_all(h->post_headers);
-}
-
-static enum kld_status http_info(struct kld_connection *connection,
-                                 struct kld_server_info *ret_info, struct kld_error *err) {
-    struct http_connection *h = http_of(connection);
-    struct http_get answer;
-    enum kld_status status =
-        get(h, "/v2", kld_now_ns() + connection->options.connect_timeout_ns, &answer, err);
-    if (status)
-        return status;
-    char name[24], version[24];
-    memset(ret_info, 0, sizeof *ret_info);
-    (void)kld_http_text_read(answer.text, answer.bytes, "name", name, sizeof name);
-    (void)kld_http_text_read(answer.text, answer.bytes, "version", version, sizeof version);
-    snprintf(ret_info->backend, sizeof ret_info->backend, "remote");
-    snprintf(ret_info->device, sizeof ret_info->device, "%s %s", name, version);
-    ret_info->requests_max = KLD_CALLS_MAX;
-    return KLD_OK;
-}
-
-static enum kld_status http_ping(struct kld_connection *connection, struct kld_error *err) {
-    struct http_get answer;
-    return get(http_of(connection), "/v2/health/live",
-               kld_now_ns() + connection->options.connect_timeout_ns, &answer, err);
-}
-
-/* ---- Regions: memory of this process ----------------------------------------------------------
- */
-
-static enum kld_status region_map(struct kld_region *region, int flags, int fd,
-                                  struct kld_error *err) {
-    void *data = mmap(NULL, region->bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
-    if (data == MAP_FAILED)
-        return kld_error_set(err, KLD_NO_MEMORY, "no memory for a region of %llu bytes",
-                             (unsigned long long)region->bytes);
-    region->data = data;
-    return KLD_OK;
-}
-
-static enum kld_status http_region_create(struct kld_region *region, struct kld_error *err) {
-    return region_map(region, MAP_PRIVATE | MAP_ANONYMOUS, -1, err);
-}
-
-static enum kld_status http_region_import_memfd(struct kld_region *region, int fd,
-                                                struct kld_error *err) {
-    return region_map(region, MAP_SHARED, fd, err);
-}
-
-static void http_region_release(struct kld_region *region) {
-    if (region->data)
-        munmap(region->data, region->bytes);
-    kld_region_free(region);
-}
-
-#define HTTP_TRANSPORT(scheme)                                                                     \
-    {                                                                                              \
-        .prefix = scheme "://", .name = scheme,                                                    \
-        .connection_bytes = sizeof(struct http_connection),                                        \
-        .call_bytes = sizeof(struct http_call), .region_bytes = sizeof(struct kld_region),         \
-        .open = http_open, .close = http_close, .info = http_info, .ping = http_ping,              \
-        .region_create = http_region_create, .region_import_memfd = http_region_import_memfd,      \
-        .region_release = http_region_release, .submit = http_submit, .cancel = http_cancel,       \
-        .event = http_event, .timer = http_timer,                                                  \
-    }
-
-const struct kld_transport kld_transport_http = HTTP_TRANSPORT("http");
-const struct kld_transport kld_transport_https = HTTP_TRANSPORT("https");

@@ -1,6 +1,6 @@
 /* http.h - the inside of a connection over HTTP: shared by http.c (transfers, events, retries),
- * http_request.c (what is sent) and http_reply.c (what comes back). Everything belongs to the
- * thread that owns the connection. */
+ * http_request.c (what is sent), http_reply.c (what comes back) and http_connect.c (opening,
+ * questions, regions). Everything belongs to the thread that owns the connection. */
 #ifndef KLD_CLIENT_HTTP_H
 #define KLD_CLIENT_HTTP_H
 
@@ -57,6 +57,30 @@ struct http_call {
     struct kld_error failure; /* why a callback gave up */
     char text[KLD_HTTP_REPLY_MAX];
 };
+
+#define KLD_HTTP_URL_MAX 512
+
+struct http_connection {
+    struct kld_connection base;
+    CURLM *multi;
+    uint64_t curl_at_ns;         /* when libcurl wants to be called */
+    char root[KLD_HTTP_URL_MAX]; /* "http://host:port", without a slash at its end */
+    struct kld_call_list calls;  /* all in flight, waiting to be tried again or not */
+    struct curl_slist *get_headers, *post_headers; /* `Authorization`, ... */
+};
+
+/* http.c. easy_open: a libcurl handle for `path` of the server; NULL when out of memory. */
+CURL *kld_http_easy_open(struct http_connection *h, const char *path,
+                         struct http_transfer *transfer);
+void kld_http_transfer_close(struct http_connection *h, struct http_transfer *transfer);
+enum kld_status kld_http_status(long code);
+int kld_http_socket_changed(CURL *easy, curl_socket_t fd, int what, void *user, void *socket_user);
+int kld_http_timer_changed(CURLM *multi, long timeout_ms, void *user);
+enum kld_status kld_http_submit(struct kld_connection *connection, struct kld_call *call,
+                                struct kld_error *err);
+void kld_http_cancel(struct kld_connection *connection, struct kld_call *call);
+void kld_http_event(struct kld_connection *connection, uint64_t tag, uint32_t events);
+void kld_http_timer(struct kld_connection *connection, uint64_t now_ns);
 
 /* http_request.c */
 enum kld_status kld_http_head_write(struct http_call *call, struct kld_error *err);

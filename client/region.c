@@ -145,12 +145,6 @@ static enum kld_status region_made(enum kld_status status, struct kld_region *re
     return KLD_OK;
 }
 
-static enum kld_status unimplemented(const struct kld_connection *connection, const char *what,
-                                     struct kld_error *err) {
-    return kld_error_set(err, KLD_UNIMPLEMENTED, "%s: not over a connection of kind '%s'", what,
-                         connection->transport->name);
-}
-
 enum kld_status kld_region_create(struct kld_connection *connection, uint64_t bytes,
                                   struct kld_region **ret_region, struct kld_error *err) {
     struct kld_region *region = NULL;
@@ -175,7 +169,7 @@ enum kld_status kld_memfd_check(int fd, uint64_t bytes, struct kld_error *err) {
 enum kld_status kld_region_import_memfd(struct kld_connection *connection, int fd, uint64_t bytes,
                                         struct kld_region **ret_region, struct kld_error *err) {
     if (!connection->transport->region_import_memfd)
-        return unimplemented(connection, "memfd regions", err);
+        return kld_unimplemented(connection, "memfd regions", err);
     struct kld_region *region = NULL;
     enum kld_status status = kld_memfd_check(fd, bytes, err);
     if (!status)
@@ -191,7 +185,7 @@ enum kld_status kld_region_import_cuda_ipc(struct kld_connection *connection,
                                            uint64_t bytes, struct kld_region **ret_region,
                                            struct kld_error *err) {
     if (!connection->transport->region_import_cuda_ipc)
-        return unimplemented(connection, "CUDA IPC regions", err);
+        return kld_unimplemented(connection, "CUDA IPC regions", err);
     if (offset_bytes > base_bytes || bytes > base_bytes - offset_bytes)
         return kld_error_set(err, KLD_INVALID,
                              "the region does not lie inside its base allocation");
@@ -206,7 +200,7 @@ enum kld_status kld_region_import_cuda_ipc(struct kld_connection *connection,
 enum kld_status kld_region_create_pool(struct kld_connection *connection, uint64_t bytes,
                                        struct kld_region **ret_region, struct kld_error *err) {
     if (!connection->transport->region_create_pool)
-        return unimplemented(connection, "pool regions", err);
+        return kld_unimplemented(connection, "pool regions", err);
     struct kld_region *region = NULL;
     enum kld_status status = region_open(connection, bytes, &region, err);
     if (status)

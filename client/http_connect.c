@@ -1,0 +1,217 @@
+/* http_connect.c - the HTTP connection apart from its requests: opening and closing, the questions
+ * that wait for their answer, its regions, which are plain memory of this process, and its table.
+ * The thread that owns the connection. */
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "client/http.h"
+
+#define CONNECTIONS_MAX 64l
+#define READY_NS_MIN 20000000ull /* between two looks at a server that is not ready */
+#define READY_NS_MAX 200000000ull
+
+struct http_get {
+    struct http_transfer transfer;
+    size_t bytes;
+    char text[4096]; /* what fits of the body */
+};
+
+static struct http_connection *http_of(struct kld_connection *connection) {
+    return (struct http_connection *)connection;
+}
+
+/* ---- Opening and questions --------------------------------------------------------------------
+ */
+
+static size_t get_write(char *data, size_t size, size_t count, void *user) {
+    struct http_get *get = user;
+    size_t room = sizeof get->text - get->bytes, bytes = size * count;
+    memcpy(get->text + get->bytes, data, bytes < room ? bytes : room);
+    get->bytes += bytes < room ? bytes : room;
+    return bytes;
+}
+
+/* Runs the connection's loop until the answer is there. */
+static enum kld_status get(struct http_connection *h, const char *path, uint64_t deadline_ns,
+                           struct http_get *ret_get, struct kld_error *err) {
+    memset(ret_get, 0, sizeof *ret_get);
+    struct http_transfer *transfer = &ret_get->transfer;
+    CURL *easy = kld_http_easy_open(h, path, transfer);
+    if (!easy)
+        return kld_error_set(err, KLD_NO_MEMORY, "no memory for a request");
+    curl_easy_setopt(easy, CURLOPT_HTTPHEADER, h->get_headers);
+    curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, get_write);
+    curl_easy_setopt(easy, CURLOPT_WRITEDATA, ret_get);
+    enum kld_status status = KLD_OK;
+    if (curl_multi_add_handle(h->multi, easy) != CURLM_OK)
+        status = kld_error_set(err, KLD_NO_MEMORY, "no memory for a request");
+    while (!status && !transfer->ended && kld_now_ns() < deadline_ns)
+        status = kld_connection_step(&h->base, deadline_ns, err);
+    kld_http_transfer_close(h, transfer);
+    if (status)
+        return status;
+    if (!transfer->ended)
+        return kld_error_set(err, KLD_UNAVAILABLE, "the server did not answer in time");
+    if (transfer->code)
+        return kld_error_set(err, KLD_UNAVAILABLE,
+                             "no answer from this address: %s; is kld-server running with this "
+                             "--http address?",
+                             curl_easy_strerror(transfer->code));
+    if (transfer->http_status == 200)
+        return KLD_OK;
+    char text[KLD_ERROR_TEXT_MAX];
+    status = kld_http_status(transfer->http_status);
+    if (kld_http_text_read(ret_get->text, ret_get->bytes, "error", text, sizeof text))
+        return kld_error_set(err, status, "%s", text);
+    return kld_error_set(err, status, "the server answered with HTTP status %ld%s",
+                         transfer->http_status, status == KLD_UNAVAILABLE ? ": not ready" : "");
+}
+
+static void curl_start(void) { curl_global_init(CURL_GLOBAL_DEFAULT); }
+
+static bool append_header(struct curl_slist **list, const char *header) {
+    struct curl_slist *longer = curl_slist_append(*list, header);
+    if (longer)
+        *list = longer;
+    return longer != NULL;
+}
+
+static enum kld_status make_headers(struct http_connection *h, struct kld_error *err) {
+    const char *token = h->base.options.token;
+    char authorization[1024] = "";
+    bool ok = true;
+    if (token) {
+        if (strlen(token) > sizeof authorization - 32 || strpbrk(token, "\r\n"))
+            return kld_error_set(err, KLD_INVALID, "the token is one line of at most 990 bytes");
+        snprintf(authorization, sizeof authorization, "Authorization: Bearer %s", token);
+        ok = append_header(&h->get_headers, authorization) &&
+             append_header(&h->post_headers, authorization);
+    }
+    /* Without "Expect:" libcurl would ask before each large body and wait a round trip. */
+    ok = ok && append_header(&h->post_headers, "Content-Type: application/octet-stream") &&
+         append_header(&h->post_headers, "Expect:");
+    return ok ? KLD_OK : kld_error_set(err, KLD_NO_MEMORY, "no memory for a connection");
+}
+
+static enum kld_status wait_ready(struct http_connection *h, struct kld_error *err) {
+    uint64_t deadline = kld_now_ns() + h->base.options.connect_timeout_ns;
+    uint64_t pause = READY_NS_MIN;
+    for (;;) {
+        struct http_get answer;
+        enum kld_status status = get(h, "/v2/health/ready", deadline, &answer, err);
+        uint64_t again = kld_now_ns() + pause;
+        CURLcode code = answer.transfer.code;
+        bool refused = code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_URL_MALFORMAT ||
+                       code == CURLE_PEER_FAILED_VERIFICATION || code == CURLE_SSL_CACERT_BADFILE;
+        if (status != KLD_UNAVAILABLE || refused || again >= deadline)
+            return status;
+        while (kld_now_ns() < again && !kld_connection_step(&h->base, again, NULL))
+            ;
+        pause = pause * 2 > READY_NS_MAX ? READY_NS_MAX : pause * 2;
+    }
+}
+
+static enum kld_status http_open(struct kld_connection *connection, const char *url,
+                                 struct kld_error *err) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, curl_start);
+    struct http_connection *h = http_of(connection);
+    h->curl_at_ns = KLD_NEVER;
+    size_t length = strlen(url), prefix = strlen(connection->transport->prefix);
+    while (length > prefix && url[length - 1] == '/')
+        length--;
+    if (length == prefix || length >= sizeof h->root)
+        return kld_error_set(err, KLD_INVALID, "expected %sHOST:PORT, of at most %d bytes",
+                             connection->transport->prefix, KLD_HTTP_URL_MAX - 1);
+    memcpy(h->root, url, length);
+    h->multi = curl_multi_init();
+    if (!h->multi)
+        return kld_error_set(err, KLD_NO_MEMORY, "no memory for a connection");
+    curl_multi_setopt(h->multi, CURLMOPT_SOCKETFUNCTION, kld_http_socket_changed);
+    curl_multi_setopt(h->multi, CURLMOPT_SOCKETDATA, h);
+    curl_multi_setopt(h->multi, CURLMOPT_TIMERFUNCTION, kld_http_timer_changed);
+    curl_multi_setopt(h->multi, CURLMOPT_TIMERDATA, h);
+    curl_multi_setopt(h->multi, CURLMOPT_MAX_HOST_CONNECTIONS, CONNECTIONS_MAX);
+    enum kld_status status = make_headers(h, err);
+    return status || connection->options.lazy ? status : wait_ready(h, err);
+}
+
+static void http_close(struct kld_connection *connection) {
+    struct http_connection *h = http_of(connection);
+    for (struct kld_call *call = h->calls.first; call; call = call->next) {
+        kld_http_transfer_close(h, &((struct http_call *)call)->transfer);
+        kld_call_drop_regions(call);
+    }
+    if (h->multi)
+        curl_multi_cleanup(h->multi);
+    curl_slist_free_all(h->get_headers);
+    curl_slist_free_all(h->post_headers);
+}
+
+static enum kld_status http_info(struct kld_connection *connection,
+                                 struct kld_server_info *ret_info, struct kld_error *err) {
+    struct http_connection *h = http_of(connection);
+    struct http_get answer;
+    enum kld_status status =
+        get(h, "/v2", kld_now_ns() + connection->options.connect_timeout_ns, &answer, err);
+    if (status)
+        return status;
+    char name[24], version[24];
+    memset(ret_info, 0, sizeof *ret_info);
+    (void)kld_http_text_read(answer.text, answer.bytes, "name", name, sizeof name);
+    (void)kld_http_text_read(answer.text, answer.bytes, "version", version, sizeof version);
+    snprintf(ret_info->backend, sizeof ret_info->backend, "remote");
+    snprintf(ret_info->device, sizeof ret_info->device, "%s %s", name, version);
+    ret_info->requests_max = KLD_CALLS_MAX;
+    return KLD_OK;
+}
+
+static enum kld_status http_ping(struct kld_connection *connection, struct kld_error *err) {
+    struct http_get answer;
+    return get(http_of(connection), "/v2/health/live",
+               kld_now_ns() + connection->options.connect_timeout_ns, &answer, err);
+}
+
+/* ---- Regions: memory of this process ----------------------------------------------------------
+ */
+
+static enum kld_status region_map(struct kld_region *region, int flags, int fd,
+                                  struct kld_error *err) {
+    void *data = mmap(NULL, region->bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
+    if (data == MAP_FAILED)
+        return kld_error_set(err, KLD_NO_MEMORY, "no memory for a region of %llu bytes",
+                             (unsigned long long)region->bytes);
+    region->data = data;
+    return KLD_OK;
+}
+
+static enum kld_status http_region_create(struct kld_region *region, struct kld_error *err) {
+    return region_map(region, MAP_PRIVATE | MAP_ANONYMOUS, -1, err);
+}
+
+static enum kld_status http_region_import_memfd(struct kld_region *region, int fd,
+                                                struct kld_error *err) {
+    return region_map(region, MAP_SHARED, fd, err);
+}
+
+static void http_region_release(struct kld_region *region) {
+    if (region->data)
+        munmap(region->data, region->bytes);
+    kld_region_free(region);
+}
+
+#define HTTP_TRANSPORT(scheme)                                                                     \
+    {                                                                                              \
+        .prefix = scheme "://", .name = scheme,                                                    \
+        .connection_bytes = sizeof(struct http_connection),                                        \
+        .call_bytes = sizeof(struct http_call), .region_bytes = sizeof(struct kld_region),         \
+        .open = http_open, .close = http_close, .info = http_info, .ping = http_ping,              \
+        .region_create = http_region_create, .region_import_memfd = http_region_import_memfd,      \
+        .region_release = http_region_release, .submit = kld_http_submit,                          \
+        .cancel = kld_http_cancel, .event = kld_http_event, .timer = kld_http_timer,               \
+    }
+
+const struct kld_transport kld_transport_http = HTTP_TRANSPORT("http");
+const struct kld_transport kld_transport_https = HTTP_TRANSPORT("https");
