@@ -29,9 +29,10 @@ struct table_case {
     double temperature, scale, normalizer, grad_output; /* 0: not given */
     uint32_t grad_output_dtype;                         /* a tensor; 0: none */
     bool weights, mask, gradient[2], loss, row_loss;
-    bool strided;   /* rows with gaps */
-    bool speed;     /* timed; only a few variants are compared */
-    bool long_only; /* not with --quick */
+    bool mask_uint8; /* its data type; else BOOL */
+    bool mask_all;   /* no row is left */
+    bool strided;    /* rows with gaps */
+    bool speed;      /* timed; only a few variants are compared */
 };
 
 /* The list, from malloc(); the caller frees it. */

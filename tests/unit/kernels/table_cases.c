@@ -57,6 +57,7 @@ static void rotate(struct list *list, struct table_case *at) {
     at->scale = turn(list, 2) ? 2.25 : 0;
     at->weights = turn(list, 2);
     at->mask = turn(list, 3) == 0;
+    at->mask_uint8 = turn(list, 2);
     at->strided = turn(list, 3) == 0;
     at->row_loss = turn(list, 2);
     at->loss = turn(list, 4) != 0;
@@ -187,9 +188,14 @@ static void add_values(struct list *list) {
 }
 
 static void add_reductions(struct list *list) {
-    struct table_case *at = add(list, "rowmean all masked", 1, 50);
-    at->reduction = KLD_REDUCTION_ROWMEAN;
-    at->mask = true; /* of rows 0 and 1, row 1 is masked; a shape of one row keeps row 0 */
+    struct table_case *at;
+    for (uint32_t reduction = 0; reduction < 6; reduction++) {
+        at = add(list, "", 5, 50);
+        snprintf(at->name, sizeof at->name, "all masked %s", kld_reduction_name(reduction));
+        at->reduction = reduction;
+        at->mask = at->mask_all = at->gradient[1] = true;
+        forms(at, reduction % 3, LOGITS);
+    }
     for (int i = 0; i < 12; i++) {
         at = add(list, "", 40, 129);
         snprintf(at->name, sizeof at->name, "mask and weights %d", i);

@@ -205,7 +205,8 @@ static void make_inputs(struct table_truth *truth, const struct table_case *at,
     if (at->mask)
         truth->input[KLD_SLOT_ROW_MASK] = need(rows);
     for (uint64_t row = 0; at->mask && row < rows; row++)
-        truth->input[KLD_SLOT_ROW_MASK][row] = row % 3 == 1 ? 0 : (unsigned char)(1 + row % 2);
+        truth->input[KLD_SLOT_ROW_MASK][row] =
+            at->mask_all || row % 3 == 1 ? 0 : (unsigned char)(1 + row % 2);
     if (!at->grad_output_dtype)
         return;
     bool wide = at->reduction == KLD_REDUCTION_NONE;
@@ -246,7 +247,9 @@ static void make_op(struct table_truth *truth, const struct table_case *at) {
         [KLD_SLOT_PREDICTIONS] = at->dtype[0],
         [KLD_SLOT_TARGETS] = at->dtype[1],
         [KLD_SLOT_ROW_WEIGHTS] = at->weights ? KLD_DTYPE_FP32 : 0,
-        [KLD_SLOT_ROW_MASK] = at->mask ? KLD_DTYPE_BOOL : 0,
+        [KLD_SLOT_ROW_MASK] = !at->mask        ? 0
+                              : at->mask_uint8 ? KLD_DTYPE_UINT8
+                                               : KLD_DTYPE_BOOL,
         [KLD_SLOT_GRAD_OUTPUT] = at->grad_output_dtype,
         [KLD_SLOT_LOSS] = at->loss ? loss : 0,
         [KLD_SLOT_ROW_LOSS] = at->row_loss ? loss : 0,
