@@ -97,7 +97,6 @@ static enum kld_status open_parts(struct process *process, struct kld_error *err
 
 static void watch(struct process *process) {
     uv_loop_t *loop = &process->gateway.loop;
-    process->terminate.data = process->control.data = process->drain.data = process;
     uv_timer_init(loop, &process->drain);
     uv_signal_init(loop, &process->terminate);
     uv_signal_start(&process->terminate, terminated, SIGTERM);
@@ -119,8 +118,7 @@ int kld_gateway_main(const struct kld_child *child) {
     kld_stats_reset_role(child->stats, "gateway");
     if (uv_loop_init(&gateway->loop) != 0) {
         kld_error_set(&error, KLD_NO_MEMORY, "the event loop cannot be started");
-    } else if (open_parts(process, &error) == KLD_OK) {
-        watch(process);
+    } else if (watch(process), open_parts(process, &error) == KLD_OK) {
         kld_child_report_send(KLD_OK, "", "");
         uv_run(&gateway->loop, UV_RUN_DEFAULT);
         kld_shm_close(gateway->shm);

@@ -243,9 +243,21 @@ static void handle_closed(uv_handle_t *handle) {
     free(link);
 }
 
+static void give_up(struct list *list) {
+    struct kld_error error;
+    kld_error_set(&error, KLD_UNAVAILABLE, "the server is shutting down; try again");
+    while (list->first) {
+        struct kld_link_call *call = list->first;
+        list_remove(list, call);
+        call->done(call, KLD_UNAVAILABLE, NULL, &error);
+    }
+}
+
 static void finish_close(struct kld_link *link) {
     kld_close(link->connection); /* drops the region too */
     link->connection = NULL;
+    give_up(&link->running);
+    give_up(&link->waiting);
     uv_close((uv_handle_t *)&link->tick, handle_closed);
     if (link->connected)
         uv_close((uv_handle_t *)&link->poll, handle_closed);

@@ -43,8 +43,8 @@ struct kld_link_call {
 enum kld_status kld_link_open(uv_loop_t *loop, const struct kld_config *config,
                               struct kld_stats *stats, struct kld_staging *staging,
                               struct kld_link **ret_link, struct kld_error *err);
-/* Asks for the end; calls that are still on are dropped without done(). closed() comes on the loop,
- * the link is gone then. */
+/* Asks for the end, for a process that ends too: calls that are still on end with KLD_UNAVAILABLE
+ * although the worker may be writing yet. closed() comes on the loop, the link is gone then. */
 void kld_link_close(struct kld_link *link, void (*closed)(void *user), void *user);
 
 /* Never calls back before it returns. */
