@@ -26,6 +26,7 @@ struct table_case {
     uint64_t shape[KLD_RANK_MAX];
     enum table_data data;
     double noise;
+    double shift; /* NEAR and EQUAL: how far the two logits' constants lie apart */
     double temperature, scale, normalizer, grad_output; /* 0: not given */
     uint32_t grad_output_dtype;                         /* a tensor; 0: none */
     bool weights, mask, gradient[2], loss, row_loss;

@@ -184,7 +184,7 @@ static void make_inputs(struct table_truth *truth, const struct table_case *at,
         truth->input[side] = need(truth->distinct * classes * kld_dtype_bytes(at->dtype[side]));
     for (uint64_t row = 0; row < truth->distinct; row++) {
         make_logits(at, random, row, classes, q, p);
-        double shift = at->data == TABLE_NEAR || at->data == TABLE_EQUAL ? 0 : 5;
+        double shift = at->data == TABLE_NEAR || at->data == TABLE_EQUAL ? at->shift / 2 : 5;
         for (int side = 0; side < 2; side++) {
             unsigned char *to =
                 truth->input[side] + row * classes * kld_dtype_bytes(at->dtype[side]);

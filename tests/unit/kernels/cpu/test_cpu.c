@@ -283,6 +283,37 @@ START_TEST(test_thread_count) {
 }
 END_TEST
 
+/* Logits that agree up to a constant, and nearly: the constant must not cost accuracy. */
+START_TEST(test_near_and_shifted) {
+    struct kld_device *device = device_open(2, 0, 5);
+    const struct table_place place = {TABLE_POOL, 0, false, 1};
+    for (uint32_t divergence = 0; divergence < 2; divergence++) {
+        struct table_case at = {.name = "shifted",
+                                .divergence = divergence,
+                                .form = {KLD_FORM_LOGITS, KLD_FORM_LOGITS},
+                                .dtype = {KLD_DTYPE_FP32, KLD_DTYPE_FP32},
+                                .data = TABLE_NEAR,
+                                .noise = 1e-3,
+                                .shift = 40,
+                                .rank = 2,
+                                .shape = {6, 5000},
+                                .gradient = {true, true},
+                                .loss = true,
+                                .row_loss = true};
+        struct table_truth truth;
+        struct table_outputs outputs = {0};
+        char failure[256] = "";
+        table_truth_init(&truth, &at, 3);
+        bool fine = table_run(device, &truth, &at, &place, &outputs, failure) &&
+                    table_check(&truth, &at, &outputs, failure);
+        ck_assert_msg(fine, "%s", failure);
+        table_outputs_done(&outputs);
+        table_truth_done(&truth);
+    }
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
 /* A row alone and the same row among others: the same bits. */
 START_TEST(test_row_alone) {
     struct kld_device *device = device_open(2, 0, 5);
@@ -367,5 +398,5 @@ START_TEST(test_ceiling) {
 END_TEST
 
 UNIT_MAIN("kernels/cpu/cpu", test_options, test_pool, test_memory_kinds, test_copy, test_streams,
-          test_close_in_flight, test_wakes, test_thread_count, test_row_alone, test_base, test_avx2,
-          test_ceiling)
+          test_close_in_flight, test_wakes, test_thread_count, test_row_alone,
+          test_near_and_shifted, test_base, test_avx2, test_ceiling)
