@@ -630,6 +630,8 @@ def stopped_worker_request(server, parameters, replies):
 def test_deadline(make_server):
     """The caller is answered; the memory is free only after the worker let go of it."""
     server = make_server(http_deadline_ms=300)
+    warm = []
+    stopped_worker_request(server, {"timeout": 60000000}, warm)  # the gateway has its worker now
     worker = server.child("worker")
     os.kill(worker, signal.SIGSTOP)
     try:
