@@ -113,7 +113,7 @@ $(BUILD)/examples/%: client/examples/%.c $(BUILD)/libkld.so
 examples: $(patsubst client/examples/%.c,$(BUILD)/examples/%,$(EXAMPLES_C))
 
 # A unit test is one program with its own main (tests/unit/unit.h); it may call anything inside.
-$(BUILD)/tests/unit/%: $(BUILD)/obj/tests/unit/%.c.o $(call OBJ,$(UNIT_AUX_C)) $(SERVER_OBJ) $(BUILD)/libkld.a
+$(BUILD)/tests/unit/%: $(BUILD)/obj/tests/unit/%.c.o $(call OBJ,$(UNIT_AUX_C) $(filter-out client/cli/main.c,$(CLI_C))) $(SERVER_OBJ) $(BUILD)/libkld.a
 	@mkdir -p $(@D)
 	@echo "  LD    $@"
 	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(SERVER_LIBS) $(LIB_LIBS) $(CHECK_LIBS)
@@ -215,7 +215,7 @@ install: all
 # ---- the tarball ------------------------------------------------------------------------------------
 DIST = $(BUILD)/kld-$(VERSION)-linux-x86_64
 dist: all examples bench-programs $(if $(TABLE_C),$(BUILD)/kernel-table)
-	@deploy/dist.sh $(BUILD) $(DIST)
+	@deploy/dist.sh $(BUILD) $(DIST) CUDA=$(CUDA) CUDA_BUILD=$(CUDA_BUILD) SANITIZE=$(SANITIZE)
 
 check-gpu: dist
 	@tree=$$(mktemp -d) && tar -xzf $(DIST).tar.gz -C $$tree && \

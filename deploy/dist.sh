@@ -1,17 +1,18 @@
 #!/bin/bash
-# dist.sh BUILD DIST - the relocatable tree DIST/ and DIST.tar.gz: programs, libkld, the libraries
+# dist.sh BUILD DIST [VARIABLE=...]... - the relocatable tree DIST/ and DIST.tar.gz: programs, libkld, the libraries
 # they need beside them (found by $ORIGIN; libc and its parts stay the system's), the kernel table
 # and the tests that run without a compiler.
 # shellcheck disable=SC2016 # $ORIGIN and ${pcfiledir} are for others to expand
 set -euo pipefail
 build=$1
 dist=$2
+shift 2
 deploy/deps.sh dist
 command -v patchelf >/dev/null || { echo "dist.sh: patchelf is missing" >&2; exit 1; }
 
 rm -rf "$dist" "$dist.tar.gz"
 mkdir -p "$dist"/{bin,lib,libexec,include/kld,share/kld,tests}
-make --no-print-directory -s install BUILD="$build" PREFIX=/ DESTDIR="$dist" >/dev/null
+MAKEFLAGS="" make --no-print-directory -s "$@" install BUILD="$build" PREFIX=/ DESTDIR="$dist" >/dev/null
 # Found from wherever the tree lies.
 sed -i 's|^prefix=.*|prefix=${pcfiledir}/../..|' "$dist/lib/pkgconfig/kld.pc"
 programs=("$dist/bin/kld-server" "$dist/bin/kld")
