@@ -1,0 +1,129 @@
+"""make install and make dist: what they put where compiles, links and runs, also after a move."""
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from conftest import BIN, DATA, ROOT, Server, clean_environment
+
+PROGRAM = r"""
+#include <kld/kld.h>
+#include <stdio.h>
+int main(void) {
+    struct kld_connection *connection = NULL;
+    struct kld_error error;
+    struct kld_op op;
+    kld_op_init(&op);
+    if (kld_connect("local:cpu", NULL, &connection, &error) != KLD_OK) return 1;
+    kld_close(connection);
+    printf("%s %s %s\n", kld_version(), kld_divergence_name(op.divergence), kld_status_name(KLD_BUSY));
+    return 0;
+}
+"""
+
+
+def is_sanitized():
+    return re.search(rb"__[at]san_init", (BIN / "kld-server").read_bytes()) is not None
+
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "Makefile").exists() or not (BIN / "libkld.a").exists() or is_sanitized(),
+    reason="needs the sources and an ordinary build")
+
+
+def environment(**more):
+    return {**{name: value for name, value in clean_environment().items()
+               if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "LD_LIBRARY_PATH")}, **more}
+
+
+def make(*arguments):
+    cuda = int(b"kld_backend_cuda" in (BIN / "libkld.a").read_bytes())
+    result = subprocess.run(["make", *arguments, f"BUILD={BIN}", f"CUDA={cuda}"], cwd=ROOT,
+                            capture_output=True, text=True, env=environment())
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def run(*arguments, **more):
+    result = subprocess.run(list(map(str, arguments)), capture_output=True, text=True,
+                            env=environment(**more))
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A tree as a package would have it: PREFIX=/usr below DESTDIR."""
+    folder = tmp_path_factory.mktemp("install")
+    make("install", "PREFIX=/usr", f"DESTDIR={folder}")
+    return folder / "usr"
+
+
+def test_what_is_installed(installed):
+    files = {str(path.relative_to(installed)) for path in installed.rglob("*") if not path.is_dir()}
+    version = (ROOT / "proto" / "VERSION").read_text().strip()
+    assert files == {"bin/kld", "bin/kld-server", "lib/libkld.a", "lib/libkld.so", "lib/libkld.so.0",
+                     f"lib/libkld.so.{version}", "lib/pkgconfig/kld.pc", "include/kld/kld.h",
+                     "include/kld/op.h", "include/kld/status.h"}
+    for name in ("lib/libkld.so", "lib/libkld.so.0"):
+        assert not os.readlink(installed / name).startswith("/")
+
+
+@pytest.mark.parametrize("compiler", [["gcc", "-std=c99", "-x", "c"], ["gcc", "-std=c17", "-x", "c"],
+                                      ["g++", "-std=c++11", "-x", "c++"]], ids=["c99", "c17", "c++"])
+def test_a_program_from_the_installed_tree(installed, tmp_path, compiler):
+    source = tmp_path / "program.txt"
+    source.write_text(PROGRAM)
+    program = tmp_path / "program"
+    run(*compiler, "-Wall", "-Wextra", "-Wpedantic", "-Werror", source, "-x", "none", "-o", program,
+        f"-I{installed}/include", f"-L{installed}/lib", "-lkld")
+    output = run(program, LD_LIBRARY_PATH=f"{installed}/lib")
+    assert output.split()[1:] == ["forward_kl", "busy"]
+
+
+def test_pkg_config_and_static_link(installed, tmp_path):
+    (tmp_path / "program.c").write_text(PROGRAM)
+    flags = run("pkg-config", "--cflags", "--libs", "--static", "kld",
+                PKG_CONFIG_PATH=f"{installed}/lib/pkgconfig",
+                PKG_CONFIG_SYSROOT_DIR=str(installed.parent)).split()
+    flags = [f"{installed}/lib/libkld.a" if flag == "-lkld" else flag for flag in flags]
+    run("gcc", tmp_path / "program.c", "-o", tmp_path / "program", *flags)
+    assert "forward_kl" in run(tmp_path / "program")
+
+
+def test_only_the_interface_is_exported(installed):
+    names = {line.split()[-1] for line in
+             run("nm", "-D", "--defined-only", installed / "lib" / "libkld.so").splitlines()}
+    assert {"kld_connect", "kld_run", "kld_op_init", "kld_error_set"} <= names
+    assert not [name for name in names if not name.startswith("kld_")]
+    assert not [name for name in names if name.startswith(("kld_frame", "kld_backend", "kld_cpu"))]
+
+
+def test_tarball_runs_from_anywhere(tmp_path):
+    make("dist")
+    tarball = next(BIN.glob("kld-*-linux-x86_64.tar.gz"))
+    run("tar", "-xzf", tarball, "-C", tmp_path)
+    tree = tmp_path / "moved here"
+    next(tmp_path.glob("kld-*")).rename(tree)
+    for program in ("bin/kld-server", "bin/kld", "lib/libkld.so"):
+        loaded = run("ldd", tree / program)
+        assert "not found" not in loaded
+        outside = [line for line in loaded.splitlines() if "=> /" in line and str(tree) not in line]
+        assert all(re.search(r"lib(c|m|resolv|dl|rt|pthread)\.so", line) for line in outside), outside
+    loss = run(tree / "bin" / "kld", "div", DATA / "digits" / "student.npy",
+               DATA / "digits" / "teacher.npy", "--server", "local:cpu", "--quiet")
+    assert float(loss) == pytest.approx(0.52633884867853531, rel=1e-6)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    process = subprocess.Popen([tree / "bin" / "kld-server", "--http=127.0.0.1:0",
+                                f"--unix={folder}/s", "--backend=cpu"], stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL, env=environment())
+    try:
+        assert process.stdout.readline().startswith(b"ready ")
+        run(tree / "bin" / "kld", "ping", "--server", f"unix:{folder}/s")
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
+        process.stdout.close()
+    shutil.rmtree(tree)
