@@ -141,10 +141,11 @@ $(BUILD)/kernel-table: $(call OBJ,$(TABLE_C) $(filter tests/unit/kernels/%,$(UNI
 	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(CUDA_LIBS) -lm
 
 FUZZ_FLAGS := -Wno-string-plus-int -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined
-$(BUILD)/fuzz/%: tests/fuzz/%.c $(wildcard proto/*.c proto/*.h)
+FUZZED_C := $(wildcard proto/*.c) client/cli/npy.c client/cli/safetensors.c
+$(BUILD)/fuzz/%: tests/fuzz/%.c $(FUZZED_C) $(wildcard proto/*.h)
 	@mkdir -p $(@D)
 	@echo "  FUZZ  $@"
-	$(Q)clang -std=c17 -I. -D_GNU_SOURCE $(FUZZ_FLAGS) $< $(wildcard proto/*.c) -o $@ -lcjson -lm
+	$(Q)clang -std=c17 -I. -D_GNU_SOURCE $(FUZZ_FLAGS) $< $(FUZZED_C) -o $@ -lcjson -lm
 
 # Everything that a test may run.
 programs: all unit examples bench-programs $(if $(TABLE_C),$(BUILD)/kernel-table)
