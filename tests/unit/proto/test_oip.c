@@ -1,3 +1,4 @@
+/* test_oip.c - Open Inference JSON to an operator and back, and what is refused. */
 #include "proto/oip.h"
 
 #include <math.h>

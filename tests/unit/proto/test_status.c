@@ -1,3 +1,4 @@
+/* test_status.c - codes, texts, and errors that are cut to fit. */
 #include "proto/status.h"
 
 #include <string.h>

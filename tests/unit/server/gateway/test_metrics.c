@@ -1,3 +1,4 @@
+/* test_metrics.c - the text of /metrics. */
 #include "server/gateway/metrics.h"
 
 #include <stdio.h>

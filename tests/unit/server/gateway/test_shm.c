@@ -1,3 +1,4 @@
+/* test_shm.c - the shared memory that HTTP callers register. */
 #include "server/gateway/shm.h"
 
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+/* test_staging.c - the shared memory that bodies land in. */
 #include "server/gateway/staging.h"
 
 #include <fcntl.h>
