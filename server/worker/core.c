@@ -35,28 +35,32 @@ static void reply_done(struct kld_request *request) {
     kld_session_reply(request->session, &frame);
 }
 
+/* What the device did, whether or not somebody still waits for it. */
+static void count_work(const struct kld_request *request) {
+    struct kld_worker *worker = request->session->worker;
+    struct kld_stats *stats = worker->options.stats;
+    const struct kld_job *job = &request->job;
+    worker->kernel_ns_total += job->kernel_ns;
+    worker->bytes_total += job->bytes;
+    kld_stats_add(stats, KLD_STAT_kernel_ns_total, (int64_t)job->kernel_ns);
+    kld_stats_add(stats, KLD_STAT_kernel_bytes_total, (int64_t)job->bytes);
+    kld_stats_observe(stats, KLD_HISTOGRAM_queue, queue_ns(request));
+    kld_stats_observe(stats, KLD_HISTOGRAM_kernel, job->kernel_ns);
+    if (job->copy_ns)
+        kld_stats_observe(stats, KLD_HISTOGRAM_copy, job->copy_ns);
+}
+
 /* The one place where a request is counted and logged. `status`: what its client was, or would have
- * been, told. ran: the back end had it, so its times are there. */
+ * been, told. ran: the back end is through with it, so its times are there. */
 static void account(struct kld_request *request, enum kld_status status, const char *text,
                     bool ran) {
     struct kld_worker *worker = request->session->worker;
-    struct kld_stats *stats = worker->options.stats;
     const struct kld_job *job = &request->job;
     uint64_t total_ns = kld_worker_now_ns() - request->arrival_ns;
     worker->requests_total++;
     worker->errors_total += status != KLD_OK;
-    kld_stats_request(stats, KLD_FRONT_UNIX, status);
-    kld_stats_observe(stats, KLD_HISTOGRAM_unix_request, total_ns);
-    if (ran) {
-        worker->kernel_ns_total += job->kernel_ns;
-        worker->bytes_total += job->bytes;
-        kld_stats_add(stats, KLD_STAT_kernel_ns_total, (int64_t)job->kernel_ns);
-        kld_stats_add(stats, KLD_STAT_kernel_bytes_total, (int64_t)job->bytes);
-        kld_stats_observe(stats, KLD_HISTOGRAM_queue, queue_ns(request));
-        kld_stats_observe(stats, KLD_HISTOGRAM_kernel, job->kernel_ns);
-        if (job->copy_ns)
-            kld_stats_observe(stats, KLD_HISTOGRAM_copy, job->copy_ns);
-    }
+    kld_stats_request(worker->options.stats, KLD_FRONT_UNIX, status);
+    kld_stats_observe(worker->options.stats, KLD_HISTOGRAM_unix_request, total_ns);
     enum kld_log_level level = status ? KLD_LOG_INFO : KLD_LOG_DEBUG;
     if (kld_log_wants(level))
         kld_log(level, "request",
@@ -85,6 +89,8 @@ static void retire(struct kld_request *request) {
 /* Ends what the back end does not have (any more). Afterwards *request is the pool's. */
 static void finish(struct kld_request *request, enum kld_status status,
                    const struct kld_error *error, bool ran) {
+    if (ran)
+        count_work(request);
     if (!request->answered) {
         request->answered = true;
         account(request, status, error->text,

@@ -5,8 +5,10 @@
 
 #include <fcntl.h>
 #include <inttypes.h>
+#include <linux/magic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include "server/worker/core.h"
@@ -36,6 +38,11 @@ static enum kld_status check_memfd(const struct kld_frame_region_add *frame, int
         (seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE)))
         return kld_error_set(err, KLD_INVALID,
                              "the memfd cannot be written; expected read and write access");
+    /* Huge pages can be punched out of a sealed memfd and then not be there: a fault in us. */
+    struct statfs system;
+    if (fstatfs(fd, &system) != 0 || system.f_type != TMPFS_MAGIC)
+        return kld_error_set(err, KLD_INVALID,
+                             "the memfd is made of huge pages; expected ordinary ones");
     if (fstat(fd, ret_stat) != 0)
         return kld_error_set(err, KLD_INVALID, "the memfd's size cannot be read");
     if ((uint64_t)ret_stat->st_size < frame->bytes)

@@ -387,6 +387,20 @@ def test_region_quotas(client):
     memory.close()
 
 
+def test_memfd_of_huge_pages(client):
+    """Their pages can be taken away behind any seal."""
+    try:
+        fd = os.memfd_create("kld-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+        os.ftruncate(fd, 2 << 20)
+    except OSError:
+        pytest.skip("no huge pages on this machine")
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    with pytest.raises(Failed, match="huge pages"):
+        client.region_add(wire.MEMFD, 2 << 20, [fd])
+    os.close(fd)
+    client.ping()
+
+
 def test_memfd_that_cannot_be_cut(client, case):
     with pytest.raises(OSError):
         os.ftruncate(case.memory.fd, 100)

@@ -143,6 +143,8 @@ START_TEST(cancel_answers_at_once_and_pins_until_the_job_ends) {
     rig_until_is(&rig.fake.memories, 0);
     ck_assert_int_eq(atomic_load(&rig.fake.jobs_done), KLD_LANE_DEPTH + 1);
     ck_assert_uint_eq(stat_of(KLD_STAT_requests_detached_total), 2);
+    /* What the device did is counted, whoever waited for it. */
+    ck_assert_uint_eq(stat_of(KLD_STAT_kernel_bytes_total), 1000 * (KLD_LANE_DEPTH + 1));
     close(fd);
     end();
 }
