@@ -51,6 +51,8 @@ int kld_cli_fail(const struct kld_error *error) {
         enum kld_exit exit;
         const char *advice;
     } rules[] = {
+        {KLD_INVALID, KLD_EXIT_USAGE, "kld COMMAND -h lists what is understood"},
+        {KLD_NOT_FOUND, KLD_EXIT_USAGE, "kld COMMAND -h lists what is understood"},
         {KLD_UNAVAILABLE, KLD_EXIT_SERVER,
          "start kld-server, or compute in this process with --server local:"},
         {KLD_BUSY, KLD_EXIT_SERVER, "try again in a moment"},

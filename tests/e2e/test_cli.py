@@ -1,0 +1,265 @@
+"""The kld tool, over every kind of server: files in, loss and gradients out, and what it says when
+something is wrong."""
+import json
+import os
+import pty
+import struct
+import subprocess
+
+import numpy as np
+import pytest
+
+from conftest import BIN, clean_environment
+
+KLD = str(BIN / "kld")
+
+
+def kld(*arguments, code=0, **environment):
+    """Runs the tool; fails the test unless it exits with `code`."""
+    done = subprocess.run([KLD, *map(str, arguments)], capture_output=True, text=True, timeout=120,
+                          stdin=subprocess.DEVNULL, env=clean_environment(**environment))
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+    return done
+
+
+def softmax(x):
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
+
+
+def save_safetensors(path, **tensors):
+    """tensors: name=(dtype name, array of its bits)."""
+    header, data = {}, b""
+    for name, (dtype, array) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(array.shape),
+                        "data_offsets": [len(data), len(data) + array.nbytes]}
+        data += array.tobytes()
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def read_safetensors(path, name):
+    raw = path.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    tensor = json.loads(raw[8:8 + length])[name]
+    begin, end = tensor["data_offsets"]
+    return tensor["dtype"], tensor["shape"], raw[8 + length + begin:8 + length + end]
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """q.npy and p.npy: rows of probabilities; the arrays in float64 too."""
+    random = np.random.default_rng(7)
+    q, p = (softmax(random.standard_normal((33, 257))).astype(np.float32) for _ in range(2))
+    np.save(tmp_path / "q.npy", q)
+    np.save(tmp_path / "p.npy", p)
+    return tmp_path, q.astype(np.float64), p.astype(np.float64)
+
+
+def urls(server):
+    return [server.url_unix, server.http, "local:" + server.backend]
+
+
+def test_same_bits_over_every_connection(make_server, pair):
+    folder, q, p = pair
+    server = make_server()
+    answers = []
+    for i, url in enumerate(urls(server)):
+        out = [folder / f"{name}{i}.npy" for name in ("gq", "gp", "rows", "loss")]
+        done = kld("div", folder / "q.npy", folder / "p.npy", "--grad-predictions", out[0],
+                   "--grad-targets", out[1], "--row-loss", out[2], "--loss", out[3], "--json",
+                   "--server", url)
+        reply = json.loads(done.stdout)
+        assert reply["shape"] == [33, 257] and reply["attempts"] == 1
+        answers.append((reply["loss"], [path.read_bytes() for path in out]))
+        assert np.load(out[3]) == np.float32(reply["loss"])
+    assert answers[0] == answers[1] == answers[2]
+    truth = (p * (np.log(p) - np.log(q))).sum(1)
+    assert answers[0][0] == pytest.approx(truth.sum() / 33, rel=1e-6)
+    np.testing.assert_allclose(np.load(folder / "rows0.npy"), truth, rtol=2e-5)
+    np.testing.assert_allclose(np.load(folder / "gq0.npy"), -p / q / 33, rtol=1e-6)
+    assert np.load(folder / "gp0.npy").shape == (33, 257)
+
+
+def test_parameters_masks_and_reductions(make_server, pair):
+    folder, q, p = pair
+    mask = np.arange(33) % 3 > 0
+    weights = np.linspace(0.5, 2, 33).astype(np.float32)
+    np.save(folder / "mask.npy", mask)
+    np.save(folder / "weights.npy", weights)
+    server = make_server()
+    rows = (q * (np.log(q) - np.log(p))).sum(1)
+    truth = 3 * (weights * rows)[mask].sum() / weights[mask].sum()
+    seen = set()
+    for url in urls(server):
+        done = kld("div", folder / "q.npy", folder / "p.npy", "--divergence", "reverse_kl",
+                   "--reduction=rowmean", "--row-mask", folder / "mask.npy", "--row-weights",
+                   folder / "weights.npy", "--scale", "3", "--quiet", "--server", url)
+        assert done.stderr == ""
+        assert float(done.stdout) == pytest.approx(truth, rel=1e-6)
+        seen.add(done.stdout)
+        kld("div", folder / "q.npy", folder / "p.npy", "--reduction", "none", "--loss",
+            folder / "all.npy", KLD_SERVER=url)
+        all_values = np.load(folder / "all.npy")
+        assert all_values.shape == (33, 257)
+        np.testing.assert_allclose(all_values, p * (np.log(p) - np.log(q)), rtol=1e-4, atol=1e-8)
+    assert len(seen) == 1
+
+
+def test_logits_in_every_dtype(make_server, tmp_path):
+    random = np.random.default_rng(3)
+    x, y = random.standard_normal((2, 4, 8, 130))
+    bits = lambda a: (a.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    exact = lambda a: (bits(a).astype(np.uint32) << 16).view(np.float32)
+    for name in ("float64", "float32", "float16"):
+        np.save(tmp_path / f"{name}.npy", x.astype(name))
+    save_safetensors(tmp_path / "all.safetensors", x=("BF16", bits(x)), y=("BF16", bits(y)),
+                     y64=("F64", y))
+    server = make_server()
+    common = ("--predictions-form", "logits", "--targets-form", "logits", "--temperature", 2,
+              "--json")
+    for url in urls(server):
+        for name, tolerance in (("float64", 1e-12), ("float32", 1e-5), ("float16", 1e-2)):
+            p, q = softmax(y / 2), softmax(np.load(tmp_path / f"{name}.npy").astype(float) / 2)
+            truth = (p * np.log(p / q)).sum() / 4
+            reply = json.loads(kld("div", tmp_path / f"{name}.npy",
+                                   f"{tmp_path}/all.safetensors:y64", *common, "--server",
+                                   url).stdout)
+            assert reply["loss"] == pytest.approx(truth, rel=1e-9)  # a float64 input: in float64
+        out = tmp_path / "grad.safetensors"
+        reply = json.loads(kld("div", f"{tmp_path}/all.safetensors:x",
+                               f"{tmp_path}/all.safetensors:y", *common, "--grad-predictions", out,
+                               "--server", url).stdout)
+        p, q = softmax(exact(y) / 2), softmax(exact(x) / 2)
+        assert reply["loss"] == pytest.approx((p * np.log(p / q)).sum() / 4, rel=1e-5)
+        dtype, shape, raw = read_safetensors(out, "grad_predictions")
+        assert (dtype, shape) == ("BF16", [4, 8, 130])
+        got = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        np.testing.assert_allclose(got.reshape(4, 8, 130), (q - p) / 2 / 4, rtol=1e-2, atol=1e-6)
+        done = kld("div", f"{tmp_path}/all.safetensors:x", f"{tmp_path}/all.safetensors:y",
+                   "--grad-predictions", tmp_path / "grad.npy", "--server", url, code=2)
+        assert "safetensors" in done.stderr
+
+
+def test_non_finite_loss(make_server, tmp_path):
+    np.save(tmp_path / "q.npy", np.array([[1, 0]], np.float32))
+    np.save(tmp_path / "p.npy", np.array([[0.5, 0.5]], np.float32))
+    for url in urls(make_server()):
+        reply = json.loads(kld("div", tmp_path / "q.npy", tmp_path / "p.npy", "--json", "--server",
+                               url).stdout)
+        assert reply["loss"] is None and reply["non_finite"] == "inf"
+        assert kld("div", tmp_path / "q.npy", tmp_path / "p.npy", "--server", url).stdout == "inf\n"
+
+
+def write_bad_files(folder):
+    array = np.ones((4, 6), np.float32)
+    np.save(folder / "fortran.npy", np.asfortranarray(array))
+    np.save(folder / "big.npy", array.astype(">f4"))
+    np.save(folder / "object.npy", np.array([[1, None]], object))
+    np.save(folder / "int.npy", np.ones((4, 6), np.int64))
+    np.save(folder / "empty.npy", np.ones((4, 0), np.float32))
+    np.save(folder / "other.npy", np.ones((6, 4), np.float32))
+    np.save(folder / "good.npy", array)
+    (folder / "cut.npy").write_bytes((folder / "good.npy").read_bytes()[:-1])
+    (folder / "text.npy").write_text("not an array")
+    (folder / "nothing.npy").write_bytes(b"")
+
+
+@pytest.mark.parametrize("name, said", [
+    ("fortran.npy", "ascontiguousarray"), ("big.npy", "big-endian"), ("object.npy", "objects"),
+    ("int.npy", "float32"), ("empty.npy", "empty"), ("other.npy", "shape"), ("cut.npy", "cut short"),
+    ("text.npy", "not a .npy file"), ("nothing.npy", "anything"), ("missing.npy", "No such file"),
+    ("x.safetensors:y", "No such file"), (".", "not a file"),
+])
+def test_bad_files(tmp_path, name, said):
+    write_bad_files(tmp_path)
+    done = kld("div", tmp_path / "good.npy", tmp_path / name, code=2)
+    assert said in done.stderr and "kld div -h" in done.stderr and done.stdout == ""
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["--divergence", "js"], "forward_kl, reverse_kl"), (["--divergence", "x"], "known"),
+    (["--temperature", "2"], "logits"), (["--temperature", "x"], "number"),
+    (["--reduction", "row"], "--loss"), (["--beta", "0.5"], "does not fit"),
+    (["--frobnicate"], "unknown option"), (["--scale"], "needs a value"), (["--json=1"], "no value"),
+    (["third.npy"], "unexpected"), (["--grad-predictions", "out.txt"], ".npy"),
+    (["--grad-output", "2"], "no gradient"), (["--server", "ftp://x"], "expected unix:"),
+    (["--server", "unix:"], "path"), (["--server", "local:tpu"], "cpu"),
+    (["--server", "local:cpu:x"], "number"),
+])
+def test_bad_arguments(tmp_path, arguments, said):
+    write_bad_files(tmp_path)
+    done = subprocess.run([KLD, "div", "good.npy", "good.npy", *arguments], capture_output=True,
+                          text=True, cwd=tmp_path, env=clean_environment(), timeout=60)
+    assert done.returncode == 2 and said in done.stderr, (done.returncode, done.stderr)
+    assert done.stdout == ""
+
+
+def test_nothing_is_left_of_a_result_that_cannot_be_written(tmp_path):
+    write_bad_files(tmp_path)
+    done = kld("div", tmp_path / "good.npy", tmp_path / "good.npy", "--grad-predictions",
+               tmp_path / "no" / "out.npy", code=2)
+    assert "cannot be written" in done.stderr
+    before = sorted(tmp_path.iterdir())
+    (tmp_path / "out.npy").mkdir()
+    kld("div", tmp_path / "good.npy", tmp_path / "good.npy", "--grad-predictions",
+        tmp_path / "out.npy", code=2)
+    assert sorted(tmp_path.iterdir()) == sorted(before + [tmp_path / "out.npy"])
+
+
+def test_no_server(tmp_path):
+    for url in (f"unix:{tmp_path}/none.sock", "http://127.0.0.1:1"):
+        done = kld("ping", "--server", url, "--timeout", "0.3", code=3)
+        assert "kld-server" in done.stderr and str(tmp_path) not in done.stderr
+
+
+def test_help():
+    top = kld("-h").stdout
+    for command in ("div", "status", "ping", "bench"):
+        assert command in top
+        text = kld(command, "-h").stdout
+        assert text.startswith(f"Usage: kld {command} ") and "--server URL" in text
+        assert "Exit status" in text
+    assert kld("--version").stdout.startswith("kld ")
+    assert "no command" in kld("dib", code=2).stderr
+    kld(code=2)
+
+
+def test_status_ping_and_bench(make_server):
+    server = make_server()
+    for url in urls(server):
+        status = json.loads(kld("status", "--json", "--server", url).stdout)
+        assert status["backend"] in (server.backend, "remote") and status["device"]
+        assert ("requests_total" in status) == (not url.startswith("http"))
+        assert "backend" in kld("status", "--server", url).stdout
+        assert len(kld("ping", "--count", 4, "--server", url).stdout.splitlines()) == 4
+        bench = json.loads(kld("bench", "--shape", "64x1000", "--dtype", "BF16", "--form", "logits",
+                               "--grad", "--check", "--seconds", "0.3", "--in-flight", 3, "--json",
+                               "--server", url).stdout)
+        assert bench["losses"] > 0 and bench["different"] == bench["failed"] == 0
+        assert ("of_ceiling" in bench) == url.startswith("local:")
+    assert "losses/s" in kld("bench", "--shape", "8x100", "--seconds", "0.1").stdout
+    assert "--shape" in kld("bench", "--shape", "8xx", code=2).stderr
+
+
+def test_progress_bar_on_a_terminal(make_server, tmp_path):
+    rows = np.full((2000, 1500), 1 / 1500, np.float32)  # 12 MB each
+    np.save(tmp_path / "q.npy", rows)
+    server = make_server()
+    master, slave = pty.openpty()
+    process = subprocess.Popen([KLD, "div", tmp_path / "q.npy", tmp_path / "q.npy", "--server",
+                                server.http], stdout=subprocess.PIPE, stderr=slave,
+                               env=clean_environment())
+    os.close(slave)
+    seen = b""
+    while True:
+        try:
+            part = os.read(master, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        seen += part
+    os.close(master)
+    assert abs(float(process.communicate(timeout=60)[0])) < 1e-6 and process.returncode == 0
+    assert b"100%" in seen and b"24.0 MB" in seen

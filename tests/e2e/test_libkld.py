@@ -1,0 +1,140 @@
+"""libkld over a real server that is killed, restarted and late; what the library exports; its
+examples."""
+import json
+import os
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+from conftest import BIN, ROOT, clean_environment, wait_until
+
+KLD = str(BIN / "kld")
+
+
+def start(*arguments):
+    return subprocess.Popen([KLD, *map(str, arguments)], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True, env=clean_environment())
+
+
+def finish(process, code=0):
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == code, (process.returncode, out, err)
+    return out
+
+
+@pytest.mark.parametrize("way", ["unix", "http"])
+def test_every_request_is_answered_rightly_while_workers_are_killed(make_server, way):
+    server = make_server()
+    url = server.url_unix if way == "unix" else server.http
+    quiet = json.loads(finish(start("bench", "--shape", "64x2048", "--grad", "--check", "--seconds",
+                                    0.3, "--json", "--server", url)))
+    bench = start("bench", "--shape", "64x2048", "--grad", "--check", "--in-flight", 32, "--seconds",
+                  5, "--json", "--server", url)
+    killed = []
+    while len(killed) < 3:
+        time.sleep(0.8)
+        killed.append(server.kill_child("worker"))
+    report = json.loads(finish(bench))
+    assert len(set(killed)) == 3
+    assert report["losses"] > 100
+    assert report["failed"] == 0 and report["different"] == 0
+    assert report["loss"] == quiet["loss"]
+    if way == "unix":  # over HTTP it is the gateway that sends again
+        assert report["repeated"] > 0
+
+
+def test_a_restarted_server_is_found_again(make_server):
+    server = make_server(http="")
+    bench = start("bench", "--shape", "64x512", "--check", "--in-flight", 8, "--seconds", 3,
+                  "--json", "--server", server.url_unix)
+    time.sleep(1)
+    server.process.kill()  # all of it
+    server.process.wait()
+    server.process.stdout.close()
+    time.sleep(0.3)
+    server.start()
+    report = json.loads(finish(bench))
+    assert report["failed"] == 0 and report["different"] == 0 and report["losses"] > 100
+
+
+def test_waits_for_a_server_that_is_late(make_server):
+    server = make_server(wait=False)
+    os.kill(server.pid, signal.SIGSTOP)
+    pings = [start("ping", "--server", "unix:" + server.flags["unix"])]
+    time.sleep(0.5)
+    os.kill(server.pid, signal.SIGCONT)
+    server.wait_ready()
+    pings.append(start("ping", "--server", server.http))
+    for ping in pings:
+        assert len(finish(ping).splitlines()) == 3
+
+
+def test_nothing_stays_behind_in_the_worker(make_server):
+    server = make_server()
+
+    def status():
+        return json.loads(finish(start("status", "--json", "--server", server.url_unix)))
+
+    before = status()
+    for _ in range(3):
+        finish(start("bench", "--shape", "32x100", "--grad", "--in-flight", 16, "--seconds", 0.1,
+                     "--server", server.url_unix))
+    killed = start("bench", "--shape", "32x100", "--grad", "--in-flight", 16, "--seconds", 30,
+                   "--server", server.url_unix)
+    wait_until(lambda: status()["clients"] > before["clients"], 10, "the client")
+    killed.kill()
+    killed.communicate()
+    for key in ("clients", "regions", "region_bytes", "in_flight"):
+        wait_until(lambda: status()[key] == before[key], 10, f"{key} as before")
+
+
+def test_busy_is_told_and_deadlines_are_kept(make_server, tmp_path):
+    server = make_server(client_requests_max=4)
+    done = start("bench", "--shape", "256x20000", "--in-flight", 5, "--seconds", 0.2, "--json",
+                 "--server", server.url_unix)
+    report = json.loads(finish(done, code=1))
+    assert report["failed"] == 1 and report["losses"] > 0
+    rows = np.full((2000, 5000), 1 / 5000, np.float32)
+    np.save(tmp_path / "q.npy", rows)
+    for url in (server.url_unix, server.http, "local:cpu"):
+        late = start("div", tmp_path / "q.npy", tmp_path / "q.npy", "--timeout", 0.0005 if
+                     url == "local:cpu" else 0.002, "--server", url)
+        out, err = late.communicate(timeout=60)
+        assert late.returncode == 3 and out == "", (url, late.returncode, out, err)
+        finish(start("div", tmp_path / "q.npy", tmp_path / "q.npy", "--server", url))
+
+
+def test_library_exports_its_headers_and_nothing_else():
+    names = subprocess.run(["nm", "-D", "--defined-only", BIN / "libkld.so"], check=True,
+                           capture_output=True, text=True).stdout.split("\n")
+    exported = {line.split()[-1] for line in names if line}
+    exported = {name for name in exported if not name.startswith(("__asan", "__ubsan", "__tsan"))}
+    headers = "".join((ROOT / name).read_text() for name in
+                      ("client/kld.h", "proto/op.h", "proto/status.h"))
+    unknown = {name for name in exported if f"{name}(" not in headers}
+    assert not unknown
+    for name in ("kld_connect", "kld_run", "kld_submit", "kld_op_init", "kld_op_check",
+                 "kld_status_text", "kld_version"):
+        assert name in exported
+    assert "kld_op_init(" in headers
+
+
+@pytest.mark.parametrize("example", ["sync", "async"])
+def test_examples(make_server, example):
+    program = BIN / "examples" / example
+    if not program.exists():
+        pytest.skip("examples are not built: make examples")
+    server = make_server()
+    losses = set()
+    for url in (server.url_unix, server.http, "local:" + server.backend):
+        done = subprocess.run([program, url], capture_output=True, text=True, timeout=60,
+                              env=clean_environment())
+        assert done.returncode == 0, done.stderr
+        lines = sorted(done.stdout.splitlines())
+        assert len(lines) == (1 if example == "sync" else 8)
+        losses.add(tuple(line.split("loss ")[1].split()[0] for line in lines))
+    assert len(losses) == 1
+    assert subprocess.run([program, "ftp://x"], capture_output=True).returncode == 1
