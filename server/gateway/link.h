@@ -5,10 +5,11 @@
  * safely run again. As many calls are with the worker as it allows one client; the others wait here
  * in order.
  *
- * A call and the staging memory it names belong to the link from kld_link_submit() until done(): a
- * deadline (late()) tells the caller that nobody waits for the answer any more, and asks the worker
- * to give up, but the worker may still be writing until done() (R1 of server/README.md). Loop
- * thread only. */
+ * A call and the staging memory it names belong to the link from kld_link_submit() until done().
+ * A deadline (late()) only tells the caller that nobody waits for the answer any more. Neither it
+ * nor a client's leaving cancels anything: the worker answers a cancelled request at once, while
+ * its kernel may still be writing into what would then be somebody else's memory (R1 of
+ * server/README.md). For the same reason the worker is given no timeout. Loop thread only. */
 #ifndef KLD_SERVER_GATEWAY_LINK_H
 #define KLD_SERVER_GATEWAY_LINK_H
 

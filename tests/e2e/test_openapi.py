@@ -1,0 +1,74 @@
+"""proto/openapi.yaml lists what the gateway serves: no route more, no method less. Read line by line, so
+that the test needs no YAML library; a path is a key of two blanks, a method one of four."""
+import re
+
+import pytest
+
+import oip
+from conftest import ROOT
+
+METHODS = ["get", "post", "put", "delete", "patch"]
+
+
+def documented():
+    """{path: set of methods}; an alias (*name) has the methods of its anchor (&name)."""
+    routes, anchors, path = {}, {}, None
+    for line in (ROOT / "proto" / "openapi.yaml").read_text().splitlines():
+        if line == "components:":
+            break
+        head = re.fullmatch(r"  (/\S*):(?: ([&*])(\w+))?", line)
+        if head:
+            path, sign, name = head.groups()
+            routes[path] = anchors[name] if sign == "*" else set()
+            if sign == "&":
+                anchors[name] = routes[path]
+        method = re.fullmatch(r"    (\w+):", line)
+        if path and method and method.group(1) in METHODS:
+            routes[path].add(method.group(1))
+    return routes
+
+
+def test_the_document_is_read():
+    routes = documented()
+    assert len(routes) >= 27 and routes["/v2/models/kl_div/versions/1/infer"] == {"post"}
+    assert all(routes.values())
+
+
+@pytest.mark.parametrize("path", documented())
+def test_a_documented_path_is_served(server, path):
+    methods = documented()[path]
+    for method in METHODS:
+        status, headers, body = server.request(path.replace("{name}", "x"), b"" if method != "get" else None,
+                                               method=method.upper())
+        if method in methods:
+            assert status != 405, (method, body)
+            assert status != 404 or b"no such path" not in body, (method, body)
+        else:
+            assert status == 405 and method.upper() not in headers["Allow"].split(", "), (method, status)
+
+
+def test_every_route_is_documented():
+    """The table of routes.c, with its two stars for model and version filled in."""
+    source = (ROOT / "server" / "gateway" / "routes.c").read_text()
+    source = source.replace('SHM("system")', '"/v2/systemsharedmemory').replace(
+        'SHM("cuda")', '"/v2/cudasharedmemory').replace('memory "/', "memory/")
+    table = source[source.index("static const struct kld_route routes[]"):]
+    table = table[:table.index("};")]
+    served = {(m.lower(), p) for m, p in re.findall(r'\{"(\w+)", "([^"]*)"', table)}
+    for method, tail in re.findall(r'MODEL\("(\w+)", "([^"]*)"', table):
+        served |= {(method.lower(), "/v2/models/kl_div" + tail),
+                   (method.lower(), "/v2/models/kl_div/versions/1" + tail)}
+    served = {(m, p.replace("*", "{name}")) for m, p in served}
+    assert served == {(m, p) for p, methods in documented().items() for m in methods}
+
+
+def test_documented_values_are_taken(server):
+    """The enums of the document are what the server says it knows."""
+    text = (ROOT / "proto" / "openapi.yaml").read_text()
+    config = server.json("/v2/models/kl_div/config")[1]["parameters"]
+    for key, name in [("divergence", "divergences"), ("predictions_form", "forms"),
+                      ("reduction", "reductions")]:
+        block = text[text.index(f"        {key}:"):]
+        values = re.search(r"enum: \[([^]]*)\]", block).group(1)
+        assert values == config[name]["string_value"], key
+    assert oip.INFER in documented()
