@@ -240,45 +240,6 @@ START_TEST(device_lost_while_adding_memory_ends_with_2) {
 }
 END_TEST
 
-START_TEST(term_answers_what_is_in_flight_and_refuses_the_rest) {
-    start();
-    int fd = rig_client(&rig);
-    uint64_t region = rig_region(fd, RIG_REGION_BYTES);
-    atomic_store(&rig.fake.hold, true);
-    for (uint64_t i = 0; i < 10; i++)
-        rig_submit(fd, 100 + i, region);
-    rig_until_stat(&rig, KLD_STAT_worker_requests_in_flight, 10);
-    close(rig.control[0]); /* the supervisor's end: the same as SIGTERM */
-    rig.control[0] = -1;
-    usleep(20000);
-    rig_submit(fd, 300, region);
-    rig_expect_error(fd, 300, KLD_UNAVAILABLE, "going away");
-    rig_plain(fd, KLD_FRAME_PING, 301);
-    rig_expect(fd, 301, KLD_FRAME_PONG, NULL);
-    atomic_store(&rig.fake.hold, false);
-    for (uint64_t i = 0; i < 10; i++)
-        rig_expect(fd, 100 + i, KLD_FRAME_DONE, NULL);
-    ck_assert(rig_ended(fd, 5000));
-    ck_assert_int_eq(rig_wait(&rig), 0);
-    rig_done(&rig);
-    close(fd);
-}
-END_TEST
-
-START_TEST(drain_does_not_wait_longer_than_told) {
-    rig_init(&rig);
-    rig.config.drain_ms = 50;
-    rig_start(&rig);
-    int fd = rig_client(&rig);
-    uint64_t region = rig_region(fd, RIG_REGION_BYTES);
-    atomic_store(&rig.fake.hold, true);
-    rig_submit(fd, 100, region);
-    rig_until(&rig.fake.jobs_started, 1);
-    ck_assert_int_eq(rig_end(&rig), 0);
-    ck_assert(rig.worker.cut_short);
-}
-END_TEST
-
 /* Every call to the device fails once, at every place, and nothing is left over. */
 START_TEST(fail_the_nth_call) {
     bool failed = true;
@@ -321,6 +282,4 @@ UNIT_MAIN("server/worker/core", submit_is_answered_by_done, failure_of_a_job_is_
           cancel_answers_at_once_and_pins_until_the_job_ends,
           deadlines_pass_for_waiting_and_running, client_that_dies_is_detached,
           lost_device_answers_everything_and_ends_with_2,
-          device_lost_while_adding_memory_ends_with_2,
-          term_answers_what_is_in_flight_and_refuses_the_rest, drain_does_not_wait_longer_than_told,
-          fail_the_nth_call)
+          device_lost_while_adding_memory_ends_with_2, fail_the_nth_call)

@@ -1,0 +1,111 @@
+/* test_worker.c - the loop's own part: accepting under a shortage of descriptors, draining, and the
+ * end of the supervisor. */
+#include "server/worker/worker.h"
+
+#include <fcntl.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include "tests/unit/server/worker/rig.h"
+#include "tests/unit/unit.h"
+
+static struct rig rig; /* each test has its own process */
+
+static void start(void) {
+    rig_init(&rig);
+    rig_start(&rig);
+}
+
+static void end(void) {
+    ck_assert_int_eq(rig_end(&rig), 0);
+    rig_done(&rig);
+}
+
+START_TEST(term_answers_what_is_in_flight_and_refuses_the_rest) {
+    start();
+    int fd = rig_client(&rig);
+    uint64_t region = rig_region(fd, RIG_REGION_BYTES);
+    atomic_store(&rig.fake.hold, true);
+    for (uint64_t i = 0; i < 10; i++)
+        rig_submit(fd, 100 + i, region);
+    rig_until_stat(&rig, KLD_STAT_worker_requests_in_flight, 10);
+    close(rig.control[0]); /* the supervisor's end: the same as SIGTERM */
+    rig.control[0] = -1;
+    usleep(20000);
+    rig_submit(fd, 300, region);
+    rig_expect_error(fd, 300, KLD_UNAVAILABLE, "going away");
+    rig_plain(fd, KLD_FRAME_PING, 301);
+    rig_expect(fd, 301, KLD_FRAME_PONG, NULL);
+    atomic_store(&rig.fake.hold, false);
+    for (uint64_t i = 0; i < 10; i++)
+        rig_expect(fd, 100 + i, KLD_FRAME_DONE, NULL);
+    ck_assert(rig_ended(fd, 5000));
+    ck_assert_int_eq(rig_wait(&rig), 0);
+    rig_done(&rig);
+    close(fd);
+}
+END_TEST
+
+START_TEST(drain_does_not_wait_longer_than_told) {
+    rig_init(&rig);
+    rig.config.drain_ms = 50;
+    rig_start(&rig);
+    int fd = rig_client(&rig);
+    uint64_t region = rig_region(fd, RIG_REGION_BYTES);
+    atomic_store(&rig.fake.hold, true);
+    rig_submit(fd, 100, region);
+    rig_until(&rig.fake.jobs_started, 1);
+    ck_assert_int_eq(rig_end(&rig), 0);
+    ck_assert(rig.worker.cut_short);
+}
+END_TEST
+
+static uint64_t cpu_ms(void) {
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return (uint64_t)(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) * 1000 +
+           (uint64_t)(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec) / 1000;
+}
+
+/* A connection that cannot be accepted stays readable for the poll: that must not become a spin. */
+START_TEST(accept_without_descriptors_waits) {
+    start();
+    int spare[64], count = 0;
+    struct rlimit limit = {.rlim_cur = 64, .rlim_max = 64};
+    ck_assert_int_eq(setrlimit(RLIMIT_NOFILE, &limit), 0);
+    while (count < 64 && (spare[count] = open("/dev/null", O_RDONLY)) >= 0)
+        count++;
+    ck_assert_int_gt(count, 1);
+    close(spare[--count]); /* for our own end */
+    int fd = rig_connect(&rig);
+    uint64_t before = cpu_ms();
+    usleep(300000);
+    ck_assert_uint_lt(cpu_ms() - before, 150);
+    ck_assert_uint_eq(atomic_load(&rig.stats->value[KLD_STAT_unix_clients]), 0);
+    while (count)
+        close(spare[--count]);
+    rig_until_stat(&rig, KLD_STAT_unix_clients, 1);
+    close(fd);
+    rig_until_stat(&rig, KLD_STAT_unix_clients, 0);
+    end();
+}
+END_TEST
+
+START_TEST(wrong_lists_are_told_at_start) {
+    rig_init(&rig);
+    rig.config.allow_uids[0] = 'x';
+    struct kld_worker_options options = {.config = &rig.config,
+                                         .stats = rig.stats,
+                                         .backend = &fake_backend,
+                                         .device = &rig.fake.head,
+                                         .listen_fd = rig.listen_fd,
+                                         .control_fd = -1};
+    struct kld_error err;
+    ck_assert_int_eq(kld_worker_init(&rig.worker, &options, &err), KLD_INVALID);
+    fake_backend.device_close(&rig.fake.head);
+}
+END_TEST
+
+UNIT_MAIN("server/worker/worker", term_answers_what_is_in_flight_and_refuses_the_rest,
+          drain_does_not_wait_longer_than_told, accept_without_descriptors_waits,
+          wrong_lists_are_told_at_start)
