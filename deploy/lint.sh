@@ -16,7 +16,7 @@ cppcheck --quiet --std=c11 --language=c --enable=warning,portability --inline-su
     --suppress=uninitvar --suppress=invalidPointerCast "${sources[@]}" || failed=1
 
 printf '%s\n' "${sources[@]}" | xargs -P "$(nproc)" -n 4 sh -c '
-    clang-tidy --quiet "$@" -- -std=c17 -I. -D_GNU_SOURCE -DKLD_RELEASE="\"0\"" 2>/dev/null' tidy || failed=1
+    clang-tidy --quiet "$@" -- -std=c17 -I. -D_GNU_SOURCE -mavx512fp16 -DKLD_RELEASE="\"0\"" 2>/dev/null' tidy || failed=1
 
 mapfile -t scripts < <(git ls-files --cached --others --exclude-standard | xargs grep -lE '^#!/bin/(ba)?sh' 2>/dev/null)
 shellcheck "${scripts[@]}" || failed=1
