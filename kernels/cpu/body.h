@@ -1,9 +1,10 @@
 /* body.h - the arithmetic on a piece of a row, in blocks of KLD_CPU_BLOCK classes that stay in the
  * first-level cache: load as double, masses and logarithms by form, the rule, the way back from
  * df/dx to the gradient of a form, store. Forms, data types and rules are independent stages, so
- * that none of them is written out for the others. One combination has its own code (probs.h),
- * because there arithmetic and not memory would set the pace.
- * Included once by each kernel_*.c. Runs on the threads of the team; touches its span only. */
+ * that none of them is written out for the others. Two combinations have their own code, in FP32
+ * (probs.h, logits.h). Included once by each kernel_*.c. Runs on the threads of the team; touches
+ * its span only. */
+#include "kernels/cpu/logits.h"
 #include "kernels/cpu/probs.h"
 #include "kernels/cpu/rules.h"
 #include "kernels/cpu/vector.h"
@@ -65,6 +66,11 @@ static void statistics(const struct kld_cpu_work *work, enum kld_cpu_side side,
                                          : maximum_of_floats(dtype, in, count);
     /* Nothing but -inf (and NaN): exp(-inf - 0) gives a sum of 0 (or NaN). */
     double origin = top == -(double)INFINITY ? 0 : top;
+    *ret_max = top;
+    if (logits_fits(work)) {
+        *ret_sum = logits_sum(work, dtype, in, count, (float)origin);
+        return;
+    }
     vd sum[2] = {vd_of(0), vd_of(0)};
     for (uint64_t at = 0; at < count; at += BLOCK) {
         uint64_t n = count - at < BLOCK ? count - at : BLOCK, m = whole_vectors(n);
@@ -74,7 +80,6 @@ static void statistics(const struct kld_cpu_work *work, enum kld_cpu_side side,
                 sum[j] +=
                     vd_exp((vd_load(x + i + j * DOUBLES) - origin) * work->inverse_temperature);
     }
-    *ret_max = top;
     *ret_sum = vd_sum(sum[0] + sum[1]);
 }
 
@@ -258,6 +263,8 @@ static void pass(const struct kld_cpu_work *work, const struct kld_cpu_span *spa
                  struct kld_cpu_partial *ret_partial) {
     if (probs_fits(work))
         probs_pass(work, span, ret_partial);
+    else if (logits_fits(work))
+        logits_pass(work, span, ret_partial);
     else
         pass_in_stages(work, span, ret_partial);
 }
