@@ -14,13 +14,15 @@ enum gradients { NO_GRADIENT = 0, GRADIENT_Q = 1, GRADIENT_P = 2 }; /* or both: 
 
 template <int FORM, int GRADIENTS> struct kl_rule;
 
-/* One element with a zero, denormal, huge or impossible value: {term, grad_p, grad_q}. */
-static __device__ __noinline__ float3 kl_rare(float p, float q, float g) {
+/* One element with a zero, denormal, huge or impossible value. */
+static __device__ __forceinline__ void kl_rare(float p, float q, float g, float &value,
+                                               float &grad_p, float &grad_q) {
     double r;
     float d = log_ratio_rare(p, q, &r);
-    if (p == 0.0f && q >= 0.0f) /* its own mass is 0: so is the term, whatever q */
-        return make_float3(0.0f, 0.0f, 0.0f);
-    return make_float3(p * d, fmaf(g, d, g), (float)(-(double)g * r));
+    bool none = p == 0.0f && q >= 0.0f; /* its own mass is 0: so is the term, whatever q */
+    value = none ? 0.0f : p * d;
+    grad_p = none ? 0.0f : fmaf(g, d, g);
+    grad_q = none ? 0.0f : (float)(-(double)g * r);
 }
 
 template <int GRADIENTS> struct kl_rule<KLD_FORM_PROBS, GRADIENTS> {
@@ -49,12 +51,24 @@ template <int GRADIENTS> struct kl_rule<KLD_FORM_PROBS, GRADIENTS> {
         }
         if (rank < PLAIN_RANKS && (!(GRADIENTS & GRADIENT_Q) || largest < 3.0e38f))
             return;
+/* One copy of the rare code, its operands chosen without indexing the registers. */
+#pragma unroll 1
+        for (int k = 0; k < V; k++) {
+            float one_p = p[0], one_q = q[0], one[3];
 #pragma unroll
-        for (int i = 0; i < V; i++) {
-            float3 rare = kl_rare(p[i], q[i], g);
-            value[i] = rare.x;
-            grad_p[i] = rare.y;
-            grad_q[i] = rare.z;
+            for (int i = 1; i < V; i++) {
+                one_p = k == i ? p[i] : one_p;
+                one_q = k == i ? q[i] : one_q;
+            }
+            kl_rare(one_p, one_q, g, one[0], one[1], one[2]);
+#pragma unroll
+            for (int i = 0; i < V; i++) {
+                value[i] = k == i ? one[0] : value[i];
+                if (GRADIENTS & GRADIENT_P)
+                    grad_p[i] = k == i ? one[1] : grad_p[i];
+                if (GRADIENTS & GRADIENT_Q)
+                    grad_q[i] = k == i ? one[2] : grad_q[i];
+            }
         }
     }
 };
@@ -74,7 +88,7 @@ template <int GRADIENTS> struct kl_rule<KLD_FORM_LOGPROBS, GRADIENTS> {
             if (GRADIENTS & GRADIENT_P)
                 grad_p[i] = none ? 0.0f : gp * (d + 1.0f);
             if (GRADIENTS & GRADIENT_Q)
-                grad_q[i] = -gp;
+                grad_q[i] = isnan(log_q[i]) ? log_q[i] : -gp;
         }
     }
 };

@@ -125,7 +125,7 @@ static void plan_args(struct cuda_device *device, struct cuda_flight *flight) {
         !is_present(job, KLD_SLOT_ROW_MASK))
         args->divisor = (double)job->geometry.rows;
     args->scratch = flight->scratch;
-    kld_cuda_layout(args, device->shared_bytes_max);
+    kld_cuda_layout(args, job->geometry.rows, device->shared_bytes_max);
 }
 
 static struct kld_cuda_tensor *arg_of(struct cuda_flight *flight, int slot) {

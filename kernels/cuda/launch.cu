@@ -10,23 +10,33 @@ static bool is_common(const kld_cuda_args *args) {
            args->grad_output_extent != KLD_CUDA_ELEMENTS;
 }
 
-extern "C" void kld_cuda_layout(kld_cuda_args *args, uint32_t shared_bytes_max) {
+extern "C" void kld_cuda_layout(kld_cuda_args *args, uint64_t job_rows, uint32_t shared_bytes_max) {
     uint64_t classes = args->classes;
     bool common = is_common(args), logits = args->p.form == KLD_FORM_LOGITS;
-    args->group_rows = classes >= KLD_CUDA_GROUP_ELEMENTS ? 1 : KLD_CUDA_GROUP_ELEMENTS / classes;
     args->cached = 0;
     /* `any` takes one element a thread and step, the others 16 bytes. */
     uint64_t vectors = common ? (classes * dtype_bytes(args->p.dtype) + 15) / 16 : classes;
+    uint64_t warp_max = !common ? 512 : logits ? 128 : 1024;
     if (vectors <= 16)
         args->team = 4;
     else if (vectors <= 64)
         args->team = 16;
-    else if (vectors <= 512)
+    else if (vectors <= warp_max)
         args->team = 32;
-    else if (vectors <= 2048)
+    else if (common && logits && vectors <= 512)
+        args->team = 128;
+    else if ((common && !logits) || vectors <= 2048)
         args->team = 256;
     else
-        args->team = common && !logits ? 256 : 512;
+        args->team = 512;
+    /* Enough rows that every team of a block has one, and more as the job is larger: a block's
+     * start and end cost as much as some thousand elements. */
+    uint64_t least = args->team > 32 ? 1 : 256 / args->team;
+    uint64_t elements = job_rows / 2048 * classes;
+    elements = elements < 8192 ? 8192 : elements > 65536 ? 65536 : elements;
+    args->group_rows = elements / classes > least ? elements / classes : least;
+    if (args->team > 32 && args->group_rows > 4)
+        args->group_rows = 4;
     /* Rows of a warp or less are read again from the first-level cache; longer ones keep what fits,
      * with two blocks on a multiprocessor. */
     if (common && logits && args->team > 32) {

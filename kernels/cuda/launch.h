@@ -15,10 +15,9 @@
 extern "C" {
 #endif
 
-/* Rows are summed in groups, one group a block. A group's rows follow from C alone, so that the
- * order of a sum does not depend on how a job is cut into launches. */
+/* Rows are summed in groups, one group a block. A group's rows follow from the job's shape alone,
+ * so that the order of a sum does not depend on how a job is cut into launches. */
 #define KLD_CUDA_GROUPS_MAX 32768u        /* of one segment: partial sums kept at a time */
-#define KLD_CUDA_GROUP_ELEMENTS 8192u     /* about, where rows are shorter than that */
 #define KLD_CUDA_DIVISOR_ROWS (1u << 20)  /* rows of one launch of the sum of weights */
 #define KLD_CUDA_DIVISOR_BLOCK_ROWS 1024u /* of one block of it */
 
@@ -59,8 +58,9 @@ struct kld_cuda_args {
     struct kld_cuda_scratch *scratch;
 };
 
-/* Chooses the layout by dtypes, forms and C alone, and fills team, cached, group_rows. */
-void kld_cuda_layout(struct kld_cuda_args *args, uint32_t shared_bytes_max);
+/* Chooses the layout: threads of a row by dtypes, forms and C alone, rows of a group also by the
+ * job's rows. Fills team, cached, group_rows. */
+void kld_cuda_layout(struct kld_cuda_args *args, uint64_t job_rows, uint32_t shared_bytes_max);
 /* Adds the weights of args->rows rows (<= KLD_CUDA_DIVISOR_ROWS) to scratch->divisor. */
 cudaError_t kld_cuda_launch_divisor(const struct kld_cuda_args *args, bool first,
                                     cudaStream_t stream);

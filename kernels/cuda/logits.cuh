@@ -13,12 +13,32 @@
 
 struct logits_row {
     float max_p, max_q, inverse_temperature;
-    float exponent_scale;                         /* of exponential() */
-    float inverse_sum_p, inverse_sum_q, log_sums; /* ln (sum_p / sum_q) */
+    float inverse_temperature_low; /* what its rounding left */
+    float exponent_scale;          /* of exponential() */
+    float inverse_sum_p, inverse_sum_q;
+    double log_sums; /* ln (sum_p / sum_q) */
 };
 
 struct logits_element {
     float p, q, d, value, q_minus_p;
+    float u; /* difference of the shifted logits, not yet divided by T */
+};
+
+/* A double as two floats: what is taken from u / T to get ln p - ln q, or that less a row's value.
+ */
+struct logits_shift {
+    float high, low;
+
+    __device__ __forceinline__ explicit logits_shift(double shift) {
+        high = (float)shift;
+        low = (float)(shift - (double)high);
+    }
+    /* u / T - shift, rounded about once */
+    __device__ __forceinline__ float from(const logits_row &row, float u) const {
+        float d = fmaf(u, row.inverse_temperature, -high);
+        float rest = fmaf(u, row.inverse_temperature_low, -low);
+        return fabsf(d) < CUDART_INF_F ? d + rest : d;
+    }
 };
 
 /* exp(x / T). What rounds to 16 bits afterwards takes the hardware's 2^x: 2e-7 of the result where
@@ -31,13 +51,43 @@ template <class T> static __device__ __forceinline__ float exponential(float x, 
     return y;
 }
 
-template <class T>
-static __device__ __forceinline__ logits_element logits_at(const logits_row &row, float z_p,
+/* p or q of one element. PRECISE carries what z - max and its product with 1 / T round away: FP32
+ * gradients are held to 4 units in the last place. */
+template <class T, bool PRECISE>
+static __device__ __forceinline__ float probability(const logits_row &row, float z, float max,
+                                                    float inverse_sum, float &ret_high,
+                                                    float &ret_low) {
+    float high = z - max;
+    ret_high = high;
+    ret_low = 0.0f;
+    if constexpr (!PRECISE) {
+        return exponential<T>(high, row.exponent_scale) * inverse_sum;
+    } else {
+        float back = high - z;
+        float low = (z - (high - back)) - (max + back);
+        low = high > -CUDART_INF_F ? low : 0.0f;
+        float x = high * row.inverse_temperature;
+        float rest = fmaf(high, row.inverse_temperature, -x);
+        rest = fmaf(high, row.inverse_temperature_low, fmaf(low, row.inverse_temperature, rest));
+        float e = expf(x);
+        ret_low = low;
+        return (x > -200.0f ? fmaf(e, rest, e) : e) * inverse_sum;
+    }
+}
+
+template <class T, bool PRECISE>
+static __device__ __forceinline__ logits_element logits_at(const logits_row &row,
+                                                           const logits_shift &log_sums, float z_p,
                                                            float z_q) {
     logits_element e;
-    e.p = exponential<T>(z_p - row.max_p, row.exponent_scale) * row.inverse_sum_p;
-    e.q = exponential<T>(z_q - row.max_q, row.exponent_scale) * row.inverse_sum_q;
-    e.d = fmaf((z_p - z_q) - (row.max_p - row.max_q), row.inverse_temperature, -row.log_sums);
+    float high_p, low_p, high_q, low_q;
+    e.p = probability<T, PRECISE>(row, z_p, row.max_p, row.inverse_sum_p, high_p, low_p);
+    e.q = probability<T, PRECISE>(row, z_q, row.max_q, row.inverse_sum_q, high_q, low_q);
+    if constexpr (PRECISE)
+        e.u = (high_p - high_q) + (low_p - low_q);
+    else
+        e.u = (z_p - z_q) - (row.max_p - row.max_q);
+    e.d = log_sums.from(row, e.u);
     if (fabsf(e.d) < 0.5f) {
         float f = e.d * e.d * term_series(e.d);
         e.value = e.p * f;
@@ -46,15 +96,14 @@ static __device__ __forceinline__ logits_element logits_at(const logits_row &row
         e.q_minus_p = e.q - e.p;
         e.value = fmaf(e.p, e.d, e.q_minus_p);
     }
-    if (e.p == 0.0f) { /* also both -inf: d is NaN */
+    if (e.p == 0.0f) /* also both -inf: d is NaN */
         e.value = e.q_minus_p = e.q;
-        e.d = 0.0f;
-    }
     return e;
 }
 
 template <class T, bool GRADIENT> struct logits {
     static constexpr int V = packet<T>::V;
+    static constexpr bool PRECISE = GRADIENT && sizeof(T) == 4;
 
     struct source {
         const T *p, *q;
@@ -161,13 +210,13 @@ template <class T, bool GRADIENT> struct logits {
         ret.inverse_sum_p = (float)(1.0 / sum[0]);
         ret.inverse_sum_q = (float)(1.0 / sum[1]);
         double relative = COUNT == 3 ? sum[COUNT - 1] / sum[1] : 1.0;
-        ret.log_sums = (float)(fabs(relative) < 0.5 ? log1p(relative) : log(sum[0] / sum[1]));
+        ret.log_sums = fabs(relative) < 0.5 ? log1p(relative) : log(sum[0] / sum[1]);
     }
 
     /* Terms; and the gradients, those that the pointers ask for. */
     static __device__ double terms(const source &from, const row &row, const team &team,
-                                   const logits_row &stats, bool whole_out, T *grad_q) {
-        float g = (float)(row.gradient * (double)stats.inverse_temperature);
+                                   const logits_row &stats, bool whole_out, T *grad_q, float g) {
+        const logits_shift log_sums(stats.log_sums);
         double sum[1] = {0};
         uint64_t step = (uint64_t)team.size * V;
         uint32_t k = 0;
@@ -179,7 +228,7 @@ template <class T, bool GRADIENT> struct logits {
             unpack<T>(raw_q, z_q);
 #pragma unroll
             for (int i = 0; i < V; i++) {
-                logits_element e = logits_at<T>(stats, z_p[i], z_q[i]);
+                logits_element e = logits_at<T, PRECISE>(stats, log_sums, z_p[i], z_q[i]);
                 /* beyond C both are -inf: p = q = 0 */
                 part += e.value;
                 z_q[i] = g * e.q_minus_p;
@@ -192,10 +241,37 @@ template <class T, bool GRADIENT> struct logits {
         return sum[0];
     }
 
+    /* sum p (d - value): what the rounding of `value` left. Where one class holds nearly all of p,
+     * its gradient p (d - value) is nothing but such remainders. */
+    static __device__ double remainder(const source &from, const team &team,
+                                       const logits_row &stats, double value) {
+        const logits_shift log_sums(stats.log_sums), both(stats.log_sums + value);
+        double sum[1] = {0};
+        uint64_t step = (uint64_t)team.size * V;
+        uint32_t k = 0;
+        for (uint64_t at = (uint64_t)team.lane * V; at < from.classes; at += step, k++) {
+            uint4 raw_p, raw_q;
+            from.get(k, at, raw_p, raw_q);
+            float z_p[V], z_q[V], part = 0;
+            unpack<T>(raw_p, z_p);
+            unpack<T>(raw_q, z_q);
+#pragma unroll
+            for (int i = 0; i < V; i++) {
+                logits_element e = logits_at<T, PRECISE>(stats, log_sums, z_p[i], z_q[i]);
+                part += e.p == 0.0f ? 0.0f : e.p * both.from(stats, e.u);
+            }
+            sum[0] += (double)part;
+        }
+        team.sum(sum);
+        return sum[0];
+    }
+
     /* The gradient of p's logits needs the row's value: a pass of its own, which writes both. */
     static __device__ void gradients(const source &from, const row &row, const team &team,
-                                     const logits_row &stats, bool whole_out, double value) {
-        float g = (float)(row.gradient * (double)stats.inverse_temperature), v = (float)value;
+                                     const logits_row &stats, bool whole_out, double value,
+                                     float g) {
+        float rest = isfinite(value) ? (float)remainder(from, team, stats, value) : 0.0f;
+        const logits_shift log_sums(stats.log_sums), both(stats.log_sums + value);
         uint64_t step = (uint64_t)team.size * V;
         uint32_t k = 0;
         for (uint64_t at = (uint64_t)team.lane * V; at < from.classes; at += step, k++) {
@@ -206,8 +282,8 @@ template <class T, bool GRADIENT> struct logits {
             unpack<T>(raw_q, z_q);
 #pragma unroll
             for (int i = 0; i < V; i++) {
-                logits_element e = logits_at<T>(stats, z_p[i], z_q[i]);
-                z_p[i] = e.p == 0.0f ? g * e.p : g * (e.p * (e.d - v));
+                logits_element e = logits_at<T, PRECISE>(stats, log_sums, z_p[i], z_q[i]);
+                z_p[i] = e.p == 0.0f ? 0.0f : g * (e.p * (both.from(stats, e.u) - rest));
                 z_q[i] = g * e.q_minus_p;
             }
             if (row.grad_q)
@@ -229,14 +305,18 @@ template <class T, bool GRADIENT> struct logits {
         bool whole_out = aligned16<T>(row.grad_p) && aligned16<T>(row.grad_q);
         logits_row stats;
         stats.inverse_temperature = (float)args.inverse_temperature;
+        stats.inverse_temperature_low =
+            (float)(args.inverse_temperature - (double)stats.inverse_temperature);
         const double log2_e = 1.4426950408889634;
         stats.exponent_scale = (float)(args.inverse_temperature * (sizeof(T) == 4 ? 1.0 : log2_e));
         maxima(from, team, stats);
         sums(from, team, stats);
+        float g = (float)(row.gradient * args.inverse_temperature);
         bool later = GRADIENT && row.grad_p;
-        double value = terms(from, row, team, stats, whole_out, later ? nullptr : (T *)row.grad_q);
+        double value =
+            terms(from, row, team, stats, whole_out, later ? nullptr : (T *)row.grad_q, g);
         if (later)
-            gradients(from, row, team, stats, whole_out, value);
+            gradients(from, row, team, stats, whole_out, value, g);
         return value;
     }
 };

@@ -18,7 +18,7 @@ template <class BODY, int THREADS, int BLOCKS>
 static cudaError_t launch_body(const kld_cuda_args &args, uint32_t groups, cudaStream_t stream) {
     uint32_t threads = args.team > 32 ? args.team : KLD_CUDA_SMALL_BLOCK;
     size_t shared = (size_t)args.cached * 2 * 16 * threads;
-    if (shared > 48 * 1024) { /* more has to be asked for */
+    if (shared > 40 * 1024) { /* beyond 48 KiB, static included, it has to be asked for */
         cudaError_t error =
             cudaFuncSetAttribute(rows_kernel<BODY, THREADS, BLOCKS>,
                                  cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
@@ -33,9 +33,9 @@ template <class T, int FORM>
 static cudaError_t launch_elementwise(const kld_cuda_args &args, uint32_t groups,
                                       cudaStream_t stream) {
     switch ((args.grad_q.at ? GRADIENT_Q : 0) | (args.grad_p.at ? GRADIENT_P : 0)) {
-    case 0: return launch_body<elementwise<T, FORM, 0>, 256, 4>(args, groups, stream);
-    case 1: return launch_body<elementwise<T, FORM, 1>, 256, 3>(args, groups, stream);
-    case 2: return launch_body<elementwise<T, FORM, 2>, 256, 3>(args, groups, stream);
+    case 0: return launch_body<elementwise<T, FORM, 0>, 256, 3>(args, groups, stream);
+    case 1: return launch_body<elementwise<T, FORM, 1>, 256, 2>(args, groups, stream);
+    case 2: return launch_body<elementwise<T, FORM, 2>, 256, 2>(args, groups, stream);
     default: return launch_body<elementwise<T, FORM, 3>, 256, 2>(args, groups, stream);
     }
 }

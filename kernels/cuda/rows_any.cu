@@ -91,7 +91,7 @@ struct any_body {
         if (s.q.form == KLD_FORM_LOGITS)
             return (e.q * sum_p - go * e.p) * s.inverse_temperature;
         if (s.q.form == KLD_FORM_LOGPROBS)
-            return -go * e.p;
+            return isnan(e.q) ? e.q : -go * e.p;
         return e.p == 0 && !isnan(e.q) ? 0.0 : -go * e.p / e.q;
     }
     static __device__ double gradient_p(const state &s, const any_element &e, double go,
