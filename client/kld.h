@@ -1,23 +1,30 @@
 /* kld.h - libkld: KL-family divergences and their gradients, computed by a kld server or in this
  * process.
  *
- * One API over four kinds of connection:
- *   unix:/run/kld/kld.sock    a worker on this host; tensors in shared memory or GPU handles, never
- * on a socket http://host:8080          the HTTP gateway (also https://); tensors are sent as
- * binary local:  local:cpu  local:cuda  local:cuda:1   the same kernels in the caller's own
- * process, no server
+ * One API over four kinds of connection, named by a URL:
+ *   unix:/run/kld/kld.sock   a worker on this host; tensors travel in shared memory or as GPU
+ *                            handles, never through the socket
+ *   http://host:8080         the HTTP gateway (also https://); tensors are sent as binary
+ *   local:                   the same kernels in the caller's own process, no server; also
+ *                            local:cpu, local:cuda, local:cuda:1
  *
  * A request is a struct kld_op (proto/op.h: dtypes, shapes, divergence, reduction, forms) and, for
  * each tensor in it, where its bytes are: a plain pointer, or a region made by this connection.
- * Regions are the fast way on unix: a plain pointer there is copied through one. Each call says the
- * same over every connection and the answers are bit-identical for the same back end.
+ * Regions are the fast way on unix: a plain pointer there is copied through one, inside
+ * kld_submit() and kld_process(). Each call says the same over every connection and the answers are
+ * bit-identical for the same back end.
  *
- * A lost server. Over unix: and http: a request that can safely run again (all but a gradient
- * written over its own tensor, and requests on pool regions) is sent again by itself until its
- * deadline; others end with KLD_DEVICE_LOST or KLD_UNAVAILABLE. Shared-memory regions are
- * registered again by themselves.
+ * A lost server. Over unix: and http: a request that can safely run again is sent again by itself
+ * until its deadline (without one: for 30 s), at most 10 times; others end with KLD_DEVICE_LOST or
+ * KLD_UNAVAILABLE. Not safe are: a gradient over its own tensor in a region (over http: once its
+ * reply has begun), and whatever names a pool region. Regions are registered again by themselves,
+ * all but pool regions, whose contents are gone. Over http a server that answers 503 is asked again
+ * within the same limits.
  *
- * Ownership: whatever a function returns through ret_… is the caller's to release. Threads: a
+ * Order. Requests of one stream run in order over unix: and local:. Over http: they are
+ * independent: wait for one before the next reads what it wrote.
+ *
+ * Ownership: whatever a function returns through ret_... is the caller's to release. Threads: a
  * connection and all that it made belong to one thread at a time; different connections are
  * independent. Errors: enum kld_status, described in *err, which may be NULL. libkld never writes
  * to stdout or stderr and never exits. */
@@ -59,7 +66,8 @@ KLD_EXPORT enum kld_status kld_connect(const char *url, const struct kld_connect
                                        struct kld_connection **ret_connection,
                                        struct kld_error *err);
 /* Releases the connection and every region it made. Requests in flight are dropped, their callbacks
- * not called. NULL is allowed. */
+ * not called; over local: it waits until the device has let go of the caller's memory. Not from a
+ * callback. NULL is allowed. */
 KLD_EXPORT void kld_close(struct kld_connection *connection);
 
 struct kld_server_info {
@@ -76,11 +84,11 @@ KLD_EXPORT enum kld_status kld_info(struct kld_connection *connection,
 KLD_EXPORT enum kld_status kld_ping(struct kld_connection *connection, uint64_t *ret_ns,
                                     struct kld_error *err);
 
-/* ---- Regions ------------------------------------------------------------------------------------
- */
+/* ---- Regions -------------------------------------------------------------------------------- */
 
-/* Memory that both sides see without a copy. unix: a sealed memfd, mapped here; http, local: plain
- * memory. Page-aligned, zeroed. */
+/* Memory that both sides see without a copy. unix: a sealed memfd, mapped here and registered in
+ * the background (should the server refuse it, the requests that name it end with that error);
+ * http, local: plain memory. Page-aligned, zeroed. */
 KLD_EXPORT enum kld_status kld_region_create(struct kld_connection *connection, uint64_t bytes,
                                              struct kld_region **ret_region, struct kld_error *err);
 /* A memfd of the caller's, with F_SEAL_SHRINK; the descriptor is duplicated. */
@@ -106,8 +114,7 @@ KLD_EXPORT uint64_t kld_region_bytes(const struct kld_region *region);
 /* The region may be dropped while requests use it: they finish first. NULL is allowed. */
 KLD_EXPORT void kld_region_drop(struct kld_region *region);
 
-/* ---- Requests -----------------------------------------------------------------------------------
- */
+/* ---- Requests ------------------------------------------------------------------------------- */
 
 /* Where the bytes of one tensor of the op are. Exactly one of data and region is set for a tensor
  * that the op has (dtype not 0); op.tensor[].region and offset_bytes are ignored and set by libkld.
@@ -148,11 +155,12 @@ KLD_EXPORT enum kld_status kld_copy(struct kld_connection *connection,
                                     uint64_t source_offset_bytes, uint64_t bytes,
                                     struct kld_error *err);
 
-/* ---- Without blocking
- * ---------------------------------------------------------------------------- kld_submit() returns
- * at once (KLD_BUSY: as many requests in flight as the server allows). The callback runs inside
- * kld_process(), once for each submitted request, never inside kld_submit(). A connection may be
- * lost and found again in between; kld_fd() stays the same. */
+/* ---- Without blocking ----------------------------------------------------------------------- */
+
+/* kld_submit() returns at once. KLD_BUSY: as many requests are in flight as the server allows, or
+ * staging memory for plain pointers is taken. The callback runs inside kld_process(), once for each
+ * submitted request, never inside kld_submit() or kld_run(). A connection may be lost and found
+ * again in between; kld_fd() stays the same. */
 typedef void (*kld_callback)(void *user, enum kld_status status, const struct kld_result *result,
                              const struct kld_error *error);
 KLD_EXPORT enum kld_status kld_submit(struct kld_connection *connection,
@@ -170,12 +178,11 @@ KLD_EXPORT void kld_cancel(struct kld_connection *connection, uint64_t id);
 /* A descriptor for the caller's own loop: when it is readable, call kld_process(). */
 KLD_EXPORT int kld_fd(const struct kld_connection *connection);
 /* Handles what has arrived and returns; waits up to timeout_ms for something first (0: not at all,
- * -1: until something). */
+ * -1: until something; at once if nothing is in flight). */
 KLD_EXPORT enum kld_status kld_process(struct kld_connection *connection, int timeout_ms,
                                        struct kld_error *err);
 
-/* ---- Statistics and ceilings --------------------------------------------------------------------
- */
+/* ---- Statistics and ceilings ---------------------------------------------------------------- */
 
 struct kld_server_stats {
     uint64_t epoch, uptime_ns;
