@@ -226,7 +226,8 @@ static enum unix_sent flush_calls(struct unix_connection *u) {
         union kld_frame frame;
         enum unix_region_state state = encode(call, &frame, &error);
         if (state == UNIX_REGION_FAILED) {
-            end_call(u, call, error->status, error);
+            struct kld_error kept = *error; /* its region may go with the call */
+            end_call(u, call, kept.status, &kept);
             continue;
         }
         if (state == UNIX_REGION_LOST) {
@@ -325,15 +326,21 @@ static void lose(struct unix_connection *u) {
 }
 
 void kld_unix_flush(struct unix_connection *u) {
-    if (u->state != UNIX_UP)
+    if (u->state != UNIX_UP || u->locked)
         return;
-    enum unix_sent sent = flush_control(u);
-    if (sent == UNIX_SENT && u->region_work)
-        sent = kld_unix_regions_flush(u);
-    if (sent == UNIX_SENT && u->cancels)
-        sent = flush_cancels(u);
-    if (sent == UNIX_SENT)
-        sent = flush_calls(u);
+    /* Ending a call may release its region, which comes here again: that is the next turn's. */
+    enum unix_sent sent;
+    u->locked = true;
+    do {
+        sent = flush_control(u);
+        if (sent == UNIX_SENT && u->region_work)
+            sent = kld_unix_regions_flush(u);
+        if (sent == UNIX_SENT && u->cancels)
+            sent = flush_cancels(u);
+        if (sent == UNIX_SENT)
+            sent = flush_calls(u);
+    } while (sent == UNIX_SENT && u->region_work);
+    u->locked = false;
     if (sent == UNIX_LOST)
         lose(u);
     else

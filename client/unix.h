@@ -75,6 +75,7 @@ struct unix_connection {
     bool doomed;          /* the worker told that its device is lost */
     bool want_write;      /* EPOLLOUT is asked for */
     bool closing;         /* inside close() */
+    bool locked;          /* lists are being walked: kld_unix_flush() does nothing */
     uint32_t cancels;     /* calls with cancel_wanted */
     uint32_t region_work; /* regions in state NEW, or released ones that are to be dropped */
     uint64_t down_since_ns, retry_at_ns, backoff_ns;

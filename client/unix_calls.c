@@ -151,8 +151,11 @@ static void unix_timer(struct kld_connection *connection, uint64_t now) {
         kld_unix_connect(u);
     else if (u->state == UNIX_DOWN)
         kld_connection_arm(connection, u->retry_at_ns);
+    u->locked =
+        true; /* an expired call's region must not send the next call while it is looked at */
     expire_queued(u, now);
     expire_sent(u, now);
+    u->locked = false;
     kld_unix_flush(u);
 }
 

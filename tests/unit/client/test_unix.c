@@ -419,6 +419,33 @@ START_TEST(test_region_dropped_in_use) {
 }
 END_TEST
 
+/* Calls that end in a row, each the last user of its region. */
+START_TEST(test_ends_in_a_row) {
+    setup();
+    struct kld_region *regions[20];
+    struct ended ended = {0};
+    worker.hold = 1;
+    for (int round = 0; round < 2; round++) {
+        worker.refuse_regions = round ? KLD_NO_MEMORY : 0;
+        for (int i = 0; i < 20; i++) {
+            ck_assert_int_eq(kld_region_create(connection, 12288, &regions[i], &error), KLD_OK);
+            struct kld_request request = region_request(regions[i], false);
+            request.timeout_ns = round ? 0 : 20000000;
+            ck_assert_int_eq(kld_submit(connection, &request, on_end, &ended, NULL, &error),
+                             KLD_OK);
+            kld_region_drop(regions[i]);
+        }
+        process_until(&ended, 20 * (round + 1));
+        ck_assert_int_eq(ended.last, round ? KLD_NO_MEMORY : KLD_DEADLINE);
+    }
+    worker.hold = worker.refuse_regions = 0;
+    for (int i = 0; i < 100 && worker.regions_now > 0; i++)
+        ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
+    ck_assert_int_eq(worker.regions_now, 0);
+    teardown();
+}
+END_TEST
+
 START_TEST(test_nothing_leaks) {
     fake_worker_open(&worker);
     int before = open_fds();
@@ -478,5 +505,5 @@ END_TEST
 UNIT_MAIN("client/unix", test_plain_memory, test_strided_plain_memory, test_regions,
           test_many_in_flight, test_run_keeps_callbacks_for_process, test_lost_worker,
           test_not_sent_twice, test_waits_for_a_server, test_refused, test_deadline_and_cancel,
-          test_staging_limits, test_region_dropped_in_use, test_nothing_leaks,
+          test_staging_limits, test_region_dropped_in_use, test_ends_in_a_row, test_nothing_leaks,
           test_memfd_and_limits)
