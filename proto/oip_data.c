@@ -1,7 +1,7 @@
 /* oip_data.c - the numbers of JSON tensors, read straight into the memory of the tensor; and the
  * small bodies of the other routes.
- * The text was scanned before (oip_json.c): its grammar is right, so that a number ends where
- * strtod() says. No allocation for a tensor. Runs in the gateway, on its loop or its pool. */
+ * The text was scanned before (oip_json.c): its grammar is right, and a bracket ends it. No
+ * allocation for a tensor. Runs in the gateway, on its loop or its pool. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
@@ -9,6 +9,7 @@
 
 #include "proto/oip.h"
 #include "proto/oip_json.h"
+#include "proto/oip_number.h"
 
 struct reader {
     const struct kld_oip_tensor *tensor;
@@ -49,23 +50,21 @@ static enum kld_status read_small(struct reader *reader, uint64_t most, struct k
 
 static enum kld_status read_number(struct reader *reader, struct kld_error *err) {
     uint32_t dtype = reader->tensor->dtype;
-    char *end;
     if (dtype == KLD_DTYPE_BOOL || dtype == KLD_DTYPE_UINT8)
         return read_small(reader, dtype == KLD_DTYPE_BOOL ? 1 : 255, err);
     if (*reader->at != '-' && (*reader->at < '0' || *reader->at > '9'))
         return not_a_number(reader, err);
     if (dtype == KLD_DTYPE_FP32) {
-        float value = strtof(reader->at, &end);
+        float value = kld_number_read_float(&reader->at);
         if (isinf(value))
             return not_a_number(reader, err);
         memcpy((char *)reader->to + reader->done * sizeof value, &value, sizeof value);
     } else {
-        double value = strtod(reader->at, &end);
+        double value = kld_number_read_double(&reader->at);
         if (isinf(value))
             return not_a_number(reader, err);
         memcpy((char *)reader->to + reader->done * sizeof value, &value, sizeof value);
     }
-    reader->at = end;
     return KLD_OK;
 }
 

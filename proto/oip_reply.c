@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "proto/oip.h"
+#include "proto/oip_number.h"
 
 void kld_oip_append(struct kld_oip_text *text, const char *format, ...) {
     char small[512];
@@ -24,6 +25,15 @@ void kld_oip_append(struct kld_oip_text *text, const char *format, ...) {
     }
     memcpy(text->data + text->length, small, (size_t)length);
     text->length += (size_t)length;
+}
+
+static void append_bytes(struct kld_oip_text *text, const char *bytes, size_t length) {
+    if (text->overflow || length > text->capacity - text->length) {
+        text->overflow = true;
+        return;
+    }
+    memcpy(text->data + text->length, bytes, length);
+    text->length += length;
 }
 
 /* Length of the UTF-8 sequence at s, 1 for ASCII, 0 if it is none. */
@@ -101,14 +111,18 @@ static void append_numbers(struct kld_oip_text *text, const struct kld_oip_tenso
     *ret_alike = true;
     kld_oip_append(text, ",\"data\":[");
     for (uint64_t i = 0; i < output->elements && !text->overflow; i++) {
-        const char *comma = i ? "," : "";
         double number = element(output, values, i);
+        if (i)
+            append_bytes(text, ",", 1);
         if (isfinite(number)) {
-            kld_oip_append(text, output->dtype == KLD_DTYPE_FP64 ? "%s%.17g" : "%s%.9g", comma,
-                           number);
+            char digits[KLD_NUMBER_TEXT_MAX];
+            append_bytes(text, digits,
+                         output->dtype == KLD_DTYPE_FP64
+                             ? kld_number_write_double(digits, number)
+                             : kld_number_write_float(digits, (float)number));
             continue;
         }
-        kld_oip_append(text, "%snull", comma);
+        append_bytes(text, "null", 4);
         if (!*ret_first)
             *ret_first = kind(number);
         *ret_alike = *ret_alike && *ret_first == kind(number);

@@ -79,7 +79,7 @@ static void server_metadata(struct kld_exchange *exchange, const struct pieces *
     TEXT(text, 512);
     kld_oip_append(&text,
                    "{\"name\":\"kld\",\"version\":\"" KLD_RELEASE "\",\"extensions\":["
-                   "\"binary_tensor_data\",\"model_configuration\",\"model_repository\","
+                   "\"binary_tensor_data\",\"model_configuration\","
                    "\"statistics\"%s]}",
                    exchange->gateway->config->shm_prefix[0] ? ",\"system_shared_memory\"" : "");
     answer_json(exchange, &text);
