@@ -1,5 +1,5 @@
 /* rig.h - a worker on a thread of the test, over the double of fake_device.h, and raw clients.
- * Every helper fails the test that calls it when something does not go as it must. */
+ * Every function here fails the test that calls it when something does not go as it must. */
 #ifndef KLD_TESTS_WORKER_RIG_H
 #define KLD_TESTS_WORKER_RIG_H
 
