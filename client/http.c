@@ -152,6 +152,19 @@ enum kld_status kld_http_status(long code) {
     return code >= 500 ? KLD_INTERNAL : KLD_INVALID;
 }
 
+enum kld_status kld_http_curl_error(CURLcode code, struct kld_error *err) {
+    const char *reason = curl_easy_strerror(code);
+    if (code == CURLE_PEER_FAILED_VERIFICATION || code == CURLE_SSL_CACERT_BADFILE)
+        return kld_error_set(err, KLD_FORBIDDEN,
+                             "the server's certificate is not trusted (%s); name the certificates "
+                             "to trust with ca_file",
+                             reason);
+    return kld_error_set(err, KLD_UNAVAILABLE,
+                         "no answer from this address (%s); is kld-server running with this --http "
+                         "address?",
+                         reason);
+}
+
 /* What went wrong, and whether another try may help. *ret_lost: the server had begun on it. */
 static enum kld_status judge(struct http_call *call, bool *ret_retry, bool *ret_lost,
                              struct kld_error *err) {
@@ -174,15 +187,8 @@ static enum kld_status judge(struct http_call *call, bool *ret_retry, bool *ret_
         return kld_error_set(err, KLD_UNAVAILABLE, "the connection to the server was lost: %s",
                              curl_easy_strerror(code));
     case CURLE_COULDNT_CONNECT:
-    case CURLE_OPERATION_TIMEDOUT:
-        *ret_retry = true;
-        return kld_error_set(err, KLD_UNAVAILABLE,
-                             "no server answers at this address (%s); is kld-server running with "
-                             "this --http address?",
-                             curl_easy_strerror(code));
-    default:
-        return kld_error_set(err, KLD_UNAVAILABLE, "the request failed: %s",
-                             curl_easy_strerror(code));
+    case CURLE_OPERATION_TIMEDOUT: *ret_retry = true; return kld_http_curl_error(code, err);
+    default: return kld_http_curl_error(code, err);
     }
     if (call->transfer.http_status == 200)
         return kld_http_reply_finish(call, err);

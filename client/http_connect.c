@@ -55,10 +55,7 @@ static enum kld_status get(struct http_connection *h, const char *path, uint64_t
     if (!transfer->ended)
         return kld_error_set(err, KLD_UNAVAILABLE, "the server did not answer in time");
     if (transfer->code)
-        return kld_error_set(err, KLD_UNAVAILABLE,
-                             "no answer from this address: %s; is kld-server running with this "
-                             "--http address?",
-                             curl_easy_strerror(transfer->code));
+        return kld_http_curl_error(transfer->code, err);
     if (transfer->http_status == 200)
         return KLD_OK;
     char text[KLD_ERROR_TEXT_MAX];
@@ -103,8 +100,7 @@ static enum kld_status wait_ready(struct http_connection *h, struct kld_error *e
         enum kld_status status = get(h, "/v2/health/ready", deadline, &answer, err);
         uint64_t again = kld_now_ns() + pause;
         CURLcode code = answer.transfer.code;
-        bool refused = code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_URL_MALFORMAT ||
-                       code == CURLE_PEER_FAILED_VERIFICATION || code == CURLE_SSL_CACERT_BADFILE;
+        bool refused = code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_URL_MALFORMAT;
         if (status != KLD_UNAVAILABLE || refused || again >= deadline)
             return status;
         while (kld_now_ns() < again && !kld_connection_step(&h->base, again, NULL))

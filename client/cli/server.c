@@ -60,7 +60,8 @@ int kld_cli_fail(const struct kld_error *error) {
         {KLD_DEVICE_LOST, KLD_EXIT_SERVER, "try again: the server replaces a lost device"},
         {KLD_DEADLINE, KLD_EXIT_SERVER, "allow more time with --timeout SECONDS"},
         {KLD_UNAUTHENTICATED, KLD_EXIT_SERVER, "name a token with --token-file FILE"},
-        {KLD_FORBIDDEN, KLD_EXIT_SERVER, "ask who runs the server for the right to use it"},
+        {KLD_FORBIDDEN, KLD_EXIT_SERVER,
+         "ask who runs the server for the right to use it (https: --ca-file FILE)"},
         {KLD_NO_MEMORY, KLD_EXIT_FAILED, "split the rows over several calls and add the sums"},
     };
     fprintf(stderr, "kld: %s\n", error->text);

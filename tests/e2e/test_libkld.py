@@ -1,9 +1,12 @@
 """libkld over a real server that is killed, restarted and late; what the library exports; its
 examples."""
+import http.server
 import json
 import os
 import signal
+import ssl
 import subprocess
+import threading
 import time
 
 import numpy as np
@@ -138,3 +141,47 @@ def test_examples(make_server, example):
         losses.add(tuple(line.split("loss ")[1].split()[0] for line in lines))
     assert len(losses) == 1
     assert subprocess.run([program, "ftp://x"], capture_output=True).returncode == 1
+
+
+class Gate(http.server.BaseHTTPRequestHandler):
+    """Says yes to whoever has the token."""
+
+    def do_GET(self):
+        good = self.headers["Authorization"] == "Bearer opensesame"
+        body = b"{}" if good else b'{"error":"a token is needed"}'
+        self.send_response(200 if good else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_tls_and_tokens(tmp_path):
+    key, certificate, token = tmp_path / "key.pem", tmp_path / "cert.pem", tmp_path / "token"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
+                    "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+                    "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", key, "-out",
+                    certificate], check=True, capture_output=True)
+    token.write_text("opensesame\n")
+    gate = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gate)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    gate.socket = context.wrap_socket(gate.socket, server_side=True)
+    thread = threading.Thread(target=gate.serve_forever)
+    thread.start()
+    try:
+        common = ("ping", "--server", f"https://127.0.0.1:{gate.server_address[1]}")
+        assert len(finish(start(*common, "--ca-file", certificate, "--token-file",
+                                token)).splitlines()) == 3
+        for arguments, said in ((["--ca-file", certificate], "a token is needed"),
+                                (["--token-file", token], "certificate"),
+                                (["--token-file", tmp_path / "none"], "no token")):
+            refused = start(*common, *arguments)
+            _, err = refused.communicate(timeout=60)
+            assert refused.returncode in (2, 3) and said in err
+    finally:
+        gate.shutdown()
+        thread.join()
+        gate.server_close()
