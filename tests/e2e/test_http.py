@@ -1,11 +1,7 @@
 """HTTP end to end: every route, and inference against FP64 and against the Unix socket."""
 import gzip
 import json
-import mmap
-import os
-import pathlib
 import re
-import signal
 import socket
 import subprocess
 import threading
@@ -17,10 +13,8 @@ import pytest
 
 import oip
 import wire
-from conftest import wait_until
+from httplib import PREFIX, close, logits, probabilities
 from oip import INFER, LENGTH, Connection, infer
-
-PREFIX = "/kld-test-"
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +27,6 @@ def server(backend):
     log = one.log()
     one.remove()
     assert alive and status == 0 and not SANITIZER.search(log), log
-
-
-def probabilities(shape, seed, dtype="<f4"):
-    x = np.random.default_rng(seed).random(shape) + 0.05
-    return (x / x.sum(-1, keepdims=True)).astype(dtype)
-
-
-def logits(shape, seed, dtype="<f4"):
-    return (np.random.default_rng(seed).standard_normal(shape) * 2).astype(dtype)
 
 
 # ---- Routes ---------------------------------------------------------------------------------------
@@ -185,13 +170,6 @@ def test_curl(server, tmp_path):
     assert len(reply["outputs"]) == 1 and reply["outputs"][0]["shape"] == [1]
     truth = 0.25 * np.log(0.5) + 0.75 * np.log(1.5)
     assert abs(reply["outputs"][0]["data"][0] - truth) < 1e-7
-
-
-def close(got, truth, dtype):
-    tolerance = {"FP64": 1e-12, "FP32": 2e-6, "FP16": 2e-3, "BF16": 1e-2}[dtype]
-    assert got.shape == truth.shape
-    np.testing.assert_allclose(np.asarray(got, np.float64), truth, rtol=tolerance,
-                               atol=tolerance * max(1e-3, np.abs(truth).max()))
 
 
 @pytest.mark.parametrize("binary", [True, False])
@@ -422,292 +400,3 @@ def test_many_connections_at_once(server):
     for thread in threads:
         thread.join()
     assert not problems, problems[0]
-
-
-# ---- Shared memory --------------------------------------------------------------------------------
-
-class Shared:
-    """A POSIX shared-memory object."""
-
-    def __init__(self, size, name="a"):
-        self.key = f"{PREFIX}{os.getpid()}-{name}"
-        self.path = "/dev/shm" + self.key
-        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.ftruncate(self.fd, size)
-        self.map = mmap.mmap(self.fd, size)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *ignored):
-        os.unlink(self.path)
-        os.close(self.fd)
-
-
-def register(server, name, shared, size, offset=0):
-    return server.json(f"/v2/systemsharedmemory/region/{name}/register",
-                       {"key": shared.key, "offset": offset, "byte_size": size})
-
-
-def unregister(server, name=None):
-    path = "/v2/systemsharedmemory" + (f"/region/{name}" if name else "") + "/unregister"
-    return server.request(path, b"", method="POST")[0]
-
-
-def in_region(name, shape, offset, dtype="FP32", size=4):
-    return {"name": name, "shape": list(shape), "datatype": dtype, "parameters": {
-        "shared_memory_region": "r", "shared_memory_offset": offset,
-        "shared_memory_byte_size": int(np.prod(shape)) * size}}
-
-
-def test_regions_are_registered_listed_and_dropped(server):
-    with Shared(8192) as shared:
-        assert register(server, "r", shared, 4096, 1024) == (200, None)
-        assert register(server, "r", shared, 4096)[0] == 409
-        entry = {"name": "r", "key": shared.key, "offset": 1024, "byte_size": 4096}
-        assert server.json("/v2/systemsharedmemory/status") == (200, [entry])
-        assert server.json("/v2/systemsharedmemory/region/r/status") == (200, [entry])
-        assert server.json("/v2/systemsharedmemory/region/x/status")[0] == 404
-        assert server.metrics()["kld_http_regions"] == 1
-        assert unregister(server, "unknown") == 200
-        assert unregister(server, "r") == 200
-        assert server.json("/v2/systemsharedmemory/status") == (200, [])
-        assert register(server, "r", shared, 4096) == (200, None)
-        assert unregister(server) == 200
-        assert server.json("/v2/systemsharedmemory/status") == (200, [])
-
-
-def test_tensors_and_results_in_a_region(server):
-    q, p = probabilities((8, 16), 23), probabilities((8, 16), 24)
-    with Shared(4096) as shared:
-        shared.map[256:256 + q.nbytes] = q.tobytes()
-        shared.map[1024:1024 + p.nbytes] = p.tobytes()
-        assert register(server, "r", shared, 4096 - 256, 256)[0] == 200
-        status, reply = server.json(INFER, {
-            "inputs": [in_region("predictions", q.shape, 0), in_region("targets", p.shape, 768)],
-            "outputs": [{"name": "loss"},
-                        {k: v for k, v in in_region("grad_predictions", q.shape, 1536).items()
-                         if k in ("name", "parameters")}]})
-        assert status == 200, reply
-        assert "data" not in reply["outputs"][1]
-        assert reply["outputs"][1]["parameters"]["shared_memory_byte_size"] == q.nbytes
-        gradient = np.frombuffer(shared.map[1792:1792 + q.nbytes], "<f4").reshape(q.shape)
-        _, truth = infer(server, {"predictions": q, "targets": p},
-                         {"loss": None, "grad_predictions": {"binary_data": True}})
-        assert gradient.tobytes() == truth["grad_predictions"].tobytes()
-        assert reply["outputs"][0]["data"][0] == float("%.9g" % truth["loss"][0])
-        unregister(server)
-
-
-def test_gradient_over_its_own_tensor_in_a_region(server):
-    q, p = probabilities((4, 4), 25), probabilities((4, 4), 26)
-    with Shared(4096) as shared:
-        shared.map[:64], shared.map[64:128] = q.tobytes(), p.tobytes()
-        register(server, "r", shared, 4096)
-        request = {"inputs": [in_region("predictions", (4, 4), 0), in_region("targets", (4, 4), 64)],
-                   "outputs": [{"name": "grad_predictions", "parameters":
-                                in_region("x", (4, 4), 0)["parameters"]}]}
-        assert server.json(INFER, request)[0] == 200
-        got = np.frombuffer(shared.map[:64], "<f4").reshape(4, 4)
-        close(got, oip.expected(q, p)["grad_predictions"], "FP32")
-        request["outputs"][0]["parameters"]["shared_memory_offset"] = 32
-        status, reply = server.json(INFER, request)
-        assert status == 400 and "overlaps" in reply["error"]
-        unregister(server)
-
-
-# ---- Life and death -------------------------------------------------------------------------------
-
-def fds_of(pid):
-    return len(os.listdir(f"/proc/{pid}/fd"))
-
-
-def test_nothing_is_left_behind(make_server):
-    server = make_server(shm_prefix=PREFIX)
-    pid = server.child("gateway")
-    q, p = probabilities((50, 100), 27), probabilities((50, 100), 28)
-    infer(server, {"predictions": q, "targets": p})
-    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
-    base = fds_of(pid)
-    headers, data = oip.body({"predictions": q, "targets": p}, {"grad_predictions": {"binary_data": True}})
-    host, port = server.address.rsplit(":", 1)
-    head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n" + \
-        "".join(f"{k}: {v}\r\n" for k, v in headers.items()) + "\r\n"
-    for end in (5, 200, len(data) // 2, len(data) - 1, len(data)):
-        for _ in range(10):
-            with socket.create_connection((host, int(port)), 60) as connection:
-                connection.sendall(head.encode() + data[:end])
-    for wrong in (b"{}", b"[", b"\xff", data):
-        server.request(INFER, wrong)
-    with Shared(4096) as shared:
-        for _ in range(10):
-            register(server, "r", shared, 4096)
-            unregister(server)
-    infer(server, {"predictions": q, "targets": p})
-
-    def clean():
-        metrics = server.metrics()
-        return metrics["kld_staging_bytes"] == 0 and metrics["kld_http_requests_in_flight"] == 0 \
-            and metrics["kld_http_regions"] == 0 and fds_of(pid) <= base + 1
-    wait_until(clean, what="a clean gateway")
-
-
-def load(server, data, headers, check, stop, counts, problems):
-    while not stop.is_set():
-        try:
-            with Connection(server) as connection:
-                while not stop.is_set():
-                    status, reply_headers, body = connection.ask("POST", INFER, data, headers)
-                    if status != 200:
-                        problems.append((status, body))
-                        return
-                    check(oip.parse(reply_headers, body)[1])
-                    counts.append(time.monotonic())
-        except Exception as problem:  # noqa: BLE001 - told by the main thread
-            problems.append(problem)
-            return
-
-
-def test_killed_worker_under_load(make_server):
-    """Every request is answered rightly; the callers see a slower answer, not an error."""
-    server = make_server()
-    q, p = probabilities((64, 1000), 29), probabilities((64, 1000), 30)
-    asked = {"loss": {"binary_data": True}, "grad_predictions": {"binary_data": True}}
-    headers, data = oip.body({"predictions": q, "targets": p}, asked)
-    _, truth = infer(server, {"predictions": q, "targets": p}, asked)
-
-    def check(got):
-        for name, value in truth.items():
-            assert got[name].tobytes() == value.tobytes(), name
-
-    stop, counts, problems = threading.Event(), [], []
-    threads = [threading.Thread(target=load,
-                                args=(server, data, headers, check, stop, counts, problems))
-               for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for _ in range(4):
-        before = len(counts)
-        wait_until(lambda: problems or len(counts) > before + 20, 60, "answers")
-        server.kill_child("worker")
-    before = len(counts)
-    wait_until(lambda: problems or len(counts) > before + 20, 60, "answers after the last kill")
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not problems, problems[0]
-    metrics = server.metrics()
-    assert metrics["kld_worker_restarts_total"] == 4
-    assert metrics["kld_requests_repeated_total"] >= 1
-    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
-
-
-def test_not_ready_while_the_worker_is_gone(make_server):
-    server = make_server()
-    worker = server.child("worker")
-    os.kill(worker, signal.SIGKILL)
-    q, p = probabilities((2, 3), 31), probabilities((2, 3), 32)
-    _, got = infer(server, {"predictions": q, "targets": p})  # waits for the next worker
-    close(got["loss"], oip.expected(q, p)["loss"], "FP32")
-    assert server.request("/v2/health/live")[0] == 200
-    wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="readiness")
-
-
-def test_killed_gateway_is_replaced(make_server):
-    server = make_server()
-    q, p = probabilities((2, 3), 33), probabilities((2, 3), 34)
-    server.kill_child("gateway")
-    _, got = infer(server, {"predictions": q, "targets": p})  # the socket was never closed
-    close(got["loss"], oip.expected(q, p)["loss"], "FP32")
-
-
-def stopped_worker_request(server, parameters, replies):
-    q, p = probabilities((2, 3), 35), probabilities((2, 3), 36)
-    headers, data = oip.body({"predictions": q, "targets": p}, None, parameters)
-    replies.append(server.request(INFER, data, headers))
-
-
-def test_deadline(make_server):
-    """The caller is answered; the memory is free only after the worker let go of it."""
-    server = make_server(http_deadline_ms=300)
-    warm = []
-    stopped_worker_request(server, {"timeout": 60000000}, warm)  # the gateway has its worker now
-    worker = server.child("worker")
-    os.kill(worker, signal.SIGSTOP)
-    try:
-        for parameters, least in ((None, 0.25), ({"timeout": 100000}, 0.08)):
-            begin, replies = time.monotonic(), []
-            stopped_worker_request(server, parameters, replies)
-            assert least < time.monotonic() - begin < 20
-            assert replies[0][0] == 408 and "deadline" in json.loads(replies[0][2])["error"]
-        assert server.metrics()["kld_staging_bytes"] > 0
-        assert server.metrics()["kld_requests_detached_total"] == 2
-    finally:
-        os.kill(worker, signal.SIGCONT)
-    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
-
-
-def test_drain_answers_what_is_in_flight(make_server):
-    server = make_server()
-    worker, gateway = server.child("worker"), server.child("gateway")
-    os.kill(worker, signal.SIGSTOP)
-    replies = []
-    asker = threading.Thread(target=stopped_worker_request, args=(server, None, replies))
-    asker.start()
-    wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, what="the request")
-    os.kill(gateway, signal.SIGTERM)
-    wait_until(lambda: server.request("/v2/health/ready")[0] == 503, what="not ready")
-    stopped_worker_request(server, None, replies)
-    assert replies[0][0] == 503 and replies[0][1]["Retry-After"]
-    os.kill(worker, signal.SIGCONT)
-    asker.join()
-    assert replies[1][0] == 200, replies[1]
-
-
-def test_drain_has_an_end(make_server):
-    server = make_server(drain_ms=300, http_deadline_ms=60000)
-    worker, gateway = server.child("worker"), server.child("gateway")
-    os.kill(worker, signal.SIGSTOP)
-    replies = []
-    asker = threading.Thread(target=stopped_worker_request, args=(server, None, replies))
-    asker.start()
-    try:
-        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, what="the request")
-        os.kill(gateway, signal.SIGTERM)
-        asker.join(20)
-        assert replies and replies[0][0] == 503
-        wait_until(lambda: not pathlib.Path(f"/proc/{gateway}/fd").exists() or
-                   server.child("gateway") != gateway, what="the end of the gateway")
-    finally:
-        os.kill(worker, signal.SIGCONT)
-        asker.join()
-
-
-def test_limit_of_requests_in_flight(make_server):
-    server = make_server(http_requests_max=2)
-    worker = server.child("worker")
-    os.kill(worker, signal.SIGSTOP)
-    replies = []
-    askers = [threading.Thread(target=stopped_worker_request, args=(server, None, replies))
-              for _ in range(2)]
-    try:
-        for asker in askers:
-            asker.start()
-        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 2, what="two requests")
-        late = []
-        stopped_worker_request(server, None, late)
-        assert late[0][0] == 503 and late[0][1]["Retry-After"] == "1"
-    finally:
-        os.kill(worker, signal.SIGCONT)
-    for asker in askers:
-        asker.join()
-    assert [reply[0] for reply in replies] == [200, 200]
-
-
-def test_idle_connections_are_closed(make_server):
-    server = make_server(http_idle_ms=1000)
-    host, port = server.address.rsplit(":", 1)
-    with socket.create_connection((host, int(port)), 60) as connection:
-        begin = time.monotonic()
-        assert connection.recv(1) == b""
-        assert 0.5 < time.monotonic() - begin < 20

@@ -12,8 +12,8 @@ import pytest
 
 import oip
 from conftest import wait_until
+from httplib import PREFIX, Shared, fds_of, in_region, probabilities, register, unregister
 from oip import INFER, LENGTH, Connection, infer
-from test_http import PREFIX, Shared, fds_of, in_region, probabilities, register, unregister
 
 Q, P = probabilities((2, 3), 1), probabilities((2, 3), 2)
 

@@ -1,3 +1,5 @@
+/* test_oip_number.c - the fast ways to read and write numbers against the C library: special
+ * values, random ones, and texts in the middle of two floats. */
 #include "proto/oip_number.h"
 
 #include <math.h>

@@ -1,0 +1,205 @@
+"""HTTP when something ends: clients that leave, deadlines, a killed worker or gateway, the drain, limits.
+Nothing is left behind, and what was asked is answered."""
+import json
+import os
+import pathlib
+import signal
+import socket
+import threading
+import time
+
+import oip
+from conftest import wait_until
+from httplib import PREFIX, Shared, close, fds_of, probabilities, register, unregister
+from oip import INFER, Connection, infer
+
+
+def test_nothing_is_left_behind(make_server):
+    server = make_server(shm_prefix=PREFIX)
+    pid = server.child("gateway")
+    q, p = probabilities((50, 100), 27), probabilities((50, 100), 28)
+    infer(server, {"predictions": q, "targets": p})
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
+    base = fds_of(pid)
+    headers, data = oip.body({"predictions": q, "targets": p}, {"grad_predictions": {"binary_data": True}})
+    host, port = server.address.rsplit(":", 1)
+    head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n" + \
+        "".join(f"{k}: {v}\r\n" for k, v in headers.items()) + "\r\n"
+    for end in (5, 200, len(data) // 2, len(data) - 1, len(data)):
+        for _ in range(10):
+            with socket.create_connection((host, int(port)), 60) as connection:
+                connection.sendall(head.encode() + data[:end])
+    for wrong in (b"{}", b"[", b"\xff", data):
+        server.request(INFER, wrong)
+    with Shared(4096) as shared:
+        for _ in range(10):
+            register(server, "r", shared, 4096)
+            unregister(server)
+    infer(server, {"predictions": q, "targets": p})
+
+    def clean():
+        metrics = server.metrics()
+        return metrics["kld_staging_bytes"] == 0 and metrics["kld_http_requests_in_flight"] == 0 \
+            and metrics["kld_http_regions"] == 0 and fds_of(pid) <= base + 1
+    wait_until(clean, what="a clean gateway")
+
+
+def load(server, data, headers, check, stop, counts, problems):
+    while not stop.is_set():
+        try:
+            with Connection(server) as connection:
+                while not stop.is_set():
+                    status, reply_headers, body = connection.ask("POST", INFER, data, headers)
+                    if status != 200:
+                        problems.append((status, body))
+                        return
+                    check(oip.parse(reply_headers, body)[1])
+                    counts.append(time.monotonic())
+        except Exception as problem:  # noqa: BLE001 - told by the main thread
+            problems.append(problem)
+            return
+
+
+def test_killed_worker_under_load(make_server):
+    """Every request is answered rightly; the callers see a slower answer, not an error."""
+    server = make_server()
+    q, p = probabilities((64, 1000), 29), probabilities((64, 1000), 30)
+    asked = {"loss": {"binary_data": True}, "grad_predictions": {"binary_data": True}}
+    headers, data = oip.body({"predictions": q, "targets": p}, asked)
+    _, truth = infer(server, {"predictions": q, "targets": p}, asked)
+
+    def check(got):
+        for name, value in truth.items():
+            assert got[name].tobytes() == value.tobytes(), name
+
+    stop, counts, problems = threading.Event(), [], []
+    threads = [threading.Thread(target=load,
+                                args=(server, data, headers, check, stop, counts, problems))
+               for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for _ in range(4):
+        before = len(counts)
+        wait_until(lambda: problems or len(counts) > before + 20, 60, "answers")
+        server.kill_child("worker")
+    before = len(counts)
+    wait_until(lambda: problems or len(counts) > before + 20, 60, "answers after the last kill")
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not problems, problems[0]
+    metrics = server.metrics()
+    assert metrics["kld_worker_restarts_total"] == 4
+    assert metrics["kld_requests_repeated_total"] >= 1
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
+
+
+def test_not_ready_while_the_worker_is_gone(make_server):
+    server = make_server()
+    worker = server.child("worker")
+    os.kill(worker, signal.SIGKILL)
+    q, p = probabilities((2, 3), 31), probabilities((2, 3), 32)
+    _, got = infer(server, {"predictions": q, "targets": p})  # waits for the next worker
+    close(got["loss"], oip.expected(q, p)["loss"], "FP32")
+    assert server.request("/v2/health/live")[0] == 200
+    wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="readiness")
+
+
+def test_killed_gateway_is_replaced(make_server):
+    server = make_server()
+    q, p = probabilities((2, 3), 33), probabilities((2, 3), 34)
+    server.kill_child("gateway")
+    _, got = infer(server, {"predictions": q, "targets": p})  # the socket was never closed
+    close(got["loss"], oip.expected(q, p)["loss"], "FP32")
+
+
+def stopped_worker_request(server, parameters, replies):
+    q, p = probabilities((2, 3), 35), probabilities((2, 3), 36)
+    headers, data = oip.body({"predictions": q, "targets": p}, None, parameters)
+    replies.append(server.request(INFER, data, headers))
+
+
+def test_deadline(make_server):
+    """The caller is answered; the memory is free only after the worker let go of it."""
+    server = make_server(http_deadline_ms=300)
+    warm = []
+    stopped_worker_request(server, {"timeout": 60000000}, warm)  # the gateway has its worker now
+    worker = server.child("worker")
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        for parameters, least in ((None, 0.25), ({"timeout": 100000}, 0.08)):
+            begin, replies = time.monotonic(), []
+            stopped_worker_request(server, parameters, replies)
+            assert least < time.monotonic() - begin < 20
+            assert replies[0][0] == 408 and "deadline" in json.loads(replies[0][2])["error"]
+        assert server.metrics()["kld_staging_bytes"] > 0
+        assert server.metrics()["kld_requests_detached_total"] == 2
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
+
+
+def test_drain_answers_what_is_in_flight(make_server):
+    server = make_server()
+    worker, gateway = server.child("worker"), server.child("gateway")
+    os.kill(worker, signal.SIGSTOP)
+    replies = []
+    asker = threading.Thread(target=stopped_worker_request, args=(server, None, replies))
+    asker.start()
+    wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, what="the request")
+    os.kill(gateway, signal.SIGTERM)
+    wait_until(lambda: server.request("/v2/health/ready")[0] == 503, what="not ready")
+    stopped_worker_request(server, None, replies)
+    assert replies[0][0] == 503 and replies[0][1]["Retry-After"]
+    os.kill(worker, signal.SIGCONT)
+    asker.join()
+    assert replies[1][0] == 200, replies[1]
+
+
+def test_drain_has_an_end(make_server):
+    server = make_server(drain_ms=300, http_deadline_ms=60000)
+    worker, gateway = server.child("worker"), server.child("gateway")
+    os.kill(worker, signal.SIGSTOP)
+    replies = []
+    asker = threading.Thread(target=stopped_worker_request, args=(server, None, replies))
+    asker.start()
+    try:
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, what="the request")
+        os.kill(gateway, signal.SIGTERM)
+        asker.join(20)
+        assert replies and replies[0][0] == 503
+        wait_until(lambda: not pathlib.Path(f"/proc/{gateway}/fd").exists() or
+                   server.child("gateway") != gateway, what="the end of the gateway")
+    finally:
+        os.kill(worker, signal.SIGCONT)
+        asker.join()
+
+
+def test_limit_of_requests_in_flight(make_server):
+    server = make_server(http_requests_max=2)
+    worker = server.child("worker")
+    os.kill(worker, signal.SIGSTOP)
+    replies = []
+    askers = [threading.Thread(target=stopped_worker_request, args=(server, None, replies))
+              for _ in range(2)]
+    try:
+        for asker in askers:
+            asker.start()
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 2, what="two requests")
+        late = []
+        stopped_worker_request(server, None, late)
+        assert late[0][0] == 503 and late[0][1]["Retry-After"] == "1"
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    for asker in askers:
+        asker.join()
+    assert [reply[0] for reply in replies] == [200, 200]
+
+
+def test_idle_connections_are_closed(make_server):
+    server = make_server(http_idle_ms=1000)
+    host, port = server.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), 60) as connection:
+        begin = time.monotonic()
+        assert connection.recv(1) == b""
+        assert 0.5 < time.monotonic() - begin < 20
