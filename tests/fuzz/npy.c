@@ -20,9 +20,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     if (bytes == 0)
         return 0;
     uint64_t size = bytes - 1;
-    enum kld_status status = data[0] & 1
-                                 ? kld_safetensors_parse(data + 1, size, NULL, &array, &err)
-                                 : kld_npy_parse(data + 1, size, &array, &err);
+    enum kld_status status = data[0] & 1 ? kld_safetensors_parse(data + 1, size, NULL, &array, &err)
+                                         : kld_npy_parse(data + 1, size, &array, &err);
     if (status) {
         require(err.status == status && err.text[0] && memchr(err.text, 0, sizeof err.text));
         return 0;
