@@ -19,9 +19,14 @@ struct logits_row {
     double log_sums; /* ln (sum_p / sum_q) */
 };
 
+/* Difference of the two shifted logits, not yet divided by T. low: what its rounding left, FP32. */
+struct logits_difference {
+    float high, low;
+};
+
 struct logits_element {
     float p, q, d, value, q_minus_p;
-    float u; /* difference of the shifted logits, not yet divided by T */
+    logits_difference u;
 };
 
 /* A double as two floats: what is taken from u / T to get ln p - ln q, or that less a row's value.
@@ -33,11 +38,16 @@ struct logits_shift {
         high = (float)shift;
         low = (float)(shift - (double)high);
     }
-    /* u / T - shift, rounded about once */
-    __device__ __forceinline__ float from(const logits_row &row, float u) const {
-        float d = fmaf(u, row.inverse_temperature, -high);
-        float rest = fmaf(u, row.inverse_temperature_low, -low);
-        return fabsf(d) < CUDART_INF_F ? d + rest : d;
+    /* u / T - shift; FULL: rounded about once */
+    template <bool FULL>
+    __device__ __forceinline__ float from(const logits_row &row, const logits_difference &u) const {
+        float d = fmaf(u.high, row.inverse_temperature, -high);
+        if constexpr (FULL) {
+            float rest = fmaf(u.high, row.inverse_temperature_low, -low);
+            rest = fmaf(u.low, row.inverse_temperature, rest);
+            d = fabsf(d) < CUDART_INF_F ? d + rest : d;
+        }
+        return d;
     }
 };
 
@@ -51,17 +61,16 @@ template <class T> static __device__ __forceinline__ float exponential(float x, 
     return y;
 }
 
-/* p or q of one element. PRECISE carries what z - max and its product with 1 / T round away: FP32
- * gradients are held to 4 units in the last place. */
+/* exp((z - max) / T) and z - max. PRECISE carries what the difference and its product with 1 / T
+ * round away: FP32 gradients are held to 4 units in the last place. */
 template <class T, bool PRECISE>
-static __device__ __forceinline__ float probability(const logits_row &row, float z, float max,
-                                                    float inverse_sum, float &ret_high,
-                                                    float &ret_low) {
+static __device__ __forceinline__ float shifted(const logits_row &row, float z, float max,
+                                                float &ret_high, float &ret_low) {
     float high = z - max;
     ret_high = high;
     ret_low = 0.0f;
     if constexpr (!PRECISE) {
-        return exponential<T>(high, row.exponent_scale) * inverse_sum;
+        return exponential<T>(high, row.exponent_scale);
     } else {
         float back = high - z;
         float low = (z - (high - back)) - (max + back);
@@ -69,10 +78,21 @@ static __device__ __forceinline__ float probability(const logits_row &row, float
         float x = high * row.inverse_temperature;
         float rest = fmaf(high, row.inverse_temperature, -x);
         rest = fmaf(high, row.inverse_temperature_low, fmaf(low, row.inverse_temperature, rest));
-        float e = expf(x);
         ret_low = low;
-        return (x > -200.0f ? fmaf(e, rest, e) : e) * inverse_sum;
+        return exp_precise(x, rest);
     }
+}
+
+template <bool PRECISE>
+static __device__ __forceinline__ logits_difference difference(float high_p, float low_p,
+                                                               float high_q, float low_q) {
+    logits_difference u = {high_p - high_q, 0.0f};
+    if constexpr (PRECISE) {
+        float back = u.high - high_p;
+        float low = (high_p - (u.high - back)) - (high_q + back);
+        u.low = fabsf(u.high) < CUDART_INF_F ? low + (low_p - low_q) : 0.0f;
+    }
+    return u;
 }
 
 template <class T, bool PRECISE>
@@ -81,13 +101,13 @@ static __device__ __forceinline__ logits_element logits_at(const logits_row &row
                                                            float z_q) {
     logits_element e;
     float high_p, low_p, high_q, low_q;
-    e.p = probability<T, PRECISE>(row, z_p, row.max_p, row.inverse_sum_p, high_p, low_p);
-    e.q = probability<T, PRECISE>(row, z_q, row.max_q, row.inverse_sum_q, high_q, low_q);
+    e.p = shifted<T, PRECISE>(row, z_p, row.max_p, high_p, low_p) * row.inverse_sum_p;
+    e.q = shifted<T, PRECISE>(row, z_q, row.max_q, high_q, low_q) * row.inverse_sum_q;
     if constexpr (PRECISE)
-        e.u = (high_p - high_q) + (low_p - low_q);
+        e.u = difference<true>(high_p, low_p, high_q, low_q);
     else
-        e.u = (z_p - z_q) - (row.max_p - row.max_q);
-    e.d = log_sums.from(row, e.u);
+        e.u = {(z_p - z_q) - (row.max_p - row.max_q), 0.0f};
+    e.d = log_sums.from<PRECISE>(row, e.u);
     if (fabsf(e.d) < 0.5f) {
         float f = e.d * e.d * term_series(e.d);
         e.value = e.p * f;
@@ -193,13 +213,17 @@ template <class T, bool GRADIENT> struct logits {
             unpack<T>(raw_q, z_q);
 #pragma unroll
             for (int i = 0; i < V; i++) {
-                float a = exponential<T>(z_p[i] - ret.max_p, ret.exponent_scale);
-                float b = exponential<T>(z_q[i] - ret.max_q, ret.exponent_scale);
+                float high_p, low_p, high_q, low_q;
+                float a = shifted<T, PRECISE>(ret, z_p[i], ret.max_p, high_p, low_p);
+                float b = shifted<T, PRECISE>(ret, z_q[i], ret.max_q, high_q, low_q);
                 part[0] += a;
                 part[1] += b;
                 if constexpr (COUNT == 3) {
-                    float u = ((z_p[i] - z_q[i]) - shift) * ret.inverse_temperature;
-                    part[2] += fabsf(u) < 0.5f ? b * fmaf(u * u, term_series(-u), u) : a - b;
+                    logits_difference u = {(z_p[i] - z_q[i]) - shift, 0.0f};
+                    if constexpr (PRECISE)
+                        u = difference<true>(high_p, low_p, high_q, low_q);
+                    float x = logits_shift(0.0).from<PRECISE>(ret, u);
+                    part[2] += fabsf(x) < 0.5f ? b * fmaf(x * x, term_series(-x), x) : a - b;
                 }
             }
 #pragma unroll
@@ -258,7 +282,7 @@ template <class T, bool GRADIENT> struct logits {
 #pragma unroll
             for (int i = 0; i < V; i++) {
                 logits_element e = logits_at<T, PRECISE>(stats, log_sums, z_p[i], z_q[i]);
-                part += e.p == 0.0f ? 0.0f : e.p * both.from(stats, e.u);
+                part += e.p == 0.0f ? 0.0f : e.p * both.from<true>(stats, e.u);
             }
             sum[0] += (double)part;
         }
@@ -283,7 +307,7 @@ template <class T, bool GRADIENT> struct logits {
 #pragma unroll
             for (int i = 0; i < V; i++) {
                 logits_element e = logits_at<T, PRECISE>(stats, log_sums, z_p[i], z_q[i]);
-                z_p[i] = e.p == 0.0f ? 0.0f : g * (e.p * (both.from(stats, e.u) - rest));
+                z_p[i] = e.p == 0.0f ? 0.0f : g * (e.p * (both.from<true>(stats, e.u) - rest));
                 z_q[i] = g * e.q_minus_p;
             }
             if (row.grad_q)

@@ -94,4 +94,22 @@ static __device__ __forceinline__ float term_series(float d) {
     return fmaf(y, d, 0.5f);
 }
 
+/* e^(x + rest), |rest| far below |x|: half a unit in the last place, where expf() has more than
+ * one; 2^x of the hardware below e^-87. */
+static __device__ __forceinline__ float exp_precise(float x, float rest) {
+    const float round = 12582912.0f; /* 1.5 * 2^23 */
+    float k = fmaf(x, 1.44269504f, round) - round;
+    float r = fmaf(k, -0.693145752f, x); /* ln 2 in two parts; the first product is exact */
+    float r_low = fmaf(k, -1.42860677e-6f, rest);
+    float t = r + r_low, t_low = (r - t) + r_low;
+    float y = fmaf(t, 1.0f / 5040, 1.0f / 720);
+    y = fmaf(y, t, 1.0f / 120);
+    y = fmaf(y, t, 1.0f / 24);
+    y = fmaf(y, t, 1.0f / 6);
+    y = fmaf(y, t, 0.5f);
+    float e = 1.0f + (t + fmaf(t * t, y, t_low)), scale;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(scale) : "f"(x > -87.0f ? k : x * 1.44269504f));
+    return x > -87.0f ? e * scale : scale;
+}
+
 #endif
