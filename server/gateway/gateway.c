@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "server/gateway/gateway.h"
@@ -83,9 +84,20 @@ static enum kld_status set_nonblocking(int fd, struct kld_error *err) {
     return KLD_OK;
 }
 
+/* A connection is a descriptor: as many as the system lets this process have. What is above that
+ * waits in the backlog. */
+static void raise_descriptors(void) {
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < limit.rlim_max) {
+        limit.rlim_cur = limit.rlim_max;
+        setrlimit(RLIMIT_NOFILE, &limit);
+    }
+}
+
 static enum kld_status open_parts(struct process *process, struct kld_error *err) {
     struct kld_gateway *gateway = &process->gateway;
     enum kld_status status;
+    raise_descriptors();
     if ((status = set_nonblocking(KLD_FD_LISTEN, err)) ||
         (status = kld_staging_open(gateway->config->staging_bytes_max, &gateway->staging, err)) ||
         (status = kld_shm_open(gateway->config, gateway->stats, &gateway->shm, err)) ||

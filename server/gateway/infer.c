@@ -322,16 +322,21 @@ static void call_late(struct kld_link_call *call) {
     kld_exchange_reply_error(exchange, &error);
 }
 
+/* uv_hrtime() at which the request is too late; http_deadline_ms = 0 is never. */
+static uint64_t deadline_of(const struct kld_infer *infer) {
+    uint64_t timeout_ns = infer->request.timeout_ns, at;
+    if (!timeout_ns &&
+        __builtin_mul_overflow(infer->gateway->config->http_deadline_ms, 1000000u, &timeout_ns))
+        timeout_ns = 0;
+    return !timeout_ns || __builtin_add_overflow(uv_hrtime(), timeout_ns, &at) ? UINT64_MAX : at;
+}
+
 static void submit(struct kld_infer *infer) {
-    const struct kld_config *config = infer->gateway->config;
-    uint64_t timeout_ns =
-        infer->request.timeout_ns ? infer->request.timeout_ns : config->http_deadline_ms * 1000000;
     struct kld_link_call *call = &infer->call;
     call->request.op = infer->request.op;
     for (uint32_t i = 0; i < tensor_count(infer); i++)
         call->request.bytes[tensor_of(infer, i)->slot].offset_bytes = infer->place[i];
-    uint64_t now = uv_hrtime();
-    call->deadline_ns = timeout_ns < UINT64_MAX - now ? now + timeout_ns : UINT64_MAX;
+    call->deadline_ns = deadline_of(infer);
     call->done = call_done;
     call->late = call_late;
     infer->in_worker = true;

@@ -59,7 +59,6 @@ struct kld_infer {
     uint64_t place[KLD_INFER_TENSORS_MAX]; /* in staging; inputs, then outputs */
     struct kld_shm_region *region[KLD_INFER_TENSORS_MAX]; /* held; NULL: not shared memory */
     struct kld_oip_text reply;
-    uint64_t deadline_ns;
 
     /* The pool. */
     uv_work_t work;

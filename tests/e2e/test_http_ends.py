@@ -3,6 +3,7 @@ Nothing is left behind, and what was asked is answered."""
 import json
 import os
 import pathlib
+import resource
 import signal
 import socket
 import threading
@@ -203,3 +204,29 @@ def test_idle_connections_are_closed(make_server):
         begin = time.monotonic()
         assert connection.recv(1) == b""
         assert 0.5 < time.monotonic() - begin < 20
+
+
+def test_connections_over_the_limit_wait(make_server):
+    """In the backlog of the socket, not refused, until another one goes."""
+    server = make_server(http_connections_max=4)
+    wait_until(lambda: server.metrics()["kld_http_connections"] == 1, what="one connection")
+    host, port = server.address.rsplit(":", 1)
+    idle = [socket.create_connection((host, int(port)), 60) for _ in range(4)]
+    answers = []
+    late = threading.Thread(target=lambda: answers.append(server.request("/v2/health/live")[0]))
+    late.start()
+    late.join(0.3)
+    assert not answers
+    idle.pop().close()
+    late.join(20)
+    assert answers == [200]
+    for connection in idle:
+        connection.close()
+
+
+def test_more_descriptors_than_the_usual_limit(make_server):
+    server = make_server()
+    soft = int(pathlib.Path(f"/proc/{server.child('gateway')}/limits").read_text()
+               .split("Max open files")[1].split()[0])
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert soft == hard
