@@ -43,7 +43,7 @@ def test_every_request_is_answered_rightly_while_workers_are_killed(make_server,
     reports = [json.loads(finish(bench)) for bench in benches]
     assert len(set(killed)) == 3
     for report in reports:
-        assert report["losses"] > 50
+        assert report["losses"] >= 50  # each of those in flight, at the least
         assert report["failed"] == 0 and report["different"] == 0
         assert report["loss"] == quiet["loss"]
     if way == "unix":  # over HTTP it is the gateway that sends again
