@@ -88,7 +88,7 @@ template <int GRADIENTS> struct kl_rule<KLD_FORM_LOGPROBS, GRADIENTS> {
             if (GRADIENTS & GRADIENT_P)
                 grad_p[i] = none ? 0.0f : gp * (d + 1.0f);
             if (GRADIENTS & GRADIENT_Q)
-                grad_q[i] = isunordered(log_p[i], log_q[i]) ? CUDART_NAN_F : -gp;
+                grad_q[i] = isnan(log_p[i]) || isnan(log_q[i]) ? CUDART_NAN_F : -gp;
         }
     }
 };
