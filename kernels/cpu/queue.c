@@ -88,7 +88,7 @@ static void poll_submitted(struct cpu_device *device, uint64_t seen) {
                 return;
             kld_cpu_relax();
         }
-    } while (kld_cpu_now_ns() < until);
+    } while (kld_cpu_poll_on(until));
 }
 
 static struct kld_job *wait_job(struct cpu_device *device) {

@@ -48,5 +48,7 @@ void kld_cpu_team_run(struct kld_cpu_team *team, uint64_t count,
 uint64_t kld_cpu_now_ns(void);
 /* One turn of a polling loop. */
 void kld_cpu_relax(void);
+/* Between two rounds of a poll: lets others run; false once until_ns has passed. */
+bool kld_cpu_poll_on(uint64_t until_ns);
 
 #endif
