@@ -29,7 +29,7 @@ struct kld_http {
     uv_timer_t look;
     uv_prepare_t prepare;
     int open_handles;
-    bool resumed; /* a connection was resumed since MHD_run() */
+    bool again; /* MHD_run() has something to do that its epoll descriptor does not tell */
     struct kld_exchange *first;
     struct watched *connections;
     void (*closed)(void *user);
@@ -43,13 +43,13 @@ static void readable(uv_poll_t *poll, int status, int events) { run(poll->data);
 
 static void before_poll(uv_prepare_t *prepare) {
     struct kld_http *http = prepare->data;
-    if (http->resumed)
+    while (http->again)
         run(http);
 }
 
 static void run(struct kld_http *http) {
     MHD_UNSIGNED_LONG_LONG timeout_ms;
-    http->resumed = false;
+    http->again = false;
     MHD_run(http->daemon);
     if (MHD_get_timeout(http->daemon, &timeout_ms) == MHD_YES)
         uv_timer_start(&http->timer, timer_fired, timeout_ms, 0);
@@ -262,13 +262,15 @@ static void connection_changed(void *user, struct MHD_Connection *connection, vo
         unwatch(http, *context);
         *context = NULL;
     }
+    if (!opened)
+        http->again = true; /* it may accept again, which it finds out at its next start only */
 }
 
 static void resume(struct kld_exchange *exchange) {
     if (!exchange->suspended)
         return;
     exchange->suspended = false;
-    exchange->gateway->http->resumed = true;
+    exchange->gateway->http->again = true;
     MHD_resume_connection(exchange->connection);
 }
 
