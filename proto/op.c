@@ -416,7 +416,7 @@ static enum kld_status check_aliasing(const struct kld_op *op, const struct kld_
                             : a == KLD_SLOT_GRAD_TARGETS   ? KLD_SLOT_TARGETS
                                                            : KLD_SLOT_COUNT;
         for (int b = 0; b < KLD_SLOT_COUNT; b++) {
-            if (b == a || (slot_outputs[b] && b < a) || !present(op, (enum kld_slot)b) ||
+            if (b == a || (b < a && slot_outputs[b]) || !present(op, (enum kld_slot)b) ||
                 !overlap(op, geometry, (enum kld_slot)a, (enum kld_slot)b))
                 continue;
             if (b == (int)own && same_place(op, geometry, (enum kld_slot)a, (enum kld_slot)b))
