@@ -5,14 +5,17 @@
 #include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <time.h>
 #include <unistd.h>
 
+#include "proto/wire.h"
 #include "server/supervisor/supervisor.h"
 
 #define BACKLOG 4096 /* the kernel cuts it to net.core.somaxconn */
@@ -133,15 +136,48 @@ static int open_folder(const char *path, bool make) {
     return open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 }
 
-/* Somebody answers there. Non-blocking: a live server with a full backlog is alive too. */
-static bool is_served(const struct sockaddr_un *address) {
+#define OWNER_WAIT_NS UINT64_C(5000000000) /* a lost worker's successor answers in far less */
+
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+enum owner { OWNER_NONE, OWNER_SILENT, OWNER_ALIVE };
+
+/* One look at who holds the socket. The connection is non-blocking: a full backlog has an owner
+ * too. */
+static enum owner ask_owner(const struct sockaddr_un *address, int timeout_ms) {
     int probe = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (probe < 0)
-        return true; /* cannot tell: leave it alone */
-    int result = connect(probe, (const struct sockaddr *)address, sizeof *address);
-    bool refused = result < 0 && errno == ECONNREFUSED;
+        return OWNER_ALIVE; /* cannot tell: leave it alone */
+    enum owner owner = OWNER_SILENT;
+    union kld_frame frame;
+    kld_frame_init(&frame, KLD_FRAME_PING,
+                   1); /* before a HELLO: answered all the same, by an ERROR */
+    if (connect(probe, (const struct sockaddr *)address, sizeof *address) < 0) {
+        owner = errno == ECONNREFUSED ? OWNER_NONE : OWNER_SILENT;
+    } else if (send(probe, &frame, frame.header.length, MSG_NOSIGNAL) > 0) {
+        struct pollfd readable = {.fd = probe, .events = POLLIN};
+        if (poll(&readable, 1, timeout_ms) > 0 && recv(probe, &frame, sizeof frame, 0) > 0)
+            owner = OWNER_ALIVE;
+    }
     close(probe);
-    return !refused;
+    return owner;
+}
+
+/* Does a server live behind this path? A process killed a moment ago may hold its socket for a
+ * while yet (a GPU context takes 0.2 s to tear down): it answers nothing, and then it is gone. A
+ * live server whose worker is just starting again answers nothing either, until it does. */
+static bool is_served(const struct sockaddr_un *address) {
+    uint64_t until = now_ns() + OWNER_WAIT_NS;
+    enum owner owner;
+    while ((owner = ask_owner(address, 200)) == OWNER_SILENT && now_ns() < until) {
+        struct timespec pause = {.tv_nsec = 10000000};
+        nanosleep(&pause, NULL);
+    }
+    return owner != OWNER_NONE;
 }
 
 static enum kld_status bind_at(int fd, const char *path, uint32_t mode, struct kld_error *err) {

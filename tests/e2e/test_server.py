@@ -6,6 +6,7 @@ import signal
 import socket
 import stat
 import subprocess
+import threading
 import time
 import urllib.request
 
@@ -177,6 +178,25 @@ def test_stale_socket_is_replaced(make_server):
     server.process.stdout.close()
     server.start()
     server.connect().close()
+
+
+def test_socket_of_a_dying_server_is_waited_for(tmp_path):
+    """A killed worker may hold the socket for a while after its supervisor is gone."""
+    path = str(tmp_path / "kld.sock")
+    dying = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    dying.bind(path)
+    dying.listen(16)
+    timer = threading.Timer(1.0, dying.close)
+    timer.start()
+    server = subprocess.Popen([SERVER, "--http=", f"--unix={path}", "--backend=cpu"],
+                              stdout=subprocess.PIPE, text=True, env=clean_environment())
+    try:
+        assert server.stdout.readline().startswith("ready ")
+        assert not timer.is_alive()
+    finally:
+        server.terminate()
+        assert server.wait(30) == 0
+        server.stdout.close()
 
 
 def test_live_socket_is_not_taken(make_server):
