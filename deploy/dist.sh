@@ -24,6 +24,7 @@ for program in "$build/kernel-table" "$build"/examples/* "$build"/bench/*; do
 done
 cp -r tests/e2e tests/data tests/run "$dist/tests/"
 [ -d tests/bench ] && cp -r tests/bench "$dist/tests/"
+mkdir -p "$dist/proto" && cp proto/openapi.yaml "$dist/proto/"
 find "$dist/tests" -name __pycache__ -prune -exec rm -rf {} +
 cp README.md LICENSE "$dist/"
 cp deploy/demo.sh "$dist/demo"
