@@ -60,7 +60,9 @@ struct kld_device_info {
     uint64_t memory_bytes;   /* of the device */
     uint64_t pool_bytes_max; /* resolved */
     uint32_t threads;        /* cpu: computing threads; cuda: multiprocessors */
-    bool imports_cuda_ipc;   /* memory_import_ipc() works */
+    bool offloads; /* it computes on a processor of its own: a host thread that polls takes nothing
+                    * from it */
+    bool imports_cuda_ipc; /* memory_import_ipc() works */
 };
 
 /* The head of every device, memory and stream; a back end embeds it first in its own struct. Fields

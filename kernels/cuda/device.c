@@ -39,6 +39,7 @@ static cudaError_t fill_info(struct cuda_device *device, const struct kld_device
         options->pool_bytes_max ? options->pool_bytes_max : info->memory_bytes / 2;
     info->threads = (uint32_t)processors;
     info->imports_cuda_ipc = true;
+    info->offloads = true;
     device->spin_us = options->spin_us;
     /* What the kernels' own static shared memory takes is kept back. */
     device->shared_bytes_max = (uint32_t)shared - 2048;
@@ -106,6 +107,7 @@ static void release(struct cuda_device *device) {
         cudaGetLastError();
     }
     pthread_mutex_destroy(&device->setup_mutex);
+    pthread_mutex_destroy(&device->work);
     pthread_mutex_destroy(&device->mutex);
     pthread_cond_destroy(&device->wake);
     free(device);
@@ -139,6 +141,7 @@ static enum kld_status device_open(const struct kld_device_options *options,
     device->base.backend = &kld_backend_cuda;
     device->ordinal = (int)options->device;
     pthread_mutex_init(&device->setup_mutex, NULL);
+    pthread_mutex_init(&device->work, NULL);
     pthread_mutex_init(&device->mutex, NULL);
     pthread_cond_init(&device->wake, NULL);
     cudaError_t error;

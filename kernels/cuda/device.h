@@ -2,8 +2,10 @@
  * folder.
  *
  * Two kinds of threads: the device thread, one per device, which launches, polls and completes; and
- * callers (any), which open, map and allocate. They meet in two places only: the list of incoming
- * jobs (`mutex`) and the bookkeeping of memory (`setup_mutex`). */
+ * callers (any), which open, map and allocate. The one that submits may launch a job by itself if
+ * the device thread is not at work this moment (`work`): the kernel then runs while that thread
+ * is still waking up. Else they meet in two places only: the list of incoming jobs (`mutex`) and
+ * the bookkeeping of memory (`setup_mutex`). */
 #ifndef KLD_KERNELS_CUDA_DEVICE_H
 #define KLD_KERNELS_CUDA_DEVICE_H
 
@@ -42,14 +44,14 @@ struct cuda_memory {
 struct cuda_stream {
     struct kld_stream base;
     cudaStream_t stream; /* constant */
-    /* Device thread only. */
+    /* Under work. */
     bool blocked;   /* a job in chunks holds the stream */
     uint64_t sweep; /* of the poll that found an unfinished job in it */
 };
 
 enum cuda_mark { MARK_START, MARK_COPIED, MARK_COMPUTED, MARK_END, MARK_COUNT };
 
-/* A job between launch and done(). Device thread only; events, scratch and result live as long as
+/* A job between launch and done(). Under work; events, scratch and result live as long as
  * the device. */
 struct cuda_flight {
     struct kld_job *job; /* NULL: free */
@@ -85,13 +87,15 @@ struct cuda_device {
     uint32_t imports_count;
 
     pthread_t thread;
-    pthread_mutex_t mutex; /* guards the four below */
+    pthread_mutex_t mutex; /* guards the five below */
     pthread_cond_t wake;
     struct kld_job *incoming_head, *incoming_tail;
     bool sleeping, stop;
+    bool launched;                   /* by a caller, since the device thread last slept */
     _Atomic uint32_t incoming_count; /* so that polling needs no lock */
 
-    /* Device thread only. */
+    pthread_mutex_t
+        work; /* guards the rest; the device thread has it while it launches and polls */
     struct kld_job *pending_head, *pending_tail;
     struct cuda_flight flights[CUDA_FLIGHTS_MAX];
     struct cuda_flight *order[CUDA_FLIGHTS_MAX]; /* in flight, in order of launch */
@@ -123,7 +127,9 @@ enum kld_status cuda_measure_ceiling(struct kld_device *device, uint64_t bytes,
                                      double *ret_read_per_s, double *ret_read_write_per_s,
                                      struct kld_error *err);
 
-/* job.c: device thread only. */
+/* job.c: under work. */
+/* Every tensor lies on the device: starting the job enqueues kernels and nothing else. */
+bool cuda_job_in_place(const struct kld_job *job);
 /* Enqueues a job, or its first chunk. False: not now (memory is with other jobs); try again when a
  * job has ended. */
 bool cuda_job_start(struct cuda_device *device, struct cuda_flight *flight);

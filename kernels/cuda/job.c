@@ -1,5 +1,5 @@
 /* job.c - one job from its operator to launches: roles of the tensors, staging of those in host
- * memory, chunks of rows where staging is bounded, times. Device thread only. Never waits for the
+ * memory, chunks of rows where staging is bounded, times. Under device->work. Never waits for the
  * device: what must come later is enqueued by cuda_job_advance(), when the marks have passed. */
 #include "kernels/cuda/device.h"
 
@@ -180,13 +180,23 @@ static uint64_t divisor_bytes(const struct cuda_flight *flight) {
     return 5 * min_u64(flight->job->geometry.rows, KLD_CUDA_DIVISOR_ROWS) + 512;
 }
 
-static void plan_slots(struct cuda_flight *flight) {
-    const struct kld_job *job = flight->job;
-    flight->slots_staged = 0;
+/* A scalar loss in host memory is no reason to stage: it is one number, written at the end. */
+static uint32_t slots_to_stage(const struct kld_job *job) {
+    uint32_t slots = 0;
     for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
         if (is_present(job, slot) && !on_device(&job->place[slot]) &&
             (slot != KLD_SLOT_LOSS || !job->geometry.scalar))
-            flight->slots_staged |= 1u << slot;
+            slots |= 1u << slot;
+    return slots;
+}
+
+bool cuda_job_in_place(const struct kld_job *job) {
+    return job->kind == KLD_JOB_OP && slots_to_stage(job) == 0;
+}
+
+static void plan_slots(struct cuda_flight *flight) {
+    const struct kld_job *job = flight->job;
+    flight->slots_staged = slots_to_stage(job);
     flight->staged = flight->slots_staged != 0;
     flight->segment_rows = (uint64_t)KLD_CUDA_GROUPS_MAX * flight->args.group_rows;
 }

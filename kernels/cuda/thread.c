@@ -1,7 +1,6 @@
 /* thread.c - the device thread: takes submitted jobs, launches them in the order of their streams,
  * polls their events, completes them. Polls while work is in flight and for spin_us after the last
- * activity; then naps while work is in flight and sleeps when nothing is. It is the only caller of
- * CUDA once a job runs. */
+ * activity; then naps while work is in flight and sleeps when nothing is. */
 #include "kernels/cuda/device.h"
 
 #include <errno.h>
@@ -19,22 +18,6 @@ uint64_t cuda_now_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
-void cuda_submit(struct kld_stream *stream, struct kld_job *job) {
-    struct cuda_device *device = (struct cuda_device *)stream->device;
-    job->next = NULL;
-    job->backend_private[0] = (uint64_t)(uintptr_t)stream;
-    pthread_mutex_lock(&device->mutex);
-    if (device->incoming_tail)
-        device->incoming_tail->next = job;
-    else
-        device->incoming_head = job;
-    device->incoming_tail = job;
-    atomic_fetch_add(&device->incoming_count, 1);
-    if (device->sleeping)
-        pthread_cond_signal(&device->wake);
-    pthread_mutex_unlock(&device->mutex);
 }
 
 static struct cuda_stream *stream_of(const struct kld_job *job) {
@@ -62,6 +45,51 @@ static struct cuda_flight *free_flight(struct cuda_device *device) {
         if (!device->flights[i].job)
             return &device->flights[i];
     return NULL;
+}
+
+/* Launches on the caller's thread, if nothing else is waiting and the device thread is not at work.
+ * The caller's current device is its own business (`local:` runs in other people's threads). */
+static bool launch_directly(struct cuda_device *device, struct kld_job *job) {
+    struct cuda_stream *stream = stream_of(job);
+    if (!cuda_job_in_place(job) || pthread_mutex_trylock(&device->work) != 0)
+        return false;
+    struct cuda_flight *flight = NULL;
+    int current = device->ordinal;
+    if (atomic_load(&device->incoming_count) == 0 && !device->pending_head &&
+        !atomic_load(&device->lost) && !stream->blocked && cudaGetDevice(&current) == cudaSuccess &&
+        (current == device->ordinal || cudaSetDevice(device->ordinal) == cudaSuccess))
+        flight = free_flight(device);
+    if (flight) {
+        flight->job = job;
+        flight->stream = stream;
+        cuda_job_start(device, flight); /* in place: cannot ask to be tried again */
+        device->order[device->order_count++] = flight;
+    }
+    if (current != device->ordinal)
+        cudaSetDevice(current);
+    pthread_mutex_unlock(&device->work);
+    return flight != NULL;
+}
+
+void cuda_submit(struct kld_stream *stream, struct kld_job *job) {
+    struct cuda_device *device = (struct cuda_device *)stream->device;
+    job->next = NULL;
+    job->backend_private[0] = (uint64_t)(uintptr_t)stream;
+    bool launched = launch_directly(device, job);
+    pthread_mutex_lock(&device->mutex);
+    if (launched) {
+        device->launched = true;
+    } else {
+        if (device->incoming_tail)
+            device->incoming_tail->next = job;
+        else
+            device->incoming_head = job;
+        device->incoming_tail = job;
+        atomic_fetch_add(&device->incoming_count, 1);
+    }
+    if (device->sleeping)
+        pthread_cond_signal(&device->wake);
+    pthread_mutex_unlock(&device->mutex);
 }
 
 static void end_lost(struct kld_job *job) {
@@ -149,12 +177,26 @@ static bool poll_flights(struct cuda_device *device) {
 static bool sleep_until_work(struct cuda_device *device) {
     pthread_mutex_lock(&device->mutex);
     device->sleeping = true;
-    while (!device->incoming_head && !device->stop)
+    while (!device->incoming_head && !device->launched && !device->stop)
         pthread_cond_wait(&device->wake, &device->mutex);
     device->sleeping = false;
-    bool work = device->incoming_head != NULL;
+    bool work = device->incoming_head != NULL || device->launched;
+    device->launched = false;
     pthread_mutex_unlock(&device->mutex);
     return work;
+}
+
+/* One round: takes, launches, polls. True: something came or ended. */
+static bool work_once(struct cuda_device *device, bool *ret_in_flight) {
+    pthread_mutex_lock(&device->work);
+    bool any = take_incoming(device);
+    if (device->pending_head)
+        any |= launch_pending(device);
+    if (device->order_count)
+        any |= poll_flights(device);
+    *ret_in_flight = device->order_count || device->pending_head;
+    pthread_mutex_unlock(&device->work);
+    return any;
 }
 
 void *cuda_thread_main(void *argument) {
@@ -164,26 +206,20 @@ void *cuda_thread_main(void *argument) {
     prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0);
     uint64_t active_ns = cuda_now_ns(), spin_ns = (uint64_t)device->spin_us * 1000u;
     for (;;) {
-        bool any = take_incoming(device);
-        if (device->pending_head)
-            any |= launch_pending(device);
-        if (device->order_count)
-            any |= poll_flights(device);
+        bool in_flight, any = work_once(device, &in_flight);
         uint64_t now_ns = cuda_now_ns();
-        if (any) {
+        if (any)
             active_ns = now_ns;
-            continue;
-        }
-        bool in_flight = device->order_count || device->pending_head;
-        if (now_ns - active_ns < spin_ns)
-            continue;
-        if (in_flight && now_ns - active_ns < FLIGHT_POLL_NS) {
-            sched_yield();
-        } else if (in_flight) {
+        uint64_t idle_ns = now_ns - active_ns;
+        if (in_flight && idle_ns >= FLIGHT_POLL_NS) {
             struct timespec nap = {0, NAP_NS};
             nanosleep(&nap, NULL);
+        } else if (in_flight || idle_ns < spin_ns) {
+            sched_yield();
         } else if (!sleep_until_work(device)) {
             return NULL;
+        } else {
+            active_ns = cuda_now_ns();
         }
     }
 }
