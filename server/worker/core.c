@@ -131,6 +131,7 @@ static void launch(struct kld_lane *lane) {
         request->state = KLD_REQUEST_RUNNING;
         lane->running++;
         worker->options.backend->submit(lane->stream, &request->job);
+        kld_worker_poll(worker);
     }
     if (lane->session->state == KLD_SESSION_CLOSING && lane->state == KLD_LANE_OPEN &&
         lane->running == 0)
@@ -173,6 +174,7 @@ void kld_core_completed(struct kld_worker *worker) {
         launch(lane);
         kld_session_collect(session);
     }
+    kld_worker_poll(worker);
     kld_worker_progress(worker);
 }
 

@@ -6,6 +6,7 @@
 #include <errno.h>
 #include <inttypes.h>
 #include <poll.h>
+#include <sched.h>
 #include <string.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -119,6 +120,23 @@ void kld_worker_watch_deadlines(struct kld_worker *worker) {
 
 static void completed(uv_async_t *async) { kld_core_completed(async->data); }
 
+static void polled(uv_idle_t *idle) {
+    struct kld_worker *worker = idle->data;
+    if (kld_worker_now_ns() >= worker->poll_until_ns)
+        uv_idle_stop(idle);
+    else
+        sched_yield();
+}
+
+void kld_worker_poll(struct kld_worker *worker) {
+    if (!worker->device->info.offloads || worker->stopping)
+        return;
+    uint64_t polls_ns =
+        worker->queue.in_use ? KLD_POLL_NS : worker->options.config->spin_us * UINT64_C(1000);
+    worker->poll_until_ns = kld_worker_now_ns() + polls_ns;
+    uv_idle_start(&worker->poll, polled);
+}
+
 /* ---- The end --------------------------------------------------------------------------------- */
 
 static bool all_said(const struct kld_worker *worker) {
@@ -139,6 +157,7 @@ static void stop(struct kld_worker *worker) {
     atomic_store(&worker->options.stats->worker_ready, 0);
     uv_close((uv_handle_t *)&worker->listener, NULL);
     uv_close((uv_handle_t *)&worker->terminate, NULL);
+    uv_close((uv_handle_t *)&worker->poll, NULL);
     uv_close((uv_handle_t *)&worker->deadline, NULL);
     uv_close((uv_handle_t *)&worker->accept_again, NULL);
     uv_close((uv_handle_t *)&worker->drain, NULL);
@@ -219,12 +238,15 @@ static enum kld_status handles_init(struct kld_worker *worker, struct kld_error 
     if (uv_poll_init(loop, &worker->listener, listen_fd) != 0)
         return kld_error_set(err, KLD_INTERNAL, "the listening socket cannot be polled");
     uv_async_init(loop, &worker->completions.wake, completed);
+    uv_idle_init(loop, &worker->poll);
+    uv_unref((uv_handle_t *)&worker->poll);
     uv_timer_init(loop, &worker->deadline);
     uv_timer_init(loop, &worker->accept_again);
     uv_timer_init(loop, &worker->drain);
     uv_signal_init(loop, &worker->terminate);
     worker->completions.wake.data = worker->deadline.data = worker->accept_again.data = worker;
-    worker->drain.data = worker->terminate.data = worker->listener.data = worker;
+    worker->poll.data = worker->drain.data = worker->terminate.data = worker->listener.data =
+        worker;
     uv_signal_start(&worker->terminate, terminated, SIGTERM);
     if (control_fd >= 0 && uv_poll_init(loop, &worker->control, control_fd) == 0) {
         worker->control.data = worker;

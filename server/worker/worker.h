@@ -16,7 +16,8 @@
 #include "server/worker/queue.h"
 #include "server/worker/session.h"
 
-#define KLD_REFUSALS_MAX 64 /* refused connections that wait to be closed */
+#define KLD_POLL_NS 5000000u /* the loop polls so long for the end of a job of a GPU */
+#define KLD_REFUSALS_MAX 64  /* refused connections that wait to be closed */
 /* Jobs that one lane has with the back end at a time: enough to keep a device busy while the loop
  * is on its way. The rest waits in the lane, where a cancel, a deadline or the end of the client
  * still spares the device the work. */
@@ -38,6 +39,8 @@ struct kld_worker {
     uv_loop_t loop;
     uv_poll_t listener, control;
     uv_signal_t terminate;   /* SIGTERM */
+    uv_idle_t poll;          /* while active the loop polls instead of sleeping */
+    uint64_t poll_until_ns;  /* CLOCK_MONOTONIC */
     uv_timer_t deadline;     /* the earliest deadline of a request */
     uv_timer_t accept_again; /* after accept() ran out of something */
     uv_timer_t drain;        /* SIGTERM + drain_ms */
@@ -73,6 +76,9 @@ void kld_worker_done(struct kld_worker *worker);
 void kld_worker_drain(struct kld_worker *worker);
 /* Core and sessions tell that something ended; while draining this may end the loop. */
 void kld_worker_progress(struct kld_worker *worker);
+/* A job went to the device, or the last one came back: where waiting takes nothing from what
+ * computes, the loop polls for a while instead of sleeping, which saves the wake-up. */
+void kld_worker_poll(struct kld_worker *worker);
 /* Polls the listener again if there is room. */
 void kld_worker_accept(struct kld_worker *worker);
 /* The deadline timer follows the queue's earliest deadline. */

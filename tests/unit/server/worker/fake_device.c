@@ -93,6 +93,7 @@ void fake_device_init(struct fake_device *fake) {
     memset(fake->head.info.uuid, 7, sizeof fake->head.info.uuid);
     fake->head.info.pool_bytes_max = 1 << 30;
     fake->head.info.imports_cuda_ipc = true;
+    fake->head.info.offloads = true;
     fake->last = &fake->first;
     pthread_mutex_init(&fake->lock, NULL);
     pthread_cond_init(&fake->more, NULL);
