@@ -4,6 +4,7 @@
 #include "client/connection.h"
 
 #include <errno.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -272,8 +273,13 @@ static enum kld_status wait_for(struct kld_connection *connection, struct kld_wa
                                 struct kld_call *call, struct kld_result *ret_result,
                                 struct kld_error *err) {
     enum kld_status status = KLD_OK;
-    while (!wait->ended && !status)
-        status = kld_connection_step(connection, KLD_NEVER, err);
+    uint64_t poll_until_ns = connection->offloaded ? kld_now_ns() + KLD_POLL_NS : 0;
+    while (!wait->ended && !status) {
+        bool poll = poll_until_ns && kld_now_ns() < poll_until_ns;
+        status = kld_connection_step(connection, poll ? 0 : KLD_NEVER, err);
+        if (poll)
+            sched_yield();
+    }
     if (connection->done)
         wake(connection);
     if (!wait->ended) { /* the loop itself failed: nobody may write to our stack later */

@@ -172,7 +172,10 @@ static enum kld_status local_open(struct kld_connection *connection, const char 
         status = kld_connection_watch(connection, local->finished_fd, TAG_FINISHED, EPOLLIN, err);
     if (!status)
         status = kld_backend_find(name, &local->backend, err);
-    return status ? status : local->backend->device_open(&options, &local->device, err);
+    if (!status)
+        status = local->backend->device_open(&options, &local->device, err);
+    connection->offloaded = !status && local->device->info.offloads;
+    return status;
 }
 
 static void local_close(struct kld_connection *connection) {
