@@ -49,7 +49,10 @@ def test_a_documented_path_is_served(server, path):
 
 def test_every_route_is_documented():
     """The table of routes.c, with its two stars for model and version filled in."""
-    source = (ROOT / "server" / "gateway" / "routes.c").read_text()
+    routes = ROOT / "server" / "gateway" / "routes.c"
+    if not routes.exists():
+        pytest.skip("the tarball has no sources")
+    source = routes.read_text()
     source = source.replace('SHM("system")', '"/v2/systemsharedmemory').replace(
         'SHM("cuda")', '"/v2/cudasharedmemory').replace('memory "/', "memory/")
     table = source[source.index("static const struct kld_route routes[]"):]
