@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/socket.h>
 
 #include "proto/oip.h"
@@ -110,10 +111,45 @@ static struct kld_exchange *open_exchange(struct kld_http *http, struct MHD_Conn
     return exchange;
 }
 
+/* What the headers say about where the body ends. */
+struct framing {
+    const char *length, *coding;
+    bool contradicts;
+};
+
+static enum MHD_Result look_at_framing(void *user, enum MHD_ValueKind kind, const char *name,
+                                       const char *value) {
+    struct framing *framing = user;
+    bool length = strcasecmp(name, MHD_HTTP_HEADER_CONTENT_LENGTH) == 0;
+    if (!length && strcasecmp(name, MHD_HTTP_HEADER_TRANSFER_ENCODING) != 0)
+        return MHD_YES;
+    const char **known = length ? &framing->length : &framing->coding;
+    framing->contradicts = framing->contradicts || !value || (*known && strcmp(*known, value) != 0);
+    *known = value;
+    return MHD_YES;
+}
+
+/* MHD picks one of two lengths and waits for ever behind a coding that it does not know. A proxy in
+ * front of it may pick the other: then one request could hide a second. */
+static enum kld_status check_framing(const struct kld_exchange *exchange, struct kld_error *err) {
+    struct framing framing = {.length = NULL};
+    MHD_get_connection_values(exchange->connection, MHD_HEADER_KIND, look_at_framing, &framing);
+    if (framing.contradicts || (framing.length && framing.coding))
+        return kld_error_set(err, KLD_INVALID,
+                             "the headers contradict each other about the length of the body");
+    if (framing.coding && strcasecmp(framing.coding, "chunked") != 0)
+        return kld_error_set(err, KLD_UNIMPLEMENTED,
+                             "Transfer-Encoding '%.40s' is not supported; chunked is",
+                             framing.coding);
+    return KLD_OK;
+}
+
 static void start(struct kld_http *http, struct kld_exchange *exchange, const char *url) {
     const struct kld_config *config = http->gateway->config;
     struct kld_error error;
-    if (strlen(url) >= sizeof exchange->url)
+    if (check_framing(exchange, &error))
+        exchange->misframed = true;
+    else if (strlen(url) >= sizeof exchange->url)
         kld_error_set(&error, KLD_NOT_FOUND, "no such path");
     else if (exchange->has_length && exchange->length_bytes > config->body_bytes_max)
         kld_error_set(
@@ -138,13 +174,15 @@ static enum MHD_Result queue_reply(struct kld_exchange *exchange) {
     return result;
 }
 
-/* A reply before the body: at once where the client waits for it (Expect) or the body is too much
- * to read; else the body is read and dropped first, so that the client sees the reply and not a
- * reset. */
+/* A reply before the body, after which MHD closes the connection: at once where the client waits
+ * for it (Expect), where the body is too much to read or nobody knows where it ends; else the body
+ * is read and dropped first, so that the client sees the reply and not a reset. */
 static bool reply_at_once(const struct kld_exchange *exchange) {
     const char *expect = kld_exchange_header(exchange, MHD_HTTP_HEADER_EXPECT);
-    return !exchange->has_body || expect ||
-           (exchange->has_length && exchange->length_bytes > KLD_HTTP_DISCARD_BYTES_MAX);
+    return exchange->misframed ||
+           (exchange->has_body &&
+            (expect ||
+             (exchange->has_length && exchange->length_bytes > KLD_HTTP_DISCARD_BYTES_MAX)));
 }
 
 static void suspend(struct kld_exchange *exchange) {

@@ -37,6 +37,7 @@ struct kld_exchange {
     unsigned http_status;
     uint64_t discarded_bytes;
     bool replied, queued, suspended, finished, paused;
+    bool misframed; /* its headers do not say where it ends */
 };
 
 /* The four calls into routes.c. */

@@ -364,6 +364,33 @@ def test_expect_100_continue(server):
         assert b" 200 OK" in connection.recv(1000)
 
 
+def test_kept_alive_without_a_body(server):
+    """Replies to requests that have no body, errors too, leave the connection open."""
+    with Connection(server) as connection:
+        connection.http.connect()
+        socket_of = connection.http.sock
+        for method, path, expected in [("GET", "/v2/health/live", 200), ("HEAD", "/v2", 200),
+                                       ("GET", "/nope", 404), ("GET", INFER, 405),
+                                       ("POST", INFER, 400), ("POST", "/v2/repository/index", 200),
+                                       ("GET", "/metrics", 200)]:
+            status, headers, _ = connection.ask(method, path)
+            assert status == expected and headers.get("Connection", "").lower() != "close"
+            assert connection.http.sock is socket_of
+
+
+def test_pipelined_without_waiting(server):
+    host, port = server.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), 60) as connection:
+        line = b"%s HTTP/1.1\r\nHost: x\r\n%s\r\n"
+        connection.sendall(line % (b"GET /v2/health/live", b"") + line % (b"GET /nope", b"") +
+                           line % (b"POST " + INFER.encode(), b"Content-Length: 2\r\n") + b"{}" +
+                           line % (b"GET /v2", b"Connection: close\r\n"))
+        replies = b""
+        while got := connection.recv(65536):
+            replies += got
+    assert re.findall(rb"HTTP/1.1 (\d+)", replies) == [b"200", b"404", b"400", b"200"]
+
+
 def test_pipelined_and_kept_alive(server):
     with Connection(server) as connection:
         for seed in range(20):

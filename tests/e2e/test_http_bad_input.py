@@ -285,6 +285,22 @@ def test_not_http(server, line):
     assert server.request("/v2/health/live")[0] == 200
 
 
+@pytest.mark.parametrize("headers, status", [
+    (b"Content-Length: 2\r\nContent-Length: 3\r\n", 400),
+    (b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n", 400),
+    (b"Transfer-Encoding: chunked\r\nTransfer-Encoding: gzip\r\n", 400),
+    (b"Transfer-Encoding: gzip, chunked\r\n", 501), (b"Transfer-Encoding: identity\r\n", 501)])
+def test_body_whose_end_is_not_clear(server, headers, status):
+    """Answered at once and the connection closed: what follows may be a body or a request."""
+    host, port = server.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), 60) as connection:
+        connection.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\n".encode() + headers + b"\r\n")
+        reply = b""
+        while got := connection.recv(65536):
+            reply += got
+    assert reply.startswith(b"HTTP/1.1 %d " % status) and b'{"error":' in reply
+
+
 # ---- Shared memory --------------------------------------------------------------------------------
 
 def test_register_bodies(server):
