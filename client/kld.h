@@ -17,9 +17,10 @@
  * A lost server. Over unix: and http: a request that can safely run again is sent again by itself
  * until its deadline (without one: for 30 s), at most 10 times; others end with KLD_DEVICE_LOST or
  * KLD_UNAVAILABLE. Not safe are: a gradient over its own tensor in a region (over http: once its
- * reply has begun), and whatever names a pool region. Regions are registered again by themselves,
- * all but pool regions, whose contents are gone. Over http a server that answers 503 is asked again
- * within the same limits.
+ * reply has begun), a request whose inputs a later one in flight writes over, and whatever names a
+ * pool region. Regions are registered again by themselves, all but pool regions, whose contents are
+ * gone. What a server that shuts down no longer took is sent to the next one. Over http a server
+ * that answers 503 is asked again within the same limits.
  *
  * Order. Requests of one stream run in order over unix: and local:. Over http: they are
  * independent: wait for one before the next reads what it wrote.
@@ -131,8 +132,9 @@ struct kld_request {
         op; /* kld_op_init(), then shape, parameters, tensor[slot].dtype and row_stride_bytes */
     struct kld_bytes bytes[KLD_SLOT_COUNT];
     uint32_t stream;     /* requests of one stream run in order */
-    uint64_t timeout_ns; /* from now; 0: none. Over it: KLD_DEADLINE, nothing is written any more
-                            that libkld can help */
+    uint64_t timeout_ns; /* from now; 0: none. Over it: KLD_DEADLINE. Plain memory is then left
+                            alone; a region may be written until a later request of the same stream
+                            has ended, and so after kld_cancel() */
 };
 
 struct kld_result {

@@ -1,6 +1,5 @@
-/* unix.c - a connection to a worker over its Unix socket: greeting, requests in flight, answers,
- * and what happens when the worker goes away (try again with a growing pause, register regions
- * again, send again what may run twice).
+/* unix.c - a connection to a worker over its Unix socket: greeting, requests in flight, answers.
+ * What happens when the worker goes away is in unix_lost.c.
  * Nothing blocks but open, ping, stats and the two region calls that need an answer, and those run
  * the connection's own loop. What there is to send is kept as the state of calls and regions, not
  * as a queue of frames: kld_unix_flush() sends whatever is due. The thread that owns the
@@ -59,7 +58,7 @@ static void want_write(struct unix_connection *u, bool wanted) {
                                EPOLLIN | (wanted ? EPOLLOUT : 0), NULL);
 }
 
-static void retry_later(struct unix_connection *u) {
+void kld_unix_retry_later(struct unix_connection *u) {
     if (u->backoff_ns == 0)
         u->backoff_ns = BACKOFF_NS_MIN;
     u->retry_at_ns = kld_now_ns() + u->backoff_ns;
@@ -96,18 +95,11 @@ void kld_unix_connect(struct unix_connection *u) {
         close(u->socket);
     u->socket = -1;
     u->state = UNIX_DOWN;
-    retry_later(u);
+    kld_unix_retry_later(u);
 }
 
 /* ---- Calls: from queued to sent to ended ------------------------------------------------------
  */
-
-static void arm_call(struct unix_connection *u, const struct kld_call *call) {
-    if (call->deadline_ns != KLD_NEVER)
-        kld_connection_arm(&u->base, call->deadline_ns);
-    else if (u->state != UNIX_UP)
-        kld_connection_arm(&u->base, u->down_since_ns + KLD_RECONNECT_NS_MAX);
-}
 
 /* Out of the lists and off its memory; delivered unless that was done before. */
 static void end_call(struct unix_connection *u, struct unix_call *call, enum kld_status status,
@@ -127,24 +119,6 @@ void kld_unix_call_fail(struct unix_connection *u, struct unix_call *call, enum 
     struct kld_error error;
     kld_error_set(&error, status, "%s", text);
     end_call(u, call, status, &error);
-}
-
-/* May it be sent a second time? A gradient over its tensor destroys what it was computed from; a
- * pool region is gone. Plain memory is staged, inputs apart from outputs, so it always may. */
-static bool repeatable(const struct unix_call *call) {
-    if (kld_call_uses_pool(&call->base))
-        return false;
-    const struct kld_request *request = &call->base.request;
-    const enum kld_slot pairs[2][2] = {{KLD_SLOT_GRAD_PREDICTIONS, KLD_SLOT_PREDICTIONS},
-                                       {KLD_SLOT_GRAD_TARGETS, KLD_SLOT_TARGETS}};
-    for (int i = 0; i < 2; i++) {
-        const struct kld_tensor *x = &request->op.tensor[pairs[i][0]];
-        const struct kld_tensor *y = &request->op.tensor[pairs[i][1]];
-        if (x->dtype && request->bytes[pairs[i][0]].region && x->region == y->region &&
-            x->offset_bytes == y->offset_bytes)
-            return false;
-    }
-    return true;
 }
 
 /* The wire id of a region that a call needs. READY: *ret_id is set. */
@@ -220,7 +194,8 @@ static void timeouts_encode(const struct unix_connection *u, const struct kld_ca
 
 /* Sends queued calls in order, as far as their regions are known to the worker. */
 static enum unix_sent flush_calls(struct unix_connection *u) {
-    while (u->queued.first && u->sent.count < u->welcome.requests_max && !u->doomed) {
+    while (u->queued.first && u->sent.count < u->welcome.requests_max && !u->doomed &&
+           !u->leaving) {
         struct unix_call *call = (struct unix_call *)u->queued.first;
         const struct kld_error *error = NULL;
         union kld_frame frame;
@@ -275,56 +250,6 @@ static enum unix_sent flush_control(struct unix_connection *u) {
     return sent;
 }
 
-/* ---- Losing the worker ------------------------------------------------------------------------
- */
-
-static void lose(struct unix_connection *u) {
-    if (u->socket >= 0)
-        close(u->socket);
-    u->socket = -1;
-    u->want_write = false;
-    if (u->state != UNIX_DOWN || u->down_since_ns == 0)
-        u->down_since_ns = u->state == UNIX_UP ? kld_now_ns() : u->down_since_ns;
-    u->state = UNIX_DOWN;
-    u->doomed = false;
-    u->control.sent = false;
-    kld_unix_regions_lost(u);
-
-    /* What was sent goes before what was queued behind it, in its old order. */
-    struct kld_call_list waiting = u->queued;
-    struct kld_call *behind = waiting.first;
-    memset(&u->queued, 0, sizeof u->queued);
-    while (u->sent.first) {
-        struct unix_call *call = (struct unix_call *)u->sent.first;
-        call->base.error.text[0] = '\0';
-        if (call->cancelled)
-            kld_unix_call_fail(u, call, KLD_CANCELLED, "cancelled; the server was lost meanwhile");
-        else if (!repeatable(call))
-            kld_unix_call_fail(
-                u, call, call->lost_device ? KLD_DEVICE_LOST : KLD_UNAVAILABLE,
-                call->lost_device
-                    ? "the device failed while the request was in flight"
-                    : "the server was lost while a request that must not run twice was in "
-                      "flight");
-        else if (call->base.result.attempts >= KLD_ATTEMPTS_MAX)
-            kld_unix_call_fail(u, call, KLD_UNAVAILABLE,
-                               "the server was lost each time this request was sent");
-        else {
-            call->lost_device = false;
-            kld_call_unlink(&call->base);
-            kld_call_append(&u->queued, &call->base);
-        }
-    }
-    while (behind) {
-        struct kld_call *next = behind->next;
-        kld_call_append(&u->queued, behind);
-        behind = next;
-    }
-    for (struct kld_call *call = u->queued.first; call; call = call->next)
-        arm_call(u, call);
-    retry_later(u);
-}
-
 void kld_unix_flush(struct unix_connection *u) {
     if (u->state != UNIX_UP || u->locked)
         return;
@@ -342,7 +267,7 @@ void kld_unix_flush(struct unix_connection *u) {
     } while (sent == UNIX_SENT && u->region_work);
     u->locked = false;
     if (sent == UNIX_LOST)
-        lose(u);
+        kld_unix_lose(u);
     else
         want_write(u, sent == UNIX_FULL);
 }
@@ -379,14 +304,37 @@ static void call_done(struct unix_connection *u, struct unix_call *call,
 
 static void call_failed(struct unix_connection *u, struct unix_call *call,
                         const struct kld_error *error) {
-    if (error->status == KLD_DEVICE_LOST) {
-        /* The worker is about to leave; what may run again waits for the next one. */
-        u->doomed = true;
-        call->lost_device = true;
-        if (repeatable(call) && !call->abandoned)
-            return;
+    switch (error->status) {
+    case KLD_DEVICE_LOST: /* the worker is about to end: kld_unix_lose() sees to the call */
+        u->doomed = call->lost_device = true;
+        return;
+    case KLD_UNAVAILABLE: /* it takes nothing new; what it has it will answer */
+        u->leaving = call->refused = true;
+        return;
+    case KLD_DEADLINE:
+    case KLD_CANCELLED:
+        if (!call->stage || call->fence)
+            break;
+        kld_unix_fence(u, call, error);
+        return;
+    case KLD_BUSY:
+    case KLD_THROTTLED:
+        if (!call->fence)
+            break;
+        kld_call_unlink(&call->base); /* asked again */
+        kld_call_append(&u->queued, &call->base);
+        return;
+    default: break;
     }
     end_call(u, call, error->status, error);
+}
+
+/* Is there nothing to wait for any more from a worker that is leaving? */
+static bool left(const struct unix_connection *u) {
+    for (const struct kld_call *call = u->sent.first; call; call = call->next)
+        if (!((const struct unix_call *)call)->refused)
+            return false;
+    return u->leaving;
 }
 
 static void control_answered(struct unix_connection *u, const union kld_frame *frame,
@@ -395,7 +343,7 @@ static void control_answered(struct unix_connection *u, const union kld_frame *f
         bool passing = error->status == KLD_BUSY || error->status == KLD_UNAVAILABLE;
         if (!passing)
             u->fatal = *error;
-        lose(u);
+        kld_unix_lose(u);
         return;
     }
     if (!u->control.sent || u->control.ended ||
@@ -457,15 +405,15 @@ static void receive(struct unix_connection *u) {
         if (count <= 0 ||
             kld_frame_check(&frame, (size_t)count, 0, message.msg_flags & (MSG_TRUNC | MSG_CTRUNC),
                             &request, NULL)) {
-            lose(u); /* the end, or something that is not our server */
+            kld_unix_lose(u); /* the end, or something that is not our server */
             return;
         }
         frame_received(u, &frame);
         if (u->state == UNIX_UP && !u->sent.first && !u->doomed)
             break; /* nothing else is expected: spare the call that would say so */
     }
-    if (u->doomed)
-        lose(u);
+    if (u->doomed || left(u))
+        kld_unix_lose(u);
     else
         kld_unix_flush(u);
 }

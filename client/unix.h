@@ -1,8 +1,10 @@
-/* unix.h - the inside of a connection over the Unix socket: shared by unix.c (socket, requests)
- * and unix_memory.c (regions, staging). Everything belongs to the thread that owns the
- * connection. */
+/* unix.h - the inside of a connection over the Unix socket: shared by unix.c (socket, requests),
+ * unix_lost.c (a worker that is gone), unix_calls.c (entry points) and unix_memory.c (regions,
+ * staging). Everything belongs to the thread that owns the connection. */
 #ifndef KLD_CLIENT_UNIX_H
 #define KLD_CLIENT_UNIX_H
+
+#include <sys/types.h>
 
 #include "client/connection.h"
 #include "proto/wire.h"
@@ -33,6 +35,8 @@ struct unix_region {
     enum kld_region_kind kind;
     bool released; /* no user is left; waits for REGION or for room on the socket, then is freed */
     int fd;        /* memfd: owned; -1 otherwise */
+    dev_t inode_device; /* with inode: which memfd it is */
+    ino_t inode;
     uint64_t mapped_bytes;
     uint64_t wire_id;
     uint64_t base_bytes, offset_bytes; /* CUDA IPC */
@@ -46,6 +50,8 @@ struct unix_call {
     bool cancelled;                     /* not to be sent again */
     bool cancel_wanted;                 /* a CANCEL is to be sent */
     bool lost_device;                   /* the server answered DEVICE_LOST: to be sent again */
+    bool refused;                       /* a server that is leaving did not take it */
+    bool fence;                         /* ended and answered: see kld_unix_fence() */
     struct unix_stage *stage;           /* the part of it that is this call's; NULL: none */
     uint64_t stage_offset, stage_bytes; /* of the part */
     struct unix_call *stage_next;       /* parts of one stage, by offset */
@@ -73,6 +79,7 @@ struct unix_connection {
     enum unix_state state;
     bool welcomed;        /* at least once: `welcome` is valid */
     bool doomed;          /* the worker told that its device is lost */
+    bool leaving;         /* the worker takes nothing new, but answers what it has */
     bool want_write;      /* EPOLLOUT is asked for */
     bool closing;         /* inside close() */
     bool locked;          /* lists are being walked: kld_unix_flush() does nothing */
@@ -94,9 +101,14 @@ enum unix_sent { UNIX_SENT, UNIX_FULL, UNIX_LOST };
 enum unix_sent kld_unix_send(struct unix_connection *u, const union kld_frame *frame, int fd);
 void kld_unix_flush(struct unix_connection *u); /* sends whatever is due */
 void kld_unix_connect(struct unix_connection *u);
+void kld_unix_retry_later(struct unix_connection *u);
 void kld_unix_call_fail(struct unix_connection *u, struct unix_call *call, enum kld_status status,
                         const char *text);
 void kld_unix_event(struct kld_connection *connection, uint64_t tag, uint32_t events);
+
+/* unix_lost.c: the connection is gone. What may run again is queued again; the next try is armed.
+ */
+void kld_unix_lose(struct unix_connection *u);
 
 /* unix_calls.c */
 enum kld_status kld_unix_wait_region(struct unix_connection *u, struct unix_region *region,
@@ -122,6 +134,11 @@ void kld_unix_region_answered(struct unix_connection *u, uint64_t local_id,
 /* Staging. put: finds room for the call's plain tensors and copies its inputs there. */
 enum kld_status kld_unix_stage_put(struct unix_connection *u, struct unix_call *call,
                                    struct kld_error *err);
+/* The worker answered a cancelled or late call, which it may yet be writing into its part of a
+ * stage: ends the call, and queues a COPY inside that part, of the same stream, in its place. When
+ * that is answered the part is free. */
+void kld_unix_fence(struct unix_connection *u, struct unix_call *call,
+                    const struct kld_error *error);
 void kld_unix_stage_get(struct unix_call *call);  /* outputs to the caller's memory */
 void kld_unix_stage_free(struct unix_call *call); /* the part */
 

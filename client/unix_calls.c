@@ -103,7 +103,7 @@ static void unix_cancel(struct kld_connection *connection, struct kld_call *base
     kld_unix_flush(u);
 }
 
-/* The caller gets its answer now; the server keeps the memory until it has let go of it. */
+/* The caller gets its answer now; the call keeps its memory until the server has let go of it. */
 static void abandon(struct unix_connection *u, struct unix_call *call) {
     struct kld_error error;
     kld_error_set(&error, KLD_DEADLINE, "deadline passed; the server did not answer in time");

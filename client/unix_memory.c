@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "client/unix.h"
@@ -45,6 +46,15 @@ static void region_add_later(struct unix_region *region) {
     kld_unix_flush(u);
 }
 
+static void memfd_add_later(struct unix_region *region) {
+    struct stat about;
+    if (fstat(region->fd, &about) == 0) {
+        region->inode_device = about.st_dev;
+        region->inode = about.st_ino;
+    }
+    region_add_later(region);
+}
+
 static enum kld_status map(struct unix_region *region, struct kld_error *err) {
     uint64_t bytes = round_up(region->base.bytes, PAGE_BYTES);
     void *data = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, region->fd, 0);
@@ -68,7 +78,7 @@ enum kld_status kld_unix_region_create(struct kld_region *base, struct kld_error
                              (unsigned long long)base->bytes);
     status = map(region, err);
     if (!status)
-        region_add_later(region);
+        memfd_add_later(region);
     return status;
 }
 
@@ -81,7 +91,7 @@ enum kld_status kld_unix_region_import_memfd(struct kld_region *base, int fd,
     region->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (region->fd < 0)
         return kld_error_set(err, KLD_NO_MEMORY, "no file descriptors left for a region");
-    region_add_later(region);
+    memfd_add_later(region);
     return KLD_OK;
 }
 
@@ -210,6 +220,12 @@ void kld_unix_region_answered(struct unix_connection *u, uint64_t local_id,
     struct unix_region *region = (struct unix_region *)base;
     if (!region || region->state != UNIX_REGION_ADDING)
         return;
+    /* Not the region's fault: it is registered with the next worker. */
+    if (error && (error->status == KLD_DEVICE_LOST || error->status == KLD_UNAVAILABLE)) {
+        u->doomed = u->doomed || error->status == KLD_DEVICE_LOST;
+        u->leaving = true;
+        return;
+    }
     if (error) {
         region->state = UNIX_REGION_FAILED;
         region->error = *error;
@@ -352,6 +368,28 @@ void kld_unix_stage_get(struct unix_call *call) {
             kld_rows_copy(call->base.request.bytes[slot].data, at->stride_bytes,
                           data + call->staged_at[slot], at->row_bytes, at->row_bytes, at->rows);
     }
+}
+
+void kld_unix_fence(struct unix_connection *u, struct unix_call *call,
+                    const struct kld_error *error) {
+    struct kld_call *base = &call->base;
+    struct kld_region *region = &call->stage->region->base;
+    if (!call->abandoned)
+        kld_call_end(&u->base, base, error->status, error);
+    u->cancels -= call->cancel_wanted;
+    call->cancel_wanted = false;
+    call->abandoned = call->cancelled = call->fence = true;
+    kld_call_drop_regions(base);
+    base->copy = (struct kld_copy_request){.destination = region,
+                                           .source = region,
+                                           .destination_offset_bytes = call->stage_offset,
+                                           .source_offset_bytes = call->stage_offset + 1,
+                                           .bytes = 1,
+                                           .stream = base->request.stream};
+    kld_call_hold_regions(base);
+    base->deadline_ns = KLD_NEVER;
+    kld_call_unlink(base);
+    kld_call_append(&u->queued, base);
 }
 
 void kld_unix_stage_free(struct unix_call *call) {

@@ -15,12 +15,17 @@ struct fake_region {
     char *data;
 };
 
+struct fake_held {
+    union kld_frame frame; /* SUBMIT or COPY */
+    int answered;
+};
+
 struct fake_client {
     int fd;
-    int device_lost;
+    int device_lost, leaving;
     uint64_t last_region;
     struct fake_region regions[FAKE_REGIONS_MAX];
-    struct kld_frame_submit held[64];
+    struct fake_held held[64]; /* in order of arrival */
     int held_count;
 };
 
@@ -63,8 +68,10 @@ static void region_add(struct fake_worker *worker, struct fake_client *client,
                        const struct kld_frame_region_add *add, int fd) {
     struct fake_region *region = region_find(client, 0);
     worker->regions_added++;
-    if (worker->refuse_regions || !region) {
-        reply_error(client, add->header.request, (enum kld_status)worker->refuse_regions);
+    int refuse = worker->refuse_regions_once ? worker->refuse_regions_once : worker->refuse_regions;
+    worker->refuse_regions_once = 0;
+    if (refuse || !region) {
+        reply_error(client, add->header.request, (enum kld_status)refuse);
         return;
     }
     void *data = fd >= 0 ? mmap(NULL, add->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
@@ -87,7 +94,8 @@ static float *tensor_row(struct fake_client *client, const struct kld_frame_subm
     return region ? (float *)(region->data + tensor->offset_bytes + row * stride) : NULL;
 }
 
-static void submit_done(struct fake_client *client, const struct kld_frame_submit *submit) {
+static void submit_done(struct fake_client *client, const struct kld_frame_submit *submit,
+                        int answer) {
     union kld_frame frame;
     kld_frame_init(&frame, KLD_FRAME_DONE, submit->header.request);
     uint64_t rows = submit->rank == 2 ? submit->shape[0] : 1;
@@ -108,7 +116,8 @@ static void submit_done(struct fake_client *client, const struct kld_frame_submi
     }
     frame.as_DONE.scalar = 1;
     frame.as_DONE.kernel_ns = 7;
-    reply(client, &frame);
+    if (answer)
+        reply(client, &frame);
 }
 
 static int due(atomic_int *countdown) { return *countdown > 0 && --*countdown == 0; }
@@ -117,18 +126,24 @@ static int due(atomic_int *countdown) { return *countdown > 0 && --*countdown ==
 static int submit_received(struct fake_worker *worker, struct fake_client *client,
                            const struct kld_frame_submit *submit) {
     worker->submits++;
-    if (due(&worker->die_at_submit))
+    if (due(&worker->die_at_submit)) {
+        worker->mute = 0;
         return 0;
+    }
     if (due(&worker->lost_at_submit))
         client->device_lost = 1;
+    if (due(&worker->leave_at_submit))
+        client->leaving = 1;
     if (client->device_lost)
         reply_error(client, submit->header.request, KLD_DEVICE_LOST);
+    else if (client->leaving)
+        reply_error(client, submit->header.request, KLD_UNAVAILABLE);
     else if (due(&worker->busy_at_submit))
         reply_error(client, submit->header.request, KLD_BUSY);
     else if (worker->hold && client->held_count < 64)
-        client->held[client->held_count++] = *submit;
+        client->held[client->held_count++] = (struct fake_held){{.as_SUBMIT = *submit}, 0};
     else
-        submit_done(client, submit);
+        submit_done(client, submit, !worker->mute);
     return 1;
 }
 
@@ -136,10 +151,13 @@ static void cancel(struct fake_worker *worker, struct fake_client *client,
                    const struct kld_frame_cancel *frame) {
     worker->cancels++;
     for (int i = 0; i < client->held_count; i++) {
-        if (client->held[i].header.request != frame->target)
+        if (client->held[i].frame.header.request != frame->target || client->held[i].answered)
             continue;
         reply_error(client, frame->target, KLD_CANCELLED);
-        client->held[i] = client->held[--client->held_count];
+        client->held[i].answered = 1;
+        if (!worker->linger)
+            memmove(&client->held[i], &client->held[i + 1],
+                    (size_t)(--client->held_count - i) * sizeof client->held[0]);
         break;
     }
     union kld_frame done;
@@ -147,14 +165,35 @@ static void cancel(struct fake_worker *worker, struct fake_client *client,
     reply(client, &done);
 }
 
-static void copy(struct fake_client *client, const struct kld_frame_copy *frame) {
+static void copy(struct fake_client *client, const struct kld_frame_copy *frame, int answer) {
     struct fake_region *to = region_find(client, frame->destination);
     struct fake_region *from = region_find(client, frame->source);
     memcpy(to->data + frame->destination_offset_bytes, from->data + frame->source_offset_bytes,
            frame->bytes);
     union kld_frame done;
     kld_frame_init(&done, KLD_FRAME_DONE, frame->header.request);
-    reply(client, &done);
+    if (answer)
+        reply(client, &done);
+}
+
+static void release_held(struct fake_client *client) {
+    for (int i = 0; i < client->held_count; i++) {
+        const struct fake_held *held = &client->held[i];
+        if (held->frame.header.type == KLD_FRAME_COPY)
+            copy(client, &held->frame.as_COPY, 1);
+        else
+            submit_done(client, &held->frame.as_SUBMIT, !held->answered);
+    }
+    client->held_count = 0;
+}
+
+static void copy_received(struct fake_worker *worker, struct fake_client *client,
+                          const struct kld_frame_copy *frame) {
+    worker->copies++;
+    if (worker->hold && worker->linger && client->held_count < 64)
+        client->held[client->held_count++] = (struct fake_held){{.as_COPY = *frame}, 0};
+    else
+        copy(client, frame, !worker->mute);
 }
 
 static void hello(struct fake_worker *worker, struct fake_client *client, uint64_t request) {
@@ -206,7 +245,7 @@ static int frame_received(struct fake_worker *worker, struct fake_client *client
     case KLD_FRAME_HELLO: hello(worker, client, frame->header.request); return 1;
     case KLD_FRAME_REGION_ADD: region_add(worker, client, &frame->as_REGION_ADD, fd); return 1;
     case KLD_FRAME_REGION_DROP: region_drop(worker, client, &frame->as_REGION_DROP); return 1;
-    case KLD_FRAME_COPY: copy(client, &frame->as_COPY); return 1;
+    case KLD_FRAME_COPY: copy_received(worker, client, &frame->as_COPY); return 1;
     case KLD_FRAME_SUBMIT: return submit_received(worker, client, &frame->as_SUBMIT);
     case KLD_FRAME_CANCEL: cancel(worker, client, &frame->as_CANCEL); return 1;
     default: plain(client, frame); return 1;
@@ -256,8 +295,7 @@ static void *run(void *argument) {
         for (int i = 0; i < FAKE_CLIENTS_MAX; i++) {
             struct fake_client *client = &clients[i];
             if (client->fd >= 0 && !worker->hold)
-                while (client->held_count > 0)
-                    submit_done(client, &client->held[--client->held_count]);
+                release_held(client);
             if (client->fd >= 0 && polled[i + 1].revents && !receive(worker, client))
                 client_close(worker, client);
         }

@@ -18,14 +18,18 @@ struct fake_worker {
     char path[108];
     uint32_t requests_max, regions_max; /* set before open */
     uint64_t region_bytes_max;
-    atomic_int hold;           /* SUBMITs are not answered while set, but kept */
-    atomic_int die_at_submit;  /* countdown: at 1 the connection is closed without an answer */
-    atomic_int lost_at_submit; /* countdown: at 1 the device is lost: every SUBMIT so answered */
-    atomic_int busy_at_submit; /* countdown: at 1 the SUBMIT is answered BUSY */
-    atomic_int refuse_hello;   /* enum kld_status */
-    atomic_int refuse_regions; /* enum kld_status */
-    atomic_int garbage;        /* answers the next frame with nonsense */
-    atomic_int accepted, submits, regions_added, regions_dropped, cancels;
+    atomic_int hold;            /* SUBMITs are not answered while set, but kept */
+    atomic_int linger;          /* what was cancelled is answered and computed all the same */
+    atomic_int mute;            /* what is computed is not answered, until a SUBMIT makes it die */
+    atomic_int die_at_submit;   /* countdown: at 1 the connection is closed without an answer */
+    atomic_int lost_at_submit;  /* countdown: at 1 the device is lost: every SUBMIT so answered */
+    atomic_int busy_at_submit;  /* countdown: at 1 the SUBMIT is answered BUSY */
+    atomic_int leave_at_submit; /* countdown: from 1 on nothing new is taken: UNAVAILABLE */
+    atomic_int refuse_hello;    /* enum kld_status */
+    atomic_int refuse_regions;  /* enum kld_status */
+    atomic_int refuse_regions_once; /* enum kld_status: of the next one */
+    atomic_int garbage;             /* answers the next frame with nonsense */
+    atomic_int accepted, submits, regions_added, regions_dropped, cancels, copies;
     atomic_int regions_now;
 
     pthread_t thread;

@@ -1,0 +1,120 @@
+/* unix_lost.c - what happens when the worker goes away: which requests may be sent to the next one,
+ * and in which order. Connecting again is unix.c's, registering regions again unix_memory.c's. The
+ * thread that owns the connection. */
+#include <string.h>
+#include <unistd.h>
+
+#include "client/unix.h"
+
+/* Memory of a region that a call reads or writes. */
+struct extent {
+    const struct unix_region *region; /* NULL: none, or staged: such memory is the call's own */
+    uint64_t first, end;              /* in the memfd or base allocation behind the region */
+};
+
+static struct extent extent_of(const struct kld_region *region, uint64_t at, uint64_t bytes) {
+    const struct unix_region *mine = (const struct unix_region *)region;
+    uint64_t first = mine ? mine->offset_bytes + at : 0;
+    return (struct extent){mine, first, first + bytes};
+}
+
+/* What a call reads (outputs false) or writes (true), slot by slot; a copy has one of each. */
+static struct extent extent_at(const struct unix_call *call, uint32_t slot, bool outputs) {
+    const struct kld_request *request = &call->base.request;
+    const struct kld_copy_request *copy = &call->base.copy;
+    if (copy->destination && slot == 0)
+        return outputs ? extent_of(copy->destination, copy->destination_offset_bytes, copy->bytes)
+                       : extent_of(copy->source, copy->source_offset_bytes, copy->bytes);
+    if (copy->destination || !request->op.tensor[slot].dtype || kld_slot_is_output(slot) != outputs)
+        return (struct extent){0};
+    return extent_of(request->bytes[slot].region, request->bytes[slot].offset_bytes,
+                     call->base.geometry.slot[slot].span_bytes);
+}
+
+/* Two regions may show the same memory. */
+static bool same_memory(const struct unix_region *a, const struct unix_region *b) {
+    if (a == b || a->kind != b->kind)
+        return a == b;
+    switch (a->kind) {
+    case KLD_REGION_MEMFD: return a->inode == b->inode && a->inode_device == b->inode_device;
+    case KLD_REGION_CUDA_IPC:
+        return memcmp(a->ipc_handle, b->ipc_handle, sizeof a->ipc_handle) == 0;
+    default: return false;
+    }
+}
+
+/* Does `writer` write over anything that `reader` reads? */
+static bool overwrites(const struct unix_call *writer, const struct unix_call *reader) {
+    for (uint32_t i = 0; i < KLD_SLOT_COUNT; i++) {
+        struct extent to = extent_at(writer, i, true);
+        for (uint32_t j = 0; to.region && j < KLD_SLOT_COUNT; j++) {
+            struct extent from = extent_at(reader, j, false);
+            if (from.region && same_memory(to.region, from.region) && to.first < from.end &&
+                from.first < to.end)
+                return true;
+        }
+    }
+    return false;
+}
+
+/* May a call that was sent run again? Not if a pool region is gone with the worker, nor if what it
+ * read may have been written over since: by itself, as a gradient over its tensor, or by one that
+ * was sent after it. Plain memory is staged, inputs apart from outputs. */
+static bool repeatable(const struct unix_call *call) {
+    if (kld_call_uses_pool(&call->base))
+        return false;
+    for (const struct kld_call *later = &call->base; later; later = later->next)
+        if (overwrites((const struct unix_call *)later, call))
+            return false;
+    return true;
+}
+
+/* A sent call of a lost worker: ended, or queued again. */
+static void settle(struct unix_connection *u, struct unix_call *call) {
+    call->base.error.text[0] = '\0';
+    if (call->cancelled) {
+        kld_unix_call_fail(u, call, KLD_CANCELLED, "cancelled; the server was lost meanwhile");
+    } else if (!call->refused && !repeatable(call)) {
+        kld_unix_call_fail(
+            u, call, call->lost_device ? KLD_DEVICE_LOST : KLD_UNAVAILABLE,
+            call->lost_device
+                ? "the device failed while the request was in flight"
+                : "the server was lost while a request that must not run twice was in flight");
+    } else if (call->base.result.attempts >= KLD_ATTEMPTS_MAX) {
+        kld_unix_call_fail(u, call, KLD_UNAVAILABLE,
+                           "the server was lost each time this request was sent");
+    } else {
+        call->lost_device = call->refused = false;
+        kld_call_unlink(&call->base);
+        kld_call_append(&u->queued, &call->base);
+    }
+}
+
+void kld_unix_lose(struct unix_connection *u) {
+    if (u->socket >= 0)
+        close(u->socket);
+    u->socket = -1;
+    u->want_write = false;
+    if (u->state == UNIX_UP)
+        u->down_since_ns = kld_now_ns();
+    u->state = UNIX_DOWN;
+    u->doomed = u->leaving = false;
+    u->control.sent = false;
+    kld_unix_regions_lost(u);
+
+    /* What was sent goes before what was queued behind it, in its old order. */
+    struct kld_call *behind = u->queued.first;
+    memset(&u->queued, 0, sizeof u->queued);
+    while (u->sent.first)
+        settle(u, (struct unix_call *)u->sent.first);
+    while (behind) {
+        struct kld_call *next = behind->next;
+        kld_call_append(&u->queued, behind);
+        behind = next;
+    }
+    for (struct kld_call *call = u->queued.first; call; call = call->next)
+        kld_connection_arm(&u->base, call->deadline_ns != KLD_NEVER
+                                         ? call->deadline_ns
+                                         : u->down_since_ns + KLD_RECONNECT_NS_MAX);
+    kld_unix_retry_later(u);
+}

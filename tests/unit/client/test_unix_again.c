@@ -1,0 +1,263 @@
+/* test_unix_again.c - what the Unix-socket connection sends a second time, and what it must not;
+ * and memory that a worker may still write after its answer. */
+#include "tests/unit/unit.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "client/kld.h"
+#include "tests/unit/client/fake_worker.h"
+
+#define CLASSES 8
+
+static struct fake_worker worker;
+static struct kld_connection *connection;
+static struct kld_error error;
+
+static void setup(void) {
+    char url[128];
+    fake_worker_open(&worker);
+    snprintf(url, sizeof url, "unix:%s", worker.path);
+    ck_assert_int_eq(kld_connect(url, NULL, &connection, &error), KLD_OK);
+}
+
+static void teardown(void) {
+    kld_close(connection);
+    fake_worker_close(&worker);
+}
+
+/* rows x CLASSES in FP32, with a gradient to the predictions. */
+static struct kld_request request_of(uint64_t rows) {
+    struct kld_request request;
+    memset(&request, 0, sizeof request);
+    kld_op_init(&request.op);
+    request.op.rank = 2;
+    request.op.shape[0] = rows;
+    request.op.shape[1] = CLASSES;
+    request.op.tensor[KLD_SLOT_PREDICTIONS].dtype = KLD_DTYPE_FP32;
+    request.op.tensor[KLD_SLOT_TARGETS].dtype = KLD_DTYPE_FP32;
+    request.op.tensor[KLD_SLOT_GRAD_PREDICTIONS].dtype = KLD_DTYPE_FP32;
+    return request;
+}
+
+static struct kld_request region_request(struct kld_region *predictions, uint64_t predictions_at,
+                                         struct kld_region *gradient, uint64_t gradient_at) {
+    struct kld_request request = request_of(1);
+    request.bytes[KLD_SLOT_PREDICTIONS] = (struct kld_bytes){NULL, predictions, predictions_at};
+    request.bytes[KLD_SLOT_TARGETS] = (struct kld_bytes){NULL, predictions, 4096};
+    request.bytes[KLD_SLOT_GRAD_PREDICTIONS] = (struct kld_bytes){NULL, gradient, gradient_at};
+    return request;
+}
+
+struct ended {
+    int count;
+    enum kld_status status;
+    double loss;
+    uint32_t attempts;
+};
+
+static void on_end(void *user, enum kld_status status, const struct kld_result *result,
+                   const struct kld_error *failed) {
+    struct ended *ended = user;
+    ended->count++;
+    ended->status = status;
+    ended->loss = result->loss;
+    ended->attempts = result->attempts;
+    ck_assert_int_eq(status, failed->status);
+}
+
+static void submit(const struct kld_request *request, struct ended *ended) {
+    ck_assert_int_eq(kld_submit(connection, request, on_end, ended, NULL, &error), KLD_OK);
+}
+
+static void process_until(const struct ended *ended) {
+    for (int i = 0; i < 500 && ended->count < 1; i++)
+        ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
+    ck_assert_int_eq(ended->count, 1);
+}
+
+/* The worker answers a late or cancelled request at once and goes on writing its gradient: another
+ * request's staging must not lie there yet. */
+static void check_late(bool cancelled) {
+    static float q[12 * CLASSES], p[12 * CLASSES], gradient[12 * CLASSES];
+    setup();
+    for (int i = 0; i < 12 * CLASSES; i++)
+        q[i] = 3, p[i] = 1;
+    struct kld_request first = request_of(1), second = request_of(12);
+    first.bytes[KLD_SLOT_PREDICTIONS].data = second.bytes[KLD_SLOT_PREDICTIONS].data = q;
+    first.bytes[KLD_SLOT_TARGETS].data = second.bytes[KLD_SLOT_TARGETS].data = p;
+    first.bytes[KLD_SLOT_GRAD_PREDICTIONS].data = gradient;
+    second.op.tensor[KLD_SLOT_GRAD_PREDICTIONS].dtype = KLD_DTYPE_ABSENT;
+    struct ended late = {0}, right = {0};
+    worker.hold = worker.linger = 1;
+    first.timeout_ns = cancelled ? 0 : 10000000;
+    uint64_t id;
+    ck_assert_int_eq(kld_submit(connection, &first, on_end, &late, &id, &error), KLD_OK);
+    for (int i = 0; i < 100 && worker.submits < 1; i++)
+        ck_assert_int_eq(kld_process(connection, 1, &error), KLD_OK);
+    if (cancelled)
+        kld_cancel(connection, id);
+    process_until(&late);
+    ck_assert_int_eq(late.status, cancelled ? KLD_CANCELLED : KLD_DEADLINE);
+    for (int i = 0; i < 20; i++) /* the worker's own answer arrives */
+        ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
+    submit(&second, &right);
+    ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
+    worker.hold = 0;
+    process_until(&right);
+    ck_assert_int_eq(right.status, KLD_OK);
+    ck_assert(right.loss == 12 * CLASSES * 2);
+    ck_assert_int_eq(late.count, 1);
+    ck_assert(gradient[0] == 0); /* nor is it handed to who gave up */
+    /* Afterwards the place is free again: the connection falls idle, one stage serves on. */
+    for (int i = 0; i < 100 && worker.copies < 1; i++)
+        ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
+    for (int i = 0; i < 64; i++)
+        ck_assert_int_eq(kld_run(connection, &second, NULL, &error), KLD_OK);
+    ck_assert_int_eq(worker.regions_added, 1);
+    teardown();
+}
+
+START_TEST(test_late_keeps_its_staging) { check_late(false); }
+END_TEST
+
+START_TEST(test_cancelled_keeps_its_staging) { check_late(true); }
+END_TEST
+
+static struct kld_region *filled_region(void) {
+    struct kld_region *region;
+    ck_assert_int_eq(kld_region_create(connection, 12288, &region, &error), KLD_OK);
+    float *data = kld_region_data(region);
+    for (int i = 0; i < CLASSES; i++)
+        data[i] = 3, data[1024 + i] = 1;
+    return region;
+}
+
+/* The second request writes over what the first one read. Both were computed, neither answered,
+ * when the worker died: the first cannot run again. */
+START_TEST(test_input_overwritten_by_a_later_request) {
+    setup();
+    struct kld_region *region = filled_region();
+    struct kld_request first = region_request(region, 0, region, 8192);
+    struct kld_request second = region_request(region, 8192, region, 0);
+    struct ended ended[3] = {0};
+    worker.mute = 1;
+    worker.die_at_submit = 3;
+    submit(&first, &ended[0]);
+    submit(&second, &ended[1]);
+    submit(&second, &ended[2]);
+    process_until(&ended[2]);
+    process_until(&ended[0]);
+    process_until(&ended[1]);
+    ck_assert_int_eq(ended[0].status, KLD_UNAVAILABLE);
+    ck_assert_int_eq(ended[1].status, KLD_OK);
+    ck_assert(ended[1].loss == CLASSES * 5);
+    ck_assert_int_eq(ended[2].status, KLD_OK);
+    teardown();
+}
+END_TEST
+
+START_TEST(test_input_overwritten_by_a_later_copy) {
+    setup();
+    struct kld_region *region = filled_region();
+    struct kld_request first = region_request(region, 0, region, 8192);
+    struct ended ended[3] = {0};
+    worker.mute = 1;
+    worker.die_at_submit = 2;
+    submit(&first, &ended[0]);
+    ck_assert_int_eq(kld_submit_copy(connection, region, 0, region, 4096, 32, 0, 0, on_end,
+                                     &ended[1], NULL, &error),
+                     KLD_OK);
+    first.bytes[KLD_SLOT_PREDICTIONS].offset_bytes = 4096;
+    submit(&first, &ended[2]);
+    process_until(&ended[0]);
+    process_until(&ended[2]);
+    ck_assert_int_eq(ended[0].status, KLD_UNAVAILABLE);
+    ck_assert_int_eq(ended[1].status, KLD_OK);
+    ck_assert_int_eq(ended[2].status, KLD_OK);
+    teardown();
+}
+END_TEST
+
+START_TEST(test_in_place_through_two_regions) {
+    setup();
+    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    ck_assert_int_eq(ftruncate(fd, 12288), 0);
+    ck_assert_int_eq(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    struct kld_region *one, *two;
+    ck_assert_int_eq(kld_region_import_memfd(connection, fd, 12288, &one, &error), KLD_OK);
+    ck_assert_int_eq(kld_region_import_memfd(connection, fd, 12288, &two, &error), KLD_OK);
+    close(fd);
+    struct kld_request request = region_request(one, 0, two, 0);
+    worker.die_at_submit = 1;
+    ck_assert_int_eq(kld_run(connection, &request, NULL, &error), KLD_UNAVAILABLE);
+
+    uint8_t handle[64] = {1}, uuid[16] = {2};
+    ck_assert_int_eq(
+        kld_region_import_cuda_ipc(connection, handle, uuid, 65536, 0, 12288, &one, &error),
+        KLD_OK);
+    ck_assert_int_eq(
+        kld_region_import_cuda_ipc(connection, handle, uuid, 65536, 8192, 12288, &two, &error),
+        KLD_OK);
+    request = region_request(one, 8192, two, 0); /* the same place */
+    worker.die_at_submit = 1;
+    ck_assert_int_eq(kld_run(connection, &request, NULL, &error), KLD_UNAVAILABLE);
+    request = region_request(one, 0, two, 0);
+    worker.die_at_submit = 1;
+    ck_assert_int_eq(kld_run(connection, &request, NULL, &error), KLD_OK);
+    teardown();
+}
+END_TEST
+
+/* A worker that leaves refuses what is new and answers what it has, even what cannot run twice. */
+START_TEST(test_worker_leaves) {
+    setup();
+    struct kld_region *region = filled_region(), *other = filled_region();
+    struct kld_request in_place = region_request(region, 0, region, 0);
+    struct kld_request refused = region_request(other, 0, other, 0);
+    struct ended ended[2] = {0};
+    worker.hold = 1;
+    submit(&in_place, &ended[0]);
+    for (int i = 0; i < 100 && worker.submits < 1; i++)
+        ck_assert_int_eq(kld_process(connection, 1, &error), KLD_OK);
+    worker.leave_at_submit = 1;
+    submit(&refused, &ended[1]);
+    for (int i = 0; i < 10; i++)
+        ck_assert_int_eq(kld_process(connection, 5, &error), KLD_OK);
+    ck_assert_int_eq(ended[0].count + ended[1].count, 0);
+    worker.hold = 0;
+    process_until(&ended[0]);
+    process_until(&ended[1]);
+    ck_assert_int_eq(ended[0].status, KLD_OK);
+    ck_assert_int_eq(ended[1].status, KLD_OK);
+    ck_assert_uint_eq(ended[0].attempts, 1);
+    ck_assert_uint_eq(ended[1].attempts, 2);
+    ck_assert_int_eq(worker.accepted, 2);
+    teardown();
+}
+END_TEST
+
+/* Neither a lost device nor a worker that leaves is the fault of the region that it refused. */
+START_TEST(test_region_refused_by_a_worker_that_ends) {
+    const enum kld_status reasons[] = {KLD_DEVICE_LOST, KLD_UNAVAILABLE};
+    setup();
+    for (int i = 0; i < 2; i++) {
+        worker.refuse_regions_once = (int)reasons[i];
+        struct kld_region *region = filled_region(), *pool;
+        struct kld_request request = region_request(region, 0, region, 8192);
+        ck_assert_int_eq(kld_run(connection, &request, NULL, &error), KLD_OK);
+        worker.refuse_regions_once = (int)reasons[i];
+        ck_assert_int_eq(kld_region_create_pool(connection, 4096, &pool, &error), KLD_OK);
+    }
+    ck_assert_int_eq(worker.accepted, 5);
+    teardown();
+}
+END_TEST
+
+UNIT_MAIN("client/unix_again", test_late_keeps_its_staging, test_cancelled_keeps_its_staging,
+          test_input_overwritten_by_a_later_request, test_input_overwritten_by_a_later_copy,
+          test_in_place_through_two_regions, test_worker_leaves,
+          test_region_refused_by_a_worker_that_ends)
