@@ -8,6 +8,7 @@
 #include "client/unix.h"
 
 #define GRACE_NS 200000000ull /* past its deadline, for the server to answer DEADLINE itself */
+#define UNWATCHED_NS 1000000000ull /* a next try so late is the caller's doing */
 
 static struct unix_connection *unix_of(struct kld_connection *connection) {
     return (struct unix_connection *)connection;
@@ -81,6 +82,9 @@ static enum kld_status unix_submit(struct kld_connection *connection, struct kld
     }
     kld_call_hold_regions(base);
     kld_call_append(&u->queued, base);
+    /* A try is long due: nobody let us look for a server meanwhile, so the wait begins now. */
+    if (u->state == UNIX_DOWN && base->started_ns > u->retry_at_ns + UNWATCHED_NS)
+        u->down_since_ns = base->started_ns;
     if (base->deadline_ns != KLD_NEVER)
         kld_connection_arm(connection, base->deadline_ns);
     else if (u->state != UNIX_UP)

@@ -8,7 +8,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "client/kld.h"
+#include "client/unix.h"
 #include "tests/unit/client/fake_worker.h"
 
 #define CLASSES 8
@@ -257,7 +257,23 @@ START_TEST(test_region_refused_by_a_worker_that_ends) {
 }
 END_TEST
 
+/* The loss was seen long ago and nobody called kld_process() since: the server is looked for now.
+ */
+START_TEST(test_server_is_looked_for_after_a_long_pause) {
+    setup();
+    struct kld_region *region = filled_region();
+    struct kld_request request = region_request(region, 0, region, 0);
+    worker.die_at_submit = 1;
+    ck_assert_int_eq(kld_run(connection, &request, NULL, &error), KLD_UNAVAILABLE);
+    struct unix_connection *u = (struct unix_connection *)connection;
+    u->down_since_ns -= KLD_RECONNECT_NS_MAX; /* as if that long ago */
+    u->retry_at_ns -= KLD_RECONNECT_NS_MAX;
+    ck_assert_msg(kld_run(connection, &request, NULL, &error) == KLD_OK, "%s", error.text);
+    teardown();
+}
+END_TEST
+
 UNIT_MAIN("client/unix_again", test_late_keeps_its_staging, test_cancelled_keeps_its_staging,
           test_input_overwritten_by_a_later_request, test_input_overwritten_by_a_later_copy,
           test_in_place_through_two_regions, test_worker_leaves,
-          test_region_refused_by_a_worker_that_ends)
+          test_region_refused_by_a_worker_that_ends, test_server_is_looked_for_after_a_long_pause)
