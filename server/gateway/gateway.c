@@ -100,7 +100,8 @@ static enum kld_status open_parts(struct process *process, struct kld_error *err
     raise_descriptors();
     if ((status = set_nonblocking(KLD_FD_LISTEN, err)) ||
         (status = kld_staging_open(gateway->config->staging_bytes_max, &gateway->staging, err)) ||
-        (status = kld_shm_open(gateway->config, gateway->stats, &gateway->shm, err)) ||
+        (status =
+             kld_shm_open(&gateway->loop, gateway->config, gateway->stats, &gateway->shm, err)) ||
         (status = kld_link_open(&gateway->loop, gateway->config, gateway->stats, gateway->staging,
                                 &gateway->link, err)))
         return status;

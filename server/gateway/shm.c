@@ -1,6 +1,6 @@
 /* shm.c - the list of registered POSIX shared-memory objects, read and written without mapping them
  * (shm.h). Does not know who registered what: HTTP callers are one party until they have names of
- * their own. The list on the loop thread, reading and writing on the thread pool. */
+ * their own. The list on the loop thread; reading, writing and closing on the thread pool. */
 #include "server/gateway/shm.h"
 
 #include <errno.h>
@@ -15,7 +15,9 @@
 #define PIECE_BYTES_MAX ((uint64_t)1 << 30) /* of one pread(); the kernel moves at most 2 GiB */
 
 struct kld_shm_region {
+    struct kld_shm *shm;
     struct kld_shm_region *next;
+    uv_work_t close;
     int fd;
     uint32_t users; /* the list is one */
     uint64_t offset_bytes, byte_size;
@@ -24,17 +26,20 @@ struct kld_shm_region {
 };
 
 struct kld_shm {
+    uv_loop_t *loop; /* NULL: it does not run any more */
     const struct kld_config *config;
     struct kld_stats *stats;
     struct kld_shm_region *first;
     uint32_t count;
 };
 
-enum kld_status kld_shm_open(const struct kld_config *config, struct kld_stats *stats,
-                             struct kld_shm **ret_shm, struct kld_error *err) {
+enum kld_status kld_shm_open(uv_loop_t *loop, const struct kld_config *config,
+                             struct kld_stats *stats, struct kld_shm **ret_shm,
+                             struct kld_error *err) {
     struct kld_shm *shm = calloc(1, sizeof *shm);
     if (!shm)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    shm->loop = loop;
     shm->config = config;
     shm->stats = stats;
     *ret_shm = shm;
@@ -44,6 +49,7 @@ enum kld_status kld_shm_open(const struct kld_config *config, struct kld_stats *
 void kld_shm_close(struct kld_shm *shm) {
     if (!shm)
         return;
+    shm->loop = NULL;
     kld_shm_unregister(shm, NULL);
     free(shm);
 }
@@ -118,6 +124,7 @@ enum kld_status kld_shm_register(struct kld_shm *shm, const char *name,
         close(fd);
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     }
+    region->shm = shm;
     region->fd = fd;
     region->users = 1;
     region->offset_bytes = wanted->offset_bytes;
@@ -180,8 +187,19 @@ enum kld_status kld_shm_acquire(struct kld_shm *shm, const char *name, uint64_t 
     return KLD_OK;
 }
 
+static void close_work(uv_work_t *work) {
+    const struct kld_shm_region *region = work->data;
+    close(region->fd);
+}
+
+static void close_ended(uv_work_t *work, int status) { free(work->data); }
+
 void kld_shm_release(struct kld_shm_region *region) {
     if (!region || --region->users)
+        return;
+    uv_loop_t *loop = region->shm->loop;
+    region->close.data = region;
+    if (loop && uv_queue_work(loop, &region->close, close_work, close_ended) == 0)
         return;
     close(region->fd);
     free(region);

@@ -5,14 +5,16 @@
  * an error, not a SIGBUS. Registering is off until shm_prefix is configured, and open to keys under
  * it only.
  *
- * A region is counted: unregistering takes it off the list at once, its descriptor is closed by its
- * last user. The list belongs to the loop thread; kld_shm_read() and kld_shm_write() may be called
- * on any thread by who holds the region. */
+ * A region is counted: unregistering takes it off the list at once, its descriptor is closed after
+ * its last user, on the thread pool: the last close of a large object frees its pages. The list
+ * belongs to the loop thread; kld_shm_read() and kld_shm_write() may be called on any thread by who
+ * holds the region. */
 #ifndef KLD_SERVER_GATEWAY_SHM_H
 #define KLD_SERVER_GATEWAY_SHM_H
 
 #include <stdbool.h>
 #include <stdint.h>
+#include <uv.h>
 
 #include "proto/oip.h"
 #include "server/config.h"
@@ -21,9 +23,11 @@
 struct kld_shm;
 struct kld_shm_region;
 
-enum kld_status kld_shm_open(const struct kld_config *config, struct kld_stats *stats,
-                             struct kld_shm **ret_shm, struct kld_error *err);
-void kld_shm_close(struct kld_shm *shm); /* NULL is allowed; no region is in use any more */
+enum kld_status kld_shm_open(uv_loop_t *loop, const struct kld_config *config,
+                             struct kld_stats *stats, struct kld_shm **ret_shm,
+                             struct kld_error *err);
+/* NULL is allowed. No region is in use and the loop does not run any more. */
+void kld_shm_close(struct kld_shm *shm);
 
 /* KLD_FORBIDDEN: off, or not under the prefix; KLD_EXISTS: the name is taken; KLD_NOT_FOUND: no
  * object with this key; KLD_TOO_LARGE: http_regions_max. */

@@ -13,6 +13,7 @@
 static struct kld_config config = {.shm_prefix = "/kld-unit-", .http_regions_max = 2};
 static struct kld_stats stats;
 static struct kld_shm *shm;
+static uv_loop_t loop;
 static struct kld_error err;
 static char key[64];
 static int object;
@@ -22,11 +23,14 @@ static void open_all(void) {
     object = shm_open(key, O_RDWR | O_CREAT | O_EXCL, 0600);
     ck_assert_int_ge(object, 0);
     ck_assert_int_eq(ftruncate(object, 4096), 0);
-    ck_assert_int_eq(kld_shm_open(&config, &stats, &shm, &err), KLD_OK);
+    ck_assert_int_eq(uv_loop_init(&loop), 0);
+    ck_assert_int_eq(kld_shm_open(&loop, &config, &stats, &shm, &err), KLD_OK);
 }
 
 static void close_all(void) {
+    uv_run(&loop, UV_RUN_DEFAULT);
     kld_shm_close(shm);
+    ck_assert_int_eq(uv_loop_close(&loop), 0);
     close(object);
     shm_unlink(key);
 }
@@ -68,7 +72,10 @@ START_TEST(its_last_user_closes_it) {
     kld_shm_unregister(shm, "a");
     ck_assert_uint_eq(kld_shm_count(shm), 0);
     ck_assert_int_eq(kld_shm_read(region, 0, got, 4, &err), KLD_OK);
+    ck_assert(!uv_loop_alive(&loop));
     kld_shm_release(region);
+    ck_assert_msg(uv_loop_alive(&loop), "it is closed on the pool");
+    uv_run(&loop, UV_RUN_DEFAULT);
     kld_shm_release(NULL);
     close_all();
 }
