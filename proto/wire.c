@@ -94,14 +94,18 @@ void kld_submit_encode(const struct kld_op *op, struct kld_frame_submit *submit)
     submit->targets_form = op->targets_form;
     submit->rank = op->rank;
     submit->given = op->given;
-    memcpy(submit->shape, op->shape, sizeof submit->shape);
+    for (uint32_t i = 0; i < KLD_RANK_MAX; i++)
+        submit->shape[i] = i < op->rank ? op->shape[i] : 0;
     memcpy(submit->number, op->number, sizeof submit->number);
     for (int i = 0; i < KLD_SLOT_COUNT; i++) {
         const struct kld_tensor *from = &op->tensor[i];
-        submit->tensor[i] = (struct kld_wire_tensor){.dtype = from->dtype,
-                                                     .region = from->region,
-                                                     .offset_bytes = from->offset_bytes,
-                                                     .row_stride_bytes = from->row_stride_bytes};
+        submit->tensor[i] = (struct kld_wire_tensor){0};
+        if (from->dtype != KLD_DTYPE_ABSENT)
+            submit->tensor[i] =
+                (struct kld_wire_tensor){.dtype = from->dtype,
+                                         .region = from->region,
+                                         .offset_bytes = from->offset_bytes,
+                                         .row_stride_bytes = from->row_stride_bytes};
     }
 }
 
@@ -118,11 +122,21 @@ enum kld_status kld_submit_decode(const struct kld_frame_submit *submit, struct 
     op.rank = submit->rank;
     op.given = submit->given;
     memcpy(op.shape, submit->shape, sizeof op.shape);
+    for (uint32_t i = submit->rank; i < KLD_RANK_MAX; i++)
+        if (submit->rank > 0 && submit->shape[i] != 0)
+            return kld_error_set(err, KLD_INVALID,
+                                 "the shape has a dimension beyond its rank of %u; expected 0",
+                                 submit->rank);
     for (int i = 0; i < KLD_NUMBER_COUNT; i++)
         if (submit->given & (1u << i))
             op.number[i] = submit->number[i];
     for (int i = 0; i < KLD_SLOT_COUNT; i++) {
         const struct kld_wire_tensor *from = &submit->tensor[i];
+        if (from->dtype == KLD_DTYPE_ABSENT &&
+            (from->region || from->offset_bytes || from->row_stride_bytes || from->reserved))
+            return kld_error_set(err, KLD_INVALID,
+                                 "%s: a tensor of dtype 0; expected a dtype, or 0 in every field",
+                                 kld_slot_name((uint32_t)i));
         if (from->dtype == KLD_DTYPE_ABSENT)
             continue;
         if (from->region == 0 || from->reserved != 0)

@@ -100,6 +100,25 @@ START_TEST(submit_there_and_back) {
 }
 END_TEST
 
+/* What the sender meant to say and the worker would not look at. */
+START_TEST(submit_says_nothing_in_vain) {
+    struct kld_op op, back;
+    kld_op_init(&op);
+    op.rank = 2, op.shape[0] = 3, op.shape[1] = 4, op.shape[2] = 5;
+    op.tensor[KLD_SLOT_GRAD_PREDICTIONS].row_stride_bytes = 64;
+    kld_frame_init(&frame, KLD_FRAME_SUBMIT, 5);
+    kld_submit_encode(&op, &frame.as_SUBMIT); /* libkld's callers may leave such things */
+    ck_assert_int_eq(kld_submit_decode(&frame.as_SUBMIT, &back, &err), KLD_OK);
+    frame.as_SUBMIT.shape[2] = 5;
+    ck_assert_int_eq(kld_submit_decode(&frame.as_SUBMIT, &back, &err), KLD_INVALID);
+    ck_assert_ptr_nonnull(strstr(err.text, "beyond its rank of 2"));
+    frame.as_SUBMIT.shape[2] = 0;
+    frame.as_SUBMIT.tensor[KLD_SLOT_GRAD_PREDICTIONS].region = 7;
+    ck_assert_int_eq(kld_submit_decode(&frame.as_SUBMIT, &back, &err), KLD_INVALID);
+    ck_assert_ptr_nonnull(strstr(err.text, "grad_predictions: a tensor of dtype 0"));
+}
+END_TEST
+
 START_TEST(offsets_are_part_of_the_protocol) {
     ck_assert_uint_eq(offsetof(struct kld_frame_header, request), 8);
     ck_assert_uint_eq(offsetof(struct kld_frame_hello, client_name), 24);
@@ -116,5 +135,5 @@ START_TEST(offsets_are_part_of_the_protocol) {
 END_TEST
 
 UNIT_MAIN("proto/wire", every_type_passes_at_its_own_length_only, short_unknown_and_foreign_frames,
-          a_memfd_comes_with_one_descriptor, submit_there_and_back,
+          a_memfd_comes_with_one_descriptor, submit_there_and_back, submit_says_nothing_in_vain,
           offsets_are_part_of_the_protocol)
