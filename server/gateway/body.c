@@ -9,7 +9,7 @@
 #include "server/gateway/infer.h"
 #include "server/gateway/staging.h"
 
-#define INFLATED_BYTES_A_TURN ((uint64_t)1 << 20) /* then other connections get their turn */
+#define INFLATED_BYTES_A_TURN ((uint64_t)64 << 10) /* then other connections get their turn */
 
 static enum kld_status read_header_length(struct kld_infer *infer, struct kld_error *err) {
     const struct kld_exchange *exchange = infer->exchange;

@@ -23,7 +23,7 @@
 #include "server/gateway/link.h"
 
 #define KLD_INFER_TENSORS_MAX (KLD_OIP_INPUTS_MAX + KLD_OIP_OUTPUTS_MAX)
-#define KLD_INFER_INLINE_BYTES_MAX (32 << 10) /* of JSON that the loop thread reads or writes */
+#define KLD_INFER_INLINE_BYTES_MAX (4 << 10) /* of JSON that the loop thread reads or writes */
 
 enum kld_infer_step { KLD_INFER_PARSE, KLD_INFER_GATHER, KLD_INFER_WRITE_OUT, KLD_INFER_YIELD };
 
