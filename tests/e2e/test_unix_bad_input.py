@@ -84,6 +84,7 @@ def test_region_quotas(client):
         client.region(memory)
     for region in regions:
         client.drop(region)
+    wait_until(lambda: client.stats()["region_bytes"] == 0, what="the regions being released")
     large = wire.memfd(1 << 30)  # sparse: never touched
     two = [client.region_add(wire.MEMFD, 1 << 30, [large]) for _ in range(2)]
     with pytest.raises(Failed, match="too_large.*all regions"):
