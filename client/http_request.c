@@ -37,6 +37,15 @@ static void append_shape(struct http_call *call, enum kld_slot slot) {
     append(call, "[%" PRIu64 "]", at->rows);
 }
 
+/* The caller's process may have a locale with another decimal point than JSON's. */
+static void append_number(struct http_call *call, const char *name, double number) {
+    char text[64];
+    snprintf(text, sizeof text, "%.17g", number);
+    size_t whole = strspn(text, "-0123456789");
+    const char *rest = text + whole + strcspn(text + whole, "0123456789e");
+    append(call, ",\"%s\":%.*s%s%s", name, (int)whole, text, rest > text + whole ? "." : "", rest);
+}
+
 static void append_parameters(struct http_call *call) {
     static const char *const names[KLD_NUMBER_COUNT] = {
 #define X(NAME, name, value) name,
@@ -51,7 +60,7 @@ static void append_parameters(struct http_call *call) {
            kld_form_name(op->predictions_form), kld_form_name(op->targets_form));
     for (int i = 0; i < KLD_NUMBER_COUNT; i++)
         if (op->given & (1u << i))
-            append(call, ",\"%s\":%.17g", names[i], op->number[i]);
+            append_number(call, names[i], op->number[i]);
     if (call->base.deadline_ns != KLD_NEVER) {
         uint64_t now = kld_now_ns();
         uint64_t left = call->base.deadline_ns > now ? call->base.deadline_ns - now : 0;
