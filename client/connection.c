@@ -168,6 +168,13 @@ static enum kld_status check_bounds(const struct kld_request *request,
         const struct kld_bytes *bytes = &request->bytes[slot];
         if (request->op.tensor[slot].dtype == KLD_DTYPE_ABSENT)
             continue;
+        /* The check's own text would show the address. */
+        uint32_t element = kld_dtype_bytes(request->op.tensor[slot].dtype);
+        if ((uintptr_t)bytes->data % element != 0)
+            return kld_error_set(err, KLD_INVALID,
+                                 "%s: its data is not aligned; expected a multiple of its "
+                                 "%u-byte element",
+                                 kld_slot_name(slot), element);
         struct kld_op op = request->op;
         op.tensor[slot].offset_bytes =
             bytes->region ? bytes->offset_bytes : (uint64_t)(uintptr_t)bytes->data;

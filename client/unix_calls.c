@@ -7,7 +7,7 @@
 
 #include "client/unix.h"
 
-#define GRACE_NS 200000000ull /* past its deadline, for the server to answer DEADLINE itself */
+#define GRACE_NS 200000000ull      /* past its deadline, for the server to answer DEADLINE itself */
 #define UNWATCHED_NS 1000000000ull /* a next try so late is the caller's doing */
 
 static struct unix_connection *unix_of(struct kld_connection *connection) {

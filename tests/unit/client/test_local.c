@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <math.h>
 #include <poll.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -172,4 +173,19 @@ START_TEST(test_names) {
 }
 END_TEST
 
-UNIT_MAIN("client/local", test_run, test_regions_of_every_kind, test_many_in_flight, test_names)
+START_TEST(test_misaligned_memory_is_refused_without_its_address) {
+    setup();
+    struct kld_request request = make_request();
+    char address[32];
+    request.op.shape[0] = ROWS - 1;
+    request.bytes[KLD_SLOT_TARGETS].data = (char *)p + 1;
+    snprintf(address, sizeof address, "%llu", (unsigned long long)(uintptr_t)p + 1);
+    ck_assert_int_eq(kld_run(connection, &request, NULL, &error), KLD_INVALID);
+    ck_assert_ptr_null(strstr(error.text, address));
+    ck_assert_ptr_nonnull(strstr(error.text, "targets: its data is not aligned"));
+    kld_close(connection);
+}
+END_TEST
+
+UNIT_MAIN("client/local", test_misaligned_memory_is_refused_without_its_address, test_run,
+          test_regions_of_every_kind, test_many_in_flight, test_names)
