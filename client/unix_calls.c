@@ -96,7 +96,7 @@ static enum kld_status unix_submit(struct kld_connection *connection, struct kld
 static void unix_cancel(struct kld_connection *connection, struct kld_call *base) {
     struct unix_connection *u = unix_of(connection);
     struct unix_call *call = (struct unix_call *)base;
-    if (base->list == &u->queued) {
+    if (base->list == &u->queued || call->refused) {
         kld_unix_call_fail(u, call, KLD_CANCELLED, "cancelled before it was sent");
         return;
     }
@@ -128,10 +128,15 @@ static void expire_queued(struct unix_connection *u, uint64_t now) {
             kld_connection_arm(&u->base, at);
             continue;
         }
-        bool late = call->deadline_ns != KLD_NEVER;
-        kld_unix_call_fail(u, (struct unix_call *)call, late ? KLD_DEADLINE : KLD_UNAVAILABLE,
-                           late ? "deadline passed before the request could be sent"
-                                : "the server was lost and did not come back within 30 s");
+        struct unix_call *mine = (struct unix_call *)call;
+        if (call->deadline_ns != KLD_NEVER)
+            kld_unix_call_fail(u, mine, KLD_DEADLINE,
+                               "deadline passed before the request could be sent");
+        else if (u->fatal.status)
+            kld_unix_call_fail(u, mine, u->fatal.status, u->fatal.text);
+        else
+            kld_unix_call_fail(u, mine, KLD_UNAVAILABLE,
+                               "the server was lost and did not come back within 30 s");
     }
 }
 

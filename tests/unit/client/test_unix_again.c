@@ -218,16 +218,22 @@ START_TEST(test_worker_leaves) {
     struct kld_region *region = filled_region(), *other = filled_region();
     struct kld_request in_place = region_request(region, 0, region, 0);
     struct kld_request refused = region_request(other, 0, other, 0);
-    struct ended ended[2] = {0};
+    struct ended ended[3] = {0};
     worker.hold = 1;
     submit(&in_place, &ended[0]);
     for (int i = 0; i < 100 && worker.submits < 1; i++)
         ck_assert_int_eq(kld_process(connection, 1, &error), KLD_OK);
     worker.leave_at_submit = 1;
     submit(&refused, &ended[1]);
+    uint64_t refused_id;
+    ck_assert_int_eq(kld_submit(connection, &refused, on_end, &ended[2], &refused_id, &error),
+                     KLD_OK);
     for (int i = 0; i < 10; i++)
         ck_assert_int_eq(kld_process(connection, 5, &error), KLD_OK);
     ck_assert_int_eq(ended[0].count + ended[1].count, 0);
+    kld_cancel(connection, refused_id);
+    process_until(&ended[2]);
+    ck_assert_int_eq(ended[2].status, KLD_CANCELLED);
     worker.hold = 0;
     process_until(&ended[0]);
     process_until(&ended[1]);
@@ -257,6 +263,27 @@ START_TEST(test_region_refused_by_a_worker_that_ends) {
 }
 END_TEST
 
+/* Who is refused is told so, and not that the server was lost. */
+START_TEST(test_reason_of_a_refusal_is_told) {
+    fake_worker_open(&worker);
+    worker.refuse_hello = KLD_FORBIDDEN;
+    struct kld_connect_options options = {.lazy = true};
+    char url[128];
+    snprintf(url, sizeof url, "unix:%s", worker.path);
+    ck_assert_int_eq(kld_connect(url, &options, &connection, &error), KLD_OK);
+    struct kld_region *region = filled_region();
+    struct kld_request request = region_request(region, 0, region, 8192);
+    struct ended ended = {0};
+    submit(&request, &ended);
+    for (int i = 0; i < 5; i++)
+        ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
+    ((struct unix_connection *)connection)->down_since_ns -= KLD_RECONNECT_NS_MAX;
+    process_until(&ended);
+    ck_assert_int_eq(ended.status, KLD_FORBIDDEN);
+    teardown();
+}
+END_TEST
+
 /* The loss was seen long ago and nobody called kld_process() since: the server is looked for now.
  */
 START_TEST(test_server_is_looked_for_after_a_long_pause) {
@@ -276,4 +303,5 @@ END_TEST
 UNIT_MAIN("client/unix_again", test_late_keeps_its_staging, test_cancelled_keeps_its_staging,
           test_input_overwritten_by_a_later_request, test_input_overwritten_by_a_later_copy,
           test_in_place_through_two_regions, test_worker_leaves,
-          test_region_refused_by_a_worker_that_ends, test_server_is_looked_for_after_a_long_pause)
+          test_region_refused_by_a_worker_that_ends, test_server_is_looked_for_after_a_long_pause,
+          test_reason_of_a_refusal_is_told)
