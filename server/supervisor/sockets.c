@@ -18,7 +18,8 @@
 #include "proto/wire.h"
 #include "server/supervisor/supervisor.h"
 
-#define BACKLOG 4096 /* the kernel cuts it to net.core.somaxconn */
+#define BACKLOG 4096  /* the kernel cuts it to net.core.somaxconn */
+#define LOCK_TRIES 50 /* of 10 ms; a server that starts needs far less */
 
 /* ---- HTTP ------------------------------------------------------------------------------------ */
 
@@ -210,9 +211,10 @@ enum kld_status kld_unix_socket_open(const char *path, uint32_t mode, bool make_
                                      struct kld_unix_socket *ret_socket, struct kld_error *err) {
     ret_socket->fd = -1;
     int folder = open_folder(path, make_folder);
-    /* Two servers that start at once must not each unlink the other's new socket. */
-    if (folder >= 0)
-        flock(folder, LOCK_EX);
+    /* Two servers that start at once must not each unlink the other's new socket. Anybody can hold
+     * this lock of a folder like /tmp: after a while we go on without it. */
+    for (int i = 0; folder >= 0 && flock(folder, LOCK_EX | LOCK_NB) < 0 && i < LOCK_TRIES; i++)
+        usleep(10000);
     enum kld_status status = KLD_OK;
     struct stat info;
     int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
