@@ -18,8 +18,7 @@
 #include "proto/wire.h"
 #include "server/supervisor/supervisor.h"
 
-#define BACKLOG 4096  /* the kernel cuts it to net.core.somaxconn */
-#define LOCK_TRIES 50 /* of 10 ms; a server that starts needs far less */
+#define BACKLOG 4096 /* the kernel cuts it to net.core.somaxconn */
 
 /* ---- HTTP ------------------------------------------------------------------------------------ */
 
@@ -212,8 +211,9 @@ enum kld_status kld_unix_socket_open(const char *path, uint32_t mode, bool make_
     ret_socket->fd = -1;
     int folder = open_folder(path, make_folder);
     /* Two servers that start at once must not each unlink the other's new socket. Anybody can hold
-     * this lock of a folder like /tmp: after a while we go on without it. */
-    for (int i = 0; folder >= 0 && flock(folder, LOCK_EX | LOCK_NB) < 0 && i < LOCK_TRIES; i++)
+     * this lock of a folder like /tmp: after more than a server needs we go on without it. */
+    uint64_t until = now_ns() + OWNER_WAIT_NS + OWNER_WAIT_NS / 5;
+    while (folder >= 0 && flock(folder, LOCK_EX | LOCK_NB) < 0 && now_ns() < until)
         usleep(10000);
     enum kld_status status = KLD_OK;
     struct stat info;
