@@ -12,7 +12,8 @@
 
 #include "server/log.h"
 
-#define REAP_DELAY_MS 50 /* libuv collects its own children first */
+#define REAP_DELAY_MS 50    /* libuv collects its own children first */
+#define DRAIN_GRACE_MS 1000 /* past drain_ms, when children answer what is left and end */
 
 static bool is_running(const struct kld_watched *child) {
     return child->state == KLD_CHILD_STARTING || child->state == KLD_CHILD_READY;
@@ -68,7 +69,8 @@ static void drain_begin(struct kld_supervisor *supervisor) {
         return;
     supervisor->draining = true;
     atomic_store(&supervisor->stats->draining, 1);
-    uv_timer_start(&supervisor->drain, on_drain_over, supervisor->config.drain_ms, 0);
+    uv_timer_start(&supervisor->drain, on_drain_over, supervisor->config.drain_ms + DRAIN_GRACE_MS,
+                   0);
     drain_next(supervisor);
 }
 

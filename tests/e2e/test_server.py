@@ -267,6 +267,19 @@ def test_drain_is_quick_when_idle(make_server, signal_number):
     connection.close()
 
 
+def test_drain_that_takes_its_time_kills_nobody(make_server):
+    """A caller that never finishes its body costs the drain time, and not the worker's clients."""
+    server = make_server(drain_ms=500)
+    host, port = server.http.removeprefix("http://").rsplit(":", 1)
+    with socket.create_connection((host, int(port))) as stalled:
+        stalled.sendall(b"POST /v2/models/kl_div/infer HTTP/1.1\r\nHost: x\r\n"
+                        b"Content-Length: 200\r\n\r\n{")
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1)
+        assert server.stop() == 0
+    assert "signal=9" not in server.log()
+    assert "worker ended" in server.log()
+
+
 def test_signal_during_start(make_server):
     server = make_server(wait=False)
     time.sleep(0.02)
