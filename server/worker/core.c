@@ -93,6 +93,7 @@ static void finish(struct kld_request *request, enum kld_status status,
         count_work(request);
     if (!request->answered) {
         request->answered = true;
+        request->session->requests_waited--;
         account(request, status, error->text,
                 ran); /* first, so that a client sees itself counted */
         if (status == KLD_OK)
@@ -114,6 +115,7 @@ static void give_up(struct kld_request *request, const struct kld_error *error) 
         return;
     }
     request->answered = true;
+    request->session->requests_waited--;
     kld_queue_unwatch(&request->session->worker->queue, request);
     account(request, error->status, error->text, false);
     kld_session_reply_error(request->session, request->number, error);
@@ -200,10 +202,11 @@ static enum kld_status admit(struct kld_session *session, uint64_t number, uint3
     if (find(session, number))
         return kld_error_set(err, KLD_INVALID,
                              "request number %" PRIu64 " is in flight on this connection", number);
-    if (session->requests_count >= config->client_requests_max)
+    /* Those that it gave up do not count; of them at most KLD_LANE_DEPTH a stream still run. */
+    if (session->requests_waited >= config->client_requests_max)
         return kld_error_set(err, KLD_THROTTLED,
                              "%u requests of this connection are in flight, the most allowed",
-                             session->requests_count);
+                             session->requests_waited);
     struct kld_request *request = kld_queue_acquire(&worker->queue);
     if (!request)
         return kld_error_set(err, KLD_BUSY, "%u requests are in flight, the most allowed",
@@ -232,6 +235,7 @@ static void enter(struct kld_request *request, uint64_t timeout_ns) {
     request->state = KLD_REQUEST_QUEUED;
     TAILQ_INSERT_TAIL(&session->requests, request, in_session);
     session->requests_count++;
+    session->requests_waited++;
     TAILQ_INSERT_TAIL(&lane->queued, request, in_lane);
     kld_stats_add(worker->options.stats, KLD_STAT_worker_requests_in_flight, 1);
     if (timeout_ns &&

@@ -57,9 +57,10 @@ struct kld_session {
 
     struct kld_request_list requests; /* all not FREE */
     uint32_t requests_count;
-    struct kld_lane *lanes; /* client_streams_max of them */
-    uint32_t lanes_busy;    /* not CLOSED */
-    uint32_t tasks;         /* on uv's pool: regions coming and going, descriptors being closed */
+    uint32_t requests_waited; /* of them: not answered */
+    struct kld_lane *lanes;   /* client_streams_max of them */
+    uint32_t lanes_busy;      /* not CLOSED */
+    uint32_t tasks;           /* on uv's pool: regions coming and going, descriptors being closed */
 
     struct kld_region **regions; /* by the low bits of the id; NULL: free */
     uint32_t regions_size;       /* entries of that table; grows up to client_regions_max */

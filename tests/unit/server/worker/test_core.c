@@ -116,6 +116,33 @@ START_TEST(limits_are_errors_not_growth) {
 }
 END_TEST
 
+START_TEST(what_was_given_up_does_not_count) {
+    rig_init(&rig);
+    rig.config.client_requests_max = 2;
+    rig_start(&rig);
+    int fd = rig_client(&rig);
+    uint64_t region = rig_region(fd, RIG_REGION_BYTES);
+    atomic_store(&rig.fake.hold, true);
+    for (uint64_t round = 0; round < 3; round++) {
+        for (uint64_t i = 100; i < 102; i++)
+            rig_submit(fd, i, region);
+        rig_submit(fd, 102, region);
+        rig_expect_error(fd, 102, KLD_THROTTLED, "2 requests of this connection");
+        for (uint64_t i = 100; i < 102; i++) {
+            rig_cancel(fd, 20, i);
+            rig_expect_error(fd, i, KLD_CANCELLED, "cancelled");
+            rig_expect(fd, 20, KLD_FRAME_DONE, NULL);
+        }
+    }
+    rig_submit(fd, 200, region);
+    atomic_store(&rig.fake.hold, false);
+    rig_expect(fd, 200, KLD_FRAME_DONE, NULL);
+    ck_assert_int_le(atomic_load(&rig.fake.jobs_done), KLD_LANE_DEPTH + 1);
+    close(fd);
+    end();
+}
+END_TEST
+
 START_TEST(cancel_answers_at_once_and_pins_until_the_job_ends) {
     start();
     int fd = rig_client(&rig);
@@ -278,7 +305,7 @@ START_TEST(fail_the_nth_call) {
 END_TEST
 
 UNIT_MAIN("server/worker/core", submit_is_answered_by_done, failure_of_a_job_is_its_own,
-          one_stream_runs_in_order, limits_are_errors_not_growth,
+          one_stream_runs_in_order, limits_are_errors_not_growth, what_was_given_up_does_not_count,
           cancel_answers_at_once_and_pins_until_the_job_ends,
           deadlines_pass_for_waiting_and_running, client_that_dies_is_detached,
           lost_device_answers_everything_and_ends_with_2,
