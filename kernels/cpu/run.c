@@ -24,7 +24,7 @@ struct plan {
     uint64_t rows_per_chunk, chunks;
     uint64_t span_classes, spans; /* pieces of a row */
     double scale, divisor, grad_output;
-    bool zero;       /* rowmean over nothing: loss and gradients are 0 */
+    bool zero;       /* rowmean over weights that sum to 0: loss and gradients are 0 */
     bool statistics; /* a side is logits */
     bool dots;       /* a gradient needs a sum over its row first */
     bool dot_known;  /* that of the side in the denominator is -1 */
@@ -101,7 +101,7 @@ static void row_begin(const struct plan *plan, uint64_t index, struct row *row) 
     memset(row, 0, sizeof *row);
     row->index = index;
     const unsigned char *mask = row_of(plan, KLD_SLOT_ROW_MASK, index);
-    row->masked = plan->zero || (mask && *mask == 0);
+    row->masked = mask && *mask == 0;
     if (row->masked)
         return;
     const unsigned char *weight = row_of(plan, KLD_SLOT_ROW_WEIGHTS, index);
@@ -110,8 +110,10 @@ static void row_begin(const struct plan *plan, uint64_t index, struct row *row) 
     span->count = plan->geometry->classes;
     span->in[KLD_CPU_Q] = row_of(plan, KLD_SLOT_PREDICTIONS, index);
     span->in[KLD_CPU_P] = row_of(plan, KLD_SLOT_TARGETS, index);
-    span->gradient[KLD_CPU_Q] = row_of(plan, KLD_SLOT_GRAD_PREDICTIONS, index);
-    span->gradient[KLD_CPU_P] = row_of(plan, KLD_SLOT_GRAD_TARGETS, index);
+    if (!plan->zero) {
+        span->gradient[KLD_CPU_Q] = row_of(plan, KLD_SLOT_GRAD_PREDICTIONS, index);
+        span->gradient[KLD_CPU_P] = row_of(plan, KLD_SLOT_GRAD_TARGETS, index);
+    }
     if (plan->dot_known)
         span->dot[1 - own_side(op->divergence)] = -1;
     span->loss_factor = row->weight * plan->scale;
@@ -199,22 +201,21 @@ static void fold_statistics(const struct plan *plan, struct kld_cpu_span *row,
     }
 }
 
-static void write_zeros(const struct plan *plan, uint64_t index) {
-    const enum kld_slot outputs[] = {KLD_SLOT_GRAD_PREDICTIONS, KLD_SLOT_GRAD_TARGETS};
-    for (int i = 0; i < 2; i++)
-        if (plan->at[outputs[i]])
-            memset(row_of(plan, outputs[i], index), 0, plan->geometry->slot[outputs[i]].row_bytes);
-    if (plan->at[KLD_SLOT_LOSS] && !plan->geometry->scalar)
-        memset(row_of(plan, KLD_SLOT_LOSS, index), 0,
-               plan->geometry->slot[KLD_SLOT_LOSS].row_bytes);
+static void write_zeros(const struct plan *plan, enum kld_slot slot, uint64_t index) {
+    if (plan->at[slot])
+        memset(row_of(plan, slot, index), 0, plan->geometry->slot[slot].row_bytes);
 }
 
 /* Writes a row's own outputs; returns what it adds to the sum. */
 static double row_end(const struct plan *plan, const struct row *row, double value) {
     double weighted = row->masked ? 0 : value * row->weight;
     double scaled = row->masked ? 0 : weighted * plan->scale;
-    if (row->masked)
-        write_zeros(plan, row->index);
+    if (row->masked || plan->zero) { /* the row was read: a gradient may lie over it */
+        write_zeros(plan, KLD_SLOT_GRAD_PREDICTIONS, row->index);
+        write_zeros(plan, KLD_SLOT_GRAD_TARGETS, row->index);
+    }
+    if (row->masked && !plan->geometry->scalar)
+        write_zeros(plan, KLD_SLOT_LOSS, row->index);
     if (plan->at[KLD_SLOT_ROW_LOSS])
         write_loss(row_of(plan, KLD_SLOT_ROW_LOSS, row->index), plan->geometry->loss_dtype, scaled);
     if (plan->at[KLD_SLOT_LOSS] && plan->job->op.reduction == KLD_REDUCTION_ROW)
@@ -335,6 +336,7 @@ static void count_rows(struct plan *plan, struct kld_job *job) {
     if (plan->divisor == 0) {
         plan->divisor = weight;
         plan->zero = weight == 0;
+        plan->dots = plan->dots && !plan->zero;
     }
     for (int slot = 0; slot < KLD_SLOT_COUNT; slot++) {
         const struct kld_slot_geometry *at = &plan->geometry->slot[slot];

@@ -136,10 +136,6 @@ static __device__ double do_row(const kld_cuda_args &args, uint64_t index, const
     double divisor = args.divisor != 0 ? args.divisor : args.scratch->divisor;
     bool masked = args.mask.at && *at_row(args.mask, index) == 0;
     double value = 0;
-    if (masked || divisor == 0) {
-        zero_row(row.grad_p, args.grad_p.dtype, args.classes, team);
-        zero_row(row.grad_q, args.grad_q.dtype, args.classes, team);
-    }
     if (masked) {
         zero_row(row.loss, args.loss.dtype, args.classes, team);
     } else {
@@ -158,6 +154,10 @@ static __device__ double do_row(const kld_cuda_args &args, uint64_t index, const
         if (divisor == 0)
             row.grad_p = row.grad_q = nullptr;
         value = BODY::value(args, row, team) * row.weight;
+    }
+    if (masked || divisor == 0) { /* last: a gradient may lie over what was read */
+        zero_row(at_row(args.grad_p, index), args.grad_p.dtype, args.classes, team);
+        zero_row(at_row(args.grad_q, index), args.grad_q.dtype, args.classes, team);
     }
     if (team.lane == 0) {
         if (args.row_loss.at)

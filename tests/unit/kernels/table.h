@@ -30,10 +30,11 @@ struct table_case {
     double temperature, scale, normalizer, grad_output; /* 0: not given */
     uint32_t grad_output_dtype;                         /* a tensor; 0: none */
     bool weights, mask, gradient[2], loss, row_loss;
-    bool mask_uint8; /* its data type; else BOOL */
-    bool mask_all;   /* no row is left */
-    bool strided;    /* rows with gaps */
-    bool speed;      /* timed; only a few variants are compared */
+    bool weights_cancel; /* every second one takes away what the one before it added */
+    bool mask_uint8;     /* its data type; else BOOL */
+    bool mask_all;       /* no row is left */
+    bool strided;        /* rows with gaps */
+    bool speed;          /* timed; only a few variants are compared */
 };
 
 /* The list, from malloc(); the caller frees it. */

@@ -205,6 +205,15 @@ static void add_reductions(struct list *list) {
         at->data = i % 2 ? TABLE_ZEROS : TABLE_RANDOM;
         at->strided = i % 4 == 0;
     }
+    for (int i = 0; i < 3; i++) {
+        at = add(list, "", 6, 50);
+        snprintf(at->name, sizeof at->name, "weights that cancel %d", i);
+        forms(at, i, i);
+        at->reduction = KLD_REDUCTION_ROWMEAN;
+        at->weights = at->weights_cancel = at->row_loss = at->gradient[i % 2] = true;
+        at->mask = false;
+        at->normalizer = 0;
+    }
     /* FP16 gradients beyond 65504. */
     at = add(list, "overflow FP16", 4, 64);
     at->dtype[0] = at->dtype[1] = FP16;

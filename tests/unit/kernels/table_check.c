@@ -54,7 +54,7 @@ static bool check_rows(const struct table_truth *truth, const struct table_case 
             masked ? 0 : fabsl(factor) * truth->magnitude[row % truth->distinct];
         if (!check_loss(kld_slot_name(slot), row, dtype, got, want, magnitude, failure))
             return false;
-        if (logits && scale > 0 && got < 0 && at->reduction != KLD_REDUCTION_NONE) {
+        if (logits && factor >= 0 && got < 0 && at->reduction != KLD_REDUCTION_NONE) {
             snprintf(failure, FAILURE_MAX,
                      "row %llu: a divergence of two distributions below 0: %Lg",
                      (unsigned long long)row, got);
