@@ -1,4 +1,4 @@
-/* op.c - names, defaults and the one check of struct kld_op.
+/* op.c - the one check of struct kld_op.
  * Pure: no allocation, no I/O, no tensor is read, every product and sum is checked for overflow.
  * Any thread. What a launch means numerically is not decided here (kernels/). */
 #include "proto/op.h"
@@ -7,220 +7,12 @@
 #include <math.h>
 #include <string.h>
 
-struct named {
-    const char *name;
-    uint32_t number;
-};
-
-static const struct named dtypes[] = {
-#define X(NAME, name, number, bytes) {name, number},
-    KLD_DTYPE_MAP(X)
-#undef X
-};
-static const struct named forms[] = {
-#define X(NAME, name, number) {name, number},
-    KLD_FORM_MAP(X)
-#undef X
-};
-static const struct named divergences[] = {
-#define X(NAME, name, number, works) {name, number},
-    KLD_DIVERGENCE_MAP(X)
-#undef X
-};
-static const struct named reductions[] = {
-#define X(NAME, name, number) {name, number},
-    KLD_REDUCTION_MAP(X)
-#undef X
-};
-static const char *const slot_names[KLD_SLOT_COUNT] = {
-#define X(NAME, name, output) name,
-    KLD_SLOT_MAP(X)
-#undef X
-};
-static const bool slot_outputs[KLD_SLOT_COUNT] = {
-#define X(NAME, name, output) output,
-    KLD_SLOT_MAP(X)
-#undef X
-};
-static const char *const number_names[KLD_NUMBER_COUNT] = {
-#define X(NAME, name, value) name,
-    KLD_NUMBER_MAP(X)
-#undef X
-};
-static const double number_defaults[KLD_NUMBER_COUNT] = {
-#define X(NAME, name, value) value,
-    KLD_NUMBER_MAP(X)
-#undef X
-};
-
 #define COUNT(array) (sizeof(array) / sizeof((array)[0]))
 
-static const char *name_of(const struct named *list, size_t count, uint32_t number) {
-    for (size_t i = 0; i < count; i++)
-        if (list[i].number == number)
-            return list[i].name;
-    return "unknown";
-}
-
-static bool number_of(const struct named *list, size_t count, const char *name,
-                      uint32_t *ret_number) {
-    for (size_t i = 0; i < count; i++) {
-        if (strcmp(list[i].name, name) == 0) {
-            *ret_number = list[i].number;
-            return true;
-        }
-    }
-    return false;
-}
-
-const char *kld_dtype_name(uint32_t dtype) { return name_of(dtypes, COUNT(dtypes), dtype); }
-const char *kld_form_name(uint32_t form) { return name_of(forms, COUNT(forms), form); }
-const char *kld_divergence_name(uint32_t divergence) {
-    return name_of(divergences, COUNT(divergences), divergence);
-}
-const char *kld_reduction_name(uint32_t reduction) {
-    return name_of(reductions, COUNT(reductions), reduction);
-}
-const char *kld_slot_name(uint32_t slot) {
-    return slot < KLD_SLOT_COUNT ? slot_names[slot] : "unknown";
-}
-bool kld_slot_is_output(uint32_t slot) { return slot < KLD_SLOT_COUNT && slot_outputs[slot]; }
-
-uint32_t kld_dtype_bytes(uint32_t dtype) {
-    switch (dtype) {
-#define X(NAME, name, number, bytes)                                                               \
-    case number: return bytes;
-        KLD_DTYPE_MAP(X)
-#undef X
-    default: return 0;
-    }
-}
-
-bool kld_dtype_is_float(uint32_t dtype) {
-    return dtype >= KLD_DTYPE_FP32 && dtype <= KLD_DTYPE_BF16;
-}
-
-bool kld_dtype_from_name(const char *name, enum kld_dtype *ret_dtype) {
-    uint32_t number;
-    if (!number_of(dtypes, COUNT(dtypes), name, &number))
-        return false;
-    *ret_dtype = (enum kld_dtype)number;
-    return true;
-}
-
-bool kld_slot_from_name(const char *name, enum kld_slot *ret_slot) {
-    for (uint32_t i = 0; i < KLD_SLOT_COUNT; i++) {
-        if (strcmp(slot_names[i], name) == 0) {
-            *ret_slot = (enum kld_slot)i;
-            return true;
-        }
-    }
-    return false;
-}
-
-bool kld_divergence_works(uint32_t divergence) {
-    switch (divergence) {
-#define X(NAME, name, number, works)                                                               \
-    case number: return works;
-        KLD_DIVERGENCE_MAP(X)
-#undef X
-    default: return false;
-    }
-}
-
-/* The lists are joined by the preprocessor, so that they cannot differ from the tables; the first
- * two bytes, a ", ", are skipped. */
-#define JOIN_1(text) ", " text
-#define JOIN_0(text)
-#define JOIN_DIVERGENCE(NAME, name, number, works) JOIN_##works(name)
-#define JOIN_NAMED(NAME, name, number) ", " name
-#define JOIN_NUMBER(NAME, name, value) ", " name
-const char *kld_divergence_list(void) { return KLD_DIVERGENCE_MAP(JOIN_DIVERGENCE) + 2; }
-const char *kld_form_list(void) { return KLD_FORM_MAP(JOIN_NAMED) + 2; }
-const char *kld_reduction_list(void) { return KLD_REDUCTION_MAP(JOIN_NAMED) + 2; }
-const char *kld_dtype_list(void) { return "FP32, FP64, FP16, BF16"; }
-const char *kld_op_parameter_list(void) {
-    return "divergence, predictions_form, targets_form, reduction" KLD_NUMBER_MAP(JOIN_NUMBER);
-}
-
-void kld_op_init(struct kld_op *op) {
-    memset(op, 0, sizeof *op);
-    memcpy(op->number, number_defaults, sizeof op->number);
-}
-
-/* The four parameters that take text. */
-static uint32_t *text_parameter(struct kld_op *op, const char *name, const struct named **ret_list,
-                                size_t *ret_count, const char **ret_known) {
-    if (strcmp(name, "divergence") == 0) {
-        *ret_list = divergences;
-        *ret_count = COUNT(divergences);
-        *ret_known = kld_divergence_list();
-        return &op->divergence;
-    }
-    if (strcmp(name, "reduction") == 0) {
-        *ret_list = reductions;
-        *ret_count = COUNT(reductions);
-        *ret_known = kld_reduction_list();
-        return &op->reduction;
-    }
-    *ret_list = forms;
-    *ret_count = COUNT(forms);
-    *ret_known = kld_form_list();
-    if (strcmp(name, "predictions_form") == 0)
-        return &op->predictions_form;
-    if (strcmp(name, "targets_form") == 0)
-        return &op->targets_form;
-    return NULL;
-}
-
-static int number_parameter(const char *name) {
-    for (int i = 0; i < KLD_NUMBER_COUNT; i++)
-        if (strcmp(number_names[i], name) == 0)
-            return i;
-    return -1;
-}
-
-int kld_op_parameter_kind(const char *name) {
-    struct kld_op op;
-    const struct named *list;
-    size_t count;
-    const char *known;
-    if (text_parameter(&op, name, &list, &count, &known))
-        return 1;
-    return number_parameter(name) >= 0 ? 2 : 0;
-}
-
-static enum kld_status unknown_parameter(const char *name, struct kld_error *err) {
-    return kld_error_set(err, KLD_INVALID, "unknown parameter '%.40s'; known: %s", name,
-                         kld_op_parameter_list());
-}
-
-enum kld_status kld_op_set_text(struct kld_op *op, const char *name, const char *value,
-                                struct kld_error *err) {
-    const struct named *list;
-    size_t count;
-    const char *known;
-    uint32_t *field = text_parameter(op, name, &list, &count, &known);
-    if (!field && number_parameter(name) >= 0)
-        return kld_error_set(err, KLD_INVALID, "parameter '%s' takes a number, not text", name);
-    if (!field)
-        return unknown_parameter(name, err);
-    if (!number_of(list, count, value, field))
-        return kld_error_set(err, KLD_INVALID, "unknown %s '%.40s'; known: %s", name, value, known);
-    return KLD_OK;
-}
-
-enum kld_status kld_op_set_number(struct kld_op *op, const char *name, double value,
-                                  struct kld_error *err) {
-    int index = number_parameter(name);
-    if (index < 0 && kld_op_parameter_kind(name) == 1)
-        return kld_error_set(err, KLD_INVALID, "parameter '%s' takes text, not a number", name);
-    if (index < 0)
-        return unknown_parameter(name, err);
-    op->number[index] = value;
-    op->given |= 1u << index;
-    return KLD_OK;
-}
+/* How many numbers of each kind there are; they are dense. */
+#define ONE(...) +1
+enum { DIVERGENCES = KLD_DIVERGENCE_MAP(ONE), FORMS = KLD_FORM_MAP(ONE) };
+enum { REDUCTIONS = KLD_REDUCTION_MAP(ONE) };
 
 static bool given(const struct kld_op *op, enum kld_number number) {
     return op->given & (1u << number);
@@ -231,13 +23,13 @@ static bool present(const struct kld_op *op, enum kld_slot slot) {
 }
 
 static enum kld_status check_enums(const struct kld_op *op, struct kld_error *err) {
-    if (op->divergence >= COUNT(divergences))
+    if (op->divergence >= DIVERGENCES)
         return kld_error_set(err, KLD_INVALID, "unknown divergence number %" PRIu32 "; known: %s",
                              op->divergence, kld_divergence_list());
-    if (op->reduction >= COUNT(reductions))
+    if (op->reduction >= REDUCTIONS)
         return kld_error_set(err, KLD_INVALID, "unknown reduction number %" PRIu32 "; known: %s",
                              op->reduction, kld_reduction_list());
-    if (op->predictions_form >= COUNT(forms) || op->targets_form >= COUNT(forms))
+    if (op->predictions_form >= FORMS || op->targets_form >= FORMS)
         return kld_error_set(err, KLD_INVALID, "unknown form number; known: %s", kld_form_list());
     if (op->given >> KLD_NUMBER_COUNT)
         return kld_error_set(err, KLD_INVALID, "unknown parameter bits 0x%" PRIx32, op->given);
@@ -253,7 +45,8 @@ static enum kld_status check_enums(const struct kld_op *op, struct kld_error *er
 static enum kld_status check_numbers(const struct kld_op *op, struct kld_error *err) {
     for (int i = 0; i < KLD_NUMBER_COUNT; i++)
         if (given(op, (enum kld_number)i) && !isfinite(op->number[i]))
-            return kld_error_set(err, KLD_INVALID, "%s must be a finite number", number_names[i]);
+            return kld_error_set(err, KLD_INVALID, "%s must be a finite number",
+                                 kld_number_name((uint32_t)i));
 
     bool logits = op->predictions_form == KLD_FORM_LOGITS || op->targets_form == KLD_FORM_LOGITS;
     if (given(op, KLD_NUMBER_TEMPERATURE)) {
@@ -275,7 +68,7 @@ static enum kld_status check_numbers(const struct kld_op *op, struct kld_error *
         {KLD_NUMBER_SKEW, KLD_DIVERGENCE_SKEW_KL, KLD_DIVERGENCE_SKEW_REVERSE_KL, false, true},
     };
     for (size_t i = 0; i < COUNT(rules); i++) {
-        const char *name = number_names[rules[i].number];
+        const char *name = kld_number_name(rules[i].number);
         double value = op->number[rules[i].number];
         bool fits = op->divergence == rules[i].first || op->divergence == rules[i].second;
         if (!given(op, rules[i].number)) {
@@ -368,7 +161,7 @@ static enum kld_status check_slot(const struct kld_op *op, struct kld_geometry *
                                   enum kld_slot slot, struct kld_error *err) {
     const struct kld_tensor *tensor = &op->tensor[slot];
     struct kld_slot_geometry *at = &geometry->slot[slot];
-    const char *name = slot_names[slot], *expected;
+    const char *name = kld_slot_name(slot), *expected;
     if (!dtype_fits(op, geometry, slot, &expected))
         return kld_error_set(err, KLD_INVALID, "%s has dtype %s; expected %s", name,
                              kld_dtype_name(tensor->dtype), expected);
@@ -410,13 +203,14 @@ static bool same_place(const struct kld_op *op, const struct kld_geometry *geome
 static enum kld_status check_aliasing(const struct kld_op *op, const struct kld_geometry *geometry,
                                       struct kld_error *err) {
     for (int a = 0; a < KLD_SLOT_COUNT; a++) {
-        if (!slot_outputs[a] || !present(op, (enum kld_slot)a))
+        if (!kld_slot_is_output((uint32_t)a) || !present(op, (enum kld_slot)a))
             continue;
         enum kld_slot own = a == KLD_SLOT_GRAD_PREDICTIONS ? KLD_SLOT_PREDICTIONS
                             : a == KLD_SLOT_GRAD_TARGETS   ? KLD_SLOT_TARGETS
                                                            : KLD_SLOT_COUNT;
         for (int b = 0; b < KLD_SLOT_COUNT; b++) {
-            if (b == a || (b < a && slot_outputs[b]) || !present(op, (enum kld_slot)b) ||
+            if (b == a || (b < a && kld_slot_is_output((uint32_t)b)) ||
+                !present(op, (enum kld_slot)b) ||
                 !overlap(op, geometry, (enum kld_slot)a, (enum kld_slot)b))
                 continue;
             if (b == (int)own && same_place(op, geometry, (enum kld_slot)a, (enum kld_slot)b))
@@ -424,7 +218,7 @@ static enum kld_status check_aliasing(const struct kld_op *op, const struct kld_
             return kld_error_set(err, KLD_INVALID,
                                  "%s overlaps %s; an output may only be written exactly over the "
                                  "tensor that it is the gradient of",
-                                 slot_names[a], slot_names[b]);
+                                 kld_slot_name((uint32_t)a), kld_slot_name((uint32_t)b));
         }
     }
     return KLD_OK;
@@ -434,8 +228,9 @@ static enum kld_status check_tensors(const struct kld_op *op, struct kld_geometr
                                      struct kld_error *err) {
     if (!present(op, KLD_SLOT_PREDICTIONS) || !present(op, KLD_SLOT_TARGETS))
         return kld_error_set(err, KLD_INVALID, "tensor '%s' is missing",
-                             slot_names[present(op, KLD_SLOT_PREDICTIONS) ? KLD_SLOT_TARGETS
-                                                                          : KLD_SLOT_PREDICTIONS]);
+                             kld_slot_name(present(op, KLD_SLOT_PREDICTIONS)
+                                               ? KLD_SLOT_TARGETS
+                                               : KLD_SLOT_PREDICTIONS));
     bool wants_gradient =
         present(op, KLD_SLOT_GRAD_PREDICTIONS) || present(op, KLD_SLOT_GRAD_TARGETS);
     if (!wants_gradient && (present(op, KLD_SLOT_GRAD_OUTPUT) || given(op, KLD_NUMBER_GRAD_OUTPUT)))
@@ -496,12 +291,12 @@ enum kld_status kld_op_check_bounds(const struct kld_op *op, const struct kld_ge
         return kld_error_set(err, KLD_INVALID,
                              "%s needs %" PRIu64 " bytes at offset %" PRIu64
                              " of a region of %" PRIu64 " bytes",
-                             slot_names[slot], span, tensor->offset_bytes, region_bytes);
+                             kld_slot_name(slot), span, tensor->offset_bytes, region_bytes);
     if (element != 0 && tensor->offset_bytes % element != 0)
         return kld_error_set(err, KLD_INVALID,
                              "%s: offset %" PRIu64 " is not a multiple of its %" PRIu64
                              "-byte element",
-                             slot_names[slot], tensor->offset_bytes, element);
+                             kld_slot_name(slot), tensor->offset_bytes, element);
     return KLD_OK;
 }
 

@@ -199,6 +199,7 @@ const char *kld_divergence_name(uint32_t divergence);
 bool kld_divergence_works(uint32_t divergence);
 const char *kld_reduction_name(uint32_t reduction);
 const char *kld_slot_name(uint32_t slot);
+const char *kld_number_name(uint32_t number);
 bool kld_slot_is_output(uint32_t slot);
 bool kld_slot_from_name(const char *name, enum kld_slot *ret_slot);
 /* "a, b, c": every divergence that works, every form, every reduction, every dtype of a tensor. */
