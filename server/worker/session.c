@@ -23,8 +23,10 @@ static bool send_now(struct kld_session *session, const void *data, size_t bytes
             return true;
         if (errno == EINTR)
             continue;
-        if (errno != EAGAIN && errno != ENOBUFS)
-            session->broken = true; /* the poll handle will report the end */
+        if (errno != EAGAIN && errno != ENOBUFS) {
+            session->broken = true;
+            shutdown(session->fd, SHUT_RDWR); /* the client is not to wait; the poll reports it */
+        }
         return false;
     }
 }
