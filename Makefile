@@ -124,7 +124,7 @@ $(BUILD)/bench/%: $(BUILD)/obj/tests/bench/%.c.o $(BUILD)/libkld.a
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(LIB_LIBS)
 # Programs of the kernels alone: they also run where the servers' libraries are missing.
-KERNELS_OBJ := $(call OBJ,proto/op.c proto/status.c $(KERNELS_C) $(CUDA_C)) $(CUDA_OBJ)
+KERNELS_OBJ := $(call OBJ,$(PROTO_C) $(KERNELS_C) $(CUDA_C)) $(CUDA_OBJ)
 $(BUILD)/libkernels.a: $(KERNELS_OBJ)
 	@echo "  AR    $@"
 	$(Q)rm -f $@ && ar rcs $@ $^
