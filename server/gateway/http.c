@@ -13,6 +13,8 @@
 
 #define CONNECTION_BYTES_MAX (128 << 10) /* headers, and twice a piece of a body */
 #define LOOK_MS 500                      /* for clients that left */
+#define LOOK_CONNECTIONS_MAX 32          /* in one turn of the loop, ... */
+#define LOOK_ON_MS 2                     /* ... then the next ones */
 
 /* One TCP connection. */
 struct watched {
@@ -33,6 +35,7 @@ struct kld_http {
     bool again; /* MHD_run() has something to do that its epoll descriptor does not tell */
     struct kld_exchange *first;
     struct watched *connections;
+    struct watched *look_at; /* where to look on; NULL: at all of them again */
     void (*closed)(void *user);
     void *closed_user;
 };
@@ -74,14 +77,16 @@ static bool waits_for_client(const struct watched *watched) {
  * it does not overlook. */
 static void look_for_ends(uv_timer_t *timer) {
     struct kld_http *http = timer->data;
-    for (struct watched *watched = http->connections; watched; watched = watched->after) {
+    struct watched *watched = http->look_at ? http->look_at : http->connections;
+    for (int i = 0; watched && i < LOOK_CONNECTIONS_MAX; i++, watched = watched->after) {
         char unused;
         if (waits_for_client(watched) &&
             recv(watched->fd, &unused, 1, MSG_PEEK | MSG_DONTWAIT) == 0)
             shutdown(watched->fd, SHUT_RDWR);
     }
-    if (!http->connections)
-        uv_timer_stop(timer);
+    http->look_at = watched;
+    if (http->connections)
+        uv_timer_start(timer, look_for_ends, watched ? LOOK_ON_MS : LOOK_MS, 0);
 }
 
 const char *kld_exchange_header(const struct kld_exchange *exchange, const char *name) {
@@ -273,7 +278,7 @@ static void watch(struct kld_http *http, struct MHD_Connection *connection, void
     if (watched->after)
         watched->after->before = watched;
     else
-        uv_timer_start(&http->look, look_for_ends, LOOK_MS, LOOK_MS);
+        uv_timer_start(&http->look, look_for_ends, LOOK_MS, 0);
     http->connections = watched;
     *context = watched;
 }
@@ -285,6 +290,8 @@ static void unwatch(struct kld_http *http, struct watched *watched) {
         http->connections = watched->after;
     if (watched->after)
         watched->after->before = watched->before;
+    if (http->look_at == watched)
+        http->look_at = watched->after;
     free(watched);
 }
 

@@ -206,6 +206,17 @@ def test_idle_connections_are_closed(make_server):
         assert 0.5 < time.monotonic() - begin < 20
 
 
+def test_many_clients_that_leave_are_all_noticed(make_server):
+    """Their end comes together with their last bytes; more of them than are looked at in one turn."""
+    server = make_server()
+    host, port = server.address.rsplit(":", 1)
+    for _ in range(150):
+        with socket.create_connection((host, int(port)), 60) as connection:
+            connection.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{".encode())
+    wait_until(lambda: server.metrics()["kld_http_connections"] == 1, what="the end of all but one")
+    assert server.metrics()["kld_http_connections_total"] > 150
+
+
 def test_connections_over_the_limit_wait(make_server):
     """In the backlog of the socket, not refused, until another one goes."""
     server = make_server(http_connections_max=4)
