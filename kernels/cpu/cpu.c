@@ -16,13 +16,29 @@ static enum kld_status device_count(uint32_t *ret_count, struct kld_error *err) 
     return KLD_OK;
 }
 
+uint32_t kld_cpu_quota(const char *cpu_max) {
+    unsigned long long quota, period;
+    if (sscanf(cpu_max, "%llu %llu", &quota, &period) != 2 || quota == 0 || period == 0)
+        return UINT32_MAX;
+    unsigned long long cpus = quota / period + (quota % period != 0);
+    return cpus < UINT32_MAX ? (uint32_t)cpus : UINT32_MAX;
+}
+
+/* What a container may use can be less than the processors that it sees. */
 static uint32_t usable_cpus(void) {
     cpu_set_t set;
     CPU_ZERO(&set);
-    if (sched_getaffinity(0, sizeof set, &set) == 0)
-        return (uint32_t)CPU_COUNT(&set);
     long online = sysconf(_SC_NPROCESSORS_ONLN);
-    return online > 0 ? (uint32_t)online : 1;
+    uint32_t cpus = online > 0 ? (uint32_t)online : 1, quota = UINT32_MAX;
+    if (sched_getaffinity(0, sizeof set, &set) == 0)
+        cpus = (uint32_t)CPU_COUNT(&set);
+    char line[64];
+    FILE *file = fopen("/sys/fs/cgroup/cpu.max", "re");
+    if (file && fgets(line, sizeof line, file))
+        quota = kld_cpu_quota(line);
+    if (file)
+        fclose(file);
+    return cpus < quota ? cpus : quota;
 }
 
 /* The model of the processor and the vector code in use. */

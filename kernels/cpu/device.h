@@ -46,6 +46,9 @@ struct cpu_device {
 /* queue.c */
 void kld_cpu_submit(struct kld_stream *stream, struct kld_job *job);
 void *kld_cpu_device_main(void *device);
+/* CPUs that a cgroup's cpu.max ("QUOTA PERIOD" or "max PERIOD") allows, rounded up; UINT32_MAX: no
+ * limit. */
+uint32_t kld_cpu_quota(const char *cpu_max);
 enum kld_status kld_cpu_stream_open(struct kld_device *device, struct kld_stream **ret_stream,
                                     struct kld_error *err);
 void kld_cpu_stream_close(struct kld_stream *stream);

@@ -103,6 +103,8 @@ static const struct {
     {"{\"inputs\":[" P "," ONE("targets", "[9007199254740993]", "\"data\":[]") "]}", "2^40",
      KLD_TOO_LARGE},
     {"{\"inputs\":[" P "," ONE("targets", "[1e300]", "\"data\":[]") "]}", "2^53", KLD_INVALID},
+    {"{\"inputs\":[" P "," ONE("targets", "[9007199254740993]", "\"data\":[]") "]}", "2^53",
+     KLD_INVALID},
     {"{\"inputs\":[" P "," ONE("targets", "[4294967296,4294967296,4294967296]", "\"data\":[]") "]}",
      "2^40", KLD_TOO_LARGE},
     {"{\"inputs\":[" P "," ONE("targets", "[1,1,1,1,1,1,1,1,1]", "\"data\":[]") "]}", "rank",

@@ -390,6 +390,17 @@ START_TEST(test_avx2) {
 }
 END_TEST
 
+START_TEST(test_quota) {
+    ck_assert_uint_eq(kld_cpu_quota("max 100000\n"), UINT32_MAX);
+    ck_assert_uint_eq(kld_cpu_quota("200000 100000\n"), 2);
+    ck_assert_uint_eq(kld_cpu_quota("250000 100000\n"), 3);
+    ck_assert_uint_eq(kld_cpu_quota("1000 100000\n"), 1);
+    ck_assert_uint_eq(kld_cpu_quota("18446744073709551615 1\n"), UINT32_MAX);
+    ck_assert_uint_eq(kld_cpu_quota("5 0\n"), UINT32_MAX);
+    ck_assert_uint_eq(kld_cpu_quota(""), UINT32_MAX);
+}
+END_TEST
+
 START_TEST(test_ceiling) {
     struct kld_device *device = device_open(2, 0, 5);
     struct kld_error err;
@@ -408,4 +419,4 @@ END_TEST
 
 UNIT_MAIN("kernels/cpu/cpu", test_options, test_pool, test_memory_kinds, test_copy, test_streams,
           test_close_in_flight, test_wakes, test_thread_count, test_row_alone,
-          test_near_and_shifted, test_base, test_avx2, test_ceiling)
+          test_near_and_shifted, test_base, test_avx2, test_quota, test_ceiling)
