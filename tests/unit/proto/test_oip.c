@@ -100,7 +100,7 @@ static const struct {
     {"{\"inputs\":[" P "," ONE("targets", "[0]", "\"data\":[]") "]}", "is 0", KLD_INVALID},
     {"{\"inputs\":[" P "," ONE("targets", "[1.5]", "\"data\":[]") "]}", "whole", KLD_INVALID},
     {"{\"inputs\":[" P "," ONE("targets", "[-1]", "\"data\":[]") "]}", "whole", KLD_INVALID},
-    {"{\"inputs\":[" P "," ONE("targets", "[9007199254740993]", "\"data\":[]") "]}", "2^40",
+    {"{\"inputs\":[" P "," ONE("targets", "[9007199254740991]", "\"data\":[]") "]}", "2^40",
      KLD_TOO_LARGE},
     {"{\"inputs\":[" P "," ONE("targets", "[1e300]", "\"data\":[]") "]}", "2^53", KLD_INVALID},
     {"{\"inputs\":[" P "," ONE("targets", "[9007199254740993]", "\"data\":[]") "]}", "2^53",
