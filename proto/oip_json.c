@@ -334,7 +334,8 @@ enum kld_status kld_json_whole(const cJSON *item, const char *what, uint64_t *re
                                struct kld_error *err) {
     double number = cJSON_IsNumber(item) ? item->valuedouble : -1;
     if (!(number >= 0 && number < 9007199254740992.0) || number != floor(number))
-        return kld_error_set(err, KLD_INVALID, "%s must be a whole number from 0 to 2^53 - 1", what);
+        return kld_error_set(err, KLD_INVALID, "%s must be a whole number from 0 to 2^53 - 1",
+                             what);
     *ret_value = (uint64_t)number;
     return KLD_OK;
 }
