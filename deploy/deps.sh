@@ -10,7 +10,7 @@ for set in "$@"; do
     check) wanted="$wanted g++ check libsubunit-dev pkg-config patchelf curl python3 python3-numpy \
         python3-pytest python3-pytest-timeout openssl util-linux" ;;
     lint) wanted="$wanted clang-format clang-tidy cppcheck shellcheck" ;;
-    fuzz) wanted="$wanted clang" ;;
+    fuzz) wanted="$wanted clang libclang-rt-dev" ;;
     dist) wanted="$wanted patchelf" ;;
     *)
         echo "deps.sh: no set '$set'" >&2
