@@ -1,4 +1,5 @@
 /* test_http.c - the HTTP connection against a server that misbehaves on demand. */
+#include "tests/unit/client/small_request.h"
 #include "tests/unit/unit.h"
 
 #include <stdio.h>
@@ -29,25 +30,12 @@ static void teardown(void) {
 }
 
 static struct kld_request make_request(void) {
-    struct kld_request request;
-    memset(&request, 0, sizeof request);
-    kld_op_init(&request.op);
-    request.op.rank = 2;
-    request.op.shape[0] = ROWS;
-    request.op.shape[1] = CLASSES;
     for (int i = 0; i < COUNT; i++) {
         q[i] = (float)(i + 1);
         p[i] = 1;
         gradient[i] = 0;
     }
-    const enum kld_slot slots[] = {KLD_SLOT_PREDICTIONS, KLD_SLOT_TARGETS,
-                                   KLD_SLOT_GRAD_PREDICTIONS};
-    float *const data[] = {q, p, gradient};
-    for (int i = 0; i < 3; i++) {
-        request.op.tensor[slots[i]].dtype = KLD_DTYPE_FP32;
-        request.bytes[slots[i]].data = data[i];
-    }
-    return request;
+    return small_request(ROWS, CLASSES, q, p, gradient);
 }
 
 #define LOSS ((float)(COUNT * (COUNT + 1) / 2 - COUNT))

@@ -1,4 +1,5 @@
 /* test_local.c - the connection without a server, on the CPU back end. */
+#include "tests/unit/client/small_request.h"
 #include "tests/unit/unit.h"
 
 #include <fcntl.h>
@@ -30,20 +31,7 @@ static void setup(void) {
 }
 
 static struct kld_request make_request(void) {
-    struct kld_request request;
-    memset(&request, 0, sizeof request);
-    kld_op_init(&request.op);
-    request.op.rank = 2;
-    request.op.shape[0] = ROWS;
-    request.op.shape[1] = CLASSES;
-    const enum kld_slot slots[] = {KLD_SLOT_PREDICTIONS, KLD_SLOT_TARGETS,
-                                   KLD_SLOT_GRAD_PREDICTIONS};
-    float *const data[] = {q, p, gradient};
-    for (int i = 0; i < 3; i++) {
-        request.op.tensor[slots[i]].dtype = KLD_DTYPE_FP32;
-        request.bytes[slots[i]].data = data[i];
-    }
-    return request;
+    return small_request(ROWS, CLASSES, q, p, gradient);
 }
 
 static double truth(void) {

@@ -1,4 +1,5 @@
 /* test_unix.c - the Unix-socket connection against a worker that misbehaves on demand. */
+#include "tests/unit/client/small_request.h"
 #include "tests/unit/unit.h"
 
 #include <dirent.h>
@@ -39,24 +40,12 @@ static void teardown(void) {
 static float q[ROWS * CLASSES], p[ROWS * CLASSES], gradient[ROWS * CLASSES];
 
 static struct kld_request plain_request(void) {
-    struct kld_request request;
-    memset(&request, 0, sizeof request);
-    kld_op_init(&request.op);
-    request.op.rank = 2;
-    request.op.shape[0] = ROWS;
-    request.op.shape[1] = CLASSES;
     for (int i = 0; i < ROWS * CLASSES; i++) {
         q[i] = (float)(i + 1);
         p[i] = 1;
         gradient[i] = 0;
     }
-    request.op.tensor[KLD_SLOT_PREDICTIONS].dtype = KLD_DTYPE_FP32;
-    request.op.tensor[KLD_SLOT_TARGETS].dtype = KLD_DTYPE_FP32;
-    request.op.tensor[KLD_SLOT_GRAD_PREDICTIONS].dtype = KLD_DTYPE_FP32;
-    request.bytes[KLD_SLOT_PREDICTIONS].data = q;
-    request.bytes[KLD_SLOT_TARGETS].data = p;
-    request.bytes[KLD_SLOT_GRAD_PREDICTIONS].data = gradient;
-    return request;
+    return small_request(ROWS, CLASSES, q, p, gradient);
 }
 
 #define LOSS (ROWS * CLASSES * (ROWS * CLASSES + 1) / 2 - ROWS * CLASSES)
