@@ -89,12 +89,19 @@ static struct kld_cuda_tensor tensor_of(const struct kld_job *job, int slot) {
     return tensor;
 }
 
+/* Kernels are written for a p that weighs terms: where only q does, the two change places. */
+static bool roles_swapped(const struct kld_op *op) {
+    struct kld_rule rule = kld_rule_of(op);
+    return (rule.kind == KLD_RULE_KL || rule.kind == KLD_RULE_MIXTURE) && rule.of_p == 0;
+}
+
 static void plan_args(struct cuda_device *device, struct cuda_flight *flight) {
     const struct kld_job *job = flight->job;
     const struct kld_op *op = &job->op;
     struct kld_cuda_args *args = &flight->args;
     memset(args, 0, sizeof *args);
-    bool reverse = op->divergence == KLD_DIVERGENCE_REVERSE_KL;
+    bool reverse = roles_swapped(op);
+    args->rule = reverse ? kld_rule_swapped(kld_rule_of(op)) : kld_rule_of(op);
     int p = reverse ? KLD_SLOT_PREDICTIONS : KLD_SLOT_TARGETS;
     int q = reverse ? KLD_SLOT_TARGETS : KLD_SLOT_PREDICTIONS;
     int grad_p = reverse ? KLD_SLOT_GRAD_PREDICTIONS : KLD_SLOT_GRAD_TARGETS;
@@ -130,7 +137,7 @@ static void plan_args(struct cuda_device *device, struct cuda_flight *flight) {
 
 static struct kld_cuda_tensor *arg_of(struct cuda_flight *flight, int slot) {
     struct kld_cuda_args *args = &flight->args;
-    bool reverse = flight->job->op.divergence == KLD_DIVERGENCE_REVERSE_KL;
+    bool reverse = roles_swapped(&flight->job->op);
     switch (slot) {
     case KLD_SLOT_PREDICTIONS: return reverse ? &args->p : &args->q;
     case KLD_SLOT_TARGETS: return reverse ? &args->q : &args->p;

@@ -9,7 +9,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "proto/op.h"
+#include "kernels/rule.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -40,8 +40,9 @@ struct kld_cuda_tensor {
 enum kld_cuda_extent { KLD_CUDA_SCALAR, KLD_CUDA_ROWS, KLD_CUDA_ELEMENTS };
 
 struct kld_cuda_args {
-    /* The divergence in its own roles: p weighs the terms p (ln p - ln q). forward_kl: p is
-     * targets; reverse_kl: p is predictions. */
+    struct kld_rule rule;
+    /* In the roles of the rule. p is targets, but where only q weighs terms (reverse_kl,
+     * skew_reverse_kl) the two have changed places: of KL and MIXTURE of_p is never 0. */
     struct kld_cuda_tensor p, q, grad_p, grad_q;
     struct kld_cuda_tensor weights, mask, grad_output, loss, row_loss;
     uint32_t grad_output_extent; /* enum kld_cuda_extent */
