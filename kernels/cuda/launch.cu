@@ -7,7 +7,8 @@
 static bool is_common(const kld_cuda_args *args) {
     return args->p.dtype == args->q.dtype && args->p.form == args->q.form &&
            args->p.dtype != KLD_DTYPE_FP64 && args->loss_extent != KLD_CUDA_ELEMENTS &&
-           args->grad_output_extent != KLD_CUDA_ELEMENTS;
+           args->grad_output_extent != KLD_CUDA_ELEMENTS && args->rule.kind == KLD_RULE_KL &&
+           args->rule.of_q == 0;
 }
 
 extern "C" void kld_cuda_layout(kld_cuda_args *args, uint64_t job_rows, uint32_t shared_bytes_max) {
