@@ -125,46 +125,67 @@ static __device__ __forceinline__ char *at_row(const kld_cuda_tensor &tensor, ui
     return tensor.at ? tensor.at + index * tensor.stride_bytes : nullptr;
 }
 
-/* One row from its index: what is masked, its factors, its value. Returns w * scale * value. */
-template <class BODY>
-static __device__ double do_row(const kld_cuda_args &args, uint64_t index, const team &team) {
+/* Of a row: does it count? A masked one is not read. */
+static __device__ __forceinline__ bool row_is_masked(const kld_cuda_args &args, uint64_t index) {
+    return args.mask.at && *at_row(args.mask, index) == 0;
+}
+
+/* Where the parts of an unmasked row lie, and its factors. */
+static __device__ __forceinline__ row row_open(const kld_cuda_args &args, uint64_t index) {
     row row;
-    row.classes = args.classes;
-    row.grad_p = at_row(args.grad_p, index);
-    row.grad_q = at_row(args.grad_q, index);
-    row.loss = args.loss_extent == KLD_CUDA_ELEMENTS ? at_row(args.loss, index) : nullptr;
     double divisor = args.divisor != 0 ? args.divisor : args.scratch->divisor;
-    bool masked = args.mask.at && *at_row(args.mask, index) == 0;
-    double value = 0;
-    if (masked) {
-        zero_row(row.loss, args.loss.dtype, args.classes, team);
-    } else {
-        double weight = args.weights.at ? (double)*(const float *)at_row(args.weights, index) : 1.0;
-        row.p = at_row(args.p, index);
-        row.q = at_row(args.q, index);
-        row.weight = weight * args.scale;
-        row.gradient = args.gradient_scale * weight / divisor;
-        row.go = nullptr;
-        if (args.grad_output_extent == KLD_CUDA_ELEMENTS)
-            row.go = at_row(args.grad_output, index);
-        else if (args.grad_output.at)
-            row.gradient *= load_double(
-                at_row(args.grad_output, args.grad_output_extent == KLD_CUDA_ROWS ? index : 0),
-                args.grad_output.dtype);
-        if (divisor == 0)
-            row.grad_p = row.grad_q = nullptr;
-        value = BODY::value(args, row, team) * row.weight;
-    }
-    if (masked || divisor == 0) { /* last: a gradient may lie over what was read */
+    double weight = args.weights.at ? (double)*(const float *)at_row(args.weights, index) : 1.0;
+    row.classes = args.classes;
+    row.p = at_row(args.p, index);
+    row.q = at_row(args.q, index);
+    row.grad_p = divisor != 0 ? at_row(args.grad_p, index) : nullptr;
+    row.grad_q = divisor != 0 ? at_row(args.grad_q, index) : nullptr;
+    row.loss = args.loss_extent == KLD_CUDA_ELEMENTS ? at_row(args.loss, index) : nullptr;
+    row.weight = weight * args.scale;
+    row.gradient = args.gradient_scale * weight / divisor;
+    row.go = nullptr;
+    if (args.grad_output_extent == KLD_CUDA_ELEMENTS)
+        row.go = at_row(args.grad_output, index);
+    else if (args.grad_output.at)
+        row.gradient *= load_double(
+            at_row(args.grad_output, args.grad_output_extent == KLD_CUDA_ROWS ? index : 0),
+            args.grad_output.dtype);
+    return row;
+}
+
+/* Zeros where a masked row's outputs lie, and the gradients where weights sum to 0. Last: a
+ * gradient may lie over what was read. */
+static __device__ __forceinline__ void row_zero(const kld_cuda_args &args, uint64_t index,
+                                                bool masked, const team &team) {
+    double divisor = args.divisor != 0 ? args.divisor : args.scratch->divisor;
+    if (masked && args.loss_extent == KLD_CUDA_ELEMENTS)
+        zero_row(at_row(args.loss, index), args.loss.dtype, args.classes, team);
+    if (masked || divisor == 0) {
         zero_row(at_row(args.grad_p, index), args.grad_p.dtype, args.classes, team);
         zero_row(at_row(args.grad_q, index), args.grad_q.dtype, args.classes, team);
     }
-    if (team.lane == 0) {
-        if (args.row_loss.at)
-            store_double(at_row(args.row_loss, index), args.row_loss.dtype, value);
-        if (args.loss_extent == KLD_CUDA_ROWS && args.loss.at)
-            store_double(at_row(args.loss, index), args.loss.dtype, value);
+}
+
+static __device__ __forceinline__ void row_store(const kld_cuda_args &args, uint64_t index,
+                                                 double value) {
+    if (args.row_loss.at)
+        store_double(at_row(args.row_loss, index), args.row_loss.dtype, value);
+    if (args.loss_extent == KLD_CUDA_ROWS && args.loss.at)
+        store_double(at_row(args.loss, index), args.loss.dtype, value);
+}
+
+/* One row from its index. Returns w * scale * value. */
+template <class BODY>
+static __device__ double do_row(const kld_cuda_args &args, uint64_t index, const team &team) {
+    bool masked = row_is_masked(args, index);
+    double value = 0;
+    if (!masked) {
+        row row = row_open(args, index);
+        value = BODY::value(args, row, team) * row.weight;
     }
+    row_zero(args, index, masked, team);
+    if (team.lane == 0)
+        row_store(args, index, value);
     return value;
 }
 
