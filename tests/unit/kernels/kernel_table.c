@@ -73,6 +73,25 @@ static bool run_variants(struct kld_device *device, const struct table_truth *tr
     return true;
 }
 
+/* A divergence whose parameter makes it another must give the other's bits. */
+static bool run_alias(struct kld_device *device, const struct table_truth *truth,
+                      const struct table_case *at, const struct table_outputs *first,
+                      char *failure) {
+    const struct table_place plain = {TABLE_POOL, 0, false, 1};
+    struct table_truth alias;
+    struct table_outputs outputs;
+    char text[256] = "";
+    if (!at->aliased)
+        return true;
+    table_truth_alias(truth, at, &alias);
+    bool fine = table_run(device, &alias, at, &plain, &outputs, text) &&
+                table_outputs_equal(truth, first, &outputs, text);
+    table_outputs_done(&outputs);
+    if (!fine)
+        snprintf(failure, 256, "as %s: %.200s", kld_divergence_name(at->alias), text);
+    return fine;
+}
+
 static void report(const struct kld_device *device, const struct table_case *at,
                    const struct table_outputs *outputs, const char *failure,
                    struct totals *totals) {
@@ -107,8 +126,9 @@ static void run_case(struct kld_device *device, const struct table_case *at, uin
     if (truth.failure[0])
         snprintf(failure, sizeof failure, "%s", truth.failure);
     else if (table_run(device, &truth, at, &plain, &outputs, failure) &&
-             table_check(&truth, at, &outputs, failure))
-        run_variants(device, &truth, at, &outputs, failure);
+             table_check(&truth, at, &outputs, failure) &&
+             run_variants(device, &truth, at, &outputs, failure))
+        run_alias(device, &truth, at, &outputs, failure);
     report(device, at, &outputs, failure, totals);
     *(failure[0] ? &totals->failed : &totals->passed) += 1;
     table_outputs_done(&outputs);

@@ -1,9 +1,64 @@
-/* oracle.c - see oracle.h. Plain loops over long double; slow on purpose. */
+/* oracle.c - see oracle.h. Plain loops over long double; slow on purpose.
+ *
+ * A divergence is a list of at most two terms a ln(a/b), each with a weight; b is the other side or
+ * a mixture of both. tv and cross_entropy are written out. Zeros: a term whose own mass a is 0 is
+ * 0, and so are its derivatives. */
 #include "tests/unit/kernels/oracle.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+
+#define Q 0
+#define P 1
+#define TOO_CLOSE 3e-7L   /* |ln p - ln q| at which FP32 arithmetic may take p for q */
+#define TOO_SMALL 1e-307L /* masses that FP64 arithmetic may take for 0 */
+
+/* One class: mass and logarithm of each side. */
+struct class {
+    long double mass[2], log_mass[2];
+};
+
+/* weight * a ln(a/b) with a = mass[own]; b = share * mass[own] + (1 - share) * mass[other]. */
+struct kl {
+    int own;
+    long double weight, share;
+};
+
+/* What a class adds: the term, the sum of the absolute values of its parts, d/dmass, and
+ * mass * d/dmass. */
+struct addition {
+    long double term, parts, slope[2], moment[2];
+};
+
+static int kls_of(const struct oracle_row *row, struct kl kl[2]) {
+    long double beta = row->beta, weight = row->weight, skew = row->skew;
+    struct kl forward = {P, 1, 0}, reverse = {Q, 1, 0};
+    kl[0] = forward;
+    kl[1] = reverse;
+    switch (row->divergence) {
+    case KLD_DIVERGENCE_FORWARD_KL: return 1;
+    case KLD_DIVERGENCE_REVERSE_KL: kl[0] = reverse; return 1;
+    case KLD_DIVERGENCE_JEFFREYS: return 2;
+    case KLD_DIVERGENCE_MIXED_KL:
+        kl[0].weight = weight;
+        kl[1].weight = 1 - weight;
+        return 2;
+    case KLD_DIVERGENCE_JS: /* at its ends it is the KL that it tends to, divided by beta */
+        if (beta == 0)
+            return 1;
+        if (beta == 1) {
+            kl[0] = reverse;
+            return 1;
+        }
+        kl[0] = (struct kl){P, beta, beta};
+        kl[1] = (struct kl){Q, 1 - beta, 1 - beta};
+        return 2;
+    case KLD_DIVERGENCE_SKEW_KL: kl[0] = (struct kl){P, 1, skew}; return 1;
+    case KLD_DIVERGENCE_SKEW_REVERSE_KL: kl[0] = (struct kl){Q, 1, skew}; return 1;
+    default: return 0;
+    }
+}
 
 /* Probability and its logarithm for each class. */
 static void side_masses(const struct oracle_row *row, int side, long double *mass,
@@ -32,90 +87,157 @@ static void side_masses(const struct oracle_row *row, int side, long double *mas
     }
 }
 
-/* a (ln a - ln b), the limit where a is 0. */
-static long double kl_term(long double a, long double b, long double la, long double lb) {
-    if (isnan(a) || isnan(b))
-        return NAN;
-    return a == 0 ? 0 : a * (la - lb);
+/* ln(share e^x + (1 - share) e^y), of which at most one is -inf. */
+static long double log_mixture(long double share, long double x, long double y) {
+    if (share == 0 || x == y)
+        return y;
+    x += logl(share);
+    y += log1pl(-share);
+    return x > y ? x + log1pl(expl(y - x)) : y + log1pl(expl(x - y));
 }
 
-/* By its own mass: d/da of a (ln a - ln b), and a times that. */
-static long double kl_slope_own(long double a, long double b, long double la, long double lb) {
-    if (isnan(a) || isnan(b))
-        return NAN;
-    return a == 0 ? 0 : la - lb + 1;
+static void add_kl(const struct kl *kl, const struct class *at, struct addition *to) {
+    int own = kl->own, other = 1 - own;
+    long double a = at->mass[own], b = at->mass[other], la = at->log_mass[own];
+    if (a == 0 || kl->weight == 0)
+        return;
+    long double log_ratio = la - log_mixture(kl->share, la, at->log_mass[other]);
+    long double mixture = kl->share == 0 ? b : kl->share * a + (1 - kl->share) * b;
+    long double in_mixture = kl->share == 0 ? 0 : kl->share * a / mixture;
+    long double term = kl->weight * a * log_ratio;
+    to->term += term;
+    to->parts += fabsl(term);
+    to->slope[own] += kl->weight * (log_ratio + 1 - in_mixture);
+    to->moment[own] += term + kl->weight * a * (1 - in_mixture);
+    to->slope[other] -= kl->weight * (1 - kl->share) * a / mixture;
+    to->moment[other] -= kl->weight * (1 - kl->share) * a * (kl->share == 0 ? 1 : b / mixture);
 }
 
-static long double kl_slope_other(long double a, long double b) {
-    if (isnan(a) || isnan(b))
-        return NAN;
-    return a == 0 ? 0 : -a / b;
+static void add_tv(const struct class *at, struct addition *to) {
+    long double difference = at->mass[P] - at->mass[Q];
+    long double sign = at->log_mass[P] > at->log_mass[Q]   ? 0.5L
+                       : at->log_mass[P] < at->log_mass[Q] ? -0.5L
+                                                           : 0;
+    to->term = to->parts = fabsl(difference) / 2;
+    to->slope[P] = sign;
+    to->slope[Q] = -sign;
+    to->moment[P] = sign * at->mass[P];
+    to->moment[Q] = -sign * at->mass[Q];
 }
 
-struct masses {
-    long double *mass[2], *log_mass[2];
-};
+static void add_cross_entropy(const struct class *at, struct addition *to) {
+    if (at->mass[P] == 0)
+        return;
+    to->term = -at->mass[P] * at->log_mass[Q];
+    to->parts = fabsl(to->term);
+    to->slope[P] = -at->log_mass[Q];
+    to->slope[Q] = -at->mass[P] / at->mass[Q];
+    to->moment[P] = to->term;
+    to->moment[Q] = -at->mass[P];
+}
 
-/* The size of what a term is the difference of. */
-static long double term_parts(const struct oracle_row *row, const struct masses *at, uint64_t i) {
-    int own = row->divergence == KLD_DIVERGENCE_FORWARD_KL ? 1 : 0;
-    long double size = fabsl(at->log_mass[0][i]) + fabsl(at->log_mass[1][i]);
+static struct addition add(const struct oracle_row *row, const struct class *at) {
+    struct addition sum = {0};
+    if (isnan(at->mass[P]) || isnan(at->mass[Q])) {
+        struct addition none = {NAN, NAN, {NAN, NAN}, {NAN, NAN}};
+        return none;
+    }
+    if (row->divergence == KLD_DIVERGENCE_TV)
+        add_tv(at, &sum);
+    if (row->divergence == KLD_DIVERGENCE_CROSS_ENTROPY)
+        add_cross_entropy(at, &sum);
+    struct kl kl[2];
+    for (int i = 0, n = kls_of(row, kl); i < n; i++)
+        add_kl(&kl[i], at, &sum);
+    return sum;
+}
+
+/* The size of what a term is the difference of: masses times logarithms, and the logits whose
+ * difference those are. */
+static long double term_parts(const struct oracle_row *row, const struct class *at, uint64_t i) {
+    long double log_size = fabsl(at->log_mass[0]) + fabsl(at->log_mass[1]), size = 0;
     for (int side = 0; side < 2; side++)
         if (row->form[side] == KLD_FORM_LOGITS)
-            size += fabsl(row->x[side][i] / row->temperature);
-    size *= at->mass[own][i];
+            log_size += fabsl(row->x[side][i] / row->temperature);
+    struct kl kl[2];
+    for (int k = 0, n = kls_of(row, kl); k < n; k++)
+        size += kl[k].weight * at->mass[kl[k].own] * log_size;
+    if (row->divergence == KLD_DIVERGENCE_TV)
+        size = (at->mass[P] + at->mass[Q]) * (1 + log_size);
+    if (row->divergence == KLD_DIVERGENCE_CROSS_ENTROPY)
+        size = at->mass[P] * log_size;
     return isfinite(size) ? size : 0;
 }
 
-static void side_gradient(struct oracle_row *row, const struct masses *at, int side) {
-    int own = row->divergence == KLD_DIVERGENCE_FORWARD_KL ? 1 : 0, other = 1 - own;
+static struct class class_of(const struct oracle_row *row, const long double *masses, uint64_t i) {
+    uint64_t n = row->classes;
+    struct class at = {{masses[i], masses[n + i]}, {masses[2 * n + i], masses[3 * n + i]}};
+    return at;
+}
+
+/* Where tv may go to either side of its jump: its own part of the gradient, and what the softmax
+ * hands to all others. */
+static void side_slack(struct oracle_row *row, const long double *masses, int side) {
+    long double *out = row->slack[side], sum = 0;
+    for (uint64_t i = 0; i < row->classes; i++) {
+        struct class at = class_of(row, masses, i);
+        long double size = row->form[side] == KLD_FORM_PROBS ? 1 : at.mass[side];
+        bool same = row->form[P] == row->form[Q] && row->form[P] != KLD_FORM_LOGITS &&
+                    row->x[P][i] == row->x[Q][i];
+        bool small = at.mass[P] < TOO_SMALL && at.mass[Q] < TOO_SMALL;
+        bool close = row->divergence == KLD_DIVERGENCE_TV && !same &&
+                     (small || fabsl(at.log_mass[P] - at.log_mass[Q]) <= TOO_CLOSE);
+        out[i] = close ? size * fabsl(row->grad_output ? row->grad_output[i] : 1) : 0;
+        sum += out[i];
+    }
+    for (uint64_t i = 0; row->form[side] == KLD_FORM_LOGITS && i < row->classes; i++)
+        out[i] = (out[i] + masses[(uint64_t)side * row->classes + i] * sum) / row->temperature;
+}
+
+static void side_gradient(struct oracle_row *row, const long double *masses, int side) {
     long double *out = row->gradient[side], dot = 0;
     for (uint64_t i = 0; i < row->classes; i++) {
-        long double a = at->mass[own][i], b = at->mass[other][i];
-        long double la = at->log_mass[own][i], lb = at->log_mass[other][i];
-        long double slope = side == own ? kl_slope_own(a, b, la, lb) : kl_slope_other(a, b);
-        long double moment = side == own    ? (a == 0 && !isnan(b) ? 0 : a * slope)
-                             : isnan(a + b) ? (long double)NAN
-                                            : -a;
-        out[i] = row->form[side] == KLD_FORM_PROBS ? slope : moment;
+        struct class at = class_of(row, masses, i);
+        struct addition addition = add(row, &at);
+        out[i] = row->form[side] == KLD_FORM_PROBS ? addition.slope[side] : addition.moment[side];
         if (row->grad_output)
             out[i] *= row->grad_output[i];
         dot += out[i];
-        long double part = term_parts(row, at, i);
-        if (part > row->parts[side])
-            row->parts[side] = part;
+        row->parts[side] = fmaxl(row->parts[side], term_parts(row, &at, i));
     }
     if (row->form[side] != KLD_FORM_LOGITS)
         return;
     for (uint64_t i = 0; i < row->classes; i++) {
-        long double mass = at->mass[side][i];
-        if (isfinite(mass * dot) && fabsl(mass * dot) > row->parts[side])
-            row->parts[side] = fabsl(mass * dot);
+        long double mass = class_of(row, masses, i).mass[side];
+        if (isfinite(mass * dot))
+            row->parts[side] = fmaxl(row->parts[side], fabsl(mass * dot));
         out[i] = (out[i] - (mass == 0 ? 0 : mass * dot)) / row->temperature;
     }
 }
 
 void oracle_row_run(struct oracle_row *row) {
     uint64_t n = row->classes;
-    long double *space = malloc(n * 4 * sizeof *space);
-    if (!space)
+    long double *masses = malloc(n * 4 * sizeof *masses);
+    if (!masses)
         abort();
-    struct masses at = {{space, space + n}, {space + 2 * n, space + 3 * n}};
-    int own = row->divergence == KLD_DIVERGENCE_FORWARD_KL ? 1 : 0, other = 1 - own;
-    for (int side = 0; side < 2; side++)
-        side_masses(row, side, at.mass[side], at.log_mass[side]);
+    for (uint64_t side = 0; side < 2; side++)
+        side_masses(row, (int)side, masses + side * n, masses + (2 + side) * n);
     row->value = row->magnitude = row->value_parts = row->parts[0] = row->parts[1] = 0;
     for (uint64_t i = 0; i < n; i++) {
-        row->term[i] =
-            kl_term(at.mass[own][i], at.mass[other][i], at.log_mass[own][i], at.log_mass[other][i]);
-        row->value += row->term[i];
-        row->magnitude += fabsl(row->term[i]);
+        struct class at = class_of(row, masses, i);
+        struct addition addition = add(row, &at);
+        row->term[i] = addition.term;
+        row->value += addition.term;
+        row->magnitude += addition.parts;
         row->value_parts = fmaxl(row->value_parts, term_parts(row, &at, i));
     }
-    for (int side = 0; side < 2; side++)
+    for (int side = 0; side < 2; side++) {
         if (row->gradient[side])
-            side_gradient(row, &at, side);
-    free(space);
+            side_gradient(row, masses, side);
+        if (row->slack[side])
+            side_slack(row, masses, side);
+    }
+    free(masses);
 }
 
 /* Sum of grad_output * term. */
@@ -137,6 +259,7 @@ long double oracle_row_difference(const struct oracle_row *row, int side, uint64
     copy.x[side] = x;
     copy.term = x + n;
     copy.gradient[0] = copy.gradient[1] = NULL;
+    copy.slack[0] = copy.slack[1] = NULL;
     /* A probability may not leave the positive numbers, nor move by more than a part of itself. */
     long double step = row->form[side] == KLD_FORM_PROBS ? x[at] * 1e-6L : 1e-6L;
     long double low = x[at] - step, high = x[at] + step;

@@ -22,11 +22,15 @@ enum table_data {
 struct table_case {
     char name[96];
     uint32_t divergence, reduction, form[2], dtype[2];
+    double parameter; /* beta, skew or weight, whichever the divergence takes; NAN: not given */
+    bool aliased;     /* with this parameter it is the divergence alias, bit for bit */
+    uint32_t alias;
     uint32_t rank;
     uint64_t shape[KLD_RANK_MAX];
     enum table_data data;
     double noise;
-    double shift; /* NEAR and EQUAL: how far the two logits' constants lie apart */
+    double relative; /* 0, or how much of itself a value may be off, whatever its terms are */
+    double shift;    /* NEAR and EQUAL: how far the two logits' constants lie apart */
     double temperature, scale, normalizer, grad_output; /* 0: not given */
     uint32_t grad_output_dtype;                         /* a tensor; 0: none */
     bool weights, mask, gradient[2], loss, row_loss;
@@ -61,8 +65,9 @@ struct table_truth {
     uint64_t distinct;
     unsigned char *input[KLD_SLOT_COUNT]; /* packed, `distinct` rows of a wide tensor */
     long double *term, *gradient[2];      /* [distinct][classes], without weight and factor */
+    long double *slack[2];                /* [distinct][classes], of oracle_row; NULL: none */
     long double *value;                   /* [distinct] */
-    long double *magnitude;  /* [distinct]: sum of |terms|, and what double arithmetic leaves */
+    long double *magnitude;  /* [distinct]: sum of |parts|, and what double arithmetic leaves */
     long double (*parts)[2]; /* [distinct], of oracle_row */
     long double divisor;     /* 0: everything is 0 */
     long double loss, loss_magnitude; /* scalar reductions */
@@ -94,6 +99,9 @@ bool table_run(struct kld_device *device, const struct table_truth *truth,
                const struct table_case *at, const struct table_place *place,
                struct table_outputs *ret_outputs, char *failure);
 void table_outputs_done(struct table_outputs *outputs);
+/* The same inputs asked for as at->alias. */
+void table_truth_alias(const struct table_truth *truth, const struct table_case *at,
+                       struct table_truth *ret_alias);
 bool table_outputs_equal(const struct table_truth *truth, const struct table_outputs *a,
                          const struct table_outputs *b, char *failure);
 

@@ -1,11 +1,13 @@
-/* table_cases.c - the list of kernel cases: every combination of forms, divergence, reduction and
- * data types at a small shape, and the shapes and values at which kernels go wrong. */
+/* table_cases.c - the list of kernel cases: combinations of divergence, forms, data types and
+ * reduction at a small shape, and the shapes and values at which kernels go wrong. */
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "tests/unit/kernels/table.h"
 
 #define CASES_MAX 8192
+#define DIVERGENCES (KLD_DIVERGENCE_CROSS_ENTROPY + 1)
 
 struct list {
     struct table_case *at;
@@ -42,6 +44,14 @@ static void forms(struct table_case *at, uint32_t predictions, uint32_t targets)
     at->form[1] = targets;
 }
 
+/* The divergence, with a parameter if it takes one: beta stays at its default. */
+static void diverge(struct table_case *at, uint32_t divergence) {
+    at->divergence = divergence;
+    at->parameter = divergence == KLD_DIVERGENCE_JS         ? (double)NAN
+                    : divergence == KLD_DIVERGENCE_MIXED_KL ? 0.3
+                                                            : 0.1;
+}
+
 static uint64_t turn(struct list *list, uint64_t of) {
     list->turn = list->turn * 6364136223846793005u + 1442695040888963407u;
     return (list->turn >> 33) % of;
@@ -76,6 +86,9 @@ static void rotate(struct list *list, struct table_case *at) {
     }
     static const uint64_t classes[] = {37, 1, 16, 5, 270, 64};
     at->shape[1] = classes[turn(list, 6)];
+    static const double parameters[] = {0.5, 0.1, 0.9, 0.3, 0.77};
+    if (turn(list, 3))
+        at->parameter = parameters[turn(list, 5)];
 }
 
 static void name_combination(struct table_case *at) {
@@ -85,62 +98,90 @@ static void name_combination(struct table_case *at) {
              kld_reduction_name(at->reduction));
 }
 
+/* Every divergence with every pair of forms, and each of these with every pair of data types and
+ * with every reduction; not those two with each other. quick: a fifth of the pairs of types. */
 static void add_combinations(struct list *list, bool quick) {
     static const uint32_t dtypes[] = {FP32, FP64, FP16, BF16};
-    for (uint32_t divergence = 0; divergence < 2; divergence++)
+    for (uint32_t divergence = 0; divergence < DIVERGENCES; divergence++)
         for (uint32_t form = 0; form < 9; form++)
-            for (uint32_t reduction = 0; reduction < 6; reduction++)
-                for (uint32_t dtype = 0; dtype < 16; dtype++) {
-                    if (quick && (dtype + form + reduction) % 4 != 0)
-                        continue;
-                    struct table_case *at = add(list, "", 6, 37);
-                    at->divergence = divergence;
-                    forms(at, form / 3, form % 3);
-                    at->reduction = reduction;
-                    at->dtype[0] = dtypes[dtype / 4];
-                    at->dtype[1] = dtypes[dtype % 4];
-                    rotate(list, at);
-                    name_combination(at);
-                }
+            for (uint32_t i = 0; i < 32; i++) {
+                uint32_t dtype = i % 16, reduction = (i + i / 16 * 3 + form) % 6;
+                if (quick && (i + form + divergence) % 5 != 0)
+                    continue;
+                struct table_case *at = add(list, "", 6, 37);
+                diverge(at, divergence);
+                forms(at, form / 3, form % 3);
+                at->reduction = reduction;
+                at->dtype[0] = dtypes[dtype / 4];
+                at->dtype[1] = dtypes[dtype % 4];
+                rotate(list, at);
+                name_combination(at);
+            }
+}
+
+static struct table_case *add_one(struct list *list, const char *what, uint64_t rows,
+                                  uint64_t classes, uint32_t divergence, uint32_t form,
+                                  uint32_t dtype) {
+    struct table_case *at = add(list, "", rows, classes);
+    snprintf(at->name, sizeof at->name, "%s %llux%llu %s %s %s", what, (unsigned long long)rows,
+             (unsigned long long)classes, kld_divergence_name(divergence), kld_form_name(form),
+             kld_dtype_name(dtype));
+    diverge(at, divergence);
+    forms(at, form, form);
+    at->dtype[0] = at->dtype[1] = dtype;
+    return at;
 }
 
 /* Forms that are alike in both tensors, each divergence. */
 static void add_for_forms(struct list *list, const char *what, uint64_t rows, uint64_t classes,
                           enum table_data data, uint32_t dtype, bool both) {
-    for (uint32_t divergence = 0; divergence < 2; divergence++)
+    for (uint32_t divergence = 0; divergence < DIVERGENCES; divergence++)
         for (uint32_t form = 0; form < 3; form++) {
-            struct table_case *at = add(list, "", rows, classes);
-            snprintf(at->name, sizeof at->name, "%s %llux%llu %s %s %s", what,
-                     (unsigned long long)rows, (unsigned long long)classes,
-                     kld_divergence_name(divergence), kld_form_name(form), kld_dtype_name(dtype));
-            at->divergence = divergence;
-            forms(at, form, form);
+            struct table_case *at = add_one(list, what, rows, classes, divergence, form, dtype);
             at->data = data;
-            at->dtype[0] = at->dtype[1] = dtype;
             at->gradient[1] = both;
         }
 }
 
+/* The same with three of the divergences, one of each kind in turn: shapes matter to how a row is
+ * cut, not to what is computed there. */
+static void add_some(struct list *list, const char *what, uint64_t rows, uint64_t classes,
+                     uint32_t dtype, bool both) {
+    static const uint32_t kinds[3][5] = {
+        {KLD_DIVERGENCE_FORWARD_KL, KLD_DIVERGENCE_REVERSE_KL, KLD_DIVERGENCE_FORWARD_KL,
+         KLD_DIVERGENCE_JEFFREYS, KLD_DIVERGENCE_MIXED_KL},
+        {KLD_DIVERGENCE_JS, KLD_DIVERGENCE_SKEW_KL, KLD_DIVERGENCE_JS,
+         KLD_DIVERGENCE_SKEW_REVERSE_KL, KLD_DIVERGENCE_JS},
+        {KLD_DIVERGENCE_TV, KLD_DIVERGENCE_CROSS_ENTROPY, KLD_DIVERGENCE_REVERSE_KL,
+         KLD_DIVERGENCE_TV, KLD_DIVERGENCE_CROSS_ENTROPY},
+    };
+    for (uint32_t form = 0; form < 3; form++)
+        for (int kind = 0; kind < 3; kind++) {
+            uint32_t divergence = kinds[kind][turn(list, 5)];
+            add_one(list, what, rows, classes, divergence, form, dtype)->gradient[1] = both;
+        }
+}
+
 static void add_shapes(struct list *list, bool quick) {
-    static const uint64_t ragged[] = {1, 2, 3, 7, 31, 32, 33, 63, 255, 1000, 4097, 32001, 50257};
+    static const uint64_t ragged[] = {1,   2,    3,    7,    31,    32,    33,    63,
+                                      255, 1000, 4097, 8192, 32001, 50257, 151936};
     for (size_t i = 0; i < sizeof ragged / sizeof ragged[0]; i++) {
-        bool large = ragged[i] > 5000;
+        bool large = ragged[i] > 10000;
         if (quick && large && ragged[i] != 32001)
             continue;
-        add_for_forms(list, "ragged", large ? 2 : 5, ragged[i], TABLE_RANDOM, FP32, false);
+        add_some(list, "ragged", large ? 2 : 5, ragged[i], FP32, i % 3 == 0);
         if (!quick || !large)
-            add_for_forms(list, "ragged", large ? 1 : 3, ragged[i], TABLE_RANDOM,
-                          i % 2 ? BF16 : FP16, true);
+            add_some(list, "ragged", large ? 1 : 3, ragged[i], i % 2 ? BF16 : FP16, i % 2);
     }
     static const uint64_t rows[] = {1, 8, 132, 1000};
     for (size_t i = 0; i < 4; i++)
-        add_for_forms(list, "rows", rows[i], 1000, TABLE_RANDOM, FP32, i % 2);
+        add_some(list, "rows", rows[i], 1000, FP32, i % 2);
     if (!quick) {
-        add_for_forms(list, "long", 1, (1u << 20) + 3, TABLE_RANDOM, FP32, true);
-        add_for_forms(list, "long", 1, (1u << 20) + 3, TABLE_RANDOM, BF16, false);
+        add_some(list, "long", 1, (1u << 20) + 3, FP32, true);
+        add_some(list, "long", 1, (1u << 20) + 3, BF16, false);
     } else {
-        struct table_case *at = add(list, "long 1x131075 logits", 1, (1u << 17) + 3);
-        forms(at, LOGITS, LOGITS);
+        add_one(list, "long", 1, (1u << 17) + 3, KLD_DIVERGENCE_FORWARD_KL, LOGITS, FP32);
+        add_one(list, "long", 1, (1u << 17) + 3, KLD_DIVERGENCE_JS, LOGITS, FP32);
     }
     for (uint32_t rank = 1; rank <= KLD_RANK_MAX; rank++) {
         struct table_case *at = add(list, "", 1, 1);
@@ -153,38 +194,108 @@ static void add_shapes(struct list *list, bool quick) {
     }
 }
 
-static void add_values(struct list *list) {
+/* Many short rows: several of them share what works on one long row. */
+static void add_short(struct list *list, bool quick) {
+    static const uint64_t classes[] = {2, 3, 4, 8, 10, 16, 33, 64, 100, 128, 256};
+    static const uint32_t dtypes[] = {FP32, BF16, FP16};
+    for (size_t i = 0; i < sizeof classes / sizeof classes[0]; i++)
+        for (uint32_t form = 0; form < 3; form++) {
+            uint64_t rows = quick ? 60000 / classes[i] + 77 : 20000;
+            struct table_case *at =
+                add_one(list, "short", rows, classes[i], (uint32_t)turn(list, DIVERGENCES), form,
+                        dtypes[turn(list, 3)]);
+            at->weights = turn(list, 3) == 0;
+            at->mask = turn(list, 3) == 0;
+            at->row_loss = turn(list, 2);
+            at->gradient[1] = turn(list, 3) == 0;
+            at->reduction = turn(list, 2) ? KLD_REDUCTION_ROW : KLD_REDUCTION_BATCHMEAN;
+        }
+}
+
+static void add_values(struct list *list, bool quick) {
     static const uint32_t dtypes[] = {FP32, FP64, FP16, BF16};
     for (size_t i = 0; i < 4; i++) {
         add_for_forms(list, "zeros", 6, 100, TABLE_ZEROS, dtypes[i], true);
-        add_for_forms(list, "infinite", 6, 100, TABLE_INFINITE, dtypes[i], true);
-        add_for_forms(list, "infinite", 6, 300, TABLE_INFINITE, dtypes[i], false);
-        add_for_forms(list, "bad", 10, 70, TABLE_BAD, dtypes[i], true);
-        add_for_forms(list, "bad", 10, 300, TABLE_BAD, dtypes[i], false);
-        add_for_forms(list, "extreme", 6, 301, TABLE_EXTREME, dtypes[i], true);
-        add_for_forms(list, "extreme", 6, 301, TABLE_EXTREME, dtypes[i], false);
+        add_for_forms(list, "infinite", 6, i % 2 ? 300 : 100, TABLE_INFINITE, dtypes[i], i < 2);
+        add_for_forms(list, "bad", 10, i % 2 ? 70 : 300, TABLE_BAD, dtypes[i], i % 3 == 0);
+        add_for_forms(list, "extreme", 6, 301, TABLE_EXTREME, dtypes[i], i % 2);
+        if (quick && i > 1)
+            continue;
+        add_for_forms(list, "infinite", 6, i % 2 ? 100 : 300, TABLE_INFINITE, dtypes[i], i > 1);
+        add_for_forms(list, "bad", 10, i % 2 ? 300 : 70, TABLE_BAD, dtypes[i], i % 3);
+        add_for_forms(list, "extreme", 6, 301, TABLE_EXTREME, dtypes[i], i % 2 == 0);
         add_for_forms(list, "sharp", 6, 301, TABLE_SHARP, dtypes[i], i % 2);
         add_for_forms(list, "equal", 4, 301, TABLE_EQUAL, dtypes[i], true);
     }
     for (uint32_t mix = 0; mix < 9; mix++) {
-        static const enum table_data data[] = {TABLE_ZEROS, TABLE_INFINITE, TABLE_BAD, TABLE_SHARP};
-        for (int i = 0; i < 8; i++) {
+        static const enum table_data data[] = {TABLE_ZEROS, TABLE_INFINITE, TABLE_BAD, TABLE_SHARP,
+                                               TABLE_EXTREME};
+        for (uint32_t i = 0; i < 15; i++) {
             struct table_case *at = add(list, "", 10, 90);
-            snprintf(at->name, sizeof at->name, "values %d %s/%s", i, kld_form_name(mix / 3),
+            diverge(at, (i + mix) % DIVERGENCES);
+            snprintf(at->name, sizeof at->name, "values %u %s %s/%s", i,
+                     kld_divergence_name(at->divergence), kld_form_name(mix / 3),
                      kld_form_name(mix % 3));
             forms(at, mix / 3, mix % 3);
-            at->divergence = (uint32_t)i % 2;
-            at->data = data[i / 2];
+            at->data = data[i / 3];
             at->gradient[1] = true;
         }
     }
-    static const double noise[] = {1.4e-3, 4.5e-5}; /* divergences of about 1e-6 and 1e-9 */
-    for (int i = 0; i < 2; i++) {
-        add_for_forms(list, i ? "near 1e-9" : "near 1e-6", 8, 1000, TABLE_NEAR, FP32, false);
-        add_for_forms(list, i ? "near 1e-9" : "near 1e-6", 3, 5000, TABLE_NEAR, FP32, true);
-        for (size_t k = list->count - 12; k < list->count; k++)
-            list->at[k].noise = noise[i];
-    }
+}
+
+/* Rows that agree: values of about 1e-6 and 1e-9 for a KL. Of two rows of logits the value itself
+ * is bounded; probabilities that were rounded do not sum to 1. */
+static void add_near(struct list *list) {
+    static const double noise[] = {1.4e-3, 4.5e-5}, shift[] = {0, 0, 40};
+    for (int i = 0; i < 2; i++)
+        for (uint32_t form = 0; form < 3; form++)
+            for (uint32_t divergence = 0; divergence < DIVERGENCES; divergence++)
+                for (int k = 0; k < 2; k++) {
+                    struct table_case *at = add_one(list, i ? "near 1e-9" : "near 1e-6", k ? 3 : 8,
+                                                    k ? 5000 : 1000, divergence, form, FP32);
+                    at->data = TABLE_NEAR;
+                    at->noise = noise[i];
+                    at->gradient[1] = k;
+                    at->shift = form == LOGITS ? shift[turn(list, 3)] : 0;
+                    at->relative = form == LOGITS ? (i ? 1e-2 : 1e-4) : 0;
+                }
+}
+
+/* A parameter at its end makes one divergence another: the same code, so the same bits. */
+static void add_ends(struct list *list) {
+    static const struct {
+        uint32_t divergence, alias;
+        double parameter;
+    } ends[] = {
+        {KLD_DIVERGENCE_JS, KLD_DIVERGENCE_FORWARD_KL, 0},
+        {KLD_DIVERGENCE_JS, KLD_DIVERGENCE_REVERSE_KL, 1},
+        {KLD_DIVERGENCE_SKEW_KL, KLD_DIVERGENCE_FORWARD_KL, 0},
+        {KLD_DIVERGENCE_SKEW_REVERSE_KL, KLD_DIVERGENCE_REVERSE_KL, 0},
+        {KLD_DIVERGENCE_MIXED_KL, KLD_DIVERGENCE_FORWARD_KL, 1},
+        {KLD_DIVERGENCE_MIXED_KL, KLD_DIVERGENCE_REVERSE_KL, 0},
+    };
+    static const uint32_t dtypes[] = {FP32, BF16, FP64, FP16};
+    static const enum table_data data[] = {TABLE_RANDOM, TABLE_ZEROS, TABLE_INFINITE};
+    for (size_t i = 0; i < 6; i++)
+        for (uint32_t form = 0; form < 9; form++) {
+            struct table_case *at = add(list, "", 7, form % 2 ? 300 : 4099);
+            forms(at, form / 3, form % 3);
+            diverge(at, ends[i].divergence);
+            at->parameter = ends[i].parameter;
+            at->aliased = true;
+            at->alias = ends[i].alias;
+            at->dtype[0] = dtypes[turn(list, 4)];
+            at->dtype[1] = form % 4 ? dtypes[turn(list, 4)] : at->dtype[0];
+            at->gradient[0] = turn(list, 3) != 0;
+            at->gradient[1] = turn(list, 2);
+            at->reduction = form % 3 ? KLD_REDUCTION_BATCHMEAN : (uint32_t)turn(list, 6);
+            /* An end takes zeros as the KL does that it is. */
+            at->data = data[turn(list, 3)];
+            snprintf(at->name, sizeof at->name, "end %s %g %s/%s %s/%s",
+                     kld_divergence_name(at->divergence), at->parameter, kld_form_name(form / 3),
+                     kld_form_name(form % 3), kld_dtype_name(at->dtype[0]),
+                     kld_dtype_name(at->dtype[1]));
+        }
 }
 
 static void add_reductions(struct list *list) {
@@ -192,6 +303,7 @@ static void add_reductions(struct list *list) {
     for (uint32_t reduction = 0; reduction < 6; reduction++) {
         at = add(list, "", 5, 50);
         snprintf(at->name, sizeof at->name, "all masked %s", kld_reduction_name(reduction));
+        diverge(at, (reduction + 3) % DIVERGENCES);
         at->reduction = reduction;
         at->mask = at->mask_all = at->gradient[1] = true;
         forms(at, reduction % 3, LOGITS);
@@ -199,6 +311,7 @@ static void add_reductions(struct list *list) {
     for (int i = 0; i < 12; i++) {
         at = add(list, "", 40, 129);
         snprintf(at->name, sizeof at->name, "mask and weights %d", i);
+        diverge(at, (uint32_t)i % DIVERGENCES);
         forms(at, i % 3, (i / 3) % 3);
         at->reduction = (uint32_t)(i % 6);
         at->mask = at->weights = at->gradient[1] = true;
@@ -223,11 +336,14 @@ static void add_reductions(struct list *list) {
 }
 
 static void add_speed(struct list *list) {
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 12; i++) {
         bool logits = i >= 4, gradient = i % 2, half = i / 2 % 2;
+        uint32_t divergence = i < 8 ? KLD_DIVERGENCE_FORWARD_KL : KLD_DIVERGENCE_JS;
         struct table_case *at = add(list, "", logits ? 512 : 2048, logits ? 32768 : 8192);
-        snprintf(at->name, sizeof at->name, "speed %s %s %s", logits ? "logits" : "probs",
-                 half ? "BF16" : "FP32", gradient ? "loss+gradient" : "loss");
+        snprintf(at->name, sizeof at->name, "speed %s%s %s %s", i < 8 ? "" : "js ",
+                 logits ? "logits" : "probs", half ? "BF16" : "FP32",
+                 gradient ? "loss+gradient" : "loss");
+        diverge(at, divergence);
         forms(at, logits ? LOGITS : PROBS, logits ? LOGITS : PROBS);
         at->dtype[0] = at->dtype[1] = half ? BF16 : FP32;
         at->gradient[0] = gradient;
@@ -241,7 +357,10 @@ struct table_case *table_cases(bool quick, size_t *ret_count) {
         abort();
     add_combinations(&list, quick);
     add_shapes(&list, quick);
-    add_values(&list);
+    add_short(&list, quick);
+    add_values(&list, quick);
+    add_near(&list);
+    add_ends(&list);
     add_reductions(&list);
     if (!quick)
         add_speed(&list);

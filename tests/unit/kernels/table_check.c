@@ -1,6 +1,7 @@
 /* table_check.c - compares what a back end wrote with the truth: the loss within 1e-6 (FP64: 1e-12)
  * of the sum of the terms' magnitudes, a gradient within 4 steps of FP32, 1 of FP16 or BF16, of the
- * rounded truth, or 1e-7 of the row's largest. Pure. */
+ * rounded truth, or 1e-7 of the row's largest. A case of close rows also bounds the value's own
+ * relative error. Pure. */
 #include <math.h>
 #include <string.h>
 
@@ -19,7 +20,8 @@ static bool same_kind(long double got, long double want) {
 }
 
 static bool check_loss(const char *what, uint64_t row, uint32_t dtype, long double got,
-                       long double want, long double magnitude, char *failure) {
+                       long double want, long double magnitude, long double relative,
+                       char *failure) {
     if (!isfinite(want) && same_kind(got, want))
         return true;
     /* A value beyond the type's range is an infinity there. */
@@ -27,6 +29,8 @@ static bool check_loss(const char *what, uint64_t row, uint32_t dtype, long doub
         return true;
     long double share = dtype == KLD_DTYPE_FP64 ? LOSS_SHARE_FP64 : LOSS_SHARE_FP32;
     long double allowed = share * magnitude + table_ulp(dtype, want);
+    if (relative > 0)
+        allowed = fminl(allowed, relative * fabsl(want) + table_ulp(dtype, want));
     if (isfinite(want) && fabsl(got - want) <= allowed)
         return true;
     snprintf(failure, FAILURE_MAX, "%s[%llu] = %.17Lg, expected %.17Lg (off by %.3Lg of %.3Lg)",
@@ -52,7 +56,8 @@ static bool check_rows(const struct table_truth *truth, const struct table_case 
         long double want = masked ? 0 : factor * truth->value[row % truth->distinct];
         long double magnitude =
             masked ? 0 : fabsl(factor) * truth->magnitude[row % truth->distinct];
-        if (!check_loss(kld_slot_name(slot), row, dtype, got, want, magnitude, failure))
+        if (!check_loss(kld_slot_name(slot), row, dtype, got, want, magnitude, at->relative,
+                        failure))
             return false;
         if (logits && factor >= 0 && got < 0 && at->reduction != KLD_REDUCTION_NONE) {
             snprintf(failure, FAILURE_MAX,
@@ -85,7 +90,7 @@ static bool check_elements(const struct table_truth *truth, const struct table_c
             long double magnitude = fabsl(want);
             if (isfinite(truth->magnitude[row % truth->distinct]))
                 magnitude += fabsl(factor) * truth->magnitude[row % truth->distinct];
-            if (!check_loss("loss", row * classes + i, dtype, got, want, magnitude, failure))
+            if (!check_loss("loss", row * classes + i, dtype, got, want, magnitude, 0, failure))
                 return false;
         }
     }
@@ -143,7 +148,10 @@ static bool check_gradient(const struct table_truth *truth, const struct table_c
         for (uint64_t i = 0; i < classes; i++) {
             long double got = table_read(dtype, from + i * bytes);
             long double want = zero ? 0 : truths[i] * factor;
-            if (zero ? got == 0 : near_enough(dtype, got, want, floor))
+            long double slack = 0;
+            if (truth->slack[side])
+                slack = truth->slack[side][row % truth->distinct * classes + i] * fabsl(factor);
+            if (zero ? got == 0 : near_enough(dtype, got, want, floor + slack))
                 continue;
             snprintf(failure, FAILURE_MAX,
                      "%s[%llu, %llu] = %.9Lg, expected %.9Lg (largest of the row %.3Lg)",
@@ -155,11 +163,11 @@ static bool check_gradient(const struct table_truth *truth, const struct table_c
     return true;
 }
 
-static bool check_scalar(const struct table_truth *truth, const struct table_outputs *outputs,
-                         char *failure) {
+static bool check_scalar(const struct table_truth *truth, const struct table_case *at,
+                         const struct table_outputs *outputs, char *failure) {
     uint32_t dtype = truth->geometry.loss_dtype;
     if (!check_loss("reported loss", 0, dtype, outputs->loss, truth->loss, truth->loss_magnitude,
-                    failure))
+                    at->relative, failure))
         return false;
     if (!outputs->at[KLD_SLOT_LOSS])
         return true;
@@ -173,7 +181,7 @@ static bool check_scalar(const struct table_truth *truth, const struct table_out
 
 bool table_check(const struct table_truth *truth, const struct table_case *at,
                  const struct table_outputs *outputs, char *failure) {
-    if (truth->geometry.scalar && !check_scalar(truth, outputs, failure))
+    if (truth->geometry.scalar && !check_scalar(truth, at, outputs, failure))
         return false;
     if (outputs->at[KLD_SLOT_LOSS] && at->reduction == KLD_REDUCTION_ROW &&
         !check_rows(truth, at, outputs, KLD_SLOT_LOSS, failure))

@@ -118,13 +118,16 @@ static void make_logits(const struct table_case *at, struct table_random *random
                : at->data == TABLE_EQUAL ? q[i]
                                          : spread * table_normal(random);
     }
-    /* Which side's zeros are harmless depends on the divergence. */
-    double *own = at->divergence == KLD_DIVERGENCE_FORWARD_KL ? p : q;
-    double *other = own == p ? q : p;
+    /* Which side's zeros are harmless depends on the divergence: either's, both's, none's. */
+    bool reverse = at->divergence == KLD_DIVERGENCE_REVERSE_KL ||
+                   at->divergence == KLD_DIVERGENCE_SKEW_REVERSE_KL;
+    bool both =
+        at->divergence == KLD_DIVERGENCE_JEFFREYS || at->divergence == KLD_DIVERGENCE_MIXED_KL;
+    double *own = reverse ? q : p, *other = reverse ? p : q;
     bool zeros = at->data == TABLE_ZEROS || at->data == TABLE_INFINITE;
     for (uint64_t i = 1; zeros && i < classes; i++) {
         double dice = table_uniform(random);
-        if (dice < 0.4)
+        if (dice < (both && (at->data == TABLE_ZEROS || row % 3) ? 0.2 : 0.4))
             own[i] = -INFINITY;
         if (dice < 0.2)
             other[i] = -INFINITY;
@@ -229,6 +232,16 @@ static void number(struct kld_op *op, enum kld_number which, double value) {
     op->given |= 1u << which;
 }
 
+static int parameter_of(uint32_t divergence) {
+    switch (divergence) {
+    case KLD_DIVERGENCE_MIXED_KL: return KLD_NUMBER_WEIGHT;
+    case KLD_DIVERGENCE_JS: return KLD_NUMBER_BETA;
+    case KLD_DIVERGENCE_SKEW_KL:
+    case KLD_DIVERGENCE_SKEW_REVERSE_KL: return KLD_NUMBER_SKEW;
+    default: return -1;
+    }
+}
+
 static void make_op(struct table_truth *truth, const struct table_case *at) {
     struct kld_op *op = &truth->op;
     kld_op_init(op);
@@ -243,6 +256,11 @@ static void make_op(struct table_truth *truth, const struct table_case *at) {
     number(op, KLD_NUMBER_SCALE, at->scale);
     number(op, KLD_NUMBER_NORMALIZER, at->normalizer);
     number(op, KLD_NUMBER_GRAD_OUTPUT, at->grad_output);
+    int parameter = parameter_of(at->divergence);
+    if (parameter >= 0 && !isnan(at->parameter)) {
+        op->number[parameter] = at->parameter; /* 0 is a value of it */
+        op->given |= 1u << parameter;
+    }
     bool wide = at->dtype[0] == KLD_DTYPE_FP64 || at->dtype[1] == KLD_DTYPE_FP64;
     uint32_t loss = wide ? KLD_DTYPE_FP64 : KLD_DTYPE_FP32;
     const uint32_t dtype[KLD_SLOT_COUNT] = {
@@ -262,6 +280,13 @@ static void make_op(struct table_truth *truth, const struct table_case *at) {
         op->tensor[slot].dtype = dtype[slot];
         op->tensor[slot].region = (uint64_t)slot + 1; /* places follow; nothing overlaps here */
     }
+}
+
+void table_truth_alias(const struct table_truth *truth, const struct table_case *at,
+                       struct table_truth *ret_alias) {
+    *ret_alias = *truth;
+    ret_alias->op.divergence = at->alias;
+    ret_alias->op.given &= ~(1u << parameter_of(at->divergence));
 }
 
 bool table_row_masked(const struct table_truth *truth, uint64_t row) {
@@ -298,6 +323,8 @@ static void check_differences(struct table_truth *truth, const struct table_case
     for (int side = 0; side < 2; side++) {
         for (uint64_t i = 0; row->gradient[side] && i < row->classes; i += 1 + row->classes / 3) {
             long double largest = 0, gradient = row->gradient[side][i];
+            if (at->divergence == KLD_DIVERGENCE_TV && row->term[i] == 0)
+                continue; /* |p - q| has no derivative there */
             for (uint64_t k = 0; k < row->classes; k++)
                 largest = fmaxl(largest, fabsl(row->gradient[side][k]));
             long double difference = oracle_row_difference(row, side, i);
@@ -318,6 +345,9 @@ static void ask_oracle(struct table_truth *truth, const struct table_case *at) {
     for (uint64_t i = 0; i < truth->distinct; i++) {
         struct oracle_row row = {
             .divergence = at->divergence,
+            .beta = truth->op.number[KLD_NUMBER_BETA],
+            .skew = truth->op.number[KLD_NUMBER_SKEW],
+            .weight = truth->op.number[KLD_NUMBER_WEIGHT],
             .form = {at->form[0], at->form[1]},
             .temperature = truth->op.number[KLD_NUMBER_TEMPERATURE],
             .classes = classes,
@@ -328,6 +358,8 @@ static void ask_oracle(struct table_truth *truth, const struct table_case *at) {
         for (int side = 0; side < 2; side++) {
             if (at->gradient[side])
                 row.gradient[side] = truth->gradient[side] + i * classes;
+            if (truth->slack[side])
+                row.slack[side] = truth->slack[side] + i * classes;
             for (uint64_t k = 0; k < classes; k++)
                 x[side][k] = table_read(at->dtype[side],
                                         truth->input[side] +
@@ -393,9 +425,12 @@ void table_truth_init(struct table_truth *truth, const struct table_case *at, ui
     truth->value = need(truth->distinct * sizeof *truth->value);
     truth->magnitude = need(truth->distinct * sizeof *truth->magnitude);
     truth->parts = need(truth->distinct * sizeof *truth->parts);
-    for (int side = 0; side < 2; side++)
+    for (int side = 0; side < 2; side++) {
         if (at->gradient[side])
             truth->gradient[side] = need(elements * sizeof *truth->gradient[side]);
+        if (at->gradient[side] && at->divergence == KLD_DIVERGENCE_TV)
+            truth->slack[side] = need(elements * sizeof *truth->slack[side]);
+    }
     make_inputs(truth, at, &random);
     ask_oracle(truth, at);
     reduce(truth);
@@ -404,8 +439,10 @@ void table_truth_init(struct table_truth *truth, const struct table_case *at, ui
 void table_truth_done(struct table_truth *truth) {
     for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
         free(truth->input[slot]);
-    for (int side = 0; side < 2; side++)
+    for (int side = 0; side < 2; side++) {
         free(truth->gradient[side]);
+        free(truth->slack[side]);
+    }
     free(truth->term);
     free(truth->value);
     free(truth->magnitude);
