@@ -43,13 +43,13 @@ extern "C" {
 #define KLD_DIVERGENCE_MAP(X)                                                                      \
     X(FORWARD_KL, "forward_kl", 0, 1)                                                              \
     X(REVERSE_KL, "reverse_kl", 1, 1)                                                              \
-    X(JEFFREYS, "jeffreys", 2, 0)                                                                  \
-    X(MIXED_KL, "mixed_kl", 3, 0)                                                                  \
-    X(JS, "js", 4, 0)                                                                              \
-    X(SKEW_KL, "skew_kl", 5, 0)                                                                    \
-    X(SKEW_REVERSE_KL, "skew_reverse_kl", 6, 0)                                                    \
-    X(TV, "tv", 7, 0)                                                                              \
-    X(CROSS_ENTROPY, "cross_entropy", 8, 0)
+    X(JEFFREYS, "jeffreys", 2, 1)                                                                  \
+    X(MIXED_KL, "mixed_kl", 3, 1)                                                                  \
+    X(JS, "js", 4, 1)                                                                              \
+    X(SKEW_KL, "skew_kl", 5, 1)                                                                    \
+    X(SKEW_REVERSE_KL, "skew_reverse_kl", 6, 1)                                                    \
+    X(TV, "tv", 7, 1)                                                                              \
+    X(CROSS_ENTROPY, "cross_entropy", 8, 1)
 
 /* X(NAME, name, number) */
 #define KLD_REDUCTION_MAP(X)                                                                       \

@@ -12,7 +12,7 @@
 struct block {
     double raw[2][BLOCK] ALIGNED;
     double mass[2][BLOCK] ALIGNED;
-    double d[BLOCK] ALIGNED;
+    double d[BLOCK] ALIGNED; /* ln p - ln q, or ln q */
     double term[BLOCK] ALIGNED;
     double derivative[2][BLOCK] ALIGNED;
     double grad_output[BLOCK] ALIGNED;
@@ -168,6 +168,14 @@ static void block_differences(const struct kld_cpu_work *work, const struct kld_
     }
 }
 
+/* ln q in the place of d. */
+static void block_logs(const struct kld_cpu_work *work, const struct kld_cpu_span *span,
+                       const struct row_constants *row, struct block *block, uint64_t m) {
+    for (uint64_t i = 0; i < m; i += DOUBLES)
+        vd_store(block->d + i,
+                 log_of(work, span, row, KLD_CPU_Q, vd_load(block->raw[KLD_CPU_Q] + i)));
+}
+
 static enum want wanted(const struct kld_cpu_work *work, int side) {
     if (!work->gradient[side])
         return WANT_NOTHING;
@@ -241,8 +249,11 @@ static void pass_in_stages(const struct kld_cpu_work *work, const struct kld_cpu
                        padding(work->form[side]), block.raw[side]);
             block_masses(work, span, &row, side, &block, m);
         }
-        block_differences(work, span, &row, &block, m);
-        rule_run(work->divergence, &rule, m);
+        if (work->rule.kind == KLD_RULE_CROSS_ENTROPY)
+            block_logs(work, span, &row, &block, m);
+        else
+            block_differences(work, span, &row, &block, m);
+        rule_run(&work->rule, &rule, m);
         sums.value += block_sum(block.term, m);
         if (span->grad_output)
             block_weigh(work, span->grad_output + at * element_bytes(work->grad_output_dtype), n,

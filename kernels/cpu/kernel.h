@@ -9,7 +9,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "proto/op.h"
+#include "kernels/rule.h"
 
 enum kld_cpu_side { KLD_CPU_Q, KLD_CPU_P };
 
@@ -19,7 +19,10 @@ enum kld_cpu_side { KLD_CPU_Q, KLD_CPU_P };
 
 /* What holds for a whole launch. */
 struct kld_cpu_work {
+    /* Whose formula this is: forward_kl also for js with beta 0. What a rule adds up is the same.
+     */
     uint32_t divergence;
+    struct kld_rule rule;
     uint32_t form[2], dtype[2];
     uint32_t grad_output_dtype; /* of the tensor with one value for each element; 0: none */
     uint32_t loss_dtype;        /* of the losses of reduction none; 0: not asked for */

@@ -1,4 +1,5 @@
-/* rules.h - the divergences: what one class adds to a row, and what it adds to the gradients.
+/* rules.h - the four formulas of kernels/rule.h: what one class adds to a row, and what it adds to
+ * the gradients.
  *
  * A rule gets blocks of p, q and d = ln p - ln q, whatever the forms of the tensors were, and
  * gives for each class f(p, q) and, for a side whose gradient is wanted, one of
@@ -6,8 +7,8 @@
  *     MOMENT  x df/dx           the tensor holds ln x; or logits under reduction none
  *     CENTRED x df/dx + c x     the tensor holds logits; c, any constant, has no influence: the
  *                               softmax takes it off again
- * Another divergence is another rule in rule_run(); nothing else knows them. Zeros: a term whose
- * own mass is 0 is 0 and so is its gradient, unless d says NaN. */
+ * Zeros: what a term gives whose own mass is 0 is 0, and so are its derivatives, unless d says NaN.
+ * Own is the mass in front of a logarithm, other the mass below it. */
 #ifndef KLD_KERNELS_CPU_RULES_H
 #define KLD_KERNELS_CPU_RULES_H
 
@@ -16,14 +17,19 @@
 enum want { WANT_NOTHING, WANT_SLOPE, WANT_MOMENT, WANT_CENTRED };
 
 struct rule_block {
-    const double *mass[2], *d; /* q, p; ln p - ln q */
+    const double *mass[2]; /* q, p */
+    const double *d;       /* ln p - ln q; of a cross entropy ln q */
     double *term;
     double *derivative[2];
     enum want want[2];
     bool balanced; /* both sides sum to 1, so -p + q may be added to each term */
 };
 
-/* d - 1 + exp(-d) = d^2 (1/2 - d/6 + d^2/24 - ...) for |d| < 0.35. */
+#define NEAR 0.35 /* |d| below which differences are series */
+
+INLINE vi64 is_near(vd d) { return (d < NEAR) & (d > -NEAR); }
+
+/* d - 1 + exp(-d) = d^2 (1/2 - d/6 + d^2/24 - ...) for |d| < NEAR. */
 INLINE vd excess(vd d) {
     vd s = vd_of(1.0 / 87178291200.0); /* (-1)^n / n!, n from 14 down to 2 */
     s = s * d - 1.0 / 6227020800.0;
@@ -41,6 +47,26 @@ INLINE vd excess(vd d) {
     return s * d * d;
 }
 
+/* ln(1 + x) = 2 atanh(x / (2 + x)) for -0.3 < x < 0.42, to a part of itself. */
+INLINE vd log1p_near(vd x) {
+    vd s = x / (x + 2.0), z = s * s;
+    vd p = vd_of(2.0 / 23);
+    p = p * z + 2.0 / 21;
+    p = p * z + 2.0 / 19;
+    p = p * z + 2.0 / 17;
+    p = p * z + 2.0 / 15;
+    p = p * z + 2.0 / 13;
+    p = p * z + 2.0 / 11;
+    p = p * z + 2.0 / 9;
+    p = p * z + 2.0 / 7;
+    p = p * z + 2.0 / 5;
+    p = p * z + 2.0 / 3;
+    return 2.0 * s + p * z * s;
+}
+
+/* ---- KL: of_p p d - of_q q d ------------------------------------------------------------------
+ */
+
 INLINE vd kl_own_derivative(enum want want, vd own, vd d, vi64 empty) {
     vd value = want == WANT_SLOPE ? d + 1.0 : want == WANT_MOMENT ? own * (d + 1.0) : own * d;
     return vd_select(empty, vd_of(0), value);
@@ -52,32 +78,161 @@ INLINE vd kl_other_derivative(enum want want, vd own, vd other, vd d, vi64 empty
     return vd_select(d != d, d, value);
 }
 
-/* KL(own, other): sum of own (ln own - ln other). sign makes that difference of p's and q's d. */
-INLINE void rule_kl(const struct rule_block *at, uint64_t m, int own_side, double sign) {
+/* x + weight y, or weight y where nothing is there yet. */
+INLINE void put(double *to, vd value, double weight, bool more) {
+    value = value * weight;
+    vd_store(to, more ? vd_load(to) + value : value);
+}
+
+/* weight KL(own, other): sum of own (ln own - ln other). sign makes that difference of p's and
+ * q's d. more: adds to what another has written. */
+INLINE void rule_kl(const struct rule_block *at, uint64_t m, int own_side, double weight,
+                    bool more) {
     int other_side = 1 - own_side;
+    double sign = own_side == KLD_CPU_P ? 1 : -1;
     for (uint64_t i = 0; i < m; i += DOUBLES) {
         vd own = vd_load(at->mass[own_side] + i), other = vd_load(at->mass[other_side] + i);
         vd d = sign * vd_load(at->d + i);
         vi64 empty = (own == 0.0) & (d == d);
         vd term = vd_select(empty, vd_of(0), own * d);
-        if (at->balanced) {
-            vi64 near = (d < 0.35) & (d > -0.35);
-            term = vd_select(near, own * excess(d), term - own + other);
-        }
-        vd_store(at->term + i, term);
+        if (at->balanced)
+            term = vd_select(is_near(d), own * excess(d), term - own + other);
+        put(at->term + i, term, weight, more);
         if (at->want[own_side])
-            vd_store(at->derivative[own_side] + i,
-                     kl_own_derivative(at->want[own_side], own, d, empty));
+            put(at->derivative[own_side] + i, kl_own_derivative(at->want[own_side], own, d, empty),
+                weight, more);
         if (at->want[other_side])
-            vd_store(at->derivative[other_side] + i,
-                     kl_other_derivative(at->want[other_side], own, other, d, empty));
+            put(at->derivative[other_side] + i,
+                kl_other_derivative(at->want[other_side], own, other, d, empty), weight, more);
     }
 }
 
-static void rule_run(uint32_t divergence, const struct rule_block *at, uint64_t m) {
-    switch (divergence) {
-    case KLD_DIVERGENCE_REVERSE_KL: rule_kl(at, m, KLD_CPU_Q, -1.0); break;
-    default: rule_kl(at, m, KLD_CPU_P, 1.0); break;
+/* ---- MIXTURE: of_p p ln(p/m) + of_q q ln(q/m), m = share p + (1 - share) q --------------------
+ */
+
+struct mixture {
+    vd log_p, log_q;   /* ln(p/m), ln(q/m) */
+    vd part_p, part_q; /* p/m, q/m */
+};
+
+/* From d alone: nothing cancels where p and q agree, nothing is lost where both are tiny. With n =
+ * |d|, and w the other's share of m, the larger mass is 1 / (1 + w (exp(-n) - 1)) of m. */
+INLINE struct mixture mixture_of(vd d, double share) {
+    vi64 p_larger = d >= 0.0;
+    vd n = vd_select(p_larger, d, -d), e = vd_exp(-n);
+    vd own_share = vd_select(p_larger, vd_of(share), vd_of(1 - share));
+    vd rest = vd_select(p_larger, vd_of(1 - share), vd_of(share));
+    vd e1 = vd_select(n < NEAR, excess(n) - n, e - 1.0); /* exp(-n) - 1 */
+    vd x = rest * e1, y = own_share + rest * e;
+    vd larger = -vd_select(x > -0.3, log1p_near(x), vd_log_ratio(y, vd_of(1)));
+    /* The smaller's is that less n, but for where the two are close: 1 + u = m / smaller. */
+    vd u = own_share * (-e1 / e);
+    vd smaller = vd_select(u < 0.4, -log1p_near(u), larger - n);
+    struct mixture at = {
+        vd_select(p_larger, larger, smaller),
+        vd_select(p_larger, smaller, larger),
+        vd_select(p_larger, 1.0 / y, e / y),
+        vd_select(p_larger, e / y, 1.0 / y),
+    };
+    return at;
+}
+
+/* own ln(own/m), with balanced less own and m on top. */
+INLINE vd mixture_term(bool balanced, vd own, vd log_own, vd m, vi64 empty) {
+    vd term = vd_select(empty, vd_of(0), own * log_own);
+    if (balanced)
+        term = vd_select(is_near(log_own), own * excess(log_own), term - own + m);
+    return term;
+}
+
+/* A side's derivative: of ln(own/m) from its own term, `cross` other/m from both terms, and where
+ * its own mass is 0 only what the other term gives. */
+INLINE vd mixture_derivative(enum want want, vd own, vd log_own, vd part_other, double weight,
+                             double cross, double of_other, vi64 empty) {
+    vd slope = vd_select(empty, of_other * part_other, weight * log_own + cross * part_other);
+    return want == WANT_SLOPE ? slope : vd_select(empty, vd_of(0), own * slope);
+}
+
+INLINE void rule_mixture(const struct rule_block *at, const struct kld_rule *rule, uint64_t m) {
+    double share = rule->share, rest = 1 - share;
+    double cross = rule->of_p * rest - rule->of_q * share; /* exactly 0 for js */
+    for (uint64_t i = 0; i < m; i += DOUBLES) {
+        vd q = vd_load(at->mass[KLD_CPU_Q] + i), p = vd_load(at->mass[KLD_CPU_P] + i);
+        vd d = vd_load(at->d + i), both = share * p + rest * q;
+        vi64 empty_q = (q == 0.0) & (d == d), empty_p = (p == 0.0) & (d == d);
+        struct mixture ratio = mixture_of(d, share);
+        vd term = vd_of(0);
+        if (rule->of_p != 0)
+            term = rule->of_p * mixture_term(at->balanced, p, ratio.log_p, both, empty_p);
+        if (rule->of_q != 0)
+            term += rule->of_q * mixture_term(at->balanced, q, ratio.log_q, both, empty_q);
+        vd_store(at->term + i, term);
+        vd part_q = vd_select(empty_q, vd_of(0), ratio.part_q);
+        vd part_p = vd_select(empty_p, vd_of(0), ratio.part_p);
+        if (at->want[KLD_CPU_P])
+            vd_store(at->derivative[KLD_CPU_P] + i,
+                     mixture_derivative(at->want[KLD_CPU_P], p, ratio.log_p, part_q, rule->of_p,
+                                        cross, -rule->of_q * share, empty_p));
+        if (at->want[KLD_CPU_Q])
+            vd_store(at->derivative[KLD_CPU_Q] + i,
+                     mixture_derivative(at->want[KLD_CPU_Q], q, ratio.log_q, part_p, rule->of_q,
+                                        -cross, -rule->of_p * rest, empty_q));
+    }
+}
+
+/* ---- TV: |p - q| / 2 --------------------------------------------------------------------------
+ */
+
+INLINE void rule_tv(const struct rule_block *at, uint64_t m) {
+    for (uint64_t i = 0; i < m; i += DOUBLES) {
+        vd q = vd_load(at->mass[KLD_CPU_Q] + i), p = vd_load(at->mass[KLD_CPU_P] + i);
+        vd d = vd_load(at->d + i), n = vd_select(d >= 0.0, d, -d);
+        vd larger = vd_select(d >= 0.0, p, q), apart = vd_select(p > q, p - q, q - p);
+        vd near = larger * (n - excess(n)); /* larger - smaller */
+        vd sign = vd_select(d > 0.0, vd_of(0.5), vd_of(-0.5));
+        sign = vd_select(d == 0.0, vd_of(0), vd_select(d != d, d, sign));
+        vd term = 0.5 * vd_select(n < NEAR, near, apart);
+        vd_store(at->term + i, vd_select(d != d, d, term));
+        if (at->want[KLD_CPU_P])
+            vd_store(at->derivative[KLD_CPU_P] + i,
+                     at->want[KLD_CPU_P] == WANT_SLOPE ? sign : p * sign);
+        if (at->want[KLD_CPU_Q])
+            vd_store(at->derivative[KLD_CPU_Q] + i,
+                     at->want[KLD_CPU_Q] == WANT_SLOPE ? -sign : -q * sign);
+    }
+}
+
+/* ---- CROSS_ENTROPY: -p ln q; d is ln q --------------------------------------------------------
+ */
+
+INLINE void rule_cross_entropy(const struct rule_block *at, uint64_t m) {
+    for (uint64_t i = 0; i < m; i += DOUBLES) {
+        vd q = vd_load(at->mass[KLD_CPU_Q] + i), p = vd_load(at->mass[KLD_CPU_P] + i);
+        /* A p that is no probability must show where ln q is fine. */
+        vi64 wrong = ~((p >= 0.0) & (p < (double)INFINITY));
+        vd log_q = vd_select(wrong, vd_of(NAN), vd_load(at->d + i));
+        vi64 empty = (p == 0.0) & (log_q == log_q);
+        vd term = vd_select(empty, vd_of(0), -p * log_q);
+        vd_store(at->term + i, term);
+        if (at->want[KLD_CPU_P])
+            vd_store(at->derivative[KLD_CPU_P] + i,
+                     at->want[KLD_CPU_P] == WANT_SLOPE ? vd_select(empty, vd_of(0), -log_q) : term);
+        if (at->want[KLD_CPU_Q])
+            vd_store(at->derivative[KLD_CPU_Q] + i,
+                     kl_other_derivative(at->want[KLD_CPU_Q], p, q, log_q, empty));
+    }
+}
+
+static void rule_run(const struct kld_rule *rule, const struct rule_block *at, uint64_t m) {
+    switch (rule->kind) {
+    case KLD_RULE_MIXTURE: rule_mixture(at, rule, m); return;
+    case KLD_RULE_TV: rule_tv(at, m); return;
+    case KLD_RULE_CROSS_ENTROPY: rule_cross_entropy(at, m); return;
+    default:
+        if (rule->of_p != 0)
+            rule_kl(at, m, KLD_CPU_P, rule->of_p, false);
+        if (rule->of_q != 0)
+            rule_kl(at, m, KLD_CPU_Q, rule->of_q, rule->of_p != 0);
     }
 }
 

@@ -27,7 +27,7 @@ struct plan {
     bool zero;       /* rowmean over weights that sum to 0: loss and gradients are 0 */
     bool statistics; /* a side is logits */
     bool dots;       /* a gradient needs a sum over its row first */
-    bool dot_known;  /* that of the side in the denominator is -1 */
+    int dot_known;   /* the side whose sum is -1 without being added up, or -1 */
     /* Of the row in pieces; written between runs of the team. */
     struct row {
         uint64_t index;
@@ -90,11 +90,6 @@ static void write_loss(unsigned char *at, enum kld_dtype dtype, double value) {
         memcpy(at, &single, sizeof single);
 }
 
-/* The side in the numerator of the logarithm: its mass weighs the terms. */
-static int own_side(uint32_t divergence) {
-    return divergence == KLD_DIVERGENCE_REVERSE_KL ? KLD_CPU_Q : KLD_CPU_P;
-}
-
 /* Mask, weight, pointers and factors of a row. Reads nothing of a masked row. */
 static void row_begin(const struct plan *plan, uint64_t index, struct row *row) {
     const struct kld_op *op = &plan->job->op;
@@ -114,8 +109,8 @@ static void row_begin(const struct plan *plan, uint64_t index, struct row *row) 
         span->gradient[KLD_CPU_Q] = row_of(plan, KLD_SLOT_GRAD_PREDICTIONS, index);
         span->gradient[KLD_CPU_P] = row_of(plan, KLD_SLOT_GRAD_TARGETS, index);
     }
-    if (plan->dot_known)
-        span->dot[1 - own_side(op->divergence)] = -1;
+    if (plan->dot_known >= 0)
+        span->dot[plan->dot_known] = -1;
     span->loss_factor = row->weight * plan->scale;
     span->gradient_factor = row->weight * plan->scale / plan->divisor;
     if (plan->work.none) {
@@ -346,18 +341,32 @@ static void count_rows(struct plan *plan, struct kld_job *job) {
     }
 }
 
+/* The side whose mass weighs all terms, of KL(own, other) and a cross entropy; -1: both do. */
+static int own_side(const struct kld_rule *rule) {
+    if (rule->kind == KLD_RULE_CROSS_ENTROPY || (rule->kind == KLD_RULE_KL && rule->of_q == 0))
+        return KLD_CPU_P;
+    return rule->kind == KLD_RULE_KL && rule->of_p == 0 ? KLD_CPU_Q : -1;
+}
+
 /* Which sums over a row must be known before a gradient can be written. Through a softmax each
  * class takes its share of the sum of x df/dx; for the side in the denominator that sum is minus
  * the numerator's mass, which is 1 where that is a softmax too, and the row needs one pass less. */
 static void plan_dots(struct plan *plan) {
     struct kld_cpu_work *work = &plan->work;
     bool logits[2] = {work->form[0] == KLD_FORM_LOGITS, work->form[1] == KLD_FORM_LOGITS};
-    int own = own_side(work->divergence), other = 1 - own;
-    bool known = logits[own] && !work->none;
+    int own = own_side(&work->rule);
+    plan->dot_known = own >= 0 && logits[own] && !work->none ? 1 - own : -1;
     plan->statistics = logits[0] || logits[1];
-    plan->dots =
-        (work->gradient[own] && logits[own]) || (work->gradient[other] && logits[other] && !known);
-    plan->dot_known = known;
+    for (int side = 0; side < 2; side++)
+        plan->dots |= work->gradient[side] && logits[side] && side != plan->dot_known;
+}
+
+/* The divergence that a rule is, where that is one KL; else the one asked for. */
+static uint32_t plain_divergence(const struct kld_op *op, const struct kld_rule *rule) {
+    bool one = rule->kind == KLD_RULE_KL && rule->of_p + rule->of_q == 1;
+    return one && rule->of_q == 0   ? KLD_DIVERGENCE_FORWARD_KL
+           : one && rule->of_p == 0 ? KLD_DIVERGENCE_REVERSE_KL
+                                    : op->divergence;
 }
 
 static void plan_init(struct plan *plan, struct kld_cpu_run *run, struct kld_cpu_team *team,
@@ -373,8 +382,10 @@ static void plan_init(struct plan *plan, struct kld_cpu_run *run, struct kld_cpu
         if (op->tensor[slot].dtype)
             plan->at[slot] =
                 (unsigned char *)job->place[slot].memory->host + job->place[slot].offset_bytes;
+    struct kld_rule rule = kld_rule_of(op);
     plan->work = (struct kld_cpu_work){
-        .divergence = op->divergence,
+        .divergence = plain_divergence(op, &rule),
+        .rule = rule,
         .form = {op->predictions_form, op->targets_form},
         .dtype = {op->tensor[KLD_SLOT_PREDICTIONS].dtype, op->tensor[KLD_SLOT_TARGETS].dtype},
         .none = op->reduction == KLD_REDUCTION_NONE,
