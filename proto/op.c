@@ -33,10 +33,6 @@ static enum kld_status check_enums(const struct kld_op *op, struct kld_error *er
         return kld_error_set(err, KLD_INVALID, "unknown form number; known: %s", kld_form_list());
     if (op->given >> KLD_NUMBER_COUNT)
         return kld_error_set(err, KLD_INVALID, "unknown parameter bits 0x%" PRIx32, op->given);
-    if (!kld_divergence_works(op->divergence))
-        return kld_error_set(err, KLD_UNIMPLEMENTED,
-                             "divergence '%s' is not computed by this version; it computes: %s",
-                             kld_divergence_name(op->divergence), kld_divergence_list());
     return KLD_OK;
 }
 

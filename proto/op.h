@@ -39,17 +39,17 @@ extern "C" {
     X(LOGPROBS, "logprobs", 1) /* x is its natural logarithm */                                    \
     X(LOGITS, "logits", 2)     /* softmax(x / temperature) is the probability */
 
-/* X(NAME, name, number, 1 if both back ends compute it) */
+/* X(NAME, name, number). b is the parameter beta. */
 #define KLD_DIVERGENCE_MAP(X)                                                                      \
-    X(FORWARD_KL, "forward_kl", 0, 1)                                                              \
-    X(REVERSE_KL, "reverse_kl", 1, 1)                                                              \
-    X(JEFFREYS, "jeffreys", 2, 1)                                                                  \
-    X(MIXED_KL, "mixed_kl", 3, 1)                                                                  \
-    X(JS, "js", 4, 1)                                                                              \
-    X(SKEW_KL, "skew_kl", 5, 1)                                                                    \
-    X(SKEW_REVERSE_KL, "skew_reverse_kl", 6, 1)                                                    \
-    X(TV, "tv", 7, 1)                                                                              \
-    X(CROSS_ENTROPY, "cross_entropy", 8, 1)
+    X(FORWARD_KL, "forward_kl", 0)           /* sum p (ln p - ln q) */                             \
+    X(REVERSE_KL, "reverse_kl", 1)           /* sum q (ln q - ln p) */                             \
+    X(JEFFREYS, "jeffreys", 2)               /* forward + reverse */                               \
+    X(MIXED_KL, "mixed_kl", 3)               /* weight forward + (1 - weight) reverse */           \
+    X(JS, "js", 4)                           /* b KL(p, m) + (1-b) KL(q, m), m = b p + (1-b) q */  \
+    X(SKEW_KL, "skew_kl", 5)                 /* KL(p, skew p + (1 - skew) q) */                    \
+    X(SKEW_REVERSE_KL, "skew_reverse_kl", 6) /* KL(q, (1 - skew) p + skew q) */                    \
+    X(TV, "tv", 7)                           /* sum |p - q| / 2 */                                 \
+    X(CROSS_ENTROPY, "cross_entropy", 8)     /* - sum p ln q */
 
 /* X(NAME, name, number) */
 #define KLD_REDUCTION_MAP(X)                                                                       \
@@ -96,7 +96,7 @@ enum kld_form {
 #undef X
 };
 enum kld_divergence {
-#define X(NAME, name, number, works) KLD_DIVERGENCE_##NAME = number,
+#define X(NAME, name, number) KLD_DIVERGENCE_##NAME = number,
     KLD_DIVERGENCE_MAP(X)
 #undef X
 };
@@ -162,9 +162,9 @@ struct kld_geometry {
 void kld_op_init(struct kld_op *op);
 
 /* The single gate: is this op one that both back ends can launch? On KLD_OK *ret_geometry is set.
- * KLD_INVALID: the request is wrong. KLD_UNIMPLEMENTED: a known divergence that this version does
- * not compute. KLD_TOO_LARGE: beyond KLD_ELEMENTS_MAX. Outputs may not overlap any tensor, but a
- * gradient may lie exactly over its own tensor (same region, offset and stride). */
+ * KLD_INVALID: the request is wrong. KLD_TOO_LARGE: beyond KLD_ELEMENTS_MAX. Outputs may not
+ * overlap any tensor, but a gradient may lie exactly over its own tensor (same region, offset and
+ * stride). */
 enum kld_status kld_op_check(const struct kld_op *op, struct kld_geometry *ret_geometry,
                              struct kld_error *err);
 
@@ -196,13 +196,12 @@ bool kld_dtype_is_float(uint32_t dtype);
 bool kld_dtype_from_name(const char *name, enum kld_dtype *ret_dtype);
 const char *kld_form_name(uint32_t form);
 const char *kld_divergence_name(uint32_t divergence);
-bool kld_divergence_works(uint32_t divergence);
 const char *kld_reduction_name(uint32_t reduction);
 const char *kld_slot_name(uint32_t slot);
 const char *kld_number_name(uint32_t number);
 bool kld_slot_is_output(uint32_t slot);
 bool kld_slot_from_name(const char *name, enum kld_slot *ret_slot);
-/* "a, b, c": every divergence that works, every form, every reduction, every dtype of a tensor. */
+/* "a, b, c": every divergence, every form, every reduction, every dtype of a tensor. */
 const char *kld_divergence_list(void);
 const char *kld_form_list(void);
 const char *kld_reduction_list(void);

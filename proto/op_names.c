@@ -20,7 +20,7 @@ static const struct named forms[] = {
 #undef X
 };
 static const struct named divergences[] = {
-#define X(NAME, name, number, works) {name, number},
+#define X(NAME, name, number) {name, number},
     KLD_DIVERGENCE_MAP(X)
 #undef X
 };
@@ -118,24 +118,11 @@ bool kld_slot_from_name(const char *name, enum kld_slot *ret_slot) {
     return false;
 }
 
-bool kld_divergence_works(uint32_t divergence) {
-    switch (divergence) {
-#define X(NAME, name, number, works)                                                               \
-    case number: return works;
-        KLD_DIVERGENCE_MAP(X)
-#undef X
-    default: return false;
-    }
-}
-
 /* The lists are joined by the preprocessor, so that they cannot differ from the tables; the first
  * two bytes, a ", ", are skipped. */
-#define JOIN_1(text) ", " text
-#define JOIN_0(text)
-#define JOIN_DIVERGENCE(NAME, name, number, works) JOIN_##works(name)
 #define JOIN_NAMED(NAME, name, number) ", " name
 #define JOIN_NUMBER(NAME, name, value) ", " name
-const char *kld_divergence_list(void) { return KLD_DIVERGENCE_MAP(JOIN_DIVERGENCE) + 2; }
+const char *kld_divergence_list(void) { return KLD_DIVERGENCE_MAP(JOIN_NAMED) + 2; }
 const char *kld_form_list(void) { return KLD_FORM_MAP(JOIN_NAMED) + 2; }
 const char *kld_reduction_list(void) { return KLD_REDUCTION_MAP(JOIN_NAMED) + 2; }
 const char *kld_dtype_list(void) { return "FP32, FP64, FP16, BF16"; }

@@ -43,14 +43,14 @@ struct division {
     { flag, KLD_OPTION_TEXT, "FILE", help, offsetof(struct div_options, files[KLD_SLOT_##SLOT]), 0 }
 
 static const struct kld_option options_list[] = {
-    TEXT("divergence", divergence, "NAME", "forward_kl (default), reverse_kl, ..."),
+    TEXT("divergence", divergence, "NAME", "one of those above (default forward_kl)"),
     TEXT("reduction", reduction, "NAME", "batchmean (default), sum, mean, rowmean, row, none"),
     TEXT("predictions-form", predictions_form, "FORM", "probs (default), logprobs, logits"),
     TEXT("targets-form", targets_form, "FORM", "the same for the targets"),
     NUMBER("temperature", TEMPERATURE, "divides logits (default 1)"),
-    NUMBER("beta", BETA, "of js"),
-    NUMBER("skew", SKEW, "of skew_kl and skew_reverse_kl"),
-    NUMBER("weight", WEIGHT, "of mixed_kl"),
+    NUMBER("beta", BETA, "of js, 0 to 1 (default 0.5)"),
+    NUMBER("skew", SKEW, "of skew_kl and skew_reverse_kl, from 0 to below 1"),
+    NUMBER("weight", WEIGHT, "of mixed_kl, 0 to 1: the share of forward_kl"),
     NUMBER("scale", SCALE, "multiplies loss and gradients (default 1)"),
     NUMBER("normalizer", NORMALIZER, "replaces the divisor of mean, batchmean, rowmean"),
     NUMBER("grad-output", GRAD_OUTPUT, "the gradient of what follows, one number"),
@@ -327,7 +327,10 @@ const struct kld_command kld_command_div = {
     .summary = "the divergence of two tensors in files, and its gradients",
     .details =
         "PREDICTIONS (q) and TARGETS (p) are .npy files or FILE.safetensors:NAME, of one shape;\n"
-        "the last dimension holds the classes. Prints the loss.",
+        "the last dimension holds the classes. Prints the loss.\n"
+        "\n"
+        "Divergences: forward_kl, reverse_kl, jeffreys, mixed_kl (with --weight), js (--beta),\n"
+        "skew_kl and skew_reverse_kl (with --skew), tv, cross_entropy.",
     .options = options_list,
     .positional_min = 2,
     .positional_max = 2,

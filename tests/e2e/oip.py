@@ -100,30 +100,45 @@ def _log_p(x, form, temperature):
         return np.exp(log), log
 
 
-def _grad(a, la, b, lb, form, temperature, own):
-    """d/dx of sum a (ln a - ln b) per row; own: with respect to a's tensor, else to b's."""
-    if own:
-        if form == "probs":
-            return la - lb + 1
-        if form == "logprobs":
-            return a * (la - lb + 1)
-        return a * (la - lb - (a * (la - lb)).sum(-1, keepdims=True)) / temperature
+# A parameter for each divergence that takes one.
+DIVERGENCES = {"forward_kl": {}, "reverse_kl": {}, "jeffreys": {}, "mixed_kl": {"weight": 0.3}, "js": {"beta": 0.3},
+               "skew_kl": {"skew": 0.1}, "skew_reverse_kl": {"skew": 0.1}, "tv": {}, "cross_entropy": {}}
+
+
+def _kl(a, b, share=0.0):
+    """KL(a, m) with m = share a + (1 - share) b: terms, d/da, d/db."""
+    m = share * a + (1 - share) * b
+    return a * np.log(a / m), np.log(a / m) + 1 - share * a / m, -(1 - share) * a / m
+
+
+def _terms(divergence, q, p, lq, beta=0.5, skew=None, weight=None):
+    """Terms, d/dq, d/dp, in FP64. Strictly positive finite inputs."""
+    if divergence == "tv":
+        return abs(p - q) / 2, np.sign(q - p) / 2, np.sign(p - q) / 2
+    if divergence == "cross_entropy":
+        return -p * lq, -p / q, -lq
+    forward, dp, dq = _kl(p, q, {"js": beta, "skew_kl": skew}.get(divergence, 0))
+    reverse, dq_reverse, dp_reverse = _kl(q, p, {"js": 1 - beta, "skew_reverse_kl": skew}.get(divergence, 0))
+    of_p, of_q = {"forward_kl": (1, 0), "skew_kl": (1, 0), "reverse_kl": (0, 1), "skew_reverse_kl": (0, 1),
+                  "jeffreys": (1, 1), "mixed_kl": (weight, 1 - (weight or 0)), "js": (beta, 1 - beta)}[divergence]
+    return (of_p * forward + of_q * reverse, of_p * dq + of_q * dq_reverse, of_p * dp + of_q * dp_reverse)
+
+
+def _through(form, x, slope, upstream, temperature):
+    """The gradient of what the tensor holds, from df/dx."""
     if form == "probs":
-        return -a / b
-    if form == "logprobs":
-        return -a
-    return (b * a.sum(-1, keepdims=True) - a) / temperature
+        return slope * upstream
+    moment = x * slope * upstream
+    return moment if form == "logprobs" else (moment - x * moment.sum(-1, keepdims=True)) / temperature
 
 
 def expected(predictions, targets, divergence="forward_kl", predictions_form="probs",
              targets_form="probs", temperature=1.0, reduction="batchmean", scale=1.0,
-             row_weights=None, row_mask=None, normalizer=None, grad_output=None):
+             row_weights=None, row_mask=None, normalizer=None, grad_output=None, **parameters):
     """Everything that a request can ask for, in FP64. Strictly positive finite inputs."""
     q, lq = _log_p(predictions, predictions_form, temperature)
-    p, lp = _log_p(targets, targets_form, temperature)
-    forward = divergence == "forward_kl"
-    a, la, b, lb = (p, lp, q, lq) if forward else (q, lq, p, lp)
-    terms = a * (la - lb)
+    p, _ = _log_p(targets, targets_form, temperature)
+    terms, dq, dp = _terms(divergence, q, p, lq, **parameters)
     shape, classes = terms.shape, terms.shape[-1]
     weight = np.ones(shape[:-1])
     if row_weights is not None:
@@ -140,18 +155,11 @@ def expected(predictions, targets, divergence="forward_kl", predictions_form="pr
                "rowmean": weights.sum()}[reduction]
     divisor = normalizer if normalizer is not None else divisor
     loss = {"none": terms, "row": rows}.get(reduction, rows.sum() / divisor)
-    factor = weight[..., None] * scale / divisor
+    factor = weight[..., None] * scale / divisor * np.ones(shape)
     if grad_output is not None:
         g = np.asarray(grad_output, np.float64)
         factor = factor * (g.reshape(shape) if reduction == "none" else
                            g.reshape(shape[:-1] + (1,)) if reduction == "row" else float(g.ravel()[0]))
-    grad_p = _grad(a, la, b, lb, targets_form if forward else predictions_form, temperature, True)
-    grad_q = _grad(a, la, b, lb, predictions_form if forward else targets_form, temperature, False)
-    if reduction == "none" and "logits" in (predictions_form, targets_form):
-        grad_p = grad_q = None
-    one, other = ("grad_targets", "grad_predictions") if forward else \
-        ("grad_predictions", "grad_targets")
-    result = {"loss": np.atleast_1d(loss), "row_loss": np.atleast_1d(rows)}
-    if grad_p is not None:
-        result[one], result[other] = grad_p * factor, grad_q * factor
-    return result
+    return {"loss": np.atleast_1d(loss), "row_loss": np.atleast_1d(rows),
+            "grad_predictions": _through(predictions_form, q, dq, factor, temperature),
+            "grad_targets": _through(targets_form, p, dp, factor, temperature)}

@@ -9,6 +9,7 @@ import subprocess
 import numpy as np
 import pytest
 
+import oip
 from conftest import BIN, clean_environment
 
 KLD = str(BIN / "kld")
@@ -106,6 +107,26 @@ def test_parameters_masks_and_reductions(make_server, pair):
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("divergence", oip.DIVERGENCES)
+def test_every_divergence(make_server, pair, divergence):
+    """Over the Unix socket, over HTTP and in the tool's own process, against FP64."""
+    folder, q, p = pair
+    parameters = oip.DIVERGENCES[divergence]
+    truth = oip.expected(q, p, divergence, **parameters)
+    options = [text for name, value in parameters.items() for text in ("--" + name, value)]
+    answers = []
+    for i, url in enumerate(urls(make_server())):
+        files = [folder / f"{name}{i}.npy" for name in ("rows", "gq", "gp")]
+        done = kld("div", folder / "q.npy", folder / "p.npy", "--divergence", divergence, *options,
+                   "--row-loss", files[0], "--grad-predictions", files[1], "--grad-targets", files[2],
+                   "--quiet", "--server", url)
+        answers.append([done.stdout] + [file.read_bytes() for file in files])
+    assert answers[0] == answers[1] == answers[2]
+    assert float(done.stdout) == pytest.approx(truth["loss"][0], rel=1e-5)
+    for file, name in zip(files, ("row_loss", "grad_predictions", "grad_targets")):
+        np.testing.assert_allclose(np.load(file), truth[name], rtol=1e-5, atol=1e-7)
+
+
 def test_logits_in_every_dtype(make_server, tmp_path):
     random = np.random.default_rng(3)
     x, y = random.standard_normal((2, 4, 8, 130))
@@ -178,7 +199,10 @@ def test_bad_files(tmp_path, name, said):
 
 
 @pytest.mark.parametrize("arguments, said", [
-    (["--divergence", "js"], "forward_kl, reverse_kl"), (["--divergence", "x"], "known"),
+    (["--divergence", "x"], "known: forward_kl, reverse_kl, jeffreys"),
+    (["--divergence", "js", "--beta", "2"], "beta must be in [0, 1]"),
+    (["--divergence", "mixed_kl"], "needs the parameter weight"),
+    (["--divergence", "skew_kl", "--skew", "1"], "skew must be in [0, 1)"),
     (["--temperature", "2"], "logits"), (["--temperature", "x"], "number"),
     (["--reduction", "row"], "--loss"), (["--beta", "0.5"], "does not fit"),
     (["--frobnicate"], "unknown option"), (["--scale"], "needs a value"), (["--json=1"], "no value"),

@@ -174,7 +174,7 @@ def test_curl(server, tmp_path):
 
 @pytest.mark.parametrize("binary", [True, False])
 @pytest.mark.parametrize("reduction", ["batchmean", "none", "row", "sum", "mean", "rowmean"])
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "js"])
 def test_every_reduction(server, divergence, reduction, binary):
     shape = (3, 4, 5)
     q, p = probabilities(shape, 1), probabilities(shape, 2)
@@ -205,6 +205,41 @@ def test_every_form(server, forms, dtype):
     truth = oip.expected(q, p, **{"temperature": 1.0, **parameters})
     for name, value in got.items():
         close(value, truth[name], oip.NAMES[np.dtype(dtype)])
+
+
+@pytest.mark.parametrize("form", ["probs", "logprobs", "logits"])
+@pytest.mark.parametrize("divergence", oip.DIVERGENCES)
+def test_every_divergence(server, divergence, form):
+    """Against FP64; over the Unix socket the same bits."""
+    make = logits if form == "logits" else probabilities
+    q, p = make((6, 33), 31), make((6, 33), 32)
+    if form == "logprobs":
+        q, p = np.log(q), np.log(p)
+    parameters = {"divergence": divergence, "predictions_form": form, "targets_form": form,
+                  **oip.DIVERGENCES[divergence]}
+    _, got = infer(server, {"predictions": q, "targets": p},
+                   {"loss": None, "row_loss": None, "grad_predictions": None, "grad_targets": None},
+                   {**parameters, "binary_data_output": True})
+    truth = oip.expected(q, p, **parameters)
+    for name, value in got.items():
+        close(value, truth[name], "FP32")
+    _, got = infer(server, {"predictions": q, "targets": p}, {"loss": None, "grad_predictions": None},
+                   {**parameters, "binary_data_output": True})
+    assert over_unix(server, q, p, "batchmean", **parameters) == (
+        got["loss"].tobytes(), got["grad_predictions"].tobytes())
+
+
+@pytest.mark.parametrize("divergence, parameter, alias", [
+    ("js", {"beta": 0}, "forward_kl"), ("js", {"beta": 1}, "reverse_kl"), ("skew_kl", {"skew": 0}, "forward_kl"),
+    ("skew_reverse_kl", {"skew": 0}, "reverse_kl"), ("mixed_kl", {"weight": 1}, "forward_kl")])
+def test_a_parameter_at_its_end_is_another_divergence(server, divergence, parameter, alias):
+    q, p = probabilities((6, 33), 33), probabilities((6, 33), 34)
+    outputs = {"loss": None, "grad_predictions": None, "grad_targets": None}
+    answers = [infer(server, {"predictions": q, "targets": p}, outputs,
+                     {**more, "binary_data_output": True})[1]
+               for more in ({"divergence": divergence, **parameter}, {"divergence": alias})]
+    for name in outputs:
+        assert answers[0][name].tobytes() == answers[1][name].tobytes()
 
 
 def test_weights_mask_normalizer_scale_and_grad_output(server):
@@ -250,7 +285,7 @@ def test_a_loss_that_is_not_finite(server, values, word):
     assert np.isnan(got["loss"][0]) if word == "nan" else got["loss"][0] == np.inf
 
 
-def over_unix(server, q, p, reduction):
+def over_unix(server, q, p, reduction, **parameters):
     """Loss and gradient over the Unix socket, as bytes."""
     with wire.Client(server.unix) as client:
         memory = wire.Memory(1 << 20)
@@ -261,7 +296,7 @@ def over_unix(server, q, p, reduction):
                              "targets": wire.tensor(region, 1 << 18),
                              "loss": wire.tensor(region, 1 << 19),
                              "grad_predictions": wire.tensor(region, 3 << 18)},
-                   reduction=reduction)
+                   reduction=reduction, **parameters)
         loss = memory.array(1 << 19, (1,), "<f4").tobytes()
         gradient = memory.array(3 << 18, q.shape, "<f4").tobytes()
         client.drop(region)

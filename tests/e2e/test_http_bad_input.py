@@ -164,15 +164,19 @@ def test_request(server, name):
     refused(server, body, part=part, status=413 if name == "overflow" else 400)
 
 
-@pytest.mark.parametrize("divergence", ["jeffreys", "mixed_kl", "js", "skew_kl", "skew_reverse_kl",
-                                        "tv", "cross_entropy"])
-def test_divergences_to_come(server, divergence):
-    parameters = {"divergence": divergence}
-    if divergence == "mixed_kl":
-        parameters["weight"] = 0.5
-    if divergence.startswith("skew"):
-        parameters["skew"] = 0.1
-    refused(server, request(parameters=parameters), status=501, part="forward_kl, reverse_kl")
+@pytest.mark.parametrize("parameters, part", [
+    ({"divergence": "js", "beta": 1.5}, "beta must be in [0, 1], not 1.5"),
+    ({"divergence": "js", "beta": -0.1}, "beta must be in [0, 1]"),
+    ({"divergence": "js", "skew": 0.1}, "skew does not fit divergence 'js'"),
+    ({"divergence": "tv", "beta": 0.5}, "beta does not fit divergence 'tv'"),
+    ({"divergence": "mixed_kl"}, "needs the parameter weight"),
+    ({"divergence": "mixed_kl", "weight": 1.01}, "weight must be in [0, 1]"),
+    ({"divergence": "skew_kl"}, "needs the parameter skew"),
+    ({"divergence": "skew_reverse_kl", "skew": 1}, "skew must be in [0, 1)"),
+    ({"weight": 0.5}, "weight does not fit divergence 'forward_kl'"),
+    ({"divergence": "JS"}, "unknown divergence 'JS'; known: forward_kl, reverse_kl, jeffreys")])
+def test_parameters_of_divergences(server, parameters, part):
+    refused(server, request(parameters=parameters), part=part)
 
 
 @pytest.mark.parametrize("value, part", [("-1", "whole"), ("x", "whole"), ("1e3", "whole"), ("", "whole"),
@@ -377,9 +381,9 @@ def test_region_that_was_cut_short(server):
 def test_statuses_are_counted(server):
     before = server.metrics()
     refused(server, b"{")
-    refused(server, request(parameters={"divergence": "js"}), status=501)
+    refused(server, REQUESTS["overflow"][0], status=413)
     after = server.metrics()
-    for status in ("invalid", "unimplemented"):
+    for status in ("invalid", "too_large"):
         key = f'kld_requests_total{{front="http",status="{status}"}}'
         assert after[key] == before[key] + 1
     assert re.fullmatch(r"[0-9.]+", str(after["kld_http_request_seconds_sum"]))

@@ -124,7 +124,11 @@ def bad_submits():
                       case.offsets[name] if offset is None else offset, **more)
     return {
         "divergence number": (lambda c: dict(divergence=99), "unknown divergence number 99; known: forward_kl"),
-        "divergence of later": (lambda c: dict(divergence="js"), "unimplemented.*'js'.*forward_kl, reverse_kl"),
+        "beta of js": (lambda c: dict(divergence="js", beta=1.5), r"beta must be in \[0, 1\], not 1.5"),
+        "no skew": (lambda c: dict(divergence="skew_kl"), "needs the parameter skew"),
+        "skew 1": (lambda c: dict(divergence="skew_reverse_kl", skew=1.0), r"skew must be in \[0, 1\)"),
+        "no weight": (lambda c: dict(divergence="mixed_kl"), "needs the parameter weight"),
+        "weight of tv": (lambda c: dict(divergence="tv", weight=0.5), "weight does not fit divergence 'tv'"),
         "reduction number": (lambda c: dict(reduction=77), "unknown reduction number 77"),
         "form number": (lambda c: dict(predictions_form=3), "unknown form number"),
         "flags": (lambda c: dict(flags=1), "unknown flags 0x1"),

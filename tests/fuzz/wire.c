@@ -53,7 +53,6 @@ static void submit(const struct kld_frame_submit *frame, uint64_t region_bytes) 
     }
     require(geometry.elements == geometry.rows * geometry.classes);
     require(geometry.elements > 0 && geometry.elements <= KLD_ELEMENTS_MAX);
-    require(kld_divergence_works(op.divergence));
     for (int slot = 0; slot < KLD_SLOT_COUNT; slot++) {
         require((geometry.slot[slot].rows != 0) == (op.tensor[slot].dtype != KLD_DTYPE_ABSENT));
         if (op.tensor[slot].dtype == KLD_DTYPE_ABSENT)

@@ -150,7 +150,12 @@ static const struct {
      KLD_INVALID},
     {"{" INPUTS ",\"parameters\":{\"scale\":1e999}}", "finite", KLD_INVALID},
     {"{" INPUTS ",\"parameters\":{\"timeout\":-1}}", "timeout", KLD_INVALID},
-    {"{" INPUTS ",\"parameters\":{\"divergence\":\"js\"}}", "forward_kl", KLD_UNIMPLEMENTED},
+    {"{" INPUTS ",\"parameters\":{\"divergence\":\"kl\"}}", "forward_kl, reverse_kl, jeffreys",
+     KLD_INVALID},
+    {"{" INPUTS ",\"parameters\":{\"divergence\":\"js\",\"beta\":2}}", "beta must be in [0, 1]",
+     KLD_INVALID},
+    {"{" INPUTS ",\"parameters\":{\"divergence\":\"skew_kl\"}}", "needs the parameter skew",
+     KLD_INVALID},
 };
 
 START_TEST(what_is_wrong_is_refused_and_named) {
