@@ -24,7 +24,8 @@ TOP_LEVEL = {"server", "kernels", "proto", "client", "deploy", "tests", "Makefil
 RULES = {
     "proto": (["proto/"], []),
     "kernels": (["proto/", "kernels/"], ["immintrin.h", "x86intrin.h", "cpuid.h"]),
-    "kernels/cuda": (["proto/", "kernels/backend.h", "kernels/cuda/"], ["cuda", "cooperative_groups"]),
+    "kernels/cuda": (["proto/", "kernels/backend.h", "kernels/rule.h", "kernels/cuda/"],
+                     ["cuda", "cooperative_groups"]),
     "server": (["proto/", "server/config.h", "server/log.h", "server/role.h", "server/stats.h"],
                ["cjson/cJSON.h"]),
     "server/supervisor": (["proto/", "server/config.h", "server/log.h", "server/role.h",
