@@ -125,9 +125,7 @@ INLINE struct mixture mixture_of(vd d, double share) {
     vd e1 = vd_select(n < NEAR, excess(n) - n, e - 1.0); /* exp(-n) - 1 */
     vd x = rest * e1, y = own_share + rest * e;
     vd larger = -vd_select(x > -0.3, log1p_near(x), vd_log_ratio(y, vd_of(1)));
-    /* The smaller's is that less n, but for where the two are close: 1 + u = m / smaller. */
-    vd u = own_share * (-e1 / e);
-    vd smaller = vd_select(u < 0.4, -log1p_near(u), larger - n);
+    vd smaller = larger - n;
     struct mixture at = {
         vd_select(p_larger, larger, smaller),
         vd_select(p_larger, smaller, larger),
@@ -155,7 +153,8 @@ INLINE vd mixture_derivative(enum want want, vd own, vd log_own, vd part_other, 
 
 INLINE void rule_mixture(const struct rule_block *at, const struct kld_rule *rule, uint64_t m) {
     double share = rule->share, rest = 1 - share;
-    double cross = rule->of_p * rest - rule->of_q * share; /* exactly 0 for js */
+    bool js = rule->of_p == share && rule->of_q == rest;
+    double cross = js ? 0 : rule->of_p * rest - rule->of_q * share;
     for (uint64_t i = 0; i < m; i += DOUBLES) {
         vd q = vd_load(at->mass[KLD_CPU_Q] + i), p = vd_load(at->mass[KLD_CPU_P] + i);
         vd d = vd_load(at->d + i), both = share * p + rest * q;
@@ -186,13 +185,10 @@ INLINE void rule_mixture(const struct rule_block *at, const struct kld_rule *rul
 INLINE void rule_tv(const struct rule_block *at, uint64_t m) {
     for (uint64_t i = 0; i < m; i += DOUBLES) {
         vd q = vd_load(at->mass[KLD_CPU_Q] + i), p = vd_load(at->mass[KLD_CPU_P] + i);
-        vd d = vd_load(at->d + i), n = vd_select(d >= 0.0, d, -d);
-        vd larger = vd_select(d >= 0.0, p, q), apart = vd_select(p > q, p - q, q - p);
-        vd near = larger * (n - excess(n)); /* larger - smaller */
+        vd d = vd_load(at->d + i), apart = vd_select(p > q, p - q, q - p);
         vd sign = vd_select(d > 0.0, vd_of(0.5), vd_of(-0.5));
         sign = vd_select(d == 0.0, vd_of(0), vd_select(d != d, d, sign));
-        vd term = 0.5 * vd_select(n < NEAR, near, apart);
-        vd_store(at->term + i, vd_select(d != d, d, term));
+        vd_store(at->term + i, vd_select(d != d, d, 0.5 * apart));
         if (at->want[KLD_CPU_P])
             vd_store(at->derivative[KLD_CPU_P] + i,
                      at->want[KLD_CPU_P] == WANT_SLOPE ? sign : p * sign);

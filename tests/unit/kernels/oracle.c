@@ -203,7 +203,8 @@ static void side_gradient(struct oracle_row *row, const long double *masses, int
         if (row->grad_output)
             out[i] *= row->grad_output[i];
         dot += out[i];
-        row->parts[side] = fmaxl(row->parts[side], term_parts(row, &at, i));
+        long double whole = row->form[side] == KLD_FORM_PROBS ? 1 : at.mass[side];
+        row->parts[side] = fmaxl(row->parts[side], fmaxl(whole, term_parts(row, &at, i)));
     }
     if (row->form[side] != KLD_FORM_LOGITS)
         return;

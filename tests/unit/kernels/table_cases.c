@@ -140,6 +140,8 @@ static void add_for_forms(struct list *list, const char *what, uint64_t rows, ui
             struct table_case *at = add_one(list, what, rows, classes, divergence, form, dtype);
             at->data = data;
             at->gradient[1] = both;
+            /* Two constants apart by what rounds off little, so that only noise is left. */
+            at->shift = data == TABLE_EQUAL && form == LOGITS && dtype == FP64 ? 40 : 0;
         }
 }
 
@@ -214,19 +216,28 @@ static void add_short(struct list *list, bool quick) {
 
 static void add_values(struct list *list, bool quick) {
     static const uint32_t dtypes[] = {FP32, FP64, FP16, BF16};
-    for (size_t i = 0; i < 4; i++) {
-        add_for_forms(list, "zeros", 6, 100, TABLE_ZEROS, dtypes[i], true);
-        add_for_forms(list, "infinite", 6, i % 2 ? 300 : 100, TABLE_INFINITE, dtypes[i], i < 2);
-        add_for_forms(list, "bad", 10, i % 2 ? 70 : 300, TABLE_BAD, dtypes[i], i % 3 == 0);
-        add_for_forms(list, "extreme", 6, 301, TABLE_EXTREME, dtypes[i], i % 2);
-        if (quick && i > 1)
-            continue;
-        add_for_forms(list, "infinite", 6, i % 2 ? 100 : 300, TABLE_INFINITE, dtypes[i], i > 1);
-        add_for_forms(list, "bad", 10, i % 2 ? 300 : 70, TABLE_BAD, dtypes[i], i % 3);
-        add_for_forms(list, "extreme", 6, 301, TABLE_EXTREME, dtypes[i], i % 2 == 0);
-        add_for_forms(list, "sharp", 6, 301, TABLE_SHARP, dtypes[i], i % 2);
-        add_for_forms(list, "equal", 4, 301, TABLE_EQUAL, dtypes[i], true);
-    }
+    static const struct {
+        const char *what;
+        uint64_t rows, classes;
+        enum table_data data;
+        bool both;
+    } kinds[] = {
+        {"zeros", 6, 100, TABLE_ZEROS, true},
+        {"infinite", 6, 100, TABLE_INFINITE, true},
+        {"bad", 10, 70, TABLE_BAD, true},
+        {"equal", 4, 301, TABLE_EQUAL, true},
+        {"extreme", 6, 301, TABLE_EXTREME, true},
+        {"sharp", 6, 301, TABLE_SHARP, true},
+        {"infinite", 6, 300, TABLE_INFINITE, false},
+        {"bad", 10, 300, TABLE_BAD, false},
+        {"extreme", 6, 301, TABLE_EXTREME, false},
+        {"sharp", 6, 301, TABLE_SHARP, false},
+    };
+    for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++)
+        for (size_t k = 0; k < 4; k++) /* quick: FP32 and one other; the one-sided ones only that */
+            if (!quick || k == 1 + i % 3 || (k == 0 && kinds[i].both))
+                add_for_forms(list, kinds[i].what, kinds[i].rows, kinds[i].classes, kinds[i].data,
+                              dtypes[k], kinds[i].both);
     for (uint32_t mix = 0; mix < 9; mix++) {
         static const enum table_data data[] = {TABLE_ZEROS, TABLE_INFINITE, TABLE_BAD, TABLE_SHARP,
                                                TABLE_EXTREME};
@@ -259,6 +270,17 @@ static void add_near(struct list *list) {
                     at->shift = form == LOGITS ? shift[turn(list, 3)] : 0;
                     at->relative = form == LOGITS ? (i ? 1e-2 : 1e-4) : 0;
                 }
+}
+
+/* The same at the end of what FP64 holds: without balanced terms there is nothing but noise. */
+static void add_near_fp64(struct list *list) {
+    for (uint32_t divergence = 0; divergence < DIVERGENCES; divergence++) {
+        struct table_case *at = add_one(list, "near 1e-14", 6, 1000, divergence, LOGITS, FP64);
+        at->data = TABLE_NEAR;
+        at->noise = 1e-7;
+        at->gradient[1] = true;
+        at->relative = 1e-3;
+    }
 }
 
 /* A parameter at its end makes one divergence another: the same code, so the same bits. */
@@ -360,6 +382,7 @@ struct table_case *table_cases(bool quick, size_t *ret_count) {
     add_short(&list, quick);
     add_values(&list, quick);
     add_near(&list);
+    add_near_fp64(&list);
     add_ends(&list);
     add_reductions(&list);
     if (!quick)
