@@ -1,0 +1,96 @@
+/* logits_math.cuh - the arithmetic of one pair of logits, without memory or threads.
+ *
+ * Exponentials are powers of 2 against an integer reference c: 2^(z s - c) = 2^(k - c) (1 + w),
+ * with s = log2(e) / T, k = round(z s) and w = 2^(z s - k) - 1. A sum over parts of a row that have
+ * different references is put together without rounding. In FP32 the power 2^(k - c) and w stay
+ * apart until they are added, so that a sum is good to 1e-8 and not to 1e-7; 16 bits take 2^x of
+ * the hardware (2e-7).
+ *
+ * q - p is max(p, q) (1 - e^-|d|), up to its sign, with d = ln p - ln q taken from the difference
+ * of the logits: nothing cancels, and one exponential serves the pair. */
+#ifndef KLD_KERNELS_CUDA_LOGITS_MATH_CUH
+#define KLD_KERNELS_CUDA_LOGITS_MATH_CUH
+
+#include "kernels/cuda/math.cuh"
+
+#define LOG2_E 1.4426950408889634
+#define LN_2 0.6931471805599453
+
+static __device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* A double as two floats. */
+struct two_floats {
+    float high, low;
+    __device__ __forceinline__ two_floats() {}
+    __device__ __forceinline__ explicit two_floats(double x) {
+        high = (float)x;
+        low = (float)(x - (double)high);
+    }
+};
+
+/* log2(e) / T and 1 / T. */
+struct temperature {
+    two_floats scale, inverse;
+    __device__ __forceinline__ explicit temperature(double inverse_temperature)
+        : scale(inverse_temperature * LOG2_E), inverse(inverse_temperature) {}
+};
+
+/* z s = k + r and 2^(z s) = 2^k (1 + w); k is a whole number. |z s| < 2^22, beyond that k is only
+ * near. */
+struct exp_parts {
+    float k, r, w;
+};
+
+static __device__ __forceinline__ exp_parts exp_split(float z, const temperature &t) {
+    const float round = 12582912.0f; /* 1.5 * 2^23 */
+    exp_parts e;
+    e.k = fmaf(z, t.scale.high, round) - round;
+    float r = fmaf(z, t.scale.high, -e.k);
+    r = fmaf(z, t.scale.low, r);
+    /* (2^r - 1) / r on [-1/2, 1/2], minimax; 2^r is off by 2e-9 of itself */
+    float y = fmaf(r, 0.0001535336196f, 0.001339887502f);
+    y = fmaf(y, r, 0.009618436918f);
+    y = fmaf(y, r, 0.05550332367f);
+    y = fmaf(y, r, 0.2402264774f);
+    y = fmaf(y, r, 0.6931471825f);
+    e.r = r;
+    e.w = y * r;
+    return e;
+}
+
+/* a - b exactly: high + low. Both finite. */
+static __device__ __forceinline__ two_floats subtract(float a, float b) {
+    two_floats u;
+    u.high = a - b;
+    float back = u.high - a;
+    u.low = (a - (u.high - back)) - (b + back);
+    return u;
+}
+
+/* 1 - e^-x for x >= 0, to 1 unit in the last place. */
+static __device__ __forceinline__ float one_minus_exp(float x) {
+    /* (1 - e^-x) / x on [0, 1], minimax, 2e-9 */
+    float y = fmaf(x, 0.0001283807069f, -0.001298663672f);
+    y = fmaf(y, x, 0.008273095824f);
+    y = fmaf(y, x, -0.04164557904f);
+    y = fmaf(y, x, 0.1666630954f);
+    y = fmaf(y, x, -0.4999997616f);
+    y = fmaf(y, x, 1.0f);
+    float far = 1.0f - exp2_fast(x * -1.44269504f);
+    return x < 1.0f ? y * x : far;
+}
+
+/* (e^v - 1 - v) / v^2 on |v| <= 1/2, minimax, 1e-8. */
+static __device__ __forceinline__ float expm1_rest(float v) {
+    float y = fmaf(v, 0.0001997950749f, 0.001398219611f);
+    y = fmaf(y, v, 0.008333127946f);
+    y = fmaf(y, v, 0.04166579247f);
+    y = fmaf(y, v, 0.1666666716f);
+    return fmaf(y, v, 0.5f);
+}
+
+#endif

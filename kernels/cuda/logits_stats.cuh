@@ -1,0 +1,408 @@
+/* logits_stats.cuh - the first pass over a row pair of logits held in shared memory: the sums of
+ * the exponentials and what gives the row's value, by one warp for its part; and how the parts of
+ * all warps make the row.
+ *
+ * Two ways. The fast one serves rows that differ: KL comes from sum(a u) / sum(a) less the
+ * logarithm of the ratio of the two sums, where a are p's exponentials and u the differences of the
+ * logits. Of close rows that difference would be noise. The careful one adds only what is of the
+ * size of the result: with b q's exponentials and v the difference of the logits less that of one
+ * class, so that p is b e^v up to a factor, the terms b (v e^v - e^v + 1) >= 0 and the change b
+ * (e^v - 1) of the sum. It also knows classes of -inf. What it cannot do (NaN, +inf, mass over a
+ * zero) is left to any.cuh. A row is tried in this order; which way it takes depends on the row
+ * alone. */
+#ifndef KLD_KERNELS_CUDA_LOGITS_STATS_CUH
+#define KLD_KERNELS_CUDA_LOGITS_STATS_CUH
+
+#include "kernels/cuda/logits_math.cuh"
+#include "kernels/cuda/resident.cuh"
+
+namespace logits_stats {
+
+using resident::part;
+
+/* Rows below this value go the careful way: the fast one's error is some 1e-7 in 16 bits, 1e-8 in
+ * FP32. */
+template <class T> static constexpr double FAST_MIN = sizeof(T) == 4 ? 1.0 / 256 : 1.0 / 16;
+
+/* The fourth sum: nothing, sum q (ln q - ln p), or sum p ln q. */
+enum extra { NOTHING, REVERSE, ENTROPY };
+
+/* Of the row. p_i = 2^(z_i s - c_p) inverse_p, d_i = (zp_i - zq_i) / T - shift. */
+struct row_stats {
+    int32_t c_p, c_q;
+    double inverse_p, inverse_q, shift;
+    double forward, reverse, entropy; /* sum p d, sum q (-d), - sum p ln q */
+    bool good;
+};
+
+/* Sum of a few floats, pairwise. */
+template <int V> static __device__ __forceinline__ float tree(float (&x)[V]) {
+#pragma unroll
+    for (int half = V / 2; half; half /= 2)
+#pragma unroll
+        for (int i = 0; i < half; i++)
+            x[i] += x[i + half];
+    return x[0];
+}
+
+static __device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int step = 16; step; step /= 2)
+        x = fmaxf(x, __shfl_xor_sync(KLD_FULL_WARP, x, step));
+    return x;
+}
+
+template <class T> struct pair_of {
+    static constexpr int V = packet<T>::V;
+    float p[V], q[V];
+    uint32_t left; /* how many of them are classes */
+
+    __device__ __forceinline__ pair_of(const uint4 &raw_p, const uint4 &raw_q, uint32_t vector,
+                                       uint32_t count) {
+        unpack<T>(raw_p, p);
+        unpack<T>(raw_q, q);
+        uint32_t first = vector * V;
+        left = count > first ? count - first : 0;
+    }
+    __device__ __forceinline__ void pad(float pad_p, float pad_q) {
+        if (left < V)
+#pragma unroll
+            for (int i = 0; i < V; i++)
+                if (i >= left) {
+                    p[i] = pad_p;
+                    q[i] = pad_q;
+                }
+    }
+};
+
+/* What a warp measures its part against: the largest of its first 32 vectors, in powers of 2. */
+struct reference {
+    float c_p, c_q;
+    float pad_p,
+        pad_q; /* a logit whose exponential is 0 beside that; stands behind the last class */
+    float top_q;
+
+    static __device__ __forceinline__ float below(float top, float span) {
+        return fabsf(top) < 1e6f ? top - span : -3e38f;
+    }
+    /* Beyond 2^21 exp_split() is no good: NaN, which spoils the row and sends it to any.cuh. */
+    static __device__ __forceinline__ float whole(float x) {
+        return fabsf(x) < 2097152.0f ? rintf(x) : CUDART_NAN_F;
+    }
+    template <class T>
+    static __device__ __forceinline__ reference of(resident::slice &slice, const temperature &t,
+                                                   float span) {
+        reference at;
+        uint4 raw_p, raw_q;
+        uint32_t vector;
+        slice.peek(raw_p, raw_q, vector);
+        pair_of<T> z(raw_p, raw_q, vector, slice.count);
+        float top_p = -CUDART_INF_F, top_q = -CUDART_INF_F;
+#pragma unroll
+        for (int i = 0; i < packet<T>::V; i++)
+            if (i < z.left) {
+                top_p = fmaxf(top_p, z.p[i]);
+                top_q = fmaxf(top_q, z.q[i]);
+            }
+        top_p = warp_max(top_p);
+        top_q = warp_max(top_q);
+        top_p = fabsf(top_p) < 1e30f ? top_p : 0.0f;
+        top_q = fabsf(top_q) < 1e30f ? top_q : 0.0f;
+        at.c_p = whole(top_p * t.scale.high);
+        at.c_q = whole(top_q * t.scale.high);
+        at.pad_p = below(top_p, span);
+        at.pad_q = below(top_q, span);
+        at.top_q = top_q;
+        return at;
+    }
+};
+
+template <int EXTRA> struct sums {
+    double p = 0, q = 0, u = 0, extra = 0;
+    __device__ __forceinline__ part put_together() {
+        double x[4] = {p, q, u, extra};
+#pragma unroll
+        for (int step = 16; step; step /= 2)
+#pragma unroll
+            for (int i = 0; i < (EXTRA == NOTHING ? 3 : 4); i++)
+                x[i] += __shfl_xor_sync(KLD_FULL_WARP, x[i], step);
+        return {{x[0], x[1], x[2], x[3]}, 0, 0, 0, 0};
+    }
+};
+
+/* ---- the fast way -----------------------------------------------------------------------------
+ */
+
+/* Sums of one chunk, of one thread, in FP32. */
+template <int EXTRA> struct chunk_sums {
+    float p = 0, p_low = 0, q = 0, q_low = 0, u = 0, extra = 0;
+
+    __device__ __forceinline__ void flush(sums<EXTRA> &total) {
+        total.p += (double)p + (double)p_low;
+        total.q += (double)q + (double)q_low;
+        total.u += (double)u;
+        if (EXTRA != NOTHING)
+            total.extra += (double)extra;
+        p = p_low = q = q_low = u = extra = 0;
+    }
+};
+
+template <int EXTRA>
+static __device__ __forceinline__ void fast_fp32(float z_p, float z_q, const reference &at,
+                                                 const temperature &t, chunk_sums<EXTRA> &sum) {
+    exp_parts e_p = exp_split(z_p, t), e_q = exp_split(z_q, t);
+    float k_p = e_p.k - at.c_p, k_q = e_q.k - at.c_q;
+    float scale_p = exp2_fast(k_p), scale_q = exp2_fast(k_q);
+    sum.p += scale_p;
+    sum.q += scale_q;
+    sum.p_low = fmaf(scale_p, e_p.w, sum.p_low);
+    sum.q_low = fmaf(scale_q, e_q.w, sum.q_low);
+    float a = fmaf(scale_p, e_p.w, scale_p), u = (k_p - k_q) + (e_p.r - e_q.r);
+    sum.u = fmaf(a, u, sum.u);
+    if (EXTRA == REVERSE)
+        sum.extra = fmaf(fmaf(scale_q, e_q.w, scale_q), u, sum.extra);
+    if (EXTRA == ENTROPY)
+        sum.extra = fmaf(a, k_q + e_q.r, sum.extra);
+}
+
+template <int EXTRA>
+static __device__ __forceinline__ void fast_16(float z_p, float z_q, const reference &at,
+                                               const temperature &t, chunk_sums<EXTRA> &sum) {
+    float x_p = fmaf(z_p, t.scale.high, -at.c_p), x_q = fmaf(z_q, t.scale.high, -at.c_q);
+    float a = exp2_fast(x_p), b = exp2_fast(x_q), u = x_p - x_q;
+    sum.p += a;
+    sum.q += b;
+    sum.u = fmaf(a, u, sum.u);
+    if (EXTRA == REVERSE)
+        sum.extra = fmaf(b, u, sum.extra);
+    if (EXTRA == ENTROPY)
+        sum.extra = fmaf(a, x_q, sum.extra);
+}
+
+/* sum: a, b, a u, and b u or a ln b; logarithms of base 2 and less the references. */
+template <class T, int EXTRA>
+static __device__ __forceinline__ part fast(resident::slice &slice, const temperature &t,
+                                            float span) {
+    constexpr int V = packet<T>::V;
+    reference at = reference::of<T>(slice, t, span);
+    sums<EXTRA> total;
+    chunk_sums<EXTRA> sum;
+    slice.pass<false>(
+        [&](uint32_t vector, const uint4 &raw_p, const uint4 &raw_q) {
+            pair_of<T> z(raw_p, raw_q, vector, slice.count);
+            z.pad(at.pad_p, at.pad_q);
+#pragma unroll
+            for (int i = 0; i < V; i++)
+                if constexpr (sizeof(T) == 4)
+                    fast_fp32(z.p[i], z.q[i], at, t, sum);
+                else
+                    fast_16(z.p[i], z.q[i], at, t, sum);
+        },
+        [&] { sum.flush(total); });
+    part mine = total.put_together();
+    mine.exponent_p = (int)at.c_p;
+    mine.exponent_q = (int)at.c_q;
+    return mine;
+}
+
+/* 2^x, 0 far below. */
+static __device__ __forceinline__ double power_of_2(int x) {
+    return x < -1000 ? 0.0 : __hiloint2double((1023 + min(x, 1000)) << 20, 0);
+}
+
+template <int COUNT> static __device__ __forceinline__ void warp_sum(double (&x)[COUNT]) {
+#pragma unroll
+    for (int step = 16; step; step /= 2)
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            x[i] += __shfl_xor_sync(KLD_FULL_WARP, x[i], step);
+}
+
+/* One warp: the parts of all to the row. */
+template <int EXTRA>
+static __device__ row_stats fast_row(const part *parts, uint32_t count, double least) {
+    unsigned lane = threadIdx.x % 32;
+    int c_p = INT32_MIN, c_q = INT32_MIN;
+    for (uint32_t i = lane; i < count; i += 32) {
+        c_p = max(c_p, parts[i].exponent_p);
+        c_q = max(c_q, parts[i].exponent_q);
+    }
+    c_p = __reduce_max_sync(KLD_FULL_WARP, c_p);
+    c_q = __reduce_max_sync(KLD_FULL_WARP, c_q);
+    double x[4] = {0, 0, 0, 0};
+    for (uint32_t i = lane; i < count; i += 32) {
+        const part &from = parts[i];
+        int by_p = from.exponent_p - c_p, by_q = from.exponent_q - c_q;
+        double scale_p = power_of_2(by_p), scale_q = power_of_2(by_q);
+        x[0] += scale_p * from.sum[0];
+        x[1] += scale_q * from.sum[1];
+        x[2] += scale_p * (from.sum[2] + from.sum[0] * (double)(by_p - by_q));
+        if (EXTRA == REVERSE)
+            x[3] += scale_q * (from.sum[3] + from.sum[1] * (double)(by_p - by_q));
+        if (EXTRA == ENTROPY)
+            x[3] += scale_p * (from.sum[3] + from.sum[0] * (double)by_q);
+    }
+    warp_sum(x);
+    row_stats row;
+    row.c_p = c_p;
+    row.c_q = c_q;
+    row.inverse_p = 1.0 / x[0];
+    row.inverse_q = 1.0 / x[1];
+    double ratio = log(x[0] * row.inverse_q);
+    row.shift = (double)(c_p - c_q) * LN_2 + ratio;
+    row.forward = x[2] * row.inverse_p * LN_2 - ratio;
+    row.reverse = EXTRA == REVERSE ? ratio - x[3] * row.inverse_q * LN_2 : 0.0;
+    row.entropy = EXTRA == ENTROPY ? log(x[1]) - x[3] * row.inverse_p * LN_2 : 0.0;
+    row.good = row.forward >= least && row.forward < 1e30 && x[1] > 0 && x[1] < 1e300 &&
+               (EXTRA == NOTHING || fabs(x[3]) < 1e300);
+    return row;
+}
+
+/* ---- the careful way --------------------------------------------------------------------------
+ */
+
+struct careful_term {
+    float b, change, forward, reverse, a;
+};
+
+/* v = (zp - zq - delta) / T, to its last place. */
+static __device__ __forceinline__ float careful_difference(float z_p, float z_q, float delta,
+                                                           const temperature &t) {
+    two_floats u = subtract(z_p, z_q), w = subtract(u.high, delta);
+    float x = w.high * t.inverse.high;
+    float rest = fmaf(w.high, t.inverse.high, -x);
+    rest = fmaf(w.high, t.inverse.low, fmaf(w.low + u.low, t.inverse.high, rest));
+    return x + rest;
+}
+
+/* p's exponentials are 2^(zp s - c) fraction there. */
+static __device__ careful_term careful_pair(float z_p, float z_q, const reference &at, float delta,
+                                            float c_p, float fraction, const temperature &t) {
+    bool no_p = z_p == -CUDART_INF_F, no_q = z_q == -CUDART_INF_F;
+    exp_parts e = exp_split(fmaxf(z_q, at.pad_q), t);
+    float scale = exp2_fast(e.k - at.c_q);
+    careful_term r;
+    r.b = no_q ? 0.0f : fmaf(scale, e.w, scale);
+    float v = careful_difference(no_p || no_q ? 0.0f : z_p, no_p || no_q ? 0.0f : z_q, delta, t);
+    if (!no_p && !no_q && fabsf(v) < 0.5f) {
+        float f = expm1_rest(v), square = v * v;
+        float w = fmaf(square, f, v);
+        r.change = r.b * w;
+        r.forward = r.b * square * fmaf(v - 1.0f, f, 1.0f);
+        r.reverse = r.b * square * f;
+        r.a = r.b + r.change;
+        return r;
+    }
+    exp_parts g = exp_split(fmaxf(z_p, at.pad_p), t);
+    float scale_p = exp2_fast(g.k - c_p) * fraction;
+    r.a = no_p ? 0.0f : fmaf(scale_p, g.w, scale_p);
+    r.change = r.a - r.b;
+    r.forward = r.a == 0.0f ? r.b : no_q ? CUDART_INF_F : fmaf(r.a, v, -r.change);
+    r.reverse = r.b == 0.0f ? r.a : no_p ? CUDART_INF_F : fmaf(-r.b, v, r.change);
+    return r;
+}
+
+/* sum: b, change, forward terms, and reverse terms or a zq. exponent_q: of b; reference_p: delta.
+ */
+template <class T, int EXTRA>
+static __device__ __noinline__ part careful(resident::slice slice, temperature t, float span) {
+    constexpr int V = packet<T>::V;
+    reference at = reference::of<T>(slice, t, span);
+    uint4 first_p, first_q;
+    uint32_t first;
+    slice.peek(first_p, first_q, first);
+    pair_of<T> z(first_p, first_q, first, slice.count);
+    float delta = CUDART_NAN_F; /* the difference at the class whose q is the largest */
+#pragma unroll
+    for (int i = 0; i < V; i++)
+        if (i < z.left && z.q[i] == at.top_q)
+            delta = z.p[i] - z.q[i];
+    unsigned have = __ballot_sync(KLD_FULL_WARP, fabsf(delta) < 1e30f);
+    delta = __shfl_sync(KLD_FULL_WARP, delta, have ? __ffs(have) - 1 : 0);
+    if (!have)
+        delta = 0;
+    double c = (double)at.c_q + ((double)delta * ((double)t.scale.high + (double)t.scale.low));
+    float c_p = (float)floor(c), fraction = (float)exp2(floor(c) - c);
+    at.pad_p = reference::below(at.top_q + delta, span);
+    sums<REVERSE> total;
+    slice.pass<false>(
+        [&](uint32_t vector, const uint4 &raw_p, const uint4 &raw_q) {
+            pair_of<T> z(raw_p, raw_q, vector, slice.count);
+            z.pad(-CUDART_INF_F, -CUDART_INF_F);
+#pragma unroll 1
+            for (int i = 0; i < V; i++) {
+                float z_p = z.p[0], z_q = z.q[0];
+#pragma unroll
+                for (int j = 1; j < V; j++) {
+                    z_p = i == j ? z.p[j] : z_p;
+                    z_q = i == j ? z.q[j] : z_q;
+                }
+                careful_term r = careful_pair(z_p, z_q, at, delta, c_p, fraction, t);
+                total.p += (double)r.b;
+                total.q += (double)r.change;
+                total.u += (double)r.forward;
+                if (EXTRA == REVERSE)
+                    total.extra += (double)r.reverse;
+                if (EXTRA == ENTROPY)
+                    total.extra += r.a == 0.0f ? 0.0 : (double)r.a * (double)z_q;
+            }
+        },
+        [] {});
+    part mine = total.put_together();
+    mine.exponent_p = mine.exponent_q = (int)at.c_q;
+    mine.reference_p = delta;
+    mine.reference_q = 0;
+    return mine;
+}
+
+/* With eta by which a part's delta differs from the row's: a grows by e^eta. */
+template <int EXTRA>
+static __device__ row_stats careful_row(const part *parts, uint32_t count,
+                                        double inverse_temperature) {
+    unsigned lane = threadIdx.x % 32;
+    int c_q = INT32_MIN;
+    uint32_t main = 0; /* the part with the largest reference lends its delta to the row */
+    for (uint32_t i = 0; i < count; i++)
+        if (parts[i].exponent_q > c_q && parts[i].sum[0] > 0) {
+            c_q = parts[i].exponent_q;
+            main = i;
+        }
+    double origin = (double)parts[main].reference_p;
+    double x[4] = {0, 0, 0, 0}; /* b, change, forward, reverse or a zq */
+    for (uint32_t i = lane; i < count; i += 32) {
+        const part &from = parts[i];
+        double scale = power_of_2(from.exponent_q - c_q);
+        double b = from.sum[0], a = from.sum[0] + from.sum[1];
+        double eta = ((double)from.reference_p - origin) * inverse_temperature;
+        double grow = a > 0 ? expm1(eta) : 0.0;
+        double more = grow * a;
+        x[0] += scale * b;
+        x[1] += scale * (from.sum[1] + more);
+        /* sum of a'(v + eta) - a' + b with a' = a e^eta */
+        x[2] += scale * (from.sum[2] + grow * (from.sum[2] - b) + (more + a) * eta);
+        if (EXTRA == REVERSE)
+            x[3] += scale * (from.sum[3] + more - eta * b);
+        if (EXTRA == ENTROPY)
+            x[3] += scale * from.sum[3] * (1.0 + grow);
+    }
+    warp_sum(x);
+    row_stats row;
+    double relative = x[1] / x[0], ratio = log1p(relative), inverse_a = 1.0 / (x[0] + x[1]);
+    row.c_q = c_q;
+    row.inverse_q = 1.0 / x[0];
+    row.shift = origin * inverse_temperature + ratio;
+    double lse_p = (double)c_q + log2(x[0]) + row.shift * LOG2_E;
+    row.c_p = (int)floor(lse_p);
+    row.inverse_p = exp2(floor(lse_p) - lse_p);
+    row.forward = fmax(x[2] * inverse_a + (relative * x[0] * inverse_a - ratio), 0.0);
+    row.reverse = EXTRA == REVERSE ? fmax(x[3] / x[0] + (ratio - relative), 0.0) : 0.0;
+    row.entropy = EXTRA == ENTROPY
+                      ? (double)c_q * LN_2 + log(x[0]) - x[3] * inverse_a * inverse_temperature
+                      : 0.0;
+    row.good = x[0] > 0 && x[0] < 1e300 && x[0] + x[1] > 0 && fabs(x[2]) < 1e300 &&
+               fabs(x[3]) < 1e300 && fabs(lse_p) < 1e6;
+    return row;
+}
+
+} /* namespace logits_stats */
+#endif

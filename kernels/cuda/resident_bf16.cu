@@ -1,0 +1,7 @@
+/* resident_bf16.cu - long rows of BF16 logits, held in shared memory. Enqueues only. */
+#include "kernels/cuda/logits_resident.cuh"
+
+extern "C" cudaError_t kld_cuda_resident_bf16(const kld_cuda_args *args, uint32_t groups,
+                                              cudaStream_t stream) {
+    return logits_resident::launch_rows<__nv_bfloat16>(*args, groups, stream);
+}

@@ -1,0 +1,7 @@
+/* resident_fp32.cu - long rows of FP32 logits, held in shared memory. Enqueues only. */
+#include "kernels/cuda/logits_resident.cuh"
+
+extern "C" cudaError_t kld_cuda_resident_fp32(const kld_cuda_args *args, uint32_t groups,
+                                              cudaStream_t stream) {
+    return logits_resident::launch_rows<float>(*args, groups, stream);
+}
