@@ -278,6 +278,8 @@ START_TEST(test_thread_count) {
         for (uint32_t form = 0; form < 3; form++) {
             uint32_t dtype = i < 4 ? KLD_DTYPE_FP64 : KLD_DTYPE_FP32;
             struct table_case at = {.name = "threads",
+                                    .divergence = i % 3 == 1 ? KLD_DIVERGENCE_JS : 0,
+                                    .parameter = 0.3,
                                     .form = {form, form},
                                     .dtype = {dtype, dtype},
                                     .rank = 2,
@@ -296,9 +298,10 @@ END_TEST
 START_TEST(test_near_and_shifted) {
     struct kld_device *device = device_open(2, 0, 5);
     const struct table_place place = {TABLE_POOL, 0, false, 1};
-    for (uint32_t divergence = 0; divergence < 2; divergence++) {
+    for (uint32_t divergence = 0; divergence <= KLD_DIVERGENCE_CROSS_ENTROPY; divergence++) {
         struct table_case at = {.name = "shifted",
                                 .divergence = divergence,
+                                .parameter = 0.3,
                                 .form = {KLD_FORM_LOGITS, KLD_FORM_LOGITS},
                                 .dtype = {KLD_DTYPE_FP32, KLD_DTYPE_FP32},
                                 .data = TABLE_NEAR,
