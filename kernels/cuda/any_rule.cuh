@@ -114,7 +114,8 @@ static __device__ __forceinline__ any_result any_mixture(const any_rule &at, con
     r.of_p = r.of_q = 0.0;
     if (at.want_p == ANY_NOTHING && at.want_q == ANY_NOTHING)
         return r;
-    double p_part = p / m, q_part = q / m, cross = a * rest - b * share;
+    /* a rest - b share, which is 0 where both weigh: then a is the share. */
+    double p_part = p / m, q_part = q / m, cross = b == 0 ? a * rest : 0.0;
     if (at.want_p == ANY_CENTRED)
         r.of_p = a * term_p + cross * share * p_part * q_less_p;
     else if (p == 0)

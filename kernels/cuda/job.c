@@ -1,28 +1,9 @@
-/* job.c - one job from its operator to launches: roles of the tensors, staging of those in host
- * memory, chunks of rows where staging is bounded, times. Under device->work. Never waits for the
- * device: what must come later is enqueued by cuda_job_advance(), when the marks have passed. */
-#include "kernels/cuda/device.h"
+/* job.c - one job from its operator to launches: staging of tensors in host memory, chunks of rows
+ * where staging is bounded, times. Under device->work. Never waits for the device: what must come
+ * later is enqueued by cuda_job_advance(), when the marks have passed. */
+#include "kernels/cuda/plan.h"
 
 #include <string.h>
-
-/* Of each slot: does it have a row for each row of the inputs? */
-static bool is_tall(const struct kld_job *job, int slot) {
-    return job->geometry.slot[slot].rows == job->geometry.rows &&
-           (slot != KLD_SLOT_GRAD_OUTPUT || !job->geometry.scalar) &&
-           (slot != KLD_SLOT_LOSS || !job->geometry.scalar);
-}
-
-static bool is_present(const struct kld_job *job, int slot) {
-    return job->op.tensor[slot].dtype != KLD_DTYPE_ABSENT;
-}
-
-static char *address_of(const struct kld_place *place) {
-    return ((struct cuda_memory *)place->memory)->at + place->offset_bytes;
-}
-
-static bool on_device(const struct kld_place *place) {
-    return ((struct cuda_memory *)place->memory)->on_device;
-}
 
 static uint64_t round_up(uint64_t bytes) { return (bytes + 255) & ~(uint64_t)255; }
 
@@ -60,13 +41,27 @@ static cudaError_t copy_rows(char *to, uint64_t to_stride, const char *from, uin
     return error;
 }
 
+/* Tiles [first, first + tiles) of a slot of a flat job. */
+static cudaError_t copy_tiles(const struct cuda_flight *flight, int slot, uint64_t first,
+                              uint64_t tiles, bool back) {
+    const struct kld_slot_geometry *at = &flight->job->geometry.slot[slot];
+    uint64_t tile_bytes = cuda_plan_row_bytes(flight, slot);
+    uint64_t bytes = min_u64(tiles * tile_bytes, at->rows * at->row_bytes - first * tile_bytes);
+    char *host = cuda_address_of(&flight->job->place[slot]) + first * tile_bytes;
+    char *staged = flight->staging + flight->staging_at[slot];
+    return cudaMemcpyAsync(back ? host : staged, back ? staged : host, bytes, cudaMemcpyDefault,
+                           flight->stream->stream);
+}
+
 /* Rows [first, first + rows) of a staged slot, to the device or back. */
 static cudaError_t copy_slot(const struct cuda_flight *flight, int slot, uint64_t first,
                              uint64_t rows, bool back) {
     const struct kld_job *job = flight->job;
     const struct kld_slot_geometry *at = &job->geometry.slot[slot];
-    bool tall = is_tall(job, slot);
-    char *host = address_of(&job->place[slot]) + (tall ? first * at->stride_bytes : 0);
+    bool tall = cuda_slot_is_tall(job, slot);
+    if (tall && flight->args.elements)
+        return copy_tiles(flight, slot, first, rows, back);
+    char *host = cuda_address_of(&job->place[slot]) + (tall ? first * at->stride_bytes : 0);
     char *staged = flight->staging + flight->staging_at[slot];
     uint64_t count = tall ? rows : 1;
     return back ? copy_rows(host, at->stride_bytes, staged, at->row_bytes, at->row_bytes, count,
@@ -77,79 +72,6 @@ static cudaError_t copy_slot(const struct cuda_flight *flight, int slot, uint64_
 
 /* ---- planning ---------------------------------------------------------------------------------
  */
-
-static struct kld_cuda_tensor tensor_of(const struct kld_job *job, int slot) {
-    struct kld_cuda_tensor tensor = {0};
-    if (!is_present(job, slot))
-        return tensor;
-    tensor.dtype = job->op.tensor[slot].dtype;
-    tensor.stride_bytes = job->geometry.slot[slot].stride_bytes;
-    if (on_device(&job->place[slot]))
-        tensor.at = address_of(&job->place[slot]);
-    return tensor;
-}
-
-/* Kernels are written for a p that weighs terms: where only q does, the two change places. */
-static bool roles_swapped(const struct kld_op *op) {
-    struct kld_rule rule = kld_rule_of(op);
-    return (rule.kind == KLD_RULE_KL || rule.kind == KLD_RULE_MIXTURE) && rule.of_p == 0;
-}
-
-static void plan_args(struct cuda_device *device, struct cuda_flight *flight) {
-    const struct kld_job *job = flight->job;
-    const struct kld_op *op = &job->op;
-    struct kld_cuda_args *args = &flight->args;
-    memset(args, 0, sizeof *args);
-    bool reverse = roles_swapped(op);
-    args->rule = reverse ? kld_rule_swapped(kld_rule_of(op)) : kld_rule_of(op);
-    int p = reverse ? KLD_SLOT_PREDICTIONS : KLD_SLOT_TARGETS;
-    int q = reverse ? KLD_SLOT_TARGETS : KLD_SLOT_PREDICTIONS;
-    int grad_p = reverse ? KLD_SLOT_GRAD_PREDICTIONS : KLD_SLOT_GRAD_TARGETS;
-    int grad_q = reverse ? KLD_SLOT_GRAD_TARGETS : KLD_SLOT_GRAD_PREDICTIONS;
-    args->p = tensor_of(job, p);
-    args->q = tensor_of(job, q);
-    args->p.form = reverse ? op->predictions_form : op->targets_form;
-    args->q.form = reverse ? op->targets_form : op->predictions_form;
-    args->grad_p = tensor_of(job, grad_p);
-    args->grad_q = tensor_of(job, grad_q);
-    args->weights = tensor_of(job, KLD_SLOT_ROW_WEIGHTS);
-    args->mask = tensor_of(job, KLD_SLOT_ROW_MASK);
-    args->grad_output = tensor_of(job, KLD_SLOT_GRAD_OUTPUT);
-    args->loss = tensor_of(job, KLD_SLOT_LOSS);
-    args->row_loss = tensor_of(job, KLD_SLOT_ROW_LOSS);
-    uint32_t extent = op->reduction == KLD_REDUCTION_NONE  ? KLD_CUDA_ELEMENTS
-                      : op->reduction == KLD_REDUCTION_ROW ? KLD_CUDA_ROWS
-                                                           : KLD_CUDA_SCALAR;
-    args->grad_output_extent = is_present(job, KLD_SLOT_GRAD_OUTPUT) ? extent : KLD_CUDA_SCALAR;
-    args->loss_extent = extent;
-    args->classes = job->geometry.classes;
-    args->inverse_temperature = 1.0 / op->number[KLD_NUMBER_TEMPERATURE];
-    args->scale = op->number[KLD_NUMBER_SCALE];
-    args->gradient_scale =
-        args->scale * (job->geometry.scalar ? op->number[KLD_NUMBER_GRAD_OUTPUT] : 1.0);
-    args->divisor = job->geometry.divisor;
-    if (args->divisor == 0 && !is_present(job, KLD_SLOT_ROW_WEIGHTS) &&
-        !is_present(job, KLD_SLOT_ROW_MASK))
-        args->divisor = (double)job->geometry.rows;
-    args->scratch = flight->scratch;
-    kld_cuda_layout(args, job->geometry.rows, device->shared_bytes_max);
-}
-
-static struct kld_cuda_tensor *arg_of(struct cuda_flight *flight, int slot) {
-    struct kld_cuda_args *args = &flight->args;
-    bool reverse = roles_swapped(&flight->job->op);
-    switch (slot) {
-    case KLD_SLOT_PREDICTIONS: return reverse ? &args->p : &args->q;
-    case KLD_SLOT_TARGETS: return reverse ? &args->q : &args->p;
-    case KLD_SLOT_GRAD_PREDICTIONS: return reverse ? &args->grad_p : &args->grad_q;
-    case KLD_SLOT_GRAD_TARGETS: return reverse ? &args->grad_q : &args->grad_p;
-    case KLD_SLOT_ROW_WEIGHTS: return &args->weights;
-    case KLD_SLOT_ROW_MASK: return &args->mask;
-    case KLD_SLOT_GRAD_OUTPUT: return &args->grad_output;
-    case KLD_SLOT_LOSS: return &args->loss;
-    default: return &args->row_loss;
-    }
-}
 
 /* The slot whose staging this one shares: a gradient written over its own tensor. */
 static int staged_with(const struct kld_job *job, int slot) {
@@ -174,7 +96,8 @@ static uint64_t plan_staging(struct cuda_flight *flight, uint64_t rows) {
             continue;
         }
         flight->staging_at[slot] = bytes;
-        bytes += round_up((is_tall(job, slot) ? rows : 1) * job->geometry.slot[slot].row_bytes);
+        bytes +=
+            round_up((cuda_slot_is_tall(job, slot) ? rows : 1) * cuda_plan_row_bytes(flight, slot));
     }
     return bytes;
 }
@@ -191,7 +114,7 @@ static uint64_t divisor_bytes(const struct cuda_flight *flight) {
 static uint32_t slots_to_stage(const struct kld_job *job) {
     uint32_t slots = 0;
     for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
-        if (is_present(job, slot) && !on_device(&job->place[slot]) &&
+        if (cuda_slot_is_present(job, slot) && !cuda_is_on_device(&job->place[slot]) &&
             (slot != KLD_SLOT_LOSS || !job->geometry.scalar))
             slots |= 1u << slot;
     return slots;
@@ -211,7 +134,7 @@ static void plan_slots(struct cuda_flight *flight) {
 /* Takes staging for as many rows at once as fit; at least one group of rows. */
 static bool reserve_staging(struct cuda_device *device, struct cuda_flight *flight) {
     uint64_t group = flight->args.group_rows;
-    uint64_t rows = min_u64(flight->job->geometry.rows, flight->segment_rows);
+    uint64_t rows = min_u64(cuda_plan_rows(flight), flight->segment_rows);
     for (;;) {
         uint64_t bytes = plan_staging(flight, rows), least = divisor_bytes(flight);
         if (bytes < least)
@@ -244,19 +167,22 @@ static struct kld_cuda_args args_at(struct cuda_flight *flight, uint64_t first, 
     const struct kld_job *job = flight->job;
     struct kld_cuda_args saved = flight->args;
     for (int slot = 0; slot < KLD_SLOT_COUNT; slot++) {
-        struct kld_cuda_tensor *tensor = arg_of(flight, slot);
-        if (!is_present(job, slot))
+        struct kld_cuda_tensor *tensor = cuda_plan_tensor(flight, slot);
+        if (!cuda_slot_is_present(job, slot))
             continue;
         if (flight->slots_staged & (1u << slot)) {
             tensor->at = flight->staging + flight->staging_at[slot];
             tensor->stride_bytes = job->geometry.slot[slot].row_bytes;
-        } else if (tensor->at && is_tall(job, slot)) {
-            tensor->at += first * tensor->stride_bytes;
+        } else if (tensor->at && cuda_slot_is_tall(job, slot)) {
+            tensor->at += first * (flight->args.elements ? cuda_plan_row_bytes(flight, slot)
+                                                         : tensor->stride_bytes);
         }
     }
     struct kld_cuda_args args = flight->args;
     flight->args = saved;
     args.rows = rows;
+    if (args.elements)
+        args.elements = min_u64(args.elements - first * args.classes, rows * args.classes);
     args.first_group = first % flight->segment_rows / args.group_rows;
     return args;
 }
@@ -294,7 +220,7 @@ static void launch_rows(struct cuda_device *device, struct cuda_flight *flight, 
     if (failed(device, flight, kld_cuda_launch_rows(&args, flight->stream->stream),
                "launching a kernel"))
         return;
-    bool last = until == job->geometry.rows;
+    bool last = until == cuda_plan_rows(flight);
     if (job->geometry.scalar && (last || until % flight->segment_rows == 0)) {
         uint64_t segment = (until - 1) / flight->segment_rows * flight->segment_rows;
         uint32_t groups = (uint32_t)((until - segment + args.group_rows - 1) / args.group_rows);
@@ -308,12 +234,11 @@ static void launch_rows(struct cuda_device *device, struct cuda_flight *flight, 
 
 static uint64_t segment_end(const struct cuda_flight *flight) {
     uint64_t end = (flight->next_row / flight->segment_rows + 1) * flight->segment_rows;
-    return min_u64(end, flight->job->geometry.rows);
+    return min_u64(end, cuda_plan_rows(flight));
 }
 
 /* The next chunk of a staged job: in, compute, out. */
 static void launch_chunk(struct cuda_device *device, struct cuda_flight *flight) {
-    const struct kld_job *job = flight->job;
     uint64_t first = flight->next_row;
     uint64_t until = min_u64(segment_end(flight), first + flight->chunk_rows);
     for (int slot = 0; slot < KLD_SLOT_COUNT && !flight->status; slot++)
@@ -329,7 +254,7 @@ static void launch_chunk(struct cuda_device *device, struct cuda_flight *flight)
             failed(device, flight, copy_slot(flight, slot, first, until - first, true),
                    "copying from the device");
     mark(device, flight, MARK_END);
-    flight->stream->blocked = !flight->status && flight->next_row < job->geometry.rows;
+    flight->stream->blocked = !flight->status && flight->next_row < cuda_plan_rows(flight);
 }
 
 static bool start_staged(struct cuda_device *device, struct cuda_flight *flight) {
@@ -363,8 +288,8 @@ static void start_copy(struct cuda_device *device, struct cuda_flight *flight) {
     job->bytes = job->copy_bytes;
     mark(device, flight, MARK_START);
     failed(device, flight,
-           cudaMemcpyAsync(address_of(&job->copy_to), address_of(&job->copy_from), job->copy_bytes,
-                           cudaMemcpyDefault, flight->stream->stream),
+           cudaMemcpyAsync(cuda_address_of(&job->copy_to), cuda_address_of(&job->copy_from),
+                           job->copy_bytes, cudaMemcpyDefault, flight->stream->stream),
            "copying");
     mark(device, flight, MARK_END);
 }
@@ -393,14 +318,14 @@ bool cuda_job_start(struct cuda_device *device, struct cuda_flight *flight) {
         return true;
     }
     job->bytes = bytes_of(job);
-    plan_args(device, flight);
+    cuda_plan_args(device, flight);
     plan_slots(flight);
     if (flight->staged)
         return start_staged(device, flight);
     mark(device, flight, MARK_START);
     if (sums_weights(flight))
         launch_divisor(device, flight);
-    while (!flight->status && flight->next_row < job->geometry.rows)
+    while (!flight->status && flight->next_row < cuda_plan_rows(flight))
         launch_rows(device, flight, segment_end(flight));
     mark(device, flight, MARK_END);
     return true;
@@ -442,9 +367,9 @@ static void release_staging(struct cuda_device *device, struct cuda_flight *flig
 /* A loss tensor in host memory: one number, known here. */
 static void write_host_loss(const struct cuda_flight *flight) {
     const struct kld_job *job = flight->job;
-    if (!is_present(job, KLD_SLOT_LOSS) || on_device(&job->place[KLD_SLOT_LOSS]))
+    if (!cuda_slot_is_present(job, KLD_SLOT_LOSS) || cuda_is_on_device(&job->place[KLD_SLOT_LOSS]))
         return;
-    char *to = address_of(&job->place[KLD_SLOT_LOSS]);
+    char *to = cuda_address_of(&job->place[KLD_SLOT_LOSS]);
     float single = (float)job->loss;
     if (job->geometry.loss_dtype == KLD_DTYPE_FP64)
         memcpy(to, &job->loss, sizeof job->loss);
@@ -456,7 +381,7 @@ bool cuda_job_advance(struct cuda_device *device, struct cuda_flight *flight) {
     struct kld_job *job = flight->job;
     add_times(flight);
     if (job->kind == KLD_JOB_OP && flight->staged && !flight->status &&
-        flight->next_row < job->geometry.rows) {
+        flight->next_row < cuda_plan_rows(flight)) {
         mark(device, flight, MARK_START);
         launch_chunk(device, flight);
         return false;

@@ -3,18 +3,45 @@
  * Enqueues only; no memory is allocated here. */
 #include "kernels/cuda/row.cuh"
 
-/* Does a kernel of its own serve this launch? */
-static bool is_common(const kld_cuda_args *args) {
+/* Tensors of one kind, and nothing asked for by element. */
+static bool is_even(const kld_cuda_args *args) {
     return args->p.dtype == args->q.dtype && args->p.form == args->q.form &&
            args->p.dtype != KLD_DTYPE_FP64 && args->loss_extent != KLD_CUDA_ELEMENTS &&
-           args->grad_output_extent != KLD_CUDA_ELEMENTS && args->rule.kind == KLD_RULE_KL &&
+           args->grad_output_extent != KLD_CUDA_ELEMENTS;
+}
+
+static bool is_elementwise(const kld_cuda_args *args) {
+    return is_even(args) && args->p.form != KLD_FORM_LOGITS;
+}
+
+static bool is_logits(const kld_cuda_args *args) {
+    return is_even(args) && args->p.form == KLD_FORM_LOGITS && args->rule.kind == KLD_RULE_KL &&
            args->rule.of_q == 0;
 }
 
+extern "C" bool kld_cuda_can_be_flat(const kld_cuda_args *args) {
+    return is_elementwise(args) && args->loss_extent == KLD_CUDA_SCALAR && !args->weights.dtype &&
+           !args->mask.dtype && !args->row_loss.dtype && args->divisor != 0;
+}
+
+/* Tiles of whole steps of a block, as few as there are places for their sums. */
+static void flat_layout(kld_cuda_args *args) {
+    args->team = 256;
+    args->group_rows = 1;
+    args->classes = 4096;
+    while ((args->elements - 1) / args->classes >= KLD_CUDA_GROUPS_MAX)
+        args->classes *= 2;
+}
+
 extern "C" void kld_cuda_layout(kld_cuda_args *args, uint64_t job_rows, uint32_t shared_bytes_max) {
-    uint64_t classes = args->classes;
-    bool common = is_common(args), logits = args->p.form == KLD_FORM_LOGITS;
     args->cached = 0;
+    if (args->elements) {
+        flat_layout(args);
+        return;
+    }
+    uint64_t classes = args->classes;
+    bool elementwise = is_elementwise(args), logits = is_logits(args);
+    bool common = elementwise || logits;
     /* `any` takes one element a thread and step, the others 16 bytes. */
     uint64_t vectors = common ? (classes * dtype_bytes(args->p.dtype) + 15) / 16 : classes;
     uint64_t warp_max = !common ? 512 : logits ? 128 : 1024;
@@ -24,9 +51,9 @@ extern "C" void kld_cuda_layout(kld_cuda_args *args, uint64_t job_rows, uint32_t
         args->team = 16;
     else if (vectors <= warp_max)
         args->team = 32;
-    else if (common && logits && vectors <= 512)
+    else if (logits && vectors <= 512)
         args->team = 128;
-    else if ((common && !logits) || vectors <= 2048)
+    else if (elementwise || vectors <= 2048)
         args->team = 256;
     else
         args->team = 512;
@@ -40,7 +67,7 @@ extern "C" void kld_cuda_layout(kld_cuda_args *args, uint64_t job_rows, uint32_t
         args->group_rows = 4;
     /* Rows of a warp or less are read again from the first-level cache; longer ones keep what fits,
      * with two blocks on a multiprocessor. */
-    if (common && logits && args->team > 32) {
+    if (logits && args->team > 32) {
         uint64_t wanted = (vectors + args->team - 1) / args->team;
         uint64_t most = (shared_bytes_max / 2 - 2048) / (2 * 16 * args->team);
         args->cached = (uint32_t)(wanted < most ? wanted : most);
@@ -49,12 +76,19 @@ extern "C" void kld_cuda_layout(kld_cuda_args *args, uint64_t job_rows, uint32_t
 
 extern "C" cudaError_t kld_cuda_launch_rows(const kld_cuda_args *args, cudaStream_t stream) {
     uint32_t groups = (uint32_t)((args->rows + args->group_rows - 1) / args->group_rows);
-    if (!is_common(args))
+    bool elementwise = is_elementwise(args);
+    if (!elementwise && !is_logits(args))
         return kld_cuda_rows_any(args, groups, stream);
     switch (args->p.dtype) {
-    case KLD_DTYPE_FP16: return kld_cuda_rows_fp16(args, groups, stream);
-    case KLD_DTYPE_BF16: return kld_cuda_rows_bf16(args, groups, stream);
-    default: return kld_cuda_rows_fp32(args, groups, stream);
+    case KLD_DTYPE_FP16:
+        return elementwise ? kld_cuda_elementwise_fp16(args, groups, stream)
+                           : kld_cuda_rows_fp16(args, groups, stream);
+    case KLD_DTYPE_BF16:
+        return elementwise ? kld_cuda_elementwise_bf16(args, groups, stream)
+                           : kld_cuda_rows_bf16(args, groups, stream);
+    default:
+        return elementwise ? kld_cuda_elementwise_fp32(args, groups, stream)
+                           : kld_cuda_rows_fp32(args, groups, stream);
     }
 }
 
@@ -84,6 +118,8 @@ static __global__ void __launch_bounds__(256) weights_kernel(const kld_cuda_args
 static __device__ double partial_sum(const kld_cuda_scratch *scratch, uint32_t count,
                                      team_shared *shared) {
     double sum = 0;
+/* One block reads them all: the time is that of its loads one after the other. */
+#pragma unroll 16
     for (uint32_t i = threadIdx.x; i < count; i += blockDim.x)
         sum += scratch->partial[i];
     return block_sum(sum, shared);

@@ -50,6 +50,10 @@ struct kld_cuda_args {
     uint32_t team;               /* threads that share a row: 4, 8, 16, 32 or a whole block */
     uint32_t cached;             /* vectors a thread keeps in shared memory (logits) */
     uint64_t rows, classes;      /* of this launch */
+    /* Not 0: flat. Rows do not matter, the tensors are this many elements one after the other; rows
+     * and classes are then tiles of it and the elements of one, of which the last may be short. */
+    uint64_t elements;
+    uint32_t multiprocessors;
     uint64_t group_rows;
     uint64_t first_group; /* where this launch's partial sums go */
     double inverse_temperature;
@@ -59,8 +63,11 @@ struct kld_cuda_args {
     struct kld_cuda_scratch *scratch;
 };
 
+/* Can the job be flat, as far as the kernels are concerned: every term by itself, nothing by row?
+ */
+bool kld_cuda_can_be_flat(const struct kld_cuda_args *args);
 /* Chooses the layout: threads of a row by dtypes, forms and C alone, rows of a group also by the
- * job's rows. Fills team, cached, group_rows. */
+ * job's rows. Fills team, cached, group_rows; of a flat job also classes. */
 void kld_cuda_layout(struct kld_cuda_args *args, uint64_t job_rows, uint32_t shared_bytes_max);
 /* Adds the weights of args->rows rows (<= KLD_CUDA_DIVISOR_ROWS) to scratch->divisor. */
 cudaError_t kld_cuda_launch_divisor(const struct kld_cuda_args *args, bool first,
@@ -77,6 +84,12 @@ cudaError_t kld_cuda_launch_finish(const struct kld_cuda_args *args, uint32_t gr
 cudaError_t kld_cuda_rows_fp32(const struct kld_cuda_args *args, uint32_t groups, cudaStream_t s);
 cudaError_t kld_cuda_rows_fp16(const struct kld_cuda_args *args, uint32_t groups, cudaStream_t s);
 cudaError_t kld_cuda_rows_bf16(const struct kld_cuda_args *args, uint32_t groups, cudaStream_t s);
+cudaError_t kld_cuda_elementwise_fp32(const struct kld_cuda_args *args, uint32_t groups,
+                                      cudaStream_t s);
+cudaError_t kld_cuda_elementwise_fp16(const struct kld_cuda_args *args, uint32_t groups,
+                                      cudaStream_t s);
+cudaError_t kld_cuda_elementwise_bf16(const struct kld_cuda_args *args, uint32_t groups,
+                                      cudaStream_t s);
 cudaError_t kld_cuda_rows_any(const struct kld_cuda_args *args, uint32_t groups, cudaStream_t s);
 
 /* Reads a and b, `bytes` each, as fast as the device can; `write`: also writes out. */

@@ -83,6 +83,25 @@ static __device__ float log_ratio_rare(float p, float q, double *ret_ratio) {
     return log_ratio(p, q) + shift;
 }
 
+/* ln(a/b) with a - b given, better than a and b would give it where they are close. Same range.
+ * PRECISE: within 1 unit in the last place of what the difference and a + b say, at four more
+ * instructions. */
+template <bool PRECISE>
+static __device__ __forceinline__ float log_ratio_from(float a, float b, float difference) {
+    int a_bits = __float_as_int(a), b_bits = __float_as_int(b);
+    int exponent = (a_bits - b_bits + 0x400000) & (int)0xff800000;
+    float near = __int_as_float(b_bits + exponent);
+    float over = exponent == 0 ? difference : a - near, under = a + near, y = reciprocal(under);
+    float s = over * y;
+    if (PRECISE)
+        s = fmaf(fmaf(-s, under, over), y, s);
+    float z = s * s;
+    float series = fmaf(z, 0.299647918f, 0.399787219f);
+    series = fmaf(series, z, 0.666667145f);
+    float log = PRECISE ? fmaf(s, series * z, s + s) : s * fmaf(series, z, 2.0f);
+    return fmaf((float)exponent, 8.26295829e-8f, log);
+}
+
 /* f(d) / d^2 with f(d) = d + expm1(-d), |d| <= 1/2; error 4e-8. From it both expm1(-d) = f - d and
  * the KL term p f(d) = p ln(p/q) - p + q follow without cancellation. */
 static __device__ __forceinline__ float term_series(float d) {
@@ -110,6 +129,13 @@ static __device__ __forceinline__ float exp_precise(float x, float rest) {
     float e = 1.0f + (t + fmaf(t * t, y, t_low)), scale;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(scale) : "f"(x > -87.0f ? k : x * 1.44269504f));
     return x > -87.0f ? e * scale : scale;
+}
+
+/* expm1(-x), x >= 0, and e^-x; PRECISE: of x + low, within half a unit or so where x > 1/2. */
+template <bool PRECISE>
+static __device__ __forceinline__ float shortfall(float x, float low, float &ret_exp) {
+    ret_exp = PRECISE ? exp_precise(-x, -low) : expf(-x);
+    return x < 0.5f ? fmaf(x * x, term_series(x), -x) : ret_exp - 1.0f;
 }
 
 #endif

@@ -3,7 +3,6 @@
 #ifndef KLD_KERNELS_CUDA_ROWS_CUH
 #define KLD_KERNELS_CUDA_ROWS_CUH
 
-#include "kernels/cuda/elementwise.cuh"
 #include "kernels/cuda/logits.cuh"
 
 #define KLD_CUDA_SMALL_BLOCK 256u /* threads of a block whose teams are a warp or less */
@@ -29,23 +28,8 @@ static cudaError_t launch_body(const kld_cuda_args &args, uint32_t groups, cudaS
     return cudaGetLastError();
 }
 
-template <class T, int FORM>
-static cudaError_t launch_elementwise(const kld_cuda_args &args, uint32_t groups,
-                                      cudaStream_t stream) {
-    switch ((args.grad_q.at ? GRADIENT_Q : 0) | (args.grad_p.at ? GRADIENT_P : 0)) {
-    case 0: return launch_body<elementwise<T, FORM, 0>, 256, 3>(args, groups, stream);
-    case 1: return launch_body<elementwise<T, FORM, 1>, 256, 2>(args, groups, stream);
-    case 2: return launch_body<elementwise<T, FORM, 2>, 256, 2>(args, groups, stream);
-    default: return launch_body<elementwise<T, FORM, 3>, 256, 2>(args, groups, stream);
-    }
-}
-
 template <class T>
 static cudaError_t launch_rows(const kld_cuda_args &args, uint32_t groups, cudaStream_t stream) {
-    if (args.p.form == KLD_FORM_PROBS)
-        return launch_elementwise<T, KLD_FORM_PROBS>(args, groups, stream);
-    if (args.p.form == KLD_FORM_LOGPROBS)
-        return launch_elementwise<T, KLD_FORM_LOGPROBS>(args, groups, stream);
     return args.grad_p.at || args.grad_q.at
                ? launch_body<logits<T, true>, 512, 2>(args, groups, stream)
                : launch_body<logits<T, false>, 512, 2>(args, groups, stream);

@@ -1,0 +1,7 @@
+/* elementwise_fp16.cu - the kernels of two FP16 tensors of probs or logprobs. Enqueues only. */
+#include "kernels/cuda/elementwise_launch.cuh"
+
+extern "C" cudaError_t kld_cuda_elementwise_fp16(const kld_cuda_args *args, uint32_t groups,
+                                                 cudaStream_t s) {
+    return launch_elementwise<__half>(args, groups, s);
+}

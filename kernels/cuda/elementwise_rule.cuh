@@ -1,0 +1,254 @@
+/* elementwise_rule.cuh - the divergences on one class of probs or logprobs, in FP32: its term, and
+ * the derivatives by what the tensors hold. plain() is for positive, finite values of the common
+ * range and says nothing about others; is_plain() finds out, for a whole vector at once, and what
+ * it turns down is done again in FP64 by careful(). No loops, no memory. */
+#ifndef KLD_KERNELS_CUDA_ELEMENTWISE_RULE_CUH
+#define KLD_KERNELS_CUDA_ELEMENTWISE_RULE_CUH
+
+#include "kernels/cuda/any_rule.cuh"
+#include "kernels/cuda/math.cuh"
+
+/* The rules that differ in their instructions. In the roles of p and q, see launch.h. */
+enum element_kind {
+    ELEMENT_KL,      /* p ln(p/q) */
+    ELEMENT_KL_BOTH, /* of_p p ln(p/q) + of_q q ln(q/p) */
+    ELEMENT_SKEW,    /* p ln(p/m) */
+    ELEMENT_JS,      /* share p ln(p/m) + (1 - share) q ln(q/m) */
+    ELEMENT_TV,
+    ELEMENT_CROSS_ENTROPY,
+};
+
+enum gradients { NO_GRADIENT = 0, GRADIENT_Q = 1, GRADIENT_P = 2 }; /* or both: 3 */
+
+struct element_numbers {
+    kld_rule rule;
+    float of_p, of_q, share, rest;
+    float share_low, rest_low; /* what the rounding of the two left */
+    bool lopsided; /* share or rest is so small that differences of logarithms lose it */
+    double g;      /* factor of the gradients */
+
+    __device__ __forceinline__ element_numbers(const kld_rule &of, double gradient) {
+        rule = of;
+        of_p = (float)of.of_p;
+        of_q = (float)of.of_q;
+        share = (float)of.share;
+        rest = (float)(1.0 - of.share);
+        share_low = (float)(of.share - (double)share);
+        rest_low = (float)(1.0 - of.share - (double)rest);
+        lopsided = fminf(share, rest) < 0.2f;
+        g = gradient;
+    }
+};
+
+/* (w + low) x, low a rounding of w. */
+template <bool PRECISE>
+static __device__ __forceinline__ float weighted(float w, float low, float x) {
+    return PRECISE ? fmaf(w, x, low * x) : w * x;
+}
+
+struct element_result {
+    float value, of_p, of_q; /* derivatives without g */
+};
+
+/* Below PLAIN_RANKS for 0 and for what log_ratio() takes; ret_present is then of its range. */
+static __device__ __forceinline__ unsigned present_rank(float x, float &ret_present) {
+    ret_present = x == 0.0f ? 1.0f : x;
+    return plain_rank(ret_present);
+}
+
+/* PRECISE: gradients of mixtures are good for FP32; else for 16 bits. Losses always are. */
+template <int FORM, int KIND, int GRADIENTS, bool PRECISE> struct element_rule;
+
+template <int KIND, int GRADIENTS, bool PRECISE>
+struct element_rule<KLD_FORM_PROBS, KIND, GRADIENTS, PRECISE> {
+    static constexpr float PAD = 1.0f; /* beyond the last class, in both: adds 0 */
+    static constexpr any_want WANT = ANY_SLOPE;
+
+    /* What a vector gathers of its elements to tell whether all were plain. */
+    struct check {
+        unsigned rank = 0;
+        float largest = 0.0f, lowest = 0.0f;
+    };
+    static __device__ __forceinline__ bool is_plain(const check &c, float sum) {
+        return c.rank < PLAIN_RANKS && c.largest < 3.0e38f && c.lowest >= 0.0f &&
+               (KIND != ELEMENT_TV || !isnan(sum));
+    }
+
+    static __device__ __forceinline__ float ratio_checked(float a, float b, check &c) {
+        return ratio(a, b, c.largest);
+    }
+
+    static __device__ __forceinline__ element_result mixture(const element_numbers &at, float p,
+                                                             float q, check &c) {
+        element_result r = {0.0f, 0.0f, 0.0f};
+        float more = q - p, low = PRECISE ? fmaf(at.rest_low, q, at.share_low * p) : 0.0f;
+        float m = fmaf(at.rest, q, PRECISE ? fmaf(at.share, p, low) : at.share * p);
+        float some_p = p == 0.0f ? m : p, some_q = q == 0.0f ? m : q;
+        c.rank = max(c.rank, max(plain_rank(m), plain_rank(some_p)));
+        float log_p =
+            log_ratio_from<PRECISE>(some_p, m, weighted<PRECISE>(-at.rest, -at.rest_low, more));
+        if (KIND == ELEMENT_SKEW) {
+            c.lowest = fminf(c.lowest, q);
+            r.value = p * log_p;
+            if (GRADIENTS) {
+                float y = reciprocal(m), q_in_m = q * y, p_in_m = p * y;
+                if (PRECISE) {
+                    q_in_m = fmaf(fmaf(-q_in_m, m, q), y, q_in_m);
+                    p_in_m = fmaf(fmaf(-p_in_m, m, p), y, p_in_m);
+                }
+                r.of_p = p == 0.0f ? 0.0f : fmaf(at.rest, q_in_m, log_p);
+                r.of_q = -weighted<PRECISE>(at.rest, at.rest_low, p_in_m);
+            }
+            return r;
+        }
+        c.rank = max(c.rank, plain_rank(some_q));
+        float log_q =
+            log_ratio_from<PRECISE>(some_q, m, weighted<PRECISE>(at.share, at.share_low, more));
+        /* At 0 the term of its own has no derivative; the other's is left. */
+        r.of_p = p == 0.0f ? -at.share : weighted<PRECISE>(at.share, at.share_low, log_p);
+        r.of_q = q == 0.0f ? -at.rest : weighted<PRECISE>(at.rest, at.rest_low, log_q);
+        r.value = fmaf(p, r.of_p, q * r.of_q);
+        return r;
+    }
+
+    static __device__ __forceinline__ element_result plain(const element_numbers &at, float p,
+                                                           float q, check &c) {
+        element_result r = {0.0f, 0.0f, 0.0f};
+        if (KIND == ELEMENT_SKEW || KIND == ELEMENT_JS)
+            return mixture(at, p, q, c);
+        if (KIND == ELEMENT_TV) {
+            float more = p - q;
+            c.lowest = fminf(c.lowest, fminf(p, q));
+            r.of_p = more > 0.0f ? 0.5f : more < 0.0f ? -0.5f : 0.0f;
+            r.of_q = -r.of_p;
+            r.value = 0.5f * fabsf(more);
+            return r;
+        }
+        if (KIND == ELEMENT_KL_BOTH) {
+            c.rank = max(c.rank, max(plain_rank(p), plain_rank(q)));
+            float d = log_ratio(p, q);
+            r.value = fmaf(at.of_p, p, -at.of_q * q) * d;
+            float more = q - p, over = at.of_p - at.of_q;
+            if (GRADIENTS & GRADIENT_P)
+                r.of_p = fmaf(-at.of_q, ratio_checked(more, p, c), fmaf(at.of_p, d, over));
+            if (GRADIENTS & GRADIENT_Q)
+                r.of_q = fmaf(-at.of_p, ratio_checked(-more, q, c), -fmaf(at.of_q, d, over));
+            return r;
+        }
+        /* p = 0 is common (one class holds all the mass): any logarithm does, it is times 0. */
+        float present;
+        c.rank = max(c.rank, max(present_rank(p, present), plain_rank(q)));
+        if (KIND == ELEMENT_CROSS_ENTROPY) {
+            float log_q = log_ratio(q, 1.0f);
+            r.value = -p * log_q;
+            r.of_p = p == 0.0f ? 0.0f : -log_q;
+        } else {
+            float d = log_ratio(present, q);
+            r.value = p * d;
+            r.of_p = p == 0.0f ? 0.0f : d + 1.0f;
+        }
+        if (GRADIENTS & GRADIENT_Q)
+            r.of_q = -ratio_checked(p, q, c);
+        return r;
+    }
+
+    static __device__ __forceinline__ any_element exact(float p, float q) {
+        any_element e = {p >= 0.0f ? (double)p : CUDART_NAN, q >= 0.0f ? (double)q : CUDART_NAN,
+                         0.0, 0.0};
+        e.log_q = log(e.q);
+        e.d = log(e.p) - e.log_q;
+        return e;
+    }
+};
+
+template <int KIND, int GRADIENTS, bool PRECISE>
+struct element_rule<KLD_FORM_LOGPROBS, KIND, GRADIENTS, PRECISE> {
+    static constexpr float PAD = 0.0f;
+    static constexpr any_want WANT = ANY_MOMENT;
+
+    struct check {
+        float spread = 0.0f;
+    };
+    /* Every infinity and NaN shows in the sum of the terms, or in that of the distances where a
+     * logarithm of bits hides it. */
+    static __device__ __forceinline__ bool is_plain(const check &c, float sum) {
+        return fabsf(sum) < CUDART_INF_F && c.spread < CUDART_INF_F;
+    }
+
+    /* From the larger of the two masses and the shortfall of the other, so that close ones do not
+     * cancel. */
+    static __device__ __forceinline__ element_result mixture(const element_numbers &at, float x,
+                                                             float y, check &c) {
+        bool p_larger = x >= y;
+        float top = fmaxf(x, y), bottom = fminf(x, y), away = fabsf(x - y), away_low = 0.0f, part;
+        if (PRECISE) { /* what the rounding of top - bottom left */
+            float back = away - top;
+            away_low = (top - (away - back)) - (bottom + back);
+        }
+        float less = shortfall<PRECISE>(away, away_low, part);
+        c.spread += away;
+        float larger = PRECISE ? exp_precise(top, 0.0f) : expf(top), smaller = larger * part;
+        if (KIND == ELEMENT_TV) {
+            float half = x == y ? 0.0f : 0.5f, p = p_larger ? larger : smaller;
+            float q = p_larger ? smaller : larger;
+            half = p_larger ? half : -half;
+            return {-0.5f * larger * less, half * p, -half * q};
+        }
+        /* of the mixture, over the larger: the smaller's weight is w */
+        float w = p_larger ? at.rest : at.share, v = p_larger ? at.share : at.rest;
+        float w_low = p_larger ? at.rest_low : at.share_low;
+        float v_low = p_larger ? at.share_low : at.rest_low;
+        float m = fmaf(w, part, PRECISE ? v + fmaf(w_low, part, v_low) : v);
+        float log_larger = log_ratio_from<PRECISE>(1.0f, m, -weighted<PRECISE>(w, w_low, less));
+        float log_smaller = log_larger - away;
+        if ((PRECISE || at.lopsided) && away < 80.0f)
+            log_smaller = log_ratio_from<PRECISE>(part, m, weighted<PRECISE>(v, v_low, less));
+        if (KIND == ELEMENT_SKEW) {
+            float p = PRECISE ? exp_precise(x, 0.0f) : p_larger ? larger : smaller;
+            float log_p = p_larger ? log_larger : log_smaller, y = reciprocal(m);
+            float q_in_m = p_larger ? part : 1.0f, r = q_in_m * y;
+            if (PRECISE)
+                r = fmaf(fmaf(-r, m, q_in_m), y, r);
+            r = weighted<PRECISE>(at.rest, at.rest_low, r);
+            return {p * log_p, p * (log_p + r), -p * r};
+        }
+        float of_larger = larger * weighted<PRECISE>(v, v_low, log_larger);
+        float of_smaller = smaller * weighted<PRECISE>(w, w_low, log_smaller);
+        return {of_larger + of_smaller, p_larger ? of_larger : of_smaller,
+                p_larger ? of_smaller : of_larger};
+    }
+
+    static __device__ __forceinline__ element_result plain(const element_numbers &at, float x,
+                                                           float y, check &c) {
+        if (KIND == ELEMENT_SKEW || KIND == ELEMENT_JS || KIND == ELEMENT_TV)
+            return mixture(at, x, y, c);
+        float p = expf(x), d = x - y;
+        if (KIND == ELEMENT_CROSS_ENTROPY)
+            return {-p * y, -p * y, -p};
+        if (KIND == ELEMENT_KL)
+            return {p * d, p * (d + 1.0f), -p};
+        float q = expf(y), less = p - q;
+        if (GRADIENTS && fabsf(d) < 0.5f) /* p - q */
+            less = p * fmaf(-d * d, term_series(d), d);
+        float over = at.of_p - at.of_q;
+        return {fmaf(at.of_p, p, -at.of_q * q) * d,
+                fmaf(at.of_p * p, d, fmaf(over, p, at.of_q * less)),
+                fmaf(-at.of_q * q, d, fmaf(-over, q, -at.of_p * less))};
+    }
+
+    static __device__ __forceinline__ any_element exact(float x, float y) {
+        return {exp((double)x), exp((double)y), (double)x - (double)y, (double)y};
+    }
+};
+
+/* One element with a zero, denormal, huge or impossible value; derivatives times g, before they are
+ * rounded. */
+template <class RULE>
+static __device__ __forceinline__ element_result careful(const element_numbers &at, float x,
+                                                         float y) {
+    const any_rule rule = {at.rule, RULE::WANT, RULE::WANT, false};
+    any_result r = any_apply(rule, RULE::exact(x, y));
+    return {(float)r.value, (float)(at.g * r.of_p), (float)(at.g * r.of_q)};
+}
+
+#endif
