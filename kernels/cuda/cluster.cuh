@@ -45,7 +45,7 @@ static __device__ __forceinline__ void barrier_wait(barrier *at, uint32_t parity
     do {
         SM_90("{\n"
               ".reg .pred p;\n"
-              "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+              "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
               "selp.u32 %0, 1, 0, p;\n"
               "}\n"
               : "=r"(done)
@@ -85,16 +85,16 @@ static __device__ __forceinline__ void cluster_sync() {
     SM_90("barrier.cluster.arrive.release.aligned;" ::: "memory");
     SM_90("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-/* 16 bytes to where `to` lies in block `rank`; counts 16 bytes on that block's `at`. */
-static __device__ __forceinline__ void cluster_send(void *to, barrier *at, uint32_t rank, double a,
-                                                    double b) {
+/* 8 bytes to where `to` lies in block `rank`; counts them on that block's `at`. */
+static __device__ __forceinline__ void cluster_send(void *to, barrier *at, uint32_t rank,
+                                                    uint64_t value) {
     SM_90("{\n"
           ".reg .u32 to, at;\n"
           "mapa.shared::cluster.u32 to, %0, %2;\n"
           "mapa.shared::cluster.u32 at, %1, %2;\n"
-          "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [to], {%3, %4}, [at];\n"
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [to], %3, [at];\n"
           "}\n" ::"r"(shared_at(to)),
-          "r"(shared_at(at)), "r"(rank), "d"(a), "d"(b)
+          "r"(shared_at(at)), "r"(rank), "l"(value)
           : "memory");
 }
 /* All of `threads` threads of this block; `name` 1 to 15. */

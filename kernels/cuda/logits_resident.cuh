@@ -13,11 +13,6 @@ using logits_stats::row_stats;
 using resident::part;
 using resident::place;
 
-/* What the warps of a block share between a row's passes. */
-struct row_shared {
-    row_stats stats;
-};
-
 /* ---- q - p ------------------------------------------------------------------------------------
  */
 
@@ -27,9 +22,17 @@ struct difference_row {
     two_floats factor_p, factor_q; /* 1 / sum, times the factor */
     two_floats shift;
 
+    __device__ __forceinline__ difference_row() {}
     __device__ __forceinline__ difference_row(const row_stats &row, double factor)
         : c_p((float)row.c_p), c_q((float)row.c_q), factor_p(row.inverse_p * factor),
           factor_q(row.inverse_q * factor), shift(row.shift) {}
+};
+
+/* What the first warp tells the others. */
+enum way { FAST, AGAIN, CAREFUL, ANY };
+struct row_shared {
+    difference_row numbers;
+    enum way way;
 };
 
 /* factor (q - p) in FP32. CLASSES_OUT: logits of -inf may come. */
@@ -93,41 +96,14 @@ static __device__ __forceinline__ void write_difference(const place &at, residen
 /* ---- a row ------------------------------------------------------------------------------------
  */
 
-/* Counts the exchanges; the slot and the phase of the barriers. */
+/* Counts the exchanges; the slot and the phase of its barriers. */
 struct progress {
-    uint32_t exchanges = 0, slot = 0, turn = 0;
+    uint32_t exchanges, slot, turn;
 };
 
-static __device__ __forceinline__ void share(row_shared *shared, const row_stats &stats) {
-    if (threadIdx.x == 0)
-        shared->stats = stats;
-    block_sync(1, resident::COMPUTING);
-}
-
-/* The statistics of the row, by both ways if need be. */
-template <class T, int EXTRA>
-static __device__ __forceinline__ row_stats statistics(const kld_cuda_args &args, const place &at,
-                                                       resident::slice &slice, const temperature &t,
-                                                       row_shared *shared, progress &progress,
-                                                       bool *ret_careful) {
-    float span = (float)(300.0 / (args.inverse_temperature * LOG2_E));
-    uint32_t parts = at.cluster * resident::WARPS;
-    part mine = logits_stats::fast<T, EXTRA>(slice, t, span);
-    const part *all = resident::exchange(at, mine, progress.exchanges++);
-    row_stats stats;
-    if (threadIdx.x < 32)
-        stats = logits_stats::fast_row<EXTRA>(all, parts, logits_stats::FAST_MIN<T>);
-    share(shared, stats);
-    stats = shared->stats;
-    *ret_careful = !stats.good;
-    if (stats.good)
-        return stats;
-    mine = logits_stats::careful<T, EXTRA>(slice, t, span); /* a copy: registers keep theirs */
-    all = resident::exchange(at, mine, progress.exchanges++);
-    if (threadIdx.x < 32)
-        stats = logits_stats::careful_row<EXTRA>(all, parts, args.inverse_temperature);
-    share(shared, stats);
-    return shared->stats;
+/* Where weights sum to 0 gradients are 0, and row_zero() writes them. */
+static __device__ __forceinline__ bool divides(const kld_cuda_args &args) {
+    return args.divisor != 0 || args.scratch->divisor != 0;
 }
 
 /* What no fast way serves: the first block of the cluster takes the whole row. */
@@ -145,16 +121,14 @@ template <class T, bool ENTROPY> struct difference_body {
     typedef T type;
     static constexpr int EXTRA = ENTROPY ? logits_stats::ENTROPY : logits_stats::NOTHING;
 
-    static __device__ __forceinline__ double one_row(const kld_cuda_args &args, const place &at,
-                                                     const row &row, uint64_t index,
-                                                     const temperature &t, row_shared *shared,
-                                                     team_shared *team_shared, progress &progress) {
+    static __device__ __forceinline__ resident::slice
+    slice_of(const kld_cuda_args &args, const place &at, uint64_t index, const progress &progress) {
         uint32_t first = progress.slot * at.chunks;
         resident::slice slice;
         slice.p = at.tensor(progress.slot, 0);
         slice.q = at.tensor(progress.slot, 1);
-        slice.odd_p = resident::is_odd(row.p);
-        slice.odd_q = resident::is_odd(row.q);
+        slice.odd_p = resident::is_odd(at_row(args.p, index));
+        slice.odd_q = resident::is_odd(at_row(args.q, index));
         slice.count = at.count;
         slice.vectors = (at.count + packet<T>::V - 1) / packet<T>::V;
         slice.chunks = at.chunks;
@@ -162,55 +136,97 @@ template <class T, bool ENTROPY> struct difference_body {
         slice.empty = &at.shared->empty[first];
         slice.parity = progress.turn & 1;
         slice.arrived = false;
-        bool careful;
-        row_stats stats = statistics<T, EXTRA>(args, at, slice, t, shared, progress, &careful);
+        return slice;
+    }
+
+    /* First warp: from all warps' parts to what the others need. Returns the row's value. */
+    template <bool FIRST>
+    static __device__ __forceinline__ double settle(const kld_cuda_args &args, const place &at,
+                                                    double factor, uint32_t turn,
+                                                    row_shared *shared) {
+        const part *parts = resident::wait_for_parts(at, turn);
+        uint32_t count = at.cluster * resident::WARPS;
+        double weight = ENTROPY ? 1.0 : args.rule.of_p;
+        row_stats stats =
+            FIRST ? logits_stats::fast_row<EXTRA>(parts, count, logits_stats::FAST_MIN<T>)
+                  : logits_stats::careful_row<EXTRA>(parts, count, args.inverse_temperature);
+        if (threadIdx.x == 0) {
+            shared->numbers = difference_row(stats, factor * weight);
+            shared->way = FIRST ? (stats.good ? FAST : AGAIN) : stats.good ? CAREFUL : ANY;
+        }
+        return weight * (ENTROPY ? stats.entropy : stats.forward);
+    }
+
+    /* Returns the row's value to the first thread of the cluster. */
+    static __device__ __forceinline__ double one_row(const kld_cuda_args &args, const place &at,
+                                                     uint64_t index, const temperature &t,
+                                                     float span, row_shared *shared,
+                                                     team_shared *team_shared, progress &progress) {
+        resident::slice slice = slice_of(args, at, index, progress);
         if (++progress.slot == at.slots) {
             progress.slot = 0;
             progress.turn++;
         }
-        if (!stats.good) {
-            slice.release();
-            return at.rank == 0 ? row_by_any(args, index, team_shared) : 0.0;
+        double value = 0, weight = 0, factor = 0;
+        if (threadIdx.x < 32) { /* its loads are on their way during the pass */
+            row row = row_open(args, index);
+            weight = row.weight;
+            factor = row.gradient * args.inverse_temperature;
         }
-        double weight = ENTROPY ? 1.0 : args.rule.of_p;
-        if (row.grad_q) {
-            double factor = row.gradient * args.inverse_temperature * weight;
-            difference_row numbers(stats, factor);
-            char *to = row.grad_q + (uint64_t)at.rank * at.slice * sizeof(T);
-            if (careful)
+        logits_stats::fast<T, EXTRA>(at, slice, t, span, progress.exchanges);
+        if (threadIdx.x < 32)
+            value = settle<true>(args, at, factor, progress.exchanges, shared);
+        progress.exchanges++;
+        block_sync(1, resident::COMPUTING);
+        if (shared->way == AGAIN) {
+            logits_stats::careful<T, EXTRA>(at, slice, t, span, progress.exchanges);
+            if (threadIdx.x < 32)
+                value = settle<false>(args, at, factor, progress.exchanges, shared);
+            progress.exchanges++;
+            block_sync(1, resident::COMPUTING);
+        }
+        enum way way = shared->way;
+        difference_row numbers = shared->numbers;
+        char *to = at_row(args.grad_q, index);
+        if (way == ANY) {
+            slice.release();
+            value = at.rank == 0 ? row_by_any(args, index, team_shared) : 0.0;
+        } else if (to && divides(args)) {
+            to += (uint64_t)at.rank * at.slice * sizeof(T);
+            if (way == CAREFUL)
                 write_difference<T, true>(at, slice, numbers, t, to);
             else
                 write_difference<T, false>(at, slice, numbers, t, to);
         } else {
             slice.release();
         }
-        return weight * (ENTROPY ? stats.entropy : stats.forward);
+        return value * weight;
     }
 
     static __device__ void compute(const kld_cuda_args &args, const place &at) {
         __shared__ row_shared shared;
         __shared__ team_shared team_shared;
+        __shared__ double total; /* of the group; the first thread's */
         temperature t(args.inverse_temperature);
-        team zeroing = {at.rank * resident::COMPUTING + threadIdx.x,
-                        at.cluster * resident::COMPUTING, KLD_FULL_WARP, nullptr};
-        progress progress;
-        double total = 0;
+        float span = (float)(300.0 / (args.inverse_temperature * LOG2_E));
+        progress progress = {0, 0, 0};
+        if (threadIdx.x == 0)
+            total = 0;
         resident::each_row(args, at, [&](uint64_t index, uint64_t group, bool last) {
             bool masked = row_is_masked(args, index);
-            double value = 0;
-            if (!masked) {
-                row row = row_open(args, index);
-                value =
-                    row.weight * one_row(args, at, row, index, t, &shared, &team_shared, progress);
+            double value =
+                masked ? 0.0 : one_row(args, at, index, t, span, &shared, &team_shared, progress);
+            if (masked || !divides(args)) {
+                team zeroing = {at.rank * resident::COMPUTING + threadIdx.x,
+                                at.cluster * resident::COMPUTING, KLD_FULL_WARP, nullptr};
+                row_zero(args, index, masked, zeroing);
             }
-            row_zero(args, index, masked, zeroing);
             if (at.rank == 0 && threadIdx.x == 0) {
                 row_store(args, index, value);
-                total += value;
-                if (last) {
-                    args.scratch->partial[args.first_group + group] = total;
-                    total = 0;
-                }
+                double sum = total + value;
+                if (last)
+                    args.scratch->partial[args.first_group + group] = sum;
+                total = last ? 0.0 : sum;
             }
         });
     }

@@ -19,6 +19,7 @@
 namespace logits_stats {
 
 using resident::part;
+using resident::place;
 
 /* Rows below this value go the careful way: the fast one's error is some 1e-7 in 16 bits, 1e-8 in
  * FP32. */
@@ -35,21 +36,12 @@ struct row_stats {
     bool good;
 };
 
-/* Sum of a few floats, pairwise. */
-template <int V> static __device__ __forceinline__ float tree(float (&x)[V]) {
-#pragma unroll
-    for (int half = V / 2; half; half /= 2)
-#pragma unroll
-        for (int i = 0; i < half; i++)
-            x[i] += x[i + half];
-    return x[0];
-}
-
+/* The largest of the warp, in two instructions more than one: integers order as floats do. NaN
+ * counts as large. */
 static __device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-    for (int step = 16; step; step /= 2)
-        x = fmaxf(x, __shfl_xor_sync(KLD_FULL_WARP, x, step));
-    return x;
+    int bits = __float_as_int(x);
+    bits = __reduce_max_sync(KLD_FULL_WARP, bits ^ (bits >> 31 & 0x7fffffff));
+    return __int_as_float(bits ^ (bits >> 31 & 0x7fffffff));
 }
 
 template <class T> struct pair_of {
@@ -117,19 +109,6 @@ struct reference {
     }
 };
 
-template <int EXTRA> struct sums {
-    double p = 0, q = 0, u = 0, extra = 0;
-    __device__ __forceinline__ part put_together() {
-        double x[4] = {p, q, u, extra};
-#pragma unroll
-        for (int step = 16; step; step /= 2)
-#pragma unroll
-            for (int i = 0; i < (EXTRA == NOTHING ? 3 : 4); i++)
-                x[i] += __shfl_xor_sync(KLD_FULL_WARP, x[i], step);
-        return {{x[0], x[1], x[2], x[3]}, 0, 0, 0, 0};
-    }
-};
-
 /* ---- the fast way -----------------------------------------------------------------------------
  */
 
@@ -137,12 +116,12 @@ template <int EXTRA> struct sums {
 template <int EXTRA> struct chunk_sums {
     float p = 0, p_low = 0, q = 0, q_low = 0, u = 0, extra = 0;
 
-    __device__ __forceinline__ void flush(sums<EXTRA> &total) {
-        total.p += (double)p + (double)p_low;
-        total.q += (double)q + (double)q_low;
-        total.u += (double)u;
+    __device__ __forceinline__ void flush(double (&total)[4]) {
+        total[0] += (double)p + (double)p_low;
+        total[1] += (double)q + (double)q_low;
+        total[2] += (double)u;
         if (EXTRA != NOTHING)
-            total.extra += (double)extra;
+            total[3] += (double)extra;
         p = p_low = q = q_low = u = extra = 0;
     }
 };
@@ -181,11 +160,11 @@ static __device__ __forceinline__ void fast_16(float z_p, float z_q, const refer
 
 /* sum: a, b, a u, and b u or a ln b; logarithms of base 2 and less the references. */
 template <class T, int EXTRA>
-static __device__ __forceinline__ part fast(resident::slice &slice, const temperature &t,
-                                            float span) {
+static __device__ __forceinline__ void fast(const place &at_place, resident::slice &slice,
+                                            const temperature &t, float span, uint32_t turn) {
     constexpr int V = packet<T>::V;
     reference at = reference::of<T>(slice, t, span);
-    sums<EXTRA> total;
+    double total[4] = {0, 0, 0, 0};
     chunk_sums<EXTRA> sum;
     slice.pass<false>(
         [&](uint32_t vector, const uint4 &raw_p, const uint4 &raw_q) {
@@ -199,10 +178,7 @@ static __device__ __forceinline__ part fast(resident::slice &slice, const temper
                     fast_16(z.p[i], z.q[i], at, t, sum);
         },
         [&] { sum.flush(total); });
-    part mine = total.put_together();
-    mine.exponent_p = (int)at.c_p;
-    mine.exponent_q = (int)at.c_q;
-    return mine;
+    resident::send_part(at_place, total, (int)at.c_p, (int)at.c_q, turn);
 }
 
 /* 2^x, 0 far below. */
@@ -224,15 +200,15 @@ static __device__ row_stats fast_row(const part *parts, uint32_t count, double l
     unsigned lane = threadIdx.x % 32;
     int c_p = INT32_MIN, c_q = INT32_MIN;
     for (uint32_t i = lane; i < count; i += 32) {
-        c_p = max(c_p, parts[i].exponent_p);
-        c_q = max(c_q, parts[i].exponent_q);
+        c_p = max(c_p, parts[i].mark[0]);
+        c_q = max(c_q, parts[i].mark[1]);
     }
     c_p = __reduce_max_sync(KLD_FULL_WARP, c_p);
     c_q = __reduce_max_sync(KLD_FULL_WARP, c_q);
     double x[4] = {0, 0, 0, 0};
     for (uint32_t i = lane; i < count; i += 32) {
         const part &from = parts[i];
-        int by_p = from.exponent_p - c_p, by_q = from.exponent_q - c_q;
+        int by_p = from.mark[0] - c_p, by_q = from.mark[1] - c_q;
         double scale_p = power_of_2(by_p), scale_q = power_of_2(by_q);
         x[0] += scale_p * from.sum[0];
         x[1] += scale_q * from.sum[1];
@@ -246,13 +222,16 @@ static __device__ row_stats fast_row(const part *parts, uint32_t count, double l
     row_stats row;
     row.c_p = c_p;
     row.c_q = c_q;
-    row.inverse_p = 1.0 / x[0];
-    row.inverse_q = 1.0 / x[1];
-    double ratio = log(x[0] * row.inverse_q);
+    /* Two lanes, one for each side: these take long. */
+    double mine = lane % 2 ? x[1] : x[0], inverse = 1.0 / mine, logarithm = log(mine);
+    row.inverse_p = __shfl_sync(KLD_FULL_WARP, inverse, 0);
+    row.inverse_q = __shfl_sync(KLD_FULL_WARP, inverse, 1);
+    double log_q = __shfl_sync(KLD_FULL_WARP, logarithm, 1);
+    double ratio = __shfl_sync(KLD_FULL_WARP, logarithm, 0) - log_q;
     row.shift = (double)(c_p - c_q) * LN_2 + ratio;
     row.forward = x[2] * row.inverse_p * LN_2 - ratio;
     row.reverse = EXTRA == REVERSE ? ratio - x[3] * row.inverse_q * LN_2 : 0.0;
-    row.entropy = EXTRA == ENTROPY ? log(x[1]) - x[3] * row.inverse_p * LN_2 : 0.0;
+    row.entropy = EXTRA == ENTROPY ? log_q - x[3] * row.inverse_p * LN_2 : 0.0;
     row.good = row.forward >= least && row.forward < 1e30 && x[1] > 0 && x[1] < 1e300 &&
                (EXTRA == NOTHING || fabs(x[3]) < 1e300);
     return row;
@@ -302,10 +281,10 @@ static __device__ careful_term careful_pair(float z_p, float z_q, const referenc
     return r;
 }
 
-/* sum: b, change, forward terms, and reverse terms or a zq. exponent_q: of b; reference_p: delta.
- */
+/* sum: b, change, forward terms, and reverse terms or a zq. mark: delta, the reference of b. */
 template <class T, int EXTRA>
-static __device__ __noinline__ part careful(resident::slice slice, temperature t, float span) {
+static __device__ __noinline__ void careful(place at_place, resident::slice slice, temperature t,
+                                            float span, uint32_t turn) {
     constexpr int V = packet<T>::V;
     reference at = reference::of<T>(slice, t, span);
     uint4 first_p, first_q;
@@ -324,7 +303,7 @@ static __device__ __noinline__ part careful(resident::slice slice, temperature t
     double c = (double)at.c_q + ((double)delta * ((double)t.scale.high + (double)t.scale.low));
     float c_p = (float)floor(c), fraction = (float)exp2(floor(c) - c);
     at.pad_p = reference::below(at.top_q + delta, span);
-    sums<REVERSE> total;
+    double total[4] = {0, 0, 0, 0};
     slice.pass<false>(
         [&](uint32_t vector, const uint4 &raw_p, const uint4 &raw_q) {
             pair_of<T> z(raw_p, raw_q, vector, slice.count);
@@ -338,21 +317,17 @@ static __device__ __noinline__ part careful(resident::slice slice, temperature t
                     z_q = i == j ? z.q[j] : z_q;
                 }
                 careful_term r = careful_pair(z_p, z_q, at, delta, c_p, fraction, t);
-                total.p += (double)r.b;
-                total.q += (double)r.change;
-                total.u += (double)r.forward;
+                total[0] += (double)r.b;
+                total[1] += (double)r.change;
+                total[2] += (double)r.forward;
                 if (EXTRA == REVERSE)
-                    total.extra += (double)r.reverse;
+                    total[3] += (double)r.reverse;
                 if (EXTRA == ENTROPY)
-                    total.extra += r.a == 0.0f ? 0.0 : (double)r.a * (double)z_q;
+                    total[3] += r.a == 0.0f ? 0.0 : (double)r.a * (double)z_q;
             }
         },
         [] {});
-    part mine = total.put_together();
-    mine.exponent_p = mine.exponent_q = (int)at.c_q;
-    mine.reference_p = delta;
-    mine.reference_q = 0;
-    return mine;
+    resident::send_part(at_place, total, __float_as_int(delta), (int)at.c_q, turn);
 }
 
 /* With eta by which a part's delta differs from the row's: a grows by e^eta. */
@@ -363,17 +338,17 @@ static __device__ row_stats careful_row(const part *parts, uint32_t count,
     int c_q = INT32_MIN;
     uint32_t main = 0; /* the part with the largest reference lends its delta to the row */
     for (uint32_t i = 0; i < count; i++)
-        if (parts[i].exponent_q > c_q && parts[i].sum[0] > 0) {
-            c_q = parts[i].exponent_q;
+        if (parts[i].mark[1] > c_q && parts[i].sum[0] > 0) {
+            c_q = parts[i].mark[1];
             main = i;
         }
-    double origin = (double)parts[main].reference_p;
+    double origin = (double)__int_as_float(parts[main].mark[0]);
     double x[4] = {0, 0, 0, 0}; /* b, change, forward, reverse or a zq */
     for (uint32_t i = lane; i < count; i += 32) {
         const part &from = parts[i];
-        double scale = power_of_2(from.exponent_q - c_q);
+        double scale = power_of_2(from.mark[1] - c_q);
         double b = from.sum[0], a = from.sum[0] + from.sum[1];
-        double eta = ((double)from.reference_p - origin) * inverse_temperature;
+        double eta = ((double)__int_as_float(from.mark[0]) - origin) * inverse_temperature;
         double grow = a > 0 ? expm1(eta) : 0.0;
         double more = grow * a;
         x[0] += scale * b;

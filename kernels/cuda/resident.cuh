@@ -23,10 +23,8 @@ constexpr uint32_t EDGE = 16; /* bytes behind a slice: rows at odd addresses sta
 /* What one warp found in its part of a row. What the numbers mean is the passes' business. */
 struct part {
     double sum[4];
-    int32_t exponent_p, exponent_q;
-    float reference_p, reference_q;
+    int32_t mark[2];
 };
-static_assert(sizeof(part) == 48, "three sends of 16 bytes");
 
 struct block_shared {
     barrier full[KLD_CUDA_RESIDENT_CHUNKS_MAX], empty[KLD_CUDA_RESIDENT_CHUNKS_MAX];
@@ -219,28 +217,43 @@ struct slice {
     }
 };
 
-/* Every warp's part to every block of the cluster; its first warp gets them all. `turn` counts the
- * exchanges: two places alternate, because a block can be one exchange ahead of another. */
-static __device__ __forceinline__ const part *exchange(const place &at, const part &mine,
-                                                       uint32_t turn) {
+/* Four sums over the warp: lane l gets number l / 8. */
+static __device__ __forceinline__ double warp_sums(const double (&x)[4]) {
+    unsigned lane = threadIdx.x % 32;
+    bool upper = lane & 16;
+    double keep[2] = {upper ? x[2] : x[0], upper ? x[3] : x[1]};
+    keep[0] += __shfl_xor_sync(KLD_FULL_WARP, upper ? x[0] : x[2], 16);
+    keep[1] += __shfl_xor_sync(KLD_FULL_WARP, upper ? x[1] : x[3], 16);
+    upper = lane & 8;
+    double sum = upper ? keep[1] : keep[0];
+    sum += __shfl_xor_sync(KLD_FULL_WARP, upper ? keep[0] : keep[1], 8);
+#pragma unroll
+    for (int step = 4; step; step /= 2)
+        sum += __shfl_xor_sync(KLD_FULL_WARP, sum, step);
+    return sum;
+}
+
+/* Every warp's part to every block of the cluster; wait_for_parts() gets them all. `turn` counts
+ * the exchanges: two places alternate, because a block can be one exchange ahead of another. */
+static __device__ __forceinline__ void send_part(const place &at, const double (&sums)[4],
+                                                 int32_t mark_0, int32_t mark_1, uint32_t turn) {
     unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint32_t which = turn & 1, all = at.cluster * WARPS;
-    part *parts = at.parts + which * all;
+    part *to = at.parts + which * all + at.rank * WARPS + warp;
     barrier *done = &at.shared->exchanged[which];
     if (threadIdx.x == 0)
         barrier_expect(done, all * sizeof(part));
-    if (lane < at.cluster) {
-        part *to = &parts[at.rank * WARPS + warp];
-        double rest[2] = {
-            __hiloint2double(mine.exponent_q, mine.exponent_p),
-            __hiloint2double(__float_as_int(mine.reference_q), __float_as_int(mine.reference_p))};
-        cluster_send(&to->sum[0], done, lane, mine.sum[0], mine.sum[1]);
-        cluster_send(&to->sum[2], done, lane, mine.sum[2], mine.sum[3]);
-        cluster_send(&to->exponent_p, done, lane, rest[0], rest[1]);
-    }
-    if (warp == 0)
-        barrier_wait(done, (turn >> 1) & 1);
-    return parts;
+    uint64_t sum = (uint64_t)__double_as_longlong(warp_sums(sums));
+    for (uint32_t rank = lane % 8; rank < at.cluster; rank += 8)
+        cluster_send(&to->sum[lane / 8], done, rank, sum);
+    if (lane < at.cluster)
+        cluster_send(to->mark, done, lane,
+                     (uint64_t)(uint32_t)mark_1 << 32 | (uint64_t)(uint32_t)mark_0);
+}
+
+static __device__ __forceinline__ const part *wait_for_parts(const place &at, uint32_t turn) {
+    barrier_wait(&at.shared->exchanged[turn & 1], (turn >> 1) & 1);
+    return at.parts + (turn & 1) * at.cluster * WARPS;
 }
 
 /* V values of one vector to a row, as 16 bytes where the row allows. The whole warp. */
