@@ -60,16 +60,6 @@ static __attribute__((noinline)) double probs_careful(const float *own, const fl
     return sum;
 }
 
-INLINE void vf_store_streaming(float *at, vf x) {
-#if KLD_VECTOR_BYTES == 64
-    _mm512_stream_ps(at, (__m512)x);
-#elif KLD_VECTOR_BYTES == 32
-    _mm256_stream_ps(at, (__m256)x);
-#else
-    *(vf_any *)at = x;
-#endif
-}
-
 /* A whole block; n is a multiple of LANES_OF_SUM vectors. gradient may be own's or other's place:
  * each vector is read before it is written. */
 INLINE vd probs_block(const float *own, const float *other, float *gradient, bool streaming,

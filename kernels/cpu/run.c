@@ -8,6 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/cpu/quick.h"
+
 #define SPAN_CLASSES_MIN                                                                           \
     16384                    /* a piece of a long row: two sides of FP32 fit a second-level cache */
 #define CHUNK_ELEMENTS 32768 /* rows are handed out in chunks of about this many elements */
@@ -20,6 +22,7 @@ struct plan {
     struct kld_cpu_run *run;
     struct kld_cpu_team *team;
     struct kld_cpu_work work;
+    struct kld_cpu_quick quick;        /* rows of logits in FP32 */
     unsigned char *at[KLD_SLOT_COUNT]; /* first byte of a slot, NULL if absent */
     uint64_t rows_per_chunk, chunks;
     uint64_t span_classes, spans; /* pieces of a row */
@@ -224,6 +227,9 @@ static double run_row(const struct plan *plan, uint64_t index) {
     row_begin(plan, index, &row);
     if (row.masked)
         return row_end(plan, &row, 0);
+    double value = 0, dot[2] = {0, 0};
+    if (plan->quick.fits && kld_cpu_quick_run(&plan->quick, NULL, NULL, &row.span, &value))
+        return row_end(plan, &row, value);
     struct kld_cpu_partial partial;
     if (plan->statistics) {
         for (uint64_t k = 0; k < plan->spans; k++) {
@@ -231,7 +237,6 @@ static double run_row(const struct plan *plan, uint64_t index) {
             fold_statistics(plan, &row.span, &partial, k == 0);
         }
     }
-    double value = 0, dot[2] = {0, 0};
     for (uint64_t k = 0; k < plan->spans; k++) {
         pass_value(plan, &row, k, &partial);
         value += partial.value;
@@ -277,13 +282,16 @@ static double run_row_in_pieces(struct plan *plan, uint64_t index) {
     row_begin(plan, index, row);
     if (row->masked)
         return row_end(plan, row, 0);
+    double value = 0, dot[2] = {0, 0};
+    if (plan->quick.fits &&
+        kld_cpu_quick_run(&plan->quick, plan->team, plan->run->partial, &row->span, &value))
+        return row_end(plan, row, value);
     if (plan->statistics) {
         kld_cpu_team_run(plan->team, plan->spans, task_statistics, plan);
         for (uint64_t k = 0; k < plan->spans; k++)
             fold_statistics(plan, &row->span, &partial[k], k == 0);
     }
     kld_cpu_team_run(plan->team, plan->spans, task_value, plan);
-    double value = 0, dot[2] = {0, 0};
     for (uint64_t k = 0; k < plan->spans; k++) {
         value += partial[k].value;
         dot[0] += partial[k].dot[0];
@@ -414,6 +422,8 @@ static void plan_init(struct plan *plan, struct kld_cpu_run *run, struct kld_cpu
     classes = divide_up(classes, KLD_CPU_BLOCK) * KLD_CPU_BLOCK;
     plan->span_classes = classes > SPAN_CLASSES_MIN ? classes : SPAN_CLASSES_MIN;
     plan->spans = divide_up(geometry->classes, plan->span_classes);
+    kld_cpu_quick_init(&plan->quick, run->kernels->name, &plan->work, plan->span_classes,
+                       plan->spans);
 }
 
 void kld_cpu_run_op(struct kld_cpu_run *run, struct kld_cpu_team *team, struct kld_job *job) {

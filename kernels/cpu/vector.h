@@ -48,6 +48,16 @@ INLINE vf vf_select(vi32 mask, vf yes, vf no) {
     return (vf)(((vi32)yes & mask) | ((vi32)no & ~mask));
 }
 
+INLINE void vf_store_streaming(float *at, vf x) {
+#if KLD_VECTOR_BYTES == 64
+    _mm512_stream_ps(at, (__m512)x);
+#elif KLD_VECTOR_BYTES == 32
+    _mm256_stream_ps(at, (__m256)x);
+#else
+    *(vf_any *)at = x;
+#endif
+}
+
 INLINE double vd_sum(vd x) {
     double sum = 0;
     for (int i = 0; i < DOUBLES; i++)
@@ -249,8 +259,8 @@ INLINE uint64_t whole_vectors(uint64_t n) { return (n + 15) / 16 * 16; }
 
 /* n elements of a tensor as a block of doubles or floats, filled up with `pad` to whole vectors.
  * FP64 cannot be loaded as float. Reads nothing beyond the n elements. */
-static void block_load_floats(uint32_t dtype, const unsigned char *from, uint64_t n, float pad,
-                              float *to) {
+static inline void block_load_floats(uint32_t dtype, const unsigned char *from, uint64_t n,
+                                     float pad, float *to) {
     uint64_t m = whole_vectors(n);
     uint16_t raw[BLOCK] ALIGNED;
     if (dtype == KLD_DTYPE_FP32) {
@@ -271,8 +281,8 @@ static void block_load_floats(uint32_t dtype, const unsigned char *from, uint64_
         to[i] = pad;
 }
 
-static void block_load(uint32_t dtype, const unsigned char *from, uint64_t n, double pad,
-                       double *to) {
+static inline void block_load(uint32_t dtype, const unsigned char *from, uint64_t n, double pad,
+                              double *to) {
     uint64_t m = whole_vectors(n);
     float single[BLOCK] ALIGNED;
     if (dtype == KLD_DTYPE_FP64) {
@@ -290,7 +300,8 @@ static void block_load(uint32_t dtype, const unsigned char *from, uint64_t n, do
 }
 
 /* The first n numbers of a block into a tensor; writes nothing beyond them. */
-static void block_store_floats(uint32_t dtype, const float *from, uint64_t n, unsigned char *to) {
+static inline void block_store_floats(uint32_t dtype, const float *from, uint64_t n,
+                                      unsigned char *to) {
     uint64_t m = whole_vectors(n);
     uint16_t raw[BLOCK] ALIGNED;
     if (dtype == KLD_DTYPE_FP32) {
@@ -306,7 +317,7 @@ static void block_store_floats(uint32_t dtype, const float *from, uint64_t n, un
         memcpy(to, raw, n * 2);
 }
 
-static void block_store(uint32_t dtype, const double *from, uint64_t n, unsigned char *to) {
+static inline void block_store(uint32_t dtype, const double *from, uint64_t n, unsigned char *to) {
     float single[BLOCK] ALIGNED;
     if (dtype == KLD_DTYPE_FP64) {
         memcpy(to, from, n * 8);

@@ -1,0 +1,76 @@
+/* quick.h - rows of logits in FP32 arithmetic, between the order of passes (quick.c) and the
+ * arithmetic (quick_scan.h, quick_write.h, compiled once for each vector width): what holds for a
+ * job, and the passes over a piece of a row. Rows that FP32 cannot do well are left to the stages
+ * in double. No allocation; any thread of the team.
+ *
+ * Everything is in base 2. With t = z log2(e) / T a mass is 2^t = 2^k (1 + w), k the nearest
+ * integer; masses are held against an integer reference near the largest t, so that changing it is
+ * exact and one pass over memory finds reference and sums together. */
+#ifndef KLD_KERNELS_CPU_QUICK_H
+#define KLD_KERNELS_CPU_QUICK_H
+
+#include "kernels/cpu/kernel.h"
+#include "kernels/cpu/team.h"
+#include "kernels/rule.h"
+
+#define KLD_CPU_QUICK_NOTHING (-0x1p30) /* reference of a piece without any mass */
+
+struct kld_cpu_quick {
+    bool fits; /* else nothing below is set */
+    const struct kld_cpu_quick_kernels *kernels;
+    struct kld_rule rule;
+    bool half; /* both sides have 16 bits: shorter polynomials, less in double for accuracy */
+    uint32_t dtype[2];
+    bool gradient[2], streaming[2];
+    bool centred[2]; /* the gradient needs a sum over the row first */
+    bool value;      /* so there is a pass between the first and the gradients */
+    double inverse_temperature;
+    float scale, scale_low; /* log2(e) / T */
+    float limit;            /* logits at or beyond it, either sign, are for double */
+    uint64_t span_classes, spans;
+};
+
+/* A row after the scan. */
+struct kld_cpu_quick_row {
+    double reference[2];
+    double log2_mass[2]; /* of the sum of 2^t, less the reference */
+    double log_mass[2];  /* of the same sum: the natural logarithm */
+    double inverse_mass[2];
+    double centre[2]; /* the sum of x df/dx as far as it is not a multiple of the mass */
+    double factor;    /* of the gradients, 1 / T in it */
+};
+
+struct kld_cpu_quick_kernels {
+    /* The sums of a piece. In *ret_partial: max holds the references (integers), sum the masses
+     * against 2^reference, dot[P] and, where the rule needs it, dot[Q] the sum of mass times d; d
+     * is the difference of the sides' t (cross_entropy: the predictions' t) less `value`. */
+    void (*scan)(const struct kld_cpu_quick *quick, const struct kld_cpu_span *span,
+                 struct kld_cpu_partial *ret_partial);
+    /* The value, if sums of d do not give it; where gradients are asked for, in dot the centres and
+     * in sum the sums of mass times the square of what is centred. */
+    void (*value)(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
+                  const struct kld_cpu_span *span, struct kld_cpu_partial *ret_partial);
+    /* The gradients that the span names. */
+    void (*write)(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
+                  const struct kld_cpu_span *span);
+};
+
+#if defined(__x86_64__)
+extern const struct kld_cpu_quick_kernels kld_cpu_quick_avx2, kld_cpu_quick_avx512;
+#endif
+
+/* For one job. width is kld_cpu_kernels.name; a width without a fused multiply-add fits nothing. */
+void kld_cpu_quick_init(struct kld_cpu_quick *quick, const char *width,
+                        const struct kld_cpu_work *work, uint64_t span_classes, uint64_t spans);
+
+/* One row: its value, and its gradients written. team: cuts the row over it, with `spans` elements
+ * of scratch; NULL: this thread; same bits. false: nothing was written, take the stages. */
+bool kld_cpu_quick_run(const struct kld_cpu_quick *quick, struct kld_cpu_team *team,
+                       struct kld_cpu_partial *scratch, const struct kld_cpu_span *row,
+                       double *ret_value);
+
+/* Joins the sums of two pieces; also used within a piece. */
+void kld_cpu_quick_fold(const struct kld_cpu_quick *quick, struct kld_cpu_partial *total,
+                        const struct kld_cpu_partial *part);
+
+#endif

@@ -1,0 +1,12 @@
+/* quick_avx2.c - the passes of quick.h for vectors of 32 bytes. Compiled with the instruction set
+ * that its name says; called only after kernel.c saw that the processor has it. */
+#if defined(__x86_64__)
+#define KLD_VECTOR_BYTES 32
+#include "kernels/cpu/quick_write.h"
+
+const struct kld_cpu_quick_kernels kld_cpu_quick_avx2 = {
+    .scan = quick_scan,
+    .value = quick_value,
+    .write = quick_write,
+};
+#endif

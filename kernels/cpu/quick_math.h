@@ -1,0 +1,204 @@
+/* quick_math.h - FP32 vectors for quick_scan.h and quick_write.h: powers and logarithms of 2 by
+ * polynomials, blocks of logits and their range. Included by the quick_*.c of each vector width;
+ * needs a fused multiply-add. Everything is static and pure. */
+#ifndef KLD_KERNELS_CPU_QUICK_MATH_H
+#define KLD_KERNELS_CPU_QUICK_MATH_H
+
+#include "kernels/cpu/quick.h"
+#include "kernels/cpu/vector.h"
+
+#define LN2 0.693147180559945309417
+#define STEP (2 * FLOATS)   /* vectors of a block are done in pairs: two chains of operations */
+#define SHIFTER 12582912.0f /* 1.5 * 2^23: adding it rounds to an integer, in the low bits */
+#define SHIFTER_BITS 0x4b400000u
+
+/* a < b ? yes : no */
+INLINE vf vf_if_less(vf a, vf b, vf yes, vf no) {
+#if KLD_VECTOR_BYTES == 64
+    return (vf)_mm512_mask_blend_ps(_mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ),
+                                    (__m512)no, (__m512)yes);
+#elif KLD_VECTOR_BYTES == 32
+    return (vf)_mm256_blendv_ps((__m256)no, (__m256)yes,
+                                _mm256_cmp_ps((__m256)a, (__m256)b, _CMP_LT_OQ));
+#endif
+}
+
+/* With a NaN in a: b. */
+INLINE vf vf_max(vf a, vf b) {
+#if KLD_VECTOR_BYTES == 64
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif KLD_VECTOR_BYTES == 32
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#endif
+}
+INLINE vf vf_min(vf a, vf b) {
+#if KLD_VECTOR_BYTES == 64
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif KLD_VECTOR_BYTES == 32
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#endif
+}
+
+INLINE vi32 vi32_positive(vi32 x) {
+#if KLD_VECTOR_BYTES == 64
+    return (vi32)_mm512_max_epi32((__m512i)x, _mm512_setzero_si512());
+#elif KLD_VECTOR_BYTES == 32
+    return (vi32)_mm256_max_epi32((__m256i)x, _mm256_setzero_si256());
+#endif
+}
+
+INLINE float vf_top(vf x) {
+#if KLD_VECTOR_BYTES == 64
+    return _mm512_reduce_max_ps((__m512)x);
+#elif KLD_VECTOR_BYTES == 32
+    __m128 y = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+#endif
+}
+
+INLINE double vd_total(vd x) {
+#if KLD_VECTOR_BYTES == 64
+    return _mm512_reduce_add_pd((__m512d)x);
+#elif KLD_VECTOR_BYTES == 32
+    __m128d y =
+        _mm_add_pd(_mm256_castpd256_pd128((__m256d)x), _mm256_extractf128_pd((__m256d)x, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(y, _mm_unpackhi_pd(y, y)));
+#endif
+}
+
+INLINE double vf_total(vf x) {
+    vfh half[2];
+    memcpy(half, &x, sizeof half);
+    return vd_total(__builtin_convertvector(half[0], vd) + __builtin_convertvector(half[1], vd));
+}
+
+INLINE vf vf_abs(vf x) { return (vf)((vu32)x & 0x7fffffffu); }
+
+/* 2^r - 1 for |r| <= 1/2. Error 2e-8 of itself; brief: 5e-7. */
+INLINE vf vf_power_less_one(vf r, bool brief) {
+    vf p;
+    if (brief) {
+        p = vf_of(0.00133813021f);
+        p = p * r + 0.00966636837f;
+        p = p * r + 0.0555038117f;
+        p = p * r + 0.240223497f;
+        p = p * r + 0.693147182f;
+    } else {
+        p = vf_of(0.000154531634f);
+        p = p * r + 0.00133908633f;
+        p = p * r + 0.00961808302f;
+        p = p * r + 0.0555035695f;
+        p = p * r + 0.240226507f;
+        p = p * r + 0.693147182f;
+    }
+    return p * r;
+}
+
+/* ln(y + low) for 0 < y <= 1, low its rounding. Error 2e-8; brief, without low: 2e-7. */
+INLINE vf vf_log(vf y, vf low, bool brief) {
+    vu32 bits = (vu32)y;
+    vi32 k = (vi32)(bits - 0x3f2aaaabu) >> 23; /* the rest is in [2/3, 4/3) */
+    vf f = (vf)(bits - ((vu32)k << 23)) - 1.0f, p;
+    if (brief) {
+        p = vf_of(-0.146957025f);
+        p = p * f + 0.16719912f;
+        p = p * f - 0.165402934f;
+        p = p * f + 0.198599875f;
+        p = p * f - 0.250017762f;
+        p = p * f + 0.333353013f;
+        p = p * f - 0.5f;
+    } else {
+        f += low * (vf)(0x3f800000u - ((vu32)k << 23));
+        p = vf_of(0.134257495f);
+        p = p * f - 0.150407642f;
+        p = p * f + 0.141183093f;
+        p = p * f - 0.164830178f;
+        p = p * f + 0.200037807f;
+        p = p * f - 0.250041455f;
+        p = p * f + 0.333333194f;
+        p = p * f - 0.499999851f;
+    }
+    return __builtin_convertvector(k, vf) * (float)LN2 + (f * f * p + f);
+}
+
+/* z log2(e) / T in parts: whole and rest, |rest| <= 1/2. bits: whole + SHIFTER_BITS. */
+struct parts {
+    vf whole, rest;
+    vi32 bits;
+};
+
+INLINE struct parts parts_of(vf z, vf scale, vf scale_low, bool half) {
+    vf shifted = z * scale + SHIFTER;
+    struct parts parts = {.whole = shifted - SHIFTER, .bits = (vi32)shifted};
+    parts.rest = z * scale - parts.whole;
+    if (!half)
+        parts.rest = z * scale_low + parts.rest;
+    return parts;
+}
+
+/* 2^(whole - reference), 0 where that is below 2^-126. origin: of origin_of(). */
+INLINE vf power_of_whole(vi32 bits, vi32 origin) {
+    return (vf)(vi32_positive((vi32)((vu32)bits - (vu32)origin)) << 23);
+}
+INLINE vi32 origin_of(double reference) {
+    uint32_t origin = SHIFTER_BITS - 127u + (uint32_t)(int32_t)reference;
+    return (vi32)(origin - (vu32){0});
+}
+
+INLINE vf mass_of(const struct parts *parts, vi32 origin, bool brief) {
+    vf power = power_of_whole(parts->bits, origin);
+    return power * vf_power_less_one(parts->rest, brief) + power;
+}
+
+/* The two sides of BLOCK classes. */
+struct pair {
+    const float *at[2];
+    float space[2][BLOCK] ALIGNED;
+    double top[2]; /* the largest logit, or something at or below -limit */
+    bool wild;     /* a logit is infinite or beyond the limit, or all are low; a NaN is not seen */
+};
+
+INLINE void pair_pad(struct pair *pair, uint64_t n, float with) {
+    for (int side = 0; side < 2; side++)
+        for (uint64_t i = n; i < BLOCK; i++)
+            pair->space[side][i] = with;
+}
+
+/* Filled up with classes of no mass: below half the limit there is no other class, or the pair is
+ * wild. */
+INLINE void pair_load(const struct kld_cpu_quick *quick, const struct kld_cpu_span *span,
+                      uint64_t at, uint64_t n, struct pair *ret_pair) {
+    float limit = quick->limit;
+    for (int side = 0; side < 2; side++) {
+        uint32_t dtype = quick->dtype[side];
+        const unsigned char *from = span->in[side] + at * element_bytes(dtype);
+        ret_pair->at[side] = ret_pair->space[side];
+        if (dtype == KLD_DTYPE_FP32 && n == BLOCK)
+            ret_pair->at[side] = (const float *)(const void *)from;
+        else
+            block_load_floats(dtype, from, n, -limit, ret_pair->space[side]);
+    }
+    if (n < BLOCK)
+        pair_pad(ret_pair, n, -limit);
+    vf most[2][2], least = vf_of(limit);
+    for (int side = 0; side < 2; side++)
+        most[side][0] = most[side][1] = vf_of(-INFINITY);
+    for (uint64_t i = 0; i < BLOCK; i += STEP)
+        for (int side = 0; side < 2; side++)
+            for (uint64_t j = 0; j < 2; j++) {
+                vf z = *(const vf_any *)(ret_pair->at[side] + i + j * FLOATS);
+                most[side][j] = vf_max(z, most[side][j]);
+                least = vf_min(z, least);
+            }
+    ret_pair->wild = !(-vf_top(-least) >= -limit);
+    for (int side = 0; side < 2; side++) {
+        float top = vf_top(vf_max(most[side][0], most[side][1]));
+        ret_pair->top[side] = (double)top;
+        ret_pair->wild = ret_pair->wild || !(top < limit) || !(top > -limit / 2);
+    }
+    if (ret_pair->wild && n < BLOCK)
+        pair_pad(ret_pair, n, -INFINITY);
+}
+
+#endif

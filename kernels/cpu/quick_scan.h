@@ -1,0 +1,179 @@
+/* quick_scan.h - the first pass of quick.h over a piece of a row: references, sums of the masses,
+ * and of mass times the difference of the logarithms. Included by the quick_*.c of each vector
+ * width.
+ *
+ * The logarithm of the ratio of the two sums is needed to 1e-8, which exponentials in FP32 give
+ * only where no class weighs much: the blocks of heavy classes are summed again in double. */
+#ifndef KLD_KERNELS_CPU_QUICK_SCAN_H
+#define KLD_KERNELS_CPU_QUICK_SCAN_H
+
+#include "kernels/cpu/quick_math.h"
+
+#define HEAVY 0.015625     /* a share of the mass, of one class */
+#define SPAN_BLOCKS_MAX 64 /* their sums are kept at a time */
+
+/* Sums of a block in double, of any logits. max and value of *sums are given. */
+static __attribute__((noinline)) void scan_in_double(const struct kld_cpu_quick *quick,
+                                                     const float *const at[2],
+                                                     struct kld_cpu_partial *sums) {
+    vd mass[2] = {vd_of(0), vd_of(0)}, cross[2] = {vd_of(0), vd_of(0)};
+    bool cross_entropy = quick->rule.kind == KLD_RULE_CROSS_ENTROPY;
+    double inverse = quick->inverse_temperature, scale = inverse / LN2;
+    for (uint64_t i = 0; i < BLOCK; i += DOUBLES) {
+        vd z[2], x[2];
+        for (int side = 0; side < 2; side++) {
+            z[side] = __builtin_convertvector(*(const vfh_any *)(at[side] + i), vd);
+            x[side] = vd_exp(z[side] * inverse - sums->max[side] * LN2);
+            mass[side] += x[side];
+        }
+        vd d = z[KLD_CPU_Q] * scale - sums->value;
+        if (!cross_entropy)
+            d = (z[KLD_CPU_P] - z[KLD_CPU_Q]) * scale - sums->value;
+        for (int side = 0; side < 2; side++)
+            cross[side] += vd_select(x[side] == 0.0, vd_of(0), x[side] * d);
+    }
+    for (int side = 0; side < 2; side++) {
+        sums->sum[side] = vd_total(mass[side]);
+        sums->dot[side] = vd_total(cross[side]);
+    }
+}
+
+/* The same in FP32, of logits that are not wild. */
+INLINE void scan_block(const struct kld_cpu_quick *quick, const struct pair *pair, bool half,
+                       uint32_t kind, bool both, struct kld_cpu_partial *sums) {
+    vf mass[2][2] = {{{0}}}, cross[2][2] = {{{0}}};
+    vf scale = vf_of(quick->scale), scale_low = vf_of(quick->scale_low);
+    vi32 origin[2] = {origin_of(sums->max[0]), origin_of(sums->max[1])};
+    vf offset = vf_of((float)sums->value);
+    for (uint64_t i = 0; i < BLOCK; i += STEP)
+        for (uint64_t j = 0; j < 2; j++) {
+            struct parts t[2];
+            vf x[2], d = {0};
+            for (int side = 0; side < 2; side++) {
+                vf z = *(const vf_any *)(pair->at[side] + i + j * FLOATS);
+                t[side] = parts_of(z, scale, scale_low, half);
+                x[side] = mass_of(&t[side], origin[side], false);
+                mass[side][j] += x[side];
+            }
+            if (kind == KLD_RULE_KL)
+                d = ((t[KLD_CPU_P].whole - t[KLD_CPU_Q].whole) - offset) +
+                    (t[KLD_CPU_P].rest - t[KLD_CPU_Q].rest);
+            if (kind == KLD_RULE_CROSS_ENTROPY)
+                d = (t[KLD_CPU_Q].whole - offset) + t[KLD_CPU_Q].rest;
+            if (kind != KLD_RULE_MIXTURE)
+                cross[KLD_CPU_P][j] += x[KLD_CPU_P] * d;
+            if (kind == KLD_RULE_KL && both)
+                cross[KLD_CPU_Q][j] += x[KLD_CPU_Q] * d;
+        }
+    for (int side = 0; side < 2; side++) {
+        sums->sum[side] = vf_total(mass[side][0] + mass[side][1]);
+        sums->dot[side] = vf_total(cross[side][0] + cross[side][1]);
+    }
+}
+
+static void scan_block_of(const struct kld_cpu_quick *quick, const struct pair *pair,
+                          struct kld_cpu_partial *sums) {
+    uint32_t kind = quick->rule.kind;
+    bool both = quick->rule.of_q != 0;
+    if (quick->half && kind == KLD_RULE_MIXTURE)
+        scan_block(quick, pair, true, KLD_RULE_MIXTURE, false, sums);
+    else if (quick->half && kind == KLD_RULE_CROSS_ENTROPY)
+        scan_block(quick, pair, true, KLD_RULE_CROSS_ENTROPY, false, sums);
+    else if (quick->half && both)
+        scan_block(quick, pair, true, KLD_RULE_KL, true, sums);
+    else if (quick->half)
+        scan_block(quick, pair, true, KLD_RULE_KL, false, sums);
+    else if (kind == KLD_RULE_MIXTURE)
+        scan_block(quick, pair, false, KLD_RULE_MIXTURE, false, sums);
+    else if (kind == KLD_RULE_CROSS_ENTROPY)
+        scan_block(quick, pair, false, KLD_RULE_CROSS_ENTROPY, false, sums);
+    else if (both)
+        scan_block(quick, pair, false, KLD_RULE_KL, true, sums);
+    else
+        scan_block(quick, pair, false, KLD_RULE_KL, false, sums);
+}
+
+/* References only grow, by whole numbers. A side without any mass so far keeps none. */
+INLINE void scan_refer(const struct kld_cpu_quick *quick, const struct pair *pair,
+                       double reference[2]) {
+    for (int side = 0; side < 2; side++) {
+        double top = pair->top[side], limit = (double)quick->limit;
+        if (top > limit)
+            top = limit;
+        if (top > -limit) {
+            double whole = rint(top * quick->inverse_temperature / LN2);
+            if (whole > reference[side])
+                reference[side] = whole;
+        }
+    }
+}
+
+/* What a span's blocks add up to; those that were kept are done again in double where one of their
+ * classes is a large share of either side. */
+static void scan_blocks(const struct kld_cpu_quick *quick, const struct kld_cpu_span *span,
+                        struct kld_cpu_partial *ret_sums) {
+    struct kld_cpu_partial sums[SPAN_BLOCKS_MAX], total;
+    double reference[2] = {KLD_CPU_QUICK_NOTHING, KLD_CPU_QUICK_NOTHING};
+    double top[SPAN_BLOCKS_MAX][2];
+    bool done[SPAN_BLOCKS_MAX];
+    uint64_t blocks = (span->count + BLOCK - 1) / BLOCK;
+    struct pair pair;
+    for (uint64_t k = 0; k < blocks; k++) {
+        uint64_t left = span->count - k * BLOCK;
+        pair_load(quick, span, k * BLOCK, left < BLOCK ? left : BLOCK, &pair);
+        scan_refer(quick, &pair, reference);
+        memcpy(sums[k].max, reference, sizeof reference);
+        memcpy(top[k], pair.top, sizeof top[k]);
+        sums[k].value = reference[KLD_CPU_Q];
+        if (quick->rule.kind != KLD_RULE_CROSS_ENTROPY)
+            sums[k].value = reference[KLD_CPU_P] - reference[KLD_CPU_Q];
+        done[k] = pair.wild;
+        if (pair.wild)
+            scan_in_double(quick, pair.at, &sums[k]);
+        else
+            scan_block_of(quick, &pair, &sums[k]);
+        if (k == 0)
+            total = sums[0];
+        else
+            kld_cpu_quick_fold(quick, &total, &sums[k]);
+    }
+    *ret_sums = total;
+    if (quick->half)
+        return;
+    double heavy[2]; /* logits above these */
+    for (int side = 0; side < 2; side++)
+        heavy[side] =
+            (total.max[side] + log2(total.sum[side] * HEAVY)) * LN2 / quick->inverse_temperature;
+    for (uint64_t k = 0; k < blocks; k++) {
+        if (!done[k] && (top[k][0] > heavy[0] || top[k][1] > heavy[1])) {
+            uint64_t left = span->count - k * BLOCK;
+            pair_load(quick, span, k * BLOCK, left < BLOCK ? left : BLOCK, &pair);
+            scan_in_double(quick, pair.at, &sums[k]);
+        }
+        if (k == 0)
+            total = sums[0];
+        else
+            kld_cpu_quick_fold(quick, &total, &sums[k]);
+    }
+    *ret_sums = total;
+}
+
+static void quick_scan(const struct kld_cpu_quick *quick, const struct kld_cpu_span *span,
+                       struct kld_cpu_partial *ret_partial) {
+    struct kld_cpu_span part = *span;
+    for (uint64_t at = 0; at < span->count; at += part.count) {
+        struct kld_cpu_partial sums;
+        part.count = span->count - at;
+        if (part.count > SPAN_BLOCKS_MAX * BLOCK)
+            part.count = SPAN_BLOCKS_MAX * BLOCK;
+        for (int side = 0; side < 2; side++)
+            part.in[side] = span->in[side] + at * element_bytes(quick->dtype[side]);
+        scan_blocks(quick, &part, &sums);
+        if (at == 0)
+            *ret_partial = sums;
+        else
+            kld_cpu_quick_fold(quick, ret_partial, &sums);
+    }
+}
+
+#endif
