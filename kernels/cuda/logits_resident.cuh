@@ -72,39 +72,31 @@ difference_16(float z_p, float z_q, const difference_row &row, const temperature
 }
 
 template <class T, bool CLASSES_OUT>
-static __device__ __forceinline__ void write_difference(const place &at, resident::slice &slice,
-                                                        const difference_row &row,
-                                                        const temperature &t, char *to) {
+static __device__ __forceinline__ void
+write_difference(const place &at, resident::slice &slice, const difference_row &row,
+                 const temperature &t, char *to, bool whole) {
     constexpr int V = packet<T>::V;
-    bool whole = aligned16<T>(to);
-    slice.pass<true>(
-        [&](uint32_t vector, const uint4 &raw_p, const uint4 &raw_q) {
-            float z_p[V], z_q[V];
-            unpack<T>(raw_p, z_p);
-            unpack<T>(raw_q, z_q);
+    slice.last_pass(V, [&](uint32_t vector, uint32_t left, const uint4 &raw_p, const uint4 &raw_q) {
+        float z_p[V], z_q[V];
+        unpack<T>(raw_p, z_p);
+        unpack<T>(raw_q, z_q);
 #pragma unroll
-            for (int i = 0; i < V; i++)
-                if constexpr (sizeof(T) == 4)
-                    z_q[i] = difference_fp32<CLASSES_OUT>(z_p[i], z_q[i], row, t);
-                else
-                    z_q[i] = difference_16<CLASSES_OUT>(z_p[i], z_q[i], row, t);
-            resident::put<T>(at, to, whole, vector, z_q);
-        },
-        [] {});
+        for (int i = 0; i < V; i++)
+            if constexpr (sizeof(T) == 4)
+                z_q[i] = difference_fp32<CLASSES_OUT>(z_p[i], z_q[i], row, t);
+            else
+                z_q[i] = difference_16<CLASSES_OUT>(z_p[i], z_q[i], row, t);
+        resident::put<T>(at, to, whole, vector, left, z_q);
+    });
 }
 
 /* ---- a row ------------------------------------------------------------------------------------
  */
 
-/* Counts the exchanges; the slot and the phase of its barriers. */
+/* The slot, and how often it has been used. */
 struct progress {
-    uint32_t exchanges, slot, turn;
+    uint32_t slot, turn;
 };
-
-/* Where weights sum to 0 gradients are 0, and row_zero() writes them. */
-static __device__ __forceinline__ bool divides(const kld_cuda_args &args) {
-    return args.divisor != 0 || args.scratch->divisor != 0;
-}
 
 /* What no fast way serves: the first block of the cluster takes the whole row. */
 static __device__ __noinline__ double row_by_any(const kld_cuda_args &args, uint64_t index,
@@ -122,15 +114,14 @@ template <class T, bool ENTROPY> struct difference_body {
     static constexpr int EXTRA = ENTROPY ? logits_stats::ENTROPY : logits_stats::NOTHING;
 
     static __device__ __forceinline__ resident::slice
-    slice_of(const kld_cuda_args &args, const place &at, uint64_t index, const progress &progress) {
+    slice_of(const place &at, const resident::row_info &info, const progress &progress) {
         uint32_t first = progress.slot * at.chunks;
         resident::slice slice;
-        slice.p = at.tensor(progress.slot, 0);
-        slice.q = at.tensor(progress.slot, 1);
-        slice.odd_p = resident::is_odd(at_row(args.p, index));
-        slice.odd_q = resident::is_odd(at_row(args.q, index));
+        slice.p = at.tensor(progress.slot, 0) + 16 * threadIdx.x;
+        slice.q = at.tensor(progress.slot, 1) + 16 * threadIdx.x;
+        slice.odd_p = info.odd_p;
+        slice.odd_q = info.odd_q;
         slice.count = at.count;
-        slice.vectors = (at.count + packet<T>::V - 1) / packet<T>::V;
         slice.chunks = at.chunks;
         slice.full = &at.shared->full[first];
         slice.empty = &at.shared->empty[first];
@@ -158,47 +149,49 @@ template <class T, bool ENTROPY> struct difference_body {
     }
 
     /* Returns the row's value to the first thread of the cluster. */
-    static __device__ __forceinline__ double one_row(const kld_cuda_args &args, const place &at,
-                                                     uint64_t index, const temperature &t,
-                                                     float span, row_shared *shared,
-                                                     team_shared *team_shared, progress &progress) {
-        resident::slice slice = slice_of(args, at, index, progress);
-        if (++progress.slot == at.slots) {
-            progress.slot = 0;
-            progress.turn++;
-        }
+    static __device__ __forceinline__ double
+    one_row(const kld_cuda_args &args, const place &at, const resident::row_info &info,
+            resident::slice &slice, const temperature &t, float span, bool divides,
+            row_shared *shared, team_shared *team_shared, uint32_t &exchanges) {
         double value = 0, weight = 0, factor = 0;
         if (threadIdx.x < 32) { /* its loads are on their way during the pass */
-            row row = row_open(args, index);
+            row row = row_open(args, info.index);
             weight = row.weight;
             factor = row.gradient * args.inverse_temperature;
         }
-        logits_stats::fast<T, EXTRA>(at, slice, t, span, progress.exchanges);
+        char *to = info.gradient;
+        bool whole = info.flags & resident::ROW_WHOLE;
+        logits_stats::fast<T, EXTRA>(at, slice, t, span, exchanges);
         if (threadIdx.x < 32)
-            value = settle<true>(args, at, factor, progress.exchanges, shared);
-        progress.exchanges++;
+            value = settle<true>(args, at, factor, exchanges, shared);
+        exchanges++;
         block_sync(1, resident::COMPUTING);
         if (shared->way == AGAIN) {
-            logits_stats::careful<T, EXTRA>(at, slice, t, span, progress.exchanges);
+            logits_stats::careful<T, EXTRA>(at, slice, t, span, exchanges);
             if (threadIdx.x < 32)
-                value = settle<false>(args, at, factor, progress.exchanges, shared);
-            progress.exchanges++;
+                value = settle<false>(args, at, factor, exchanges, shared);
+            exchanges++;
             block_sync(1, resident::COMPUTING);
         }
         enum way way = shared->way;
-        difference_row numbers = shared->numbers;
-        char *to = at_row(args.grad_q, index);
         if (way == ANY) {
+            uint64_t index = info.index;
             slice.release();
             value = at.rank == 0 ? row_by_any(args, index, team_shared) : 0.0;
-        } else if (to && divides(args)) {
-            to += (uint64_t)at.rank * at.slice * sizeof(T);
+            if (!divides && at.rank == 0) {
+                block_sync(1, resident::COMPUTING);
+                resident::clear<T>(at_row(args.grad_q, index), (uint32_t)args.classes, threadIdx.x,
+                                   resident::COMPUTING);
+            }
+        } else if (to && divides) {
+            difference_row numbers = shared->numbers;
             if (way == CAREFUL)
-                write_difference<T, true>(at, slice, numbers, t, to);
+                write_difference<T, true>(at, slice, numbers, t, to, whole);
             else
-                write_difference<T, false>(at, slice, numbers, t, to);
+                write_difference<T, false>(at, slice, numbers, t, to, whole);
         } else {
             slice.release();
+            resident::clear<T>(to, at.count, threadIdx.x, resident::COMPUTING);
         }
         return value * weight;
     }
@@ -206,29 +199,34 @@ template <class T, bool ENTROPY> struct difference_body {
     static __device__ void compute(const kld_cuda_args &args, const place &at) {
         __shared__ row_shared shared;
         __shared__ team_shared team_shared;
-        __shared__ double total; /* of the group; the first thread's */
         temperature t(args.inverse_temperature);
         float span = (float)(300.0 / (args.inverse_temperature * LOG2_E));
-        progress progress = {0, 0, 0};
-        if (threadIdx.x == 0)
-            total = 0;
-        resident::each_row(args, at, [&](uint64_t index, uint64_t group, bool last) {
-            bool masked = row_is_masked(args, index);
-            double value =
-                masked ? 0.0 : one_row(args, at, index, t, span, &shared, &team_shared, progress);
-            if (masked || !divides(args)) {
-                team zeroing = {at.rank * resident::COMPUTING + threadIdx.x,
-                                at.cluster * resident::COMPUTING, KLD_FULL_WARP, nullptr};
-                row_zero(args, index, masked, zeroing);
+        /* Where weights sum to 0 gradients are 0. */
+        bool divides = args.divisor != 0 || args.scratch->divisor != 0;
+        progress progress = {0, 0};
+        uint32_t exchanges = 0;
+        double total = 0; /* of the group; the first thread's */
+        uint64_t group = UINT64_MAX;
+        for (;;) {
+            barrier_wait(&at.shared->full[progress.slot * at.chunks], progress.turn & 1);
+            const resident::row_info &info = at.shared->info[progress.slot];
+            if (info.flags & resident::ROW_END)
+                break;
+            resident::slice slice = slice_of(at, info, progress);
+            uint64_t index = info.index, its_group = info.group;
+            if (++progress.slot == at.slots) {
+                progress.slot = 0;
+                progress.turn++;
             }
+            double value =
+                one_row(args, at, info, slice, t, span, divides, &shared, &team_shared, exchanges);
             if (at.rank == 0 && threadIdx.x == 0) {
                 row_store(args, index, value);
-                double sum = total + value;
-                if (last)
-                    args.scratch->partial[args.first_group + group] = sum;
-                total = last ? 0.0 : sum;
+                total = its_group == group ? total + value : value;
+                group = its_group;
+                args.scratch->partial[args.first_group + group] = total;
             }
-        });
+        }
     }
 };
 

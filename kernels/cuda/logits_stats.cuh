@@ -47,16 +47,12 @@ static __device__ __forceinline__ float warp_max(float x) {
 template <class T> struct pair_of {
     static constexpr int V = packet<T>::V;
     float p[V], q[V];
-    uint32_t left; /* how many of them are classes */
 
-    __device__ __forceinline__ pair_of(const uint4 &raw_p, const uint4 &raw_q, uint32_t vector,
-                                       uint32_t count) {
+    __device__ __forceinline__ pair_of(const uint4 &raw_p, const uint4 &raw_q) {
         unpack<T>(raw_p, p);
         unpack<T>(raw_q, q);
-        uint32_t first = vector * V;
-        left = count > first ? count - first : 0;
     }
-    __device__ __forceinline__ void pad(float pad_p, float pad_q) {
+    __device__ __forceinline__ void pad(uint32_t left, float pad_p, float pad_q) {
         if (left < V)
 #pragma unroll
             for (int i = 0; i < V; i++)
@@ -86,13 +82,14 @@ struct reference {
                                                    float span) {
         reference at;
         uint4 raw_p, raw_q;
-        uint32_t vector;
-        slice.peek(raw_p, raw_q, vector);
-        pair_of<T> z(raw_p, raw_q, vector, slice.count);
+        slice.peek(raw_p, raw_q);
+        pair_of<T> z(raw_p, raw_q);
+        uint32_t before = threadIdx.x * packet<T>::V;
+        uint32_t left = slice.count > before ? slice.count - before : 0;
         float top_p = -CUDART_INF_F, top_q = -CUDART_INF_F;
 #pragma unroll
         for (int i = 0; i < packet<T>::V; i++)
-            if (i < z.left) {
+            if (i < left) {
                 top_p = fmaxf(top_p, z.p[i]);
                 top_q = fmaxf(top_q, z.q[i]);
             }
@@ -166,10 +163,11 @@ static __device__ __forceinline__ void fast(const place &at_place, resident::sli
     reference at = reference::of<T>(slice, t, span);
     double total[4] = {0, 0, 0, 0};
     chunk_sums<EXTRA> sum;
-    slice.pass<false>(
-        [&](uint32_t vector, const uint4 &raw_p, const uint4 &raw_q) {
-            pair_of<T> z(raw_p, raw_q, vector, slice.count);
-            z.pad(at.pad_p, at.pad_q);
+    slice.pass(
+        V,
+        [&](uint32_t, uint32_t left, const uint4 &raw_p, const uint4 &raw_q) {
+            pair_of<T> z(raw_p, raw_q);
+            z.pad(left, at.pad_p, at.pad_q);
 #pragma unroll
             for (int i = 0; i < V; i++)
                 if constexpr (sizeof(T) == 4)
@@ -288,13 +286,14 @@ static __device__ __noinline__ void careful(place at_place, resident::slice slic
     constexpr int V = packet<T>::V;
     reference at = reference::of<T>(slice, t, span);
     uint4 first_p, first_q;
-    uint32_t first;
-    slice.peek(first_p, first_q, first);
-    pair_of<T> z(first_p, first_q, first, slice.count);
+    slice.peek(first_p, first_q);
+    pair_of<T> z(first_p, first_q);
+    uint32_t before = threadIdx.x * V;
+    uint32_t has = slice.count > before ? slice.count - before : 0;
     float delta = CUDART_NAN_F; /* the difference at the class whose q is the largest */
 #pragma unroll
     for (int i = 0; i < V; i++)
-        if (i < z.left && z.q[i] == at.top_q)
+        if (i < has && z.q[i] == at.top_q)
             delta = z.p[i] - z.q[i];
     unsigned have = __ballot_sync(KLD_FULL_WARP, fabsf(delta) < 1e30f);
     delta = __shfl_sync(KLD_FULL_WARP, delta, have ? __ffs(have) - 1 : 0);
@@ -304,10 +303,11 @@ static __device__ __noinline__ void careful(place at_place, resident::slice slic
     float c_p = (float)floor(c), fraction = (float)exp2(floor(c) - c);
     at.pad_p = reference::below(at.top_q + delta, span);
     double total[4] = {0, 0, 0, 0};
-    slice.pass<false>(
-        [&](uint32_t vector, const uint4 &raw_p, const uint4 &raw_q) {
-            pair_of<T> z(raw_p, raw_q, vector, slice.count);
-            z.pad(-CUDART_INF_F, -CUDART_INF_F);
+    slice.pass(
+        V,
+        [&](uint32_t, uint32_t left, const uint4 &raw_p, const uint4 &raw_q) {
+            pair_of<T> z(raw_p, raw_q);
+            z.pad(left, -CUDART_INF_F, -CUDART_INF_F);
 #pragma unroll 1
             for (int i = 0; i < V; i++) {
                 float z_p = z.p[0], z_q = z.q[0];

@@ -13,7 +13,7 @@ static bool fits(kld_cuda_args *args, uint32_t cluster, size_t element, size_t b
         (slice * element + 16 * KLD_CUDA_RESIDENT_CHUNK - 1) / (16 * KLD_CUDA_RESIDENT_CHUNK);
     args->cluster = cluster;
     args->slice = (uint32_t)slice;
-    for (args->slots = 4; args->slots >= 1; args->slots--)
+    for (args->slots = KLD_CUDA_RESIDENT_SLOTS_MAX; args->slots >= 1; args->slots--)
         if (args->slots * chunks <= KLD_CUDA_RESIDENT_CHUNKS_MAX &&
             resident::bytes(*args, element) <= bytes)
             return true;

@@ -3,6 +3,9 @@
  * next row while the others compute on this one; what the warps found is exchanged across the
  * cluster. No mathematics here.
  *
+ * The copying warp also decides what a row is: where its gradient goes, whether it counts at all;
+ * of masked rows it writes the zeros itself, and the others never see them.
+ *
  * Slots and chunks. A block has `slots` places for a slice of both tensors, cut into chunks of
  * CHUNK vectors. A chunk's `full` barrier says that it has come, its `empty` barrier that all warps
  * are done with it. Threads of the block: WARPS warps that compute, one that copies. */
@@ -18,6 +21,7 @@ constexpr uint32_t WARPS = KLD_CUDA_RESIDENT_WARPS, COMPUTING = 32 * WARPS;
 constexpr uint32_t THREADS = COMPUTING + 32;
 constexpr uint32_t CHUNK = KLD_CUDA_RESIDENT_CHUNK; /* vectors of 16 bytes, of each tensor */
 constexpr uint32_t STEPS = CHUNK / COMPUTING;       /* of a thread in a chunk */
+constexpr uint32_t BEYOND = 512; /* bytes that a warp may read behind the last slice */
 constexpr uint32_t EDGE = 16; /* bytes behind a slice: rows at odd addresses start 2 bytes late */
 
 /* What one warp found in its part of a row. What the numbers mean is the passes' business. */
@@ -26,7 +30,18 @@ struct part {
     int32_t mark[2];
 };
 
+/* What the copying warp says of the row in a slot. Valid from `full` to `empty` of its first chunk.
+ */
+enum row_flags { ROW_ODD = 1, ROW_WHOLE = 2, ROW_END = 4 };
+struct row_info {
+    uint64_t index, group;
+    char *gradient; /* this block's part; NULL: not asked for */
+    uint32_t flags;
+    uint32_t odd_p, odd_q;
+};
+
 struct block_shared {
+    row_info info[KLD_CUDA_RESIDENT_SLOTS_MAX];
     barrier full[KLD_CUDA_RESIDENT_CHUNKS_MAX], empty[KLD_CUDA_RESIDENT_CHUNKS_MAX];
     barrier exchanged[2];
     uint4 stage[WARPS][32]; /* of stores to unaligned rows */
@@ -35,7 +50,7 @@ struct block_shared {
 /* Dynamic shared memory of a block. */
 static inline size_t bytes(const kld_cuda_args &args, size_t element) {
     return sizeof(block_shared) + 2 * args.cluster * WARPS * sizeof(part) +
-           (size_t)args.slots * 2 * (args.slice * element + EDGE);
+           (size_t)args.slots * 2 * (args.slice * element + EDGE) + BEYOND;
 }
 
 /* One block's place in the launch. */
@@ -65,6 +80,7 @@ template <class T> static __device__ place place_of(const kld_cuda_args &args, c
     uint64_t rest = first < args.classes ? args.classes - first : 0;
     at.count = (uint32_t)min(rest, (uint64_t)args.slice);
     at.chunks = (uint32_t)((at.count * sizeof(T) + 16 * CHUNK - 1) / (16 * CHUNK));
+    at.chunks = at.chunks ? at.chunks : 1; /* an empty one: barriers are passed all the same */
     at.slots = args.slots;
     at.tensor_bytes = (uint32_t)(args.slice * sizeof(T)) + EDGE;
     at.shared = (block_shared *)dynamic;
@@ -73,15 +89,16 @@ template <class T> static __device__ place place_of(const kld_cuda_args &args, c
     return at;
 }
 
-/* The rows of this cluster, in order: FUNCTION(index, group, last of its group). */
+/* The rows of this cluster, in order: FUNCTION(index, group, first of its group). */
 template <class FUNCTION>
 static __device__ __forceinline__ void each_row(const kld_cuda_args &args, const place &at,
                                                 FUNCTION function) {
     uint64_t groups = (args.rows + args.group_rows - 1) / args.group_rows;
     for (uint64_t group = at.first_group; group < groups; group += at.groups_step) {
-        uint64_t end = min((group + 1) * args.group_rows, args.rows);
-        for (uint64_t index = group * args.group_rows; index < end; index++)
-            function(index, group, index + 1 == end);
+        uint64_t begin = group * args.group_rows;
+        uint64_t end = min(begin + args.group_rows, args.rows);
+        for (uint64_t index = begin; index < end; index++)
+            function(index, group, index == begin);
     }
 }
 
@@ -123,18 +140,56 @@ static __device__ void bring(char *to, const char *from, uint32_t bytes, barrier
         barrier_arrive(full);
 }
 
+/* Zeros over this block's part of a gradient row. */
+template <class T>
+static __device__ void clear(char *to, uint32_t count, unsigned lane, unsigned lanes) {
+    constexpr uint32_t V = packet<T>::V;
+    uint32_t vectors = to && aligned16<T>(to) ? count / V : 0;
+    const T to_zero = ::to<T>(0.0f);
+    for (uint32_t i = lane; i < vectors; i += lanes)
+        __stcs((uint4 *)to + i, make_uint4(0, 0, 0, 0));
+    for (uint32_t i = vectors * V + lane; to && i < count; i += lanes)
+        ((T *)to)[i] = to_zero;
+}
+
+template <class T>
+static __device__ __forceinline__ char *part_of(const kld_cuda_tensor &tensor, uint64_t index,
+                                                const place &at) {
+    char *row = at_row(tensor, index);
+    return row ? row + (uint64_t)at.rank * at.slice * sizeof(T) : nullptr;
+}
+
 template <class T> static __device__ void copy_rows(const kld_cuda_args &args, const place &at) {
     unsigned lane = threadIdx.x % 32;
     uint32_t slot = 0, turn = 0;
-    uint64_t offset = (uint64_t)at.rank * at.slice * sizeof(T);
-    each_row(args, at, [&](uint64_t index, uint64_t, bool) {
-        if (row_is_masked(args, index))
+    auto describe = [&](uint64_t index, uint64_t group, uint32_t end) {
+        const char *p = part_of<T>(args.p, index, at), *q = part_of<T>(args.q, index, at);
+        char *gradient = part_of<T>(args.grad_q, index, at);
+        if (turn > 0)
+            barrier_wait(&at.shared->empty[slot * at.chunks], (turn - 1) & 1);
+        if (lane == 0) {
+            uint32_t odd_p = is_odd(p), odd_q = is_odd(q);
+            uint32_t flags =
+                end | (odd_p | odd_q ? ROW_ODD : 0) | (aligned16<T>(gradient) ? ROW_WHOLE : 0);
+            at.shared->info[slot] = {index, group, gradient, flags, odd_p, odd_q};
+        }
+    };
+    each_row(args, at, [&](uint64_t index, uint64_t group, bool first) {
+        if (first && at.rank == 0 &&
+            lane == 0) /* of a group of masked rows nobody else writes it */
+            args.scratch->partial[args.first_group + group] = 0;
+        if (row_is_masked(args, index)) {
+            clear<T>(part_of<T>(args.grad_q, index, at), at.count, lane, 32);
+            if (at.rank == 0 && lane == 0)
+                row_store(args, index, 0.0);
             return;
-        const char *p = at_row(args.p, index) + offset, *q = at_row(args.q, index) + offset;
+        }
+        describe(index, group, 0);
+        const char *p = part_of<T>(args.p, index, at), *q = part_of<T>(args.q, index, at);
         for (uint32_t chunk = 0; chunk < at.chunks; chunk++) {
             uint32_t i = slot * at.chunks + chunk, begin = chunk * CHUNK * 16;
             uint32_t bytes = min(CHUNK * 16, (uint32_t)(at.count * sizeof(T)) - begin);
-            if (turn > 0)
+            if (turn > 0 && chunk > 0)
                 barrier_wait(&at.shared->empty[i], (turn - 1) & 1);
             bring<T>(at.tensor(slot, 0) + begin, p + begin, bytes, &at.shared->full[i], lane);
             bring<T>(at.tensor(slot, 1) + begin, q + begin, bytes, &at.shared->full[i], lane);
@@ -144,6 +199,9 @@ template <class T> static __device__ void copy_rows(const kld_cuda_args &args, c
             turn++;
         }
     });
+    describe(0, 0, ROW_END);
+    barrier_arrive(&at.shared->full[slot * at.chunks]);
+    barrier_arrive(&at.shared->full[slot * at.chunks]);
 }
 
 /* ---- the warps that compute -------------------------------------------------------------------
@@ -151,17 +209,16 @@ template <class T> static __device__ void copy_rows(const kld_cuda_args &args, c
 
 /* This block's slice of the row at hand. */
 struct slice {
-    const char *p, *q; /* in shared memory */
-    bool odd_p, odd_q;
-    uint32_t count, vectors, chunks;
+    const char *p, *q; /* in shared memory, this thread's first vector */
+    uint32_t count, chunks;
     barrier *full, *empty; /* of its first chunk */
     uint32_t parity;
+    bool odd_p, odd_q;
     bool arrived; /* all chunks have been waited for */
 
-    static __device__ __forceinline__ uint4 load(const char *from, uint32_t vector, bool odd) {
-        const char *at = from + 16 * vector;
+    template <bool ODD> static __device__ __forceinline__ uint4 load(const char *at, bool odd) {
         uint4 x = *(const uint4 *)at;
-        if (odd) {
+        if (ODD && odd) {
             uint32_t next = *(const uint32_t *)(at + 16);
             x.x = __funnelshift_r(x.x, x.y, 16);
             x.y = __funnelshift_r(x.y, x.z, 16);
@@ -172,38 +229,68 @@ struct slice {
     }
 
     /* The first vectors of this thread's warp. */
-    __device__ __forceinline__ void peek(uint4 &ret_p, uint4 &ret_q, uint32_t &ret_vector) {
-        if (chunks && !arrived)
-            barrier_wait(&full[0], parity);
-        ret_vector = threadIdx.x;
-        uint32_t vector = min(threadIdx.x, vectors ? vectors - 1 : 0);
-        ret_p = load(p, vector, odd_p);
-        ret_q = load(q, vector, odd_q);
+    __device__ __forceinline__ void peek(uint4 &ret_p, uint4 &ret_q) const {
+        ret_p = load<true>(p, odd_p);
+        ret_q = load<true>(q, odd_q);
     }
-    /* FUNCTION(vector, raw p, raw q) for every vector of this thread; the whole warp comes along as
-     * long as one of its lanes has one. What lies beyond `count` is undefined. FLUSH() after each
-     * chunk. RELEASE: the last pass, each chunk may be overwritten after it. */
-    template <bool RELEASE, class FUNCTION, class FLUSH>
-    __device__ __forceinline__ void pass(FUNCTION function, FLUSH flush) {
-        unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+    /* FUNCTION(vector, left, raw p, raw q) for every vector of this thread: its number and how many
+     * classes are left from its first on; where that is less than V (or nothing), what lies beyond
+     * is undefined. The whole warp comes along as long as one of its lanes has a class. */
+    template <bool ODD, class FUNCTION, class FLUSH, class DONE>
+    __device__ __forceinline__ void pass_of(uint32_t V, FUNCTION function, FLUSH flush,
+                                            DONE done) const {
+        const char *at_p = p, *at_q = q;
+        uint32_t first = threadIdx.x;
         for (uint32_t chunk = 0; chunk < chunks; chunk++) {
             if (!arrived)
                 barrier_wait(&full[chunk], parity);
+            if ((chunk + 1) * CHUNK * V <= count) {
 #pragma unroll
-            for (uint32_t step = 0; step < STEPS; step++) {
-                uint32_t base = chunk * CHUNK + step * COMPUTING + warp * 32;
-                uint32_t vector = min(base + lane, vectors - 1);
-                if (base < vectors)
-                    function(base + lane, load(p, vector, odd_p), load(q, vector, odd_q));
+                for (uint32_t step = 0; step < STEPS; step++)
+                    function(first + step * COMPUTING, V,
+                             load<ODD>(at_p + step * COMPUTING * 16, odd_p),
+                             load<ODD>(at_q + step * COMPUTING * 16, odd_q));
+            } else {
+#pragma unroll 1
+                for (uint32_t step = 0; step < STEPS; step++) {
+                    uint32_t vector = first + step * COMPUTING;
+                    if ((vector & ~31u) * V < count)
+                        function(vector, count > vector * V ? count - vector * V : 0,
+                                 load<ODD>(at_p + step * COMPUTING * 16, odd_p),
+                                 load<ODD>(at_q + step * COMPUTING * 16, odd_q));
+                }
             }
             flush();
-            if (RELEASE) {
-                __syncwarp();
-                if (lane == 0)
-                    barrier_arrive(&empty[chunk]);
-            }
+            done(chunk);
+            first += CHUNK;
+            at_p += CHUNK * 16;
+            at_q += CHUNK * 16;
         }
+    }
+    template <class FUNCTION, class FLUSH>
+    __device__ __forceinline__ void pass(uint32_t V, FUNCTION function, FLUSH flush) {
+        auto done = [](uint32_t) {};
+        if (odd_p || odd_q)
+            pass_of<true>(V, function, flush, done);
+        else
+            pass_of<false>(V, function, flush, done);
         arrived = true;
+    }
+    /* The last pass: each chunk may be overwritten after it. */
+    template <class FUNCTION>
+    __device__ __forceinline__ void last_pass(uint32_t V, FUNCTION function) {
+        auto done = [&](uint32_t chunk) {
+            __syncwarp();
+            if (threadIdx.x % 32 == 0)
+                barrier_arrive(&empty[chunk]);
+        };
+        if (odd_p || odd_q)
+            pass_of<true>(
+                V, function, [] {}, done);
+        else
+            pass_of<false>(
+                V, function, [] {}, done);
     }
     __device__ __forceinline__ void release() {
         for (uint32_t chunk = 0; chunk < chunks; chunk++) {
@@ -213,7 +300,6 @@ struct slice {
             if (threadIdx.x % 32 == 0)
                 barrier_arrive(&empty[chunk]);
         }
-        arrived = true;
     }
 };
 
@@ -259,7 +345,8 @@ static __device__ __forceinline__ const part *wait_for_parts(const place &at, ui
 /* V values of one vector to a row, as 16 bytes where the row allows. The whole warp. */
 template <class T>
 static __device__ __forceinline__ void put(const place &at, char *to_row, bool whole,
-                                           uint32_t vector, const float (&x)[packet<T>::V]) {
+                                           uint32_t vector, uint32_t left,
+                                           const float (&x)[packet<T>::V]) {
     constexpr int V = packet<T>::V;
     unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     alignas(16) T y[V];
@@ -267,7 +354,7 @@ static __device__ __forceinline__ void put(const place &at, char *to_row, bool w
     for (int i = 0; i < V; i++)
         y[i] = to<T>(x[i]);
     uint32_t first = (vector - lane) * V; /* of the warp's 32 vectors */
-    if (whole && first + 32 * V <= at.count) {
+    if (whole && __all_sync(KLD_FULL_WARP, left >= V)) {
         __stcs((uint4 *)to_row + vector, *(uint4 *)y);
         return;
     }
