@@ -6,6 +6,7 @@
  * its span only. */
 #include "kernels/cpu/logits.h"
 #include "kernels/cpu/probs.h"
+#include "kernels/cpu/probs_rules.h"
 #include "kernels/cpu/rules.h"
 #include "kernels/cpu/vector.h"
 
@@ -274,6 +275,8 @@ static void pass(const struct kld_cpu_work *work, const struct kld_cpu_span *spa
                  struct kld_cpu_partial *ret_partial) {
     if (probs_fits(work))
         probs_pass(work, span, ret_partial);
+    else if (probs_rule_fits(work))
+        probs_rule_pass(work, span, ret_partial);
     else if (logits_fits(work))
         logits_pass(work, span, ret_partial);
     else

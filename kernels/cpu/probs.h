@@ -1,6 +1,6 @@
 /* probs.h - the hot combination in FP32 arithmetic: probabilities on both sides (FP32, FP16, BF16),
  * value of a KL and the gradient of the side in the denominator, in one pass at the speed of
- * memory. Everything else, and every vector that holds a number which is not in [2^-126, 2), goes
+ * memory. Everything else, and every vector that holds a number which is not in [2^-125, 2), goes
  * through double. Included once by each kernel_*.c.
  *
  * Accuracy: ln(a/b) as in vd_log_ratio(), 2 ulp; terms are added in float for 16 vectors at most
@@ -25,8 +25,9 @@ INLINE bool probs_fits(const struct kld_cpu_work *work) {
            !work->gradient[probs_own_side(work)];
 }
 
-/* Lanes outside [2^-126, 2): zero, denormal, negative, large, NaN. */
-INLINE vi32 outside(vu32 bits) { return (vi32)(bits - 0x00800000u >= 0x3f800000u); }
+/* Lanes outside [2^-125, 2): zero, denormal or all but, negative, large, NaN. Half of the least is
+ * still normal, so that a power of two taken off its exponent leaves a number. */
+INLINE vi32 outside(vu32 bits) { return (vi32)(bits - 0x01000000u >= 0x3f000000u); }
 
 /* ln(a/b) for bits inside. */
 INLINE vf vf_log_ratio(vu32 abits, vu32 bbits) {

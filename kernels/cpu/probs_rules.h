@@ -1,0 +1,224 @@
+/* probs_rules.h - probabilities on both sides in FP32 arithmetic for the rules that probs.h does
+ * not do: one pass for value and gradients. A block with a number that FP32 is not for (outside
+ * [2^-125, 2), or a zero where a gradient is asked for) is given to the stages in double. Included
+ * once by each kernel_*.c; vectors of 16 bytes do without it.
+ *
+ * ln(p/m) and ln(q/m) come from p - q, not from the rounded m, where m is near: they are good to
+ * 2 ulp also where p and q agree. Gradients are those of a single term; sums that may cancel are
+ * for double. */
+#ifndef KLD_KERNELS_CPU_PROBS_RULES_H
+#define KLD_KERNELS_CPU_PROBS_RULES_H
+
+#include "kernels/cpu/probs.h"
+
+static void pass_in_stages(const struct kld_cpu_work *work, const struct kld_cpu_span *span,
+                           struct kld_cpu_partial *ret_partial);
+
+/* What a gradient is made of: log * ln(x/m) + ratio * y/m, one of them 0 (KL: y/x; cross_entropy:
+ * of p, -ln q). */
+struct probs_rule {
+    uint32_t kind;
+    float of[2], share[2];
+    float log[2], ratio[2];
+    bool wanted[2];
+};
+
+static struct probs_rule probs_rule_of(const struct kld_cpu_work *work, double factor) {
+    const struct kld_rule *rule = &work->rule;
+    const double of[2] = {rule->of_q, rule->of_p}, share[2] = {1 - rule->share, rule->share};
+    struct probs_rule at = {.kind = rule->kind};
+    for (int side = 0; side < 2; side++) {
+        at.of[side] = (float)of[side];
+        at.share[side] = (float)share[side];
+        at.wanted[side] = work->gradient[side];
+        double log = 0, ratio = 0;
+        if (rule->kind == KLD_RULE_MIXTURE) {
+            log = of[side];
+            ratio = of[side] * share[1 - side] - share[side] * of[1 - side];
+        } else if (rule->kind == KLD_RULE_KL) {
+            log = of[side];
+            ratio = -of[1 - side];
+        } else if (rule->kind == KLD_RULE_CROSS_ENTROPY) {
+            log = side == KLD_CPU_P ? -1 : 0;
+            ratio = side == KLD_CPU_Q ? -1 : 0;
+        }
+        at.log[side] = (float)(log * factor);
+        at.ratio[side] = (float)(ratio * factor);
+    }
+    return at;
+}
+
+INLINE bool probs_rule_fits(const struct kld_cpu_work *work) {
+    if (KLD_VECTOR_BYTES == 16 || work->form[0] != KLD_FORM_PROBS ||
+        work->form[1] != KLD_FORM_PROBS || work->dtype[0] == KLD_DTYPE_FP64 ||
+        work->dtype[1] == KLD_DTYPE_FP64 || work->none)
+        return false;
+    if (work->rule.kind == KLD_RULE_TV)
+        return !work->gradient[0] && !work->gradient[1];
+    struct probs_rule rule = probs_rule_of(work, 1);
+    for (int side = 0; side < 2; side++) {
+        bool own = rule.log[side] != 0 && rule.kind == KLD_RULE_KL; /* ln(x/y) + 1 */
+        if (work->gradient[side] && (own || (rule.log[side] != 0 && rule.ratio[side] != 0)))
+            return false;
+    }
+    return true;
+}
+
+/* ln(a/b) where b was rounded, and a - b is known where they are within a factor of 1.5. */
+INLINE vf vf_log_ratio_near(vf a, vf b, vf difference) {
+    vi32 k = (vi32)((vu32)a - (vu32)b + 0x00400000u) >> 23;
+    vf y = (vf)((vu32)b + ((vu32)k << 23));
+    vf s = vf_select(k == 0, difference, a - y) / (a + y), z = s * s;
+    vf p = vf_of(2.0f / 9);
+    p = p * z + 2.0f / 7;
+    p = p * z + 2.0f / 5;
+    p = p * z + 2.0f / 3;
+    p = p * z + 2.0f;
+    return __builtin_convertvector(k, vf) * 0.693147180559945f + s * p;
+}
+
+/* One vector: the terms; what must lie inside for them to hold, into *bad; gradients. */
+INLINE vf probs_rule_term(const struct probs_rule *rule, uint32_t kind, bool gradients, vf q, vf p,
+                          vi32 *bad, vf ret_gradient[2]) {
+    vf x[2] = {q, p}, log[2] = {{0}}, ratio[2] = {{0}}, term;
+    if (kind == KLD_RULE_TV) {
+        vf difference = p - q;
+        *bad |= ~((q >= 0.0f) & (p >= 0.0f) & (q < (float)INFINITY) & (p < (float)INFINITY));
+        return 0.5f * (vf)((vu32)difference & 0x7fffffffu);
+    }
+    vf m = p * rule->share[KLD_CPU_P] + q * rule->share[KLD_CPU_Q];
+    if (kind == KLD_RULE_MIXTURE)
+        *bad |= outside((vu32)m);
+    for (int side = 0; side < 2; side++) {
+        /* Without gradients a mass of 0 adds nothing: let another stand in for its logarithm. */
+        if (!gradients && kind == KLD_RULE_MIXTURE)
+            x[side] = vf_select(x[side] == 0.0f, m, x[side]);
+        if (!(kind == KLD_RULE_CROSS_ENTROPY && side == KLD_CPU_P && !gradients))
+            *bad |= outside((vu32)x[side]);
+    }
+    if (kind == KLD_RULE_CROSS_ENTROPY) {
+        *bad |= ~((p >= 0.0f) & (p < (float)INFINITY));
+        log[KLD_CPU_P] = vf_log_ratio((vu32)x[KLD_CPU_Q], (vu32)vf_of(1));
+        ratio[KLD_CPU_Q] = gradients ? p / q : p;
+        term = -p * log[KLD_CPU_P];
+    } else if (kind == KLD_RULE_KL) {
+        vf d = vf_log_ratio((vu32)p, (vu32)q);
+        ratio[KLD_CPU_Q] = gradients ? p / q : p;
+        ratio[KLD_CPU_P] = gradients ? q / p : q;
+        term = (rule->of[KLD_CPU_P] * p - rule->of[KLD_CPU_Q] * q) * d;
+    } else {
+        vf difference = p - q;
+        log[KLD_CPU_P] = vf_log_ratio_near(x[KLD_CPU_P], m, rule->share[KLD_CPU_Q] * difference);
+        log[KLD_CPU_Q] = vf_log_ratio_near(x[KLD_CPU_Q], m, -rule->share[KLD_CPU_P] * difference);
+        ratio[KLD_CPU_Q] = gradients ? p / m : p;
+        ratio[KLD_CPU_P] = gradients ? q / m : q;
+        term = rule->of[KLD_CPU_P] * p * log[KLD_CPU_P] + rule->of[KLD_CPU_Q] * q * log[KLD_CPU_Q];
+    }
+    for (int side = 0; gradients && side < 2; side++)
+        ret_gradient[side] =
+            rule->log[side] != 0 ? log[side] * rule->log[side] : ratio[side] * rule->ratio[side];
+    return term;
+}
+
+/* false: somewhere in the block is a number for double. */
+INLINE bool probs_rule_block(const struct probs_rule *rule, uint32_t kind, bool gradients,
+                             const float *q, const float *p, float gradient[2][BLOCK], vd *total) {
+    vf sum[2] = {{0}};
+    vi32 bad = {0};
+    for (uint64_t i = 0; i < BLOCK; i += 2 * FLOATS)
+        for (uint64_t j = 0; j < 2; j++) {
+            uint64_t k = i + j * FLOATS;
+            vf made[2];
+            sum[j] += probs_rule_term(rule, kind, gradients, *(const vf_any *)(q + k),
+                                      *(const vf_any *)(p + k), &bad, made);
+            for (int side = 0; gradients && side < 2; side++)
+                *(vf *)(gradient[side] + k) = made[side];
+        }
+    if (vi32_any(bad))
+        return false;
+    vf both = sum[0] + sum[1];
+    vfh half[2];
+    memcpy(half, &both, sizeof half);
+    *total += __builtin_convertvector(half[0], vd) + __builtin_convertvector(half[1], vd);
+    return true;
+}
+
+static bool probs_rule_block_of(const struct probs_rule *rule, const float *q, const float *p,
+                                float gradient[2][BLOCK], vd *total) {
+    bool gradients = rule->wanted[0] || rule->wanted[1];
+    switch (rule->kind * 2 + gradients) {
+    case KLD_RULE_KL * 2: return probs_rule_block(rule, KLD_RULE_KL, false, q, p, gradient, total);
+    case KLD_RULE_KL * 2 + 1:
+        return probs_rule_block(rule, KLD_RULE_KL, true, q, p, gradient, total);
+    case KLD_RULE_MIXTURE * 2:
+        return probs_rule_block(rule, KLD_RULE_MIXTURE, false, q, p, gradient, total);
+    case KLD_RULE_MIXTURE * 2 + 1:
+        return probs_rule_block(rule, KLD_RULE_MIXTURE, true, q, p, gradient, total);
+    case KLD_RULE_TV * 2: return probs_rule_block(rule, KLD_RULE_TV, false, q, p, gradient, total);
+    case KLD_RULE_CROSS_ENTROPY * 2:
+        return probs_rule_block(rule, KLD_RULE_CROSS_ENTROPY, false, q, p, gradient, total);
+    case KLD_RULE_CROSS_ENTROPY * 2 + 1:
+        return probs_rule_block(rule, KLD_RULE_CROSS_ENTROPY, true, q, p, gradient, total);
+    default: return false;
+    }
+}
+
+static void probs_rule_store(const struct kld_cpu_work *work, int side, const float *from,
+                             uint64_t n, unsigned char *to) {
+    if (KLD_VECTOR_BYTES > 16 && work->streaming[side] && work->dtype[side] == KLD_DTYPE_FP32 &&
+        n == BLOCK && (uintptr_t)to % KLD_VECTOR_BYTES == 0)
+        for (uint64_t i = 0; i < BLOCK; i += FLOATS)
+            vf_store_streaming((float *)(void *)to + i, *(const vf *)(from + i));
+    else
+        block_store_floats(work->dtype[side], from, n, to);
+}
+
+/* The rest of a short block: two classes of the same mass add nothing to any of these rules but
+ * cross_entropy, where the mass is 1. */
+static const float *probs_rule_load(const struct kld_cpu_work *work,
+                                    const struct kld_cpu_span *span, int side, uint64_t n,
+                                    float space[BLOCK]) {
+    if (work->dtype[side] == KLD_DTYPE_FP32 && n == BLOCK)
+        return (const float *)(const void *)span->in[side];
+    block_load_floats(work->dtype[side], span->in[side], n, 1, space);
+    for (uint64_t i = whole_vectors(n); i < BLOCK; i++)
+        space[i] = 1;
+    return space;
+}
+
+static void probs_rule_pass(const struct kld_cpu_work *work, const struct kld_cpu_span *span,
+                            struct kld_cpu_partial *ret_partial) {
+    float space[2][BLOCK] ALIGNED, gradient[2][BLOCK] ALIGNED;
+    struct probs_rule rule = probs_rule_of(work, span->gradient_factor);
+    vd total = vd_of(0);
+    double in_double = 0;
+    struct kld_cpu_span block = *span;
+    for (uint64_t at = 0; at < span->count; at += BLOCK) {
+        block.count = span->count - at < BLOCK ? span->count - at : BLOCK;
+        const float *x[2];
+        for (int side = 0; side < 2; side++)
+            x[side] = probs_rule_load(work, &block, side, block.count, space[side]);
+        if (probs_rule_block_of(&rule, x[KLD_CPU_Q], x[KLD_CPU_P], gradient, &total)) {
+            for (int side = 0; side < 2; side++)
+                if (block.gradient[side])
+                    probs_rule_store(work, side, gradient[side], block.count, block.gradient[side]);
+        } else {
+            struct kld_cpu_partial partial;
+            pass_in_stages(work, &block, &partial);
+            in_double += partial.value;
+        }
+        for (int side = 0; side < 2; side++) {
+            uint64_t bytes = block.count * element_bytes(work->dtype[side]);
+            block.in[side] += bytes;
+            if (block.gradient[side])
+                block.gradient[side] += bytes;
+        }
+    }
+#if KLD_VECTOR_BYTES > 16
+    if (work->streaming[0] || work->streaming[1])
+        _mm_sfence(); /* streaming stores are not ordered with the ones that report completion */
+#endif
+    *ret_partial = (struct kld_cpu_partial){.value = vd_sum(total) + in_double};
+}
+
+#endif
