@@ -108,6 +108,19 @@ INLINE void scan_refer(const struct kld_cpu_quick *quick, const struct pair *pai
     }
 }
 
+/* As kld_cpu_quick_fold(), which it leaves the blocks to that move a reference. */
+INLINE void scan_add(const struct kld_cpu_quick *quick, struct kld_cpu_partial *total,
+                     const struct kld_cpu_partial *part) {
+    if (total->max[0] != part->max[0] || total->max[1] != part->max[1]) {
+        kld_cpu_quick_fold(quick, total, part);
+        return;
+    }
+    for (int side = 0; side < 2; side++) {
+        total->sum[side] += part->sum[side];
+        total->dot[side] += part->dot[side];
+    }
+}
+
 /* What a span's blocks add up to; those that were kept are done again in double where one of their
  * classes is a large share of either side. */
 static void scan_blocks(const struct kld_cpu_quick *quick, const struct kld_cpu_span *span,
@@ -135,7 +148,7 @@ static void scan_blocks(const struct kld_cpu_quick *quick, const struct kld_cpu_
         if (k == 0)
             total = sums[0];
         else
-            kld_cpu_quick_fold(quick, &total, &sums[k]);
+            scan_add(quick, &total, &sums[k]);
     }
     *ret_sums = total;
     if (quick->half)
@@ -153,7 +166,7 @@ static void scan_blocks(const struct kld_cpu_quick *quick, const struct kld_cpu_
         if (k == 0)
             total = sums[0];
         else
-            kld_cpu_quick_fold(quick, &total, &sums[k]);
+            scan_add(quick, &total, &sums[k]);
     }
     *ret_sums = total;
 }
