@@ -1,0 +1,223 @@
+#!/usr/bin/env python3
+"""kld's CPU back end against PyTorch on the same CPU and threads: eager and torch.compile.
+
+Each round times every contender once, in turn; medians are reported, and ratios are medians of the
+ratios of a round, so that a busy machine slows all alike. kld runs in this process (local:cpu) on
+PyTorch's own memory. Logits of 16 bits: PyTorch as written in their type, and upcast to FP32 first.
+torch.compile needs a C++ compiler. Checks values against FP64 PyTorch. Writes JSON with --json FILE.
+The ceilings, too, are measured again for each case.
+
+Exit status 1: kld's value or gradient is off, or with --strict kld is slower than torch.compile or
+less than 3 times as fast as eager.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+import kldlib
+
+DIVERGENCES = {"forward_kl": 0, "js": 4}
+FORMS = {"probs": 0, "logits": 2}
+# 1/16 of the rows of the shapes that the CUDA back end is measured at.
+SHAPES = [("probs", "float32", 1024, 16384), ("logits", "bfloat16", 512, 32768),
+          ("logits", "bfloat16", 256, 131072), ("logits", "bfloat16", 128, 262144),
+          ("logits", "float32", 256, 32768)]
+WARM_UP = 2
+
+
+def kl(log_q, log_p):
+    return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+
+
+def loss_of(form, divergence):
+    """The loss as one writes it in PyTorch: a function of (predictions, targets)."""
+    def probs_kl(q, p):
+        return F.kl_div(q.log(), p, reduction="batchmean")
+
+    def probs_js(q, p):
+        log_m = (0.5 * (p + q)).log()
+        return 0.5 * (F.kl_div(log_m, p, reduction="batchmean")
+                      + F.kl_div(log_m, q, reduction="batchmean"))
+
+    def logits_kl(q, p):
+        return kl(F.log_softmax(q, -1), F.log_softmax(p, -1))
+
+    def logits_js(q, p):
+        log_q, log_p = F.log_softmax(q, -1), F.log_softmax(p, -1)
+        log_m = torch.logaddexp(log_q, log_p) - 0.6931471805599453
+        return 0.5 * (kl(log_m, log_p) + kl(log_m, log_q))
+
+    return {"probs forward_kl": probs_kl, "probs js": probs_js, "logits forward_kl": logits_kl,
+            "logits js": logits_js}[f"{form} {divergence}"]
+
+
+def with_gradient(loss, predictions, targets):
+    leaf = predictions.detach().requires_grad_(True)
+    value = loss(leaf, targets)
+    value.backward()
+    return value, leaf.grad
+
+
+def contenders_of(form, divergence, predictions, targets, compile_too):
+    plain = loss_of(form, divergence)
+    written = {"": plain}
+    if predictions.element_size() == 2:
+        written[" FP32"] = lambda q, p: plain(q.float(), p.float())
+    found = {}
+    for suffix, function in written.items():
+        ways = {"eager": function}
+        if compile_too:
+            ways["compile"] = torch.compile(function, dynamic=False)
+        for name, way in ways.items():
+            found[name + suffix] = (
+                lambda way=way: way(predictions, targets),
+                lambda way=way: with_gradient(way, predictions, targets))
+    return found
+
+
+def inputs(form, dtype, rows, columns):
+    torch.manual_seed(1)
+    if form == "probs":
+        return (torch.softmax(torch.rand(rows, columns) * 3, dim=1),
+                torch.softmax(torch.rand(rows, columns), dim=1))
+    kind = getattr(torch, dtype)
+    return tuple((torch.randn(rows, columns) * 2).to(kind) for _ in range(2))
+
+
+def truth(form, divergence, predictions, targets):
+    """Loss of all rows and the gradient of the first few, in FP64."""
+    loss, total, rows = loss_of(form, divergence), 0.0, predictions.shape[0]
+    for q, p in zip(predictions.split(32), targets.split(32)):
+        total += loss(q.double(), p.double()).item() * q.shape[0]
+    _, gradient = with_gradient(loss, predictions[:4].double(), targets[:4].double())
+    return total / rows, gradient * (4 / rows)
+
+
+def milliseconds(function):
+    start = time.perf_counter()
+    function()
+    return (time.perf_counter() - start) * 1e3
+
+
+def check(connection, requests, gradient, exact, exact_gradient):
+    values = [connection.run(r).loss for r in requests]
+    largest = exact_gradient.abs().amax(dim=1, keepdim=True)
+    off = ((gradient[:4].double() - exact_gradient).abs() / largest).max().item()
+    allowed = {torch.float32: 1e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+    relative = abs(values[0] - exact) / abs(exact)
+    return {"loss": values[0], "relative_to_fp64": relative, "gradient_off_of_largest": off,
+            "same_loss_with_gradient": values[0] == values[1],
+            "fine": relative < 1e-6 and off < allowed[gradient.dtype] and values[0] == values[1]}
+
+
+def measure(connection, shape, divergence, args):
+    form, dtype, rows, columns = shape
+    predictions, targets = inputs(*shape)
+    gradient = torch.empty_like(predictions)
+    places = {"predictions": predictions.data_ptr(), "targets": targets.data_ptr()}
+    numbers = (DIVERGENCES[divergence], 0, FORMS[form], FORMS[form])
+    requests = [kldlib.request((rows, columns), dtype, places, *numbers),
+                kldlib.request((rows, columns), dtype,
+                               {**places, "grad_predictions": gradient.data_ptr()}, *numbers)]
+    checks = check(connection, requests, gradient, *truth(form, divergence, predictions, targets))
+    contenders = contenders_of(form, divergence, predictions, targets, not args.no_compile)
+    contenders["kld"] = tuple(lambda r=r: connection.run(r) for r in requests)
+    times = {name: {"loss": [], "both": []} for name in contenders}
+    for number in range(args.rounds + WARM_UP):
+        for name, functions in contenders.items():
+            for label, function in zip(("loss", "both"), functions):
+                took = milliseconds(function)
+                if number >= WARM_UP:
+                    times[name][label].append(took)
+    torch.compiler.reset()
+    ceilings = connection.ceiling(256 << 20)
+    nbytes = predictions.numel() * predictions.element_size()
+    result = {"form": form, "dtype": dtype, "shape": [rows, columns], "divergence": divergence,
+              "checks": checks, "ceiling_read_bytes_per_s": ceilings[0],
+              "ceiling_read_write_bytes_per_s": ceilings[1], "ms": {}}
+    for label, floor in (("loss", 2 * nbytes / ceilings[0]), ("both", 3 * nbytes / ceilings[1])):
+        ours = times["kld"][label]
+        line = {name: {"median": statistics.median(t[label]), "min": min(t[label]),
+                       "times_kld": statistics.median(a / b for a, b in zip(t[label], ours))}
+                for name, t in times.items()}
+        line["kld"]["share_of_ceiling"] = floor * 1e3 / line["kld"]["median"]
+        result["ms"][label] = line
+    return result
+
+
+def show(result):
+    head = f"{result['form']} {result['dtype']} {result['shape'][0]} x {result['shape'][1]}"
+    for label, line in result["ms"].items():
+        cells = [f"{name} {at['median']:.2f}"
+                 + ("" if name == "kld" else f" ({at['times_kld']:.2f}x)")
+                 for name, at in line.items()]
+        print(f"{head:32} {result['divergence']:11} {label:5}", " | ".join(cells),
+              f"| {line['kld']['share_of_ceiling']:.2f} of ceiling", flush=True)
+    if not result["checks"]["fine"]:
+        print("   ", result["checks"], flush=True)
+
+
+def slower(result):
+    for label, line in result["ms"].items():
+        for name, at in line.items():
+            least = 3 if name.startswith("eager") else 1
+            if name != "kld" and at["times_kld"] < least:
+                yield (f"{result['shape']} {result['divergence']} {label}: "
+                       f"{at['times_kld']:.2f} x {name}")
+
+
+def cpu_model():
+    with open("/proc/cpuinfo", encoding="utf-8") as lines:
+        names = (x.split(":")[1].strip() for x in lines if x.startswith("model name"))
+        return next(names, "unknown")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", default="", help="shapes that read so, as 'logits float32'")
+    parser.add_argument("--divergence", action="append", choices=list(DIVERGENCES))
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--strict", action="store_true")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    threads = len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    connection = kldlib.Connection("local:cpu")
+    results, failures = [], []
+    for shape in SHAPES:
+        if args.only not in " ".join(str(x) for x in shape):
+            continue
+        for divergence in args.divergence or DIVERGENCES:
+            result = measure(connection, shape, divergence, args)
+            show(result)
+            results.append(result)
+            if not result["checks"]["fine"]:
+                failures.append(f"{shape} {divergence}: {result['checks']}")
+            if args.strict:
+                failures += slower(result)
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as out:
+            json.dump({"what": "torch_cpu", "commit": args.commit, "cpu": cpu_model(),
+                       "threads": threads, "torch": torch.__version__,
+                       "capability": torch.backends.cpu.get_cpu_capability(),
+                       "system": platform.platform(), "rounds": args.rounds,
+                       "results": results}, out, indent=1)
+            out.write("\n")
+    connection.close()
+    for failure in failures:
+        print("FAILED", failure)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
