@@ -19,16 +19,33 @@ template <class T> struct element_span {
 };
 
 /* BATCH: 16-byte loads in flight, of each tensor. */
-template <class T, int FORM, int KIND, int GRADIENTS, int BATCH = sizeof(T) == 4 ? 4 : 2>
-struct elementwise {
+template <class T, int FORM, int KIND, int GRADIENTS, int BATCH> struct elementwise {
     static constexpr int V = packet<T>::V;
-    using rule = element_rule<FORM, KIND, GRADIENTS, GRADIENTS && sizeof(T) == 4>;
+    using rule = element_rule<T, FORM, KIND, GRADIENTS>;
 
-    /* One copy of the rare code, its operands chosen without indexing the registers. */
-    static __device__ __forceinline__ void again(const element_numbers &numbers,
-                                                 const float (&p)[V], const float (&q)[V],
-                                                 float (&value)[V], float (&grad_p)[V],
-                                                 float (&grad_q)[V]) {
+    /* An element of a vector that has some rare one: this one may be plain, or be absent from both,
+     * as where only the largest classes were kept. */
+    static __device__ __forceinline__ element_result once_more(const element_numbers &numbers,
+                                                               float p, float q) {
+        using single = element_rule<float, FORM, KIND, GRADIENTS>;
+        if (FORM == KLD_FORM_PROBS && p == 0.0f && q == 0.0f)
+            return {0.0f, 0.0f, 0.0f};
+        float g = (float)numbers.g, inf = CUDART_INF_F;
+        if (FORM == KLD_FORM_PROBS && KIND == ELEMENT_KL && q == 0.0f && p > 0.0f && p < inf)
+            return {inf, g * inf, g * -inf};
+        typename single::check check;
+        element_result r = single::plain(numbers, p, q, check);
+        r.of_p *= g;
+        r.of_q *= g;
+        return single::is_plain(check, r.value) ? r : careful<rule, KIND>(numbers, p, q);
+    }
+
+    /* One copy of the rare code, its operands chosen without indexing the registers. Returns the
+     * sum of the terms. */
+    static __device__ __forceinline__ float again(const element_numbers &numbers,
+                                                  const float (&p)[V], const float (&q)[V],
+                                                  float (&grad_p)[V], float (&grad_q)[V]) {
+        float sum = 0.0f;
 #pragma unroll 1
         for (int k = 0; k < V; k++) {
             float one_p = p[0], one_q = q[0];
@@ -37,52 +54,45 @@ struct elementwise {
                 one_p = k == i ? p[i] : one_p;
                 one_q = k == i ? q[i] : one_q;
             }
-            element_result r = careful<rule>(numbers, one_p, one_q);
+            element_result r = once_more(numbers, one_p, one_q);
+            sum += r.value;
 #pragma unroll
             for (int i = 0; i < V; i++) {
-                value[i] = k == i ? r.value : value[i];
                 if (GRADIENTS & GRADIENT_P)
                     grad_p[i] = k == i ? r.of_p : grad_p[i];
                 if (GRADIENTS & GRADIENT_Q)
                     grad_q[i] = k == i ? r.of_q : grad_q[i];
             }
         }
-    }
-
-    static __device__ __forceinline__ float add_up(float (&value)[V]) {
-        float sum[V];
-#pragma unroll
-        for (int i = 0; i < V; i++)
-            sum[i] = value[i];
-#pragma unroll
-        for (int half = V / 2; half; half /= 2)
-#pragma unroll
-            for (int i = 0; i < half; i++)
-                sum[i] += sum[i + half];
-        return sum[0];
+        return sum;
     }
 
     static __device__ __forceinline__ void vector(const element_numbers &numbers,
                                                   const uint4 &raw_p, const uint4 &raw_q,
                                                   const element_span<T> &span, uint64_t at,
                                                   bool whole, double &sum) {
-        float p[V], q[V], grad_p[V], grad_q[V], value[V], g = (float)numbers.g;
+        float p[V], q[V], grad_p[V], grad_q[V], g = (float)numbers.g, part[2] = {0.0f, 0.0f};
         unpack<T>(raw_p, p);
         unpack<T>(raw_q, q);
         typename rule::check check;
+        packed_check<T> packed;
+        if (rule::PACKED) {
+            packed.add(raw_p.x, raw_q.x);
+            packed.add(raw_p.y, raw_q.y);
+            packed.add(raw_p.z, raw_q.z);
+            packed.add(raw_p.w, raw_q.w);
+        }
 #pragma unroll
         for (int i = 0; i < V; i++) {
             element_result r = rule::plain(numbers, p[i], q[i], check);
-            value[i] = r.value;
+            part[i % 2] += r.value;
             grad_p[i] = g * r.of_p;
             grad_q[i] = g * r.of_q;
         }
-        float part = add_up(value);
-        if (!rule::is_plain(check, part)) {
-            again(numbers, p, q, value, grad_p, grad_q);
-            part = add_up(value);
-        }
-        sum += (double)part;
+        float all = part[0] + part[1];
+        if (!rule::is_plain(check, all) || (rule::PACKED && !packed.passed()))
+            all = again(numbers, p, q, grad_p, grad_q);
+        sum += (double)all;
         if ((GRADIENTS & GRADIENT_Q) && span.grad_q)
             store<T>(span.grad_q, at, span.count, whole, grad_q);
         if ((GRADIENTS & GRADIENT_P) && span.grad_p)

@@ -69,12 +69,28 @@ static __global__ void __launch_bounds__(ELEMENT_THREADS, BLOCKS)
     tiles_store(args, sums, round, first, step);
 }
 
+/* Blocks of a kernel on one multiprocessor: more than planned where registers are left. */
+static uint32_t resident_blocks(void (*kernel)(kld_cuda_args), uint32_t planned) {
+    int blocks = 0;
+    cudaError_t error =
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, ELEMENT_THREADS, 0);
+    return error || blocks < 1 ? planned : (uint32_t)blocks;
+}
+
 template <class T, int FORM, int KIND, int GRADIENTS>
 static cudaError_t launch_kind(const kld_cuda_args &args, uint32_t groups, cudaStream_t stream) {
-    using body = elementwise<T, FORM, KIND, GRADIENTS>;
-    constexpr int BLOCKS = GRADIENTS ? 2 : 3;
+    /* Registers for so many blocks on a multiprocessor, without a spill that matters: measured for
+     * each of these. BATCH fits them. */
+    constexpr bool LOGPROBS = FORM == KLD_FORM_LOGPROBS, HALF = sizeof(T) == 2;
+    constexpr int BLOCKS = GRADIENTS || KIND == ELEMENT_JS ? 3
+                           : LOGPROBS                      ? (HALF ? 3 : 2)
+                                                           : (HALF ? 4 : 3);
+    constexpr int BATCH = sizeof(T) == 4 && !GRADIENTS ? 4 : 2;
+    using body = elementwise<T, FORM, KIND, GRADIENTS, BATCH>;
     if (args.elements) {
-        uint64_t blocks = (uint64_t)args.multiprocessors * BLOCKS;
+        static const uint32_t resident =
+            resident_blocks(element_tiles_kernel<body, T, BLOCKS>, BLOCKS);
+        uint64_t blocks = (uint64_t)args.multiprocessors * resident;
         blocks = blocks < args.rows ? blocks : args.rows;
         element_tiles_kernel<body, T, BLOCKS>
             <<<(uint32_t)blocks, ELEMENT_THREADS, 0, stream>>>(args);
@@ -96,6 +112,8 @@ static cudaError_t launch_form(const kld_cuda_args &args, uint32_t groups, cudaS
         return any ? launch_kind<T, FORM, ELEMENT_CROSS_ENTROPY, 3>(args, groups, s)
                    : launch_kind<T, FORM, ELEMENT_CROSS_ENTROPY, 0>(args, groups, s);
     case KLD_RULE_MIXTURE:
+        if (!any && args.rule.share == 0.5 && args.rule.of_p == 0.5 && args.rule.of_q == 0.5)
+            return launch_kind<T, FORM, ELEMENT_JS_EVEN, 0>(args, groups, s);
         if (args.rule.of_q != 0)
             return any ? launch_kind<T, FORM, ELEMENT_JS, 3>(args, groups, s)
                        : launch_kind<T, FORM, ELEMENT_JS, 0>(args, groups, s);

@@ -5,6 +5,9 @@
 #ifndef KLD_KERNELS_CUDA_ELEMENTWISE_RULE_CUH
 #define KLD_KERNELS_CUDA_ELEMENTWISE_RULE_CUH
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include "kernels/cuda/any_rule.cuh"
 #include "kernels/cuda/math.cuh"
 
@@ -16,6 +19,7 @@ enum element_kind {
     ELEMENT_JS,      /* share p ln(p/m) + (1 - share) q ln(q/m) */
     ELEMENT_TV,
     ELEMENT_CROSS_ENTROPY,
+    ELEMENT_JS_EVEN, /* JS with a share of 1/2; loss only */
 };
 
 enum gradients { NO_GRADIENT = 0, GRADIENT_Q = 1, GRADIENT_P = 2 }; /* or both: 3 */
@@ -50,17 +54,65 @@ struct element_result {
     float value, of_p, of_q; /* derivatives without g */
 };
 
-/* Below PLAIN_RANKS for 0 and for what log_ratio() takes; ret_present is then of its range. */
-static __device__ __forceinline__ unsigned present_rank(float x, float &ret_present) {
-    ret_present = x == 0.0f ? 1.0f : x;
-    return plain_rank(ret_present);
+/* Whether all of p are 0 or of log_ratio()'s range, and all of q of that range, for two elements of
+ * 16 bits at a time: what sm_90 does in one instruction. */
+template <class T> struct packed_check {
+    static constexpr bool EXISTS = false, ZEROS = false; /* ZEROS: of q, where p is 0 too */
+    __device__ __forceinline__ void add(unsigned, unsigned) {}
+    __device__ __forceinline__ bool passed() const { return true; }
+};
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+/* The upper bits of the halves that are limit or more; what is carried over them does not matter,
+ * as then there is one already. */
+static __device__ __forceinline__ unsigned halves_from(unsigned x, unsigned limit) {
+    return (x | (x + (0x8000u - limit) * 0x10001u)) & 0x80008000u;
+}
+/* And of those below limit, which is no more than 0x8000. */
+static __device__ __forceinline__ unsigned halves_to(unsigned x, unsigned limit) {
+    return (x - limit * 0x10001u) & ~x & 0x80008000u;
 }
 
-/* PRECISE: gradients of mixtures are good for FP32; else for 16 bits. Losses always are. */
-template <int FORM, int KIND, int GRADIENTS, bool PRECISE> struct element_rule;
+template <> struct packed_check<__nv_bfloat16> {
+    static constexpr bool EXISTS = true, ZEROS = false;
+    unsigned least_p = 0xffffffffu, most_p = 0, most_q = 0;
+    __device__ __forceinline__ void add(unsigned p, unsigned q) {
+        least_p = __viaddmin_u16x2(p, 0xffffffffu, least_p); /* 0 comes out on top */
+        most_p = __viaddmax_u16x2(p, 0u, most_p);
+        most_q = __viaddmax_u16x2(q, 0xff00ff00u, most_q);
+    }
+    __device__ __forceinline__ bool passed() const {
+        return (halves_to(least_p, 0xffu) | halves_from(most_p, 0x7e00u) |
+                halves_from(most_q, 0x7d00u)) == 0;
+    }
+};
 
-template <int KIND, int GRADIENTS, bool PRECISE>
-struct element_rule<KLD_FORM_PROBS, KIND, GRADIENTS, PRECISE> {
+/* Every FP16 number but 0 is a normal FP32 number; q may be 0 where p is, as numbers that small are
+ * in FP16. */
+template <> struct packed_check<__half> {
+    static constexpr bool EXISTS = true, ZEROS = true;
+    unsigned most_p = 0, most_q = 0;
+    __device__ __forceinline__ void add(unsigned p, unsigned q) {
+        most_p = __viaddmax_u16x2(p, 0u, most_p);
+        unsigned present = __viaddmin_u16x2(p, 0u, 0x00010001u);
+        most_q = __viaddmax_u16x2(q - present, 0u, most_q);
+    }
+    __device__ __forceinline__ bool passed() const {
+        return (halves_from(most_p, 0x7c00u) | halves_from(most_q, 0x7c00u)) == 0;
+    }
+};
+#endif
+
+template <class T, int FORM, int KIND, int GRADIENTS> struct element_rule;
+
+template <class T, int KIND, int GRADIENTS>
+struct element_rule<T, KLD_FORM_PROBS, KIND, GRADIENTS> {
+    /* Gradients of mixtures are good for FP32, or for 16 bits; losses always are. */
+    static constexpr bool PRECISE = GRADIENTS && sizeof(T) == 4;
+    static constexpr bool SHORT = sizeof(T) == 2;
+    /* Two elements at a time are looked at as they come from memory. */
+    static constexpr bool PACKED =
+        packed_check<T>::EXISTS && (KIND == ELEMENT_KL || KIND == ELEMENT_CROSS_ENTROPY);
     static constexpr float PAD = 1.0f; /* beyond the last class, in both: adds 0 */
     static constexpr any_want WANT = ANY_SLOPE;
 
@@ -70,12 +122,15 @@ struct element_rule<KLD_FORM_PROBS, KIND, GRADIENTS, PRECISE> {
         float largest = 0.0f, lowest = 0.0f;
     };
     static __device__ __forceinline__ bool is_plain(const check &c, float sum) {
+        if (KIND == ELEMENT_JS_EVEN && !(c.largest < 0x1p125f && fabsf(sum) < CUDART_INF_F))
+            return false;
         return c.rank < PLAIN_RANKS && c.largest < 3.0e38f && c.lowest >= 0.0f &&
                (KIND != ELEMENT_TV || !isnan(sum));
     }
 
+    /* For 16 bits a product is good enough, and an infinity is one. */
     static __device__ __forceinline__ float ratio_checked(float a, float b, check &c) {
-        return ratio(a, b, c.largest);
+        return sizeof(T) == 4 ? ratio(a, b, c.largest) : a * reciprocal(b);
     }
 
     static __device__ __forceinline__ element_result mixture(const element_numbers &at, float p,
@@ -84,7 +139,8 @@ struct element_rule<KLD_FORM_PROBS, KIND, GRADIENTS, PRECISE> {
         float more = q - p, low = PRECISE ? fmaf(at.rest_low, q, at.share_low * p) : 0.0f;
         float m = fmaf(at.rest, q, PRECISE ? fmaf(at.share, p, low) : at.share * p);
         float some_p = p == 0.0f ? m : p, some_q = q == 0.0f ? m : q;
-        c.rank = max(c.rank, max(plain_rank(m), plain_rank(some_p)));
+        c.rank = max(plain_rank(m), c.rank);
+        c.rank = max(plain_rank(some_p), c.rank);
         float log_p =
             log_ratio_from<PRECISE>(some_p, m, weighted<PRECISE>(-at.rest, -at.rest_low, more));
         if (KIND == ELEMENT_SKEW) {
@@ -101,7 +157,7 @@ struct element_rule<KLD_FORM_PROBS, KIND, GRADIENTS, PRECISE> {
             }
             return r;
         }
-        c.rank = max(c.rank, plain_rank(some_q));
+        c.rank = max(plain_rank(some_q), c.rank);
         float log_q =
             log_ratio_from<PRECISE>(some_q, m, weighted<PRECISE>(at.share, at.share_low, more));
         /* At 0 the term of its own has no derivative; the other's is left. */
@@ -111,9 +167,29 @@ struct element_rule<KLD_FORM_PROBS, KIND, GRADIENTS, PRECISE> {
         return r;
     }
 
+    /* (p + q) / 4 ((1 + u) ln(1 + u) + (1 - u) ln(1 - u)) with u = (p - q) / (p + q). */
+    static __device__ __forceinline__ float even_js(float p, float q, check &c) {
+        float sum = p + q, y = reciprocal(sum == 0.0f ? 1.0f : sum), u = (p - q) * y, z = u * u;
+        float less = fminf(p, q);
+        c.lowest = fminf(c.lowest, less);
+        c.largest = fmaxf(c.largest, sum);
+        /* over u^2, on u^2 < 1/4: minimax, error 1e-7 */
+        float series = fmaf(z, 0.0355532803f, 0.0324643254f);
+        series = fmaf(series, z, 0.0669740215f);
+        series = fmaf(series, z, 0.166656688f);
+        series = fmaf(series, z, 1.0f);
+        float a = 1.0f + fabsf(u), b = 2.0f * (less * y);
+        float far = fmaf(a, log2_fast(a), b * log2_fast(fmaxf(b, 0x1p-126f)));
+        return 0.25f * sum * (z < 0.25f ? z * series : far * 0.693147181f);
+    }
+
     static __device__ __forceinline__ element_result plain(const element_numbers &at, float p,
                                                            float q, check &c) {
         element_result r = {0.0f, 0.0f, 0.0f};
+        if (KIND == ELEMENT_JS_EVEN) {
+            r.value = even_js(p, q, c);
+            return r;
+        }
         if (KIND == ELEMENT_SKEW || KIND == ELEMENT_JS)
             return mixture(at, p, q, c);
         if (KIND == ELEMENT_TV) {
@@ -125,8 +201,9 @@ struct element_rule<KLD_FORM_PROBS, KIND, GRADIENTS, PRECISE> {
             return r;
         }
         if (KIND == ELEMENT_KL_BOTH) {
-            c.rank = max(c.rank, max(plain_rank(p), plain_rank(q)));
-            float d = log_ratio(p, q);
+            c.rank = max(plain_rank(p), c.rank);
+            c.rank = max(plain_rank(q), c.rank);
+            float d = log_ratio<SHORT>(p, q);
             r.value = fmaf(at.of_p, p, -at.of_q * q) * d;
             float more = q - p, over = at.of_p - at.of_q;
             if (GRADIENTS & GRADIENT_P)
@@ -136,14 +213,19 @@ struct element_rule<KLD_FORM_PROBS, KIND, GRADIENTS, PRECISE> {
             return r;
         }
         /* p = 0 is common (one class holds all the mass): any logarithm does, it is times 0. */
-        float present;
-        c.rank = max(c.rank, max(present_rank(p, present), plain_rank(q)));
+        float present = PACKED ? fmaxf(p, 0x1p-125f) : p == 0.0f ? 1.0f : p;
+        if (PACKED) {
+            q = packed_check<T>::ZEROS ? fmaxf(q, 0x1p-125f) : q;
+        } else {
+            c.rank = max(plain_rank(present), c.rank);
+            c.rank = max(plain_rank(q), c.rank);
+        }
         if (KIND == ELEMENT_CROSS_ENTROPY) {
-            float log_q = log_ratio(q, 1.0f);
+            float log_q = log_ratio<SHORT>(q, 1.0f);
             r.value = -p * log_q;
             r.of_p = p == 0.0f ? 0.0f : -log_q;
         } else {
-            float d = log_ratio(present, q);
+            float d = log_ratio<SHORT>(present, q);
             r.value = p * d;
             r.of_p = p == 0.0f ? 0.0f : d + 1.0f;
         }
@@ -161,8 +243,10 @@ struct element_rule<KLD_FORM_PROBS, KIND, GRADIENTS, PRECISE> {
     }
 };
 
-template <int KIND, int GRADIENTS, bool PRECISE>
-struct element_rule<KLD_FORM_LOGPROBS, KIND, GRADIENTS, PRECISE> {
+template <class T, int KIND, int GRADIENTS>
+struct element_rule<T, KLD_FORM_LOGPROBS, KIND, GRADIENTS> {
+    static constexpr bool PRECISE = GRADIENTS && sizeof(T) == 4;
+    static constexpr bool PACKED = false;
     static constexpr float PAD = 0.0f;
     static constexpr any_want WANT = ANY_MOMENT;
 
@@ -218,8 +302,25 @@ struct element_rule<KLD_FORM_LOGPROBS, KIND, GRADIENTS, PRECISE> {
                 p_larger ? of_smaller : of_larger};
     }
 
+    /* See the other form; with d = x - y: u = tanh(d / 2), and far from 0 the two terms are
+     * 2 ln(2 / (1 + e^-|d|)) - 2 |d| / (1 + e^|d|). */
+    static __device__ __forceinline__ float even_js(float x, float y, check &c) {
+        float away = fabsf(x - y), w = away * away, part = expf(-away), sum = 1.0f + part;
+        c.spread += away;
+        /* over d^2, on |d| < 1.1: minimax, error 4e-8 */
+        float series = fmaf(w, 2.85020924e-05f, -0.000359031081f);
+        series = fmaf(series, w, 0.00346805854f);
+        series = fmaf(series, w, -0.031249376f);
+        series = fmaf(series, w, 0.249999985f);
+        float inverse = reciprocal(sum);
+        float far = fmaf(-2.0f * part * away, inverse, 1.38629436f * log2_fast(2.0f * inverse));
+        return 0.25f * expf(fmaxf(x, y)) * sum * (w < 1.21f ? w * series : far);
+    }
+
     static __device__ __forceinline__ element_result plain(const element_numbers &at, float x,
                                                            float y, check &c) {
+        if (KIND == ELEMENT_JS_EVEN)
+            return {even_js(x, y, c), 0.0f, 0.0f};
         if (KIND == ELEMENT_SKEW || KIND == ELEMENT_JS || KIND == ELEMENT_TV)
             return mixture(at, x, y, c);
         float p = expf(x), d = x - y;
@@ -243,10 +344,14 @@ struct element_rule<KLD_FORM_LOGPROBS, KIND, GRADIENTS, PRECISE> {
 
 /* One element with a zero, denormal, huge or impossible value; derivatives times g, before they are
  * rounded. */
-template <class RULE>
+template <class RULE, int KIND>
 static __device__ __forceinline__ element_result careful(const element_numbers &at, float x,
                                                          float y) {
-    const any_rule rule = {at.rule, RULE::WANT, RULE::WANT, false};
+    any_rule rule = {at.rule, RULE::WANT, RULE::WANT, false};
+    rule.rule.kind = KIND == ELEMENT_TV              ? KLD_RULE_TV
+                     : KIND == ELEMENT_CROSS_ENTROPY ? KLD_RULE_CROSS_ENTROPY
+                     : KIND >= ELEMENT_SKEW          ? KLD_RULE_MIXTURE
+                                                     : KLD_RULE_KL;
     any_result r = any_apply(rule, RULE::exact(x, y));
     return {(float)r.value, (float)(at.g * r.of_p), (float)(at.g * r.of_q)};
 }

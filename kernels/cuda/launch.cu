@@ -24,12 +24,13 @@ extern "C" bool kld_cuda_can_be_flat(const kld_cuda_args *args) {
            !args->mask.dtype && !args->row_loss.dtype && args->divisor != 0;
 }
 
-/* Tiles of whole steps of a block, as few as there are places for their sums. */
+/* Tiles of whole steps of a block. Few enough that what ends a tile costs little: 2^28 elements of
+ * 16 bits take 0.258 ms in 8192 tiles, 0.273 in 32768. */
 static void flat_layout(kld_cuda_args *args) {
     args->team = 256;
     args->group_rows = 1;
     args->classes = 4096;
-    while ((args->elements - 1) / args->classes >= KLD_CUDA_GROUPS_MAX)
+    while ((args->elements - 1) / args->classes >= 8192)
         args->classes *= 2;
 }
 
@@ -119,7 +120,7 @@ static __device__ double partial_sum(const kld_cuda_scratch *scratch, uint32_t c
                                      team_shared *shared) {
     double sum = 0;
 /* One block reads them all: the time is that of its loads one after the other. */
-#pragma unroll 16
+#pragma unroll 32
     for (uint32_t i = threadIdx.x; i < count; i += blockDim.x)
         sum += scratch->partial[i];
     return block_sum(sum, shared);
