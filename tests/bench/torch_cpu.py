@@ -4,7 +4,7 @@
 Each round times every contender once, in turn; medians are reported, and ratios are medians of the
 ratios of a round, so that a busy machine slows all alike. kld runs in this process (local:cpu) on
 PyTorch's own memory. Logits of 16 bits: PyTorch as written in their type, and upcast to FP32 first.
-torch.compile needs a C++ compiler. Checks values against FP64 PyTorch. Writes JSON with --json FILE.
+torch.compile needs a C++ compiler. Checks values against FP64 PyTorch. Writes JSON (--json FILE).
 The ceilings, too, are measured again for each case.
 
 Exit status 1: kld's value or gradient is off, or with --strict kld is slower than torch.compile or
