@@ -73,11 +73,18 @@ extern "C" void kld_cuda_layout(kld_cuda_args *args, uint64_t job_rows, uint32_t
         uint64_t most = (shared_bytes_max / 2 - 2048) / (2 * 16 * args->team);
         args->cached = (uint32_t)(wanted < most ? wanted : most);
     }
+    args->cluster = 0;
+    if (is_even(args) && args->p.form == KLD_FORM_LOGITS)
+        kld_cuda_resident_layout(args, shared_bytes_max);
+    if (args->cluster)
+        args->group_rows = (job_rows + KLD_CUDA_GROUPS_MAX - 1) / KLD_CUDA_GROUPS_MAX;
 }
 
 extern "C" cudaError_t kld_cuda_launch_rows(const kld_cuda_args *args, cudaStream_t stream) {
     uint32_t groups = (uint32_t)((args->rows + args->group_rows - 1) / args->group_rows);
     bool elementwise = is_elementwise(args);
+    if (args->cluster)
+        return kld_cuda_resident_rows(args, groups, stream);
     if (!elementwise && !is_logits(args))
         return kld_cuda_rows_any(args, groups, stream);
     switch (args->p.dtype) {

@@ -21,6 +21,13 @@ extern "C" {
 #define KLD_CUDA_DIVISOR_ROWS (1u << 20)  /* rows of one launch of the sum of weights */
 #define KLD_CUDA_DIVISOR_BLOCK_ROWS 1024u /* of one block of it */
 
+/* Of the kernels that hold rows in shared memory: warps of a block that compute, 16-byte vectors of
+ * a chunk, chunks of all slots of a block at most. */
+#define KLD_CUDA_RESIDENT_WARPS 8
+#define KLD_CUDA_RESIDENT_CHUNK 512
+#define KLD_CUDA_RESIDENT_CHUNKS_MAX 16
+#define KLD_CUDA_RESIDENT_SLOTS_MAX 4
+
 /* Device memory of one job in flight; the only memory beyond inputs and outputs (264 KiB). */
 struct kld_cuda_scratch {
     double divisor; /* sum of weights so far (rowmean without normalizer) */
@@ -49,7 +56,10 @@ struct kld_cuda_args {
     uint32_t loss_extent;        /* KLD_CUDA_SCALAR: the row kernels do not write it */
     uint32_t team;               /* threads that share a row: 4, 8, 16, 32 or a whole block */
     uint32_t cached;             /* vectors a thread keeps in shared memory (logits) */
-    uint64_t rows, classes;      /* of this launch */
+    /* Not 0: the row is held in shared memory by so many blocks, `slice` classes each, with room
+     * for `slots` rows (resident.cuh). */
+    uint32_t cluster, slice, slots;
+    uint64_t rows, classes; /* of this launch */
     /* Not 0: flat. Rows do not matter, the tensors are this many elements one after the other; rows
      * and classes are then tiles of it and the elements of one, of which the last may be short. */
     uint64_t elements;
@@ -79,6 +89,25 @@ cudaError_t kld_cuda_launch_rows(const struct kld_cuda_args *args, cudaStream_t 
 cudaError_t kld_cuda_launch_finish(const struct kld_cuda_args *args, uint32_t groups, bool first,
                                    bool last, uint32_t loss_dtype, double *result,
                                    cudaStream_t stream);
+
+/* Where rows of logits are long enough, and the device can: fills cluster, slice, slots. */
+void kld_cuda_resident_layout(struct kld_cuda_args *args, uint32_t shared_bytes_max);
+cudaError_t kld_cuda_resident_rows(const struct kld_cuda_args *args, uint32_t groups,
+                                   cudaStream_t stream);
+/* One per element type, behind that. */
+cudaError_t kld_cuda_resident_fp32(const struct kld_cuda_args *args, uint32_t groups,
+                                   cudaStream_t stream);
+cudaError_t kld_cuda_resident_fp16(const struct kld_cuda_args *args, uint32_t groups,
+                                   cudaStream_t stream);
+cudaError_t kld_cuda_resident_bf16(const struct kld_cuda_args *args, uint32_t groups,
+                                   cudaStream_t stream);
+
+cudaError_t kld_cuda_resident_general_fp32(const struct kld_cuda_args *args, uint32_t groups,
+                                           cudaStream_t stream);
+cudaError_t kld_cuda_resident_general_fp16(const struct kld_cuda_args *args, uint32_t groups,
+                                           cudaStream_t stream);
+cudaError_t kld_cuda_resident_general_bf16(const struct kld_cuda_args *args, uint32_t groups,
+                                           cudaStream_t stream);
 
 /* One per element type, behind kld_cuda_launch_rows(). */
 cudaError_t kld_cuda_rows_fp32(const struct kld_cuda_args *args, uint32_t groups, cudaStream_t s);

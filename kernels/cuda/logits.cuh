@@ -121,6 +121,22 @@ static __device__ __forceinline__ logits_element logits_at(const logits_row &row
     return e;
 }
 
+/* e^x for x <= 0, to 1e-10 of it; 0 far below; NaN of NaN. */
+static __device__ __forceinline__ double exp_double(double exponent) {
+    double x = fmax(exponent, -700.0);
+    double k = rint(x * 1.4426950408889634), r = fma(k, -0.6931471805599453, x);
+    double y = fma(r, 1.0 / 40320, 1.0 / 5040);
+    y = fma(y, r, 1.0 / 720);
+    y = fma(y, r, 1.0 / 120);
+    y = fma(y, r, 1.0 / 24);
+    y = fma(y, r, 1.0 / 6);
+    y = fma(y, r, 0.5);
+    y = fma(y, r, 1.0);
+    y = fma(y, r, 1.0);
+    double e = y * __hiloint2double((1023 + (int)k) << 20, 0);
+    return exponent > -700.0 ? e : isnan(exponent) ? exponent : 0.0;
+}
+
 template <class T, bool GRADIENT> struct logits {
     static constexpr int V = packet<T>::V;
     static constexpr bool PRECISE = GRADIENT && sizeof(T) == 4;
@@ -197,6 +213,23 @@ template <class T, bool GRADIENT> struct logits {
         ret.max_q = max[1];
     }
 
+    /* Exponentials good to 1e-8, added in FP64: an FP32 gradient is held to that where it is a
+     * small difference. */
+    static __device__ __forceinline__ void precise_sums(const logits_row &row, float z_p, float z_q,
+                                                        double (&sum)[3]) {
+        float high_p, low_p, high_q, low_q;
+        shifted<T, true>(row, z_p, row.max_p, high_p, low_p);
+        shifted<T, true>(row, z_q, row.max_q, high_q, low_q);
+        double inverse = (double)row.inverse_temperature + (double)row.inverse_temperature_low;
+        double a = exp_double(((double)high_p + (double)low_p) * inverse);
+        double b = exp_double(((double)high_q + (double)low_q) * inverse);
+        logits_difference u = difference<true>(high_p, low_p, high_q, low_q);
+        float x = logits_shift(0.0).from<true>(row, u);
+        sum[0] += a;
+        sum[1] += b;
+        sum[2] += fabsf(x) < 0.5f ? b * (double)fmaf(x * x, term_series(-x), x) : a - b;
+    }
+
     static __device__ void sums(const source &from, const team &team, logits_row &ret) {
         /* In 16 bits the logits differ by so much, or not at all, that the two sums alone tell
          * their ratio well enough; in FP32 it comes from the sum of the differences. */
@@ -211,24 +244,28 @@ template <class T, bool GRADIENT> struct logits {
             float z_p[V], z_q[V], part[COUNT] = {0};
             unpack<T>(raw_p, z_p);
             unpack<T>(raw_q, z_q);
+            if constexpr (PRECISE) {
 #pragma unroll
-            for (int i = 0; i < V; i++) {
-                float high_p, low_p, high_q, low_q;
-                float a = shifted<T, PRECISE>(ret, z_p[i], ret.max_p, high_p, low_p);
-                float b = shifted<T, PRECISE>(ret, z_q[i], ret.max_q, high_q, low_q);
-                part[0] += a;
-                part[1] += b;
-                if constexpr (COUNT == 3) {
-                    logits_difference u = {(z_p[i] - z_q[i]) - shift, 0.0f};
-                    if constexpr (PRECISE)
-                        u = difference<true>(high_p, low_p, high_q, low_q);
-                    float x = logits_shift(0.0).from<PRECISE>(ret, u);
-                    part[2] += fabsf(x) < 0.5f ? b * fmaf(x * x, term_series(-x), x) : a - b;
+                for (int i = 0; i < V; i++)
+                    precise_sums(ret, z_p[i], z_q[i], sum);
+            } else {
+#pragma unroll
+                for (int i = 0; i < V; i++) {
+                    float high_p, low_p, high_q, low_q;
+                    float a = shifted<T, PRECISE>(ret, z_p[i], ret.max_p, high_p, low_p);
+                    float b = shifted<T, PRECISE>(ret, z_q[i], ret.max_q, high_q, low_q);
+                    part[0] += a;
+                    part[1] += b;
+                    if constexpr (COUNT == 3) {
+                        logits_difference u = {(z_p[i] - z_q[i]) - shift, 0.0f};
+                        float x = logits_shift(0.0).from<PRECISE>(ret, u);
+                        part[2] += fabsf(x) < 0.5f ? b * fmaf(x * x, term_series(-x), x) : a - b;
+                    }
                 }
-            }
 #pragma unroll
-            for (int i = 0; i < COUNT; i++)
-                sum[i] += (double)part[i];
+                for (int i = 0; i < COUNT; i++)
+                    sum[i] += (double)part[i];
+            }
         }
         team.sum(sum);
         ret.inverse_sum_p = (float)(1.0 / sum[0]);

@@ -52,11 +52,11 @@ template <class T> struct pair_of {
         unpack<T>(raw_p, p);
         unpack<T>(raw_q, q);
     }
-    __device__ __forceinline__ void pad(uint32_t left, float pad_p, float pad_q) {
-        if (left < V)
+    template <class LEFT> __device__ __forceinline__ void pad(LEFT left, float pad_p, float pad_q) {
+        if (!LEFT::ALL)
 #pragma unroll
             for (int i = 0; i < V; i++)
-                if (i >= left) {
+                if (i >= left.left) {
                     p[i] = pad_p;
                     q[i] = pad_q;
                 }
@@ -165,7 +165,7 @@ static __device__ __forceinline__ void fast(const place &at_place, resident::sli
     chunk_sums<EXTRA> sum;
     slice.pass(
         V,
-        [&](uint32_t, uint32_t left, const uint4 &raw_p, const uint4 &raw_q) {
+        [&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
             pair_of<T> z(raw_p, raw_q);
             z.pad(left, at.pad_p, at.pad_q);
 #pragma unroll
@@ -305,7 +305,7 @@ static __device__ __noinline__ void careful(place at_place, resident::slice slic
     double total[4] = {0, 0, 0, 0};
     slice.pass(
         V,
-        [&](uint32_t, uint32_t left, const uint4 &raw_p, const uint4 &raw_q) {
+        [&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
             pair_of<T> z(raw_p, raw_q);
             z.pad(left, -CUDART_INF_F, -CUDART_INF_F);
 #pragma unroll 1

@@ -1,9 +1,10 @@
 /* resident.cu - which rows of logits are held in shared memory, and by how many blocks. */
 #include "kernels/cuda/resident.cuh"
 
-/* Shared memory of a block so that `blocks` of them fit a multiprocessor of `bytes`. */
-static size_t share(uint32_t bytes, uint32_t blocks) {
-    return (bytes + 2048) / blocks - 1024 - 1024; /* the system's, and static */
+/* Shared memory of a block so that `blocks` of them fit a multiprocessor, whose largest block may
+ * have most + 2048 bytes: each pays 1024 to the system and less than that for static variables. */
+static size_t share(uint32_t most, uint32_t blocks) {
+    return ((most + 3072) / blocks - 2048) & ~(size_t)127;
 }
 
 static bool fits(kld_cuda_args *args, uint32_t cluster, size_t element, size_t bytes) {
@@ -21,6 +22,12 @@ static bool fits(kld_cuda_args *args, uint32_t cluster, size_t element, size_t b
     return false;
 }
 
+/* Is the only gradient asked for a multiple of q - p? */
+static bool is_difference(const kld_cuda_args *args) {
+    bool kl = args->rule.kind == KLD_RULE_KL && args->rule.of_q == 0;
+    return !args->grad_p.dtype && (kl || args->rule.kind == KLD_RULE_CROSS_ENTROPY);
+}
+
 extern "C" void kld_cuda_resident_layout(kld_cuda_args *args, uint32_t shared_bytes_max) {
     size_t element = args->p.dtype == KLD_DTYPE_FP32 ? 4 : 2;
     args->cluster = 0;
@@ -28,7 +35,7 @@ extern "C" void kld_cuda_resident_layout(kld_cuda_args *args, uint32_t shared_by
     if (shared_bytes_max < 200 * 1024 || args->classes * element < 4096 ||
         args->classes > (1u << 24))
         return;
-    uint32_t blocks = element == 4 ? 2 : 3;
+    uint32_t blocks = element == 4 || !is_difference(args) ? 2 : 3;
     for (uint32_t cluster = 1; cluster <= 8; cluster *= 2)
         if (fits(args, cluster, element, share(shared_bytes_max, blocks)))
             return;
@@ -38,9 +45,16 @@ extern "C" void kld_cuda_resident_layout(kld_cuda_args *args, uint32_t shared_by
 
 extern "C" cudaError_t kld_cuda_resident_rows(const kld_cuda_args *args, uint32_t groups,
                                               cudaStream_t stream) {
+    bool difference = is_difference(args);
     switch (args->p.dtype) {
-    case KLD_DTYPE_FP16: return kld_cuda_resident_fp16(args, groups, stream);
-    case KLD_DTYPE_BF16: return kld_cuda_resident_bf16(args, groups, stream);
-    default: return kld_cuda_resident_fp32(args, groups, stream);
+    case KLD_DTYPE_FP16:
+        return difference ? kld_cuda_resident_fp16(args, groups, stream)
+                          : kld_cuda_resident_general_fp16(args, groups, stream);
+    case KLD_DTYPE_BF16:
+        return difference ? kld_cuda_resident_bf16(args, groups, stream)
+                          : kld_cuda_resident_general_bf16(args, groups, stream);
+    default:
+        return difference ? kld_cuda_resident_fp32(args, groups, stream)
+                          : kld_cuda_resident_general_fp32(args, groups, stream);
     }
 }

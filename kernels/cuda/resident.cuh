@@ -32,12 +32,10 @@ struct part {
 
 /* What the copying warp says of the row in a slot. Valid from `full` to `empty` of its first chunk.
  */
-enum row_flags { ROW_ODD = 1, ROW_WHOLE = 2, ROW_END = 4 };
 struct row_info {
     uint64_t index, group;
-    char *gradient; /* this block's part; NULL: not asked for */
-    uint32_t flags;
-    uint32_t odd_p, odd_q;
+    char *grad_p, *grad_q; /* this block's part; NULL: not asked for */
+    bool odd_p, odd_q, whole_p, whole_q, end;
 };
 
 struct block_shared {
@@ -162,16 +160,21 @@ static __device__ __forceinline__ char *part_of(const kld_cuda_tensor &tensor, u
 template <class T> static __device__ void copy_rows(const kld_cuda_args &args, const place &at) {
     unsigned lane = threadIdx.x % 32;
     uint32_t slot = 0, turn = 0;
-    auto describe = [&](uint64_t index, uint64_t group, uint32_t end) {
-        const char *p = part_of<T>(args.p, index, at), *q = part_of<T>(args.q, index, at);
-        char *gradient = part_of<T>(args.grad_q, index, at);
+    auto describe = [&](uint64_t index, uint64_t group, bool end) {
         if (turn > 0)
             barrier_wait(&at.shared->empty[slot * at.chunks], (turn - 1) & 1);
         if (lane == 0) {
-            uint32_t odd_p = is_odd(p), odd_q = is_odd(q);
-            uint32_t flags =
-                end | (odd_p | odd_q ? ROW_ODD : 0) | (aligned16<T>(gradient) ? ROW_WHOLE : 0);
-            at.shared->info[slot] = {index, group, gradient, flags, odd_p, odd_q};
+            char *grad_p = part_of<T>(args.grad_p, index, at);
+            char *grad_q = part_of<T>(args.grad_q, index, at);
+            at.shared->info[slot] = {index,
+                                     group,
+                                     grad_p,
+                                     grad_q,
+                                     is_odd(part_of<T>(args.p, index, at)),
+                                     is_odd(part_of<T>(args.q, index, at)),
+                                     aligned16<T>(grad_p),
+                                     aligned16<T>(grad_q),
+                                     end};
         }
     };
     each_row(args, at, [&](uint64_t index, uint64_t group, bool first) {
@@ -179,12 +182,13 @@ template <class T> static __device__ void copy_rows(const kld_cuda_args &args, c
             lane == 0) /* of a group of masked rows nobody else writes it */
             args.scratch->partial[args.first_group + group] = 0;
         if (row_is_masked(args, index)) {
+            clear<T>(part_of<T>(args.grad_p, index, at), at.count, lane, 32);
             clear<T>(part_of<T>(args.grad_q, index, at), at.count, lane, 32);
             if (at.rank == 0 && lane == 0)
                 row_store(args, index, 0.0);
             return;
         }
-        describe(index, group, 0);
+        describe(index, group, false);
         const char *p = part_of<T>(args.p, index, at), *q = part_of<T>(args.q, index, at);
         for (uint32_t chunk = 0; chunk < at.chunks; chunk++) {
             uint32_t i = slot * at.chunks + chunk, begin = chunk * CHUNK * 16;
@@ -199,13 +203,23 @@ template <class T> static __device__ void copy_rows(const kld_cuda_args &args, c
             turn++;
         }
     });
-    describe(0, 0, ROW_END);
+    describe(0, 0, true);
     barrier_arrive(&at.shared->full[slot * at.chunks]);
     barrier_arrive(&at.shared->full[slot * at.chunks]);
 }
 
 /* ---- the warps that compute -------------------------------------------------------------------
  */
+
+/* How many classes of a vector there are: all, or `left`. */
+struct all_of {
+    static constexpr bool ALL = true;
+    static constexpr uint32_t left = UINT32_MAX;
+};
+struct some_of {
+    static constexpr bool ALL = false;
+    uint32_t left;
+};
 
 /* This block's slice of the row at hand. */
 struct slice {
@@ -235,8 +249,9 @@ struct slice {
     }
 
     /* FUNCTION(vector, left, raw p, raw q) for every vector of this thread: its number and how many
-     * classes are left from its first on; where that is less than V (or nothing), what lies beyond
-     * is undefined. The whole warp comes along as long as one of its lanes has a class. */
+     * classes are left from its first on, as `all_of` where the whole warp has whole vectors. Where
+     * it is less than V (or nothing), what lies beyond is undefined. The whole warp comes along as
+     * long as one of its lanes has a class. */
     template <bool ODD, class FUNCTION, class FLUSH, class DONE>
     __device__ __forceinline__ void pass_of(uint32_t V, FUNCTION function, FLUSH flush,
                                             DONE done) const {
@@ -248,7 +263,7 @@ struct slice {
             if ((chunk + 1) * CHUNK * V <= count) {
 #pragma unroll
                 for (uint32_t step = 0; step < STEPS; step++)
-                    function(first + step * COMPUTING, V,
+                    function(first + step * COMPUTING, all_of(),
                              load<ODD>(at_p + step * COMPUTING * 16, odd_p),
                              load<ODD>(at_q + step * COMPUTING * 16, odd_q));
             } else {
@@ -256,7 +271,7 @@ struct slice {
                 for (uint32_t step = 0; step < STEPS; step++) {
                     uint32_t vector = first + step * COMPUTING;
                     if ((vector & ~31u) * V < count)
-                        function(vector, count > vector * V ? count - vector * V : 0,
+                        function(vector, some_of{count > vector * V ? count - vector * V : 0},
                                  load<ODD>(at_p + step * COMPUTING * 16, odd_p),
                                  load<ODD>(at_q + step * COMPUTING * 16, odd_q));
                 }
@@ -327,14 +342,24 @@ static __device__ __forceinline__ void send_part(const place &at, const double (
     uint32_t which = turn & 1, all = at.cluster * WARPS;
     part *to = at.parts + which * all + at.rank * WARPS + warp;
     barrier *done = &at.shared->exchanged[which];
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0 && at.cluster > 1)
         barrier_expect(done, all * sizeof(part));
-    uint64_t sum = (uint64_t)__double_as_longlong(warp_sums(sums));
+    double sum = warp_sums(sums);
+    uint64_t marks = (uint64_t)(uint32_t)mark_1 << 32 | (uint64_t)(uint32_t)mark_0;
+    if (at.cluster == 1) {
+        if (lane % 8 == 0)
+            to->sum[lane / 8] = sum;
+        if (lane == 0)
+            *(uint64_t *)to->mark = marks;
+        __syncwarp();
+        if (lane == 0)
+            barrier_arrive(done);
+        return;
+    }
     for (uint32_t rank = lane % 8; rank < at.cluster; rank += 8)
-        cluster_send(&to->sum[lane / 8], done, rank, sum);
+        cluster_send(&to->sum[lane / 8], done, rank, (uint64_t)__double_as_longlong(sum));
     if (lane < at.cluster)
-        cluster_send(to->mark, done, lane,
-                     (uint64_t)(uint32_t)mark_1 << 32 | (uint64_t)(uint32_t)mark_0);
+        cluster_send(to->mark, done, lane, marks);
 }
 
 static __device__ __forceinline__ const part *wait_for_parts(const place &at, uint32_t turn) {
@@ -343,21 +368,20 @@ static __device__ __forceinline__ const part *wait_for_parts(const place &at, ui
 }
 
 /* V values of one vector to a row, as 16 bytes where the row allows. The whole warp. */
-template <class T>
+template <class T, class LEFT>
 static __device__ __forceinline__ void put(const place &at, char *to_row, bool whole,
-                                           uint32_t vector, uint32_t left,
-                                           const float (&x)[packet<T>::V]) {
+                                           uint32_t vector, LEFT, const float (&x)[packet<T>::V]) {
     constexpr int V = packet<T>::V;
-    unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     alignas(16) T y[V];
 #pragma unroll
     for (int i = 0; i < V; i++)
         y[i] = to<T>(x[i]);
-    uint32_t first = (vector - lane) * V; /* of the warp's 32 vectors */
-    if (whole && __all_sync(KLD_FULL_WARP, left >= V)) {
+    if (LEFT::ALL && whole) {
         __stcs((uint4 *)to_row + vector, *(uint4 *)y);
         return;
     }
+    unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint32_t first = (vector - lane) * V; /* of the warp's 32 vectors */
     uint4 *stage = at.shared->stage[warp];
     __syncwarp();
     stage[lane] = *(uint4 *)y;
@@ -391,8 +415,8 @@ template <class BODY> static __device__ void run(const kld_cuda_args &args) {
         barrier_init(&at.shared->full[threadIdx.x], 64);
         barrier_init(&at.shared->empty[threadIdx.x], WARPS);
     }
-    if (threadIdx.x < 2)
-        barrier_init(&at.shared->exchanged[threadIdx.x], 1);
+    if (threadIdx.x < 2) /* a block alone counts its warps, a cluster the bytes */
+        barrier_init(&at.shared->exchanged[threadIdx.x], at.cluster == 1 ? WARPS : 1);
     barrier_init_done();
     cluster_sync();
     if (threadIdx.x >= COMPUTING)

@@ -1,7 +1,11 @@
-/* resident_bf16.cu - long rows of BF16 logits, held in shared memory. Enqueues only. */
-#include "kernels/cuda/logits_resident.cuh"
+/* resident_bf16.cu - long rows of BF16 logits, held in shared memory: the commonest case, q - p.
+ * Enqueues only. */
+#include "kernels/cuda/logits_difference.cuh"
 
 extern "C" cudaError_t kld_cuda_resident_bf16(const kld_cuda_args *args, uint32_t groups,
                                               cudaStream_t stream) {
-    return logits_resident::launch_rows<__nv_bfloat16>(*args, groups, stream);
+    using namespace logits_resident;
+    return args->rule.kind == KLD_RULE_CROSS_ENTROPY
+               ? launch<difference_body<__nv_bfloat16, true>, 3>(*args, groups, stream)
+               : launch<difference_body<__nv_bfloat16, false>, 3>(*args, groups, stream);
 }

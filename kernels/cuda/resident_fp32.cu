@@ -1,7 +1,11 @@
-/* resident_fp32.cu - long rows of FP32 logits, held in shared memory. Enqueues only. */
-#include "kernels/cuda/logits_resident.cuh"
+/* resident_fp32.cu - long rows of FP32 logits, held in shared memory: the commonest case, q - p.
+ * Enqueues only. */
+#include "kernels/cuda/logits_difference.cuh"
 
 extern "C" cudaError_t kld_cuda_resident_fp32(const kld_cuda_args *args, uint32_t groups,
                                               cudaStream_t stream) {
-    return logits_resident::launch_rows<float>(*args, groups, stream);
+    using namespace logits_resident;
+    return args->rule.kind == KLD_RULE_CROSS_ENTROPY
+               ? launch<difference_body<float, true>, 2>(*args, groups, stream)
+               : launch<difference_body<float, false>, 2>(*args, groups, stream);
 }

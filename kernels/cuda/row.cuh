@@ -57,13 +57,15 @@ struct team {
 
   private:
     /* Warp results to one value for the block; the number of warps is a power of 2. */
+    /* The team only: a block may have other threads. */
+    __device__ void wait() const { asm volatile("bar.sync 0, %0;" ::"r"(size) : "memory"); }
     template <int COUNT, class OP> __device__ void combine(double (&value)[COUNT], OP op) const {
         unsigned warps = size / 32, warp = threadIdx.x / 32;
         if (threadIdx.x % 32 == 0)
 #pragma unroll
             for (int i = 0; i < COUNT; i++)
                 shared->sum[i][warp] = value[i];
-        __syncthreads();
+        wait();
         if (warp == 0) {
 #pragma unroll
             for (int i = 0; i < COUNT; i++) {
@@ -75,7 +77,7 @@ struct team {
             }
         }
         /* Also keeps the next sum's warps from overwriting what warp 0 still reads. */
-        __syncthreads();
+        wait();
 #pragma unroll
         for (int i = 0; i < COUNT; i++)
             value[i] = shared->result[i];

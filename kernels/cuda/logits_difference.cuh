@@ -1,0 +1,112 @@
+/* logits_difference.cuh - rows of logits: KL(p, q) and the cross entropy with the gradient by q's
+ * logits, which is q - p up to a factor: one pass after the statistics. */
+#ifndef KLD_KERNELS_CUDA_LOGITS_DIFFERENCE_CUH
+#define KLD_KERNELS_CUDA_LOGITS_DIFFERENCE_CUH
+
+#include "kernels/cuda/logits_resident.cuh"
+
+namespace logits_resident {
+
+/* What a pair needs of its row to give q - p: masses are 2^(z s - c) factor. */
+struct difference_row {
+    float c_p, c_q;
+    two_floats factor_p, factor_q; /* 1 / sum, times the factor of the gradient */
+    two_floats shift;
+
+    __device__ __forceinline__ difference_row() {}
+    __device__ __forceinline__ difference_row(const row_stats &row, double factor)
+        : c_p((float)row.c_p), c_q((float)row.c_q), factor_p(row.inverse_p * factor),
+          factor_q(row.inverse_q * factor), shift(row.shift) {}
+};
+
+/* (zp - zq) / T - shift, rounded about once. */
+template <bool CLASSES_OUT>
+static __device__ __forceinline__ float logarithm(const two_floats &u, const two_floats &shift,
+                                                  const temperature &t) {
+    float d = fmaf(u.high, t.inverse.high, -shift.high);
+    float rest = fmaf(u.low, t.inverse.high, fmaf(u.high, t.inverse.low, -shift.low));
+    if (CLASSES_OUT)
+        return fabsf(d) < CUDART_INF_F ? d + rest : d;
+    return d + rest;
+}
+
+/* A mass in FP32: 2^(k - c) (1 + w) factor. */
+static __device__ __forceinline__ float mass_fp32(float z, float c, float high, float low,
+                                                  const temperature &t) {
+    exp_parts e = exp_split(z, t);
+    return (high + fmaf(e.w, high, low)) * exp2_fast(e.k - c);
+}
+
+/* factor (q - p) in FP32. CLASSES_OUT: logits of -inf may come. */
+template <bool CLASSES_OUT>
+static __device__ __forceinline__ float
+difference_fp32(float z_p, float z_q, const difference_row &row, const temperature &t) {
+    float d = logarithm<CLASSES_OUT>(subtract(z_p, z_q), row.shift, t);
+    bool more_q = d < 0.0f; /* q > p */
+    float z = more_q ? z_q : z_p;
+    float mass =
+        mass_fp32(z, more_q ? row.c_q : row.c_p, more_q ? row.factor_q.high : -row.factor_p.high,
+                  more_q ? row.factor_q.low : -row.factor_p.low, t);
+    float g = mass * one_minus_exp(fabsf(d));
+    if (CLASSES_OUT)
+        g = z == -CUDART_INF_F ? 0.0f : g;
+    return g;
+}
+
+/* q - p to 3e-5 of itself, enough for 16 bits, of p, q and d. */
+static __device__ __forceinline__ float difference_16(float p, float q, float d) {
+    /* q (1 - e^d) for small d */
+    float y = fmaf(fmaf(d, 1.0f / 6, 0.5f), d, 1.0f);
+    return fabsf(d) < 0.0625f ? (q * -d) * y : q - p;
+}
+
+template <class T_, bool ENTROPY> struct difference_body {
+    typedef T_ T;
+    typedef T_ type;
+    static constexpr int EXTRA = ENTROPY ? logits_stats::ENTROPY : logits_stats::NOTHING;
+
+    struct numbers : difference_row {
+        __device__ __forceinline__ numbers() {}
+        __device__ __forceinline__ numbers(const kld_cuda_args &args, const row_stats &stats,
+                                           double factor)
+            : difference_row(stats, ENTROPY ? factor : factor * args.rule.of_p) {}
+    };
+
+    static __device__ __forceinline__ double value(const kld_cuda_args &args,
+                                                   const row_stats &stats) {
+        return ENTROPY ? stats.entropy : args.rule.of_p * stats.forward;
+    }
+
+    template <bool CAREFUL>
+    static __device__ __forceinline__ double passes(const row_at_hand<difference_body> &hand) {
+        constexpr int V = packet<T>::V;
+        if (!hand.grad_q) {
+            hand.slice.release();
+            return hand.value;
+        }
+        difference_row row = hand.shared->numbers;
+        const temperature &t = hand.t;
+        hand.slice.last_pass(
+            V, [&](uint32_t vector, auto left, const uint4 &raw_p, const uint4 &raw_q) {
+                float z_p[V], z_q[V];
+                unpack<T>(raw_p, z_p);
+                unpack<T>(raw_q, z_q);
+#pragma unroll
+                for (int i = 0; i < V; i++)
+                    if constexpr (sizeof(T) == 4) {
+                        z_q[i] = difference_fp32<CAREFUL>(z_p[i], z_q[i], row, t);
+                    } else {
+                        float p = exp2_fast(fmaf(z_p[i], t.scale.high, -row.c_p));
+                        float q = exp2_fast(fmaf(z_q[i], t.scale.high, -row.c_q));
+                        float u = z_p[i] - z_q[i];
+                        float d = fmaf(u, t.inverse.high, -row.shift.high) - row.shift.low;
+                        z_q[i] = difference_16(p * row.factor_p.high, q * row.factor_q.high, d);
+                    }
+                resident::put<T>(hand.at, hand.grad_q, hand.whole_q, vector, left, z_q);
+            });
+        return hand.value;
+    }
+};
+
+} /* namespace logits_resident */
+#endif

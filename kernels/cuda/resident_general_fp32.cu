@@ -1,0 +1,16 @@
+/* resident_general_fp32.cu - long rows of FP32 logits, held in shared memory: every divergence
+ * and gradient. Enqueues only. */
+#include "kernels/cuda/logits_general.cuh"
+
+extern "C" cudaError_t kld_cuda_resident_general_fp32(const kld_cuda_args *args, uint32_t groups,
+                                                      cudaStream_t stream) {
+    using namespace logits_resident;
+    switch (args->rule.kind) {
+    case KLD_RULE_MIXTURE:
+        return launch<general_body<float, KLD_RULE_MIXTURE>, 2>(*args, groups, stream);
+    case KLD_RULE_TV: return launch<general_body<float, KLD_RULE_TV>, 2>(*args, groups, stream);
+    case KLD_RULE_CROSS_ENTROPY:
+        return launch<general_body<float, KLD_RULE_CROSS_ENTROPY>, 2>(*args, groups, stream);
+    default: return launch<general_body<float, KLD_RULE_KL>, 2>(*args, groups, stream);
+    }
+}
