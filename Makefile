@@ -66,7 +66,8 @@ CUDA_ARCHS ?= 80 86 89 90 100
 NVCC_FLAGS := -O3 -std=c++17 -I. -Xcompiler -fPIC,-fvisibility=hidden,-Wall -DKLD_WITH_CUDA --expt-relaxed-constexpr \
   $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
   -gencode arch=compute_$(firstword $(CUDA_ARCHS)),code=compute_$(firstword $(CUDA_ARCHS)) \
-  -gencode arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS))
+  -gencode arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS)) \
+  $(if $(NVCC),$(shell $(NVCC) --help 2>/dev/null | grep -q compress-mode && echo --compress-mode=size))
 
 .PHONY: all lib unit examples bench-programs programs install dist lint check check-gpu bench fuzz demo clean help
 all: $(BUILD)/kld-server $(BUILD)/kld $(BUILD)/libkld.so $(BUILD)/libkld.a

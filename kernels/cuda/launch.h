@@ -21,10 +21,15 @@ extern "C" {
 #define KLD_CUDA_DIVISOR_ROWS (1u << 20)  /* rows of one launch of the sum of weights */
 #define KLD_CUDA_DIVISOR_BLOCK_ROWS 1024u /* of one block of it */
 
-/* Of the kernels that hold rows in shared memory: warps of a block that compute, 16-byte vectors of
- * a chunk, chunks of all slots of a block at most. */
+/* Of the kernels that hold rows in shared memory: warps of a block that compute, blocks on a
+ * multiprocessor (for 16 bits, and for FP32 and whatever takes more registers), 16-byte vectors of
+ * a chunk, chunks of all slots of a block at most, slots at most. */
+#ifndef KLD_CUDA_RESIDENT_WARPS
 #define KLD_CUDA_RESIDENT_WARPS 8
-#define KLD_CUDA_RESIDENT_CHUNK 512
+#define KLD_CUDA_RESIDENT_BLOCKS_MANY 3
+#define KLD_CUDA_RESIDENT_BLOCKS_FEW 2
+#endif
+#define KLD_CUDA_RESIDENT_CHUNK (64 * KLD_CUDA_RESIDENT_WARPS)
 #define KLD_CUDA_RESIDENT_CHUNKS_MAX 16
 #define KLD_CUDA_RESIDENT_SLOTS_MAX 4
 

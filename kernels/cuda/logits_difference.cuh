@@ -86,7 +86,7 @@ template <class T_, bool ENTROPY> struct difference_body {
         }
         difference_row row = hand.shared->numbers;
         const temperature &t = hand.t;
-        hand.slice.last_pass(
+        hand.slice.template last_pass<!CAREFUL>(
             V, [&](uint32_t vector, auto left, const uint4 &raw_p, const uint4 &raw_q) {
                 float z_p[V], z_q[V];
                 unpack<T>(raw_p, z_p);

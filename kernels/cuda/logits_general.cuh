@@ -43,13 +43,6 @@ struct slopes {
 /* ln(p/m), ln(q/m), (q - p)/m. */
 template <class REAL> struct mixture_terms { REAL log_p, log_q, more; };
 
-/* 1 / x, x in (0, 1], to 1e-13. */
-static __device__ __forceinline__ double wide_reciprocal(double x) {
-    double y = (double)reciprocal((float)x);
-    y = fma(fma(-x, y, 1.0), y, y);
-    return fma(fma(-x, y, 1.0), y, y);
-}
-
 /* 1 - e^-x for x >= 0, to 1e-10 of it. */
 static __device__ __forceinline__ double wide_one_minus_exp(double x) {
     x = fmin(x, 700.0);
@@ -66,22 +59,8 @@ static __device__ __forceinline__ double wide_one_minus_exp(double x) {
     return (1.0 - scale) - scale * y;
 }
 
-/* -ln(1 - x) for x in [0, 1 - 2^-30], to 1e-10 of it. */
-static __device__ __forceinline__ double minus_log1m(double x) {
-    double rest = 1.0 - x;
-    int bits = __float_as_int((float)rest);
-    int k = (bits - 0x3f400000) >> 23; /* rest in 2^k [3/4, 3/2) */
-    double near = __hiloint2double((1023 + k) << 20, 0);
-    double s = (k == 0 ? x : near - rest) * wide_reciprocal(0.25 * (near + rest)) * 0.25;
-    double z = s * s;
-    double y = fma(z, 2.0 / 13, 2.0 / 11);
-    y = fma(y, z, 2.0 / 9);
-    y = fma(y, z, 2.0 / 7);
-    y = fma(y, z, 2.0 / 5);
-    y = fma(y, z, 2.0 / 3);
-    y = fma(y, z, 2.0);
-    return fma((double)k, -LN_2, s * y);
-}
+/* -ln(1 - x) for x in [0, 1), to 1e-10 of it. */
+static __device__ __forceinline__ double minus_log1m(double x) { return -wide_log(1.0 - x, -x); }
 
 /* In FP64, of d: a gradient is mass (ln(p/m) - its mean), and what FP32 leaves of that difference
  * is not enough. With E = 1 - e^-|d| and share or rest of the smaller side's mass missing, m is the
@@ -262,7 +241,7 @@ template <class T_, int KIND> struct general_body {
         numbers row = hand.shared->numbers;
         double total[4] = {0, 0, 0, 0};
         float sum[3] = {0, 0, 0};
-        hand.slice.pass(
+        hand.slice.template pass<false>(
             V,
             [&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
                 float z_p[V], z_q[V];
@@ -314,7 +293,7 @@ template <class T_, int KIND> struct general_body {
         bool cross = KIND == KLD_RULE_KL || KIND == KLD_RULE_CROSS_ENTROPY;
         float cross_q = KIND == KLD_RULE_CROSS_ENTROPY ? 1.0f : row.mix.of_p;
         float cross_p = KIND == KLD_RULE_CROSS_ENTROPY ? 0.0f : -row.mix.of_q;
-        hand.slice.last_pass(
+        hand.slice.template last_pass<false>(
             V, [&](uint32_t vector, auto left, const uint4 &raw_p, const uint4 &raw_q) {
                 float z_p[V], z_q[V];
                 unpack<T>(raw_p, z_p);

@@ -93,4 +93,30 @@ static __device__ __forceinline__ float expm1_rest(float v) {
     return fmaf(y, v, 0.5f);
 }
 
+/* ---- FP64, where FP32 is not enough and the library's functions would take their time
+ * ------------
+ */
+
+/* 1 / x for x within the range of FP32, to 1e-13 of it. */
+static __device__ __forceinline__ double wide_reciprocal(double x) {
+    double y = (double)reciprocal((float)x);
+    y = fma(fma(-x, y, 1.0), y, y);
+    return fma(fma(-x, y, 1.0), y, y);
+}
+
+/* ln x for normal x > 0, to 1e-10 of it; less: x - 1, as exactly as it is known. */
+static __device__ __forceinline__ double wide_log(double x, double less) {
+    int k = (__double2hiint(x) - 0x3fe80000) >> 20; /* x in 2^k [3/4, 3/2) */
+    x *= __hiloint2double((1023 - k) << 20, 0);
+    double s = (k == 0 ? less : x - 1.0) * wide_reciprocal(x + 1.0), z = s * s;
+    /* 2 atanh(s) / s, |s| <= 1/5 */
+    double y = fma(z, 2.0 / 13, 2.0 / 11);
+    y = fma(y, z, 2.0 / 9);
+    y = fma(y, z, 2.0 / 7);
+    y = fma(y, z, 2.0 / 5);
+    y = fma(y, z, 2.0 / 3);
+    y = fma(y, z, 2.0);
+    return fma((double)k, LN_2, s * y);
+}
+
 #endif

@@ -163,7 +163,7 @@ static __device__ __forceinline__ void fast(const place &at_place, resident::sli
     reference at = reference::of<T>(slice, t, span);
     double total[4] = {0, 0, 0, 0};
     chunk_sums<EXTRA> sum;
-    slice.pass(
+    slice.pass<true>(
         V,
         [&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
             pair_of<T> z(raw_p, raw_q);
@@ -221,7 +221,8 @@ static __device__ row_stats fast_row(const part *parts, uint32_t count, double l
     row.c_p = c_p;
     row.c_q = c_q;
     /* Two lanes, one for each side: these take long. */
-    double mine = lane % 2 ? x[1] : x[0], inverse = 1.0 / mine, logarithm = log(mine);
+    double mine = lane % 2 ? x[1] : x[0];
+    double inverse = wide_reciprocal(mine), logarithm = wide_log(mine, mine - 1.0);
     row.inverse_p = __shfl_sync(KLD_FULL_WARP, inverse, 0);
     row.inverse_q = __shfl_sync(KLD_FULL_WARP, inverse, 1);
     double log_q = __shfl_sync(KLD_FULL_WARP, logarithm, 1);
@@ -230,8 +231,8 @@ static __device__ row_stats fast_row(const part *parts, uint32_t count, double l
     row.forward = x[2] * row.inverse_p * LN_2 - ratio;
     row.reverse = EXTRA == REVERSE ? ratio - x[3] * row.inverse_q * LN_2 : 0.0;
     row.entropy = EXTRA == ENTROPY ? log_q - x[3] * row.inverse_p * LN_2 : 0.0;
-    row.good = row.forward >= least && row.forward < 1e30 && x[1] > 0 && x[1] < 1e300 &&
-               (EXTRA == NOTHING || fabs(x[3]) < 1e300);
+    row.good = row.forward >= least && row.forward < 1e30 && x[0] > 0.25 && x[0] < 1e30 &&
+               x[1] > 0.25 && x[1] < 1e30 && (EXTRA == NOTHING || fabs(x[3]) < 1e300);
     return row;
 }
 
@@ -303,7 +304,7 @@ static __device__ __noinline__ void careful(place at_place, resident::slice slic
     float c_p = (float)floor(c), fraction = (float)exp2(floor(c) - c);
     at.pad_p = reference::below(at.top_q + delta, span);
     double total[4] = {0, 0, 0, 0};
-    slice.pass(
+    slice.pass<false>(
         V,
         [&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
             pair_of<T> z(raw_p, raw_q);

@@ -35,7 +35,8 @@ extern "C" void kld_cuda_resident_layout(kld_cuda_args *args, uint32_t shared_by
     if (shared_bytes_max < 200 * 1024 || args->classes * element < 4096 ||
         args->classes > (1u << 24))
         return;
-    uint32_t blocks = element == 4 || !is_difference(args) ? 2 : 3;
+    uint32_t blocks = element == 4 || !is_difference(args) ? KLD_CUDA_RESIDENT_BLOCKS_FEW
+                                                           : KLD_CUDA_RESIDENT_BLOCKS_MANY;
     for (uint32_t cluster = 1; cluster <= 8; cluster *= 2)
         if (fits(args, cluster, element, share(shared_bytes_max, blocks)))
             return;

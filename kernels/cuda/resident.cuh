@@ -283,17 +283,18 @@ struct slice {
             at_q += CHUNK * 16;
         }
     }
-    template <class FUNCTION, class FLUSH>
+    /* SPLIT: code of its own for rows that are not odd. */
+    template <bool SPLIT, class FUNCTION, class FLUSH>
     __device__ __forceinline__ void pass(uint32_t V, FUNCTION function, FLUSH flush) {
         auto done = [](uint32_t) {};
-        if (odd_p || odd_q)
+        if (!SPLIT || odd_p || odd_q)
             pass_of<true>(V, function, flush, done);
         else
             pass_of<false>(V, function, flush, done);
         arrived = true;
     }
     /* The last pass: each chunk may be overwritten after it. */
-    template <class FUNCTION>
+    template <bool SPLIT, class FUNCTION>
     __device__ __forceinline__ void last_pass(uint32_t V, FUNCTION function) {
         auto done = [&](uint32_t chunk) {
             __syncwarp();

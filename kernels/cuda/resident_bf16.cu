@@ -6,6 +6,8 @@ extern "C" cudaError_t kld_cuda_resident_bf16(const kld_cuda_args *args, uint32_
                                               cudaStream_t stream) {
     using namespace logits_resident;
     return args->rule.kind == KLD_RULE_CROSS_ENTROPY
-               ? launch<difference_body<__nv_bfloat16, true>, 3>(*args, groups, stream)
-               : launch<difference_body<__nv_bfloat16, false>, 3>(*args, groups, stream);
+               ? launch<difference_body<__nv_bfloat16, true>, KLD_CUDA_RESIDENT_BLOCKS_MANY>(
+                     *args, groups, stream)
+               : launch<difference_body<__nv_bfloat16, false>, KLD_CUDA_RESIDENT_BLOCKS_MANY>(
+                     *args, groups, stream);
 }

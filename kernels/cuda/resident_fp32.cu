@@ -6,6 +6,8 @@ extern "C" cudaError_t kld_cuda_resident_fp32(const kld_cuda_args *args, uint32_
                                               cudaStream_t stream) {
     using namespace logits_resident;
     return args->rule.kind == KLD_RULE_CROSS_ENTROPY
-               ? launch<difference_body<float, true>, 2>(*args, groups, stream)
-               : launch<difference_body<float, false>, 2>(*args, groups, stream);
+               ? launch<difference_body<float, true>, KLD_CUDA_RESIDENT_BLOCKS_FEW>(*args, groups,
+                                                                                    stream)
+               : launch<difference_body<float, false>, KLD_CUDA_RESIDENT_BLOCKS_FEW>(*args, groups,
+                                                                                     stream);
 }

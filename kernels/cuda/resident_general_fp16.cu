@@ -7,10 +7,16 @@ extern "C" cudaError_t kld_cuda_resident_general_fp16(const kld_cuda_args *args,
     using namespace logits_resident;
     switch (args->rule.kind) {
     case KLD_RULE_MIXTURE:
-        return launch<general_body<__half, KLD_RULE_MIXTURE>, 2>(*args, groups, stream);
-    case KLD_RULE_TV: return launch<general_body<__half, KLD_RULE_TV>, 2>(*args, groups, stream);
+        return launch<general_body<__half, KLD_RULE_MIXTURE>, KLD_CUDA_RESIDENT_BLOCKS_FEW>(
+            *args, groups, stream);
+    case KLD_RULE_TV:
+        return launch<general_body<__half, KLD_RULE_TV>, KLD_CUDA_RESIDENT_BLOCKS_FEW>(
+            *args, groups, stream);
     case KLD_RULE_CROSS_ENTROPY:
-        return launch<general_body<__half, KLD_RULE_CROSS_ENTROPY>, 2>(*args, groups, stream);
-    default: return launch<general_body<__half, KLD_RULE_KL>, 2>(*args, groups, stream);
+        return launch<general_body<__half, KLD_RULE_CROSS_ENTROPY>, KLD_CUDA_RESIDENT_BLOCKS_FEW>(
+            *args, groups, stream);
+    default:
+        return launch<general_body<__half, KLD_RULE_KL>, KLD_CUDA_RESIDENT_BLOCKS_FEW>(
+            *args, groups, stream);
     }
 }

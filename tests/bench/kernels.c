@@ -201,23 +201,27 @@ static void measure(struct bench *bench, const struct shape *shape) {
     struct kld_error err;
     if (bench->backend->memory_alloc(bench->device, memory[0]->bytes, &gradient, &err))
         fail("no memory for the gradient", &err);
-    static double ms[4][RUNS_MAX];
-    uint64_t bytes[4] = {0};
+    static const enum kld_divergence divergences[] = {KLD_DIVERGENCE_FORWARD_KL,
+                                                      KLD_DIVERGENCE_REVERSE_KL, KLD_DIVERGENCE_JS};
+    enum {
+        VARIANTS = 2 * sizeof divergences / sizeof divergences[0]
+    }; /* with the gradient, and not */
+    static double ms[VARIANTS][RUNS_MAX];
+    uint64_t bytes[VARIANTS] = {0};
     for (int i = -2; i < bench->runs; i++) { /* two rounds to warm up */
-        for (int variant = 0; variant < 4; variant++) {
+        for (int variant = 0; variant < VARIANTS; variant++) {
             struct kld_job job;
             memory[2] = variant & 1 ? gradient : NULL;
-            make_job(shape, variant & 2 ? KLD_DIVERGENCE_REVERSE_KL : KLD_DIVERGENCE_FORWARD_KL,
-                     memory, &job);
+            make_job(shape, divergences[variant / 2], memory, &job);
             run(bench, &job);
             bytes[variant] = job.bytes;
             if (i >= 0)
                 ms[variant][i] = (double)job.kernel_ns / 1e6;
         }
     }
-    for (int variant = 0; variant < 4; variant++) {
+    for (int variant = 0; variant < VARIANTS; variant++) {
         qsort(ms[variant], (size_t)bench->runs, sizeof(double), by_value);
-        report(bench, shape, variant & 2 ? "reverse_kl" : "forward_kl", variant & 1,
+        report(bench, shape, kld_divergence_name(divergences[variant / 2]), variant & 1,
                ms[variant][bench->runs / 2], ms[variant][0], bytes[variant]);
     }
     bench->backend->memory_free(gradient);
