@@ -16,6 +16,7 @@ struct logits_row {
     float inverse_temperature_low; /* what its rounding left */
     float exponent_scale;          /* of exponential() */
     float inverse_sum_p, inverse_sum_q;
+    double wide_inverse_sum_p;
     double log_sums; /* ln (sum_p / sum_q) */
 };
 
@@ -230,6 +231,11 @@ template <class T, bool GRADIENT> struct logits {
         sum[2] += fabsf(x) < 0.5f ? b * (double)fmaf(x * x, term_series(-x), x) : a - b;
     }
 
+    static __device__ __forceinline__ double precise_p(const logits_row &row, float z_p) {
+        double inverse = (double)row.inverse_temperature + (double)row.inverse_temperature_low;
+        return exp_double(((double)z_p - (double)row.max_p) * inverse) * row.wide_inverse_sum_p;
+    }
+
     static __device__ void sums(const source &from, const team &team, logits_row &ret) {
         /* In 16 bits the logits differ by so much, or not at all, that the two sums alone tell
          * their ratio well enough; in FP32 it comes from the sum of the differences. */
@@ -268,7 +274,8 @@ template <class T, bool GRADIENT> struct logits {
             }
         }
         team.sum(sum);
-        ret.inverse_sum_p = (float)(1.0 / sum[0]);
+        ret.wide_inverse_sum_p = 1.0 / sum[0];
+        ret.inverse_sum_p = (float)ret.wide_inverse_sum_p;
         ret.inverse_sum_q = (float)(1.0 / sum[1]);
         double relative = COUNT == 3 ? sum[COUNT - 1] / sum[1] : 1.0;
         ret.log_sums = fabs(relative) < 0.5 ? log1p(relative) : log(sum[0] / sum[1]);
@@ -319,7 +326,11 @@ template <class T, bool GRADIENT> struct logits {
 #pragma unroll
             for (int i = 0; i < V; i++) {
                 logits_element e = logits_at<T, PRECISE>(stats, log_sums, z_p[i], z_q[i]);
-                part += e.p == 0.0f ? 0.0f : e.p * both.from<true>(stats, e.u);
+                float less = e.p == 0.0f ? 0.0f : both.from<true>(stats, e.u);
+                if (PRECISE) /* terms may be much larger than their sum */
+                    sum[0] += precise_p(stats, z_p[i]) * (double)less;
+                else
+                    part += e.p * less;
             }
             sum[0] += (double)part;
         }

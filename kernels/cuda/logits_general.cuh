@@ -235,6 +235,13 @@ template <class T_, int KIND> struct general_body {
         return u;
     }
 
+    static __device__ __forceinline__ double wide_mass(float z, float c, const two_floats &factor,
+                                                       const temperature &t) {
+        double scale = (double)t.scale.high + (double)t.scale.low;
+        return wide_exp2(fma((double)z, scale, -(double)c)) *
+               ((double)factor.high + (double)factor.low);
+    }
+
     /* Sums of the values and of mass times h, to all. Returns the value, to the first warp. */
     template <bool CAREFUL> static __device__ __forceinline__ double sum_pass(hand_type &hand) {
         constexpr int V = packet<T>::V;
@@ -256,8 +263,16 @@ template <class T_, int KIND> struct general_body {
                     float value;
                     slopes h = slopes_of<CAREFUL>(e, z_q[i], u, row, hand.t, value);
                     sum[0] += value;
-                    sum[1] = fmaf(e.p, h.p, sum[1]);
-                    sum[2] = fmaf(e.q, h.q, sum[2]);
+                    if (!FP32) {
+                        sum[1] = fmaf(e.p, h.p, sum[1]);
+                        sum[2] = fmaf(e.q, h.q, sum[2]);
+                        continue;
+                    }
+                    /* Terms may be much larger than their sum, and gradients of its size. */
+                    if (hand.grad_p && h.p != 0.0f)
+                        total[1] += (double)h.p * wide_mass(z_p[i], row.c_p, row.factor_p, hand.t);
+                    if (hand.grad_q && h.q != 0.0f)
+                        total[2] += (double)h.q * wide_mass(z_q[i], row.c_q, row.factor_q, hand.t);
                 }
 #pragma unroll
                 for (int i = 0; i < 3; i++) {

@@ -104,6 +104,20 @@ static __device__ __forceinline__ double wide_reciprocal(double x) {
     return fma(fma(-x, y, 1.0), y, y);
 }
 
+/* 2^x for x < 1000, to 1e-10 of it; 0 far below. */
+static __device__ __forceinline__ double wide_exp2(double exponent) {
+    double x = fmax(exponent, -1000.0), k = rint(x), r = (x - k) * LN_2;
+    double y = fma(r, 1.0 / 40320, 1.0 / 5040);
+    y = fma(y, r, 1.0 / 720);
+    y = fma(y, r, 1.0 / 120);
+    y = fma(y, r, 1.0 / 24);
+    y = fma(y, r, 1.0 / 6);
+    y = fma(y, r, 0.5);
+    y = fma(y, r, 1.0);
+    y = fma(y, r, 1.0);
+    return exponent > -1000.0 ? y * __hiloint2double((1023 + (int)k) << 20, 0) : 0.0;
+}
+
 /* ln x for normal x > 0, to 1e-10 of it; less: x - 1, as exactly as it is known. */
 static __device__ __forceinline__ double wide_log(double x, double less) {
     int k = (__double2hiint(x) - 0x3fe80000) >> 20; /* x in 2^k [3/4, 3/2) */
