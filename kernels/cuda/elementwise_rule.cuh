@@ -9,6 +9,7 @@
 #include <cuda_fp16.h>
 
 #include "kernels/cuda/any_rule.cuh"
+#include "kernels/cuda/logits_math.cuh"
 #include "kernels/cuda/math.cuh"
 
 /* The rules that differ in their instructions. In the roles of p and q, see launch.h. */
@@ -317,8 +318,29 @@ struct element_rule<T, KLD_FORM_LOGPROBS, KIND, GRADIENTS> {
         return 0.25f * expf(fmaxf(x, y)) * sum * (w < 1.21f ? w * series : far);
     }
 
+    /* FP32 gradients that are differences of two terms: in FP64. */
+    static constexpr bool WIDE = PRECISE && (KIND == ELEMENT_KL_BOTH || KIND == ELEMENT_SKEW ||
+                                             (KIND == ELEMENT_KL && (GRADIENTS & GRADIENT_P)));
+    static __device__ __forceinline__ element_result wide(const element_numbers &at, float x,
+                                                          float y, check &c) {
+        double p = wide_exp2((double)x * LOG2_E), d = (double)x - (double)y;
+        c.spread += fabsf(x - y);
+        if (KIND == ELEMENT_KL)
+            return {(float)(p * d), (float)fma(p, d, p), (float)-p};
+        if (KIND == ELEMENT_SKEW) {
+            double rest = 1.0 - at.rule.share;
+            mixture_terms<double> m = mixture_of(at.rule.share, d);
+            double q_in_m = rest * fma(at.rule.share, m.more, 1.0);
+            return {(float)(p * m.log_p), (float)(p * (m.log_p + q_in_m)), (float)(-p * q_in_m)};
+        }
+        double q = wide_exp2((double)y * LOG2_E), a = at.rule.of_p * p, b = at.rule.of_q * q;
+        return {(float)((a - b) * d), (float)(fma(a, d, a) - b), (float)(fma(-b, d, b) - a)};
+    }
+
     static __device__ __forceinline__ element_result plain(const element_numbers &at, float x,
                                                            float y, check &c) {
+        if (WIDE)
+            return wide(at, x, y, c);
         if (KIND == ELEMENT_JS_EVEN)
             return {even_js(x, y, c), 0.0f, 0.0f};
         if (KIND == ELEMENT_SKEW || KIND == ELEMENT_JS || KIND == ELEMENT_TV)

@@ -236,6 +236,13 @@ template <class T, bool GRADIENT> struct logits {
         return exp_double(((double)z_p - (double)row.max_p) * inverse) * row.wide_inverse_sum_p;
     }
 
+    /* ln p - ln q - value */
+    static __device__ __forceinline__ double
+    precise_less(const logits_row &row, const logits_difference &u, double value) {
+        double inverse = (double)row.inverse_temperature + (double)row.inverse_temperature_low;
+        return ((double)u.high + (double)u.low) * inverse - (row.log_sums + value);
+    }
+
     static __device__ void sums(const source &from, const team &team, logits_row &ret) {
         /* In 16 bits the logits differ by so much, or not at all, that the two sums alone tell
          * their ratio well enough; in FP32 it comes from the sum of the differences. */
@@ -328,7 +335,9 @@ template <class T, bool GRADIENT> struct logits {
                 logits_element e = logits_at<T, PRECISE>(stats, log_sums, z_p[i], z_q[i]);
                 float less = e.p == 0.0f ? 0.0f : both.from<true>(stats, e.u);
                 if (PRECISE) /* terms may be much larger than their sum */
-                    sum[0] += precise_p(stats, z_p[i]) * (double)less;
+                    sum[0] += e.p == 0.0f
+                                  ? 0.0
+                                  : precise_p(stats, z_p[i]) * precise_less(stats, e.u, value);
                 else
                     part += e.p * less;
             }
@@ -342,7 +351,7 @@ template <class T, bool GRADIENT> struct logits {
     static __device__ void gradients(const source &from, const row &row, const team &team,
                                      const logits_row &stats, bool whole_out, double value,
                                      float g) {
-        float rest = isfinite(value) ? (float)remainder(from, team, stats, value) : 0.0f;
+        double rest = isfinite(value) ? remainder(from, team, stats, value) : 0.0;
         const logits_shift log_sums(stats.log_sums), both(stats.log_sums + value);
         uint64_t step = (uint64_t)team.size * V;
         uint32_t k = 0;
@@ -355,7 +364,13 @@ template <class T, bool GRADIENT> struct logits {
 #pragma unroll
             for (int i = 0; i < V; i++) {
                 logits_element e = logits_at<T, PRECISE>(stats, log_sums, z_p[i], z_q[i]);
-                z_p[i] = e.p == 0.0f ? 0.0f : g * (e.p * (both.from<true>(stats, e.u) - rest));
+                if (e.p == 0.0f)
+                    z_p[i] = 0.0f;
+                else if (PRECISE)
+                    z_p[i] = g * (float)(precise_p(stats, z_p[i]) *
+                                         (precise_less(stats, e.u, value) - rest));
+                else
+                    z_p[i] = g * (e.p * (both.from<true>(stats, e.u) - (float)rest));
                 z_q[i] = g * e.q_minus_p;
             }
             if (row.grad_q)

@@ -104,9 +104,9 @@ static __device__ __forceinline__ double wide_reciprocal(double x) {
     return fma(fma(-x, y, 1.0), y, y);
 }
 
-/* 2^x for x < 1000, to 1e-10 of it; 0 far below. */
+/* 2^x to 1e-10 of it; 0 below 2^-1000, 2^1000 beyond that. */
 static __device__ __forceinline__ double wide_exp2(double exponent) {
-    double x = fmax(exponent, -1000.0), k = rint(x), r = (x - k) * LN_2;
+    double x = fmin(fmax(exponent, -1000.0), 1000.0), k = rint(x), r = (x - k) * LN_2;
     double y = fma(r, 1.0 / 40320, 1.0 / 5040);
     y = fma(y, r, 1.0 / 720);
     y = fma(y, r, 1.0 / 120);
@@ -131,6 +131,42 @@ static __device__ __forceinline__ double wide_log(double x, double less) {
     y = fma(y, z, 2.0 / 3);
     y = fma(y, z, 2.0);
     return fma((double)k, LN_2, s * y);
+}
+
+/* ln(p/m), ln(q/m), (q - p)/m. */
+template <class REAL> struct mixture_terms { REAL log_p, log_q, more; };
+
+/* 1 - e^-x for x >= 0, to 1e-10 of it. */
+static __device__ __forceinline__ double wide_one_minus_exp(double x) {
+    x = fmin(x, 700.0);
+    double k = rint(x * -LOG2_E), r = fma(k, -LN_2, -x);
+    double y = fma(r, 1.0 / 362880, 1.0 / 40320);
+    y = fma(y, r, 1.0 / 5040);
+    y = fma(y, r, 1.0 / 720);
+    y = fma(y, r, 1.0 / 120);
+    y = fma(y, r, 1.0 / 24);
+    y = fma(y, r, 1.0 / 6);
+    y = fma(y, r, 0.5);
+    y = fma(y, r, 1.0) * r; /* e^r - 1 */
+    double scale = __hiloint2double((1023 + (int)k) << 20, 0);
+    return (1.0 - scale) - scale * y;
+}
+
+/* -ln(1 - x) for x in [0, 1), to 1e-10 of it. */
+static __device__ __forceinline__ double minus_log1m(double x) { return -wide_log(1.0 - x, -x); }
+
+/* In FP64, of d: a gradient is mass (ln(p/m) - its mean), and what FP32 leaves of that difference
+ * is not enough. With E = 1 - e^-|d| and share or rest of the smaller side's mass missing, m is the
+ * larger mass times 1 - share E (or rest E). */
+static __device__ __forceinline__ mixture_terms<double> mixture_of(double share, double d) {
+    mixture_terms<double> r;
+    double e = wide_one_minus_exp(fabs(d)), x = (d < 0 ? share : 1.0 - share) * e;
+    double log_large = minus_log1m(x), log_small = log_large - fmin(fabs(d), 1e30);
+    double more = e * wide_reciprocal(1.0 - x);
+    r.log_p = d < 0 ? log_small : log_large;
+    r.log_q = d < 0 ? log_large : log_small;
+    r.more = d < 0 ? more : -more;
+    return r;
 }
 
 #endif

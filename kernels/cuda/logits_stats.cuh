@@ -240,43 +240,36 @@ static __device__ row_stats fast_row(const part *parts, uint32_t count, double l
  */
 
 struct careful_term {
-    float b, change, forward, reverse, a;
+    double b, change, forward, reverse, a;
 };
 
-/* v = (zp - zq - delta) / T, to its last place. */
-static __device__ __forceinline__ float careful_difference(float z_p, float z_q, float delta,
-                                                           const temperature &t) {
-    two_floats u = subtract(z_p, z_q), w = subtract(u.high, delta);
-    float x = w.high * t.inverse.high;
-    float rest = fmaf(w.high, t.inverse.high, -x);
-    rest = fmaf(w.high, t.inverse.low, fmaf(w.low + u.low, t.inverse.high, rest));
-    return x + rest;
+/* 2^(z s - c) in FP64. */
+static __device__ __forceinline__ double careful_exp(float z, float c, const temperature &t) {
+    exp_parts e = exp_split(z, t);
+    double scale = (double)exp2_fast(e.k - c);
+    return fma(scale, (double)e.w, scale);
 }
 
-/* p's exponentials are 2^(zp s - c) fraction there. */
+/* p's exponentials are 2^(zp s - c_p) fraction there; v is (zp - zq - delta) / T. */
 static __device__ careful_term careful_pair(float z_p, float z_q, const reference &at, float delta,
-                                            float c_p, float fraction, const temperature &t) {
+                                            float c_p, double fraction, const temperature &t) {
     bool no_p = z_p == -CUDART_INF_F, no_q = z_q == -CUDART_INF_F;
-    exp_parts e = exp_split(fmaxf(z_q, at.pad_q), t);
-    float scale = exp2_fast(e.k - at.c_q);
+    double inverse = (double)t.inverse.high + (double)t.inverse.low;
+    double v = no_p || no_q ? 0.0 : ((double)z_p - (double)z_q - (double)delta) * inverse;
     careful_term r;
-    r.b = no_q ? 0.0f : fmaf(scale, e.w, scale);
-    float v = careful_difference(no_p || no_q ? 0.0f : z_p, no_p || no_q ? 0.0f : z_q, delta, t);
-    if (!no_p && !no_q && fabsf(v) < 0.5f) {
-        float f = expm1_rest(v), square = v * v;
-        float w = fmaf(square, f, v);
-        r.change = r.b * w;
-        r.forward = r.b * square * fmaf(v - 1.0f, f, 1.0f);
-        r.reverse = r.b * square * f;
+    r.b = no_q ? 0.0 : careful_exp(fmaxf(z_q, at.pad_q), at.c_q, t);
+    if (!no_p && !no_q && fabs(v) < 0.5) {
+        double f = (double)expm1_rest((float)v), square = v * v * r.b;
+        r.change = fma(square, f, r.b * v);
+        r.forward = square * fma(v - 1.0, f, 1.0);
+        r.reverse = square * f;
         r.a = r.b + r.change;
         return r;
     }
-    exp_parts g = exp_split(fmaxf(z_p, at.pad_p), t);
-    float scale_p = exp2_fast(g.k - c_p) * fraction;
-    r.a = no_p ? 0.0f : fmaf(scale_p, g.w, scale_p);
+    r.a = no_p ? 0.0 : careful_exp(fmaxf(z_p, at.pad_p), c_p, t) * fraction;
     r.change = r.a - r.b;
-    r.forward = r.a == 0.0f ? r.b : no_q ? CUDART_INF_F : fmaf(r.a, v, -r.change);
-    r.reverse = r.b == 0.0f ? r.a : no_p ? CUDART_INF_F : fmaf(-r.b, v, r.change);
+    r.forward = r.a == 0.0 ? r.b : no_q ? CUDART_INF : fma(r.a, v, -r.change);
+    r.reverse = r.b == 0.0 ? r.a : no_p ? CUDART_INF : fma(-r.b, v, r.change);
     return r;
 }
 
@@ -301,7 +294,8 @@ static __device__ __noinline__ void careful(place at_place, resident::slice slic
     if (!have)
         delta = 0;
     double c = (double)at.c_q + ((double)delta * ((double)t.scale.high + (double)t.scale.low));
-    float c_p = (float)floor(c), fraction = (float)exp2(floor(c) - c);
+    float c_p = (float)floor(c);
+    double fraction = exp2(floor(c) - c);
     at.pad_p = reference::below(at.top_q + delta, span);
     double total[4] = {0, 0, 0, 0};
     slice.pass<false>(
@@ -318,13 +312,13 @@ static __device__ __noinline__ void careful(place at_place, resident::slice slic
                     z_q = i == j ? z.q[j] : z_q;
                 }
                 careful_term r = careful_pair(z_p, z_q, at, delta, c_p, fraction, t);
-                total[0] += (double)r.b;
-                total[1] += (double)r.change;
-                total[2] += (double)r.forward;
+                total[0] += r.b;
+                total[1] += r.change;
+                total[2] += r.forward;
                 if (EXTRA == REVERSE)
-                    total[3] += (double)r.reverse;
+                    total[3] += r.reverse;
                 if (EXTRA == ENTROPY)
-                    total[3] += r.a == 0.0f ? 0.0 : (double)r.a * (double)z_q;
+                    total[3] += r.a == 0.0 ? 0.0 : r.a * (double)z_q;
             }
         },
         [] {});
