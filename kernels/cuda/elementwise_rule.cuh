@@ -333,8 +333,12 @@ struct element_rule<T, KLD_FORM_LOGPROBS, KIND, GRADIENTS> {
             double q_in_m = rest * fma(at.rule.share, m.more, 1.0);
             return {(float)(p * m.log_p), (float)(p * (m.log_p + q_in_m)), (float)(-p * q_in_m)};
         }
-        double q = wide_exp2((double)y * LOG2_E), a = at.rule.of_p * p, b = at.rule.of_q * q;
-        return {(float)((a - b) * d), (float)(fma(a, d, a) - b), (float)(fma(-b, d, b) - a)};
+        /* q - p from the larger of the two: where they are close all else cancels */
+        double q = wide_exp2((double)y * LOG2_E), less = wide_one_minus_exp(fabs(d));
+        double more = d < 0 ? q * less : -p * less, over = at.rule.of_p - at.rule.of_q;
+        double a = at.rule.of_p, b = at.rule.of_q;
+        return {(float)((a * p - b * q) * d), (float)(p * fma(a, d, over) - b * more),
+                (float)(a * more - q * fma(b, d, over))};
     }
 
     static __device__ __forceinline__ element_result plain(const element_numbers &at, float x,

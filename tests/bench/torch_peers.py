@@ -238,7 +238,9 @@ def try_out(ways, exact, gradient, device):
                 synchronize(device)
             value = float(at["loss"]()[0])
             checks[name] = check(at["both"](), exact)
-            checks[name]["same_loss_with_gradient"] = value == checks[name]["loss"]
+            # not the same bits: what is asked for chooses the kernel
+            checks[name]["same_loss_with_gradient"] = (
+                abs(value - checks[name]["loss"]) <= 1e-6 * abs(value))
             if name != "kld":
                 extra[name] = {label: peak_extra(at[label], device) for label in LABELS}
         except Exception as error:  # a peer that fails must not take the others' figures along
