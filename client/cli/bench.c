@@ -295,7 +295,7 @@ static const struct kld_option options_list[] = {
     TEXT("shape", shape, "NxC", "rows and classes (default 1024x32768)"),
     TEXT("dtype", dtype, "DTYPE", "FP32 (default), FP64, FP16, BF16"),
     TEXT("form", form, "FORM", "probs (default), logprobs, logits"),
-    TEXT("divergence", divergence, "NAME", "forward_kl (default), reverse_kl, ..."),
+    TEXT("divergence", divergence, "NAME", "one that needs no parameter (default: forward_kl)"),
     {"grad", KLD_OPTION_FLAG, NULL, "with the gradient of the predictions",
      offsetof(struct bench_options, gradient), 0},
     {"check", KLD_OPTION_FLAG, NULL, "compare every gradient with the first one, bit by bit",

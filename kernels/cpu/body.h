@@ -276,7 +276,7 @@ static void pass(const struct kld_cpu_work *work, const struct kld_cpu_span *spa
     if (probs_fits(work))
         probs_pass(work, span, ret_partial);
     else if (probs_rule_fits(work))
-        probs_rule_pass(work, span, ret_partial);
+        probs_rule_pass(work, span, pass_in_stages, ret_partial);
     else if (logits_fits(work))
         logits_pass(work, span, ret_partial);
     else

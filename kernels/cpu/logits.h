@@ -101,7 +101,8 @@ INLINE vf vf_excess(vf d) {
 INLINE vf logits_term(const struct logits_row *row, vf x, vf y, vf *ret_gradient) {
     vf own = vf_exp((x - row->max[0]) * row->inverse_temperature) * row->inverse_sum[0];
     vf other = vf_exp((y - row->max[1]) * row->inverse_temperature) * row->inverse_sum[1];
-    vf d = (x - y) * row->inverse_temperature - row->difference_high;
+    vf d =
+        ((x - row->max[0]) - (y - row->max[1])) * row->inverse_temperature - row->difference_high;
     d = d - row->difference_low;
     vf excess = vf_excess(d);
     vi32 near = (d < 0.35f) & (d > -0.35f), over_zero = d == INFINITY;
@@ -113,8 +114,7 @@ INLINE vf logits_term(const struct logits_row *row, vf x, vf y, vf *ret_gradient
 
 static struct logits_row logits_row(const struct kld_cpu_work *work,
                                     const struct kld_cpu_span *span, int own, int other) {
-    double difference = (span->max[own] - span->max[other]) * work->inverse_temperature +
-                        log(span->sum[own] / span->sum[other]);
+    double difference = log(span->sum[own] / span->sum[other]);
     struct logits_row row = {
         .max = {(float)span->max[own], (float)span->max[other]},
         .inverse_sum = {(float)(1 / span->sum[own]), (float)(1 / span->sum[other])},

@@ -11,8 +11,9 @@
 
 #include "kernels/cpu/probs.h"
 
-static void pass_in_stages(const struct kld_cpu_work *work, const struct kld_cpu_span *span,
-                           struct kld_cpu_partial *ret_partial);
+/* What does a block in double. */
+typedef void stages_pass(const struct kld_cpu_work *work, const struct kld_cpu_span *span,
+                         struct kld_cpu_partial *ret_partial);
 
 /* What a gradient is made of: log * ln(x/m) + ratio * y/m, one of them 0 (KL: y/x; cross_entropy:
  * of p, -ln q). */
@@ -34,7 +35,9 @@ static struct probs_rule probs_rule_of(const struct kld_cpu_work *work, double f
         double log = 0, ratio = 0;
         if (rule->kind == KLD_RULE_MIXTURE) {
             log = of[side];
-            ratio = of[side] * share[1 - side] - share[side] * of[1 - side];
+            /* of js 0; a fused multiply-add would leave the rounding of one product */
+            bool js = of[0] == share[0] && of[1] == share[1];
+            ratio = js ? 0 : of[side] * share[1 - side] - share[side] * of[1 - side];
         } else if (rule->kind == KLD_RULE_KL) {
             log = of[side];
             ratio = -of[1 - side];
@@ -187,7 +190,7 @@ static const float *probs_rule_load(const struct kld_cpu_work *work,
 }
 
 static void probs_rule_pass(const struct kld_cpu_work *work, const struct kld_cpu_span *span,
-                            struct kld_cpu_partial *ret_partial) {
+                            stages_pass *in_stages, struct kld_cpu_partial *ret_partial) {
     float space[2][BLOCK] ALIGNED, gradient[2][BLOCK] ALIGNED;
     struct probs_rule rule = probs_rule_of(work, span->gradient_factor);
     vd total = vd_of(0);
@@ -204,7 +207,7 @@ static void probs_rule_pass(const struct kld_cpu_work *work, const struct kld_cp
                     probs_rule_store(work, side, gradient[side], block.count, block.gradient[side]);
         } else {
             struct kld_cpu_partial partial;
-            pass_in_stages(work, &block, &partial);
+            in_stages(work, &block, &partial);
             in_double += partial.value;
         }
         for (int side = 0; side < 2; side++) {

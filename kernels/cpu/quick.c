@@ -30,6 +30,11 @@ static bool rule_fits(const struct kld_rule *rule, const bool gradient[2]) {
     case KLD_RULE_KL: return true;
     case KLD_RULE_CROSS_ENTROPY: return !gradient[KLD_CPU_Q] && !gradient[KLD_CPU_P];
     case KLD_RULE_MIXTURE:
+        /* A mixture that is nearly its own side: what is left of the two logarithms is too little.
+         */
+        if (rule->of_p * (1 - rule->share) + rule->of_q * rule->share <
+            0.06 * (rule->of_p + rule->of_q))
+            return false;
         return (!gradient[0] && !gradient[1]) ||
                (rule->of_p == rule->share && rule->of_q == 1 - rule->share);
     default: return false;

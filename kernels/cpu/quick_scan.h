@@ -151,8 +151,6 @@ static void scan_blocks(const struct kld_cpu_quick *quick, const struct kld_cpu_
             scan_add(quick, &total, &sums[k]);
     }
     *ret_sums = total;
-    if (quick->half)
-        return;
     double heavy[2]; /* logits above these */
     for (int side = 0; side < 2; side++)
         heavy[side] =

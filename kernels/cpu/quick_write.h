@@ -15,11 +15,12 @@ enum quick_way { QUICK_DIFFERENCE, QUICK_KL, QUICK_MIXTURE };
 struct constants {
     vf scale, scale_low;
     vi32 origin[2];
-    vf whole, rest;  /* of the difference of the logarithms of the sums, p less q, base 2 */
-    float norm[2];   /* over the sum; for gradients times the factor */
-    float of[2];     /* the rule's weights */
-    float share[2];  /* of q and of p in the mixture */
-    float weight[2]; /* norm times of: of what is centred; 0: nothing is */
+    vf whole, rest;      /* of the difference of the logarithms of the sums, p less q, base 2 */
+    float norm[2];       /* over the sum; for gradients times the factor */
+    float of[2];         /* the rule's weights */
+    float share[2];      /* of q and of p in the mixture */
+    vf apart, apart_low; /* whole + rest, for FP32 logits */
+    float weight[2];     /* norm times of: of what is centred; 0: nothing is */
     float centre[2];
     double heavy[2]; /* logits above these are for double */
 };
@@ -32,17 +33,16 @@ static struct constants constants_of(const struct kld_cpu_quick *quick,
         .of = {(float)quick->rule.of_q, (float)quick->rule.of_p},
         .share = {(float)(1 - quick->rule.share), (float)quick->rule.share},
     };
-    bool centred = quick->centred[0] || quick->centred[1];
     double difference = row->reference[KLD_CPU_P] - row->reference[KLD_CPU_Q];
     double rest = row->log2_mass[KLD_CPU_P] - row->log2_mass[KLD_CPU_Q];
     at.whole = vf_of((float)(difference + rint(rest)));
     at.rest = vf_of((float)(rest - rint(rest)));
+    at.apart = vf_of((float)(difference + rest));
+    at.apart_low = vf_of((float)(difference + rest - (double)(float)(difference + rest)));
     for (int side = 0; side < 2; side++) {
         at.origin[side] = origin_of(row->reference[side]);
         at.norm[side] = (float)(row->inverse_mass[side] * factor);
-        at.heavy[side] = quick->half && !centred
-                             ? (double)INFINITY
-                             : (row->log_mass[side] + log(HEAVY)) / quick->inverse_temperature;
+        at.heavy[side] = (row->log_mass[side] + log(HEAVY)) / quick->inverse_temperature;
         if (!quick->centred[side])
             continue;
         at.weight[side] = (float)(row->inverse_mass[side] * factor *
@@ -69,7 +69,16 @@ INLINE struct classes classes_of(const struct constants *row, const struct pair 
         at.t[side] =
             parts_of(*(const vf_any *)(pair->at[side] + i), row->scale, row->scale_low, half);
     struct parts q = at.t[KLD_CPU_Q], p = at.t[KLD_CPU_P];
-    at.d = ((p.whole - q.whole) - row->whole) + ((p.rest - q.rest) - row->rest);
+    /* FP32 logits may agree where the row's sums do not: what zp - zq rounds off counts there. */
+    if (half) {
+        at.d = ((p.whole - q.whole) - row->whole) + ((p.rest - q.rest) - row->rest);
+    } else {
+        vf zq = *(const vf_any *)(pair->at[KLD_CPU_Q] + i),
+           zp = *(const vf_any *)(pair->at[KLD_CPU_P] + i);
+        vf dz = zp - zq, back = dz + zq, low = (zp - back) - (zq - (back - dz));
+        at.d = (dz * row->scale - row->apart) +
+               (dz * row->scale_low + (low * row->scale - row->apart_low));
+    }
     vf zero = vf_of(0);
     vf above_q = (vf)((vu32)q.bits - (vu32)row->origin[KLD_CPU_Q]);
     vf above_p = (vf)((vu32)p.bits - (vu32)row->origin[KLD_CPU_P]);
@@ -243,7 +252,7 @@ static void quick_value(const struct kld_cpu_quick *quick, const struct kld_cpu_
     for (uint64_t at = 0; at < span->count; at += BLOCK) {
         uint64_t left = span->count - at;
         pair_load(quick, span, at, left < BLOCK ? left : BLOCK, &pair);
-        if (pair.wild || is_heavy(&constants, &pair))
+        if (pair.wild || is_heavy(&constants, &pair) || (dots && !quick->half))
             value_in_double(quick, row, pair.at, &sums);
         else if (quick->half && !mixture)
             value_block(quick, row, &constants, &pair, true, QUICK_KL, true, &sums);

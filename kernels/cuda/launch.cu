@@ -19,6 +19,15 @@ static bool is_logits(const kld_cuda_args *args) {
            args->rule.of_q == 0;
 }
 
+/* A mixture that is nearly its own side: what is left of the logarithms is too little for the
+ * 16-bit kernels' arithmetic. */
+static bool is_lopsided(const kld_cuda_args *args) {
+    const kld_rule &rule = args->rule;
+    double rest = rule.of_p * (1.0 - rule.share) + rule.of_q * rule.share;
+    return rule.kind == KLD_RULE_MIXTURE && args->p.dtype != KLD_DTYPE_FP32 &&
+           rest < 0.06 * (rule.of_p + rule.of_q);
+}
+
 extern "C" bool kld_cuda_can_be_flat(const kld_cuda_args *args) {
     return is_elementwise(args) && args->loss_extent == KLD_CUDA_SCALAR && !args->weights.dtype &&
            !args->mask.dtype && !args->row_loss.dtype && args->divisor != 0;
@@ -74,7 +83,7 @@ extern "C" void kld_cuda_layout(kld_cuda_args *args, uint64_t job_rows, uint32_t
         args->cached = (uint32_t)(wanted < most ? wanted : most);
     }
     args->cluster = 0;
-    if (is_even(args) && args->p.form == KLD_FORM_LOGITS)
+    if (is_even(args) && args->p.form == KLD_FORM_LOGITS && !is_lopsided(args))
         kld_cuda_resident_layout(args, shared_bytes_max);
     if (args->cluster)
         args->group_rows = (job_rows + KLD_CUDA_GROUPS_MAX - 1) / KLD_CUDA_GROUPS_MAX;
@@ -83,8 +92,12 @@ extern "C" void kld_cuda_layout(kld_cuda_args *args, uint64_t job_rows, uint32_t
 extern "C" cudaError_t kld_cuda_launch_rows(const kld_cuda_args *args, cudaStream_t stream) {
     uint32_t groups = (uint32_t)((args->rows + args->group_rows - 1) / args->group_rows);
     bool elementwise = is_elementwise(args);
-    if (args->cluster)
-        return kld_cuda_resident_rows(args, groups, stream);
+    if (args->cluster) {
+        cudaError_t error = kld_cuda_resident_rows(args, groups, stream);
+        if (error != cudaErrorNotSupported)
+            return error;
+        cudaGetLastError(); /* the other kernels do it */
+    }
     if (!elementwise && !is_logits(args))
         return kld_cuda_rows_any(args, groups, stream);
     switch (args->p.dtype) {

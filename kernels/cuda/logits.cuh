@@ -8,7 +8,7 @@
 #ifndef KLD_KERNELS_CUDA_LOGITS_CUH
 #define KLD_KERNELS_CUDA_LOGITS_CUH
 
-#include "kernels/cuda/math.cuh"
+#include "kernels/cuda/logits_math.cuh"
 #include "kernels/cuda/row.cuh"
 
 struct logits_row {
@@ -122,22 +122,6 @@ static __device__ __forceinline__ logits_element logits_at(const logits_row &row
     return e;
 }
 
-/* e^x for x <= 0, to 1e-10 of it; 0 far below; NaN of NaN. */
-static __device__ __forceinline__ double exp_double(double exponent) {
-    double x = fmax(exponent, -700.0);
-    double k = rint(x * 1.4426950408889634), r = fma(k, -0.6931471805599453, x);
-    double y = fma(r, 1.0 / 40320, 1.0 / 5040);
-    y = fma(y, r, 1.0 / 720);
-    y = fma(y, r, 1.0 / 120);
-    y = fma(y, r, 1.0 / 24);
-    y = fma(y, r, 1.0 / 6);
-    y = fma(y, r, 0.5);
-    y = fma(y, r, 1.0);
-    y = fma(y, r, 1.0);
-    double e = y * __hiloint2double((1023 + (int)k) << 20, 0);
-    return exponent > -700.0 ? e : isnan(exponent) ? exponent : 0.0;
-}
-
 template <class T, bool GRADIENT> struct logits {
     static constexpr int V = packet<T>::V;
     static constexpr bool PRECISE = GRADIENT && sizeof(T) == 4;
@@ -222,8 +206,8 @@ template <class T, bool GRADIENT> struct logits {
         shifted<T, true>(row, z_p, row.max_p, high_p, low_p);
         shifted<T, true>(row, z_q, row.max_q, high_q, low_q);
         double inverse = (double)row.inverse_temperature + (double)row.inverse_temperature_low;
-        double a = exp_double(((double)high_p + (double)low_p) * inverse);
-        double b = exp_double(((double)high_q + (double)low_q) * inverse);
+        double a = wide_exp2(((double)high_p + (double)low_p) * (inverse * LOG2_E));
+        double b = wide_exp2(((double)high_q + (double)low_q) * (inverse * LOG2_E));
         logits_difference u = difference<true>(high_p, low_p, high_q, low_q);
         float x = logits_shift(0.0).from<true>(row, u);
         sum[0] += a;
@@ -233,7 +217,8 @@ template <class T, bool GRADIENT> struct logits {
 
     static __device__ __forceinline__ double precise_p(const logits_row &row, float z_p) {
         double inverse = (double)row.inverse_temperature + (double)row.inverse_temperature_low;
-        return exp_double(((double)z_p - (double)row.max_p) * inverse) * row.wide_inverse_sum_p;
+        return wide_exp2(((double)z_p - (double)row.max_p) * (inverse * LOG2_E)) *
+               row.wide_inverse_sum_p;
     }
 
     /* ln p - ln q - value */

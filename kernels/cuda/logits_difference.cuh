@@ -30,11 +30,29 @@ static __device__ __forceinline__ float logarithm(const two_floats &u, const two
     return d + rest;
 }
 
-/* A mass in FP32: 2^(k - c) (1 + w) factor. */
+/* The same of 16-bit logits, whose difference is exact. */
+template <bool CLASSES_OUT>
+static __device__ __forceinline__ float logarithm_16(float u, const two_floats &shift,
+                                                     const temperature &t) {
+    float d = fmaf(u, t.inverse.high, -shift.high);
+    float rest = fmaf(u, t.inverse.low, -shift.low);
+    if (CLASSES_OUT)
+        return fabsf(d) < CUDART_INF_F ? d + rest : d;
+    return d + rest;
+}
+
+/* A mass in FP32: 2^(k - c) (1 + w) factor. Far below all others w may be infinite. */
 static __device__ __forceinline__ float mass_fp32(float z, float c, float high, float low,
                                                   const temperature &t) {
     exp_parts e = exp_split(z, t);
-    return (high + fmaf(e.w, high, low)) * exp2_fast(e.k - c);
+    float power = exp2_fast(e.k - c);
+    return power == 0.0f ? 0.0f : (high + fmaf(e.w, high, low)) * power;
+}
+
+/* And of 16 bits; rounded here, so that every copy of the code gives the same bits. */
+static __device__ __forceinline__ float mass_16(float z, float c, float factor,
+                                                const temperature &t) {
+    return __fmul_rn(exp2_fast(fmaf(z, t.scale.high, -c)), factor);
 }
 
 /* factor (q - p) in FP32. CLASSES_OUT: logits of -inf may come. */
@@ -86,24 +104,23 @@ template <class T_, bool ENTROPY> struct difference_body {
         }
         difference_row row = hand.shared->numbers;
         const temperature &t = hand.t;
-        hand.slice.template last_pass<!CAREFUL>(
-            V, [&](uint32_t vector, auto left, const uint4 &raw_p, const uint4 &raw_q) {
-                float z_p[V], z_q[V];
-                unpack<T>(raw_p, z_p);
-                unpack<T>(raw_q, z_q);
+        hand.slice.template last_pass<!CAREFUL>(V, [&](uint32_t vector, auto left,
+                                                       const uint4 &raw_p, const uint4 &raw_q) {
+            float z_p[V], z_q[V];
+            unpack<T>(raw_p, z_p);
+            unpack<T>(raw_q, z_q);
 #pragma unroll
-                for (int i = 0; i < V; i++)
-                    if constexpr (sizeof(T) == 4) {
-                        z_q[i] = difference_fp32<CAREFUL>(z_p[i], z_q[i], row, t);
-                    } else {
-                        float p = exp2_fast(fmaf(z_p[i], t.scale.high, -row.c_p));
-                        float q = exp2_fast(fmaf(z_q[i], t.scale.high, -row.c_q));
-                        float u = z_p[i] - z_q[i];
-                        float d = fmaf(u, t.inverse.high, -row.shift.high) - row.shift.low;
-                        z_q[i] = difference_16(p * row.factor_p.high, q * row.factor_q.high, d);
-                    }
-                resident::put<T>(hand.at, hand.grad_q, hand.whole_q, vector, left, z_q);
-            });
+            for (int i = 0; i < V; i++)
+                if constexpr (sizeof(T) == 4) {
+                    z_q[i] = difference_fp32<CAREFUL>(z_p[i], z_q[i], row, t);
+                } else {
+                    float p = mass_16(z_p[i], row.c_p, row.factor_p.high, t);
+                    float q = mass_16(z_q[i], row.c_q, row.factor_q.high, t);
+                    z_q[i] =
+                        difference_16(p, q, logarithm_16<CAREFUL>(z_p[i] - z_q[i], row.shift, t));
+                }
+            resident::put<T>(hand.at, hand.grad_q, hand.whole_q, vector, left, z_q);
+        });
         return hand.value;
     }
 };

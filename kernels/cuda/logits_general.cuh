@@ -121,9 +121,9 @@ template <class T_, int KIND> struct general_body {
             float change = one_minus_exp(fabsf(e.d));
             e.more = e.d < 0.0f ? e.q * change : -e.p * change;
         } else {
-            e.p = exp2_fast(fmaf(z_p, t.scale.high, -row.c_p)) * row.factor_p.high;
-            e.q = exp2_fast(fmaf(z_q, t.scale.high, -row.c_q)) * row.factor_q.high;
-            e.d = fmaf(u.high, t.inverse.high, -row.shift.high) - row.shift.low;
+            e.p = mass_16(z_p, row.c_p, row.factor_p.high, t);
+            e.q = mass_16(z_q, row.c_q, row.factor_q.high, t);
+            e.d = logarithm_16<CLASSES_OUT>(u.high, row.shift, t);
             e.more = difference_16(e.p, e.q, e.d);
         }
         if (CLASSES_OUT && e.p == 0.0f && e.q == 0.0f)
@@ -143,10 +143,8 @@ template <class T_, int KIND> struct general_body {
                 h.p = row.mix.of_p * logarithm<CLASSES_OUT>(u, row.shift_p, t);
                 h.q = -row.mix.of_q * logarithm<CLASSES_OUT>(u, row.shift_q, t);
             } else {
-                h.p = row.mix.of_p *
-                      (fmaf(u.high, t.inverse.high, -row.shift_p.high) - row.shift_p.low);
-                h.q = -row.mix.of_q *
-                      (fmaf(u.high, t.inverse.high, -row.shift_q.high) - row.shift_q.low);
+                h.p = row.mix.of_p * logarithm_16<CLASSES_OUT>(u.high, row.shift_p, t);
+                h.q = -row.mix.of_q * logarithm_16<CLASSES_OUT>(u.high, row.shift_q, t);
             }
         } else if (KIND == KLD_RULE_CROSS_ENTROPY) {
             two_floats z;
@@ -255,7 +253,7 @@ template <class T_, int KIND> struct general_body {
                 for (int k = 0; k < 3; k++)
                     x[k] += parts[i].sum[k];
             logits_stats::warp_sum(x);
-            value = fmax(x[0], 0.0);
+            value = x[0] < 0.0 ? 0.0 : x[0]; /* NaN stays */
             if (threadIdx.x == 0) {
                 hand.shared->numbers.sum_p = (float)x[1];
                 hand.shared->numbers.sum_q = (float)x[2];

@@ -104,7 +104,7 @@ static __device__ __forceinline__ double wide_reciprocal(double x) {
     return fma(fma(-x, y, 1.0), y, y);
 }
 
-/* 2^x to 1e-10 of it; 0 below 2^-1000, 2^1000 beyond that. */
+/* 2^x to 1e-10 of it; 0 below 2^-1000, 2^1000 beyond that, NaN of NaN. */
 static __device__ __forceinline__ double wide_exp2(double exponent) {
     double x = fmin(fmax(exponent, -1000.0), 1000.0), k = rint(x), r = (x - k) * LN_2;
     double y = fma(r, 1.0 / 40320, 1.0 / 5040);
@@ -115,7 +115,8 @@ static __device__ __forceinline__ double wide_exp2(double exponent) {
     y = fma(y, r, 0.5);
     y = fma(y, r, 1.0);
     y = fma(y, r, 1.0);
-    return exponent > -1000.0 ? y * __hiloint2double((1023 + (int)k) << 20, 0) : 0.0;
+    y *= __hiloint2double((1023 + (int)k) << 20, 0);
+    return exponent > -1000.0 ? y : isnan(exponent) ? exponent : 0.0;
 }
 
 /* ln x for normal x > 0, to 1e-10 of it; less: x - 1, as exactly as it is known. */

@@ -80,9 +80,13 @@ template <class BODY> struct rows {
                                                     row_shared<BODY> *shared) {
         const part *parts = resident::wait_for_parts(at, turn);
         uint32_t count = at.cluster * resident::WARPS;
+        temperature t(args.inverse_temperature); /* FP32 uses both parts of the scale */
+        double scale = args.inverse_temperature * LOG2_E;
+        double unit = sizeof(T) == 4 ? LN_2 : LN_2 * scale / (double)t.scale.high;
         row_stats stats =
-            FIRST ? logits_stats::fast_row<BODY::EXTRA>(parts, count, logits_stats::FAST_MIN<T>)
-                  : logits_stats::careful_row<BODY::EXTRA>(parts, count, args.inverse_temperature);
+            FIRST
+                ? logits_stats::fast_row<BODY::EXTRA>(parts, count, logits_stats::FAST_MIN<T>, unit)
+                : logits_stats::careful_row<BODY::EXTRA>(parts, count, args.inverse_temperature);
         if (threadIdx.x == 0) {
             shared->numbers = typename BODY::numbers(args, stats, factor);
             shared->way = FIRST ? (stats.good ? FAST : AGAIN) : stats.good ? CAREFUL : ANY;
@@ -156,7 +160,8 @@ template <class BODY> struct rows {
             }
             double value =
                 one_row(args, at, info, slice, t, span, divides, &shared, &team_shared, exchanges);
-            if (!divides) { /* weights sum to 0, and gradients are 0 */
+            /* Weights sum to 0, and gradients are 0; row_by_any() has seen to its own. */
+            if (!divides && shared.way != ANY) {
                 resident::clear<T>(grad_p, at.count, threadIdx.x, resident::COMPUTING);
                 resident::clear<T>(grad_q, at.count, threadIdx.x, resident::COMPUTING);
             }
@@ -182,12 +187,17 @@ static __global__ void __launch_bounds__(resident::THREADS, BLOCKS)
  * computes. */
 template <class BODY, int BLOCKS>
 static cudaError_t launch(const kld_cuda_args &args, uint32_t groups, cudaStream_t stream) {
+    static_assert(sizeof(row_shared<BODY>) + sizeof(team_shared) <= 1000, "see share()");
     auto function = kernel<BODY, BLOCKS>;
+    cudaFuncAttributes code;
+    cudaError_t error = cudaFuncGetAttributes(&code, function);
+    if (error)
+        return error;
+    if (code.ptxVersion < 90) /* built for older devices only: there is no body */
+        return cudaErrorNotSupported;
     size_t shared = resident::bytes(args, sizeof(typename BODY::type));
-    cudaError_t error =
+    error =
         cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
-    if (!error && args.cluster > 8)
-        error = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error)
         return error;
     cudaLaunchAttribute attribute;
@@ -204,8 +214,10 @@ static cudaError_t launch(const kld_cuda_args &args, uint32_t groups, cudaStream
     error = cudaOccupancyMaxActiveClusters(&clusters, function, &config);
     if (error)
         return error;
+    if (clusters == 0)
+        return cudaErrorNotSupported;
     uint32_t used = groups < (uint32_t)clusters ? groups : (uint32_t)clusters;
-    config.gridDim = dim3((used ? used : 1) * args.cluster);
+    config.gridDim = dim3(used * args.cluster);
     return cudaLaunchKernelEx(&config, function, args);
 }
 

@@ -68,7 +68,7 @@ struct reference {
     float c_p, c_q;
     float pad_p,
         pad_q; /* a logit whose exponential is 0 beside that; stands behind the last class */
-    float top_q;
+    float top_p, top_q;
 
     static __device__ __forceinline__ float below(float top, float span) {
         return fabsf(top) < 1e6f ? top - span : -3e38f;
@@ -95,12 +95,15 @@ struct reference {
             }
         top_p = warp_max(top_p);
         top_q = warp_max(top_q);
-        top_p = fabsf(top_p) < 1e30f ? top_p : 0.0f;
-        top_q = fabsf(top_q) < 1e30f ? top_q : 0.0f;
+        /* Nothing but classes of no mass: no reference for those that may come later. NaN spoils
+         * the part unless none comes. */
+        top_p = fabsf(top_p) < 1e30f ? top_p : CUDART_NAN_F;
+        top_q = fabsf(top_q) < 1e30f ? top_q : CUDART_NAN_F;
         at.c_p = whole(top_p * t.scale.high);
         at.c_q = whole(top_q * t.scale.high);
         at.pad_p = below(top_p, span);
         at.pad_q = below(top_q, span);
+        at.top_p = top_p;
         at.top_q = top_q;
         return at;
     }
@@ -192,9 +195,10 @@ template <int COUNT> static __device__ __forceinline__ void warp_sum(double (&x)
             x[i] += __shfl_xor_sync(KLD_FULL_WARP, x[i], step);
 }
 
-/* One warp: the parts of all to the row. */
+/* One warp: the parts of all to the row. unit: a power of 2 in units of 1 / T, ln 2 but for what
+ * rounding left of the scale that was used. */
 template <int EXTRA>
-static __device__ row_stats fast_row(const part *parts, uint32_t count, double least) {
+static __device__ row_stats fast_row(const part *parts, uint32_t count, double least, double unit) {
     unsigned lane = threadIdx.x % 32;
     int c_p = INT32_MIN, c_q = INT32_MIN;
     for (uint32_t i = lane; i < count; i += 32) {
@@ -227,7 +231,7 @@ static __device__ row_stats fast_row(const part *parts, uint32_t count, double l
     row.inverse_q = __shfl_sync(KLD_FULL_WARP, inverse, 1);
     double log_q = __shfl_sync(KLD_FULL_WARP, logarithm, 1);
     double ratio = __shfl_sync(KLD_FULL_WARP, logarithm, 0) - log_q;
-    row.shift = (double)(c_p - c_q) * LN_2 + ratio;
+    row.shift = (double)(c_p - c_q) * unit + ratio;
     row.forward = x[2] * row.inverse_p * LN_2 - ratio;
     row.reverse = EXTRA == REVERSE ? ratio - x[3] * row.inverse_q * LN_2 : 0.0;
     row.entropy = EXTRA == ENTROPY ? log_q - x[3] * row.inverse_p * LN_2 : 0.0;
@@ -243,6 +247,9 @@ struct careful_term {
     double b, change, forward, reverse, a;
 };
 
+/* Logits below it have no mass, whatever the rest: what masks classes without being -inf. */
+static constexpr float NO_MASS = -1e30f;
+
 /* 2^(z s - c) in FP64. */
 static __device__ __forceinline__ double careful_exp(float z, float c, const temperature &t) {
     exp_parts e = exp_split(z, t);
@@ -257,7 +264,7 @@ static __device__ careful_term careful_pair(float z_p, float z_q, const referenc
     double inverse = (double)t.inverse.high + (double)t.inverse.low;
     double v = no_p || no_q ? 0.0 : ((double)z_p - (double)z_q - (double)delta) * inverse;
     careful_term r;
-    r.b = no_q ? 0.0 : careful_exp(fmaxf(z_q, at.pad_q), at.c_q, t);
+    r.b = z_q < NO_MASS ? 0.0 : careful_exp(fmaxf(z_q, at.pad_q), at.c_q, t);
     if (!no_p && !no_q && fabs(v) < 0.5) {
         double f = (double)expm1_rest((float)v), square = v * v * r.b;
         r.change = fma(square, f, r.b * v);
@@ -266,7 +273,7 @@ static __device__ careful_term careful_pair(float z_p, float z_q, const referenc
         r.a = r.b + r.change;
         return r;
     }
-    r.a = no_p ? 0.0 : careful_exp(fmaxf(z_p, at.pad_p), c_p, t) * fraction;
+    r.a = z_p < NO_MASS ? 0.0 : careful_exp(fmaxf(z_p, at.pad_p), c_p, t) * fraction;
     r.change = r.a - r.b;
     r.forward = r.a == 0.0 ? r.b : no_q ? CUDART_INF : fma(r.a, v, -r.change);
     r.reverse = r.b == 0.0 ? r.a : no_p ? CUDART_INF : fma(-r.b, v, r.change);
@@ -291,10 +298,11 @@ static __device__ __noinline__ void careful(place at_place, resident::slice slic
             delta = z.p[i] - z.q[i];
     unsigned have = __ballot_sync(KLD_FULL_WARP, fabsf(delta) < 1e30f);
     delta = __shfl_sync(KLD_FULL_WARP, delta, have ? __ffs(have) - 1 : 0);
+    bool known = have || fabsf(at.top_p - at.top_q) < 1e30f;
     if (!have)
-        delta = 0;
+        delta = known ? at.top_p - at.top_q : 0.0f;
     double c = (double)at.c_q + ((double)delta * ((double)t.scale.high + (double)t.scale.low));
-    float c_p = (float)floor(c);
+    float c_p = known ? (float)floor(c) : CUDART_NAN_F;
     double fraction = exp2(floor(c) - c);
     at.pad_p = reference::below(at.top_q + delta, span);
     double total[4] = {0, 0, 0, 0};

@@ -40,8 +40,7 @@ extern "C" void kld_cuda_resident_layout(kld_cuda_args *args, uint32_t shared_by
     for (uint32_t cluster = 1; cluster <= 8; cluster *= 2)
         if (fits(args, cluster, element, share(shared_bytes_max, blocks)))
             return;
-    if (!fits(args, 8, element, share(shared_bytes_max, 1)))
-        fits(args, 16, element, share(shared_bytes_max, 1));
+    fits(args, 8, element, share(shared_bytes_max, 1)); /* more is not to be had everywhere */
 }
 
 extern "C" cudaError_t kld_cuda_resident_rows(const kld_cuda_args *args, uint32_t groups,

@@ -114,7 +114,7 @@ static __device__ void bring(char *to, const char *from, uint32_t bytes, barrier
     if (((uintptr_t)from & 15) == 0) {
         first = 0;
         end = bytes & ~15u;
-        if (lane == 0 && end) {
+        if (lane == 31 && end) { /* has no class of the tail to store before it arrives */
             barrier_expect(full, end);
             copy_bulk(to, from, end, full);
         }
@@ -134,7 +134,7 @@ static __device__ void bring(char *to, const char *from, uint32_t bytes, barrier
     fence_copies();
     if (((uintptr_t)from & 15) != 0)
         barrier_arrive_after_copies(full);
-    else if (lane != 0 || !end)
+    else if (lane != 31 || !end)
         barrier_arrive(full);
 }
 
@@ -195,6 +195,9 @@ template <class T> static __device__ void copy_rows(const kld_cuda_args &args, c
             uint32_t bytes = min(CHUNK * 16, (uint32_t)(at.count * sizeof(T)) - begin);
             if (turn > 0 && chunk > 0)
                 barrier_wait(&at.shared->empty[i], (turn - 1) & 1);
+            /* What starts 2 bytes late ends in the next chunk. */
+            if (turn > 0 && chunk + 1 < at.chunks && (is_odd(p) || is_odd(q)))
+                barrier_wait(&at.shared->empty[i + 1], (turn - 1) & 1);
             bring<T>(at.tensor(slot, 0) + begin, p + begin, bytes, &at.shared->full[i], lane);
             bring<T>(at.tensor(slot, 1) + begin, q + begin, bytes, &at.shared->full[i], lane);
         }
