@@ -77,6 +77,10 @@ struct reference {
     static __device__ __forceinline__ float whole(float x) {
         return fabsf(x) < 2097152.0f ? rintf(x) : CUDART_NAN_F;
     }
+    /* Of a part without a class that counts: below all others. */
+    static __device__ __forceinline__ int32_t mark(float c) {
+        return isnan(c) ? INT32_MIN / 4 : (int32_t)c;
+    }
     template <class T>
     static __device__ __forceinline__ reference of(resident::slice &slice, const temperature &t,
                                                    float span) {
@@ -179,7 +183,7 @@ static __device__ __forceinline__ void fast(const place &at_place, resident::sli
                     fast_16(z.p[i], z.q[i], at, t, sum);
         },
         [&] { sum.flush(total); });
-    resident::send_part(at_place, total, (int)at.c_p, (int)at.c_q, turn);
+    resident::send_part(at_place, total, reference::mark(at.c_p), reference::mark(at.c_q), turn);
 }
 
 /* 2^x, 0 far below. */
@@ -330,7 +334,7 @@ static __device__ __noinline__ void careful(place at_place, resident::slice slic
             }
         },
         [] {});
-    resident::send_part(at_place, total, __float_as_int(delta), (int)at.c_q, turn);
+    resident::send_part(at_place, total, __float_as_int(delta), reference::mark(at.c_q), turn);
 }
 
 /* With eta by which a part's delta differs from the row's: a grows by e^eta. */
