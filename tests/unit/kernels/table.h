@@ -17,6 +17,8 @@ enum table_data {
     TABLE_INFINITE, /* mass over a zero in every third row */
     TABLE_BAD,      /* rows with NaN, negative probabilities, +inf or nothing but -inf */
     TABLE_EXTREME,  /* the ends of the range of the data type */
+    TABLE_AGREE,    /* the few classes that hold the mass agree up to `noise`, the others do not */
+    TABLE_MASKED,   /* logits of FP32's lowest, in both: the first eighth and every third class */
 };
 
 struct table_case {

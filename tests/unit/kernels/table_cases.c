@@ -254,6 +254,22 @@ static void add_values(struct list *list, bool quick) {
     }
 }
 
+/* Classes that are masked by a very low logit, not by -inf. */
+static void add_masked(struct list *list) {
+    static const uint32_t dtypes[] = {FP32, BF16};
+    for (uint32_t divergence = 0; divergence < DIVERGENCES; divergence++)
+        for (int i = 0; i < 2; i++) {
+            struct table_case *at = add(list, "", 4, i == 0 ? 3001 : 6000);
+            diverge(at, divergence);
+            snprintf(at->name, sizeof at->name, "masked classes %s logits %s",
+                     kld_divergence_name(divergence), kld_dtype_name(dtypes[i]));
+            forms(at, LOGITS, LOGITS);
+            at->dtype[0] = at->dtype[1] = dtypes[i];
+            at->data = TABLE_MASKED;
+            at->gradient[1] = true;
+        }
+}
+
 /* Rows that agree: values of about 1e-6 and 1e-9 for a KL. Of two rows of logits the value itself
  * is bounded; probabilities that were rounded do not sum to 1. */
 static void add_near(struct list *list) {
@@ -381,6 +397,7 @@ struct table_case *table_cases(bool quick, size_t *ret_count) {
     add_shapes(&list, quick);
     add_short(&list, quick);
     add_values(&list, quick);
+    add_masked(&list);
     add_near(&list);
     add_near_fp64(&list);
     add_ends(&list);

@@ -117,6 +117,13 @@ static void make_logits(const struct table_case *at, struct table_random *random
         p[i] = at->data == TABLE_NEAR    ? q[i] + at->noise * table_normal(random)
                : at->data == TABLE_EQUAL ? q[i]
                                          : spread * table_normal(random);
+        if (at->data == TABLE_AGREE) {
+            bool heavy = i % 700 == 0;
+            q[i] = heavy ? 8 : q[i] * 0.35 - 1;
+            p[i] = heavy ? 8 + at->noise * table_normal(random) : p[i] * 0.35 - 1;
+        }
+        if (at->data == TABLE_MASKED && (i < classes / 8 || i % 3 == 1))
+            q[i] = p[i] = -3.3e38;
     }
     /* Which side's zeros are harmless depends on the divergence: either's, both's, none's. */
     bool reverse = at->divergence == KLD_DIVERGENCE_REVERSE_KL ||
