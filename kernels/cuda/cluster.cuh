@@ -76,11 +76,6 @@ static __device__ __forceinline__ uint32_t cluster_rank() {
     SM_90("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-static __device__ __forceinline__ uint32_t cluster_size() {
-    uint32_t size = 1;
-    SM_90("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-    return size;
-}
 static __device__ __forceinline__ void cluster_sync() {
     SM_90("barrier.cluster.arrive.release.aligned;" ::: "memory");
     SM_90("barrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -58,44 +58,6 @@ static __device__ __forceinline__ unsigned plain_rank(float x) {
 }
 static constexpr unsigned PLAIN_RANKS = 0x7d000000u;
 
-/* The rest: zeros, denormals, huge values, NaN, negative. Returns ln p - ln q; *ret_scaled p / q as
- * a double. NaN where p or q is no probability. */
-static __device__ float log_ratio_rare(float p, float q, double *ret_ratio) {
-    if (!(p >= 0.0f) || !(q >= 0.0f)) {
-        *ret_ratio = CUDART_NAN;
-        return CUDART_NAN_F;
-    }
-    *ret_ratio = (double)p / (double)q;
-    if (p == 0.0f || q == 0.0f || isinf(p) || isinf(q)) {
-        if (p == 0.0f && q == 0.0f)
-            *ret_ratio = 0.0;
-        float inf = CUDART_INF_F;
-        return (p == 0.0f  ? -inf
-                : isinf(p) ? inf
-                           : 0.0f) -
-               (q == 0.0f  ? -inf
-                : isinf(q) ? inf
-                           : 0.0f);
-    }
-    float shift = 0.0f;
-    const float far = 69.3147181f; /* 100 ln 2 */
-    if (p < 0x1p-40f) {
-        p *= 0x1p100f;
-        shift -= far;
-    } else if (p > 0x1p40f) {
-        p *= 0x1p-100f;
-        shift += far;
-    }
-    if (q < 0x1p-40f) {
-        q *= 0x1p100f;
-        shift += far;
-    } else if (q > 0x1p40f) {
-        q *= 0x1p-100f;
-        shift -= far;
-    }
-    return log_ratio(p, q) + shift;
-}
-
 /* ln(a/b) with a - b given, better than a and b would give it where they are close. Same range.
  * PRECISE: within 1 unit in the last place of what the difference and a + b say, at four more
  * instructions. */
