@@ -17,6 +17,11 @@ enum kld_cpu_side { KLD_CPU_Q, KLD_CPU_P };
  * sum follows from the number of classes alone. */
 #define KLD_CPU_BLOCK 256
 
+/* Rows of at most this many classes are done several at a time. */
+#define KLD_CPU_SHORT_CLASSES 256
+/* More than any width has lanes. */
+#define KLD_CPU_LANES_MAX 8
+
 /* What holds for a whole launch. */
 struct kld_cpu_work {
     /* Whose formula this is: forward_kl also for js with beta 0. What a rule adds up is the same.
@@ -61,6 +66,12 @@ struct kld_cpu_kernels {
     /* value and dot of a span, and whatever outputs it names. */
     void (*pass)(const struct kld_cpu_work *work, const struct kld_cpu_span *span,
                  struct kld_cpu_partial *ret_partial);
+    /* Whole rows of at most KLD_CPU_SHORT_CLASSES, `lanes` of them at most, none masked, each with
+     * a gradient where the first has one: values, and gradients written. dots: a gradient needs a
+     * sum over its row that the span does not hold. Not for reduction none. */
+    uint32_t lanes;
+    void (*rows)(const struct kld_cpu_work *work, const struct kld_cpu_span *span, uint64_t count,
+                 bool dots, double *ret_value);
     /* For the ceilings: reads two arrays; with `to` also writes a third. bytes: a multiple of 64.
      * Returns something that depends on all that was read. */
     uint64_t (*stream)(const unsigned char *a, const unsigned char *b, unsigned char *to,

@@ -29,6 +29,7 @@ struct plan {
     double scale, divisor, grad_output;
     bool zero;       /* rowmean over weights that sum to 0: loss and gradients are 0 */
     bool statistics; /* a side is logits */
+    bool short_rows; /* several at a time */
     bool dots;       /* a gradient needs a sum over its row first */
     int dot_known;   /* the side whose sum is -1 without being added up, or -1 */
     /* Of the row in pieces; written between runs of the team. */
@@ -251,13 +252,38 @@ static double run_row(const struct plan *plan, uint64_t index) {
     return row_end(plan, &row, value);
 }
 
+/* Short rows, as many at a time as the kernels have lanes. */
+static double run_short_rows(const struct plan *plan, uint64_t index, uint64_t end) {
+    struct kld_cpu_span span[KLD_CPU_LANES_MAX];
+    struct row row[KLD_CPU_LANES_MAX];
+    double value[KLD_CPU_LANES_MAX], total = 0;
+    uint64_t lanes = plan->run->kernels->lanes, count = 0;
+    for (; index < end; index++) {
+        row_begin(plan, index, &row[count]);
+        span[count] = row[count].span;
+        if (row[count].masked)
+            row_end(plan, &row[count], 0);
+        else
+            count++;
+        if (count < lanes && (index + 1 < end || count == 0))
+            continue;
+        plan->run->kernels->rows(&plan->work, span, count, plan->dots, value);
+        for (uint64_t i = 0; i < count; i++)
+            total += row_end(plan, &row[i], value[i]);
+        count = 0;
+    }
+    return total;
+}
+
 static void task_chunk(void *context, uint64_t chunk) {
     const struct plan *plan = context;
     uint64_t row = chunk * plan->rows_per_chunk, end = row + plan->rows_per_chunk;
     if (end > plan->geometry->rows)
         end = plan->geometry->rows;
     double value = 0;
-    for (; row < end; row++)
+    if (plan->short_rows)
+        value = run_short_rows(plan, row, end);
+    for (; row < end && !plan->short_rows; row++)
         value += run_row(plan, row);
     plan->run->chunk[chunk].value = value;
 }
@@ -377,6 +403,14 @@ static uint32_t plain_divergence(const struct kld_op *op, const struct kld_rule 
                                     : op->divergence;
 }
 
+/* Rows of so many classes are done several at a time, in double. Probabilities are quicker in FP32
+ * unless a row fills hardly a vector. */
+static uint64_t short_classes(const struct kld_cpu_work *work) {
+    bool single = work->dtype[0] != KLD_DTYPE_FP64 && work->dtype[1] != KLD_DTYPE_FP64;
+    bool probs = work->form[0] == KLD_FORM_PROBS && work->form[1] == KLD_FORM_PROBS;
+    return probs && single ? 16 : KLD_CPU_SHORT_CLASSES;
+}
+
 static void plan_init(struct plan *plan, struct kld_cpu_run *run, struct kld_cpu_team *team,
                       const struct kld_job *job) {
     const struct kld_op *op = &job->op;
@@ -422,6 +456,7 @@ static void plan_init(struct plan *plan, struct kld_cpu_run *run, struct kld_cpu
     classes = divide_up(classes, KLD_CPU_BLOCK) * KLD_CPU_BLOCK;
     plan->span_classes = classes > SPAN_CLASSES_MIN ? classes : SPAN_CLASSES_MIN;
     plan->spans = divide_up(geometry->classes, plan->span_classes);
+    plan->short_rows = geometry->classes <= short_classes(&plan->work) && !plan->work.none;
     kld_cpu_quick_init(&plan->quick, run->kernels->name, &plan->work, plan->span_classes,
                        plan->spans);
 }

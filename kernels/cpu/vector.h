@@ -93,6 +93,17 @@ INLINE vd vd_clamp(vd x, double low, double high) {
 #endif
 }
 
+/* With a NaN in a: b. */
+INLINE vd vd_max(vd a, vd b) {
+#if KLD_VECTOR_BYTES == 64
+    return (vd)_mm512_max_pd((__m512d)a, (__m512d)b);
+#elif KLD_VECTOR_BYTES == 32
+    return (vd)_mm256_max_pd((__m256d)a, (__m256d)b);
+#else
+    return vd_select(a > b, a, b);
+#endif
+}
+
 INLINE vd vd_exp(vd x) {
     x = vd_clamp(x, -746.0, 710.0);
     vd shifted = x * 1.4426950408889634 + ROUND_MAGIC;

@@ -1,0 +1,168 @@
+/* short.h - rows of few classes, as many at a time as a vector has lanes, a row in each lane: sums
+ * over a row are then sums of vectors, and what is computed once for a row is computed for all of
+ * them at once. In double, by the steps of stages.h, every rule, form and data type but reduction
+ * none. Included once by each kernel_*.c; runs on the threads of the team.
+ *
+ * What a row yields does not depend on its lane or on the rows beside it. */
+#ifndef KLD_KERNELS_CPU_SHORT_H
+#define KLD_KERNELS_CPU_SHORT_H
+
+#include "kernels/cpu/stages.h"
+
+#define SHORT_BLOCK_CLASSES (BLOCK / DOUBLES)
+#define SHORT_BLOCKS (KLD_CPU_SHORT_CLASSES / SHORT_BLOCK_CLASSES)
+
+struct short_rows {
+    const struct kld_cpu_work *work;
+    uint64_t classes, blocks;
+    struct row_constants row;
+    struct columns columns[SHORT_BLOCKS];
+};
+
+/* Entries of a block: classes times lanes. */
+INLINE uint64_t short_entries(const struct short_rows *rows, uint64_t block) {
+    uint64_t left = rows->classes - block * SHORT_BLOCK_CLASSES;
+    return (left < SHORT_BLOCK_CLASSES ? left : SHORT_BLOCK_CLASSES) * DOUBLES;
+}
+
+/* One row as numbers. FP32 without a copy: a load that follows narrower stores waits for them. */
+INLINE void short_line(uint32_t dtype, const unsigned char *from, uint64_t n, double *to) {
+    if (dtype != KLD_DTYPE_FP32) {
+        block_load(dtype, from, n, 0, to);
+        return;
+    }
+    const float *x = (const float *)(const void *)from;
+    uint64_t i = 0;
+    for (; i + DOUBLES <= n; i += DOUBLES)
+        vd_store(to + i, __builtin_convertvector(*(const vfh_any *)(x + i), vd));
+    for (; i < n; i++)
+        to[i] = (double)x[i];
+}
+
+/* From rows to lanes. Lanes without a row repeat the first. */
+static void short_load(struct short_rows *rows, int side, const struct kld_cpu_span *span,
+                       uint64_t count) {
+    double line[DOUBLES][KLD_CPU_SHORT_CLASSES] ALIGNED;
+    for (uint64_t r = 0; r < count; r++)
+        short_line(rows->work->dtype[side], span[r].in[side], rows->classes, line[r]);
+    const double *from[DOUBLES];
+    for (uint64_t r = 0; r < DOUBLES; r++)
+        from[r] = line[r < count ? r : 0];
+    for (uint64_t b = 0, at = 0; b < rows->blocks; b++) {
+        double *to = rows->columns[b].raw[side];
+        uint64_t entries = short_entries(rows, b);
+        for (uint64_t i = 0; i < entries; i += DOUBLES, at++)
+            for (uint64_t r = 0; r < DOUBLES; r++)
+                to[i + r] = from[r][at];
+    }
+}
+
+/* And back; from the place of raw. */
+static void short_store(const struct short_rows *rows, int side, const struct kld_cpu_span *span,
+                        uint64_t count) {
+    double line[DOUBLES][KLD_CPU_SHORT_CLASSES] ALIGNED;
+    for (uint64_t b = 0, at = 0; b < rows->blocks; b++) {
+        const double *from = rows->columns[b].raw[side];
+        uint64_t entries = short_entries(rows, b);
+        for (uint64_t i = 0; i < entries; i += DOUBLES, at++)
+            for (uint64_t r = 0; r < DOUBLES; r++)
+                line[r][at] = from[i + r];
+    }
+    for (uint64_t r = 0; r < count; r++)
+        block_store(rows->work->dtype[side], line[r], rows->classes, span[r].gradient[side]);
+}
+
+/* Maximum, masses and their sum of one side. */
+static void short_statistics(struct short_rows *rows, int side) {
+    struct row_constants *row = &rows->row;
+    vd max = vd_of(-INFINITY), sum = vd_of(0);
+    for (uint64_t b = 0; b < rows->blocks; b++)
+        for (uint64_t i = 0, m = short_entries(rows, b); i < m; i += DOUBLES)
+            max = vd_max(vd_load(rows->columns[b].raw[side] + i), max);
+    /* Nothing but -inf (and NaN): no mass, and so no number below. */
+    vd origin = vd_select(max == -(double)INFINITY, vd_of(0), max);
+    for (uint64_t b = 0; b < rows->blocks; b++)
+        for (uint64_t i = 0, m = short_entries(rows, b); i < m; i += DOUBLES) {
+            vd x = (vd_load(rows->columns[b].raw[side] + i) - origin) *
+                   rows->work->inverse_temperature;
+            vd mass = vd_exp(x);
+            sum += mass;
+            vd_store(rows->columns[b].mass[side] + i, mass);
+        }
+    sum = vd_select(sum == 0.0, vd_of(NAN), sum);
+    row->max[side] = max;
+    row->inverse_sum[side] = 1.0 / sum;
+    row->log_sum[side] = vd_log_ratio(sum, vd_of(1));
+    for (uint64_t b = 0; b < rows->blocks; b++)
+        for (uint64_t i = 0, m = short_entries(rows, b); i < m; i += DOUBLES) {
+            double *mass = rows->columns[b].mass[side] + i;
+            vd_store(mass, vd_load(mass) * row->inverse_sum[side]);
+        }
+}
+
+static void short_init(struct short_rows *rows, const struct kld_cpu_work *work,
+                       const struct kld_cpu_span *span, uint64_t count) {
+    struct row_constants *row = &rows->row;
+    rows->work = work;
+    rows->classes = span->count;
+    rows->blocks = (span->count + SHORT_BLOCK_CLASSES - 1) / SHORT_BLOCK_CLASSES;
+    for (int side = 0; side < 2; side++) {
+        bool logits = work->form[side] == KLD_FORM_LOGITS;
+        short_load(rows, side, span, count);
+        for (uint64_t r = 0; r < DOUBLES; r++) {
+            const struct kld_cpu_span *of = &span[r < count ? r : 0];
+            row->factor[side][r] = of->gradient_factor * (logits ? work->inverse_temperature : 1);
+            row->dot[side][r] = of->dot[side];
+        }
+        if (logits)
+            short_statistics(rows, side);
+        for (uint64_t b = 0; !logits && b < rows->blocks; b++)
+            block_masses(work, row, side, &rows->columns[b], short_entries(rows, b));
+    }
+    if (!is_balanced(work))
+        return;
+    row->max_difference = row->max[KLD_CPU_P] - row->max[KLD_CPU_Q];
+    row->log_sum_difference =
+        vd_log_ratio(row->inverse_sum[KLD_CPU_Q], row->inverse_sum[KLD_CPU_P]);
+}
+
+/* dots: the sums over the rows that gradients need are not known yet, and are made; no gradient. */
+static vd short_pass(struct short_rows *rows, const struct kld_cpu_span *span, bool dots) {
+    const struct kld_cpu_work *work = rows->work;
+    struct block block;
+    vd value = vd_of(0), dot[2] = {vd_of(0), vd_of(0)};
+    for (uint64_t b = 0; b < rows->blocks; b++) {
+        struct columns *at = &rows->columns[b];
+        uint64_t m = short_entries(rows, b);
+        block_rule(work, &rows->row, at, &block, m);
+        value += block_sums(block.term, m);
+        for (int side = 0; side < 2; side++) {
+            if (dots && work->gradient[side] && work->form[side] == KLD_FORM_LOGITS)
+                dot[side] += block_sums(block.derivative[side], m);
+            if (!dots && span->gradient[side])
+                block_gradient(work, &rows->row, side, at, block.derivative[side], at->raw[side],
+                               m);
+        }
+    }
+    if (dots)
+        memcpy(rows->row.dot, dot, sizeof dot);
+    return value;
+}
+
+/* Rows that are not masked, DOUBLES of them at most: their values, and their gradients written.
+ * dots: a gradient needs a sum over its row first. */
+static void short_rows(const struct kld_cpu_work *work, const struct kld_cpu_span *span,
+                       uint64_t count, bool dots, double *ret_value) {
+    struct short_rows rows;
+    short_init(&rows, work, span, count);
+    vd value = short_pass(&rows, span, dots);
+    if (dots && (span->gradient[0] || span->gradient[1]))
+        short_pass(&rows, span, false);
+    for (int side = 0; side < 2; side++)
+        if (span->gradient[side])
+            short_store(&rows, side, span, count);
+    for (uint64_t r = 0; r < count; r++)
+        ret_value[r] = value[r];
+}
+
+#endif
