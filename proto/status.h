@@ -33,7 +33,8 @@ extern "C" {
     X(DEVICE_LOST, device_lost, 15, 503, "the device failed while the request was in flight")      \
     X(NO_MEMORY, no_memory, 16, 503, "out of memory")                                              \
     X(CANCELLED, cancelled, 17, 503, "cancelled")                                                  \
-    X(VERSION, version, 18, 400, "protocol version not supported")
+    X(VERSION, version, 18, 400, "protocol version not supported")                                 \
+    X(GONE, gone, 19, 410, "its owner took it back")
 
 enum kld_status {
 #define X(NAME, name, number, http, text) KLD_##NAME = number,

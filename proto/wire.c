@@ -3,23 +3,32 @@
  * thread. */
 #include "proto/wire.h"
 
+#include <stdbool.h>
 #include <string.h>
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the frames are used as they are");
 _Static_assert(sizeof(struct kld_frame_header) == 16, "frame header");
 _Static_assert(sizeof(struct kld_frame_hello) == 88, "HELLO");
 _Static_assert(sizeof(struct kld_wire_device) == 80, "device entry");
-_Static_assert(sizeof(struct kld_frame_welcome) == 80 + 80 * KLD_WIRE_DEVICES_MAX, "WELCOME");
+_Static_assert(sizeof(struct kld_frame_welcome) == 88 + 80 * KLD_WIRE_DEVICES_MAX, "WELCOME");
 _Static_assert(sizeof(struct kld_frame_region_add) == 128, "REGION_ADD");
 _Static_assert(sizeof(struct kld_frame_region_drop) == 24, "REGION_DROP");
 _Static_assert(sizeof(struct kld_frame_copy) == 64, "COPY");
 _Static_assert(sizeof(struct kld_wire_tensor) == 32, "tensor");
-_Static_assert(sizeof(struct kld_frame_submit) == 464, "SUBMIT");
+_Static_assert(sizeof(struct kld_frame_submit) == 480, "SUBMIT");
 _Static_assert(sizeof(struct kld_frame_cancel) == 24, "CANCEL");
 _Static_assert(sizeof(struct kld_frame_region) == 32, "REGION");
 _Static_assert(sizeof(struct kld_frame_done) == 64, "DONE");
 _Static_assert(sizeof(struct kld_frame_error) == 24 + KLD_ERROR_TEXT_MAX, "ERROR");
 _Static_assert(sizeof(struct kld_frame_stats_reply) == 104, "STATS_REPLY");
+_Static_assert(sizeof(struct kld_frame_event_add) == 104, "EVENT_ADD");
+_Static_assert(sizeof(struct kld_frame_event) == 88, "EVENT");
+_Static_assert(sizeof(struct kld_frame_event_drop) == 24, "EVENT_DROP");
+_Static_assert(sizeof(struct kld_wire_description) == 88, "description");
+_Static_assert(sizeof(struct kld_frame_publish) == 224, "PUBLISH");
+_Static_assert(sizeof(struct kld_frame_name) == 80, "ATTACH, DETACH");
+_Static_assert(sizeof(struct kld_frame_attached) == 120, "ATTACHED");
+_Static_assert(sizeof(struct kld_frame_stream) == 24, "STREAM");
 _Static_assert(KLD_NUMBER_COUNT == 7 && KLD_SLOT_COUNT == 9, "SUBMIT lists them all");
 
 size_t kld_frame_bytes(uint16_t type) {
@@ -45,7 +54,8 @@ const char *kld_frame_name(uint16_t type) {
 /* Descriptors that this very frame must bring. */
 static unsigned expected_fds(const union kld_frame *frame) {
     return frame->header.type == KLD_FRAME_REGION_ADD &&
-           frame->as_REGION_ADD.kind == KLD_REGION_MEMFD;
+           (frame->as_REGION_ADD.kind == KLD_REGION_MEMFD ||
+            frame->as_REGION_ADD.kind == KLD_REGION_CUDA_FD);
 }
 
 void kld_frame_init(union kld_frame *frame, enum kld_frame_type type, uint64_t request) {
@@ -111,7 +121,7 @@ void kld_submit_encode(const struct kld_op *op, struct kld_frame_submit *submit)
 
 enum kld_status kld_submit_decode(const struct kld_frame_submit *submit, struct kld_op *ret_op,
                                   struct kld_error *err) {
-    if (submit->flags != 0)
+    if (submit->flags & ~KLD_SUBMIT_EARLY)
         return kld_error_set(err, KLD_INVALID, "SUBMIT with unknown flags 0x%x", submit->flags);
     struct kld_op op;
     kld_op_init(&op);
@@ -149,5 +159,73 @@ enum kld_status kld_submit_decode(const struct kld_frame_submit *submit, struct 
                                            .row_stride_bytes = from->row_stride_bytes};
     }
     *ret_op = op;
+    return KLD_OK;
+}
+
+enum kld_status kld_name_check(const char name[KLD_WIRE_NAME_MAX], struct kld_error *err) {
+    size_t length = strnlen(name, KLD_WIRE_NAME_MAX);
+    bool good = length > 0 && length < KLD_WIRE_NAME_MAX;
+    for (size_t i = 0; i < KLD_WIRE_NAME_MAX && good; i++)
+        good = i < length ? name[i] > ' ' && name[i] <= '~' : name[i] == 0;
+    return good ? KLD_OK
+                : kld_error_set(err, KLD_INVALID,
+                                "the name of a published tensor is 1 to %d printable letters "
+                                "without blanks, padded with NUL",
+                                KLD_WIRE_NAME_MAX - 1);
+}
+
+/* Rows times stride up to the end of the last row. */
+static enum kld_status description_span(const struct kld_wire_description *tensor, uint64_t element,
+                                        uint64_t *ret_bytes, struct kld_error *err) {
+    uint64_t rows = 1, row_bytes = element, last;
+    bool over = false;
+    for (uint32_t i = 0; i < tensor->rank; i++) {
+        uint64_t *into = i + 1 < tensor->rank ? &rows : &row_bytes;
+        if (tensor->shape[i] == 0)
+            return kld_error_set(err, KLD_INVALID, "published tensor: dimension %u is 0", i);
+        over = over || __builtin_mul_overflow(*into, tensor->shape[i], into);
+    }
+    uint64_t stride = tensor->row_stride_bytes ? tensor->row_stride_bytes : row_bytes;
+    if (!over && (stride < row_bytes || stride % element != 0))
+        return kld_error_set(err, KLD_INVALID,
+                             "published tensor: a row stride of %llu bytes; expected a multiple of "
+                             "%llu, at least %llu",
+                             (unsigned long long)stride, (unsigned long long)element,
+                             (unsigned long long)row_bytes);
+    over = over || __builtin_mul_overflow(rows - 1, stride, &last) ||
+           __builtin_add_overflow(last, row_bytes, ret_bytes);
+    return over ? kld_error_set(err, KLD_INVALID, "published tensor: its size overflows 64 bits")
+                : KLD_OK;
+}
+
+enum kld_status kld_description_check(const struct kld_wire_description *tensor,
+                                      uint64_t offset_bytes, uint64_t region_bytes,
+                                      uint64_t *ret_bytes, struct kld_error *err) {
+    uint64_t element = kld_dtype_bytes(tensor->dtype), bytes = 0;
+    if (element == 0 || tensor->form > KLD_FORM_LOGITS || tensor->reserved != 0)
+        return kld_error_set(err, KLD_INVALID, "published tensor: unknown dtype %u or form %u",
+                             tensor->dtype, tensor->form);
+    if (tensor->rank == 0 || tensor->rank > KLD_RANK_MAX)
+        return kld_error_set(err, KLD_INVALID, "published tensor: rank %u; expected 1 to %d",
+                             tensor->rank, KLD_RANK_MAX);
+    for (uint32_t i = tensor->rank; i < KLD_RANK_MAX; i++)
+        if (tensor->shape[i] != 0)
+            return kld_error_set(err, KLD_INVALID,
+                                 "published tensor: a dimension beyond its rank of %u",
+                                 tensor->rank);
+    enum kld_status status = description_span(tensor, element, &bytes, err);
+    if (status)
+        return status;
+    if (offset_bytes % element != 0)
+        return kld_error_set(err, KLD_INVALID,
+                             "published tensor: offset %llu is no multiple of its element",
+                             (unsigned long long)offset_bytes);
+    if (offset_bytes > region_bytes || bytes > region_bytes - offset_bytes)
+        return kld_error_set(err, KLD_INVALID,
+                             "published tensor: %llu bytes at offset %llu do not fit a region of "
+                             "%llu bytes",
+                             (unsigned long long)bytes, (unsigned long long)offset_bytes,
+                             (unsigned long long)region_bytes);
+    *ret_bytes = bytes;
     return KLD_OK;
 }

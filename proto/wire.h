@@ -29,23 +29,32 @@ extern "C" {
 #define KLD_WIRE_NAME_MAX 64    /* bytes of a name, NUL included */
 #define KLD_WIRE_IPC_HANDLE_BYTES 64
 #define KLD_WIRE_UUID_BYTES 16
+#define KLD_WIRE_UIDS_MAX 8 /* users that PUBLISH can name */
 
 /* X(NAME, number, struct suffix). From the client: 1-63. From the worker: 64-. */
 #define KLD_FRAME_MAP(X)                                                                           \
     X(HELLO, 1, hello)             /* first frame of a connection -> WELCOME */                    \
-    X(REGION_ADD, 2, region_add)   /* -> REGION. One descriptor for kind memfd, else none */       \
+    X(REGION_ADD, 2, region_add)   /* -> REGION. Kinds memfd and CUDA_FD: with one descriptor */   \
     X(REGION_DROP, 3, region_drop) /* -> DONE; the id is free at once, the memory later */         \
     X(COPY, 4, copy)               /* -> DONE */                                                   \
     X(SUBMIT, 5, submit)           /* -> DONE */                                                   \
     X(CANCEL, 6, cancel)           /* -> DONE for itself; the cancelled one gets its own */        \
     X(STATS, 7, plain)             /* -> STATS_REPLY */                                            \
     X(PING, 8, plain)              /* -> PONG */                                                   \
+    X(EVENT_ADD, 9, event_add)     /* -> EVENT */                                                  \
+    X(EVENT_DROP, 10, event_drop)  /* -> DONE; the id is free at once, the event later */          \
+    X(PUBLISH, 11, publish)        /* -> DONE */                                                   \
+    X(ATTACH, 12, name)            /* -> ATTACHED */                                               \
+    X(DETACH, 13, name)            /* -> DONE; ends a publication of this connection */            \
+    X(STREAM, 14, stream)          /* -> DONE; before the first request of that stream */          \
     X(WELCOME, 64, welcome)                                                                        \
     X(REGION, 65, region)                                                                          \
     X(DONE, 66, done)                                                                              \
     X(STATS_REPLY, 67, stats_reply)                                                                \
     X(PONG, 68, plain)                                                                             \
-    X(ERROR, 69, error)
+    X(ERROR, 69, error)                                                                            \
+    X(EVENT, 70, event)                                                                            \
+    X(ATTACHED, 71, attached)
 
 enum kld_frame_type {
 #define X(NAME, number, suffix) KLD_FRAME_##NAME = number,
@@ -86,16 +95,19 @@ struct kld_frame_welcome {
     char backend[16]; /* "cpu", "cuda" */
     /* Limits of one connection. */
     uint32_t regions_max, requests_max, streams_max;
-    uint32_t reserved;
+    uint32_t events_max;       /* 0: this back end has none, and no EARLY */
     uint64_t region_bytes_max; /* of one region */
     uint64_t pool_bytes_max;   /* of all pool regions of the worker */
     struct kld_wire_device device_list[KLD_WIRE_DEVICES_MAX];
+    uint32_t publications_max;
+    uint32_t reserved;
 };
 
 enum kld_region_kind {
     KLD_REGION_MEMFD = 1,    /* one memfd with F_SEAL_SHRINK, from its byte 0 */
     KLD_REGION_CUDA_IPC = 2, /* a cudaIpcMemHandle_t of the whole base allocation */
     KLD_REGION_POOL = 3,     /* memory of the worker's device pool; gone with the worker */
+    KLD_REGION_CUDA_FD = 4,  /* a CUDA VMM allocation, exported as a POSIX file descriptor */
 };
 
 struct kld_frame_region_add {
@@ -103,9 +115,9 @@ struct kld_frame_region_add {
     uint32_t kind; /* enum kld_region_kind */
     uint32_t reserved;
     uint64_t bytes;        /* of the region */
-    uint64_t offset_bytes; /* CUDA IPC: where the region starts in the base allocation; else 0 */
-    uint64_t base_bytes;   /* CUDA IPC: size of the base allocation; else 0 */
-    uint8_t device_uuid[KLD_WIRE_UUID_BYTES];      /* CUDA IPC: where the memory lies; else 0 */
+    uint64_t offset_bytes; /* CUDA: where the region starts in the base allocation; else 0 */
+    uint64_t base_bytes;   /* CUDA: size of the base allocation; else 0 */
+    uint8_t device_uuid[KLD_WIRE_UUID_BYTES];      /* CUDA: where the memory lies; else 0 */
     uint8_t ipc_handle[KLD_WIRE_IPC_HANDLE_BYTES]; /* CUDA IPC; else 0 */
 };
 
@@ -129,21 +141,89 @@ struct kld_wire_tensor {
     uint64_t region, offset_bytes, row_stride_bytes; /* region: an id from REGION, never 0 */
 };
 
+/* DONE is sent when all of the work was given to the device, not when it has ended: it holds no
+ * loss and no times. Only where every tensor lies in device memory. */
+#define KLD_SUBMIT_EARLY 1u
+
 struct kld_frame_submit {
     struct kld_frame_header header;
     uint32_t stream;
-    uint32_t flags;      /* 0 in version 1 */
+    uint32_t flags;      /* KLD_SUBMIT_EARLY */
     uint64_t timeout_ns; /* from arrival; 0: none */
     uint32_t divergence, reduction, predictions_form, targets_form;
     uint32_t rank, given;
     uint64_t shape[KLD_RANK_MAX];     /* entries from rank on are 0 */
     double number[7];                 /* the order of KLD_NUMBER_MAP; read only where `given` */
     struct kld_wire_tensor tensor[9]; /* the order of KLD_SLOT_MAP */
+    uint64_t ready_event; /* the device waits for it before it touches a tensor; 0: none */
+    uint64_t done_event;  /* recorded on the device behind the work, before DONE is sent; 0: none */
 };
 
 struct kld_frame_cancel {
     struct kld_frame_header header;
     uint64_t target; /* request number of a SUBMIT or COPY of this connection */
+};
+
+enum kld_event_kind {
+    KLD_EVENT_READY = 1, /* the client's: a cudaIpcEventHandle_t */
+    KLD_EVENT_DONE = 2,  /* the worker makes one and hands out its handle */
+};
+
+struct kld_frame_event_add {
+    struct kld_frame_header header;
+    uint32_t kind; /* enum kld_event_kind */
+    uint32_t reserved;
+    uint8_t device_uuid[KLD_WIRE_UUID_BYTES];      /* of the card */
+    uint8_t ipc_handle[KLD_WIRE_IPC_HANDLE_BYTES]; /* READY; else 0 */
+};
+
+struct kld_frame_event {
+    struct kld_frame_header header;
+    uint64_t event; /* its id: not 0, never given twice in one connection */
+    uint8_t ipc_handle[KLD_WIRE_IPC_HANDLE_BYTES]; /* DONE: a cudaIpcEventHandle_t; else 0 */
+};
+
+struct kld_frame_event_drop {
+    struct kld_frame_header header;
+    uint64_t event;
+};
+
+/* A tensor in a region: what PUBLISH says about it and ATTACHED repeats. */
+struct kld_wire_description {
+    uint32_t dtype, form;
+    uint32_t rank, reserved;
+    uint64_t shape[KLD_RANK_MAX]; /* entries from rank on are 0 */
+    uint64_t row_stride_bytes;    /* 0: rows follow each other */
+};
+
+struct kld_frame_publish {
+    struct kld_frame_header header;
+    char name[KLD_WIRE_NAME_MAX];  /* printable ASCII without blanks, NUL-padded; of one worker */
+    uint64_t region, offset_bytes; /* where the tensor begins */
+    struct kld_wire_description tensor;
+    uint32_t uids_count; /* 0: whoever has the publisher's uid may attach */
+    uint32_t reserved;
+    uint32_t uids[KLD_WIRE_UIDS_MAX]; /* else these too; entries from uids_count on are 0 */
+};
+
+/* ATTACH, DETACH. */
+struct kld_frame_name {
+    struct kld_frame_header header;
+    char name[KLD_WIRE_NAME_MAX];
+};
+
+/* The attached region begins where the tensor does. It can be read, not written, and is let go of
+ * by REGION_DROP. */
+struct kld_frame_attached {
+    struct kld_frame_header header;
+    uint64_t region, bytes;
+    struct kld_wire_description tensor;
+};
+
+struct kld_frame_stream {
+    struct kld_frame_header header;
+    uint32_t stream;
+    int32_t priority; /* -1 low, 0 normal, 1 high */
 };
 
 struct kld_frame_region {
@@ -152,7 +232,7 @@ struct kld_frame_region {
     uint64_t bytes;
 };
 
-/* The answer to SUBMIT, COPY, REGION_DROP and CANCEL that worked. A failure is an ERROR. */
+/* The answer to whatever says "-> DONE" above and worked. A failure is an ERROR. */
 struct kld_frame_done {
     struct kld_frame_header header;
     double loss;       /* scalar reductions: the loss, rounded to its dtype; else 0 */
@@ -207,6 +287,15 @@ enum kld_status kld_frame_check(const void *data, size_t bytes, unsigned fds, in
 void kld_submit_encode(const struct kld_op *op, struct kld_frame_submit *submit);
 enum kld_status kld_submit_decode(const struct kld_frame_submit *submit, struct kld_op *ret_op,
                                   struct kld_error *err);
+
+/* Is this a name under which a tensor can be published? 1 to KLD_WIRE_NAME_MAX - 1 letters from '!'
+ * to '~', then NUL. */
+enum kld_status kld_name_check(const char name[KLD_WIRE_NAME_MAX], struct kld_error *err);
+/* Is this a tensor that lies inside a region of region_bytes? *ret_bytes: from its first byte to
+ * behind its last. */
+enum kld_status kld_description_check(const struct kld_wire_description *tensor,
+                                      uint64_t offset_bytes, uint64_t region_bytes,
+                                      uint64_t *ret_bytes, struct kld_error *err);
 
 #ifdef __cplusplus
 }

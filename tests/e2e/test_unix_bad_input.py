@@ -131,7 +131,7 @@ def bad_submits():
         "weight of tv": (lambda c: dict(divergence="tv", weight=0.5), "weight does not fit divergence 'tv'"),
         "reduction number": (lambda c: dict(reduction=77), "unknown reduction number 77"),
         "form number": (lambda c: dict(predictions_form=3), "unknown form number"),
-        "flags": (lambda c: dict(flags=1), "unknown flags 0x1"),
+        "flags": (lambda c: dict(flags=2), "unknown flags 0x2"),
         "given bits": (lambda c: dict(given=1 << 20), "unknown parameter bits"),
         "temperature without logits": (lambda c: dict(temperature=2.0), "temperature is given but no tensor"),
         "temperature 0": (lambda c: dict(temperature=0.0, predictions_form="logits"), "temperature must be"),
@@ -223,7 +223,7 @@ def test_bad_copy(client, case, change, expected):
     (wire.frame(wire.DONE, 5, b"\0" * 48), 5, "DONE is not a frame that a client sends"),
     (wire.frame(wire.PING, 5, b"\0" * 8), 5, "PING frame of 24 bytes"),
     (wire.frame(wire.PING, 5, length=17), 5, "whose length field says 17; expected 16"),
-    (wire.frame(wire.SUBMIT, 5, b"\0" * 100), 5, "SUBMIT frame of 116 bytes.*expected 464"),
+    (wire.frame(wire.SUBMIT, 5, b"\0" * 100), 5, "SUBMIT frame of 116 bytes.*expected 480"),
     (wire.frame(wire.SUBMIT, 5, b"\0" * 449), 5, "SUBMIT frame of 465 bytes"),
     (wire.frame(wire.SUBMIT, 5, b"\0" * 60000), 5, "SUBMIT frame"),
     (wire.frame(wire.PING, 0), 0, "request number 0"),
@@ -263,7 +263,7 @@ def test_mutated_submits(client, case):
 def test_first_frame_must_be_hello(path):
     with Client(path, hello=False) as one:
         for kind, body in [(wire.PING, b""), (wire.STATS, b""), (wire.CANCEL, b"\1" * 8),
-                           (wire.SUBMIT, b"\0" * 448)]:
+                           (wire.SUBMIT, b"\0" * 464)]:
             with pytest.raises(Failed, match="before HELLO"):
                 one.ask(kind, body)
         with pytest.raises(Failed, match="version: .*speaks versions 2 to 7; this server speaks 1"):

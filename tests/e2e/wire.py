@@ -10,12 +10,15 @@ import struct
 import numpy as np
 
 VERSION = 1
-HELLO, REGION_ADD, REGION_DROP, COPY, SUBMIT, CANCEL, STATS, PING = range(1, 9)
-WELCOME, REGION, DONE, STATS_REPLY, PONG, ERROR = range(64, 70)
-MEMFD, CUDA_IPC, POOL = 1, 2, 3
+(HELLO, REGION_ADD, REGION_DROP, COPY, SUBMIT, CANCEL, STATS, PING, EVENT_ADD, EVENT_DROP, PUBLISH, ATTACH,
+ DETACH, STREAM) = range(1, 15)
+WELCOME, REGION, DONE, STATS_REPLY, PONG, ERROR, EVENT, ATTACHED = range(64, 72)
+MEMFD, CUDA_IPC, POOL, CUDA_FD = 1, 2, 3, 4
+EVENT_READY, EVENT_DONE = 1, 2
+EARLY = 1
 STATUS = ["ok", "invalid", "unauthenticated", "forbidden", "not_found", "method", "deadline", "exists",
           "too_large", "media", "throttled", "internal", "unimplemented", "busy", "unavailable",
-          "device_lost", "no_memory", "cancelled", "version"]
+          "device_lost", "no_memory", "cancelled", "version", "gone"]
 DTYPES = {"FP32": (1, np.dtype("<f4")), "FP64": (2, np.dtype("<f8")), "FP16": (3, np.dtype("<f2")),
           "BF16": (4, np.dtype("<u2")), "UINT8": (5, np.dtype("u1")), "BOOL": (6, np.dtype("?"))}
 FORMS = {"probs": 0, "logprobs": 1, "logits": 2}
@@ -37,6 +40,12 @@ SUBMIT_HEAD = struct.Struct("<IIQIIIIII8Q7d")
 TENSOR = struct.Struct("<IIQQQ")
 DONE_BODY = struct.Struct("<dQQQQII")
 ERROR_BODY = struct.Struct("<II256s")
+EVENTS = struct.Struct("<QQ")
+EVENT_ADD_BODY = struct.Struct("<II16s64s")
+EVENT_BODY = struct.Struct("<Q64s")
+DESCRIPTION = struct.Struct("<IIII8QQ")
+PUBLISH_HEAD = struct.Struct("<64sQQ")
+PUBLISH_TAIL = struct.Struct("<II8I")
 STATS_BODY = struct.Struct("<QQQQIIQQQQQQ")
 STATS_FIELDS = ["epoch", "uptime_ns", "requests_total", "errors_total", "in_flight", "clients", "regions",
                 "region_bytes", "pool_bytes", "pool_bytes_max", "kernel_ns_total", "bytes_total"]
@@ -94,7 +103,8 @@ def tensor(region, offset=0, dtype="FP32", stride=0, reserved=0):
 
 
 def submit_body(shape, tensors, divergence="forward_kl", reduction="batchmean", predictions_form="probs",
-                targets_form="probs", stream=0, flags=0, timeout_ns=0, rank=None, given=None, **numbers):
+                targets_form="probs", stream=0, flags=0, timeout_ns=0, rank=None, given=None, ready=0,
+                done=0, **numbers):
     """tensors: {slot name: tensor(...)}. Names may also be raw numbers."""
     def number(table, value):
         return table[value] if isinstance(value, str) else value
@@ -111,7 +121,13 @@ def submit_body(shape, tensors, divergence="forward_kl", reduction="batchmean", 
                             bits if given is None else given, *sizes, *values)
     for slot in SLOTS:
         body += TENSOR.pack(*tensors.get(slot, (0, 0, 0, 0, 0)))
-    return body
+    return body + EVENTS.pack(ready, done)
+
+
+def description(shape, dtype="FP32", form="probs", stride=0, rank=None):
+    sizes = list(shape) + [0] * (8 - len(shape))
+    return DESCRIPTION.pack(DTYPES[dtype][0], FORMS[form], len(shape) if rank is None else rank, 0, *sizes,
+                            stride)
 
 
 class Client:
@@ -193,7 +209,7 @@ class Client:
         assert kind == WELCOME
         fields = WELCOME_BODY.unpack_from(body)
         names = ["epoch", "version", "device", "devices", "backend", "regions_max", "requests_max",
-                 "streams_max", "reserved", "region_bytes_max", "pool_bytes_max"]
+                 "streams_max", "events_max", "region_bytes_max", "pool_bytes_max"]
         welcome = dict(zip(names, fields))
         welcome["backend"] = welcome["backend"].rstrip(b"\0").decode()
         device = DEVICE.unpack_from(body, WELCOME_BODY.size + DEVICE.size * welcome["device"])
@@ -222,6 +238,41 @@ class Client:
 
     def drop(self, region):
         kind, _ = self.ask(REGION_DROP, struct.pack("<Q", region))
+        assert kind == DONE
+
+    def event_add(self, kind, uuid=b"", handle=b""):
+        """-> (id, handle)."""
+        reply, body = self.ask(EVENT_ADD, EVENT_ADD_BODY.pack(kind, 0, uuid, handle))
+        assert reply == EVENT
+        return EVENT_BODY.unpack(body)
+
+    def event_drop(self, event):
+        kind, _ = self.ask(EVENT_DROP, struct.pack("<Q", event))
+        assert kind == DONE
+
+    def publish(self, name, region, tensor, offset=0, uids=()):
+        raw = name if isinstance(name, bytes) else name.encode()
+        kind, _ = self.ask(PUBLISH, PUBLISH_HEAD.pack(raw, region, offset) + tensor
+                           + PUBLISH_TAIL.pack(len(uids), 0, *uids, *[0] * (8 - len(uids))))
+        assert kind == DONE
+
+    def attach(self, name):
+        """-> (region, its bytes, {dtype, form, shape, stride})."""
+        kind, body = self.ask(ATTACH, struct.pack("<64s", name.encode()))
+        assert kind == ATTACHED
+        region, size = REGION_BODY.unpack_from(body)
+        dtype, form, rank, reserved, *rest = DESCRIPTION.unpack_from(body, REGION_BODY.size)
+        assert reserved == 0 and not any(rest[rank:8])
+        names = {number: name for name, (number, _) in DTYPES.items()}
+        return region, size, {"dtype": names[dtype], "form": form, "shape": tuple(rest[:rank]),
+                              "stride": rest[8]}
+
+    def detach(self, name):
+        kind, _ = self.ask(DETACH, struct.pack("<64s", name.encode()))
+        assert kind == DONE
+
+    def stream(self, stream, priority):
+        kind, _ = self.ask(STREAM, struct.pack("<Ii", stream, priority))
         assert kind == DONE
 
     def copy(self, to, to_offset, source, source_offset, size, stream=0, reserved=0):

@@ -1,5 +1,6 @@
 /* wire.c - libFuzzer over everything that looks at bytes of a Unix client before memory is
- * touched: the frame's form, the decoding of SUBMIT, the check of the op and of its bounds.
+ * touched: the frame's form, the decoding of SUBMIT, the check of the op and of its bounds, and
+ * the description of a published tensor.
  * Whatever passes must keep the promises that the kernels build on; a promise broken is a crash
  * here.
  *
@@ -72,6 +73,28 @@ static void submit(const struct kld_frame_submit *frame, uint64_t region_bytes) 
     require(memcmp(twin.tensor, op.tensor, sizeof op.tensor) == 0 && twin.rank == op.rank);
 }
 
+/* What passes is a name, and a tensor whose last byte lies in the region. */
+static void publish(const struct kld_frame_publish *frame, uint64_t region_bytes) {
+    struct kld_error err = {.status = KLD_OK};
+    const struct kld_wire_description *tensor = &frame->tensor;
+    uint64_t tensor_bytes, end, elements = 1;
+    enum kld_status status = kld_name_check(frame->name, &err);
+    if (status)
+        require_error(status, &err);
+    else
+        require(frame->name[0] > ' ' && frame->name[KLD_WIRE_NAME_MAX - 1] == 0);
+    status = kld_description_check(tensor, frame->offset_bytes, region_bytes, &tensor_bytes, &err);
+    if (status) {
+        require_error(status, &err);
+        return;
+    }
+    require(!__builtin_add_overflow(frame->offset_bytes, tensor_bytes, &end));
+    require(end <= region_bytes && tensor->rank >= 1 && tensor->rank <= KLD_RANK_MAX);
+    for (uint32_t i = 0; i < tensor->rank; i++)
+        require(!__builtin_mul_overflow(elements, tensor->shape[i], &elements));
+    require(elements > 0 && elements * kld_dtype_bytes(tensor->dtype) <= tensor_bytes);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     if (bytes < 3)
         return 0;
@@ -93,5 +116,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     require(frame.header.request == request && kld_frame_bytes(frame.header.type) == bytes);
     if (frame.header.type == KLD_FRAME_SUBMIT)
         submit(&frame.as_SUBMIT, region_bytes);
+    if (frame.header.type == KLD_FRAME_PUBLISH)
+        publish(&frame.as_PUBLISH, region_bytes);
     return 0;
 }

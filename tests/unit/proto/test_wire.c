@@ -62,6 +62,73 @@ START_TEST(a_memfd_comes_with_one_descriptor) {
     ck_assert_ptr_nonnull(strstr(err.text, "with 0 file descriptors; expected 1"));
     frame.as_REGION_ADD.kind = KLD_REGION_POOL;
     ck_assert_int_eq(kld_frame_check(&frame, bytes, 1, 0, &request, &err), KLD_INVALID);
+    frame.as_REGION_ADD.kind = KLD_REGION_CUDA_FD;
+    ck_assert_int_eq(kld_frame_check(&frame, bytes, 1, 0, &request, &err), KLD_OK);
+    ck_assert_int_eq(kld_frame_check(&frame, bytes, 0, 0, &request, &err), KLD_INVALID);
+}
+END_TEST
+
+START_TEST(names_of_published_tensors) {
+    char name[KLD_WIRE_NAME_MAX] = "teacher/logits";
+    ck_assert_int_eq(kld_name_check(name, &err), KLD_OK);
+    name[20] = 'x'; /* behind its end */
+    ck_assert_int_eq(kld_name_check(name, &err), KLD_INVALID);
+    memset(name, 'x', sizeof name); /* without one */
+    ck_assert_int_eq(kld_name_check(name, &err), KLD_INVALID);
+    name[KLD_WIRE_NAME_MAX - 1] = 0;
+    ck_assert_int_eq(kld_name_check(name, &err), KLD_OK);
+    const char wrong[] = {' ', '\n', '\x7f', '\x80', 0};
+    for (size_t i = 0; i < sizeof wrong; i++) {
+        memset(name, 0, sizeof name);
+        name[0] = wrong[i];
+        ck_assert_int_eq(kld_name_check(name, &err), KLD_INVALID);
+    }
+}
+END_TEST
+
+static struct kld_wire_description tensor_of(uint32_t dtype, uint64_t rows, uint64_t classes,
+                                             uint64_t stride) {
+    return (struct kld_wire_description){.dtype = dtype,
+                                         .form = KLD_FORM_LOGITS,
+                                         .rank = 2,
+                                         .shape = {rows, classes},
+                                         .row_stride_bytes = stride};
+}
+
+START_TEST(published_tensors_lie_in_their_region) {
+    uint64_t bytes = 0;
+    struct kld_wire_description tensor = tensor_of(KLD_DTYPE_BF16, 3, 10, 0);
+    ck_assert_int_eq(kld_description_check(&tensor, 4, 64, &bytes, &err), KLD_OK);
+    ck_assert_uint_eq(bytes, 60);
+    ck_assert_int_eq(kld_description_check(&tensor, 6, 64, &bytes, &err), KLD_INVALID);
+    ck_assert_ptr_nonnull(strstr(err.text, "60 bytes at offset 6 do not fit a region of 64"));
+    ck_assert_int_eq(kld_description_check(&tensor, 3, 640, &bytes, &err), KLD_INVALID);
+    ck_assert_int_eq(kld_description_check(&tensor, UINT64_MAX - 1, 64, &bytes, &err), KLD_INVALID);
+    tensor.row_stride_bytes = 32; /* the last row ends without its gap */
+    ck_assert_int_eq(kld_description_check(&tensor, 0, 84, &bytes, &err), KLD_OK);
+    ck_assert_uint_eq(bytes, 84);
+    tensor.row_stride_bytes = 18;
+    ck_assert_int_eq(kld_description_check(&tensor, 0, 84, &bytes, &err), KLD_INVALID);
+    tensor.row_stride_bytes = 21;
+    ck_assert_int_eq(kld_description_check(&tensor, 0, 84, &bytes, &err), KLD_INVALID);
+    tensor = tensor_of(KLD_DTYPE_FP32, UINT64_C(1) << 62, UINT64_C(1) << 40, 0);
+    ck_assert_int_eq(kld_description_check(&tensor, 0, UINT64_MAX, &bytes, &err), KLD_INVALID);
+    tensor = tensor_of(KLD_DTYPE_FP32, 3, 0, 0);
+    ck_assert_int_eq(kld_description_check(&tensor, 0, 64, &bytes, &err), KLD_INVALID);
+    tensor = tensor_of(99, 3, 1, 0);
+    ck_assert_int_eq(kld_description_check(&tensor, 0, 64, &bytes, &err), KLD_INVALID);
+    tensor = tensor_of(KLD_DTYPE_FP32, 3, 1, 0);
+    tensor.form = 3;
+    ck_assert_int_eq(kld_description_check(&tensor, 0, 64, &bytes, &err), KLD_INVALID);
+    tensor.form = 0;
+    tensor.shape[2] = 1;
+    ck_assert_int_eq(kld_description_check(&tensor, 0, 64, &bytes, &err), KLD_INVALID);
+    tensor.rank = 9;
+    ck_assert_int_eq(kld_description_check(&tensor, 0, 64, &bytes, &err), KLD_INVALID);
+    tensor = tensor_of(KLD_DTYPE_FP64, 5, 0, 0);
+    tensor.rank = 1; /* one row */
+    ck_assert_int_eq(kld_description_check(&tensor, 8, 48, &bytes, &err), KLD_OK);
+    ck_assert_uint_eq(bytes, 40);
 }
 END_TEST
 
@@ -88,7 +155,9 @@ START_TEST(submit_there_and_back) {
     frame.as_SUBMIT.number[KLD_NUMBER_BETA] = 77; /* not given: not read */
     ck_assert_int_eq(kld_submit_decode(&frame.as_SUBMIT, &back, &err), KLD_OK);
     ck_assert(back.number[KLD_NUMBER_BETA] == 0.5);
-    frame.as_SUBMIT.flags = 1;
+    frame.as_SUBMIT.flags = KLD_SUBMIT_EARLY;
+    ck_assert_int_eq(kld_submit_decode(&frame.as_SUBMIT, &back, &err), KLD_OK);
+    frame.as_SUBMIT.flags = 2;
     ck_assert_int_eq(kld_submit_decode(&frame.as_SUBMIT, &back, &err), KLD_INVALID);
     frame.as_SUBMIT.flags = 0;
     frame.as_SUBMIT.tensor[0].region = 0;
@@ -129,11 +198,23 @@ START_TEST(offsets_are_part_of_the_protocol) {
     ck_assert_uint_eq(offsetof(struct kld_frame_submit, shape), 56);
     ck_assert_uint_eq(offsetof(struct kld_frame_submit, number), 120);
     ck_assert_uint_eq(offsetof(struct kld_frame_submit, tensor), 176);
+    ck_assert_uint_eq(offsetof(struct kld_frame_submit, ready_event), 464);
+    ck_assert_uint_eq(offsetof(struct kld_frame_submit, done_event), 472);
     ck_assert_uint_eq(offsetof(struct kld_frame_done, scalar), 56);
+    ck_assert_uint_eq(offsetof(struct kld_frame_welcome, events_max), 60);
+    ck_assert_uint_eq(offsetof(struct kld_frame_welcome, publications_max), 1360);
+    ck_assert_uint_eq(offsetof(struct kld_frame_event_add, ipc_handle), 40);
+    ck_assert_uint_eq(offsetof(struct kld_frame_event, ipc_handle), 24);
+    ck_assert_uint_eq(offsetof(struct kld_frame_publish, region), 80);
+    ck_assert_uint_eq(offsetof(struct kld_frame_publish, tensor), 96);
+    ck_assert_uint_eq(offsetof(struct kld_frame_publish, uids), 192);
+    ck_assert_uint_eq(offsetof(struct kld_frame_attached, tensor), 32);
+    ck_assert_uint_eq(offsetof(struct kld_frame_stream, priority), 20);
     ck_assert_uint_eq(offsetof(struct kld_frame_error, text), 24);
 }
 END_TEST
 
 UNIT_MAIN("proto/wire", every_type_passes_at_its_own_length_only, short_unknown_and_foreign_frames,
-          a_memfd_comes_with_one_descriptor, submit_there_and_back, submit_says_nothing_in_vain,
+          a_memfd_comes_with_one_descriptor, names_of_published_tensors,
+          published_tensors_lie_in_their_region, submit_there_and_back, submit_says_nothing_in_vain,
           offsets_are_part_of_the_protocol)
