@@ -11,14 +11,16 @@
  * imported GPU allocation, or a buffer of the device's pool. It must stay until every job that
  * names it has completed; counting users is the caller's business (R2 of server/worker/region.h).
  *   stream   Jobs of one stream run in order of submission; streams are independent of each other.
+ *   event    A point in the work of a GPU that two processes share: a client's, imported, or one of
+ * ours whose handle is given out. It must stay until every job that names it has completed.
  *   job      One unit of work, in memory owned by the caller, untouched by the caller from submit()
  * until done() was called. No allocation is made per job on the host.
  *
  * Threads. device_open/close, memory_* and stream_* may be called from any thread but the device's
  * own, may take milliseconds (pinning, mapping, opening a handle), and are safe to call side by
- * side. submit() may be called from any one thread at a time, never blocks and never calls done()
- * itself. done() is called on the back end's own thread, jobs of one stream in order; it must be
- * short.
+ * side; so may event_*. submit() may be called from any one thread at a time, never blocks and
+ * never calls done() itself. done() is called on the back end's own thread, jobs of one stream in
+ * order; it must be short.
  *
  * Errors. A function returns enum kld_status and describes it in *err. KLD_DEVICE_LOST means that
  * the device is gone for good in this process: every job in flight and every later one completes
@@ -62,7 +64,7 @@ struct kld_device_info {
     uint32_t threads;        /* cpu: computing threads; cuda: multiprocessors */
     bool offloads; /* it computes on a processor of its own: a host thread that polls takes nothing
                     * from it */
-    bool imports_cuda_ipc; /* memory_import_ipc() works */
+    bool imports_cuda_ipc; /* memory_import_ipc() and _fd(), event_* and kld_job.launched work */
 };
 
 /* The head of every device, memory and stream; a back end embeds it first in its own struct. Fields
@@ -79,6 +81,12 @@ struct kld_memory {
 struct kld_stream {
     struct kld_device *device;
 };
+struct kld_gpu_event {
+    struct kld_device *device;
+};
+
+/* Which streams a busy device serves first; no stream is shut out by another. */
+enum kld_priority { KLD_PRIORITY_LOW = -1, KLD_PRIORITY_NORMAL = 0, KLD_PRIORITY_HIGH = 1 };
 
 enum kld_job_kind { KLD_JOB_OP, KLD_JOB_COPY };
 
@@ -95,6 +103,12 @@ struct kld_job {
     struct kld_place place[KLD_SLOT_COUNT]; /* present slots: bounds and alignment were checked */
     struct kld_place copy_to, copy_from;    /* KLD_JOB_COPY: may not overlap */
     uint64_t copy_bytes;
+    struct kld_gpu_event *wait;   /* the device begins when what was recorded in it by the launch
+                                   * has passed; NULL: at once */
+    struct kld_gpu_event *record; /* recorded behind the last work of the job; NULL: none */
+    /* Not NULL: told, before done(), when all of the work was given to the device, `record`
+     * included; not told for a job that fails before. Every tensor must lie in device memory. */
+    void (*launched)(struct kld_job *job);
     void (*done)(struct kld_job *job);
     void *owner; /* for done() */
 
@@ -134,6 +148,11 @@ struct kld_backend {
     enum kld_status (*memory_import_ipc)(struct kld_device *device, const uint8_t handle[64],
                                          uint64_t base_bytes, uint64_t offset_bytes, uint64_t bytes,
                                          struct kld_memory **ret_memory, struct kld_error *err);
+    /* The same of a CUDA VMM allocation that was exported as a POSIX file descriptor; that stays
+     * the caller's. base_bytes: of the whole allocation. */
+    enum kld_status (*memory_import_fd)(struct kld_device *device, int fd, uint64_t base_bytes,
+                                        uint64_t offset_bytes, uint64_t bytes,
+                                        struct kld_memory **ret_memory, struct kld_error *err);
     /* A buffer of the device's pool; zeroed, so that no client reads what another left. */
     enum kld_status (*memory_alloc)(struct kld_device *device, uint64_t bytes,
                                     struct kld_memory **ret_memory, struct kld_error *err);
@@ -141,9 +160,21 @@ struct kld_backend {
 
     enum kld_status (*stream_open)(struct kld_device *device, struct kld_stream **ret_stream,
                                    struct kld_error *err);
+    /* NULL on cpu, where streams take turns. */
+    enum kld_status (*stream_open_priority)(struct kld_device *device, enum kld_priority priority,
+                                            struct kld_stream **ret_stream, struct kld_error *err);
     void (*stream_close)(struct kld_stream *stream); /* no job in flight; NULL is allowed */
 
-    void (*submit)(struct kld_stream *stream, struct kld_job *job);
+    /* A cudaIpcEventHandle_t of another process. KLD_UNIMPLEMENTED on cpu. */
+    enum kld_status (*event_import)(struct kld_device *device, const uint8_t handle[64],
+                                    struct kld_gpu_event **ret_event, struct kld_error *err);
+    /* An event of our own, and the handle by which other processes open it. */
+    enum kld_status (*event_create)(struct kld_device *device, struct kld_gpu_event **ret_event,
+                                    uint8_t ret_handle[64], struct kld_error *err);
+    void (*event_free)(struct kld_gpu_event *event); /* NULL is allowed */
+
+    /* True: the job was launched within the call, and launched() is not going to be called. */
+    bool (*submit)(struct kld_stream *stream, struct kld_job *job);
 
     /* Bytes of the pool in use now. */
     uint64_t (*pool_bytes)(struct kld_device *device);

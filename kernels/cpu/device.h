@@ -44,7 +44,7 @@ struct cpu_device {
 };
 
 /* queue.c */
-void kld_cpu_submit(struct kld_stream *stream, struct kld_job *job);
+bool kld_cpu_submit(struct kld_stream *stream, struct kld_job *job);
 void *kld_cpu_device_main(void *device);
 /* CPUs that a cgroup's cpu.max ("QUOTA PERIOD" or "max PERIOD") allows, rounded up; UINT32_MAX: no
  * limit. */
@@ -52,6 +52,11 @@ uint32_t kld_cpu_quota(const char *cpu_max);
 enum kld_status kld_cpu_stream_open(struct kld_device *device, struct kld_stream **ret_stream,
                                     struct kld_error *err);
 void kld_cpu_stream_close(struct kld_stream *stream);
+enum kld_status kld_cpu_event_import(struct kld_device *device, const uint8_t handle[64],
+                                     struct kld_gpu_event **ret_event, struct kld_error *err);
+enum kld_status kld_cpu_event_create(struct kld_device *device, struct kld_gpu_event **ret_event,
+                                     uint8_t ret_handle[64], struct kld_error *err);
+void kld_cpu_event_free(struct kld_gpu_event *event);
 
 /* memory.c */
 enum kld_status kld_cpu_memory_map(struct kld_device *device, int fd, uint64_t bytes,
@@ -62,6 +67,9 @@ enum kld_status kld_cpu_memory_import_ipc(struct kld_device *device, const uint8
                                           uint64_t base_bytes, uint64_t offset_bytes,
                                           uint64_t bytes, struct kld_memory **ret_memory,
                                           struct kld_error *err);
+enum kld_status kld_cpu_memory_import_fd(struct kld_device *device, int fd, uint64_t base_bytes,
+                                         uint64_t offset_bytes, uint64_t bytes,
+                                         struct kld_memory **ret_memory, struct kld_error *err);
 enum kld_status kld_cpu_memory_alloc(struct kld_device *device, uint64_t bytes,
                                      struct kld_memory **ret_memory, struct kld_error *err);
 void kld_cpu_memory_free(struct kld_memory *memory);

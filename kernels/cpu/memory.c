@@ -77,6 +77,14 @@ enum kld_status kld_cpu_memory_import_ipc(struct kld_device *device, const uint8
                          "and takes shared memory (memfd)");
 }
 
+enum kld_status kld_cpu_memory_import_fd(struct kld_device *device, int fd, uint64_t base_bytes,
+                                         uint64_t offset_bytes, uint64_t bytes,
+                                         struct kld_memory **ret_memory, struct kld_error *err) {
+    return kld_error_set(err, KLD_UNIMPLEMENTED,
+                         "a CUDA allocation needs a CUDA device; this server computes on the CPU "
+                         "and takes shared memory (memfd)");
+}
+
 /* Adds to the pool's count unless it would pass the limit. */
 static bool pool_take(struct cpu_device *device, uint64_t bytes, uint64_t *ret_used) {
     uint_fast64_t used = atomic_load(&device->pool_bytes);

@@ -45,7 +45,7 @@ static void ring_append(struct cpu_device *device, struct cpu_stream *stream) {
     device->ready_last = &stream->next_ready;
 }
 
-void kld_cpu_submit(struct kld_stream *head, struct kld_job *job) {
+bool kld_cpu_submit(struct kld_stream *head, struct kld_job *job) {
     struct cpu_stream *stream = (struct cpu_stream *)head;
     struct cpu_device *device = (struct cpu_device *)head->device;
     job->next = NULL;
@@ -58,7 +58,26 @@ void kld_cpu_submit(struct kld_stream *head, struct kld_job *job) {
     if (device->sleeping)
         pthread_cond_signal(&device->wake);
     pthread_mutex_unlock(&device->lock);
+    return false;
 }
+
+static enum kld_status no_events(struct kld_error *err) {
+    return kld_error_set(err, KLD_UNIMPLEMENTED,
+                         "events are a GPU's; this server computes on the CPU, where DONE tells "
+                         "that the work has ended");
+}
+
+enum kld_status kld_cpu_event_import(struct kld_device *device, const uint8_t handle[64],
+                                     struct kld_gpu_event **ret_event, struct kld_error *err) {
+    return no_events(err);
+}
+
+enum kld_status kld_cpu_event_create(struct kld_device *device, struct kld_gpu_event **ret_event,
+                                     uint8_t ret_handle[64], struct kld_error *err) {
+    return no_events(err);
+}
+
+void kld_cpu_event_free(struct kld_gpu_event *event) {} /* there is none */
 
 /* The next job, its stream put behind the others; NULL if there is none. Under the lock. */
 static struct kld_job *take_job(struct cpu_device *device) {

@@ -162,8 +162,19 @@ static enum kld_status device_open(const struct kld_device_options *options,
     return KLD_OK;
 }
 
-static enum kld_status stream_open(struct kld_device *base, struct kld_stream **ret_stream,
-                                   struct kld_error *err) {
+/* Of the priorities that the device has, numbered downwards: the least, the middle, the greatest.
+ */
+static cudaError_t create_stream(enum kld_priority priority, cudaStream_t *ret_stream) {
+    int least = 0, greatest = 0;
+    cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+    int number = priority == KLD_PRIORITY_LOW    ? least
+                 : priority == KLD_PRIORITY_HIGH ? greatest
+                                                 : (least + greatest) / 2;
+    return error ? error : cudaStreamCreateWithPriority(ret_stream, cudaStreamNonBlocking, number);
+}
+
+static enum kld_status stream_open_priority(struct kld_device *base, enum kld_priority priority,
+                                            struct kld_stream **ret_stream, struct kld_error *err) {
     struct cuda_device *device = (struct cuda_device *)base;
     struct cuda_stream *stream = calloc(1, sizeof *stream);
     if (!stream)
@@ -171,13 +182,18 @@ static enum kld_status stream_open(struct kld_device *base, struct kld_stream **
     stream->base.device = base;
     cudaError_t error = cudaSetDevice(device->ordinal);
     if (!error)
-        error = cudaStreamCreateWithFlags(&stream->stream, cudaStreamNonBlocking);
+        error = create_stream(priority, &stream->stream);
     if (error) {
         free(stream);
         return cuda_fail(device, error, "opening a stream", err);
     }
     *ret_stream = &stream->base;
     return KLD_OK;
+}
+
+static enum kld_status stream_open(struct kld_device *base, struct kld_stream **ret_stream,
+                                   struct kld_error *err) {
+    return stream_open_priority(base, KLD_PRIORITY_NORMAL, ret_stream, err);
 }
 
 static void stream_close(struct kld_stream *base) {
@@ -201,10 +217,15 @@ const struct kld_backend kld_backend_cuda = {
     .memory_map = cuda_memory_map,
     .memory_wrap = cuda_memory_wrap,
     .memory_import_ipc = cuda_memory_import_ipc,
+    .memory_import_fd = cuda_memory_import_fd,
     .memory_alloc = cuda_memory_alloc,
     .memory_free = cuda_memory_free,
     .stream_open = stream_open,
+    .stream_open_priority = stream_open_priority,
     .stream_close = stream_close,
+    .event_import = cuda_event_import,
+    .event_create = cuda_event_create,
+    .event_free = cuda_event_free,
     .submit = cuda_submit,
     .pool_bytes = cuda_pool_bytes,
     .measure_ceiling = cuda_measure_ceiling,

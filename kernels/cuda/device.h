@@ -19,8 +19,11 @@
 #define CUDA_FLIGHTS_MAX 64                    /* jobs between launch and completion */
 #define CUDA_STAGING_MAX ((uint64_t)256 << 20) /* bytes of one chunk of a job in host memory */
 #define CUDA_IMPORTS_MAX 4096                  /* base allocations of other processes kept open */
+#define CUDA_POOL_KEEP ((uint64_t)512 << 20)   /* free bytes that stay in the pool */
 
-/* One open base allocation of another process. Guarded by setup_mutex. */
+/* One open base allocation of another process: the driver opens each once in a process and device.
+ * What tells it from others is its handle, which the driver never gives twice, not even for memory
+ * at the same address as some that was freed. Guarded by setup_mutex. */
 struct cuda_import {
     struct cuda_import *next;
     uint8_t handle[64];
@@ -29,7 +32,7 @@ struct cuda_import {
     uint32_t users;
 };
 
-enum cuda_memory_kind { CUDA_MAPPED, CUDA_WRAPPED, CUDA_IMPORTED, CUDA_POOLED };
+enum cuda_memory_kind { CUDA_MAPPED, CUDA_WRAPPED, CUDA_IMPORTED, CUDA_VMM, CUDA_POOLED };
 
 /* Constant from creation on. */
 struct cuda_memory {
@@ -39,6 +42,13 @@ struct cuda_memory {
     bool on_device; /* kernels use it in place; otherwise tensors are staged */
     bool pinned;    /* CUDA_MAPPED: registered by us */
     struct cuda_import *import;
+    char *mapped;          /* CUDA_VMM: the whole allocation */
+    uint64_t mapped_bytes; /* of it */
+};
+
+struct cuda_event {
+    struct kld_gpu_event base;
+    cudaEvent_t event; /* constant */
 };
 
 struct cuda_stream {
@@ -109,7 +119,15 @@ struct cuda_device {
 enum kld_status cuda_fail(struct cuda_device *device, cudaError_t error, const char *doing,
                           struct kld_error *err);
 
+/* A handle or descriptor of a peer was not taken. Bad ones meet with all kinds of errors: as long
+ * as the device answers otherwise, it was the peer's fault, and no peer can end the device so. */
+bool cuda_is_refusal(struct cuda_device *device, cudaError_t error);
+
 /* memory.c: any thread but the device's own, except the two reservations (any). */
+/* Selects the device for the calling thread; an error where it is lost. */
+enum kld_status cuda_enter(struct cuda_device *device, struct kld_error *err);
+struct cuda_memory *cuda_memory_new(struct cuda_device *device, enum cuda_memory_kind kind,
+                                    uint64_t bytes, struct kld_error *err);
 bool cuda_pool_reserve(struct cuda_device *device, uint64_t bytes);
 void cuda_pool_release(struct cuda_device *device, uint64_t bytes);
 enum kld_status cuda_memory_map(struct kld_device *device, int fd, uint64_t bytes,
@@ -127,6 +145,19 @@ enum kld_status cuda_measure_ceiling(struct kld_device *device, uint64_t bytes,
                                      double *ret_read_per_s, double *ret_read_write_per_s,
                                      struct kld_error *err);
 
+/* vmm.c */
+enum kld_status cuda_memory_import_fd(struct kld_device *device, int fd, uint64_t base_bytes,
+                                      uint64_t offset_bytes, uint64_t bytes,
+                                      struct kld_memory **ret_memory, struct kld_error *err);
+void cuda_vmm_unmap(struct cuda_memory *memory);
+
+/* event.c */
+enum kld_status cuda_event_import(struct kld_device *device, const uint8_t handle[64],
+                                  struct kld_gpu_event **ret_event, struct kld_error *err);
+enum kld_status cuda_event_create(struct kld_device *device, struct kld_gpu_event **ret_event,
+                                  uint8_t ret_handle[64], struct kld_error *err);
+void cuda_event_free(struct kld_gpu_event *event);
+
 /* job.c: under work. */
 /* Every tensor lies on the device: starting the job enqueues kernels and nothing else. */
 bool cuda_job_in_place(const struct kld_job *job);
@@ -141,7 +172,7 @@ void cuda_job_lose(struct cuda_device *device, struct cuda_flight *flight);
 
 /* thread.c */
 void *cuda_thread_main(void *device);
-void cuda_submit(struct kld_stream *stream, struct kld_job *job);
+bool cuda_submit(struct kld_stream *stream, struct kld_job *job);
 uint64_t cuda_now_ns(void);
 
 #endif

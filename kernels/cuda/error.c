@@ -52,3 +52,12 @@ enum kld_status cuda_fail(struct cuda_device *device, cudaError_t error, const c
         atomic_store(&device->lost, true);
     return kld_error_set(err, status, "%s: %s", doing, cudaGetErrorString(error));
 }
+
+bool cuda_is_refusal(struct cuda_device *device, cudaError_t error) {
+    cudaGetLastError();
+    if (error == cudaErrorMemoryAllocation || atomic_load(&device->lost))
+        return false;
+    cudaError_t alive = cudaStreamQuery(device->setup);
+    cudaGetLastError();
+    return alive == cudaSuccess || alive == cudaErrorNotReady;
+}

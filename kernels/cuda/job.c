@@ -24,6 +24,22 @@ static void mark(struct cuda_device *device, struct cuda_flight *flight, enum cu
         atomic_store(&device->lost, true);
 }
 
+/* What the client has recorded in its event by now comes first. */
+static void wait_for_event(struct cuda_device *device, struct cuda_flight *flight) {
+    const struct cuda_event *event = (const struct cuda_event *)flight->job->wait;
+    if (event)
+        failed(device, flight, cudaStreamWaitEvent(flight->stream->stream, event->event, 0),
+               "waiting for an event");
+}
+
+/* Behind all of the job, also of one that failed: nobody is to wait for what does not come. */
+static void record_event(struct cuda_device *device, struct cuda_flight *flight) {
+    const struct cuda_event *event = (const struct cuda_event *)flight->job->record;
+    if (event)
+        failed(device, flight, cudaEventRecord(event->event, flight->stream->stream),
+               "recording an event");
+}
+
 /* ---- copies of rows ---------------------------------------------------------------------------
  */
 
@@ -255,6 +271,8 @@ static void launch_chunk(struct cuda_device *device, struct cuda_flight *flight)
                    "copying from the device");
     mark(device, flight, MARK_END);
     flight->stream->blocked = !flight->status && flight->next_row < cuda_plan_rows(flight);
+    if (!flight->stream->blocked)
+        record_event(device, flight);
 }
 
 static bool start_staged(struct cuda_device *device, struct cuda_flight *flight) {
@@ -272,14 +290,18 @@ static bool start_staged(struct cuda_device *device, struct cuda_flight *flight)
                                                            flight->stream->stream),
                                    "allocating device memory"))
         flight->staging = at;
+    if (!flight->status)
+        wait_for_event(device, flight);
     mark(device, flight, MARK_START);
     if (!flight->status && sums_weights(flight))
         launch_divisor(device, flight);
     if (!flight->status)
         launch_chunk(device, flight);
-    else
+    else {
         for (int which = MARK_COPIED; which < MARK_COUNT; which++)
             mark(device, flight, (enum cuda_mark)which);
+        record_event(device, flight);
+    }
     return true;
 }
 
@@ -322,12 +344,14 @@ bool cuda_job_start(struct cuda_device *device, struct cuda_flight *flight) {
     plan_slots(flight);
     if (flight->staged)
         return start_staged(device, flight);
+    wait_for_event(device, flight);
     mark(device, flight, MARK_START);
-    if (sums_weights(flight))
+    if (!flight->status && sums_weights(flight))
         launch_divisor(device, flight);
     while (!flight->status && flight->next_row < cuda_plan_rows(flight))
         launch_rows(device, flight, segment_end(flight));
     mark(device, flight, MARK_END);
+    record_event(device, flight);
     return true;
 }
 

@@ -2,6 +2,7 @@
  * the device's pool; and the ceilings of the device's own memory. Any thread but the device's own;
  * each call may take milliseconds. Counts no users of a memory: that is the caller's business. */
 #include "kernels/cuda/device.h"
+#include "kernels/cuda/driver.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -11,15 +12,15 @@ static struct cuda_device *device_of(struct kld_device *device) {
     return (struct cuda_device *)device;
 }
 
-static enum kld_status enter(struct cuda_device *device, struct kld_error *err) {
+enum kld_status cuda_enter(struct cuda_device *device, struct kld_error *err) {
     if (atomic_load(&device->lost))
         return kld_error_set(err, KLD_DEVICE_LOST, "the device has failed; its process must end");
     cudaError_t error = cudaSetDevice(device->ordinal);
     return error ? cuda_fail(device, error, "selecting the device", err) : KLD_OK;
 }
 
-static struct cuda_memory *new_memory(struct cuda_device *device, enum cuda_memory_kind kind,
-                                      uint64_t bytes, struct kld_error *err) {
+struct cuda_memory *cuda_memory_new(struct cuda_device *device, enum cuda_memory_kind kind,
+                                    uint64_t bytes, struct kld_error *err) {
     struct cuda_memory *memory = calloc(1, sizeof *memory);
     if (!memory) {
         kld_error_set(err, KLD_NO_MEMORY, "no host memory for a memory object");
@@ -82,15 +83,23 @@ static void pool_free(struct cuda_device *device, char *at, uint64_t bytes) {
     cuda_pool_release(device, bytes);
 }
 
+/* A buffer came back: what is free beyond CUDA_POOL_KEEP goes back to the device, for others. */
+static void pool_trim(struct cuda_device *device) {
+    pthread_mutex_lock(&device->setup_mutex);
+    if (!atomic_load(&device->lost) && cudaStreamSynchronize(device->setup) == cudaSuccess)
+        cudaMemPoolTrimTo(device->pool, atomic_load(&device->pool_used) + CUDA_POOL_KEEP);
+    pthread_mutex_unlock(&device->setup_mutex);
+}
+
 enum kld_status cuda_memory_alloc(struct kld_device *base, uint64_t bytes,
                                   struct kld_memory **ret_memory, struct kld_error *err) {
     struct cuda_device *device = device_of(base);
     if (bytes == 0)
         return kld_error_set(err, KLD_INVALID, "a buffer of 0 bytes; expected at least 1");
-    enum kld_status status = enter(device, err);
+    enum kld_status status = cuda_enter(device, err);
     if (status)
         return status;
-    struct cuda_memory *memory = new_memory(device, CUDA_POOLED, bytes, err);
+    struct cuda_memory *memory = cuda_memory_new(device, CUDA_POOLED, bytes, err);
     if (!memory)
         return KLD_NO_MEMORY;
     if ((status = pool_alloc(device, bytes, &memory->at, err))) {
@@ -110,10 +119,10 @@ enum kld_status cuda_memory_map(struct kld_device *base, int fd, uint64_t bytes,
     struct cuda_device *device = device_of(base);
     if (bytes == 0 || bytes > SIZE_MAX)
         return kld_error_set(err, KLD_INVALID, "a region of 0 bytes; expected at least 1");
-    enum kld_status status = enter(device, err);
+    enum kld_status status = cuda_enter(device, err);
     if (status)
         return status;
-    struct cuda_memory *memory = new_memory(device, CUDA_MAPPED, bytes, err);
+    struct cuda_memory *memory = cuda_memory_new(device, CUDA_MAPPED, bytes, err);
     if (!memory)
         return KLD_NO_MEMORY;
     void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -133,34 +142,16 @@ enum kld_status cuda_memory_map(struct kld_device *base, int fd, uint64_t bytes,
 /* ---- device memory of others ------------------------------------------------------------------
  */
 
-typedef int (*address_range_function)(uintptr_t *, size_t *, uintptr_t);
-
 /* The allocation that holds `at`, as the driver knows it: what a caller says is not trusted, an
  * access beyond it would end this process's context. */
 static bool address_range(const void *at, char **ret_base, uint64_t *ret_bytes) {
-    void *entry = NULL;
-    enum cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-    cudaError_t error = cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &entry, 11020,
-                                                         cudaEnableDefault, &found);
-#elif CUDART_VERSION >= 12000
-    cudaError_t error =
-        cudaGetDriverEntryPoint("cuMemGetAddressRange", &entry, cudaEnableDefault, &found);
-#else
-    cudaError_t error = cudaGetDriverEntryPoint("cuMemGetAddressRange", &entry, cudaEnableDefault);
-    found = entry ? cudaDriverEntryPointSuccess : found;
-#endif
-    if (error || found != cudaDriverEntryPointSuccess || !entry) {
-        cudaGetLastError();
-        return false;
-    }
-    address_range_function get;
-    memcpy(&get, &entry, sizeof get);
-    uintptr_t base = 0;
+    const struct cuda_driver *driver = cuda_driver_get(NULL);
+    CUdeviceptr base = 0;
     size_t bytes = 0;
-    if (get(&base, &bytes, (uintptr_t)at) != 0)
+    if (!driver->address_range ||
+        driver->address_range(&base, &bytes, (CUdeviceptr)(uintptr_t)at) != CUDA_SUCCESS)
         return false;
-    *ret_base = (char *)base;
+    *ret_base = (char *)(uintptr_t)base;
     *ret_bytes = bytes;
     return true;
 }
@@ -170,7 +161,7 @@ enum kld_status cuda_memory_wrap(struct kld_device *base, void *address, uint64_
     struct cuda_device *device = device_of(base);
     if (!address || bytes == 0)
         return kld_error_set(err, KLD_INVALID, "an empty address range");
-    enum kld_status status = enter(device, err);
+    enum kld_status status = cuda_enter(device, err);
     if (status)
         return status;
     struct cudaPointerAttributes attributes;
@@ -193,7 +184,7 @@ enum kld_status cuda_memory_wrap(struct kld_device *base, void *address, uint64_
     if (on_device && address_range(address, &start, &whole) &&
         bytes > whole - (uint64_t)((char *)address - start))
         return kld_error_set(err, KLD_INVALID, "the range ends beyond its device allocation");
-    struct cuda_memory *memory = new_memory(device, CUDA_WRAPPED, bytes, err);
+    struct cuda_memory *memory = cuda_memory_new(device, CUDA_WRAPPED, bytes, err);
     if (!memory)
         return KLD_NO_MEMORY;
     memory->at = address;
@@ -226,13 +217,12 @@ static enum kld_status import_acquire(struct cuda_device *device, const uint8_t 
     cudaError_t error = cudaIpcOpenMemHandle(&at, ipc, cudaIpcMemLazyEnablePeerAccess);
     if (error) {
         free(import);
-        cudaGetLastError();
+        bool refused = cuda_is_refusal(device, error);
         if (error == cudaErrorDeviceUninitialized) /* cudaErrorInvalidContext of the driver */
             return kld_error_set(err, KLD_INVALID,
                                  "the CUDA handle belongs to the computing process itself, which "
                                  "cannot open it; give the pointer instead");
-        if (error == cudaErrorInvalidValue || error == cudaErrorInvalidResourceHandle ||
-            error == cudaErrorMapBufferObjectFailed)
+        if (refused)
             return kld_error_set(err, KLD_INVALID,
                                  "the CUDA handle cannot be opened: no live allocation of another "
                                  "process on this device has it");
@@ -276,10 +266,10 @@ enum kld_status cuda_memory_import_ipc(struct kld_device *base, const uint8_t ha
                              "%llu bytes at offset %llu of a base allocation of %llu bytes",
                              (unsigned long long)bytes, (unsigned long long)offset_bytes,
                              (unsigned long long)base_bytes);
-    enum kld_status status = enter(device, err);
+    enum kld_status status = cuda_enter(device, err);
     if (status)
         return status;
-    struct cuda_memory *memory = new_memory(device, CUDA_IMPORTED, bytes, err);
+    struct cuda_memory *memory = cuda_memory_new(device, CUDA_IMPORTED, bytes, err);
     if (!memory)
         return KLD_NO_MEMORY;
     pthread_mutex_lock(&device->setup_mutex);
@@ -321,7 +311,14 @@ void cuda_memory_free(struct kld_memory *base) {
         import_release(device, memory->import);
         pthread_mutex_unlock(&device->setup_mutex);
         break;
-    case CUDA_POOLED: pool_free(device, memory->at, base->bytes); break;
+    case CUDA_VMM:
+        if (!atomic_load(&device->lost))
+            cuda_vmm_unmap(memory);
+        break;
+    case CUDA_POOLED:
+        pool_free(device, memory->at, base->bytes);
+        pool_trim(device);
+        break;
     case CUDA_WRAPPED: break;
     }
     cudaGetLastError();
@@ -368,7 +365,7 @@ enum kld_status cuda_measure_ceiling(struct kld_device *base, uint64_t bytes,
     bytes &= ~(uint64_t)255;
     if (bytes == 0 || bytes > UINT64_MAX / 4)
         return kld_error_set(err, KLD_INVALID, "arrays of less than 256 bytes cannot be measured");
-    enum kld_status status = enter(device, err);
+    enum kld_status status = cuda_enter(device, err);
     char *arrays;
     if (status || (status = pool_alloc(device, 3 * bytes, &arrays, err)))
         return status;

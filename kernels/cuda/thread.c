@@ -49,7 +49,7 @@ static struct cuda_flight *free_flight(struct cuda_device *device) {
 
 /* Launches on the caller's thread, if nothing else is waiting and the device thread is not at work.
  * The caller's current device is its own business (`local:` runs in other people's threads). */
-static bool launch_directly(struct cuda_device *device, struct kld_job *job) {
+static bool launch_directly(struct cuda_device *device, struct kld_job *job, bool *ret_failed) {
     struct cuda_stream *stream = stream_of(job);
     if (!cuda_job_in_place(job) || pthread_mutex_trylock(&device->work) != 0)
         return false;
@@ -63,6 +63,7 @@ static bool launch_directly(struct cuda_device *device, struct kld_job *job) {
         flight->job = job;
         flight->stream = stream;
         cuda_job_start(device, flight); /* in place: cannot ask to be tried again */
+        *ret_failed = flight->status != KLD_OK;
         device->order[device->order_count++] = flight;
     }
     if (current != device->ordinal)
@@ -71,11 +72,11 @@ static bool launch_directly(struct cuda_device *device, struct kld_job *job) {
     return flight != NULL;
 }
 
-void cuda_submit(struct kld_stream *stream, struct kld_job *job) {
+bool cuda_submit(struct kld_stream *stream, struct kld_job *job) {
     struct cuda_device *device = (struct cuda_device *)stream->device;
     job->next = NULL;
     job->backend_private[0] = (uint64_t)(uintptr_t)stream;
-    bool launched = launch_directly(device, job);
+    bool failed = false, launched = launch_directly(device, job, &failed);
     pthread_mutex_lock(&device->mutex);
     if (launched) {
         device->launched = true;
@@ -90,6 +91,7 @@ void cuda_submit(struct kld_stream *stream, struct kld_job *job) {
     if (device->sleeping)
         pthread_cond_signal(&device->wake);
     pthread_mutex_unlock(&device->mutex);
+    return launched && !failed;
 }
 
 static void end_lost(struct kld_job *job) {
@@ -126,10 +128,13 @@ static bool launch_pending(struct cuda_device *device) {
         if (device->pending_tail == job)
             device->pending_tail = previous;
         any = true;
-        if (flight)
-            device->order[device->order_count++] = flight;
-        else
+        if (!flight) {
             end_lost(job);
+            continue;
+        }
+        device->order[device->order_count++] = flight;
+        if (job->launched && !flight->status && cuda_job_in_place(job))
+            job->launched(job);
     }
     return any;
 }

@@ -1,0 +1,136 @@
+/* vmm.c - allocations of other processes that come as POSIX file descriptors (CUDA VMM: expandable
+ * segments of caching allocators, for one): imported, mapped and let go of. Each import has a
+ * mapping of its own; the descriptor is not needed once it is made. Any thread but the device's
+ * own. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels/cuda/device.h"
+#include "kernels/cuda/driver.h"
+
+/* A driver's error is numbered as the runtime's. */
+static enum kld_status fail(struct cuda_device *device, CUresult result, const char *doing,
+                            struct kld_error *err) {
+    return cuda_fail(device, (cudaError_t)result, doing, err);
+}
+
+static CUmemLocation location_of(const struct cuda_device *device) {
+    return (CUmemLocation){.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device->ordinal};
+}
+
+static enum kld_status check_size(struct cuda_device *device, const struct cuda_driver *driver,
+                                  uint64_t base_bytes, struct kld_error *err) {
+    CUmemAllocationProp properties;
+    memset(&properties, 0, sizeof properties);
+    properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location = location_of(device);
+    properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    size_t unit = 0;
+    CUresult result = driver->granularity(&unit, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
+    if (result)
+        return fail(device, result, "asking for the granularity of allocations", err);
+    if (base_bytes == 0 || unit == 0 || base_bytes % unit != 0)
+        return kld_error_set(err, KLD_INVALID,
+                             "an allocation of %llu bytes; expected the size it was made with, a "
+                             "multiple of %llu",
+                             (unsigned long long)base_bytes, (unsigned long long)unit);
+    return KLD_OK;
+}
+
+static enum kld_status import(struct cuda_device *device, const struct cuda_driver *driver, int fd,
+                              CUmemGenericAllocationHandle *ret_handle, struct kld_error *err) {
+    CUresult result = driver->import_handle(ret_handle, (void *)(intptr_t)fd,
+                                            CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    if (result && cuda_is_refusal(device, (cudaError_t)result))
+        return kld_error_set(err, KLD_INVALID,
+                             "the descriptor is not a CUDA allocation of this device exported as a "
+                             "file descriptor");
+    if (result)
+        return fail(device, result, "importing a CUDA allocation", err);
+    CUmemAllocationProp properties;
+    memset(&properties, 0, sizeof properties);
+    result = driver->handle_properties(&properties, *ret_handle);
+    enum kld_status status = KLD_OK;
+    if (result)
+        status = fail(device, result, "looking at a CUDA allocation", err);
+    else if (properties.location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
+             properties.location.id != device->ordinal)
+        status =
+            kld_error_set(err, KLD_INVALID, "the allocation lies on another device than this one");
+    if (status)
+        driver->release_handle(*ret_handle);
+    return status;
+}
+
+/* The mapping holds the allocation from here on, whatever its owner does. */
+static enum kld_status map(struct cuda_device *device, const struct cuda_driver *driver,
+                           CUmemGenericAllocationHandle handle, uint64_t bytes, CUdeviceptr *ret_at,
+                           struct kld_error *err) {
+    CUdeviceptr at = 0;
+    CUresult result = driver->reserve(&at, bytes, 0, 0, 0);
+    if (result)
+        return fail(device, result, "reserving addresses", err);
+    CUmemAccessDesc access;
+    memset(&access, 0, sizeof access);
+    access.location = location_of(device);
+    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    if ((result = driver->map(at, bytes, 0, handle, 0)) == CUDA_SUCCESS &&
+        (result = driver->set_access(at, bytes, &access, 1)) != CUDA_SUCCESS)
+        driver->unmap(at, bytes);
+    if (result == CUDA_SUCCESS) {
+        *ret_at = at;
+        return KLD_OK;
+    }
+    driver->unreserve(at, bytes);
+    if (cuda_is_refusal(device, (cudaError_t)result))
+        return kld_error_set(err, KLD_INVALID,
+                             "the allocation behind the descriptor does not have %llu bytes",
+                             (unsigned long long)bytes);
+    return fail(device, result, "mapping a CUDA allocation", err);
+}
+
+enum kld_status cuda_memory_import_fd(struct kld_device *base, int fd, uint64_t base_bytes,
+                                      uint64_t offset_bytes, uint64_t bytes,
+                                      struct kld_memory **ret_memory, struct kld_error *err) {
+    struct cuda_device *device = (struct cuda_device *)base;
+    bool mappable = false;
+    if (bytes == 0 || offset_bytes > base_bytes || bytes > base_bytes - offset_bytes)
+        return kld_error_set(err, KLD_INVALID,
+                             "%llu bytes at offset %llu of an allocation of %llu bytes",
+                             (unsigned long long)bytes, (unsigned long long)offset_bytes,
+                             (unsigned long long)base_bytes);
+    enum kld_status status = cuda_enter(device, err);
+    if (status)
+        return status;
+    const struct cuda_driver *driver = cuda_driver_get(&mappable);
+    if (!mappable)
+        return kld_error_set(err, KLD_UNIMPLEMENTED,
+                             "this driver maps no allocations of other processes");
+    struct cuda_memory *memory = cuda_memory_new(device, CUDA_VMM, bytes, err);
+    if (!memory)
+        return KLD_NO_MEMORY;
+    CUmemGenericAllocationHandle handle = 0;
+    CUdeviceptr at = 0;
+    if ((status = check_size(device, driver, base_bytes, err)) == KLD_OK &&
+        (status = import(device, driver, fd, &handle, err)) == KLD_OK) {
+        status = map(device, driver, handle, base_bytes, &at, err);
+        driver->release_handle(handle);
+    }
+    if (status) {
+        free(memory);
+        return status;
+    }
+    memory->mapped = (char *)(uintptr_t)at;
+    memory->mapped_bytes = base_bytes;
+    memory->at = memory->mapped + offset_bytes;
+    memory->on_device = true;
+    *ret_memory = &memory->base;
+    return KLD_OK;
+}
+
+void cuda_vmm_unmap(struct cuda_memory *memory) {
+    const struct cuda_driver *driver = cuda_driver_get(NULL);
+    CUdeviceptr at = (CUdeviceptr)(uintptr_t)memory->mapped;
+    driver->unmap(at, memory->mapped_bytes);
+    driver->unreserve(at, memory->mapped_bytes);
+}
