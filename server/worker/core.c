@@ -1,13 +1,13 @@
 /* core.c - the life of a request: admit, launch, complete, detach, answer, count, log.
- * The only writer of a request's state. Touches no socket (session.c sends) and maps no memory
- * (region.c). Worker process, loop thread. */
+ * The only writer of a request's state. What a frame asks for is checked in admit.c; touches no
+ * socket (session.c sends) and maps no memory (region.c). Worker process, loop thread. */
 #include "server/worker/core.h"
 
 #include <inttypes.h>
 #include <string.h>
 
 #include "server/log.h"
-#include "server/worker/region.h"
+#include "server/worker/event.h"
 
 /* ---- Ends ------------------------------------------------------------------------------------ */
 
@@ -25,6 +25,11 @@ static void reply_done(struct kld_request *request) {
     const struct kld_job *job = &request->job;
     union kld_frame frame;
     kld_frame_init(&frame, KLD_FRAME_DONE, request->number);
+    if (request->early) { /* how it went nobody knows yet */
+        frame.as_DONE.queue_ns = queue_ns(request);
+        kld_session_reply(request->session, &frame);
+        return;
+    }
     bool scalar = job->kind == KLD_JOB_OP && job->geometry.scalar;
     frame.as_DONE.scalar = scalar;
     frame.as_DONE.loss = scalar ? job->loss : 0;
@@ -79,6 +84,10 @@ static void retire(struct kld_request *request) {
     kld_queue_unwatch(&worker->queue, request);
     for (uint32_t i = 0; i < request->regions_count; i++)
         kld_worker_region_release(request->regions[i]);
+    if (request->ready)
+        kld_worker_event_release(request->ready);
+    if (request->finished)
+        kld_worker_event_release(request->finished);
     TAILQ_REMOVE(&session->requests, request, in_session);
     session->requests_count--;
     request->state = KLD_REQUEST_FREE;
@@ -93,10 +102,12 @@ static void finish(struct kld_request *request, enum kld_status status,
         count_work(request);
     if (!request->answered) {
         request->answered = true;
-        request->session->requests_waited--;
+        request->session->requests_waited -= !request->told;
         account(request, status, error->text,
                 ran); /* first, so that a client sees itself counted */
-        if (status == KLD_OK)
+        if (request->told)
+            (void)0; /* it has its DONE */
+        else if (status == KLD_OK)
             reply_done(request);
         else
             kld_session_reply_error(request->session, request->number, error);
@@ -104,9 +115,19 @@ static void finish(struct kld_request *request, enum kld_status status,
     retire(request);
 }
 
+/* EARLY: all of the work is with the device. */
+static void tell_launched(struct kld_request *request) {
+    if (!request->early || request->told || request->answered)
+        return;
+    request->told = true;
+    request->session->requests_waited--;
+    kld_queue_unwatch(&request->session->worker->queue, request);
+    reply_done(request);
+}
+
 /* R1: the client has its answer, or is gone; memory stays pinned until the back end is through. */
 static void give_up(struct kld_request *request, const struct kld_error *error) {
-    if (request->answered)
+    if (request->answered || request->told)
         return;
     kld_stats_add(request->session->worker->options.stats, KLD_STAT_requests_detached_total, 1);
     if (request->state == KLD_REQUEST_QUEUED) {
@@ -132,7 +153,8 @@ static void launch(struct kld_lane *lane) {
         TAILQ_REMOVE(&lane->queued, request, in_lane);
         request->state = KLD_REQUEST_RUNNING;
         lane->running++;
-        worker->options.backend->submit(lane->stream, &request->job);
+        if (worker->options.backend->submit(lane->stream, &request->job))
+            tell_launched(request);
         kld_worker_poll(worker);
     }
     if (lane->session->state == KLD_SESSION_CLOSING && lane->state == KLD_LANE_OPEN &&
@@ -161,8 +183,16 @@ static void job_done(struct kld_job *job) {
     kld_completions_push(&request->session->worker->completions, request);
 }
 
+static void job_launched(struct kld_job *job) {
+    struct kld_request *request = job->owner;
+    kld_completions_push_launched(&request->session->worker->completions, request);
+}
+
 void kld_core_completed(struct kld_worker *worker) {
     struct kld_request *next, *request = kld_completions_take(&worker->completions);
+    struct kld_request *launched = kld_completions_take_launched(&worker->completions);
+    for (; launched && !worker->lost; launched = launched->next_launched)
+        tell_launched(launched);
     for (; request && !worker->lost; request = next) {
         next = request->next;
         struct kld_lane *lane = request->lane;
@@ -185,13 +215,13 @@ void kld_core_completed(struct kld_worker *worker) {
 static struct kld_request *find(struct kld_session *session, uint64_t number) {
     struct kld_request *request;
     TAILQ_FOREACH(request, &session->requests, in_session)
-    if (request->number == number && !request->answered)
+    if (request->number == number && !request->answered && !request->told)
         return request;
     return NULL;
 }
 
-static enum kld_status admit(struct kld_session *session, uint64_t number, uint32_t stream,
-                             struct kld_request **ret_request, struct kld_error *err) {
+enum kld_status kld_core_admit(struct kld_session *session, uint64_t number, uint32_t stream,
+                               struct kld_request **ret_request, struct kld_error *err) {
     struct kld_worker *worker = session->worker;
     const struct kld_config *config = worker->options.config;
     if (worker->draining)
@@ -220,12 +250,15 @@ static enum kld_status admit(struct kld_session *session, uint64_t number, uint3
 }
 
 /* From here on the request cannot fail to be admitted: FREE -> QUEUED. */
-static void enter(struct kld_request *request, uint64_t timeout_ns) {
+void kld_core_enter(struct kld_request *request, uint64_t timeout_ns) {
     struct kld_session *session = request->session;
     struct kld_worker *worker = session->worker;
     struct kld_lane *lane = request->lane;
     struct kld_job *job = &request->job;
     job->done = job_done;
+    job->launched = request->early ? job_launched : NULL;
+    job->wait = request->ready ? request->ready->gpu : NULL;
+    job->record = request->finished ? request->finished->gpu : NULL;
     job->owner = request;
     job->status = KLD_OK;
     job->error.status = KLD_OK;
@@ -246,126 +279,6 @@ static void enter(struct kld_request *request, uint64_t timeout_ns) {
     if (lane->state == KLD_LANE_CLOSED)
         kld_lane_open(lane);
     launch(lane);
-}
-
-static void pin(struct kld_request *request, struct kld_region *region) {
-    kld_worker_region_acquire(region);
-    request->regions[request->regions_count++] = region;
-}
-
-/* The same op, with each tensor named by its memory instead of by its region: two regions may show
- * the same bytes, and kld_op_check() is to see that. */
-static enum kld_status to_spaces(struct kld_op *op, struct kld_region *const *regions,
-                                 struct kld_error *err) {
-    for (uint32_t slot = 0; slot < KLD_SLOT_COUNT; slot++) {
-        if (!regions[slot])
-            continue;
-        op->tensor[slot].region = regions[slot]->space;
-        if (__builtin_add_overflow(op->tensor[slot].offset_bytes, regions[slot]->space_offset,
-                                   &op->tensor[slot].offset_bytes))
-            return kld_error_set(err, KLD_INVALID, "%s: offset overflows 64 bits",
-                                 kld_slot_name(slot));
-    }
-    return KLD_OK;
-}
-
-static enum kld_status look_up(struct kld_session *session, struct kld_op *op,
-                               struct kld_geometry *geometry, struct kld_region **regions,
-                               struct kld_error *err) {
-    enum kld_status status;
-    for (uint32_t slot = 0; slot < KLD_SLOT_COUNT; slot++) {
-        regions[slot] = NULL;
-        if (op->tensor[slot].dtype == KLD_DTYPE_ABSENT)
-            continue;
-        regions[slot] =
-            kld_worker_region_find(session, op->tensor[slot].region, kld_slot_name(slot), err);
-        if (!regions[slot])
-            return err->status;
-        if ((status =
-                 kld_op_check_bounds(op, geometry, (enum kld_slot)slot, regions[slot]->bytes, err)))
-            return status;
-    }
-    if (!session->aliased)
-        return KLD_OK;
-    if ((status = to_spaces(op, regions, err)))
-        return status;
-    return kld_op_check(op, geometry, err);
-}
-
-enum kld_status kld_core_submit(struct kld_session *session, const struct kld_frame_submit *frame,
-                                struct kld_error *err) {
-    struct kld_op op;
-    struct kld_geometry geometry;
-    struct kld_region *regions[KLD_SLOT_COUNT];
-    uint64_t offsets[KLD_SLOT_COUNT];
-    struct kld_request *request = NULL;
-    enum kld_status status;
-    if ((status = kld_submit_decode(frame, &op, err)) ||
-        (status = kld_op_check(&op, &geometry, err)))
-        return status;
-    for (uint32_t slot = 0; slot < KLD_SLOT_COUNT; slot++)
-        offsets[slot] = op.tensor[slot].offset_bytes;
-    if ((status = look_up(session, &op, &geometry, regions, err)) ||
-        (status = admit(session, frame->header.request, frame->stream, &request, err)))
-        return status;
-    request->job.kind = KLD_JOB_OP;
-    request->job.op = op;
-    request->job.geometry = geometry;
-    for (uint32_t slot = 0; slot < KLD_SLOT_COUNT; slot++) {
-        request->job.place[slot] = (struct kld_place){0};
-        if (!regions[slot])
-            continue;
-        pin(request, regions[slot]);
-        request->job.place[slot] =
-            (struct kld_place){.memory = regions[slot]->memory, .offset_bytes = offsets[slot]};
-    }
-    enter(request, frame->timeout_ns);
-    return KLD_OK;
-}
-
-static enum kld_status copy_bounds(const struct kld_region *region, const char *what,
-                                   uint64_t offset, uint64_t bytes, struct kld_error *err) {
-    if (offset > region->bytes || bytes > region->bytes - offset)
-        return kld_error_set(err, KLD_INVALID,
-                             "%s: %" PRIu64 " bytes at offset %" PRIu64
-                             " do not fit a region of %" PRIu64 " bytes",
-                             what, bytes, offset, region->bytes);
-    return KLD_OK;
-}
-
-enum kld_status kld_core_copy(struct kld_session *session, const struct kld_frame_copy *frame,
-                              struct kld_error *err) {
-    struct kld_request *request = NULL;
-    enum kld_status status;
-    if (frame->reserved != 0)
-        return kld_error_set(err, KLD_INVALID, "COPY: reserved field is not 0");
-    if (frame->bytes == 0)
-        return kld_error_set(err, KLD_INVALID, "COPY of 0 bytes");
-    struct kld_region *to = kld_worker_region_find(session, frame->destination, "destination", err);
-    struct kld_region *from =
-        to ? kld_worker_region_find(session, frame->source, "source", err) : NULL;
-    if (!from)
-        return err->status;
-    uint64_t to_offset = frame->destination_offset_bytes, from_offset = frame->source_offset_bytes;
-    if ((status = copy_bounds(to, "destination", to_offset, frame->bytes, err)) ||
-        (status = copy_bounds(from, "source", from_offset, frame->bytes, err)))
-        return status;
-    /* Offsets in the space cannot overflow: regions lie inside their allocations. */
-    uint64_t to_first = to->space_offset + to_offset, from_first = from->space_offset + from_offset;
-    if (to->space == from->space && to_first < from_first + frame->bytes &&
-        from_first < to_first + frame->bytes)
-        return kld_error_set(err, KLD_INVALID, "source and destination of a COPY overlap");
-    if ((status = admit(session, frame->header.request, frame->stream, &request, err)))
-        return status;
-    request->job.kind = KLD_JOB_COPY;
-    request->job.copy_to = (struct kld_place){.memory = to->memory, .offset_bytes = to_offset};
-    request->job.copy_from =
-        (struct kld_place){.memory = from->memory, .offset_bytes = from_offset};
-    request->job.copy_bytes = frame->bytes;
-    pin(request, to);
-    pin(request, from);
-    enter(request, 0);
-    return KLD_OK;
 }
 
 void kld_core_refused(struct kld_session *session, const struct kld_frame_header *header,
@@ -436,7 +349,8 @@ void kld_core_device_lost(struct kld_worker *worker, const struct kld_error *cau
             request->answered = true;
             kld_queue_unwatch(&worker->queue, request);
             account(request, KLD_DEVICE_LOST, cause->text, false);
-            kld_session_reply_error(session, request->number, &error);
+            if (!request->told)
+                kld_session_reply_error(session, request->number, &error);
         }
     }
     uv_stop(&worker->loop);

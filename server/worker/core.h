@@ -8,12 +8,17 @@
 
 #include "server/worker/worker.h"
 
-/* Admits an operator or a copy; its DONE or ERROR follows. On an error nothing was admitted and the
- * caller answers. */
+/* admit.c: admits an operator or a copy; its DONE or ERROR follows. On an error nothing was
+ * admitted and the caller answers. */
 enum kld_status kld_core_submit(struct kld_session *session, const struct kld_frame_submit *frame,
                                 struct kld_error *err);
 enum kld_status kld_core_copy(struct kld_session *session, const struct kld_frame_copy *frame,
                               struct kld_error *err);
+/* A request from the pool, within the limits of its client; it becomes QUEUED with enter(), from
+ * where on it cannot fail to be admitted. */
+enum kld_status kld_core_admit(struct kld_session *session, uint64_t number, uint32_t stream,
+                               struct kld_request **ret_request, struct kld_error *err);
+void kld_core_enter(struct kld_request *request, uint64_t timeout_ns);
 /* Counts and logs a SUBMIT or COPY that was not admitted; the caller answers it. */
 void kld_core_refused(struct kld_session *session, const struct kld_frame_header *header,
                       const struct kld_error *error);

@@ -69,6 +69,22 @@ void kld_completions_push(struct kld_completions *completions, struct kld_reques
         uv_async_send(&completions->wake);
 }
 
+void kld_completions_push_launched(struct kld_completions *completions,
+                                   struct kld_request *request) {
+    struct kld_request *newest =
+        atomic_load_explicit(&completions->newest_launched, memory_order_relaxed);
+    do
+        request->next_launched = newest;
+    while (!atomic_compare_exchange_weak_explicit(&completions->newest_launched, &newest, request,
+                                                  memory_order_release, memory_order_relaxed));
+    if (!newest)
+        uv_async_send(&completions->wake);
+}
+
+struct kld_request *kld_completions_take_launched(struct kld_completions *completions) {
+    return atomic_exchange_explicit(&completions->newest_launched, NULL, memory_order_acquire);
+}
+
 struct kld_request *kld_completions_take(struct kld_completions *completions) {
     struct kld_request *newest =
         atomic_exchange_explicit(&completions->newest, NULL, memory_order_acquire);

@@ -1,7 +1,8 @@
 /* device.h - the one device of a worker: finding and opening it, and the way back from its thread.
  *
  * Completions: the back end calls done() on its own thread; that pushes the request on a lock-free
- * list and wakes the loop. Wake-ups coalesce, so the loop takes the whole list each time. */
+ * list and wakes the loop. Wake-ups coalesce, so the loop takes the whole list each time. Launches
+ * that a client wants to hear of (EARLY) take the same way on a list of their own. */
 #ifndef KLD_SERVER_WORKER_DEVICE_H
 #define KLD_SERVER_WORKER_DEVICE_H
 
@@ -24,12 +25,19 @@ enum kld_status kld_worker_device_open(const struct kld_config *config, uint32_t
 
 struct kld_completions {
     _Atomic(struct kld_request *) newest; /* any thread pushes, the loop takes all */
-    uv_async_t wake;                      /* uv_async_send(): any thread; else the loop's */
+    _Atomic(struct kld_request *) newest_launched;
+    uv_async_t wake; /* uv_async_send(): any thread; else the loop's */
 };
 
 /* kld_job.done of every job; owner is the request, completions the ones of its worker. */
 void kld_completions_push(struct kld_completions *completions, struct kld_request *request);
+/* kld_job.launched of those whose client wants to know. */
+void kld_completions_push_launched(struct kld_completions *completions,
+                                   struct kld_request *request);
 /* Everything pushed so far, oldest first, linked by next. Loop thread. */
 struct kld_request *kld_completions_take(struct kld_completions *completions);
+/* The same of launches, linked by next_launched in no order. What was taken by the call above was
+ * launched before: take and handle these second and first. */
+struct kld_request *kld_completions_take_launched(struct kld_completions *completions);
 
 #endif

@@ -1,12 +1,13 @@
 /* frames.c - what each frame of a client asks for. One packet in, at most one immediate reply out;
- * REGION_ADD, SUBMIT and COPY are answered later by region.c and core.c.
+ * REGION_ADD, EVENT_ADD, SUBMIT and COPY are answered later by region.c, event.c and core.c.
  * Reads and writes no socket (session.c). Worker process, loop thread. */
 #include <string.h>
 
 #include "server/log.h"
 #include "server/worker/closer.h"
 #include "server/worker/core.h"
-#include "server/worker/region.h"
+#include "server/worker/event.h"
+#include "server/worker/publish.h"
 
 /* Letters for logs: printable, and nothing that ends a quoted value. */
 static enum kld_status take_name(struct kld_session *session, const char *name,
@@ -53,6 +54,8 @@ static enum kld_status hello(struct kld_session *session, const struct kld_frame
     welcome->regions_max = (uint32_t)config->client_regions_max;
     welcome->requests_max = (uint32_t)config->client_requests_max;
     welcome->streams_max = (uint32_t)config->client_streams_max;
+    welcome->events_max = info->imports_cuda_ipc ? KLD_SESSION_EVENTS_MAX : 0;
+    welcome->publications_max = KLD_PUBLICATIONS_MAX;
     welcome->region_bytes_max = config->region_bytes_max;
     welcome->pool_bytes_max = info->pool_bytes_max;
     memcpy(welcome->device_list[index].uuid, info->uuid, KLD_WIRE_UUID_BYTES);
@@ -87,6 +90,44 @@ static void reply_plain(struct kld_session *session, enum kld_frame_type type, u
     kld_session_reply(session, &reply);
 }
 
+static enum kld_status set_stream(struct kld_session *session, const struct kld_frame_stream *frame,
+                                  struct kld_error *err) {
+    uint64_t streams = session->worker->options.config->client_streams_max;
+    if (frame->stream >= streams)
+        return kld_error_set(err, KLD_INVALID, "stream %u; expected a number below %llu",
+                             frame->stream, (unsigned long long)streams);
+    if (frame->priority < KLD_PRIORITY_LOW || frame->priority > KLD_PRIORITY_HIGH)
+        return kld_error_set(err, KLD_INVALID,
+                             "priority %d; expected -1 (low), 0 (normal) or 1 (high)",
+                             frame->priority);
+    struct kld_lane *lane = &session->lanes[frame->stream];
+    if (lane->state != KLD_LANE_CLOSED)
+        return kld_error_set(err, KLD_INVALID,
+                             "stream %u is in use; its priority is set before its first request",
+                             frame->stream);
+    lane->priority = (enum kld_priority)frame->priority;
+    return KLD_OK;
+}
+
+/* Frames that are answered by a DONE without contents. */
+static enum kld_status act(struct kld_session *session, const union kld_frame *frame,
+                           struct kld_error *err) {
+    enum kld_status status;
+    switch (frame->header.type) {
+    case KLD_FRAME_REGION_DROP:
+        status = kld_worker_region_drop(session, frame->as_REGION_DROP.region, err);
+        break;
+    case KLD_FRAME_EVENT_DROP:
+        status = kld_worker_event_drop(session, frame->as_EVENT_DROP.event, err);
+        break;
+    case KLD_FRAME_STREAM: status = set_stream(session, &frame->as_STREAM, err); break;
+    default: status = kld_core_cancel(session, frame->as_CANCEL.target, err);
+    }
+    if (status == KLD_OK)
+        reply_plain(session, KLD_FRAME_DONE, frame->header.request);
+    return status;
+}
+
 /* ret_fd_taken: the descriptor now belongs to a region. */
 static enum kld_status dispatch(struct kld_session *session, const union kld_frame *frame, int fd,
                                 bool *ret_fd_taken, struct kld_error *err) {
@@ -99,20 +140,18 @@ static enum kld_status dispatch(struct kld_session *session, const union kld_fra
     case KLD_FRAME_HELLO: return hello(session, &frame->as_HELLO, err);
     case KLD_FRAME_REGION_ADD:
         status = kld_worker_region_add(session, &frame->as_REGION_ADD, fd, err);
-        *ret_fd_taken = status == KLD_OK;
+        *ret_fd_taken = status == KLD_OK && fd >= 0;
         return status;
+    case KLD_FRAME_EVENT_ADD: return kld_worker_event_add(session, &frame->as_EVENT_ADD, err);
+    case KLD_FRAME_PUBLISH: return kld_publication_open(session, &frame->as_PUBLISH, err);
+    case KLD_FRAME_ATTACH: return kld_publication_attach(session, &frame->as_ATTACH, err);
+    case KLD_FRAME_DETACH: return kld_publication_detach(session, &frame->as_DETACH, err);
     case KLD_FRAME_REGION_DROP:
-        if ((status = kld_worker_region_drop(session, frame->as_REGION_DROP.region, err)))
-            return status;
-        reply_plain(session, KLD_FRAME_DONE, request);
-        return KLD_OK;
+    case KLD_FRAME_EVENT_DROP:
+    case KLD_FRAME_STREAM:
+    case KLD_FRAME_CANCEL: return act(session, frame, err);
     case KLD_FRAME_COPY: return kld_core_copy(session, &frame->as_COPY, err);
     case KLD_FRAME_SUBMIT: return kld_core_submit(session, &frame->as_SUBMIT, err);
-    case KLD_FRAME_CANCEL:
-        if ((status = kld_core_cancel(session, frame->as_CANCEL.target, err)))
-            return status;
-        reply_plain(session, KLD_FRAME_DONE, request);
-        return KLD_OK;
     case KLD_FRAME_STATS: stats(session, request); return KLD_OK;
     case KLD_FRAME_PING: reply_plain(session, KLD_FRAME_PONG, request); return KLD_OK;
     default:

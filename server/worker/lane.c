@@ -5,8 +5,11 @@
 static void open_work(uv_work_t *work) {
     struct kld_lane *lane = work->data;
     struct kld_worker *worker = lane->session->worker;
-    lane->status =
-        worker->options.backend->stream_open(worker->device, &lane->stream, &lane->error);
+    const struct kld_backend *backend = worker->options.backend;
+    lane->status = backend->stream_open_priority
+                       ? backend->stream_open_priority(worker->device, lane->priority,
+                                                       &lane->stream, &lane->error)
+                       : backend->stream_open(worker->device, &lane->stream, &lane->error);
 }
 
 static void open_after(uv_work_t *work, int cancelled) {

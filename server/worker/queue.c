@@ -34,7 +34,8 @@ struct kld_request *kld_queue_acquire(struct kld_queue *queue) {
     queue->free = request->next;
     queue->in_use++;
     request->next = NULL;
-    request->answered = false;
+    request->answered = request->early = request->told = false;
+    request->ready = request->finished = NULL;
     request->session = NULL;
     request->lane = NULL;
     request->number = request->arrival_ns = request->deadline_ns = 0;

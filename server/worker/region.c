@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "server/worker/core.h"
+#include "server/worker/publish.h"
 
 #define SLOT_MASK (((uint64_t)1 << KLD_REGION_SLOT_BITS) - 1)
 
@@ -52,8 +53,18 @@ static enum kld_status check_memfd(const struct kld_frame_region_add *frame, int
     return KLD_OK;
 }
 
-static enum kld_status check_ipc(const struct kld_device *device,
-                                 const struct kld_frame_region_add *frame, struct kld_error *err) {
+/* What is not a device must not reach the driver, which asks it in ways that may block. */
+static enum kld_status check_cuda_fd(int fd, struct kld_error *err) {
+    struct stat stat;
+    if (fstat(fd, &stat) == 0 && !S_ISREG(stat.st_mode) && !S_ISDIR(stat.st_mode) &&
+        !S_ISFIFO(stat.st_mode) && !S_ISSOCK(stat.st_mode) && !S_ISBLK(stat.st_mode))
+        return KLD_OK;
+    return kld_error_set(err, KLD_INVALID,
+                         "the descriptor is not a CUDA allocation exported as a file descriptor");
+}
+
+static enum kld_status check_cuda(const struct kld_device *device,
+                                  const struct kld_frame_region_add *frame, struct kld_error *err) {
     uint64_t end;
     if (!device->info.imports_cuda_ipc)
         return kld_error_set(err, KLD_UNIMPLEMENTED,
@@ -72,20 +83,32 @@ static enum kld_status check_ipc(const struct kld_device *device,
 
 static enum kld_status check_frame(const struct kld_frame_region_add *frame,
                                    struct kld_error *err) {
-    if (frame->kind < KLD_REGION_MEMFD || frame->kind > KLD_REGION_POOL)
-        return kld_error_set(err, KLD_INVALID,
-                             "unknown region kind %u; known: 1 memfd, 2 CUDA IPC, 3 pool",
-                             frame->kind);
+    if (frame->kind < KLD_REGION_MEMFD || frame->kind > KLD_REGION_CUDA_FD)
+        return kld_error_set(
+            err, KLD_INVALID,
+            "unknown region kind %u; known: 1 memfd, 2 CUDA IPC, 3 pool, 4 CUDA fd", frame->kind);
     if (frame->reserved != 0)
         return kld_error_set(err, KLD_INVALID, "REGION_ADD: reserved field is not 0");
     if (frame->bytes == 0)
         return kld_error_set(err, KLD_INVALID, "a region of 0 bytes");
-    if (frame->kind != KLD_REGION_CUDA_IPC &&
-        (frame->offset_bytes || frame->base_bytes ||
-         !all_zero(frame->device_uuid, sizeof frame->device_uuid) ||
+    bool cuda = frame->kind == KLD_REGION_CUDA_IPC || frame->kind == KLD_REGION_CUDA_FD;
+    if ((!cuda && (frame->offset_bytes || frame->base_bytes ||
+                   !all_zero(frame->device_uuid, sizeof frame->device_uuid))) ||
+        (frame->kind != KLD_REGION_CUDA_IPC &&
          !all_zero(frame->ipc_handle, sizeof frame->ipc_handle)))
         return kld_error_set(err, KLD_INVALID,
                              "REGION_ADD: fields of a CUDA handle are set for another kind");
+    return KLD_OK;
+}
+
+static enum kld_status check_count(const struct kld_session *session, struct kld_error *err) {
+    if (session->worker->draining)
+        return kld_error_set(err, KLD_UNAVAILABLE, "the server is going away; connect again");
+    if (session->regions_count >= session->worker->options.config->client_regions_max ||
+        session->regions_count > SLOT_MASK)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "%u regions of this connection exist, the most allowed",
+                             session->regions_count);
     return KLD_OK;
 }
 
@@ -93,16 +116,13 @@ static enum kld_status check_quota(const struct kld_session *session, uint64_t b
                                    struct kld_error *err) {
     const struct kld_config *config = session->worker->options.config;
     uint64_t total;
-    if (session->worker->draining)
-        return kld_error_set(err, KLD_UNAVAILABLE, "the server is going away; connect again");
+    enum kld_status status = check_count(session, err);
+    if (status)
+        return status;
     if (bytes > config->region_bytes_max)
         return kld_error_set(err, KLD_TOO_LARGE,
                              "a region of %" PRIu64 " bytes; at most %" PRIu64 " are allowed",
                              bytes, config->region_bytes_max);
-    if (session->regions_count >= config->client_regions_max || session->regions_count > SLOT_MASK)
-        return kld_error_set(err, KLD_TOO_LARGE,
-                             "%u regions of this connection exist, the most allowed",
-                             session->regions_count);
     if (__builtin_add_overflow(session->region_bytes, bytes, &total) ||
         total > config->client_region_bytes_max)
         return kld_error_set(err, KLD_TOO_LARGE,
@@ -137,7 +157,7 @@ static enum kld_status table_insert(struct kld_session *session, struct kld_regi
 static void gauges_add(struct kld_region *region, int sign) {
     struct kld_session *session = region->session;
     struct kld_worker *worker = session->worker;
-    uint64_t bytes = region->bytes;
+    uint64_t bytes = region->attached ? 0 : region->bytes; /* its owner's bytes */
     session->regions_count += (uint32_t)sign;
     session->region_bytes += sign > 0 ? bytes : -bytes;
     worker->regions += (uint64_t)(int64_t)sign;
@@ -165,8 +185,11 @@ static void add_work(uv_work_t *work) {
     case KLD_REGION_MEMFD:
         region->status =
             backend->memory_map(device, region->fd, region->bytes, &region->memory, &region->error);
-        close(region->fd);
-        region->fd = -1;
+        break;
+    case KLD_REGION_CUDA_FD:
+        region->status =
+            backend->memory_import_fd(device, region->fd, region->base_bytes, region->space_offset,
+                                      region->bytes, &region->memory, &region->error);
         break;
     case KLD_REGION_CUDA_IPC:
         region->status = backend->memory_import_ipc(device, region->ipc_handle, region->base_bytes,
@@ -177,6 +200,9 @@ static void add_work(uv_work_t *work) {
         region->status =
             backend->memory_alloc(device, region->bytes, &region->memory, &region->error);
     }
+    if (region->fd >= 0)
+        close(region->fd);
+    region->fd = -1;
 }
 
 static void remove_work(uv_work_t *work) {
@@ -208,20 +234,27 @@ static void remove_unused(struct kld_region *region) {
     uv_queue_work(&session->worker->loop, &region->work, remove_work, remove_after);
 }
 
+static bool same_memory(const struct kld_region *a, const struct kld_region *b) {
+    if (a->memory == b->memory)
+        return true;
+    if (a->kind != b->kind)
+        return false;
+    switch (a->kind) {
+    case KLD_REGION_MEMFD: return a->inode == b->inode && a->inode_device == b->inode_device;
+    case KLD_REGION_CUDA_IPC:
+        return memcmp(a->ipc_handle, b->ipc_handle, sizeof a->ipc_handle) == 0;
+    default: return false; /* two descriptors of one CUDA allocation cannot be told from others */
+    }
+}
+
 /* Memory that another LIVE region of this client shows too gets that one's space. */
 static void find_space(struct kld_region *region) {
     struct kld_session *session = region->session;
     region->space = region->id;
     for (uint32_t i = 0; i < session->regions_size; i++) {
         const struct kld_region *other = session->regions[i];
-        if (!other || other == region || other->state != KLD_REGION_LIVE ||
-            other->kind != region->kind || region->kind == KLD_REGION_POOL)
-            continue;
-        bool same =
-            region->kind == KLD_REGION_MEMFD
-                ? other->inode == region->inode && other->inode_device == region->inode_device
-                : memcmp(other->ipc_handle, region->ipc_handle, sizeof region->ipc_handle) == 0;
-        if (same) {
+        if (other && other != region && other->state == KLD_REGION_LIVE && other->memory &&
+            same_memory(region, other)) {
             region->space = other->space;
             session->aliased = true;
             return;
@@ -272,8 +305,10 @@ enum kld_status kld_worker_region_add(struct kld_session *session,
         return status;
     if (frame->kind == KLD_REGION_MEMFD)
         status = check_memfd(frame, fd, &stat, err);
-    else if (frame->kind == KLD_REGION_CUDA_IPC)
-        status = check_ipc(worker->device, frame, err);
+    else if (frame->kind != KLD_REGION_POOL)
+        status = check_cuda(worker->device, frame, err);
+    if (!status && frame->kind == KLD_REGION_CUDA_FD)
+        status = check_cuda_fd(fd, err);
     if (status)
         return status;
     struct kld_region *region = calloc(1, sizeof *region);
@@ -305,30 +340,94 @@ struct kld_region *kld_worker_region_find(struct kld_session *session, uint64_t 
                                           const char *what, struct kld_error *err) {
     uint64_t slot = id & SLOT_MASK;
     struct kld_region *region = slot < session->regions_size ? session->regions[slot] : NULL;
-    if (region && region->id == id && region->state == KLD_REGION_LIVE)
+    bool live = region && region->id == id && region->state == KLD_REGION_LIVE;
+    if (live && (!region->attached || region->publication))
         return region;
-    kld_error_set(err, KLD_NOT_FOUND, "%s: no region %" PRIu64 " on this connection", what, id);
+    if (live)
+        kld_error_set(err, KLD_GONE,
+                      "%s: the tensor behind region %" PRIu64
+                      " is no longer published; its owner took it back or is gone",
+                      what, id);
+    else
+        kld_error_set(err, KLD_NOT_FOUND, "%s: no region %" PRIu64 " on this connection", what, id);
     return NULL;
+}
+
+/* No request can name it from here on. */
+static void condemn(struct kld_region *region) {
+    if (region->attached) {
+        if (region->publication)
+            kld_worker_region_orphan(region);
+        forget(region);
+        return;
+    }
+    if (region->publications)
+        kld_publication_end_region(region);
+    region->state = KLD_REGION_CONDEMNED;
+    remove_unused(region);
 }
 
 enum kld_status kld_worker_region_drop(struct kld_session *session, uint64_t id,
                                        struct kld_error *err) {
-    struct kld_region *region = kld_worker_region_find(session, id, "REGION_DROP", err);
-    if (!region)
-        return err->status;
-    region->state = KLD_REGION_CONDEMNED;
-    remove_unused(region);
+    uint64_t slot = id & SLOT_MASK;
+    struct kld_region *region = slot < session->regions_size ? session->regions[slot] : NULL;
+    if (!region || region->id != id || region->state != KLD_REGION_LIVE)
+        return kld_error_set(err, KLD_NOT_FOUND,
+                             "REGION_DROP: no region %" PRIu64 " on this connection", id);
+    condemn(region);
     return KLD_OK;
 }
 
 void kld_worker_region_drop_all(struct kld_session *session) {
-    for (uint32_t i = 0; i < session->regions_size; i++) {
-        struct kld_region *region = session->regions[i];
-        if (!region || region->state != KLD_REGION_LIVE)
-            continue;
-        region->state = KLD_REGION_CONDEMNED;
-        remove_unused(region);
+    for (uint32_t i = 0; i < session->regions_size; i++)
+        if (session->regions[i] && session->regions[i]->state == KLD_REGION_LIVE)
+            condemn(session->regions[i]);
+}
+
+/* ---- Memory of others ------------------------------------------------------------------------ */
+
+enum kld_status kld_worker_region_attach(struct kld_session *session,
+                                         struct kld_publication *publication,
+                                         struct kld_region **ret_region, struct kld_error *err) {
+    const struct kld_region *owner = publication->region;
+    enum kld_status status = check_count(session, err);
+    if (status)
+        return status;
+    struct kld_region *region = calloc(1, sizeof *region);
+    if (!region)
+        return kld_error_set(err, KLD_NO_MEMORY, "no memory for another region");
+    region->session = session;
+    region->kind = owner->kind;
+    region->attached = true;
+    region->bytes = publication->bytes;
+    region->memory = owner->memory;
+    region->memory_offset = publication->offset_bytes;
+    region->space_offset = owner->space_offset + publication->offset_bytes;
+    memcpy(region->ipc_handle, owner->ipc_handle, sizeof region->ipc_handle);
+    region->inode_device = owner->inode_device;
+    region->inode = owner->inode;
+    region->fd = -1;
+    if ((status = table_insert(session, region, err))) {
+        free(region);
+        return status;
     }
+    region->publication = publication;
+    TAILQ_INSERT_TAIL(&publication->attached, region, in_publication);
+    gauges_add(region, 1);
+    find_space(region);
+    region->state = KLD_REGION_LIVE;
+    *ret_region = region;
+    return KLD_OK;
+}
+
+void kld_worker_region_orphan(struct kld_region *region) {
+    TAILQ_REMOVE(&region->publication->attached, region, in_publication);
+    region->publication = NULL;
+    region->memory = NULL;
+}
+
+struct kld_region *kld_worker_region_owner(struct kld_region *region) {
+    return region->attached ? region->publication->region : region;
 }
 
 void kld_worker_region_acquire(struct kld_region *region) { region->users++; }

@@ -5,6 +5,9 @@
  * (uv's pool unmaps it), then freed. `users` counts the requests that pinned it; it is CONDEMNED
  * until they are gone (R2). A session outlives its regions.
  *
+ * An attached region (publish.h) has no memory of its own but its owner's. What a request pins is
+ * the owner's region; the attached one is only a name for it and can go at any time.
+ *
  * Two regions of one client may show the same memory: one memfd registered twice, two parts of one
  * GPU allocation. Such regions get one `space`, so that outputs that overlap are seen. */
 #ifndef KLD_SERVER_WORKER_REGION_H
@@ -22,6 +25,8 @@ enum kld_region_state {
     KLD_REGION_REMOVING,
 };
 
+struct kld_publication;
+
 struct kld_region {
     /* Loop thread. */
     struct kld_session *session;
@@ -29,24 +34,31 @@ struct kld_region {
     uint64_t id;      /* serial << KLD_REGION_SLOT_BITS | place in the session's table */
     uint64_t request; /* the REGION_ADD to answer */
     uint32_t users;
-    uint64_t space; /* id of the first region that showed this memory */
+    uint64_t space;                      /* id of the first region that showed this memory */
+    uint32_t publications;               /* of it */
+    struct kld_publication *publication; /* attached: to this; NULL: the owner took it back */
+    TAILQ_ENTRY(kld_region) in_publication;
     uv_work_t work;
 
     /* Constant from creation on. */
     uint32_t kind; /* enum kld_region_kind */
+    bool attached;
     uint64_t bytes;
-    uint64_t space_offset; /* where it begins in its space */
-    uint64_t base_bytes;   /* CUDA IPC */
+    uint64_t memory_offset; /* attached: where it begins in `memory`; else 0 */
+    uint64_t space_offset;  /* where it begins in its space: what it is aligned by */
+    uint64_t base_bytes;    /* CUDA IPC, CUDA fd */
     uint8_t ipc_handle[KLD_WIRE_IPC_HANDLE_BYTES];
     dev_t inode_device; /* memfd */
     ino_t inode;
 
     /* ADDING, REMOVING: the pool's. Else the loop's. */
-    int fd; /* memfd, until it is mapped */
-    struct kld_memory *memory;
+    int fd;                    /* memfd or CUDA allocation, until it is mapped */
+    struct kld_memory *memory; /* attached: the owner's; NULL: it took it back */
     enum kld_status status;
     struct kld_error error;
 };
+
+TAILQ_HEAD(kld_region_list, kld_region);
 
 #define KLD_REGION_SLOT_BITS 20 /* regions of a client: at most 2^20 */
 
@@ -60,9 +72,18 @@ enum kld_status kld_worker_region_drop(struct kld_session *session, uint64_t id,
                                        struct kld_error *err);
 void kld_worker_region_drop_all(struct kld_session *session);
 
-/* The LIVE region of this id, or NULL with KLD_NOT_FOUND described. what: who named it. */
+/* The LIVE region of this id, or NULL with KLD_NOT_FOUND described, or KLD_GONE where it was
+ * attached to what is no longer published. what: who named it. */
 struct kld_region *kld_worker_region_find(struct kld_session *session, uint64_t id,
                                           const char *what, struct kld_error *err);
+/* A region for whoever attaches to the publication; LIVE at once. */
+enum kld_status kld_worker_region_attach(struct kld_session *session,
+                                         struct kld_publication *publication,
+                                         struct kld_region **ret_region, struct kld_error *err);
+/* An attached region whose publication ends. */
+void kld_worker_region_orphan(struct kld_region *region);
+/* The region whose memory this one is: itself, or its owner's. Of a region that find() gave. */
+struct kld_region *kld_worker_region_owner(struct kld_region *region);
 void kld_worker_region_acquire(struct kld_region *region);
 /* The last user of a condemned region has it unmapped. */
 void kld_worker_region_release(struct kld_region *region);

@@ -8,7 +8,8 @@
  *
  * `answered` is apart from the state: a client that cancels, whose deadline passes or who leaves is
  * answered (or gone) at once, while a RUNNING request stays RUNNING, its memory pinned, until the
- * back end is through with it. Nothing here allocates. */
+ * back end is through with it. `told` is its EARLY counterpart: DONE went out at launch, the work
+ * goes on, and is counted and logged when it has ended. Nothing here allocates. */
 #ifndef KLD_SERVER_WORKER_REQUEST_H
 #define KLD_SERVER_WORKER_REQUEST_H
 
@@ -21,6 +22,7 @@
 struct kld_lane;
 struct kld_region;
 struct kld_session;
+struct kld_worker_event;
 
 enum kld_request_state { KLD_REQUEST_FREE, KLD_REQUEST_QUEUED, KLD_REQUEST_RUNNING };
 
@@ -28,6 +30,8 @@ struct kld_request {
     /* Loop thread only. */
     enum kld_request_state state;
     bool answered;               /* the client got its reply, or is gone: the result is dropped */
+    bool early;                  /* DONE is wanted at launch */
+    bool told;                   /* and was sent */
     struct kld_session *session; /* outlives its requests */
     struct kld_lane *lane;       /* of that session */
     uint64_t number;             /* the client's request number */
@@ -36,11 +40,13 @@ struct kld_request {
     uint32_t heap_place;         /* in the queue's heap of deadlines, from 1; 0: not there */
     uint32_t regions_count;
     struct kld_region *regions[KLD_SLOT_COUNT]; /* each acquired once for this request */
+    struct kld_worker_event *ready, *finished;  /* acquired; NULL: none */
     TAILQ_ENTRY(kld_request) in_session;        /* while not FREE */
     TAILQ_ENTRY(kld_request) in_lane;           /* while QUEUED */
 
     /* FREE: the pool's (loop thread). RUNNING: from done() on, the completion list's (device.c). */
     struct kld_request *next;
+    struct kld_request *next_launched; /* the completion list's, from launched() on */
 
     /* RUNNING: the back end's, until done(). Else the loop thread's. */
     struct kld_job job;

@@ -13,7 +13,7 @@
 #include "server/log.h"
 #include "server/worker/closer.h"
 #include "server/worker/core.h"
-#include "server/worker/region.h"
+#include "server/worker/event.h"
 
 /* ---- Out ------------------------------------------------------------------------------------- */
 
@@ -228,6 +228,7 @@ void kld_session_close(struct kld_session *session) {
     session->fd = -1;
     session->out_head = session->out_tail = 0;
     kld_worker_region_drop_all(session);
+    kld_worker_event_drop_all(session);
     kld_core_detach(session);
     kld_worker_accept(worker);
     kld_worker_progress(worker);
@@ -236,7 +237,8 @@ void kld_session_close(struct kld_session *session) {
 void kld_session_collect(struct kld_session *session) {
     struct kld_worker *worker = session->worker;
     if (session->state != KLD_SESSION_CLOSING || session->polling || session->requests_count ||
-        session->lanes_busy || session->tasks || session->regions_count)
+        session->lanes_busy || session->tasks || session->regions_count ||
+        session->gpu_events_count)
         return;
     TAILQ_REMOVE(&worker->sessions, session, in_worker);
     worker->sessions_count--;

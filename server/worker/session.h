@@ -23,7 +23,8 @@ struct kld_worker;
 #define KLD_SESSION_TASKS_MAX 64
 /* Frames read from one client before the loop looks at the others. */
 #define KLD_SESSION_BURST 16
-#define KLD_SESSION_FDS_MAX 253 /* SCM_MAX_FD: all that one packet can carry */
+#define KLD_SESSION_EVENTS_MAX 64 /* events of one client */
+#define KLD_SESSION_FDS_MAX 253   /* SCM_MAX_FD: all that one packet can carry */
 
 enum kld_lane_state { KLD_LANE_CLOSED, KLD_LANE_OPENING, KLD_LANE_OPEN, KLD_LANE_CLOSING };
 
@@ -31,6 +32,7 @@ enum kld_lane_state { KLD_LANE_CLOSED, KLD_LANE_OPENING, KLD_LANE_OPEN, KLD_LANE
 struct kld_lane {
     struct kld_session *session;
     enum kld_lane_state state;
+    enum kld_priority priority;     /* from STREAM; settled once the lane opens */
     uint32_t running;               /* requests with the back end */
     struct kld_request_list queued; /* in order of arrival */
     uv_work_t work;                 /* OPENING, CLOSING: on uv's pool, which then owns: */
@@ -68,6 +70,10 @@ struct kld_session {
     uint64_t region_bytes;       /* of them */
     uint64_t region_serial;      /* the high bits of the newest id */
     bool aliased;                /* two regions showed the same memory at some time */
+
+    struct kld_worker_event *gpu_events[KLD_SESSION_EVENTS_MAX]; /* by the low bits of the id */
+    uint32_t gpu_events_count;                                   /* every state */
+    uint64_t gpu_event_serial; /* the high bits of the newest id */
 
     uint8_t *out; /* frames that wait for the socket: bytes out_head to out_tail */
     size_t out_head, out_tail, out_max;

@@ -264,6 +264,7 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
     worker->device = options->device;
     worker->started_ns = kld_worker_now_ns();
     TAILQ_INIT(&worker->sessions);
+    TAILQ_INIT(&worker->publications);
     do
         if (getrandom(&worker->epoch, sizeof worker->epoch, 0) != sizeof worker->epoch)
             worker->epoch = worker->started_ns;

@@ -22,6 +22,7 @@
  * is on its way. The rest waits in the lane, where a cancel, a deadline or the end of the client
  * still spares the device the work. */
 #define KLD_LANE_DEPTH 4
+#define KLD_PUBLICATIONS_MAX 1024 /* tensors that clients show to others at a time */
 
 struct kld_worker_options {
     const struct kld_config *config;
@@ -56,6 +57,8 @@ struct kld_worker {
     bool lost;                        /* the device is: everything was answered, the loop stops */
     bool cut_short;                   /* drain_ms passed with work in flight */
     struct kld_peers peers;           /* who may connect */
+    TAILQ_HEAD(kld_publication_list, kld_publication) publications;
+    uint32_t publications_count;
 
     /* Told by WELCOME and STATS. */
     uint64_t epoch, started_ns;

@@ -14,6 +14,10 @@ struct fake_stream {
     struct kld_stream head;
     atomic_int jobs;
 };
+struct fake_event {
+    struct kld_gpu_event head;
+    atomic_int jobs;
+};
 
 static struct fake_device *fake_of(struct kld_device *device) {
     return (struct fake_device *)device;
@@ -35,7 +39,14 @@ static void count_memory(struct kld_memory *memory, int amount) {
         atomic_fetch_add(&((struct fake_memory *)memory)->jobs, amount);
 }
 
+static void count_event(struct kld_gpu_event *event, int amount) {
+    if (event)
+        atomic_fetch_add(&((struct fake_event *)event)->jobs, amount);
+}
+
 static void count_job(struct kld_job *job, int amount) {
+    count_event(job->wait, amount);
+    count_event(job->record, amount);
     if (job->kind == KLD_JOB_COPY) {
         count_memory(job->copy_to.memory, amount);
         count_memory(job->copy_from.memory, amount);
@@ -48,6 +59,8 @@ static void count_job(struct kld_job *job, int amount) {
 static void run(struct fake_device *fake, struct kld_job *job) {
     job->launch_ns = now_ns();
     atomic_fetch_add(&fake->jobs_started, 1);
+    if (job->launched && !atomic_load(&fake->fail_launch) && !atomic_load(&fake->launches_directly))
+        job->launched(job);
     while (atomic_load(&fake->hold))
         nap(200);
     nap(atomic_load(&fake->job_us));
@@ -166,13 +179,50 @@ static void memory_free(struct kld_memory *memory) {
     free(memory);
 }
 
-static enum kld_status stream_open(struct kld_device *device, struct kld_stream **ret_stream,
-                                   struct kld_error *err) {
+static enum kld_status memory_import_fd(struct kld_device *device, int fd, uint64_t base_bytes,
+                                        uint64_t offset_bytes, uint64_t bytes,
+                                        struct kld_memory **ret_memory, struct kld_error *err) {
+    (void)fd, (void)base_bytes, (void)offset_bytes;
+    return memory_new(device, bytes, ret_memory, err);
+}
+
+static enum kld_status event_import(struct kld_device *device, const uint8_t handle[64],
+                                    struct kld_gpu_event **ret_event, struct kld_error *err) {
+    (void)handle;
+    enum kld_status status = call(fake_of(device), err);
+    if (status)
+        return status;
+    struct fake_event *event = calloc(1, sizeof *event);
+    event->head.device = device;
+    atomic_fetch_add(&fake_of(device)->events, 1);
+    *ret_event = &event->head;
+    return KLD_OK;
+}
+
+static enum kld_status event_create(struct kld_device *device, struct kld_gpu_event **ret_event,
+                                    uint8_t ret_handle[64], struct kld_error *err) {
+    memset(ret_handle, 0x5a, 64);
+    return event_import(device, ret_handle, ret_event, err);
+}
+
+static void event_free(struct kld_gpu_event *event) {
+    if (!event)
+        return;
+    struct fake_device *fake = fake_of(event->device);
+    if (atomic_load(&((struct fake_event *)event)->jobs) != 0)
+        atomic_store(&fake->order_broken, 1);
+    atomic_fetch_sub(&fake->events, 1);
+    free(event);
+}
+
+static enum kld_status stream_open(struct kld_device *device, enum kld_priority priority,
+                                   struct kld_stream **ret_stream, struct kld_error *err) {
     enum kld_status status = call(fake_of(device), err);
     if (status)
         return status;
     struct fake_stream *stream = calloc(1, sizeof *stream);
     stream->head.device = device;
+    atomic_store(&fake_of(device)->last_priority, priority);
     atomic_fetch_add(&fake_of(device)->streams, 1);
     *ret_stream = &stream->head;
     return KLD_OK;
@@ -188,7 +238,7 @@ static void stream_close(struct kld_stream *stream) {
     free(stream);
 }
 
-static void submit(struct kld_stream *stream, struct kld_job *job) {
+static bool submit(struct kld_stream *stream, struct kld_job *job) {
     struct fake_device *fake = fake_of(stream->device);
     job->next = NULL;
     job->backend_private[0] = (uint64_t)(uintptr_t)stream;
@@ -200,6 +250,7 @@ static void submit(struct kld_stream *stream, struct kld_job *job) {
     fake->last = &job->next;
     pthread_cond_signal(&fake->more);
     pthread_mutex_unlock(&fake->lock);
+    return atomic_load(&fake->launches_directly);
 }
 
 static uint64_t pool_bytes(struct kld_device *device) { return 0; }
@@ -210,9 +261,13 @@ const struct kld_backend fake_backend = {
     .memory_map = memory_map,
     .memory_wrap = memory_wrap,
     .memory_import_ipc = memory_import_ipc,
+    .memory_import_fd = memory_import_fd,
     .memory_alloc = memory_new,
     .memory_free = memory_free,
-    .stream_open = stream_open,
+    .stream_open_priority = stream_open,
+    .event_import = event_import,
+    .event_create = event_create,
+    .event_free = event_free,
     .stream_close = stream_close,
     .submit = submit,
     .pool_bytes = pool_bytes,

@@ -16,14 +16,19 @@ struct fake_device {
 
     /* Knobs, and what was seen. Any thread. */
     atomic_bool hold;        /* jobs wait until it is false again */
-    atomic_bool hold_memory; /* so do memory_* and stream_open calls */
+    atomic_bool hold_memory; /* so do memory_*, event_* and stream_open calls */
     atomic_int job_us;       /* each job takes at least this long */
     atomic_int fail_job;     /* enum kld_status of jobs from now on */
-    atomic_int fail_call;    /* the N-th memory_* or stream_open call from now fails; 0: none */
-    atomic_int fail_status;  /* with this */
+    atomic_int
+        fail_call; /* the N-th memory_*, event_* or stream_open call from now fails; 0: none */
+    atomic_int fail_status;        /* with this */
+    atomic_bool fail_launch;       /* jobs that are to fail do so before launched() */
+    atomic_bool launches_directly; /* inside submit() */
+    atomic_int last_priority;      /* of the stream opened last */
+    atomic_int events;             /* open now */
     atomic_int jobs_submitted, jobs_started, jobs_done;
     atomic_int memories, streams; /* open now */
-    atomic_int calls;             /* memory_* and stream_open calls so far */
+    atomic_int calls;             /* memory_*, event_* and stream_open calls so far */
     atomic_int order_broken;      /* a memory was freed, or a stream closed, under a job */
 
     /* Its thread. */

@@ -70,6 +70,8 @@ void rig_done(struct rig *rig) {
     kld_worker_done(&rig->worker);
     ck_assert_int_eq(atomic_load(&rig->fake.memories), 0);
     ck_assert_int_eq(atomic_load(&rig->fake.streams), 0);
+    ck_assert_int_eq(atomic_load(&rig->fake.events), 0);
+    ck_assert_ptr_null(TAILQ_FIRST(&rig->worker.publications));
     ck_assert_int_eq(atomic_load(&rig->fake.order_broken), 0);
     ck_assert_uint_eq(atomic_load(&rig->stats->value[KLD_STAT_worker_requests_in_flight]), 0);
     ck_assert_uint_eq(atomic_load(&rig->stats->value[KLD_STAT_worker_regions]), 0);
