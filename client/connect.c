@@ -105,6 +105,10 @@ void kld_close(struct kld_connection *connection) {
         region->dropped = true;
         connection->transport->region_release(region);
     }
+    for (struct kld_event *event = connection->events, *next; event; event = next) {
+        next = event->next;
+        connection->transport->event_release(event);
+    }
     for (uint32_t i = 0; i < connection->slots_max; i++)
         free(connection->slots[i]);
     for (struct kld_call *call = connection->spare, *next; call; call = next) {

@@ -187,6 +187,25 @@ static enum kld_status check_bounds(const struct kld_request *request,
     return KLD_OK;
 }
 
+static enum kld_status check_events(const struct kld_connection *connection,
+                                    const struct kld_request *request, struct kld_error *err) {
+    const struct kld_event *events[] = {request->wait, request->record};
+    if ((request->wait || request->record || request->early) && !connection->transport->event_bytes)
+        return kld_unimplemented(connection, "events and early answers", err);
+    for (int i = 0; i < 2; i++)
+        if (events[i] && (events[i]->connection != connection || events[i]->dropped))
+            return kld_error_set(err, KLD_INVALID, "%s: the event %s", i ? "record" : "wait",
+                                 events[i]->dropped ? "was dropped"
+                                                    : "belongs to another connection");
+    for (uint32_t slot = 0; slot < KLD_SLOT_COUNT; slot++)
+        if (request->early && request->bytes[slot].data)
+            return kld_error_set(err, KLD_INVALID,
+                                 "%s: plain memory; with an early answer every tensor lies in a "
+                                 "region of device memory",
+                                 kld_slot_name(slot));
+    return KLD_OK;
+}
+
 static enum kld_status call_open(struct kld_connection *connection, struct kld_call **ret_call,
                                  struct kld_error *err) {
     if (connection->calls >= connection->calls_max)
@@ -262,6 +281,8 @@ static enum kld_status submit(struct kld_connection *connection, const struct kl
             status = kld_op_check(&call->request.op, &call->geometry, err);
         if (!status)
             status = check_bounds(&call->request, &call->geometry, err);
+        if (!status)
+            status = check_events(connection, &call->request, err);
     }
     if (!status)
         status = connection->transport->submit(connection, call, err);

@@ -34,6 +34,16 @@ struct kld_region {
     bool pool;      /* its contents are lost with the worker */
 };
 
+/* An event. Owned by its connection; released by the transport once it was dropped and no call
+ * names it. */
+struct kld_event {
+    struct kld_connection *connection;
+    struct kld_event *next; /* all events of the connection */
+    uint64_t local_id;      /* of the same sequence as those of regions */
+    uint32_t users;         /* calls that name it */
+    bool dropped;
+};
+
 /* Where kld_run() and kld_copy() wait; on their stack. */
 struct kld_wait {
     bool ended;
@@ -88,6 +98,7 @@ struct kld_transport {
     const char *prefix;                                /* of the URL: "unix:" */
     const char *name;                                  /* for error texts */
     size_t connection_bytes, call_bytes, region_bytes; /* of the structs that embed ours first */
+    size_t event_bytes;                                /* the same; 0: no events */
 
     enum kld_status (*open)(struct kld_connection *connection, const char *url,
                             struct kld_error *err);
@@ -101,7 +112,26 @@ struct kld_transport {
     enum kld_status (*region_import_cuda_ipc)(struct kld_region *region,
                                               const struct kld_ipc_source *source,
                                               struct kld_error *err);
+    enum kld_status (*region_import_cuda_fd)(struct kld_region *region, int fd,
+                                             const struct kld_ipc_source *source,
+                                             struct kld_error *err);
     enum kld_status (*region_create_pool)(struct kld_region *region, struct kld_error *err);
+    /* Sets region->bytes. */
+    enum kld_status (*region_attach)(struct kld_region *region, const char *name,
+                                     uint64_t timeout_ns, struct kld_tensor_view *ret_tensor,
+                                     struct kld_error *err);
+    enum kld_status (*publish)(struct kld_region *region, const char *name,
+                               const struct kld_tensor_view *tensor, const uint32_t *uids,
+                               uint32_t uids_count, struct kld_error *err);
+    enum kld_status (*detach)(struct kld_connection *connection, const char *name,
+                              struct kld_error *err);
+    /* Together with event_bytes. handle: of an event to import, or where to write that of one to
+     * create (device_uuid NULL). */
+    enum kld_status (*event_open)(struct kld_event *event, uint8_t handle[64],
+                                  const uint8_t *device_uuid, struct kld_error *err);
+    void (*event_release)(struct kld_event *event);
+    enum kld_status (*stream_priority)(struct kld_connection *connection, uint32_t stream,
+                                       int priority, struct kld_error *err);
     void *(*region_data)(struct kld_region *region); /* NULL: region->data */
     /* No user is left. Ends in kld_region_free(), now or when the server has let go. Also called
      * for half-made regions. */
@@ -134,6 +164,7 @@ struct kld_connection {
     struct kld_region *regions;
     uint32_t region_count;
     uint64_t region_last_id;
+    struct kld_event *events;
 
     struct kld_call **slots; /* by the low 16 bits of an id; slots_max of them */
     uint32_t slots_max, calls, calls_max;
@@ -164,10 +195,19 @@ void kld_call_append(struct kld_call_list *list, struct kld_call *call);
 void kld_call_unlink(struct kld_call *call);
 /* Each region that the call names: count a user, or let go. */
 void kld_call_hold_regions(struct kld_call *call);
-void kld_call_drop_regions(struct kld_call *call);
+void kld_call_drop_regions(struct kld_call *call); /* and events */
 bool kld_call_uses_pool(const struct kld_call *call);
 
+/* open: one of `bytes` bytes for the transport to fill in. made: hands it out, or undoes it where
+ * that failed. */
+enum kld_status kld_region_open(struct kld_connection *connection, uint64_t bytes,
+                                struct kld_region **ret_region, struct kld_error *err);
+enum kld_status kld_region_made(enum kld_status status, struct kld_region *region,
+                                struct kld_region **ret_region);
 void kld_region_free(struct kld_region *region);
+/* share.c */
+void kld_event_free(struct kld_event *event);
+void kld_event_user_drop(struct kld_event *event);
 /* Checks a memfd of the caller's: sealed against shrinking, and long enough. */
 enum kld_status kld_memfd_check(int fd, uint64_t bytes, struct kld_error *err);
 

@@ -18,9 +18,10 @@
  * until its deadline (without one: for 30 s), at most 10 times; others end with KLD_DEVICE_LOST or
  * KLD_UNAVAILABLE. Not safe are: a gradient over its own tensor in a region (over http: once its
  * reply has begun), a request whose inputs a later one in flight writes over, and whatever names a
- * pool region. Regions are registered again by themselves, all but pool regions, whose contents are
- * gone. What a server that shuts down no longer took is sent to the next one. Over http a server
- * that answers 503 is asked again within the same limits.
+ * pool region or a done event. Regions are registered again by themselves, all but pool regions,
+ * whose contents are gone; published tensors are published again, attached ones attached again.
+ * What a server that shuts down no longer took is sent to the next one. Over http a server that
+ * answers 503 is asked again within the same limits.
  *
  * Order. Requests of one stream run in order over unix: and local:. Over http: they are
  * independent: wait for one before the next reads what it wrote.
@@ -47,6 +48,7 @@ extern "C" {
 
 struct kld_connection;
 struct kld_region;
+struct kld_event;
 
 struct kld_connect_options {
     const char *client_name;     /* for the server's logs; NULL: "libkld" */
@@ -78,6 +80,8 @@ struct kld_server_info {
     uint64_t region_bytes_max; /* 0: no limit known */
     uint32_t requests_max;     /* in flight on this connection; 0: no limit known */
     uint32_t streams_max;      /* 0: no limit known */
+    uint32_t events_max;       /* of this connection; 0: no events, and no `early` */
+    uint8_t device_uuid[16];   /* of the card; all 0: a CPU, or unknown */
 };
 KLD_EXPORT enum kld_status kld_info(struct kld_connection *connection,
                                     struct kld_server_info *ret_info, struct kld_error *err);
@@ -104,6 +108,16 @@ kld_region_import_cuda_ipc(struct kld_connection *connection, const uint8_t hand
                            const uint8_t device_uuid[16], uint64_t base_bytes,
                            uint64_t offset_bytes, uint64_t bytes, struct kld_region **ret_region,
                            struct kld_error *err);
+/* The same for memory that was made with cuMemCreate() (expandable segments of caching allocators,
+ * for one): the descriptor is what cuMemExportToShareableHandle() gives for
+ * CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR; it is duplicated. base_bytes: of the whole allocation.
+ * An output that overlaps another tensor is not noticed when two regions show the same allocation
+ * by two descriptors. unix only. */
+KLD_EXPORT enum kld_status kld_region_import_cuda_fd(struct kld_connection *connection, int fd,
+                                                     const uint8_t device_uuid[16],
+                                                     uint64_t base_bytes, uint64_t offset_bytes,
+                                                     uint64_t bytes, struct kld_region **ret_region,
+                                                     struct kld_error *err);
 /* A buffer in the server's device pool: filled and read by kld_copy(), lost with the worker. unix
  * and local. */
 KLD_EXPORT enum kld_status kld_region_create_pool(struct kld_connection *connection, uint64_t bytes,
@@ -114,6 +128,68 @@ KLD_EXPORT void *kld_region_data(struct kld_region *region);
 KLD_EXPORT uint64_t kld_region_bytes(const struct kld_region *region);
 /* The region may be dropped while requests use it: they finish first. NULL is allowed. */
 KLD_EXPORT void kld_region_drop(struct kld_region *region);
+
+/* ---- Published tensors ---------------------------------------------------------------------- */
+
+/* One process publishes a tensor under a name, others read it in its place: a teacher's logits,
+ * say, and students that each take them at a temperature of their own. No byte is copied. unix
+ * only, and among connections to the same server. When the tensor may be read is for the processes
+ * to settle: a request reads what is there when it runs. */
+
+#define KLD_TENSOR_NAME_MAX 64 /* bytes of a name, NUL included: letters from '!' to '~' */
+
+struct kld_tensor_view {
+    uint32_t dtype, form; /* enum kld_dtype, enum kld_form */
+    uint32_t rank;        /* 1 to KLD_RANK_MAX; the last dimension holds the classes */
+    uint64_t shape[KLD_RANK_MAX];
+    uint64_t row_stride_bytes; /* 0: rows follow each other */
+    uint64_t offset_bytes;     /* in the region; of an attached tensor 0 */
+};
+
+/* Publishes a tensor in a region of this connection. Who may attach: this process's user, and the
+ * uids named (at most 8). Ends with kld_detach(), the drop of the region, and kld_close().
+ * KLD_EXISTS: the name is taken. Blocking. */
+KLD_EXPORT enum kld_status kld_publish(struct kld_connection *connection, const char *name,
+                                       struct kld_region *region,
+                                       const struct kld_tensor_view *tensor, const uint32_t *uids,
+                                       uint32_t uids_count, struct kld_error *err);
+/* Takes a tensor that this connection published off its name. Requests in flight that read it end
+ * as if nothing had happened; later ones end with KLD_GONE. Blocking. */
+KLD_EXPORT enum kld_status kld_detach(struct kld_connection *connection, const char *name,
+                                      struct kld_error *err);
+/* A region that is the published tensor and nothing else; *ret_tensor says what it holds. It can be
+ * read by requests and copies and not written; kld_region_data() is NULL. Waits up to timeout_ns
+ * (0: not at all) for the name to be published, then KLD_NOT_FOUND; KLD_FORBIDDEN: not for this
+ * user. After a lost server it is attached again by itself, waiting up to 30 s for its publisher to
+ * be back; requests that name it, and those behind them, wait as long. Published again in another
+ * shape, it is KLD_GONE. Let go of it with kld_region_drop(). Blocking. */
+KLD_EXPORT enum kld_status kld_attach(struct kld_connection *connection, const char *name,
+                                      uint64_t timeout_ns, struct kld_region **ret_region,
+                                      struct kld_tensor_view *ret_tensor, struct kld_error *err);
+
+/* ---- Events of a GPU ------------------------------------------------------------------------ */
+
+/* Two points in the work of a GPU by which a whole training step needs no CPU that waits:
+ *   1 record your ready event on your stream, behind what writes the tensors;
+ *   2 kld_run() with wait = that event, record = a done event, early = true: returns as soon as the
+ *     server's stream has the work;
+ *   3 let your stream wait for the done event.
+ * Record the ready event again only after kld_run() has returned or the callback came. unix with a
+ * CUDA server only; else KLD_UNIMPLEMENTED. Blocking. */
+
+/* An event of this process, made with cudaEventDisableTiming | cudaEventInterprocess, by its
+ * cudaIpcEventHandle_t; the caller keeps it until the drop. Registered again after a lost server.
+ */
+KLD_EXPORT enum kld_status kld_event_import(struct kld_connection *connection,
+                                            const uint8_t handle[64], const uint8_t device_uuid[16],
+                                            struct kld_event **ret_event, struct kld_error *err);
+/* A done event of the server: open ret_handle with cudaIpcOpenEventHandle(). Lost with the server:
+ * requests that name it then end with KLD_DEVICE_LOST; drop it and create another. */
+KLD_EXPORT enum kld_status kld_event_create(struct kld_connection *connection,
+                                            uint8_t ret_handle[64], struct kld_event **ret_event,
+                                            struct kld_error *err);
+/* May be dropped while requests name it. NULL is allowed. */
+KLD_EXPORT void kld_event_drop(struct kld_event *event);
 
 /* ---- Requests ------------------------------------------------------------------------------- */
 
@@ -131,11 +207,21 @@ struct kld_request {
     struct kld_op
         op; /* kld_op_init(), then shape, parameters, tensor[slot].dtype and row_stride_bytes */
     struct kld_bytes bytes[KLD_SLOT_COUNT];
-    uint32_t stream;     /* requests of one stream run in order */
-    uint64_t timeout_ns; /* from now; 0: none. Over it: KLD_DEADLINE. Plain memory is then left
-                            alone; a region may be written until a later request of the same stream
-                            has ended, and so after kld_cancel() */
+    uint32_t stream;          /* requests of one stream run in order */
+    uint64_t timeout_ns;      /* from now; 0: none. Over it: KLD_DEADLINE. Plain memory is then left
+                                 alone; a region may be written until a later request of the same stream
+                                 has ended, and so after kld_cancel() */
+    struct kld_event *wait;   /* imported: the work begins when it has passed; NULL: at once */
+    struct kld_event *record; /* created: recorded behind the work; NULL: none */
+    bool early; /* the answer comes when the device has the work, not when it has ended: no loss, no
+                 * times, no error of the computation. Every tensor in regions of device memory */
 };
+
+/* Which streams a busy server serves first; -1 low, 0 normal (from the start), 1 high. Before the
+ * first request of that stream. A CPU takes streams in turn whatever it was told. unix and local.
+ * Blocking. */
+KLD_EXPORT enum kld_status kld_stream_priority(struct kld_connection *connection, uint32_t stream,
+                                               int priority, struct kld_error *err);
 
 struct kld_result {
     double loss; /* scalar reductions; else 0. NaN and infinities as they are */

@@ -37,6 +37,7 @@ struct local_connection {
     const struct kld_backend *backend;
     struct kld_device *device;
     struct kld_stream *streams[STREAMS_MAX]; /* opened when first used */
+    enum kld_priority priorities[STREAMS_MAX];
     struct kld_call_list running;
     uint64_t opened_ns;
     struct kld_server_stats stats; /* the totals */
@@ -250,10 +251,28 @@ static void local_region_release(struct kld_region *base) {
 static enum kld_status stream_of(struct local_connection *local, uint32_t number,
                                  struct kld_stream **ret_stream, struct kld_error *err) {
     struct kld_stream **stream = &local->streams[number % STREAMS_MAX];
-    enum kld_status status =
-        *stream ? KLD_OK : local->backend->stream_open(local->device, stream, err);
+    enum kld_status status = KLD_OK;
+    if (!*stream && local->backend->stream_open_priority)
+        status = local->backend->stream_open_priority(
+            local->device, local->priorities[number % STREAMS_MAX], stream, err);
+    else if (!*stream)
+        status = local->backend->stream_open(local->device, stream, err);
     *ret_stream = *stream;
     return status;
+}
+
+static enum kld_status local_stream_priority(struct kld_connection *connection, uint32_t stream,
+                                             int priority, struct kld_error *err) {
+    struct local_connection *local = local_of(connection);
+    if (stream >= STREAMS_MAX)
+        return kld_error_set(err, KLD_INVALID, "stream %u; expected a number below %d", stream,
+                             STREAMS_MAX);
+    if (local->streams[stream])
+        return kld_error_set(err, KLD_INVALID,
+                             "stream %u is in use; its priority is set before its first request",
+                             stream);
+    local->priorities[stream] = (enum kld_priority)priority;
+    return KLD_OK;
 }
 
 static enum kld_status job_init(struct local_connection *local, struct local_call *call,
@@ -327,6 +346,7 @@ static enum kld_status local_info(struct kld_connection *connection,
     memcpy(ret_info->device, local->device->info.name, sizeof ret_info->device);
     ret_info->requests_max = KLD_CALLS_MAX;
     ret_info->streams_max = STREAMS_MAX;
+    memcpy(ret_info->device_uuid, local->device->info.uuid, sizeof ret_info->device_uuid);
     return KLD_OK;
 }
 
@@ -371,6 +391,7 @@ const struct kld_transport kld_transport_local = {
     .region_import_memfd = local_region_import_memfd,
     .region_create_pool = local_region_create_pool,
     .region_release = local_region_release,
+    .stream_priority = local_stream_priority,
     .submit = local_submit,
     .cancel = local_cancel,
     .event = local_event,

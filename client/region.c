@@ -80,6 +80,10 @@ void kld_call_hold_regions(struct kld_call *call) {
         call->copy.destination->users++;
         call->copy.source->users++;
     }
+    if (call->request.wait)
+        call->request.wait->users++;
+    if (call->request.record)
+        call->request.record->users++;
 }
 
 void kld_call_drop_regions(struct kld_call *call) {
@@ -90,6 +94,9 @@ void kld_call_drop_regions(struct kld_call *call) {
     region_user_drop(call->copy.destination);
     region_user_drop(call->copy.source);
     call->copy.destination = call->copy.source = NULL;
+    kld_event_user_drop(call->request.wait);
+    kld_event_user_drop(call->request.record);
+    call->request.wait = call->request.record = NULL;
 }
 
 bool kld_call_uses_pool(const struct kld_call *call) {
@@ -101,8 +108,8 @@ bool kld_call_uses_pool(const struct kld_call *call) {
 
 /* ---- Regions -------------------------------------------------------------------------------- */
 
-static enum kld_status region_open(struct kld_connection *connection, uint64_t bytes,
-                                   struct kld_region **ret_region, struct kld_error *err) {
+enum kld_status kld_region_open(struct kld_connection *connection, uint64_t bytes,
+                                struct kld_region **ret_region, struct kld_error *err) {
     if (bytes == 0 || bytes > INT64_MAX)
         return kld_error_set(err, KLD_INVALID,
                              "a region has at least one byte and fewer than 2^63");
@@ -133,9 +140,8 @@ void kld_region_free(struct kld_region *region) {
     free(region);
 }
 
-/* The end of each function that makes a region: hand it out, or undo it. */
-static enum kld_status region_made(enum kld_status status, struct kld_region *region,
-                                   struct kld_region **ret_region) {
+enum kld_status kld_region_made(enum kld_status status, struct kld_region *region,
+                                struct kld_region **ret_region) {
     if (status) {
         region->dropped = true;
         region->connection->transport->region_release(region);
@@ -148,10 +154,10 @@ static enum kld_status region_made(enum kld_status status, struct kld_region *re
 enum kld_status kld_region_create(struct kld_connection *connection, uint64_t bytes,
                                   struct kld_region **ret_region, struct kld_error *err) {
     struct kld_region *region = NULL;
-    enum kld_status status = region_open(connection, bytes, &region, err);
-    return status
-               ? status
-               : region_made(connection->transport->region_create(region, err), region, ret_region);
+    enum kld_status status = kld_region_open(connection, bytes, &region, err);
+    return status ? status
+                  : kld_region_made(connection->transport->region_create(region, err), region,
+                                    ret_region);
 }
 
 enum kld_status kld_memfd_check(int fd, uint64_t bytes, struct kld_error *err) {
@@ -173,10 +179,10 @@ enum kld_status kld_region_import_memfd(struct kld_connection *connection, int f
     struct kld_region *region = NULL;
     enum kld_status status = kld_memfd_check(fd, bytes, err);
     if (!status)
-        status = region_open(connection, bytes, &region, err);
+        status = kld_region_open(connection, bytes, &region, err);
     return status ? status
-                  : region_made(connection->transport->region_import_memfd(region, fd, err), region,
-                                ret_region);
+                  : kld_region_made(connection->transport->region_import_memfd(region, fd, err),
+                                    region, ret_region);
 }
 
 enum kld_status kld_region_import_cuda_ipc(struct kld_connection *connection,
@@ -191,10 +197,11 @@ enum kld_status kld_region_import_cuda_ipc(struct kld_connection *connection,
                              "the region does not lie inside its base allocation");
     struct kld_ipc_source source = {handle, device_uuid, base_bytes, offset_bytes};
     struct kld_region *region = NULL;
-    enum kld_status status = region_open(connection, bytes, &region, err);
+    enum kld_status status = kld_region_open(connection, bytes, &region, err);
     return status ? status
-                  : region_made(connection->transport->region_import_cuda_ipc(region, &source, err),
-                                region, ret_region);
+                  : kld_region_made(
+                        connection->transport->region_import_cuda_ipc(region, &source, err), region,
+                        ret_region);
 }
 
 enum kld_status kld_region_create_pool(struct kld_connection *connection, uint64_t bytes,
@@ -202,11 +209,12 @@ enum kld_status kld_region_create_pool(struct kld_connection *connection, uint64
     if (!connection->transport->region_create_pool)
         return kld_unimplemented(connection, "pool regions", err);
     struct kld_region *region = NULL;
-    enum kld_status status = region_open(connection, bytes, &region, err);
+    enum kld_status status = kld_region_open(connection, bytes, &region, err);
     if (status)
         return status;
     region->pool = true;
-    return region_made(connection->transport->region_create_pool(region, err), region, ret_region);
+    return kld_region_made(connection->transport->region_create_pool(region, err), region,
+                           ret_region);
 }
 
 void *kld_region_data(struct kld_region *region) {

@@ -128,7 +128,17 @@ static enum unix_region_state region_id(const struct kld_region *base, uint64_t 
     return region->state;
 }
 
-/* Fills in the regions of the frame; the state of the least ready one. */
+/* The event's id; its state, where it is not ready. */
+static enum unix_region_state event_id(const struct kld_event *base, uint64_t *ret_id,
+                                       const struct kld_error **ret_error) {
+    const struct unix_event *event = (const struct unix_event *)base;
+    *ret_id = event ? event->wire_id : 0;
+    if (event)
+        *ret_error = &event->error;
+    return event ? event->state : UNIX_REGION_READY;
+}
+
+/* Fills in the regions and events of the frame; the state of the first that is not ready. */
 static enum unix_region_state encode(const struct unix_call *call, union kld_frame *frame,
                                      const struct kld_error **ret_error) {
     const struct kld_call *base = &call->base;
@@ -173,9 +183,14 @@ static enum unix_region_state encode(const struct unix_call *call, union kld_fra
             tensor->row_stride_bytes = 0; /* packed in staging */
     }
     kld_frame_init(frame, KLD_FRAME_SUBMIT, base->id);
-    kld_submit_encode(&op, &frame->as_SUBMIT);
-    frame->as_SUBMIT.stream = base->request.stream;
-    return UNIX_REGION_READY;
+    struct kld_frame_submit *submit = &frame->as_SUBMIT;
+    kld_submit_encode(&op, submit);
+    submit->stream = base->request.stream;
+    submit->flags = base->request.early ? KLD_SUBMIT_EARLY : 0;
+    enum unix_region_state state = event_id(base->request.wait, &submit->ready_event, ret_error);
+    if (state == UNIX_REGION_READY)
+        state = event_id(base->request.record, &submit->done_event, ret_error);
+    return state;
 }
 
 static void timeouts_encode(const struct unix_connection *u, const struct kld_call *call,
@@ -200,16 +215,9 @@ static enum unix_sent flush_calls(struct unix_connection *u) {
         const struct kld_error *error = NULL;
         union kld_frame frame;
         enum unix_region_state state = encode(call, &frame, &error);
-        if (state == UNIX_REGION_FAILED) {
+        if (state == UNIX_REGION_FAILED || state == UNIX_REGION_LOST) {
             struct kld_error kept = *error; /* its region may go with the call */
             end_call(u, call, kept.status, &kept);
-            continue;
-        }
-        if (state == UNIX_REGION_LOST) {
-            kld_unix_call_fail(
-                u, call, KLD_DEVICE_LOST,
-                "a pool region of the request was lost with its worker; create and fill it "
-                "again");
             continue;
         }
         if (state != UNIX_REGION_READY)
@@ -260,6 +268,8 @@ void kld_unix_flush(struct unix_connection *u) {
         sent = flush_control(u);
         if (sent == UNIX_SENT && u->region_work)
             sent = kld_unix_regions_flush(u);
+        if (sent == UNIX_SENT && u->share_work)
+            sent = kld_unix_shares_flush(u);
         if (sent == UNIX_SENT && u->cancels)
             sent = flush_cancels(u);
         if (sent == UNIX_SENT)
@@ -286,7 +296,10 @@ static void welcomed(struct unix_connection *u, const struct kld_frame_welcome *
     u->fatal.status = KLD_OK;
     u->base.offloaded = strcmp(u->welcome.backend, "cpu") != 0;
     u->state = UNIX_UP;
-    kld_unix_flush(u);
+    if (kld_unix_priorities_send(u) != UNIX_SENT)
+        kld_unix_lose(u);
+    else
+        kld_unix_flush(u);
 }
 
 static void call_done(struct unix_connection *u, struct unix_call *call,
@@ -385,8 +398,8 @@ static void frame_received(struct unix_connection *u, const union kld_frame *fra
         return;
     }
     case KLD_NUMBER_REGION:
-        if (failed || frame->header.type == KLD_FRAME_REGION)
-            kld_unix_region_answered(u, number, &frame->as_REGION, failed);
+        if (!kld_unix_region_answered(u, number, frame, failed))
+            kld_unix_share_answered(u, number, frame, failed);
         return;
     case KLD_NUMBER_CONTROL: control_answered(u, frame, failed); return;
     default: return;

@@ -1,6 +1,7 @@
 /* unix.h - the inside of a connection over the Unix socket: shared by unix.c (socket, requests),
- * unix_lost.c (a worker that is gone), unix_calls.c (entry points) and unix_memory.c (regions,
- * staging). Everything belongs to the thread that owns the connection. */
+ * unix_lost.c (a worker that is gone), unix_calls.c (entry points), unix_memory.c (regions,
+ * staging) and unix_share.c (published tensors, events, priorities). Everything belongs to the
+ * thread that owns the connection. */
 #ifndef KLD_CLIENT_UNIX_H
 #define KLD_CLIENT_UNIX_H
 
@@ -11,22 +12,25 @@
 
 #define KLD_TAG_SOCKET KLD_TAG_TRANSPORT
 #define KLD_STAGES_MAX 16
+#define KLD_PRIORITIES_MAX 64 /* streams whose priority can be set */
 
 /* What the request number of a frame says about it: the top two bits. */
 #define KLD_NUMBER_KIND (3ull << 62)
 #define KLD_NUMBER_CALL (0ull << 62)    /* the rest is the id of a call */
-#define KLD_NUMBER_REGION (1ull << 62)  /* the rest is the local id of a region */
+#define KLD_NUMBER_REGION (1ull << 62)  /* the local id of a region, event or publication */
 #define KLD_NUMBER_CONTROL (2ull << 62) /* the one control frame that is waited for */
 #define KLD_NUMBER_IGNORED (3ull << 62) /* nobody waits */
 
 enum unix_state { UNIX_DOWN, UNIX_GREETING, UNIX_UP };
 
+/* Of regions, events and publications. */
 enum unix_region_state {
-    UNIX_REGION_NEW,    /* to be registered as soon as the connection is up */
-    UNIX_REGION_ADDING, /* REGION_ADD was sent */
-    UNIX_REGION_READY,  /* wire_id is valid on this connection */
-    UNIX_REGION_FAILED, /* the server refused it: `error` */
-    UNIX_REGION_LOST,   /* a pool region whose worker is gone */
+    UNIX_REGION_NEW,     /* to be registered as soon as the connection is up */
+    UNIX_REGION_ADDING,  /* REGION_ADD was sent */
+    UNIX_REGION_READY,   /* wire_id is valid on this connection */
+    UNIX_REGION_FAILED,  /* the server refused it: `error` */
+    UNIX_REGION_LOST,    /* a pool region or done event whose worker is gone: `error` */
+    UNIX_REGION_WAITING, /* attached: nobody has published it yet; asked again at retry_at_ns */
 };
 
 struct unix_region {
@@ -39,8 +43,33 @@ struct unix_region {
     ino_t inode;
     uint64_t mapped_bytes;
     uint64_t wire_id;
-    uint64_t base_bytes, offset_bytes; /* CUDA IPC */
+    uint64_t base_bytes, offset_bytes; /* CUDA */
     uint8_t ipc_handle[KLD_WIRE_IPC_HANDLE_BYTES], device_uuid[KLD_WIRE_UUID_BYTES];
+    struct kld_error error;
+
+    bool attached; /* to this name, with this contents (rank 0: not yet known) */
+    char name[KLD_WIRE_NAME_MAX];
+    struct kld_wire_description tensor;
+    uint64_t retry_at_ns, until_ns; /* WAITING; and how long to go on */
+};
+
+struct unix_event {
+    struct kld_event base;
+    enum unix_region_state state;
+    enum kld_event_kind kind;
+    bool released; /* as of a region */
+    uint64_t wire_id;
+    uint8_t ipc_handle[KLD_WIRE_IPC_HANDLE_BYTES], device_uuid[KLD_WIRE_UUID_BYTES];
+    struct kld_error error;
+};
+
+/* A tensor that this connection shows to others. Goes with its region. */
+struct unix_publication {
+    struct unix_publication *next;
+    uint64_t local_id;
+    enum unix_region_state state;
+    struct unix_region *region;
+    union kld_frame frame; /* PUBLISH, but for the region's wire id */
     struct kld_error error;
 };
 
@@ -85,6 +114,9 @@ struct unix_connection {
     bool locked;          /* lists are being walked: kld_unix_flush() does nothing */
     uint32_t cancels;     /* calls with cancel_wanted */
     uint32_t region_work; /* regions in state NEW, or released ones that are to be dropped */
+    uint32_t share_work;  /* the same of events and publications */
+    struct unix_publication *publications;
+    int8_t priorities[KLD_PRIORITIES_MAX]; /* of streams; told to each worker */
     uint64_t down_since_ns, retry_at_ns, backoff_ns;
     uint64_t control_sequence;
     struct kld_frame_welcome welcome;
@@ -111,8 +143,13 @@ void kld_unix_event(struct kld_connection *connection, uint64_t tag, uint32_t ev
 void kld_unix_lose(struct unix_connection *u);
 
 /* unix_calls.c */
-enum kld_status kld_unix_wait_region(struct unix_connection *u, struct unix_region *region,
-                                     struct kld_error *err);
+enum kld_status kld_unix_wait_state(struct unix_connection *u, const enum unix_region_state *state,
+                                    const struct kld_error *error, uint64_t deadline_ns,
+                                    struct kld_error *err);
+/* Sends a frame, made but for its number, and runs the loop until it is answered, by a frame of the
+ * expected type (in u->control.reply) or an error; sent again if the worker was lost meanwhile. */
+enum kld_status kld_unix_ask(struct unix_connection *u, const union kld_frame *frame,
+                             enum kld_frame_type expected, struct kld_error *err);
 
 /* unix_memory.c */
 enum kld_status kld_unix_region_create(struct kld_region *region, struct kld_error *err);
@@ -121,6 +158,9 @@ enum kld_status kld_unix_region_import_memfd(struct kld_region *region, int fd,
 enum kld_status kld_unix_region_import_cuda_ipc(struct kld_region *region,
                                                 const struct kld_ipc_source *source,
                                                 struct kld_error *err);
+enum kld_status kld_unix_region_import_cuda_fd(struct kld_region *region, int fd,
+                                               const struct kld_ipc_source *source,
+                                               struct kld_error *err);
 enum kld_status kld_unix_region_create_pool(struct kld_region *region, struct kld_error *err);
 void *kld_unix_region_data(struct kld_region *region);
 void kld_unix_region_release(struct kld_region *region);
@@ -128,8 +168,41 @@ void kld_unix_region_release(struct kld_region *region);
 void kld_unix_regions_lost(struct unix_connection *u);
 /* Registers and drops what is due. */
 enum unix_sent kld_unix_regions_flush(struct unix_connection *u);
-void kld_unix_region_answered(struct unix_connection *u, uint64_t local_id,
-                              const struct kld_frame_region *reply, const struct kld_error *error);
+/* False: no region has this number. */
+bool kld_unix_region_answered(struct unix_connection *u, uint64_t local_id,
+                              const union kld_frame *reply, const struct kld_error *error);
+/* The first steps of a region, and its registration in the background. */
+enum kld_status kld_unix_region_begin(struct unix_region *region, enum kld_region_kind kind,
+                                      struct kld_error *err);
+void kld_unix_region_add_later(struct unix_region *region);
+
+/* unix_share.c */
+enum kld_status kld_unix_region_attach(struct kld_region *region, const char *name,
+                                       uint64_t timeout_ns, struct kld_tensor_view *ret_tensor,
+                                       struct kld_error *err);
+/* What ATTACH was answered with. */
+void kld_unix_attach_answered(struct unix_connection *u, struct unix_region *region,
+                              const union kld_frame *reply, const struct kld_error *error);
+/* Those that wait for their publisher and whose time has come are asked for again. */
+void kld_unix_attach_again(struct unix_connection *u, uint64_t now_ns);
+enum kld_status kld_unix_publish(struct kld_region *region, const char *name,
+                                 const struct kld_tensor_view *tensor, const uint32_t *uids,
+                                 uint32_t uids_count, struct kld_error *err);
+enum kld_status kld_unix_detach(struct kld_connection *connection, const char *name,
+                                struct kld_error *err);
+void kld_unix_publications_drop(struct unix_connection *u, const struct unix_region *region);
+enum kld_status kld_unix_event_open(struct kld_event *event, uint8_t handle[64],
+                                    const uint8_t *device_uuid, struct kld_error *err);
+void kld_unix_event_release(struct kld_event *event);
+enum kld_status kld_unix_stream_priority(struct kld_connection *connection, uint32_t stream,
+                                         int priority, struct kld_error *err);
+/* As for regions. */
+void kld_unix_shares_lost(struct unix_connection *u);
+enum unix_sent kld_unix_shares_flush(struct unix_connection *u);
+void kld_unix_share_answered(struct unix_connection *u, uint64_t local_id,
+                             const union kld_frame *reply, const struct kld_error *error);
+/* The worker does not know them yet. */
+enum unix_sent kld_unix_priorities_send(struct unix_connection *u);
 
 /* Staging. put: finds room for the call's plain tensors and copies its inputs there. */
 enum kld_status kld_unix_stage_put(struct unix_connection *u, struct unix_call *call,

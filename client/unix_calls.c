@@ -160,6 +160,7 @@ static void unix_timer(struct kld_connection *connection, uint64_t now) {
         kld_unix_connect(u);
     else if (u->state == UNIX_DOWN)
         kld_connection_arm(connection, u->retry_at_ns);
+    kld_unix_attach_again(u, now);
     u->locked =
         true; /* an expired call's region must not send the next call while it is looked at */
     expire_queued(u, now);
@@ -186,16 +187,19 @@ static enum kld_status unix_info(struct kld_connection *connection,
     ret_info->region_bytes_max = welcome->region_bytes_max;
     ret_info->requests_max = welcome->requests_max;
     ret_info->streams_max = welcome->streams_max;
+    ret_info->events_max = welcome->events_max;
+    if (welcome->device < KLD_WIRE_DEVICES_MAX)
+        memcpy(ret_info->device_uuid, welcome->device_list[welcome->device].uuid,
+               sizeof ret_info->device_uuid);
     return KLD_OK;
 }
 
-/* Sends a frame without arguments and runs the loop until its answer is there; asked again if the
- * worker was lost meanwhile. */
-static enum kld_status ask(struct unix_connection *u, enum kld_frame_type type,
-                           enum kld_frame_type expected, struct kld_error *err) {
+enum kld_status kld_unix_ask(struct unix_connection *u, const union kld_frame *frame,
+                             enum kld_frame_type expected, struct kld_error *err) {
     struct unix_control *control = &u->control;
     memset(control, 0, sizeof *control);
-    kld_frame_init(&control->frame, type, KLD_NUMBER_CONTROL | ++u->control_sequence);
+    control->frame = *frame;
+    control->frame.header.request = KLD_NUMBER_CONTROL | ++u->control_sequence;
     control->wanted = true;
     kld_unix_flush(u);
     uint64_t deadline = kld_now_ns() + u->base.options.connect_timeout_ns;
@@ -216,8 +220,15 @@ static enum kld_status ask(struct unix_connection *u, enum kld_frame_type type,
     return control->reply.header.type == expected
                ? KLD_OK
                : kld_error_set(err, KLD_INTERNAL, "the server answered %s with %s",
-                               kld_frame_name((uint16_t)type),
+                               kld_frame_name(frame->header.type),
                                kld_frame_name(control->reply.header.type));
+}
+
+static enum kld_status ask(struct unix_connection *u, enum kld_frame_type type,
+                           enum kld_frame_type expected, struct kld_error *err) {
+    union kld_frame frame;
+    kld_frame_init(&frame, type, 0);
+    return kld_unix_ask(u, &frame, expected, err);
 }
 
 static enum kld_status unix_ping(struct kld_connection *connection, struct kld_error *err) {
@@ -248,21 +259,22 @@ static enum kld_status unix_stats(struct kld_connection *connection,
     return KLD_OK;
 }
 
-enum kld_status kld_unix_wait_region(struct unix_connection *u, struct unix_region *region,
-                                     struct kld_error *err) {
-    uint64_t deadline = kld_now_ns() + u->base.options.connect_timeout_ns;
+enum kld_status kld_unix_wait_state(struct unix_connection *u, const enum unix_region_state *state,
+                                    const struct kld_error *error, uint64_t deadline_ns,
+                                    struct kld_error *err) {
     enum kld_status status = KLD_OK;
-    while ((region->state == UNIX_REGION_NEW || region->state == UNIX_REGION_ADDING) && !status &&
-           kld_now_ns() < deadline)
-        status = kld_connection_step(&u->base, deadline, err);
-    if (status || region->state == UNIX_REGION_READY)
+    while ((*state == UNIX_REGION_NEW || *state == UNIX_REGION_ADDING ||
+            *state == UNIX_REGION_WAITING) &&
+           !status && kld_now_ns() < deadline_ns)
+        status = kld_connection_step(&u->base, deadline_ns, err);
+    if (status || *state == UNIX_REGION_READY)
         return status;
-    if (region->state == UNIX_REGION_FAILED) {
+    if (*state == UNIX_REGION_FAILED) {
         if (err)
-            *err = region->error;
-        return region->error.status;
+            *err = *error;
+        return error->status;
     }
-    return kld_error_set(err, KLD_UNAVAILABLE, "the server did not register the region in time");
+    return kld_error_set(err, KLD_UNAVAILABLE, "the server did not answer in time");
 }
 
 const struct kld_transport kld_transport_unix = {
@@ -271,6 +283,7 @@ const struct kld_transport kld_transport_unix = {
     .connection_bytes = sizeof(struct unix_connection),
     .call_bytes = sizeof(struct unix_call),
     .region_bytes = sizeof(struct unix_region),
+    .event_bytes = sizeof(struct unix_event),
     .open = unix_open,
     .close = unix_close,
     .info = unix_info,
@@ -278,7 +291,14 @@ const struct kld_transport kld_transport_unix = {
     .region_create = kld_unix_region_create,
     .region_import_memfd = kld_unix_region_import_memfd,
     .region_import_cuda_ipc = kld_unix_region_import_cuda_ipc,
+    .region_import_cuda_fd = kld_unix_region_import_cuda_fd,
     .region_create_pool = kld_unix_region_create_pool,
+    .region_attach = kld_unix_region_attach,
+    .publish = kld_unix_publish,
+    .detach = kld_unix_detach,
+    .event_open = kld_unix_event_open,
+    .event_release = kld_unix_event_release,
+    .stream_priority = kld_unix_stream_priority,
     .region_data = kld_unix_region_data,
     .region_release = kld_unix_region_release,
     .submit = unix_submit,

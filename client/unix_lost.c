@@ -101,6 +101,7 @@ void kld_unix_lose(struct unix_connection *u) {
     u->doomed = u->leaving = false;
     u->control.sent = false;
     kld_unix_regions_lost(u);
+    kld_unix_shares_lost(u);
 
     /* What was sent goes before what was queued behind it, in its old order. */
     struct kld_call *behind = u->queued.first;

@@ -23,12 +23,12 @@ static uint64_t round_up(uint64_t bytes, uint64_t unit) { return (bytes + unit -
 /* ---- Regions -------------------------------------------------------------------------------- */
 
 /* The limits that WELCOME named are checked here, where the caller still sees the error. */
-static enum kld_status region_begin(struct unix_region *region, enum kld_region_kind kind,
-                                    struct kld_error *err) {
+enum kld_status kld_unix_region_begin(struct unix_region *region, enum kld_region_kind kind,
+                                      struct kld_error *err) {
     struct unix_connection *u = connection_of(&region->base);
     region->fd = -1;
     region->kind = kind;
-    region->state = UNIX_REGION_FAILED; /* until region_ready_to_add() */
+    region->state = UNIX_REGION_FAILED; /* until kld_unix_region_add_later() */
     if (u->welcomed && region->base.bytes > u->welcome.region_bytes_max)
         return kld_error_set(err, KLD_TOO_LARGE, "a region of %llu bytes; the server allows %llu",
                              (unsigned long long)region->base.bytes,
@@ -39,7 +39,7 @@ static enum kld_status region_begin(struct unix_region *region, enum kld_region_
     return KLD_OK;
 }
 
-static void region_add_later(struct unix_region *region) {
+void kld_unix_region_add_later(struct unix_region *region) {
     struct unix_connection *u = connection_of(&region->base);
     region->state = UNIX_REGION_NEW;
     u->region_work++;
@@ -52,7 +52,7 @@ static void memfd_add_later(struct unix_region *region) {
         region->inode_device = about.st_dev;
         region->inode = about.st_ino;
     }
-    region_add_later(region);
+    kld_unix_region_add_later(region);
 }
 
 static enum kld_status map(struct unix_region *region, struct kld_error *err) {
@@ -68,7 +68,7 @@ static enum kld_status map(struct unix_region *region, struct kld_error *err) {
 
 enum kld_status kld_unix_region_create(struct kld_region *base, struct kld_error *err) {
     struct unix_region *region = (struct unix_region *)base;
-    enum kld_status status = region_begin(region, KLD_REGION_MEMFD, err);
+    enum kld_status status = kld_unix_region_begin(region, KLD_REGION_MEMFD, err);
     if (status)
         return status;
     region->fd = memfd_create("kld-region", MFD_CLOEXEC | MFD_ALLOW_SEALING);
@@ -85,7 +85,7 @@ enum kld_status kld_unix_region_create(struct kld_region *base, struct kld_error
 enum kld_status kld_unix_region_import_memfd(struct kld_region *base, int fd,
                                              struct kld_error *err) {
     struct unix_region *region = (struct unix_region *)base;
-    enum kld_status status = region_begin(region, KLD_REGION_MEMFD, err);
+    enum kld_status status = kld_unix_region_begin(region, KLD_REGION_MEMFD, err);
     if (status)
         return status;
     region->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
@@ -95,17 +95,19 @@ enum kld_status kld_unix_region_import_memfd(struct kld_region *base, int fd,
     return KLD_OK;
 }
 
-/* These two are answered before they return: only the server can tell whether they work. */
+/* These are answered before they return: only the server can tell whether they work. */
 static enum kld_status add_and_wait(struct unix_region *region, struct kld_error *err) {
-    region_add_later(region);
-    return kld_unix_wait_region(connection_of(&region->base), region, err);
+    kld_unix_region_add_later(region);
+    struct unix_connection *u = connection_of(&region->base);
+    return kld_unix_wait_state(u, &region->state, &region->error,
+                               kld_now_ns() + u->base.options.connect_timeout_ns, err);
 }
 
 enum kld_status kld_unix_region_import_cuda_ipc(struct kld_region *base,
                                                 const struct kld_ipc_source *source,
                                                 struct kld_error *err) {
     struct unix_region *region = (struct unix_region *)base;
-    enum kld_status status = region_begin(region, KLD_REGION_CUDA_IPC, err);
+    enum kld_status status = kld_unix_region_begin(region, KLD_REGION_CUDA_IPC, err);
     if (status)
         return status;
     memcpy(region->ipc_handle, source->handle, sizeof region->ipc_handle);
@@ -115,20 +117,37 @@ enum kld_status kld_unix_region_import_cuda_ipc(struct kld_region *base,
     return add_and_wait(region, err);
 }
 
+enum kld_status kld_unix_region_import_cuda_fd(struct kld_region *base, int fd,
+                                               const struct kld_ipc_source *source,
+                                               struct kld_error *err) {
+    struct unix_region *region = (struct unix_region *)base;
+    enum kld_status status = kld_unix_region_begin(region, KLD_REGION_CUDA_FD, err);
+    if (status)
+        return status;
+    region->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    if (region->fd < 0)
+        return kld_error_set(err, KLD_INVALID, "not a file descriptor, or none are left");
+    memcpy(region->device_uuid, source->device_uuid, sizeof region->device_uuid);
+    region->base_bytes = source->base_bytes;
+    region->offset_bytes = source->offset_bytes;
+    return add_and_wait(region, err);
+}
+
 enum kld_status kld_unix_region_create_pool(struct kld_region *base, struct kld_error *err) {
     struct unix_region *region = (struct unix_region *)base;
-    enum kld_status status = region_begin(region, KLD_REGION_POOL, err);
+    enum kld_status status = kld_unix_region_begin(region, KLD_REGION_POOL, err);
     return status ? status : add_and_wait(region, err);
 }
 
 void *kld_unix_region_data(struct kld_region *base) {
     struct unix_region *region = (struct unix_region *)base;
-    if (!base->data && region->fd >= 0)
+    if (!base->data && region->fd >= 0 && region->kind == KLD_REGION_MEMFD)
         (void)map(region, NULL); /* an imported memfd is mapped when first asked for */
     return base->data;
 }
 
 static void region_free(struct unix_region *region) {
+    kld_unix_publications_drop(connection_of(&region->base), region);
     if (region->base.data)
         munmap(region->base.data, region->mapped_bytes);
     if (region->fd >= 0)
@@ -163,18 +182,29 @@ void kld_unix_regions_lost(struct unix_connection *u) {
             continue;
         }
         region->wire_id = 0;
+        region->until_ns = kld_now_ns() + KLD_RECONNECT_NS_MAX;
         /* A pool region that was never registered holds nothing that could be lost. */
         region->state =
             base->pool && region->state != UNIX_REGION_NEW && region->state != UNIX_REGION_ADDING
                 ? UNIX_REGION_LOST
                 : UNIX_REGION_NEW;
         u->region_work += region->state == UNIX_REGION_NEW;
+        if (region->state == UNIX_REGION_LOST)
+            kld_error_set(&region->error, KLD_DEVICE_LOST,
+                          "a pool region of the request was lost with its worker; create and fill "
+                          "it again");
     }
 }
 
 static enum unix_sent send_add(struct unix_connection *u, const struct unix_region *region) {
     union kld_frame frame;
-    kld_frame_init(&frame, KLD_FRAME_REGION_ADD, KLD_NUMBER_REGION | region->base.local_id);
+    uint64_t number = KLD_NUMBER_REGION | region->base.local_id;
+    if (region->attached) {
+        kld_frame_init(&frame, KLD_FRAME_ATTACH, number);
+        memcpy(frame.as_ATTACH.name, region->name, sizeof frame.as_ATTACH.name);
+        return kld_unix_send(u, &frame, -1);
+    }
+    kld_frame_init(&frame, KLD_FRAME_REGION_ADD, number);
     struct kld_frame_region_add *add = &frame.as_REGION_ADD;
     add->kind = region->kind;
     add->bytes = region->base.bytes;
@@ -212,30 +242,37 @@ enum unix_sent kld_unix_regions_flush(struct unix_connection *u) {
     return UNIX_SENT;
 }
 
-void kld_unix_region_answered(struct unix_connection *u, uint64_t local_id,
-                              const struct kld_frame_region *reply, const struct kld_error *error) {
+bool kld_unix_region_answered(struct unix_connection *u, uint64_t local_id,
+                              const union kld_frame *reply, const struct kld_error *error) {
     struct kld_region *base = u->base.regions;
     while (base && base->local_id != local_id)
         base = base->next;
     struct unix_region *region = (struct unix_region *)base;
-    if (!region || region->state != UNIX_REGION_ADDING)
-        return;
+    if (!region)
+        return false;
+    enum kld_frame_type expected = region->attached ? KLD_FRAME_ATTACHED : KLD_FRAME_REGION;
+    if (region->state != UNIX_REGION_ADDING || (!error && reply->header.type != expected))
+        return true;
     /* Not the region's fault: it is registered with the next worker. */
     if (error && (error->status == KLD_DEVICE_LOST || error->status == KLD_UNAVAILABLE)) {
         u->doomed = u->doomed || error->status == KLD_DEVICE_LOST;
         u->leaving = true;
-        return;
+        return true;
     }
-    if (error) {
+    if (region->attached) {
+        kld_unix_attach_answered(u, region, reply, error);
+    } else if (error) {
         region->state = UNIX_REGION_FAILED;
         region->error = *error;
-        if (region->released)
-            region_free(region);
-        return;
+    } else {
+        region->state = UNIX_REGION_READY;
+        region->wire_id = reply->as_REGION.region;
     }
-    region->state = UNIX_REGION_READY;
-    region->wire_id = reply->region;
-    u->region_work += region->released;
+    if (region->released && region->state == UNIX_REGION_READY)
+        u->region_work++;
+    else if (region->released)
+        region_free(region);
+    return true;
 }
 
 /* ---- Staging -------------------------------------------------------------------------------- */

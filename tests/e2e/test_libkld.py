@@ -3,6 +3,7 @@ examples."""
 import http.server
 import json
 import os
+import re
 import signal
 import ssl
 import subprocess
@@ -152,6 +153,83 @@ def test_examples(make_server, example):
         losses.add(tuple(line.split("loss ")[1].split()[0] for line in lines))
     assert len(losses) == 1
     assert subprocess.run([program, "ftp://x"], capture_output=True).returncode == 1
+
+
+def example_program(name):
+    program = BIN / "examples" / name
+    if not program.exists():
+        program = BIN.parent / "libexec" / name  # the unpacked tarball
+    if not program.exists():
+        pytest.skip("examples are not built: make examples")
+    return program
+
+
+def shared_logits(seed):
+    """What fill() of client/examples/share.c makes."""
+    values = np.empty(64 * 1000)
+    for i in range(values.size):
+        seed = (seed * 1664525 + 1013904223) & 0xFFFFFFFF
+        values[i] = (seed >> 8) * 2.0 ** -22
+    return values.reshape(64, 1000)
+
+
+def shared_losses(temperature):
+    def log_softmax(z):
+        z = z - z.max(axis=1, keepdims=True)
+        return z - np.log(np.exp(z).sum(axis=1, keepdims=True))
+
+    def loss(t):
+        q, p = log_softmax(shared_logits(2) / t), log_softmax(shared_logits(1) / t)
+        return (np.exp(p) * (p - q)).sum() / 64
+    return {f"{temperature * i:g}": loss(temperature * i) for i in (1, 2, 3)}
+
+
+def check_students(said, *temperatures):
+    expected = {}
+    for temperature in temperatures:
+        expected.update(shared_losses(temperature))
+    found = dict(re.findall(r"student: temperature (\S+): loss (\S+)", said))
+    assert found.keys() == expected.keys(), said
+    for temperature, loss in found.items():
+        assert float(loss) == pytest.approx(expected[temperature], rel=1e-6)
+
+
+def test_teacher_and_students_share_one_tensor(make_server):
+    program, server = example_program("share"), make_server(http="")
+    said = subprocess.run([program, server.url_unix], capture_output=True, text=True, timeout=120,
+                          env=clean_environment(), check=True).stdout
+    assert said.count("teacher: published example/logits") == 1
+    check_students(said, 1, 2.5)
+
+
+def test_a_teacher_publishes_again_when_the_worker_was_replaced(make_server):
+    program, server = example_program("share"), make_server(http="")
+
+    def student():
+        done = subprocess.run([program, "student", server.url_unix, "1"], capture_output=True,
+                              text=True, timeout=60, env=clean_environment())
+        assert done.returncode == 0, done.stderr
+        check_students(done.stdout, 1)
+
+    with subprocess.Popen([program, "teacher", server.url_unix], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, env=clean_environment()) as teacher:
+        assert b"published" in teacher.stdout.readline()
+        for _ in range(3):
+            student()
+            server.kill_child("worker")
+        student()
+        second = subprocess.run([program, "teacher", server.url_unix], capture_output=True,
+                                text=True, stdin=subprocess.DEVNULL, env=clean_environment())
+        assert second.returncode == 1 and "published already" in second.stderr
+        teacher.stdin.close()
+        assert teacher.wait(30) == 0
+    late = subprocess.Popen([program, "student", server.url_unix, "1"], stdout=subprocess.PIPE,
+                            env=clean_environment(), text=True)  # waits for the next teacher
+    time.sleep(0.3)
+    with subprocess.Popen([program, "teacher", server.url_unix], stdin=subprocess.PIPE,
+                          stdout=subprocess.DEVNULL, env=clean_environment()) as teacher:
+        check_students(late.communicate(timeout=60)[0], 1)
+        teacher.stdin.close()
 
 
 class Gate(http.server.BaseHTTPRequestHandler):

@@ -10,9 +10,19 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+struct fake_publication;
+
 struct fake_region {
     uint64_t id, bytes;
     char *data;
+    struct fake_publication *attached; /* its memory is another's */
+};
+
+/* Of any client. */
+struct fake_publication {
+    struct kld_frame_publish frame;
+    struct fake_client *owner; /* NULL: free */
+    struct fake_region region; /* whose memory it is */
 };
 
 struct fake_held {
@@ -22,12 +32,15 @@ struct fake_held {
 
 struct fake_client {
     int fd;
+    uint64_t last_event;
     int device_lost, leaving;
     uint64_t last_region;
     struct fake_region regions[FAKE_REGIONS_MAX];
     struct fake_held held[64]; /* in order of arrival */
     int held_count;
 };
+
+static struct fake_publication publications[16];
 
 static void reply(struct fake_client *client, const union kld_frame *frame) {
     send(client->fd, frame, frame->header.length, MSG_NOSIGNAL);
@@ -48,14 +61,29 @@ static struct fake_region *region_find(struct fake_client *client, uint64_t id) 
     return NULL;
 }
 
+static void publications_end(const struct fake_client *owner, uint64_t region) {
+    for (int i = 0; i < 16; i++)
+        if (publications[i].owner == owner && (!region || publications[i].region.id == region))
+            publications[i].owner = NULL;
+}
+
+static struct fake_publication *publication_find(const char *name) {
+    for (int i = 0; i < 16; i++)
+        if (publications[i].owner && strcmp(publications[i].frame.name, name) == 0)
+            return &publications[i];
+    return NULL;
+}
+
 static void region_close(struct fake_worker *worker, struct fake_region *region) {
-    if (region->data)
+    if (region->data && !region->attached)
         munmap(region->data, region->bytes);
     memset(region, 0, sizeof *region);
     worker->regions_now--;
 }
 
 static void client_close(struct fake_worker *worker, struct fake_client *client) {
+    publications_end(client, 0);
+    worker->events_now -= (int)client->last_event;
     for (int i = 0; i < FAKE_REGIONS_MAX; i++)
         if (client->regions[i].id)
             region_close(worker, &client->regions[i]);
@@ -77,7 +105,7 @@ static void region_add(struct fake_worker *worker, struct fake_client *client,
     void *data = fd >= 0 ? mmap(NULL, add->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
                          : mmap(NULL, add->bytes, PROT_READ | PROT_WRITE,
                                 MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    *region = (struct fake_region){++client->last_region, add->bytes, data};
+    *region = (struct fake_region){++client->last_region, add->bytes, data, NULL};
     worker->regions_now++;
     union kld_frame frame;
     kld_frame_init(&frame, KLD_FRAME_REGION, add->header.request);
@@ -104,8 +132,10 @@ static void submit_done(struct fake_client *client, const struct kld_frame_submi
         float *q = tensor_row(client, submit, KLD_SLOT_PREDICTIONS, row, classes);
         float *p = tensor_row(client, submit, KLD_SLOT_TARGETS, row, classes);
         float *gradient = tensor_row(client, submit, KLD_SLOT_GRAD_PREDICTIONS, row, classes);
-        if (!q || !p) {
-            reply_error(client, submit->header.request, KLD_NOT_FOUND);
+        const struct fake_region *targets =
+            region_find(client, submit->tensor[KLD_SLOT_TARGETS].region);
+        if (!q || !p || (targets->attached && !targets->attached->owner)) {
+            reply_error(client, submit->header.request, q && p ? KLD_GONE : KLD_NOT_FOUND);
             return;
         }
         for (uint64_t i = 0; i < classes; i++) {
@@ -116,6 +146,12 @@ static void submit_done(struct fake_client *client, const struct kld_frame_submi
     }
     frame.as_DONE.scalar = 1;
     frame.as_DONE.kernel_ns = 7;
+    if (submit->flags & KLD_SUBMIT_EARLY) {
+        kld_frame_init(&frame, KLD_FRAME_DONE, submit->header.request);
+        if (submit->ready_event == 0 || submit->done_event == 0 ||
+            submit->ready_event > client->last_event || submit->done_event > client->last_event)
+            abort();
+    }
     if (answer)
         reply(client, &frame);
 }
@@ -126,6 +162,7 @@ static int due(atomic_int *countdown) { return *countdown > 0 && --*countdown ==
 static int submit_received(struct fake_worker *worker, struct fake_client *client,
                            const struct kld_frame_submit *submit) {
     worker->submits++;
+    worker->early += submit->flags & KLD_SUBMIT_EARLY ? 1 : 0;
     if (due(&worker->die_at_submit)) {
         worker->mute = 0;
         return 0;
@@ -216,10 +253,95 @@ static void hello(struct fake_worker *worker, struct fake_client *client, uint64
     reply(client, &frame);
 }
 
+static void reply_done(struct fake_client *client, uint64_t request) {
+    union kld_frame frame;
+    kld_frame_init(&frame, KLD_FRAME_DONE, request);
+    reply(client, &frame);
+}
+
+static void publish(struct fake_worker *worker, struct fake_client *client,
+                    const struct kld_frame_publish *frame) {
+    int i = 0;
+    while (i < 15 && publications[i].owner)
+        i++;
+    struct fake_region *region = region_find(client, frame->region);
+    if (!region || publication_find(frame->name)) {
+        reply_error(client, frame->header.request, region ? KLD_EXISTS : KLD_NOT_FOUND);
+        return;
+    }
+    worker->published++;
+    publications[i] = (struct fake_publication){*frame, client, *region};
+    reply_done(client, frame->header.request);
+}
+
+static void attach(struct fake_worker *worker, struct fake_client *client,
+                   const struct kld_frame_name *frame) {
+    struct fake_publication *publication = publication_find(frame->name);
+    struct fake_region *region = region_find(client, 0);
+    if (!publication) {
+        reply_error(client, frame->header.request, KLD_NOT_FOUND);
+        return;
+    }
+    worker->attached++;
+    worker->regions_now++;
+    uint64_t offset = publication->frame.offset_bytes;
+    *region = (struct fake_region){++client->last_region, publication->region.bytes - offset,
+                                   publication->region.data + offset, publication};
+    union kld_frame answer;
+    kld_frame_init(&answer, KLD_FRAME_ATTACHED, frame->header.request);
+    answer.as_ATTACHED.region = region->id;
+    answer.as_ATTACHED.bytes = region->bytes;
+    answer.as_ATTACHED.tensor = publication->frame.tensor;
+    reply(client, &answer);
+}
+
+static void detach(struct fake_worker *worker, struct fake_client *client,
+                   const struct kld_frame_name *frame) {
+    struct fake_publication *publication = publication_find(frame->name);
+    worker->detached++;
+    if (publication)
+        publication->owner = NULL;
+    reply_done(client, frame->header.request);
+}
+
+static void event_add(struct fake_worker *worker, struct fake_client *client,
+                      const struct kld_frame_event_add *frame) {
+    worker->events_added++;
+    worker->events_now++;
+    union kld_frame answer;
+    kld_frame_init(&answer, KLD_FRAME_EVENT, frame->header.request);
+    answer.as_EVENT.event = ++client->last_event;
+    memset(answer.as_EVENT.ipc_handle, frame->kind == KLD_EVENT_DONE ? 0x5a : 0, 64);
+    reply(client, &answer);
+}
+
+/* What is shared with others; 0: another frame. */
+static int share(struct fake_worker *worker, struct fake_client *client,
+                 const union kld_frame *frame) {
+    switch (frame->header.type) {
+    case KLD_FRAME_PUBLISH: publish(worker, client, &frame->as_PUBLISH); return 1;
+    case KLD_FRAME_ATTACH: attach(worker, client, &frame->as_ATTACH); return 1;
+    case KLD_FRAME_DETACH: detach(worker, client, &frame->as_DETACH); return 1;
+    case KLD_FRAME_EVENT_ADD: event_add(worker, client, &frame->as_EVENT_ADD); return 1;
+    case KLD_FRAME_EVENT_DROP:
+        worker->events_dropped++;
+        reply_done(client, frame->header.request);
+        return 1;
+    case KLD_FRAME_STREAM:
+        worker->streams_set++;
+        worker->last_priority = frame->as_STREAM.priority;
+        reply_done(client, frame->header.request);
+        return 1;
+    default: return 0;
+    }
+}
+
 static void region_drop(struct fake_worker *worker, struct fake_client *client,
                         const struct kld_frame_region_drop *frame) {
     struct fake_region *region = region_find(client, frame->region);
     worker->regions_dropped++;
+    if (region)
+        publications_end(client, region->id);
     if (region)
         region_close(worker, region);
 }
@@ -241,6 +363,8 @@ static int frame_received(struct fake_worker *worker, struct fake_client *client
         send(client->fd, "nonsense", 8, MSG_NOSIGNAL);
         return 1;
     }
+    if (share(worker, client, frame))
+        return 1;
     switch (frame->header.type) {
     case KLD_FRAME_HELLO: hello(worker, client, frame->header.request); return 1;
     case KLD_FRAME_REGION_ADD: region_add(worker, client, &frame->as_REGION_ADD, fd); return 1;
@@ -292,12 +416,19 @@ static void *run(void *argument) {
         for (int i = 0; i < FAKE_CLIENTS_MAX; i++)
             polled[i + 1] = (struct pollfd){clients[i].fd, POLLIN, 0};
         poll(polled, FAKE_CLIENTS_MAX + 1, 5);
+        for (int i = 0; i < FAKE_CLIENTS_MAX && worker->hang_up; i++)
+            if (clients[i].fd >= 0)
+                client_close(worker, &clients[i]);
+        worker->hang_up = 0;
         for (int i = 0; i < FAKE_CLIENTS_MAX; i++) {
             struct fake_client *client = &clients[i];
             if (client->fd >= 0 && !worker->hold)
                 release_held(client);
-            if (client->fd >= 0 && polled[i + 1].revents && !receive(worker, client))
+            if (client->fd == polled[i + 1].fd && client->fd >= 0 && polled[i + 1].revents &&
+                !receive(worker, client)) {
                 client_close(worker, client);
+                worker->hang_up = worker->all_die;
+            }
         }
         int free_slot = -1;
         for (int i = 0; i < FAKE_CLIENTS_MAX; i++)

@@ -29,6 +29,10 @@ struct fake_worker {
     atomic_int refuse_regions;  /* enum kld_status */
     atomic_int refuse_regions_once; /* enum kld_status: of the next one */
     atomic_int garbage;             /* answers the next frame with nonsense */
+    atomic_int hang_up;             /* 1: every connection is closed, once */
+    atomic_int all_die;             /* with one connection that ends all others do */
+    atomic_int published, attached, detached, events_added, events_dropped, early, streams_set;
+    atomic_int events_now, last_priority;
     atomic_int accepted, submits, regions_added, regions_dropped, cancels, copies;
     atomic_int regions_now;
 
