@@ -173,7 +173,8 @@ struct kld_backend {
                                     uint8_t ret_handle[64], struct kld_error *err);
     void (*event_free)(struct kld_gpu_event *event); /* NULL is allowed */
 
-    /* True: the job was launched within the call, and launched() is not going to be called. */
+    /* True: the job was launched within the call, and launched() is not going to be called. Then,
+     * as in launched(), launch_ns is set. */
     bool (*submit)(struct kld_stream *stream, struct kld_job *job);
 
     /* Bytes of the pool in use now. */

@@ -57,9 +57,12 @@ static void count_job(struct kld_job *job, int amount) {
 }
 
 static void run(struct fake_device *fake, struct kld_job *job) {
-    job->launch_ns = now_ns();
+    bool directly = atomic_load(&fake->launches_directly);
+    uint64_t started_ns = now_ns();
+    if (!directly)
+        job->launch_ns = started_ns;
     atomic_fetch_add(&fake->jobs_started, 1);
-    if (job->launched && !atomic_load(&fake->fail_launch) && !atomic_load(&fake->launches_directly))
+    if (job->launched && !atomic_load(&fake->fail_launch) && !directly)
         job->launched(job);
     while (atomic_load(&fake->hold))
         nap(200);
@@ -69,7 +72,7 @@ static void run(struct fake_device *fake, struct kld_job *job) {
         kld_error_set(&job->error, job->status, "the double was told to fail");
     else if (job->kind == KLD_JOB_OP && job->geometry.scalar)
         job->loss = FAKE_LOSS;
-    job->kernel_ns = now_ns() - job->launch_ns;
+    job->kernel_ns = now_ns() - started_ns;
     job->bytes = 1000;
     struct fake_stream *stream = (struct fake_stream *)(uintptr_t)job->backend_private[0];
     count_job(job, -1);
@@ -245,12 +248,15 @@ static bool submit(struct kld_stream *stream, struct kld_job *job) {
     count_job(job, 1);
     atomic_fetch_add(&((struct fake_stream *)stream)->jobs, 1);
     atomic_fetch_add(&fake->jobs_submitted, 1);
+    bool directly = atomic_load(&fake->launches_directly);
+    if (directly)
+        job->launch_ns = now_ns();
     pthread_mutex_lock(&fake->lock);
     *fake->last = job;
     fake->last = &job->next;
     pthread_cond_signal(&fake->more);
     pthread_mutex_unlock(&fake->lock);
-    return atomic_load(&fake->launches_directly);
+    return directly;
 }
 
 static uint64_t pool_bytes(struct kld_device *device) { return 0; }
