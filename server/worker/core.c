@@ -331,6 +331,30 @@ void kld_core_expire(struct kld_worker *worker) {
     kld_worker_progress(worker);
 }
 
+bool kld_core_check_orphans(struct kld_worker *worker, uint64_t limit_ns) {
+    uint64_t now = kld_worker_now_ns();
+    bool any = false;
+    struct kld_session *session;
+    TAILQ_FOREACH(session, &worker->sessions, in_worker) {
+        struct kld_request *request;
+        if (session->state != KLD_SESSION_CLOSING)
+            continue;
+        TAILQ_FOREACH(request, &session->requests, in_session) {
+            if (request->state != KLD_REQUEST_RUNNING || !request->ready)
+                continue;
+            any = true;
+            if (now - session->closed_ns < limit_ns)
+                continue;
+            struct kld_error error;
+            kld_error_set(&error, KLD_DEVICE_LOST,
+                          "a job waits for an event of a client that is gone");
+            kld_core_device_lost(worker, &error);
+            return false;
+        }
+    }
+    return any;
+}
+
 void kld_core_device_lost(struct kld_worker *worker, const struct kld_error *cause) {
     if (worker->lost)
         return;

@@ -218,6 +218,7 @@ void kld_session_close(struct kld_session *session) {
     if (session->state == KLD_SESSION_CLOSING)
         return;
     session->state = KLD_SESSION_CLOSING;
+    session->closed_ns = kld_worker_now_ns();
     kld_log(KLD_LOG_DEBUG, "client left", "client=\"%s\" pid=%d in_flight=%u", session->name,
             (int)session->pid, session->requests_count);
     worker->clients--;
@@ -230,6 +231,7 @@ void kld_session_close(struct kld_session *session) {
     kld_worker_region_drop_all(session);
     kld_worker_event_drop_all(session);
     kld_core_detach(session);
+    kld_worker_watch_orphans(worker);
     kld_worker_accept(worker);
     kld_worker_progress(worker);
 }

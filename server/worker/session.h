@@ -47,11 +47,12 @@ struct kld_session {
     struct kld_worker *worker;
     TAILQ_ENTRY(kld_session) in_worker;
     enum kld_session_state state;
-    bool greeted; /* HELLO was answered by WELCOME */
-    bool broken;  /* the socket takes nothing any more; its end will be reported */
-    bool polling; /* `poll` is not yet closed */
-    int fd;       /* -1 once given to the pool to be closed */
-    int events;   /* what `poll` waits for */
+    uint64_t closed_ns; /* CLOSING: since when, CLOCK_MONOTONIC */
+    bool greeted;       /* HELLO was answered by WELCOME */
+    bool broken;        /* the socket takes nothing any more; its end will be reported */
+    bool polling;       /* `poll` is not yet closed */
+    int fd;             /* -1 once given to the pool to be closed */
+    int events;         /* what `poll` waits for */
     uv_poll_t poll;
     uid_t uid;
     pid_t pid;

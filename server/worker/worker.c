@@ -118,6 +118,23 @@ void kld_worker_watch_deadlines(struct kld_worker *worker) {
     uv_timer_start(&worker->deadline, deadline_due, (wait_ns + 999999) / 1000000, 0);
 }
 
+static uint64_t orphan_ms(const struct kld_worker *worker) {
+    return worker->options.orphan_ms ? worker->options.orphan_ms : KLD_ORPHAN_MS;
+}
+
+static void orphans_due(uv_timer_t *timer) {
+    struct kld_worker *worker = timer->data;
+    if (!kld_core_check_orphans(worker, orphan_ms(worker) * 1000000))
+        uv_timer_stop(timer);
+}
+
+void kld_worker_watch_orphans(struct kld_worker *worker) {
+    uint64_t every = orphan_ms(worker) / 10 + 1;
+    if (!worker->stopping && !uv_is_active((uv_handle_t *)&worker->orphans) &&
+        kld_core_check_orphans(worker, UINT64_MAX))
+        uv_timer_start(&worker->orphans, orphans_due, every, every);
+}
+
 static void completed(uv_async_t *async) { kld_core_completed(async->data); }
 
 static void polled(uv_idle_t *idle) {
@@ -161,6 +178,7 @@ static void stop(struct kld_worker *worker) {
     uv_close((uv_handle_t *)&worker->deadline, NULL);
     uv_close((uv_handle_t *)&worker->accept_again, NULL);
     uv_close((uv_handle_t *)&worker->drain, NULL);
+    uv_close((uv_handle_t *)&worker->orphans, NULL);
     if (worker->options.control_fd >= 0)
         uv_close((uv_handle_t *)&worker->control, NULL);
     struct kld_session *session, *next;
@@ -243,10 +261,11 @@ static enum kld_status handles_init(struct kld_worker *worker, struct kld_error 
     uv_timer_init(loop, &worker->deadline);
     uv_timer_init(loop, &worker->accept_again);
     uv_timer_init(loop, &worker->drain);
+    uv_timer_init(loop, &worker->orphans);
     uv_signal_init(loop, &worker->terminate);
     worker->completions.wake.data = worker->deadline.data = worker->accept_again.data = worker;
-    worker->poll.data = worker->drain.data = worker->terminate.data = worker->listener.data =
-        worker;
+    worker->orphans.data = worker->poll.data = worker->drain.data = worker->terminate.data =
+        worker->listener.data = worker;
     uv_signal_start(&worker->terminate, terminated, SIGTERM);
     if (control_fd >= 0 && uv_poll_init(loop, &worker->control, control_fd) == 0) {
         worker->control.data = worker;

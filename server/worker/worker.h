@@ -22,6 +22,7 @@
  * is on its way. The rest waits in the lane, where a cancel, a deadline or the end of the client
  * still spares the device the work. */
 #define KLD_LANE_DEPTH 4
+#define KLD_ORPHAN_MS 10000       /* for a job that waits for an event of a client that is gone */
 #define KLD_PUBLICATIONS_MAX 1024 /* tensors that clients show to others at a time */
 
 struct kld_worker_options {
@@ -31,6 +32,7 @@ struct kld_worker_options {
     struct kld_device *device; /* open; kld_worker_done() closes it */
     uint32_t index;            /* of this worker */
     int listen_fd;             /* SOCK_SEQPACKET, listening; the caller's */
+    uint32_t orphan_ms;        /* 0: KLD_ORPHAN_MS */
     int control_fd; /* its end means that the supervisor is gone; -1: none; the caller's */
 };
 
@@ -45,6 +47,7 @@ struct kld_worker {
     uv_timer_t deadline;     /* the earliest deadline of a request */
     uv_timer_t accept_again; /* after accept() ran out of something */
     uv_timer_t drain;        /* SIGTERM + drain_ms */
+    uv_timer_t orphans;      /* while there may be such jobs */
     struct kld_completions completions;
     struct kld_queue queue;
     struct kld_session_list sessions; /* open and closing */
@@ -84,6 +87,8 @@ void kld_worker_progress(struct kld_worker *worker);
 void kld_worker_poll(struct kld_worker *worker);
 /* Polls the listener again if there is room. */
 void kld_worker_accept(struct kld_worker *worker);
+/* A client is gone whose jobs may wait for an event of its. */
+void kld_worker_watch_orphans(struct kld_worker *worker);
 /* The deadline timer follows the queue's earliest deadline. */
 void kld_worker_watch_deadlines(struct kld_worker *worker);
 

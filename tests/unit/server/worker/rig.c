@@ -50,6 +50,7 @@ void rig_start(struct rig *rig) {
                                          .backend = &fake_backend,
                                          .device = &rig->fake.head,
                                          .listen_fd = rig->listen_fd,
+                                         .orphan_ms = rig->orphan_ms,
                                          .control_fd = rig->control[1]};
     struct kld_error err;
     ck_assert_int_eq(kld_worker_init(&rig->worker, &options, &err), KLD_OK);

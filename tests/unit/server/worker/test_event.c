@@ -286,6 +286,36 @@ START_TEST(a_lost_device_is_not_told_to_whoever_has_an_answer) {
 }
 END_TEST
 
+/* A client dies whose event the device waits for: the worker makes way for another one. Not so for
+ * a job that waits for nothing, however long it takes. */
+START_TEST(a_job_that_waits_for_the_dead_ends_the_worker) {
+    rig_init(&rig);
+    rig.orphan_ms = 100;
+    rig_start(&rig);
+    int other = rig_client(&rig), patient = rig_client(&rig), fd = rig_client(&rig);
+    union kld_frame frame;
+    uint64_t region = device_region(fd);
+    atomic_store(&rig.fake.hold, true);
+    rig_submit(patient, 9, device_region(patient));
+    rig_until(&rig.fake.jobs_started, 1);
+    close(patient);
+    usleep(300000);
+    rig_plain(other, KLD_FRAME_PING, 1);
+    rig_expect(other, 1, KLD_FRAME_PONG, NULL);
+    rig_op(&frame, 10, region);
+    frame.as_SUBMIT.flags = KLD_SUBMIT_EARLY;
+    frame.as_SUBMIT.ready_event = add_event(fd, KLD_EVENT_READY);
+    rig_send(fd, &frame);
+    rig_until(&rig.fake.jobs_submitted, 2);
+    rig_submit(other, 11, device_region(other));
+    rig_until(&rig.fake.jobs_submitted, 3);
+    close(fd);
+    rig_expect_error(other, 11, KLD_DEVICE_LOST, "device failed");
+    ck_assert_int_eq(rig_wait(&rig), 2);
+    close(other);
+}
+END_TEST
+
 START_TEST(priorities_are_those_of_streams) {
     start();
     int fd = rig_client(&rig);
@@ -322,4 +352,4 @@ UNIT_MAIN("server/worker/event", events_are_checked, events_have_a_limit_and_ids
           an_event_stays_while_a_job_names_it, early_is_told_at_launch, early_is_told_from_submit,
           early_that_fails_to_launch_is_an_error, early_needs_a_device_and_its_memory,
           memory_stays_for_what_was_told_early, a_lost_device_is_not_told_to_whoever_has_an_answer,
-          priorities_are_those_of_streams)
+          a_job_that_waits_for_the_dead_ends_the_worker, priorities_are_those_of_streams)

@@ -1,0 +1,428 @@
+"""GPU memory and events shared with a worker on the same card: handles, descriptors, the order of two
+processes' streams, owners that free, leave and die. On the CUDA back end only."""
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import wire
+from conftest import ROOT, SANITIZER, Server, wait_until
+from unixlib import forward_kl, holdings, probabilities
+from wire import Client, Failed, description, tensor
+
+SHAPE = (64, 1024)
+TENSOR = 4 * SHAPE[0] * SHAPE[1]
+ROOM = 4 << 20  # predictions, targets, gradient, loss; larger than what the driver shares out of a block
+LOSS_AT = 3 * TENSOR
+
+
+@pytest.fixture(scope="module")
+def gpu(backend):
+    if backend != "cuda":
+        pytest.skip("needs the CUDA back end")
+    from gpulib import Gpu
+    return Gpu()
+
+
+@pytest.fixture(scope="module")
+def server(gpu, backend):
+    one = Server(backend=backend, http="", pool_bytes_max="1G")
+    yield one
+    status, log = one.stop(), one.log()
+    one.remove()
+    assert status == 0 and not SANITIZER.search(log), log
+
+
+@pytest.fixture
+def client(server):
+    with Client(server.unix) as one:
+        yield one
+
+
+class Case:
+    """Predictions and targets in an allocation that a client shares."""
+
+    def __init__(self, gpu, client, memory, base_offset=0):
+        self.gpu, self.client, self.memory = gpu, client, memory
+        self.q, self.p = probabilities(*SHAPE), probabilities(*SHAPE)
+        self.base_offset = base_offset
+        gpu.put(memory.at + base_offset, self.q)
+        gpu.put(memory.at + base_offset + TENSOR, self.p)
+        self.region = self.register(client)
+
+    def register(self, client, **changes):
+        size = self.memory.size - self.base_offset
+        given = {"offset": self.base_offset, "base": self.memory.size, "uuid": self.gpu.uuid, **changes}
+        if hasattr(self.memory, "handle"):
+            return client.region_add(wire.CUDA_IPC, size, handle=given.pop("handle", self.memory.handle),
+                                     **given)
+        return client.region_add(wire.CUDA_FD, size, fds=given.pop("fds", [self.memory.fd]), **given)
+
+    @property
+    def expected(self):
+        return forward_kl(self.q, self.p).mean()
+
+    def tensors(self, region=None, gradient=True, loss=False):
+        region = region or self.region
+        found = {"predictions": tensor(region), "targets": tensor(region, TENSOR)}
+        if gradient:
+            found["grad_predictions"] = tensor(region, 2 * TENSOR)
+        if loss:
+            found["loss"] = tensor(region, LOSS_AT)
+        return found
+
+    def run(self, region=None, client=None):
+        return (client or self.client).run(SHAPE, self.tensors(region))["loss"]
+
+
+@pytest.fixture
+def memory(gpu):
+    from gpulib import Allocation
+    one = Allocation(gpu, ROOM)
+    yield one
+    one.free()
+
+
+@pytest.fixture
+def case(gpu, client, memory):
+    return Case(gpu, client, memory)
+
+
+# ---- Memory ----------------------------------------------------------------------------------------
+
+def test_loss_and_gradient_in_the_clients_own_memory(gpu, case):
+    assert case.run() == pytest.approx(case.expected, rel=1e-6)
+    truth = -case.p.astype(np.float64) / case.q / SHAPE[0]
+    np.testing.assert_allclose(gpu.get(case.memory.at + 2 * TENSOR, SHAPE), truth, rtol=1e-6)
+
+
+def test_one_allocation_is_opened_once_and_counted(gpu, server, case):
+    """Regions of three connections over one allocation: any may go, the others compute."""
+    loss = case.run()
+    with Client(server.unix) as second, Client(server.unix) as third:
+        regions = [(one, case.register(one)) for one in (second, third, second)]
+        for one, region in regions:
+            assert case.run(region, one) == loss
+        case.client.drop(case.region)
+        second.drop(regions[0][1])
+        for one, region in regions[1:]:
+            assert case.run(region, one) == loss
+        third.drop(regions[1][1])
+        assert case.run(regions[2][1], second) == loss
+    case.region = case.register(case.client)  # all were gone: opened anew
+    assert case.run() == loss
+
+
+def test_memory_that_was_freed_and_given_again_is_not_mistaken(gpu, server, client):
+    """The same address, other contents: what is registered again is read, not what is still open."""
+    from gpulib import Allocation
+    seen, kept = [], []
+    for keep in (True, True, False, False):
+        memory = Allocation(gpu, ROOM)
+        case = Case(gpu, client, memory)
+        assert case.run() == pytest.approx(case.expected, rel=1e-6)
+        seen.append((memory.at, memory.handle))
+        loss = case.run()
+        memory.free()
+        if keep:  # still open in the worker, and what its owner freed can still be read
+            kept.append((case, loss))
+        else:
+            client.drop(case.region)
+    for case, loss in kept:
+        assert client.run(SHAPE, case.tensors(gradient=False))["loss"] == loss
+        client.drop(case.region)
+    assert len({handle for _, handle in seen}) == len(seen), "the driver gave one handle twice"
+    assert len({at for at, _ in seen}) < len(seen), "no address came twice: this test showed nothing"
+
+
+BAD_HANDLES = {
+    "random": dict(handle=bytes(range(64))),
+    "cut": dict(handle=b"\x01" * 20),
+    "other device": dict(uuid=b"another device!!"),
+    "longer": dict(base=ROOM + (2 << 20)),
+}
+
+
+@pytest.mark.parametrize("what", BAD_HANDLES)
+def test_bad_handles_harm_nobody(server, case, what):
+    worker = server.child("worker")
+    with pytest.raises(Failed, match="invalid"):
+        if what == "longer":
+            case.client.region_add(wire.CUDA_IPC, ROOM + (2 << 20), offset=0, base=ROOM + (2 << 20),
+                                   uuid=case.gpu.uuid, handle=case.memory.handle)
+        else:
+            case.register(case.client, **BAD_HANDLES[what])
+    assert case.run() == pytest.approx(case.expected, rel=1e-6)
+    assert server.child("worker") == worker
+
+
+def test_misaligned_tensors_are_an_error_and_no_fault(gpu, server, client, memory):
+    case = Case(gpu, client, memory, base_offset=256)
+    odd = client.region_add(wire.CUDA_IPC, ROOM - 257, offset=257, base=ROOM, uuid=gpu.uuid,
+                            handle=memory.handle)
+    with pytest.raises(Failed, match="invalid: predictions: its region does not begin at a multiple"):
+        client.run(SHAPE, {"predictions": tensor(odd), "targets": tensor(case.region, TENSOR)})
+    assert case.run() == pytest.approx(case.expected, rel=1e-6)
+
+
+def test_allocations_by_descriptor(gpu, server, client, case):
+    from gpulib import Mapped
+    worker = server.child("worker")
+    mapped = Mapped(gpu, ROOM)
+    by_fd = Case(gpu, client, mapped)
+    gpu.put(mapped.at, case.q)
+    gpu.put(mapped.at + TENSOR, case.p)
+    assert struct.pack("d", by_fd.run()) == struct.pack("d", case.run())
+    np.testing.assert_array_equal(gpu.get(mapped.at + 2 * TENSOR, SHAPE),
+                                  gpu.get(case.memory.at + 2 * TENSOR, SHAPE))
+    part = client.region_add(wire.CUDA_FD, TENSOR, fds=[mapped.fd], offset=TENSOR, base=mapped.size,
+                             uuid=gpu.uuid)
+    assert client.run(SHAPE, {"predictions": tensor(by_fd.region), "targets": tensor(part)})["loss"] \
+        == case.run()
+    pipe = os.pipe()
+    with open("/dev/null", "rb+") as null:
+        for fd, base, said in ((null.fileno(), mapped.size, "invalid"),
+                               (wire.memfd(4096), mapped.size, "invalid: the descriptor is not a CUDA"),
+                               (pipe[0], mapped.size, "invalid: the descriptor is not a CUDA"),
+                               (mapped.fd, mapped.size + mapped.unit, "invalid"),
+                               (mapped.fd, mapped.size - 4096, "invalid: an allocation of")):
+            with pytest.raises(Failed, match=said):
+                client.region_add(wire.CUDA_FD, 4096, fds=[fd], base=base, uuid=gpu.uuid)
+    loss = by_fd.run()
+    mapped.free()  # the worker's mapping holds it
+    assert client.run(SHAPE, by_fd.tensors(gradient=False))["loss"] == loss
+    assert server.child("worker") == worker
+
+
+@pytest.mark.parametrize("kind", ["handle", "descriptor"])
+def test_register_and_drop_leak_nothing(gpu, server, client, memory, kind):
+    """10,000 times by handle, 2,000 by descriptor."""
+    from gpulib import Mapped
+    case = Case(gpu, client, memory if kind == "handle" else Mapped(gpu, ROOM))
+    case.run()
+    client.drop(case.region)
+
+    def state():
+        worker = server.child("worker")
+        maps = len(open(f"/proc/{worker}/maps").readlines())
+        return holdings(worker)[0], maps, gpu.free_bytes()
+
+    def cycle(count):
+        for _ in range(count):
+            client.drop(case.register(client))
+        wait_until(lambda: client.stats()["regions"] == 0, what="the last drop")
+        time.sleep(0.2)
+
+    cycle(200)
+    before = state()
+    cycle(10000 if kind == "handle" else 2000)
+    after = state()
+    assert after[0] == before[0] and abs(after[1] - before[1]) <= 8
+    assert abs(after[2] - before[2]) <= 64 << 20
+    if kind == "descriptor":
+        case.memory.free()
+
+
+# ---- Events ----------------------------------------------------------------------------------------
+
+class Stepper:
+    """A client stream, its ready event and the worker's done event."""
+
+    def __init__(self, gpu, client):
+        self.gpu, self.client, self.stream = gpu, client, gpu.stream()
+        self.ready, handle = gpu.event()
+        self.ready_id = client.event_add(wire.EVENT_READY, gpu.uuid, handle)[0]
+        self.done_id, handle = client.event_add(wire.EVENT_DONE, gpu.uuid)
+        self.done = gpu.open_event(handle)
+
+    def step(self, case, **more):
+        """Enqueued on both sides when this returns."""
+        self.gpu.record(self.ready, self.stream)
+        done = self.client.run(SHAPE, case.tensors(loss=True), flags=wire.EARLY, ready=self.ready_id,
+                               done=self.done_id, **more)
+        self.gpu.wait(self.stream, self.done)
+        return done
+
+
+def test_the_device_waits_for_the_client_and_the_client_for_the_device(gpu, client, case):
+    """The client's stream takes 100 ms to write the predictions; nobody's CPU waits for it."""
+    stepper = Stepper(gpu, client)
+    stepper.step(case)  # streams are opened, kernels loaded
+    gpu.finish(stepper.stream)
+    value, loss = 1 / SHAPE[1], np.zeros(1, "<f4")
+    expected = forward_kl(np.full(SHAPE, value), case.p).mean()
+    start = time.monotonic()
+    gpu.launch("spin", stepper.stream, 100_000_000)
+    gpu.fill_later(case.memory.at, value, SHAPE[0] * SHAPE[1], stepper.stream)
+    done = stepper.step(case)
+    told = time.monotonic() - start
+    gpu.get_later(case.memory.at + LOSS_AT, loss, stepper.stream)
+    gpu.finish(stepper.stream)
+    ended = time.monotonic() - start
+    assert told < 0.05 < 0.1 <= ended < 1, (told, ended)
+    assert loss[0] == pytest.approx(expected, rel=1e-6)
+    assert done["scalar"] == 0 and done["loss"] == 0 and done["kernel_ns"] == 0
+
+
+def test_without_early_done_comes_behind_the_event(gpu, client, case):
+    stepper = Stepper(gpu, client)
+    start = time.monotonic()
+    gpu.launch("spin", stepper.stream, 50_000_000)
+    gpu.record(stepper.ready, stepper.stream)
+    done = client.run(SHAPE, case.tensors(), ready=stepper.ready_id, done=stepper.done_id)
+    assert time.monotonic() - start >= 0.05
+    assert done["loss"] == pytest.approx(case.expected, rel=1e-6)
+    assert done["kernel_ns"] < 40_000_000, "the wait is not the kernel's time"
+
+
+def test_a_training_run_waits_once(gpu, client, case):
+    """30 steps, each with new predictions, all enqueued in less time than they take."""
+    stepper = Stepper(gpu, client)
+    losses = np.zeros(30, "<f4")
+    stepper.step(case)
+    gpu.finish(stepper.stream)
+    start = time.monotonic()
+    for i in range(30):
+        gpu.launch("spin", stepper.stream, 5_000_000)  # the model
+        gpu.fill_later(case.memory.at, (1 + i) / SHAPE[1], SHAPE[0] * SHAPE[1], stepper.stream)
+        stepper.step(case)
+        gpu.get_later(case.memory.at + LOSS_AT, losses[i:i + 1], stepper.stream)
+    enqueued = time.monotonic() - start
+    gpu.finish(stepper.stream)
+    took = time.monotonic() - start
+    truth = [forward_kl(np.full(SHAPE, (1 + i) / SHAPE[1]), case.p).mean() for i in range(30)]
+    np.testing.assert_allclose(losses, truth, rtol=1e-5, atol=1e-6)
+    print(f"enqueued in {enqueued * 1e3:.1f} ms, took {took * 1e3:.1f} ms")
+    assert took >= 0.15
+
+
+def test_events_are_refused_and_dropped(gpu, server, client, case):
+    worker = server.child("worker")
+    for handle in (bytes(range(64)), case.memory.handle):
+        with pytest.raises(Failed, match="invalid"):
+            client.event_add(wire.EVENT_READY, gpu.uuid, handle)
+    with pytest.raises(Failed, match="invalid: the event is of another device"):
+        client.event_add(wire.EVENT_DONE, b"another device!!")
+    stepper = Stepper(gpu, client)
+    gpu.launch("spin", stepper.stream, 50_000_000)
+    stepper.step(case)
+    client.event_drop(stepper.ready_id)  # the device still waits for it
+    client.event_drop(stepper.done_id)
+    gpu.finish(stepper.stream)
+    for field in ("ready", "done"):
+        with pytest.raises(Failed, match="not_found"):
+            client.run(SHAPE, case.tensors(), **{field: getattr(stepper, field + "_id")})
+    fds = holdings(worker)[0]
+    for _ in range(500):
+        client.event_drop(client.event_add(wire.EVENT_DONE, gpu.uuid)[0])
+    time.sleep(0.2)
+    assert case.run() == pytest.approx(case.expected, rel=1e-6)
+    assert server.child("worker") == worker and abs(holdings(worker)[0] - fds) <= 4
+
+
+def test_early_needs_device_memory(client, case):
+    from wire import Memory
+    host = Memory(TENSOR)
+    region = client.region(host)
+    with pytest.raises(Failed, match="invalid: targets: lies in host memory"):
+        client.run(SHAPE, {"predictions": tensor(case.region), "targets": tensor(region)},
+                   flags=wire.EARLY)
+    host.close()
+
+
+def test_priorities_compute_the_same(server, case):
+    loss = case.run()
+    for priority in (-1, 0, 1):
+        with Client(server.unix) as one:
+            one.stream(0, priority)
+            assert case.run(case.register(one), one) == loss
+
+
+# ---- Owners and what becomes of them ---------------------------------------------------------------
+
+def test_published_gpu_memory(gpu, server, case):
+    case.client.publish("gpu/targets", case.region, description(SHAPE, form="probs"), TENSOR)
+    with Client(server.unix) as student:
+        from gpulib import Allocation
+        own = Case(gpu, student, Allocation(gpu, ROOM))
+        attached, size, _ = student.attach("gpu/targets")
+        assert size == TENSOR
+        loss = student.run(SHAPE, {"predictions": tensor(own.region), "targets": tensor(attached)})["loss"]
+        assert loss == pytest.approx(forward_kl(own.q, case.p).mean(), rel=1e-6)
+        case.client.drop(case.region)
+        with pytest.raises(Failed, match="gone"):
+            student.run(SHAPE, {"predictions": tensor(own.region), "targets": tensor(attached)})
+        own.memory.free()
+    case.region = case.register(case.client)
+
+
+CHILD = """if True:
+    import os, sys, time
+    sys.path.insert(0, {folder!r})
+    import gpulib, test_gpu, wire
+    gpu, client = gpulib.Gpu(), wire.Client({path!r}, name="child")
+    case = test_gpu.Case(gpu, client, gpulib.Allocation(gpu, test_gpu.ROOM))
+    stepper = test_gpu.Stepper(gpu, client)
+    stepper.step(case)
+    gpu.finish(stepper.stream)
+    {what}
+    print("ready", flush=True)
+    time.sleep(600)"""
+ENDS = {
+    "idle": "pass",
+    "kernel running": "gpu.launch('spin', stepper.stream, 20_000_000_000)",
+    "event that never comes": "gpu.launch('spin', stepper.stream, 20_000_000_000); stepper.step(case)",
+    "fault": "gpu.launch('fault', stepper.stream); time.sleep(0.2)",
+}
+
+
+def mps():
+    """Is this machine's MPS server up? Then the end of one client can be that of all."""
+    return subprocess.run(["pgrep", "-f", "nvidia-cuda-mps-server"], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_client_dies(server, end):
+    """Killed in various states. Without MPS the worker does not notice but for what it gives back; with
+    MPS it may be replaced. Either way the next right answer comes soon, to a client without a GPU."""
+    worker = server.child("worker")
+    code = CHILD.format(folder=str(ROOT / "tests/e2e"), path=server.unix, what=ENDS[end])
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE,
+                          env={**os.environ, "KLD_BACKEND": "cuda"}) as child:
+        try:
+            assert child.stdout.readline() == b"ready\n"
+        finally:
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+    start = time.monotonic()
+    values = probabilities(8, 100)
+
+    def answer():
+        try:
+            with Client(server.unix, timeout=10) as one:
+                memory = wire.Memory(values.nbytes)
+                memory.array(0, values.shape, "<f4")[:] = values
+                region = one.region(memory)
+                loss = one.run(values.shape, {"predictions": tensor(region), "targets": tensor(region)})["loss"]
+                memory.close()
+                return loss == 0
+        except (Failed, wire.Ended, OSError):
+            return False
+
+    wait_until(answer, 10, "a right answer")
+    print(f"{end}: right answer after {(time.monotonic() - start) * 1e3:.0f} ms, MPS {mps()}, worker "
+          f"{'replaced' if server.child('worker') != worker else 'the same'}")
+    if not mps():
+        assert server.child("worker") == worker
+
+    def released():
+        with Client(server.unix) as one:
+            stats = one.stats()
+            return stats["in_flight"] == 0 and stats["clients"] == 1 and stats["regions"] == 0
+
+    wait_until(released, 30, "what the dead client had being given back")
