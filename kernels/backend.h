@@ -18,9 +18,9 @@
  *
  * Threads. device_open/close, memory_* and stream_* may be called from any thread but the device's
  * own, may take milliseconds (pinning, mapping, opening a handle), and are safe to call side by
- * side; so may event_*. submit() may be called from any one thread at a time, never blocks and
- * never calls done() itself. done() is called on the back end's own thread, jobs of one stream in
- * order; it must be short.
+ * side; so may event_*. submit() and poll() may be called from any one thread at a time and never
+ * block. submit() calls neither done() nor launched() itself. Both are called on the back end's own
+ * thread, done() also from poll(), for jobs of one stream in order; they must be short.
  *
  * Errors. A function returns enum kld_status and describes it in *err. KLD_DEVICE_LOST means that
  * the device is gone for good in this process: every job in flight and every later one completes
@@ -176,6 +176,12 @@ struct kld_backend {
     /* True: the job was launched within the call, and launched() is not going to be called. Then,
      * as in launched(), launch_ns is set. */
     bool (*submit)(struct kld_stream *stream, struct kld_job *job);
+
+    /* NULL where the caller's processor is what computes. Calls done() for jobs that have ended, as
+     * far as that takes no time. more: the caller will do so again within microseconds, so the back
+     * end's own thread need not get up for jobs that submit() launched; false: it has to again. A
+     * caller that never polls leaves all of it to that thread. */
+    void (*poll)(struct kld_device *device, bool more);
 
     /* Bytes of the pool in use now. */
     uint64_t (*pool_bytes)(struct kld_device *device);

@@ -117,8 +117,9 @@ static void device_close(struct kld_device *base) {
     if (!base)
         return;
     struct cuda_device *device = (struct cuda_device *)base;
+    atomic_store(&device->watched, false);
     pthread_mutex_lock(&device->mutex);
-    device->stop = true;
+    device->stop = device->launched = true; /* what is in flight is waited for first */
     pthread_cond_signal(&device->wake);
     pthread_mutex_unlock(&device->mutex);
     pthread_join(device->thread, NULL);
@@ -227,6 +228,7 @@ const struct kld_backend kld_backend_cuda = {
     .event_create = cuda_event_create,
     .event_free = cuda_event_free,
     .submit = cuda_submit,
+    .poll = cuda_poll,
     .pool_bytes = cuda_pool_bytes,
     .measure_ceiling = cuda_measure_ceiling,
 };

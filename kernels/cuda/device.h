@@ -4,7 +4,8 @@
  * Two kinds of threads: the device thread, one per device, which launches, polls and completes; and
  * callers (any), which open, map and allocate. The one that submits may launch a job by itself if
  * the device thread is not at work this moment (`work`): the kernel then runs while that thread
- * is still waking up. Else they meet in two places only: the list of incoming jobs (`mutex`) and
+ * is still waking up; and the one that polls completes such jobs by itself, while that thread
+ * sleeps (`watched`). Else they meet in two places only: the list of incoming jobs (`mutex`) and
  * the bookkeeping of memory (`setup_mutex`). */
 #ifndef KLD_KERNELS_CUDA_DEVICE_H
 #define KLD_KERNELS_CUDA_DEVICE_H
@@ -90,6 +91,7 @@ struct cuda_device {
     cudaMemPool_t pool;         /* constant; thread-safe */
     _Atomic uint64_t pool_used; /* bytes reserved; any thread */
     _Atomic bool lost;          /* set once; any thread */
+    _Atomic bool watched;       /* whoever submits looks after jobs in place; set by it alone */
 
     pthread_mutex_t setup_mutex;
     cudaStream_t setup; /* allocations and measurements of callers; under setup_mutex */
@@ -173,6 +175,7 @@ void cuda_job_lose(struct cuda_device *device, struct cuda_flight *flight);
 /* thread.c */
 void *cuda_thread_main(void *device);
 bool cuda_submit(struct kld_stream *stream, struct kld_job *job);
+void cuda_poll(struct kld_device *device, bool more);
 uint64_t cuda_now_ns(void);
 
 #endif

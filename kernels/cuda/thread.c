@@ -1,6 +1,8 @@
 /* thread.c - the device thread: takes submitted jobs, launches them in the order of their streams,
  * polls their events, completes them. Polls while work is in flight and for spin_us after the last
- * activity; then naps while work is in flight and sleeps when nothing is. */
+ * activity; then naps while work is in flight and sleeps when nothing is. What a caller's thread
+ * launches and completes by itself, in cuda_submit() and cuda_poll(), is in place: enqueueing it
+ * and looking at it takes no time. */
 #include "kernels/cuda/device.h"
 
 #include <errno.h>
@@ -77,6 +79,8 @@ bool cuda_submit(struct kld_stream *stream, struct kld_job *job) {
     job->next = NULL;
     job->backend_private[0] = (uint64_t)(uintptr_t)stream;
     bool failed = false, launched = launch_directly(device, job, &failed);
+    if (launched && atomic_load(&device->watched))
+        return !failed;
     pthread_mutex_lock(&device->mutex);
     if (launched) {
         device->launched = true;
@@ -140,8 +144,9 @@ static bool launch_pending(struct cuda_device *device) {
 }
 
 /* One look at everything in flight. Jobs of one stream end in order: a stream whose earlier job has
- * not ended is passed over. */
-static bool poll_flights(struct cuda_device *device) {
+ * not ended is passed over. briefly: and one whose job is staged, since what comes next of that may
+ * take its time. */
+static bool poll_flights(struct cuda_device *device, bool briefly) {
     bool any = false;
     uint32_t kept = 0;
     device->sweep++;
@@ -151,6 +156,8 @@ static bool poll_flights(struct cuda_device *device) {
         if (atomic_load(&device->lost)) {
             cuda_job_lose(device, flight);
             ended = true;
+        } else if (briefly && flight->staged) {
+            flight->stream->sweep = device->sweep;
         } else if (flight->stream->sweep != device->sweep) {
             cudaError_t error = cudaEventQuery(flight->mark[MARK_END]);
             if (error == cudaSuccess) {
@@ -191,6 +198,14 @@ static bool sleep_until_work(struct cuda_device *device) {
     return work;
 }
 
+/* Is there anything in flight that nobody else looks after? */
+static bool has_flights(const struct cuda_device *device) {
+    bool any = !atomic_load(&device->watched) && device->order_count;
+    for (uint32_t i = 0; i < device->order_count && !any; i++)
+        any = device->order[i]->staged;
+    return any;
+}
+
 /* One round: takes, launches, polls. True: something came or ended. */
 static bool work_once(struct cuda_device *device, bool *ret_in_flight) {
     pthread_mutex_lock(&device->work);
@@ -198,10 +213,29 @@ static bool work_once(struct cuda_device *device, bool *ret_in_flight) {
     if (device->pending_head)
         any |= launch_pending(device);
     if (device->order_count)
-        any |= poll_flights(device);
-    *ret_in_flight = device->order_count || device->pending_head;
+        any |= poll_flights(device, false);
+    *ret_in_flight = device->pending_head || has_flights(device);
     pthread_mutex_unlock(&device->work);
     return any;
+}
+
+void cuda_poll(struct kld_device *base, bool more) {
+    struct cuda_device *device = (struct cuda_device *)base;
+    bool left = true; /* for all we know */
+    atomic_store(&device->watched, more);
+    if (pthread_mutex_trylock(&device->work) == 0) {
+        if (device->order_count)
+            poll_flights(device, true);
+        left = device->order_count != 0;
+        pthread_mutex_unlock(&device->work);
+    }
+    if (more || !left)
+        return;
+    pthread_mutex_lock(&device->mutex);
+    device->launched = true;
+    if (device->sleeping)
+        pthread_cond_signal(&device->wake);
+    pthread_mutex_unlock(&device->mutex);
 }
 
 void *cuda_thread_main(void *argument) {

@@ -153,9 +153,9 @@ static void launch(struct kld_lane *lane) {
         TAILQ_REMOVE(&lane->queued, request, in_lane);
         request->state = KLD_REQUEST_RUNNING;
         lane->running++;
+        kld_worker_poll(worker);
         if (worker->options.backend->submit(lane->stream, &request->job))
             tell_launched(request);
-        kld_worker_poll(worker);
     }
     if (lane->session->state == KLD_SESSION_CLOSING && lane->state == KLD_LANE_OPEN &&
         lane->running == 0)

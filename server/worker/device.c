@@ -58,15 +58,19 @@ enum kld_status kld_worker_device_open(const struct kld_config *config, uint32_t
     return KLD_OK;
 }
 
+/* Whoever pushed on a non-empty list can rely on the wake-up of the one before. The loop says that
+ * it no longer looks before it looks once more: either it sees this push, or this sees that. */
+static void wake(struct kld_completions *completions, bool first) {
+    if (first && !atomic_load(&completions->polled))
+        uv_async_send(&completions->wake);
+}
+
 void kld_completions_push(struct kld_completions *completions, struct kld_request *request) {
     struct kld_request *newest = atomic_load_explicit(&completions->newest, memory_order_relaxed);
     do
         request->next = newest;
-    while (!atomic_compare_exchange_weak_explicit(&completions->newest, &newest, request,
-                                                  memory_order_release, memory_order_relaxed));
-    /* Whoever pushed on a non-empty list can rely on the wake-up of the one before. */
-    if (!newest)
-        uv_async_send(&completions->wake);
+    while (!atomic_compare_exchange_weak(&completions->newest, &newest, request));
+    wake(completions, !newest);
 }
 
 void kld_completions_push_launched(struct kld_completions *completions,
@@ -75,10 +79,12 @@ void kld_completions_push_launched(struct kld_completions *completions,
         atomic_load_explicit(&completions->newest_launched, memory_order_relaxed);
     do
         request->next_launched = newest;
-    while (!atomic_compare_exchange_weak_explicit(&completions->newest_launched, &newest, request,
-                                                  memory_order_release, memory_order_relaxed));
-    if (!newest)
-        uv_async_send(&completions->wake);
+    while (!atomic_compare_exchange_weak(&completions->newest_launched, &newest, request));
+    wake(completions, !newest);
+}
+
+bool kld_completions_waiting(struct kld_completions *completions) {
+    return atomic_load(&completions->newest) || atomic_load(&completions->newest_launched);
 }
 
 struct kld_request *kld_completions_take_launched(struct kld_completions *completions) {

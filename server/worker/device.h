@@ -26,7 +26,8 @@ enum kld_status kld_worker_device_open(const struct kld_config *config, uint32_t
 struct kld_completions {
     _Atomic(struct kld_request *) newest; /* any thread pushes, the loop takes all */
     _Atomic(struct kld_request *) newest_launched;
-    uv_async_t wake; /* uv_async_send(): any thread; else the loop's */
+    _Atomic bool polled; /* the loop looks by itself and needs no wake-up; set by the loop */
+    uv_async_t wake;     /* uv_async_send(): any thread; else the loop's */
 };
 
 /* kld_job.done of every job; owner is the request, completions the ones of its worker. */
@@ -36,6 +37,8 @@ void kld_completions_push_launched(struct kld_completions *completions,
                                    struct kld_request *request);
 /* Everything pushed so far, oldest first, linked by next. Loop thread. */
 struct kld_request *kld_completions_take(struct kld_completions *completions);
+/* Is there anything to take? Loop thread. */
+bool kld_completions_waiting(struct kld_completions *completions);
 /* The same of launches, linked by next_launched in no order. What was taken by the call above was
  * launched before: take and handle these second and first. */
 struct kld_request *kld_completions_take_launched(struct kld_completions *completions);

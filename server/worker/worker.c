@@ -137,12 +137,24 @@ void kld_worker_watch_orphans(struct kld_worker *worker) {
 
 static void completed(uv_async_t *async) { kld_core_completed(async->data); }
 
+/* more: again at the loop's next turn. */
+static void poll_device(struct kld_worker *worker, bool more) {
+    const struct kld_backend *backend = worker->options.backend;
+    atomic_store(&worker->completions.polled, more);
+    if (backend->poll)
+        backend->poll(worker->device, more);
+}
+
 static void polled(uv_idle_t *idle) {
     struct kld_worker *worker = idle->data;
-    if (kld_worker_now_ns() >= worker->poll_until_ns)
-        uv_idle_stop(idle);
-    else
+    bool more = kld_worker_now_ns() < worker->poll_until_ns;
+    poll_device(worker, more);
+    if (kld_completions_waiting(&worker->completions))
+        kld_core_completed(worker); /* after which there may be reason to go on */
+    else if (more)
         sched_yield();
+    else
+        uv_idle_stop(idle);
 }
 
 void kld_worker_poll(struct kld_worker *worker) {
@@ -151,6 +163,8 @@ void kld_worker_poll(struct kld_worker *worker) {
     uint64_t polls_ns =
         worker->queue.in_use ? KLD_POLL_NS : worker->options.config->spin_us * UINT64_C(1000);
     worker->poll_until_ns = kld_worker_now_ns() + polls_ns;
+    if (!atomic_load(&worker->completions.polled))
+        poll_device(worker, true);
     uv_idle_start(&worker->poll, polled);
 }
 
@@ -174,6 +188,8 @@ static void stop(struct kld_worker *worker) {
     atomic_store(&worker->options.stats->worker_ready, 0);
     uv_close((uv_handle_t *)&worker->listener, NULL);
     uv_close((uv_handle_t *)&worker->terminate, NULL);
+    if (atomic_load(&worker->completions.polled))
+        poll_device(worker, false);
     uv_close((uv_handle_t *)&worker->poll, NULL);
     uv_close((uv_handle_t *)&worker->deadline, NULL);
     uv_close((uv_handle_t *)&worker->accept_again, NULL);

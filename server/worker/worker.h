@@ -82,8 +82,9 @@ void kld_worker_done(struct kld_worker *worker);
 void kld_worker_drain(struct kld_worker *worker);
 /* Core and sessions tell that something ended; while draining this may end the loop. */
 void kld_worker_progress(struct kld_worker *worker);
-/* A job went to the device, or the last one came back: where waiting takes nothing from what
- * computes, the loop polls for a while instead of sleeping, which saves the wake-up. */
+/* A job goes to the device, or the last one came back: where waiting takes nothing from what
+ * computes, the loop polls for a while instead of sleeping: the socket, which saves the wake-up,
+ * and the device, which saves its thread's. */
 void kld_worker_poll(struct kld_worker *worker);
 /* Polls the listener again if there is room. */
 void kld_worker_accept(struct kld_worker *worker);

@@ -78,7 +78,32 @@ static void run(struct fake_device *fake, struct kld_job *job) {
     count_job(job, -1);
     atomic_fetch_sub(&stream->jobs, 1);
     atomic_fetch_add(&fake->jobs_done, 1);
-    job->done(job);
+    pthread_mutex_lock(&fake->lock);
+    bool watched = fake->watched;
+    if (watched) {
+        job->next = NULL;
+        *fake->ended_last = job;
+        fake->ended_last = &job->next;
+    }
+    pthread_mutex_unlock(&fake->lock);
+    if (!watched)
+        job->done(job);
+}
+
+/* While somebody polls, jobs end in its thread. */
+static void poll_device(struct kld_device *device, bool more) {
+    struct fake_device *fake = fake_of(device);
+    atomic_fetch_add(&fake->polls, 1);
+    pthread_mutex_lock(&fake->lock);
+    fake->watched = more;
+    struct kld_job *next, *job = fake->ended;
+    fake->ended = NULL;
+    fake->ended_last = &fake->ended;
+    pthread_mutex_unlock(&fake->lock);
+    for (; job; job = next) {
+        next = job->next;
+        job->done(job);
+    }
 }
 
 static void *thread_main(void *argument) {
@@ -111,6 +136,7 @@ void fake_device_init(struct fake_device *fake) {
     fake->head.info.imports_cuda_ipc = true;
     fake->head.info.offloads = true;
     fake->last = &fake->first;
+    fake->ended_last = &fake->ended;
     pthread_mutex_init(&fake->lock, NULL);
     pthread_cond_init(&fake->more, NULL);
     pthread_create(&fake->thread, NULL, thread_main, fake);
@@ -276,5 +302,6 @@ const struct kld_backend fake_backend = {
     .event_free = event_free,
     .stream_close = stream_close,
     .submit = submit,
+    .poll = poll_device,
     .pool_bytes = pool_bytes,
 };

@@ -24,8 +24,9 @@ struct fake_device {
     atomic_int fail_status;        /* with this */
     atomic_bool fail_launch;       /* jobs that are to fail do so before launched() */
     atomic_bool launches_directly; /* inside submit() */
-    atomic_int last_priority;      /* of the stream opened last */
-    atomic_int events;             /* open now */
+    atomic_int polls;
+    atomic_int last_priority; /* of the stream opened last */
+    atomic_int events;        /* open now */
     atomic_int jobs_submitted, jobs_started, jobs_done;
     atomic_int memories, streams; /* open now */
     atomic_int calls;             /* memory_*, event_* and stream_open calls so far */
@@ -35,8 +36,10 @@ struct fake_device {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t more;
-    struct kld_job *first, **last; /* lock */
-    bool ending;                   /* lock */
+    struct kld_job *first, **last;       /* lock */
+    bool ending;                         /* lock */
+    atomic_bool watched;                 /* set under lock: somebody polls */
+    struct kld_job *ended, **ended_last; /* lock: for the next poll */
 };
 
 extern const struct kld_backend fake_backend;

@@ -106,6 +106,33 @@ START_TEST(wrong_lists_are_told_at_start) {
 }
 END_TEST
 
+/* The loop completes jobs itself while it polls, and leaves them to the device's thread after; no
+ * answer is lost on the way from one to the other. */
+START_TEST(jobs_end_whether_or_not_the_loop_polls) {
+    rig_init(&rig);
+    rig_start(&rig);
+    int fd = rig_client(&rig);
+    uint64_t region = rig_region(fd, RIG_REGION_BYTES);
+    for (uint64_t i = 0; i < 300; i++) {
+        /* From no time at all to longer than the loop polls. */
+        atomic_store(&rig.fake.job_us, i % 30 ? (int)(i % 3) * 40 : 8000);
+        if (i % 7 == 0)
+            usleep(200); /* the loop sleeps when the next one comes */
+        rig_submit(fd, 1000 + i, region);
+        rig_expect(fd, 1000 + i, KLD_FRAME_DONE, NULL);
+    }
+    rig_until(&rig.fake.polls, 300);
+    usleep(20000);
+    int polls = atomic_load(&rig.fake.polls);
+    usleep(20000);
+    ck_assert_int_eq(atomic_load(&rig.fake.polls), polls); /* and it stops when nothing is to do */
+    ck_assert(!atomic_load(&rig.fake.watched));
+    close(fd);
+    ck_assert_int_eq(rig_end(&rig), 0);
+    rig_done(&rig);
+}
+END_TEST
+
 UNIT_MAIN("server/worker/worker", term_answers_what_is_in_flight_and_refuses_the_rest,
           drain_does_not_wait_longer_than_told, accept_without_descriptors_waits,
-          wrong_lists_are_told_at_start)
+          wrong_lists_are_told_at_start, jobs_end_whether_or_not_the_loop_polls)
