@@ -212,7 +212,7 @@ static bool work_once(struct cuda_device *device, bool *ret_in_flight) {
     bool any = take_incoming(device);
     if (device->pending_head)
         any |= launch_pending(device);
-    if (device->order_count)
+    if (has_flights(device))
         any |= poll_flights(device, false);
     *ret_in_flight = device->pending_head || has_flights(device);
     pthread_mutex_unlock(&device->work);
@@ -253,7 +253,7 @@ void *cuda_thread_main(void *argument) {
         if (in_flight && idle_ns >= FLIGHT_POLL_NS) {
             struct timespec nap = {0, NAP_NS};
             nanosleep(&nap, NULL);
-        } else if (in_flight || idle_ns < spin_ns) {
+        } else if (in_flight || (idle_ns < spin_ns && !atomic_load(&device->watched))) {
             sched_yield();
         } else if (!sleep_until_work(device)) {
             return NULL;
