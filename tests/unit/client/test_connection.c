@@ -1,0 +1,107 @@
+/* test_connection.c - a request on a warm connection allocates nothing in libkld, whatever memory
+ * its tensors are in. The count is made by standing in for malloc, which a sanitizer does itself:
+ * there the test counts nothing. */
+#include "client/connection.h"
+
+#include <stdatomic.h>
+#include <stdio.h>
+
+#include "tests/unit/client/fake_worker.h"
+#include "tests/unit/client/small_request.h"
+#include "tests/unit/unit.h"
+
+#define ROWS 4
+#define CLASSES 8
+
+static struct fake_worker worker;
+static struct kld_error error;
+static pthread_t counted;
+static atomic_bool counting;
+static atomic_int allocations;
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define COUNTS 1
+void *__libc_malloc(size_t bytes);
+void *__libc_calloc(size_t count, size_t bytes);
+void *__libc_realloc(void *old, size_t bytes);
+
+static void count(void) {
+    if (atomic_load(&counting) && pthread_equal(pthread_self(), counted))
+        atomic_fetch_add(&allocations, 1);
+}
+void *malloc(size_t bytes) {
+    count();
+    return __libc_malloc(bytes);
+}
+void *calloc(size_t items, size_t bytes) {
+    count();
+    return __libc_calloc(items, bytes);
+}
+void *realloc(void *old, size_t bytes) {
+    count();
+    return __libc_realloc(old, bytes);
+}
+#else
+#define COUNTS 0
+#endif
+
+static void on_end(void *user, enum kld_status status, const struct kld_result *result,
+                   const struct kld_error *failed) {
+    ck_assert_msg(status == KLD_OK, "%s", failed->text);
+    ++*(int *)user;
+}
+
+/* Blocking, and four at a time without. */
+static void work(struct kld_connection *connection, const struct kld_request *requests, int kinds) {
+    for (int i = 0; i < 100; i++) {
+        const struct kld_request *request = &requests[i % kinds];
+        ck_assert_int_eq(kld_run(connection, request, NULL, &error), KLD_OK);
+        int ended = 0;
+        for (int j = 0; j < 4; j++)
+            ck_assert_int_eq(kld_submit(connection, request, on_end, &ended, NULL, &error), KLD_OK);
+        while (ended < 4)
+            ck_assert_int_eq(kld_process(connection, 100, &error), KLD_OK);
+    }
+}
+
+START_TEST(warm_requests_allocate_nothing) {
+    static float q[ROWS * CLASSES], p[ROWS * CLASSES], gradient[ROWS * CLASSES];
+    struct kld_connection *connection, *teacher;
+    struct kld_region *region, *logits, *attached;
+    char url[128];
+    fake_worker_open(&worker);
+    snprintf(url, sizeof url, "unix:%s", worker.path);
+    ck_assert_int_eq(kld_connect(url, NULL, &connection, &error), KLD_OK);
+    ck_assert_int_eq(kld_connect(url, NULL, &teacher, &error), KLD_OK);
+    ck_assert_int_eq(kld_region_create(connection, 3 * sizeof q, &region, &error), KLD_OK);
+    ck_assert_int_eq(kld_region_create(teacher, sizeof p, &logits, &error), KLD_OK);
+    struct kld_tensor_view view = {.dtype = KLD_DTYPE_FP32, .rank = 2, .shape = {ROWS, CLASSES}};
+    ck_assert_int_eq(kld_publish(teacher, "t", logits, &view, NULL, 0, &error), KLD_OK);
+    ck_assert_int_eq(kld_attach(connection, "t", 0, &attached, &view, &error), KLD_OK);
+
+    /* Plain memory, regions, and another's tensor. */
+    struct kld_request requests[3];
+    for (int i = 0; i < 3; i++)
+        requests[i] = small_request(ROWS, CLASSES, q, p, gradient);
+    const enum kld_slot slots[] = {KLD_SLOT_PREDICTIONS, KLD_SLOT_TARGETS,
+                                   KLD_SLOT_GRAD_PREDICTIONS};
+    for (uint64_t i = 0; i < 3; i++)
+        requests[1].bytes[slots[i]] = requests[2].bytes[slots[i]] =
+            (struct kld_bytes){.region = region, .offset_bytes = i * sizeof q};
+    requests[2].bytes[KLD_SLOT_TARGETS] = (struct kld_bytes){.region = attached};
+
+    work(connection, requests, 3);
+    counted = pthread_self();
+    atomic_store(&counting, true);
+    work(connection, requests, 3);
+    ck_assert_int_eq(atomic_load(&allocations), 0);
+    ck_assert_int_eq(kld_region_create(connection, 4096, &region, &error), KLD_OK);
+    ck_assert_int_eq(atomic_load(&allocations) > 0, COUNTS); /* so the counter counts */
+    atomic_store(&counting, false);
+    kld_close(connection);
+    kld_close(teacher);
+    fake_worker_close(&worker);
+}
+END_TEST
+
+UNIT_MAIN("client/connection", warm_requests_allocate_nothing)
