@@ -1,9 +1,8 @@
 /* body.h - the arithmetic on a piece of a row, in blocks of KLD_CPU_BLOCK classes that stay in the
  * first-level cache: load as double, the steps of stages.h, store. Forms, data types and rules are
  * independent of each other there, so that none of them is written out for the others. Some
- * combinations have their own code, in FP32 (probs.h, logits.h), and short rows (short.h). Included
+ * combinations have their own code, in FP32 (probs.h), and short rows (short.h). Included
  * once by each kernel_*.c. Runs on the threads of the team; touches its span only. */
-#include "kernels/cpu/logits.h"
 #include "kernels/cpu/probs.h"
 #include "kernels/cpu/probs_rules.h"
 #include "kernels/cpu/short.h"
@@ -55,10 +54,6 @@ static void statistics(const struct kld_cpu_work *work, enum kld_cpu_side side,
     /* Nothing but -inf (and NaN): exp(-inf - 0) gives a sum of 0 (or NaN). */
     double origin = top == -(double)INFINITY ? 0 : top;
     *ret_max = top;
-    if (logits_fits(work)) {
-        *ret_sum = logits_sum(work, dtype, in, count, (float)origin);
-        return;
-    }
     vd sum[2] = {vd_of(0), vd_of(0)};
     for (uint64_t at = 0; at < count; at += BLOCK) {
         uint64_t n = count - at < BLOCK ? count - at : BLOCK, m = whole_vectors(n);
@@ -150,8 +145,6 @@ static void pass(const struct kld_cpu_work *work, const struct kld_cpu_span *spa
         probs_pass(work, span, ret_partial);
     else if (probs_rule_fits(work))
         probs_rule_pass(work, span, pass_in_stages, ret_partial);
-    else if (logits_fits(work))
-        logits_pass(work, span, ret_partial);
     else
         pass_in_stages(work, span, ret_partial);
 }

@@ -56,6 +56,7 @@ struct kld_cpu_partial {
     double value;          /* of the divergence */
     double dot[2];         /* as in the span */
     double max[2], sum[2]; /* logits, relative to this maximum */
+    double square[2], cross, top[2]; /* quick.h only */
 };
 
 struct kld_cpu_kernels {

@@ -10,6 +10,7 @@
 /* Values below this are small differences of what FP32 sums up: they keep fewer than the digits
  * that were promised. */
 #define CLOSE (1.0 / 32)
+#define AGREE 0.1
 
 static bool is_half(uint32_t dtype) { return dtype == KLD_DTYPE_FP16 || dtype == KLD_DTYPE_BF16; }
 
@@ -24,21 +25,29 @@ static const struct kld_cpu_quick_kernels *kernels_of(const char *width) {
     return NULL;
 }
 
-/* A mixture's gradient is x (ln(x/m) - centre) where the weights are the shares, as in js. */
-static bool rule_fits(const struct kld_rule *rule, const bool gradient[2]) {
-    switch (rule->kind) {
-    case KLD_RULE_KL: return true;
-    case KLD_RULE_CROSS_ENTROPY: return !gradient[KLD_CPU_Q] && !gradient[KLD_CPU_P];
-    case KLD_RULE_MIXTURE:
-        /* A mixture that is nearly its own side: what is left of the two logarithms is too little.
-         */
-        if (rule->of_p * (1 - rule->share) + rule->of_q * rule->share <
-            0.06 * (rule->of_p + rule->of_q))
-            return false;
-        return (!gradient[0] && !gradient[1]) ||
-               (rule->of_p == rule->share && rule->of_q == 1 - rule->share);
-    default: return false;
+static bool rule_fits(const struct kld_rule *rule) {
+    /* A mixture that is nearly its own side: what is left of the two logarithms is too little. */
+    return rule->kind != KLD_RULE_MIXTURE ||
+           rule->of_p * (1 - rule->share) + rule->of_q * rule->share >=
+               0.06 * (rule->of_p + rule->of_q);
+}
+
+/* Which gradients need a sum over the row before them. Of KL(own, other) the other's is a
+ * difference of the masses, of a cross entropy the predictions'. */
+static void plan_centres(struct kld_cpu_quick *quick) {
+    const struct kld_rule *rule = &quick->rule;
+    const double of[2] = {rule->of_q, rule->of_p};
+    for (int side = 0; side < 2; side++) {
+        bool centred = true;
+        if (rule->kind == KLD_RULE_KL)
+            centred = of[side] != 0;
+        else if (rule->kind == KLD_RULE_CROSS_ENTROPY)
+            centred = side == KLD_CPU_P;
+        quick->centred[side] = quick->gradient[side] && centred;
     }
+    quick->squares =
+        (rule->kind == KLD_RULE_KL && (quick->centred[0] || quick->centred[1])) ||
+        (rule->kind == KLD_RULE_CROSS_ENTROPY && (quick->gradient[0] || quick->gradient[1]));
 }
 
 void kld_cpu_quick_init(struct kld_cpu_quick *quick, const char *width,
@@ -50,16 +59,12 @@ void kld_cpu_quick_init(struct kld_cpu_quick *quick, const char *width,
     quick->fits = quick->kernels && !work->none && work->form[0] == KLD_FORM_LOGITS &&
                   work->form[1] == KLD_FORM_LOGITS && work->dtype[0] != KLD_DTYPE_FP64 &&
                   work->dtype[1] != KLD_DTYPE_FP64 && temperature >= 0x1p-20 &&
-                  temperature <= 0x1p20 && rule_fits(&quick->rule, work->gradient);
+                  temperature <= 0x1p20 && rule_fits(&quick->rule);
     quick->half = is_half(work->dtype[0]) && is_half(work->dtype[1]);
     memcpy(quick->dtype, work->dtype, sizeof quick->dtype);
     memcpy(quick->gradient, work->gradient, sizeof quick->gradient);
     memcpy(quick->streaming, work->streaming, sizeof quick->streaming);
-    const double of[2] = {quick->rule.of_q, quick->rule.of_p};
-    for (int side = 0; side < 2; side++)
-        quick->centred[side] =
-            work->gradient[side] && of[side] != 0 && quick->rule.kind != KLD_RULE_CROSS_ENTROPY;
-    quick->value = quick->rule.kind == KLD_RULE_MIXTURE || quick->centred[0] || quick->centred[1];
+    plan_centres(quick);
     double scale = work->inverse_temperature / LN2;
     quick->inverse_temperature = work->inverse_temperature;
     quick->scale = (float)scale;
@@ -75,14 +80,22 @@ void kld_cpu_quick_init(struct kld_cpu_quick *quick, const char *width,
 
 /* To another reference and offset. Sums of 0 stay 0, whatever the distance. */
 static void move(struct kld_cpu_partial *sums, const double reference[2], double offset) {
+    double by = sums->value - offset;
+    double apart = (sums->max[1] - sums->max[0]) - (reference[1] - reference[0]);
+    sums->cross += apart * sums->sum[KLD_CPU_P];
     for (int side = 0; side < 2; side++) {
         double distance = sums->max[side] - reference[side];
         double factor = distance == 0 ? 1 : exp2(distance);
-        if (offset != sums->value)
-            sums->dot[side] += (sums->value - offset) * sums->sum[side];
+        if (by != 0) {
+            sums->square[side] += by * (2 * sums->dot[side] + by * sums->sum[side]);
+            sums->dot[side] += by * sums->sum[side];
+        }
         sums->sum[side] *= factor;
         sums->dot[side] *= factor;
+        sums->square[side] *= factor;
         sums->max[side] = reference[side];
+        if (side == KLD_CPU_P)
+            sums->cross *= factor;
     }
     sums->value = offset;
 }
@@ -103,17 +116,20 @@ void kld_cpu_quick_fold(const struct kld_cpu_quick *quick, struct kld_cpu_partia
         move(total, reference, offset);
         move(&moved, reference, offset);
     }
-    for (int side = 0; side < 2; side++) {
-        total->sum[side] += moved.sum[side];
-        total->dot[side] += moved.dot[side];
-    }
+    kld_cpu_quick_add(total, &moved);
 }
+
+struct task;
+typedef void pass_function(const struct task *task, const struct kld_cpu_span *span,
+                           struct kld_cpu_partial *ret_partial);
 
 struct task {
     const struct kld_cpu_quick *quick;
     const struct kld_cpu_span *whole;
-    struct kld_cpu_quick_row row;
+    struct kld_cpu_team *team; /* NULL: this thread alone */
     struct kld_cpu_partial *scratch;
+    pass_function *pass;
+    struct kld_cpu_quick_row row;
 };
 
 static struct kld_cpu_span piece(const struct task *task, uint64_t k) {
@@ -130,135 +146,264 @@ static struct kld_cpu_span piece(const struct task *task, uint64_t k) {
     return span;
 }
 
-static void task_scan(void *context, uint64_t k) {
-    struct task *task = context;
-    struct kld_cpu_span span = piece(task, k);
-    task->quick->kernels->scan(task->quick, &span, &task->scratch[k]);
+static void pass_scan(const struct task *task, const struct kld_cpu_span *span,
+                      struct kld_cpu_partial *ret_partial) {
+    task->quick->kernels->scan(task->quick, span, ret_partial);
 }
-static void task_value(void *context, uint64_t k) {
-    struct task *task = context;
-    struct kld_cpu_span span = piece(task, k);
-    task->quick->kernels->value(task->quick, &task->row, &span, &task->scratch[k]);
+static void pass_refine(const struct task *task, const struct kld_cpu_span *span,
+                        struct kld_cpu_partial *ret_partial) {
+    task->quick->kernels->refine(task->quick, &task->row, span, ret_partial);
 }
-static void task_write(void *context, uint64_t k) {
-    struct task *task = context;
-    struct kld_cpu_span span = piece(task, k);
-    task->quick->kernels->write(task->quick, &task->row, &span);
+static void pass_value(const struct task *task, const struct kld_cpu_span *span,
+                       struct kld_cpu_partial *ret_partial) {
+    task->quick->kernels->value(task->quick, &task->row, span, ret_partial);
+}
+static void pass_write(const struct task *task, const struct kld_cpu_span *span,
+                       struct kld_cpu_partial *ret_partial) {
+    (void)ret_partial;
+    task->quick->kernels->write(task->quick, &task->row, span);
 }
 
-static void scan(struct task *task, struct kld_cpu_team *team, struct kld_cpu_partial *ret_sums) {
-    struct kld_cpu_partial here;
-    if (team)
-        kld_cpu_team_run(team, task->quick->spans, task_scan, task);
+static void task_pass(void *context, uint64_t k) {
+    struct task *task = context;
+    struct kld_cpu_span span = piece(task, k);
+    task->pass(task, &span, &task->scratch[k]);
+}
+
+static void fold(const struct task *task, struct kld_cpu_partial *total,
+                 const struct kld_cpu_partial *part) {
+    if (task->pass == pass_scan) {
+        kld_cpu_quick_fold(task->quick, total, part);
+        return;
+    }
+    kld_cpu_quick_add(total, part);
+    total->value += part->value;
+    for (int side = 0; side < 2; side++)
+        total->max[side] = fmax(total->max[side], part->max[side]);
+}
+
+/* One pass over the row; its sums, folded in order of the pieces. */
+static void run_pass(struct task *task, pass_function *pass, struct kld_cpu_partial *ret_sums) {
+    task->pass = pass;
+    if (task->team)
+        kld_cpu_team_run(task->team, task->quick->spans, task_pass, task);
     for (uint64_t k = 0; k < task->quick->spans; k++) {
-        if (!team) {
+        struct kld_cpu_partial here = {0};
+        if (!task->team) {
             struct kld_cpu_span span = piece(task, k);
-            task->quick->kernels->scan(task->quick, &span, &here);
+            pass(task, &span, &here);
         }
-        const struct kld_cpu_partial *part = team ? &task->scratch[k] : &here;
+        const struct kld_cpu_partial *part = task->team ? &task->scratch[k] : &here;
+        if (pass == pass_write)
+            continue;
         if (k == 0)
             *ret_sums = *part;
         else
-            kld_cpu_quick_fold(task->quick, ret_sums, part);
+            fold(task, ret_sums, part);
     }
-}
-
-static void value(struct task *task, struct kld_cpu_team *team, struct kld_cpu_partial *ret_sums) {
-    struct kld_cpu_partial here;
-    *ret_sums = (struct kld_cpu_partial){0};
-    if (team)
-        kld_cpu_team_run(team, task->quick->spans, task_value, task);
-    for (uint64_t k = 0; k < task->quick->spans; k++) {
-        if (!team) {
-            struct kld_cpu_span span = piece(task, k);
-            task->quick->kernels->value(task->quick, &task->row, &span, &here);
-        }
-        const struct kld_cpu_partial *part = team ? &task->scratch[k] : &here;
-        ret_sums->value += part->value;
-        ret_sums->dot[0] += part->dot[0];
-        ret_sums->dot[1] += part->dot[1];
-        ret_sums->sum[0] += part->sum[0];
-        ret_sums->sum[1] += part->sum[1];
-    }
-}
-
-/* A gradient x (l - centre), l = ln(x/y) or ln(x/m), is small against both where l is much the same
- * for all the mass: by so much are the digits fewer. */
-static bool is_centred_away(const struct kld_cpu_quick *quick, const struct kld_cpu_partial *sums) {
-    double least = quick->half ? 1e-3 : 0.03;
-    for (int side = 0; side < 2; side++) {
-        double square = sums->dot[side] * sums->dot[side];
-        if (quick->centred[side] && !(sums->sum[side] - square >= least * sums->sum[side]))
-            return true;
-    }
-    return false;
 }
 
 /* false: sums of nothing, or of something that is no number. */
 static bool row_init(struct task *task, const struct kld_cpu_partial *sums) {
     struct kld_cpu_quick_row *row = &task->row;
+    double log2_mass[2];
     for (int side = 0; side < 2; side++) {
         if (!(sums->sum[side] > 0 && sums->sum[side] < (double)INFINITY))
             return false;
+        log2_mass[side] = log2(sums->sum[side]);
         row->reference[side] = sums->max[side];
-        row->log2_mass[side] = log2(sums->sum[side]);
-        row->log_mass[side] = (row->reference[side] + row->log2_mass[side]) * LN2;
+        row->log_mass[side] = (sums->max[side] + log2_mass[side]) * LN2;
         row->inverse_mass[side] = 1 / sums->sum[side];
     }
+    row->apart = (sums->max[1] - sums->max[0]) + (log2_mass[1] - log2_mass[0]);
+    row->close = false;
     row->factor = task->whole->gradient_factor * task->quick->inverse_temperature;
     return true;
 }
 
-/* The value from the sums of the scan, and the least that FP32 may be trusted with. */
-static double value_of_sums(struct task *task, const struct kld_cpu_partial *sums,
-                            double *ret_least) {
+/* KL(p, q) and KL(q, p) of a row that is close, and the mean squares of their logarithms. */
+struct refined {
+    double divergence[2], square[2];
+};
+
+/* Makes row.apart good to a part of the row's differences. What FP32 leaves of it is about 1e-7 of
+ * the root of the sum of the differences' squares; on the class with the largest mass that must
+ * not show beside the largest of the differences. false: it would, or there is no number. */
+static bool refine(struct task *task, struct refined *ret_refined) {
     struct kld_cpu_quick_row *row = &task->row;
-    const struct kld_rule *rule = &task->quick->rule;
-    if (rule->kind == KLD_RULE_CROSS_ENTROPY) {
-        *ret_least = CLOSE;
-        return LN2 * (row->log2_mass[KLD_CPU_Q] - sums->dot[KLD_CPU_P] / sums->sum[KLD_CPU_P]);
+    struct kld_cpu_partial sums;
+    /* The ratio as it will be multiplied with. */
+    row->ratio = (float)(row->inverse_mass[KLD_CPU_P] / row->inverse_mass[KLD_CPU_Q]);
+    row->apart = row->reference[KLD_CPU_P] - row->reference[KLD_CPU_Q] - log2((double)row->ratio);
+    run_pass(task, pass_refine, &sums);
+    double mass = sums.sum[KLD_CPU_Q], x = sums.dot[KLD_CPU_P] / mass, log = log1p(x);
+    if (!(x > -0.5 && x < 0.5 && sums.value + sums.dot[KLD_CPU_Q] < (double)INFINITY))
+        return false;
+    bool gradient = task->whole->gradient[0] || task->whole->gradient[1];
+    double left = 2 * sqrt(sums.sum[KLD_CPU_P]) + 0.3 * sums.cross;
+    if (gradient && !(sums.max[KLD_CPU_Q] * left <= sums.max[KLD_CPU_P] * mass))
+        return false;
+    row->apart += log / LN2;
+    row->close = true;
+    ret_refined->divergence[KLD_CPU_P] = sums.value / (mass * (1 + x)) + (x / (1 + x) - log);
+    ret_refined->divergence[KLD_CPU_Q] = sums.dot[KLD_CPU_Q] / mass - (x - log);
+    ret_refined->square[KLD_CPU_P] = sums.square[KLD_CPU_P] / (mass * (1 + x)) * (LN2 * LN2);
+    ret_refined->square[KLD_CPU_Q] = sums.square[KLD_CPU_Q] / mass * (LN2 * LN2);
+    return true;
+}
+
+/* The largest masses of both sides are the same but for little: where the rest of the row differs
+ * more, what is left of the differences' ratio shows in their gradients. */
+static bool heaviest_agree(const struct task *task, const struct kld_cpu_partial *sums) {
+    double d = (sums->top[KLD_CPU_P] - sums->top[KLD_CPU_Q]) * task->quick->inverse_temperature -
+               task->row.apart * LN2;
+    return (task->whole->gradient[0] || task->whole->gradient[1]) && fabs(d) < AGREE;
+}
+
+/* A gradient x (l - centre) is small against both where l is much the same for all the mass: by so
+ * much are the digits fewer. square: the mean of l^2. */
+static bool is_centred_away(const struct kld_cpu_quick *quick, double square, double centre) {
+    double least = quick->half ? 4e-3 : 0.03;
+    if (quick->rule.kind == KLD_RULE_CROSS_ENTROPY)
+        least = 0.01; /* ln q lies far from 0, and only its sum suffers from that */
+    return !(square - centre * centre >= least * square);
+}
+
+/* Below this the variance of l is too little for what is known of centre and apart without
+ * refine(). */
+#define VARIANCE_LEAST 0.02
+
+static bool row_of_kl(struct task *task, const struct kld_cpu_partial *sums, double *ret_value) {
+    const struct kld_cpu_quick *quick = task->quick;
+    const double of[2] = {quick->rule.of_q, quick->rule.of_p};
+    double shift = task->row.apart - (sums->max[1] - sums->max[0]), total = 0;
+    struct refined found = {{0}, {0}};
+    bool close = false;
+    for (int side = 0; side < 2; side++) {
+        double mean = sums->dot[side] / sums->sum[side] - shift; /* of d */
+        if (of[side] == 0)
+            continue;
+        found.divergence[side] = (side == KLD_CPU_P ? mean : -mean) * LN2;
+        total += of[side] * found.divergence[side];
+        if (!quick->centred[side])
+            continue;
+        double away = sums->dot[side] / sums->sum[side];
+        double variance = (sums->square[side] / sums->sum[side] - away * away) * (LN2 * LN2);
+        found.square[side] = variance + found.divergence[side] * found.divergence[side];
+        close = close || !(variance >= VARIANCE_LEAST);
     }
-    double shift = row->log2_mass[KLD_CPU_P] - row->log2_mass[KLD_CPU_Q], total = 0;
-    *ret_least = (rule->of_p + rule->of_q) * CLOSE;
-    if (rule->of_p != 0)
-        total += rule->of_p * (sums->dot[KLD_CPU_P] / sums->sum[KLD_CPU_P] - shift);
-    if (rule->of_q != 0)
-        total += rule->of_q * (shift - sums->dot[KLD_CPU_Q] / sums->sum[KLD_CPU_Q]);
-    return LN2 * total;
+    if (!(total < (double)INFINITY))
+        return false;
+    close = close || heaviest_agree(task, sums);
+    if (close || !(total >= (of[0] + of[1]) * CLOSE)) {
+        if (!refine(task, &found))
+            return false;
+        total = fmax(0, of[0] * found.divergence[0] + of[1] * found.divergence[1]);
+    }
+    for (int side = 0; side < 2; side++) {
+        task->row.centre[side] = found.divergence[side];
+        if (quick->centred[side] &&
+            is_centred_away(quick, found.square[side], found.divergence[side]))
+            return false;
+    }
+    *ret_value = total;
+    return true;
+}
+
+static bool row_of_cross_entropy(struct task *task, const struct kld_cpu_partial *sums,
+                                 double *ret_value) {
+    const struct kld_cpu_quick *quick = task->quick;
+    double mass = sums->sum[KLD_CPU_P], mean = sums->dot[KLD_CPU_P] / mass;
+    double total = LN2 * (log2(sums->sum[KLD_CPU_Q]) - mean);
+    if (!(total >= CLOSE && total < (double)INFINITY))
+        return false;
+    if (quick->gradient[KLD_CPU_Q]) {
+        double shift = task->row.apart - (sums->max[1] - sums->max[0]);
+        struct refined ignored;
+        bool close = !(LN2 * (sums->cross / mass - shift) >= CLOSE) || heaviest_agree(task, sums);
+        if (close && !refine(task, &ignored))
+            return false;
+    }
+    if (quick->gradient[KLD_CPU_P]) {
+        double variance = (sums->square[KLD_CPU_P] / mass - mean * mean) * (LN2 * LN2);
+        if (!(variance >= VARIANCE_LEAST) ||
+            is_centred_away(quick, variance + total * total, total))
+            return false;
+    }
+    task->row.centre[KLD_CPU_P] = total;
+    *ret_value = total;
+    return true;
+}
+
+static bool row_of_mixture(struct task *task, double *ret_value) {
+    const struct kld_cpu_quick *quick = task->quick;
+    const struct kld_rule *rule = &quick->rule;
+    struct kld_cpu_partial sums;
+    struct refined ignored;
+    run_pass(task, pass_value, &sums);
+    if (!(sums.value < (double)INFINITY))
+        return false;
+    if (!(sums.value >= (rule->of_p * (1 - rule->share) + rule->of_q * rule->share) * CLOSE)) {
+        if (!refine(task, &ignored))
+            return false;
+        run_pass(task, pass_value, &sums);
+        sums.value = fmax(0, sums.value);
+    }
+    for (int side = 0; side < 2; side++) {
+        task->row.centre[side] = sums.dot[side];
+        double variance = sums.square[side] - sums.dot[side] * sums.dot[side];
+        bool little = quick->half && !task->row.close && !(variance >= 1e-4);
+        if (quick->centred[side] &&
+            (little || is_centred_away(quick, sums.square[side], sums.dot[side])))
+            return false;
+    }
+    *ret_value = sums.value;
+    return true;
+}
+
+/* What a softmax takes off +-1/2 is one less a sum of masses: made of the others' masses. */
+static bool row_of_tv(struct task *task, double *ret_value) {
+    struct kld_cpu_partial sums;
+    struct refined ignored;
+    run_pass(task, pass_value, &sums);
+    if (!(sums.value < (double)INFINITY))
+        return false;
+    if (!(sums.value >= CLOSE / 2)) {
+        if (!refine(task, &ignored))
+            return false;
+        run_pass(task, pass_value, &sums);
+    }
+    for (int side = 0; side < 2; side++) {
+        double above = sums.dot[side], below = sums.sum[side], same = sums.square[side];
+        double *step = task->row.step[side];
+        step[side == KLD_CPU_P ? 2 : 0] = below + same / 2;
+        step[1] = (below - above) / 2;
+        step[side == KLD_CPU_P ? 0 : 2] = -(above + same / 2);
+    }
+    *ret_value = sums.value;
+    return true;
 }
 
 bool kld_cpu_quick_run(const struct kld_cpu_quick *quick, struct kld_cpu_team *team,
                        struct kld_cpu_partial *scratch, const struct kld_cpu_span *row,
                        double *ret_value) {
-    struct task task = {.quick = quick, .whole = row, .scratch = scratch};
+    struct task task = {.quick = quick, .whole = row, .team = team, .scratch = scratch};
     struct kld_cpu_partial sums = {0};
-    double total, least;
-    scan(&task, team, &sums);
+    double total = 0;
+    bool fine = false;
+    run_pass(&task, pass_scan, &sums);
     if (!row_init(&task, &sums))
         return false;
-    if (quick->value) {
-        const struct kld_rule *rule = &quick->rule;
-        value(&task, team, &sums);
-        total = sums.value;
-        least = (rule->of_p + rule->of_q) * CLOSE;
-        if (rule->kind == KLD_RULE_MIXTURE)
-            least = (rule->of_p * (1 - rule->share) + rule->of_q * rule->share) * CLOSE;
-        memcpy(task.row.centre, sums.dot, sizeof sums.dot);
-        if (is_centred_away(quick, &sums))
-            return false;
-    } else {
-        total = value_of_sums(&task, &sums, &least);
+    switch (quick->rule.kind) {
+    case KLD_RULE_KL: fine = row_of_kl(&task, &sums, &total); break;
+    case KLD_RULE_CROSS_ENTROPY: fine = row_of_cross_entropy(&task, &sums, &total); break;
+    case KLD_RULE_MIXTURE: fine = row_of_mixture(&task, &total); break;
+    default: fine = row_of_tv(&task, &total);
     }
-    if (!(total >= least && total < (double)INFINITY))
+    if (!fine)
         return false;
-    if (row->gradient[0] || row->gradient[1]) {
-        if (team) {
-            kld_cpu_team_run(team, quick->spans, task_write, &task);
-        } else {
-            for (uint64_t k = 0; k < quick->spans; k++)
-                task_write(&task, k);
-        }
-    }
+    if (row->gradient[0] || row->gradient[1])
+        run_pass(&task, pass_write, &sums);
     *ret_value = total;
     return true;
 }

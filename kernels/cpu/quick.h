@@ -23,7 +23,7 @@ struct kld_cpu_quick {
     uint32_t dtype[2];
     bool gradient[2], streaming[2];
     bool centred[2]; /* the gradient needs a sum over the row first */
-    bool value;      /* so there is a pass between the first and the gradients */
+    bool squares;    /* the scan adds up squares, too: how far apart are the things centred */
     double inverse_temperature;
     float scale, scale_low; /* log2(e) / T */
     float limit;            /* logits at or beyond it, either sign, are for double */
@@ -33,21 +33,36 @@ struct kld_cpu_quick {
 /* A row after the scan. */
 struct kld_cpu_quick_row {
     double reference[2];
-    double log2_mass[2]; /* of the sum of 2^t, less the reference */
-    double log_mass[2];  /* of the same sum: the natural logarithm */
-    double inverse_mass[2];
-    double centre[2]; /* the sum of x df/dx as far as it is not a multiple of the mass */
-    double factor;    /* of the gradients, 1 / T in it */
+    double log_mass[2];     /* of the sum of exp(z / T) */
+    double inverse_mass[2]; /* of the sum of 2^t against the reference */
+    double apart;           /* log2 of the masses' ratio, p over q */
+    float ratio;       /* of the sums against the references, q over p; for refine() apart has it */
+    bool close;        /* apart is good to a part of the row's differences, not of the masses */
+    double centre[2];  /* the sum of x df/dx as far as it is not a multiple of the mass */
+    double step[2][3]; /* tv: what a class takes of its mass where d < 0, d = 0 and d > 0 */
+    double factor;     /* of the gradients, 1 / T in it */
 };
 
 struct kld_cpu_quick_kernels {
     /* The sums of a piece. In *ret_partial: max holds the references (integers), sum the masses
-     * against 2^reference, dot[P] and, where the rule needs it, dot[Q] the sum of mass times d; d
-     * is the difference of the sides' t (cross_entropy: the predictions' t) less `value`. */
+     * against 2^reference, dot the sums of mass times d (KL: of the sides that weigh it;
+     * cross_entropy: of the targets), square those of mass times d^2, if asked for. d is the
+     * difference of the sides' t, for a cross_entropy the predictions' t, less `value`; cross, of a
+     * cross_entropy with squares: the targets' mass times the difference less that of the
+     * references; top: the largest logits. */
     void (*scan)(const struct kld_cpu_quick *quick, const struct kld_cpu_span *span,
                  struct kld_cpu_partial *ret_partial);
-    /* The value, if sums of d do not give it; where gradients are asked for, in dot the centres and
-     * in sum the sums of mass times the square of what is centred. */
+    /* What a row that is close needs: with x the class's mass of q against its reference and y that
+     * of p times row->ratio, which is 2^d x with d the difference of the t less row->apart. value:
+     * the sum of y ln(y/x) - y
+     * + x, dot[Q] of x ln(x/y) - x + y, dot[P] of y - x, sum[Q] of x, square of mass times d^2,
+     * sum[P] of (y - x)^2 and cross of |y - x|, in FP32; max[Q] the largest of x and y, max[P] of
+     * |y - x|. */
+    void (*refine)(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
+                   const struct kld_cpu_span *span, struct kld_cpu_partial *ret_partial);
+    /* MIXTURE: the value, in dot the centres and in square the sums of mass times the square of
+     * what is centred. TV: the value, and each side's mass where it is the larger (dot), the
+     * smaller (sum), and where both are the same (square). */
     void (*value)(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
                   const struct kld_cpu_span *span, struct kld_cpu_partial *ret_partial);
     /* The gradients that the span names. */
@@ -69,7 +84,18 @@ bool kld_cpu_quick_run(const struct kld_cpu_quick *quick, struct kld_cpu_team *t
                        struct kld_cpu_partial *scratch, const struct kld_cpu_span *row,
                        double *ret_value);
 
-/* Joins the sums of two pieces; also used within a piece. */
+static inline void kld_cpu_quick_add(struct kld_cpu_partial *total,
+                                     const struct kld_cpu_partial *part) {
+    for (int side = 0; side < 2; side++) {
+        total->sum[side] += part->sum[side];
+        total->dot[side] += part->dot[side];
+        total->square[side] += part->square[side];
+        total->top[side] = part->top[side] > total->top[side] ? part->top[side] : total->top[side];
+    }
+    total->cross += part->cross;
+}
+
+/* Joins the sums of two pieces' scans; also used within a piece. */
 void kld_cpu_quick_fold(const struct kld_cpu_quick *quick, struct kld_cpu_partial *total,
                         const struct kld_cpu_partial *part);
 

@@ -6,6 +6,7 @@
 
 const struct kld_cpu_quick_kernels kld_cpu_quick_avx512 = {
     .scan = quick_scan,
+    .refine = quick_refine,
     .value = quick_value,
     .write = quick_write,
 };

@@ -39,6 +39,16 @@ INLINE vf vf_min(vf a, vf b) {
 #endif
 }
 
+/* a b + c with one rounding. What is exact only so asks for it: the compiler fuses what it finds in
+ * one place, not a product that it moved to another. */
+INLINE vf vf_fma(vf a, vf b, vf c) {
+#if KLD_VECTOR_BYTES == 64
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif KLD_VECTOR_BYTES == 32
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
+}
+
 INLINE vi32 vi32_positive(vi32 x) {
 #if KLD_VECTOR_BYTES == 64
     return (vi32)_mm512_max_epi32((__m512i)x, _mm512_setzero_si512());
@@ -95,30 +105,19 @@ INLINE vf vf_power_less_one(vf r, bool brief) {
     return p * r;
 }
 
-/* ln(y + low) for 0 < y <= 1, low its rounding. Error 2e-8; brief, without low: 2e-7. */
-INLINE vf vf_log(vf y, vf low, bool brief) {
+/* ln(y + low) for 0 < y <= 1, low its rounding. Error 2e-8. */
+INLINE vf vf_log(vf y, vf low) {
     vu32 bits = (vu32)y;
     vi32 k = (vi32)(bits - 0x3f2aaaabu) >> 23; /* the rest is in [2/3, 4/3) */
-    vf f = (vf)(bits - ((vu32)k << 23)) - 1.0f, p;
-    if (brief) {
-        p = vf_of(-0.146957025f);
-        p = p * f + 0.16719912f;
-        p = p * f - 0.165402934f;
-        p = p * f + 0.198599875f;
-        p = p * f - 0.250017762f;
-        p = p * f + 0.333353013f;
-        p = p * f - 0.5f;
-    } else {
-        f += low * (vf)(0x3f800000u - ((vu32)k << 23));
-        p = vf_of(0.134257495f);
-        p = p * f - 0.150407642f;
-        p = p * f + 0.141183093f;
-        p = p * f - 0.164830178f;
-        p = p * f + 0.200037807f;
-        p = p * f - 0.250041455f;
-        p = p * f + 0.333333194f;
-        p = p * f - 0.499999851f;
-    }
+    vf f = (vf)(bits - ((vu32)k << 23)) - 1.0f, p = vf_of(0.134257495f);
+    f += low * (vf)(0x3f800000u - ((vu32)k << 23));
+    p = p * f - 0.150407642f;
+    p = p * f + 0.141183093f;
+    p = p * f - 0.164830178f;
+    p = p * f + 0.200037807f;
+    p = p * f - 0.250041455f;
+    p = p * f + 0.333333194f;
+    p = p * f - 0.499999851f;
     return __builtin_convertvector(k, vf) * (float)LN2 + (f * f * p + f);
 }
 
@@ -129,11 +128,11 @@ struct parts {
 };
 
 INLINE struct parts parts_of(vf z, vf scale, vf scale_low, bool half) {
-    vf shifted = z * scale + SHIFTER;
+    vf shifted = vf_fma(z, scale, vf_of(SHIFTER));
     struct parts parts = {.whole = shifted - SHIFTER, .bits = (vi32)shifted};
-    parts.rest = z * scale - parts.whole;
+    parts.rest = vf_fma(z, scale, -parts.whole);
     if (!half)
-        parts.rest = z * scale_low + parts.rest;
+        parts.rest = vf_fma(z, scale_low, parts.rest);
     return parts;
 }
 

@@ -16,7 +16,8 @@
 static __attribute__((noinline)) void scan_in_double(const struct kld_cpu_quick *quick,
                                                      const float *const at[2],
                                                      struct kld_cpu_partial *sums) {
-    vd mass[2] = {vd_of(0), vd_of(0)}, cross[2] = {vd_of(0), vd_of(0)};
+    vd mass[2] = {vd_of(0), vd_of(0)}, dot[2] = {vd_of(0), vd_of(0)}, cross = vd_of(0);
+    vd square[2] = {vd_of(0), vd_of(0)};
     bool cross_entropy = quick->rule.kind == KLD_RULE_CROSS_ENTROPY;
     double inverse = quick->inverse_temperature, scale = inverse / LN2;
     for (uint64_t i = 0; i < BLOCK; i += DOUBLES) {
@@ -26,25 +27,31 @@ static __attribute__((noinline)) void scan_in_double(const struct kld_cpu_quick 
             x[side] = vd_exp(z[side] * inverse - sums->max[side] * LN2);
             mass[side] += x[side];
         }
-        vd d = z[KLD_CPU_Q] * scale - sums->value;
-        if (!cross_entropy)
-            d = (z[KLD_CPU_P] - z[KLD_CPU_Q]) * scale - sums->value;
-        for (int side = 0; side < 2; side++)
-            cross[side] += vd_select(x[side] == 0.0, vd_of(0), x[side] * d);
+        vd apart = (z[KLD_CPU_P] - z[KLD_CPU_Q]) * scale - (sums->max[1] - sums->max[0]);
+        vd d = cross_entropy ? z[KLD_CPU_Q] * scale - sums->value : apart;
+        for (int side = 0; side < 2; side++) {
+            vd product = vd_select(x[side] == 0.0, vd_of(0), x[side] * d);
+            dot[side] += product;
+            square[side] += vd_select(x[side] == 0.0, vd_of(0), product * d);
+        }
+        cross += vd_select(x[KLD_CPU_P] == 0.0, vd_of(0), x[KLD_CPU_P] * apart);
     }
     for (int side = 0; side < 2; side++) {
         sums->sum[side] = vd_total(mass[side]);
-        sums->dot[side] = vd_total(cross[side]);
+        sums->dot[side] = vd_total(dot[side]);
+        sums->square[side] = vd_total(square[side]);
     }
+    sums->cross = vd_total(cross);
 }
 
-/* The same in FP32, of logits that are not wild. */
+/* The same in FP32, of logits that are not wild; as much of it as the rule needs. both: the sums of
+ * a KL weighed by either side. */
 INLINE void scan_block(const struct kld_cpu_quick *quick, const struct pair *pair, bool half,
-                       uint32_t kind, bool both, struct kld_cpu_partial *sums) {
-    vf mass[2][2] = {{{0}}}, cross[2][2] = {{{0}}};
+                       uint32_t kind, bool both, bool squares, struct kld_cpu_partial *sums) {
+    vf mass[2][2] = {{{0}}}, dot[2][2] = {{{0}}}, square[2][2] = {{{0}}}, cross[2] = {{0}};
     vf scale = vf_of(quick->scale), scale_low = vf_of(quick->scale_low);
     vi32 origin[2] = {origin_of(sums->max[0]), origin_of(sums->max[1])};
-    vf offset = vf_of((float)sums->value);
+    vf offset = vf_of((float)sums->value), apart = vf_of((float)(sums->max[1] - sums->max[0]));
     for (uint64_t i = 0; i < BLOCK; i += STEP)
         for (uint64_t j = 0; j < 2; j++) {
             struct parts t[2];
@@ -55,42 +62,58 @@ INLINE void scan_block(const struct kld_cpu_quick *quick, const struct pair *pai
                 x[side] = mass_of(&t[side], origin[side], false);
                 mass[side][j] += x[side];
             }
-            if (kind == KLD_RULE_KL)
-                d = ((t[KLD_CPU_P].whole - t[KLD_CPU_Q].whole) - offset) +
+            if (kind == KLD_RULE_MIXTURE)
+                continue;
+            if (kind == KLD_RULE_KL || squares)
+                d = ((t[KLD_CPU_P].whole - t[KLD_CPU_Q].whole) - apart) +
                     (t[KLD_CPU_P].rest - t[KLD_CPU_Q].rest);
-            if (kind == KLD_RULE_CROSS_ENTROPY)
+            if (kind == KLD_RULE_CROSS_ENTROPY) {
+                if (squares)
+                    cross[j] += x[KLD_CPU_P] * d;
                 d = (t[KLD_CPU_Q].whole - offset) + t[KLD_CPU_Q].rest;
-            if (kind != KLD_RULE_MIXTURE)
-                cross[KLD_CPU_P][j] += x[KLD_CPU_P] * d;
-            if (kind == KLD_RULE_KL && both)
-                cross[KLD_CPU_Q][j] += x[KLD_CPU_Q] * d;
+            }
+            for (int side = both ? KLD_CPU_Q : KLD_CPU_P; side < 2; side++) {
+                dot[side][j] += x[side] * d;
+                if (squares)
+                    square[side][j] += x[side] * d * d;
+            }
         }
     for (int side = 0; side < 2; side++) {
         sums->sum[side] = vf_total(mass[side][0] + mass[side][1]);
-        sums->dot[side] = vf_total(cross[side][0] + cross[side][1]);
+        sums->dot[side] = vf_total(dot[side][0] + dot[side][1]);
+        sums->square[side] = squares ? vf_total(square[side][0] + square[side][1]) : 0;
+    }
+    sums->cross = squares ? vf_total(cross[0] + cross[1]) : 0;
+}
+
+INLINE void scan_block_of(const struct kld_cpu_quick *quick, const struct pair *pair, bool half,
+                          struct kld_cpu_partial *sums) {
+    switch (quick->rule.kind) {
+    case KLD_RULE_KL:
+        if (quick->squares)
+            scan_block(quick, pair, half, KLD_RULE_KL, true, true, sums);
+        else if (quick->rule.of_q != 0)
+            scan_block(quick, pair, half, KLD_RULE_KL, true, false, sums);
+        else
+            scan_block(quick, pair, half, KLD_RULE_KL, false, false, sums);
+        return;
+    case KLD_RULE_CROSS_ENTROPY:
+        if (quick->squares)
+            scan_block(quick, pair, half, KLD_RULE_CROSS_ENTROPY, false, true, sums);
+        else
+            scan_block(quick, pair, half, KLD_RULE_CROSS_ENTROPY, false, false, sums);
+        return;
+    default: scan_block(quick, pair, half, KLD_RULE_MIXTURE, false, false, sums);
     }
 }
 
-static void scan_block_of(const struct kld_cpu_quick *quick, const struct pair *pair,
-                          struct kld_cpu_partial *sums) {
-    uint32_t kind = quick->rule.kind;
-    bool both = quick->rule.of_q != 0;
-    if (quick->half && kind == KLD_RULE_MIXTURE)
-        scan_block(quick, pair, true, KLD_RULE_MIXTURE, false, sums);
-    else if (quick->half && kind == KLD_RULE_CROSS_ENTROPY)
-        scan_block(quick, pair, true, KLD_RULE_CROSS_ENTROPY, false, sums);
-    else if (quick->half && both)
-        scan_block(quick, pair, true, KLD_RULE_KL, true, sums);
-    else if (quick->half)
-        scan_block(quick, pair, true, KLD_RULE_KL, false, sums);
-    else if (kind == KLD_RULE_MIXTURE)
-        scan_block(quick, pair, false, KLD_RULE_MIXTURE, false, sums);
-    else if (kind == KLD_RULE_CROSS_ENTROPY)
-        scan_block(quick, pair, false, KLD_RULE_CROSS_ENTROPY, false, sums);
-    else if (both)
-        scan_block(quick, pair, false, KLD_RULE_KL, true, sums);
-    else
-        scan_block(quick, pair, false, KLD_RULE_KL, false, sums);
+static void scan_block_of_halves(const struct kld_cpu_quick *quick, const struct pair *pair,
+                                 struct kld_cpu_partial *sums) {
+    scan_block_of(quick, pair, true, sums);
+}
+static void scan_block_of_floats(const struct kld_cpu_quick *quick, const struct pair *pair,
+                                 struct kld_cpu_partial *sums) {
+    scan_block_of(quick, pair, false, sums);
 }
 
 /* References only grow, by whole numbers. A side without any mass so far keeps none. */
@@ -115,10 +138,7 @@ INLINE void scan_add(const struct kld_cpu_quick *quick, struct kld_cpu_partial *
         kld_cpu_quick_fold(quick, total, part);
         return;
     }
-    for (int side = 0; side < 2; side++) {
-        total->sum[side] += part->sum[side];
-        total->dot[side] += part->dot[side];
-    }
+    kld_cpu_quick_add(total, part);
 }
 
 /* What a span's blocks add up to; those that were kept are done again in double where one of their
@@ -137,14 +157,17 @@ static void scan_blocks(const struct kld_cpu_quick *quick, const struct kld_cpu_
         scan_refer(quick, &pair, reference);
         memcpy(sums[k].max, reference, sizeof reference);
         memcpy(top[k], pair.top, sizeof top[k]);
+        memcpy(sums[k].top, pair.top, sizeof top[k]);
         sums[k].value = reference[KLD_CPU_Q];
         if (quick->rule.kind != KLD_RULE_CROSS_ENTROPY)
             sums[k].value = reference[KLD_CPU_P] - reference[KLD_CPU_Q];
         done[k] = pair.wild;
         if (pair.wild)
             scan_in_double(quick, pair.at, &sums[k]);
+        else if (quick->half)
+            scan_block_of_halves(quick, &pair, &sums[k]);
         else
-            scan_block_of(quick, &pair, &sums[k]);
+            scan_block_of_floats(quick, &pair, &sums[k]);
         if (k == 0)
             total = sums[0];
         else

@@ -1,303 +1,251 @@
-/* quick_write.h - the passes of quick.h over a piece of a row whose sums are known: the value of a
- * mixture, and gradients. Included by the quick_*.c of each vector width.
+/* quick_write.h - the gradients of quick.h over a piece of a row whose sums are known. Included by
+ * the quick_*.c of each vector width. Heavy classes and wild blocks are done in double, and what
+ * FP32 cannot centre well enough for gradients of FP32.
  *
- * From d, the difference of the logarithms, come 1 - e^-|d| and the larger of the two masses: their
- * product is the difference of the masses, and nothing cancels. Heavy classes and wild blocks are
- * done in double. */
+ * Differences of the masses cancel nothing (quick_classes.h). What is centred, x (l - centre), is
+ * made of l - centre in one piece where l is a difference of logits: their product with the scale
+ * less one number that holds both the sums' ratio and the centre. */
 #ifndef KLD_KERNELS_CPU_QUICK_WRITE_H
 #define KLD_KERNELS_CPU_QUICK_WRITE_H
 
-#include "kernels/cpu/quick_scan.h"
+#include "kernels/cpu/quick_value.h"
 
-enum quick_way { QUICK_DIFFERENCE, QUICK_KL, QUICK_MIXTURE };
-
-/* What a row's vectors need. */
-struct constants {
-    vf scale, scale_low;
-    vi32 origin[2];
-    vf whole, rest;      /* of the difference of the logarithms of the sums, p less q, base 2 */
-    float norm[2];       /* over the sum; for gradients times the factor */
-    float of[2];         /* the rule's weights */
-    float share[2];      /* of q and of p in the mixture */
-    vf apart, apart_low; /* whole + rest, for FP32 logits */
-    float weight[2];     /* norm times of: of what is centred; 0: nothing is */
-    float centre[2];
-    double heavy[2]; /* logits above these are for double */
+enum quick_way {
+    QUICK_DIFFERENCE, /* of the masses: the side in the denominator */
+    QUICK_OWN,        /* the side that weighs a KL */
+    QUICK_KL,         /* both in one, or both sides */
+    QUICK_CROSS,      /* of a cross entropy the targets, too */
+    QUICK_MIXTURE,
+    QUICK_TV,
 };
 
-static struct constants constants_of(const struct kld_cpu_quick *quick,
-                                     const struct kld_cpu_quick_row *row, double factor) {
-    struct constants at = {
-        .scale = vf_of(quick->scale),
-        .scale_low = vf_of(quick->scale_low),
-        .of = {(float)quick->rule.of_q, (float)quick->rule.of_p},
-        .share = {(float)(1 - quick->rule.share), (float)quick->rule.share},
-    };
-    double difference = row->reference[KLD_CPU_P] - row->reference[KLD_CPU_Q];
-    double rest = row->log2_mass[KLD_CPU_P] - row->log2_mass[KLD_CPU_Q];
-    at.whole = vf_of((float)(difference + rint(rest)));
-    at.rest = vf_of((float)(rest - rint(rest)));
-    at.apart = vf_of((float)(difference + rest));
-    at.apart_low = vf_of((float)(difference + rest - (double)(float)(difference + rest)));
+/* Besides constants: what is centred. */
+struct centres {
+    float weight[2]; /* of mass against the reference times what is centred */
+    float norm[2];
+    vf middle[2], middle_low[2]; /* where what is linear in the logits has its centre; base 2 */
+    float centre[2];             /* of a mixture */
+    float step[2][3];            /* tv */
+};
+
+static struct centres centres_of(const struct kld_cpu_quick *quick,
+                                 const struct kld_cpu_quick_row *row) {
+    const struct kld_rule *rule = &quick->rule;
+    const double of[2] = {rule->of_q, rule->of_p};
+    struct centres at;
+    memset(&at, 0, sizeof at);
     for (int side = 0; side < 2; side++) {
-        at.origin[side] = origin_of(row->reference[side]);
-        at.norm[side] = (float)(row->inverse_mass[side] * factor);
-        at.heavy[side] = (row->log_mass[side] + log(HEAVY)) / quick->inverse_temperature;
-        if (!quick->centred[side])
-            continue;
-        at.weight[side] = (float)(row->inverse_mass[side] * factor *
-                                  (side == KLD_CPU_P ? quick->rule.of_p : quick->rule.of_q));
+        double norm = row->inverse_mass[side] * row->factor, centre = row->centre[side] / LN2;
+        double middle = side == KLD_CPU_P ? row->apart + centre : row->apart - centre;
+        double weight = of[side] * LN2;
+        if (rule->kind == KLD_RULE_CROSS_ENTROPY) {
+            middle = row->log_mass[KLD_CPU_Q] / LN2 - centre;
+            weight = -LN2;
+        } else if (rule->kind == KLD_RULE_MIXTURE) {
+        } else if (side == KLD_CPU_Q) {
+            weight = -weight;
+        }
+        at.weight[side] = (float)(norm * weight);
+        at.middle[side] = vf_of((float)middle);
+        at.middle_low[side] = vf_of((float)(middle - (double)(float)middle));
+        at.norm[side] = (float)norm;
         at.centre[side] = (float)row->centre[side];
+        for (int i = 0; i < 3; i++)
+            at.step[side][i] = (float)(row->step[side][i] * norm);
     }
     return at;
-}
-
-/* A vector of classes. */
-struct classes {
-    struct parts t[2];
-    vf d;      /* base 2 */
-    vf larger; /* mass, times norm */
-    vf ratio;  /* of the smaller to the larger: e^-|d| */
-    vf gap;    /* 1 - ratio, to the last bits */
-};
-
-/* half: the logits have 16 bits; brief: so have the results. */
-INLINE struct classes classes_of(const struct constants *row, const struct pair *pair, uint64_t i,
-                                 const float norm[2], bool half, bool brief) {
-    struct classes at;
-    for (int side = 0; side < 2; side++)
-        at.t[side] =
-            parts_of(*(const vf_any *)(pair->at[side] + i), row->scale, row->scale_low, half);
-    struct parts q = at.t[KLD_CPU_Q], p = at.t[KLD_CPU_P];
-    /* FP32 logits may agree where the row's sums do not: what zp - zq rounds off counts there. */
-    if (half) {
-        at.d = ((p.whole - q.whole) - row->whole) + ((p.rest - q.rest) - row->rest);
-    } else {
-        vf zq = *(const vf_any *)(pair->at[KLD_CPU_Q] + i),
-           zp = *(const vf_any *)(pair->at[KLD_CPU_P] + i);
-        vf dz = zp - zq, back = dz + zq, low = (zp - back) - (zq - (back - dz));
-        at.d = (dz * row->scale - row->apart) +
-               (dz * row->scale_low + (low * row->scale - row->apart_low));
-    }
-    vf zero = vf_of(0);
-    vf above_q = (vf)((vu32)q.bits - (vu32)row->origin[KLD_CPU_Q]);
-    vf above_p = (vf)((vu32)p.bits - (vu32)row->origin[KLD_CPU_P]);
-    vi32 above = (vi32)vf_if_less(at.d, zero, above_q, above_p);
-    vf power = (vf)(vi32_positive(above) << 23);
-    vf rest = vf_if_less(at.d, zero, q.rest, p.rest);
-    vf own = vf_if_less(at.d, zero, vf_of(norm[KLD_CPU_Q]), vf_of(norm[KLD_CPU_P]));
-    at.larger = (power * vf_power_less_one(rest, brief) + power) * own;
-    vf down = (vf)((vu32)at.d | 0x80000000u);
-    vf shifted = down + SHIFTER;
-    vf less = vf_power_less_one(down - (shifted - SHIFTER), brief);
-    vf unit = power_of_whole((vi32)shifted, origin_of(0));
-    at.ratio = unit * less + unit;
-    at.gap = (1.0f - unit) - unit * less;
-    return at;
-}
-
-/* The terms, and what gradients centre: ln(q/m) and ln(p/m), or without a mixture ln(q/p) and
- * ln(p/q). */
-INLINE vf terms_of(const struct constants *row, const struct classes *at, bool brief,
-                   enum quick_way way, vf ret_log[2]) {
-    vf zero = vf_of(0), q = vf_of(row->of[KLD_CPU_Q]), p = vf_of(row->of[KLD_CPU_P]);
-    vf d = at->d * (float)LN2;
-    vf larger_of = vf_if_less(d, zero, q, p), smaller_of = vf_if_less(d, zero, p, q);
-    vf smaller = smaller_of * at->ratio;
-    if (way == QUICK_KL) {
-        ret_log[KLD_CPU_P] = d;
-        ret_log[KLD_CPU_Q] = -d;
-        return at->larger * (larger_of - smaller) * vf_abs(d);
-    }
-    q = vf_of(row->share[KLD_CPU_Q]);
-    p = vf_of(row->share[KLD_CPU_P]);
-    vf larger_share = vf_if_less(d, zero, q, p), smaller_share = vf_if_less(d, zero, p, q);
-    vf sum = smaller_share * at->ratio + larger_share;
-    vf log = vf_log(sum, smaller_share * at->ratio - (sum - larger_share), brief);
-    ret_log[KLD_CPU_Q] = -vf_max(d, zero) - log;
-    ret_log[KLD_CPU_P] = vf_min(d, zero) - log;
-    return -at->larger * ((larger_of + smaller) * log + smaller * vf_abs(d));
 }
 
 /* ---- in double --------------------------------------------------------------------------------
  */
 
-struct wide {
-    vd mass[2], d; /* natural */
-};
-
-INLINE struct wide wide_of(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
-                           const float *const at[2], uint64_t i) {
-    struct wide wide;
-    vd z[2];
-    for (int side = 0; side < 2; side++) {
-        z[side] = __builtin_convertvector(*(const vfh_any *)(at[side] + i), vd);
-        wide.mass[side] = vd_exp(z[side] * quick->inverse_temperature - row->log_mass[side]);
-    }
-    wide.d = (z[KLD_CPU_P] - z[KLD_CPU_Q]) * quick->inverse_temperature -
-             (row->log_mass[KLD_CPU_P] - row->log_mass[KLD_CPU_Q]);
-    vi64 nothing = (wide.mass[0] == 0.0) & (wide.mass[1] == 0.0);
-    wide.d = vd_select(nothing, vd_of(0), wide.d);
-    return wide;
-}
-
-/* What gradients centre; of a side without mass: 0. */
-INLINE void wide_logs(const struct kld_cpu_quick *quick, const struct wide *wide, vd ret_log[2]) {
-    if (quick->rule.kind != KLD_RULE_MIXTURE) {
-        ret_log[KLD_CPU_P] = vd_select(wide->mass[KLD_CPU_P] == 0.0, vd_of(0), wide->d);
-        ret_log[KLD_CPU_Q] = vd_select(wide->mass[KLD_CPU_Q] == 0.0, vd_of(0), -wide->d);
-        return;
-    }
-    vd ratio = vd_exp(vd_select(wide->d > 0.0, -wide->d, wide->d)), p = vd_of(quick->rule.share);
-    vd q = 1.0 - p;
-    vd sum = vd_select(wide->d > 0.0, p + q * ratio, q + p * ratio);
-    vd log = vd_log_ratio(sum, vd_of(1));
-    ret_log[KLD_CPU_Q] = vd_select(wide->d > 0.0, -wide->d, vd_of(0)) - log;
-    ret_log[KLD_CPU_P] = vd_select(wide->d > 0.0, vd_of(0), wide->d) - log;
-    for (int side = 0; side < 2; side++)
-        ret_log[side] = vd_select(wide->mass[side] == 0.0, vd_of(0), ret_log[side]);
-}
-
-static __attribute__((noinline)) void value_in_double(const struct kld_cpu_quick *quick,
-                                                      const struct kld_cpu_quick_row *row,
-                                                      const float *const at[2],
-                                                      struct kld_cpu_partial *sums) {
-    vd value = vd_of(0), dot[2] = {vd_of(0), vd_of(0)}, square[2] = {vd_of(0), vd_of(0)};
-    for (uint64_t i = 0; i < BLOCK; i += DOUBLES) {
-        struct wide wide = wide_of(quick, row, at, i);
-        vd log[2];
-        wide_logs(quick, &wide, log);
-        for (int side = 0; side < 2; side++) {
-            vd product = wide.mass[side] * log[side];
-            dot[side] += product;
-            square[side] += product * log[side];
-        }
-    }
-    /* 0 times an infinity would be no number. */
-    if (quick->rule.of_q != 0)
-        value += quick->rule.of_q * dot[KLD_CPU_Q];
-    if (quick->rule.of_p != 0)
-        value += quick->rule.of_p * dot[KLD_CPU_P];
-    sums->value += vd_total(value);
-    for (int side = 0; side < 2; side++) {
-        sums->dot[side] += vd_total(dot[side]);
-        sums->sum[side] += vd_total(square[side]);
-    }
-}
-
 INLINE vd wide_gradient(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
-                        const struct wide *wide, enum quick_way way, int side) {
-    vd own = wide->mass[side], difference = own - wide->mass[1 - side], log[2];
-    const double of[2] = {quick->rule.of_q, quick->rule.of_p};
-    if (way == QUICK_DIFFERENCE)
-        return difference;
-    wide_logs(quick, wide, log);
-    vd value = vd_of(0);
-    if (of[side] != 0)
-        value = of[side] * own * (log[side] - row->centre[side]);
-    return way == QUICK_KL ? of[1 - side] * difference + value : value;
+                        const struct constants *constants, const struct wide *wide, int side) {
+    vd own = wide->mass[side], log[2], centred[2], zero = vd_of(0);
+    vd difference = side == KLD_CPU_P ? wide->difference : -wide->difference;
+    const double of[2] = {quick->rule.of_q, quick->rule.of_p}, *step = row->step[side];
+    if (quick->rule.kind == KLD_RULE_CROSS_ENTROPY) {
+        if (side == KLD_CPU_Q)
+            return difference;
+        return vd_select(own == 0.0, zero, own * (-wide->log_q - row->centre[side]));
+    }
+    if (quick->rule.kind == KLD_RULE_TV)
+        return own * vd_select(wide->d < 0.0, vd_of(step[0]),
+                               vd_select(wide->d > 0.0, vd_of(step[2]), vd_of(step[1])));
+    wide_logs(quick, constants, wide, log, centred);
+    vd value = own * (centred[side] - row->centre[side]);
+    if (quick->rule.kind == KLD_RULE_MIXTURE)
+        return value;
+    return of[1 - side] * difference + (of[side] != 0 ? of[side] * value : zero);
 }
 
 static __attribute__((noinline)) void write_in_double(const struct kld_cpu_quick *quick,
                                                       const struct kld_cpu_quick_row *row,
-                                                      const struct pair *pair, enum quick_way way,
+                                                      const struct constants *constants,
+                                                      const struct pair *pair,
                                                       float gradient[2][BLOCK]) {
     for (uint64_t i = 0; i < BLOCK; i += DOUBLES) {
         struct wide wide = wide_of(quick, row, pair->at, i);
         for (int side = 0; side < 2; side++)
             if (quick->gradient[side])
                 *(vfh *)(gradient[side] + i) = __builtin_convertvector(
-                    wide_gradient(quick, row, &wide, way, side) * row->factor, vfh);
+                    wide_gradient(quick, row, constants, &wide, side) * row->factor, vfh);
     }
 }
 
 /* ---- in FP32 ----------------------------------------------------------------------------------
  */
 
-/* dots: a side is centred. The norms' rounding to FP32 is kept out of its sums. */
-INLINE void value_block(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
-                        const struct constants *constants, const struct pair *pair, bool half,
-                        enum quick_way way, bool dots, struct kld_cpu_partial *sums) {
-    vf value[2] = {{0}}, dot[2] = {{0}}, square[2] = {{0}};
-    for (uint64_t i = 0; i < BLOCK; i += FLOATS) {
-        struct classes at = classes_of(constants, pair, i, constants->norm, half, false);
-        vf log[2];
-        value[i / FLOATS % 2] += terms_of(constants, &at, false, way, log);
-        for (int side = 0; side < 2; side++) {
-            if (!dots || !quick->centred[side])
-                continue;
-            vf product = mass_of(&at.t[side], constants->origin[side], false) * log[side];
-            dot[side] += product;
-            square[side] += product * log[side];
-        }
-    }
-    sums->value += vf_total(value[0] + value[1]);
-    for (int side = 0; dots && side < 2; side++) {
-        sums->dot[side] += vf_total(dot[side]) * row->inverse_mass[side];
-        sums->sum[side] += vf_total(square[side]) * row->inverse_mass[side];
-    }
-}
-
-INLINE bool is_heavy(const struct constants *row, const struct pair *pair) {
-    return pair->top[0] > row->heavy[0] || pair->top[1] > row->heavy[1];
-}
-
-static void quick_value(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
-                        const struct kld_cpu_span *span, struct kld_cpu_partial *ret_partial) {
-    struct constants constants = constants_of(quick, row, 1);
-    struct kld_cpu_partial sums = {0};
-    struct pair pair;
-    bool mixture = quick->rule.kind == KLD_RULE_MIXTURE;
-    bool dots = quick->centred[0] || quick->centred[1];
-    for (uint64_t at = 0; at < span->count; at += BLOCK) {
-        uint64_t left = span->count - at;
-        pair_load(quick, span, at, left < BLOCK ? left : BLOCK, &pair);
-        if (pair.wild || is_heavy(&constants, &pair) || (dots && !quick->half))
-            value_in_double(quick, row, pair.at, &sums);
-        else if (quick->half && !mixture)
-            value_block(quick, row, &constants, &pair, true, QUICK_KL, true, &sums);
-        else if (!mixture)
-            value_block(quick, row, &constants, &pair, false, QUICK_KL, true, &sums);
-        else if (quick->half && dots)
-            value_block(quick, row, &constants, &pair, true, QUICK_MIXTURE, true, &sums);
-        else if (quick->half)
-            value_block(quick, row, &constants, &pair, true, QUICK_MIXTURE, false, &sums);
-        else if (dots)
-            value_block(quick, row, &constants, &pair, false, QUICK_MIXTURE, true, &sums);
-        else
-            value_block(quick, row, &constants, &pair, false, QUICK_MIXTURE, false, &sums);
-    }
-    *ret_partial = sums;
-}
-
 /* The difference of the masses of one side, q - p or p - q: the signs are in norm. */
 INLINE void write_difference(const struct constants *row, const struct pair *pair, bool half,
                              const float norm[2], float *gradient) {
     for (uint64_t i = 0; i < BLOCK; i += FLOATS) {
         struct classes at = classes_of(row, pair, i, norm, half, half);
-        *(vf *)(gradient + i) = at.larger * at.gap;
+        *(vf *)(gradient + i) = at.larger * at.less;
     }
 }
 
-/* Of 16 bits only: the sum that is taken off leaves an error of FP32 behind, which against the
- * largest gradient of a row is too much for gradients of FP32. */
-INLINE void write_block(const struct constants *row, const struct pair *pair, enum quick_way way,
-                        const bool wanted[2], float gradient[2][BLOCK]) {
+/* The mass of one side, against the reference. */
+INLINE vf own_mass(const struct constants *row, const struct pair *pair, uint64_t i, int side,
+                   bool half) {
+    vf z = *(const vf_any *)(pair->at[side] + i);
+    struct parts t = parts_of(z, row->scale, row->scale_low, half);
+    return mass_of(&t, row->origin[side], half);
+}
+
+/* What is linear in the logits, less its centre. */
+INLINE vf linear(const struct constants *row, const struct centres *centres,
+                 const struct pair *pair, uint64_t i, int side, bool half) {
+    if (half) {
+        vf zq = *(const vf_any *)(pair->at[KLD_CPU_Q] + i);
+        vf zp = *(const vf_any *)(pair->at[KLD_CPU_P] + i);
+        return vf_fma(zp - zq, row->scale, -centres->middle[side]);
+    }
+    return gap_from(row, pair, i, centres->middle[side], centres->middle_low[side]);
+}
+
+INLINE void write_own(const struct constants *row, const struct centres *centres,
+                      const struct pair *pair, int side, bool half, float *gradient) {
+    for (uint64_t i = 0; i < BLOCK; i += FLOATS)
+        *(vf *)(gradient + i) = own_mass(row, pair, i, side, half) * centres->weight[side] *
+                                linear(row, centres, pair, i, side, half);
+}
+
+INLINE void write_kl(const struct constants *row, const struct centres *centres,
+                     const struct pair *pair, const bool wanted[2], bool half,
+                     float gradient[2][BLOCK]) {
     for (uint64_t i = 0; i < BLOCK; i += FLOATS) {
-        struct classes at = classes_of(row, pair, i, row->norm, true, true);
-        vf log[2], gap = at.larger * at.gap;
-        gap = vf_if_less(at.d, vf_of(0), gap, -gap); /* q - p */
-        terms_of(row, &at, true, way, log);
+        struct classes at = classes_of(row, pair, i, row->norm, half, half);
+        vf apart = at.larger * at.less, zero = vf_of(0);
+        vf difference[2] = {vf_if_less(at.d, zero, apart, -apart),
+                            vf_if_less(at.d, zero, -apart, apart)};
+        for (int side = 0; side < 2; side++)
+            if (wanted[side])
+                *(vf *)(gradient[side] + i) = mass_of(&at.t[side], row->origin[side], half) *
+                                                  centres->weight[side] *
+                                                  linear(row, centres, pair, i, side, half) +
+                                              row->of[1 - side] * difference[side];
+    }
+}
+
+INLINE void write_cross(const struct constants *row, const struct centres *centres,
+                        const struct pair *pair, const bool wanted[2], bool half,
+                        float gradient[2][BLOCK]) {
+    for (uint64_t i = 0; i < BLOCK; i += FLOATS) {
+        vf zq = *(const vf_any *)(pair->at[KLD_CPU_Q] + i), zero = vf_of(0);
+        vf log = vf_fma(zq, row->scale, -centres->middle[KLD_CPU_P]);
+        if (!half)
+            log += vf_fma(zq, row->scale_low, -centres->middle_low[KLD_CPU_P]);
+        *(vf *)(gradient[KLD_CPU_P] + i) =
+            own_mass(row, pair, i, KLD_CPU_P, half) * centres->weight[KLD_CPU_P] * log;
+        if (!wanted[KLD_CPU_Q])
+            continue;
+        struct classes at = classes_of(row, pair, i, row->norm, half, half);
+        vf apart = at.larger * at.less;
+        *(vf *)(gradient[KLD_CPU_Q] + i) = vf_if_less(at.d, zero, apart, -apart);
+    }
+}
+
+INLINE void write_tv(const struct constants *row, const struct centres *centres,
+                     const struct pair *pair, const bool wanted[2], bool half,
+                     float gradient[2][BLOCK]) {
+    for (uint64_t i = 0; i < BLOCK; i += FLOATS) {
+        vf d = gap_from(row, pair, i, row->apart, row->apart_low), zero = vf_of(0);
+        for (int side = 0; side < 2; side++) {
+            const float *of = centres->step[side];
+            vf step =
+                vf_if_less(d, zero, vf_of(of[0]), vf_if_less(zero, d, vf_of(of[2]), vf_of(of[1])));
+            if (wanted[side])
+                *(vf *)(gradient[side] + i) = own_mass(row, pair, i, side, half) * step;
+        }
+    }
+}
+
+/* Of logits of 16 bits: what is centred takes too many roundings for FP32. */
+INLINE void write_mixture(const struct constants *row, const struct centres *centres,
+                          const struct pair *pair, const bool wanted[2], float gradient[2][BLOCK]) {
+    for (uint64_t i = 0; i < BLOCK; i += FLOATS) {
+        struct classes at = classes_of(row, pair, i, row->norm, true, false);
+        vf zero = vf_of(0), d = at.d * (float)LN2, sum;
+        vf log = log_of_mixture(row, &at, &sum);
+        vf apart = vf_if_less(d, zero, -at.less, at.less) / sum;
+        const vf logs[2] = {-vf_max(d, zero) - log, vf_min(d, zero) - log};
         for (int side = 0; side < 2; side++) {
             if (!wanted[side])
                 continue;
-            vf mass = mass_of(&at.t[side], row->origin[side], true) * row->weight[side];
-            vf value = mass * (log[side] - row->centre[side]);
-            if (way == QUICK_KL)
-                value += row->of[1 - side] * (side == KLD_CPU_P ? -gap : gap);
-            *(vf *)(gradient[side] + i) = value;
+            vf h = row->of[side] * logs[side] + (float)row->slope[side] * apart;
+            vf mass = mass_of(&at.t[side], row->origin[side], false) * centres->norm[side];
+            *(vf *)(gradient[side] + i) = mass * (h - centres->centre[side]);
         }
     }
+}
+
+/* ---- which of them ----------------------------------------------------------------------------
+ */
+
+static enum quick_way way_of(const struct kld_cpu_quick *quick) {
+    const struct kld_rule *rule = &quick->rule;
+    switch (rule->kind) {
+    case KLD_RULE_MIXTURE: return QUICK_MIXTURE;
+    case KLD_RULE_TV: return QUICK_TV;
+    case KLD_RULE_CROSS_ENTROPY: return quick->gradient[KLD_CPU_P] ? QUICK_CROSS : QUICK_DIFFERENCE;
+    default: break;
+    }
+    bool single = rule->of_p + rule->of_q == 1 && (rule->of_p == 0 || rule->of_q == 0);
+    int own = rule->of_p == 0 ? KLD_CPU_Q : KLD_CPU_P;
+    if (!single || (quick->gradient[0] && quick->gradient[1]))
+        return QUICK_KL;
+    return quick->gradient[own] ? QUICK_OWN : QUICK_DIFFERENCE;
+}
+
+INLINE void write_block(const struct kld_cpu_quick *quick, const struct constants *row,
+                        const struct centres *centres, const struct pair *pair, enum quick_way way,
+                        bool half, float gradient[2][BLOCK]) {
+    const bool *wanted = quick->gradient;
+    int only = wanted[KLD_CPU_P] ? KLD_CPU_P : KLD_CPU_Q;
+    const float norm[2] = {only == KLD_CPU_P ? -row->norm[0] : row->norm[0],
+                           only == KLD_CPU_Q ? -row->norm[1] : row->norm[1]};
+    switch (way) {
+    case QUICK_DIFFERENCE: write_difference(row, pair, half, norm, gradient[only]); return;
+    case QUICK_OWN: write_own(row, centres, pair, only, half, gradient[only]); return;
+    case QUICK_KL: write_kl(row, centres, pair, wanted, half, gradient); return;
+    case QUICK_CROSS: write_cross(row, centres, pair, wanted, half, gradient); return;
+    case QUICK_TV: write_tv(row, centres, pair, wanted, half, gradient); return;
+    default: write_mixture(row, centres, pair, wanted, gradient);
+    }
+}
+
+static void write_block_of(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
+                           const struct constants *constants, const struct centres *centres,
+                           const struct pair *pair, float gradient[2][BLOCK]) {
+    enum quick_way way = way_of(quick);
+    bool rough = way == QUICK_MIXTURE && (!quick->half || row->close);
+    if (pair->wild || is_heavy(constants, pair) || rough)
+        write_in_double(quick, row, constants, pair, gradient);
+    else if (quick->half && !row->close)
+        write_block(quick, constants, centres, pair, way, true, gradient);
+    else
+        write_block(quick, constants, centres, pair, way, false, gradient);
 }
 
 INLINE void store_block(const struct kld_cpu_quick *quick, int side, const float *from, uint64_t n,
@@ -310,44 +258,16 @@ INLINE void store_block(const struct kld_cpu_quick *quick, int side, const float
         block_store_floats(quick->dtype[side], from, n, to);
 }
 
-/* The way of a rule's gradients: where only the side in the denominator is asked for, they are a
- * difference. */
-static enum quick_way way_of(const struct kld_cpu_quick *quick) {
-    if (quick->rule.kind == KLD_RULE_MIXTURE)
-        return QUICK_MIXTURE;
-    if (quick->rule.kind == KLD_RULE_CROSS_ENTROPY)
-        return QUICK_DIFFERENCE;
-    int other = quick->rule.of_q == 0 ? KLD_CPU_Q : KLD_CPU_P;
-    bool single = other == KLD_CPU_Q ? quick->rule.of_p == 1 : quick->rule.of_p == 0;
-    return single && quick->rule.of_p + quick->rule.of_q == 1 && !quick->gradient[1 - other]
-               ? QUICK_DIFFERENCE
-               : QUICK_KL;
-}
-
 static void quick_write(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
                         const struct kld_cpu_span *span) {
     struct constants constants = constants_of(quick, row, row->factor);
+    struct centres centres = centres_of(quick, row);
     float gradient[2][BLOCK] ALIGNED;
     struct pair pair;
-    enum quick_way way = way_of(quick);
-    int only = quick->gradient[KLD_CPU_P] ? KLD_CPU_P : KLD_CPU_Q;
-    float norm[2] = {constants.norm[0], constants.norm[1]};
-    norm[1 - only] = -norm[1 - only];
-    const bool *wanted = quick->gradient;
     for (uint64_t at = 0; at < span->count; at += BLOCK) {
         uint64_t n = span->count - at < BLOCK ? span->count - at : BLOCK;
         pair_load(quick, span, at, n, &pair);
-        bool centred_floats = way != QUICK_DIFFERENCE && !quick->half;
-        if (pair.wild || centred_floats || is_heavy(&constants, &pair))
-            write_in_double(quick, row, &pair, way, gradient);
-        else if (way == QUICK_DIFFERENCE && quick->half)
-            write_difference(&constants, &pair, true, norm, gradient[only]);
-        else if (way == QUICK_DIFFERENCE)
-            write_difference(&constants, &pair, false, norm, gradient[only]);
-        else if (way == QUICK_MIXTURE)
-            write_block(&constants, &pair, QUICK_MIXTURE, wanted, gradient);
-        else
-            write_block(&constants, &pair, QUICK_KL, wanted, gradient);
+        write_block_of(quick, row, &constants, &centres, &pair, gradient);
         for (int side = 0; side < 2; side++)
             if (span->gradient[side])
                 store_block(quick, side, gradient[side], n,

@@ -170,6 +170,45 @@ INLINE vd vd_log_ratio(vd a, vd b) {
     return vd_select(wrong, vd_of(NAN), d);
 }
 
+#define NEAR 0.35 /* |d| below which differences are series */
+
+INLINE vi64 is_near(vd d) { return (d < NEAR) & (d > -NEAR); }
+
+/* d - 1 + exp(-d) = d^2 (1/2 - d/6 + d^2/24 - ...) for |d| < NEAR. */
+INLINE vd excess(vd d) {
+    vd s = vd_of(1.0 / 87178291200.0); /* (-1)^n / n!, n from 14 down to 2 */
+    s = s * d - 1.0 / 6227020800.0;
+    s = s * d + 1.0 / 479001600.0;
+    s = s * d - 1.0 / 39916800.0;
+    s = s * d + 1.0 / 3628800.0;
+    s = s * d - 1.0 / 362880.0;
+    s = s * d + 1.0 / 40320.0;
+    s = s * d - 1.0 / 5040.0;
+    s = s * d + 1.0 / 720.0;
+    s = s * d - 1.0 / 120.0;
+    s = s * d + 1.0 / 24.0;
+    s = s * d - 1.0 / 6.0;
+    s = s * d + 0.5;
+    return s * d * d;
+}
+
+/* ln(1 + x) = 2 atanh(x / (2 + x)) for -0.3 < x < 0.42, to a part of itself. */
+INLINE vd log1p_near(vd x) {
+    vd s = x / (x + 2.0), z = s * s;
+    vd p = vd_of(2.0 / 23);
+    p = p * z + 2.0 / 21;
+    p = p * z + 2.0 / 19;
+    p = p * z + 2.0 / 17;
+    p = p * z + 2.0 / 15;
+    p = p * z + 2.0 / 13;
+    p = p * z + 2.0 / 11;
+    p = p * z + 2.0 / 9;
+    p = p * z + 2.0 / 7;
+    p = p * z + 2.0 / 5;
+    p = p * z + 2.0 / 3;
+    return 2.0 * s + p * z * s;
+}
+
 /* ---- tensors to blocks of floats and back: FP16 and BF16 ------------------------------------- */
 
 INLINE float half_to_float(uint16_t half) {

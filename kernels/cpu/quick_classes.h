@@ -1,0 +1,216 @@
+/* quick_classes.h - what the passes of quick.h after the scan share: the numbers of a row as
+ * vectors, and a vector of classes' masses and differences of logarithms, in FP32 and in double.
+ * Included by the quick_*.c of each vector width; static and pure.
+ *
+ * From d, the difference of the logarithms, come 1 - e^-|d| and the larger of the two masses: their
+ * product is the difference of the masses, and nothing cancels. */
+#ifndef KLD_KERNELS_CPU_QUICK_CLASSES_H
+#define KLD_KERNELS_CPU_QUICK_CLASSES_H
+
+#include "kernels/cpu/quick_scan.h"
+
+/* What a row's vectors need. */
+struct constants {
+    vf scale, scale_low;
+    vi32 origin[2];
+    vf whole, rest;      /* row.apart */
+    vf apart, apart_low; /* the same, for FP32 logits */
+    float norm[2];       /* over the sum; for gradients times the factor */
+    float of[2];         /* the rule's weights */
+    float share[2];      /* of q and of p in the mixture */
+    float share_low[2];
+    double skew;     /* of p - q in a mixture's terms */
+    double slope[2]; /* of (p - q) / m in its gradients */
+    double heavy[2]; /* logits above these are for double */
+};
+
+static struct constants constants_of(const struct kld_cpu_quick *quick,
+                                     const struct kld_cpu_quick_row *row, double factor) {
+    const struct kld_rule *rule = &quick->rule;
+    double skew = rule->of_p * (1 - rule->share) - rule->of_q * rule->share;
+    if (rule->of_p == rule->share && rule->of_q == 1 - rule->share)
+        skew = 0; /* js; a fused multiply-add would leave the rounding of one product */
+    struct constants at = {
+        .scale = vf_of(quick->scale),
+        .scale_low = vf_of(quick->scale_low),
+        .of = {(float)rule->of_q, (float)rule->of_p},
+        .share = {(float)(1 - rule->share), (float)rule->share},
+        .skew = skew,
+        .slope = {-skew * (1 - rule->share), -skew * rule->share},
+    };
+    double whole = rint(row->apart);
+    at.whole = vf_of((float)whole);
+    at.rest = vf_of((float)(row->apart - whole));
+    at.apart = vf_of((float)row->apart);
+    at.apart_low = vf_of((float)(row->apart - (double)(float)row->apart));
+    for (int side = 0; side < 2; side++) {
+        at.share_low[side] =
+            (float)((side ? rule->share : 1 - rule->share) - (double)at.share[side]);
+        at.origin[side] = origin_of(row->reference[side]);
+        at.norm[side] = (float)(row->inverse_mass[side] * factor);
+        at.heavy[side] = (row->log_mass[side] + log(HEAVY)) / quick->inverse_temperature;
+    }
+    return at;
+}
+
+INLINE bool is_heavy(const struct constants *row, const struct pair *pair) {
+    return pair->top[0] > row->heavy[0] || pair->top[1] > row->heavy[1];
+}
+
+/* zp - zq, exactly. */
+struct gap {
+    vf high, low;
+};
+
+INLINE struct gap gap_of(const struct pair *pair, uint64_t i) {
+    vf zq = *(const vf_any *)(pair->at[KLD_CPU_Q] + i);
+    vf zp = *(const vf_any *)(pair->at[KLD_CPU_P] + i);
+    struct gap gap = {.high = zp - zq};
+    vf back = gap.high + zq;
+    gap.low = (zp - back) - (zq - (back - gap.high));
+    return gap;
+}
+
+/* zp - zq by the scale, less a number of two parts. */
+INLINE vf gap_from(const struct constants *row, const struct pair *pair, uint64_t i, vf middle,
+                   vf middle_low) {
+    struct gap gap = gap_of(pair, i);
+    vf low = vf_fma(gap.low, row->scale, -middle_low);
+    return vf_fma(gap.high, row->scale, -middle) + vf_fma(gap.high, row->scale_low, low);
+}
+
+/* A vector of classes. */
+struct classes {
+    struct parts t[2];
+    vf d;           /* base 2 */
+    vf larger;      /* mass, times norm */
+    vf ratio;       /* of the smaller to the larger: e^-|d| */
+    vf less;        /* 1 - ratio, to the last bits */
+    vf unit, power; /* ratio = unit + unit power */
+};
+
+/* half: the logits have 16 bits and the row is not close; brief: the results have 16 bits. */
+INLINE struct classes classes_of(const struct constants *row, const struct pair *pair, uint64_t i,
+                                 const float norm[2], bool half, bool brief) {
+    struct classes at;
+    for (int side = 0; side < 2; side++)
+        at.t[side] =
+            parts_of(*(const vf_any *)(pair->at[side] + i), row->scale, row->scale_low, half);
+    struct parts q = at.t[KLD_CPU_Q], p = at.t[KLD_CPU_P];
+    /* FP32 logits may agree where the row's sums do not: what zp - zq rounds off counts there. */
+    if (half) {
+        at.d = ((p.whole - q.whole) - row->whole) + ((p.rest - q.rest) - row->rest);
+    } else {
+        at.d = gap_from(row, pair, i, row->apart, row->apart_low);
+    }
+    vf zero = vf_of(0);
+    vf above_q = (vf)((vu32)q.bits - (vu32)row->origin[KLD_CPU_Q]);
+    vf above_p = (vf)((vu32)p.bits - (vu32)row->origin[KLD_CPU_P]);
+    vi32 above = (vi32)vf_if_less(at.d, zero, above_q, above_p);
+    vf power = (vf)(vi32_positive(above) << 23);
+    vf rest = vf_if_less(at.d, zero, q.rest, p.rest);
+    vf own = vf_if_less(at.d, zero, vf_of(norm[KLD_CPU_Q]), vf_of(norm[KLD_CPU_P]));
+    at.larger = (power * vf_power_less_one(rest, brief) + power) * own;
+    vf down = (vf)((vu32)at.d | 0x80000000u);
+    vf shifted = down + SHIFTER;
+    at.power = vf_power_less_one(down - (shifted - SHIFTER), brief);
+    at.unit = power_of_whole((vi32)shifted, origin_of(0));
+    at.ratio = at.unit * at.power + at.unit;
+    at.less = vf_fma(-at.unit, at.power, 1.0f - at.unit);
+    return at;
+}
+
+/* m over the larger mass, which is 1 less the smaller's share of the difference, and what that
+ * rounds off. */
+INLINE vf mixture_sum(const struct constants *row, const struct classes *at, vf *ret_low) {
+    vf zero = vf_of(0), one = vf_of(1), rest = 1.0f - at->unit;
+    vf share = vf_if_less(at->d, zero, vf_of(row->share[1]), vf_of(row->share[0]));
+    vf share_low = vf_if_less(at->d, zero, vf_of(row->share_low[1]), vf_of(row->share_low[0]));
+    vf taken = vf_fma(share, rest, zero), whole = one - taken, scaled = share * at->unit;
+    vf sum = vf_fma(scaled, at->power, whole);
+    *ret_low = vf_fma(scaled, at->power, whole - sum) + ((one - whole) - taken) -
+               vf_fma(share, rest, -taken) - share_low * at->less;
+    return sum;
+}
+
+/* The even and the odd terms of e^d - 1 - d, for 0 <= d < SERIES. */
+#define SERIES 0.35f
+INLINE void vf_series(vf d, vf *ret_even, vf *ret_odd) {
+    vf z = d * d, even = vf_of(1.0f / 720), odd = vf_of(1.0f / 5040);
+    even = (even * z + 1.0f / 24) * z + 0.5f;
+    odd = (odd * z + 1.0f / 120) * z + 1.0f / 6;
+    *ret_even = even * z;
+    *ret_odd = odd * z * d;
+}
+
+/* What a class adds to a KL, x ln(x/y) - x + y, as parts of the larger mass: where x is the larger,
+ * and where it is the smaller. d: |ln x/y|. */
+INLINE void vf_excess(const struct classes *at, vf d, vf *ret_larger, vf *ret_smaller) {
+    vf even, odd, near = vf_of(SERIES);
+    vf_series(d, &even, &odd);
+    *ret_larger = vf_if_less(d, near, even - odd, d - at->less);
+    *ret_smaller = vf_if_less(d, near, at->ratio * (even + odd), at->less - at->ratio * d);
+}
+
+/* ---- in double --------------------------------------------------------------------------------
+ */
+
+struct wide {
+    vd mass[2], d; /* natural */
+    vd ratio;      /* of the smaller mass to the larger */
+    vd difference; /* p - q, nothing cancels */
+    vd log_q;
+};
+
+INLINE struct wide wide_of(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
+                           const float *const at[2], uint64_t i) {
+    struct wide wide;
+    vd log[2];
+    for (int side = 0; side < 2; side++) {
+        vd z = __builtin_convertvector(*(const vfh_any *)(at[side] + i), vd);
+        log[side] = z * quick->inverse_temperature;
+    }
+    vd d = (log[KLD_CPU_P] - log[KLD_CPU_Q]) - row->apart * LN2;
+    wide.d = vd_select(d != d, vd_of(0), d); /* two classes of no mass */
+    wide.log_q = log[KLD_CPU_Q] - row->log_mass[KLD_CPU_Q];
+    vi64 p_larger = wide.d > 0.0;
+    vd larger = vd_exp(vd_select(p_larger, log[KLD_CPU_P] - row->log_mass[KLD_CPU_P], wide.log_q));
+    wide.ratio = vd_exp(vd_select(p_larger, -wide.d, wide.d));
+    vd smaller = larger * wide.ratio;
+    wide.mass[KLD_CPU_P] = vd_select(p_larger, larger, smaller);
+    wide.mass[KLD_CPU_Q] = vd_select(p_larger, smaller, larger);
+    /* p (1 - e^-d) */
+    wide.difference = vd_select(is_near(wide.d), wide.mass[KLD_CPU_P] * (wide.d - excess(wide.d)),
+                                wide.mass[KLD_CPU_P] - wide.mass[KLD_CPU_Q]);
+    return wide;
+}
+
+/* What gradients centre: ln(q/p) and ln(p/q), of a mixture ln(q/m) and ln(p/m) with what else the
+ * rule has; of a side without mass: 0. Also those logarithms alone. */
+INLINE void wide_logs(const struct kld_cpu_quick *quick, const struct constants *row,
+                      const struct wide *wide, vd ret_log[2], vd ret_centred[2]) {
+    const double of[2] = {quick->rule.of_q, quick->rule.of_p};
+    ret_log[KLD_CPU_P] = wide->d;
+    ret_log[KLD_CPU_Q] = -wide->d;
+    for (int side = 0; side < 2; side++)
+        ret_centred[side] = ret_log[side];
+    if (quick->rule.kind == KLD_RULE_MIXTURE) {
+        vd p = vd_of(quick->rule.share), q = 1.0 - p, zero = vd_of(0);
+        vi64 p_larger = wide->d > 0.0;
+        vd sum = vd_select(p_larger, p + q * wide->ratio, q + p * wide->ratio);
+        vd log = vd_log_ratio(sum, vd_of(1));
+        ret_log[KLD_CPU_P] = vd_select(p_larger, zero, wide->d) - log;
+        ret_log[KLD_CPU_Q] = vd_select(p_larger, -wide->d, zero) - log;
+        vd less = (1.0 - wide->ratio) / sum;
+        less = vd_select(p_larger, less, -less); /* (p - q) / m */
+        for (int side = 0; side < 2; side++)
+            ret_centred[side] = ret_log[side] * of[side] + less * row->slope[side];
+    }
+    for (int side = 0; side < 2; side++) {
+        vi64 empty = wide->mass[side] == 0.0;
+        ret_log[side] = vd_select(empty, vd_of(0), ret_log[side]);
+        ret_centred[side] = vd_select(empty, vd_of(0), ret_centred[side]);
+    }
+}
+
+#endif

@@ -1,0 +1,151 @@
+/* test_rows.c - rows of logits at which the CPU's FP32 arithmetic could go wrong, of every rule:
+ * the case table's checks on more kinds of rows than its list has. */
+#include "tests/unit/unit.h"
+
+#include <string.h>
+
+#include "kernels/cpu/cpu.h"
+#include "tests/unit/kernels/table.h"
+
+static struct kld_device *device_open(void) {
+    struct kld_device_options options = {.threads = 2, .spin_us = 5};
+    struct kld_device *device = NULL;
+    struct kld_error err;
+    ck_assert_int_eq(kld_backend_cpu.device_open(&options, &device, &err), KLD_OK);
+    return device;
+}
+
+/* Logits that agree up to a constant, and nearly: the constant must not cost accuracy. */
+START_TEST(test_near_and_shifted) {
+    struct kld_device *device = device_open();
+    const struct table_place place = {TABLE_POOL, 0, false, 1};
+    for (uint32_t divergence = 0; divergence <= KLD_DIVERGENCE_CROSS_ENTROPY; divergence++) {
+        struct table_case at = {.name = "shifted",
+                                .divergence = divergence,
+                                .parameter = 0.3,
+                                .form = {KLD_FORM_LOGITS, KLD_FORM_LOGITS},
+                                .dtype = {KLD_DTYPE_FP32, KLD_DTYPE_FP32},
+                                .data = TABLE_NEAR,
+                                .noise = 1e-3,
+                                .shift = 40,
+                                .rank = 2,
+                                .shape = {6, 5000},
+                                .gradient = {true, true},
+                                .loss = true,
+                                .row_loss = true};
+        struct table_truth truth;
+        struct table_outputs outputs = {0};
+        char failure[256] = "";
+        table_truth_init(&truth, &at, 3);
+        bool fine = table_run(device, &truth, &at, &place, &outputs, failure) &&
+                    table_check(&truth, &at, &outputs, failure);
+        ck_assert_msg(fine, "%s", failure);
+        table_outputs_done(&outputs);
+        table_truth_done(&truth);
+    }
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
+/* Rows on which FP32 arithmetic has failed before. */
+static const struct hard_row {
+    uint32_t divergence;
+    double parameter;
+    uint32_t dtype;
+    enum table_data data;
+    double noise;
+    uint64_t rows, classes;
+    bool gradient;
+} hard_rows[] = {
+    {KLD_DIVERGENCE_FORWARD_KL, NAN, KLD_DTYPE_FP32, TABLE_AGREE, 1e-4, 2, 50000, true},
+    {KLD_DIVERGENCE_FORWARD_KL, NAN, KLD_DTYPE_FP32, TABLE_AGREE, 1e-2, 2, 50000, true},
+    {KLD_DIVERGENCE_JS, 0.001, KLD_DTYPE_FP32, TABLE_RANDOM, 0, 4, 1000, true},
+    {KLD_DIVERGENCE_JS, 0.999, KLD_DTYPE_BF16, TABLE_RANDOM, 0, 4, 1000, true},
+    {KLD_DIVERGENCE_SKEW_KL, 0.999, KLD_DTYPE_BF16, TABLE_RANDOM, 0, 4, 1000, false},
+    {KLD_DIVERGENCE_SKEW_KL, 0.9999, KLD_DTYPE_FP32, TABLE_RANDOM, 0, 4, 1000, false},
+    {KLD_DIVERGENCE_FORWARD_KL, NAN, KLD_DTYPE_BF16, TABLE_SHARP, 0, 2000, 3, false},
+    {KLD_DIVERGENCE_SKEW_KL, 0.3, KLD_DTYPE_BF16, TABLE_SHARP, 0, 2000, 3, false},
+    {KLD_DIVERGENCE_JS, 0.3, KLD_DTYPE_BF16, TABLE_SHARP, 0, 2000, 5, false},
+};
+
+static void check_hard_row(struct kld_device *device, const struct hard_row *row) {
+    const struct table_place place = {TABLE_POOL, 0, false, 1};
+    struct table_case at = {.name = "hard",
+                            .divergence = row->divergence,
+                            .parameter = row->parameter,
+                            .form = {KLD_FORM_LOGITS, KLD_FORM_LOGITS},
+                            .dtype = {row->dtype, row->dtype},
+                            .data = row->data,
+                            .noise = row->noise,
+                            .rank = 2,
+                            .shape = {row->rows, row->classes},
+                            .gradient = {row->gradient, false},
+                            .loss = true,
+                            .row_loss = true};
+    struct table_truth truth;
+    struct table_outputs outputs = {0};
+    char failure[256] = "";
+    table_truth_init(&truth, &at, 17);
+    bool fine = table_run(device, &truth, &at, &place, &outputs, failure) &&
+                table_check(&truth, &at, &outputs, failure);
+    ck_assert_msg(fine, "hard row %td: %s", row - hard_rows, failure);
+    table_outputs_done(&outputs);
+    table_truth_done(&truth);
+}
+
+START_TEST(test_hard_rows) {
+    struct kld_device *device = device_open();
+    for (size_t i = 0; i < sizeof hard_rows / sizeof hard_rows[0]; i++)
+        check_hard_row(device, &hard_rows[i]);
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
+/* Rows of logits that are long enough for FP32: each rule and gradient where rows differ much, a
+ * little and hardly, where few classes hold the mass, and where only those agree. */
+START_TEST(test_logits) {
+    static const struct {
+        enum table_data data;
+        double noise, shift;
+    } kinds[] = {
+        {TABLE_RANDOM, 0, 0},   {TABLE_NEAR, 0.3, 0},   {TABLE_NEAR, 0.03, 0},
+        {TABLE_NEAR, 1e-3, 40}, {TABLE_AGREE, 0.01, 0}, {TABLE_AGREE, 1e-4, 0},
+        {TABLE_SHARP, 0, 0},    {TABLE_ZEROS, 0, 0},    {TABLE_EQUAL, 0, 0},
+        {TABLE_INFINITE, 0, 0},
+    };
+    static const uint32_t dtypes[] = {KLD_DTYPE_FP32, KLD_DTYPE_BF16, KLD_DTYPE_FP16};
+    static const uint64_t classes[] = {257, 700, 1501, 5000};
+    struct kld_device *device = device_open();
+    const struct table_place place = {TABLE_POOL, 0, false, 1};
+    const unsigned count = sizeof kinds / sizeof kinds[0];
+    for (unsigned i = 0; i < 3 * count * (KLD_DIVERGENCE_CROSS_ENTROPY + 1); i++) {
+        uint32_t divergence = i / (3 * count);
+        struct table_case at = {.name = "logits",
+                                .divergence = divergence,
+                                .parameter = i % 2 ? 0.3 : 0.5,
+                                .form = {KLD_FORM_LOGITS, KLD_FORM_LOGITS},
+                                .dtype = {dtypes[i % 3], dtypes[(i + i / 7 % 2) % 3]},
+                                .data = kinds[i / 3 % count].data,
+                                .noise = kinds[i / 3 % count].noise,
+                                .shift = kinds[i / 3 % count].shift,
+                                .temperature = i % 4 == 3 ? 1.7 : 0,
+                                .rank = 2,
+                                .shape = {2, classes[i % 4]},
+                                .gradient = {i % 5 != 0, i % 2},
+                                .loss = true,
+                                .row_loss = true};
+        struct table_truth truth;
+        struct table_outputs outputs = {0};
+        char failure[256] = "";
+        table_truth_init(&truth, &at, 1000 + i);
+        bool fine = table_run(device, &truth, &at, &place, &outputs, failure) &&
+                    table_check(&truth, &at, &outputs, failure);
+        ck_assert_msg(fine, "%s, case %u: %s", kld_divergence_name(divergence), i, failure);
+        table_outputs_done(&outputs);
+        table_truth_done(&truth);
+    }
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
+UNIT_MAIN("kernels/cpu/rows", test_near_and_shifted, test_hard_rows, test_logits)
