@@ -64,6 +64,8 @@ struct kld_device_info {
     uint32_t threads;        /* cpu: computing threads; cuda: multiprocessors */
     bool offloads; /* it computes on a processor of its own: a host thread that polls takes nothing
                     * from it */
+    bool takes_turns; /* cuda without MPS: while other processes compute on the card, it switches
+                       * between their contexts and ours, which takes some 0.3 ms */
     bool imports_cuda_ipc; /* memory_import_ipc() and _fd(), event_* and kld_job.launched work */
 };
 

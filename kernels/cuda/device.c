@@ -20,6 +20,14 @@ static enum kld_status device_count(uint32_t *ret_count, struct kld_error *err) 
     return KLD_OK;
 }
 
+/* Asked by its number, which older headers do not name; older drivers do not know it. */
+static bool without_mps(int ordinal) {
+    int mps = 1;
+    if (cudaDeviceGetAttribute(&mps, (enum cudaDeviceAttr)133 /* cudaDevAttrMpsEnabled */, ordinal))
+        cudaGetLastError();
+    return mps == 0;
+}
+
 static cudaError_t fill_info(struct cuda_device *device, const struct kld_device_options *options) {
     struct kld_device_info *info = &device->base.info;
     struct cudaDeviceProp properties;
@@ -40,6 +48,7 @@ static cudaError_t fill_info(struct cuda_device *device, const struct kld_device
     info->threads = (uint32_t)processors;
     info->imports_cuda_ipc = true;
     info->offloads = true;
+    info->takes_turns = without_mps(device->ordinal);
     device->spin_us = options->spin_us;
     /* What the kernels' own static shared memory takes is kept back. */
     device->shared_bytes_max = (uint32_t)shared - 2048;

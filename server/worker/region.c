@@ -282,6 +282,8 @@ static void add_after(uv_work_t *work, int cancelled) {
     } else {
         find_space(region);
         region->state = KLD_REGION_LIVE;
+        if (region->kind == KLD_REGION_CUDA_IPC || region->kind == KLD_REGION_CUDA_FD)
+            kld_worker_shares_card(session->worker);
         kld_stats_set(session->worker->options.stats, KLD_STAT_pool_bytes,
                       session->worker->options.backend->pool_bytes(session->worker->device));
         union kld_frame frame;

@@ -135,6 +135,16 @@ void kld_worker_watch_orphans(struct kld_worker *worker) {
         uv_timer_start(&worker->orphans, orphans_due, every, every);
 }
 
+void kld_worker_shares_card(struct kld_worker *worker) {
+    if (worker->told_turns || !worker->device->info.takes_turns)
+        return;
+    worker->told_turns = true;
+    kld_log(
+        KLD_LOG_WARN, "no MPS", "text=\"%s\"",
+        "clients use this GPU too: while they compute, a small request takes some 0.3 ms instead "
+        "of 0.03; run the server and its clients under nvidia-cuda-mps-control");
+}
+
 static void completed(uv_async_t *async) { kld_core_completed(async->data); }
 
 /* more: again at the loop's next turn. */

@@ -59,6 +59,7 @@ struct kld_worker {
     bool stopping;                    /* handles are being closed; the loop ends */
     bool lost;                        /* the device is: everything was answered, the loop stops */
     bool cut_short;                   /* drain_ms passed with work in flight */
+    bool told_turns;                  /* that clients compute on our card without MPS */
     struct kld_peers peers;           /* who may connect */
     TAILQ_HEAD(kld_publication_list, kld_publication) publications;
     uint32_t publications_count;
@@ -88,6 +89,8 @@ void kld_worker_progress(struct kld_worker *worker);
 void kld_worker_poll(struct kld_worker *worker);
 /* Polls the listener again if there is room. */
 void kld_worker_accept(struct kld_worker *worker);
+/* A client has a context of its own on our card. Says once what that costs without MPS. */
+void kld_worker_shares_card(struct kld_worker *worker);
 /* A client is gone whose jobs may wait for an event of its. */
 void kld_worker_watch_orphans(struct kld_worker *worker);
 /* The deadline timer follows the queue's earliest deadline. */

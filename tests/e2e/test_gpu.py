@@ -101,6 +101,11 @@ def test_loss_and_gradient_in_the_clients_own_memory(gpu, case):
     np.testing.assert_allclose(gpu.get(case.memory.at + 2 * TENSOR, SHAPE), truth, rtol=1e-6)
 
 
+def test_mps_is_missed_once(server, case):
+    case.run()
+    assert server.log().count("no MPS") == (0 if mps() else 1)
+
+
 def test_one_allocation_is_opened_once_and_counted(gpu, server, case):
     """Regions of three connections over one allocation: any may go, the others compute."""
     loss = case.run()

@@ -93,6 +93,24 @@ START_TEST(parts_of_one_allocation_are_one_memory) {
 }
 END_TEST
 
+START_TEST(a_card_that_takes_turns_is_told_of_once) {
+    for (int turns = 0; turns < 2; turns++) {
+        rig_init(&rig);
+        rig.fake.head.info.takes_turns = turns;
+        rig_start(&rig);
+        int fd = rig_client(&rig);
+        rig_region(fd, 4096);
+        rig_plain(fd, KLD_FRAME_PING, 1);
+        rig_expect(fd, 1, KLD_FRAME_PONG, NULL);
+        ipc_region(fd, 0, 4096);
+        close(fd);
+        ck_assert_int_eq(rig_end(&rig), 0);
+        ck_assert_int_eq(rig.worker.told_turns, turns);
+        rig_done(&rig);
+    }
+}
+END_TEST
+
 START_TEST(table_grows_to_its_limit_and_reuses_places) {
     rig_init(&rig);
     rig.config.client_regions_max = 50;
@@ -196,6 +214,7 @@ START_TEST(flood_of_region_adds_is_bounded) {
 }
 END_TEST
 
-UNIT_MAIN("server/worker/region", ipc_handles_are_checked, parts_of_one_allocation_are_one_memory,
-          table_grows_to_its_limit_and_reuses_places, quota_counts_what_is_still_condemned,
-          client_leaves_while_regions_are_mapped, flood_of_region_adds_is_bounded)
+UNIT_MAIN("server/worker/region", ipc_handles_are_checked, a_card_that_takes_turns_is_told_of_once,
+          parts_of_one_allocation_are_one_memory, table_grows_to_its_limit_and_reuses_places,
+          quota_counts_what_is_still_condemned, client_leaves_while_regions_are_mapped,
+          flood_of_region_adds_is_bounded)
