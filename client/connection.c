@@ -295,6 +295,12 @@ static enum kld_status submit(struct kld_connection *connection, const struct kl
     return KLD_OK;
 }
 
+/* Where what computes is no processor of this host: we look at it ourselves for a while. */
+static void poll_transport(struct kld_connection *connection, bool more) {
+    if (connection->offloaded && connection->transport->poll)
+        connection->transport->poll(connection, more);
+}
+
 /* Runs the loop until `wait` has ended. What else ended meanwhile keeps its callback for the next
  * kld_process(). */
 static enum kld_status wait_for(struct kld_connection *connection, struct kld_wait *wait,
@@ -304,10 +310,15 @@ static enum kld_status wait_for(struct kld_connection *connection, struct kld_wa
     uint64_t poll_until_ns = connection->offloaded ? kld_now_ns() + KLD_POLL_NS : 0;
     while (!wait->ended && !status) {
         bool poll = poll_until_ns && kld_now_ns() < poll_until_ns;
+        if (poll_until_ns)
+            poll_transport(connection, poll);
+        poll_until_ns = poll ? poll_until_ns : 0;
         status = kld_connection_step(connection, poll ? 0 : KLD_NEVER, err);
         if (poll)
             sched_yield();
     }
+    if (poll_until_ns)
+        poll_transport(connection, false);
     if (connection->done)
         wake(connection);
     if (!wait->ended) { /* the loop itself failed: nobody may write to our stack later */
@@ -325,9 +336,13 @@ enum kld_status kld_run(struct kld_connection *connection, const struct kld_requ
                         struct kld_result *ret_result, struct kld_error *err) {
     struct kld_wait wait = {0};
     struct kld_call *call = NULL;
+    poll_transport(connection, true);
     enum kld_status status =
         submit(connection, request, NULL, request->timeout_ns, &call, &wait, NULL, NULL, err);
-    return status ? status : wait_for(connection, &wait, call, ret_result, err);
+    if (!status)
+        return wait_for(connection, &wait, call, ret_result, err);
+    poll_transport(connection, false);
+    return status;
 }
 
 enum kld_status kld_submit(struct kld_connection *connection, const struct kld_request *request,

@@ -140,6 +140,9 @@ struct kld_transport {
     enum kld_status (*submit)(struct kld_connection *connection, struct kld_call *call,
                               struct kld_error *err);
     void (*cancel)(struct kld_connection *connection, struct kld_call *call);
+    /* NULL: not needed. The caller waits for an answer and looks again within microseconds (more),
+     * or no longer does. */
+    void (*poll)(struct kld_connection *connection, bool more);
     void (*event)(struct kld_connection *connection, uint64_t tag, uint32_t events);
     void (*timer)(struct kld_connection *connection, uint64_t now_ns);
     enum kld_status (*stats)(struct kld_connection *connection, struct kld_server_stats *ret_stats,

@@ -332,6 +332,12 @@ static enum kld_status local_submit(struct kld_connection *connection, struct kl
     return KLD_OK;
 }
 
+static void local_poll(struct kld_connection *connection, bool more) {
+    struct local_connection *local = local_of(connection);
+    if (local->backend->poll)
+        local->backend->poll(local->device, more);
+}
+
 /* A job that the device has cannot be taken back: its result comes. */
 static void local_cancel(struct kld_connection *connection, struct kld_call *call) {}
 
@@ -394,6 +400,7 @@ const struct kld_transport kld_transport_local = {
     .stream_priority = local_stream_priority,
     .submit = local_submit,
     .cancel = local_cancel,
+    .poll = local_poll,
     .event = local_event,
     .stats = local_stats,
     .measure_ceiling = local_measure_ceiling,
