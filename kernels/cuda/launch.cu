@@ -82,7 +82,11 @@ extern "C" void kld_cuda_layout(kld_cuda_args *args, uint64_t job_rows, uint32_t
         uint64_t most = (shared_bytes_max / 2 - 2048) / (2 * 16 * args->team);
         args->cached = (uint32_t)(wanted < most ? wanted : most);
     }
-    args->cluster = 0;
+    args->cluster = args->tile_rows = 0;
+    if (is_even(args) && args->p.form == KLD_FORM_LOGITS)
+        kld_cuda_short_layout(args, job_rows);
+    if (args->tile_rows)
+        return;
     if (is_even(args) && args->p.form == KLD_FORM_LOGITS && !is_lopsided(args))
         kld_cuda_resident_layout(args, shared_bytes_max);
     if (args->cluster)
@@ -98,6 +102,8 @@ extern "C" cudaError_t kld_cuda_launch_rows(const kld_cuda_args *args, cudaStrea
             return error;
         cudaGetLastError(); /* the other kernels do it */
     }
+    if (args->tile_rows)
+        return kld_cuda_short_rows(args, groups, stream);
     if (!elementwise && !is_logits(args))
         return kld_cuda_rows_any(args, groups, stream);
     switch (args->p.dtype) {

@@ -33,6 +33,11 @@ extern "C" {
 #define KLD_CUDA_RESIDENT_CHUNKS_MAX 16
 #define KLD_CUDA_RESIDENT_SLOTS_MAX 4
 
+/* Of the kernels that hold short rows in registers: warps of a block, most bytes of a tensor that a
+ * warp takes at a time. */
+#define KLD_CUDA_SHORT_WARPS 4
+#define KLD_CUDA_SHORT_TILE_BYTES 2048
+
 /* Device memory of one job in flight; the only memory beyond inputs and outputs (264 KiB). */
 struct kld_cuda_scratch {
     double divisor; /* sum of weights so far (rowmean without normalizer) */
@@ -64,6 +69,9 @@ struct kld_cuda_args {
     /* Not 0: the row is held in shared memory by so many blocks, `slice` classes each, with room
      * for `slots` rows (resident.cuh). */
     uint32_t cluster, slice, slots;
+    /* Not 0: short rows, so many of them at a time; elements of a lane, and how many of these lie
+     * side by side (logits_short.cuh). */
+    uint32_t tile_rows, lane_elements, lane_width;
     uint64_t rows, classes; /* of this launch */
     /* Not 0: flat. Rows do not matter, the tensors are this many elements one after the other; rows
      * and classes are then tiles of it and the elements of one, of which the last may be short. */
@@ -113,6 +121,20 @@ cudaError_t kld_cuda_resident_general_fp16(const struct kld_cuda_args *args, uin
                                            cudaStream_t stream);
 cudaError_t kld_cuda_resident_general_bf16(const struct kld_cuda_args *args, uint32_t groups,
                                            cudaStream_t stream);
+
+/* Where rows of logits are short enough: fills team, tile_rows, group_rows. */
+void kld_cuda_short_layout(struct kld_cuda_args *args, uint64_t job_rows);
+cudaError_t kld_cuda_short_rows(const struct kld_cuda_args *args, uint32_t groups, cudaStream_t s);
+/* One per element type, behind that. */
+cudaError_t kld_cuda_short_fp32(const struct kld_cuda_args *args, uint32_t groups, cudaStream_t s);
+cudaError_t kld_cuda_short_fp16(const struct kld_cuda_args *args, uint32_t groups, cudaStream_t s);
+cudaError_t kld_cuda_short_bf16(const struct kld_cuda_args *args, uint32_t groups, cudaStream_t s);
+cudaError_t kld_cuda_short_general_fp32(const struct kld_cuda_args *args, uint32_t groups,
+                                        cudaStream_t s);
+cudaError_t kld_cuda_short_general_fp16(const struct kld_cuda_args *args, uint32_t groups,
+                                        cudaStream_t s);
+cudaError_t kld_cuda_short_general_bf16(const struct kld_cuda_args *args, uint32_t groups,
+                                        cudaStream_t s);
 
 /* One per element type, behind kld_cuda_launch_rows(). */
 cudaError_t kld_cuda_rows_fp32(const struct kld_cuda_args *args, uint32_t groups, cudaStream_t s);

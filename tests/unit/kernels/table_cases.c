@@ -214,6 +214,29 @@ static void add_short(struct list *list, bool quick) {
         }
 }
 
+/* Short rows of logits with every divergence: no class is one of many there, so that nothing
+ * averages out. */
+static void add_short_logits(struct list *list, bool quick) {
+    static const uint64_t classes[] = {2, 3, 5, 10, 16, 37, 64, 100, 255, 256};
+    static const uint32_t dtypes[] = {FP32, BF16, FP16};
+    static const enum table_data data[] = {TABLE_RANDOM, TABLE_SHARP, TABLE_EQUAL,
+                                           TABLE_ZEROS,  TABLE_NEAR,  TABLE_INFINITE};
+    for (size_t i = 0; i < sizeof classes / sizeof classes[0]; i++)
+        for (uint32_t divergence = 0; divergence < DIVERGENCES; divergence++)
+            for (int k = 0; k < 3; k++) {
+                if (quick && (i + divergence) % 3 != (uint32_t)k)
+                    continue;
+                struct table_case *at = add_one(list, "short", 50 + turn(list, 100), classes[i],
+                                                divergence, LOGITS, dtypes[k]);
+                at->data = data[turn(list, 6)];
+                at->noise = 1.4e-3;
+                at->gradient[0] = turn(list, 3) != 0;
+                at->gradient[1] = turn(list, 2);
+                at->mask = turn(list, 4) == 0;
+                at->strided = turn(list, 5) == 0;
+            }
+}
+
 static void add_values(struct list *list, bool quick) {
     static const uint32_t dtypes[] = {FP32, FP64, FP16, BF16};
     static const struct {
@@ -396,6 +419,7 @@ struct table_case *table_cases(bool quick, size_t *ret_count) {
     add_combinations(&list, quick);
     add_shapes(&list, quick);
     add_short(&list, quick);
+    add_short_logits(&list, quick);
     add_values(&list, quick);
     add_masked(&list);
     add_near(&list);

@@ -1,0 +1,100 @@
+/* logits_short.cu - which rows of logits are short, how many lanes share one, how many a tile
+ * holds, and which kernel serves them. Enqueues only. */
+#include "kernels/cuda/row.cuh"
+
+/* Elements of a lane for which there are kernels (logits_short.cuh), by how many of them lie side
+ * by side; those that keep more of an element have the smaller ones only. */
+static const uint32_t sizes_1[] = {3, 5, 8, 11, 13, 16}, sizes_2[] = {2, 4, 6, 10, 16},
+                      sizes_16[] = {4, 8, 16};
+
+/* Where no gradient needs a sum over the row, a lane holds more elements. Says the rule and the
+ * tensors that are asked for, not where they lie. */
+static bool is_simple(const kld_cuda_args *args) {
+    if (args->rule.kind == KLD_RULE_MIXTURE)
+        return !args->grad_p.dtype && !args->grad_q.dtype;
+    return args->rule.kind == KLD_RULE_KL && !args->grad_p.dtype &&
+           (!args->grad_q.dtype || args->rule.of_q == 0);
+}
+
+/* The best of some sizes so far: what the lanes of a warp spend on a row, in elements. */
+struct choice {
+    uint32_t cost, team, elements, width;
+};
+
+static void consider(choice *best, uint32_t classes, uint32_t element, uint32_t width,
+                     const uint32_t *sizes, int count) {
+    for (int i = 0; i < count; i++) {
+        uint32_t size = sizes[i], team = 1;
+        if (size % width)
+            continue;
+        while (team * size < classes)
+            team *= 2;
+        if (team > 32)
+            continue;
+        /* Single loads cost more; shuffles and what is done once a row. */
+        uint32_t steps = 0;
+        for (uint32_t at = 1; at < team; at *= 2)
+            steps++;
+        uint32_t loads = width == 1 ? 12 : width == 2 ? 11 : 10;
+        /* Lanes load 16 bytes each, 8 lanes at a time: not from the same banks. */
+        uint32_t vectors = classes / width, shared = 8;
+        while (vectors % shared)
+            shared /= 2;
+        if (width * element == 16 && shared > 2 * team)
+            continue;
+        uint32_t cost = team * (size * loads + 10 + 4 * steps);
+        if (cost < best->cost)
+            *best = {cost, team, size, width};
+    }
+}
+
+#define COUNT(x) ((int)(sizeof(x) / sizeof(x)[0]))
+
+extern "C" void kld_cuda_short_layout(kld_cuda_args *args, uint64_t job_rows) {
+    uint32_t element = dtype_bytes(args->p.dtype), whole = 16 / element;
+    args->tile_rows = 0;
+    if (args->classes > 512)
+        return;
+    uint32_t classes = (uint32_t)args->classes;
+    bool gradient = args->grad_p.dtype || args->grad_q.dtype, simple = is_simple(args);
+    /* FP32 gradients that a sum over the row is taken off are made of FP64 numbers elsewhere. */
+    if (element == 4 && gradient && !simple)
+        return;
+    bool few = !simple || (element == 4 && gradient);
+    choice best = {UINT32_MAX, 0, 0, 0};
+    if (classes % whole == 0)
+        consider(&best, classes, element, whole, sizes_16, few ? 2 : COUNT(sizes_16));
+    if (classes % 2 == 0)
+        consider(&best, classes, element, 2, sizes_2, few ? 4 : COUNT(sizes_2));
+    consider(&best, classes, element, 1, sizes_1, few ? 3 : COUNT(sizes_1));
+    if (!best.team)
+        return;
+    args->team = best.team;
+    args->lane_elements = best.elements;
+    args->lane_width = best.width;
+    uint32_t at_once = 32 / best.team;
+    uint32_t rounds = KLD_CUDA_SHORT_TILE_BYTES / (at_once * classes * element);
+    args->tile_rows = at_once * (rounds < 1 ? 1 : rounds < 32 ? rounds : 32);
+    /* A group for each warp, or a number of them that many numbers of warps divide. */
+    uint64_t tiles = (job_rows + args->tile_rows - 1) / args->tile_rows;
+    uint64_t most = 240ull * args->multiprocessors;
+    while (most > KLD_CUDA_GROUPS_MAX)
+        most /= 2;
+    args->group_rows = (tiles + most - 1) / most * args->tile_rows;
+}
+
+extern "C" cudaError_t kld_cuda_short_rows(const kld_cuda_args *args, uint32_t groups,
+                                           cudaStream_t stream) {
+    bool simple = is_simple(args);
+    switch (args->p.dtype) {
+    case KLD_DTYPE_FP16:
+        return simple ? kld_cuda_short_fp16(args, groups, stream)
+                      : kld_cuda_short_general_fp16(args, groups, stream);
+    case KLD_DTYPE_BF16:
+        return simple ? kld_cuda_short_bf16(args, groups, stream)
+                      : kld_cuda_short_general_bf16(args, groups, stream);
+    default:
+        return simple ? kld_cuda_short_fp32(args, groups, stream)
+                      : kld_cuda_short_general_fp32(args, groups, stream);
+    }
+}
