@@ -72,6 +72,9 @@ class Gpu:
         self.call("cuDevicePrimaryCtxRetain", c.byref(context), device)
         self.call("cuCtxSetCurrent", context)
         self.uuid = bytes(uuid)
+        mps = c.c_int(0)
+        self.lib.cuDeviceGetAttribute(c.byref(mps), c.c_int(133), device)  # older drivers do not know it
+        self.mps = mps.value != 0
         module = c.c_void_p()
         self.call("cuModuleLoadData", c.byref(module), c.c_char_p(PTX))
         self.kernels = {}

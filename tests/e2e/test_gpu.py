@@ -101,9 +101,9 @@ def test_loss_and_gradient_in_the_clients_own_memory(gpu, case):
     np.testing.assert_allclose(gpu.get(case.memory.at + 2 * TENSOR, SHAPE), truth, rtol=1e-6)
 
 
-def test_mps_is_missed_once(server, case):
+def test_mps_is_missed_once(gpu, server, case):
     case.run()
-    assert server.log().count("no MPS") == (0 if mps() else 1)
+    assert server.log().count("no MPS") == (0 if gpu.mps else 1)
 
 
 def test_one_allocation_is_opened_once_and_counted(gpu, server, case):
@@ -386,13 +386,8 @@ ENDS = {
 }
 
 
-def mps():
-    """Is this machine's MPS server up? Then the end of one client can be that of all."""
-    return subprocess.run(["pgrep", "-f", "nvidia-cuda-mps-server"], capture_output=True).returncode == 0
-
-
 @pytest.mark.parametrize("end", ENDS)
-def test_a_client_dies(server, end):
+def test_a_client_dies(gpu, server, end):
     """Killed in various states. Without MPS the worker does not notice but for what it gives back; with
     MPS it may be replaced. Either way the next right answer comes soon, to a client without a GPU."""
     worker = server.child("worker")
@@ -413,16 +408,18 @@ def test_a_client_dies(server, end):
                 memory = wire.Memory(values.nbytes)
                 memory.array(0, values.shape, "<f4")[:] = values
                 region = one.region(memory)
-                loss = one.run(values.shape, {"predictions": tensor(region), "targets": tensor(region)})["loss"]
+                tensors = {"predictions": tensor(region), "targets": tensor(region)}
+                loss = one.run(values.shape, tensors)["loss"]
                 memory.close()
                 return loss == 0
         except (Failed, wire.Ended, OSError):
             return False
 
     wait_until(answer, 10, "a right answer")
-    print(f"{end}: right answer after {(time.monotonic() - start) * 1e3:.0f} ms, MPS {mps()}, worker "
-          f"{'replaced' if server.child('worker') != worker else 'the same'}")
-    if not mps():
+    state = "the same" if server.child("worker") == worker else "replaced"
+    took = time.monotonic() - start
+    print(f"{end}: right answer after {took * 1e3:.0f} ms, MPS {gpu.mps}, worker {state}")
+    if not gpu.mps:
         assert server.child("worker") == worker
 
     def released():

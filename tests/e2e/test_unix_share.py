@@ -14,7 +14,7 @@ import pytest
 
 import wire
 from conftest import ROOT, wait_until
-from unixlib import (Case, case, client, no_leak, path, worker_server, forward_kl, probabilities,  # noqa: F401
+from unixlib import (Case, case, client, no_leak, path, worker_server, forward_kl,  # noqa: F401
                      softmax64, RNG)
 from wire import Client, Failed, Memory, description, tensor
 
@@ -212,14 +212,13 @@ def test_only_the_named_users_attach(path, teacher):
         import os, sys
         sys.path.insert(0, {str(ROOT / "tests/e2e")!r})
         from wire import Client, Failed
-        sys.stdin.readline()
+        os.setresuid(-1, int(sys.argv[1]), -1)
+        client = Client({path!r})
         for name in ("teacher/logits", "for/1234"):
             try:
                 print(client.attach(name)[1])
             except Failed as failed:
                 print(failed)"""
-    # The socket's mode is for its own user and group: connect first, be somebody else then.
-    code = code.replace("sys.stdin.readline()", f"os.setresuid(-1, int(sys.argv[1]), -1); client = Client({path!r})")
     os.chmod(path, 0o666)
     os.chmod(os.path.dirname(path), 0o755)
     said = [subprocess.run([sys.executable, "-c", code, uid], capture_output=True, text=True, check=True)
