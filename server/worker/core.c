@@ -150,9 +150,14 @@ static void launch(struct kld_lane *lane) {
         struct kld_request *request = TAILQ_FIRST(&lane->queued);
         if (!request)
             break;
+        if (request->ready && worker->waits_running >= KLD_WAITS_MAX) {
+            worker->waits_held = true; /* launch_held() comes back to it */
+            break;
+        }
         TAILQ_REMOVE(&lane->queued, request, in_lane);
         request->state = KLD_REQUEST_RUNNING;
         lane->running++;
+        worker->waits_running += request->ready != NULL;
         kld_worker_poll(worker);
         if (worker->options.backend->submit(lane->stream, &request->job))
             tell_launched(request);
@@ -160,6 +165,17 @@ static void launch(struct kld_lane *lane) {
     if (lane->session->state == KLD_SESSION_CLOSING && lane->state == KLD_LANE_OPEN &&
         lane->running == 0)
         kld_lane_close(lane);
+}
+
+static void launch_held(struct kld_worker *worker) {
+    struct kld_session *session;
+    if (!worker->waits_held || worker->waits_running >= KLD_WAITS_MAX)
+        return;
+    worker->waits_held = false;
+    TAILQ_FOREACH(session, &worker->sessions, in_worker)
+    for (uint64_t i = 0; i < worker->options.config->client_streams_max; i++)
+        if (!TAILQ_EMPTY(&session->lanes[i].queued))
+            launch(&session->lanes[i]);
 }
 
 void kld_core_lane_opened(struct kld_lane *lane) {
@@ -202,10 +218,12 @@ void kld_core_completed(struct kld_worker *worker) {
             return;
         }
         lane->running--;
+        worker->waits_running -= request->ready != NULL;
         finish(request, request->job.status, &request->job.error, true);
         launch(lane);
         kld_session_collect(session);
     }
+    launch_held(worker);
     kld_worker_poll(worker);
     kld_worker_progress(worker);
 }

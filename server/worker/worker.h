@@ -22,6 +22,9 @@
  * is on its way. The rest waits in the lane, where a cancel, a deadline or the end of the client
  * still spares the device the work. */
 #define KLD_LANE_DEPTH 4
+/* Jobs of all clients that wait on the device for an event: a part of those that a back end can
+ * have in flight, so that clients whose events do not come leave room for others. */
+#define KLD_WAITS_MAX 32
 #define KLD_ORPHAN_MS 10000       /* for a job that waits for an event of a client that is gone */
 #define KLD_PUBLICATIONS_MAX 1024 /* tensors that clients show to others at a time */
 
@@ -53,6 +56,8 @@ struct kld_worker {
     struct kld_session_list sessions; /* open and closing */
     uint32_t sessions_count;          /* of them */
     uint32_t clients;                 /* open ones */
+    uint32_t waits_running;           /* requests with the back end that wait for an event */
+    bool waits_held;                  /* some lane was held back for that */
     uint32_t refusals;                /* refused connections on uv's pool */
     bool listening;                   /* the listener is polled */
     bool draining;                    /* SIGTERM came: nothing new is admitted */

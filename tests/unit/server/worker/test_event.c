@@ -286,6 +286,45 @@ START_TEST(a_lost_device_is_not_told_to_whoever_has_an_answer) {
 }
 END_TEST
 
+/* Clients whose events do not come have at most so many jobs with the back end; others pass. */
+START_TEST(those_who_wait_leave_room) {
+    start();
+    enum { CLIENTS = 3, STREAMS = 4 };
+    int fds[CLIENTS], other = rig_client(&rig);
+    uint64_t plain = device_region(other);
+    union kld_frame frame;
+    atomic_store(&rig.fake.hold, true);
+    for (int i = 0; i < CLIENTS; i++) {
+        fds[i] = rig_client(&rig);
+        rig_op(&frame, 1, device_region(fds[i]));
+        frame.as_SUBMIT.ready_event = add_event(fds[i], KLD_EVENT_READY);
+        for (uint64_t j = 0; j < STREAMS * KLD_LANE_DEPTH; j++) {
+            frame.header.request = 100 + j;
+            frame.as_SUBMIT.stream = j % STREAMS;
+            rig_send(fds[i], &frame);
+        }
+    }
+    rig_until(&rig.fake.jobs_submitted, KLD_WAITS_MAX);
+    usleep(20000);
+    ck_assert_int_eq(atomic_load(&rig.fake.jobs_submitted), KLD_WAITS_MAX);
+    rig_submit(other, 50, plain);
+    rig_until(&rig.fake.jobs_submitted, KLD_WAITS_MAX + 1);
+    close(fds[0]); /* what it had queued goes, what runs stays */
+    atomic_store(&rig.fake.hold, false);
+    rig_expect(other, 50, KLD_FRAME_DONE, NULL);
+    for (int i = 1; i < CLIENTS; i++) {
+        for (uint64_t j = 0; j < STREAMS * KLD_LANE_DEPTH; j++) {
+            rig_receive(fds[i], &frame);
+            ck_assert_int_eq(frame.header.type, KLD_FRAME_DONE);
+        }
+        close(fds[i]);
+    }
+    close(other);
+    end();
+    ck_assert_uint_eq(rig.worker.waits_running, 0);
+}
+END_TEST
+
 /* A client dies whose event the device waits for: the worker makes way for another one. Not so for
  * a job that waits for nothing, however long it takes. */
 START_TEST(a_job_that_waits_for_the_dead_ends_the_worker) {
@@ -352,4 +391,5 @@ UNIT_MAIN("server/worker/event", events_are_checked, events_have_a_limit_and_ids
           an_event_stays_while_a_job_names_it, early_is_told_at_launch, early_is_told_from_submit,
           early_that_fails_to_launch_is_an_error, early_needs_a_device_and_its_memory,
           memory_stays_for_what_was_told_early, a_lost_device_is_not_told_to_whoever_has_an_answer,
-          a_job_that_waits_for_the_dead_ends_the_worker, priorities_are_those_of_streams)
+          those_who_wait_leave_room, a_job_that_waits_for_the_dead_ends_the_worker,
+          priorities_are_those_of_streams)
