@@ -1,8 +1,9 @@
 /* body.h - the arithmetic on a piece of a row, in blocks of KLD_CPU_BLOCK classes that stay in the
  * first-level cache: load as double, the steps of stages.h, store. Forms, data types and rules are
  * independent of each other there, so that none of them is written out for the others. Some
- * combinations have their own code, in FP32 (probs.h), and short rows (short.h). Included
- * once by each kernel_*.c. Runs on the threads of the team; touches its span only. */
+ * combinations have their own code, in FP32 (probs.h, logprobs.h), and short rows (short.h).
+ * Included once by each kernel_*.c. Runs on the threads of the team; touches its span only. */
+#include "kernels/cpu/logprobs.h"
 #include "kernels/cpu/probs.h"
 #include "kernels/cpu/probs_rules.h"
 #include "kernels/cpu/short.h"
@@ -145,6 +146,8 @@ static void pass(const struct kld_cpu_work *work, const struct kld_cpu_span *spa
         probs_pass(work, span, ret_partial);
     else if (probs_rule_fits(work))
         probs_rule_pass(work, span, pass_in_stages, ret_partial);
+    else if (logprobs_fits(work))
+        logprobs_pass(work, span, pass_in_stages, ret_partial);
     else
         pass_in_stages(work, span, ret_partial);
 }

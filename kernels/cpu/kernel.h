@@ -53,9 +53,9 @@ struct kld_cpu_span {
 
 /* What a pass over a span adds up. Folded in order of the spans. */
 struct kld_cpu_partial {
-    double value;          /* of the divergence */
-    double dot[2];         /* as in the span */
-    double max[2], sum[2]; /* logits, relative to this maximum */
+    double value;                    /* of the divergence */
+    double dot[2];                   /* as in the span */
+    double max[2], sum[2];           /* logits, relative to this maximum */
     double square[2], cross, top[2]; /* quick.h only */
 };
 

@@ -29,8 +29,8 @@ INLINE bool probs_fits(const struct kld_cpu_work *work) {
  * still normal, so that a power of two taken off its exponent leaves a number. */
 INLINE vi32 outside(vu32 bits) { return (vi32)(bits - 0x01000000u >= 0x3f000000u); }
 
-/* ln(a/b) for bits inside. */
-INLINE vf vf_log_ratio(vu32 abits, vu32 bbits) {
+/* ln(a/b) for bits inside is k ln 2 + s p: returns p. */
+INLINE vf vf_atanh_of(vu32 abits, vu32 bbits, vf *ret_s) {
     vi32 k = (vi32)(abits - bbits + 0x00400000u) >> 23;
     vf x = (vf)abits, y = (vf)(bbits + ((vu32)k << 23));
     vf s = (x - y) / (x + y), z = s * s;
@@ -39,6 +39,13 @@ INLINE vf vf_log_ratio(vu32 abits, vu32 bbits) {
     p = p * z + 2.0f / 5;
     p = p * z + 2.0f / 3;
     p = p * z + 2.0f;
+    *ret_s = s;
+    return p;
+}
+
+INLINE vf vf_log_ratio(vu32 abits, vu32 bbits) {
+    vf s, p = vf_atanh_of(abits, bbits, &s);
+    vi32 k = (vi32)(abits - bbits + 0x00400000u) >> 23;
     return __builtin_convertvector(k, vf) * 0.693147180559945f + s * p;
 }
 

@@ -4,8 +4,8 @@
  * once by each kernel_*.c; vectors of 16 bytes do without it.
  *
  * ln(p/m) and ln(q/m) come from p - q, not from the rounded m, where m is near: they are good to
- * 2 ulp also where p and q agree. Gradients are those of a single term; sums that may cancel are
- * for double. */
+ * 2 ulp also where p and q agree. Gradients of two terms may cancel: what that leaves must be
+ * little beside the largest of the block, or the block is one for double. */
 #ifndef KLD_KERNELS_CPU_PROBS_RULES_H
 #define KLD_KERNELS_CPU_PROBS_RULES_H
 
@@ -15,13 +15,14 @@
 typedef void stages_pass(const struct kld_cpu_work *work, const struct kld_cpu_span *span,
                          struct kld_cpu_partial *ret_partial);
 
-/* What a gradient is made of: log * ln(x/m) + ratio * y/m, one of them 0 (KL: y/x; cross_entropy:
- * of p, -ln q). */
+/* What a gradient is made of: log * ln(x/m) + ratio * y/m (KL: log * (ln(x/y) + 1) + ratio * y/x;
+ * cross_entropy: of p, -ln q; tv: log * sign(x - y)). */
 struct probs_rule {
     uint32_t kind;
     float of[2], share[2];
     float log[2], ratio[2];
-    bool wanted[2];
+    bool wanted[2], cancels[2]; /* the terms of the gradient may */
+    float least[2];             /* what the largest of a block's gradients must be */
 };
 
 static struct probs_rule probs_rule_of(const struct kld_cpu_work *work, double factor) {
@@ -44,27 +45,23 @@ static struct probs_rule probs_rule_of(const struct kld_cpu_work *work, double f
         } else if (rule->kind == KLD_RULE_CROSS_ENTROPY) {
             log = side == KLD_CPU_P ? -1 : 0;
             ratio = side == KLD_CPU_Q ? -1 : 0;
+        } else {
+            log = 0.5;
         }
+        at.cancels[side] = log != 0 && (rule->kind == KLD_RULE_KL ||
+                                        (rule->kind == KLD_RULE_MIXTURE && ratio != 0));
         at.log[side] = (float)(log * factor);
+        /* ln(x/y) + 1 is off by some 5e-8. */
+        at.least[side] = rule->kind == KLD_RULE_KL ? 0.75f * fabsf(at.log[side]) : 0;
         at.ratio[side] = (float)(ratio * factor);
     }
     return at;
 }
 
 INLINE bool probs_rule_fits(const struct kld_cpu_work *work) {
-    if (KLD_VECTOR_BYTES == 16 || work->form[0] != KLD_FORM_PROBS ||
-        work->form[1] != KLD_FORM_PROBS || work->dtype[0] == KLD_DTYPE_FP64 ||
-        work->dtype[1] == KLD_DTYPE_FP64 || work->none)
-        return false;
-    if (work->rule.kind == KLD_RULE_TV)
-        return !work->gradient[0] && !work->gradient[1];
-    struct probs_rule rule = probs_rule_of(work, 1);
-    for (int side = 0; side < 2; side++) {
-        bool own = rule.log[side] != 0 && rule.kind == KLD_RULE_KL; /* ln(x/y) + 1 */
-        if (work->gradient[side] && (own || (rule.log[side] != 0 && rule.ratio[side] != 0)))
-            return false;
-    }
-    return true;
+    return KLD_VECTOR_BYTES > 16 && work->form[0] == KLD_FORM_PROBS &&
+           work->form[1] == KLD_FORM_PROBS && work->dtype[0] != KLD_DTYPE_FP64 &&
+           work->dtype[1] != KLD_DTYPE_FP64 && !work->none;
 }
 
 /* ln(a/b) where b was rounded, and a - b is known where they are within a factor of 1.5. */
@@ -80,18 +77,67 @@ INLINE vf vf_log_ratio_near(vf a, vf b, vf difference) {
     return __builtin_convertvector(k, vf) * 0.693147180559945f + s * p;
 }
 
+/* A gradient's two terms, and what one takes away of the other. */
+INLINE vf probs_rule_sum(vf first, vf second, vf *lost) {
+    vf size = vf_abs(first), other = vf_abs(second);
+    size = vf_select(size < other, size, other);
+    size = vf_select((first < 0.0f) ^ (second < 0.0f), size, vf_of(0));
+    *lost = vf_select(size > *lost, size, *lost);
+    return first + second;
+}
+
+/* Of the sides x and y: log[] is ln(x/y) or ln(x/m), to which a KL adds 1; m stands for y where
+ * there is none. */
+INLINE void probs_rule_gradients(const struct probs_rule *rule, const vf x[2], const vf below[2],
+                                 const vf log[2], vf ret_gradient[2], vf lost[2]) {
+    for (int side = 0; side < 2; side++) {
+        if (!rule->wanted[side])
+            continue;
+        if (rule->ratio[side] == 0) {
+            ret_gradient[side] = log[side] * rule->log[side];
+            continue;
+        }
+        vf ratio = x[1 - side] / below[side] * rule->ratio[side];
+        ret_gradient[side] = ratio;
+        if (rule->log[side] != 0)
+            ret_gradient[side] = probs_rule_sum(log[side] * rule->log[side], ratio, &lost[side]);
+    }
+}
+
+INLINE vf probs_rule_tv(const struct probs_rule *rule, bool gradients, vf q, vf p, vi32 *bad,
+                        vf ret_gradient[2]) {
+    vf difference = p - q;
+    *bad |= ~((q >= 0.0f) & (p >= 0.0f) & (q < (float)INFINITY) & (p < (float)INFINITY));
+    for (int side = 0; gradients && side < 2; side++) {
+        float step = side == KLD_CPU_P ? rule->log[side] : -rule->log[side];
+        vf value = vf_select(difference > 0.0f, vf_of(step), vf_of(-step));
+        ret_gradient[side] = vf_select(difference == 0.0f, vf_of(0), value);
+    }
+    return 0.5f * vf_abs(difference);
+}
+
+/* ln(p/q); with 1, and less 1 and turned round: k ln 2 and the 1 round off nothing. */
+INLINE vf probs_rule_kl(vf q, vf p, vf ret_log[2]) {
+    vu32 pbits = (vu32)p, qbits = (vu32)q;
+    vf s, series = vf_atanh_of(pbits, qbits, &s);
+    vf k = __builtin_convertvector((vi32)(pbits - qbits + 0x00400000u) >> 23, vf);
+    vf rest = k * -2.12194440e-4f + s * series;
+    ret_log[KLD_CPU_P] = (1.0f + k * 0.693359375f) + rest;
+    ret_log[KLD_CPU_Q] = (1.0f - k * 0.693359375f) - rest;
+    return k * 0.693147180559945f + s * series;
+}
+
 /* One vector: the terms; what must lie inside for them to hold, into *bad; gradients. */
 INLINE vf probs_rule_term(const struct probs_rule *rule, uint32_t kind, bool gradients, vf q, vf p,
-                          vi32 *bad, vf ret_gradient[2]) {
-    vf x[2] = {q, p}, log[2] = {{0}}, ratio[2] = {{0}}, term;
-    if (kind == KLD_RULE_TV) {
-        vf difference = p - q;
-        *bad |= ~((q >= 0.0f) & (p >= 0.0f) & (q < (float)INFINITY) & (p < (float)INFINITY));
-        return 0.5f * (vf)((vu32)difference & 0x7fffffffu);
-    }
+                          vi32 *bad, vf ret_gradient[2], vf lost[2]) {
+    if (kind == KLD_RULE_TV)
+        return probs_rule_tv(rule, gradients, q, p, bad, ret_gradient);
+    vf x[2] = {q, p}, below[2] = {q, p}, log[2] = {{0}}, term;
     vf m = p * rule->share[KLD_CPU_P] + q * rule->share[KLD_CPU_Q];
-    if (kind == KLD_RULE_MIXTURE)
+    if (kind == KLD_RULE_MIXTURE) {
         *bad |= outside((vu32)m);
+        below[0] = below[1] = m;
+    }
     for (int side = 0; side < 2; side++) {
         /* Without gradients a mass of 0 adds nothing: let another stand in for its logarithm. */
         if (!gradients && kind == KLD_RULE_MIXTURE)
@@ -102,40 +148,37 @@ INLINE vf probs_rule_term(const struct probs_rule *rule, uint32_t kind, bool gra
     if (kind == KLD_RULE_CROSS_ENTROPY) {
         *bad |= ~((p >= 0.0f) & (p < (float)INFINITY));
         log[KLD_CPU_P] = vf_log_ratio((vu32)x[KLD_CPU_Q], (vu32)vf_of(1));
-        ratio[KLD_CPU_Q] = gradients ? p / q : p;
         term = -p * log[KLD_CPU_P];
     } else if (kind == KLD_RULE_KL) {
-        vf d = vf_log_ratio((vu32)p, (vu32)q);
-        ratio[KLD_CPU_Q] = gradients ? p / q : p;
-        ratio[KLD_CPU_P] = gradients ? q / p : q;
+        vf d = probs_rule_kl(q, p, log);
         term = (rule->of[KLD_CPU_P] * p - rule->of[KLD_CPU_Q] * q) * d;
     } else {
         vf difference = p - q;
         log[KLD_CPU_P] = vf_log_ratio_near(x[KLD_CPU_P], m, rule->share[KLD_CPU_Q] * difference);
         log[KLD_CPU_Q] = vf_log_ratio_near(x[KLD_CPU_Q], m, -rule->share[KLD_CPU_P] * difference);
-        ratio[KLD_CPU_Q] = gradients ? p / m : p;
-        ratio[KLD_CPU_P] = gradients ? q / m : q;
         term = rule->of[KLD_CPU_P] * p * log[KLD_CPU_P] + rule->of[KLD_CPU_Q] * q * log[KLD_CPU_Q];
     }
-    for (int side = 0; gradients && side < 2; side++)
-        ret_gradient[side] =
-            rule->log[side] != 0 ? log[side] * rule->log[side] : ratio[side] * rule->ratio[side];
+    if (gradients)
+        probs_rule_gradients(rule, x, below, log, ret_gradient, lost);
     return term;
 }
 
 /* false: somewhere in the block is a number for double. */
 INLINE bool probs_rule_block(const struct probs_rule *rule, uint32_t kind, bool gradients,
-                             const float *q, const float *p, float gradient[2][BLOCK], vd *total) {
+                             const float *q, const float *p, float gradient[2][BLOCK], vf lost[2],
+                             vd *total) {
     vf sum[2] = {{0}};
     vi32 bad = {0};
+    lost[0] = lost[1] = vf_of(0);
     for (uint64_t i = 0; i < BLOCK; i += 2 * FLOATS)
         for (uint64_t j = 0; j < 2; j++) {
             uint64_t k = i + j * FLOATS;
-            vf made[2];
+            vf made[2] = {{0}, {0}};
             sum[j] += probs_rule_term(rule, kind, gradients, *(const vf_any *)(q + k),
-                                      *(const vf_any *)(p + k), &bad, made);
+                                      *(const vf_any *)(p + k), &bad, made, lost);
             for (int side = 0; gradients && side < 2; side++)
-                *(vf *)(gradient[side] + k) = made[side];
+                if (rule->wanted[side])
+                    *(vf *)(gradient[side] + k) = made[side];
         }
     if (vi32_any(bad))
         return false;
@@ -147,23 +190,46 @@ INLINE bool probs_rule_block(const struct probs_rule *rule, uint32_t kind, bool 
 }
 
 static bool probs_rule_block_of(const struct probs_rule *rule, const float *q, const float *p,
-                                float gradient[2][BLOCK], vd *total) {
+                                float gradient[2][BLOCK], vf lost[2], vd *total) {
     bool gradients = rule->wanted[0] || rule->wanted[1];
     switch (rule->kind * 2 + gradients) {
-    case KLD_RULE_KL * 2: return probs_rule_block(rule, KLD_RULE_KL, false, q, p, gradient, total);
+    case KLD_RULE_KL * 2:
+        return probs_rule_block(rule, KLD_RULE_KL, false, q, p, gradient, lost, total);
     case KLD_RULE_KL * 2 + 1:
-        return probs_rule_block(rule, KLD_RULE_KL, true, q, p, gradient, total);
+        return probs_rule_block(rule, KLD_RULE_KL, true, q, p, gradient, lost, total);
     case KLD_RULE_MIXTURE * 2:
-        return probs_rule_block(rule, KLD_RULE_MIXTURE, false, q, p, gradient, total);
+        return probs_rule_block(rule, KLD_RULE_MIXTURE, false, q, p, gradient, lost, total);
     case KLD_RULE_MIXTURE * 2 + 1:
-        return probs_rule_block(rule, KLD_RULE_MIXTURE, true, q, p, gradient, total);
-    case KLD_RULE_TV * 2: return probs_rule_block(rule, KLD_RULE_TV, false, q, p, gradient, total);
+        return probs_rule_block(rule, KLD_RULE_MIXTURE, true, q, p, gradient, lost, total);
+    case KLD_RULE_TV * 2 + 1:
+        return probs_rule_block(rule, KLD_RULE_TV, true, q, p, gradient, lost, total);
+    case KLD_RULE_TV * 2:
+        return probs_rule_block(rule, KLD_RULE_TV, false, q, p, gradient, lost, total);
     case KLD_RULE_CROSS_ENTROPY * 2:
-        return probs_rule_block(rule, KLD_RULE_CROSS_ENTROPY, false, q, p, gradient, total);
+        return probs_rule_block(rule, KLD_RULE_CROSS_ENTROPY, false, q, p, gradient, lost, total);
     case KLD_RULE_CROSS_ENTROPY * 2 + 1:
-        return probs_rule_block(rule, KLD_RULE_CROSS_ENTROPY, true, q, p, gradient, total);
+        return probs_rule_block(rule, KLD_RULE_CROSS_ENTROPY, true, q, p, gradient, lost, total);
     default: return false;
     }
+}
+
+/* Would what is lost show beside the largest of the block's n gradients? lost: the largest of the
+ * terms that another takes away, of which some 4e-7 is lost. least: what it must be at any rate. */
+static bool is_rough(const float *gradient, uint64_t n, float least, vf lost) {
+    vf top = vf_of(0);
+    uint64_t i = 0;
+    for (; i + FLOATS <= n; i += FLOATS) {
+        vf size = vf_abs(*(const vf *)(gradient + i));
+        top = vf_select(size > top, size, top);
+    }
+    float most = 0, largest = 0;
+    for (; i < n; i++)
+        most = fabsf(gradient[i]) > most ? fabsf(gradient[i]) : most;
+    for (int k = 0; k < FLOATS; k++) {
+        most = top[k] > most ? top[k] : most;
+        largest = lost[k] > largest ? lost[k] : largest;
+    }
+    return !(most >= least + 4 * largest);
 }
 
 static void probs_rule_store(const struct kld_cpu_work *work, int side, const float *from,
@@ -176,17 +242,24 @@ static void probs_rule_store(const struct kld_cpu_work *work, int side, const fl
         block_store_floats(work->dtype[side], from, n, to);
 }
 
-/* The rest of a short block: two classes of the same mass add nothing to any of these rules but
- * cross_entropy, where the mass is 1. */
+/* The rest of a short block: two classes of the mass 1 add nothing to any of these rules. */
 static const float *probs_rule_load(const struct kld_cpu_work *work,
                                     const struct kld_cpu_span *span, int side, uint64_t n,
                                     float space[BLOCK]) {
+    float pad = work->form[side] == KLD_FORM_PROBS ? 1 : 0;
     if (work->dtype[side] == KLD_DTYPE_FP32 && n == BLOCK)
         return (const float *)(const void *)span->in[side];
-    block_load_floats(work->dtype[side], span->in[side], n, 1, space);
+    block_load_floats(work->dtype[side], span->in[side], n, pad, space);
     for (uint64_t i = whole_vectors(n); i < BLOCK; i++)
-        space[i] = 1;
+        space[i] = pad;
     return space;
+}
+
+static double block_in_stages(const struct kld_cpu_work *work, const struct kld_cpu_span *block,
+                              stages_pass *in_stages) {
+    struct kld_cpu_partial partial;
+    in_stages(work, block, &partial);
+    return partial.value;
 }
 
 static void probs_rule_pass(const struct kld_cpu_work *work, const struct kld_cpu_span *span,
@@ -201,14 +274,19 @@ static void probs_rule_pass(const struct kld_cpu_work *work, const struct kld_cp
         const float *x[2];
         for (int side = 0; side < 2; side++)
             x[side] = probs_rule_load(work, &block, side, block.count, space[side]);
-        if (probs_rule_block_of(&rule, x[KLD_CPU_Q], x[KLD_CPU_P], gradient, &total)) {
+        vf lost[2];
+        vd sum = vd_of(0);
+        bool fine = probs_rule_block_of(&rule, x[KLD_CPU_Q], x[KLD_CPU_P], gradient, lost, &sum);
+        for (int side = 0; side < 2; side++)
+            if (rule.wanted[side] && rule.cancels[side])
+                fine = fine && !is_rough(gradient[side], block.count, rule.least[side], lost[side]);
+        if (fine) {
+            total += sum;
             for (int side = 0; side < 2; side++)
                 if (block.gradient[side])
                     probs_rule_store(work, side, gradient[side], block.count, block.gradient[side]);
         } else {
-            struct kld_cpu_partial partial;
-            in_stages(work, &block, &partial);
-            in_double += partial.value;
+            in_double += block_in_stages(work, &block, in_stages);
         }
         for (int side = 0; side < 2; side++) {
             uint64_t bytes = block.count * element_bytes(work->dtype[side]);

@@ -83,8 +83,6 @@ INLINE double vf_total(vf x) {
     return vd_total(__builtin_convertvector(half[0], vd) + __builtin_convertvector(half[1], vd));
 }
 
-INLINE vf vf_abs(vf x) { return (vf)((vu32)x & 0x7fffffffu); }
-
 /* 2^r - 1 for |r| <= 1/2. Error 2e-8 of itself; brief: 5e-7. */
 INLINE vf vf_power_less_one(vf r, bool brief) {
     vf p;

@@ -403,12 +403,15 @@ static uint32_t plain_divergence(const struct kld_op *op, const struct kld_rule 
                                     : op->divergence;
 }
 
-/* Rows of so many classes are done several at a time, in double. Probabilities are quicker in FP32
- * unless a row fills hardly a vector. */
+/* Rows of so many classes are done several at a time, in double. What has FP32 arithmetic of its
+ * own is quicker there, unless a row fills hardly a vector. */
 static uint64_t short_classes(const struct kld_cpu_work *work) {
     bool single = work->dtype[0] != KLD_DTYPE_FP64 && work->dtype[1] != KLD_DTYPE_FP64;
-    bool probs = work->form[0] == KLD_FORM_PROBS && work->form[1] == KLD_FORM_PROBS;
-    return probs && single ? 16 : KLD_CPU_SHORT_CLASSES;
+    bool plain = work->rule.kind == KLD_RULE_KL || work->rule.kind == KLD_RULE_CROSS_ENTROPY;
+    bool same = work->form[0] == work->form[1];
+    bool probs = same && work->form[0] == KLD_FORM_PROBS;
+    bool logprobs = same && work->form[0] == KLD_FORM_LOGPROBS && plain;
+    return single && (probs || logprobs) ? 16 : KLD_CPU_SHORT_CLASSES;
 }
 
 static void plan_init(struct plan *plan, struct kld_cpu_run *run, struct kld_cpu_team *team,

@@ -48,6 +48,8 @@ INLINE vf vf_select(vi32 mask, vf yes, vf no) {
     return (vf)(((vi32)yes & mask) | ((vi32)no & ~mask));
 }
 
+INLINE vf vf_abs(vf x) { return (vf)((vu32)x & 0x7fffffffu); }
+
 INLINE void vf_store_streaming(float *at, vf x) {
 #if KLD_VECTOR_BYTES == 64
     _mm512_stream_ps(at, (__m512)x);
