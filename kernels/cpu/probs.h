@@ -49,23 +49,22 @@ INLINE vf vf_log_ratio(vu32 abits, vu32 bbits) {
     return __builtin_convertvector(k, vf) * 0.693147180559945f + s * p;
 }
 
-/* One class in double; any value. */
-static double probs_scalar(double own, double other, float factor, float *ret_gradient) {
-    vd d = vd_log_ratio(vd_of(own), vd_of(other));
-    bool empty = own == 0 && d[0] == d[0];
-    *ret_gradient = empty ? 0 : d[0] != d[0] ? NAN : (float)(factor * (own / other));
-    return empty ? 0 : own * d[0];
-}
-
-/* LANES_OF_SUM vectors of which some lane is outside. */
+/* LANES_OF_SUM vectors of which some lane is outside, in double; any values. */
 static __attribute__((noinline)) double probs_careful(const float *own, const float *other,
                                                       float *gradient, float factor) {
-    double sum = 0;
-    for (int i = 0; i < LANES_OF_SUM * FLOATS; i++) {
-        float ignored;
-        sum += probs_scalar(own[i], other[i], factor, gradient ? gradient + i : &ignored);
+    vd sum = vd_of(0), zero = vd_of(0);
+    for (int i = 0; i < LANES_OF_SUM * FLOATS; i += DOUBLES) {
+        vd a = __builtin_convertvector(*(const vfh_any *)(own + i), vd);
+        vd b = __builtin_convertvector(*(const vfh_any *)(other + i), vd);
+        vd d = vd_log_ratio(a, b);
+        vi64 empty = (a == 0.0) & (d == d);
+        sum += vd_select(empty, zero, a * d);
+        if (!gradient)
+            continue;
+        vd value = vd_select(d != d, d, a / b * (double)factor);
+        *(vfh_any *)(gradient + i) = __builtin_convertvector(vd_select(empty, zero, value), vfh);
     }
-    return sum;
+    return vd_sum(sum);
 }
 
 /* A whole block; n is a multiple of LANES_OF_SUM vectors. gradient may be own's or other's place:

@@ -263,7 +263,8 @@ static void compare_threads(const struct table_case *at) {
             fine = table_outputs_equal(&truth, &first, &outputs, failure);
             table_outputs_done(&outputs);
         }
-        ck_assert_msg(fine, "%u threads: %s", threads[i], failure);
+        ck_assert_msg(fine, "%s %s, %u threads: %s", kld_divergence_name(at->divergence),
+                      kld_form_name(at->form[0]), threads[i], failure);
         kld_backend_cpu.device_close(device);
     }
     table_outputs_done(&first);
@@ -274,12 +275,18 @@ static void compare_threads(const struct table_case *at) {
  * shows the last bit of every sum. */
 START_TEST(test_thread_count) {
     static const uint64_t shape[][2] = {{700, 211}, {3, 40000}, {1, 100001}, {9, 20000}};
-    for (int i = 0; i < 6; i++)
+    static const uint32_t divergences[] = {KLD_DIVERGENCE_FORWARD_KL, KLD_DIVERGENCE_JS,
+                                           KLD_DIVERGENCE_REVERSE_KL, KLD_DIVERGENCE_TV,
+                                           KLD_DIVERGENCE_CROSS_ENTROPY};
+    for (int i = 0; i < 12; i++)
         for (uint32_t form = 0; form < 3; form++) {
             uint32_t dtype = i < 4 ? KLD_DTYPE_FP64 : KLD_DTYPE_FP32;
             struct table_case at = {.name = "threads",
-                                    .divergence = i % 3 == 1 ? KLD_DIVERGENCE_JS : 0,
+                                    .divergence = divergences[i % 5],
                                     .parameter = 0.3,
+                                    .data = i < 8 || form != KLD_FORM_LOGITS ? TABLE_RANDOM
+                                                                             : TABLE_NEAR,
+                                    .noise = 0.03,
                                     .form = {form, form},
                                     .dtype = {dtype, dtype},
                                     .rank = 2,
