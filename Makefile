@@ -77,7 +77,7 @@ lib: $(BUILD)/libkld.a $(BUILD)/libkld.so
 $(BUILD)/obj/kernels/cpu/%_avx2.c.o: EXTRA := -mavx2 -mfma -mf16c -O3 -ffp-contract=fast
 $(BUILD)/obj/kernels/cpu/%_avx512.c.o: EXTRA := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c -O3 -ffp-contract=fast \
   -mprefer-vector-width=512
-$(BUILD)/obj/kernels/cuda/%.c.o: EXTRA := -isystem $(CUDA_HOME)/include
+$(BUILD)/obj/kernels/cuda/%.c.o $(BUILD)/obj/tests/unit/kernels/cuda/%.c.o: EXTRA := $(if $(CUDA_HOME),-isystem $(CUDA_HOME)/include)
 
 $(BUILD)/obj/%.c.o: %.c
 	@mkdir -p $(@D)

@@ -1,0 +1,376 @@
+/* fake_runtime.h - a double of the CUDA runtime and of our kernels, for the host side of the CUDA
+ * back end on machines without a GPU. Defines the functions themselves: for the one test that
+ * includes it, whose program then takes nothing from the real runtime.
+ *
+ * A stream is the time at which what was enqueued so far will have ended. Kernels take fake_us and
+ * compute nothing but a loss of 0.25; copies happen at once; device memory is malloc's. */
+#ifndef KLD_TESTS_FAKE_RUNTIME_H
+#define KLD_TESTS_FAKE_RUNTIME_H
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "kernels/cuda/launch.h"
+
+#define FAKE_LOSS 0.25
+#define FAKE_ALLOCATION ((size_t)1 << 20) /* every allocation of another process */
+#define FAKE_UNIT ((size_t)2 << 20)       /* granularity of VMM */
+
+struct fake_stream {
+    uint64_t ready_ns;
+    int priority;
+};
+struct fake_event {
+    uint64_t at_ns;
+    unsigned opened; /* by whoever made it and by handle */
+};
+
+static atomic_int fake_us; /* of a kernel */
+static atomic_int fake_launch_error, fake_device_of_fd, fake_access_error;
+/* Open now. */
+static atomic_int fake_streams, fake_events, fake_blocks, fake_imports, fake_maps, fake_handles,
+    fake_ranges, fake_pinned;
+static atomic_int fake_imports_total, fake_priority_sum;
+static pthread_mutex_t fake_lock = PTHREAD_MUTEX_INITIALIZER; /* times */
+
+static uint64_t fake_now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static uint64_t fake_later(uint64_t a, uint64_t b) { return a > b ? a : b; }
+
+static cudaError_t fake_work(cudaStream_t stream, int us) {
+    struct fake_stream *fake = (struct fake_stream *)stream;
+    pthread_mutex_lock(&fake_lock);
+    fake->ready_ns = fake_later(fake->ready_ns, fake_now_ns()) + (uint64_t)us * 1000;
+    pthread_mutex_unlock(&fake_lock);
+    return cudaSuccess;
+}
+
+static cudaError_t fake_passed(const uint64_t *at_ns) {
+    pthread_mutex_lock(&fake_lock);
+    bool passed = *at_ns <= fake_now_ns();
+    pthread_mutex_unlock(&fake_lock);
+    return passed ? cudaSuccess : cudaErrorNotReady;
+}
+
+/* ---- Device, errors -------------------------------------------------------------------------- */
+
+cudaError_t cudaGetDeviceCount(int *count) {
+    *count = 1;
+    return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) { return cudaSuccess; }
+cudaError_t cudaGetDevice(int *device) {
+    *device = 0;
+    return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device) {
+    memset(properties, 0, sizeof *properties);
+    strcpy(properties->name, "a double");
+    properties->totalGlobalMem = (size_t)1 << 36;
+    properties->major = 9;
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device) {
+    *value = attribute == cudaDevAttrMultiProcessorCount ? 132 : 200000;
+    return cudaSuccess;
+}
+cudaError_t cudaGetLastError(void) { return cudaSuccess; }
+const char *cudaGetErrorString(cudaError_t error) { return "the double was told to fail"; }
+
+/* ---- Streams, events ------------------------------------------------------------------------- */
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+    *least = 0;
+    *greatest = -5;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
+    struct fake_stream *fake = calloc(1, sizeof *fake);
+    fake->priority = priority;
+    atomic_fetch_add(&fake_streams, 1);
+    atomic_fetch_add(&fake_priority_sum, priority);
+    *stream = (cudaStream_t)fake;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
+    return cudaStreamCreateWithPriority(stream, flags, 0);
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    atomic_fetch_sub(&fake_streams, 1);
+    free(stream);
+    return cudaSuccess;
+}
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    return fake_passed(&((struct fake_stream *)stream)->ready_ns);
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    while (cudaStreamQuery(stream))
+        usleep(10);
+    return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
+    struct fake_stream *fake = (struct fake_stream *)stream;
+    pthread_mutex_lock(&fake_lock);
+    fake->ready_ns = fake_later(fake->ready_ns, ((struct fake_event *)event)->at_ns);
+    pthread_mutex_unlock(&fake_lock);
+    return cudaSuccess;
+}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
+    struct fake_event *fake = calloc(1, sizeof *fake);
+    fake->opened = 1;
+    atomic_fetch_add(&fake_events, 1);
+    *event = (cudaEvent_t)fake;
+    return cudaSuccess;
+}
+cudaError_t(cudaEventCreate)(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    atomic_fetch_sub(&fake_events, 1);
+    if (--((struct fake_event *)event)->opened == 0)
+        free(event);
+    return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    pthread_mutex_lock(&fake_lock);
+    ((struct fake_event *)event)->at_ns =
+        fake_later(((struct fake_stream *)stream)->ready_ns, fake_now_ns());
+    pthread_mutex_unlock(&fake_lock);
+    return cudaSuccess;
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+    return fake_passed(&((struct fake_event *)event)->at_ns);
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    while (cudaEventQuery(event))
+        usleep(10);
+    return cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t until) {
+    pthread_mutex_lock(&fake_lock);
+    *ms = (float)(((struct fake_event *)until)->at_ns - ((struct fake_event *)from)->at_ns) * 1e-6f;
+    pthread_mutex_unlock(&fake_lock);
+    return cudaSuccess;
+}
+/* A handle that begins with "bad" is nobody's. */
+cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *handle, cudaEvent_t event) {
+    memset(handle, 0, sizeof *handle);
+    memcpy(handle, &event, sizeof event);
+    return cudaSuccess;
+}
+cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *event, cudaIpcEventHandle_t handle) {
+    if (memcmp(&handle, "bad", 3) == 0)
+        return cudaErrorUnknown;
+    memcpy(event, &handle, sizeof *event);
+    ((struct fake_event *)*event)->opened++;
+    atomic_fetch_add(&fake_events, 1);
+    return cudaSuccess;
+}
+
+/* ---- Memory ---------------------------------------------------------------------------------- */
+
+static cudaError_t fake_take(void **at, size_t bytes, atomic_int *count) {
+    *at = calloc(1, bytes);
+    atomic_fetch_add(count, 1);
+    return cudaSuccess;
+}
+static cudaError_t fake_give(void *at, atomic_int *count) {
+    free(at);
+    atomic_fetch_sub(count, 1);
+    return cudaSuccess;
+}
+cudaError_t cudaHostAlloc(void **at, size_t bytes, unsigned flags) {
+    return fake_take(at, bytes, &fake_blocks);
+}
+cudaError_t cudaFreeHost(void *at) { return fake_give(at, &fake_blocks); }
+cudaError_t cudaHostRegister(void *at, size_t bytes, unsigned flags) {
+    atomic_fetch_add(&fake_pinned, 1);
+    return cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void *at) {
+    atomic_fetch_sub(&fake_pinned, 1);
+    return cudaSuccess;
+}
+cudaError_t cudaMemPoolCreate(cudaMemPool_t *pool, const struct cudaMemPoolProps *properties) {
+    *pool = (cudaMemPool_t)&fake_lock; /* any address */
+    return cudaSuccess;
+}
+cudaError_t cudaMemPoolDestroy(cudaMemPool_t pool) { return cudaSuccess; }
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr attribute, void *to) {
+    return cudaSuccess;
+}
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, size_t bytes) { return cudaSuccess; }
+cudaError_t cudaMallocFromPoolAsync(void **at, size_t bytes, cudaMemPool_t pool,
+                                    cudaStream_t stream) {
+    return fake_take(at, bytes, &fake_blocks);
+}
+cudaError_t cudaFreeAsync(void *at, cudaStream_t stream) {
+    cudaStreamSynchronize(stream);
+    return fake_give(at, &fake_blocks);
+}
+cudaError_t cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t stream) {
+    memset(at, value, bytes);
+    return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
+                            cudaStream_t stream) {
+    memcpy(to, from, bytes);
+    return fake_work(stream, 1);
+}
+cudaError_t cudaMemcpy2DAsync(void *to, size_t to_stride, const void *from, size_t from_stride,
+                              size_t width, size_t height, enum cudaMemcpyKind kind,
+                              cudaStream_t stream) {
+    for (size_t i = 0; i < height; i++)
+        memcpy((char *)to + i * to_stride, (const char *)from + i * from_stride, width);
+    return fake_work(stream, 1);
+}
+cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *at) {
+    memset(attributes, 0, sizeof *attributes);
+    return cudaSuccess;
+}
+cudaError_t cudaIpcOpenMemHandle(void **at, cudaIpcMemHandle_t handle, unsigned flags) {
+    if (memcmp(&handle, "bad", 3) == 0)
+        return cudaErrorUnknown;
+    atomic_fetch_add(&fake_imports_total, 1);
+    return fake_take(at, FAKE_ALLOCATION, &fake_imports);
+}
+cudaError_t cudaIpcCloseMemHandle(void *at) { return fake_give(at, &fake_imports); }
+
+/* ---- The driver's part ----------------------------------------------------------------------- */
+
+static CUresult fake_address_range(CUdeviceptr *base, size_t *bytes, CUdeviceptr at) {
+    *base = at;
+    *bytes = FAKE_ALLOCATION;
+    return CUDA_SUCCESS;
+}
+/* Descriptor 99 is no allocation; each of the others has one of FAKE_UNIT bytes. */
+static CUresult fake_import(CUmemGenericAllocationHandle *handle, void *fd,
+                            CUmemAllocationHandleType type) {
+    if ((intptr_t)fd == 99)
+        return CUDA_ERROR_UNKNOWN;
+    *handle = 5;
+    atomic_fetch_add(&fake_handles, 1);
+    return CUDA_SUCCESS;
+}
+static CUresult fake_properties(CUmemAllocationProp *properties,
+                                CUmemGenericAllocationHandle handle) {
+    memset(properties, 0, sizeof *properties);
+    properties->location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    properties->location.id = atomic_load(&fake_device_of_fd);
+    return CUDA_SUCCESS;
+}
+static CUresult fake_granularity(size_t *bytes, const CUmemAllocationProp *properties,
+                                 CUmemAllocationGranularity_flags option) {
+    *bytes = FAKE_UNIT;
+    return CUDA_SUCCESS;
+}
+static CUresult fake_release(CUmemGenericAllocationHandle handle) {
+    atomic_fetch_sub(&fake_handles, 1);
+    return CUDA_SUCCESS;
+}
+static CUresult fake_reserve(CUdeviceptr *at, size_t bytes, size_t alignment, CUdeviceptr wanted,
+                             unsigned long long flags) {
+    void *block;
+    fake_take(&block, bytes, &fake_ranges);
+    *at = (CUdeviceptr)(uintptr_t)block;
+    return CUDA_SUCCESS;
+}
+static CUresult fake_unreserve(CUdeviceptr at, size_t bytes) {
+    fake_give((void *)(uintptr_t)at, &fake_ranges);
+    return CUDA_SUCCESS;
+}
+static CUresult fake_map(CUdeviceptr at, size_t bytes, size_t offset,
+                         CUmemGenericAllocationHandle handle, unsigned long long flags) {
+    if (bytes > FAKE_UNIT)
+        return CUDA_ERROR_INVALID_VALUE;
+    atomic_fetch_add(&fake_maps, 1);
+    return CUDA_SUCCESS;
+}
+static CUresult fake_unmap(CUdeviceptr at, size_t bytes) {
+    atomic_fetch_sub(&fake_maps, 1);
+    return CUDA_SUCCESS;
+}
+static CUresult fake_access(CUdeviceptr at, size_t bytes, const CUmemAccessDesc *access,
+                            size_t count) {
+    return (CUresult)atomic_load(&fake_access_error);
+}
+
+static cudaError_t fake_entry(const char *name, void **function,
+                              enum cudaDriverEntryPointQueryResult *result) {
+    static const struct {
+        const char *name;
+        void *function;
+    } entries[] = {{"cuMemGetAddressRange", (void *)fake_address_range},
+                   {"cuMemImportFromShareableHandle", (void *)fake_import},
+                   {"cuMemGetAllocationPropertiesFromHandle", (void *)fake_properties},
+                   {"cuMemGetAllocationGranularity", (void *)fake_granularity},
+                   {"cuMemRelease", (void *)fake_release},
+                   {"cuMemAddressReserve", (void *)fake_reserve},
+                   {"cuMemAddressFree", (void *)fake_unreserve},
+                   {"cuMemMap", (void *)fake_map},
+                   {"cuMemUnmap", (void *)fake_unmap},
+                   {"cuMemSetAccess", (void *)fake_access}};
+    for (size_t i = 0; i < sizeof entries / sizeof entries[0]; i++) {
+        if (strcmp(entries[i].name, name) != 0)
+            continue;
+        *function = entries[i].function;
+        *result = cudaDriverEntryPointSuccess;
+        return cudaSuccess;
+    }
+    *result = cudaDriverEntryPointSymbolNotFound;
+    return cudaErrorSymbolNotFound;
+}
+#if CUDART_VERSION >= 12050
+cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
+                                             unsigned long long flags,
+                                             enum cudaDriverEntryPointQueryResult *result) {
+    return fake_entry(name, function, result);
+}
+#elif CUDART_VERSION >= 12000
+cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsigned long long flags,
+                                    enum cudaDriverEntryPointQueryResult *result) {
+    return fake_entry(name, function, result);
+}
+#else
+cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsigned long long flags) {
+    enum cudaDriverEntryPointQueryResult result;
+    return fake_entry(name, function, &result);
+}
+#endif
+
+/* ---- Kernels --------------------------------------------------------------------------------- */
+
+bool kld_cuda_can_be_flat(const struct kld_cuda_args *args) { return false; }
+void kld_cuda_layout(struct kld_cuda_args *args, uint64_t job_rows, uint32_t shared_bytes_max) {
+    args->team = 32;
+    args->group_rows = 4;
+}
+cudaError_t kld_cuda_launch_divisor(const struct kld_cuda_args *args, bool first,
+                                    cudaStream_t stream) {
+    return fake_work(stream, 1);
+}
+cudaError_t kld_cuda_launch_rows(const struct kld_cuda_args *args, cudaStream_t stream) {
+    int error = atomic_exchange(&fake_launch_error, 0);
+    return error ? (cudaError_t)error : fake_work(stream, atomic_load(&fake_us));
+}
+cudaError_t kld_cuda_launch_finish(const struct kld_cuda_args *args, uint32_t groups, bool first,
+                                   bool last, uint32_t loss_dtype, double *result,
+                                   cudaStream_t stream) {
+    if (last)
+        *result = FAKE_LOSS;
+    return fake_work(stream, 1);
+}
+cudaError_t kld_cuda_launch_ceiling(const void *a, const void *b, void *out, uint64_t bytes,
+                                    bool write, uint32_t blocks, cudaStream_t stream) {
+    return fake_work(stream, 5);
+}
+
+#endif

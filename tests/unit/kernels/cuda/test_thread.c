@@ -1,0 +1,314 @@
+/* test_thread.c - the host side of the CUDA back end over a double of the runtime: who launches and
+ * completes, in which order, events between streams, memory of other processes. What kernels
+ * compute is the case table's. A build without CUDA has none of it, and says so. */
+#include "kernels/backend.h"
+
+#include <string.h>
+
+#include "tests/unit/unit.h"
+
+#ifdef KLD_WITH_CUDA
+#include <sched.h>
+#include <sys/mman.h>
+
+#include "tests/unit/kernels/cuda/fake_runtime.h"
+
+#define JOBS 64
+#define STREAMS 4
+
+extern const struct kld_backend kld_backend_cuda;
+static const struct kld_backend *const cuda = &kld_backend_cuda;
+static struct kld_device *device;
+static struct kld_stream *streams[STREAMS];
+static struct kld_memory *pool, *host;
+static struct kld_error err;
+
+struct record {
+    struct kld_job job;
+    pthread_t ended_in;
+    atomic_ullong place; /* in the order of all ends; 0: has not ended */
+    atomic_int launches;
+};
+static struct record records[JOBS];
+static atomic_ullong ends;
+
+static void done(struct kld_job *job) {
+    struct record *record = job->owner;
+    ck_assert_uint_eq(atomic_load(&record->place), 0);
+    record->ended_in = pthread_self();
+    atomic_store(&record->place, atomic_fetch_add(&ends, 1) + 1);
+}
+
+static void launched(struct kld_job *job) {
+    struct record *record = job->owner;
+    ck_assert_uint_eq(atomic_load(&record->place), 0);
+    atomic_fetch_add(&record->launches, 1);
+}
+
+static void setup(void) {
+    struct kld_device_options options = {.spin_us = 20, .pool_bytes_max = 1 << 30};
+    int fd = memfd_create("test", 0);
+    ck_assert_int_eq(ftruncate(fd, 1 << 20), 0);
+    ck_assert_int_eq(cuda->device_open(&options, &device, &err), KLD_OK);
+    ck_assert_int_eq(cuda->memory_alloc(device, 1 << 20, &pool, &err), KLD_OK);
+    ck_assert_int_eq(cuda->memory_map(device, fd, 1 << 20, &host, &err), KLD_OK);
+    close(fd);
+    for (int i = 0; i < STREAMS; i++)
+        ck_assert_int_eq(cuda->stream_open(device, &streams[i], &err), KLD_OK);
+    atomic_store(&fake_us, 5);
+}
+
+/* Everything that was opened is closed. */
+static void teardown(void) {
+    for (int i = 0; i < STREAMS; i++)
+        cuda->stream_close(streams[i]);
+    cuda->memory_free(pool);
+    cuda->memory_free(host);
+    cuda->device_close(device);
+    ck_assert_int_eq(atomic_load(&fake_streams) + atomic_load(&fake_events), 0);
+    ck_assert_int_eq(atomic_load(&fake_blocks) + atomic_load(&fake_pinned), 0);
+    ck_assert_int_eq(atomic_load(&fake_imports) + atomic_load(&fake_maps), 0);
+    ck_assert_int_eq(atomic_load(&fake_handles) + atomic_load(&fake_ranges), 0);
+}
+
+static void prepare(struct record *record, struct kld_memory *memory, bool early) {
+    memset(record, 0, sizeof *record);
+    struct kld_job *job = &record->job;
+    job->kind = KLD_JOB_OP;
+    kld_op_init(&job->op);
+    job->op.rank = 2;
+    job->op.shape[0] = 16;
+    job->op.shape[1] = 32;
+    for (uint32_t slot = 0; slot < 2; slot++) {
+        job->op.tensor[slot].dtype = KLD_DTYPE_FP32;
+        job->op.tensor[slot].region = 1 + slot;
+        job->place[slot] = (struct kld_place){.memory = memory, .offset_bytes = slot * 4096};
+    }
+    ck_assert_int_eq(kld_op_check(&job->op, &job->geometry, &err), KLD_OK);
+    job->done = done;
+    job->launched = early ? launched : NULL;
+    job->owner = record;
+}
+
+static bool submit(struct record *record, int stream) {
+    bool launched_here = cuda->submit(streams[stream], &record->job);
+    if (launched_here && record->job.launched)
+        atomic_fetch_add(&record->launches, 1);
+    return launched_here;
+}
+
+static void wait_for(struct record *record, bool polls) {
+    uint64_t until = fake_now_ns() + 10000000000u;
+    while (!atomic_load(&record->place)) {
+        if (polls)
+            cuda->poll(device, true);
+        else
+            sched_yield();
+        ck_assert(fake_now_ns() < until);
+    }
+}
+
+/* Many on four streams; some staged, some early; the caller polls, does not, or stops halfway. */
+START_TEST(jobs_end_in_order_whoever_looks) {
+    setup();
+    for (int round = 0; round < 120; round++) {
+        bool polls = round % 3 != 0;
+        atomic_store(&fake_us, round % 5 * 15);
+        if (polls)
+            cuda->poll(device, true);
+        for (int i = 0; i < JOBS; i++) {
+            prepare(&records[i], round % 4 == 3 && i % 5 == 0 ? host : pool, i % 2);
+            submit(&records[i], i % STREAMS);
+        }
+        if (round % 6 == 1)
+            cuda->poll(device, polls = false);
+        for (int i = 0; i < JOBS; i++)
+            wait_for(&records[i], polls);
+        cuda->poll(device, false);
+        for (int i = 0; i < JOBS; i++) {
+            bool staged = round % 4 == 3 && i % 5 == 0;
+            ck_assert_int_eq(records[i].job.status, KLD_OK);
+            ck_assert(records[i].job.loss == FAKE_LOSS);
+            ck_assert_int_eq(records[i].launches, i % 2 && !staged);
+            if (i >= STREAMS)
+                ck_assert(records[i].place > records[i - STREAMS].place);
+        }
+    }
+    teardown();
+}
+END_TEST
+
+START_TEST(who_polls_completes) {
+    setup();
+    for (int i = 0; i < 200; i++) {
+        cuda->poll(device, true);
+        prepare(&records[0], pool, false);
+        ck_assert(submit(&records[0], 0));
+        wait_for(&records[0], true);
+        ck_assert(pthread_equal(records[0].ended_in, pthread_self()));
+        cuda->poll(device, false);
+    }
+    /* Given up before the end: the device's thread sees to it. */
+    atomic_store(&fake_us, 20000);
+    cuda->poll(device, true);
+    prepare(&records[0], pool, false);
+    ck_assert(submit(&records[0], 0));
+    usleep(1000);
+    cuda->poll(device, false);
+    wait_for(&records[0], false);
+    ck_assert(!pthread_equal(records[0].ended_in, pthread_self()));
+    teardown();
+}
+END_TEST
+
+START_TEST(closing_waits_for_what_was_polled) {
+    setup();
+    atomic_store(&fake_us, 20000);
+    cuda->poll(device, true);
+    prepare(&records[0], pool, false);
+    ck_assert(submit(&records[0], 0));
+    cuda->device_close(device);
+    ck_assert_uint_eq(atomic_load(&records[0].place), 1);
+}
+END_TEST
+
+START_TEST(streams_wait_for_events) {
+    setup();
+    struct kld_gpu_event *ours, *theirs, *none;
+    uint8_t handle[64], bad[64] = "bad";
+    ck_assert_int_eq(cuda->event_create(device, &ours, handle, &err), KLD_OK);
+    ck_assert_int_eq(cuda->event_import(device, handle, &theirs, &err), KLD_OK);
+    ck_assert_int_eq(cuda->event_import(device, bad, &none, &err), KLD_INVALID);
+    ck_assert_ptr_nonnull(strstr(err.text, "no live interprocess event"));
+    for (int staged = 0; staged < 2; staged++) {
+        uint64_t start_ns = fake_now_ns();
+        atomic_store(&fake_us, 30000);
+        prepare(&records[0], pool, false);
+        records[0].job.record = ours;
+        ck_assert(submit(&records[0], 0));
+        atomic_store(&fake_us, 5);
+        prepare(&records[1], staged ? host : pool, !staged);
+        records[1].job.wait = theirs;
+        submit(&records[1], 1);
+        wait_for(&records[1], false);
+        ck_assert_uint_ge(fake_now_ns() - start_ns, 30000000);
+        ck_assert_uint_lt(records[1].job.kernel_ns, 20000000); /* waiting is no computing */
+        wait_for(&records[0], false);
+    }
+    cuda->event_free(ours);
+    cuda->event_free(theirs);
+    cuda->event_free(NULL);
+    teardown();
+}
+END_TEST
+
+START_TEST(what_cannot_be_launched_is_not_told_as_launched) {
+    setup();
+    for (int polls = 0; polls < 2; polls++) {
+        cuda->poll(device, polls);
+        atomic_store(&fake_launch_error, cudaErrorInvalidConfiguration);
+        prepare(&records[0], pool, true);
+        ck_assert(!submit(&records[0], 0));
+        wait_for(&records[0], polls);
+        ck_assert_int_eq(records[0].job.status, KLD_INTERNAL);
+        ck_assert_int_eq(records[0].launches, 0);
+    }
+    cuda->poll(device, false);
+    teardown();
+}
+END_TEST
+
+START_TEST(allocations_of_others_are_opened_once) {
+    setup();
+    struct kld_memory *memory[3], *none;
+    const uint8_t one[64] = "one", two[64] = "two", bad[64] = "bad";
+    ck_assert_int_eq(
+        cuda->memory_import_ipc(device, one, FAKE_ALLOCATION, 0, 4096, &memory[0], &err), KLD_OK);
+    ck_assert_int_eq(
+        cuda->memory_import_ipc(device, one, FAKE_ALLOCATION, 8192, 4096, &memory[1], &err),
+        KLD_OK);
+    ck_assert_int_eq(
+        cuda->memory_import_ipc(device, two, FAKE_ALLOCATION, 0, 4096, &memory[2], &err), KLD_OK);
+    ck_assert_int_eq(atomic_load(&fake_imports), 2);
+    ck_assert_int_eq(cuda->memory_import_ipc(device, two, 4 * FAKE_ALLOCATION, FAKE_ALLOCATION,
+                                             4096, &none, &err),
+                     KLD_INVALID);
+    ck_assert_ptr_nonnull(strstr(err.text, "end beyond the allocation"));
+    ck_assert_int_eq(cuda->memory_import_ipc(device, bad, FAKE_ALLOCATION, 0, 4096, &none, &err),
+                     KLD_INVALID);
+    cuda->memory_free(memory[0]);
+    ck_assert_int_eq(atomic_load(&fake_imports), 2);
+    cuda->memory_free(memory[1]);
+    ck_assert_int_eq(atomic_load(&fake_imports), 1);
+    ck_assert_int_eq(
+        cuda->memory_import_ipc(device, one, FAKE_ALLOCATION, 0, 4096, &memory[0], &err), KLD_OK);
+    ck_assert_int_eq(atomic_load(&fake_imports_total), 3); /* anew */
+    cuda->memory_free(memory[0]);
+    cuda->memory_free(memory[2]);
+    teardown();
+}
+END_TEST
+
+static void refused_fd(int fd, uint64_t bytes, const char *said) {
+    struct kld_memory *none;
+    ck_assert_int_eq(cuda->memory_import_fd(device, fd, bytes, 0, 4096, &none, &err), KLD_INVALID);
+    ck_assert_msg(strstr(err.text, said) != NULL, "%s", err.text);
+}
+
+START_TEST(allocations_by_descriptor) {
+    setup();
+    struct kld_memory *memory;
+    ck_assert_int_eq(cuda->memory_import_fd(device, 7, FAKE_UNIT, 4096, 4096, &memory, &err),
+                     KLD_OK);
+    ck_assert_int_eq(atomic_load(&fake_handles), 0); /* the mapping alone holds it */
+    ck_assert_int_eq(atomic_load(&fake_maps), 1);
+    refused_fd(99, FAKE_UNIT, "not a CUDA allocation");
+    refused_fd(7, FAKE_UNIT + 4096, "a multiple of 2097152");
+    refused_fd(7, 2 * FAKE_UNIT, "does not have 4194304 bytes");
+    refused_fd(7, 2048, "4096 bytes at offset 0");
+    atomic_store(&fake_device_of_fd, 1);
+    refused_fd(7, FAKE_UNIT, "another device");
+    atomic_store(&fake_device_of_fd, 0);
+    atomic_store(&fake_access_error, CUDA_ERROR_INVALID_DEVICE);
+    refused_fd(7, FAKE_UNIT, "does not have");
+    ck_assert_int_eq(atomic_load(&fake_maps), 1);
+    ck_assert_int_eq(atomic_load(&fake_ranges), 1);
+    cuda->memory_free(memory);
+    teardown();
+}
+END_TEST
+
+START_TEST(priorities_are_those_of_the_device) {
+    setup();
+    const enum kld_priority priorities[] = {KLD_PRIORITY_LOW, KLD_PRIORITY_NORMAL,
+                                            KLD_PRIORITY_HIGH};
+    const int numbers[] = {0, -2, -5}; /* of 0 to -5 */
+    for (int i = 0; i < 3; i++) {
+        struct kld_stream *stream;
+        atomic_store(&fake_priority_sum, 0);
+        ck_assert_int_eq(cuda->stream_open_priority(device, priorities[i], &stream, &err), KLD_OK);
+        ck_assert_int_eq(atomic_load(&fake_priority_sum), numbers[i]);
+        cuda->stream_close(stream);
+    }
+    teardown();
+}
+END_TEST
+
+UNIT_MAIN("kernels/cuda/thread", jobs_end_in_order_whoever_looks, who_polls_completes,
+          closing_waits_for_what_was_polled, streams_wait_for_events,
+          what_cannot_be_launched_is_not_told_as_launched, allocations_of_others_are_opened_once,
+          allocations_by_descriptor, priorities_are_those_of_the_device)
+
+#else
+
+START_TEST(built_without_cuda) {
+    const struct kld_backend *backend;
+    struct kld_error err;
+    ck_assert_int_eq(kld_backend_find("cuda", &backend, &err), KLD_NOT_FOUND);
+    ck_assert_ptr_nonnull(strstr(err.text, "no back end 'cuda' in this build"));
+}
+END_TEST
+
+UNIT_MAIN("kernels/cuda/thread", built_without_cuda)
+
+#endif
