@@ -4,7 +4,7 @@
 
 /* Elements of a lane for which there are kernels (logits_short.cuh), by how many of them lie side
  * by side; those that keep more of an element have the smaller ones only. */
-static const uint32_t sizes_1[] = {3, 5, 8, 11, 13, 16}, sizes_2[] = {2, 4, 6, 10, 16},
+static const uint32_t sizes_1[] = {3, 5, 8, 13, 16}, sizes_2[] = {2, 4, 6, 10, 16},
                       sizes_16[] = {4, 8, 16};
 
 /* Where no gradient needs a sum over the row, a lane holds more elements. Says the rule and the
@@ -42,7 +42,7 @@ static void consider(choice *best, uint32_t classes, uint32_t element, uint32_t 
             shared /= 2;
         if (width * element == 16 && shared > 2 * team)
             continue;
-        uint32_t cost = team * (size * loads + 10 + 4 * steps);
+        uint32_t cost = team * (size * loads + 50 + 7 * steps);
         if (cost < best->cost)
             *best = {cost, team, size, width};
     }
