@@ -207,14 +207,17 @@ struct kld_request {
     struct kld_op
         op; /* kld_op_init(), then shape, parameters, tensor[slot].dtype and row_stride_bytes */
     struct kld_bytes bytes[KLD_SLOT_COUNT];
-    uint32_t stream;          /* requests of one stream run in order */
-    uint64_t timeout_ns;      /* from now; 0: none. Over it: KLD_DEADLINE. Plain memory is then left
-                                 alone; a region may be written until a later request of the same stream
-                                 has ended, and so after kld_cancel() */
+    uint32_t stream; /* requests of one stream run in order */
+
+    /* From now; 0: none. Over it: KLD_DEADLINE. Plain memory is then left alone; a region may be
+     * written until a later request of the same stream has ended, and so after kld_cancel(). */
+    uint64_t timeout_ns;
+
     struct kld_event *wait;   /* imported: the work begins when it has passed; NULL: at once */
     struct kld_event *record; /* created: recorded behind the work; NULL: none */
-    bool early; /* the answer comes when the device has the work, not when it has ended: no loss, no
-                 * times, no error of the computation. Every tensor in regions of device memory */
+    /* The answer comes when the device has the work, not when it has ended: no loss, no times, no
+     * error of the computation. Every tensor in regions of device memory. */
+    bool early;
 };
 
 /* Which streams a busy server serves first; -1 low, 0 normal (from the start), 1 high. Before the
