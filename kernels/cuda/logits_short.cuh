@@ -64,8 +64,8 @@ static __device__ __noinline__ void rows_by_any(const kld_cuda_args &args, warp_
     __syncwarp();
 }
 
-/* Called through this, for all kernels of a type share its code then: inline it is five sixths of
- * each. Nobody changes it. */
+/* Called through this: with a direct call the loop spills twice as much. The code is in every
+ * kernel all the same. Nobody changes it. */
 template <class T>
 static __device__ void (*volatile rows_by_any_at)(const kld_cuda_args &,
                                                   warp_space &) = rows_by_any<T>;
