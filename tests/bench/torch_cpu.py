@@ -5,7 +5,8 @@ Each round times every contender once, in turn; medians are reported, and ratios
 ratios of a round, so that a busy machine slows all alike. kld runs in this process (local:cpu) on
 PyTorch's own memory. Logits of 16 bits: PyTorch as written in their type, and upcast to FP32 first.
 torch.compile needs a C++ compiler. Checks values against FP64 PyTorch. Writes JSON (--json FILE).
-The ceilings, too, are measured again for each case.
+The ceilings, too, are measured again for each case. On a busy machine the ratios stand; what kld
+takes on cores of its own is its CPU time over the threads (cpu_per_thread).
 
 Exit status 1: kld's value or gradient is off, or with --strict kld is slower than torch.compile or
 less than 3 times as fast as eager.
@@ -24,12 +25,24 @@ import torch.nn.functional as F
 
 import kldlib
 
-DIVERGENCES = {"forward_kl": 0, "js": 4}
-FORMS = {"probs": 0, "logits": 2}
+DIVERGENCES = {"forward_kl": 0, "reverse_kl": 1, "js": 4, "tv": 7, "cross_entropy": 8}
+FORMS = {"probs": 0, "logprobs": 1, "logits": 2}
 # 1/16 of the rows of the shapes that the CUDA back end is measured at.
 SHAPES = [("probs", "float32", 1024, 16384), ("logits", "bfloat16", 512, 32768),
           ("logits", "bfloat16", 256, 131072), ("logits", "bfloat16", 128, 262144),
           ("logits", "float32", 256, 32768)]
+# What else is common: other divergences, logarithms, rows that agree (the noise between the two
+# sides' logits makes a KL of 0.005), short rows.
+MORE = [(("probs", "float32", 1024, 16384), "reverse_kl", 0),
+        (("logprobs", "float32", 1024, 16384), "forward_kl", 0),
+        (("logits", "float32", 256, 32768), "reverse_kl", 0),
+        (("logits", "float32", 256, 32768), "cross_entropy", 0),
+        (("logits", "float32", 256, 32768), "tv", 0),
+        (("logits", "bfloat16", 512, 32768), "cross_entropy", 0),
+        (("logits", "float32", 256, 32768), "forward_kl", 0.1),
+        (("logits", "float32", 256, 32768), "reverse_kl", 0.1),
+        (("logits", "float32", 400000, 10), "forward_kl", 0),
+        (("logits", "float32", 65536, 64), "forward_kl", 0)]
 WARM_UP = 2
 
 
@@ -47,6 +60,18 @@ def loss_of(form, divergence):
         return 0.5 * (F.kl_div(log_m, p, reduction="batchmean")
                       + F.kl_div(log_m, q, reduction="batchmean"))
 
+    def probs_reverse(q, p):
+        return F.kl_div(p.log(), q, reduction="batchmean")
+
+    def logits_reverse(q, p):
+        return kl(F.log_softmax(p, -1), F.log_softmax(q, -1))
+
+    def logits_tv(q, p):
+        return 0.5 * (F.softmax(q, -1) - F.softmax(p, -1)).abs().sum(-1).mean()
+
+    def logits_cross_entropy(q, p):
+        return F.cross_entropy(q, F.softmax(p, -1))
+
     def logits_kl(q, p):
         return kl(F.log_softmax(q, -1), F.log_softmax(p, -1))
 
@@ -56,7 +81,9 @@ def loss_of(form, divergence):
         return 0.5 * (kl(log_m, log_p) + kl(log_m, log_q))
 
     return {"probs forward_kl": probs_kl, "probs js": probs_js, "logits forward_kl": logits_kl,
-            "logits js": logits_js}[f"{form} {divergence}"]
+            "logits js": logits_js, "probs reverse_kl": probs_reverse, "logprobs forward_kl": kl,
+            "logits reverse_kl": logits_reverse, "logits tv": logits_tv,
+            "logits cross_entropy": logits_cross_entropy}[f"{form} {divergence}"]
 
 
 def with_gradient(loss, predictions, targets):
@@ -83,13 +110,18 @@ def contenders_of(form, divergence, predictions, targets, compile_too):
     return found
 
 
-def inputs(form, dtype, rows, columns):
+def inputs(form, dtype, rows, columns, noise=0):
     torch.manual_seed(1)
     if form == "probs":
         return (torch.softmax(torch.rand(rows, columns) * 3, dim=1),
                 torch.softmax(torch.rand(rows, columns), dim=1))
     kind = getattr(torch, dtype)
-    return tuple((torch.randn(rows, columns) * 2).to(kind) for _ in range(2))
+    predictions, targets = (torch.randn(rows, columns) * 2 for _ in range(2))
+    if noise:
+        targets = predictions + targets * (noise / 2)
+    if form == "logprobs":
+        predictions, targets = F.log_softmax(predictions, -1), F.log_softmax(targets, -1)
+    return predictions.to(kind), targets.to(kind)
 
 
 def truth(form, divergence, predictions, targets):
@@ -107,6 +139,25 @@ def milliseconds(function):
     return (time.perf_counter() - start) * 1e3
 
 
+def cpu_milliseconds(connection, request):
+    """CPU time of a run over the threads: what it takes on cores of its own. Nothing else runs."""
+    times = []
+    for _ in range(5 + WARM_UP):
+        start = time.process_time()
+        connection.run(request)
+        times.append((time.process_time() - start) * 1e3)
+    return statistics.median(times[WARM_UP:]) / torch.get_num_threads()
+
+
+def requests_of(shape, divergence, predictions, targets, gradient):
+    form, dtype, rows, columns = shape
+    places = {"predictions": predictions.data_ptr(), "targets": targets.data_ptr()}
+    numbers = (DIVERGENCES[divergence], 0, FORMS[form], FORMS[form])
+    return [kldlib.request((rows, columns), dtype, places, *numbers),
+            kldlib.request((rows, columns), dtype,
+                           {**places, "grad_predictions": gradient.data_ptr()}, *numbers)]
+
+
 def check(connection, requests, gradient, exact, exact_gradient):
     values = [connection.run(r).loss for r in requests]
     largest = exact_gradient.abs().amax(dim=1, keepdim=True)
@@ -118,15 +169,13 @@ def check(connection, requests, gradient, exact, exact_gradient):
             "fine": relative < 1e-6 and off < allowed[gradient.dtype] and values[0] == values[1]}
 
 
-def measure(connection, shape, divergence, args):
+def measure(connection, shape, divergence, noise, args):
     form, dtype, rows, columns = shape
-    predictions, targets = inputs(*shape)
+    predictions, targets = inputs(*shape, noise)
     gradient = torch.empty_like(predictions)
-    places = {"predictions": predictions.data_ptr(), "targets": targets.data_ptr()}
-    numbers = (DIVERGENCES[divergence], 0, FORMS[form], FORMS[form])
-    requests = [kldlib.request((rows, columns), dtype, places, *numbers),
-                kldlib.request((rows, columns), dtype,
-                               {**places, "grad_predictions": gradient.data_ptr()}, *numbers)]
+    requests = requests_of(shape, divergence, predictions, targets, gradient)
+    time.sleep(0.5)  # PyTorch's threads spin for a while
+    cpu_ms = [cpu_milliseconds(connection, request) for request in requests]
     checks = check(connection, requests, gradient, *truth(form, divergence, predictions, targets))
     contenders = contenders_of(form, divergence, predictions, targets, not args.no_compile)
     contenders["kld"] = tuple(lambda r=r: connection.run(r) for r in requests)
@@ -141,25 +190,28 @@ def measure(connection, shape, divergence, args):
     ceilings = connection.ceiling(256 << 20)
     nbytes = predictions.numel() * predictions.element_size()
     result = {"form": form, "dtype": dtype, "shape": [rows, columns], "divergence": divergence,
-              "checks": checks, "ceiling_read_bytes_per_s": ceilings[0],
+              "noise": noise, "checks": checks, "ceiling_read_bytes_per_s": ceilings[0],
               "ceiling_read_write_bytes_per_s": ceilings[1], "ms": {}}
-    for label, floor in (("loss", 2 * nbytes / ceilings[0]), ("both", 3 * nbytes / ceilings[1])):
+    floors = (2 * nbytes / ceilings[0], 3 * nbytes / ceilings[1])
+    for label, floor, cpu in zip(("loss", "both"), floors, cpu_ms):
         ours = times["kld"][label]
         line = {name: {"median": statistics.median(t[label]), "min": min(t[label]),
                        "times_kld": statistics.median(a / b for a, b in zip(t[label], ours))}
                 for name, t in times.items()}
         line["kld"]["share_of_ceiling"] = floor * 1e3 / line["kld"]["median"]
+        line["kld"]["cpu_per_thread"] = cpu
         result["ms"][label] = line
     return result
 
 
 def show(result):
     head = f"{result['form']} {result['dtype']} {result['shape'][0]} x {result['shape'][1]}"
+    head += " close" if result["noise"] else ""
     for label, line in result["ms"].items():
         cells = [f"{name} {at['median']:.2f}"
                  + ("" if name == "kld" else f" ({at['times_kld']:.2f}x)")
                  for name, at in line.items()]
-        print(f"{head:32} {result['divergence']:11} {label:5}", " | ".join(cells),
+        print(f"{head:38} {result['divergence']:13} {label:5}", " | ".join(cells),
               f"| {line['kld']['share_of_ceiling']:.2f} of ceiling", flush=True)
     if not result["checks"]["fine"]:
         print("   ", result["checks"], flush=True)
@@ -194,17 +246,19 @@ def main():
     torch.set_num_threads(threads)
     connection = kldlib.Connection("local:cpu")
     results, failures = [], []
-    for shape in SHAPES:
+    cases = [(shape, divergence, 0) for shape in SHAPES for divergence in ("forward_kl", "js")]
+    for shape, divergence, noise in cases + MORE:
         if args.only not in " ".join(str(x) for x in shape):
             continue
-        for divergence in args.divergence or DIVERGENCES:
-            result = measure(connection, shape, divergence, args)
-            show(result)
-            results.append(result)
-            if not result["checks"]["fine"]:
-                failures.append(f"{shape} {divergence}: {result['checks']}")
-            if args.strict:
-                failures += slower(result)
+        if args.divergence and divergence not in args.divergence:
+            continue
+        result = measure(connection, shape, divergence, noise, args)
+        show(result)
+        results.append(result)
+        if not result["checks"]["fine"]:
+            failures.append(f"{shape} {divergence}: {result['checks']}")
+        if args.strict:
+            failures += slower(result)
     if args.json:
         with open(args.json, "w", encoding="utf-8") as out:
             json.dump({"what": "torch_cpu", "commit": args.commit, "cpu": cpu_model(),
