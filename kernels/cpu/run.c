@@ -10,9 +10,8 @@
 
 #include "kernels/cpu/quick.h"
 
-#define SPAN_CLASSES_MIN                                                                           \
-    16384                    /* a piece of a long row: two sides of FP32 fit a second-level cache */
-#define CHUNK_ELEMENTS 32768 /* rows are handed out in chunks of about this many elements */
+#define SPAN_CLASSES_MIN 16384 /* a piece of a row: both sides in FP32 fit a second cache */
+#define CHUNK_ELEMENTS 32768   /* rows are handed out in chunks of about this many elements */
 #define COPY_CHUNK_BYTES (1u << 20)
 #define STREAMING_BYTES (8u << 20) /* gradients beyond this do not stay in a cache */
 
@@ -280,9 +279,7 @@ static void task_chunk(void *context, uint64_t chunk) {
     uint64_t row = chunk * plan->rows_per_chunk, end = row + plan->rows_per_chunk;
     if (end > plan->geometry->rows)
         end = plan->geometry->rows;
-    double value = 0;
-    if (plan->short_rows)
-        value = run_short_rows(plan, row, end);
+    double value = plan->short_rows ? run_short_rows(plan, row, end) : 0;
     for (; row < end && !plan->short_rows; row++)
         value += run_row(plan, row);
     plan->run->chunk[chunk].value = value;
@@ -406,12 +403,13 @@ static uint32_t plain_divergence(const struct kld_op *op, const struct kld_rule 
 /* Rows of so many classes are done several at a time, in double. What has FP32 arithmetic of its
  * own is quicker there, unless a row fills hardly a vector. */
 static uint64_t short_classes(const struct kld_cpu_work *work) {
-    bool single = work->dtype[0] != KLD_DTYPE_FP64 && work->dtype[1] != KLD_DTYPE_FP64;
     bool plain = work->rule.kind == KLD_RULE_KL || work->rule.kind == KLD_RULE_CROSS_ENTROPY;
-    bool same = work->form[0] == work->form[1];
-    bool probs = same && work->form[0] == KLD_FORM_PROBS;
-    bool logprobs = same && work->form[0] == KLD_FORM_LOGPROBS && plain;
-    return single && (probs || logprobs) ? 16 : KLD_CPU_SHORT_CLASSES;
+    uint32_t form = work->form[0];
+    if (work->dtype[0] == KLD_DTYPE_FP64 || work->dtype[1] == KLD_DTYPE_FP64 ||
+        form != work->form[1])
+        return KLD_CPU_SHORT_CLASSES;
+    return form == KLD_FORM_PROBS || (form == KLD_FORM_LOGPROBS && plain) ? 16
+                                                                          : KLD_CPU_SHORT_CLASSES;
 }
 
 static void plan_init(struct plan *plan, struct kld_cpu_run *run, struct kld_cpu_team *team,
