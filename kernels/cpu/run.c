@@ -400,8 +400,7 @@ static uint32_t plain_divergence(const struct kld_op *op, const struct kld_rule 
                                     : op->divergence;
 }
 
-/* Rows of so many classes are done several at a time, in double. What has FP32 arithmetic of its
- * own is quicker there, unless a row fills hardly a vector. */
+/* Rows of so many classes are done several at a time: where FP32 does better, hardly a vector's. */
 static uint64_t short_classes(const struct kld_cpu_work *work) {
     bool plain = work->rule.kind == KLD_RULE_KL || work->rule.kind == KLD_RULE_CROSS_ENTROPY;
     uint32_t form = work->form[0];
