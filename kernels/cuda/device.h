@@ -113,7 +113,8 @@ struct cuda_device {
     struct cuda_flight *order[CUDA_FLIGHTS_MAX]; /* in flight, in order of launch */
     uint32_t order_count;
     uint64_t sweep;
-    double *results; /* pinned, one a flight */
+    double *results;                                    /* pinned, one a flight */
+    uint16_t active_clusters[KLD_CUDA_ACTIVE_CLUSTERS]; /* see struct kld_cuda_args */
 };
 
 /* error.c: the one place that classes a CUDA error. Names what was being done; marks the device as

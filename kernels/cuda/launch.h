@@ -21,22 +21,13 @@ extern "C" {
 #define KLD_CUDA_DIVISOR_ROWS (1u << 20)  /* rows of one launch of the sum of weights */
 #define KLD_CUDA_DIVISOR_BLOCK_ROWS 1024u /* of one block of it */
 
-/* Of the kernels that hold rows in shared memory: warps of a block that compute, blocks on a
- * multiprocessor (for 16 bits, and for FP32 and whatever takes more registers), 16-byte vectors of
- * a chunk, chunks of all slots of a block at most, slots at most. */
-#ifndef KLD_CUDA_RESIDENT_WARPS
-#define KLD_CUDA_RESIDENT_WARPS 8
-#define KLD_CUDA_RESIDENT_BLOCKS_MANY 3
-#define KLD_CUDA_RESIDENT_BLOCKS_FEW 2
-#endif
-#define KLD_CUDA_RESIDENT_CHUNK (64 * KLD_CUDA_RESIDENT_WARPS)
-#define KLD_CUDA_RESIDENT_CHUNKS_MAX 16
-#define KLD_CUDA_RESIDENT_SLOTS_MAX 4
-
 /* Of the kernels that hold short rows in registers: warps of a block, most bytes of a tensor that a
  * warp takes at a time. */
 #define KLD_CUDA_SHORT_WARPS 4
 #define KLD_CUDA_SHORT_TILE_BYTES 2048
+
+/* Kernels that hold rows in shared memory, times sizes of their clusters. */
+#define KLD_CUDA_ACTIVE_CLUSTERS (12 * 4 * 4)
 
 /* Device memory of one job in flight; the only memory beyond inputs and outputs (264 KiB). */
 struct kld_cuda_scratch {
@@ -67,8 +58,9 @@ struct kld_cuda_args {
     uint32_t team;               /* threads that share a row: 4, 8, 16, 32 or a whole block */
     uint32_t cached;             /* vectors a thread keeps in shared memory (logits) */
     /* Not 0: the row is held in shared memory by so many blocks, `slice` classes each, with room
-     * for `slots` rows (resident.cuh). */
-    uint32_t cluster, slice, slots;
+     * for `slots` rows, of which it is `lag` rows behind when it writes (resident.cuh). */
+    uint32_t cluster, slice, slots, lag;
+    bool small_team; /* the smallest size of block that does so (resident_team.h) */
     /* Not 0: short rows, so many of them at a time; elements of a lane, and how many of these lie
      * side by side (logits_short.cuh). */
     uint32_t tile_rows, lane_elements, lane_width;
@@ -84,6 +76,9 @@ struct kld_cuda_args {
     double gradient_scale; /* scale * grad_output as a number */
     double divisor;        /* 0: scratch->divisor */
     struct kld_cuda_scratch *scratch;
+    /* Host memory of the device: how many clusters of a kernel run at a time; 0: not asked yet.
+     * NULL: ask each time. From kld_cuda_layout() on that of this launch's kernel. */
+    uint16_t *active_clusters;
 };
 
 /* Can the job be flat, as far as the kernels are concerned: every term by itself, nothing by row?
@@ -103,24 +98,11 @@ cudaError_t kld_cuda_launch_finish(const struct kld_cuda_args *args, uint32_t gr
                                    bool last, uint32_t loss_dtype, double *result,
                                    cudaStream_t stream);
 
-/* Where rows of logits are long enough, and the device can: fills cluster, slice, slots. */
+/* Where rows of logits are long enough, and the device can: fills cluster, slice, slots, lag, team.
+ */
 void kld_cuda_resident_layout(struct kld_cuda_args *args, uint32_t shared_bytes_max);
 cudaError_t kld_cuda_resident_rows(const struct kld_cuda_args *args, uint32_t groups,
                                    cudaStream_t stream);
-/* One per element type, behind that. */
-cudaError_t kld_cuda_resident_fp32(const struct kld_cuda_args *args, uint32_t groups,
-                                   cudaStream_t stream);
-cudaError_t kld_cuda_resident_fp16(const struct kld_cuda_args *args, uint32_t groups,
-                                   cudaStream_t stream);
-cudaError_t kld_cuda_resident_bf16(const struct kld_cuda_args *args, uint32_t groups,
-                                   cudaStream_t stream);
-
-cudaError_t kld_cuda_resident_general_fp32(const struct kld_cuda_args *args, uint32_t groups,
-                                           cudaStream_t stream);
-cudaError_t kld_cuda_resident_general_fp16(const struct kld_cuda_args *args, uint32_t groups,
-                                           cudaStream_t stream);
-cudaError_t kld_cuda_resident_general_bf16(const struct kld_cuda_args *args, uint32_t groups,
-                                           cudaStream_t stream);
 
 /* Where rows of logits are short enough: fills team, tile_rows, group_rows. */
 void kld_cuda_short_layout(struct kld_cuda_args *args, uint64_t job_rows);

@@ -6,6 +6,7 @@
 #include "kernels/cuda/logits_resident.cuh"
 
 namespace logits_resident {
+inline namespace KLD_CUDA_TEAM {
 
 /* What a pair needs of its row to give q - p: masses are 2^(z s - c) factor. */
 struct difference_row {
@@ -78,9 +79,23 @@ static __device__ __forceinline__ float difference_16(float p, float q, float d)
     return fabsf(d) < 0.0625f ? (q * -d) * y : q - p;
 }
 
+/* factor (q - p) of 16 bits, to 1e-4 of itself; rounded here as mass_16() is. Where d is small it
+ * is q (1 - e^d), and there what FP32 left of the shift is `rest`. */
+static __device__ __forceinline__ float difference_of_16(float z_p, float z_q,
+                                                         const difference_row &row, float rest,
+                                                         const temperature &t) {
+    float a = exp2_fast(fmaf(z_p, t.scale.high, -row.c_p));
+    float b = exp2_fast(fmaf(z_q, t.scale.high, -row.c_q));
+    float q = __fmul_rn(b, row.factor_q.high);
+    float d = __fadd_rn(fmaf(z_p - z_q, t.inverse.high, -row.shift.high), rest);
+    float near = __fmul_rn(-q, fmaf(__fmul_rn(d, 0.5f), d, d));
+    return fabsf(d) < 1.0f / 64 ? near : fmaf(-a, row.factor_p.high, q);
+}
+
 template <class T_, bool ENTROPY> struct difference_body {
     typedef T_ T;
     typedef T_ type;
+    static constexpr bool KNOWN = true; /* the value, by the statistics */
     static constexpr int EXTRA = ENTROPY ? logits_stats::ENTROPY : logits_stats::NOTHING;
 
     struct numbers : difference_row {
@@ -98,32 +113,33 @@ template <class T_, bool ENTROPY> struct difference_body {
     template <bool CAREFUL>
     static __device__ __forceinline__ double passes(const row_at_hand<difference_body> &hand) {
         constexpr int V = packet<T>::V;
+        double value = hand.shared->value;
         if (!hand.grad_q) {
             hand.slice.release();
-            return hand.value;
+            return value;
         }
         difference_row row = hand.shared->numbers;
         const temperature &t = hand.t;
-        hand.slice.template last_pass<!CAREFUL>(V, [&](uint32_t vector, auto left,
-                                                       const uint4 &raw_p, const uint4 &raw_q) {
-            float z_p[V], z_q[V];
-            unpack<T>(raw_p, z_p);
-            unpack<T>(raw_q, z_q);
+        float rest =
+            fmaf(row.shift.high * t.inverse.low, reciprocal(t.inverse.high), -row.shift.low);
+        hand.slice.template last_pass<!CAREFUL>(
+            V, [&](uint32_t vector, auto left, const uint4 &raw_p, const uint4 &raw_q) {
+                float z_p[V], z_q[V];
+                unpack<T>(raw_p, z_p);
+                unpack<T>(raw_q, z_q);
 #pragma unroll
-            for (int i = 0; i < V; i++)
-                if constexpr (sizeof(T) == 4) {
-                    z_q[i] = difference_fp32<CAREFUL>(z_p[i], z_q[i], row, t);
-                } else {
-                    float p = mass_16(z_p[i], row.c_p, row.factor_p.high, t);
-                    float q = mass_16(z_q[i], row.c_q, row.factor_q.high, t);
-                    z_q[i] =
-                        difference_16(p, q, logarithm_16<CAREFUL>(z_p[i] - z_q[i], row.shift, t));
-                }
-            resident::put<T>(hand.at, hand.grad_q, hand.whole_q, vector, left, z_q);
-        });
-        return hand.value;
+                for (int i = 0; i < V; i++)
+                    if constexpr (sizeof(T) == 4) {
+                        z_q[i] = difference_fp32<CAREFUL>(z_p[i], z_q[i], row, t);
+                    } else {
+                        z_q[i] = difference_of_16(z_p[i], z_q[i], row, rest, t);
+                    }
+                resident::put<T>(hand.grad_q, hand.whole_q, hand.slice.count, vector, left, z_q);
+            });
+        return value;
     }
 };
 
+} /* namespace KLD_CUDA_TEAM */
 } /* namespace logits_resident */
 #endif

@@ -16,6 +16,7 @@
 #include "kernels/cuda/logits_difference.cuh"
 
 namespace logits_resident {
+inline namespace KLD_CUDA_TEAM {
 
 /* The numbers of MIXTURE. */
 struct mixture {
@@ -94,10 +95,11 @@ template <class T_, int KIND> struct general_body {
     typedef T_ T;
     typedef T_ type;
     static constexpr bool FP32 = sizeof(T_) == 4;
+    static constexpr bool KNOWN = KIND == KLD_RULE_KL || KIND == KLD_RULE_CROSS_ENTROPY;
     static constexpr int EXTRA =
         KIND == KLD_RULE_CROSS_ENTROPY ? logits_stats::ENTROPY : logits_stats::REVERSE;
     typedef general_row<KIND> numbers;
-    typedef row_at_hand<general_body> hand_type;
+    typedef const row_at_hand<general_body> hand_type;
 
     static __device__ __forceinline__ double value(const kld_cuda_args &args,
                                                    const row_stats &stats) {
@@ -210,8 +212,7 @@ template <class T_, int KIND> struct general_body {
         numbers row = hand.shared->numbers;
         double total[4] = {0, 0, 0, 0};
         float sum[3] = {0, 0, 0};
-        hand.slice.template pass<false>(
-            V,
+        hand.slice.template pass<T>(
             [&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
                 float z_p[V], z_q[V];
                 unpack<T>(raw_p, z_p);
@@ -241,27 +242,19 @@ template <class T_, int KIND> struct general_body {
                     total[i] += (double)sum[i];
                     sum[i] = 0;
                 }
-            },
-            [] {});
-        resident::send_part(hand.at, total, 0, 0, hand.exchanges);
-        double value = 0;
-        if (threadIdx.x < 32) {
-            const part *parts = resident::wait_for_parts(hand.at, hand.exchanges);
-            double x[3] = {0, 0, 0};
-            for (uint32_t i = threadIdx.x; i < hand.at.cluster * resident::WARPS; i += 32)
-#pragma unroll
-                for (int k = 0; k < 3; k++)
-                    x[k] += parts[i].sum[k];
-            logits_stats::warp_sum(x);
-            value = x[0] < 0.0 ? 0.0 : x[0]; /* NaN stays */
-            if (threadIdx.x == 0) {
-                hand.shared->numbers.sum_p = (float)x[1];
-                hand.shared->numbers.sum_q = (float)x[2];
-            }
+            });
+        auto merge = [](const part *parts, uint32_t count) {
+            part from = logits_stats::lane_part(parts, count), to = from;
+            logits_stats::sums_of(to, from.sum);
+            return to;
+        };
+        part row_sums = resident::merge_row(total, 0, 0, merge);
+        if (threadIdx.x == 0) {
+            hand.shared->numbers.sum_p = (float)row_sums.sum[1];
+            hand.shared->numbers.sum_q = (float)row_sums.sum[2];
         }
-        hand.exchanges++;
         block_sync(1, resident::COMPUTING);
-        return value;
+        return row_sums.sum[0] < 0.0 ? 0.0 : row_sums.sum[0]; /* NaN stays */
     }
 
     template <bool CAREFUL> static __device__ __forceinline__ void write_pass(hand_type &hand) {
@@ -270,39 +263,38 @@ template <class T_, int KIND> struct general_body {
         bool cross = KIND == KLD_RULE_KL || KIND == KLD_RULE_CROSS_ENTROPY;
         float cross_q = KIND == KLD_RULE_CROSS_ENTROPY ? 1.0f : row.mix.of_p;
         float cross_p = KIND == KLD_RULE_CROSS_ENTROPY ? 0.0f : -row.mix.of_q;
-        hand.slice.template last_pass<false>(
-            V, [&](uint32_t vector, auto left, const uint4 &raw_p, const uint4 &raw_q) {
-                float z_p[V], z_q[V];
-                unpack<T>(raw_p, z_p);
-                unpack<T>(raw_q, z_q);
+        hand.slice.template last_pass<false>(V, [&](uint32_t vector, auto left, const uint4 &raw_p,
+                                                    const uint4 &raw_q) {
+            float z_p[V], z_q[V];
+            unpack<T>(raw_p, z_p);
+            unpack<T>(raw_q, z_q);
 #pragma unroll
-                for (int i = 0; i < V; i++) {
-                    two_floats u = difference(z_p[i], z_q[i]);
-                    element e = element_of<CAREFUL>(z_p[i], z_q[i], u, row, hand.t);
-                    float value;
-                    slopes h = slopes_of<CAREFUL>(e, z_q[i], u, row, hand.t, value);
-                    float g_p = e.p * (h.p - row.sum_p), g_q = e.q * (h.q - row.sum_q);
-                    if (cross) {
-                        g_p = fmaf(cross_p, e.more, g_p);
-                        g_q = fmaf(cross_q, e.more, g_q);
-                    }
-                    z_p[i] = row.factor * g_p;
-                    z_q[i] = row.factor * g_q;
+            for (int i = 0; i < V; i++) {
+                two_floats u = difference(z_p[i], z_q[i]);
+                element e = element_of<CAREFUL>(z_p[i], z_q[i], u, row, hand.t);
+                float value;
+                slopes h = slopes_of<CAREFUL>(e, z_q[i], u, row, hand.t, value);
+                float g_p = e.p * (h.p - row.sum_p), g_q = e.q * (h.q - row.sum_q);
+                if (cross) {
+                    g_p = fmaf(cross_p, e.more, g_p);
+                    g_q = fmaf(cross_q, e.more, g_q);
                 }
-                if (hand.grad_p)
-                    resident::put<T>(hand.at, hand.grad_p, hand.whole_p, vector, left, z_p);
-                if (hand.grad_q)
-                    resident::put<T>(hand.at, hand.grad_q, hand.whole_q, vector, left, z_q);
-            });
+                z_p[i] = row.factor * g_p;
+                z_q[i] = row.factor * g_q;
+            }
+            if (hand.grad_p)
+                resident::put<T>(hand.grad_p, hand.whole_p, hand.slice.count, vector, left, z_p);
+            if (hand.grad_q)
+                resident::put<T>(hand.grad_q, hand.whole_q, hand.slice.count, vector, left, z_q);
+        });
     }
 
     template <bool CAREFUL> static __device__ __forceinline__ double passes(hand_type &hand) {
-        bool known = KIND == KLD_RULE_KL || KIND == KLD_RULE_CROSS_ENTROPY;
         bool gradient = hand.grad_p || hand.grad_q;
-        double value = hand.value;
-        if (!known || gradient) {
+        double value = hand.shared->value;
+        if (!KNOWN || gradient) {
             double sum = sum_pass<CAREFUL>(hand);
-            value = known ? value : sum;
+            value = KNOWN ? value : sum;
         }
         if (gradient)
             write_pass<CAREFUL>(hand);
@@ -312,5 +304,6 @@ template <class T_, int KIND> struct general_body {
     }
 };
 
+} /* namespace KLD_CUDA_TEAM */
 } /* namespace logits_resident */
 #endif

@@ -35,6 +35,7 @@ struct two_floats {
 /* log2(e) / T and 1 / T. */
 struct temperature {
     two_floats scale, inverse;
+    __device__ __forceinline__ temperature() {}
     __device__ __forceinline__ explicit temperature(double inverse_temperature)
         : scale(inverse_temperature * LOG2_E), inverse(inverse_temperature) {}
 };

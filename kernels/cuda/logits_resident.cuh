@@ -12,41 +12,40 @@
 
 #include "kernels/cuda/any.cuh"
 #include "kernels/cuda/logits_stats.cuh"
+#include "kernels/cuda/resident_run.cuh"
 
 namespace logits_resident {
+inline namespace KLD_CUDA_TEAM {
 
 using logits_stats::row_stats;
 using resident::part;
-using resident::place;
 
-/* What the first warp tells the others. */
+/* What is known of a settled row. The settling warp writes it; the first computing warp where the
+ * fast statistics did not do. */
 enum way { FAST, AGAIN, CAREFUL, ANY };
 template <class BODY> struct row_shared {
     typename BODY::numbers numbers;
+    double value, weight, factor; /* the loss is weight * value; of the gradient */
     enum way way;
 };
 
 /* A row in the hands of a body. */
 template <class BODY> struct row_at_hand {
-    const kld_cuda_args &args;
-    const place &at;
-    resident::slice &slice;
-    const temperature &t;
+    resident::slice slice;
+    temperature t;
     row_shared<BODY> *shared;
     char *grad_p, *grad_q; /* NULL: not to be written */
     bool whole_p, whole_q;
-    double value;        /* what the statistics say; first warp */
-    uint32_t &exchanges; /* so far */
 };
 
 /* What no fast way serves: the first block of the cluster takes the whole row. */
-static __device__ __noinline__ double row_by_any(const kld_cuda_args &args, uint64_t index,
-                                                 team_shared *shared) {
+static __device__ __noinline__ double row_by_any(const kld_cuda_args &args, uint64_t index) {
+    __shared__ team_shared shared;
     team team;
     team.size = resident::COMPUTING;
     team.lane = threadIdx.x;
     team.mask = KLD_FULL_WARP;
-    team.shared = shared;
+    team.shared = &shared;
     double value = any_body::value(args, row_open(args, index), team);
     row_zero(args, index, false, team); /* where weights sum to 0 */
     return value;
@@ -54,152 +53,312 @@ static __device__ __noinline__ double row_by_any(const kld_cuda_args &args, uint
 
 template <class BODY> struct rows {
     typedef typename BODY::type T;
-    typedef typename BODY::type type;
+    typedef row_shared<BODY> row_type;
 
-    static __device__ __forceinline__ resident::slice
-    slice_of(const place &at, const resident::row_info &info, uint32_t slot, uint32_t turn) {
-        uint32_t first = slot * at.chunks;
+    /* Where a warp is. In shared memory, as nothing is to stay in registers from row to row. */
+    struct walk {
+        uint8_t slot[2], parity[2]; /* of the next row to read, and to write */
+        uint8_t between;            /* rows read and not yet written */
+        bool over;                  /* all are read */
+
+        __device__ __forceinline__ void advance(int which, uint32_t slots) {
+            if (threadIdx.x % 32 == 0) {
+                bool round = slot[which] + 1u == slots;
+                slot[which] = round ? 0 : slot[which] + 1;
+                parity[which] ^= round;
+                between += which ? -1 : 1;
+            }
+            __syncwarp();
+        }
+    };
+
+    /* Beside block_shared, and for the same reason here. */
+    struct shared_type {
+        row_type rows[resident::SLOTS_MAX];
+        temperature t;
+        float span;
+        bool divides;
+        bool streams;  /* the statistics are all that is wanted: rows are let go as they are read */
+        bool finished; /* all rows are written */
+        walk walks[resident::WARPS];
+    };
+    static __device__ __forceinline__ shared_type &shared() {
+        __shared__ shared_type all;
+        return all;
+    }
+    /* One thread, before all else. */
+    static __device__ __forceinline__ void prepare(const kld_cuda_args &args) {
+        shared_type &all = shared();
+        all.t = temperature(args.inverse_temperature);
+        all.span = (float)(300.0 / (args.inverse_temperature * LOG2_E));
+        all.streams = BODY::KNOWN && !args.grad_p.at && !args.grad_q.at;
+        all.finished = false;
+        for (walk &at : all.walks)
+            at = walk{};
+        all.divides = args.divisor != 0 || args.scratch->divisor != 0;
+    }
+
+    static __device__ __forceinline__ const resident::row_info &info_of(uint32_t slot,
+                                                                        uint32_t turn) {
+        return resident::here().info[2 * slot + (turn & 1)];
+    }
+
+    static __device__ __forceinline__ resident::slice slice_of(uint32_t slot, uint32_t turn) {
+        resident::block_shared &block = resident::here();
         resident::slice slice;
-        slice.p = at.tensor(slot, 0) + 16 * threadIdx.x;
-        slice.q = at.tensor(slot, 1) + 16 * threadIdx.x;
-        slice.odd_p = info.odd_p;
-        slice.odd_q = info.odd_q;
-        slice.count = at.count;
-        slice.chunks = at.chunks;
-        slice.full = &at.shared->full[first];
-        slice.empty = &at.shared->empty[first];
+        /* Shifted vectors are put together from two, the first of which this is. */
+        slice.shift_p = info_of(slot, turn).shift_p;
+        slice.shift_q = info_of(slot, turn).shift_q;
+        slice.p = shared_at(resident::tensor_of(slot, 0)) + 16 * threadIdx.x;
+        slice.q = shared_at(resident::tensor_of(slot, 1)) + 16 * threadIdx.x;
+        slice.count = block.place.count;
+        slice.chunks = block.place.chunks;
+        slice.first_chunk = slot * slice.chunks;
         slice.parity = turn & 1;
-        slice.arrived = false;
         return slice;
     }
 
-    /* First warp: from all warps' parts to what the others need. Returns the row's value. */
-    template <bool FIRST>
-    static __device__ __forceinline__ double settle(const kld_cuda_args &args, const place &at,
-                                                    double factor, uint32_t turn,
-                                                    row_shared<BODY> *shared) {
-        const part *parts = resident::wait_for_parts(at, turn);
-        uint32_t count = at.cluster * resident::WARPS;
-        temperature t(args.inverse_temperature); /* FP32 uses both parts of the scale */
-        double scale = args.inverse_temperature * LOG2_E;
-        double unit = sizeof(T) == 4 ? LN_2 : LN_2 * scale / (double)t.scale.high;
-        row_stats stats =
-            FIRST
-                ? logits_stats::fast_row<BODY::EXTRA>(parts, count, logits_stats::FAST_MIN<T>, unit)
-                : logits_stats::careful_row<BODY::EXTRA>(parts, count, args.inverse_temperature);
-        if (threadIdx.x == 0) {
-            shared->numbers = typename BODY::numbers(args, stats, factor);
-            shared->way = FIRST ? (stats.good ? FAST : AGAIN) : stats.good ? CAREFUL : ANY;
-        }
-        return BODY::value(args, stats);
+    static __device__ __forceinline__ void tell(const kld_cuda_args &args, const row_stats &stats,
+                                                double factor, enum way way,
+                                                row_shared<BODY> *shared) {
+        if (threadIdx.x % 32 != 0)
+            return;
+        shared->numbers = typename BODY::numbers(args, stats, factor);
+        shared->value = BODY::value(args, stats);
+        shared->way = way;
     }
 
-    /* Returns the row's value to the first thread of the cluster. */
-    static __device__ __forceinline__ double
-    one_row(const kld_cuda_args &args, const place &at, const resident::row_info &info,
-            resident::slice &slice, const temperature &t, float span, bool divides,
-            row_shared<BODY> *shared, team_shared *team_shared, uint32_t &exchanges) {
-        double weight = 0, factor = 0;
-        if (threadIdx.x < 32) { /* its loads are on their way during the pass */
-            row row = row_open(args, info.index);
-            weight = row.weight;
-            factor = row.gradient * args.inverse_temperature;
+    /* The scout: what to count from. */
+    static __device__ __forceinline__ void scout() {
+        resident::block_shared &block = resident::here();
+        for (resident::cursor at = {0, 0};; at.advance(block.place.slots)) {
+            barrier_wait(&block.full[at.slot * block.place.chunks], at.turn & 1);
+            resident::row_info &info = block.info[2 * at.slot + (at.turn & 1)];
+            bool last = info.last;
+            if (!last) {
+                uint4 raw_p = {}, raw_q = {};
+                uint32_t has = slice_of(at.slot, at.turn).template sample<T>(raw_p, raw_q);
+                logits_stats::pair_of<T> z(raw_p, raw_q);
+                auto from = logits_stats::reference::of<T>(z, has, shared().t, shared().span);
+                if (threadIdx.x % 32 == 0) {
+                    info.reference[0] = from.c_p;
+                    info.reference[1] = from.c_q;
+                    info.reference[2] = from.pad_p;
+                    info.reference[3] = from.pad_q;
+                }
+            }
+            __syncwarp();
+            if (threadIdx.x % 32 == 0)
+                barrier_arrive(&block.ready[at.slot]);
+            if (last)
+                break;
         }
-        row_at_hand<BODY> hand = {args,
-                                  at,
-                                  slice,
-                                  t,
-                                  shared,
+    }
+
+    /* A settling warp: the rows of its slots, from all warps' parts to what the others need. */
+    static __device__ void settle(const kld_cuda_args &args) {
+        resident::block_shared &block = resident::here();
+        row_type *rows = shared().rows;
+        uint32_t slots = block.place.slots;
+        uint32_t cluster = block.place.cluster;
+        double scale = args.inverse_temperature * LOG2_E;
+        /* FP32 uses both parts of the scale */
+        double unit = sizeof(T) == 4 ? LN_2 : LN_2 * scale / (double)(float)scale;
+        uint32_t first = threadIdx.x / 32 - resident::WARPS - 2, slot = first, turn = 0;
+        while (first < slots) {
+            barrier_wait(&block.found[slot], turn & 1);
+            if (shared().finished)
+                break;
+            const resident::row_info &info = info_of(slot, turn);
+            row row = row_open(args, info.index);
+            part all;
+            resident::load_sums(block.sums[slot], all.sum);
+            all.mark[0] = logits_stats::reference::mark(info.reference[0]);
+            all.mark[1] = logits_stats::reference::mark(info.reference[1]);
+            if (cluster > 1) {
+                uint32_t ring = slot + (turn & 1) * slots;
+                resident::exchange(all, block.blocks[ring], &block.arrived[ring], turn >> 1 & 1);
+                all = logits_stats::fast_merge<BODY::EXTRA>(block.blocks[ring], cluster);
+            }
+            row_stats stats =
+                logits_stats::fast_row<BODY::EXTRA>(all, logits_stats::FAST_MIN<T>, unit);
+            double factor = row.gradient * args.inverse_temperature;
+            tell(args, stats, factor, stats.good ? FAST : AGAIN, &rows[slot]);
+            if (threadIdx.x % 32 == 0) {
+                rows[slot].weight = row.weight;
+                rows[slot].factor = factor;
+                barrier_arrive(&block.settled[slot]);
+            }
+            slot += resident::SETTLERS;
+            if (slot >= slots) {
+                slot = first;
+                turn++;
+            }
+        }
+    }
+
+    /* A row that is too close for the fast statistics, or not finite. */
+    static __device__ __noinline__ void again(const kld_cuda_args &args, uint32_t slot,
+                                              uint32_t turn) {
+        double inverse_temperature = args.inverse_temperature;
+        row_type *row = &shared().rows[slot];
+        block_sync(1, resident::COMPUTING); /* all have seen that it is */
+        part mine;
+        if (shared().streams)
+            mine = logits_stats::careful<T, BODY::EXTRA>(
+                resident::far_slice::of<T>(args, info_of(slot, turn).index), shared().t,
+                shared().span);
+        else
+            mine = logits_stats::careful<T, BODY::EXTRA>(slice_of(slot, turn), shared().t,
+                                                         shared().span);
+        part all = resident::merge_row(
+            mine.sum, mine.mark[0], mine.mark[1], [&](const part *parts, uint32_t count) {
+                return logits_stats::careful_merge<BODY::EXTRA>(parts, count, inverse_temperature);
+            });
+        if (threadIdx.x < 32) {
+            row_stats stats = logits_stats::careful_row<BODY::EXTRA>(all, inverse_temperature);
+            tell(args, stats, row->factor, stats.good ? CAREFUL : ANY, row);
+        }
+        block_sync(1, resident::COMPUTING);
+    }
+
+    /* From a settled row to its gradients and, by the first thread, its value. */
+    static __device__ __forceinline__ double finish(const kld_cuda_args &args, uint32_t slot,
+                                                    uint32_t turn) {
+        if (shared().rows[slot].way == AGAIN)
+            again(args, slot, turn);
+        row_type *row = &shared().rows[slot];
+        if (shared().streams) {
+            if (row->way != ANY)
+                return row->value;
+            return resident::here().place.rank == 0 ? row_by_any(args, info_of(slot, turn).index)
+                                                    : 0.0;
+        }
+        const resident::row_info &info = info_of(slot, turn);
+        bool divides = shared().divides;
+        row_at_hand<BODY> hand = {slice_of(slot, turn),
+                                  shared().t,
+                                  row,
                                   divides ? info.grad_p : nullptr,
                                   divides ? info.grad_q : nullptr,
                                   info.whole_p,
-                                  info.whole_q,
-                                  0.0,
-                                  exchanges};
-        logits_stats::fast<T, BODY::EXTRA>(at, slice, t, span, exchanges);
-        if (threadIdx.x < 32)
-            hand.value = settle<true>(args, at, factor, exchanges, shared);
-        exchanges++;
-        block_sync(1, resident::COMPUTING);
-        enum way way = shared->way;
-        if (way == FAST)
-            return weight * BODY::template passes<false>(hand);
-        logits_stats::careful<T, BODY::EXTRA>(at, slice, t, span, exchanges);
-        if (threadIdx.x < 32)
-            hand.value = settle<false>(args, at, factor, exchanges, shared);
-        exchanges++;
-        block_sync(1, resident::COMPUTING);
-        way = shared->way;
-        if (way == CAREFUL)
-            return weight * BODY::template passes<true>(hand);
-        uint64_t index = info.index;
-        slice.release();
-        return at.rank == 0 ? weight * row_by_any(args, index, team_shared) : 0.0;
+                                  info.whole_q};
+        if (row->way == FAST)
+            return BODY::template passes<false>(hand);
+        if (row->way == CAREFUL)
+            return BODY::template passes<true>(hand);
+        hand.slice.release();
+        return resident::here().place.rank == 0 ? row_by_any(args, info_of(slot, turn).index) : 0.0;
     }
 
-    static __device__ void compute(const kld_cuda_args &args, const place &at) {
-        __shared__ row_shared<BODY> shared;
-        __shared__ team_shared team_shared;
-        temperature t(args.inverse_temperature);
-        float span = (float)(300.0 / (args.inverse_temperature * LOG2_E));
-        bool divides = args.divisor != 0 || args.scratch->divisor != 0;
-        uint32_t exchanges = 0, slot = 0, turn = 0;
-        double total = 0; /* of the group; the first thread's */
-        uint64_t group = UINT64_MAX;
+    /* First thread of the cluster. */
+    static __device__ __forceinline__ void add(const kld_cuda_args &args,
+                                               const resident::row_info &info, double value) {
+        resident::block_shared &block = resident::here();
+        row_store(args, info.index, value);
+        block.total = block.group == info.group ? block.total + value : value;
+        block.group = info.group;
+        args.scratch->partial[args.first_group + info.group] = block.total;
+    }
+
+    /* Weights sum to 0, and gradients are 0; row_by_any() does that itself. */
+    static __device__ __noinline__ void clear_row(const kld_cuda_args &args, uint64_t index) {
+        const resident::place &at = resident::here().place;
+        resident::clear<T>(resident::part_of<T>(args.grad_p, index, at), at.count, threadIdx.x,
+                           resident::COMPUTING);
+        resident::clear<T>(resident::part_of<T>(args.grad_q, index, at), at.count, threadIdx.x,
+                           resident::COMPUTING);
+    }
+
+    static __device__ __forceinline__ void write_row(const kld_cuda_args &args, uint32_t slot,
+                                                     uint32_t turn) {
+        barrier_wait(&resident::here().settled[slot], turn & 1);
+        double value = finish(args, slot, turn);
+        if (!shared().divides && shared().rows[slot].way != ANY)
+            clear_row(args, info_of(slot, turn).index);
+        if (threadIdx.x == 0 && resident::here().place.rank == 0)
+            add(args, info_of(slot, turn), shared().rows[slot].weight * value);
+    }
+
+    /* False: there is none. */
+    static __device__ __forceinline__ bool read_row(uint32_t slot, uint32_t turn) {
+        barrier_wait(&resident::here().ready[slot], turn & 1);
+        const resident::row_info &info = info_of(slot, turn);
+        if (info.last)
+            return false;
+        logits_stats::fast<T, BODY::EXTRA>(slice_of(slot, turn), shared().t,
+                                           logits_stats::reference(info.reference), slot,
+                                           shared().streams);
+        return true;
+    }
+
+    /* The computing warps. */
+    static __device__ __forceinline__ void compute(const kld_cuda_args &args) {
+        resident::block_shared &block = resident::here();
         for (;;) {
-            barrier_wait(&at.shared->full[slot * at.chunks], turn & 1);
-            const resident::row_info &info = at.shared->info[slot];
-            if (info.end)
+            walk &at = shared().walks[threadIdx.x / 32];
+            if (!at.over) {
+                if (read_row(at.slot[0], at.parity[0]))
+                    at.advance(0, block.place.slots);
+                else if (threadIdx.x % 32 == 0)
+                    at.over = true;
+                __syncwarp();
+            }
+            if (at.between > (at.over ? 0 : block.place.lag)) {
+                write_row(args, at.slot[1], at.parity[1]);
+                __syncwarp();
+                shared().walks[threadIdx.x / 32].advance(1, block.place.slots);
+            } else if (at.over) {
                 break;
-            resident::slice slice = slice_of(at, info, slot, turn);
-            uint64_t index = info.index, its_group = info.group;
-            char *grad_p = info.grad_p, *grad_q = info.grad_q;
-            if (++slot == at.slots) {
-                slot = 0;
-                turn++;
-            }
-            double value =
-                one_row(args, at, info, slice, t, span, divides, &shared, &team_shared, exchanges);
-            /* Weights sum to 0, and gradients are 0; row_by_any() has seen to its own. */
-            if (!divides && shared.way != ANY) {
-                resident::clear<T>(grad_p, at.count, threadIdx.x, resident::COMPUTING);
-                resident::clear<T>(grad_q, at.count, threadIdx.x, resident::COMPUTING);
-            }
-            if (at.rank == 0 && threadIdx.x == 0) {
-                row_store(args, index, value);
-                total = its_group == group ? total + value : value;
-                group = its_group;
-                args.scratch->partial[args.first_group + group] = total;
             }
         }
+        /* Whoever settles sees the last of its rows followed by this. */
+        if (threadIdx.x == 0)
+            shared().finished = true;
+        __syncwarp();
+        if (threadIdx.x % 32 == 0)
+            for (uint32_t slot = 0; slot < block.place.slots; slot++)
+                barrier_arrive(&block.found[slot]);
     }
 };
 
-template <class BODY, int BLOCKS>
-static __global__ void __launch_bounds__(resident::THREADS, BLOCKS)
+template <class BODY>
+static __global__ void __launch_bounds__(resident::THREADS, KLD_CUDA_TEAM_BLOCKS)
     kernel(const __grid_constant__ kld_cuda_args args) {
 #if __CUDA_ARCH__ >= 900
     resident::run<rows<BODY>>(args);
 #endif
 }
 
-/* BLOCKS: on one multiprocessor; as many as registers allow, so that one waits while another
- * computes. */
-template <class BODY, int BLOCKS>
-static cudaError_t launch(const kld_cuda_args &args, uint32_t groups, cudaStream_t stream) {
-    static_assert(sizeof(row_shared<BODY>) + sizeof(team_shared) <= 1000, "see share()");
-    auto function = kernel<BODY, BLOCKS>;
+/* How many clusters run at a time; registers decide that, and `fits` has left room for as many.
+ * Also lets the kernel have its shared memory, any size of it: once for all launches. Not
+ * supported: the code was built for older devices only, or no cluster fits. */
+static cudaError_t active_clusters(const cudaLaunchConfig_t &config,
+                                   void (*function)(kld_cuda_args), int *ret_clusters) {
     cudaFuncAttributes code;
     cudaError_t error = cudaFuncGetAttributes(&code, function);
     if (error)
         return error;
-    if (code.ptxVersion < 90) /* built for older devices only: there is no body */
+    if (code.ptxVersion < 90)
         return cudaErrorNotSupported;
-    size_t shared = resident::bytes(args, sizeof(typename BODY::type));
-    error =
-        cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
+    int device, most;
+    if ((error = cudaGetDevice(&device)) ||
+        (error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)))
+        return error;
+    error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 most - (int)code.sharedSizeBytes);
     if (error)
         return error;
+    error = cudaOccupancyMaxActiveClusters(ret_clusters, function, &config);
+    return error || *ret_clusters ? error : cudaErrorNotSupported;
+}
+
+template <class BODY>
+static cudaError_t launch(const kld_cuda_args &args, uint32_t groups, cudaStream_t stream) {
+    static_assert(sizeof(typename rows<BODY>::shared_type) + sizeof(team_shared) <= 3072,
+                  "see share()");
+    auto function = kernel<BODY>;
+    size_t shared = resident::bytes(args, sizeof(typename BODY::T));
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {args.cluster, 1, 1};
@@ -210,16 +369,19 @@ static cudaError_t launch(const kld_cuda_args &args, uint32_t groups, cudaStream
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    int clusters = 0;
-    error = cudaOccupancyMaxActiveClusters(&clusters, function, &config);
-    if (error)
-        return error;
-    if (clusters == 0)
-        return cudaErrorNotSupported;
+    int clusters = args.active_clusters ? *args.active_clusters : 0;
+    if (!clusters) {
+        cudaError_t error = active_clusters(config, function, &clusters);
+        if (error)
+            return error;
+        if (args.active_clusters)
+            *args.active_clusters = (uint16_t)clusters;
+    }
     uint32_t used = groups < (uint32_t)clusters ? groups : (uint32_t)clusters;
     config.gridDim = dim3(used * args.cluster);
     return cudaLaunchKernelEx(&config, function, args);
 }
 
+} /* namespace KLD_CUDA_TEAM */
 } /* namespace logits_resident */
 #endif

@@ -14,12 +14,13 @@
 #define KLD_KERNELS_CUDA_LOGITS_STATS_CUH
 
 #include "kernels/cuda/logits_math.cuh"
-#include "kernels/cuda/resident.cuh"
+#include "kernels/cuda/resident_exchange.cuh"
+#include "kernels/cuda/resident_slice.cuh"
 
 namespace logits_stats {
+inline namespace KLD_CUDA_TEAM {
 
 using resident::part;
-using resident::place;
 
 /* Rows below this value go the careful way: the fast one's error is some 1e-7 in 16 bits, 1e-8 in
  * FP32. */
@@ -63,7 +64,7 @@ template <class T> struct pair_of {
     }
 };
 
-/* What a warp measures its part against: the largest of its first 32 vectors, in powers of 2. */
+/* What masses are measured against: the largest of 32 vectors, in powers of 2. */
 struct reference {
     float c_p, c_q;
     float pad_p,
@@ -81,15 +82,14 @@ struct reference {
     static __device__ __forceinline__ int32_t mark(float c) {
         return isnan(c) ? INT32_MIN / 4 : (int32_t)c;
     }
+    __device__ __forceinline__ reference() {}
+    __device__ __forceinline__ explicit reference(const float (&x)[4])
+        : c_p(x[0]), c_q(x[1]), pad_p(x[2]), pad_q(x[3]) {}
+    /* Of a vector of each lane, the first `left` classes of it. */
     template <class T>
-    static __device__ __forceinline__ reference of(resident::slice &slice, const temperature &t,
-                                                   float span) {
+    static __device__ __forceinline__ reference of(const pair_of<T> &z, uint32_t left,
+                                                   const temperature &t, float span) {
         reference at;
-        uint4 raw_p, raw_q;
-        slice.peek(raw_p, raw_q);
-        pair_of<T> z(raw_p, raw_q);
-        uint32_t before = threadIdx.x * packet<T>::V;
-        uint32_t left = slice.count > before ? slice.count - before : 0;
         float top_p = -CUDART_INF_F, top_q = -CUDART_INF_F;
 #pragma unroll
         for (int i = 0; i < packet<T>::V; i++)
@@ -163,14 +163,13 @@ static __device__ __forceinline__ void fast_16(float z_p, float z_q, const refer
 }
 
 /* sum: a, b, a u, and b u or a ln b; logarithms of base 2 and less the references. */
-template <class T, int EXTRA>
-static __device__ __forceinline__ void fast(const place &at_place, resident::slice &slice,
-                                            const temperature &t, float span, uint32_t turn) {
+template <class T, int EXTRA, bool SHIFTED>
+static __device__ __forceinline__ void fast_of(const resident::slice &slice, const temperature &t,
+                                               const reference &at, uint32_t slot, bool release) {
     constexpr int V = packet<T>::V;
-    reference at = reference::of<T>(slice, t, span);
     double total[4] = {0, 0, 0, 0};
     chunk_sums<EXTRA> sum;
-    slice.pass<true>(
+    slice.template pass_of<SHIFTED, true>(
         V,
         [&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
             pair_of<T> z(raw_p, raw_q);
@@ -182,8 +181,24 @@ static __device__ __forceinline__ void fast(const place &at_place, resident::sli
                 else
                     fast_16(z.p[i], z.q[i], at, t, sum);
         },
-        [&] { sum.flush(total); });
-    resident::send_part(at_place, total, reference::mark(at.c_p), reference::mark(at.c_q), turn);
+        [&](uint32_t chunk) {
+            sum.flush(total);
+            if (release)
+                slice.release(chunk);
+        });
+    resident::block_shared &block = resident::here();
+    resident::store_sums(block.sums[slot][threadIdx.x / 32], total);
+    if (threadIdx.x % 32 == 0)
+        barrier_arrive(&block.found[slot]);
+}
+
+template <class T, int EXTRA>
+static __device__ __forceinline__ void fast(const resident::slice &slice, const temperature &t,
+                                            const reference &at, uint32_t slot, bool release) {
+    if (slice.shift_p || slice.shift_q)
+        fast_of<T, EXTRA, true>(slice, t, at, slot, release);
+    else
+        fast_of<T, EXTRA, false>(slice, t, at, slot, release);
 }
 
 /* 2^x, 0 far below. */
@@ -191,56 +206,59 @@ static __device__ __forceinline__ double power_of_2(int x) {
     return x < -1000 ? 0.0 : __hiloint2double((1023 + min(x, 1000)) << 20, 0);
 }
 
-template <int COUNT> static __device__ __forceinline__ void warp_sum(double (&x)[COUNT]) {
-#pragma unroll
-    for (int step = 16; step; step /= 2)
-#pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            x[i] += __shfl_xor_sync(KLD_FULL_WARP, x[i], step);
+/* A part to each lane; beyond `count` one without classes. */
+static __device__ __forceinline__ part lane_part(const part *parts, uint32_t count) {
+    unsigned lane = threadIdx.x % 32;
+    return lane < count ? parts[lane] : part{{0, 0, 0, 0}, {INT32_MIN / 4, INT32_MIN / 4}};
 }
 
-/* One warp: the parts of all to the row. unit: a power of 2 in units of 1 / T, ln 2 but for what
- * rounding left of the scale that was used. */
+/* The sums of all lanes, to all of them. */
+static __device__ __forceinline__ void sums_of(part &to, const double (&x)[4]) {
+    double sum = resident::warp_sums(x);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        to.sum[i] = __shfl_sync(KLD_FULL_WARP, sum, 8 * i);
+}
+
+/* One warp: up to 32 parts to one, in all its lanes. */
 template <int EXTRA>
-static __device__ row_stats fast_row(const part *parts, uint32_t count, double least, double unit) {
-    unsigned lane = threadIdx.x % 32;
-    int c_p = INT32_MIN, c_q = INT32_MIN;
-    for (uint32_t i = lane; i < count; i += 32) {
-        c_p = max(c_p, parts[i].mark[0]);
-        c_q = max(c_q, parts[i].mark[1]);
-    }
-    c_p = __reduce_max_sync(KLD_FULL_WARP, c_p);
-    c_q = __reduce_max_sync(KLD_FULL_WARP, c_q);
-    double x[4] = {0, 0, 0, 0};
-    for (uint32_t i = lane; i < count; i += 32) {
-        const part &from = parts[i];
-        int by_p = from.mark[0] - c_p, by_q = from.mark[1] - c_q;
-        double scale_p = power_of_2(by_p), scale_q = power_of_2(by_q);
-        x[0] += scale_p * from.sum[0];
-        x[1] += scale_q * from.sum[1];
-        x[2] += scale_p * (from.sum[2] + from.sum[0] * (double)(by_p - by_q));
-        if (EXTRA == REVERSE)
-            x[3] += scale_q * (from.sum[3] + from.sum[1] * (double)(by_p - by_q));
-        if (EXTRA == ENTROPY)
-            x[3] += scale_p * (from.sum[3] + from.sum[0] * (double)by_q);
-    }
-    warp_sum(x);
+static __device__ __forceinline__ part fast_merge(const part *parts, uint32_t count) {
+    part from = lane_part(parts, count), to;
+    to.mark[0] = __reduce_max_sync(KLD_FULL_WARP, from.mark[0]);
+    to.mark[1] = __reduce_max_sync(KLD_FULL_WARP, from.mark[1]);
+    int by_p = from.mark[0] - to.mark[0], by_q = from.mark[1] - to.mark[1];
+    double scale_p = power_of_2(by_p), scale_q = power_of_2(by_q);
+    double x[4] = {scale_p * from.sum[0], scale_q * from.sum[1],
+                   scale_p * (from.sum[2] + from.sum[0] * (double)(by_p - by_q)), 0.0};
+    if (EXTRA == REVERSE)
+        x[3] = scale_q * (from.sum[3] + from.sum[1] * (double)(by_p - by_q));
+    if (EXTRA == ENTROPY)
+        x[3] = scale_p * (from.sum[3] + from.sum[0] * (double)by_q);
+    sums_of(to, x);
+    return to;
+}
+
+/* One warp: the row from the only part that is left. unit: a power of 2 in units of 1 / T, ln 2 but
+ * for what rounding left of the scale that was used. */
+template <int EXTRA>
+static __device__ __forceinline__ row_stats fast_row(const part &all, double least, double unit) {
     row_stats row;
-    row.c_p = c_p;
-    row.c_q = c_q;
+    row.c_p = all.mark[0];
+    row.c_q = all.mark[1];
     /* Two lanes, one for each side: these take long. */
-    double mine = lane % 2 ? x[1] : x[0];
+    double mine = threadIdx.x % 2 ? all.sum[1] : all.sum[0];
     double inverse = wide_reciprocal(mine), logarithm = wide_log(mine, mine - 1.0);
     row.inverse_p = __shfl_sync(KLD_FULL_WARP, inverse, 0);
     row.inverse_q = __shfl_sync(KLD_FULL_WARP, inverse, 1);
     double log_q = __shfl_sync(KLD_FULL_WARP, logarithm, 1);
     double ratio = __shfl_sync(KLD_FULL_WARP, logarithm, 0) - log_q;
-    row.shift = (double)(c_p - c_q) * unit + ratio;
-    row.forward = x[2] * row.inverse_p * LN_2 - ratio;
-    row.reverse = EXTRA == REVERSE ? ratio - x[3] * row.inverse_q * LN_2 : 0.0;
-    row.entropy = EXTRA == ENTROPY ? log_q - x[3] * row.inverse_p * LN_2 : 0.0;
-    row.good = row.forward >= least && row.forward < 1e30 && x[0] > 0.25 && x[0] < 1e30 &&
-               x[1] > 0.25 && x[1] < 1e30 && (EXTRA == NOTHING || fabs(x[3]) < 1e300);
+    row.shift = (double)(row.c_p - row.c_q) * unit + ratio;
+    row.forward = all.sum[2] * row.inverse_p * LN_2 - ratio;
+    row.reverse = EXTRA == REVERSE ? ratio - all.sum[3] * row.inverse_q * LN_2 : 0.0;
+    row.entropy = EXTRA == ENTROPY ? log_q - all.sum[3] * row.inverse_p * LN_2 : 0.0;
+    row.good = row.forward >= least && row.forward < 1e30 && all.sum[0] > 0.25 &&
+               all.sum[0] < 1e30 && all.sum[1] > 0.25 && all.sum[1] < 1e30 &&
+               (EXTRA == NOTHING || fabs(all.sum[3]) < 1e300);
     return row;
 }
 
@@ -279,112 +297,168 @@ static __device__ careful_term careful_pair(float z_p, float z_q, const referenc
     }
     r.a = z_p < NO_MASS ? 0.0 : careful_exp(fmaxf(z_p, at.pad_p), c_p, t) * fraction;
     r.change = r.a - r.b;
+    if (isnan(z_p + z_q)) { /* fmaxf() drops it */
+        r.forward = r.reverse = CUDART_NAN;
+        return r;
+    }
     r.forward = r.a == 0.0 ? r.b : no_q ? CUDART_INF : fma(r.a, v, -r.change);
     r.reverse = r.b == 0.0 ? r.a : no_p ? CUDART_INF : fma(-r.b, v, r.change);
     return r;
 }
 
+/* The same of 16 bits, in FP32: v is exact but for its last bit, and every term is of the size of
+ * the result. */
+static __device__ __forceinline__ void careful_pair_16(float z_p, float z_q, const reference &at,
+                                                       float delta, float c_p, float fraction,
+                                                       const temperature &t, float &ret_b,
+                                                       float &ret_change, float &ret_forward,
+                                                       float &ret_reverse, float &ret_a) {
+    bool no_p = z_p == -CUDART_INF_F, no_q = z_q == -CUDART_INF_F;
+    float v = no_p || no_q ? 0.0f : (z_p - z_q - delta) * t.inverse.high;
+    float b = z_q < NO_MASS ? 0.0f : exp2_fast(fmaf(fmaxf(z_q, at.pad_q), t.scale.high, -at.c_q));
+    float f = expm1_rest(v), square = v * v * b;
+    bool near = !no_p && !no_q && fabsf(v) < 0.5f;
+    float a =
+        z_p < NO_MASS ? 0.0f : exp2_fast(fmaf(fmaxf(z_p, at.pad_p), t.scale.high, -c_p)) * fraction;
+    float change = near ? fmaf(square, f, b * v) : a - b;
+    float forward = a == 0.0f ? b : no_q ? CUDART_INF_F : fmaf(a, v, -change);
+    float reverse = b == 0.0f ? a : no_p ? CUDART_INF_F : fmaf(-b, v, change);
+    ret_b = b;
+    ret_change = change;
+    ret_forward = near ? square * fmaf(v - 1.0f, f, 1.0f) : forward;
+    if (isnan(z_p + z_q)) /* fmaxf() drops it */
+        ret_forward = CUDART_NAN_F;
+    ret_reverse = near ? square * f : reverse;
+    ret_a = near ? b + change : a;
+}
+
+/* Against what the careful way measures a warp's part. */
+struct careful_reference : reference {
+    float delta; /* the difference at the class whose q is the largest */
+    float c_p;   /* p's exponentials are 2^(zp s - c_p) fraction there */
+    double fraction;
+
+    template <class T, class SLICE>
+    static __device__ __forceinline__ careful_reference of(const SLICE &slice, const temperature &t,
+                                                           float span) {
+        constexpr int V = packet<T>::V;
+        careful_reference at;
+        uint4 first_p = {}, first_q = {};
+        uint32_t has = slice.template peek<T>(first_p, first_q);
+        pair_of<T> z(first_p, first_q);
+        (reference &)at = reference::of<T>(z, has, t, span);
+        float delta = CUDART_NAN_F;
+#pragma unroll
+        for (int i = 0; i < V; i++)
+            if (i < has && z.q[i] == at.top_q)
+                delta = z.p[i] - z.q[i];
+        unsigned have = __ballot_sync(KLD_FULL_WARP, fabsf(delta) < 1e30f);
+        delta = __shfl_sync(KLD_FULL_WARP, delta, have ? __ffs(have) - 1 : 0);
+        bool known = have || fabsf(at.top_p - at.top_q) < 1e30f;
+        if (!have)
+            delta = known ? at.top_p - at.top_q : 0.0f;
+        double c = (double)at.c_q + ((double)delta * ((double)t.scale.high + (double)t.scale.low));
+        at.delta = delta;
+        at.c_p = known ? (float)floor(c) : CUDART_NAN_F;
+        at.fraction = exp2(floor(c) - c);
+        at.pad_p = below(at.top_q + delta, span);
+        return at;
+    }
+};
+
 /* sum: b, change, forward terms, and reverse terms or a zq. mark: delta, the reference of b. */
-template <class T, int EXTRA>
-static __device__ __noinline__ void careful(place at_place, resident::slice slice, temperature t,
-                                            float span, uint32_t turn) {
+template <class T, int EXTRA, class SLICE>
+static __device__ __noinline__ part careful(SLICE slice, temperature t, float span) {
     constexpr int V = packet<T>::V;
-    reference at = reference::of<T>(slice, t, span);
-    uint4 first_p, first_q;
-    slice.peek(first_p, first_q);
-    pair_of<T> z(first_p, first_q);
-    uint32_t before = threadIdx.x * V;
-    uint32_t has = slice.count > before ? slice.count - before : 0;
-    float delta = CUDART_NAN_F; /* the difference at the class whose q is the largest */
-#pragma unroll
-    for (int i = 0; i < V; i++)
-        if (i < has && z.q[i] == at.top_q)
-            delta = z.p[i] - z.q[i];
-    unsigned have = __ballot_sync(KLD_FULL_WARP, fabsf(delta) < 1e30f);
-    delta = __shfl_sync(KLD_FULL_WARP, delta, have ? __ffs(have) - 1 : 0);
-    bool known = have || fabsf(at.top_p - at.top_q) < 1e30f;
-    if (!have)
-        delta = known ? at.top_p - at.top_q : 0.0f;
-    double c = (double)at.c_q + ((double)delta * ((double)t.scale.high + (double)t.scale.low));
-    float c_p = known ? (float)floor(c) : CUDART_NAN_F;
-    double fraction = exp2(floor(c) - c);
-    at.pad_p = reference::below(at.top_q + delta, span);
+    careful_reference at = careful_reference::of<T>(slice, t, span);
+    float fraction = (float)at.fraction;
     double total[4] = {0, 0, 0, 0};
-    slice.pass<false>(
-        V,
-        [&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
-            pair_of<T> z(raw_p, raw_q);
-            z.pad(left, -CUDART_INF_F, -CUDART_INF_F);
-#pragma unroll 1
-            for (int i = 0; i < V; i++) {
-                float z_p = z.p[0], z_q = z.q[0];
+    slice.template pass<T>([&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
+        pair_of<T> z(raw_p, raw_q);
+        z.pad(left, -CUDART_INF_F, -CUDART_INF_F);
+        [[maybe_unused]] float sum[4] = {0, 0, 0, 0};
 #pragma unroll
-                for (int j = 1; j < V; j++) {
-                    z_p = i == j ? z.p[j] : z_p;
-                    z_q = i == j ? z.q[j] : z_q;
-                }
-                careful_term r = careful_pair(z_p, z_q, at, delta, c_p, fraction, t);
+        for (int i = 0; i < V; i++)
+            if constexpr (sizeof(T) == 4) {
+                careful_term r = careful_pair(z.p[i], z.q[i], at, at.delta, at.c_p, at.fraction, t);
                 total[0] += r.b;
                 total[1] += r.change;
                 total[2] += r.forward;
                 if (EXTRA == REVERSE)
                     total[3] += r.reverse;
                 if (EXTRA == ENTROPY)
-                    total[3] += r.a == 0.0 ? 0.0 : r.a * (double)z_q;
+                    total[3] += r.a == 0.0 ? 0.0 : r.a * (double)z.q[i];
+            } else {
+                float b, change, forward, reverse, a;
+                careful_pair_16(z.p[i], z.q[i], at, at.delta, at.c_p, fraction, t, b, change,
+                                forward, reverse, a);
+                sum[0] += b;
+                sum[1] += change;
+                sum[2] += forward;
+                if (EXTRA == REVERSE)
+                    sum[3] += reverse;
+                if (EXTRA == ENTROPY)
+                    sum[3] = a == 0.0f ? sum[3] : fmaf(a, z.q[i], sum[3]);
             }
-        },
-        [] {});
-    resident::send_part(at_place, total, __float_as_int(delta), reference::mark(at.c_q), turn);
+        if constexpr (sizeof(T) != 4)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                total[i] += (double)sum[i];
+    });
+    return {{total[0], total[1], total[2], total[3]},
+            {__float_as_int(at.delta), reference::mark(at.c_q)}};
 }
 
-/* With eta by which a part's delta differs from the row's: a grows by e^eta. */
+/* One warp: up to 32 parts to one. With eta by which a part's delta differs from that of the part
+ * with the largest reference: a grows by e^eta. */
 template <int EXTRA>
-static __device__ row_stats careful_row(const part *parts, uint32_t count,
-                                        double inverse_temperature) {
-    unsigned lane = threadIdx.x % 32;
-    int c_q = INT32_MIN;
-    uint32_t main = 0; /* the part with the largest reference lends its delta to the row */
-    for (uint32_t i = 0; i < count; i++)
-        if (parts[i].mark[1] > c_q && parts[i].sum[0] > 0) {
-            c_q = parts[i].mark[1];
-            main = i;
-        }
-    double origin = (double)__int_as_float(parts[main].mark[0]);
-    double x[4] = {0, 0, 0, 0}; /* b, change, forward, reverse or a zq */
-    for (uint32_t i = lane; i < count; i += 32) {
-        const part &from = parts[i];
-        double scale = power_of_2(from.mark[1] - c_q);
-        double b = from.sum[0], a = from.sum[0] + from.sum[1];
-        double eta = ((double)__int_as_float(from.mark[0]) - origin) * inverse_temperature;
-        double grow = a > 0 ? expm1(eta) : 0.0;
-        double more = grow * a;
-        x[0] += scale * b;
-        x[1] += scale * (from.sum[1] + more);
-        /* sum of a'(v + eta) - a' + b with a' = a e^eta */
-        x[2] += scale * (from.sum[2] + grow * (from.sum[2] - b) + (more + a) * eta);
-        if (EXTRA == REVERSE)
-            x[3] += scale * (from.sum[3] + more - eta * b);
-        if (EXTRA == ENTROPY)
-            x[3] += scale * from.sum[3] * (1.0 + grow);
-    }
-    warp_sum(x);
+static __device__ part careful_merge(const part *parts, uint32_t count,
+                                     double inverse_temperature) {
+    part from = lane_part(parts, count), to;
+    int mark = from.sum[0] > 0 ? from.mark[1] : INT32_MIN / 4;
+    int c_q = __reduce_max_sync(KLD_FULL_WARP, mark);
+    int main = __ffs(__ballot_sync(KLD_FULL_WARP, mark == c_q)) - 1;
+    to.mark[0] = __shfl_sync(KLD_FULL_WARP, from.mark[0], main);
+    to.mark[1] = c_q;
+    double origin = (double)__int_as_float(to.mark[0]);
+    double scale = power_of_2(from.mark[1] - c_q);
+    double b = from.sum[0], a = from.sum[0] + from.sum[1];
+    double eta = ((double)__int_as_float(from.mark[0]) - origin) * inverse_temperature;
+    double grow = a > 0 ? expm1(eta) : 0.0, more = grow * a;
+    if (threadIdx.x % 32 >= count)
+        eta = 0.0;
+    /* sum of a'(v + eta) - a' + b with a' = a e^eta */
+    double x[4] = {scale * b, scale * (from.sum[1] + more),
+                   scale * (from.sum[2] + grow * (from.sum[2] - b) + (more + a) * eta), 0.0};
+    if (EXTRA == REVERSE)
+        x[3] = scale * (from.sum[3] + more - eta * b);
+    if (EXTRA == ENTROPY)
+        x[3] = scale * from.sum[3] * (1.0 + grow);
+    sums_of(to, x);
+    return to;
+}
+
+template <int EXTRA>
+static __device__ row_stats careful_row(const part &all, double inverse_temperature) {
+    const double(&x)[4] = all.sum; /* b, change, forward, reverse or a zq */
     row_stats row;
     double relative = x[1] / x[0], ratio = log1p(relative), inverse_a = 1.0 / (x[0] + x[1]);
-    row.c_q = c_q;
+    row.c_q = all.mark[1];
     row.inverse_q = 1.0 / x[0];
-    row.shift = origin * inverse_temperature + ratio;
-    double lse_p = (double)c_q + log2(x[0]) + row.shift * LOG2_E;
+    row.shift = (double)__int_as_float(all.mark[0]) * inverse_temperature + ratio;
+    double lse_p = (double)row.c_q + log2(x[0]) + row.shift * LOG2_E;
     row.c_p = (int)floor(lse_p);
     row.inverse_p = exp2(floor(lse_p) - lse_p);
     row.forward = fmax(x[2] * inverse_a + (relative * x[0] * inverse_a - ratio), 0.0);
     row.reverse = EXTRA == REVERSE ? fmax(x[3] / x[0] + (ratio - relative), 0.0) : 0.0;
     row.entropy = EXTRA == ENTROPY
-                      ? (double)c_q * LN_2 + log(x[0]) - x[3] * inverse_a * inverse_temperature
+                      ? (double)row.c_q * LN_2 + log(x[0]) - x[3] * inverse_a * inverse_temperature
                       : 0.0;
     row.good = x[0] > 0 && x[0] < 1e300 && x[0] + x[1] > 0 && fabs(x[2]) < 1e300 &&
                fabs(x[3]) < 1e300 && fabs(lse_p) < 1e6;
     return row;
 }
 
+} /* namespace KLD_CUDA_TEAM */
 } /* namespace logits_stats */
 #endif

@@ -70,6 +70,7 @@ void cuda_plan_args(struct cuda_device *device, struct cuda_flight *flight) {
         !cuda_slot_is_present(job, KLD_SLOT_ROW_MASK))
         args->divisor = (double)job->geometry.rows;
     args->scratch = flight->scratch;
+    args->active_clusters = device->active_clusters;
     args->multiprocessors = device->base.info.threads;
     if (kld_cuda_can_be_flat(args) && is_packed(job))
         args->elements = job->geometry.rows * job->geometry.classes;

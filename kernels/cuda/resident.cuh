@@ -1,74 +1,103 @@
 /* resident.cuh - rows that stay in shared memory between the passes over them, read from device
- * memory once: the blocks of a cluster hold a slice of the row each; one warp of a block brings the
- * next row while the others compute on this one; what the warps found is exchanged across the
- * cluster. No mathematics here.
+ * memory once: the blocks of a cluster hold a slice of the row each; what the warps found is
+ * exchanged across the cluster. No mathematics here.
  *
- * The copying warp also decides what a row is: where its gradient goes, whether it counts at all;
- * of masked rows it writes the zeros itself, and the others never see them.
+ * The warps of a block have four trades. WARPS of them compute. One copies: it brings rows ahead,
+ * and it decides what a row is: where its gradient goes, whether it counts at all; of masked rows
+ * it writes the zeros itself, and the others never see them. A scout looks at what has come, for
+ * what the computing warps count from. SETTLERS put together what the
+ * computing warps of all blocks found in a row. Meanwhile those go on: they take a row's statistics
+ * `lag` rows before they write its gradient, so that nobody waits for the exchange.
  *
  * Slots and chunks. A block has `slots` places for a slice of both tensors, cut into chunks of
  * CHUNK vectors. A chunk's `full` barrier says that it has come, its `empty` barrier that all warps
- * are done with it. Threads of the block: WARPS warps that compute, one that copies. */
+ * are done with it. What is known of a row lies in its slot as well. */
 #ifndef KLD_KERNELS_CUDA_RESIDENT_CUH
 #define KLD_KERNELS_CUDA_RESIDENT_CUH
 
 #include "kernels/cuda/cluster.cuh"
+#include "kernels/cuda/resident_team.h"
 #include "kernels/cuda/row.cuh"
 
 namespace resident {
+inline namespace KLD_CUDA_TEAM {
 
-constexpr uint32_t WARPS = KLD_CUDA_RESIDENT_WARPS, COMPUTING = 32 * WARPS;
-constexpr uint32_t THREADS = COMPUTING + 32;
-constexpr uint32_t CHUNK = KLD_CUDA_RESIDENT_CHUNK; /* vectors of 16 bytes, of each tensor */
-constexpr uint32_t STEPS = CHUNK / COMPUTING;       /* of a thread in a chunk */
-constexpr uint32_t BEYOND = 512; /* bytes that a warp may read behind the last slice */
-constexpr uint32_t EDGE = 16; /* bytes behind a slice: rows at odd addresses start 2 bytes late */
+constexpr uint32_t WARPS = KLD_CUDA_TEAM_WARPS, COMPUTING = 32 * WARPS;
+constexpr uint32_t SETTLERS = KLD_CUDA_TEAM_SETTLERS;
+constexpr uint32_t THREADS = COMPUTING + 64 + 32 * SETTLERS;
+constexpr uint32_t CHUNK = 64 * WARPS;        /* vectors of 16 bytes, of each tensor */
+constexpr uint32_t CHUNKS_MAX = 16;           /* of all slots of a block */
+constexpr uint32_t STEPS = CHUNK / COMPUTING; /* of a thread in a chunk */
+constexpr uint32_t EDGE = 16;    /* bytes behind a slice: rows need not start at a multiple of 16 */
+constexpr uint32_t BEYOND = 528; /* bytes that a warp may read behind the last slice */
+constexpr uint32_t SLOTS_MAX = 6;
+constexpr uint32_t CLUSTER_MAX = 8; /* more is not to be had everywhere */
 
-/* What one warp found in its part of a row. What the numbers mean is the passes' business. */
+/* What was found in a part of a row. What the numbers mean is the passes' business. */
 struct part {
     double sum[4];
     int32_t mark[2];
 };
 
-/* What the copying warp says of the row in a slot. Valid from `full` to `empty` of its first chunk.
- */
-struct row_info {
+/* What is said of a row before its statistics are taken: by the copying warp and, `reference`, by
+ * the scout. Two of a slot alternate: the next row may come in before this one is settled. */
+struct alignas(16) row_info {
+    float reference[4];        /* what it means is the passes' business */
+    uint32_t shift_p, shift_q; /* bytes after a multiple of 16 at which the slice starts */
+    bool whole_p, whole_q;     /* gradients start at a multiple of 16 */
+    bool last;                 /* there is no such row */
+    char *grad_p, *grad_q;     /* this block's part; NULL: not asked for */
     uint64_t index, group;
-    char *grad_p, *grad_q; /* this block's part; NULL: not asked for */
-    bool odd_p, odd_q, whole_p, whole_q, end;
 };
-
-struct block_shared {
-    row_info info[KLD_CUDA_RESIDENT_SLOTS_MAX];
-    barrier full[KLD_CUDA_RESIDENT_CHUNKS_MAX], empty[KLD_CUDA_RESIDENT_CHUNKS_MAX];
-    barrier exchanged[2];
-    uint4 stage[WARPS][32]; /* of stores to unaligned rows */
-};
-
-/* Dynamic shared memory of a block. */
-static inline size_t bytes(const kld_cuda_args &args, size_t element) {
-    return sizeof(block_shared) + 2 * args.cluster * WARPS * sizeof(part) +
-           (size_t)args.slots * 2 * (args.slice * element + EDGE) + BEYOND;
-}
 
 /* One block's place in the launch. */
 struct place {
     uint32_t rank, cluster; /* of the cluster: this block, how many */
     uint64_t first_group, groups_step;
-    uint32_t slice, count; /* classes: of every block but the last, of this one */
-    uint32_t chunks;       /* of this block's slice */
-    uint32_t slots, tensor_bytes;
-    block_shared *shared;
-    part *parts; /* [2][cluster * WARPS] */
-    char *data;  /* [slots][2][tensor_bytes] */
-
-    __device__ __forceinline__ char *tensor(uint32_t slot, uint32_t which) const {
-        return data + (size_t)(2 * slot + which) * tensor_bytes;
-    }
+    uint32_t slice;                              /* classes of every block but the last */
+    uint32_t count, chunks, slots, tensor_bytes; /* of this one */
+    uint32_t lag;
 };
 
-template <class T> static __device__ place place_of(const kld_cuda_args &args, char *dynamic) {
-    place at;
+/* What is needed once a row lies here and not in registers: spilled, it would not even find room in
+ * the first-level cache beside this much shared memory. */
+struct block_shared {
+    place place;
+    row_info info[2 * SLOTS_MAX];
+    barrier full[CHUNKS_MAX], empty[CHUNKS_MAX];
+    /* Of a slot: its reference is known, its warps' sums are there, the row is settled. */
+    barrier ready[SLOTS_MAX], found[SLOTS_MAX], settled[SLOTS_MAX];
+    /* Of the ring of blocks' parts: all have come. A block may be 2 lag + 1 rows ahead of what
+     * another has read. */
+    barrier arrived[2 * SLOTS_MAX];
+    barrier extra_arrived[2]; /* the same of exchanges that the computing warps wait for */
+    uint32_t extra_exchanges; /* so far; first warp */
+    double total;             /* of the rows of `group` so far; first thread */
+    uint64_t group;
+    double sums[SLOTS_MAX][WARPS][16]; /* of a warp: 4 partial sums of each of 4 */
+    part blocks[2 * SLOTS_MAX][CLUSTER_MAX];
+    part extra_warps[WARPS], extra_blocks[2][CLUSTER_MAX];
+    uint4 stage[WARPS][32]; /* of stores to unaligned rows */
+    uint4 data[];           /* [slots][2][tensor_bytes] */
+};
+
+static __device__ __forceinline__ block_shared &here() {
+    extern __shared__ uint4 dynamic[];
+    return *(block_shared *)dynamic;
+}
+
+/* Address in shared memory of a slot's tensor: 0 p, 1 q. */
+static __device__ __forceinline__ char *tensor_of(uint32_t slot, uint32_t which) {
+    block_shared &block = here();
+    return (char *)block.data + (2 * slot + which) * block.place.tensor_bytes;
+}
+
+/* Dynamic shared memory of a block. */
+static inline size_t bytes(const kld_cuda_args &args, size_t element) {
+    return sizeof(block_shared) + (size_t)args.slots * 2 * (args.slice * element + EDGE) + BEYOND;
+}
+
+template <class T> static __device__ void find_place(const kld_cuda_args &args, place &at) {
     at.rank = cluster_rank();
     at.cluster = args.cluster;
     at.first_group = blockIdx.x / args.cluster;
@@ -80,12 +109,21 @@ template <class T> static __device__ place place_of(const kld_cuda_args &args, c
     at.chunks = (uint32_t)((at.count * sizeof(T) + 16 * CHUNK - 1) / (16 * CHUNK));
     at.chunks = at.chunks ? at.chunks : 1; /* an empty one: barriers are passed all the same */
     at.slots = args.slots;
+    at.lag = args.lag;
     at.tensor_bytes = (uint32_t)(args.slice * sizeof(T)) + EDGE;
-    at.shared = (block_shared *)dynamic;
-    at.parts = (part *)(dynamic + sizeof(block_shared));
-    at.data = dynamic + sizeof(block_shared) + 2 * at.cluster * WARPS * sizeof(part);
-    return at;
 }
+
+/* The slots one after the other, and how often all have been taken. */
+struct cursor {
+    uint32_t slot, turn;
+
+    __device__ __forceinline__ void advance(uint32_t slots) {
+        if (++slot == slots) {
+            slot = 0;
+            turn++;
+        }
+    }
+};
 
 /* The rows of this cluster, in order: FUNCTION(index, group, first of its group). */
 template <class FUNCTION>
@@ -103,39 +141,50 @@ static __device__ __forceinline__ void each_row(const kld_cuda_args &args, const
 /* ---- the warp that copies ---------------------------------------------------------------------
  */
 
-/* Does a row start 2 bytes after a multiple of 4? Its slice then lies 2 bytes late. */
-static __device__ __forceinline__ bool is_odd(const void *at) { return ((uintptr_t)at & 3) == 2; }
+static __device__ __forceinline__ uint32_t shift_of(const void *at) {
+    return (uint32_t)((uintptr_t)at & 15);
+}
 
+/* One chunk of a slice that starts at `from`, to the slot's tensor at `to`. Everything moves by the
+ * copy engine, in whole 16 bytes: also those around the ends of the slice, where `before` and
+ * `behind` say that the tensor goes on there; what is not the slice's is not looked at. Else the
+ * lanes bring the elements at the ends. */
 template <class T>
-static __device__ void bring(char *to, const char *from, uint32_t bytes, barrier *full,
-                             unsigned lane) {
-    constexpr uint32_t SIZE = sizeof(T);
-    uint32_t first, end; /* bytes in between go in words or in bulk, the rest in elements */
-    if (((uintptr_t)from & 15) == 0) {
-        first = 0;
-        end = bytes & ~15u;
-        if (lane == 31 && end) { /* has no class of the tail to store before it arrives */
-            barrier_expect(full, end);
-            copy_bulk(to, from, end, full);
+static __device__ __forceinline__ void bring(char *to, const char *from, uint32_t bytes,
+                                             uint32_t chunk, bool last_chunk, bool before,
+                                             bool behind, barrier *full, unsigned lane) {
+    uint32_t shift = shift_of(from), end_of_slice = shift + bytes;
+    from -= shift;
+    /* A shifted chunk ends 16 bytes later, where its last vector ends. */
+    uint32_t late = shift ? 16 : 0;
+    uint32_t begin = chunk ? chunk * 16 * CHUNK + late : 0;
+    uint32_t end = last_chunk ? (end_of_slice + 15) & ~15u : (chunk + 1) * 16 * CHUNK + late;
+    bool head = chunk == 0 && shift && !before;
+    bool tail = last_chunk && (end_of_slice & 15) && !behind;
+    if (head || tail) {
+        uint32_t element = lane % 8 * (uint32_t)sizeof(T);
+        if (head) {
+            begin = 16;
+            if (lane < 8 && element < 16 && element >= shift && element < end_of_slice)
+                *(T *)(to + element) = *(const T *)(from + element);
         }
-    } else {
-        bool odd = is_odd(from);
-        to += odd ? 2 : 0;
-        first = odd ? 2 : 0;
-        end = first + ((bytes - first) & ~3u);
-        for (uint32_t i = first + 4 * lane; i < end; i += 128)
-            copy_word(to + i, from + i);
+        if (tail) {
+            end -= 16;
+            element += end;
+            if (lane >= 8 && lane < 16 && element < end_of_slice && element >= shift)
+                *(T *)(to + element) = *(const T *)(from + element);
+        }
+        fence_copies();
+        __syncwarp();
     }
-    if (lane < first / SIZE)
-        *(T *)to = *(const T *)from;
-    else if (lane - first / SIZE < (bytes - end) / SIZE)
-        *(T *)(to + end + (lane - first / SIZE) * SIZE) =
-            *(const T *)(from + end + (lane - first / SIZE) * SIZE);
-    fence_copies();
-    if (((uintptr_t)from & 15) != 0)
-        barrier_arrive_after_copies(full);
-    else if (lane != 31 || !end)
+    if (lane != 0)
+        return;
+    if (end > begin && bytes) {
+        barrier_expect(full, end - begin);
+        copy_bulk(to + begin, from + begin, end - begin, full);
+    } else {
         barrier_arrive(full);
+    }
 }
 
 /* Zeros over this block's part of a gradient row. */
@@ -157,26 +206,33 @@ static __device__ __forceinline__ char *part_of(const kld_cuda_tensor &tensor, u
     return row ? row + (uint64_t)at.rank * at.slice * sizeof(T) : nullptr;
 }
 
-template <class T> static __device__ void copy_rows(const kld_cuda_args &args, const place &at) {
+template <class T> static __device__ void copy_rows(const kld_cuda_args &args) {
+    block_shared &block = here();
+    const place at = block.place;
     unsigned lane = threadIdx.x % 32;
-    uint32_t slot = 0, turn = 0;
-    auto describe = [&](uint64_t index, uint64_t group, bool end) {
-        if (turn > 0)
-            barrier_wait(&at.shared->empty[slot * at.chunks], (turn - 1) & 1);
+    cursor next = {0, 0};
+    auto wait = [&](uint32_t chunk) {
+        if (next.turn > 0)
+            barrier_wait(&block.empty[next.slot * at.chunks + chunk], (next.turn - 1) & 1);
+    };
+    auto describe = [&](uint64_t index, uint64_t group, bool last) {
+        wait(0);
         if (lane == 0) {
             char *grad_p = part_of<T>(args.grad_p, index, at);
             char *grad_q = part_of<T>(args.grad_q, index, at);
-            at.shared->info[slot] = {index,
-                                     group,
-                                     grad_p,
-                                     grad_q,
-                                     is_odd(part_of<T>(args.p, index, at)),
-                                     is_odd(part_of<T>(args.q, index, at)),
-                                     aligned16<T>(grad_p),
-                                     aligned16<T>(grad_q),
-                                     end};
+            row_info &info = block.info[2 * next.slot + (next.turn & 1)];
+            info.shift_p = shift_of(part_of<T>(args.p, index, at));
+            info.shift_q = shift_of(part_of<T>(args.q, index, at));
+            info.whole_p = aligned16<T>(grad_p);
+            info.whole_q = aligned16<T>(grad_q);
+            info.last = last;
+            info.grad_p = grad_p;
+            info.grad_q = grad_q;
+            info.index = index;
+            info.group = group;
         }
     };
+    uint32_t slice_bytes = at.count * (uint32_t)sizeof(T);
     each_row(args, at, [&](uint64_t index, uint64_t group, bool first) {
         if (first && at.rank == 0 &&
             lane == 0) /* of a group of masked rows nobody else writes it */
@@ -190,246 +246,29 @@ template <class T> static __device__ void copy_rows(const kld_cuda_args &args, c
         }
         describe(index, group, false);
         const char *p = part_of<T>(args.p, index, at), *q = part_of<T>(args.q, index, at);
+        bool before = index > 0 || at.rank > 0, behind = index + 1 < args.rows;
+        behind = behind || (uint64_t)at.rank * at.slice + at.count < args.classes;
         for (uint32_t chunk = 0; chunk < at.chunks; chunk++) {
-            uint32_t i = slot * at.chunks + chunk, begin = chunk * CHUNK * 16;
-            uint32_t bytes = min(CHUNK * 16, (uint32_t)(at.count * sizeof(T)) - begin);
-            if (turn > 0 && chunk > 0)
-                barrier_wait(&at.shared->empty[i], (turn - 1) & 1);
-            /* What starts 2 bytes late ends in the next chunk. */
-            if (turn > 0 && chunk + 1 < at.chunks && (is_odd(p) || is_odd(q)))
-                barrier_wait(&at.shared->empty[i + 1], (turn - 1) & 1);
-            bring<T>(at.tensor(slot, 0) + begin, p + begin, bytes, &at.shared->full[i], lane);
-            bring<T>(at.tensor(slot, 1) + begin, q + begin, bytes, &at.shared->full[i], lane);
+            bool last_chunk = chunk + 1 == at.chunks;
+            if (chunk > 0)
+                wait(chunk);
+            if (!last_chunk && (shift_of(p) || shift_of(q)))
+                wait(chunk + 1);
+            barrier *full = &block.full[next.slot * at.chunks + chunk];
+            bring<T>(tensor_of(next.slot, 0), p, slice_bytes, chunk, last_chunk, before, behind,
+                     full, lane);
+            bring<T>(tensor_of(next.slot, 1), q, slice_bytes, chunk, last_chunk, before, behind,
+                     full, lane);
         }
-        if (++slot == at.slots) {
-            slot = 0;
-            turn++;
-        }
+        next.advance(at.slots);
     });
     describe(0, 0, true);
-    barrier_arrive(&at.shared->full[slot * at.chunks]);
-    barrier_arrive(&at.shared->full[slot * at.chunks]);
-}
-
-/* ---- the warps that compute -------------------------------------------------------------------
- */
-
-/* How many classes of a vector there are: all, or `left`. */
-struct all_of {
-    static constexpr bool ALL = true;
-    static constexpr uint32_t left = UINT32_MAX;
-};
-struct some_of {
-    static constexpr bool ALL = false;
-    uint32_t left;
-};
-
-/* This block's slice of the row at hand. */
-struct slice {
-    const char *p, *q; /* in shared memory, this thread's first vector */
-    uint32_t count, chunks;
-    barrier *full, *empty; /* of its first chunk */
-    uint32_t parity;
-    bool odd_p, odd_q;
-    bool arrived; /* all chunks have been waited for */
-
-    template <bool ODD> static __device__ __forceinline__ uint4 load(const char *at, bool odd) {
-        uint4 x = *(const uint4 *)at;
-        if (ODD && odd) {
-            uint32_t next = *(const uint32_t *)(at + 16);
-            x.x = __funnelshift_r(x.x, x.y, 16);
-            x.y = __funnelshift_r(x.y, x.z, 16);
-            x.z = __funnelshift_r(x.z, x.w, 16);
-            x.w = __funnelshift_r(x.w, next, 16);
-        }
-        return x;
-    }
-
-    /* The first vectors of this thread's warp. */
-    __device__ __forceinline__ void peek(uint4 &ret_p, uint4 &ret_q) const {
-        ret_p = load<true>(p, odd_p);
-        ret_q = load<true>(q, odd_q);
-    }
-
-    /* FUNCTION(vector, left, raw p, raw q) for every vector of this thread: its number and how many
-     * classes are left from its first on, as `all_of` where the whole warp has whole vectors. Where
-     * it is less than V (or nothing), what lies beyond is undefined. The whole warp comes along as
-     * long as one of its lanes has a class. */
-    template <bool ODD, class FUNCTION, class FLUSH, class DONE>
-    __device__ __forceinline__ void pass_of(uint32_t V, FUNCTION function, FLUSH flush,
-                                            DONE done) const {
-        const char *at_p = p, *at_q = q;
-        uint32_t first = threadIdx.x;
-        for (uint32_t chunk = 0; chunk < chunks; chunk++) {
-            if (!arrived)
-                barrier_wait(&full[chunk], parity);
-            if ((chunk + 1) * CHUNK * V <= count) {
-#pragma unroll
-                for (uint32_t step = 0; step < STEPS; step++)
-                    function(first + step * COMPUTING, all_of(),
-                             load<ODD>(at_p + step * COMPUTING * 16, odd_p),
-                             load<ODD>(at_q + step * COMPUTING * 16, odd_q));
-            } else {
-#pragma unroll 1
-                for (uint32_t step = 0; step < STEPS; step++) {
-                    uint32_t vector = first + step * COMPUTING;
-                    if ((vector & ~31u) * V < count)
-                        function(vector, some_of{count > vector * V ? count - vector * V : 0},
-                                 load<ODD>(at_p + step * COMPUTING * 16, odd_p),
-                                 load<ODD>(at_q + step * COMPUTING * 16, odd_q));
-                }
-            }
-            flush();
-            done(chunk);
-            first += CHUNK;
-            at_p += CHUNK * 16;
-            at_q += CHUNK * 16;
-        }
-    }
-    /* SPLIT: code of its own for rows that are not odd. */
-    template <bool SPLIT, class FUNCTION, class FLUSH>
-    __device__ __forceinline__ void pass(uint32_t V, FUNCTION function, FLUSH flush) {
-        auto done = [](uint32_t) {};
-        if (!SPLIT || odd_p || odd_q)
-            pass_of<true>(V, function, flush, done);
-        else
-            pass_of<false>(V, function, flush, done);
-        arrived = true;
-    }
-    /* The last pass: each chunk may be overwritten after it. */
-    template <bool SPLIT, class FUNCTION>
-    __device__ __forceinline__ void last_pass(uint32_t V, FUNCTION function) {
-        auto done = [&](uint32_t chunk) {
-            __syncwarp();
-            if (threadIdx.x % 32 == 0)
-                barrier_arrive(&empty[chunk]);
-        };
-        if (odd_p || odd_q)
-            pass_of<true>(
-                V, function, [] {}, done);
-        else
-            pass_of<false>(
-                V, function, [] {}, done);
-    }
-    __device__ __forceinline__ void release() {
-        for (uint32_t chunk = 0; chunk < chunks; chunk++) {
-            if (!arrived)
-                barrier_wait(&full[chunk], parity);
-            __syncwarp();
-            if (threadIdx.x % 32 == 0)
-                barrier_arrive(&empty[chunk]);
-        }
-    }
-};
-
-/* Four sums over the warp: lane l gets number l / 8. */
-static __device__ __forceinline__ double warp_sums(const double (&x)[4]) {
-    unsigned lane = threadIdx.x % 32;
-    bool upper = lane & 16;
-    double keep[2] = {upper ? x[2] : x[0], upper ? x[3] : x[1]};
-    keep[0] += __shfl_xor_sync(KLD_FULL_WARP, upper ? x[0] : x[2], 16);
-    keep[1] += __shfl_xor_sync(KLD_FULL_WARP, upper ? x[1] : x[3], 16);
-    upper = lane & 8;
-    double sum = upper ? keep[1] : keep[0];
-    sum += __shfl_xor_sync(KLD_FULL_WARP, upper ? keep[0] : keep[1], 8);
-#pragma unroll
-    for (int step = 4; step; step /= 2)
-        sum += __shfl_xor_sync(KLD_FULL_WARP, sum, step);
-    return sum;
-}
-
-/* Every warp's part to every block of the cluster; wait_for_parts() gets them all. `turn` counts
- * the exchanges: two places alternate, because a block can be one exchange ahead of another. */
-static __device__ __forceinline__ void send_part(const place &at, const double (&sums)[4],
-                                                 int32_t mark_0, int32_t mark_1, uint32_t turn) {
-    unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    uint32_t which = turn & 1, all = at.cluster * WARPS;
-    part *to = at.parts + which * all + at.rank * WARPS + warp;
-    barrier *done = &at.shared->exchanged[which];
-    if (threadIdx.x == 0 && at.cluster > 1)
-        barrier_expect(done, all * sizeof(part));
-    double sum = warp_sums(sums);
-    uint64_t marks = (uint64_t)(uint32_t)mark_1 << 32 | (uint64_t)(uint32_t)mark_0;
-    if (at.cluster == 1) {
-        if (lane % 8 == 0)
-            to->sum[lane / 8] = sum;
-        if (lane == 0)
-            *(uint64_t *)to->mark = marks;
-        __syncwarp();
-        if (lane == 0)
-            barrier_arrive(done);
-        return;
-    }
-    for (uint32_t rank = lane % 8; rank < at.cluster; rank += 8)
-        cluster_send(&to->sum[lane / 8], done, rank, (uint64_t)__double_as_longlong(sum));
-    if (lane < at.cluster)
-        cluster_send(to->mark, done, lane, marks);
-}
-
-static __device__ __forceinline__ const part *wait_for_parts(const place &at, uint32_t turn) {
-    barrier_wait(&at.shared->exchanged[turn & 1], (turn >> 1) & 1);
-    return at.parts + (turn & 1) * at.cluster * WARPS;
-}
-
-/* V values of one vector to a row, as 16 bytes where the row allows. The whole warp. */
-template <class T, class LEFT>
-static __device__ __forceinline__ void put(const place &at, char *to_row, bool whole,
-                                           uint32_t vector, LEFT, const float (&x)[packet<T>::V]) {
-    constexpr int V = packet<T>::V;
-    alignas(16) T y[V];
-#pragma unroll
-    for (int i = 0; i < V; i++)
-        y[i] = to<T>(x[i]);
-    if (LEFT::ALL && whole) {
-        __stcs((uint4 *)to_row + vector, *(uint4 *)y);
-        return;
-    }
-    unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    uint32_t first = (vector - lane) * V; /* of the warp's 32 vectors */
-    uint4 *stage = at.shared->stage[warp];
-    __syncwarp();
-    stage[lane] = *(uint4 *)y;
-    __syncwarp();
-    const T *staged = (const T *)stage;
-    T *out = (T *)to_row + first;
-    uint32_t count = at.count > first ? min(at.count - first, 32u * V) : 0;
-    if (sizeof(T) == 4 || ((uintptr_t)out & 3) != 0) {
-#pragma unroll
-        for (uint32_t i = lane; i < 32 * V; i += 32)
-            if (i < count)
-                out[i] = staged[i];
-    } else {
-#pragma unroll
-        for (uint32_t i = 2 * lane; i < 32 * V; i += 64) {
-            if (i + 1 < count)
-                *(uint32_t *)(out + i) = *(const uint32_t *)(staged + i);
-            else if (i < count)
-                out[i] = staged[i];
-        }
+    if (lane == 0) {
+        barrier_arrive(&block.full[next.slot * at.chunks]);
+        barrier_arrive(&block.full[next.slot * at.chunks]);
     }
 }
 
-/* A kernel of BODY: its first warps compute, the last copies. */
-template <class BODY> static __device__ void run(const kld_cuda_args &args) {
-    extern __shared__ uint4 dynamic[];
-    typedef typename BODY::type T;
-    place at = place_of<T>(args, (char *)dynamic);
-    uint32_t chunks = at.slots * at.chunks;
-    if (threadIdx.x < chunks) {
-        barrier_init(&at.shared->full[threadIdx.x], 64);
-        barrier_init(&at.shared->empty[threadIdx.x], WARPS);
-    }
-    if (threadIdx.x < 2) /* a block alone counts its warps, a cluster the bytes */
-        barrier_init(&at.shared->exchanged[threadIdx.x], at.cluster == 1 ? WARPS : 1);
-    barrier_init_done();
-    cluster_sync();
-    if (threadIdx.x >= COMPUTING)
-        copy_rows<T>(args, at);
-    else
-        BODY::compute(args, at);
-    __syncwarp();
-    cluster_sync(); /* nobody leaves while another may write to its shared memory */
-}
-
+} /* namespace KLD_CUDA_TEAM */
 } /* namespace resident */
 #endif

@@ -1,0 +1,7 @@
+/* resident_large_difference_fp16.cu - FP16 logits, the large team: q - p. */
+#include "kernels/cuda/resident_difference.cuh"
+
+extern "C" cudaError_t KLD_CUDA_TEAM_NAME(difference_fp16)(const kld_cuda_args *args,
+                                                           uint32_t groups, cudaStream_t stream) {
+    return launch_difference<__half>(args, groups, stream);
+}

@@ -1,0 +1,50 @@
+/* resident_run.cuh - a block from its first barrier to its last: which warp does what. */
+#ifndef KLD_KERNELS_CUDA_RESIDENT_RUN_CUH
+#define KLD_KERNELS_CUDA_RESIDENT_RUN_CUH
+
+#include "kernels/cuda/resident_exchange.cuh"
+#include "kernels/cuda/resident_slice.cuh"
+
+namespace resident {
+inline namespace KLD_CUDA_TEAM {
+
+/* A kernel of BODY: its first warps compute, one copies, one is the scout, the others settle. */
+template <class BODY> static __device__ __forceinline__ void run(const kld_cuda_args &args) {
+    typedef typename BODY::T T;
+    block_shared &block = here();
+    if (threadIdx.x < CHUNKS_MAX) {
+        barrier_init(&block.full[threadIdx.x], 2);
+        barrier_init(&block.empty[threadIdx.x], WARPS);
+    }
+    if (threadIdx.x < SLOTS_MAX) {
+        barrier_init(&block.ready[threadIdx.x], 1);
+        barrier_init(&block.found[threadIdx.x], WARPS);
+        barrier_init(&block.settled[threadIdx.x], 1);
+    }
+    if (threadIdx.x < 2 * SLOTS_MAX)
+        barrier_init(&block.arrived[threadIdx.x], 1);
+    if (threadIdx.x < 2)
+        barrier_init(&block.extra_arrived[threadIdx.x], 1);
+    if (threadIdx.x == 0) {
+        find_place<T>(args, block.place);
+        block.extra_exchanges = 0;
+        block.group = UINT64_MAX;
+        BODY::prepare(args);
+    }
+    barrier_init_done();
+    cluster_sync();
+    if (threadIdx.x < COMPUTING)
+        BODY::compute(args);
+    else if (threadIdx.x < COMPUTING + 32)
+        copy_rows<T>(args);
+    else if (threadIdx.x < COMPUTING + 64)
+        BODY::scout();
+    else
+        BODY::settle(args);
+    __syncwarp();
+    cluster_sync(); /* nobody leaves while another may write to its shared memory */
+}
+
+} /* namespace KLD_CUDA_TEAM */
+} /* namespace resident */
+#endif

@@ -1,0 +1,227 @@
+/* resident_slice.cuh - what the computing warps see of a row held in shared memory: its vectors,
+ * pass by pass, and how their gradients leave. No mathematics here. */
+#ifndef KLD_KERNELS_CUDA_RESIDENT_SLICE_CUH
+#define KLD_KERNELS_CUDA_RESIDENT_SLICE_CUH
+
+#include "kernels/cuda/resident.cuh"
+
+namespace resident {
+inline namespace KLD_CUDA_TEAM {
+
+/* How many classes of a vector there are: all, or `left`. */
+struct all_of {
+    static constexpr bool ALL = true;
+    static constexpr uint32_t left = UINT32_MAX;
+};
+struct some_of {
+    static constexpr bool ALL = false;
+    uint32_t left;
+};
+
+static __device__ __forceinline__ uint4 load_shared(uint32_t at) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(at));
+    return x;
+}
+
+/* This block's slice of the row at hand. */
+struct slice {
+    uint32_t p, q; /* shared memory addresses: this thread's first vector, less the shift */
+    uint32_t count, chunks;
+    uint32_t first_chunk; /* number of its first chunk among those of all slots */
+    uint32_t parity;
+    uint32_t shift_p, shift_q; /* bytes */
+
+    /* 16 bytes from `shift` on. */
+    template <bool SHIFTED>
+    static __device__ __forceinline__ uint4 load(uint32_t at, uint32_t shift) {
+        uint4 x = load_shared(at);
+        if (SHIFTED) {
+            uint4 y = load_shared(at + 16);
+            bool two = shift & 8, one = shift & 4;
+            uint32_t a = two ? x.z : x.x, b = two ? x.w : x.y, c = two ? y.x : x.z;
+            uint32_t d = two ? y.y : x.w, e = two ? y.z : y.x, f = two ? y.w : y.y;
+            a = one ? b : a;
+            b = one ? c : b;
+            c = one ? d : c;
+            d = one ? e : d;
+            e = one ? f : e;
+            uint32_t bits = (shift & 2) * 8;
+            x.x = __funnelshift_r(a, b, bits);
+            x.y = __funnelshift_r(b, c, bits);
+            x.z = __funnelshift_r(c, d, bits);
+            x.w = __funnelshift_r(d, e, bits);
+        }
+        return x;
+    }
+
+    /* A vector of each lane, spread over the first chunk once that has come. Returns how many
+     * classes it has. */
+    template <class T>
+    __device__ __forceinline__ uint32_t sample(uint4 &ret_p, uint4 &ret_q) const {
+        constexpr uint32_t V = packet<T>::V;
+        uint32_t vectors = min((count + V - 1) / V, CHUNK), lane = threadIdx.x % 32;
+        uint32_t vector = vectors < 32 ? lane : lane * vectors / 32;
+        if (vector * V >= count)
+            return 0;
+        ret_p = load<true>(p + 16 * (vector - threadIdx.x), shift_p);
+        ret_q = load<true>(q + 16 * (vector - threadIdx.x), shift_q);
+        return min(count - vector * V, V);
+    }
+    /* The first vectors of this thread's warp. */
+    template <class T> __device__ __forceinline__ uint32_t peek(uint4 &ret_p, uint4 &ret_q) const {
+        constexpr uint32_t V = packet<T>::V;
+        if (threadIdx.x * V >= count)
+            return 0;
+        ret_p = load<true>(p, shift_p);
+        ret_q = load<true>(q, shift_q);
+        return min(count - threadIdx.x * V, V);
+    }
+
+    /* FUNCTION(vector, left, raw p, raw q) for every vector of this thread: its number and how many
+     * classes are left from its first on, as `all_of` where the whole warp has whole vectors. Where
+     * it is less than V (or nothing), what lies beyond is undefined. The whole warp comes along as
+     * long as one of its lanes has a class. DONE(chunk) after each chunk. WAITS: chunks may still
+     * be on their way. */
+    template <bool SHIFTED, bool WAITS, class FUNCTION, class DONE>
+    __device__ __forceinline__ void pass_of(uint32_t V, FUNCTION function, DONE done) const {
+        uint32_t at_p = p, at_q = q, first = threadIdx.x;
+        for (uint32_t chunk = 0; chunk < chunks; chunk++) {
+            if (WAITS)
+                barrier_wait(&here().full[first_chunk + chunk], parity);
+            if ((chunk + 1) * CHUNK * V <= count) {
+#pragma unroll
+                for (uint32_t step = 0; step < STEPS; step++)
+                    function(first + step * COMPUTING, all_of(),
+                             load<SHIFTED>(at_p + step * COMPUTING * 16, shift_p),
+                             load<SHIFTED>(at_q + step * COMPUTING * 16, shift_q));
+            } else {
+#pragma unroll 1
+                for (uint32_t step = 0; step < STEPS; step++) {
+                    uint32_t vector = first + step * COMPUTING;
+                    if ((vector | 31u) * V + V <= count)
+                        function(vector, all_of(),
+                                 load<SHIFTED>(at_p + step * COMPUTING * 16, shift_p),
+                                 load<SHIFTED>(at_q + step * COMPUTING * 16, shift_q));
+                    else if ((vector & ~31u) * V < count)
+                        function(vector, some_of{count > vector * V ? count - vector * V : 0},
+                                 load<SHIFTED>(at_p + step * COMPUTING * 16, shift_p),
+                                 load<SHIFTED>(at_q + step * COMPUTING * 16, shift_q));
+                }
+            }
+            done(chunk);
+            first += CHUNK;
+            at_p += CHUNK * 16;
+            at_q += CHUNK * 16;
+        }
+    }
+    /* One in between. */
+    template <class T, class FUNCTION>
+    __device__ __forceinline__ void pass(FUNCTION function) const {
+        pass_of<true, false>(packet<T>::V, function, [](uint32_t) {});
+    }
+    /* The last one: each chunk may be overwritten after it. SPLIT: code of its own for rows that
+     * are not shifted. */
+    template <bool SPLIT, class FUNCTION>
+    __device__ __forceinline__ void last_pass(uint32_t V, FUNCTION function) const {
+        auto done = [&](uint32_t chunk) { release(chunk); };
+        if (!SPLIT || shift_p || shift_q)
+            pass_of<true, false>(V, function, done);
+        else
+            pass_of<false, false>(V, function, done);
+    }
+    __device__ __forceinline__ void release(uint32_t chunk) const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0)
+            barrier_arrive(&here().empty[first_chunk + chunk]);
+    }
+    __device__ __forceinline__ void release() const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0)
+            for (uint32_t chunk = 0; chunk < chunks; chunk++)
+                barrier_arrive(&here().empty[first_chunk + chunk]);
+    }
+};
+
+/* The same slice in device memory, once it has been let go here. */
+struct far_slice {
+    const char *p, *q; /* this thread's first vector */
+    uint32_t count;
+
+    template <class T>
+    static __device__ __forceinline__ far_slice of(const kld_cuda_args &args, uint64_t index) {
+        const place &at = here().place;
+        return {part_of<T>(args.p, index, at) + 16 * threadIdx.x,
+                part_of<T>(args.q, index, at) + 16 * threadIdx.x, at.count};
+    }
+    template <class T>
+    __device__ __forceinline__ uint4 load(const char *from, uint32_t vector, uint32_t left) const {
+        constexpr uint32_t V = packet<T>::V;
+        const T *at = (const T *)from + (uint64_t)(vector - threadIdx.x) * V;
+        if (left >= V && aligned16<T>(at))
+            return *(const uint4 *)at;
+        return load_edge<T>(at, 0, left < V ? left : V, ::to<T>(0.0f));
+    }
+    template <class T> __device__ __forceinline__ uint32_t peek(uint4 &ret_p, uint4 &ret_q) const {
+        constexpr uint32_t V = packet<T>::V;
+        if (threadIdx.x * V >= count)
+            return 0;
+        uint32_t left = min(count - threadIdx.x * V, V);
+        ret_p = load<T>(p, threadIdx.x, left);
+        ret_q = load<T>(q, threadIdx.x, left);
+        return left;
+    }
+    template <class T, class FUNCTION>
+    __device__ __forceinline__ void pass(FUNCTION function) const {
+        constexpr uint32_t V = packet<T>::V;
+        for (uint32_t vector = threadIdx.x; (vector & ~31u) * V < count; vector += COMPUTING) {
+            uint32_t left = count > vector * V ? count - vector * V : 0;
+            function(vector, some_of{left}, load<T>(p, vector, left), load<T>(q, vector, left));
+        }
+    }
+};
+
+/* V values of one vector to a row of `classes`, as 16 bytes where the row allows. The whole warp.
+ */
+template <class T, class LEFT>
+static __device__ __forceinline__ void put(char *to_row, bool whole, uint32_t classes,
+                                           uint32_t vector, LEFT, const float (&x)[packet<T>::V]) {
+    constexpr int V = packet<T>::V;
+    alignas(16) T y[V];
+#pragma unroll
+    for (int i = 0; i < V; i++)
+        y[i] = to<T>(x[i]);
+    if (LEFT::ALL && whole) {
+        __stcs((uint4 *)to_row + vector, *(uint4 *)y);
+        return;
+    }
+    unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint32_t first = (vector - lane) * V; /* of the warp's 32 vectors */
+    uint4 *stage = here().stage[warp];
+    __syncwarp();
+    stage[lane] = *(uint4 *)y;
+    __syncwarp();
+    const T *staged = (const T *)stage;
+    T *out = (T *)to_row + first;
+    uint32_t count = classes > first ? min(classes - first, 32u * V) : 0;
+    if (sizeof(T) == 4 || ((uintptr_t)out & 3) != 0) {
+#pragma unroll
+        for (uint32_t i = lane; i < 32 * V; i += 32)
+            if (i < count)
+                out[i] = staged[i];
+    } else {
+#pragma unroll
+        for (uint32_t i = 2 * lane; i < 32 * V; i += 64) {
+            if (i + 1 < count)
+                *(uint32_t *)(out + i) = *(const uint32_t *)(staged + i);
+            else if (i < count)
+                out[i] = staged[i];
+        }
+    }
+}
+
+} /* namespace KLD_CUDA_TEAM */
+} /* namespace resident */
+#endif

@@ -1,0 +1,8 @@
+/* resident_small_difference_bf16.cu - BF16 logits, the small team: q - p. */
+#define KLD_CUDA_TEAM_SMALL
+#include "kernels/cuda/resident_difference.cuh"
+
+extern "C" cudaError_t KLD_CUDA_TEAM_NAME(difference_bf16)(const kld_cuda_args *args,
+                                                           uint32_t groups, cudaStream_t stream) {
+    return launch_difference<__nv_bfloat16>(args, groups, stream);
+}
