@@ -24,10 +24,8 @@ extern "C" void kld_cuda_resident_layout(kld_cuda_args *args, uint32_t shared_by
     args->small_team = args->classes * element <= KLD_CUDA_RESIDENT_SMALL_BYTES;
     if (args->small_team)
         kld_cuda_small_team_layout(args, shared_bytes_max);
-    else if (is_difference(args))
-        kld_cuda_large_team_layout(args, shared_bytes_max);
     else
-        kld_cuda_general_team_layout(args, shared_bytes_max);
+        kld_cuda_large_team_layout(args, shared_bytes_max);
     if (args->active_clusters) {
         uint32_t power = 0; /* cluster is 2^power, 8 at most */
         while (1u << power < args->cluster)

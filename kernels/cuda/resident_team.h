@@ -1,5 +1,5 @@
 /* resident_team.h - the sizes of block that hold rows of logits in shared memory, and what there is
- * of each: the same code compiled three times. A warp has a fixed cost a row, and a row's way
+ * of each: the same code compiled twice. A warp has a fixed cost a row, and a row's way
  * through a block takes its time: long rows want many warps, short ones many blocks; passes with
  * much arithmetic want registers. Which team a row takes follows from its bytes and what is asked
  * for. */
@@ -18,11 +18,6 @@
 #define KLD_CUDA_TEAM_WARPS 4
 #define KLD_CUDA_TEAM_SETTLERS 2
 #define KLD_CUDA_TEAM_BLOCKS 3
-#elif defined(KLD_CUDA_TEAM_GENERAL) /* everything but q - p: 128 registers */
-#define KLD_CUDA_TEAM general_team
-#define KLD_CUDA_TEAM_WARPS 12
-#define KLD_CUDA_TEAM_SETTLERS 2
-#define KLD_CUDA_TEAM_BLOCKS 1
 #else
 #define KLD_CUDA_TEAM large_team
 #define KLD_CUDA_TEAM_WARPS 16
@@ -50,9 +45,9 @@ extern "C" {
     X(large_team_difference_fp32)                                                                  \
     X(large_team_difference_fp16)                                                                  \
     X(large_team_difference_bf16)                                                                  \
-    X(general_team_general_fp32)                                                                   \
-    X(general_team_general_fp16)                                                                   \
-    X(general_team_general_bf16)
+    X(large_team_general_fp32)                                                                     \
+    X(large_team_general_fp16)                                                                     \
+    X(large_team_general_bf16)
 #define X(name)                                                                                    \
     cudaError_t kld_cuda_##name(const struct kld_cuda_args *args, uint32_t groups,                 \
                                 cudaStream_t stream);
@@ -60,7 +55,6 @@ KLD_CUDA_TEAM_MAP(X)
 #undef X
 void kld_cuda_small_team_layout(struct kld_cuda_args *args, uint32_t shared_bytes_max);
 void kld_cuda_large_team_layout(struct kld_cuda_args *args, uint32_t shared_bytes_max);
-void kld_cuda_general_team_layout(struct kld_cuda_args *args, uint32_t shared_bytes_max);
 
 #ifdef __cplusplus
 }

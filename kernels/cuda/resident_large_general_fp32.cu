@@ -1,5 +1,4 @@
-/* resident_general_fp32.cu - FP32 logits, the general team: every divergence and gradient. */
-#define KLD_CUDA_TEAM_GENERAL
+/* resident_large_general_fp32.cu - FP32 logits, the large team: every divergence and gradient. */
 #include "kernels/cuda/resident_general.cuh"
 
 extern "C" cudaError_t KLD_CUDA_TEAM_NAME(general_fp32)(const kld_cuda_args *args, uint32_t groups,
