@@ -1,8 +1,7 @@
 /* resident_team.h - the sizes of block that hold rows of logits in shared memory, and what there is
- * of each: the same code compiled twice. A warp has a fixed cost a row, and a row's way
- * through a block takes its time: long rows want many warps, short ones many blocks; passes with
- * much arithmetic want registers. Which team a row takes follows from its bytes and what is asked
- * for. */
+ * of each: the same code compiled twice. A warp has a fixed cost a row, and a row's way through a
+ * block takes its time: long rows want many warps, short ones many blocks. Which team a row takes
+ * follows from its bytes. */
 #ifndef KLD_KERNELS_CUDA_RESIDENT_TEAM_H
 #define KLD_KERNELS_CUDA_RESIDENT_TEAM_H
 
