@@ -389,7 +389,9 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS)
 def test_a_client_dies(gpu, server, end):
     """Killed in various states. Without MPS the worker does not notice but for what it gives back; with
-    MPS it may be replaced. Either way the next right answer comes soon, to a client without a GPU."""
+    MPS it may be replaced (not shown here). Either way the next right answer comes soon, to a client without a GPU."""
+    if gpu.mps and end != "idle":
+        pytest.skip("under MPS this process's own context goes too, and MPS waits until it has ended")
     worker = server.child("worker")
     code = CHILD.format(folder=str(ROOT / "tests/e2e"), path=server.unix, what=ENDS[end])
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE,
