@@ -13,8 +13,8 @@
 #include "server/gateway/shm.h"
 
 #define SMALL_BODY_BYTES_MAX 65536
-#define PIECES_MAX 2 /* stars in a pattern */
-#define PIECE_BYTES_MAX 160
+#define PIECES_MAX 2        /* stars in a pattern */
+#define PIECE_BYTES_MAX 512 /* as long as a path */
 
 /* What the stars of a pattern stood for. */
 struct pieces {
