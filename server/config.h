@@ -57,7 +57,14 @@
     X(COUNT, http_regions_max, "256", "shared-memory regions registered over HTTP")                \
     X(COUNT, http_deadline_ms, "60000", "deadline of an HTTP request that names none")             \
     X(COUNT, drain_ms, "10000", "time given to requests in flight on SIGTERM")                     \
-    X(COUNT, restart_ms_max, "5000", "longest pause between restarts of a child that keeps dying")
+    X(COUNT, restart_ms_max, "5000", "longest pause between restarts of a child that keeps dying") \
+    X(TEXT, tls_cert, "", "PEM file with the certificate to serve HTTPS with; empty: HTTP")        \
+    X(TEXT, tls_key, "", "PEM file with its key")                                                  \
+    X(TEXT, tls_client_ca, "", "PEM file of the CA whose certificates clients must show")          \
+    X(TEXT, tokens, "",                                                                            \
+      "file of bearer tokens, a line each: NAME SHA256 RIGHTS (of infer,shm,metrics)")             \
+    X(COUNT, token_requests_max, "64", "HTTP requests in flight of one token")                     \
+    X(BYTES, token_bytes_max, "1G", "staging memory held by the requests of one token")
 
 #define KLD_CONFIG_FIELD_TEXT char
 #define KLD_CONFIG_FIELD_COUNT uint64_t

@@ -71,8 +71,7 @@ enum kld_status kld_body_begin(struct kld_infer *infer, struct kld_error *err) {
         return status;
     if (!infer->json_known || !infer->json_bytes)
         return KLD_OK;
-    if ((status = kld_staging_alloc(infer->gateway->staging, infer->json_bytes, &infer->json_offset,
-                                    err)))
+    if ((status = kld_infer_alloc(infer, infer->json_bytes, &infer->json_offset, err)))
         return status;
     infer->json_capacity = infer->json_bytes;
     return KLD_OK;
@@ -99,7 +98,7 @@ static enum kld_status grow_json(struct kld_infer *infer, uint64_t needed, struc
     while (capacity < needed)
         capacity *= 2;
     enum kld_status status =
-        kld_staging_alloc(staging, capacity < most ? capacity : most, &offset, err);
+        kld_infer_alloc(infer, capacity < most ? capacity : most, &offset, err);
     if (status)
         return status;
     if (infer->json_capacity) {

@@ -8,12 +8,14 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include "server/gateway/auth.h"
 #include "server/gateway/gateway.h"
 #include "server/gateway/http.h"
 #include "server/gateway/link.h"
 #include "server/gateway/routes.h"
 #include "server/gateway/shm.h"
 #include "server/gateway/staging.h"
+#include "server/gateway/tls.h"
 #include "server/log.h"
 #include "server/role.h"
 
@@ -98,14 +100,20 @@ static enum kld_status open_parts(struct process *process, struct kld_error *err
     struct kld_gateway *gateway = &process->gateway;
     enum kld_status status;
     raise_descriptors();
-    if ((status = set_nonblocking(KLD_FD_LISTEN, err)) ||
+    if ((status = kld_auth_open(gateway->config, &gateway->auth, err)) ||
+        (status = set_nonblocking(KLD_FD_LISTEN, err)) ||
         (status = kld_staging_open(gateway->config->staging_bytes_max, &gateway->staging, err)) ||
         (status =
              kld_shm_open(&gateway->loop, gateway->config, gateway->stats, &gateway->shm, err)) ||
         (status = kld_link_open(&gateway->loop, gateway->config, gateway->stats, gateway->staging,
                                 &gateway->link, err)))
         return status;
-    return kld_http_open(gateway, KLD_FD_LISTEN, &kld_routes_handler, &gateway->http, err);
+    struct kld_tls tls;
+    if ((status = kld_tls_read(gateway->config, &tls, err)))
+        return status;
+    status = kld_http_open(gateway, KLD_FD_LISTEN, &tls, &kld_routes_handler, &gateway->http, err);
+    kld_tls_forget(&tls);
+    return status;
 }
 
 static void watch(struct process *process) {
@@ -135,6 +143,7 @@ int kld_gateway_main(const struct kld_child *child) {
         kld_child_report_send(KLD_OK, "", "");
         uv_run(&gateway->loop, UV_RUN_DEFAULT);
         kld_shm_close(gateway->shm);
+        kld_auth_close(gateway->auth);
         kld_staging_close(gateway->staging);
         uv_loop_close(&gateway->loop);
         free(process);

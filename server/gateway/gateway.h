@@ -12,6 +12,7 @@
 #include "server/config.h"
 #include "server/stats.h"
 
+struct kld_auth;
 struct kld_http;
 struct kld_link;
 struct kld_shm;
@@ -28,6 +29,7 @@ struct kld_gateway {
     const struct kld_config *config;
     struct kld_stats *stats;
     uv_loop_t loop;
+    struct kld_auth *auth;
     struct kld_http *http;
     struct kld_link *link;
     struct kld_shm *shm;

@@ -10,11 +10,13 @@
 #include <sys/socket.h>
 
 #include "proto/oip.h"
+#include "server/gateway/tls.h"
 
 #define CONNECTION_BYTES_MAX (128 << 10) /* headers, and twice a piece of a body */
-#define LOOK_MS 500                      /* for clients that left */
-#define LOOK_CONNECTIONS_MAX 32          /* in one turn of the loop, ... */
-#define LOOK_ON_MS 2                     /* ... then the next ones */
+#define TLS_PRIORITIES "NORMAL:-VERS-ALL:+VERS-TLS1.3:+VERS-TLS1.2"
+#define LOOK_MS 500             /* for clients that left */
+#define LOOK_CONNECTIONS_MAX 32 /* in one turn of the loop, ... */
+#define LOOK_ON_MS 2            /* ... then the next ones */
 
 /* One TCP connection. */
 struct watched {
@@ -32,6 +34,7 @@ struct kld_http {
     uv_timer_t look;
     uv_prepare_t prepare;
     int open_handles;
+    bool client_certificates; /* every client must show one */
     bool again; /* MHD_run() has something to do that its epoll descriptor does not tell */
     struct kld_exchange *first;
     struct watched *connections;
@@ -154,6 +157,8 @@ static void start(struct kld_http *http, struct kld_exchange *exchange, const ch
     struct kld_error error;
     if (check_framing(exchange, &error))
         exchange->misframed = true;
+    else if (http->client_certificates && kld_tls_check_client(exchange->connection, &error))
+        ; /* told below */
     else if (strlen(url) >= sizeof exchange->url)
         kld_error_set(&error, KLD_NOT_FOUND, "no such path");
     else if (exchange->has_length && exchange->length_bytes > config->body_bytes_max)
@@ -362,6 +367,8 @@ void kld_exchange_reply_error(struct kld_exchange *exchange, const struct kld_er
         MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
         if (http_status == 503 || http_status == 429)
             MHD_add_response_header(response, MHD_HTTP_HEADER_RETRY_AFTER, "1");
+        if (http_status == 401)
+            MHD_add_response_header(response, MHD_HTTP_HEADER_WWW_AUTHENTICATE, "Bearer");
         kld_stats_add(exchange->gateway->stats, KLD_STAT_http_sent_bytes_total,
                       (int64_t)text.length);
     }
@@ -378,11 +385,21 @@ static size_t unescape(void *user, struct MHD_Connection *connection, char *text
     return length;
 }
 
-static struct MHD_Daemon *start_daemon(struct kld_http *http, int listen_fd) {
+static struct MHD_Daemon *start_daemon(struct kld_http *http, int listen_fd,
+                                       const struct kld_tls *tls) {
     const struct kld_config *config = http->gateway->config;
+    struct MHD_OptionItem https[] = {
+        {MHD_OPTION_HTTPS_MEM_CERT, 0, tls->certificate},
+        {MHD_OPTION_HTTPS_MEM_KEY, 0, tls->key},
+        {MHD_OPTION_HTTPS_PRIORITIES, 0, (void *)(uintptr_t)TLS_PRIORITIES},
+        {tls->client_ca ? MHD_OPTION_HTTPS_MEM_TRUST : MHD_OPTION_END, 0, tls->client_ca},
+        {MHD_OPTION_END, 0, NULL}};
+    if (!tls->certificate)
+        https[0].option = MHD_OPTION_END;
     return MHD_start_daemon(
-        MHD_USE_EPOLL | MHD_ALLOW_SUSPEND_RESUME, 0, NULL, NULL, access_handler, http,
-        MHD_OPTION_EXTERNAL_LOGGER, quiet, NULL, MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL,
+        MHD_USE_EPOLL | MHD_ALLOW_SUSPEND_RESUME | (tls->certificate ? MHD_USE_TLS : 0), 0, NULL,
+        NULL, access_handler, http, MHD_OPTION_EXTERNAL_LOGGER, quiet, NULL,
+        MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL, MHD_OPTION_ARRAY, https,
         MHD_OPTION_LISTEN_SOCKET, listen_fd, MHD_OPTION_CONNECTION_LIMIT,
         (unsigned)config->http_connections_max, MHD_OPTION_CONNECTION_TIMEOUT,
         (unsigned)((config->http_idle_ms + 999) / 1000), MHD_OPTION_CONNECTION_MEMORY_LIMIT,
@@ -390,15 +407,16 @@ static struct MHD_Daemon *start_daemon(struct kld_http *http, int listen_fd) {
         MHD_OPTION_NOTIFY_CONNECTION, connection_changed, http, MHD_OPTION_END);
 }
 
-enum kld_status kld_http_open(struct kld_gateway *gateway, int listen_fd,
+enum kld_status kld_http_open(struct kld_gateway *gateway, int listen_fd, const struct kld_tls *tls,
                               const struct kld_http_handler *handler, struct kld_http **ret_http,
                               struct kld_error *err) {
     struct kld_http *http = calloc(1, sizeof *http);
     if (!http)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    http->client_certificates = tls->client_ca != NULL;
     http->gateway = gateway;
     http->handler = handler;
-    http->daemon = start_daemon(http, listen_fd);
+    http->daemon = start_daemon(http, listen_fd, tls);
     const union MHD_DaemonInfo *info =
         http->daemon ? MHD_get_daemon_info(http->daemon, MHD_DAEMON_INFO_EPOLL_FD) : NULL;
     if (!info || uv_poll_init(&gateway->loop, &http->poll, info->epoll_fd) != 0) {

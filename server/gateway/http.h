@@ -13,6 +13,7 @@
 #include <stdint.h>
 
 #include "proto/status.h"
+#include "server/gateway/auth.h"
 #include "server/gateway/gateway.h"
 
 /* How much of a body that nobody wants is read so that its sender sees the reply. */
@@ -25,6 +26,7 @@ struct kld_exchange {
     struct MHD_Connection *connection;
     const struct kld_route *route; /* set by the handler; NULL until then */
     void *state;                   /* the route's own */
+    struct kld_caller *caller;     /* NULL: not known, for routes that are open to all */
     char method[16];
     char url[512]; /* path, percent-decoded; longer ones never reach the handler */
     bool has_length, has_body;
@@ -49,8 +51,9 @@ struct kld_http_handler {
     void (*end)(struct kld_exchange *exchange);    /* sent, or the client is gone; frees state */
 };
 
-/* listen_fd stays the caller's. */
-enum kld_status kld_http_open(struct kld_gateway *gateway, int listen_fd,
+struct kld_tls;
+/* listen_fd stays the caller's; tls is needed during the call only. */
+enum kld_status kld_http_open(struct kld_gateway *gateway, int listen_fd, const struct kld_tls *tls,
                               const struct kld_http_handler *handler, struct kld_http **ret_http,
                               struct kld_error *err);
 /* Ends every connection; exchanges without a reply are answered 503 before. Then closed() comes on

@@ -22,9 +22,24 @@ static void free_memory(struct kld_infer *infer) {
     for (int i = 0; i < KLD_INFER_TENSORS_MAX; i++)
         kld_shm_release(infer->region[i]);
     memset(infer->region, 0, sizeof infer->region);
+    kld_auth_give_bytes(infer->caller, infer->held_bytes);
+    infer->held_bytes = 0;
     infer->json_capacity = 0;
     infer->has_tensors = false;
     kld_stats_set(infer->gateway->stats, KLD_STAT_staging_bytes, kld_staging_used_bytes(staging));
+}
+
+enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, uint64_t *ret_offset,
+                                struct kld_error *err) {
+    struct kld_gateway *gateway = infer->gateway;
+    enum kld_status status = kld_auth_take_bytes(gateway->auth, infer->caller, bytes, err);
+    if (status)
+        return status;
+    if ((status = kld_staging_alloc(gateway->staging, bytes, ret_offset, err)))
+        kld_auth_give_bytes(infer->caller, bytes);
+    else
+        infer->held_bytes += bytes;
+    return status;
 }
 
 /* After each step: frees what nobody holds any more. */
@@ -36,6 +51,8 @@ static void let_go(struct kld_infer *infer) {
     free_memory(infer);
     if (infer->exchange) /* a refused body may still be inside kld_body_feed() */
         return;
+    if (infer->counted)
+        kld_auth_give_request(infer->caller);
     kld_body_done(infer);
     free(infer);
 }
@@ -83,6 +100,7 @@ void kld_infer_begin(struct kld_exchange *exchange) {
     }
     infer->gateway = gateway;
     infer->exchange = exchange;
+    infer->caller = exchange->caller;
     exchange->state = infer;
     kld_stats_set(gateway->stats, KLD_STAT_http_requests_in_flight, ++gateway->infers);
     if (gateway->draining)
@@ -91,8 +109,10 @@ void kld_infer_begin(struct kld_exchange *exchange) {
         kld_error_set(&error, KLD_BUSY,
                       "%" PRIu64 " HTTP requests are in flight, the most allowed; try again",
                       gateway->config->http_requests_max);
-    else
+    else if (kld_auth_take_request(gateway->auth, infer->caller, &error) == KLD_OK) {
+        infer->counted = true;
         kld_body_begin(infer, &error);
+    }
     if (error.status)
         kld_infer_fail(infer, &error);
 }
@@ -144,15 +164,16 @@ static enum kld_status lay_out(struct kld_infer *infer, struct kld_error *err) {
                                  " bytes (json_bytes_max); ask for it with binary_data",
                                  kld_slot_name(tensor->slot), gateway->config->json_bytes_max);
         if (tensor->where == KLD_OIP_REGION &&
-            (status = kld_shm_acquire(gateway->shm, tensor->region, tensor->region_offset_bytes,
-                                      tensor->bytes, &infer->region[i], err)))
+            (status = kld_shm_acquire(gateway->shm, infer->caller, tensor->region,
+                                      tensor->region_offset_bytes, tensor->bytes, &infer->region[i],
+                                      err)))
             return status;
         infer->place[i] = total;
         total += (tensor->bytes + KLD_STAGING_ALIGN - 1) & ~(uint64_t)(KLD_STAGING_ALIGN - 1);
     }
     if (reply > json_max)
         reply = json_max;
-    if ((status = kld_staging_alloc(gateway->staging, total + reply, &infer->tensors_offset, err)))
+    if ((status = kld_infer_alloc(infer, total + reply, &infer->tensors_offset, err)))
         return status;
     infer->has_tensors = true;
     for (uint32_t i = 0; i < tensor_count(infer); i++)

@@ -38,6 +38,8 @@ struct kld_inflate {
 struct kld_infer {
     struct kld_gateway *gateway;
     struct kld_exchange *exchange; /* NULL: nobody waits any more */
+    struct kld_caller *caller;     /* who asks, also when he has left */
+    bool counted;                  /* among the caller's requests */
     struct kld_link_call call;
     bool in_pool, in_worker, in_response;
 
@@ -51,6 +53,8 @@ struct kld_infer {
     bool parsed, body_done;
     uint64_t tail_have;
     uint32_t tail_input; /* the input that takes the next byte of the tail */
+
+    uint64_t held_bytes; /* of staging, as counted for the caller */
 
     /* From the parser on. */
     struct kld_oip_request request;
@@ -80,6 +84,11 @@ size_t kld_body_feed(struct kld_infer *infer, const char *data, size_t size);
 /* After the last byte and the parser: did everything come? */
 enum kld_status kld_body_finish(struct kld_infer *infer, struct kld_error *err);
 void kld_body_done(struct kld_infer *infer); /* frees the decompressor */
+
+/* A range of staging for this request, counted for its caller until the request's memory is freed.
+ */
+enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, uint64_t *ret_offset,
+                                struct kld_error *err);
 
 /* The JSON is complete. The exchange is paused if this takes long. */
 void kld_infer_parse(struct kld_infer *infer);

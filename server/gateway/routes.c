@@ -34,6 +34,7 @@ struct kld_route {
     void (*answer)(struct kld_exchange *exchange, const struct pieces *pieces, const char *body,
                    size_t bytes); /* NULL: infer */
     bool model;                   /* the first star is a model's name, the second its version */
+    enum kld_right right;
 };
 
 static void fail(struct kld_exchange *exchange, enum kld_status status, const char *what) {
@@ -149,7 +150,7 @@ static void shm_list(struct kld_exchange *exchange, const char *name) {
     struct kld_oip_text text = {.data = malloc(most), .capacity = most};
     if (!text.data)
         fail(exchange, KLD_NO_MEMORY, "out of memory");
-    else if (!kld_shm_append_status(shm, name, &text))
+    else if (!kld_shm_append_status(shm, exchange->caller, name, &text))
         fail(exchange, KLD_NOT_FOUND, "no shared-memory region of this name is registered");
     else
         answer_json(exchange, &text);
@@ -171,7 +172,8 @@ static void shm_register(struct kld_exchange *exchange, const struct pieces *pie
     struct kld_oip_register wanted;
     struct kld_error error;
     if (kld_oip_parse_register(body, bytes, &wanted, &error) ||
-        kld_shm_register(exchange->gateway->shm, pieces->text[0], &wanted, &error))
+        kld_shm_register(exchange->gateway->shm, exchange->caller, pieces->text[0], &wanted,
+                         &error))
         kld_exchange_reply_error(exchange, &error);
     else
         kld_exchange_reply_text(exchange, 200, "", "", 0);
@@ -179,13 +181,13 @@ static void shm_register(struct kld_exchange *exchange, const struct pieces *pie
 
 static void shm_unregister(struct kld_exchange *exchange, const struct pieces *pieces,
                            const char *body, size_t bytes) {
-    kld_shm_unregister(exchange->gateway->shm, NULL);
+    kld_shm_unregister(exchange->gateway->shm, exchange->caller, NULL);
     kld_exchange_reply_text(exchange, 200, "", "", 0);
 }
 
 static void shm_unregister_one(struct kld_exchange *exchange, const struct pieces *pieces,
                                const char *body, size_t bytes) {
-    kld_shm_unregister(exchange->gateway->shm, pieces->text[0]);
+    kld_shm_unregister(exchange->gateway->shm, exchange->caller, pieces->text[0]);
     kld_exchange_reply_text(exchange, 200, "", "", 0);
 }
 
@@ -208,35 +210,37 @@ static void cuda_register(struct kld_exchange *exchange, const struct pieces *pi
 
 /* ---- The table --------------------------------------------------------------------------------*/
 
-#define MODEL(method, tail, answer)                                                                \
-    {method, "/v2/models/*" tail, answer, true}, {                                                 \
-        method, "/v2/models/*/versions/*" tail, answer, true                                       \
+#define MODEL(method, tail, answer, right)                                                         \
+    {method, "/v2/models/*" tail, answer, true, KLD_RIGHT_##right}, {                              \
+        method, "/v2/models/*/versions/*" tail, answer, true, KLD_RIGHT_##right                    \
     }
+#define ROUTE(method, path, answer, right)                                                         \
+    { method, path, answer, false, KLD_RIGHT_##right }
 #define SHM(kind) "/v2/" kind "sharedmemory"
 
 static const struct kld_route routes[] = {
-    {"GET", "/", page, false},
-    {"GET", "/metrics", metrics, false},
-    {"GET", "/v2", server_metadata, false},
-    {"GET", "/v2/health/live", live, false},
-    {"GET", "/v2/health/ready", ready, false},
-    {"GET", "/v2/models/stats", model_stats, false},
-    MODEL("GET", "", model_metadata),
-    MODEL("GET", "/ready", ready),
-    MODEL("GET", "/config", model_config),
-    MODEL("GET", "/stats", model_stats),
-    MODEL("POST", "/infer", NULL),
-    {"POST", "/v2/repository/index", repository_index, false},
-    {"GET", SHM("system") "/status", shm_status, false},
-    {"GET", SHM("system") "/region/*/status", shm_status_of, false},
-    {"POST", SHM("system") "/region/*/register", shm_register, false},
-    {"POST", SHM("system") "/unregister", shm_unregister, false},
-    {"POST", SHM("system") "/region/*/unregister", shm_unregister_one, false},
-    {"GET", SHM("cuda") "/status", cuda_status, false},
-    {"GET", SHM("cuda") "/region/*/status", cuda_status_of, false},
-    {"POST", SHM("cuda") "/region/*/register", cuda_register, false},
-    {"POST", SHM("cuda") "/unregister", live, false},
-    {"POST", SHM("cuda") "/region/*/unregister", live, false},
+    ROUTE("GET", "/", page, METRICS),
+    ROUTE("GET", "/metrics", metrics, METRICS),
+    ROUTE("GET", "/v2", server_metadata, ANY),
+    ROUTE("GET", "/v2/health/live", live, NONE),
+    ROUTE("GET", "/v2/health/ready", ready, NONE),
+    ROUTE("GET", "/v2/models/stats", model_stats, ANY),
+    MODEL("GET", "", model_metadata, ANY),
+    MODEL("GET", "/ready", ready, ANY),
+    MODEL("GET", "/config", model_config, ANY),
+    MODEL("GET", "/stats", model_stats, ANY),
+    MODEL("POST", "/infer", NULL, INFER),
+    ROUTE("POST", "/v2/repository/index", repository_index, ANY),
+    ROUTE("GET", SHM("system") "/status", shm_status, SHM),
+    ROUTE("GET", SHM("system") "/region/*/status", shm_status_of, SHM),
+    ROUTE("POST", SHM("system") "/region/*/register", shm_register, SHM),
+    ROUTE("POST", SHM("system") "/unregister", shm_unregister, SHM),
+    ROUTE("POST", SHM("system") "/region/*/unregister", shm_unregister_one, SHM),
+    ROUTE("GET", SHM("cuda") "/status", cuda_status, SHM),
+    ROUTE("GET", SHM("cuda") "/region/*/status", cuda_status_of, SHM),
+    ROUTE("POST", SHM("cuda") "/region/*/register", cuda_register, SHM),
+    ROUTE("POST", SHM("cuda") "/unregister", live, SHM),
+    ROUTE("POST", SHM("cuda") "/region/*/unregister", live, SHM),
 };
 
 static bool match(const char *pattern, const char *path, struct pieces *pieces) {
@@ -306,11 +310,33 @@ static const struct kld_route *find(struct kld_exchange *exchange, struct pieces
     return NULL;
 }
 
+/* Who asks is known by the route that a path was matched to, so no other spelling of a path can
+ * miss it; and who is not known learns nothing about paths. */
+static bool may_pass(struct kld_exchange *exchange) {
+    struct kld_error error;
+    const char *header = kld_exchange_header(exchange, MHD_HTTP_HEADER_AUTHORIZATION);
+    if (kld_auth_find(exchange->gateway->auth, header, &exchange->caller, &error) == KLD_OK)
+        return true;
+    struct pieces pieces;
+    for (size_t i = 0; i < sizeof routes / sizeof routes[0]; i++)
+        if (routes[i].right == KLD_RIGHT_NONE && match(routes[i].pattern, exchange->url, &pieces))
+            return true;
+    kld_exchange_reply_error(exchange, &error);
+    return false;
+}
+
 static void begin(struct kld_exchange *exchange) {
     struct pieces pieces;
+    struct kld_error error;
+    if (!may_pass(exchange))
+        return;
     const struct kld_route *route = find(exchange, &pieces);
     if (!route)
         return;
+    if (exchange->caller && kld_auth_check(exchange->caller, route->right, &error)) {
+        kld_exchange_reply_error(exchange, &error);
+        return;
+    }
     exchange->route = route;
     if (!route->answer) {
         kld_infer_begin(exchange);

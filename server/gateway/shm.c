@@ -1,6 +1,5 @@
 /* shm.c - the list of registered POSIX shared-memory objects, read and written without mapping them
- * (shm.h). Does not know who registered what: HTTP callers are one party until they have names of
- * their own. The list on the loop thread; reading, writing and closing on the thread pool. */
+ * (shm.h). The list on the loop thread; reading, writing and closing on the thread pool. */
 #include "server/gateway/shm.h"
 
 #include <errno.h>
@@ -17,6 +16,7 @@
 struct kld_shm_region {
     struct kld_shm *shm;
     struct kld_shm_region *next;
+    const struct kld_caller *owner; /* compared, never read */
     uv_work_t close;
     int fd;
     uint32_t users; /* the list is one */
@@ -50,13 +50,14 @@ void kld_shm_close(struct kld_shm *shm) {
     if (!shm)
         return;
     shm->loop = NULL;
-    kld_shm_unregister(shm, NULL);
+    kld_shm_unregister(shm, NULL, NULL);
     free(shm);
 }
 
-static struct kld_shm_region *find(const struct kld_shm *shm, const char *name) {
+static struct kld_shm_region *find(const struct kld_shm *shm, const struct kld_caller *owner,
+                                   const char *name) {
     struct kld_shm_region *region = shm->first;
-    while (region && strcmp(region->name, name) != 0)
+    while (region && (region->owner != owner || strcmp(region->name, name) != 0))
         region = region->next;
     return region;
 }
@@ -102,8 +103,9 @@ static enum kld_status open_object(const struct kld_oip_register *wanted, int *r
     return KLD_OK;
 }
 
-enum kld_status kld_shm_register(struct kld_shm *shm, const char *name,
-                                 const struct kld_oip_register *wanted, struct kld_error *err) {
+enum kld_status kld_shm_register(struct kld_shm *shm, const struct kld_caller *owner,
+                                 const char *name, const struct kld_oip_register *wanted,
+                                 struct kld_error *err) {
     enum kld_status status = check_key(shm, wanted->key, err);
     int fd = -1;
     if (status)
@@ -111,7 +113,7 @@ enum kld_status kld_shm_register(struct kld_shm *shm, const char *name,
     if (!*name || strlen(name) >= KLD_OIP_NAME_MAX)
         return kld_error_set(err, KLD_INVALID, "the name of a region has 1 to %d bytes",
                              KLD_OIP_NAME_MAX - 1);
-    if (find(shm, name))
+    if (find(shm, owner, name))
         return kld_error_set(err, KLD_EXISTS, "a region of this name is registered already");
     if (shm->count >= shm->config->http_regions_max)
         return kld_error_set(err, KLD_TOO_LARGE,
@@ -127,6 +129,7 @@ enum kld_status kld_shm_register(struct kld_shm *shm, const char *name,
     region->shm = shm;
     region->fd = fd;
     region->users = 1;
+    region->owner = owner;
     region->offset_bytes = wanted->offset_bytes;
     region->byte_size = wanted->byte_size;
     strcpy(region->name, name);
@@ -137,10 +140,11 @@ enum kld_status kld_shm_register(struct kld_shm *shm, const char *name,
     return KLD_OK;
 }
 
-void kld_shm_unregister(struct kld_shm *shm, const char *name) {
+void kld_shm_unregister(struct kld_shm *shm, const struct kld_caller *owner, const char *name) {
     for (struct kld_shm_region **at = &shm->first; *at;) {
         struct kld_shm_region *region = *at;
-        if (name && strcmp(region->name, name) != 0) {
+        bool closing = !shm->loop;
+        if (!closing && (region->owner != owner || (name && strcmp(region->name, name) != 0))) {
             at = &region->next;
             continue;
         }
@@ -150,11 +154,12 @@ void kld_shm_unregister(struct kld_shm *shm, const char *name) {
     }
 }
 
-bool kld_shm_append_status(const struct kld_shm *shm, const char *name, struct kld_oip_text *text) {
+bool kld_shm_append_status(const struct kld_shm *shm, const struct kld_caller *owner,
+                           const char *name, struct kld_oip_text *text) {
     bool found = false;
     kld_oip_append(text, "[");
     for (const struct kld_shm_region *region = shm->first; region; region = region->next) {
-        if (name && strcmp(region->name, name) != 0)
+        if (region->owner != owner || (name && strcmp(region->name, name) != 0))
             continue;
         kld_oip_append(text, "%s{\"name\":", found ? "," : "");
         kld_oip_append_string(text, region->name);
@@ -170,10 +175,10 @@ bool kld_shm_append_status(const struct kld_shm *shm, const char *name, struct k
 
 uint32_t kld_shm_count(const struct kld_shm *shm) { return shm->count; }
 
-enum kld_status kld_shm_acquire(struct kld_shm *shm, const char *name, uint64_t offset_bytes,
-                                uint64_t bytes, struct kld_shm_region **ret_region,
-                                struct kld_error *err) {
-    struct kld_shm_region *region = find(shm, name);
+enum kld_status kld_shm_acquire(struct kld_shm *shm, const struct kld_caller *owner,
+                                const char *name, uint64_t offset_bytes, uint64_t bytes,
+                                struct kld_shm_region **ret_region, struct kld_error *err) {
+    struct kld_shm_region *region = find(shm, owner, name);
     if (!region)
         return kld_error_set(err, KLD_NOT_FOUND, "no shared-memory region '%.60s' is registered",
                              name);

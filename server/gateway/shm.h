@@ -5,6 +5,9 @@
  * an error, not a SIGBUS. Registering is off until shm_prefix is configured, and open to keys under
  * it only.
  *
+ * A region belongs to the caller (auth.h) who registered it: nobody else sees, uses or unregisters
+ * it, and two callers may use the same name.
+ *
  * A region is counted: unregistering takes it off the list at once, its descriptor is closed after
  * its last user, on the thread pool: the last close of a large object frees its pages. The list
  * belongs to the loop thread; kld_shm_read() and kld_shm_write() may be called on any thread by who
@@ -20,6 +23,7 @@
 #include "server/config.h"
 #include "server/stats.h"
 
+struct kld_caller;
 struct kld_shm;
 struct kld_shm_region;
 
@@ -31,18 +35,21 @@ void kld_shm_close(struct kld_shm *shm);
 
 /* KLD_FORBIDDEN: off, or not under the prefix; KLD_EXISTS: the name is taken; KLD_NOT_FOUND: no
  * object with this key; KLD_TOO_LARGE: http_regions_max. */
-enum kld_status kld_shm_register(struct kld_shm *shm, const char *name,
-                                 const struct kld_oip_register *wanted, struct kld_error *err);
-void kld_shm_unregister(struct kld_shm *shm, const char *name); /* NULL: all; unknown: nothing */
+enum kld_status kld_shm_register(struct kld_shm *shm, const struct kld_caller *owner,
+                                 const char *name, const struct kld_oip_register *wanted,
+                                 struct kld_error *err);
+/* name NULL: all of this owner; unknown: nothing. */
+void kld_shm_unregister(struct kld_shm *shm, const struct kld_caller *owner, const char *name);
 
 /* [{"name","key","offset","byte_size"}]; of one name or of all (NULL). False: no such name. */
-bool kld_shm_append_status(const struct kld_shm *shm, const char *name, struct kld_oip_text *text);
+bool kld_shm_append_status(const struct kld_shm *shm, const struct kld_caller *owner,
+                           const char *name, struct kld_oip_text *text);
 uint32_t kld_shm_count(const struct kld_shm *shm);
 
 /* Are there `bytes` bytes at offset of this region? If so it is held until kld_shm_release(). */
-enum kld_status kld_shm_acquire(struct kld_shm *shm, const char *name, uint64_t offset_bytes,
-                                uint64_t bytes, struct kld_shm_region **ret_region,
-                                struct kld_error *err);
+enum kld_status kld_shm_acquire(struct kld_shm *shm, const struct kld_caller *owner,
+                                const char *name, uint64_t offset_bytes, uint64_t bytes,
+                                struct kld_shm_region **ret_region, struct kld_error *err);
 void kld_shm_release(struct kld_shm_region *region); /* NULL is allowed */
 
 enum kld_status kld_shm_read(const struct kld_shm_region *region, uint64_t offset_bytes, void *to,

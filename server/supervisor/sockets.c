@@ -84,8 +84,9 @@ enum kld_status kld_http_socket_open(const char *text, bool insecure,
     int fd = -1, yes = 1;
     if (!insecure && !is_loopback(list->ai_addr)) {
         status = kld_error_set(err, KLD_FORBIDDEN,
-                               "--http: %.60s can be reached from other machines and there is no "
-                               "authentication; --insecure-bind allows it",
+                               "--http: %.60s can be reached from other machines and there are "
+                               "no tokens; --tokens names a file of them, --insecure-bind allows "
+                               "it without",
                                text);
     } else if ((fd = socket(list->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0)) < 0 ||
                setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes) < 0 ||

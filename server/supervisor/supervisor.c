@@ -198,7 +198,8 @@ static enum kld_status open_all(struct kld_supervisor *supervisor, const struct 
     if (status == KLD_OK)
         status = kld_stats_create(&supervisor->stats, &supervisor->stats_fd, err);
     if (status == KLD_OK)
-        status = kld_http_socket_open(config->http, config->insecure_bind, &supervisor->http, err);
+        status = kld_http_socket_open(config->http, config->insecure_bind || config->tokens[0],
+                                      &supervisor->http, err);
     if (status == KLD_OK)
         status = kld_unix_socket_open(supervisor->config.unix, (uint32_t)config->unix_mode,
                                       !*config->unix, &supervisor->unix_socket, err);

@@ -29,7 +29,7 @@ struct kld_unix_socket {
 };
 
 /* text: ADDR:PORT, [ADDR]:PORT for IPv6, "localhost:PORT"; "" leaves HTTP off. insecure: an address
- * that other machines can reach is allowed. */
+ * that other machines can reach is allowed; so with tokens, or because the operator says so. */
 enum kld_status kld_http_socket_open(const char *text, bool insecure,
                                      struct kld_http_socket *ret_socket, struct kld_error *err);
 

@@ -57,7 +57,7 @@ def test_every_route_is_documented():
         'SHM("cuda")', '"/v2/cudasharedmemory').replace('memory "/', "memory/")
     table = source[source.index("static const struct kld_route routes[]"):]
     table = table[:table.index("};")]
-    served = {(m.lower(), p) for m, p in re.findall(r'\{"(\w+)", "([^"]*)"', table)}
+    served = {(m.lower(), p) for m, p in re.findall(r'ROUTE\("(\w+)", "([^"]*)"', table)}
     for method, tail in re.findall(r'MODEL\("(\w+)", "([^"]*)"', table):
         served |= {(method.lower(), "/v2/models/kl_div" + tail),
                    (method.lower(), "/v2/models/kl_div/versions/1" + tail)}

@@ -61,8 +61,8 @@ def test_wrong_usage(arguments, expected):
 
 
 @pytest.mark.parametrize("address, expected", [
-    ("0.0.0.0:0", "--insecure-bind allows it"),
-    ("[::]:0", "--insecure-bind allows it"),
+    ("0.0.0.0:0", "--insecure-bind allows it without"),
+    ("[::]:0", "--insecure-bind allows it without"),
     ("8080", "expected ADDR:PORT"),
     ("127.0.0.1:99999", "expected ADDR:PORT"),
     ("example.invalid:1", "is not an address"),

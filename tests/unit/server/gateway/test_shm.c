@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "server/gateway/auth.h"
 #include "tests/unit/unit.h"
 
 static struct kld_config config = {.shm_prefix = "/kld-unit-", .http_regions_max = 2};
@@ -15,6 +16,7 @@ static struct kld_stats stats;
 static struct kld_shm *shm;
 static uv_loop_t loop;
 static struct kld_error err;
+static struct kld_caller caller[2], *const owner = &caller[0];
 static char key[64];
 static int object;
 
@@ -38,7 +40,7 @@ static void close_all(void) {
 static enum kld_status add(const char *name, uint64_t offset, uint64_t bytes) {
     struct kld_oip_register wanted = {.offset_bytes = offset, .byte_size = bytes};
     strcpy(wanted.key, key);
-    return kld_shm_register(shm, name, &wanted, &err);
+    return kld_shm_register(shm, owner, name, &wanted, &err);
 }
 
 START_TEST(a_region_is_a_window) {
@@ -48,17 +50,17 @@ START_TEST(a_region_is_a_window) {
     ck_assert_int_eq(pwrite(object, "abcdefgh", 8, 100), 8);
     ck_assert_int_eq(add("a", 100, 3000), KLD_OK);
     ck_assert_int_eq(add("a", 0, 1), KLD_EXISTS);
-    ck_assert_int_eq(kld_shm_acquire(shm, "a", 2, 4, &region, &err), KLD_OK);
+    ck_assert_int_eq(kld_shm_acquire(shm, owner, "a", 2, 4, &region, &err), KLD_OK);
     ck_assert_int_eq(kld_shm_read(region, 2, got, 4, &err), KLD_OK);
     ck_assert_mem_eq(got, "cdef", 4);
     ck_assert_int_eq(kld_shm_write(region, 0, "AB", 2, &err), KLD_OK);
     ck_assert_int_eq(pread(object, got, 4, 100), 4);
     ck_assert_mem_eq(got, "ABcd", 4);
     kld_shm_release(region);
-    ck_assert_int_eq(kld_shm_acquire(shm, "b", 0, 1, &region, &err), KLD_NOT_FOUND);
-    ck_assert_int_eq(kld_shm_acquire(shm, "a", 2999, 2, &region, &err), KLD_INVALID);
-    ck_assert_int_eq(kld_shm_acquire(shm, "a", UINT64_MAX, 2, &region, &err), KLD_INVALID);
-    ck_assert_int_eq(kld_shm_acquire(shm, "a", 2, UINT64_MAX, &region, &err), KLD_INVALID);
+    ck_assert_int_eq(kld_shm_acquire(shm, owner, "b", 0, 1, &region, &err), KLD_NOT_FOUND);
+    ck_assert_int_eq(kld_shm_acquire(shm, owner, "a", 2999, 2, &region, &err), KLD_INVALID);
+    ck_assert_int_eq(kld_shm_acquire(shm, owner, "a", UINT64_MAX, 2, &region, &err), KLD_INVALID);
+    ck_assert_int_eq(kld_shm_acquire(shm, owner, "a", 2, UINT64_MAX, &region, &err), KLD_INVALID);
     close_all();
 }
 END_TEST
@@ -68,8 +70,8 @@ START_TEST(its_last_user_closes_it) {
     char got[4];
     open_all();
     ck_assert_int_eq(add("a", 0, 4096), KLD_OK);
-    ck_assert_int_eq(kld_shm_acquire(shm, "a", 0, 4, &region, &err), KLD_OK);
-    kld_shm_unregister(shm, "a");
+    ck_assert_int_eq(kld_shm_acquire(shm, owner, "a", 0, 4, &region, &err), KLD_OK);
+    kld_shm_unregister(shm, owner, "a");
     ck_assert_uint_eq(kld_shm_count(shm), 0);
     ck_assert_int_eq(kld_shm_read(region, 0, got, 4, &err), KLD_OK);
     ck_assert(!uv_loop_alive(&loop));
@@ -87,12 +89,33 @@ START_TEST(a_cut_object_is_an_error_and_does_not_grow_again) {
     char got[8];
     open_all();
     ck_assert_int_eq(add("a", 0, 4096), KLD_OK);
-    ck_assert_int_eq(kld_shm_acquire(shm, "a", 0, 4096, &region, &err), KLD_OK);
+    ck_assert_int_eq(kld_shm_acquire(shm, owner, "a", 0, 4096, &region, &err), KLD_OK);
     ck_assert_int_eq(ftruncate(object, 4), 0);
     ck_assert_int_eq(kld_shm_read(region, 0, got, 8, &err), KLD_INVALID);
     ck_assert_int_eq(kld_shm_write(region, 0, got, 8, &err), KLD_INVALID);
     ck_assert_int_eq(fstat(object, &about), 0);
     ck_assert_int_eq(about.st_size, 4);
+    kld_shm_release(region);
+    close_all();
+}
+END_TEST
+
+START_TEST(a_region_is_its_owners_alone) {
+    struct kld_shm_region *region;
+    char buffer[512];
+    struct kld_oip_text text = {.data = buffer, .capacity = sizeof buffer};
+    struct kld_oip_register wanted = {.byte_size = 8};
+    open_all();
+    strcpy(wanted.key, key);
+    ck_assert_int_eq(add("a", 0, 16), KLD_OK);
+    ck_assert_int_eq(kld_shm_acquire(shm, &caller[1], "a", 0, 1, &region, &err), KLD_NOT_FOUND);
+    ck_assert(!kld_shm_append_status(shm, &caller[1], "a", &text));
+    kld_shm_unregister(shm, &caller[1], NULL);
+    kld_shm_unregister(shm, &caller[1], "a");
+    ck_assert_int_eq(kld_shm_register(shm, &caller[1], "a", &wanted, &err), KLD_OK);
+    kld_shm_unregister(shm, owner, NULL);
+    ck_assert_uint_eq(kld_shm_count(shm), 1);
+    ck_assert_int_eq(kld_shm_acquire(shm, &caller[1], "a", 0, 8, &region, &err), KLD_OK);
     kld_shm_release(region);
     close_all();
 }
@@ -105,7 +128,7 @@ START_TEST(what_may_be_registered) {
     ck_assert_int_eq(add("a", 0, 1), KLD_OK);
     ck_assert_int_eq(add("b", 0, 1), KLD_OK);
     ck_assert_int_eq(add("c", 0, 1), KLD_TOO_LARGE);
-    kld_shm_unregister(shm, NULL);
+    kld_shm_unregister(shm, owner, NULL);
     const struct {
         const char *key;
         enum kld_status status;
@@ -116,7 +139,7 @@ START_TEST(what_may_be_registered) {
     for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++) {
         struct kld_oip_register wanted = {.byte_size = 1};
         strcpy(wanted.key, keys[i].key);
-        ck_assert_int_eq(kld_shm_register(shm, "a", &wanted, &err), keys[i].status);
+        ck_assert_int_eq(kld_shm_register(shm, owner, "a", &wanted, &err), keys[i].status);
         ck_assert_ptr_null(strstr(err.text, "kld-unit"));
     }
     config.shm_prefix[0] = '\0';
@@ -129,11 +152,11 @@ START_TEST(the_list_is_json) {
     char buffer[512];
     struct kld_oip_text text = {.data = buffer, .capacity = sizeof buffer};
     open_all();
-    ck_assert(kld_shm_append_status(shm, NULL, &text));
+    ck_assert(kld_shm_append_status(shm, owner, NULL, &text));
     ck_assert_int_eq(add("q\"", 8, 16), KLD_OK);
-    ck_assert(!kld_shm_append_status(shm, "x", &text));
+    ck_assert(!kld_shm_append_status(shm, owner, "x", &text));
     text.length = 0;
-    ck_assert(kld_shm_append_status(shm, "q\"", &text));
+    ck_assert(kld_shm_append_status(shm, owner, "q\"", &text));
     buffer[text.length] = '\0';
     char wanted[512];
     snprintf(wanted, sizeof wanted,
@@ -144,5 +167,5 @@ START_TEST(the_list_is_json) {
 END_TEST
 
 UNIT_MAIN("server/gateway/shm", a_region_is_a_window, its_last_user_closes_it,
-          a_cut_object_is_an_error_and_does_not_grow_again, what_may_be_registered,
-          the_list_is_json)
+          a_cut_object_is_an_error_and_does_not_grow_again, a_region_is_its_owners_alone,
+          what_may_be_registered, the_list_is_json)

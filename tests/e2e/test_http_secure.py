@@ -1,0 +1,303 @@
+"""Who may ask over HTTP, and over what: tokens and their rights and limits, TLS, client certificates."""
+import hashlib
+import http.client
+import json
+import os
+import signal
+import ssl
+import subprocess
+import threading
+
+import pytest
+
+import oip
+from conftest import BIN, clean_environment, wait_until
+from httplib import PREFIX, Shared, close, probabilities, register
+from oip import INFER
+
+Q, P = probabilities((2, 3), 1), probabilities((2, 3), 2)
+HEADERS, DATA = oip.body({"predictions": Q, "targets": P})
+WORDS = {"all": "infer,shm,metrics", "infer": "infer", "shm": "infer,shm", "metrics": "metrics"}
+
+
+def bearer(name):
+    return {"Authorization": f"Bearer word-of-{name}"}
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text("# for the tests\n" + "".join(
+        f"{name} {hashlib.sha256(f'word-of-{name}'.encode()).hexdigest()} {rights}\n"
+        for name, rights in WORDS.items()))
+    return str(path)
+
+
+# ---- Tokens ---------------------------------------------------------------------------------------
+
+ROUTES = [("GET", "/", "metrics"), ("GET", "/metrics", "metrics"), ("GET", "/v2", ""),
+          ("GET", "/v2/models/kl_div", ""), ("GET", "/v2/models/kl_div/versions/1/config", ""),
+          ("GET", "/v2/models/stats", ""), ("POST", "/v2/repository/index", ""), ("POST", INFER, "infer"),
+          ("POST", INFER.replace("/infer", "/versions/1/infer"), "infer"),
+          ("GET", "/v2/systemsharedmemory/status", "shm"),
+          ("POST", "/v2/systemsharedmemory/unregister", "shm"),
+          ("GET", "/v2/cudasharedmemory/status", "shm")]
+
+
+def test_each_route_wants_its_right(make_server, tokens):
+    server = make_server(tokens=tokens, shm_prefix=PREFIX)
+    for method, path, right in ROUTES:
+        headers = HEADERS if method == "POST" and path.endswith("infer") else {}
+        data = DATA if headers else (b"" if method == "POST" else None)
+        status, reply_headers, body = server.request(path, data, headers, method)
+        assert status == 401 and reply_headers["WWW-Authenticate"] == "Bearer", path
+        assert "token" in json.loads(body)["error"]
+        for name, rights in WORDS.items():
+            expected = 200 if not right or right in rights.split(",") else 403
+            status, _, body = server.request(path, data, {**headers, **bearer(name)}, method)
+            assert status == expected, (path, name, body)
+    for path in ("/v2/health/live", "/v2/health/ready"):
+        assert server.request(path)[0] == 200
+
+
+@pytest.mark.parametrize("path", [
+    "//metrics", "/./metrics", "/metrics/", "/metrics?x=1", "/Metrics", "/%6detrics", "/metrics%00", "/metrics;x",
+    "/v2/../metrics", "/v2/health/live/../../../metrics", "/v2/health/live/", "/v2/health//live",
+    "/v2/health/live%2f..%2f..%2f..%2fmetrics", "http://x/metrics", "https://x:1/v2/models/kl_div/infer",
+    "/nothing/here", "*", "//v2/models/kl_div/infer"])
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "OPTIONS", "BREW"])
+def test_no_other_spelling_of_a_path_gets_past(secured, method, path):
+    connection = http.client.HTTPConnection(secured.address, timeout=60)
+    connection.putrequest(method, path, skip_host=True)
+    connection.putheader("Host", "x")
+    connection.putheader("Content-Length", "0")
+    connection.endheaders()
+    assert connection.getresponse().status == 401
+    connection.close()
+
+
+@pytest.fixture(scope="module")
+def secured(backend, tmp_path_factory):
+    from conftest import SANITIZER, Server
+    path = tmp_path_factory.mktemp("secured") / "tokens"
+    path.write_text(f"one {hashlib.sha256(b'word').hexdigest()} infer\n")
+    one = Server(backend=backend, tokens=str(path))
+    yield one
+    status, log = one.stop(), one.log()
+    one.remove()
+    assert status == 0 and not SANITIZER.search(log), log
+
+
+@pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", "Bearer wor", "Bearer word2", "Basic word", "word",
+                                   "Bearer " + "a" * 5000, "Bearer word, Bearer x",
+                                   "Bearer " + hashlib.sha256(b"word").hexdigest()])
+def test_what_is_no_token(secured, value):
+    assert secured.request("/v2", headers={"Authorization": value})[0] == 401
+    assert secured.request("/v2", headers={"Authorization": "Bearer word"})[0] == 200
+
+
+def test_regions_belong_to_who_registered_them(make_server, tokens):
+    server = make_server(tokens=tokens, shm_prefix=PREFIX)
+    path = "/v2/systemsharedmemory"
+
+    def ask(name, tail, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        return server.request(path + tail, data, bearer(name))
+    with Shared(4096) as shared:
+        for name, size in (("shm", 1024), ("all", 2048)):
+            assert ask(name, "/region/r/register", {"key": shared.key, "byte_size": size})[0] == 200
+        assert json.loads(ask("shm", "/status")[2])[0]["byte_size"] == 1024
+        assert json.loads(ask("all", "/region/r/status")[2])[0]["byte_size"] == 2048
+        assert ask("all", "/unregister", {})[0] == 200
+        assert ask("all", "/region/r/status")[0] == 404
+        assert len(json.loads(ask("shm", "/status")[2])) == 1
+
+
+def asked(server, name, replies, data=DATA, headers=HEADERS):
+    replies.append(server.request(INFER, data, {**headers, **bearer(name)}))
+
+
+def test_limits_of_a_token(make_server, tokens):
+    """429 for the one who has too much in flight; others are served."""
+    server = make_server(tokens=tokens, token_requests_max=2, token_bytes_max="64K")
+    worker, replies, late = server.child("worker"), [], []
+    asked(server, "infer", late)
+    assert late.pop()[0] == 200
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        askers = [threading.Thread(target=asked, args=(server, "infer", replies)) for _ in range(2)]
+        for asker in askers:
+            asker.start()
+
+        def in_flight():
+            body = server.request("/metrics", None, bearer("all"))[2].decode()
+            return "\nkld_http_requests_in_flight 2\n" in body
+        wait_until(in_flight, what="two requests")
+        asked(server, "infer", late)
+        status, headers, body = late.pop()
+        assert status == 429 and headers["Retry-After"] and b"token_requests_max" in body
+        other = threading.Thread(target=asked, args=(server, "shm", replies))
+        other.start()
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    for asker in [*askers, other]:
+        asker.join()
+    assert [reply[0] for reply in replies] == [200] * 3
+    big = probabilities((100, 100), 3)
+    headers, data = oip.body({"predictions": big, "targets": big})
+    asked(server, "infer", late, data, headers)
+    assert late[0][0] == 413 and b"token_bytes_max" in late[0][2]
+    for _ in range(5):  # nothing of all this is still counted
+        asked(server, "infer", replies)
+        assert replies[-1][0] == 200
+
+
+def test_tokens_open_other_addresses(make_server, tokens):
+    server = make_server(http="0.0.0.0:0", tokens=tokens)
+    address = "127.0.0.1:" + server.address.rsplit(":", 1)[1]
+    connection = http.client.HTTPConnection(address, timeout=60)
+    connection.request("GET", "/v2", headers=bearer("infer"))
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+@pytest.mark.parametrize("text, part", [
+    ("", "no tokens"), ("a word-of-a infer\n", "line 1"), (None, "cannot be opened")])
+def test_a_bad_file_of_tokens_is_told_without_its_text(make_server, tmp_path, text, part):
+    path = tmp_path / "private-tokens"
+    if text is not None:
+        path.write_text(text)
+    server = make_server(tokens=str(path), wait=False)
+    assert server.process.wait(60) == 1
+    assert part in server.log() and "word-of" not in server.log()
+
+
+def test_secrets_are_never_logged(make_server, tokens, certificates):
+    server = make_server(tokens=tokens, log_level="debug", **tls_flags(certificates))
+    context = ssl.create_default_context(cafile=certificates / "ca.crt")
+    for headers in (bearer("all"), {"Authorization": "Bearer word-of-nobody"}, {"Authorization": "Basic x"}):
+        assert ask_tls(server, context, headers)[0] in (200, 401)
+    log = server.log()
+    assert "word-of" not in log and "PRIVATE" not in log
+    assert hashlib.sha256(b"word-of-all").hexdigest() not in log
+
+
+# ---- TLS ------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory):
+    """ca.crt signs server.crt (for localhost) and client.crt; other.crt is signed by itself."""
+    folder = tmp_path_factory.mktemp("certificates")
+
+    def openssl(*arguments):
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+    new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    for name in ("ca", "other"):
+        openssl("req", "-x509", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.crt", "-subj",
+                f"/CN={name}", "-days", "2")
+    for name, more in (("server", "subjectAltName=DNS:localhost,IP:127.0.0.1\nextendedKeyUsage=serverAuth"),
+                       ("client", "extendedKeyUsage=clientAuth")):
+        openssl("req", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        (folder / "more").write_text(more + "\n")
+        openssl("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial",
+                "-days", "2", "-out", f"{name}.crt", "-extfile", "more")
+    return folder
+
+
+def tls_flags(folder, **more):
+    return {"tls_cert": folder / "server.crt", "tls_key": folder / "server.key", **more}
+
+
+def ask_tls(server, context, headers=HEADERS, data=None, path="/v2"):
+    connection = http.client.HTTPSConnection(server.address, timeout=60, context=context)
+    try:
+        connection.request("POST" if data else "GET", path, data, headers)
+        reply = connection.getresponse()
+        return reply.status, reply.headers, reply.read()
+    finally:
+        connection.close()
+
+
+def test_tls(make_server, certificates):
+    """Small and large, kept alive, and a client that speaks no TLS."""
+    server = make_server(**tls_flags(certificates))
+    context = ssl.create_default_context(cafile=certificates / "ca.crt")
+    q, p = probabilities((300, 5000), 5), probabilities((300, 5000), 6)
+    headers, data = oip.body({"predictions": q, "targets": p},
+                             {"loss": None, "grad_predictions": {"binary_data": True}})
+    connection = http.client.HTTPSConnection(server.address, timeout=60, context=context)
+    for _ in range(3):
+        connection.request("POST", INFER, data, headers)
+        reply = connection.getresponse()
+        body = reply.read()
+        assert reply.status == 200, body
+        got, truth = oip.parse(reply.headers, body)[1], oip.expected(q, p)
+        close(got["loss"], truth["loss"], "FP32")
+        close(got["grad_predictions"], truth["grad_predictions"], "FP32")
+    assert connection.sock.version() in ("TLSv1.2", "TLSv1.3")
+    connection.close()
+    plain = http.client.HTTPConnection(server.address, timeout=60)
+    with pytest.raises((http.client.HTTPException, OSError)):
+        plain.request("GET", "/v2")
+        plain.getresponse()
+    plain.close()
+    assert ask_tls(server, context)[0] == 200
+    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    old.load_verify_locations(certificates / "ca.crt")
+    old.set_ciphers("ALL:@SECLEVEL=0")
+    old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+    with pytest.raises(OSError):
+        ask_tls(server, old)
+
+
+def test_tls_by_the_kld_tool_and_curl(make_server, certificates, cli, tokens):
+    server = make_server(tokens=tokens, **tls_flags(certificates))
+    url = f"https://localhost:{server.address.rsplit(':', 1)[1]}"
+    secret = certificates / "token"
+    secret.write_text("word-of-all\n")
+    done = cli("ping", "--server", url, "--ca-file", certificates / "ca.crt", "--token-file", secret)
+    assert done.returncode == 0, done.stderr
+    assert cli("ping", "--server", url).returncode != 0  # not a CA of the system
+    reply = subprocess.run(["curl", "-sS", "--cacert", certificates / "ca.crt", "-H",
+                            "Authorization: Bearer word-of-all", url + "/v2"], capture_output=True, check=True)
+    assert json.loads(reply.stdout)["name"] == "kld"
+    assert subprocess.run(["curl", "-sS", url + "/v2"], capture_output=True).returncode == 60
+
+
+def test_client_certificates(make_server, certificates):
+    server = make_server(**tls_flags(certificates, tls_client_ca=certificates / "ca.crt"))
+    context = ssl.create_default_context(cafile=certificates / "ca.crt")
+    status, _, body = ask_tls(server, context)
+    assert status == 401 and "certificate" in json.loads(body)["error"]
+    assert ask_tls(server, context, path="/v2/health/live")[0] == 401
+    assert ask_tls(server, context, HEADERS, DATA, INFER)[0] == 401
+    for name, expected in (("other", 401), ("server", 401), ("client", 200)):  # server.crt: not for clients
+        context = ssl.create_default_context(cafile=certificates / "ca.crt")
+        context.load_cert_chain(certificates / f"{name}.crt", certificates / f"{name}.key")
+        assert ask_tls(server, context)[0] == expected, name
+
+
+@pytest.mark.parametrize("flags, part", [
+    ({"tls_cert": "server.crt"}, "go together"), ({"tls_key": "server.key"}, "go together"),
+    ({"tls_client_ca": "ca.crt"}, "go together"),
+    ({"tls_cert": "server.crt", "tls_key": "other.key"}, "tls_cert, tls_key"),
+    ({"tls_cert": "none.crt", "tls_key": "server.key"}, "cannot be opened"),
+    ({"tls_cert": "server.key", "tls_key": "server.key"}, "tls_cert, tls_key"),
+    ({"tls_cert": "server.crt", "tls_key": "server.key", "tls_client_ca": "ca.key"}, "tls_client_ca")])
+def test_certificates_that_do_not_fit(make_server, certificates, flags, part):
+    server = make_server(wait=False, **{name: certificates / file for name, file in flags.items()})
+    assert server.process.wait(60) == 1
+    assert part in server.log() and "PRIVATE" not in server.log()
+
+
+def test_help_names_what_there_is():
+    text = subprocess.run([str(BIN / "kld-server"), "--help"], capture_output=True, text=True,
+                          env=clean_environment()).stdout
+    for flag in ("--tls-cert", "--tls-key", "--tls-client-ca", "--tokens", "--token-requests-max"):
+        assert flag in text
+
+
+def test_register_needs_a_known_caller(make_server, tokens):
+    server = make_server(tokens=tokens, shm_prefix=PREFIX)
+    with Shared(4096) as shared:
+        assert register(server, "r", shared, 64)[0] == 401
