@@ -58,6 +58,8 @@
     X(COUNT, http_deadline_ms, "60000", "deadline of an HTTP request that names none")             \
     X(COUNT, drain_ms, "10000", "time given to requests in flight on SIGTERM")                     \
     X(COUNT, restart_ms_max, "5000", "longest pause between restarts of a child that keeps dying") \
+    X(COUNT, http_slow_ms, "10000", "in that time a client sends or takes the whole message, ...") \
+    X(BYTES, http_slow_bytes, "10K", "... or at least so much of it, else it is cut off")          \
     X(TEXT, tls_cert, "", "PEM file with the certificate to serve HTTPS with; empty: HTTP")        \
     X(TEXT, tls_key, "", "PEM file with its key")                                                  \
     X(TEXT, tls_client_ca, "", "PEM file of the CA whose certificates clients must show")          \

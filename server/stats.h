@@ -18,6 +18,7 @@
       "HTTP requests being received, computed or answered")                                        \
     X(http_connections, gauge, gateway, "open HTTP connections")                                   \
     X(http_connections_total, counter, any, "HTTP connections accepted")                           \
+    X(http_slow_total, counter, any, "connections cut off because the client was too slow")        \
     X(http_received_bytes_total, counter, any, "bytes of HTTP bodies received")                    \
     X(http_sent_bytes_total, counter, any, "bytes of HTTP replies")                                \
     X(http_regions, gauge, gateway, "shared-memory regions registered over HTTP")                  \

@@ -62,6 +62,7 @@ static enum kld_status read_encoding(struct kld_infer *infer, struct kld_error *
         infer->inflate = NULL;
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     }
+    infer->inflate->gzip = strcasecmp(encoding, "gzip") == 0;
     return KLD_OK;
 }
 
@@ -179,7 +180,7 @@ static size_t feed_compressed(struct kld_infer *infer, const char *data, size_t 
     struct kld_inflate *inflater = infer->inflate;
     z_stream *stream = &inflater->stream;
     struct kld_error error;
-    uint64_t begun = infer->body_bytes;
+    uint64_t begun = infer->body_bytes, most = infer->gateway->config->body_bytes_max;
     stream->next_in = (Bytef *)(uintptr_t)data;
     stream->avail_in = (uInt)size;
     while (!exchange->paused && !exchange->replied) {
@@ -187,6 +188,10 @@ static size_t feed_compressed(struct kld_infer *infer, const char *data, size_t 
             inflater->out_begin += (uint32_t)feed_plain(infer, inflater->out + inflater->out_begin,
                                                         inflater->out_end - inflater->out_begin);
             continue;
+        }
+        if (inflater->ended && stream->avail_in && inflater->gzip && *stream->next_in == 0x1f) {
+            inflater->ended = false; /* gzip: another member may follow */
+            inflateReset(stream);
         }
         if (inflater->ended && stream->avail_in) {
             kld_error_set(&error, KLD_INVALID, "there are bytes behind the compressed body");
@@ -209,6 +214,12 @@ static size_t feed_compressed(struct kld_infer *infer, const char *data, size_t 
             kld_error_set(&error, KLD_INVALID, "the body is not what its Content-Encoding says");
             kld_infer_fail(infer, &error);
         }
+    }
+    inflater->in_bytes += size - stream->avail_in;
+    if (inflater->in_bytes > most && !exchange->replied) { /* members of nothing, without end */
+        kld_error_set(&error, KLD_TOO_LARGE,
+                      "the body has more than %" PRIu64 " bytes (body_bytes_max)", most);
+        kld_infer_fail(infer, &error);
     }
     return size - stream->avail_in;
 }

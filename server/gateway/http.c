@@ -10,20 +10,12 @@
 #include <sys/socket.h>
 
 #include "proto/oip.h"
+#include "server/gateway/compress.h"
 #include "server/gateway/tls.h"
+#include "server/gateway/watch.h"
 
 #define CONNECTION_BYTES_MAX (128 << 10) /* headers, and twice a piece of a body */
 #define TLS_PRIORITIES "NORMAL:-VERS-ALL:+VERS-TLS1.3:+VERS-TLS1.2"
-#define LOOK_MS 500             /* for clients that left */
-#define LOOK_CONNECTIONS_MAX 32 /* in one turn of the loop, ... */
-#define LOOK_ON_MS 2            /* ... then the next ones */
-
-/* One TCP connection. */
-struct watched {
-    struct watched *before, *after;
-    struct kld_exchange *exchange; /* NULL: between two requests */
-    int fd;                        /* MHD's */
-};
 
 struct kld_http {
     struct kld_gateway *gateway;
@@ -31,14 +23,12 @@ struct kld_http {
     struct MHD_Daemon *daemon;
     uv_poll_t poll;
     uv_timer_t timer;
-    uv_timer_t look;
     uv_prepare_t prepare;
     int open_handles;
     bool client_certificates; /* every client must show one */
     bool again; /* MHD_run() has something to do that its epoll descriptor does not tell */
     struct kld_exchange *first;
-    struct watched *connections;
-    struct watched *look_at; /* where to look on; NULL: at all of them again */
+    struct kld_watch watch;
     void (*closed)(void *user);
     void *closed_user;
 };
@@ -64,36 +54,25 @@ static void run(struct kld_http *http) {
         uv_timer_stop(&http->timer);
 }
 
-static struct watched *watched_of(struct MHD_Connection *connection) {
+static struct kld_watched *watched_of(struct MHD_Connection *connection) {
     const union MHD_ConnectionInfo *info =
         MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
     return info ? info->socket_context : NULL;
 }
 
-static bool waits_for_client(const struct watched *watched) {
-    const struct kld_exchange *exchange = watched->exchange;
-    return !exchange || (!exchange->suspended && !exchange->queued && !exchange->finished);
-}
-
-/* MHD 0.9.75 with epoll overlooks the end of a connection that arrives together with the last
- * bytes; it would hold them until http_idle_ms. Shutting such a socket down gives it an event that
- * it does not overlook. */
-static void look_for_ends(uv_timer_t *timer) {
-    struct kld_http *http = timer->data;
-    struct watched *watched = http->look_at ? http->look_at : http->connections;
-    for (int i = 0; watched && i < LOOK_CONNECTIONS_MAX; i++, watched = watched->after) {
-        char unused;
-        if (waits_for_client(watched) &&
-            recv(watched->fd, &unused, 1, MSG_PEEK | MSG_DONTWAIT) == 0)
-            shutdown(watched->fd, SHUT_RDWR);
-    }
-    http->look_at = watched;
-    if (http->connections)
-        uv_timer_start(timer, look_for_ends, watched ? LOOK_ON_MS : LOOK_MS, 0);
-}
-
 const char *kld_exchange_header(const struct kld_exchange *exchange, const char *name) {
     return MHD_lookup_connection_value(exchange->connection, MHD_HEADER_KIND, name);
+}
+
+/* A proxy asks for http://host/path; what it names is the path. */
+static const char *path_of(const char *url) {
+    size_t scheme = strncasecmp(url, "http://", 7) == 0    ? 7
+                    : strncasecmp(url, "https://", 8) == 0 ? 8
+                                                           : 0;
+    if (!scheme)
+        return url;
+    const char *path = strchr(url + scheme, '/');
+    return path ? path : "/";
 }
 
 static struct kld_exchange *open_exchange(struct kld_http *http, struct MHD_Connection *connection,
@@ -226,12 +205,14 @@ static enum MHD_Result access_handler(void *user, struct MHD_Connection *connect
     struct kld_http *http = user;
     struct kld_exchange *exchange = *context;
     if (!exchange) {
-        if (!(exchange = *context = open_exchange(http, connection, url, method)))
+        if (!(exchange = *context = open_exchange(http, connection, path_of(url), method)))
             return MHD_NO;
-        struct watched *watched = watched_of(connection);
-        if (watched)
+        struct kld_watched *watched = watched_of(connection);
+        if (watched) {
             watched->exchange = exchange;
-        start(http, exchange, url);
+            watched->exchanges++;
+        }
+        start(http, exchange, path_of(url));
         return exchange->replied && reply_at_once(exchange) ? queue_reply(exchange) : MHD_YES;
     }
     if (*size)
@@ -255,7 +236,7 @@ static void completed(void *user, struct MHD_Connection *connection, void **cont
     if (!exchange)
         return;
     *context = NULL;
-    struct watched *watched = watched_of(connection);
+    struct kld_watched *watched = watched_of(connection);
     if (watched)
         watched->exchange = NULL;
     if (exchange->response)
@@ -271,33 +252,10 @@ static void completed(void *user, struct MHD_Connection *connection, void **cont
 }
 
 static void watch(struct kld_http *http, struct MHD_Connection *connection, void **context) {
-    struct watched *watched = calloc(1, sizeof *watched);
     const union MHD_ConnectionInfo *info =
         MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
-    if (!watched || !info) { /* goes unwatched */
-        free(watched);
-        return;
-    }
-    watched->fd = info->connect_fd;
-    watched->after = http->connections;
-    if (watched->after)
-        watched->after->before = watched;
-    else
-        uv_timer_start(&http->look, look_for_ends, LOOK_MS, 0);
-    http->connections = watched;
-    *context = watched;
-}
-
-static void unwatch(struct kld_http *http, struct watched *watched) {
-    if (watched->before)
-        watched->before->after = watched->after;
-    else
-        http->connections = watched->after;
-    if (watched->after)
-        watched->after->before = watched->before;
-    if (http->look_at == watched)
-        http->look_at = watched->after;
-    free(watched);
+    if (info)
+        *context = kld_watch_add(&http->watch, info->connect_fd);
 }
 
 static void connection_changed(void *user, struct MHD_Connection *connection, void **context,
@@ -309,7 +267,7 @@ static void connection_changed(void *user, struct MHD_Connection *connection, vo
         kld_stats_add(http->gateway->stats, KLD_STAT_http_connections_total, 1);
         watch(http, connection, context);
     } else if (*context) {
-        unwatch(http, *context);
+        kld_watch_remove(&http->watch, *context);
         *context = NULL;
     }
     if (!opened)
@@ -345,10 +303,33 @@ void kld_exchange_reply(struct kld_exchange *exchange, unsigned http_status,
     resume(exchange);
 }
 
+enum kld_coding kld_exchange_coding(const struct kld_exchange *exchange) {
+    return kld_coding_choose(kld_exchange_header(exchange, MHD_HTTP_HEADER_ACCEPT_ENCODING));
+}
+
+struct MHD_Response *kld_exchange_packed(enum kld_coding coding, void *packed, size_t bytes) {
+    struct MHD_Response *response =
+        MHD_create_response_from_buffer(bytes, packed, MHD_RESPMEM_MUST_FREE);
+    if (!response) {
+        free(packed);
+        return NULL;
+    }
+    MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_ENCODING, kld_coding_name(coding));
+    MHD_add_response_header(response, MHD_HTTP_HEADER_VARY, MHD_HTTP_HEADER_ACCEPT_ENCODING);
+    return response;
+}
+
 void kld_exchange_reply_text(struct kld_exchange *exchange, unsigned http_status, const char *type,
                              const char *text, size_t bytes) {
+    enum kld_coding coding =
+        bytes < KLD_COMPRESS_BYTES_MIN ? KLD_CODING_NONE : kld_exchange_coding(exchange);
+    size_t packed_bytes = 0;
+    void *packed = kld_compress(coding, text, bytes, &packed_bytes);
     struct MHD_Response *response =
-        MHD_create_response_from_buffer(bytes, (void *)(uintptr_t)text, MHD_RESPMEM_MUST_COPY);
+        packed ? kld_exchange_packed(coding, packed, packed_bytes)
+               : MHD_create_response_from_buffer(bytes, (void *)(uintptr_t)text,
+                                                 MHD_RESPMEM_MUST_COPY);
+    bytes = packed ? packed_bytes : bytes;
     if (response && bytes)
         MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, type);
     if (response)
@@ -428,9 +409,9 @@ enum kld_status kld_http_open(struct kld_gateway *gateway, int listen_fd, const 
         return kld_error_set(err, KLD_UNAVAILABLE, "the HTTP server cannot be started");
     }
     uv_timer_init(&gateway->loop, &http->timer);
-    uv_timer_init(&gateway->loop, &http->look);
+    kld_watch_init(&http->watch, &gateway->loop, gateway->config, gateway->stats);
     uv_prepare_init(&gateway->loop, &http->prepare);
-    http->poll.data = http->timer.data = http->look.data = http->prepare.data = http;
+    http->poll.data = http->timer.data = http->prepare.data = http;
     http->open_handles = 4;
     uv_poll_start(&http->poll, UV_READABLE, readable);
     uv_prepare_start(&http->prepare, before_poll);
@@ -463,6 +444,7 @@ void kld_http_close(struct kld_http *http, void (*closed)(void *user), void *use
     MHD_stop_daemon(http->daemon);
     uv_close((uv_handle_t *)&http->poll, handle_closed);
     uv_close((uv_handle_t *)&http->timer, handle_closed);
-    uv_close((uv_handle_t *)&http->look, handle_closed);
+    http->watch.timer.data = http;
+    uv_close((uv_handle_t *)&http->watch.timer, handle_closed);
     uv_close((uv_handle_t *)&http->prepare, handle_closed);
 }

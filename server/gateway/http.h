@@ -14,6 +14,7 @@
 
 #include "proto/status.h"
 #include "server/gateway/auth.h"
+#include "server/gateway/compress.h"
 #include "server/gateway/gateway.h"
 
 /* How much of a body that nobody wants is read so that its sender sees the reply. */
@@ -69,6 +70,10 @@ const char *kld_exchange_header(const struct kld_exchange *exchange, const char 
 /* Once an exchange. Takes over the response; NULL (no memory) closes the connection. */
 void kld_exchange_reply(struct kld_exchange *exchange, unsigned http_status,
                         struct MHD_Response *response);
+/* What the client accepts for a reply in JSON; and a reply that is compressed so, which takes over
+ * `packed`. NULL: no memory. */
+enum kld_coding kld_exchange_coding(const struct kld_exchange *exchange);
+struct MHD_Response *kld_exchange_packed(enum kld_coding coding, void *packed, size_t bytes);
 void kld_exchange_reply_text(struct kld_exchange *exchange, unsigned http_status, const char *type,
                              const char *text, size_t bytes);
 /* {"error": ...}, with Retry-After where it may help. */

@@ -51,6 +51,7 @@ static void let_go(struct kld_infer *infer) {
     free_memory(infer);
     if (infer->exchange) /* a refused body may still be inside kld_body_feed() */
         return;
+    free(infer->packed);
     if (infer->counted)
         kld_auth_give_request(infer->caller);
     kld_body_done(infer);
@@ -101,6 +102,7 @@ void kld_infer_begin(struct kld_exchange *exchange) {
     infer->gateway = gateway;
     infer->exchange = exchange;
     infer->caller = exchange->caller;
+    infer->coding = kld_exchange_coding(exchange);
     exchange->state = infer;
     kld_stats_set(gateway->stats, KLD_STAT_http_requests_in_flight, ++gateway->infers);
     if (gateway->draining)
@@ -224,6 +226,12 @@ static enum kld_status write_out(struct kld_infer *infer) {
                              "the JSON of the reply has more than %zu bytes (json_bytes_max); ask "
                              "for outputs with binary_data",
                              infer->reply.capacity);
+    bool binary = false;
+    for (uint32_t i = 0; i < infer->request.output_count; i++)
+        binary = binary || infer->request.output[i].where == KLD_OIP_BINARY;
+    if (!binary && infer->reply.length >= KLD_COMPRESS_BYTES_MIN)
+        infer->packed = kld_compress(infer->coding, infer->reply.data, infer->reply.length,
+                                     &infer->packed_bytes);
     return KLD_OK;
 }
 
@@ -377,6 +385,14 @@ static struct MHD_Response *make_response(struct kld_infer *infer, bool *ret_bin
     struct MHD_IoVec part[1 + KLD_OIP_OUTPUTS_MAX] = {{infer->reply.data, infer->reply.length}};
     unsigned parts = 1;
     uint64_t bytes = infer->reply.length;
+    if (infer->packed) {
+        void *packed = infer->packed;
+        infer->packed = NULL;
+        *ret_binary = false;
+        kld_stats_add(infer->gateway->stats, KLD_STAT_http_sent_bytes_total,
+                      (int64_t)infer->packed_bytes);
+        return kld_exchange_packed(infer->coding, packed, infer->packed_bytes);
+    }
     for (uint32_t i = 0; i < infer->request.output_count; i++) {
         if (infer->request.output[i].where != KLD_OIP_BINARY)
             continue;

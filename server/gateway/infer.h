@@ -30,7 +30,8 @@ enum kld_infer_step { KLD_INFER_PARSE, KLD_INFER_GATHER, KLD_INFER_WRITE_OUT, KL
 /* A compressed body. */
 struct kld_inflate {
     z_stream stream;
-    bool ended;
+    bool gzip, ended;
+    uint64_t in_bytes;           /* compressed, so far */
     uint32_t out_begin, out_end; /* decompressed and not taken yet: out[out_begin .. out_end-1] */
     char out[64 << 10];
 };
@@ -63,6 +64,9 @@ struct kld_infer {
     uint64_t place[KLD_INFER_TENSORS_MAX]; /* in staging; inputs, then outputs */
     struct kld_shm_region *region[KLD_INFER_TENSORS_MAX]; /* held; NULL: not shared memory */
     struct kld_oip_text reply;
+    enum kld_coding coding; /* that the caller takes for JSON */
+    void *packed;           /* the reply, compressed; NULL: not */
+    size_t packed_bytes;
 
     /* The pool. */
     uv_work_t work;

@@ -386,6 +386,56 @@ def test_compressed(server, encoding, binary, shape):
     close(oip.parse(reply_headers, body)[1]["loss"], oip.expected(q, p)["loss"], "FP32")
 
 
+def test_gzip_in_several_members(server):
+    """As `cat a.gz b.gz` makes it; split anywhere, an empty one among them."""
+    q, p = probabilities((50, 200), 17), probabilities((50, 200), 18)
+    headers, data = oip.body({"predictions": q, "targets": p})
+    for cuts in ([1], [len(data) // 2], [200, 200, 5000], [len(data)]):
+        edges = [0, *cuts, len(data)]
+        packed = b"".join(gzip.compress(data[a:b]) for a, b in zip(edges, edges[1:]))
+        for pieces in (packed, pieces_of(packed, 997)):
+            with Connection(server) as connection:
+                connection.http.request("POST", INFER, pieces, {**headers, "Content-Encoding": "gzip"},
+                                        encode_chunked=pieces is not packed)
+                reply = connection.http.getresponse()
+                body = reply.read()
+                assert reply.status == 200, body
+                close(oip.parse(reply.headers, body)[1]["loss"], oip.expected(q, p)["loss"], "FP32")
+
+
+@pytest.mark.parametrize("accept, coding", [
+    (None, None), ("gzip", "gzip"), ("deflate", "deflate"), ("br;q=1, gzip;q=0.2, deflate;q=0.8", "deflate"),
+    ("gzip;q=0", None), ("identity", None), ("*", "gzip")])
+def test_compressed_replies(server, accept, coding):
+    """JSON for who asks for it; tensors and small texts go as they are."""
+    q, p = probabilities((40, 100), 19), probabilities((40, 100), 20)
+    more = {"Accept-Encoding": accept} if accept else {}
+    unpack = {"gzip": gzip.decompress, "deflate": zlib.decompress, None: bytes}[coding]
+    asked = {"loss": None, "grad_predictions": None}
+    headers, data = oip.body({"predictions": q, "targets": p}, asked)
+    status, reply_headers, body = server.request(INFER, data, {**headers, **more})
+    assert status == 200 and reply_headers["Content-Encoding"] == coding
+    assert coding is None or (reply_headers["Vary"] == "Accept-Encoding" and
+                              len(body) < 0.7 * len(unpack(body)))
+    close(oip.parse({}, unpack(body))[1]["grad_predictions"], oip.expected(q, p)["grad_predictions"], "FP32")
+    status, reply_headers, body = server.request("/v2/models/kl_div/config", headers=more)
+    assert reply_headers["Content-Encoding"] == coding and b"kld_native" in unpack(body)
+    headers, data = oip.body({"predictions": q, "targets": p}, asked, {"binary_data_output": True})
+    status, reply_headers, body = server.request(INFER, data, {**headers, **more})
+    assert status == 200 and reply_headers["Content-Encoding"] is None
+    assert server.request("/v2", headers=more)[1]["Content-Encoding"] is None
+
+
+@pytest.mark.parametrize("target", ["http://example.org/v2", "HTTPS://127.0.0.1:1/v2?x=1", "http://[::1]:80/v2"])
+def test_a_proxy_names_the_whole_url(server, target):
+    with Connection(server) as connection:
+        connection.http.putrequest("GET", target, skip_host=True)
+        connection.http.putheader("Host", "x")
+        connection.http.endheaders()
+        reply = connection.http.getresponse()
+        assert reply.status == 200 and json.loads(reply.read())["name"] == "kld"
+
+
 def test_expect_100_continue(server):
     q, p = probabilities((2, 3), 19), probabilities((2, 3), 20)
     headers, data = oip.body({"predictions": q, "targets": p})

@@ -244,6 +244,11 @@ def test_bombs(server):
     assert time.monotonic() - begin < 20
 
 
+def test_members_of_nothing_without_end(server):
+    """Each is 20 bytes of gzip and not one of body."""
+    refused(server, gzip.compress(b"") * 150000, {"Content-Encoding": "gzip"}, 413, "body_bytes_max")
+
+
 def test_compression_that_is_none(server):
     headers, data = oip.body({"predictions": Q, "targets": P})
     packed = gzip.compress(data)

@@ -9,6 +9,8 @@ import socket
 import threading
 import time
 
+import pytest
+
 import oip
 from conftest import wait_until
 from httplib import PREFIX, Shared, close, fds_of, probabilities, register, unregister
@@ -207,6 +209,72 @@ def test_idle_connections_are_closed(make_server):
         begin = time.monotonic()
         assert connection.recv(1) == b""
         assert 0.5 < time.monotonic() - begin < 20
+
+
+SLOW_HEAD = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n".encode()
+
+
+@pytest.mark.parametrize("data", [SLOW_HEAD, SLOW_HEAD + b"\r\n{", b"G"])
+def test_a_slow_sender_is_cut_off(make_server, data):
+    """Bytes that come now and then do not hold a connection for ever."""
+    server = make_server(http_slow_ms=1000, http_slow_bytes="1K")
+    host, port = server.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), 60) as idle:
+        took = None
+        with socket.create_connection((host, int(port)), 60) as connection:
+            connection.sendall(data)
+            connection.settimeout(0.1)
+            begin = time.monotonic()
+            while took is None:
+                assert time.monotonic() - begin < 20
+                try:
+                    connection.sendall(b"x")
+                    if connection.recv(100) == b"":
+                        took = time.monotonic() - begin
+                except TimeoutError:
+                    pass
+                except OSError:
+                    took = time.monotonic() - begin
+        assert 0.9 < took < 10
+        idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")  # silent, not slow
+        assert b" 200 " in idle.recv(1000)
+    metrics = server.metrics()
+    assert metrics["kld_http_slow_total"] == 1
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0 and
+               server.metrics()["kld_http_requests_in_flight"] == 0, what="nothing held")
+
+
+def test_a_slow_reader_is_cut_off(make_server):
+    """It takes a byte now and then of a reply of 16 MB, which the server holds meanwhile."""
+    server = make_server(http_slow_ms=1000, http_slow_bytes="1M")
+    q = probabilities((1000, 2000), 37)
+    headers, data = oip.body({"predictions": q, "targets": q},
+                             {n: {"binary_data": True} for n in ("grad_predictions", "grad_targets")})
+    host, port = server.address.rsplit(":", 1)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        connection.connect((host, int(port)))
+        connection.settimeout(20)
+        lines = [f"POST {INFER} HTTP/1.1", "Host: x", f"Content-Length: {len(data)}"]
+        connection.sendall("\r\n".join(lines + [f"{k}: {v}" for k, v in headers.items()] + ["", ""]).encode())
+        connection.sendall(data)
+        assert connection.recv(1)
+        wait_until(lambda: server.metrics()["kld_http_slow_total"] == 1, what="the slow reader's end")
+        wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
+
+
+def test_slow_but_moving_is_served(make_server):
+    server = make_server(http_slow_ms=500, http_slow_bytes="1K")
+    q = probabilities((100, 100), 38)
+    headers, data = oip.body({"predictions": q, "targets": q})
+
+    def pieces():
+        for at in range(0, len(data), 8192):
+            yield data[at:at + 8192]
+            time.sleep(0.2)
+    with Connection(server) as connection:
+        connection.http.request("POST", INFER, pieces(), headers, encode_chunked=True)
+        assert connection.http.getresponse().status == 200
 
 
 def test_many_clients_that_leave_are_all_noticed(make_server):

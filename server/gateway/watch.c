@@ -1,0 +1,130 @@
+/* watch.c - finds connections whose peer has gone or is too slow, and shuts them down (watch.h).
+ *
+ * MHD 0.9.75 with epoll overlooks the end of a connection that arrives together with the last
+ * bytes; it would hold them until http_idle_ms. And its time limit is for silence: a byte now and
+ * then would hold a connection for ever. Shutting a socket down gives it an event that it does not
+ * overlook. Loop thread only. */
+#include "server/gateway/watch.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <stdlib.h>
+#include <sys/socket.h>
+
+#include "server/gateway/http.h"
+
+#define LOOK_MS 500
+#define LOOK_CONNECTIONS_MAX 32 /* in one turn of the loop, ... */
+#define LOOK_ON_MS 2            /* ... then the next ones */
+
+/* struct tcp_info as the kernel fills it, up to the two counters. */
+struct counters {
+    struct tcp_info info;
+    uint64_t pacing_rate, max_pacing_rate, bytes_acked, bytes_received;
+};
+
+static enum kld_phase phase_of(const struct kld_watched *watched) {
+    const struct kld_exchange *exchange = watched->exchange;
+    if (!exchange)
+        return KLD_PHASE_IDLE;
+    if (exchange->queued)
+        return exchange->suspended ? KLD_PHASE_COMPUTING : KLD_PHASE_SENDING;
+    return exchange->suspended || exchange->finished ? KLD_PHASE_COMPUTING : KLD_PHASE_RECEIVING;
+}
+
+static void begin(struct kld_watched *watched, enum kld_phase phase, uint64_t bytes) {
+    watched->phase = phase;
+    watched->seen_exchanges = watched->exchanges;
+    watched->since_ns = uv_hrtime();
+    watched->since_bytes = bytes;
+}
+
+/* Between two requests the peer may be silent, until it begins to send one. */
+static bool is_slow(const struct kld_watch *watch, struct kld_watched *watched) {
+    struct counters counters = {.bytes_acked = 0};
+    socklen_t size = sizeof counters;
+    enum kld_phase phase = phase_of(watched);
+    if (phase == KLD_PHASE_COMPUTING) {
+        watched->phase = phase;
+        return false;
+    }
+    if (getsockopt(watched->fd, IPPROTO_TCP, TCP_INFO, &counters, &size) != 0 ||
+        size < sizeof counters)
+        return false;
+    uint64_t bytes = phase == KLD_PHASE_SENDING ? counters.bytes_acked : counters.bytes_received;
+    bool same = watched->seen_exchanges == watched->exchanges;
+    if (phase == KLD_PHASE_IDLE && same && watched->phase == KLD_PHASE_IDLE) {
+        if (bytes != watched->since_bytes)
+            begin(watched, KLD_PHASE_RECEIVING, watched->since_bytes); /* the head of a request */
+        return false;
+    }
+    if (phase == KLD_PHASE_IDLE && same && watched->phase == KLD_PHASE_RECEIVING &&
+        bytes != watched->since_bytes)
+        phase = KLD_PHASE_RECEIVING;
+    if (phase != watched->phase || !same) {
+        begin(watched, phase, bytes);
+        return false;
+    }
+    if (phase == KLD_PHASE_IDLE ||
+        uv_hrtime() - watched->since_ns < watch->config->http_slow_ms * 1000000)
+        return false;
+    if (bytes - watched->since_bytes < watch->config->http_slow_bytes)
+        return true;
+    begin(watched, phase, bytes);
+    return false;
+}
+
+static bool has_gone(const struct kld_watched *watched) {
+    char unused;
+    enum kld_phase phase = phase_of(watched);
+    return (phase == KLD_PHASE_IDLE || phase == KLD_PHASE_RECEIVING) &&
+           recv(watched->fd, &unused, 1, MSG_PEEK | MSG_DONTWAIT) == 0;
+}
+
+static void look(uv_timer_t *timer) {
+    struct kld_watch *watch = timer->data;
+    struct kld_watched *watched = watch->look_at ? watch->look_at : watch->first;
+    for (int i = 0; watched && i < LOOK_CONNECTIONS_MAX; i++, watched = watched->after) {
+        bool slow = is_slow(watch, watched);
+        if (slow)
+            kld_stats_add(watch->stats, KLD_STAT_http_slow_total, 1);
+        if (slow || has_gone(watched))
+            shutdown(watched->fd, SHUT_RDWR);
+    }
+    watch->look_at = watched;
+    if (watch->first)
+        uv_timer_start(timer, look, watched ? LOOK_ON_MS : LOOK_MS, 0);
+}
+
+void kld_watch_init(struct kld_watch *watch, uv_loop_t *loop, const struct kld_config *config,
+                    struct kld_stats *stats) {
+    *watch = (struct kld_watch){.config = config, .stats = stats};
+    uv_timer_init(loop, &watch->timer);
+    watch->timer.data = watch;
+}
+
+struct kld_watched *kld_watch_add(struct kld_watch *watch, int fd) {
+    struct kld_watched *watched = calloc(1, sizeof *watched);
+    if (!watched)
+        return NULL;
+    watched->fd = fd;
+    watched->after = watch->first;
+    if (watched->after)
+        watched->after->before = watched;
+    else
+        uv_timer_start(&watch->timer, look, LOOK_MS, 0);
+    watch->first = watched;
+    return watched;
+}
+
+void kld_watch_remove(struct kld_watch *watch, struct kld_watched *watched) {
+    if (watched->before)
+        watched->before->after = watched->after;
+    else
+        watch->first = watched->after;
+    if (watched->after)
+        watched->after->before = watched->before;
+    if (watch->look_at == watched)
+        watch->look_at = watched->after;
+    free(watched);
+}

@@ -1,0 +1,47 @@
+/* watch.h - the TCP connections of one HTTP loop, looked at now and then: has the peer gone, is it
+ * too slow?
+ *
+ * Too slow is a peer that for http_slow_ms neither finished what it was sending (a request) or
+ * taking (a reply) nor moved http_slow_bytes of it. While we make it wait no time counts. Loop
+ * thread only. */
+#ifndef KLD_SERVER_GATEWAY_WATCH_H
+#define KLD_SERVER_GATEWAY_WATCH_H
+
+#include <stdint.h>
+#include <uv.h>
+
+#include "server/config.h"
+#include "server/stats.h"
+
+struct kld_exchange;
+
+enum kld_phase { KLD_PHASE_IDLE, KLD_PHASE_RECEIVING, KLD_PHASE_COMPUTING, KLD_PHASE_SENDING };
+
+/* One TCP connection. */
+struct kld_watched {
+    struct kld_watched *before, *after;
+    struct kld_exchange *exchange; /* NULL: between two requests */
+    int fd;                        /* MHD's */
+    uint32_t exchanges;            /* that began on it */
+
+    /* watch.c's own: what was seen when the phase or the time limit last began. */
+    enum kld_phase phase;
+    uint32_t seen_exchanges;
+    uint64_t since_ns, since_bytes;
+};
+
+struct kld_watch {
+    const struct kld_config *config;
+    struct kld_stats *stats;
+    uv_timer_t timer;
+    struct kld_watched *first;
+    struct kld_watched *look_at; /* where to look on; NULL: at all of them again */
+};
+
+void kld_watch_init(struct kld_watch *watch, uv_loop_t *loop, const struct kld_config *config,
+                    struct kld_stats *stats);
+/* NULL when out of memory: the connection goes unwatched. */
+struct kld_watched *kld_watch_add(struct kld_watch *watch, int fd);
+void kld_watch_remove(struct kld_watch *watch, struct kld_watched *watched); /* frees it */
+
+#endif
