@@ -23,6 +23,12 @@
  * What a server that shuts down no longer took is sent to the next one. Over http a server that
  * answers 503 is asked again within the same limits.
  *
+ * Several devices. A server with more than one has a socket for each, PATH, PATH.1, PATH.2, ...,
+ * and a connection works on one of them. Connect to any: the first import of GPU memory or of an
+ * event takes the connection to where that lies, and attaching to a tensor to where it is
+ * published. From then on memory of another device is refused; it needs a connection of its own.
+ * Where all tensors lie in host memory the socket decides.
+ *
  * Order. Requests of one stream run in order over unix: and local:. Over http: they are
  * independent: wait for one before the next reads what it wrote.
  *
@@ -82,6 +88,8 @@ struct kld_server_info {
     uint32_t streams_max;      /* 0: no limit known */
     uint32_t events_max;       /* of this connection; 0: no events, and no `early` */
     uint8_t device_uuid[16];   /* of the card; all 0: a CPU, or unknown */
+    uint32_t device_index;     /* of the server's devices, the one of this connection */
+    uint32_t devices;          /* that the server has; 0: unknown */
 };
 KLD_EXPORT enum kld_status kld_info(struct kld_connection *connection,
                                     struct kld_server_info *ret_info, struct kld_error *err);

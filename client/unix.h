@@ -1,7 +1,7 @@
 /* unix.h - the inside of a connection over the Unix socket: shared by unix.c (socket, requests),
- * unix_lost.c (a worker that is gone), unix_calls.c (entry points), unix_memory.c (regions,
- * staging) and unix_share.c (published tensors, events, priorities). Everything belongs to the
- * thread that owns the connection. */
+ * unix_lost.c (a worker that is gone), unix_device.c (which of several workers), unix_calls.c
+ * (entry points), unix_memory.c (regions, staging) and unix_share.c (published tensors, events,
+ * priorities). Everything belongs to the thread that owns the connection. */
 #ifndef KLD_CLIENT_UNIX_H
 #define KLD_CLIENT_UNIX_H
 
@@ -51,6 +51,7 @@ struct unix_region {
     char name[KLD_WIRE_NAME_MAX];
     struct kld_wire_description tensor;
     uint64_t retry_at_ns, until_ns; /* WAITING; and how long to go on */
+    uint32_t looked;                /* devices of the server that do not have it */
 };
 
 struct unix_event {
@@ -141,6 +142,14 @@ void kld_unix_event(struct kld_connection *connection, uint64_t tag, uint32_t ev
 /* unix_lost.c: the connection is gone. What may run again is queued again; the next try is armed.
  */
 void kld_unix_lose(struct unix_connection *u);
+
+/* unix_device.c */
+/* What is about to be registered, a region or an event, lies on the card with this UUID: goes over
+ * to the worker of that device, or says why that cannot be. */
+enum kld_status kld_unix_go_to_memory(struct unix_connection *u, const uint8_t *uuid,
+                                      const void *what, struct kld_error *err);
+/* What `region` attaches to is not here: true if another worker is asked now. */
+bool kld_unix_look_further(struct unix_connection *u, struct unix_region *region);
 
 /* unix_calls.c */
 enum kld_status kld_unix_wait_state(struct unix_connection *u, const enum unix_region_state *state,

@@ -188,6 +188,8 @@ static enum kld_status unix_info(struct kld_connection *connection,
     ret_info->requests_max = welcome->requests_max;
     ret_info->streams_max = welcome->streams_max;
     ret_info->events_max = welcome->events_max;
+    ret_info->device_index = welcome->device;
+    ret_info->devices = welcome->devices;
     if (welcome->device < KLD_WIRE_DEVICES_MAX)
         memcpy(ret_info->device_uuid, welcome->device_list[welcome->device].uuid,
                sizeof ret_info->device_uuid);

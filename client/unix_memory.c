@@ -41,8 +41,10 @@ enum kld_status kld_unix_region_begin(struct unix_region *region, enum kld_regio
 
 void kld_unix_region_add_later(struct unix_region *region) {
     struct unix_connection *u = connection_of(&region->base);
-    region->state = UNIX_REGION_NEW;
-    u->region_work++;
+    if (region->state != UNIX_REGION_NEW) { /* it is, if the connection has just gone elsewhere */
+        region->state = UNIX_REGION_NEW;
+        u->region_work++;
+    }
     kld_unix_flush(u);
 }
 
@@ -108,7 +110,8 @@ enum kld_status kld_unix_region_import_cuda_ipc(struct kld_region *base,
                                                 struct kld_error *err) {
     struct unix_region *region = (struct unix_region *)base;
     enum kld_status status = kld_unix_region_begin(region, KLD_REGION_CUDA_IPC, err);
-    if (status)
+    if (status ||
+        (status = kld_unix_go_to_memory(connection_of(base), source->device_uuid, region, err)))
         return status;
     memcpy(region->ipc_handle, source->handle, sizeof region->ipc_handle);
     memcpy(region->device_uuid, source->device_uuid, sizeof region->device_uuid);
@@ -122,7 +125,8 @@ enum kld_status kld_unix_region_import_cuda_fd(struct kld_region *base, int fd,
                                                struct kld_error *err) {
     struct unix_region *region = (struct unix_region *)base;
     enum kld_status status = kld_unix_region_begin(region, KLD_REGION_CUDA_FD, err);
-    if (status)
+    if (status ||
+        (status = kld_unix_go_to_memory(connection_of(base), source->device_uuid, region, err)))
         return status;
     region->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (region->fd < 0)

@@ -72,6 +72,9 @@ enum kld_status kld_unix_region_attach(struct kld_region *base, const char *name
 
 void kld_unix_attach_answered(struct unix_connection *u, struct unix_region *region,
                               const union kld_frame *reply, const struct kld_error *error) {
+    if (error && error->status == KLD_NOT_FOUND && !region->tensor.rank &&
+        kld_unix_look_further(u, region))
+        return;
     if (error && error->status == KLD_NOT_FOUND && kld_now_ns() < region->until_ns) {
         region->state = UNIX_REGION_WAITING;
         region->retry_at_ns = kld_now_ns() + ATTACH_AGAIN_NS;
@@ -219,14 +222,19 @@ enum kld_status kld_unix_event_open(struct kld_event *base, uint8_t handle[64],
     struct unix_connection *u = unix_of(base->connection);
     event->kind = device_uuid ? KLD_EVENT_READY : KLD_EVENT_DONE;
     event->state = UNIX_REGION_FAILED;
+    enum kld_status status;
+    if (device_uuid && (status = kld_unix_go_to_memory(u, device_uuid, event, err)))
+        return status;
     if (device_uuid) {
         memcpy(event->ipc_handle, handle, sizeof event->ipc_handle);
         memcpy(event->device_uuid, device_uuid, sizeof event->device_uuid);
     }
-    event->state = UNIX_REGION_NEW;
-    u->share_work++;
+    if (event->state != UNIX_REGION_NEW) { /* as in kld_unix_region_add_later() */
+        event->state = UNIX_REGION_NEW;
+        u->share_work++;
+    }
     kld_unix_flush(u);
-    enum kld_status status = kld_unix_wait_state(u, &event->state, &event->error, patience(u), err);
+    status = kld_unix_wait_state(u, &event->state, &event->error, patience(u), err);
     if (!status && !device_uuid)
         memcpy(handle, event->ipc_handle, sizeof event->ipc_handle);
     return status;

@@ -185,6 +185,10 @@ struct kld_backend {
      * caller that never polls leaves all of it to that thread. */
     void (*poll)(struct kld_device *device, bool more);
 
+    /* For tests: the next operator ends the device. cuda: a kernel reads an address that is not
+     * there; cpu: the job ends with KLD_DEVICE_LOST. Any thread. */
+    void (*fail_next)(struct kld_device *device);
+
     /* Bytes of the pool in use now. */
     uint64_t (*pool_bytes)(struct kld_device *device);
     /* Bytes per second at which the device can read two arrays of `bytes` each, and what it reaches

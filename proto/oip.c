@@ -295,12 +295,17 @@ static enum kld_status read_parameters(const cJSON *root, struct kld_oip_request
             status = kld_json_whole(item, "timeout (microseconds)", &whole, err);
             if (!status)
                 request->timeout_ns = whole > UINT64_MAX / 1000 ? UINT64_MAX : whole * 1000;
+        } else if (strcmp(name, "device") == 0) {
+            status = kld_json_whole(item, "device", &whole, err);
+            request->has_device = true;
+            if (!status)
+                request->device = whole > UINT32_MAX ? UINT32_MAX : (uint32_t)whole;
         } else if (strcmp(name, "priority") == 0) {
             status = kld_json_whole(item, "priority", &whole, err);
         } else if (!kld_op_parameter_kind(name)) {
             return kld_error_set(err, KLD_INVALID,
                                  "unknown parameter '%.40s'; known: %s, binary_data_output, "
-                                 "timeout, priority",
+                                 "device, timeout, priority",
                                  name, kld_op_parameter_list());
         } else if (cJSON_IsString(item)) {
             status = kld_op_set_text(&request->op, name, item->valuestring, err);

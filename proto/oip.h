@@ -51,6 +51,8 @@ struct kld_oip_request {
     struct kld_oip_tensor output[KLD_OIP_OUTPUTS_MAX];
     uint64_t tail_bytes; /* that the binary tail must have */
     uint64_t timeout_ns; /* 0: not given */
+    bool has_device;
+    uint32_t device; /* has_device: of the server's */
     bool has_id;
     char id[KLD_OIP_ID_MAX];
 };

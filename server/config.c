@@ -11,7 +11,7 @@
 #define FILE_BYTES_MAX (1 << 20)
 #define NAME_MAX_BYTES 48
 
-enum type { TYPE_TEXT, TYPE_COUNT, TYPE_BYTES, TYPE_FLAG };
+enum type { TYPE_TEXT, TYPE_COUNT, TYPE_BYTES, TYPE_FLAG, TYPE_DEVICES };
 
 struct setting {
     const char *name;
@@ -41,13 +41,9 @@ static const struct {
     const char *name;
     uint64_t min, max;
 } ranges[] = {
-    {"device", 0, 1023},
-    {"threads", 0, 1024},
-    {"spin_us", 0, 1000000},
-    {"unix_mode", 0, 0777},
-    {"drain_ms", 0, 3600000},
-    {"restart_ms_max", 1, 3600000},
-    {"pool_bytes_max", 0, UINT64_MAX >> 1},
+    {"threads", 0, 1024},           {"spin_us", 0, 1000000},
+    {"unix_mode", 0, 0777},         {"drain_ms", 0, 3600000},
+    {"restart_ms_max", 1, 3600000}, {"pool_bytes_max", 0, UINT64_MAX >> 1},
 };
 
 /* ---- one value ------------------------------------------------------------------------------- */
@@ -99,6 +95,36 @@ static bool parse_number(const char *text, int base, bool suffix, uint64_t *ret_
     return true;
 }
 
+/* 1 to KLD_DEVICES_MAX numbers by comma; *ret_number: the one at place `index`, if there is one. */
+static uint32_t read_devices(const char *text, uint32_t index, uint32_t *ret_number) {
+    uint32_t count = 0;
+    for (const char *at = text;; at++) {
+        size_t digits = strspn(at, "0123456789");
+        unsigned long number = strtoul(at, NULL, 10);
+        if (digits == 0 || digits > 4 || number > KLD_DEVICE_NUMBER_MAX || count == KLD_DEVICES_MAX)
+            return 0;
+        if (count++ == index)
+            *ret_number = (uint32_t)number;
+        at += digits;
+        if (*at != ',')
+            return *at ? 0 : count;
+    }
+}
+
+static bool is_all(const char *devices) { return strcmp(devices, "all") == 0; }
+
+uint32_t kld_config_devices(const struct kld_config *config) {
+    uint32_t number;
+    return is_all(config->device) ? 0 : read_devices(config->device, 0, &number);
+}
+
+uint32_t kld_config_device(const struct kld_config *config, uint32_t index) {
+    uint32_t number = index;
+    if (!is_all(config->device))
+        read_devices(config->device, index, &number);
+    return number;
+}
+
 static enum kld_status set_text(const struct setting *setting, const char *source,
                                 const char *value, struct kld_config *config,
                                 struct kld_error *err) {
@@ -108,6 +134,12 @@ static enum kld_status set_text(const struct setting *setting, const char *sourc
                                  choices[i].choices);
     if (strncmp(setting->name, "allow_", 6) == 0 && !is_number_list(value))
         return kld_error_set(err, KLD_INVALID, "%s: expected numbers separated by commas", source);
+    uint32_t number;
+    if (setting->type == TYPE_DEVICES && !is_all(value) && !read_devices(value, 0, &number))
+        return kld_error_set(
+            err, KLD_INVALID,
+            "%s: '%.40s' is neither all nor 1 to %d numbers from 0 to %d, by comma", source, value,
+            KLD_DEVICES_MAX, KLD_DEVICE_NUMBER_MAX);
     if (strlen(value) >= KLD_CONFIG_TEXT_MAX)
         return kld_error_set(err, KLD_INVALID, "%s: longer than %d bytes", source,
                              KLD_CONFIG_TEXT_MAX - 1);
@@ -151,7 +183,8 @@ static enum kld_status set_flag(const struct setting *setting, const char *sourc
 static enum kld_status set(const struct setting *setting, const char *source, const char *value,
                            struct kld_config *config, struct kld_error *err) {
     switch (setting->type) {
-    case TYPE_TEXT: return set_text(setting, source, value, config, err);
+    case TYPE_TEXT:
+    case TYPE_DEVICES: return set_text(setting, source, value, config, err);
     case TYPE_FLAG: return set_flag(setting, source, value, config, err);
     default: return set_number(setting, source, value, config, err);
     }
@@ -419,7 +452,8 @@ char **kld_config_arguments(const struct kld_config *config) {
         int written = -1;
         flag_name(settings[i].name, flag);
         switch (settings[i].type) {
-        case TYPE_TEXT: written = asprintf(&arguments[i], "%s=%s", flag, field); break;
+        case TYPE_TEXT:
+        case TYPE_DEVICES: written = asprintf(&arguments[i], "%s=%s", flag, field); break;
         case TYPE_FLAG:
             memcpy(&yes, field, sizeof yes);
             written = asprintf(&arguments[i], "%s=%s", flag, yes ? "true" : "false");
@@ -452,7 +486,7 @@ void kld_config_help(FILE *out) {
           "environment before the file. BYTES may end in K, M, G or T.\n\n",
           out);
     for (size_t i = 0; i < SETTINGS; i++) {
-        static const char *const types[] = {" TEXT", " N", " BYTES", ""};
+        static const char *const types[] = {" TEXT", " N", " BYTES", "", " LIST"};
         char flag[NAME_MAX_BYTES], left[NAME_MAX_BYTES + 8];
         flag_name(settings[i].name, flag);
         snprintf(left, sizeof left, "%s%s", flag, types[settings[i].type]);

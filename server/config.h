@@ -16,18 +16,23 @@
 #include <stdio.h>
 
 #include "proto/status.h"
+#include "proto/wire.h"
 
 #define KLD_CONFIG_TEXT_MAX 256 /* bytes of a text setting, NUL included */
 
+#define KLD_DEVICES_MAX KLD_WIRE_DEVICES_MAX /* devices, and so workers, of one server */
+#define KLD_DEVICE_NUMBER_MAX 1023
+
 /* X(TYPE, name, default as text, help). Types: TEXT; COUNT (a whole number); BYTES (a whole number,
- * or one with K, M, G or T for powers of 1024); FLAG (true or false). config.c checks the values of
- * settings that are a choice and the ranges of numbers. */
+ * or one with K, M, G or T for powers of 1024); FLAG (true or false); DEVICES ("all", or up to
+ * KLD_DEVICES_MAX numbers by comma). config.c checks the values of settings that are a choice and
+ * the ranges of numbers. */
 #define KLD_CONFIG_MAP(X)                                                                          \
     X(TEXT, http, "127.0.0.1:8080", "ADDR:PORT for HTTP; port 0 picks one; empty: no HTTP")        \
     X(TEXT, unix, "",                                                                              \
       "path of the Unix socket; empty: kld.sock in $XDG_RUNTIME_DIR/kld or /run/kld")              \
     X(TEXT, backend, "auto", "what computes: auto, cpu or cuda")                                   \
-    X(COUNT, device, "0", "which device of the back end")                                          \
+    X(DEVICES, device, "0", "which devices of the back end: all, or numbers by comma")             \
     X(COUNT, threads, "0", "threads of the CPU back end; 0: one for each CPU")                     \
     X(COUNT, spin_us, "50", "how long a device thread polls before it sleeps")                     \
     X(TEXT, log_level, "info", "debug, info, warn or error")                                       \
@@ -72,10 +77,12 @@
 #define KLD_CONFIG_FIELD_COUNT uint64_t
 #define KLD_CONFIG_FIELD_BYTES uint64_t
 #define KLD_CONFIG_FIELD_FLAG bool
+#define KLD_CONFIG_FIELD_DEVICES char
 #define KLD_CONFIG_SIZE_TEXT [KLD_CONFIG_TEXT_MAX]
 #define KLD_CONFIG_SIZE_COUNT
 #define KLD_CONFIG_SIZE_BYTES
 #define KLD_CONFIG_SIZE_FLAG
+#define KLD_CONFIG_SIZE_DEVICES [KLD_CONFIG_TEXT_MAX]
 
 struct kld_config {
 #define X(TYPE, name, value, help) KLD_CONFIG_FIELD_##TYPE name KLD_CONFIG_SIZE_##TYPE;
@@ -95,5 +102,10 @@ enum kld_status kld_config_parse(int argc, char *const *argv, char *const *envir
 char **kld_config_arguments(const struct kld_config *config);
 void kld_config_arguments_free(char **arguments);
 void kld_config_help(FILE *out);
+
+/* How many devices `device` names; 0: all that the back end has. */
+uint32_t kld_config_devices(const struct kld_config *config);
+/* The number of the device of worker `index`, which is below the above; with "all" the index. */
+uint32_t kld_config_device(const struct kld_config *config, uint32_t index);
 
 #endif

@@ -30,11 +30,13 @@ static int child_main(int argc, char **argv) {
     signal(SIGHUP, SIG_IGN);
 
     const char *role = argv[1] + strlen("--role=");
-    if (argc < 3 || strncmp(argv[2], "--index=", 8) != 0) {
+    struct kld_child child = {.index = KLD_DEVICES_MAX};
+    if (argc >= 3 && strncmp(argv[2], "--index=", 8) == 0)
+        child.index = (uint32_t)strtoul(argv[2] + 8, NULL, 10);
+    if (child.index >= KLD_DEVICES_MAX) {
         fprintf(stderr, "kld-server: --role is for the supervisor's own use\n");
         return EXIT_FAILURE;
     }
-    struct kld_child child = {.index = (uint32_t)strtoul(argv[2] + 8, NULL, 10)};
     struct kld_config config;
     enum kld_config_action action;
     struct kld_error err = {.status = KLD_OK};
@@ -48,13 +50,14 @@ static int child_main(int argc, char **argv) {
     else
         snprintf(name, sizeof name, "gateway");
     if (kld_log_init(name, config.log_level, config.log_format, &err) != KLD_OK ||
-        kld_stats_attach(KLD_FD_STATS, &child.stats, &err) != KLD_OK)
+        kld_stats_attach(KLD_FD_STATS, &child.page, &err) != KLD_OK)
         return fail(&err);
+    child.stats = worker ? &child.page->worker[child.index] : &child.page->common;
     kld_log_count_lost_in(child.stats);
     child.config = &config;
     int status = worker ? kld_worker_main(&child) : kld_gateway_main(&child);
     kld_log_count_lost_in(NULL);
-    kld_stats_detach(child.stats);
+    kld_stats_detach(child.page);
     return status;
 }
 

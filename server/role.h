@@ -22,18 +22,22 @@ enum kld_child_fd {
     KLD_FD_CONTROL = 5, /* SOCK_SEQPACKET pair to the supervisor; end of file: it is gone */
 };
 
-/* From child to supervisor on KLD_FD_CONTROL, once, when it serves. A child that cannot start sends
- * `status` and `text` instead of leaving the supervisor to guess, and exits with 1. */
+/* From child to supervisor on KLD_FD_CONTROL, when it serves. A child that cannot start sends
+ * `status` and `text` instead of leaving the supervisor to guess, and exits with 1. A worker that
+ * served and is about to end because its device is lost says KLD_DEVICE_LOST: its successor need
+ * not wait until the driver has taken the lost process apart. */
 struct kld_child_report {
     uint32_t status;  /* enum kld_status */
+    uint32_t devices; /* worker: that its back end has; gateway: 0 */
     char backend[16]; /* worker: the back end it opened ("cpu", "cuda"); gateway: "" */
     char text[KLD_ERROR_TEXT_MAX];
 };
 
 struct kld_child {
     const struct kld_config *config; /* unix holds the resolved path of the first worker's socket */
-    struct kld_stats *stats;
-    uint32_t index; /* of the worker: its device is config->device + index */
+    struct kld_stats_page *page;
+    struct kld_stats *stats; /* its own block of the page */
+    uint32_t index;          /* of the worker: its place in config->device */
 };
 
 int kld_supervisor_main(const struct kld_config *config);
@@ -42,6 +46,7 @@ int kld_gateway_main(const struct kld_child *child);
 
 /* Sends the report. Failure to send is not an error: the supervisor may be gone, which
  * KLD_FD_CONTROL tells. */
-void kld_child_report_send(enum kld_status status, const char *backend, const char *text);
+void kld_child_report_send(enum kld_status status, const char *backend, uint32_t devices,
+                           const char *text);
 
 #endif

@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 /* The sizes are part of it: a page of another build is refused. */
-#define MAGIC (UINT64_C(0x6b6c642d73740000) ^ (uint64_t)sizeof(struct kld_stats))
+#define MAGIC (UINT64_C(0x6b6c642d73740000) ^ (uint64_t)sizeof(struct kld_stats_page))
 
 #define US UINT64_C(1000)
 #define MS UINT64_C(1000000)
@@ -21,57 +21,74 @@ const uint64_t kld_bucket_limit_ns[KLD_BUCKETS] = {
     10 * MS, 25 * MS, 50 * MS, 100 * MS, 250 * MS, 1000 * MS, 5 * S / 2, 10 * S,     UINT64_MAX,
 };
 
-static enum kld_status map(int fd, struct kld_stats **ret_stats, struct kld_error *err) {
-    void *page = mmap(NULL, sizeof(struct kld_stats), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (page == MAP_FAILED)
+static enum kld_status map(int fd, struct kld_stats_page **ret_page, struct kld_error *err) {
+    void *mapped =
+        mmap(NULL, sizeof(struct kld_stats_page), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (mapped == MAP_FAILED)
         return kld_error_set(err, KLD_NO_MEMORY, "mapping the page of counters: %s",
                              strerror(errno));
-    *ret_stats = page;
+    *ret_page = mapped;
     return KLD_OK;
 }
 
-enum kld_status kld_stats_create(struct kld_stats **ret_stats, int *ret_fd, struct kld_error *err) {
+enum kld_status kld_stats_create(struct kld_stats_page **ret_page, int *ret_fd,
+                                 struct kld_error *err) {
     int fd = memfd_create("kld-stats", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0)
         return kld_error_set(err, KLD_NO_MEMORY, "making the page of counters: %s",
                              strerror(errno));
-    struct kld_stats *stats = NULL;
+    struct kld_stats_page *page = NULL;
     enum kld_status status = KLD_OK;
-    if (ftruncate(fd, sizeof(struct kld_stats)) < 0 ||
+    if (ftruncate(fd, sizeof(struct kld_stats_page)) < 0 ||
         fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) < 0)
         status =
             kld_error_set(err, KLD_NO_MEMORY, "sizing the page of counters: %s", strerror(errno));
     if (status == KLD_OK)
-        status = map(fd, &stats, err);
+        status = map(fd, &page, err);
     if (status != KLD_OK) {
         close(fd);
         return status;
     }
-    stats->magic = MAGIC; /* the rest is 0 as the kernel gave it */
-    *ret_stats = stats;
+    page->magic = MAGIC; /* the rest is 0 as the kernel gave it */
+    *ret_page = page;
     *ret_fd = fd;
     return KLD_OK;
 }
 
-enum kld_status kld_stats_attach(int fd, struct kld_stats **ret_stats, struct kld_error *err) {
+enum kld_status kld_stats_attach(int fd, struct kld_stats_page **ret_page, struct kld_error *err) {
     struct stat info;
-    if (fstat(fd, &info) < 0 || info.st_size != (off_t)sizeof(struct kld_stats))
+    if (fstat(fd, &info) < 0 || info.st_size != (off_t)sizeof(struct kld_stats_page))
         return kld_error_set(err, KLD_INVALID, "the page of counters has the wrong size");
-    struct kld_stats *stats = NULL;
-    enum kld_status status = map(fd, &stats, err);
+    struct kld_stats_page *page = NULL;
+    enum kld_status status = map(fd, &page, err);
     if (status != KLD_OK)
         return status;
-    if (stats->magic != MAGIC) {
-        kld_stats_detach(stats);
+    if (page->magic != MAGIC) {
+        kld_stats_detach(page);
         return kld_error_set(err, KLD_INVALID, "the page of counters is of another version");
     }
-    *ret_stats = stats;
+    *ret_page = page;
     return KLD_OK;
 }
 
-void kld_stats_detach(struct kld_stats *stats) {
-    if (stats)
-        munmap(stats, sizeof *stats);
+void kld_stats_detach(struct kld_stats_page *page) {
+    if (page)
+        munmap(page, sizeof *page);
+}
+
+bool kld_stats_described(const struct kld_stats_page *page) {
+    uint32_t workers = atomic_load(&page->workers);
+    for (uint32_t i = 0; i < workers; i++)
+        if (!atomic_load(&page->worker[i].described))
+            return false;
+    return workers > 0;
+}
+
+bool kld_stats_ready(const struct kld_stats_page *page) {
+    for (uint32_t i = 0; i < KLD_WIRE_DEVICES_MAX; i++)
+        if (atomic_load(&page->worker[i].worker_ready))
+            return true;
+    return false;
 }
 
 void kld_stats_add(struct kld_stats *stats, enum kld_stat stat, int64_t amount) {

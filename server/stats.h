@@ -1,18 +1,21 @@
 /* stats.h - counters in one shared page that outlives every child.
  *
  * The supervisor creates the page (a memfd) and hands it to each child; everybody adds with relaxed
- * atomics, the gateway renders it for /metrics. Gauges belong to one role, which sets its own to 0
- * when it starts. Any thread, any process. */
+ * atomics, the gateway renders it for /metrics. It has a block of counters for each worker and one
+ * for supervisor and gateway; a block's gauges are set to 0 when its process starts. The page is
+ * also where workers learn of each other's devices. Any thread, any process. */
 #ifndef KLD_SERVER_STATS_H
 #define KLD_SERVER_STATS_H
 
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "proto/status.h"
+#include "proto/wire.h"
 
 /* X(name, metric type, owner, help). Exposed as kld_<name>; counters end in _total. owner: the role
- * that resets a gauge; for counters any. */
+ * that counts and that resets a gauge; those of a worker are exposed for each worker. */
 #define KLD_STAT_MAP(X)                                                                            \
     X(http_requests_in_flight, gauge, gateway,                                                     \
       "HTTP requests being received, computed or answered")                                        \
@@ -24,21 +27,21 @@
     X(http_regions, gauge, gateway, "shared-memory regions registered over HTTP")                  \
     X(staging_bytes, gauge, gateway, "staging memory in use")                                      \
     X(unix_clients, gauge, worker, "connections on the Unix socket")                               \
-    X(unix_clients_total, counter, any, "connections accepted on the Unix socket")                 \
-    X(unix_frames_invalid_total, counter, any, "frames answered by an error of form")              \
+    X(unix_clients_total, counter, worker, "connections accepted on the Unix socket")              \
+    X(unix_frames_invalid_total, counter, worker, "frames answered by an error of form")           \
     X(worker_requests_in_flight, gauge, worker, "operators and copies queued or running")          \
     X(worker_regions, gauge, worker, "regions registered by Unix clients")                         \
     X(worker_region_bytes, gauge, worker, "their bytes")                                           \
     X(pool_bytes, gauge, worker, "device pool in use")                                             \
     X(pool_bytes_max, gauge, worker, "limit of the device pool")                                   \
-    X(kernel_bytes_total, counter, any, "bytes that kernels had to move")                          \
-    X(kernel_ns_total, counter, any, "time spent in kernels, ns")                                  \
+    X(kernel_bytes_total, counter, worker, "bytes that kernels had to move")                       \
+    X(kernel_ns_total, counter, worker, "time spent in kernels, ns")                               \
     X(requests_detached_total, counter, any,                                                       \
       "requests whose client left or gave up before the end")                                      \
     X(requests_repeated_total, counter, any,                                                       \
       "requests that the gateway sent again after a lost worker")                                  \
-    X(device_lost_total, counter, any, "times a device was lost")                                  \
-    X(worker_restarts_total, counter, any, "times a worker was started again")                     \
+    X(device_lost_total, counter, worker, "times a device was lost")                               \
+    X(worker_restarts_total, counter, worker, "times a worker was started again")                  \
     X(gateway_restarts_total, counter, any, "times a gateway was started again")                   \
     X(log_lines_lost_total, counter, any, "log lines that could not be written")
 
@@ -49,16 +52,16 @@ enum kld_stat {
         KLD_STAT_COUNT
 };
 
-/* X(name, help): durations in seconds when exposed, kept in ns; kld_<name>_seconds. */
+/* X(name, owner, help): durations in seconds when exposed, kept in ns; kld_<name>_seconds. */
 #define KLD_HISTOGRAM_MAP(X)                                                                       \
-    X(http_request, "from the first byte of an infer request to the last of its reply")            \
-    X(unix_request, "from SUBMIT to DONE in the worker")                                           \
-    X(queue, "from admission to launch")                                                           \
-    X(copy, "moving tensors between host and device")                                              \
-    X(kernel, "computing")
+    X(http_request, gateway, "from the first byte of an infer request to the last of its reply")   \
+    X(unix_request, worker, "from SUBMIT to DONE in the worker")                                   \
+    X(queue, worker, "from admission to launch")                                                   \
+    X(copy, worker, "moving tensors between host and device")                                      \
+    X(kernel, worker, "computing")
 
 enum kld_histogram {
-#define X(name, help) KLD_HISTOGRAM_##name,
+#define X(name, owner, help) KLD_HISTOGRAM_##name,
     KLD_HISTOGRAM_MAP(X)
 #undef X
         KLD_HISTOGRAM_COUNT
@@ -70,8 +73,8 @@ extern const uint64_t kld_bucket_limit_ns[KLD_BUCKETS]; /* upper limits; the las
 
 enum kld_front { KLD_FRONT_HTTP, KLD_FRONT_UNIX, KLD_FRONT_COUNT };
 
+/* A block: of one worker, or of supervisor and gateway together. */
 struct kld_stats {
-    uint64_t magic; /* size and layout, checked when attached */
     _Atomic uint64_t value[KLD_STAT_COUNT];
     _Atomic uint64_t requests[KLD_FRONT_COUNT][KLD_STATUS_SLOTS]; /* ended, by enum kld_status */
     struct {
@@ -79,20 +82,37 @@ struct kld_stats {
         _Atomic uint64_t sum_ns;
     } histogram[KLD_HISTOGRAM_COUNT];
     _Atomic uint32_t worker_ready; /* 1 while the worker serves */
-    _Atomic uint32_t draining;     /* 1 from SIGTERM on; set by the supervisor */
-    char backend[16], device[64];  /* written by the worker before worker_ready */
+    /* Of a worker's block: what is below was written by its first process, and is the same for
+     * those that replace it. */
+    _Atomic uint32_t described;
+    char backend[16], device[64];
+    uint8_t uuid[KLD_WIRE_UUID_BYTES];
+};
+
+struct kld_stats_page {
+    uint64_t magic;            /* size and layout, checked when attached */
+    _Atomic uint32_t draining; /* 1 from SIGTERM on; set by the supervisor */
+    _Atomic uint32_t workers;  /* of the blocks below; set by the supervisor; 0: not yet known */
+    struct kld_stats common;   /* supervisor, gateway */
+    struct kld_stats worker[KLD_WIRE_DEVICES_MAX];
 };
 
 /* A new page; *ret_fd is the memfd to hand to children. */
-enum kld_status kld_stats_create(struct kld_stats **ret_stats, int *ret_fd, struct kld_error *err);
-enum kld_status kld_stats_attach(int fd, struct kld_stats **ret_stats, struct kld_error *err);
-void kld_stats_detach(struct kld_stats *stats); /* NULL is allowed */
+enum kld_status kld_stats_create(struct kld_stats_page **ret_page, int *ret_fd,
+                                 struct kld_error *err);
+enum kld_status kld_stats_attach(int fd, struct kld_stats_page **ret_page, struct kld_error *err);
+void kld_stats_detach(struct kld_stats_page *page); /* NULL is allowed */
+
+/* Has every worker said which device it has? */
+bool kld_stats_described(const struct kld_stats_page *page);
+/* Does any worker serve? */
+bool kld_stats_ready(const struct kld_stats_page *page);
 
 void kld_stats_add(struct kld_stats *stats, enum kld_stat stat, int64_t amount);
 void kld_stats_set(struct kld_stats *stats, enum kld_stat stat, uint64_t value);
 void kld_stats_observe(struct kld_stats *stats, enum kld_histogram histogram, uint64_t ns);
 void kld_stats_request(struct kld_stats *stats, enum kld_front front, enum kld_status status);
-/* Sets the gauges of a role ("worker", "gateway") to 0. */
+/* Sets the gauges of a role ("worker", "gateway") in its block to 0. */
 void kld_stats_reset_role(struct kld_stats *stats, const char *role);
 
 #endif

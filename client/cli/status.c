@@ -12,7 +12,10 @@ struct status_options {
 
 static void print_status(const struct kld_server_info *info, const struct kld_server_stats *stats) {
     printf("backend        %s\n", info->backend);
-    printf("device         %s\n", info->device);
+    printf("device         %s", info->device);
+    if (info->devices > 1)
+        printf(" (%" PRIu32 " of 0 to %" PRIu32 ")", info->device_index, info->devices - 1);
+    printf("\n");
     if (!stats)
         return;
     printf("up             %.1f s\n", (double)stats->uptime_ns / 1e9);
@@ -33,6 +36,7 @@ static void print_status_json(const struct kld_server_info *info,
     kld_cli_json_string(stdout, info->backend);
     printf(",\"device\":");
     kld_cli_json_string(stdout, info->device);
+    printf(",\"device_index\":%" PRIu32 ",\"devices\":%" PRIu32, info->device_index, info->devices);
     if (stats) {
         const struct {
             const char *name;

@@ -41,11 +41,13 @@ struct cpu_device {
     bool sleeping, stop;
     atomic_uint_fast64_t submitted; /* grows at each submit(); polled without the lock */
     atomic_uint_fast64_t pool_bytes;
+    atomic_bool fail_next; /* any thread sets it, the device thread takes it */
 };
 
 /* queue.c */
 bool kld_cpu_submit(struct kld_stream *stream, struct kld_job *job);
 void *kld_cpu_device_main(void *device);
+void kld_cpu_fail_next(struct kld_device *device);
 /* CPUs that a cgroup's cpu.max ("QUOTA PERIOD" or "max PERIOD") allows, rounded up; UINT32_MAX: no
  * limit. */
 uint32_t kld_cpu_quota(const char *cpu_max);

@@ -134,6 +134,13 @@ static void run_job(struct cpu_device *device, struct kld_job *job) {
     job->error.text[0] = '\0';
     job->loss = 0;
     job->copy_ns = job->kernel_ns = job->bytes = 0;
+    if (job->kind == KLD_JOB_OP && atomic_exchange(&device->fail_next, false)) {
+        job->launch_ns = kld_cpu_now_ns();
+        job->status =
+            kld_error_set(&job->error, KLD_DEVICE_LOST, "the device failed, as a test asked");
+        job->done(job);
+        return;
+    }
     pthread_mutex_lock(&device->team_lock);
     job->launch_ns = kld_cpu_now_ns();
     if (job->kind == KLD_JOB_COPY)
@@ -144,6 +151,10 @@ static void run_job(struct cpu_device *device, struct kld_job *job) {
     pthread_mutex_unlock(&device->team_lock);
     *(job->kind == KLD_JOB_COPY ? &job->copy_ns : &job->kernel_ns) = spent_ns;
     job->done(job); /* the job may be gone after this */
+}
+
+void kld_cpu_fail_next(struct kld_device *device) {
+    atomic_store(&((struct cpu_device *)device)->fail_next, true);
 }
 
 /* Ends when stop is set and nothing waits any more. */

@@ -238,6 +238,7 @@ const struct kld_backend kld_backend_cuda = {
     .event_free = cuda_event_free,
     .submit = cuda_submit,
     .poll = cuda_poll,
+    .fail_next = cuda_fail_next,
     .pool_bytes = cuda_pool_bytes,
     .measure_ceiling = cuda_measure_ceiling,
 };

@@ -91,6 +91,7 @@ struct cuda_device {
     cudaMemPool_t pool;         /* constant; thread-safe */
     _Atomic uint64_t pool_used; /* bytes reserved; any thread */
     _Atomic bool lost;          /* set once; any thread */
+    _Atomic bool fail_next;     /* for tests: any thread sets it, a launch takes it */
     _Atomic bool watched;       /* whoever submits looks after jobs in place; set by it alone */
 
     pthread_mutex_t setup_mutex;
@@ -175,6 +176,7 @@ void cuda_job_lose(struct cuda_device *device, struct cuda_flight *flight);
 
 /* thread.c */
 void *cuda_thread_main(void *device);
+void cuda_fail_next(struct kld_device *device);
 bool cuda_submit(struct kld_stream *stream, struct kld_job *job);
 void cuda_poll(struct kld_device *device, bool more);
 uint64_t cuda_now_ns(void);

@@ -5,6 +5,8 @@
 
 #include <string.h>
 
+#define NOWHERE 4096 /* an address that no allocation has */
+
 static uint64_t round_up(uint64_t bytes) { return (bytes + 255) & ~(uint64_t)255; }
 
 static uint64_t min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
@@ -233,6 +235,8 @@ static void launch_rows(struct cuda_device *device, struct cuda_flight *flight, 
     const struct kld_job *job = flight->job;
     uint64_t first = flight->next_row;
     struct kld_cuda_args args = args_at(flight, first, until - first);
+    if (atomic_exchange(&device->fail_next, false))
+        args.p.at = (char *)(uintptr_t)NOWHERE;
     if (failed(device, flight, kld_cuda_launch_rows(&args, flight->stream->stream),
                "launching a kernel"))
         return;

@@ -98,6 +98,10 @@ bool cuda_submit(struct kld_stream *stream, struct kld_job *job) {
     return launched && !failed;
 }
 
+void cuda_fail_next(struct kld_device *base) {
+    atomic_store(&((struct cuda_device *)base)->fail_next, true);
+}
+
 static void end_lost(struct kld_job *job) {
     job->status =
         kld_error_set(&job->error, KLD_DEVICE_LOST, "%s", kld_status_text(KLD_DEVICE_LOST));

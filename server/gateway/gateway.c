@@ -11,7 +11,7 @@
 #include "server/gateway/auth.h"
 #include "server/gateway/gateway.h"
 #include "server/gateway/http.h"
-#include "server/gateway/link.h"
+#include "server/gateway/links.h"
 #include "server/gateway/routes.h"
 #include "server/gateway/shm.h"
 #include "server/gateway/staging.h"
@@ -30,7 +30,7 @@ struct process {
     bool control_open, ending;
 };
 
-static void link_closed(void *user) {
+static void links_closed(void *user) {
     struct process *process = user;
     uv_close((uv_handle_t *)&process->terminate, NULL);
     uv_close((uv_handle_t *)&process->drain, NULL);
@@ -40,7 +40,7 @@ static void link_closed(void *user) {
 
 static void http_closed(void *user) {
     struct process *process = user;
-    kld_link_close(process->gateway.link, link_closed, process);
+    kld_links_close(process->gateway.links, links_closed, process);
 }
 
 static void end(struct process *process) {
@@ -105,8 +105,8 @@ static enum kld_status open_parts(struct process *process, struct kld_error *err
         (status = kld_staging_open(gateway->config->staging_bytes_max, &gateway->staging, err)) ||
         (status =
              kld_shm_open(&gateway->loop, gateway->config, gateway->stats, &gateway->shm, err)) ||
-        (status = kld_link_open(&gateway->loop, gateway->config, gateway->stats, gateway->staging,
-                                &gateway->link, err)))
+        (status = kld_links_open(&gateway->loop, gateway->config, gateway->page, gateway->staging,
+                                 &gateway->links, err)))
         return status;
     struct kld_tls tls;
     if ((status = kld_tls_read(gateway->config, &tls, err)))
@@ -135,12 +135,13 @@ int kld_gateway_main(const struct kld_child *child) {
         return EXIT_FAILURE;
     struct kld_gateway *gateway = &process->gateway;
     gateway->config = child->config;
+    gateway->page = child->page;
     gateway->stats = child->stats;
     kld_stats_reset_role(child->stats, "gateway");
     if (uv_loop_init(&gateway->loop) != 0) {
         kld_error_set(&error, KLD_NO_MEMORY, "the event loop cannot be started");
     } else if (watch(process), open_parts(process, &error) == KLD_OK) {
-        kld_child_report_send(KLD_OK, "", "");
+        kld_child_report_send(KLD_OK, "", 0, "");
         uv_run(&gateway->loop, UV_RUN_DEFAULT);
         kld_shm_close(gateway->shm);
         kld_auth_close(gateway->auth);
@@ -151,6 +152,6 @@ int kld_gateway_main(const struct kld_child *child) {
     }
     /* The process ends; what was opened ends with it. */
     kld_log(KLD_LOG_ERROR, "cannot start", "reason=\"%s\"", error.text);
-    kld_child_report_send(error.status, "", error.text);
+    kld_child_report_send(error.status, "", 0, error.text);
     return EXIT_FAILURE;
 }

@@ -14,7 +14,7 @@
 
 struct kld_auth;
 struct kld_http;
-struct kld_link;
+struct kld_links;
 struct kld_shm;
 struct kld_staging;
 
@@ -27,11 +27,12 @@ struct kld_gateway_counts {
 
 struct kld_gateway {
     const struct kld_config *config;
-    struct kld_stats *stats;
+    struct kld_stats_page *page;
+    struct kld_stats *stats; /* &page->common */
     uv_loop_t loop;
     struct kld_auth *auth;
     struct kld_http *http;
-    struct kld_link *link;
+    struct kld_links *links;
     struct kld_shm *shm;
     struct kld_staging *staging;
     struct kld_gateway_counts counts;

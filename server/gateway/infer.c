@@ -157,6 +157,10 @@ static enum kld_status lay_out(struct kld_infer *infer, struct kld_error *err) {
     uint64_t json_max = gateway->config->json_bytes_max + 4096, total = 0;
     uint64_t reply = kld_oip_reply_bytes_max(&infer->request);
     enum kld_status status;
+    if (infer->request.has_device && infer->request.device >= kld_links_count(gateway->links))
+        return kld_error_set(err, KLD_INVALID,
+                             "parameter 'device' is %u; this server has %u, numbered from 0",
+                             infer->request.device, kld_links_count(gateway->links));
     for (uint32_t i = 0; i < tensor_count(infer); i++) {
         const struct kld_oip_tensor *tensor = tensor_of(infer, i);
         bool output = i >= infer->request.input_count;
@@ -366,10 +370,12 @@ static void submit(struct kld_infer *infer) {
     for (uint32_t i = 0; i < tensor_count(infer); i++)
         call->request.bytes[tensor_of(infer, i)->slot].offset_bytes = infer->place[i];
     call->deadline_ns = deadline_of(infer);
+    call->pinned = infer->request.has_device;
+    call->device = infer->request.device;
     call->done = call_done;
     call->late = call_late;
     infer->in_worker = true;
-    kld_link_submit(infer->gateway->link, call);
+    kld_links_submit(infer->gateway->links, call);
 }
 
 /* ---- The reply --------------------------------------------------------------------------------*/

@@ -20,7 +20,7 @@
 
 #include "proto/oip.h"
 #include "server/gateway/http.h"
-#include "server/gateway/link.h"
+#include "server/gateway/links.h"
 
 #define KLD_INFER_TENSORS_MAX (KLD_OIP_INPUTS_MAX + KLD_OIP_OUTPUTS_MAX)
 #define KLD_INFER_INLINE_BYTES_MAX (4 << 10) /* of JSON that the loop thread reads or writes */

@@ -1,6 +1,7 @@
-/* link.c - connects to the worker, sends calls, watches their deadlines (link.h).
- * Does not know HTTP. Everything on the gateway's loop thread, but connect_work(), which runs on
- * the thread pool and is the only user of the connection until it has ended. */
+/* link.c - connects to a worker, sends calls, watches their deadlines (link.h).
+ * Does not know HTTP, nor the other workers. Everything on the gateway's loop thread, but
+ * connect_work(), which runs on the thread pool and is the only user of the connection until it has
+ * ended. */
 #include "server/gateway/link.h"
 
 #include <stdio.h>
@@ -18,10 +19,9 @@ struct list {
 };
 
 struct kld_link {
-    const struct kld_config *config;
-    struct kld_stats *stats;
-    struct kld_staging *staging;
-    uv_loop_t *loop;
+    const struct kld_link_options *options;
+    uint32_t index;    /* of the worker */
+    uint32_t load;     /* calls waiting and running */
     uv_work_t connect; /* on the pool while `connecting` */
     uv_timer_t tick;   /* runs while there are calls, or until the next try to connect */
     uv_poll_t poll;    /* kld_fd(), once connected */
@@ -58,14 +58,20 @@ static void list_remove(struct list *list, struct kld_link_call *call) {
         list->last = call->before;
 }
 
+static void end(struct kld_link_call *call, enum kld_status status, const struct kld_result *result,
+                const struct kld_error *error) {
+    call->link->load--;
+    call->link->options->ended(call, status, result, error);
+}
+
 static void call_done(void *user, enum kld_status status, const struct kld_result *result,
                       const struct kld_error *error) {
     struct kld_link_call *call = user;
     struct kld_link *link = call->link;
     list_remove(&link->running, call);
     if (result && result->attempts > 1)
-        kld_stats_add(link->stats, KLD_STAT_requests_repeated_total, result->attempts - 1);
-    call->done(call, status, result, error);
+        kld_stats_add(link->options->stats, KLD_STAT_requests_repeated_total, result->attempts - 1);
+    end(call, status, result, error);
 }
 
 /* KLD_BUSY: the worker has as many of ours as it takes; the call stays where it is. */
@@ -89,7 +95,7 @@ static void send_waiting(struct kld_link *link) {
             return;
         list_remove(&link->waiting, call);
         if (status) {
-            call->done(call, status, NULL, &error);
+            end(call, status, NULL, &error);
             continue;
         }
         call->submitted = true;
@@ -103,7 +109,8 @@ static void process(struct kld_link *link) {
         return;
     enum kld_status status = kld_process(link->connection, 0, &error);
     if (status && !link->complained)
-        kld_log(KLD_LOG_WARN, "worker not reachable", "reason=\"%s\"", error.text);
+        kld_log(KLD_LOG_WARN, "worker not reachable", "worker=%u reason=\"%s\"", link->index,
+                error.text);
     link->complained = status != KLD_OK;
     send_waiting(link);
 }
@@ -119,7 +126,7 @@ static void watch_deadlines(struct kld_link *link) {
             continue;
         list_remove(&link->waiting, call);
         kld_error_set(&error, KLD_DEADLINE, "the deadline passed before the request was started");
-        call->done(call, KLD_DEADLINE, NULL, &error);
+        end(call, KLD_DEADLINE, NULL, &error);
     }
     for (struct kld_link_call *call = link->running.first; call; call = call->after) {
         if (call->is_late || call->deadline_ns > now)
@@ -133,14 +140,15 @@ static void connect_work(uv_work_t *work) {
     struct kld_link *link = work->data;
     struct kld_connect_options options = {.client_name = "gateway",
                                           .connect_timeout_ns = CONNECT_TIMEOUT_NS};
-    char url[KLD_CONFIG_TEXT_MAX + 8];
-    snprintf(url, sizeof url, "unix:%s", link->config->unix);
+    const char *path = link->options->config->unix;
+    char url[KLD_CONFIG_TEXT_MAX + 24];
+    snprintf(url, sizeof url, link->index ? "unix:%s.%u" : "unix:%s", path, link->index);
     if (kld_connect(url, &options, &link->connection, &link->connect_error) != KLD_OK) {
         link->connection = NULL;
         return;
     }
-    if (kld_region_import_memfd(link->connection, kld_staging_fd(link->staging),
-                                kld_staging_bytes(link->staging), &link->region,
+    if (kld_region_import_memfd(link->connection, kld_staging_fd(link->options->staging),
+                                kld_staging_bytes(link->options->staging), &link->region,
                                 &link->connect_error) == KLD_OK)
         return;
     kld_close(link->connection);
@@ -159,7 +167,7 @@ static void connect_ended(uv_work_t *work, int status) {
     }
     if (!link->connection) {
         if (!link->complained)
-            kld_log(KLD_LOG_WARN, "worker not reachable", "reason=\"%s\"",
+            kld_log(KLD_LOG_WARN, "worker not reachable", "worker=%u reason=\"%s\"", link->index,
                     link->connect_error.text);
         link->complained = true;
         link->connect_again_ns = uv_hrtime() + CONNECT_PAUSE_NS; /* by the tick */
@@ -169,7 +177,7 @@ static void connect_ended(uv_work_t *work, int status) {
     link->streams = 1;
     if (kld_info(link->connection, &info, NULL) == KLD_OK && info.streams_max)
         link->streams = info.streams_max;
-    if (uv_poll_init(link->loop, &link->poll, kld_fd(link->connection)) != 0) {
+    if (uv_poll_init(link->options->loop, &link->poll, kld_fd(link->connection)) != 0) {
         kld_close(link->connection);
         link->connection = NULL;
         link->connect_again_ns = uv_hrtime() + CONNECT_PAUSE_NS;
@@ -179,12 +187,13 @@ static void connect_ended(uv_work_t *work, int status) {
     link->open_handles++;
     uv_poll_start(&link->poll, UV_READABLE, readable);
     link->connected = true;
-    kld_log(KLD_LOG_INFO, "worker connected", "streams=%u", link->streams);
+    kld_log(KLD_LOG_INFO, "worker connected", "worker=%u streams=%u", link->index, link->streams);
     send_waiting(link);
 }
 
 static void start_connecting(struct kld_link *link) {
-    link->connecting = uv_queue_work(link->loop, &link->connect, connect_work, connect_ended) == 0;
+    link->connecting =
+        uv_queue_work(link->options->loop, &link->connect, connect_work, connect_ended) == 0;
 }
 
 /* Also drives libkld while calls are on, should it wait for time to pass and not for a frame. */
@@ -198,18 +207,15 @@ static void ticked(uv_timer_t *timer) {
         uv_timer_stop(timer);
 }
 
-enum kld_status kld_link_open(uv_loop_t *loop, const struct kld_config *config,
-                              struct kld_stats *stats, struct kld_staging *staging,
+enum kld_status kld_link_open(const struct kld_link_options *options, uint32_t index,
                               struct kld_link **ret_link, struct kld_error *err) {
     struct kld_link *link = calloc(1, sizeof *link);
     if (!link)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
-    link->config = config;
-    link->stats = stats;
-    link->staging = staging;
-    link->loop = loop;
-    link->connect.data = link->tick.data = link;
-    uv_timer_init(loop, &link->tick);
+    link->options = options;
+    link->index = index;
+    link->connect.data = link;
+    uv_timer_init(options->loop, &link->tick);
     link->tick.data = link;
     link->open_handles = 1;
     uv_timer_start(&link->tick, ticked, TICK_MS, TICK_MS);
@@ -220,6 +226,7 @@ enum kld_status kld_link_open(uv_loop_t *loop, const struct kld_config *config,
 
 void kld_link_submit(struct kld_link *link, struct kld_link_call *call) {
     call->link = link;
+    link->load++;
     call->submitted = call->is_late = false;
     list_add(&link->waiting, call);
     if (link->connected && !link->waiting.first->after) {
@@ -233,6 +240,8 @@ void kld_link_submit(struct kld_link *link, struct kld_link_call *call) {
     if (!uv_is_active((uv_handle_t *)&link->tick))
         uv_timer_start(&link->tick, ticked, TICK_MS, TICK_MS);
 }
+
+uint32_t kld_link_load(const struct kld_link *link) { return link->load; }
 
 static void handle_closed(uv_handle_t *handle) {
     struct kld_link *link = handle->data;
@@ -248,7 +257,7 @@ static void give_up(struct list *list) {
     while (list->first) {
         struct kld_link_call *call = list->first;
         list_remove(list, call);
-        call->done(call, KLD_UNAVAILABLE, NULL, &error);
+        end(call, KLD_UNAVAILABLE, NULL, &error);
     }
 }
 

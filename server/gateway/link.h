@@ -1,4 +1,5 @@
-/* link.h - the gateway's connection to its worker: an ordinary client through libkld.
+/* link.h - the gateway's connection to one worker: an ordinary client through libkld. Which worker
+ * computes what is decided in links.c.
  *
  * The connection is made on the thread pool (connecting blocks); calls that come earlier wait. It
  * is never given up: while the worker is gone, libkld finds the next one and sends again what can
@@ -23,26 +24,41 @@
 #include "server/stats.h"
 
 struct kld_link;
+struct kld_links;
 
 struct kld_link_call {
     /* The caller's, before kld_link_submit(). request.bytes[].offset_bytes of each tensor of the op
      * is its place in staging; regions, stream and timeout are set by the link. */
     struct kld_request request;
     uint64_t deadline_ns; /* uv_hrtime() */
+    bool pinned;          /* the caller wants this device and no other: */
+    uint32_t device;
     void (*done)(struct kld_link_call *call, enum kld_status status,
                  const struct kld_result *result, const struct kld_error *error);
     void (*late)(struct kld_link_call *call); /* at most once, before done() */
 
-    /* The link's own. */
+    /* The links' own. */
+    struct kld_links *links;
     struct kld_link *link;
+    bool moved; /* from a worker that did not come back */
     struct kld_link_call *before, *after;
     uint64_t id;
     bool submitted, is_late;
 };
 
-/* staging outlives the link. */
-enum kld_status kld_link_open(uv_loop_t *loop, const struct kld_config *config,
-                              struct kld_stats *stats, struct kld_staging *staging,
+/* What all links have in common; it outlives them. */
+struct kld_link_options {
+    uv_loop_t *loop;
+    const struct kld_config *config;
+    struct kld_stats *stats;
+    struct kld_staging *staging;
+    /* A call ended; it is the caller's again. */
+    void (*ended)(struct kld_link_call *call, enum kld_status status,
+                  const struct kld_result *result, const struct kld_error *error);
+};
+
+/* The link to worker `index`. */
+enum kld_status kld_link_open(const struct kld_link_options *options, uint32_t index,
                               struct kld_link **ret_link, struct kld_error *err);
 /* Asks for the end, for a process that ends too: calls that are still on end with KLD_UNAVAILABLE
  * although the worker may be writing yet. closed() comes on the loop, the link is gone then. */
@@ -50,5 +66,7 @@ void kld_link_close(struct kld_link *link, void (*closed)(void *user), void *use
 
 /* Never calls back before it returns. */
 void kld_link_submit(struct kld_link *link, struct kld_link_call *call);
+/* Calls that have not ended. */
+uint32_t kld_link_load(const struct kld_link *link);
 
 #endif

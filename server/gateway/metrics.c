@@ -4,6 +4,7 @@
 #include "server/gateway/metrics.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
 
 static uint64_t load(const _Atomic uint64_t *value) {
@@ -16,42 +17,88 @@ static void append_head(struct kld_oip_text *text, const char *name, const char 
                    suffix, type);
 }
 
-static void append_values(const struct kld_stats *stats, struct kld_oip_text *text) {
+/* The blocks of workers that a server of this kind has. */
+static uint32_t workers_of(const struct kld_stats_page *page) {
+    uint32_t workers = atomic_load(&page->workers);
+    return workers < KLD_WIRE_DEVICES_MAX ? workers : KLD_WIRE_DEVICES_MAX;
+}
+
+static void append_value(const struct kld_stats_page *page, enum kld_stat stat, const char *name,
+                         const char *type, bool of_workers, const char *help,
+                         struct kld_oip_text *text) {
+    uint64_t sum = load(&page->common.value[stat]);
+    append_head(text, name, "", type, help);
+    for (uint32_t i = 0; i < workers_of(page); i++) {
+        uint64_t value = load(&page->worker[i].value[stat]);
+        sum += value;
+        if (of_workers)
+            kld_oip_append(text, "kld_%s{worker=\"%u\"} %" PRIu64 "\n", name, i, value);
+    }
+    if (!of_workers)
+        kld_oip_append(text, "kld_%s %" PRIu64 "\n", name, sum);
+}
+
+#define OF_WORKERS(owner) (strcmp(#owner, "worker") == 0)
+
+static void append_values(const struct kld_stats_page *page, struct kld_oip_text *text) {
 #define X(name, type, owner, help)                                                                 \
-    append_head(text, #name, "", #type, help);                                                     \
-    kld_oip_append(text, "kld_" #name " %" PRIu64 "\n", load(&stats->value[KLD_STAT_##name]));
+    append_value(page, KLD_STAT_##name, #name, #type, OF_WORKERS(owner), help, text);
     KLD_STAT_MAP(X)
 #undef X
 }
 
-static void append_requests(const struct kld_stats *stats, struct kld_oip_text *text) {
-    static const char *const fronts[KLD_FRONT_COUNT] = {
-        [KLD_FRONT_HTTP] = "http", [KLD_FRONT_UNIX] = "unix"};
-    append_head(text, "requests_total", "", "counter",
-                "operators asked for, by outcome; those over http reach the worker over unix too");
-    for (int front = 0; front < KLD_FRONT_COUNT; front++)
-        for (unsigned status = 0; status < KLD_STATUS_SLOTS; status++)
-            if (kld_status_known(status))
-                kld_oip_append(text, "kld_requests_total{front=\"%s\",status=\"%s\"} %" PRIu64 "\n",
-                               fronts[front], kld_status_name((enum kld_status)status),
-                               load(&stats->requests[front][status]));
+/* labels: those in front of the status. */
+static void append_front(const struct kld_stats *stats, enum kld_front front, const char *labels,
+                         struct kld_oip_text *text) {
+    for (unsigned status = 0; status < KLD_STATUS_SLOTS; status++)
+        if (kld_status_known(status))
+            kld_oip_append(text, "kld_requests_total{%s,status=\"%s\"} %" PRIu64 "\n", labels,
+                           kld_status_name((enum kld_status)status),
+                           load(&stats->requests[front][status]));
 }
 
+static void append_requests(const struct kld_stats_page *page, struct kld_oip_text *text) {
+    append_head(text, "requests_total", "", "counter",
+                "operators asked for, by outcome; those over http reach a worker over unix too");
+    append_front(&page->common, KLD_FRONT_HTTP, "front=\"http\"", text);
+    for (uint32_t i = 0; i < workers_of(page); i++) {
+        char labels[40];
+        snprintf(labels, sizeof labels, "front=\"unix\",worker=\"%u\"", i);
+        append_front(&page->worker[i], KLD_FRONT_UNIX, labels, text);
+    }
+}
+
+/* label: "", or one that ends in a comma. */
 static void append_histogram(const struct kld_stats *stats, enum kld_histogram index,
-                             const char *name, const char *help, struct kld_oip_text *text) {
+                             const char *name, const char *label, struct kld_oip_text *text) {
     uint64_t count = 0;
-    append_head(text, name, "_seconds", "histogram", help);
     for (int i = 0; i < KLD_BUCKETS; i++) {
         count += load(&stats->histogram[index].bucket[i]);
-        kld_oip_append(text, "kld_%s_seconds_bucket{le=\"", name);
+        kld_oip_append(text, "kld_%s_seconds_bucket{%sle=\"", name, label);
         if (i + 1 < KLD_BUCKETS)
             kld_oip_append(text, "%.9g", (double)kld_bucket_limit_ns[i] / 1e9);
         else
             kld_oip_append(text, "+Inf");
         kld_oip_append(text, "\"} %" PRIu64 "\n", count);
     }
-    kld_oip_append(text, "kld_%s_seconds_sum %.9f\nkld_%s_seconds_count %" PRIu64 "\n", name,
-                   (double)load(&stats->histogram[index].sum_ns) / 1e9, name, count);
+    char alone[24] = "";
+    if (*label)
+        snprintf(alone, sizeof alone, "{%.*s}", (int)strlen(label) - 1, label);
+    kld_oip_append(text, "kld_%s_seconds_sum%s %.9f\nkld_%s_seconds_count%s %" PRIu64 "\n", name,
+                   alone, (double)load(&stats->histogram[index].sum_ns) / 1e9, name, alone, count);
+}
+
+static void append_histograms(const struct kld_stats_page *page, enum kld_histogram index,
+                              const char *name, bool of_workers, const char *help,
+                              struct kld_oip_text *text) {
+    append_head(text, name, "_seconds", "histogram", help);
+    if (!of_workers)
+        append_histogram(&page->common, index, name, "", text);
+    for (uint32_t i = 0; of_workers && i < workers_of(page); i++) {
+        char label[20];
+        snprintf(label, sizeof label, "worker=\"%u\",", i);
+        append_histogram(&page->worker[i], index, name, label, text);
+    }
 }
 
 /* A label's value: the texts come from our own worker, quotes and backslashes are left out. */
@@ -61,20 +108,54 @@ static void append_label(struct kld_oip_text *text, const char *value, size_t si
             kld_oip_append(text, "%c", value[i]);
 }
 
-void kld_metrics_append(const struct kld_stats *stats, struct kld_oip_text *text) {
-    append_head(text, "build_info", "", "gauge", "always 1; what is running");
-    kld_oip_append(text, "kld_build_info{version=\"" KLD_RELEASE "\",backend=\"");
+static void append_names(const struct kld_stats *stats, struct kld_oip_text *text) {
+    kld_oip_append(text, "backend=\"");
     append_label(text, stats->backend, sizeof stats->backend);
     kld_oip_append(text, "\",device=\"");
     append_label(text, stats->device, sizeof stats->device);
-    kld_oip_append(text, "\"} 1\n");
+    kld_oip_append(text, "\"");
+}
+
+/* As nvidia-smi writes it; of a CPU nothing. */
+static void append_uuid(const uint8_t *uuid, struct kld_oip_text *text) {
+    bool any = false;
+    for (int i = 0; i < KLD_WIRE_UUID_BYTES; i++)
+        any = any || uuid[i];
+    for (int i = 0; i < KLD_WIRE_UUID_BYTES && any; i++)
+        kld_oip_append(text, "%s%02x",
+                       i == 0                                  ? "GPU-"
+                       : i == 4 || i == 6 || i == 8 || i == 10 ? "-"
+                                                               : "",
+                       uuid[i]);
+}
+
+static void append_workers(const struct kld_stats_page *page, struct kld_oip_text *text) {
+    append_head(text, "worker_info", "", "gauge", "always 1; which device a worker has");
+    for (uint32_t i = 0; i < workers_of(page); i++) {
+        kld_oip_append(text, "kld_worker_info{worker=\"%u\",", i);
+        append_names(&page->worker[i], text);
+        kld_oip_append(text, ",uuid=\"");
+        append_uuid(page->worker[i].uuid, text);
+        kld_oip_append(text, "\"} 1\n");
+    }
     append_head(text, "worker_ready", "", "gauge", "1 while the worker serves");
-    kld_oip_append(text, "kld_worker_ready %u\n", atomic_load(&stats->worker_ready));
+    for (uint32_t i = 0; i < workers_of(page); i++)
+        kld_oip_append(text, "kld_worker_ready{worker=\"%u\"} %u\n", i,
+                       atomic_load(&page->worker[i].worker_ready));
+}
+
+void kld_metrics_append(const struct kld_stats_page *page, struct kld_oip_text *text) {
+    append_head(text, "build_info", "", "gauge", "always 1; what is running, on the first device");
+    kld_oip_append(text, "kld_build_info{version=\"" KLD_RELEASE "\",");
+    append_names(&page->worker[0], text);
+    kld_oip_append(text, "} 1\n");
+    append_workers(page, text);
     append_head(text, "draining", "", "gauge", "1 while the server is shutting down");
-    kld_oip_append(text, "kld_draining %u\n", atomic_load(&stats->draining));
-    append_values(stats, text);
-    append_requests(stats, text);
-#define X(name, help) append_histogram(stats, KLD_HISTOGRAM_##name, #name, help, text);
+    kld_oip_append(text, "kld_draining %u\n", atomic_load(&page->draining));
+    append_values(page, text);
+    append_requests(page, text);
+#define X(name, owner, help)                                                                       \
+    append_histograms(page, KLD_HISTOGRAM_##name, #name, OF_WORKERS(owner), help, text);
     KLD_HISTOGRAM_MAP(X)
 #undef X
 }

@@ -7,9 +7,9 @@
 #include "server/gateway/gateway.h"
 
 /* Room that is enough for kld_metrics_append(), whatever the counters hold. */
-#define KLD_METRICS_BYTES_MAX (64 << 10)
+#define KLD_METRICS_BYTES_MAX (512 << 10)
 
-void kld_metrics_append(const struct kld_stats *stats, struct kld_oip_text *text);
+void kld_metrics_append(const struct kld_stats_page *page, struct kld_oip_text *text);
 /* {"model_stats":[...]} */
 void kld_metrics_append_model(const struct kld_gateway_counts *counts, struct kld_oip_text *text);
 /* HTML for a person's browser; it shows no name of a client and no path. */

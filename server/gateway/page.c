@@ -23,34 +23,47 @@ static void append_row(struct kld_oip_text *text, const char *name, uint64_t num
     kld_oip_append(text, "<tr><td>%s<td>%" PRIu64 "\n", name, number);
 }
 
+static void append_workers(const struct kld_stats_page *page, struct kld_oip_text *text) {
+    kld_oip_append(text, "<table><tr><th>device<th>state<th>clients<th>in flight<th>restarts\n");
+    for (uint32_t i = 0; i < atomic_load(&page->workers) && i < KLD_WIRE_DEVICES_MAX; i++) {
+        const struct kld_stats *stats = &page->worker[i];
+        kld_oip_append(text, "<tr><td>%u: <b>", i);
+        append_text(text, stats->backend, sizeof stats->backend);
+        kld_oip_append(text, "</b>, ");
+        append_text(text, stats->device, sizeof stats->device);
+        kld_oip_append(text, "<td>%s<td>%" PRIu64 "<td>%" PRIu64 "<td>%" PRIu64 "\n",
+                       atomic_load(&stats->worker_ready) ? "ready" : "starting",
+                       value(stats, KLD_STAT_unix_clients),
+                       value(stats, KLD_STAT_worker_requests_in_flight),
+                       value(stats, KLD_STAT_worker_restarts_total));
+    }
+    kld_oip_append(text, "</table>\n");
+}
+
 void kld_page_append(const struct kld_gateway *gateway, struct kld_oip_text *text) {
     const struct kld_stats *stats = gateway->stats;
-    bool draining = gateway->draining || atomic_load(&stats->draining);
-    const char *state = draining                            ? "shutting down"
-                        : atomic_load(&stats->worker_ready) ? "ready"
-                                                            : "waiting for its worker";
-    kld_oip_append(text, "<!doctype html><html lang=en><meta charset=utf-8>"
-                         "<meta name=viewport content='width=device-width'>"
-                         "<title>kld</title><style>body{font:16px/1.5 system-ui,sans-serif;"
-                         "max-width:44em;margin:2em auto;padding:0 1em}td{padding:0 2em 0 0}"
-                         "pre{background:#8882;padding:1em;overflow:auto}</style>\n");
+    bool draining = gateway->draining || atomic_load(&gateway->page->draining);
+    const char *state = draining                         ? "shutting down"
+                        : kld_stats_ready(gateway->page) ? "ready"
+                                                         : "waiting for a worker";
+    kld_oip_append(
+        text,
+        "<!doctype html><html lang=en><meta charset=utf-8>"
+        "<meta name=viewport content='width=device-width'>"
+        "<title>kld</title><style>body{font:16px/1.5 system-ui,sans-serif;"
+        "max-width:44em;margin:2em auto;padding:0 1em}td,th{padding:0 2em 0 0;text-align:left}"
+        "pre{background:#8882;padding:1em;overflow:auto}</style>\n");
     kld_oip_append(text,
                    "<h1>kld " KLD_RELEASE "</h1>\n<p>This server computes Kullback-Leibler "
                    "divergences and their gradients. It is <b>%s</b>",
                    state);
-    if (stats->backend[0]) {
-        kld_oip_append(text, " on <b>");
-        append_text(text, stats->backend, sizeof stats->backend);
-        kld_oip_append(text, "</b>, ");
-        append_text(text, stats->device, sizeof stats->device);
-    }
-    kld_oip_append(text, ".\n<table>\n");
+    kld_oip_append(text, ".\n");
+    append_workers(gateway->page, text);
+    kld_oip_append(text, "<table>\n");
     append_row(text, "requests answered since it started", gateway->counts.success);
     append_row(text, "requests refused or failed", gateway->counts.fail);
     append_row(text, "requests in flight", gateway->infers);
     append_row(text, "HTTP connections", value(stats, KLD_STAT_http_connections));
-    append_row(text, "clients on the Unix socket", value(stats, KLD_STAT_unix_clients));
-    append_row(text, "worker restarts", value(stats, KLD_STAT_worker_restarts_total));
     kld_oip_append(text, "</table>\n<p>Ask it something:\n<pre>");
     kld_oip_append(text, "curl -s THIS-SERVER/v2/models/kl_div/infer -d '{\"inputs\":[\n"
                          " {\"name\":\"predictions\",\"shape\":[1,2],\"datatype\":\"FP32\","

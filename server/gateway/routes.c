@@ -55,8 +55,8 @@ static void answer_json(struct kld_exchange *exchange, const struct kld_oip_text
     struct kld_oip_text name = {.data = name##_buffer, .capacity = sizeof name##_buffer}
 
 static bool is_ready(const struct kld_gateway *gateway) {
-    return !gateway->draining && !atomic_load(&gateway->stats->draining) &&
-           atomic_load(&gateway->stats->worker_ready);
+    return !gateway->draining && !atomic_load(&gateway->page->draining) &&
+           kld_stats_ready(gateway->page);
 }
 
 static void live(struct kld_exchange *exchange, const struct pieces *pieces, const char *body,
@@ -70,7 +70,7 @@ static void ready(struct kld_exchange *exchange, const struct pieces *pieces, co
         kld_exchange_reply_text(exchange, 200, "", "", 0);
     else
         fail(exchange, KLD_UNAVAILABLE,
-             exchange->gateway->draining || atomic_load(&exchange->gateway->stats->draining)
+             exchange->gateway->draining || atomic_load(&exchange->gateway->page->draining)
                  ? "the server is shutting down"
                  : "the worker is not ready");
 }
@@ -125,18 +125,23 @@ static void repository_index(struct kld_exchange *exchange, const struct pieces 
 
 static void metrics(struct kld_exchange *exchange, const struct pieces *pieces, const char *body,
                     size_t bytes) {
-    TEXT(text, KLD_METRICS_BYTES_MAX);
-    kld_metrics_append(exchange->gateway->stats, &text);
-    if (text.overflow)
+    struct kld_oip_text text = {.data = malloc(KLD_METRICS_BYTES_MAX),
+                                .capacity = KLD_METRICS_BYTES_MAX};
+    if (text.data)
+        kld_metrics_append(exchange->gateway->page, &text);
+    if (!text.data)
+        fail(exchange, KLD_NO_MEMORY, "out of memory");
+    else if (text.overflow)
         fail(exchange, KLD_INTERNAL, "the metrics do not fit their buffer");
     else
         kld_exchange_reply_text(exchange, 200, "text/plain; version=0.0.4; charset=utf-8",
                                 text.data, text.length);
+    free(text.data);
 }
 
 static void page(struct kld_exchange *exchange, const struct pieces *pieces, const char *body,
                  size_t bytes) {
-    TEXT(text, 8192);
+    TEXT(text, 16384);
     kld_page_append(exchange->gateway, &text);
     kld_exchange_reply_text(exchange, 200, "text/html; charset=utf-8", text.data, text.length);
 }

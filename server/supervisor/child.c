@@ -2,6 +2,7 @@
  * It does not decide whether a child is wanted (supervisor.c does). Supervisor's loop thread. */
 #include <errno.h>
 #include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -16,34 +17,43 @@
 
 static void pause_then_start(struct kld_watched *child);
 
-static void control_close(struct kld_watched *child) {
-    if (!child->control_open)
+static void control_close(struct kld_life *life) {
+    if (!life->control_open)
         return;
-    child->control_open = false;
-    uv_poll_stop(&child->control);
+    life->control_open = false;
+    uv_poll_stop(&life->control);
 }
 
-/* Only now may the handles be used again. */
 static void on_process_closed(uv_handle_t *handle) {
-    struct kld_watched *child = handle->data;
-    child->process_open = false;
-    pause_then_start(child);
+    struct kld_life *life = handle->data;
+    struct kld_watched *child = life->child;
+    bool newest = child->life == life;
+    struct kld_life **link = &child->lives;
+    while (*link != life)
+        link = &(*link)->next;
+    *link = life->next;
+    free(life);
+    if (newest) {
+        child->life = NULL;
+        pause_then_start(child);
+    } else {
+        kld_supervisor_child_gone(child->supervisor, child);
+    }
 }
 
 static void on_control_closed(uv_handle_t *handle) {
-    struct kld_watched *child = handle->data;
-    close(child->control_fd);
-    child->control_fd = -1;
-    uv_close((uv_handle_t *)&child->process, on_process_closed);
+    struct kld_life *life = handle->data;
+    close(life->control_fd);
+    uv_close((uv_handle_t *)&life->process, on_process_closed);
 }
 
 static void on_pause_over(uv_timer_t *timer) {
     struct kld_watched *child = timer->data;
-    kld_stats_add(child->supervisor->stats, child->restarts, 1);
+    kld_stats_add(child->stats, child->restarts, 1);
     kld_watched_start(child);
 }
 
-/* The dead process is gone and its handles are closed. */
+/* Its process is gone, or as good as that. */
 static void pause_then_start(struct kld_watched *child) {
     struct kld_supervisor *supervisor = child->supervisor;
     if (!kld_supervisor_wants(supervisor, child)) {
@@ -60,78 +70,104 @@ static void pause_then_start(struct kld_watched *child) {
     kld_supervisor_child_gone(supervisor, child);
 }
 
-static void log_death(const struct kld_watched *child, int64_t exit_status, int signal_number) {
-    bool fine = exit_status == 0 && signal_number == 0 && child->supervisor->draining;
-    if (signal_number)
-        kld_log(KLD_LOG_WARN, "child died", "child=%s child_pid=%d signal=%d reason=\"%s\"",
-                child->role, (int)child->process.pid, signal_number, strsignal(signal_number));
-    else
-        kld_log(fine ? KLD_LOG_INFO : KLD_LOG_WARN, "child exited",
-                "child=%s child_pid=%d status=%d", child->role, (int)child->process.pid,
-                (int)exit_status);
-}
-
-static void read_report(struct kld_watched *child);
-
-static void on_death(uv_process_t *process, int64_t exit_status, int signal_number) {
-    struct kld_watched *child = process->data;
+/* The newest process serves no more. */
+static void note_death(struct kld_watched *child) {
     struct kld_supervisor *supervisor = child->supervisor;
-    if (child->ready_ms == 0)
-        read_report(child); /* its last words may still be in the socket */
-    log_death(child, exit_status, signal_number);
     /* What it can no longer set itself. */
-    if (strcmp(child->role, "worker") == 0)
-        atomic_store(&supervisor->stats->worker_ready, 0);
-    kld_stats_reset_role(supervisor->stats, child->role);
-
+    atomic_store(&child->stats->worker_ready, 0);
+    kld_stats_reset_role(child->stats, child->role);
     uint64_t now_ms = uv_now(&supervisor->loop);
     if (child->ready_ms && now_ms - child->ready_ms >= SERVED_MS)
         child->pause_ms = 0;
-    bool silent = child->ready_ms == 0 && !child->ever_ready;
     child->died_ms = now_ms;
     child->ready_ms = 0;
     child->state = KLD_CHILD_STOPPED;
-    if (silent && ++child->failures >= SILENT_DEATHS_MAX && !supervisor->failed)
-        kld_supervisor_fail(supervisor, child, "it keeps dying before it serves");
-    control_close(child);
-    uv_close((uv_handle_t *)&child->control, on_control_closed);
 }
 
-static void read_report(struct kld_watched *child) {
-    struct kld_child_report report;
-    ssize_t bytes = recv(child->control_fd, &report, sizeof report, MSG_DONTWAIT);
-    if (bytes < 0 && (errno == EAGAIN || errno == EINTR))
+static void log_death(const struct kld_life *life, int64_t exit_status, int signal_number) {
+    const struct kld_watched *child = life->child;
+    bool fine = exit_status == 0 && signal_number == 0 && child->supervisor->draining;
+    if (signal_number)
+        kld_log(KLD_LOG_WARN, "child died", "child=%s child_pid=%d signal=%d reason=\"%s\"",
+                child->name, (int)life->process.pid, signal_number, strsignal(signal_number));
+    else
+        kld_log(fine ? KLD_LOG_INFO : KLD_LOG_WARN, "child exited",
+                "child=%s child_pid=%d status=%d", child->name, (int)life->process.pid,
+                (int)exit_status);
+}
+
+static void read_report(struct kld_life *life);
+
+static void on_death(uv_process_t *process, int64_t exit_status, int signal_number) {
+    struct kld_life *life = process->data;
+    struct kld_watched *child = life->child;
+    read_report(life); /* its last words may still be in the socket */
+    log_death(life, exit_status, signal_number);
+    if (child->life == life) {
+        bool silent = child->ready_ms == 0 && !child->ever_ready;
+        note_death(child);
+        if (silent && ++child->failures >= SILENT_DEATHS_MAX && !child->supervisor->failed)
+            kld_supervisor_fail(child->supervisor, child, "it keeps dying before it serves");
+    }
+    control_close(life);
+    uv_close((uv_handle_t *)&life->control, on_control_closed);
+}
+
+/* Its device is lost: whoever comes next need not wait until its process has been taken apart. */
+static void succeed(struct kld_watched *child) {
+    if (child->state != KLD_CHILD_READY)
         return;
-    control_close(child); /* one report a life; the end is seen by on_death() */
-    if (bytes != (ssize_t)sizeof report)
-        return;
-    report.backend[sizeof report.backend - 1] = '\0';
-    report.text[sizeof report.text - 1] = '\0';
-    if (report.status == KLD_OK) {
+    note_death(child);
+    child->life = NULL;
+    pause_then_start(child);
+}
+
+static void take_report(struct kld_watched *child, const struct kld_child_report *report) {
+    if (report->status == KLD_OK) {
         child->state = KLD_CHILD_READY;
         child->ready_ms = uv_now(&child->supervisor->loop);
         child->ever_ready = true;
-        kld_supervisor_child_ready(child->supervisor, child, &report);
+        kld_supervisor_child_ready(child->supervisor, child, report);
+    } else if (report->status == KLD_DEVICE_LOST && child->ready_ms) {
+        succeed(child);
     } else if (!child->ever_ready) {
-        kld_supervisor_fail(child->supervisor, child, report.text);
+        kld_supervisor_fail(child->supervisor, child, report->text);
     } else {
-        kld_log(KLD_LOG_ERROR, "child cannot start", "child=%s reason=\"%s\"", child->role,
-                report.text);
+        kld_log(KLD_LOG_ERROR, "child cannot start", "child=%s reason=\"%s\"", child->name,
+                report->text);
     }
+}
+
+static void read_report(struct kld_life *life) {
+    struct kld_child_report report;
+    if (!life->control_open)
+        return;
+    ssize_t bytes = recv(life->control_fd, &report, sizeof report, MSG_DONTWAIT);
+    if (bytes < 0 && (errno == EAGAIN || errno == EINTR))
+        return;
+    if (bytes != (ssize_t)sizeof report) {
+        control_close(life); /* the end of the process is seen by on_death() */
+        return;
+    }
+    report.backend[sizeof report.backend - 1] = '\0';
+    report.text[sizeof report.text - 1] = '\0';
+    if (life->child->life == life)
+        take_report(life->child, &report);
 }
 
 static void on_control(uv_poll_t *control, int status, int events) { read_report(control->data); }
 
-/* "kld-server", the two hidden flags, every setting. NULL: out of memory. */
-static char **arguments_of(const struct kld_watched *child, char **settings) {
-    static char name[] = "kld-server", worker[] = "--role=worker", gateway[] = "--role=gateway",
-                index[] = "--index=0";
+/* "kld-server", the two hidden flags, every setting. NULL: out of memory. index: room for the
+ * second. */
+static char **arguments_of(const struct kld_watched *child, char **settings, char index[24]) {
+    static char name[] = "kld-server", worker[] = "--role=worker", gateway[] = "--role=gateway";
     size_t count = 0;
     while (settings[count])
         count++;
     char **arguments = calloc(count + 4, sizeof *arguments);
     if (!arguments)
         return NULL;
+    snprintf(index, 24, "--index=%u", child->index);
     arguments[0] = name;
     arguments[1] = strcmp(child->role, "worker") == 0 ? worker : gateway;
     arguments[2] = index;
@@ -139,10 +175,13 @@ static char **arguments_of(const struct kld_watched *child, char **settings) {
     return arguments;
 }
 
-static int spawn(struct kld_watched *child, int childs_end) {
+/* *ret_open: the handle is the loop's and has to be closed; uv_spawn() opens it even where it
+ * fails. */
+static int spawn(struct kld_life *life, int childs_end, bool *ret_open) {
+    struct kld_watched *child = life->child;
     struct kld_supervisor *supervisor = child->supervisor;
-    char **settings = kld_config_arguments(&supervisor->config);
-    char **arguments = settings ? arguments_of(child, settings) : NULL;
+    char **settings = kld_config_arguments(&supervisor->config), index[24];
+    char **arguments = settings ? arguments_of(child, settings, index) : NULL;
     uv_stdio_container_t stdio[] = {
         {.flags = UV_IGNORE}, /* standard input and output are not theirs: */
         {.flags = UV_IGNORE}, /* the output carries the ready line only */
@@ -158,63 +197,94 @@ static int spawn(struct kld_watched *child, int childs_end) {
         .stdio_count = sizeof stdio / sizeof stdio[0],
         .exit_cb = on_death,
     };
-    int result = arguments ? uv_spawn(&supervisor->loop, &child->process, &options) : UV_ENOMEM;
-    child->process_open = arguments != NULL; /* uv_spawn() opens the handle even where it fails */
-    child->process.data = child;
+    int result = arguments ? uv_spawn(&supervisor->loop, &life->process, &options) : UV_ENOMEM;
+    *ret_open = arguments != NULL;
+    life->process.data = life;
     free(arguments);
     kld_config_arguments_free(settings);
     return result;
 }
 
+/* Takes the life over: it is the child's newest, or gone if not even its handle was opened. */
+static int begin_life(struct kld_watched *child, struct kld_life *life) {
+    int pair[2];
+    bool open = false;
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) < 0) {
+        free(life);
+        return uv_translate_sys_error(errno);
+    }
+    life->child = child;
+    life->control_fd = -1;
+    int result = spawn(life, pair[1], &open);
+    close(pair[1]);
+    if (result != 0)
+        close(pair[0]);
+    if (!open) {
+        free(life);
+        return result;
+    }
+    child->life = life;
+    life->next = child->lives;
+    child->lives = life;
+    if (result != 0)
+        return result;
+    life->control_fd = pair[0];
+    life->control.data = life;
+    /* These two cannot fail with a fresh socket of our own. */
+    uv_poll_init(&child->supervisor->loop, &life->control, life->control_fd);
+    uv_poll_start(&life->control, UV_READABLE | UV_DISCONNECT, on_control);
+    life->control_open = true;
+    return 0;
+}
+
 void kld_watched_start(struct kld_watched *child) {
-    struct kld_supervisor *supervisor = child->supervisor;
-    int pair[2] = {-1, -1}, result;
-    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) < 0)
-        result = uv_translate_sys_error(errno);
-    else
-        result = spawn(child, pair[1]);
-    if (pair[1] >= 0)
-        close(pair[1]);
+    struct kld_life *life = calloc(1, sizeof *life);
+    int result = life ? begin_life(child, life) : UV_ENOMEM;
+    child->ready_ms = 0;
     if (result == 0) {
-        child->control_fd = pair[0];
-        child->control.data = child;
-        child->ready_ms = 0;
         child->state = KLD_CHILD_STARTING;
-        /* These two cannot fail with a fresh socket of our own. */
-        uv_poll_init(&supervisor->loop, &child->control, child->control_fd);
-        uv_poll_start(&child->control, UV_READABLE | UV_DISCONNECT, on_control);
-        child->control_open = true;
-        kld_log(KLD_LOG_INFO, "child started", "child=%s child_pid=%d", child->role,
-                (int)child->process.pid);
+        kld_log(KLD_LOG_INFO, "child started", "child=%s child_pid=%d", child->name,
+                (int)child->life->process.pid);
         return;
     }
-    if (pair[0] >= 0)
-        close(pair[0]);
-    kld_log(KLD_LOG_ERROR, "child not started", "child=%s reason=\"%s\"", child->role,
+    kld_log(KLD_LOG_ERROR, "child not started", "child=%s reason=\"%s\"", child->name,
             uv_strerror(result));
     if (!child->ever_ready)
-        kld_supervisor_fail(supervisor, child, uv_strerror(result));
-    if (child->process_open)
-        uv_close((uv_handle_t *)&child->process, on_process_closed);
+        kld_supervisor_fail(child->supervisor, child, uv_strerror(result));
+    if (child->life)
+        uv_close((uv_handle_t *)&child->life->process, on_process_closed);
     else
         pause_then_start(child);
 }
 
 void kld_watched_init(struct kld_watched *child, struct kld_supervisor *supervisor,
-                      const char *role, int listen_fd, enum kld_stat restarts) {
+                      const char *role, uint32_t index, int listen_fd) {
+    bool worker = strcmp(role, "worker") == 0;
     memset(child, 0, sizeof *child);
     child->supervisor = supervisor;
     child->role = role;
+    child->index = index;
+    if (worker)
+        snprintf(child->name, sizeof child->name, "worker%u", index);
+    else
+        snprintf(child->name, sizeof child->name, "%s", role);
     child->listen_fd = listen_fd;
-    child->restarts = restarts;
-    child->control_fd = -1;
+    child->stats = worker ? &supervisor->page->worker[index] : &supervisor->page->common;
+    child->restarts = worker ? KLD_STAT_worker_restarts_total : KLD_STAT_gateway_restarts_total;
     uv_timer_init(&supervisor->loop, &child->pause);
     child->pause.data = child;
 }
 
 void kld_watched_signal(struct kld_watched *child, int signal_number) {
-    if (child->state == KLD_CHILD_STARTING || child->state == KLD_CHILD_READY)
-        uv_process_kill(&child->process, signal_number);
+    if (child->life && (child->state == KLD_CHILD_STARTING || child->state == KLD_CHILD_READY))
+        uv_process_kill(&child->life->process, signal_number);
+}
+
+void kld_watched_ask(struct kld_watched *child) {
+    if (!child->life || child->life->asked)
+        return;
+    child->life->asked = true;
+    kld_watched_signal(child, SIGTERM);
 }
 
 void kld_watched_retire(struct kld_watched *child) {

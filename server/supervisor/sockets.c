@@ -105,20 +105,25 @@ enum kld_status kld_http_socket_open(const char *text, bool insecure,
 
 /* ---- Unix ------------------------------------------------------------------------------------ */
 
-enum kld_status kld_unix_socket_path(const char *configured, char ret_path[KLD_CONFIG_TEXT_MAX],
-                                     struct kld_error *err) {
-    const char *runtime = getenv("XDG_RUNTIME_DIR");
-    int bytes;
-    if (*configured)
-        bytes = snprintf(ret_path, KLD_CONFIG_TEXT_MAX, "%s", configured);
-    else if (runtime && *runtime == '/')
-        bytes = snprintf(ret_path, KLD_CONFIG_TEXT_MAX, "%s/kld/kld.sock", runtime);
-    else
-        bytes = snprintf(ret_path, KLD_CONFIG_TEXT_MAX, "/run/kld/kld.sock");
+enum kld_status kld_unix_socket_name(const char *path, uint32_t index,
+                                     char ret_path[KLD_CONFIG_TEXT_MAX], struct kld_error *err) {
     size_t max = sizeof((struct sockaddr_un *)NULL)->sun_path - 1;
+    int bytes = index ? snprintf(ret_path, KLD_CONFIG_TEXT_MAX, "%s.%u", path, index)
+                      : snprintf(ret_path, KLD_CONFIG_TEXT_MAX, "%s", path);
     if (bytes < 0 || (size_t)bytes > max)
         return kld_error_set(err, KLD_INVALID, "--unix: the path is longer than %zu bytes", max);
     return KLD_OK;
+}
+
+enum kld_status kld_unix_socket_path(const char *configured, char ret_path[KLD_CONFIG_TEXT_MAX],
+                                     struct kld_error *err) {
+    const char *runtime = getenv("XDG_RUNTIME_DIR");
+    char path[2 * KLD_CONFIG_TEXT_MAX] = "/run/kld/kld.sock";
+    if (*configured)
+        snprintf(path, sizeof path, "%s", configured);
+    else if (runtime && *runtime == '/')
+        snprintf(path, sizeof path, "%s/kld/kld.sock", runtime);
+    return kld_unix_socket_name(path, 0, ret_path, err);
 }
 
 /* The folder of the path, made if asked for; a descriptor to lock it by, or -1. */

@@ -19,11 +19,15 @@ static bool is_running(const struct kld_watched *child) {
     return child->state == KLD_CHILD_STARTING || child->state == KLD_CHILD_READY;
 }
 
-static bool is_active(const struct kld_supervisor *supervisor) {
-    for (size_t i = 0; i < KLD_WATCHED_COUNT; i++)
-        if (supervisor->child[i].state != KLD_CHILD_STOPPED || supervisor->child[i].process_open)
+static bool is_active(const struct kld_watched *child) {
+    return child->state != KLD_CHILD_STOPPED || child->lives != NULL;
+}
+
+static bool any_active(const struct kld_supervisor *supervisor) {
+    for (uint32_t i = 0; i < supervisor->workers; i++)
+        if (is_active(&supervisor->worker[i]))
             return true;
-    return false;
+    return is_active(&supervisor->gateway);
 }
 
 static void close_handle(uv_handle_t *handle, void *unused) {
@@ -34,8 +38,9 @@ static void close_handle(uv_handle_t *handle, void *unused) {
 /* ---- the end --------------------------------------------------------------------------------- */
 
 static void kill_all(struct kld_supervisor *supervisor) {
-    for (size_t i = 0; i < KLD_WATCHED_COUNT; i++)
-        kld_watched_signal(&supervisor->child[i], SIGKILL);
+    for (uint32_t i = 0; i < supervisor->workers; i++)
+        kld_watched_signal(&supervisor->worker[i], SIGKILL);
+    kld_watched_signal(&supervisor->gateway, SIGKILL);
 }
 
 static void on_drain_over(uv_timer_t *timer) {
@@ -46,21 +51,24 @@ static void on_drain_over(uv_timer_t *timer) {
     kill_all(supervisor);
 }
 
-/* The gateway first: what it has in flight needs the worker. */
+/* Asks it to end. False: it has. Retiring may come back to drain_next(), which ends the rest. */
+static bool drain_child(struct kld_watched *child) {
+    if (is_running(child))
+        kld_watched_ask(child);
+    else
+        kld_watched_retire(child);
+    return child->state != KLD_CHILD_STOPPED;
+}
+
+/* The gateway first: what it has in flight needs the workers. */
 static void drain_next(struct kld_supervisor *supervisor) {
-    struct kld_watched *gateway = &supervisor->child[KLD_WATCHED_GATEWAY];
-    struct kld_watched *worker = &supervisor->child[KLD_WATCHED_WORKER];
     if (supervisor->killing)
         kill_all(supervisor);
-    if (is_running(gateway))
-        kld_watched_signal(gateway, SIGTERM);
-    else if (gateway->state == KLD_CHILD_WAITING)
-        kld_watched_retire(gateway);
-    else if (is_running(worker))
-        kld_watched_signal(worker, SIGTERM);
-    else if (worker->state == KLD_CHILD_WAITING)
-        kld_watched_retire(worker);
-    else if (!is_active(supervisor))
+    if (drain_child(&supervisor->gateway))
+        return;
+    for (uint32_t i = 0; i < supervisor->workers; i++)
+        drain_child(&supervisor->worker[i]);
+    if (!any_active(supervisor))
         uv_walk(&supervisor->loop, close_handle, NULL);
 }
 
@@ -68,7 +76,7 @@ static void drain_begin(struct kld_supervisor *supervisor) {
     if (supervisor->draining)
         return;
     supervisor->draining = true;
-    atomic_store(&supervisor->stats->draining, 1);
+    atomic_store(&supervisor->page->draining, 1);
     uv_timer_start(&supervisor->drain, on_drain_over, supervisor->config.drain_ms + DRAIN_GRACE_MS,
                    0);
     drain_next(supervisor);
@@ -90,7 +98,7 @@ void kld_supervisor_fail(struct kld_supervisor *supervisor, const struct kld_wat
     if (supervisor->failed || supervisor->draining)
         return;
     supervisor->failed = true;
-    kld_log(KLD_LOG_ERROR, "cannot start", "child=%s reason=\"%s\"", child->role, reason);
+    kld_log(KLD_LOG_ERROR, "cannot start", "child=%s reason=\"%s\"", child->name, reason);
     drain_begin(supervisor);
 }
 
@@ -103,8 +111,7 @@ bool kld_supervisor_wants(const struct kld_supervisor *supervisor,
     if (!supervisor->draining)
         return true;
     /* A worker that dies while the gateway still answers is needed to the end. */
-    return child == &supervisor->child[KLD_WATCHED_WORKER] &&
-           is_running(&supervisor->child[KLD_WATCHED_GATEWAY]);
+    return child != &supervisor->gateway && is_running(&supervisor->gateway);
 }
 
 void kld_supervisor_child_gone(struct kld_supervisor *supervisor, struct kld_watched *child) {
@@ -113,16 +120,74 @@ void kld_supervisor_child_gone(struct kld_supervisor *supervisor, struct kld_wat
 }
 
 static void announce(struct kld_supervisor *supervisor) {
-    struct kld_watched *worker = &supervisor->child[KLD_WATCHED_WORKER];
-    struct kld_watched *gateway = &supervisor->child[KLD_WATCHED_GATEWAY];
-    bool http = supervisor->http.fd >= 0;
-    if (supervisor->announced || supervisor->draining || worker->state != KLD_CHILD_READY ||
-        (http && gateway->state != KLD_CHILD_READY))
+    bool ready = supervisor->workers == supervisor->workers_max &&
+                 (supervisor->http.fd < 0 || supervisor->gateway.state == KLD_CHILD_READY);
+    for (uint32_t i = 0; i < supervisor->workers; i++)
+        ready = ready && supervisor->worker[i].state == KLD_CHILD_READY;
+    if (supervisor->announced || supervisor->draining || !ready)
         return;
     supervisor->announced = true;
-    printf("ready http=%s unix=%s backend=%s\n", supervisor->http.address, supervisor->config.unix,
-           supervisor->config.backend);
+    printf("ready http=%s unix=%s backend=%s devices=%u\n", supervisor->http.address,
+           supervisor->config.unix, supervisor->config.backend, supervisor->workers);
     fflush(stdout);
+}
+
+/* The socket of worker i, and the worker; not yet started. */
+static enum kld_status open_worker(struct kld_supervisor *supervisor, uint32_t i,
+                                   struct kld_error *err) {
+    const struct kld_config *config = &supervisor->config;
+    char path[KLD_CONFIG_TEXT_MAX];
+    enum kld_status status = kld_unix_socket_name(config->unix, i, path, err);
+    if (status == KLD_OK)
+        status = kld_unix_socket_open(path, (uint32_t)config->unix_mode, supervisor->make_folder,
+                                      &supervisor->unix_socket[i], err);
+    if (status == KLD_OK)
+        kld_watched_init(&supervisor->worker[i], supervisor, "worker", i,
+                         supervisor->unix_socket[i].fd);
+    supervisor->workers += status == KLD_OK;
+    return status;
+}
+
+/* "all" becomes the numbers that there were: a card that goes does not give its number to another.
+ */
+static void settle_devices(struct kld_supervisor *supervisor, uint32_t found) {
+    char *list = supervisor->config.device;
+    size_t used = 0;
+    if (found > KLD_DEVICES_MAX)
+        kld_log(KLD_LOG_WARN, "more devices than workers", "devices=%u workers=%d", found,
+                KLD_DEVICES_MAX);
+    supervisor->workers_max = found > KLD_DEVICES_MAX ? KLD_DEVICES_MAX : found > 0 ? found : 1;
+    for (uint32_t i = 0; i < supervisor->workers_max; i++)
+        used += (size_t)snprintf(list + used, KLD_CONFIG_TEXT_MAX - used, i ? ",%u" : "%u", i);
+}
+
+static void start_gateway(struct kld_supervisor *supervisor) {
+    if (supervisor->http.fd >= 0 && !supervisor->failed)
+        kld_watched_start(&supervisor->gateway);
+}
+
+/* Those of the workers that are known by now. */
+static enum kld_status open_workers(struct kld_supervisor *supervisor, struct kld_error *err) {
+    uint32_t wanted = supervisor->workers_max ? supervisor->workers_max : 1;
+    enum kld_status status = KLD_OK;
+    while (status == KLD_OK && supervisor->workers < wanted)
+        status = open_worker(supervisor, supervisor->workers, err);
+    atomic_store(&supervisor->page->workers, supervisor->workers_max);
+    return status;
+}
+
+/* The first worker serves: what it chose and found holds for the others. */
+static void start_others(struct kld_supervisor *supervisor, uint32_t found) {
+    struct kld_error err = {.status = KLD_OK};
+    if (supervisor->workers_max == 0)
+        settle_devices(supervisor, found);
+    if (open_workers(supervisor, &err) != KLD_OK) {
+        kld_supervisor_fail(supervisor, &supervisor->worker[0], err.text);
+        return;
+    }
+    for (uint32_t i = 1; i < supervisor->workers; i++)
+        kld_watched_start(&supervisor->worker[i]);
+    start_gateway(supervisor);
 }
 
 void kld_supervisor_child_ready(struct kld_supervisor *supervisor, struct kld_watched *child,
@@ -130,23 +195,34 @@ void kld_supervisor_child_ready(struct kld_supervisor *supervisor, struct kld_wa
     uint64_t now_ms = uv_now(&supervisor->loop);
     uint64_t gap_ms = child->died_ms ? now_ms - child->died_ms : 0;
     kld_log(KLD_LOG_INFO, "child ready", "child=%s child_pid=%d backend=%s gap_ms=%llu",
-            child->role, (int)child->process.pid, report->backend[0] ? report->backend : "-",
+            child->name, (int)child->life->process.pid, report->backend[0] ? report->backend : "-",
             (unsigned long long)gap_ms);
     /* "auto" is decided once: a worker that comes back must not answer from another back end. */
-    if (child == &supervisor->child[KLD_WATCHED_WORKER] && report->backend[0])
+    if (child == &supervisor->worker[0] && report->backend[0])
         snprintf(supervisor->config.backend, sizeof supervisor->config.backend, "%s",
                  report->backend);
+    if (child == &supervisor->worker[0] && supervisor->alone && !supervisor->draining) {
+        supervisor->alone = false;
+        start_others(supervisor, report->devices);
+    }
     announce(supervisor);
 }
 
 /* ---- PID 1 ------------------------------------------------------------------------------------
  */
 
-static bool is_ours(const struct kld_supervisor *supervisor, pid_t pid) {
-    for (size_t i = 0; i < KLD_WATCHED_COUNT; i++)
-        if (supervisor->child[i].process_open && supervisor->child[i].process.pid == pid)
+static bool is_life(const struct kld_watched *child, pid_t pid) {
+    for (const struct kld_life *life = child->lives; life; life = life->next)
+        if (life->process.pid == pid)
             return true;
     return false;
+}
+
+static bool is_ours(const struct kld_supervisor *supervisor, pid_t pid) {
+    bool ours = is_life(&supervisor->gateway, pid);
+    for (uint32_t i = 0; i < supervisor->workers && !ours; i++)
+        ours = is_life(&supervisor->worker[i], pid);
+    return ours;
 }
 
 /* Children that we did not start are handed to PID 1 of a container. Ours are left to libuv; while
@@ -184,26 +260,48 @@ static void init_loop(struct kld_supervisor *supervisor) {
     uv_signal_start(&supervisor->on_int, on_stop_signal, SIGINT);
     if (getpid() == 1)
         uv_signal_start(&supervisor->on_child, on_child_signal, SIGCHLD);
-    kld_watched_init(&supervisor->child[KLD_WATCHED_WORKER], supervisor, "worker",
-                     supervisor->unix_socket.fd, KLD_STAT_worker_restarts_total);
-    kld_watched_init(&supervisor->child[KLD_WATCHED_GATEWAY], supervisor, "gateway",
-                     supervisor->http.fd, KLD_STAT_gateway_restarts_total);
+    kld_watched_init(&supervisor->gateway, supervisor, "gateway", 0, supervisor->http.fd);
 }
 
 static enum kld_status open_all(struct kld_supervisor *supervisor, const struct kld_config *config,
                                 struct kld_error *err) {
     supervisor->config = *config;
-    supervisor->http.fd = supervisor->unix_socket.fd = supervisor->stats_fd = -1;
+    supervisor->http.fd = supervisor->stats_fd = -1;
+    for (uint32_t i = 0; i < KLD_DEVICES_MAX; i++)
+        supervisor->unix_socket[i].fd = -1;
+    supervisor->make_folder = !*config->unix;
+    supervisor->workers_max = kld_config_devices(config);
+    supervisor->alone = supervisor->workers_max != 1;
     enum kld_status status = kld_unix_socket_path(config->unix, supervisor->config.unix, err);
     if (status == KLD_OK)
-        status = kld_stats_create(&supervisor->stats, &supervisor->stats_fd, err);
+        status = kld_stats_create(&supervisor->page, &supervisor->stats_fd, err);
     if (status == KLD_OK)
         status = kld_http_socket_open(config->http, config->insecure_bind || config->tokens[0],
                                       &supervisor->http, err);
-    if (status == KLD_OK)
-        status = kld_unix_socket_open(supervisor->config.unix, (uint32_t)config->unix_mode,
-                                      !*config->unix, &supervisor->unix_socket, err);
+    if (status == KLD_OK && uv_loop_init(&supervisor->loop) != 0)
+        status = kld_error_set(err, KLD_NO_MEMORY, "cannot make an event loop");
+    if (status != KLD_OK)
+        return status;
+    init_loop(supervisor);
+    if ((status = open_workers(supervisor, err))) {
+        uv_walk(&supervisor->loop, close_handle, NULL);
+        uv_run(&supervisor->loop, UV_RUN_DEFAULT);
+        uv_loop_close(&supervisor->loop);
+    }
     return status;
+}
+
+static void close_all(struct kld_supervisor *supervisor) {
+    for (uint32_t i = 0; i < KLD_DEVICES_MAX; i++) {
+        char path[KLD_CONFIG_TEXT_MAX];
+        if (kld_unix_socket_name(supervisor->config.unix, i, path, NULL) == KLD_OK)
+            kld_unix_socket_close(&supervisor->unix_socket[i], path);
+    }
+    if (supervisor->http.fd >= 0)
+        close(supervisor->http.fd);
+    if (supervisor->stats_fd >= 0)
+        close(supervisor->stats_fd);
+    kld_stats_detach(supervisor->page);
 }
 
 int kld_supervisor_main(const struct kld_config *config) {
@@ -214,31 +312,22 @@ int kld_supervisor_main(const struct kld_config *config) {
         status = kld_error_set(&err, KLD_NO_MEMORY, "out of memory");
     else
         status = open_all(supervisor, config, &err);
-    if (status == KLD_OK && uv_loop_init(&supervisor->loop) != 0)
-        status = kld_error_set(&err, KLD_NO_MEMORY, "cannot make an event loop");
     bool failed = status != KLD_OK;
     if (failed) {
         kld_log(KLD_LOG_ERROR, "cannot start", "reason=\"%s\"", err.text);
     } else {
-        kld_log_count_lost_in(supervisor->stats);
-        init_loop(supervisor);
-        kld_watched_start(&supervisor->child[KLD_WATCHED_WORKER]);
-        if (supervisor->http.fd >= 0 && !supervisor->failed)
-            kld_watched_start(&supervisor->child[KLD_WATCHED_GATEWAY]);
+        kld_log_count_lost_in(&supervisor->page->common);
+        kld_watched_start(&supervisor->worker[0]);
+        if (!supervisor->alone)
+            start_gateway(supervisor);
         uv_run(&supervisor->loop, UV_RUN_DEFAULT); /* returns when every handle is closed */
         uv_loop_close(&supervisor->loop);
         failed = supervisor->failed;
         kld_log(KLD_LOG_INFO, "stopped", "status=%d", failed);
         kld_log_count_lost_in(NULL);
     }
-    if (supervisor) {
-        kld_unix_socket_close(&supervisor->unix_socket, supervisor->config.unix);
-        if (supervisor->http.fd >= 0)
-            close(supervisor->http.fd);
-        if (supervisor->stats_fd >= 0)
-            close(supervisor->stats_fd);
-        kld_stats_detach(supervisor->stats);
-    }
+    if (supervisor)
+        close_all(supervisor);
     free(supervisor);
     return failed ? EXIT_FAILURE : EXIT_SUCCESS;
 }

@@ -33,6 +33,9 @@ struct kld_unix_socket {
 enum kld_status kld_http_socket_open(const char *text, bool insecure,
                                      struct kld_http_socket *ret_socket, struct kld_error *err);
 
+/* The socket of worker `index`: `path` of the first, then path.1, path.2, ... */
+enum kld_status kld_unix_socket_name(const char *path, uint32_t index,
+                                     char ret_path[KLD_CONFIG_TEXT_MAX], struct kld_error *err);
 /* Where the first worker's socket lies if the configuration does not say. */
 enum kld_status kld_unix_socket_path(const char *configured, char ret_path[KLD_CONFIG_TEXT_MAX],
                                      struct kld_error *err);
@@ -55,27 +58,43 @@ enum kld_child_state {
     KLD_CHILD_READY,    /* runs and serves */
 };
 
+/* One process of a child. Usually there is one at a time; a worker whose device is lost has its
+ * successor while it still goes. Allocated by kld_watched_start(); frees itself once its process
+ * has ended and its handles are closed. */
+struct kld_life {
+    struct kld_watched *child;
+    struct kld_life *next; /* all of the child's whose handles are not closed */
+    uv_process_t process;
+    uv_poll_t control; /* its descriptor is control_fd */
+    bool control_open;
+    bool asked;     /* to end: once, because a child that is ending may have stopped listening */
+    int control_fd; /* our end of the pair; -1 */
+};
+
 struct kld_watched {
     struct kld_supervisor *supervisor; /* constant */
     const char *role;                  /* constant: "worker", "gateway" */
+    char name[16];                     /* constant: "worker0", "gateway" */
+    uint32_t index;                    /* constant: of the worker; 0 */
     int listen_fd;                     /* constant; the supervisor's */
+    struct kld_stats *stats;           /* constant: its block of the page */
     enum kld_stat restarts;            /* constant: the counter of its restarts */
     enum kld_child_state state;
-    uv_process_t process; /* in the loop while process_open */
-    uv_poll_t control;    /* in the loop while control_open; its descriptor is control_fd */
-    uv_timer_t pause;     /* open from kld_watched_init() on */
-    bool process_open, control_open;
-    int control_fd;    /* our end of the pair; -1 */
-    uint64_t ready_ms; /* uv_now() of its report; 0: has not reported in this life */
-    uint64_t died_ms;  /* uv_now() of the last death; 0: none */
-    uint64_t pause_ms; /* before the next restart */
-    uint32_t failures; /* deaths in a row before a first report */
+    struct kld_life *life;  /* the newest; NULL: it ended or is as good as gone */
+    struct kld_life *lives; /* all */
+    uv_timer_t pause;       /* open from kld_watched_init() on */
+    uint64_t ready_ms;      /* uv_now() of its report; 0: has not reported in this life */
+    uint64_t died_ms;       /* uv_now() of the last death; 0: none */
+    uint64_t pause_ms;      /* before the next restart */
+    uint32_t failures;      /* deaths in a row before a first report */
     bool ever_ready;
 };
 
 void kld_watched_init(struct kld_watched *child, struct kld_supervisor *supervisor,
-                      const char *role, int listen_fd, enum kld_stat restarts);
+                      const char *role, uint32_t index, int listen_fd);
 void kld_watched_start(struct kld_watched *child);
+/* SIGTERM, once in a life. */
+void kld_watched_ask(struct kld_watched *child);
 void kld_watched_signal(struct kld_watched *child, int signal_number); /* nothing if not running */
 /* Not started again; a pause is cut short. What runs goes on running. */
 void kld_watched_retire(struct kld_watched *child);
@@ -83,22 +102,25 @@ void kld_watched_retire(struct kld_watched *child);
 /* ---- supervisor.c ------------------------------------------------------------------------------
  */
 
-enum { KLD_WATCHED_WORKER, KLD_WATCHED_GATEWAY, KLD_WATCHED_COUNT };
-
 struct kld_supervisor {
-    struct kld_config config; /* unix resolved; backend becomes what the first worker chose */
+    struct kld_config config; /* unix resolved; backend becomes what the first worker chose, and
+                               * device the list of what it found */
     uv_loop_t loop;
     uv_signal_t on_term, on_int, on_child;
     uv_timer_t drain;   /* from SIGTERM to SIGKILL */
     uv_timer_t reaping; /* as PID 1: looks after children that are not ours */
     struct kld_http_socket http;
-    struct kld_unix_socket unix_socket;
-    struct kld_stats *stats;
+    struct kld_unix_socket unix_socket[KLD_DEVICES_MAX]; /* one a worker */
+    struct kld_stats_page *page;
     int stats_fd;
-    struct kld_watched child[KLD_WATCHED_COUNT];
-    bool draining; /* SIGTERM came, or failed */
-    bool killing;  /* the drain time is over: nothing is started again */
-    bool failed;   /* it could not start: exit status 1 */
+    struct kld_watched gateway, worker[KLD_DEVICES_MAX];
+    uint32_t workers;     /* those of the array that are open: at first one, then all */
+    uint32_t workers_max; /* how many there will be; 0: the first will say */
+    bool alone;           /* the first worker is to report before the others are started */
+    bool make_folder;     /* of the sockets, where nobody named it */
+    bool draining;        /* SIGTERM came, or failed */
+    bool killing;         /* the drain time is over: nothing is started again */
+    bool failed;          /* it could not start: exit status 1 */
     bool announced;
 };
 

@@ -43,7 +43,7 @@ static void reply_done(struct kld_request *request) {
 /* What the device did, whether or not somebody still waits for it. */
 static void count_work(const struct kld_request *request) {
     struct kld_worker *worker = request->session->worker;
-    struct kld_stats *stats = worker->options.stats;
+    struct kld_stats *stats = worker->stats;
     const struct kld_job *job = &request->job;
     worker->kernel_ns_total += job->kernel_ns;
     worker->bytes_total += job->bytes;
@@ -64,8 +64,8 @@ static void account(struct kld_request *request, enum kld_status status, const c
     uint64_t total_ns = kld_worker_now_ns() - request->arrival_ns;
     worker->requests_total++;
     worker->errors_total += status != KLD_OK;
-    kld_stats_request(worker->options.stats, KLD_FRONT_UNIX, status);
-    kld_stats_observe(worker->options.stats, KLD_HISTOGRAM_unix_request, total_ns);
+    kld_stats_request(worker->stats, KLD_FRONT_UNIX, status);
+    kld_stats_observe(worker->stats, KLD_HISTOGRAM_unix_request, total_ns);
     enum kld_log_level level = status ? KLD_LOG_INFO : KLD_LOG_DEBUG;
     if (kld_log_wants(level))
         kld_log(level, "request",
@@ -92,7 +92,7 @@ static void retire(struct kld_request *request) {
     session->requests_count--;
     request->state = KLD_REQUEST_FREE;
     kld_queue_release(&worker->queue, request);
-    kld_stats_add(worker->options.stats, KLD_STAT_worker_requests_in_flight, -1);
+    kld_stats_add(worker->stats, KLD_STAT_worker_requests_in_flight, -1);
 }
 
 /* Ends what the back end does not have (any more). Afterwards *request is the pool's. */
@@ -129,7 +129,7 @@ static void tell_launched(struct kld_request *request) {
 static void give_up(struct kld_request *request, const struct kld_error *error) {
     if (request->answered || request->told)
         return;
-    kld_stats_add(request->session->worker->options.stats, KLD_STAT_requests_detached_total, 1);
+    kld_stats_add(request->session->worker->stats, KLD_STAT_requests_detached_total, 1);
     if (request->state == KLD_REQUEST_QUEUED) {
         TAILQ_REMOVE(&request->lane->queued, request, in_lane);
         finish(request, error->status, error, false);
@@ -288,7 +288,7 @@ void kld_core_enter(struct kld_request *request, uint64_t timeout_ns) {
     session->requests_count++;
     session->requests_waited++;
     TAILQ_INSERT_TAIL(&lane->queued, request, in_lane);
-    kld_stats_add(worker->options.stats, KLD_STAT_worker_requests_in_flight, 1);
+    kld_stats_add(worker->stats, KLD_STAT_worker_requests_in_flight, 1);
     if (timeout_ns &&
         !__builtin_add_overflow(request->arrival_ns, timeout_ns, &request->deadline_ns)) {
         kld_queue_watch(&worker->queue, request);
@@ -304,7 +304,7 @@ void kld_core_refused(struct kld_session *session, const struct kld_frame_header
     struct kld_worker *worker = session->worker;
     worker->requests_total++;
     worker->errors_total++;
-    kld_stats_request(worker->options.stats, KLD_FRONT_UNIX, error->status);
+    kld_stats_request(worker->stats, KLD_FRONT_UNIX, error->status);
     kld_log(KLD_LOG_INFO, "refused",
             "client=\"%s\" pid=%d request=%" PRIu64 " status=%s text=\"%s\"", session->name,
             (int)session->pid, header->request, kld_status_name(error->status), error->text);
@@ -377,7 +377,7 @@ void kld_core_device_lost(struct kld_worker *worker, const struct kld_error *cau
     if (worker->lost)
         return;
     worker->lost = true;
-    kld_stats_add(worker->options.stats, KLD_STAT_device_lost_total, 1);
+    kld_stats_add(worker->stats, KLD_STAT_device_lost_total, 1);
     kld_log(KLD_LOG_ERROR, "device lost", "in_flight=%u text=\"%s\"", worker->queue.in_use,
             cause->text);
     struct kld_error error;

@@ -41,19 +41,25 @@ enum kld_status kld_worker_device_open(const struct kld_config *config, uint32_t
     uint32_t count = 0;
     if ((status = backend->device_count(&count, err)))
         return status;
-    uint64_t device = config->device + index;
+    uint32_t device = kld_config_device(config, index);
     if (device >= count)
         return kld_error_set(err, KLD_NOT_FOUND,
-                             "device %llu of back end %s does not exist; it has %u",
-                             (unsigned long long)device, backend->name, count);
+                             "device %u of back end %s does not exist; it has %u", device,
+                             backend->name, count);
     struct kld_device_options options = {
-        .device = (uint32_t)device,
+        .device = device,
         .threads = (uint32_t)config->threads,
         .pool_bytes_max = config->pool_bytes_max,
         .spin_us = (uint32_t)config->spin_us,
     };
     if ((status = backend->device_open(&options, ret_device, err)))
         return status;
+    if (stats->described &&
+        memcmp(stats->uuid, (*ret_device)->info.uuid, sizeof stats->uuid) != 0) {
+        backend->device_close(*ret_device);
+        return kld_error_set(err, KLD_UNAVAILABLE,
+                             "device %u is another card than the one that served so far", device);
+    }
     *ret_backend = backend;
     return KLD_OK;
 }

@@ -24,6 +24,14 @@ static enum kld_status take_name(struct kld_session *session, const char *name,
     return KLD_OK;
 }
 
+static void list_devices(const struct kld_stats_page *page, struct kld_frame_welcome *welcome) {
+    welcome->devices = atomic_load(&page->workers);
+    for (uint32_t i = 0; i < welcome->devices && i < KLD_WIRE_DEVICES_MAX; i++) {
+        memcpy(welcome->device_list[i].uuid, page->worker[i].uuid, KLD_WIRE_UUID_BYTES);
+        memcpy(welcome->device_list[i].name, page->worker[i].device, KLD_WIRE_NAME_MAX - 1);
+    }
+}
+
 static enum kld_status hello(struct kld_session *session, const struct kld_frame_hello *frame,
                              struct kld_error *err) {
     struct kld_worker *worker = session->worker;
@@ -45,11 +53,10 @@ static enum kld_status hello(struct kld_session *session, const struct kld_frame
     union kld_frame reply;
     kld_frame_init(&reply, KLD_FRAME_WELCOME, frame->header.request);
     struct kld_frame_welcome *welcome = &reply.as_WELCOME;
-    uint32_t index = worker->options.index;
     welcome->epoch = worker->epoch;
     welcome->version = KLD_WIRE_VERSION;
-    welcome->device = (uint16_t)index;
-    welcome->devices = index + 1;
+    welcome->device = (uint16_t)worker->options.index;
+    list_devices(worker->options.page, welcome);
     memcpy(welcome->backend, info->backend, sizeof welcome->backend);
     welcome->regions_max = (uint32_t)config->client_regions_max;
     welcome->requests_max = (uint32_t)config->client_requests_max;
@@ -58,8 +65,6 @@ static enum kld_status hello(struct kld_session *session, const struct kld_frame
     welcome->publications_max = KLD_PUBLICATIONS_MAX;
     welcome->region_bytes_max = config->region_bytes_max;
     welcome->pool_bytes_max = info->pool_bytes_max;
-    memcpy(welcome->device_list[index].uuid, info->uuid, KLD_WIRE_UUID_BYTES);
-    memcpy(welcome->device_list[index].name, info->name, KLD_WIRE_NAME_MAX - 1);
     kld_session_reply(session, &reply);
     return KLD_OK;
 }
@@ -162,7 +167,7 @@ static enum kld_status dispatch(struct kld_session *session, const union kld_fra
 
 void kld_session_packet(struct kld_session *session, const void *data, size_t bytes, bool cut,
                         int *fds, unsigned fds_count) {
-    struct kld_stats *counters = session->worker->options.stats;
+    struct kld_stats *counters = session->worker->stats;
     struct kld_error error = {.status = KLD_OK};
     uint64_t request = 0;
     bool fd_taken = false;

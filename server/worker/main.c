@@ -1,6 +1,7 @@
 /* main.c - the worker role: opens the device, reports to the supervisor, serves, exits.
  * Wiring only. Worker process, its first thread. */
 #include <fcntl.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -11,16 +12,27 @@
 static int cannot_start(const char *event, const struct kld_error *error) {
     kld_log(KLD_LOG_ERROR, event, "status=%s text=\"%s\"", kld_status_name(error->status),
             error->text);
-    kld_child_report_send(error->status, "", error->text);
+    kld_child_report_send(error->status, "", 0, error->text);
     return 1;
+}
+
+/* The next worker can open the device while this process is still being taken apart; but MPS
+ * refuses it until the last of the processes that a fault hit has gone. */
+static void device_lost(const struct kld_worker_options *options) {
+    const struct kld_device_info *info = &options->device->info;
+    bool mps = info->offloads && !info->takes_turns;
+    if (!mps)
+        kld_child_report_send(KLD_DEVICE_LOST, info->backend, 0, "the device is lost");
 }
 
 int kld_worker_main(const struct kld_child *child) {
     struct kld_error err = {.status = KLD_OK}, passed_over;
     struct kld_worker_options options = {.config = child->config,
-                                         .stats = child->stats,
+                                         .page = child->page,
                                          .index = child->index,
                                          .listen_fd = KLD_FD_LISTEN,
+                                         .device_lost = device_lost,
+                                         .test_faults = getenv("KLD_TEST_FAULTS") != NULL,
                                          .control_fd = KLD_FD_CONTROL};
     enum kld_status status =
         kld_worker_device_open(child->config, child->index, child->stats, &options.backend,
@@ -32,15 +44,15 @@ int kld_worker_main(const struct kld_child *child) {
         kld_log(KLD_LOG_INFO, "back end passed over", "text=\"%s\"", passed_over.text);
     kld_log(KLD_LOG_INFO, "device open", "backend=%s name=\"%s\" threads=%u pool_bytes_max=%llu",
             info->backend, info->name, info->threads, (unsigned long long)info->pool_bytes_max);
-    memcpy(child->stats->backend, info->backend, sizeof child->stats->backend);
-    memcpy(child->stats->device, info->name, sizeof child->stats->device);
 
     static struct kld_worker worker; /* large, and reachable from threads until the process ends */
     if ((status = kld_worker_init(&worker, &options, &err))) {
         options.backend->device_close(options.device);
         return cannot_start("worker not started", &err);
     }
-    kld_child_report_send(KLD_OK, info->backend, "");
+    uint32_t devices = 1;
+    options.backend->device_count(&devices, NULL);
+    kld_child_report_send(KLD_OK, info->backend, devices, "");
     int exit_status = kld_worker_run(&worker);
     if (worker.lost || worker.cut_short)
         _exit(exit_status); /* crash-only: jobs may still touch what would be released */

@@ -63,16 +63,31 @@ static enum kld_status check_cuda_fd(int fd, struct kld_error *err) {
                          "the descriptor is not a CUDA allocation exported as a file descriptor");
 }
 
-static enum kld_status check_cuda(const struct kld_device *device,
+/* A request runs where its memory lies: says where that is. */
+static enum kld_status other_device(const struct kld_worker *worker, const uint8_t *uuid,
+                                    struct kld_error *err) {
+    const struct kld_stats_page *page = worker->options.page;
+    for (uint32_t i = 0; i < atomic_load(&page->workers); i++)
+        if (memcmp(page->worker[i].uuid, uuid, KLD_WIRE_UUID_BYTES) == 0)
+            return kld_error_set(err, KLD_INVALID,
+                                 "the memory lies on device %u, this socket is that of device %u; "
+                                 "register it at the socket of device %u",
+                                 i, worker->options.index, i);
+    return kld_error_set(err, KLD_INVALID,
+                         "the memory lies on another device than the one of this socket, and on "
+                         "none that this server has");
+}
+
+static enum kld_status check_cuda(const struct kld_worker *worker,
                                   const struct kld_frame_region_add *frame, struct kld_error *err) {
+    const struct kld_device *device = worker->device;
     uint64_t end;
     if (!device->info.imports_cuda_ipc)
         return kld_error_set(err, KLD_UNIMPLEMENTED,
                              "CUDA handles need the cuda back end; this server runs on %s",
                              device->info.backend);
     if (memcmp(frame->device_uuid, device->info.uuid, KLD_WIRE_UUID_BYTES) != 0)
-        return kld_error_set(err, KLD_INVALID,
-                             "the memory lies on another device than the one of this socket");
+        return other_device(worker, frame->device_uuid, err);
     if (__builtin_add_overflow(frame->offset_bytes, frame->bytes, &end) || end > frame->base_bytes)
         return kld_error_set(err, KLD_INVALID,
                              "%" PRIu64 " bytes at offset %" PRIu64
@@ -162,9 +177,9 @@ static void gauges_add(struct kld_region *region, int sign) {
     session->region_bytes += sign > 0 ? bytes : -bytes;
     worker->regions += (uint64_t)(int64_t)sign;
     worker->region_bytes += sign > 0 ? bytes : -bytes;
-    kld_stats_set(worker->options.stats, KLD_STAT_worker_regions, worker->regions);
-    kld_stats_set(worker->options.stats, KLD_STAT_worker_region_bytes, worker->region_bytes);
-    kld_stats_set(worker->options.stats, KLD_STAT_pool_bytes,
+    kld_stats_set(worker->stats, KLD_STAT_worker_regions, worker->regions);
+    kld_stats_set(worker->stats, KLD_STAT_worker_region_bytes, worker->region_bytes);
+    kld_stats_set(worker->stats, KLD_STAT_pool_bytes,
                   worker->options.backend->pool_bytes(worker->device));
 }
 
@@ -284,7 +299,7 @@ static void add_after(uv_work_t *work, int cancelled) {
         region->state = KLD_REGION_LIVE;
         if (region->kind == KLD_REGION_CUDA_IPC || region->kind == KLD_REGION_CUDA_FD)
             kld_worker_shares_card(session->worker);
-        kld_stats_set(session->worker->options.stats, KLD_STAT_pool_bytes,
+        kld_stats_set(session->worker->stats, KLD_STAT_pool_bytes,
                       session->worker->options.backend->pool_bytes(session->worker->device));
         union kld_frame frame;
         kld_frame_init(&frame, KLD_FRAME_REGION, region->request);
@@ -308,7 +323,7 @@ enum kld_status kld_worker_region_add(struct kld_session *session,
     if (frame->kind == KLD_REGION_MEMFD)
         status = check_memfd(frame, fd, &stat, err);
     else if (frame->kind != KLD_REGION_POOL)
-        status = check_cuda(worker->device, frame, err);
+        status = check_cuda(worker, frame, err);
     if (!status && frame->kind == KLD_REGION_CUDA_FD)
         status = check_cuda_fd(fd, err);
     if (status)

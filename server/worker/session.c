@@ -201,8 +201,8 @@ enum kld_status kld_session_open(struct kld_worker *worker, int fd, uid_t uid, p
     TAILQ_INSERT_TAIL(&worker->sessions, session, in_worker);
     worker->sessions_count++;
     worker->clients++;
-    kld_stats_set(worker->options.stats, KLD_STAT_unix_clients, worker->clients);
-    kld_stats_add(worker->options.stats, KLD_STAT_unix_clients_total, 1);
+    kld_stats_set(worker->stats, KLD_STAT_unix_clients, worker->clients);
+    kld_stats_add(worker->stats, KLD_STAT_unix_clients_total, 1);
     kld_session_poll(session);
     return KLD_OK;
 }
@@ -222,7 +222,7 @@ void kld_session_close(struct kld_session *session) {
     kld_log(KLD_LOG_DEBUG, "client left", "client=\"%s\" pid=%d in_flight=%u", session->name,
             (int)session->pid, session->requests_count);
     worker->clients--;
-    kld_stats_set(worker->options.stats, KLD_STAT_unix_clients, worker->clients);
+    kld_stats_set(worker->stats, KLD_STAT_unix_clients, worker->clients);
     uv_poll_stop(&session->poll);
     uv_close((uv_handle_t *)&session->poll, poll_closed);
     kld_close_later(worker, session, KLD_CLOSE_CONNECTION, &session->fd, 1);

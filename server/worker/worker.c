@@ -19,6 +19,7 @@
 
 #define ACCEPT_BURST 16
 #define ACCEPT_AGAIN_MS 100
+#define START_LOOK_MS 2   /* while other workers start */
 #define LOST_FLUSH_MS 200 /* given to clients to take their last replies from a lost device */
 
 uint64_t kld_worker_now_ns(void) {
@@ -98,6 +99,11 @@ static void listener_ready(uv_poll_t *poll, int status, int events) {
 void kld_worker_accept(struct kld_worker *worker) {
     if (worker->listening || worker->draining || worker->stopping || !has_room(worker))
         return;
+    /* At the server's start: WELCOME lists all devices, so clients wait until all are known. */
+    if (!kld_stats_described(worker->options.page)) {
+        uv_timer_start(&worker->accept_again, accept_again, START_LOOK_MS, 0);
+        return;
+    }
     worker->listening = true;
     uv_poll_start(&worker->listener, UV_READABLE, listener_ready);
 }
@@ -195,9 +201,10 @@ static void stop(struct kld_worker *worker) {
     if (worker->stopping)
         return;
     worker->stopping = true;
-    atomic_store(&worker->options.stats->worker_ready, 0);
+    atomic_store(&worker->stats->worker_ready, 0);
     uv_close((uv_handle_t *)&worker->listener, NULL);
     uv_close((uv_handle_t *)&worker->terminate, NULL);
+    uv_close((uv_handle_t *)&worker->fault, NULL);
     if (atomic_load(&worker->completions.polled))
         poll_device(worker, false);
     uv_close((uv_handle_t *)&worker->poll, NULL);
@@ -245,6 +252,13 @@ static void terminated(uv_signal_t *signal, int number) {
     kld_worker_drain(signal->data);
 }
 
+static void fault_wanted(uv_signal_t *signal, int number) {
+    struct kld_worker *worker = signal->data;
+    (void)number;
+    kld_log(KLD_LOG_WARN, "fault", "%s", "text=\"a test asked for it: the next operator fails\"");
+    worker->options.backend->fail_next(worker->device);
+}
+
 /* The supervisor says nothing here; the end of the pair means that it is gone. */
 static void control_ready(uv_poll_t *poll, int status, int events) {
     struct kld_worker *worker = poll->data;
@@ -289,10 +303,14 @@ static enum kld_status handles_init(struct kld_worker *worker, struct kld_error 
     uv_timer_init(loop, &worker->drain);
     uv_timer_init(loop, &worker->orphans);
     uv_signal_init(loop, &worker->terminate);
+    uv_signal_init(loop, &worker->fault);
     worker->completions.wake.data = worker->deadline.data = worker->accept_again.data = worker;
     worker->orphans.data = worker->poll.data = worker->drain.data = worker->terminate.data =
         worker->listener.data = worker;
+    worker->fault.data = worker;
     uv_signal_start(&worker->terminate, terminated, SIGTERM);
+    if (worker->options.test_faults)
+        uv_signal_start(&worker->fault, fault_wanted, SIGUSR2);
     if (control_fd >= 0 && uv_poll_init(loop, &worker->control, control_fd) == 0) {
         worker->control.data = worker;
         uv_poll_start(&worker->control, UV_READABLE | UV_DISCONNECT, control_ready);
@@ -302,11 +320,24 @@ static enum kld_status handles_init(struct kld_worker *worker, struct kld_error 
     return KLD_OK;
 }
 
+/* For /metrics, and for the other workers' WELCOME. */
+static void describe(struct kld_worker *worker) {
+    const struct kld_device_info *info = &worker->device->info;
+    struct kld_stats *stats = worker->stats;
+    if (atomic_load(&stats->described))
+        return; /* by the worker that this one replaces: the same */
+    memcpy(stats->backend, info->backend, sizeof stats->backend);
+    memcpy(stats->device, info->name, sizeof stats->device);
+    memcpy(stats->uuid, info->uuid, sizeof stats->uuid);
+    atomic_store(&stats->described, 1);
+}
+
 enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_worker_options *options,
                                 struct kld_error *err) {
     memset(worker, 0, sizeof *worker);
     worker->options = *options;
     worker->device = options->device;
+    worker->stats = &options->page->worker[options->index];
     worker->started_ns = kld_worker_now_ns();
     TAILQ_INIT(&worker->sessions);
     TAILQ_INIT(&worker->publications);
@@ -327,18 +358,21 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
         kld_queue_done(&worker->queue);
         return status;
     }
-    kld_stats_reset_role(options->stats, "worker");
-    kld_stats_set(options->stats, KLD_STAT_pool_bytes_max, options->device->info.pool_bytes_max);
+    kld_stats_reset_role(worker->stats, "worker");
+    kld_stats_set(worker->stats, KLD_STAT_pool_bytes_max, options->device->info.pool_bytes_max);
+    describe(worker);
     kld_worker_accept(worker);
     return KLD_OK;
 }
 
 int kld_worker_run(struct kld_worker *worker) {
-    atomic_store(&worker->options.stats->worker_ready, 1);
+    atomic_store(&worker->stats->worker_ready, 1);
     uv_run(&worker->loop, UV_RUN_DEFAULT);
-    atomic_store(&worker->options.stats->worker_ready, 0);
+    atomic_store(&worker->stats->worker_ready, 0);
     if (!worker->lost)
         return 0;
+    if (worker->options.device_lost)
+        worker->options.device_lost(&worker->options);
     flush_all(worker);
     return 2;
 }

@@ -30,21 +30,25 @@
 
 struct kld_worker_options {
     const struct kld_config *config;
-    struct kld_stats *stats;
+    struct kld_stats_page *page;
     const struct kld_backend *backend;
     struct kld_device *device; /* open; kld_worker_done() closes it */
-    uint32_t index;            /* of this worker */
+    uint32_t index;            /* of this worker: its place in the page, and of its device */
     int listen_fd;             /* SOCK_SEQPACKET, listening; the caller's */
     uint32_t orphan_ms;        /* 0: KLD_ORPHAN_MS */
-    int control_fd; /* its end means that the supervisor is gone; -1: none; the caller's */
+    void (*device_lost)(const struct kld_worker_options *options); /* when it is told; NULL */
+    bool test_faults; /* SIGUSR2: the next operator ends the device */
+    int control_fd;   /* its end means that the supervisor is gone; -1: none; the caller's */
 };
 
 struct kld_worker {
     struct kld_worker_options options;
     struct kld_device *device; /* = options.device */
+    struct kld_stats *stats;   /* its block of options.page */
     uv_loop_t loop;
     uv_poll_t listener, control;
     uv_signal_t terminate;   /* SIGTERM */
+    uv_signal_t fault;       /* SIGUSR2, where tests want it */
     uv_idle_t poll;          /* while active the loop polls instead of sleeping */
     uint64_t poll_until_ns;  /* CLOCK_MONOTONIC */
     uv_timer_t deadline;     /* the earliest deadline of a request */

@@ -39,7 +39,7 @@ def clean_environment(**extra):
 
 
 def children_of(pid):
-    """{role: pid} of the processes that a server started."""
+    """{role: pid} of the processes that a server started; workers after the first: "worker1", ..."""
     found = {}
     for entry in pathlib.Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -50,9 +50,10 @@ def children_of(pid):
         except OSError:
             continue
         if int(fields[1]) == pid and fields[0] != "Z":
-            for argument in arguments:
-                if argument.startswith(b"--role="):
-                    found[argument[7:].decode()] = int(entry.name)
+            for role, index in zip(arguments, arguments[1:]):
+                if role.startswith(b"--role="):
+                    number = index.removeprefix(b"--index=")
+                    found[(role[7:] + (b"" if number == b"0" else number)).decode()] = int(entry.name)
     return found
 
 
@@ -99,9 +100,10 @@ class Server:
         timer.start()
         self.ready_line = self.process.stdout.readline().decode()
         timer.cancel()
-        match = re.fullmatch(r"ready http=(\S*) unix=(\S+) backend=(\w+)\n", self.ready_line)
+        match = re.fullmatch(r"ready http=(\S*) unix=(\S+) backend=(\w+) devices=(\d+)\n",
+                             self.ready_line)
         assert match, f"no ready line but {self.ready_line!r}; log:\n{self.log()}"
-        self.address, self.unix, self.backend = match.groups()
+        self.address, self.unix, self.backend = match.groups()[:3]
         self.http = f"http://{self.address}"
         self.url_unix = f"unix:{self.unix}"
         return self
@@ -114,7 +116,7 @@ class Server:
         return self.process.pid
 
     def child(self, role, seconds=START_SECONDS):
-        """The pid of "worker" or "gateway", waiting for one if it is just being replaced."""
+        """The pid of "worker", "worker1" or "gateway", waiting for one if it is just being replaced."""
         return wait_until(lambda: children_of(self.pid).get(role), seconds, f"a {role}")
 
     def kill_child(self, role, signal_number=signal.SIGKILL):

@@ -40,7 +40,7 @@ def test_every_request_is_answered_rightly_while_workers_are_killed(make_server,
                      "--seconds", seconds, "--json", "--server", url) for _ in range(4)]
     killed = []
     # Over HTTP the worker may be through whenever the gateway has the time to say so.
-    gauge = {"unix": "kld_worker_requests_in_flight", "http": "kld_http_requests_in_flight"}[way]
+    gauge = {"unix": 'kld_worker_requests_in_flight{worker="0"}', "http": "kld_http_requests_in_flight"}[way]
     least = {"unix": 1, "http": 2}[way]  # /metrics itself is one
     while len(killed) < 3:
         time.sleep(0.4)

@@ -43,8 +43,11 @@ def test_version():
     (["--nonsense"], "'--nonsense'"),
     (["serve"], "unexpected argument 'serve'"),
     (["--http"], "--http needs a value"),
-    (["--device", "first"], "--device: 'first' is not a whole number"),
-    (["--device=-1"], "whole number"),
+    (["--device", "first"], "--device: 'first' is neither all nor 1 to 16 numbers"),
+    (["--device=-1"], "neither all nor"),
+    (["--device=0,"], "neither all nor"),
+    (["--device=0,1024"], "neither all nor"),
+    (["--device", ",".join("0" * 17)], "neither all nor"),
     (["--requests-max", "0"], "from 1 to"),
     (["--backend", "tpu"], "not one of auto,cpu,cuda"),
     (["--staging-bytes-max", "1X"], "K, M, G, T"),
@@ -236,7 +239,8 @@ def test_killed_child_is_back(make_server, role):
         server.connect().close()
         wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="readiness")
         assert server.child(role) != before
-    assert server.metrics()[f"kld_{role}_restarts_total"] == 3
+    labels = '{worker="0"}' if role == "worker" else ""
+    assert server.metrics()[f"kld_{role}_restarts_total{labels}"] == 3
 
 
 def test_worker_keeps_its_back_end(make_server, backend):

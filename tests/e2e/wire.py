@@ -212,8 +212,10 @@ class Client:
                  "streams_max", "events_max", "region_bytes_max", "pool_bytes_max"]
         welcome = dict(zip(names, fields))
         welcome["backend"] = welcome["backend"].rstrip(b"\0").decode()
-        device = DEVICE.unpack_from(body, WELCOME_BODY.size + DEVICE.size * welcome["device"])
-        welcome["uuid"], welcome["name"] = device[0], device[1].rstrip(b"\0").decode()
+        devices = [DEVICE.unpack_from(body, WELCOME_BODY.size + DEVICE.size * i)
+                   for i in range(welcome["devices"])]
+        welcome["list"] = [(uuid, device.rstrip(b"\0").decode()) for uuid, device in devices]
+        welcome["uuid"], welcome["name"] = welcome["list"][welcome["device"]]
         return welcome
 
     def ping(self):

@@ -31,6 +31,7 @@ struct fake_held {
 };
 
 struct fake_client {
+    struct fake_worker *worker;
     int fd;
     uint64_t last_event;
     int device_lost, leaving;
@@ -67,9 +68,11 @@ static void publications_end(const struct fake_client *owner, uint64_t region) {
             publications[i].owner = NULL;
 }
 
-static struct fake_publication *publication_find(const char *name) {
+static struct fake_publication *publication_find(const struct fake_worker *worker,
+                                                 const char *name) {
     for (int i = 0; i < 16; i++)
-        if (publications[i].owner && strcmp(publications[i].frame.name, name) == 0)
+        if (publications[i].owner && publications[i].owner->worker == worker &&
+            strcmp(publications[i].frame.name, name) == 0)
             return &publications[i];
     return NULL;
 }
@@ -243,9 +246,13 @@ static void hello(struct fake_worker *worker, struct fake_client *client, uint64
     struct kld_frame_welcome *welcome = &frame.as_WELCOME;
     welcome->epoch = (uint64_t)worker->accepted;
     welcome->version = KLD_WIRE_VERSION;
-    welcome->devices = 1;
+    welcome->device = (uint16_t)worker->device;
+    welcome->devices = worker->devices ? worker->devices : 1;
     snprintf(welcome->backend, sizeof welcome->backend, "fake");
-    snprintf(welcome->device_list[0].name, sizeof welcome->device_list[0].name, "fake device");
+    for (uint32_t i = 0; i < welcome->devices; i++) {
+        welcome->device_list[i].uuid[0] = worker->devices ? (uint8_t)(i + 1) : 0;
+        snprintf(welcome->device_list[i].name, KLD_WIRE_NAME_MAX, "fake device");
+    }
     welcome->regions_max = worker->regions_max;
     welcome->requests_max = worker->requests_max;
     welcome->streams_max = 4;
@@ -265,7 +272,7 @@ static void publish(struct fake_worker *worker, struct fake_client *client,
     while (i < 15 && publications[i].owner)
         i++;
     struct fake_region *region = region_find(client, frame->region);
-    if (!region || publication_find(frame->name)) {
+    if (!region || publication_find(worker, frame->name)) {
         reply_error(client, frame->header.request, region ? KLD_EXISTS : KLD_NOT_FOUND);
         return;
     }
@@ -276,7 +283,7 @@ static void publish(struct fake_worker *worker, struct fake_client *client,
 
 static void attach(struct fake_worker *worker, struct fake_client *client,
                    const struct kld_frame_name *frame) {
-    struct fake_publication *publication = publication_find(frame->name);
+    struct fake_publication *publication = publication_find(worker, frame->name);
     struct fake_region *region = region_find(client, 0);
     if (!publication) {
         reply_error(client, frame->header.request, KLD_NOT_FOUND);
@@ -297,7 +304,7 @@ static void attach(struct fake_worker *worker, struct fake_client *client,
 
 static void detach(struct fake_worker *worker, struct fake_client *client,
                    const struct kld_frame_name *frame) {
-    struct fake_publication *publication = publication_find(frame->name);
+    struct fake_publication *publication = publication_find(worker, frame->name);
     worker->detached++;
     if (publication)
         publication->owner = NULL;
@@ -408,9 +415,11 @@ static int receive(struct fake_worker *worker, struct fake_client *client) {
 
 static void *run(void *argument) {
     struct fake_worker *worker = argument;
-    static struct fake_client clients[FAKE_CLIENTS_MAX];
-    for (int i = 0; i < FAKE_CLIENTS_MAX; i++)
+    struct fake_client *clients = calloc(FAKE_CLIENTS_MAX, sizeof *clients);
+    for (int i = 0; i < FAKE_CLIENTS_MAX && clients; i++)
         clients[i].fd = -1;
+    if (!clients)
+        abort();
     while (!worker->stop) {
         struct pollfd polled[FAKE_CLIENTS_MAX + 1] = {{worker->listener, POLLIN, 0}};
         for (int i = 0; i < FAKE_CLIENTS_MAX; i++)
@@ -435,6 +444,7 @@ static void *run(void *argument) {
             if (clients[i].fd < 0)
                 free_slot = i;
         if (free_slot >= 0 && (polled[0].revents & POLLIN)) {
+            clients[free_slot].worker = worker;
             clients[free_slot].fd = accept(worker->listener, NULL, NULL);
             worker->accepted += clients[free_slot].fd >= 0;
         }
@@ -442,6 +452,7 @@ static void *run(void *argument) {
     for (int i = 0; i < FAKE_CLIENTS_MAX; i++)
         if (clients[i].fd >= 0)
             client_close(worker, &clients[i]);
+    free(clients);
     return NULL;
 }
 
@@ -470,6 +481,11 @@ void fake_worker_start(struct fake_worker *worker) {
 
 void fake_worker_open(struct fake_worker *worker) {
     fake_worker_path(worker);
+    fake_worker_start(worker);
+}
+
+void fake_worker_open_beside(struct fake_worker *worker, const struct fake_worker *first) {
+    snprintf(worker->path, sizeof worker->path, "%.100s.%u", first->path, worker->device);
     fake_worker_start(worker);
 }
 

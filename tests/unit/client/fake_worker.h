@@ -18,6 +18,7 @@ struct fake_worker {
     char path[108];
     uint32_t requests_max, regions_max; /* set before open */
     uint64_t region_bytes_max;
+    uint32_t device, devices;   /* set before open; devices 0: one. Card i has a UUID of i + 1 */
     atomic_int hold;            /* SUBMITs are not answered while set, but kept */
     atomic_int linger;          /* what was cancelled is answered and computed all the same */
     atomic_int mute;            /* what is computed is not answered, until a SUBMIT makes it die */
@@ -43,6 +44,8 @@ struct fake_worker {
 
 /* The socket is made in a temporary folder; close removes it. */
 void fake_worker_open(struct fake_worker *worker);
+/* Another device of the same server: its socket beside the first one's. Closed before it. */
+void fake_worker_open_beside(struct fake_worker *worker, const struct fake_worker *first);
 void fake_worker_close(struct fake_worker *worker);
 /* Only the path, nobody listening; start() begins to listen. */
 void fake_worker_path(struct fake_worker *worker);

@@ -66,7 +66,36 @@ START_TEST(both_spellings_of_a_flag) {
     ck_assert_int_eq(parse(FLAGS("--insecure-bind=false", "--device=1", "--device=2"), NULL),
                      KLD_OK);
     ck_assert(!config.insecure_bind);
-    ck_assert_uint_eq(config.device, 2); /* the last one counts */
+    ck_assert_str_eq(config.device, "2"); /* the last one counts */
+}
+END_TEST
+
+START_TEST(devices_are_all_or_a_list) {
+    ck_assert_int_eq(parse(FLAGS("--device=all"), NULL), KLD_OK);
+    ck_assert_uint_eq(kld_config_devices(&config), 0);
+    ck_assert_uint_eq(kld_config_device(&config, 5), 5);
+    ck_assert_int_eq(parse(FLAGS("--device=7,0,1023,0"), NULL), KLD_OK);
+    ck_assert_uint_eq(kld_config_devices(&config), 4);
+    const uint32_t numbers[] = {7, 0, 1023, 0};
+    for (uint32_t i = 0; i < 4; i++)
+        ck_assert_uint_eq(kld_config_device(&config, i), numbers[i]);
+    ck_assert_int_eq(parse(FLAGS("--device=0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,15"), NULL), KLD_OK);
+    ck_assert_uint_eq(kld_config_devices(&config), KLD_DEVICES_MAX);
+    ck_assert_int_eq(parse(NULL, NULL), KLD_OK);
+    ck_assert_uint_eq(kld_config_devices(&config), 1);
+    static const char *const wrong[] = {"--device=",
+                                        "--device=+1",
+                                        "--device= 1",
+                                        "--device=1K",
+                                        "--device=1024",
+                                        "--device=1,,2",
+                                        "--device=,1",
+                                        "--device=1,",
+                                        "--device=all,1",
+                                        "--device=00001",
+                                        "--device=0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0"};
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++)
+        fails(FLAGS(wrong[i]), "neither all nor 1 to 16 numbers");
 }
 END_TEST
 
@@ -78,7 +107,7 @@ START_TEST(precedence) {
         parse(FLAGS("--spin-us=3"), FLAGS(variable, "KLD_THREADS=2", "KLD_SPIN_US=2", "OTHER=x")),
         KLD_OK);
     unlink(path);
-    ck_assert_uint_eq(config.device, 1);
+    ck_assert_str_eq(config.device, "1");
     ck_assert_uint_eq(config.threads, 2);
     ck_assert_uint_eq(config.spin_us, 3);
 }
@@ -92,10 +121,10 @@ START_TEST(refuses_flags) {
     fails(FLAGS("--"), "unexpected argument '--'");
     fails(FLAGS("-x"), "unexpected argument");
     fails(FLAGS("--device"), "--device needs a value");
-    fails(FLAGS("--device="), "'' is not a whole number");
-    fails(FLAGS("--device=+1"), "whole number");
-    fails(FLAGS("--device= 1"), "whole number");
-    fails(FLAGS("--device=1K"), "whole number");
+    fails(FLAGS("--threads="), "'' is not a whole number");
+    fails(FLAGS("--threads=+1"), "whole number");
+    fails(FLAGS("--threads= 1"), "whole number");
+    fails(FLAGS("--threads=1K"), "whole number");
     fails(FLAGS("--clients-max=4294967296"), "from 1 to 4294967295");
     fails(FLAGS("--clients-max=99999999999999999999999"), "from 1 to");
     fails(FLAGS("--unix-mode=0888"), "from 0 to 511");
@@ -153,7 +182,7 @@ START_TEST(a_file_may_hold_every_kind) {
     ck_assert_int_eq(parse(FLAGS("--config", path), NULL), KLD_OK);
     unlink(path);
     ck_assert_str_eq(config.http, "");
-    ck_assert_uint_eq(config.device, 3);
+    ck_assert_str_eq(config.device, "3");
     ck_assert_uint_eq(config.body_bytes_max, UINT64_C(2) << 30);
     ck_assert_uint_eq(config.pool_bytes_max, 4096);
     ck_assert(config.insecure_bind);
@@ -193,6 +222,6 @@ START_TEST(arguments_are_the_whole_configuration) {
 }
 END_TEST
 
-UNIT_MAIN("server/config", defaults, both_spellings_of_a_flag, precedence, refuses_flags,
-          refuses_environment, refuses_files, a_file_may_hold_every_kind, help_and_version_win,
-          arguments_are_the_whole_configuration)
+UNIT_MAIN("server/config", defaults, both_spellings_of_a_flag, devices_are_all_or_a_list,
+          precedence, refuses_flags, refuses_environment, refuses_files, a_file_may_hold_every_kind,
+          help_and_version_win, arguments_are_the_whole_configuration)

@@ -90,9 +90,10 @@ START_TEST(json_stays_json) {
 END_TEST
 
 START_TEST(full_pipe_loses_and_counts) {
-    struct kld_stats *stats = NULL;
+    struct kld_stats_page *page = NULL;
     int fd;
-    ck_assert_int_eq(kld_stats_create(&stats, &fd, NULL), KLD_OK);
+    ck_assert_int_eq(kld_stats_create(&page, &fd, NULL), KLD_OK);
+    struct kld_stats *stats = &page->common;
     capture("info", "text", false);
     kld_log_count_lost_in(stats);
     for (int i = 0; i < 4000; i++) /* a pipe holds 64 KiB; a blocking write would hang here */
@@ -106,7 +107,7 @@ START_TEST(full_pipe_loses_and_counts) {
     /* The mode of the inherited descriptor, which others share, is as it was. */
     ck_assert_int_eq(fcntl(STDERR_FILENO, F_GETFL) & O_NONBLOCK, 0);
     kld_log_count_lost_in(NULL);
-    kld_stats_detach(stats);
+    kld_stats_detach(page);
     close(fd);
 }
 END_TEST

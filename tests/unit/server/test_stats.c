@@ -7,10 +7,11 @@
 #include "server/stats.h"
 #include "tests/unit/unit.h"
 
+static struct kld_stats_page *page;
+
 static struct kld_stats *make(int *ret_fd) {
-    struct kld_stats *stats = NULL;
-    ck_assert_int_eq(kld_stats_create(&stats, ret_fd, NULL), KLD_OK);
-    return stats;
+    ck_assert_int_eq(kld_stats_create(&page, ret_fd, NULL), KLD_OK);
+    return &page->common;
 }
 
 START_TEST(counts_across_processes) {
@@ -18,13 +19,14 @@ START_TEST(counts_across_processes) {
     struct kld_stats *stats = make(&fd);
     pid_t pid = fork();
     if (pid == 0) {
-        struct kld_stats *mine = NULL;
-        if (kld_stats_attach(fd, &mine, NULL) != KLD_OK)
+        struct kld_stats_page *attached = NULL;
+        if (kld_stats_attach(fd, &attached, NULL) != KLD_OK)
             _exit(1);
+        struct kld_stats *mine = &attached->common;
         for (int i = 0; i < 1000; i++)
             kld_stats_add(mine, KLD_STAT_unix_clients, 1);
         kld_stats_add(mine, KLD_STAT_unix_clients, -400);
-        kld_stats_detach(mine);
+        kld_stats_detach(attached);
         _exit(0);
     }
     for (int i = 0; i < 1000; i++)
@@ -33,27 +35,27 @@ START_TEST(counts_across_processes) {
     waitpid(pid, &status, 0);
     ck_assert_int_eq(status, 0);
     ck_assert_uint_eq(stats->value[KLD_STAT_unix_clients], 1600);
-    kld_stats_detach(stats);
+    kld_stats_detach(page);
     close(fd);
 }
 END_TEST
 
 START_TEST(page_cannot_be_cut) {
     int fd;
-    struct kld_stats *stats = make(&fd);
+    make(&fd);
     ck_assert_int_eq(ftruncate(fd, 0), -1);
     ck_assert_int_eq(ftruncate(fd, 1 << 20), -1);
-    kld_stats_detach(stats);
+    kld_stats_detach(page);
     close(fd);
 }
 END_TEST
 
 START_TEST(another_page_is_refused) {
-    struct kld_stats *stats = NULL;
+    struct kld_stats_page *stats = NULL;
     struct kld_error err;
     int fd = memfd_create("x", MFD_CLOEXEC);
     ck_assert_int_eq(kld_stats_attach(fd, &stats, &err), KLD_INVALID);
-    ck_assert_int_eq(ftruncate(fd, sizeof(struct kld_stats)), 0);
+    ck_assert_int_eq(ftruncate(fd, sizeof(struct kld_stats_page)), 0);
     ck_assert_int_eq(kld_stats_attach(fd, &stats, &err), KLD_INVALID);
     ck_assert_str_eq(err.text, "the page of counters is of another version");
     ck_assert_ptr_null(stats);
@@ -79,7 +81,7 @@ START_TEST(observes_into_the_right_bucket) {
     ck_assert_uint_eq(stats->histogram[KLD_HISTOGRAM_queue].sum_ns,
                       2 * kld_bucket_limit_ns[0] + 1 + kld_bucket_limit_ns[KLD_BUCKETS - 2] + 1);
     ck_assert_uint_eq(stats->histogram[KLD_HISTOGRAM_copy].sum_ns, 0);
-    kld_stats_detach(stats);
+    kld_stats_detach(page);
     close(fd);
 }
 END_TEST
@@ -95,7 +97,7 @@ START_TEST(requests_by_front_and_status) {
     ck_assert_uint_eq(stats->requests[KLD_FRONT_UNIX][KLD_BUSY], 1);
     ck_assert_uint_eq(stats->requests[KLD_FRONT_HTTP][KLD_OK], 0);
     ck_assert_uint_eq(stats->requests[KLD_FRONT_HTTP][KLD_INTERNAL], 1);
-    kld_stats_detach(stats);
+    kld_stats_detach(page);
     close(fd);
 }
 END_TEST
@@ -113,11 +115,29 @@ START_TEST(a_role_resets_its_own_gauges_only) {
     kld_stats_reset_role(stats, "gateway");
     ck_assert_uint_eq(stats->value[KLD_STAT_http_connections], 0);
     ck_assert_uint_eq(stats->value[KLD_STAT_http_connections_total], 7);
-    kld_stats_detach(stats);
+    kld_stats_detach(page);
     close(fd);
 }
 END_TEST
 
-UNIT_MAIN("server/stats", counts_across_processes, page_cannot_be_cut, another_page_is_refused,
-          observes_into_the_right_bucket, requests_by_front_and_status,
-          a_role_resets_its_own_gauges_only)
+START_TEST(a_server_is_described_when_all_its_workers_are) {
+    int fd;
+    make(&fd);
+    ck_assert(!kld_stats_described(page)); /* nobody knows yet how many there are */
+    page->workers = 2;
+    ck_assert(!kld_stats_described(page));
+    page->worker[0].described = 1;
+    ck_assert(!kld_stats_described(page));
+    page->worker[1].described = 1;
+    ck_assert(kld_stats_described(page));
+    ck_assert(!kld_stats_ready(page));
+    page->worker[1].worker_ready = 1;
+    ck_assert(kld_stats_ready(page));
+    kld_stats_detach(page);
+    close(fd);
+}
+END_TEST
+
+UNIT_MAIN("server/stats", a_server_is_described_when_all_its_workers_are, counts_across_processes,
+          page_cannot_be_cut, another_page_is_refused, observes_into_the_right_bucket,
+          requests_by_front_and_status, a_role_resets_its_own_gauges_only)

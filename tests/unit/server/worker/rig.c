@@ -25,7 +25,9 @@ void rig_init(struct rig *rig) {
                      KLD_OK);
     ck_assert_int_eq(kld_log_init("worker0", "error", "text", &err), KLD_OK);
     int stats_fd;
-    ck_assert_int_eq(kld_stats_create(&rig->stats, &stats_fd, &err), KLD_OK);
+    ck_assert_int_eq(kld_stats_create(&rig->page, &stats_fd, &err), KLD_OK);
+    rig->page->workers = 1;
+    rig->stats = &rig->page->worker[0];
     close(stats_fd);
     fake_device_init(&rig->fake);
     rig->listen_fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -46,7 +48,7 @@ static void *worker_thread(void *argument) {
 
 void rig_start(struct rig *rig) {
     struct kld_worker_options options = {.config = &rig->config,
-                                         .stats = rig->stats,
+                                         .page = rig->page,
                                          .backend = &fake_backend,
                                          .device = &rig->fake.head,
                                          .listen_fd = rig->listen_fd,
@@ -78,7 +80,7 @@ void rig_done(struct rig *rig) {
     ck_assert_uint_eq(atomic_load(&rig->stats->value[KLD_STAT_worker_regions]), 0);
     ck_assert_uint_eq(atomic_load(&rig->stats->value[KLD_STAT_worker_region_bytes]), 0);
     ck_assert_uint_eq(atomic_load(&rig->stats->value[KLD_STAT_unix_clients]), 0);
-    kld_stats_detach(rig->stats);
+    kld_stats_detach(rig->page);
     close(rig->listen_fd);
     close(rig->control[0]);
     close(rig->control[1]);

@@ -17,7 +17,8 @@
 
 struct rig {
     struct kld_config config; /* defaults; a test may change it between init and start */
-    struct kld_stats *stats;
+    struct kld_stats_page *page;
+    struct kld_stats *stats; /* of the worker, in it */
     struct fake_device fake;
     struct kld_worker worker;
     struct sockaddr_un address;

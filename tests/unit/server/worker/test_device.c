@@ -53,7 +53,7 @@ START_TEST(no_completion_is_lost) {
 }
 END_TEST
 
-static enum kld_status open_as(const char *backend, uint64_t device, const char *served_so_far,
+static enum kld_status open_as(const char *backend, const char *device, const char *served_so_far,
                                struct kld_device **ret_device, struct kld_error *err) {
     static struct kld_config config;
     static struct kld_stats stats;
@@ -61,7 +61,7 @@ static enum kld_status open_as(const char *backend, uint64_t device, const char 
     struct kld_error passed_over;
     strcpy(config.backend, backend);
     strcpy(stats.backend, served_so_far);
-    config.device = device;
+    strcpy(config.device, device);
     config.threads = 1;
     config.pool_bytes_max = 1 << 20;
     enum kld_status status =
@@ -73,19 +73,19 @@ static enum kld_status open_as(const char *backend, uint64_t device, const char 
 START_TEST(device_is_chosen_or_the_reason_is_told) {
     struct kld_device *device = NULL;
     struct kld_error err;
-    ck_assert_int_eq(open_as("cpu", 0, "", &device, &err), KLD_OK);
+    ck_assert_int_eq(open_as("cpu", "0", "", &device, &err), KLD_OK);
     ck_assert_str_eq(device->info.backend, "cpu");
     device->backend->device_close(device);
-    ck_assert_int_eq(open_as("auto", 0, "", &device, &err), KLD_OK);
+    ck_assert_int_eq(open_as("auto", "0", "", &device, &err), KLD_OK);
     device->backend->device_close(device);
-    ck_assert_int_eq(open_as("cpu", 99, "", &device, &err), KLD_NOT_FOUND);
+    ck_assert_int_eq(open_as("cpu", "99", "", &device, &err), KLD_NOT_FOUND);
     ck_assert_ptr_nonnull(strstr(err.text, "device 99"));
-    ck_assert_int_eq(open_as("tpu", 0, "", &device, &err), KLD_NOT_FOUND);
+    ck_assert_int_eq(open_as("tpu", "0", "", &device, &err), KLD_NOT_FOUND);
     ck_assert_ptr_nonnull(strstr(err.text, "auto"));
     /* A card that is away for a moment does not make this a CPU service. */
-    ck_assert_int_eq(open_as("auto", 0, "gone", &device, &err), KLD_UNAVAILABLE);
+    ck_assert_int_eq(open_as("auto", "0", "gone", &device, &err), KLD_UNAVAILABLE);
     ck_assert_ptr_nonnull(strstr(err.text, "gone back end"));
-    ck_assert_int_eq(open_as("cpu", 0, "gone", &device, &err), KLD_OK); /* as it was told */
+    ck_assert_int_eq(open_as("cpu", "0", "gone", &device, &err), KLD_OK); /* as it was told */
     device->backend->device_close(device);
 }
 END_TEST

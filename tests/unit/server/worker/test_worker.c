@@ -95,7 +95,7 @@ START_TEST(wrong_lists_are_told_at_start) {
     rig_init(&rig);
     rig.config.allow_uids[0] = 'x';
     struct kld_worker_options options = {.config = &rig.config,
-                                         .stats = rig.stats,
+                                         .page = rig.page,
                                          .backend = &fake_backend,
                                          .device = &rig.fake.head,
                                          .listen_fd = rig.listen_fd,

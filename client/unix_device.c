@@ -1,0 +1,91 @@
+/* unix_device.c - which worker of a server with several devices a connection talks to: the one
+ * where its memory lies. A connection is with one worker at a time. As long as nothing of it lies
+ * on a device it can go over to another: that is a lost worker whose next one waits elsewhere. The
+ * thread that owns the connection. */
+#include <stdio.h>
+#include <string.h>
+
+#include "client/unix.h"
+
+/* Where socket i lies, from where this one does; false: the name would be too long. */
+static bool path_of(const struct unix_connection *u, uint32_t i, char ret_path[sizeof u->path]) {
+    char suffix[8], base[sizeof u->path];
+    memcpy(base, u->path, sizeof base);
+    size_t length = strlen(base);
+    size_t bytes = (size_t)snprintf(suffix, sizeof suffix, ".%u", (unsigned)u->welcome.device);
+    if (u->welcome.device > 0 && length > bytes && strcmp(base + length - bytes, suffix) == 0)
+        base[length - bytes] = '\0';
+    else if (u->welcome.device > 0)
+        return false; /* reached under a name of somebody's own: where the others are is unknown */
+    if (i > 0 && strlen(base) + 4 >= sizeof base)
+        return false;
+    snprintf(ret_path, sizeof base, i > 0 ? "%.100s.%u" : "%.107s", base, i);
+    return true;
+}
+
+/* Does anything of it lie on the device, or run there? but: a region or event that does not count.
+ */
+static bool is_bound(const struct unix_connection *u, const void *but) {
+    for (const struct kld_event *event = u->base.events; event; event = event->next)
+        if (event != but)
+            return true;
+    for (const struct kld_region *base = u->base.regions; base; base = base->next) {
+        const struct unix_region *region = (const struct unix_region *)base;
+        if (base != but && !region->released &&
+            (region->attached || region->kind != KLD_REGION_MEMFD))
+            return true;
+    }
+    return u->publications || u->sent.first;
+}
+
+static bool go_to(struct unix_connection *u, uint32_t i) {
+    char path[sizeof u->path];
+    if (!path_of(u, i, path))
+        return false;
+    kld_unix_lose(u);
+    memcpy(u->path, path, sizeof u->path);
+    kld_unix_connect(u);
+    return true;
+}
+
+static uint32_t devices_of(const struct unix_connection *u) {
+    uint32_t devices = u->welcomed ? u->welcome.devices : 0;
+    return devices < KLD_WIRE_DEVICES_MAX ? devices : KLD_WIRE_DEVICES_MAX;
+}
+
+enum kld_status kld_unix_go_to_memory(struct unix_connection *u, const uint8_t *uuid,
+                                      const void *what, struct kld_error *err) {
+    const struct kld_wire_device *list = u->welcome.device_list;
+    uint32_t here = u->welcome.device, there = 0, devices = devices_of(u);
+    while (there < devices && memcmp(list[there].uuid, uuid, KLD_WIRE_UUID_BYTES) != 0)
+        there++;
+    /* On no device of the server: it says so itself. */
+    if (there == devices ||
+        (here < devices && memcmp(list[here].uuid, uuid, KLD_WIRE_UUID_BYTES) == 0))
+        return KLD_OK;
+    if (is_bound(u, what))
+        return kld_error_set(err, KLD_INVALID,
+                             "the memory lies on device %u of the server and what this connection "
+                             "has on device %u; expected a connection of its own for each device",
+                             there, here);
+    if (!go_to(u, there))
+        return kld_error_set(err, KLD_INVALID,
+                             "the memory lies on device %u of the server and this connection is "
+                             "to device %u; connect to the socket of device %u",
+                             there, here, there);
+    return KLD_OK;
+}
+
+bool kld_unix_look_further(struct unix_connection *u, struct unix_region *region) {
+    uint32_t devices = devices_of(u);
+    if (devices < 2 || region->released || is_bound(u, region))
+        return false;
+    if (++region->looked >= devices) { /* once round: the pause comes first */
+        region->looked = 0;
+        return false;
+    }
+    uint64_t until_ns = region->until_ns;
+    bool gone = go_to(u, (u->welcome.device + 1u) % devices);
+    region->until_ns = until_ns; /* as its caller asked, and not as after a loss */
+    return gone;
+}

@@ -1,0 +1,156 @@
+/* test_unix_device.c - a connection to a server with several devices goes to where its memory lies.
+ */
+#include "tests/unit/client/small_request.h"
+#include "tests/unit/unit.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "client/kld.h"
+#include "tests/unit/client/fake_worker.h"
+
+#define ROWS 2
+#define CLASSES 8
+#define BYTES (ROWS * CLASSES * sizeof(float))
+
+static struct fake_worker first, second;
+static struct kld_connection *connection;
+static struct kld_error error;
+static const uint8_t handle[64] = {9}, on_first[16] = {1}, on_second[16] = {2}, elsewhere[16] = {3};
+
+static struct kld_connection *connect_to(const char *path) {
+    char url[128];
+    struct kld_connection *made = NULL;
+    snprintf(url, sizeof url, "unix:%s", path);
+    ck_assert_msg(kld_connect(url, NULL, &made, &error) == KLD_OK, "%s", error.text);
+    return made;
+}
+
+static uint32_t device_of(struct kld_connection *of) {
+    struct kld_server_info info;
+    ck_assert_int_eq(kld_info(of, &info, &error), KLD_OK);
+    ck_assert_uint_eq(info.devices, 2);
+    return info.device_index;
+}
+
+static void setup(void) {
+    first.devices = second.devices = 2;
+    second.device = 1;
+    fake_worker_open(&first);
+    fake_worker_open_beside(&second, &first);
+    connection = connect_to(first.path);
+    ck_assert_uint_eq(device_of(connection), 0);
+}
+
+static void teardown(void) {
+    kld_close(connection);
+    fake_worker_close(&second);
+    fake_worker_close(&first);
+}
+
+static enum kld_status import(const uint8_t *uuid, struct kld_region **ret_region) {
+    return kld_region_import_cuda_ipc(connection, handle, uuid, 4096, 0, 4096, ret_region, &error);
+}
+
+/* Memory that all devices see comes along, and a request on it is answered there. */
+START_TEST(test_the_first_memory_says_where) {
+    setup();
+    struct kld_region *shared, *memory;
+    ck_assert_int_eq(kld_region_create(connection, 2 * BYTES, &shared, &error), KLD_OK);
+    ck_assert_int_eq(import(on_second, &memory), KLD_OK);
+    ck_assert_uint_eq(device_of(connection), 1);
+    ck_assert_int_eq(second.regions_added, 2);
+    struct kld_request request = small_request(ROWS, CLASSES, NULL, NULL, NULL);
+    request.op.tensor[KLD_SLOT_GRAD_PREDICTIONS].dtype = KLD_DTYPE_ABSENT;
+    request.bytes[KLD_SLOT_PREDICTIONS].region = shared;
+    request.bytes[KLD_SLOT_TARGETS] = (struct kld_bytes){.region = shared, .offset_bytes = BYTES};
+    ck_assert_int_eq(kld_run(connection, &request, NULL, &error), KLD_OK);
+    ck_assert_int_eq(first.submits, 0);
+    ck_assert_int_eq(second.submits, 1);
+    teardown();
+}
+END_TEST
+
+START_TEST(test_from_any_socket_to_any_other) {
+    setup();
+    struct kld_region *memory;
+    kld_close(connection);
+    connection = connect_to(second.path);
+    ck_assert_uint_eq(device_of(connection), 1);
+    ck_assert_int_eq(import(on_first, &memory), KLD_OK);
+    ck_assert_uint_eq(device_of(connection), 0);
+    kld_region_drop(memory); /* nothing holds it there any more */
+    ck_assert_int_eq(import(on_second, &memory), KLD_OK);
+    ck_assert_uint_eq(device_of(connection), 1);
+    teardown();
+}
+END_TEST
+
+START_TEST(test_two_devices_need_two_connections) {
+    setup();
+    struct kld_region *memory, *other;
+    struct kld_event *event;
+    ck_assert_int_eq(import(on_first, &memory), KLD_OK);
+    ck_assert_int_eq(import(on_second, &other), KLD_INVALID);
+    ck_assert_str_eq(error.text,
+                     "the memory lies on device 1 of the server and what this connection "
+                     "has on device 0; expected a connection of its own for each device");
+    ck_assert_int_eq(kld_event_import(connection, handle, on_second, &event, &error), KLD_INVALID);
+    ck_assert_uint_eq(device_of(connection), 0);
+    ck_assert_int_eq(import(elsewhere, &other), KLD_OK); /* which a real worker refuses */
+    ck_assert_int_eq(second.accepted, 0);
+    teardown();
+}
+END_TEST
+
+START_TEST(test_an_event_says_where_too) {
+    setup();
+    struct kld_event *event;
+    ck_assert_int_eq(kld_event_import(connection, handle, on_second, &event, &error), KLD_OK);
+    ck_assert_uint_eq(device_of(connection), 1);
+    ck_assert_int_eq(second.events_added, 1);
+    ck_assert_int_eq(first.events_added, 0);
+    teardown();
+}
+END_TEST
+
+START_TEST(test_a_lost_worker_is_waited_for_where_the_memory_is) {
+    setup();
+    struct kld_region *memory;
+    ck_assert_int_eq(import(on_second, &memory), KLD_OK);
+    int here = second.accepted, there = first.accepted;
+    second.hang_up = 1;
+    for (int i = 0; i < 500 && second.regions_added < 2; i++)
+        ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
+    ck_assert_int_eq(second.regions_added, 2);
+    ck_assert_int_eq(second.accepted, here + 1);
+    ck_assert_int_eq(first.accepted, there);
+    teardown();
+}
+END_TEST
+
+START_TEST(test_attaching_finds_the_device) {
+    setup();
+    struct kld_connection *teacher = connect_to(second.path);
+    struct kld_region *logits, *found;
+    struct kld_tensor_view view = {
+        .dtype = KLD_DTYPE_FP32, .form = KLD_FORM_LOGITS, .rank = 2, .shape = {ROWS, CLASSES}};
+    ck_assert_int_eq(kld_attach(connection, "t", 0, &found, &view, &error), KLD_NOT_FOUND);
+    ck_assert_int_eq(kld_attach(connection, "t", 50000000, &found, &view, &error), KLD_NOT_FOUND);
+    ck_assert_int_eq(kld_region_create(teacher, BYTES, &logits, &error), KLD_OK);
+    view = (struct kld_tensor_view){
+        .dtype = KLD_DTYPE_FP32, .form = KLD_FORM_LOGITS, .rank = 2, .shape = {ROWS, CLASSES}};
+    ck_assert_int_eq(kld_publish(teacher, "t", logits, &view, NULL, 0, &error), KLD_OK);
+    ck_assert_int_eq(kld_attach(connection, "t", 0, &found, &view, &error), KLD_OK);
+    ck_assert_uint_eq(device_of(connection), 1);
+    ck_assert_uint_eq(view.shape[1], CLASSES);
+    struct kld_region *memory;
+    ck_assert_int_eq(import(on_first, &memory), KLD_INVALID); /* it is settled now */
+    kld_close(teacher);
+    teardown();
+}
+END_TEST
+
+UNIT_MAIN("client/unix_device", test_the_first_memory_says_where, test_from_any_socket_to_any_other,
+          test_two_devices_need_two_connections, test_an_event_says_where_too,
+          test_a_lost_worker_is_waited_for_where_the_memory_is, test_attaching_finds_the_device)
