@@ -54,7 +54,7 @@
     X(BYTES, client_region_bytes_max, "1T", "all regions of one Unix client")                      \
     X(BYTES, pool_bytes_max, "0", "memory pool of the device; 0: half of its memory")              \
     X(BYTES, staging_bytes_max, "1G", "shared memory for HTTP bodies and results")                 \
-    X(BYTES, body_bytes_max, "1G", "one HTTP body")                                                \
+    X(BYTES, body_bytes_max, "64G", "one HTTP body")                                               \
     X(BYTES, json_bytes_max, "16M", "the JSON part of an HTTP body")                               \
     X(COUNT, http_connections_max, "4096", "HTTP connections")                                     \
     X(COUNT, http_idle_ms, "60000", "idle time after which an HTTP connection is closed")          \
@@ -65,6 +65,8 @@
     X(COUNT, restart_ms_max, "5000", "longest pause between restarts of a child that keeps dying") \
     X(COUNT, http_slow_ms, "10000", "in that time a client sends or takes the whole message, ...") \
     X(BYTES, http_slow_bytes, "10K", "... or at least so much of it, else it is cut off")          \
+    X(BYTES, staging_request_bytes_max, "256M",                                                    \
+      "of that for one request; a larger one goes piece by piece to the device's pool")            \
     X(TEXT, tls_cert, "", "PEM file with the certificate to serve HTTPS with; empty: HTTP")        \
     X(TEXT, tls_key, "", "PEM file with its key")                                                  \
     X(TEXT, tls_client_ca, "", "PEM file of the CA whose certificates clients must show")          \

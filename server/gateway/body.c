@@ -70,11 +70,6 @@ enum kld_status kld_body_begin(struct kld_infer *infer, struct kld_error *err) {
     enum kld_status status;
     if ((status = read_encoding(infer, err)) || (status = read_header_length(infer, err)))
         return status;
-    if (!infer->json_known || !infer->json_bytes)
-        return KLD_OK;
-    if ((status = kld_infer_alloc(infer, infer->json_bytes, &infer->json_offset, err)))
-        return status;
-    infer->json_capacity = infer->json_bytes;
     return KLD_OK;
 }
 
@@ -86,7 +81,7 @@ void kld_body_done(struct kld_infer *infer) {
     infer->inflate = NULL;
 }
 
-/* A body of unknown length that is all JSON: its room doubles. */
+/* All at once where its length is known; else its room doubles. */
 static enum kld_status grow_json(struct kld_infer *infer, uint64_t needed, struct kld_error *err) {
     struct kld_staging *staging = infer->gateway->staging;
     uint64_t most = infer->gateway->config->json_bytes_max, offset;
@@ -95,7 +90,9 @@ static enum kld_status grow_json(struct kld_infer *infer, uint64_t needed, struc
                              "the JSON has more than %" PRIu64
                              " bytes (json_bytes_max); send tensors as binary data",
                              most);
-    uint64_t capacity = infer->json_capacity ? infer->json_capacity : 16 << 10;
+    uint64_t capacity = infer->json_known ? infer->json_bytes : infer->json_capacity;
+    if (!capacity)
+        capacity = 16 << 10;
     while (capacity < needed)
         capacity *= 2;
     enum kld_status status =
@@ -112,14 +109,31 @@ static enum kld_status grow_json(struct kld_infer *infer, uint64_t needed, struc
     return KLD_OK;
 }
 
+static void grow_again(struct kld_infer *infer) {
+    struct kld_error error;
+    enum kld_status status = grow_json(infer, infer->json_wanted, &error);
+    if (status == KLD_BUSY)
+        kld_infer_wait(infer, grow_again);
+    else if (status)
+        kld_infer_fail(infer, &error);
+    else
+        kld_exchange_continue(infer->exchange); /* it is fed again */
+}
+
 static enum kld_status take_json(struct kld_infer *infer, const char *data, size_t size,
                                  size_t *ret_taken, struct kld_error *err) {
     enum kld_status status;
     uint64_t most = infer->json_known ? infer->json_bytes - infer->json_have : size;
     size_t taken = size < most ? size : (size_t)most;
     if (infer->json_have + taken > infer->json_capacity &&
-        (status = grow_json(infer, infer->json_have + taken, err)))
-        return status;
+        (status = grow_json(infer, infer->json_have + taken, err))) {
+        if (status != KLD_BUSY)
+            return status;
+        infer->json_wanted = infer->json_have + taken;
+        kld_infer_wait(infer, grow_again);
+        *ret_taken = 0;
+        return KLD_OK;
+    }
     if (taken)
         memcpy((char *)kld_staging_at(infer->gateway->staging, infer->json_offset) +
                    infer->json_have,
@@ -145,9 +159,10 @@ static enum kld_status take_tail(struct kld_infer *infer, const char *data, size
         input = &request->input[++infer->tail_input];
     uint64_t inside = infer->tail_have - input->tail_offset_bytes, left = input->bytes - inside;
     size_t taken = size < left ? size : (size_t)left;
-    memcpy((char *)kld_staging_at(infer->gateway->staging, infer->place[infer->tail_input]) +
-               inside,
-           data, taken);
+    if (infer->in_buffer[infer->tail_input])
+        taken = kld_bulk_receive(infer, infer->tail_input, inside, data, taken);
+    else
+        memcpy((char *)kld_infer_bytes(infer, infer->tail_input) + inside, data, taken);
     infer->tail_have += taken;
     *ret_taken = taken;
     return KLD_OK;

@@ -11,6 +11,7 @@
 #include "server/gateway/auth.h"
 #include "server/gateway/gateway.h"
 #include "server/gateway/http.h"
+#include "server/gateway/infer.h"
 #include "server/gateway/links.h"
 #include "server/gateway/routes.h"
 #include "server/gateway/shm.h"
@@ -30,8 +31,14 @@ struct process {
     bool control_open, ending;
 };
 
+static void mail_closed(struct kld_mail *mail) {}
+
 static void links_closed(void *user) {
     struct process *process = user;
+    for (uint32_t i = 0; i < process->gateway.pools; i++)
+        kld_pool_close(process->gateway.pool[i]);
+    kld_waiters_close(&process->gateway);
+    kld_mail_close(&process->gateway.mail, mail_closed);
     uv_close((uv_handle_t *)&process->terminate, NULL);
     uv_close((uv_handle_t *)&process->drain, NULL);
     if (process->control_open)
@@ -96,13 +103,25 @@ static void raise_descriptors(void) {
     }
 }
 
+static enum kld_status open_pools(struct kld_gateway *gateway, struct kld_error *err) {
+    enum kld_status status = KLD_OK;
+    uint32_t workers = atomic_load(&gateway->page->workers);
+    for (; gateway->pools < workers && status == KLD_OK; gateway->pools++)
+        status = kld_pool_open(gateway->config, gateway->pools, gateway->staging,
+                               &gateway->pool[gateway->pools], err);
+    return status;
+}
+
 static enum kld_status open_parts(struct process *process, struct kld_error *err) {
     struct kld_gateway *gateway = &process->gateway;
     enum kld_status status;
     raise_descriptors();
     if ((status = kld_auth_open(gateway->config, &gateway->auth, err)) ||
         (status = set_nonblocking(KLD_FD_LISTEN, err)) ||
+        (status = kld_mail_open(&gateway->mail, &gateway->loop, err)) ||
+        (status = kld_waiters_open(gateway, err)) ||
         (status = kld_staging_open(gateway->config->staging_bytes_max, &gateway->staging, err)) ||
+        (status = open_pools(gateway, err)) ||
         (status =
              kld_shm_open(&gateway->loop, gateway->config, gateway->stats, &gateway->shm, err)) ||
         (status = kld_links_open(&gateway->loop, gateway->config, gateway->page, gateway->staging,

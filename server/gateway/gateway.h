@@ -10,13 +10,16 @@
 #include <uv.h>
 
 #include "server/config.h"
+#include "server/gateway/mail.h"
 #include "server/stats.h"
 
 struct kld_auth;
 struct kld_http;
 struct kld_links;
 struct kld_shm;
+struct kld_pool;
 struct kld_staging;
+struct kld_waiters;
 
 /* For the model's statistics; since this gateway was started. Durations in ns. */
 struct kld_gateway_counts {
@@ -35,6 +38,10 @@ struct kld_gateway {
     struct kld_links *links;
     struct kld_shm *shm;
     struct kld_staging *staging;
+    struct kld_pool *pool[KLD_DEVICES_MAX]; /* of each worker */
+    uint32_t pools, next_pool;
+    struct kld_waiters *waiters; /* for staging */
+    struct kld_mail mail;        /* of this loop */
     struct kld_gateway_counts counts;
     uint32_t infers; /* infer requests from their first byte to the last of their reply */
     bool draining;

@@ -174,7 +174,11 @@ static bool reply_at_once(const struct kld_exchange *exchange) {
              (exchange->has_length && exchange->length_bytes > KLD_HTTP_DISCARD_BYTES_MAX)));
 }
 
+/* MHD may go on with the next chunk of a connection that was just suspended; to suspend it twice
+ * would break MHD's lists. */
 static void suspend(struct kld_exchange *exchange) {
+    if (exchange->suspended)
+        return;
     exchange->suspended = true;
     MHD_suspend_connection(exchange->connection);
 }
@@ -281,6 +285,9 @@ static void resume(struct kld_exchange *exchange) {
     exchange->gateway->http->again = true;
     MHD_resume_connection(exchange->connection);
 }
+
+void kld_exchange_hold(struct kld_exchange *exchange) { suspend(exchange); }
+void kld_exchange_release(struct kld_exchange *exchange) { resume(exchange); }
 
 void kld_exchange_pause(struct kld_exchange *exchange) { exchange->paused = true; }
 

@@ -21,6 +21,8 @@ static void free_memory(struct kld_infer *infer) {
         kld_staging_free(staging, infer->tensors_offset);
     for (int i = 0; i < KLD_INFER_TENSORS_MAX; i++)
         kld_shm_release(infer->region[i]);
+    kld_pool_drop(infer->buffer);
+    infer->buffer = NULL;
     memset(infer->region, 0, sizeof infer->region);
     kld_auth_give_bytes(infer->caller, infer->held_bytes);
     infer->held_bytes = 0;
@@ -29,22 +31,10 @@ static void free_memory(struct kld_infer *infer) {
     kld_stats_set(infer->gateway->stats, KLD_STAT_staging_bytes, kld_staging_used_bytes(staging));
 }
 
-enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, uint64_t *ret_offset,
-                                struct kld_error *err) {
-    struct kld_gateway *gateway = infer->gateway;
-    enum kld_status status = kld_auth_take_bytes(gateway->auth, infer->caller, bytes, err);
-    if (status)
-        return status;
-    if ((status = kld_staging_alloc(gateway->staging, bytes, ret_offset, err)))
-        kld_auth_give_bytes(infer->caller, bytes);
-    else
-        infer->held_bytes += bytes;
-    return status;
-}
-
 /* After each step: frees what nobody holds any more. */
-static void let_go(struct kld_infer *infer) {
-    if (infer->in_pool || infer->in_worker || infer->in_response)
+void kld_infer_let_go(struct kld_infer *infer) {
+    if (infer->in_pool || infer->in_worker || infer->in_response || infer->waits ||
+        kld_pieces_busy(&infer->pieces))
         return;
     if (infer->exchange && !infer->exchange->replied)
         return;
@@ -58,7 +48,7 @@ static void let_go(struct kld_infer *infer) {
     free(infer);
 }
 
-static void count(struct kld_infer *infer, enum kld_status status) {
+void kld_infer_count(struct kld_infer *infer, enum kld_status status) {
     struct kld_gateway *gateway = infer->gateway;
     struct kld_gateway_counts *counts = &gateway->counts;
     uint64_t ns = uv_hrtime() - infer->exchange->started_ns;
@@ -84,10 +74,10 @@ static void count(struct kld_infer *infer, enum kld_status status) {
 void kld_infer_fail(struct kld_infer *infer, const struct kld_error *error) {
     struct kld_exchange *exchange = infer->exchange;
     if (exchange && !exchange->replied) {
-        count(infer, error->status);
+        kld_infer_count(infer, error->status);
         kld_exchange_reply_error(exchange, error);
     }
-    let_go(infer);
+    kld_infer_let_go(infer);
 }
 
 void kld_infer_begin(struct kld_exchange *exchange) {
@@ -133,66 +123,16 @@ void kld_infer_end(struct kld_exchange *exchange) {
         return;
     if (!exchange->replied) {
         kld_stats_add(gateway->stats, KLD_STAT_requests_detached_total, 1);
-        count(infer, KLD_CANCELLED);
+        kld_infer_count(infer, KLD_CANCELLED);
     }
     infer->exchange = NULL;
-    let_go(infer);
-}
-
-/* ---- Layout -----------------------------------------------------------------------------------*/
-
-static struct kld_oip_tensor *tensor_of(struct kld_infer *infer, uint32_t index) {
-    return index < infer->request.input_count
-               ? &infer->request.input[index]
-               : &infer->request.output[index - infer->request.input_count];
-}
-
-static uint32_t tensor_count(const struct kld_infer *infer) {
-    return infer->request.input_count + infer->request.output_count;
-}
-
-/* One piece of staging for every tensor, each at its own alignment, and the reply's JSON. */
-static enum kld_status lay_out(struct kld_infer *infer, struct kld_error *err) {
-    struct kld_gateway *gateway = infer->gateway;
-    uint64_t json_max = gateway->config->json_bytes_max + 4096, total = 0;
-    uint64_t reply = kld_oip_reply_bytes_max(&infer->request);
-    enum kld_status status;
-    if (infer->request.has_device && infer->request.device >= kld_links_count(gateway->links))
-        return kld_error_set(err, KLD_INVALID,
-                             "parameter 'device' is %u; this server has %u, numbered from 0",
-                             infer->request.device, kld_links_count(gateway->links));
-    for (uint32_t i = 0; i < tensor_count(infer); i++) {
-        const struct kld_oip_tensor *tensor = tensor_of(infer, i);
-        bool output = i >= infer->request.input_count;
-        if (output && tensor->where == KLD_OIP_JSON && tensor->elements > json_max / 2)
-            return kld_error_set(err, KLD_TOO_LARGE,
-                                 "%s as JSON would have more than %" PRIu64
-                                 " bytes (json_bytes_max); ask for it with binary_data",
-                                 kld_slot_name(tensor->slot), gateway->config->json_bytes_max);
-        if (tensor->where == KLD_OIP_REGION &&
-            (status = kld_shm_acquire(gateway->shm, infer->caller, tensor->region,
-                                      tensor->region_offset_bytes, tensor->bytes, &infer->region[i],
-                                      err)))
-            return status;
-        infer->place[i] = total;
-        total += (tensor->bytes + KLD_STAGING_ALIGN - 1) & ~(uint64_t)(KLD_STAGING_ALIGN - 1);
-    }
-    if (reply > json_max)
-        reply = json_max;
-    if ((status = kld_infer_alloc(infer, total + reply, &infer->tensors_offset, err)))
-        return status;
-    infer->has_tensors = true;
-    for (uint32_t i = 0; i < tensor_count(infer); i++)
-        infer->place[i] += infer->tensors_offset;
-    infer->reply.data = kld_staging_at(gateway->staging, infer->tensors_offset + total);
-    infer->reply.capacity = reply;
-    kld_stats_set(gateway->stats, KLD_STAT_staging_bytes, kld_staging_used_bytes(gateway->staging));
-    return KLD_OK;
+    kld_infer_wait_end(infer);
+    kld_infer_let_go(infer);
 }
 
 /* ---- Steps that may be large ------------------------------------------------------------------*/
 
-static void *bytes_of(const struct kld_infer *infer, uint32_t index) {
+void *kld_infer_bytes(const struct kld_infer *infer, uint32_t index) {
     return kld_staging_at(infer->gateway->staging, infer->place[index]);
 }
 
@@ -200,11 +140,13 @@ static enum kld_status gather(struct kld_infer *infer) {
     for (uint32_t i = 0; i < infer->request.input_count; i++) {
         const struct kld_oip_tensor *input = &infer->request.input[i];
         enum kld_status status = KLD_OK;
+        if (infer->in_buffer[i])
+            continue; /* bulk.c */
         if (input->where == KLD_OIP_JSON)
-            status = kld_oip_decode(input, bytes_of(infer, i), &infer->error);
+            status = kld_oip_decode(input, kld_infer_bytes(infer, i), &infer->error);
         else if (input->where == KLD_OIP_REGION)
-            status = kld_shm_read(infer->region[i], input->region_offset_bytes, bytes_of(infer, i),
-                                  input->bytes, &infer->error);
+            status = kld_shm_read(infer->region[i], input->region_offset_bytes,
+                                  kld_infer_bytes(infer, i), input->bytes, &infer->error);
         if (status)
             return status;
     }
@@ -217,8 +159,8 @@ static enum kld_status write_out(struct kld_infer *infer) {
         const struct kld_oip_tensor *output = &infer->request.output[i];
         uint32_t index = infer->request.input_count + i;
         enum kld_status status = KLD_OK;
-        values[i] = bytes_of(infer, index);
-        if (output->where == KLD_OIP_REGION)
+        values[i] = infer->in_buffer[index] ? NULL : kld_infer_bytes(infer, index);
+        if (output->where == KLD_OIP_REGION && values[i])
             status = kld_shm_write(infer->region[index], output->region_offset_bytes, values[i],
                                    output->bytes, &infer->error);
         if (status)
@@ -250,6 +192,18 @@ static void run_step(struct kld_infer *infer) {
     case KLD_INFER_GATHER: gather(infer); break;
     case KLD_INFER_WRITE_OUT: write_out(infer); break;
     case KLD_INFER_YIELD: break;
+    case KLD_INFER_READ_REGION:
+        kld_shm_read(infer->region[infer->move_index],
+                     kld_infer_tensor(infer, infer->move_index)->region_offset_bytes +
+                         infer->move_done,
+                     infer->move_memory, infer->move_bytes, &infer->error);
+        break;
+    case KLD_INFER_WRITE_REGION:
+        kld_shm_write(infer->region[infer->move_index],
+                      kld_infer_tensor(infer, infer->move_index)->region_offset_bytes +
+                          infer->move_done,
+                      infer->move_memory, infer->move_bytes, &infer->error);
+        break;
     }
 }
 
@@ -263,7 +217,7 @@ static void pool_ended(uv_work_t *work, int status) {
     step_ended(infer);
 }
 
-static void start_step(struct kld_infer *infer, enum kld_infer_step step, bool large) {
+void kld_infer_step(struct kld_infer *infer, enum kld_infer_step step, bool large) {
     infer->step = step;
     infer->work.data = infer;
     if (large && uv_queue_work(&infer->gateway->loop, &infer->work, pool_work, pool_ended) == 0) {
@@ -294,14 +248,14 @@ static bool write_out_is_large(const struct kld_infer *infer) {
 
 void kld_infer_yield(struct kld_infer *infer) {
     kld_exchange_pause(infer->exchange);
-    start_step(infer, KLD_INFER_YIELD, true);
+    kld_infer_step(infer, KLD_INFER_YIELD, true);
 }
 
 void kld_infer_parse(struct kld_infer *infer) {
     bool large = json_is_large(infer);
     if (large)
         kld_exchange_pause(infer->exchange);
-    start_step(infer, KLD_INFER_PARSE, large);
+    kld_infer_step(infer, KLD_INFER_PARSE, large);
 }
 
 void kld_infer_finish(struct kld_exchange *exchange) {
@@ -313,7 +267,18 @@ void kld_infer_finish(struct kld_exchange *exchange) {
     else if (!infer->parsed)
         kld_infer_parse(infer);
     else
-        start_step(infer, KLD_INFER_GATHER, gather_is_large(infer));
+        kld_infer_step(infer, KLD_INFER_GATHER, gather_is_large(infer));
+}
+
+void kld_infer_laid_out(struct kld_infer *infer) {
+    struct kld_error error;
+    infer->parsed = true;
+    if (!infer->body_done)
+        kld_exchange_continue(infer->exchange);
+    else if (kld_body_finish(infer, &error))
+        kld_infer_fail(infer, &error);
+    else
+        kld_infer_step(infer, KLD_INFER_GATHER, gather_is_large(infer));
 }
 
 /* ---- The worker -------------------------------------------------------------------------------*/
@@ -322,38 +287,58 @@ static struct kld_infer *infer_of(struct kld_link_call *call) {
     return (struct kld_infer *)((char *)call - offsetof(struct kld_infer, call));
 }
 
+static struct kld_infer *infer_of_job(struct kld_pool_job *job) {
+    return (struct kld_infer *)((char *)job - offsetof(struct kld_infer, job));
+}
+
+static void computed(struct kld_infer *infer, enum kld_status status,
+                     const struct kld_error *error);
+
 static void call_done(struct kld_link_call *call, enum kld_status status,
                       const struct kld_result *result, const struct kld_error *error) {
     struct kld_infer *infer = infer_of(call);
-    infer->in_worker = false;
     if (result)
         infer->result = *result;
+    computed(infer, status, error);
+}
+
+static void job_done(struct kld_pool_job *job) {
+    struct kld_infer *infer = infer_of_job(job);
+    infer->result = job->result;
+    computed(infer, job->status, &job->error);
+}
+
+static void computed(struct kld_infer *infer, enum kld_status status,
+                     const struct kld_error *error) {
+    infer->in_worker = false;
     if (!infer->exchange) {
-        let_go(infer);
+        kld_infer_let_go(infer);
     } else if (status) {
         struct kld_error failure = {.status = status};
         if (error && error->status)
             failure = *error;
         kld_infer_fail(infer, &failure);
     } else {
-        start_step(infer, KLD_INFER_WRITE_OUT, write_out_is_large(infer));
+        kld_infer_step(infer, KLD_INFER_WRITE_OUT, write_out_is_large(infer));
     }
 }
 
 /* The caller is answered; the memory stays until the worker has let go of it. */
-static void call_late(struct kld_link_call *call) {
-    struct kld_infer *infer = infer_of(call);
+static void too_late(struct kld_infer *infer) {
     struct kld_error error;
     if (!infer->exchange)
         return;
     kld_stats_add(infer->gateway->stats, KLD_STAT_requests_detached_total, 1);
     kld_error_set(&error, KLD_DEADLINE, "the deadline passed before the result was there");
-    count(infer, KLD_DEADLINE);
+    kld_infer_count(infer, KLD_DEADLINE);
     struct kld_exchange *exchange = infer->exchange;
     infer->exchange = NULL;
     exchange->state = NULL;
     kld_exchange_reply_error(exchange, &error);
 }
+
+static void call_late(struct kld_link_call *call) { too_late(infer_of(call)); }
+static void job_late(struct kld_pool_job *job) { too_late(infer_of_job(job)); }
 
 /* uv_hrtime() at which the request is too late; http_deadline_ms = 0 is never. */
 static uint64_t deadline_of(const struct kld_infer *infer) {
@@ -364,11 +349,32 @@ static uint64_t deadline_of(const struct kld_infer *infer) {
     return !timeout_ns || __builtin_add_overflow(uv_hrtime(), timeout_ns, &at) ? UINT64_MAX : at;
 }
 
+static void submit_to_pool(struct kld_infer *infer) {
+    struct kld_pool_job *job = &infer->job;
+    memset(job, 0, sizeof *job);
+    job->kind = KLD_POOL_RUN;
+    job->request.op = infer->request.op;
+    for (uint32_t i = 0; i < kld_infer_tensors(infer); i++) {
+        enum kld_slot slot = kld_infer_tensor(infer, i)->slot;
+        job->request.bytes[slot].offset_bytes = infer->place[i];
+        job->slot[slot] = infer->buffer_of[i];
+    }
+    job->deadline_ns = deadline_of(infer);
+    job->done = job_done;
+    job->late = job_late;
+    infer->in_worker = true;
+    kld_pool_submit(infer->pieces.pool, &infer->gateway->mail, job);
+}
+
 static void submit(struct kld_infer *infer) {
+    if (infer->uses_buffers) {
+        submit_to_pool(infer);
+        return;
+    }
     struct kld_link_call *call = &infer->call;
     call->request.op = infer->request.op;
-    for (uint32_t i = 0; i < tensor_count(infer); i++)
-        call->request.bytes[tensor_of(infer, i)->slot].offset_bytes = infer->place[i];
+    for (uint32_t i = 0; i < kld_infer_tensors(infer); i++)
+        call->request.bytes[kld_infer_tensor(infer, i)->slot].offset_bytes = infer->place[i];
     call->deadline_ns = deadline_of(infer);
     call->pinned = infer->request.has_device;
     call->device = infer->request.device;
@@ -378,78 +384,12 @@ static void submit(struct kld_infer *infer) {
     kld_links_submit(infer->gateway->links, call);
 }
 
-/* ---- The reply --------------------------------------------------------------------------------*/
-
-static void response_sent(void *user) {
-    struct kld_infer *infer = user;
-    infer->in_response = false;
-    let_go(infer);
-}
-
-/* Sent from where it was computed. */
-static struct MHD_Response *make_response(struct kld_infer *infer, bool *ret_binary) {
-    struct MHD_IoVec part[1 + KLD_OIP_OUTPUTS_MAX] = {{infer->reply.data, infer->reply.length}};
-    unsigned parts = 1;
-    uint64_t bytes = infer->reply.length;
-    if (infer->packed) {
-        void *packed = infer->packed;
-        infer->packed = NULL;
-        *ret_binary = false;
-        kld_stats_add(infer->gateway->stats, KLD_STAT_http_sent_bytes_total,
-                      (int64_t)infer->packed_bytes);
-        return kld_exchange_packed(infer->coding, packed, infer->packed_bytes);
-    }
-    for (uint32_t i = 0; i < infer->request.output_count; i++) {
-        if (infer->request.output[i].where != KLD_OIP_BINARY)
-            continue;
-        part[parts].iov_base = bytes_of(infer, infer->request.input_count + i);
-        part[parts++].iov_len = infer->request.output[i].bytes;
-        bytes += infer->request.output[i].bytes;
-    }
-    *ret_binary = parts > 1;
-    kld_stats_add(infer->gateway->stats, KLD_STAT_http_sent_bytes_total, (int64_t)bytes);
-    if (parts == 1 && bytes <= KLD_INFER_INLINE_BYTES_MAX)
-        return MHD_create_response_from_buffer(bytes, infer->reply.data, MHD_RESPMEM_MUST_COPY);
-    struct MHD_Response *response =
-        MHD_create_response_from_iovec(part, parts, response_sent, infer);
-    infer->in_response = response != NULL;
-    return response;
-}
-
-static void reply(struct kld_infer *infer) {
-    bool binary;
-    char length[24];
-    struct MHD_Response *response = make_response(infer, &binary);
-    if (response) {
-        snprintf(length, sizeof length, "%zu", infer->reply.length);
-        MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE,
-                                binary ? "application/octet-stream" : "application/json");
-        if (binary)
-            MHD_add_response_header(response, "Inference-Header-Content-Length", length);
-    }
-    count(infer, response ? KLD_OK : KLD_NO_MEMORY);
-    kld_exchange_reply(infer->exchange, 200, response);
-    let_go(infer);
-}
-
-static void parse_ended(struct kld_infer *infer) {
-    struct kld_error error;
-    if (lay_out(infer, &error)) {
-        kld_infer_fail(infer, &error);
-        return;
-    }
-    infer->parsed = true;
-    if (!infer->body_done)
-        kld_exchange_continue(infer->exchange);
-    else if (kld_body_finish(infer, &error))
-        kld_infer_fail(infer, &error);
-    else
-        start_step(infer, KLD_INFER_GATHER, gather_is_large(infer));
-}
+void kld_infer_gathered(struct kld_infer *infer) { submit(infer); }
+void kld_infer_scattered(struct kld_infer *infer) { kld_infer_reply(infer); }
 
 static void step_ended(struct kld_infer *infer) {
     if (!infer->exchange) {
-        let_go(infer);
+        kld_infer_let_go(infer);
         return;
     }
     if (infer->error.status) {
@@ -457,9 +397,21 @@ static void step_ended(struct kld_infer *infer) {
         return;
     }
     switch (infer->step) {
-    case KLD_INFER_PARSE: parse_ended(infer); break;
-    case KLD_INFER_GATHER: submit(infer); break;
-    case KLD_INFER_WRITE_OUT: reply(infer); break;
+    case KLD_INFER_PARSE: kld_infer_lay_out(infer); break;
+    case KLD_INFER_GATHER:
+        if (infer->bulk)
+            kld_bulk_gather(infer);
+        else
+            submit(infer);
+        break;
+    case KLD_INFER_WRITE_OUT:
+        if (infer->bulk)
+            kld_bulk_scatter(infer);
+        else
+            kld_infer_reply(infer);
+        break;
+    case KLD_INFER_READ_REGION:
+    case KLD_INFER_WRITE_REGION: kld_bulk_region_moved(infer); break;
     case KLD_INFER_YIELD: kld_exchange_continue(infer->exchange); break;
     }
 }

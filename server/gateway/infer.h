@@ -3,7 +3,11 @@
  *   receive JSON -> parse -> lay out in staging -> receive the binary tail into place -> gather
  *   (JSON numbers, shared memory) -> worker -> write out (JSON text, shared memory) -> send
  *
- * body.c receives, infer.c does the rest. Parse, gather and write out run on the loop thread where
+ * A request larger than its share of staging has its large tensors in a buffer on the device
+ * instead ("bulk"): they travel there and back through two pieces of staging (pieces.h).
+ *
+ * body.c receives, layout.c finds memory, bulk.c moves what does not fit staging, reply.c answers,
+ * infer.c does the rest. Parse, gather and write out run on the loop thread where
  * they are small and on the thread pool where they are not; while the pool has the request
  * (in_pool) nobody else touches it.
  *
@@ -21,11 +25,30 @@
 #include "proto/oip.h"
 #include "server/gateway/http.h"
 #include "server/gateway/links.h"
+#include "server/gateway/pieces.h"
+#include "server/gateway/pool.h"
 
 #define KLD_INFER_TENSORS_MAX (KLD_OIP_INPUTS_MAX + KLD_OIP_OUTPUTS_MAX)
 #define KLD_INFER_INLINE_BYTES_MAX (4 << 10) /* of JSON that the loop thread reads or writes */
+#define KLD_INFER_SMALL_BYTES ((uint64_t)64 << 10) /* tensors up to this are never in a buffer */
 
-enum kld_infer_step { KLD_INFER_PARSE, KLD_INFER_GATHER, KLD_INFER_WRITE_OUT, KLD_INFER_YIELD };
+enum kld_infer_step {
+    KLD_INFER_PARSE,
+    KLD_INFER_GATHER,
+    KLD_INFER_WRITE_OUT,
+    KLD_INFER_YIELD,
+    KLD_INFER_READ_REGION, /* a piece of shared memory */
+    KLD_INFER_WRITE_REGION,
+};
+
+/* What the pieces of a bulk request are doing. */
+enum kld_infer_move {
+    KLD_MOVE_RECEIVE, /* the binary tail, as it comes */
+    KLD_MOVE_FLUSH,   /* the last of it is on its way */
+    KLD_MOVE_GATHER,  /* shared memory to the buffer */
+    KLD_MOVE_SCATTER, /* the buffer to shared memory */
+    KLD_MOVE_SEND,    /* the buffer to the client */
+};
 
 /* A compressed body. */
 struct kld_inflate {
@@ -42,7 +65,14 @@ struct kld_infer {
     struct kld_caller *caller;     /* who asks, also when he has left */
     bool counted;                  /* among the caller's requests */
     struct kld_link_call call;
+    struct kld_pool_job job; /* in place of the call where a tensor is in a buffer */
     bool in_pool, in_worker, in_response;
+
+    /* Waiting for memory (layout.c). */
+    struct kld_infer *before, *after;
+    bool waits;
+    uint64_t wait_until_ns;
+    void (*retry)(struct kld_infer *infer);
 
     /* Receiving; loop thread. */
     struct kld_inflate *inflate; /* NULL: not compressed */
@@ -51,6 +81,7 @@ struct kld_infer {
     bool json_ends_body;         /* no Inference-Header-Content-Length: it is all JSON */
     uint64_t json_bytes, json_have, json_capacity;
     uint64_t json_offset; /* in staging, if json_capacity is not 0 */
+    uint64_t json_wanted; /* while it waits for staging */
     bool parsed, body_done;
     uint64_t tail_have;
     uint32_t tail_input; /* the input that takes the next byte of the tail */
@@ -61,8 +92,22 @@ struct kld_infer {
     struct kld_oip_request request;
     bool has_tensors;                      /* staging from tensors_offset on is ours */
     uint64_t tensors_offset;               /* all tensors and the reply's JSON, in one piece */
-    uint64_t place[KLD_INFER_TENSORS_MAX]; /* in staging; inputs, then outputs */
-    struct kld_shm_region *region[KLD_INFER_TENSORS_MAX]; /* held; NULL: not shared memory */
+    uint64_t tensors_bytes, buffer_bytes;  /* as laid out */
+    uint64_t place[KLD_INFER_TENSORS_MAX]; /* in staging or the buffer; inputs, then outputs */
+    struct kld_pool_buffer *buffer_of[KLD_INFER_TENSORS_MAX]; /* NULL: staging */
+    struct kld_shm_region *region[KLD_INFER_TENSORS_MAX];     /* held; NULL: not shared memory */
+    bool bulk, uses_buffers;
+    bool in_buffer[KLD_INFER_TENSORS_MAX]; /* of a bulk request: in `buffer` */
+    struct kld_pool_buffer *buffer;
+    struct kld_pieces pieces; /* of a bulk request */
+    enum kld_infer_move move;
+    bool move_begun;     /* with move_index */
+    bool starved;        /* the exchange is paused until a piece has travelled */
+    uint32_t move_index; /* the tensor that moves, ... */
+    uint64_t move_done;  /* ... so much of it, ... */
+    uint64_t move_bytes; /* ... and so much of it on the thread pool */
+    void *move_memory;   /* where */
+    uint32_t send_part;  /* of the reply: 0 the JSON, then the outputs */
     struct kld_oip_text reply;
     enum kld_coding coding; /* that the caller takes for JSON */
     void *packed;           /* the reply, compressed; NULL: not */
@@ -89,15 +134,55 @@ size_t kld_body_feed(struct kld_infer *infer, const char *data, size_t size);
 enum kld_status kld_body_finish(struct kld_infer *infer, struct kld_error *err);
 void kld_body_done(struct kld_infer *infer); /* frees the decompressor */
 
-/* A range of staging for this request, counted for its caller until the request's memory is freed.
- */
-enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, uint64_t *ret_offset,
-                                struct kld_error *err);
-
+/* infer.c, for the others. */
+static inline uint32_t kld_infer_tensors(const struct kld_infer *infer) {
+    return infer->request.input_count + infer->request.output_count;
+}
+static inline struct kld_oip_tensor *kld_infer_tensor(struct kld_infer *infer, uint32_t index) {
+    return index < infer->request.input_count
+               ? &infer->request.input[index]
+               : &infer->request.output[index - infer->request.input_count];
+}
+/* Of a tensor in staging. */
+void *kld_infer_bytes(const struct kld_infer *infer, uint32_t index);
 /* The JSON is complete. The exchange is paused if this takes long. */
 void kld_infer_parse(struct kld_infer *infer);
 void kld_infer_fail(struct kld_infer *infer, const struct kld_error *error);
 /* Pauses the exchange and goes on in a later turn of the loop. */
 void kld_infer_yield(struct kld_infer *infer);
+/* Runs a step, on the thread pool if it is large. */
+void kld_infer_step(struct kld_infer *infer, enum kld_infer_step step, bool large);
+void kld_infer_let_go(struct kld_infer *infer); /* frees what nobody holds any more */
+void kld_infer_count(struct kld_infer *infer, enum kld_status status);
+void kld_infer_laid_out(struct kld_infer *infer);  /* by layout.c: go on */
+void kld_infer_gathered(struct kld_infer *infer);  /* by bulk.c: every input is in place */
+void kld_infer_scattered(struct kld_infer *infer); /* by bulk.c: so is every output */
+
+/* layout.c. A range of staging for this request, counted for its caller until the request's memory
+ * is freed. KLD_BUSY: none free now. */
+enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, uint64_t *ret_offset,
+                                struct kld_error *err);
+/* Pauses the exchange; retry() is called now and then until it does not wait again, or the request
+ * fails with KLD_BUSY at its deadline. */
+void kld_infer_wait(struct kld_infer *infer, void (*retry)(struct kld_infer *infer));
+void kld_infer_wait_end(struct kld_infer *infer); /* nothing if it does not wait */
+/* Finds memory for every tensor, then kld_infer_laid_out(), at once or later; or fails. */
+void kld_infer_lay_out(struct kld_infer *infer);
+enum kld_status kld_waiters_open(struct kld_gateway *gateway, struct kld_error *err);
+void kld_waiters_close(struct kld_gateway *gateway);
+
+/* bulk.c. */
+void kld_bulk_begin(struct kld_infer *infer); /* the buffer is there */
+/* Returns how many bytes of the tail it took for the input; the exchange is paused if fewer. */
+size_t kld_bulk_receive(struct kld_infer *infer, uint32_t index, uint64_t inside, const char *data,
+                        size_t size);
+void kld_bulk_gather(struct kld_infer *infer);
+void kld_bulk_scatter(struct kld_infer *infer);
+void kld_bulk_region_moved(struct kld_infer *infer); /* a step with shared memory has ended */
+struct MHD_Response *kld_bulk_response(struct kld_infer *infer, uint64_t bytes,
+                                       void (*sent)(void *user));
+
+/* reply.c. */
+void kld_infer_reply(struct kld_infer *infer);
 
 #endif

@@ -1,0 +1,271 @@
+/* layout.c - finds memory for an infer request: a piece of staging for all its tensors and the
+ * reply's JSON, or, where that is more than its share, a buffer on the device for the large ones.
+ * Requests that find staging full wait here, in order, with their connections not read (infer.h).
+ * Loop thread. */
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "server/gateway/infer.h"
+#include "server/gateway/shm.h"
+#include "server/gateway/staging.h"
+
+#define WAIT_TICK_MS 5
+#define PIECE_BYTES_MAX ((uint64_t)4 << 20)
+#define PIECE_BYTES_MIN ((uint64_t)64 << 10)
+#define BUFFER_ALIGN 256
+
+/* ---- Waiting ----------------------------------------------------------------------------------*/
+
+struct kld_waiters {
+    struct kld_infer *first, *last;
+    uv_timer_t timer; /* while there are any */
+};
+
+static void stop_waiting(struct kld_waiters *waiters, struct kld_infer *infer) {
+    infer->waits = false;
+    if (infer->before)
+        infer->before->after = infer->after;
+    else
+        waiters->first = infer->after;
+    if (infer->after)
+        infer->after->before = infer->before;
+    else
+        waiters->last = infer->before;
+    infer->before = infer->after = NULL;
+}
+
+/* Staging is also freed by other loops, so it is asked for and not told. In order: whoever came
+ * later does not overtake one that needs more. */
+static void look(uv_timer_t *timer) {
+    struct kld_waiters *waiters = timer->data;
+    struct kld_infer *infer;
+    while ((infer = waiters->first)) {
+        uint64_t until_ns = infer->wait_until_ns;
+        stop_waiting(waiters, infer);
+        infer->retry(infer); /* may free it */
+        if (waiters->last != infer)
+            continue;
+        stop_waiting(waiters, infer); /* it waits again: in its old place */
+        if (uv_hrtime() >= until_ns) {
+            struct kld_error error;
+            kld_error_set(&error, KLD_BUSY,
+                          "the staging memory was in use until the deadline; try again");
+            kld_infer_fail(infer, &error);
+            continue;
+        }
+        infer->wait_until_ns = until_ns;
+        infer->waits = true;
+        infer->after = waiters->first;
+        if (infer->after)
+            infer->after->before = infer;
+        else
+            waiters->last = infer;
+        waiters->first = infer;
+        return;
+    }
+    uv_timer_stop(timer);
+}
+
+void kld_infer_wait(struct kld_infer *infer, void (*retry)(struct kld_infer *infer)) {
+    struct kld_waiters *waiters = infer->gateway->waiters;
+    uint64_t ns = infer->request.timeout_ns;
+    if (!ns)
+        ns = infer->gateway->config->http_deadline_ms * 1000000;
+    if (__builtin_add_overflow(uv_hrtime(), ns, &infer->wait_until_ns))
+        infer->wait_until_ns = UINT64_MAX;
+    kld_exchange_pause(infer->exchange);
+    infer->retry = retry;
+    infer->waits = true;
+    infer->before = waiters->last;
+    infer->after = NULL;
+    if (waiters->last)
+        waiters->last->after = infer;
+    else
+        waiters->first = infer;
+    waiters->last = infer;
+    if (!uv_is_active((uv_handle_t *)&waiters->timer))
+        uv_timer_start(&waiters->timer, look, WAIT_TICK_MS, WAIT_TICK_MS);
+}
+
+void kld_infer_wait_end(struct kld_infer *infer) {
+    if (infer->waits)
+        stop_waiting(infer->gateway->waiters, infer);
+}
+
+enum kld_status kld_waiters_open(struct kld_gateway *gateway, struct kld_error *err) {
+    gateway->waiters = calloc(1, sizeof *gateway->waiters);
+    if (!gateway->waiters)
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    uv_timer_init(&gateway->loop, &gateway->waiters->timer);
+    gateway->waiters->timer.data = gateway->waiters;
+    return KLD_OK;
+}
+
+static void timer_closed(uv_handle_t *handle) { free(handle->data); }
+
+void kld_waiters_close(struct kld_gateway *gateway) {
+    uv_close((uv_handle_t *)&gateway->waiters->timer, timer_closed);
+}
+
+/* ---- Memory -----------------------------------------------------------------------------------*/
+
+enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, uint64_t *ret_offset,
+                                struct kld_error *err) {
+    struct kld_gateway *gateway = infer->gateway;
+    enum kld_status status = kld_auth_take_bytes(gateway->auth, infer->caller, bytes, err);
+    if (status)
+        return status;
+    if ((status = kld_staging_alloc(gateway->staging, bytes, ret_offset, err)))
+        kld_auth_give_bytes(infer->caller, bytes);
+    else
+        infer->held_bytes += bytes;
+    return status;
+}
+
+static uint64_t aligned(uint64_t bytes, uint64_t align) {
+    return (bytes + align - 1) & ~(align - 1);
+}
+
+/* Of the staging memory, what one request may have; at most half, so that two fit. */
+static uint64_t share_of(const struct kld_gateway *gateway) {
+    uint64_t half = kld_staging_bytes(gateway->staging) / 2;
+    uint64_t share = gateway->config->staging_request_bytes_max;
+    return share < half ? share : half;
+}
+
+static uint64_t piece_bytes_of(const struct kld_gateway *gateway) {
+    uint64_t bytes = aligned(share_of(gateway) / 8, KLD_STAGING_ALIGN);
+    return bytes > PIECE_BYTES_MAX   ? PIECE_BYTES_MAX
+           : bytes < PIECE_BYTES_MIN ? PIECE_BYTES_MIN
+                                     : bytes;
+}
+
+/* Each tensor at its own alignment, in staging or, of a bulk request, in the buffer. Sums of at
+ * most nine tensors of 2^43 bytes. */
+static void place(struct kld_infer *infer) {
+    uint64_t staging = 0, buffer = 0;
+    for (uint32_t i = 0; i < kld_infer_tensors(infer); i++) {
+        const struct kld_oip_tensor *tensor = kld_infer_tensor(infer, i);
+        infer->in_buffer[i] =
+            infer->bulk && tensor->where != KLD_OIP_JSON && tensor->bytes > KLD_INFER_SMALL_BYTES;
+        uint64_t *total = infer->in_buffer[i] ? &buffer : &staging;
+        infer->place[i] = *total;
+        *total += aligned(tensor->bytes, infer->in_buffer[i] ? BUFFER_ALIGN : KLD_STAGING_ALIGN);
+    }
+    if (buffer)
+        staging += KLD_PIECES * piece_bytes_of(infer->gateway);
+    infer->tensors_bytes = staging;
+    infer->buffer_bytes = buffer;
+}
+
+static enum kld_status hold_regions(struct kld_infer *infer, struct kld_error *err) {
+    struct kld_gateway *gateway = infer->gateway;
+    uint64_t json_max = gateway->config->json_bytes_max + 4096;
+    if (infer->request.has_device && infer->request.device >= kld_links_count(gateway->links))
+        return kld_error_set(err, KLD_INVALID,
+                             "parameter 'device' is %u; this server has %u, numbered from 0",
+                             infer->request.device, kld_links_count(gateway->links));
+    for (uint32_t i = 0; i < kld_infer_tensors(infer); i++) {
+        const struct kld_oip_tensor *tensor = kld_infer_tensor(infer, i);
+        bool output = i >= infer->request.input_count;
+        enum kld_status status;
+        if (output && tensor->where == KLD_OIP_JSON && tensor->elements > json_max / 2)
+            return kld_error_set(err, KLD_TOO_LARGE,
+                                 "%s as JSON would have more than %" PRIu64
+                                 " bytes (json_bytes_max); ask for it with binary_data",
+                                 kld_slot_name(tensor->slot), gateway->config->json_bytes_max);
+        if (tensor->where == KLD_OIP_REGION &&
+            (status = kld_shm_acquire(gateway->shm, infer->caller, tensor->region,
+                                      tensor->region_offset_bytes, tensor->bytes, &infer->region[i],
+                                      err)))
+            return status;
+    }
+    return KLD_OK;
+}
+
+static void opened(struct kld_pool_job *job) {
+    struct kld_infer *infer =
+        (struct kld_infer *)(void *)((char *)job - offsetof(struct kld_infer, job));
+    infer->in_worker = false;
+    infer->buffer = job->buffer;
+    if (!infer->exchange || infer->exchange->replied) {
+        kld_infer_let_go(infer);
+    } else if (job->status) {
+        kld_infer_fail(infer, &job->error);
+    } else {
+        for (uint32_t i = 0; i < kld_infer_tensors(infer); i++)
+            if (infer->in_buffer[i])
+                infer->buffer_of[i] = infer->buffer;
+        kld_bulk_begin(infer);
+        kld_infer_laid_out(infer);
+    }
+}
+
+/* The buffer is counted for the caller as if it were staging. */
+static void open_buffer(struct kld_infer *infer) {
+    struct kld_gateway *gateway = infer->gateway;
+    struct kld_error error;
+    if (kld_auth_take_bytes(gateway->auth, infer->caller, infer->buffer_bytes, &error)) {
+        kld_infer_fail(infer, &error);
+        return;
+    }
+    infer->held_bytes += infer->buffer_bytes;
+    infer->pieces.staging_offset =
+        infer->tensors_offset + infer->tensors_bytes - KLD_PIECES * piece_bytes_of(gateway);
+    infer->pieces.piece_bytes = piece_bytes_of(gateway);
+    memset(&infer->job, 0, sizeof infer->job);
+    infer->job.kind = KLD_POOL_OPEN;
+    infer->job.bytes = infer->buffer_bytes;
+    infer->job.done = opened;
+    infer->in_worker = true;
+    kld_exchange_pause(infer->exchange);
+    infer->pieces.pool =
+        infer->request.has_device ? gateway->pool[infer->request.device] : kld_pool_choose(gateway);
+    kld_pool_submit(infer->pieces.pool, &gateway->mail, &infer->job);
+}
+
+static void take_staging(struct kld_infer *infer) {
+    struct kld_gateway *gateway = infer->gateway;
+    uint64_t reply = kld_oip_reply_bytes_max(&infer->request);
+    uint64_t json_max = gateway->config->json_bytes_max + 4096;
+    struct kld_error error;
+    reply = reply < json_max ? reply : json_max;
+    enum kld_status status =
+        kld_infer_alloc(infer, infer->tensors_bytes + reply, &infer->tensors_offset, &error);
+    if (status == KLD_BUSY) {
+        kld_infer_wait(infer, take_staging);
+        return;
+    }
+    if (status) {
+        kld_infer_fail(infer, &error);
+        return;
+    }
+    infer->has_tensors = true;
+    for (uint32_t i = 0; i < kld_infer_tensors(infer); i++)
+        if (!infer->in_buffer[i])
+            infer->place[i] += infer->tensors_offset;
+    infer->reply.data =
+        kld_staging_at(gateway->staging, infer->tensors_offset + infer->tensors_bytes);
+    infer->reply.capacity = reply;
+    kld_stats_set(gateway->stats, KLD_STAT_staging_bytes, kld_staging_used_bytes(gateway->staging));
+    if (infer->buffer_bytes)
+        open_buffer(infer);
+    else
+        kld_infer_laid_out(infer);
+}
+
+void kld_infer_lay_out(struct kld_infer *infer) {
+    struct kld_error error;
+    if (hold_regions(infer, &error)) {
+        kld_infer_fail(infer, &error);
+        return;
+    }
+    place(infer);
+    if (infer->tensors_bytes > share_of(infer->gateway)) {
+        infer->bulk = true;
+        place(infer);
+    }
+    infer->uses_buffers = infer->buffer_bytes > 0;
+    take_staging(infer);
+}

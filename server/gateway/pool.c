@@ -1,0 +1,360 @@
+/* pool.c - the thread that fills, reads and computes with buffers on the device (pool.h).
+ * Everything but the calls of the header runs on that thread, which may wait for the worker: only
+ * jobs of its own wait with it. Does not know HTTP. */
+#include "server/gateway/pool.h"
+
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "server/gateway/gateway.h"
+
+#define CONNECT_TIMEOUT_NS 2000000000u
+#define TICK_MS 10
+
+struct list {
+    struct kld_pool_job *first, *last;
+};
+
+struct kld_pool {
+    const struct kld_config *config;
+    uint32_t index; /* of the worker */
+    struct kld_staging *staging;
+    uv_thread_t thread;
+    uv_loop_t loop;
+    struct kld_mail mail;
+    uv_timer_t tick; /* while there are jobs */
+    uv_poll_t poll;  /* once connected */
+    struct kld_letter stop;
+    struct kld_connection *connection; /* NULL: none yet */
+    struct kld_region *region;         /* of staging */
+    uint32_t streams, next_stream;
+    uint64_t epoch;
+    struct list waiting, running;
+    struct kld_pool_buffer *buffers;
+    bool stopping;
+};
+
+static void list_add(struct list *list, struct kld_pool_job *job) {
+    job->after = NULL;
+    job->before = list->last;
+    if (list->last)
+        list->last->after = job;
+    else
+        list->first = job;
+    list->last = job;
+}
+
+static void list_remove(struct list *list, struct kld_pool_job *job) {
+    if (job->before)
+        job->before->after = job->after;
+    else
+        list->first = job->after;
+    if (job->after)
+        job->after->before = job->before;
+    else
+        list->last = job->before;
+}
+
+static struct kld_pool_job *job_of(struct kld_letter *letter) {
+    return (struct kld_pool_job *)(void *)((char *)letter - offsetof(struct kld_pool_job, letter));
+}
+
+/* On the sender's loop. */
+static void read_done(struct kld_letter *letter) {
+    struct kld_pool_job *job = job_of(letter);
+    job->done(job);
+}
+
+static void read_late(struct kld_letter *letter) {
+    struct kld_pool_job *job =
+        (struct kld_pool_job *)(void *)((char *)letter -
+                                        offsetof(struct kld_pool_job, late_letter));
+    job->late(job);
+}
+
+static void finish(struct kld_pool_job *job, enum kld_status status,
+                   const struct kld_error *error) {
+    job->status = status;
+    if (status && error && error->status)
+        job->error = *error;
+    else
+        job->error = (struct kld_error){.status = status};
+    job->letter.read = read_done;
+    kld_mail_post(job->sender, &job->letter);
+}
+
+/* ---- The connection ---------------------------------------------------------------------------*/
+
+static void look_at_epoch(struct kld_pool *pool) {
+    struct kld_server_info info;
+    if (kld_info(pool->connection, &info, NULL) != KLD_OK || info.epoch == pool->epoch)
+        return;
+    pool->epoch = info.epoch;
+    pool->streams = info.streams_max ? info.streams_max : 1;
+    for (struct kld_pool_buffer *buffer = pool->buffers; buffer; buffer = buffer->after)
+        if (buffer->epoch != info.epoch)
+            atomic_store(&buffer->lost, true);
+}
+
+static void process(struct kld_pool *pool);
+
+static void readable(uv_poll_t *poll, int status, int events) { process(poll->data); }
+
+static enum kld_status connect_once(struct kld_pool *pool, struct kld_error *err) {
+    struct kld_connect_options options = {.client_name = "gateway-pool",
+                                          .connect_timeout_ns = CONNECT_TIMEOUT_NS};
+    char url[KLD_CONFIG_TEXT_MAX + 24];
+    if (pool->connection)
+        return KLD_OK;
+    snprintf(url, sizeof url, pool->index ? "unix:%s.%u" : "unix:%s", pool->config->unix,
+             pool->index);
+    enum kld_status status = kld_connect(url, &options, &pool->connection, err);
+    if (status == KLD_OK)
+        status = kld_region_import_memfd(pool->connection, kld_staging_fd(pool->staging),
+                                         kld_staging_bytes(pool->staging), &pool->region, err);
+    if (status == KLD_OK && uv_poll_init(&pool->loop, &pool->poll, kld_fd(pool->connection)) != 0)
+        status = kld_error_set(err, KLD_NO_MEMORY, "the worker's answers cannot be watched");
+    if (status) {
+        kld_close(pool->connection);
+        pool->connection = NULL;
+        return status == KLD_UNAVAILABLE
+                   ? kld_error_set(err, KLD_UNAVAILABLE, "the worker is not ready; try again")
+                   : status;
+    }
+    pool->poll.data = pool;
+    uv_poll_start(&pool->poll, UV_READABLE, readable);
+    look_at_epoch(pool);
+    return KLD_OK;
+}
+
+/* ---- Jobs -------------------------------------------------------------------------------------*/
+
+static void call_done(void *user, enum kld_status status, const struct kld_result *result,
+                      const struct kld_error *error) {
+    struct kld_pool_job *job = user;
+    list_remove(&job->pool->running, job);
+    if (result)
+        job->result = *result;
+    finish(job, status, error);
+}
+
+static enum kld_status open_buffer(struct kld_pool *pool, struct kld_pool_job *job,
+                                   struct kld_error *err) {
+    struct kld_pool_buffer *buffer = calloc(1, sizeof *buffer);
+    if (!buffer)
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    enum kld_status status =
+        kld_region_create_pool(pool->connection, job->bytes, &buffer->region, err);
+    if (status) {
+        free(buffer);
+        return status;
+    }
+    look_at_epoch(pool);
+    buffer->pool = pool;
+    buffer->bytes = job->bytes;
+    buffer->users = 1;
+    buffer->epoch = pool->epoch;
+    buffer->after = pool->buffers;
+    if (buffer->after)
+        buffer->after->before = buffer;
+    pool->buffers = buffer;
+    job->buffer = buffer;
+    return KLD_OK;
+}
+
+/* KLD_BUSY: the worker has as many of ours as it takes. */
+static enum kld_status send_job(struct kld_pool *pool, struct kld_pool_job *job,
+                                struct kld_error *err) {
+    uint64_t id;
+    uint32_t stream = pool->next_stream++ % pool->streams;
+    if (job->kind == KLD_POOL_FILL)
+        return kld_submit_copy(pool->connection, job->buffer->region, job->buffer_offset,
+                               pool->region, job->staging_offset, job->bytes, stream, 0, call_done,
+                               job, &id, err);
+    if (job->kind == KLD_POOL_READ)
+        return kld_submit_copy(pool->connection, pool->region, job->staging_offset,
+                               job->buffer->region, job->buffer_offset, job->bytes, stream, 0,
+                               call_done, job, &id, err);
+    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
+        if (job->request.op.tensor[slot].dtype)
+            job->request.bytes[slot].region =
+                job->slot[slot] ? job->slot[slot]->region : pool->region;
+    job->request.stream = stream;
+    job->request.timeout_ns = 0; /* as in link.c */
+    return kld_submit(pool->connection, &job->request, call_done, job, &id, err);
+}
+
+static void send_waiting(struct kld_pool *pool) {
+    while (pool->waiting.first) {
+        struct kld_pool_job *job = pool->waiting.first;
+        struct kld_error error = {.status = KLD_OK};
+        enum kld_status status = connect_once(pool, &error);
+        bool opens = job->kind == KLD_POOL_OPEN;
+        if (status == KLD_OK)
+            status = opens ? open_buffer(pool, job, &error) : send_job(pool, job, &error);
+        if (status == KLD_BUSY && !opens && pool->running.first)
+            return;
+        list_remove(&pool->waiting, job);
+        if (status || opens)
+            finish(job, status, &error);
+        else
+            list_add(&pool->running, job);
+    }
+}
+
+static void process(struct kld_pool *pool) {
+    struct kld_error error = {.status = KLD_OK};
+    if (pool->connection) {
+        kld_process(pool->connection, 0, &error);
+        look_at_epoch(pool);
+    }
+    send_waiting(pool);
+}
+
+static void look_at_deadlines(struct list *list) {
+    uint64_t now = uv_hrtime();
+    for (struct kld_pool_job *job = list->first; job; job = job->after) {
+        if (job->kind != KLD_POOL_RUN || job->is_late || job->deadline_ns > now)
+            continue;
+        job->is_late = true;
+        job->late_letter.read = read_late;
+        kld_mail_post(job->sender, &job->late_letter);
+    }
+}
+
+static void ticked(uv_timer_t *timer) {
+    struct kld_pool *pool = timer->data;
+    process(pool);
+    look_at_deadlines(&pool->running);
+    look_at_deadlines(&pool->waiting);
+    if (!pool->running.first && !pool->waiting.first)
+        uv_timer_stop(timer);
+}
+
+static void read_job(struct kld_letter *letter) {
+    struct kld_pool_job *job = job_of(letter);
+    struct kld_pool *pool = job->pool;
+    if (pool->stopping) {
+        finish(job, KLD_UNAVAILABLE, NULL);
+        return;
+    }
+    list_add(&pool->waiting, job);
+    send_waiting(pool);
+    if ((pool->running.first || pool->waiting.first) && !uv_is_active((uv_handle_t *)&pool->tick))
+        uv_timer_start(&pool->tick, ticked, TICK_MS, TICK_MS);
+}
+
+void kld_pool_submit(struct kld_pool *pool, struct kld_mail *sender, struct kld_pool_job *job) {
+    job->pool = pool;
+    job->sender = sender;
+    job->is_late = false;
+    job->status = KLD_OK;
+    memset(&job->result, 0, sizeof job->result);
+    job->letter.read = read_job;
+    kld_mail_post(&pool->mail, &job->letter);
+}
+
+/* ---- Buffers ----------------------------------------------------------------------------------*/
+
+static void read_drop(struct kld_letter *letter) {
+    struct kld_pool_buffer *buffer =
+        (struct kld_pool_buffer *)(void *)((char *)letter -
+                                           offsetof(struct kld_pool_buffer, letter));
+    if (buffer->before)
+        buffer->before->after = buffer->after;
+    else
+        buffer->pool->buffers = buffer->after;
+    if (buffer->after)
+        buffer->after->before = buffer->before;
+    if (buffer->pool->connection)
+        kld_region_drop(buffer->region);
+    free(buffer);
+}
+
+void kld_pool_hold(struct kld_pool_buffer *buffer) { atomic_fetch_add(&buffer->users, 1); }
+
+void kld_pool_drop(struct kld_pool_buffer *buffer) {
+    if (!buffer || atomic_fetch_sub(&buffer->users, 1) != 1)
+        return;
+    buffer->letter.read = read_drop;
+    kld_mail_post(&buffer->pool->mail, &buffer->letter);
+}
+
+/* ---- Begin and end ----------------------------------------------------------------------------*/
+
+static void mail_closed(struct kld_mail *mail) {}
+
+static void read_stop(struct kld_letter *letter) {
+    struct kld_pool *pool =
+        (struct kld_pool *)(void *)((char *)letter - offsetof(struct kld_pool, stop));
+    struct kld_error error;
+    kld_error_set(&error, KLD_UNAVAILABLE, "the server is shutting down; try again");
+    pool->stopping = true;
+    if (pool->connection)
+        uv_close((uv_handle_t *)&pool->poll, NULL);
+    kld_close(pool->connection);
+    pool->connection = NULL;
+    for (struct list *list = &pool->running; list;
+         list = list == &pool->running ? &pool->waiting : NULL)
+        while (list->first) {
+            struct kld_pool_job *job = list->first;
+            list_remove(list, job);
+            finish(job, KLD_UNAVAILABLE, &error);
+        }
+    uv_close((uv_handle_t *)&pool->tick, NULL);
+    kld_mail_close(&pool->mail, mail_closed);
+}
+
+static void run_thread(void *user) {
+    struct kld_pool *pool = user;
+    uv_run(&pool->loop, UV_RUN_DEFAULT);
+}
+
+struct kld_pool *kld_pool_choose(struct kld_gateway *gateway) {
+    for (uint32_t i = 0; i < gateway->pools; i++) {
+        uint32_t index = gateway->next_pool++ % gateway->pools;
+        if (atomic_load(&gateway->page->worker[index].worker_ready))
+            return gateway->pool[index];
+    }
+    return gateway->pool[gateway->next_pool++ % gateway->pools];
+}
+
+enum kld_status kld_pool_open(const struct kld_config *config, uint32_t index,
+                              struct kld_staging *staging, struct kld_pool **ret_pool,
+                              struct kld_error *err) {
+    struct kld_pool *pool = calloc(1, sizeof *pool);
+    if (!pool || uv_loop_init(&pool->loop) != 0) {
+        free(pool);
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    }
+    pool->config = config;
+    pool->index = index;
+    pool->staging = staging;
+    pool->streams = 1;
+    uv_timer_init(&pool->loop, &pool->tick);
+    pool->tick.data = pool;
+    enum kld_status status = kld_mail_open(&pool->mail, &pool->loop, err);
+    if (status == KLD_OK && uv_thread_create(&pool->thread, run_thread, pool) != 0)
+        status = kld_error_set(err, KLD_NO_MEMORY, "a thread cannot be started");
+    if (status) /* the process ends; what was opened ends with it */
+        return status;
+    *ret_pool = pool;
+    return KLD_OK;
+}
+
+void kld_pool_close(struct kld_pool *pool) {
+    if (!pool)
+        return;
+    pool->stop.read = read_stop;
+    kld_mail_post(&pool->mail, &pool->stop);
+    uv_thread_join(&pool->thread);
+    while (pool->buffers) {
+        struct kld_pool_buffer *buffer = pool->buffers;
+        pool->buffers = buffer->after;
+        free(buffer);
+    }
+    uv_loop_close(&pool->loop);
+    free(pool);
+}

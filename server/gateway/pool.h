@@ -1,0 +1,78 @@
+/* pool.h - memory on the device for what does not fit staging, and for tensors that stay there.
+ *
+ * One for each worker: a thread of its own with a connection of its own to the worker, through
+ * libkld: making a buffer waits for the worker, which no HTTP loop may do. Jobs come from any loop
+ * and end on the loop that sent them. A buffer is lost with its worker; jobs that name it end with
+ * KLD_DEVICE_LOST then.
+ *
+ * A job, the buffers and the staging memory it names belong to the pool from kld_pool_submit()
+ * until done(). As in link.h, a deadline (late()) only tells that nobody waits any more. */
+#ifndef KLD_SERVER_GATEWAY_POOL_H
+#define KLD_SERVER_GATEWAY_POOL_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "client/kld.h"
+#include "server/config.h"
+#include "server/gateway/mail.h"
+#include "server/gateway/staging.h"
+
+struct kld_pool;
+
+struct kld_pool_buffer {
+    struct kld_pool *pool; /* constant, as bytes */
+    uint64_t bytes;
+    _Atomic uint32_t users;
+    _Atomic bool lost; /* its worker is gone, and what it held */
+
+    /* The pool's thread's own. */
+    struct kld_pool_buffer *before, *after;
+    struct kld_region *region;
+    uint64_t epoch;
+    struct kld_letter letter;
+};
+
+enum kld_pool_kind { KLD_POOL_OPEN, KLD_POOL_FILL, KLD_POOL_READ, KLD_POOL_RUN };
+
+struct kld_pool_job {
+    /* The caller's, before kld_pool_submit(). */
+    enum kld_pool_kind kind;
+    struct kld_pool_buffer *buffer; /* FILL, READ; OPEN sets it, with one user: the caller */
+    uint64_t bytes, buffer_offset, staging_offset;
+    struct kld_request request; /* RUN: as for the link, but offsets are in slot[] if it is set */
+    struct kld_pool_buffer *slot[KLD_SLOT_COUNT]; /* NULL: staging */
+    uint64_t deadline_ns;                         /* RUN: uv_hrtime() */
+    void (*done)(struct kld_pool_job *job);       /* status, result and error are set */
+    void (*late)(struct kld_pool_job *job);       /* RUN: at most once, before done() */
+
+    enum kld_status status;
+    struct kld_result result;
+    struct kld_error error;
+
+    /* The pool's own. */
+    struct kld_pool *pool;
+    struct kld_mail *sender;
+    struct kld_letter letter, late_letter;
+    struct kld_pool_job *before, *after;
+    bool is_late;
+};
+
+/* Starts the thread; connects to worker `index` with the first job. staging outlives the pool. */
+enum kld_status kld_pool_open(const struct kld_config *config, uint32_t index,
+                              struct kld_staging *staging, struct kld_pool **ret_pool,
+                              struct kld_error *err);
+/* One of the gateway's, in turn, of those whose worker serves. */
+struct kld_gateway;
+struct kld_pool *kld_pool_choose(struct kld_gateway *gateway);
+/* For a process that ends: jobs that are still on end with KLD_UNAVAILABLE, posted to their
+ * senders before this returns; buffers are gone. Nobody submits any more. NULL is allowed. */
+void kld_pool_close(struct kld_pool *pool);
+
+void kld_pool_submit(struct kld_pool *pool, struct kld_mail *sender, struct kld_pool_job *job);
+
+void kld_pool_hold(struct kld_pool_buffer *buffer);
+void kld_pool_drop(struct kld_pool_buffer *buffer); /* NULL is allowed; any thread */
+
+#endif

@@ -1,0 +1,65 @@
+/* reply.c - the reply to an infer request that was computed: its JSON and binary outputs, sent from
+ * where they were computed (infer.h). Loop thread. */
+#include <stdio.h>
+#include <string.h>
+
+#include "server/gateway/infer.h"
+
+static void response_sent(void *user) {
+    struct kld_infer *infer = user;
+    infer->in_response = false;
+    kld_infer_let_go(infer);
+}
+
+static struct MHD_Response *packed_response(struct kld_infer *infer) {
+    void *packed = infer->packed;
+    infer->packed = NULL;
+    kld_stats_add(infer->gateway->stats, KLD_STAT_http_sent_bytes_total,
+                  (int64_t)infer->packed_bytes);
+    return kld_exchange_packed(infer->coding, packed, infer->packed_bytes);
+}
+
+static struct MHD_Response *make_response(struct kld_infer *infer, bool *ret_binary) {
+    struct MHD_IoVec part[1 + KLD_OIP_OUTPUTS_MAX] = {{infer->reply.data, infer->reply.length}};
+    unsigned parts = 1;
+    uint64_t bytes = infer->reply.length;
+    bool in_buffer = false;
+    *ret_binary = false;
+    if (infer->packed)
+        return packed_response(infer);
+    for (uint32_t i = 0; i < infer->request.output_count; i++) {
+        uint32_t index = infer->request.input_count + i;
+        if (infer->request.output[i].where != KLD_OIP_BINARY)
+            continue;
+        in_buffer = in_buffer || infer->in_buffer[index];
+        if (!infer->in_buffer[index])
+            part[parts].iov_base = kld_infer_bytes(infer, index);
+        part[parts++].iov_len = infer->request.output[i].bytes;
+        bytes += infer->request.output[i].bytes;
+    }
+    *ret_binary = parts > 1;
+    kld_stats_add(infer->gateway->stats, KLD_STAT_http_sent_bytes_total, (int64_t)bytes);
+    if (parts == 1 && bytes <= KLD_INFER_INLINE_BYTES_MAX)
+        return MHD_create_response_from_buffer(bytes, infer->reply.data, MHD_RESPMEM_MUST_COPY);
+    struct MHD_Response *response =
+        in_buffer ? kld_bulk_response(infer, bytes, response_sent)
+                  : MHD_create_response_from_iovec(part, parts, response_sent, infer);
+    infer->in_response = response != NULL;
+    return response;
+}
+
+void kld_infer_reply(struct kld_infer *infer) {
+    bool binary;
+    char length[24];
+    struct MHD_Response *response = make_response(infer, &binary);
+    if (response) {
+        snprintf(length, sizeof length, "%zu", infer->reply.length);
+        MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE,
+                                binary ? "application/octet-stream" : "application/json");
+        if (binary)
+            MHD_add_response_header(response, "Inference-Header-Content-Length", length);
+    }
+    kld_infer_count(infer, response ? KLD_OK : KLD_NO_MEMORY);
+    kld_exchange_reply(infer->exchange, 200, response);
+    kld_infer_let_go(infer);
+}

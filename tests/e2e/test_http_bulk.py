@@ -1,0 +1,338 @@
+"""HTTP requests larger than their share of staging: they go piece by piece into the device's pool. Memory
+stays bounded, full staging makes callers wait, and whatever breaks off leaves nothing."""
+import gzip
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import oip
+from conftest import BIN, wait_until
+from httplib import PREFIX, Shared, close, fds_of, in_region, probabilities, register
+from oip import INFER, Connection, infer
+
+SMALL = {"staging_bytes_max": "4M", "staging_request_bytes_max": "1M"}
+SANITIZED = b"__asan_init" in (BIN / "kld-server").read_bytes() or b"__tsan_init" in (BIN / "kld-server").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def server(backend):
+    from conftest import SANITIZER, Server
+    one = Server(backend=backend, shm_prefix=PREFIX, **SMALL)
+    yield one
+    wait_until(lambda: one.metrics()["kld_staging_bytes"] == 0 and one.metrics()[POOL] == 0,
+               what="free memory")
+    status, log = one.stop(), one.log()
+    one.remove()
+    assert status == 0 and not SANITIZER.search(log), log
+
+
+@pytest.fixture(scope="module")
+def roomy(backend):
+    """The same request here lies in staging as a whole."""
+    from conftest import Server
+    one = Server(backend=backend)
+    yield one
+    one.stop()
+    one.remove()
+
+
+ASKED = {name: {"binary_data": True} for name in ("loss", "row_loss", "grad_predictions", "grad_targets")}
+POOL = 'kld_pool_bytes{worker="0"}'
+SHAPE = (1000, 1003)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (3, 200000), (70000, 5)])
+@pytest.mark.parametrize("dtype", ["<f4", "<f8", "<f2"])
+def test_bit_identical_to_a_request_in_staging(server, roomy, shape, dtype):
+    inputs = {"predictions": probabilities(shape, 1).astype(dtype), "targets": probabilities(shape, 2).astype("<f4"),
+              "row_weights": np.linspace(0.5, 1.5, shape[0], dtype="<f4"),
+              "row_mask": np.arange(shape[0]) % 3 != 0}
+    (_, here), (_, there) = (infer(one, inputs, ASKED, {"reduction": "rowmean"}) for one in (server, roomy))
+    for name in ASKED:
+        assert here[name].tobytes() == there[name].tobytes(), name
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("piece", [1000, 65536, 10 ** 9])
+def test_in_any_pieces(server, piece, packed):
+    q, p = probabilities(SHAPE, 3), probabilities(SHAPE, 4)
+    headers, data = oip.body({"predictions": q, "targets": p}, {"grad_predictions": {"binary_data": True}})
+    if packed:
+        data, headers = gzip.compress(data, 1), {**headers, "Content-Encoding": "gzip"}
+    with Connection(server) as connection:
+        for _ in range(2):
+            connection.http.request("POST", INFER, (data[at:at + piece] for at in range(0, len(data), piece)),
+                                    headers, encode_chunked=True)
+            reply = connection.http.getresponse()
+            body = reply.read()
+            assert reply.status == 200, body[:500]
+            close(oip.parse(reply.headers, body)[1]["grad_predictions"],
+                  oip.expected(q, p)["grad_predictions"], "FP32")
+
+
+def test_shared_memory_both_ways(server):
+    q, p = probabilities(SHAPE, 5), probabilities(SHAPE, 6)
+    size = q.nbytes
+    with Shared(4 * size) as shared:
+        shared.map[:size], shared.map[size:2 * size] = q.tobytes(), p.tobytes()
+        assert register(server, "r", shared, 4 * size)[0] == 200
+        outputs = [{k: v for k, v in in_region(name, SHAPE, at).items() if k in ("name", "parameters")}
+                   for name, at in (("grad_predictions", 2 * size), ("grad_targets", 3 * size))]
+        request = {"inputs": [in_region("predictions", SHAPE, 0), in_region("targets", SHAPE, size)],
+                   "outputs": [{"name": "loss"}, *outputs]}
+        status, reply = server.json(INFER, request)
+        assert status == 200, reply
+        truth = oip.expected(q, p)
+        for name, at in (("grad_predictions", 2 * size), ("grad_targets", 3 * size)):
+            close(np.frombuffer(shared.map[at:at + size], "<f4").reshape(SHAPE), truth[name], "FP32")
+        assert abs(reply["outputs"][0]["data"][0] - truth["loss"][0]) < 1e-6
+        os.ftruncate(shared.fd, 3 * size)
+        status, reply = server.json(INFER, request)
+        assert status == 400 and "shorter" in reply["error"]
+        assert server.request("/v2/systemsharedmemory/unregister", b"", method="POST")[0] == 200
+
+
+def resident(pid):
+    """Bytes of a process in memory, shared ones too."""
+    text = pathlib.Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+)", text).group(1)) << 10
+
+
+def post_repeated(server, headers, head, block, count):
+    """head, then block count times; -> the reply's JSON."""
+    with Connection(server, timeout=280) as connection:
+        http = connection.http
+        http.putrequest("POST", INFER)
+        http.putheader("Content-Length", str(len(head) + count * len(block)))
+        for name, value in headers.items():
+            http.putheader(name, value)
+        http.endheaders(head)
+        for _ in range(count):
+            http.send(block)
+        reply = http.getresponse()
+        body = reply.read()
+        assert reply.status == 200, body
+        return json.loads(body)
+
+
+def uniform(rows, classes):
+    """A request of two FP32 tensors of which each row is uniform."""
+    inputs = [{"name": name, "shape": [rows, classes], "datatype": "FP32",
+               "parameters": {"binary_data_size": rows * classes * 4}} for name in ("predictions", "targets")]
+    head = json.dumps({"inputs": inputs}).encode()
+    return {oip.LENGTH: str(len(head))}, head
+
+
+def test_the_gateway_stays_small(make_server):
+    """400 MB through 4 MB of staging."""
+    server = make_server(**SMALL)
+    infer(server, {"predictions": probabilities(SHAPE, 7), "targets": probabilities(SHAPE, 8)})
+    gateway = server.child("gateway")
+    before = resident(gateway)
+    headers, head = uniform(50000, 1000)
+    block = np.full((1000, 1000), 1e-3, "<f4").tobytes()
+    reply = post_repeated(server, headers, head, block, 100)
+    assert reply["outputs"][0]["data"] == [0]
+    if not SANITIZED:
+        assert resident(gateway) < before + (8 << 20)
+
+
+@pytest.mark.skipif(SANITIZED, reason="minutes under a sanitizer")
+def test_more_than_two_gib(make_server):
+    """2.2 GiB: sizes and offsets are 64 bits all the way."""
+    server = make_server()
+    headers, head = uniform(2250, 1 << 17)
+    block = np.full((45, 1 << 17), 2.0 ** -17, "<f4")
+    block = block.tobytes()
+    reply = post_repeated(server, headers, head, block, 100)
+    assert reply["outputs"][0]["data"] == [0]
+    assert server.metrics()["kld_http_received_bytes_total"] > 2 ** 31
+    assert resident(server.child("gateway")) < 200 << 20
+
+
+# ---- Full staging ---------------------------------------------------------------------------------
+
+def ask(server, replies, data, headers):
+    replies.append(server.request(INFER, data, headers))
+
+
+def test_full_staging_makes_callers_wait(make_server):
+    """Their bytes are not read meanwhile; all are served when there is room again."""
+    server = make_server(staging_bytes_max="1M", staging_request_bytes_max="512K")
+    q, p = probabilities((100, 500), 9), probabilities((100, 500), 10)
+    headers, data = oip.body({"predictions": q, "targets": p})
+    infer(server, {"predictions": q, "targets": p})
+    worker, replies = server.child("worker"), []
+    os.kill(worker, signal.SIGSTOP)
+    askers = [threading.Thread(target=ask, args=(server, replies, data, headers)) for _ in range(8)]
+    try:
+        for asker in askers:
+            asker.start()
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 8, what="eight requests")
+        time.sleep(0.2)
+        assert not replies
+        assert server.metrics()["kld_staging_bytes"] <= 1 << 20
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    for asker in askers:
+        asker.join()
+    assert [reply[0] for reply in replies] == [200] * 8
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_full_staging_at_the_deadline(make_server, binary):
+    """503 with Retry-After for who waited too long, while the one before him is still computed."""
+    server = make_server(staging_bytes_max="512K", staging_request_bytes_max="256K", http_deadline_ms=700)
+    q, p = probabilities((10, 100), 11), probabilities((10, 100), 12)
+    infer(server, {"predictions": q, "targets": p})
+    large = probabilities((100, 300), 13)
+    headers, data = oip.body({"predictions": large, "targets": large}, None, {"timeout": 60000000})
+    worker, first, late = server.child("worker"), [], []
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        askers = [threading.Thread(target=ask, args=(server, first, data, headers)) for _ in range(2)]
+        for asker in askers:
+            asker.start()
+        wait_until(lambda: server.metrics()["kld_staging_bytes"] > 450000, what="full staging")
+        half = probabilities((100, 100), 14)
+        headers, data = oip.body({"predictions": half, "targets": half}, None, None, binary)
+        begin = time.monotonic()
+        ask(server, late, data, headers)
+        assert late[0][0] == 503 and late[0][1]["Retry-After"] and b"staging" in late[0][2], late
+        assert 0.6 < time.monotonic() - begin < 20
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    for asker in askers:
+        asker.join()
+    assert [reply[0] for reply in first] == [200, 200]
+
+
+# ---- What breaks off ------------------------------------------------------------------------------
+
+def clean(server, base):
+    metrics = server.metrics()
+    return metrics["kld_staging_bytes"] == metrics[POOL] == \
+        metrics["kld_http_requests_in_flight"] == 0 and fds_of(server.child("gateway")) <= base + 1
+
+
+def test_clients_that_leave(make_server):
+    """In the middle of the upload, of the kernel, of the reply."""
+    server = make_server(**SMALL)
+    q, p = probabilities(SHAPE, 15), probabilities(SHAPE, 16)
+    headers, data = oip.body({"predictions": q, "targets": p}, {"grad_predictions": {"binary_data": True}})
+    infer(server, {"predictions": q, "targets": p})
+    wait_until(lambda: server.metrics()["kld_http_connections"] == 1, what="one connection")
+    base = fds_of(server.child("gateway"))
+    host, port = server.address.rsplit(":", 1)
+    head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n" + \
+        "".join(f"{k}: {v}\r\n" for k, v in headers.items()) + "\r\n"
+    for part, taken in [(0.1, 0), (0.5, 0), (0.99, 0), (1, 0), (1, 1), (1, 100000)] * 3:
+        with socket.create_connection((host, int(port)), 60) as connection:
+            connection.sendall(head.encode() + data[:int(part * len(data))])
+            if taken:
+                assert connection.recv(taken)
+    wait_until(lambda: clean(server, base), 20, "a clean server")
+    infer(server, {"predictions": q, "targets": p})
+
+
+def test_a_worker_lost_in_the_middle_of_an_upload(make_server):
+    """What was uploaded is gone with it: 503, ask again; and then it works."""
+    server = make_server(**SMALL)
+    q, p = probabilities(SHAPE, 17), probabilities(SHAPE, 18)
+    headers, data = oip.body({"predictions": q, "targets": p}, {"grad_predictions": {"binary_data": True}})
+    infer(server, {"predictions": q, "targets": p})
+    base = fds_of(server.child("gateway"))
+    for part in (0.1, 0.6, 1):
+        with Connection(server) as connection:
+            http = connection.http
+            http.putrequest("POST", INFER)
+            http.putheader("Content-Length", str(len(data)))
+            for name, value in headers.items():
+                http.putheader(name, value)
+            http.endheaders()
+            cut = int(part * len(data)) - 1000
+            http.send(data[:cut])
+            wait_until(lambda: server.metrics()[POOL] > 0, what="the upload")
+            server.kill_child("worker")
+            try:
+                http.send(data[cut:])
+            except OSError:
+                pass
+            reply = http.getresponse()
+            assert reply.status == 503 and reply.headers["Retry-After"], reply.read()
+            assert json.loads(reply.read())["error"]
+        wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="the next worker")
+        _, got = infer(server, {"predictions": q, "targets": p})
+        close(got["loss"], oip.expected(q, p)["loss"], "FP32")
+    wait_until(lambda: clean(server, base), 20, "a clean server")
+
+
+def test_more_than_the_pool_has(make_server):
+    server = make_server(pool_bytes_max="4M", **SMALL)
+    q = probabilities(SHAPE, 19)
+    headers, data = oip.body({"predictions": q, "targets": q})
+    status, reply_headers, body = server.request(INFER, data, headers)
+    assert status in (413, 503) and json.loads(body)["error"], body
+    close(infer(server, {"predictions": q[:90], "targets": q[:90]})[1]["loss"], np.zeros(1), "FP32")
+
+
+def test_a_deadline_of_a_bulk_request(make_server):
+    server = make_server(http_deadline_ms=500, **SMALL)
+    q = probabilities(SHAPE, 20)
+    headers, data = oip.body({"predictions": q, "targets": q}, None, {"timeout": 300000})
+    infer(server, {"predictions": q, "targets": q})
+    base, worker, replies = fds_of(server.child("gateway")), server.child("worker"), []
+    with Connection(server) as connection:
+        connection.http.putrequest("POST", INFER)
+        connection.http.putheader("Content-Length", str(len(data)))
+        for name, value in headers.items():
+            connection.http.putheader(name, value)
+        connection.http.endheaders(data[:-1])
+        received = server.metrics
+        wait_until(lambda: received()["kld_http_received_bytes_total"] >= 2 * q.nbytes * 2, what="the upload")
+        time.sleep(0.1)
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            connection.http.send(data[-1:])
+            time.sleep(0.6)
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        replies.append(connection.http.getresponse().status)
+    assert replies[0] in (200, 408)
+    wait_until(lambda: clean(server, base), 20, "a clean server")
+
+
+def test_stop_in_the_middle(make_server):
+    server = make_server(drain_ms=300, **SMALL)
+    q = probabilities(SHAPE, 21)
+    headers, data = oip.body({"predictions": q, "targets": q})
+    with Connection(server) as connection:
+        connection.http.putrequest("POST", INFER)
+        connection.http.putheader("Content-Length", str(len(data)))
+        for name, value in headers.items():
+            connection.http.putheader(name, value)
+        connection.http.endheaders(data[:len(data) // 2])
+        wait_until(lambda: server.metrics()[POOL] > 0, what="the upload")
+        assert server.stop() == 0
+
+
+def test_several_devices(make_server):
+    """Each has a pool; requests take turns, or go where they are told to."""
+    server = make_server(device="0,0", **SMALL)
+    q, p = probabilities(SHAPE, 22), probabilities(SHAPE, 23)
+    for device in (0, 1, 1, None, None):
+        _, got = infer(server, {"predictions": q, "targets": p}, None,
+                       None if device is None else {"device": device})
+        close(got["loss"], oip.expected(q, p)["loss"], "FP32")
+    metrics = server.metrics()
+    ran = [metrics[f'kld_requests_total{{front="unix",worker="{i}",status="ok"}}'] for i in range(2)]
+    assert sum(ran) >= 5 and ran[0] >= 2 and ran[1] >= 3
