@@ -313,12 +313,14 @@ static void run_thread(void *user) {
 }
 
 struct kld_pool *kld_pool_choose(struct kld_gateway *gateway) {
+    uint32_t index = gateway->next_pool;
     for (uint32_t i = 0; i < gateway->pools; i++) {
-        uint32_t index = gateway->next_pool++ % gateway->pools;
+        index = index + 1 < gateway->pools ? index + 1 : 0;
         if (atomic_load(&gateway->page->worker[index].worker_ready))
-            return gateway->pool[index];
+            break;
     }
-    return gateway->pool[gateway->next_pool++ % gateway->pools];
+    gateway->next_pool = index;
+    return gateway->pool[index];
 }
 
 enum kld_status kld_pool_open(const struct kld_config *config, uint32_t index,
