@@ -24,13 +24,15 @@ struct place {
     bool has_region, has_region_size;
     char region[KLD_OIP_NAME_MAX];
     uint64_t region_offset_bytes, region_size_bytes;
+    bool has_stored; /* inputs: a tensor that the server keeps */
+    char stored[KLD_OIP_NAME_MAX];
 };
 
 static enum kld_status read_place(const cJSON *parameters, bool output, const char *name,
                                   struct place *place, struct kld_error *err) {
-    static const char *const input_keys[] = {"binary_data_size", "shared_memory_region",
+    static const char *const input_keys[] = {"binary_data_size",     "shared_memory_region",
                                              "shared_memory_offset", "shared_memory_byte_size",
-                                             NULL};
+                                             "stored_tensor",        NULL};
     static const char *const output_keys[] = {"binary_data", "shared_memory_region",
                                               "shared_memory_offset", "shared_memory_byte_size",
                                               NULL};
@@ -52,14 +54,15 @@ static enum kld_status read_place(const cJSON *parameters, bool output, const ch
                                      name);
             place->binary_given = true;
             place->binary = cJSON_IsTrue(item);
-        } else if (strcmp(key, "shared_memory_region") == 0) {
-            const char *region = item->valuestring;
-            if (!cJSON_IsString(item) || !*region || strlen(region) >= sizeof place->region)
-                return kld_error_set(err, KLD_INVALID,
-                                     "%s: shared_memory_region must be a name of 1 to %d bytes",
-                                     name, KLD_OIP_NAME_MAX - 1);
-            place->has_region = true;
-            strcpy(place->region, region);
+        } else if (strcmp(key, "shared_memory_region") == 0 || strcmp(key, "stored_tensor") == 0) {
+            bool stored = key[1] == 't';
+            char *to = stored ? place->stored : place->region;
+            if (!cJSON_IsString(item) || !*item->valuestring ||
+                strlen(item->valuestring) >= KLD_OIP_NAME_MAX)
+                return kld_error_set(err, KLD_INVALID, "%s: %s must be a name of 1 to %d bytes",
+                                     name, key, KLD_OIP_NAME_MAX - 1);
+            *(stored ? &place->has_stored : &place->has_region) = true;
+            strcpy(to, item->valuestring);
         } else if (strcmp(key, "binary_data_size") == 0) {
             place->has_size = true;
             status = kld_json_whole(item, "binary_data_size", &place->size_bytes, err);
@@ -133,7 +136,8 @@ static enum kld_status read_shape(const cJSON *input, struct kld_oip_tensor *ten
     return KLD_OK;
 }
 
-/* Exactly one of data, binary_data_size and shared_memory_region says where the bytes are. */
+/* Exactly one of data, binary_data_size, shared_memory_region and stored_tensor says where the
+ * bytes are. */
 static enum kld_status read_source(const cJSON *input, const struct kld_json_span *span,
                                    struct kld_oip_request *request, struct kld_oip_tensor *tensor,
                                    struct kld_error *err) {
@@ -144,11 +148,16 @@ static enum kld_status read_source(const cJSON *input, const struct kld_json_spa
         read_place(cJSON_GetObjectItemCaseSensitive(input, "parameters"), false, name, &place, err);
     if (status)
         return status;
-    if ((data != NULL) + place.has_size + place.has_region != 1)
+    if ((data != NULL) + place.has_size + place.has_region + place.has_stored != 1)
         return kld_error_set(err, KLD_INVALID,
-                             "%s must have exactly one of data, parameters.binary_data_size and "
-                             "parameters.shared_memory_region",
+                             "%s must have exactly one of data, parameters.binary_data_size, "
+                             "parameters.shared_memory_region and parameters.stored_tensor",
                              name);
+    if (place.has_stored) {
+        tensor->where = KLD_OIP_STORED;
+        strcpy(tensor->region, place.stored);
+        return KLD_OK;
+    }
     if (place.has_region)
         return set_region(tensor, &place, false, err);
     if (data) {

@@ -26,7 +26,7 @@
 #define KLD_OIP_KEY_MAX 256  /* bytes of a region's key, NUL included */
 #define KLD_OIP_ID_MAX 257   /* bytes of a request's id, NUL included */
 
-enum kld_oip_where { KLD_OIP_JSON, KLD_OIP_BINARY, KLD_OIP_REGION };
+enum kld_oip_where { KLD_OIP_JSON, KLD_OIP_BINARY, KLD_OIP_REGION, KLD_OIP_STORED };
 
 /* One tensor of a request. Plain values, except `data`. */
 struct kld_oip_tensor {
@@ -39,7 +39,7 @@ struct kld_oip_tensor {
     uint64_t bytes;                /* of the tensor, rows following each other */
     const char *data, *data_end;   /* JSON input: its array, in the text given to the parser */
     uint64_t tail_offset_bytes;    /* binary input: from the start of the binary tail */
-    char region[KLD_OIP_NAME_MAX]; /* region: its name */
+    char region[KLD_OIP_NAME_MAX]; /* region, stored tensor: its name */
     uint64_t region_offset_bytes;
 };
 

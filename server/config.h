@@ -67,6 +67,10 @@
     X(BYTES, http_slow_bytes, "10K", "... or at least so much of it, else it is cut off")          \
     X(BYTES, staging_request_bytes_max, "256M",                                                    \
       "of that for one request; a larger one goes piece by piece to the device's pool")            \
+    X(COUNT, tensors_max, "256", "tensors that HTTP callers keep on the devices")                  \
+    X(BYTES, tensor_bytes_max, "8G", "all of them together")                                       \
+    X(BYTES, token_tensor_bytes_max, "4G", "those of one token")                                   \
+    X(COUNT, tensor_lifetime_ms, "3600000", "how long one is kept that is not used, at most")      \
     X(TEXT, tls_cert, "", "PEM file with the certificate to serve HTTPS with; empty: HTTP")        \
     X(TEXT, tls_key, "", "PEM file with its key")                                                  \
     X(TEXT, tls_client_ca, "", "PEM file of the CA whose certificates clients must show")          \

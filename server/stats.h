@@ -25,6 +25,8 @@
     X(http_received_bytes_total, counter, any, "bytes of HTTP bodies received")                    \
     X(http_sent_bytes_total, counter, any, "bytes of HTTP replies")                                \
     X(http_regions, gauge, gateway, "shared-memory regions registered over HTTP")                  \
+    X(http_tensors, gauge, gateway, "tensors kept for HTTP callers")                               \
+    X(http_tensor_bytes, gauge, gateway, "their bytes")                                            \
     X(staging_bytes, gauge, gateway, "staging memory in use")                                      \
     X(unix_clients, gauge, worker, "connections on the Unix socket")                               \
     X(unix_clients_total, counter, worker, "connections accepted on the Unix socket")              \

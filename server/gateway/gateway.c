@@ -16,6 +16,7 @@
 #include "server/gateway/routes.h"
 #include "server/gateway/shm.h"
 #include "server/gateway/staging.h"
+#include "server/gateway/tensors.h"
 #include "server/gateway/tls.h"
 #include "server/log.h"
 #include "server/role.h"
@@ -35,6 +36,7 @@ static void mail_closed(struct kld_mail *mail) {}
 
 static void links_closed(void *user) {
     struct process *process = user;
+    kld_tensors_close(process->gateway.tensors);
     for (uint32_t i = 0; i < process->gateway.pools; i++)
         kld_pool_close(process->gateway.pool[i]);
     kld_waiters_close(&process->gateway);
@@ -122,6 +124,8 @@ static enum kld_status open_parts(struct process *process, struct kld_error *err
         (status = kld_waiters_open(gateway, err)) ||
         (status = kld_staging_open(gateway->config->staging_bytes_max, &gateway->staging, err)) ||
         (status = open_pools(gateway, err)) ||
+        (status = kld_tensors_open(&gateway->loop, gateway->config, gateway->stats,
+                                   &gateway->tensors, err)) ||
         (status =
              kld_shm_open(&gateway->loop, gateway->config, gateway->stats, &gateway->shm, err)) ||
         (status = kld_links_open(&gateway->loop, gateway->config, gateway->page, gateway->staging,

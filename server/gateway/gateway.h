@@ -19,6 +19,7 @@ struct kld_links;
 struct kld_shm;
 struct kld_pool;
 struct kld_staging;
+struct kld_tensors;
 struct kld_waiters;
 
 /* For the model's statistics; since this gateway was started. Durations in ns. */
@@ -38,6 +39,7 @@ struct kld_gateway {
     struct kld_links *links;
     struct kld_shm *shm;
     struct kld_staging *staging;
+    struct kld_tensors *tensors;
     struct kld_pool *pool[KLD_DEVICES_MAX]; /* of each worker */
     uint32_t pools, next_pool;
     struct kld_waiters *waiters; /* for staging */

@@ -21,6 +21,9 @@ static void free_memory(struct kld_infer *infer) {
         kld_staging_free(staging, infer->tensors_offset);
     for (int i = 0; i < KLD_INFER_TENSORS_MAX; i++)
         kld_shm_release(infer->region[i]);
+    for (int i = 0; i < KLD_OIP_INPUTS_MAX; i++)
+        kld_pool_drop(infer->stored[i]);
+    memset(infer->stored, 0, sizeof infer->stored);
     kld_pool_drop(infer->buffer);
     infer->buffer = NULL;
     memset(infer->region, 0, sizeof infer->region);

@@ -96,6 +96,7 @@ struct kld_infer {
     uint64_t place[KLD_INFER_TENSORS_MAX]; /* in staging or the buffer; inputs, then outputs */
     struct kld_pool_buffer *buffer_of[KLD_INFER_TENSORS_MAX]; /* NULL: staging */
     struct kld_shm_region *region[KLD_INFER_TENSORS_MAX];     /* held; NULL: not shared memory */
+    struct kld_pool_buffer *stored[KLD_OIP_INPUTS_MAX];       /* held */
     bool bulk, uses_buffers;
     bool in_buffer[KLD_INFER_TENSORS_MAX]; /* of a bulk request: in `buffer` */
     struct kld_pool_buffer *buffer;
@@ -166,6 +167,7 @@ enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, uint64_
  * fails with KLD_BUSY at its deadline. */
 void kld_infer_wait(struct kld_infer *infer, void (*retry)(struct kld_infer *infer));
 void kld_infer_wait_end(struct kld_infer *infer); /* nothing if it does not wait */
+uint64_t kld_infer_piece_bytes(const struct kld_gateway *gateway);
 /* Finds memory for every tensor, then kld_infer_laid_out(), at once or later; or fails. */
 void kld_infer_lay_out(struct kld_infer *infer);
 enum kld_status kld_waiters_open(struct kld_gateway *gateway, struct kld_error *err);

@@ -9,6 +9,7 @@
 #include "server/gateway/infer.h"
 #include "server/gateway/shm.h"
 #include "server/gateway/staging.h"
+#include "server/gateway/tensors.h"
 
 #define WAIT_TICK_MS 5
 #define PIECE_BYTES_MAX ((uint64_t)4 << 20)
@@ -134,7 +135,7 @@ static uint64_t share_of(const struct kld_gateway *gateway) {
     return share < half ? share : half;
 }
 
-static uint64_t piece_bytes_of(const struct kld_gateway *gateway) {
+uint64_t kld_infer_piece_bytes(const struct kld_gateway *gateway) {
     uint64_t bytes = aligned(share_of(gateway) / 8, KLD_STAGING_ALIGN);
     return bytes > PIECE_BYTES_MAX   ? PIECE_BYTES_MAX
            : bytes < PIECE_BYTES_MIN ? PIECE_BYTES_MIN
@@ -147,6 +148,8 @@ static void place(struct kld_infer *infer) {
     uint64_t staging = 0, buffer = 0;
     for (uint32_t i = 0; i < kld_infer_tensors(infer); i++) {
         const struct kld_oip_tensor *tensor = kld_infer_tensor(infer, i);
+        if (tensor->where == KLD_OIP_STORED)
+            continue;
         infer->in_buffer[i] =
             infer->bulk && tensor->where != KLD_OIP_JSON && tensor->bytes > KLD_INFER_SMALL_BYTES;
         uint64_t *total = infer->in_buffer[i] ? &buffer : &staging;
@@ -154,9 +157,28 @@ static void place(struct kld_infer *infer) {
         *total += aligned(tensor->bytes, infer->in_buffer[i] ? BUFFER_ALIGN : KLD_STAGING_ALIGN);
     }
     if (buffer)
-        staging += KLD_PIECES * piece_bytes_of(infer->gateway);
+        staging += KLD_PIECES * kld_infer_piece_bytes(infer->gateway);
     infer->tensors_bytes = staging;
     infer->buffer_bytes = buffer;
+}
+
+/* All stored tensors of a request lie on one device, where it is computed. */
+static enum kld_status hold_stored(struct kld_infer *infer, uint32_t index, struct kld_error *err) {
+    const struct kld_oip_request *request = &infer->request;
+    struct kld_pool_buffer *buffer;
+    enum kld_status status = kld_tensors_acquire(infer->gateway->tensors, infer->caller,
+                                                 &request->input[index], &buffer, err);
+    if (status)
+        return status;
+    infer->stored[index] = infer->buffer_of[index] = buffer;
+    if ((infer->uses_buffers && infer->pieces.pool != buffer->pool) ||
+        (request->has_device && request->device != kld_pool_index(buffer->pool)))
+        return kld_error_set(
+            err, KLD_INVALID, "%s is stored on device %u, and the request asks for another one",
+            kld_slot_name(request->input[index].slot), kld_pool_index(buffer->pool));
+    infer->uses_buffers = true;
+    infer->pieces.pool = buffer->pool;
+    return KLD_OK;
 }
 
 static enum kld_status hold_regions(struct kld_infer *infer, struct kld_error *err) {
@@ -179,6 +201,8 @@ static enum kld_status hold_regions(struct kld_infer *infer, struct kld_error *e
             (status = kld_shm_acquire(gateway->shm, infer->caller, tensor->region,
                                       tensor->region_offset_bytes, tensor->bytes, &infer->region[i],
                                       err)))
+            return status;
+        if (tensor->where == KLD_OIP_STORED && (status = hold_stored(infer, i, err)))
             return status;
     }
     return KLD_OK;
@@ -212,16 +236,17 @@ static void open_buffer(struct kld_infer *infer) {
     }
     infer->held_bytes += infer->buffer_bytes;
     infer->pieces.staging_offset =
-        infer->tensors_offset + infer->tensors_bytes - KLD_PIECES * piece_bytes_of(gateway);
-    infer->pieces.piece_bytes = piece_bytes_of(gateway);
+        infer->tensors_offset + infer->tensors_bytes - KLD_PIECES * kld_infer_piece_bytes(gateway);
+    infer->pieces.piece_bytes = kld_infer_piece_bytes(gateway);
     memset(&infer->job, 0, sizeof infer->job);
     infer->job.kind = KLD_POOL_OPEN;
     infer->job.bytes = infer->buffer_bytes;
     infer->job.done = opened;
     infer->in_worker = true;
     kld_exchange_pause(infer->exchange);
-    infer->pieces.pool =
-        infer->request.has_device ? gateway->pool[infer->request.device] : kld_pool_choose(gateway);
+    if (!infer->pieces.pool) /* else that of its stored tensors */
+        infer->pieces.pool = infer->request.has_device ? gateway->pool[infer->request.device]
+                                                       : kld_pool_choose(gateway);
     kld_pool_submit(infer->pieces.pool, &gateway->mail, &infer->job);
 }
 
@@ -243,7 +268,7 @@ static void take_staging(struct kld_infer *infer) {
     }
     infer->has_tensors = true;
     for (uint32_t i = 0; i < kld_infer_tensors(infer); i++)
-        if (!infer->in_buffer[i])
+        if (!infer->buffer_of[i] && !infer->in_buffer[i])
             infer->place[i] += infer->tensors_offset;
     infer->reply.data =
         kld_staging_at(gateway->staging, infer->tensors_offset + infer->tensors_bytes);
@@ -266,6 +291,6 @@ void kld_infer_lay_out(struct kld_infer *infer) {
         infer->bulk = true;
         place(infer);
     }
-    infer->uses_buffers = infer->buffer_bytes > 0;
+    infer->uses_buffers = infer->uses_buffers || infer->buffer_bytes > 0;
     take_staging(infer);
 }

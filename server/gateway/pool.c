@@ -312,6 +312,8 @@ static void run_thread(void *user) {
     uv_run(&pool->loop, UV_RUN_DEFAULT);
 }
 
+uint32_t kld_pool_index(const struct kld_pool *pool) { return pool->index; }
+
 struct kld_pool *kld_pool_choose(struct kld_gateway *gateway) {
     uint32_t index = gateway->next_pool;
     for (uint32_t i = 0; i < gateway->pools; i++) {

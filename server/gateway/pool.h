@@ -65,6 +65,7 @@ enum kld_status kld_pool_open(const struct kld_config *config, uint32_t index,
                               struct kld_error *err);
 /* One of the gateway's, in turn, of those whose worker serves. */
 struct kld_gateway;
+uint32_t kld_pool_index(const struct kld_pool *pool); /* of its worker */
 struct kld_pool *kld_pool_choose(struct kld_gateway *gateway);
 /* For a process that ends: jobs that are still on end with KLD_UNAVAILABLE, posted to their
  * senders before this returns; buffers are gone. Nobody submits any more. NULL is allowed. */

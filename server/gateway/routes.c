@@ -11,6 +11,8 @@
 #include "server/gateway/infer.h"
 #include "server/gateway/metrics.h"
 #include "server/gateway/shm.h"
+#include "server/gateway/tensors.h"
+#include "server/gateway/upload.h"
 
 #define SMALL_BODY_BYTES_MAX 65536
 #define PIECES_MAX 2        /* stars in a pattern */
@@ -32,7 +34,7 @@ struct kld_route {
     const char *method; /* GET also serves HEAD */
     const char *pattern;
     void (*answer)(struct kld_exchange *exchange, const struct pieces *pieces, const char *body,
-                   size_t bytes); /* NULL: infer */
+                   size_t bytes); /* NULL: infer, or, with PUT, an upload */
     bool model;                   /* the first star is a model's name, the second its version */
     enum kld_right right;
 };
@@ -81,7 +83,7 @@ static void server_metadata(struct kld_exchange *exchange, const struct pieces *
     kld_oip_append(&text,
                    "{\"name\":\"kld\",\"version\":\"" KLD_RELEASE "\",\"extensions\":["
                    "\"binary_tensor_data\",\"model_configuration\","
-                   "\"statistics\"%s]}",
+                   "\"statistics\",\"stored_tensors\"%s]}",
                    exchange->gateway->config->shm_prefix[0] ? ",\"system_shared_memory\"" : "");
     answer_json(exchange, &text);
 }
@@ -213,6 +215,39 @@ static void cuda_register(struct kld_exchange *exchange, const struct pieces *pi
          "handles");
 }
 
+/* ---- Stored tensors ---------------------------------------------------------------------------*/
+
+static void tensor_list(struct kld_exchange *exchange, const char *name) {
+    const struct kld_tensors *tensors = exchange->gateway->tensors;
+    size_t most = 64 + (size_t)kld_tensors_count(tensors) * (6 * KLD_OIP_NAME_MAX + 512);
+    struct kld_oip_text text = {.data = malloc(most), .capacity = most};
+    if (!text.data)
+        fail(exchange, KLD_NO_MEMORY, "out of memory");
+    else if (!kld_tensors_append(tensors, exchange->caller, name, &text))
+        fail(exchange, KLD_NOT_FOUND, "no tensor of this name is stored");
+    else
+        answer_json(exchange, &text);
+    free(text.data);
+}
+
+static void tensors_all(struct kld_exchange *exchange, const struct pieces *pieces,
+                        const char *body, size_t bytes) {
+    tensor_list(exchange, NULL);
+}
+
+static void tensors_one(struct kld_exchange *exchange, const struct pieces *pieces,
+                        const char *body, size_t bytes) {
+    tensor_list(exchange, pieces->text[0]);
+}
+
+static void tensor_delete(struct kld_exchange *exchange, const struct pieces *pieces,
+                          const char *body, size_t bytes) {
+    if (kld_tensors_remove(exchange->gateway->tensors, exchange->caller, pieces->text[0]))
+        kld_exchange_reply_text(exchange, 200, "", "", 0);
+    else
+        fail(exchange, KLD_NOT_FOUND, "no tensor of this name is stored");
+}
+
 /* ---- The table --------------------------------------------------------------------------------*/
 
 #define MODEL(method, tail, answer, right)                                                         \
@@ -236,6 +271,10 @@ static const struct kld_route routes[] = {
     MODEL("GET", "/stats", model_stats, ANY),
     MODEL("POST", "/infer", NULL, INFER),
     ROUTE("POST", "/v2/repository/index", repository_index, ANY),
+    ROUTE("GET", "/v2/tensors", tensors_all, INFER),
+    ROUTE("GET", "/v2/tensors/*", tensors_one, INFER),
+    ROUTE("PUT", "/v2/tensors/*", NULL, INFER),
+    ROUTE("DELETE", "/v2/tensors/*", tensor_delete, INFER),
     ROUTE("GET", SHM("system") "/status", shm_status, SHM),
     ROUTE("GET", SHM("system") "/region/*/status", shm_status_of, SHM),
     ROUTE("POST", SHM("system") "/region/*/register", shm_register, SHM),
@@ -267,28 +306,38 @@ static bool match(const char *pattern, const char *path, struct pieces *pieces) 
     return *path == '\0';
 }
 
+static bool is_upload(const struct kld_route *route) {
+    return !route->answer && route->method[1] == 'U';
+}
+
 static bool serves(const struct kld_route *route, const char *method) {
     return strcmp(route->method, method) == 0 ||
            (strcmp(route->method, "GET") == 0 && strcmp(method, "HEAD") == 0);
 }
 
-static void refuse_method(struct kld_exchange *exchange, bool get, bool post) {
+/* methods: of the path's routes, by comma. */
+static void refuse_method(struct kld_exchange *exchange, const char *methods) {
     char buffer[128];
     struct kld_oip_text text = {.data = buffer, .capacity = sizeof buffer};
-    const char *allow = get && post ? "GET, HEAD, POST" : get ? "GET, HEAD" : "POST";
-    kld_oip_append(&text, "{\"error\":\"this path takes %s\"}", allow);
+    kld_oip_append(&text, "{\"error\":\"this path takes %s\"}", methods);
     struct MHD_Response *response =
         MHD_create_response_from_buffer(text.length, buffer, MHD_RESPMEM_MUST_COPY);
     if (response) {
         MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
-        MHD_add_response_header(response, MHD_HTTP_HEADER_ALLOW, allow);
+        MHD_add_response_header(response, MHD_HTTP_HEADER_ALLOW, methods);
     }
     kld_exchange_reply(exchange, 405, response);
 }
 
+static void add_method(struct kld_oip_text *methods, const char *method) {
+    kld_oip_append(methods, "%s%s%s", methods->length ? ", " : "", method,
+                   strcmp(method, "GET") == 0 ? ", HEAD" : "");
+}
+
 /* The route, or NULL after a reply that says why there is none. */
 static const struct kld_route *find(struct kld_exchange *exchange, struct pieces *pieces) {
-    bool get = false, post = false;
+    char methods_buffer[64] = "";
+    struct kld_oip_text methods = {.data = methods_buffer, .capacity = sizeof methods_buffer - 1};
     for (size_t i = 0; i < sizeof routes / sizeof routes[0]; i++) {
         memset(pieces, 0, sizeof *pieces);
         if (!match(routes[i].pattern, exchange->url, pieces))
@@ -305,11 +354,11 @@ static const struct kld_route *find(struct kld_exchange *exchange, struct pieces
             kld_exchange_reply_error(exchange, &error);
             return NULL;
         }
-        get = get || strcmp(routes[i].method, "GET") == 0;
-        post = post || strcmp(routes[i].method, "POST") == 0;
+        add_method(&methods, routes[i].method);
     }
-    if (get || post)
-        refuse_method(exchange, get, post);
+    methods_buffer[methods.length] = '\0';
+    if (methods.length)
+        refuse_method(exchange, methods_buffer);
     else
         fail(exchange, KLD_NOT_FOUND, "no such path");
     return NULL;
@@ -343,6 +392,10 @@ static void begin(struct kld_exchange *exchange) {
         return;
     }
     exchange->route = route;
+    if (is_upload(route)) {
+        kld_upload_begin(exchange, pieces.text[0]);
+        return;
+    }
     if (!route->answer) {
         kld_infer_begin(exchange);
         return;
@@ -360,6 +413,8 @@ static void begin(struct kld_exchange *exchange) {
 }
 
 static size_t feed(struct kld_exchange *exchange, const char *data, size_t size) {
+    if (is_upload(exchange->route))
+        return kld_upload_feed(exchange, data, size);
     if (!exchange->route->answer)
         return kld_infer_feed(exchange, data, size);
     struct small_body *body = exchange->state;
@@ -373,6 +428,10 @@ static size_t feed(struct kld_exchange *exchange, const char *data, size_t size)
 }
 
 static void finish(struct kld_exchange *exchange) {
+    if (is_upload(exchange->route)) {
+        kld_upload_finish(exchange);
+        return;
+    }
     if (!exchange->route->answer) {
         kld_infer_finish(exchange);
         return;
@@ -382,7 +441,9 @@ static void finish(struct kld_exchange *exchange) {
 }
 
 static void end(struct kld_exchange *exchange) {
-    if (exchange->route && !exchange->route->answer)
+    if (exchange->route && is_upload(exchange->route))
+        kld_upload_end(exchange);
+    else if (exchange->route && !exchange->route->answer)
         kld_infer_end(exchange);
     else
         free(exchange->state);

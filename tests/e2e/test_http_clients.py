@@ -245,6 +245,11 @@ checks.positive_data_acceptance.enabled = false
 checks.negative_data_rejection.expected-statuses = [400, 404, 405, 413, 415, 501]
 """ for path in (INFER, INFER.replace("/infer", "/versions/1/infer"))) + """
 [[operations]]
+include-name = "PUT /v2/tensors/{name}"
+checks.positive_data_acceptance.enabled = false
+checks.negative_data_rejection.expected-statuses = [400, 404, 405, 413, 415]
+
+[[operations]]
 include-name = "POST /v2/cudasharedmemory/region/{name}/register"
 checks.not_a_server_error.enabled = false
 """

@@ -1,0 +1,182 @@
+/* tensors.c - the list of tensors that callers keep on the device, their lifetimes and quotas
+ * (tensors.h). Moves no bytes (upload.c). Loop thread. */
+#include "server/gateway/tensors.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LOOK_MS 500 /* how exactly lifetimes are kept */
+
+struct kld_tensors {
+    const struct kld_config *config;
+    struct kld_stats *stats;
+    uv_timer_t timer;
+    struct kld_stored *first;
+    uint32_t count;
+    uint64_t bytes; /* with those being uploaded */
+};
+
+static void count(struct kld_tensors *tensors, int64_t count, uint64_t bytes) {
+    tensors->count += (uint32_t)count;
+    tensors->bytes += (uint64_t)count * bytes;
+    kld_stats_set(tensors->stats, KLD_STAT_http_tensors, tensors->count);
+    kld_stats_set(tensors->stats, KLD_STAT_http_tensor_bytes, tensors->bytes);
+}
+
+static void take_out(struct kld_tensors *tensors, struct kld_stored **at) {
+    struct kld_stored *stored = *at;
+    *at = stored->next;
+    count(tensors, -1, stored->bytes);
+    kld_pool_drop(stored->buffer);
+    free(stored);
+}
+
+static void look(uv_timer_t *timer) {
+    struct kld_tensors *tensors = timer->data;
+    uint64_t now = uv_hrtime();
+    for (struct kld_stored **at = &tensors->first; *at;)
+        if ((*at)->buffer && now - (*at)->used_ns > (*at)->lifetime_ns)
+            take_out(tensors, at);
+        else
+            at = &(*at)->next;
+    if (!tensors->first)
+        uv_timer_stop(timer);
+}
+
+enum kld_status kld_tensors_open(uv_loop_t *loop, const struct kld_config *config,
+                                 struct kld_stats *stats, struct kld_tensors **ret_tensors,
+                                 struct kld_error *err) {
+    struct kld_tensors *tensors = calloc(1, sizeof *tensors);
+    if (!tensors)
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    tensors->config = config;
+    tensors->stats = stats;
+    uv_timer_init(loop, &tensors->timer);
+    tensors->timer.data = tensors;
+    *ret_tensors = tensors;
+    return KLD_OK;
+}
+
+static void timer_closed(uv_handle_t *handle) { free(handle->data); }
+
+void kld_tensors_close(struct kld_tensors *tensors) {
+    while (tensors->first)
+        take_out(tensors, &tensors->first);
+    uv_close((uv_handle_t *)&tensors->timer, timer_closed);
+}
+
+static struct kld_stored **find(struct kld_tensors *tensors, const struct kld_caller *owner,
+                                const char *name) {
+    struct kld_stored **at = &tensors->first;
+    while (*at && !((*at)->buffer && (*at)->owner == owner && strcmp((*at)->name, name) == 0))
+        at = &(*at)->next;
+    return at;
+}
+
+enum kld_status kld_tensors_reserve(struct kld_tensors *tensors, const struct kld_stored *wanted,
+                                    struct kld_stored **ret_stored, struct kld_error *err) {
+    const struct kld_config *config = tensors->config;
+    uint64_t most = config->tensor_bytes_max, mine = config->token_tensor_bytes_max, owned = 0;
+    for (const struct kld_stored *stored = tensors->first; stored; stored = stored->next)
+        owned += stored->owner == wanted->owner ? stored->bytes : 0;
+    if (tensors->count >= config->tensors_max)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "there are %" PRIu32 " stored tensors, the most allowed "
+                             "(tensors_max); delete one",
+                             tensors->count);
+    if (wanted->bytes > most || tensors->bytes > most - wanted->bytes)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "the tensor has %" PRIu64 " bytes and %" PRIu64
+                             " are stored; at most %" PRIu64 " (tensor_bytes_max)",
+                             wanted->bytes, tensors->bytes, most);
+    if (wanted->owner->name[0] && (wanted->bytes > mine || owned > mine - wanted->bytes))
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "the tensor has %" PRIu64 " bytes and this token stores %" PRIu64
+                             "; at most %" PRIu64 " (token_tensor_bytes_max)",
+                             wanted->bytes, owned, mine);
+    struct kld_stored *stored = malloc(sizeof *stored);
+    if (!stored)
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    *stored = *wanted;
+    stored->buffer = NULL;
+    stored->next = tensors->first;
+    tensors->first = stored;
+    count(tensors, 1, stored->bytes);
+    *ret_stored = stored;
+    return KLD_OK;
+}
+
+void kld_tensors_publish(struct kld_tensors *tensors, struct kld_stored *stored,
+                         struct kld_pool_buffer *buffer) {
+    kld_tensors_remove(tensors, stored->owner, stored->name);
+    stored->buffer = buffer;
+    stored->used_ns = uv_hrtime();
+    if (!uv_is_active((uv_handle_t *)&tensors->timer))
+        uv_timer_start(&tensors->timer, look, LOOK_MS, LOOK_MS);
+}
+
+void kld_tensors_give_up(struct kld_tensors *tensors, struct kld_stored *stored) {
+    struct kld_stored **at = &tensors->first;
+    while (*at != stored)
+        at = &(*at)->next;
+    take_out(tensors, at);
+}
+
+bool kld_tensors_remove(struct kld_tensors *tensors, const struct kld_caller *owner,
+                        const char *name) {
+    struct kld_stored **at = find(tensors, owner, name);
+    bool found = *at != NULL;
+    if (found)
+        take_out(tensors, at);
+    return found;
+}
+
+enum kld_status kld_tensors_acquire(struct kld_tensors *tensors, const struct kld_caller *owner,
+                                    const struct kld_oip_tensor *input,
+                                    struct kld_pool_buffer **ret_buffer, struct kld_error *err) {
+    struct kld_stored *stored = *find(tensors, owner, input->region);
+    if (!stored)
+        return kld_error_set(err, KLD_NOT_FOUND, "no tensor '%.60s' is stored", input->region);
+    if (atomic_load(&stored->buffer->lost))
+        return kld_error_set(err, KLD_GONE,
+                             "the stored tensor '%.60s' was lost with its worker; upload it again",
+                             input->region);
+    if (stored->dtype != input->dtype || stored->rank != input->rank ||
+        memcmp(stored->shape, input->shape, stored->rank * sizeof stored->shape[0]) != 0)
+        return kld_error_set(err, KLD_INVALID,
+                             "%s: the stored tensor '%.60s' has another shape or datatype (it is "
+                             "%s of %" PRIu64 " bytes)",
+                             kld_slot_name(input->slot), input->region,
+                             kld_dtype_name(stored->dtype), stored->bytes);
+    stored->used_ns = uv_hrtime();
+    kld_pool_hold(stored->buffer);
+    *ret_buffer = stored->buffer;
+    return KLD_OK;
+}
+
+bool kld_tensors_append(const struct kld_tensors *tensors, const struct kld_caller *owner,
+                        const char *name, struct kld_oip_text *text) {
+    bool found = false;
+    uint64_t now = uv_hrtime();
+    kld_oip_append(text, "[");
+    for (const struct kld_stored *stored = tensors->first; stored; stored = stored->next) {
+        if (!stored->buffer || stored->owner != owner || (name && strcmp(stored->name, name) != 0))
+            continue;
+        kld_oip_append(text, "%s{\"name\":", found ? "," : "");
+        kld_oip_append_string(text, stored->name);
+        kld_oip_append(text, ",\"datatype\":\"%s\",\"shape\":", kld_dtype_name(stored->dtype));
+        kld_oip_append_shape(text, stored->shape, stored->rank);
+        kld_oip_append(text,
+                       ",\"byte_size\":%" PRIu64 ",\"device\":%" PRIu32 ",\"lifetime_ms\":%" PRIu64
+                       ",\"idle_ms\":%" PRIu64 ",\"state\":\"%s\"}",
+                       stored->bytes, kld_pool_index(stored->buffer->pool),
+                       stored->lifetime_ns / 1000000, (now - stored->used_ns) / 1000000,
+                       atomic_load(&stored->buffer->lost) ? "LOST" : "READY");
+        found = true;
+    }
+    kld_oip_append(text, "]");
+    return found || !name;
+}
+
+uint32_t kld_tensors_count(const struct kld_tensors *tensors) { return tensors->count; }

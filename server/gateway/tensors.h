@@ -1,0 +1,63 @@
+/* tensors.h - tensors that HTTP callers keep on the device: uploaded once, named by later requests.
+ *
+ * A tensor belongs to the caller (auth.h) who uploaded it; nobody else sees it, and two callers may
+ * use the same name. It goes when its lifetime has passed since it was last used, when it is
+ * deleted or replaced, and with its worker: then it is listed as lost, and who names it is told
+ * KLD_GONE. Requests that already use it finish with what it held. Loop thread. */
+#ifndef KLD_SERVER_GATEWAY_TENSORS_H
+#define KLD_SERVER_GATEWAY_TENSORS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <uv.h>
+
+#include "proto/oip.h"
+#include "server/gateway/auth.h"
+#include "server/gateway/pool.h"
+#include "server/stats.h"
+
+struct kld_tensors;
+
+struct kld_stored {
+    /* The uploader's, before kld_tensors_reserve(). */
+    const struct kld_caller *owner;
+    char name[KLD_OIP_NAME_MAX];
+    uint32_t dtype, rank;
+    uint64_t shape[KLD_RANK_MAX];
+    uint64_t bytes, lifetime_ns;
+
+    /* tensors.c's. */
+    struct kld_stored *next;
+    struct kld_pool_buffer *buffer; /* NULL: still being uploaded */
+    uint64_t used_ns;
+};
+
+enum kld_status kld_tensors_open(uv_loop_t *loop, const struct kld_config *config,
+                                 struct kld_stats *stats, struct kld_tensors **ret_tensors,
+                                 struct kld_error *err);
+void kld_tensors_close(struct kld_tensors *tensors); /* before the pools */
+
+/* Room for a tensor: KLD_TOO_LARGE over tensor_bytes_max, token_tensor_bytes_max or tensors_max.
+ * The copy in *ret_stored is the list's; it is seen by nobody until kld_tensors_publish(). */
+enum kld_status kld_tensors_reserve(struct kld_tensors *tensors, const struct kld_stored *wanted,
+                                    struct kld_stored **ret_stored, struct kld_error *err);
+/* Takes over one use of the buffer. An earlier one of this name goes. */
+void kld_tensors_publish(struct kld_tensors *tensors, struct kld_stored *stored,
+                         struct kld_pool_buffer *buffer);
+void kld_tensors_give_up(struct kld_tensors *tensors, struct kld_stored *stored);
+
+/* False: no such name. */
+bool kld_tensors_remove(struct kld_tensors *tensors, const struct kld_caller *owner,
+                        const char *name);
+/* The buffer of the stored tensor that an input names, held until kld_pool_drop(). KLD_NOT_FOUND;
+ * KLD_GONE: lost; KLD_INVALID: of another shape or datatype. */
+enum kld_status kld_tensors_acquire(struct kld_tensors *tensors, const struct kld_caller *owner,
+                                    const struct kld_oip_tensor *input,
+                                    struct kld_pool_buffer **ret_buffer, struct kld_error *err);
+
+/* A list in JSON, of one name or of all (NULL). False: no such name. */
+bool kld_tensors_append(const struct kld_tensors *tensors, const struct kld_caller *owner,
+                        const char *name, struct kld_oip_text *text);
+uint32_t kld_tensors_count(const struct kld_tensors *tensors);
+
+#endif

@@ -1,0 +1,300 @@
+/* upload.c - receives one tensor to keep on the device (upload.h). Holds two pieces of staging and
+ * a buffer until the list of tensors takes it over. Loop thread. */
+#include "server/gateway/upload.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+
+#include "server/gateway/infer.h"
+#include "server/gateway/pieces.h"
+#include "server/gateway/staging.h"
+#include "server/gateway/tensors.h"
+
+struct upload {
+    struct kld_gateway *gateway;
+    struct kld_exchange *exchange; /* NULL: the client has gone */
+    struct kld_caller *caller;
+    struct kld_stored *stored; /* its place in the list; NULL: none any more */
+    struct kld_pool_job job;
+    struct kld_pool_buffer *buffer;
+    struct kld_pieces pieces;
+    uint64_t have;
+    bool counted, staged, opening, starved, finished;
+};
+
+/* ---- What is asked for
+ * -------------------------------------------------------------------------*/
+
+static bool read_whole(const char *text, uint64_t most, uint64_t *ret_value) {
+    char *end;
+    errno = 0;
+    if (*text < '0' || *text > '9')
+        return false;
+    *ret_value = strtoull(text, &end, 10);
+    return !errno && !*end && *ret_value <= most;
+}
+
+static enum kld_status read_shape(const char *text, struct kld_stored *stored,
+                                  struct kld_error *err) {
+    uint64_t elements = 1;
+    for (const char *at = text ? text : "";; at++) {
+        char *end;
+        errno = 0;
+        unsigned long long size = *at >= '0' && *at <= '9' ? strtoull(at, &end, 10) : 0;
+        if (!size || errno || (*end && *end != ',') || stored->rank == KLD_RANK_MAX)
+            return kld_error_set(err, KLD_INVALID,
+                                 "shape must be 1 to %d whole numbers greater than 0, by comma",
+                                 KLD_RANK_MAX);
+        stored->shape[stored->rank++] = size;
+        if (__builtin_mul_overflow(elements, size, &elements) || elements > KLD_ELEMENTS_MAX)
+            return kld_error_set(err, KLD_TOO_LARGE,
+                                 "the shape has more than 2^40 elements, the most allowed");
+        at = end;
+        if (!*at)
+            break;
+    }
+    stored->bytes = elements * kld_dtype_bytes(stored->dtype);
+    return KLD_OK;
+}
+
+static enum MHD_Result check_argument(void *user, enum MHD_ValueKind kind, const char *name,
+                                      const char *value) {
+    static const char *const known[] = {"datatype", "shape", "lifetime_ms", "device"};
+    const char **unknown = user;
+    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++)
+        if (strcmp(known[i], name) == 0 && value)
+            return MHD_YES;
+    *unknown = name;
+    return MHD_YES;
+}
+
+static const char *argument(const struct kld_exchange *exchange, const char *name) {
+    return MHD_lookup_connection_value(exchange->connection, MHD_GET_ARGUMENT_KIND, name);
+}
+
+static enum kld_status read_arguments(const struct kld_exchange *exchange,
+                                      struct kld_stored *stored, struct kld_pool **ret_pool,
+                                      struct kld_error *err) {
+    struct kld_gateway *gateway = exchange->gateway;
+    const char *datatype = argument(exchange, "datatype"), *unknown = NULL;
+    const char *lifetime = argument(exchange, "lifetime_ms");
+    const char *device = argument(exchange, "device");
+    uint64_t most = gateway->config->tensor_lifetime_ms, value = most;
+    enum kld_dtype dtype;
+    MHD_get_connection_values(exchange->connection, MHD_GET_ARGUMENT_KIND, check_argument,
+                              &unknown);
+    if (unknown)
+        return kld_error_set(
+            err, KLD_INVALID,
+            "unknown argument '%.40s'; known: datatype, shape, lifetime_ms, device", unknown);
+    if (!datatype || !kld_dtype_from_name(datatype, &dtype))
+        return kld_error_set(err, KLD_INVALID, "unknown datatype '%.20s'; known: %s, UINT8, BOOL",
+                             datatype ? datatype : "", kld_dtype_list());
+    stored->dtype = dtype;
+    if (lifetime && (!read_whole(lifetime, most, &value) || !value))
+        return kld_error_set(
+            err, KLD_INVALID,
+            "lifetime_ms must be a whole number from 1 to %" PRIu64 " (tensor_lifetime_ms)", most);
+    stored->lifetime_ns = value * 1000000;
+    if (device && (!read_whole(device, UINT32_MAX, &value) || value >= gateway->pools))
+        return kld_error_set(err, KLD_INVALID, "device '%.20s' is none of the %u of this server",
+                             device, gateway->pools);
+    *ret_pool = device ? gateway->pool[value] : kld_pool_choose(gateway);
+    return read_shape(argument(exchange, "shape"), stored, err);
+}
+
+static enum kld_status check_body(const struct kld_exchange *exchange, uint64_t bytes,
+                                  struct kld_error *err) {
+    const char *coding = kld_exchange_header(exchange, MHD_HTTP_HEADER_CONTENT_ENCODING);
+    if (coding && *coding && strcasecmp(coding, "identity") != 0)
+        return kld_error_set(err, KLD_MEDIA,
+                             "the bytes of a tensor are taken as they are; "
+                             "Content-Encoding is not supported here");
+    if (exchange->has_length || !exchange->has_body)
+        if (exchange->length_bytes != bytes)
+            return kld_error_set(err, KLD_INVALID,
+                                 "the body has %" PRIu64 " bytes; this shape and datatype need "
+                                 "%" PRIu64,
+                                 exchange->length_bytes, bytes);
+    return KLD_OK;
+}
+
+/* ---- Its life
+ * ----------------------------------------------------------------------------------*/
+
+static void let_go(struct upload *upload) {
+    if (upload->opening || kld_pieces_busy(&upload->pieces) ||
+        (upload->exchange && !upload->exchange->replied))
+        return;
+    if (upload->stored)
+        kld_tensors_give_up(upload->gateway->tensors, upload->stored);
+    upload->stored = NULL;
+    kld_pool_drop(upload->buffer);
+    upload->buffer = NULL;
+    if (upload->staged)
+        kld_staging_free(upload->gateway->staging, upload->pieces.staging_offset);
+    upload->staged = false;
+    kld_stats_set(upload->gateway->stats, KLD_STAT_staging_bytes,
+                  kld_staging_used_bytes(upload->gateway->staging));
+    if (upload->exchange)
+        return;
+    if (upload->counted)
+        kld_auth_give_request(upload->caller);
+    free(upload);
+}
+
+static void fail(struct upload *upload, const struct kld_error *error) {
+    if (upload->exchange && !upload->exchange->replied)
+        kld_exchange_reply_error(upload->exchange, error);
+    let_go(upload);
+}
+
+static void store(struct upload *upload) {
+    char buffer[64];
+    struct kld_oip_text text = {.data = buffer, .capacity = sizeof buffer};
+    kld_oip_append(&text, "{\"byte_size\":%" PRIu64 "}", upload->stored->bytes);
+    kld_tensors_publish(upload->gateway->tensors, upload->stored, upload->buffer);
+    upload->stored = NULL;
+    upload->buffer = NULL;
+    kld_exchange_reply_text(upload->exchange, 200, "application/json", buffer, text.length);
+    let_go(upload);
+}
+
+static void moved(struct kld_pieces *pieces) {
+    struct upload *upload =
+        (struct upload *)(void *)((char *)pieces - offsetof(struct upload, pieces));
+    if (!upload->exchange || upload->exchange->replied) {
+        let_go(upload);
+    } else if (pieces->status) {
+        fail(upload, &pieces->error);
+    } else if (upload->finished) {
+        if (!kld_pieces_busy(pieces))
+            store(upload);
+    } else if (upload->starved) {
+        upload->starved = false;
+        kld_exchange_continue(upload->exchange);
+    }
+}
+
+static void opened(struct kld_pool_job *job) {
+    struct upload *upload = (struct upload *)(void *)((char *)job - offsetof(struct upload, job));
+    upload->opening = false;
+    upload->buffer = job->buffer;
+    upload->pieces.buffer = job->buffer;
+    if (!upload->exchange || upload->exchange->replied)
+        let_go(upload);
+    else if (job->status)
+        fail(upload, &job->error);
+    else if (upload->starved) {
+        upload->starved = false;
+        kld_exchange_continue(upload->exchange);
+    }
+}
+
+static enum kld_status start(struct upload *upload, const char *name, struct kld_error *err) {
+    struct kld_exchange *exchange = upload->exchange;
+    struct kld_gateway *gateway = upload->gateway;
+    struct kld_stored wanted = {.owner = upload->caller};
+    struct kld_pieces *pieces = &upload->pieces;
+    enum kld_status status;
+    if (gateway->draining)
+        return kld_error_set(err, KLD_UNAVAILABLE, "the server is shutting down; try again");
+    if (strlen(name) >= sizeof wanted.name)
+        return kld_error_set(err, KLD_INVALID, "the name of a tensor has 1 to %zu bytes",
+                             sizeof wanted.name - 1);
+    strcpy(wanted.name, name);
+    if ((status = kld_auth_take_request(gateway->auth, upload->caller, err)))
+        return status;
+    upload->counted = true;
+    if ((status = read_arguments(exchange, &wanted, &pieces->pool, err)) ||
+        (status = check_body(exchange, wanted.bytes, err)) ||
+        (status = kld_tensors_reserve(gateway->tensors, &wanted, &upload->stored, err)))
+        return status;
+    pieces->mail = &gateway->mail;
+    pieces->staging = gateway->staging;
+    pieces->piece_bytes = kld_infer_piece_bytes(gateway);
+    pieces->moved = moved;
+    kld_pieces_begin(pieces);
+    if ((status = kld_staging_alloc(gateway->staging, KLD_PIECES * pieces->piece_bytes,
+                                    &pieces->staging_offset, err)))
+        return status;
+    upload->staged = true;
+    upload->job.kind = KLD_POOL_OPEN;
+    upload->job.bytes = wanted.bytes;
+    upload->job.done = opened;
+    upload->opening = true;
+    kld_pool_submit(pieces->pool, &gateway->mail, &upload->job);
+    return KLD_OK;
+}
+
+void kld_upload_begin(struct kld_exchange *exchange, const char *name) {
+    struct upload *upload = calloc(1, sizeof *upload);
+    struct kld_error error;
+    if (!upload) {
+        kld_error_set(&error, KLD_NO_MEMORY, "out of memory");
+        kld_exchange_reply_error(exchange, &error);
+        return;
+    }
+    upload->gateway = exchange->gateway;
+    upload->exchange = exchange;
+    upload->caller = exchange->caller;
+    exchange->state = upload;
+    if (start(upload, name, &error))
+        fail(upload, &error);
+}
+
+size_t kld_upload_feed(struct kld_exchange *exchange, const char *data, size_t size) {
+    struct upload *upload = exchange->state;
+    uint64_t room = 0;
+    size_t done = 0;
+    while (done < size && !exchange->paused && !exchange->replied) {
+        if (size - done > upload->stored->bytes - upload->have) {
+            struct kld_error error;
+            kld_error_set(&error, KLD_INVALID,
+                          "the body goes on behind the %" PRIu64
+                          " bytes that this shape and datatype need",
+                          upload->stored->bytes);
+            fail(upload, &error);
+            return size;
+        }
+        void *to = upload->buffer ? kld_pieces_room(&upload->pieces, &room) : NULL;
+        if (!to || room == 0) {
+            upload->starved = true;
+            kld_exchange_pause(exchange);
+            break;
+        }
+        size_t taken = size - done < room ? size - done : (size_t)room;
+        memcpy(to, data + done, taken);
+        kld_pieces_put(&upload->pieces, taken);
+        done += taken;
+        upload->have += taken;
+    }
+    return done;
+}
+
+void kld_upload_finish(struct kld_exchange *exchange) {
+    struct upload *upload = exchange->state;
+    struct kld_error error;
+    if (upload->have < upload->stored->bytes) {
+        kld_error_set(&error, KLD_INVALID,
+                      "the body has %" PRIu64 " bytes; this shape and datatype need %" PRIu64,
+                      upload->have, upload->stored->bytes);
+        fail(upload, &error);
+        return;
+    }
+    upload->finished = true;
+    kld_pieces_flush(&upload->pieces);
+    if (!kld_pieces_busy(&upload->pieces))
+        store(upload);
+}
+
+void kld_upload_end(struct kld_exchange *exchange) {
+    struct upload *upload = exchange->state;
+    if (!upload)
+        return;
+    upload->exchange = NULL;
+    let_go(upload);
+}

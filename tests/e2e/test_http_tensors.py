@@ -1,0 +1,269 @@
+"""Tensors kept on the device for HTTP callers: uploaded once, named by later requests, listed, replaced,
+deleted, outlived; quotas, owners, and a worker that is lost with them."""
+import hashlib
+import json
+import socket
+import subprocess
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import oip
+from conftest import wait_until
+from httplib import close, fds_of, logits, probabilities
+from oip import INFER, LENGTH, Connection
+
+PATH = "/v2/tensors/"
+POOL = 'kld_pool_bytes{worker="0"}'
+SMALL = {"staging_bytes_max": "4M", "staging_request_bytes_max": "1M"}
+
+
+@pytest.fixture(scope="module")
+def server(backend):
+    from conftest import SANITIZER, Server
+    one = Server(backend=backend, tensors_max=8, tensor_bytes_max="64M", **SMALL)
+    yield one
+    for tensor in listed(one):
+        assert one.request(PATH + tensor["name"], method="DELETE")[0] == 200
+
+    def clean():
+        metrics = one.metrics()
+        return metrics["kld_http_tensors"] == metrics["kld_http_tensor_bytes"] == metrics[POOL] == \
+            metrics["kld_staging_bytes"] == 0
+    wait_until(clean, what="free memory")
+    status, log = one.stop(), one.log()
+    one.remove()
+    assert status == 0 and not SANITIZER.search(log), log
+
+
+def listed(server, name="", headers=None):
+    status, _, body = server.request("/v2/tensors" + ("/" + name if name else ""), headers=headers)
+    return json.loads(body) if status == 200 else status
+
+
+def query(array, **more):
+    shape = ",".join(map(str, array.shape))
+    return f"?datatype={oip.NAMES[array.dtype]}&shape={shape}" + "".join(f"&{k}={v}" for k, v in more.items())
+
+
+def put(server, name, array, headers=None, **more):
+    status, _, body = server.request(PATH + name + query(array, **more), array.tobytes(), headers, "PUT")
+    return status, json.loads(body)
+
+
+def ask(server, q, p, names, outputs=None, parameters=None, headers=None):
+    """Tensors in `names` ({input: stored name}) are named, the others are sent."""
+    tensors, tail = [], b""
+    for name, array in (("predictions", q), ("targets", p)):
+        tensors.append({"name": name, "shape": list(array.shape), "datatype": oip.NAMES[array.dtype],
+                        "parameters": {"stored_tensor": names[name]} if name in names else
+                        {"binary_data_size": array.nbytes}})
+        tail += b"" if name in names else array.tobytes()
+    request = {"inputs": tensors, "parameters": parameters or {}}
+    if outputs:
+        request["outputs"] = [{"name": n, "parameters": {"binary_data": True}} for n in outputs]
+    head = json.dumps(request).encode()
+    status, reply_headers, body = server.request(INFER, head + tail, {LENGTH: str(len(head)), **(headers or {})})
+    return (status, oip.parse(reply_headers, body)[1]) if status == 200 else (status, json.loads(body)["error"])
+
+
+OUTPUTS = ["loss", "grad_predictions"]
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (500, 1000), (1500, 2003)])
+@pytest.mark.parametrize("dtype", ["<f4", "<f2"])
+def test_a_teacher_that_stays(server, shape, dtype):
+    """At several temperatures, for requests that fit staging and those that do not; each time the same bits as
+    where both are sent."""
+    teacher = logits(shape, 1, "<f4").astype(dtype)
+    assert put(server, "teacher", teacher) == (200, {"byte_size": teacher.nbytes})
+    for temperature in (1.0, 2.5):
+        student = logits(shape, 2)
+        parameters = {"predictions_form": "logits", "targets_form": "logits", "temperature": temperature}
+        status, got = ask(server, student, teacher, {"targets": "teacher"}, OUTPUTS, parameters)
+        assert status == 200, got
+        _, sent = ask(server, student, teacher, {}, OUTPUTS, parameters)
+        for name in OUTPUTS:
+            assert got[name].tobytes() == sent[name].tobytes(), name
+        close(got["loss"], oip.expected(student, teacher, **parameters)["loss"], "FP32")
+
+
+def test_both_inputs_stored(server):
+    q, p = probabilities((300, 700), 3), probabilities((300, 700), 4)
+    assert put(server, "q", q)[0] == put(server, "p", p)[0] == 200
+    for names in ({"predictions": "q", "targets": "p"}, {"predictions": "p", "targets": "p"}):
+        status, got = ask(server, q, p, names, OUTPUTS)
+        arrays = {"q": q, "p": p}
+        close(got["loss"], oip.expected(arrays[names["predictions"]], p)["loss"], "FP32")
+
+
+def test_listed_replaced_deleted(server):
+    first, second = probabilities((3, 5), 5), probabilities((2, 7), 6)
+    put(server, "mine", first, lifetime_ms=5000)
+    entry = listed(server, "mine")[0]
+    assert entry["idle_ms"] < 5000 and {k: v for k, v in entry.items() if k != "idle_ms"} == {
+        "name": "mine", "datatype": "FP32", "shape": [3, 5], "byte_size": 60, "device": 0, "lifetime_ms": 5000,
+        "state": "READY"}
+    assert "mine" in [t["name"] for t in listed(server)]
+    assert ask(server, second, second, {"targets": "mine"})[0] == 400
+    put(server, "mine", second)
+    assert listed(server, "mine")[0]["shape"] == [2, 7] and len([t for t in listed(server) if t["name"] == "mine"]) == 1
+    assert ask(server, second, second, {"targets": "mine"})[0] == 200
+    assert server.request(PATH + "mine", method="DELETE")[0] == 200
+    assert server.request(PATH + "mine", method="DELETE")[0] == 404 and listed(server, "mine") == 404
+    status, error = ask(server, second, second, {"targets": "mine"})
+    assert status == 404 and "'mine'" in error
+
+
+def test_curl_uploads(server, tmp_path):
+    p = probabilities((50, 60), 7)
+    (tmp_path / "p.bin").write_bytes(p.tobytes())
+    for more in ([], ["-H", "Transfer-Encoding: chunked"]):
+        out = subprocess.run(["curl", "-sS", "--fail-with-body", "-T", tmp_path / "p.bin", *more,
+                              server.http + PATH + "by-curl" + query(p)], capture_output=True, check=True).stdout
+        assert json.loads(out) == {"byte_size": p.nbytes}
+        close(ask(server, p, p, {"targets": "by-curl"}, OUTPUTS)[1]["loss"], np.zeros(1), "FP32")
+
+
+def test_a_lifetime(server):
+    """From its last use."""
+    p = probabilities((3, 4), 8)
+    put(server, "short", p, lifetime_ms=1500)
+    for _ in range(4):
+        time.sleep(0.6)
+        assert ask(server, p, p, {"targets": "short"})[0] == 200
+    wait_until(lambda: listed(server, "short") == 404, what="its end")
+
+
+ROW = np.ones((1, 4), "<f4")
+
+
+@pytest.mark.parametrize("tail, data, status, part", [
+    ("", ROW, 400, "datatype"), ("?datatype=FP32", ROW, 400, "shape"),
+    ("?datatype=FP8&shape=1,4", ROW, 400, "FP8"), ("?datatype=FP32&shape=1,x", ROW, 400, "shape"),
+    ("?datatype=FP32&shape=0,4", ROW, 400, "shape"), ("?datatype=FP32&shape=1,4,", ROW, 400, "shape"),
+    ("?datatype=FP32&shape=-1,4", ROW, 400, "shape"), ("?datatype=FP32&shape=1,1,1,1,1,1,1,1,4", ROW, 400, "shape"),
+    ("?datatype=FP32&shape=99999999999999999999", ROW, 400, "shape"),
+    ("?datatype=FP32&shape=4294967296,4294967296", ROW, 413, "2^40"),
+    ("?datatype=FP32&shape=1,5", ROW, 400, "20"), ("?datatype=FP32&shape=1,3", ROW, 400, "12"),
+    ("?datatype=FP32&shape=1,4&lifetime_ms=0", ROW, 400, "lifetime_ms"),
+    ("?datatype=FP32&shape=1,4&lifetime_ms=99999999999", ROW, 400, "lifetime_ms"),
+    ("?datatype=FP32&shape=1,4&device=7", ROW, 400, "device"), ("?datatype=FP32&shape=1,4&form=x", ROW, 400, "form"),
+    ("?datatype=FP32&shape=8,1048576", ROW, 400, "body has 16"),
+    ("?datatype=FP32&shape=1099511627776", ROW, 400, "body has 16")])
+def test_bad_uploads(server, tail, data, status, part):
+    before = listed(server)
+    with Connection(server) as connection:
+        got, _, body = connection.ask("PUT", PATH + "bad" + tail, data.tobytes())
+        assert got == status and part in json.loads(body)["error"], body
+    chunks = (bytes([b]) for b in data.tobytes())
+    with Connection(server) as connection:
+        connection.http.request("PUT", PATH + "bad" + tail, chunks, encode_chunked=True)
+        reply = connection.http.getresponse()
+        assert reply.status in (400, 413), reply.read()
+    assert [t["name"] for t in listed(server)] == [t["name"] for t in before]
+    assert server.request(PATH + "x" * 200 + "?datatype=FP32&shape=1,4", data.tobytes(), method="PUT")[0] == 400
+    packed = server.request(PATH + "bad?datatype=FP32&shape=1,4", data.tobytes(), {"Content-Encoding": "gzip"}, "PUT")
+    assert packed[0] == 415
+
+
+def test_limits(make_server, tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text("".join(f"{n} {hashlib.sha256(n.encode()).hexdigest()} infer\n" for n in ("ann", "bob")))
+    server = make_server(tokens=str(path), tensors_max=4, tensor_bytes_max="1M", token_tensor_bytes_max="600K")
+    ann, bob = ({"Authorization": f"Bearer {name}"} for name in ("ann", "bob"))
+    big, small = np.ones((100, 1000), "<f4"), np.ones((2, 4), "<f4")
+    assert put(server, "a", big, ann)[0] == 200
+    status, reply = put(server, "b", big, ann)
+    assert status == 413 and "token_tensor_bytes_max" in reply["error"]
+    assert put(server, "a", big, bob)[0] == 200  # another's name and quota
+    status, reply = put(server, "c", big[:60], bob)
+    assert status == 413 and "token_tensor_bytes_max" in reply["error"]
+    assert put(server, "b", small, ann)[0] == put(server, "c", small, ann)[0] == 200
+    status, reply = put(server, "d", small, ann)
+    assert status == 413 and "tensors_max" in reply["error"]
+    assert [t["name"] for t in listed(server, headers=bob)] == ["a"] and len(listed(server, headers=ann)) == 3
+    assert listed(server) == 401
+    assert server.request(PATH + "c", headers=bob, method="DELETE")[0] == 404
+    assert ask(server, small, small, {"targets": "c"}, headers=bob)[0] == 404
+    assert ask(server, small, small, {"targets": "c"}, headers=ann)[0] == 200
+
+
+def test_a_lost_worker_takes_them_along(make_server):
+    server = make_server(**SMALL)
+    p = probabilities((100, 200), 9)
+    put(server, "gone", p)
+    put(server, "other", p)
+    assert ask(server, p, p, {"targets": "gone"})[0] == 200
+    server.kill_child("worker")
+    wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="the next worker")
+    statuses = []
+
+    def told():
+        statuses.append(ask(server, p, p, {"targets": "gone"}))
+        return statuses[-1][0] == 410
+    wait_until(told, what="410")
+    assert all(status in (410, 503) for status, _ in statuses) and "upload it again" in statuses[-1][1]
+    assert [t["state"] for t in listed(server)] == ["LOST", "LOST"]
+    assert put(server, "gone", p)[0] == 200
+    assert ask(server, p, p, {"targets": "gone"})[0] == 200
+    assert sorted(t["state"] for t in listed(server)) == ["LOST", "READY"]
+
+
+def test_uploads_that_break_off(make_server):
+    server = make_server(**SMALL)
+    p = probabilities((1000, 1000), 10)
+    put(server, "kept", p)
+    base = fds_of(server.child("gateway"))
+    host, port = server.address.rsplit(":", 1)
+    head = f"PUT {PATH}half{query(p)} HTTP/1.1\r\nHost: x\r\nContent-Length: {p.nbytes}\r\n\r\n".encode()
+    for part in (0, 10, 200000, p.nbytes // 2, p.nbytes - 1) * 3:
+        with socket.create_connection((host, int(port)), 60) as connection:
+            connection.sendall(head + p.tobytes()[:part])
+
+    def clean():
+        metrics = server.metrics()
+        return metrics["kld_http_tensors"] == 1 and metrics["kld_staging_bytes"] == 0 and \
+            metrics[POOL] < p.nbytes + 100000 and fds_of(server.child("gateway")) <= base + 1
+    wait_until(clean, what="a clean server")
+    assert [t["name"] for t in listed(server)] == ["kept"]
+
+
+def test_replaced_while_used(make_server):
+    """Who has begun goes on with what there was; nothing is mixed."""
+    server = make_server(**SMALL)
+    p = [probabilities((400, 500), seed) for seed in (11, 12)]
+    q = probabilities((400, 500), 13)
+    right = {float(oip.expected(q, one)["loss"][0]) for one in p}
+    put(server, "turn", p[0])
+    stop, problems = threading.Event(), []
+
+    def read():
+        while not stop.is_set():
+            status, got = ask(server, q, p[0], {"targets": "turn"}, ["loss"])
+            if status != 200 or min(abs(got["loss"][0] - loss) for loss in right) > 1e-5:
+                problems.append((status, got))
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for i in range(20):
+        assert put(server, "turn", p[i % 2])[0] == 200
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert not problems, problems[0]
+
+
+def test_several_devices(make_server):
+    server = make_server(device="0,0", **SMALL)
+    p = probabilities((300, 900), 14)
+    for device in (0, 1):
+        assert put(server, f"on{device}", p, device=device)[0] == 200
+        assert listed(server, f"on{device}")[0]["device"] == device
+        assert ask(server, p, p, {"targets": f"on{device}"}, OUTPUTS)[0] == 200
+        assert ask(server, p, p, {"targets": f"on{device}"}, OUTPUTS, {"device": device})[0] == 200
+        status, error = ask(server, p, p, {"targets": f"on{device}"}, OUTPUTS, {"device": 1 - device})
+        assert status == 400 and f"device {device}" in error
+    assert ask(server, p, p, {"predictions": "on0", "targets": "on1"})[0] == 400
