@@ -98,13 +98,17 @@ $(BUILD)/libkld.so: $(LIB_OBJ) $(CUDA_OBJ)
 	$(Q)$(CC) -shared -Wl,-soname,libkld.so.0 $(filter-out -pie,$(LDFLAGS)) $^ -o $@ $(LIB_LIBS)
 	$(Q)ln -sf libkld.so $(BUILD)/libkld.so.0
 
-$(BUILD)/kld-server: $(call OBJ,server/main.c) $(SERVER_OBJ) $(BUILD)/libkld.a
+# The kernels are in libkld.so once; programs find it beside them (build tree) or in ../lib (installed).
+# What is hidden in it and small, they have of their own.
+LIB_SO    := -L$(BUILD) -lkld -Wl,-rpath,'$$ORIGIN:$$ORIGIN/../lib'
+PROTO_OBJ := $(call OBJ,$(PROTO_C))
+$(BUILD)/kld-server: $(call OBJ,server/main.c) $(SERVER_OBJ) $(PROTO_OBJ) $(BUILD)/libkld.so
 	@echo "  LD    $@"
-	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(SERVER_LIBS) $(LIB_LIBS)
+	$(Q)$(CC) $(LDFLAGS) $(filter %.o,$^) -o $@ $(LIB_SO) $(SERVER_LIBS) -lm
 
-$(BUILD)/kld: $(call OBJ,$(CLI_C)) $(BUILD)/libkld.a
+$(BUILD)/kld: $(call OBJ,$(CLI_C)) $(PROTO_OBJ) $(BUILD)/libkld.so
 	@echo "  LD    $@"
-	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(LIB_LIBS) -lcjson
+	$(Q)$(CC) $(LDFLAGS) $(filter %.o,$^) -o $@ $(LIB_SO) -lcjson -lm
 
 # Examples see only the public headers and libkld.so.
 $(BUILD)/examples/%: client/examples/%.c $(BUILD)/libkld.so
@@ -121,9 +125,9 @@ $(BUILD)/tests/unit/%: $(BUILD)/obj/tests/unit/%.c.o $(call OBJ,$(UNIT_AUX_C) $(
 UNIT_BIN := $(patsubst %.c,$(BUILD)/%,$(UNIT_C))
 unit: $(UNIT_BIN)
 
-$(BUILD)/bench/%: $(BUILD)/obj/tests/bench/%.c.o $(BUILD)/libkld.a
+$(BUILD)/bench/%: $(BUILD)/obj/tests/bench/%.c.o $(BUILD)/libkld.so
 	@mkdir -p $(@D)
-	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(LIB_LIBS)
+	$(Q)$(CC) $(LDFLAGS) $< -o $@ -L$(BUILD) -lkld -Wl,-rpath,'$$ORIGIN/..' -ldl -lm
 # Programs of the kernels alone: they also run where the servers' libraries are missing.
 KERNELS_OBJ := $(call OBJ,$(PROTO_C) $(KERNELS_C) $(CUDA_C)) $(CUDA_OBJ)
 $(BUILD)/libkernels.a: $(KERNELS_OBJ)
@@ -182,7 +186,7 @@ demo:
 	@deploy/demo.sh $(BUILD)
 
 bench: all bench-programs
-	@for program in $(patsubst tests/bench/%.c,$(BUILD)/bench/%,$(BENCH_C)); do $$program || exit 1; done
+	@$(BUILD)/bench/kernels
 	@$(BUILD)/kld bench --server local:
 
 SECONDS ?= 60

@@ -22,6 +22,7 @@ for program in "$build/kernel-table" "$build"/examples/* "$build"/bench/*; do
         programs+=("$dist/libexec/$(basename "$program")")
     fi
 done
+cp client/examples/*.py "$dist/libexec/"
 strip --strip-debug "${programs[@]}" "$dist/lib/libkld.so" "$dist/lib/libkld.a"
 cp -r tests/e2e tests/data tests/run "$dist/tests/"
 [ -d tests/bench ] && cp -r tests/bench "$dist/tests/"

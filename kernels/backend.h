@@ -199,12 +199,19 @@ struct kld_backend {
                                        struct kld_error *err);
 };
 
+/* libkld.so has these two for the server, which has its kernels from there. Not part of libkld's
+ * API.
+ */
+#define KLD_BACKEND_EXPORT __attribute__((visibility("default")))
+
 /* The list of back ends, best first; NULL-terminated. Built without nvcc it holds only cpu. */
-const struct kld_backend *const *kld_backends(void);
+KLD_BACKEND_EXPORT const struct kld_backend *const *kld_backends(void);
+/* KLD_RELEASE of the library: a program that was built with another one must not use its tables. */
+KLD_BACKEND_EXPORT const char *kld_backends_release(void);
 /* "cpu", "cuda", or "auto": the best that has a device. KLD_NOT_FOUND: not built in, the text lists
  * those that are. */
-enum kld_status kld_backend_find(const char *name, const struct kld_backend **ret_backend,
-                                 struct kld_error *err);
+KLD_BACKEND_EXPORT enum kld_status
+kld_backend_find(const char *name, const struct kld_backend **ret_backend, struct kld_error *err);
 
 #ifdef __cplusplus
 }

@@ -61,13 +61,13 @@ class GpuError(RuntimeError):
 
 
 class Gpu:
-    """Device 0, its primary context current on this thread."""
+    """A device, its primary context current on this thread."""
 
-    def __init__(self):
+    def __init__(self, index=0):
         self.lib = c.CDLL("libcuda.so.1")
         self.call("cuInit", c.c_uint(0))
         device, context, uuid = c.c_int(), c.c_void_p(), (c.c_ubyte * 16)()
-        self.call("cuDeviceGet", c.byref(device), c.c_int(0))
+        self.call("cuDeviceGet", c.byref(device), c.c_int(index))
         self.call("cuDeviceGetUuid", uuid, device)
         self.call("cuDevicePrimaryCtxRetain", c.byref(context), device)
         self.call("cuCtxSetCurrent", context)

@@ -5,6 +5,7 @@ import pathlib
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 
@@ -63,6 +64,8 @@ def trio(make_server):
 
 def fault(server, worker):
     """The worker's next operator ends its device."""
+    if server.backend == "cuda" and "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        pytest.skip("workers under one MPS daemon fall together; test_faults_gpu.py has what clients see")
     count = server.log().count("a test asked for it")
     os.kill(server.child(worker), signal.SIGUSR2)
     wait_until(lambda: server.log().count("a test asked for it") > count, what="the worker to know")
@@ -266,6 +269,68 @@ def test_faults_are_for_tests_only(make_server):
     assert server.child("worker") != before
     with Client(server.unix) as client:
         Case(client).run()
+
+
+CARD = """if True:
+    import sys, time
+    sys.path.insert(0, {folder!r})
+    import gpulib, test_gpu, wire
+    gpu = gpulib.Gpu({card})
+    with wire.Client({own!r}) as client, wire.Client({other!r}) as elsewhere:
+        memory = gpulib.Allocation(gpu, test_gpu.ROOM)
+        case = test_gpu.Case(gpu, client, memory)
+        assert abs(case.run() / case.expected - 1) < 1e-6
+        try:
+            case.register(elsewhere)
+            raise AssertionError("memory of another device was taken")
+        except wire.Failed as failed:
+            assert "the memory lies on device {card}, this socket is that of device {there}" in str(failed)
+        assert client.welcome["uuid"] == gpu.uuid == elsewhere.welcome["list"][{card}][0]
+        print("right", flush=True)
+        end, count = time.monotonic() + {seconds}, 0
+        while time.monotonic() < end:
+            assert abs(case.run() / case.expected - 1) < 1e-6
+            count += 1
+        print("answers", count)"""
+
+
+def test_two_cards(make_server, backend):
+    """A request runs where its memory lies; the loss of one card is not seen on the other."""
+    if backend != "cuda":
+        pytest.skip("needs two GPUs")
+    server = make_server(device="all", http="", environment={"KLD_TEST_FAULTS": "1"})
+    if server.ready_line.endswith("devices=1\n"):
+        pytest.skip("needs two GPUs")
+    own, other = sockets(server, 2)
+    folder, environment = str(pathlib.Path(__file__).parent), {**os.environ, "KLD_BACKEND": "cuda"}
+
+    def card(number, seconds):
+        mine, theirs = (own, other) if number == 0 else (other, own)
+        code = CARD.format(folder=folder, card=number, there=1 - number, own=mine, other=theirs, seconds=seconds)
+        return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                text=True, env=environment)
+
+    with card(1, 0) as second:
+        assert second.stdout.readline() == "right\n", second.stderr.read()
+    with card(0, 3) as first:
+        assert first.stdout.readline() == "right\n", first.stderr.read()
+        fault(server, "worker1")
+        with Client(other) as client, pytest.raises(Failed, match="device_lost"):
+            Case(client).run()
+        with Client(other) as client:
+            Case(client).run()
+        rest, problem = first.communicate(timeout=60)
+        assert rest.startswith("answers "), problem
+    if subprocess.run([sys.executable, "-c", "import torch"], capture_output=True).returncode:
+        return
+    example = next(p for p in (pathlib.Path(folder).parents[1] / "client/examples/share.py",
+                               BIN.parent / "libexec/share.py") if p.exists())
+    library = next(p for p in (BIN / "libkld.so", BIN.parent / "lib/libkld.so") if p.exists())
+    result = subprocess.run([sys.executable, example, server.url_unix], capture_output=True, text=True,
+                            timeout=120, env={**environment, "CUDA_VISIBLE_DEVICES": "1", "KLD_LIB": str(library)})
+    assert result.returncode == 0 and result.stdout.count("loss") == 2, result.stderr
+    with Client(own) as client, Client(other) as second:  # libkld went to the card of the tensors
+        assert client.stats()["requests_total"] > 0 and second.stats()["requests_total"] == 3
 
 
 def test_a_published_tensor_belongs_to_its_device(trio):

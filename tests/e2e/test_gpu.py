@@ -1,17 +1,15 @@
 """GPU memory and events shared with a worker on the same card: handles, descriptors, the order of two
-processes' streams, owners that free, leave and die. On the CUDA back end only."""
+processes' streams, owners that free and leave (those that die: test_faults_gpu.py). On the CUDA back end
+only."""
 import os
-import signal
 import struct
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
 
 import wire
-from conftest import ROOT, SANITIZER, Server, wait_until
+from conftest import SANITIZER, Server, wait_until
 from unixlib import forward_kl, holdings, probabilities
 from wire import Client, Failed, description, tensor
 
@@ -364,69 +362,3 @@ def test_published_gpu_memory(gpu, server, case):
             student.run(SHAPE, {"predictions": tensor(own.region), "targets": tensor(attached)})
         own.memory.free()
     case.region = case.register(case.client)
-
-
-CHILD = """if True:
-    import os, sys, time
-    sys.path.insert(0, {folder!r})
-    import gpulib, test_gpu, wire
-    gpu, client = gpulib.Gpu(), wire.Client({path!r}, name="child")
-    case = test_gpu.Case(gpu, client, gpulib.Allocation(gpu, test_gpu.ROOM))
-    stepper = test_gpu.Stepper(gpu, client)
-    stepper.step(case)
-    gpu.finish(stepper.stream)
-    {what}
-    print("ready", flush=True)
-    time.sleep(600)"""
-ENDS = {
-    "idle": "pass",
-    "kernel running": "gpu.launch('spin', stepper.stream, 20_000_000_000)",
-    "event that never comes": "gpu.launch('spin', stepper.stream, 20_000_000_000); stepper.step(case)",
-    "fault": "gpu.launch('fault', stepper.stream); time.sleep(0.2)",
-}
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_a_client_dies(gpu, server, end):
-    """Killed in various states. Without MPS the worker does not notice but for what it gives back; with
-    MPS it may be replaced (not shown here). Either way the next right answer comes soon, to a client without a GPU."""
-    if gpu.mps and end != "idle":
-        pytest.skip("under MPS this process's own context goes too, and MPS waits until it has ended")
-    worker = server.child("worker")
-    code = CHILD.format(folder=str(ROOT / "tests/e2e"), path=server.unix, what=ENDS[end])
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE,
-                          env={**os.environ, "KLD_BACKEND": "cuda"}) as child:
-        try:
-            assert child.stdout.readline() == b"ready\n"
-        finally:
-            child.send_signal(signal.SIGKILL)
-            child.wait()
-    start = time.monotonic()
-    values = probabilities(8, 100)
-
-    def answer():
-        try:
-            with Client(server.unix, timeout=10) as one:
-                memory = wire.Memory(values.nbytes)
-                memory.array(0, values.shape, "<f4")[:] = values
-                region = one.region(memory)
-                tensors = {"predictions": tensor(region), "targets": tensor(region)}
-                loss = one.run(values.shape, tensors)["loss"]
-                memory.close()
-                return loss == 0
-        except (Failed, wire.Ended, OSError):
-            return False
-
-    wait_until(answer, 10, "a right answer")
-    state = "the same" if server.child("worker") == worker else "replaced"
-    took = time.monotonic() - start
-    print(f"{end}: right answer after {took * 1e3:.0f} ms, MPS {gpu.mps}, worker {state}")
-    if not gpu.mps:
-        assert server.child("worker") == worker
-
-    def released():
-        with Client(server.unix) as one:
-            stats = one.stats()
-            return stats["in_flight"] == 0 and stats["clients"] == 1 and stats["regions"] == 0
-
-    wait_until(released, 30, "what the dead client had being given back")

@@ -31,7 +31,8 @@ struct fake_event {
     unsigned opened; /* by whoever made it and by handle */
 };
 
-static atomic_int fake_us; /* of a kernel */
+static atomic_int fake_us;              /* of a kernel */
+static _Atomic(const char *) fake_p_at; /* of the last launch over rows */
 static atomic_int fake_launch_error, fake_device_of_fd, fake_access_error;
 /* Open now. */
 static atomic_int fake_streams, fake_events, fake_blocks, fake_imports, fake_maps, fake_handles,
@@ -359,6 +360,7 @@ cudaError_t kld_cuda_launch_divisor(const struct kld_cuda_args *args, bool first
 }
 cudaError_t kld_cuda_launch_rows(const struct kld_cuda_args *args, cudaStream_t stream) {
     int error = atomic_exchange(&fake_launch_error, 0);
+    atomic_store(&fake_p_at, args->p.at);
     return error ? (cudaError_t)error : fake_work(stream, atomic_load(&fake_us));
 }
 cudaError_t kld_cuda_launch_finish(const struct kld_cuda_args *args, uint32_t groups, bool first,

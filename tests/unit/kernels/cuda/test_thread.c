@@ -294,10 +294,30 @@ START_TEST(priorities_are_those_of_the_device) {
 }
 END_TEST
 
-UNIT_MAIN("kernels/cuda/thread", jobs_end_in_order_whoever_looks, who_polls_completes,
-          closing_waits_for_what_was_polled, streams_wait_for_events,
-          what_cannot_be_launched_is_not_told_as_launched, allocations_of_others_are_opened_once,
-          allocations_by_descriptor, priorities_are_those_of_the_device)
+/* Once, and in the next launch; what the real driver makes of it is seen on a card. */
+START_TEST(a_fault_is_a_launch_with_an_address_that_is_not_there) {
+    setup();
+    const char *at[3];
+    for (int i = 0; i < 3; i++) {
+        prepare(&records[i], pool, false);
+        if (i == 1)
+            cuda->fail_next(device);
+        submit(&records[i], 0);
+        wait_for(&records[i], true);
+        at[i] = atomic_load(&fake_p_at);
+    }
+    ck_assert_ptr_eq(at[0], at[2]);
+    ck_assert_uint_eq((uintptr_t)at[1], 4096);
+    cuda->poll(device, false);
+    teardown();
+}
+END_TEST
+
+UNIT_MAIN("kernels/cuda/thread", a_fault_is_a_launch_with_an_address_that_is_not_there,
+          jobs_end_in_order_whoever_looks, who_polls_completes, closing_waits_for_what_was_polled,
+          streams_wait_for_events, what_cannot_be_launched_is_not_told_as_launched,
+          allocations_of_others_are_opened_once, allocations_by_descriptor,
+          priorities_are_those_of_the_device)
 
 #else
 

@@ -1,0 +1,54 @@
+"""The example in Python: a teacher's published tensor, read by students in other processes. The one in C is
+in test_libkld.py."""
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from conftest import BIN, ROOT, SANITIZER, clean_environment
+from unixlib import softmax64
+
+EXAMPLES = BIN / "examples" if (BIN / "examples").is_dir() else BIN.parent / "libexec"
+SCRIPT = next((p for p in (ROOT / "client/examples/share.py", EXAMPLES / "share.py") if p.exists()), None)
+LIBRARY = next((p for p in (BIN / "libkld.so", BIN.parent / "lib/libkld.so") if p.exists()), None)
+
+
+def python_of(backend):
+    """NumPy here; on a GPU an interpreter with PyTorch."""
+    python = sys.executable
+    if backend == "cuda" and subprocess.run([python, "-c", "import torch"], capture_output=True).returncode:
+        pytest.skip("the example needs PyTorch on a GPU")
+    return python
+
+
+def run(python, url):
+    environment = clean_environment(KLD_LIB=LIBRARY)
+    if re.search("lib[at]san", subprocess.run(["ldd", LIBRARY], capture_output=True, text=True).stdout):
+        pytest.skip("a library with a sanitizer cannot be loaded into this interpreter")
+    return subprocess.run([python, SCRIPT, url], capture_output=True, text=True, timeout=120,
+                          env=environment)
+
+
+def logits(seed):
+    return (np.random.default_rng(seed).random((64, 1000)) * 4).astype(np.float32)
+
+
+def test_python_teacher_and_student(make_server, backend):
+    server = make_server(http="")
+    result = run(python_of(backend), server.url_unix)
+    assert result.returncode == 0, result.stderr
+    assert "teacher: published example/py-logits" in result.stdout
+    found = re.findall(r"student: temperature (\S+): loss (\S+), gradient\[0\] (\S+)", result.stdout)
+    assert sorted(float(t) for t, _, _ in found) == [1, 2.5]
+    for temperature, loss, gradient in ((float(x) for x in line) for line in found):
+        p, q = softmax64(logits(1) / temperature), softmax64(logits(2) / temperature)
+        assert loss == pytest.approx((p * np.log(p / q)).sum(axis=1).mean(), rel=1e-5)
+        assert gradient == pytest.approx((q - p)[0, 0] / temperature / 64, rel=1e-3, abs=1e-12)
+    assert not SANITIZER.search(server.log())
+
+
+def test_python_says_what_is_wrong(backend):
+    result = run(sys.executable, "socket:/nowhere")
+    assert result.returncode != 0 and "unknown kind of server" in result.stderr
