@@ -122,20 +122,21 @@ template <class T_, bool ENTROPY> struct difference_body {
         const temperature &t = hand.t;
         float rest =
             fmaf(row.shift.high * t.inverse.low, reciprocal(t.inverse.high), -row.shift.low);
-        hand.slice.template last_pass<!CAREFUL>(
-            V, [&](uint32_t vector, auto left, const uint4 &raw_p, const uint4 &raw_q) {
-                float z_p[V], z_q[V];
-                unpack<T>(raw_p, z_p);
-                unpack<T>(raw_q, z_q);
+        const resident::slice slice = hand.slice.template evened<T>();
+        slice.template last_pass<!CAREFUL>(V, [&](uint32_t vector, auto left, const uint4 &raw_p,
+                                                  const uint4 &raw_q) {
+            float z_p[V], z_q[V];
+            unpack<T>(raw_p, z_p);
+            unpack<T>(raw_q, z_q);
 #pragma unroll
-                for (int i = 0; i < V; i++)
-                    if constexpr (sizeof(T) == 4) {
-                        z_q[i] = difference_fp32<CAREFUL>(z_p[i], z_q[i], row, t);
-                    } else {
-                        z_q[i] = difference_of_16(z_p[i], z_q[i], row, rest, t);
-                    }
-                resident::put<T>(hand.grad_q, hand.whole_q, hand.slice.count, vector, left, z_q);
-            });
+            for (int i = 0; i < V; i++)
+                if constexpr (sizeof(T) == 4) {
+                    z_q[i] = difference_fp32<CAREFUL>(z_p[i], z_q[i], row, t);
+                } else {
+                    z_q[i] = difference_of_16(z_p[i], z_q[i], row, rest, t);
+                }
+            resident::put<T>(hand.grad_q, hand.whole_q, slice.count, slice.head, vector, left, z_q);
+        });
         return value;
     }
 };

@@ -2,92 +2,105 @@
  * pass sums what the softmax takes off the gradients, and the values of mixtures; the last writes.
  *
  * A gradient by a side's logits is mass (h - sum of mass h) plus a part that sums to 0 by itself, a
- * multiple of q - p; h is a function of d alone, but for the cross entropy:
- *     KL             h_p = of_p d, h_q = -of_q d, and (of_p (q - p), of_q (p - q)) for (q, p)
- *     MIXTURE        h_p = of_p ln(p/m) + share k (q - p)/m, h_q = of_q ln(q/m) + rest k (q - p)/m
- *                    with rest = 1 - share, k = of_p rest - of_q share
- *     TV             h_q = -h_p = sign(q - p) / 2
+ * multiple of q - p; h is a function of y = ln own - ln other alone, but for the cross entropy:
+ *     KL             h = of y, and (of_p (q - p), of_q (p - q)) for (q, p)
+ *     MIXTURE        h = of ln(own/m) + own's share times k (q - p)/m,
+ *                    k = of_p (1 - share) - of_q share
+ *     TV             h = sign(y) / 2
  *     CROSS_ENTROPY  h_p = -ln q, and q - p for q
  * Where one class holds nearly all of a side's mass, its h is next to the sum and the difference is
- * all there is. So h is counted from a pivot, its value where d is the mean of d over that side. */
+ * all there is. So h is counted from where y has its mean over that side. */
 #ifndef KLD_KERNELS_CUDA_LOGITS_GENERAL_CUH
 #define KLD_KERNELS_CUDA_LOGITS_GENERAL_CUH
 
 #include "kernels/cuda/logits_difference.cuh"
+#include "kernels/cuda/logits_mixture.cuh"
 
 namespace logits_resident {
 inline namespace KLD_CUDA_TEAM {
 
-/* The numbers of MIXTURE. */
-struct mixture {
-    double wide_share, wide_k;
-    float of_p, of_q, share, rest, k;
+enum side_name { SIDE_P, SIDE_Q };
 
-    __device__ __forceinline__ mixture() {}
-    __device__ __forceinline__ explicit mixture(const kld_rule &rule)
-        : wide_share(rule.share), wide_k(rule.of_p * (1.0 - rule.share) - rule.of_q * rule.share),
-          of_p((float)rule.of_p), of_q((float)rule.of_q), share((float)rule.share),
-          rest((float)(1.0 - rule.share)),
-          k((float)(rule.of_p * (1.0 - rule.share) - rule.of_q * rule.share)) {}
+/* What one side needs for its gradient. */
+struct side_row {
+    two_floats shift; /* of d less its mean over this side; cross entropy: of ln q less that */
+    float of;         /* KL: of y, in d */
+    float cross;      /* of q - p */
+    float sum;        /* of mass h; after the second exchange */
+    mixture_side mix;
 };
 
-/* Of one class: masses, q - p, ln p - ln q. */
-struct element {
-    float p, q, more, d;
-};
-
-/* h of both sides. */
-struct slopes {
-    float p, q;
-};
-
-/* For 16 bits, of masses and d. */
-static __device__ __forceinline__ mixture_terms<float> mixture_16(const mixture &at,
-                                                                  const element &e) {
-    mixture_terms<float> r;
-    float m = fmaf(at.share, e.p, at.rest * e.q);
-    /* A mass that small adds nothing, whatever its logarithm. */
-    float p = e.p < 0x1p-120f ? m : e.p, q = e.q < 0x1p-120f ? m : e.q;
-    bool some = m >= 0x1p-120f, near = fabsf(e.d) < 0.0625f;
-    r.more = some ? e.more * reciprocal(m) : 0.0f;
-    /* -ln(share + rest e^-d) and the same less d, as series or by logarithms */
-    float both = at.share * at.rest * e.d * e.d;
-    both *= fmaf(e.d, (at.share - at.rest) * (1.0f / 6), -0.5f);
-    float log_m = log2_fast(m);
-    float far_p = (log2_fast(p) - log_m) * 0.693147181f;
-    float far_q = (log2_fast(q) - log_m) * 0.693147181f;
-    r.log_p = near ? fmaf(at.rest, e.d, both) : some ? far_p : 0.0f;
-    r.log_q = near ? fmaf(-at.share, e.d, both) : some ? far_q : 0.0f;
-    return r;
+/* Read again for every vector: registers are scarcer than loads. */
+static __device__ __forceinline__ side_row read_again(const side_row &from) {
+    constexpr int COUNT = sizeof(side_row) / 4;
+    union {
+        float word[COUNT];
+        side_row row;
+    } to = {};
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        asm volatile("ld.shared.f32 %0, [%1];"
+                     : "=f"(to.word[i])
+                     : "r"(shared_at((const float *)&from + i)));
+    return to.row;
 }
 
-template <int KIND> struct general_row : difference_row {
-    two_floats shift_p, shift_q; /* KL: shift and the mean of d; cross entropy: of ln q */
-    float factor;                /* of gradients */
-    float pivot_p, pivot_q;
-    float sum_p, sum_q; /* of mass times (h - pivot); after the second exchange */
+struct both_sides : difference_row {
+    float factor; /* of gradients */
     mixture mix;
+
+    __device__ __forceinline__ both_sides() {}
+    __device__ __forceinline__ both_sides(const kld_rule &rule, const row_stats &stats,
+                                          double gradient)
+        : difference_row(stats, 1.0), factor((float)gradient), mix(rule) {}
+};
+
+template <int KIND> struct general_row : both_sides {
+    side_row side[2];
 
     __device__ __forceinline__ general_row() {}
     __device__ __forceinline__ general_row(const kld_cuda_args &args, const row_stats &stats,
                                            double gradient)
-        : difference_row(stats, 1.0), shift_p(stats.shift + stats.forward),
-          shift_q(stats.shift - stats.reverse), factor((float)gradient), pivot_p(0), pivot_q(0),
-          sum_p(0), sum_q(0), mix(args.rule) {
-        if (KIND == KLD_RULE_TV)
-            pivot_p = pivot_q = 0.5f; /* both means of d are on their own side */
+        : both_sides(args.rule, stats, gradient) {
+        side_row &p = side[SIDE_P], &q = side[SIDE_Q];
+        p.shift = two_floats(stats.shift + stats.forward);
+        q.shift = two_floats(stats.shift - stats.reverse);
+        p.of = (float)args.rule.of_p;
+        q.of = (float)-args.rule.of_q;
+        p.cross = q.cross = p.sum = q.sum = 0;
+        if (KIND == KLD_RULE_KL) {
+            p.cross = q.of;
+            q.cross = p.of;
+        }
         if (KIND == KLD_RULE_CROSS_ENTROPY) {
             /* ln q = zq / T - lse; h_p = -ln q is counted from the entropy */
             double lse = (double)stats.c_q * LN_2 - log(stats.inverse_q);
-            shift_p = two_floats(lse - stats.entropy);
+            p.shift = two_floats(lse - stats.entropy);
+            p.of = -1.0f;
+            q.of = 0.0f;
+            q.cross = 1.0f;
         }
         if (KIND == KLD_RULE_MIXTURE) {
-            double share = args.rule.share, k = mix.wide_k;
-            mixture_terms<double> p = mixture_of(share, stats.forward);
-            mixture_terms<double> q = mixture_of(share, -stats.reverse);
-            pivot_p = (float)(args.rule.of_p * p.log_p + share * k * p.more);
-            pivot_q = (float)(args.rule.of_q * q.log_q + (1.0 - share) * k * q.more);
+            double share = args.rule.share, of_p = args.rule.of_p, of_q = args.rule.of_q;
+            double y0_p = mixture_side::origin(stats.forward);
+            double y0_q = mixture_side::origin(stats.reverse);
+            p.shift = two_floats(stats.shift + y0_p);
+            q.shift = two_floats(stats.shift - y0_q);
+            p.mix = mixture_side(of_p, of_q, share, y0_p, mix.pivot[SIDE_P]);
+            q.mix = mixture_side(of_q, of_p, 1.0 - share, y0_q, mix.pivot[SIDE_Q]);
         }
+    }
+};
+
+/* What a thread has summed: the value and mass h of both sides. */
+struct general_sums {
+    float value = 0, side[2] = {0, 0};
+
+    __device__ __forceinline__ void flush(double (&total)[4]) {
+        total[0] += (double)value;
+        total[1] += (double)side[SIDE_P];
+        total[2] += (double)side[SIDE_Q];
+        value = side[SIDE_P] = side[SIDE_Q] = 0;
     }
 };
 
@@ -98,6 +111,9 @@ template <class T_, int KIND> struct general_body {
     static constexpr bool KNOWN = KIND == KLD_RULE_KL || KIND == KLD_RULE_CROSS_ENTROPY;
     static constexpr int EXTRA =
         KIND == KLD_RULE_CROSS_ENTROPY ? logits_stats::ENTROPY : logits_stats::REVERSE;
+    static constexpr int V = packet<T_>::V;
+    static constexpr int UNROLL = KIND == KLD_RULE_MIXTURE ? 1 : 2; /* likewise */
+    static constexpr int BATCH = 4;                                 /* pairs at a time: registers */
     typedef general_row<KIND> numbers;
     typedef const row_at_hand<general_body> hand_type;
 
@@ -106,88 +122,6 @@ template <class T_, int KIND> struct general_body {
         return KIND == KLD_RULE_KL ? args.rule.of_p * stats.forward + args.rule.of_q * stats.reverse
                : KIND == KLD_RULE_CROSS_ENTROPY ? stats.entropy
                                                 : 0.0;
-    }
-
-    template <bool CLASSES_OUT>
-    static __device__ __forceinline__ element element_of(float z_p, float z_q, const two_floats &u,
-                                                         const numbers &row, const temperature &t) {
-        element e;
-        if constexpr (FP32) {
-            e.d = logarithm<CLASSES_OUT>(u, row.shift, t);
-            e.p = mass_fp32(z_p, row.c_p, row.factor_p.high, row.factor_p.low, t);
-            e.q = mass_fp32(z_q, row.c_q, row.factor_q.high, row.factor_q.low, t);
-            if (CLASSES_OUT) {
-                e.p = z_p == -CUDART_INF_F ? 0.0f : e.p;
-                e.q = z_q == -CUDART_INF_F ? 0.0f : e.q;
-            }
-            float change = one_minus_exp(fabsf(e.d));
-            e.more = e.d < 0.0f ? e.q * change : -e.p * change;
-        } else {
-            e.p = mass_16(z_p, row.c_p, row.factor_p.high, t);
-            e.q = mass_16(z_q, row.c_q, row.factor_q.high, t);
-            e.d = logarithm_16<CLASSES_OUT>(u.high, row.shift, t);
-            e.more = difference_16(e.p, e.q, e.d);
-        }
-        if (CLASSES_OUT && e.p == 0.0f && e.q == 0.0f)
-            e.d = e.more = 0.0f;
-        return e;
-    }
-
-    /* h less its pivot, and the value where KIND needs it summed. */
-    template <bool CLASSES_OUT>
-    static __device__ __forceinline__ slopes slopes_of(const element &e, float z_q,
-                                                       const two_floats &u, const numbers &row,
-                                                       const temperature &t, float &ret_value) {
-        slopes h;
-        ret_value = 0.0f;
-        if (KIND == KLD_RULE_KL) {
-            if constexpr (FP32) {
-                h.p = row.mix.of_p * logarithm<CLASSES_OUT>(u, row.shift_p, t);
-                h.q = -row.mix.of_q * logarithm<CLASSES_OUT>(u, row.shift_q, t);
-            } else {
-                h.p = row.mix.of_p * logarithm_16<CLASSES_OUT>(u.high, row.shift_p, t);
-                h.q = -row.mix.of_q * logarithm_16<CLASSES_OUT>(u.high, row.shift_q, t);
-            }
-        } else if (KIND == KLD_RULE_CROSS_ENTROPY) {
-            two_floats z;
-            z.high = z_q;
-            z.low = 0.0f;
-            h.p = -logarithm<CLASSES_OUT>(z, row.shift_p, t);
-            h.q = 0.0f;
-        } else if (KIND == KLD_RULE_TV) {
-            float sign = e.d < 0.0f ? 0.5f : e.d > 0.0f ? -0.5f : 0.0f;
-            h.p = -sign - row.pivot_p;
-            h.q = sign - row.pivot_q;
-            ret_value = 0.5f * fabsf(e.more);
-        } else {
-            const mixture &mix = row.mix;
-            if constexpr (FP32) {
-                double inverse = (double)t.inverse.high + (double)t.inverse.low;
-                double shift = (double)row.shift.high + (double)row.shift.low;
-                double d = fma((double)u.high, inverse, fma((double)u.low, inverse, -shift));
-                if (CLASSES_OUT) /* one of the masses is 0, but not the terms of the other */
-                    d = fabsf(e.d) < 1e30f ? d : (double)fminf(fmaxf(e.d, -1e30f), 1e30f);
-                mixture_terms<double> m = mixture_of(mix.wide_share, d);
-                double of_p = (double)mix.of_p, of_q = (double)mix.of_q;
-                double cross = mix.wide_k * m.more;
-                h.p = (float)(of_p * m.log_p + mix.wide_share * cross - (double)row.pivot_p);
-                h.q =
-                    (float)(of_q * m.log_q + (1.0 - mix.wide_share) * cross - (double)row.pivot_q);
-                ret_value = fmaf((float)(of_p * m.log_p), e.p, (float)(of_q * m.log_q) * e.q);
-            } else {
-                mixture_terms<float> m = mixture_16(mix, e);
-                float cross = mix.k * m.more;
-                h.p = fmaf(mix.of_p, m.log_p, mix.share * cross) - row.pivot_p;
-                h.q = fmaf(mix.of_q, m.log_q, mix.rest * cross) - row.pivot_q;
-                ret_value = fmaf(mix.of_p * e.p, m.log_p, mix.of_q * e.q * m.log_q);
-            }
-            ret_value = fmaf(mix.k, e.more, ret_value);
-        }
-        if (CLASSES_OUT) { /* no mass, no part in it: h may be infinite there */
-            h.p = e.p == 0.0f ? 0.0f : h.p;
-            h.q = e.q == 0.0f ? 0.0f : h.q;
-        }
-        return h;
     }
 
     static __device__ __forceinline__ two_floats difference(float z_p, float z_q) {
@@ -199,6 +133,99 @@ template <class T_, int KIND> struct general_body {
         return u;
     }
 
+    /* u / T - shift. */
+    template <bool CLASSES_OUT>
+    static __device__ __forceinline__ float log_of(const two_floats &u, const two_floats &shift,
+                                                   const temperature &t) {
+        if constexpr (FP32)
+            return logarithm<CLASSES_OUT>(u, shift, t);
+        else
+            return logarithm_16<CLASSES_OUT>(u.high, shift, t);
+    }
+
+    template <bool CLASSES_OUT, int SIDE>
+    static __device__ __forceinline__ float mass_of(float z, const both_sides &row,
+                                                    const temperature &t) {
+        float c = SIDE == SIDE_P ? row.c_p : row.c_q;
+        const two_floats &factor = SIDE == SIDE_P ? row.factor_p : row.factor_q;
+        float mass;
+        if constexpr (FP32)
+            mass = mass_fp32(z, c, factor.high, factor.low, t);
+        else
+            mass = mass_16(z, c, factor.high, t);
+        return CLASSES_OUT && z == -CUDART_INF_F ? 0.0f : mass;
+    }
+
+    /* q - p. */
+    template <bool CLASSES_OUT>
+    static __device__ __forceinline__ float more_of(float z_p, float z_q, const both_sides &row,
+                                                    const temperature &t) {
+        if constexpr (FP32) {
+            float more = difference_fp32<CLASSES_OUT>(z_p, z_q, row, t);
+            return CLASSES_OUT && isnan(more) && z_p == z_q ? 0.0f : more;
+        } else {
+            float p = mass_of<CLASSES_OUT, SIDE_P>(z_p, row, t);
+            float q = mass_of<CLASSES_OUT, SIDE_Q>(z_q, row, t);
+            float d = log_of<CLASSES_OUT>(difference(z_p, z_q), row.shift, t);
+            return CLASSES_OUT && p == 0.0f && q == 0.0f ? 0.0f : difference_16(p, q, d);
+        }
+    }
+
+    /* h of a class that has mass. */
+    template <bool CLASSES_OUT, int SIDE>
+    static __device__ __forceinline__ float slope_of(float z_p, float z_q, const both_sides &row,
+                                                     const side_row &side, const temperature &t) {
+        if (KIND == KLD_RULE_CROSS_ENTROPY) {
+            two_floats z;
+            z.high = z_q;
+            z.low = 0.0f;
+            return __fmul_rn(side.of, log_of<CLASSES_OUT>(z, side.shift, t));
+        }
+        two_floats u = difference(z_p, z_q);
+        if (KIND == KLD_RULE_KL)
+            return __fmul_rn(side.of, log_of<CLASSES_OUT>(u, side.shift, t));
+        if (KIND == KLD_RULE_MIXTURE && FP32) {
+            float d = log_of<CLASSES_OUT>(u, side.shift, t);
+            return mixture_slope_fp32(side.mix, SIDE == SIDE_P ? -d : d);
+        }
+        float d = log_of<CLASSES_OUT>(u, row.shift, t);
+        if (KIND == KLD_RULE_TV) {
+            float sign = d < 0.0f ? -0.5f : d > 0.0f ? 0.5f : 0.0f;
+            return (SIDE == SIDE_P ? sign : -sign) - 0.5f;
+        }
+        mixture_terms<float> terms = mixture_16<false>(row.mix, d);
+        return mixture_slope_16<SIDE>(row.mix, terms);
+    }
+    template <int SIDE>
+    static __device__ __forceinline__ float mixture_slope_16(const mixture &mix,
+                                                             const mixture_terms<float> &terms) {
+        return SIDE == SIDE_P ? fmaf(mix.of_p, terms.log_p, -mix.pivot[SIDE_P])
+                              : fmaf(mix.of_q, terms.log_q, -mix.pivot[SIDE_Q]);
+    }
+    /* The second part of h, of (q - p)/m: none in js. */
+    template <int SIDE>
+    static __device__ __forceinline__ float mixture_gain_16(const mixture &mix, float more) {
+        return __fmul_rn(mix.k * (SIDE == SIDE_P ? mix.share : mix.rest), more);
+    }
+
+    /* Of MIXTURE in FP32 and of TV, of one class. */
+    template <bool CLASSES_OUT>
+    static __device__ __forceinline__ float value_of(float z_p, float z_q, const both_sides &row,
+                                                     const temperature &t) {
+        if (KIND == KLD_RULE_TV)
+            return 0.5f * fabsf(more_of<CLASSES_OUT>(z_p, z_q, row, t));
+        float p = mass_of<CLASSES_OUT, SIDE_P>(z_p, row, t);
+        float q = mass_of<CLASSES_OUT, SIDE_Q>(z_q, row, t);
+        float d = log_of<CLASSES_OUT>(difference(z_p, z_q), row.shift, t);
+        if (CLASSES_OUT && p == 0.0f && q == 0.0f)
+            return 0.0f;
+        mixture_terms<float> terms = mixture_fp32(row.mix, d);
+        float value = fmaf(row.mix.of_p * p, terms.log_p, row.mix.of_q * q * terms.log_q);
+        if (row.mix.k != 0.0f)
+            value = fmaf(row.mix.k, more_of<CLASSES_OUT>(z_p, z_q, row, t), value);
+        return value;
+    }
+
     static __device__ __forceinline__ double wide_mass(float z, float c, const two_floats &factor,
                                                        const temperature &t) {
         double scale = (double)t.scale.high + (double)t.scale.low;
@@ -206,86 +233,186 @@ template <class T_, int KIND> struct general_body {
                ((double)factor.high + (double)factor.low);
     }
 
-    /* Sums of the values and of mass times h, to all. Returns the value, to the first warp. */
+    static __device__ __forceinline__ float pick(const float (&x)[BATCH], int i) {
+        return i == 0 ? x[0] : i == 1 ? x[1] : i == 2 ? x[2] : x[3];
+    }
+
+    /* All the sums of MIXTURE in 16 bits over a batch: the sides share most of it. */
+    template <bool CLASSES_OUT, class LEFT>
+    static __device__ __forceinline__ void
+    sum_mixture_16(const float (&z_p)[BATCH], const float (&z_q)[BATCH], LEFT left, int first,
+                   const both_sides &row, const temperature &t, general_sums &sum) {
+        const mixture &mix = row.mix;
+        float p[BATCH], q[BATCH], d[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            bool in = LEFT::ALL || first + i < left.left;
+            p[i] = mass_of<CLASSES_OUT, SIDE_P>(z_p[i], row, t);
+            q[i] = mass_of<CLASSES_OUT, SIDE_Q>(z_q[i], row, t);
+            d[i] = log_of<CLASSES_OUT>(difference(z_p[i], z_q[i]), row.shift, t);
+            if (!LEFT::ALL) {
+                p[i] = in ? p[i] : 0.0f;
+                q[i] = in ? q[i] : 0.0f;
+            }
+            if (!LEFT::ALL || CLASSES_OUT)
+                d[i] = p[i] == 0.0f && q[i] == 0.0f ? 0.0f : d[i];
+            mixture_terms<float> terms = mixture_16<false>(mix, d[i]);
+            float value = __fmul_rn(mix.of_q * q[i], terms.log_q);
+            sum.value += fmaf(mix.of_p * p[i], terms.log_p, value);
+            float h_p = mixture_slope_16<SIDE_P>(mix, terms);
+            float h_q = mixture_slope_16<SIDE_Q>(mix, terms);
+            sum.side[SIDE_P] = fmaf(p[i], h_p, sum.side[SIDE_P]);
+            sum.side[SIDE_Q] = fmaf(q[i], h_q, sum.side[SIDE_Q]);
+        }
+        if (mix.k != 0.0f)
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                float more = mixture_16<true>(mix, d[i]).more;
+                sum.value = fmaf(mix.k, difference_16(p[i], q[i], d[i]), sum.value);
+                float h_p = mixture_gain_16<SIDE_P>(mix, more);
+                float h_q = mixture_gain_16<SIDE_Q>(mix, more);
+                sum.side[SIDE_P] = fmaf(p[i], h_p, sum.side[SIDE_P]);
+                sum.side[SIDE_Q] = fmaf(q[i], h_q, sum.side[SIDE_Q]);
+            }
+    }
+
+    /* Sums of mass h of one side over a batch. In FP32 a heavy class counts in FP64: its term may
+     * be much larger than the sum, and its gradient of the sum's size. */
+    template <bool CLASSES_OUT, int SIDE, class LEFT>
+    static __device__ __forceinline__ void
+    sum_side(const float (&z_p)[BATCH], const float (&z_q)[BATCH], LEFT left, int first,
+             const both_sides &row, const side_row &side, const temperature &t, general_sums &sum,
+             double (&total)[4]) {
+        constexpr float HEAVY = 1.0f / 16;
+        float h[BATCH], mass[BATCH];
+        bool heavy = false;
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            bool in = LEFT::ALL || first + i < left.left;
+            float m = mass_of<CLASSES_OUT, SIDE>(SIDE == SIDE_P ? z_p[i] : z_q[i], row, t);
+            mass[i] = in ? m : 0.0f;
+            h[i] = slope_of<CLASSES_OUT, SIDE>(z_p[i], z_q[i], row, side, t);
+            if (!LEFT::ALL || CLASSES_OUT) /* it may be infinite there, or no number */
+                h[i] = mass[i] == 0.0f ? 0.0f : h[i];
+            bool much = FP32 && mass[i] > HEAVY;
+            heavy |= much;
+            sum.side[SIDE] = fmaf(much ? 0.0f : mass[i], h[i], sum.side[SIDE]);
+        }
+        if (!FP32 || !heavy)
+            return;
+        float c = SIDE == SIDE_P ? row.c_p : row.c_q;
+        const two_floats &factor = SIDE == SIDE_P ? row.factor_p : row.factor_q;
+#pragma unroll 1
+        for (int i = 0; i < BATCH; i++)
+            if (pick(mass, i) > HEAVY)
+                total[1 + SIDE] += (double)pick(h, i) *
+                                   wide_mass(pick(SIDE == SIDE_P ? z_p : z_q, i), c, factor, t);
+    }
+
+    /* Sums of the values and of mass h, to all. Returns the value, to the first warp. */
     template <bool CAREFUL> static __device__ __forceinline__ double sum_pass(hand_type &hand) {
-        constexpr int V = packet<T>::V;
-        numbers row = hand.shared->numbers;
+        const numbers &all = hand.shared->numbers;
+        const both_sides row = all;
+        const temperature &t = hand.t;
         double total[4] = {0, 0, 0, 0};
-        float sum[3] = {0, 0, 0};
-        hand.slice.template pass<T>(
-            [&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
-                float z_p[V], z_q[V];
-                unpack<T>(raw_p, z_p);
-                unpack<T>(raw_q, z_q);
+        general_sums sum;
+        bool for_p = hand.grad_p && (!KNOWN || all.side[SIDE_P].of != 0.0f);
+        bool for_q = hand.grad_q && (!KNOWN || all.side[SIDE_Q].of != 0.0f);
+        auto vector_sums = [&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
+            float z_p[V], z_q[V];
+            unpack<T>(raw_p, z_p);
+            unpack<T>(raw_q, z_q);
 #pragma unroll
-                for (int i = 0; i < V; i++) {
-                    if (!decltype(left)::ALL && i >= left.left)
-                        break;
-                    two_floats u = difference(z_p[i], z_q[i]);
-                    element e = element_of<CAREFUL>(z_p[i], z_q[i], u, row, hand.t);
-                    float value;
-                    slopes h = slopes_of<CAREFUL>(e, z_q[i], u, row, hand.t, value);
-                    sum[0] += value;
-                    if (!FP32) {
-                        sum[1] = fmaf(e.p, h.p, sum[1]);
-                        sum[2] = fmaf(e.q, h.q, sum[2]);
-                        continue;
+            for (int first = 0; first < V; first += BATCH) {
+                float b_p[BATCH], b_q[BATCH];
+#pragma unroll
+                for (int i = 0; i < BATCH; i++) {
+                    b_p[i] = z_p[first + i];
+                    b_q[i] = z_q[first + i];
+                    if (!KNOWN && !(KIND == KLD_RULE_MIXTURE && !FP32)) {
+                        float x = value_of<CAREFUL>(b_p[i], b_q[i], row, t);
+                        sum.value += decltype(left)::ALL || first + i < left.left ? x : 0.0f;
                     }
-                    /* Terms may be much larger than their sum, and gradients of its size. */
-                    if (hand.grad_p && h.p != 0.0f)
-                        total[1] += (double)h.p * wide_mass(z_p[i], row.c_p, row.factor_p, hand.t);
-                    if (hand.grad_q && h.q != 0.0f)
-                        total[2] += (double)h.q * wide_mass(z_q[i], row.c_q, row.factor_q, hand.t);
                 }
-#pragma unroll
-                for (int i = 0; i < 3; i++) {
-                    total[i] += (double)sum[i];
-                    sum[i] = 0;
+                if constexpr (KIND == KLD_RULE_MIXTURE && !FP32) {
+                    sum_mixture_16<CAREFUL>(b_p, b_q, left, first, row, t, sum);
+                    continue;
                 }
-            });
+                if (for_p)
+                    sum_side<CAREFUL, SIDE_P>(b_p, b_q, left, first, row,
+                                              read_again(all.side[SIDE_P]), t, sum, total);
+                if (for_q)
+                    sum_side<CAREFUL, SIDE_Q>(b_p, b_q, left, first, row,
+                                              read_again(all.side[SIDE_Q]), t, sum, total);
+            }
+        };
+        hand.slice.template middle_pass<!CAREFUL, UNROLL>(V, vector_sums,
+                                                          [&](uint32_t) { sum.flush(total); });
         auto merge = [](const part *parts, uint32_t count) {
             part from = logits_stats::lane_part(parts, count), to = from;
             logits_stats::sums_of(to, from.sum);
             return to;
         };
         part row_sums = resident::merge_row(total, 0, 0, merge);
-        if (threadIdx.x == 0) {
-            hand.shared->numbers.sum_p = (float)row_sums.sum[1];
-            hand.shared->numbers.sum_q = (float)row_sums.sum[2];
+        if (resident::group_thread() == 0) {
+            hand.shared->numbers.side[SIDE_P].sum = (float)row_sums.sum[1];
+            hand.shared->numbers.side[SIDE_Q].sum = (float)row_sums.sum[2];
         }
-        block_sync(1, resident::COMPUTING);
+        resident::group_sync();
         return row_sums.sum[0] < 0.0 ? 0.0 : row_sums.sum[0]; /* NaN stays */
     }
 
-    template <bool CAREFUL> static __device__ __forceinline__ void write_pass(hand_type &hand) {
-        constexpr int V = packet<T>::V;
-        numbers row = hand.shared->numbers;
-        bool cross = KIND == KLD_RULE_KL || KIND == KLD_RULE_CROSS_ENTROPY;
-        float cross_q = KIND == KLD_RULE_CROSS_ENTROPY ? 1.0f : row.mix.of_p;
-        float cross_p = KIND == KLD_RULE_CROSS_ENTROPY ? 0.0f : -row.mix.of_q;
-        hand.slice.template last_pass<false>(V, [&](uint32_t vector, auto left, const uint4 &raw_p,
-                                                    const uint4 &raw_q) {
-            float z_p[V], z_q[V];
-            unpack<T>(raw_p, z_p);
-            unpack<T>(raw_q, z_q);
+    template <bool CAREFUL, int SIDE, class LEFT>
+    static __device__ __forceinline__ void
+    write_side(char *grad, bool whole, const resident::slice &slice, uint32_t vector, LEFT left,
+               const uint4 &raw_p, const uint4 &raw_q, const both_sides &row, const side_row &side,
+               const temperature &t) {
+        float z_p[V], z_q[V], g[V];
+        unpack<T>(raw_p, z_p);
+        unpack<T>(raw_q, z_q);
+        bool slopes = !KNOWN || side.of != 0.0f, cross = KNOWN && side.cross != 0.0f;
+#pragma unroll
+        for (int i = 0; i < V; i++)
+            g[i] = 0.0f;
+        if (slopes)
 #pragma unroll
             for (int i = 0; i < V; i++) {
-                two_floats u = difference(z_p[i], z_q[i]);
-                element e = element_of<CAREFUL>(z_p[i], z_q[i], u, row, hand.t);
-                float value;
-                slopes h = slopes_of<CAREFUL>(e, z_q[i], u, row, hand.t, value);
-                float g_p = e.p * (h.p - row.sum_p), g_q = e.q * (h.q - row.sum_q);
-                if (cross) {
-                    g_p = fmaf(cross_p, e.more, g_p);
-                    g_q = fmaf(cross_q, e.more, g_q);
-                }
-                z_p[i] = row.factor * g_p;
-                z_q[i] = row.factor * g_q;
+                float mass = mass_of<CAREFUL, SIDE>(SIDE == SIDE_P ? z_p[i] : z_q[i], row, t);
+                float h = slope_of<CAREFUL, SIDE>(z_p[i], z_q[i], row, side, t);
+                if (CAREFUL)
+                    h = mass == 0.0f ? 0.0f : h;
+                g[i] = mass * (h - side.sum);
             }
+        if (KIND == KLD_RULE_MIXTURE && !FP32 && row.mix.k != 0.0f)
+#pragma unroll
+            for (int i = 0; i < V; i++) {
+                float mass = mass_of<CAREFUL, SIDE>(SIDE == SIDE_P ? z_p[i] : z_q[i], row, t);
+                float d = log_of<CAREFUL>(difference(z_p[i], z_q[i]), row.shift, t);
+                float more = mixture_16<true>(row.mix, CAREFUL && mass == 0.0f ? 0.0f : d).more;
+                g[i] = fmaf(mass, mixture_gain_16<SIDE>(row.mix, more), g[i]);
+            }
+        if (cross)
+#pragma unroll
+            for (int i = 0; i < V; i++)
+                g[i] = fmaf(side.cross, more_of<CAREFUL>(z_p[i], z_q[i], row, t), g[i]);
+#pragma unroll
+        for (int i = 0; i < V; i++)
+            g[i] *= row.factor;
+        resident::put<T>(grad, whole, slice.count, slice.head, vector, left, g);
+    }
+
+    template <bool CAREFUL> static __device__ __forceinline__ void write_pass(hand_type &hand) {
+        const numbers &all = hand.shared->numbers;
+        const both_sides row = all;
+        const resident::slice slice = hand.slice.template evened<T>();
+        slice.template last_pass<!CAREFUL, UNROLL>(V, [&](uint32_t vector, auto left,
+                                                          const uint4 &raw_p, const uint4 &raw_q) {
             if (hand.grad_p)
-                resident::put<T>(hand.grad_p, hand.whole_p, hand.slice.count, vector, left, z_p);
+                write_side<CAREFUL, SIDE_P>(hand.grad_p, hand.whole_p, slice, vector, left, raw_p,
+                                            raw_q, row, read_again(all.side[SIDE_P]), hand.t);
             if (hand.grad_q)
-                resident::put<T>(hand.grad_q, hand.whole_q, hand.slice.count, vector, left, z_q);
+                write_side<CAREFUL, SIDE_Q>(hand.grad_q, hand.whole_q, slice, vector, left, raw_p,
+                                            raw_q, row, read_again(all.side[SIDE_Q]), hand.t);
         });
     }
 

@@ -94,6 +94,46 @@ static __device__ __forceinline__ float expm1_rest(float v) {
     return fmaf(y, v, 0.5f);
 }
 
+/* ln(1 + w (e^x - 1)) for 0 <= w <= 1 and x <= 80, with v = 1 - w for where e^x is small beside it;
+ * to 3 units in the last place. Also e^x - 1 and what the logarithm is of. */
+struct log_mean {
+    float log, less, mean;
+
+    __device__ __forceinline__ log_mean(float w, float v, float x_) {
+        const float round = 12582912.0f; /* 1.5 * 2^23: its last bits are the whole number */
+        float x = fmaxf(x_, -80.0f);
+        float at = fmaf(x, 1.44269504f, round), k = at - round;
+        float r = fmaf(k, -0.693359375f, x);
+        r = fmaf(k, 2.12194440e-4f, r);
+        /* (e^r - 1 - r) / r^2 on [-ln(2)/2, ln(2)/2], minimax, 1e-8 */
+        float y = fmaf(r, 0.00139464973f, 0.00836661085f);
+        y = fmaf(y, r, 0.0416662805f);
+        y = fmaf(y, r, 0.166665435f);
+        y = fmaf(y, r, 0.5f);
+        y = fmaf(__fmul_rn(r, r), y, r);
+        float power = __int_as_float((__float_as_int(at) << 23) + 0x3f800000);
+        less = fmaf(power, y, __fadd_rn(power, -1.0f));
+        float s = __fmul_rn(w, less);
+        mean = s < -0.5f ? fmaf(w, fmaf(power, y, power), v) : __fadd_rn(s, 1.0f);
+        /* the mean is 2^n (1 + f) with f in [-1/4, 1/2) */
+        int n = (__float_as_int(mean) - 0x3f400000) & (int)0xff800000;
+        float scale = __int_as_float(0x3f800000 - n);
+        float f = s < -0.5f ? fmaf(mean, scale, -1.0f) : fmaf(s, scale, __fadd_rn(scale, -1.0f));
+        /* (f - ln(1 + f)) / f^2, minimax, 5e-9 */
+        y = fmaf(f, 0.0461981446f, -0.105925903f);
+        y = fmaf(y, f, 0.131938815f);
+        y = fmaf(y, f, -0.144681066f);
+        y = fmaf(y, f, 0.16642867f);
+        y = fmaf(y, f, -0.199909627f);
+        y = fmaf(y, f, 0.250002325f);
+        y = fmaf(y, f, -0.333334535f);
+        y = fmaf(y, f, 0.5f);
+        y = fmaf(__fmul_rn(f, f), -y, f);
+        float whole = __int_as_float((n >> 23) + 0x4b400000) - 12582912.0f;
+        log = fmaf(whole, 0.693147181f, y);
+    }
+};
+
 /* ---- FP64, where FP32 is not enough and the library's functions would take their time
  * ------------
  */

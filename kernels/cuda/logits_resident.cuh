@@ -40,12 +40,13 @@ template <class BODY> struct row_at_hand {
 
 /* What no fast way serves: the first block of the cluster takes the whole row. */
 static __device__ __noinline__ double row_by_any(const kld_cuda_args &args, uint64_t index) {
-    __shared__ team_shared shared;
+    __shared__ team_shared shared[resident::GROUPS];
     team team;
-    team.size = resident::COMPUTING;
-    team.lane = threadIdx.x;
+    team.size = resident::GROUP_THREADS;
+    team.lane = resident::group_thread();
     team.mask = KLD_FULL_WARP;
-    team.shared = &shared;
+    team.shared = &shared[resident::group_number()];
+    team.name = 1 + resident::group_number();
     double value = any_body::value(args, row_open(args, index), team);
     row_zero(args, index, false, team); /* where weights sum to 0 */
     return value;
@@ -57,16 +58,19 @@ template <class BODY> struct rows {
 
     /* Where a warp is. In shared memory, as nothing is to stay in registers from row to row. */
     struct walk {
-        uint8_t slot[2], parity[2]; /* of the next row to read, and to write */
-        uint8_t between;            /* rows read and not yet written */
-        bool over;                  /* all are read */
+        uint8_t slot[2], turn[2]; /* of the next row to read, and to write; a turn but for 256 */
+        uint8_t between;          /* rows read and not yet written */
+        bool over;                /* all are read */
+        uint32_t row;             /* the next to write, of all that the block takes */
 
         __device__ __forceinline__ void advance(int which, uint32_t slots) {
             if (threadIdx.x % 32 == 0) {
-                bool round = slot[which] + 1u == slots;
-                slot[which] = round ? 0 : slot[which] + 1;
-                parity[which] ^= round;
+                resident::cursor at = {slot[which], turn[which]};
+                at.advance(slots, resident::GROUPS);
+                slot[which] = (uint8_t)at.slot;
+                turn[which] = (uint8_t)at.turn;
                 between += which ? -1 : 1;
+                row += which ? resident::GROUPS : 0;
             }
             __syncwarp();
         }
@@ -74,12 +78,14 @@ template <class BODY> struct rows {
 
     /* Beside block_shared, and for the same reason here. */
     struct shared_type {
-        row_type rows[resident::SLOTS_MAX];
+        row_type rows[resident::RING_MAX];
         temperature t;
         float span;
         bool divides;
         bool streams;  /* the statistics are all that is wanted: rows are let go as they are read */
         bool finished; /* all rows are written */
+        bool last[resident::GROUPS]; /* the group was the last to be through */
+        uint32_t through;            /* groups that are */
         walk walks[resident::WARPS];
     };
     static __device__ __forceinline__ shared_type &shared() {
@@ -93,28 +99,39 @@ template <class BODY> struct rows {
         all.span = (float)(300.0 / (args.inverse_temperature * LOG2_E));
         all.streams = BODY::KNOWN && !args.grad_p.at && !args.grad_q.at;
         all.finished = false;
-        for (walk &at : all.walks)
-            at = walk{};
+        all.through = 0;
+        for (uint32_t warp = 0; warp < resident::WARPS; warp++) {
+            uint32_t group = warp / resident::GROUP_WARPS;
+            resident::cursor first = {0, 0};
+            first.advance(args.slots, group);
+            uint8_t slot = (uint8_t)first.slot, turn = (uint8_t)first.turn;
+            all.walks[warp] = walk{{slot, slot}, {turn, turn}, 0, false, group};
+        }
         all.divides = args.divisor != 0 || args.scratch->divisor != 0;
     }
 
     static __device__ __forceinline__ const resident::row_info &info_of(uint32_t slot,
                                                                         uint32_t turn) {
-        return resident::here().info[2 * slot + (turn & 1)];
+        return resident::here().info[resident::ring_of(slot, turn)];
+    }
+
+    static __device__ __forceinline__ row_type &row_of(uint32_t slot, uint32_t turn) {
+        return shared().rows[resident::ring_of(slot, turn)];
     }
 
     static __device__ __forceinline__ resident::slice slice_of(uint32_t slot, uint32_t turn) {
         resident::block_shared &block = resident::here();
         resident::slice slice;
-        /* Shifted vectors are put together from two, the first of which this is. */
-        slice.shift_p = info_of(slot, turn).shift_p;
-        slice.shift_q = info_of(slot, turn).shift_q;
-        slice.p = shared_at(resident::tensor_of(slot, 0)) + 16 * threadIdx.x;
-        slice.q = shared_at(resident::tensor_of(slot, 1)) + 16 * threadIdx.x;
+        const resident::row_info &info = info_of(slot, turn);
+        slice.head = info.head / (uint32_t)sizeof(T);
+        slice.shift_p = info.shift_p;
+        slice.shift_q = info.shift_q;
+        slice.p = shared_at(resident::tensor_of(slot, 0)) + 16 * resident::group_thread();
+        slice.q = shared_at(resident::tensor_of(slot, 1)) + 16 * resident::group_thread();
         slice.count = block.place.count;
         slice.chunks = block.place.chunks;
         slice.first_chunk = slot * slice.chunks;
-        slice.parity = turn & 1;
+        slice.turn = turn;
         return slice;
     }
 
@@ -131,11 +148,15 @@ template <class BODY> struct rows {
     /* The scout: what to count from. */
     static __device__ __forceinline__ void scout() {
         resident::block_shared &block = resident::here();
-        for (resident::cursor at = {0, 0};; at.advance(block.place.slots)) {
-            barrier_wait(&block.full[at.slot * block.place.chunks], at.turn & 1);
-            resident::row_info &info = block.info[2 * at.slot + (at.turn & 1)];
-            bool last = info.last;
-            if (!last) {
+        uint32_t groups = resident::GROUPS;
+        for (resident::cursor at = {0, 0}; groups > 0; at.advance(block.place.slots)) {
+            barrier_wait(resident::full_of(at.slot * block.place.chunks, at.turn),
+                         resident::full_parity(at.turn));
+            uint32_t ring = resident::ring_of(at.slot, at.turn);
+            resident::row_info &info = block.info[ring];
+            if (info.last) {
+                groups--;
+            } else {
                 uint4 raw_p = {}, raw_q = {};
                 uint32_t has = slice_of(at.slot, at.turn).template sample<T>(raw_p, raw_q);
                 logits_stats::pair_of<T> z(raw_p, raw_q);
@@ -149,13 +170,11 @@ template <class BODY> struct rows {
             }
             __syncwarp();
             if (threadIdx.x % 32 == 0)
-                barrier_arrive(&block.ready[at.slot]);
-            if (last)
-                break;
+                barrier_arrive(&block.ready[ring]);
         }
     }
 
-    /* A settling warp: the rows of its slots, from all warps' parts to what the others need. */
+    /* A settling warp: every SETTLERS-th row, from all warps' parts to what the others need. */
     static __device__ void settle(const kld_cuda_args &args) {
         resident::block_shared &block = resident::here();
         row_type *rows = shared().rows;
@@ -164,35 +183,33 @@ template <class BODY> struct rows {
         double scale = args.inverse_temperature * LOG2_E;
         /* FP32 uses both parts of the scale */
         double unit = sizeof(T) == 4 ? LN_2 : LN_2 * scale / (double)(float)scale;
-        uint32_t first = threadIdx.x / 32 - resident::WARPS - 2, slot = first, turn = 0;
-        while (first < slots) {
-            barrier_wait(&block.found[slot], turn & 1);
+        static_assert(resident::SETTLERS <= 2, "a place in the ring is one settler's");
+        resident::cursor at = {0, 0};
+        at.advance(slots, threadIdx.x / 32 - resident::WARPS - 2);
+        for (;; at.advance(slots, resident::SETTLERS)) {
+            uint32_t ring = resident::ring_of(at.slot, at.turn);
+            uint32_t parity = resident::ring_parity(at.turn);
+            barrier_wait(&block.found[ring], parity);
             if (shared().finished)
                 break;
-            const resident::row_info &info = info_of(slot, turn);
+            const resident::row_info &info = info_of(at.slot, at.turn);
             row row = row_open(args, info.index);
             part all;
-            resident::load_sums(block.sums[slot], all.sum);
+            resident::load_sums(block.sums[ring], all.sum);
             all.mark[0] = logits_stats::reference::mark(info.reference[0]);
             all.mark[1] = logits_stats::reference::mark(info.reference[1]);
             if (cluster > 1) {
-                uint32_t ring = slot + (turn & 1) * slots;
-                resident::exchange(all, block.blocks[ring], &block.arrived[ring], turn >> 1 & 1);
+                resident::exchange(all, block.blocks[ring], &block.arrived[ring], parity);
                 all = logits_stats::fast_merge<BODY::EXTRA>(block.blocks[ring], cluster);
             }
             row_stats stats =
                 logits_stats::fast_row<BODY::EXTRA>(all, logits_stats::FAST_MIN<T>, unit);
             double factor = row.gradient * args.inverse_temperature;
-            tell(args, stats, factor, stats.good ? FAST : AGAIN, &rows[slot]);
+            tell(args, stats, factor, stats.good ? FAST : AGAIN, &rows[ring]);
             if (threadIdx.x % 32 == 0) {
-                rows[slot].weight = row.weight;
-                rows[slot].factor = factor;
-                barrier_arrive(&block.settled[slot]);
-            }
-            slot += resident::SETTLERS;
-            if (slot >= slots) {
-                slot = first;
-                turn++;
+                rows[ring].weight = row.weight;
+                rows[ring].factor = factor;
+                barrier_arrive(&block.settled[ring]);
             }
         }
     }
@@ -201,8 +218,8 @@ template <class BODY> struct rows {
     static __device__ __noinline__ void again(const kld_cuda_args &args, uint32_t slot,
                                               uint32_t turn) {
         double inverse_temperature = args.inverse_temperature;
-        row_type *row = &shared().rows[slot];
-        block_sync(1, resident::COMPUTING); /* all have seen that it is */
+        row_type *row = &row_of(slot, turn);
+        resident::group_sync(); /* all have seen that it is */
         part mine;
         if (shared().streams)
             mine = logits_stats::careful<T, BODY::EXTRA>(
@@ -215,19 +232,19 @@ template <class BODY> struct rows {
             mine.sum, mine.mark[0], mine.mark[1], [&](const part *parts, uint32_t count) {
                 return logits_stats::careful_merge<BODY::EXTRA>(parts, count, inverse_temperature);
             });
-        if (threadIdx.x < 32) {
+        if (resident::group_thread() < 32) {
             row_stats stats = logits_stats::careful_row<BODY::EXTRA>(all, inverse_temperature);
             tell(args, stats, row->factor, stats.good ? CAREFUL : ANY, row);
         }
-        block_sync(1, resident::COMPUTING);
+        resident::group_sync();
     }
 
     /* From a settled row to its gradients and, by the first thread, its value. */
     static __device__ __forceinline__ double finish(const kld_cuda_args &args, uint32_t slot,
                                                     uint32_t turn) {
-        if (shared().rows[slot].way == AGAIN)
+        if (row_of(slot, turn).way == AGAIN)
             again(args, slot, turn);
-        row_type *row = &shared().rows[slot];
+        row_type *row = &row_of(slot, turn);
         if (shared().streams) {
             if (row->way != ANY)
                 return row->value;
@@ -239,8 +256,8 @@ template <class BODY> struct rows {
         row_at_hand<BODY> hand = {slice_of(slot, turn),
                                   shared().t,
                                   row,
-                                  divides ? info.grad_p : nullptr,
-                                  divides ? info.grad_q : nullptr,
+                                  divides && info.grad_p ? info.grad_p - info.head : nullptr,
+                                  divides && info.grad_q ? info.grad_q - info.head : nullptr,
                                   info.whole_p,
                                   info.whole_q};
         if (row->way == FAST)
@@ -251,44 +268,58 @@ template <class BODY> struct rows {
         return resident::here().place.rank == 0 ? row_by_any(args, info_of(slot, turn).index) : 0.0;
     }
 
-    /* First thread of the cluster. */
-    static __device__ __forceinline__ void add(const kld_cuda_args &args,
+    /* First thread of each group in the cluster's first block: rows are added in order. */
+    static __device__ __forceinline__ void add(const kld_cuda_args &args, uint32_t row,
                                                const resident::row_info &info, double value) {
         resident::block_shared &block = resident::here();
+        if (resident::GROUPS > 1) {
+            while (*(volatile uint32_t *)&block.added != row)
+                __nanosleep(20);
+            __threadfence_block();
+        }
         row_store(args, info.index, value);
         block.total = block.group == info.group ? block.total + value : value;
         block.group = info.group;
         args.scratch->partial[args.first_group + info.group] = block.total;
+        if (resident::GROUPS > 1) {
+            __threadfence_block();
+            *(volatile uint32_t *)&block.added = row + 1;
+        }
     }
 
     /* Weights sum to 0, and gradients are 0; row_by_any() does that itself. */
     static __device__ __noinline__ void clear_row(const kld_cuda_args &args, uint64_t index) {
         const resident::place &at = resident::here().place;
-        resident::clear<T>(resident::part_of<T>(args.grad_p, index, at), at.count, threadIdx.x,
-                           resident::COMPUTING);
-        resident::clear<T>(resident::part_of<T>(args.grad_q, index, at), at.count, threadIdx.x,
-                           resident::COMPUTING);
+        resident::clear<T>(resident::part_of<T>(args.grad_p, index, at), at.count,
+                           resident::group_thread(), resident::GROUP_THREADS);
+        resident::clear<T>(resident::part_of<T>(args.grad_q, index, at), at.count,
+                           resident::group_thread(), resident::GROUP_THREADS);
     }
 
     static __device__ __forceinline__ void write_row(const kld_cuda_args &args, uint32_t slot,
                                                      uint32_t turn) {
-        barrier_wait(&resident::here().settled[slot], turn & 1);
+        barrier_wait(&resident::here().settled[resident::ring_of(slot, turn)],
+                     resident::ring_parity(turn));
         double value = finish(args, slot, turn);
-        if (!shared().divides && shared().rows[slot].way != ANY)
+        if (!shared().divides && row_of(slot, turn).way != ANY)
             clear_row(args, info_of(slot, turn).index);
-        if (threadIdx.x == 0 && resident::here().place.rank == 0)
-            add(args, info_of(slot, turn), shared().rows[slot].weight * value);
+        if (resident::group_thread() == 0 && resident::here().place.rank == 0)
+            add(args, shared().walks[threadIdx.x / 32].row, info_of(slot, turn),
+                row_of(slot, turn).weight * value);
     }
 
     /* False: there is none. */
     static __device__ __forceinline__ bool read_row(uint32_t slot, uint32_t turn) {
-        barrier_wait(&resident::here().ready[slot], turn & 1);
+        barrier_wait(&resident::here().ready[resident::ring_of(slot, turn)],
+                     resident::ring_parity(turn));
         const resident::row_info &info = info_of(slot, turn);
-        if (info.last)
+        if (info.last) {
+            slice_of(slot, turn).release(0); /* with one slot the other group's end comes here */
             return false;
+        }
         logits_stats::fast<T, BODY::EXTRA>(slice_of(slot, turn), shared().t,
-                                           logits_stats::reference(info.reference), slot,
-                                           shared().streams);
+                                           logits_stats::reference(info.reference),
+                                           resident::ring_of(slot, turn), shared().streams);
         return true;
     }
 
@@ -298,27 +329,36 @@ template <class BODY> struct rows {
         for (;;) {
             walk &at = shared().walks[threadIdx.x / 32];
             if (!at.over) {
-                if (read_row(at.slot[0], at.parity[0]))
+                if (read_row(at.slot[0], at.turn[0]))
                     at.advance(0, block.place.slots);
                 else if (threadIdx.x % 32 == 0)
                     at.over = true;
                 __syncwarp();
             }
             if (at.between > (at.over ? 0 : block.place.lag)) {
-                write_row(args, at.slot[1], at.parity[1]);
+                write_row(args, at.slot[1], at.turn[1]);
                 __syncwarp();
                 shared().walks[threadIdx.x / 32].advance(1, block.place.slots);
             } else if (at.over) {
                 break;
             }
         }
-        /* Whoever settles sees the last of its rows followed by this. */
-        if (threadIdx.x == 0)
-            shared().finished = true;
-        __syncwarp();
-        if (threadIdx.x % 32 == 0)
-            for (uint32_t slot = 0; slot < block.place.slots; slot++)
-                barrier_arrive(&block.found[slot]);
+        leave(block.place.slots << block.place.ring_power);
+    }
+
+    /* Whoever settles sees the last of its rows followed by this. */
+    static __device__ __forceinline__ void leave(uint32_t ring) {
+        uint32_t group = resident::group_number();
+        resident::group_sync();
+        if (resident::group_thread() == 0) {
+            shared().last[group] = atomicAdd(&shared().through, 1u) + 1 == resident::GROUPS;
+            if (shared().last[group])
+                shared().finished = true;
+        }
+        resident::group_sync();
+        if (shared().last[group] && threadIdx.x % 32 == 0)
+            for (uint32_t i = 0; i < ring; i++)
+                barrier_arrive(&resident::here().found[i]);
     }
 };
 
@@ -355,7 +395,9 @@ static cudaError_t active_clusters(const cudaLaunchConfig_t &config,
 
 template <class BODY>
 static cudaError_t launch(const kld_cuda_args &args, uint32_t groups, cudaStream_t stream) {
-    static_assert(sizeof(typename rows<BODY>::shared_type) + sizeof(team_shared) <= 3072,
+    static_assert(sizeof(typename rows<BODY>::shared_type) +
+                          resident::GROUPS * sizeof(team_shared) <=
+                      KLD_CUDA_STATIC_MAX,
                   "see share()");
     auto function = kernel<BODY>;
     size_t shared = resident::bytes(args, sizeof(typename BODY::T));

@@ -165,7 +165,7 @@ static __device__ __forceinline__ void fast_16(float z_p, float z_q, const refer
 /* sum: a, b, a u, and b u or a ln b; logarithms of base 2 and less the references. */
 template <class T, int EXTRA, bool SHIFTED>
 static __device__ __forceinline__ void fast_of(const resident::slice &slice, const temperature &t,
-                                               const reference &at, uint32_t slot, bool release) {
+                                               const reference &at, uint32_t ring, bool release) {
     constexpr int V = packet<T>::V;
     double total[4] = {0, 0, 0, 0};
     chunk_sums<EXTRA> sum;
@@ -187,18 +187,18 @@ static __device__ __forceinline__ void fast_of(const resident::slice &slice, con
                 slice.release(chunk);
         });
     resident::block_shared &block = resident::here();
-    resident::store_sums(block.sums[slot][threadIdx.x / 32], total);
+    resident::store_sums(block.sums[ring][resident::group_thread() / 32], total);
     if (threadIdx.x % 32 == 0)
-        barrier_arrive(&block.found[slot]);
+        barrier_arrive(&block.found[ring]);
 }
 
 template <class T, int EXTRA>
 static __device__ __forceinline__ void fast(const resident::slice &slice, const temperature &t,
-                                            const reference &at, uint32_t slot, bool release) {
+                                            const reference &at, uint32_t ring, bool release) {
     if (slice.shift_p || slice.shift_q)
-        fast_of<T, EXTRA, true>(slice, t, at, slot, release);
+        fast_of<T, EXTRA, true>(slice, t, at, ring, release);
     else
-        fast_of<T, EXTRA, false>(slice, t, at, slot, release);
+        fast_of<T, EXTRA, false>(slice, t, at, ring, release);
 }
 
 /* 2^x, 0 far below. */

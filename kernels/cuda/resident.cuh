@@ -2,16 +2,20 @@
  * memory once: the blocks of a cluster hold a slice of the row each; what the warps found is
  * exchanged across the cluster. No mathematics here.
  *
- * The warps of a block have four trades. WARPS of them compute. One copies: it brings rows ahead,
+ * The warps of a block have four trades. WARPS of them compute, in GROUPS that take the rows in
+ * turn: while one group waits for its row, the other computes. One copies: it brings rows ahead,
  * and it decides what a row is: where its gradient goes, whether it counts at all; of masked rows
  * it writes the zeros itself, and the others never see them. A scout looks at what has come, for
- * what the computing warps count from. SETTLERS put together what the
- * computing warps of all blocks found in a row. Meanwhile those go on: they take a row's statistics
- * `lag` rows before they write its gradient, so that nobody waits for the exchange.
+ * what the computing warps count from. SETTLERS put together what a group of all blocks found in a
+ * row. Meanwhile the group goes on where there is room: it takes a row's statistics `lag` of its
+ * rows before it writes that row's gradient.
  *
  * Slots and chunks. A block has `slots` places for a slice of both tensors, cut into chunks of
  * CHUNK vectors. A chunk's `full` barrier says that it has come, its `empty` barrier that all warps
- * are done with it. What is known of a row lies in its slot as well. */
+ * are done with it. Who waits for a phase of a barrier must have seen the one before: so what
+ * groups wait for has two barriers in turn, as a slot's rows may go to one group and the other.
+ * What is known of a row lies in a ring at least twice as long: the next row may come to a slot
+ * whose last one is read and not yet settled. */
 #ifndef KLD_KERNELS_CUDA_RESIDENT_CUH
 #define KLD_KERNELS_CUDA_RESIDENT_CUH
 
@@ -23,14 +27,16 @@ namespace resident {
 inline namespace KLD_CUDA_TEAM {
 
 constexpr uint32_t WARPS = KLD_CUDA_TEAM_WARPS, COMPUTING = 32 * WARPS;
+constexpr uint32_t GROUPS = KLD_CUDA_TEAM_GROUPS;
+constexpr uint32_t GROUP_WARPS = WARPS / GROUPS, GROUP_THREADS = 32 * GROUP_WARPS;
 constexpr uint32_t SETTLERS = KLD_CUDA_TEAM_SETTLERS;
 constexpr uint32_t THREADS = COMPUTING + 64 + 32 * SETTLERS;
-constexpr uint32_t CHUNK = 64 * WARPS;        /* vectors of 16 bytes, of each tensor */
-constexpr uint32_t CHUNKS_MAX = 16;           /* of all slots of a block */
-constexpr uint32_t STEPS = CHUNK / COMPUTING; /* of a thread in a chunk */
+constexpr uint32_t CHUNK = 64 * WARPS;            /* vectors of 16 bytes, of each tensor */
+constexpr uint32_t CHUNKS_MAX = 16;               /* of all slots of a block */
+constexpr uint32_t STEPS = CHUNK / GROUP_THREADS; /* of a thread in a chunk */
 constexpr uint32_t EDGE = 16;    /* bytes behind a slice: rows need not start at a multiple of 16 */
 constexpr uint32_t BEYOND = 528; /* bytes that a warp may read behind the last slice */
-constexpr uint32_t SLOTS_MAX = 6;
+constexpr uint32_t SLOTS_MAX = 6, RING_MAX = 2 * SLOTS_MAX;
 constexpr uint32_t CLUSTER_MAX = 8; /* more is not to be had everywhere */
 
 /* What was found in a part of a row. What the numbers mean is the passes' business. */
@@ -40,11 +46,12 @@ struct part {
 };
 
 /* What is said of a row before its statistics are taken: by the copying warp and, `reference`, by
- * the scout. Two of a slot alternate: the next row may come in before this one is settled. */
+ * the scout. */
 struct alignas(16) row_info {
     float reference[4];        /* what it means is the passes' business */
     uint32_t shift_p, shift_q; /* bytes after a multiple of 16 at which the slice starts */
-    bool whole_p, whole_q;     /* gradients start at a multiple of 16 */
+    uint32_t head;             /* what both start after; 0 if they differ: see slice */
+    bool whole_p, whole_q;     /* gradients start `head` bytes after a multiple of 16 */
     bool last;                 /* there is no such row */
     char *grad_p, *grad_q;     /* this block's part; NULL: not asked for */
     uint64_t index, group;
@@ -57,26 +64,28 @@ struct place {
     uint32_t slice;                              /* classes of every block but the last */
     uint32_t count, chunks, slots, tensor_bytes; /* of this one */
     uint32_t lag;
+    uint32_t ring_power; /* the ring has 2^ring_power places a slot */
 };
 
 /* What is needed once a row lies here and not in registers: spilled, it would not even find room in
  * the first-level cache beside this much shared memory. */
 struct block_shared {
     place place;
-    row_info info[2 * SLOTS_MAX];
-    barrier full[CHUNKS_MAX], empty[CHUNKS_MAX];
-    /* Of a slot: its reference is known, its warps' sums are there, the row is settled. */
-    barrier ready[SLOTS_MAX], found[SLOTS_MAX], settled[SLOTS_MAX];
-    /* Of the ring of blocks' parts: all have come. A block may be 2 lag + 1 rows ahead of what
-     * another has read. */
-    barrier arrived[2 * SLOTS_MAX];
-    barrier extra_arrived[2]; /* the same of exchanges that the computing warps wait for */
-    uint32_t extra_exchanges; /* so far; first warp */
-    double total;             /* of the rows of `group` so far; first thread */
+    row_info info[RING_MAX];
+    barrier full[2 * CHUNKS_MAX], empty[CHUNKS_MAX];
+    /* The reference is known, the warps' sums are there, the blocks' parts, the row is settled. */
+    barrier ready[RING_MAX], found[RING_MAX], arrived[RING_MAX], settled[RING_MAX];
+    /* Of exchanges that a group waits for. */
+    barrier extra_arrived[GROUPS][2];
+    uint32_t extra_exchanges[GROUPS]; /* so far; its first warp */
+    /* How many rows have been added: the next one's group may add, then. `total` of those of
+     * `group`. */
+    uint32_t added;
+    double total;
     uint64_t group;
-    double sums[SLOTS_MAX][WARPS][16]; /* of a warp: 4 partial sums of each of 4 */
-    part blocks[2 * SLOTS_MAX][CLUSTER_MAX];
-    part extra_warps[WARPS], extra_blocks[2][CLUSTER_MAX];
+    double sums[RING_MAX][GROUP_WARPS][16]; /* of a warp: 4 partial sums of each of 4 */
+    part blocks[RING_MAX][CLUSTER_MAX];
+    part extra_warps[WARPS], extra_blocks[GROUPS][2][CLUSTER_MAX];
     uint4 stage[WARPS][32]; /* of stores to unaligned rows */
     uint4 data[];           /* [slots][2][tensor_bytes] */
 };
@@ -85,6 +94,28 @@ static __device__ __forceinline__ block_shared &here() {
     extern __shared__ uint4 dynamic[];
     return *(block_shared *)dynamic;
 }
+
+/* Of a computing thread. */
+static __device__ __forceinline__ uint32_t group_number() { return threadIdx.x / GROUP_THREADS; }
+static __device__ __forceinline__ uint32_t group_thread() { return threadIdx.x % GROUP_THREADS; }
+static __device__ __forceinline__ void group_sync() {
+    block_sync(1 + group_number(), GROUP_THREADS);
+}
+
+/* Of the row in a slot: its place in the ring, and the parity of the ring's barriers. */
+static __device__ __forceinline__ uint32_t ring_of(uint32_t slot, uint32_t turn) {
+    uint32_t power = here().place.ring_power;
+    return (slot << power) + (turn & ((1u << power) - 1));
+}
+static __device__ __forceinline__ uint32_t ring_parity(uint32_t turn) {
+    return turn >> here().place.ring_power & 1;
+}
+
+/* Of a chunk of a slot, by its turn. */
+static __device__ __forceinline__ barrier *full_of(uint32_t chunk, uint32_t turn) {
+    return &here().full[2 * chunk + (turn & 1)];
+}
+static __device__ __forceinline__ uint32_t full_parity(uint32_t turn) { return turn >> 1 & 1; }
 
 /* Address in shared memory of a slot's tensor: 0 p, 1 q. */
 static __device__ __forceinline__ char *tensor_of(uint32_t slot, uint32_t which) {
@@ -97,6 +128,11 @@ static inline size_t bytes(const kld_cuda_args &args, size_t element) {
     return sizeof(block_shared) + (size_t)args.slots * 2 * (args.slice * element + EDGE) + BEYOND;
 }
 
+/* Does every row start at a multiple of 16 bytes? */
+static __device__ __forceinline__ bool is_even(const kld_cuda_tensor &tensor) {
+    return (((uintptr_t)tensor.at | tensor.stride_bytes) & 15) == 0;
+}
+
 template <class T> static __device__ void find_place(const kld_cuda_args &args, place &at) {
     at.rank = cluster_rank();
     at.cluster = args.cluster;
@@ -106,10 +142,13 @@ template <class T> static __device__ void find_place(const kld_cuda_args &args, 
     uint64_t first = (uint64_t)at.rank * args.slice;
     uint64_t rest = first < args.classes ? args.classes - first : 0;
     at.count = (uint32_t)min(rest, (uint64_t)args.slice);
-    at.chunks = (uint32_t)((at.count * sizeof(T) + 16 * CHUNK - 1) / (16 * CHUNK));
+    uint32_t bytes = at.count * (uint32_t)sizeof(T);
+    bytes += is_even(args.p) && is_even(args.q) ? 0 : 15; /* before it in its first 16 */
+    at.chunks = (bytes + 16 * CHUNK - 1) / (16 * CHUNK);
     at.chunks = at.chunks ? at.chunks : 1; /* an empty one: barriers are passed all the same */
     at.slots = args.slots;
     at.lag = args.lag;
+    at.ring_power = args.slots == 1 ? 2 : 1;
     at.tensor_bytes = (uint32_t)(args.slice * sizeof(T)) + EDGE;
 }
 
@@ -117,11 +156,9 @@ template <class T> static __device__ void find_place(const kld_cuda_args &args, 
 struct cursor {
     uint32_t slot, turn;
 
-    __device__ __forceinline__ void advance(uint32_t slots) {
-        if (++slot == slots) {
-            slot = 0;
+    __device__ __forceinline__ void advance(uint32_t slots, uint32_t rows = 1) {
+        for (slot += rows; slot >= slots; slot -= slots)
             turn++;
-        }
     }
 };
 
@@ -151,16 +188,17 @@ static __device__ __forceinline__ uint32_t shift_of(const void *at) {
  * lanes bring the elements at the ends. */
 template <class T>
 static __device__ __forceinline__ void bring(char *to, const char *from, uint32_t bytes,
-                                             uint32_t chunk, bool last_chunk, bool before,
-                                             bool behind, barrier *full, unsigned lane) {
+                                             uint32_t chunk, bool before, bool behind,
+                                             barrier *full, unsigned lane) {
     uint32_t shift = shift_of(from), end_of_slice = shift + bytes;
+    uint32_t slice_end = (end_of_slice + 15) & ~15u;
     from -= shift;
     /* A shifted chunk ends 16 bytes later, where its last vector ends. */
     uint32_t late = shift ? 16 : 0;
     uint32_t begin = chunk ? chunk * 16 * CHUNK + late : 0;
-    uint32_t end = last_chunk ? (end_of_slice + 15) & ~15u : (chunk + 1) * 16 * CHUNK + late;
+    uint32_t end = min((chunk + 1) * 16 * CHUNK + late, slice_end);
     bool head = chunk == 0 && shift && !before;
-    bool tail = last_chunk && (end_of_slice & 15) && !behind;
+    bool tail = end == slice_end && begin < end && (end_of_slice & 15) && !behind;
     if (head || tail) {
         uint32_t element = lane % 8 * (uint32_t)sizeof(T);
         if (head) {
@@ -220,11 +258,12 @@ template <class T> static __device__ void copy_rows(const kld_cuda_args &args) {
         if (lane == 0) {
             char *grad_p = part_of<T>(args.grad_p, index, at);
             char *grad_q = part_of<T>(args.grad_q, index, at);
-            row_info &info = block.info[2 * next.slot + (next.turn & 1)];
+            row_info &info = block.info[ring_of(next.slot, next.turn)];
             info.shift_p = shift_of(part_of<T>(args.p, index, at));
             info.shift_q = shift_of(part_of<T>(args.q, index, at));
-            info.whole_p = aligned16<T>(grad_p);
-            info.whole_q = aligned16<T>(grad_q);
+            info.head = info.shift_p == info.shift_q && at.count ? info.shift_p : 0;
+            info.whole_p = aligned16<T>(grad_p - info.head);
+            info.whole_q = aligned16<T>(grad_q - info.head);
             info.last = last;
             info.grad_p = grad_p;
             info.grad_q = grad_q;
@@ -249,23 +288,23 @@ template <class T> static __device__ void copy_rows(const kld_cuda_args &args) {
         bool before = index > 0 || at.rank > 0, behind = index + 1 < args.rows;
         behind = behind || (uint64_t)at.rank * at.slice + at.count < args.classes;
         for (uint32_t chunk = 0; chunk < at.chunks; chunk++) {
-            bool last_chunk = chunk + 1 == at.chunks;
             if (chunk > 0)
                 wait(chunk);
-            if (!last_chunk && (shift_of(p) || shift_of(q)))
+            if (chunk + 1 < at.chunks && (shift_of(p) || shift_of(q)))
                 wait(chunk + 1);
-            barrier *full = &block.full[next.slot * at.chunks + chunk];
-            bring<T>(tensor_of(next.slot, 0), p, slice_bytes, chunk, last_chunk, before, behind,
-                     full, lane);
-            bring<T>(tensor_of(next.slot, 1), q, slice_bytes, chunk, last_chunk, before, behind,
-                     full, lane);
+            barrier *full = full_of(next.slot * at.chunks + chunk, next.turn);
+            bring<T>(tensor_of(next.slot, 0), p, slice_bytes, chunk, before, behind, full, lane);
+            bring<T>(tensor_of(next.slot, 1), q, slice_bytes, chunk, before, behind, full, lane);
         }
         next.advance(at.slots);
     });
-    describe(0, 0, true);
-    if (lane == 0) {
-        barrier_arrive(&block.full[next.slot * at.chunks]);
-        barrier_arrive(&block.full[next.slot * at.chunks]);
+    for (uint32_t group = 0; group < GROUPS; group++) {
+        describe(0, 0, true);
+        if (lane == 0) {
+            barrier_arrive(full_of(next.slot * at.chunks, next.turn));
+            barrier_arrive(full_of(next.slot * at.chunks, next.turn));
+        }
+        next.advance(at.slots);
     }
 }
 

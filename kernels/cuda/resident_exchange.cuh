@@ -39,13 +39,14 @@ static __device__ __forceinline__ void store_sums(double *to, const double (&x)[
     __syncwarp();
 }
 
-/* One warp: what all warps have stored, to all its lanes. */
-static __device__ __forceinline__ void load_sums(const double (&from)[WARPS][16],
+/* One warp: what all warps of a group have stored, to all its lanes. */
+static __device__ __forceinline__ void load_sums(const double (&from)[GROUP_WARPS][16],
                                                  double (&ret)[4]) {
     unsigned lane = threadIdx.x % 32;
     double sum = 0;
+    static_assert(GROUP_WARPS % 2 == 0, "two warps a step");
 #pragma unroll
-    for (uint32_t warp = 0; warp < WARPS; warp += 2)
+    for (uint32_t warp = 0; warp < GROUP_WARPS; warp += 2)
         sum += from[warp + lane / 16][lane % 16];
     sum += __shfl_xor_sync(KLD_FULL_WARP, sum, 16);
     sum += __shfl_xor_sync(KLD_FULL_WARP, sum, 2);
@@ -89,25 +90,26 @@ static __device__ __forceinline__ void exchange(const part &mine, part *parts, b
     barrier_wait(arrived, parity);
 }
 
-/* All computing warps: sums over the row, to all lanes of the first warp. MERGE(parts, count): many
+/* All warps of a group: sums over the row, to all lanes of the first. MERGE(parts, count): many
  * parts to one, by a whole warp, its result in all lanes. */
 template <class MERGE>
 static __device__ __forceinline__ part merge_row(const double (&sums)[4], int32_t mark_0,
                                                  int32_t mark_1, MERGE merge) {
     block_shared &block = here();
     part row;
+    uint32_t group = group_number();
     store_part(&block.extra_warps[threadIdx.x / 32], sums, mark_0, mark_1);
-    block_sync(1, COMPUTING);
-    if (threadIdx.x < 32) {
-        row = merge(block.extra_warps, WARPS);
+    group_sync();
+    if (group_thread() < 32) {
+        row = merge(block.extra_warps + group * GROUP_WARPS, GROUP_WARPS);
         if (block.place.cluster > 1) {
-            uint32_t turn = block.extra_exchanges;
-            part *parts = block.extra_blocks[turn & 1];
-            exchange(row, parts, &block.extra_arrived[turn & 1], turn >> 1 & 1);
+            uint32_t turn = block.extra_exchanges[group];
+            part *parts = block.extra_blocks[group][turn & 1];
+            exchange(row, parts, &block.extra_arrived[group][turn & 1], turn >> 1 & 1);
             row = merge(parts, block.place.cluster);
             __syncwarp();
-            if (threadIdx.x == 0)
-                block.extra_exchanges = turn + 1;
+            if (group_thread() == 0)
+                block.extra_exchanges[group] = turn + 1;
             __syncwarp();
         }
     }

@@ -13,21 +13,24 @@ template <class BODY> static __device__ __forceinline__ void run(const kld_cuda_
     typedef typename BODY::T T;
     block_shared &block = here();
     if (threadIdx.x < CHUNKS_MAX) {
-        barrier_init(&block.full[threadIdx.x], 2);
-        barrier_init(&block.empty[threadIdx.x], WARPS);
+        barrier_init(&block.full[2 * threadIdx.x], 2);
+        barrier_init(&block.full[2 * threadIdx.x + 1], 2);
+        barrier_init(&block.empty[threadIdx.x], GROUP_WARPS);
     }
-    if (threadIdx.x < SLOTS_MAX) {
+    if (threadIdx.x < RING_MAX) {
         barrier_init(&block.ready[threadIdx.x], 1);
-        barrier_init(&block.found[threadIdx.x], WARPS);
+        barrier_init(&block.found[threadIdx.x], GROUP_WARPS);
+        barrier_init(&block.arrived[threadIdx.x], 1);
         barrier_init(&block.settled[threadIdx.x], 1);
     }
-    if (threadIdx.x < 2 * SLOTS_MAX)
-        barrier_init(&block.arrived[threadIdx.x], 1);
-    if (threadIdx.x < 2)
-        barrier_init(&block.extra_arrived[threadIdx.x], 1);
+    if (threadIdx.x < GROUPS) {
+        barrier_init(&block.extra_arrived[threadIdx.x][0], 1);
+        barrier_init(&block.extra_arrived[threadIdx.x][1], 1);
+        block.extra_exchanges[threadIdx.x] = 0;
+    }
     if (threadIdx.x == 0) {
         find_place<T>(args, block.place);
-        block.extra_exchanges = 0;
+        block.added = 0;
         block.group = UINT64_MAX;
         BODY::prepare(args);
     }

@@ -26,12 +26,15 @@ static __device__ __forceinline__ uint4 load_shared(uint32_t at) {
     return x;
 }
 
-/* This block's slice of the row at hand. */
+/* This block's slice of the row at hand. Vectors are put together from two where it does not start
+ * at a multiple of 16 bytes: which thread adds which classes follows from the row, not from where
+ * it lies. */
 struct slice {
     uint32_t p, q; /* shared memory addresses: this thread's first vector, less the shift */
     uint32_t count, chunks;
+    uint32_t head; /* classes by which both tensors start after a multiple of 16 bytes, or 0 */
     uint32_t first_chunk; /* number of its first chunk among those of all slots */
-    uint32_t parity;
+    uint32_t turn;
     uint32_t shift_p, shift_q; /* bytes */
 
     /* 16 bytes from `shift` on. */
@@ -57,6 +60,15 @@ struct slice {
         return x;
     }
 
+    /* The same from `head` classes earlier on, so that no vector needs two: for a pass that adds
+     * nothing up. What lies before the row is undefined. */
+    template <class T> __device__ __forceinline__ slice evened() const {
+        slice other = *this;
+        other.count += head;
+        other.shift_p -= head * (uint32_t)sizeof(T);
+        other.shift_q -= head * (uint32_t)sizeof(T);
+        return other;
+    }
     /* A vector of each lane, spread over the first chunk once that has come. Returns how many
      * classes it has. */
     template <class T>
@@ -66,18 +78,18 @@ struct slice {
         uint32_t vector = vectors < 32 ? lane : lane * vectors / 32;
         if (vector * V >= count)
             return 0;
-        ret_p = load<true>(p + 16 * (vector - threadIdx.x), shift_p);
-        ret_q = load<true>(q + 16 * (vector - threadIdx.x), shift_q);
+        ret_p = load<true>(p + 16 * (vector - group_thread()), shift_p);
+        ret_q = load<true>(q + 16 * (vector - group_thread()), shift_q);
         return min(count - vector * V, V);
     }
     /* The first vectors of this thread's warp. */
     template <class T> __device__ __forceinline__ uint32_t peek(uint4 &ret_p, uint4 &ret_q) const {
         constexpr uint32_t V = packet<T>::V;
-        if (threadIdx.x * V >= count)
+        if (group_thread() * V >= count)
             return 0;
         ret_p = load<true>(p, shift_p);
         ret_q = load<true>(q, shift_q);
-        return min(count - threadIdx.x * V, V);
+        return min(count - group_thread() * V, V);
     }
 
     /* FUNCTION(vector, left, raw p, raw q) for every vector of this thread: its number and how many
@@ -85,30 +97,30 @@ struct slice {
      * it is less than V (or nothing), what lies beyond is undefined. The whole warp comes along as
      * long as one of its lanes has a class. DONE(chunk) after each chunk. WAITS: chunks may still
      * be on their way. */
-    template <bool SHIFTED, bool WAITS, class FUNCTION, class DONE>
+    template <bool SHIFTED, bool WAITS, int UNROLL = 2, class FUNCTION, class DONE>
     __device__ __forceinline__ void pass_of(uint32_t V, FUNCTION function, DONE done) const {
-        uint32_t at_p = p, at_q = q, first = threadIdx.x;
+        uint32_t at_p = p, at_q = q, first = group_thread();
         for (uint32_t chunk = 0; chunk < chunks; chunk++) {
             if (WAITS)
-                barrier_wait(&here().full[first_chunk + chunk], parity);
+                barrier_wait(full_of(first_chunk + chunk, turn), full_parity(turn));
             if ((chunk + 1) * CHUNK * V <= count) {
-#pragma unroll
+#pragma unroll UNROLL
                 for (uint32_t step = 0; step < STEPS; step++)
-                    function(first + step * COMPUTING, all_of(),
-                             load<SHIFTED>(at_p + step * COMPUTING * 16, shift_p),
-                             load<SHIFTED>(at_q + step * COMPUTING * 16, shift_q));
+                    function(first + step * GROUP_THREADS, all_of(),
+                             load<SHIFTED>(at_p + step * GROUP_THREADS * 16, shift_p),
+                             load<SHIFTED>(at_q + step * GROUP_THREADS * 16, shift_q));
             } else {
 #pragma unroll 1
                 for (uint32_t step = 0; step < STEPS; step++) {
-                    uint32_t vector = first + step * COMPUTING;
+                    uint32_t vector = first + step * GROUP_THREADS;
                     if ((vector | 31u) * V + V <= count)
                         function(vector, all_of(),
-                                 load<SHIFTED>(at_p + step * COMPUTING * 16, shift_p),
-                                 load<SHIFTED>(at_q + step * COMPUTING * 16, shift_q));
+                                 load<SHIFTED>(at_p + step * GROUP_THREADS * 16, shift_p),
+                                 load<SHIFTED>(at_q + step * GROUP_THREADS * 16, shift_q));
                     else if ((vector & ~31u) * V < count)
                         function(vector, some_of{count > vector * V ? count - vector * V : 0},
-                                 load<SHIFTED>(at_p + step * COMPUTING * 16, shift_p),
-                                 load<SHIFTED>(at_q + step * COMPUTING * 16, shift_q));
+                                 load<SHIFTED>(at_p + step * GROUP_THREADS * 16, shift_p),
+                                 load<SHIFTED>(at_q + step * GROUP_THREADS * 16, shift_q));
                 }
             }
             done(chunk);
@@ -117,20 +129,22 @@ struct slice {
             at_q += CHUNK * 16;
         }
     }
-    /* One in between. */
+    /* One in between. SPLIT: code of its own for rows that are not shifted. */
+    template <bool SPLIT, int UNROLL = 2, class FUNCTION, class DONE>
+    __device__ __forceinline__ void middle_pass(uint32_t V, FUNCTION function, DONE done) const {
+        if (!SPLIT || shift_p || shift_q)
+            pass_of<true, false, UNROLL>(V, function, done);
+        else
+            pass_of<false, false, UNROLL>(V, function, done);
+    }
     template <class T, class FUNCTION>
     __device__ __forceinline__ void pass(FUNCTION function) const {
-        pass_of<true, false>(packet<T>::V, function, [](uint32_t) {});
+        middle_pass<false>(packet<T>::V, function, [](uint32_t) {});
     }
-    /* The last one: each chunk may be overwritten after it. SPLIT: code of its own for rows that
-     * are not shifted. */
-    template <bool SPLIT, class FUNCTION>
+    /* The last one: each chunk may be overwritten after it. */
+    template <bool SPLIT, int UNROLL = 2, class FUNCTION>
     __device__ __forceinline__ void last_pass(uint32_t V, FUNCTION function) const {
-        auto done = [&](uint32_t chunk) { release(chunk); };
-        if (!SPLIT || shift_p || shift_q)
-            pass_of<true, false>(V, function, done);
-        else
-            pass_of<false, false>(V, function, done);
+        middle_pass<SPLIT, UNROLL>(V, function, [&](uint32_t chunk) { release(chunk); });
     }
     __device__ __forceinline__ void release(uint32_t chunk) const {
         __syncwarp();
@@ -153,52 +167,55 @@ struct far_slice {
     template <class T>
     static __device__ __forceinline__ far_slice of(const kld_cuda_args &args, uint64_t index) {
         const place &at = here().place;
-        return {part_of<T>(args.p, index, at) + 16 * threadIdx.x,
-                part_of<T>(args.q, index, at) + 16 * threadIdx.x, at.count};
+        return {part_of<T>(args.p, index, at) + 16 * group_thread(),
+                part_of<T>(args.q, index, at) + 16 * group_thread(), at.count};
     }
     template <class T>
     __device__ __forceinline__ uint4 load(const char *from, uint32_t vector, uint32_t left) const {
         constexpr uint32_t V = packet<T>::V;
-        const T *at = (const T *)from + (uint64_t)(vector - threadIdx.x) * V;
+        const T *at = (const T *)from + (uint64_t)(vector - group_thread()) * V;
         if (left >= V && aligned16<T>(at))
             return *(const uint4 *)at;
         return load_edge<T>(at, 0, left < V ? left : V, ::to<T>(0.0f));
     }
     template <class T> __device__ __forceinline__ uint32_t peek(uint4 &ret_p, uint4 &ret_q) const {
         constexpr uint32_t V = packet<T>::V;
-        if (threadIdx.x * V >= count)
+        if (group_thread() * V >= count)
             return 0;
-        uint32_t left = min(count - threadIdx.x * V, V);
-        ret_p = load<T>(p, threadIdx.x, left);
-        ret_q = load<T>(q, threadIdx.x, left);
+        uint32_t left = min(count - group_thread() * V, V);
+        ret_p = load<T>(p, group_thread(), left);
+        ret_q = load<T>(q, group_thread(), left);
         return left;
     }
     template <class T, class FUNCTION>
     __device__ __forceinline__ void pass(FUNCTION function) const {
         constexpr uint32_t V = packet<T>::V;
-        for (uint32_t vector = threadIdx.x; (vector & ~31u) * V < count; vector += COMPUTING) {
+        for (uint32_t vector = group_thread(); (vector & ~31u) * V < count;
+             vector += GROUP_THREADS) {
             uint32_t left = count > vector * V ? count - vector * V : 0;
             function(vector, some_of{left}, load<T>(p, vector, left), load<T>(q, vector, left));
         }
     }
 };
 
-/* V values of one vector to a row of `classes`, as 16 bytes where the row allows. The whole warp.
- */
+/* V values of one vector to a row of `classes` without the first `head`, as 16 bytes where the row
+ * allows. The whole warp. */
 template <class T, class LEFT>
 static __device__ __forceinline__ void put(char *to_row, bool whole, uint32_t classes,
-                                           uint32_t vector, LEFT, const float (&x)[packet<T>::V]) {
+                                           uint32_t head, uint32_t vector, LEFT,
+                                           const float (&x)[packet<T>::V]) {
     constexpr int V = packet<T>::V;
     alignas(16) T y[V];
 #pragma unroll
     for (int i = 0; i < V; i++)
         y[i] = to<T>(x[i]);
-    if (LEFT::ALL && whole) {
+    unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint32_t first = (vector - lane) * V; /* of the warp's 32 vectors */
+    if (LEFT::ALL && whole && first >= head) {
         __stcs((uint4 *)to_row + vector, *(uint4 *)y);
         return;
     }
-    unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    uint32_t first = (vector - lane) * V; /* of the warp's 32 vectors */
+    uint32_t skip = first < head ? head : 0;
     uint4 *stage = here().stage[warp];
     __syncwarp();
     stage[lane] = *(uint4 *)y;
@@ -209,15 +226,17 @@ static __device__ __forceinline__ void put(char *to_row, bool whole, uint32_t cl
     if (sizeof(T) == 4 || ((uintptr_t)out & 3) != 0) {
 #pragma unroll
         for (uint32_t i = lane; i < 32 * V; i += 32)
-            if (i < count)
+            if (i < count && i >= skip)
                 out[i] = staged[i];
     } else {
 #pragma unroll
         for (uint32_t i = 2 * lane; i < 32 * V; i += 64) {
-            if (i + 1 < count)
+            if (i + 1 < count && i >= skip)
                 *(uint32_t *)(out + i) = *(const uint32_t *)(staged + i);
-            else if (i < count)
-                out[i] = staged[i];
+            else
+                for (uint32_t j = i; j < i + 2; j++)
+                    if (j < count && j >= skip)
+                        out[j] = staged[j];
         }
     }
 }

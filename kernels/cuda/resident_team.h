@@ -10,19 +10,24 @@
 /* Of one tensor: up to this the small team. */
 #define KLD_CUDA_RESIDENT_SMALL_BYTES 16384
 
-/* What a source file says before it includes resident.cuh. Warps that compute and that settle,
- * blocks on a multiprocessor. */
+/* What a source file says before it includes resident.cuh. Warps that compute and how many groups
+ * they form, warps that settle, blocks on a multiprocessor. */
 #if defined(KLD_CUDA_TEAM_SMALL)
 #define KLD_CUDA_TEAM small_team
 #define KLD_CUDA_TEAM_WARPS 4
+#define KLD_CUDA_TEAM_GROUPS 1
 #define KLD_CUDA_TEAM_SETTLERS 2
 #define KLD_CUDA_TEAM_BLOCKS 3
 #else
 #define KLD_CUDA_TEAM large_team
 #define KLD_CUDA_TEAM_WARPS 16
+#define KLD_CUDA_TEAM_GROUPS 2
 #define KLD_CUDA_TEAM_SETTLERS 2
 #define KLD_CUDA_TEAM_BLOCKS 1
 #endif
+
+/* Bytes of a block's static shared memory. */
+#define KLD_CUDA_STATIC_MAX 4096
 
 #define KLD_CUDA_TEAM_JOIN_(team, name) kld_cuda_##team##_##name
 #define KLD_CUDA_TEAM_JOIN(team, name) KLD_CUDA_TEAM_JOIN_(team, name)

@@ -21,11 +21,13 @@ struct team_shared {
     double result[3];
 };
 
-/* The threads that share a row. size is a power of 2 up to 32, or the whole block. */
+/* The threads that share a row. size is a power of 2 up to 32, or whole warps, as many as a power
+ * of 2. */
 struct team {
     unsigned lane, size;
     unsigned mask; /* the lanes of this warp that belong to the team */
     team_shared *shared;
+    unsigned name = 0; /* of the barrier of a team of warps */
 
     template <int COUNT> __device__ void sum(double (&value)[COUNT]) const {
         unsigned width = size < 32 ? size : 32;
@@ -58,9 +60,9 @@ struct team {
   private:
     /* Warp results to one value for the block; the number of warps is a power of 2. */
     /* The team only: a block may have other threads. */
-    __device__ void wait() const { asm volatile("bar.sync 0, %0;" ::"r"(size) : "memory"); }
+    __device__ void wait() const { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(size) : "memory"); }
     template <int COUNT, class OP> __device__ void combine(double (&value)[COUNT], OP op) const {
-        unsigned warps = size / 32, warp = threadIdx.x / 32;
+        unsigned warps = size / 32, warp = lane / 32;
         if (threadIdx.x % 32 == 0)
 #pragma unroll
             for (int i = 0; i < COUNT; i++)
@@ -72,7 +74,7 @@ struct team {
                 double x = shared->sum[i][threadIdx.x % warps];
                 for (unsigned step = warps / 2; step; step /= 2)
                     x = op(x, __shfl_xor_sync(KLD_FULL_WARP, x, step));
-                if (threadIdx.x == 0)
+                if (lane == 0)
                     shared->result[i] = x;
             }
         }
