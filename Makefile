@@ -59,7 +59,7 @@ SERVER_OBJ := $(call OBJ,$(SERVER_C))
 CUDA_HOME  := $(patsubst %/bin/nvcc,%,$(NVCC))
 CUDA_LIBS  := $(if $(filter 1,$(CUDA)),-L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt -lstdc++)
 LIB_LIBS   := $(CUDA_LIBS) -lcurl -lm
-SERVER_LIBS := -lmicrohttpd -lgnutls -lcjson -luv -lz
+SERVER_LIBS := -lmicrohttpd -lgnutls -lseccomp -lcjson -luv -lz
 CHECK_LIBS := -lcheck -lsubunit -lrt
 
 CUDA_ARCHS ?= 80 86 89 90 100

@@ -5,8 +5,8 @@ set -eu
 wanted=""
 for set in "$@"; do
     case $set in
-    build) wanted="$wanted gcc libc6-dev libmicrohttpd-dev libgnutls28-dev libcjson-dev libuv1-dev zlib1g-dev \
-        libcurl4-openssl-dev" ;;
+    build) wanted="$wanted gcc libc6-dev libmicrohttpd-dev libgnutls28-dev libseccomp-dev libcjson-dev \
+        libuv1-dev zlib1g-dev libcurl4-openssl-dev" ;;
     check) wanted="$wanted g++ check libsubunit-dev pkg-config patchelf curl python3 python3-numpy \
         python3-pytest python3-pytest-timeout python3-venv openssl util-linux" ;;
     lint) wanted="$wanted clang-format clang-tidy cppcheck shellcheck" ;;

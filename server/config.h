@@ -71,6 +71,7 @@
     X(BYTES, tensor_bytes_max, "8G", "all of them together")                                       \
     X(BYTES, token_tensor_bytes_max, "4G", "those of one token")                                   \
     X(COUNT, tensor_lifetime_ms, "3600000", "how long one is kept that is not used, at most")      \
+    X(FLAG, sandbox, "true", "bound the gateway's system calls and files")                         \
     X(TEXT, tls_cert, "", "PEM file with the certificate to serve HTTPS with; empty: HTTP")        \
     X(TEXT, tls_key, "", "PEM file with its key")                                                  \
     X(TEXT, tls_client_ca, "", "PEM file of the CA whose certificates clients must show")          \

@@ -14,6 +14,7 @@
 #include "server/gateway/infer.h"
 #include "server/gateway/links.h"
 #include "server/gateway/routes.h"
+#include "server/gateway/sandbox.h"
 #include "server/gateway/shm.h"
 #include "server/gateway/staging.h"
 #include "server/gateway/tensors.h"
@@ -114,12 +115,28 @@ static enum kld_status open_pools(struct kld_gateway *gateway, struct kld_error 
     return status;
 }
 
+static enum kld_status enter_sandbox(const struct kld_gateway *gateway, struct kld_error *err) {
+    bool files = false;
+    if (!gateway->config->sandbox || !kld_sandbox_built()) {
+        kld_log(KLD_LOG_WARN, "no sandbox", "reason=\"%s\"",
+                kld_sandbox_built() ? "--sandbox=false" : "a build with a sanitizer");
+        return KLD_OK;
+    }
+    enum kld_status status = kld_sandbox_enter(&files, err);
+    if (status == KLD_OK && !files)
+        kld_log(KLD_LOG_WARN, "files are not bounded", "reason=\"this kernel has no Landlock\"");
+    return status;
+}
+
+/* Files are read, then the process bounds itself, then there may be threads. */
 static enum kld_status open_parts(struct process *process, struct kld_error *err) {
     struct kld_gateway *gateway = &process->gateway;
     enum kld_status status;
+    struct kld_tls tls;
     raise_descriptors();
     if ((status = kld_auth_open(gateway->config, &gateway->auth, err)) ||
-        (status = set_nonblocking(KLD_FD_LISTEN, err)) ||
+        (status = kld_tls_read(gateway->config, &tls, err)) ||
+        (status = set_nonblocking(KLD_FD_LISTEN, err)) || (status = enter_sandbox(gateway, err)) ||
         (status = kld_mail_open(&gateway->mail, &gateway->loop, err)) ||
         (status = kld_waiters_open(gateway, err)) ||
         (status = kld_staging_open(gateway->config->staging_bytes_max, &gateway->staging, err)) ||
@@ -130,9 +147,6 @@ static enum kld_status open_parts(struct process *process, struct kld_error *err
              kld_shm_open(&gateway->loop, gateway->config, gateway->stats, &gateway->shm, err)) ||
         (status = kld_links_open(&gateway->loop, gateway->config, gateway->page, gateway->staging,
                                  &gateway->links, err)))
-        return status;
-    struct kld_tls tls;
-    if ((status = kld_tls_read(gateway->config, &tls, err)))
         return status;
     status = kld_http_open(gateway, KLD_FD_LISTEN, &tls, &kld_routes_handler, &gateway->http, err);
     kld_tls_forget(&tls);

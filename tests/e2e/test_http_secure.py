@@ -3,6 +3,7 @@ import hashlib
 import http.client
 import json
 import os
+import pathlib
 import signal
 import ssl
 import subprocess
@@ -17,6 +18,7 @@ from oip import INFER
 
 Q, P = probabilities((2, 3), 1), probabilities((2, 3), 2)
 HEADERS, DATA = oip.body({"predictions": Q, "targets": P})
+SANITIZED = any(name in (BIN / "kld-server").read_bytes() for name in (b"__asan_init", b"__tsan_init"))
 WORDS = {"all": "infer,shm,metrics", "infer": "infer", "shm": "infer,shm", "metrics": "metrics"}
 
 
@@ -301,3 +303,30 @@ def test_register_needs_a_known_caller(make_server, tokens):
     server = make_server(tokens=tokens, shm_prefix=PREFIX)
     with Shared(4096) as shared:
         assert register(server, "r", shared, 64)[0] == 401
+
+
+# ---- The sandbox ----------------------------------------------------------------------------------
+
+def status_of(pid):
+    return dict(line.split(":\t", 1) for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
+                if ":\t" in line)
+
+
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer's run-time needs more than the sandbox allows")
+def test_the_gateway_runs_in_a_sandbox(make_server):
+    """Every test of this suite does; the threads as well."""
+    server = make_server()
+    gateway = server.child("gateway")
+    for thread in pathlib.Path(f"/proc/{gateway}/task").iterdir():
+        status = status_of(f"{gateway}/task/{thread.name}")
+        assert status["Seccomp"] == "2" and status["NoNewPrivs"] == "1", thread
+        assert int(status["CapEff"], 16) == int(status["CapPrm"], 16) == 0
+    assert not [name for name in os.listdir(f"/proc/{gateway}/fd")
+                if "nvidia" in os.readlink(f"/proc/{gateway}/fd/{name}")]
+
+
+def test_without_the_sandbox_if_told(make_server):
+    server = make_server(sandbox="false")
+    assert status_of(server.child("gateway"))["Seccomp"] == status_of("self")["Seccomp"]
+    assert "no sandbox" in server.log()
+    assert server.request("/v2")[0] == 200

@@ -33,7 +33,8 @@ RULES = {
     "server/worker": (["proto/", "kernels/backend.h", "server/config.h", "server/log.h",
                        "server/role.h", "server/stats.h", "server/worker/"], ["uv.h"]),
     "server/gateway": (["proto/", "client/kld.h", "server/config.h", "server/log.h", "server/role.h",
-                        "server/stats.h", "server/gateway/"], ["uv.h", "microhttpd.h", "zlib.h", "gnutls/"]),
+                        "server/stats.h", "server/gateway/"], ["uv.h", "microhttpd.h", "zlib.h", "gnutls/",
+                        "seccomp.h"]),
     "client": (["proto/", "client/"], []),
     "client/cli": (["proto/", "client/kld.h", "client/cli/"], ["cjson/cJSON.h"]),
     "client/examples": (["client/kld.h", "proto/op.h", "proto/status.h"], []),
@@ -47,7 +48,7 @@ for http in (ROOT / "client").glob("http*.[ch]"):
     EXCEPTIONS[f"client/{http.name}"] = ([], ["curl/curl.h"])
 for oip in (ROOT / "proto").glob("oip*"):
     EXCEPTIONS[f"proto/{oip.name}"] = ([], ["cjson/cJSON.h"])
-OTHERS = re.compile(r"cuda|cooperative_groups|^uv\.h|microhttpd|^zlib|gnutls/|curl/|cjson/|^check\.h|intrin|^cpuid")
+OTHERS = re.compile(r"cuda|cooperative_groups|^uv\.h|microhttpd|^zlib|gnutls/|^seccomp|curl/|cjson/|^check\.h|intrin|^cpuid")
 
 
 def relative(path):
