@@ -15,7 +15,8 @@ RUN apt-get update -qq \
 WORKDIR /src
 COPY . .
 RUN deploy/deps.sh build dist
-RUN make dist && mkdir /kld && tar -xzf build/kld-*.tar.gz -C /kld --strip-components 1
+RUN make dist && mkdir /kld && tar -xzf build/kld-*.tar.gz -C /kld --strip-components 1 \
+    && rm -r /kld/lib/libkld.a /kld/lib/pkgconfig
 
 FROM ${BASE}
 COPY --from=build /kld/bin /opt/kld/bin
