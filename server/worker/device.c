@@ -3,8 +3,6 @@
  * the back end's thread, take on the loop thread. */
 #include "server/worker/device.h"
 
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 static enum kld_status backend_choose(const struct kld_config *config,
@@ -34,20 +32,6 @@ static enum kld_status backend_choose(const struct kld_config *config,
     return KLD_OK;
 }
 
-/* A worker that replaces another knows its card: the driver need not set up the others, which takes
- * a second on a host with many, and their numbers do not matter any more. Before the first call of
- * the driver. */
-static bool look_at_one_card(const struct kld_stats *stats) {
-    static const uint8_t none[KLD_WIRE_UUID_BYTES];
-    char text[8 + 2 * KLD_WIRE_UUID_BYTES + 4], *at = text;
-    if (!atomic_load(&stats->described) || memcmp(stats->uuid, none, sizeof none) == 0)
-        return false;
-    at += sprintf(at, "GPU-");
-    for (int i = 0; i < KLD_WIRE_UUID_BYTES; i++)
-        at += sprintf(at, i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x", stats->uuid[i]);
-    return setenv("CUDA_VISIBLE_DEVICES", text, 1) == 0;
-}
-
 enum kld_status kld_worker_device_open(const struct kld_config *config, uint32_t index,
                                        const struct kld_stats *stats,
                                        const struct kld_backend **ret_backend,
@@ -55,18 +39,17 @@ enum kld_status kld_worker_device_open(const struct kld_config *config, uint32_t
                                        struct kld_error *ret_passed_over, struct kld_error *err) {
     const struct kld_backend *backend = NULL;
     *ret_passed_over = (struct kld_error){.status = KLD_OK};
-    bool sees_one = look_at_one_card(stats);
     enum kld_status status = backend_choose(config, stats, &backend, ret_passed_over, err);
     if (status)
         return status;
     uint32_t count = 0;
     if ((status = backend->device_count(&count, err)))
         return status;
-    uint32_t device = sees_one ? 0 : kld_config_device(config, index);
+    uint32_t device = kld_config_device(config, index);
     if (device >= count)
         return kld_error_set(err, KLD_NOT_FOUND,
-                             "device %u of back end %s does not exist; it has %u",
-                             kld_config_device(config, index), backend->name, count);
+                             "device %u of back end %s does not exist; it has %u", device,
+                             backend->name, count);
     struct kld_device_options options = {
         .device = device,
         .threads = (uint32_t)config->threads,

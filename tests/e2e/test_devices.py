@@ -1,5 +1,6 @@
 """A server with several devices: a worker and a socket for each, requests over HTTP spread over them, and
 the loss of one that is nobody's but its own. Where there is one device it is named several times."""
+import json
 import os
 import pathlib
 import signal
@@ -260,6 +261,23 @@ def test_lost_devices_under_load(trio):
     metrics = trio.metrics()
     assert [metrics[f'kld_device_lost_total{{worker="{i}"}}'] for i in range(3)] == [1, 1, 1]
     wait_until(lambda: trio.metrics()["kld_staging_bytes"] == 0, what="free staging")
+
+
+def test_the_measurement_of_faults_runs(backend):
+    """tests/bench/faults.py, once."""
+    script = pathlib.Path(__file__).parents[1] / "bench/faults.py"
+    result = subprocess.run([sys.executable, script, "--backend", backend, "--count", "1"], capture_output=True,
+                            text=True, timeout=120, env=clean_environment(KLD_BIN=BIN))
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["backend"] == backend and 0 < found["told_ms"][0] < found["answered_ms"][0] < 10000
+
+
+def test_status_of_each(trio, cli):
+    for i, path in enumerate(sockets(trio, 3)):
+        found = json.loads(cli("status", "--json", "--server", f"unix:{path}").stdout)
+        assert (found["device_index"], found["devices"]) == (i, 3)
+    assert "(2 of 0 to 2)" in cli("status", "--server", f"unix:{sockets(trio, 3)[2]}").stdout
 
 
 def test_faults_are_for_tests_only(make_server):

@@ -53,10 +53,11 @@ START_TEST(no_completion_is_lost) {
 }
 END_TEST
 
+static struct kld_stats stats;
+
 static enum kld_status open_as(const char *backend, const char *device, const char *served_so_far,
                                struct kld_device **ret_device, struct kld_error *err) {
     static struct kld_config config;
-    static struct kld_stats stats;
     const struct kld_backend *found = NULL;
     struct kld_error passed_over;
     strcpy(config.backend, backend);
@@ -90,4 +91,17 @@ START_TEST(device_is_chosen_or_the_reason_is_told) {
 }
 END_TEST
 
-UNIT_MAIN("server/worker/device", no_completion_is_lost, device_is_chosen_or_the_reason_is_told)
+START_TEST(a_successor_does_not_take_its_neighbours_card) {
+    struct kld_device *device = NULL;
+    struct kld_error err;
+    stats.described = 1;
+    ck_assert_int_eq(open_as("cpu", "0", "cpu", &device, &err), KLD_OK);
+    device->backend->device_close(device);
+    stats.uuid[0] = 7; /* as the first worker found it */
+    ck_assert_int_eq(open_as("cpu", "0", "cpu", &device, &err), KLD_UNAVAILABLE);
+    ck_assert_str_eq(err.text, "device 0 is another card than the one that served so far");
+}
+END_TEST
+
+UNIT_MAIN("server/worker/device", no_completion_is_lost, device_is_chosen_or_the_reason_is_told,
+          a_successor_does_not_take_its_neighbours_card)
