@@ -60,7 +60,9 @@ struct team {
   private:
     /* Warp results to one value for the block; the number of warps is a power of 2. */
     /* The team only: a block may have other threads. */
-    __device__ void wait() const { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(size) : "memory"); }
+    __device__ void wait() const {
+        asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(size) : "memory");
+    }
     template <int COUNT, class OP> __device__ void combine(double (&value)[COUNT], OP op) const {
         unsigned warps = size / 32, warp = lane / 32;
         if (threadIdx.x % 32 == 0)
