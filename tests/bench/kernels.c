@@ -3,7 +3,9 @@
  * so it measures any back end; needs no server. Checks no number: that is tests/unit/kernels.
  *
  *   kernels [--backend auto|cpu|cuda] [--device N] [--runs N] [--json FILE] [--ceiling-mib N]
- *           [--shape NxC [--dtype FP32] [--form probs]]... */
+ *           [--classes | --shape NxC [--dtype FP32] [--form probs]...]
+ *
+ * --classes: rows of logits of many lengths, the same number of classes in all. */
 #include <getopt.h>
 #include <inttypes.h>
 #include <math.h>
@@ -46,6 +48,11 @@ static const struct shape standard[] = {
     {524288, 256, KLD_DTYPE_FP32, KLD_FORM_LOGITS},
     {1048576, 256, KLD_DTYPE_BF16, KLD_FORM_LOGITS},
 };
+
+/* Of --classes: powers of 2, and vocabularies as they are. */
+static const uint64_t lengths[] = {512,   1000,  1024,  2048,   4096,   8192,   16384, 32000,
+                                   32768, 50257, 65536, 128256, 131072, 151936, 262144};
+#define ELEMENTS ((uint64_t)1 << 28)
 
 struct bench {
     const struct kld_backend *backend;
@@ -272,12 +279,23 @@ static bool parse_form(const char *text, enum kld_form *ret_form) {
     return false;
 }
 
+static void add_lengths(struct options *options) {
+    static const enum kld_dtype dtypes[] = {KLD_DTYPE_BF16, KLD_DTYPE_FP32};
+    options->shapes = 0;
+    for (size_t i = 0; i < 2 * sizeof lengths / sizeof lengths[0]; i++) {
+        uint64_t classes = lengths[i / 2];
+        options->shape[options->shapes++] =
+            (struct shape){ELEMENTS / classes, classes, dtypes[i % 2], KLD_FORM_LOGITS};
+    }
+}
+
 /* False: something is not understood. */
 static bool parse(int argc, char **argv, struct options *ret_options) {
-    static const struct option known[] = {
-        {"backend", 1, NULL, 'b'}, {"device", 1, NULL, 'd'},      {"runs", 1, NULL, 'r'},
-        {"json", 1, NULL, 'j'},    {"shape", 1, NULL, 's'},       {"dtype", 1, NULL, 't'},
-        {"form", 1, NULL, 'f'},    {"ceiling-mib", 1, NULL, 'c'}, {NULL, 0, NULL, 0}};
+    static const struct option known[] = {{"backend", 1, NULL, 'b'}, {"device", 1, NULL, 'd'},
+                                          {"runs", 1, NULL, 'r'},    {"json", 1, NULL, 'j'},
+                                          {"shape", 1, NULL, 's'},   {"dtype", 1, NULL, 't'},
+                                          {"form", 1, NULL, 'f'},    {"ceiling-mib", 1, NULL, 'c'},
+                                          {"classes", 0, NULL, 'l'}, {NULL, 0, NULL, 0}};
     struct options *o = ret_options;
     int option;
     while ((option = getopt_long(argc, argv, "", known, NULL)) != -1) {
@@ -288,6 +306,7 @@ static bool parse(int argc, char **argv, struct options *ret_options) {
         case 'r': o->runs = atoi(optarg); break;
         case 'j': o->json = optarg; break;
         case 'c': o->ceiling_mib = strtoull(optarg, NULL, 10); break;
+        case 'l': add_lengths(o); break;
         case 's':
             if (o->shapes == CASES_MAX)
                 return false;
@@ -344,7 +363,8 @@ int main(int argc, char **argv) {
     if (!parse(argc, argv, &options)) {
         fprintf(stderr,
                 "usage: kernels [--backend auto|cpu|cuda] [--device N] [--runs N] [--json FILE]\n"
-                "               [--ceiling-mib N] [--shape NxC [--dtype %s] [--form %s]]...\n",
+                "               [--ceiling-mib N] [--classes | --shape NxC [--dtype %s] [--form "
+                "%s]...]\n",
                 kld_dtype_list(), kld_form_list());
         return 2;
     }
