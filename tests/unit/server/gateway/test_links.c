@@ -1,0 +1,152 @@
+/* test_links.c - which worker the gateway gives a call to, and what becomes of one whose worker
+ * does not come back. */
+#include "server/gateway/links.h"
+
+#include <string.h>
+
+#include "tests/unit/client/fake_worker.h"
+#include "tests/unit/unit.h"
+
+#define CALLS 8
+#define CLASSES 8
+
+static struct fake_worker first, second;
+static struct kld_stats_page page;
+static struct kld_config config;
+static struct kld_staging *staging;
+static struct kld_links *links;
+static uv_loop_t loop;
+static uv_timer_t patience;
+static struct kld_link_call calls[CALLS];
+static enum kld_status outcome[CALLS];
+static int ended;
+static bool first_leaves; /* each time that it is asked */
+static struct kld_error err;
+
+static void done(struct kld_link_call *call, enum kld_status status,
+                 const struct kld_result *result, const struct kld_error *error) {
+    outcome[call - calls] = status;
+    ended++;
+    if (status == KLD_OK)
+        ck_assert(result->loss == CLASSES); /* twos and ones, by the fake worker's operator */
+}
+
+static void late(struct kld_link_call *call) { ck_abort_msg("late"); }
+
+static void too_long(uv_timer_t *timer) { ck_abort_msg("%d calls ended", ended); }
+
+static void run_until(int count) {
+    uv_timer_start(&patience, too_long, 20000, 0);
+    while (ended < count) {
+        first.leave_at_submit = first_leaves;
+        uv_run(&loop, UV_RUN_ONCE);
+    }
+    uv_timer_stop(&patience);
+}
+
+static void submit(int i) {
+    struct kld_op *op = &calls[i].request.op;
+    kld_op_init(op);
+    op->rank = 2;
+    op->shape[0] = 1;
+    op->shape[1] = CLASSES;
+    op->tensor[KLD_SLOT_PREDICTIONS].dtype = op->tensor[KLD_SLOT_TARGETS].dtype = KLD_DTYPE_FP32;
+    calls[i].request.bytes[KLD_SLOT_TARGETS].offset_bytes = CLASSES * sizeof(float);
+    calls[i].deadline_ns = UINT64_MAX;
+    calls[i].done = done;
+    calls[i].late = late;
+    kld_links_submit(links, &calls[i]);
+}
+
+static void setup(void) {
+    first.devices = second.devices = 2;
+    second.device = 1;
+    fake_worker_open(&first);
+    fake_worker_open_beside(&second, &first);
+    strcpy(config.unix, first.path);
+    page.workers = 2;
+    page.worker[0].worker_ready = page.worker[1].worker_ready = 1;
+    uv_loop_init(&loop);
+    uv_timer_init(&loop, &patience);
+    ck_assert_int_eq(kld_staging_open(1 << 16, &staging, &err), KLD_OK);
+    float *values = kld_staging_at(staging, 0);
+    for (int i = 0; i < CLASSES; i++) {
+        values[i] = 2;
+        values[CLASSES + i] = 1;
+    }
+    ck_assert_int_eq(kld_links_open(&loop, &config, &page, staging, &links, &err), KLD_OK);
+    ck_assert_uint_eq(kld_links_count(links), 2);
+}
+
+static void links_closed(void *user) { uv_close((uv_handle_t *)&patience, NULL); }
+
+static void teardown(void) {
+    kld_links_close(links, links_closed, NULL);
+    uv_run(&loop, UV_RUN_DEFAULT);
+    ck_assert_int_eq(uv_loop_close(&loop), 0);
+    kld_staging_close(staging);
+    fake_worker_close(&second);
+    fake_worker_close(&first);
+}
+
+START_TEST(the_one_with_the_least_in_flight) {
+    setup();
+    first.hold = 1;
+    for (int i = 0; i < 4; i++) { /* the first of them stays where it is */
+        submit(i);
+        run_until(i);
+    }
+    while (first.submits < 1) /* its connection may have taken longer */
+        uv_run(&loop, UV_RUN_ONCE);
+    ck_assert_int_eq(first.submits, 1);
+    ck_assert_int_eq(second.submits, 3);
+    first.hold = 0;
+    run_until(4);
+    submit(4); /* equals get their turn */
+    submit(5);
+    run_until(6);
+    ck_assert_int_eq(first.submits, 2);
+    ck_assert_int_eq(second.submits, 4);
+    for (int i = 0; i < 6; i++)
+        ck_assert_int_eq(outcome[i], KLD_OK);
+    teardown();
+}
+END_TEST
+
+START_TEST(one_that_serves_unless_the_caller_names_another) {
+    setup();
+    page.worker[0].worker_ready = 0;
+    for (int i = 0; i < 3; i++)
+        submit(i);
+    run_until(3);
+    ck_assert_int_eq(first.submits, 0);
+    ck_assert_int_eq(second.submits, 3);
+    calls[3].pinned = true;
+    calls[3].device = 0;
+    submit(3);
+    run_until(4);
+    ck_assert_int_eq(first.submits, 1);
+    teardown();
+}
+END_TEST
+
+START_TEST(a_worker_that_never_takes_it_is_left) {
+    setup();
+    first_leaves = true;
+    first.leave_at_submit = 1;
+    submit(0);
+    run_until(1);
+    ck_assert_int_eq(outcome[0], KLD_OK);
+    ck_assert_int_gt(first.submits, 1);
+    ck_assert_int_eq(second.submits, 1);
+    calls[1].pinned = true; /* this one is not to be computed elsewhere */
+    submit(1);
+    run_until(2);
+    ck_assert_int_eq(outcome[1], KLD_UNAVAILABLE);
+    ck_assert_int_eq(second.submits, 1);
+    teardown();
+}
+END_TEST
+
+UNIT_MAIN("server/gateway/links", the_one_with_the_least_in_flight,
+          one_that_serves_unless_the_caller_names_another, a_worker_that_never_takes_it_is_left)
