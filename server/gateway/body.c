@@ -95,8 +95,11 @@ static enum kld_status grow_json(struct kld_infer *infer, uint64_t needed, struc
         capacity = 16 << 10;
     while (capacity < needed)
         capacity *= 2;
-    enum kld_status status =
-        kld_infer_alloc(infer, capacity < most ? capacity : most, &offset, err);
+    capacity = capacity < most ? capacity : most;
+    if (capacity + infer->json_capacity > kld_staging_bytes(staging)) /* it would wait for itself */
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "the JSON needs more than the staging memory (staging_bytes_max)");
+    enum kld_status status = kld_infer_alloc(infer, capacity, &offset, err);
     if (status)
         return status;
     if (infer->json_capacity) {
@@ -105,7 +108,7 @@ static enum kld_status grow_json(struct kld_infer *infer, uint64_t needed, struc
         kld_staging_free(staging, infer->json_offset);
     }
     infer->json_offset = offset;
-    infer->json_capacity = capacity < most ? capacity : most;
+    infer->json_capacity = capacity;
     return KLD_OK;
 }
 

@@ -15,6 +15,8 @@
 #include "server/gateway/watch.h"
 
 #define CONNECTION_BYTES_MAX (128 << 10) /* headers, and twice a piece of a body */
+#define RUNS_LOOKED_AT 128
+#define REST_MS 10
 #define TLS_PRIORITIES "NORMAL:-VERS-ALL:+VERS-TLS1.3:+VERS-TLS1.2"
 
 struct kld_http {
@@ -24,6 +26,9 @@ struct kld_http {
     uv_poll_t poll;
     uv_timer_t timer;
     uv_prepare_t prepare;
+    uv_idle_t idle; /* active while `again` */
+    uint32_t runs;  /* in a row that asked for another */
+    uint64_t moved; /* kld_watch_moved() at the last look */
     int open_handles;
     bool client_certificates; /* every client must show one */
     bool again; /* MHD_run() has something to do that its epoll descriptor does not tell */
@@ -35,20 +40,53 @@ struct kld_http {
 
 static void run(struct kld_http *http);
 
-static void timer_fired(uv_timer_t *timer) { run(timer->data); }
+static void timer_fired(uv_timer_t *timer) {
+    struct kld_http *http = timer->data;
+    http->again = true; /* before_poll() runs it: a timer of 0 ms would keep uv at its timers */
+}
+
+static void do_nothing(uv_idle_t *idle) {}
 static void readable(uv_poll_t *poll, int status, int events) { run(poll->data); }
 
 static void before_poll(uv_prepare_t *prepare) {
     struct kld_http *http = prepare->data;
-    while (http->again)
+    if (http->again)
         run(http);
+}
+
+/* MHD says that it has something to do at once as long as a connection may have bytes, also where
+ * it has no room to read them and never will: a peer could make it turn for nothing. So after many
+ * turns in a row the sockets are asked whether any byte has moved since. */
+static bool turns_for_nothing(struct kld_http *http) {
+    if (http->runs < RUNS_LOOKED_AT) {
+        http->runs++;
+        return false;
+    }
+    uint64_t moved = kld_watch_moved(&http->watch);
+    if (moved == http->moved)
+        return true; /* and so it stays until some do */
+    http->moved = moved;
+    http->runs = 0;
+    return false;
 }
 
 static void run(struct kld_http *http) {
     MHD_UNSIGNED_LONG_LONG timeout_ms;
     http->again = false;
     MHD_run(http->daemon);
-    if (MHD_get_timeout(http->daemon, &timeout_ms) == MHD_YES)
+    bool wait = MHD_get_timeout(http->daemon, &timeout_ms) == MHD_YES;
+    http->again = http->again || (wait && timeout_ms == 0);
+    if (!http->again)
+        http->runs = 0;
+    if (http->again && turns_for_nothing(http)) {
+        http->again = false;
+        timeout_ms = REST_MS;
+    }
+    if (http->again)
+        uv_idle_start(&http->idle, do_nothing); /* the loop looks around and does not wait */
+    else
+        uv_idle_stop(&http->idle);
+    if (wait && !http->again)
         uv_timer_start(&http->timer, timer_fired, timeout_ms, 0);
     else
         uv_timer_stop(&http->timer);
@@ -418,8 +456,9 @@ enum kld_status kld_http_open(struct kld_gateway *gateway, int listen_fd, const 
     uv_timer_init(&gateway->loop, &http->timer);
     kld_watch_init(&http->watch, &gateway->loop, gateway->config, gateway->stats);
     uv_prepare_init(&gateway->loop, &http->prepare);
-    http->poll.data = http->timer.data = http->prepare.data = http;
-    http->open_handles = 4;
+    uv_idle_init(&gateway->loop, &http->idle);
+    http->poll.data = http->timer.data = http->prepare.data = http->idle.data = http;
+    http->open_handles = 5;
     uv_poll_start(&http->poll, UV_READABLE, readable);
     uv_prepare_start(&http->prepare, before_poll);
     *ret_http = http;
@@ -451,6 +490,7 @@ void kld_http_close(struct kld_http *http, void (*closed)(void *user), void *use
     MHD_stop_daemon(http->daemon);
     uv_close((uv_handle_t *)&http->poll, handle_closed);
     uv_close((uv_handle_t *)&http->timer, handle_closed);
+    uv_close((uv_handle_t *)&http->idle, handle_closed);
     http->watch.timer.data = http;
     uv_close((uv_handle_t *)&http->watch.timer, handle_closed);
     uv_close((uv_handle_t *)&http->prepare, handle_closed);

@@ -96,6 +96,17 @@ static void look(uv_timer_t *timer) {
         uv_timer_start(timer, look, watched ? LOOK_ON_MS : LOOK_MS, 0);
 }
 
+uint64_t kld_watch_moved(const struct kld_watch *watch) {
+    uint64_t moved = 0;
+    for (const struct kld_watched *watched = watch->first; watched; watched = watched->after) {
+        struct counters counters = {.bytes_acked = 0};
+        socklen_t size = sizeof counters;
+        if (getsockopt(watched->fd, IPPROTO_TCP, TCP_INFO, &counters, &size) == 0)
+            moved += counters.bytes_acked + counters.bytes_received;
+    }
+    return moved;
+}
+
 void kld_watch_init(struct kld_watch *watch, uv_loop_t *loop, const struct kld_config *config,
                     struct kld_stats *stats) {
     *watch = (struct kld_watch){.config = config, .stats = stats};

@@ -1,0 +1,299 @@
+"""What has gone wrong in servers of this kind, tried against this one. Memory and descriptors of the gateway are
+the same before and after; the file of bad input has the rest."""
+import gzip
+import json
+import os
+import pathlib
+import re
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import oip
+from conftest import BIN, wait_until
+from httplib import PREFIX, Shared, close, fds_of, in_region, probabilities, register, unregister
+from oip import INFER, LENGTH, infer
+
+Q, P = probabilities((2, 3), 1), probabilities((2, 3), 2)
+SANITIZED = any(name in (BIN / "kld-server").read_bytes() for name in (b"__asan_init", b"__tsan_init"))
+# What an allocator keeps: an arena for each thread of the pool, as large as one JSON of a megabyte became in it.
+GROWTH = 4 << 20, 80 << 20
+
+
+def private_bytes(pid):
+    """Memory of its own: not the staging, which is shared and taken by first use."""
+    return int(re.search(r"RssAnon:\s+(\d+)", pathlib.Path(f"/proc/{pid}/status").read_text()).group(1)) << 10
+
+
+@pytest.fixture(scope="module")
+def server(backend):
+    from conftest import SANITIZER, Server
+    one = Server(backend=backend, shm_prefix=PREFIX, body_bytes_max="64M", staging_bytes_max="8M",
+                 staging_request_bytes_max="2M", http_slow_ms=1000)
+    yield one
+    status, log = one.stop(), one.log()
+    one.remove()
+    assert status == 0 and not SANITIZER.search(log), log
+
+
+@pytest.fixture(autouse=True)
+def flat(server, request):
+    """Twice the test would cost no more than once: what it needs at most has been taken before."""
+    big = probabilities((400, 1000), 3)
+    headers, data = oip.body({"predictions": big, "targets": big})
+    for _ in range(2):
+        server.request(INFER, gzip.compress(data, 1), {**headers, "Content-Encoding": "gzip"})
+    gateway = server.child("gateway")
+    wait_until(lambda: server.metrics()["kld_http_connections"] == 1, what="one connection")
+    before = private_bytes(gateway), fds_of(gateway)
+    yield
+    truth = oip.expected(Q, P)["loss"][0]
+    assert abs(infer(server, {"predictions": Q, "targets": P})[1]["loss"][0] - truth) < 1e-6
+    assert server.child("gateway") == gateway, "the gateway died"
+
+    def clean():
+        metrics = server.metrics()
+        return metrics["kld_staging_bytes"] == metrics["kld_http_requests_in_flight"] == 0 and \
+            metrics["kld_http_connections"] == 1 and fds_of(gateway) <= before[1] + 1
+    wait_until(clean, 20, "a clean server")
+    if not SANITIZED:
+        assert private_bytes(gateway) < before[0] + GROWTH["json" in request.node.name]
+
+
+def connect(server):
+    host, port = server.address.rsplit(":", 1)
+    return socket.create_connection((host, int(port)), 60)
+
+
+def head(size=None, more=""):
+    length = "Transfer-Encoding: chunked" if size is None else f"Content-Length: {size}"
+    return f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{length}\r\n{more}\r\n".encode()
+
+
+def status_of(connection):
+    reply = b""
+    while b"\r\n\r\n" not in reply:
+        got = connection.recv(65536)
+        if not got:
+            break
+        reply += got
+    return int(reply.split()[1]) if reply else 0
+
+
+def test_a_million_chunks_of_one_byte(server):
+    """Each costs its sender six bytes, and us no more than a byte of body."""
+    q = probabilities((250, 500), 4)
+    headers, data = oip.body({"predictions": q, "targets": q})
+    assert len(data) > 1_000_000
+    sent = bytearray()
+    for byte in data:
+        sent += b"1\r\n%c\r\n" % byte
+    with connect(server) as connection:
+        connection.sendall(head(more=f"{LENGTH}: {headers[LENGTH]}\r\n") + bytes(sent) + b"0\r\n\r\n")
+        assert status_of(connection) == 200
+
+
+def cpu_seconds(pid):
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_connection_that_cannot_go_on_costs_nothing(make_server):
+    """A chunk's head that fits no buffer: neither is the loop kept turning, nor anybody else kept waiting."""
+    server = make_server(http_slow_ms=60000, http_idle_ms=60000)
+    infer(server, {"predictions": Q, "targets": P})
+    gateway = server.child("gateway")
+    with connect(server) as connection:
+        connection.sendall(head() + b"5;" + b"a" * 200000)
+        time.sleep(0.5)
+        before = cpu_seconds(gateway)
+        time.sleep(2)
+        assert cpu_seconds(gateway) - before < 0.8 or SANITIZED  # it would be two seconds
+        begin = time.monotonic()
+        for _ in range(20):
+            infer(server, {"predictions": Q, "targets": P})
+        assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize("chunks", [b"fffffffffffffffff\r\n", b"-1\r\n", b"x\r\n", b"5;" + b"a" * 200000,
+                                    b"0" * 100000, b"7fffffffffffffff\r\nabc", b"2\r\nabc\r\n0\r\n\r\n",
+                                    b"0\r\n" + b"A: b\r\n" * 100000], ids=range(8))
+def test_chunks_that_lie(server, chunks):
+    with connect(server) as connection:
+        try:
+            connection.sendall(head() + chunks)
+            connection.shutdown(socket.SHUT_WR)
+            assert status_of(connection) in (0, 400, 413, 431)
+        except OSError:
+            pass
+
+
+def test_requests_hidden_in_others(server):
+    """Whatever a proxy before us thinks of these, none of them makes us see two requests."""
+    hidden = b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n"
+    for lines in (f"Content-Length: {len(hidden)}\r\nTransfer-Encoding: chunked\r\n",
+                  f"Transfer-Encoding: chunked\r\nContent-Length: {len(hidden)}\r\n",
+                  f"Content-Length: 0\r\nContent-Length: {len(hidden)}\r\n", "Transfer-Encoding: xchunked\r\n",
+                  "Transfer-Encoding : chunked\r\n", "Content-Length: +5\r\n", "Content-Length: 0x5\r\n",
+                  "Transfer-Encoding: chunked, identity\r\n", "Content-Length: 5, 6\r\n"):
+        with connect(server) as connection:
+            try:
+                connection.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{lines}\r\n".encode() + b"0\r\n\r\n" + hidden)
+                connection.shutdown(socket.SHUT_WR)
+                reply = b""
+                while got := connection.recv(65536):
+                    reply += got
+            except ConnectionResetError:
+                pass
+            assert b'"extensions"' not in reply, (lines, reply)
+
+
+def test_bombs_of_every_kind(server):
+    """JSON, tail and chunks that unpack to gigabytes: refused for what they become, at the cost of a piece."""
+    bomb = gzip.compress(b" " * (1 << 28), 9)
+    q = probabilities((400, 1000), 5)
+    headers, data = oip.body({"predictions": q, "targets": q})
+    tail = gzip.compress(data, 1) + gzip.compress(b"\0" * (1 << 28), 9)
+    twice = gzip.compress(bomb, 9)
+    for body, more in ((bomb, {}), (tail, headers), (twice, {}), (gzip.compress(b'{"a":' * (1 << 22)), {})):
+        status, _, reply = server.request(INFER, body, {**more, "Content-Encoding": "gzip"})
+        assert status in (400, 413) and json.loads(reply)["error"]
+
+
+def test_json_deep_wide_and_duplicated(server):
+    """Ten times; to keep the tree of one of them each time would show."""
+    wide = ",".join(f'"k{i}":1' for i in range(100000))
+    for body in (b"[" * 1000000, b'{"a":' * 200000, b'{"inputs":' + b"[" * 500000, b"{" + wide.encode() + b"}",
+                 b'{"inputs":[' + b"{}," * 100000 + b"{}]}", b'{"inputs":[],' + b'"inputs":[],' * 50000 + b'"id":"1"}',
+                 b'{"id":"' + b"\\u0000" * 100000 + b'"}', b'{"id":"' + b"\\ud800" * 10 + b'"}') * 10:
+        status, _, reply = server.request(INFER, body)
+        assert status in (400, 413) and len(json.loads(reply)["error"]) < 1000
+
+
+@pytest.mark.parametrize("shape", [[2 ** 31, 2 ** 31], [2 ** 32, 2 ** 32], [2 ** 53 - 1] * 8, [2 ** 52 + 1, 2 ** 12],
+                                   [3037000500, 3037000500], [2 ** 40, 2], [2 ** 20, 2 ** 20]])
+def test_sizes_that_wrap(server, shape):
+    """Products and sums of these are small, or negative, in 32 or 64 bits."""
+    size = int(np.prod(np.array(shape, dtype=object))) * 4
+    for said in (size % 2 ** 64, size % 2 ** 32, 0, 24, 2 ** 53 - 1):
+        tensors = [{"name": name, "shape": shape, "datatype": "FP32", "parameters": {"binary_data_size": said}}
+                   for name in ("predictions", "targets")]
+        text = json.dumps({"inputs": tensors}).encode()
+        status, _, reply = server.request(INFER, text + b"\0" * 48, {LENGTH: str(len(text))})
+        assert status in (400, 413, 503), reply
+
+
+KEYS = ["/", "//x", "../x", "/..", "/.", "/kld-test-/../../etc/passwd", "/kld-staging", "kld-staging",
+        "/dev/shm" + PREFIX + "a", "/memfd:kld-staging", "", "\x00", PREFIX + "a/b", PREFIX + "\x00",
+        "/sem.kld-test-x", "/kld-stats"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_keys_of_shared_memory(server, key):
+    status, reply = server.json("/v2/systemsharedmemory/region/r/register", {"key": key, "byte_size": 1})
+    assert status in (400, 403, 404), reply
+    assert "/dev" not in reply["error"]
+    assert server.json("/v2/systemsharedmemory/status") == (200, [])
+
+
+def test_a_region_changed_under_its_users(server):
+    """Registered again, unregistered, cut and made longer while requests read and write it."""
+    shape = (200, 500)
+    size = 400000
+    stop, problems, statuses = threading.Event(), [], set()
+    with Shared(3 * size) as shared:
+        shared.map[:size] = shared.map[size:2 * size] = probabilities(shape, 6).tobytes()
+        request = {"inputs": [in_region("predictions", shape, 0), in_region("targets", shape, size)],
+                   "outputs": [{"name": "loss"},
+                               {k: v for k, v in in_region("grad_predictions", shape, 2 * size).items()
+                                if k in ("name", "parameters")}]}
+
+        def ask():
+            try:
+                while not stop.is_set():
+                    statuses.add(server.json(INFER, request)[0])
+            except Exception as problem:  # noqa: BLE001 - told below
+                problems.append(problem)
+        askers = [threading.Thread(target=ask) for _ in range(3)]
+        for asker in askers:
+            asker.start()
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            register(server, "r", shared, 3 * size)
+            time.sleep(0.02)
+            os.ftruncate(shared.fd, size)
+            time.sleep(0.01)
+            os.ftruncate(shared.fd, 3 * size)
+            unregister(server, "r")
+        stop.set()
+        for asker in askers:
+            asker.join()
+        assert not problems and 200 in statuses and statuses <= {200, 400, 404}, (problems, statuses)
+        os.ftruncate(shared.fd, 3 * size)
+        unregister(server)
+
+
+def test_the_same_bytes_in_and_out(server):
+    """By one name and by two."""
+    with Shared(4096) as shared:
+        shared.map[:24] = shared.map[64:88] = Q.tobytes()
+        register(server, "r", shared, 4096)
+        status, reply = server.json("/v2/systemsharedmemory/region/s/register",
+                                    {"key": shared.key, "offset": 0, "byte_size": 4096})
+        assert status == 200
+        for region in ("r", "s"):
+            output = {"name": "grad_predictions", "parameters": {
+                "shared_memory_region": region, "shared_memory_offset": 0, "shared_memory_byte_size": 24}}
+            status, reply = server.json(INFER, {"inputs": [in_region("predictions", (2, 3), 0),
+                                                           in_region("targets", (2, 3), 64)], "outputs": [output]})
+            assert status == 200, reply
+            close(np.frombuffer(shared.map[:24], "<f4").reshape(2, 3),
+                  oip.expected(Q, Q)["grad_predictions"], "FP32")
+            shared.map[:24] = Q.tobytes()
+        unregister(server)
+
+
+def test_clients_that_leave_at_any_byte(server):
+    """Mid-head, mid-upload, mid-kernel, mid-reply; a reset instead of an end every second time."""
+    q = probabilities((200, 1000), 7)
+    headers, data = oip.body({"predictions": q, "targets": q}, {"grad_predictions": {"binary_data": True}})
+    whole = head(len(data), f"{LENGTH}: {headers[LENGTH]}\r\n") + data
+    for i, end in enumerate([0, 1, 20, 100, 300, 5000, len(whole) // 2, len(whole) - 1] + [len(whole)] * 8):
+        connection = connect(server)
+        if i % 2:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        connection.sendall(whole[:end])
+        if i > 11:
+            connection.recv(1 << (i - 8))
+        connection.close()
+
+
+def test_stop_while_a_thousand_are_suspended(make_server):
+    """Their worker does not answer; SIGTERM ends all of it in the drain's time."""
+    import signal
+    server = make_server(http_requests_max=2000, drain_ms=1500, http_deadline_ms=60000)
+    infer(server, {"predictions": Q, "targets": P})
+    headers, data = oip.body({"predictions": Q, "targets": P})
+    whole = head(len(data), f"{LENGTH}: {headers[LENGTH]}\r\n") + data
+    worker = server.child("worker")
+    os.kill(worker, signal.SIGSTOP)
+    connections = []
+    try:
+        for _ in range(1000):
+            connections.append(connect(server))
+            connections[-1].sendall(whole)
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1000, 30, "a thousand requests")
+        gateway = server.child("gateway")
+        begin = time.monotonic()
+        os.kill(gateway, signal.SIGTERM)
+        statuses = [status_of(connection) for connection in connections]
+        assert set(statuses) == {503} and time.monotonic() - begin < 20
+    finally:
+        os.kill(worker, signal.SIGCONT)
+        for connection in connections:
+            connection.close()
+    wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="the next gateway")
+    infer(server, {"predictions": Q, "targets": P})
