@@ -202,8 +202,8 @@ template <class BODY> struct rows {
                 resident::exchange(all, block.blocks[ring], &block.arrived[ring], parity);
                 all = logits_stats::fast_merge<BODY::EXTRA>(block.blocks[ring], cluster);
             }
-            row_stats stats =
-                logits_stats::fast_row<BODY::EXTRA>(all, logits_stats::FAST_MIN<T>, unit);
+            row_stats stats = logits_stats::fast_row<BODY::EXTRA>(
+                all, logits_stats::FAST_MIN<T>, logits_stats::FAST_SUM_MAX<T>, unit);
             double factor = row.gradient * args.inverse_temperature;
             tell(args, stats, factor, stats.good ? FAST : AGAIN, &rows[ring]);
             if (threadIdx.x % 32 == 0) {
@@ -233,7 +233,10 @@ template <class BODY> struct rows {
                 return logits_stats::careful_merge<BODY::EXTRA>(parts, count, inverse_temperature);
             });
         if (resident::group_thread() < 32) {
-            row_stats stats = logits_stats::careful_row<BODY::EXTRA>(all, inverse_temperature);
+            const temperature &t = shared().t;
+            double scale = (double)t.scale.high + (sizeof(T) == 4 ? (double)t.scale.low : 0.0);
+            row_stats stats = logits_stats::careful_row<BODY::EXTRA>(
+                all, inverse_temperature, scale, logits_stats::CAREFUL_ENTROPY_MIN<T>);
             tell(args, stats, row->factor, stats.good ? CAREFUL : ANY, row);
         }
         resident::group_sync();

@@ -26,6 +26,14 @@ using resident::part;
  * FP32. */
 template <class T> static constexpr double FAST_MIN = sizeof(T) == 4 ? 1.0 / 256 : 1.0 / 16;
 
+/* And those whose sums are beyond this: classes far above all that the scout saw, which 16 bits
+ * round by what they are above. */
+template <class T> static constexpr double FAST_SUM_MAX = sizeof(T) == 4 ? 1e30 : 1048576.0;
+
+/* Below this entropies of the careful way are no good: any.cuh. */
+template <class T>
+static constexpr double CAREFUL_ENTROPY_MIN = sizeof(T) == 4 ? 1.0 / 64 : 1.0 / 16;
+
 /* The fourth sum: nothing, sum q (ln q - ln p), or sum p ln q. */
 enum extra { NOTHING, REVERSE, ENTROPY };
 
@@ -241,7 +249,8 @@ static __device__ __forceinline__ part fast_merge(const part *parts, uint32_t co
 /* One warp: the row from the only part that is left. unit: a power of 2 in units of 1 / T, ln 2 but
  * for what rounding left of the scale that was used. */
 template <int EXTRA>
-static __device__ __forceinline__ row_stats fast_row(const part &all, double least, double unit) {
+static __device__ __forceinline__ row_stats fast_row(const part &all, double least, double most,
+                                                     double unit) {
     row_stats row;
     row.c_p = all.mark[0];
     row.c_q = all.mark[1];
@@ -257,7 +266,7 @@ static __device__ __forceinline__ row_stats fast_row(const part &all, double lea
     row.reverse = EXTRA == REVERSE ? ratio - all.sum[3] * row.inverse_q * LN_2 : 0.0;
     row.entropy = EXTRA == ENTROPY ? log_q - all.sum[3] * row.inverse_p * LN_2 : 0.0;
     row.good = row.forward >= least && row.forward < 1e30 && all.sum[0] > 0.25 &&
-               all.sum[0] < 1e30 && all.sum[1] > 0.25 && all.sum[1] < 1e30 &&
+               all.sum[0] < most && all.sum[1] > 0.25 && all.sum[1] < most &&
                (EXTRA == NOTHING || fabs(all.sum[3]) < 1e300);
     return row;
 }
@@ -357,7 +366,9 @@ struct careful_reference : reference {
         bool known = have || fabsf(at.top_p - at.top_q) < 1e30f;
         if (!have)
             delta = known ? at.top_p - at.top_q : 0.0f;
-        double c = (double)at.c_q + ((double)delta * ((double)t.scale.high + (double)t.scale.low));
+        /* 16 bits take all exponentials by the high part alone */
+        double scale = (double)t.scale.high + (sizeof(T) == 4 ? (double)t.scale.low : 0.0);
+        double c = (double)at.c_q + (double)delta * scale;
         at.delta = delta;
         at.c_p = known ? (float)floor(c) : CUDART_NAN_F;
         at.fraction = exp2(floor(c) - c);
@@ -438,15 +449,18 @@ static __device__ part careful_merge(const part *parts, uint32_t count,
     return to;
 }
 
+/* scale: of the exponentials. least: an entropy below it is lost in the numbers it is made of. */
 template <int EXTRA>
-static __device__ row_stats careful_row(const part &all, double inverse_temperature) {
+static __device__ row_stats careful_row(const part &all, double inverse_temperature, double scale,
+                                        double least) {
     const double(&x)[4] = all.sum; /* b, change, forward, reverse or a zq */
     row_stats row;
     double relative = x[1] / x[0], ratio = log1p(relative), inverse_a = 1.0 / (x[0] + x[1]);
     row.c_q = all.mark[1];
     row.inverse_q = 1.0 / x[0];
-    row.shift = (double)__int_as_float(all.mark[0]) * inverse_temperature + ratio;
-    double lse_p = (double)row.c_q + log2(x[0]) + row.shift * LOG2_E;
+    double delta = (double)__int_as_float(all.mark[0]);
+    row.shift = delta * inverse_temperature + ratio;
+    double lse_p = (double)row.c_q + log2(x[0]) + delta * scale + ratio * LOG2_E;
     row.c_p = (int)floor(lse_p);
     row.inverse_p = exp2(floor(lse_p) - lse_p);
     row.forward = fmax(x[2] * inverse_a + (relative * x[0] * inverse_a - ratio), 0.0);
@@ -455,7 +469,8 @@ static __device__ row_stats careful_row(const part &all, double inverse_temperat
                       ? (double)row.c_q * LN_2 + log(x[0]) - x[3] * inverse_a * inverse_temperature
                       : 0.0;
     row.good = x[0] > 0 && x[0] < 1e300 && x[0] + x[1] > 0 && fabs(x[2]) < 1e300 &&
-               fabs(x[3]) < 1e300 && fabs(lse_p) < 1e6;
+               fabs(x[3]) < 1e300 && fabs(lse_p) < 1e6 &&
+               (EXTRA != ENTROPY || row.entropy >= least);
     return row;
 }
 
