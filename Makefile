@@ -127,7 +127,8 @@ unit: $(UNIT_BIN)
 
 $(BUILD)/bench/%: $(BUILD)/obj/tests/bench/%.c.o $(BUILD)/libkld.so
 	@mkdir -p $(@D)
-	$(Q)$(CC) $(LDFLAGS) $< -o $@ -L$(BUILD) -lkld -Wl,-rpath,'$$ORIGIN/..' -ldl -lm
+	$(Q)$(CC) $(LDFLAGS) $< -o $@ -L$(BUILD) -lkld -Wl,-rpath,'$$ORIGIN/..' $(BENCH_LIBS) -ldl -lm
+$(BUILD)/bench/http_load: BENCH_LIBS := -lmicrohttpd
 # Programs of the kernels alone: they also run where the servers' libraries are missing.
 KERNELS_OBJ := $(call OBJ,$(PROTO_C) $(KERNELS_C) $(CUDA_C)) $(CUDA_OBJ)
 $(BUILD)/libkernels.a: $(KERNELS_OBJ)

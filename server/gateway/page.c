@@ -40,6 +40,35 @@ static void append_workers(const struct kld_stats_page *page, struct kld_oip_tex
     kld_oip_append(text, "</table>\n");
 }
 
+/* The upper limit of the bucket that holds this share of all requests: "under 0.5 ms". */
+static void append_latency(const struct kld_stats *stats, unsigned percent,
+                           struct kld_oip_text *text) {
+    uint64_t count = 0, below = 0;
+    int i = 0;
+    for (int k = 0; k < KLD_BUCKETS; k++)
+        count += atomic_load(&stats->histogram[KLD_HISTOGRAM_http_request].bucket[k]);
+    for (; i < KLD_BUCKETS - 1; i++) {
+        below += atomic_load(&stats->histogram[KLD_HISTOGRAM_http_request].bucket[i]);
+        if (below * 100 >= count * percent)
+            break;
+    }
+    if (!count)
+        return;
+    kld_oip_append(text, "<tr><td>%u %% of requests took %s<td>%.6g ms\n", percent,
+                   i == KLD_BUCKETS - 1 ? "over" : "under",
+                   (double)kld_bucket_limit_ns[i == KLD_BUCKETS - 1 ? i - 1 : i] / 1e6);
+}
+
+/* By what they were: a text may hold what a client sent, and is not shown. */
+static void append_failures(const struct kld_stats *stats, struct kld_oip_text *text) {
+    for (unsigned status = 1; status < KLD_STATUS_SLOTS; status++) {
+        uint64_t count = atomic_load(&stats->requests[KLD_FRONT_HTTP][status]);
+        if (count && kld_status_known(status))
+            kld_oip_append(text, "<tr><td>of those: %s<td>%" PRIu64 "\n",
+                           kld_status_name((enum kld_status)status), count);
+    }
+}
+
 void kld_page_append(const struct kld_gateway *gateway, struct kld_oip_text *text) {
     const struct kld_stats *stats = gateway->stats;
     bool draining = gateway->draining || atomic_load(&gateway->page->draining);
@@ -61,9 +90,15 @@ void kld_page_append(const struct kld_gateway *gateway, struct kld_oip_text *tex
     append_workers(gateway->page, text);
     kld_oip_append(text, "<table>\n");
     append_row(text, "requests answered since it started", gateway->counts.success);
+    append_latency(stats, 50, text);
+    append_latency(stats, 99, text);
     append_row(text, "requests refused or failed", gateway->counts.fail);
+    append_failures(stats, text);
     append_row(text, "requests in flight", gateway->infers);
     append_row(text, "HTTP connections", value(stats, KLD_STAT_http_connections));
+    append_row(text, "shared-memory regions", value(stats, KLD_STAT_http_regions));
+    append_row(text, "stored tensors", value(stats, KLD_STAT_http_tensors));
+    append_row(text, "staging memory in use, bytes", value(stats, KLD_STAT_staging_bytes));
     kld_oip_append(text, "</table>\n<p>Ask it something:\n<pre>");
     kld_oip_append(text, "curl -s THIS-SERVER/v2/models/kl_div/infer -d '{\"inputs\":[\n"
                          " {\"name\":\"predictions\",\"shape\":[1,2],\"datatype\":\"FP32\","

@@ -97,6 +97,13 @@ def test_page(server):
     status, headers, body = server.request("/")
     assert status == 200 and headers["Content-Type"].startswith("text/html")
     assert b"<script" not in body and b"ready" in body
+    infer(server, {"predictions": probabilities((2, 3), 1), "targets": probabilities((2, 3), 2)})
+    server.request(INFER, b'{"id": "not-for-others"}')
+    body = server.request("/")[2].decode()
+    for row in (r"50 % of requests took under<td>[0-9.]+ ms", r"99 % of requests took under<td>[0-9.]+ ms",
+                r"of those: invalid<td>[1-9]", r"shared-memory regions<td>0", r"stored tensors<td>0"):
+        assert re.search(row, body), row
+    assert "not-for-others" not in body and server.unix not in body
 
 
 def test_metrics_are_prometheus_text(server):

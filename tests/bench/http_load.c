@@ -1,0 +1,212 @@
+/* http_load.c - the other side of the HTTP measurements (gateway.py): a bare libmicrohttpd server
+ * that says hello, a TCP sink, and a client that loads any of them. One thread, epoll; prints one
+ * line of JSON. Not a test: a reply that is not 200 ends it. */
+#include <arpa/inet.h>
+#include <errno.h>
+#include <microhttpd.h>
+#include <netinet/tcp.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#define REPLY_BYTES_MAX (64 << 10)
+#define LATENCIES_MAX (4 << 20)
+#define CONNECTIONS_MAX 4096
+#define PIECE_BYTES (1 << 20)
+
+static void fail(const char *what) {
+    fprintf(stderr, "http_load: %s: %s\n", what, strerror(errno));
+    exit(EXIT_FAILURE);
+}
+
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+
+static int dial(int port) {
+    struct sockaddr_in to = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
+    int fd = socket(AF_INET, SOCK_STREAM, 0), yes = 1;
+    to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    if (fd < 0 || connect(fd, (struct sockaddr *)&to, sizeof to) != 0)
+        fail("connect");
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
+    return fd;
+}
+
+/* ---- Servers ----------------------------------------------------------------------------------*/
+
+/* Reads a body, if there is one, and says hello. */
+static enum MHD_Result hello(void *user, struct MHD_Connection *connection, const char *url,
+                             const char *method, const char *version, const char *data,
+                             size_t *size, void **context) {
+    static int seen;
+    if (!*context) {
+        *context = &seen;
+        return MHD_YES;
+    }
+    if (*size) {
+        *size = 0;
+        return MHD_YES;
+    }
+    *context = NULL;
+    struct MHD_Response *response =
+        MHD_create_response_from_buffer(5, (void *)(uintptr_t) "hello", MHD_RESPMEM_PERSISTENT);
+    enum MHD_Result result = MHD_queue_response(connection, 200, response);
+    MHD_destroy_response(response);
+    return result;
+}
+
+static _Noreturn void run_hello(int port) {
+    if (!MHD_start_daemon(MHD_USE_EPOLL_INTERNAL_THREAD, (uint16_t)port, NULL, NULL, hello, NULL,
+                          MHD_OPTION_CONNECTION_LIMIT, 4096u, MHD_OPTION_END))
+        fail("MHD_start_daemon");
+    puts("ready");
+    fflush(stdout);
+    for (;;)
+        pause();
+}
+
+/* Takes `bytes` bytes of each connection and answers with one. */
+static _Noreturn void run_sink(int port, uint64_t bytes) {
+    struct sockaddr_in at = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
+    int listener = socket(AF_INET, SOCK_STREAM, 0), yes = 1;
+    char *piece = malloc(PIECE_BYTES);
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+    if (!piece || bind(listener, (struct sockaddr *)&at, sizeof at) != 0 ||
+        listen(listener, 8) != 0)
+        fail("listen");
+    puts("ready");
+    fflush(stdout);
+    for (;;) {
+        int fd = accept(listener, NULL, NULL);
+        uint64_t have = 0;
+        ssize_t got;
+        while (have < bytes && (got = recv(fd, piece, PIECE_BYTES, 0)) > 0)
+            have += (uint64_t)got;
+        if (send(fd, "x", 1, MSG_NOSIGNAL) < 0)
+            fail("send");
+        close(fd);
+    }
+}
+
+/* ---- Clients ----------------------------------------------------------------------------------*/
+
+/* The head, then `bytes` zeros; until the first byte of the answer. */
+static int run_stream(int port, uint64_t bytes, const char *head, size_t head_bytes) {
+    char *piece = calloc(1, PIECE_BYTES), reply[4096];
+    int fd = dial(port);
+    uint64_t begun = now_ns();
+    if (!piece || send(fd, head, head_bytes, MSG_NOSIGNAL) != (ssize_t)head_bytes)
+        fail("send");
+    for (uint64_t left = bytes; left;) {
+        ssize_t put = send(fd, piece, left < PIECE_BYTES ? left : PIECE_BYTES, MSG_NOSIGNAL);
+        if (put <= 0)
+            fail("send");
+        left -= (uint64_t)put;
+    }
+    uint64_t sent = now_ns();
+    ssize_t got = recv(fd, reply, sizeof reply - 1, 0);
+    if (got <= 0 || (got > 1 && strncmp(reply, "HTTP/1.1 200", 12) != 0))
+        fail("the reply");
+    uint64_t end = now_ns();
+    printf("{\"bytes\": %llu, \"sent_s\": %.6f, \"answered_s\": %.6f}\n", (unsigned long long)bytes,
+           (double)(sent - begun) / 1e9, (double)(end - begun) / 1e9);
+    return EXIT_SUCCESS;
+}
+
+struct peer {
+    int fd;
+    size_t have;
+    uint64_t asked_ns;
+    char reply[REPLY_BYTES_MAX];
+};
+
+/* Is the reply there as a whole? */
+static bool whole(const struct peer *peer) {
+    const char *end = memmem(peer->reply, peer->have, "\r\n\r\n", 4);
+    const char *length = end ? memmem(peer->reply, peer->have, "Content-Length: ", 16) : NULL;
+    if (end && strncmp(peer->reply, "HTTP/1.1 200", 12) != 0)
+        fail("a reply that is not 200");
+    return length &&
+           peer->have >= (size_t)(end + 4 - peer->reply) + strtoull(length + 16, NULL, 10);
+}
+
+static void ask(struct peer *peer, const char *request, size_t bytes) {
+    peer->have = 0;
+    peer->asked_ns = now_ns();
+    if (send(peer->fd, request, bytes, MSG_NOSIGNAL) != (ssize_t)bytes)
+        fail("send");
+}
+
+static int by_size(const void *a, const void *b) {
+    uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
+    return (x > y) - (x < y);
+}
+
+static int run_load(int port, int connections, double seconds, const char *request, size_t bytes) {
+    struct peer *peers = calloc((size_t)connections, sizeof *peers);
+    uint32_t *took_us = malloc(LATENCIES_MAX * sizeof *took_us);
+    struct epoll_event events[64];
+    size_t count = 0;
+    int epoll = epoll_create1(0);
+    if (!peers || !took_us || epoll < 0)
+        fail("memory");
+    for (int i = 0; i < connections; i++) {
+        struct epoll_event event = {.events = EPOLLIN, .data.ptr = &peers[i]};
+        peers[i].fd = dial(port);
+        epoll_ctl(epoll, EPOLL_CTL_ADD, peers[i].fd, &event);
+        ask(&peers[i], request, bytes);
+    }
+    uint64_t begun = now_ns(), end = begun + (uint64_t)(seconds * 1e9), now = begun;
+    while (now < end && count < LATENCIES_MAX) {
+        int ready = epoll_wait(epoll, events, 64, 1000);
+        for (int i = 0; i < ready && count < LATENCIES_MAX; i++) {
+            struct peer *peer = events[i].data.ptr;
+            ssize_t got =
+                recv(peer->fd, peer->reply + peer->have, sizeof peer->reply - peer->have, 0);
+            if (got <= 0)
+                fail("recv");
+            peer->have += (size_t)got;
+            if (!whole(peer))
+                continue;
+            took_us[count++] = (uint32_t)((now_ns() - peer->asked_ns) / 1000);
+            ask(peer, request, bytes);
+        }
+        now = now_ns();
+    }
+    if (!count)
+        fail("no reply");
+    qsort(took_us, count, sizeof *took_us, by_size);
+    printf("{\"requests_per_s\": %.0f, \"p50_us\": %u, \"p99_us\": %u, \"requests\": %zu}\n",
+           (double)count / ((double)(now - begun) / 1e9), took_us[count / 2],
+           took_us[count - count / 100 - 1], count);
+    return EXIT_SUCCESS;
+}
+
+int main(int argc, char **argv) {
+    static char text[1 << 20];
+    size_t bytes = 0;
+    if (argc >= 3 && strcmp(argv[1], "hello") == 0)
+        run_hello(atoi(argv[2]));
+    if (argc >= 4 && strcmp(argv[1], "sink") == 0)
+        run_sink(atoi(argv[2]), strtoull(argv[3], NULL, 10));
+    if (argc >= 4)
+        bytes = fread(text, 1, sizeof text, stdin); /* the head, or the whole request */
+    if (argc >= 4 && strcmp(argv[1], "stream") == 0)
+        return run_stream(atoi(argv[2]), strtoull(argv[3], NULL, 10), text, bytes);
+    if (argc >= 5 && strcmp(argv[1], "load") == 0 && atoi(argv[3]) <= CONNECTIONS_MAX)
+        return run_load(atoi(argv[2]), atoi(argv[3]), atof(argv[4]), text, bytes);
+    fputs("http_load hello PORT | sink PORT BYTES | stream PORT BYTES <head |\n"
+          "          load PORT CONNECTIONS SECONDS <request\n",
+          stderr);
+    return 2;
+}
