@@ -14,6 +14,8 @@
 #define KLD_CALLS_MAX 4096 /* in flight on one connection, whatever the server allows */
 #define KLD_RECONNECT_NS_MAX 30000000000ull /* a lost server is waited for so long */
 #define KLD_ATTEMPTS_MAX 10                 /* times that one request is sent */
+/* Of them, those that ended with the device: the request may be what kills it. */
+#define KLD_DEVICE_LOSSES_MAX 2
 #define KLD_NEVER UINT64_MAX
 /* How long kld_run() polls for an answer before it sleeps, where the wait takes nothing from what
  * computes: longer than most GPU jobs, and a wake-up costs 50 to 90 us. */

@@ -16,7 +16,8 @@
  *
  * A lost server. Over unix: and http: a request that can safely run again is sent again by itself
  * until its deadline (without one: for 30 s), at most 10 times; others end with KLD_DEVICE_LOST or
- * KLD_UNAVAILABLE. Not safe are: a gradient over its own tensor in a region (over http: once its
+ * KLD_UNAVAILABLE. One during which the device failed twice ends with KLD_DEVICE_LOST: it may be
+ * what kills it. Not safe are: a gradient over its own tensor in a region (over http: once its
  * reply has begun), a request whose inputs a later one in flight writes over, and whatever names a
  * pool region or a done event. Regions are registered again by themselves, all but pool regions,
  * whose contents are gone; published tensors are published again, attached ones attached again.

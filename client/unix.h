@@ -80,6 +80,7 @@ struct unix_call {
     bool cancelled;                     /* not to be sent again */
     bool cancel_wanted;                 /* a CANCEL is to be sent */
     bool lost_device;                   /* the server answered DEVICE_LOST: to be sent again */
+    uint32_t device_losses;             /* times that it was so, of all sendings */
     bool refused;                       /* a server that is leaving did not take it */
     bool fence;                         /* ended and answered: see kld_unix_fence() */
     struct unix_stage *stage;           /* the part of it that is this call's; NULL: none */

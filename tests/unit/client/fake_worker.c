@@ -170,7 +170,8 @@ static int submit_received(struct fake_worker *worker, struct fake_client *clien
         worker->mute = 0;
         return 0;
     }
-    if (due(&worker->lost_at_submit))
+    int poison = worker->poison_rows;
+    if (due(&worker->lost_at_submit) || (poison && submit->shape[0] == (uint64_t)poison))
         client->device_lost = 1;
     if (due(&worker->leave_at_submit))
         client->leaving = 1;

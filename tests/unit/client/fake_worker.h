@@ -24,6 +24,7 @@ struct fake_worker {
     atomic_int mute;            /* what is computed is not answered, until a SUBMIT makes it die */
     atomic_int die_at_submit;   /* countdown: at 1 the connection is closed without an answer */
     atomic_int lost_at_submit;  /* countdown: at 1 the device is lost: every SUBMIT so answered */
+    atomic_int poison_rows;     /* not 0: SUBMITs of so many rows lose the device, each time */
     atomic_int busy_at_submit;  /* countdown: at 1 the SUBMIT is answered BUSY */
     atomic_int leave_at_submit; /* countdown: from 1 on nothing new is taken: UNAVAILABLE */
     atomic_int refuse_hello;    /* enum kld_status */

@@ -263,6 +263,32 @@ START_TEST(test_region_refused_by_a_worker_that_ends) {
 }
 END_TEST
 
+/* What kills the device is not sent on and on; who was there by chance is. */
+START_TEST(test_a_request_that_kills_the_device) {
+    static float q[3 * CLASSES], p[3 * CLASSES];
+    setup();
+    struct kld_request poison = request_of(3), good = request_of(1);
+    struct kld_result result;
+    poison.op.tensor[KLD_SLOT_GRAD_PREDICTIONS].dtype = KLD_DTYPE_ABSENT;
+    poison.bytes[KLD_SLOT_PREDICTIONS].data = q;
+    poison.bytes[KLD_SLOT_TARGETS].data = p;
+    good.op.tensor[KLD_SLOT_GRAD_PREDICTIONS].dtype = KLD_DTYPE_ABSENT;
+    good.bytes[KLD_SLOT_PREDICTIONS].data = q;
+    good.bytes[KLD_SLOT_TARGETS].data = p;
+    worker.poison_rows = 3;
+    ck_assert_int_eq(kld_run(connection, &poison, &result, &error), KLD_DEVICE_LOST);
+    ck_assert_ptr_nonnull(strstr(error.text, "may be the cause"));
+    ck_assert_uint_eq(result.attempts, KLD_DEVICE_LOSSES_MAX);
+    ck_assert_int_eq(worker.submits, KLD_DEVICE_LOSSES_MAX);
+    ck_assert_int_eq(kld_run(connection, &good, &result, &error), KLD_OK);
+    worker.poison_rows = 0;
+    worker.lost_at_submit = 1; /* the device failed once: nobody knows why */
+    ck_assert_int_eq(kld_run(connection, &good, &result, &error), KLD_OK);
+    ck_assert_uint_eq(result.attempts, 2);
+    teardown();
+}
+END_TEST
+
 /* Who is refused is told so, and not that the server was lost. */
 START_TEST(test_reason_of_a_refusal_is_told) {
     fake_worker_open(&worker);
@@ -304,4 +330,4 @@ UNIT_MAIN("client/unix_again", test_late_keeps_its_staging, test_cancelled_keeps
           test_input_overwritten_by_a_later_request, test_input_overwritten_by_a_later_copy,
           test_in_place_through_two_regions, test_worker_leaves,
           test_region_refused_by_a_worker_that_ends, test_server_is_looked_for_after_a_long_pause,
-          test_reason_of_a_refusal_is_told)
+          test_reason_of_a_refusal_is_told, test_a_request_that_kills_the_device)

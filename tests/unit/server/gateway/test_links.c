@@ -148,5 +148,22 @@ START_TEST(a_worker_that_never_takes_it_is_left) {
 }
 END_TEST
 
+START_TEST(what_kills_a_device_is_not_given_to_the_next) {
+    setup();
+    first.poison_rows = second.poison_rows = 1;
+    submit(0);
+    run_until(1);
+    ck_assert_int_eq(outcome[0], KLD_DEVICE_LOST);
+    ck_assert_int_eq(first.submits + second.submits, 2);
+    ck_assert(first.submits == 0 || second.submits == 0);
+    first.poison_rows = second.poison_rows = 0;
+    submit(1);
+    run_until(2);
+    ck_assert_int_eq(outcome[1], KLD_OK);
+    teardown();
+}
+END_TEST
+
 UNIT_MAIN("server/gateway/links", the_one_with_the_least_in_flight,
-          one_that_serves_unless_the_caller_names_another, a_worker_that_never_takes_it_is_left)
+          one_that_serves_unless_the_caller_names_another, a_worker_that_never_takes_it_is_left,
+          what_kills_a_device_is_not_given_to_the_next)
