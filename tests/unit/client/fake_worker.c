@@ -41,7 +41,8 @@ struct fake_client {
     int held_count;
 };
 
-static _Thread_local struct fake_publication publications[16]; /* of a worker, so of its thread */
+/* Of a worker, so of its thread. */
+static _Thread_local struct fake_publication publications[16];
 
 static void reply(struct fake_client *client, const union kld_frame *frame) {
     send(client->fd, frame, frame->header.length, MSG_NOSIGNAL);
