@@ -53,6 +53,18 @@ static void on_pause_over(uv_timer_t *timer) {
     kld_watched_start(child);
 }
 
+/* Before its next start. One that was only refused its device, as MPS does until the last process
+ * that a fault hit has gone, asks again soon: that is no habit, and does not lengthen the pause. */
+static uint64_t take_pause(struct kld_watched *child) {
+    uint64_t pause_ms = child->pause_ms, longest_ms = child->supervisor->config.restart_ms_max;
+    if (child->refused && child->refusals <= KLD_REFUSALS_IN_A_ROW)
+        return longest_ms < FIRST_PAUSE_MS ? longest_ms : FIRST_PAUSE_MS;
+    child->pause_ms = pause_ms ? 2 * pause_ms : FIRST_PAUSE_MS;
+    if (child->pause_ms > longest_ms)
+        child->pause_ms = longest_ms;
+    return pause_ms;
+}
+
 /* Its process is gone, or as good as that. */
 static void pause_then_start(struct kld_watched *child) {
     struct kld_supervisor *supervisor = child->supervisor;
@@ -61,12 +73,8 @@ static void pause_then_start(struct kld_watched *child) {
         kld_supervisor_child_gone(supervisor, child);
         return;
     }
-    uint64_t pause_ms = child->pause_ms, longest_ms = supervisor->config.restart_ms_max;
-    child->pause_ms = pause_ms ? 2 * pause_ms : FIRST_PAUSE_MS;
-    if (child->pause_ms > longest_ms)
-        child->pause_ms = longest_ms;
     child->state = KLD_CHILD_WAITING;
-    uv_timer_start(&child->pause, on_pause_over, pause_ms, 0);
+    uv_timer_start(&child->pause, on_pause_over, take_pause(child), 0);
     kld_supervisor_child_gone(supervisor, child);
 }
 
@@ -127,6 +135,7 @@ static void take_report(struct kld_watched *child, const struct kld_child_report
         child->state = KLD_CHILD_READY;
         child->ready_ms = uv_now(&child->supervisor->loop);
         child->ever_ready = true;
+        child->refusals = 0;
         kld_supervisor_child_ready(child->supervisor, child, report);
     } else if (report->status == KLD_DEVICE_LOST && child->ready_ms) {
         succeed(child);
@@ -135,6 +144,10 @@ static void take_report(struct kld_watched *child, const struct kld_child_report
     } else {
         kld_log(KLD_LOG_ERROR, "child cannot start", "child=%s reason=\"%s\"", child->name,
                 report->text);
+        if (report->status == KLD_UNAVAILABLE && !child->ready_ms) {
+            child->refused = true;
+            child->refusals++;
+        }
     }
 }
 
@@ -241,6 +254,7 @@ void kld_watched_start(struct kld_watched *child) {
     struct kld_life *life = calloc(1, sizeof *life);
     int result = life ? begin_life(child, life) : UV_ENOMEM;
     child->ready_ms = 0;
+    child->refused = false;
     if (result == 0) {
         child->state = KLD_CHILD_STARTING;
         kld_log(KLD_LOG_INFO, "child started", "child=%s child_pid=%d", child->name,

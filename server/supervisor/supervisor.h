@@ -49,6 +49,10 @@ void kld_unix_socket_close(struct kld_unix_socket *socket, const char *path);
 /* ---- child.c: one child, over all its lives ---------------------------------------------------
  */
 
+/* Starts in a row that a device may refuse to a child that served before: until then the next one
+ * follows within 100 ms, later after the pauses of a child that keeps dying. */
+#define KLD_REFUSALS_IN_A_ROW 50
+
 struct kld_supervisor;
 
 enum kld_child_state {
@@ -87,6 +91,8 @@ struct kld_watched {
     uint64_t died_ms;       /* uv_now() of the last death; 0: none */
     uint64_t pause_ms;      /* before the next restart */
     uint32_t failures;      /* deaths in a row before a first report */
+    uint32_t refusals;      /* starts in a row that ended with KLD_UNAVAILABLE */
+    bool refused;           /* so did this life's */
     bool ever_ready;
 };
 

@@ -1,0 +1,117 @@
+/* test_child.c - the pause before a child's next start, and a worker that is succeeded while it
+ * still goes. The supervisor starts /proc/self/exe: here that is this program, whose main() then
+ * plays the child that its index names. */
+#include <fcntl.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include "server/log.h"
+#include "server/supervisor/supervisor.h"
+#include "tests/unit/unit.h"
+
+/* Of its first life each says that it serves; then: */
+enum part {
+    REFUSED, /* ends; each later life is refused the device */
+    DIES,    /* ends, and so does each later life, without a word */
+    LOSES,   /* loses the device and lingers; its successor serves */
+};
+
+static struct kld_supervisor supervisor;
+static uv_timer_t patience;
+static struct kld_error err;
+
+static int play(enum part part) {
+    struct kld_stats_page *page;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (kld_stats_attach(KLD_FD_STATS, &page, &err) != KLD_OK)
+        return 3;
+    uint64_t life = atomic_fetch_add(&page->common.value[KLD_STAT_gateway_restarts_total], 1);
+    if (life == 0 || part == LOSES)
+        kld_child_report_send(KLD_OK, "cpu", 1, "");
+    else if (part == REFUSED)
+        kld_child_report_send(KLD_UNAVAILABLE, "", 0, "the device is not yet to be had");
+    if (life == 0 && part == LOSES)
+        kld_child_report_send(KLD_DEVICE_LOST, "cpu", 0, "the device is lost");
+    while (part == LOSES)
+        pause();
+    return 1;
+}
+
+static void too_long(uv_timer_t *timer) { ck_abort_msg("nothing comes of it"); }
+
+static struct kld_watched *start(enum part part) {
+    enum kld_config_action action;
+    char *no_environment[] = {NULL};
+    struct kld_watched *child = &supervisor.worker[part];
+    ck_assert_int_eq(kld_log_init("supervisor", "error", "text", &err), KLD_OK);
+    ck_assert_int_eq(kld_config_parse(0, NULL, no_environment, &supervisor.config, &action, &err),
+                     KLD_OK);
+    ck_assert_int_eq(kld_stats_create(&supervisor.page, &supervisor.stats_fd, &err), KLD_OK);
+    supervisor.announced = true;
+    uv_loop_init(&supervisor.loop);
+    uv_timer_init(&supervisor.loop, &patience);
+    uv_timer_start(&patience, too_long, 30000, 0);
+    kld_watched_init(child, &supervisor, "worker", part, open("/dev/null", O_RDWR | O_CLOEXEC));
+    kld_watched_start(child);
+    return child;
+}
+
+static uint64_t restarts_of(const struct kld_watched *child) {
+    return atomic_load(&child->stats->value[KLD_STAT_worker_restarts_total]);
+}
+
+/* Until so many restarts; the longest of the pauses before them. */
+static uint64_t longest_pause(struct kld_watched *child, uint64_t restarts) {
+    uint64_t longest = 0;
+    while (restarts_of(child) < restarts) {
+        uv_run(&supervisor.loop, UV_RUN_ONCE);
+        uint64_t due = uv_timer_get_due_in(&child->pause);
+        if (child->state == KLD_CHILD_WAITING && due > longest)
+            longest = due;
+    }
+    return longest;
+}
+
+START_TEST(one_that_is_refused_asks_again_soon) {
+    struct kld_watched *child = start(REFUSED);
+    uint64_t longest = longest_pause(child, 6);
+    ck_assert_uint_gt(longest, 0);
+    ck_assert_uint_le(longest, 100);
+    child->refusals = KLD_REFUSALS_IN_A_ROW; /* but not for ever */
+    ck_assert_uint_gt(longest_pause(child, 9), 100);
+}
+END_TEST
+
+START_TEST(no_pause_is_longer_than_configured) {
+    struct kld_watched *child = start(REFUSED);
+    supervisor.config.restart_ms_max = 20;
+    ck_assert_uint_le(longest_pause(child, 6), 20);
+}
+END_TEST
+
+START_TEST(one_that_dies_waits_longer_each_time) {
+    struct kld_watched *child = start(DIES);
+    ck_assert_uint_gt(longest_pause(child, 4), 150);
+}
+END_TEST
+
+START_TEST(a_lost_device_has_its_successor_at_once) {
+    struct kld_watched *child = start(LOSES);
+    while (restarts_of(child) < 1 || child->state != KLD_CHILD_READY)
+        uv_run(&supervisor.loop, UV_RUN_ONCE);
+    ck_assert_ptr_nonnull(child->lives->next); /* which has not ended */
+    ck_assert_ptr_eq(child->life, child->lives);
+    ck_assert_int_eq(uv_process_kill(&child->lives->next->process, 0), 0);
+}
+END_TEST
+
+int main(int argc, char **argv) {
+    if (argc > 2 && strncmp(argv[1], "--role=", 7) == 0)
+        return play((enum part)strtoul(argv[2] + strlen("--index="), NULL, 10));
+    const TTest *const tests[] = {
+        one_that_is_refused_asks_again_soon, no_pause_is_longer_than_configured,
+        one_that_dies_waits_longer_each_time, a_lost_device_has_its_successor_at_once};
+    return unit_run("server/supervisor/child", tests, sizeof tests / sizeof tests[0]);
+}
