@@ -105,8 +105,9 @@ struct unix_control {
 
 struct unix_connection {
     struct kld_connection base;
-    char path[108]; /* of the socket */
-    int socket;     /* -1 while down */
+    char path[108];      /* of the socket */
+    char base_path[108]; /* of device 0's socket, once it went elsewhere; "": not yet known */
+    int socket;          /* -1 while down */
     enum unix_state state;
     bool welcomed;        /* at least once: `welcome` is valid */
     bool doomed;          /* the worker told that its device is lost */

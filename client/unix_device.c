@@ -7,19 +7,27 @@
 
 #include "client/unix.h"
 
-/* Where socket i lies, from where this one does; false: the name would be too long. */
-static bool path_of(const struct unix_connection *u, uint32_t i, char ret_path[sizeof u->path]) {
-    char suffix[8], base[sizeof u->path];
-    memcpy(base, u->path, sizeof base);
-    size_t length = strlen(base);
-    size_t bytes = (size_t)snprintf(suffix, sizeof suffix, ".%u", (unsigned)u->welcome.device);
-    if (u->welcome.device > 0 && length > bytes && strcmp(base + length - bytes, suffix) == 0)
-        base[length - bytes] = '\0';
-    else if (u->welcome.device > 0)
-        return false; /* reached under a name of somebody's own: where the others are is unknown */
-    if (i > 0 && strlen(base) + 4 >= sizeof base)
+/* Finds base_path, from the path that it was first greeted on and the device that was there; false:
+ * that is a name of somebody's own, and where the others are is unknown. */
+static bool find_base(struct unix_connection *u) {
+    if (u->base_path[0])
+        return true;
+    char suffix[8];
+    size_t length = strlen(u->path), bytes = 0;
+    if (u->welcome.device > 0)
+        bytes = (size_t)snprintf(suffix, sizeof suffix, ".%u", (unsigned)u->welcome.device);
+    if (bytes && (length <= bytes || strcmp(u->path + length - bytes, suffix) != 0))
         return false;
-    snprintf(ret_path, sizeof base, i > 0 ? "%.100s.%u" : "%.107s", base, i);
+    memcpy(u->base_path, u->path, length - bytes);
+    u->base_path[length - bytes] = '\0';
+    return true;
+}
+
+/* Where socket i lies; false: unknown, or the name would be too long. */
+static bool path_of(struct unix_connection *u, uint32_t i, char ret_path[sizeof u->path]) {
+    if (!find_base(u) || (i > 0 && strlen(u->base_path) + 4 >= sizeof u->path))
+        return false;
+    snprintf(ret_path, sizeof u->path, i > 0 ? "%.100s.%u" : "%.107s", u->base_path, i);
     return true;
 }
 
@@ -44,6 +52,8 @@ static bool go_to(struct unix_connection *u, uint32_t i) {
         return false;
     kld_unix_lose(u);
     memcpy(u->path, path, sizeof u->path);
+    u->welcome.device = (uint16_t)i; /* from now on, even if nobody answers there yet */
+    u->down_since_ns = kld_now_ns(); /* nor was this one waited for before */
     kld_unix_connect(u);
     return true;
 }

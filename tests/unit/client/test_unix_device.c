@@ -18,13 +18,16 @@ static struct kld_connection *connection;
 static struct kld_error error;
 static const uint8_t handle[64] = {9}, on_first[16] = {1}, on_second[16] = {2}, elsewhere[16] = {3};
 
-static struct kld_connection *connect_to(const char *path) {
+static struct kld_connection *connect_with(const char *path,
+                                           const struct kld_connect_options *options) {
     char url[128];
     struct kld_connection *made = NULL;
     snprintf(url, sizeof url, "unix:%s", path);
-    ck_assert_msg(kld_connect(url, NULL, &made, &error) == KLD_OK, "%s", error.text);
+    ck_assert_msg(kld_connect(url, options, &made, &error) == KLD_OK, "%s", error.text);
     return made;
 }
+
+static struct kld_connection *connect_to(const char *path) { return connect_with(path, NULL); }
 
 static uint32_t device_of(struct kld_connection *of) {
     struct kld_server_info info;
@@ -129,6 +132,29 @@ START_TEST(test_a_lost_worker_is_waited_for_where_the_memory_is) {
 }
 END_TEST
 
+/* Nobody is there: it is known all the same where the connection went, and from where to go on. */
+START_TEST(test_a_worker_that_is_away_can_be_left_again) {
+    setup();
+    struct kld_region *memory;
+    struct kld_connect_options options = {.connect_timeout_ns = 300000000};
+    kld_close(connection);
+    connection = connect_with(first.path, &options);
+    fake_worker_close(&second);
+    ck_assert_int_eq(import(on_second, &memory), KLD_UNAVAILABLE);
+    ck_assert_int_eq(import(on_second, &memory), KLD_UNAVAILABLE);
+    ck_assert_msg(import(on_first, &memory) == KLD_OK, "%s", error.text);
+    ck_assert_uint_eq(device_of(connection), 0);
+    kld_region_drop(memory);
+    ck_assert_int_eq(import(on_second, &memory), KLD_UNAVAILABLE);
+    second.stop = 0;
+    fake_worker_open_beside(&second, &first);
+    ck_assert_msg(import(on_second, &memory) == KLD_OK, "%s", error.text);
+    ck_assert_uint_eq(device_of(connection), 1);
+    ck_assert_int_eq(second.regions_added, 1);
+    teardown();
+}
+END_TEST
+
 START_TEST(test_attaching_finds_the_device) {
     setup();
     struct kld_connection *teacher = connect_to(second.path);
@@ -153,4 +179,5 @@ END_TEST
 
 UNIT_MAIN("client/unix_device", test_the_first_memory_says_where, test_from_any_socket_to_any_other,
           test_two_devices_need_two_connections, test_an_event_says_where_too,
-          test_a_lost_worker_is_waited_for_where_the_memory_is, test_attaching_finds_the_device)
+          test_a_lost_worker_is_waited_for_where_the_memory_is,
+          test_a_worker_that_is_away_can_be_left_again, test_attaching_finds_the_device)
