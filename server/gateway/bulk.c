@@ -199,8 +199,7 @@ static ssize_t read_reply(void *user, uint64_t position, char *to, size_t most) 
         return MHD_CONTENT_READER_END_WITH_ERROR;
     if (here == 0) {
         infer->starved = true;
-        kld_exchange_hold(infer->exchange);
-        return 0;
+        return kld_exchange_hold(infer->exchange) ? 0 : MHD_CONTENT_READER_END_WITH_ERROR;
     }
     uint64_t bytes = here < most ? here : most;
     memcpy(to, from, bytes);

@@ -35,11 +35,13 @@ struct process {
 
 static void mail_closed(struct kld_mail *mail) {}
 
+/* Uploads and requests whose exchange has ended may still be in a pool or on the thread pool, and
+ * use tensors and buffers when they come back: those are freed after the loop (close_rest()). */
 static void links_closed(void *user) {
     struct process *process = user;
-    kld_tensors_close(process->gateway.tensors);
+    kld_tensors_stop(process->gateway.tensors);
     for (uint32_t i = 0; i < process->gateway.pools; i++)
-        kld_pool_close(process->gateway.pool[i]);
+        kld_pool_stop(process->gateway.pool[i]);
     kld_waiters_close(&process->gateway);
     kld_mail_close(&process->gateway.mail, mail_closed);
     uv_close((uv_handle_t *)&process->terminate, NULL);
@@ -165,6 +167,16 @@ static void watch(struct process *process) {
         uv_poll_start(&process->control, UV_READABLE, control_readable);
 }
 
+/* After the loop: nothing is on its way any more. */
+static void close_rest(struct kld_gateway *gateway) {
+    kld_tensors_close(gateway->tensors);
+    for (uint32_t i = 0; i < gateway->pools; i++)
+        kld_pool_close(gateway->pool[i]);
+    kld_shm_close(gateway->shm);
+    kld_auth_close(gateway->auth);
+    kld_staging_close(gateway->staging);
+}
+
 int kld_gateway_main(const struct kld_child *child) {
     struct kld_error error = {.status = KLD_OK};
     struct process *process = calloc(1, sizeof *process);
@@ -180,9 +192,7 @@ int kld_gateway_main(const struct kld_child *child) {
     } else if (watch(process), open_parts(process, &error) == KLD_OK) {
         kld_child_report_send(KLD_OK, "", 0, "");
         uv_run(&gateway->loop, UV_RUN_DEFAULT);
-        kld_shm_close(gateway->shm);
-        kld_auth_close(gateway->auth);
-        kld_staging_close(gateway->staging);
+        close_rest(gateway);
         uv_loop_close(&gateway->loop);
         free(process);
         return EXIT_SUCCESS;

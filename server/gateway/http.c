@@ -31,6 +31,7 @@ struct kld_http {
     uint64_t moved; /* kld_watch_moved() at the last look */
     int open_handles;
     bool client_certificates; /* every client must show one */
+    bool closing;             /* nothing is suspended any more */
     bool again; /* MHD_run() has something to do that its epoll descriptor does not tell */
     struct kld_exchange *first;
     struct kld_watch watch;
@@ -214,11 +215,12 @@ static bool reply_at_once(const struct kld_exchange *exchange) {
 
 /* MHD may go on with the next chunk of a connection that was just suspended; to suspend it twice
  * would break MHD's lists. */
-static void suspend(struct kld_exchange *exchange) {
-    if (exchange->suspended)
-        return;
+bool kld_exchange_hold(struct kld_exchange *exchange) {
+    if (exchange->suspended || exchange->gateway->http->closing)
+        return exchange->suspended;
     exchange->suspended = true;
     MHD_suspend_connection(exchange->connection);
+    return true;
 }
 
 static enum MHD_Result receive(struct kld_http *http, struct kld_exchange *exchange,
@@ -237,7 +239,7 @@ static enum MHD_Result receive(struct kld_http *http, struct kld_exchange *excha
     }
     *size -= taken;
     if (exchange->paused)
-        suspend(exchange);
+        kld_exchange_hold(exchange);
     return MHD_YES;
 }
 
@@ -246,6 +248,8 @@ static enum MHD_Result access_handler(void *user, struct MHD_Connection *connect
                                       const char *data, size_t *size, void **context) {
     struct kld_http *http = user;
     struct kld_exchange *exchange = *context;
+    if (http->closing && !(exchange && exchange->replied))
+        return MHD_NO;
     if (!exchange) {
         if (!(exchange = *context = open_exchange(http, connection, path_of(url), method)))
             return MHD_NO;
@@ -267,7 +271,7 @@ static enum MHD_Result access_handler(void *user, struct MHD_Connection *connect
     }
     if (exchange->replied)
         return queue_reply(exchange);
-    suspend(exchange);
+    kld_exchange_hold(exchange);
     return MHD_YES;
 }
 
@@ -316,7 +320,7 @@ static void connection_changed(void *user, struct MHD_Connection *connection, vo
         http->again = true; /* it may accept again, which it finds out at its next start only */
 }
 
-static void resume(struct kld_exchange *exchange) {
+void kld_exchange_release(struct kld_exchange *exchange) {
     if (!exchange->suspended)
         return;
     exchange->suspended = false;
@@ -324,14 +328,11 @@ static void resume(struct kld_exchange *exchange) {
     MHD_resume_connection(exchange->connection);
 }
 
-void kld_exchange_hold(struct kld_exchange *exchange) { suspend(exchange); }
-void kld_exchange_release(struct kld_exchange *exchange) { resume(exchange); }
-
 void kld_exchange_pause(struct kld_exchange *exchange) { exchange->paused = true; }
 
 void kld_exchange_continue(struct kld_exchange *exchange) {
     exchange->paused = false;
-    resume(exchange);
+    kld_exchange_release(exchange);
 }
 
 void kld_exchange_reply(struct kld_exchange *exchange, unsigned http_status,
@@ -345,7 +346,7 @@ void kld_exchange_reply(struct kld_exchange *exchange, unsigned http_status,
     exchange->http_status = http_status;
     exchange->response = response;
     exchange->paused = false;
-    resume(exchange);
+    kld_exchange_release(exchange);
 }
 
 enum kld_coding kld_exchange_coding(const struct kld_exchange *exchange) {
@@ -478,6 +479,7 @@ void kld_http_close(struct kld_http *http, void (*closed)(void *user), void *use
     kld_error_set(&error, KLD_UNAVAILABLE, "the server is shutting down; try again");
     http->closed = closed;
     http->closed_user = user;
+    http->closing = true;
     for (struct kld_exchange *exchange = http->first; exchange; exchange = exchange->after)
         if (exchange->suspended) {
             kld_exchange_continue(exchange);

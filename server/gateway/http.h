@@ -65,8 +65,9 @@ void kld_http_close(struct kld_http *http, void (*closed)(void *user), void *use
 void kld_exchange_pause(struct kld_exchange *exchange);
 void kld_exchange_continue(struct kld_exchange *exchange);
 
-/* Inside a response's reader that has nothing yet; and when it has. */
-void kld_exchange_hold(struct kld_exchange *exchange);
+/* Inside a response's reader that has nothing yet; and when it has. False: everything ends, and so
+ * must the response. */
+bool kld_exchange_hold(struct kld_exchange *exchange);
 void kld_exchange_release(struct kld_exchange *exchange);
 
 const char *kld_exchange_header(const struct kld_exchange *exchange, const char *name);

@@ -34,6 +34,7 @@ struct kld_pool {
     struct list waiting, running;
     struct kld_pool_buffer *buffers;
     bool stopping;
+    bool ended; /* the gateway loop's own: the thread was joined, nobody reads its mail */
 };
 
 static void list_add(struct list *list, struct kld_pool_job *job) {
@@ -276,7 +277,7 @@ static void read_drop(struct kld_letter *letter) {
 void kld_pool_hold(struct kld_pool_buffer *buffer) { atomic_fetch_add(&buffer->users, 1); }
 
 void kld_pool_drop(struct kld_pool_buffer *buffer) {
-    if (!buffer || atomic_fetch_sub(&buffer->users, 1) != 1)
+    if (!buffer || atomic_fetch_sub(&buffer->users, 1) != 1 || buffer->pool->ended)
         return;
     buffer->letter.read = read_drop;
     kld_mail_post(&buffer->pool->mail, &buffer->letter);
@@ -348,12 +349,14 @@ enum kld_status kld_pool_open(const struct kld_config *config, uint32_t index,
     return KLD_OK;
 }
 
-void kld_pool_close(struct kld_pool *pool) {
-    if (!pool)
-        return;
+void kld_pool_stop(struct kld_pool *pool) {
     pool->stop.read = read_stop;
     kld_mail_post(&pool->mail, &pool->stop);
     uv_thread_join(&pool->thread);
+    pool->ended = true;
+}
+
+void kld_pool_close(struct kld_pool *pool) {
     while (pool->buffers) {
         struct kld_pool_buffer *buffer = pool->buffers;
         pool->buffers = buffer->after;

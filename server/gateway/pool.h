@@ -67,8 +67,10 @@ enum kld_status kld_pool_open(const struct kld_config *config, uint32_t index,
 struct kld_gateway;
 uint32_t kld_pool_index(const struct kld_pool *pool); /* of its worker */
 struct kld_pool *kld_pool_choose(struct kld_gateway *gateway);
-/* For a process that ends: jobs that are still on end with KLD_UNAVAILABLE, posted to their
- * senders before this returns; buffers are gone. Nobody submits any more. NULL is allowed. */
+/* For a process that ends, on its loop: the thread ends; jobs that are still on end with
+ * KLD_UNAVAILABLE, posted to their senders before this returns. Nobody submits any more. */
+void kld_pool_stop(struct kld_pool *pool);
+/* After kld_pool_stop(), when every letter was read and every buffer dropped that ever will be. */
 void kld_pool_close(struct kld_pool *pool);
 
 void kld_pool_submit(struct kld_pool *pool, struct kld_mail *sender, struct kld_pool_job *job);

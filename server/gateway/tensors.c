@@ -58,12 +58,14 @@ enum kld_status kld_tensors_open(uv_loop_t *loop, const struct kld_config *confi
     return KLD_OK;
 }
 
-static void timer_closed(uv_handle_t *handle) { free(handle->data); }
+void kld_tensors_stop(struct kld_tensors *tensors) {
+    uv_close((uv_handle_t *)&tensors->timer, NULL);
+}
 
 void kld_tensors_close(struct kld_tensors *tensors) {
     while (tensors->first)
         take_out(tensors, &tensors->first);
-    uv_close((uv_handle_t *)&tensors->timer, timer_closed);
+    free(tensors);
 }
 
 static struct kld_stored **find(struct kld_tensors *tensors, const struct kld_caller *owner,

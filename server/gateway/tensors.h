@@ -35,7 +35,10 @@ struct kld_stored {
 enum kld_status kld_tensors_open(uv_loop_t *loop, const struct kld_config *config,
                                  struct kld_stats *stats, struct kld_tensors **ret_tensors,
                                  struct kld_error *err);
-void kld_tensors_close(struct kld_tensors *tensors); /* before the pools */
+/* For a loop that ends: lifetimes are not kept any more. */
+void kld_tensors_stop(struct kld_tensors *tensors);
+/* After the loop has ended, before the pools are closed. */
+void kld_tensors_close(struct kld_tensors *tensors);
 
 /* Room for a tensor: KLD_TOO_LARGE over tensor_bytes_max, token_tensor_bytes_max or tensors_max.
  * The copy in *ret_stored is the list's; it is seen by nobody until kld_tensors_publish(). */

@@ -1,0 +1,83 @@
+"""The gateway is told to stop while something of HTTP is on its way to or from a worker that does not
+answer: it ends by itself, and nothing of it is used after it was freed."""
+import os
+import re
+import signal
+import socket
+
+import pytest
+
+import oip
+from conftest import wait_until
+from httplib import probabilities
+from oip import INFER, infer
+
+SMALL = {"staging_bytes_max": "4M", "staging_request_bytes_max": "1M", "drain_ms": 300}
+POOL = 'kld_pool_bytes{worker="0"}'
+
+
+def head_of(method, path, data, headers):
+    lines = [f"{method} {path} HTTP/1.1", "Host: x", f"Content-Length: {len(data)}"]
+    return "\r\n".join(lines + [f"{k}: {v}" for k, v in headers.items()] + ["", ""]).encode()
+
+
+def connect(server):
+    host, port = server.address.rsplit(":", 1)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+    connection.settimeout(60)
+    connection.connect((host, int(port)))
+    return connection
+
+
+def stop_gateway(server):
+    """SIGTERM to the gateway alone; it has to end with status 0."""
+    gateway = server.child("gateway")
+    os.kill(gateway, signal.SIGTERM)
+    told = wait_until(lambda: re.search(rf".*child_pid={gateway} (signal|status)=.*", server.log()), 20,
+                      "the end of the gateway").group()
+    assert "child exited" in told and "status=0" in told, told
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_while_an_upload_is_on_its_way(make_server, bulk):
+    server = make_server(**SMALL)
+    q = probabilities((1000, 1003), 41)
+    infer(server, {"predictions": q, "targets": q})  # the pool has its worker now
+    wait_until(lambda: server.metrics()[POOL] == 0, what="a free pool")
+    headers, data = oip.body({"predictions": q, "targets": q}) if bulk else ({}, q.tobytes())
+    head = head_of("POST", INFER, data, headers) if bulk else \
+        head_of("PUT", "/v2/tensors/a?datatype=FP32&shape=1000,1003", data, {})
+    worker = server.child("worker")
+    with connect(server) as connection:
+        connection.sendall(head + data[:1000])
+        wait_until(lambda: server.metrics()[POOL] > 0, what="its buffer")
+        before = server.metrics()["kld_http_received_bytes_total"]
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            connection.sendall(data[1000:200000])
+            wait_until(lambda: server.metrics()["kld_http_received_bytes_total"] > before + 150000,
+                       what="a piece on its way")
+            stop_gateway(server)
+        finally:
+            os.kill(worker, signal.SIGCONT)
+
+
+def test_while_a_reply_waits_for_its_next_piece(make_server):
+    server = make_server(**SMALL)
+    q = probabilities((1000, 4000), 42)
+    headers, data = oip.body({"predictions": q, "targets": q}, {"grad_predictions": {"binary_data": True}})
+    worker = server.child("worker")
+    with connect(server) as connection:
+        connection.sendall(head_of("POST", INFER, data, headers) + data)
+        assert connection.recv(1)
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            connection.settimeout(0.5)
+            got = 0
+            with pytest.raises(TimeoutError):
+                while got < q.nbytes:
+                    got += len(connection.recv(1 << 20))
+            stop_gateway(server)
+        finally:
+            os.kill(worker, signal.SIGCONT)
