@@ -25,6 +25,7 @@ enum unix_state { UNIX_DOWN, UNIX_GREETING, UNIX_UP };
 
 /* Of regions, events and publications. */
 enum unix_region_state {
+    UNIX_REGION_MAKING,  /* not yet complete, so that nothing is sent about it */
     UNIX_REGION_NEW,     /* to be registered as soon as the connection is up */
     UNIX_REGION_ADDING,  /* REGION_ADD was sent */
     UNIX_REGION_READY,   /* wire_id is valid on this connection */
@@ -147,7 +148,7 @@ void kld_unix_lose(struct unix_connection *u);
 
 /* unix_device.c */
 /* What is about to be registered, a region or an event, lies on the card with this UUID: goes over
- * to the worker of that device, or says why that cannot be. */
+ * to the worker of that device, or says why that cannot be. Waits for the first greeting. */
 enum kld_status kld_unix_go_to_memory(struct unix_connection *u, const uint8_t *uuid,
                                       const void *what, struct kld_error *err);
 /* What `region` attaches to is not here: true if another worker is asked now. */

@@ -63,8 +63,28 @@ static uint32_t devices_of(const struct unix_connection *u) {
     return devices < KLD_WIRE_DEVICES_MAX ? devices : KLD_WIRE_DEVICES_MAX;
 }
 
+/* Which devices there are is known from the first greeting on. */
+static enum kld_status wait_greeted(struct unix_connection *u, struct kld_error *err) {
+    uint64_t deadline = kld_now_ns() + u->base.options.connect_timeout_ns;
+    enum kld_status status = KLD_OK;
+    while (!u->welcomed && !u->fatal.status && !status && kld_now_ns() < deadline)
+        status = kld_connection_step(&u->base, deadline, err);
+    if (u->welcomed || status)
+        return status;
+    if (!u->fatal.status)
+        return kld_error_set(err, KLD_UNAVAILABLE,
+                             "no server answered at this socket within %.1f s",
+                             (double)u->base.options.connect_timeout_ns / 1e9);
+    if (err)
+        *err = u->fatal;
+    return u->fatal.status;
+}
+
 enum kld_status kld_unix_go_to_memory(struct unix_connection *u, const uint8_t *uuid,
                                       const void *what, struct kld_error *err) {
+    enum kld_status status = wait_greeted(u, err);
+    if (status)
+        return status;
     const struct kld_wire_device *list = u->welcome.device_list;
     uint32_t here = u->welcome.device, there = 0, devices = devices_of(u);
     while (there < devices && memcmp(list[there].uuid, uuid, KLD_WIRE_UUID_BYTES) != 0)

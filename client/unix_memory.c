@@ -28,7 +28,7 @@ enum kld_status kld_unix_region_begin(struct unix_region *region, enum kld_regio
     struct unix_connection *u = connection_of(&region->base);
     region->fd = -1;
     region->kind = kind;
-    region->state = UNIX_REGION_FAILED; /* until kld_unix_region_add_later() */
+    region->state = UNIX_REGION_MAKING; /* until kld_unix_region_add_later() */
     if (u->welcomed && region->base.bytes > u->welcome.region_bytes_max)
         return kld_error_set(err, KLD_TOO_LARGE, "a region of %llu bytes; the server allows %llu",
                              (unsigned long long)region->base.bytes,
@@ -41,10 +41,8 @@ enum kld_status kld_unix_region_begin(struct unix_region *region, enum kld_regio
 
 void kld_unix_region_add_later(struct unix_region *region) {
     struct unix_connection *u = connection_of(&region->base);
-    if (region->state != UNIX_REGION_NEW) { /* it is, if the connection has just gone elsewhere */
-        region->state = UNIX_REGION_NEW;
-        u->region_work++;
-    }
+    region->state = UNIX_REGION_NEW;
+    u->region_work++;
     kld_unix_flush(u);
 }
 
@@ -185,6 +183,8 @@ void kld_unix_regions_lost(struct unix_connection *u) {
             region_free(region);
             continue;
         }
+        if (region->state == UNIX_REGION_MAKING)
+            continue;
         region->wire_id = 0;
         region->until_ns = kld_now_ns() + KLD_RECONNECT_NS_MAX;
         /* A pool region that was never registered holds nothing that could be lost. */

@@ -221,7 +221,7 @@ enum kld_status kld_unix_event_open(struct kld_event *base, uint8_t handle[64],
     struct unix_event *event = (struct unix_event *)base;
     struct unix_connection *u = unix_of(base->connection);
     event->kind = device_uuid ? KLD_EVENT_READY : KLD_EVENT_DONE;
-    event->state = UNIX_REGION_FAILED;
+    event->state = UNIX_REGION_MAKING;
     enum kld_status status;
     if (device_uuid && (status = kld_unix_go_to_memory(u, device_uuid, event, err)))
         return status;
@@ -229,10 +229,8 @@ enum kld_status kld_unix_event_open(struct kld_event *base, uint8_t handle[64],
         memcpy(event->ipc_handle, handle, sizeof event->ipc_handle);
         memcpy(event->device_uuid, device_uuid, sizeof event->device_uuid);
     }
-    if (event->state != UNIX_REGION_NEW) { /* as in kld_unix_region_add_later() */
-        event->state = UNIX_REGION_NEW;
-        u->share_work++;
-    }
+    event->state = UNIX_REGION_NEW;
+    u->share_work++;
     kld_unix_flush(u);
     status = kld_unix_wait_state(u, &event->state, &event->error, patience(u), err);
     if (!status && !device_uuid)
@@ -346,6 +344,8 @@ void kld_unix_shares_lost(struct unix_connection *u) {
             event_free(u, event);
             continue;
         }
+        if (event->state == UNIX_REGION_MAKING)
+            continue;
         event->wire_id = 0;
         event->state = lost ? UNIX_REGION_LOST : UNIX_REGION_NEW;
         u->share_work += !lost;

@@ -5,6 +5,7 @@
 
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "client/kld.h"
 #include "tests/unit/client/fake_worker.h"
@@ -37,8 +38,8 @@ static uint32_t device_of(struct kld_connection *of) {
 }
 
 static void setup(void) {
-    first.devices = second.devices = 2;
-    second.device = 1;
+    first = (struct fake_worker){.devices = 2};
+    second = (struct fake_worker){.devices = 2, .device = 1};
     fake_worker_open(&first);
     fake_worker_open_beside(&second, &first);
     connection = connect_to(first.path);
@@ -155,6 +156,56 @@ START_TEST(test_a_worker_that_is_away_can_be_left_again) {
 }
 END_TEST
 
+static void setup_lazy(enum kld_status refusal) {
+    struct kld_connect_options options = {.lazy = true, .connect_timeout_ns = 300000000};
+    setup();
+    kld_close(connection);
+    first.refuse_hello = refusal;
+    connection = connect_with(first.path, &options);
+}
+
+START_TEST(test_who_is_not_greeted_yet_finds_the_memory_too) {
+    setup_lazy(KLD_OK);
+    struct kld_region *shared, *memory;
+    ck_assert_int_eq(kld_region_create(connection, 2 * BYTES, &shared, &error), KLD_OK);
+    ck_assert_msg(import(on_second, &memory) == KLD_OK, "%s", error.text);
+    ck_assert_uint_eq(device_of(connection), 1);
+    ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK); /* behind what was sent before */
+    ck_assert_int_eq(second.regions_added, 2);
+    teardown();
+    setup_lazy(KLD_OK);
+    struct kld_event *event;
+    ck_assert_int_eq(kld_event_import(connection, handle, on_second, &event, &error), KLD_OK);
+    ck_assert_uint_eq(device_of(connection), 1);
+    ck_assert_int_eq(first.events_added, 0);
+    teardown();
+}
+END_TEST
+
+static void *greet_later(void *argument) {
+    usleep(50000);
+    first.refuse_hello = 0;
+    return argument;
+}
+
+/* The greeting is waited for, and no half of the region is sent when it comes. */
+START_TEST(test_a_late_greeting) {
+    setup_lazy(KLD_BUSY);
+    struct kld_region *memory;
+    ck_assert_int_eq(import(on_first, &memory), KLD_UNAVAILABLE);
+    ck_assert_ptr_nonnull(strstr(error.text, "no server answered at this socket within 0.3 s"));
+    pthread_t later;
+    ck_assert_int_eq(pthread_create(&later, NULL, greet_later, NULL), 0);
+    ck_assert_msg(import(on_first, &memory) == KLD_OK, "%s", error.text);
+    pthread_join(later, NULL);
+    ck_assert_int_eq(first.regions_added, 1);
+    teardown();
+    setup_lazy(KLD_FORBIDDEN);
+    ck_assert_int_eq(import(on_first, &memory), KLD_FORBIDDEN);
+    teardown();
+}
+END_TEST
+
 START_TEST(test_attaching_finds_the_device) {
     setup();
     struct kld_connection *teacher = connect_to(second.path);
@@ -180,4 +231,6 @@ END_TEST
 UNIT_MAIN("client/unix_device", test_the_first_memory_says_where, test_from_any_socket_to_any_other,
           test_two_devices_need_two_connections, test_an_event_says_where_too,
           test_a_lost_worker_is_waited_for_where_the_memory_is,
-          test_a_worker_that_is_away_can_be_left_again, test_attaching_finds_the_device)
+          test_a_worker_that_is_away_can_be_left_again,
+          test_who_is_not_greeted_yet_finds_the_memory_too, test_a_late_greeting,
+          test_attaching_finds_the_device)
