@@ -197,6 +197,11 @@ static enum kld_status check_events(const struct kld_connection *connection,
             return kld_error_set(err, KLD_INVALID, "%s: the event %s", i ? "record" : "wait",
                                  events[i]->dropped ? "was dropped"
                                                     : "belongs to another connection");
+    if (request->early && !request->record)
+        return kld_error_set(err, KLD_INVALID,
+                             "early without record; an early answer says nothing about a device "
+                             "that fails later, expected a done event of kld_event_create(), which "
+                             "is lost with it");
     for (uint32_t slot = 0; slot < KLD_SLOT_COUNT; slot++)
         if (request->early && request->bytes[slot].data)
             return kld_error_set(err, KLD_INVALID,

@@ -226,7 +226,9 @@ struct kld_request {
     struct kld_event *wait;   /* imported: the work begins when it has passed; NULL: at once */
     struct kld_event *record; /* created: recorded behind the work; NULL: none */
     /* The answer comes when the device has the work, not when it has ended: no loss, no times, no
-     * error of the computation. Every tensor in regions of device memory. */
+     * error of the computation. Every tensor in regions of device memory. Needs `record`: if the
+     * device is lost behind such an answer, so is that event, and the next request that names it
+     * ends with KLD_DEVICE_LOST: what was answered early before that may not have been computed. */
     bool early;
 };
 

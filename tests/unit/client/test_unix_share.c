@@ -251,6 +251,30 @@ START_TEST(test_another_shape_is_gone) {
 }
 END_TEST
 
+/* The answer has come, the device has not: whoever asks again for the same event is told. */
+START_TEST(test_a_loss_behind_an_early_answer_is_told) {
+    setup();
+    struct kld_event *ready, *done;
+    uint8_t done_handle[64];
+    ck_assert_int_eq(kld_event_import(student, handle, uuid, &ready, &error), KLD_OK);
+    ck_assert_int_eq(kld_event_create(student, done_handle, &done, &error), KLD_OK);
+    publish();
+    struct kld_request request = request_on(attach());
+    request.wait = ready;
+    request.record = done;
+    request.early = true;
+    ck_assert_int_eq(kld_run(student, &request, NULL, &error), KLD_OK);
+    worker.hang_up = 1;
+    for (int i = 0; i < 500 && worker.hang_up; i++)
+        usleep(1000);
+    struct ended ended;
+    run_both(&request, &ended);
+    ck_assert_int_eq(ended.status, KLD_DEVICE_LOST);
+    ck_assert_int_eq(worker.early, 1);
+    teardown();
+}
+END_TEST
+
 START_TEST(test_events_and_early) {
     setup();
     struct kld_event *ready, *done, *other;
@@ -265,8 +289,12 @@ START_TEST(test_events_and_early) {
     ck_assert_int_eq(kld_run(student, &request, NULL, &error), KLD_INVALID);
     ck_assert_ptr_nonnull(strstr(error.text, "wait: the event belongs to another connection"));
     request.wait = ready;
-    request.record = done;
     request.early = true;
+    ck_assert_int_eq(kld_run(student, &request, NULL, &error), KLD_INVALID);
+    ck_assert_ptr_nonnull(strstr(error.text, "early without record"));
+    ck_assert_ptr_nonnull(strstr(error.text, "expected a done event"));
+    ck_assert_int_eq(worker.submits, 0);
+    request.record = done;
     struct kld_result result;
     ck_assert_int_eq(kld_run(student, &request, &result, &error), KLD_OK);
     ck_assert(!result.scalar && result.loss == 0);
@@ -368,4 +396,5 @@ END_TEST
 UNIT_MAIN("client/unix_share", test_published_tensors_are_attached,
           test_names_and_users_are_checked, test_attaching_waits_for_the_publisher,
           test_a_lost_worker_is_told_again, test_another_shape_is_gone, test_events_and_early,
-          test_priorities_are_told_to_each_worker, test_cuda_allocations_by_descriptor)
+          test_a_loss_behind_an_early_answer_is_told, test_priorities_are_told_to_each_worker,
+          test_cuda_allocations_by_descriptor)
