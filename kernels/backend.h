@@ -189,6 +189,11 @@ struct kld_backend {
      * there; cpu: the job ends with KLD_DEVICE_LOST. Any thread. */
     void (*fail_next)(struct kld_device *device);
 
+    /* After KLD_DEVICE_LOST: is it certain that nothing of this process runs on the device any
+     * more, so that no memory of a client is written to from now on? NULL: never, before the
+     * process has ended. Any thread; does not block. */
+    bool (*is_dead)(struct kld_device *device);
+
     /* Bytes of the pool in use now. */
     uint64_t (*pool_bytes)(struct kld_device *device);
     /* Bytes per second at which the device can read two arrays of `bytes` each, and what it reaches

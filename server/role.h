@@ -24,8 +24,9 @@ enum kld_child_fd {
 
 /* From child to supervisor on KLD_FD_CONTROL, when it serves. A child that cannot start sends
  * `status` and `text` instead of leaving the supervisor to guess, and exits with 1. A worker that
- * served and is about to end because its device is lost says KLD_DEVICE_LOST: its successor need
- * not wait until the driver has taken the lost process apart. */
+ * served and is about to end because a fault ended its context says KLD_DEVICE_LOST: none of its
+ * kernels runs any more, so its successor need not wait until the driver has taken the lost process
+ * apart. One whose kernels may still run says nothing: its end is waited for. */
 struct kld_child_report {
     uint32_t status;  /* enum kld_status */
     uint32_t devices; /* worker: that its back end has; gateway: 0 */

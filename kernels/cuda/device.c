@@ -239,6 +239,7 @@ const struct kld_backend kld_backend_cuda = {
     .submit = cuda_submit,
     .poll = cuda_poll,
     .fail_next = cuda_fail_next,
+    .is_dead = cuda_is_dead,
     .pool_bytes = cuda_pool_bytes,
     .measure_ceiling = cuda_measure_ceiling,
 };

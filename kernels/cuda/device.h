@@ -127,6 +127,10 @@ enum kld_status cuda_fail(struct cuda_device *device, cudaError_t error, const c
  * as the device answers otherwise, it was the peer's fault, and no peer can end the device so. */
 bool cuda_is_refusal(struct cuda_device *device, cudaError_t error);
 
+/* Has a fault ended the context, and with it all of its kernels? Asks the driver, because errors
+ * that are not known count as a lost device too. Any thread. */
+bool cuda_is_dead(struct kld_device *device);
+
 /* memory.c: any thread but the device's own, except the two reservations (any). */
 /* Selects the device for the calling thread; an error where it is lost. */
 enum kld_status cuda_enter(struct cuda_device *device, struct kld_error *err);

@@ -61,3 +61,29 @@ bool cuda_is_refusal(struct cuda_device *device, cudaError_t error) {
     cudaGetLastError();
     return alive == cudaSuccess || alive == cudaErrorNotReady;
 }
+
+/* Those errors that CUDA documents as the end of the context: every later call returns them. */
+static bool ends_context(cudaError_t error) {
+    switch (error) {
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorLaunchFailure:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorAssert:
+    case cudaErrorECCUncorrectable:
+    case cudaErrorNvlinkUncorrectable: return true;
+    default: return false;
+    }
+}
+
+bool cuda_is_dead(struct kld_device *base) {
+    struct cuda_device *device = (struct cuda_device *)base;
+    cudaGetLastError(); /* an older one that is not sticky must not answer instead */
+    bool dead = ends_context(cudaStreamQuery(device->setup));
+    cudaGetLastError();
+    return dead;
+}

@@ -18,7 +18,7 @@ static int cannot_start(const char *event, const struct kld_error *error) {
 
 /* The next worker can open the device while this process is still being taken apart; but MPS
  * refuses it until the last of the processes that a fault hit has gone. */
-static void device_lost(const struct kld_worker_options *options) {
+static void device_dead(const struct kld_worker_options *options) {
     const struct kld_device_info *info = &options->device->info;
     bool mps = info->offloads && !info->takes_turns;
     if (!mps)
@@ -31,7 +31,7 @@ int kld_worker_main(const struct kld_child *child) {
                                          .page = child->page,
                                          .index = child->index,
                                          .listen_fd = KLD_FD_LISTEN,
-                                         .device_lost = device_lost,
+                                         .device_dead = device_dead,
                                          .test_faults = getenv("KLD_TEST_FAULTS") != NULL,
                                          .control_fd = KLD_FD_CONTROL};
     enum kld_status status =

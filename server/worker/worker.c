@@ -272,6 +272,15 @@ static void control_ready(uv_poll_t *poll, int status, int events) {
     kld_worker_drain(worker);
 }
 
+/* As long as kernels of ours may run they may write into memory of clients, to whom a successor
+ * would then answer the same request. */
+static void tell_dead(struct kld_worker *worker) {
+    const struct kld_worker_options *options = &worker->options;
+    if (options->device_dead && options->backend->is_dead &&
+        options->backend->is_dead(worker->device))
+        options->device_dead(options);
+}
+
 /* A lost device: whoever does not take its last reply in time loses it. */
 static void flush_all(struct kld_worker *worker) {
     uint64_t until = kld_worker_now_ns() + LOST_FLUSH_MS * UINT64_C(1000000);
@@ -371,8 +380,7 @@ int kld_worker_run(struct kld_worker *worker) {
     atomic_store(&worker->stats->worker_ready, 0);
     if (!worker->lost)
         return 0;
-    if (worker->options.device_lost)
-        worker->options.device_lost(&worker->options);
+    tell_dead(worker);
     flush_all(worker);
     return 2;
 }

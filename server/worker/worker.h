@@ -36,7 +36,9 @@ struct kld_worker_options {
     uint32_t index;            /* of this worker: its place in the page, and of its device */
     int listen_fd;             /* SOCK_SEQPACKET, listening; the caller's */
     uint32_t orphan_ms;        /* 0: KLD_ORPHAN_MS */
-    void (*device_lost)(const struct kld_worker_options *options); /* when it is told; NULL */
+    /* Once nothing of ours runs on the lost device any more, where that is known before this
+     * process has ended; NULL: nobody wants to know. */
+    void (*device_dead)(const struct kld_worker_options *options);
     bool test_faults; /* SIGUSR2: the next operator ends the device */
     int control_fd;   /* its end means that the supervisor is gone; -1: none; the caller's */
 };

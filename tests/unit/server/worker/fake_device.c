@@ -285,6 +285,8 @@ static bool submit(struct kld_stream *stream, struct kld_job *job) {
     return directly;
 }
 
+static bool is_dead(struct kld_device *device) { return atomic_load(&fake_of(device)->dead); }
+
 static uint64_t pool_bytes(struct kld_device *device) { return 0; }
 
 const struct kld_backend fake_backend = {
@@ -303,5 +305,6 @@ const struct kld_backend fake_backend = {
     .stream_close = stream_close,
     .submit = submit,
     .poll = poll_device,
+    .is_dead = is_dead,
     .pool_bytes = pool_bytes,
 };

@@ -24,6 +24,8 @@ struct fake_device {
     atomic_int fail_status;        /* with this */
     atomic_bool fail_launch;       /* jobs that are to fail do so before launched() */
     atomic_bool launches_directly; /* inside submit() */
+    atomic_bool dead;              /* what is_dead() says */
+    atomic_int dead_told;          /* the rig: how often the worker told that */
     atomic_int polls;
     atomic_int last_priority; /* of the stream opened last */
     atomic_int events;        /* open now */

@@ -46,6 +46,11 @@ static void *worker_thread(void *argument) {
     return NULL;
 }
 
+static void device_dead(const struct kld_worker_options *options) {
+    struct fake_device *fake = (struct fake_device *)options->device;
+    atomic_fetch_add(&fake->dead_told, 1);
+}
+
 void rig_start(struct rig *rig) {
     struct kld_worker_options options = {.config = &rig->config,
                                          .page = rig->page,
@@ -53,6 +58,7 @@ void rig_start(struct rig *rig) {
                                          .device = &rig->fake.head,
                                          .listen_fd = rig->listen_fd,
                                          .orphan_ms = rig->orphan_ms,
+                                         .device_dead = device_dead,
                                          .control_fd = rig->control[1]};
     struct kld_error err;
     ck_assert_int_eq(kld_worker_init(&rig->worker, &options, &err), KLD_OK);

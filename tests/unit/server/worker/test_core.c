@@ -237,6 +237,7 @@ START_TEST(lost_device_answers_everything_and_ends_with_2) {
         rig_submit(fd, 100 + i, region);
     rig_submit(other, 200, second);
     rig_until_stat(&rig, KLD_STAT_worker_requests_in_flight, 9);
+    atomic_store(&rig.fake.dead, true);
     atomic_store(&rig.fake.fail_job, KLD_DEVICE_LOST);
     atomic_store(&rig.fake.hold, false);
     for (uint64_t i = 0; i < 8; i++)
@@ -244,6 +245,7 @@ START_TEST(lost_device_answers_everything_and_ends_with_2) {
     rig_expect_error(other, 200, KLD_DEVICE_LOST, "device failed");
     ck_assert_int_eq(rig_wait(&rig), 2);
     ck_assert(rig.worker.lost);
+    ck_assert_int_eq(atomic_load(&rig.fake.dead_told), 1); /* the successor may come */
     ck_assert_uint_eq(stat_of(KLD_STAT_device_lost_total), 1);
     /* The process would _exit(2) here: what is left belongs to jobs that may still run. */
 }
@@ -264,6 +266,7 @@ START_TEST(device_lost_while_adding_memory_ends_with_2) {
     rig_expect_error(fd, 30, KLD_DEVICE_LOST, "told to fail");
     rig_expect_error(fd, 100, KLD_DEVICE_LOST, "device failed");
     ck_assert_int_eq(rig_wait(&rig), 2);
+    ck_assert_int_eq(atomic_load(&rig.fake.dead_told), 0); /* the job may run yet */
 }
 END_TEST
 

@@ -351,6 +351,7 @@ START_TEST(a_job_that_waits_for_the_dead_ends_the_worker) {
     close(fd);
     rig_expect_error(other, 11, KLD_DEVICE_LOST, "device failed");
     ck_assert_int_eq(rig_wait(&rig), 2);
+    ck_assert_int_eq(atomic_load(&rig.fake.dead_told), 0); /* its successor waits for its end */
     close(other);
 }
 END_TEST
