@@ -19,13 +19,17 @@ struct closer {
     int fds[];
 };
 
+void kld_connection_discard(int fd) {
+    char byte;
+    while (recv(fd, &byte, 1, MSG_DONTWAIT) > 0 || errno == EINTR)
+        errno = 0;
+}
+
 static void close_all(enum kld_closer_kind kind, const int *fds, unsigned count) {
     for (unsigned i = 0; i < count; i++) {
         if (kind == KLD_CLOSE_CONNECTION) {
-            char byte;
-            shutdown(fds[i], SHUT_RD); /* nothing more can arrive, so the loop below ends */
-            while (recv(fds[i], &byte, 1, MSG_DONTWAIT) > 0 || errno == EINTR)
-                errno = 0;
+            shutdown(fds[i], SHUT_RD);
+            kld_connection_discard(fds[i]);
         }
         close(fds[i]);
     }

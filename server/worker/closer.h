@@ -19,4 +19,8 @@ enum kld_closer_kind {
 void kld_close_later(struct kld_worker *worker, struct kld_session *session,
                      enum kld_closer_kind kind, const int *fds, unsigned count);
 
+/* Reads away what is left in a connection. Call shutdown() first: then nothing more can arrive, and
+ * this ends. Any thread. */
+void kld_connection_discard(int fd);
+
 #endif

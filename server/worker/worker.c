@@ -281,19 +281,33 @@ static void tell_dead(struct kld_worker *worker) {
         options->device_dead(options);
 }
 
-/* A lost device: whoever does not take its last reply in time loses it. */
-static void flush_all(struct kld_worker *worker) {
+/* Returns at the socket's first refusal from `until` on. */
+static void flush_until(struct kld_session *session, uint64_t until) {
+    while (session->out_tail && !session->broken) {
+        uint64_t now = kld_worker_now_ns();
+        int wait_ms = now < until ? (int)((until - now + 999999) / 1000000) : 0;
+        struct pollfd poll_fd = {.fd = session->fd, .events = POLLOUT};
+        if (poll(&poll_fd, 1, wait_ms) <= 0)
+            return;
+        kld_session_flush(session);
+    }
+}
+
+/* A lost device: whoever does not take its last reply in time loses it. After that nobody is to
+ * write to a process that does not read any more and may take seconds to end; frames that it never
+ * read are discarded, because with some a socket's end costs the client its replies. */
+static void part_with_all(struct kld_worker *worker) {
     uint64_t until = kld_worker_now_ns() + LOST_FLUSH_MS * UINT64_C(1000000);
     struct kld_session *session;
     TAILQ_FOREACH(session, &worker->sessions, in_worker) {
-        while (session->state == KLD_SESSION_OPEN && session->out_tail && !session->broken) {
-            uint64_t now = kld_worker_now_ns();
-            struct pollfd poll_fd = {.fd = session->fd, .events = POLLOUT};
-            if (now >= until || poll(&poll_fd, 1, (int)((until - now + 999999) / 1000000)) <= 0)
-                return;
-            kld_session_flush(session);
-        }
+        if (session->state != KLD_SESSION_OPEN)
+            continue;
+        flush_until(session, until);
+        shutdown(session->fd, SHUT_RDWR);
     }
+    TAILQ_FOREACH(session, &worker->sessions, in_worker)
+    if (session->state == KLD_SESSION_OPEN)
+        kld_connection_discard(session->fd); /* which may take its time: see closer.h */
 }
 
 /* ---- Init, run, done ------------------------------------------------------------------------- */
@@ -381,7 +395,7 @@ int kld_worker_run(struct kld_worker *worker) {
     if (!worker->lost)
         return 0;
     tell_dead(worker);
-    flush_all(worker);
+    part_with_all(worker);
     return 2;
 }
 

@@ -1,9 +1,12 @@
-/* test_worker.c - the loop's own part: accepting under a shortage of descriptors, draining, and the
- * end of the supervisor. */
+/* test_worker.c - the loop's own part: accepting under a shortage of descriptors, draining, the end
+ * of the supervisor and that of the device. */
 #include "server/worker/worker.h"
 
+#include <errno.h>
 #include <fcntl.h>
+#include <sys/ioctl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include "tests/unit/server/worker/rig.h"
@@ -133,6 +136,62 @@ START_TEST(jobs_end_whether_or_not_the_loop_polls) {
 }
 END_TEST
 
+#define LOSSES 8
+
+/* A client with work in flight that has not taken its replies: some wait in the worker. */
+static int clogged_client(void) {
+    int fd = rig_client(&rig);
+    union kld_frame frame;
+    uint64_t region = rig_region(fd, RIG_REGION_BYTES);
+    for (uint64_t i = 0; i < LOSSES; i++)
+        rig_submit(fd, 100 + i, region);
+    kld_frame_init(&frame, KLD_FRAME_PING, 50);
+    /* It reads no more from whoever does not take its replies; then this fills up as well. */
+    for (int idle = 0; idle < 5; idle++, usleep(10000))
+        while (send(fd, &frame, frame.header.length, MSG_DONTWAIT | MSG_NOSIGNAL) > 0)
+            idle = 0;
+    return fd;
+}
+
+/* Reads to the end of the connection: how many requests were answered with device_lost. */
+static int losses_told(int fd) {
+    union kld_frame frame;
+    int losses = 0;
+    ssize_t bytes;
+    while ((bytes = recv(fd, &frame, sizeof frame, 0)) > 0)
+        losses += frame.header.type == KLD_FRAME_ERROR &&
+                  frame.as_ERROR.status == (uint32_t)KLD_DEVICE_LOST;
+    ck_assert_int_eq(bytes, 0); /* the end, and in good order */
+    return losses;
+}
+
+/* Who does not read costs nobody else the replies; and the worker leaves no connection open on
+ * which somebody might wait for it. */
+START_TEST(a_lost_device_is_told_to_those_behind_one_who_does_not_read) {
+    start();
+    atomic_store(&rig.fake.hold, true);
+    int deaf = clogged_client(), fd = clogged_client(), idle = rig_client(&rig);
+    atomic_store(&rig.fake.fail_job, KLD_DEVICE_LOST);
+    atomic_store(&rig.fake.hold, false);
+    rig_until_stat(&rig, KLD_STAT_device_lost_total, 1);
+    ck_assert_int_eq(losses_told(fd), LOSSES);
+    ck_assert_int_eq(rig_wait(&rig), 2);
+    ck_assert(rig_ended(idle, 0));
+    ck_assert_int_lt(losses_told(deaf), LOSSES);
+    const int fds[] = {deaf, fd, idle};
+    for (int i = 0; i < 3; i++) {
+        ck_assert_int_eq(send(fds[i], "", 1, MSG_NOSIGNAL), -1);
+        ck_assert_int_eq(errno, EPIPE);
+    }
+    /* What it never read would, at its end, cost this client the replies. */
+    int left = -1;
+    const struct kld_session *session = TAILQ_FIRST(&rig.worker.sessions);
+    ck_assert_int_eq(ioctl(session->fd, FIONREAD, &left), 0);
+    ck_assert_int_eq(left, 0);
+}
+END_TEST
+
 UNIT_MAIN("server/worker/worker", term_answers_what_is_in_flight_and_refuses_the_rest,
           drain_does_not_wait_longer_than_told, accept_without_descriptors_waits,
-          wrong_lists_are_told_at_start, jobs_end_whether_or_not_the_loop_polls)
+          wrong_lists_are_told_at_start, jobs_end_whether_or_not_the_loop_polls,
+          a_lost_device_is_told_to_those_behind_one_who_does_not_read)
