@@ -38,11 +38,13 @@ static struct kld_link *choose(struct kld_links *links, const struct kld_link *b
     return links->link[best];
 }
 
-/* What ends as KLD_UNAVAILABLE was with no worker: libkld waited for one in vain. */
+/* What ends as KLD_UNAVAILABLE was with no worker: libkld waited for one in vain. Nobody waits any
+ * more for a call that is late: it is not worth another worker's time. */
 static void call_ended(struct kld_link_call *call, enum kld_status status,
                        const struct kld_result *result, const struct kld_error *error) {
     struct kld_links *links = call->links;
-    if (status == KLD_UNAVAILABLE && !call->pinned && !call->moved && !links->closing) {
+    bool wanted = !call->pinned && !call->moved && !call->is_late && !links->closing;
+    if (status == KLD_UNAVAILABLE && wanted) {
         struct kld_link *other = choose(links, call->link);
         if (other != call->link) {
             call->moved = true;

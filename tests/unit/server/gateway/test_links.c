@@ -19,7 +19,8 @@ static uv_loop_t loop;
 static uv_timer_t patience;
 static struct kld_link_call calls[CALLS];
 static enum kld_status outcome[CALLS];
-static int ended;
+static int ended, late_told;
+static bool may_be_late;
 static bool first_leaves; /* each time that it is asked */
 static struct kld_error err;
 
@@ -31,7 +32,10 @@ static void done(struct kld_link_call *call, enum kld_status status,
         ck_assert(result->loss == CLASSES); /* twos and ones, by the fake worker's operator */
 }
 
-static void late(struct kld_link_call *call) { ck_abort_msg("late"); }
+static void late(struct kld_link_call *call) {
+    ck_assert(may_be_late);
+    late_told++;
+}
 
 static void too_long(uv_timer_t *timer) { ck_abort_msg("%d calls ended", ended); }
 
@@ -52,7 +56,7 @@ static void submit(int i) {
     op->shape[1] = CLASSES;
     op->tensor[KLD_SLOT_PREDICTIONS].dtype = op->tensor[KLD_SLOT_TARGETS].dtype = KLD_DTYPE_FP32;
     calls[i].request.bytes[KLD_SLOT_TARGETS].offset_bytes = CLASSES * sizeof(float);
-    calls[i].deadline_ns = UINT64_MAX;
+    calls[i].deadline_ns = may_be_late ? uv_hrtime() + 100000000 : UINT64_MAX;
     calls[i].done = done;
     calls[i].late = late;
     kld_links_submit(links, &calls[i]);
@@ -164,6 +168,24 @@ START_TEST(what_kills_a_device_is_not_given_to_the_next) {
 }
 END_TEST
 
+START_TEST(one_that_is_late_is_not_moved) {
+    setup();
+    submit(0); /* so that the link is connected, and the next call begins before its deadline */
+    run_until(1);
+    ck_assert_int_eq(first.submits, 1);
+    may_be_late = first_leaves = true;
+    first.leave_at_submit = 1;
+    page.worker[1].worker_ready = 0;
+    submit(1);
+    page.worker[1].worker_ready = 1;
+    run_until(2);
+    ck_assert_int_eq(outcome[1], KLD_UNAVAILABLE);
+    ck_assert_int_eq(late_told, 1);
+    ck_assert_int_eq(second.submits, 0);
+    teardown();
+}
+END_TEST
+
 UNIT_MAIN("server/gateway/links", the_one_with_the_least_in_flight,
           one_that_serves_unless_the_caller_names_another, a_worker_that_never_takes_it_is_left,
-          what_kills_a_device_is_not_given_to_the_next)
+          what_kills_a_device_is_not_given_to_the_next, one_that_is_late_is_not_moved)
