@@ -27,12 +27,14 @@ static void device_dead(const struct kld_worker_options *options) {
 
 int kld_worker_main(const struct kld_child *child) {
     struct kld_error err = {.status = KLD_OK}, passed_over;
+    const char *test_faults = getenv("KLD_TEST_FAULTS");
     struct kld_worker_options options = {.config = child->config,
                                          .page = child->page,
                                          .index = child->index,
                                          .listen_fd = KLD_FD_LISTEN,
                                          .device_dead = device_dead,
-                                         .test_faults = getenv("KLD_TEST_FAULTS") != NULL,
+                                         .test_faults =
+                                             test_faults && strcmp(test_faults, "1") == 0,
                                          .control_fd = KLD_FD_CONTROL};
     enum kld_status status =
         kld_worker_device_open(child->config, child->index, child->stats, &options.backend,

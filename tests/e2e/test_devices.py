@@ -280,9 +280,10 @@ def test_status_of_each(trio, cli):
     assert "(2 of 0 to 2)" in cli("status", "--server", f"unix:{sockets(trio, 3)[2]}").stdout
 
 
-def test_faults_are_for_tests_only(make_server):
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_faults_are_for_tests_only(make_server, value):
     """Without the variable the signal is what it is to any process, and the next worker serves."""
-    server = make_server(http="")
+    server = make_server(http="", environment={} if value is None else {"KLD_TEST_FAULTS": value})
     before = server.kill_child("worker", signal.SIGUSR2)
     assert server.child("worker") != before
     with Client(server.unix) as client:
