@@ -56,6 +56,11 @@ void kld_bulk_begin(struct kld_infer *infer) {
 size_t kld_bulk_receive(struct kld_infer *infer, uint32_t index, uint64_t inside, const char *data,
                         size_t size) {
     uint64_t room;
+    if (infer->pieces
+            .status) { /* moved() may have left it to us: the thread pool had the request */
+        kld_infer_fail(infer, &infer->pieces.error);
+        return 0;
+    }
     if (inside == 0)
         kld_pieces_write_at(&infer->pieces, infer->place[index]);
     void *to = kld_pieces_room(&infer->pieces, &room);
@@ -84,6 +89,10 @@ static void go_on_gathering(struct kld_infer *infer) {
     uint64_t room;
     if (infer->in_pool)
         return;
+    if (infer->pieces.status) {
+        kld_infer_fail(infer, &infer->pieces.error);
+        return;
+    }
     if (!infer->move_begun && !next_region(infer, infer->request.input_count)) {
         kld_pieces_flush(&infer->pieces);
         if (!kld_pieces_busy(&infer->pieces))
@@ -118,6 +127,10 @@ static void go_on_scattering(struct kld_infer *infer) {
     uint64_t here;
     if (infer->in_pool)
         return;
+    if (infer->pieces.status) {
+        kld_infer_fail(infer, &infer->pieces.error);
+        return;
+    }
     if (!infer->move_begun && !next_region(infer, kld_infer_tensors(infer))) {
         kld_infer_scattered(infer);
         return;
