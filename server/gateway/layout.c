@@ -36,6 +36,19 @@ static void stop_waiting(struct kld_waiters *waiters, struct kld_infer *infer) {
     infer->before = infer->after = NULL;
 }
 
+static void fail_late(struct kld_waiters *waiters) {
+    uint64_t now = uv_hrtime();
+    struct kld_error error;
+    kld_error_set(&error, KLD_BUSY, "the staging memory was in use until the deadline; try again");
+    for (struct kld_infer *infer = waiters->first, *after; infer; infer = after) {
+        after = infer->after;
+        if (infer->wait_until_ns > now)
+            continue;
+        stop_waiting(waiters, infer);
+        kld_infer_fail(infer, &error);
+    }
+}
+
 /* Staging is also freed by other loops, so it is asked for and not told. In order: whoever came
  * later does not overtake one that needs more. */
 static void look(uv_timer_t *timer) {
@@ -48,13 +61,6 @@ static void look(uv_timer_t *timer) {
         if (waiters->last != infer)
             continue;
         stop_waiting(waiters, infer); /* it waits again: in its old place */
-        if (uv_hrtime() >= until_ns) {
-            struct kld_error error;
-            kld_error_set(&error, KLD_BUSY,
-                          "the staging memory was in use until the deadline; try again");
-            kld_infer_fail(infer, &error);
-            continue;
-        }
         infer->wait_until_ns = until_ns;
         infer->waits = true;
         infer->after = waiters->first;
@@ -63,17 +69,25 @@ static void look(uv_timer_t *timer) {
         else
             waiters->last = infer;
         waiters->first = infer;
+        fail_late(waiters);
         return;
     }
     uv_timer_stop(timer);
 }
 
+/* http_deadline_ms is what a request gets that names no timeout, and the most that one may name; 0,
+ * like what no clock can count, is never. */
+static uint64_t timeout_of(const struct kld_infer *infer) {
+    uint64_t most, named = infer->request.timeout_ns;
+    if (__builtin_mul_overflow(infer->gateway->config->http_deadline_ms, 1000000u, &most))
+        most = 0;
+    return most && (!named || named > most) ? most : named;
+}
+
 void kld_infer_wait(struct kld_infer *infer, void (*retry)(struct kld_infer *infer)) {
     struct kld_waiters *waiters = infer->gateway->waiters;
-    uint64_t ns = infer->request.timeout_ns;
-    if (!ns)
-        ns = infer->gateway->config->http_deadline_ms * 1000000;
-    if (__builtin_add_overflow(uv_hrtime(), ns, &infer->wait_until_ns))
+    uint64_t ns = timeout_of(infer);
+    if (!ns || __builtin_add_overflow(uv_hrtime(), ns, &infer->wait_until_ns))
         infer->wait_until_ns = UINT64_MAX;
     kld_exchange_pause(infer->exchange);
     infer->retry = retry;
@@ -282,6 +296,7 @@ static void take_staging(struct kld_infer *infer) {
 
 void kld_infer_lay_out(struct kld_infer *infer) {
     struct kld_error error;
+    infer->request.timeout_ns = timeout_of(infer);
     if (hold_regions(infer, &error)) {
         kld_infer_fail(infer, &error);
         return;
