@@ -32,14 +32,22 @@ static void take_out(struct kld_tensors *tensors, struct kld_stored **at) {
     free(stored);
 }
 
-static void look(uv_timer_t *timer) {
-    struct kld_tensors *tensors = timer->data;
-    uint64_t now = uv_hrtime();
+/* Nobody can acquire a condemned one: who counts as its only user stays so. */
+static void sweep(struct kld_tensors *tensors) {
     for (struct kld_stored **at = &tensors->first; *at;)
-        if ((*at)->buffer && now - (*at)->used_ns > (*at)->lifetime_ns)
+        if ((*at)->condemned && atomic_load(&(*at)->buffer->users) == 1)
             take_out(tensors, at);
         else
             at = &(*at)->next;
+}
+
+static void look(uv_timer_t *timer) {
+    struct kld_tensors *tensors = timer->data;
+    uint64_t now = uv_hrtime();
+    for (struct kld_stored *stored = tensors->first; stored; stored = stored->next)
+        if (stored->buffer && now - stored->used_ns > stored->lifetime_ns)
+            stored->condemned = true;
+    sweep(tensors);
     if (!tensors->first)
         uv_timer_stop(timer);
 }
@@ -71,7 +79,8 @@ void kld_tensors_close(struct kld_tensors *tensors) {
 static struct kld_stored **find(struct kld_tensors *tensors, const struct kld_caller *owner,
                                 const char *name) {
     struct kld_stored **at = &tensors->first;
-    while (*at && !((*at)->buffer && (*at)->owner == owner && strcmp((*at)->name, name) == 0))
+    while (*at && !((*at)->buffer && !(*at)->condemned && (*at)->owner == owner &&
+                    strcmp((*at)->name, name) == 0))
         at = &(*at)->next;
     return at;
 }
@@ -80,6 +89,7 @@ enum kld_status kld_tensors_reserve(struct kld_tensors *tensors, const struct kl
                                     struct kld_stored **ret_stored, struct kld_error *err) {
     const struct kld_config *config = tensors->config;
     uint64_t most = config->tensor_bytes_max, mine = config->token_tensor_bytes_max, owned = 0;
+    sweep(tensors);
     for (const struct kld_stored *stored = tensors->first; stored; stored = stored->next)
         owned += stored->owner == wanted->owner ? stored->bytes : 0;
     if (tensors->count >= config->tensors_max)
@@ -127,11 +137,11 @@ void kld_tensors_give_up(struct kld_tensors *tensors, struct kld_stored *stored)
 
 bool kld_tensors_remove(struct kld_tensors *tensors, const struct kld_caller *owner,
                         const char *name) {
-    struct kld_stored **at = find(tensors, owner, name);
-    bool found = *at != NULL;
-    if (found)
-        take_out(tensors, at);
-    return found;
+    struct kld_stored *stored = *find(tensors, owner, name);
+    if (stored)
+        stored->condemned = true;
+    sweep(tensors);
+    return stored != NULL;
 }
 
 enum kld_status kld_tensors_acquire(struct kld_tensors *tensors, const struct kld_caller *owner,
@@ -163,7 +173,8 @@ bool kld_tensors_append(const struct kld_tensors *tensors, const struct kld_call
     uint64_t now = uv_hrtime();
     kld_oip_append(text, "[");
     for (const struct kld_stored *stored = tensors->first; stored; stored = stored->next) {
-        if (!stored->buffer || stored->owner != owner || (name && strcmp(stored->name, name) != 0))
+        if (!stored->buffer || stored->condemned || stored->owner != owner ||
+            (name && strcmp(stored->name, name) != 0))
             continue;
         kld_oip_append(text, "%s{\"name\":", found ? "," : "");
         kld_oip_append_string(text, stored->name);

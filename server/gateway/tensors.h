@@ -3,7 +3,8 @@
  * A tensor belongs to the caller (auth.h) who uploaded it; nobody else sees it, and two callers may
  * use the same name. It goes when its lifetime has passed since it was last used, when it is
  * deleted or replaced, and with its worker: then it is listed as lost, and who names it is told
- * KLD_GONE. Requests that already use it finish with what it held. Loop thread. */
+ * KLD_GONE. Requests that already use it finish with what it held, and it counts for the limits
+ * until the last of them has. Loop thread. */
 #ifndef KLD_SERVER_GATEWAY_TENSORS_H
 #define KLD_SERVER_GATEWAY_TENSORS_H
 
@@ -30,6 +31,7 @@ struct kld_stored {
     struct kld_stored *next;
     struct kld_pool_buffer *buffer; /* NULL: still being uploaded */
     uint64_t used_ns;
+    bool condemned; /* named by nobody; counted until its last request has let go of the buffer */
 };
 
 enum kld_status kld_tensors_open(uv_loop_t *loop, const struct kld_config *config,

@@ -2,6 +2,8 @@
 deleted, outlived; quotas, owners, and a worker that is lost with them."""
 import hashlib
 import json
+import os
+import signal
 import socket
 import subprocess
 import threading
@@ -254,6 +256,31 @@ def test_replaced_while_used(make_server):
     for reader in readers:
         reader.join()
     assert not problems, problems[0]
+
+
+def test_a_deleted_one_counts_while_it_is_used(make_server):
+    server = make_server(tensor_bytes_max="600K", **SMALL)
+    p, replies = probabilities((100, 1000), 15), []
+    assert put(server, "a", p)[0] == 200
+    assert ask(server, p, p, {"targets": "a"})[0] == 200
+    worker = server.child("worker")
+    os.kill(worker, signal.SIGSTOP)
+    asker = threading.Thread(target=lambda: replies.append(ask(server, p, p, {"targets": "a"})[0]))
+    try:
+        asker.start()
+        wait_until(lambda: server.metrics()["kld_http_received_bytes_total"] > 3 * p.nbytes, what="the request")
+        time.sleep(0.2)
+        assert server.request(PATH + "a", method="DELETE")[0] == 200
+        assert listed(server, "a") == 404 and listed(server) == []
+        assert server.metrics()["kld_http_tensor_bytes"] == p.nbytes
+        status, reply = put(server, "b", p)
+        assert status == 413 and "tensor_bytes_max" in reply["error"]
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    asker.join()
+    assert replies == [200]
+    wait_until(lambda: server.metrics()["kld_http_tensor_bytes"] == server.metrics()[POOL] == 0, what="free memory")
+    assert put(server, "b", p)[0] == 200
 
 
 def test_several_devices(make_server):
