@@ -11,6 +11,7 @@
 #include "server/gateway/gateway.h"
 
 #define CONNECT_TIMEOUT_NS 2000000000u
+#define UNREACHABLE_NS 100000000u /* so long nothing is tried again: a try may take long */
 #define TICK_MS 10
 
 struct list {
@@ -32,6 +33,8 @@ struct kld_pool {
     uint32_t streams, next_stream;
     uint64_t epoch;
     struct list waiting, running;
+    struct kld_error unreachable; /* what the last try ended with, ... */
+    uint64_t again_ns;            /* ... and uv_hrtime() of the next */
     struct kld_pool_buffer *buffers;
     bool stopping;
     bool ended; /* the gateway loop's own: the thread was joined, nobody reads its mail */
@@ -187,16 +190,37 @@ static enum kld_status send_job(struct kld_pool *pool, struct kld_pool_job *job,
     return kld_submit(pool->connection, &job->request, call_done, job, &id, err);
 }
 
+static void remember(struct kld_pool *pool, enum kld_status status, const struct kld_error *error) {
+    uint64_t now = uv_hrtime();
+    if (now < pool->again_ns)
+        return;
+    pool->unreachable = *error;
+    pool->unreachable.status = status;
+    pool->again_ns = now + UNREACHABLE_NS;
+}
+
+/* Each try that finds no worker holds up the thread. Those who have queued up meanwhile are not
+ * made to wait for one more each: they end as the one before them did. */
+static enum kld_status reach(struct kld_pool *pool, bool opens, struct kld_error *err) {
+    if ((pool->connection && !opens) || uv_hrtime() >= pool->again_ns)
+        return connect_once(pool, err);
+    *err = pool->unreachable;
+    return err->status;
+}
+
 static void send_waiting(struct kld_pool *pool) {
     while (pool->waiting.first) {
         struct kld_pool_job *job = pool->waiting.first;
         struct kld_error error = {.status = KLD_OK};
-        enum kld_status status = connect_once(pool, &error);
         bool opens = job->kind == KLD_POOL_OPEN;
+        enum kld_status status = reach(pool, opens, &error);
+        bool tried = status == KLD_OK;
         if (status == KLD_OK)
             status = opens ? open_buffer(pool, job, &error) : send_job(pool, job, &error);
         if (status == KLD_BUSY && !opens && pool->running.first)
             return;
+        if ((status == KLD_UNAVAILABLE || status == KLD_DEADLINE) && (opens || !tried))
+            remember(pool, status, &error);
         list_remove(&pool->waiting, job);
         if (status || opens)
             finish(job, status, &error);
@@ -214,9 +238,20 @@ static void process(struct kld_pool *pool) {
     send_waiting(pool);
 }
 
-static void look_at_deadlines(struct list *list) {
+/* What waits has not been seen by the worker and ends at once; what runs only is too late (pool.h).
+ */
+static void look_at_deadlines(struct kld_pool *pool) {
     uint64_t now = uv_hrtime();
-    for (struct kld_pool_job *job = list->first; job; job = job->after) {
+    struct kld_error error;
+    kld_error_set(&error, KLD_DEADLINE, "the deadline passed before the request was started");
+    for (struct kld_pool_job *job = pool->waiting.first, *after; job; job = after) {
+        after = job->after;
+        if (job->kind != KLD_POOL_RUN || job->deadline_ns > now)
+            continue;
+        list_remove(&pool->waiting, job);
+        finish(job, KLD_DEADLINE, &error);
+    }
+    for (struct kld_pool_job *job = pool->running.first; job; job = job->after) {
         if (job->kind != KLD_POOL_RUN || job->is_late || job->deadline_ns > now)
             continue;
         job->is_late = true;
@@ -228,8 +263,7 @@ static void look_at_deadlines(struct list *list) {
 static void ticked(uv_timer_t *timer) {
     struct kld_pool *pool = timer->data;
     process(pool);
-    look_at_deadlines(&pool->running);
-    look_at_deadlines(&pool->waiting);
+    look_at_deadlines(pool);
     if (!pool->running.first && !pool->waiting.first)
         uv_timer_stop(timer);
 }

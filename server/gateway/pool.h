@@ -6,7 +6,8 @@
  * KLD_DEVICE_LOST then.
  *
  * A job, the buffers and the staging memory it names belong to the pool from kld_pool_submit()
- * until done(). As in link.h, a deadline (late()) only tells that nobody waits any more. */
+ * until done(). As in link.h, a deadline (late()) only tells that nobody waits any more; a RUN that
+ * waits to be sent ends with KLD_DEADLINE. */
 #ifndef KLD_SERVER_GATEWAY_POOL_H
 #define KLD_SERVER_GATEWAY_POOL_H
 

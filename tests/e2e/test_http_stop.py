@@ -4,6 +4,8 @@ import os
 import re
 import signal
 import socket
+import threading
+import time
 
 import pytest
 
@@ -81,3 +83,27 @@ def test_while_a_reply_waits_for_its_next_piece(make_server):
             stop_gateway(server)
         finally:
             os.kill(worker, signal.SIGCONT)
+
+
+def test_a_silent_worker_holds_up_all_at_once(make_server):
+    """The pool waits 2 s for a worker that does not answer: once, not for each of those who ask."""
+    server = make_server(**SMALL)
+    q = probabilities((100, 1000), 43)
+    worker, took = server.child("worker"), []
+
+    def put(name):
+        begin = time.monotonic()
+        status = server.request(f"/v2/tensors/{name}?datatype=FP32&shape=100,1000", q.tobytes(), method="PUT")[0]
+        took.append((status, time.monotonic() - begin))
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        askers = [threading.Thread(target=put, args=(name,)) for name in "abcdef"]
+        for asker in askers:
+            asker.start()
+        for asker in askers:
+            asker.join()
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert all(status == 503 and seconds < 5 for status, seconds in took), took
+    wait_until(lambda: server.request("/v2/tensors/a?datatype=FP32&shape=100,1000", q.tobytes(),
+                                      method="PUT")[0] == 200, what="the worker")
