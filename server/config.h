@@ -60,7 +60,8 @@
     X(COUNT, http_idle_ms, "60000", "idle time after which an HTTP connection is closed")          \
     X(COUNT, http_requests_max, "512", "HTTP requests being received or computed")                 \
     X(COUNT, http_regions_max, "256", "shared-memory regions registered over HTTP")                \
-    X(COUNT, http_deadline_ms, "60000", "deadline of an HTTP request that names none")             \
+    X(COUNT, http_deadline_ms, "60000",                                                            \
+      "longest an HTTP request may take, and its deadline; 0: none")                               \
     X(COUNT, drain_ms, "10000", "time given to requests in flight on SIGTERM")                     \
     X(COUNT, restart_ms_max, "5000", "longest pause between restarts of a child that keeps dying") \
     X(COUNT, http_slow_ms, "10000", "in that time a client sends or takes the whole message, ...") \
