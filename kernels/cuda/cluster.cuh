@@ -35,10 +35,6 @@ static __device__ __forceinline__ void barrier_expect(barrier *at, uint32_t byte
     SM_90("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_at(at)), "r"(bytes)
           : "memory");
 }
-/* One arrival, once this thread's earlier copy_words() have landed. */
-static __device__ __forceinline__ void barrier_arrive_after_copies(barrier *at) {
-    SM_90("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_at(at)) : "memory");
-}
 /* Until the phase of this parity is over. */
 static __device__ __forceinline__ void barrier_wait(barrier *at, uint32_t parity) {
     uint32_t done = 1;
@@ -61,10 +57,6 @@ static __device__ __forceinline__ void copy_bulk(void *to, const void *from, uin
           "[%3];" ::"r"(shared_at(to)),
           "l"(from), "r"(bytes), "r"(shared_at(at))
           : "memory");
-}
-/* 4 bytes, aligned. */
-static __device__ __forceinline__ void copy_word(void *to, const void *from) {
-    SM_90("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_at(to)), "l"(from) : "memory");
 }
 /* Orders this thread's stores to shared memory before later copies of the engine. */
 static __device__ __forceinline__ void fence_copies() {

@@ -95,7 +95,7 @@ static void append_histograms(const struct kld_stats_page *page, enum kld_histog
     if (!of_workers)
         append_histogram(&page->common, index, name, "", text);
     for (uint32_t i = 0; of_workers && i < workers_of(page); i++) {
-        char label[20];
+        char label[sizeof "worker=\"4294967295\","];
         snprintf(label, sizeof label, "worker=\"%u\",", i);
         append_histogram(&page->worker[i], index, name, label, text);
     }
