@@ -79,17 +79,39 @@ static __device__ __forceinline__ float difference_16(float p, float q, float d)
     return fabsf(d) < 0.0625f ? (q * -d) * y : q - p;
 }
 
-/* factor (q - p) of 16 bits, to 1e-4 of itself; rounded here as mass_16() is. Where d is small it
- * is q (1 - e^d), and there what FP32 left of the shift is `rest`. */
-static __device__ __forceinline__ float difference_of_16(float z_p, float z_q,
-                                                         const difference_row &row, float rest,
-                                                         const temperature &t) {
-    float a = exp2_fast(fmaf(z_p, t.scale.high, -row.c_p));
-    float b = exp2_fast(fmaf(z_q, t.scale.high, -row.c_q));
-    float q = __fmul_rn(b, row.factor_q.high);
-    float d = __fadd_rn(fmaf(z_p - z_q, t.inverse.high, -row.shift.high), rest);
-    float near = __fmul_rn(-q, fmaf(__fmul_rn(d, 0.5f), d, d));
-    return fabsf(d) < 1.0f / 64 ? near : fmaf(-a, row.factor_p.high, q);
+/* Where q - p is less than this part of q, the two masses, each 8e-7 off at worst, do not give it to
+ * half a step of the type. */
+template <class T> static constexpr float CLOSE = 1.0f / 2048;
+template <> constexpr float CLOSE<__half> = 1.0f / 256;
+
+/* factor (q - p) of a vector of 16-bit logits: the difference of the masses, and where these are
+ * close q (1 - e^d), of which FP32 left `rest` of the shift. Rounded here as mass_16() is: what is
+ * written depends on the pair alone, not on those beside it. Result in z_q. */
+template <class T>
+static __device__ __forceinline__ void
+difference_of_16(const float (&z_p)[packet<T>::V], float (&z_q)[packet<T>::V],
+                 const difference_row &row, float rest, const temperature &t) {
+    constexpr int V = packet<T>::V;
+    float g[V], q[V];
+    bool close = false;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+        float a = exp2_fast(fmaf(z_p[i], t.scale.high, -row.c_p));
+        q[i] = mass_16(z_q[i], row.c_q, row.factor_q.high, t);
+        g[i] = fmaf(-a, row.factor_p.high, q[i]);
+        close |= fabsf(g[i]) < fabsf(__fmul_rn(q[i], CLOSE<T>));
+    }
+    if (close) {
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+            float d = __fadd_rn(fmaf(z_p[i] - z_q[i], t.inverse.high, -row.shift.high), rest);
+            float near = __fmul_rn(-q[i], fmaf(__fmul_rn(d, 0.5f), d, d));
+            g[i] = fabsf(g[i]) < fabsf(__fmul_rn(q[i], CLOSE<T>)) ? near : g[i];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < V; i++)
+        z_q[i] = g[i];
 }
 
 template <class T_, bool ENTROPY> struct difference_body {
@@ -128,13 +150,13 @@ template <class T_, bool ENTROPY> struct difference_body {
             float z_p[V], z_q[V];
             unpack<T>(raw_p, z_p);
             unpack<T>(raw_q, z_q);
+            if constexpr (sizeof(T) == 4) {
 #pragma unroll
-            for (int i = 0; i < V; i++)
-                if constexpr (sizeof(T) == 4) {
+                for (int i = 0; i < V; i++)
                     z_q[i] = difference_fp32<CAREFUL>(z_p[i], z_q[i], row, t);
-                } else {
-                    z_q[i] = difference_of_16(z_p[i], z_q[i], row, rest, t);
-                }
+            } else {
+                difference_of_16<T>(z_p, z_q, row, rest, t);
+            }
             resident::put<T>(hand.grad_q, hand.whole_q, slice.count, slice.head, vector, left, z_q);
         });
         return value;
