@@ -214,6 +214,7 @@ template <class BODY> static __device__ void do_group(const kld_cuda_args &args)
     if (team.lane != 0)
         total[0] = 0;
     __syncthreads();
+    team.lane = threadIdx.x;
     team.size = blockDim.x;
     team.mask = KLD_FULL_WARP;
     team.sum(total);
