@@ -88,6 +88,9 @@ static void quick_refine(const struct kld_cpu_quick *quick, const struct kld_cpu
     struct kld_cpu_quick_row against = *row; /* masses against the references */
     struct kld_cpu_partial sums = {0};
     struct pair pair;
+    /* The centre, good to a part of the largest of a row's gradients: a class that holds most of a
+     * side may have next to none. */
+    bool centred = !quick->half && (quick->centred[0] || quick->centred[1]);
     constants.norm[KLD_CPU_Q] = 1;
     constants.norm[KLD_CPU_P] = row->ratio;
     for (int side = 0; side < 2; side++)
@@ -96,7 +99,7 @@ static void quick_refine(const struct kld_cpu_quick *quick, const struct kld_cpu
     for (uint64_t at = 0; at < span->count; at += BLOCK) {
         uint64_t left = span->count - at;
         pair_load(quick, span, at, left < BLOCK ? left : BLOCK, &pair);
-        if (pair.wild || is_heavy(&constants, &pair))
+        if (pair.wild || centred || is_heavy(&constants, &pair))
             refine_in_double(quick, &against, pair.at, &sums);
         else
             refine_block(&constants, &pair, &sums);

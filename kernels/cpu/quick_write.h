@@ -119,7 +119,7 @@ INLINE vf linear(const struct constants *row, const struct centres *centres,
     if (half) {
         vf zq = *(const vf_any *)(pair->at[KLD_CPU_Q] + i);
         vf zp = *(const vf_any *)(pair->at[KLD_CPU_P] + i);
-        return vf_fma(zp - zq, row->scale, -centres->middle[side]);
+        return vf_fma(zp - zq, row->scale, -centres->middle[side]) - centres->middle_low[side];
     }
     return gap_from(row, pair, i, centres->middle[side], centres->middle_low[side]);
 }
@@ -235,14 +235,19 @@ INLINE void write_block(const struct kld_cpu_quick *quick, const struct constant
     }
 }
 
+/* From here on, in powers of 2, the difference of two logits of 16 bits, one of each side, is no
+ * number of FP32 where it counts. */
+#define FAR 64
+
 static void write_block_of(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
                            const struct constants *constants, const struct centres *centres,
                            const struct pair *pair, float gradient[2][BLOCK]) {
     enum quick_way way = way_of(quick);
     bool rough = way == QUICK_MIXTURE && (!quick->half || row->close);
+    bool far = fabs(row->apart) >= FAR;
     if (pair->wild || is_heavy(constants, pair) || rough)
         write_in_double(quick, row, constants, pair, gradient);
-    else if (quick->half && !row->close)
+    else if (quick->half && !row->close && !far)
         write_block(quick, constants, centres, pair, way, true, gradient);
     else
         write_block(quick, constants, centres, pair, way, false, gradient);
