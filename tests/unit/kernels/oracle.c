@@ -214,6 +214,7 @@ static void side_gradient(struct oracle_row *row, const long double *masses, int
             row->parts[side] = fmaxl(row->parts[side], fabsl(mass * dot));
         out[i] = (out[i] - (mass == 0 ? 0 : mass * dot)) / row->temperature;
     }
+    row->parts[side] /= row->temperature;
 }
 
 void oracle_row_run(struct oracle_row *row) {

@@ -18,7 +18,22 @@ enum table_data {
     TABLE_BAD,      /* rows with NaN, negative probabilities, +inf or nothing but -inf */
     TABLE_EXTREME,  /* the ends of the range of the data type */
     TABLE_AGREE,    /* the few classes that hold the mass agree up to `noise`, the others do not */
-    TABLE_MASKED,   /* logits of FP32's lowest, in both: the first eighth and every third class */
+    TABLE_LOWEST, /* logits of the type's lowest, in both: the first eighth and every third class */
+    TABLE_HEAVY,  /* one class holds the share `noise` of both, and agrees closely */
+    TABLE_SPIKE,  /* one class is `noise` above all others, of one side or both */
+    TABLE_CONFIDENT, /* all but `noise` of the predictions' mass is one class's, and of targets' */
+    TABLE_TOP,       /* all but `noise` classes of the targets have no mass */
+    TABLE_CROWD,     /* every row another kind of these */
+    TABLE_CROWD_FINITE, /* and none whose value is infinite or NaN */
+};
+#define TABLE_CROWD_ROWS 37
+
+/* Which rows are left out. */
+enum table_masking {
+    TABLE_MASK_THIRDS, /* every third from the second on */
+    TABLE_MASK_RUNS,   /* runs of up to some hundred, the first and the last row among them */
+    TABLE_MASK_MOST,   /* all but every 101st */
+    TABLE_MASK_ALL,
 };
 
 struct table_case {
@@ -38,9 +53,14 @@ struct table_case {
     bool weights, mask, gradient[2], loss, row_loss;
     bool weights_cancel; /* every second one takes away what the one before it added */
     bool mask_uint8;     /* its data type; else BOOL */
-    bool mask_all;       /* no row is left */
-    bool strided;        /* rows with gaps */
-    bool speed;          /* timed; only a few variants are compared */
+    enum table_masking masking;
+    bool weights_few;  /* 0, and powers of 2: sums are exact */
+    uint32_t distinct; /* rows that differ; 0: 16 */
+    uint32_t first;    /* of a crowd: the kind of the first row */
+    bool shuffled;     /* they come in no order: each has all kinds of neighbours */
+    double lift[2];    /* added to all logits of predictions, of targets */
+    bool strided;      /* rows with gaps */
+    bool speed;        /* timed; only a few variants are compared */
 };
 
 /* The list, from malloc(); the caller frees it. */
@@ -58,25 +78,36 @@ void table_write(uint32_t dtype, unsigned char *to, long double value); /* round
 long double table_read(uint32_t dtype, const unsigned char *from);
 long double table_ulp(uint32_t dtype, long double value); /* one step of dtype at value */
 
-/* The inputs of a case and what must come out. Rows repeat after `distinct` rows; row i holds and
- * yields what row i % distinct does, apart from weight, mask and factor. Owned: table_truth_done().
- */
+/* A row pair as the case describes row `row` of those that differ, to both tensors. q, p: space. */
+void table_row_make(const struct table_case *at, uint64_t row, uint64_t classes,
+                    struct table_random *random, double *q, double *p, unsigned char *const to[2]);
+/* How much of itself its value may be off; 0: no such bound. */
+double table_row_relative(const struct table_case *at, uint64_t row, long double value);
+/* What it is, for messages: "" unless it is one of a crowd. */
+void table_row_text(const struct table_case *at, uint64_t row, char *text, size_t size);
+
+/* The inputs of a case and what must come out. Only `distinct` rows differ; row i holds and yields
+ * what number table_row_of(i) of those does, apart from weight, mask and factor. Owned:
+ * table_truth_done(). */
 struct table_truth {
     struct kld_op op; /* without places */
     struct kld_geometry geometry;
     uint64_t distinct;
+    bool shuffled;
     unsigned char *input[KLD_SLOT_COUNT]; /* packed, `distinct` rows of a wide tensor */
     long double *term, *gradient[2];      /* [distinct][classes], without weight and factor */
     long double *slack[2];                /* [distinct][classes], of oracle_row; NULL: none */
     long double *value;                   /* [distinct] */
     long double *magnitude;  /* [distinct]: sum of |parts|, and what double arithmetic leaves */
     long double (*parts)[2]; /* [distinct], of oracle_row */
+    double *relative;        /* [distinct], of table_row_relative() */
     long double divisor;     /* 0: everything is 0 */
     long double loss, loss_magnitude; /* scalar reductions */
     char failure[256];                /* "" or why the oracle contradicts itself */
 };
 void table_truth_init(struct table_truth *truth, const struct table_case *at, uint64_t seed);
 void table_truth_done(struct table_truth *truth);
+uint64_t table_row_of(const struct table_truth *truth, uint64_t row);
 bool table_row_masked(const struct table_truth *truth, uint64_t row);
 long double table_row_weight(const struct table_truth *truth, uint64_t row);
 /* What multiplies the gradient of a row, grad_output by element apart. */
@@ -107,7 +138,13 @@ void table_truth_alias(const struct table_truth *truth, const struct table_case 
 bool table_outputs_equal(const struct table_truth *truth, const struct table_outputs *a,
                          const struct table_outputs *b, char *failure);
 
-/* Compares with the truth. */
+/* Runs up to `rows` rows of those that differ each alone: its bits must be what they were among the
+ * others. */
+bool table_run_alone(struct kld_device *device, const struct table_truth *truth,
+                     const struct table_case *at, const struct table_outputs *outputs,
+                     uint32_t rows, char *failure);
+
+/* Compares with the truth, and rows that hold the same with each other, bit for bit. */
 bool table_check(const struct table_truth *truth, const struct table_case *at,
                  const struct table_outputs *outputs, char *failure);
 

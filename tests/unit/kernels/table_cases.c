@@ -4,91 +4,40 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tests/unit/kernels/table.h"
-
-#define CASES_MAX 8192
-#define DIVERGENCES (KLD_DIVERGENCE_CROSS_ENTROPY + 1)
-
-struct list {
-    struct table_case *at;
-    size_t count;
-    uint64_t turn; /* picks the options that rotate */
-};
-
-#define FP32 KLD_DTYPE_FP32
-#define FP64 KLD_DTYPE_FP64
-#define FP16 KLD_DTYPE_FP16
-#define BF16 KLD_DTYPE_BF16
-#define PROBS KLD_FORM_PROBS
-#define LOGPROBS KLD_FORM_LOGPROBS
-#define LOGITS KLD_FORM_LOGITS
-
-static struct table_case *add(struct list *list, const char *name, uint64_t rows,
-                              uint64_t classes) {
-    struct table_case *at = &list->at[list->count];
-    if (list->count < CASES_MAX - 1)
-        list->count++;
-    memset(at, 0, sizeof *at);
-    snprintf(at->name, sizeof at->name, "%.40s", name);
-    at->dtype[0] = at->dtype[1] = FP32;
-    at->rank = 2;
-    at->shape[0] = rows;
-    at->shape[1] = classes;
-    at->loss = at->row_loss = true;
-    at->gradient[0] = true;
-    return at;
-}
-
-static void forms(struct table_case *at, uint32_t predictions, uint32_t targets) {
-    at->form[0] = predictions;
-    at->form[1] = targets;
-}
-
-/* The divergence, with a parameter if it takes one: beta stays at its default. */
-static void diverge(struct table_case *at, uint32_t divergence) {
-    at->divergence = divergence;
-    at->parameter = divergence == KLD_DIVERGENCE_JS         ? (double)NAN
-                    : divergence == KLD_DIVERGENCE_MIXED_KL ? 0.3
-                                                            : 0.1;
-}
-
-static uint64_t turn(struct list *list, uint64_t of) {
-    list->turn = list->turn * 6364136223846793005u + 1442695040888963407u;
-    return (list->turn >> 33) % of;
-}
+#include "tests/unit/kernels/table_list.h"
 
 /* Options that every combination meets in turn. */
-static void rotate(struct list *list, struct table_case *at) {
+static void rotate(struct table_list *list, struct table_case *at) {
     static const uint32_t dtypes[] = {FP32, FP64, FP16, BF16};
-    uint64_t gradients = turn(list, 4);
+    uint64_t gradients = table_list_turn(list, 4);
     at->gradient[0] = gradients != 1;
     at->gradient[1] = gradients == 1 || gradients == 2;
-    at->temperature = turn(list, 2) ? 0.5 + 0.75 * (double)turn(list, 4) : 0;
-    at->scale = turn(list, 2) ? 2.25 : 0;
-    at->weights = turn(list, 2);
-    at->mask = turn(list, 3) == 0;
-    at->mask_uint8 = turn(list, 2);
-    at->strided = turn(list, 3) == 0;
-    at->row_loss = turn(list, 2);
-    at->loss = turn(list, 4) != 0;
-    if (turn(list, 2))
-        at->grad_output_dtype = dtypes[turn(list, 4)];
+    at->temperature = table_list_turn(list, 2) ? 0.5 + 0.75 * (double)table_list_turn(list, 4) : 0;
+    at->scale = table_list_turn(list, 2) ? 2.25 : 0;
+    at->weights = table_list_turn(list, 2);
+    at->mask = table_list_turn(list, 3) == 0;
+    at->mask_uint8 = table_list_turn(list, 2);
+    at->strided = table_list_turn(list, 3) == 0;
+    at->row_loss = table_list_turn(list, 2);
+    at->loss = table_list_turn(list, 4) != 0;
+    if (table_list_turn(list, 2))
+        at->grad_output_dtype = dtypes[table_list_turn(list, 4)];
     else if (at->reduction != KLD_REDUCTION_NONE && at->reduction != KLD_REDUCTION_ROW)
-        at->grad_output = turn(list, 2) ? -1.5 : 0;
+        at->grad_output = table_list_turn(list, 2) ? -1.5 : 0;
     bool divided = at->reduction == KLD_REDUCTION_MEAN ||
                    at->reduction == KLD_REDUCTION_BATCHMEAN ||
                    at->reduction == KLD_REDUCTION_ROWMEAN;
-    at->normalizer = divided && turn(list, 3) == 0 ? 12.5 : 0;
-    if (gradients == 3 && turn(list, 2)) { /* no gradient at all */
+    at->normalizer = divided && table_list_turn(list, 3) == 0 ? 12.5 : 0;
+    if (gradients == 3 && table_list_turn(list, 2)) { /* no gradient at all */
         at->gradient[0] = false;
         at->grad_output = 0;
         at->grad_output_dtype = 0;
     }
     static const uint64_t classes[] = {37, 1, 16, 5, 270, 64};
-    at->shape[1] = classes[turn(list, 6)];
+    at->shape[1] = classes[table_list_turn(list, 6)];
     static const double parameters[] = {0.5, 0.1, 0.9, 0.3, 0.77};
-    if (turn(list, 3))
-        at->parameter = parameters[turn(list, 5)];
+    if (table_list_turn(list, 3))
+        at->parameter = parameters[table_list_turn(list, 5)];
 }
 
 static void name_combination(struct table_case *at) {
@@ -100,17 +49,17 @@ static void name_combination(struct table_case *at) {
 
 /* Every divergence with every pair of forms, and each of these with every pair of data types and
  * with every reduction; not those two with each other. quick: a fifth of the pairs of types. */
-static void add_combinations(struct list *list, bool quick) {
+static void add_combinations(struct table_list *list, bool quick) {
     static const uint32_t dtypes[] = {FP32, FP64, FP16, BF16};
-    for (uint32_t divergence = 0; divergence < DIVERGENCES; divergence++)
+    for (uint32_t divergence = 0; divergence < TABLE_DIVERGENCES; divergence++)
         for (uint32_t form = 0; form < 9; form++)
             for (uint32_t i = 0; i < 32; i++) {
                 uint32_t dtype = i % 16, reduction = (i + i / 16 * 3 + form) % 6;
                 if (quick && (i + form + divergence) % 5 != 0)
                     continue;
-                struct table_case *at = add(list, "", 6, 37);
-                diverge(at, divergence);
-                forms(at, form / 3, form % 3);
+                struct table_case *at = table_list_add(list, "", 6, 37);
+                table_list_diverge(at, divergence);
+                table_list_forms(at, form / 3, form % 3);
                 at->reduction = reduction;
                 at->dtype[0] = dtypes[dtype / 4];
                 at->dtype[1] = dtypes[dtype % 4];
@@ -119,25 +68,13 @@ static void add_combinations(struct list *list, bool quick) {
             }
 }
 
-static struct table_case *add_one(struct list *list, const char *what, uint64_t rows,
-                                  uint64_t classes, uint32_t divergence, uint32_t form,
-                                  uint32_t dtype) {
-    struct table_case *at = add(list, "", rows, classes);
-    snprintf(at->name, sizeof at->name, "%s %llux%llu %s %s %s", what, (unsigned long long)rows,
-             (unsigned long long)classes, kld_divergence_name(divergence), kld_form_name(form),
-             kld_dtype_name(dtype));
-    diverge(at, divergence);
-    forms(at, form, form);
-    at->dtype[0] = at->dtype[1] = dtype;
-    return at;
-}
-
 /* Forms that are alike in both tensors, each divergence. */
-static void add_for_forms(struct list *list, const char *what, uint64_t rows, uint64_t classes,
-                          enum table_data data, uint32_t dtype, bool both) {
-    for (uint32_t divergence = 0; divergence < DIVERGENCES; divergence++)
+static void add_for_forms(struct table_list *list, const char *what, uint64_t rows,
+                          uint64_t classes, enum table_data data, uint32_t dtype, bool both) {
+    for (uint32_t divergence = 0; divergence < TABLE_DIVERGENCES; divergence++)
         for (uint32_t form = 0; form < 3; form++) {
-            struct table_case *at = add_one(list, what, rows, classes, divergence, form, dtype);
+            struct table_case *at =
+                table_list_add_one(list, what, rows, classes, divergence, form, dtype);
             at->data = data;
             at->gradient[1] = both;
             /* Two constants apart by what rounds off little, so that only noise is left. */
@@ -147,7 +84,7 @@ static void add_for_forms(struct list *list, const char *what, uint64_t rows, ui
 
 /* The same with three of the divergences, one of each kind in turn: shapes matter to how a row is
  * cut, not to what is computed there. */
-static void add_some(struct list *list, const char *what, uint64_t rows, uint64_t classes,
+static void add_some(struct table_list *list, const char *what, uint64_t rows, uint64_t classes,
                      uint32_t dtype, bool both) {
     static const uint32_t kinds[3][5] = {
         {KLD_DIVERGENCE_FORWARD_KL, KLD_DIVERGENCE_REVERSE_KL, KLD_DIVERGENCE_FORWARD_KL,
@@ -159,12 +96,13 @@ static void add_some(struct list *list, const char *what, uint64_t rows, uint64_
     };
     for (uint32_t form = 0; form < 3; form++)
         for (int kind = 0; kind < 3; kind++) {
-            uint32_t divergence = kinds[kind][turn(list, 5)];
-            add_one(list, what, rows, classes, divergence, form, dtype)->gradient[1] = both;
+            uint32_t divergence = kinds[kind][table_list_turn(list, 5)];
+            table_list_add_one(list, what, rows, classes, divergence, form, dtype)->gradient[1] =
+                both;
         }
 }
 
-static void add_shapes(struct list *list, bool quick) {
+static void add_shapes(struct table_list *list, bool quick) {
     static const uint64_t ragged[] = {1,   2,    3,    7,    31,    32,    33,    63,
                                       255, 1000, 4097, 8192, 32001, 50257, 151936};
     for (size_t i = 0; i < sizeof ragged / sizeof ragged[0]; i++) {
@@ -182,62 +120,64 @@ static void add_shapes(struct list *list, bool quick) {
         add_some(list, "long", 1, (1u << 20) + 3, FP32, true);
         add_some(list, "long", 1, (1u << 20) + 3, BF16, false);
     } else {
-        add_one(list, "long", 1, (1u << 17) + 3, KLD_DIVERGENCE_FORWARD_KL, LOGITS, FP32);
-        add_one(list, "long", 1, (1u << 17) + 3, KLD_DIVERGENCE_JS, LOGITS, FP32);
+        table_list_add_one(list, "long", 1, (1u << 17) + 3, KLD_DIVERGENCE_FORWARD_KL, LOGITS,
+                           FP32);
+        table_list_add_one(list, "long", 1, (1u << 17) + 3, KLD_DIVERGENCE_JS, LOGITS, FP32);
     }
     for (uint32_t rank = 1; rank <= KLD_RANK_MAX; rank++) {
-        struct table_case *at = add(list, "", 1, 1);
+        struct table_case *at = table_list_add(list, "", 1, 1);
         snprintf(at->name, sizeof at->name, "rank %u", rank);
         at->rank = rank;
         for (uint32_t i = 0; i < rank; i++)
             at->shape[i] = i + 1 == rank ? 19 : 1 + i % 2 + (i == 0);
-        forms(at, LOGITS, PROBS);
+        table_list_forms(at, LOGITS, PROBS);
         at->mask = rank > 1;
     }
 }
 
 /* Many short rows: several of them share what works on one long row. */
-static void add_short(struct list *list, bool quick) {
+static void add_short(struct table_list *list, bool quick) {
     static const uint64_t classes[] = {2, 3, 4, 8, 10, 16, 33, 64, 100, 128, 256};
     static const uint32_t dtypes[] = {FP32, BF16, FP16};
     for (size_t i = 0; i < sizeof classes / sizeof classes[0]; i++)
         for (uint32_t form = 0; form < 3; form++) {
             uint64_t rows = quick ? 60000 / classes[i] + 77 : 20000;
-            struct table_case *at =
-                add_one(list, "short", rows, classes[i], (uint32_t)turn(list, DIVERGENCES), form,
-                        dtypes[turn(list, 3)]);
-            at->weights = turn(list, 3) == 0;
-            at->mask = turn(list, 3) == 0;
-            at->row_loss = turn(list, 2);
-            at->gradient[1] = turn(list, 3) == 0;
-            at->reduction = turn(list, 2) ? KLD_REDUCTION_ROW : KLD_REDUCTION_BATCHMEAN;
+            struct table_case *at = table_list_add_one(
+                list, "short", rows, classes[i], (uint32_t)table_list_turn(list, TABLE_DIVERGENCES),
+                form, dtypes[table_list_turn(list, 3)]);
+            at->weights = table_list_turn(list, 3) == 0;
+            at->mask = table_list_turn(list, 3) == 0;
+            at->row_loss = table_list_turn(list, 2);
+            at->gradient[1] = table_list_turn(list, 3) == 0;
+            at->reduction = table_list_turn(list, 2) ? KLD_REDUCTION_ROW : KLD_REDUCTION_BATCHMEAN;
         }
 }
 
 /* Short rows of logits with every divergence: no class is one of many there, so that nothing
  * averages out. */
-static void add_short_logits(struct list *list, bool quick) {
+static void add_short_logits(struct table_list *list, bool quick) {
     static const uint64_t classes[] = {2, 3, 5, 10, 16, 37, 64, 100, 255, 256};
     static const uint32_t dtypes[] = {FP32, BF16, FP16};
     static const enum table_data data[] = {TABLE_RANDOM, TABLE_SHARP, TABLE_EQUAL,
                                            TABLE_ZEROS,  TABLE_NEAR,  TABLE_INFINITE};
     for (size_t i = 0; i < sizeof classes / sizeof classes[0]; i++)
-        for (uint32_t divergence = 0; divergence < DIVERGENCES; divergence++)
+        for (uint32_t divergence = 0; divergence < TABLE_DIVERGENCES; divergence++)
             for (int k = 0; k < 3; k++) {
                 if (quick && (i + divergence) % 3 != (uint32_t)k)
                     continue;
-                struct table_case *at = add_one(list, "short", 50 + turn(list, 100), classes[i],
-                                                divergence, LOGITS, dtypes[k]);
-                at->data = data[turn(list, 6)];
+                struct table_case *at =
+                    table_list_add_one(list, "short", 50 + table_list_turn(list, 100), classes[i],
+                                       divergence, LOGITS, dtypes[k]);
+                at->data = data[table_list_turn(list, 6)];
                 at->noise = 1.4e-3;
-                at->gradient[0] = turn(list, 3) != 0;
-                at->gradient[1] = turn(list, 2);
-                at->mask = turn(list, 4) == 0;
-                at->strided = turn(list, 5) == 0;
+                at->gradient[0] = table_list_turn(list, 3) != 0;
+                at->gradient[1] = table_list_turn(list, 2);
+                at->mask = table_list_turn(list, 4) == 0;
+                at->strided = table_list_turn(list, 5) == 0;
             }
 }
 
-static void add_values(struct list *list, bool quick) {
+static void add_values(struct table_list *list, bool quick) {
     static const uint32_t dtypes[] = {FP32, FP64, FP16, BF16};
     static const struct {
         const char *what;
@@ -265,12 +205,12 @@ static void add_values(struct list *list, bool quick) {
         static const enum table_data data[] = {TABLE_ZEROS, TABLE_INFINITE, TABLE_BAD, TABLE_SHARP,
                                                TABLE_EXTREME};
         for (uint32_t i = 0; i < 15; i++) {
-            struct table_case *at = add(list, "", 10, 90);
-            diverge(at, (i + mix) % DIVERGENCES);
+            struct table_case *at = table_list_add(list, "", 10, 90);
+            table_list_diverge(at, (i + mix) % TABLE_DIVERGENCES);
             snprintf(at->name, sizeof at->name, "values %u %s %s/%s", i,
                      kld_divergence_name(at->divergence), kld_form_name(mix / 3),
                      kld_form_name(mix % 3));
-            forms(at, mix / 3, mix % 3);
+            table_list_forms(at, mix / 3, mix % 3);
             at->data = data[i / 3];
             at->gradient[1] = true;
         }
@@ -278,43 +218,45 @@ static void add_values(struct list *list, bool quick) {
 }
 
 /* Classes that are masked by a very low logit, not by -inf. */
-static void add_masked(struct list *list) {
+static void add_masked(struct table_list *list) {
     static const uint32_t dtypes[] = {FP32, BF16};
-    for (uint32_t divergence = 0; divergence < DIVERGENCES; divergence++)
+    for (uint32_t divergence = 0; divergence < TABLE_DIVERGENCES; divergence++)
         for (int i = 0; i < 2; i++) {
-            struct table_case *at = add(list, "", 4, i == 0 ? 3001 : 6000);
-            diverge(at, divergence);
+            struct table_case *at = table_list_add(list, "", 4, i == 0 ? 3001 : 6000);
+            table_list_diverge(at, divergence);
             snprintf(at->name, sizeof at->name, "masked classes %s logits %s",
                      kld_divergence_name(divergence), kld_dtype_name(dtypes[i]));
-            forms(at, LOGITS, LOGITS);
+            table_list_forms(at, LOGITS, LOGITS);
             at->dtype[0] = at->dtype[1] = dtypes[i];
-            at->data = TABLE_MASKED;
+            at->data = TABLE_LOWEST;
             at->gradient[1] = true;
         }
 }
 
 /* Rows that agree: values of about 1e-6 and 1e-9 for a KL. Of two rows of logits the value itself
  * is bounded; probabilities that were rounded do not sum to 1. */
-static void add_near(struct list *list) {
+static void add_near(struct table_list *list) {
     static const double noise[] = {1.4e-3, 4.5e-5}, shift[] = {0, 0, 40};
     for (int i = 0; i < 2; i++)
         for (uint32_t form = 0; form < 3; form++)
-            for (uint32_t divergence = 0; divergence < DIVERGENCES; divergence++)
+            for (uint32_t divergence = 0; divergence < TABLE_DIVERGENCES; divergence++)
                 for (int k = 0; k < 2; k++) {
-                    struct table_case *at = add_one(list, i ? "near 1e-9" : "near 1e-6", k ? 3 : 8,
-                                                    k ? 5000 : 1000, divergence, form, FP32);
+                    struct table_case *at =
+                        table_list_add_one(list, i ? "near 1e-9" : "near 1e-6", k ? 3 : 8,
+                                           k ? 5000 : 1000, divergence, form, FP32);
                     at->data = TABLE_NEAR;
                     at->noise = noise[i];
                     at->gradient[1] = k;
-                    at->shift = form == LOGITS ? shift[turn(list, 3)] : 0;
+                    at->shift = form == LOGITS ? shift[table_list_turn(list, 3)] : 0;
                     at->relative = form == LOGITS ? (i ? 1e-2 : 1e-4) : 0;
                 }
 }
 
 /* The same at the end of what FP64 holds: without balanced terms there is nothing but noise. */
-static void add_near_fp64(struct list *list) {
-    for (uint32_t divergence = 0; divergence < DIVERGENCES; divergence++) {
-        struct table_case *at = add_one(list, "near 1e-14", 6, 1000, divergence, LOGITS, FP64);
+static void add_near_fp64(struct table_list *list) {
+    for (uint32_t divergence = 0; divergence < TABLE_DIVERGENCES; divergence++) {
+        struct table_case *at =
+            table_list_add_one(list, "near 1e-14", 6, 1000, divergence, LOGITS, FP64);
         at->data = TABLE_NEAR;
         at->noise = 1e-7;
         at->gradient[1] = true;
@@ -323,7 +265,7 @@ static void add_near_fp64(struct list *list) {
 }
 
 /* A parameter at its end makes one divergence another: the same code, so the same bits. */
-static void add_ends(struct list *list) {
+static void add_ends(struct table_list *list) {
     static const struct {
         uint32_t divergence, alias;
         double parameter;
@@ -339,19 +281,19 @@ static void add_ends(struct list *list) {
     static const enum table_data data[] = {TABLE_RANDOM, TABLE_ZEROS, TABLE_INFINITE};
     for (size_t i = 0; i < 6; i++)
         for (uint32_t form = 0; form < 9; form++) {
-            struct table_case *at = add(list, "", 7, form % 2 ? 300 : 4099);
-            forms(at, form / 3, form % 3);
-            diverge(at, ends[i].divergence);
+            struct table_case *at = table_list_add(list, "", 7, form % 2 ? 300 : 4099);
+            table_list_forms(at, form / 3, form % 3);
+            table_list_diverge(at, ends[i].divergence);
             at->parameter = ends[i].parameter;
             at->aliased = true;
             at->alias = ends[i].alias;
-            at->dtype[0] = dtypes[turn(list, 4)];
-            at->dtype[1] = form % 4 ? dtypes[turn(list, 4)] : at->dtype[0];
-            at->gradient[0] = turn(list, 3) != 0;
-            at->gradient[1] = turn(list, 2);
-            at->reduction = form % 3 ? KLD_REDUCTION_BATCHMEAN : (uint32_t)turn(list, 6);
+            at->dtype[0] = dtypes[table_list_turn(list, 4)];
+            at->dtype[1] = form % 4 ? dtypes[table_list_turn(list, 4)] : at->dtype[0];
+            at->gradient[0] = table_list_turn(list, 3) != 0;
+            at->gradient[1] = table_list_turn(list, 2);
+            at->reduction = form % 3 ? KLD_REDUCTION_BATCHMEAN : (uint32_t)table_list_turn(list, 6);
             /* An end takes zeros as the KL does that it is. */
-            at->data = data[turn(list, 3)];
+            at->data = data[table_list_turn(list, 3)];
             snprintf(at->name, sizeof at->name, "end %s %g %s/%s %s/%s",
                      kld_divergence_name(at->divergence), at->parameter, kld_form_name(form / 3),
                      kld_form_name(form % 3), kld_dtype_name(at->dtype[0]),
@@ -359,53 +301,55 @@ static void add_ends(struct list *list) {
         }
 }
 
-static void add_reductions(struct list *list) {
+static void add_reductions(struct table_list *list) {
     struct table_case *at;
     for (uint32_t reduction = 0; reduction < 6; reduction++) {
-        at = add(list, "", 5, 50);
+        at = table_list_add(list, "", 5, 50);
         snprintf(at->name, sizeof at->name, "all masked %s", kld_reduction_name(reduction));
-        diverge(at, (reduction + 3) % DIVERGENCES);
+        table_list_diverge(at, (reduction + 3) % TABLE_DIVERGENCES);
         at->reduction = reduction;
-        at->mask = at->mask_all = at->gradient[1] = true;
-        forms(at, reduction % 3, LOGITS);
+        at->mask = at->gradient[1] = true;
+        at->masking = TABLE_MASK_ALL;
+        table_list_forms(at, reduction % 3, LOGITS);
     }
     for (int i = 0; i < 12; i++) {
-        at = add(list, "", 40, 129);
+        at = table_list_add(list, "", 40, 129);
         snprintf(at->name, sizeof at->name, "mask and weights %d", i);
-        diverge(at, (uint32_t)i % DIVERGENCES);
-        forms(at, i % 3, (i / 3) % 3);
+        table_list_diverge(at, (uint32_t)i % TABLE_DIVERGENCES);
+        table_list_forms(at, i % 3, (i / 3) % 3);
         at->reduction = (uint32_t)(i % 6);
         at->mask = at->weights = at->gradient[1] = true;
         at->data = i % 2 ? TABLE_ZEROS : TABLE_RANDOM;
         at->strided = i % 4 == 0;
     }
     for (int i = 0; i < 3; i++) {
-        at = add(list, "", 6, 50);
+        at = table_list_add(list, "", 6, 50);
         snprintf(at->name, sizeof at->name, "weights that cancel %d", i);
-        forms(at, i, i);
+        table_list_forms(at, i, i);
         at->reduction = KLD_REDUCTION_ROWMEAN;
         at->weights = at->weights_cancel = at->row_loss = at->gradient[i % 2] = true;
         at->mask = false;
         at->normalizer = 0;
     }
     /* FP16 gradients beyond 65504. */
-    at = add(list, "overflow FP16", 4, 64);
+    at = table_list_add(list, "overflow FP16", 4, 64);
     at->dtype[0] = at->dtype[1] = FP16;
     at->reduction = KLD_REDUCTION_SUM;
     at->scale = 1e5;
     at->gradient[1] = true;
 }
 
-static void add_speed(struct list *list) {
+static void add_speed(struct table_list *list) {
     for (int i = 0; i < 12; i++) {
         bool logits = i >= 4, gradient = i % 2, half = i / 2 % 2;
         uint32_t divergence = i < 8 ? KLD_DIVERGENCE_FORWARD_KL : KLD_DIVERGENCE_JS;
-        struct table_case *at = add(list, "", logits ? 512 : 2048, logits ? 32768 : 8192);
+        struct table_case *at =
+            table_list_add(list, "", logits ? 512 : 2048, logits ? 32768 : 8192);
         snprintf(at->name, sizeof at->name, "speed %s%s %s %s", i < 8 ? "" : "js ",
                  logits ? "logits" : "probs", half ? "BF16" : "FP32",
                  gradient ? "loss+gradient" : "loss");
-        diverge(at, divergence);
-        forms(at, logits ? LOGITS : PROBS, logits ? LOGITS : PROBS);
+        table_list_diverge(at, divergence);
+        table_list_forms(at, logits ? LOGITS : PROBS, logits ? LOGITS : PROBS);
         at->dtype[0] = at->dtype[1] = half ? BF16 : FP32;
         at->gradient[0] = gradient;
         at->speed = true;
@@ -413,7 +357,7 @@ static void add_speed(struct list *list) {
 }
 
 struct table_case *table_cases(bool quick, size_t *ret_count) {
-    struct list list = {calloc(CASES_MAX, sizeof(struct table_case)), 0, 1};
+    struct table_list list = {calloc(TABLE_CASES_MAX, sizeof(struct table_case)), 0, 1};
     if (!list.at)
         abort();
     add_combinations(&list, quick);
@@ -426,6 +370,7 @@ struct table_case *table_cases(bool quick, size_t *ret_count) {
     add_near_fp64(&list);
     add_ends(&list);
     add_reductions(&list);
+    table_list_held(&list, quick);
     if (!quick)
         add_speed(&list);
     *ret_count = list.count;

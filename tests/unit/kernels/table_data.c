@@ -108,82 +108,20 @@ long double table_read(uint32_t dtype, const unsigned char *from) {
     return half >> 15 ? -value : value;
 }
 
-/* Two rows of logits, from which every form is made. */
-static void make_logits(const struct table_case *at, struct table_random *random, uint64_t row,
-                        uint64_t classes, double *q, double *p) {
-    double spread = at->data == TABLE_SHARP ? 15 : at->data == TABLE_EXTREME ? 60 : 2;
-    for (uint64_t i = 0; i < classes; i++) {
-        q[i] = spread * table_normal(random);
-        p[i] = at->data == TABLE_NEAR    ? q[i] + at->noise * table_normal(random)
-               : at->data == TABLE_EQUAL ? q[i]
-                                         : spread * table_normal(random);
-        if (at->data == TABLE_AGREE) {
-            bool heavy = i % 700 == 0;
-            q[i] = heavy ? 8 : q[i] * 0.35 - 1;
-            p[i] = heavy ? 8 + at->noise * table_normal(random) : p[i] * 0.35 - 1;
-        }
-        if (at->data == TABLE_MASKED && (i < classes / 8 || i % 3 == 1))
-            q[i] = p[i] = -3.3e38;
-    }
-    /* Which side's zeros are harmless depends on the divergence: either's, both's, none's. */
-    bool reverse = at->divergence == KLD_DIVERGENCE_REVERSE_KL ||
-                   at->divergence == KLD_DIVERGENCE_SKEW_REVERSE_KL;
-    bool both =
-        at->divergence == KLD_DIVERGENCE_JEFFREYS || at->divergence == KLD_DIVERGENCE_MIXED_KL;
-    double *own = reverse ? q : p, *other = reverse ? p : q;
-    bool zeros = at->data == TABLE_ZEROS || at->data == TABLE_INFINITE;
-    for (uint64_t i = 1; zeros && i < classes; i++) {
-        double dice = table_uniform(random);
-        if (dice < (both && (at->data == TABLE_ZEROS || row % 3) ? 0.2 : 0.4))
-            own[i] = -INFINITY;
-        if (dice < 0.2)
-            other[i] = -INFINITY;
-    }
-    if (at->data == TABLE_INFINITE && row % 3 == 0 && classes > 1)
-        other[0] = -INFINITY;
-}
-
-/* A form of a row, rounded to the data type. logits get a constant of their own. */
-static void write_form(uint32_t form, uint32_t dtype, enum table_data data, double shift,
-                       const double *logits, uint64_t classes, unsigned char *to) {
-    long double max = -INFINITY, sum = 0;
-    for (uint64_t i = 0; i < classes; i++)
-        max = logits[i] > max ? logits[i] : max;
-    for (uint64_t i = 0; i < classes; i++)
-        sum += exp((double)(logits[i] - max));
-    long double log_sum = logl(sum);
-    for (uint64_t i = 0; i < classes; i++) {
-        long double value = logits[i] - max - log_sum;
-        if (form == KLD_FORM_PROBS)
-            value = exp((double)value);
-        else if (form == KLD_FORM_LOGITS)
-            value = data == TABLE_EXTREME ? (i % 2 ? 1e4L : -1e4L) + logits[i] : logits[i] + shift;
-        else if (dtype == KLD_DTYPE_FP16 && value < -60000 && isfinite(value))
-            value = -60000;
-        table_write(dtype, to + i * kld_dtype_bytes(dtype), value);
-    }
-}
-
-/* Rows that are no distributions. */
-static void spoil(const struct table_case *at, int side, uint64_t row, uint64_t classes,
-                  unsigned char *to) {
-    uint32_t dtype = at->dtype[side], bytes = kld_dtype_bytes(dtype);
-    uint64_t where = classes / 2;
-    if (row % 5 == 1 && side == (int)(row / 5 % 2))
-        table_write(dtype, to + where * bytes, NAN);
-    if (row % 5 == 2 && at->form[side] == KLD_FORM_PROBS)
-        table_write(dtype, to + where * bytes, -0.25L);
-    if (row % 5 == 3 && at->form[side] == KLD_FORM_LOGITS)
-        table_write(dtype, to + where * bytes, INFINITY);
-    for (uint64_t i = 0; row % 5 == 4 && at->form[side] == KLD_FORM_LOGITS && i < classes; i++)
-        table_write(dtype, to + i * bytes, -INFINITY);
-}
-
 static void *need(size_t bytes) {
     void *space = calloc(1, bytes ? bytes : 1);
     if (!space)
         abort();
     return space;
+}
+
+static bool is_masked(const struct table_case *at, uint64_t row, uint64_t rows) {
+    switch (at->masking) {
+    case TABLE_MASK_RUNS: return row + 1 == rows || row % 7 == 0 || (row / 60 + row / 171) % 3 == 0;
+    case TABLE_MASK_MOST: return row % 101 != 50;
+    case TABLE_MASK_ALL: return true;
+    default: return row % 3 == 1;
+    }
 }
 
 static void make_inputs(struct table_truth *truth, const struct table_case *at,
@@ -193,16 +131,10 @@ static void make_inputs(struct table_truth *truth, const struct table_case *at,
     for (int side = 0; side < 2; side++)
         truth->input[side] = need(truth->distinct * classes * kld_dtype_bytes(at->dtype[side]));
     for (uint64_t row = 0; row < truth->distinct; row++) {
-        make_logits(at, random, row, classes, q, p);
-        double shift = at->data == TABLE_NEAR || at->data == TABLE_EQUAL ? at->shift / 2 : 5;
-        for (int side = 0; side < 2; side++) {
-            unsigned char *to =
-                truth->input[side] + row * classes * kld_dtype_bytes(at->dtype[side]);
-            write_form(at->form[side], at->dtype[side], at->data, side ? shift : -shift,
-                       side ? p : q, classes, to);
-            if (at->data == TABLE_BAD)
-                spoil(at, side, row, classes, to);
-        }
+        unsigned char *to[2];
+        for (int side = 0; side < 2; side++)
+            to[side] = truth->input[side] + row * classes * kld_dtype_bytes(at->dtype[side]);
+        table_row_make(at, row, classes, random, q, p, to);
     }
     free(q);
     free(p);
@@ -210,6 +142,8 @@ static void make_inputs(struct table_truth *truth, const struct table_case *at,
         if (!truth->input[KLD_SLOT_ROW_WEIGHTS])
             truth->input[KLD_SLOT_ROW_WEIGHTS] = need(rows * 4);
         long double weight = 0.25L + 2 * table_uniform(random);
+        if (at->weights_few)
+            weight = weight < 0.75L ? 0 : weight < 1.5L ? 0.5L : 2;
         if (at->weights_cancel && row % 2)
             weight = -table_row_weight(truth, row - 1);
         table_write(KLD_DTYPE_FP32, truth->input[KLD_SLOT_ROW_WEIGHTS] + row * 4, weight);
@@ -218,10 +152,11 @@ static void make_inputs(struct table_truth *truth, const struct table_case *at,
         truth->input[KLD_SLOT_ROW_MASK] = need(rows);
     for (uint64_t row = 0; at->mask && row < rows; row++)
         truth->input[KLD_SLOT_ROW_MASK][row] =
-            at->mask_all || row % 3 == 1 ? 0 : (unsigned char)(1 + row % 2);
+            is_masked(at, row, rows) ? 0 : (unsigned char)(1 + row % 2);
     if (!at->grad_output_dtype)
         return;
     bool wide = at->reduction == KLD_REDUCTION_NONE;
+    static const double factors[] = {1, -0.75, 0, 3}; /* few: see table_check.c */
     uint64_t count = wide                                 ? truth->distinct * classes
                      : at->reduction == KLD_REDUCTION_ROW ? rows
                                                           : 1;
@@ -229,7 +164,7 @@ static void make_inputs(struct table_truth *truth, const struct table_case *at,
     truth->input[KLD_SLOT_GRAD_OUTPUT] = need(count * bytes);
     for (uint64_t i = 0; i < count; i++)
         table_write(at->grad_output_dtype, truth->input[KLD_SLOT_GRAD_OUTPUT] + i * bytes,
-                    table_normal(random));
+                    at->shuffled && !wide ? factors[i % 4] : table_normal(random));
 }
 
 static void number(struct kld_op *op, enum kld_number which, double value) {
@@ -294,6 +229,12 @@ void table_truth_alias(const struct table_truth *truth, const struct table_case 
     *ret_alias = *truth;
     ret_alias->op.divergence = at->alias;
     ret_alias->op.given &= ~(1u << parameter_of(at->divergence));
+}
+
+uint64_t table_row_of(const struct table_truth *truth, uint64_t row) {
+    uint64_t x = row * 0x9e3779b97f4a7c15u;
+    bool shuffled = truth->shuffled && row >= truth->distinct; /* each comes at least once */
+    return (shuffled ? (x ^ x >> 29) * 0xbf58476d1ce4e5b9u >> 33 : row) % truth->distinct;
 }
 
 bool table_row_masked(const struct table_truth *truth, uint64_t row) {
@@ -379,6 +320,7 @@ static void ask_oracle(struct table_truth *truth, const struct table_case *at) {
         if (i == 0)
             check_differences(truth, at, &row);
         truth->value[i] = row.value;
+        truth->relative[i] = table_row_relative(at, i, row.value);
         long double share = truth->geometry.loss_dtype == KLD_DTYPE_FP64 ? 1e-12L : 1e-6L;
         truth->magnitude[i] = row.magnitude + VALUE_NOISE / share * row.value_parts;
         memcpy(truth->parts[i], row.parts, sizeof row.parts);
@@ -395,8 +337,8 @@ static void reduce(struct table_truth *truth) {
             continue;
         long double weight = table_row_weight(truth, row);
         weights += weight;
-        sum += weight * truth->value[row % truth->distinct];
-        magnitude += weight * truth->magnitude[row % truth->distinct];
+        sum += weight * truth->value[table_row_of(truth, row)];
+        magnitude += fabsl(weight) * truth->magnitude[table_row_of(truth, row)];
     }
     truth->divisor = truth->geometry.divisor;
     if (truth->op.reduction == KLD_REDUCTION_ROWMEAN && truth->divisor == 0)
@@ -421,17 +363,20 @@ void table_truth_init(struct table_truth *truth, const struct table_case *at, ui
     }
     uint64_t classes = truth->geometry.classes;
     truth->distinct = DISTINCT_ELEMENTS_MAX / classes;
-    if (truth->distinct > DISTINCT_ROWS_MAX)
-        truth->distinct = DISTINCT_ROWS_MAX;
+    uint64_t most = at->distinct ? at->distinct : DISTINCT_ROWS_MAX;
+    if (truth->distinct > most)
+        truth->distinct = most;
     if (truth->distinct < 1)
         truth->distinct = 1;
     if (truth->distinct > truth->geometry.rows)
         truth->distinct = truth->geometry.rows;
+    truth->shuffled = at->shuffled;
     uint64_t elements = truth->distinct * classes;
     truth->term = need(elements * sizeof *truth->term);
     truth->value = need(truth->distinct * sizeof *truth->value);
     truth->magnitude = need(truth->distinct * sizeof *truth->magnitude);
     truth->parts = need(truth->distinct * sizeof *truth->parts);
+    truth->relative = need(truth->distinct * sizeof *truth->relative);
     for (int side = 0; side < 2; side++) {
         if (at->gradient[side])
             truth->gradient[side] = need(elements * sizeof *truth->gradient[side]);
@@ -454,4 +399,5 @@ void table_truth_done(struct table_truth *truth) {
     free(truth->value);
     free(truth->magnitude);
     free(truth->parts);
+    free(truth->relative);
 }

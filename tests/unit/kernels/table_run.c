@@ -105,7 +105,7 @@ static uint64_t distinct_row(const struct table_truth *truth, const struct kld_o
                              uint64_t row) {
     bool wide = slot == KLD_SLOT_PREDICTIONS || slot == KLD_SLOT_TARGETS ||
                 (slot == KLD_SLOT_GRAD_OUTPUT && op->reduction == KLD_REDUCTION_NONE);
-    return wide ? row % truth->distinct : row;
+    return wide ? table_row_of(truth, row) : row;
 }
 
 /* Inputs in their places, garbage in masked rows, the pattern everywhere else. */

@@ -1,0 +1,79 @@
+/* table_held.c - cases of rows of logits that are long enough to be held in memory nearer than the
+ * tensors' (kernels/cuda/resident.cuh: from 4096 bytes on), and so many that what holds them is
+ * used again and again: each row beside others that go other ways. */
+#include <math.h>
+
+#include "tests/unit/kernels/table_list.h"
+
+static const uint32_t dtypes[] = {FP32, BF16, FP16};
+
+/* Classes by the bytes of a row: just enough, more, the last and the first of a layout. Odd numbers
+ * start each row at another place after a multiple of 16 bytes. */
+static uint64_t classes_of(uint32_t dtype, uint64_t which) {
+    static const uint64_t bytes_16[] = {2049, 2048, 2063, 3001, 2056, 4095, 8192, 8193, 8200, 8211};
+    static const uint64_t bytes_32[] = {1025, 1024, 1031, 1502, 1028, 2050, 4096, 4097, 4100, 4105};
+    return dtype == FP32 ? bytes_32[which % 10] : bytes_16[which % 10];
+}
+
+/* What rows are multiplied by and divided by, and which ones count. */
+static void rotate_rows(struct table_list *list, struct table_case *at) {
+    at->masking = (enum table_masking)table_list_turn(list, 4);
+    if (at->masking == TABLE_MASK_ALL && table_list_turn(list, 4))
+        at->masking = TABLE_MASK_RUNS;
+    at->mask = table_list_turn(list, 5) < 3;
+    at->mask_uint8 = table_list_turn(list, 2);
+    at->weights = at->weights_few = table_list_turn(list, 2);
+    at->scale = table_list_turn(list, 2) ? 2.25 : 0;
+    at->row_loss = table_list_turn(list, 3);
+    at->strided = table_list_turn(list, 3) == 0;
+    if (table_list_turn(list, 2))
+        at->grad_output_dtype = dtypes[table_list_turn(list, 3)];
+    bool divided = at->reduction == KLD_REDUCTION_MEAN ||
+                   at->reduction == KLD_REDUCTION_BATCHMEAN ||
+                   at->reduction == KLD_REDUCTION_ROWMEAN;
+    at->normalizer = divided && table_list_turn(list, 3) == 0 ? 12.5 : 0;
+}
+
+/* A crowd of all that differs. gradients: 1 to the predictions, 2 to the targets. */
+static void add_crowd(struct table_list *list, uint32_t divergence, uint32_t dtype, bool finite,
+                      uint64_t rows, uint64_t classes, unsigned gradients) {
+    static const double temperatures[] = {0, 0.5, 0, 2, 0.7, 0, 1e3, 0, 1e-2, 0};
+    static const double parameters[] = {0.5, 0.1, 0.9, 0.3, 0.77};
+    struct table_case *at = table_list_add_one(list, finite ? "held finite" : "held", rows, classes,
+                                               divergence, LOGITS, dtype);
+    at->data = finite ? TABLE_CROWD_FINITE : TABLE_CROWD;
+    at->distinct = TABLE_CROWD_ROWS;
+    at->first = (uint32_t)table_list_turn(list, TABLE_CROWD_ROWS);
+    at->shuffled = true;
+    at->temperature = temperatures[table_list_turn(list, 10)];
+    at->gradient[0] = gradients & 1;
+    at->gradient[1] = gradients & 2;
+    if (table_list_turn(list, 3))
+        at->parameter = parameters[table_list_turn(list, 5)];
+    /* Of a crowd with a NaN in it only the rows can be told. */
+    at->reduction = finite                     ? (uint32_t)table_list_turn(list, 6)
+                    : table_list_turn(list, 4) ? KLD_REDUCTION_ROW
+                                               : KLD_REDUCTION_BATCHMEAN;
+    rotate_rows(list, at);
+    at->row_loss = at->row_loss || !finite;
+    if (!gradients)
+        at->grad_output_dtype = 0;
+}
+
+static void add_crowds(struct table_list *list, bool quick) {
+    uint32_t turns = quick ? 1 : 12;
+    for (uint32_t divergence = 0; divergence < TABLE_DIVERGENCES; divergence++)
+        for (uint32_t i = 0; i < 6 * turns; i++) {
+            uint32_t dtype = dtypes[i % 3];
+            uint64_t classes = classes_of(dtype, table_list_turn(list, quick ? 5 : 10));
+            uint64_t rows = quick ? 450 + table_list_turn(list, 300) : 1200;
+            add_crowd(list, divergence, dtype, i % 2, rows, classes,
+                      (unsigned)table_list_turn(list, 4));
+        }
+    /* The first rows that are cut among more warps. */
+    for (uint32_t divergence = 0; quick && divergence < TABLE_DIVERGENCES; divergence++)
+        add_crowd(list, divergence, dtypes[divergence % 3], divergence % 2, 290,
+                  classes_of(dtypes[divergence % 3], 6 + divergence % 4), (divergence + 1) % 4);
+}
+
+void table_list_held(struct table_list *list, bool quick) { add_crowds(list, quick); }
