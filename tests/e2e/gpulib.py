@@ -8,6 +8,7 @@ import numpy as np
 HANDLE_BYTES = 64
 INTERPROCESS = 6  # CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS
 POSIX_FD = 1
+NOT_READY = 600
 
 # Two kernels for a test to be slow or wrong with.
 PTX = rb"""
@@ -65,6 +66,7 @@ class Gpu:
 
     def __init__(self, index=0):
         self.lib = c.CDLL("libcuda.so.1")
+        self.waits = 0  # calls of this process that waited for the device
         self.call("cuInit", c.c_uint(0))
         device, context, uuid = c.c_int(), c.c_void_p(), (c.c_ubyte * 16)()
         self.call("cuDeviceGet", c.byref(device), c.c_int(index))
@@ -84,6 +86,7 @@ class Gpu:
             self.kernels[name.decode()] = function
 
     def call(self, name, *arguments):
+        self.waits += name.endswith(("Synchronize", "HtoD_v2", "DtoH_v2"))
         status = getattr(self.lib, name)(*arguments)
         if status != 0:
             raise GpuError(f"{name}: error {status}")
@@ -101,6 +104,12 @@ class Gpu:
 
     def finish(self, stream):
         self.call("cuStreamSynchronize", stream)
+
+    def is_busy(self, stream):
+        status = self.lib.cuStreamQuery(stream)
+        if status not in (0, NOT_READY):
+            raise GpuError(f"cuStreamQuery: error {status}")
+        return status == NOT_READY
 
     def launch(self, kernel, stream, *arguments):
         values = [c.c_uint64(argument) for argument in arguments]
@@ -135,6 +144,14 @@ class Gpu:
     def get(self, at, shape, dtype="<f4"):
         array = np.empty(shape, dtype)
         self.call("cuMemcpyDtoH_v2", c.c_void_p(array.ctypes.data), c.c_uint64(at), c.c_size_t(array.nbytes))
+        return array
+
+    def pinned(self, count):
+        """FP32 host memory that get_later() does not wait for."""
+        at = c.c_void_p()
+        self.call("cuMemAllocHost_v2", c.byref(at), c.c_size_t(4 * count))
+        array = np.ctypeslib.as_array((c.c_float * count).from_address(at.value))
+        array[:] = 0
         return array
 
     def get_later(self, at, array, stream):

@@ -66,7 +66,7 @@ def trio(make_server):
 def fault(server, worker):
     """The worker's next operator ends its device."""
     if server.backend == "cuda" and "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
-        pytest.skip("workers under one MPS daemon fall together; test_faults_gpu.py has what clients see")
+        pytest.skip("workers under one MPS daemon fall together; test_faults.py has what clients see")
     count = server.log().count("a test asked for it")
     os.kill(server.child(worker), signal.SIGUSR2)
     wait_until(lambda: server.log().count("a test asked for it") > count, what="the worker to know")

@@ -1,0 +1,234 @@
+"""What one process's fault costs the others: clients that die on the card, in various states, owners that free
+what they share, handles that are none, and a fault of our own kernel; each with other clients' requests in
+flight, without MPS and under an MPS daemon of the test's own. Whatever happens, every request is answered, and
+clients of libkld go on by themselves. The victims are processes of their own: this one has no GPU context."""
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from conftest import ROOT, SANITIZER, Server, wait_until
+from faultlib import Crowd, Mps, without_mps
+from wire import Client, Ended, Failed
+
+FOLDER = str(ROOT / "tests/e2e")
+PROBE = f"import sys; sys.path.insert(0, {FOLDER!r}); import gpulib; print(int(gpulib.Gpu().mps))"
+
+
+class Mode:
+    def __init__(self, mps, environment):
+        self.mps, self.environment = mps, environment
+
+    def python(self, code, **more):
+        return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                text=True, env={**os.environ, **self.environment, "KLD_BACKEND": "cuda"}, **more)
+
+
+@pytest.fixture(scope="module", params=["without MPS", "with MPS"])
+def mode(request, backend):
+    mps = request.param == "with MPS"
+    if backend != "cuda":
+        if mps:
+            pytest.skip("needs the CUDA back end")
+        yield Mode(False, {})
+        return
+    if mps and not shutil.which("nvidia-cuda-mps-control"):
+        pytest.skip("needs nvidia-cuda-mps-control")
+    daemon = Mps() if mps else None
+    try:
+        if daemon and daemon.problem is not None:
+            pytest.skip(f"MPS does not start: {daemon.problem}")
+        one = Mode(mps, daemon.environment if daemon else without_mps())
+        said, problem = one.python(PROBE).communicate(timeout=60)
+        if said != f"{int(mps)}\n":
+            pytest.skip(f"the card is not {request.param} here: {said}{problem[-300:]}")
+        yield one
+    finally:
+        if daemon:
+            daemon.stop()
+
+
+@pytest.fixture(scope="module")
+def server(mode, backend):
+    one = Server(backend=backend, http="", pool_bytes_max="1G", restart_ms_max=200,
+                 environment={"KLD_TEST_FAULTS": "1", **mode.environment})
+    yield one
+    status, log = one.stop(), one.log()
+    one.remove()
+    assert status == 0 and not SANITIZER.search(log), log
+
+
+@pytest.fixture
+def gpu_only(backend):
+    if backend != "cuda":
+        pytest.skip("needs the CUDA back end")
+
+
+# A client with memory, events and a context of its own on the worker's card.
+CLIENT = """if True:
+    import os, select, sys, time
+    sys.path.insert(0, {folder!r})
+    import gpulib, test_gpu, wire
+    gpu, client = gpulib.Gpu(), wire.Client({path!r}, name="child")
+    case = test_gpu.Case(gpu, client, gpulib.Allocation(gpu, test_gpu.ROOM))
+    def right():
+        return abs(case.run() / case.expected - 1) < 1e-6
+    assert right()
+"""
+VICTIM = CLIENT + """
+    stepper = test_gpu.Stepper(gpu, client)
+    stepper.step(case)
+    gpu.finish(stepper.stream)
+    {what}
+    print("ready", flush=True)
+    time.sleep(600)"""
+ENDS = {
+    "idle": "pass",
+    "kernel running": "gpu.launch('spin', stepper.stream, 20_000_000_000)",
+    "event that never comes": "gpu.launch('spin', stepper.stream, 20_000_000_000); stepper.step(case)",
+    "fault": "print('ready', flush=True); os.read(0, 1); gpu.launch('fault', stepper.stream); time.sleep(0.2)",
+}
+NEIGHBOUR = CLIENT + """
+    print("ready", flush=True)
+    count = 0
+    while not select.select([0], [], [], 0)[0]:
+        assert right()
+        count += 1
+    print("answers", count)"""
+FREES_EARLY = CLIENT + """
+    loss = case.run()
+    numbers = [client.submit(test_gpu.SHAPE, case.tensors()) for _ in range(8)]
+    case.memory.free()
+    for number in numbers:
+        assert client.result(number)["loss"] == loss
+    assert all(case.run() == loss for _ in range(50))
+    for _ in range(4):
+        client.submit(test_gpu.SHAPE, case.tensors())
+    print("right", flush=True)
+    os._exit(0)"""
+BAD_HANDLES = CLIENT + """
+    whole = case.memory.handle
+    for given in (dict(handle=whole[:20]), dict(handle=whole[:63]), dict(handle=bytes(range(64))),
+                  dict(handle=bytes(64)), dict(uuid=b"another device!!")):
+        try:
+            case.register(client, **given)
+        except wire.Failed as failed:
+            assert failed.status == "invalid", (given, str(failed))
+        else:  # a byte that the driver does not look at
+            assert given == dict(handle=whole[:63]), given
+    with open("/dev/null", "rb+") as null:
+        try:
+            client.region_add(wire.CUDA_FD, 4096, fds=[null.fileno()], base=1 << 21, uuid=gpu.uuid)
+            raise SystemExit("a descriptor of nothing was taken")
+        except wire.Failed as failed:
+            assert failed.status == "invalid", str(failed)
+    assert right()
+    print("right", flush=True)"""
+
+
+def start(mode, server, code, **more):
+    return mode.python(code.format(folder=FOLDER, path=server.unix, **more), stdin=subprocess.PIPE)
+
+
+def expect(child, line):
+    assert select.select([child.stdout], [], [], 60)[0], "a child says nothing"
+    said = child.stdout.readline()
+    assert said == line, said + child.stderr.read()
+
+
+def end_neighbour(neighbour, lost):
+    """It computed all the time, or it fell with the others and was told so."""
+    said, problem = neighbour.communicate(timeout=60)
+    if lost:
+        assert neighbour.returncode == 1 and ("device_lost" in problem or "Ended" in problem), problem
+    else:
+        assert neighbour.returncode == 0 and int(said.split()[1]) > 0, problem
+
+
+def everything_is_given_back(server):
+    """The worker has nothing of those who left."""
+    def released():
+        try:
+            with Client(server.unix, timeout=30) as one:
+                stats = one.stats()
+                return stats["in_flight"] == 0 and stats["clients"] == 1 and stats["regions"] == 0
+        except (Ended, Failed, OSError):
+            return False
+
+    wait_until(released, 30, "what the dead client had being given back")
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_client_dies(gpu_only, mode, server, end):
+    """Without MPS nobody notices but for what the worker gives back. With MPS a death in the middle of work
+    takes every context along, the worker's too; what was in flight is told so, and the next worker serves."""
+    everything_is_given_back(server)
+    worker = server.child("worker")
+    neighbour = start(mode, server, NEIGHBOUR)
+    victim = start(mode, server, VICTIM, what=ENDS[end])
+    try:
+        expect(neighbour, "ready\n")
+        expect(victim, "ready\n")
+        crowd = Crowd(server.unix, 5)
+        if end == "fault":
+            victim.stdin.write("now")
+            victim.stdin.flush()
+            expect(victim, "ready\n")
+    finally:
+        victim.kill()
+        victim.communicate()
+    died = time.monotonic()
+    crowd.answer_again(20)
+    took = time.monotonic() - died
+    report = crowd.end()
+    lost = server.child("worker") != worker
+    end_neighbour(neighbour, lost)
+    everything_is_given_back(server)
+    print(f"{end}, MPS {mode.mps}: right answers after {took * 1e3:.0f} ms, worker replaced {lost}, "
+          f"{crowd.lost} told device_lost, {report['repeated']} sent again")
+    if not mode.mps or end == "idle":
+        assert not lost and crowd.lost == crowd.reconnects == report["repeated"] == 0
+    elif lost:
+        assert crowd.lost + report["repeated"] > 0
+
+
+@pytest.mark.parametrize("what", ["frees early", "bad handles"])
+def test_what_a_client_may_do_to_its_own(gpu_only, mode, server, what):
+    """Memory freed while requests use it: the worker reads what was there. Handles that are cut, made up or
+    of another device are refused. Nobody else notices either."""
+    worker = server.child("worker")
+    crowd = Crowd(server.unix, 4)
+    child = start(mode, server, FREES_EARLY if what == "frees early" else BAD_HANDLES)
+    expect(child, "right\n")
+    child.communicate(timeout=60)
+    report = crowd.end()
+    assert server.child("worker") == worker
+    assert crowd.lost == crowd.reconnects == report["repeated"] == report["different"] == 0
+    everything_is_given_back(server)
+
+
+def test_a_fault_of_our_own(mode, server, backend):
+    """The worker's next operator ends its device, whoever asked for it."""
+    everything_is_given_back(server)
+    worker = server.child("worker")
+    neighbour = start(mode, server, NEIGHBOUR) if backend == "cuda" else None
+    if neighbour:
+        expect(neighbour, "ready\n")
+    crowd = Crowd(server.unix, 5)
+    began = time.monotonic()
+    os.kill(worker, signal.SIGUSR2)
+    wait_until(lambda: server.child("worker") != worker, 20, "another worker")
+    crowd.answer_again(20)
+    took = time.monotonic() - began
+    report = crowd.end()
+    if neighbour:
+        end_neighbour(neighbour, True)
+    print(f"own fault, MPS {mode.mps}: right answers to all after {took * 1e3:.0f} ms, {crowd.lost} told "
+          f"device_lost, {report['repeated']} sent again")
+    assert crowd.lost + report["repeated"] > 0 and crowd.reconnects > 0 and report["different"] == 0
+    everything_is_given_back(server)
