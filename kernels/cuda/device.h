@@ -20,6 +20,8 @@
 #define CUDA_FLIGHTS_MAX 64                    /* jobs between launch and completion */
 #define CUDA_STAGING_MAX ((uint64_t)256 << 20) /* bytes of one chunk of a job in host memory */
 #define CUDA_IMPORTS_MAX 4096                  /* base allocations of other processes kept open */
+#define CUDA_KEPT_MAX CUDA_FLIGHTS_MAX         /* blocks of staging kept between jobs ... */
+#define CUDA_KEPT_BYTES ((uint64_t)512 << 20)  /* ... and the most they take of the pool */
 #define CUDA_POOL_KEEP ((uint64_t)512 << 20)   /* free bytes that stay in the pool */
 
 /* One open base allocation of another process: the driver opens each once in a process and device.
@@ -60,6 +62,11 @@ struct cuda_stream {
     uint64_t sweep; /* of the poll that found an unfinished job in it */
 };
 
+struct cuda_block {
+    char *at; /* NULL: none */
+    uint64_t bytes;
+};
+
 enum cuda_mark { MARK_START, MARK_COPIED, MARK_COMPUTED, MARK_END, MARK_COUNT };
 
 /* A job between launch and done(). Under work; events, scratch and result live as long as
@@ -85,14 +92,15 @@ struct cuda_flight {
 
 struct cuda_device {
     struct kld_device base;
-    int ordinal;                /* constant */
-    uint32_t spin_us;           /* constant */
-    uint32_t shared_bytes_max;  /* constant: of one block */
-    cudaMemPool_t pool;         /* constant; thread-safe */
-    _Atomic uint64_t pool_used; /* bytes reserved; any thread */
-    _Atomic bool lost;          /* set once; any thread */
-    _Atomic bool fail_next;     /* for tests: any thread sets it, a launch takes it */
-    _Atomic bool watched;       /* whoever submits looks after jobs in place; set by it alone */
+    int ordinal;                 /* constant */
+    uint32_t spin_us;            /* constant */
+    uint32_t shared_bytes_max;   /* constant: of one block */
+    cudaMemPool_t pool;          /* constant; thread-safe */
+    _Atomic uint64_t pool_used;  /* bytes reserved; any thread */
+    _Atomic uint64_t kept_bytes; /* of them: of kept blocks. Written under work, read by any */
+    _Atomic bool lost;           /* set once; any thread */
+    _Atomic bool fail_next;      /* for tests: any thread sets it, a launch takes it */
+    _Atomic bool watched;        /* whoever submits looks after jobs in place; set by it alone */
 
     pthread_mutex_t setup_mutex;
     cudaStream_t setup; /* allocations and measurements of callers; under setup_mutex */
@@ -114,6 +122,7 @@ struct cuda_device {
     struct cuda_flight *order[CUDA_FLIGHTS_MAX]; /* in flight, in order of launch */
     uint32_t order_count;
     uint64_t sweep;
+    struct cuda_block kept[CUDA_KEPT_MAX];              /* staging that no job has */
     double *results;                                    /* pinned, one a flight */
     uint16_t active_clusters[KLD_CUDA_ACTIVE_CLUSTERS]; /* see struct kld_cuda_args */
 };
@@ -165,6 +174,18 @@ enum kld_status cuda_event_import(struct kld_device *device, const uint8_t handl
 enum kld_status cuda_event_create(struct kld_device *device, struct kld_gpu_event **ret_event,
                                   uint8_t ret_handle[64], struct kld_error *err);
 void cuda_event_free(struct kld_gpu_event *event);
+
+/* staging.c: under work. */
+/* Takes room for a job, a kept block or a part of the pool; false: there is none. */
+bool cuda_staging_reserve(struct cuda_device *device, struct cuda_flight *flight, uint64_t bytes);
+/* The memory itself, where that was no kept block: on the job's stream. */
+cudaError_t cuda_staging_allocate(struct cuda_device *device, struct cuda_flight *flight);
+/* All of the job has ended: keeps the block, or gives it back. */
+void cuda_staging_release(struct cuda_device *device, struct cuda_flight *flight);
+/* Gives back all that is kept. */
+void cuda_staging_forget(struct cuda_device *device, cudaStream_t stream);
+/* The same for a caller that has neither work nor setup_mutex; false: nothing was kept. */
+bool cuda_staging_make_room(struct cuda_device *device);
 
 /* job.c: under work. */
 /* Every tensor lies on the device: starting the job enqueues kernels and nothing else. */

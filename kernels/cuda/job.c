@@ -157,9 +157,9 @@ static bool reserve_staging(struct cuda_device *device, struct cuda_flight *flig
         uint64_t bytes = plan_staging(flight, rows), least = divisor_bytes(flight);
         if (bytes < least)
             bytes = least;
-        if ((bytes <= CUDA_STAGING_MAX || rows <= group) && cuda_pool_reserve(device, bytes)) {
+        if ((bytes <= CUDA_STAGING_MAX || rows <= group) &&
+            cuda_staging_reserve(device, flight, bytes)) {
             flight->chunk_rows = rows;
-            flight->staging_bytes = bytes;
             return true;
         }
         if (rows <= group)
@@ -288,12 +288,8 @@ static bool start_staged(struct cuda_device *device, struct cuda_flight *flight)
             &job->error, KLD_NO_MEMORY,
             "a row of tensors in host memory does not fit what is free of the device pool");
     }
-    void *at = NULL;
-    if (!flight->status && !failed(device, flight,
-                                   cudaMallocFromPoolAsync(&at, flight->staging_bytes, device->pool,
-                                                           flight->stream->stream),
-                                   "allocating device memory"))
-        flight->staging = at;
+    if (!flight->status)
+        failed(device, flight, cuda_staging_allocate(device, flight), "allocating device memory");
     if (!flight->status)
         wait_for_event(device, flight);
     mark(device, flight, MARK_START);
@@ -383,15 +379,6 @@ static void add_times(struct cuda_flight *flight) {
     }
 }
 
-static void release_staging(struct cuda_device *device, struct cuda_flight *flight) {
-    if (flight->staging && !atomic_load(&device->lost) &&
-        cudaFreeAsync(flight->staging, flight->stream->stream) != cudaSuccess)
-        cudaGetLastError();
-    cuda_pool_release(device, flight->staging_bytes);
-    flight->staging = NULL;
-    flight->staging_bytes = 0;
-}
-
 /* A loss tensor in host memory: one number, known here. */
 static void write_host_loss(const struct cuda_flight *flight) {
     const struct kld_job *job = flight->job;
@@ -414,7 +401,7 @@ bool cuda_job_advance(struct cuda_device *device, struct cuda_flight *flight) {
         launch_chunk(device, flight);
         return false;
     }
-    release_staging(device, flight);
+    cuda_staging_release(device, flight);
     job->status = flight->status;
     if (job->kind == KLD_JOB_OP && !flight->status && job->geometry.scalar) {
         job->loss = *flight->result;
@@ -424,7 +411,7 @@ bool cuda_job_advance(struct cuda_device *device, struct cuda_flight *flight) {
 }
 
 void cuda_job_lose(struct cuda_device *device, struct cuda_flight *flight) {
-    release_staging(device, flight);
+    cuda_staging_release(device, flight);
     flight->job->status =
         kld_error_set(&flight->job->error, KLD_DEVICE_LOST, "%s", kld_status_text(KLD_DEVICE_LOST));
 }

@@ -49,15 +49,18 @@ void cuda_pool_release(struct cuda_device *device, uint64_t bytes) {
 }
 
 uint64_t cuda_pool_bytes(struct kld_device *device) {
-    return atomic_load(&device_of(device)->pool_used);
+    uint64_t used = atomic_load(&device_of(device)->pool_used);
+    uint64_t kept = atomic_load(&device_of(device)->kept_bytes); /* after it: never the more */
+    return used > kept ? used - kept : 0;
 }
 
 static enum kld_status pool_alloc(struct cuda_device *device, uint64_t bytes, char **ret_at,
                                   struct kld_error *err) {
-    if (!cuda_pool_reserve(device, bytes))
+    if (!cuda_pool_reserve(device, bytes) &&
+        !(cuda_staging_make_room(device) && cuda_pool_reserve(device, bytes)))
         return kld_error_set(
             err, KLD_NO_MEMORY, "%llu bytes do not fit the device pool (%llu of %llu bytes in use)",
-            (unsigned long long)bytes, (unsigned long long)atomic_load(&device->pool_used),
+            (unsigned long long)bytes, (unsigned long long)cuda_pool_bytes(&device->base),
             (unsigned long long)device->base.info.pool_bytes_max);
     void *at = NULL;
     pthread_mutex_lock(&device->setup_mutex);

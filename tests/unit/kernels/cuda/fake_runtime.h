@@ -38,6 +38,7 @@ static atomic_int fake_launch_error, fake_device_of_fd, fake_access_error;
 static atomic_int fake_streams, fake_events, fake_blocks, fake_imports, fake_maps, fake_handles,
     fake_ranges, fake_pinned;
 static atomic_int fake_imports_total, fake_priority_sum;
+static atomic_int fake_allocations; /* calls that make or pin anything, ever */
 static pthread_mutex_t fake_lock = PTHREAD_MUTEX_INITIALIZER; /* times */
 
 static uint64_t fake_now_ns(void) {
@@ -98,6 +99,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
     struct fake_stream *fake = calloc(1, sizeof *fake);
     fake->priority = priority;
+    atomic_fetch_add(&fake_allocations, 1);
     atomic_fetch_add(&fake_streams, 1);
     atomic_fetch_add(&fake_priority_sum, priority);
     *stream = (cudaStream_t)fake;
@@ -129,6 +131,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
     struct fake_event *fake = calloc(1, sizeof *fake);
     fake->opened = 1;
+    atomic_fetch_add(&fake_allocations, 1);
     atomic_fetch_add(&fake_events, 1);
     *event = (cudaEvent_t)fake;
     return cudaSuccess;
@@ -181,6 +184,7 @@ cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *event, cudaIpcEventHandle_t hand
 static cudaError_t fake_take(void **at, size_t bytes, atomic_int *count) {
     *at = calloc(1, bytes);
     atomic_fetch_add(count, 1);
+    atomic_fetch_add(&fake_allocations, 1);
     return cudaSuccess;
 }
 static cudaError_t fake_give(void *at, atomic_int *count) {
@@ -194,6 +198,7 @@ cudaError_t cudaHostAlloc(void **at, size_t bytes, unsigned flags) {
 cudaError_t cudaFreeHost(void *at) { return fake_give(at, &fake_blocks); }
 cudaError_t cudaHostRegister(void *at, size_t bytes, unsigned flags) {
     atomic_fetch_add(&fake_pinned, 1);
+    atomic_fetch_add(&fake_allocations, 1);
     return cudaSuccess;
 }
 cudaError_t cudaHostUnregister(void *at) {

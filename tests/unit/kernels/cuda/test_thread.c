@@ -13,6 +13,24 @@
 
 #include "tests/unit/kernels/cuda/fake_runtime.h"
 
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+static atomic_int mallocs;          /* of the back end */
+static _Thread_local bool of_check; /* this thread is in the test's own code */
+void *__libc_malloc(size_t bytes);
+void *__libc_calloc(size_t count, size_t bytes);
+void *malloc(size_t bytes) {
+    atomic_fetch_add(&mallocs, !of_check);
+    return __libc_malloc(bytes);
+}
+void *calloc(size_t items, size_t bytes) {
+    atomic_fetch_add(&mallocs, !of_check);
+    return __libc_calloc(items, bytes);
+}
+#else
+static atomic_int mallocs;
+static _Thread_local bool of_check;
+#endif
+
 #define JOBS 64
 #define STREAMS 4
 
@@ -34,7 +52,10 @@ static atomic_ullong ends;
 
 static void done(struct kld_job *job) {
     struct record *record = job->owner;
+    bool before = of_check;
+    of_check = true;
     ck_assert_uint_eq(atomic_load(&record->place), 0);
+    of_check = before;
     record->ended_in = pthread_self();
     atomic_store(&record->place, atomic_fetch_add(&ends, 1) + 1);
 }
@@ -47,6 +68,7 @@ static void launched(struct kld_job *job) {
 
 static void setup(void) {
     struct kld_device_options options = {.spin_us = 20, .pool_bytes_max = 1 << 30};
+    of_check = true;
     int fd = memfd_create("test", 0);
     ck_assert_int_eq(ftruncate(fd, 1 << 20), 0);
     ck_assert_int_eq(cuda->device_open(&options, &device, &err), KLD_OK);
@@ -56,6 +78,7 @@ static void setup(void) {
     for (int i = 0; i < STREAMS; i++)
         ck_assert_int_eq(cuda->stream_open(device, &streams[i], &err), KLD_OK);
     atomic_store(&fake_us, 5);
+    usleep(2000); /* the device's thread falls asleep, so that a submit() can launch */
 }
 
 /* Everything that was opened is closed. */
@@ -91,7 +114,9 @@ static void prepare(struct record *record, struct kld_memory *memory, bool early
 }
 
 static bool submit(struct record *record, int stream) {
+    of_check = false;
     bool launched_here = cuda->submit(streams[stream], &record->job);
+    of_check = true;
     if (launched_here && record->job.launched)
         atomic_fetch_add(&record->launches, 1);
     return launched_here;
@@ -100,10 +125,12 @@ static bool submit(struct record *record, int stream) {
 static void wait_for(struct record *record, bool polls) {
     uint64_t until = fake_now_ns() + 10000000000u;
     while (!atomic_load(&record->place)) {
+        of_check = false;
         if (polls)
             cuda->poll(device, true);
         else
             sched_yield();
+        of_check = true;
         ck_assert(fake_now_ns() < until);
     }
 }
@@ -249,6 +276,73 @@ START_TEST(allocations_of_others_are_opened_once) {
 }
 END_TEST
 
+/* In place, with events, staged, copied; on four streams, whoever looks. */
+static void every_kind(struct kld_gpu_event *event, bool polls) {
+    cuda->poll(device, polls);
+    for (int i = 0; i < JOBS; i++) {
+        prepare(&records[i], i % 3 == 0 ? host : pool, false);
+        struct kld_job *job = &records[i].job;
+        if (i % 5 == 0)
+            job->wait = job->record = event;
+        if (i % 7 == 0) {
+            job->kind = KLD_JOB_COPY;
+            job->copy_to = (struct kld_place){.memory = pool};
+            job->copy_from = (struct kld_place){.memory = host};
+            job->copy_bytes = 4096;
+        }
+        submit(&records[i], i % STREAMS);
+    }
+    for (int i = 0; i < JOBS; i++)
+        wait_for(&records[i], polls);
+    cuda->poll(device, false);
+}
+
+START_TEST(a_warm_device_allocates_nothing) {
+    setup();
+    struct kld_gpu_event *event;
+    uint8_t handle[64];
+    ck_assert_int_eq(cuda->event_create(device, &event, handle, &err), KLD_OK);
+    uint64_t used = cuda->pool_bytes(device);
+    atomic_store(&fake_us, 20000); /* all of them in flight at a time */
+    every_kind(event, false);
+    atomic_store(&fake_us, 5);
+    int before = atomic_load(&fake_allocations), before_host = atomic_load(&mallocs);
+    for (int round = 0; round < 50; round++)
+        every_kind(event, round % 2);
+    ck_assert_int_eq(atomic_load(&fake_allocations), before);
+    ck_assert_int_eq(atomic_load(&mallocs), before_host);
+    cuda->poll(device, false);
+    ck_assert_uint_eq(cuda->pool_bytes(device), used); /* what is kept is not in use */
+    cuda->event_free(event);
+    teardown();
+}
+END_TEST
+
+/* What is kept between jobs is nobody's: a buffer that needs the room gets it. */
+START_TEST(kept_staging_gives_way) {
+    setup();
+    struct kld_memory *large, *second;
+    uint64_t most = device->info.pool_bytes_max, used = cuda->pool_bytes(device);
+    prepare(&records[0], host, false);
+    submit(&records[0], 0);
+    wait_for(&records[0], false);
+    int blocks = atomic_load(&fake_blocks);
+    ck_assert_int_eq(cuda->memory_alloc(device, most - used, &large, &err), KLD_OK);
+    ck_assert_int_eq(atomic_load(&fake_blocks), blocks); /* one came, one went */
+    ck_assert_int_eq(cuda->memory_alloc(device, 1, &second, &err), KLD_NO_MEMORY);
+    prepare(&records[0], host, false);
+    submit(&records[0], 0);
+    wait_for(&records[0], false);
+    ck_assert_int_eq(records[0].job.status, KLD_NO_MEMORY);
+    cuda->memory_free(large);
+    prepare(&records[0], host, false);
+    submit(&records[0], 0);
+    wait_for(&records[0], false);
+    ck_assert_int_eq(records[0].job.status, KLD_OK);
+    teardown();
+}
+END_TEST
+
 static void refused_fd(int fd, uint64_t bytes, const char *said) {
     struct kld_memory *none;
     ck_assert_int_eq(cuda->memory_import_fd(device, fd, bytes, 0, 4096, &none, &err), KLD_INVALID);
@@ -316,6 +410,7 @@ END_TEST
 UNIT_MAIN("kernels/cuda/thread", a_fault_is_a_launch_with_an_address_that_is_not_there,
           jobs_end_in_order_whoever_looks, who_polls_completes, closing_waits_for_what_was_polled,
           streams_wait_for_events, what_cannot_be_launched_is_not_told_as_launched,
+          a_warm_device_allocates_nothing, kept_staging_gives_way,
           allocations_of_others_are_opened_once, allocations_by_descriptor,
           priorities_are_those_of_the_device)
 

@@ -1,0 +1,103 @@
+/* staging.c - the device memory through which a job over host memory travels: taken from the pool
+ * and kept for the next such job, so that a request like those before it allocates nothing. What is
+ * kept gives way as soon as anybody else wants the room. Copies nothing (job.c). Under
+ * device->work, but for cuda_staging_make_room(). */
+#include "kernels/cuda/device.h"
+
+/* A block that no work on the device uses any more. */
+static void give_back(struct cuda_device *device, char *at, uint64_t bytes, cudaStream_t stream) {
+    if (at && !atomic_load(&device->lost) && cudaFreeAsync(at, stream) != cudaSuccess)
+        cudaGetLastError();
+    cuda_pool_release(device, bytes);
+}
+
+void cuda_staging_forget(struct cuda_device *device, cudaStream_t stream) {
+    for (int i = 0; i < CUDA_KEPT_MAX; i++) {
+        struct cuda_block *block = &device->kept[i];
+        if (!block->at)
+            continue;
+        atomic_fetch_sub(&device->kept_bytes, block->bytes); /* first: see cuda_pool_bytes() */
+        give_back(device, block->at, block->bytes, stream);
+        block->at = NULL;
+    }
+}
+
+bool cuda_staging_make_room(struct cuda_device *device) {
+    pthread_mutex_lock(&device->work);
+    bool any = atomic_load(&device->kept_bytes) > 0;
+    pthread_mutex_lock(&device->setup_mutex);
+    cuda_staging_forget(device, device->setup);
+    pthread_mutex_unlock(&device->setup_mutex);
+    pthread_mutex_unlock(&device->work);
+    return any;
+}
+
+bool cuda_staging_reserve(struct cuda_device *device, struct cuda_flight *flight, uint64_t bytes) {
+    struct cuda_block *best = NULL;
+    for (int i = 0; i < CUDA_KEPT_MAX; i++) {
+        struct cuda_block *block = &device->kept[i];
+        if (block->at && block->bytes >= bytes && (!best || block->bytes < best->bytes))
+            best = block;
+    }
+    if (best) {
+        flight->staging = best->at;
+        flight->staging_bytes = best->bytes;
+        atomic_fetch_sub(&device->kept_bytes, best->bytes);
+        best->at = NULL;
+        return true;
+    }
+    if (!cuda_pool_reserve(device, bytes)) {
+        if (bytes > device->base.info.pool_bytes_max - cuda_pool_bytes(&device->base))
+            return false; /* not even then; a smaller piece may yet find a block that fits */
+        cuda_staging_forget(device, flight->stream->stream);
+        if (!cuda_pool_reserve(device, bytes))
+            return false;
+    }
+    flight->staging_bytes = bytes;
+    return true;
+}
+
+cudaError_t cuda_staging_allocate(struct cuda_device *device, struct cuda_flight *flight) {
+    void *at = NULL;
+    if (flight->staging)
+        return cudaSuccess;
+    cudaError_t error =
+        cudaMallocFromPoolAsync(&at, flight->staging_bytes, device->pool, flight->stream->stream);
+    flight->staging = at;
+    return error;
+}
+
+/* Where a block of that size is kept: a free place, or that of the smallest smaller one; NULL:
+ * nowhere. */
+static struct cuda_block *place_for(struct cuda_device *device, uint64_t bytes) {
+    struct cuda_block *place = NULL;
+    for (int i = 0; i < CUDA_KEPT_MAX; i++) {
+        struct cuda_block *block = &device->kept[i];
+        if (!block->at)
+            return block;
+        if (block->bytes < bytes && (!place || block->bytes < place->bytes))
+            place = block;
+    }
+    return place;
+}
+
+void cuda_staging_release(struct cuda_device *device, struct cuda_flight *flight) {
+    char *at = flight->staging;
+    uint64_t bytes = flight->staging_bytes;
+    flight->staging = NULL;
+    flight->staging_bytes = 0;
+    struct cuda_block *place = NULL;
+    if (at && !atomic_load(&device->lost) &&
+        atomic_load(&device->kept_bytes) + bytes <= CUDA_KEPT_BYTES)
+        place = place_for(device, bytes);
+    if (!place) {
+        give_back(device, at, bytes, flight->stream->stream);
+        return;
+    }
+    if (place->at) {
+        atomic_fetch_sub(&device->kept_bytes, place->bytes);
+        give_back(device, place->at, place->bytes, flight->stream->stream);
+    }
+    *place = (struct cuda_block){at, bytes};
+    atomic_fetch_add(&device->kept_bytes, bytes);
+}
