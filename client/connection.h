@@ -118,8 +118,8 @@ struct kld_transport {
                                              const struct kld_ipc_source *source,
                                              struct kld_error *err);
     enum kld_status (*region_create_pool)(struct kld_region *region, struct kld_error *err);
-    /* Sets region->bytes. */
-    enum kld_status (*region_attach)(struct kld_region *region, const char *name,
+    /* Sets region->bytes. uid: whose name it is, or KLD_WIRE_UID_OWN. */
+    enum kld_status (*region_attach)(struct kld_region *region, uint32_t uid, const char *name,
                                      uint64_t timeout_ns, struct kld_tensor_view *ret_tensor,
                                      struct kld_error *err);
     enum kld_status (*publish)(struct kld_region *region, const char *name,

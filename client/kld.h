@@ -151,14 +151,16 @@ KLD_EXPORT void kld_region_drop(struct kld_region *region);
 struct kld_tensor_view {
     uint32_t dtype, form; /* enum kld_dtype, enum kld_form */
     uint32_t rank;        /* 1 to KLD_RANK_MAX; the last dimension holds the classes */
+    uint32_t owner_uid;   /* of an attached tensor; kld_publish() does not look at it */
     uint64_t shape[KLD_RANK_MAX];
     uint64_t row_stride_bytes; /* 0: rows follow each other */
     uint64_t offset_bytes;     /* in the region; of an attached tensor 0 */
 };
 
 /* Publishes a tensor in a region of this connection. Who may attach: this process's user, and the
- * uids named (at most 8). Ends with kld_detach(), the drop of the region, and kld_close().
- * KLD_EXISTS: the name is taken. Blocking. */
+ * uids named (at most 8). Ends with kld_detach(), the drop of the region, and kld_close(). A name
+ * is its user's, other users may use it too. KLD_EXISTS: this user publishes it already.
+ * KLD_TOO_LARGE: as many as one user may publish. Blocking. */
 KLD_EXPORT enum kld_status kld_publish(struct kld_connection *connection, const char *name,
                                        struct kld_region *region,
                                        const struct kld_tensor_view *tensor, const uint32_t *uids,
@@ -167,15 +169,22 @@ KLD_EXPORT enum kld_status kld_publish(struct kld_connection *connection, const 
  * as if nothing had happened; later ones end with KLD_GONE. Blocking. */
 KLD_EXPORT enum kld_status kld_detach(struct kld_connection *connection, const char *name,
                                       struct kld_error *err);
-/* A region that is the published tensor and nothing else; *ret_tensor says what it holds. It can be
- * read by requests and copies and not written; kld_region_data() is NULL. Waits up to timeout_ns
- * (0: not at all) for the name to be published, then KLD_NOT_FOUND; KLD_FORBIDDEN: not for this
- * user. After a lost server it is attached again by itself, waiting up to 30 s for its publisher to
- * be back; requests that name it, and those behind them, wait as long. Published again in another
- * shape, it is KLD_GONE. Let go of it with kld_region_drop(). Blocking. */
+/* A region that is the tensor published by this process's user and nothing else; *ret_tensor says
+ * what it holds. It can be read by requests and copies and not written; kld_region_data() is NULL.
+ * Waits up to timeout_ns (0: not at all) for the name to be published, then KLD_NOT_FOUND;
+ * KLD_FORBIDDEN: not for this user. After a lost server it is attached again by itself, waiting up
+ * to 30 s for its publisher to be back; requests that name it, and those behind them, wait as long.
+ * Published again in another shape, it is KLD_GONE. Let go of it with kld_region_drop(). Blocking.
+ */
 KLD_EXPORT enum kld_status kld_attach(struct kld_connection *connection, const char *name,
                                       uint64_t timeout_ns, struct kld_region **ret_region,
                                       struct kld_tensor_view *ret_tensor, struct kld_error *err);
+/* The same of a tensor that the user `uid` published and whose owner named this process's user. */
+KLD_EXPORT enum kld_status kld_attach_from(struct kld_connection *connection, uint32_t uid,
+                                           const char *name, uint64_t timeout_ns,
+                                           struct kld_region **ret_region,
+                                           struct kld_tensor_view *ret_tensor,
+                                           struct kld_error *err);
 
 /* ---- Events of a GPU ------------------------------------------------------------------------ */
 

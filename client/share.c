@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "client/connection.h"
+#include "proto/wire.h"
 
 static enum kld_status check_name(const char *name, struct kld_error *err) {
     size_t length = name ? strlen(name) : 0;
@@ -60,9 +61,9 @@ enum kld_status kld_detach(struct kld_connection *connection, const char *name,
     return status ? status : connection->transport->detach(connection, name, err);
 }
 
-enum kld_status kld_attach(struct kld_connection *connection, const char *name, uint64_t timeout_ns,
-                           struct kld_region **ret_region, struct kld_tensor_view *ret_tensor,
-                           struct kld_error *err) {
+static enum kld_status attach(struct kld_connection *connection, uint32_t uid, const char *name,
+                              uint64_t timeout_ns, struct kld_region **ret_region,
+                              struct kld_tensor_view *ret_tensor, struct kld_error *err) {
     if (!connection->transport->region_attach)
         return kld_unimplemented(connection, "published tensors", err);
     struct kld_region *region = NULL;
@@ -70,9 +71,23 @@ enum kld_status kld_attach(struct kld_connection *connection, const char *name, 
     if (!status) /* how many bytes it has the server will say */
         status = kld_region_open(connection, 1, &region, err);
     return status ? status
-                  : kld_region_made(connection->transport->region_attach(region, name, timeout_ns,
-                                                                         ret_tensor, err),
+                  : kld_region_made(connection->transport->region_attach(
+                                        region, uid, name, timeout_ns, ret_tensor, err),
                                     region, ret_region);
+}
+
+enum kld_status kld_attach(struct kld_connection *connection, const char *name, uint64_t timeout_ns,
+                           struct kld_region **ret_region, struct kld_tensor_view *ret_tensor,
+                           struct kld_error *err) {
+    return attach(connection, KLD_WIRE_UID_OWN, name, timeout_ns, ret_region, ret_tensor, err);
+}
+
+enum kld_status kld_attach_from(struct kld_connection *connection, uint32_t uid, const char *name,
+                                uint64_t timeout_ns, struct kld_region **ret_region,
+                                struct kld_tensor_view *ret_tensor, struct kld_error *err) {
+    if (uid == KLD_WIRE_UID_OWN)
+        return kld_error_set(err, KLD_INVALID, "%u is no user's number", uid);
+    return attach(connection, uid, name, timeout_ns, ret_region, ret_tensor, err);
 }
 
 /* ---- Events and streams --------------------------------------------------------------------- */

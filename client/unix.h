@@ -50,6 +50,7 @@ struct unix_region {
 
     bool attached; /* to this name, with this contents (rank 0: not yet known) */
     char name[KLD_WIRE_NAME_MAX];
+    uint32_t uid, owner_uid; /* whose name that is, or KLD_WIRE_UID_OWN; what the worker said */
     struct kld_wire_description tensor;
     uint64_t retry_at_ns, until_ns; /* WAITING; and how long to go on */
     uint32_t looked;                /* devices of the server that do not have it */
@@ -189,7 +190,7 @@ enum kld_status kld_unix_region_begin(struct unix_region *region, enum kld_regio
 void kld_unix_region_add_later(struct unix_region *region);
 
 /* unix_share.c */
-enum kld_status kld_unix_region_attach(struct kld_region *region, const char *name,
+enum kld_status kld_unix_region_attach(struct kld_region *region, uint32_t uid, const char *name,
                                        uint64_t timeout_ns, struct kld_tensor_view *ret_tensor,
                                        struct kld_error *err);
 /* What ATTACH was answered with. */

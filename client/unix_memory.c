@@ -206,6 +206,7 @@ static enum unix_sent send_add(struct unix_connection *u, const struct unix_regi
     if (region->attached) {
         kld_frame_init(&frame, KLD_FRAME_ATTACH, number);
         memcpy(frame.as_ATTACH.name, region->name, sizeof frame.as_ATTACH.name);
+        frame.as_ATTACH.uid = region->uid;
         return kld_unix_send(u, &frame, -1);
     }
     kld_frame_init(&frame, KLD_FRAME_REGION_ADD, number);

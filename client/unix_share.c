@@ -39,7 +39,7 @@ static struct unix_publication *publication_find(struct unix_connection *u, cons
     return publication;
 }
 
-enum kld_status kld_unix_region_attach(struct kld_region *base, const char *name,
+enum kld_status kld_unix_region_attach(struct kld_region *base, uint32_t uid, const char *name,
                                        uint64_t timeout_ns, struct kld_tensor_view *ret_tensor,
                                        struct kld_error *err) {
     struct unix_region *region = (struct unix_region *)base;
@@ -47,11 +47,12 @@ enum kld_status kld_unix_region_attach(struct kld_region *base, const char *name
     enum kld_status status = kld_unix_region_begin(region, (enum kld_region_kind)0, err);
     if (status)
         return status;
-    if (publication_find(u, name))
+    if (uid == KLD_WIRE_UID_OWN && publication_find(u, name))
         return kld_error_set(err, KLD_INVALID,
                              "this connection publishes that tensor itself; use its region");
     region->attached = true;
     frame_name(region->name, name);
+    region->uid = uid;
     uint64_t now = kld_now_ns();
     if (__builtin_add_overflow(now, timeout_ns, &region->until_ns))
         region->until_ns = KLD_NEVER;
@@ -65,6 +66,7 @@ enum kld_status kld_unix_region_attach(struct kld_region *base, const char *name
     *ret_tensor = (struct kld_tensor_view){.dtype = tensor->dtype,
                                            .form = tensor->form,
                                            .rank = tensor->rank,
+                                           .owner_uid = region->owner_uid,
                                            .row_stride_bytes = tensor->row_stride_bytes};
     memcpy(ret_tensor->shape, tensor->shape, sizeof ret_tensor->shape);
     return KLD_OK;
@@ -97,6 +99,7 @@ void kld_unix_attach_answered(struct unix_connection *u, struct unix_region *reg
         region->state = UNIX_REGION_FAILED;
     } else {
         region->tensor = attached->tensor;
+        region->owner_uid = attached->uid;
         region->base.bytes = attached->bytes;
         region->wire_id = attached->region;
         region->state = UNIX_REGION_READY;

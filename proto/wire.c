@@ -26,8 +26,9 @@ _Static_assert(sizeof(struct kld_frame_event) == 88, "EVENT");
 _Static_assert(sizeof(struct kld_frame_event_drop) == 24, "EVENT_DROP");
 _Static_assert(sizeof(struct kld_wire_description) == 88, "description");
 _Static_assert(sizeof(struct kld_frame_publish) == 224, "PUBLISH");
-_Static_assert(sizeof(struct kld_frame_name) == 80, "ATTACH, DETACH");
-_Static_assert(sizeof(struct kld_frame_attached) == 120, "ATTACHED");
+_Static_assert(sizeof(struct kld_frame_attach) == 88, "ATTACH");
+_Static_assert(sizeof(struct kld_frame_name) == 80, "DETACH");
+_Static_assert(sizeof(struct kld_frame_attached) == 128, "ATTACHED");
 _Static_assert(sizeof(struct kld_frame_stream) == 24, "STREAM");
 _Static_assert(KLD_NUMBER_COUNT == 7 && KLD_SLOT_COUNT == 9, "SUBMIT lists them all");
 

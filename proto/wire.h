@@ -29,7 +29,8 @@ extern "C" {
 #define KLD_WIRE_NAME_MAX 64    /* bytes of a name, NUL included */
 #define KLD_WIRE_IPC_HANDLE_BYTES 64
 #define KLD_WIRE_UUID_BYTES 16
-#define KLD_WIRE_UIDS_MAX 8 /* users that PUBLISH can name */
+#define KLD_WIRE_UIDS_MAX 8         /* users that PUBLISH can name */
+#define KLD_WIRE_UID_OWN UINT32_MAX /* nobody has it: the user of the connection itself */
 
 /* X(NAME, number, struct suffix). From the client: 1-63. From the worker: 64-. */
 #define KLD_FRAME_MAP(X)                                                                           \
@@ -44,7 +45,7 @@ extern "C" {
     X(EVENT_ADD, 9, event_add)     /* -> EVENT */                                                  \
     X(EVENT_DROP, 10, event_drop)  /* -> DONE; the id is free at once, the event later */          \
     X(PUBLISH, 11, publish)        /* -> DONE */                                                   \
-    X(ATTACH, 12, name)            /* -> ATTACHED */                                               \
+    X(ATTACH, 12, attach)          /* -> ATTACHED */                                               \
     X(DETACH, 13, name)            /* -> DONE; ends a publication of this connection */            \
     X(STREAM, 14, stream)          /* -> DONE; before the first request of that stream */          \
     X(WELCOME, 64, welcome)                                                                        \
@@ -99,7 +100,7 @@ struct kld_frame_welcome {
     uint64_t region_bytes_max; /* of one region */
     uint64_t pool_bytes_max;   /* of all pool regions of the worker */
     struct kld_wire_device device_list[KLD_WIRE_DEVICES_MAX];
-    uint32_t publications_max;
+    uint32_t publications_max; /* of one user */
     uint32_t reserved;
 };
 
@@ -198,7 +199,7 @@ struct kld_wire_description {
 
 struct kld_frame_publish {
     struct kld_frame_header header;
-    char name[KLD_WIRE_NAME_MAX];  /* printable ASCII without blanks, NUL-padded; of one worker */
+    char name[KLD_WIRE_NAME_MAX];  /* printable ASCII without blanks, NUL-padded; of one user */
     uint64_t region, offset_bytes; /* where the tensor begins */
     struct kld_wire_description tensor;
     uint32_t uids_count; /* 0: whoever has the publisher's uid may attach */
@@ -206,7 +207,14 @@ struct kld_frame_publish {
     uint32_t uids[KLD_WIRE_UIDS_MAX]; /* else these too; entries from uids_count on are 0 */
 };
 
-/* ATTACH, DETACH. */
+struct kld_frame_attach {
+    struct kld_frame_header header;
+    char name[KLD_WIRE_NAME_MAX];
+    uint32_t uid; /* whose name: a user has no part in another one's. Or KLD_WIRE_UID_OWN */
+    uint32_t reserved;
+};
+
+/* DETACH. */
 struct kld_frame_name {
     struct kld_frame_header header;
     char name[KLD_WIRE_NAME_MAX];
@@ -218,6 +226,8 @@ struct kld_frame_attached {
     struct kld_frame_header header;
     uint64_t region, bytes;
     struct kld_wire_description tensor;
+    uint32_t uid; /* of the owner */
+    uint32_t reserved;
 };
 
 struct kld_frame_stream {

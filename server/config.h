@@ -50,6 +50,7 @@
     X(COUNT, client_requests_max, "64", "requests in flight of one Unix client")                   \
     X(COUNT, client_regions_max, "1024", "regions of one Unix client")                             \
     X(COUNT, client_streams_max, "4", "streams of one Unix client")                                \
+    X(COUNT, user_publications_max, "1024", "published tensors of one user")                       \
     X(BYTES, region_bytes_max, "1T", "one region")                                                 \
     X(BYTES, client_region_bytes_max, "1T", "all regions of one Unix client")                      \
     X(BYTES, pool_bytes_max, "0", "memory pool of the device; 0: half of its memory")              \

@@ -7,10 +7,15 @@
 #include "server/log.h"
 #include "server/worker/worker.h"
 
-static struct kld_publication *find(struct kld_worker *worker, const char *name) {
+static uid_t owner_of(const struct kld_publication *publication) {
+    return publication->region->session->uid;
+}
+
+static struct kld_publication *find(struct kld_worker *worker, uid_t uid, const char *name) {
     struct kld_publication *publication;
     TAILQ_FOREACH(publication, &worker->publications, in_worker)
-    if (memcmp(publication->name, name, sizeof publication->name) == 0)
+    if (owner_of(publication) == uid &&
+        memcmp(publication->name, name, sizeof publication->name) == 0)
         return publication;
     return NULL;
 }
@@ -47,6 +52,23 @@ static enum kld_status check_uids(const struct kld_frame_publish *frame, struct 
                                 frame->uids_count, KLD_WIRE_UIDS_MAX);
 }
 
+/* Is there room for another one, of this user and in all? */
+static enum kld_status check_room(const struct kld_session *session, struct kld_error *err) {
+    const struct kld_worker *worker = session->worker;
+    const struct kld_publication *publication;
+    uint64_t own = 0, own_max = worker->options.config->user_publications_max;
+    TAILQ_FOREACH(publication, &worker->publications, in_worker)
+    own += owner_of(publication) == session->uid;
+    if (own >= own_max)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "%llu tensors are published by this user, the most allowed",
+                             (unsigned long long)own);
+    if (worker->publications_count >= KLD_PUBLICATIONS_MAX)
+        return kld_error_set(err, KLD_TOO_LARGE, "%u tensors are published, the most allowed",
+                             worker->publications_count);
+    return KLD_OK;
+}
+
 static void reply_done(struct kld_session *session, uint64_t request) {
     union kld_frame reply;
     kld_frame_init(&reply, KLD_FRAME_DONE, request);
@@ -69,11 +91,10 @@ enum kld_status kld_publication_open(struct kld_session *session,
     if ((status = kld_description_check(&frame->tensor, frame->offset_bytes, region->bytes, &bytes,
                                         err)))
         return status;
-    if (find(worker, frame->name))
-        return kld_error_set(err, KLD_EXISTS, "a tensor of this name is published already");
-    if (worker->publications_count >= KLD_PUBLICATIONS_MAX)
-        return kld_error_set(err, KLD_TOO_LARGE, "%u tensors are published, the most allowed",
-                             worker->publications_count);
+    if (find(worker, session->uid, frame->name))
+        return kld_error_set(err, KLD_EXISTS, "this user publishes a tensor of that name already");
+    if ((status = check_room(session, err)))
+        return status;
     struct kld_publication *publication = calloc(1, sizeof *publication);
     if (!publication)
         return kld_error_set(err, KLD_NO_MEMORY, "no memory for another published tensor");
@@ -94,7 +115,7 @@ enum kld_status kld_publication_open(struct kld_session *session,
 
 static bool may_attach(const struct kld_session *session,
                        const struct kld_publication *publication) {
-    if (session->uid == publication->region->session->uid)
+    if (session->uid == owner_of(publication))
         return true;
     for (uint32_t i = 0; i < publication->uids_count; i++)
         if (publication->uids[i] == session->uid)
@@ -103,13 +124,22 @@ static bool may_attach(const struct kld_session *session,
 }
 
 enum kld_status kld_publication_attach(struct kld_session *session,
-                                       const struct kld_frame_name *frame, struct kld_error *err) {
+                                       const struct kld_frame_attach *frame,
+                                       struct kld_error *err) {
     enum kld_status status = kld_name_check(frame->name, err);
     if (status)
         return status;
-    struct kld_publication *publication = find(session->worker, frame->name);
+    if (frame->reserved)
+        return kld_error_set(err, KLD_INVALID, "ATTACH: reserved field is not 0");
+    uid_t uid = frame->uid == KLD_WIRE_UID_OWN ? session->uid : frame->uid;
+    struct kld_publication *publication = find(session->worker, uid, frame->name);
     if (!publication)
-        return kld_error_set(err, KLD_NOT_FOUND, "no tensor of this name is published");
+        return kld_error_set(err, KLD_NOT_FOUND,
+                             uid == session->uid
+                                 ? "no tensor of this name is published by this user; to attach "
+                                   "to another user's, name that user"
+                                 : "no tensor of this name is published by user %u",
+                             (unsigned)uid);
     if (!may_attach(session, publication)) {
         kld_log(KLD_LOG_WARN, "attach refused", "client=\"%s\" pid=%d uid=%u", session->name,
                 (int)session->pid, (unsigned)session->uid);
@@ -124,6 +154,7 @@ enum kld_status kld_publication_attach(struct kld_session *session,
     reply.as_ATTACHED.region = region->id;
     reply.as_ATTACHED.bytes = region->bytes;
     reply.as_ATTACHED.tensor = publication->tensor;
+    reply.as_ATTACHED.uid = owner_of(publication);
     kld_session_reply(session, &reply);
     return KLD_OK;
 }
@@ -133,7 +164,7 @@ enum kld_status kld_publication_detach(struct kld_session *session,
     enum kld_status status = kld_name_check(frame->name, err);
     if (status)
         return status;
-    struct kld_publication *publication = find(session->worker, frame->name);
+    struct kld_publication *publication = find(session->worker, session->uid, frame->name);
     if (!publication || publication->region->session != session)
         return kld_error_set(err, KLD_NOT_FOUND,
                              "DETACH: this connection published no tensor of that name");

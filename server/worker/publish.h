@@ -6,7 +6,8 @@
  * leaves. From then on whoever names an attached region is told KLD_GONE; memory stays until the
  * last request that had pinned it is through.
  *
- * Names are those of the worker, not of a user: the first who publishes one has it. Loop thread. */
+ * A name is its user's: two users may publish the same one, neither shadows or occupies the
+ * other's, and who attaches to another user's tensor says whose. Loop thread. */
 #ifndef KLD_SERVER_WORKER_PUBLISH_H
 #define KLD_SERVER_WORKER_PUBLISH_H
 
@@ -27,7 +28,7 @@ struct kld_publication {
 enum kld_status kld_publication_open(struct kld_session *session,
                                      const struct kld_frame_publish *frame, struct kld_error *err);
 enum kld_status kld_publication_attach(struct kld_session *session,
-                                       const struct kld_frame_name *frame, struct kld_error *err);
+                                       const struct kld_frame_attach *frame, struct kld_error *err);
 /* By its name; only its owner's. */
 enum kld_status kld_publication_detach(struct kld_session *session,
                                        const struct kld_frame_name *frame, struct kld_error *err);

@@ -26,7 +26,7 @@
  * have in flight, so that clients whose events do not come leave room for others. */
 #define KLD_WAITS_MAX 32
 #define KLD_ORPHAN_MS 10000       /* for a job that waits for an event of a client that is gone */
-#define KLD_PUBLICATIONS_MAX 1024 /* tensors that clients show to others at a time */
+#define KLD_PUBLICATIONS_MAX 4096 /* tensors that clients show to others at a time */
 
 struct kld_worker_options {
     const struct kld_config *config;

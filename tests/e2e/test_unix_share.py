@@ -60,7 +60,8 @@ def student(path, teacher):
 
 def test_students_read_the_teachers_memory(path, teacher, student):
     assert student.size == teacher.logits.nbytes
-    assert student.tensor == {"dtype": "FP32", "form": wire.FORMS["logits"], "shape": SHAPE, "stride": 0}
+    assert student.tensor == {"dtype": "FP32", "form": wire.FORMS["logits"], "shape": SHAPE, "stride": 0,
+                              "uid": os.geteuid()}
     second = Student(path)
     for one, temperature in ((student, 1.0), (second, 4.0)):
         z, w = one.case.q.astype(np.float64) / temperature, teacher.logits / temperature
@@ -195,7 +196,7 @@ def test_names_are_given_once(path, teacher):
     with Client(path) as other:
         memory = Memory(4096)
         region = other.region(memory)
-        with pytest.raises(Failed, match="exists"):
+        with pytest.raises(Failed, match="exists: this user publishes"):
             other.publish("teacher/logits", region, description((4, 4)))
         with pytest.raises(Failed, match="not_found.*this connection published no tensor"):
             other.detach("teacher/logits")
@@ -211,20 +212,26 @@ def test_only_the_named_users_attach(path, teacher):
     code = f"""if True:
         import os, sys
         sys.path.insert(0, {str(ROOT / "tests/e2e")!r})
+        import wire
         from wire import Client, Failed
         os.setresuid(-1, int(sys.argv[1]), -1)
         client = Client({path!r})
         for name in ("teacher/logits", "for/1234"):
-            try:
-                print(client.attach(name)[1])
-            except Failed as failed:
-                print(failed)"""
+            for uid in ({os.geteuid()}, wire.UID_OWN):
+                try:
+                    _, size, about = client.attach(name, uid)
+                    print(size, about["uid"])
+                except Failed as failed:
+                    print(failed)"""
     os.chmod(path, 0o666)
     os.chmod(os.path.dirname(path), 0o755)
     said = [subprocess.run([sys.executable, "-c", code, uid], capture_output=True, text=True, check=True)
             .stdout.splitlines() for uid in ("1234", "1235")]
     refused = "forbidden: this user may not attach to the tensor; its owner says who may"
-    assert said == [[refused, str(teacher.logits.nbytes)], [refused, refused]]
+    unknown = ("not_found: no tensor of this name is published by this user; to attach to another user's, name "
+               "that user")
+    assert said == [[refused, unknown, f"{teacher.logits.nbytes} {os.geteuid()}", unknown],
+                    [refused, unknown, refused, unknown]]
 
 
 # ---- Without a GPU ---------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ WELCOME, REGION, DONE, STATS_REPLY, PONG, ERROR, EVENT, ATTACHED = range(64, 72)
 MEMFD, CUDA_IPC, POOL, CUDA_FD = 1, 2, 3, 4
 EVENT_READY, EVENT_DONE = 1, 2
 EARLY = 1
+UID_OWN = 2**32 - 1
 STATUS = ["ok", "invalid", "unauthenticated", "forbidden", "not_found", "method", "deadline", "exists",
           "too_large", "media", "throttled", "internal", "unimplemented", "busy", "unavailable",
           "device_lost", "no_memory", "cancelled", "version", "gone"]
@@ -258,16 +259,17 @@ class Client:
                            + PUBLISH_TAIL.pack(len(uids), 0, *uids, *[0] * (8 - len(uids))))
         assert kind == DONE
 
-    def attach(self, name):
-        """-> (region, its bytes, {dtype, form, shape, stride})."""
-        kind, body = self.ask(ATTACH, struct.pack("<64s", name.encode()))
+    def attach(self, name, uid=UID_OWN, reserved=0):
+        """-> (region, its bytes, {dtype, form, shape, stride, uid})."""
+        kind, body = self.ask(ATTACH, struct.pack("<64sII", name.encode(), uid, reserved))
         assert kind == ATTACHED
         region, size = REGION_BODY.unpack_from(body)
-        dtype, form, rank, reserved, *rest = DESCRIPTION.unpack_from(body, REGION_BODY.size)
-        assert reserved == 0 and not any(rest[rank:8])
+        dtype, form, rank, hole, *rest = DESCRIPTION.unpack_from(body, REGION_BODY.size)
+        owner, behind = struct.unpack_from("<II", body, REGION_BODY.size + DESCRIPTION.size)
+        assert hole == behind == 0 and not any(rest[rank:8])
         names = {number: name for name, (number, _) in DTYPES.items()}
         return region, size, {"dtype": names[dtype], "form": form, "shape": tuple(rest[:rank]),
-                              "stride": rest[8]}
+                              "stride": rest[8], "uid": owner}
 
     def detach(self, name):
         kind, _ = self.ask(DETACH, struct.pack("<64s", name.encode()))

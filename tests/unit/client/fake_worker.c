@@ -284,7 +284,7 @@ static void publish(struct fake_worker *worker, struct fake_client *client,
 }
 
 static void attach(struct fake_worker *worker, struct fake_client *client,
-                   const struct kld_frame_name *frame) {
+                   const struct kld_frame_attach *frame) {
     struct fake_publication *publication = publication_find(worker, frame->name);
     struct fake_region *region = region_find(client, 0);
     if (!publication) {
@@ -301,6 +301,7 @@ static void attach(struct fake_worker *worker, struct fake_client *client,
     answer.as_ATTACHED.region = region->id;
     answer.as_ATTACHED.bytes = region->bytes;
     answer.as_ATTACHED.tensor = publication->frame.tensor;
+    answer.as_ATTACHED.uid = frame->uid;
     reply(client, &answer);
 }
 

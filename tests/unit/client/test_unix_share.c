@@ -90,11 +90,19 @@ START_TEST(test_published_tensors_are_attached) {
     setup();
     publish();
     struct kld_region *region = attach();
+    struct kld_region *other = NULL;
+    struct kld_tensor_view view;
+    ck_assert_int_eq(kld_attach_from(student, 1234, "teacher/logits", 0, &other, &view, &error),
+                     KLD_OK);
+    ck_assert_uint_eq(view.owner_uid, 1234); /* as the worker, which was asked for it, says */
+    kld_region_drop(other);
+    ck_assert_int_eq(kld_attach_from(student, UINT32_MAX, "t", 0, &other, &view, &error),
+                     KLD_INVALID);
     struct kld_request request = request_on(region);
     struct kld_result result;
     ck_assert_int_eq(kld_run(student, &request, &result, &error), KLD_OK);
     ck_assert(result.loss == LOSS);
-    struct kld_tensor_view view = tensor_view();
+    view = tensor_view();
     ck_assert_int_eq(kld_publish(student, "mine", region, &view, NULL, 0, &error), KLD_FORBIDDEN);
     ck_assert_int_eq(kld_publish(teacher, "teacher/logits", logits, &view, NULL, 0, &error),
                      KLD_EXISTS);

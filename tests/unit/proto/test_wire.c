@@ -209,6 +209,8 @@ START_TEST(offsets_are_part_of_the_protocol) {
     ck_assert_uint_eq(offsetof(struct kld_frame_publish, tensor), 96);
     ck_assert_uint_eq(offsetof(struct kld_frame_publish, uids), 192);
     ck_assert_uint_eq(offsetof(struct kld_frame_attached, tensor), 32);
+    ck_assert_uint_eq(offsetof(struct kld_frame_attached, uid), 120);
+    ck_assert_uint_eq(offsetof(struct kld_frame_attach, uid), 80);
     ck_assert_uint_eq(offsetof(struct kld_frame_stream, priority), 20);
     ck_assert_uint_eq(offsetof(struct kld_frame_error, text), 24);
 }

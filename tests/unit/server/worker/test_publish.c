@@ -47,21 +47,34 @@ static void publish(const char *name) {
     rig_expect(teacher, 500, KLD_FRAME_DONE, NULL);
 }
 
-static void send_name(int fd, enum kld_frame_type type, uint64_t request, const char *name) {
+static void send_attach(int fd, uint64_t request, uint32_t uid, const char *name) {
     union kld_frame frame;
-    kld_frame_init(&frame, type, request);
+    kld_frame_init(&frame, KLD_FRAME_ATTACH, request);
     strcpy(frame.as_ATTACH.name, name);
+    frame.as_ATTACH.uid = uid;
     rig_send(fd, &frame);
 }
 
-static uint64_t attach(int fd, const char *name) {
+static void send_name(int fd, enum kld_frame_type type, uint64_t request, const char *name) {
     union kld_frame frame;
-    send_name(fd, KLD_FRAME_ATTACH, 501, name);
+    kld_frame_init(&frame, type, request);
+    strcpy(frame.as_DETACH.name, name);
+    rig_send(fd, &frame);
+}
+
+static uint64_t attach_from(int fd, uint32_t uid, const char *name, uint32_t expected_uid) {
+    union kld_frame frame;
+    send_attach(fd, 501, uid, name);
     rig_expect(fd, 501, KLD_FRAME_ATTACHED, &frame);
     ck_assert_uint_eq(frame.as_ATTACHED.bytes, RIG_TENSOR_BYTES);
     ck_assert_uint_eq(frame.as_ATTACHED.tensor.form, KLD_FORM_LOGITS);
     ck_assert_uint_eq(frame.as_ATTACHED.tensor.shape[1], RIG_CLASSES);
+    ck_assert_uint_eq(frame.as_ATTACHED.uid, expected_uid);
     return frame.as_ATTACHED.region;
+}
+
+static uint64_t attach(int fd, const char *name) {
+    return attach_from(fd, KLD_WIRE_UID_OWN, name, geteuid());
 }
 
 /* Predictions and gradient of the student, targets of the teacher. */
@@ -124,7 +137,7 @@ END_TEST
 START_TEST(publications_are_checked) {
     start();
     union kld_frame frame;
-    send_name(student, KLD_FRAME_ATTACH, 1, "nothing");
+    send_attach(student, 1, KLD_WIRE_UID_OWN, "nothing");
     rig_expect_error(student, 1, KLD_NOT_FOUND, "no tensor of this name");
     publish_frame(&frame, 2, "two words");
     rig_send(teacher, &frame);
@@ -148,17 +161,23 @@ START_TEST(publications_are_checked) {
     publish("t");
     publish_frame(&frame, 7, "t");
     rig_send(teacher, &frame);
-    rig_expect_error(teacher, 7, KLD_EXISTS, "published already");
+    rig_expect_error(teacher, 7, KLD_EXISTS, "publishes a tensor of that name already");
     send_name(student, KLD_FRAME_DETACH, 8, "t");
     rig_expect_error(student, 8, KLD_NOT_FOUND, "this connection published no tensor");
-    for (int i = 1; i < KLD_PUBLICATIONS_MAX; i++) {
+    for (uint64_t i = 1; i < rig.config.user_publications_max; i++) {
         char name[16];
-        snprintf(name, sizeof name, "t%d", i);
+        snprintf(name, sizeof name, "t%d", (int)i);
         publish(name);
     }
     publish_frame(&frame, 9, "one/more");
     rig_send(teacher, &frame);
-    rig_expect_error(teacher, 9, KLD_TOO_LARGE, "1024 tensors");
+    rig_expect_error(teacher, 9, KLD_TOO_LARGE, "1024 tensors are published by this user");
+    union kld_frame holed;
+    kld_frame_init(&holed, KLD_FRAME_ATTACH, 10);
+    strcpy(holed.as_ATTACH.name, "t");
+    holed.as_ATTACH.reserved = 1;
+    rig_send(student, &holed);
+    rig_expect_error(student, 10, KLD_INVALID, "reserved field");
     close(teacher);
     close(student);
     end();
@@ -179,7 +198,7 @@ START_TEST(detached_means_gone) {
     rig_expect_error(student, 3, KLD_GONE, "targets: the tensor behind region");
     submit(4, other);
     rig_expect(student, 4, KLD_FRAME_DONE, NULL);
-    send_name(student, KLD_FRAME_ATTACH, 5, "t");
+    send_attach(student, 5, KLD_WIRE_UID_OWN, "t");
     rig_expect_error(student, 5, KLD_NOT_FOUND, "no tensor of this name");
     rig_drop(student, 6, first);
     rig_expect(student, 6, KLD_FRAME_DONE, NULL);
@@ -316,11 +335,15 @@ START_TEST(users_are_told_apart) {
     rig_send(teacher, &frame);
     rig_expect(teacher, 1, KLD_FRAME_DONE, NULL);
     int named = client_as(1234), other = client_as(1235);
-    send_name(named, KLD_FRAME_ATTACH, 2, "mine");
+    send_attach(named, 2, 0, "mine");
     rig_expect_error(named, 2, KLD_FORBIDDEN, "may not attach");
-    attach(named, "ours");
-    send_name(other, KLD_FRAME_ATTACH, 3, "ours");
+    attach_from(named, 0, "ours", 0);
+    send_attach(named, 3, KLD_WIRE_UID_OWN, "ours"); /* is nobody's but its owner's */
+    rig_expect_error(named, 3, KLD_NOT_FOUND, "by this user; to attach to another user's");
+    send_attach(other, 3, 0, "ours");
     rig_expect_error(other, 3, KLD_FORBIDDEN, "may not attach");
+    send_attach(other, 4, 12, "ours");
+    rig_expect_error(other, 4, KLD_NOT_FOUND, "by user 12");
     attach(student, "ours"); /* the owner's own user */
     close(named);
     close(other);
@@ -330,8 +353,53 @@ START_TEST(users_are_told_apart) {
 }
 END_TEST
 
-UNIT_MAIN("server/worker/publish", attached_regions_are_read_and_not_written,
-          publications_are_checked, detached_means_gone, owner_drops_the_region_under_a_job,
-          owner_dies_under_a_job, student_goes_under_its_job,
+/* Nobody takes a name away from another user, shows him a tensor in another one's place, detaches
+ * his, or uses up his share. */
+START_TEST(names_are_each_users_own) {
+    if (geteuid() != 0)
+        return;
+    rig_init(&rig);
+    rig.config.user_publications_max = 2;
+    rig_start(&rig);
+    teacher = rig_client(&rig);
+    student = rig_client(&rig);
+    teacher_region = rig_region(teacher, RIG_REGION_BYTES);
+    int squatter = client_as(1234), victim = client_as(1235);
+    uint64_t owners = teacher_region;
+    teacher_region = rig_region(squatter, RIG_REGION_BYTES);
+    union kld_frame frame;
+    for (int i = 0; i < 3; i++) {
+        publish_frame(&frame, 1, i == 0 ? "t" : i == 1 ? "u" : "v");
+        frame.as_PUBLISH.uids_count = 2; /* shown to everybody whom it could take in */
+        frame.as_PUBLISH.uids[0] = 0;
+        frame.as_PUBLISH.uids[1] = 1235;
+        rig_send(squatter, &frame);
+        if (i < 2)
+            rig_expect(squatter, 1, KLD_FRAME_DONE, NULL);
+        else
+            rig_expect_error(squatter, 1, KLD_TOO_LARGE, "2 tensors are published by this user");
+    }
+    send_attach(student, 2, KLD_WIRE_UID_OWN, "t");
+    rig_expect_error(student, 2, KLD_NOT_FOUND, "by this user");
+    send_attach(victim, 2, 0, "t");
+    rig_expect_error(victim, 2, KLD_NOT_FOUND, "by user 0");
+    attach_from(victim, 1234, "t", 1234);
+    teacher_region = owners;
+    publish("t"); /* the name was not taken */
+    attach(student, "t");
+    send_name(squatter, KLD_FRAME_DETACH, 3, "t");
+    rig_expect(squatter, 3, KLD_FRAME_DONE, NULL); /* its own */
+    attach(student, "t");
+    close(squatter);
+    close(victim);
+    close(teacher);
+    close(student);
+    end();
+}
+END_TEST
+
+UNIT_MAIN("server/worker/publish", names_are_each_users_own,
+          attached_regions_are_read_and_not_written, publications_are_checked, detached_means_gone,
+          owner_drops_the_region_under_a_job, owner_dies_under_a_job, student_goes_under_its_job,
           an_owner_that_attaches_sees_one_memory,
           elements_are_aligned_in_memory_and_not_only_in_the_region, users_are_told_apart)
