@@ -27,7 +27,9 @@
  * Several devices. A server with more than one has a socket for each, PATH, PATH.1, PATH.2, ...,
  * and a connection works on one of them. Connect to any: the first import of GPU memory or of an
  * event takes the connection to where that lies, and attaching to a tensor to where it is
- * published. From then on memory of another device is refused; it needs a connection of its own.
+ * published. From then on memory of another device is refused; it needs a connection of its own,
+ * unless the server was started with peer_access and the cards reach each other: then requests run
+ * where the connection is, so import the memory of the predictions first.
  * Where all tensors lie in host memory the socket decides.
  *
  * Order. Requests of one stream run in order over unix: and local:. Over http: they are

@@ -53,6 +53,8 @@ struct kld_device_options {
                               * copies may take together; 0: 1/2 of the device's memory. For cpu the
                               * pool is host memory. Beyond it: KLD_NO_MEMORY. */
     uint32_t spin_us;        /* how long the device thread polls before it sleeps */
+    bool peer_access; /* cuda: memory of other cards is taken too, where the hardware lets this one
+                       * read and write it in place */
 };
 
 struct kld_device_info {
@@ -155,6 +157,9 @@ struct kld_backend {
     enum kld_status (*memory_import_fd)(struct kld_device *device, int fd, uint64_t base_bytes,
                                         uint64_t offset_bytes, uint64_t bytes,
                                         struct kld_memory **ret_memory, struct kld_error *err);
+    /* May memory of the card with this UUID be imported: its own, or with peer_access that of
+     * another? NULL: only its own. Any thread; takes no time. */
+    bool (*reaches)(struct kld_device *device, const uint8_t uuid[16]);
     /* A buffer of the device's pool; zeroed, so that no client reads what another left. */
     enum kld_status (*memory_alloc)(struct kld_device *device, uint64_t bytes,
                                     struct kld_memory **ret_memory, struct kld_error *err);

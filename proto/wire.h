@@ -87,6 +87,9 @@ struct kld_wire_device {
     char name[KLD_WIRE_NAME_MAX];      /* NUL-padded */
 };
 
+/* The worker takes memory of other cards of the server too, as far as its own reaches it. */
+#define KLD_WELCOME_PEERS 1u
+
 struct kld_frame_welcome {
     struct kld_frame_header header;
     uint64_t epoch;   /* of this worker process; a new one after each restart. Never 0 */
@@ -101,7 +104,7 @@ struct kld_frame_welcome {
     uint64_t pool_bytes_max;   /* of all pool regions of the worker */
     struct kld_wire_device device_list[KLD_WIRE_DEVICES_MAX];
     uint32_t publications_max; /* of one user */
-    uint32_t reserved;
+    uint32_t flags;            /* KLD_WELCOME_PEERS */
 };
 
 enum kld_region_kind {

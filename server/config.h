@@ -33,6 +33,8 @@
       "path of the Unix socket; empty: kld.sock in $XDG_RUNTIME_DIR/kld or /run/kld")              \
     X(TEXT, backend, "auto", "what computes: auto, cpu or cuda")                                   \
     X(DEVICES, device, "0", "which devices of the back end: all, or numbers by comma")             \
+    X(FLAG, peer_access, "false",                                                                  \
+      "take GPU memory of other cards too, read and written in place where the hardware can")      \
     X(COUNT, threads, "0", "threads of the CPU back end; 0: one for each CPU")                     \
     X(COUNT, spin_us, "50", "how long a device thread polls before it sleeps")                     \
     X(TEXT, log_level, "info", "debug, info, warn or error")                                       \

@@ -165,6 +165,8 @@ static enum kld_status device_open(const struct kld_device_options *options,
         return status == KLD_DEVICE_LOST ? (err ? (err->status = KLD_UNAVAILABLE) : KLD_UNAVAILABLE)
                                          : status;
     }
+    if (options->peer_access)
+        cuda_peers_find(device, count);
     if (pthread_create(&device->thread, NULL, cuda_thread_main, device) != 0) {
         release(device);
         return kld_error_set(err, KLD_UNAVAILABLE, "the device thread cannot be started");
@@ -229,6 +231,7 @@ const struct kld_backend kld_backend_cuda = {
     .memory_wrap = cuda_memory_wrap,
     .memory_import_ipc = cuda_memory_import_ipc,
     .memory_import_fd = cuda_memory_import_fd,
+    .reaches = cuda_reaches,
     .memory_alloc = cuda_memory_alloc,
     .memory_free = cuda_memory_free,
     .stream_open = stream_open,

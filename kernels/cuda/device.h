@@ -20,6 +20,7 @@
 #define CUDA_FLIGHTS_MAX 64                    /* jobs between launch and completion */
 #define CUDA_STAGING_MAX ((uint64_t)256 << 20) /* bytes of one chunk of a job in host memory */
 #define CUDA_IMPORTS_MAX 4096                  /* base allocations of other processes kept open */
+#define CUDA_PEERS_MAX 64                      /* other cards that can be reached */
 #define CUDA_KEPT_MAX CUDA_FLIGHTS_MAX         /* blocks of staging kept between jobs ... */
 #define CUDA_KEPT_BYTES ((uint64_t)512 << 20)  /* ... and the most they take of the pool */
 #define CUDA_POOL_KEEP ((uint64_t)512 << 20)   /* free bytes that stay in the pool */
@@ -62,6 +63,11 @@ struct cuda_stream {
     uint64_t sweep; /* of the poll that found an unfinished job in it */
 };
 
+struct cuda_peer {
+    uint8_t uuid[16];
+    int ordinal;
+};
+
 struct cuda_block {
     char *at; /* NULL: none */
     uint64_t bytes;
@@ -101,6 +107,9 @@ struct cuda_device {
     _Atomic bool lost;           /* set once; any thread */
     _Atomic bool fail_next;      /* for tests: any thread sets it, a launch takes it */
     _Atomic bool watched;        /* whoever submits looks after jobs in place; set by it alone */
+
+    struct cuda_peer peers[CUDA_PEERS_MAX]; /* with peers_count: constant */
+    uint32_t peers_count;
 
     pthread_mutex_t setup_mutex;
     cudaStream_t setup; /* allocations and measurements of callers; under setup_mutex */
@@ -161,6 +170,11 @@ uint64_t cuda_pool_bytes(struct kld_device *device);
 enum kld_status cuda_measure_ceiling(struct kld_device *device, uint64_t bytes,
                                      double *ret_read_per_s, double *ret_read_write_per_s,
                                      struct kld_error *err);
+
+/* peer.c */
+void cuda_peers_find(struct cuda_device *device, uint32_t count);
+bool cuda_reaches(struct kld_device *device, const uint8_t uuid[16]);
+bool cuda_reaches_ordinal(const struct cuda_device *device, int ordinal);
 
 /* vmm.c */
 enum kld_status cuda_memory_import_fd(struct kld_device *device, int fd, uint64_t base_bytes,

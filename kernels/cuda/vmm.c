@@ -54,7 +54,7 @@ static enum kld_status import(struct cuda_device *device, const struct cuda_driv
     if (result)
         status = fail(device, result, "looking at a CUDA allocation", err);
     else if (properties.location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
-             properties.location.id != device->ordinal)
+             !cuda_reaches_ordinal(device, properties.location.id))
         status =
             kld_error_set(err, KLD_INVALID, "the allocation lies on another device than this one");
     if (status)

@@ -67,12 +67,14 @@ static enum kld_status check_cuda_fd(int fd, struct kld_error *err) {
 static enum kld_status other_device(const struct kld_worker *worker, const uint8_t *uuid,
                                     struct kld_error *err) {
     const struct kld_stats_page *page = worker->options.page;
+    bool wanted = worker->options.config->peer_access;
     for (uint32_t i = 0; i < atomic_load(&page->workers); i++)
         if (memcmp(page->worker[i].uuid, uuid, KLD_WIRE_UUID_BYTES) == 0)
-            return kld_error_set(err, KLD_INVALID,
-                                 "the memory lies on device %u, this socket is that of device %u; "
-                                 "register it at the socket of device %u",
-                                 i, worker->options.index, i);
+            return kld_error_set(
+                err, KLD_INVALID,
+                "the memory lies on device %u, this socket is that of device %u%s; "
+                "register it at the socket of device %u",
+                i, worker->options.index, wanted ? ", whose card cannot reach it" : "", i);
     return kld_error_set(err, KLD_INVALID,
                          "the memory lies on another device than the one of this socket, and on "
                          "none that this server has");
@@ -86,7 +88,9 @@ static enum kld_status check_cuda(const struct kld_worker *worker,
         return kld_error_set(err, KLD_UNIMPLEMENTED,
                              "CUDA handles need the cuda back end; this server runs on %s",
                              device->info.backend);
-    if (memcmp(frame->device_uuid, device->info.uuid, KLD_WIRE_UUID_BYTES) != 0)
+    if (memcmp(frame->device_uuid, device->info.uuid, KLD_WIRE_UUID_BYTES) != 0 &&
+        !(worker->options.backend->reaches &&
+          worker->options.backend->reaches(worker->device, frame->device_uuid)))
         return other_device(worker, frame->device_uuid, err);
     if (__builtin_add_overflow(frame->offset_bytes, frame->bytes, &end) || end > frame->base_bytes)
         return kld_error_set(err, KLD_INVALID,

@@ -73,7 +73,7 @@ class Gpu:
         self.call("cuDeviceGetUuid", uuid, device)
         self.call("cuDevicePrimaryCtxRetain", c.byref(context), device)
         self.call("cuCtxSetCurrent", context)
-        self.uuid = bytes(uuid)
+        self.uuid, self.index, self.context = bytes(uuid), index, context
         mps = c.c_int(0)
         self.lib.cuDeviceGetAttribute(c.byref(mps), c.c_int(133), device)  # older drivers do not know it
         self.mps = mps.value != 0
@@ -84,6 +84,10 @@ class Gpu:
             function = c.c_void_p()
             self.call("cuModuleGetFunction", c.byref(function), module, c.c_char_p(name))
             self.kernels[name.decode()] = function
+
+    def select(self):
+        """Where there are several of these: makes this one the thread's."""
+        self.call("cuCtxSetCurrent", self.context)
 
     def call(self, name, *arguments):
         self.waits += name.endswith(("Synchronize", "HtoD_v2", "DtoH_v2"))
@@ -180,7 +184,7 @@ class Mapped:
     """cuMemCreate(), mapped here and exported as a file descriptor."""
 
     def __init__(self, gpu, least):
-        properties = AllocationProperties(1, POSIX_FD, Location(1, 0))
+        properties = AllocationProperties(1, POSIX_FD, Location(1, gpu.index))
         unit, handle, at, fd = c.c_size_t(), c.c_uint64(), c.c_uint64(), c.c_int(-1)
         gpu.call("cuMemGetAllocationGranularity", c.byref(unit), c.byref(properties), c.c_int(0))
         self.gpu, self.unit = gpu, unit.value
@@ -189,7 +193,7 @@ class Mapped:
         gpu.call("cuMemCreate", c.byref(handle), size, c.byref(properties), none)
         gpu.call("cuMemAddressReserve", c.byref(at), size, c.c_size_t(0), none, none)
         gpu.call("cuMemMap", at, size, c.c_size_t(0), handle, none)
-        gpu.call("cuMemSetAccess", at, size, c.byref(Access(Location(1, 0), 3)), c.c_size_t(1))
+        gpu.call("cuMemSetAccess", at, size, c.byref(Access(Location(1, gpu.index), 3)), c.c_size_t(1))
         gpu.call("cuMemExportToShareableHandle", c.byref(fd), handle, c.c_int(POSIX_FD), none)
         gpu.call("cuMemRelease", handle)
         self.at, self.fd = at.value, fd.value

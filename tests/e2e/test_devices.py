@@ -352,6 +352,61 @@ def test_two_cards(make_server, backend):
         assert client.stats()["requests_total"] > 0 and second.stats()["requests_total"] == 3
 
 
+PEERS = """if True:
+    import sys
+    sys.path.insert(0, {folder!r})
+    import numpy as np
+    import gpulib, test_gpu, wire
+    from unixlib import forward_kl, probabilities
+    here, there = gpulib.Gpu(0), gpulib.Gpu(1)
+    q, p = probabilities(*test_gpu.SHAPE), probabilities(*test_gpu.SHAPE)
+    expected, truth = forward_kl(q, p).mean(), -p.astype(np.float64) / q / test_gpu.SHAPE[0]
+    with wire.Client({path!r}) as client:
+        for kind in (gpulib.Allocation, gpulib.Mapped):
+            here.select()
+            near = kind(here, test_gpu.ROOM)
+            here.put(near.at, q)
+            there.select()
+            far = kind(there, test_gpu.ROOM)
+            there.put(far.at + test_gpu.TENSOR, p)
+            def register(memory, gpu):
+                given = dict(base=memory.size, uuid=gpu.uuid)
+                if kind is gpulib.Allocation:
+                    return client.region_add(wire.CUDA_IPC, memory.size, handle=memory.handle, **given)
+                return client.region_add(wire.CUDA_FD, memory.size, fds=[memory.fd], **given)
+            try:
+                regions = register(near, here), register(far, there)
+            except wire.Failed as failed:
+                print("refused:", failed)
+                break
+            tensors = {{"predictions": wire.tensor(regions[0]),
+                       "targets": wire.tensor(regions[1], test_gpu.TENSOR),
+                       "grad_predictions": wire.tensor(regions[1], 2 * test_gpu.TENSOR)}}
+            for _ in range(20):
+                loss = client.run(test_gpu.SHAPE, tensors)["loss"]
+                assert abs(loss / expected - 1) < 1e-6, (loss, expected)
+            np.testing.assert_allclose(there.get(far.at + 2 * test_gpu.TENSOR, test_gpu.SHAPE), truth, rtol=1e-6)
+            print("right")"""
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_tensors_on_two_cards(make_server, backend, told):
+    """Predictions here, targets and gradient there: over peer access where told so, else refused."""
+    if backend != "cuda":
+        pytest.skip("needs two GPUs")
+    server = make_server(device="all", http="", peer_access="true" if told else "false")
+    if server.ready_line.endswith("devices=1\n"):
+        pytest.skip("needs two GPUs")
+    code = PEERS.format(folder=str(pathlib.Path(__file__).parent), path=server.unix)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+                            env={**os.environ, "KLD_BACKEND": "cuda"})
+    assert result.returncode == 0, result.stderr
+    if told and "whose card cannot reach it" in result.stdout:
+        pytest.skip("these two GPUs do not reach each other")
+    said = "refused: invalid: the memory lies on device 1, this socket is that of device 0; register it"
+    assert result.stdout == "right\nright\n" if told else result.stdout.startswith(said)
+
+
 def test_a_published_tensor_belongs_to_its_device(trio):
     paths = sockets(trio, 3)
     with Client(paths[2]) as teacher, Client(paths[2]) as student, Client(paths[0]) as elsewhere:

@@ -258,6 +258,7 @@ static void hello(struct fake_worker *worker, struct fake_client *client, uint64
     welcome->regions_max = worker->regions_max;
     welcome->requests_max = worker->requests_max;
     welcome->streams_max = 4;
+    welcome->flags = worker->flags;
     welcome->region_bytes_max = worker->region_bytes_max;
     reply(client, &frame);
 }

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "client/kld.h"
+#include "proto/wire.h"
 #include "tests/unit/client/fake_worker.h"
 
 #define ROWS 2
@@ -103,6 +104,23 @@ START_TEST(test_two_devices_need_two_connections) {
     ck_assert_uint_eq(device_of(connection), 0);
     ck_assert_int_eq(import(elsewhere, &other), KLD_OK); /* which a real worker refuses */
     ck_assert_int_eq(second.accepted, 0);
+    teardown();
+}
+END_TEST
+
+START_TEST(test_one_connection_does_where_cards_reach_each_other) {
+    first = (struct fake_worker){.devices = 2, .flags = KLD_WELCOME_PEERS};
+    second = (struct fake_worker){.devices = 2, .device = 1, .flags = KLD_WELCOME_PEERS};
+    fake_worker_open(&first);
+    fake_worker_open_beside(&second, &first);
+    connection = connect_to(first.path);
+    struct kld_region *memory, *other;
+    ck_assert_int_eq(import(on_second, &memory), KLD_OK); /* the first one still decides */
+    ck_assert_uint_eq(device_of(connection), 1);
+    ck_assert_int_eq(import(on_first, &other), KLD_OK);
+    ck_assert_uint_eq(device_of(connection), 1);
+    ck_assert_int_eq(second.regions_added, 2);
+    ck_assert_int_eq(first.regions_added, 0);
     teardown();
 }
 END_TEST
@@ -229,7 +247,8 @@ START_TEST(test_attaching_finds_the_device) {
 END_TEST
 
 UNIT_MAIN("client/unix_device", test_the_first_memory_says_where, test_from_any_socket_to_any_other,
-          test_two_devices_need_two_connections, test_an_event_says_where_too,
+          test_two_devices_need_two_connections,
+          test_one_connection_does_where_cards_reach_each_other, test_an_event_says_where_too,
           test_a_lost_worker_is_waited_for_where_the_memory_is,
           test_a_worker_that_is_away_can_be_left_again,
           test_who_is_not_greeted_yet_finds_the_memory_too, test_a_late_greeting,

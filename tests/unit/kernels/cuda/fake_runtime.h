@@ -38,6 +38,7 @@ static atomic_int fake_launch_error, fake_device_of_fd, fake_access_error;
 static atomic_int fake_streams, fake_events, fake_blocks, fake_imports, fake_maps, fake_handles,
     fake_ranges, fake_pinned;
 static atomic_int fake_imports_total, fake_priority_sum;
+static atomic_int fake_devices = 1; /* card 2 and those behind it are not connected to others */
 static atomic_int fake_allocations; /* calls that make or pin anything, ever */
 static pthread_mutex_t fake_lock = PTHREAD_MUTEX_INITIALIZER; /* times */
 
@@ -67,7 +68,11 @@ static cudaError_t fake_passed(const uint64_t *at_ns) {
 /* ---- Device, errors -------------------------------------------------------------------------- */
 
 cudaError_t cudaGetDeviceCount(int *count) {
-    *count = 1;
+    *count = atomic_load(&fake_devices);
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) {
+    *can = device < 2 && peer < 2;
     return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int device) { return cudaSuccess; }
@@ -78,6 +83,7 @@ cudaError_t cudaGetDevice(int *device) {
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device) {
     memset(properties, 0, sizeof *properties);
     strcpy(properties->name, "a double");
+    properties->uuid.bytes[0] = (char)device;
     properties->totalGlobalMem = (size_t)1 << 36;
     properties->major = 9;
     return cudaSuccess;

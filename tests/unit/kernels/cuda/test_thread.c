@@ -66,8 +66,11 @@ static void launched(struct kld_job *job) {
     atomic_fetch_add(&record->launches, 1);
 }
 
+static bool peer_access;
+
 static void setup(void) {
-    struct kld_device_options options = {.spin_us = 20, .pool_bytes_max = 1 << 30};
+    struct kld_device_options options = {
+        .spin_us = 20, .pool_bytes_max = 1 << 30, .peer_access = peer_access};
     of_check = true;
     int fd = memfd_create("test", 0);
     ck_assert_int_eq(ftruncate(fd, 1 << 20), 0);
@@ -372,6 +375,29 @@ START_TEST(allocations_by_descriptor) {
 }
 END_TEST
 
+/* Of three cards the first two are connected. */
+START_TEST(memory_of_other_cards_is_taken_where_told) {
+    for (int told = 0; told < 2; told++) {
+        struct kld_memory *memory;
+        atomic_store(&fake_devices, 3);
+        peer_access = told;
+        setup();
+        for (uint8_t card = 0; card < 3; card++) {
+            const uint8_t uuid[16] = {card};
+            bool expected = card == 0 || (told && card == 1);
+            ck_assert_int_eq(cuda->reaches(device, uuid), expected);
+            atomic_store(&fake_device_of_fd, card);
+            enum kld_status status =
+                cuda->memory_import_fd(device, 7, FAKE_UNIT, 0, 4096, &memory, &err);
+            ck_assert_int_eq(status, expected ? KLD_OK : KLD_INVALID);
+            if (expected)
+                cuda->memory_free(memory);
+        }
+        teardown();
+    }
+}
+END_TEST
+
 START_TEST(priorities_are_those_of_the_device) {
     setup();
     const enum kld_priority priorities[] = {KLD_PRIORITY_LOW, KLD_PRIORITY_NORMAL,
@@ -410,8 +436,8 @@ END_TEST
 UNIT_MAIN("kernels/cuda/thread", a_fault_is_a_launch_with_an_address_that_is_not_there,
           jobs_end_in_order_whoever_looks, who_polls_completes, closing_waits_for_what_was_polled,
           streams_wait_for_events, what_cannot_be_launched_is_not_told_as_launched,
-          a_warm_device_allocates_nothing, kept_staging_gives_way,
-          allocations_of_others_are_opened_once, allocations_by_descriptor,
+          memory_of_other_cards_is_taken_where_told, a_warm_device_allocates_nothing,
+          kept_staging_gives_way, allocations_of_others_are_opened_once, allocations_by_descriptor,
           priorities_are_those_of_the_device)
 
 #else

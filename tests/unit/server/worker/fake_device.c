@@ -289,6 +289,10 @@ static bool is_dead(struct kld_device *device) { return atomic_load(&fake_of(dev
 
 static uint64_t pool_bytes(struct kld_device *device) { return 0; }
 
+static bool reaches(struct kld_device *device, const uint8_t uuid[16]) {
+    return atomic_load(&((struct fake_device *)device)->peers) && uuid[0] == 9;
+}
+
 const struct kld_backend fake_backend = {
     .name = "fake",
     .device_close = device_close,
@@ -296,6 +300,7 @@ const struct kld_backend fake_backend = {
     .memory_wrap = memory_wrap,
     .memory_import_ipc = memory_import_ipc,
     .memory_import_fd = memory_import_fd,
+    .reaches = reaches,
     .memory_alloc = memory_new,
     .memory_free = memory_free,
     .stream_open_priority = stream_open,

@@ -57,6 +57,36 @@ START_TEST(ipc_handles_are_checked) {
 }
 END_TEST
 
+START_TEST(memory_of_other_cards_is_for_those_told) {
+    for (int told = 0; told < 2; told++) {
+        rig_init(&rig);
+        rig.config.peer_access = told;
+        atomic_store(&rig.fake.peers, told);
+        rig_start(&rig);
+        int fd = rig_connect(&rig);
+        union kld_frame frame;
+        kld_frame_init(&frame, KLD_FRAME_HELLO, 1);
+        frame.as_HELLO.version_min = frame.as_HELLO.version_max = KLD_WIRE_VERSION;
+        rig_send(fd, &frame);
+        rig_expect(fd, 1, KLD_FRAME_WELCOME, &frame);
+        ck_assert_uint_eq(frame.as_WELCOME.flags, told ? KLD_WELCOME_PEERS : 0);
+        ipc_frame(&frame, 10, 0, 1 << 20);
+        frame.as_REGION_ADD.device_uuid[0] = 9; /* one that the card reaches */
+        rig_send(fd, &frame);
+        if (told)
+            rig_expect(fd, 10, KLD_FRAME_REGION, NULL);
+        else
+            rig_expect_error(fd, 10, KLD_INVALID, "another device");
+        ipc_frame(&frame, 11, 0, 1 << 20);
+        frame.as_REGION_ADD.device_uuid[0] = 8;
+        rig_send(fd, &frame);
+        rig_expect_error(fd, 11, KLD_INVALID, "another device");
+        close(fd);
+        end();
+    }
+}
+END_TEST
+
 /* Two tensors of a caching allocator often lie in one allocation: two regions, one memory. */
 START_TEST(parts_of_one_allocation_are_one_memory) {
     start();
@@ -214,7 +244,7 @@ START_TEST(flood_of_region_adds_is_bounded) {
 }
 END_TEST
 
-UNIT_MAIN("server/worker/region", ipc_handles_are_checked, a_card_that_takes_turns_is_told_of_once,
-          parts_of_one_allocation_are_one_memory, table_grows_to_its_limit_and_reuses_places,
-          quota_counts_what_is_still_condemned, client_leaves_while_regions_are_mapped,
-          flood_of_region_adds_is_bounded)
+UNIT_MAIN("server/worker/region", ipc_handles_are_checked, memory_of_other_cards_is_for_those_told,
+          a_card_that_takes_turns_is_told_of_once, parts_of_one_allocation_are_one_memory,
+          table_grows_to_its_limit_and_reuses_places, quota_counts_what_is_still_condemned,
+          client_leaves_while_regions_are_mapped, flood_of_region_adds_is_bounded)
