@@ -11,6 +11,7 @@
  * that were promised. */
 #define CLOSE (1.0 / 32)
 #define AGREE 0.1
+#define VALUE_MOST 1e30 /* what is centred there is beyond FP32 */
 
 static bool is_half(uint32_t dtype) { return dtype == KLD_DTYPE_FP16 || dtype == KLD_DTYPE_BF16; }
 
@@ -292,7 +293,7 @@ static bool row_of_kl(struct task *task, const struct kld_cpu_partial *sums, dou
         found.square[side] = variance + found.divergence[side] * found.divergence[side];
         close = close || !(variance >= VARIANCE_LEAST);
     }
-    if (!(total < (double)INFINITY))
+    if (!(total < VALUE_MOST))
         return false;
     close = close || heaviest_agree(task, sums);
     if (close || !(total >= (of[0] + of[1]) * CLOSE)) {
@@ -315,7 +316,7 @@ static bool row_of_cross_entropy(struct task *task, const struct kld_cpu_partial
     const struct kld_cpu_quick *quick = task->quick;
     double mass = sums->sum[KLD_CPU_P], mean = sums->dot[KLD_CPU_P] / mass;
     double total = LN2 * (log2(sums->sum[KLD_CPU_Q]) - mean);
-    if (!(total >= CLOSE && total < (double)INFINITY))
+    if (!(total >= CLOSE && total < VALUE_MOST))
         return false;
     if (quick->gradient[KLD_CPU_Q]) {
         double shift = task->row.apart - (sums->max[1] - sums->max[0]);
@@ -341,7 +342,7 @@ static bool row_of_mixture(struct task *task, double *ret_value) {
     struct kld_cpu_partial sums;
     struct refined ignored;
     run_pass(task, pass_value, &sums);
-    if (!(sums.value < (double)INFINITY))
+    if (!(sums.value < VALUE_MOST))
         return false;
     if (!(sums.value >= (rule->of_p * (1 - rule->share) + rule->of_q * rule->share) * CLOSE)) {
         if (!refine(task, &ignored))
@@ -366,7 +367,7 @@ static bool row_of_tv(struct task *task, double *ret_value) {
     struct kld_cpu_partial sums;
     struct refined ignored;
     run_pass(task, pass_value, &sums);
-    if (!(sums.value < (double)INFINITY))
+    if (!(sums.value < VALUE_MOST))
         return false;
     if (!(sums.value >= CLOSE / 2)) {
         if (!refine(task, &ignored))
