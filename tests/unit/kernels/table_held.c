@@ -72,8 +72,54 @@ static void add_crowds(struct table_list *list, bool quick) {
         }
     /* The first rows that are cut among more warps. */
     for (uint32_t divergence = 0; quick && divergence < TABLE_DIVERGENCES; divergence++)
-        add_crowd(list, divergence, dtypes[divergence % 3], divergence % 2, 290,
+        add_crowd(list, divergence, dtypes[divergence % 3], divergence % 2,
+                  divergence % 3 ? 290 : 700,
                   classes_of(dtypes[divergence % 3], 6 + divergence % 4), (divergence + 1) % 4);
 }
 
-void table_list_held(struct table_list *list, bool quick) { add_crowds(list, quick); }
+/* So many rows that every place that holds some has held others before, several times. */
+static void add_deep(struct table_list *list, bool quick) {
+    for (uint32_t i = 0; i < TABLE_DIVERGENCES; i++)
+        for (uint32_t k = 0; k < (quick ? 1 : 9); k++) {
+            uint32_t dtype = dtypes[(i + k) % 3], gradients = (i + k + k / 3) % 4;
+            add_crowd(list, i, dtype, k % 2, quick ? 1700 : 6000, classes_of(dtype, k % 3),
+                      gradients);
+            if (!quick)
+                add_crowd(list, i, dtype, k % 2, 2000, classes_of(dtype, 7 + k % 3), gradients);
+        }
+    add_crowd(list, KLD_DIVERGENCE_FORWARD_KL, BF16, false, 5300, 2049, 0);
+    add_crowd(list, KLD_DIVERGENCE_FORWARD_KL, FP32, true, 5300, 1025, 1);
+    for (uint32_t i = 0; i < 3; i++) {
+        add_crowd(list, i * 3 % TABLE_DIVERGENCES, dtypes[i], true, 600, classes_of(dtypes[i], i),
+                  3);
+        struct table_case *at = &list->at[list->count - 1];
+        at->reduction = KLD_REDUCTION_ROWMEAN;
+        at->weights = at->weights_few = at->weights_cancel = at->row_loss = true;
+        at->mask = false;
+        at->normalizer = 0;
+    }
+}
+
+/* Rows that several processors hold together: 2, 4 and 8 of them, with room for three rows, for two
+ * and for one. */
+static void add_wide(struct table_list *list, bool quick) {
+    static const struct {
+        uint64_t rows, classes; /* of 16 bits; FP32: half the classes */
+    } sizes[] = {{150, 20001}, {80, 50257}, {40, 100003}, {36, 151936}, {36, 200003}, {150, 32770}};
+    for (uint32_t i = 0; i < TABLE_DIVERGENCES; i++)
+        for (uint32_t k = 0; k < 6; k++) {
+            uint32_t dtype = dtypes[(i + k) % 3];
+            if (quick && k != (i + i / 6) % 6)
+                continue;
+            uint64_t classes = dtype == FP32 ? (sizes[k].classes + 1) / 2 : sizes[k].classes;
+            for (unsigned gradients = 0; gradients < 4; gradients++)
+                if (!quick || gradients == (i + 1) % 4)
+                    add_crowd(list, i, dtype, gradients % 2, sizes[k].rows, classes, gradients);
+        }
+}
+
+void table_list_held(struct table_list *list, bool quick) {
+    add_crowds(list, quick);
+    add_deep(list, quick);
+    add_wide(list, quick);
+}

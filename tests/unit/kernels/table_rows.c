@@ -152,8 +152,11 @@ static void make_zeros(const struct table_case *at, const struct kind *kind,
         if (dice < 0.2)
             other[i] = -INFINITY;
     }
-    if (kind->data == TABLE_INFINITE && kind->variant % 3 == 0 && classes > 1)
+    if (kind->data == TABLE_INFINITE && kind->variant % 3 == 0 && classes > 1) {
         other[0] = -INFINITY;
+        for (uint64_t i = 1; i < classes; i++) /* a mass that no arithmetic takes for 0 */
+            own[0] = fmax(own[0], own[i]);
+    }
     bool targets = kind->variant > 2; /* whatever comes of it */
     for (uint64_t i = 0; kind->data == TABLE_TOP && i < classes; i++) {
         if (is_kept(i, classes, kind->noise, kind->variant))
