@@ -445,8 +445,8 @@ static enum kld_status check_op(struct kld_oip_request *request, struct kld_erro
     return status;
 }
 
-static enum kld_status read_request(const cJSON *root, const struct kld_json_span *spans,
-                                    struct kld_oip_request *request, struct kld_error *err) {
+enum kld_status kld_oip_read(const cJSON *root, const struct kld_json_span *spans,
+                             struct kld_oip_request *request, struct kld_error *err) {
     static const char *const keys[] = {"id",         "parameters",    "inputs", "outputs",
                                        "model_name", "model_version", NULL};
     bool binary = false;
@@ -469,18 +469,4 @@ static enum kld_status read_request(const cJSON *root, const struct kld_json_spa
         (status = read_outputs(root, binary, request, err)))
         return status;
     return check_op(request, err);
-}
-
-enum kld_status kld_oip_parse(const char *text, size_t bytes, struct kld_oip_request *ret_request,
-                              struct kld_error *err) {
-    struct kld_json_span spans[KLD_JSON_ARRAYS_MAX];
-    cJSON *root;
-    memset(ret_request, 0, sizeof *ret_request);
-    kld_op_init(&ret_request->op);
-    enum kld_status status = kld_json_parse(text, bytes, &root, spans, err);
-    if (status)
-        return status;
-    status = read_request(root, spans, ret_request, err);
-    cJSON_Delete(root);
-    return status;
 }

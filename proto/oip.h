@@ -57,9 +57,19 @@ struct kld_oip_request {
     char id[KLD_OIP_ID_MAX];
 };
 
-/* text need not be NUL-terminated; it must outlive the use of input[].data. */
-enum kld_status kld_oip_parse(const char *text, size_t bytes, struct kld_oip_request *ret_request,
-                              struct kld_error *err);
+/* The last request that was understood: one whose text differs in nothing but tensor data, as those
+ * of a program that asks again and again, is not taken apart anew. Zeroed: none yet. */
+#define KLD_OIP_MEMO_BYTES_MAX 4096
+struct kld_oip_memo {
+    size_t bytes; /* of text; 0: none */
+    char text[KLD_OIP_MEMO_BYTES_MAX];
+    struct kld_oip_request request; /* its data pointers mean nothing */
+};
+
+/* text need not be NUL-terminated; it must outlive the use of input[].data. memo: NULL, or the
+ * calling thread's alone. */
+enum kld_status kld_oip_parse(const char *text, size_t bytes, struct kld_oip_memo *memo,
+                              struct kld_oip_request *ret_request, struct kld_error *err);
 
 /* Writes the numbers of a JSON input to `to`, tensor->bytes long and aligned to 8. */
 enum kld_status kld_oip_decode(const struct kld_oip_tensor *tensor, void *to,

@@ -299,8 +299,9 @@ static enum kld_status check_keys(const cJSON *item, struct kld_error *err) {
     return KLD_OK;
 }
 
-enum kld_status kld_json_parse(const char *text, size_t bytes, cJSON **ret_root,
-                               struct kld_json_span *spans, struct kld_error *err) {
+enum kld_status kld_json_skeleton(const char *text, size_t bytes, char **ret_text,
+                                  size_t *ret_bytes, struct kld_json_span *spans,
+                                  struct kld_error *err) {
     struct scan scan = {.begin = text, .at = text, .end = text + bytes, .spans = spans, .err = err};
     if (spans)
         memset(spans, 0, KLD_JSON_ARRAYS_MAX * sizeof *spans);
@@ -314,20 +315,33 @@ enum kld_status kld_json_parse(const char *text, size_t bytes, cJSON **ret_root,
         for (size_t j = 0; j < i; j++) /* two `inputs` keys: cut() relies on the order */
             if (spans[i].begin && spans[j].begin && spans[j].begin > spans[i].begin)
                 return kld_error_set(err, KLD_INVALID, "the JSON key 'inputs' is there twice");
-    char *copy = NULL;
-    size_t length = 0;
-    if ((status = cut(text, bytes, spans, &copy, &length, err)))
-        return status;
-    cJSON *root = cJSON_ParseWithLengthOpts(copy, length + 1, NULL, 1);
-    free(copy);
+    return cut(text, bytes, spans, ret_text, ret_bytes, err);
+}
+
+enum kld_status kld_json_tree(const char *skeleton, size_t bytes, cJSON **ret_root,
+                              struct kld_error *err) {
+    cJSON *root = cJSON_ParseWithLengthOpts(skeleton, bytes + 1, NULL, 1);
     if (!root)
         return kld_error_set(err, KLD_NO_MEMORY, "the JSON could not be read: out of memory");
-    if ((status = check_keys(root, err))) {
+    enum kld_status status = check_keys(root, err);
+    if (status) {
         cJSON_Delete(root);
         return status;
     }
     *ret_root = root;
     return KLD_OK;
+}
+
+enum kld_status kld_json_parse(const char *text, size_t bytes, cJSON **ret_root,
+                               struct kld_json_span *spans, struct kld_error *err) {
+    char *skeleton = NULL;
+    size_t length = 0;
+    enum kld_status status = kld_json_skeleton(text, bytes, &skeleton, &length, spans, err);
+    if (status)
+        return status;
+    status = kld_json_tree(skeleton, length, ret_root, err);
+    free(skeleton);
+    return status;
 }
 
 enum kld_status kld_json_whole(const cJSON *item, const char *what, uint64_t *ret_value,

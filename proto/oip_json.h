@@ -26,11 +26,24 @@ struct kld_json_span {
     const char *begin, *end; /* the text of an array, '[' to ']' included; NULL: none */
 };
 
-/* *ret_root is to be released with cJSON_Delete(). spans may be NULL: then nothing is set aside.
+/* The first step: *ret_text is the text without what the spans hold, NUL-terminated, *ret_bytes
+ * long, to be released with free(). Arrays are missing from it, but not where they were. */
+enum kld_status kld_json_skeleton(const char *text, size_t bytes, char **ret_text,
+                                  size_t *ret_bytes, struct kld_json_span *spans,
+                                  struct kld_error *err);
+/* The second, of such a text. *ret_root is to be released with cJSON_Delete(). */
+enum kld_status kld_json_tree(const char *skeleton, size_t bytes, cJSON **ret_root,
+                              struct kld_error *err);
+/* Both. spans may be NULL: then nothing is set aside.
  * Each inputs[i].data array (i < KLD_JSON_ARRAYS_MAX) is empty in the tree and spans[i] is its
  * text. */
 enum kld_status kld_json_parse(const char *text, size_t bytes, cJSON **ret_root,
                                struct kld_json_span *spans, struct kld_error *err);
+
+/* oip.c: what a tree asks for. The request is zeroed, its op initialised. */
+struct kld_oip_request;
+enum kld_status kld_oip_read(const cJSON *root, const struct kld_json_span *spans,
+                             struct kld_oip_request *request, struct kld_error *err);
 
 /* A whole number in [0, 2^53]. what: for the error text. */
 enum kld_status kld_json_whole(const cJSON *item, const char *what, uint64_t *ret_value,

@@ -1,7 +1,7 @@
 /* bulk.c - moves the large tensors of a bulk request between the client and their buffer on the
  * device: the binary tail as it comes, callers' shared memory piece by piece, results as they are
- * sent (infer.h). Holds two pieces of staging whatever the size. Loop thread; shared memory itself
- * is read and written by steps on the thread pool. */
+ * sent (infer.h). Holds KLD_PIECES pieces of staging whatever the size. Loop thread; shared memory
+ * itself is read and written by steps on the thread pool. */
 #include <string.h>
 
 #include "server/gateway/infer.h"

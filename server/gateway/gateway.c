@@ -1,6 +1,7 @@
-/* gateway.c - kld_gateway_main(): one libuv loop that serves HTTP and asks the worker.
+/* gateway.c - kld_gateway_main(): http_threads libuv loops that serve HTTP and ask the workers.
  * Puts the parts together, drains on SIGTERM, ends with the supervisor. Computes nothing and knows
- * no GPU: untrusted bytes are parsed in this process. */
+ * no GPU: untrusted bytes are parsed in this process. The main thread, which is the first loop's;
+ * read_close(), read_end() and what they call on the loop that they are for. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
@@ -8,6 +9,8 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include "proto/oip.h"
+#include "server/gateway/accept.h"
 #include "server/gateway/auth.h"
 #include "server/gateway/gateway.h"
 #include "server/gateway/http.h"
@@ -23,9 +26,24 @@
 #include "server/role.h"
 
 #define DRAIN_LOOK_MS 10
+#define HTTP_THREADS_MAX 64 /* as config.c bounds it */
+
+struct process;
+
+/* A loop, its parts and its thread. The first one's is the main thread. */
+struct loop {
+    struct kld_gateway gateway;
+    struct process *process;
+    uv_thread_t thread;
+    struct kld_letter close, end; /* to this loop */
+    struct kld_letter closed;     /* to the first one: has no connection any more */
+};
 
 struct process {
-    struct kld_gateway gateway;
+    struct kld_gateway_common common;
+    struct loop *loop; /* common.loops of them */
+    struct kld_acceptor *acceptor;
+    uint32_t running; /* while it ends: loops that have connections yet */
     uv_signal_t terminate;
     uv_poll_t control; /* end of file: the supervisor is gone */
     uv_timer_t drain;
@@ -35,24 +53,56 @@ struct process {
 
 static void mail_closed(struct kld_mail *mail) {}
 
-/* Uploads and requests whose exchange has ended may still be in a pool or on the thread pool, and
- * use tensors and buffers when they come back: those are freed after the loop (close_rest()). */
-static void links_closed(void *user) {
-    struct process *process = user;
-    kld_tensors_stop(process->gateway.tensors);
-    for (uint32_t i = 0; i < process->gateway.pools; i++)
-        kld_pool_stop(process->gateway.pool[i]);
-    kld_waiters_close(&process->gateway);
-    kld_mail_close(&process->gateway.mail, mail_closed);
+static void close_loop(struct loop *loop) {
+    kld_waiters_close(&loop->gateway);
+    kld_mail_close(&loop->gateway.mail, mail_closed);
+}
+
+static void read_end(struct kld_letter *letter) {
+    close_loop((struct loop *)(void *)((char *)letter - offsetof(struct loop, end)));
+}
+
+/* No loop has a connection any more. Uploads and requests whose exchange has ended may still be in
+ * a pool or on the thread pool, and use tensors and buffers when they come back: those are freed
+ * after the loops (close_rest()). A pool has posted all its letters when it has stopped, and a
+ * thread that was joined posts no more: only then may the mail of who reads them be closed. */
+static void finish(struct process *process) {
+    struct kld_gateway *first = &process->loop[0].gateway;
+    kld_tensors_stop(first->tensors);
+    for (uint32_t i = 0; i < first->pools; i++)
+        kld_pool_stop(first->pool[i]);
+    for (uint32_t i = 1; i < process->common.loops; i++) {
+        process->loop[i].end.read = read_end;
+        kld_mail_post(&process->loop[i].gateway.mail, &process->loop[i].end);
+        uv_thread_join(&process->loop[i].thread);
+    }
+    close_loop(&process->loop[0]);
     uv_close((uv_handle_t *)&process->terminate, NULL);
     uv_close((uv_handle_t *)&process->drain, NULL);
     if (process->control_open)
         uv_close((uv_handle_t *)&process->control, NULL);
 }
 
+static void read_closed(struct kld_letter *letter) {
+    struct loop *loop = (struct loop *)(void *)((char *)letter - offsetof(struct loop, closed));
+    if (--loop->process->running == 0)
+        finish(loop->process);
+}
+
+static void links_closed(void *user) {
+    struct loop *loop = user;
+    loop->closed.read = read_closed;
+    kld_mail_post(&loop->process->loop[0].gateway.mail, &loop->closed);
+}
+
 static void http_closed(void *user) {
-    struct process *process = user;
-    kld_links_close(process->gateway.links, links_closed, process);
+    struct loop *loop = user;
+    kld_links_close(loop->gateway.links, links_closed, loop);
+}
+
+static void read_close(struct kld_letter *letter) {
+    struct loop *loop = (struct loop *)(void *)((char *)letter - offsetof(struct loop, close));
+    kld_http_close(loop->gateway.http, http_closed, loop);
 }
 
 static void end(struct process *process) {
@@ -60,21 +110,26 @@ static void end(struct process *process) {
         return;
     process->ending = true;
     uv_timer_stop(&process->drain);
-    kld_http_close(process->gateway.http, http_closed, process);
+    kld_acceptor_close(process->acceptor);
+    process->running = process->common.loops;
+    for (uint32_t i = 0; i < process->common.loops; i++) {
+        process->loop[i].close.read = read_close;
+        kld_mail_post(&process->loop[i].gateway.mail, &process->loop[i].close);
+    }
 }
 
 static void look_at_drain(uv_timer_t *timer) {
     struct process *process = timer->data;
-    if (process->gateway.infers == 0 || uv_hrtime() >= process->drain_until_ns)
+    if (process->common.infers == 0 || uv_hrtime() >= process->drain_until_ns)
         end(process);
 }
 
 static void start_drain(struct process *process) {
-    if (process->gateway.draining)
+    if (atomic_exchange(&process->common.draining, true))
         return;
-    process->gateway.draining = true;
-    process->drain_until_ns = uv_hrtime() + process->gateway.config->drain_ms * 1000000;
-    kld_log(KLD_LOG_INFO, "draining", "requests=%u", process->gateway.infers);
+    uint64_t ms = process->loop[0].gateway.config->drain_ms;
+    process->drain_until_ns = uv_hrtime() + ms * 1000000;
+    kld_log(KLD_LOG_INFO, "draining", "requests=%u", process->common.infers);
     uv_timer_start(&process->drain, look_at_drain, 0, DRAIN_LOOK_MS);
 }
 
@@ -130,33 +185,83 @@ static enum kld_status enter_sandbox(const struct kld_gateway *gateway, struct k
     return status;
 }
 
+/* What each loop has of its own. The others have what the first one has of everybody's. */
+static enum kld_status open_loop(struct process *process, uint32_t index, const struct kld_tls *tls,
+                                 struct kld_error *err) {
+    struct kld_gateway *gateway = &process->loop[index].gateway;
+    const struct kld_gateway *first = &process->loop[0].gateway;
+    enum kld_status status;
+    if (index) {
+        gateway->common = first->common;
+        gateway->config = first->config;
+        gateway->page = first->page;
+        gateway->stats = first->stats;
+        gateway->auth = first->auth;
+        gateway->shm = first->shm;
+        gateway->staging = first->staging;
+        gateway->tensors = first->tensors;
+        gateway->pools = first->pools;
+        memcpy(gateway->pool, first->pool, sizeof gateway->pool);
+        gateway->index = gateway->next_pool = index;
+        if (uv_loop_init(&gateway->loop) != 0)
+            return kld_error_set(err, KLD_NO_MEMORY, "an event loop cannot be started");
+    }
+    process->loop[index].process = process;
+    if (!(gateway->memo = calloc(1, sizeof *gateway->memo)))
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    if ((status = kld_mail_open(&gateway->mail, &gateway->loop, err)) ||
+        (status = kld_waiters_open(gateway, err)) ||
+        (status = kld_links_open(&gateway->loop, gateway->config, gateway->page, gateway->staging,
+                                 &gateway->links, err)))
+        return status;
+    return kld_http_open(gateway, tls, &kld_routes_handler, &gateway->http, err);
+}
+
+static void run_loop(void *user) {
+    struct loop *loop = user;
+    uv_run(&loop->gateway.loop, UV_RUN_DEFAULT);
+}
+
+static enum kld_status open_loops(struct process *process, const struct kld_tls *tls,
+                                  struct kld_error *err) {
+    enum kld_status status = KLD_OK;
+    for (uint32_t i = 0; i < process->common.loops && status == KLD_OK; i++)
+        status = open_loop(process, i, tls, err);
+    for (uint32_t i = 1; i < process->common.loops && status == KLD_OK; i++)
+        if (uv_thread_create(&process->loop[i].thread, run_loop, &process->loop[i]) != 0)
+            status = kld_error_set(err, KLD_NO_MEMORY, "a thread cannot be started");
+    struct kld_gateway *loops[HTTP_THREADS_MAX];
+    for (uint32_t i = 0; i < process->common.loops; i++)
+        loops[i] = &process->loop[i].gateway;
+    if (status == KLD_OK)
+        status =
+            kld_acceptor_open(loops, process->common.loops, KLD_FD_LISTEN, &process->acceptor, err);
+    return status; /* not KLD_OK: the process ends, and what was opened with it */
+}
+
 /* Files are read, then the process bounds itself, then there may be threads. */
 static enum kld_status open_parts(struct process *process, struct kld_error *err) {
-    struct kld_gateway *gateway = &process->gateway;
+    struct kld_gateway *gateway = &process->loop[0].gateway;
     enum kld_status status;
     struct kld_tls tls;
     raise_descriptors();
     if ((status = kld_auth_open(gateway->config, &gateway->auth, err)) ||
         (status = kld_tls_read(gateway->config, &tls, err)) ||
         (status = set_nonblocking(KLD_FD_LISTEN, err)) || (status = enter_sandbox(gateway, err)) ||
-        (status = kld_mail_open(&gateway->mail, &gateway->loop, err)) ||
-        (status = kld_waiters_open(gateway, err)) ||
-        (status = kld_staging_open(gateway->config->staging_bytes_max, &gateway->staging, err)) ||
+        (status = kld_staging_open(gateway->config->staging_bytes_max, gateway->stats,
+                                   &gateway->staging, err)) ||
         (status = open_pools(gateway, err)) ||
         (status = kld_tensors_open(&gateway->loop, gateway->config, gateway->stats,
                                    &gateway->tensors, err)) ||
-        (status =
-             kld_shm_open(&gateway->loop, gateway->config, gateway->stats, &gateway->shm, err)) ||
-        (status = kld_links_open(&gateway->loop, gateway->config, gateway->page, gateway->staging,
-                                 &gateway->links, err)))
+        (status = kld_shm_open(gateway->config, gateway->stats, &gateway->shm, err)))
         return status;
-    status = kld_http_open(gateway, KLD_FD_LISTEN, &tls, &kld_routes_handler, &gateway->http, err);
+    status = open_loops(process, &tls, err);
     kld_tls_forget(&tls);
     return status;
 }
 
 static void watch(struct process *process) {
-    uv_loop_t *loop = &process->gateway.loop;
+    uv_loop_t *loop = &process->loop[0].gateway.loop;
     uv_timer_init(loop, &process->drain);
     uv_signal_init(loop, &process->terminate);
     uv_signal_start(&process->terminate, terminated, SIGTERM);
@@ -167,34 +272,60 @@ static void watch(struct process *process) {
         uv_poll_start(&process->control, UV_READABLE, control_readable);
 }
 
-/* After the loop: nothing is on its way any more. */
-static void close_rest(struct kld_gateway *gateway) {
-    kld_tensors_close(gateway->tensors);
-    for (uint32_t i = 0; i < gateway->pools; i++)
-        kld_pool_close(gateway->pool[i]);
-    kld_shm_close(gateway->shm);
-    kld_auth_close(gateway->auth);
-    kld_staging_close(gateway->staging);
+/* After the loops: nothing is on its way any more. */
+static void close_rest(struct process *process) {
+    struct kld_gateway *first = &process->loop[0].gateway;
+    kld_tensors_close(first->tensors);
+    for (uint32_t i = 0; i < first->pools; i++)
+        kld_pool_close(first->pool[i]);
+    kld_shm_close(first->shm);
+    kld_auth_close(first->auth);
+    kld_staging_close(first->staging);
+    for (uint32_t i = 0; i < process->common.loops; i++) {
+        uv_loop_close(&process->loop[i].gateway.loop);
+        free(process->loop[i].gateway.memo);
+    }
+    free(process->loop);
+    free(process);
+}
+
+/* http_threads 0: a quarter of the CPUs, since client and worker want some too; at most 4. */
+static uint32_t loops_of(const struct kld_config *config) {
+    uint64_t loops = config->http_threads ? config->http_threads : uv_available_parallelism() / 4;
+    if (!config->http_threads)
+        loops = loops < 1 ? 1 : loops > 4 ? 4 : loops;
+    return (uint32_t)(loops < config->http_connections_max ? loops : config->http_connections_max);
+}
+
+static struct process *make_process(const struct kld_child *child) {
+    struct process *process = calloc(1, sizeof *process);
+    uint32_t loops = loops_of(child->config);
+    if (!process || !(process->loop = calloc(loops, sizeof *process->loop))) {
+        free(process);
+        return NULL;
+    }
+    struct kld_gateway *gateway = &process->loop[0].gateway;
+    process->common.loops = loops;
+    gateway->common = &process->common;
+    gateway->config = child->config;
+    gateway->page = child->page;
+    gateway->stats = child->stats;
+    return process;
 }
 
 int kld_gateway_main(const struct kld_child *child) {
     struct kld_error error = {.status = KLD_OK};
-    struct process *process = calloc(1, sizeof *process);
+    struct process *process = make_process(child);
     if (!process)
         return EXIT_FAILURE;
-    struct kld_gateway *gateway = &process->gateway;
-    gateway->config = child->config;
-    gateway->page = child->page;
-    gateway->stats = child->stats;
+    uv_loop_t *loop = &process->loop[0].gateway.loop;
     kld_stats_reset_role(child->stats, "gateway");
-    if (uv_loop_init(&gateway->loop) != 0) {
+    if (uv_loop_init(loop) != 0) {
         kld_error_set(&error, KLD_NO_MEMORY, "the event loop cannot be started");
     } else if (watch(process), open_parts(process, &error) == KLD_OK) {
         kld_child_report_send(KLD_OK, "", 0, "");
-        uv_run(&gateway->loop, UV_RUN_DEFAULT);
-        close_rest(gateway);
-        uv_loop_close(&gateway->loop);
-        free(process);
+        uv_run(loop, UV_RUN_DEFAULT);
+        close_rest(process);
         return EXIT_SUCCESS;
     }
     /* The process ends; what was opened ends with it. */

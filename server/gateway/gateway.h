@@ -1,10 +1,14 @@
-/* gateway.h - what the parts of the gateway share: one of it, in kld_gateway_main().
+/* gateway.h - what the parts of the gateway share. There is a struct kld_gateway for each HTTP
+ * loop, and one of what they have in common, made in kld_gateway_main().
  *
- * Everything belongs to the loop thread. Work that may take long (large JSON, shared memory of
- * callers, connecting) runs on libuv's thread pool and touches only what its own struct holds. */
+ * A struct kld_gateway belongs to its loop's thread. Of what it points to, http, links and waiters
+ * are its own; staging, shm, tensors, auth and the pools are everybody's and say themselves which
+ * thread may call. Work that may take long (large JSON, shared memory of callers, connecting) runs
+ * on libuv's thread pool and touches only what its own struct holds. */
 #ifndef KLD_SERVER_GATEWAY_GATEWAY_H
 #define KLD_SERVER_GATEWAY_GATEWAY_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <uv.h>
@@ -16,6 +20,7 @@
 struct kld_auth;
 struct kld_http;
 struct kld_links;
+struct kld_oip_memo;
 struct kld_shm;
 struct kld_pool;
 struct kld_staging;
@@ -24,12 +29,22 @@ struct kld_waiters;
 
 /* For the model's statistics; since this gateway was started. Durations in ns. */
 struct kld_gateway_counts {
-    uint64_t success, success_ns, fail, fail_ns;
-    uint64_t queue_ns, copy_ns, kernel_ns; /* of successes */
-    uint64_t last_ms;                      /* since 1970, of the last request; 0: none */
+    _Atomic uint64_t success, success_ns, fail, fail_ns;
+    _Atomic uint64_t queue_ns, copy_ns, kernel_ns; /* of successes */
+    _Atomic uint64_t last_ms;                      /* since 1970, of the last request; 0: none */
+};
+
+/* Of all loops together; any thread. */
+struct kld_gateway_common {
+    struct kld_gateway_counts counts;
+    _Atomic uint32_t infers; /* infer requests from their first byte to the last of their reply */
+    atomic_bool draining;
+    uint32_t loops; /* constant */
 };
 
 struct kld_gateway {
+    struct kld_gateway_common *common;
+    uint32_t index; /* of the loop */
     const struct kld_config *config;
     struct kld_stats_page *page;
     struct kld_stats *stats; /* &page->common */
@@ -42,11 +57,10 @@ struct kld_gateway {
     struct kld_tensors *tensors;
     struct kld_pool *pool[KLD_DEVICES_MAX]; /* of each worker */
     uint32_t pools, next_pool;
-    struct kld_waiters *waiters; /* for staging */
-    struct kld_mail mail;        /* of this loop */
-    struct kld_gateway_counts counts;
-    uint32_t infers; /* infer requests from their first byte to the last of their reply */
-    bool draining;
+    struct kld_waiters *waiters;  /* for staging */
+    struct kld_oip_memo *memo;    /* for what is parsed on the loop\'s own thread */
+    struct kld_mail mail;         /* of this loop */
+    _Atomic uint32_t connections; /* open, or on their way here; any thread (accept.h) */
 };
 
 #endif

@@ -8,13 +8,13 @@
 #include <string.h>
 #include <strings.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
-#include "proto/oip.h"
-#include "server/gateway/compress.h"
 #include "server/gateway/tls.h"
 #include "server/gateway/watch.h"
 
-#define CONNECTION_BYTES_MAX (128 << 10) /* headers, and twice a piece of a body */
+#define CONNECTION_BYTES_MAX (32 << 10) /* headers, and twice a piece of a body */
+#define WINDOW_BYTES (1 << 20)          /* of TCP, for bodies that are larger */
 #define RUNS_LOOKED_AT 128
 #define REST_MS 10
 #define TLS_PRIORITIES "NORMAL:-VERS-ALL:+VERS-TLS1.3:+VERS-TLS1.2"
@@ -30,6 +30,7 @@ struct kld_http {
     uint32_t runs;  /* in a row that asked for another */
     uint64_t moved; /* kld_watch_moved() at the last look */
     int open_handles;
+    bool taken;               /* MHD told of the connection that it is being given */
     bool client_certificates; /* every client must show one */
     bool closing;             /* nothing is suspended any more */
     bool again; /* MHD_run() has something to do that its epoll descriptor does not tell */
@@ -170,6 +171,18 @@ static enum kld_status check_framing(const struct kld_exchange *exchange, struct
     return KLD_OK;
 }
 
+/* A connection begins with a small window, and the kernel widens it only for who reads more at a
+ * time than MHD does: sender and receiver would take turns. A low-water mark makes room for itself,
+ * and the room stays when the mark goes. */
+static void widen_window(const struct kld_exchange *exchange) {
+    const union MHD_ConnectionInfo *info =
+        MHD_get_connection_info(exchange->connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+    int wide = WINDOW_BYTES, none = 1;
+    if (!info || setsockopt(info->connect_fd, SOL_SOCKET, SO_RCVLOWAT, &wide, sizeof wide) != 0)
+        return;
+    setsockopt(info->connect_fd, SOL_SOCKET, SO_RCVLOWAT, &none, sizeof none);
+}
+
 static void start(struct kld_http *http, struct kld_exchange *exchange, const char *url) {
     const struct kld_config *config = http->gateway->config;
     struct kld_error error;
@@ -184,6 +197,8 @@ static void start(struct kld_http *http, struct kld_exchange *exchange, const ch
             &error, KLD_TOO_LARGE, "the body has %llu bytes; at most %llu (body_bytes_max)",
             (unsigned long long)exchange->length_bytes, (unsigned long long)config->body_bytes_max);
     else {
+        if (exchange->length_bytes > WINDOW_BYTES)
+            widen_window(exchange);
         http->handler->begin(exchange);
         return;
     }
@@ -310,6 +325,7 @@ static void connection_changed(void *user, struct MHD_Connection *connection, vo
     bool opened = code == MHD_CONNECTION_NOTIFY_STARTED;
     kld_stats_add(http->gateway->stats, KLD_STAT_http_connections, opened ? 1 : -1);
     if (opened) {
+        http->taken = true;
         kld_stats_add(http->gateway->stats, KLD_STAT_http_connections_total, 1);
         watch(http, connection, context);
     } else if (*context) {
@@ -317,7 +333,21 @@ static void connection_changed(void *user, struct MHD_Connection *connection, vo
         *context = NULL;
     }
     if (!opened)
-        http->again = true; /* it may accept again, which it finds out at its next start only */
+        atomic_fetch_sub(&http->gateway->connections, 1);
+}
+
+void kld_http_take(struct kld_http *http, int fd, const struct sockaddr *peer,
+                   socklen_t peer_bytes) {
+    if (http->closing) {
+        close(fd);
+        atomic_fetch_sub(&http->gateway->connections, 1);
+        return;
+    }
+    http->taken = false;
+    http->again = true;
+    /* Where it fails MHD has closed the socket, and told so only if it had told of its opening. */
+    if (MHD_add_connection(http->daemon, fd, peer, peer_bytes) != MHD_YES && !http->taken)
+        atomic_fetch_sub(&http->gateway->connections, 1);
 }
 
 void kld_exchange_release(struct kld_exchange *exchange) {
@@ -349,59 +379,6 @@ void kld_exchange_reply(struct kld_exchange *exchange, unsigned http_status,
     kld_exchange_release(exchange);
 }
 
-enum kld_coding kld_exchange_coding(const struct kld_exchange *exchange) {
-    return kld_coding_choose(kld_exchange_header(exchange, MHD_HTTP_HEADER_ACCEPT_ENCODING));
-}
-
-struct MHD_Response *kld_exchange_packed(enum kld_coding coding, void *packed, size_t bytes) {
-    struct MHD_Response *response =
-        MHD_create_response_from_buffer(bytes, packed, MHD_RESPMEM_MUST_FREE);
-    if (!response) {
-        free(packed);
-        return NULL;
-    }
-    MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_ENCODING, kld_coding_name(coding));
-    MHD_add_response_header(response, MHD_HTTP_HEADER_VARY, MHD_HTTP_HEADER_ACCEPT_ENCODING);
-    return response;
-}
-
-void kld_exchange_reply_text(struct kld_exchange *exchange, unsigned http_status, const char *type,
-                             const char *text, size_t bytes) {
-    enum kld_coding coding =
-        bytes < KLD_COMPRESS_BYTES_MIN ? KLD_CODING_NONE : kld_exchange_coding(exchange);
-    size_t packed_bytes = 0;
-    void *packed = kld_compress(coding, text, bytes, &packed_bytes);
-    struct MHD_Response *response =
-        packed ? kld_exchange_packed(coding, packed, packed_bytes)
-               : MHD_create_response_from_buffer(bytes, (void *)(uintptr_t)text,
-                                                 MHD_RESPMEM_MUST_COPY);
-    bytes = packed ? packed_bytes : bytes;
-    if (response && bytes)
-        MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, type);
-    if (response)
-        kld_stats_add(exchange->gateway->stats, KLD_STAT_http_sent_bytes_total, (int64_t)bytes);
-    kld_exchange_reply(exchange, http_status, response);
-}
-
-void kld_exchange_reply_error(struct kld_exchange *exchange, const struct kld_error *error) {
-    char buffer[KLD_ERROR_TEXT_MAX * 6 + 16];
-    struct kld_oip_text text = {.data = buffer, .capacity = sizeof buffer};
-    unsigned http_status = (unsigned)kld_status_http(error->status);
-    kld_oip_append_error(&text, error->text[0] ? error->text : kld_status_text(error->status));
-    struct MHD_Response *response =
-        MHD_create_response_from_buffer(text.length, buffer, MHD_RESPMEM_MUST_COPY);
-    if (response) {
-        MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
-        if (http_status == 503 || http_status == 429)
-            MHD_add_response_header(response, MHD_HTTP_HEADER_RETRY_AFTER, "1");
-        if (http_status == 401)
-            MHD_add_response_header(response, MHD_HTTP_HEADER_WWW_AUTHENTICATE, "Bearer");
-        kld_stats_add(exchange->gateway->stats, KLD_STAT_http_sent_bytes_total,
-                      (int64_t)text.length);
-    }
-    kld_exchange_reply(exchange, http_status, response);
-}
-
 static void quiet(void *user, const char *format, va_list arguments) {}
 
 /* A NUL in a path (%00) must not end it early: it becomes a byte that no route has. */
@@ -412,8 +389,7 @@ static size_t unescape(void *user, struct MHD_Connection *connection, char *text
     return length;
 }
 
-static struct MHD_Daemon *start_daemon(struct kld_http *http, int listen_fd,
-                                       const struct kld_tls *tls) {
+static struct MHD_Daemon *start_daemon(struct kld_http *http, const struct kld_tls *tls) {
     const struct kld_config *config = http->gateway->config;
     struct MHD_OptionItem https[] = {
         {MHD_OPTION_HTTPS_MEM_CERT, 0, tls->certificate},
@@ -423,18 +399,19 @@ static struct MHD_Daemon *start_daemon(struct kld_http *http, int listen_fd,
         {MHD_OPTION_END, 0, NULL}};
     if (!tls->certificate)
         https[0].option = MHD_OPTION_END;
-    return MHD_start_daemon(
-        MHD_USE_EPOLL | MHD_ALLOW_SUSPEND_RESUME | (tls->certificate ? MHD_USE_TLS : 0), 0, NULL,
-        NULL, access_handler, http, MHD_OPTION_EXTERNAL_LOGGER, quiet, NULL,
-        MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL, MHD_OPTION_ARRAY, https,
-        MHD_OPTION_LISTEN_SOCKET, listen_fd, MHD_OPTION_CONNECTION_LIMIT,
-        (unsigned)config->http_connections_max, MHD_OPTION_CONNECTION_TIMEOUT,
-        (unsigned)((config->http_idle_ms + 999) / 1000), MHD_OPTION_CONNECTION_MEMORY_LIMIT,
-        (size_t)CONNECTION_BYTES_MAX, MHD_OPTION_NOTIFY_COMPLETED, completed, http,
-        MHD_OPTION_NOTIFY_CONNECTION, connection_changed, http, MHD_OPTION_END);
+    return MHD_start_daemon(MHD_USE_EPOLL | MHD_USE_NO_LISTEN_SOCKET | MHD_ALLOW_SUSPEND_RESUME |
+                                (tls->certificate ? MHD_USE_TLS : 0),
+                            0, NULL, NULL, access_handler, http, MHD_OPTION_EXTERNAL_LOGGER, quiet,
+                            NULL, MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL, MHD_OPTION_ARRAY,
+                            https, MHD_OPTION_CONNECTION_LIMIT,
+                            (unsigned)config->http_connections_max, MHD_OPTION_CONNECTION_TIMEOUT,
+                            (unsigned)((config->http_idle_ms + 999) / 1000),
+                            MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)CONNECTION_BYTES_MAX,
+                            MHD_OPTION_NOTIFY_COMPLETED, completed, http,
+                            MHD_OPTION_NOTIFY_CONNECTION, connection_changed, http, MHD_OPTION_END);
 }
 
-enum kld_status kld_http_open(struct kld_gateway *gateway, int listen_fd, const struct kld_tls *tls,
+enum kld_status kld_http_open(struct kld_gateway *gateway, const struct kld_tls *tls,
                               const struct kld_http_handler *handler, struct kld_http **ret_http,
                               struct kld_error *err) {
     struct kld_http *http = calloc(1, sizeof *http);
@@ -443,14 +420,12 @@ enum kld_status kld_http_open(struct kld_gateway *gateway, int listen_fd, const 
     http->client_certificates = tls->client_ca != NULL;
     http->gateway = gateway;
     http->handler = handler;
-    http->daemon = start_daemon(http, listen_fd, tls);
+    http->daemon = start_daemon(http, tls);
     const union MHD_DaemonInfo *info =
         http->daemon ? MHD_get_daemon_info(http->daemon, MHD_DAEMON_INFO_EPOLL_FD) : NULL;
     if (!info || uv_poll_init(&gateway->loop, &http->poll, info->epoll_fd) != 0) {
-        if (http->daemon) {
-            MHD_quiesce_daemon(http->daemon);
+        if (http->daemon)
             MHD_stop_daemon(http->daemon);
-        }
         free(http);
         return kld_error_set(err, KLD_UNAVAILABLE, "the HTTP server cannot be started");
     }
@@ -485,7 +460,6 @@ void kld_http_close(struct kld_http *http, void (*closed)(void *user), void *use
             kld_exchange_continue(exchange);
             kld_exchange_reply_error(exchange, &error);
         }
-    MHD_quiesce_daemon(http->daemon);
     MHD_run(http->daemon);
     uv_poll_stop(&http->poll);
     uv_prepare_stop(&http->prepare);

@@ -11,6 +11,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/socket.h>
 
 #include "proto/status.h"
 #include "server/gateway/auth.h"
@@ -53,10 +54,13 @@ struct kld_http_handler {
 };
 
 struct kld_tls;
-/* listen_fd stays the caller's; tls is needed during the call only. */
-enum kld_status kld_http_open(struct kld_gateway *gateway, int listen_fd, const struct kld_tls *tls,
+/* tls is needed during the call only. */
+enum kld_status kld_http_open(struct kld_gateway *gateway, const struct kld_tls *tls,
                               const struct kld_http_handler *handler, struct kld_http **ret_http,
                               struct kld_error *err);
+/* A connection that was accepted, and counted in gateway->connections; non-blocking. */
+void kld_http_take(struct kld_http *http, int fd, const struct sockaddr *peer,
+                   socklen_t peer_bytes);
 /* Ends every connection; exchanges without a reply are answered 503 before. Then closed() comes on
  * the loop. */
 void kld_http_close(struct kld_http *http, void (*closed)(void *user), void *user);

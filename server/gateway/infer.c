@@ -20,7 +20,7 @@ static void free_memory(struct kld_infer *infer) {
     if (infer->has_tensors)
         kld_staging_free(staging, infer->tensors_offset);
     for (int i = 0; i < KLD_INFER_TENSORS_MAX; i++)
-        kld_shm_release(infer->region[i]);
+        kld_shm_release(infer->region[i], &infer->gateway->loop);
     for (int i = 0; i < KLD_OIP_INPUTS_MAX; i++)
         kld_pool_drop(infer->stored[i]);
     memset(infer->stored, 0, sizeof infer->stored);
@@ -31,7 +31,6 @@ static void free_memory(struct kld_infer *infer) {
     infer->held_bytes = 0;
     infer->json_capacity = 0;
     infer->has_tensors = false;
-    kld_stats_set(infer->gateway->stats, KLD_STAT_staging_bytes, kld_staging_used_bytes(staging));
 }
 
 /* After each step: frees what nobody holds any more. */
@@ -53,7 +52,7 @@ void kld_infer_let_go(struct kld_infer *infer) {
 
 void kld_infer_count(struct kld_infer *infer, enum kld_status status) {
     struct kld_gateway *gateway = infer->gateway;
-    struct kld_gateway_counts *counts = &gateway->counts;
+    struct kld_gateway_counts *counts = &gateway->common->counts;
     uint64_t ns = uv_hrtime() - infer->exchange->started_ns;
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
@@ -97,10 +96,11 @@ void kld_infer_begin(struct kld_exchange *exchange) {
     infer->caller = exchange->caller;
     infer->coding = kld_exchange_coding(exchange);
     exchange->state = infer;
-    kld_stats_set(gateway->stats, KLD_STAT_http_requests_in_flight, ++gateway->infers);
-    if (gateway->draining)
+    kld_stats_add(gateway->stats, KLD_STAT_http_requests_in_flight, 1);
+    uint32_t infers = atomic_fetch_add(&gateway->common->infers, 1) + 1;
+    if (atomic_load(&gateway->common->draining))
         kld_error_set(&error, KLD_UNAVAILABLE, "the server is shutting down; try again");
-    else if (gateway->infers > gateway->config->http_requests_max)
+    else if (infers > gateway->config->http_requests_max)
         kld_error_set(&error, KLD_BUSY,
                       "%" PRIu64 " HTTP requests are in flight, the most allowed; try again",
                       gateway->config->http_requests_max);
@@ -119,7 +119,8 @@ size_t kld_infer_feed(struct kld_exchange *exchange, const char *data, size_t si
 void kld_infer_end(struct kld_exchange *exchange) {
     struct kld_gateway *gateway = exchange->gateway;
     struct kld_infer *infer = exchange->state;
-    kld_stats_set(gateway->stats, KLD_STAT_http_requests_in_flight, --gateway->infers);
+    kld_stats_add(gateway->stats, KLD_STAT_http_requests_in_flight, -1);
+    atomic_fetch_sub(&gateway->common->infers, 1);
     kld_stats_observe(gateway->stats, KLD_HISTOGRAM_http_request,
                       uv_hrtime() - exchange->started_ns);
     if (!infer) /* it was too late; the worker still has it */
@@ -190,7 +191,8 @@ static void run_step(struct kld_infer *infer) {
     case KLD_INFER_PARSE:
         kld_oip_parse(
             infer->json_capacity ? kld_staging_at(infer->gateway->staging, infer->json_offset) : "",
-            infer->json_have, &infer->request, &infer->error);
+            infer->json_have, infer->in_pool ? NULL : infer->gateway->memo, &infer->request,
+            &infer->error);
         break;
     case KLD_INFER_GATHER: gather(infer); break;
     case KLD_INFER_WRITE_OUT: write_out(infer); break;
@@ -223,10 +225,10 @@ static void pool_ended(uv_work_t *work, int status) {
 void kld_infer_step(struct kld_infer *infer, enum kld_infer_step step, bool large) {
     infer->step = step;
     infer->work.data = infer;
-    if (large && uv_queue_work(&infer->gateway->loop, &infer->work, pool_work, pool_ended) == 0) {
-        infer->in_pool = true;
+    infer->in_pool = large; /* before the pool begins */
+    if (large && uv_queue_work(&infer->gateway->loop, &infer->work, pool_work, pool_ended) == 0)
         return;
-    }
+    infer->in_pool = false;
     run_step(infer);
     step_ended(infer);
 }

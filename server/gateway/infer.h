@@ -4,7 +4,7 @@
  *   (JSON numbers, shared memory) -> worker -> write out (JSON text, shared memory) -> send
  *
  * A request larger than its share of staging has its large tensors in a buffer on the device
- * instead ("bulk"): they travel there and back through two pieces of staging (pieces.h).
+ * instead ("bulk"): they travel there and back through a few pieces of staging (pieces.h).
  *
  * body.c receives, layout.c finds memory, bulk.c moves what does not fit staging, reply.c answers,
  * infer.c does the rest. Parse, gather and write out run on the loop thread where

@@ -12,7 +12,7 @@
 #include "server/gateway/tensors.h"
 
 #define WAIT_TICK_MS 5
-#define PIECE_BYTES_MAX ((uint64_t)4 << 20)
+#define PIECE_BYTES_MAX ((uint64_t)2 << 20)
 #define PIECE_BYTES_MIN ((uint64_t)64 << 10)
 #define BUFFER_ALIGN 256
 
@@ -287,7 +287,6 @@ static void take_staging(struct kld_infer *infer) {
     infer->reply.data =
         kld_staging_at(gateway->staging, infer->tensors_offset + infer->tensors_bytes);
     infer->reply.capacity = reply;
-    kld_stats_set(gateway->stats, KLD_STAT_staging_bytes, kld_staging_used_bytes(gateway->staging));
     if (infer->buffer_bytes)
         open_buffer(infer);
     else

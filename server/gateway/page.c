@@ -71,7 +71,8 @@ static void append_failures(const struct kld_stats *stats, struct kld_oip_text *
 
 void kld_page_append(const struct kld_gateway *gateway, struct kld_oip_text *text) {
     const struct kld_stats *stats = gateway->stats;
-    bool draining = gateway->draining || atomic_load(&gateway->page->draining);
+    bool draining =
+        atomic_load(&gateway->common->draining) || atomic_load(&gateway->page->draining);
     const char *state = draining                         ? "shutting down"
                         : kld_stats_ready(gateway->page) ? "ready"
                                                          : "waiting for a worker";
@@ -89,12 +90,12 @@ void kld_page_append(const struct kld_gateway *gateway, struct kld_oip_text *tex
     kld_oip_append(text, ".\n");
     append_workers(gateway->page, text);
     kld_oip_append(text, "<table>\n");
-    append_row(text, "requests answered since it started", gateway->counts.success);
+    append_row(text, "requests answered since it started", gateway->common->counts.success);
     append_latency(stats, 50, text);
     append_latency(stats, 99, text);
-    append_row(text, "requests refused or failed", gateway->counts.fail);
+    append_row(text, "requests refused or failed", gateway->common->counts.fail);
     append_failures(stats, text);
-    append_row(text, "requests in flight", gateway->infers);
+    append_row(text, "requests in flight", gateway->common->infers);
     append_row(text, "HTTP connections", value(stats, KLD_STAT_http_connections));
     append_row(text, "shared-memory regions", value(stats, KLD_STAT_http_regions));
     append_row(text, "stored tensors", value(stats, KLD_STAT_http_tensors));

@@ -51,7 +51,10 @@ void kld_pieces_begin(struct kld_pieces *pieces) {
 }
 
 bool kld_pieces_busy(const struct kld_pieces *pieces) {
-    return pieces->piece[0].travels || pieces->piece[1].travels;
+    bool busy = false;
+    for (int i = 0; i < KLD_PIECES; i++)
+        busy = busy || pieces->piece[i].travels;
+    return busy;
 }
 
 /* ---- Writing ----------------------------------------------------------------------------------*/

@@ -1,6 +1,6 @@
-/* pieces.h - moves bytes between a caller and a buffer on the device (pool.h) through two pieces of
- * staging, one of which is filled or read here while the other travels. Either way, one direction
- * at a time.
+/* pieces.h - moves bytes between a caller and a buffer on the device (pool.h) through KLD_PIECES
+ * pieces of staging, one of which is filled or read here while the others travel. Either way, one
+ * direction at a time.
  *
  * Belongs to the loop thread whose mail it was opened with; while one of its pieces is being filled
  * by another thread that thread's user keeps it from everybody else. */
@@ -13,7 +13,7 @@
 
 #include "server/gateway/pool.h"
 
-#define KLD_PIECES 2
+#define KLD_PIECES 4
 
 struct kld_pieces {
     /* The caller's, before kld_pieces_begin(). */
@@ -45,7 +45,7 @@ bool kld_pieces_busy(const struct kld_pieces *pieces);
 
 /* ---- Writing. What follows goes to this offset of the buffer. */
 void kld_pieces_write_at(struct kld_pieces *pieces, uint64_t offset);
-/* Room for bytes; *ret_room 0: both travel, wait for moved(). */
+/* Room for bytes; *ret_room 0: all travel, wait for moved(). */
 void *kld_pieces_room(struct kld_pieces *pieces, uint64_t *ret_room);
 void kld_pieces_put(struct kld_pieces *pieces, uint64_t bytes); /* so many of the room are filled */
 void kld_pieces_flush(struct kld_pieces *pieces);               /* sends what there is */

@@ -57,7 +57,7 @@ static void answer_json(struct kld_exchange *exchange, const struct kld_oip_text
     struct kld_oip_text name = {.data = name##_buffer, .capacity = sizeof name##_buffer}
 
 static bool is_ready(const struct kld_gateway *gateway) {
-    return !gateway->draining && !atomic_load(&gateway->page->draining) &&
+    return !atomic_load(&gateway->common->draining) && !atomic_load(&gateway->page->draining) &&
            kld_stats_ready(gateway->page);
 }
 
@@ -72,7 +72,8 @@ static void ready(struct kld_exchange *exchange, const struct pieces *pieces, co
         kld_exchange_reply_text(exchange, 200, "", "", 0);
     else
         fail(exchange, KLD_UNAVAILABLE,
-             exchange->gateway->draining || atomic_load(&exchange->gateway->page->draining)
+             atomic_load(&exchange->gateway->common->draining) ||
+                     atomic_load(&exchange->gateway->page->draining)
                  ? "the server is shutting down"
                  : "the worker is not ready");
 }
@@ -105,7 +106,7 @@ static void model_config(struct kld_exchange *exchange, const struct pieces *pie
 static void model_stats(struct kld_exchange *exchange, const struct pieces *pieces,
                         const char *body, size_t bytes) {
     TEXT(text, 4096);
-    kld_metrics_append_model(&exchange->gateway->counts, &text);
+    kld_metrics_append_model(&exchange->gateway->common->counts, &text);
     answer_json(exchange, &text);
 }
 
@@ -151,7 +152,7 @@ static void page(struct kld_exchange *exchange, const struct pieces *pieces, con
 /* ---- Shared memory ----------------------------------------------------------------------------*/
 
 static void shm_list(struct kld_exchange *exchange, const char *name) {
-    const struct kld_shm *shm = exchange->gateway->shm;
+    struct kld_shm *shm = exchange->gateway->shm;
     /* Names and keys are escaped: up to six bytes for one. */
     size_t most = 64 + (size_t)kld_shm_count(shm) * (6 * (KLD_OIP_NAME_MAX + KLD_OIP_KEY_MAX) + 96);
     struct kld_oip_text text = {.data = malloc(most), .capacity = most};
@@ -159,6 +160,8 @@ static void shm_list(struct kld_exchange *exchange, const char *name) {
         fail(exchange, KLD_NO_MEMORY, "out of memory");
     else if (!kld_shm_append_status(shm, exchange->caller, name, &text))
         fail(exchange, KLD_NOT_FOUND, "no shared-memory region of this name is registered");
+    else if (text.overflow) /* some came while it was written, on another loop */
+        fail(exchange, KLD_BUSY, "the list is just changing; try again");
     else
         answer_json(exchange, &text);
     free(text.data);
@@ -188,13 +191,14 @@ static void shm_register(struct kld_exchange *exchange, const struct pieces *pie
 
 static void shm_unregister(struct kld_exchange *exchange, const struct pieces *pieces,
                            const char *body, size_t bytes) {
-    kld_shm_unregister(exchange->gateway->shm, exchange->caller, NULL);
+    kld_shm_unregister(exchange->gateway->shm, exchange->caller, NULL, &exchange->gateway->loop);
     kld_exchange_reply_text(exchange, 200, "", "", 0);
 }
 
 static void shm_unregister_one(struct kld_exchange *exchange, const struct pieces *pieces,
                                const char *body, size_t bytes) {
-    kld_shm_unregister(exchange->gateway->shm, exchange->caller, pieces->text[0]);
+    kld_shm_unregister(exchange->gateway->shm, exchange->caller, pieces->text[0],
+                       &exchange->gateway->loop);
     kld_exchange_reply_text(exchange, 200, "", "", 0);
 }
 
@@ -218,13 +222,15 @@ static void cuda_register(struct kld_exchange *exchange, const struct pieces *pi
 /* ---- Stored tensors ---------------------------------------------------------------------------*/
 
 static void tensor_list(struct kld_exchange *exchange, const char *name) {
-    const struct kld_tensors *tensors = exchange->gateway->tensors;
+    struct kld_tensors *tensors = exchange->gateway->tensors;
     size_t most = 64 + (size_t)kld_tensors_count(tensors) * (6 * KLD_OIP_NAME_MAX + 512);
     struct kld_oip_text text = {.data = malloc(most), .capacity = most};
     if (!text.data)
         fail(exchange, KLD_NO_MEMORY, "out of memory");
     else if (!kld_tensors_append(tensors, exchange->caller, name, &text))
         fail(exchange, KLD_NOT_FOUND, "no tensor of this name is stored");
+    else if (text.overflow)
+        fail(exchange, KLD_BUSY, "the list is just changing; try again");
     else
         answer_json(exchange, &text);
     free(text.data);
@@ -339,7 +345,8 @@ static const struct kld_route *find(struct kld_exchange *exchange, struct pieces
     char methods_buffer[64] = "";
     struct kld_oip_text methods = {.data = methods_buffer, .capacity = sizeof methods_buffer - 1};
     for (size_t i = 0; i < sizeof routes / sizeof routes[0]; i++) {
-        memset(pieces, 0, sizeof *pieces);
+        for (int piece = 0; piece < PIECES_MAX; piece++)
+            pieces->text[piece][0] = '\0';
         if (!match(routes[i].pattern, exchange->url, pieces))
             continue;
         if (serves(&routes[i], exchange->method)) {

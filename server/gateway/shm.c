@@ -1,10 +1,11 @@
 /* shm.c - the list of registered POSIX shared-memory objects, read and written without mapping them
- * (shm.h). The list on the loop thread; reading, writing and closing on the thread pool. */
+ * (shm.h). The list under a mutex; reading, writing and closing on the thread pool. */
 #include "server/gateway/shm.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -14,32 +15,31 @@
 #define PIECE_BYTES_MAX ((uint64_t)1 << 30) /* of one pread(); the kernel moves at most 2 GiB */
 
 struct kld_shm_region {
-    struct kld_shm *shm;
-    struct kld_shm_region *next;
+    struct kld_shm_region *next;    /* under the mutex of the list; the rest is constant */
     const struct kld_caller *owner; /* compared, never read */
     uv_work_t close;
     int fd;
-    uint32_t users; /* the list is one */
+    _Atomic uint32_t users; /* the list is one */
     uint64_t offset_bytes, byte_size;
     char name[KLD_OIP_NAME_MAX];
     char key[KLD_OIP_KEY_MAX];
 };
 
 struct kld_shm {
-    uv_loop_t *loop; /* NULL: it does not run any more */
     const struct kld_config *config;
     struct kld_stats *stats;
-    struct kld_shm_region *first;
+    uv_mutex_t mutex;
+    struct kld_shm_region *first; /* under the mutex, as count */
     uint32_t count;
 };
 
-enum kld_status kld_shm_open(uv_loop_t *loop, const struct kld_config *config,
-                             struct kld_stats *stats, struct kld_shm **ret_shm,
-                             struct kld_error *err) {
+enum kld_status kld_shm_open(const struct kld_config *config, struct kld_stats *stats,
+                             struct kld_shm **ret_shm, struct kld_error *err) {
     struct kld_shm *shm = calloc(1, sizeof *shm);
-    if (!shm)
+    if (!shm || uv_mutex_init(&shm->mutex) != 0) {
+        free(shm);
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
-    shm->loop = loop;
+    }
     shm->config = config;
     shm->stats = stats;
     *ret_shm = shm;
@@ -49,8 +49,12 @@ enum kld_status kld_shm_open(uv_loop_t *loop, const struct kld_config *config,
 void kld_shm_close(struct kld_shm *shm) {
     if (!shm)
         return;
-    shm->loop = NULL;
-    kld_shm_unregister(shm, NULL, NULL);
+    while (shm->first) {
+        struct kld_shm_region *region = shm->first;
+        shm->first = region->next;
+        kld_shm_release(region, NULL);
+    }
+    uv_mutex_destroy(&shm->mutex);
     free(shm);
 }
 
@@ -103,6 +107,21 @@ static enum kld_status open_object(const struct kld_oip_register *wanted, int *r
     return KLD_OK;
 }
 
+/* Under the mutex. */
+static enum kld_status add(struct kld_shm *shm, struct kld_shm_region *region,
+                           struct kld_error *err) {
+    if (find(shm, region->owner, region->name))
+        return kld_error_set(err, KLD_EXISTS, "a region of this name is registered already");
+    if (shm->count >= shm->config->http_regions_max)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "there are %" PRIu32 " regions, the most allowed (http_regions_max)",
+                             shm->count);
+    region->next = shm->first;
+    shm->first = region;
+    kld_stats_set(shm->stats, KLD_STAT_http_regions, ++shm->count);
+    return KLD_OK;
+}
+
 enum kld_status kld_shm_register(struct kld_shm *shm, const struct kld_caller *owner,
                                  const char *name, const struct kld_oip_register *wanted,
                                  struct kld_error *err) {
@@ -113,12 +132,6 @@ enum kld_status kld_shm_register(struct kld_shm *shm, const struct kld_caller *o
     if (!*name || strlen(name) >= KLD_OIP_NAME_MAX)
         return kld_error_set(err, KLD_INVALID, "the name of a region has 1 to %d bytes",
                              KLD_OIP_NAME_MAX - 1);
-    if (find(shm, owner, name))
-        return kld_error_set(err, KLD_EXISTS, "a region of this name is registered already");
-    if (shm->count >= shm->config->http_regions_max)
-        return kld_error_set(err, KLD_TOO_LARGE,
-                             "there are %" PRIu32 " regions, the most allowed (http_regions_max)",
-                             shm->count);
     if ((status = open_object(wanted, &fd, err)))
         return status;
     struct kld_shm_region *region = calloc(1, sizeof *region);
@@ -126,7 +139,6 @@ enum kld_status kld_shm_register(struct kld_shm *shm, const struct kld_caller *o
         close(fd);
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     }
-    region->shm = shm;
     region->fd = fd;
     region->users = 1;
     region->owner = owner;
@@ -134,30 +146,37 @@ enum kld_status kld_shm_register(struct kld_shm *shm, const struct kld_caller *o
     region->byte_size = wanted->byte_size;
     strcpy(region->name, name);
     strcpy(region->key, wanted->key);
-    region->next = shm->first;
-    shm->first = region;
-    kld_stats_set(shm->stats, KLD_STAT_http_regions, ++shm->count);
-    return KLD_OK;
+    uv_mutex_lock(&shm->mutex);
+    status = add(shm, region, err);
+    uv_mutex_unlock(&shm->mutex);
+    if (status) {
+        close(fd);
+        free(region);
+    }
+    return status;
 }
 
-void kld_shm_unregister(struct kld_shm *shm, const struct kld_caller *owner, const char *name) {
+void kld_shm_unregister(struct kld_shm *shm, const struct kld_caller *owner, const char *name,
+                        uv_loop_t *loop) {
+    uv_mutex_lock(&shm->mutex);
     for (struct kld_shm_region **at = &shm->first; *at;) {
         struct kld_shm_region *region = *at;
-        bool closing = !shm->loop;
-        if (!closing && (region->owner != owner || (name && strcmp(region->name, name) != 0))) {
+        if (region->owner != owner || (name && strcmp(region->name, name) != 0)) {
             at = &region->next;
             continue;
         }
         *at = region->next;
         kld_stats_set(shm->stats, KLD_STAT_http_regions, --shm->count);
-        kld_shm_release(region);
+        kld_shm_release(region, loop);
     }
+    uv_mutex_unlock(&shm->mutex);
 }
 
-bool kld_shm_append_status(const struct kld_shm *shm, const struct kld_caller *owner,
-                           const char *name, struct kld_oip_text *text) {
+bool kld_shm_append_status(struct kld_shm *shm, const struct kld_caller *owner, const char *name,
+                           struct kld_oip_text *text) {
     bool found = false;
     kld_oip_append(text, "[");
+    uv_mutex_lock(&shm->mutex);
     for (const struct kld_shm_region *region = shm->first; region; region = region->next) {
         if (region->owner != owner || (name && strcmp(region->name, name) != 0))
             continue;
@@ -169,27 +188,38 @@ bool kld_shm_append_status(const struct kld_shm *shm, const struct kld_caller *o
                        region->offset_bytes, region->byte_size);
         found = true;
     }
+    uv_mutex_unlock(&shm->mutex);
     kld_oip_append(text, "]");
     return found || !name;
 }
 
-uint32_t kld_shm_count(const struct kld_shm *shm) { return shm->count; }
+uint32_t kld_shm_count(struct kld_shm *shm) {
+    uv_mutex_lock(&shm->mutex);
+    uint32_t count = shm->count;
+    uv_mutex_unlock(&shm->mutex);
+    return count;
+}
 
 enum kld_status kld_shm_acquire(struct kld_shm *shm, const struct kld_caller *owner,
                                 const char *name, uint64_t offset_bytes, uint64_t bytes,
                                 struct kld_shm_region **ret_region, struct kld_error *err) {
+    enum kld_status status = KLD_OK;
+    uv_mutex_lock(&shm->mutex);
     struct kld_shm_region *region = find(shm, owner, name);
     if (!region)
-        return kld_error_set(err, KLD_NOT_FOUND, "no shared-memory region '%.60s' is registered",
-                             name);
-    if (offset_bytes > region->byte_size || bytes > region->byte_size - offset_bytes)
-        return kld_error_set(err, KLD_INVALID,
-                             "region '%.60s' has %" PRIu64 " bytes; %" PRIu64 " at offset %" PRIu64
-                             " do not fit",
-                             name, region->byte_size, bytes, offset_bytes);
-    region->users++;
-    *ret_region = region;
-    return KLD_OK;
+        status = kld_error_set(err, KLD_NOT_FOUND, "no shared-memory region '%.60s' is registered",
+                               name);
+    else if (offset_bytes > region->byte_size || bytes > region->byte_size - offset_bytes)
+        status = kld_error_set(err, KLD_INVALID,
+                               "region '%.60s' has %" PRIu64 " bytes; %" PRIu64
+                               " at offset %" PRIu64 " do not fit",
+                               name, region->byte_size, bytes, offset_bytes);
+    else
+        atomic_fetch_add(&region->users, 1);
+    uv_mutex_unlock(&shm->mutex);
+    if (status == KLD_OK)
+        *ret_region = region;
+    return status;
 }
 
 static void close_work(uv_work_t *work) {
@@ -199,10 +229,9 @@ static void close_work(uv_work_t *work) {
 
 static void close_ended(uv_work_t *work, int status) { free(work->data); }
 
-void kld_shm_release(struct kld_shm_region *region) {
-    if (!region || --region->users)
+void kld_shm_release(struct kld_shm_region *region, uv_loop_t *loop) {
+    if (!region || atomic_fetch_sub(&region->users, 1) != 1)
         return;
-    uv_loop_t *loop = region->shm->loop;
     region->close.data = region;
     if (loop && uv_queue_work(loop, &region->close, close_work, close_ended) == 0)
         return;

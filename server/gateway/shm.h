@@ -9,9 +9,8 @@
  * it, and two callers may use the same name.
  *
  * A region is counted: unregistering takes it off the list at once, its descriptor is closed after
- * its last user, on the thread pool: the last close of a large object frees its pages. The list
- * belongs to the loop thread; kld_shm_read() and kld_shm_write() may be called on any thread by who
- * holds the region. */
+ * its last user, on the thread pool: the last close of a large object frees its pages. Any thread;
+ * kld_shm_read() and kld_shm_write() by who holds the region. */
 #ifndef KLD_SERVER_GATEWAY_SHM_H
 #define KLD_SERVER_GATEWAY_SHM_H
 
@@ -27,10 +26,9 @@ struct kld_caller;
 struct kld_shm;
 struct kld_shm_region;
 
-enum kld_status kld_shm_open(uv_loop_t *loop, const struct kld_config *config,
-                             struct kld_stats *stats, struct kld_shm **ret_shm,
-                             struct kld_error *err);
-/* NULL is allowed. No region is in use and the loop does not run any more. */
+enum kld_status kld_shm_open(const struct kld_config *config, struct kld_stats *stats,
+                             struct kld_shm **ret_shm, struct kld_error *err);
+/* NULL is allowed. No region is in use and no loop runs any more. */
 void kld_shm_close(struct kld_shm *shm);
 
 /* KLD_FORBIDDEN: off, or not under the prefix; KLD_EXISTS: the name is taken; KLD_NOT_FOUND: no
@@ -38,19 +36,21 @@ void kld_shm_close(struct kld_shm *shm);
 enum kld_status kld_shm_register(struct kld_shm *shm, const struct kld_caller *owner,
                                  const char *name, const struct kld_oip_register *wanted,
                                  struct kld_error *err);
-/* name NULL: all of this owner; unknown: nothing. */
-void kld_shm_unregister(struct kld_shm *shm, const struct kld_caller *owner, const char *name);
+/* name NULL: all of this owner; unknown: nothing. loop: the calling thread's, whose pool closes. */
+void kld_shm_unregister(struct kld_shm *shm, const struct kld_caller *owner, const char *name,
+                        uv_loop_t *loop);
 
 /* [{"name","key","offset","byte_size"}]; of one name or of all (NULL). False: no such name. */
-bool kld_shm_append_status(const struct kld_shm *shm, const struct kld_caller *owner,
-                           const char *name, struct kld_oip_text *text);
-uint32_t kld_shm_count(const struct kld_shm *shm);
+bool kld_shm_append_status(struct kld_shm *shm, const struct kld_caller *owner, const char *name,
+                           struct kld_oip_text *text);
+uint32_t kld_shm_count(struct kld_shm *shm);
 
 /* Are there `bytes` bytes at offset of this region? If so it is held until kld_shm_release(). */
 enum kld_status kld_shm_acquire(struct kld_shm *shm, const struct kld_caller *owner,
                                 const char *name, uint64_t offset_bytes, uint64_t bytes,
                                 struct kld_shm_region **ret_region, struct kld_error *err);
-void kld_shm_release(struct kld_shm_region *region); /* NULL is allowed */
+/* NULL is allowed. loop: as above. */
+void kld_shm_release(struct kld_shm_region *region, uv_loop_t *loop);
 
 enum kld_status kld_shm_read(const struct kld_shm_region *region, uint64_t offset_bytes, void *to,
                              uint64_t bytes, struct kld_error *err);

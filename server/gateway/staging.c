@@ -1,6 +1,7 @@
 /* staging.c - a sealed memfd and a first-fit allocator over it (staging.h).
  * The list of ranges covers the whole memory, in order, with no two free neighbours. A list is
- * enough: there are at most a few ranges for each request in flight. Loop thread only. */
+ * enough: there are at most a few ranges for each request in flight. Any thread: the list is under
+ * a mutex. */
 #include "server/gateway/staging.h"
 
 #include <errno.h>
@@ -11,6 +12,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
+#include <uv.h>
 
 struct range {
     struct range *before, *after;
@@ -19,10 +21,13 @@ struct range {
 };
 
 struct kld_staging {
-    int fd;
-    uint64_t bytes, used_bytes;
+    int fd; /* constant once open, as bytes, memory and stats */
+    uint64_t bytes;
     char *memory;
-    struct range *first;
+    struct kld_stats *stats; /* NULL: none */
+    uv_mutex_t mutex;
+    struct range *first; /* under the mutex, as all ranges and used_bytes */
+    uint64_t used_bytes;
 };
 
 static enum kld_status make_memory(struct kld_staging *staging, struct kld_error *err) {
@@ -39,17 +44,18 @@ static enum kld_status make_memory(struct kld_staging *staging, struct kld_error
     return KLD_OK;
 }
 
-enum kld_status kld_staging_open(uint64_t bytes, struct kld_staging **ret_staging,
-                                 struct kld_error *err) {
+enum kld_status kld_staging_open(uint64_t bytes, struct kld_stats *stats,
+                                 struct kld_staging **ret_staging, struct kld_error *err) {
     struct kld_staging *staging = calloc(1, sizeof *staging);
     struct range *all = calloc(1, sizeof *all);
     enum kld_status status;
-    if (!staging || !all) {
+    if (!staging || !all || uv_mutex_init(&staging->mutex) != 0) {
         free(staging);
         free(all);
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     }
     staging->fd = -1;
+    staging->stats = stats;
     staging->first = all;
     staging->bytes = all->bytes = (bytes ? bytes + 4095 : 4096) & ~(uint64_t)4095;
     if (bytes > (uint64_t)1 << 50)
@@ -75,18 +81,32 @@ void kld_staging_close(struct kld_staging *staging) {
         munmap(staging->memory, staging->bytes);
     if (staging->fd >= 0)
         close(staging->fd);
+    uv_mutex_destroy(&staging->mutex);
     free(staging);
 }
 
 int kld_staging_fd(const struct kld_staging *staging) { return staging->fd; }
 uint64_t kld_staging_bytes(const struct kld_staging *staging) { return staging->bytes; }
-uint64_t kld_staging_used_bytes(const struct kld_staging *staging) { return staging->used_bytes; }
 void *kld_staging_at(const struct kld_staging *staging, uint64_t offset) {
     return staging->memory + offset;
 }
 
-enum kld_status kld_staging_alloc(struct kld_staging *staging, uint64_t bytes, uint64_t *ret_offset,
-                                  struct kld_error *err) {
+uint64_t kld_staging_used_bytes(struct kld_staging *staging) {
+    uv_mutex_lock(&staging->mutex);
+    uint64_t used = staging->used_bytes;
+    uv_mutex_unlock(&staging->mutex);
+    return used;
+}
+
+/* Under the mutex, so that the gauge ends with the last value. */
+static void count(struct kld_staging *staging, uint64_t used_bytes) {
+    staging->used_bytes = used_bytes;
+    if (staging->stats)
+        kld_stats_set(staging->stats, KLD_STAT_staging_bytes, used_bytes);
+}
+
+static enum kld_status alloc(struct kld_staging *staging, uint64_t bytes, uint64_t *ret_offset,
+                             struct kld_error *err) {
     if (bytes > staging->bytes)
         return kld_error_set(err, KLD_TOO_LARGE,
                              "the request needs %" PRIu64 " bytes of staging memory; there are "
@@ -114,9 +134,17 @@ enum kld_status kld_staging_alloc(struct kld_staging *staging, uint64_t bytes, u
         range->bytes = rounded;
     }
     range->used = true;
-    staging->used_bytes += range->bytes;
+    count(staging, staging->used_bytes + range->bytes);
     *ret_offset = range->offset;
     return KLD_OK;
+}
+
+enum kld_status kld_staging_alloc(struct kld_staging *staging, uint64_t bytes, uint64_t *ret_offset,
+                                  struct kld_error *err) {
+    uv_mutex_lock(&staging->mutex);
+    enum kld_status status = alloc(staging, bytes, ret_offset, err);
+    uv_mutex_unlock(&staging->mutex);
+    return status;
 }
 
 /* Joins range with the free one behind it. */
@@ -129,16 +157,21 @@ static void join(struct range *range) {
     free(gone);
 }
 
-void kld_staging_free(struct kld_staging *staging, uint64_t offset) {
-    struct range *range = staging->first;
-    while (range && range->offset != offset)
-        range = range->after;
-    if (!range || !range->used)
-        return;
+static void give_back(struct kld_staging *staging, struct range *range) {
     range->used = false;
-    staging->used_bytes -= range->bytes;
+    count(staging, staging->used_bytes - range->bytes);
     if (range->after && !range->after->used)
         join(range);
     if (range->before && !range->before->used)
         join(range->before);
+}
+
+void kld_staging_free(struct kld_staging *staging, uint64_t offset) {
+    uv_mutex_lock(&staging->mutex);
+    struct range *range = staging->first;
+    while (range && range->offset != offset)
+        range = range->after;
+    if (range && range->used)
+        give_back(staging, range);
+    uv_mutex_unlock(&staging->mutex);
 }

@@ -1,5 +1,5 @@
 /* tensors.c - the list of tensors that callers keep on the device, their lifetimes and quotas
- * (tensors.h). Moves no bytes (upload.c). Loop thread. */
+ * (tensors.h). Moves no bytes (upload.c). Any thread: the list is under a mutex. */
 #include "server/gateway/tensors.h"
 
 #include <inttypes.h>
@@ -12,6 +12,7 @@ struct kld_tensors {
     const struct kld_config *config;
     struct kld_stats *stats;
     uv_timer_t timer;
+    uv_mutex_t mutex; /* of all below, and of what tensors.c has in the tensors themselves */
     struct kld_stored *first;
     uint32_t count;
     uint64_t bytes; /* with those being uploaded */
@@ -43,25 +44,28 @@ static void sweep(struct kld_tensors *tensors) {
 
 static void look(uv_timer_t *timer) {
     struct kld_tensors *tensors = timer->data;
+    uv_mutex_lock(&tensors->mutex);
     uint64_t now = uv_hrtime();
     for (struct kld_stored *stored = tensors->first; stored; stored = stored->next)
         if (stored->buffer && now - stored->used_ns > stored->lifetime_ns)
             stored->condemned = true;
     sweep(tensors);
-    if (!tensors->first)
-        uv_timer_stop(timer);
+    uv_mutex_unlock(&tensors->mutex);
 }
 
 enum kld_status kld_tensors_open(uv_loop_t *loop, const struct kld_config *config,
                                  struct kld_stats *stats, struct kld_tensors **ret_tensors,
                                  struct kld_error *err) {
     struct kld_tensors *tensors = calloc(1, sizeof *tensors);
-    if (!tensors)
+    if (!tensors || uv_mutex_init(&tensors->mutex) != 0) {
+        free(tensors);
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    }
     tensors->config = config;
     tensors->stats = stats;
     uv_timer_init(loop, &tensors->timer);
     tensors->timer.data = tensors;
+    uv_timer_start(&tensors->timer, look, LOOK_MS, LOOK_MS);
     *ret_tensors = tensors;
     return KLD_OK;
 }
@@ -73,6 +77,7 @@ void kld_tensors_stop(struct kld_tensors *tensors) {
 void kld_tensors_close(struct kld_tensors *tensors) {
     while (tensors->first)
         take_out(tensors, &tensors->first);
+    uv_mutex_destroy(&tensors->mutex);
     free(tensors);
 }
 
@@ -85,8 +90,8 @@ static struct kld_stored **find(struct kld_tensors *tensors, const struct kld_ca
     return at;
 }
 
-enum kld_status kld_tensors_reserve(struct kld_tensors *tensors, const struct kld_stored *wanted,
-                                    struct kld_stored **ret_stored, struct kld_error *err) {
+static enum kld_status reserve(struct kld_tensors *tensors, const struct kld_stored *wanted,
+                               struct kld_stored **ret_stored, struct kld_error *err) {
     const struct kld_config *config = tensors->config;
     uint64_t most = config->tensor_bytes_max, mine = config->token_tensor_bytes_max, owned = 0;
     sweep(tensors);
@@ -119,24 +124,15 @@ enum kld_status kld_tensors_reserve(struct kld_tensors *tensors, const struct kl
     return KLD_OK;
 }
 
-void kld_tensors_publish(struct kld_tensors *tensors, struct kld_stored *stored,
-                         struct kld_pool_buffer *buffer) {
-    kld_tensors_remove(tensors, stored->owner, stored->name);
-    stored->buffer = buffer;
-    stored->used_ns = uv_hrtime();
-    if (!uv_is_active((uv_handle_t *)&tensors->timer))
-        uv_timer_start(&tensors->timer, look, LOOK_MS, LOOK_MS);
+enum kld_status kld_tensors_reserve(struct kld_tensors *tensors, const struct kld_stored *wanted,
+                                    struct kld_stored **ret_stored, struct kld_error *err) {
+    uv_mutex_lock(&tensors->mutex);
+    enum kld_status status = reserve(tensors, wanted, ret_stored, err);
+    uv_mutex_unlock(&tensors->mutex);
+    return status;
 }
 
-void kld_tensors_give_up(struct kld_tensors *tensors, struct kld_stored *stored) {
-    struct kld_stored **at = &tensors->first;
-    while (*at != stored)
-        at = &(*at)->next;
-    take_out(tensors, at);
-}
-
-bool kld_tensors_remove(struct kld_tensors *tensors, const struct kld_caller *owner,
-                        const char *name) {
+static bool condemn(struct kld_tensors *tensors, const struct kld_caller *owner, const char *name) {
     struct kld_stored *stored = *find(tensors, owner, name);
     if (stored)
         stored->condemned = true;
@@ -144,9 +140,35 @@ bool kld_tensors_remove(struct kld_tensors *tensors, const struct kld_caller *ow
     return stored != NULL;
 }
 
-enum kld_status kld_tensors_acquire(struct kld_tensors *tensors, const struct kld_caller *owner,
-                                    const struct kld_oip_tensor *input,
-                                    struct kld_pool_buffer **ret_buffer, struct kld_error *err) {
+void kld_tensors_publish(struct kld_tensors *tensors, struct kld_stored *stored,
+                         struct kld_pool_buffer *buffer) {
+    uv_mutex_lock(&tensors->mutex);
+    condemn(tensors, stored->owner, stored->name);
+    stored->buffer = buffer;
+    stored->used_ns = uv_hrtime();
+    uv_mutex_unlock(&tensors->mutex);
+}
+
+void kld_tensors_give_up(struct kld_tensors *tensors, struct kld_stored *stored) {
+    uv_mutex_lock(&tensors->mutex);
+    struct kld_stored **at = &tensors->first;
+    while (*at != stored)
+        at = &(*at)->next;
+    take_out(tensors, at);
+    uv_mutex_unlock(&tensors->mutex);
+}
+
+bool kld_tensors_remove(struct kld_tensors *tensors, const struct kld_caller *owner,
+                        const char *name) {
+    uv_mutex_lock(&tensors->mutex);
+    bool found = condemn(tensors, owner, name);
+    uv_mutex_unlock(&tensors->mutex);
+    return found;
+}
+
+static enum kld_status acquire(struct kld_tensors *tensors, const struct kld_caller *owner,
+                               const struct kld_oip_tensor *input,
+                               struct kld_pool_buffer **ret_buffer, struct kld_error *err) {
     struct kld_stored *stored = *find(tensors, owner, input->region);
     if (!stored)
         return kld_error_set(err, KLD_NOT_FOUND, "no tensor '%.60s' is stored", input->region);
@@ -167,11 +189,21 @@ enum kld_status kld_tensors_acquire(struct kld_tensors *tensors, const struct kl
     return KLD_OK;
 }
 
-bool kld_tensors_append(const struct kld_tensors *tensors, const struct kld_caller *owner,
+enum kld_status kld_tensors_acquire(struct kld_tensors *tensors, const struct kld_caller *owner,
+                                    const struct kld_oip_tensor *input,
+                                    struct kld_pool_buffer **ret_buffer, struct kld_error *err) {
+    uv_mutex_lock(&tensors->mutex);
+    enum kld_status status = acquire(tensors, owner, input, ret_buffer, err);
+    uv_mutex_unlock(&tensors->mutex);
+    return status;
+}
+
+bool kld_tensors_append(struct kld_tensors *tensors, const struct kld_caller *owner,
                         const char *name, struct kld_oip_text *text) {
     bool found = false;
-    uint64_t now = uv_hrtime();
     kld_oip_append(text, "[");
+    uv_mutex_lock(&tensors->mutex);
+    uint64_t now = uv_hrtime();
     for (const struct kld_stored *stored = tensors->first; stored; stored = stored->next) {
         if (!stored->buffer || stored->condemned || stored->owner != owner ||
             (name && strcmp(stored->name, name) != 0))
@@ -188,8 +220,14 @@ bool kld_tensors_append(const struct kld_tensors *tensors, const struct kld_call
                        atomic_load(&stored->buffer->lost) ? "LOST" : "READY");
         found = true;
     }
+    uv_mutex_unlock(&tensors->mutex);
     kld_oip_append(text, "]");
     return found || !name;
 }
 
-uint32_t kld_tensors_count(const struct kld_tensors *tensors) { return tensors->count; }
+uint32_t kld_tensors_count(struct kld_tensors *tensors) {
+    uv_mutex_lock(&tensors->mutex);
+    uint32_t found = tensors->count;
+    uv_mutex_unlock(&tensors->mutex);
+    return found;
+}

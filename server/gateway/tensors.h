@@ -4,7 +4,7 @@
  * use the same name. It goes when its lifetime has passed since it was last used, when it is
  * deleted or replaced, and with its worker: then it is listed as lost, and who names it is told
  * KLD_GONE. Requests that already use it finish with what it held, and it counts for the limits
- * until the last of them has. Loop thread. */
+ * until the last of them has. Any thread. */
 #ifndef KLD_SERVER_GATEWAY_TENSORS_H
 #define KLD_SERVER_GATEWAY_TENSORS_H
 
@@ -34,10 +34,11 @@ struct kld_stored {
     bool condemned; /* named by nobody; counted until its last request has let go of the buffer */
 };
 
+/* loop: the calling thread's, which keeps the lifetimes. */
 enum kld_status kld_tensors_open(uv_loop_t *loop, const struct kld_config *config,
                                  struct kld_stats *stats, struct kld_tensors **ret_tensors,
                                  struct kld_error *err);
-/* For a loop that ends: lifetimes are not kept any more. */
+/* For that loop, which ends: lifetimes are not kept any more. */
 void kld_tensors_stop(struct kld_tensors *tensors);
 /* After the loop has ended, before the pools are closed. */
 void kld_tensors_close(struct kld_tensors *tensors);
@@ -61,8 +62,8 @@ enum kld_status kld_tensors_acquire(struct kld_tensors *tensors, const struct kl
                                     struct kld_pool_buffer **ret_buffer, struct kld_error *err);
 
 /* A list in JSON, of one name or of all (NULL). False: no such name. */
-bool kld_tensors_append(const struct kld_tensors *tensors, const struct kld_caller *owner,
+bool kld_tensors_append(struct kld_tensors *tensors, const struct kld_caller *owner,
                         const char *name, struct kld_oip_text *text);
-uint32_t kld_tensors_count(const struct kld_tensors *tensors);
+uint32_t kld_tensors_count(struct kld_tensors *tensors);
 
 #endif

@@ -1,5 +1,5 @@
-/* upload.c - receives one tensor to keep on the device (upload.h). Holds two pieces of staging and
- * a buffer until the list of tensors takes it over. Loop thread. */
+/* upload.c - receives one tensor to keep on the device (upload.h). Holds a few pieces of staging
+ * and a buffer until the list of tensors takes it over. Loop thread. */
 #include "server/gateway/upload.h"
 
 #include <errno.h>
@@ -137,8 +137,6 @@ static void let_go(struct upload *upload) {
     if (upload->staged)
         kld_staging_free(upload->gateway->staging, upload->pieces.staging_offset);
     upload->staged = false;
-    kld_stats_set(upload->gateway->stats, KLD_STAT_staging_bytes,
-                  kld_staging_used_bytes(upload->gateway->staging));
     if (upload->exchange)
         return;
     if (upload->counted)
@@ -200,7 +198,7 @@ static enum kld_status start(struct upload *upload, const char *name, struct kld
     struct kld_stored wanted = {.owner = upload->caller};
     struct kld_pieces *pieces = &upload->pieces;
     enum kld_status status;
-    if (gateway->draining)
+    if (atomic_load(&gateway->common->draining))
         return kld_error_set(err, KLD_UNAVAILABLE, "the server is shutting down; try again");
     if (strlen(name) >= sizeof wanted.name)
         return kld_error_set(err, KLD_INVALID, "the name of a tensor has 1 to %zu bytes",

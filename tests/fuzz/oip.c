@@ -60,11 +60,24 @@ static void reply(const struct kld_oip_request *request, void *values, uint64_t 
     free(text.data);
 }
 
+/* A memo, of this text or of the last one, changes nothing. */
+static void remembered(const char *text, size_t bytes, enum kld_status status,
+                       const struct kld_oip_request *request) {
+    static struct kld_oip_memo memo;
+    struct kld_oip_request other;
+    struct kld_error err;
+    for (int i = 0; i < 2; i++) {
+        require(kld_oip_parse(text, bytes, &memo, &other, &err) == status);
+        require(status || memcmp(&other, request, sizeof other) == 0);
+    }
+}
+
 static void infer(const char *text, size_t bytes) {
     struct kld_oip_request request;
     struct kld_error err;
     uint64_t tail = 0;
-    enum kld_status status = kld_oip_parse(text, bytes, &request, &err);
+    enum kld_status status = kld_oip_parse(text, bytes, NULL, &request, &err);
+    remembered(text, bytes, status, &request);
     if (status) {
         require_error(status, &err);
         return;

@@ -12,7 +12,7 @@ static struct kld_error err;
 
 static enum kld_status parse(const char *text) {
     memset(&err, 0, sizeof err);
-    return kld_oip_parse(text, strlen(text), &request, &err);
+    return kld_oip_parse(text, strlen(text), NULL, &request, &err);
 }
 
 #define P "{\"name\":\"predictions\",\"shape\":[1,2],\"datatype\":\"FP32\",\"data\":[0.5,0.5]}"
@@ -296,8 +296,37 @@ START_TEST(json_that_is_not_tensor_data_is_bounded) {
     memset(text, ' ', bytes);
     memcpy(text, "{\"id\":\"a\"", 9);
     text[bytes - 1] = '}';
-    ck_assert_int_eq(kld_oip_parse(text, bytes, &request, &err), KLD_TOO_LARGE);
+    ck_assert_int_eq(kld_oip_parse(text, bytes, NULL, &request, &err), KLD_TOO_LARGE);
     free(text);
+}
+END_TEST
+
+START_TEST(the_same_text_with_other_numbers_is_the_same_request) {
+    static struct kld_oip_memo memo;
+    struct kld_oip_request first, again;
+    float values[2];
+    const char *text = "{\"id\":\"x\"," INPUTS "}";
+    const char *other = "{\"id\":\"x\",\"inputs\":[{\"name\":\"predictions\",\"shape\":[1,2],"
+                        "\"datatype\":\"FP32\",\"data\":[0.125,7]}," T "]}";
+    ck_assert_int_eq(kld_oip_parse(text, strlen(text), &memo, &first, &err), KLD_OK);
+    ck_assert_uint_ne(memo.bytes, 0);
+    ck_assert_int_eq(kld_oip_parse(other, strlen(other), &memo, &again, &err), KLD_OK);
+    ck_assert_ptr_eq(again.input[0].data, strstr(other, "[0.125"));
+    ck_assert_int_eq(kld_oip_decode(&again.input[0], values, &err), KLD_OK);
+    ck_assert(values[0] == 0.125f && values[1] == 7);
+    ck_assert_int_eq(kld_oip_decode(&again.input[1], values, &err), KLD_OK);
+    ck_assert(values[0] == 0.25f && values[1] == 0.75f);
+    ck_assert_str_eq(again.id, "x");
+    /* Anything else is read anew, and what is refused is not remembered. */
+    const char *name = "{\"id\":\"y\"," INPUTS "}", *wrong = "{\"id\":\"y\",\"inputs\":[" P "]}";
+    ck_assert_int_eq(kld_oip_parse(name, strlen(name), &memo, &again, &err), KLD_OK);
+    ck_assert_str_eq(again.id, "y");
+    ck_assert_int_eq(kld_oip_parse(wrong, strlen(wrong), &memo, &again, &err), KLD_INVALID);
+    ck_assert_int_eq(kld_oip_parse(wrong, strlen(wrong), &memo, &again, &err), KLD_INVALID);
+    const char *array = "{\"id\":\"y\",\"inputs\":[{\"name\":\"predictions\",\"shape\":[1,2],"
+                        "\"datatype\":\"FP32\",\"data\":[\"a\"]}," T "]}";
+    ck_assert_int_eq(kld_oip_parse(array, strlen(array), &memo, &again, &err), KLD_OK);
+    ck_assert_int_eq(kld_oip_decode(&again.input[0], values, &err), KLD_INVALID);
 }
 END_TEST
 
@@ -305,4 +334,5 @@ UNIT_MAIN("proto/oip", a_plain_request_asks_for_the_loss, what_a_stock_client_se
           what_is_wrong_is_refused_and_named, data_is_flat_or_nested_as_the_shape_says,
           a_reply_is_json_whatever_the_numbers_are, the_longest_numbers_fit_the_announced_size,
           errors_are_json_even_if_a_text_was_cut, register_bodies,
-          json_that_is_not_tensor_data_is_bounded)
+          json_that_is_not_tensor_data_is_bounded,
+          the_same_text_with_other_numbers_is_the_same_request)

@@ -72,7 +72,7 @@ static void setup(void) {
     page.worker[0].worker_ready = page.worker[1].worker_ready = 1;
     uv_loop_init(&loop);
     uv_timer_init(&loop, &patience);
-    ck_assert_int_eq(kld_staging_open(1 << 16, &staging, &err), KLD_OK);
+    ck_assert_int_eq(kld_staging_open(1 << 16, NULL, &staging, &err), KLD_OK);
     float *values = kld_staging_at(staging, 0);
     for (int i = 0; i < CLASSES; i++) {
         values[i] = 2;

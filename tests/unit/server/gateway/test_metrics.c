@@ -104,12 +104,13 @@ START_TEST(the_largest_numbers_fit) {
     for (int i = 0; i < KLD_WIRE_DEVICES_MAX; i++)
         fill(&page.worker[i]);
     ck_assert_ptr_nonnull(strstr(render(&page), "18446744073709551615"));
-    static struct kld_gateway gateway = {.page = &page, .stats = &page.common};
+    static struct kld_gateway_common common;
+    struct kld_gateway gateway = {.common = &common, .page = &page, .stats = &page.common};
     struct kld_oip_text text = {.data = buffer, .capacity = 16384};
     kld_page_append(&gateway, &text);
     ck_assert(!text.overflow);
     struct kld_gateway_counts counts;
-    memset(&counts, 0xff, sizeof counts);
+    memset((void *)&counts, 0xff, sizeof counts);
     text = (struct kld_oip_text){.data = buffer, .capacity = 4096};
     kld_metrics_append_model(&counts, &text);
     ck_assert(!text.overflow);

@@ -26,7 +26,7 @@ static void open_all(void) {
     ck_assert_int_ge(object, 0);
     ck_assert_int_eq(ftruncate(object, 4096), 0);
     ck_assert_int_eq(uv_loop_init(&loop), 0);
-    ck_assert_int_eq(kld_shm_open(&loop, &config, &stats, &shm, &err), KLD_OK);
+    ck_assert_int_eq(kld_shm_open(&config, &stats, &shm, &err), KLD_OK);
 }
 
 static void close_all(void) {
@@ -56,7 +56,7 @@ START_TEST(a_region_is_a_window) {
     ck_assert_int_eq(kld_shm_write(region, 0, "AB", 2, &err), KLD_OK);
     ck_assert_int_eq(pread(object, got, 4, 100), 4);
     ck_assert_mem_eq(got, "ABcd", 4);
-    kld_shm_release(region);
+    kld_shm_release(region, &loop);
     ck_assert_int_eq(kld_shm_acquire(shm, owner, "b", 0, 1, &region, &err), KLD_NOT_FOUND);
     ck_assert_int_eq(kld_shm_acquire(shm, owner, "a", 2999, 2, &region, &err), KLD_INVALID);
     ck_assert_int_eq(kld_shm_acquire(shm, owner, "a", UINT64_MAX, 2, &region, &err), KLD_INVALID);
@@ -71,14 +71,14 @@ START_TEST(its_last_user_closes_it) {
     open_all();
     ck_assert_int_eq(add("a", 0, 4096), KLD_OK);
     ck_assert_int_eq(kld_shm_acquire(shm, owner, "a", 0, 4, &region, &err), KLD_OK);
-    kld_shm_unregister(shm, owner, "a");
+    kld_shm_unregister(shm, owner, "a", &loop);
     ck_assert_uint_eq(kld_shm_count(shm), 0);
     ck_assert_int_eq(kld_shm_read(region, 0, got, 4, &err), KLD_OK);
     ck_assert(!uv_loop_alive(&loop));
-    kld_shm_release(region);
+    kld_shm_release(region, &loop);
     ck_assert_msg(uv_loop_alive(&loop), "it is closed on the pool");
     uv_run(&loop, UV_RUN_DEFAULT);
-    kld_shm_release(NULL);
+    kld_shm_release(NULL, &loop);
     close_all();
 }
 END_TEST
@@ -95,7 +95,7 @@ START_TEST(a_cut_object_is_an_error_and_does_not_grow_again) {
     ck_assert_int_eq(kld_shm_write(region, 0, got, 8, &err), KLD_INVALID);
     ck_assert_int_eq(fstat(object, &about), 0);
     ck_assert_int_eq(about.st_size, 4);
-    kld_shm_release(region);
+    kld_shm_release(region, &loop);
     close_all();
 }
 END_TEST
@@ -110,13 +110,13 @@ START_TEST(a_region_is_its_owners_alone) {
     ck_assert_int_eq(add("a", 0, 16), KLD_OK);
     ck_assert_int_eq(kld_shm_acquire(shm, &caller[1], "a", 0, 1, &region, &err), KLD_NOT_FOUND);
     ck_assert(!kld_shm_append_status(shm, &caller[1], "a", &text));
-    kld_shm_unregister(shm, &caller[1], NULL);
-    kld_shm_unregister(shm, &caller[1], "a");
+    kld_shm_unregister(shm, &caller[1], NULL, &loop);
+    kld_shm_unregister(shm, &caller[1], "a", &loop);
     ck_assert_int_eq(kld_shm_register(shm, &caller[1], "a", &wanted, &err), KLD_OK);
-    kld_shm_unregister(shm, owner, NULL);
+    kld_shm_unregister(shm, owner, NULL, &loop);
     ck_assert_uint_eq(kld_shm_count(shm), 1);
     ck_assert_int_eq(kld_shm_acquire(shm, &caller[1], "a", 0, 8, &region, &err), KLD_OK);
-    kld_shm_release(region);
+    kld_shm_release(region, &loop);
     close_all();
 }
 END_TEST
@@ -128,7 +128,7 @@ START_TEST(what_may_be_registered) {
     ck_assert_int_eq(add("a", 0, 1), KLD_OK);
     ck_assert_int_eq(add("b", 0, 1), KLD_OK);
     ck_assert_int_eq(add("c", 0, 1), KLD_TOO_LARGE);
-    kld_shm_unregister(shm, owner, NULL);
+    kld_shm_unregister(shm, owner, NULL, &loop);
     const struct {
         const char *key;
         enum kld_status status;

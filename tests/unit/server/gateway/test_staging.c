@@ -8,20 +8,20 @@
 
 START_TEST(memory_is_sealed_and_zeroed) {
     struct kld_staging *staging;
-    ck_assert_int_eq(kld_staging_open(5000, &staging, NULL), KLD_OK);
+    ck_assert_int_eq(kld_staging_open(5000, NULL, &staging, NULL), KLD_OK);
     ck_assert_uint_eq(kld_staging_bytes(staging), 8192);
     ck_assert(fcntl(kld_staging_fd(staging), F_GET_SEALS) & F_SEAL_SHRINK);
     ck_assert_int_eq(((char *)kld_staging_at(staging, 8191))[0], 0);
     kld_staging_close(staging);
     kld_staging_close(NULL);
-    ck_assert_int_eq(kld_staging_open(UINT64_MAX, &staging, NULL), KLD_INVALID);
+    ck_assert_int_eq(kld_staging_open(UINT64_MAX, NULL, &staging, NULL), KLD_INVALID);
 }
 END_TEST
 
 START_TEST(full_is_busy_and_more_than_all_is_too_large) {
     struct kld_staging *staging;
     uint64_t a, b;
-    ck_assert_int_eq(kld_staging_open(4096, &staging, NULL), KLD_OK);
+    ck_assert_int_eq(kld_staging_open(4096, NULL, &staging, NULL), KLD_OK);
     ck_assert_int_eq(kld_staging_alloc(staging, 4097, &a, NULL), KLD_TOO_LARGE);
     ck_assert_int_eq(kld_staging_alloc(staging, UINT64_MAX, &a, NULL), KLD_TOO_LARGE);
     ck_assert_int_eq(kld_staging_alloc(staging, 4096, &a, NULL), KLD_OK);
@@ -43,7 +43,7 @@ START_TEST(ranges_never_overlap_and_coalesce) {
         int used;
     } slot[SLOTS] = {{0}};
     unsigned random = 1;
-    ck_assert_int_eq(kld_staging_open(BYTES, &staging, NULL), KLD_OK);
+    ck_assert_int_eq(kld_staging_open(BYTES, NULL, &staging, NULL), KLD_OK);
     for (int step = 0; step < 20000; step++) {
         random = random * 1103515245u + 12345u;
         unsigned i = (random >> 16) % SLOTS;

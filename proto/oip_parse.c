@@ -1,0 +1,54 @@
+/* oip_parse.c - the text of an infer request to struct kld_oip_request, anew or from what the last
+ * one was. What the keys mean is in oip.c. No I/O; any thread. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "proto/oip.h"
+#include "proto/oip_json.h"
+
+static enum kld_status parse_skeleton(const char *skeleton, size_t bytes,
+                                      const struct kld_json_span *spans,
+                                      struct kld_oip_request *request, struct kld_error *err) {
+    cJSON *root;
+    memset(request, 0, sizeof *request);
+    kld_op_init(&request->op);
+    enum kld_status status = kld_json_tree(skeleton, bytes, &root, err);
+    if (status)
+        return status;
+    status = kld_oip_read(root, spans, request, err);
+    cJSON_Delete(root);
+    return status;
+}
+
+/* All that a request asks for is in the skeleton: with the same one only the arrays are others. */
+static void recall(const struct kld_oip_memo *memo, const struct kld_json_span *spans,
+                   struct kld_oip_request *request) {
+    *request = memo->request;
+    for (uint32_t i = 0; i < request->input_count; i++)
+        if (request->input[i].where == KLD_OIP_JSON) {
+            request->input[i].data = spans[i].begin;
+            request->input[i].data_end = spans[i].end;
+        }
+}
+
+enum kld_status kld_oip_parse(const char *text, size_t bytes, struct kld_oip_memo *memo,
+                              struct kld_oip_request *ret_request, struct kld_error *err) {
+    struct kld_json_span spans[KLD_JSON_ARRAYS_MAX];
+    char *skeleton;
+    size_t length;
+    enum kld_status status = kld_json_skeleton(text, bytes, &skeleton, &length, spans, err);
+    if (status)
+        return status;
+    if (memo && length && memo->bytes == length && memcmp(memo->text, skeleton, length) == 0) {
+        recall(memo, spans, ret_request);
+    } else {
+        status = parse_skeleton(skeleton, length, spans, ret_request, err);
+        if (status == KLD_OK && memo && length <= sizeof memo->text) {
+            memcpy(memo->text, skeleton, length);
+            memo->bytes = length;
+            memo->request = *ret_request;
+        }
+    }
+    free(skeleton);
+    return status;
+}

@@ -1,0 +1,60 @@
+/* answer.c - replies that are a text: compressed for who takes that, errors as JSON (http.h). Knows
+ * no route. The exchange's loop thread. */
+#include <stdlib.h>
+
+#include "proto/oip.h"
+#include "server/gateway/compress.h"
+#include "server/gateway/http.h"
+
+enum kld_coding kld_exchange_coding(const struct kld_exchange *exchange) {
+    return kld_coding_choose(kld_exchange_header(exchange, MHD_HTTP_HEADER_ACCEPT_ENCODING));
+}
+
+struct MHD_Response *kld_exchange_packed(enum kld_coding coding, void *packed, size_t bytes) {
+    struct MHD_Response *response =
+        MHD_create_response_from_buffer(bytes, packed, MHD_RESPMEM_MUST_FREE);
+    if (!response) {
+        free(packed);
+        return NULL;
+    }
+    MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_ENCODING, kld_coding_name(coding));
+    MHD_add_response_header(response, MHD_HTTP_HEADER_VARY, MHD_HTTP_HEADER_ACCEPT_ENCODING);
+    return response;
+}
+
+void kld_exchange_reply_text(struct kld_exchange *exchange, unsigned http_status, const char *type,
+                             const char *text, size_t bytes) {
+    enum kld_coding coding =
+        bytes < KLD_COMPRESS_BYTES_MIN ? KLD_CODING_NONE : kld_exchange_coding(exchange);
+    size_t packed_bytes = 0;
+    void *packed = kld_compress(coding, text, bytes, &packed_bytes);
+    struct MHD_Response *response =
+        packed ? kld_exchange_packed(coding, packed, packed_bytes)
+               : MHD_create_response_from_buffer(bytes, (void *)(uintptr_t)text,
+                                                 MHD_RESPMEM_MUST_COPY);
+    bytes = packed ? packed_bytes : bytes;
+    if (response && bytes)
+        MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, type);
+    if (response)
+        kld_stats_add(exchange->gateway->stats, KLD_STAT_http_sent_bytes_total, (int64_t)bytes);
+    kld_exchange_reply(exchange, http_status, response);
+}
+
+void kld_exchange_reply_error(struct kld_exchange *exchange, const struct kld_error *error) {
+    char buffer[KLD_ERROR_TEXT_MAX * 6 + 16];
+    struct kld_oip_text text = {.data = buffer, .capacity = sizeof buffer};
+    unsigned http_status = (unsigned)kld_status_http(error->status);
+    kld_oip_append_error(&text, error->text[0] ? error->text : kld_status_text(error->status));
+    struct MHD_Response *response =
+        MHD_create_response_from_buffer(text.length, buffer, MHD_RESPMEM_MUST_COPY);
+    if (response) {
+        MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
+        if (http_status == 503 || http_status == 429)
+            MHD_add_response_header(response, MHD_HTTP_HEADER_RETRY_AFTER, "1");
+        if (http_status == 401)
+            MHD_add_response_header(response, MHD_HTTP_HEADER_WWW_AUTHENTICATE, "Bearer");
+        kld_stats_add(exchange->gateway->stats, KLD_STAT_http_sent_bytes_total,
+                      (int64_t)text.length);
+    }
+    kld_exchange_reply(exchange, http_status, response);
+}
