@@ -9,6 +9,8 @@ PREFIX   ?= /usr/local
 NVCC     ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) $(shell command -v nvcc 2>/dev/null))
 CUDA     ?= $(if $(NVCC),1,0)
 VERSION  := $(shell cat proto/VERSION)
+# What a program and libkld.so must agree on beyond the version: the layout of the tables between them.
+TABLES   := $(shell cat kernels/backend.h proto/op.h proto/status.h | cksum | cut -d' ' -f1)
 COMMIT   := $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
 Q        := $(if $(V),,@)
 
@@ -20,7 +22,7 @@ endif
 WARN     := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wpointer-arith \
             -Wvla -Wwrite-strings -Wno-unused-parameter
 HARDEN   := -fstack-protector-strong -fno-plt
-CPPFLAGS += -I. -D_GNU_SOURCE -DKLD_RELEASE='"$(VERSION)"' $(if $(filter 1,$(CUDA)),-DKLD_WITH_CUDA)
+CPPFLAGS += -I. -D_GNU_SOURCE -DKLD_RELEASE='"$(VERSION)"' -DKLD_BUILD='"$(VERSION)+$(TABLES)"' $(if $(filter 1,$(CUDA)),-DKLD_WITH_CUDA)
 CFLAGS   ?= -O2 -g
 ALL_CFLAGS = -std=c17 $(CFLAGS) $(WARN) $(HARDEN) -fPIC -fvisibility=hidden -pthread $(SAN_FLAGS)
 LDFLAGS  += -pthread -Wl,-z,relro,-z,now -pie $(SAN_FLAGS)

@@ -9,7 +9,8 @@
 #include <string.h>
 #include <sys/epoll.h>
 
-#define RETRY_NS_MIN 20000000ull
+#define RETRY_NS_MIN 20000000ull /* doubled with each try, up to ... */
+#define RETRY_DOUBLINGS 5        /* ... so often */
 #define UPLOAD_BUFFER_BYTES (2l << 20)
 #define RECEIVE_BUFFER_BYTES (512l << 10)
 
@@ -208,18 +209,20 @@ static void call_transferred(struct http_connection *h, struct http_call *call) 
     kld_http_transfer_close(h, &call->transfer);
     uint64_t now = kld_now_ns();
     call->losses += lost;
+    call->refusals += retry && call->transfer.http_status >= 500;
     if (!call->first_failure_ns)
         call->first_failure_ns = now;
     /* Over HTTP the server works on its own copy: only a reply that had begun to arrive over an
      * input makes a second try wrong. */
     if (!status || !retry || call->losses >= KLD_ATTEMPTS_MAX ||
+        call->refusals >= KLD_ATTEMPTS_MAX ||
         (call->wrote && kld_op_in_place(&call->base.request.op))) {
         call_end(h, call, status, &error);
         return;
     }
-    uint32_t doublings = call->base.result.attempts < 4 ? call->base.result.attempts : 4;
-    uint64_t pause = RETRY_NS_MIN << doublings;
-    pause = call->retry_after_ns ? call->retry_after_ns : pause;
+    uint32_t tries = call->base.result.attempts;
+    uint64_t pause = RETRY_NS_MIN << (tries < RETRY_DOUBLINGS ? tries : RETRY_DOUBLINGS);
+    pause = call->retry_after_ns > pause ? call->retry_after_ns : pause;
     uint64_t end = call->base.deadline_ns != KLD_NEVER
                        ? call->base.deadline_ns
                        : call->first_failure_ns + KLD_RECONNECT_NS_MAX;

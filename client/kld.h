@@ -22,7 +22,8 @@
  * pool region or a done event. Regions are registered again by themselves, all but pool regions,
  * whose contents are gone; published tensors are published again, attached ones attached again.
  * What a server that shuts down no longer took is sent to the next one. Over http a server that
- * answers 503 is asked again within the same limits.
+ * answers 503 is asked again within the same limits, not before its Retry-After has passed and 40
+ * to 640 ms apart: after 10 such answers the request ends with the last one.
  *
  * Several devices. A server with more than one has a socket for each, PATH, PATH.1, PATH.2, ...,
  * and a connection works on one of them. Connect to any: the first import of GPU memory or of an

@@ -216,7 +216,8 @@ struct kld_backend {
 
 /* The list of back ends, best first; NULL-terminated. Built without nvcc it holds only cpu. */
 KLD_BACKEND_EXPORT const struct kld_backend *const *kld_backends(void);
-/* KLD_RELEASE of the library: a program that was built with another one must not use its tables. */
+/* KLD_BUILD of the library, its version and a sum over this header and those that it needs: a
+ * program that was built with another one must not use its tables. */
 KLD_BACKEND_EXPORT const char *kld_backends_release(void);
 /* "cpu", "cuda", or "auto": the best that has a device. KLD_NOT_FOUND: not built in, the text lists
  * those that are. */

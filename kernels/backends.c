@@ -18,7 +18,7 @@ static const struct kld_backend *const backends[] = {
 
 const struct kld_backend *const *kld_backends(void) { return backends; }
 
-const char *kld_backends_release(void) { return KLD_RELEASE; }
+const char *kld_backends_release(void) { return KLD_BUILD; }
 
 enum kld_status kld_backend_find(const char *name, const struct kld_backend **ret_backend,
                                  struct kld_error *err) {

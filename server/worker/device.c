@@ -9,10 +9,11 @@ static enum kld_status backend_choose(const struct kld_config *config,
                                       const struct kld_stats *stats,
                                       const struct kld_backend **ret_backend,
                                       struct kld_error *ret_passed_over, struct kld_error *err) {
-    if (strcmp(kld_backends_release(), KLD_RELEASE) != 0)
+    if (strcmp(kld_backends_release(), KLD_BUILD) != 0)
         return kld_error_set(err, KLD_VERSION,
-                             "libkld.so is of version %.20s, this server of %s; restart the server",
-                             kld_backends_release(), KLD_RELEASE);
+                             "libkld.so is of build %.40s, this server of %s; install both from "
+                             "one build and restart the server",
+                             kld_backends_release(), KLD_BUILD);
     enum kld_status status = kld_backend_find(config->backend, ret_backend, err);
     if (status || strcmp(config->backend, "auto") != 0)
         return status;

@@ -2,6 +2,8 @@
 import json
 import os
 import pathlib
+import re
+import shutil
 import signal
 import socket
 import stat
@@ -358,3 +360,24 @@ def parent_of(entry):
 
 def state_of(entry):
     return stat_of(entry)[0]
+
+
+def test_another_build_of_libkld_is_told(tmp_path, backend):
+    """The tables between the server and its library may differ between two builds of one version."""
+    library = next(path for path in (BIN / "libkld.so", BIN.parent / "lib/libkld.so") if path.exists()).read_bytes()
+    build = re.search(rb"\d+\.\d+\.\d+\+\d+\0", library).group()
+    other = build[:-2] + (b"0" if build[-2:-1] != b"0" else b"1") + b"\0"
+    shutil.copy(BIN / "kld-server", tmp_path / "kld-server")
+    for name, content in (("whole", library), ("other", library.replace(build, other))):
+        (tmp_path / "libkld.so.0").write_bytes(content)
+        with subprocess.Popen([tmp_path / "kld-server", f"--unix={tmp_path}/s", "--http=", f"--backend={backend}"],
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                              env=clean_environment(LD_LIBRARY_PATH=tmp_path)) as server:
+            first = server.stdout.readline()
+            server.terminate()
+            _, said = server.communicate(timeout=60)
+        if name == "whole":
+            assert first.startswith("ready ")
+        else:
+            assert first == "" and server.returncode == 1
+            assert f"libkld.so is of build {other[:-1].decode()}, this server of {build[:-1].decode()}" in said

@@ -4,6 +4,7 @@
 
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "client/kld.h"
@@ -207,6 +208,37 @@ START_TEST(test_many_deadlines_and_cancels) {
 }
 END_TEST
 
+static uint64_t now_ms(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
+}
+
+/* Ten times, ever later, and no more; never before the server's own time. */
+START_TEST(test_a_busy_server_is_not_asked_for_ever) {
+    setup(NULL);
+    struct kld_request request = make_request();
+    struct kld_result result;
+    server.mode = FAKE_HTTP_BUSY_1S;
+    server.times = 1;
+    uint64_t start = now_ms();
+    ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_OK);
+    ck_assert_uint_ge(now_ms() - start, 1000);
+    ck_assert_int_eq(server.requests, 2);
+    server.requests = 0;
+    server.mode = FAKE_HTTP_BUSY;
+    server.times = 1000;
+    request = make_request();
+    request.timeout_ns = UINT64_C(3600000000000);
+    start = now_ms();
+    ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_UNAVAILABLE);
+    ck_assert_ptr_nonnull(strstr(error.text, "busy"));
+    ck_assert_int_eq(server.requests, 10);
+    ck_assert_uint_ge(now_ms() - start, 3000);
+    teardown();
+}
+END_TEST
+
 static int stop_half_way(void *user, uint64_t sent, uint64_t total) {
     uint64_t *last = user;
     ck_assert_uint_le(*last, sent);
@@ -237,5 +269,6 @@ START_TEST(test_no_server) {
 }
 END_TEST
 
-UNIT_MAIN("client/http", test_run, test_strides_and_regions, test_misbehaviour, test_in_place,
+UNIT_MAIN("client/http", test_a_busy_server_is_not_asked_for_ever, test_run,
+          test_strides_and_regions, test_misbehaviour, test_in_place,
           test_many_deadlines_and_cancels, test_progress, test_no_server)
