@@ -82,7 +82,7 @@ static cudaError_t open_flights(struct cuda_device *device) {
         return error;
     device->results = results;
     size_t bytes = CUDA_FLIGHTS_MAX * sizeof(struct kld_cuda_scratch);
-    if ((error = cudaMallocFromPoolAsync(&scratch, bytes, device->pool, device->setup)) ||
+    if ((error = cuda_pool_take(device, bytes, &scratch)) ||
         (error = cudaMemsetAsync(scratch, 0, bytes, device->setup)) ||
         (error = cudaStreamSynchronize(device->setup)))
         return error;
@@ -151,6 +151,7 @@ static enum kld_status device_open(const struct kld_device_options *options,
         return kld_error_set(err, KLD_NO_MEMORY, "no host memory for a device");
     device->base.backend = &kld_backend_cuda;
     device->ordinal = (int)options->device;
+    device->heir_until_ns = cuda_now_ns() + CUDA_HEIR_NS;
     pthread_mutex_init(&device->setup_mutex, NULL);
     pthread_mutex_init(&device->work, NULL);
     pthread_mutex_init(&device->mutex, NULL);

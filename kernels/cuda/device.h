@@ -20,6 +20,7 @@
 #define CUDA_FLIGHTS_MAX 64                    /* jobs between launch and completion */
 #define CUDA_STAGING_MAX ((uint64_t)256 << 20) /* bytes of one chunk of a job in host memory */
 #define CUDA_IMPORTS_MAX 4096                  /* base allocations of other processes kept open */
+#define CUDA_HEIR_NS UINT64_C(1000000000)      /* memory of a lost predecessor is waited for */
 #define CUDA_PEERS_MAX 64                      /* other cards that can be reached */
 #define CUDA_KEPT_MAX CUDA_FLIGHTS_MAX         /* blocks of staging kept between jobs ... */
 #define CUDA_KEPT_BYTES ((uint64_t)512 << 20)  /* ... and the most they take of the pool */
@@ -100,6 +101,7 @@ struct cuda_device {
     struct kld_device base;
     int ordinal;                 /* constant */
     uint32_t spin_us;            /* constant */
+    uint64_t heir_until_ns;      /* constant: see cuda_heir_waits() */
     uint32_t shared_bytes_max;   /* constant: of one block */
     cudaMemPool_t pool;          /* constant; thread-safe */
     _Atomic uint64_t pool_used;  /* bytes reserved; any thread */
@@ -154,6 +156,12 @@ bool cuda_is_dead(struct kld_device *device);
 enum kld_status cuda_enter(struct cuda_device *device, struct kld_error *err);
 struct cuda_memory *cuda_memory_new(struct cuda_device *device, enum cuda_memory_kind kind,
                                     uint64_t bytes, struct kld_error *err);
+/* A process that just took a lost one's place finds the card's memory still taken: for so long
+ * after it opened the device an allocation that fails is tried again. Sleeps; false: that time is
+ * over. Not on the device's thread. */
+bool cuda_heir_waits(const struct cuda_device *device);
+/* From the pool, with that patience. */
+cudaError_t cuda_pool_take(struct cuda_device *device, uint64_t bytes, void **ret_at);
 bool cuda_pool_reserve(struct cuda_device *device, uint64_t bytes);
 void cuda_pool_release(struct cuda_device *device, uint64_t bytes);
 enum kld_status cuda_memory_map(struct kld_device *device, int fd, uint64_t bytes,

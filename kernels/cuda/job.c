@@ -288,8 +288,13 @@ static bool start_staged(struct cuda_device *device, struct cuda_flight *flight)
             &job->error, KLD_NO_MEMORY,
             "a row of tensors in host memory does not fit what is free of the device pool");
     }
-    if (!flight->status)
-        failed(device, flight, cuda_staging_allocate(device, flight), "allocating device memory");
+    cudaError_t error = flight->status ? cudaSuccess : cuda_staging_allocate(device, flight);
+    if (error == cudaErrorMemoryAllocation && cuda_now_ns() < device->heir_until_ns) {
+        cudaGetLastError();
+        cuda_staging_release(device, flight);
+        return false; /* a lost predecessor's memory, maybe: see cuda_heir_waits() */
+    }
+    failed(device, flight, error, "allocating device memory");
     if (!flight->status)
         wait_for_event(device, flight);
     mark(device, flight, MARK_START);

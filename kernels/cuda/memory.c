@@ -7,6 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
+
+#define HEIR_PAUSE_NS 10000000
 
 static struct cuda_device *device_of(struct kld_device *device) {
     return (struct cuda_device *)device;
@@ -54,6 +57,25 @@ uint64_t cuda_pool_bytes(struct kld_device *device) {
     return used > kept ? used - kept : 0;
 }
 
+bool cuda_heir_waits(const struct cuda_device *device) {
+    cudaGetLastError();
+    if (cuda_now_ns() >= device->heir_until_ns)
+        return false;
+    struct timespec pause = {0, HEIR_PAUSE_NS};
+    nanosleep(&pause, NULL);
+    return true;
+}
+
+cudaError_t cuda_pool_take(struct cuda_device *device, uint64_t bytes, void **ret_at) {
+    cudaError_t error;
+    do {
+        pthread_mutex_lock(&device->setup_mutex);
+        error = cudaMallocFromPoolAsync(ret_at, bytes, device->pool, device->setup);
+        pthread_mutex_unlock(&device->setup_mutex);
+    } while (error == cudaErrorMemoryAllocation && cuda_heir_waits(device));
+    return error;
+}
+
 static enum kld_status pool_alloc(struct cuda_device *device, uint64_t bytes, char **ret_at,
                                   struct kld_error *err) {
     if (!cuda_pool_reserve(device, bytes) &&
@@ -63,8 +85,8 @@ static enum kld_status pool_alloc(struct cuda_device *device, uint64_t bytes, ch
             (unsigned long long)bytes, (unsigned long long)cuda_pool_bytes(&device->base),
             (unsigned long long)device->base.info.pool_bytes_max);
     void *at = NULL;
+    cudaError_t error = cuda_pool_take(device, bytes, &at);
     pthread_mutex_lock(&device->setup_mutex);
-    cudaError_t error = cudaMallocFromPoolAsync(&at, bytes, device->pool, device->setup);
     if (!error && !(error = cudaMemsetAsync(at, 0, bytes, device->setup)))
         error = cudaStreamSynchronize(device->setup);
     else if (at)

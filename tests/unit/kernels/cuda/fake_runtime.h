@@ -38,6 +38,7 @@ static atomic_int fake_launch_error, fake_device_of_fd, fake_access_error;
 static atomic_int fake_streams, fake_events, fake_blocks, fake_imports, fake_maps, fake_handles,
     fake_ranges, fake_pinned;
 static atomic_int fake_imports_total, fake_priority_sum;
+static atomic_int fake_no_memory;   /* countdown: so many allocations of the pool fail */
 static atomic_int fake_devices = 1; /* card 2 and those behind it are not connected to others */
 static atomic_int fake_allocations; /* calls that make or pin anything, ever */
 static pthread_mutex_t fake_lock = PTHREAD_MUTEX_INITIALIZER; /* times */
@@ -222,6 +223,8 @@ cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr att
 cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, size_t bytes) { return cudaSuccess; }
 cudaError_t cudaMallocFromPoolAsync(void **at, size_t bytes, cudaMemPool_t pool,
                                     cudaStream_t stream) {
+    if (atomic_load(&fake_no_memory) > 0 && atomic_fetch_sub(&fake_no_memory, 1) > 0)
+        return cudaErrorMemoryAllocation;
     return fake_take(at, bytes, &fake_blocks);
 }
 cudaError_t cudaFreeAsync(void *at, cudaStream_t stream) {

@@ -375,6 +375,31 @@ START_TEST(allocations_by_descriptor) {
 }
 END_TEST
 
+/* The memory of a process that is just being taken apart: the next one waits for it, and not for
+ * ever. */
+START_TEST(memory_of_a_predecessor_is_waited_for) {
+    struct kld_memory *memory;
+    atomic_store(&fake_no_memory, 5);
+    setup(); /* the device itself; the buffer behind it */
+    ck_assert_int_eq(atomic_load(&fake_no_memory), 0);
+    atomic_store(&fake_no_memory, 5);
+    ck_assert_int_eq(cuda->memory_alloc(device, 4096, &memory, &err), KLD_OK);
+    cuda->memory_free(memory);
+    atomic_store(&fake_no_memory, 5);
+    prepare(&records[0], host, false);
+    submit(&records[0], 0);
+    wait_for(&records[0], false);
+    ck_assert_int_eq(records[0].job.status, KLD_OK);
+    ck_assert_int_eq(atomic_load(&fake_no_memory), 0);
+    usleep(1100000);
+    atomic_store(&fake_no_memory, 1);
+    uint64_t start_ns = fake_now_ns();
+    ck_assert_int_eq(cuda->memory_alloc(device, 4096, &memory, &err), KLD_NO_MEMORY);
+    ck_assert_uint_lt(fake_now_ns() - start_ns, 500000000);
+    teardown();
+}
+END_TEST
+
 /* Of three cards the first two are connected. */
 START_TEST(memory_of_other_cards_is_taken_where_told) {
     for (int told = 0; told < 2; told++) {
@@ -436,8 +461,9 @@ END_TEST
 UNIT_MAIN("kernels/cuda/thread", a_fault_is_a_launch_with_an_address_that_is_not_there,
           jobs_end_in_order_whoever_looks, who_polls_completes, closing_waits_for_what_was_polled,
           streams_wait_for_events, what_cannot_be_launched_is_not_told_as_launched,
-          memory_of_other_cards_is_taken_where_told, a_warm_device_allocates_nothing,
-          kept_staging_gives_way, allocations_of_others_are_opened_once, allocations_by_descriptor,
+          memory_of_a_predecessor_is_waited_for, memory_of_other_cards_is_taken_where_told,
+          a_warm_device_allocates_nothing, kept_staging_gives_way,
+          allocations_of_others_are_opened_once, allocations_by_descriptor,
           priorities_are_those_of_the_device)
 
 #else
