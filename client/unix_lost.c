@@ -1,7 +1,9 @@
 /* unix_lost.c - what happens when the worker goes away: which requests may be sent to the next one,
  * and in which order. Connecting again is unix.c's, registering regions again unix_memory.c's. The
  * thread that owns the connection. */
+#include <linux/kcmp.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "client/unix.h"
@@ -31,6 +33,12 @@ static struct extent extent_at(const struct unix_call *call, uint32_t slot, bool
                      call->base.geometry.slot[slot].span_bytes);
 }
 
+/* Duplicates of one descriptor? Not known where the kernel does not tell. */
+static bool same_file(int a, int b) {
+    pid_t self = getpid();
+    return syscall(SYS_kcmp, self, self, KCMP_FILE, (unsigned long)a, (unsigned long)b) == 0;
+}
+
 /* Two regions may show the same memory. */
 static bool same_memory(const struct unix_region *a, const struct unix_region *b) {
     if (a == b || a->kind != b->kind)
@@ -39,6 +47,7 @@ static bool same_memory(const struct unix_region *a, const struct unix_region *b
     case KLD_REGION_MEMFD: return a->inode == b->inode && a->inode_device == b->inode_device;
     case KLD_REGION_CUDA_IPC:
         return memcmp(a->ipc_handle, b->ipc_handle, sizeof a->ipc_handle) == 0;
+    case KLD_REGION_CUDA_FD: return same_file(a->fd, b->fd);
     default: return false;
     }
 }

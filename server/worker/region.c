@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "server/worker/core.h"
+#include "server/worker/cuda_file.h"
 #include "server/worker/publish.h"
 
 #define SLOT_MASK (((uint64_t)1 << KLD_REGION_SLOT_BITS) - 1)
@@ -191,6 +192,7 @@ static void forget(struct kld_region *region) {
     struct kld_session *session = region->session;
     gauges_add(region, -1);
     session->regions[region->id & SLOT_MASK] = NULL;
+    kld_cuda_file_release(session, region->cuda_file);
     free(region);
 }
 
@@ -262,7 +264,8 @@ static bool same_memory(const struct kld_region *a, const struct kld_region *b) 
     case KLD_REGION_MEMFD: return a->inode == b->inode && a->inode_device == b->inode_device;
     case KLD_REGION_CUDA_IPC:
         return memcmp(a->ipc_handle, b->ipc_handle, sizeof a->ipc_handle) == 0;
-    default: return false; /* two descriptors of one CUDA allocation cannot be told from others */
+    case KLD_REGION_CUDA_FD: return a->cuda_file && a->cuda_file == b->cuda_file;
+    default: return false;
     }
 }
 
@@ -351,6 +354,8 @@ enum kld_status kld_worker_region_add(struct kld_session *session,
         free(region);
         return status;
     }
+    if (frame->kind == KLD_REGION_CUDA_FD)
+        region->cuda_file = kld_cuda_file_acquire(session, fd);
     gauges_add(region, 1);
     session->tasks++;
     uv_queue_work(&worker->loop, &region->work, add_work, add_after);

@@ -50,6 +50,7 @@ struct kld_region {
     uint8_t ipc_handle[KLD_WIRE_IPC_HANDLE_BYTES];
     dev_t inode_device; /* memfd */
     ino_t inode;
+    uint64_t cuda_file; /* CUDA fd: of cuda_file.h; 0: unknown, and of attached ones */
 
     /* ADDING, REMOVING: the pool's. Else the loop's. */
     int fd;                    /* memfd or CUDA allocation, until it is mapped */

@@ -26,6 +26,8 @@ struct kld_worker;
 #define KLD_SESSION_EVENTS_MAX 64 /* events of one client */
 #define KLD_SESSION_FDS_MAX 253   /* SCM_MAX_FD: all that one packet can carry */
 
+#define KLD_SESSION_CUDA_FILES 64 /* CUDA allocations of one client that are told apart by file */
+
 enum kld_lane_state { KLD_LANE_CLOSED, KLD_LANE_OPENING, KLD_LANE_OPEN, KLD_LANE_CLOSING };
 
 /* A stream number of a client, and the back end's stream behind it (lane.c). */
@@ -39,6 +41,13 @@ struct kld_lane {
     struct kld_stream *stream;      /* OPEN: the loop's */
     enum kld_status status;         /* of opening */
     struct kld_error error;
+};
+
+/* See cuda_file.h. */
+struct kld_cuda_file {
+    uint32_t users; /* regions; 0: free */
+    int fd;
+    uint64_t number;
 };
 
 enum kld_session_state { KLD_SESSION_OPEN, KLD_SESSION_CLOSING };
@@ -70,7 +79,9 @@ struct kld_session {
     uint32_t regions_count;      /* every state */
     uint64_t region_bytes;       /* of them */
     uint64_t region_serial;      /* the high bits of the newest id */
-    bool aliased;                /* two regions showed the same memory at some time */
+    struct kld_cuda_file cuda_files[KLD_SESSION_CUDA_FILES];
+    uint64_t cuda_file_serial;
+    bool aliased; /* two regions showed the same memory at some time */
 
     struct kld_worker_event *gpu_events[KLD_SESSION_EVENTS_MAX]; /* by the low bits of the id */
     uint32_t gpu_events_count;                                   /* every state */

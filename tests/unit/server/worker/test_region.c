@@ -2,7 +2,10 @@
  * whose client leaves while they come or go. */
 #include "server/worker/region.h"
 
+#include <fcntl.h>
+#include <linux/kcmp.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "tests/unit/server/worker/rig.h"
@@ -84,6 +87,67 @@ START_TEST(memory_of_other_cards_is_for_those_told) {
         close(fd);
         end();
     }
+}
+END_TEST
+
+static uint64_t file_region(int fd, int file, uint64_t offset) {
+    union kld_frame frame;
+    ipc_frame(&frame, 902, offset, 1 << 16);
+    frame.as_REGION_ADD.kind = KLD_REGION_CUDA_FD;
+    memset(frame.as_REGION_ADD.ipc_handle, 0, KLD_WIRE_IPC_HANDLE_BYTES);
+    rig_send_fds(fd, &frame, frame.header.length, &file, 1);
+    rig_expect(fd, 902, KLD_FRAME_REGION, &frame);
+    return frame.as_REGION.region;
+}
+
+static int descriptors(void) {
+    int count = 0;
+    for (int fd = 0; fd < 1024; fd++)
+        count += fcntl(fd, F_GETFD) >= 0;
+    return count;
+}
+
+/* The same of allocations that come as descriptors: one open file is one memory, another open of
+ * the same device is not. */
+START_TEST(one_descriptor_is_one_memory) {
+    start();
+    int fd = rig_client(&rig);
+    int file = open("/dev/null", O_RDWR), copy = dup(file), other = open("/dev/null", O_RDWR);
+    /* Some containers do not let a process ask: then nothing is told apart. */
+    bool told = syscall(SYS_kcmp, getpid(), getpid(), KCMP_FILE, (long)file, (long)copy) == 0;
+    rig_plain(fd, KLD_FRAME_PING, 1);
+    rig_expect(fd, 1, KLD_FRAME_PONG, NULL);
+    int before = descriptors();
+    for (int round = 0; round < 100; round++) { /* more than are kept, so none may stay */
+        uint64_t regions[3] = {file_region(fd, file, 0), file_region(fd, copy, 4096),
+                               file_region(fd, other, 4096)};
+        for (int second = 1; second < 3; second++) {
+            union kld_frame frame;
+            struct kld_wire_tensor *tensor = frame.as_SUBMIT.tensor;
+            rig_op(&frame, 20, regions[0]);
+            tensor[KLD_SLOT_TARGETS].offset_bytes = 4096;
+            tensor[KLD_SLOT_GRAD_PREDICTIONS] = (struct kld_wire_tensor){
+                .dtype = KLD_DTYPE_FP32, .region = regions[second], .offset_bytes = 4};
+            rig_send(fd, &frame);
+            if (told && second == 1)
+                rig_expect_error(fd, 20, KLD_INVALID, "grad_predictions overlaps targets");
+            else
+                rig_expect(fd, 20, KLD_FRAME_DONE, NULL);
+        }
+        for (int i = 0; i < 3; i++) {
+            rig_drop(fd, 30, regions[i]);
+            rig_expect(fd, 30, KLD_FRAME_DONE, NULL);
+        }
+    }
+    rig_until_stat(&rig, KLD_STAT_worker_regions, 0);
+    for (int i = 0; i < 500 && descriptors() > before; i++)
+        usleep(10000);
+    ck_assert_int_eq(descriptors(), before);
+    close(file);
+    close(copy);
+    close(other);
+    close(fd);
+    end();
 }
 END_TEST
 
@@ -244,7 +308,8 @@ START_TEST(flood_of_region_adds_is_bounded) {
 }
 END_TEST
 
-UNIT_MAIN("server/worker/region", ipc_handles_are_checked, memory_of_other_cards_is_for_those_told,
-          a_card_that_takes_turns_is_told_of_once, parts_of_one_allocation_are_one_memory,
-          table_grows_to_its_limit_and_reuses_places, quota_counts_what_is_still_condemned,
-          client_leaves_while_regions_are_mapped, flood_of_region_adds_is_bounded)
+UNIT_MAIN("server/worker/region", ipc_handles_are_checked, one_descriptor_is_one_memory,
+          memory_of_other_cards_is_for_those_told, a_card_that_takes_turns_is_told_of_once,
+          parts_of_one_allocation_are_one_memory, table_grows_to_its_limit_and_reuses_places,
+          quota_counts_what_is_still_condemned, client_leaves_while_regions_are_mapped,
+          flood_of_region_adds_is_bounded)

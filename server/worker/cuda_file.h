@@ -1,0 +1,18 @@
+/* cuda_file.h - which CUDA allocations of a client, sent as descriptors, are the same one.
+ *
+ * An allocation that comes as a descriptor has no name. But a client that registers several tensors
+ * of one allocation sends one open file several times, and the kernel says whether two descriptors
+ * are that (kcmp). For it a descriptor of each such file is kept as long as a region shows it, of
+ * at most KLD_SESSION_CUDA_FILES files a client. What is not told apart so, an allocation exported
+ * twice or a kernel without kcmp, counts as another memory. Loop thread. */
+#ifndef KLD_SERVER_WORKER_CUDA_FILE_H
+#define KLD_SERVER_WORKER_CUDA_FILE_H
+
+#include "server/worker/session.h"
+
+/* The number of the file behind fd, the same for all regions of this client that show it; 0: not
+ * known. The descriptor stays the caller's. */
+uint64_t kld_cuda_file_acquire(struct kld_session *session, int fd);
+void kld_cuda_file_release(struct kld_session *session, uint64_t number);
+
+#endif
