@@ -1,7 +1,7 @@
 /* unix.h - the inside of a connection over the Unix socket: shared by unix.c (socket, requests),
- * unix_lost.c (a worker that is gone), unix_device.c (which of several workers), unix_calls.c
- * (entry points), unix_memory.c (regions, staging) and unix_share.c (published tensors, events,
- * priorities). Everything belongs to the thread that owns the connection. */
+ * unix_lost.c (a worker that is gone), unix_device.c and unix_probe.c (which of several workers),
+ * unix_calls.c (entry points), unix_memory.c (regions, staging) and unix_share.c (published
+ * tensors, events, priorities). Everything belongs to the thread that owns the connection. */
 #ifndef KLD_CLIENT_UNIX_H
 #define KLD_CLIENT_UNIX_H
 
@@ -53,7 +53,6 @@ struct unix_region {
     uint32_t uid, owner_uid; /* whose name that is, or KLD_WIRE_UID_OWN; what the worker said */
     struct kld_wire_description tensor;
     uint64_t retry_at_ns, until_ns; /* WAITING; and how long to go on */
-    uint32_t looked;                /* devices of the server that do not have it */
 };
 
 struct unix_event {
@@ -121,7 +120,8 @@ struct unix_connection {
     uint32_t region_work; /* regions in state NEW, or released ones that are to be dropped */
     uint32_t share_work;  /* the same of events and publications */
     struct unix_publication *publications;
-    int8_t priorities[KLD_PRIORITIES_MAX]; /* of streams; told to each worker */
+    int8_t priorities[KLD_PRIORITIES_MAX];        /* of streams; told to each worker */
+    uint64_t away_until_ns[KLD_WIRE_DEVICES_MAX]; /* workers that did not answer a probe */
     uint64_t down_since_ns, retry_at_ns, backoff_ns;
     uint64_t control_sequence;
     struct kld_frame_welcome welcome;
@@ -152,8 +152,15 @@ void kld_unix_lose(struct unix_connection *u);
  * to the worker of that device, or says why that cannot be. Waits for the first greeting. */
 enum kld_status kld_unix_go_to_memory(struct unix_connection *u, const uint8_t *uuid,
                                       const void *what, struct kld_error *err);
-/* What `region` attaches to is not here: true if another worker is asked now. */
+/* What `region` attaches to is not here: true if it is at another worker, and the connection on its
+ * way there. */
 bool kld_unix_look_further(struct unix_connection *u, struct unix_region *region);
+
+/* unix_probe.c */
+enum unix_probe { UNIX_PROBE_THERE, UNIX_PROBE_NOT_THERE, UNIX_PROBE_AWAY };
+/* Is what `region` attaches to known at the worker of this socket? */
+enum unix_probe kld_unix_probe(const struct unix_connection *u, const char *path,
+                               const struct unix_region *region);
 
 /* unix_calls.c */
 enum kld_status kld_unix_wait_state(struct unix_connection *u, const enum unix_region_state *state,

@@ -7,6 +7,8 @@
 
 #include "client/unix.h"
 
+#define AWAY_NS 1000000000ull /* a worker that was away is asked again after that */
+
 /* Finds base_path, from the path that it was first greeted on and the device that was there; false:
  * that is a name of somebody's own, and where the others are is unknown. */
 static bool find_base(struct unix_connection *u) {
@@ -109,15 +111,23 @@ enum kld_status kld_unix_go_to_memory(struct unix_connection *u, const uint8_t *
 }
 
 bool kld_unix_look_further(struct unix_connection *u, struct unix_region *region) {
-    uint32_t devices = devices_of(u);
+    uint32_t devices = devices_of(u), here = u->welcome.device;
+    char path[sizeof u->path];
     if (devices < 2 || region->released || is_bound(u, region))
         return false;
-    if (++region->looked >= devices) { /* once round: the pause comes first */
-        region->looked = 0;
-        return false;
+    for (uint32_t i = 1; i < devices; i++) {
+        uint32_t there = (here + i) % devices;
+        if (kld_now_ns() < u->away_until_ns[there] || !path_of(u, there, path))
+            continue;
+        enum unix_probe found = kld_unix_probe(u, path, region);
+        if (found == UNIX_PROBE_AWAY)
+            u->away_until_ns[there] = kld_now_ns() + AWAY_NS;
+        if (found != UNIX_PROBE_THERE)
+            continue;
+        uint64_t until_ns = region->until_ns;
+        bool gone = go_to(u, there);
+        region->until_ns = until_ns; /* as its caller asked, and not as after a loss */
+        return gone;
     }
-    uint64_t until_ns = region->until_ns;
-    bool gone = go_to(u, (u->welcome.device + 1u) % devices);
-    region->until_ns = until_ns; /* as its caller asked, and not as after a loss */
-    return gone;
+    return false;
 }

@@ -5,6 +5,9 @@
 
 #include <stdio.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "client/kld.h"
@@ -246,7 +249,46 @@ START_TEST(test_attaching_finds_the_device) {
 }
 END_TEST
 
-UNIT_MAIN("client/unix_device", test_the_first_memory_says_where, test_from_any_socket_to_any_other,
+/* A worker that does not answer holds nobody up, and what was registered is not sent around. */
+START_TEST(test_attaching_does_not_wait_for_who_is_away) {
+    first = (struct fake_worker){.devices = 3};
+    second = (struct fake_worker){.devices = 3, .device = 2};
+    fake_worker_open(&first);
+    fake_worker_open_beside(&second, &first);
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    snprintf(address.sun_path, sizeof address.sun_path, "%.100s.1", first.path);
+    int away = socket(AF_UNIX, SOCK_SEQPACKET, 0); /* as between two workers */
+    ck_assert_int_eq(bind(away, (struct sockaddr *)&address, sizeof address), 0);
+    ck_assert_int_eq(listen(away, 8), 0);
+    connection = connect_to(first.path);
+    struct kld_region *shared, *found, *logits;
+    struct kld_tensor_view view = {
+        .dtype = KLD_DTYPE_FP32, .form = KLD_FORM_LOGITS, .rank = 2, .shape = {ROWS, CLASSES}};
+    struct timespec before, after;
+    clock_gettime(CLOCK_MONOTONIC, &before);
+    ck_assert_int_eq(kld_region_create(connection, 2 * BYTES, &shared, &error), KLD_OK);
+    ck_assert_int_eq(kld_attach(connection, "t", 300000000, &found, &view, &error), KLD_NOT_FOUND);
+    ck_assert_int_eq(first.accepted, 1);
+    ck_assert_int_eq(first.regions_added, 1);
+    ck_assert_int_eq(second.regions_added, 0);
+    struct kld_connection *teacher = connect_to(second.path);
+    ck_assert_int_eq(kld_region_create(teacher, BYTES, &logits, &error), KLD_OK);
+    ck_assert_int_eq(kld_publish(teacher, "t", logits, &view, NULL, 0, &error), KLD_OK);
+    ck_assert_int_eq(kld_attach(connection, "t", 0, &found, &view, &error), KLD_OK);
+    ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK);
+    clock_gettime(CLOCK_MONOTONIC, &after);
+    ck_assert_int_eq(first.regions_added, 1);
+    ck_assert_int_eq(second.regions_added, 2); /* the teacher's; and ours, with the only move */
+    ck_assert_int_lt(after.tv_sec - before.tv_sec, 4); /* not the 5 s of a connection */
+    kld_close(teacher);
+    close(away);
+    unlink(address.sun_path);
+    teardown();
+}
+END_TEST
+
+UNIT_MAIN("client/unix_device", test_attaching_does_not_wait_for_who_is_away,
+          test_the_first_memory_says_where, test_from_any_socket_to_any_other,
           test_two_devices_need_two_connections,
           test_one_connection_does_where_cards_reach_each_other, test_an_event_says_where_too,
           test_a_lost_worker_is_waited_for_where_the_memory_is,
