@@ -3,15 +3,17 @@
 the client is told (device_lost) and until the next right answer to a new connection. Prints JSON, and with
 --log the server's log of the last fault. Needs the programs in KLD_BIN.
 
-  faults.py [--backend cuda] [--count 5] [--log]
+  faults.py [--backend cuda] [--count 5] [--fault own|killed] [--log]
 
-The client has no context of its own, so under MPS nothing but the worker is lost."""
+The client has no context of its own, so under MPS nothing but the worker is lost. killed, under MPS only: a process
+on the same card is killed in the middle of its kernel, and times count from its end, the last dead client's."""
 import argparse
 import json
 import os
 import pathlib
 import signal
 import statistics
+import subprocess
 import sys
 import time
 
@@ -38,6 +40,47 @@ class Case:
         assert abs(loss / self.expected - 1) < 1e-6, (loss, self.expected)
 
 
+VICTIM = """if True:
+    import sys, time
+    sys.path.insert(0, {!r})
+    import gpulib
+    gpu = gpulib.Gpu()
+    gpu.launch("spin", gpu.stream(), 20_000_000_000)
+    print(int(gpu.mps), flush=True)
+    time.sleep(60)"""
+
+
+def killed(server):
+    """The same, from the end of the process that takes the worker's context along."""
+    case = Case(server.unix)
+    case.run()
+    code = VICTIM.format(str(pathlib.Path(wire.__file__).parent))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as victim:
+        mps = victim.stdout.readline()
+        victim.kill()
+        victim.wait()
+    start = time.monotonic()
+    assert mps == "1\n", "without MPS nobody else's context is lost"
+    try:
+        while time.monotonic() < start + 5:
+            case.run()
+        raise AssertionError("the worker did not lose its context")
+    except wire.Failed as failure:
+        assert failure.status == "device_lost", failure
+    except wire.Ended:
+        pass
+    return time.monotonic() - start, until_answered(server, start)
+
+
+def until_answered(server, start):
+    while True:
+        try:
+            Case(server.unix).run()
+            return time.monotonic() - start
+        except (wire.Ended, wire.Failed, OSError):
+            pass  # a worker that was refused by MPS
+
+
 def one(server):
     """-> (seconds until device_lost, seconds until a right answer)."""
     case = Case(server.unix)
@@ -52,18 +95,14 @@ def one(server):
     except wire.Failed as failure:
         assert failure.status == "device_lost", failure
     told = time.monotonic() - start
-    while True:
-        try:
-            Case(server.unix).run()
-            return told, time.monotonic() - start
-        except (wire.Ended, wire.Failed, OSError):
-            pass  # a worker that was refused by MPS
+    return told, until_answered(server, start)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--count", type=int, default=5)
+    parser.add_argument("--fault", choices=["own", "killed"], default="own")
     parser.add_argument("--log", action="store_true")
     args = parser.parse_args()
     server = Server(backend=args.backend, http="", environment={"KLD_TEST_FAULTS": "1"}, restart_ms_max=100)
@@ -73,9 +112,9 @@ def main():
             if i > 0:
                 time.sleep(5.2)  # a worker that served so long is started again without a pause
             before = len(server.log())
-            times.append(one(server))
+            times.append((one if args.fault == "own" else killed)(server))
         told, answered = zip(*times)
-        print(json.dumps({"what": "faults", "backend": server.backend, "count": args.count,
+        print(json.dumps({"what": "faults", "fault": args.fault, "backend": server.backend, "count": args.count,
                           "mps": "CUDA_MPS_PIPE_DIRECTORY" in os.environ,
                           "told_ms": [round(1e3 * t, 1) for t in told],
                           "answered_ms": [round(1e3 * t, 1) for t in answered],
