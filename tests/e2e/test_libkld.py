@@ -221,7 +221,7 @@ def test_a_teacher_publishes_again_when_the_worker_was_replaced(make_server):
         student()
         second = subprocess.run([program, "teacher", server.url_unix], capture_output=True,
                                 text=True, stdin=subprocess.DEVNULL, env=clean_environment())
-        assert second.returncode == 1 and "published already" in second.stderr
+        assert second.returncode == 1 and "publishes a tensor of that name already" in second.stderr
         teacher.stdin.close()
         assert teacher.wait(30) == 0
     late = subprocess.Popen([program, "student", server.url_unix, "1"], stdout=subprocess.PIPE,
