@@ -69,12 +69,15 @@
     X(COUNT, drain_ms, "10000", "time given to requests in flight on SIGTERM")                     \
     X(COUNT, restart_ms_max, "5000", "longest pause between restarts of a child that keeps dying") \
     X(COUNT, http_slow_ms, "10000", "in that time a client sends or takes the whole message, ...") \
-    X(BYTES, http_slow_bytes, "10K", "... or at least so much of it, else it is cut off")          \
+    X(BYTES, http_slow_bytes, "10K", "... or at least so much of it; else it is cut off")          \
+    X(COUNT, http_slow_parts, "64",                                                                \
+      "or, if that is more, one part in N of the staging memory that it holds")                    \
     X(BYTES, staging_request_bytes_max, "256M",                                                    \
-      "of that for one request; a larger one goes piece by piece to the device's pool")            \
+      "of staging for one request; a larger one goes piece by piece to the device's pool")         \
     X(COUNT, tensors_max, "256", "tensors that HTTP callers keep on the devices")                  \
     X(BYTES, tensor_bytes_max, "8G", "all of them together")                                       \
     X(BYTES, token_tensor_bytes_max, "4G", "those of one token")                                   \
+    X(COUNT, token_tensors_max, "64", "how many one token may keep")                               \
     X(COUNT, tensor_lifetime_ms, "3600000", "how long one is kept that is not used, at most")      \
     X(FLAG, sandbox, "true", "bound the gateway's system calls and files")                         \
     X(TEXT, tls_cert, "", "PEM file with the certificate to serve HTTPS with; empty: HTTP")        \
@@ -83,7 +86,10 @@
     X(TEXT, tokens, "",                                                                            \
       "file of bearer tokens, a line each: NAME SHA256 RIGHTS (of infer,shm,metrics)")             \
     X(COUNT, token_requests_max, "64", "HTTP requests in flight of one token")                     \
-    X(BYTES, token_bytes_max, "1G", "staging memory held by the requests of one token")
+    X(BYTES, token_bytes_max, "1G",                                                                \
+      "staging memory held by the requests of one token; at most about half of it")                \
+    X(BYTES, token_buffer_bytes_max, "16G",                                                        \
+      "device memory held by the requests of one token that go piece by piece")
 
 #define KLD_CONFIG_FIELD_TEXT char
 #define KLD_CONFIG_FIELD_COUNT uint64_t

@@ -5,20 +5,29 @@
 #include "proto/oip.h"
 #include "server/gateway/compress.h"
 #include "server/gateway/http.h"
+#include "server/gateway/recent.h"
 
 enum kld_coding kld_exchange_coding(const struct kld_exchange *exchange) {
     return kld_coding_choose(kld_exchange_header(exchange, MHD_HTTP_HEADER_ACCEPT_ENCODING));
 }
 
-struct MHD_Response *kld_exchange_packed(enum kld_coding coding, void *packed, size_t bytes) {
-    struct MHD_Response *response =
-        MHD_create_response_from_buffer(bytes, packed, MHD_RESPMEM_MUST_FREE);
-    if (!response) {
-        free(packed);
-        return NULL;
-    }
+void kld_exchange_say_packed(struct MHD_Response *response, enum kld_coding coding) {
     MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_ENCODING, kld_coding_name(coding));
     MHD_add_response_header(response, MHD_HTTP_HEADER_VARY, MHD_HTTP_HEADER_ACCEPT_ENCODING);
+}
+
+/* NULL: no memory, or not worth it. */
+static struct MHD_Response *pack(enum kld_coding coding, const char *text, size_t bytes,
+                                 size_t *ret_bytes) {
+    void *packed = coding == KLD_CODING_NONE ? NULL : malloc(bytes);
+    *ret_bytes = packed ? kld_compress(coding, text, bytes, packed) : 0;
+    struct MHD_Response *response =
+        *ret_bytes ? MHD_create_response_from_buffer(*ret_bytes, packed, MHD_RESPMEM_MUST_FREE)
+                   : NULL;
+    if (response)
+        kld_exchange_say_packed(response, coding);
+    else
+        free(packed);
     return response;
 }
 
@@ -27,12 +36,12 @@ void kld_exchange_reply_text(struct kld_exchange *exchange, unsigned http_status
     enum kld_coding coding =
         bytes < KLD_COMPRESS_BYTES_MIN ? KLD_CODING_NONE : kld_exchange_coding(exchange);
     size_t packed_bytes = 0;
-    void *packed = kld_compress(coding, text, bytes, &packed_bytes);
-    struct MHD_Response *response =
-        packed ? kld_exchange_packed(coding, packed, packed_bytes)
-               : MHD_create_response_from_buffer(bytes, (void *)(uintptr_t)text,
-                                                 MHD_RESPMEM_MUST_COPY);
-    bytes = packed ? packed_bytes : bytes;
+    struct MHD_Response *response = pack(coding, text, bytes, &packed_bytes);
+    if (response)
+        bytes = packed_bytes;
+    else
+        response =
+            MHD_create_response_from_buffer(bytes, (void *)(uintptr_t)text, MHD_RESPMEM_MUST_COPY);
     if (response && bytes)
         MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, type);
     if (response)
@@ -44,6 +53,8 @@ void kld_exchange_reply_error(struct kld_exchange *exchange, const struct kld_er
     char buffer[KLD_ERROR_TEXT_MAX * 6 + 16];
     struct kld_oip_text text = {.data = buffer, .capacity = sizeof buffer};
     unsigned http_status = (unsigned)kld_status_http(error->status);
+    if (!exchange->replied)
+        kld_recent_error(exchange->gateway->common->recent, uv_hrtime(), error);
     kld_oip_append_error(&text, error->text[0] ? error->text : kld_status_text(error->status));
     struct MHD_Response *response =
         MHD_create_response_from_buffer(text.length, buffer, MHD_RESPMEM_MUST_COPY);

@@ -16,9 +16,9 @@
 #define FILE_BYTES_MAX ((size_t)1 << 20)
 
 struct kld_auth {
-    uint64_t requests_max, bytes_max; /* of one token */
-    struct kld_caller everybody;      /* where there are no tokens */
-    uint32_t count;                   /* 0: no tokens */
+    uint64_t requests_max, bytes_max, buffer_bytes_max; /* of one token */
+    struct kld_caller everybody;                        /* where there are no tokens */
+    uint32_t count;                                     /* 0: no tokens */
     struct kld_caller *caller;
 };
 
@@ -95,6 +95,14 @@ static enum kld_status read_tokens(struct kld_auth *auth, char *text, struct kld
     return status;
 }
 
+/* Half, or somewhat more where one request may have half already. */
+static uint64_t staging_of(const struct kld_config *config) {
+    uint64_t all = config->staging_bytes_max, share = config->staging_request_bytes_max;
+    if (share > all / 2)
+        share = all / 2;
+    return share + all / 4 > all / 2 ? share + all / 4 : all / 2;
+}
+
 enum kld_status kld_auth_open(const struct kld_config *config, struct kld_auth **ret_auth,
                               struct kld_error *err) {
     struct kld_auth *auth = calloc(1, sizeof *auth);
@@ -104,7 +112,10 @@ enum kld_status kld_auth_open(const struct kld_config *config, struct kld_auth *
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     auth->everybody.rights = UINT32_MAX;
     auth->requests_max = config->token_requests_max;
-    auth->bytes_max = config->token_bytes_max;
+    auth->buffer_bytes_max = config->token_buffer_bytes_max;
+    auth->bytes_max = staging_of(config);
+    if (auth->bytes_max > config->token_bytes_max)
+        auth->bytes_max = config->token_bytes_max;
     if (config->tokens[0]) {
         auth->caller = calloc(KLD_AUTH_TOKENS_MAX, sizeof *auth->caller);
         if (!auth->caller)
@@ -177,25 +188,44 @@ enum kld_status kld_auth_take_request(struct kld_auth *auth, struct kld_caller *
                          auth->requests_max);
 }
 
+/* counter: the caller's, of what `what` names, which `setting` limits. */
+static enum kld_status take(const struct kld_auth *auth, _Atomic uint64_t *counter, uint64_t bytes,
+                            uint64_t most, const char *what, const char *setting,
+                            struct kld_error *err) {
+    uint64_t before = atomic_fetch_add(counter, bytes);
+    if (!auth->count || (bytes <= most && before <= most - bytes))
+        return KLD_OK;
+    atomic_fetch_sub(counter, bytes);
+    if (bytes > most)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "the request needs %" PRIu64 " bytes of %s; a token may have %" PRIu64
+                             " in flight (%s)",
+                             bytes, what, most, setting);
+    return kld_error_set(err, KLD_THROTTLED,
+                         "the requests of this token in flight hold %" PRIu64
+                         " bytes of %s and this one needs %" PRIu64 "; at most %" PRIu64
+                         " (%s); try again",
+                         before, what, bytes, most, setting);
+}
+
 enum kld_status kld_auth_take_bytes(struct kld_auth *auth, struct kld_caller *caller,
                                     uint64_t bytes, struct kld_error *err) {
-    uint64_t before = atomic_fetch_add(&caller->bytes, bytes);
-    if (!auth->count || (bytes <= auth->bytes_max && before <= auth->bytes_max - bytes))
-        return KLD_OK;
-    kld_auth_give_bytes(caller, bytes);
-    if (bytes > auth->bytes_max)
-        return kld_error_set(err, KLD_TOO_LARGE,
-                             "the request needs %" PRIu64 " bytes; a token may have %" PRIu64
-                             " in flight (token_bytes_max)",
-                             bytes, auth->bytes_max);
-    return kld_error_set(err, KLD_THROTTLED,
-                         "the requests of this token in flight hold %" PRIu64 " bytes and this one "
-                         "needs %" PRIu64 "; at most %" PRIu64 " (token_bytes_max); try again",
-                         before, bytes, auth->bytes_max);
+    return take(auth, &caller->bytes, bytes, auth->bytes_max, "staging memory",
+                "token_bytes_max, and about half of staging_bytes_max", err);
+}
+
+enum kld_status kld_auth_take_buffer(struct kld_auth *auth, struct kld_caller *caller,
+                                     uint64_t bytes, struct kld_error *err) {
+    return take(auth, &caller->buffer_bytes, bytes, auth->buffer_bytes_max, "device memory",
+                "token_buffer_bytes_max", err);
 }
 
 void kld_auth_give_request(struct kld_caller *caller) { atomic_fetch_sub(&caller->requests, 1); }
 
 void kld_auth_give_bytes(struct kld_caller *caller, uint64_t bytes) {
     atomic_fetch_sub(&caller->bytes, bytes);
+}
+
+void kld_auth_give_buffer(struct kld_caller *caller, uint64_t bytes) {
+    atomic_fetch_sub(&caller->buffer_bytes, bytes);
 }

@@ -32,7 +32,7 @@ struct kld_caller {
     uint8_t sha256[32];
     unsigned rights; /* enum kld_right, or-ed */
     _Atomic uint32_t requests;
-    _Atomic uint64_t bytes;
+    _Atomic uint64_t bytes, buffer_bytes;
 };
 
 struct kld_auth;
@@ -48,12 +48,17 @@ enum kld_status kld_auth_find(struct kld_auth *auth, const char *header,
 enum kld_status kld_auth_check(const struct kld_caller *caller, enum kld_right right,
                                struct kld_error *err);
 
-/* One request more in flight, or so many bytes of staging more. KLD_THROTTLED: over
- * token_requests_max or token_bytes_max; nothing was added then. */
+/* One request more in flight, or so many bytes more of staging, or of buffers on the device.
+ * KLD_THROTTLED: over token_requests_max, token_bytes_max or token_buffer_bytes_max; nothing was
+ * added then. Of staging a token has at most about half, whatever token_bytes_max says, so that a
+ * few who send slowly do not have all of it. */
 enum kld_status kld_auth_take_request(struct kld_auth *auth, struct kld_caller *caller,
                                       struct kld_error *err);
 enum kld_status kld_auth_take_bytes(struct kld_auth *auth, struct kld_caller *caller,
                                     uint64_t bytes, struct kld_error *err);
+enum kld_status kld_auth_take_buffer(struct kld_auth *auth, struct kld_caller *caller,
+                                     uint64_t bytes, struct kld_error *err);
+void kld_auth_give_buffer(struct kld_caller *caller, uint64_t bytes);
 void kld_auth_give_request(struct kld_caller *caller);
 void kld_auth_give_bytes(struct kld_caller *caller, uint64_t bytes);
 

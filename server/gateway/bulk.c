@@ -15,6 +15,7 @@ static void go_on_scattering(struct kld_infer *infer);
 static void moved(struct kld_pieces *pieces) {
     struct kld_infer *infer =
         (struct kld_infer *)(void *)((char *)pieces - offsetof(struct kld_infer, pieces));
+    kld_infer_arrived(infer);
     if (!infer->exchange || (infer->exchange->replied && infer->move != KLD_MOVE_SEND)) {
         kld_infer_let_go(infer);
         return;
@@ -67,6 +68,7 @@ size_t kld_bulk_receive(struct kld_infer *infer, uint32_t index, uint64_t inside
     if (room == 0) {
         infer->starved = true;
         kld_exchange_pause(infer->exchange);
+        kld_infer_await(infer);
         return 0;
     }
     size_t taken = size < room ? size : (size_t)room;
@@ -95,7 +97,9 @@ static void go_on_gathering(struct kld_infer *infer) {
     }
     if (!infer->move_begun && !next_region(infer, infer->request.input_count)) {
         kld_pieces_flush(&infer->pieces);
-        if (!kld_pieces_busy(&infer->pieces))
+        if (kld_pieces_busy(&infer->pieces))
+            kld_infer_await(infer);
+        else
             kld_infer_gathered(infer);
         return;
     }
@@ -109,6 +113,8 @@ static void go_on_gathering(struct kld_infer *infer) {
     infer->move_bytes = left < room ? left : room;
     if (infer->move_bytes)
         kld_infer_step(infer, KLD_INFER_READ_REGION, true);
+    else
+        kld_infer_await(infer);
 }
 
 void kld_bulk_gather(struct kld_infer *infer) {
@@ -143,6 +149,8 @@ static void go_on_scattering(struct kld_infer *infer) {
     infer->move_bytes = here;
     if (infer->move_bytes)
         kld_infer_step(infer, KLD_INFER_WRITE_REGION, true);
+    else
+        kld_infer_await(infer);
 }
 
 void kld_bulk_scatter(struct kld_infer *infer) {
@@ -212,6 +220,7 @@ static ssize_t read_reply(void *user, uint64_t position, char *to, size_t most) 
         return MHD_CONTENT_READER_END_WITH_ERROR;
     if (here == 0) {
         infer->starved = true;
+        kld_infer_await(infer);
         return kld_exchange_hold(infer->exchange) ? 0 : MHD_CONTENT_READER_END_WITH_ERROR;
     }
     uint64_t bytes = here < most ? here : most;
@@ -220,6 +229,16 @@ static ssize_t read_reply(void *user, uint64_t position, char *to, size_t most) 
     if (infer->send_part && infer->in_buffer[infer->request.input_count + infer->send_part - 1])
         kld_pieces_take(&infer->pieces, bytes);
     return (ssize_t)bytes;
+}
+
+/* What was sent cannot be taken back: the connection ends, and the client sees a reply cut short.
+ */
+void kld_bulk_give_up(struct kld_infer *infer) {
+    infer->pieces.status = KLD_DEADLINE;
+    kld_stats_add(infer->gateway->stats, KLD_STAT_requests_detached_total, 1);
+    if (infer->starved)
+        kld_exchange_release(infer->exchange);
+    infer->starved = false;
 }
 
 struct MHD_Response *kld_bulk_response(struct kld_infer *infer, uint64_t bytes,

@@ -3,7 +3,6 @@
 
 #include <limits.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 #include <strings.h>
 #include <zlib.h>
@@ -65,20 +64,15 @@ const char *kld_coding_name(enum kld_coding coding) {
                                           : "identity";
 }
 
-void *kld_compress(enum kld_coding coding, const void *data, size_t bytes, size_t *ret_bytes) {
+size_t kld_compress(enum kld_coding coding, const void *data, size_t bytes, void *to) {
     z_stream stream = {.next_in = (Bytef *)(uintptr_t)data, .avail_in = (uInt)bytes};
     int window = coding == KLD_CODING_GZIP ? 15 + 16 : 15;
     if (coding == KLD_CODING_NONE || bytes > INT_MAX ||
         deflateInit2(&stream, LEVEL, Z_DEFLATED, window, 8, Z_DEFAULT_STRATEGY) != Z_OK)
-        return NULL;
-    void *packed = malloc(bytes);
-    stream.next_out = packed;
-    stream.avail_out = packed ? (uInt)bytes : 0;
-    bool done = packed && deflate(&stream, Z_FINISH) == Z_STREAM_END;
-    *ret_bytes = done ? stream.total_out : 0;
+        return 0;
+    stream.next_out = to;
+    stream.avail_out = (uInt)bytes;
+    size_t packed = deflate(&stream, Z_FINISH) == Z_STREAM_END ? stream.total_out : 0;
     deflateEnd(&stream);
-    if (done)
-        return packed;
-    free(packed);
-    return NULL;
+    return packed;
 }

@@ -13,7 +13,8 @@ enum kld_coding { KLD_CODING_NONE, KLD_CODING_GZIP, KLD_CODING_DEFLATE };
 enum kld_coding kld_coding_choose(const char *accept);
 const char *kld_coding_name(enum kld_coding coding); /* as in Content-Encoding */
 
-/* NULL: no memory, or it would not get smaller. The result is the caller's to free(). */
-void *kld_compress(enum kld_coding coding, const void *data, size_t bytes, size_t *ret_bytes);
+/* Writes at most `bytes` bytes to `to` and returns how many; 0: no memory, or it would not get
+ * smaller. */
+size_t kld_compress(enum kld_coding coding, const void *data, size_t bytes, void *to);
 
 #endif

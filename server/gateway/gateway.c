@@ -12,10 +12,12 @@
 #include "proto/oip.h"
 #include "server/gateway/accept.h"
 #include "server/gateway/auth.h"
+#include "server/gateway/deadline.h"
 #include "server/gateway/gateway.h"
 #include "server/gateway/http.h"
 #include "server/gateway/infer.h"
 #include "server/gateway/links.h"
+#include "server/gateway/recent.h"
 #include "server/gateway/routes.h"
 #include "server/gateway/sandbox.h"
 #include "server/gateway/shm.h"
@@ -55,6 +57,7 @@ static void mail_closed(struct kld_mail *mail) {}
 
 static void close_loop(struct loop *loop) {
     kld_waiters_close(&loop->gateway);
+    kld_deadlines_close(&loop->gateway);
     kld_mail_close(&loop->gateway.mail, mail_closed);
 }
 
@@ -210,7 +213,7 @@ static enum kld_status open_loop(struct process *process, uint32_t index, const 
     if (!(gateway->memo = calloc(1, sizeof *gateway->memo)))
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     if ((status = kld_mail_open(&gateway->mail, &gateway->loop, err)) ||
-        (status = kld_waiters_open(gateway, err)) ||
+        (status = kld_waiters_open(gateway, err)) || (status = kld_deadlines_open(gateway, err)) ||
         (status = kld_links_open(&gateway->loop, gateway->config, gateway->page, gateway->staging,
                                  &gateway->links, err)))
         return status;
@@ -285,6 +288,7 @@ static void close_rest(struct process *process) {
         uv_loop_close(&process->loop[i].gateway.loop);
         free(process->loop[i].gateway.memo);
     }
+    kld_recent_close(process->common.recent);
     free(process->loop);
     free(process);
 }
@@ -300,10 +304,9 @@ static uint32_t loops_of(const struct kld_config *config) {
 static struct process *make_process(const struct kld_child *child) {
     struct process *process = calloc(1, sizeof *process);
     uint32_t loops = loops_of(child->config);
-    if (!process || !(process->loop = calloc(loops, sizeof *process->loop))) {
-        free(process);
-        return NULL;
-    }
+    if (!process || !(process->common.recent = kld_recent_open()) ||
+        !(process->loop = calloc(loops, sizeof *process->loop)))
+        return NULL; /* the process ends */
     struct kld_gateway *gateway = &process->loop[0].gateway;
     process->common.loops = loops;
     gateway->common = &process->common;

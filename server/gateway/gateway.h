@@ -18,11 +18,13 @@
 #include "server/stats.h"
 
 struct kld_auth;
+struct kld_deadlines;
 struct kld_http;
 struct kld_links;
 struct kld_oip_memo;
 struct kld_shm;
 struct kld_pool;
+struct kld_recent;
 struct kld_staging;
 struct kld_tensors;
 struct kld_waiters;
@@ -38,7 +40,12 @@ struct kld_gateway_counts {
 struct kld_gateway_common {
     struct kld_gateway_counts counts;
     _Atomic uint32_t infers; /* infer requests from their first byte to the last of their reply */
+    /* Requests, uploads among them, that hold anything: those that nobody waits for any more,
+     * because the client left or the deadline passed, do so until their worker is through with
+     * them. */
+    _Atomic uint32_t held;
     atomic_bool draining;
+    struct kld_recent *recent;
     uint32_t loops; /* constant */
 };
 
@@ -57,6 +64,7 @@ struct kld_gateway {
     struct kld_tensors *tensors;
     struct kld_pool *pool[KLD_DEVICES_MAX]; /* of each worker */
     uint32_t pools, next_pool;
+    struct kld_deadlines *deadlines;
     struct kld_waiters *waiters;  /* for staging */
     struct kld_oip_memo *memo;    /* for what is parsed on the loop\'s own thread */
     struct kld_mail mail;         /* of this loop */

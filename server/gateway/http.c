@@ -263,7 +263,7 @@ static enum MHD_Result access_handler(void *user, struct MHD_Connection *connect
                                       const char *data, size_t *size, void **context) {
     struct kld_http *http = user;
     struct kld_exchange *exchange = *context;
-    if (http->closing && !(exchange && exchange->replied))
+    if ((http->closing && !(exchange && exchange->replied)) || (exchange && exchange->gone))
         return MHD_NO;
     if (!exchange) {
         if (!(exchange = *context = open_exchange(http, connection, path_of(url), method)))
@@ -356,6 +356,11 @@ void kld_exchange_release(struct kld_exchange *exchange) {
     exchange->suspended = false;
     exchange->gateway->http->again = true;
     MHD_resume_connection(exchange->connection);
+}
+
+void kld_exchange_gone(struct kld_exchange *exchange) {
+    exchange->gone = true;
+    kld_exchange_release(exchange);
 }
 
 void kld_exchange_pause(struct kld_exchange *exchange) { exchange->paused = true; }

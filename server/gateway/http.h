@@ -34,6 +34,7 @@ struct kld_exchange {
     bool has_length, has_body;
     uint64_t length_bytes; /* has_length: of the body, as announced */
     uint64_t started_ns;   /* uv_hrtime() */
+    uint64_t held_bytes;   /* the handler's: of staging, while it is received and sent */
 
     /* http.c's own. */
     struct kld_exchange *before, *after; /* list of all */
@@ -41,6 +42,7 @@ struct kld_exchange {
     unsigned http_status;
     uint64_t discarded_bytes;
     bool replied, queued, suspended, finished, paused;
+    bool gone;      /* the client left while nobody read from it */
     bool misframed; /* its headers do not say where it ends */
 };
 
@@ -69,6 +71,9 @@ void kld_http_close(struct kld_http *http, void (*closed)(void *user), void *use
 void kld_exchange_pause(struct kld_exchange *exchange);
 void kld_exchange_continue(struct kld_exchange *exchange);
 
+/* The client has left while the exchange is suspended: it ends. */
+void kld_exchange_gone(struct kld_exchange *exchange);
+
 /* Inside a response's reader that has nothing yet; and when it has. False: everything ends, and so
  * must the response. */
 bool kld_exchange_hold(struct kld_exchange *exchange);
@@ -79,10 +84,9 @@ const char *kld_exchange_header(const struct kld_exchange *exchange, const char 
 /* Once an exchange. Takes over the response; NULL (no memory) closes the connection. */
 void kld_exchange_reply(struct kld_exchange *exchange, unsigned http_status,
                         struct MHD_Response *response);
-/* What the client accepts for a reply in JSON; and a reply that is compressed so, which takes over
- * `packed`. NULL: no memory. */
+/* What the client accepts for a reply in JSON; and the headers of a reply that is compressed so. */
 enum kld_coding kld_exchange_coding(const struct kld_exchange *exchange);
-struct MHD_Response *kld_exchange_packed(enum kld_coding coding, void *packed, size_t bytes);
+void kld_exchange_say_packed(struct MHD_Response *response, enum kld_coding coding);
 void kld_exchange_reply_text(struct kld_exchange *exchange, unsigned http_status, const char *type,
                              const char *text, size_t bytes);
 /* {"error": ...}, with Retry-After where it may help. */

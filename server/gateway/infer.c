@@ -9,6 +9,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "server/gateway/recent.h"
 #include "server/gateway/shm.h"
 #include "server/gateway/staging.h"
 #include "server/log.h"
@@ -27,8 +28,12 @@ static void free_memory(struct kld_infer *infer) {
     kld_pool_drop(infer->buffer);
     infer->buffer = NULL;
     memset(infer->region, 0, sizeof infer->region);
+    if (infer->has_packed)
+        kld_staging_free(staging, infer->packed_offset);
+    infer->has_packed = false;
     kld_auth_give_bytes(infer->caller, infer->held_bytes);
-    infer->held_bytes = 0;
+    kld_auth_give_buffer(infer->caller, infer->held_buffer_bytes);
+    infer->held_bytes = infer->held_buffer_bytes = 0;
     infer->json_capacity = 0;
     infer->has_tensors = false;
 }
@@ -43,10 +48,11 @@ void kld_infer_let_go(struct kld_infer *infer) {
     free_memory(infer);
     if (infer->exchange) /* a refused body may still be inside kld_body_feed() */
         return;
-    free(infer->packed);
     if (infer->counted)
         kld_auth_give_request(infer->caller);
     kld_body_done(infer);
+    kld_infer_arrived(infer);
+    atomic_fetch_sub(&infer->gateway->common->held, 1);
     free(infer);
 }
 
@@ -58,6 +64,7 @@ void kld_infer_count(struct kld_infer *infer, enum kld_status status) {
     clock_gettime(CLOCK_REALTIME, &now);
     counts->last_ms = (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
     kld_stats_request(gateway->stats, KLD_FRONT_HTTP, status);
+    kld_recent_request(gateway->common->recent, infer->exchange->started_ns + ns);
     if (status) {
         counts->fail++;
         counts->fail_ns += ns;
@@ -97,10 +104,11 @@ void kld_infer_begin(struct kld_exchange *exchange) {
     infer->coding = kld_exchange_coding(exchange);
     exchange->state = infer;
     kld_stats_add(gateway->stats, KLD_STAT_http_requests_in_flight, 1);
-    uint32_t infers = atomic_fetch_add(&gateway->common->infers, 1) + 1;
+    atomic_fetch_add(&gateway->common->infers, 1);
+    uint32_t held = atomic_fetch_add(&gateway->common->held, 1) + 1;
     if (atomic_load(&gateway->common->draining))
         kld_error_set(&error, KLD_UNAVAILABLE, "the server is shutting down; try again");
-    else if (infers > gateway->config->http_requests_max)
+    else if (held > gateway->config->http_requests_max)
         kld_error_set(&error, KLD_BUSY,
                       "%" PRIu64 " HTTP requests are in flight, the most allowed; try again",
                       gateway->config->http_requests_max);
@@ -130,6 +138,9 @@ void kld_infer_end(struct kld_exchange *exchange) {
         kld_infer_count(infer, KLD_CANCELLED);
     }
     infer->exchange = NULL;
+    if (infer->in_worker && !infer->uses_buffers && kld_links_withdraw(&infer->call))
+        infer->in_worker = false; /* no worker has seen it */
+    kld_infer_arrived(infer);
     kld_infer_wait_end(infer);
     kld_infer_let_go(infer);
 }
@@ -157,6 +168,18 @@ static enum kld_status gather(struct kld_infer *infer) {
     return KLD_OK;
 }
 
+/* In staging, where it counts; where there is no room the reply goes out as it is. */
+static void pack(struct kld_infer *infer) {
+    struct kld_error ignored;
+    if (infer->coding == KLD_CODING_NONE ||
+        kld_infer_alloc(infer, infer->reply.length, &infer->packed_offset, &ignored))
+        return;
+    infer->has_packed = true;
+    infer->packed_bytes =
+        kld_compress(infer->coding, infer->reply.data, infer->reply.length,
+                     kld_staging_at(infer->gateway->staging, infer->packed_offset));
+}
+
 static enum kld_status write_out(struct kld_infer *infer) {
     const void *values[KLD_OIP_OUTPUTS_MAX];
     for (uint32_t i = 0; i < infer->request.output_count; i++) {
@@ -180,8 +203,7 @@ static enum kld_status write_out(struct kld_infer *infer) {
     for (uint32_t i = 0; i < infer->request.output_count; i++)
         binary = binary || infer->request.output[i].where == KLD_OIP_BINARY;
     if (!binary && infer->reply.length >= KLD_COMPRESS_BYTES_MIN)
-        infer->packed = kld_compress(infer->coding, infer->reply.data, infer->reply.length,
-                                     &infer->packed_bytes);
+        pack(infer);
     return KLD_OK;
 }
 
@@ -309,6 +331,7 @@ static void call_done(struct kld_link_call *call, enum kld_status status,
 
 static void job_done(struct kld_pool_job *job) {
     struct kld_infer *infer = infer_of_job(job);
+    kld_infer_arrived(infer);
     infer->result = job->result;
     computed(infer, job->status, &job->error);
 }
@@ -331,7 +354,7 @@ static void computed(struct kld_infer *infer, enum kld_status status,
 /* The caller is answered; the memory stays until the worker has let go of it. */
 static void too_late(struct kld_infer *infer) {
     struct kld_error error;
-    if (!infer->exchange)
+    if (!infer->exchange || infer->exchange->replied)
         return;
     kld_stats_add(infer->gateway->stats, KLD_STAT_requests_detached_total, 1);
     kld_error_set(&error, KLD_DEADLINE, "the deadline passed before the result was there");
@@ -343,7 +366,6 @@ static void too_late(struct kld_infer *infer) {
 }
 
 static void call_late(struct kld_link_call *call) { too_late(infer_of(call)); }
-static void job_late(struct kld_pool_job *job) { too_late(infer_of_job(job)); }
 
 /* uv_hrtime() at which the request is too late; http_deadline_ms = 0 is never. */
 static uint64_t deadline_of(const struct kld_infer *infer) {
@@ -352,6 +374,23 @@ static uint64_t deadline_of(const struct kld_infer *infer) {
         __builtin_mul_overflow(infer->gateway->config->http_deadline_ms, 1000000u, &timeout_ns))
         timeout_ns = 0;
     return !timeout_ns || __builtin_add_overflow(uv_hrtime(), timeout_ns, &at) ? UINT64_MAX : at;
+}
+
+static void waited_too_long(struct kld_deadline *deadline) {
+    struct kld_infer *infer =
+        (struct kld_infer *)(void *)((char *)deadline - offsetof(struct kld_infer, deadline));
+    if (infer->in_response)
+        kld_bulk_give_up(infer);
+    else
+        too_late(infer);
+}
+
+void kld_infer_await(struct kld_infer *infer) {
+    kld_deadline_set(infer->gateway, &infer->deadline, deadline_of(infer), waited_too_long);
+}
+
+void kld_infer_arrived(struct kld_infer *infer) {
+    kld_deadline_clear(infer->gateway, &infer->deadline);
 }
 
 static void submit_to_pool(struct kld_infer *infer) {
@@ -366,8 +405,8 @@ static void submit_to_pool(struct kld_infer *infer) {
     }
     job->deadline_ns = deadline_of(infer);
     job->done = job_done;
-    job->late = job_late;
     infer->in_worker = true;
+    kld_infer_await(infer);
     kld_pool_submit(infer->pieces.pool, &infer->gateway->mail, job);
 }
 

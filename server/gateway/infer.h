@@ -23,6 +23,7 @@
 #include <zlib.h>
 
 #include "proto/oip.h"
+#include "server/gateway/deadline.h"
 #include "server/gateway/http.h"
 #include "server/gateway/links.h"
 #include "server/gateway/pieces.h"
@@ -67,6 +68,7 @@ struct kld_infer {
     struct kld_link_call call;
     struct kld_pool_job job; /* in place of the call where a tensor is in a buffer */
     bool in_pool, in_worker, in_response;
+    struct kld_deadline deadline; /* while a pool (pool.h) has a job of it that it waits for */
 
     /* Waiting for memory (layout.c). */
     struct kld_infer *before, *after;
@@ -86,7 +88,7 @@ struct kld_infer {
     uint64_t tail_have;
     uint32_t tail_input; /* the input that takes the next byte of the tail */
 
-    uint64_t held_bytes; /* of staging, as counted for the caller */
+    uint64_t held_bytes, held_buffer_bytes; /* of staging and device, as counted for the caller */
 
     /* From the parser on. */
     struct kld_oip_request request;
@@ -111,7 +113,8 @@ struct kld_infer {
     uint32_t send_part;  /* of the reply: 0 the JSON, then the outputs */
     struct kld_oip_text reply;
     enum kld_coding coding; /* that the caller takes for JSON */
-    void *packed;           /* the reply, compressed; NULL: not */
+    bool has_packed;        /* room in staging for the reply, compressed: from packed_offset on, */
+    uint64_t packed_offset; /* ... packed_bytes long; 0: it is sent as it is */
     size_t packed_bytes;
 
     /* The pool. */
@@ -155,6 +158,9 @@ void kld_infer_yield(struct kld_infer *infer);
 void kld_infer_step(struct kld_infer *infer, enum kld_infer_step step, bool large);
 void kld_infer_let_go(struct kld_infer *infer); /* frees what nobody holds any more */
 void kld_infer_count(struct kld_infer *infer, enum kld_status status);
+/* It waits for a pool from now on: until kld_infer_arrived(), or its deadline. */
+void kld_infer_await(struct kld_infer *infer);
+void kld_infer_arrived(struct kld_infer *infer);
 void kld_infer_laid_out(struct kld_infer *infer);  /* by layout.c: go on */
 void kld_infer_gathered(struct kld_infer *infer);  /* by bulk.c: every input is in place */
 void kld_infer_scattered(struct kld_infer *infer); /* by bulk.c: so is every output */
@@ -181,6 +187,7 @@ size_t kld_bulk_receive(struct kld_infer *infer, uint32_t index, uint64_t inside
 void kld_bulk_gather(struct kld_infer *infer);
 void kld_bulk_scatter(struct kld_infer *infer);
 void kld_bulk_region_moved(struct kld_infer *infer); /* a step with shared memory has ended */
+void kld_bulk_give_up(struct kld_infer *infer); /* the rest of the reply does not come in time */
 struct MHD_Response *kld_bulk_response(struct kld_infer *infer, uint64_t bytes,
                                        void (*sent)(void *user));
 

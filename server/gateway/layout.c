@@ -135,6 +135,8 @@ enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, uint64_
         kld_auth_give_bytes(infer->caller, bytes);
     else
         infer->held_bytes += bytes;
+    if (!infer->in_pool)
+        infer->exchange->held_bytes = infer->held_bytes;
     return status;
 }
 
@@ -225,6 +227,7 @@ static enum kld_status hold_regions(struct kld_infer *infer, struct kld_error *e
 static void opened(struct kld_pool_job *job) {
     struct kld_infer *infer =
         (struct kld_infer *)(void *)((char *)job - offsetof(struct kld_infer, job));
+    kld_infer_arrived(infer);
     infer->in_worker = false;
     infer->buffer = job->buffer;
     if (!infer->exchange || infer->exchange->replied) {
@@ -240,15 +243,14 @@ static void opened(struct kld_pool_job *job) {
     }
 }
 
-/* The buffer is counted for the caller as if it were staging. */
 static void open_buffer(struct kld_infer *infer) {
     struct kld_gateway *gateway = infer->gateway;
     struct kld_error error;
-    if (kld_auth_take_bytes(gateway->auth, infer->caller, infer->buffer_bytes, &error)) {
+    if (kld_auth_take_buffer(gateway->auth, infer->caller, infer->buffer_bytes, &error)) {
         kld_infer_fail(infer, &error);
         return;
     }
-    infer->held_bytes += infer->buffer_bytes;
+    infer->held_buffer_bytes = infer->buffer_bytes;
     infer->pieces.staging_offset =
         infer->tensors_offset + infer->tensors_bytes - KLD_PIECES * kld_infer_piece_bytes(gateway);
     infer->pieces.piece_bytes = kld_infer_piece_bytes(gateway);
@@ -258,6 +260,7 @@ static void open_buffer(struct kld_infer *infer) {
     infer->job.done = opened;
     infer->in_worker = true;
     kld_exchange_pause(infer->exchange);
+    kld_infer_await(infer);
     if (!infer->pieces.pool) /* else that of its stored tensors */
         infer->pieces.pool = infer->request.has_device ? gateway->pool[infer->request.device]
                                                        : kld_pool_choose(gateway);

@@ -241,6 +241,14 @@ void kld_link_submit(struct kld_link *link, struct kld_link_call *call) {
         uv_timer_start(&link->tick, ticked, TICK_MS, TICK_MS);
 }
 
+bool kld_link_withdraw(struct kld_link_call *call) {
+    if (call->submitted)
+        return false;
+    list_remove(&call->link->waiting, call);
+    call->link->load--;
+    return true;
+}
+
 uint32_t kld_link_load(const struct kld_link *link) { return link->load; }
 
 static void handle_closed(uv_handle_t *handle) {

@@ -66,6 +66,8 @@ void kld_link_close(struct kld_link *link, void (*closed)(void *user), void *use
 
 /* Never calls back before it returns. */
 void kld_link_submit(struct kld_link *link, struct kld_link_call *call);
+/* As kld_links_withdraw(). */
+bool kld_link_withdraw(struct kld_link_call *call);
 /* Calls that have not ended. */
 uint32_t kld_link_load(const struct kld_link *link);
 

@@ -98,6 +98,8 @@ void kld_links_close(struct kld_links *links, void (*closed)(void *user), void *
 
 uint32_t kld_links_count(const struct kld_links *links) { return links->count; }
 
+bool kld_links_withdraw(struct kld_link_call *call) { return kld_link_withdraw(call); }
+
 void kld_links_submit(struct kld_links *links, struct kld_link_call *call) {
     call->links = links;
     call->moved = false;

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "server/gateway/metrics.h"
+#include "server/gateway/recent.h"
 
 static void append_text(struct kld_oip_text *text, const char *value, size_t size) {
     for (size_t i = 0; i < size && value[i]; i++)
@@ -59,7 +60,33 @@ static void append_latency(const struct kld_stats *stats, unsigned percent,
                    (double)kld_bucket_limit_ns[i == KLD_BUCKETS - 1 ? i - 1 : i] / 1e6);
 }
 
-/* By what they were: a text may hold what a client sent, and is not shown. */
+/* The page takes up little room: who wants all has /metrics. */
+static void append_errors(struct kld_recent *recent, struct kld_oip_text *text) {
+    struct kld_recent_error errors[KLD_RECENT_ERRORS];
+    unsigned count = kld_recent_errors(recent, errors);
+    uint64_t now = uv_hrtime();
+    if (!count)
+        return;
+    kld_oip_append(text, "<h2>Last errors</h2>\n<table id=errors>\n"
+                         "<tr><th>s ago<th>status<th>what was said, without what clients sent\n");
+    for (unsigned i = 0; i < count; i++) {
+        kld_oip_append(text, "<tr><td>%" PRIu64 "<td>%d<td>", (now - errors[i].at_ns) / 1000000000,
+                       kld_status_http(errors[i].status));
+        append_text(text, errors[i].text, sizeof errors[i].text);
+        kld_oip_append(text, "\n");
+    }
+    kld_oip_append(text, "</table>\n");
+}
+
+static void append_rates(struct kld_recent *recent, struct kld_oip_text *text) {
+    uint64_t now = uv_hrtime();
+    kld_oip_append(text, "<tr><td>requests a second, last 10 s<td id=rate>%.6g\n",
+                   kld_recent_rate(recent, now, 10));
+    kld_oip_append(text, "<tr><td>requests a second, last minute<td>%.6g\n",
+                   kld_recent_rate(recent, now, KLD_RECENT_SECONDS_MAX));
+}
+
+/* By what they were. */
 static void append_failures(const struct kld_stats *stats, struct kld_oip_text *text) {
     for (unsigned status = 1; status < KLD_STATUS_SLOTS; status++) {
         uint64_t count = atomic_load(&stats->requests[KLD_FRONT_HTTP][status]);
@@ -80,6 +107,8 @@ void kld_page_append(const struct kld_gateway *gateway, struct kld_oip_text *tex
         text,
         "<!doctype html><html lang=en><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width'>"
+        "<meta http-equiv=Content-Security-Policy "
+        "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         "<title>kld</title><style>body{font:16px/1.5 system-ui,sans-serif;"
         "max-width:44em;margin:2em auto;padding:0 1em}td,th{padding:0 2em 0 0;text-align:left}"
         "pre{background:#8882;padding:1em;overflow:auto}</style>\n");
@@ -90,6 +119,7 @@ void kld_page_append(const struct kld_gateway *gateway, struct kld_oip_text *tex
     kld_oip_append(text, ".\n");
     append_workers(gateway->page, text);
     kld_oip_append(text, "<table>\n");
+    append_rates(gateway->common->recent, text);
     append_row(text, "requests answered since it started", gateway->common->counts.success);
     append_latency(stats, 50, text);
     append_latency(stats, 99, text);
@@ -100,7 +130,9 @@ void kld_page_append(const struct kld_gateway *gateway, struct kld_oip_text *tex
     append_row(text, "shared-memory regions", value(stats, KLD_STAT_http_regions));
     append_row(text, "stored tensors", value(stats, KLD_STAT_http_tensors));
     append_row(text, "staging memory in use, bytes", value(stats, KLD_STAT_staging_bytes));
-    kld_oip_append(text, "</table>\n<p>Ask it something:\n<pre>");
+    kld_oip_append(text, "</table>\n");
+    append_errors(gateway->common->recent, text);
+    kld_oip_append(text, "<p>Ask it something:\n<pre>");
     kld_oip_append(text, "curl -s THIS-SERVER/v2/models/kl_div/infer -d '{\"inputs\":[\n"
                          " {\"name\":\"predictions\",\"shape\":[1,2],\"datatype\":\"FP32\","
                          "\"data\":[0.5,0.5]},\n");

@@ -71,13 +71,6 @@ static void read_done(struct kld_letter *letter) {
     job->done(job);
 }
 
-static void read_late(struct kld_letter *letter) {
-    struct kld_pool_job *job =
-        (struct kld_pool_job *)(void *)((char *)letter -
-                                        offsetof(struct kld_pool_job, late_letter));
-    job->late(job);
-}
-
 static void finish(struct kld_pool_job *job, enum kld_status status,
                    const struct kld_error *error) {
     job->status = status;
@@ -238,8 +231,7 @@ static void process(struct kld_pool *pool) {
     send_waiting(pool);
 }
 
-/* What waits has not been seen by the worker and ends at once; what runs only is too late (pool.h).
- */
+/* What waits has not been seen by the worker and ends at once (pool.h). */
 static void look_at_deadlines(struct kld_pool *pool) {
     uint64_t now = uv_hrtime();
     struct kld_error error;
@@ -250,13 +242,6 @@ static void look_at_deadlines(struct kld_pool *pool) {
             continue;
         list_remove(&pool->waiting, job);
         finish(job, KLD_DEADLINE, &error);
-    }
-    for (struct kld_pool_job *job = pool->running.first; job; job = job->after) {
-        if (job->kind != KLD_POOL_RUN || job->is_late || job->deadline_ns > now)
-            continue;
-        job->is_late = true;
-        job->late_letter.read = read_late;
-        kld_mail_post(job->sender, &job->late_letter);
     }
 }
 
@@ -284,7 +269,6 @@ static void read_job(struct kld_letter *letter) {
 void kld_pool_submit(struct kld_pool *pool, struct kld_mail *sender, struct kld_pool_job *job) {
     job->pool = pool;
     job->sender = sender;
-    job->is_late = false;
     job->status = KLD_OK;
     memset(&job->result, 0, sizeof job->result);
     job->letter.read = read_job;

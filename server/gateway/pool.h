@@ -6,8 +6,9 @@
  * KLD_DEVICE_LOST then.
  *
  * A job, the buffers and the staging memory it names belong to the pool from kld_pool_submit()
- * until done(). As in link.h, a deadline (late()) only tells that nobody waits any more; a RUN that
- * waits to be sent ends with KLD_DEADLINE. */
+ * until done(). Senders keep their deadlines themselves (deadline.h), because this thread may be
+ * held up by its worker; here only a RUN that still waits to be sent at its deadline ends with
+ * KLD_DEADLINE. */
 #ifndef KLD_SERVER_GATEWAY_POOL_H
 #define KLD_SERVER_GATEWAY_POOL_H
 
@@ -46,7 +47,6 @@ struct kld_pool_job {
     struct kld_pool_buffer *slot[KLD_SLOT_COUNT]; /* NULL: staging */
     uint64_t deadline_ns;                         /* RUN: uv_hrtime() */
     void (*done)(struct kld_pool_job *job);       /* status, result and error are set */
-    void (*late)(struct kld_pool_job *job);       /* RUN: at most once, before done() */
 
     enum kld_status status;
     struct kld_result result;
@@ -55,9 +55,8 @@ struct kld_pool_job {
     /* The pool's own. */
     struct kld_pool *pool;
     struct kld_mail *sender;
-    struct kld_letter letter, late_letter;
+    struct kld_letter letter;
     struct kld_pool_job *before, *after;
-    bool is_late;
 };
 
 /* Starts the thread; connects to worker `index` with the first job. staging outlives the pool. */

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "server/gateway/infer.h"
+#include "server/gateway/staging.h"
 
 static void response_sent(void *user) {
     struct kld_infer *infer = user;
@@ -12,11 +13,16 @@ static void response_sent(void *user) {
 }
 
 static struct MHD_Response *packed_response(struct kld_infer *infer) {
-    void *packed = infer->packed;
-    infer->packed = NULL;
+    struct MHD_IoVec part = {kld_staging_at(infer->gateway->staging, infer->packed_offset),
+                             infer->packed_bytes};
+    struct MHD_Response *response = MHD_create_response_from_iovec(&part, 1, response_sent, infer);
+    infer->in_response = response != NULL;
+    if (!response)
+        return NULL;
     kld_stats_add(infer->gateway->stats, KLD_STAT_http_sent_bytes_total,
                   (int64_t)infer->packed_bytes);
-    return kld_exchange_packed(infer->coding, packed, infer->packed_bytes);
+    kld_exchange_say_packed(response, infer->coding);
+    return response;
 }
 
 static struct MHD_Response *make_response(struct kld_infer *infer, bool *ret_binary) {
@@ -25,7 +31,7 @@ static struct MHD_Response *make_response(struct kld_infer *infer, bool *ret_bin
     uint64_t bytes = infer->reply.length;
     bool in_buffer = false;
     *ret_binary = false;
-    if (infer->packed)
+    if (infer->packed_bytes)
         return packed_response(infer);
     for (uint32_t i = 0; i < infer->request.output_count; i++) {
         uint32_t index = infer->request.input_count + i;

@@ -94,9 +94,18 @@ static enum kld_status reserve(struct kld_tensors *tensors, const struct kld_sto
                                struct kld_stored **ret_stored, struct kld_error *err) {
     const struct kld_config *config = tensors->config;
     uint64_t most = config->tensor_bytes_max, mine = config->token_tensor_bytes_max, owned = 0;
+    uint64_t kept = 0;
     sweep(tensors);
     for (const struct kld_stored *stored = tensors->first; stored; stored = stored->next)
-        owned += stored->owner == wanted->owner ? stored->bytes : 0;
+        if (stored->owner == wanted->owner) {
+            owned += stored->bytes;
+            kept++;
+        }
+    if (wanted->owner->name[0] && kept >= config->token_tensors_max)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "this token stores %" PRIu64
+                             " tensors, the most allowed (token_tensors_max); delete one",
+                             kept);
     if (tensors->count >= config->tensors_max)
         return kld_error_set(err, KLD_TOO_LARGE,
                              "there are %" PRIu32 " stored tensors, the most allowed "

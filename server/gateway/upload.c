@@ -8,6 +8,7 @@
 #include <string.h>
 #include <strings.h>
 
+#include "server/gateway/deadline.h"
 #include "server/gateway/infer.h"
 #include "server/gateway/pieces.h"
 #include "server/gateway/staging.h"
@@ -21,7 +22,8 @@ struct upload {
     struct kld_pool_job job;
     struct kld_pool_buffer *buffer;
     struct kld_pieces pieces;
-    uint64_t have;
+    struct kld_deadline deadline; /* while it waits for the pool */
+    uint64_t have, held_bytes;    /* received; of staging, as counted for the caller */
     bool counted, staged, opening, starved, finished;
 };
 
@@ -137,10 +139,14 @@ static void let_go(struct upload *upload) {
     if (upload->staged)
         kld_staging_free(upload->gateway->staging, upload->pieces.staging_offset);
     upload->staged = false;
+    kld_auth_give_bytes(upload->caller, upload->held_bytes);
+    upload->held_bytes = 0;
     if (upload->exchange)
         return;
     if (upload->counted)
         kld_auth_give_request(upload->caller);
+    kld_deadline_clear(upload->gateway, &upload->deadline);
+    atomic_fetch_sub(&upload->gateway->common->held, 1);
     free(upload);
 }
 
@@ -148,6 +154,18 @@ static void fail(struct upload *upload, const struct kld_error *error) {
     if (upload->exchange && !upload->exchange->replied)
         kld_exchange_reply_error(upload->exchange, error);
     let_go(upload);
+}
+
+static void waited_too_long(struct kld_deadline *deadline) {
+    struct kld_error error;
+    kld_error_set(&error, KLD_DEADLINE, "the deadline passed before the device took the tensor");
+    fail((struct upload *)(void *)((char *)deadline - offsetof(struct upload, deadline)), &error);
+}
+
+static void wait_for_pool(struct upload *upload) {
+    uint64_t ms = upload->gateway->config->http_deadline_ms;
+    kld_deadline_set(upload->gateway, &upload->deadline,
+                     ms ? uv_hrtime() + ms * 1000000 : UINT64_MAX, waited_too_long);
 }
 
 static void store(struct upload *upload) {
@@ -164,12 +182,15 @@ static void store(struct upload *upload) {
 static void moved(struct kld_pieces *pieces) {
     struct upload *upload =
         (struct upload *)(void *)((char *)pieces - offsetof(struct upload, pieces));
+    kld_deadline_clear(upload->gateway, &upload->deadline);
     if (!upload->exchange || upload->exchange->replied) {
         let_go(upload);
     } else if (pieces->status) {
         fail(upload, &pieces->error);
     } else if (upload->finished) {
-        if (!kld_pieces_busy(pieces))
+        if (kld_pieces_busy(pieces))
+            wait_for_pool(upload);
+        else
             store(upload);
     } else if (upload->starved) {
         upload->starved = false;
@@ -179,6 +200,7 @@ static void moved(struct kld_pieces *pieces) {
 
 static void opened(struct kld_pool_job *job) {
     struct upload *upload = (struct upload *)(void *)((char *)job - offsetof(struct upload, job));
+    kld_deadline_clear(upload->gateway, &upload->deadline);
     upload->opening = false;
     upload->buffer = job->buffer;
     upload->pieces.buffer = job->buffer;
@@ -200,6 +222,10 @@ static enum kld_status start(struct upload *upload, const char *name, struct kld
     enum kld_status status;
     if (atomic_load(&gateway->common->draining))
         return kld_error_set(err, KLD_UNAVAILABLE, "the server is shutting down; try again");
+    if (atomic_load(&gateway->common->held) > gateway->config->http_requests_max)
+        return kld_error_set(err, KLD_BUSY,
+                             "%" PRIu64 " HTTP requests are in flight, the most allowed; try again",
+                             gateway->config->http_requests_max);
     if (strlen(name) >= sizeof wanted.name)
         return kld_error_set(err, KLD_INVALID, "the name of a tensor has 1 to %zu bytes",
                              sizeof wanted.name - 1);
@@ -216,14 +242,19 @@ static enum kld_status start(struct upload *upload, const char *name, struct kld
     pieces->piece_bytes = kld_infer_piece_bytes(gateway);
     pieces->moved = moved;
     kld_pieces_begin(pieces);
-    if ((status = kld_staging_alloc(gateway->staging, KLD_PIECES * pieces->piece_bytes,
-                                    &pieces->staging_offset, err)))
+    uint64_t bytes = KLD_PIECES * pieces->piece_bytes;
+    if ((status = kld_auth_take_bytes(gateway->auth, upload->caller, bytes, err)))
+        return status;
+    upload->held_bytes = bytes;
+    if ((status = kld_staging_alloc(gateway->staging, bytes, &pieces->staging_offset, err)))
         return status;
     upload->staged = true;
+    exchange->held_bytes = bytes;
     upload->job.kind = KLD_POOL_OPEN;
     upload->job.bytes = wanted.bytes;
     upload->job.done = opened;
     upload->opening = true;
+    wait_for_pool(upload);
     kld_pool_submit(pieces->pool, &gateway->mail, &upload->job);
     return KLD_OK;
 }
@@ -239,6 +270,9 @@ void kld_upload_begin(struct kld_exchange *exchange, const char *name) {
     upload->gateway = exchange->gateway;
     upload->exchange = exchange;
     upload->caller = exchange->caller;
+    atomic_fetch_add(&upload->gateway->common->held, 1);
+    atomic_fetch_add(&upload->gateway->common->infers, 1);
+    kld_stats_add(upload->gateway->stats, KLD_STAT_http_requests_in_flight, 1);
     exchange->state = upload;
     if (start(upload, name, &error))
         fail(upload, &error);
@@ -262,6 +296,8 @@ size_t kld_upload_feed(struct kld_exchange *exchange, const char *data, size_t s
         if (!to || room == 0) {
             upload->starved = true;
             kld_exchange_pause(exchange);
+            if (!upload->opening)
+                wait_for_pool(upload);
             break;
         }
         size_t taken = size - done < room ? size - done : (size_t)room;
@@ -285,7 +321,9 @@ void kld_upload_finish(struct kld_exchange *exchange) {
     }
     upload->finished = true;
     kld_pieces_flush(&upload->pieces);
-    if (!kld_pieces_busy(&upload->pieces))
+    if (kld_pieces_busy(&upload->pieces))
+        wait_for_pool(upload);
+    else
         store(upload);
 }
 
@@ -293,6 +331,8 @@ void kld_upload_end(struct kld_exchange *exchange) {
     struct upload *upload = exchange->state;
     if (!upload)
         return;
+    atomic_fetch_sub(&upload->gateway->common->infers, 1);
+    kld_stats_add(upload->gateway->stats, KLD_STAT_http_requests_in_flight, -1);
     upload->exchange = NULL;
     let_go(upload);
 }

@@ -6,6 +6,7 @@
  * overlook. Loop thread only. */
 #include "server/gateway/watch.h"
 
+#include <errno.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <stdlib.h>
@@ -39,6 +40,14 @@ static void begin(struct kld_watched *watched, enum kld_phase phase, uint64_t by
     watched->since_bytes = bytes;
 }
 
+/* Who holds much has to be quick: else a few could hold all staging at next to no cost. */
+static uint64_t bytes_least(const struct kld_watch *watch, const struct kld_watched *watched) {
+    uint64_t least = watch->config->http_slow_bytes;
+    uint64_t held = watched->exchange ? watched->exchange->held_bytes : 0;
+    uint64_t part = held / watch->config->http_slow_parts;
+    return part > least ? part : least;
+}
+
 /* Between two requests the peer may be silent, until it begins to send one. */
 static bool is_slow(const struct kld_watch *watch, struct kld_watched *watched) {
     struct counters counters = {.bytes_acked = 0};
@@ -68,17 +77,27 @@ static bool is_slow(const struct kld_watch *watch, struct kld_watched *watched) 
     if (phase == KLD_PHASE_IDLE ||
         uv_hrtime() - watched->since_ns < watch->config->http_slow_ms * 1000000)
         return false;
-    if (bytes - watched->since_bytes < watch->config->http_slow_bytes)
+    if (bytes - watched->since_bytes < bytes_least(watch, watched))
         return true;
     begin(watched, phase, bytes);
     return false;
 }
 
+/* While we send, MHD finds out by itself. Who closed only his side of the connection and waits for
+ * a long answer is taken for gone, too: there is no telling. */
 static bool has_gone(const struct kld_watched *watched) {
     char unused;
-    enum kld_phase phase = phase_of(watched);
-    return (phase == KLD_PHASE_IDLE || phase == KLD_PHASE_RECEIVING) &&
-           recv(watched->fd, &unused, 1, MSG_PEEK | MSG_DONTWAIT) == 0;
+    if (phase_of(watched) == KLD_PHASE_SENDING)
+        return false;
+    ssize_t got = recv(watched->fd, &unused, 1, MSG_PEEK | MSG_DONTWAIT);
+    return got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
+}
+
+/* Nobody reads from a suspended connection, so it would not see that it ended. */
+static void end(const struct kld_watched *watched) {
+    shutdown(watched->fd, SHUT_RDWR);
+    if (watched->exchange && watched->exchange->suspended)
+        kld_exchange_gone(watched->exchange);
 }
 
 static void look(uv_timer_t *timer) {
@@ -89,7 +108,7 @@ static void look(uv_timer_t *timer) {
         if (slow)
             kld_stats_add(watch->stats, KLD_STAT_http_slow_total, 1);
         if (slow || has_gone(watched))
-            shutdown(watched->fd, SHUT_RDWR);
+            end(watched);
     }
     watch->look_at = watched;
     if (watch->first)

@@ -11,7 +11,11 @@
 #define SECRET "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"
 #define OTHER "d9298a10d1b0735837dc4bd85dac641b0f3cef27a47e5d53a54f2f3f5b2fcffa"
 
-static struct kld_config config = {.token_requests_max = 2, .token_bytes_max = 100};
+static struct kld_config config = {.token_requests_max = 2,
+                                   .token_bytes_max = 100,
+                                   .token_buffer_bytes_max = 500,
+                                   .staging_bytes_max = 1000,
+                                   .staging_request_bytes_max = 250};
 static struct kld_auth *auth;
 static struct kld_caller *caller;
 static struct kld_error err;
@@ -113,6 +117,11 @@ START_TEST(what_a_token_has_in_flight) {
     ck_assert_int_eq(kld_auth_take_bytes(auth, caller, 40, &err), KLD_OK);
     kld_auth_give_bytes(caller, 100);
     ck_assert_int_eq(kld_auth_take_bytes(auth, caller, 100, &err), KLD_OK);
+    ck_assert_int_eq(kld_auth_take_buffer(auth, caller, 501, &err), KLD_TOO_LARGE);
+    ck_assert_int_eq(kld_auth_take_buffer(auth, caller, 500, &err), KLD_OK);
+    ck_assert_int_eq(kld_auth_take_buffer(auth, caller, 1, &err), KLD_THROTTLED);
+    kld_auth_give_buffer(caller, 500);
+    ck_assert_int_eq(kld_auth_take_buffer(auth, caller, 1, &err), KLD_OK);
     ck_assert_int_eq(kld_auth_find(auth, "Bearer other", &caller, &err), KLD_OK);
     ck_assert_int_eq(kld_auth_take_request(auth, caller, &err), KLD_OK); /* another's */
     kld_auth_close(auth);

@@ -1,5 +1,6 @@
 /* test_metrics.c - the text of /metrics. */
 #include "server/gateway/metrics.h"
+#include "server/gateway/recent.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -105,10 +106,16 @@ START_TEST(the_largest_numbers_fit) {
         fill(&page.worker[i]);
     ck_assert_ptr_nonnull(strstr(render(&page), "18446744073709551615"));
     static struct kld_gateway_common common;
+    common.recent = kld_recent_open();
+    struct kld_error error = {.status = KLD_INVALID};
+    memset(error.text, '<', sizeof error.text - 1);
+    for (int i = 0; i < 2 * KLD_RECENT_ERRORS; i++)
+        kld_recent_error(common.recent, 1, &error);
     struct kld_gateway gateway = {.common = &common, .page = &page, .stats = &page.common};
     struct kld_oip_text text = {.data = buffer, .capacity = 16384};
     kld_page_append(&gateway, &text);
     ck_assert(!text.overflow);
+    kld_recent_close(common.recent);
     struct kld_gateway_counts counts;
     memset((void *)&counts, 0xff, sizeof counts);
     text = (struct kld_oip_text){.data = buffer, .capacity = 4096};

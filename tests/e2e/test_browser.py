@@ -1,0 +1,93 @@
+"""The status page in a browser: what a person sees at `/`, and that it shows nothing of what clients sent."""
+import hashlib
+import html.parser
+import os
+import shutil
+import subprocess
+import time
+
+import pytest
+
+import oip
+from httplib import probabilities
+from oip import INFER
+
+CHROMIUM = shutil.which("chromium")
+
+
+class Page(html.parser.HTMLParser):
+    """The rows of all tables as lists of texts, and all text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.text = [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        if tag == "table":
+            self.rows.append([])
+
+    def handle_data(self, data):
+        self.text += data
+        if self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data
+
+    def row(self, name):
+        return next([cell.strip() for cell in row] for row in self.rows if row and name in row[0])
+
+
+def browse(url, folder):
+    """What the page is once a browser has read it."""
+    if not CHROMIUM:
+        assert os.environ.get("CI") != "true", "no chromium (Debian: chromium)"
+        pytest.skip("no chromium")
+    result = subprocess.run([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+                             f"--user-data-dir={folder}", "--virtual-time-budget=2000", "--enable-logging=stderr",
+                             "--dump-dom", url], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "CONSOLE" not in result.stderr, result.stderr  # nothing that the page asks for is refused
+    return result.stdout
+
+
+def test_what_a_person_sees(make_server, tmp_path):
+    server = make_server(http_threads=2)
+    q = probabilities((2, 8), 1)
+    for _ in range(30):
+        oip.infer(server, {"predictions": q, "targets": q})
+    secret = "s3cret-of-a-client"
+    headers, data = oip.body({"predictions": q, "targets": q}, parameters={secret: 1})
+    assert server.request(INFER, data, headers)[0] == 400
+    assert server.request(INFER, b'{"inputs":[{"name":"' + b"a'<script>alert(1)</script>" + secret.encode() +
+                          b'"}]}')[0] == 400
+    assert server.request("/v2/models/" + secret)[0] == 404
+    assert server.request("/v2/tensors/" + secret)[0] == 404
+    time.sleep(1.1)  # the rate is of whole seconds
+    page = Page(browse(server.http + "/", tmp_path))
+    assert "ready" in page.text and "cpu" in page.text and "kld" in page.text
+    assert float(page.row("requests a second, last 10 s")[1]) >= 3
+    assert float(page.row("requests a second, last minute")[1]) > 0
+    assert int(page.row("requests answered")[1]) == 30
+    assert page.row("99 % of requests")[1].endswith("ms")
+    assert int(page.row("shared-memory regions")[1]) == 0
+    errors = page.rows[next(i for i, row in enumerate(page.rows) if row and row[0].strip() == "s ago") + 1:][:4]
+    assert [row[1].strip() for row in errors] == ["404", "404", "400", "400"], errors
+    assert "no tensor of this name" in errors[0][2] and "unknown input '...'" in errors[2][2], errors
+    assert "unknown parameter '...'" in errors[3][2], errors
+    assert secret not in page.text and "script" not in page.text and "alert" not in page.text
+
+
+def test_the_page_needs_the_right_to_metrics(make_server, tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text(f"one {hashlib.sha256(b'word').hexdigest()} infer\n"
+                    f"two {hashlib.sha256(b'other').hexdigest()} metrics\n")
+    server = make_server(tokens=str(path))
+    for token, status in (("word", 403), ("other", 200), ("none", 401)):
+        assert server.request("/", headers={"Authorization": f"Bearer {token}"})[0] == status
+    body = server.request("/", headers={"Authorization": "Bearer other"})[2].decode()
+    assert "word" not in body and "one" not in [cell for row in Page(body).rows for cell in row]

@@ -1,0 +1,265 @@
+"""What one caller may hold, and for how long: staging, device memory, stored tensors, places; a worker that
+is silent, clients that leave while their request computes, senders that hold much and send little."""
+import hashlib
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+import oip
+from conftest import wait_until
+from httplib import fds_of, probabilities
+from oip import INFER
+
+SMALL = {"staging_bytes_max": "4M", "staging_request_bytes_max": "1M"}
+POOL = 'kld_pool_bytes{worker="0"}'
+Q = probabilities((2, 8), 1)
+HEADERS, DATA = oip.body({"predictions": Q, "targets": Q})
+
+
+def bearer(name):
+    return {"Authorization": f"Bearer word-of-{name}"}
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text("".join(f"{name} {hashlib.sha256(f'word-of-{name}'.encode()).hexdigest()} infer,metrics\n"
+                            for name in ("one", "two")))
+    return str(path)
+
+
+def connect(server):
+    host, port = server.address.rsplit(":", 1)
+    return socket.create_connection((host, int(port)), 60)
+
+
+def text_of(data, headers, method="POST", path=INFER, length=None):
+    lines = [f"{method} {path} HTTP/1.1", "Host: x", f"Content-Length: {length or len(data)}"]
+    return "\r\n".join(lines + [f"{k}: {v}" for k, v in headers.items()] + ["", ""]).encode() + data
+
+
+def metric(server, name, token=None):
+    body = server.request("/metrics", None, bearer(token) if token else {})[2].decode()
+    return float(next(line for line in body.splitlines() if line.startswith(name + " ")).split()[-1])
+
+
+# ---- Tokens ----------------------------------------------------------------------------------------------
+
+def test_device_memory_has_a_limit_of_its_own(make_server, tokens):
+    """A request that goes piece by piece may be larger than token_bytes_max, which is about the host's memory."""
+    server = make_server(tokens=tokens, token_bytes_max="2M", token_buffer_bytes_max="10M", **SMALL)
+    for rows, status, named in ((1000, 200, b""), (1500, 413, b"token_buffer_bytes_max")):
+        q = probabilities((rows, 1000), 2)
+        headers, data = oip.body({"predictions": q, "targets": q})
+        got, _, body = server.request(INFER, data, {**headers, **bearer("one")})
+        assert got == status and named in body, body
+    assert server.request(INFER, DATA, {**HEADERS, **bearer("one")})[0] == 200
+
+
+def test_one_token_does_not_get_all_staging(make_server, tokens):
+    """Slow senders of one token are refused before they hold it all; another token is served meanwhile."""
+    server = make_server(tokens=tokens, token_bytes_max="1G", **SMALL)
+    q = probabilities((100, 1000), 3)  # twice 400 KB: not bulk
+    headers, data = oip.body({"predictions": q, "targets": q})
+    connections = [connect(server) for _ in range(8)]
+    for one in connections:
+        one.sendall(text_of(data, {**headers, **bearer("one")})[:-1000])
+    # About half of 4 MiB takes two; who is refused early is told when all its body has come.
+    wait_until(lambda: metric(server, 'kld_requests_total{front="http",status="throttled"}', "two") >= 5,
+               what="refusals")
+    got, _, body = server.request(INFER, data, {**headers, **bearer("two")})
+    assert got == 200, body
+    for one in connections:
+        one.sendall(data[-1000:])
+    answers = sorted(one.recv(12) for one in connections)
+    assert answers[0] == b"HTTP/1.1 200" and answers[-5:] == [b"HTTP/1.1 429"] * 5, answers
+    for one in connections:
+        one.close()
+
+
+def test_stored_tensors_of_one_token(make_server, tokens):
+    server = make_server(tokens=tokens, token_tensors_max=2, **SMALL)
+
+    def put(token, name):
+        status, _, body = server.request(f"/v2/tensors/{name}?datatype=FP32&shape=2,8", Q.tobytes(), bearer(token),
+                                         "PUT")
+        return status, body
+    assert put("one", "a")[0] == put("one", "b")[0] == put("two", "a")[0] == 200
+    status, body = put("one", "c")
+    assert status == 413 and b"token_tensors_max" in body
+    assert put("two", "b")[0] == 200
+    assert server.request("/v2/tensors/a", headers=bearer("one"), method="DELETE")[0] == 200
+    assert put("one", "c")[0] == 200
+
+
+def test_an_upload_counts_what_it_holds(make_server, tokens):
+    server = make_server(tokens=tokens, token_bytes_max="600K", http_requests_max=3, **SMALL)
+    path = "/v2/tensors/a?datatype=FP32&shape=2,8"
+    slow = [connect(server) for _ in range(2)]
+    # Four pieces of 128 KiB: one of them at a time.
+    for one in slow:
+        one.sendall(text_of(Q.tobytes(), bearer("one"), "PUT", path)[:-1])
+    status, _, body = server.request(path, Q.tobytes(), bearer("one"), "PUT")
+    assert status == 429 and b"token_bytes_max" in body
+    assert metric(server, "kld_http_requests_in_flight", "two") == 2
+    third = connect(server)
+    third.sendall(text_of(Q.tobytes(), bearer("two"), "PUT", path)[:-1])
+    wait_until(lambda: metric(server, "kld_http_requests_in_flight", "two") == 3, what="three")
+    status, headers, body = server.request(INFER, DATA, {**HEADERS, **bearer("two")})
+    assert status == 503 and headers["Retry-After"] and b"in flight" in body
+    for one in [*slow, third]:
+        one.close()
+    wait_until(lambda: server.request(path, Q.tobytes(), bearer("one"), "PUT")[0] == 200, what="a free place")
+    wait_until(lambda: metric(server, "kld_staging_bytes", "two") == 0, what="free staging")
+
+
+# ---- Deadlines --------------------------------------------------------------------------------------------
+
+def test_a_silent_worker_is_not_waited_for_beyond_the_deadline(make_server):
+    """Whatever of a request waits for it: making the buffer, filling it, computing."""
+    server = make_server(http_deadline_ms=400, **SMALL)
+    q = probabilities((1000, 1003), 4)
+    headers, data = oip.body({"predictions": q, "targets": q})
+    assert server.request(INFER, data, headers)[0] == 200
+    wait_until(lambda: server.metrics()[POOL] == 0, what="a free pool")
+    whole = {"infer": text_of(data, headers),
+             "upload": text_of(q.tobytes(), {}, "PUT", "/v2/tensors/a?datatype=FP32&shape=1000,1003")}
+    worker = server.child("worker")
+    for name, text in whole.items():
+        for early in (1000, len(text) - 1000):  # before the buffer is there; while it is filled
+            with connect(server) as connection:
+                if early > 1000:
+                    connection.sendall(text[:2000000])
+                    wait_until(lambda: server.metrics()[POOL] > 0, what="its buffer")
+                os.kill(worker, signal.SIGSTOP)
+                try:
+                    begin = time.monotonic()
+                    rest = text[2000000:] if early > 1000 else text
+                    threading.Thread(target=lambda: connection.sendall(rest), daemon=True).start()
+                    answer = connection.recv(65536)
+                    took = time.monotonic() - begin
+                finally:
+                    os.kill(worker, signal.SIGCONT)
+                assert answer.startswith(b"HTTP/1.1 408"), (name, early, answer)
+                assert b"deadline" in answer and took < 1.9, (name, early, took)
+            wait_until(lambda: server.metrics()[POOL] == server.metrics()["kld_staging_bytes"] == 0,
+                       what="free memory")
+    assert server.request(INFER, data, headers)[0] == 200
+
+
+def test_a_reply_that_waits_for_its_next_piece_ends(make_server):
+    server = make_server(http_deadline_ms=400, **SMALL)
+    q = probabilities((1000, 4000), 5)
+    headers, data = oip.body({"predictions": q, "targets": q}, {"grad_predictions": {"binary_data": True}})
+    worker = server.child("worker")
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        connection.settimeout(20)
+        host, port = server.address.rsplit(":", 1)
+        connection.connect((host, int(port)))
+        connection.sendall(text_of(data, headers))
+        got = len(connection.recv(1000))
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            while piece := connection.recv(1 << 20):  # the end, and no time-out
+                got += len(piece)
+        except ConnectionResetError:
+            pass
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        assert 0 < got < q.nbytes
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == server.metrics()[POOL] == 0, what="free memory")
+
+
+# ---- Those who leave, those who are slow ------------------------------------------------------------------
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_client_that_leaves_while_its_request_computes(make_server, reset):
+    """Is noticed; its place in the worker's queue goes to others, its memory is free when the worker is through."""
+    server = make_server(http_requests_max=100)
+    worker, gateway = server.child("worker"), server.child("gateway")
+    assert server.request(INFER, DATA, HEADERS)[0] == 200
+    before = fds_of(gateway)
+    connections = [connect(server) for _ in range(90)]
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        for one in connections:
+            one.sendall(text_of(DATA, HEADERS))
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 90, what="all of them")
+        for one in connections:
+            if reset:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            one.close()
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 0, what="that they have gone")
+        wait_until(lambda: fds_of(gateway) <= before + 1, what="closed descriptors")
+        # 64 are with the worker, which has not answered them: they count. The others do not any more.
+        more = [connect(server) for _ in range(60)]
+        for one in more:
+            one.sendall(text_of(DATA, HEADERS))
+        refused = 'kld_requests_total{front="http",status="busy"}'
+        wait_until(lambda: server.metrics()[refused] == 24, what="those that are too many")
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    answers = [one.recv(12) for one in more]
+    assert answers.count(b"HTTP/1.1 200") == 36 and answers.count(b"HTTP/1.1 503") == 24
+    for one in more:
+        one.close()
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
+    assert server.request(INFER, DATA, HEADERS)[0] == 200
+
+
+def test_who_holds_much_has_to_send_more(make_server):
+    """1 KiB a second is enough for a small request, not for one that holds 1 MiB."""
+    server = make_server(http_slow_ms=1000, http_slow_bytes="1K", http_slow_parts=16, **SMALL)
+    small, large = probabilities((40, 50), 6), probabilities((100, 1000), 7)
+    connections, left = {}, {}
+    for name, q in (("small", small), ("large", large)):
+        headers, data = oip.body({"predictions": q, "targets": q})
+        text = text_of(data, headers)
+        connections[name] = connect(server)
+        connections[name].sendall(text[:-10000])
+        left[name] = text[-10000:]
+    for _ in range(8):  # 8 KiB within 2 s
+        time.sleep(0.25)
+        for name, one in connections.items():
+            try:
+                one.sendall(left[name][:1000])
+                left[name] = left[name][1000:]
+            except OSError:
+                assert name == "large"
+    assert server.metrics()["kld_http_slow_total"] == 1
+    connections["small"].sendall(left["small"])
+    assert connections["small"].recv(12) == b"HTTP/1.1 200"
+    for one in connections.values():
+        one.close()
+
+
+# ---- Pieces that fail -------------------------------------------------------------------------------------
+
+def test_a_piece_that_fails_wakes_who_waits_for_it(make_server):
+    """The worker dies while the gateway waits for the pieces of an upload, of a tail, and reads shared memory."""
+    server = make_server(**SMALL)
+    q = probabilities((1000, 1003), 8)
+    headers, data = oip.body({"predictions": q, "targets": q})
+    for text in (text_of(data, headers),
+                 text_of(q.tobytes(), {}, "PUT", "/v2/tensors/a?datatype=FP32&shape=1000,1003")):
+        worker = server.child("worker")
+        wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="a worker")
+        with connect(server) as connection:
+            connection.sendall(text[:100000])
+            wait_until(lambda: server.metrics()[POOL] > 0, what="its buffer")
+            os.kill(worker, signal.SIGSTOP)
+            threading.Thread(target=lambda: connection.sendall(text[100000:]), daemon=True).start()
+            time.sleep(0.2)  # all pieces are on their way, and nothing is read any more
+            begin = time.monotonic()
+            os.kill(worker, signal.SIGKILL)
+            answer = connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 503") and b"Retry-After" in answer, answer
+            assert time.monotonic() - begin < 10
+        wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
+    wait_until(lambda: server.request(INFER, DATA, HEADERS)[0] == 200, what="a worker")
