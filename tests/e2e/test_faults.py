@@ -8,12 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from conftest import ROOT, SANITIZER, Server, wait_until
-from faultlib import Crowd, Mps, without_mps
+from faultlib import SHAPE, Crowd, Mps, without_mps
+from oip import infer
+from unixlib import forward_kl, probabilities
 from wire import Client, Ended, Failed
 
 FOLDER = str(ROOT / "tests/e2e")
@@ -242,3 +245,51 @@ def test_a_fault_of_our_own(mode, server, backend):
           f"device_lost, {report['repeated']} sent again")
     assert crowd.lost + report["repeated"] > 0 and crowd.reconnects > 0 and report["different"] == 0
     everything_is_given_back(server)
+
+
+@pytest.mark.parametrize("whose", ["our own", "a client killed"])
+def test_http_callers_see_slower_answers(mode, backend, whose):
+    """And no error, whatever the worker's context was lost by."""
+    if whose != "our own" and not mode.mps:
+        pytest.skip("nothing is lost without MPS")
+    server = Server(backend=backend, pool_bytes_max="1G", restart_ms_max=200,
+                    environment={"KLD_TEST_FAULTS": "1", **mode.environment})
+    q, p = probabilities(*SHAPE), probabilities(*SHAPE)
+    truth, stop, waits, problems = forward_kl(q, p).mean(), threading.Event(), [], []
+
+    def call():
+        while not stop.is_set() and not problems:
+            began = time.monotonic()
+            try:
+                _, got = infer(server, {"predictions": q, "targets": p})
+                assert got["loss"][0] == pytest.approx(truth, rel=1e-6)
+                waits.append(time.monotonic() - began)
+            except BaseException as problem:
+                problems.append(problem)
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: problems or len(waits) > 40, 60, "answers")
+        worker = server.child("worker")
+        if whose == "our own":
+            os.kill(worker, signal.SIGUSR2)
+        else:
+            victim = start(mode, server, VICTIM, what=ENDS["kernel running"])
+            expect(victim, "ready\n")
+            victim.kill()
+            victim.communicate()
+        assert problems or is_replaced(server, worker, 20)
+        before = len(waits)
+        wait_until(lambda: problems or len(waits) > before + 40, 60, "answers")
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        status = server.stop()
+        log = server.log()
+        server.remove()
+    print(f"{whose}, MPS {mode.mps}: the longest of {len(waits)} answers took {max(waits) * 1e3:.0f} ms")
+    assert not problems, f"{problems[0]!r}\n{log}"
+    assert status == 0 and not SANITIZER.search(log), log
