@@ -364,7 +364,8 @@ def state_of(entry):
 
 def test_another_build_of_libkld_is_told(tmp_path, backend):
     """The tables between the server and its library may differ between two builds of one version."""
-    library = next(path for path in (BIN / "libkld.so", BIN.parent / "lib/libkld.so") if path.exists()).read_bytes()
+    file = next(path for path in (BIN / "libkld.so", BIN.parent / "lib/libkld.so") if path.exists())
+    library = file.read_bytes()
     build = re.search(rb"\d+\.\d+\.\d+\+\d+\0", library).group()
     other = build[:-2] + (b"0" if build[-2:-1] != b"0" else b"1") + b"\0"
     shutil.copy(BIN / "kld-server", tmp_path / "kld-server")
@@ -372,7 +373,7 @@ def test_another_build_of_libkld_is_told(tmp_path, backend):
         (tmp_path / "libkld.so.0").write_bytes(content)
         with subprocess.Popen([tmp_path / "kld-server", f"--unix={tmp_path}/s", "--http=", f"--backend={backend}"],
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                              env=clean_environment(LD_LIBRARY_PATH=tmp_path)) as server:
+                              env=clean_environment(LD_LIBRARY_PATH=f"{tmp_path}:{file.parent}")) as server:
             first = server.stdout.readline()
             server.terminate()
             _, said = server.communicate(timeout=60)
