@@ -11,6 +11,8 @@
  * that were promised. */
 #define CLOSE (1.0 / 32)
 #define AGREE 0.1
+#define PIVOT_MOST 60.0
+#define HEAVY_CENTRE (1.0 / 16)
 #define VALUE_MOST 1e30 /* what is centred there is beyond FP32 */
 
 static bool is_half(uint32_t dtype) { return dtype == KLD_DTYPE_FP16 || dtype == KLD_DTYPE_BF16; }
@@ -46,8 +48,11 @@ static void plan_centres(struct kld_cpu_quick *quick) {
             centred = side == KLD_CPU_P;
         quick->centred[side] = quick->gradient[side] && centred;
     }
+    bool gradient = quick->centred[0] || quick->centred[1];
+    bool js = rule->of_p == rule->share && rule->of_q == 1 - rule->share;
+    quick->pivoted = rule->kind == KLD_RULE_MIXTURE && js && gradient && !quick->half;
     quick->squares =
-        (rule->kind == KLD_RULE_KL && (quick->centred[0] || quick->centred[1])) ||
+        (rule->kind == KLD_RULE_KL && gradient) ||
         (rule->kind == KLD_RULE_CROSS_ENTROPY && (quick->gradient[0] || quick->gradient[1]));
 }
 
@@ -336,11 +341,35 @@ static bool row_of_cross_entropy(struct task *task, const struct kld_cpu_partial
     return true;
 }
 
-static bool row_of_mixture(struct task *task, double *ret_value) {
+/* From the means of ln p - ln q over both sides. */
+static void find_pivots(struct task *task, const struct kld_cpu_partial *sums) {
+    const double share[2] = {1 - task->quick->rule.share, task->quick->rule.share};
+    double shift = task->row.apart - (sums->max[1] - sums->max[0]);
+    task->row.exact = task->row.rough = false;
+    for (int side = 0; side < 2; side++) {
+        double mean = (sums->dot[side] / sums->sum[side] - shift) * LN2;
+        double y = fmin(fmax(side == KLD_CPU_P ? mean : -mean, 0), PIVOT_MOST);
+        double less = exp(-y), m = share[side] + share[1 - side] * less;
+        task->row.pivot[side] = (struct kld_cpu_quick_pivot){
+            .at = y,
+            .height = -share[side] * log(m),
+            .of = share[side],
+            .weight = share[1 - side] * less / m,
+            .lack = share[side] / m,
+        };
+        double top = sums->top[side] * task->quick->inverse_temperature - task->row.log_mass[side];
+        task->row.exact = task->row.exact || !(top < log(HEAVY_CENTRE));
+    }
+}
+
+static bool row_of_mixture(struct task *task, const struct kld_cpu_partial *scanned,
+                           double *ret_value) {
     const struct kld_cpu_quick *quick = task->quick;
     const struct kld_rule *rule = &quick->rule;
     struct kld_cpu_partial sums;
     struct refined ignored;
+    if (quick->pivoted)
+        find_pivots(task, scanned);
     run_pass(task, pass_value, &sums);
     if (!(sums.value < VALUE_MOST))
         return false;
@@ -352,11 +381,20 @@ static bool row_of_mixture(struct task *task, double *ret_value) {
     }
     for (int side = 0; side < 2; side++) {
         task->row.centre[side] = sums.dot[side];
-        double variance = sums.square[side] - sums.dot[side] * sums.dot[side];
+        double centre = sums.dot[side] * sums.dot[side], variance = sums.square[side] - centre;
         bool little = quick->half && !task->row.close && !(variance >= 1e-4);
-        if (quick->centred[side] &&
-            (little || is_centred_away(quick, sums.square[side], sums.dot[side])))
+        if (!quick->centred[side])
+            continue;
+        if (quick->pivoted)
+            task->row.rough = task->row.rough || !(variance >= 0.5 * sums.square[side]);
+        else if (little || is_centred_away(quick, sums.square[side], sums.dot[side]))
             return false;
+    }
+    if (task->row.rough && !task->row.exact) {
+        struct kld_cpu_partial exact;
+        task->row.exact = true;
+        run_pass(task, pass_value, &exact);
+        memcpy(task->row.centre, exact.dot, sizeof exact.dot);
     }
     *ret_value = sums.value;
     return true;
@@ -398,7 +436,7 @@ bool kld_cpu_quick_run(const struct kld_cpu_quick *quick, struct kld_cpu_team *t
     switch (quick->rule.kind) {
     case KLD_RULE_KL: fine = row_of_kl(&task, &sums, &total); break;
     case KLD_RULE_CROSS_ENTROPY: fine = row_of_cross_entropy(&task, &sums, &total); break;
-    case KLD_RULE_MIXTURE: fine = row_of_mixture(&task, &total); break;
+    case KLD_RULE_MIXTURE: fine = row_of_mixture(&task, &sums, &total); break;
     default: fine = row_of_tv(&task, &total);
     }
     if (!fine)

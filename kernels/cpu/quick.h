@@ -24,10 +24,20 @@ struct kld_cpu_quick {
     bool gradient[2], streaming[2];
     bool centred[2]; /* the gradient needs a sum over the row first */
     bool squares;    /* the scan adds up squares, too: how far apart are the things centred */
+    bool pivoted;    /* js: what is centred is counted from a pivot: FP32 logits */
     double inverse_temperature;
     float scale, scale_low; /* log2(e) / T */
     float limit;            /* logits at or beyond it, either sign, are for double */
     uint64_t span_classes, spans;
+};
+
+/* Of one side of js: h, what its gradient centres, is counted from where y, the logarithm of own
+ * over other, has its mean over the side. With x that mean less y,
+ *     h - height = -of ln(1 + w (e^x - 1))
+ * where nothing cancels. */
+struct kld_cpu_quick_pivot {
+    double at, height;       /* y, h */
+    double of, weight, lack; /* weight: w; lack: 1 - w */
 };
 
 /* A row after the scan. */
@@ -41,6 +51,8 @@ struct kld_cpu_quick_row {
     double centre[2];  /* the sum of x df/dx as far as it is not a multiple of the mass */
     double step[2][3]; /* tv: what a class takes of its mass where d < 0, d = 0 and d > 0 */
     double factor;     /* of the gradients, 1 / T in it */
+    bool exact, rough; /* if pivoted: the centres, and the gradients, are for double */
+    struct kld_cpu_quick_pivot pivot[2]; /* if pivoted */
 };
 
 struct kld_cpu_quick_kernels {
@@ -60,9 +72,9 @@ struct kld_cpu_quick_kernels {
      * |y - x|. */
     void (*refine)(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
                    const struct kld_cpu_span *span, struct kld_cpu_partial *ret_partial);
-    /* MIXTURE: the value, in dot the centres and in square the sums of mass times the square of
-     * what is centred. TV: the value, and each side's mass where it is the larger (dot), the
-     * smaller (sum), and where both are the same (square). */
+    /* MIXTURE: the value, in dot the centres (from the pivot, if any) and in square the sums of
+     * mass times the square of what is centred. TV: the value, and each side's mass where it is the
+     * larger (dot), the smaller (sum), and where both are the same (square). */
     void (*value)(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
                   const struct kld_cpu_span *span, struct kld_cpu_partial *ret_partial);
     /* The gradients that the span names. */

@@ -19,10 +19,32 @@ struct constants {
     float of[2];         /* the rule's weights */
     float share[2];      /* of q and of p in the mixture */
     float share_low[2];
-    double skew;     /* of p - q in a mixture's terms */
-    double slope[2]; /* of (p - q) / m in its gradients */
-    double heavy[2]; /* logits above these are for double */
+    double skew;      /* of p - q in a mixture's terms */
+    double slope[2];  /* of (p - q) / m in its gradients */
+    double heavy[2];  /* logits above these are for double */
+    double height[2]; /* what is centred is counted from these */
+    struct pivot {
+        vf middle, middle_low; /* of the difference of the logits, base 2, at the pivot */
+        vf whole, rest;        /* the same, its nearest integer apart */
+        float of, weight, lack;
+    } pivot[2];
 };
+
+static struct pivot pivot_of(const struct kld_cpu_quick_row *row, int side, double *ret_height) {
+    const struct kld_cpu_quick_pivot *from = &row->pivot[side];
+    double by = from->at / LN2, middle = row->apart + (side == KLD_CPU_P ? by : -by);
+    struct pivot pivot = {
+        .middle = vf_of((float)middle),
+        .middle_low = vf_of((float)(middle - (double)(float)middle)),
+        .whole = vf_of((float)rint(middle)),
+        .rest = vf_of((float)(middle - rint(middle))),
+        .of = (float)from->of,
+        .weight = (float)from->weight,
+        .lack = (float)from->lack,
+    };
+    *ret_height = from->height;
+    return pivot;
+}
 
 static struct constants constants_of(const struct kld_cpu_quick *quick,
                                      const struct kld_cpu_quick_row *row, double factor) {
@@ -49,6 +71,9 @@ static struct constants constants_of(const struct kld_cpu_quick *quick,
         at.origin[side] = origin_of(row->reference[side]);
         at.norm[side] = (float)(row->inverse_mass[side] * factor);
         at.heavy[side] = (row->log_mass[side] + log(HEAVY)) / quick->inverse_temperature;
+        at.height[side] = 0;
+        if (quick->pivoted)
+            at.pivot[side] = pivot_of(row, side, &at.height[side]);
     }
     return at;
 }
@@ -133,6 +158,54 @@ INLINE vf mixture_sum(const struct constants *row, const struct classes *at, vf 
     return sum;
 }
 
+/* The difference of the logits less the pivot, whole + rest, |rest| <= 1/2: near the pivot good to
+ * a part of itself, far from it to 1e-7, as what an exponential is of must be. */
+INLINE vf pivot_distance(const struct constants *row, const struct pivot *at,
+                         const struct pair *pair, uint64_t i, vf *ret_rest) {
+    struct gap gap = gap_of(pair, i);
+    vf low = vf_fma(gap.high, row->scale_low, gap.low * row->scale);
+    vf near = vf_fma(gap.high, row->scale, -at->middle) + (low - at->middle_low);
+    vf whole = vf_fma(gap.high, row->scale, vf_of(SHIFTER)) - SHIFTER;
+    vf rest = (vf_fma(gap.high, row->scale, -whole) - at->rest) + low, limit = vf_of(1.5f);
+    vi32 is_near = vf_abs(near) < limit;
+    whole = vf_select(is_near, vf_of(0), whole - at->whole);
+    rest = vf_select(is_near, near, rest);
+    vf more = (rest + SHIFTER) - SHIFTER;
+    *ret_rest = rest - more;
+    return whole + more;
+}
+
+/* What is centred of a side of js, less what it is at the pivot; some 3 units in the last place.
+ * Beyond 2^115 its logarithm goes on as a straight line. */
+INLINE vf pivot_height(const struct constants *row, const struct pair *pair, uint64_t i, int side) {
+    const struct pivot *at = &row->pivot[side];
+    vf most = vf_of(115), rest, whole = pivot_distance(row, at, pair, i, &rest);
+    rest = side == KLD_CPU_P ? -rest : rest;
+    whole = side == KLD_CPU_P ? -whole : whole;
+    vf kept = vf_min(vf_max(whole, -most), most);
+    vf unit = power_of_whole((vi32)(kept + SHIFTER), origin_of(0));
+    vf power = vf_power_less_one(rest, false);
+    vf less = vf_fma(unit, power, unit - 1.0f), weight = vf_of(at->weight), half = vf_of(-0.5f);
+    vf s = weight * less, one = vf_of(1);
+    vf low = vf_fma(weight, vf_fma(unit, power, unit), vf_of(at->lack));
+    vf mean = vf_if_less(s, half, low, one + s);
+    /* The mean is 2^n (1 + f) with f in [-1/4, 1/2). */
+    vi32 n = (vi32)((vu32)mean - 0x3f400000u) & (vi32)(0xff800000u + (vu32){0});
+    vf scale = (vf)(0x3f800000u - (vu32)n);
+    vf f = vf_if_less(s, half, vf_fma(mean, scale, -one), vf_fma(s, scale, scale - 1.0f));
+    vf z = vf_fma(vf_of(0.0461981446f), f, vf_of(-0.105925903f)); /* (f - ln(1 + f)) / f^2 */
+    z = vf_fma(z, f, vf_of(0.131938815f));
+    z = vf_fma(z, f, vf_of(-0.144681066f));
+    z = vf_fma(z, f, vf_of(0.16642867f));
+    z = vf_fma(z, f, vf_of(-0.199909627f));
+    z = vf_fma(z, f, vf_of(0.250002325f));
+    z = vf_fma(z, f, vf_of(-0.333334535f));
+    z = vf_fma(z, f, vf_of(0.5f));
+    z = vf_fma(f * f, -z, f);
+    vf log = vf_fma(__builtin_convertvector(n >> 23, vf), vf_of((float)LN2), z);
+    return -at->of * (log + vf_max(whole - most, vf_of(0)) * (float)LN2);
+}
+
 /* The even and the odd terms of e^d - 1 - d, for 0 <= d < SERIES. */
 #define SERIES 0.35f
 INLINE void vf_series(vf d, vf *ret_even, vf *ret_odd) {
@@ -204,7 +277,8 @@ INLINE void wide_logs(const struct kld_cpu_quick *quick, const struct constants 
         vd less = (1.0 - wide->ratio) / sum;
         less = vd_select(p_larger, less, -less); /* (p - q) / m */
         for (int side = 0; side < 2; side++)
-            ret_centred[side] = ret_log[side] * of[side] + less * row->slope[side];
+            ret_centred[side] =
+                ret_log[side] * of[side] + less * row->slope[side] - row->height[side];
     }
     for (int side = 0; side < 2; side++) {
         vi64 empty = wide->mass[side] == 0.0;

@@ -103,7 +103,11 @@ INLINE void scan_block_of(const struct kld_cpu_quick *quick, const struct pair *
         else
             scan_block(quick, pair, half, KLD_RULE_CROSS_ENTROPY, false, false, sums);
         return;
-    default: scan_block(quick, pair, half, KLD_RULE_MIXTURE, false, false, sums);
+    default:
+        if (quick->pivoted)
+            scan_block(quick, pair, half, KLD_RULE_KL, true, false, sums);
+        else
+            scan_block(quick, pair, half, KLD_RULE_MIXTURE, false, false, sums);
     }
 }
 

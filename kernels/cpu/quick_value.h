@@ -185,9 +185,29 @@ INLINE void mixture_block(const struct kld_cpu_quick *quick, const struct consta
     }
 }
 
+/* The centres, from their pivots. */
+static void pivot_block(const struct kld_cpu_quick *quick, const struct constants *row,
+                        const struct pair *pair, struct kld_cpu_partial *sums) {
+    for (int side = 0; side < 2; side++) {
+        vf dot[2] = {{0}}, square = {0};
+        for (uint64_t i = 0; quick->centred[side] && i < BLOCK; i += FLOATS) {
+            vf z = *(const vf_any *)(pair->at[side] + i);
+            struct parts t = parts_of(z, row->scale, row->scale_low, false);
+            vf mass = mass_of(&t, row->origin[side], false) * row->norm[side];
+            vf height = pivot_height(row, pair, i, side), product = mass * height;
+            dot[i / FLOATS % 2] += product;
+            square += product * height;
+        }
+        sums->square[side] += vf_total(square);
+        sums->dot[side] += vf_total(dot[0]) + vf_total(dot[1]);
+    }
+}
+
 static void mixture_block_of(const struct kld_cpu_quick *quick, const struct constants *row,
                              const struct pair *pair, bool close, struct kld_cpu_partial *sums) {
-    bool dots = quick->centred[0] || quick->centred[1];
+    bool dots = quick->half && (quick->centred[0] || quick->centred[1]);
+    if (quick->pivoted)
+        pivot_block(quick, row, pair, sums);
     if (close)
         mixture_block(quick, row, pair, false, dots, true, sums);
     else if (quick->half && dots)
@@ -256,8 +276,9 @@ static void quick_value(const struct kld_cpu_quick *quick, const struct kld_cpu_
     struct kld_cpu_partial sums = {0};
     struct pair pair;
     bool tv = quick->rule.kind == KLD_RULE_TV;
-    /* Centres in FP32 are too little for gradients of FP32. */
+    /* Centres in FP32 are too little for gradients of FP32, but from a pivot. */
     bool centred = !quick->half && (quick->centred[0] || quick->centred[1]);
+    bool exact = quick->pivoted ? row->exact : centred;
     for (uint64_t at = 0; at < span->count; at += BLOCK) {
         uint64_t left = span->count - at;
         pair_load(quick, span, at, left < BLOCK ? left : BLOCK, &pair);
@@ -266,7 +287,7 @@ static void quick_value(const struct kld_cpu_quick *quick, const struct kld_cpu_
             tv_in_double(quick, row, pair.at, &sums);
         else if (tv)
             tv_block_of(quick, &constants, &pair, row->close, &sums);
-        else if (in_double || centred)
+        else if (in_double || exact)
             value_in_double(quick, row, &constants, pair.at, &sums);
         else
             mixture_block_of(quick, &constants, &pair, row->close, &sums);

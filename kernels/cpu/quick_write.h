@@ -200,6 +200,17 @@ INLINE void write_mixture(const struct constants *row, const struct centres *cen
     }
 }
 
+/* And of FP32. */
+INLINE void write_pivoted(const struct constants *row, const struct centres *centres,
+                          const struct pair *pair, const bool wanted[2], float gradient[2][BLOCK]) {
+    for (int side = 0; side < 2; side++)
+        for (uint64_t i = 0; wanted[side] && i < BLOCK; i += FLOATS) {
+            vf mass = own_mass(row, pair, i, side, false) * centres->norm[side];
+            vf height = pivot_height(row, pair, i, side);
+            *(vf *)(gradient[side] + i) = mass * (height - centres->centre[side]);
+        }
+}
+
 /* ---- which of them ----------------------------------------------------------------------------
  */
 
@@ -231,7 +242,11 @@ INLINE void write_block(const struct kld_cpu_quick *quick, const struct constant
     case QUICK_KL: write_kl(row, centres, pair, wanted, half, gradient); return;
     case QUICK_CROSS: write_cross(row, centres, pair, wanted, half, gradient); return;
     case QUICK_TV: write_tv(row, centres, pair, wanted, half, gradient); return;
-    default: write_mixture(row, centres, pair, wanted, gradient);
+    default:
+        if (quick->pivoted)
+            write_pivoted(row, centres, pair, wanted, gradient);
+        else
+            write_mixture(row, centres, pair, wanted, gradient);
     }
 }
 
@@ -243,7 +258,8 @@ static void write_block_of(const struct kld_cpu_quick *quick, const struct kld_c
                            const struct constants *constants, const struct centres *centres,
                            const struct pair *pair, float gradient[2][BLOCK]) {
     enum quick_way way = way_of(quick);
-    bool rough = way == QUICK_MIXTURE && (!quick->half || row->close);
+    bool rough =
+        way == QUICK_MIXTURE && (row->close || (quick->pivoted ? row->rough : !quick->half));
     bool far = fabs(row->apart) >= FAR;
     if (pair->wild || is_heavy(constants, pair) || rough)
         write_in_double(quick, row, constants, pair, gradient);
