@@ -62,7 +62,8 @@ static enum kld_status hello(struct kld_session *session, const struct kld_frame
     welcome->requests_max = (uint32_t)config->client_requests_max;
     welcome->streams_max = (uint32_t)config->client_streams_max;
     welcome->events_max = info->imports_cuda_ipc ? KLD_SESSION_EVENTS_MAX : 0;
-    welcome->flags = config->peer_access ? KLD_WELCOME_PEERS : 0;
+    welcome->flags =
+        config->peer_access && worker->options.backend->reaches ? KLD_WELCOME_PEERS : 0;
     welcome->publications_max = (uint32_t)config->user_publications_max;
     welcome->region_bytes_max = config->region_bytes_max;
     welcome->pool_bytes_max = info->pool_bytes_max;

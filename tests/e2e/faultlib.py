@@ -28,9 +28,11 @@ class Mps:
         pipe.mkdir()
         log.mkdir()
         self.environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(log)}
-        started = subprocess.run(["nvidia-cuda-mps-control", "-d"], capture_output=True, text=True, timeout=30,
-                                 env={**os.environ, **self.environment})
-        self.problem = started.stdout + started.stderr if started.returncode else None
+        said = self.folder / "said"  # not a pipe, which the daemon would hold open
+        with open(said, "w") as file:
+            status = subprocess.run(["nvidia-cuda-mps-control", "-d"], stdin=subprocess.DEVNULL, stdout=file,
+                                    stderr=file, timeout=30, env={**os.environ, **self.environment}).returncode
+        self.problem = said.read_text() if status else None
 
     def tell(self, command):
         try:
