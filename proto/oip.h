@@ -83,6 +83,15 @@ struct kld_oip_register {
 enum kld_status kld_oip_parse_register(const char *text, size_t bytes,
                                        struct kld_oip_register *ret_register,
                                        struct kld_error *err);
+/* The same for CUDA shared memory. */
+#define KLD_OIP_CUDA_HANDLE_BYTES 64
+struct kld_oip_register_cuda {
+    uint8_t handle[KLD_OIP_CUDA_HANDLE_BYTES]; /* cudaIpcMemHandle_t */
+    uint64_t device_id, byte_size;
+};
+enum kld_status kld_oip_parse_register_cuda(const char *text, size_t bytes,
+                                            struct kld_oip_register_cuda *ret_register,
+                                            struct kld_error *err);
 /* The body of a repository index request: empty, or {"ready": bool}. */
 enum kld_status kld_oip_parse_index(const char *text, size_t bytes, struct kld_error *err);
 

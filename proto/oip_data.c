@@ -163,6 +163,70 @@ enum kld_status kld_oip_parse_register(const char *text, size_t bytes,
     return status;
 }
 
+static int base64_digit(char c) {
+    static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    const char *at = c ? strchr(digits, c) : NULL;
+    return at ? (int)(at - digits) : -1;
+}
+
+/* 64 bytes are 21 groups of four characters, two more and "==". */
+static bool read_handle(const char *text, uint8_t handle[KLD_OIP_CUDA_HANDLE_BYTES]) {
+    if (strlen(text) != 88 || strcmp(text + 86, "==") != 0)
+        return false;
+    uint32_t bits = 0;
+    for (int i = 0, done = 0, have = 0; i < 86; i++) {
+        int digit = base64_digit(text[i]);
+        if (digit < 0)
+            return false;
+        bits = bits << 6 | (uint32_t)digit;
+        if ((have += 6) >= 8)
+            handle[done++] = (uint8_t)(bits >> (have -= 8));
+    }
+    return (bits & 15) == 0; /* what is over of the last digit */
+}
+
+static enum kld_status read_register_cuda(const cJSON *root, struct kld_oip_register_cuda *result,
+                                          struct kld_error *err) {
+    static const char *const keys[] = {"raw_handle", "device_id", "byte_size", NULL};
+    static const char *const handle_keys[] = {"b64", NULL};
+    enum kld_status status;
+    if (!cJSON_IsObject(root))
+        return kld_error_set(err, KLD_INVALID, "the request must be a JSON object");
+    const cJSON *handle = cJSON_GetObjectItemCaseSensitive(root, "raw_handle");
+    const cJSON *text = cJSON_GetObjectItemCaseSensitive(handle, "b64");
+    if ((status = kld_json_keys(root, "register", keys, err)))
+        return status;
+    if (!cJSON_IsObject(handle) || !cJSON_IsString(text) ||
+        !read_handle(text->valuestring, result->handle))
+        return kld_error_set(err, KLD_INVALID,
+                             "raw_handle must be {\"b64\": the %d bytes of a cudaIpcMemHandle_t in "
+                             "base64}",
+                             KLD_OIP_CUDA_HANDLE_BYTES);
+    if ((status = kld_json_keys(handle, "raw_handle", handle_keys, err)) ||
+        (status = kld_json_whole(cJSON_GetObjectItemCaseSensitive(root, "device_id"), "device_id",
+                                 &result->device_id, err)) ||
+        (status = kld_json_whole(cJSON_GetObjectItemCaseSensitive(root, "byte_size"), "byte_size",
+                                 &result->byte_size, err)))
+        return status;
+    return result->byte_size ? KLD_OK
+                             : kld_error_set(err, KLD_INVALID, "byte_size must be greater than 0");
+}
+
+enum kld_status kld_oip_parse_register_cuda(const char *text, size_t bytes,
+                                            struct kld_oip_register_cuda *ret_register,
+                                            struct kld_error *err) {
+    struct kld_oip_register_cuda result;
+    cJSON *root;
+    enum kld_status status = kld_json_parse(text, bytes, &root, NULL, err);
+    if (status)
+        return status;
+    status = read_register_cuda(root, &result, err);
+    cJSON_Delete(root);
+    if (!status)
+        *ret_register = result;
+    return status;
+}
+
 enum kld_status kld_oip_parse_index(const char *text, size_t bytes, struct kld_error *err) {
     static const char *const keys[] = {"ready", NULL};
     cJSON *root;

@@ -12,6 +12,7 @@
 #include "proto/oip.h"
 #include "server/gateway/accept.h"
 #include "server/gateway/auth.h"
+#include "server/gateway/cuda_shm.h"
 #include "server/gateway/deadline.h"
 #include "server/gateway/gateway.h"
 #include "server/gateway/http.h"
@@ -201,6 +202,7 @@ static enum kld_status open_loop(struct process *process, uint32_t index, const 
         gateway->stats = first->stats;
         gateway->auth = first->auth;
         gateway->shm = first->shm;
+        gateway->cuda_shm = first->cuda_shm;
         gateway->staging = first->staging;
         gateway->tensors = first->tensors;
         gateway->pools = first->pools;
@@ -256,7 +258,8 @@ static enum kld_status open_parts(struct process *process, struct kld_error *err
         (status = open_pools(gateway, err)) ||
         (status = kld_tensors_open(&gateway->loop, gateway->config, gateway->stats,
                                    &gateway->tensors, err)) ||
-        (status = kld_shm_open(gateway->config, gateway->stats, &gateway->shm, err)))
+        (status = kld_shm_open(gateway->config, gateway->stats, &gateway->shm, err)) ||
+        (status = kld_cuda_shm_open(gateway->config, gateway->stats, &gateway->cuda_shm, err)))
         return status;
     status = open_loops(process, &tls, err);
     kld_tls_forget(&tls);
@@ -279,6 +282,7 @@ static void watch(struct process *process) {
 static void close_rest(struct process *process) {
     struct kld_gateway *first = &process->loop[0].gateway;
     kld_tensors_close(first->tensors);
+    kld_cuda_shm_close(first->cuda_shm);
     for (uint32_t i = 0; i < first->pools; i++)
         kld_pool_close(first->pool[i]);
     kld_shm_close(first->shm);

@@ -18,6 +18,7 @@
 #include "server/stats.h"
 
 struct kld_auth;
+struct kld_cuda_shm;
 struct kld_deadlines;
 struct kld_http;
 struct kld_links;
@@ -60,6 +61,7 @@ struct kld_gateway {
     struct kld_http *http;
     struct kld_links *links;
     struct kld_shm *shm;
+    struct kld_cuda_shm *cuda_shm;
     struct kld_staging *staging;
     struct kld_tensors *tensors;
     struct kld_pool *pool[KLD_DEVICES_MAX]; /* of each worker */

@@ -28,7 +28,10 @@ struct kld_exchange {
     struct MHD_Connection *connection;
     const struct kld_route *route; /* set by the handler; NULL until then */
     void *state;                   /* the route's own */
-    struct kld_caller *caller;     /* NULL: not known, for routes that are open to all */
+    void *waiting; /* for the reply; NULL: nothing. waiting_gone(waiting): no reply is wanted any
+                      more */
+    void (*waiting_gone)(void *waiting);
+    struct kld_caller *caller; /* NULL: not known, for routes that are open to all */
     char method[16];
     char url[512]; /* path, percent-decoded; longer ones never reach the handler */
     bool has_length, has_body;

@@ -22,9 +22,9 @@ static void free_memory(struct kld_infer *infer) {
         kld_staging_free(staging, infer->tensors_offset);
     for (int i = 0; i < KLD_INFER_TENSORS_MAX; i++)
         kld_shm_release(infer->region[i], &infer->gateway->loop);
-    for (int i = 0; i < KLD_OIP_INPUTS_MAX; i++)
-        kld_pool_drop(infer->stored[i]);
-    memset(infer->stored, 0, sizeof infer->stored);
+    for (int i = 0; i < KLD_INFER_TENSORS_MAX; i++)
+        kld_pool_drop(infer->held[i]);
+    memset(infer->held, 0, sizeof infer->held);
     kld_pool_drop(infer->buffer);
     infer->buffer = NULL;
     memset(infer->region, 0, sizeof infer->region);
@@ -159,7 +159,7 @@ static enum kld_status gather(struct kld_infer *infer) {
             continue; /* bulk.c */
         if (input->where == KLD_OIP_JSON)
             status = kld_oip_decode(input, kld_infer_bytes(infer, i), &infer->error);
-        else if (input->where == KLD_OIP_REGION)
+        else if (infer->region[i])
             status = kld_shm_read(infer->region[i], input->region_offset_bytes,
                                   kld_infer_bytes(infer, i), input->bytes, &infer->error);
         if (status)
@@ -186,8 +186,8 @@ static enum kld_status write_out(struct kld_infer *infer) {
         const struct kld_oip_tensor *output = &infer->request.output[i];
         uint32_t index = infer->request.input_count + i;
         enum kld_status status = KLD_OK;
-        values[i] = infer->in_buffer[index] ? NULL : kld_infer_bytes(infer, index);
-        if (output->where == KLD_OIP_REGION && values[i])
+        values[i] = infer->buffer_of[index] ? NULL : kld_infer_bytes(infer, index);
+        if (infer->region[index] && values[i])
             status = kld_shm_write(infer->region[index], output->region_offset_bytes, values[i],
                                    output->bytes, &infer->error);
         if (status)
@@ -261,14 +261,14 @@ static bool json_is_large(const struct kld_infer *infer) {
 
 static bool gather_is_large(const struct kld_infer *infer) {
     for (uint32_t i = 0; i < infer->request.input_count; i++)
-        if (infer->request.input[i].where == KLD_OIP_REGION)
+        if (infer->region[i])
             return true;
     return json_is_large(infer);
 }
 
 static bool write_out_is_large(const struct kld_infer *infer) {
     for (uint32_t i = 0; i < infer->request.output_count; i++)
-        if (infer->request.output[i].where == KLD_OIP_REGION)
+        if (infer->region[infer->request.input_count + i])
             return true;
     return infer->reply.capacity > KLD_INFER_INLINE_BYTES_MAX;
 }

@@ -98,7 +98,7 @@ struct kld_infer {
     uint64_t place[KLD_INFER_TENSORS_MAX]; /* in staging or the buffer; inputs, then outputs */
     struct kld_pool_buffer *buffer_of[KLD_INFER_TENSORS_MAX]; /* NULL: staging */
     struct kld_shm_region *region[KLD_INFER_TENSORS_MAX];     /* held; NULL: not shared memory */
-    struct kld_pool_buffer *stored[KLD_OIP_INPUTS_MAX];       /* held */
+    struct kld_pool_buffer *held[KLD_INFER_TENSORS_MAX];      /* stored tensors, CUDA memory */
     bool bulk, uses_buffers;
     bool in_buffer[KLD_INFER_TENSORS_MAX]; /* of a bulk request: in `buffer` */
     struct kld_pool_buffer *buffer;

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "server/gateway/cuda_shm.h"
 #include "server/gateway/infer.h"
 #include "server/gateway/shm.h"
 #include "server/gateway/staging.h"
@@ -164,7 +165,7 @@ static void place(struct kld_infer *infer) {
     uint64_t staging = 0, buffer = 0;
     for (uint32_t i = 0; i < kld_infer_tensors(infer); i++) {
         const struct kld_oip_tensor *tensor = kld_infer_tensor(infer, i);
-        if (tensor->where == KLD_OIP_STORED)
+        if (infer->held[i])
             continue;
         infer->in_buffer[i] =
             infer->bulk && tensor->where != KLD_OIP_JSON && tensor->bytes > KLD_INFER_SMALL_BYTES;
@@ -178,23 +179,42 @@ static void place(struct kld_infer *infer) {
     infer->buffer_bytes = buffer;
 }
 
-/* All stored tensors of a request lie on one device, where it is computed. */
-static enum kld_status hold_stored(struct kld_infer *infer, uint32_t index, struct kld_error *err) {
+/* All of a request that lies on a device lies on one, where it is computed. */
+static enum kld_status hold(struct kld_infer *infer, uint32_t index, struct kld_pool_buffer *buffer,
+                            struct kld_error *err) {
     const struct kld_oip_request *request = &infer->request;
-    struct kld_pool_buffer *buffer;
-    enum kld_status status = kld_tensors_acquire(infer->gateway->tensors, infer->caller,
-                                                 &request->input[index], &buffer, err);
-    if (status)
-        return status;
-    infer->stored[index] = infer->buffer_of[index] = buffer;
+    infer->held[index] = infer->buffer_of[index] = buffer;
     if ((infer->uses_buffers && infer->pieces.pool != buffer->pool) ||
         (request->has_device && request->device != kld_pool_index(buffer->pool)))
         return kld_error_set(
-            err, KLD_INVALID, "%s is stored on device %u, and the request asks for another one",
-            kld_slot_name(request->input[index].slot), kld_pool_index(buffer->pool));
+            err, KLD_INVALID, "%s lies on device %u, and the request asks for another one",
+            kld_slot_name(kld_infer_tensor(infer, index)->slot), kld_pool_index(buffer->pool));
     infer->uses_buffers = true;
     infer->pieces.pool = buffer->pool;
     return KLD_OK;
+}
+
+static enum kld_status hold_stored(struct kld_infer *infer, uint32_t index, struct kld_error *err) {
+    struct kld_pool_buffer *buffer;
+    enum kld_status status = kld_tensors_acquire(infer->gateway->tensors, infer->caller,
+                                                 &infer->request.input[index], &buffer, err);
+    return status ? status : hold(infer, index, buffer, err);
+}
+
+/* CUDA memory is where the device reads it; other shared memory is read and written here. */
+static enum kld_status hold_region(struct kld_infer *infer, uint32_t index, struct kld_error *err) {
+    struct kld_gateway *gateway = infer->gateway;
+    const struct kld_oip_tensor *tensor = kld_infer_tensor(infer, index);
+    struct kld_pool_buffer *buffer;
+    if (!kld_cuda_shm_has(gateway->cuda_shm, infer->caller, tensor->region))
+        return kld_shm_acquire(gateway->shm, infer->caller, tensor->region,
+                               tensor->region_offset_bytes, tensor->bytes, &infer->region[index],
+                               err);
+    enum kld_status status =
+        kld_cuda_shm_acquire(gateway->cuda_shm, infer->caller, tensor->region,
+                             tensor->region_offset_bytes, tensor->bytes, &buffer, err);
+    infer->place[index] = tensor->region_offset_bytes;
+    return status ? status : hold(infer, index, buffer, err);
 }
 
 static enum kld_status hold_regions(struct kld_infer *infer, struct kld_error *err) {
@@ -213,10 +233,7 @@ static enum kld_status hold_regions(struct kld_infer *infer, struct kld_error *e
                                  "%s as JSON would have more than %" PRIu64
                                  " bytes (json_bytes_max); ask for it with binary_data",
                                  kld_slot_name(tensor->slot), gateway->config->json_bytes_max);
-        if (tensor->where == KLD_OIP_REGION &&
-            (status = kld_shm_acquire(gateway->shm, infer->caller, tensor->region,
-                                      tensor->region_offset_bytes, tensor->bytes, &infer->region[i],
-                                      err)))
+        if (tensor->where == KLD_OIP_REGION && (status = hold_region(infer, i, err)))
             return status;
         if (tensor->where == KLD_OIP_STORED && (status = hold_stored(infer, i, err)))
             return status;

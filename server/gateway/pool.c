@@ -91,7 +91,7 @@ static void look_at_epoch(struct kld_pool *pool) {
     pool->epoch = info.epoch;
     pool->streams = info.streams_max ? info.streams_max : 1;
     for (struct kld_pool_buffer *buffer = pool->buffers; buffer; buffer = buffer->after)
-        if (buffer->epoch != info.epoch)
+        if (buffer->epoch != info.epoch && !buffer->imported)
             atomic_store(&buffer->lost, true);
 }
 
@@ -142,8 +142,11 @@ static enum kld_status open_buffer(struct kld_pool *pool, struct kld_pool_job *j
     struct kld_pool_buffer *buffer = calloc(1, sizeof *buffer);
     if (!buffer)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    bool import = job->kind == KLD_POOL_IMPORT;
     enum kld_status status =
-        kld_region_create_pool(pool->connection, job->bytes, &buffer->region, err);
+        import ? kld_region_import_cuda_ipc(pool->connection, job->handle, job->uuid, job->bytes, 0,
+                                            job->bytes, &buffer->region, err)
+               : kld_region_create_pool(pool->connection, job->bytes, &buffer->region, err);
     if (status) {
         free(buffer);
         return status;
@@ -151,6 +154,7 @@ static enum kld_status open_buffer(struct kld_pool *pool, struct kld_pool_job *j
     look_at_epoch(pool);
     buffer->pool = pool;
     buffer->bytes = job->bytes;
+    buffer->imported = import;
     buffer->users = 1;
     buffer->epoch = pool->epoch;
     buffer->after = pool->buffers;
@@ -205,7 +209,7 @@ static void send_waiting(struct kld_pool *pool) {
     while (pool->waiting.first) {
         struct kld_pool_job *job = pool->waiting.first;
         struct kld_error error = {.status = KLD_OK};
-        bool opens = job->kind == KLD_POOL_OPEN;
+        bool opens = job->kind == KLD_POOL_OPEN || job->kind == KLD_POOL_IMPORT;
         enum kld_status status = reach(pool, opens, &error);
         bool tried = status == KLD_OK;
         if (status == KLD_OK)

@@ -24,8 +24,9 @@
 struct kld_pool;
 
 struct kld_pool_buffer {
-    struct kld_pool *pool; /* constant, as bytes */
+    struct kld_pool *pool; /* constant, as bytes and imported */
     uint64_t bytes;
+    bool imported;
     _Atomic uint32_t users;
     _Atomic bool lost; /* its worker is gone, and what it held */
 
@@ -36,13 +37,23 @@ struct kld_pool_buffer {
     struct kld_letter letter;
 };
 
-enum kld_pool_kind { KLD_POOL_OPEN, KLD_POOL_FILL, KLD_POOL_READ, KLD_POOL_RUN };
+/* IMPORT is an OPEN of memory that a caller has: it is not lost with its worker, because libkld
+ * gives its handle to the next one. */
+enum kld_pool_kind {
+    KLD_POOL_OPEN,
+    KLD_POOL_IMPORT,
+    KLD_POOL_FILL,
+    KLD_POOL_READ,
+    KLD_POOL_RUN,
+};
 
 struct kld_pool_job {
     /* The caller's, before kld_pool_submit(). */
     enum kld_pool_kind kind;
-    struct kld_pool_buffer *buffer; /* FILL, READ; OPEN sets it, with one user: the caller */
+    struct kld_pool_buffer
+        *buffer; /* FILL, READ; OPEN and IMPORT set it, with one user: the caller */
     uint64_t bytes, buffer_offset, staging_offset;
+    uint8_t handle[64], uuid[KLD_WIRE_UUID_BYTES]; /* IMPORT: a cudaIpcMemHandle_t, and its card */
     struct kld_request request; /* RUN: as for the link, but offsets are in slot[] if it is set */
     struct kld_pool_buffer *slot[KLD_SLOT_COUNT]; /* NULL: staging */
     uint64_t deadline_ns;                         /* RUN: uv_hrtime() */

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "proto/oip.h"
+#include "server/gateway/cuda_shm.h"
 #include "server/gateway/infer.h"
 #include "server/gateway/metrics.h"
 #include "server/gateway/shm.h"
@@ -84,8 +85,9 @@ static void server_metadata(struct kld_exchange *exchange, const struct pieces *
     kld_oip_append(&text,
                    "{\"name\":\"kld\",\"version\":\"" KLD_RELEASE "\",\"extensions\":["
                    "\"binary_tensor_data\",\"model_configuration\","
-                   "\"statistics\",\"stored_tensors\"%s]}",
-                   exchange->gateway->config->shm_prefix[0] ? ",\"system_shared_memory\"" : "");
+                   "\"statistics\",\"stored_tensors\"%s%s]}",
+                   exchange->gateway->config->shm_prefix[0] ? ",\"system_shared_memory\"" : "",
+                   kld_cuda_shm_works(exchange->gateway) ? ",\"cuda_shared_memory\"" : "");
     answer_json(exchange, &text);
 }
 
@@ -181,9 +183,11 @@ static void shm_register(struct kld_exchange *exchange, const struct pieces *pie
                          const char *body, size_t bytes) {
     struct kld_oip_register wanted;
     struct kld_error error;
-    if (kld_oip_parse_register(body, bytes, &wanted, &error) ||
-        kld_shm_register(exchange->gateway->shm, exchange->caller, pieces->text[0], &wanted,
-                         &error))
+    if (kld_cuda_shm_has(exchange->gateway->cuda_shm, exchange->caller, pieces->text[0]))
+        fail(exchange, KLD_EXISTS, "a region of this name is registered already");
+    else if (kld_oip_parse_register(body, bytes, &wanted, &error) ||
+             kld_shm_register(exchange->gateway->shm, exchange->caller, pieces->text[0], &wanted,
+                              &error))
         kld_exchange_reply_error(exchange, &error);
     else
         kld_exchange_reply_text(exchange, 200, "", "", 0);
@@ -202,21 +206,46 @@ static void shm_unregister_one(struct kld_exchange *exchange, const struct piece
     kld_exchange_reply_text(exchange, 200, "", "", 0);
 }
 
+static void cuda_list(struct kld_exchange *exchange, const char *name) {
+    struct kld_cuda_shm *shm = exchange->gateway->cuda_shm;
+    size_t most = 64 + (size_t)kld_cuda_shm_count(shm) * (6 * KLD_OIP_NAME_MAX + 96);
+    struct kld_oip_text text = {.data = malloc(most), .capacity = most};
+    if (!text.data)
+        fail(exchange, KLD_NO_MEMORY, "out of memory");
+    else if (!kld_cuda_shm_append_status(shm, exchange->caller, name, &text))
+        fail(exchange, KLD_NOT_FOUND, "no shared-memory region of this name is registered");
+    else if (text.overflow)
+        fail(exchange, KLD_BUSY, "the list is just changing; try again");
+    else
+        answer_json(exchange, &text);
+    free(text.data);
+}
+
 static void cuda_status(struct kld_exchange *exchange, const struct pieces *pieces,
                         const char *body, size_t bytes) {
-    kld_exchange_reply_text(exchange, 200, "application/json", "[]", 2);
+    cuda_list(exchange, NULL);
 }
 
 static void cuda_status_of(struct kld_exchange *exchange, const struct pieces *pieces,
                            const char *body, size_t bytes) {
-    fail(exchange, KLD_NOT_FOUND, "no shared-memory region of this name is registered");
+    cuda_list(exchange, pieces->text[0]);
 }
 
 static void cuda_register(struct kld_exchange *exchange, const struct pieces *pieces,
                           const char *body, size_t bytes) {
-    fail(exchange, KLD_UNIMPLEMENTED,
-         "CUDA shared memory is not served over HTTP; use the Unix socket, which takes CUDA IPC "
-         "handles");
+    kld_cuda_shm_register(exchange, pieces->text[0], body, bytes);
+}
+
+static void cuda_unregister(struct kld_exchange *exchange, const struct pieces *pieces,
+                            const char *body, size_t bytes) {
+    kld_cuda_shm_unregister(exchange->gateway->cuda_shm, exchange->caller, NULL);
+    kld_exchange_reply_text(exchange, 200, "", "", 0);
+}
+
+static void cuda_unregister_one(struct kld_exchange *exchange, const struct pieces *pieces,
+                                const char *body, size_t bytes) {
+    kld_cuda_shm_unregister(exchange->gateway->cuda_shm, exchange->caller, pieces->text[0]);
+    kld_exchange_reply_text(exchange, 200, "", "", 0);
 }
 
 /* ---- Stored tensors ---------------------------------------------------------------------------*/
@@ -289,8 +318,8 @@ static const struct kld_route routes[] = {
     ROUTE("GET", SHM("cuda") "/status", cuda_status, SHM),
     ROUTE("GET", SHM("cuda") "/region/*/status", cuda_status_of, SHM),
     ROUTE("POST", SHM("cuda") "/region/*/register", cuda_register, SHM),
-    ROUTE("POST", SHM("cuda") "/unregister", live, SHM),
-    ROUTE("POST", SHM("cuda") "/region/*/unregister", live, SHM),
+    ROUTE("POST", SHM("cuda") "/unregister", cuda_unregister, SHM),
+    ROUTE("POST", SHM("cuda") "/region/*/unregister", cuda_unregister_one, SHM),
 };
 
 static bool match(const char *pattern, const char *path, struct pieces *pieces) {
@@ -448,6 +477,8 @@ static void finish(struct kld_exchange *exchange) {
 }
 
 static void end(struct kld_exchange *exchange) {
+    if (exchange->waiting)
+        exchange->waiting_gone(exchange->waiting);
     if (exchange->route && is_upload(exchange->route))
         kld_upload_end(exchange);
     else if (exchange->route && !exchange->route->answer)

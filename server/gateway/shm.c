@@ -118,7 +118,8 @@ static enum kld_status add(struct kld_shm *shm, struct kld_shm_region *region,
                              shm->count);
     region->next = shm->first;
     shm->first = region;
-    kld_stats_set(shm->stats, KLD_STAT_http_regions, ++shm->count);
+    shm->count++;
+    kld_stats_add(shm->stats, KLD_STAT_http_regions, 1);
     return KLD_OK;
 }
 
@@ -166,7 +167,8 @@ void kld_shm_unregister(struct kld_shm *shm, const struct kld_caller *owner, con
             continue;
         }
         *at = region->next;
-        kld_stats_set(shm->stats, KLD_STAT_http_regions, --shm->count);
+        shm->count--;
+        kld_stats_add(shm->stats, KLD_STAT_http_regions, -1);
         kld_shm_release(region, loop);
     }
     uv_mutex_unlock(&shm->mutex);
@@ -191,6 +193,13 @@ bool kld_shm_append_status(struct kld_shm *shm, const struct kld_caller *owner, 
     uv_mutex_unlock(&shm->mutex);
     kld_oip_append(text, "]");
     return found || !name;
+}
+
+bool kld_shm_has(struct kld_shm *shm, const struct kld_caller *owner, const char *name) {
+    uv_mutex_lock(&shm->mutex);
+    bool found = find(shm, owner, name) != NULL;
+    uv_mutex_unlock(&shm->mutex);
+    return found;
 }
 
 uint32_t kld_shm_count(struct kld_shm *shm) {

@@ -43,6 +43,7 @@ void kld_shm_unregister(struct kld_shm *shm, const struct kld_caller *owner, con
 /* [{"name","key","offset","byte_size"}]; of one name or of all (NULL). False: no such name. */
 bool kld_shm_append_status(struct kld_shm *shm, const struct kld_caller *owner, const char *name,
                            struct kld_oip_text *text);
+bool kld_shm_has(struct kld_shm *shm, const struct kld_caller *owner, const char *name);
 uint32_t kld_shm_count(struct kld_shm *shm);
 
 /* Are there `bytes` bytes at offset of this region? If so it is held until kld_shm_release(). */

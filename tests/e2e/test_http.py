@@ -158,13 +158,6 @@ def test_head(server):
         assert status == 200 and int(headers["Content-Length"]) > 0 and body == b""
 
 
-def test_cuda_shared_memory_says_what_works(server):
-    assert server.json("/v2/cudasharedmemory/status") == (200, [])
-    status, reply = server.json("/v2/cudasharedmemory/region/a/register", {"byte_size": 1})
-    assert status == 501 and "Unix socket" in reply["error"]
-    assert server.request("/v2/cudasharedmemory/unregister", b"", method="POST")[0] == 200
-
-
 # ---- Inference ------------------------------------------------------------------------------------
 
 def test_curl(server, tmp_path):

@@ -236,8 +236,8 @@ def test_curl_sends_every_way(server, transport, packed):
 
 # ---- The document ---------------------------------------------------------------------------------
 
-# No schema can say which parameters fit which divergence, or that all bytes of a body add up; and 501 is
-# what the document says of CUDA shared memory.
+# No schema can say which parameters fit which divergence, or that all bytes of a body add up.
+
 CONFIGURATION = "".join(f"""
 [[operations]]
 include-name = "POST {path}"
@@ -248,10 +248,6 @@ checks.negative_data_rejection.expected-statuses = [400, 404, 405, 413, 415, 501
 include-name = "PUT /v2/tensors/{name}"
 checks.positive_data_acceptance.enabled = false
 checks.negative_data_rejection.expected-statuses = [400, 404, 405, 413, 415]
-
-[[operations]]
-include-name = "POST /v2/cudasharedmemory/region/{name}/register"
-checks.not_a_server_error.enabled = false
 """
 
 

@@ -114,9 +114,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
         return 0;
     const char *text = (const char *)data + 1;
     enum kld_status status = KLD_OK;
-    switch (data[0] % 4) {
+    struct kld_oip_register_cuda cuda;
+    switch (data[0] % 5) {
     case 0: status = kld_oip_parse_register(text, bytes - 1, &wanted, &err); break;
     case 1: status = kld_oip_parse_index(text, bytes - 1, &err); break;
+    case 2: status = kld_oip_parse_register_cuda(text, bytes - 1, &cuda, &err); break;
     default: infer(text, bytes - 1);
     }
     if (status)

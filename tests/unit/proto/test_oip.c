@@ -290,6 +290,34 @@ START_TEST(register_bodies) {
 }
 END_TEST
 
+#define HANDLE                                                                                     \
+    "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8gISIjJCUmJygpKissLS4vMDEyMzQ1Njc4OTo7PD0+"         \
+    "Pw=="
+
+START_TEST(register_bodies_of_cuda_memory) {
+    struct kld_oip_register_cuda got;
+    const char *right =
+        "{\"raw_handle\":{\"b64\":\"" HANDLE "\"},\"device_id\":3,\"byte_size\":9007199254740991}";
+    ck_assert_int_eq(kld_oip_parse_register_cuda(right, strlen(right), &got, &err), KLD_OK);
+    for (int i = 0; i < KLD_OIP_CUDA_HANDLE_BYTES; i++)
+        ck_assert_uint_eq(got.handle[i], i);
+    ck_assert_uint_eq(got.device_id, 3);
+    ck_assert_uint_eq(got.byte_size, 9007199254740991u);
+    static const char *const wrong[] = {
+        "",
+        "[]",
+        "null",
+        "{}",
+        "{\"raw_handle\":{\"b64\":\"" HANDLE "\"},\"device_id\":0}",
+        "{\"raw_handle\":{\"b64\":\"" HANDLE "\"},\"byte_size\":1}",
+        "{\"raw_handle\":{\"b64\":\"" HANDLE "AA\"},\"device_id\":0,\"byte_size\":1}",
+        "{\"raw_handle\":{\"b64\":\"" HANDLE "\",\"c\":0},\"device_id\":0,\"byte_size\":1}"};
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++)
+        ck_assert_int_eq(kld_oip_parse_register_cuda(wrong[i], strlen(wrong[i]), &got, &err),
+                         KLD_INVALID);
+}
+END_TEST
+
 START_TEST(json_that_is_not_tensor_data_is_bounded) {
     size_t bytes = (size_t)3 << 20;
     char *text = malloc(bytes + 1);
@@ -333,6 +361,6 @@ END_TEST
 UNIT_MAIN("proto/oip", a_plain_request_asks_for_the_loss, what_a_stock_client_sends_is_understood,
           what_is_wrong_is_refused_and_named, data_is_flat_or_nested_as_the_shape_says,
           a_reply_is_json_whatever_the_numbers_are, the_longest_numbers_fit_the_announced_size,
-          errors_are_json_even_if_a_text_was_cut, register_bodies,
+          errors_are_json_even_if_a_text_was_cut, register_bodies, register_bodies_of_cuda_memory,
           json_that_is_not_tensor_data_is_bounded,
           the_same_text_with_other_numbers_is_the_same_request)
