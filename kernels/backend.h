@@ -199,6 +199,11 @@ struct kld_backend {
      * process has ended. Any thread; does not block. */
     bool (*is_dead)(struct kld_device *device);
 
+    /* Does the device still work? Asks it by a little work of its own, which may take as long as
+     * any. KLD_DEVICE_LOST if not. NULL: cannot be lost without work. Any thread but the device's
+     * own. */
+    enum kld_status (*check)(struct kld_device *device, struct kld_error *err);
+
     /* Bytes of the pool in use now. */
     uint64_t (*pool_bytes)(struct kld_device *device);
     /* Bytes per second at which the device can read two arrays of `bytes` each, and what it reaches

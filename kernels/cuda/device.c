@@ -78,7 +78,8 @@ static cudaError_t open_pool(struct cuda_device *device) {
 static cudaError_t open_flights(struct cuda_device *device) {
     void *results = NULL, *scratch = NULL;
     cudaError_t error;
-    if ((error = cudaHostAlloc(&results, CUDA_FLIGHTS_MAX * sizeof(double), cudaHostAllocMapped)))
+    if ((error =
+             cudaHostAlloc(&results, (CUDA_FLIGHTS_MAX + 1) * sizeof(double), cudaHostAllocMapped)))
         return error;
     device->results = results;
     size_t bytes = CUDA_FLIGHTS_MAX * sizeof(struct kld_cuda_scratch);
@@ -245,6 +246,7 @@ const struct kld_backend kld_backend_cuda = {
     .poll = cuda_poll,
     .fail_next = cuda_fail_next,
     .is_dead = cuda_is_dead,
+    .check = cuda_check,
     .pool_bytes = cuda_pool_bytes,
     .measure_ceiling = cuda_measure_ceiling,
 };

@@ -133,8 +133,8 @@ struct cuda_device {
     struct cuda_flight *order[CUDA_FLIGHTS_MAX]; /* in flight, in order of launch */
     uint32_t order_count;
     uint64_t sweep;
-    struct cuda_block kept[CUDA_KEPT_MAX];              /* staging that no job has */
-    double *results;                                    /* pinned, one a flight */
+    struct cuda_block kept[CUDA_KEPT_MAX]; /* staging that no job has */
+    double *results; /* pinned, one a flight; the last: cuda_check()'s, under setup_mutex */
     uint16_t active_clusters[KLD_CUDA_ACTIVE_CLUSTERS]; /* see struct kld_cuda_args */
 };
 
@@ -150,6 +150,9 @@ bool cuda_is_refusal(struct cuda_device *device, cudaError_t error);
 /* Has a fault ended the context, and with it all of its kernels? Asks the driver, because errors
  * that are not known count as a lost device too. Any thread. */
 bool cuda_is_dead(struct kld_device *device);
+
+/* Copies a number from the device: what a lost context cannot. */
+enum kld_status cuda_check(struct kld_device *device, struct kld_error *err);
 
 /* memory.c: any thread but the device's own, except the two reservations (any). */
 /* Selects the device for the calling thread; an error where it is lost. */

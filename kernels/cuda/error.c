@@ -80,6 +80,21 @@ static bool ends_context(cudaError_t error) {
     }
 }
 
+enum kld_status cuda_check(struct kld_device *base, struct kld_error *err) {
+    struct cuda_device *device = (struct cuda_device *)base;
+    enum kld_status status = cuda_enter(device, err);
+    if (status)
+        return status;
+    pthread_mutex_lock(&device->setup_mutex);
+    cudaError_t error =
+        cudaMemcpyAsync(&device->results[CUDA_FLIGHTS_MAX], device->flights[0].scratch,
+                        sizeof(double), cudaMemcpyDeviceToHost, device->setup);
+    if (!error)
+        error = cudaStreamSynchronize(device->setup);
+    pthread_mutex_unlock(&device->setup_mutex);
+    return error ? cuda_fail(device, error, "looking whether the device works", err) : KLD_OK;
+}
+
 bool cuda_is_dead(struct kld_device *base) {
     struct cuda_device *device = (struct cuda_device *)base;
     cudaGetLastError(); /* an older one that is not sticky must not answer instead */

@@ -16,6 +16,7 @@
 #include "server/log.h"
 #include "server/worker/closer.h"
 #include "server/worker/core.h"
+#include "server/worker/health.h"
 
 #define ACCEPT_BURST 16
 #define ACCEPT_AGAIN_MS 100
@@ -212,6 +213,7 @@ static void stop(struct kld_worker *worker) {
     uv_close((uv_handle_t *)&worker->accept_again, NULL);
     uv_close((uv_handle_t *)&worker->drain, NULL);
     uv_close((uv_handle_t *)&worker->orphans, NULL);
+    uv_close((uv_handle_t *)&worker->health, NULL);
     if (worker->options.control_fd >= 0)
         uv_close((uv_handle_t *)&worker->control, NULL);
     struct kld_session *session, *next;
@@ -325,6 +327,7 @@ static enum kld_status handles_init(struct kld_worker *worker, struct kld_error 
     uv_timer_init(loop, &worker->accept_again);
     uv_timer_init(loop, &worker->drain);
     uv_timer_init(loop, &worker->orphans);
+    kld_health_init(worker);
     uv_signal_init(loop, &worker->terminate);
     uv_signal_init(loop, &worker->fault);
     worker->completions.wake.data = worker->deadline.data = worker->accept_again.data = worker;
@@ -385,6 +388,7 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
     kld_stats_set(worker->stats, KLD_STAT_pool_bytes_max, options->device->info.pool_bytes_max);
     describe(worker);
     kld_worker_accept(worker);
+    kld_health_start(worker);
     return KLD_OK;
 }
 

@@ -26,6 +26,7 @@
  * have in flight, so that clients whose events do not come leave room for others. */
 #define KLD_WAITS_MAX 32
 #define KLD_ORPHAN_MS 10000       /* for a job that waits for an event of a client that is gone */
+#define KLD_HEALTH_MS 500         /* between two looks at an idle device, see health.h */
 #define KLD_PUBLICATIONS_MAX 4096 /* tensors that clients show to others at a time */
 
 struct kld_worker_options {
@@ -36,6 +37,7 @@ struct kld_worker_options {
     uint32_t index;            /* of this worker: its place in the page, and of its device */
     int listen_fd;             /* SOCK_SEQPACKET, listening; the caller's */
     uint32_t orphan_ms;        /* 0: KLD_ORPHAN_MS */
+    uint32_t health_ms;        /* 0: KLD_HEALTH_MS */
     /* Once nothing of ours runs on the lost device any more, where that is known before this
      * process has ended; NULL: nobody wants to know. */
     void (*device_dead)(const struct kld_worker_options *options);
@@ -57,6 +59,11 @@ struct kld_worker {
     uv_timer_t accept_again; /* after accept() ran out of something */
     uv_timer_t drain;        /* SIGTERM + drain_ms */
     uv_timer_t orphans;      /* while there may be such jobs */
+    uv_timer_t health;       /* see health.h */
+    uv_work_t health_work;
+    bool health_looks; /* while it does, the pool has the two below */
+    enum kld_status health_status;
+    struct kld_error health_error;
     struct kld_completions completions;
     struct kld_queue queue;
     struct kld_session_list sessions; /* open and closing */

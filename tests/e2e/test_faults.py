@@ -161,6 +161,15 @@ def is_replaced(server, worker, seconds):
     return server.child("worker") != worker
 
 
+def answers(server):
+    try:
+        with Client(server.unix, timeout=30) as one:
+            one.ping()
+            return True
+    except (Ended, Failed, OSError):
+        return False
+
+
 def everything_is_given_back(server):
     """The worker has nothing of those who left."""
     def released():
@@ -208,6 +217,25 @@ def test_a_client_dies(gpu_only, mode, server, end):
         assert not lost and crowd.lost == crowd.reconnects == report["repeated"] == 0
     elif lost:
         assert crowd.lost + report["repeated"] > 0
+
+
+def test_an_idle_worker_is_lost_too(gpu_only, mode, server):
+    """Under MPS: nobody asks the worker for anything, and it makes way for a next one all the same, which is
+    what lets new processes of everybody onto the card."""
+    if not mode.mps:
+        pytest.skip("nothing is lost without MPS")
+    everything_is_given_back(server)
+    worker = server.child("worker")
+    victim = start(mode, server, VICTIM, what=ENDS["kernel running"])
+    expect(victim, "ready\n")
+    victim.kill()
+    victim.communicate()
+    died = time.monotonic()
+    assert is_replaced(server, worker, 5), "an idle worker kept its dead context"
+    wait_until(lambda: server.child("worker") != worker and answers(server), 20, "the next worker")
+    with start(mode, server, CLIENT + "    print('right', flush=True)") as newcomer:
+        expect(newcomer, "right\n")
+    print(f"a process that came after the death computes {(time.monotonic() - died) * 1e3:.0f} ms after it")
 
 
 @pytest.mark.parametrize("what", ["frees early", "bad handles"])

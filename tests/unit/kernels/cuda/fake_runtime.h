@@ -38,6 +38,7 @@ static atomic_int fake_launch_error, fake_device_of_fd, fake_access_error;
 static atomic_int fake_streams, fake_events, fake_blocks, fake_imports, fake_maps, fake_handles,
     fake_ranges, fake_pinned;
 static atomic_int fake_imports_total, fake_priority_sum;
+static atomic_int fake_copy_error;  /* of the next copy */
 static atomic_int fake_no_memory;   /* countdown: so many allocations of the pool fail */
 static atomic_int fake_devices = 1; /* card 2 and those behind it are not connected to others */
 static atomic_int fake_allocations; /* calls that make or pin anything, ever */
@@ -237,6 +238,9 @@ cudaError_t cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t stre
 }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
                             cudaStream_t stream) {
+    int error = atomic_exchange(&fake_copy_error, 0);
+    if (error)
+        return (cudaError_t)error;
     memcpy(to, from, bytes);
     return fake_work(stream, 1);
 }

@@ -191,6 +191,19 @@ START_TEST(who_polls_completes) {
 }
 END_TEST
 
+START_TEST(an_idle_device_says_whether_it_works) {
+    setup();
+    ck_assert_int_eq(cuda->check(device, &err), KLD_OK);
+    atomic_store(&fake_copy_error, cudaErrorIllegalAddress); /* another client of MPS faulted */
+    ck_assert_int_eq(cuda->check(device, &err), KLD_DEVICE_LOST);
+    ck_assert_int_eq(cuda->check(device, &err), KLD_DEVICE_LOST); /* for good */
+    prepare(&records[0], pool, false);
+    submit(&records[0], 0);
+    wait_for(&records[0], false);
+    ck_assert_int_eq(records[0].job.status, KLD_DEVICE_LOST);
+}
+END_TEST
+
 START_TEST(closing_waits_for_what_was_polled) {
     setup();
     atomic_store(&fake_us, 20000);
@@ -461,9 +474,9 @@ END_TEST
 UNIT_MAIN("kernels/cuda/thread", a_fault_is_a_launch_with_an_address_that_is_not_there,
           jobs_end_in_order_whoever_looks, who_polls_completes, closing_waits_for_what_was_polled,
           streams_wait_for_events, what_cannot_be_launched_is_not_told_as_launched,
-          memory_of_a_predecessor_is_waited_for, memory_of_other_cards_is_taken_where_told,
-          a_warm_device_allocates_nothing, kept_staging_gives_way,
-          allocations_of_others_are_opened_once, allocations_by_descriptor,
+          an_idle_device_says_whether_it_works, memory_of_a_predecessor_is_waited_for,
+          memory_of_other_cards_is_taken_where_told, a_warm_device_allocates_nothing,
+          kept_staging_gives_way, allocations_of_others_are_opened_once, allocations_by_descriptor,
           priorities_are_those_of_the_device)
 
 #else

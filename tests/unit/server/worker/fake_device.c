@@ -287,6 +287,11 @@ static bool submit(struct kld_stream *stream, struct kld_job *job) {
 
 static bool is_dead(struct kld_device *device) { return atomic_load(&fake_of(device)->dead); }
 
+static enum kld_status check(struct kld_device *device, struct kld_error *err) {
+    atomic_fetch_add(&fake_of(device)->checks, 1);
+    return is_dead(device) ? kld_error_set(err, KLD_DEVICE_LOST, "dead") : KLD_OK;
+}
+
 static uint64_t pool_bytes(struct kld_device *device) { return 0; }
 
 static bool reaches(struct kld_device *device, const uint8_t uuid[16]) {
@@ -311,5 +316,6 @@ const struct kld_backend fake_backend = {
     .submit = submit,
     .poll = poll_device,
     .is_dead = is_dead,
+    .check = check,
     .pool_bytes = pool_bytes,
 };

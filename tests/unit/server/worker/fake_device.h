@@ -25,6 +25,7 @@ struct fake_device {
     atomic_bool fail_launch;       /* jobs that are to fail do so before launched() */
     atomic_bool launches_directly; /* inside submit() */
     atomic_bool peers;             /* memory of a card whose UUID begins with 9 is reached */
+    atomic_int checks;             /* calls of check() */
     atomic_bool dead;              /* what is_dead() says */
     atomic_int dead_told;          /* the rig: how often the worker told that */
     atomic_int polls;

@@ -191,7 +191,36 @@ START_TEST(a_lost_device_is_told_to_those_behind_one_who_does_not_read) {
 }
 END_TEST
 
-UNIT_MAIN("server/worker/worker", term_answers_what_is_in_flight_and_refuses_the_rest,
+/* Under MPS a context can die of others while its worker has nothing to do. */
+START_TEST(an_idle_worker_notices_that_its_device_is_lost) {
+    rig_init(&rig);
+    rig.health_ms = 10;
+    rig_start(&rig);
+    int idle = rig_client(&rig);
+    rig_until(&rig.fake.checks, 3);
+    ck_assert(!rig_ended(idle, 0));
+    atomic_store(&rig.fake.dead, true);
+    ck_assert_int_eq(rig_wait(&rig), 2);
+    ck_assert(rig_ended(idle, 0));
+}
+END_TEST
+
+START_TEST(a_device_of_ones_own_is_not_asked) {
+    rig_init(&rig);
+    rig.health_ms = 1;
+    rig.fake.head.info.takes_turns = true; /* no MPS */
+    rig_start(&rig);
+    int fd = rig_client(&rig);
+    usleep(50000);
+    ck_assert_int_eq(atomic_load(&rig.fake.checks), 0);
+    close(fd);
+    ck_assert_int_eq(rig_end(&rig), 0);
+    rig_done(&rig);
+}
+END_TEST
+
+UNIT_MAIN("server/worker/worker", an_idle_worker_notices_that_its_device_is_lost,
+          a_device_of_ones_own_is_not_asked, term_answers_what_is_in_flight_and_refuses_the_rest,
           drain_does_not_wait_longer_than_told, accept_without_descriptors_waits,
           wrong_lists_are_told_at_start, jobs_end_whether_or_not_the_loop_polls,
           a_lost_device_is_told_to_those_behind_one_who_does_not_read)
