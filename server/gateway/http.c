@@ -13,7 +13,7 @@
 #include "server/gateway/tls.h"
 #include "server/gateway/watch.h"
 
-#define CONNECTION_BYTES_MAX (32 << 10) /* headers, and twice a piece of a body */
+#define CONNECTION_BYTES_MAX (64 << 10) /* headers, and twice a piece of a body */
 #define WINDOW_BYTES (1 << 20)          /* of TCP, for bodies that are larger */
 #define RUNS_LOOKED_AT 128
 #define REST_MS 10
