@@ -153,10 +153,13 @@ $(BUILD)/kernel-table: $(call OBJ,$(TABLE_C) $(filter tests/unit/kernels/%,$(UNI
 
 FUZZ_FLAGS := -Wno-string-plus-int -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined
 FUZZED_C := $(wildcard proto/*.c) client/cli/npy.c client/cli/safetensors.c
+FUZZED_GATEWAY_C := $(addprefix server/gateway/,auth.c compress.c file.c upload_query.c)
+$(BUILD)/fuzz/gateway: FUZZ_MORE := $(FUZZED_GATEWAY_C) -lgnutls -lz
+$(BUILD)/fuzz/gateway: $(FUZZED_GATEWAY_C)
 $(BUILD)/fuzz/%: tests/fuzz/%.c $(FUZZED_C) $(wildcard proto/*.h)
 	@mkdir -p $(@D)
 	@echo "  FUZZ  $@"
-	$(Q)clang -std=c17 -I. -D_GNU_SOURCE $(FUZZ_FLAGS) $< $(FUZZED_C) -o $@ -lcjson -lm
+	$(Q)clang -std=c17 -I. -D_GNU_SOURCE $(FUZZ_FLAGS) $< $(FUZZED_C) $(FUZZ_MORE) -o $@ -lcjson -lm
 
 # Everything that a test may run.
 programs: all unit examples bench-programs $(if $(TABLE_C),$(BUILD)/kernel-table)

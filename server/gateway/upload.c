@@ -2,7 +2,6 @@
  * and a buffer until the list of tensors takes it over. Loop thread. */
 #include "server/gateway/upload.h"
 
-#include <errno.h>
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,6 +12,7 @@
 #include "server/gateway/pieces.h"
 #include "server/gateway/staging.h"
 #include "server/gateway/tensors.h"
+#include "server/gateway/upload_query.h"
 
 struct upload {
     struct kld_gateway *gateway;
@@ -29,38 +29,6 @@ struct upload {
 
 /* ---- What is asked for
  * -------------------------------------------------------------------------*/
-
-static bool read_whole(const char *text, uint64_t most, uint64_t *ret_value) {
-    char *end;
-    errno = 0;
-    if (*text < '0' || *text > '9')
-        return false;
-    *ret_value = strtoull(text, &end, 10);
-    return !errno && !*end && *ret_value <= most;
-}
-
-static enum kld_status read_shape(const char *text, struct kld_stored *stored,
-                                  struct kld_error *err) {
-    uint64_t elements = 1;
-    for (const char *at = text ? text : "";; at++) {
-        char *end;
-        errno = 0;
-        unsigned long long size = *at >= '0' && *at <= '9' ? strtoull(at, &end, 10) : 0;
-        if (!size || errno || (*end && *end != ',') || stored->rank == KLD_RANK_MAX)
-            return kld_error_set(err, KLD_INVALID,
-                                 "shape must be 1 to %d whole numbers greater than 0, by comma",
-                                 KLD_RANK_MAX);
-        stored->shape[stored->rank++] = size;
-        if (__builtin_mul_overflow(elements, size, &elements) || elements > KLD_ELEMENTS_MAX)
-            return kld_error_set(err, KLD_TOO_LARGE,
-                                 "the shape has more than 2^40 elements, the most allowed");
-        at = end;
-        if (!*at)
-            break;
-    }
-    stored->bytes = elements * kld_dtype_bytes(stored->dtype);
-    return KLD_OK;
-}
 
 static enum MHD_Result check_argument(void *user, enum MHD_ValueKind kind, const char *name,
                                       const char *value) {
@@ -81,31 +49,30 @@ static enum kld_status read_arguments(const struct kld_exchange *exchange,
                                       struct kld_stored *stored, struct kld_pool **ret_pool,
                                       struct kld_error *err) {
     struct kld_gateway *gateway = exchange->gateway;
-    const char *datatype = argument(exchange, "datatype"), *unknown = NULL;
-    const char *lifetime = argument(exchange, "lifetime_ms");
-    const char *device = argument(exchange, "device");
-    uint64_t most = gateway->config->tensor_lifetime_ms, value = most;
-    enum kld_dtype dtype;
+    const struct kld_upload_query query = {.datatype = argument(exchange, "datatype"),
+                                           .shape = argument(exchange, "shape"),
+                                           .lifetime_ms = argument(exchange, "lifetime_ms"),
+                                           .device = argument(exchange, "device")};
+    struct kld_upload_tensor tensor;
+    const char *unknown = NULL;
     MHD_get_connection_values(exchange->connection, MHD_GET_ARGUMENT_KIND, check_argument,
                               &unknown);
     if (unknown)
         return kld_error_set(
             err, KLD_INVALID,
             "unknown argument '%.40s'; known: datatype, shape, lifetime_ms, device", unknown);
-    if (!datatype || !kld_dtype_from_name(datatype, &dtype))
-        return kld_error_set(err, KLD_INVALID, "unknown datatype '%.20s'; known: %s, UINT8, BOOL",
-                             datatype ? datatype : "", kld_dtype_list());
-    stored->dtype = dtype;
-    if (lifetime && (!read_whole(lifetime, most, &value) || !value))
-        return kld_error_set(
-            err, KLD_INVALID,
-            "lifetime_ms must be a whole number from 1 to %" PRIu64 " (tensor_lifetime_ms)", most);
-    stored->lifetime_ns = value * 1000000;
-    if (device && (!read_whole(device, UINT32_MAX, &value) || value >= gateway->pools))
-        return kld_error_set(err, KLD_INVALID, "device '%.20s' is none of the %u of this server",
-                             device, gateway->pools);
-    *ret_pool = device ? gateway->pool[value] : kld_pool_choose(gateway);
-    return read_shape(argument(exchange, "shape"), stored, err);
+    enum kld_status status = kld_upload_query_read(&query, gateway->config->tensor_lifetime_ms,
+                                                   gateway->pools, &tensor, err);
+    if (status)
+        return status;
+    stored->dtype = tensor.dtype;
+    stored->rank = tensor.rank;
+    memcpy(stored->shape, tensor.shape, sizeof stored->shape);
+    stored->bytes = tensor.bytes;
+    stored->lifetime_ns = tensor.lifetime_ms * 1000000;
+    *ret_pool =
+        tensor.device == UINT32_MAX ? kld_pool_choose(gateway) : gateway->pool[tensor.device];
+    return KLD_OK;
 }
 
 static enum kld_status check_body(const struct kld_exchange *exchange, uint64_t bytes,

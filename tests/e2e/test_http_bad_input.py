@@ -293,6 +293,26 @@ def test_not_http(server, line):
     assert server.request("/v2/health/live")[0] == 200
 
 
+@pytest.mark.parametrize("text, status", [
+    (b"GET / HTTP/1.1 x\r\n\r\n", 400), (b"GET /v2 HTTP/1.1\r\nHost: x\r\nA\r\n\r\n", 400),
+    (b"GET / HTTP/9.9\r\nHost: x\r\n\r\n", 505), (b"POST /v2 HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n", 400),
+    (f"POST {INFER} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n".encode(), 400),
+    (b"GET /" + b"a" * 70000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
+    (b"GET /v2 HTTP/1.1\r\nHost: x\r\n" + b"A: bbbbbbbb\r\n" * 6000 + b"\r\n", 431)])
+def test_what_the_library_answers(server, text, status):
+    """Not in JSON, as proto/README.md says; with the right status and the end of the connection."""
+    host, port = server.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), 60) as connection:
+        answer = b""
+        try:
+            connection.sendall(text)
+            while got := connection.recv(65536):
+                answer += got
+        except ConnectionResetError:
+            pass
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
+
+
 @pytest.mark.parametrize("headers, status", [
     (b"Content-Length: 2\r\nContent-Length: 3\r\n", 400),
     (b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n", 400),

@@ -181,7 +181,7 @@ def test_a_reply_that_waits_for_its_next_piece_ends(make_server):
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_client_that_leaves_while_its_request_computes(make_server, reset):
     """Is noticed; its place in the worker's queue goes to others, its memory is free when the worker is through."""
-    server = make_server(http_requests_max=100)
+    server = make_server(http_requests_max=100, http_threads=1)
     worker, gateway = server.child("worker"), server.child("gateway")
     assert server.request(INFER, DATA, HEADERS)[0] == 200
     before = fds_of(gateway)

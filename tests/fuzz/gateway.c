@@ -1,0 +1,103 @@
+/* gateway.c - libFuzzer over what the gateway reads that is neither JSON nor libmicrohttpd's: the
+ * file of tokens and a caller's header, the query of an upload, Accept-Encoding.
+ *
+ * Input: 1 byte that chooses; then, for tokens, the header up to a NUL and the file; for an upload
+ * its four arguments, each ended by a NUL and absent where it is empty; else the header. */
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "server/gateway/auth.h"
+#include "server/gateway/compress.h"
+#include "server/gateway/upload_query.h"
+
+#define LIFETIME_MAX 3600000
+#define DEVICES 3
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
+
+static void require(int truth) {
+    if (!truth)
+        abort();
+}
+
+/* An error has a status, and a text that ends. */
+static void require_error(enum kld_status status, const struct kld_error *err) {
+    require(err->status == status && kld_status_known(status));
+    require(memchr(err->text, 0, sizeof err->text) != NULL && err->text[0] != 0);
+}
+
+/* Up to a NUL, of which there is one at the end. */
+static const char *next(const char **at, const char *end) {
+    const char *text = *at;
+    if (text >= end)
+        return "";
+    *at += strlen(text) + 1;
+    return text;
+}
+
+static void tokens(const char *at, const char *end) {
+    static struct kld_config config = {.token_requests_max = 1};
+    struct kld_auth *auth = NULL;
+    struct kld_caller *caller = NULL;
+    struct kld_error err;
+    const char *header = next(&at, end);
+    size_t left = at < end ? (size_t)(end - at) : 0;
+    int fd = memfd_create("tokens", 0);
+    require(fd >= 0 && write(fd, at, left) == (ssize_t)left);
+    snprintf(config.tokens, sizeof config.tokens, "/proc/self/fd/%d", fd);
+    enum kld_status status = kld_auth_open(&config, &auth, &err);
+    close(fd);
+    if (status) {
+        require_error(status, &err);
+        return;
+    }
+    if ((status = kld_auth_find(auth, header, &caller, &err)))
+        require_error(status, &err);
+    else
+        require(caller->name[0] && caller->rights & KLD_RIGHT_ANY);
+    require(kld_auth_find(auth, NULL, &caller, &err) == KLD_UNAUTHENTICATED);
+    kld_auth_close(auth);
+}
+
+static void query(const char *at, const char *end) {
+    const char *text[4];
+    struct kld_upload_tensor tensor;
+    struct kld_error err;
+    for (int i = 0; i < 4; i++) {
+        text[i] = next(&at, end);
+        text[i] = *text[i] ? text[i] : NULL;
+    }
+    const struct kld_upload_query asked = {text[0], text[1], text[2], text[3]};
+    enum kld_status status = kld_upload_query_read(&asked, LIFETIME_MAX, DEVICES, &tensor, &err);
+    if (status) {
+        require_error(status, &err);
+        return;
+    }
+    uint64_t elements = 1;
+    require(tensor.rank >= 1 && tensor.rank <= KLD_RANK_MAX);
+    for (uint32_t i = 0; i < tensor.rank; i++)
+        require(tensor.shape[i] && !__builtin_mul_overflow(elements, tensor.shape[i], &elements));
+    require(elements <= KLD_ELEMENTS_MAX &&
+            tensor.bytes == elements * kld_dtype_bytes((enum kld_dtype)tensor.dtype));
+    require(tensor.lifetime_ms >= 1 && tensor.lifetime_ms <= LIFETIME_MAX);
+    require(tensor.device < DEVICES || tensor.device == UINT32_MAX);
+    require((text[2] != NULL) || tensor.lifetime_ms == LIFETIME_MAX);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
+    if (!bytes)
+        return 0;
+    char *text = malloc(bytes);
+    require(text != NULL);
+    memcpy(text, data + 1, bytes - 1);
+    text[bytes - 1] = 0;
+    switch (data[0] % 3) {
+    case 0: tokens(text, text + bytes - 1); break;
+    case 1: query(text, text + bytes - 1); break;
+    default: require(kld_coding_name(kld_coding_choose(text)) != NULL);
+    }
+    free(text);
+    return 0;
+}
