@@ -37,7 +37,8 @@ struct kld_pool {
     uint64_t again_ns;            /* ... and uv_hrtime() of the next */
     struct kld_pool_buffer *buffers;
     bool stopping;
-    bool ended; /* the gateway loop's own: the thread was joined, nobody reads its mail */
+    uv_mutex_t gate; /* of `ended`: buffers are dropped on any loop, also while the thread ends */
+    bool ended;      /* nobody reads its mail any more */
 };
 
 static void list_add(struct list *list, struct kld_pool_job *job) {
@@ -299,10 +300,14 @@ static void read_drop(struct kld_letter *letter) {
 void kld_pool_hold(struct kld_pool_buffer *buffer) { atomic_fetch_add(&buffer->users, 1); }
 
 void kld_pool_drop(struct kld_pool_buffer *buffer) {
-    if (!buffer || atomic_fetch_sub(&buffer->users, 1) != 1 || buffer->pool->ended)
+    if (!buffer || atomic_fetch_sub(&buffer->users, 1) != 1)
         return;
+    struct kld_pool *pool = buffer->pool;
     buffer->letter.read = read_drop;
-    kld_mail_post(&buffer->pool->mail, &buffer->letter);
+    uv_mutex_lock(&pool->gate);
+    if (!pool->ended) /* else kld_pool_close() frees it */
+        kld_mail_post(&pool->mail, &buffer->letter);
+    uv_mutex_unlock(&pool->gate);
 }
 
 /* ---- Begin and end ----------------------------------------------------------------------------*/
@@ -315,6 +320,9 @@ static void read_stop(struct kld_letter *letter) {
     struct kld_error error;
     kld_error_set(&error, KLD_UNAVAILABLE, "the server is shutting down; try again");
     pool->stopping = true;
+    uv_mutex_lock(&pool->gate);
+    pool->ended = true; /* what was posted until now is read by kld_mail_close() */
+    uv_mutex_unlock(&pool->gate);
     if (pool->connection)
         uv_close((uv_handle_t *)&pool->poll, NULL);
     kld_close(pool->connection);
@@ -352,7 +360,7 @@ enum kld_status kld_pool_open(const struct kld_config *config, uint32_t index,
                               struct kld_staging *staging, struct kld_pool **ret_pool,
                               struct kld_error *err) {
     struct kld_pool *pool = calloc(1, sizeof *pool);
-    if (!pool || uv_loop_init(&pool->loop) != 0) {
+    if (!pool || uv_mutex_init(&pool->gate) != 0 || uv_loop_init(&pool->loop) != 0) {
         free(pool);
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     }
@@ -375,7 +383,6 @@ void kld_pool_stop(struct kld_pool *pool) {
     pool->stop.read = read_stop;
     kld_mail_post(&pool->mail, &pool->stop);
     uv_thread_join(&pool->thread);
-    pool->ended = true;
 }
 
 void kld_pool_close(struct kld_pool *pool) {
@@ -385,5 +392,6 @@ void kld_pool_close(struct kld_pool *pool) {
         free(buffer);
     }
     uv_loop_close(&pool->loop);
+    uv_mutex_destroy(&pool->gate);
     free(pool);
 }

@@ -14,7 +14,7 @@ from conftest import wait_until
 from httplib import probabilities
 from oip import INFER, infer
 
-SMALL = {"staging_bytes_max": "4M", "staging_request_bytes_max": "1M", "drain_ms": 300}
+SMALL = {"staging_bytes_max": "4M", "staging_request_bytes_max": "1M", "drain_ms": 300, "http_threads": 3}
 POOL = 'kld_pool_bytes{worker="0"}'
 
 
