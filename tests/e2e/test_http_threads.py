@@ -59,6 +59,7 @@ def server(make_server):
 
 def test_each_loop_has_its_share(server):
     gateway = server.child("gateway")
+    wait_until(lambda: server.log().count("worker connected") == LOOPS, what="every loop's link")
     open_before = fds_of(gateway)
     connections = [connect(server) for _ in range(30 * LOOPS)]
     wait_until(lambda: server.metrics()["kld_http_connections"] == len(connections) + 1, what="all of them")
