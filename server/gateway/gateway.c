@@ -308,9 +308,16 @@ static uint32_t loops_of(const struct kld_config *config) {
 static struct process *make_process(const struct kld_child *child) {
     struct process *process = calloc(1, sizeof *process);
     uint32_t loops = loops_of(child->config);
-    if (!process || !(process->common.recent = kld_recent_open()) ||
-        !(process->loop = calloc(loops, sizeof *process->loop)))
-        return NULL; /* the process ends */
+    if (!process)
+        return NULL;
+    process->common.recent = kld_recent_open();
+    process->loop = calloc(loops, sizeof *process->loop);
+    if (!process->common.recent || !process->loop) {
+        kld_recent_close(process->common.recent);
+        free(process->loop);
+        free(process);
+        return NULL;
+    }
     struct kld_gateway *gateway = &process->loop[0].gateway;
     process->common.loops = loops;
     gateway->common = &process->common;
