@@ -8,7 +8,8 @@ for set in "$@"; do
     build) wanted="$wanted gcc libc6-dev libmicrohttpd-dev libgnutls28-dev libseccomp-dev libcjson-dev \
         libuv1-dev zlib1g-dev libcurl4-openssl-dev" ;;
     check) wanted="$wanted g++ check libsubunit-dev pkg-config patchelf curl python3 python3-numpy \
-        python3-pytest python3-pytest-timeout python3-venv openssl util-linux chromium" ;;
+        python3-pytest python3-pytest-timeout python3-venv python3-setuptools python3-wheel python3-torch \
+        openssl util-linux chromium" ;;
     lint) wanted="$wanted clang-format clang-tidy cppcheck shellcheck" ;;
     fuzz) wanted="$wanted clang libclang-rt-dev" ;;
     dist) wanted="$wanted patchelf" ;;

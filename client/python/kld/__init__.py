@@ -1,0 +1,47 @@
+"""kld: KL-family divergences and their gradients, from NumPy and PyTorch.
+
+    import kld
+    with kld.connect("unix:/run/kld/kld.sock") as connection:
+        result = connection.kl_div(student, teacher, predictions_form="logits", targets_form="logits")
+        result.loss, result.grad_predictions
+
+kld.functional and kld.nn are PyTorch's side and need torch; the rest needs NumPy only. README.md says more.
+"""
+from __future__ import annotations
+
+import os
+from typing import Any, Optional
+
+from ._connection import Connection, Result, ServerInfo
+from ._default import default_connection
+from ._errors import (KldBusyError, KldConnectionError, KldError, KldLookupError, KldMemoryError,
+                      KldPermissionError, KldTimeoutError, KldTypeError, KldUnsupportedError, KldValueError,
+                      Status)
+from ._version import __version__
+
+
+def connect(url: Optional[str] = None, *, token: Optional[str] = None, ca_file: Optional[str] = None,
+            client_name: str = "python", connect_timeout: float = 5.0, threads: int = 0,
+            staging_bytes_max: int = 0, cache_bytes_max: int = 4 << 30) -> Connection:
+    """Connects to "unix:PATH", "http://HOST:PORT", "https://HOST:PORT" or "local:" (the same kernels in this
+    process; also "local:cpu"). Without a URL: the environment's KLD_SERVER, else "local:".
+
+    token: over HTTP, the bearer token. ca_file: over https, certificates to trust. client_name: for the
+    server's log. connect_timeout: seconds. threads: local:, on the CPU; 0: all. staging_bytes_max: unix:,
+    most shared memory through which other arrays are copied; 0: 4 GiB. cache_bytes_max: most memory kept
+    for results to come.
+    """
+    return Connection(url if url is not None else os.environ.get("KLD_SERVER") or "local:", token=token,
+                      ca_file=ca_file, client_name=client_name, connect_timeout=connect_timeout,
+                      threads=threads, staging_bytes_max=staging_bytes_max, cache_bytes_max=cache_bytes_max)
+
+
+def kl_div(predictions: Any, targets: Any, **parameters: Any) -> Result:
+    """Connection.kl_div() over the default connection: one a process, made at its first use from the
+    environment's KLD_SERVER, else "local:"."""
+    return default_connection().kl_div(predictions, targets, **parameters)
+
+
+__all__ = ["Connection", "KldBusyError", "KldConnectionError", "KldError", "KldLookupError", "KldMemoryError",
+           "KldPermissionError", "KldTimeoutError", "KldTypeError", "KldUnsupportedError", "KldValueError",
+           "Result", "ServerInfo", "Status", "__version__", "connect", "default_connection", "kl_div"]

@@ -1,0 +1,254 @@
+"""A connection to a server, or to the kernels in this process.
+
+Threads. libkld gives a connection to one thread at a time; here each call takes the connection's lock,
+so any thread may use one, and they take turns. For requests side by side open a connection for each
+thread. Processes: a child made by fork() must connect by itself; using its parent's is an error.
+"""
+from __future__ import annotations
+
+import ctypes as c
+import os
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Dict, Iterator, Mapping, Optional, Sequence, Tuple, Type, Union
+
+import numpy as np
+
+from . import _arrays, _library
+from ._errors import KldConnectionError, KldTypeError, KldValueError, Status
+from ._memory import Memory
+from ._request import Call, Parameters, check_number
+
+GRADIENTS = ("predictions", "targets")
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What is at the other end of a connection."""
+
+    backend: str  #: "cpu" or "cuda"
+    device: str
+    epoch: int  #: changes when the worker was restarted; 0 where unknown
+    device_index: int
+    devices: int  #: that the server has; 0 where unknown
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a request gave. Arrays are the caller's; they outlive the connection."""
+
+    loss: Any  #: a float; an array for the reductions "none" and "row"
+    grad_predictions: Optional[np.ndarray[Any, Any]]
+    grad_targets: Optional[np.ndarray[Any, Any]]
+    row_loss: Optional[np.ndarray[Any, Any]]
+    queue_s: float  #: as the server measured them; 0 where unknown
+    kernel_s: float
+    total_s: float  #: from call to answer
+    attempts: int  #: more than 1 where a lost server made libkld ask again
+
+
+def gradients_wanted(grad: Union[bool, str, Sequence[str]]) -> Tuple[str, ...]:
+    if isinstance(grad, bool):
+        return ("predictions",) if grad else ()
+    names = {"both": GRADIENTS}.get(grad, (grad,)) if isinstance(grad, str) else tuple(grad)
+    for name in names:
+        if name not in GRADIENTS:
+            raise KldValueError(Status.INVALID, f"grad is True, False, \"predictions\", \"targets\" or \"both\", "
+                                f"not {name!r}")
+    return tuple(names)
+
+
+class Connection:
+    """Made by kld.connect(). A context manager; close() at its end."""
+
+    def __init__(self, url: str, *, token: Optional[str] = None, ca_file: Optional[str] = None,
+                 client_name: str = "python", connect_timeout: float = 5.0, threads: int = 0,
+                 staging_bytes_max: int = 0, cache_bytes_max: int = 4 << 30) -> None:
+        if not isinstance(url, str):
+            raise KldTypeError(Status.INVALID, f"url is a text, not {type(url).__name__}")
+        if not 0 < check_number("connect_timeout", connect_timeout) < 1e9:
+            raise KldValueError(Status.INVALID, "connect_timeout is a number of seconds above 0, not "
+                                f"{connect_timeout}")
+        options = _library.ConnectOptions(
+            client_name=client_name.encode(), connect_timeout_ns=max(1, int(connect_timeout * 1e9)),
+            staging_bytes_max=staging_bytes_max, threads=threads,
+            token=None if token is None else token.encode(),
+            ca_file=None if ca_file is None else os.fsencode(ca_file))
+        self.url = url
+        self._handle = c.c_void_p()
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._copied_bytes = 0
+        _library.call("kld_connect", url.encode(), c.byref(options), c.byref(self._handle))
+        self._memory = Memory(self._handle, url.startswith("unix:"), cache_bytes_max)
+
+    # ---- Computing
+
+    def kl_div(self, predictions: Any, targets: Any, *, divergence: str = "forward_kl",
+               reduction: str = "batchmean", predictions_form: str = "probs", targets_form: str = "probs",
+               temperature: Optional[float] = None, beta: Optional[float] = None,
+               skew: Optional[float] = None, weight: Optional[float] = None,
+               scale: Optional[float] = None, normalizer: Optional[float] = None, row_weights: Any = None,
+               row_mask: Any = None, grad: Union[bool, str, Sequence[str]] = True,
+               grad_output: Any = None, row_loss: bool = False,
+               out: Optional[Mapping[str, np.ndarray[Any, Any]]] = None,
+               timeout: Optional[float] = None) -> Result:
+        """The divergence of two arrays of one shape, and its gradients, in one request.
+
+        The last dimension holds the classes, the leading ones the rows. Each side is given as "probs",
+        "logprobs" or "logits" and may be float32, float64, float16 or (ml_dtypes) bfloat16.
+
+        grad: True or "predictions", "targets", "both", False. A gradient is that of the loss times
+        grad_output (a number; for the reductions "none" and "row" an array of the loss's shape), with
+        respect to the tensor in the form it was given in, and of its dtype.
+        row_weights, row_mask: one value a row, of shape [rows] or of the leading dimensions; a row whose
+        mask is 0 is left out. normalizer: in place of the divisor of mean, batchmean, rowmean.
+        out: arrays to write results to, by name: "loss" (reductions "none", "row"), "row_loss",
+        "grad_predictions", "grad_targets"; a gradient may be written over its own tensor.
+        timeout: seconds; over it KldTimeoutError.
+
+        Arrays from empty() are used where they lie. Others are copied once.
+        """
+        given = _arrays.check_out(out)
+        wanted = [f"grad_{name}" for name in gradients_wanted(grad)]
+        wanted += [name for name in given if name.startswith("grad_") and name not in wanted]
+        q, p = _arrays.view_of("predictions", predictions), _arrays.view_of("targets", targets)
+        _arrays.check_shapes(q.shape, p.shape)
+        leading = q.shape[:-1]
+        rows = (int(np.prod(leading, dtype=np.int64)),)
+        loss_shape = {"none": q.shape, "row": leading}.get(reduction)
+        loss_dtype = "float64" if "float64" in (q.dtype, p.dtype) else "float32"
+        number = grad_output if grad_output is None or np.ndim(grad_output) == 0 and not loss_shape else None
+        parameters = Parameters(divergence, reduction, predictions_form, targets_form, temperature, beta, skew,
+                                weight, scale, normalizer, number)
+        made: Dict[str, np.ndarray[Any, Any]] = {}
+        with self._used():
+            call = Call(self, parameters, q.shape, timeout)
+            call.input("predictions", q)
+            call.input("targets", p)
+            for name, value in (("row_weights", row_weights), ("row_mask", row_mask)):
+                if value is not None:
+                    call.vector(name, _arrays.vector_of(name, value, "float32", (rows, leading)))
+            if grad_output is not None and number is None:
+                call.vector("grad_output", _arrays.vector_of(
+                    "grad_output", grad_output, loss_dtype, (loss_shape if loss_shape is not None else (),)))
+            outputs = {"grad_predictions": (q.dtype, q.shape), "grad_targets": (p.dtype, p.shape),
+                       "row_loss": (loss_dtype, leading)}
+            if loss_shape is not None:
+                outputs["loss"] = (loss_dtype, loss_shape)
+                wanted.append("loss")
+            elif "loss" in given:
+                raise KldValueError(Status.INVALID, "out[\"loss\"] is for the reductions \"none\" and \"row\"; "
+                                    "another loss is a number")
+            if row_loss or "row_loss" in given:
+                wanted.append("row_loss")
+            for name in wanted:
+                dtype, shape = outputs[name]
+                if name in given:
+                    made[name] = given[name]
+                    call.output(name, _arrays.output_of(name, given[name], dtype, shape))
+                else:
+                    made[name] = _arrays.array_of(call.make(name, dtype, shape), dtype, shape)
+            result = call.run()
+        return Result(made.get("loss", result.loss), made.get("grad_predictions"), made.get("grad_targets"),
+                      made.get("row_loss"), result.queue_ns * 1e-9, result.kernel_ns * 1e-9,
+                      result.total_ns * 1e-9, result.attempts)
+
+    def empty(self, shape: Union[int, Sequence[int]], dtype: Any = np.float32) -> np.ndarray[Any, Any]:
+        """An array, its contents anything, in memory that the server shares: kl_div() reads and writes
+        it, and whatever views of it are made, without a copy. It may outlive the connection. Over http:
+        and local: it is ordinary memory."""
+        sizes = (shape,) if isinstance(shape, int) else tuple(int(size) for size in shape)
+        if any(size < 1 for size in sizes):
+            raise KldValueError(Status.INVALID, f"shape {sizes}; each dimension is at least 1")
+        name = _arrays.name_of(dtype)
+        size = _arrays.dtype_of(name).itemsize
+        for dimension in sizes:
+            size *= dimension
+        with self._used():
+            return _arrays.array_of(self._memory.take(size, self._tidy), name, sizes)
+
+    # ---- About the server
+
+    def info(self) -> ServerInfo:
+        info = _library.ServerInfo()
+        with self._used():
+            _library.call("kld_info", self._handle, c.byref(info))
+        return ServerInfo(info.backend.decode(), info.device.decode(), info.epoch, info.device_index,
+                          info.devices)
+
+    def ping(self) -> float:
+        """Seconds of a round trip that computes nothing."""
+        spent = c.c_uint64()
+        with self._used():
+            _library.call("kld_ping", self._handle, c.byref(spent))
+        return float(spent.value) * 1e-9
+
+    def stats(self) -> Dict[str, int]:
+        """The server's counters; over http: read /metrics instead."""
+        stats = _library.ServerStats()
+        with self._used():
+            _library.call("kld_stats", self._handle, c.byref(stats))
+        return {name: int(getattr(stats, name)) for name, *_ in stats._fields_}
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of tensors that were copied on this side so far: inputs not in shared memory, and results
+        below 64 KiB, which are cheaper copied than shared."""
+        return self._copied_bytes
+
+    # ---- Its life
+
+    def close(self) -> None:
+        """No requests from here on. Arrays stay valid. May be called twice, and waits for the request of
+        another thread."""
+        if os.getpid() != self._process:
+            return  # the parent's; its lock may be taken for ever here
+        with self._lock:
+            handle, self._handle = self._handle, c.c_void_p()
+            if handle:
+                _library.library().kld_close(handle)
+                self._memory.end()
+
+    @property
+    def closed(self) -> bool:
+        return not self._handle
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, kind: Optional[Type[BaseException]], value: Optional[BaseException],
+                 traceback: Optional[TracebackType]) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_memory", None) is not None:
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<kld.Connection {self.url}{' (closed)' if self.closed else ''}>"
+
+    def __reduce__(self) -> Any:
+        raise KldTypeError(Status.INVALID, "a connection belongs to its process; connect again in the other one")
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        if os.getpid() != self._process:
+            raise KldConnectionError(Status.UNAVAILABLE, "this connection was made before fork(); connect again in "
+                                     "the child")
+        with self._lock:
+            if not self._handle:
+                raise KldConnectionError(Status.UNAVAILABLE, "this connection was closed")
+            yield
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Takes in memory that arrays gave back, unless the connection is in use: then its user does it."""
+        if os.getpid() == self._process and self._memory._returned and self._lock.acquire(blocking=False):
+            try:
+                if self._handle:
+                    self._memory.collect()
+            finally:
+                self._lock.release()

@@ -1,0 +1,64 @@
+"""Builds the package kld: the version of the tree it lies in, and libkld beside it.
+
+Bundled into kld/lib: every library in the folder KLD_BUNDLE (`make wheel` sets it: libkld with what it
+needs), else ../../build/libkld.so where `make` has built one; else nothing, and the package looks for
+libkld where it is imported (kld/_library.py). No code is compiled here.
+"""
+import os
+import pathlib
+import shutil
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+from setuptools.dist import Distribution
+
+HERE = pathlib.Path(__file__).resolve().parent
+TREE = HERE.parents[1]
+
+
+def libraries():
+    bundle = os.environ.get("KLD_BUNDLE")
+    if bundle is not None:
+        found = sorted(path for path in pathlib.Path(bundle).iterdir() if ".so" in path.name)
+        if not any(path.name.startswith("libkld.so") for path in found):
+            raise SystemExit("setup.py: no libkld.so in the folder that KLD_BUNDLE names")
+        return found
+    built = TREE / "build" / "libkld.so"
+    return [built] if built.exists() else []
+
+
+class BuildWithLibraries(build_py):
+    def run(self):
+        super().run()
+        shutil.copyfile(TREE / "proto" / "VERSION", pathlib.Path(self.build_lib, "kld", "VERSION"))
+        to = pathlib.Path(self.build_lib, "kld", "lib")
+        shutil.rmtree(to, ignore_errors=True)
+        for library in libraries():
+            to.mkdir(exist_ok=True)
+            shutil.copyfile(library, to / library.name)
+            (to / library.name).chmod(0o755)
+
+
+class Binary(Distribution):
+    """A wheel with a library in it is of one platform."""
+
+    def has_ext_modules(self):
+        return bool(libraries())
+
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:
+    from wheel.bdist_wheel import bdist_wheel
+
+
+class AnyPython(bdist_wheel):
+    """libkld is loaded with ctypes: one wheel for every Python 3."""
+
+    def get_tag(self):
+        platform = os.environ.get("KLD_PLATFORM") or super().get_tag()[2]
+        return "py3", "none", platform
+
+
+setup(version=(TREE / "proto" / "VERSION").read_text().strip(), distclass=Binary,
+      cmdclass={"build_py": BuildWithLibraries, "bdist_wheel": AnyPython})

@@ -1,0 +1,54 @@
+"""The Python package under test: client/python of this tree over the library of KLD_BIN, or, where
+KLD_PYTHON_INSTALLED is set, what is installed in this interpreter's environment. Skips where there is none.
+"""
+import importlib
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from conftest import BIN, ROOT
+
+PACKAGE = next((p for p in (ROOT / "client/python", ROOT / "python") if (p / "kld").is_dir()), None)
+LIBRARY = next((p for p in (BIN / "libkld.so", BIN.parent / "lib/libkld.so") if p.exists()), None)
+INSTALLED = bool(os.environ.get("KLD_PYTHON_INSTALLED"))
+
+
+def import_kld():
+    """The package `kld`, for a test module's top level."""
+    if not INSTALLED:
+        if PACKAGE is None or LIBRARY is None:
+            pytest.skip("no package here", allow_module_level=True)
+        needs = subprocess.run(["ldd", LIBRARY], capture_output=True, text=True).stdout
+        if re.search("lib[at]san", needs):
+            pytest.skip("a library with a sanitizer cannot be loaded into this interpreter",
+                        allow_module_level=True)
+        os.environ["KLD_LIBRARY"] = str(LIBRARY)
+        sys.path.insert(0, str(PACKAGE))
+    return importlib.import_module("kld")
+
+
+def import_torch():
+    """torch; missing, its tests are skipped, which in CI is a failure."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip("no torch", allow_module_level=True)
+
+
+def environment(**more):
+    """For a script of its own that imports kld."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("KLD_")}
+    if not INSTALLED:
+        clean.update(KLD_LIBRARY=str(LIBRARY), PYTHONPATH=str(PACKAGE))
+    return {**clean, **more}
+
+
+def probabilities(seed, shape, dtype=np.float32):
+    values = np.random.default_rng(seed).random(shape) + 0.05
+    return (values / values.sum(axis=-1, keepdims=True)).astype(dtype)

@@ -1,0 +1,197 @@
+"""The Python package and libkld: what the package repeats of C's headers is what they say, the library is
+found where it is said to be, and outcomes are the exceptions that they should be."""
+import copy
+import ctypes
+import hashlib
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from conftest import ROOT
+from pythonlib import INSTALLED, LIBRARY, environment, import_kld, probabilities
+
+kld = import_kld()
+from kld import _errors, _library  # noqa: E402
+
+Q, P = probabilities(1, (4, 8)), probabilities(2, (4, 8))
+STRUCTS = {"kld_error": _library.Error, "kld_tensor": _library.Tensor, "kld_op": _library.Op,
+           "kld_bytes": _library.Bytes, "kld_request": _library.Request, "kld_result": _library.Result,
+           "kld_connect_options": _library.ConnectOptions, "kld_server_info": _library.ServerInfo,
+           "kld_server_stats": _library.ServerStats}
+
+
+def run(code, **more):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+                          env=environment(**more))
+
+
+@pytest.mark.skipif(not (ROOT / "client/kld.h").exists() or not shutil.which("gcc"), reason="needs the sources")
+def test_structs_are_laid_out_as_the_headers_say(tmp_path):
+    lines = [f'printf("{name} . %zu\\n", sizeof(struct {name}));' for name in STRUCTS]
+    lines += [f'printf("{name} {field} %zu\\n", offsetof(struct {name}, {field}));'
+              for name, struct in STRUCTS.items() for field, *_ in struct._fields_]
+    (tmp_path / "x.c").write_text('#include <stdio.h>\n#include "client/kld.h"\nint main(void) {\n'
+                                  + "\n".join(lines) + "\nreturn 0;\n}\n")
+    subprocess.run(["gcc", f"-I{ROOT}", tmp_path / "x.c", "-o", tmp_path / "x"], check=True)
+    said = subprocess.run([tmp_path / "x"], capture_output=True, text=True, check=True).stdout
+    meant = [f"{name} . {ctypes.sizeof(struct)}" for name, struct in STRUCTS.items()]
+    meant += [f"{name} {field} {getattr(struct, field).offset}" for name, struct in STRUCTS.items()
+              for field, *_ in struct._fields_]
+    assert said.splitlines() == meant
+
+
+def test_tables_are_those_of_the_library():
+    lib = _library.library()
+    known = {number: lib.kld_status_name(number).decode().upper() for number in range(1000)
+             if lib.kld_status_known(number)}
+    assert {int(status): status.name for status in kld.Status} == known
+    names = {"float32": "FP32", "float64": "FP64", "float16": "FP16", "bfloat16": "BF16", "uint8": "UINT8",
+             "bool": "BOOL"}
+    for name, number in _library.DTYPE.items():
+        assert lib.kld_dtype_name(number).decode() == names[name]
+        assert lib.kld_dtype_bytes(number) == _library.ITEM_BYTES[number]
+    assert lib.kld_dtype_name(len(names) + 1) == b"unknown"
+    for table, function in ((_library.SLOTS, lib.kld_slot_name), (_library.NUMBERS, lib.kld_number_name)):
+        assert tuple(function(i).decode() for i in range(len(table) + 1)) == (*table, "unknown")
+
+
+def test_version():
+    if (ROOT / "proto/VERSION").exists():
+        assert kld.__version__ == (ROOT / "proto/VERSION").read_text().strip()
+    assert kld.__version__ == _library.library().kld_version().decode()
+
+
+@pytest.mark.skipif(INSTALLED, reason="the wheel brings its library")
+def test_the_library_is_looked_for_where_it_is_said():
+    code = "import kld; kld.connect('local:cpu')"
+    assert run(code).returncode == 0
+    missing = run(code, KLD_LIBRARY="/nowhere/libkld.so")
+    assert "ImportError: kld: cannot load libkld" in missing.stderr and "KLD_LIBRARY" in missing.stderr
+    wrong = run(code, KLD_LIBRARY="libm.so.6")
+    assert "ImportError: kld: cannot load libkld" in wrong.stderr
+    of_the_system = run(code, KLD_LIBRARY="", LD_LIBRARY_PATH=str(LIBRARY.parent))
+    assert of_the_system.returncode == 0, of_the_system.stderr
+
+
+@pytest.mark.skipif(INSTALLED, reason="a copy of the package beside the tree's library")
+def test_another_version_of_the_library_is_refused(tmp_path):
+    shutil.copytree(os.path.dirname(kld.__file__), tmp_path / "kld")
+    (tmp_path / "kld/VERSION").write_text("9.9.9\n")
+    said = run("import kld; kld.connect('local:cpu')", PYTHONPATH=str(tmp_path))
+    assert f"is libkld {kld.__version__}, this package is 9.9.9" in said.stderr
+
+
+def test_an_outcome_is_an_exception():
+    for status in list(kld.Status)[1:]:
+        error = _errors.from_status(int(status), "said so")
+        assert isinstance(error, kld.KldError) and error.status is status and str(error) == "said so"
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error) and again.status is status and str(again) == "said so"
+    expected = {"INVALID": ValueError, "DEADLINE": TimeoutError, "FORBIDDEN": PermissionError,
+                "UNAVAILABLE": ConnectionError, "DEVICE_LOST": ConnectionError, "NO_MEMORY": MemoryError,
+                "UNIMPLEMENTED": NotImplementedError, "NOT_FOUND": LookupError, "GONE": LookupError}
+    for name, builtin in expected.items():
+        assert isinstance(_errors.from_status(int(kld.Status[name]), ""), builtin)
+    assert str(_errors.from_status(999, "new")) == "status 999: new"
+
+
+@pytest.mark.parametrize("url, error, text", [
+    ("socket:/nowhere", ValueError, "unknown kind of server"),
+    ("local:quantum", kld.KldError, "quantum"),
+    ("unix:/nowhere/kld.sock", ConnectionError, "."),
+    ("http://127.0.0.1:1", ConnectionError, "."),
+    (7, TypeError, "url is a text, not int")])
+def test_no_connection(url, error, text):
+    with pytest.raises(error, match=text) as raised:
+        kld.connect(url, connect_timeout=0.2)
+    assert isinstance(raised.value, kld.KldError) and str(raised.value)
+
+
+def test_a_token_is_asked_for(make_server, tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"me {hashlib.sha256(b'right').hexdigest()} infer\n")
+    server = make_server(tokens=str(tokens))
+    for token in (None, "wrong"):
+        with pytest.raises(PermissionError) as raised:
+            with kld.connect(server.http, token=token) as connection:
+                connection.kl_div(Q, P)
+        assert raised.value.status is kld.Status.UNAUTHENTICATED
+    with kld.connect(server.http, token="right") as connection:
+        assert connection.kl_div(Q, P).loss > 0
+
+
+def test_about_a_server(server):
+    with kld.connect(server.url_unix, client_name="about") as connection:
+        assert connection.info().backend == server.backend and connection.info().device
+        assert 0 < connection.ping() < 60
+        before = connection.stats()["requests_total"]
+        connection.kl_div(Q, P)
+        assert connection.stats()["requests_total"] == before + 1
+        assert repr(connection) == f"<kld.Connection {server.url_unix}>"
+    assert connection.closed and "(closed)" in repr(connection)
+    for use in (connection.info, connection.ping, connection.stats, lambda: connection.kl_div(Q, P),
+                lambda: connection.empty(3)):
+        with pytest.raises(ConnectionError, match="was closed"):
+            use()
+    connection.close()
+    with kld.connect(server.http) as connection, pytest.raises(NotImplementedError):
+        connection.stats()
+    with pytest.raises(TypeError, match="belongs to its process"):
+        copy.copy(connection)
+
+
+def test_the_default_connection(server):
+    code = ("import kld, numpy; c = kld.default_connection(); print(c.url, c is kld.default_connection(), "
+            "kld.kl_div(numpy.float32([[.5, .5]]), numpy.float32([[.25, .75]])).loss); c.close(); "
+            "print(kld.default_connection().closed)")
+    for url in (server.url_unix, ""):
+        result = run(code, KLD_SERVER=url)
+        assert result.returncode == 0, result.stderr
+        said = result.stdout.split()
+        assert said[0] == (url or "local:") and said[1] == "True" and said[3] == "False"
+        assert float(said[2]) == pytest.approx(0.25 * np.log(0.5) + 0.75 * np.log(1.5), rel=1e-6)
+
+
+def test_after_fork_a_connection_is_the_parents(server):
+    with kld.connect(server.url_unix) as connection:
+        array = connection.empty((64, 1024))
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                connection.kl_div(Q, P)
+            except ConnectionError as error:
+                code = 0 if "connect again in the child" in str(error) else 2
+            del array  # gives nothing back in the name of the parent
+            connection.close()
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        array[:] = 1 / 1024
+        assert connection.kl_div(array, array).loss == 0
+
+
+@pytest.mark.parametrize("way", ["unix", "local"])
+def test_threads_take_turns(server, way):
+    failures = []
+    with kld.connect(server.url_unix if way == "unix" else "local:cpu") as connection:
+        def work(seed):
+            q, p = probabilities(seed, (64, 600)), probabilities(seed + 100, (64, 600))
+            truth = (p.astype(float) * np.log(p.astype(float) / q)).sum() / 64
+            for _ in range(20):
+                result = connection.kl_div(q, p)
+                if abs(result.loss - truth) > 1e-5 * truth or not np.allclose(
+                        result.grad_predictions, -p / q / 64, rtol=1e-5):
+                    failures.append(seed)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert not failures
