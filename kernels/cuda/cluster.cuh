@@ -84,9 +84,10 @@ static __device__ __forceinline__ void cluster_send(void *to, barrier *at, uint3
           "r"(shared_at(at)), "r"(rank), "l"(value)
           : "memory");
 }
-/* All of `threads` threads of this block; `name` 1 to 15. */
-static __device__ __forceinline__ void block_sync(uint32_t name, uint32_t threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+/* All of `threads` threads of this block; NAME 1 to 15: of the 64 barriers of a multiprocessor a
+ * block takes as many as the largest. */
+template <int NAME> static __device__ __forceinline__ void block_sync(uint32_t threads) {
+    asm volatile("bar.sync %0, %1;" ::"n"(NAME), "r"(threads) : "memory");
 }
 
 #endif

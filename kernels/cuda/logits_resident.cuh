@@ -145,7 +145,24 @@ template <class BODY> struct rows {
         shared->way = way;
     }
 
-    /* The scout: what to count from. */
+    /* What to count from, of a row whose first chunk has come. A whole warp. */
+    static __device__ __forceinline__ logits_stats::reference look(uint32_t slot, uint32_t turn) {
+        uint4 raw_p = {}, raw_q = {};
+        uint32_t has = slice_of(slot, turn).template sample<T>(raw_p, raw_q);
+        logits_stats::pair_of<T> z(raw_p, raw_q);
+        return logits_stats::reference::of<T>(z, has, shared().t, shared().span);
+    }
+    static __device__ __forceinline__ void tell(const logits_stats::reference &from,
+                                                resident::row_info &info) {
+        if (threadIdx.x % 32 != 0)
+            return;
+        info.reference[0] = from.c_p;
+        info.reference[1] = from.c_q;
+        info.reference[2] = from.pad_p;
+        info.reference[3] = from.pad_q;
+    }
+
+    /* The scout. */
     static __device__ __forceinline__ void scout() {
         resident::block_shared &block = resident::here();
         uint32_t groups = resident::GROUPS;
@@ -157,16 +174,7 @@ template <class BODY> struct rows {
             if (info.last) {
                 groups--;
             } else {
-                uint4 raw_p = {}, raw_q = {};
-                uint32_t has = slice_of(at.slot, at.turn).template sample<T>(raw_p, raw_q);
-                logits_stats::pair_of<T> z(raw_p, raw_q);
-                auto from = logits_stats::reference::of<T>(z, has, shared().t, shared().span);
-                if (threadIdx.x % 32 == 0) {
-                    info.reference[0] = from.c_p;
-                    info.reference[1] = from.c_q;
-                    info.reference[2] = from.pad_p;
-                    info.reference[3] = from.pad_q;
-                }
+                tell(look(at.slot, at.turn), info);
             }
             __syncwarp();
             if (threadIdx.x % 32 == 0)
@@ -174,43 +182,50 @@ template <class BODY> struct rows {
         }
     }
 
-    /* A settling warp: every SETTLERS-th row, from all warps' parts to what the others need. */
-    static __device__ void settle(const kld_cuda_args &args) {
+    /* One warp: from what all warps of a group, and of the other blocks, have found in a row to
+     * what is needed of it. */
+    static __device__ __forceinline__ void settle_row(const kld_cuda_args &args, uint32_t slot,
+                                                      uint32_t turn) {
         resident::block_shared &block = resident::here();
-        row_type *rows = shared().rows;
-        uint32_t slots = block.place.slots;
-        uint32_t cluster = block.place.cluster;
+        uint32_t ring = resident::ring_of(slot, turn);
+        row_type &settled = shared().rows[ring];
         double scale = args.inverse_temperature * LOG2_E;
         /* FP32 uses both parts of the scale */
         double unit = sizeof(T) == 4 ? LN_2 : LN_2 * scale / (double)(float)scale;
+        const resident::row_info &info = block.info[ring];
+        row row = row_open(args, info.index);
+        part all;
+        resident::load_sums(block.sums[ring], all.sum);
+        all.mark[0] = logits_stats::reference::mark(info.reference[0]);
+        all.mark[1] = logits_stats::reference::mark(info.reference[1]);
+        if (resident::CLUSTER_MAX > 1 && block.place.cluster > 1) {
+            resident::exchange(all, block.blocks[ring], &block.arrived[ring],
+                               resident::ring_parity(turn));
+            all = logits_stats::fast_merge<BODY::EXTRA>(block.blocks[ring], block.place.cluster);
+        }
+        row_stats stats = logits_stats::fast_row<BODY::EXTRA>(all, logits_stats::FAST_MIN<T>,
+                                                              logits_stats::FAST_SUM_MAX<T>, unit);
+        double factor = row.gradient * args.inverse_temperature;
+        tell(args, stats, factor, stats.good ? FAST : AGAIN, &settled);
+        if (threadIdx.x % 32 == 0) {
+            settled.weight = row.weight;
+            settled.factor = factor;
+            barrier_arrive(&block.settled[ring]);
+        }
+    }
+
+    /* A settling warp: every SETTLERS-th row. */
+    static __device__ void settle(const kld_cuda_args &args) {
+        resident::block_shared &block = resident::here();
         static_assert(resident::SETTLERS <= 2, "a place in the ring is one settler's");
         resident::cursor at = {0, 0};
-        at.advance(slots, threadIdx.x / 32 - resident::WARPS - 2);
-        for (;; at.advance(slots, resident::SETTLERS)) {
-            uint32_t ring = resident::ring_of(at.slot, at.turn);
-            uint32_t parity = resident::ring_parity(at.turn);
-            barrier_wait(&block.found[ring], parity);
+        at.advance(block.place.slots, threadIdx.x / 32 - resident::WARPS - 2);
+        for (;; at.advance(block.place.slots, resident::SETTLERS)) {
+            barrier_wait(&block.found[resident::ring_of(at.slot, at.turn)],
+                         resident::ring_parity(at.turn));
             if (shared().finished)
                 break;
-            const resident::row_info &info = info_of(at.slot, at.turn);
-            row row = row_open(args, info.index);
-            part all;
-            resident::load_sums(block.sums[ring], all.sum);
-            all.mark[0] = logits_stats::reference::mark(info.reference[0]);
-            all.mark[1] = logits_stats::reference::mark(info.reference[1]);
-            if (cluster > 1) {
-                resident::exchange(all, block.blocks[ring], &block.arrived[ring], parity);
-                all = logits_stats::fast_merge<BODY::EXTRA>(block.blocks[ring], cluster);
-            }
-            row_stats stats = logits_stats::fast_row<BODY::EXTRA>(
-                all, logits_stats::FAST_MIN<T>, logits_stats::FAST_SUM_MAX<T>, unit);
-            double factor = row.gradient * args.inverse_temperature;
-            tell(args, stats, factor, stats.good ? FAST : AGAIN, &rows[ring]);
-            if (threadIdx.x % 32 == 0) {
-                rows[ring].weight = row.weight;
-                rows[ring].factor = factor;
-                barrier_arrive(&block.settled[ring]);
-            }
+            settle_row(args, at.slot, at.turn);
         }
     }
 
@@ -311,6 +326,33 @@ template <class BODY> struct rows {
                 row_of(slot, turn).weight * value);
     }
 
+    static __device__ __forceinline__ void compute_alone(const kld_cuda_args &args) {
+        resident::block_shared &block = resident::here();
+        bool first_warp = threadIdx.x < 32;
+        if (first_warp)
+            resident::copy_one<T>(args);
+        for (resident::cursor at = {0, 0};; at.advance(block.place.slots)) {
+            uint32_t ring = resident::ring_of(at.slot, at.turn);
+            resident::row_info &info = block.info[ring];
+            barrier_wait(resident::full_of(at.slot * block.place.chunks, at.turn),
+                         resident::full_parity(at.turn));
+            if (info.last)
+                break;
+            if (first_warp)
+                resident::copy_one<T>(args);
+            logits_stats::reference from = look(at.slot, at.turn);
+            if (first_warp)
+                tell(from, info);
+            logits_stats::fast<T, BODY::EXTRA>(slice_of(at.slot, at.turn), shared().t, from, ring,
+                                               shared().streams);
+            if (first_warp) {
+                barrier_wait(&block.found[ring], resident::ring_parity(at.turn));
+                settle_row(args, at.slot, at.turn);
+            }
+            write_row(args, at.slot, at.turn);
+        }
+    }
+
     /* False: there is none. */
     static __device__ __forceinline__ bool read_row(uint32_t slot, uint32_t turn) {
         barrier_wait(&resident::here().ready[resident::ring_of(slot, turn)],
@@ -391,6 +433,9 @@ static cudaError_t active_clusters(const cudaLaunchConfig_t &config,
     error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  most - (int)code.sharedSizeBytes);
     if (error)
+        return error;
+    if (resident::CLUSTER_MAX > resident::CLUSTER_PORTABLE &&
+        (error = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)))
         return error;
     error = cudaOccupancyMaxActiveClusters(ret_clusters, function, &config);
     return error || *ret_clusters ? error : cudaErrorNotSupported;

@@ -2,13 +2,15 @@
  * memory once: the blocks of a cluster hold a slice of the row each; what the warps found is
  * exchanged across the cluster. No mathematics here.
  *
- * The warps of a block have four trades. WARPS of them compute, in GROUPS that take the rows in
- * turn: while one group waits for its row, the other computes. One copies: it brings rows ahead,
+ * Of a large block the warps have four trades. WARPS of them compute, in GROUPS that take the rows
+ * in turn: while one group waits for its row, the other computes. One copies: it brings rows ahead,
  * and it decides what a row is: where its gradient goes, whether it counts at all; of masked rows
  * it writes the zeros itself, and the others never see them. A scout looks at what has come, for
  * what the computing warps count from. SETTLERS put together what a group of all blocks found in a
  * row. Meanwhile the group goes on where there is room: it takes a row's statistics `lag` of its
- * rows before it writes that row's gradient.
+ * rows before it writes that row's gradient. In a block that works ALONE on short rows the
+ * computing warps do all of it one after the other, each for itself or its first for all; the
+ * others of a multiprocessor's many blocks compute while it waits.
  *
  * Slots and chunks. A block has `slots` places for a slice of both tensors, cut into chunks of
  * CHUNK vectors. A chunk's `full` barrier says that it has come, its `empty` barrier that all warps
@@ -30,14 +32,16 @@ constexpr uint32_t WARPS = KLD_CUDA_TEAM_WARPS, COMPUTING = 32 * WARPS;
 constexpr uint32_t GROUPS = KLD_CUDA_TEAM_GROUPS;
 constexpr uint32_t GROUP_WARPS = WARPS / GROUPS, GROUP_THREADS = 32 * GROUP_WARPS;
 constexpr uint32_t SETTLERS = KLD_CUDA_TEAM_SETTLERS;
-constexpr uint32_t THREADS = COMPUTING + 64 + 32 * SETTLERS;
-constexpr uint32_t CHUNK = 64 * WARPS;            /* vectors of 16 bytes, of each tensor */
-constexpr uint32_t CHUNKS_MAX = 16;               /* of all slots of a block */
-constexpr uint32_t STEPS = CHUNK / GROUP_THREADS; /* of a thread in a chunk */
+constexpr bool ALONE = SETTLERS == 0;
+constexpr uint32_t THREADS = ALONE ? COMPUTING : COMPUTING + 64 + 32 * SETTLERS;
+constexpr uint32_t CHUNK = (ALONE ? 128 : 64) * WARPS; /* vectors of 16 bytes, of each tensor */
+constexpr uint32_t CHUNKS_MAX = ALONE ? 8 : 16;        /* of all slots of a block */
+constexpr uint32_t STEPS = CHUNK / GROUP_THREADS;      /* of a thread in a chunk */
 constexpr uint32_t EDGE = 16;    /* bytes behind a slice: rows need not start at a multiple of 16 */
 constexpr uint32_t BEYOND = 528; /* bytes that a warp may read behind the last slice */
-constexpr uint32_t SLOTS_MAX = 6, RING_MAX = 2 * SLOTS_MAX;
-constexpr uint32_t CLUSTER_MAX = 8; /* more is not to be had everywhere */
+constexpr uint32_t SLOTS_MAX = ALONE ? 2 : 6, RING_MAX = 2 * SLOTS_MAX;
+constexpr uint32_t CLUSTER_MAX = ALONE ? 1 : 16;
+constexpr uint32_t CLUSTER_PORTABLE = 8; /* larger ones are not to be had on every device */
 
 /* What was found in a part of a row. What the numbers mean is the passes' business. */
 struct part {
@@ -60,11 +64,50 @@ struct alignas(16) row_info {
 /* One block's place in the launch. */
 struct place {
     uint32_t rank, cluster; /* of the cluster: this block, how many */
-    uint64_t first_group, groups_step;
+    uint64_t first_group, groups_step, groups;
     uint32_t slice;                              /* classes of every block but the last */
     uint32_t count, chunks, slots, tensor_bytes; /* of this one */
     uint32_t lag;
     uint32_t ring_power; /* the ring has 2^ring_power places a slot */
+};
+
+/* The slots one after the other, and how often all have been taken. */
+struct cursor {
+    uint32_t slot, turn;
+
+    __device__ __forceinline__ void advance(uint32_t slots, uint32_t rows = 1) {
+        for (slot += rows; slot >= slots; slot -= slots)
+            turn++;
+    }
+};
+
+/* The rows of this cluster, in order. */
+struct row_walk {
+    uint64_t group, index, end;
+
+    __device__ __forceinline__ void start(const place &at) {
+        group = at.first_group - at.groups_step;
+        index = end = 0;
+    }
+    /* ret_first: of its group. */
+    __device__ __forceinline__ bool next(const kld_cuda_args &args, const place &at,
+                                         bool &ret_first) {
+        ret_first = index + 1 >= end;
+        if (!ret_first) {
+            index++;
+            return true;
+        }
+        group += at.groups_step;
+        index = group * args.group_rows;
+        end = min(index + args.group_rows, args.rows);
+        return group < at.groups;
+    }
+};
+
+/* How far copying has come. */
+struct feed {
+    row_walk walk;
+    cursor next; /* slot to fill */
 };
 
 /* What is needed once a row lies here and not in registers: spilled, it would not even find room in
@@ -83,6 +126,7 @@ struct block_shared {
     uint32_t added;
     double total;
     uint64_t group;
+    feed feed;                              /* ALONE: what has been brought; the first warp */
     double sums[RING_MAX][GROUP_WARPS][16]; /* of a warp: 4 partial sums of each of 4 */
     part blocks[RING_MAX][CLUSTER_MAX];
     part extra_warps[WARPS], extra_blocks[GROUPS][2][CLUSTER_MAX];
@@ -99,7 +143,11 @@ static __device__ __forceinline__ block_shared &here() {
 static __device__ __forceinline__ uint32_t group_number() { return threadIdx.x / GROUP_THREADS; }
 static __device__ __forceinline__ uint32_t group_thread() { return threadIdx.x % GROUP_THREADS; }
 static __device__ __forceinline__ void group_sync() {
-    block_sync(1 + group_number(), GROUP_THREADS);
+    static_assert(GROUPS <= 2, "see struct team's wait()");
+    if (GROUPS == 1 || group_number() == 0)
+        block_sync<1>(GROUP_THREADS);
+    else
+        block_sync<2>(GROUP_THREADS);
 }
 
 /* Of the row in a slot: its place in the ring, and the parity of the ring's barriers. */
@@ -138,6 +186,7 @@ template <class T> static __device__ void find_place(const kld_cuda_args &args, 
     at.cluster = args.cluster;
     at.first_group = blockIdx.x / args.cluster;
     at.groups_step = gridDim.x / args.cluster;
+    at.groups = (args.rows + args.group_rows - 1) / args.group_rows;
     at.slice = args.slice;
     uint64_t first = (uint64_t)at.rank * args.slice;
     uint64_t rest = first < args.classes ? args.classes - first : 0;
@@ -150,29 +199,6 @@ template <class T> static __device__ void find_place(const kld_cuda_args &args, 
     at.lag = args.lag;
     at.ring_power = args.slots == 1 ? 2 : 1;
     at.tensor_bytes = (uint32_t)(args.slice * sizeof(T)) + EDGE;
-}
-
-/* The slots one after the other, and how often all have been taken. */
-struct cursor {
-    uint32_t slot, turn;
-
-    __device__ __forceinline__ void advance(uint32_t slots, uint32_t rows = 1) {
-        for (slot += rows; slot >= slots; slot -= slots)
-            turn++;
-    }
-};
-
-/* The rows of this cluster, in order: FUNCTION(index, group, first of its group). */
-template <class FUNCTION>
-static __device__ __forceinline__ void each_row(const kld_cuda_args &args, const place &at,
-                                                FUNCTION function) {
-    uint64_t groups = (args.rows + args.group_rows - 1) / args.group_rows;
-    for (uint64_t group = at.first_group; group < groups; group += at.groups_step) {
-        uint64_t begin = group * args.group_rows;
-        uint64_t end = min(begin + args.group_rows, args.rows);
-        for (uint64_t index = begin; index < end; index++)
-            function(index, group, index == begin);
-    }
 }
 
 /* ---- the warp that copies ---------------------------------------------------------------------
@@ -244,21 +270,23 @@ static __device__ __forceinline__ char *part_of(const kld_cuda_tensor &tensor, u
     return row ? row + (uint64_t)at.rank * at.slice * sizeof(T) : nullptr;
 }
 
-template <class T> static __device__ void copy_rows(const kld_cuda_args &args) {
-    block_shared &block = here();
-    const place at = block.place;
+/* Fills slot after slot. One warp; what it knows between rows is the caller's to keep. */
+template <class T> struct copier {
+    const kld_cuda_args &args;
+    const place &at;
+    feed now;
     unsigned lane = threadIdx.x % 32;
-    cursor next = {0, 0};
-    auto wait = [&](uint32_t chunk) {
-        if (next.turn > 0)
-            barrier_wait(&block.empty[next.slot * at.chunks + chunk], (next.turn - 1) & 1);
-    };
-    auto describe = [&](uint64_t index, uint64_t group, bool last) {
+
+    __device__ __forceinline__ void wait(uint32_t chunk) const {
+        if (now.next.turn > 0)
+            barrier_wait(&here().empty[now.next.slot * at.chunks + chunk], (now.next.turn - 1) & 1);
+    }
+    __device__ __forceinline__ void describe(uint64_t index, uint64_t group, bool last) const {
         wait(0);
         if (lane == 0) {
             char *grad_p = part_of<T>(args.grad_p, index, at);
             char *grad_q = part_of<T>(args.grad_q, index, at);
-            row_info &info = block.info[ring_of(next.slot, next.turn)];
+            row_info &info = here().info[ring_of(now.next.slot, now.next.turn)];
             info.shift_p = shift_of(part_of<T>(args.p, index, at));
             info.shift_q = shift_of(part_of<T>(args.q, index, at));
             info.head = info.shift_p == info.shift_q && at.count ? info.shift_p : 0;
@@ -270,20 +298,9 @@ template <class T> static __device__ void copy_rows(const kld_cuda_args &args) {
             info.index = index;
             info.group = group;
         }
-    };
-    uint32_t slice_bytes = at.count * (uint32_t)sizeof(T);
-    each_row(args, at, [&](uint64_t index, uint64_t group, bool first) {
-        if (first && at.rank == 0 &&
-            lane == 0) /* of a group of masked rows nobody else writes it */
-            args.scratch->partial[args.first_group + group] = 0;
-        if (row_is_masked(args, index)) {
-            clear<T>(part_of<T>(args.grad_p, index, at), at.count, lane, 32);
-            clear<T>(part_of<T>(args.grad_q, index, at), at.count, lane, 32);
-            if (at.rank == 0 && lane == 0)
-                row_store(args, index, 0.0);
-            return;
-        }
-        describe(index, group, false);
+    }
+    __device__ __forceinline__ void bring_row(uint64_t index) const {
+        uint32_t slice_bytes = at.count * (uint32_t)sizeof(T);
         const char *p = part_of<T>(args.p, index, at), *q = part_of<T>(args.q, index, at);
         bool before = index > 0 || at.rank > 0, behind = index + 1 < args.rows;
         behind = behind || (uint64_t)at.rank * at.slice + at.count < args.classes;
@@ -292,20 +309,67 @@ template <class T> static __device__ void copy_rows(const kld_cuda_args &args) {
                 wait(chunk);
             if (chunk + 1 < at.chunks && (shift_of(p) || shift_of(q)))
                 wait(chunk + 1);
-            barrier *full = full_of(next.slot * at.chunks + chunk, next.turn);
-            bring<T>(tensor_of(next.slot, 0), p, slice_bytes, chunk, before, behind, full, lane);
-            bring<T>(tensor_of(next.slot, 1), q, slice_bytes, chunk, before, behind, full, lane);
+            barrier *full = full_of(now.next.slot * at.chunks + chunk, now.next.turn);
+            bring<T>(tensor_of(now.next.slot, 0), p, slice_bytes, chunk, before, behind, full,
+                     lane);
+            bring<T>(tensor_of(now.next.slot, 1), q, slice_bytes, chunk, before, behind, full,
+                     lane);
         }
-        next.advance(at.slots);
-    });
-    for (uint32_t group = 0; group < GROUPS; group++) {
+    }
+    /* The next row that is not masked; zeros to those before it. False: there is none. */
+    __device__ __forceinline__ bool bring_next() {
+        for (bool first; now.walk.next(args, at, first);) {
+            uint64_t index = now.walk.index;
+            if (first && at.rank == 0 && lane == 0) /* of masked rows nobody else writes it */
+                args.scratch->partial[args.first_group + now.walk.group] = 0;
+            if (row_is_masked(args, index)) {
+                clear<T>(part_of<T>(args.grad_p, index, at), at.count, lane, 32);
+                clear<T>(part_of<T>(args.grad_q, index, at), at.count, lane, 32);
+                if (at.rank == 0 && lane == 0)
+                    row_store(args, index, 0.0);
+                continue;
+            }
+            describe(index, now.walk.group, false);
+            bring_row(index);
+            now.next.advance(at.slots);
+            return true;
+        }
+        return false;
+    }
+    /* In a row's place: that there is none. */
+    __device__ __forceinline__ void bring_end() {
         describe(0, 0, true);
         if (lane == 0) {
-            barrier_arrive(full_of(next.slot * at.chunks, next.turn));
-            barrier_arrive(full_of(next.slot * at.chunks, next.turn));
+            barrier *full = full_of(now.next.slot * at.chunks, now.next.turn);
+            barrier_arrive(full);
+            barrier_arrive(full);
         }
-        next.advance(at.slots);
+        now.next.advance(at.slots);
     }
+};
+
+/* A warp that does nothing else. */
+template <class T> static __device__ void copy_rows(const kld_cuda_args &args) {
+    const place at = here().place;
+    copier<T> copies = {args, at};
+    copies.now.walk.start(at);
+    copies.now.next = {0, 0};
+    while (copies.bring_next()) {
+    }
+    for (uint32_t group = 0; group < GROUPS; group++)
+        copies.bring_end();
+}
+
+/* ALONE, the first warp: one more row, or word that there is none. */
+template <class T> static __device__ __forceinline__ void copy_one(const kld_cuda_args &args) {
+    block_shared &block = here();
+    copier<T> copies = {args, block.place, block.feed};
+    if (!copies.bring_next())
+        copies.bring_end();
+    __syncwarp();
+    if (copies.lane == 0)
+        block.feed = copies.now;
+    __syncwarp();
 }
 
 } /* namespace KLD_CUDA_TEAM */

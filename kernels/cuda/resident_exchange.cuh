@@ -44,10 +44,10 @@ static __device__ __forceinline__ void load_sums(const double (&from)[GROUP_WARP
                                                  double (&ret)[4]) {
     unsigned lane = threadIdx.x % 32;
     double sum = 0;
-    static_assert(GROUP_WARPS % 2 == 0, "two warps a step");
 #pragma unroll
     for (uint32_t warp = 0; warp < GROUP_WARPS; warp += 2)
-        sum += from[warp + lane / 16][lane % 16];
+        if (GROUP_WARPS > 1 || lane < 16)
+            sum += from[warp + lane / 16][lane % 16];
     sum += __shfl_xor_sync(KLD_FULL_WARP, sum, 16);
     sum += __shfl_xor_sync(KLD_FULL_WARP, sum, 2);
     sum += __shfl_xor_sync(KLD_FULL_WARP, sum, 1);

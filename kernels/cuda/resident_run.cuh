@@ -8,7 +8,8 @@
 namespace resident {
 inline namespace KLD_CUDA_TEAM {
 
-/* A kernel of BODY: its first warps compute, one copies, one is the scout, the others settle. */
+/* A kernel of BODY: its first warps compute, one copies, one is the scout, the others settle.
+ * ALONE: all compute. */
 template <class BODY> static __device__ __forceinline__ void run(const kld_cuda_args &args) {
     typedef typename BODY::T T;
     block_shared &block = here();
@@ -30,11 +31,18 @@ template <class BODY> static __device__ __forceinline__ void run(const kld_cuda_
     }
     if (threadIdx.x == 0) {
         find_place<T>(args, block.place);
+        block.feed.walk.start(block.place);
+        block.feed.next = {0, 0};
         block.added = 0;
         block.group = UINT64_MAX;
         BODY::prepare(args);
     }
     barrier_init_done();
+    if constexpr (ALONE) {
+        __syncthreads();
+        BODY::compute_alone(args);
+        return;
+    }
     cluster_sync();
     if (threadIdx.x < COMPUTING)
         BODY::compute(args);

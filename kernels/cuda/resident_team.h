@@ -1,23 +1,34 @@
 /* resident_team.h - the sizes of block that hold rows of logits in shared memory, and what there is
- * of each: the same code compiled twice. A warp has a fixed cost a row, and a row's way through a
- * block takes its time: long rows want many warps, short ones many blocks. Which team a row takes
+ * of each: the same code compiled some times. A warp has a fixed cost a row, and a row's way
+ * through a block of many trades takes its time: long rows want many warps that divide the work,
+ * short ones many small blocks, each of which does all of it by itself. Which team a row takes
  * follows from its bytes. */
 #ifndef KLD_KERNELS_CUDA_RESIDENT_TEAM_H
 #define KLD_KERNELS_CUDA_RESIDENT_TEAM_H
 
 #include "kernels/cuda/launch.h"
 
-/* Of one tensor: up to this the small team. */
+/* Of one tensor: from this on rows are held in shared memory, up to these by the single warp, the
+ * small team. */
+#define KLD_CUDA_RESIDENT_LEAST_BYTES 1024
+#define KLD_CUDA_RESIDENT_SINGLE_BYTES 4096
 #define KLD_CUDA_RESIDENT_SMALL_BYTES 16384
 
 /* What a source file says before it includes resident.cuh. Warps that compute and how many groups
- * they form, warps that settle, blocks on a multiprocessor. */
-#if defined(KLD_CUDA_TEAM_SMALL)
+ * they form, warps that settle (0: the computing warps do everything), blocks on a multiprocessor
+ * that registers are to leave room for. */
+#if defined(KLD_CUDA_TEAM_SINGLE)
+#define KLD_CUDA_TEAM single_team
+#define KLD_CUDA_TEAM_WARPS 1
+#define KLD_CUDA_TEAM_GROUPS 1
+#define KLD_CUDA_TEAM_SETTLERS 0
+#define KLD_CUDA_TEAM_BLOCKS 16
+#elif defined(KLD_CUDA_TEAM_SMALL)
 #define KLD_CUDA_TEAM small_team
 #define KLD_CUDA_TEAM_WARPS 4
 #define KLD_CUDA_TEAM_GROUPS 1
-#define KLD_CUDA_TEAM_SETTLERS 2
-#define KLD_CUDA_TEAM_BLOCKS 3
+#define KLD_CUDA_TEAM_SETTLERS 0
+#define KLD_CUDA_TEAM_BLOCKS 5
 #else
 #define KLD_CUDA_TEAM large_team
 #define KLD_CUDA_TEAM_WARPS 16
@@ -40,6 +51,12 @@ extern "C" {
 
 /* The launches: q - p and everything, by size and element type. */
 #define KLD_CUDA_TEAM_MAP(X)                                                                       \
+    X(single_team_difference_fp32)                                                                 \
+    X(single_team_difference_fp16)                                                                 \
+    X(single_team_difference_bf16)                                                                 \
+    X(single_team_general_fp32)                                                                    \
+    X(single_team_general_fp16)                                                                    \
+    X(single_team_general_bf16)                                                                    \
     X(small_team_difference_fp32)                                                                  \
     X(small_team_difference_fp16)                                                                  \
     X(small_team_difference_bf16)                                                                  \
@@ -57,7 +74,6 @@ extern "C" {
                                 cudaStream_t stream);
 KLD_CUDA_TEAM_MAP(X)
 #undef X
-void kld_cuda_small_team_layout(struct kld_cuda_args *args, uint32_t shared_bytes_max);
 void kld_cuda_large_team_layout(struct kld_cuda_args *args, uint32_t shared_bytes_max);
 
 #ifdef __cplusplus

@@ -27,7 +27,7 @@ struct team {
     unsigned lane, size;
     unsigned mask; /* the lanes of this warp that belong to the team */
     team_shared *shared;
-    unsigned name = 0; /* of the barrier of a team of warps */
+    unsigned name = 0; /* of the barrier of a team of warps: 0 to 2 */
 
     template <int COUNT> __device__ void sum(double (&value)[COUNT]) const {
         unsigned width = size < 32 ? size : 32;
@@ -58,11 +58,17 @@ struct team {
     }
 
   private:
-    /* Warp results to one value for the block; the number of warps is a power of 2. */
-    /* The team only: a block may have other threads. */
+    /* The team only: a block may have other threads. The names are constants: a kernel with one
+     * that is not takes all 16 of its block, and a multiprocessor has 64. */
     __device__ void wait() const {
-        asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(size) : "memory");
+        if (name == 0)
+            asm volatile("bar.sync 0, %0;" ::"r"(size) : "memory");
+        else if (name == 1)
+            asm volatile("bar.sync 1, %0;" ::"r"(size) : "memory");
+        else
+            asm volatile("bar.sync 2, %0;" ::"r"(size) : "memory");
     }
+    /* Warp results to one value for the block; the number of warps is a power of 2. */
     template <int COUNT, class OP> __device__ void combine(double (&value)[COUNT], OP op) const {
         unsigned warps = size / 32, warp = lane / 32;
         if (threadIdx.x % 32 == 0)
