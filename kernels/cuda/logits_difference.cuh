@@ -79,8 +79,8 @@ static __device__ __forceinline__ float difference_16(float p, float q, float d)
     return fabsf(d) < 0.0625f ? (q * -d) * y : q - p;
 }
 
-/* Where q - p is less than this part of q, the two masses, each 8e-7 off at worst, do not give it to
- * half a step of the type. */
+/* Where q - p is less than this part of q, the two masses, each 8e-7 off at worst, do not give it
+ * to half a step of the type. */
 template <class T> static constexpr float CLOSE = 1.0f / 2048;
 template <> constexpr float CLOSE<__half> = 1.0f / 256;
 

@@ -11,7 +11,7 @@
 #define KLD_KERNELS_CUDA_LOGITS_RESIDENT_CUH
 
 #include "kernels/cuda/any.cuh"
-#include "kernels/cuda/logits_stats.cuh"
+#include "kernels/cuda/logits_careful.cuh"
 #include "kernels/cuda/resident_run.cuh"
 
 namespace logits_resident {
@@ -196,6 +196,9 @@ template <class BODY> struct rows {
         row row = row_open(args, info.index);
         part all;
         resident::load_sums(block.sums[ring], all.sum);
+        unsigned lane = threadIdx.x % 32, warp = min(lane, resident::GROUP_WARPS - 1);
+        all.top[0] = logits_stats::warp_max(block.tops[ring][warp][0]);
+        all.top[1] = logits_stats::warp_max(block.tops[ring][warp][1]);
         all.mark[0] = logits_stats::reference::mark(info.reference[0]);
         all.mark[1] = logits_stats::reference::mark(info.reference[1]);
         if (resident::CLUSTER_MAX > 1 && block.place.cluster > 1) {
@@ -203,8 +206,8 @@ template <class BODY> struct rows {
                                resident::ring_parity(turn));
             all = logits_stats::fast_merge<BODY::EXTRA>(block.blocks[ring], block.place.cluster);
         }
-        row_stats stats = logits_stats::fast_row<BODY::EXTRA>(all, logits_stats::FAST_MIN<T>,
-                                                              logits_stats::FAST_SUM_MAX<T>, unit);
+        row_stats stats = logits_stats::fast_row<BODY::EXTRA>(
+            all, logits_stats::FAST_MIN<T>, logits_stats::FAST_SUM_MAX<T>, unit, (float)scale);
         double factor = row.gradient * args.inverse_temperature;
         tell(args, stats, factor, stats.good ? FAST : AGAIN, &settled);
         if (threadIdx.x % 32 == 0) {

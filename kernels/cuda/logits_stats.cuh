@@ -13,6 +13,8 @@
 #ifndef KLD_KERNELS_CUDA_LOGITS_STATS_CUH
 #define KLD_KERNELS_CUDA_LOGITS_STATS_CUH
 
+#include <type_traits>
+
 #include "kernels/cuda/logits_math.cuh"
 #include "kernels/cuda/resident_exchange.cuh"
 #include "kernels/cuda/resident_slice.cuh"
@@ -26,8 +28,13 @@ using resident::part;
  * FP32. */
 template <class T> static constexpr double FAST_MIN = sizeof(T) == 4 ? 1.0 / 256 : 1.0 / 16;
 
-/* And those whose sums are beyond this: classes far above all that the scout saw, which 16 bits
- * round by what they are above. */
+/* So do rows below this value of which one class has more than 1/16 of a side's mass: its errors do
+ * not average out. And those where such a class lies so many powers of 2 above all that the scout
+ * saw: they are rounded by what they are above. */
+static constexpr double HEAVY_MIN = 0.3;
+static constexpr float HEAVY_PART = 1.0f / 16, HEAVY_ABOVE = 8.0f;
+
+/* And those whose sums are beyond this, whatever they are made of. */
 template <class T> static constexpr double FAST_SUM_MAX = sizeof(T) == 4 ? 1e30 : 1048576.0;
 
 /* Below this entropies of the careful way are no good: any.cuh. */
@@ -97,7 +104,6 @@ struct reference {
     template <class T>
     static __device__ __forceinline__ reference of(const pair_of<T> &z, uint32_t left,
                                                    const temperature &t, float span) {
-        reference at;
         float top_p = -CUDART_INF_F, top_q = -CUDART_INF_F;
 #pragma unroll
         for (int i = 0; i < packet<T>::V; i++)
@@ -105,8 +111,11 @@ struct reference {
                 top_p = fmaxf(top_p, z.p[i]);
                 top_q = fmaxf(top_q, z.q[i]);
             }
-        top_p = warp_max(top_p);
-        top_q = warp_max(top_q);
+        return of_tops(warp_max(top_p), warp_max(top_q), t, span);
+    }
+    static __device__ __forceinline__ reference of_tops(float top_p, float top_q,
+                                                        const temperature &t, float span) {
+        reference at;
         /* Nothing but classes of no mass: no reference for those that may come later. NaN spoils
          * the part unless none comes. */
         top_p = fabsf(top_p) < 1e30f ? top_p : CUDART_NAN_F;
@@ -123,6 +132,53 @@ struct reference {
 
 /* ---- the fast way -----------------------------------------------------------------------------
  */
+
+/* The largest logits of one thread. NaN is passed over: it shows in the sums. */
+template <class T> struct top_of {
+    typedef typename std::conditional<std::is_same<T, __half>::value, __half2, __nv_bfloat162>::type
+        two;
+    float p, q;
+    two many_p, many_q;
+
+    __device__ __forceinline__ top_of() {
+        p = q = -CUDART_INF_F;
+        many_p = many_q = two_of(-CUDART_INF_F);
+    }
+
+    static __device__ __forceinline__ two two_of(float x) {
+        two y;
+        y.x = y.y = ::to<decltype(y.x)>(x);
+        return y;
+    }
+    static __device__ __forceinline__ two many(const two &so_far, const uint4 &raw) {
+        const two *x = (const two *)&raw;
+        return __hmax2(__hmax2(so_far, x[0]), __hmax2(__hmax2(x[1], x[2]), x[3]));
+    }
+    /* A vector, of which z is padded. */
+    template <class LEFT>
+    __device__ __forceinline__ void add(LEFT, const uint4 &raw_p, const uint4 &raw_q,
+                                        const pair_of<T> &z) {
+        if (LEFT::ALL && sizeof(T) == 2) {
+            many_p = many(many_p, raw_p);
+            many_q = many(many_q, raw_q);
+        } else {
+#pragma unroll
+            for (int i = 0; i < packet<T>::V; i++) {
+                p = fmaxf(p, z.p[i]);
+                q = fmaxf(q, z.q[i]);
+            }
+        }
+    }
+    /* One warp: the largest of all its lanes. */
+    __device__ __forceinline__ void store(float (&to)[2]) const {
+        float top_p = warp_max(fmaxf(p, fmaxf((float)many_p.x, (float)many_p.y)));
+        float top_q = warp_max(fmaxf(q, fmaxf((float)many_q.x, (float)many_q.y)));
+        if (threadIdx.x % 32 == 0) {
+            to[0] = top_p;
+            to[1] = top_q;
+        }
+    }
+};
 
 /* Sums of one chunk, of one thread, in FP32. */
 template <int EXTRA> struct chunk_sums {
@@ -177,11 +233,13 @@ static __device__ __forceinline__ void fast_of(const resident::slice &slice, con
     constexpr int V = packet<T>::V;
     double total[4] = {0, 0, 0, 0};
     chunk_sums<EXTRA> sum;
+    top_of<T> top;
     slice.template pass_of<SHIFTED, true>(
         V,
         [&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
             pair_of<T> z(raw_p, raw_q);
             z.pad(left, at.pad_p, at.pad_q);
+            top.add(left, raw_p, raw_q, z);
 #pragma unroll
             for (int i = 0; i < V; i++)
                 if constexpr (sizeof(T) == 4)
@@ -195,6 +253,7 @@ static __device__ __forceinline__ void fast_of(const resident::slice &slice, con
                 slice.release(chunk);
         });
     resident::block_shared &block = resident::here();
+    top.store(block.tops[ring][resident::group_thread() / 32]);
     resident::store_sums(block.sums[ring][resident::group_thread() / 32], total);
     if (threadIdx.x % 32 == 0)
         barrier_arrive(&block.found[ring]);
@@ -217,7 +276,9 @@ static __device__ __forceinline__ double power_of_2(int x) {
 /* A part to each lane; beyond `count` one without classes. */
 static __device__ __forceinline__ part lane_part(const part *parts, uint32_t count) {
     unsigned lane = threadIdx.x % 32;
-    return lane < count ? parts[lane] : part{{0, 0, 0, 0}, {INT32_MIN / 4, INT32_MIN / 4}};
+    return lane < count
+               ? parts[lane]
+               : part{{0, 0, 0, 0}, {INT32_MIN / 4, INT32_MIN / 4}, {-CUDART_INF_F, -CUDART_INF_F}};
 }
 
 /* The sums of all lanes, to all of them. */
@@ -234,6 +295,8 @@ static __device__ __forceinline__ part fast_merge(const part *parts, uint32_t co
     part from = lane_part(parts, count), to;
     to.mark[0] = __reduce_max_sync(KLD_FULL_WARP, from.mark[0]);
     to.mark[1] = __reduce_max_sync(KLD_FULL_WARP, from.mark[1]);
+    to.top[0] = warp_max(from.top[0]);
+    to.top[1] = warp_max(from.top[1]);
     int by_p = from.mark[0] - to.mark[0], by_q = from.mark[1] - to.mark[1];
     double scale_p = power_of_2(by_p), scale_q = power_of_2(by_q);
     double x[4] = {scale_p * from.sum[0], scale_q * from.sum[1],
@@ -250,7 +313,7 @@ static __device__ __forceinline__ part fast_merge(const part *parts, uint32_t co
  * for what rounding left of the scale that was used. */
 template <int EXTRA>
 static __device__ __forceinline__ row_stats fast_row(const part &all, double least, double most,
-                                                     double unit) {
+                                                     double unit, float scale) {
     row_stats row;
     row.c_p = all.mark[0];
     row.c_q = all.mark[1];
@@ -265,212 +328,16 @@ static __device__ __forceinline__ row_stats fast_row(const part &all, double lea
     row.forward = all.sum[2] * row.inverse_p * LN_2 - ratio;
     row.reverse = EXTRA == REVERSE ? ratio - all.sum[3] * row.inverse_q * LN_2 : 0.0;
     row.entropy = EXTRA == ENTROPY ? log_q - all.sum[3] * row.inverse_p * LN_2 : 0.0;
-    row.good = row.forward >= least && row.forward < 1e30 && all.sum[0] > 0.25 &&
-               all.sum[0] < most && all.sum[1] > 0.25 && all.sum[1] < most &&
+    float above = threadIdx.x % 2 ? fmaf(all.top[1], scale, -(float)row.c_q)
+                                  : fmaf(all.top[0], scale, -(float)row.c_p);
+    bool heavy = exp2_fast(above) > HEAVY_PART * (float)mine;
+    double small = EXTRA == ENTROPY   ? fmin(row.forward, row.entropy)
+                   : EXTRA == REVERSE ? fmin(row.forward, row.reverse)
+                                      : row.forward;
+    heavy = heavy && (small < HEAVY_MIN || above > HEAVY_ABOVE);
+    row.good = !__any_sync(KLD_FULL_WARP, heavy) && row.forward >= least && row.forward < 1e30 &&
+               all.sum[0] > 0.25 && all.sum[0] < most && all.sum[1] > 0.25 && all.sum[1] < most &&
                (EXTRA == NOTHING || fabs(all.sum[3]) < 1e300);
-    return row;
-}
-
-/* ---- the careful way --------------------------------------------------------------------------
- */
-
-struct careful_term {
-    double b, change, forward, reverse, a;
-};
-
-/* Logits below it have no mass, whatever the rest: what masks classes without being -inf. */
-static constexpr float NO_MASS = -1e30f;
-
-/* 2^(z s - c) in FP64. */
-static __device__ __forceinline__ double careful_exp(float z, float c, const temperature &t) {
-    exp_parts e = exp_split(z, t);
-    double scale = (double)exp2_fast(e.k - c);
-    return fma(scale, (double)e.w, scale);
-}
-
-/* p's exponentials are 2^(zp s - c_p) fraction there; v is (zp - zq - delta) / T. */
-static __device__ careful_term careful_pair(float z_p, float z_q, const reference &at, float delta,
-                                            float c_p, double fraction, const temperature &t) {
-    bool no_p = z_p == -CUDART_INF_F, no_q = z_q == -CUDART_INF_F;
-    double inverse = (double)t.inverse.high + (double)t.inverse.low;
-    double v = no_p || no_q ? 0.0 : ((double)z_p - (double)z_q - (double)delta) * inverse;
-    careful_term r;
-    r.b = z_q < NO_MASS ? 0.0 : careful_exp(fmaxf(z_q, at.pad_q), at.c_q, t);
-    if (!no_p && !no_q && fabs(v) < 0.5) {
-        double f = (double)expm1_rest((float)v), square = v * v * r.b;
-        r.change = fma(square, f, r.b * v);
-        r.forward = square * fma(v - 1.0, f, 1.0);
-        r.reverse = square * f;
-        r.a = r.b + r.change;
-        return r;
-    }
-    r.a = z_p < NO_MASS ? 0.0 : careful_exp(fmaxf(z_p, at.pad_p), c_p, t) * fraction;
-    r.change = r.a - r.b;
-    if (isnan(z_p + z_q)) { /* fmaxf() drops it */
-        r.forward = r.reverse = CUDART_NAN;
-        return r;
-    }
-    r.forward = r.a == 0.0 ? r.b : no_q ? CUDART_INF : fma(r.a, v, -r.change);
-    r.reverse = r.b == 0.0 ? r.a : no_p ? CUDART_INF : fma(-r.b, v, r.change);
-    return r;
-}
-
-/* The same of 16 bits, in FP32: v is exact but for its last bit, and every term is of the size of
- * the result. */
-static __device__ __forceinline__ void careful_pair_16(float z_p, float z_q, const reference &at,
-                                                       float delta, float c_p, float fraction,
-                                                       const temperature &t, float &ret_b,
-                                                       float &ret_change, float &ret_forward,
-                                                       float &ret_reverse, float &ret_a) {
-    bool no_p = z_p == -CUDART_INF_F, no_q = z_q == -CUDART_INF_F;
-    float v = no_p || no_q ? 0.0f : (z_p - z_q - delta) * t.inverse.high;
-    float b = z_q < NO_MASS ? 0.0f : exp2_fast(fmaf(fmaxf(z_q, at.pad_q), t.scale.high, -at.c_q));
-    float f = expm1_rest(v), square = v * v * b;
-    bool near = !no_p && !no_q && fabsf(v) < 0.5f;
-    float a =
-        z_p < NO_MASS ? 0.0f : exp2_fast(fmaf(fmaxf(z_p, at.pad_p), t.scale.high, -c_p)) * fraction;
-    float change = near ? fmaf(square, f, b * v) : a - b;
-    float forward = a == 0.0f ? b : no_q ? CUDART_INF_F : fmaf(a, v, -change);
-    float reverse = b == 0.0f ? a : no_p ? CUDART_INF_F : fmaf(-b, v, change);
-    ret_b = b;
-    ret_change = change;
-    ret_forward = near ? square * fmaf(v - 1.0f, f, 1.0f) : forward;
-    if (isnan(z_p + z_q)) /* fmaxf() drops it */
-        ret_forward = CUDART_NAN_F;
-    ret_reverse = near ? square * f : reverse;
-    ret_a = near ? b + change : a;
-}
-
-/* Against what the careful way measures a warp's part. */
-struct careful_reference : reference {
-    float delta; /* the difference at the class whose q is the largest */
-    float c_p;   /* p's exponentials are 2^(zp s - c_p) fraction there */
-    double fraction;
-
-    template <class T, class SLICE>
-    static __device__ __forceinline__ careful_reference of(const SLICE &slice, const temperature &t,
-                                                           float span) {
-        constexpr int V = packet<T>::V;
-        careful_reference at;
-        uint4 first_p = {}, first_q = {};
-        uint32_t has = slice.template peek<T>(first_p, first_q);
-        pair_of<T> z(first_p, first_q);
-        (reference &)at = reference::of<T>(z, has, t, span);
-        float delta = CUDART_NAN_F;
-#pragma unroll
-        for (int i = 0; i < V; i++)
-            if (i < has && z.q[i] == at.top_q)
-                delta = z.p[i] - z.q[i];
-        unsigned have = __ballot_sync(KLD_FULL_WARP, fabsf(delta) < 1e30f);
-        delta = __shfl_sync(KLD_FULL_WARP, delta, have ? __ffs(have) - 1 : 0);
-        bool known = have || fabsf(at.top_p - at.top_q) < 1e30f;
-        if (!have)
-            delta = known ? at.top_p - at.top_q : 0.0f;
-        /* 16 bits take all exponentials by the high part alone */
-        double scale = (double)t.scale.high + (sizeof(T) == 4 ? (double)t.scale.low : 0.0);
-        double c = (double)at.c_q + (double)delta * scale;
-        at.delta = delta;
-        at.c_p = known ? (float)floor(c) : CUDART_NAN_F;
-        at.fraction = exp2(floor(c) - c);
-        at.pad_p = below(at.top_q + delta, span);
-        return at;
-    }
-};
-
-/* sum: b, change, forward terms, and reverse terms or a zq. mark: delta, the reference of b. */
-template <class T, int EXTRA, class SLICE>
-static __device__ __noinline__ part careful(SLICE slice, temperature t, float span) {
-    constexpr int V = packet<T>::V;
-    careful_reference at = careful_reference::of<T>(slice, t, span);
-    float fraction = (float)at.fraction;
-    double total[4] = {0, 0, 0, 0};
-    slice.template pass<T>([&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
-        pair_of<T> z(raw_p, raw_q);
-        z.pad(left, -CUDART_INF_F, -CUDART_INF_F);
-        [[maybe_unused]] float sum[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int i = 0; i < V; i++)
-            if constexpr (sizeof(T) == 4) {
-                careful_term r = careful_pair(z.p[i], z.q[i], at, at.delta, at.c_p, at.fraction, t);
-                total[0] += r.b;
-                total[1] += r.change;
-                total[2] += r.forward;
-                if (EXTRA == REVERSE)
-                    total[3] += r.reverse;
-                if (EXTRA == ENTROPY)
-                    total[3] += r.a == 0.0 ? 0.0 : r.a * (double)z.q[i];
-            } else {
-                float b, change, forward, reverse, a;
-                careful_pair_16(z.p[i], z.q[i], at, at.delta, at.c_p, fraction, t, b, change,
-                                forward, reverse, a);
-                sum[0] += b;
-                sum[1] += change;
-                sum[2] += forward;
-                if (EXTRA == REVERSE)
-                    sum[3] += reverse;
-                if (EXTRA == ENTROPY)
-                    sum[3] = a == 0.0f ? sum[3] : fmaf(a, z.q[i], sum[3]);
-            }
-        if constexpr (sizeof(T) != 4)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                total[i] += (double)sum[i];
-    });
-    return {{total[0], total[1], total[2], total[3]},
-            {__float_as_int(at.delta), reference::mark(at.c_q)}};
-}
-
-/* One warp: up to 32 parts to one. With eta by which a part's delta differs from that of the part
- * with the largest reference: a grows by e^eta. */
-template <int EXTRA>
-static __device__ part careful_merge(const part *parts, uint32_t count,
-                                     double inverse_temperature) {
-    part from = lane_part(parts, count), to;
-    int mark = from.sum[0] > 0 ? from.mark[1] : INT32_MIN / 4;
-    int c_q = __reduce_max_sync(KLD_FULL_WARP, mark);
-    int main = __ffs(__ballot_sync(KLD_FULL_WARP, mark == c_q)) - 1;
-    to.mark[0] = __shfl_sync(KLD_FULL_WARP, from.mark[0], main);
-    to.mark[1] = c_q;
-    double origin = (double)__int_as_float(to.mark[0]);
-    double scale = power_of_2(from.mark[1] - c_q);
-    double b = from.sum[0], a = from.sum[0] + from.sum[1];
-    double eta = ((double)__int_as_float(from.mark[0]) - origin) * inverse_temperature;
-    double grow = a > 0 ? expm1(eta) : 0.0, more = grow * a;
-    if (threadIdx.x % 32 >= count)
-        eta = 0.0;
-    /* sum of a'(v + eta) - a' + b with a' = a e^eta */
-    double x[4] = {scale * b, scale * (from.sum[1] + more),
-                   scale * (from.sum[2] + grow * (from.sum[2] - b) + (more + a) * eta), 0.0};
-    if (EXTRA == REVERSE)
-        x[3] = scale * (from.sum[3] + more - eta * b);
-    if (EXTRA == ENTROPY)
-        x[3] = scale * from.sum[3] * (1.0 + grow);
-    sums_of(to, x);
-    return to;
-}
-
-/* scale: of the exponentials. least: an entropy below it is lost in the numbers it is made of. */
-template <int EXTRA>
-static __device__ row_stats careful_row(const part &all, double inverse_temperature, double scale,
-                                        double least) {
-    const double(&x)[4] = all.sum; /* b, change, forward, reverse or a zq */
-    row_stats row;
-    double relative = x[1] / x[0], ratio = log1p(relative), inverse_a = 1.0 / (x[0] + x[1]);
-    row.c_q = all.mark[1];
-    row.inverse_q = 1.0 / x[0];
-    double delta = (double)__int_as_float(all.mark[0]);
-    row.shift = delta * inverse_temperature + ratio;
-    double lse_p = (double)row.c_q + log2(x[0]) + delta * scale + ratio * LOG2_E;
-    row.c_p = (int)floor(lse_p);
-    row.inverse_p = exp2(floor(lse_p) - lse_p);
-    row.forward = fmax(x[2] * inverse_a + (relative * x[0] * inverse_a - ratio), 0.0);
-    row.reverse = EXTRA == REVERSE ? fmax(x[3] / x[0] + (ratio - relative), 0.0) : 0.0;
-    row.entropy = EXTRA == ENTROPY
-                      ? (double)row.c_q * LN_2 + log(x[0]) - x[3] * inverse_a * inverse_temperature
-                      : 0.0;
-    row.good = x[0] > 0 && x[0] < 1e300 && x[0] + x[1] > 0 && fabs(x[2]) < 1e300 &&
-               fabs(x[3]) < 1e300 && fabs(lse_p) < 1e6 &&
-               (EXTRA != ENTROPY || row.entropy >= least);
     return row;
 }
 

@@ -47,6 +47,7 @@ constexpr uint32_t CLUSTER_PORTABLE = 8; /* larger ones are not to be had on eve
 struct part {
     double sum[4];
     int32_t mark[2];
+    float top[2]; /* the largest of p and of q */
 };
 
 /* What is said of a row before its statistics are taken: by the copying warp and, `reference`, by
@@ -128,6 +129,7 @@ struct block_shared {
     uint64_t group;
     feed feed;                              /* ALONE: what has been brought; the first warp */
     double sums[RING_MAX][GROUP_WARPS][16]; /* of a warp: 4 partial sums of each of 4 */
+    float tops[RING_MAX][GROUP_WARPS][2];   /* the largest that it has seen of p and of q */
     part blocks[RING_MAX][CLUSTER_MAX];
     part extra_warps[WARPS], extra_blocks[GROUPS][2][CLUSTER_MAX];
     uint4 stage[WARPS][32]; /* of stores to unaligned rows */

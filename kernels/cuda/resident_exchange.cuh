@@ -86,6 +86,9 @@ static __device__ __forceinline__ void exchange(const part &mine, part *parts, b
             cluster_send(&to->sum[i], arrived, lane, (uint64_t)__double_as_longlong(mine.sum[i]));
         cluster_send(to->mark, arrived, lane,
                      (uint64_t)(uint32_t)mine.mark[1] << 32 | (uint64_t)(uint32_t)mine.mark[0]);
+        cluster_send(to->top, arrived, lane,
+                     (uint64_t)__float_as_uint(mine.top[1]) << 32 |
+                         (uint64_t)__float_as_uint(mine.top[0]));
     }
     barrier_wait(arrived, parity);
 }

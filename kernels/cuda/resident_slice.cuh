@@ -82,16 +82,6 @@ struct slice {
         ret_q = load<true>(q + 16 * (vector - group_thread()), shift_q);
         return min(count - vector * V, V);
     }
-    /* The first vectors of this thread's warp. */
-    template <class T> __device__ __forceinline__ uint32_t peek(uint4 &ret_p, uint4 &ret_q) const {
-        constexpr uint32_t V = packet<T>::V;
-        if (group_thread() * V >= count)
-            return 0;
-        ret_p = load<true>(p, shift_p);
-        ret_q = load<true>(q, shift_q);
-        return min(count - group_thread() * V, V);
-    }
-
     /* FUNCTION(vector, left, raw p, raw q) for every vector of this thread: its number and how many
      * classes are left from its first on, as `all_of` where the whole warp has whole vectors. Where
      * it is less than V (or nothing), what lies beyond is undefined. The whole warp comes along as
@@ -177,15 +167,6 @@ struct far_slice {
         if (left >= V && aligned16<T>(at))
             return *(const uint4 *)at;
         return load_edge<T>(at, 0, left < V ? left : V, ::to<T>(0.0f));
-    }
-    template <class T> __device__ __forceinline__ uint32_t peek(uint4 &ret_p, uint4 &ret_q) const {
-        constexpr uint32_t V = packet<T>::V;
-        if (group_thread() * V >= count)
-            return 0;
-        uint32_t left = min(count - group_thread() * V, V);
-        ret_p = load<T>(p, group_thread(), left);
-        ret_q = load<T>(q, group_thread(), left);
-        return left;
     }
     template <class T, class FUNCTION>
     __device__ __forceinline__ void pass(FUNCTION function) const {
