@@ -210,7 +210,11 @@ static __device__ row_stats careful_row(const part &all, double inverse_temperat
     row.entropy = EXTRA == ENTROPY
                       ? (double)row.c_q * LN_2 + log(x[0]) - x[3] * inverse_a * inverse_temperature
                       : 0.0;
-    row.good = x[0] > 0 && x[0] < 1e300 && x[0] + x[1] > 0 && fabs(x[2]) < 1e300 &&
+    /* Of rows that are far apart, as those with classes of -inf may be, the rest is noise. */
+    bool apart = fabs(ratio) > 1.0 && row.forward < 0.25 * fabs(ratio);
+    apart = apart || (EXTRA == REVERSE && relative > 1.0 + 4.0 * row.reverse);
+    row.missed = false;
+    row.good = !apart && x[0] > 0 && x[0] < 1e300 && x[0] + x[1] > 0 && fabs(x[2]) < 1e300 &&
                fabs(x[3]) < 1e300 && fabs(lse_p) < 1e6 &&
                (EXTRA != ENTROPY || row.entropy >= least);
     return row;

@@ -18,13 +18,22 @@ inline namespace KLD_CUDA_TEAM {
 /* The numbers of MIXTURE. */
 struct mixture {
     float of_p, of_q, share, rest, k;
-    float pivot[2]; /* 16 bits: h of p and of q where they are counted from */
+    float series[5]; /* 16 bits: of d^2 to d^6 in -ln(share + rest e^-d) */
+    float pivot[2];  /* 16 bits: h of p and of q where they are counted from */
 
     __device__ __forceinline__ mixture() {}
     __device__ __forceinline__ explicit mixture(const kld_rule &rule)
         : of_p((float)rule.of_p), of_q((float)rule.of_q), share((float)rule.share),
           rest((float)(1.0 - rule.share)),
-          k((float)(rule.of_p * (1.0 - rule.share) - rule.of_q * rule.share)) {}
+          k((float)(rule.of_p * (1.0 - rule.share) - rule.of_q * rule.share)) {
+        /* The cumulants of a number that is 1 with probability rest, else 0. */
+        double r = 1.0 - rule.share, v = rule.share * r, odd = rule.share - r;
+        series[0] = (float)(-v / 2);
+        series[1] = (float)(v * odd / 6);
+        series[2] = (float)(-v * (1 - 6 * v) / 24);
+        series[3] = (float)(v * odd * (1 - 12 * v) / 120);
+        series[4] = (float)(-v * (1 - 30 * v + 120 * v * v) / 720);
+    }
 };
 
 /* Of one side, to give h. */
@@ -84,15 +93,19 @@ static __device__ __forceinline__ mixture_terms<float> mixture_16(const mixture 
     float m = fmaf(less ? at.share : at.rest, e, less ? at.rest : at.share); /* over the larger */
     float log_large = -0.693147181f * log2_fast(m), log_small = log_large - far;
     /* -ln(share + rest e^-d) and the same less d, as series */
-    bool near = far < 0.0625f;
-    float both = __fmul_rn(__fmul_rn(at.share * at.rest, d), d);
-    both = __fmul_rn(both, fmaf(d, (at.share - at.rest) * (1.0f / 6), -0.5f));
+    bool near = far < 0.25f;
+    float both = fmaf(d, at.series[4], at.series[3]);
+    both = fmaf(d, both, at.series[2]);
+    both = fmaf(d, both, at.series[1]);
+    both = fmaf(d, both, at.series[0]);
+    both = __fmul_rn(__fmul_rn(both, d), d);
     mixture_terms<float> r;
     r.log_p = near ? fmaf(at.rest, d, both) : less ? log_small : log_large;
     r.log_q = near ? fmaf(-at.share, d, both) : less ? log_large : log_small;
     r.more = 0.0f;
     if (MORE) {
-        float lost = near ? far * fmaf(far, fmaf(far, 1.0f / 6, -0.5f), 1.0f) : 1.0f - e;
+        float lost = fmaf(far, fmaf(far, -1.0f / 24, 1.0f / 6), -0.5f);
+        lost = near ? far * fmaf(far, lost, 1.0f) : 1.0f - e;
         lost = __fmul_rn(lost, reciprocal(m));
         r.more = less ? lost : -lost;
     }

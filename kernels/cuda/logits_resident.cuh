@@ -27,6 +27,8 @@ template <class BODY> struct row_shared {
     typename BODY::numbers numbers;
     double value, weight, factor; /* the loss is weight * value; of the gradient */
     enum way way;
+    bool missed;  /* the scout did not see the heaviest class */
+    float top[2]; /* the largest of p and of q */
 };
 
 /* A row in the hands of a body. */
@@ -182,6 +184,15 @@ template <class BODY> struct rows {
         }
     }
 
+    static __device__ __forceinline__ row_stats fast_row(const kld_cuda_args &args,
+                                                         const part &all) {
+        double scale = args.inverse_temperature * LOG2_E;
+        /* FP32 uses both parts of the scale */
+        double unit = sizeof(T) == 4 ? LN_2 : LN_2 * scale / (double)(float)scale;
+        return logits_stats::fast_row<BODY::EXTRA>(
+            all, logits_stats::FAST_MIN<T>, logits_stats::FAST_SUM_MAX<T>, unit, (float)scale);
+    }
+
     /* One warp: from what all warps of a group, and of the other blocks, have found in a row to
      * what is needed of it. */
     static __device__ __forceinline__ void settle_row(const kld_cuda_args &args, uint32_t slot,
@@ -189,9 +200,6 @@ template <class BODY> struct rows {
         resident::block_shared &block = resident::here();
         uint32_t ring = resident::ring_of(slot, turn);
         row_type &settled = shared().rows[ring];
-        double scale = args.inverse_temperature * LOG2_E;
-        /* FP32 uses both parts of the scale */
-        double unit = sizeof(T) == 4 ? LN_2 : LN_2 * scale / (double)(float)scale;
         const resident::row_info &info = block.info[ring];
         row row = row_open(args, info.index);
         part all;
@@ -206,11 +214,13 @@ template <class BODY> struct rows {
                                resident::ring_parity(turn));
             all = logits_stats::fast_merge<BODY::EXTRA>(block.blocks[ring], block.place.cluster);
         }
-        row_stats stats = logits_stats::fast_row<BODY::EXTRA>(
-            all, logits_stats::FAST_MIN<T>, logits_stats::FAST_SUM_MAX<T>, unit, (float)scale);
+        row_stats stats = fast_row(args, all);
         double factor = row.gradient * args.inverse_temperature;
         tell(args, stats, factor, stats.good ? FAST : AGAIN, &settled);
         if (threadIdx.x % 32 == 0) {
+            settled.top[0] = all.top[0];
+            settled.top[1] = all.top[1];
+            settled.missed = stats.missed;
             settled.weight = row.weight;
             settled.factor = factor;
             barrier_arrive(&block.settled[ring]);
@@ -232,20 +242,52 @@ template <class BODY> struct rows {
         }
     }
 
+    /* SUM(slice) of this warp's part of a row, wherever that is now. */
+    template <class SUM>
+    static __device__ __forceinline__ part part_again(const kld_cuda_args &args, uint32_t slot,
+                                                      uint32_t turn, SUM sum) {
+        return shared().streams ? sum(resident::far_slice::of<T>(args, info_of(slot, turn).index))
+                                : sum(slice_of(slot, turn));
+    }
+
+    /* A row of which the scout missed the heaviest: once more, from that. To all. */
+    static __device__ __noinline__ void look_again(const kld_cuda_args &args, uint32_t slot,
+                                                   uint32_t turn) {
+        row_type *row = &row_of(slot, turn);
+        const temperature &t = shared().t;
+        const float top[2] = {row->top[0], row->top[1]};
+        auto from = logits_stats::reference::of_tops(top[0], top[1], t, shared().span);
+        part mine = part_again(args, slot, turn, [&](auto slice) {
+            return logits_stats::fast_again<T, BODY::EXTRA>(slice, t, from);
+        });
+        part all = resident::merge_row(
+            mine.sum, mine.mark[0], mine.mark[1],
+            [](const part *parts, uint32_t count) {
+                return logits_stats::fast_merge<BODY::EXTRA>(parts, count);
+            },
+            top[0], top[1]);
+        if (resident::group_thread() < 32) {
+            row_stats stats = fast_row(args, all);
+            tell(args, stats, row->factor, stats.good ? FAST : AGAIN, row);
+        }
+        resident::group_sync();
+    }
+
     /* A row that is too close for the fast statistics, or not finite. */
     static __device__ __noinline__ void again(const kld_cuda_args &args, uint32_t slot,
                                               uint32_t turn) {
         double inverse_temperature = args.inverse_temperature;
         row_type *row = &row_of(slot, turn);
         resident::group_sync(); /* all have seen that it is */
-        part mine;
-        if (shared().streams)
-            mine = logits_stats::careful<T, BODY::EXTRA>(
-                resident::far_slice::of<T>(args, info_of(slot, turn).index), shared().t,
-                shared().span);
-        else
-            mine = logits_stats::careful<T, BODY::EXTRA>(slice_of(slot, turn), shared().t,
-                                                         shared().span);
+        if (row->missed) {
+            look_again(args, slot, turn);
+            if (row->way == FAST)
+                return;
+            resident::group_sync(); /* likewise */
+        }
+        part mine = part_again(args, slot, turn, [&](auto slice) {
+            return logits_stats::careful<T, BODY::EXTRA>(slice, shared().t, shared().span);
+        });
         part all = resident::merge_row(
             mine.sum, mine.mark[0], mine.mark[1], [&](const part *parts, uint32_t count) {
                 return logits_stats::careful_merge<BODY::EXTRA>(parts, count, inverse_temperature);
@@ -409,71 +451,6 @@ template <class BODY> struct rows {
                 barrier_arrive(&resident::here().found[i]);
     }
 };
-
-template <class BODY>
-static __global__ void __launch_bounds__(resident::THREADS, KLD_CUDA_TEAM_BLOCKS)
-    kernel(const __grid_constant__ kld_cuda_args args) {
-#if __CUDA_ARCH__ >= 900
-    resident::run<rows<BODY>>(args);
-#endif
-}
-
-/* How many clusters run at a time; registers decide that, and `fits` has left room for as many.
- * Also lets the kernel have its shared memory, any size of it: once for all launches. Not
- * supported: the code was built for older devices only, or no cluster fits. */
-static cudaError_t active_clusters(const cudaLaunchConfig_t &config,
-                                   void (*function)(kld_cuda_args), int *ret_clusters) {
-    cudaFuncAttributes code;
-    cudaError_t error = cudaFuncGetAttributes(&code, function);
-    if (error)
-        return error;
-    if (code.ptxVersion < 90)
-        return cudaErrorNotSupported;
-    int device, most;
-    if ((error = cudaGetDevice(&device)) ||
-        (error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)))
-        return error;
-    error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 most - (int)code.sharedSizeBytes);
-    if (error)
-        return error;
-    if (resident::CLUSTER_MAX > resident::CLUSTER_PORTABLE &&
-        (error = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)))
-        return error;
-    error = cudaOccupancyMaxActiveClusters(ret_clusters, function, &config);
-    return error || *ret_clusters ? error : cudaErrorNotSupported;
-}
-
-template <class BODY>
-static cudaError_t launch(const kld_cuda_args &args, uint32_t groups, cudaStream_t stream) {
-    static_assert(sizeof(typename rows<BODY>::shared_type) +
-                          resident::GROUPS * sizeof(team_shared) <=
-                      KLD_CUDA_STATIC_MAX,
-                  "see share()");
-    auto function = kernel<BODY>;
-    size_t shared = resident::bytes(args, sizeof(typename BODY::T));
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {args.cluster, 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(args.cluster);
-    config.blockDim = dim3(resident::THREADS);
-    config.dynamicSmemBytes = shared;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    int clusters = args.active_clusters ? *args.active_clusters : 0;
-    if (!clusters) {
-        cudaError_t error = active_clusters(config, function, &clusters);
-        if (error)
-            return error;
-        if (args.active_clusters)
-            *args.active_clusters = (uint16_t)clusters;
-    }
-    uint32_t used = groups < (uint32_t)clusters ? groups : (uint32_t)clusters;
-    config.gridDim = dim3(used * args.cluster);
-    return cudaLaunchKernelEx(&config, function, args);
-}
 
 } /* namespace KLD_CUDA_TEAM */
 } /* namespace logits_resident */

@@ -29,8 +29,9 @@ using resident::part;
 template <class T> static constexpr double FAST_MIN = sizeof(T) == 4 ? 1.0 / 256 : 1.0 / 16;
 
 /* So do rows below this value of which one class has more than 1/16 of a side's mass: its errors do
- * not average out. And those where such a class lies so many powers of 2 above all that the scout
- * saw: they are rounded by what they are above. */
+ * not average out. Where such a class lies so many powers of 2 above all that the scout saw, the
+ * row is summed once more, from what it is now known to hold: exponentials are rounded by what they
+ * are above the reference. */
 static constexpr double HEAVY_MIN = 0.3;
 static constexpr float HEAVY_PART = 1.0f / 16, HEAVY_ABOVE = 8.0f;
 
@@ -50,6 +51,7 @@ struct row_stats {
     double inverse_p, inverse_q, shift;
     double forward, reverse, entropy; /* sum p d, sum q (-d), - sum p ln q */
     bool good;
+    bool missed; /* by the scout */
 };
 
 /* The largest of the warp, in two instructions more than one: integers order as floats do. NaN
@@ -268,6 +270,26 @@ static __device__ __forceinline__ void fast(const resident::slice &slice, const 
         fast_of<T, EXTRA, false>(slice, t, at, ring, release);
 }
 
+/* The same by any slice, all of which has come. */
+template <class T, int EXTRA, class SLICE>
+static __device__ __noinline__ part fast_again(SLICE slice, temperature t, reference at) {
+    constexpr int V = packet<T>::V;
+    part mine = {{0, 0, 0, 0}, {reference::mark(at.c_p), reference::mark(at.c_q)}, {}};
+    slice.template pass<T>([&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
+        pair_of<T> z(raw_p, raw_q);
+        z.pad(left, at.pad_p, at.pad_q);
+        chunk_sums<EXTRA> sum;
+#pragma unroll
+        for (int i = 0; i < V; i++)
+            if constexpr (sizeof(T) == 4)
+                fast_fp32(z.p[i], z.q[i], at, t, sum);
+            else
+                fast_16(z.p[i], z.q[i], at, t, sum);
+        sum.flush(mine.sum);
+    });
+    return mine;
+}
+
 /* 2^x, 0 far below. */
 static __device__ __forceinline__ double power_of_2(int x) {
     return x < -1000 ? 0.0 : __hiloint2double((1023 + min(x, 1000)) << 20, 0);
@@ -331,13 +353,14 @@ static __device__ __forceinline__ row_stats fast_row(const part &all, double lea
     float above = threadIdx.x % 2 ? fmaf(all.top[1], scale, -(float)row.c_q)
                                   : fmaf(all.top[0], scale, -(float)row.c_p);
     bool heavy = exp2_fast(above) > HEAVY_PART * (float)mine;
+    row.missed = __any_sync(KLD_FULL_WARP, heavy && above > HEAVY_ABOVE && above < 1e6f);
     double small = EXTRA == ENTROPY   ? fmin(row.forward, row.entropy)
                    : EXTRA == REVERSE ? fmin(row.forward, row.reverse)
                                       : row.forward;
-    heavy = heavy && (small < HEAVY_MIN || above > HEAVY_ABOVE);
-    row.good = !__any_sync(KLD_FULL_WARP, heavy) && row.forward >= least && row.forward < 1e30 &&
-               all.sum[0] > 0.25 && all.sum[0] < most && all.sum[1] > 0.25 && all.sum[1] < most &&
-               (EXTRA == NOTHING || fabs(all.sum[3]) < 1e300);
+    heavy = heavy && small < HEAVY_MIN;
+    row.good = !row.missed && !__any_sync(KLD_FULL_WARP, heavy) && row.forward >= least &&
+               row.forward < 1e30 && all.sum[0] > 0.25 && all.sum[0] < most && all.sum[1] > 0.25 &&
+               all.sum[1] < most && (EXTRA == NOTHING || fabs(all.sum[3]) < 1e300);
     return row;
 }
 

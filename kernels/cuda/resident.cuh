@@ -39,7 +39,7 @@ constexpr uint32_t CHUNKS_MAX = ALONE ? 8 : 16;        /* of all slots of a bloc
 constexpr uint32_t STEPS = CHUNK / GROUP_THREADS;      /* of a thread in a chunk */
 constexpr uint32_t EDGE = 16;    /* bytes behind a slice: rows need not start at a multiple of 16 */
 constexpr uint32_t BEYOND = 528; /* bytes that a warp may read behind the last slice */
-constexpr uint32_t SLOTS_MAX = ALONE ? 2 : 6, RING_MAX = 2 * SLOTS_MAX;
+constexpr uint32_t SLOTS_MAX = ALONE ? 2 : 4, RING_MAX = 2 * SLOTS_MAX;
 constexpr uint32_t CLUSTER_MAX = ALONE ? 1 : 16;
 constexpr uint32_t CLUSTER_PORTABLE = 8; /* larger ones are not to be had on every device */
 

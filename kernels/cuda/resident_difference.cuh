@@ -2,6 +2,7 @@
  * The body of the source file of an element type and a team, which has said which. Enqueues only.
  */
 #include "kernels/cuda/logits_difference.cuh"
+#include "kernels/cuda/resident_launch.cuh"
 
 template <class T>
 static cudaError_t launch_difference(const kld_cuda_args *args, uint32_t groups,

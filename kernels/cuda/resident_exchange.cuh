@@ -58,7 +58,7 @@ static __device__ __forceinline__ void load_sums(const double (&from)[GROUP_WARP
 
 /* What this warp found, to `to`. */
 static __device__ __forceinline__ void store_part(part *to, const double (&sums)[4], int32_t mark_0,
-                                                  int32_t mark_1) {
+                                                  int32_t mark_1, float top_0, float top_1) {
     unsigned lane = threadIdx.x % 32;
     double sum = warp_sums(sums);
     if (lane % 8 == 0)
@@ -66,6 +66,8 @@ static __device__ __forceinline__ void store_part(part *to, const double (&sums)
     if (lane == 0) {
         to->mark[0] = mark_0;
         to->mark[1] = mark_1;
+        to->top[0] = top_0;
+        to->top[1] = top_1;
     }
     __syncwarp();
 }
@@ -97,11 +99,12 @@ static __device__ __forceinline__ void exchange(const part &mine, part *parts, b
  * parts to one, by a whole warp, its result in all lanes. */
 template <class MERGE>
 static __device__ __forceinline__ part merge_row(const double (&sums)[4], int32_t mark_0,
-                                                 int32_t mark_1, MERGE merge) {
+                                                 int32_t mark_1, MERGE merge, float top_0 = 0.0f,
+                                                 float top_1 = 0.0f) {
     block_shared &block = here();
     part row;
     uint32_t group = group_number();
-    store_part(&block.extra_warps[threadIdx.x / 32], sums, mark_0, mark_1);
+    store_part(&block.extra_warps[threadIdx.x / 32], sums, mark_0, mark_1, top_0, top_1);
     group_sync();
     if (group_thread() < 32) {
         row = merge(block.extra_warps + group * GROUP_WARPS, GROUP_WARPS);

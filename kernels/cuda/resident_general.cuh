@@ -2,6 +2,7 @@
  * The body of the source file of an element type and a team, which has said which. Enqueues only.
  */
 #include "kernels/cuda/logits_general.cuh"
+#include "kernels/cuda/resident_launch.cuh"
 
 template <class T>
 static cudaError_t launch_general(const kld_cuda_args *args, uint32_t groups, cudaStream_t stream) {

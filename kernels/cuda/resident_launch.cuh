@@ -1,0 +1,78 @@
+/* resident_launch.cuh - the kernel of a body, and its launch on a stream: how many clusters, how
+ * much shared memory. Enqueues only. */
+#ifndef KLD_KERNELS_CUDA_RESIDENT_LAUNCH_CUH
+#define KLD_KERNELS_CUDA_RESIDENT_LAUNCH_CUH
+
+#include "kernels/cuda/logits_resident.cuh"
+
+namespace logits_resident {
+inline namespace KLD_CUDA_TEAM {
+
+template <class BODY>
+static __global__ void __launch_bounds__(resident::THREADS, KLD_CUDA_TEAM_BLOCKS)
+    kernel(const __grid_constant__ kld_cuda_args args) {
+#if __CUDA_ARCH__ >= 900
+    resident::run<rows<BODY>>(args);
+#endif
+}
+
+/* How many clusters run at a time; registers decide that, and `fits` has left room for as many.
+ * Also lets the kernel have its shared memory, any size of it: once for all launches. Not
+ * supported: the code was built for older devices only, or no cluster fits. */
+static cudaError_t active_clusters(const cudaLaunchConfig_t &config,
+                                   void (*function)(kld_cuda_args), int *ret_clusters) {
+    cudaFuncAttributes code;
+    cudaError_t error = cudaFuncGetAttributes(&code, function);
+    if (error)
+        return error;
+    if (code.ptxVersion < 90)
+        return cudaErrorNotSupported;
+    int device, most;
+    if ((error = cudaGetDevice(&device)) ||
+        (error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)))
+        return error;
+    error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 most - (int)code.sharedSizeBytes);
+    if (error)
+        return error;
+    if (resident::CLUSTER_MAX > resident::CLUSTER_PORTABLE &&
+        (error = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)))
+        return error;
+    error = cudaOccupancyMaxActiveClusters(ret_clusters, function, &config);
+    return error || *ret_clusters ? error : cudaErrorNotSupported;
+}
+
+template <class BODY>
+static cudaError_t launch(const kld_cuda_args &args, uint32_t groups, cudaStream_t stream) {
+    static_assert(sizeof(typename rows<BODY>::shared_type) +
+                          resident::GROUPS * sizeof(team_shared) <=
+                      KLD_CUDA_STATIC_MAX,
+                  "see share()");
+    auto function = kernel<BODY>;
+    size_t shared = resident::bytes(args, sizeof(typename BODY::T));
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {args.cluster, 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(args.cluster);
+    config.blockDim = dim3(resident::THREADS);
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int clusters = args.active_clusters ? *args.active_clusters : 0;
+    if (!clusters) {
+        cudaError_t error = active_clusters(config, function, &clusters);
+        if (error)
+            return error;
+        if (args.active_clusters)
+            *args.active_clusters = (uint16_t)clusters;
+    }
+    uint32_t used = groups < (uint32_t)clusters ? groups : (uint32_t)clusters;
+    config.gridDim = dim3(used * args.cluster);
+    return cudaLaunchKernelEx(&config, function, args);
+}
+
+} /* namespace KLD_CUDA_TEAM */
+} /* namespace logits_resident */
+#endif
