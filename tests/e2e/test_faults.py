@@ -214,7 +214,7 @@ def test_a_client_dies(gpu_only, mode, server, end):
     print(f"{end}, MPS {mode.mps}: right answers after {took * 1e3:.0f} ms, worker replaced {lost}, "
           f"{crowd.lost} told device_lost, {report['repeated']} sent again")
     if not mode.mps and end == "event that never comes":
-        return  # the driver of an H200 took 10 s over that and then the worker's context: it was replaced
+        return  # what nobody can end is given up after KLD_ORPHAN_MS, and the worker with it
     if not mode.mps or end == "idle":
         assert not lost and crowd.lost == crowd.reconnects == report["repeated"] == 0
     elif lost:
