@@ -1,6 +1,6 @@
 #!/bin/sh
 # deps.sh SET... - installs the Debian packages that a target of the Makefile needs and that are
-# missing. Sets: build check lint fuzz dist. Asks for nothing and changes nothing if all are there.
+# missing. Sets: build check lint fuzz dist wheel. Asks for nothing and changes nothing if all are there.
 set -eu
 wanted=""
 for set in "$@"; do
@@ -13,6 +13,7 @@ for set in "$@"; do
     lint) wanted="$wanted clang-format clang-tidy cppcheck shellcheck" ;;
     fuzz) wanted="$wanted clang libclang-rt-dev" ;;
     dist) wanted="$wanted patchelf" ;;
+    wheel) wanted="$wanted patchelf python3 python3-setuptools python3-wheel" ;;
     *)
         echo "deps.sh: no set '$set'" >&2
         exit 2

@@ -8,6 +8,7 @@ build=$1
 dist=$2
 shift 2
 deploy/deps.sh dist
+. deploy/closure.sh
 command -v patchelf >/dev/null || { echo "dist.sh: patchelf is missing" >&2; exit 1; }
 
 rm -rf "$dist" "$dist.tar.gz"
@@ -23,28 +24,20 @@ for program in "$build/kernel-table" "$build"/examples/* "$build"/bench/*; do
     fi
 done
 cp client/examples/*.py "$dist/libexec/"
+cp -r client/python "$dist/"
+cp proto/VERSION "$dist/python/kld/"
 strip --strip-debug "${programs[@]}" "$dist/lib/libkld.so" "$dist/lib/libkld.a"
 cp -r tests/e2e tests/data tests/run "$dist/tests/"
 [ -d tests/bench ] && cp -r tests/bench "$dist/tests/"
 mkdir -p "$dist/proto" && cp proto/openapi.yaml "$dist/proto/"
-find "$dist/tests" -name __pycache__ -prune -exec rm -rf {} +
+find "$dist/tests" "$dist/python" -name __pycache__ -prune -exec rm -rf {} +
 cp README.md LICENSE "$dist/"
 cp deploy/demo.sh "$dist/demo"
 cp deploy/check-gpu.sh "$dist/check-gpu"
 echo "$(cat proto/VERSION) $(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)" \
     >"$dist/share/kld/VERSION"
 
-# The closure of what they load, but for glibc, which must fit the running kernel's loader.
-glibc='^(linux-vdso|ld-linux-x86-64|libc|libm|libpthread|libdl|librt|libresolv|libutil|libanl)\.'
-collect() {
-    ldd "$@" | awk '$2 == "=>" && $3 ~ /^\// {print $1, $3}' | sort -u
-}
-collect "${programs[@]}" "$dist/lib/libkld.so" | while read -r name path; do
-    if ! [[ $name =~ $glibc ]] && [ ! -e "$dist/lib/$name" ]; then
-        cp -L "$path" "$dist/lib/$name"
-        chmod 755 "$dist/lib/$name"
-    fi
-done
+bring "$dist/lib" "${programs[@]}" "$dist/lib/libkld.so"
 for library in "$dist"/lib/*.so*; do
     [ -L "$library" ] || patchelf --set-rpath '$ORIGIN' "$library"
 done
@@ -53,15 +46,6 @@ for program in "${programs[@]}"; do
 done
 
 # Every library is now found in the tree or is glibc's.
-missing=$(collect "${programs[@]}" "$dist"/lib/*.so* | awk '{print $1, $2}' | while read -r name path; do
-    case $(realpath "$path") in
-    "$(realpath "$dist")"/*) ;;
-    *) [[ $name =~ $glibc ]] || echo "$name ($path)" ;;
-    esac
-done | sort -u)
-if [ -n "$missing" ]; then
-    echo "dist.sh: found outside the tree: $missing" >&2
-    exit 1
-fi
+check_inside "$dist" "${programs[@]}" "$dist"/lib/*.so* || exit 1
 tar -czf "$dist.tar.gz" --owner=0 --group=0 --numeric-owner -C "$(dirname "$dist")" "$(basename "$dist")"
 echo "$dist.tar.gz: $(du -h "$dist.tar.gz" | cut -f1)"

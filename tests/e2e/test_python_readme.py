@@ -1,5 +1,5 @@
-"""Every program in client/python/README.md is run, in order, in one interpreter; the command that installs
-is test_python_wheel.py's."""
+"""Every program in client/python/README.md is run, in order, in one interpreter, and that of the top
+README.md. The commands that install are test_python_wheel.py's."""
 import re
 import subprocess
 import sys
@@ -28,8 +28,11 @@ def test_every_program(server, server_of, tmp_path):
     assert 0 < float(loss) < 1 and shape.strip() == "(64, 1000)"
 
 
-def test_commands_are_those_that_are_tested():
-    if not (ROOT / "Makefile").exists():
-        pytest.skip("needs the sources")
-    commands = re.findall(r"^```sh\n(.*?)^```$", README.read_text(), re.M | re.S)
-    assert commands == ["pip install ./client/python\n"]
+@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="needs the sources")
+def test_the_program_of_the_top_readme(server):
+    program, = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert "unix:/tmp/kld.sock" in program
+    result = subprocess.run([sys.executable, "-c", program.replace("unix:/tmp/kld.sock", server.url_unix)],
+                            capture_output=True, text=True, timeout=120, env=environment())
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout.split()[0]) == pytest.approx(0.2138333, rel=1e-6)

@@ -1,0 +1,108 @@
+"""The Python package as users get it: `make wheel` and `pip install ./client/python`, each installed into a
+virtual environment of its own, in which the other tests of the package then run against what was installed."""
+import os
+import re
+import shutil
+import subprocess
+import zipfile
+
+import pytest
+
+from conftest import BIN, ROOT, clean_environment
+
+PYTHON = "/usr/bin/python3"  # Debian's: has NumPy, PyTorch, pytest and setuptools
+
+
+def is_ordinary():
+    return (ROOT / "Makefile").exists() and (BIN / "libkld.a").exists() and not re.search(
+        rb"__[at]san_init", (BIN / "kld-server").read_bytes())
+
+
+pytestmark = [pytest.mark.skipif(not is_ordinary(), reason="needs the sources and an ordinary build"),
+              pytest.mark.skipif(bool(os.environ.get("KLD_PYTHON_INSTALLED")), reason="runs inside itself")]
+
+
+def clean(**more):
+    """As little as a user's shell has: no path to this tree's package or library. pip asks no index."""
+    return {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "LANG": "C.UTF-8",
+            "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **more}
+
+
+def run(*arguments, cwd, **more):
+    result = subprocess.run(list(map(str, arguments)), capture_output=True, text=True, timeout=250, cwd=cwd,
+                            env=clean(**more))
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel():
+    cuda = int(b"kld_backend_cuda" in (BIN / "libkld.a").read_bytes())
+    environment = {name: value for name, value in clean_environment().items()
+                   if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "LD_LIBRARY_PATH")}
+    result = subprocess.run(["make", "wheel", f"BUILD={BIN}", f"CUDA={cuda}"], cwd=ROOT, capture_output=True,
+                            text=True, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return next(BIN.glob("kld-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def venv(tmp_path_factory):
+    """An environment with Debian's NumPy, PyTorch and pytest."""
+    folder = tmp_path_factory.mktemp("python")
+    run(PYTHON, "-m", "venv", "--system-site-packages", folder / "venv", cwd=folder)
+    return folder / "venv"
+
+
+def test_what_is_in_the_wheel(wheel):
+    version = (ROOT / "proto/VERSION").read_text().strip()
+    assert wheel.name == f"kld-{version}-py3-none-manylinux_2_36_x86_64.whl"
+    names = zipfile.ZipFile(wheel).namelist()
+    sources = {f"kld/{path.name}" for path in (ROOT / "client/python/kld").iterdir() if path.is_file()}
+    assert sources | {"kld/VERSION", "kld/lib/libkld.so.0"} <= set(names) and "kld/py.typed" in sources
+    assert any(name.startswith("kld/lib/libcurl") for name in names)
+    assert not [name for name in names if not name.startswith(("kld/", f"kld-{version}.dist-info/"))]
+    assert any(name.endswith("LICENSE") for name in names)
+
+
+def commands():
+    return re.findall(r"^```sh\n(.*?)^```$", (ROOT / "client/python/README.md").read_text(), re.M | re.S)
+
+
+def test_the_commands_of_the_readme_are_those_tested_here():
+    assert commands() == ["pip install ./client/python\n", "make wheel\npip install build/kld-*.whl\n"]
+
+
+def test_the_command_of_the_readme(venv, tmp_path):
+    """In a tree of its own, in which `make` has built the library."""
+    tree = tmp_path / "tree"
+    for name in ("proto", "build"):
+        (tree / name).mkdir(parents=True)
+    shutil.copytree(ROOT / "client/python", tree / "client/python",
+                    ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    shutil.copy(ROOT / "proto/VERSION", tree / "proto")
+    shutil.copy(BIN / "libkld.so", tree / "build")
+    # Debian's setuptools builds it: nothing is downloaded.
+    run("sh", "-c", commands()[0], cwd=tree, PATH=f"{venv}/bin:{os.environ['PATH']}", PIP_NO_BUILD_ISOLATION="0")
+    program = "import kld; print(kld.__file__, kld.connect('local:cpu').info().backend, kld.__version__)"
+    where, backend, version = run(venv / "bin/python", "-c", program, cwd=tmp_path).split()
+    assert where.startswith(f"{venv}/") and backend == "cpu"
+    assert version == (ROOT / "proto/VERSION").read_text().strip()
+
+
+def test_the_wheel_installed(wheel, venv, tmp_path):
+    (tmp_path / "build").symlink_to(BIN)
+    install = commands()[1].splitlines()[1].replace("install", "install --force-reinstall --no-deps")
+    run("sh", "-c", install, cwd=tmp_path, PATH=f"{venv}/bin:{os.environ['PATH']}")
+    program = ("import kld; print(kld.kl_div([[.5, .5]], [[.25, .75]]).loss); "
+               "print(''.join(line for line in open('/proc/self/maps') if '/' in line))")
+    loss, maps = run(venv / "bin/python", "-c", program, cwd=tmp_path).split("\n", 1)
+    assert float(loss) == pytest.approx(0.1308120)
+    ours = {line.split()[-1] for line in maps.splitlines() if re.search(r"lib(kld|curl)[-.\w]*\.so", line)}
+    assert len(ours) == 2 and all(path.startswith(f"{venv}/") for path in ours), ours
+    shutil.copytree(ROOT / "tests/e2e", tmp_path / "tests/e2e")  # no package of the tree in reach
+    said = run(venv / "bin/python", "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider",
+               "-k", "not parity and not gradcheck",  # which are not about what is installed
+               *sorted((tmp_path / "tests/e2e").glob("test_python_*.py")), cwd=tmp_path,
+               KLD_BIN=str(BIN), KLD_PYTHON_INSTALLED="1", KLD_BACKEND=os.environ.get("KLD_BACKEND", "cpu"))
+    assert int(re.search(r"(\d+) passed", said)[1]) > 130 and "failed" not in said, said
