@@ -65,6 +65,22 @@ def test_what_is_in_the_wheel(wheel):
     assert any(name.endswith("LICENSE") for name in names)
 
 
+def test_the_wheel_in_a_bare_environment(wheel, tmp_path):
+    """pip and nothing else: NumPy comes with it from PyPI, PyTorch does not."""
+    run(PYTHON, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    python = tmp_path / "venv/bin/python"
+    got = subprocess.run([python, "-m", "pip", "install", "-q", "--only-binary=:all:", wheel], cwd=tmp_path,
+                         capture_output=True, text=True)  # with the user's own settings of pip
+    if got.returncode != 0 and os.environ.get("CI") != "true":
+        pytest.skip("no PyPI")
+    assert got.returncode == 0, got.stderr
+    program = ("import kld; print(kld.kl_div([[.5, .5]], [[.25, .75]]).loss)\n"
+               "try: import kld.nn\n"
+               "except ImportError as error: print(error)")
+    loss, error = run(python, "-c", program, cwd=tmp_path).splitlines()
+    assert float(loss) == pytest.approx(0.1308120) and "pip install torch" in error
+
+
 def commands():
     return re.findall(r"^```sh\n(.*?)^```$", (ROOT / "client/python/README.md").read_text(), re.M | re.S)
 

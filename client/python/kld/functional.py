@@ -8,7 +8,11 @@ from __future__ import annotations
 import warnings
 from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple, Union
 
-import torch
+try:
+    import torch
+except ImportError as error:
+    raise ImportError("kld.functional and kld.nn are for PyTorch, which is not here: pip install torch; "
+                      "without it, kld.kl_div() takes NumPy arrays") from error
 
 from ._connection import Connection
 from ._default import default_connection

@@ -3,10 +3,9 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-import torch
-
 from . import functional
 from ._connection import Connection
+from .functional import torch
 
 
 class KLDivLoss(torch.nn.Module):
