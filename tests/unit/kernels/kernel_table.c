@@ -11,7 +11,7 @@
 struct settings {
     const char *backend, *filter, *json;
     bool quick;
-    uint64_t seed;
+    uint64_t seed, every; /* of the cases, each every-th, from seed % every on */
 };
 
 struct totals {
@@ -21,7 +21,8 @@ struct totals {
 };
 
 static const char usage[] =
-    "kernel-table [--backend cpu|cuda|all] [--quick] [--filter TEXT] [--seed N] [--json FILE]\n"
+    "kernel-table [--backend cpu|cuda|all] [--quick] [--filter TEXT] [--every N]\n"
+    "             [--seed N] [--json FILE]\n"
     "Computes a table of cases on each back end and compares with long double arithmetic.\n";
 
 static bool parse(int argc, char **argv, struct settings *settings) {
@@ -41,11 +42,13 @@ static bool parse(int argc, char **argv, struct settings *settings) {
             settings->json = value;
         else if (strcmp(argv[i], "--seed") == 0)
             settings->seed = strtoull(value, NULL, 0);
+        else if (strcmp(argv[i], "--every") == 0)
+            settings->every = strtoull(value, NULL, 0);
         else
             return false;
         i++;
     }
-    return true;
+    return settings->every > 0;
 }
 
 /* The same case in other places and again: other bits are a failure. */
@@ -174,7 +177,8 @@ static void run_backend(const struct kld_backend *backend, const struct settings
     size_t count;
     struct table_case *cases = table_cases(settings->quick, &count);
     for (size_t i = 0; i < count; i++)
-        if (!settings->filter || strstr(cases[i].name, settings->filter))
+        if (i % settings->every == settings->seed % settings->every &&
+            (!settings->filter || strstr(cases[i].name, settings->filter)))
             run_case(device, &cases[i], settings->seed + i * 0x9e3779b97f4a7c15u, totals);
     free(cases);
     if (backend->pool_bytes(device) != 0) {
@@ -186,7 +190,7 @@ static void run_backend(const struct kld_backend *backend, const struct settings
 }
 
 int main(int argc, char **argv) {
-    struct settings settings = {.backend = "all", .seed = (uint64_t)time(NULL)};
+    struct settings settings = {.backend = "all", .seed = (uint64_t)time(NULL), .every = 1};
     struct totals totals = {0};
     if (!parse(argc, argv, &settings)) {
         fputs(usage, stderr);
