@@ -8,12 +8,20 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/random.h>
 #include <unistd.h>
 
 enum kld_status kld_unimplemented(const struct kld_connection *connection, const char *what,
                                   struct kld_error *err) {
     return kld_error_set(err, KLD_UNIMPLEMENTED, "%s: not over a connection of kind '%s'", what,
                          connection->transport->name);
+}
+
+uint64_t kld_jitter(uint64_t pause_ns) {
+    uint64_t any;
+    if (getrandom(&any, sizeof any, GRND_NONBLOCK) != (ssize_t)sizeof any)
+        any = kld_now_ns() * UINT64_C(0x9e3779b97f4a7c15) >> 20;
+    return pause_ns - any % (pause_ns / 2 + 1);
 }
 
 /* ---- Waiting and delivery ------------------------------------------------------------------- */

@@ -13,7 +13,8 @@
 
 #define KLD_CALLS_MAX 4096 /* in flight on one connection, whatever the server allows */
 #define KLD_RECONNECT_NS_MAX 30000000000ull /* a lost server is waited for so long */
-#define KLD_ATTEMPTS_MAX 10                 /* times that one request is sent */
+/* Times that one request is sent to servers that are lost meanwhile. */
+#define KLD_ATTEMPTS_MAX 10
 /* Of them, those that ended with the device: the request may be what kills it. */
 #define KLD_DEVICE_LOSSES_MAX 2
 #define KLD_NEVER UINT64_MAX
@@ -179,6 +180,8 @@ struct kld_connection {
 };
 
 uint64_t kld_now_ns(void);
+/* Somewhere from half of it to all of it, so that many who wait for one thing come one by one. */
+uint64_t kld_jitter(uint64_t pause_ns);
 enum kld_status kld_unimplemented(const struct kld_connection *connection, const char *what,
                                   struct kld_error *err);
 

@@ -105,6 +105,7 @@ static enum kld_status call_start(struct http_connection *h, struct http_call *c
     call->text_bytes = call->output_bytes = call->retry_after_ns = 0;
     call->output = 0;
     call->parsed = false;
+    call->device_lost = false;
     call->failure.status = KLD_OK;
     enum kld_status status = kld_http_head_write(call, err);
     if (status)
@@ -195,6 +196,9 @@ static enum kld_status judge(struct http_call *call, bool *ret_retry, bool *ret_
         return kld_http_reply_finish(call, err);
     enum kld_status status = kld_http_status(call->transfer.http_status);
     *ret_retry = status == KLD_UNAVAILABLE;
+    *ret_lost = call->device_lost;
+    if (call->device_lost)
+        status = KLD_DEVICE_LOST;
     if (kld_http_text_read(call->text, call->text_bytes, "error", text, sizeof text))
         return kld_error_set(err, status, "%s", text);
     return kld_error_set(err, status, "the server answered with HTTP status %ld",
@@ -209,20 +213,19 @@ static void call_transferred(struct http_connection *h, struct http_call *call) 
     kld_http_transfer_close(h, &call->transfer);
     uint64_t now = kld_now_ns();
     call->losses += lost;
-    call->refusals += retry && call->transfer.http_status >= 500;
     if (!call->first_failure_ns)
         call->first_failure_ns = now;
     /* Over HTTP the server works on its own copy: only a reply that had begun to arrive over an
-     * input makes a second try wrong. */
+     * input makes a second try wrong. A request that servers or devices die of is given up
+     * after so many; one that is told "not now" is asked again as long as its caller waits. */
     if (!status || !retry || call->losses >= KLD_ATTEMPTS_MAX ||
-        call->refusals >= KLD_ATTEMPTS_MAX ||
         (call->wrote && kld_op_in_place(&call->base.request.op))) {
         call_end(h, call, status, &error);
         return;
     }
     uint32_t tries = call->base.result.attempts;
     uint64_t pause = RETRY_NS_MIN << (tries < RETRY_DOUBLINGS ? tries : RETRY_DOUBLINGS);
-    pause = call->retry_after_ns > pause ? call->retry_after_ns : pause;
+    pause = kld_jitter(pause) + call->retry_after_ns; /* never before the server's own time */
     uint64_t end = call->base.deadline_ns != KLD_NEVER
                        ? call->base.deadline_ns
                        : call->first_failure_ns + KLD_RECONNECT_NS_MAX;

@@ -98,7 +98,7 @@ static enum kld_status wait_ready(struct http_connection *h, struct kld_error *e
     for (;;) {
         struct http_get answer;
         enum kld_status status = get(h, "/v2/health/ready", deadline, &answer, err);
-        uint64_t again = kld_now_ns() + pause;
+        uint64_t again = kld_now_ns() + kld_jitter(pause);
         CURLcode code = answer.transfer.code;
         bool refused = code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_URL_MALFORMAT;
         if (status != KLD_UNAVAILABLE || refused || again >= deadline)

@@ -10,6 +10,8 @@
 
 #define DEPTH_MAX 16
 #define NAME_MAX_BYTES 64
+#define RETRY_AFTER_S_MAX 3600
+#define LOST_HEADER "KLD-Status: device_lost"
 
 /* ---- JSON -------------------------------------------------------------------------------------
  */
@@ -273,8 +275,12 @@ size_t kld_http_header(char *data, size_t size, size_t count, void *user) {
     uint64_t seconds;
     (void)header_number(data, size * count, "Inference-Header-Content-Length",
                         &call->reply_head_bytes);
-    if (header_number(data, size * count, "Retry-After", &seconds) && seconds < 3600)
-        call->retry_after_ns = seconds * 1000000000;
+    if (header_number(data, size * count, "Retry-After", &seconds))
+        call->retry_after_ns =
+            (seconds < RETRY_AFTER_S_MAX ? seconds : RETRY_AFTER_S_MAX) * 1000000000;
+    if (size * count >= strlen(LOST_HEADER) &&
+        strncasecmp(data, LOST_HEADER, strlen(LOST_HEADER)) == 0)
+        call->device_lost = true;
     return size * count;
 }
 

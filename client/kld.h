@@ -15,15 +15,17 @@
  * bit-identical for the same back end.
  *
  * A lost server. Over unix: and http: a request that can safely run again is sent again by itself
- * until its deadline (without one: for 30 s), at most 10 times; others end with KLD_DEVICE_LOST or
- * KLD_UNAVAILABLE. One during which the device failed twice ends with KLD_DEVICE_LOST: it may be
- * what kills it. Not safe are: a gradient over its own tensor in a region (over http: once its
+ * until its deadline (without one: for 30 s), to at most 10 servers that are lost; others end with
+ * KLD_DEVICE_LOST or KLD_UNAVAILABLE. One during which the device failed twice (as a server over
+ * http says after it tried again: ten times) ends with KLD_DEVICE_LOST: it may be what kills it.
+ * Not safe are: a gradient over its own tensor in a region (over http: once its
  * reply has begun), a request whose inputs a later one in flight writes over, and whatever names a
  * pool region or a done event. Regions are registered again by themselves, all but pool regions,
  * whose contents are gone; published tensors are published again, attached ones attached again.
  * What a server that shuts down no longer took is sent to the next one. Over http a server that
- * answers 503 is asked again within the same limits, not before its Retry-After has passed and 40
- * to 640 ms apart: after 10 such answers the request ends with the last one.
+ * answers 503 is asked again until that deadline, however often it says so: not before its
+ * Retry-After has passed, and 20 to 640 ms behind it, more with each answer and never all callers
+ * at once.
  *
  * Several devices. A server with more than one has a socket for each, PATH, PATH.1, PATH.2, ...,
  * and a connection works on one of them. Connect to any: the first import of GPU memory or of an
@@ -174,7 +176,8 @@ KLD_EXPORT enum kld_status kld_detach(struct kld_connection *connection, const c
                                       struct kld_error *err);
 /* A region that is the tensor published by this process's user and nothing else; *ret_tensor says
  * what it holds. It can be read by requests and copies and not written; kld_region_data() is NULL.
- * Waits up to timeout_ns (0: not at all) for the name to be published, then KLD_NOT_FOUND;
+ * Waits up to timeout_ns (0: not at all) for the name to be published, looking for it every 5 to
+ * 320 ms, less often with time, then KLD_NOT_FOUND;
  * KLD_FORBIDDEN: not for this user. After a lost server it is attached again by itself, waiting up
  * to 30 s for its publisher to be back; requests that name it, and those behind them, wait as long.
  * Published again in another shape, it is KLD_GONE. Let go of it with kld_region_drop(). Blocking.

@@ -60,6 +60,7 @@ void kld_exchange_reply_error(struct kld_exchange *exchange, const struct kld_er
         MHD_create_response_from_buffer(text.length, buffer, MHD_RESPMEM_MUST_COPY);
     if (response) {
         MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
+        MHD_add_response_header(response, "KLD-Status", kld_status_name(error->status));
         if (http_status == 503 || http_status == 429)
             MHD_add_response_header(response, MHD_HTTP_HEADER_RETRY_AFTER, "1");
         if (http_status == 401)

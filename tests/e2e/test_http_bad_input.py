@@ -62,6 +62,7 @@ def refused(server, body, headers=None, status=400, part=""):
         got, reply_headers, reply = connection.ask("POST", INFER, data, headers)
         assert got == status, reply
         assert reply_headers["Content-Type"] == "application/json"
+        assert status != 400 or reply_headers["KLD-Status"] == "invalid"
         text = json.loads(reply)["error"]
         assert part in text, text
         assert "/dev/shm" not in text and "kld-test" not in text and "0x" not in text

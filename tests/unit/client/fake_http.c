@@ -151,6 +151,9 @@ static int serve(struct peer *peer) {
         answer_text(peer, "503 Service Unavailable", "Retry-After: 0\r\n", "{\"error\":\"busy\"}");
     else if (mode == FAKE_HTTP_BUSY_1S)
         answer_text(peer, "503 Service Unavailable", "Retry-After: 1\r\n", "{\"error\":\"busy\"}");
+    else if (mode == FAKE_HTTP_LOST)
+        answer_text(peer, "503 Service Unavailable", "kld-status: device_lost\r\n",
+                    "{\"error\":\"failed\"}");
     else if (mode == FAKE_HTTP_INVALID)
         answer_text(peer, "400 Bad Request", "", "{\"error\":\"no \\\"such\\u0020thing\\\"\"}");
     else if (mode == FAKE_HTTP_PLAIN_500)

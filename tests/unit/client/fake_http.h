@@ -12,6 +12,7 @@ enum fake_http_mode {
     FAKE_HTTP_GOOD,
     FAKE_HTTP_BUSY,       /* 503 with an error text and Retry-After: 0 */
     FAKE_HTTP_BUSY_1S,    /* the same with Retry-After: 1 */
+    FAKE_HTTP_LOST,       /* 503 whose KLD-Status says device_lost */
     FAKE_HTTP_INVALID,    /* 400 with an error text */
     FAKE_HTTP_PLAIN_500,  /* 500, not JSON */
     FAKE_HTTP_HANG_UP,    /* the connection is closed without an answer */
