@@ -53,6 +53,7 @@ struct unix_region {
     uint32_t uid, owner_uid; /* whose name that is, or KLD_WIRE_UID_OWN; what the worker said */
     struct kld_wire_description tensor;
     uint64_t retry_at_ns, until_ns; /* WAITING; and how long to go on */
+    uint32_t looks;                 /* for a name that nobody had published, in a row */
 };
 
 struct unix_event {
@@ -158,9 +159,10 @@ bool kld_unix_look_further(struct unix_connection *u, struct unix_region *region
 
 /* unix_probe.c */
 enum unix_probe { UNIX_PROBE_THERE, UNIX_PROBE_NOT_THERE, UNIX_PROBE_AWAY };
-/* Is what `region` attaches to known at the worker of this socket? */
+/* Is what `region` attaches to known at the worker of this socket? AWAY also when the deadline came
+ * first. */
 enum unix_probe kld_unix_probe(const struct unix_connection *u, const char *path,
-                               const struct unix_region *region);
+                               uint64_t deadline_ns, const struct unix_region *region);
 
 /* unix_calls.c */
 enum kld_status kld_unix_wait_state(struct unix_connection *u, const enum unix_region_state *state,

@@ -115,12 +115,15 @@ bool kld_unix_look_further(struct unix_connection *u, struct unix_region *region
     char path[sizeof u->path];
     if (devices < 2 || region->released || is_bound(u, region))
         return false;
-    for (uint32_t i = 1; i < devices; i++) {
+    /* For a caller without any time each is looked at once. */
+    bool only_look = !region->looks && kld_now_ns() >= region->until_ns;
+    uint64_t deadline_ns = only_look ? KLD_NEVER : region->until_ns;
+    for (uint32_t i = 1; i < devices && kld_now_ns() < deadline_ns; i++) {
         uint32_t there = (here + i) % devices;
         if (kld_now_ns() < u->away_until_ns[there] || !path_of(u, there, path))
             continue;
-        enum unix_probe found = kld_unix_probe(u, path, region);
-        if (found == UNIX_PROBE_AWAY)
+        enum unix_probe found = kld_unix_probe(u, path, deadline_ns, region);
+        if (found == UNIX_PROBE_AWAY && kld_now_ns() < deadline_ns)
             u->away_until_ns[there] = kld_now_ns() + AWAY_NS;
         if (found != UNIX_PROBE_THERE)
             continue;

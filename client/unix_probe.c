@@ -1,7 +1,7 @@
 /* unix_probe.c - is a name published at another worker of the same server? Asked over a connection
  * of its own, so that the one that wants to know stays where it is, with all that it registered
  * there, and a worker that is away costs PROBE_NS and not the wait for the next one. Blocks for so
- * long at most. The thread that owns the connection. */
+ * long at most, and not beyond the deadline. The thread that owns the connection. */
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>
@@ -30,9 +30,8 @@ static bool ask(int fd, const union kld_frame *question, uint64_t until_ns,
     return bytes > 0 && kld_frame_check(ret_answer, (size_t)bytes, 0, 0, &request, NULL) == KLD_OK;
 }
 
-static enum unix_probe ask_all(const struct unix_connection *u, int fd,
+static enum unix_probe ask_all(const struct unix_connection *u, int fd, uint64_t until_ns,
                                const struct unix_region *region) {
-    uint64_t until_ns = kld_now_ns() + PROBE_NS;
     union kld_frame question, answer;
     kld_frame_init(&question, KLD_FRAME_HELLO, KLD_NUMBER_CONTROL);
     question.as_HELLO.version_min = question.as_HELLO.version_max = KLD_WIRE_VERSION;
@@ -56,13 +55,15 @@ static enum unix_probe ask_all(const struct unix_connection *u, int fd,
 }
 
 enum unix_probe kld_unix_probe(const struct unix_connection *u, const char *path,
-                               const struct unix_region *region) {
+                               uint64_t deadline_ns, const struct unix_region *region) {
+    uint64_t until_ns = kld_now_ns() + PROBE_NS;
+    until_ns = until_ns < deadline_ns ? until_ns : deadline_ns;
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     memcpy(address.sun_path, path, strlen(path)); /* shorter than it: path_of() */
     int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     enum unix_probe found = UNIX_PROBE_AWAY;
     if (fd >= 0 && connect(fd, (struct sockaddr *)&address, sizeof address) == 0)
-        found = ask_all(u, fd, region);
+        found = ask_all(u, fd, until_ns, region);
     if (fd >= 0)
         close(fd);
     return found;

@@ -6,7 +6,10 @@
 
 #include "client/unix.h"
 
-#define ATTACH_AGAIN_NS 10000000ull /* between two looks for a name that is not there yet */
+/* Between two looks for a name that is not there yet: doubled with each, up to so often. A look may
+ * mean a connection to each of the server's workers, of everybody who waits. */
+#define ATTACH_AGAIN_NS 10000000ull
+#define ATTACH_DOUBLINGS 5
 
 static struct unix_connection *unix_of(struct kld_connection *connection) {
     return (struct unix_connection *)connection;
@@ -72,15 +75,26 @@ enum kld_status kld_unix_region_attach(struct kld_region *base, uint32_t uid, co
     return KLD_OK;
 }
 
+/* Nobody has published it yet: when to look again, the last time at the end of its caller's time.
+ */
+static void attach_later(struct unix_connection *u, struct unix_region *region, uint64_t now_ns) {
+    uint32_t looks = region->looks++;
+    uint64_t pause = ATTACH_AGAIN_NS << (looks < ATTACH_DOUBLINGS ? looks : ATTACH_DOUBLINGS);
+    uint64_t left = region->until_ns - now_ns;
+    pause = kld_jitter(pause);
+    region->state = UNIX_REGION_WAITING;
+    region->retry_at_ns = now_ns + (pause < left ? pause : left);
+    kld_connection_arm(&u->base, region->retry_at_ns);
+}
+
 void kld_unix_attach_answered(struct unix_connection *u, struct unix_region *region,
                               const union kld_frame *reply, const struct kld_error *error) {
     if (error && error->status == KLD_NOT_FOUND && !region->tensor.rank &&
         kld_unix_look_further(u, region))
         return;
-    if (error && error->status == KLD_NOT_FOUND && kld_now_ns() < region->until_ns) {
-        region->state = UNIX_REGION_WAITING;
-        region->retry_at_ns = kld_now_ns() + ATTACH_AGAIN_NS;
-        kld_connection_arm(&u->base, region->retry_at_ns);
+    uint64_t now = kld_now_ns();
+    if (error && error->status == KLD_NOT_FOUND && now < region->until_ns) {
+        attach_later(u, region, now);
         return;
     }
     const struct kld_frame_attached *attached = &reply->as_ATTACHED;
@@ -102,6 +116,7 @@ void kld_unix_attach_answered(struct unix_connection *u, struct unix_region *reg
         region->owner_uid = attached->uid;
         region->base.bytes = attached->bytes;
         region->wire_id = attached->region;
+        region->looks = 0;
         region->state = UNIX_REGION_READY;
     }
 }
