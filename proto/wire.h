@@ -9,6 +9,15 @@
  * the receiver cannot even number (short, wrong length, unknown version) is answered by ERROR with
  * the number read, or 0, and the connection stays usable: packets keep their boundaries.
  *
+ * Versions. HELLO says the lowest and the highest version that the client speaks, WELCOME the one
+ * that is spoken from there on; who has none in common is told so (KLD_VERSION) and by which. A
+ * version fixes the size and the meaning of every frame. Until release 1.0 version 1 is whatever a
+ * release has: there ATTACH, ATTACHED and WELCOME have grown, and client and server are taken from
+ * one release. A frame that is whole in itself, but of the size that another release gives its
+ * type, is answered by KLD_VERSION and never read in part. From 1.0 on every such change is a new
+ * version. What does not change a frame's size needs none:
+ * a new type, a new bit of flags, a use of a reserved field; who does not know it refuses it.
+ *
  * No allocation, no I/O; any thread. Both sides use kld_frame_check() before they look inside. */
 #ifndef KLD_PROTO_WIRE_H
 #define KLD_PROTO_WIRE_H
@@ -87,7 +96,8 @@ struct kld_wire_device {
     char name[KLD_WIRE_NAME_MAX];      /* NUL-padded */
 };
 
-/* The worker takes memory of other cards of the server too, as far as its own reaches it. */
+/* The worker takes memory of other cards of this host too: of each that it sees and that its own
+ * can read and write in place, whether or not the server computes on that one. */
 #define KLD_WELCOME_PEERS 1u
 
 struct kld_frame_welcome {

@@ -41,10 +41,15 @@ static const struct {
     const char *name;
     uint64_t min, max;
 } ranges[] = {
-    {"threads", 0, 1024},           {"spin_us", 0, 1000000},
-    {"unix_mode", 0, 0777},         {"drain_ms", 0, 3600000},
-    {"restart_ms_max", 1, 3600000}, {"pool_bytes_max", 0, UINT64_MAX >> 1},
-    {"http_threads", 0, 64},        {"http_deadline_ms", 0, UINT32_MAX},
+    {"threads", 0, 1024},
+    {"spin_us", 0, 1000000},
+    {"unix_mode", 0, 0777},
+    {"drain_ms", 0, 3600000},
+    {"restart_ms_max", 1, 3600000},
+    {"pool_bytes_max", 0, UINT64_MAX >> 1},
+    {"http_threads", 0, 64},
+    {"http_deadline_ms", 0, UINT32_MAX},
+    {"user_publications_max", 1, KLD_PUBLICATIONS_MAX},
 };
 
 /* ---- one value ------------------------------------------------------------------------------- */

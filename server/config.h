@@ -23,6 +23,9 @@
 #define KLD_DEVICES_MAX KLD_WIRE_DEVICES_MAX /* devices, and so workers, of one server */
 #define KLD_DEVICE_NUMBER_MAX 1023
 
+/* Tensors that clients of a worker show to others at a time, whatever the users' limits are. */
+#define KLD_PUBLICATIONS_MAX 4096
+
 /* X(TYPE, name, default as text, help). Types: TEXT; COUNT (a whole number); BYTES (a whole number,
  * or one with K, M, G or T for powers of 1024); FLAG (true or false); DEVICES ("all", or up to
  * KLD_DEVICES_MAX numbers by comma). config.c checks the values of settings that are a choice and
@@ -53,7 +56,9 @@
     X(COUNT, client_requests_max, "64", "requests in flight of one Unix client")                   \
     X(COUNT, client_regions_max, "1024", "regions of one Unix client")                             \
     X(COUNT, client_streams_max, "4", "streams of one Unix client")                                \
-    X(COUNT, user_publications_max, "1024", "published tensors of one user")                       \
+    X(COUNT, user_publications_max, "1024", "published tensors of one user, up to 4096")           \
+    X(COUNT, cuda_files_max, "1024",                                                               \
+      "CUDA allocations sent as descriptors that a worker keeps open to tell them apart")          \
     X(BYTES, region_bytes_max, "1T", "one region")                                                 \
     X(BYTES, client_region_bytes_max, "1T", "all regions of one Unix client")                      \
     X(BYTES, pool_bytes_max, "0", "memory pool of the device; 0: half of its memory")              \

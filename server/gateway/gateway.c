@@ -6,10 +6,10 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include "proto/oip.h"
+#include "server/descriptors.h"
 #include "server/gateway/accept.h"
 #include "server/gateway/auth.h"
 #include "server/gateway/cuda_shm.h"
@@ -157,14 +157,10 @@ static enum kld_status set_nonblocking(int fd, struct kld_error *err) {
     return KLD_OK;
 }
 
-/* A connection is a descriptor: as many as the system lets this process have. What is above that
- * waits in the backlog. */
-static void raise_descriptors(void) {
-    struct rlimit limit;
-    if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < limit.rlim_max) {
-        limit.rlim_cur = limit.rlim_max;
-        setrlimit(RLIMIT_NOFILE, &limit);
-    }
+/* A connection is a descriptor, and so is a region. What is above the system's limit waits in the
+ * backlog, or is refused. */
+static uint64_t descriptors_wanted(const struct kld_config *config) {
+    return KLD_DESCRIPTORS_OWN + config->http_connections_max + config->http_regions_max;
 }
 
 static enum kld_status open_pools(struct kld_gateway *gateway, struct kld_error *err) {
@@ -249,7 +245,7 @@ static enum kld_status open_parts(struct process *process, struct kld_error *err
     struct kld_gateway *gateway = &process->loop[0].gateway;
     enum kld_status status;
     struct kld_tls tls;
-    raise_descriptors();
+    kld_descriptors_raise(descriptors_wanted(gateway->config));
     if ((status = kld_auth_open(gateway->config, &gateway->auth, err)) ||
         (status = kld_tls_read(gateway->config, &tls, err)) ||
         (status = set_nonblocking(KLD_FD_LISTEN, err)) || (status = enter_sandbox(gateway, err)) ||

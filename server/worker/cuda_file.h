@@ -3,8 +3,9 @@
  * An allocation that comes as a descriptor has no name. But a client that registers several tensors
  * of one allocation sends one open file several times, and the kernel says whether two descriptors
  * are that (kcmp). For it a descriptor of each such file is kept as long as a region shows it, of
- * at most KLD_SESSION_CUDA_FILES files a client. What is not told apart so, an allocation exported
- * twice or a kernel without kcmp, counts as another memory. Loop thread. */
+ * at most KLD_SESSION_CUDA_FILES files a client and cuda_files_max in all. What is not told apart
+ * so, an allocation exported twice, one above these limits or a kernel without kcmp, counts as
+ * another memory. Loop thread. */
 #ifndef KLD_SERVER_WORKER_CUDA_FILE_H
 #define KLD_SERVER_WORKER_CUDA_FILE_H
 

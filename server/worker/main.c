@@ -5,6 +5,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "server/descriptors.h"
 #include "server/log.h"
 #include "server/role.h"
 #include "server/worker/worker.h"
@@ -25,6 +26,14 @@ static void device_dead(const struct kld_worker_options *options) {
         kld_child_report_send(KLD_DEVICE_LOST, info->backend, 0, "the device is lost");
 }
 
+/* Sockets, also of those whose work outlives them, memory on its way to uv's pool, one packet's
+ * worth, and what is kept. */
+static uint64_t descriptors_wanted(const struct kld_config *config) {
+    return KLD_DESCRIPTORS_OWN + 2 * config->clients_max + KLD_REFUSALS_MAX +
+           config->clients_max * KLD_SESSION_TASKS_MAX + KLD_SESSION_FDS_MAX +
+           config->cuda_files_max;
+}
+
 int kld_worker_main(const struct kld_child *child) {
     struct kld_error err = {.status = KLD_OK}, passed_over;
     const char *test_faults = getenv("KLD_TEST_FAULTS");
@@ -36,6 +45,7 @@ int kld_worker_main(const struct kld_child *child) {
                                          .test_faults =
                                              test_faults && strcmp(test_faults, "1") == 0,
                                          .control_fd = KLD_FD_CONTROL};
+    kld_descriptors_raise(descriptors_wanted(child->config)); /* the driver opens files too */
     enum kld_status status =
         kld_worker_device_open(child->config, child->index, child->stats, &options.backend,
                                &options.device, &passed_over, &err);

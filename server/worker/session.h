@@ -26,7 +26,8 @@ struct kld_worker;
 #define KLD_SESSION_EVENTS_MAX 64 /* events of one client */
 #define KLD_SESSION_FDS_MAX 253   /* SCM_MAX_FD: all that one packet can carry */
 
-#define KLD_SESSION_CUDA_FILES 64 /* CUDA allocations of one client that are told apart by file */
+/* CUDA allocations of one client that are told apart by file; of all clients: cuda_files_max. */
+#define KLD_SESSION_CUDA_FILES 64
 
 enum kld_lane_state { KLD_LANE_CLOSED, KLD_LANE_OPENING, KLD_LANE_OPEN, KLD_LANE_CLOSING };
 

@@ -25,9 +25,8 @@
 /* Jobs of all clients that wait on the device for an event: a part of those that a back end can
  * have in flight, so that clients whose events do not come leave room for others. */
 #define KLD_WAITS_MAX 32
-#define KLD_ORPHAN_MS 10000       /* for a job that waits for an event of a client that is gone */
-#define KLD_HEALTH_MS 500         /* between two looks at an idle device, see health.h */
-#define KLD_PUBLICATIONS_MAX 4096 /* tensors that clients show to others at a time */
+#define KLD_ORPHAN_MS 10000 /* for a job that waits for an event of a client that is gone */
+#define KLD_HEALTH_MS 500   /* between two looks at an idle device, see health.h */
 
 struct kld_worker_options {
     const struct kld_config *config;
@@ -78,6 +77,8 @@ struct kld_worker {
     bool lost;                        /* the device is: everything was answered, the loop stops */
     bool cut_short;                   /* drain_ms passed with work in flight */
     bool told_turns;                  /* that clients compute on our card without MPS */
+    uint64_t cuda_files;              /* of all sessions, see cuda_file.h */
+    bool told_cuda_files;             /* that there are as many as allowed */
     struct kld_peers peers;           /* who may connect */
     TAILQ_HEAD(kld_publication_list, kld_publication) publications;
     uint32_t publications_count;

@@ -71,14 +71,16 @@ def wait_until(condition, seconds=10, what="the condition"):
 class Server:
     """One kld-server with a folder of its own. flags: {"log_level": "debug", ...}; http="" for none."""
 
-    def __init__(self, backend="cpu", environment=None, wait=True, arguments=(), **flags):
+    def __init__(self, backend="cpu", environment=None, wait=True, arguments=(), limit=None, **flags):
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="kld-test-"))
         self.log_path = self.folder / "log"
         flags.setdefault("http", "127.0.0.1:0")
         flags.setdefault("unix", str(self.folder / "kld.sock"))
         flags.setdefault("backend", backend)
         self.flags = flags
-        self.arguments = [str(BIN / "kld-server")]
+        # limit: of descriptors, the hard one too.
+        self.arguments = ["prlimit", f"--nofile={limit}:{limit}"] * (limit is not None)
+        self.arguments += [str(BIN / "kld-server")]
         self.arguments += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()
                            if value is not None]
         self.arguments += list(arguments)

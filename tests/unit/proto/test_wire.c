@@ -53,6 +53,27 @@ START_TEST(short_unknown_and_foreign_frames) {
 }
 END_TEST
 
+/* ATTACH and ATTACHED of a release that knew no users' names. */
+START_TEST(frames_of_another_release_are_told_as_such) {
+    static const struct {
+        enum kld_frame_type type;
+        uint32_t bytes;
+    } older[] = {{KLD_FRAME_ATTACH, 80}, {KLD_FRAME_ATTACHED, 120}, {KLD_FRAME_WELCOME, 1360}};
+    for (size_t i = 0; i < sizeof older / sizeof older[0]; i++) {
+        kld_frame_init(&frame, older[i].type, 7);
+        frame.header.length = older[i].bytes;
+        ck_assert_int_eq(kld_frame_check(&frame, older[i].bytes, 0, 0, &request, &err),
+                         KLD_VERSION);
+        ck_assert_uint_eq(request, 7);
+        ck_assert_ptr_nonnull(strstr(err.text, "different releases"));
+        ck_assert_int_eq(kld_frame_check(&frame, older[i].bytes - 8, 0, 0, &request, &err),
+                         KLD_INVALID); /* cut */
+        ck_assert_int_eq(kld_frame_check(&frame, older[i].bytes, 0, 1, &request, &err),
+                         KLD_INVALID);
+    }
+}
+END_TEST
+
 START_TEST(a_memfd_comes_with_one_descriptor) {
     size_t bytes = kld_frame_bytes(KLD_FRAME_REGION_ADD);
     kld_frame_init(&frame, KLD_FRAME_REGION_ADD, 1);
@@ -217,6 +238,6 @@ START_TEST(offsets_are_part_of_the_protocol) {
 END_TEST
 
 UNIT_MAIN("proto/wire", every_type_passes_at_its_own_length_only, short_unknown_and_foreign_frames,
-          a_memfd_comes_with_one_descriptor, names_of_published_tensors,
-          published_tensors_lie_in_their_region, submit_there_and_back, submit_says_nothing_in_vain,
-          offsets_are_part_of_the_protocol)
+          frames_of_another_release_are_told_as_such, a_memfd_comes_with_one_descriptor,
+          names_of_published_tensors, published_tensors_lie_in_their_region, submit_there_and_back,
+          submit_says_nothing_in_vain, offsets_are_part_of_the_protocol)

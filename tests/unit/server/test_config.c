@@ -121,6 +121,8 @@ START_TEST(refuses_flags) {
     fails(FLAGS("--"), "unexpected argument '--'");
     fails(FLAGS("-x"), "unexpected argument");
     fails(FLAGS("--device"), "--device needs a value");
+    fails(FLAGS("--user-publications-max=4097"), "'4097' is not a whole number from 1 to 4096");
+    fails(FLAGS("--cuda-files-max=0"), "whole number from 1");
     fails(FLAGS("--threads="), "'' is not a whole number");
     fails(FLAGS("--threads=+1"), "whole number");
     fails(FLAGS("--threads= 1"), "whole number");

@@ -151,6 +151,47 @@ START_TEST(one_descriptor_is_one_memory) {
 }
 END_TEST
 
+/* What all clients together have kept open is bounded; above that allocations are taken as before,
+ * and not told apart. Who leaves makes room. */
+START_TEST(descriptors_kept_have_a_limit) {
+    rig_init(&rig);
+    rig.config.cuda_files_max = 3;
+    rig_start(&rig);
+    int first = rig_client(&rig), second = rig_client(&rig);
+    int file = open("/dev/null", O_RDWR);
+    rig_plain(second, KLD_FRAME_PING, 1);
+    rig_expect(second, 1, KLD_FRAME_PONG, NULL);
+    for (int round = 0; round < 2; round++) {
+        int before = descriptors();
+        for (int i = 0; i < 5; i++) {
+            int other = open("/dev/zero", O_RDWR);
+            file_region(i % 2 ? first : second, other, 0);
+            close(other);
+        }
+        ck_assert_int_eq(descriptors(), before + 3);
+        uint64_t regions[2] = {file_region(second, file, 0), file_region(second, file, 4096)};
+        union kld_frame frame;
+        rig_op(&frame, 20, regions[0]);
+        frame.as_SUBMIT.tensor[KLD_SLOT_TARGETS].offset_bytes = 4096;
+        frame.as_SUBMIT.tensor[KLD_SLOT_GRAD_PREDICTIONS] = (struct kld_wire_tensor){
+            .dtype = KLD_DTYPE_FP32, .region = regions[1], .offset_bytes = 4};
+        rig_send(second, &frame);
+        rig_expect(second, 20, KLD_FRAME_DONE, NULL);
+        ck_assert_int_eq(descriptors(), before + 3);
+        close(first);
+        close(second);
+        rig_until_stat(&rig, KLD_STAT_worker_regions, 0);
+        rig_until_stat(&rig, KLD_STAT_unix_clients, 0);
+        first = rig_client(&rig);
+        second = rig_client(&rig);
+    }
+    close(first);
+    close(second);
+    close(file);
+    end();
+}
+END_TEST
+
 /* Two tensors of a caching allocator often lie in one allocation: two regions, one memory. */
 START_TEST(parts_of_one_allocation_are_one_memory) {
     start();
@@ -309,7 +350,7 @@ START_TEST(flood_of_region_adds_is_bounded) {
 END_TEST
 
 UNIT_MAIN("server/worker/region", ipc_handles_are_checked, one_descriptor_is_one_memory,
-          memory_of_other_cards_is_for_those_told, a_card_that_takes_turns_is_told_of_once,
-          parts_of_one_allocation_are_one_memory, table_grows_to_its_limit_and_reuses_places,
-          quota_counts_what_is_still_condemned, client_leaves_while_regions_are_mapped,
-          flood_of_region_adds_is_bounded)
+          descriptors_kept_have_a_limit, memory_of_other_cards_is_for_those_told,
+          a_card_that_takes_turns_is_told_of_once, parts_of_one_allocation_are_one_memory,
+          table_grows_to_its_limit_and_reuses_places, quota_counts_what_is_still_condemned,
+          client_leaves_while_regions_are_mapped, flood_of_region_adds_is_bounded)
