@@ -206,6 +206,8 @@ struct kld_backend {
 
     /* Bytes of the pool in use now. */
     uint64_t (*pool_bytes)(struct kld_device *device);
+    /* Allocations made from it so far, for buffers and for jobs. NULL: not counted. Any thread. */
+    uint64_t (*pool_allocations)(struct kld_device *device);
     /* Bytes per second at which the device can read two arrays of `bytes` each, and what it reaches
      * when it also writes a third: the ceilings that kernels are compared with. Best of a few runs,
      * some 100 ms. */

@@ -36,6 +36,7 @@
     X(worker_region_bytes, gauge, worker, "their bytes")                                           \
     X(pool_bytes, gauge, worker, "device pool in use")                                             \
     X(pool_bytes_max, gauge, worker, "limit of the device pool")                                   \
+    X(pool_allocations_total, counter, worker, "allocations from the device pool")                 \
     X(kernel_bytes_total, counter, worker, "bytes that kernels had to move")                       \
     X(kernel_ns_total, counter, worker, "time spent in kernels, ns")                               \
     X(requests_detached_total, counter, any,                                                       \

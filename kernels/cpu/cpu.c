@@ -165,5 +165,6 @@ const struct kld_backend kld_backend_cpu = {
     .submit = kld_cpu_submit,
     .fail_next = kld_cpu_fail_next,
     .pool_bytes = kld_cpu_pool_bytes,
+    .pool_allocations = kld_cpu_pool_allocations,
     .measure_ceiling = kld_cpu_measure_ceiling,
 };

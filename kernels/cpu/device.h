@@ -41,7 +41,8 @@ struct cpu_device {
     bool sleeping, stop;
     atomic_uint_fast64_t submitted; /* grows at each submit(); polled without the lock */
     atomic_uint_fast64_t pool_bytes;
-    atomic_bool fail_next; /* any thread sets it, the device thread takes it */
+    atomic_uint_fast64_t pool_allocations; /* so far */
+    atomic_bool fail_next;                 /* any thread sets it, the device thread takes it */
 };
 
 /* queue.c */
@@ -76,6 +77,7 @@ enum kld_status kld_cpu_memory_alloc(struct kld_device *device, uint64_t bytes,
                                      struct kld_memory **ret_memory, struct kld_error *err);
 void kld_cpu_memory_free(struct kld_memory *memory);
 uint64_t kld_cpu_pool_bytes(struct kld_device *device);
+uint64_t kld_cpu_pool_allocations(struct kld_device *device);
 
 /* ceiling.c */
 enum kld_status kld_cpu_measure_ceiling(struct kld_device *device, uint64_t bytes,

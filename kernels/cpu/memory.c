@@ -115,6 +115,7 @@ enum kld_status kld_cpu_memory_alloc(struct kld_device *device, uint64_t bytes,
                              " in use",
                              bytes, used, cpu->head.info.pool_bytes_max);
     }
+    atomic_fetch_add(&cpu->pool_allocations, 1);
     /* Anonymous pages come zeroed. */
     void *address = mmap(NULL, taken, PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -152,4 +153,8 @@ void kld_cpu_memory_free(struct kld_memory *head) {
 
 uint64_t kld_cpu_pool_bytes(struct kld_device *device) {
     return atomic_load(&((struct cpu_device *)device)->pool_bytes);
+}
+
+uint64_t kld_cpu_pool_allocations(struct kld_device *device) {
+    return atomic_load(&((struct cpu_device *)device)->pool_allocations);
 }

@@ -248,5 +248,6 @@ const struct kld_backend kld_backend_cuda = {
     .is_dead = cuda_is_dead,
     .check = cuda_check,
     .pool_bytes = cuda_pool_bytes,
+    .pool_allocations = cuda_pool_allocations,
     .measure_ceiling = cuda_measure_ceiling,
 };

@@ -6,7 +6,8 @@
  * the device thread is not at work this moment (`work`): the kernel then runs while that thread
  * is still waking up; and the one that polls completes such jobs by itself, while that thread
  * sleeps (`watched`). Else they meet in two places only: the list of incoming jobs (`mutex`) and
- * the bookkeeping of memory (`setup_mutex`). */
+ * the bookkeeping of memory (`setup_mutex`, which is held while the driver opens and allocates: who
+ * wants both takes it before `work`). */
 #ifndef KLD_KERNELS_CUDA_DEVICE_H
 #define KLD_KERNELS_CUDA_DEVICE_H
 
@@ -23,8 +24,12 @@
 #define CUDA_HEIR_NS UINT64_C(1000000000)      /* memory of a lost predecessor is waited for */
 #define CUDA_PEERS_MAX 64                      /* other cards that can be reached */
 #define CUDA_KEPT_MAX CUDA_FLIGHTS_MAX         /* blocks of staging kept between jobs ... */
-#define CUDA_KEPT_BYTES ((uint64_t)512 << 20)  /* ... and the most they take of the pool */
-#define CUDA_POOL_KEEP ((uint64_t)512 << 20)   /* free bytes that stay in the pool */
+#define CUDA_KEPT_BYTES (2 * CUDA_STAGING_MAX + ((uint64_t)64 << 20)) /* ... and the most of it */
+/* While it can have its own, a job leaves alone what is over so many times its size, or this one.
+ */
+#define CUDA_BLOCK_SLACK 4
+#define CUDA_BLOCK_SMALL ((uint64_t)64 << 10)
+#define CUDA_POOL_KEEP ((uint64_t)512 << 20) /* free bytes that stay in the pool */
 
 /* One open base allocation of another process: the driver opens each once in a process and device.
  * What tells it from others is its handle, which the driver never gives twice, not even for memory
@@ -106,9 +111,10 @@ struct cuda_device {
     cudaMemPool_t pool;          /* constant; thread-safe */
     _Atomic uint64_t pool_used;  /* bytes reserved; any thread */
     _Atomic uint64_t kept_bytes; /* of them: of kept blocks. Written under work, read by any */
-    _Atomic bool lost;           /* set once; any thread */
-    _Atomic bool fail_next;      /* for tests: any thread sets it, a launch takes it */
-    _Atomic bool watched;        /* whoever submits looks after jobs in place; set by it alone */
+    _Atomic uint64_t pool_allocations; /* calls of the allocator so far; any thread */
+    _Atomic bool lost;                 /* set once; any thread */
+    _Atomic bool fail_next;            /* for tests: any thread sets it, a launch takes it */
+    _Atomic bool watched; /* whoever submits looks after jobs in place; set by it alone */
 
     struct cuda_peer peers[CUDA_PEERS_MAX]; /* with peers_count: constant */
     uint32_t peers_count;
@@ -178,6 +184,7 @@ enum kld_status cuda_memory_alloc(struct kld_device *device, uint64_t bytes,
                                   struct kld_memory **ret_memory, struct kld_error *err);
 void cuda_memory_free(struct kld_memory *memory);
 uint64_t cuda_pool_bytes(struct kld_device *device);
+uint64_t cuda_pool_allocations(struct kld_device *device);
 enum kld_status cuda_measure_ceiling(struct kld_device *device, uint64_t bytes,
                                      double *ret_read_per_s, double *ret_read_write_per_s,
                                      struct kld_error *err);
@@ -209,8 +216,9 @@ cudaError_t cuda_staging_allocate(struct cuda_device *device, struct cuda_flight
 void cuda_staging_release(struct cuda_device *device, struct cuda_flight *flight);
 /* Gives back all that is kept. */
 void cuda_staging_forget(struct cuda_device *device, cudaStream_t stream);
-/* The same for a caller that has neither work nor setup_mutex; false: nothing was kept. */
-bool cuda_staging_make_room(struct cuda_device *device);
+/* The same for a caller that has neither work nor setup_mutex and wants so much of the pool; false:
+ * nothing was given back, or would have been in vain. */
+bool cuda_staging_make_room(struct cuda_device *device, uint64_t bytes);
 
 /* job.c: under work. */
 /* Every tensor lies on the device: starting the job enqueues kernels and nothing else. */

@@ -57,6 +57,10 @@ uint64_t cuda_pool_bytes(struct kld_device *device) {
     return used > kept ? used - kept : 0;
 }
 
+uint64_t cuda_pool_allocations(struct kld_device *device) {
+    return atomic_load(&device_of(device)->pool_allocations);
+}
+
 bool cuda_heir_waits(const struct cuda_device *device) {
     cudaGetLastError();
     if (cuda_now_ns() >= device->heir_until_ns)
@@ -70,6 +74,7 @@ cudaError_t cuda_pool_take(struct cuda_device *device, uint64_t bytes, void **re
     cudaError_t error;
     do {
         pthread_mutex_lock(&device->setup_mutex);
+        atomic_fetch_add(&device->pool_allocations, 1);
         error = cudaMallocFromPoolAsync(ret_at, bytes, device->pool, device->setup);
         pthread_mutex_unlock(&device->setup_mutex);
     } while (error == cudaErrorMemoryAllocation && cuda_heir_waits(device));
@@ -79,7 +84,7 @@ cudaError_t cuda_pool_take(struct cuda_device *device, uint64_t bytes, void **re
 static enum kld_status pool_alloc(struct cuda_device *device, uint64_t bytes, char **ret_at,
                                   struct kld_error *err) {
     if (!cuda_pool_reserve(device, bytes) &&
-        !(cuda_staging_make_room(device) && cuda_pool_reserve(device, bytes)))
+        !(cuda_staging_make_room(device, bytes) && cuda_pool_reserve(device, bytes)))
         return kld_error_set(
             err, KLD_NO_MEMORY, "%llu bytes do not fit the device pool (%llu of %llu bytes in use)",
             (unsigned long long)bytes, (unsigned long long)cuda_pool_bytes(&device->base),
@@ -219,6 +224,21 @@ enum kld_status cuda_memory_wrap(struct kld_device *base, void *address, uint64_
     return KLD_OK;
 }
 
+/* The driver opens a handle of any card; whose UUID came with it is what a peer said. */
+static enum kld_status check_card(struct cuda_device *device, const void *at,
+                                  struct kld_error *err) {
+    struct cudaPointerAttributes attributes;
+    memset(&attributes, 0, sizeof attributes);
+    cudaError_t error = cudaPointerGetAttributes(&attributes, at);
+    if (error)
+        return cuda_fail(device, error, "looking at the memory behind a CUDA handle", err);
+    if (!cuda_reaches_ordinal(device, attributes.device))
+        return kld_error_set(err, KLD_INVALID,
+                             "the memory behind the CUDA handle lies on another device than the "
+                             "UUID beside it says; expected memory of this device");
+    return KLD_OK;
+}
+
 /* Under setup_mutex. */
 static enum kld_status import_acquire(struct cuda_device *device, const uint8_t handle[64],
                                       struct cuda_import **ret_import, struct kld_error *err) {
@@ -252,6 +272,13 @@ static enum kld_status import_acquire(struct cuda_device *device, const uint8_t 
                                  "the CUDA handle cannot be opened: no live allocation of another "
                                  "process on this device has it");
         return cuda_fail(device, error, "opening a CUDA handle", err);
+    }
+    enum kld_status status = check_card(device, at, err);
+    if (status) {
+        cudaIpcCloseMemHandle(at);
+        cudaGetLastError();
+        free(import);
+        return status;
     }
     memcpy(import->handle, handle, sizeof import->handle);
     import->base = at;

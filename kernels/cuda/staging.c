@@ -22,36 +22,61 @@ void cuda_staging_forget(struct cuda_device *device, cudaStream_t stream) {
     }
 }
 
-bool cuda_staging_make_room(struct cuda_device *device) {
+/* Would the pool have so much if nothing were kept? */
+static bool could_fit(struct cuda_device *device, uint64_t bytes) {
+    uint64_t used = cuda_pool_bytes(&device->base), max = device->base.info.pool_bytes_max;
+    return used <= max && bytes <= max - used;
+}
+
+bool cuda_staging_make_room(struct cuda_device *device, uint64_t bytes) {
+    if (!could_fit(device, bytes))
+        return false;
+    /* In this order: setup_mutex may be held for long, and who holds work holds up every job. */
+    pthread_mutex_lock(&device->setup_mutex);
     pthread_mutex_lock(&device->work);
     bool any = atomic_load(&device->kept_bytes) > 0;
-    pthread_mutex_lock(&device->setup_mutex);
     cuda_staging_forget(device, device->setup);
-    pthread_mutex_unlock(&device->setup_mutex);
     pthread_mutex_unlock(&device->work);
+    pthread_mutex_unlock(&device->setup_mutex);
     return any;
 }
 
-bool cuda_staging_reserve(struct cuda_device *device, struct cuda_flight *flight, uint64_t bytes) {
+/* The smallest kept block of at least `bytes` and at most `most`. */
+static bool take_kept(struct cuda_device *device, struct cuda_flight *flight, uint64_t bytes,
+                      uint64_t most) {
     struct cuda_block *best = NULL;
     for (int i = 0; i < CUDA_KEPT_MAX; i++) {
         struct cuda_block *block = &device->kept[i];
-        if (block->at && block->bytes >= bytes && (!best || block->bytes < best->bytes))
+        if (block->at && block->bytes >= bytes && block->bytes <= most &&
+            (!best || block->bytes < best->bytes))
             best = block;
     }
-    if (best) {
-        flight->staging = best->at;
-        flight->staging_bytes = best->bytes;
-        atomic_fetch_sub(&device->kept_bytes, best->bytes);
-        best->at = NULL;
+    if (!best)
+        return false;
+    flight->staging = best->at;
+    flight->staging_bytes = best->bytes;
+    atomic_fetch_sub(&device->kept_bytes, best->bytes);
+    best->at = NULL;
+    return true;
+}
+
+bool cuda_staging_reserve(struct cuda_device *device, struct cuda_flight *flight, uint64_t bytes) {
+    /* A small job leaves the large blocks to large ones, as long as one of its own size can be made
+     * and kept behind it. */
+    uint64_t most = bytes > CUDA_BLOCK_SMALL ? bytes : CUDA_BLOCK_SMALL;
+    if (take_kept(device, flight, bytes, most * CUDA_BLOCK_SLACK))
         return true;
-    }
-    if (!cuda_pool_reserve(device, bytes)) {
-        if (bytes > device->base.info.pool_bytes_max - cuda_pool_bytes(&device->base))
-            return false; /* not even then; a smaller piece may yet find a block that fits */
-        cuda_staging_forget(device, flight->stream->stream);
-        if (!cuda_pool_reserve(device, bytes))
-            return false;
+    bool stays = atomic_load(&device->kept_bytes) + bytes <= CUDA_KEPT_BYTES;
+    if (!(stays && cuda_pool_reserve(device, bytes))) {
+        if (take_kept(device, flight, bytes, UINT64_MAX))
+            return true;
+        if (!cuda_pool_reserve(device, bytes)) {
+            if (!could_fit(device, bytes))
+                return false; /* a smaller piece may yet find a block that fits */
+            cuda_staging_forget(device, flight->stream->stream);
+            if (!cuda_pool_reserve(device, bytes))
+                return false;
+        }
     }
     flight->staging_bytes = bytes;
     return true;
@@ -61,6 +86,7 @@ cudaError_t cuda_staging_allocate(struct cuda_device *device, struct cuda_flight
     void *at = NULL;
     if (flight->staging)
         return cudaSuccess;
+    atomic_fetch_add(&device->pool_allocations, 1);
     cudaError_t error =
         cudaMallocFromPoolAsync(&at, flight->staging_bytes, device->pool, flight->stream->stream);
     flight->staging = at;

@@ -49,6 +49,7 @@ static void count_work(const struct kld_request *request) {
     worker->bytes_total += job->bytes;
     kld_stats_add(stats, KLD_STAT_kernel_ns_total, (int64_t)job->kernel_ns);
     kld_stats_add(stats, KLD_STAT_kernel_bytes_total, (int64_t)job->bytes);
+    kld_worker_pool_counted(worker);
     kld_stats_observe(stats, KLD_HISTOGRAM_queue, queue_ns(request));
     kld_stats_observe(stats, KLD_HISTOGRAM_kernel, job->kernel_ns);
     if (job->copy_ns)

@@ -184,8 +184,7 @@ static void gauges_add(struct kld_region *region, int sign) {
     worker->region_bytes += sign > 0 ? bytes : -bytes;
     kld_stats_set(worker->stats, KLD_STAT_worker_regions, worker->regions);
     kld_stats_set(worker->stats, KLD_STAT_worker_region_bytes, worker->region_bytes);
-    kld_stats_set(worker->stats, KLD_STAT_pool_bytes,
-                  worker->options.backend->pool_bytes(worker->device));
+    kld_worker_pool_counted(worker);
 }
 
 static void forget(struct kld_region *region) {
@@ -306,8 +305,7 @@ static void add_after(uv_work_t *work, int cancelled) {
         region->state = KLD_REGION_LIVE;
         if (region->kind == KLD_REGION_CUDA_IPC || region->kind == KLD_REGION_CUDA_FD)
             kld_worker_shares_card(session->worker);
-        kld_stats_set(session->worker->stats, KLD_STAT_pool_bytes,
-                      session->worker->options.backend->pool_bytes(session->worker->device));
+        kld_worker_pool_counted(session->worker);
         union kld_frame frame;
         kld_frame_init(&frame, KLD_FRAME_REGION, region->request);
         frame.as_REGION.region = region->id;

@@ -142,6 +142,15 @@ void kld_worker_watch_orphans(struct kld_worker *worker) {
         uv_timer_start(&worker->orphans, orphans_due, every, every);
 }
 
+void kld_worker_pool_counted(struct kld_worker *worker) {
+    const struct kld_backend *backend = worker->options.backend;
+    kld_stats_set(worker->stats, KLD_STAT_pool_bytes, backend->pool_bytes(worker->device));
+    uint64_t made = backend->pool_allocations ? backend->pool_allocations(worker->device) : 0;
+    kld_stats_add(worker->stats, KLD_STAT_pool_allocations_total,
+                  (int64_t)(made - worker->pool_allocations));
+    worker->pool_allocations = made;
+}
+
 void kld_worker_shares_card(struct kld_worker *worker) {
     if (worker->told_turns || !worker->device->info.takes_turns)
         return;

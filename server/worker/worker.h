@@ -77,6 +77,7 @@ struct kld_worker {
     bool lost;                        /* the device is: everything was answered, the loop stops */
     bool cut_short;                   /* drain_ms passed with work in flight */
     bool told_turns;                  /* that clients compute on our card without MPS */
+    uint64_t pool_allocations;        /* that the statistics have been told of */
     uint64_t cuda_files;              /* of all sessions, see cuda_file.h */
     bool told_cuda_files;             /* that there are as many as allowed */
     struct kld_peers peers;           /* who may connect */
@@ -108,6 +109,8 @@ void kld_worker_progress(struct kld_worker *worker);
 void kld_worker_poll(struct kld_worker *worker);
 /* Polls the listener again if there is room. */
 void kld_worker_accept(struct kld_worker *worker);
+/* Tells the statistics what the device's pool holds and has made. */
+void kld_worker_pool_counted(struct kld_worker *worker);
 /* A client has a context of its own on our card. Says once what that costs without MPS. */
 void kld_worker_shares_card(struct kld_worker *worker);
 /* A client is gone whose jobs may wait for an event of its. */

@@ -19,6 +19,7 @@ from oip import INFER, LENGTH, Connection
 
 PATH = "/v2/tensors/"
 POOL = 'kld_pool_bytes{worker="0"}'
+MADE = 'kld_pool_allocations_total{worker="0"}'
 SMALL = {"staging_bytes_max": "4M", "staging_request_bytes_max": "1M"}
 
 
@@ -94,7 +95,9 @@ def test_a_teacher_that_stays(server, shape, dtype):
 
 def test_both_inputs_stored(server):
     q, p = probabilities((300, 700), 3), probabilities((300, 700), 4)
+    made = server.metrics()[MADE]
     assert put(server, "q", q)[0] == put(server, "p", p)[0] == 200
+    assert server.metrics()[MADE] >= made + 2
     for names in ({"predictions": "q", "targets": "p"}, {"predictions": "p", "targets": "p"}):
         status, got = ask(server, q, p, names, OUTPUTS)
         arrays = {"q": q, "p": p}

@@ -1,6 +1,6 @@
 /* fake_runtime.h - a double of the CUDA runtime and of our kernels, for the host side of the CUDA
- * back end on machines without a GPU. Defines the functions themselves: for the one test that
- * includes it, whose program then takes nothing from the real runtime.
+ * back end on machines without a GPU. Defines the functions themselves: for tests that
+ * include it, whose programs then take nothing from the real runtime.
  *
  * A stream is the time at which what was enqueued so far will have ended. Kernels take fake_us and
  * compute nothing but a loss of 0.25; copies happen at once; device memory is malloc's. */
@@ -42,6 +42,7 @@ static atomic_int fake_copy_error;  /* of the next copy */
 static atomic_int fake_no_memory;   /* countdown: so many allocations of the pool fail */
 static atomic_int fake_devices = 1; /* card 2 and those behind it are not connected to others */
 static atomic_int fake_allocations; /* calls that make or pin anything, ever */
+static atomic_int fake_open_us;     /* that opening a handle takes */
 static pthread_mutex_t fake_lock = PTHREAD_MUTEX_INITIALIZER; /* times */
 
 static uint64_t fake_now_ns(void) {
@@ -251,15 +252,26 @@ cudaError_t cudaMemcpy2DAsync(void *to, size_t to_stride, const void *from, size
         memcpy((char *)to + i * to_stride, (const char *)from + i * from_stride, width);
     return fake_work(stream, 1);
 }
+/* Memory behind a handle that begins with "card" lies on that card (a letter), the other on 0. */
+static _Atomic(const void *) fake_far_at;
+static atomic_int fake_far_card;
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *at) {
     memset(attributes, 0, sizeof *attributes);
+    attributes->type = cudaMemoryTypeDevice;
+    attributes->device = at == atomic_load(&fake_far_at) ? atomic_load(&fake_far_card) : 0;
     return cudaSuccess;
 }
 cudaError_t cudaIpcOpenMemHandle(void **at, cudaIpcMemHandle_t handle, unsigned flags) {
     if (memcmp(&handle, "bad", 3) == 0)
         return cudaErrorUnknown;
+    usleep((unsigned)atomic_load(&fake_open_us));
     atomic_fetch_add(&fake_imports_total, 1);
-    return fake_take(at, FAKE_ALLOCATION, &fake_imports);
+    cudaError_t error = fake_take(at, FAKE_ALLOCATION, &fake_imports);
+    if (memcmp(&handle, "card", 4) == 0) {
+        atomic_store(&fake_far_card, handle.reserved[4] - '0');
+        atomic_store(&fake_far_at, *at);
+    }
+    return error;
 }
 cudaError_t cudaIpcCloseMemHandle(void *at) { return fake_give(at, &fake_imports); }
 

@@ -8,135 +8,7 @@
 #include "tests/unit/unit.h"
 
 #ifdef KLD_WITH_CUDA
-#include <sched.h>
-#include <sys/mman.h>
-
-#include "tests/unit/kernels/cuda/fake_runtime.h"
-
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-static atomic_int mallocs;          /* of the back end */
-static _Thread_local bool of_check; /* this thread is in the test's own code */
-void *__libc_malloc(size_t bytes);
-void *__libc_calloc(size_t count, size_t bytes);
-void *malloc(size_t bytes) {
-    atomic_fetch_add(&mallocs, !of_check);
-    return __libc_malloc(bytes);
-}
-void *calloc(size_t items, size_t bytes) {
-    atomic_fetch_add(&mallocs, !of_check);
-    return __libc_calloc(items, bytes);
-}
-#else
-static atomic_int mallocs;
-static _Thread_local bool of_check;
-#endif
-
-#define JOBS 64
-#define STREAMS 4
-
-extern const struct kld_backend kld_backend_cuda;
-static const struct kld_backend *const cuda = &kld_backend_cuda;
-static struct kld_device *device;
-static struct kld_stream *streams[STREAMS];
-static struct kld_memory *pool, *host;
-static struct kld_error err;
-
-struct record {
-    struct kld_job job;
-    pthread_t ended_in;
-    atomic_ullong place; /* in the order of all ends; 0: has not ended */
-    atomic_int launches;
-};
-static struct record records[JOBS];
-static atomic_ullong ends;
-
-static void done(struct kld_job *job) {
-    struct record *record = job->owner;
-    bool before = of_check;
-    of_check = true;
-    ck_assert_uint_eq(atomic_load(&record->place), 0);
-    of_check = before;
-    record->ended_in = pthread_self();
-    atomic_store(&record->place, atomic_fetch_add(&ends, 1) + 1);
-}
-
-static void launched(struct kld_job *job) {
-    struct record *record = job->owner;
-    ck_assert_uint_eq(atomic_load(&record->place), 0);
-    atomic_fetch_add(&record->launches, 1);
-}
-
-static bool peer_access;
-
-static void setup(void) {
-    struct kld_device_options options = {
-        .spin_us = 20, .pool_bytes_max = 1 << 30, .peer_access = peer_access};
-    of_check = true;
-    int fd = memfd_create("test", 0);
-    ck_assert_int_eq(ftruncate(fd, 1 << 20), 0);
-    ck_assert_int_eq(cuda->device_open(&options, &device, &err), KLD_OK);
-    ck_assert_int_eq(cuda->memory_alloc(device, 1 << 20, &pool, &err), KLD_OK);
-    ck_assert_int_eq(cuda->memory_map(device, fd, 1 << 20, &host, &err), KLD_OK);
-    close(fd);
-    for (int i = 0; i < STREAMS; i++)
-        ck_assert_int_eq(cuda->stream_open(device, &streams[i], &err), KLD_OK);
-    atomic_store(&fake_us, 5);
-    usleep(2000); /* the device's thread falls asleep, so that a submit() can launch */
-}
-
-/* Everything that was opened is closed. */
-static void teardown(void) {
-    for (int i = 0; i < STREAMS; i++)
-        cuda->stream_close(streams[i]);
-    cuda->memory_free(pool);
-    cuda->memory_free(host);
-    cuda->device_close(device);
-    ck_assert_int_eq(atomic_load(&fake_streams) + atomic_load(&fake_events), 0);
-    ck_assert_int_eq(atomic_load(&fake_blocks) + atomic_load(&fake_pinned), 0);
-    ck_assert_int_eq(atomic_load(&fake_imports) + atomic_load(&fake_maps), 0);
-    ck_assert_int_eq(atomic_load(&fake_handles) + atomic_load(&fake_ranges), 0);
-}
-
-static void prepare(struct record *record, struct kld_memory *memory, bool early) {
-    memset(record, 0, sizeof *record);
-    struct kld_job *job = &record->job;
-    job->kind = KLD_JOB_OP;
-    kld_op_init(&job->op);
-    job->op.rank = 2;
-    job->op.shape[0] = 16;
-    job->op.shape[1] = 32;
-    for (uint32_t slot = 0; slot < 2; slot++) {
-        job->op.tensor[slot].dtype = KLD_DTYPE_FP32;
-        job->op.tensor[slot].region = 1 + slot;
-        job->place[slot] = (struct kld_place){.memory = memory, .offset_bytes = slot * 4096};
-    }
-    ck_assert_int_eq(kld_op_check(&job->op, &job->geometry, &err), KLD_OK);
-    job->done = done;
-    job->launched = early ? launched : NULL;
-    job->owner = record;
-}
-
-static bool submit(struct record *record, int stream) {
-    of_check = false;
-    bool launched_here = cuda->submit(streams[stream], &record->job);
-    of_check = true;
-    if (launched_here && record->job.launched)
-        atomic_fetch_add(&record->launches, 1);
-    return launched_here;
-}
-
-static void wait_for(struct record *record, bool polls) {
-    uint64_t until = fake_now_ns() + 10000000000u;
-    while (!atomic_load(&record->place)) {
-        of_check = false;
-        if (polls)
-            cuda->poll(device, true);
-        else
-            sched_yield();
-        of_check = true;
-        ck_assert(fake_now_ns() < until);
-    }
-}
+#include "tests/unit/kernels/cuda/fixture.h"
 
 /* Many on four streams; some staged, some early; the caller polls, does not, or stops halfway. */
 START_TEST(jobs_end_in_order_whoever_looks) {
@@ -334,31 +206,6 @@ START_TEST(a_warm_device_allocates_nothing) {
 }
 END_TEST
 
-/* What is kept between jobs is nobody's: a buffer that needs the room gets it. */
-START_TEST(kept_staging_gives_way) {
-    setup();
-    struct kld_memory *large, *second;
-    uint64_t most = device->info.pool_bytes_max, used = cuda->pool_bytes(device);
-    prepare(&records[0], host, false);
-    submit(&records[0], 0);
-    wait_for(&records[0], false);
-    int blocks = atomic_load(&fake_blocks);
-    ck_assert_int_eq(cuda->memory_alloc(device, most - used, &large, &err), KLD_OK);
-    ck_assert_int_eq(atomic_load(&fake_blocks), blocks); /* one came, one went */
-    ck_assert_int_eq(cuda->memory_alloc(device, 1, &second, &err), KLD_NO_MEMORY);
-    prepare(&records[0], host, false);
-    submit(&records[0], 0);
-    wait_for(&records[0], false);
-    ck_assert_int_eq(records[0].job.status, KLD_NO_MEMORY);
-    cuda->memory_free(large);
-    prepare(&records[0], host, false);
-    submit(&records[0], 0);
-    wait_for(&records[0], false);
-    ck_assert_int_eq(records[0].job.status, KLD_OK);
-    teardown();
-}
-END_TEST
-
 static void refused_fd(int fd, uint64_t bytes, const char *said) {
     struct kld_memory *none;
     ck_assert_int_eq(cuda->memory_import_fd(device, fd, bytes, 0, 4096, &none, &err), KLD_INVALID);
@@ -430,6 +277,16 @@ START_TEST(memory_of_other_cards_is_taken_where_told) {
             ck_assert_int_eq(status, expected ? KLD_OK : KLD_INVALID);
             if (expected)
                 cuda->memory_free(memory);
+            /* The UUID that came with a handle is a claim; where its memory lies is not. */
+            const uint8_t handle[64] = {'c', 'a', 'r', 'd', (uint8_t)('0' + card)};
+            int before = atomic_load(&fake_imports);
+            status =
+                cuda->memory_import_ipc(device, handle, FAKE_ALLOCATION, 0, 4096, &memory, &err);
+            ck_assert_int_eq(status, expected ? KLD_OK : KLD_INVALID);
+            ck_assert(expected || strstr(err.text, "lies on another device"));
+            ck_assert_int_eq(atomic_load(&fake_imports), before + expected);
+            if (expected)
+                cuda->memory_free(memory);
         }
         teardown();
     }
@@ -476,7 +333,7 @@ UNIT_MAIN("kernels/cuda/thread", a_fault_is_a_launch_with_an_address_that_is_not
           streams_wait_for_events, what_cannot_be_launched_is_not_told_as_launched,
           an_idle_device_says_whether_it_works, memory_of_a_predecessor_is_waited_for,
           memory_of_other_cards_is_taken_where_told, a_warm_device_allocates_nothing,
-          kept_staging_gives_way, allocations_of_others_are_opened_once, allocations_by_descriptor,
+          allocations_of_others_are_opened_once, allocations_by_descriptor,
           priorities_are_those_of_the_device)
 
 #else

@@ -1,0 +1,153 @@
+/* test_staging.c - what the CUDA back end keeps of the pool between jobs over host memory: who
+ * takes which block, and who gives way; over a double of the runtime. A build without CUDA has none
+ * of it. */
+#include "kernels/backend.h"
+#include "tests/unit/unit.h"
+
+#ifdef KLD_WITH_CUDA
+#include "tests/unit/kernels/cuda/fixture.h"
+
+/* Of the pool, so that taking all of it takes no time. */
+static void setup_small(void) {
+    pool_bytes_max = 64 << 20;
+    setup();
+}
+
+/* What is kept between jobs is nobody's: a buffer that needs the room gets it. */
+START_TEST(kept_staging_gives_way) {
+    setup_small();
+    struct kld_memory *large, *second;
+    uint64_t most = device->info.pool_bytes_max, used = cuda->pool_bytes(device);
+    prepare(&records[0], host, false);
+    submit(&records[0], 0);
+    wait_for(&records[0], false);
+    int blocks = atomic_load(&fake_blocks);
+    ck_assert_int_eq(cuda->memory_alloc(device, most - used, &large, &err), KLD_OK);
+    ck_assert_int_eq(atomic_load(&fake_blocks), blocks); /* one came, one went */
+    ck_assert_int_eq(cuda->memory_alloc(device, 1, &second, &err), KLD_NO_MEMORY);
+    prepare(&records[0], host, false);
+    submit(&records[0], 0);
+    wait_for(&records[0], false);
+    ck_assert_int_eq(records[0].job.status, KLD_NO_MEMORY);
+    cuda->memory_free(large);
+    prepare(&records[0], host, false);
+    submit(&records[0], 0);
+    wait_for(&records[0], false);
+    ck_assert_int_eq(records[0].job.status, KLD_OK);
+    teardown();
+}
+END_TEST
+
+static void run_staged(struct record *record, uint64_t rows) {
+    prepare(record, host, false);
+    record->job.op.shape[0] = rows;
+    record->job.place[1].offset_bytes = rows * 128;
+    ck_assert_int_eq(kld_op_check(&record->job.op, &record->job.geometry, &err), KLD_OK);
+    submit(record, 0);
+    wait_for(record, false);
+    ck_assert_int_eq(record->job.status, KLD_OK);
+}
+
+/* What cannot fit whatever gives way takes nothing from anybody. */
+START_TEST(kept_staging_does_not_give_way_in_vain) {
+    setup_small();
+    struct kld_memory *none;
+    uint64_t most = device->info.pool_bytes_max, used = cuda->pool_bytes(device);
+    run_staged(&records[0], 16);
+    uint64_t made = cuda->pool_allocations(device);
+    int blocks = atomic_load(&fake_blocks);
+    uint64_t sizes[] = {most - used + 1, most + 1, UINT64_MAX};
+    for (int i = 0; i < 3; i++)
+        ck_assert_int_eq(cuda->memory_alloc(device, sizes[i], &none, &err), KLD_NO_MEMORY);
+    ck_assert_int_eq(atomic_load(&fake_blocks), blocks);
+    run_staged(&records[0], 16);
+    ck_assert_uint_eq(cuda->pool_allocations(device), made);
+    teardown();
+}
+END_TEST
+
+/* A large block stays for large jobs, whatever small ones come between; both are made once. */
+START_TEST(small_jobs_leave_large_blocks_alone) {
+    setup_small();
+    run_staged(&records[0], 3500); /* 2 x 448,000 bytes */
+    uint64_t made = cuda->pool_allocations(device), used = cuda->pool_bytes(device);
+    int before = atomic_load(&fake_allocations);
+    atomic_store(&fake_us, 20000);
+    prepare(&records[0], host, false);
+    submit(&records[0], 0); /* in flight with its block while the large one comes */
+    while (cuda->pool_bytes(device) == used)
+        sched_yield();
+    ck_assert_uint_lt(cuda->pool_bytes(device) - used, 256 << 10);
+    prepare(&records[1], host, false);
+    records[1].job.op.shape[0] = 3500;
+    records[1].job.place[1].offset_bytes = 3500 * 128;
+    ck_assert_int_eq(kld_op_check(&records[1].job.op, &records[1].job.geometry, &err), KLD_OK);
+    submit(&records[1], 1);
+    wait_for(&records[0], false);
+    wait_for(&records[1], false);
+    atomic_store(&fake_us, 5);
+    ck_assert_uint_eq(cuda->pool_allocations(device), made + 1); /* the small one's */
+    ck_assert_int_eq(atomic_load(&fake_allocations), before + 1);
+    for (int i = 0; i < 10; i++)
+        run_staged(&records[0], i % 2 ? 3500 : 16);
+    ck_assert_uint_eq(cuda->pool_allocations(device), made + 1);
+    teardown();
+}
+END_TEST
+
+static void *open_slowly(void *argument) {
+    const uint8_t handle[64] = "slow";
+    of_check = true;
+    ck_assert_int_eq(cuda->memory_import_ipc(device, handle, FAKE_ALLOCATION, 0, 4096, argument,
+                                             &(struct kld_error){0}),
+                     KLD_OK);
+    return NULL;
+}
+
+static void *take_all(void *argument) {
+    of_check = true;
+    uint64_t most = device->info.pool_bytes_max - cuda->pool_bytes(device);
+    ck_assert_int_eq(cuda->memory_alloc(device, most, argument, &(struct kld_error){0}), KLD_OK);
+    return NULL;
+}
+
+/* The driver takes its time over a handle, and somebody wants the room of what is kept: he waits,
+ * and no job does. */
+START_TEST(room_is_made_without_holding_up_jobs) {
+    setup_small();
+    struct kld_memory *opened, *large;
+    pthread_t opener, taker;
+    run_staged(&records[0], 16);
+    atomic_store(&fake_open_us, 400000);
+    ck_assert_int_eq(pthread_create(&opener, NULL, open_slowly, &opened), 0);
+    usleep(50000);
+    ck_assert_int_eq(pthread_create(&taker, NULL, take_all, &large), 0);
+    usleep(50000);
+    uint64_t start_ns = fake_now_ns();
+    for (int i = 0; i < 20; i++) {
+        prepare(&records[0], pool, false);
+        submit(&records[0], 0);
+        wait_for(&records[0], false);
+        ck_assert_int_eq(records[0].job.status, KLD_OK);
+    }
+    ck_assert_uint_lt(fake_now_ns() - start_ns, 150000000);
+    pthread_join(opener, NULL);
+    pthread_join(taker, NULL);
+    atomic_store(&fake_open_us, 0);
+    cuda->memory_free(opened);
+    cuda->memory_free(large);
+    teardown();
+}
+END_TEST
+
+UNIT_MAIN("kernels/cuda/staging", kept_staging_gives_way, kept_staging_does_not_give_way_in_vain,
+          small_jobs_leave_large_blocks_alone, room_is_made_without_holding_up_jobs)
+
+#else
+
+START_TEST(built_without_cuda) { ck_assert_ptr_nonnull(kld_backends()[0]); }
+END_TEST
+
+UNIT_MAIN("kernels/cuda/staging", built_without_cuda)
+
+#endif
