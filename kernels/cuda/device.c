@@ -169,6 +169,7 @@ static enum kld_status device_open(const struct kld_device_options *options,
     }
     if (options->peer_access)
         cuda_peers_find(device, count);
+    cuda_handle_learn(device);
     if (pthread_create(&device->thread, NULL, cuda_thread_main, device) != 0) {
         release(device);
         return kld_error_set(err, KLD_UNAVAILABLE, "the device thread cannot be started");

@@ -72,6 +72,7 @@ struct cuda_stream {
 struct cuda_peer {
     uint8_t uuid[16];
     int ordinal;
+    uint32_t card; /* as of cuda_card_number() */
 };
 
 struct cuda_block {
@@ -108,6 +109,8 @@ struct cuda_device {
     uint32_t spin_us;            /* constant */
     uint64_t heir_until_ns;      /* constant: see cuda_heir_waits() */
     uint32_t shared_bytes_max;   /* constant: of one block */
+    uint32_t card;               /* constant: its PCI address */
+    bool handles_name_cards;     /* constant: handle.c can read them */
     cudaMemPool_t pool;          /* constant; thread-safe */
     _Atomic uint64_t pool_used;  /* bytes reserved; any thread */
     _Atomic uint64_t kept_bytes; /* of them: of kept blocks. Written under work, read by any */
@@ -193,6 +196,15 @@ enum kld_status cuda_measure_ceiling(struct kld_device *device, uint64_t bytes,
 void cuda_peers_find(struct cuda_device *device, uint32_t count);
 bool cuda_reaches(struct kld_device *device, const uint8_t uuid[16]);
 bool cuda_reaches_ordinal(const struct cuda_device *device, int ordinal);
+
+/* handle.c */
+/* The PCI address of a card as one number; 0: unknown. */
+uint32_t cuda_card_number(int ordinal);
+/* When the device is opened, before any handle comes. */
+void cuda_handle_learn(struct cuda_device *device);
+/* KLD_INVALID: its memory is known to lie on a card that this device does not reach. */
+enum kld_status cuda_handle_check(const struct cuda_device *device, const uint8_t handle[64],
+                                  struct kld_error *err);
 
 /* vmm.c */
 enum kld_status cuda_memory_import_fd(struct kld_device *device, int fd, uint64_t base_bytes,

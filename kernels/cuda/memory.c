@@ -224,21 +224,6 @@ enum kld_status cuda_memory_wrap(struct kld_device *base, void *address, uint64_
     return KLD_OK;
 }
 
-/* The driver opens a handle of any card; whose UUID came with it is what a peer said. */
-static enum kld_status check_card(struct cuda_device *device, const void *at,
-                                  struct kld_error *err) {
-    struct cudaPointerAttributes attributes;
-    memset(&attributes, 0, sizeof attributes);
-    cudaError_t error = cudaPointerGetAttributes(&attributes, at);
-    if (error)
-        return cuda_fail(device, error, "looking at the memory behind a CUDA handle", err);
-    if (!cuda_reaches_ordinal(device, attributes.device))
-        return kld_error_set(err, KLD_INVALID,
-                             "the memory behind the CUDA handle lies on another device than the "
-                             "UUID beside it says; expected memory of this device");
-    return KLD_OK;
-}
-
 /* Under setup_mutex. */
 static enum kld_status import_acquire(struct cuda_device *device, const uint8_t handle[64],
                                       struct cuda_import **ret_import, struct kld_error *err) {
@@ -272,13 +257,6 @@ static enum kld_status import_acquire(struct cuda_device *device, const uint8_t 
                                  "the CUDA handle cannot be opened: no live allocation of another "
                                  "process on this device has it");
         return cuda_fail(device, error, "opening a CUDA handle", err);
-    }
-    enum kld_status status = check_card(device, at, err);
-    if (status) {
-        cudaIpcCloseMemHandle(at);
-        cudaGetLastError();
-        free(import);
-        return status;
     }
     memcpy(import->handle, handle, sizeof import->handle);
     import->base = at;
@@ -319,7 +297,7 @@ enum kld_status cuda_memory_import_ipc(struct kld_device *base, const uint8_t ha
                              (unsigned long long)bytes, (unsigned long long)offset_bytes,
                              (unsigned long long)base_bytes);
     enum kld_status status = cuda_enter(device, err);
-    if (status)
+    if (status || (status = cuda_handle_check(device, handle, err)))
         return status;
     struct cuda_memory *memory = cuda_memory_new(device, CUDA_IMPORTED, bytes, err);
     if (!memory)

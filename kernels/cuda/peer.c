@@ -16,6 +16,7 @@ void cuda_peers_find(struct cuda_device *device, uint32_t count) {
         struct cuda_peer *peer = &device->peers[device->peers_count++];
         memcpy(peer->uuid, &properties.uuid, sizeof peer->uuid);
         peer->ordinal = i;
+        peer->card = cuda_card_number(i);
     }
     cudaGetLastError();
 }

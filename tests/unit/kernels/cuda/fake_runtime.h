@@ -21,6 +21,7 @@
 #define FAKE_LOSS 0.25
 #define FAKE_ALLOCATION ((size_t)1 << 20) /* every allocation of another process */
 #define FAKE_UNIT ((size_t)2 << 20)       /* granularity of VMM */
+#define FAKE_CARD(i) (0x11b00u + (i))     /* PCI address of card i: 0001:1b:0i */
 
 struct fake_stream {
     uint64_t ready_ns;
@@ -87,6 +88,9 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
     memset(properties, 0, sizeof *properties);
     strcpy(properties->name, "a double");
     properties->uuid.bytes[0] = (char)device;
+    properties->pciDeviceID = device;
+    properties->pciBusID = 0x1b;
+    properties->pciDomainID = 1;
     properties->totalGlobalMem = (size_t)1 << 36;
     properties->major = 9;
     return cudaSuccess;
@@ -252,13 +256,25 @@ cudaError_t cudaMemcpy2DAsync(void *to, size_t to_stride, const void *from, size
         memcpy((char *)to + i * to_stride, (const char *)from + i * from_stride, width);
     return fake_work(stream, 1);
 }
-/* Memory behind a handle that begins with "card" lies on that card (a letter), the other on 0. */
-static _Atomic(const void *) fake_far_at;
-static atomic_int fake_far_card;
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *at) {
     memset(attributes, 0, sizeof *attributes);
-    attributes->type = cudaMemoryTypeDevice;
-    attributes->device = at == atomic_load(&fake_far_at) ? atomic_load(&fake_far_card) : 0;
+    return cudaSuccess;
+}
+/* As an H200's driver writes it (580): a pointer, process, bytes, pages, PCI address, ... */
+static void fake_handle(uint8_t handle[64], uint32_t pid, uint64_t bytes, uint32_t card) {
+    memset(handle, 0, 64);
+    memcpy(handle, "\x60\xcd\x35\x0a", 4);
+    memcpy(handle + 8, &pid, sizeof pid);
+    memcpy(handle + 16, &bytes, sizeof bytes);
+    memcpy(handle + 32, &card, sizeof card);
+    handle[37] = 0xff;
+}
+static atomic_bool fake_other_handles = true; /* as of a driver that is not known */
+cudaError_t cudaMalloc(void **at, size_t bytes) { return fake_take(at, bytes, &fake_blocks); }
+cudaError_t cudaFree(void *at) { return fake_give(at, &fake_blocks); }
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *at) {
+    fake_handle((uint8_t *)handle, (uint32_t)getpid() + atomic_load(&fake_other_handles), 2 << 20,
+                FAKE_CARD(0));
     return cudaSuccess;
 }
 cudaError_t cudaIpcOpenMemHandle(void **at, cudaIpcMemHandle_t handle, unsigned flags) {
@@ -266,12 +282,7 @@ cudaError_t cudaIpcOpenMemHandle(void **at, cudaIpcMemHandle_t handle, unsigned 
         return cudaErrorUnknown;
     usleep((unsigned)atomic_load(&fake_open_us));
     atomic_fetch_add(&fake_imports_total, 1);
-    cudaError_t error = fake_take(at, FAKE_ALLOCATION, &fake_imports);
-    if (memcmp(&handle, "card", 4) == 0) {
-        atomic_store(&fake_far_card, handle.reserved[4] - '0');
-        atomic_store(&fake_far_at, *at);
-    }
-    return error;
+    return fake_take(at, FAKE_ALLOCATION, &fake_imports);
 }
 cudaError_t cudaIpcCloseMemHandle(void *at) { return fake_give(at, &fake_imports); }
 
