@@ -3,7 +3,9 @@
  * socket (session.c sends) and maps no memory (region.c). Worker process, loop thread. */
 #include "server/worker/core.h"
 
+#include <errno.h>
 #include <inttypes.h>
+#include <signal.h>
 #include <string.h>
 
 #include "server/log.h"
@@ -350,7 +352,13 @@ void kld_core_expire(struct kld_worker *worker) {
     kld_worker_progress(worker);
 }
 
-bool kld_core_check_orphans(struct kld_worker *worker, uint64_t limit_ns) {
+/* The process that connected is no more. One of another PID namespace has no number here, and a
+ * number may have been given again: then it counts as living. */
+static bool is_dead(const struct kld_session *session) {
+    return session->pid > 0 && kill(session->pid, 0) != 0 && errno == ESRCH;
+}
+
+bool kld_core_check_orphans(struct kld_worker *worker, uint64_t limit_ns, uint64_t dead_ns) {
     uint64_t now = kld_worker_now_ns();
     bool any = false;
     struct kld_session *session;
@@ -362,7 +370,8 @@ bool kld_core_check_orphans(struct kld_worker *worker, uint64_t limit_ns) {
             if (request->state != KLD_REQUEST_RUNNING || !request->ready)
                 continue;
             any = true;
-            if (now - session->closed_ns < limit_ns)
+            uint64_t gone_ns = now - session->closed_ns;
+            if (gone_ns < limit_ns && (gone_ns < dead_ns || !is_dead(session)))
                 continue;
             struct kld_error error;
             kld_error_set(&error, KLD_DEVICE_LOST,

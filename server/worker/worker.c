@@ -129,16 +129,23 @@ static uint64_t orphan_ms(const struct kld_worker *worker) {
     return worker->options.orphan_ms ? worker->options.orphan_ms : KLD_ORPHAN_MS;
 }
 
+static uint64_t orphan_dead_ms(const struct kld_worker *worker) {
+    uint32_t wanted = worker->options.orphan_dead_ms;
+    return wanted ? wanted : KLD_ORPHAN_DEAD_MS;
+}
+
 static void orphans_due(uv_timer_t *timer) {
     struct kld_worker *worker = timer->data;
-    if (!kld_core_check_orphans(worker, orphan_ms(worker) * 1000000))
+    if (!kld_core_check_orphans(worker, orphan_ms(worker) * 1000000,
+                                orphan_dead_ms(worker) * 1000000))
         uv_timer_stop(timer);
 }
 
 void kld_worker_watch_orphans(struct kld_worker *worker) {
-    uint64_t every = orphan_ms(worker) / 10 + 1;
+    uint64_t first = orphan_ms(worker), dead = orphan_dead_ms(worker);
+    uint64_t every = (first < dead ? first : dead) / 10 + 1;
     if (!worker->stopping && !uv_is_active((uv_handle_t *)&worker->orphans) &&
-        kld_core_check_orphans(worker, UINT64_MAX))
+        kld_core_check_orphans(worker, UINT64_MAX, UINT64_MAX))
         uv_timer_start(&worker->orphans, orphans_due, every, every);
 }
 

@@ -25,8 +25,12 @@
 /* Jobs of all clients that wait on the device for an event: a part of those that a back end can
  * have in flight, so that clients whose events do not come leave room for others. */
 #define KLD_WAITS_MAX 32
-#define KLD_ORPHAN_MS 10000 /* for a job that waits for an event of a client that is gone */
-#define KLD_HEALTH_MS 500   /* between two looks at an idle device, see health.h */
+/* For a job that waits for an event of a client that is gone: its connection, and its process, with
+ * which its streams have ended. Meanwhile streams that the driver put into one queue of the device
+ * with the waiting one wait too. */
+#define KLD_ORPHAN_MS 10000
+#define KLD_ORPHAN_DEAD_MS 1000
+#define KLD_HEALTH_MS 500 /* between two looks at an idle device, see health.h */
 
 struct kld_worker_options {
     const struct kld_config *config;
@@ -36,6 +40,7 @@ struct kld_worker_options {
     uint32_t index;            /* of this worker: its place in the page, and of its device */
     int listen_fd;             /* SOCK_SEQPACKET, listening; the caller's */
     uint32_t orphan_ms;        /* 0: KLD_ORPHAN_MS */
+    uint32_t orphan_dead_ms;   /* 0: KLD_ORPHAN_DEAD_MS */
     uint32_t health_ms;        /* 0: KLD_HEALTH_MS */
     /* Once nothing of ours runs on the lost device any more, where that is known before this
      * process has ended; NULL: nobody wants to know. */

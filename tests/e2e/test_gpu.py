@@ -198,6 +198,17 @@ def test_bad_handles_harm_nobody(server, case, what):
     assert server.child("worker") == worker
 
 
+def test_a_handle_that_names_another_card(server, case):
+    """The PCI address in it is of a card that the server's does not reach, whatever UUID comes along."""
+    pid, size, card = (struct.unpack_from("<I", case.memory.handle, at)[0] for at in (8, 16, 32))
+    if (pid, size) != (os.getpid(), ROOM):
+        pytest.skip("this driver writes handles in another way")
+    other = case.memory.handle[:32] + struct.pack("<I", card + 1) + case.memory.handle[36:]
+    with pytest.raises(Failed, match="invalid: the memory behind the CUDA handle lies on another device"):
+        case.register(case.client, handle=other)
+    assert case.run(case.register(case.client)) == case.run()
+
+
 def test_misaligned_tensors_are_an_error_and_no_fault(gpu, server, client, memory):
     case = Case(gpu, client, memory, base_offset=256)
     odd = client.region_add(wire.CUDA_IPC, ROOM - 257, offset=257, base=ROOM, uuid=gpu.uuid,

@@ -58,6 +58,7 @@ void rig_start(struct rig *rig) {
                                          .device = &rig->fake.head,
                                          .listen_fd = rig->listen_fd,
                                          .orphan_ms = rig->orphan_ms,
+                                         .orphan_dead_ms = rig->orphan_dead_ms,
                                          .health_ms = rig->health_ms,
                                          .device_dead = device_dead,
                                          .control_fd = rig->control[1]};
