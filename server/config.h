@@ -69,7 +69,10 @@
     X(COUNT, http_connections_max, "4096", "HTTP connections")                                     \
     X(COUNT, http_idle_ms, "60000", "idle time after which an HTTP connection is closed")          \
     X(COUNT, http_requests_max, "512", "HTTP requests being received or computed")                 \
-    X(COUNT, http_regions_max, "256", "shared-memory regions registered over HTTP")                \
+    X(COUNT, http_regions_max, "256", "memory regions registered over HTTP, CUDA's among them")    \
+    X(BYTES, http_region_bytes_max, "4T", "all of them together")                                  \
+    X(COUNT, token_regions_max, "64", "those of one token")                                        \
+    X(BYTES, token_region_bytes_max, "1T", "the bytes of those of one token")                      \
     X(COUNT, http_deadline_ms, "60000",                                                            \
       "longest an HTTP request may take, and its deadline; 0: none")                               \
     X(COUNT, drain_ms, "10000", "time given to requests in flight on SIGTERM")                     \

@@ -24,7 +24,8 @@
     X(http_slow_total, counter, any, "connections cut off because the client was too slow")        \
     X(http_received_bytes_total, counter, any, "bytes of HTTP bodies received")                    \
     X(http_sent_bytes_total, counter, any, "bytes of HTTP replies")                                \
-    X(http_regions, gauge, gateway, "shared-memory regions registered over HTTP")                  \
+    X(http_regions, gauge, gateway, "memory regions registered over HTTP")                         \
+    X(http_region_bytes, gauge, gateway, "bytes of memory regions registered over HTTP")           \
     X(http_tensors, gauge, gateway, "tensors kept for HTTP callers")                               \
     X(http_tensor_bytes, gauge, gateway, "their bytes")                                            \
     X(staging_bytes, gauge, gateway, "staging memory in use")                                      \

@@ -12,16 +12,15 @@
 #include "server/descriptors.h"
 #include "server/gateway/accept.h"
 #include "server/gateway/auth.h"
-#include "server/gateway/cuda_shm.h"
 #include "server/gateway/deadline.h"
 #include "server/gateway/gateway.h"
 #include "server/gateway/http.h"
 #include "server/gateway/infer.h"
 #include "server/gateway/links.h"
 #include "server/gateway/recent.h"
+#include "server/gateway/regions.h"
 #include "server/gateway/routes.h"
 #include "server/gateway/sandbox.h"
-#include "server/gateway/shm.h"
 #include "server/gateway/staging.h"
 #include "server/gateway/tensors.h"
 #include "server/gateway/tls.h"
@@ -197,8 +196,7 @@ static enum kld_status open_loop(struct process *process, uint32_t index, const 
         gateway->page = first->page;
         gateway->stats = first->stats;
         gateway->auth = first->auth;
-        gateway->shm = first->shm;
-        gateway->cuda_shm = first->cuda_shm;
+        gateway->regions = first->regions;
         gateway->staging = first->staging;
         gateway->tensors = first->tensors;
         gateway->pools = first->pools;
@@ -254,8 +252,7 @@ static enum kld_status open_parts(struct process *process, struct kld_error *err
         (status = open_pools(gateway, err)) ||
         (status = kld_tensors_open(&gateway->loop, gateway->config, gateway->stats,
                                    &gateway->tensors, err)) ||
-        (status = kld_shm_open(gateway->config, gateway->stats, &gateway->shm, err)) ||
-        (status = kld_cuda_shm_open(gateway->config, gateway->stats, &gateway->cuda_shm, err)))
+        (status = kld_regions_open(gateway->config, gateway->stats, &gateway->regions, err)))
         return status;
     status = open_loops(process, &tls, err);
     kld_tls_forget(&tls);
@@ -278,10 +275,9 @@ static void watch(struct process *process) {
 static void close_rest(struct process *process) {
     struct kld_gateway *first = &process->loop[0].gateway;
     kld_tensors_close(first->tensors);
-    kld_cuda_shm_close(first->cuda_shm);
+    kld_regions_close(first->regions);
     for (uint32_t i = 0; i < first->pools; i++)
         kld_pool_close(first->pool[i]);
-    kld_shm_close(first->shm);
     kld_auth_close(first->auth);
     kld_staging_close(first->staging);
     for (uint32_t i = 0; i < process->common.loops; i++) {

@@ -2,9 +2,9 @@
  * loop, and one of what they have in common, made in kld_gateway_main().
  *
  * A struct kld_gateway belongs to its loop's thread. Of what it points to, http, links and waiters
- * are its own; staging, shm, tensors, auth and the pools are everybody's and say themselves which
- * thread may call. Work that may take long (large JSON, shared memory of callers, connecting) runs
- * on libuv's thread pool and touches only what its own struct holds. */
+ * are its own; staging, regions, tensors, auth and the pools are everybody's and say themselves
+ * which thread may call. Work that may take long (large JSON, shared memory of callers, connecting)
+ * runs on libuv's thread pool and touches only what its own struct holds. */
 #ifndef KLD_SERVER_GATEWAY_GATEWAY_H
 #define KLD_SERVER_GATEWAY_GATEWAY_H
 
@@ -18,14 +18,13 @@
 #include "server/stats.h"
 
 struct kld_auth;
-struct kld_cuda_shm;
 struct kld_deadlines;
 struct kld_http;
 struct kld_links;
 struct kld_oip_memo;
-struct kld_shm;
 struct kld_pool;
 struct kld_recent;
+struct kld_regions;
 struct kld_staging;
 struct kld_tensors;
 struct kld_waiters;
@@ -60,8 +59,7 @@ struct kld_gateway {
     struct kld_auth *auth;
     struct kld_http *http;
     struct kld_links *links;
-    struct kld_shm *shm;
-    struct kld_cuda_shm *cuda_shm;
+    struct kld_regions *regions;
     struct kld_staging *staging;
     struct kld_tensors *tensors;
     struct kld_pool *pool[KLD_DEVICES_MAX]; /* of each worker */

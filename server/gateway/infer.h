@@ -28,6 +28,7 @@
 #include "server/gateway/links.h"
 #include "server/gateway/pieces.h"
 #include "server/gateway/pool.h"
+#include "server/gateway/regions.h"
 
 #define KLD_INFER_TENSORS_MAX (KLD_OIP_INPUTS_MAX + KLD_OIP_OUTPUTS_MAX)
 #define KLD_INFER_INLINE_BYTES_MAX (4 << 10) /* of JSON that the loop thread reads or writes */
@@ -97,7 +98,7 @@ struct kld_infer {
     uint64_t tensors_bytes, buffer_bytes;  /* as laid out */
     uint64_t place[KLD_INFER_TENSORS_MAX]; /* in staging or the buffer; inputs, then outputs */
     struct kld_pool_buffer *buffer_of[KLD_INFER_TENSORS_MAX]; /* NULL: staging */
-    struct kld_shm_region *region[KLD_INFER_TENSORS_MAX];     /* held; NULL: not shared memory */
+    struct kld_shm_object *region[KLD_INFER_TENSORS_MAX];     /* held; NULL: not shared memory */
     struct kld_pool_buffer *held[KLD_INFER_TENSORS_MAX];      /* stored tensors, CUDA memory */
     bool bulk, uses_buffers;
     bool in_buffer[KLD_INFER_TENSORS_MAX]; /* of a bulk request: in `buffer` */

@@ -6,9 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "server/gateway/cuda_shm.h"
 #include "server/gateway/infer.h"
-#include "server/gateway/shm.h"
+#include "server/gateway/regions.h"
 #include "server/gateway/staging.h"
 #include "server/gateway/tensors.h"
 
@@ -203,18 +202,16 @@ static enum kld_status hold_stored(struct kld_infer *infer, uint32_t index, stru
 
 /* CUDA memory is where the device reads it; other shared memory is read and written here. */
 static enum kld_status hold_region(struct kld_infer *infer, uint32_t index, struct kld_error *err) {
-    struct kld_gateway *gateway = infer->gateway;
     const struct kld_oip_tensor *tensor = kld_infer_tensor(infer, index);
-    struct kld_pool_buffer *buffer;
-    if (!kld_cuda_shm_has(gateway->cuda_shm, infer->caller, tensor->region))
-        return kld_shm_acquire(gateway->shm, infer->caller, tensor->region,
-                               tensor->region_offset_bytes, tensor->bytes, &infer->region[index],
-                               err);
+    struct kld_region_use use;
     enum kld_status status =
-        kld_cuda_shm_acquire(gateway->cuda_shm, infer->caller, tensor->region,
-                             tensor->region_offset_bytes, tensor->bytes, &buffer, err);
+        kld_regions_acquire(infer->gateway->regions, infer->caller, tensor->region,
+                            tensor->region_offset_bytes, tensor->bytes, &use, err);
+    if (status)
+        return status;
+    infer->region[index] = use.object;
     infer->place[index] = tensor->region_offset_bytes;
-    return status ? status : hold(infer, index, buffer, err);
+    return use.buffer ? hold(infer, index, use.buffer, err) : KLD_OK;
 }
 
 static enum kld_status hold_regions(struct kld_infer *infer, struct kld_error *err) {

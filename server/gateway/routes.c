@@ -11,6 +11,7 @@
 #include "server/gateway/cuda_shm.h"
 #include "server/gateway/infer.h"
 #include "server/gateway/metrics.h"
+#include "server/gateway/regions.h"
 #include "server/gateway/shm.h"
 #include "server/gateway/tensors.h"
 #include "server/gateway/upload.h"
@@ -153,41 +154,42 @@ static void page(struct kld_exchange *exchange, const struct pieces *pieces, con
 
 /* ---- Shared memory ----------------------------------------------------------------------------*/
 
-static void shm_list(struct kld_exchange *exchange, const char *name) {
-    struct kld_shm *shm = exchange->gateway->shm;
-    /* Names and keys are escaped: up to six bytes for one. */
-    size_t most = 64 + (size_t)kld_shm_count(shm) * (6 * (KLD_OIP_NAME_MAX + KLD_OIP_KEY_MAX) + 96);
-    struct kld_oip_text text = {.data = malloc(most), .capacity = most};
-    if (!text.data)
-        fail(exchange, KLD_NO_MEMORY, "out of memory");
-    else if (!kld_shm_append_status(shm, exchange->caller, name, &text))
-        fail(exchange, KLD_NOT_FOUND, "no shared-memory region of this name is registered");
-    else if (text.overflow) /* some came while it was written, on another loop */
-        fail(exchange, KLD_BUSY, "the list is just changing; try again");
-    else
-        answer_json(exchange, &text);
+static void list_regions(struct kld_exchange *exchange, enum kld_registered_kind kind,
+                         const char *name) {
+    struct kld_oip_text text;
+    struct kld_error error;
+    if (kld_regions_list(exchange->gateway->regions, kind, exchange->caller, name, &text, &error)) {
+        kld_exchange_reply_error(exchange, &error);
+        return;
+    }
+    answer_json(exchange, &text);
     free(text.data);
+}
+
+static void unregister(struct kld_exchange *exchange, enum kld_registered_kind kind,
+                       const char *name) {
+    kld_regions_unregister(exchange->gateway->regions, kind, exchange->caller, name,
+                           &exchange->gateway->loop);
+    kld_exchange_reply_text(exchange, 200, "", "", 0);
 }
 
 static void shm_status(struct kld_exchange *exchange, const struct pieces *pieces, const char *body,
                        size_t bytes) {
-    shm_list(exchange, NULL);
+    list_regions(exchange, KLD_REGISTERED_SYSTEM, NULL);
 }
 
 static void shm_status_of(struct kld_exchange *exchange, const struct pieces *pieces,
                           const char *body, size_t bytes) {
-    shm_list(exchange, pieces->text[0]);
+    list_regions(exchange, KLD_REGISTERED_SYSTEM, pieces->text[0]);
 }
 
 static void shm_register(struct kld_exchange *exchange, const struct pieces *pieces,
                          const char *body, size_t bytes) {
     struct kld_oip_register wanted;
     struct kld_error error;
-    if (kld_cuda_shm_has(exchange->gateway->cuda_shm, exchange->caller, pieces->text[0]))
-        fail(exchange, KLD_EXISTS, "a region of this name is registered already");
-    else if (kld_oip_parse_register(body, bytes, &wanted, &error) ||
-             kld_shm_register(exchange->gateway->shm, exchange->caller, pieces->text[0], &wanted,
-                              &error))
+    if (kld_oip_parse_register(body, bytes, &wanted, &error) ||
+        kld_shm_register(exchange->gateway->regions, exchange->gateway->config, exchange->caller,
+                         pieces->text[0], &wanted, &error))
         kld_exchange_reply_error(exchange, &error);
     else
         kld_exchange_reply_text(exchange, 200, "", "", 0);
@@ -195,40 +197,22 @@ static void shm_register(struct kld_exchange *exchange, const struct pieces *pie
 
 static void shm_unregister(struct kld_exchange *exchange, const struct pieces *pieces,
                            const char *body, size_t bytes) {
-    kld_shm_unregister(exchange->gateway->shm, exchange->caller, NULL, &exchange->gateway->loop);
-    kld_exchange_reply_text(exchange, 200, "", "", 0);
+    unregister(exchange, KLD_REGISTERED_SYSTEM, NULL);
 }
 
 static void shm_unregister_one(struct kld_exchange *exchange, const struct pieces *pieces,
                                const char *body, size_t bytes) {
-    kld_shm_unregister(exchange->gateway->shm, exchange->caller, pieces->text[0],
-                       &exchange->gateway->loop);
-    kld_exchange_reply_text(exchange, 200, "", "", 0);
-}
-
-static void cuda_list(struct kld_exchange *exchange, const char *name) {
-    struct kld_cuda_shm *shm = exchange->gateway->cuda_shm;
-    size_t most = 64 + (size_t)kld_cuda_shm_count(shm) * (6 * KLD_OIP_NAME_MAX + 96);
-    struct kld_oip_text text = {.data = malloc(most), .capacity = most};
-    if (!text.data)
-        fail(exchange, KLD_NO_MEMORY, "out of memory");
-    else if (!kld_cuda_shm_append_status(shm, exchange->caller, name, &text))
-        fail(exchange, KLD_NOT_FOUND, "no shared-memory region of this name is registered");
-    else if (text.overflow)
-        fail(exchange, KLD_BUSY, "the list is just changing; try again");
-    else
-        answer_json(exchange, &text);
-    free(text.data);
+    unregister(exchange, KLD_REGISTERED_SYSTEM, pieces->text[0]);
 }
 
 static void cuda_status(struct kld_exchange *exchange, const struct pieces *pieces,
                         const char *body, size_t bytes) {
-    cuda_list(exchange, NULL);
+    list_regions(exchange, KLD_REGISTERED_CUDA, NULL);
 }
 
 static void cuda_status_of(struct kld_exchange *exchange, const struct pieces *pieces,
                            const char *body, size_t bytes) {
-    cuda_list(exchange, pieces->text[0]);
+    list_regions(exchange, KLD_REGISTERED_CUDA, pieces->text[0]);
 }
 
 static void cuda_register(struct kld_exchange *exchange, const struct pieces *pieces,
@@ -238,30 +222,24 @@ static void cuda_register(struct kld_exchange *exchange, const struct pieces *pi
 
 static void cuda_unregister(struct kld_exchange *exchange, const struct pieces *pieces,
                             const char *body, size_t bytes) {
-    kld_cuda_shm_unregister(exchange->gateway->cuda_shm, exchange->caller, NULL);
-    kld_exchange_reply_text(exchange, 200, "", "", 0);
+    unregister(exchange, KLD_REGISTERED_CUDA, NULL);
 }
 
 static void cuda_unregister_one(struct kld_exchange *exchange, const struct pieces *pieces,
                                 const char *body, size_t bytes) {
-    kld_cuda_shm_unregister(exchange->gateway->cuda_shm, exchange->caller, pieces->text[0]);
-    kld_exchange_reply_text(exchange, 200, "", "", 0);
+    unregister(exchange, KLD_REGISTERED_CUDA, pieces->text[0]);
 }
 
 /* ---- Stored tensors ---------------------------------------------------------------------------*/
 
 static void tensor_list(struct kld_exchange *exchange, const char *name) {
-    struct kld_tensors *tensors = exchange->gateway->tensors;
-    size_t most = 64 + (size_t)kld_tensors_count(tensors) * (6 * KLD_OIP_NAME_MAX + 512);
-    struct kld_oip_text text = {.data = malloc(most), .capacity = most};
-    if (!text.data)
-        fail(exchange, KLD_NO_MEMORY, "out of memory");
-    else if (!kld_tensors_append(tensors, exchange->caller, name, &text))
-        fail(exchange, KLD_NOT_FOUND, "no tensor of this name is stored");
-    else if (text.overflow)
-        fail(exchange, KLD_BUSY, "the list is just changing; try again");
-    else
-        answer_json(exchange, &text);
+    struct kld_oip_text text;
+    struct kld_error error;
+    if (kld_tensors_list(exchange->gateway->tensors, exchange->caller, name, &text, &error)) {
+        kld_exchange_reply_error(exchange, &error);
+        return;
+    }
+    answer_json(exchange, &text);
     free(text.data);
 }
 

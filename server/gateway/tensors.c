@@ -7,6 +7,8 @@
 #include <string.h>
 
 #define LOOK_MS 500 /* how exactly lifetimes are kept */
+/* Of one tensor in the list; every byte of a name may be escaped, which makes it six. */
+#define LISTED_BYTES_MAX (6 * KLD_OIP_NAME_MAX + 512)
 
 struct kld_tensors {
     const struct kld_config *config;
@@ -207,36 +209,45 @@ enum kld_status kld_tensors_acquire(struct kld_tensors *tensors, const struct kl
     return status;
 }
 
-bool kld_tensors_append(struct kld_tensors *tensors, const struct kld_caller *owner,
-                        const char *name, struct kld_oip_text *text) {
-    bool found = false;
-    kld_oip_append(text, "[");
-    uv_mutex_lock(&tensors->mutex);
-    uint64_t now = uv_hrtime();
-    for (const struct kld_stored *stored = tensors->first; stored; stored = stored->next) {
-        if (!stored->buffer || stored->condemned || stored->owner != owner ||
-            (name && strcmp(stored->name, name) != 0))
-            continue;
-        kld_oip_append(text, "%s{\"name\":", found ? "," : "");
-        kld_oip_append_string(text, stored->name);
-        kld_oip_append(text, ",\"datatype\":\"%s\",\"shape\":", kld_dtype_name(stored->dtype));
-        kld_oip_append_shape(text, stored->shape, stored->rank);
-        kld_oip_append(text,
-                       ",\"byte_size\":%" PRIu64 ",\"device\":%" PRIu32 ",\"lifetime_ms\":%" PRIu64
-                       ",\"idle_ms\":%" PRIu64 ",\"state\":\"%s\"}",
-                       stored->bytes, kld_pool_index(stored->buffer->pool),
-                       stored->lifetime_ns / 1000000, (now - stored->used_ns) / 1000000,
-                       atomic_load(&stored->buffer->lost) ? "LOST" : "READY");
-        found = true;
-    }
-    uv_mutex_unlock(&tensors->mutex);
-    kld_oip_append(text, "]");
-    return found || !name;
+static void append(const struct kld_stored *stored, uint64_t now, struct kld_oip_text *text) {
+    kld_oip_append(text, "%s{\"name\":", text->length > 1 ? "," : "");
+    kld_oip_append_string(text, stored->name);
+    kld_oip_append(text, ",\"datatype\":\"%s\",\"shape\":", kld_dtype_name(stored->dtype));
+    kld_oip_append_shape(text, stored->shape, stored->rank);
+    kld_oip_append(text,
+                   ",\"byte_size\":%" PRIu64 ",\"device\":%" PRIu32 ",\"lifetime_ms\":%" PRIu64
+                   ",\"idle_ms\":%" PRIu64 ",\"state\":\"%s\"}",
+                   stored->bytes, kld_pool_index(stored->buffer->pool),
+                   stored->lifetime_ns / 1000000, (now - stored->used_ns) / 1000000,
+                   atomic_load(&stored->buffer->lost) ? "LOST" : "READY");
 }
 
-uint32_t kld_tensors_count(struct kld_tensors *tensors) {
+/* Under the mutex from its size to its last byte: nothing comes in between. */
+enum kld_status kld_tensors_list(struct kld_tensors *tensors, const struct kld_caller *owner,
+                                 const char *name, struct kld_oip_text *ret_text,
+                                 struct kld_error *err) {
+    uint32_t found = 0;
     uv_mutex_lock(&tensors->mutex);
-    uint32_t found = tensors->count;
+    size_t most = 3 + (size_t)tensors->count * LISTED_BYTES_MAX;
+    struct kld_oip_text text = {.data = malloc(most), .capacity = most};
+    uint64_t now = uv_hrtime();
+    if (text.data)
+        kld_oip_append(&text, "[");
+    for (const struct kld_stored *stored = tensors->first; stored && text.data;
+         stored = stored->next)
+        if (stored->buffer && !stored->condemned && stored->owner == owner &&
+            (!name || strcmp(stored->name, name) == 0)) {
+            append(stored, now, &text);
+            found++;
+        }
     uv_mutex_unlock(&tensors->mutex);
-    return found;
+    if (!text.data)
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    kld_oip_append(&text, "]");
+    if (name && !found) {
+        free(text.data);
+        return kld_error_set(err, KLD_NOT_FOUND, "no tensor of this name is stored");
+    }
+    *ret_text = text;
+    return KLD_OK;
 }

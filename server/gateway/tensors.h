@@ -61,9 +61,10 @@ enum kld_status kld_tensors_acquire(struct kld_tensors *tensors, const struct kl
                                     const struct kld_oip_tensor *input,
                                     struct kld_pool_buffer **ret_buffer, struct kld_error *err);
 
-/* A list in JSON, of one name or of all (NULL). False: no such name. */
-bool kld_tensors_append(struct kld_tensors *tensors, const struct kld_caller *owner,
-                        const char *name, struct kld_oip_text *text);
-uint32_t kld_tensors_count(struct kld_tensors *tensors);
+/* A list in JSON, of one name or of all (NULL), into memory for the caller to free().
+ * KLD_NOT_FOUND: no such name. */
+enum kld_status kld_tensors_list(struct kld_tensors *tensors, const struct kld_caller *owner,
+                                 const char *name, struct kld_oip_text *ret_text,
+                                 struct kld_error *err);
 
 #endif
