@@ -38,6 +38,16 @@ static void free_memory(struct kld_infer *infer) {
     infer->has_tensors = false;
 }
 
+/* Also of who was refused and has not sent all of his body yet: that is dropped, and takes no
+ * place. */
+static void give_place(struct kld_infer *infer) {
+    if (infer->counted)
+        kld_auth_give_request(infer->caller);
+    if (infer->placed)
+        atomic_fetch_sub(&infer->gateway->common->held, 1);
+    infer->counted = infer->placed = false;
+}
+
 /* After each step: frees what nobody holds any more. */
 void kld_infer_let_go(struct kld_infer *infer) {
     if (infer->in_pool || infer->in_worker || infer->in_response || infer->waits ||
@@ -46,13 +56,11 @@ void kld_infer_let_go(struct kld_infer *infer) {
     if (infer->exchange && !infer->exchange->replied)
         return;
     free_memory(infer);
+    give_place(infer);
     if (infer->exchange) /* a refused body may still be inside kld_body_feed() */
         return;
-    if (infer->counted)
-        kld_auth_give_request(infer->caller);
     kld_body_done(infer);
     kld_infer_arrived(infer);
-    atomic_fetch_sub(&infer->gateway->common->held, 1);
     free(infer);
 }
 
@@ -92,6 +100,9 @@ void kld_infer_fail(struct kld_infer *infer, const struct kld_error *error) {
 void kld_infer_begin(struct kld_exchange *exchange) {
     struct kld_gateway *gateway = exchange->gateway;
     struct kld_error error = {.status = KLD_OK};
+    /* Before anything may fail: kld_infer_end() takes them back. */
+    kld_stats_add(gateway->stats, KLD_STAT_http_requests_in_flight, 1);
+    atomic_fetch_add(&gateway->common->infers, 1);
     struct kld_infer *infer = calloc(1, sizeof *infer);
     if (!infer) {
         kld_error_set(&error, KLD_NO_MEMORY, "out of memory");
@@ -103,8 +114,7 @@ void kld_infer_begin(struct kld_exchange *exchange) {
     infer->caller = exchange->caller;
     infer->coding = kld_exchange_coding(exchange);
     exchange->state = infer;
-    kld_stats_add(gateway->stats, KLD_STAT_http_requests_in_flight, 1);
-    atomic_fetch_add(&gateway->common->infers, 1);
+    infer->placed = true;
     uint32_t held = atomic_fetch_add(&gateway->common->held, 1) + 1;
     if (atomic_load(&gateway->common->draining))
         kld_error_set(&error, KLD_UNAVAILABLE, "the server is shutting down; try again");

@@ -65,7 +65,7 @@ struct kld_infer {
     struct kld_gateway *gateway;
     struct kld_exchange *exchange; /* NULL: nobody waits any more */
     struct kld_caller *caller;     /* who asks, also when he has left */
-    bool counted;                  /* among the caller's requests */
+    bool counted, placed;          /* among the caller's requests; among all (gateway.h: held) */
     struct kld_link_call call;
     struct kld_pool_job job; /* in place of the call where a tensor is in a buffer */
     bool in_pool, in_worker, in_response;

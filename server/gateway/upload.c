@@ -24,7 +24,7 @@ struct upload {
     struct kld_pieces pieces;
     struct kld_deadline deadline; /* while it waits for the pool */
     uint64_t have, held_bytes;    /* received; of staging, as counted for the caller */
-    bool counted, staged, opening, starved, finished;
+    bool counted, placed, staged, opening, starved, finished;
 };
 
 /* ---- What is asked for
@@ -108,12 +108,14 @@ static void let_go(struct upload *upload) {
     upload->staged = false;
     kld_auth_give_bytes(upload->caller, upload->held_bytes);
     upload->held_bytes = 0;
-    if (upload->exchange)
-        return;
     if (upload->counted)
         kld_auth_give_request(upload->caller);
+    if (upload->placed)
+        atomic_fetch_sub(&upload->gateway->common->held, 1);
+    upload->counted = upload->placed = false; /* what is left of a refused body takes no place */
+    if (upload->exchange)
+        return;
     kld_deadline_clear(upload->gateway, &upload->deadline);
-    atomic_fetch_sub(&upload->gateway->common->held, 1);
     free(upload);
 }
 
@@ -237,6 +239,7 @@ void kld_upload_begin(struct kld_exchange *exchange, const char *name) {
     upload->gateway = exchange->gateway;
     upload->exchange = exchange;
     upload->caller = exchange->caller;
+    upload->placed = true;
     atomic_fetch_add(&upload->gateway->common->held, 1);
     atomic_fetch_add(&upload->gateway->common->infers, 1);
     kld_stats_add(upload->gateway->stats, KLD_STAT_http_requests_in_flight, 1);

@@ -98,7 +98,7 @@ def test_stored_tensors_of_one_token(make_server, tokens):
 
 
 def test_an_upload_counts_what_it_holds(make_server, tokens):
-    server = make_server(tokens=tokens, token_bytes_max="600K", http_requests_max=3, **SMALL)
+    server = make_server(tokens=tokens, token_bytes_max="600K", http_requests_max=2, **SMALL)
     path = "/v2/tensors/a?datatype=FP32&shape=2,8"
     slow = [connect(server) for _ in range(2)]
     # Four pieces of 128 KiB: one of them at a time.
@@ -116,6 +116,30 @@ def test_an_upload_counts_what_it_holds(make_server, tokens):
         one.close()
     wait_until(lambda: server.request(path, Q.tobytes(), bearer("one"), "PUT")[0] == 200, what="a free place")
     wait_until(lambda: metric(server, "kld_staging_bytes", "two") == 0, what="free staging")
+
+
+def test_who_was_refused_takes_no_place(make_server, tokens):
+    """However long the rest of his body takes: it is read and dropped, and others have his place."""
+    server = make_server(tokens=tokens, http_requests_max=2, token_requests_max=2)
+    refused = [text_of(b"{", {"Inference-Header-Content-Length": "x", **bearer("one")}, length=1000000),
+               text_of(b"{", {"Content-Encoding": "br", **bearer("one")}, length=1000000),
+               text_of(b"x", bearer("one"), "PUT", "/v2/tensors/a?datatype=FP32&shape=0", 1000000),
+               text_of(b"x", bearer("one"), "PUT", "/v2/tensors/a?datatype=FP32&shape=3", 1000000)]
+    slow = []
+    for count, text in enumerate(refused, 1):
+        slow.append(connect(server))
+        slow[-1].sendall(text)
+        wait_until(lambda: metric(server, "kld_http_requests_in_flight", "two") == count, what="a refusal")
+    for token in ("one", "two"):
+        status, _, body = server.request(INFER, DATA, {**HEADERS, **bearer(token)})
+        assert status == 200, body
+        status, _, body = server.request("/v2/tensors/a?datatype=FP32&shape=2,8", Q.tobytes(), bearer(token), "PUT")
+        assert status == 200, body
+    for one, status in zip(slow, (400, 415, 400, 400)):
+        one.sendall(bytes(999999))
+        assert one.recv(12) == b"HTTP/1.1 %d" % status
+        one.close()
+    wait_until(lambda: metric(server, "kld_http_requests_in_flight", "two") == 0, what="their ends")
 
 
 # ---- Deadlines --------------------------------------------------------------------------------------------
