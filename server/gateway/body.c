@@ -96,7 +96,8 @@ static enum kld_status grow_json(struct kld_infer *infer, uint64_t needed, struc
     while (capacity < needed)
         capacity *= 2;
     capacity = capacity < most ? capacity : most;
-    if (capacity + infer->json_capacity > kld_staging_bytes(staging)) /* it would wait for itself */
+    if (capacity + infer->json_capacity >
+        kld_staging_range_bytes_max(staging)) /* it would wait for itself */
         return kld_error_set(err, KLD_TOO_LARGE,
                              "the JSON needs more than the staging memory (staging_bytes_max)");
     enum kld_status status = kld_infer_alloc(infer, capacity, &offset, err);
@@ -116,8 +117,9 @@ static void grow_again(struct kld_infer *infer) {
     struct kld_error error;
     enum kld_status status = grow_json(infer, infer->json_wanted, &error);
     if (status == KLD_BUSY)
-        kld_infer_wait(infer, grow_again);
-    else if (status)
+        return; /* it waits on */
+    kld_wait_end(infer->gateway, &infer->waiter);
+    if (status)
         kld_infer_fail(infer, &error);
     else
         kld_exchange_continue(infer->exchange); /* it is fed again */

@@ -68,7 +68,7 @@ size_t kld_bulk_receive(struct kld_infer *infer, uint32_t index, uint64_t inside
     if (room == 0) {
         infer->starved = true;
         kld_exchange_pause(infer->exchange);
-        kld_infer_await(infer);
+        kld_infer_await(infer, KLD_LATE_PIECE);
         return 0;
     }
     size_t taken = size < room ? size : (size_t)room;
@@ -98,7 +98,7 @@ static void go_on_gathering(struct kld_infer *infer) {
     if (!infer->move_begun && !next_region(infer, infer->request.input_count)) {
         kld_pieces_flush(&infer->pieces);
         if (kld_pieces_busy(&infer->pieces))
-            kld_infer_await(infer);
+            kld_infer_await(infer, KLD_LATE_PIECE);
         else
             kld_infer_gathered(infer);
         return;
@@ -114,7 +114,7 @@ static void go_on_gathering(struct kld_infer *infer) {
     if (infer->move_bytes)
         kld_infer_step(infer, KLD_INFER_READ_REGION, true);
     else
-        kld_infer_await(infer);
+        kld_infer_await(infer, KLD_LATE_PIECE);
 }
 
 void kld_bulk_gather(struct kld_infer *infer) {
@@ -150,7 +150,7 @@ static void go_on_scattering(struct kld_infer *infer) {
     if (infer->move_bytes)
         kld_infer_step(infer, KLD_INFER_WRITE_REGION, true);
     else
-        kld_infer_await(infer);
+        kld_infer_await(infer, KLD_LATE_PIECE);
 }
 
 void kld_bulk_scatter(struct kld_infer *infer) {
@@ -220,7 +220,7 @@ static ssize_t read_reply(void *user, uint64_t position, char *to, size_t most) 
         return MHD_CONTENT_READER_END_WITH_ERROR;
     if (here == 0) {
         infer->starved = true;
-        kld_infer_await(infer);
+        kld_infer_await(infer, KLD_LATE_PIECE);
         return kld_exchange_hold(infer->exchange) ? 0 : MHD_CONTENT_READER_END_WITH_ERROR;
     }
     uint64_t bytes = here < most ? here : most;

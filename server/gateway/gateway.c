@@ -24,6 +24,7 @@
 #include "server/gateway/staging.h"
 #include "server/gateway/tensors.h"
 #include "server/gateway/tls.h"
+#include "server/gateway/wait.h"
 #include "server/log.h"
 #include "server/role.h"
 

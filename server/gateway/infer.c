@@ -50,7 +50,7 @@ static void give_place(struct kld_infer *infer) {
 
 /* After each step: frees what nobody holds any more. */
 void kld_infer_let_go(struct kld_infer *infer) {
-    if (infer->in_pool || infer->in_worker || infer->in_response || infer->waits ||
+    if (infer->in_pool || infer->in_worker || infer->in_response || infer->waiter.waits ||
         kld_pieces_busy(&infer->pieces))
         return;
     if (infer->exchange && !infer->exchange->replied)
@@ -151,7 +151,7 @@ void kld_infer_end(struct kld_exchange *exchange) {
     if (infer->in_worker && !infer->uses_buffers && kld_links_withdraw(&infer->call))
         infer->in_worker = false; /* no worker has seen it */
     kld_infer_arrived(infer);
-    kld_infer_wait_end(infer);
+    kld_wait_end(gateway, &infer->waiter);
     kld_infer_let_go(infer);
 }
 
@@ -299,6 +299,7 @@ void kld_infer_finish(struct kld_exchange *exchange) {
     struct kld_infer *infer = exchange->state;
     struct kld_error error;
     infer->body_done = true;
+    infer->body_end_ns = uv_hrtime();
     if (kld_body_finish(infer, &error))
         kld_infer_fail(infer, &error);
     else if (!infer->parsed)
@@ -377,13 +378,24 @@ static void too_late(struct kld_infer *infer) {
 
 static void call_late(struct kld_link_call *call) { too_late(infer_of(call)); }
 
-/* uv_hrtime() at which the request is too late; http_deadline_ms = 0 is never. */
-static uint64_t deadline_of(const struct kld_infer *infer) {
-    uint64_t timeout_ns = infer->request.timeout_ns, at;
-    if (!timeout_ns &&
-        __builtin_mul_overflow(infer->gateway->config->http_deadline_ms, 1000000u, &timeout_ns))
-        timeout_ns = 0;
-    return !timeout_ns || __builtin_add_overflow(uv_hrtime(), timeout_ns, &at) ? UINT64_MAX : at;
+/* http_deadline_ms is what a request gets that names no timeout, and the most that one may name; 0,
+ * like what no clock can count, is never. */
+static uint64_t timeout_of(const struct kld_infer *infer) {
+    uint64_t most, named = infer->request.timeout_ns;
+    if (__builtin_mul_overflow(infer->gateway->config->http_deadline_ms, 1000000u, &most))
+        most = 0;
+    return most && (!named || named > most) ? most : named;
+}
+
+uint64_t kld_infer_late_ns(struct kld_infer *infer, enum kld_late what) {
+    uint64_t from = uv_hrtime(), timeout_ns = timeout_of(infer), at;
+    if (what == KLD_LATE_MEMORY && !infer->memory_ns)
+        infer->memory_ns = from;
+    if (infer->body_end_ns && !infer->in_response)
+        from = infer->body_end_ns;
+    else if (what == KLD_LATE_MEMORY)
+        from = infer->memory_ns;
+    return !timeout_ns || __builtin_add_overflow(from, timeout_ns, &at) ? UINT64_MAX : at;
 }
 
 static void waited_too_long(struct kld_deadline *deadline) {
@@ -395,8 +407,9 @@ static void waited_too_long(struct kld_deadline *deadline) {
         too_late(infer);
 }
 
-void kld_infer_await(struct kld_infer *infer) {
-    kld_deadline_set(infer->gateway, &infer->deadline, deadline_of(infer), waited_too_long);
+void kld_infer_await(struct kld_infer *infer, enum kld_late what) {
+    kld_deadline_set(infer->gateway, &infer->deadline, kld_infer_late_ns(infer, what),
+                     waited_too_long);
 }
 
 void kld_infer_arrived(struct kld_infer *infer) {
@@ -413,10 +426,10 @@ static void submit_to_pool(struct kld_infer *infer) {
         job->request.bytes[slot].offset_bytes = infer->place[i];
         job->slot[slot] = infer->buffer_of[i];
     }
-    job->deadline_ns = deadline_of(infer);
+    job->deadline_ns = kld_infer_late_ns(infer, KLD_LATE_RESULT);
     job->done = job_done;
     infer->in_worker = true;
-    kld_infer_await(infer);
+    kld_infer_await(infer, KLD_LATE_RESULT);
     kld_pool_submit(infer->pieces.pool, &infer->gateway->mail, job);
 }
 
@@ -429,7 +442,7 @@ static void submit(struct kld_infer *infer) {
     call->request.op = infer->request.op;
     for (uint32_t i = 0; i < kld_infer_tensors(infer); i++)
         call->request.bytes[kld_infer_tensor(infer, i)->slot].offset_bytes = infer->place[i];
-    call->deadline_ns = deadline_of(infer);
+    call->deadline_ns = kld_infer_late_ns(infer, KLD_LATE_RESULT);
     call->pinned = infer->request.has_device;
     call->device = infer->request.device;
     call->done = call_done;

@@ -29,6 +29,7 @@
 #include "server/gateway/pieces.h"
 #include "server/gateway/pool.h"
 #include "server/gateway/regions.h"
+#include "server/gateway/wait.h"
 
 #define KLD_INFER_TENSORS_MAX (KLD_OIP_INPUTS_MAX + KLD_OIP_OUTPUTS_MAX)
 #define KLD_INFER_INLINE_BYTES_MAX (4 << 10) /* of JSON that the loop thread reads or writes */
@@ -41,6 +42,13 @@ enum kld_infer_step {
     KLD_INFER_YIELD,
     KLD_INFER_READ_REGION, /* a piece of shared memory */
     KLD_INFER_WRITE_REGION,
+};
+
+/* What a request waits for, as far as its deadline goes. */
+enum kld_late {
+    KLD_LATE_MEMORY, /* staging, or a buffer on the device */
+    KLD_LATE_PIECE,  /* one that travels */
+    KLD_LATE_RESULT,
 };
 
 /* What the pieces of a bulk request are doing. */
@@ -72,10 +80,12 @@ struct kld_infer {
     struct kld_deadline deadline; /* while a pool (pool.h) has a job of it that it waits for */
 
     /* Waiting for memory (layout.c). */
-    struct kld_infer *before, *after;
-    bool waits;
-    uint64_t wait_until_ns;
+    struct kld_waiter waiter;
     void (*retry)(struct kld_infer *infer);
+
+    /* Since when its time runs (kld_infer_late_ns()); uv_hrtime(), 0: not yet. */
+    uint64_t memory_ns;   /* it first waited for memory */
+    uint64_t body_end_ns; /* all of its body was here */
 
     /* Receiving; loop thread. */
     struct kld_inflate *inflate; /* NULL: not compressed */
@@ -159,8 +169,13 @@ void kld_infer_yield(struct kld_infer *infer);
 void kld_infer_step(struct kld_infer *infer, enum kld_infer_step step, bool large);
 void kld_infer_let_go(struct kld_infer *infer); /* frees what nobody holds any more */
 void kld_infer_count(struct kld_infer *infer, enum kld_status status);
+/* uv_hrtime() at which it is too late for what it waits for: its timeout after the end of its body,
+ * whatever it waited for before or waits for again. Until then memory has as long, from when it
+ * first waited for some. A piece of its body or reply has its own, since one that travels is
+ * progress, and how many there are is the client's to say. UINT64_MAX: never. */
+uint64_t kld_infer_late_ns(struct kld_infer *infer, enum kld_late what);
 /* It waits for a pool from now on: until kld_infer_arrived(), or its deadline. */
-void kld_infer_await(struct kld_infer *infer);
+void kld_infer_await(struct kld_infer *infer, enum kld_late what);
 void kld_infer_arrived(struct kld_infer *infer);
 void kld_infer_laid_out(struct kld_infer *infer);  /* by layout.c: go on */
 void kld_infer_gathered(struct kld_infer *infer);  /* by bulk.c: every input is in place */
@@ -170,15 +185,12 @@ void kld_infer_scattered(struct kld_infer *infer); /* by bulk.c: so is every out
  * is freed. KLD_BUSY: none free now. */
 enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, uint64_t *ret_offset,
                                 struct kld_error *err);
-/* Pauses the exchange; retry() is called now and then until it does not wait again, or the request
- * fails with KLD_BUSY at its deadline. */
+/* Pauses the exchange; retry() is called now and then until kld_wait_end(), or the request fails
+ * with KLD_BUSY at its deadline. */
 void kld_infer_wait(struct kld_infer *infer, void (*retry)(struct kld_infer *infer));
-void kld_infer_wait_end(struct kld_infer *infer); /* nothing if it does not wait */
 uint64_t kld_infer_piece_bytes(const struct kld_gateway *gateway);
 /* Finds memory for every tensor, then kld_infer_laid_out(), at once or later; or fails. */
 void kld_infer_lay_out(struct kld_infer *infer);
-enum kld_status kld_waiters_open(struct kld_gateway *gateway, struct kld_error *err);
-void kld_waiters_close(struct kld_gateway *gateway);
 
 /* bulk.c. */
 void kld_bulk_begin(struct kld_infer *infer); /* the buffer is there */

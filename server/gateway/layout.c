@@ -1,9 +1,9 @@
 /* layout.c - finds memory for an infer request: a piece of staging for all its tensors and the
  * reply's JSON, or, where that is more than its share, a buffer on the device for the large ones.
- * Requests that find staging full wait here, in order, with their connections not read (infer.h).
+ * Requests that find staging full wait (wait.h) with their connections not read (infer.h).
  * Loop thread. */
 #include <inttypes.h>
-#include <stdlib.h>
+#include <stddef.h>
 #include <string.h>
 
 #include "server/gateway/infer.h"
@@ -11,116 +11,33 @@
 #include "server/gateway/staging.h"
 #include "server/gateway/tensors.h"
 
-#define WAIT_TICK_MS 5
 #define PIECE_BYTES_MAX ((uint64_t)2 << 20)
 #define PIECE_BYTES_MIN ((uint64_t)64 << 10)
 #define BUFFER_ALIGN 256
 
 /* ---- Waiting ----------------------------------------------------------------------------------*/
 
-struct kld_waiters {
-    struct kld_infer *first, *last;
-    uv_timer_t timer; /* while there are any */
-};
-
-static void stop_waiting(struct kld_waiters *waiters, struct kld_infer *infer) {
-    infer->waits = false;
-    if (infer->before)
-        infer->before->after = infer->after;
-    else
-        waiters->first = infer->after;
-    if (infer->after)
-        infer->after->before = infer->before;
-    else
-        waiters->last = infer->before;
-    infer->before = infer->after = NULL;
+static struct kld_infer *infer_of(struct kld_waiter *waiter) {
+    return (struct kld_infer *)(void *)((char *)waiter - offsetof(struct kld_infer, waiter));
 }
 
-static void fail_late(struct kld_waiters *waiters) {
-    uint64_t now = uv_hrtime();
+static void ask_again(struct kld_waiter *waiter) {
+    struct kld_infer *infer = infer_of(waiter);
+    infer->retry(infer);
+}
+
+static void waited_too_long(struct kld_waiter *waiter) {
     struct kld_error error;
     kld_error_set(&error, KLD_BUSY, "the staging memory was in use until the deadline; try again");
-    for (struct kld_infer *infer = waiters->first, *after; infer; infer = after) {
-        after = infer->after;
-        if (infer->wait_until_ns > now)
-            continue;
-        stop_waiting(waiters, infer);
-        kld_infer_fail(infer, &error);
-    }
-}
-
-/* Staging is also freed by other loops, so it is asked for and not told. In order: whoever came
- * later does not overtake one that needs more. */
-static void look(uv_timer_t *timer) {
-    struct kld_waiters *waiters = timer->data;
-    struct kld_infer *infer;
-    while ((infer = waiters->first)) {
-        uint64_t until_ns = infer->wait_until_ns;
-        stop_waiting(waiters, infer);
-        infer->retry(infer); /* may free it */
-        if (waiters->last != infer)
-            continue;
-        stop_waiting(waiters, infer); /* it waits again: in its old place */
-        infer->wait_until_ns = until_ns;
-        infer->waits = true;
-        infer->after = waiters->first;
-        if (infer->after)
-            infer->after->before = infer;
-        else
-            waiters->last = infer;
-        waiters->first = infer;
-        fail_late(waiters);
-        return;
-    }
-    uv_timer_stop(timer);
-}
-
-/* http_deadline_ms is what a request gets that names no timeout, and the most that one may name; 0,
- * like what no clock can count, is never. */
-static uint64_t timeout_of(const struct kld_infer *infer) {
-    uint64_t most, named = infer->request.timeout_ns;
-    if (__builtin_mul_overflow(infer->gateway->config->http_deadline_ms, 1000000u, &most))
-        most = 0;
-    return most && (!named || named > most) ? most : named;
+    kld_infer_fail(infer_of(waiter), &error);
 }
 
 void kld_infer_wait(struct kld_infer *infer, void (*retry)(struct kld_infer *infer)) {
-    struct kld_waiters *waiters = infer->gateway->waiters;
-    uint64_t ns = timeout_of(infer);
-    if (!ns || __builtin_add_overflow(uv_hrtime(), ns, &infer->wait_until_ns))
-        infer->wait_until_ns = UINT64_MAX;
     kld_exchange_pause(infer->exchange);
     infer->retry = retry;
-    infer->waits = true;
-    infer->before = waiters->last;
-    infer->after = NULL;
-    if (waiters->last)
-        waiters->last->after = infer;
-    else
-        waiters->first = infer;
-    waiters->last = infer;
-    if (!uv_is_active((uv_handle_t *)&waiters->timer))
-        uv_timer_start(&waiters->timer, look, WAIT_TICK_MS, WAIT_TICK_MS);
-}
-
-void kld_infer_wait_end(struct kld_infer *infer) {
-    if (infer->waits)
-        stop_waiting(infer->gateway->waiters, infer);
-}
-
-enum kld_status kld_waiters_open(struct kld_gateway *gateway, struct kld_error *err) {
-    gateway->waiters = calloc(1, sizeof *gateway->waiters);
-    if (!gateway->waiters)
-        return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
-    uv_timer_init(&gateway->loop, &gateway->waiters->timer);
-    gateway->waiters->timer.data = gateway->waiters;
-    return KLD_OK;
-}
-
-static void timer_closed(uv_handle_t *handle) { free(handle->data); }
-
-void kld_waiters_close(struct kld_gateway *gateway) {
-    uv_close((uv_handle_t *)&gateway->waiters->timer, timer_closed);
+    infer->waiter.retry = ask_again;
+    infer->waiter.late = waited_too_long;
+    kld_wait(infer->gateway, &infer->waiter, kld_infer_late_ns(infer, KLD_LATE_MEMORY));
 }
 
 /* ---- Memory -----------------------------------------------------------------------------------*/
@@ -131,7 +48,11 @@ enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, uint64_
     enum kld_status status = kld_auth_take_bytes(gateway->auth, infer->caller, bytes, err);
     if (status)
         return status;
-    if ((status = kld_staging_alloc(gateway->staging, bytes, ret_offset, err)))
+    if (infer->in_pool) /* it does not wait there */
+        status = kld_staging_alloc(gateway->staging, bytes, ret_offset, err);
+    else
+        status = kld_staging_take(gateway->staging, &infer->waiter.turn, bytes, ret_offset, err);
+    if (status)
         kld_auth_give_bytes(infer->caller, bytes);
     else
         infer->held_bytes += bytes;
@@ -146,7 +67,7 @@ static uint64_t aligned(uint64_t bytes, uint64_t align) {
 
 /* Of the staging memory, what one request may have; at most half, so that two fit. */
 static uint64_t share_of(const struct kld_gateway *gateway) {
-    uint64_t half = kld_staging_bytes(gateway->staging) / 2;
+    uint64_t half = kld_staging_range_bytes_max(gateway->staging) / 2;
     uint64_t share = gateway->config->staging_request_bytes_max;
     return share < half ? share : half;
 }
@@ -274,7 +195,7 @@ static void open_buffer(struct kld_infer *infer) {
     infer->job.done = opened;
     infer->in_worker = true;
     kld_exchange_pause(infer->exchange);
-    kld_infer_await(infer);
+    kld_infer_await(infer, KLD_LATE_MEMORY);
     if (!infer->pieces.pool) /* else that of its stored tensors */
         infer->pieces.pool = infer->request.has_device ? gateway->pool[infer->request.device]
                                                        : kld_pool_choose(gateway);
@@ -293,6 +214,7 @@ static void take_staging(struct kld_infer *infer) {
         kld_infer_wait(infer, take_staging);
         return;
     }
+    kld_wait_end(infer->gateway, &infer->waiter);
     if (status) {
         kld_infer_fail(infer, &error);
         return;
@@ -312,7 +234,6 @@ static void take_staging(struct kld_infer *infer) {
 
 void kld_infer_lay_out(struct kld_infer *infer) {
     struct kld_error error;
-    infer->request.timeout_ns = timeout_of(infer);
     if (hold_regions(infer, &error)) {
         kld_infer_fail(infer, &error);
         return;

@@ -1,13 +1,13 @@
-/* staging.c - a sealed memfd and a first-fit allocator over it (staging.h).
- * The list of ranges covers the whole memory, in order, with no two free neighbours. A list is
- * enough: there are at most a few ranges for each request in flight. Any thread: the list is under
- * a mutex. */
+/* staging.c - a sealed memfd, a first-fit allocator over it, and whose turn it is (staging.h).
+ * Each area's list of ranges covers all of it, in order, with no two free neighbours. A list is
+ * enough: there are at most a few ranges for each request in flight. Any thread: lists and queues
+ * are under a mutex. */
 #include "server/gateway/staging.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
-#include <stdbool.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -20,13 +20,22 @@ struct range {
     bool used;
 };
 
+/* A part of the memory, with a queue of its own. */
+struct area {
+    uint64_t offset, bytes;               /* constant once open; 0 bytes: there is no such */
+    struct range *first;                  /* all of it */
+    struct kld_staging_turn *head, *tail; /* of those who hold none */
+    uint32_t holders;                     /* that wait; they stand in no order */
+};
+
 struct kld_staging {
-    int fd; /* constant once open, as bytes, memory and stats */
-    uint64_t bytes;
+    int fd; /* constant once open, as the next four */
+    uint64_t bytes, small_bytes_max;
     char *memory;
     struct kld_stats *stats; /* NULL: none */
-    uv_mutex_t mutex;
-    struct range *first; /* under the mutex, as all ranges and used_bytes */
+    _Atomic uint64_t changes;
+    uv_mutex_t mutex; /* of all below */
+    struct area large, small;
     uint64_t used_bytes;
 };
 
@@ -44,23 +53,41 @@ static enum kld_status make_memory(struct kld_staging *staging, struct kld_error
     return KLD_OK;
 }
 
+static enum kld_status open_area(struct area *area, uint64_t offset, uint64_t bytes,
+                                 struct kld_error *err) {
+    area->offset = offset;
+    area->bytes = bytes;
+    area->first = calloc(1, sizeof *area->first);
+    if (!area->first)
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    area->first->offset = offset;
+    area->first->bytes = bytes;
+    return KLD_OK;
+}
+
+static enum kld_status open_areas(struct kld_staging *staging, struct kld_error *err) {
+    uint64_t bytes = staging->bytes, small = (bytes / 16) & ~(uint64_t)4095;
+    staging->small_bytes_max = small / KLD_STAGING_SMALL_PARTS;
+    if (staging->small_bytes_max > KLD_STAGING_SMALL_BYTES)
+        staging->small_bytes_max = KLD_STAGING_SMALL_BYTES;
+    enum kld_status status = open_area(&staging->large, 0, bytes - small, err);
+    return status || !small ? status : open_area(&staging->small, bytes - small, small, err);
+}
+
 enum kld_status kld_staging_open(uint64_t bytes, struct kld_stats *stats,
                                  struct kld_staging **ret_staging, struct kld_error *err) {
     struct kld_staging *staging = calloc(1, sizeof *staging);
-    struct range *all = calloc(1, sizeof *all);
     enum kld_status status;
-    if (!staging || !all || uv_mutex_init(&staging->mutex) != 0) {
+    if (!staging || uv_mutex_init(&staging->mutex) != 0) {
         free(staging);
-        free(all);
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     }
     staging->fd = -1;
     staging->stats = stats;
-    staging->first = all;
-    staging->bytes = all->bytes = (bytes ? bytes + 4095 : 4096) & ~(uint64_t)4095;
+    staging->bytes = (bytes ? bytes + 4095 : 4096) & ~(uint64_t)4095;
     if (bytes > (uint64_t)1 << 50)
         status = kld_error_set(err, KLD_INVALID, "staging_bytes_max is over 2^50 bytes");
-    else
+    else if ((status = open_areas(staging, err)) == KLD_OK)
         status = make_memory(staging, err);
     if (status) {
         kld_staging_close(staging);
@@ -70,13 +97,18 @@ enum kld_status kld_staging_open(uint64_t bytes, struct kld_stats *stats,
     return KLD_OK;
 }
 
-void kld_staging_close(struct kld_staging *staging) {
-    if (!staging)
-        return;
-    for (struct range *range = staging->first, *after; range; range = after) {
+static void close_area(struct area *area) {
+    for (struct range *range = area->first, *after; range; range = after) {
         after = range->after;
         free(range);
     }
+}
+
+void kld_staging_close(struct kld_staging *staging) {
+    if (!staging)
+        return;
+    close_area(&staging->large);
+    close_area(&staging->small);
     if (staging->memory)
         munmap(staging->memory, staging->bytes);
     if (staging->fd >= 0)
@@ -87,6 +119,9 @@ void kld_staging_close(struct kld_staging *staging) {
 
 int kld_staging_fd(const struct kld_staging *staging) { return staging->fd; }
 uint64_t kld_staging_bytes(const struct kld_staging *staging) { return staging->bytes; }
+uint64_t kld_staging_range_bytes_max(const struct kld_staging *staging) {
+    return staging->large.bytes;
+}
 void *kld_staging_at(const struct kld_staging *staging, uint64_t offset) {
     return staging->memory + offset;
 }
@@ -105,17 +140,17 @@ static void count(struct kld_staging *staging, uint64_t used_bytes) {
         kld_stats_set(staging->stats, KLD_STAT_staging_bytes, used_bytes);
 }
 
-static enum kld_status alloc(struct kld_staging *staging, uint64_t bytes, uint64_t *ret_offset,
-                             struct kld_error *err) {
-    if (bytes > staging->bytes)
+static enum kld_status alloc(struct kld_staging *staging, struct area *area, uint64_t bytes,
+                             uint64_t *ret_offset, struct kld_error *err) {
+    if (bytes > area->bytes)
         return kld_error_set(err, KLD_TOO_LARGE,
                              "the request needs %" PRIu64 " bytes of staging memory; there are "
                              "%" PRIu64 " (staging_bytes_max)",
-                             bytes, staging->bytes);
+                             bytes, area->bytes);
     uint64_t rounded = (bytes + KLD_STAGING_ALIGN - 1) & ~(uint64_t)(KLD_STAGING_ALIGN - 1);
     if (rounded == 0)
         rounded = KLD_STAGING_ALIGN;
-    struct range *range = staging->first;
+    struct range *range = area->first;
     while (range && (range->used || range->bytes < rounded))
         range = range->after;
     if (!range)
@@ -139,13 +174,93 @@ static enum kld_status alloc(struct kld_staging *staging, uint64_t bytes, uint64
     return KLD_OK;
 }
 
+static struct area *area_for(struct kld_staging *staging, uint64_t bytes) {
+    return bytes <= staging->small_bytes_max && staging->small.bytes ? &staging->small
+                                                                     : &staging->large;
+}
+
 enum kld_status kld_staging_alloc(struct kld_staging *staging, uint64_t bytes, uint64_t *ret_offset,
                                   struct kld_error *err) {
     uv_mutex_lock(&staging->mutex);
-    enum kld_status status = alloc(staging, bytes, ret_offset, err);
+    enum kld_status status = alloc(staging, area_for(staging, bytes), bytes, ret_offset, err);
     uv_mutex_unlock(&staging->mutex);
     return status;
 }
+
+/* ---- Turns ------------------------------------------------------------------------------------*/
+
+static void leave(struct kld_staging *staging, struct kld_staging_turn *turn) {
+    struct area *area = turn->small ? &staging->small : &staging->large;
+    if (!turn->queued)
+        return;
+    turn->queued = false;
+    atomic_fetch_add(&staging->changes, 1); /* the one behind it */
+    if (turn->has[turn->small]) {
+        area->holders--;
+        return;
+    }
+    if (turn->before)
+        turn->before->after = turn->after;
+    else
+        area->head = turn->after;
+    if (turn->after)
+        turn->after->before = turn->before;
+    else
+        area->tail = turn->before;
+}
+
+static void queue(struct area *area, struct kld_staging_turn *turn, bool small) {
+    turn->queued = true;
+    turn->small = small;
+    if (turn->has[small]) {
+        area->holders++;
+        return;
+    }
+    turn->after = NULL;
+    turn->before = area->tail;
+    if (area->tail)
+        area->tail->after = turn;
+    else
+        area->head = turn;
+    area->tail = turn;
+}
+
+static enum kld_status take(struct kld_staging *staging, struct kld_staging_turn *turn,
+                            uint64_t bytes, uint64_t *ret_offset, struct kld_error *err) {
+    struct area *area = area_for(staging, bytes);
+    bool small = area == &staging->small;
+    bool waits = !turn->has[small] && (area->holders || (area->head && area->head != turn));
+    enum kld_status status =
+        waits && bytes <= area->bytes
+            ? kld_error_set(err, KLD_BUSY, "others wait for staging memory; try again")
+            : alloc(staging, area, bytes, ret_offset, err);
+    if (status != KLD_BUSY)
+        leave(staging, turn);
+    else if (!turn->queued)
+        queue(area, turn, small);
+    turn->has[small] = turn->has[small] || status == KLD_OK;
+    return status;
+}
+
+enum kld_status kld_staging_take(struct kld_staging *staging, struct kld_staging_turn *turn,
+                                 uint64_t bytes, uint64_t *ret_offset, struct kld_error *err) {
+    uv_mutex_lock(&staging->mutex);
+    enum kld_status status = take(staging, turn, bytes, ret_offset, err);
+    uv_mutex_unlock(&staging->mutex);
+    return status;
+}
+
+void kld_staging_leave(struct kld_staging *staging, struct kld_staging_turn *turn) {
+    uv_mutex_lock(&staging->mutex);
+    leave(staging, turn);
+    uv_mutex_unlock(&staging->mutex);
+}
+
+uint64_t kld_staging_changes(const struct kld_staging *staging) {
+    return atomic_load(&staging->changes);
+}
+
+/* ---- Giving back ------------------------------------------------------------------------------*/
 
 /* Joins range with the free one behind it. */
 static void join(struct range *range) {
@@ -160,6 +275,7 @@ static void join(struct range *range) {
 static void give_back(struct kld_staging *staging, struct range *range) {
     range->used = false;
     count(staging, staging->used_bytes - range->bytes);
+    atomic_fetch_add(&staging->changes, 1);
     if (range->after && !range->after->used)
         join(range);
     if (range->before && !range->before->used)
@@ -168,7 +284,8 @@ static void give_back(struct kld_staging *staging, struct range *range) {
 
 void kld_staging_free(struct kld_staging *staging, uint64_t offset) {
     uv_mutex_lock(&staging->mutex);
-    struct range *range = staging->first;
+    bool small = staging->small.bytes && offset >= staging->small.offset;
+    struct range *range = (small ? &staging->small : &staging->large)->first;
     while (range && range->offset != offset)
         range = range->after;
     if (range && range->used)

@@ -13,6 +13,7 @@
 #include "server/gateway/staging.h"
 #include "server/gateway/tensors.h"
 #include "server/gateway/upload_query.h"
+#include "server/gateway/wait.h"
 
 struct upload {
     struct kld_gateway *gateway;
@@ -23,6 +24,8 @@ struct upload {
     struct kld_pool_buffer *buffer;
     struct kld_pieces pieces;
     struct kld_deadline deadline; /* while it waits for the pool */
+    struct kld_waiter waiter;     /* for staging */
+    uint64_t body_end_ns;         /* uv_hrtime(); 0: not all of its body is here */
     uint64_t have, held_bytes;    /* received; of staging, as counted for the caller */
     bool counted, placed, staged, opening, starved, finished;
 };
@@ -95,7 +98,7 @@ static enum kld_status check_body(const struct kld_exchange *exchange, uint64_t 
  * ----------------------------------------------------------------------------------*/
 
 static void let_go(struct upload *upload) {
-    if (upload->opening || kld_pieces_busy(&upload->pieces) ||
+    if (upload->opening || upload->waiter.waits || kld_pieces_busy(&upload->pieces) ||
         (upload->exchange && !upload->exchange->replied))
         return;
     if (upload->stored)
@@ -131,10 +134,20 @@ static void waited_too_long(struct kld_deadline *deadline) {
     fail((struct upload *)(void *)((char *)deadline - offsetof(struct upload, deadline)), &error);
 }
 
+/* For memory from when it began, for what is left to travel from the end of its body, for a piece
+ * before from now: as kld_infer_late_ns() has it. */
+static uint64_t late_ns(const struct upload *upload) {
+    uint64_t ms = upload->gateway->config->http_deadline_ms, ns, at;
+    uint64_t from = upload->body_end_ns ? upload->body_end_ns
+                    : upload->buffer    ? uv_hrtime()
+                                        : upload->exchange->started_ns;
+    return !ms || __builtin_mul_overflow(ms, 1000000u, &ns) || __builtin_add_overflow(from, ns, &at)
+               ? UINT64_MAX
+               : at;
+}
+
 static void wait_for_pool(struct upload *upload) {
-    uint64_t ms = upload->gateway->config->http_deadline_ms;
-    kld_deadline_set(upload->gateway, &upload->deadline,
-                     ms ? uv_hrtime() + ms * 1000000 : UINT64_MAX, waited_too_long);
+    kld_deadline_set(upload->gateway, &upload->deadline, late_ns(upload), waited_too_long);
 }
 
 static void store(struct upload *upload) {
@@ -183,6 +196,55 @@ static void opened(struct kld_pool_job *job) {
     }
 }
 
+static void open_buffer(struct upload *upload) {
+    memset(&upload->job, 0, sizeof upload->job);
+    upload->job.kind = KLD_POOL_OPEN;
+    upload->job.bytes = upload->stored->bytes;
+    upload->job.done = opened;
+    upload->opening = true;
+    wait_for_pool(upload);
+    kld_pool_submit(upload->pieces.pool, &upload->gateway->mail, &upload->job);
+}
+
+/* Its body is not read before it has some. */
+static enum kld_status take_staging(struct upload *upload, struct kld_error *err) {
+    struct kld_gateway *gateway = upload->gateway;
+    enum kld_status status =
+        kld_staging_take(gateway->staging, &upload->waiter.turn, upload->held_bytes,
+                         &upload->pieces.staging_offset, err);
+    if (status == KLD_BUSY) {
+        kld_exchange_pause(upload->exchange);
+        kld_wait(gateway, &upload->waiter, late_ns(upload));
+        return KLD_OK;
+    }
+    bool waited = upload->waiter.waits;
+    kld_wait_end(gateway, &upload->waiter);
+    if (status)
+        return status;
+    upload->staged = true;
+    upload->exchange->held_bytes = upload->held_bytes;
+    open_buffer(upload);
+    if (waited)
+        kld_exchange_continue(upload->exchange);
+    return KLD_OK;
+}
+
+static struct upload *upload_of(struct kld_waiter *waiter) {
+    return (struct upload *)(void *)((char *)waiter - offsetof(struct upload, waiter));
+}
+
+static void ask_again(struct kld_waiter *waiter) {
+    struct kld_error error;
+    if (take_staging(upload_of(waiter), &error))
+        fail(upload_of(waiter), &error);
+}
+
+static void no_staging(struct kld_waiter *waiter) {
+    struct kld_error error;
+    kld_error_set(&error, KLD_BUSY, "the staging memory was in use until the deadline; try again");
+    fail(upload_of(waiter), &error);
+}
+
 static enum kld_status start(struct upload *upload, const char *name, struct kld_error *err) {
     struct kld_exchange *exchange = upload->exchange;
     struct kld_gateway *gateway = upload->gateway;
@@ -215,17 +277,9 @@ static enum kld_status start(struct upload *upload, const char *name, struct kld
     if ((status = kld_auth_take_bytes(gateway->auth, upload->caller, bytes, err)))
         return status;
     upload->held_bytes = bytes;
-    if ((status = kld_staging_alloc(gateway->staging, bytes, &pieces->staging_offset, err)))
-        return status;
-    upload->staged = true;
-    exchange->held_bytes = bytes;
-    upload->job.kind = KLD_POOL_OPEN;
-    upload->job.bytes = wanted.bytes;
-    upload->job.done = opened;
-    upload->opening = true;
-    wait_for_pool(upload);
-    kld_pool_submit(pieces->pool, &gateway->mail, &upload->job);
-    return KLD_OK;
+    upload->waiter.retry = ask_again;
+    upload->waiter.late = no_staging;
+    return take_staging(upload, err);
 }
 
 void kld_upload_begin(struct kld_exchange *exchange, const char *name) {
@@ -290,6 +344,7 @@ void kld_upload_finish(struct kld_exchange *exchange) {
         return;
     }
     upload->finished = true;
+    upload->body_end_ns = uv_hrtime();
     kld_pieces_flush(&upload->pieces);
     if (kld_pieces_busy(&upload->pieces))
         wait_for_pool(upload);
@@ -304,5 +359,6 @@ void kld_upload_end(struct kld_exchange *exchange) {
     atomic_fetch_sub(&upload->gateway->common->infers, 1);
     kld_stats_add(upload->gateway->stats, KLD_STAT_http_requests_in_flight, -1);
     upload->exchange = NULL;
+    kld_wait_end(upload->gateway, &upload->waiter);
     let_go(upload);
 }

@@ -240,6 +240,100 @@ def test_a_deadline_behind_one_who_waits_longer(make_server):
     assert [reply[0] for reply in replies] == [200] * 3
 
 
+def filled(server, q):
+    """Two connections that hold nearly all of 640 KiB and send no more."""
+    headers, data = oip.body({"predictions": q, "targets": q})
+    host, port = server.address.rsplit(":", 1)
+    head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n" + \
+        "".join(f"{k}: {v}\r\n" for k, v in headers.items()) + "\r\n"
+    connections = [socket.create_connection((host, int(port)), 60) for _ in range(2)]
+    for one in connections:
+        one.sendall(head.encode() + data[:-1])
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] > 480000, what="full staging")
+    return connections
+
+
+FULL = {"staging_bytes_max": "640K", "staging_request_bytes_max": "320K"}
+
+
+def test_nobody_overtakes_those_who_wait(make_server):
+    """However little a newcomer wants, and whichever loop he came to."""
+    server = make_server(http_threads=2, **FULL)
+    large, small = probabilities((100, 300), 24), probabilities((20, 50), 25)
+    first, second = filled(server, large)
+    replies, asked = [], []
+
+    def asker(q):
+        headers, data = oip.body({"predictions": q, "targets": q})
+        asked.append(threading.Thread(target=ask, args=(server, replies, data, headers)))
+        asked[-1].start()
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 2 + len(asked), what="one who waits")
+    asker(large)
+    time.sleep(0.1)
+    held = server.metrics()["kld_staging_bytes"]
+    for _ in range(4):
+        asker(small)
+    time.sleep(0.3)
+    assert not replies and server.metrics()["kld_staging_bytes"] < held + 4 * 1000  # JSON alone
+    first.close()
+    for one in asked:
+        one.join()
+    assert [reply[0] for reply in replies] == [200] * 5
+    second.close()
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_an_upload_waits_for_staging(make_server, leave):
+    server = make_server(http_deadline_ms=20000 if leave else 600, **FULL)
+    first, second = filled(server, probabilities((100, 300), 26))
+    replies, q = [], probabilities((50, 60), 27)
+    path = "/v2/tensors/a?datatype=FP32&shape=50,60"
+    begin = time.monotonic()
+    put = threading.Thread(target=lambda: replies.append(server.request(path, q.tobytes(), method="PUT")))
+    put.start()
+    wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 3, what="the upload")
+    if leave:
+        time.sleep(0.2)
+        assert not replies
+        first.close()
+    put.join()
+    status, headers, body = replies[0]
+    if leave:
+        assert status == 200, body
+        assert server.request("/v2/tensors/a", method="DELETE")[0] == 200
+    else:
+        assert status == 503 and headers["Retry-After"] and b"staging" in body
+        assert 0.5 < time.monotonic() - begin < 10
+        assert server.json("/v2/tensors") == (200, [])
+    first.close()
+    second.close()
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == server.metrics()[POOL] == 0, what="free memory")
+
+
+def test_a_deadline_is_one_moment(make_server):
+    """What a request waited for before does not give it more time for what it waits for next."""
+    server = make_server(**FULL)
+    connections = filled(server, probabilities((100, 300), 28))
+    q, replies = probabilities((80, 80), 29, "<f8").round(3), []
+    headers, data = oip.body({"predictions": q, "targets": q}, None, {"timeout": 1500000}, False)
+    worker, begin = server.child("worker"), time.monotonic()
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        asker = threading.Thread(target=ask, args=(server, replies, data, headers))
+        asker.start()
+        wait_until(lambda: server.metrics()["kld_http_received_bytes_total"] > 565000, what="the request")
+        time.sleep(1)
+        for one in connections:
+            one.close()
+        asker.join()
+        took = time.monotonic() - begin
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert replies[0][0] == 408 and 1.4 < took < 2.2, (replies, took)
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
+
+
 # ---- What breaks off ------------------------------------------------------------------------------
 
 def clean(server, base):

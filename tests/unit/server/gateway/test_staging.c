@@ -71,11 +71,99 @@ START_TEST(ranges_never_overlap_and_coalesce) {
             kld_staging_free(staging, slot[i].offset);
     ck_assert_uint_eq(kld_staging_used_bytes(staging), 0);
     uint64_t all;
-    ck_assert_int_eq(kld_staging_alloc(staging, BYTES, &all, NULL), KLD_OK);
+    ck_assert_int_eq(kld_staging_alloc(staging, kld_staging_range_bytes_max(staging), &all, NULL),
+                     KLD_OK);
     ck_assert_uint_eq(all, 0);
     kld_staging_close(staging);
 }
 END_TEST
 
+static struct kld_staging *queued;
+
+static enum kld_status take(struct kld_staging_turn *turn, uint64_t bytes, uint64_t *ret_offset) {
+    return kld_staging_take(queued, turn, bytes, ret_offset, NULL);
+}
+
+START_TEST(no_newcomer_overtakes) {
+    struct kld_staging_turn first = {.queued = false}, second = first, third = first, gone = first;
+    uint64_t all, a, b, c;
+    ck_assert_int_eq(kld_staging_open(4096, NULL, &queued, NULL), KLD_OK);
+    ck_assert_int_eq(kld_staging_alloc(queued, 3072, &all, NULL), KLD_OK);
+    ck_assert_int_eq(take(&first, 2048, &a), KLD_BUSY);
+    ck_assert_int_eq(take(&gone, 64, &b), KLD_BUSY); /* there is room for it, but not yet */
+    ck_assert_int_eq(take(&second, 64, &b), KLD_BUSY);
+    ck_assert_int_eq(take(&third, 5000, &b), KLD_TOO_LARGE); /* need not wait to hear that */
+    uint64_t changes = kld_staging_changes(queued);
+    ck_assert_int_eq(take(&first, 2048, &a), KLD_BUSY);
+    ck_assert_uint_eq(kld_staging_changes(queued), changes);
+    kld_staging_free(queued, all);
+    ck_assert_uint_ne(kld_staging_changes(queued), changes);
+    ck_assert_int_eq(take(&second, 64, &b), KLD_BUSY);
+    ck_assert_int_eq(take(&first, 2048, &a), KLD_OK);
+    ck_assert_int_eq(take(&second, 64, &b), KLD_BUSY); /* behind the one that goes */
+    kld_staging_leave(queued, &gone);
+    kld_staging_leave(queued, &gone);
+    ck_assert_int_eq(take(&second, 64, &b), KLD_OK);
+    ck_assert_int_eq(take(&third, 64, &c), KLD_OK);
+    kld_staging_close(queued);
+}
+END_TEST
+
+/* Who waits for more would wait for ever if those who have some had to stand behind him. */
+START_TEST(who_has_some_gets_more_before_newcomers) {
+    struct kld_staging_turn large = {.queued = false}, small = large, comer = large;
+    uint64_t a, b, more, rest;
+    ck_assert_int_eq(kld_staging_open(4096, NULL, &queued, NULL), KLD_OK);
+    ck_assert_int_eq(take(&large, 64, &a), KLD_OK);
+    ck_assert_int_eq(take(&small, 1024, &b), KLD_OK);
+    ck_assert_int_eq(take(&large, 3072, &more), KLD_BUSY);
+    ck_assert_int_eq(take(&comer, 64, &rest), KLD_BUSY);
+    ck_assert_int_eq(take(&small, 512, &rest), KLD_OK);
+    kld_staging_free(queued, rest);
+    kld_staging_free(queued, b);
+    ck_assert_int_eq(take(&comer, 64, &rest), KLD_BUSY);
+    ck_assert_int_eq(take(&large, 3072, &more), KLD_OK);
+    ck_assert_int_eq(take(&comer, 64, &rest), KLD_OK);
+    ck_assert_int_eq(take(&large, 4000, &more), KLD_BUSY);
+    kld_staging_leave(queued, &large);
+    kld_staging_free(queued, rest);
+    ck_assert_int_eq(take(&(struct kld_staging_turn){.queued = false}, 64, &rest), KLD_OK);
+    kld_staging_close(queued);
+}
+END_TEST
+
+#define STAGING ((uint64_t)64 << 20)
+
+START_TEST(small_ones_do_not_wait_for_large_ones) {
+    struct kld_staging_turn large = {.queued = false}, small = large, more = large;
+    uint64_t a, b, most;
+    ck_assert_int_eq(kld_staging_open(STAGING, NULL, &queued, NULL), KLD_OK);
+    most = kld_staging_range_bytes_max(queued);
+    ck_assert_uint_lt(most, STAGING);
+    ck_assert_int_eq(kld_staging_alloc(queued, most + 1, &a, NULL), KLD_TOO_LARGE);
+    ck_assert_int_eq(take(&large, most, &a), KLD_OK);
+    ck_assert_int_eq(take(&more, most, &b), KLD_BUSY);
+    uint64_t count = 0, last = 0;
+    struct kld_staging_turn many = {.queued = false};
+    while (take(&many, KLD_STAGING_SMALL_BYTES, &b) == KLD_OK) {
+        ck_assert_uint_ge(b, most);
+        last = b;
+        count++;
+    }
+    kld_staging_leave(queued, &many);
+    ck_assert_uint_eq(count, (STAGING - most) / KLD_STAGING_SMALL_BYTES);
+    kld_staging_free(queued, last);
+    ck_assert_uint_eq(kld_staging_used_bytes(queued), most + (count - 1) * KLD_STAGING_SMALL_BYTES);
+    kld_staging_free(queued, a);
+    /* Who has a small one only is a newcomer among the large. */
+    small.has[1] = true;
+    ck_assert_int_eq(take(&small, most, &b), KLD_BUSY);
+    ck_assert_int_eq(take(&more, most, &b), KLD_OK);
+    kld_staging_close(queued);
+}
+END_TEST
+
 UNIT_MAIN("server/gateway/staging", memory_is_sealed_and_zeroed,
-          full_is_busy_and_more_than_all_is_too_large, ranges_never_overlap_and_coalesce)
+          full_is_busy_and_more_than_all_is_too_large, ranges_never_overlap_and_coalesce,
+          no_newcomer_overtakes, who_has_some_gets_more_before_newcomers,
+          small_ones_do_not_wait_for_large_ones)

@@ -1,0 +1,86 @@
+/* wait.c - a list of those who wait for staging, and a timer that runs while there are any
+ * (wait.h). Loop thread. */
+#include "server/gateway/wait.h"
+
+#include <stdlib.h>
+
+struct kld_waiters {
+    struct kld_staging *staging;
+    struct kld_waiter *first, *last;
+    struct kld_waiter *next; /* of the round that is on: the one to look at then */
+    uint64_t seen;           /* kld_staging_changes() of the last round */
+    uv_timer_t timer;
+};
+
+static void take_out(struct kld_waiters *waiters, struct kld_waiter *waiter) {
+    if (waiters->next == waiter)
+        waiters->next = waiter->after;
+    if (waiter->before)
+        waiter->before->after = waiter->after;
+    else
+        waiters->first = waiter->after;
+    if (waiter->after)
+        waiter->after->before = waiter->before;
+    else
+        waiters->last = waiter->before;
+    waiter->before = waiter->after = NULL;
+    waiter->waits = false;
+    kld_staging_leave(waiters->staging, &waiter->turn);
+}
+
+static void look(uv_timer_t *timer) {
+    struct kld_waiters *waiters = timer->data;
+    uint64_t now = uv_hrtime(), changes = kld_staging_changes(waiters->staging);
+    bool changed = changes != waiters->seen;
+    waiters->seen = changes;
+    for (waiters->next = waiters->first; waiters->next;) {
+        struct kld_waiter *waiter = waiters->next;
+        waiters->next = waiter->after;
+        if (waiter->until_ns <= now) {
+            take_out(waiters, waiter);
+            waiter->late(waiter); /* may free it, and end others */
+        } else if (changed) {
+            waiter->retry(waiter);
+        }
+    }
+    if (!waiters->first)
+        uv_timer_stop(timer);
+}
+
+void kld_wait(struct kld_gateway *gateway, struct kld_waiter *waiter, uint64_t until_ns) {
+    struct kld_waiters *waiters = gateway->waiters;
+    if (waiter->waits)
+        return;
+    waiter->waits = true;
+    waiter->until_ns = until_ns;
+    waiter->before = waiters->last;
+    waiter->after = NULL;
+    if (waiters->last)
+        waiters->last->after = waiter;
+    else
+        waiters->first = waiter;
+    waiters->last = waiter;
+    if (!uv_is_active((uv_handle_t *)&waiters->timer))
+        uv_timer_start(&waiters->timer, look, KLD_WAIT_TICK_MS, KLD_WAIT_TICK_MS);
+}
+
+void kld_wait_end(struct kld_gateway *gateway, struct kld_waiter *waiter) {
+    if (waiter->waits)
+        take_out(gateway->waiters, waiter);
+}
+
+enum kld_status kld_waiters_open(struct kld_gateway *gateway, struct kld_error *err) {
+    struct kld_waiters *waiters = gateway->waiters = calloc(1, sizeof *waiters);
+    if (!waiters)
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    waiters->staging = gateway->staging;
+    uv_timer_init(&gateway->loop, &waiters->timer);
+    waiters->timer.data = waiters;
+    return KLD_OK;
+}
+
+static void timer_closed(uv_handle_t *handle) { free(handle->data); }
+
+void kld_waiters_close(struct kld_gateway *gateway) {
+    uv_close((uv_handle_t *)&gateway->waiters->timer, timer_closed);
+}
