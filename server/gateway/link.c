@@ -1,7 +1,5 @@
 /* link.c - connects to a worker, sends calls, watches their deadlines (link.h).
- * Does not know HTTP, nor the other workers. Everything on the gateway's loop thread, but
- * connect_work(), which runs on the thread pool and is the only user of the connection until it has
- * ended. */
+ * Does not know HTTP, nor the other workers. Loop thread. */
 #include "server/gateway/link.h"
 
 #include <stdio.h>
@@ -10,8 +8,6 @@
 
 #include "server/log.h"
 
-#define CONNECT_TIMEOUT_NS 1000000000u
-#define CONNECT_PAUSE_NS 100000000u
 #define TICK_MS 10 /* how exactly deadlines are kept */
 
 struct list {
@@ -20,18 +16,16 @@ struct list {
 
 struct kld_link {
     const struct kld_link_options *options;
-    uint32_t index;    /* of the worker */
-    uint32_t load;     /* calls waiting and running */
-    uv_work_t connect; /* on the pool while `connecting` */
-    uv_timer_t tick;   /* runs while there are calls, or until the next try to connect */
-    uv_poll_t poll;    /* kld_fd(), once connected */
-    bool connecting, connected, closing, complained;
-    int open_handles;                  /* tick, poll: to be closed */
-    struct kld_connection *connection; /* the pool's while connecting, then the loop's */
-    struct kld_region *region;         /* of staging */
-    struct kld_error connect_error;    /* the pool's while connecting */
+    uint32_t index;  /* of the worker */
+    uint32_t load;   /* calls waiting and running */
+    uv_timer_t tick; /* runs while there are calls */
+    uv_poll_t poll;  /* kld_fd() */
+    bool connected;  /* the worker has greeted us once; libkld finds its successors */
+    bool closing, complained;
+    int open_handles; /* tick, poll: to be closed */
+    struct kld_connection *connection;
+    struct kld_region *region; /* of staging */
     uint32_t streams, next_stream;
-    uint64_t connect_again_ns; /* uv_hrtime(); not before */
     struct list waiting, running;
     void (*closed)(void *user);
     void *closed_user;
@@ -103,15 +97,26 @@ static void send_waiting(struct kld_link *link) {
     }
 }
 
+static void look_for_greeting(struct kld_link *link) {
+    struct kld_server_info info;
+    if (kld_info(link->connection, &info, NULL) != KLD_OK)
+        return;
+    link->connected = true;
+    link->streams = info.streams_max ? info.streams_max : 1;
+    kld_log(KLD_LOG_INFO, "worker connected", "worker=%u streams=%u", link->index, link->streams);
+}
+
 static void process(struct kld_link *link) {
     struct kld_error error = {.status = KLD_OK};
-    if (!link->connected || link->closing)
+    if (link->closing)
         return;
     enum kld_status status = kld_process(link->connection, 0, &error);
     if (status && !link->complained)
         kld_log(KLD_LOG_WARN, "worker not reachable", "worker=%u reason=\"%s\"", link->index,
                 error.text);
     link->complained = status != KLD_OK;
+    if (!link->connected)
+        look_for_greeting(link);
     send_waiting(link);
 }
 
@@ -136,75 +141,30 @@ static void watch_deadlines(struct kld_link *link) {
     }
 }
 
-static void connect_work(uv_work_t *work) {
-    struct kld_link *link = work->data;
-    struct kld_connect_options options = {.client_name = "gateway",
-                                          .connect_timeout_ns = CONNECT_TIMEOUT_NS};
-    const char *path = link->options->config->unix;
-    char url[KLD_CONFIG_TEXT_MAX + 24];
-    snprintf(url, sizeof url, link->index ? "unix:%s.%u" : "unix:%s", path, link->index);
-    if (kld_connect(url, &options, &link->connection, &link->connect_error) != KLD_OK) {
-        link->connection = NULL;
-        return;
-    }
-    if (kld_region_import_memfd(link->connection, kld_staging_fd(link->options->staging),
-                                kld_staging_bytes(link->options->staging), &link->region,
-                                &link->connect_error) == KLD_OK)
-        return;
-    kld_close(link->connection);
-    link->connection = NULL;
-}
-
-static void finish_close(struct kld_link *link);
-
-static void connect_ended(uv_work_t *work, int status) {
-    struct kld_link *link = work->data;
-    struct kld_server_info info;
-    link->connecting = false;
-    if (link->closing) {
-        finish_close(link);
-        return;
-    }
-    if (!link->connection) {
-        if (!link->complained)
-            kld_log(KLD_LOG_WARN, "worker not reachable", "worker=%u reason=\"%s\"", link->index,
-                    link->connect_error.text);
-        link->complained = true;
-        link->connect_again_ns = uv_hrtime() + CONNECT_PAUSE_NS; /* by the tick */
-        return;
-    }
-    link->complained = false;
-    link->streams = 1;
-    if (kld_info(link->connection, &info, NULL) == KLD_OK && info.streams_max)
-        link->streams = info.streams_max;
-    if (uv_poll_init(link->options->loop, &link->poll, kld_fd(link->connection)) != 0) {
-        kld_close(link->connection);
-        link->connection = NULL;
-        link->connect_again_ns = uv_hrtime() + CONNECT_PAUSE_NS;
-        return;
-    }
-    link->poll.data = link;
-    link->open_handles++;
-    uv_poll_start(&link->poll, UV_READABLE, readable);
-    link->connected = true;
-    kld_log(KLD_LOG_INFO, "worker connected", "worker=%u streams=%u", link->index, link->streams);
-    send_waiting(link);
-}
-
-static void start_connecting(struct kld_link *link) {
-    link->connecting =
-        uv_queue_work(link->options->loop, &link->connect, connect_work, connect_ended) == 0;
-}
-
 /* Also drives libkld while calls are on, should it wait for time to pass and not for a frame. */
 static void ticked(uv_timer_t *timer) {
     struct kld_link *link = timer->data;
-    if (!link->connected && !link->connecting && uv_hrtime() >= link->connect_again_ns)
-        start_connecting(link);
     process(link);
     watch_deadlines(link);
-    if (!link->running.first && !link->waiting.first && link->connected)
+    if (!link->running.first && !link->waiting.first)
         uv_timer_stop(timer);
+}
+
+/* Waits for nobody: the worker is looked for inside kld_process(). */
+static enum kld_status connect_later(struct kld_link *link, struct kld_error *err) {
+    struct kld_connect_options options = {.client_name = "gateway", .lazy = true};
+    struct kld_staging *staging = link->options->staging;
+    const char *path = link->options->config->unix;
+    char url[KLD_CONFIG_TEXT_MAX + 24];
+    snprintf(url, sizeof url, link->index ? "unix:%s.%u" : "unix:%s", path, link->index);
+    enum kld_status status = kld_connect(url, &options, &link->connection, err);
+    if (status == KLD_OK)
+        status = kld_region_import_memfd(link->connection, kld_staging_fd(staging),
+                                         kld_staging_bytes(staging), &link->region, err);
+    if (status == KLD_OK &&
+        uv_poll_init(link->options->loop, &link->poll, kld_fd(link->connection)) != 0)
+        status = kld_error_set(err, KLD_NO_MEMORY, "the worker's answers cannot be watched");
+    return status;
 }
 
 enum kld_status kld_link_open(const struct kld_link_options *options, uint32_t index,
@@ -214,12 +174,17 @@ enum kld_status kld_link_open(const struct kld_link_options *options, uint32_t i
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     link->options = options;
     link->index = index;
-    link->connect.data = link;
+    link->streams = 1;
+    enum kld_status status = connect_later(link, err);
+    if (status) {
+        kld_close(link->connection);
+        free(link);
+        return status;
+    }
     uv_timer_init(options->loop, &link->tick);
-    link->tick.data = link;
-    link->open_handles = 1;
-    uv_timer_start(&link->tick, ticked, TICK_MS, TICK_MS);
-    start_connecting(link);
+    link->tick.data = link->poll.data = link;
+    link->open_handles = 2;
+    uv_poll_start(&link->poll, UV_READABLE, readable);
     *ret_link = link;
     return KLD_OK;
 }
@@ -269,22 +234,14 @@ static void give_up(struct list *list) {
     }
 }
 
-static void finish_close(struct kld_link *link) {
-    kld_close(link->connection); /* drops the region too */
-    link->connection = NULL;
-    give_up(&link->running);
-    give_up(&link->waiting);
-    uv_close((uv_handle_t *)&link->tick, handle_closed);
-    if (link->connected)
-        uv_close((uv_handle_t *)&link->poll, handle_closed);
-}
-
 void kld_link_close(struct kld_link *link, void (*closed)(void *user), void *user) {
     link->closing = true;
     link->closed = closed;
     link->closed_user = user;
-    if (link->connected)
-        uv_poll_stop(&link->poll);
-    if (!link->connecting)
-        finish_close(link);
+    uv_poll_stop(&link->poll);
+    kld_close(link->connection); /* drops the region too */
+    give_up(&link->running);
+    give_up(&link->waiting);
+    uv_close((uv_handle_t *)&link->tick, handle_closed);
+    uv_close((uv_handle_t *)&link->poll, handle_closed);
 }

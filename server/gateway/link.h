@@ -1,10 +1,10 @@
 /* link.h - the gateway's connection to one worker: an ordinary client through libkld. Which worker
  * computes what is decided in links.c.
  *
- * The connection is made on the thread pool (connecting blocks); calls that come earlier wait. It
- * is never given up: while the worker is gone, libkld finds the next one and sends again what can
- * safely run again. As many calls are with the worker as it allows one client; the others wait here
- * in order.
+ * Connecting blocks nobody (libkld's lazy connections); calls that come earlier wait. The
+ * connection is never given up: while the worker is gone, libkld finds the next one and sends again
+ * what can safely run again. As many calls are with the worker as it allows one client; the others
+ * wait here in order.
  *
  * A call and the staging memory it names belong to the link from kld_link_submit() until done().
  * A deadline (late()) only tells the caller that nobody waits for the answer any more. Neither it

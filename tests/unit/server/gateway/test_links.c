@@ -2,7 +2,11 @@
  * does not come back. */
 #include "server/gateway/links.h"
 
+#include <stdio.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
 
 #include "tests/unit/client/fake_worker.h"
 #include "tests/unit/unit.h"
@@ -82,6 +86,7 @@ static void setup(void) {
     ck_assert_uint_eq(kld_links_count(links), 2);
 }
 
+static void do_not_mind(void *user) {}
 static void links_closed(void *user) { uv_close((uv_handle_t *)&patience, NULL); }
 
 static void teardown(void) {
@@ -186,6 +191,46 @@ START_TEST(one_that_is_late_is_not_moved) {
 }
 END_TEST
 
+/* The first of several loops' links must not take the threads that JSON and shared memory need. */
+static uv_work_t work[16];
+static int worked;
+
+static void do_nothing(uv_work_t *one) {}
+static void count_work(uv_work_t *one, int status) { worked++; }
+
+START_TEST(a_worker_that_does_not_answer_holds_up_no_thread) {
+    struct kld_links *others[4];
+    fake_worker_open(&first);
+    int silent = socket(AF_UNIX, SOCK_SEQPACKET, 0);
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    snprintf(address.sun_path, sizeof address.sun_path, "/tmp/kld-silent-%d", (int)getpid());
+    ck_assert_int_eq(bind(silent, (struct sockaddr *)&address, sizeof address), 0);
+    ck_assert_int_eq(listen(silent, 16), 0);
+    strcpy(config.unix, address.sun_path);
+    page.workers = 1;
+    uv_loop_init(&loop);
+    ck_assert_int_eq(kld_staging_open(1 << 16, NULL, &staging, &err), KLD_OK);
+    uint64_t begin = uv_hrtime();
+    for (int i = 0; i < 4; i++)
+        ck_assert_int_eq(kld_links_open(&loop, &config, &page, staging, &others[i], &err), KLD_OK);
+    for (int i = 0; i < 16; i++)
+        ck_assert_int_eq(uv_queue_work(&loop, &work[i], do_nothing, count_work), 0);
+    while (worked < 16)
+        uv_run(&loop, UV_RUN_ONCE);
+    ck_assert_uint_lt(uv_hrtime() - begin, UINT64_C(700000000));
+    uv_timer_init(&loop, &patience);
+    for (int i = 0; i < 4; i++)
+        kld_links_close(others[i], i ? do_not_mind : links_closed, NULL);
+    uv_run(&loop, UV_RUN_DEFAULT);
+    ck_assert_int_eq(uv_loop_close(&loop), 0);
+    kld_staging_close(staging);
+    fake_worker_close(&first);
+    close(silent);
+    unlink(address.sun_path);
+}
+END_TEST
+
 UNIT_MAIN("server/gateway/links", the_one_with_the_least_in_flight,
           one_that_serves_unless_the_caller_names_another, a_worker_that_never_takes_it_is_left,
-          what_kills_a_device_is_not_given_to_the_next, one_that_is_late_is_not_moved)
+          what_kills_a_device_is_not_given_to_the_next, one_that_is_late_is_not_moved,
+          a_worker_that_does_not_answer_holds_up_no_thread)
