@@ -6,6 +6,7 @@
 #include <gnutls/crypto.h>
 #include <gnutls/gnutls.h>
 #include <inttypes.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -177,25 +178,33 @@ enum kld_status kld_auth_check(const struct kld_caller *caller, enum kld_right r
                          rights[i].name);
 }
 
+/* What is refused was never added, not even for a moment: another loop must not refuse because of
+ * it. */
 enum kld_status kld_auth_take_request(struct kld_auth *auth, struct kld_caller *caller,
                                       struct kld_error *err) {
-    if (atomic_fetch_add(&caller->requests, 1) < auth->requests_max || !auth->count)
-        return KLD_OK;
-    kld_auth_give_request(caller);
-    return kld_error_set(err, KLD_THROTTLED,
-                         "%" PRIu64 " requests of this token are in flight, the most allowed "
-                         "(token_requests_max); try again",
-                         auth->requests_max);
+    uint32_t before = atomic_load(&caller->requests);
+    do {
+        if (auth->count && before >= auth->requests_max)
+            return kld_error_set(err, KLD_THROTTLED,
+                                 "%" PRIu64
+                                 " requests of this token are in flight, the most allowed "
+                                 "(token_requests_max); try again",
+                                 auth->requests_max);
+    } while (!atomic_compare_exchange_weak(&caller->requests, &before, before + 1));
+    return KLD_OK;
 }
 
 /* counter: the caller's, of what `what` names, which `setting` limits. */
 static enum kld_status take(const struct kld_auth *auth, _Atomic uint64_t *counter, uint64_t bytes,
                             uint64_t most, const char *what, const char *setting,
                             struct kld_error *err) {
-    uint64_t before = atomic_fetch_add(counter, bytes);
-    if (!auth->count || (bytes <= most && before <= most - bytes))
+    uint64_t before = atomic_load(counter);
+    bool fits;
+    do {
+        fits = !auth->count || (bytes <= most && before <= most - bytes);
+    } while (fits && !atomic_compare_exchange_weak(counter, &before, before + bytes));
+    if (fits)
         return KLD_OK;
-    atomic_fetch_sub(counter, bytes);
     if (bytes > most)
         return kld_error_set(err, KLD_TOO_LARGE,
                              "the request needs %" PRIu64 " bytes of %s; a token may have %" PRIu64

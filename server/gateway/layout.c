@@ -210,10 +210,12 @@ static void take_staging(struct kld_infer *infer) {
     reply = reply < json_max ? reply : json_max;
     enum kld_status status =
         kld_infer_alloc(infer, infer->tensors_bytes + reply, &infer->tensors_offset, &error);
-    if (status == KLD_BUSY) {
+    bool alone = infer->json_capacity && kld_staging_alone(gateway->staging, infer->json_offset);
+    if (status == KLD_BUSY && !alone) {
         kld_infer_wait(infer, take_staging);
         return;
     }
+    kld_staging_leave(gateway->staging, &infer->waiter.turn);
     kld_wait_end(infer->gateway, &infer->waiter);
     if (status) {
         kld_infer_fail(infer, &error);

@@ -26,6 +26,7 @@ struct area {
     struct range *first;                  /* all of it */
     struct kld_staging_turn *head, *tail; /* of those who hold none */
     uint32_t holders;                     /* that wait; they stand in no order */
+    uint64_t used_bytes;
 };
 
 struct kld_staging {
@@ -36,7 +37,6 @@ struct kld_staging {
     _Atomic uint64_t changes;
     uv_mutex_t mutex; /* of all below */
     struct area large, small;
-    uint64_t used_bytes;
 };
 
 static enum kld_status make_memory(struct kld_staging *staging, struct kld_error *err) {
@@ -128,16 +128,23 @@ void *kld_staging_at(const struct kld_staging *staging, uint64_t offset) {
 
 uint64_t kld_staging_used_bytes(struct kld_staging *staging) {
     uv_mutex_lock(&staging->mutex);
-    uint64_t used = staging->used_bytes;
+    uint64_t used = staging->large.used_bytes + staging->small.used_bytes;
     uv_mutex_unlock(&staging->mutex);
     return used;
 }
 
 /* Under the mutex, so that the gauge ends with the last value. */
-static void count(struct kld_staging *staging, uint64_t used_bytes) {
-    staging->used_bytes = used_bytes;
+static void count(struct kld_staging *staging, struct area *area, int64_t more) {
+    area->used_bytes += (uint64_t)more;
     if (staging->stats)
-        kld_stats_set(staging->stats, KLD_STAT_staging_bytes, used_bytes);
+        kld_stats_set(staging->stats, KLD_STAT_staging_bytes,
+                      staging->large.used_bytes + staging->small.used_bytes);
+}
+
+/* Of the range that begins here. */
+static struct area *area_at(struct kld_staging *staging, uint64_t offset) {
+    return staging->small.bytes && offset >= staging->small.offset ? &staging->small
+                                                                   : &staging->large;
 }
 
 static enum kld_status alloc(struct kld_staging *staging, struct area *area, uint64_t bytes,
@@ -169,7 +176,7 @@ static enum kld_status alloc(struct kld_staging *staging, struct area *area, uin
         range->bytes = rounded;
     }
     range->used = true;
-    count(staging, staging->used_bytes + range->bytes);
+    count(staging, area, (int64_t)range->bytes);
     *ret_offset = range->offset;
     return KLD_OK;
 }
@@ -272,9 +279,9 @@ static void join(struct range *range) {
     free(gone);
 }
 
-static void give_back(struct kld_staging *staging, struct range *range) {
+static void give_back(struct kld_staging *staging, struct area *area, struct range *range) {
     range->used = false;
-    count(staging, staging->used_bytes - range->bytes);
+    count(staging, area, -(int64_t)range->bytes);
     atomic_fetch_add(&staging->changes, 1);
     if (range->after && !range->after->used)
         join(range);
@@ -282,13 +289,27 @@ static void give_back(struct kld_staging *staging, struct range *range) {
         join(range->before);
 }
 
-void kld_staging_free(struct kld_staging *staging, uint64_t offset) {
-    uv_mutex_lock(&staging->mutex);
-    bool small = staging->small.bytes && offset >= staging->small.offset;
-    struct range *range = (small ? &staging->small : &staging->large)->first;
+static struct range *range_at(const struct area *area, uint64_t offset) {
+    struct range *range = area->first;
     while (range && range->offset != offset)
         range = range->after;
+    return range;
+}
+
+void kld_staging_free(struct kld_staging *staging, uint64_t offset) {
+    uv_mutex_lock(&staging->mutex);
+    struct area *area = area_at(staging, offset);
+    struct range *range = range_at(area, offset);
     if (range && range->used)
-        give_back(staging, range);
+        give_back(staging, area, range);
     uv_mutex_unlock(&staging->mutex);
+}
+
+bool kld_staging_alone(struct kld_staging *staging, uint64_t offset) {
+    uv_mutex_lock(&staging->mutex);
+    const struct area *area = area_at(staging, offset);
+    const struct range *range = range_at(area, offset);
+    bool alone = range && range->used && range->bytes == area->used_bytes;
+    uv_mutex_unlock(&staging->mutex);
+    return alone;
 }

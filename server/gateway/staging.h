@@ -61,6 +61,9 @@ uint64_t kld_staging_changes(const struct kld_staging *staging);
 
 /* offset: of a range that is allocated. */
 void kld_staging_free(struct kld_staging *staging, uint64_t offset);
+/* There is no other range where this one lies: who has it and finds no room would wait for himself.
+ */
+bool kld_staging_alone(struct kld_staging *staging, uint64_t offset);
 void *kld_staging_at(const struct kld_staging *staging, uint64_t offset);
 
 #endif

@@ -204,7 +204,9 @@ static void add_work(uv_work_t *work) {
     switch (region->kind) {
     case KLD_REGION_MEMFD:
         region->status =
-            backend->memory_map(device, region->fd, region->bytes, &region->memory, &region->error);
+            kld_mapping_acquire(&region->session->worker->mappings, region->fd, region->bytes,
+                                &region->mapping, &region->memory, &region->error);
+        region->fd = -1;
         break;
     case KLD_REGION_CUDA_FD:
         region->status =
@@ -227,7 +229,11 @@ static void add_work(uv_work_t *work) {
 
 static void remove_work(uv_work_t *work) {
     struct kld_region *region = work->data;
-    region->session->worker->options.backend->memory_free(region->memory);
+    struct kld_worker *worker = region->session->worker;
+    if (region->mapping)
+        kld_mapping_release(&worker->mappings, region->mapping);
+    else
+        worker->options.backend->memory_free(region->memory);
 }
 
 static void task_ended(struct kld_session *session) {

@@ -53,8 +53,9 @@ struct kld_region {
     uint64_t cuda_file; /* CUDA fd: of cuda_file.h; 0: unknown, and of attached ones */
 
     /* ADDING, REMOVING: the pool's. Else the loop's. */
-    int fd;                    /* memfd or CUDA allocation, until it is mapped */
-    struct kld_memory *memory; /* attached: the owner's; NULL: it took it back */
+    int fd;                      /* memfd or CUDA allocation, until it is mapped */
+    struct kld_memory *memory;   /* attached: the owner's; NULL: it took it back */
+    struct kld_mapping *mapping; /* memfd: of mapping.h, which has the memory; else NULL */
     enum kld_status status;
     struct kld_error error;
 };

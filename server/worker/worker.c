@@ -395,7 +395,8 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
         kld_queue_done(&worker->queue);
         return kld_error_set(err, KLD_INTERNAL, "no event loop");
     }
-    if ((status = handles_init(worker, err))) {
+    status = kld_mappings_init(&worker->mappings, options->backend, options->device, err);
+    if (status || (status = handles_init(worker, err))) {
         uv_loop_close(&worker->loop);
         kld_queue_done(&worker->queue);
         return status;
@@ -425,5 +426,6 @@ void kld_worker_done(struct kld_worker *worker) {
     uv_close((uv_handle_t *)&worker->completions.wake, NULL);
     uv_run(&worker->loop, UV_RUN_DEFAULT);
     uv_loop_close(&worker->loop);
+    kld_mappings_done(&worker->mappings);
     kld_queue_done(&worker->queue);
 }

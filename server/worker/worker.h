@@ -11,6 +11,7 @@
 #include "kernels/backend.h"
 #include "server/config.h"
 #include "server/stats.h"
+#include "server/worker/mapping.h"
 #include "server/worker/device.h"
 #include "server/worker/peer.h"
 #include "server/worker/queue.h"
@@ -68,6 +69,7 @@ struct kld_worker {
     bool health_looks; /* while it does, the pool has the two below */
     enum kld_status health_status;
     struct kld_error health_error;
+    struct kld_mappings mappings; /* the pool's; see mapping.h */
     struct kld_completions completions;
     struct kld_queue queue;
     struct kld_session_list sessions; /* open and closing */

@@ -60,6 +60,7 @@ def test_what_a_person_sees(make_server, tmp_path):
     q = probabilities((2, 8), 1)
     for _ in range(30):
         oip.infer(server, {"predictions": q, "targets": q})
+    asked = time.monotonic()
     secret = "s3cret-of-a-client"
     headers, data = oip.body({"predictions": q, "targets": q}, parameters={secret: 1})
     assert server.request(INFER, data, headers)[0] == 400
@@ -69,9 +70,13 @@ def test_what_a_person_sees(make_server, tmp_path):
     assert server.request("/v2/tensors/" + secret)[0] == 404
     time.sleep(1.1)  # the rate is of whole seconds
     page = Page(browse(server.http + "/", tmp_path))
+    took = time.monotonic() - asked
     assert "ready" in page.text and "cpu" in page.text and "kld" in page.text
-    assert float(page.row("requests a second, last 10 s")[1]) >= 3
-    assert float(page.row("requests a second, last minute")[1]) > 0
+    rates = [float(page.row(f"requests a second, last {span}")[1]) for span in ("10 s", "minute")]
+    if took < 9:  # the browser was quick enough to see all 32 of the last ten seconds
+        assert rates[0] >= 3
+    if took < 59:
+        assert 0.5 <= rates[1] <= 0.6
     assert int(page.row("requests answered")[1]) == 30
     assert page.row("99 % of requests")[1].endswith("ms")
     assert int(page.row("shared-memory regions")[1]) == 0

@@ -1,6 +1,8 @@
 /* test_auth.c - the file of tokens, who is found by them, what each may have in flight. */
 #include "server/gateway/auth.h"
 
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -128,5 +130,31 @@ START_TEST(what_a_token_has_in_flight) {
 }
 END_TEST
 
+static atomic_bool asking;
+
+static void *ask_for_too_much(void *user) {
+    struct kld_error ignored;
+    while (atomic_load(&asking))
+        kld_auth_take_bytes(auth, caller, 101, &ignored);
+    return NULL;
+}
+
+START_TEST(what_is_refused_is_in_nobodys_way) {
+    pthread_t other;
+    ck_assert_int_eq(open_with("a " SECRET " infer\n"), KLD_OK);
+    ck_assert_int_eq(kld_auth_find(auth, "Bearer secret", &caller, &err), KLD_OK);
+    atomic_store(&asking, true);
+    ck_assert_int_eq(pthread_create(&other, NULL, ask_for_too_much, NULL), 0);
+    for (int i = 0; i < 300000; i++) {
+        ck_assert_int_eq(kld_auth_take_bytes(auth, caller, 100, &err), KLD_OK);
+        kld_auth_give_bytes(caller, 100);
+    }
+    atomic_store(&asking, false);
+    pthread_join(other, NULL);
+    ck_assert_uint_eq(caller->bytes, 0);
+    kld_auth_close(auth);
+}
+END_TEST
+
 UNIT_MAIN("auth", a_token_is_found_by_its_hash, what_is_no_token, without_a_file_everybody_may,
-          bad_files_are_refused, what_a_token_has_in_flight)
+          bad_files_are_refused, what_a_token_has_in_flight, what_is_refused_is_in_nobodys_way)

@@ -132,6 +132,21 @@ START_TEST(who_has_some_gets_more_before_newcomers) {
 }
 END_TEST
 
+START_TEST(who_would_wait_for_himself_is_told) {
+    struct kld_staging_turn turn = {.queued = false};
+    uint64_t mine, others, more;
+    ck_assert_int_eq(kld_staging_open(4096, NULL, &queued, NULL), KLD_OK);
+    ck_assert_int_eq(kld_staging_alloc(queued, 64, &others, NULL), KLD_OK);
+    ck_assert_int_eq(take(&turn, 3000, &mine), KLD_OK);
+    ck_assert_int_eq(take(&turn, 2000, &more), KLD_BUSY);
+    ck_assert(!kld_staging_alone(queued, mine));
+    kld_staging_free(queued, others);
+    ck_assert(kld_staging_alone(queued, mine));
+    ck_assert(!kld_staging_alone(queued, others));
+    kld_staging_close(queued);
+}
+END_TEST
+
 #define STAGING ((uint64_t)64 << 20)
 
 START_TEST(small_ones_do_not_wait_for_large_ones) {
@@ -166,4 +181,4 @@ END_TEST
 UNIT_MAIN("server/gateway/staging", memory_is_sealed_and_zeroed,
           full_is_busy_and_more_than_all_is_too_large, ranges_never_overlap_and_coalesce,
           no_newcomer_overtakes, who_has_some_gets_more_before_newcomers,
-          small_ones_do_not_wait_for_large_ones)
+          who_would_wait_for_himself_is_told, small_ones_do_not_wait_for_large_ones)

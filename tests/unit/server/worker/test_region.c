@@ -349,8 +349,81 @@ START_TEST(flood_of_region_adds_is_bounded) {
 }
 END_TEST
 
+static uint64_t region_of(int client, int memfd, uint64_t request, uint64_t bytes) {
+    union kld_frame frame;
+    rig_region_frame(&frame, request, KLD_REGION_MEMFD, bytes);
+    rig_send_fds(client, &frame, frame.header.length, &memfd, 1);
+    rig_expect(client, request, KLD_FRAME_REGION, &frame);
+    return frame.as_REGION.region;
+}
+
+/* As the gateway's loops do with their staging memory. */
+START_TEST(one_memfd_on_several_connections_is_mapped_once) {
+    enum { BYTES = 2 << 20 };
+    if (syscall(SYS_kcmp, getpid(), getpid(), KCMP_FILE, 1L, 1L) != 0)
+        return; /* in such a container each is mapped on its own */
+    start();
+    int memfd = rig_memfd(BYTES), other = rig_memfd(BYTES), client[3];
+    union kld_frame frame;
+    for (int i = 0; i < 3; i++)
+        client[i] = rig_client(&rig);
+    atomic_store(&rig.fake.hold_memory, true); /* they meet while it is being mapped */
+    for (int i = 0; i < 3; i++) {
+        rig_region_frame(&frame, 20, KLD_REGION_MEMFD, BYTES);
+        rig_send_fds(client[i], &frame, frame.header.length, &memfd, 1);
+    }
+    rig_until_stat(&rig, KLD_STAT_worker_regions, 3);
+    atomic_store(&rig.fake.hold_memory, false);
+    uint64_t id[3];
+    for (int i = 0; i < 3; i++) {
+        rig_expect(client[i], 20, KLD_FRAME_REGION, &frame);
+        id[i] = frame.as_REGION.region;
+    }
+    ck_assert_int_eq(atomic_load(&rig.fake.memories), 1);
+    region_of(client[0], memfd, 21, BYTES);
+    ck_assert_int_eq(atomic_load(&rig.fake.memories), 1);
+    region_of(client[0], memfd, 22, BYTES - 4096); /* another size is another mapping */
+    region_of(client[0], other, 23, BYTES);
+    ck_assert_int_eq(atomic_load(&rig.fake.memories), 3);
+    ck_assert_uint_eq(rig.stats->value[KLD_STAT_worker_region_bytes],
+                      (uint64_t)6 * BYTES - 4096); /* each counts for its client */
+    close(client[0]);
+    rig_until_is(&rig.fake.memories, 1);
+    rig_submit(client[1], 30, id[1]);
+    rig_expect(client[1], 30, KLD_FRAME_DONE, NULL);
+    rig_drop(client[1], 31, id[1]);
+    rig_expect(client[1], 31, KLD_FRAME_DONE, NULL);
+    rig_submit(client[2], 32, id[2]);
+    rig_expect(client[2], 32, KLD_FRAME_DONE, NULL);
+    rig_drop(client[2], 33, id[2]);
+    rig_expect(client[2], 33, KLD_FRAME_DONE, NULL);
+    rig_until_is(&rig.fake.memories, 0);
+    region_of(client[1], memfd, 34, BYTES); /* and anew */
+    ck_assert_int_eq(atomic_load(&rig.fake.memories), 1);
+    atomic_store(&rig.fake.fail_status, KLD_NO_MEMORY);
+    atomic_store(&rig.fake.hold_memory, true);
+    for (int i = 1; i < 3; i++) { /* what fails fails for all, and is tried again by the next */
+        rig_region_frame(&frame, 35, KLD_REGION_MEMFD, BYTES);
+        rig_send_fds(client[i], &frame, frame.header.length, &other, 1);
+    }
+    rig_until_stat(&rig, KLD_STAT_worker_regions, 3);
+    usleep(100000); /* until both are with the pool */
+    atomic_store(&rig.fake.fail_call, 1);
+    atomic_store(&rig.fake.hold_memory, false);
+    rig_expect_error(client[1], 35, KLD_NO_MEMORY, "");
+    rig_expect_error(client[2], 35, KLD_NO_MEMORY, "");
+    region_of(client[2], other, 36, BYTES);
+    close(client[1]);
+    close(client[2]);
+    close(memfd);
+    close(other);
+    end();
+}
+END_TEST
+
 UNIT_MAIN("server/worker/region", ipc_handles_are_checked, one_descriptor_is_one_memory,
           descriptors_kept_have_a_limit, memory_of_other_cards_is_for_those_told,
           a_card_that_takes_turns_is_told_of_once, parts_of_one_allocation_are_one_memory,
           table_grows_to_its_limit_and_reuses_places, quota_counts_what_is_still_condemned,
-          client_leaves_while_regions_are_mapped, flood_of_region_adds_is_bounded)
+          client_leaves_while_regions_are_mapped, flood_of_region_adds_is_bounded,
+          one_memfd_on_several_connections_is_mapped_once)

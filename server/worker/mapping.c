@@ -1,0 +1,144 @@
+/* mapping.c - a list of mappings under a mutex (mapping.h). Checks no descriptor (region.c). Worker
+ * process: uv's pool. */
+#include "server/worker/mapping.h"
+
+#include <linux/kcmp.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum state { MAPPING, MAPPED, FAILED };
+
+struct kld_mapping {
+    TAILQ_ENTRY(kld_mapping) entry;
+    uint64_t bytes; /* constant */
+    int fd;         /* -1: not on the list, and nobody else's */
+    uint32_t users; /* the rest under the mutex */
+    enum state state;
+    struct kld_memory *memory; /* MAPPED */
+    struct kld_error error;    /* FAILED */
+};
+
+enum kld_status kld_mappings_init(struct kld_mappings *mappings, const struct kld_backend *backend,
+                                  struct kld_device *device, struct kld_error *err) {
+    mappings->backend = backend;
+    mappings->device = device;
+    mappings->count = 0;
+    TAILQ_INIT(&mappings->list);
+    if (uv_mutex_init(&mappings->mutex) != 0)
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    if (uv_cond_init(&mappings->mapped) != 0) {
+        uv_mutex_destroy(&mappings->mutex);
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    }
+    return KLD_OK;
+}
+
+void kld_mappings_done(struct kld_mappings *mappings) {
+    uv_cond_destroy(&mappings->mapped);
+    uv_mutex_destroy(&mappings->mutex);
+}
+
+static bool same_file(int a, int b) {
+    pid_t self = getpid();
+    return syscall(SYS_kcmp, self, self, KCMP_FILE, (unsigned long)a, (unsigned long)b) == 0;
+}
+
+/* ---- Under the mutex --------------------------------------------------------------------------*/
+
+static struct kld_mapping *find(struct kld_mappings *mappings, int fd, uint64_t bytes) {
+    struct kld_mapping *mapping;
+    TAILQ_FOREACH(mapping, &mappings->list, entry)
+    if (mapping->bytes == bytes && mapping->state != FAILED && same_file(mapping->fd, fd))
+        return mapping;
+    return NULL;
+}
+
+static struct kld_mapping *make(struct kld_mappings *mappings, int fd, uint64_t bytes) {
+    struct kld_mapping *mapping = calloc(1, sizeof *mapping);
+    if (!mapping)
+        return NULL;
+    *mapping = (struct kld_mapping){.bytes = bytes, .fd = -1, .users = 1};
+    if (bytes < KLD_MAPPING_BYTES_MIN || mappings->count == KLD_MAPPINGS_MAX)
+        return mapping;
+    mapping->fd = fd;
+    mappings->count++;
+    TAILQ_INSERT_TAIL(&mappings->list, mapping, entry);
+    return mapping;
+}
+
+/* True: that was the last one; it is nobody else's from here on. */
+static bool drop(struct kld_mappings *mappings, struct kld_mapping *mapping) {
+    if (--mapping->users)
+        return false;
+    if (mapping->fd >= 0) {
+        TAILQ_REMOVE(&mappings->list, mapping, entry);
+        mappings->count--;
+    }
+    return true;
+}
+
+/* ---- Without ----------------------------------------------------------------------------------*/
+
+static void end(struct kld_mappings *mappings, struct kld_mapping *mapping) {
+    if (mapping->state == MAPPED)
+        mappings->backend->memory_free(mapping->memory);
+    if (mapping->fd >= 0)
+        close(mapping->fd);
+    free(mapping);
+}
+
+static void map(struct kld_mappings *mappings, struct kld_mapping *mapping, int fd) {
+    struct kld_memory *memory = NULL;
+    struct kld_error error = {.status = KLD_OK};
+    enum kld_status status =
+        mappings->backend->memory_map(mappings->device, fd, mapping->bytes, &memory, &error);
+    uv_mutex_lock(&mappings->mutex);
+    mapping->memory = memory;
+    mapping->error = error;
+    mapping->error.status = status;
+    mapping->state = status ? FAILED : MAPPED;
+    uv_cond_broadcast(&mappings->mapped);
+    uv_mutex_unlock(&mappings->mutex);
+}
+
+enum kld_status kld_mapping_acquire(struct kld_mappings *mappings, int fd, uint64_t bytes,
+                                    struct kld_mapping **ret_mapping,
+                                    struct kld_memory **ret_memory, struct kld_error *err) {
+    uv_mutex_lock(&mappings->mutex);
+    struct kld_mapping *mapping = find(mappings, fd, bytes);
+    bool there = mapping != NULL;
+    if (there)
+        mapping->users++;
+    else
+        mapping = make(mappings, fd, bytes);
+    while (there && mapping->state == MAPPING) /* another thread of the pool is at it */
+        uv_cond_wait(&mappings->mapped, &mappings->mutex);
+    uv_mutex_unlock(&mappings->mutex);
+    if (!mapping) {
+        close(fd);
+        return kld_error_set(err, KLD_NO_MEMORY, "no memory for another region");
+    }
+    if (!there)
+        map(mappings, mapping, fd);
+    if (there || mapping->fd < 0)
+        close(fd);
+    if (mapping->state == MAPPED) {
+        *ret_mapping = mapping;
+        *ret_memory = mapping->memory;
+        return KLD_OK;
+    }
+    enum kld_status status = mapping->error.status;
+    if (err)
+        *err = mapping->error;
+    kld_mapping_release(mappings, mapping);
+    return status;
+}
+
+void kld_mapping_release(struct kld_mappings *mappings, struct kld_mapping *mapping) {
+    uv_mutex_lock(&mappings->mutex);
+    bool last = drop(mappings, mapping);
+    uv_mutex_unlock(&mappings->mutex);
+    if (last)
+        end(mappings, mapping);
+}

@@ -1,0 +1,44 @@
+/* mapping.h - shared memory that several connections registered is mapped, and pinned, once.
+ *
+ * The gateway registers its staging memory on each of its connections: to map it for each would
+ * cost as much again, and the driver pins every mapping on its own. Two descriptors are the same
+ * memory where the kernel says that they are one open file (kcmp): who has that could read and
+ * write it before. For it a descriptor is kept as long as the mapping, of at most KLD_MAPPINGS_MAX
+ * of at least KLD_MAPPING_BYTES_MIN bytes; what is beyond that, or a kernel without kcmp, is mapped
+ * each time.
+ *
+ * uv's pool, where mapping may take its time; init and done on the loop thread. */
+#ifndef KLD_SERVER_WORKER_MAPPING_H
+#define KLD_SERVER_WORKER_MAPPING_H
+
+#include <stdint.h>
+#include <sys/queue.h>
+#include <uv.h>
+
+#include "kernels/backend.h"
+
+#define KLD_MAPPINGS_MAX 64
+#define KLD_MAPPING_BYTES_MIN ((uint64_t)1 << 20)
+
+struct kld_mapping;
+
+struct kld_mappings {
+    const struct kld_backend *backend; /* constant, as device */
+    struct kld_device *device;
+    uv_mutex_t mutex; /* of all below */
+    uv_cond_t mapped; /* one of them, or not */
+    TAILQ_HEAD(kld_mapping_list, kld_mapping) list;
+    uint32_t count; /* on the list */
+};
+
+enum kld_status kld_mappings_init(struct kld_mappings *mappings, const struct kld_backend *backend,
+                                  struct kld_device *device, struct kld_error *err);
+void kld_mappings_done(struct kld_mappings *mappings); /* none is held any more */
+
+/* Bytes [0, bytes) of a memfd that is sealed against shrinking. Takes over fd. */
+enum kld_status kld_mapping_acquire(struct kld_mappings *mappings, int fd, uint64_t bytes,
+                                    struct kld_mapping **ret_mapping,
+                                    struct kld_memory **ret_memory, struct kld_error *err);
+void kld_mapping_release(struct kld_mappings *mappings, struct kld_mapping *mapping);
+
+#endif
