@@ -56,11 +56,13 @@ static void too_late(struct kld_deadline *deadline) {
         (struct registering *)(void *)((char *)deadline - offsetof(struct registering, deadline));
     struct kld_error error;
     kld_error_set(&error, KLD_DEADLINE, "the deadline passed before the worker took the handle");
+    kld_pool_unwant(&registering->job);
     answer(registering, &error);
 }
 
 static void client_gone(void *waiting) {
     struct registering *registering = waiting;
+    kld_pool_unwant(&registering->job);
     registering->exchange = NULL;
 }
 

@@ -148,7 +148,9 @@ void kld_infer_end(struct kld_exchange *exchange) {
         kld_infer_count(infer, KLD_CANCELLED);
     }
     infer->exchange = NULL;
-    if (infer->in_worker && !infer->uses_buffers && kld_links_withdraw(&infer->call))
+    if (infer->in_worker && infer->uses_buffers)
+        kld_pool_unwant(&infer->job);
+    else if (infer->in_worker && kld_links_withdraw(&infer->call))
         infer->in_worker = false; /* no worker has seen it */
     kld_infer_arrived(infer);
     kld_wait_end(gateway, &infer->waiter);
@@ -373,6 +375,8 @@ static void too_late(struct kld_infer *infer) {
     struct kld_exchange *exchange = infer->exchange;
     infer->exchange = NULL;
     exchange->state = NULL;
+    if (infer->in_worker && infer->uses_buffers)
+        kld_pool_unwant(&infer->job);
     kld_exchange_reply_error(exchange, &error);
 }
 

@@ -206,10 +206,24 @@ static enum kld_status reach(struct kld_pool *pool, bool opens, struct kld_error
     return err->status;
 }
 
+/* Pieces are not given up one by one: who sends them stops by himself. */
+static bool is_unwanted(const struct kld_pool_job *job) {
+    return job->kind != KLD_POOL_FILL && job->kind != KLD_POOL_READ && atomic_load(&job->unwanted);
+}
+
+static void give_up(struct kld_pool *pool, struct kld_pool_job *job) {
+    list_remove(&pool->waiting, job);
+    finish(job, KLD_CANCELLED, NULL);
+}
+
 static void send_waiting(struct kld_pool *pool) {
     while (pool->waiting.first) {
         struct kld_pool_job *job = pool->waiting.first;
         struct kld_error error = {.status = KLD_OK};
+        if (is_unwanted(job)) {
+            give_up(pool, job);
+            continue;
+        }
         bool opens = job->kind == KLD_POOL_OPEN || job->kind == KLD_POOL_IMPORT;
         enum kld_status status = reach(pool, opens, &error);
         bool tried = status == KLD_OK;
@@ -237,12 +251,16 @@ static void process(struct kld_pool *pool) {
 }
 
 /* What waits has not been seen by the worker and ends at once (pool.h). */
-static void look_at_deadlines(struct kld_pool *pool) {
+static void look_at_waiting(struct kld_pool *pool) {
     uint64_t now = uv_hrtime();
     struct kld_error error;
     kld_error_set(&error, KLD_DEADLINE, "the deadline passed before the request was started");
     for (struct kld_pool_job *job = pool->waiting.first, *after; job; job = after) {
         after = job->after;
+        if (is_unwanted(job)) {
+            give_up(pool, job);
+            continue;
+        }
         if (job->kind != KLD_POOL_RUN || job->deadline_ns > now)
             continue;
         list_remove(&pool->waiting, job);
@@ -253,7 +271,7 @@ static void look_at_deadlines(struct kld_pool *pool) {
 static void ticked(uv_timer_t *timer) {
     struct kld_pool *pool = timer->data;
     process(pool);
-    look_at_deadlines(pool);
+    look_at_waiting(pool);
     if (!pool->running.first && !pool->waiting.first)
         uv_timer_stop(timer);
 }
@@ -275,10 +293,13 @@ void kld_pool_submit(struct kld_pool *pool, struct kld_mail *sender, struct kld_
     job->pool = pool;
     job->sender = sender;
     job->status = KLD_OK;
+    atomic_store(&job->unwanted, false);
     memset(&job->result, 0, sizeof job->result);
     job->letter.read = read_job;
     kld_mail_post(&pool->mail, &job->letter);
 }
+
+void kld_pool_unwant(struct kld_pool_job *job) { atomic_store(&job->unwanted, true); }
 
 /* ---- Buffers ----------------------------------------------------------------------------------*/
 

@@ -8,7 +8,7 @@
  * A job, the buffers and the staging memory it names belong to the pool from kld_pool_submit()
  * until done(). Senders keep their deadlines themselves (deadline.h), because this thread may be
  * held up by its worker; here only a RUN that still waits to be sent at its deadline ends with
- * KLD_DEADLINE. */
+ * KLD_DEADLINE, and what nobody wants any more, if no worker has seen it, with KLD_CANCELLED. */
 #ifndef KLD_SERVER_GATEWAY_POOL_H
 #define KLD_SERVER_GATEWAY_POOL_H
 
@@ -64,6 +64,7 @@ struct kld_pool_job {
     struct kld_error error;
 
     /* The pool's own. */
+    _Atomic bool unwanted; /* set by any thread */
     struct kld_pool *pool;
     struct kld_mail *sender;
     struct kld_letter letter;
@@ -85,6 +86,10 @@ void kld_pool_stop(struct kld_pool *pool);
 void kld_pool_close(struct kld_pool *pool);
 
 void kld_pool_submit(struct kld_pool *pool, struct kld_mail *sender, struct kld_pool_job *job);
+
+/* Nobody waits for it: an OPEN, IMPORT or RUN that was not sent yet is not begun. done() comes
+ * either way. After kld_pool_submit(), before done(); the sender's thread. */
+void kld_pool_unwant(struct kld_pool_job *job);
 
 void kld_pool_hold(struct kld_pool_buffer *buffer);
 void kld_pool_drop(struct kld_pool_buffer *buffer); /* NULL is allowed; any thread */

@@ -64,23 +64,31 @@ static enum kld_status open_object(const struct kld_oip_register *wanted, int *r
     return KLD_OK;
 }
 
+static struct kld_shm_object *make_object(const struct kld_oip_register *wanted, const char *name,
+                                          int fd) {
+    struct kld_shm_object *object = calloc(1, sizeof *object);
+    if (!object)
+        return NULL;
+    object->fd = fd;
+    object->users = 1;
+    object->offset_bytes = wanted->offset_bytes;
+    object->byte_size = wanted->byte_size;
+    strcpy(object->name, name);
+    return object;
+}
+
 static enum kld_status open_into(struct kld_regions *regions, struct kld_registered *registered,
                                  const struct kld_oip_register *wanted, struct kld_error *err) {
     int fd = -1;
     enum kld_status status = open_object(wanted, &fd, err);
     if (status)
         return status;
-    struct kld_shm_object *object = calloc(1, sizeof *object);
-    if (!object) {
+    struct kld_region_use use = {.object = make_object(wanted, registered->name, fd)};
+    if (!use.object) {
         close(fd);
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     }
-    object->fd = fd;
-    object->users = 1;
-    object->offset_bytes = wanted->offset_bytes;
-    object->byte_size = wanted->byte_size;
-    strcpy(object->name, registered->name);
-    kld_regions_publish(regions, registered, (struct kld_region_use){.object = object});
+    kld_regions_publish(regions, registered, use);
     return KLD_OK;
 }
 

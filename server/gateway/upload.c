@@ -123,6 +123,8 @@ static void let_go(struct upload *upload) {
 }
 
 static void fail(struct upload *upload, const struct kld_error *error) {
+    if (upload->opening)
+        kld_pool_unwant(&upload->job);
     if (upload->exchange && !upload->exchange->replied)
         kld_exchange_reply_error(upload->exchange, error);
     let_go(upload);
@@ -359,6 +361,8 @@ void kld_upload_end(struct kld_exchange *exchange) {
     atomic_fetch_sub(&upload->gateway->common->infers, 1);
     kld_stats_add(upload->gateway->stats, KLD_STAT_http_requests_in_flight, -1);
     upload->exchange = NULL;
+    if (upload->opening)
+        kld_pool_unwant(&upload->job);
     kld_wait_end(upload->gateway, &upload->waiter);
     let_go(upload);
 }

@@ -1,0 +1,100 @@
+/* test_pool.c - jobs for buffers on the device that nobody wants any more. */
+#include "server/gateway/pool.h"
+
+#include <string.h>
+
+#include "tests/unit/client/fake_worker.h"
+#include "tests/unit/unit.h"
+
+static struct fake_worker worker;
+static struct kld_config config;
+static struct kld_staging *staging;
+static struct kld_pool *pool;
+static struct kld_mail mail;
+static uv_loop_t loop;
+static uv_timer_t patience;
+static struct kld_error err;
+static int ended;
+
+static void done(struct kld_pool_job *job) { ended++; }
+static void too_long(uv_timer_t *timer) { ck_abort_msg("%d jobs ended", ended); }
+static void mail_closed(struct kld_mail *closed) { uv_close((uv_handle_t *)&patience, NULL); }
+
+static void run_until(int count) {
+    uv_timer_start(&patience, too_long, 20000, 0);
+    while (ended < count)
+        uv_run(&loop, UV_RUN_ONCE);
+    uv_timer_stop(&patience);
+}
+
+static void setup(void) {
+    worker.requests_max = 1;
+    fake_worker_open(&worker);
+    strcpy(config.unix, worker.path);
+    uv_loop_init(&loop);
+    uv_timer_init(&loop, &patience);
+    ck_assert_int_eq(kld_mail_open(&mail, &loop, &err), KLD_OK);
+    ck_assert_int_eq(kld_staging_open(1 << 16, NULL, &staging, &err), KLD_OK);
+    ck_assert_int_eq(kld_pool_open(&config, 0, staging, &pool, &err), KLD_OK);
+}
+
+static void teardown(void) {
+    kld_pool_stop(pool);
+    kld_mail_close(&mail, mail_closed);
+    uv_run(&loop, UV_RUN_DEFAULT);
+    kld_pool_close(pool);
+    ck_assert_int_eq(uv_loop_close(&loop), 0);
+    kld_staging_close(staging);
+    fake_worker_close(&worker);
+}
+
+static void run(struct kld_pool_job *job) {
+    struct kld_op *op = &job->request.op;
+    job->kind = KLD_POOL_RUN;
+    kld_op_init(op);
+    op->rank = 2;
+    op->shape[0] = 1;
+    op->shape[1] = 8;
+    op->tensor[KLD_SLOT_PREDICTIONS].dtype = op->tensor[KLD_SLOT_TARGETS].dtype = KLD_DTYPE_FP32;
+    job->request.bytes[KLD_SLOT_TARGETS].offset_bytes = 8 * sizeof(float);
+    job->deadline_ns = UINT64_MAX;
+    job->done = done;
+    kld_pool_submit(pool, &mail, job);
+}
+
+START_TEST(what_nobody_wants_is_not_computed) {
+    static struct kld_pool_job first, second, third, open;
+    setup();
+    worker.hold = 1;
+    run(&first);
+    while (worker.submits < 1)
+        uv_run(&loop, UV_RUN_NOWAIT);
+    run(&second);
+    run(&third);
+    kld_pool_unwant(&second);
+    run_until(1); /* at once: it does not wait for the one before it */
+    ck_assert_int_eq(second.status, KLD_CANCELLED);
+    kld_pool_unwant(&first); /* the worker has it: it ends as it ends */
+    worker.hold = 0;
+    run_until(3);
+    ck_assert_int_eq(first.status, KLD_OK);
+    ck_assert_int_eq(third.status, KLD_OK);
+    ck_assert_int_eq(worker.submits, 2);
+    int regions = worker.regions_added;
+    open = (struct kld_pool_job){.kind = KLD_POOL_OPEN, .bytes = 4096, .done = done};
+    worker.hold = 1;
+    run(&first);
+    run(&second);
+    kld_pool_submit(pool, &mail, &open);
+    kld_pool_unwant(&open);
+    run_until(4);
+    ck_assert_int_eq(open.status, KLD_CANCELLED);
+    ck_assert_ptr_null(open.buffer);
+    worker.hold = 0;
+    run_until(6);
+    ck_assert_int_eq(worker.regions_added, regions);
+    teardown();
+}
+END_TEST
+
+UNIT_MAIN("server/gateway/pool", what_nobody_wants_is_not_computed)
