@@ -184,10 +184,12 @@ struct kld_backend {
      * as in launched(), launch_ns is set. */
     bool (*submit)(struct kld_stream *stream, struct kld_job *job);
 
-    /* NULL where the caller's processor is what computes. Calls done() for jobs that have ended, as
-     * far as that takes no time. more: the caller will do so again within microseconds, so the back
-     * end's own thread need not get up for jobs that submit() launched; false: it has to again. A
-     * caller that never polls leaves all of it to that thread. */
+    /* Calls done() for jobs that have ended, as far as that takes no time. more: the caller will do
+     * so again within microseconds, so the back end's own thread need not get up for jobs that
+     * submit() launched; false: it has to again. A caller that never polls leaves all of it to that
+     * thread. On cpu, where the caller's processor is what computes: runs the small jobs, of some
+     * 10 us, that nothing is before, within the call; `more` is a promise to poll after each
+     * submit(). */
     void (*poll)(struct kld_device *device, bool more);
 
     /* For tests: the next operator ends the device. cuda: a kernel reads an address that is not

@@ -163,6 +163,7 @@ const struct kld_backend kld_backend_cpu = {
     .event_create = kld_cpu_event_create,
     .event_free = kld_cpu_event_free,
     .submit = kld_cpu_submit,
+    .poll = kld_cpu_poll,
     .fail_next = kld_cpu_fail_next,
     .pool_bytes = kld_cpu_pool_bytes,
     .pool_allocations = kld_cpu_pool_allocations,

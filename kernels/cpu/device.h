@@ -39,6 +39,7 @@ struct cpu_device {
     struct cpu_stream *streams;
     struct cpu_memory *memories;
     bool sleeping, stop;
+    bool polled; /* the caller runs small jobs itself, in poll(): the thread sleeps on */
     atomic_uint_fast64_t submitted; /* grows at each submit(); polled without the lock */
     atomic_uint_fast64_t pool_bytes;
     atomic_uint_fast64_t pool_allocations; /* so far */
@@ -47,6 +48,7 @@ struct cpu_device {
 
 /* queue.c */
 bool kld_cpu_submit(struct kld_stream *stream, struct kld_job *job);
+void kld_cpu_poll(struct kld_device *device, bool more);
 void *kld_cpu_device_main(void *device);
 void kld_cpu_fail_next(struct kld_device *device);
 /* CPUs that a cgroup's cpu.max ("QUOTA PERIOD" or "max PERIOD") allows, rounded up; UINT32_MAX: no

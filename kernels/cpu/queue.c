@@ -1,9 +1,15 @@
 /* queue.c - streams of jobs and the thread that works on them: first in, first out within a
  * stream, one job from each stream in turn. It does not compute (run.c does).
- * kld_cpu_submit() runs in a caller's thread, kld_cpu_device_main() is the device thread. */
+ * kld_cpu_submit() and kld_cpu_poll() run in a caller's thread, kld_cpu_device_main() is the device
+ * thread. */
 #include <stdlib.h>
 
 #include "kernels/cpu/device.h"
+
+/* What a caller that polls runs itself: some 10 us at most, less than to wake a thread and to be
+ * woken by it. */
+#define SMALL_ELEMENTS 1024
+#define SMALL_COPY_BYTES (32 << 10)
 
 enum kld_status kld_cpu_stream_open(struct kld_device *device, struct kld_stream **ret_stream,
                                     struct kld_error *err) {
@@ -45,6 +51,13 @@ static void ring_append(struct cpu_device *device, struct cpu_stream *stream) {
     device->ready_last = &stream->next_ready;
 }
 
+static bool is_small(const struct kld_job *job) {
+    return job->kind == KLD_JOB_COPY
+               ? job->copy_bytes <= SMALL_COPY_BYTES
+               : job->geometry.rows <= SMALL_ELEMENTS && job->geometry.classes <= SMALL_ELEMENTS &&
+                     job->geometry.rows * job->geometry.classes <= SMALL_ELEMENTS;
+}
+
 bool kld_cpu_submit(struct kld_stream *head, struct kld_job *job) {
     struct cpu_stream *stream = (struct cpu_stream *)head;
     struct cpu_device *device = (struct cpu_device *)head->device;
@@ -55,7 +68,7 @@ bool kld_cpu_submit(struct kld_stream *head, struct kld_job *job) {
     *stream->last = job;
     stream->last = &job->next;
     atomic_fetch_add_explicit(&device->submitted, 1, memory_order_release);
-    if (device->sleeping)
+    if (device->sleeping && !(device->polled && is_small(job)))
         pthread_cond_signal(&device->wake);
     pthread_mutex_unlock(&device->lock);
     return false;
@@ -151,6 +164,33 @@ static void run_job(struct cpu_device *device, struct kld_job *job) {
     pthread_mutex_unlock(&device->team_lock);
     *(job->kind == KLD_JOB_COPY ? &job->copy_ns : &job->kernel_ns) = spent_ns;
     job->done(job); /* the job may be gone after this */
+}
+
+/* The job that comes next, if it is small and the thread sleeps, so that none runs before it. */
+static struct kld_job *take_small(struct cpu_device *device) {
+    struct kld_job *job = NULL;
+    pthread_mutex_lock(&device->lock);
+    if (device->sleeping && device->ready_first) {
+        if (is_small(device->ready_first->first))
+            job = take_job(device);
+        else
+            pthread_cond_signal(&device->wake);
+    }
+    pthread_mutex_unlock(&device->lock);
+    return job;
+}
+
+/* A thread that sleeps holds no team_lock; who measures the ceilings may. */
+void kld_cpu_poll(struct kld_device *head, bool more) {
+    struct cpu_device *device = (struct cpu_device *)head;
+    struct kld_job *job;
+    while ((job = take_small(device)))
+        run_job(device, job);
+    pthread_mutex_lock(&device->lock);
+    device->polled = more;
+    if (!more && device->sleeping && device->ready_first)
+        pthread_cond_signal(&device->wake);
+    pthread_mutex_unlock(&device->lock);
 }
 
 void kld_cpu_fail_next(struct kld_device *device) {

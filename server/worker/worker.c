@@ -190,9 +190,33 @@ static void polled(uv_idle_t *idle) {
         uv_idle_stop(idle);
 }
 
+#define SMALL_TURNS_MAX 16 /* then other events have theirs */
+
+/* Where our processor is what computes, what is small is computed here, before the loop sleeps: to
+ * wake a thread for it, and to be woken, takes longer. */
+static void run_small(uv_prepare_t *prepare) {
+    struct kld_worker *worker = prepare->data;
+    uv_prepare_stop(prepare);
+    for (int i = 0; i < SMALL_TURNS_MAX; i++) {
+        poll_device(worker, true);
+        atomic_store(&worker->completions.polled, false);
+        if (!kld_completions_waiting(&worker->completions))
+            return;
+        kld_core_completed(worker); /* which may launch what waited behind it */
+    }
+    poll_device(worker, false); /* what is left is its thread's */
+    if (kld_completions_waiting(&worker->completions))
+        uv_async_send(&worker->completions.wake);
+}
+
 void kld_worker_poll(struct kld_worker *worker) {
-    if (!worker->device->info.offloads || worker->stopping)
+    if (worker->stopping)
         return;
+    if (!worker->device->info.offloads) {
+        if (worker->options.backend->poll && worker->queue.in_use)
+            uv_prepare_start(&worker->small, run_small);
+        return;
+    }
     uint64_t polls_ns =
         worker->queue.in_use ? KLD_POLL_NS : worker->options.config->spin_us * UINT64_C(1000);
     worker->poll_until_ns = kld_worker_now_ns() + polls_ns;
@@ -222,9 +246,10 @@ static void stop(struct kld_worker *worker) {
     uv_close((uv_handle_t *)&worker->listener, NULL);
     uv_close((uv_handle_t *)&worker->terminate, NULL);
     uv_close((uv_handle_t *)&worker->fault, NULL);
-    if (atomic_load(&worker->completions.polled))
+    if (atomic_load(&worker->completions.polled) || worker->options.backend->poll)
         poll_device(worker, false);
     uv_close((uv_handle_t *)&worker->poll, NULL);
+    uv_close((uv_handle_t *)&worker->small, NULL);
     uv_close((uv_handle_t *)&worker->deadline, NULL);
     uv_close((uv_handle_t *)&worker->accept_again, NULL);
     uv_close((uv_handle_t *)&worker->drain, NULL);
@@ -339,6 +364,8 @@ static enum kld_status handles_init(struct kld_worker *worker, struct kld_error 
     uv_async_init(loop, &worker->completions.wake, completed);
     uv_idle_init(loop, &worker->poll);
     uv_unref((uv_handle_t *)&worker->poll);
+    uv_prepare_init(loop, &worker->small);
+    worker->small.data = worker;
     uv_timer_init(loop, &worker->deadline);
     uv_timer_init(loop, &worker->accept_again);
     uv_timer_init(loop, &worker->drain);

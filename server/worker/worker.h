@@ -63,6 +63,7 @@ struct kld_worker {
     uv_timer_t deadline;     /* the earliest deadline of a request */
     uv_timer_t accept_again; /* after accept() ran out of something */
     uv_timer_t drain;        /* SIGTERM + drain_ms */
+    uv_prepare_t small;      /* active when a CPU may have small jobs to run */
     uv_timer_t orphans;      /* while there may be such jobs */
     uv_timer_t health;       /* see health.h */
     uv_work_t health_work;

@@ -396,6 +396,66 @@ START_TEST(test_ceiling) {
 }
 END_TEST
 
+static pthread_t ran_on;
+
+static void note_thread(struct kld_job *job) {
+    ran_on = pthread_self();
+    note_done(job);
+}
+
+static bool sleeps(struct kld_device *head) {
+    struct cpu_device *device = (struct cpu_device *)head;
+    pthread_mutex_lock(&device->lock);
+    bool sleeping = device->sleeping;
+    pthread_mutex_unlock(&device->lock);
+    return sleeping;
+}
+
+/* A caller that polls runs what is small itself, in order, and leaves the rest to the thread. */
+START_TEST(test_small_jobs_of_who_polls) {
+    enum { LARGE = 8 << 20 };
+    struct shared shared = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+    struct kld_device *device = device_open(2, 0, 0);
+    struct kld_memory *to = memory_alloc(device, LARGE), *from = memory_alloc(device, LARGE);
+    struct kld_stream *stream = stream_open(device);
+    struct kld_job job[3];
+    for (unsigned i = 0; i < 3; i++) {
+        copy_init(&job[i], &shared, i, to, from, 64);
+        job[i].done = note_thread;
+    }
+    while (!sleeps(device))
+        usleep(1000);
+    kld_backend_cpu.poll(device, true);
+    kld_backend_cpu.submit(stream, &job[0]);
+    kld_backend_cpu.submit(stream, &job[1]);
+    usleep(20000);
+    ck_assert_uint_eq(shared.count, 0);
+    kld_backend_cpu.poll(device, true);
+    ck_assert_uint_eq(shared.count, 2);
+    ck_assert(pthread_equal(ran_on, pthread_self()));
+    ck_assert_uint_eq(shared.order[1], 1);
+    job[0].copy_bytes = LARGE; /* the thread's; and so is what comes behind it */
+    kld_backend_cpu.submit(stream, &job[0]);
+    kld_backend_cpu.submit(stream, &job[1]);
+    kld_backend_cpu.poll(device, true);
+    wait_count(&shared, 4);
+    ck_assert(!pthread_equal(ran_on, pthread_self()));
+    ck_assert_uint_eq(shared.order[3], 1);
+    while (!sleeps(device))
+        usleep(1000);
+    kld_backend_cpu.submit(stream, &job[2]); /* whoever stops to poll has left nothing behind */
+    kld_backend_cpu.poll(device, false);
+    wait_count(&shared, 5);
+    kld_backend_cpu.submit(stream, &job[1]);
+    wait_count(&shared, 6);
+    ck_assert(!pthread_equal(ran_on, pthread_self()));
+    kld_backend_cpu.stream_close(stream);
+    kld_backend_cpu.memory_free(to);
+    kld_backend_cpu.memory_free(from);
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
 UNIT_MAIN("kernels/cpu/cpu", test_options, test_pool, test_memory_kinds, test_copy, test_streams,
           test_close_in_flight, test_wakes, test_thread_count, test_row_alone, test_base, test_avx2,
-          test_quota, test_ceiling)
+          test_quota, test_ceiling, test_small_jobs_of_who_polls)
