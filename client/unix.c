@@ -417,9 +417,11 @@ static void receive(struct unix_connection *u) {
         if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
             break;
         uint64_t request;
-        if (count <= 0 ||
-            kld_frame_check(&frame, (size_t)count, 0, message.msg_flags & (MSG_TRUNC | MSG_CTRUNC),
-                            &request, NULL)) {
+        struct kld_error error = {.status = KLD_OK};
+        int cut = message.msg_flags & (MSG_TRUNC | MSG_CTRUNC);
+        if (count <= 0 || kld_frame_check(&frame, (size_t)count, 0, cut, &request, &error)) {
+            if (error.status == KLD_VERSION && u->state == UNIX_GREETING)
+                u->fatal = error;
             kld_unix_lose(u); /* the end, or something that is not our server */
             return;
         }

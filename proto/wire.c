@@ -82,11 +82,12 @@ enum kld_status kld_frame_check(const void *data, size_t bytes, unsigned fds, in
     size_t expected = kld_frame_bytes(header.type);
     if (expected == 0)
         return kld_error_set(err, KLD_INVALID, "unknown frame type %u", header.type);
-    if (!truncated && bytes == header.length && bytes != expected)
+    bool whole = truncated ? header.length > bytes : header.length == bytes;
+    if (whole && header.length != expected)
         return kld_error_set(err, KLD_VERSION,
-                             "%s frame of %zu bytes; expected %zu: client and server are of "
+                             "%s frame of %u bytes; expected %zu: client and server are of "
                              "different releases, take both from one",
-                             kld_frame_name(header.type), bytes, expected);
+                             kld_frame_name(header.type), header.length, expected);
     if (truncated || bytes != expected || header.length != expected)
         return kld_error_set(err, KLD_INVALID,
                              "%s frame of %zu bytes whose length field says %u; expected %zu%s",

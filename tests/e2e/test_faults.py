@@ -201,11 +201,11 @@ def test_a_client_dies(gpu_only, mode, server, end):
     everything_is_given_back(server)
     worker = server.child("worker")
     neighbour = start(mode, server, NEIGHBOUR)
+    expect(neighbour, "ready\n")
+    crowd = Crowd(server.unix, 7)  # first: some of it may share a queue of the device with what waits for ever
     victim = start(mode, server, VICTIM, what=ENDS[end])
     try:
-        expect(neighbour, "ready\n")
         expect(victim, "ready\n")
-        crowd = Crowd(server.unix, 5)
         if end == "fault":
             victim.stdin.write("now")
             victim.stdin.flush()

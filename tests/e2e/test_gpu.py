@@ -30,7 +30,7 @@ def gpu(backend):
 
 @pytest.fixture(scope="module")
 def server(gpu, backend):
-    one = Server(backend=backend, pool_bytes_max="1G")
+    one = Server(backend=backend, http="", pool_bytes_max="1G")
     yield one
     status, log = one.stop(), one.log()
     one.remove()
@@ -282,11 +282,13 @@ def test_register_and_drop_leak_nothing(gpu, server, client, memory, kind):
         case.memory.free()
 
 
-def test_a_warm_worker_allocates_nothing(gpu, server, client, case):
+def test_a_warm_worker_allocates_nothing(gpu, make_server, memory):
     """6,000 requests of every kind: in place, with events and EARLY, from host memory, copies. Nothing is taken
     from the pool meanwhile; device memory that is free, the worker's mappings and descriptors are the same before
     and behind them, to the byte."""
-    worker, stepper = server.child("worker"), Stepper(gpu, client)
+    server = make_server(pool_bytes_max="1G")  # with /metrics
+    client = Client(server.unix)
+    worker, stepper, case = server.child("worker"), Stepper(gpu, client), Case(gpu, client, memory)
     host = HostCase(client, SHAPE)
     copy = {"source": case.region, "source_offset": 0, "size": TENSOR}
     loss = case.run()
@@ -310,6 +312,7 @@ def test_a_warm_worker_allocates_nothing(gpu, server, client, case):
     assert state() == before
     assert resident_kb(worker) - resident <= 4 << 10
     host.memory.close()
+    client.close()
 
 
 # ---- Events ----------------------------------------------------------------------------------------

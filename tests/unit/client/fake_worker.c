@@ -260,6 +260,7 @@ static void hello(struct fake_worker *worker, struct fake_client *client, uint64
     welcome->streams_max = 4;
     welcome->flags = worker->flags;
     welcome->region_bytes_max = worker->region_bytes_max;
+    frame.header.length -= (uint32_t)worker->welcome_less;
     reply(client, &frame);
 }
 

@@ -310,6 +310,19 @@ START_TEST(test_reason_of_a_refusal_is_told) {
 }
 END_TEST
 
+/* A server whose frames have other sizes is no server to wait for. */
+START_TEST(test_another_release_is_told_at_once) {
+    fake_worker_open(&worker);
+    worker.welcome_less = 8;
+    char url[128];
+    snprintf(url, sizeof url, "unix:%s", worker.path);
+    ck_assert_int_eq(kld_connect(url, NULL, &connection, &error), KLD_VERSION);
+    ck_assert_ptr_nonnull(strstr(error.text, "WELCOME frame of 1360 bytes; expected 1368"));
+    ck_assert_int_eq(worker.accepted, 1);
+    fake_worker_close(&worker);
+}
+END_TEST
+
 /* The loss was seen long ago and nobody called kld_process() since: the server is looked for now.
  */
 START_TEST(test_server_is_looked_for_after_a_long_pause) {
@@ -330,4 +343,5 @@ UNIT_MAIN("client/unix_again", test_late_keeps_its_staging, test_cancelled_keeps
           test_input_overwritten_by_a_later_request, test_input_overwritten_by_a_later_copy,
           test_in_place_through_two_regions, test_worker_leaves,
           test_region_refused_by_a_worker_that_ends, test_server_is_looked_for_after_a_long_pause,
-          test_reason_of_a_refusal_is_told, test_a_request_that_kills_the_device)
+          test_reason_of_a_refusal_is_told, test_another_release_is_told_at_once,
+          test_a_request_that_kills_the_device)

@@ -70,6 +70,9 @@ START_TEST(frames_of_another_release_are_told_as_such) {
                          KLD_INVALID); /* cut */
         ck_assert_int_eq(kld_frame_check(&frame, older[i].bytes, 0, 1, &request, &err),
                          KLD_INVALID);
+        frame.header.length = (uint32_t)kld_frame_bytes((uint16_t)older[i].type) + 8;
+        ck_assert_int_eq(kld_frame_check(&frame, older[i].bytes, 0, 1, &request, &err),
+                         KLD_VERSION); /* a longer one, of a newer release */
     }
 }
 END_TEST

@@ -226,7 +226,11 @@ cudaError_t cudaMemPoolDestroy(cudaMemPool_t pool) { return cudaSuccess; }
 cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr attribute, void *to) {
     return cudaSuccess;
 }
-cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, size_t bytes) { return cudaSuccess; }
+static _Atomic size_t fake_trimmed_to;
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, size_t bytes) {
+    atomic_store(&fake_trimmed_to, bytes);
+    return cudaSuccess;
+}
 cudaError_t cudaMallocFromPoolAsync(void **at, size_t bytes, cudaMemPool_t pool,
                                     cudaStream_t stream) {
     if (atomic_load(&fake_no_memory) > 0 && atomic_fetch_sub(&fake_no_memory, 1) > 0)

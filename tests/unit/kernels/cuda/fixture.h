@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 
 #include "kernels/backend.h"
+#include "kernels/cuda/device.h"
 #include "tests/unit/kernels/cuda/fake_runtime.h"
 #include "tests/unit/unit.h"
 

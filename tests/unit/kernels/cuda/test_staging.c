@@ -95,6 +95,22 @@ START_TEST(small_jobs_leave_large_blocks_alone) {
 }
 END_TEST
 
+/* What nobody uses goes back to the card when a buffer does, but for a little that stays at hand.
+ */
+START_TEST(the_pool_is_trimmed_behind_a_buffer) {
+    setup_small();
+    struct kld_memory *memory;
+    uint64_t used = cuda->pool_bytes(device);
+    ck_assert_int_eq(cuda->memory_alloc(device, 8 << 20, &memory, &err), KLD_OK);
+    ck_assert_uint_eq(cuda->pool_bytes(device), used + (8 << 20));
+    atomic_store(&fake_trimmed_to, 0);
+    cuda->memory_free(memory);
+    ck_assert_uint_eq(cuda->pool_bytes(device), used);
+    ck_assert_uint_eq(atomic_load(&fake_trimmed_to), used + CUDA_POOL_KEEP);
+    teardown();
+}
+END_TEST
+
 static void *open_slowly(void *argument) {
     const uint8_t handle[64] = "slow";
     of_check = true;
@@ -141,7 +157,8 @@ START_TEST(room_is_made_without_holding_up_jobs) {
 END_TEST
 
 UNIT_MAIN("kernels/cuda/staging", kept_staging_gives_way, kept_staging_does_not_give_way_in_vain,
-          small_jobs_leave_large_blocks_alone, room_is_made_without_holding_up_jobs)
+          small_jobs_leave_large_blocks_alone, the_pool_is_trimmed_behind_a_buffer,
+          room_is_made_without_holding_up_jobs)
 
 #else
 
