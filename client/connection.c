@@ -45,7 +45,8 @@ enum kld_status kld_connection_step(struct kld_connection *connection, uint64_t 
     struct epoll_event events[16];
     int count = epoll_wait(connection->epoll_fd, events, 16,
                            deadline_ns == 0 ? 0 : timeout_ms(deadline_ns));
-    if (count < 0 && errno != EINTR)
+    connection->interrupted = count < 0 && errno == EINTR;
+    if (count < 0 && !connection->interrupted)
         return kld_error_set(err, KLD_INTERNAL, "waiting failed: %s", strerror(errno));
     connection->dispatching = true;
     for (int i = 0; i < count; i++) {
@@ -95,6 +96,20 @@ static void deliver(struct kld_connection *connection) {
         wake(connection);
 }
 
+/* Where what computes is no processor of this host: we look at it ourselves for a while. */
+static void poll_transport(struct kld_connection *connection, bool more) {
+    if (!connection->offloaded || !connection->transport->poll)
+        return;
+    connection->transport->poll(connection, more);
+    connection->watching = more;
+}
+
+/* The back end's own thread looks at what is in flight from now on, where we did. */
+static void unwatch(struct kld_connection *connection) {
+    if (connection->watching)
+        poll_transport(connection, false);
+}
+
 enum kld_status kld_process(struct kld_connection *connection, int timeout, struct kld_error *err) {
     uint64_t deadline = 0;
     if (!connection->done && timeout < 0 && connection->calls > 0)
@@ -111,10 +126,13 @@ int kld_fd(const struct kld_connection *connection) { return connection->epoll_f
 void kld_call_end(struct kld_connection *connection, struct kld_call *call, enum kld_status status,
                   const struct kld_error *error) {
     call->ended = true;
+    connection->unended--;
     call->status = status;
     call->result.total_ns = kld_now_ns() - call->started_ns;
     if (status && error)
         call->error = *error;
+    if (call->kept)
+        return;
     if (call->wait) {
         call->wait->ended = true;
         call->wait->status = status;
@@ -198,8 +216,12 @@ static enum kld_status check_bounds(const struct kld_request *request,
 static enum kld_status check_events(const struct kld_connection *connection,
                                     const struct kld_request *request, struct kld_error *err) {
     const struct kld_event *events[] = {request->wait, request->record};
-    if ((request->wait || request->record || request->early) && !connection->transport->event_bytes)
-        return kld_unimplemented(connection, "events and early answers", err);
+    bool here = connection->transport->runs_here;
+    if ((request->wait || request->record || (request->early && !here)) &&
+        !connection->transport->event_bytes)
+        return kld_unimplemented(connection, here ? "events" : "events and early answers", err);
+    if (here)
+        return KLD_OK;
     for (int i = 0; i < 2; i++)
         if (events[i] && (events[i]->connection != connection || events[i]->dropped))
             return kld_error_set(err, KLD_INVALID, "%s: the event %s", i ? "record" : "wait",
@@ -297,9 +319,11 @@ static enum kld_status submit(struct kld_connection *connection, const struct kl
         if (!status)
             status = check_events(connection, &call->request, err);
     }
+    connection->unended++;
     if (!status)
         status = connection->transport->submit(connection, call, err);
     if (status) {
+        connection->unended--;
         call->references = 1;
         kld_call_release(connection, call);
         return status;
@@ -308,41 +332,48 @@ static enum kld_status submit(struct kld_connection *connection, const struct kl
     return KLD_OK;
 }
 
-/* Where what computes is no processor of this host: we look at it ourselves for a while. */
-static void poll_transport(struct kld_connection *connection, bool more) {
-    if (connection->offloaded && connection->transport->poll)
-        connection->transport->poll(connection, more);
-}
-
-/* Runs the loop until `wait` has ended. What else ended meanwhile keeps its callback for the next
- * kld_process(). */
-static enum kld_status wait_for(struct kld_connection *connection, struct kld_wait *wait,
-                                struct kld_call *call, struct kld_result *ret_result,
-                                struct kld_error *err) {
+/* Runs the loop until *ended, or until until_ns, or a signal where that is set. What else ended
+ * meanwhile keeps its callback for the next kld_process(). */
+static enum kld_status run_loop(struct kld_connection *connection, const bool *ended, bool early,
+                                uint64_t until_ns, struct kld_error *err) {
     enum kld_status status = KLD_OK;
+    bool sliced = until_ns != KLD_NEVER, out = false;
     uint64_t poll_until_ns = connection->offloaded ? kld_now_ns() + KLD_POLL_NS : 0;
-    while (!wait->ended && !status) {
+    while (!*ended && !status && !out) {
         bool poll = poll_until_ns && kld_now_ns() < poll_until_ns;
         if (poll_until_ns)
             poll_transport(connection, poll);
         poll_until_ns = poll ? poll_until_ns : 0;
-        status = kld_connection_step(connection, poll ? 0 : KLD_NEVER, err);
+        status = kld_connection_step(connection, poll ? 0 : until_ns, err);
         if (poll)
             sched_yield();
+        out = sliced && (connection->interrupted || kld_now_ns() >= until_ns);
     }
-    if (poll_until_ns)
+    /* After an early answer nobody waits for the rest: the next call looks at it. */
+    if (poll_until_ns && !(early && *ended && connection->unended == 0))
         poll_transport(connection, false);
     if (connection->done)
         wake(connection);
-    if (!wait->ended) { /* the loop itself failed: nobody may write to our stack later */
-        call->wait = NULL;
-        return status;
-    }
+    return status;
+}
+
+static enum kld_status take_outcome(const struct kld_wait *wait, struct kld_result *ret_result,
+                                    struct kld_error *err) {
     if (wait->status && err)
         *err = wait->error;
     if (ret_result)
         *ret_result = wait->result;
     return wait->status;
+}
+
+static enum kld_status wait_for(struct kld_connection *connection, struct kld_wait *wait,
+                                struct kld_call *call, bool early, struct kld_result *ret_result,
+                                struct kld_error *err) {
+    enum kld_status status = run_loop(connection, &wait->ended, early, KLD_NEVER, err);
+    if (wait->ended)
+        return take_outcome(wait, ret_result, err);
+    call->wait = NULL; /* the loop itself failed: nobody may write to our stack later */
+    return status;
 }
 
 enum kld_status kld_run(struct kld_connection *connection, const struct kld_request *request,
@@ -353,15 +384,57 @@ enum kld_status kld_run(struct kld_connection *connection, const struct kld_requ
     enum kld_status status =
         submit(connection, request, NULL, request->timeout_ns, &call, &wait, NULL, NULL, err);
     if (!status)
-        return wait_for(connection, &wait, call, ret_result, err);
+        return wait_for(connection, &wait, call, request->early, ret_result, err);
     poll_transport(connection, false);
     return status;
+}
+
+static uint64_t slice_end(uint32_t slice_ms) { return kld_now_ns() + (uint64_t)slice_ms * 1000000; }
+
+enum kld_status kld_run_slice(struct kld_connection *connection, const struct kld_request *request,
+                              uint32_t slice_ms, uint64_t *ret_id, struct kld_result *ret_result,
+                              struct kld_error *err) {
+    struct kld_wait wait = {0};
+    struct kld_call *call = NULL;
+    *ret_id = 0;
+    poll_transport(connection, true);
+    enum kld_status status =
+        submit(connection, request, NULL, request->timeout_ns, &call, &wait, NULL, NULL, err);
+    if (status) {
+        poll_transport(connection, false);
+        return status;
+    }
+    status = run_loop(connection, &wait.ended, request->early, slice_end(slice_ms), err);
+    if (wait.ended)
+        return take_outcome(&wait, ret_result, err);
+    call->wait = NULL;
+    if (status)
+        return status;
+    call->kept = true;
+    *ret_id = call->id;
+    return KLD_OK;
+}
+
+enum kld_status kld_wait(struct kld_connection *connection, uint64_t *id, uint32_t slice_ms,
+                         struct kld_result *ret_result, struct kld_error *err) {
+    struct kld_call *call = kld_call_find(connection, *id);
+    if (!call || !call->kept)
+        return kld_error_set(err, KLD_NOT_FOUND, "no request of kld_run_slice() has that number");
+    enum kld_status status =
+        run_loop(connection, &call->ended, call->request.early, slice_end(slice_ms), err);
+    if (!call->ended)
+        return status;
+    struct kld_wait wait = {.status = call->status, .result = call->result, .error = call->error};
+    *id = 0;
+    kld_call_release(connection, call);
+    return take_outcome(&wait, ret_result, err);
 }
 
 enum kld_status kld_submit(struct kld_connection *connection, const struct kld_request *request,
                            kld_callback callback, void *user, uint64_t *ret_id,
                            struct kld_error *err) {
     struct kld_call *call = NULL;
+    unwatch(connection);
     enum kld_status status =
         submit(connection, request, NULL, request->timeout_ns, &call, NULL, callback, user, err);
     if (!status && ret_id)
@@ -395,6 +468,7 @@ enum kld_status kld_submit_copy(struct kld_connection *connection, struct kld_re
                                     source_offset_bytes, bytes,  stream};
     struct kld_call *call = NULL;
     enum kld_status status = check_copy(connection, &copy, err);
+    unwatch(connection);
     if (!status)
         status = submit(connection, NULL, &copy, timeout_ns, &call, NULL, callback, user, err);
     if (!status && ret_id)
@@ -410,9 +484,10 @@ enum kld_status kld_copy(struct kld_connection *connection, struct kld_region *d
     struct kld_wait wait = {0};
     struct kld_call *call = NULL;
     enum kld_status status = check_copy(connection, &copy, err);
+    unwatch(connection);
     if (!status)
         status = submit(connection, NULL, &copy, 0, &call, &wait, NULL, NULL, err);
-    return status ? status : wait_for(connection, &wait, call, NULL, err);
+    return status ? status : wait_for(connection, &wait, call, false, NULL, err);
 }
 
 void kld_cancel(struct kld_connection *connection, uint64_t id) {

@@ -70,6 +70,7 @@ struct kld_call {
     uint64_t id;                /* sequence << 16 | slot; the top two bits are 0 */
     unsigned references;
     bool ended; /* was handed to kld_call_end() */
+    bool kept;  /* its outcome stays here for kld_wait(), which drops the delivery's reference */
 
     kld_callback callback;
     void *user;
@@ -102,6 +103,7 @@ struct kld_transport {
     const char *name;                                  /* for error texts */
     size_t connection_bytes, call_bytes, region_bytes; /* of the structs that embed ours first */
     size_t event_bytes;                                /* the same; 0: no events */
+    bool runs_here; /* in this process: early answers need no event, and any memory will do */
 
     enum kld_status (*open)(struct kld_connection *connection, const char *url,
                             struct kld_error *err);
@@ -135,6 +137,8 @@ struct kld_transport {
     void (*event_release)(struct kld_event *event);
     enum kld_status (*stream_priority)(struct kld_connection *connection, uint32_t stream,
                                        int priority, struct kld_error *err);
+    enum kld_status (*stream_adopt)(struct kld_connection *connection, uint32_t stream,
+                                    void *native, struct kld_error *err);
     void *(*region_data)(struct kld_region *region); /* NULL: region->data */
     /* No user is left. Ends in kld_region_free(), now or when the server has let go. Also called
      * for half-made regions. */
@@ -166,6 +170,8 @@ struct kld_connection {
     bool opened;       /* transport->open() was called */
     bool offloaded;    /* what computes is no processor of this host; set by the transport */
     bool dispatching;  /* inside kld_connection_step() */
+    bool watching;     /* transport->poll() was last told that we look again */
+    bool interrupted;  /* the last kld_connection_step() ended with a signal */
 
     struct kld_region *regions;
     uint32_t region_count;
@@ -174,6 +180,7 @@ struct kld_connection {
 
     struct kld_call **slots; /* by the low 16 bits of an id; slots_max of them */
     uint32_t slots_max, calls, calls_max;
+    uint32_t unended; /* calls without an outcome yet */
     uint64_t sequence;
     struct kld_call *spare;            /* released calls, by `next` */
     struct kld_call *done, *done_last; /* ended, callback to run, by `next_done` */

@@ -243,10 +243,19 @@ struct kld_request {
     /* The answer comes when the device has the work, not when it has ended: no loss, no times, no
      * error of the computation. Every tensor in regions of device memory. Needs `record`: if the
      * device is lost behind such an answer, so is that event, and the next request that names it
-     * ends with KLD_DEVICE_LOST: what was answered early before that may not have been computed. */
+     * ends with KLD_DEVICE_LOST: what was answered early before that may not have been computed.
+     * local:cuda: without events, see kld_stream_adopt(); where a tensor lies in host memory, and
+     * on a CPU, the answer comes when the work has ended. */
     bool early;
 };
 
+/* local:cuda. Requests of that stream number run on a stream of the caller's own from now on, a
+ * cudaStream_t of the connection's device (NULL: the default stream), in the order of all that is
+ * enqueued there: with `early` a step needs neither events nor a CPU that waits. The stream is not
+ * being captured into a graph, and stays the caller's, who keeps it until kld_close() or until the
+ * number is given another, which waits for what runs. */
+KLD_EXPORT enum kld_status kld_stream_adopt(struct kld_connection *connection, uint32_t stream,
+                                            void *cuda_stream, struct kld_error *err);
 /* Which streams a busy server serves first; -1 low, 0 normal (from the start), 1 high. Before the
  * first request of that stream. A CPU takes streams in turn whatever it was told. unix and local.
  * Blocking. */
@@ -266,6 +275,18 @@ struct kld_result {
 KLD_EXPORT enum kld_status kld_run(struct kld_connection *connection,
                                    const struct kld_request *request, struct kld_result *ret_result,
                                    struct kld_error *err);
+/* kld_run() for callers that have to look after something else at times, an interpreter after its
+ * signals, say: it returns when the request has ended, with its status and *ret_id 0; or after
+ * slice_ms, or when a signal was handled in this thread, with KLD_OK and the request's *ret_id.
+ * Then the request goes on and kld_wait() waits for it, a slice each call, until *id is 0; its
+ * tensors stay until then. kld_cancel() does what it says; its end is still to be waited for. */
+KLD_EXPORT enum kld_status kld_run_slice(struct kld_connection *connection,
+                                         const struct kld_request *request, uint32_t slice_ms,
+                                         uint64_t *ret_id, struct kld_result *ret_result,
+                                         struct kld_error *err);
+KLD_EXPORT enum kld_status kld_wait(struct kld_connection *connection, uint64_t *id,
+                                    uint32_t slice_ms, struct kld_result *ret_result,
+                                    struct kld_error *err);
 /* Blocking. Copies between two regions of this connection (they may not overlap). */
 KLD_EXPORT enum kld_status kld_copy(struct kld_connection *connection,
                                     struct kld_region *destination,

@@ -14,8 +14,8 @@
 #include "client/connection.h"
 #include "kernels/backend.h"
 
-#define STREAMS_MAX 16
-#define SPIN_US 20 /* the device thread polls so long before it sleeps */
+#define STREAMS_MAX 128 /* PyTorch, for one, has up to 33 of a priority */
+#define SPIN_US 20      /* the device thread polls so long before it sleeps */
 #define TAG_FINISHED KLD_TAG_TRANSPORT
 
 struct local_call {
@@ -23,7 +23,8 @@ struct local_call {
     struct kld_job job;                         /* the device's between submit() and job_done() */
     struct kld_memory *wrapped[KLD_SLOT_COUNT]; /* plain pointers; owned */
     struct local_connection *owner;             /* for job_done() */
-    struct local_call *next_finished;           /* under lock */
+    struct local_call *next_finished, *next_launched; /* under lock */
+    bool told; /* ended early: the device has the work, and the job goes on */
 };
 
 struct local_region {
@@ -44,6 +45,7 @@ struct local_connection {
     int finished_fd;               /* eventfd: `finished` is not empty */
     pthread_mutex_t lock;
     struct local_call *finished, *finished_last; /* under lock */
+    struct local_call *launched;                 /* under lock: early ones to be told, any order */
 };
 
 static struct local_connection *local_of(struct kld_connection *connection) {
@@ -57,6 +59,23 @@ static struct local_connection *owner_of(const struct kld_region *region) {
 /* ---- Completion -------------------------------------------------------------------------------
  */
 
+/* Under the lock: once that is free, the connection may be closed. */
+static void notify(struct local_connection *local) {
+    uint64_t one = 1;
+    ssize_t written = write(local->finished_fd, &one, sizeof one);
+    (void)written; /* a counter that is full is as good */
+}
+
+static void job_launched(struct kld_job *job) {
+    struct local_call *call = job->owner;
+    struct local_connection *local = call->owner;
+    pthread_mutex_lock(&local->lock);
+    call->next_launched = local->launched;
+    local->launched = call;
+    notify(local);
+    pthread_mutex_unlock(&local->lock);
+}
+
 static void job_done(struct kld_job *job) {
     struct local_call *call = job->owner;
     struct local_connection *local = call->owner;
@@ -68,12 +87,8 @@ static void job_done(struct kld_job *job) {
     else
         local->finished_last->next_finished = call;
     local->finished_last = call;
-    /* Written under the lock: once it is free, the connection may be closed. */
-    if (first) {
-        uint64_t one = 1;
-        ssize_t written = write(local->finished_fd, &one, sizeof one);
-        (void)written; /* cannot fail: the counter goes from 0 to 1 */
-    }
+    if (first)
+        notify(local);
     pthread_mutex_unlock(&local->lock);
 }
 
@@ -109,8 +124,16 @@ static void call_finish(struct local_connection *local, struct local_call *call)
     call_free_memory(local, call);
     kld_call_unlink(&call->base);
     kld_call_drop_regions(&call->base);
-    kld_call_end(&local->base, &call->base, status, &error);
+    if (!call->told)
+        kld_call_end(&local->base, &call->base, status, &error);
     kld_call_release(&local->base, &call->base);
+}
+
+/* An early answer: the device has the work, behind which its stream goes on. */
+static void call_tell(struct local_connection *local, struct local_call *call) {
+    call->told = true;
+    call->base.result.attempts = 1;
+    kld_call_end(&local->base, &call->base, KLD_OK, NULL);
 }
 
 static void local_event(struct kld_connection *connection, uint64_t tag, uint32_t events) {
@@ -119,9 +142,11 @@ static void local_event(struct kld_connection *connection, uint64_t tag, uint32_
     pthread_mutex_lock(&local->lock);
     ssize_t got = read(local->finished_fd, &count, sizeof count);
     (void)got;
-    struct local_call *call = local->finished;
-    local->finished = local->finished_last = NULL;
+    struct local_call *call = local->finished, *launched = local->launched;
+    local->finished = local->finished_last = local->launched = NULL;
     pthread_mutex_unlock(&local->lock);
+    for (; launched; launched = launched->next_launched) /* before any of them is released */
+        call_tell(local, launched);
     while (call) {
         struct local_call *next = call->next_finished;
         call_finish(local, call);
@@ -181,6 +206,8 @@ static enum kld_status local_open(struct kld_connection *connection, const char 
 
 static void local_close(struct kld_connection *connection) {
     struct local_connection *local = local_of(connection);
+    if (local->device && local->backend->poll)
+        local->backend->poll(local->device, false); /* nobody but its own thread looks any more */
     /* The memory of running jobs is the caller's from the moment we return. */
     while (local->running.count > 0 && kld_connection_step(connection, KLD_NEVER, NULL) == KLD_OK)
         ;
@@ -275,6 +302,33 @@ static enum kld_status local_stream_priority(struct kld_connection *connection, 
     return KLD_OK;
 }
 
+/* The stream that the number had goes first, and with it all that runs there. */
+static enum kld_status local_stream_adopt(struct kld_connection *connection, uint32_t stream,
+                                          void *native, struct kld_error *err) {
+    struct local_connection *local = local_of(connection);
+    if (!local->backend->stream_adopt)
+        return kld_error_set(err, KLD_UNIMPLEMENTED,
+                             "streams of the caller's: not with the back end '%s'",
+                             local->device->info.backend);
+    if (stream >= STREAMS_MAX)
+        return kld_error_set(err, KLD_INVALID, "stream %u; expected a number below %d", stream,
+                             STREAMS_MAX);
+    enum kld_status status = KLD_OK;
+    if (local->streams[stream] && local->backend->poll)
+        local->backend->poll(local->device, false);
+    while (local->streams[stream] && local->running.count > 0 && !status)
+        status = kld_connection_step(connection, KLD_NEVER, err);
+    struct kld_stream *adopted = NULL;
+    if (!status)
+        status = local->backend->stream_adopt(local->device, native, &adopted, err);
+    if (status)
+        return status;
+    if (local->streams[stream])
+        local->backend->stream_close(local->streams[stream]);
+    local->streams[stream] = adopted;
+    return KLD_OK;
+}
+
 static enum kld_status job_init(struct local_connection *local, struct local_call *call,
                                 struct kld_error *err) {
     struct kld_job *job = &call->job;
@@ -326,9 +380,12 @@ static enum kld_status local_submit(struct kld_connection *connection, struct kl
         call_free_memory(local, call);
         return status;
     }
+    bool early = !base->copy.destination && base->request.early;
+    call->job.launched = early && local->device->info.imports_cuda_ipc ? job_launched : NULL;
     kld_call_hold_regions(base);
     kld_call_append(&local->running, base);
-    local->backend->submit(stream, &call->job);
+    if (local->backend->submit(stream, &call->job) && call->job.launched)
+        call_tell(local, call);
     return KLD_OK;
 }
 
@@ -397,7 +454,9 @@ const struct kld_transport kld_transport_local = {
     .region_import_memfd = local_region_import_memfd,
     .region_create_pool = local_region_create_pool,
     .region_release = local_region_release,
+    .runs_here = true,
     .stream_priority = local_stream_priority,
+    .stream_adopt = local_stream_adopt,
     .submit = local_submit,
     .cancel = local_cancel,
     .poll = local_poll,

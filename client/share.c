@@ -146,6 +146,13 @@ void kld_event_user_drop(struct kld_event *event) {
         event->connection->transport->event_release(event);
 }
 
+enum kld_status kld_stream_adopt(struct kld_connection *connection, uint32_t stream,
+                                 void *cuda_stream, struct kld_error *err) {
+    if (!connection->transport->stream_adopt)
+        return kld_unimplemented(connection, "streams of the caller's", err);
+    return connection->transport->stream_adopt(connection, stream, cuda_stream, err);
+}
+
 enum kld_status kld_stream_priority(struct kld_connection *connection, uint32_t stream,
                                     int priority, struct kld_error *err) {
     if (!connection->transport->stream_priority)

@@ -170,6 +170,11 @@ struct kld_backend {
     /* NULL on cpu, where streams take turns. */
     enum kld_status (*stream_open_priority)(struct kld_device *device, enum kld_priority priority,
                                             struct kld_stream **ret_stream, struct kld_error *err);
+    /* A stream of the caller's own process, cuda: a cudaStream_t of this device, NULL the default
+     * one: its jobs run in the order of all that the caller enqueues there. It stays the caller's.
+     * NULL on cpu. */
+    enum kld_status (*stream_adopt)(struct kld_device *device, void *native,
+                                    struct kld_stream **ret_stream, struct kld_error *err);
     void (*stream_close)(struct kld_stream *stream); /* no job in flight; NULL is allowed */
 
     /* A cudaIpcEventHandle_t of another process. KLD_UNIMPLEMENTED on cpu. */

@@ -212,12 +212,24 @@ static enum kld_status stream_open(struct kld_device *base, struct kld_stream **
     return stream_open_priority(base, KLD_PRIORITY_NORMAL, ret_stream, err);
 }
 
+static enum kld_status stream_adopt(struct kld_device *base, void *native,
+                                    struct kld_stream **ret_stream, struct kld_error *err) {
+    struct cuda_stream *stream = calloc(1, sizeof *stream);
+    if (!stream)
+        return kld_error_set(err, KLD_NO_MEMORY, "no host memory for a stream");
+    stream->base.device = base;
+    stream->stream = native;
+    stream->adopted = true;
+    *ret_stream = &stream->base;
+    return KLD_OK;
+}
+
 static void stream_close(struct kld_stream *base) {
     if (!base)
         return;
     struct cuda_stream *stream = (struct cuda_stream *)base;
     struct cuda_device *device = (struct cuda_device *)base->device;
-    if (!atomic_load(&device->lost)) {
+    if (!stream->adopted && !atomic_load(&device->lost)) {
         cudaSetDevice(device->ordinal);
         cudaStreamDestroy(stream->stream);
         cudaGetLastError();
@@ -239,6 +251,7 @@ const struct kld_backend kld_backend_cuda = {
     .memory_free = cuda_memory_free,
     .stream_open = stream_open,
     .stream_open_priority = stream_open_priority,
+    .stream_adopt = stream_adopt,
     .stream_close = stream_close,
     .event_import = cuda_event_import,
     .event_create = cuda_event_create,

@@ -64,6 +64,7 @@ struct cuda_event {
 struct cuda_stream {
     struct kld_stream base;
     cudaStream_t stream; /* constant */
+    bool adopted;        /* constant: the caller's */
     /* Under work. */
     bool blocked;   /* a job in chunks holds the stream */
     uint64_t sweep; /* of the poll that found an unfinished job in it */

@@ -186,6 +186,20 @@ static bool address_range(const void *at, char **ret_base, uint64_t *ret_bytes) 
     return true;
 }
 
+/* Does device memory reach from `at` over `bytes`? Allocations that are mapped side by side count
+ * as one (VMM: expandable segments of caching allocators). True where the driver does not say. */
+static bool is_covered(const char *at, uint64_t bytes) {
+    const char *next = at, *end = at + bytes;
+    while (next < end) {
+        char *start = NULL;
+        uint64_t whole = 0;
+        if (!address_range(next, &start, &whole))
+            return next == at;
+        next = start + whole;
+    }
+    return true;
+}
+
 enum kld_status cuda_memory_wrap(struct kld_device *base, void *address, uint64_t bytes,
                                  struct kld_memory **ret_memory, struct kld_error *err) {
     struct cuda_device *device = device_of(base);
@@ -209,10 +223,7 @@ enum kld_status cuda_memory_wrap(struct kld_device *base, void *address, uint64_
         return kld_error_set(err, KLD_INVALID,
                              "the memory belongs to device %d; expected device %d",
                              attributes.device, device->ordinal);
-    char *start = NULL;
-    uint64_t whole = 0;
-    if (on_device && address_range(address, &start, &whole) &&
-        bytes > whole - (uint64_t)((char *)address - start))
+    if (on_device && !is_covered(address, bytes))
         return kld_error_set(err, KLD_INVALID, "the range ends beyond its device allocation");
     struct cuda_memory *memory = cuda_memory_new(device, CUDA_WRAPPED, bytes, err);
     if (!memory)

@@ -59,6 +59,12 @@ START_TEST(test_run) {
     ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK);
     request.timeout_ns = 1;
     ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_DEADLINE);
+    /* What is a GPU's: a stream of its own; early, which on a CPU is when the work has ended. */
+    ck_assert_int_eq(kld_stream_adopt(connection, 0, NULL, &error), KLD_UNIMPLEMENTED);
+    request.timeout_ns = 0;
+    request.early = true;
+    ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_OK);
+    ck_assert_double_eq_tol(result.loss, truth(), 1e-6);
     request.op.shape[1] = 0;
     ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_INVALID);
     kld_close(connection);
