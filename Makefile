@@ -180,7 +180,7 @@ help:
 	@echo "make check-gpu    the kernel table and the end-to-end tests on the GPU, from the tarball's tree"
 	@echo "make bench        measure this machine"
 	@echo "make fuzz         fuzz every parser, SECONDS=$(SECONDS) each"
-	@echo "make lint         clang-format, clang-tidy, cppcheck, shellcheck"
+	@echo "make lint         clang-format, clang-tidy, cppcheck, pyflakes, shellcheck"
 	@echo "make install      into DESTDIR=$(DESTDIR) PREFIX=$(PREFIX)"
 	@echo "make dist         $(DIST).tar.gz, which runs on any x86-64 Linux with glibc 2.36 or newer"
 	@echo "make wheel        the Python package, libkld in it, into $(BUILD)/"

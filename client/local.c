@@ -46,6 +46,8 @@ struct local_connection {
     pthread_mutex_t lock;
     struct local_call *finished, *finished_last; /* under lock */
     struct local_call *launched;                 /* under lock: early ones to be told, any order */
+    bool polling;     /* `poller` is inside local_poll(); under lock, as poller */
+    pthread_t poller; /* and takes in by itself what it hears there */
 };
 
 static struct local_connection *local_of(struct kld_connection *connection) {
@@ -59,8 +61,11 @@ static struct local_connection *owner_of(const struct kld_region *region) {
 /* ---- Completion -------------------------------------------------------------------------------
  */
 
-/* Under the lock: once that is free, the connection may be closed. */
+/* Under the lock: once that is free, the connection may be closed. Not for what local_poll() hears
+ * of itself. */
 static void notify(struct local_connection *local) {
+    if (local->polling && pthread_equal(local->poller, pthread_self()))
+        return;
     uint64_t one = 1;
     ssize_t written = write(local->finished_fd, &one, sizeof one);
     (void)written; /* a counter that is full is as good */
@@ -136,12 +141,12 @@ static void call_tell(struct local_connection *local, struct local_call *call) {
     kld_call_end(&local->base, &call->base, KLD_OK, NULL);
 }
 
-static void local_event(struct kld_connection *connection, uint64_t tag, uint32_t events) {
-    struct local_connection *local = local_of(connection);
+static void take_in(struct local_connection *local, bool notified) {
     uint64_t count;
     pthread_mutex_lock(&local->lock);
-    ssize_t got = read(local->finished_fd, &count, sizeof count);
+    ssize_t got = notified ? read(local->finished_fd, &count, sizeof count) : 0;
     (void)got;
+    local->polling = false;
     struct local_call *call = local->finished, *launched = local->launched;
     local->finished = local->finished_last = local->launched = NULL;
     pthread_mutex_unlock(&local->lock);
@@ -152,6 +157,10 @@ static void local_event(struct kld_connection *connection, uint64_t tag, uint32_
         call_finish(local, call);
         call = next;
     }
+}
+
+static void local_event(struct kld_connection *connection, uint64_t tag, uint32_t events) {
+    take_in(local_of(connection), true);
 }
 
 /* ---- Opening and closing ----------------------------------------------------------------------
@@ -391,8 +400,14 @@ static enum kld_status local_submit(struct kld_connection *connection, struct kl
 
 static void local_poll(struct kld_connection *connection, bool more) {
     struct local_connection *local = local_of(connection);
-    if (local->backend->poll)
-        local->backend->poll(local->device, more);
+    if (!local->backend->poll)
+        return;
+    pthread_mutex_lock(&local->lock);
+    local->polling = true;
+    local->poller = pthread_self();
+    pthread_mutex_unlock(&local->lock);
+    local->backend->poll(local->device, more);
+    take_in(local, false);
 }
 
 /* A job that the device has cannot be taken back: its result comes. */

@@ -10,7 +10,7 @@ for set in "$@"; do
     check) wanted="$wanted g++ check libsubunit-dev pkg-config patchelf curl python3 python3-numpy \
         python3-pytest python3-pytest-timeout python3-venv python3-setuptools python3-wheel python3-torch \
         openssl util-linux chromium" ;;
-    lint) wanted="$wanted clang-format clang-tidy cppcheck shellcheck" ;;
+    lint) wanted="$wanted clang-format clang-tidy cppcheck shellcheck pyflakes3" ;;
     fuzz) wanted="$wanted clang libclang-rt-dev" ;;
     dist) wanted="$wanted patchelf" ;;
     wheel) wanted="$wanted patchelf python3 python3-setuptools python3-wheel" ;;

@@ -1,5 +1,5 @@
 #!/bin/bash
-# lint.sh - format, static analysis and shell scripts. Says every finding, then fails.
+# lint.sh - format, static analysis, Python and shell scripts. Says every finding, then fails.
 set -uo pipefail
 # Not analysed: kernels/cuda (needs CUDA's headers) and kernels/cpu/kernel.c (asks for a processor
 # feature that Debian 12's clang does not know).
@@ -20,5 +20,11 @@ printf '%s\n' "${sources[@]}" | xargs -P "$(nproc)" -n 4 sh -c '
 
 mapfile -t scripts < <(git ls-files --cached --others --exclude-standard | xargs grep -lE '^#!/bin/(ba)?sh' 2>/dev/null)
 shellcheck "${scripts[@]}" || failed=1
+
+mapfile -t python < <(git ls-files --cached --others --exclude-standard '*.py' tests/run | xargs -r ls 2>/dev/null)
+# A fixture of pytest is imported by its name and then an argument of that name.
+found=$(pyflakes3 "${python[@]}" 2>&1 |
+    grep -vE "^tests/e2e/.*(redefinition of unused|'(unixlib|httplib)\.[a-z_]+' imported but unused)" || true)
+[ -z "$found" ] || { echo "$found"; failed=1; }
 
 exit $failed

@@ -139,7 +139,7 @@ def expected(predictions, targets, divergence="forward_kl", predictions_form="pr
     q, lq = _log_p(predictions, predictions_form, temperature)
     p, _ = _log_p(targets, targets_form, temperature)
     terms, dq, dp = _terms(divergence, q, p, lq, **parameters)
-    shape, classes = terms.shape, terms.shape[-1]
+    shape = terms.shape
     weight = np.ones(shape[:-1])
     if row_weights is not None:
         weight = weight * np.asarray(row_weights, np.float64).reshape(shape[:-1])

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import time
 
-import numpy as np
 import pytest
 
 import oip

@@ -3,7 +3,6 @@ handle. What is refused, everywhere; what is computed, on the CUDA back end only
 import base64
 import hashlib
 import json
-import os
 
 import numpy as np
 import pytest

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from conftest import BIN, DATA, ROOT, Server, clean_environment
+from conftest import BIN, DATA, ROOT, clean_environment
 
 PROGRAM = r"""
 #include <kld/kld.h>

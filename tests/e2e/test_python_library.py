@@ -23,7 +23,7 @@ Q, P = probabilities(1, (4, 8)), probabilities(2, (4, 8))
 STRUCTS = {"kld_error": _library.Error, "kld_tensor": _library.Tensor, "kld_op": _library.Op,
            "kld_bytes": _library.Bytes, "kld_request": _library.Request, "kld_result": _library.Result,
            "kld_connect_options": _library.ConnectOptions, "kld_server_info": _library.ServerInfo,
-           "kld_server_stats": _library.ServerStats}
+           "kld_server_stats": _library.ServerStats, "kld_tensor_view": _library.TensorView}
 
 
 def run(code, **more):

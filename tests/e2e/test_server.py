@@ -14,7 +14,7 @@ import urllib.request
 
 import pytest
 
-from conftest import BIN, Server, children_of, clean_environment, wait_until
+from conftest import BIN, children_of, clean_environment, wait_until
 
 SERVER = str(BIN / "kld-server")
 

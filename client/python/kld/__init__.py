@@ -17,6 +17,7 @@ from ._default import default_connection
 from ._errors import (KldBusyError, KldConnectionError, KldError, KldLookupError, KldMemoryError,
                       KldPermissionError, KldTimeoutError, KldTypeError, KldUnsupportedError, KldValueError,
                       Status)
+from ._share import Attached, Published
 from ._version import __version__
 
 
@@ -42,6 +43,24 @@ def kl_div(predictions: Any, targets: Any, **parameters: Any) -> Result:
     return default_connection().kl_div(predictions, targets, **parameters)
 
 
-__all__ = ["Connection", "KldBusyError", "KldConnectionError", "KldError", "KldLookupError", "KldMemoryError",
+def publish(name: str, array: Any, form: str = "probs", **more: Any) -> Published:
+    """Connection.publish() over the default connection, which lives as long as the process."""
+    return default_connection().publish(name, array, form, **more)
+
+
+def attach(name: str, **more: Any) -> Attached:
+    """Connection.attach() over the default connection."""
+    return default_connection().attach(name, **more)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DeviceArray":
+        from ._interface import DeviceArray
+        return DeviceArray
+    raise AttributeError(f"module 'kld' has no attribute {name!r}")
+
+
+__all__ = ["Attached", "Connection", "KldBusyError", "KldConnectionError", "KldError", "KldLookupError", "KldMemoryError",
            "KldPermissionError", "KldTimeoutError", "KldTypeError", "KldUnsupportedError", "KldValueError",
-           "Result", "ServerInfo", "Status", "__version__", "connect", "default_connection", "kl_div"]
+           "Published", "Result", "ServerInfo", "Status", "__version__", "attach", "connect", "default_connection",
+           "kl_div", "publish"]

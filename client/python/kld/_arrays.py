@@ -1,15 +1,24 @@
-"""NumPy's side: arrays as views and back. No lock is needed here."""
+"""NumPy's side: arrays as views and back, on the CPU and, through _interface.py, on a GPU. No lock is needed
+but where it says so."""
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, Tuple
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, ContextManager, Dict, List, Optional, Tuple
 
 import numpy as np
 
+from . import _share
 from ._errors import KldTypeError, KldValueError, Status
-from ._request import View
+from ._request import Call, View
+
+if TYPE_CHECKING:
+    from ._connection import Connection
+    from ._device import Where
+    from ._interface import Found
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
+_NAMES: Dict[Any, str] = {np.dtype(name): name for name in FLOATS[:3]}  # native byte order
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -50,12 +59,15 @@ def array_of(block: Any, dtype: str, shape: Tuple[int, ...]) -> np.ndarray[Any, 
 def view_of(name: str, value: Any) -> View:
     """predictions or targets: an array, or what NumPy makes one of."""
     array = np.asarray(value)
-    if array.dtype.name not in FLOATS or not array.dtype.isnative:
-        order = "" if array.dtype.isnative else " of the other byte order"
-        raise KldTypeError(Status.INVALID, f"{name} has dtype {array.dtype.name}{order}; kld takes "
-                           f"{', '.join(FLOATS)} of this machine's byte order")
-    return View(array.__array_interface__["data"][0], array.dtype.name, array.shape, array.strides, array,
-                copy_to)
+    dtype = _NAMES.get(array.dtype)
+    if dtype is None:
+        dtype = array.dtype.name
+        if dtype not in FLOATS or not array.dtype.isnative:
+            order = "" if array.dtype.isnative else " of the other byte order"
+            raise KldTypeError(Status.INVALID, f"{name} has dtype {dtype}{order}; kld takes {', '.join(FLOATS)} of "
+                               "this machine's byte order")
+    return View(array.__array_interface__["data"][0], dtype, array.shape,
+                None if array.flags.c_contiguous else array.strides, array, copy_to)
 
 
 def check_shapes(predictions: Tuple[int, ...], targets: Tuple[int, ...]) -> None:
@@ -99,3 +111,104 @@ def check_out(out: Any) -> Dict[str, Any]:
     if not isinstance(out, dict) or not set(out) <= set(outputs):
         raise KldValueError(Status.INVALID, f"out is a dict with keys of {', '.join(outputs)}")
     return out
+
+
+class Sides:
+    """The two tensors of a request, wherever each is: an array, one on a GPU, or an attached one."""
+
+    def __init__(self, connection: Connection, predictions: Any, targets: Any) -> None:
+        self._connection = connection
+        self._attached: Dict[str, _share.Attached] = {}
+        self._found: List[Found] = []
+        self.predictions = self._view("predictions", predictions)
+        self.targets = self._view("targets", targets)
+
+    def _view(self, name: str, value: Any) -> View:
+        if isinstance(value, np.ndarray):
+            return view_of(name, value)
+        if isinstance(value, _share.Attached):
+            self._attached[name] = value
+            return value.view(self._connection)
+        view = self._on_gpu(name, value)
+        if view is None:
+            return view_of(name, value)
+        if view.dtype not in FLOATS:
+            raise KldTypeError(Status.INVALID, f"{name} has dtype {view.dtype}; kld takes {', '.join(FLOATS)}")
+        return view
+
+    def _on_gpu(self, name: str, value: Any) -> Optional[View]:
+        if not hasattr(value, "__cuda_array_interface__") and not hasattr(value, "__dlpack_device__"):
+            return None
+        from . import _interface
+        found = _interface.find(name, value)
+        if found is None:
+            return None
+        if self._found and found.view.ordinal != self._found[0].view.ordinal:
+            raise KldValueError(Status.INVALID, f"{name} is on GPU {found.view.ordinal} and another tensor on GPU "
+                                f"{self._found[0].view.ordinal}; they must be on one")
+        self._found.append(found)
+        return found.view
+
+    def form(self, name: str, given: Any) -> Any:
+        if given is not None:
+            return given
+        return self._attached[name].form if name in self._attached else "probs"
+
+    def vector(self, name: str, value: Any, dtype: str, shapes: Tuple[Tuple[int, ...], ...]) -> View:
+        view = None if isinstance(value, np.ndarray) else self._on_gpu(name, value)
+        if view is None:
+            return vector_of(name, value, dtype, shapes)
+        good = ("bool", "uint8") if name == "row_mask" else (dtype,)
+        if view.dtype not in good or view.shape not in shapes or view.strides not in (None, _row_major(view)):
+            raise KldValueError(Status.INVALID, f"{name} is {view.dtype}{list(view.shape)} on a GPU; expected a "
+                                f"contiguous array of {' or '.join(good)} and of shape "
+                                + " or ".join(map(str, dict.fromkeys(shapes))))
+        return view
+
+    def output_of(self, slot: str, array: Any, dtype: str, shape: Tuple[int, ...]) -> View:
+        view = None if isinstance(array, np.ndarray) else self._on_gpu(f"out[{slot!r}]", array)
+        if view is None:
+            return output_of(slot, array, dtype, shape)
+        if view.dtype != dtype or view.shape != shape:
+            raise KldValueError(Status.INVALID, f"out[{slot!r}] is {view.dtype}{list(view.shape)}; expected "
+                                f"{dtype}{list(shape)}")
+        return view
+
+    def make(self, call: Call, slot: str, dtype: str, shape: Tuple[int, ...]) -> Any:
+        """An output of ours, beside the inputs. Under the connection's lock."""
+        if not self._found:
+            return array_of(call.make(slot, dtype, shape), dtype, shape)
+        from . import _interface
+        made = _interface.DeviceArray(self._found[0].view.ordinal or 0, dtype, shape)
+        call.fresh_output(slot, made._view)
+        return made
+
+    # ---- On a GPU
+
+    def current(self) -> ContextManager[None]:
+        if not self._found:
+            return nullcontext()
+        from . import _cuda
+        return _cuda.gpu(self._found[0].view.ordinal or 0).current()
+
+    def where(self) -> Optional[Where]:
+        """For a request that is waited for. Under the lock."""
+        if not self._found:
+            return None
+        from . import _cuda
+        from ._device import Where
+        where = Where(_cuda.gpu(self._found[0].view.ordinal or 0), self._found[0].stream, early=False)
+        self._connection._devices().check(where.gpu)
+        for stream in {found.stream for found in self._found} - {where.stream}:
+            where.gpu.finish(stream)
+        return where
+
+    def finish(self) -> None:
+        """What writes them has ended. Under the lock."""
+        where = self.where()
+        if where is not None:
+            where.gpu.finish(where.stream)
+
+
+def _row_major(view: View) -> Tuple[int, ...]:
+    return tuple(view.item_bytes * math.prod(view.shape[axis + 1:]) for axis in range(len(view.shape)))

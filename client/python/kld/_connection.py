@@ -7,19 +7,24 @@ thread. Processes: a child made by fork() must connect by itself; using its pare
 from __future__ import annotations
 
 import ctypes as c
+import itertools
+import math
 import os
 import threading
-from contextlib import contextmanager
+import weakref
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Dict, Iterator, Mapping, Optional, Sequence, Tuple, Type, Union
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, Union
 
 import numpy as np
 
-from . import _arrays, _library
-from ._errors import KldConnectionError, KldTypeError, KldValueError, Status
+from . import _arrays, _library, _share
+from ._errors import KldConnectionError, KldTypeError, KldUnsupportedError, KldValueError, Status
 from ._memory import Memory
-from ._request import Call, Parameters, check_number
+from ._request import PLANS_MAX, Call, Parameters, Plan, check_number, row_stride
+
+if TYPE_CHECKING:
+    from ._device import Devices
 
 GRADIENTS = ("predictions", "targets")
 
@@ -37,16 +42,41 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class Result:
-    """What a request gave. Arrays are the caller's; they outlive the connection."""
+    """What a request gave. Arrays are the caller's; they outlive the connection. Where the inputs are on a
+    GPU they are `kld.DeviceArray`s there."""
 
     loss: Any  #: a float; an array for the reductions "none" and "row"
-    grad_predictions: Optional[np.ndarray[Any, Any]]
-    grad_targets: Optional[np.ndarray[Any, Any]]
-    row_loss: Optional[np.ndarray[Any, Any]]
+    grad_predictions: Any  #: None where not asked for
+    grad_targets: Any
+    row_loss: Any
     queue_s: float  #: as the server measured them; 0 where unknown
     kernel_s: float
     total_s: float  #: from call to answer
     attempts: int  #: more than 1 where a lost server made libkld ask again
+
+
+class _Used:
+    """`with connection._used():` has the connection to itself."""
+
+    __slots__ = ("connection",)
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def __enter__(self) -> None:
+        connection = self.connection
+        if os.getpid() != connection._process:
+            raise KldConnectionError(Status.UNAVAILABLE, "this connection was made before fork(); connect again in "
+                                     "the child")
+        connection._lock.acquire()
+        if not connection._handle:
+            connection._lock.release()
+            raise KldConnectionError(Status.UNAVAILABLE, "this connection was closed")
+
+    def __exit__(self, *_: Any) -> None:
+        self.connection._lock.release()
+        if self.connection._memory._returned:
+            self.connection._tidy()
 
 
 def gradients_wanted(grad: Union[bool, str, Sequence[str]]) -> Tuple[str, ...]:
@@ -58,6 +88,10 @@ def gradients_wanted(grad: Union[bool, str, Sequence[str]]) -> Tuple[str, ...]:
             raise KldValueError(Status.INVALID, f"grad is True, False, \"predictions\", \"targets\" or \"both\", "
                                 f"not {name!r}")
     return tuple(names)
+
+
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDictionary()
 
 
 class Connection:
@@ -77,28 +111,45 @@ class Connection:
             token=None if token is None else token.encode(),
             ca_file=None if ca_file is None else os.fsencode(ca_file))
         self.url = url
+        self.number = next(_numbers)  #: of all that this process ever made
+        _by_number[self.number] = self
         self._handle = c.c_void_p()
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._copied_bytes = 0
+        # Under the lock: what each request uses again.
+        self._plans: Dict[Any, Plan] = {}
+        self._known: Dict[Any, Plan] = {}  # _autograd.py: of dense tensors on a GPU
+        self._result, error = _library.Result(), _library.Error()
+        self._result_ref, self._error = c.byref(self._result), (error, c.byref(error))
+        number = c.c_uint64()
+        self._pending = number, c.byref(number)
+        self._gpus: Optional[Devices] = None
+        self._published: Set[_share.Published] = set()
+        self._limbo: List[Any] = []  # GPU tensors of requests that may still write although they have ended
         _library.call("kld_connect", url.encode(), c.byref(options), c.byref(self._handle))
         self._memory = Memory(self._handle, url.startswith("unix:"), cache_bytes_max)
+
+    @staticmethod
+    def by_number(number: int) -> Optional[Connection]:
+        return _by_number.get(number)
 
     # ---- Computing
 
     def kl_div(self, predictions: Any, targets: Any, *, divergence: str = "forward_kl",
-               reduction: str = "batchmean", predictions_form: str = "probs", targets_form: str = "probs",
+               reduction: str = "batchmean", predictions_form: Optional[str] = None,
+               targets_form: Optional[str] = None,
                temperature: Optional[float] = None, beta: Optional[float] = None,
                skew: Optional[float] = None, weight: Optional[float] = None,
                scale: Optional[float] = None, normalizer: Optional[float] = None, row_weights: Any = None,
                row_mask: Any = None, grad: Union[bool, str, Sequence[str]] = True,
                grad_output: Any = None, row_loss: bool = False,
-               out: Optional[Mapping[str, np.ndarray[Any, Any]]] = None,
+               out: Optional[Mapping[str, Any]] = None,
                timeout: Optional[float] = None) -> Result:
         """The divergence of two arrays of one shape, and its gradients, in one request.
 
         The last dimension holds the classes, the leading ones the rows. Each side is given as "probs",
-        "logprobs" or "logits" and may be float32, float64, float16 or (ml_dtypes) bfloat16.
+        "logprobs" or "logits" (default "probs", or as an attached tensor was published) and may be float32, float64, float16 or (ml_dtypes) bfloat16.
 
         grad: True or "predictions", "targets", "both", False. A gradient is that of the loss times
         grad_output (a number; for the reductions "none" and "row" an array of the loss's shape), with
@@ -109,52 +160,60 @@ class Connection:
         "grad_predictions", "grad_targets"; a gradient may be written over its own tensor.
         timeout: seconds; over it KldTimeoutError.
 
-        Arrays from empty() are used where they lie. Others are copied once.
+        Arrays from empty() are used where they lie. Others are copied once. Arrays on a GPU (CuPy, JAX,
+        PyTorch: whatever has __cuda_array_interface__ or DLPack) are used where they lie, by a server or a
+        libkld with that GPU; their results are on it too.
         """
         given = _arrays.check_out(out)
         wanted = [f"grad_{name}" for name in gradients_wanted(grad)]
         wanted += [name for name in given if name.startswith("grad_") and name not in wanted]
-        q, p = _arrays.view_of("predictions", predictions), _arrays.view_of("targets", targets)
+        sides = _arrays.Sides(self, predictions, targets)
+        q, p = sides.predictions, sides.targets
         _arrays.check_shapes(q.shape, p.shape)
         leading = q.shape[:-1]
-        rows = (int(np.prod(leading, dtype=np.int64)),)
-        loss_shape = {"none": q.shape, "row": leading}.get(reduction)
+        loss_shape = q.shape if reduction == "none" else leading if reduction == "row" else None
         loss_dtype = "float64" if "float64" in (q.dtype, p.dtype) else "float32"
         number = grad_output if grad_output is None or np.ndim(grad_output) == 0 and not loss_shape else None
-        parameters = Parameters(divergence, reduction, predictions_form, targets_form, temperature, beta, skew,
-                                weight, scale, normalizer, number)
-        made: Dict[str, np.ndarray[Any, Any]] = {}
-        with self._used():
-            call = Call(self, parameters, q.shape, timeout)
+        parameters = Parameters(divergence, reduction, sides.form("predictions", predictions_form),
+                                sides.form("targets", targets_form), temperature, beta, skew, weight, scale,
+                                normalizer, number)
+        vectors = []
+        if row_weights is not None or row_mask is not None:
+            shapes = ((math.prod(leading),), leading)
+            vectors = [(name, sides.vector(name, value, "float32", shapes)) for name, value in
+                       (("row_weights", row_weights), ("row_mask", row_mask)) if value is not None]
+        if grad_output is not None and number is None:
+            vectors.append(("grad_output", sides.vector("grad_output", grad_output, loss_dtype,
+                                                        (loss_shape if loss_shape is not None else (),))))
+        if loss_shape is not None:
+            wanted.append("loss")
+        elif "loss" in given:
+            raise KldValueError(Status.INVALID, "out[\"loss\"] is for the reductions \"none\" and \"row\"; "
+                                "another loss is a number")
+        if row_loss or "row_loss" in given:
+            wanted.append("row_loss")
+        made: Dict[str, Any] = {}
+        with self._used(), sides.current():
+            call = Call(self, parameters, q.shape, timeout, sides.where())
             call.input("predictions", q)
             call.input("targets", p)
-            for name, value in (("row_weights", row_weights), ("row_mask", row_mask)):
-                if value is not None:
-                    call.vector(name, _arrays.vector_of(name, value, "float32", (rows, leading)))
-            if grad_output is not None and number is None:
-                call.vector("grad_output", _arrays.vector_of(
-                    "grad_output", grad_output, loss_dtype, (loss_shape if loss_shape is not None else (),)))
-            outputs = {"grad_predictions": (q.dtype, q.shape), "grad_targets": (p.dtype, p.shape),
-                       "row_loss": (loss_dtype, leading)}
-            if loss_shape is not None:
-                outputs["loss"] = (loss_dtype, loss_shape)
-                wanted.append("loss")
-            elif "loss" in given:
-                raise KldValueError(Status.INVALID, "out[\"loss\"] is for the reductions \"none\" and \"row\"; "
-                                    "another loss is a number")
-            if row_loss or "row_loss" in given:
-                wanted.append("row_loss")
+            for name, view in vectors:
+                call.vector(name, view)
             for name in wanted:
-                dtype, shape = outputs[name]
+                dtype, shape = ((q.dtype, q.shape) if name == "grad_predictions" else
+                                (p.dtype, p.shape) if name == "grad_targets" else
+                                (loss_dtype, leading if name == "row_loss" else q.shape
+                                 if loss_shape is None else loss_shape))
                 if name in given:
                     made[name] = given[name]
-                    call.output(name, _arrays.output_of(name, given[name], dtype, shape))
+                    call.output(name, sides.output_of(name, given[name], dtype, shape))
                 else:
-                    made[name] = _arrays.array_of(call.make(name, dtype, shape), dtype, shape)
-            result = call.run()
-        return Result(made.get("loss", result.loss), made.get("grad_predictions"), made.get("grad_targets"),
-                      made.get("row_loss"), result.queue_ns * 1e-9, result.kernel_ns * 1e-9,
-                      result.total_ns * 1e-9, result.attempts)
+                    made[name] = sides.make(call, name, dtype, shape)
+            call.run()
+            result = self._result
+            return Result(made.get("loss", result.loss), made.get("grad_predictions"), made.get("grad_targets"),
+                          made.get("row_loss"), result.queue_ns * 1e-9, result.kernel_ns * 1e-9,
+                          result.total_ns * 1e-9, result.attempts)
 
     def empty(self, shape: Union[int, Sequence[int]], dtype: Any = np.float32) -> np.ndarray[Any, Any]:
         """An array, its contents anything, in memory that the server shares: kl_div() reads and writes
@@ -169,6 +228,35 @@ class Connection:
             size *= dimension
         with self._used():
             return _arrays.array_of(self._memory.take(size, self._tidy), name, sizes)
+
+    # ---- Shared between processes
+
+    def publish(self, name: str, array: Any, form: str = "probs", *, uids: Sequence[int] = ()) -> _share.Published:
+        """Lets other processes compute with this tensor, where it lies, under a name of this user: those of
+        the same user, and of the users named. Over unix: only. An array from empty() or on a GPU is
+        published itself, after what writes it has ended; another is copied into shared memory once."""
+        _share.check_form(form)
+        if not self._memory.shared:
+            raise KldUnsupportedError(Status.UNIMPLEMENTED, "tensors are published over unix: only, not over "
+                                      f"{self.url}")
+        sides = _arrays.Sides(self, array, array)
+        view = sides.predictions
+        if view.ordinal is None:
+            with self._used():
+                span = self._memory.find(view.address, 1)
+            if span is None or not span.region or row_stride(view) is None:
+                shared = self.empty(view.shape, view.dtype)
+                np.copyto(shared, array)
+                array, view = shared, _arrays.view_of("array", shared)
+        with self._used(), sides.current():
+            sides.finish()
+            return _share.publish(self, name, form, view, uids, array)
+
+    def attach(self, name: str, *, timeout: float = 0.0, uid: Optional[int] = None) -> _share.Attached:
+        """A tensor that another process of this user (or of the user `uid`, who named this one) has published,
+        for kl_div() in the place of an array. timeout: seconds to wait for it, then KldLookupError."""
+        with self._used():
+            return _share.attach(self, name, timeout, uid)
 
     # ---- About the server
 
@@ -211,6 +299,10 @@ class Connection:
             if handle:
                 _library.library().kld_close(handle)
                 self._memory.end()
+                self._published.clear()
+                self._limbo.clear()
+                if self._gpus is not None:
+                    self._gpus.end()
 
     @property
     def closed(self) -> bool:
@@ -233,16 +325,27 @@ class Connection:
     def __reduce__(self) -> Any:
         raise KldTypeError(Status.INVALID, "a connection belongs to its process; connect again in the other one")
 
-    @contextmanager
-    def _used(self) -> Iterator[None]:
-        if os.getpid() != self._process:
-            raise KldConnectionError(Status.UNAVAILABLE, "this connection was made before fork(); connect again in "
-                                     "the child")
-        with self._lock:
-            if not self._handle:
-                raise KldConnectionError(Status.UNAVAILABLE, "this connection was closed")
-            yield
-        self._tidy()
+    def _used(self) -> _Used:
+        return _Used(self)
+
+    def _devices(self) -> Devices:
+        if self._gpus is None:
+            from ._device import Devices  # which nobody without a GPU needs
+            self._gpus = Devices(self)
+        return self._gpus
+
+    def known(self, key: Any) -> Optional[Plan]:
+        """Under the lock."""
+        try:
+            return self._known.get(key)
+        except TypeError:  # an argument that is no number: it will be said
+            return None
+
+    def remember(self, key: Any, plan: Plan) -> None:
+        """Under the lock."""
+        if len(self._known) >= PLANS_MAX:
+            self._known.clear()
+        self._known[key] = plan
 
     def _tidy(self) -> None:
         """Takes in memory that arrays gave back, unless the connection is in use: then its user does it."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 import ctypes as c
 import functools
 import os
-from contextlib import contextmanager
-from typing import Any, Dict, Iterator, NamedTuple, Optional, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 from . import _ptx
 from ._errors import KldError, KldUnsupportedError, Status
@@ -36,8 +35,8 @@ class Allocation(NamedTuple):
 
     ordinal: int
     base: int
-    size: int  #: of the allocation; of memory mapped in pieces (expandable segments), of the piece
-    identity: int  #: no other allocation of this process ever has it
+    size: int  #: of the allocation; where memory is mapped by hand, of the range reserved for it
+    identity: int  #: no other allocation of this process ever has it; mapped by hand, each piece has its own
     has_handle: bool  #: a cudaIpcMemHandle_t can be had
 
 
@@ -49,6 +48,9 @@ class Driver:
             self.library = c.CDLL("libcuda.so.1")
         except OSError as error:
             raise KldUnsupportedError(Status.UNIMPLEMENTED, f"no NVIDIA driver here: {error}") from None
+        for name, types in _HOT.items():
+            getattr(self.library, name).argtypes = types
+        self._attributes = self.library.cuPointerGetAttributes
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -58,14 +60,29 @@ class Driver:
 
     def look_up(self, address: int) -> Optional[Allocation]:
         """None: not memory of a GPU."""
-        kind, ordinal, legacy = c.c_uint(), c.c_int(), c.c_int()
-        identity, size, base = c.c_uint64(), c.c_size_t(), c.c_uint64()
-        data = (c.c_void_p * 6)(*(c.addressof(field) for field in
-                                  (kind, identity, ordinal, legacy, base, size)))
-        status = self.library.cuPointerGetAttributes(c.c_uint(6), _ATTRIBUTE_LIST, data, c.c_uint64(address))
-        if status or kind.value != _DEVICE_MEMORY:
+        found = (c.c_uint64 * 6)()  # each at the start of a word of its own
+        at = c.addressof(found)
+        status = self._attributes(6, _ATTRIBUTE_LIST, (c.c_void_p * 6)(at, at + 8, at + 16, at + 24, at + 32, at + 40),
+                                  address)
+        kind, identity, ordinal, legacy, base, size = found
+        if status or kind != _DEVICE_MEMORY:
             return None
-        return Allocation(ordinal.value, base.value, size.value, identity.value, bool(legacy.value))
+        return Allocation(ordinal, base, size, identity, bool(legacy))
+
+    def piece_of(self, address: int, allocation: Allocation) -> Tuple[int, int]:
+        """Of memory mapped by hand: start and size of the piece that holds the address. The driver has no
+        question for that, but tells pieces apart."""
+        def is_same(at: int) -> bool:
+            found = self.look_up(at)
+            return found is not None and found.identity == allocation.identity
+
+        start = address - address % _PIECE_UNIT
+        end = start + _PIECE_UNIT
+        while start > allocation.base and is_same(start - _PIECE_UNIT):
+            start -= _PIECE_UNIT
+        while end < allocation.base + allocation.size and is_same(end):
+            end += _PIECE_UNIT
+        return start, end - start
 
     def handle_of(self, base: int) -> bytes:
         """The cudaIpcMemHandle_t of an allocation."""
@@ -73,10 +90,10 @@ class Driver:
         self.call("cuIpcGetMemHandle", c.byref(handle), c.c_uint64(base))
         return bytes(handle.bytes)
 
-    def descriptor_of(self, base: int) -> int:
-        """A file descriptor of an allocation that is mapped by hand; the caller closes it."""
+    def descriptor_of(self, address: int) -> int:
+        """A file descriptor of the piece at an address that is mapped by hand; the caller closes it."""
         handle, fd = c.c_uint64(), c.c_int(-1)
-        self.call("cuMemRetainAllocationHandle", c.byref(handle), c.c_void_p(base))
+        self.call("cuMemRetainAllocationHandle", c.byref(handle), c.c_void_p(address))
         try:
             self.call("cuMemExportToShareableHandle", c.byref(fd), handle, c.c_int(_POSIX_FD), c.c_uint64(0))
         finally:
@@ -84,7 +101,36 @@ class Driver:
         return fd.value
 
 
+_PIECE_UNIT = 2 << 20  # the granularity of what is mapped by hand
+_P = c.c_void_p
+# Called at every request: their arguments may be plain numbers.
+_HOT: Dict[str, Tuple[Any, ...]] = {
+    "cuPointerGetAttributes": (c.c_uint, _P, _P, c.c_uint64), "cuEventRecord": (_P, _P),
+    "cuStreamWaitEvent": (_P, _P, c.c_uint), "cuStreamIsCapturing": (_P, _P), "cuCtxGetCurrent": (_P,),
+    "cuCtxPushCurrent_v2": (_P,), "cuCtxPopCurrent_v2": (_P,),
+    "cuLaunchKernel": (_P, *[c.c_uint] * 7, _P, _P, _P)}
 _ATTRIBUTE_LIST = (c.c_uint * 6)(*_ATTRIBUTES)
+
+
+class _Current:
+    """Has a GPU's context as the thread's own."""
+
+    __slots__ = ("_library", "_context", "_pushed")
+
+    def __init__(self, library: c.CDLL, context: int) -> None:
+        self._library, self._context, self._pushed = library, context, False
+
+    def __enter__(self) -> None:
+        now = c.c_void_p()
+        if self._library.cuCtxGetCurrent(c.byref(now)) or now.value != self._context:
+            status = self._library.cuCtxPushCurrent_v2(self._context)
+            if status:
+                raise KldError(Status.INTERNAL, f"cuCtxPushCurrent: CUDA error {status}")
+            self._pushed = True
+
+    def __exit__(self, *_: Any) -> None:
+        if self._pushed:
+            self._library.cuCtxPopCurrent_v2(c.byref(c.c_void_p()))
 
 
 class Gpu:
@@ -93,21 +139,17 @@ class Gpu:
     def __init__(self, ordinal: int) -> None:
         self.driver, self.ordinal = driver(), ordinal
         device, uuid = c.c_int(), (c.c_ubyte * 16)()
-        self._context = c.c_void_p()
+        context = c.c_void_p()
         self.driver.call("cuDeviceGet", c.byref(device), c.c_int(ordinal))
         self.driver.call("cuDeviceGetUuid", uuid, device)
-        self.driver.call("cuDevicePrimaryCtxRetain", c.byref(self._context), device)
+        self.driver.call("cuDevicePrimaryCtxRetain", c.byref(context), device)
         self.uuid = bytes(uuid)
+        self._context = int(context.value or 0)
         self._kernels: Dict[str, c.c_void_p] = {}
         self._module = c.c_void_p()
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        self.driver.call("cuCtxPushCurrent_v2", self._context)
-        try:
-            yield
-        finally:
-            self.driver.library.cuCtxPopCurrent_v2(c.byref(c.c_void_p()))
+    def current(self) -> _Current:
+        return _Current(self.driver.library, self._context)
 
     # What follows runs inside current(). A stream is a CUstream's number; 0 is the default stream.
 
@@ -127,15 +169,18 @@ class Gpu:
         self.driver.library.cuEventDestroy_v2(event)
 
     def record(self, event: c.c_void_p, stream: int) -> None:
-        self.driver.call("cuEventRecord", event, c.c_void_p(stream))
+        self.driver.call("cuEventRecord", event, stream)
 
     def wait(self, stream: int, event: c.c_void_p) -> None:
-        self.driver.call("cuStreamWaitEvent", c.c_void_p(stream), event, c.c_uint(0))
+        self.driver.call("cuStreamWaitEvent", stream, event, 0)
+
+    def has_passed(self, event: c.c_void_p) -> bool:
+        return bool(self.driver.library.cuEventQuery(event) == 0)
 
     def is_captured(self, stream: int) -> bool:
         """Into a graph."""
         status = c.c_int()
-        self.driver.library.cuStreamIsCapturing(c.c_void_p(stream), c.byref(status))
+        self.driver.library.cuStreamIsCapturing(stream, c.byref(status))
         return status.value != 0
 
     def finish(self, stream: int) -> None:
@@ -154,25 +199,17 @@ class Gpu:
         self.driver.call("cuMemcpyDtoDAsync_v2", c.c_uint64(to), c.c_uint64(source), c.c_size_t(size),
                          c.c_void_p(stream))
 
-    def copy_rows(self, to: int, source: int, strides: Tuple[int, int], row_bytes: int, rows: int,
-                  stream: int) -> None:
-        """Rows at other distances; strides: of `to` and of `source`, in bytes."""
-        self.driver.call("cuMemcpy2DAsync_v2", c.byref(_Copy(
-            source_type=_DEVICE_MEMORY, source=source, source_pitch=strides[1], to_type=_DEVICE_MEMORY, to=to,
-            to_pitch=strides[0], row_bytes=row_bytes, rows=rows)), c.c_void_p(stream))
-
     def scale(self, at: int, dtype: str, count: int, factor: int, factor_dtype: str, stream: int) -> None:
         """Multiplies an array by a number on the device (_ptx.py)."""
         name = _ptx.entry_name(dtype, factor_dtype)
         kernel = self._kernels.get(name)
         if kernel is None:
             kernel = self._kernel(name)
-        arguments = [c.c_uint64(at), c.c_uint64(factor), c.c_uint64(count)]
-        pointers = (c.c_void_p * 3)(*map(c.addressof, arguments))
+        arguments = (c.c_uint64 * 3)(at, factor, count)
+        first = c.addressof(arguments)
         blocks, threads = _ptx.grid(count, {"float32": 4, "float64": 8}.get(dtype, 2))
-        one = c.c_uint(1)
-        self.driver.call("cuLaunchKernel", kernel, c.c_uint(blocks), one, one, c.c_uint(threads), one, one,
-                         c.c_uint(0), c.c_void_p(stream), pointers, None)
+        self.driver.call("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, stream,
+                         (c.c_void_p * 3)(first, first + 8, first + 16), None)
 
     def _kernel(self, name: str) -> c.c_void_p:
         if not self._module:
@@ -183,14 +220,6 @@ class Gpu:
         self.driver.call("cuModuleGetFunction", c.byref(kernel), self._module, c.c_char_p(name.encode()))
         self._kernels[name] = kernel
         return kernel
-
-
-class _Copy(c.Structure):  # CUDA_MEMCPY2D
-    _fields_ = [("source_x", c.c_size_t), ("source_y", c.c_size_t), ("source_type", c.c_uint),
-                ("source_host", c.c_void_p), ("source", c.c_uint64), ("source_array", c.c_void_p),
-                ("source_pitch", c.c_size_t), ("to_x", c.c_size_t), ("to_y", c.c_size_t), ("to_type", c.c_uint),
-                ("to_host", c.c_void_p), ("to", c.c_uint64), ("to_array", c.c_void_p),
-                ("to_pitch", c.c_size_t), ("row_bytes", c.c_size_t), ("rows", c.c_size_t)]
 
 
 @functools.lru_cache(maxsize=None)

@@ -1,23 +1,28 @@
-"""The connection of those who name none: one for each process, made at its first use."""
+"""The connections of those who name none: one for each process, made at its first use; where it is local:,
+one for each GPU whose tensors come along."""
 from __future__ import annotations
 
 import os
 import threading
-from typing import Dict
+from typing import Dict, Optional, Tuple
 
 from ._connection import Connection
 
 _lock = threading.Lock()
-_made: Dict[int, Connection] = {}  # by process: a forked child makes its own
+_made: Dict[Tuple[int, Optional[int]], Connection] = {}  # by process: a forked child makes its own
 
 
-def default_connection() -> Connection:
-    """To the environment's KLD_SERVER, else "local:". Closed, it is made anew."""
+def default_connection(gpu: Optional[int] = None) -> Connection:
+    """To the environment's KLD_SERVER, else "local:" (for tensors on a GPU: "local:cuda:N"). Closed, it is made
+    anew."""
     with _lock:
-        connection = _made.get(os.getpid())
+        server = os.environ.get("KLD_SERVER")
+        url = server or ("local:" if gpu is None else f"local:cuda:{gpu}")
+        key = os.getpid(), None if server and server.startswith("http") else gpu
+        connection = _made.get(key)
         if connection is None or connection.closed:
-            connection = Connection(os.environ.get("KLD_SERVER") or "local:")
-            _made[os.getpid()] = connection
+            connection = Connection(url)
+            _made[key] = connection
         return connection
 
 

@@ -25,6 +25,7 @@ SLOTS = ("predictions", "targets", "row_weights", "row_mask", "grad_output", "lo
          "grad_predictions", "grad_targets")
 SLOT: Dict[str, int] = {name: number for number, name in enumerate(SLOTS)}
 NUMBERS = ("temperature", "beta", "skew", "weight", "scale", "normalizer", "grad_output")
+FORMS = ("probs", "logprobs", "logits")
 DTYPE: Dict[str, int] = {"float32": 1, "float64": 2, "float16": 3, "bfloat16": 4, "uint8": 5, "bool": 6}
 ITEM_BYTES = {1: 4, 2: 8, 3: 2, 4: 2, 5: 1, 6: 1}
 
@@ -83,6 +84,12 @@ class ServerStats(c.Structure):
                 ("bytes_total", c.c_uint64)]
 
 
+class TensorView(c.Structure):
+    _fields_ = [("dtype", c.c_uint32), ("form", c.c_uint32), ("rank", c.c_uint32),
+                ("owner_uid", c.c_uint32), ("shape", c.c_uint64 * RANK_MAX),
+                ("row_stride_bytes", c.c_uint64), ("offset_bytes", c.c_uint64)]
+
+
 _P = c.POINTER
 _HANDLE, _OUT = c.c_void_p, _P(c.c_void_p)
 # name -> what it returns, its arguments but for the struct kld_error that closes them where it returns a
@@ -93,7 +100,21 @@ _FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kld_ping": (c.c_int, (_HANDLE, _P(c.c_uint64))),
     "kld_stats": (c.c_int, (_HANDLE, _P(ServerStats))),
     "kld_region_import_memfd": (c.c_int, (_HANDLE, c.c_int, c.c_uint64, _OUT)),
-    "kld_run": (c.c_int, (_HANDLE, _P(Request), _P(Result))),
+    "kld_region_import_cuda_ipc": (c.c_int, (_HANDLE, c.c_char_p, c.c_char_p, c.c_uint64, c.c_uint64,
+                                             c.c_uint64, _OUT)),
+    "kld_region_import_cuda_fd": (c.c_int, (_HANDLE, c.c_int, c.c_char_p, c.c_uint64, c.c_uint64,
+                                            c.c_uint64, _OUT)),
+    "kld_publish": (c.c_int, (_HANDLE, c.c_char_p, _HANDLE, _P(TensorView), _P(c.c_uint32), c.c_uint32)),
+    "kld_detach": (c.c_int, (_HANDLE, c.c_char_p)),
+    "kld_attach": (c.c_int, (_HANDLE, c.c_char_p, c.c_uint64, _OUT, _P(TensorView))),
+    "kld_attach_from": (c.c_int, (_HANDLE, c.c_uint32, c.c_char_p, c.c_uint64, _OUT, _P(TensorView))),
+    "kld_event_import": (c.c_int, (_HANDLE, c.c_char_p, c.c_char_p, _OUT)),
+    "kld_event_create": (c.c_int, (_HANDLE, c.c_void_p, _OUT)),
+    "kld_stream_adopt": (c.c_int, (_HANDLE, c.c_uint32, c.c_void_p)),
+    "kld_run_slice": (c.c_int, (_HANDLE, _P(Request), c.c_uint32, _P(c.c_uint64), _P(Result))),
+    "kld_wait": (c.c_int, (_HANDLE, _P(c.c_uint64), c.c_uint32, _P(Result))),
+    "kld_cancel": (None, (_HANDLE, c.c_uint64)),
+    "kld_event_drop": (None, (_HANDLE,)),
     "kld_op_set_text": (c.c_int, (_P(Op), c.c_char_p, c.c_char_p)),
     "kld_op_set_number": (c.c_int, (_P(Op), c.c_char_p, c.c_double)),
     "kld_op_init": (None, (_P(Op),)),

@@ -1,31 +1,39 @@
-"""One request: what is asked, where its tensors lie, and the call of kld_run(). NumPy's and PyTorch's
+"""One request: what is asked, where its tensors lie, and the call of kld_run_slice(). NumPy's and PyTorch's
 sides both come through here. Runs under the lock of its connection.
+
+What a request says apart from addresses is a `Plan`, kept for the next request like it: training asks the
+same thing at every step.
 """
 from __future__ import annotations
 
 import ctypes as c
 import math
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from . import _library
-from ._errors import KldError, KldTypeError, KldValueError, Status
+from ._errors import KldError, KldTypeError, KldValueError, Status, from_status
 
 if TYPE_CHECKING:
     from ._connection import Connection
+    from ._device import Where
 
 # A result smaller than this is plain memory, which libkld copies once: cheaper than a region of its own.
 SHARE_BYTES_MIN = 64 << 10
+PLANS_MAX = 64
+SLICE_MS = 100  # Ctrl-C is noticed within this, where no signal wakes the wait
 
 
 class View(NamedTuple):
-    """A strided tensor of this process."""
+    """A strided tensor of this process, or one of another that is attached."""
 
     address: int
     dtype: str  # a key of _library.DTYPE
     shape: Tuple[int, ...]
-    strides: Tuple[int, ...]  # bytes
+    strides: Optional[Tuple[int, ...]]  # bytes; None: row-major
     keep: Any  # owns the memory
     copy_to: Optional[Callable[[Any, Any], None]] = None  # (buffer, keep): all of it, row-major
+    ordinal: Optional[int] = None  # of its GPU; None: host memory
+    region: Optional[c.c_void_p] = None  # attached: this, from its start
 
     @property
     def item_bytes(self) -> int:
@@ -48,20 +56,15 @@ class Parameters(NamedTuple):
     grad_output: Optional[float] = None
 
 
-def contiguous_strides(shape: Tuple[int, ...], item_bytes: int) -> Tuple[int, ...]:
-    strides = []
-    step = item_bytes
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
-
-
 def row_stride(view: View) -> Optional[int]:
     """Bytes from one row to the next, if that says where all rows are; None if the layout is another, or
-    not aligned, and the tensor must be copied first. 0: one row."""
+    not aligned, and the tensor must be copied first. 0: rows follow each other."""
     item = view.item_bytes
-    if view.address % item or (view.shape[-1] > 1 and view.strides[-1] != item):
+    if view.address % item:
+        return None
+    if view.strides is None:
+        return 0
+    if view.shape[-1] > 1 and view.strides[-1] != item:
         return None
     step = 0  # of the rows so far, going outwards
     rows = 1
@@ -75,46 +78,35 @@ def row_stride(view: View) -> Optional[int]:
         rows *= size
     if rows > 1 and (step < view.shape[-1] * item or step % item):
         return None  # rows that overlap, or run backwards
-    return step
+    return step if rows > 1 else 0
 
 
 def check_number(name: str, value: Any) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         raise KldTypeError(Status.INVALID,
                            f"{name} is a number, not {type(value).__name__}") from None
 
 
-_templates: Dict[Tuple[str, ...], _library.Op] = {}  # at most one for each combination of known names
-
-
-def op_of(parameters: Parameters, shape: Tuple[int, ...]) -> _library.Op:
+def _fill_op(made: _library.Op, parameters: Parameters, shape: Tuple[int, ...]) -> None:
     """An op without tensors. libkld knows the names, and says what is wrong with others."""
     if not 1 <= len(shape) <= _library.RANK_MAX:
         raise KldValueError(Status.INVALID, f"{len(shape)} dimensions; kld takes 1 to {_library.RANK_MAX}, the "
                             "last of which holds the classes")
     if 0 in shape:
         raise KldValueError(Status.INVALID, f"dimension {shape.index(0)} of the shape is 0")
-    texts = parameters[:4]
-    made = _library.Op()
-    template = _templates.get(texts)
-    if template is None:
-        _library.library().kld_op_init(c.byref(made))
-        for name, text in zip(Parameters._fields, texts):
-            if not isinstance(text, str):
-                raise KldTypeError(Status.INVALID, f"{name} is a text, not {type(text).__name__}")
-            _library.call("kld_op_set_text", c.byref(made), name.encode(), text.encode())
-        template = _library.Op.from_buffer_copy(made)
-        _templates[texts] = template
-    c.memmove(c.byref(made), c.byref(template), c.sizeof(made))
+    _library.library().kld_op_init(c.byref(made))
+    for name, text in zip(Parameters._fields[:4], parameters[:4]):
+        if not isinstance(text, str):
+            raise KldTypeError(Status.INVALID, f"{name} is a text, not {type(text).__name__}")
+        _library.call("kld_op_set_text", c.byref(made), name.encode(), text.encode())
     for name, value in zip(Parameters._fields[4:], parameters[4:]):
         if value is not None:
             _library.call("kld_op_set_number", c.byref(made), name.encode(), check_number(name, value))
     made.rank = len(shape)
     for index, size in enumerate(shape):
         made.shape[index] = size
-    return made
 
 
 def timeout_ns(timeout: Optional[float]) -> int:
@@ -126,26 +118,57 @@ def timeout_ns(timeout: Optional[float]) -> int:
     return max(1, math.ceil(seconds * 1e9))
 
 
+Layout = Tuple[Tuple[int, int, int], ...]  # of each tensor: slot, dtype, stride of its rows
+
+
+class Plan:
+    """A request but for the addresses of its tensors, which each use writes anew."""
+
+    __slots__ = ("request", "reference", "places")
+
+    def __init__(self, parameters: Parameters, shape: Tuple[int, ...], timeout: Optional[float],
+                 layout: Layout) -> None:
+        self.request = _library.Request(timeout_ns=timeout_ns(timeout))
+        _fill_op(self.request.op, parameters, shape)
+        for slot, dtype, stride in layout:
+            tensor = self.request.op.tensor[slot]
+            tensor.dtype, tensor.row_stride_bytes = dtype, stride
+        self.reference = c.byref(self.request)
+        self.places = [self.request.bytes[slot] for slot, _, _ in layout]
+
+
+# Outcomes of a request that no device ever saw.
+_NOT_STARTED = {Status.INVALID, Status.TOO_LARGE, Status.UNIMPLEMENTED, Status.BUSY, Status.FORBIDDEN,
+                Status.NOT_FOUND, Status.THROTTLED, Status.UNAUTHENTICATED}
+_PLAIN_NUMBERS = (float, int, type(None))
+
+
 class Call:
-    """A request in the making: tensors are placed, then it runs."""
+    """A request in the making: tensors are placed, then it runs. With `where`, those on a GPU too."""
+
+    __slots__ = ("connection", "where", "in_place", "copied_bytes", "bounced", "request", "result", "_parameters",
+                 "_shape", "_timeout", "_layout", "_at", "_keep", "_written", "_reference", "plan")
 
     def __init__(self, connection: Connection, parameters: Parameters, shape: Tuple[int, ...],
-                 timeout: Optional[float]) -> None:
-        self.connection = connection
-        self.request = _library.Request(op=op_of(parameters, shape), timeout_ns=timeout_ns(timeout))
-        self.result = _library.Result()
+                 timeout: Optional[float], where: Optional[Where] = None) -> None:
+        self.connection, self.where = connection, where
+        self._parameters, self._shape, self._timeout = parameters, shape, timeout
+        self._layout: List[Tuple[int, int, int]] = []
+        self._at: List[Tuple[Any, Optional[int]]] = []  # of each tensor: region, offset; or None, address
         self._keep: List[Any] = []
         self._written: List[Any] = []  # spans of outputs
+        self.bounced: List[Tuple[str, View, int]] = []  # _device.py
+        self.in_place = False  # an output may lie over an input
         self.copied_bytes = 0
+        self.result = connection._result
 
-    def input(self, slot: str, view: View) -> View:
+    def input(self, slot: str, view: View) -> None:
         """Places an input, copied into shared memory first if its layout cannot be named."""
         stride = row_stride(view)
         if stride is None:
-            view = self._gathered(view)
+            view = self._gathered(slot, view)
             stride = 0
         self._place(slot, view, stride)
-        return view
 
     def vector(self, slot: str, view: View) -> None:
         """Places an input of one value a row (or of the loss's shape); contiguous."""
@@ -157,6 +180,11 @@ class Call:
         if stride is None:
             raise KldValueError(Status.INVALID, f"out[{slot!r}]: the classes of a row must be contiguous, rows "
                                 "at one distance of at least a row, and the memory aligned")
+        self.in_place = True
+        self.fresh_output(slot, view, stride)
+
+    def fresh_output(self, slot: str, view: View, stride: int = 0) -> None:
+        """An output in memory that nothing else uses."""
         span = self._place(slot, view, stride)
         if span:
             self._written.append(span)
@@ -164,54 +192,137 @@ class Call:
     def make(self, slot: str, dtype: str, shape: Tuple[int, ...]) -> Any:
         """Places an output in memory of ours, in shared memory where that is worth it; returns the
         buffer, which is at least as long."""
-        item = _library.ITEM_BYTES[_library.DTYPE[dtype]]
-        size = item * math.prod(shape)
-        block = self._memory(size)
-        view = View(c.addressof(block), dtype, shape, contiguous_strides(shape, item), block)
-        span = self._place(slot, view, 0)
-        if span:
-            self._written.append(span)
+        size = _library.ITEM_BYTES[_library.DTYPE[dtype]] * math.prod(shape)
+        if size >= SHARE_BYTES_MIN and not self.connection._memory.is_full:
+            block = self.connection._memory.take(size, self.connection._tidy)
+        else:
+            block = (c.c_char * max(size, 1))()
+        self.fresh_output(slot, View(c.addressof(block), dtype, shape, None, block))
         return block
 
-    def _memory(self, size: int) -> Any:
-        if size >= SHARE_BYTES_MIN and not self.connection._memory.is_full:
-            return self.connection._memory.take(size, self.connection._tidy)
-        return (c.c_char * max(size, 1))()
-
-    def _gathered(self, view: View) -> View:
+    def _gathered(self, slot: str, view: View) -> View:
         """A copy in shared memory, which libkld need not copy again."""
+        if view.copy_to is None:
+            raise KldValueError(Status.INVALID, f"{slot}: the classes of a row must be contiguous, rows at one "
+                                "distance of at least a row, and the memory aligned")
         size = view.item_bytes * math.prod(view.shape)
         block = self.connection._memory.take(size, self.connection._tidy)
-        assert view.copy_to is not None
         view.copy_to(block, view.keep)
         self.copied_bytes += size
-        return View(c.addressof(block), view.dtype, view.shape,
-                    contiguous_strides(view.shape, view.item_bytes), block)
+        return View(c.addressof(block), view.dtype, view.shape, None, block)
 
     def _place(self, slot: str, view: View, stride: int) -> Any:
-        number = _library.SLOT[slot]
-        tensor, at = self.request.op.tensor[number], self.request.bytes[number]
-        tensor.dtype = _library.DTYPE[view.dtype]
-        tensor.row_stride_bytes = stride
-        rows = math.prod(view.shape[:-1]) if view.shape else 1
-        row_bytes = view.item_bytes * (view.shape[-1] if view.shape else 1)
+        number, dtype = _library.SLOT[slot], _library.DTYPE[view.dtype]
+        shape = view.shape
+        row_bytes = _library.ITEM_BYTES[dtype] * (shape[-1] if shape else 1)
+        rows = math.prod(shape[:-1])
         size = (rows - 1) * (stride or row_bytes) + row_bytes
+        self._layout.append((number, dtype, stride))
         self._keep.append(view)
-        span = self.connection._memory.find(view.address, size)
+        connection = self.connection
+        if view.region is not None:
+            self._at.append((view.region, 0))
+            return None
+        if view.ordinal is not None:
+            self._at.append(connection._devices().place(self, slot, view, size))
+            return None
+        span = connection._memory.find(view.address, size)
         if span is not None and span.region:
-            at.region, at.offset_bytes = span.region, view.address - span.address
+            self._at.append((span.region, view.address - span.address))
             return span
-        at.data = view.address
-        if self.connection._memory.shared:
+        self._at.append((None, view.address))
+        if connection._memory.shared:
             self.copied_bytes += rows * row_bytes  # libkld copies it through shared memory
         return None
 
-    def run(self) -> _library.Result:
+    def has_gaps(self, slot: str) -> bool:
+        """Between the rows of a tensor that was placed."""
+        number = _library.SLOT[slot]
+        return any(stride for at, _, stride in self._layout if at == number)
+
+    @property
+    def is_plain(self) -> bool:
+        """What it asks for can be told from another by comparing."""
+        return all(type(value) in _PLAIN_NUMBERS for value in (*self._parameters[4:], self._timeout))
+
+    def _plan(self) -> Plan:
+        layout = tuple(self._layout)
+        if not self.is_plain:
+            return Plan(self._parameters, self._shape, self._timeout, layout)
+        plans: Dict[Any, Plan] = self.connection._plans
+        key = self._parameters, self._shape, self._timeout, layout
         try:
-            _library.call("kld_run", self.connection._handle, c.byref(self.request), c.byref(self.result))
-        except KldError:
-            for span in self._written:  # it may be written until a later request has ended
+            plan = plans.get(key)
+        except TypeError:  # what is no text where one belongs
+            return Plan(self._parameters, self._shape, self._timeout, layout)
+        if plan is None:
+            plan = Plan(self._parameters, self._shape, self._timeout, layout)
+            if len(plans) >= PLANS_MAX:
+                plans.clear()
+            plans[key] = plan
+        return plan
+
+    def again(self, plan: Plan, tensors: Sequence[Any], addresses: Sequence[int], sizes: Sequence[int]) -> bool:
+        """Runs a plan that a request of the same kind made, on dense tensors on a GPU, in the plan's order.
+        False: they cannot be named."""
+        devices, at = self.connection._devices(), self._at
+        for address, size in zip(addresses, sizes):
+            found = (None, address) if devices.is_local else devices.region_of(address, size)
+            if found is None:
+                return False
+            at.append(found)
+        self._keep.append(tensors)
+        self.run(plan)
+        return True
+
+    def run(self, plan: Optional[Plan] = None) -> _library.Result:
+        plan = self.plan = self._plan() if plan is None else plan
+        for place, (region, at) in zip(plan.places, self._at):
+            if region is None:
+                place.data, place.region, place.offset_bytes = at, None, 0
+            else:
+                place.data, place.region, place.offset_bytes = None, region, at
+        self.request, self._reference = plan.request, plan.reference
+        try:
+            if self.where is None:
+                self.submit()
+            else:
+                self.connection._devices().run(self, self.where)
+        except BaseException as error:
+            # Memory may be written until a later request has ended: none of it is used again.
+            for span in self._written:
                 span.spoiled = True
+            if self.where is not None and not (isinstance(error, KldError) and error.status in _NOT_STARTED):
+                self.connection._limbo.append(self._keep)
             raise
         self.connection._copied_bytes += self.copied_bytes
         return self.result
+
+    def submit(self) -> None:
+        """Until the answer; Ctrl-C gives the request up."""
+        connection, error = self.connection, self.connection._error
+        library, handle, pending = _library.library(), connection._handle, connection._pending
+        status = library.kld_run_slice(handle, self._reference, SLICE_MS, pending[1], connection._result_ref,
+                                       error[1])
+        if pending[0].value:
+            status = self._wait(library)
+        if status:
+            raise from_status(status, error[0].text.decode(errors="replace"))
+
+    def _wait(self, library: Any) -> int:
+        connection = self.connection
+        pending, error = connection._pending, connection._error
+        status = 0
+        try:
+            while pending[0].value:  # between two looks the interpreter handles signals
+                status = library.kld_wait(connection._handle, pending[1], SLICE_MS, connection._result_ref,
+                                          error[1])
+        except BaseException:
+            library.kld_cancel(connection._handle, pending[0])
+            while pending[0].value:
+                library.kld_wait(connection._handle, pending[1], SLICE_MS, connection._result_ref, error[1])
+            raise
+        return status
+
+
+__all__ = ["Call", "KldError", "Parameters", "Plan", "View", "check_number", "row_stride", "timeout_ns"]

@@ -1,12 +1,11 @@
-"""PyTorch's side: torch.nn.functional.kl_div over kld, with autograd. Needs torch; CPU tensors.
-
-The forward pass is one request that gives the loss and the gradients that autograd wants; the backward
-pass multiplies. Any thread; requests of one connection take turns.
+"""PyTorch's side: torch.nn.functional.kl_div over kld, with autograd; tensors on the CPU and on CUDA devices.
+Needs torch. Any thread; requests of one connection take turns. What runs is _autograd.py's, and under
+torch.compile() _compiled.py's.
 """
 from __future__ import annotations
 
 import warnings
-from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Optional, Sequence, Union
 
 try:
     import torch
@@ -14,130 +13,13 @@ except ImportError as error:
     raise ImportError("kld.functional and kld.nn are for PyTorch, which is not here: pip install torch; "
                       "without it, kld.kl_div() takes NumPy arrays") from error
 
+from . import _compiled
+from ._autograd import DTYPES, Job, KlDiv, check_device, check_dtype, loss_alone, over, rows_vector
 from ._connection import Connection
 from ._default import default_connection
-from ._errors import KldTypeError, KldUnsupportedError, KldValueError, Status
-from ._request import Call, Parameters, View
-
-DTYPES: Dict[torch.dtype, str] = {torch.float32: "float32", torch.float64: "float64",
-                                  torch.float16: "float16", torch.bfloat16: "bfloat16"}
-
-
-def _check_cpu(name: str, tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        raise KldUnsupportedError(Status.UNIMPLEMENTED, f"{name} is a {tensor.layout} tensor on "
-                                  f"{tensor.device}; this package takes strided tensors on the CPU")
-
-
-def _copy_to(block: Any, tensor: torch.Tensor) -> None:
-    _over(block, tensor.dtype, tuple(tensor.shape)).copy_(tensor)
-
-
-def _over(block: Any, dtype: torch.dtype, shape: Tuple[int, ...]) -> torch.Tensor:
-    """A tensor over the first bytes of a buffer, which it keeps alive."""
-    count = 1
-    for size in shape:
-        count *= size
-    made: torch.Tensor = torch.frombuffer(block, dtype=dtype, count=count).view(shape)
-    return made
-
-
-def _view(tensor: torch.Tensor, dtype: str, shape: Optional[Tuple[int, ...]] = None) -> View:
-    item = tensor.element_size()
-    return View(tensor.data_ptr(), dtype, tuple(tensor.shape) if shape is None else shape,
-                tuple(stride * item for stride in tensor.stride()), tensor, _copy_to)
-
-
-def _rows_vector(name: str, value: Any, leading: Tuple[int, ...]) -> Optional[View]:
-    if value is None:
-        return None
-    tensor = torch.as_tensor(value).detach()
-    _check_cpu(name, tensor)
-    if name == "row_mask":
-        if tensor.dtype not in (torch.bool, torch.uint8):
-            raise KldTypeError(Status.INVALID, f"row_mask has dtype {tensor.dtype}; it is bool or uint8, and 0 "
-                               "leaves a row out")
-        dtype = "bool" if tensor.dtype == torch.bool else "uint8"
-    else:
-        tensor, dtype = tensor.to(torch.float32), "float32"
-    rows = 1
-    for size in leading:
-        rows *= size
-    if tuple(tensor.shape) not in ((rows,), leading):
-        raise KldValueError(Status.INVALID, f"{name} has shape {tuple(tensor.shape)}; expected {(rows,)}"
-                            + (f" or {leading}" if leading != (rows,) else ""))
-    return _view(tensor.contiguous(), dtype)
-
-
-class _Job(NamedTuple):
-    """What a call of kl_div() asks for, tensors aside."""
-
-    connection: Connection
-    parameters: Parameters
-    row_weights: Optional[View]
-    row_mask: Optional[View]
-    timeout: Optional[float]
-
-    def run(self, tensors: Tuple[torch.Tensor, torch.Tensor], wanted: Sequence[bool],
-            grad_output: Optional[torch.Tensor] = None) -> Tuple[torch.Tensor, Tuple[Any, Any]]:
-        """One request -> the loss, and the gradients that are wanted."""
-        shape = tuple(tensors[0].shape)
-        double = torch.float64 in (tensors[0].dtype, tensors[1].dtype)
-        dtype = torch.float64 if double else torch.float32
-        loss_shape = {"none": shape, "row": shape[:-1]}.get(self.parameters.reduction)
-        gradients, loss = [], None
-        with self.connection._used():
-            call = Call(self.connection, self.parameters, shape, self.timeout)
-            for slot, tensor in zip(("predictions", "targets"), tensors):
-                call.input(slot, _view(tensor, DTYPES[tensor.dtype]))
-            for slot, view in (("row_weights", self.row_weights), ("row_mask", self.row_mask)):
-                if view is not None:
-                    call.vector(slot, view)
-            if grad_output is not None:
-                call.vector("grad_output", _view(grad_output, DTYPES[grad_output.dtype]))
-            for slot, tensor, want in zip(("grad_predictions", "grad_targets"), tensors, wanted):
-                gradients.append(_over(call.make(slot, DTYPES[tensor.dtype], shape), tensor.dtype, shape)
-                                 if want else None)
-            if loss_shape is not None:
-                loss = _over(call.make("loss", DTYPES[dtype], loss_shape), dtype, loss_shape)
-            result = call.run()
-        if loss is None:
-            loss = torch.tensor(result.loss, dtype=dtype)
-        return loss, (gradients[0], gradients[1])
-
-
-class _KlDiv(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, predictions: torch.Tensor, targets: torch.Tensor, job: _Job) -> torch.Tensor:
-        wanted = ctx.needs_input_grad[:2]
-        tensors = predictions.detach(), targets.detach()
-        # With the reduction "none" a logit has a part in the losses of its whole row: what autograd will
-        # weigh them with has to be known first.
-        late = any(wanted) and job.parameters.reduction == "none" and "logits" in job.parameters[2:4]
-        loss, gradients = job.run(tensors, (False, False) if late else wanted)
-        ctx.job, ctx.gradients = job, gradients
-        if late:
-            ctx.save_for_backward(predictions, targets)
-        ctx.late = late
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise KldUnsupportedError(Status.UNIMPLEMENTED, "kld's kl_div has no second derivative: call backward() "
-                                      "or autograd.grad() without create_graph=True")
-        grad_output = grad_outputs[0]
-        if ctx.late:
-            saved = ctx.saved_tensors
-            _, gradients = ctx.job.run((saved[0].detach(), saved[1].detach()), ctx.needs_input_grad[:2],
-                                       grad_output.contiguous())
-            return (*gradients, None)
-        if grad_output.dim() == 0 and ctx.job.parameters.reduction != "none":
-            factor = float(grad_output)
-            return (*(one if one is None or factor == 1 else one * factor for one in ctx.gradients), None)
-        if ctx.job.parameters.reduction == "row":
-            grad_output = grad_output.unsqueeze(-1)
-        return (*(one if one is None else (one * grad_output).to(one.dtype) for one in ctx.gradients), None)
+from ._errors import KldTypeError, KldValueError, Status
+from ._request import Parameters
+from ._share import Attached
 
 
 def _legacy_reduction(size_average: Optional[bool], reduce: Optional[bool]) -> str:
@@ -148,7 +30,23 @@ def _legacy_reduction(size_average: Optional[bool], reduce: Optional[bool]) -> s
     return text
 
 
-def kl_div(input: torch.Tensor, target: torch.Tensor, size_average: Optional[bool] = None,
+def _check(input: Any, target: Any) -> None:
+    for name, tensor in (("input", input), ("target", target)):
+        if name == "target" and isinstance(tensor, Attached):
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise KldTypeError(Status.INVALID, f"{name} is a tensor, not {type(tensor).__name__}")
+        check_device(name, tensor)
+        check_dtype(name, tensor)
+    if tuple(input.shape) != tuple(target.shape):
+        raise KldValueError(Status.INVALID, f"input has shape {tuple(input.shape)} and target "
+                            f"{tuple(target.shape)}; they must be the same, nothing is broadcast")
+    if isinstance(target, torch.Tensor) and input.device != target.device:
+        raise KldValueError(Status.INVALID, f"input is on {input.device} and target on {target.device}; they must "
+                            "be on one device")
+
+
+def kl_div(input: torch.Tensor, target: Any, size_average: Optional[bool] = None,
            reduce: Optional[bool] = None, reduction: str = "mean", log_target: bool = False, *,
            divergence: str = "forward_kl", input_form: str = "logprobs", target_form: Optional[str] = None,
            temperature: Optional[float] = None, beta: Optional[float] = None, skew: Optional[float] = None,
@@ -160,44 +58,54 @@ def kl_div(input: torch.Tensor, target: torch.Tensor, size_average: Optional[boo
     input holds log-probabilities, target probabilities, or log-probabilities with log_target=True;
     input_form and target_form ("probs", "logprobs", "logits") say otherwise. reduction: "mean" (over all
     elements), "batchmean", "sum", "none", and kld's "row", "rowmean". The others are kld's, as in
-    Connection.kl_div(). Without a connection: kld.default_connection().
+    Connection.kl_div(). Without a connection: kld.default_connection(), for CUDA tensors one for their device.
+
+    CUDA tensors: nothing is copied and the host never waits; the work is ordered with the current stream.
+    target may be a kld.Attached tensor of another process; its form is then as it was published.
 
     Different from PyTorch: shapes must be equal; 0 log 0 is 0 also with log_target=True; the loss of
     float16 and bfloat16 inputs is float32, as under autocast.
     """
-    for name, tensor in (("input", input), ("target", target)):
-        if not isinstance(tensor, torch.Tensor):
-            raise KldTypeError(Status.INVALID, f"{name} is a tensor, not {type(tensor).__name__}")
-        _check_cpu(name, tensor)
-        if tensor.dtype not in DTYPES:
-            raise KldTypeError(Status.INVALID, f"{name} has dtype {tensor.dtype}; kld takes "
-                               + ", ".join(str(dtype) for dtype in DTYPES))
-    if input.shape != target.shape:
-        raise KldValueError(Status.INVALID, f"input has shape {tuple(input.shape)} and target "
-                            f"{tuple(target.shape)}; they must be the same, nothing is broadcast")
+    if _compiled.is_compiling() and isinstance(target, torch.Tensor):
+        if size_average is not None or reduce is not None:
+            reduction = _legacy_reduction(size_average, reduce)
+        if target_form is None:
+            target_form = "logprobs" if log_target else "probs"
+        return _compiled.kl_div(input, target, Parameters(
+            divergence, reduction, input_form, target_form, temperature, beta, skew, weight, scale, normalizer),
+            row_weights, row_mask, connection, timeout)
+    _check(input, target)
     if size_average is not None or reduce is not None:
         reduction = _legacy_reduction(size_average, reduce)
     if target_form is None:
-        target_form = "logprobs" if log_target else "probs"
+        attached = isinstance(target, Attached) and not log_target
+        target_form = target.form if attached else "logprobs" if log_target else "probs"
     elif log_target and target_form != "logprobs":
         raise KldValueError(Status.INVALID, f"log_target=True and target_form={target_form!r} contradict each other")
-    single = input.dim() == 0 and reduction in ("mean", "sum", "none")
-    if single:
-        input, target = input.reshape(1), target.reshape(1)
-    leading = tuple(input.shape[:-1])
-    job = _Job(default_connection() if connection is None else connection,
-               Parameters(divergence, reduction, input_form, target_form, temperature, beta, skew, weight,
-                          scale, normalizer),
-               _rows_vector("row_weights", row_weights, leading), _rows_vector("row_mask", row_mask, leading),
-               timeout)
-    loss: torch.Tensor = _KlDiv.apply(input, target, job)
-    return loss.reshape(()) if single else loss
+    if isinstance(target, Attached) and connection is None:
+        connection = target.connection
+    if connection is None:
+        connection = default_connection(input.get_device() if input.is_cuda else None)
+    leading, device = tuple(input.shape[:-1]), input.device
+    job = Job(connection,
+              Parameters(divergence, reduction, input_form, target_form, temperature, beta, skew, weight, scale,
+                         normalizer),
+              None if row_weights is None else rows_vector("row_weights", row_weights, leading, device),
+              None if row_mask is None else rows_vector("row_mask", row_mask, leading, device), timeout)
+    wanted = torch.is_grad_enabled() and (input.requires_grad or (isinstance(target, torch.Tensor)
+                                                                  and target.requires_grad))
+    apply: Callable[..., torch.Tensor] = KlDiv.apply if wanted else loss_alone
+    if isinstance(target, Attached):
+        return apply(input, target.view(connection), job)
+    if input.dim() == 0 and reduction in ("mean", "sum", "none"):
+        return apply(input.reshape(1), target.reshape(1), job).reshape(())
+    return apply(input, target, job)
 
 
 def empty(*shape: Union[int, Sequence[int]], dtype: torch.dtype = torch.float32,
           connection: Optional[Connection] = None, requires_grad: bool = False) -> torch.Tensor:
-    """torch.empty() in memory that the server shares: kl_div() uses it without a copy. It may outlive the
-    connection."""
+    """torch.empty() on the CPU, in memory that the server shares: kl_div() uses it without a copy. It may
+    outlive the connection. (Of CUDA tensors any will do.)"""
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
     made = tuple(int(size) for size in sizes)  # type: ignore[arg-type]
     if dtype not in DTYPES:
@@ -210,7 +118,7 @@ def empty(*shape: Union[int, Sequence[int]], dtype: torch.dtype = torch.float32,
         size *= dimension
     with used._used():
         block = used._memory.take(size, used._tidy)
-    tensor = _over(block, dtype, made)
+    tensor = over(block, dtype, made)
     tensor.requires_grad_(requires_grad)
     return tensor
 

@@ -3,9 +3,10 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-from . import functional
+from . import functional  # first: says what is missing without torch
 from ._connection import Connection
-from .functional import torch
+
+import torch  # isort: skip
 
 
 class KLDivLoss(torch.nn.Module):

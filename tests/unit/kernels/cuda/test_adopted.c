@@ -13,6 +13,7 @@
 #define ROWS 16
 #define CLASSES 32
 #define STREAM 5
+#define MANY 6000 /* more than a connection may have in flight */
 
 static struct kld_connection *connection;
 static struct kld_error err;
@@ -67,20 +68,19 @@ END_TEST
 
 /* More than fit the device at once; nobody asks how they went. */
 START_TEST(many_early_ones_and_the_end) {
-    setup(200);
-    for (int i = 0; i < 200; i++) {
+    setup(20);
+    struct kld_server_stats stats;
+    for (int i = 0; i < MANY; i++) {
         struct kld_request request = make_request(true);
         ck_assert_int_eq(kld_run(connection, &request, NULL, &err), KLD_OK);
     }
-    struct kld_server_stats stats;
-    ck_assert_int_eq(kld_process(connection, 0, &err), KLD_OK);
     ck_assert_int_eq(kld_stats(connection, &stats, &err), KLD_OK);
-    ck_assert(stats.requests_total + stats.in_flight == 200);
+    ck_assert(stats.requests_total + stats.in_flight == MANY && stats.in_flight <= 130);
     /* Another stream for the number: what runs on the first is waited for. */
     struct fake_stream other = {0};
     ck_assert_int_eq(kld_stream_adopt(connection, STREAM, &other, &err), KLD_OK);
     ck_assert_int_eq(kld_stats(connection, &stats, &err), KLD_OK);
-    ck_assert_uint_eq(stats.requests_total, 200);
+    ck_assert_uint_eq(stats.requests_total, MANY);
     struct kld_request request = make_request(true);
     ck_assert_int_eq(kld_run(connection, &request, NULL, &err), KLD_OK);
     ck_assert(other.ready_ns > 0);

@@ -1,0 +1,269 @@
+"""One call of kld.functional.kl_div(), inside autograd: a request that gives the loss and the gradients which
+autograd wants; backward() multiplies, or hands over what it has.
+
+On the CPU the request is waited for. On a GPU it is ordered with the current stream, and nothing waits: not
+for the loss, and not for the number that backward() begins with (_ptx.py).
+"""
+from __future__ import annotations
+
+from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+
+from . import _cuda
+from ._connection import Connection
+from ._device import Where
+from ._errors import KldTypeError, KldUnsupportedError, KldValueError, Status
+from ._request import Call, Parameters, View, row_stride
+
+DTYPES: Dict[torch.dtype, str] = {torch.float32: "float32", torch.float64: "float64",
+                                  torch.float16: "float16", torch.bfloat16: "bfloat16"}
+NO_SECOND_DERIVATIVE = ("kld's kl_div has no second derivative: call backward() or autograd.grad() without "
+                        "create_graph=True")
+
+
+def check_device(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided or not (tensor.is_cpu or tensor.is_cuda):
+        raise KldUnsupportedError(Status.UNIMPLEMENTED, f"{name} is a {tensor.layout} tensor on "
+                                  f"{tensor.device}; kld takes strided tensors on the CPU or a CUDA device")
+
+
+def check_dtype(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in DTYPES:
+        raise KldTypeError(Status.INVALID, f"{name} has dtype {tensor.dtype}; kld takes "
+                           + ", ".join(str(dtype) for dtype in DTYPES))
+
+
+def over(block: Any, dtype: torch.dtype, shape: Tuple[int, ...]) -> torch.Tensor:
+    """A tensor over the first bytes of a buffer, which it keeps alive."""
+    count = 1
+    for size in shape:
+        count *= size
+    made: torch.Tensor = torch.frombuffer(block, dtype=dtype, count=count)
+    return made if len(shape) == 1 else made.view(shape)
+
+
+def _copy_to(block: Any, tensor: torch.Tensor) -> None:
+    over(block, tensor.dtype, tuple(tensor.shape)).copy_(tensor)
+
+
+def view_of(tensor: torch.Tensor, dtype: str) -> View:
+    strides = None
+    if not tensor.is_contiguous():
+        item = tensor.element_size()
+        strides = tuple(stride * item for stride in tensor.stride())
+    return View(tensor.data_ptr(), dtype, tuple(tensor.shape), strides, tensor, _copy_to,
+                tensor.get_device() if tensor.is_cuda else None)
+
+
+def rows_vector(name: str, value: Any, leading: Tuple[int, ...], device: torch.device) -> Optional[torch.Tensor]:
+    """row_mask or row_weights, as the request wants it."""
+    if value is None:
+        return None
+    tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value, device=device)
+    check_device(name, tensor)
+    if tensor.device != device:
+        raise KldValueError(Status.INVALID, f"{name} is on {tensor.device} and input on {device}; they must be on "
+                            "one device")
+    if name == "row_mask":
+        if tensor.dtype not in (torch.bool, torch.uint8):
+            raise KldTypeError(Status.INVALID, f"row_mask has dtype {tensor.dtype}; it is bool or uint8, and 0 "
+                               "leaves a row out")
+    else:
+        tensor = tensor.to(torch.float32)
+    rows = 1
+    for size in leading:
+        rows *= size
+    if tuple(tensor.shape) not in ((rows,), leading):
+        raise KldValueError(Status.INVALID, f"{name} has shape {tuple(tensor.shape)}; expected {(rows,)}"
+                            + (f" or {leading}" if leading != (rows,) else ""))
+    return tensor.contiguous()
+
+
+Tensors = Tuple[torch.Tensor, Any]  #: predictions and targets; these may be attached: a View
+
+
+class Job(NamedTuple):
+    """What a call of kl_div() asks for, predictions and targets aside."""
+
+    connection: Connection
+    parameters: Parameters
+    row_weights: Optional[torch.Tensor] = None
+    row_mask: Optional[torch.Tensor] = None
+    timeout: Optional[float] = None
+
+    def run(self, tensors: Tensors, wanted: Sequence[bool],
+            grad_output: Optional[torch.Tensor] = None) -> Tuple[torch.Tensor, Tuple[Any, Any]]:
+        """One request -> the loss, and the gradients that are wanted."""
+        if tensors[0].is_cuda:
+            return self._run_on_gpu(tensors, wanted, grad_output)
+        shape = tuple(tensors[0].shape)
+        views = self._views(tensors)
+        dtype = self._loss_dtype(views)
+        reduction = self.parameters.reduction
+        loss_shape = shape if reduction == "none" else shape[:-1] if reduction == "row" else None
+        gradients, loss = [], None
+        connection = self.connection
+        with connection._used():
+            call = Call(connection, self.parameters, shape, self.timeout)
+            self._inputs(call, views, grad_output)
+            for slot, view, want in zip(("grad_predictions", "grad_targets"), views, wanted):
+                gradients.append(over(call.make(slot, view.dtype, shape), _TORCH[view.dtype], shape)
+                                 if want else None)
+            if loss_shape is not None:
+                loss = over(call.make("loss", DTYPES[dtype], loss_shape), dtype, loss_shape)
+            number = call.run().loss
+        if loss is None:
+            loss = torch.tensor(number, dtype=dtype)
+        return loss, (gradients[0], gradients[1])
+
+    def _run_on_gpu(self, tensors: Tensors, wanted: Sequence[bool],
+                    grad_output: Optional[torch.Tensor]) -> Tuple[torch.Tensor, Tuple[Any, Any]]:
+        predictions, targets = tensors
+        device, shape, kinds = predictions.device, tuple(predictions.shape), (predictions.dtype, targets.dtype)
+        reduction = self.parameters.reduction
+        loss = torch.empty(shape if reduction == "none" else shape[:-1] if reduction == "row" else (),
+                           dtype=torch.float64 if torch.float64 in kinds or "float64" in kinds else torch.float32,
+                           device=device)
+        first = torch.empty(shape, dtype=kinds[0], device=device) if wanted[0] else None
+        second = torch.empty(shape, dtype=kinds[1], device=device) if wanted[1] else None
+        gpu = _cuda.gpu(predictions.get_device())
+        connection = self.connection
+        # What the last request like it was, if all tensors are dense: then only addresses are new.
+        key = inputs = None
+        if isinstance(targets, torch.Tensor) and predictions.is_contiguous() and targets.is_contiguous():
+            inputs = (predictions, targets, self.row_weights, self.row_mask, grad_output)
+            key = (self.parameters, self.timeout, shape, kinds, wanted[0], wanted[1],
+                   *(None if tensor is None else tensor.dtype for tensor in inputs[2:]))
+        with connection._used(), gpu.current():
+            where = Where(gpu, current_stream(gpu.ordinal), early=True)
+            connection._devices().check(gpu)
+            plan = None if key is None else connection.known(key)
+            call = Call(connection, self.parameters, shape, self.timeout, where)
+            if plan is not None:
+                given = [tensor for tensor in (*inputs, first, second, loss)  # type: ignore[misc]
+                         if tensor is not None]
+                if call.again(plan, given, [tensor.data_ptr() for tensor in given],
+                              [tensor.numel() * tensor.element_size() for tensor in given]):
+                    return loss, (first, second)
+                call = Call(connection, self.parameters, shape, self.timeout, where)
+            self._inputs(call, self._views(tensors), grad_output)
+            for slot, tensor in (("grad_predictions", first), ("grad_targets", second), ("loss", loss)):
+                if tensor is not None:
+                    call.fresh_output(slot, View(tensor.data_ptr(), DTYPES[tensor.dtype], tuple(tensor.shape), None,
+                                                 tensor, None, gpu.ordinal))
+            call.run()
+            if key is not None and call.is_plain:
+                connection.remember(key, call.plan)
+        return loss, (first, second)
+
+    def _views(self, tensors: Tensors) -> Tuple[View, View]:
+        predictions, targets = tensors
+        return (_strided(predictions), targets if isinstance(targets, View) else _strided(targets))
+
+    @staticmethod
+    def _loss_dtype(views: Tuple[View, View]) -> torch.dtype:
+        return torch.float64 if "float64" in (views[0].dtype, views[1].dtype) else torch.float32
+
+    def _inputs(self, call: Call, views: Tuple[View, View], grad_output: Optional[torch.Tensor]) -> None:
+        call.input("predictions", views[0])
+        call.input("targets", views[1])
+        if self.row_weights is not None:
+            call.vector("row_weights", view_of(self.row_weights, "float32"))
+        if self.row_mask is not None:
+            call.vector("row_mask", view_of(self.row_mask, "bool" if self.row_mask.dtype == torch.bool else "uint8"))
+        if grad_output is not None:
+            call.vector("grad_output", view_of(grad_output, DTYPES[grad_output.dtype]))
+
+
+_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def _strided(tensor: torch.Tensor) -> View:
+    """On a GPU PyTorch itself lays out anew what cannot be named."""
+    if tensor.is_cuda and not tensor.is_contiguous() and not _has_rows(tensor):
+        tensor = tensor.contiguous()
+    return view_of(tensor, DTYPES[tensor.dtype])
+
+
+def _has_rows(tensor: torch.Tensor) -> bool:
+    return row_stride(view_of(tensor, DTYPES[tensor.dtype])) is not None
+
+
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def current_stream(ordinal: int) -> int:
+    if _raw_stream is not None:
+        return int(_raw_stream(ordinal))
+    return int(torch.cuda.current_stream(ordinal).cuda_stream)
+
+
+_keeps_graph = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
+
+
+def scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """gradient * factor in place, on a GPU; nothing is touched where the factor is 1."""
+    gpu = _cuda.gpu(gradient.get_device())
+    with gpu.current():
+        gpu.scale(gradient.data_ptr(), DTYPES[gradient.dtype], gradient.numel(), factor.data_ptr(),
+                  DTYPES[factor.dtype], current_stream(gpu.ordinal))
+    return gradient
+
+
+class KlDiv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, predictions: torch.Tensor, targets: Any, job: Job) -> torch.Tensor:
+        wanted = ctx.needs_input_grad[:2]
+        # With the reduction "none" a logit has a part in the losses of its whole row: what autograd will
+        # weigh them with has to be known first.
+        late = any(wanted) and job.parameters.reduction == "none" and "logits" in job.parameters[2:4]
+        attached = isinstance(targets, View)
+        loss, gradients = job.run((predictions.detach(), targets if attached else targets.detach()),
+                                  (False, False) if late else wanted)
+        ctx.job, ctx.gradients, ctx.late = job, gradients, late
+        if late:
+            ctx.save_for_backward(predictions, *(() if attached else (targets,)))
+            ctx.attached = targets if attached else None
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise KldUnsupportedError(Status.UNIMPLEMENTED, NO_SECOND_DERIVATIVE)
+        grad_output, reduction = grad_outputs[0], ctx.job.parameters.reduction
+        if ctx.late:
+            saved = ctx.saved_tensors
+            targets = saved[1].detach() if ctx.attached is None else ctx.attached
+            _, gradients = ctx.job.run((saved[0].detach(), targets), ctx.needs_input_grad[:2],
+                                       grad_output.contiguous())
+            return (*gradients, None)
+        gradients = ctx.gradients
+        if gradients is None:
+            raise RuntimeError("Trying to backward through kld's kl_div a second time: its gradient was handed over "
+                               "the first time. Specify retain_graph=True then")
+        if _keeps_graph is not None and not _keeps_graph():
+            ctx.gradients = None  # autograd keeps them: no copy
+        kept = ctx.gradients is not None
+        return (*(one if one is None else _times(one, grad_output, reduction, kept) for one in gradients), None)
+
+
+def loss_alone(predictions: torch.Tensor, targets: Any, job: Job) -> torch.Tensor:
+    """KlDiv.apply() where no gradient is wanted."""
+    return job.run((predictions.detach(), targets if isinstance(targets, View) else targets.detach()),
+                   (False, False))[0]
+
+
+def _times(gradient: torch.Tensor, factor: torch.Tensor, reduction: str, kept: bool) -> torch.Tensor:
+    if reduction == "row":
+        factor = factor.unsqueeze(-1)
+    elif reduction != "none" and not gradient.is_cuda:
+        number = float(factor)
+        return gradient if number == 1 else gradient * number if kept else gradient.mul_(number)
+    elif reduction != "none" and not kept:
+        return scaled(gradient, factor)
+    made = gradient * factor
+    return made.to(gradient.dtype)
+
+
+__all__ = ["DTYPES", "Job", "KlDiv", "check_device", "check_dtype", "loss_alone", "over", "rows_vector", "scaled"]

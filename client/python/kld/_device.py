@@ -1,0 +1,282 @@
+"""Tensors on a GPU, for one connection: which region of the server their memory is, in what order its
+work comes with the caller's stream, and no CPU that waits in between.
+
+Over unix: an allocation is registered once, by its handle, and every tensor in it is a place there
+(PyTorch's caching allocator: one a segment). Memory that cannot be named so is copied through a buffer that
+can, on the device: what has no handle (cudaMallocAsync), and what lies across several allocations that
+were mapped side by side (expandable segments, in pieces of 2 or 20 MiB). Over local: nothing is registered,
+and the work runs on the caller's stream itself.
+
+An allocation that was freed is noticed at the next look, once a second at most; until then the server holds
+its memory. Runs under the lock of its connection, inside Gpu.current().
+"""
+from __future__ import annotations
+
+import ctypes as c
+import os
+import time
+from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Set, Tuple
+
+from . import _cuda, _library
+from ._errors import KldConnectionError, KldError, KldUnsupportedError, KldValueError, Status
+
+if TYPE_CHECKING:
+    from ._connection import Connection
+    from ._request import Call, View
+
+PAIRS = 4  # of events, in turns
+LOCAL_STREAMS_MAX = 128
+SWEEP_SECONDS = 1.0
+BOUNCE_BYTES_MIN = 2 << 20
+
+
+class Where(NamedTuple):
+    """Where a request's tensors are, and what its work is ordered with."""
+
+    gpu: _cuda.Gpu
+    stream: int
+    early: bool  #: the answer comes when the device has the work
+
+
+class _Segment:
+    """An allocation, or a piece of memory mapped by hand."""
+
+    __slots__ = ("base", "size", "region")
+
+    def __init__(self, base: int, size: int) -> None:
+        self.base, self.size = base, size
+        self.region: Optional[c.c_void_p] = None  # registered; empty: cannot be
+
+
+class _Pair:
+    """A ready event of ours and a done event of the server's."""
+
+    def __init__(self, connection: c.c_void_p, gpu: _cuda.Gpu) -> None:
+        self.gpu = gpu
+        self.wait, self.record = c.c_void_p(), c.c_void_p()
+        self.ready, handle = gpu.event()
+        _library.call("kld_event_import", connection, handle, gpu.uuid, c.byref(self.wait))
+        made = c.create_string_buffer(_cuda.HANDLE_BYTES)
+        _library.call("kld_event_create", connection, made, c.byref(self.record))
+        self.done = gpu.open_event(made.raw)
+
+    def drop(self) -> None:
+        _library.library().kld_event_drop(self.wait)
+        _library.library().kld_event_drop(self.record)
+        self.close()
+
+    def close(self) -> None:
+        self.gpu.close_event(self.ready)
+        self.gpu.close_event(self.done)
+
+
+class Devices:
+    """What a connection knows of the GPUs of this process."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._url_kind = connection.url.split(":", 1)[0]
+        self.is_local = self._url_kind == "local"
+        self._fit: Set[int] = set()  # GPUs that were found fit
+        self._segments: Dict[int, _Segment] = {}  # by identity
+        self._swept = 0.0
+        self._streams: Dict[int, int] = {}  # of ours -> its number
+        self._streams_max = LOCAL_STREAMS_MAX
+        self._pairs: List[_Pair] = []
+        self._turn = 0
+        # (GPU, stream, slot) -> address, size
+        self._bounces: Dict[Tuple[int, int, str], Tuple[int, int]] = {}
+
+    # ---- Is it the right connection?
+
+    def check(self, gpu: _cuda.Gpu) -> None:
+        if gpu.ordinal in self._fit:
+            return
+        if self._url_kind not in ("local", "unix"):
+            raise KldUnsupportedError(Status.UNIMPLEMENTED, f"tensors on a GPU go over unix: and local:, not over "
+                                      f"{self._url_kind}:; move them to the CPU first")
+        info = _library.ServerInfo()
+        _library.call("kld_info", self._connection._handle, c.byref(info))
+        if info.backend != b"cuda":
+            raise KldUnsupportedError(Status.UNIMPLEMENTED, f"the tensors are on GPU {gpu.ordinal}, and "
+                                      f"{self._connection.url} computes on a CPU; move them there, or connect to "
+                                      "a server or a libkld with a GPU")
+        if self.is_local and bytes(info.device_uuid) != gpu.uuid:
+            raise KldValueError(Status.INVALID, f"the tensors are on GPU {gpu.ordinal}, and "
+                                f"{self._connection.url} computes on another; connect to "
+                                f"local:cuda:{gpu.ordinal}")
+        if self._fit and not self.is_local:  # as libkld would say, but before anything is registered
+            raise KldValueError(Status.INVALID, f"this connection has tensors on GPU {min(self._fit)}; those on GPU "
+                                f"{gpu.ordinal} need one of their own")
+        if not self.is_local:
+            self._streams_max = max(1, info.streams_max)
+        self._fit.add(gpu.ordinal)
+
+    # ---- Where a tensor is
+
+    def place(self, call: Call, slot: str, view: View, size: int) -> Tuple[Optional[c.c_void_p], int]:
+        """-> region and offset, or None and an address."""
+        if self.is_local:
+            return None, view.address
+        assert call.where is not None
+        found = self.region_of(view.address, size)
+        if found is None:
+            call.bounced.append((slot, view, size))
+            found = self._bounce(call.where, slot, size)
+        return found
+
+    def region_of(self, address: int, size: int) -> Optional[Tuple[c.c_void_p, int]]:
+        """None: cannot be named to another process as one."""
+        allocation = _cuda.driver().look_up(address)
+        if allocation is None:
+            raise KldValueError(Status.INVALID, "a tensor said to be on a GPU is not in its memory")
+        segment = self._segments.get(allocation.identity)
+        if segment is None:
+            self._sweep()
+            segment = self._segments[allocation.identity] = self._segment(address, allocation)
+        offset = address - segment.base
+        if offset + size > segment.size:
+            return None
+        if segment.region is None:
+            segment.region = self._register(address, segment, allocation)
+        return (segment.region, offset) if segment.region else None
+
+    @staticmethod
+    def _segment(address: int, allocation: _cuda.Allocation) -> _Segment:
+        if allocation.has_handle:
+            return _Segment(allocation.base, allocation.size)
+        return _Segment(*_cuda.driver().piece_of(address, allocation))
+
+    def _register(self, address: int, segment: _Segment, allocation: _cuda.Allocation) -> c.c_void_p:
+        """A region; empty where the driver gives no handle."""
+        driver, gpu, region = _cuda.driver(), _cuda.gpu(allocation.ordinal), c.c_void_p()
+        arguments = gpu.uuid, segment.size, 0, segment.size, c.byref(region)
+        if allocation.has_handle:
+            _library.call("kld_region_import_cuda_ipc", self._connection._handle,
+                          driver.handle_of(segment.base), *arguments)
+            return region
+        try:
+            fd = driver.descriptor_of(address)
+        except KldError:
+            return region
+        try:
+            _library.call("kld_region_import_cuda_fd", self._connection._handle, fd, *arguments)
+        finally:
+            os.close(fd)
+        return region
+
+    def _sweep(self) -> None:
+        """Lets go of allocations that were freed."""
+        self._swept = time.monotonic()
+        for identity, segment in list(self._segments.items()):
+            allocation = _cuda.driver().look_up(segment.base)
+            if allocation is None or allocation.identity != identity:
+                self._forget(identity)
+
+    def _forget(self, identity: int) -> None:
+        segment = self._segments.pop(identity)
+        if segment.region:
+            _library.library().kld_region_drop(segment.region)
+
+    def counts(self) -> Tuple[int, int]:
+        """Registered allocations, and their bytes."""
+        sizes = [segment.size for segment in self._segments.values() if segment.region]
+        return len(sizes), sum(sizes)
+
+    # ---- Memory that cannot be named
+
+    def _bounce(self, where: Where, slot: str, size: int) -> Tuple[c.c_void_p, int]:
+        key = where.gpu.ordinal, where.stream, slot
+        at, have = self._bounces.get(key, (0, 0))
+        if have < size:
+            if have:
+                where.gpu.finish(where.stream)
+                where.gpu.free(at)
+                self._sweep()
+            have = max(BOUNCE_BYTES_MIN, 1 << (size - 1).bit_length() if size < 1 << 28 else -(-size >> 21) << 21)
+            at = where.gpu.allocate(have)
+            self._bounces[key] = at, have
+        found = self.region_of(at, size)
+        if found is None:
+            raise KldUnsupportedError(Status.UNIMPLEMENTED, "this driver gives no handle of device memory to other "
+                                      "processes")
+        return found
+
+    def _copy(self, call: Call, where: Where, back: bool) -> None:
+        for slot, view, size in call.bounced:
+            at = self._bounces[where.gpu.ordinal, where.stream, slot][0]
+            is_output = _library.SLOT[slot] >= _library.SLOT["loss"]
+            if not back and (not is_output or call.has_gaps(slot)):
+                where.gpu.copy(at, view.address, size, where.stream)
+            elif back and is_output:
+                where.gpu.copy(view.address, at, size, where.stream)
+            else:
+                continue
+            call.copied_bytes += size
+
+    # ---- In which order
+
+    def run(self, call: Call, where: Where) -> None:
+        if where.gpu.is_captured(where.stream):
+            raise KldUnsupportedError(Status.UNIMPLEMENTED, "the current stream is being captured into a CUDA graph, "
+                                      "which kld's requests cannot be part of; call kl_div() outside of it")
+        if time.monotonic() - self._swept > SWEEP_SECONDS:
+            self._sweep()
+        call.request.early = where.early
+        call.request.stream = self._number_of(where.stream)
+        if self.is_local:
+            call.submit()
+            return
+        self._copy(call, where, back=False)
+        again = self._run_between_events(call, where, last=False)
+        if again:
+            self._run_between_events(call, where, last=True)
+        self._copy(call, where, back=True)
+
+    def _number_of(self, stream: int) -> int:
+        number = self._streams.get(stream)
+        if number is not None:
+            return number
+        number = len(self._streams) % self._streams_max
+        if self.is_local:
+            for other in [other for other, its in self._streams.items() if its == number]:
+                del self._streams[other]
+            _library.call("kld_stream_adopt", self._connection._handle, number, stream)
+        self._streams[stream] = number
+        return number
+
+    def _run_between_events(self, call: Call, where: Where, last: bool) -> bool:
+        """True: the done events were lost with an idle server; once more."""
+        if len(self._pairs) < PAIRS:
+            self._pairs.append(_Pair(self._connection._handle, where.gpu))
+            self._turn = len(self._pairs) - 1
+        else:
+            self._turn = (self._turn + 1) % PAIRS
+        pair = self._pairs[self._turn]
+        where.gpu.record(pair.ready, where.stream)
+        call.request.wait, call.request.record = pair.wait, pair.record
+        try:
+            call.submit()
+        except KldConnectionError as error:
+            if error.status != Status.DEVICE_LOST:
+                raise
+            idle = all(where.gpu.has_passed(one.done) for one in self._pairs)
+            while self._pairs:
+                self._pairs.pop().drop()
+            if last or not idle or call.in_place:
+                raise
+            return True
+        where.gpu.wait(where.stream, pair.done)
+        return False
+
+    def end(self) -> None:
+        """Behind kld_close(), which released regions and events."""
+        for pair in self._pairs:
+            pair.close()
+        for (ordinal, _, _), (at, _) in self._bounces.items():
+            with _cuda.gpu(ordinal).current():
+                _cuda.gpu(ordinal).free(at)
+        self._pairs.clear()
+        self._bounces.clear()
+        self._segments.clear()
+        self._streams.clear()

@@ -1,0 +1,151 @@
+"""Published and attached tensors: one process publishes a tensor under a name, others compute with it where
+it lies. Over unix: only. Runs under the lock of the connection, but for the objects' plain fields.
+
+When a tensor may be read is for the processes to settle: a request reads what is there when it runs.
+"""
+from __future__ import annotations
+
+import ctypes as c
+import math
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Optional, Sequence, Tuple, Type
+
+from . import _library
+from ._errors import KldConnectionError, KldTypeError, KldValueError, Status
+from ._request import View, check_number, row_stride
+
+if TYPE_CHECKING:
+    from ._connection import Connection
+
+_DTYPE_OF = {number: name for name, number in _library.DTYPE.items()}
+
+
+class _Shared:
+    """What both ends have: a name, a shape, an end."""
+
+    def __init__(self, connection: Connection, name: str, form: str, dtype: str, shape: Tuple[int, ...]) -> None:
+        self.connection, self.name, self.form = connection, name, form
+        self.dtype, self.shape = dtype, shape
+        self.closed = False
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, kind: Optional[Type[BaseException]], value: Optional[BaseException],
+                 traceback: Optional[TracebackType]) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        end = " (closed)" if self.closed else ""
+        return f"<kld.{type(self).__name__} {self.name!r} {self.form} {self.dtype}{list(self.shape)}{end}>"
+
+
+class Published(_Shared):
+    """A tensor that others may attach to, until close() or the end of the connection. `array` is what they
+    see: the one that was given, or its copy in shared memory; write new values there."""
+
+    def __init__(self, connection: Connection, name: str, form: str, view: View, array: Any) -> None:
+        super().__init__(connection, name, form, view.dtype, view.shape)
+        self.array = array
+        self._view = view  # keeps the memory
+
+    def close(self) -> None:
+        """Takes the tensor off its name. Twice is allowed."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.connection.closed:
+            return
+        with self.connection._used():
+            self.connection._published.discard(self)
+            _library.call("kld_detach", self.connection._handle, self.name.encode())
+
+
+class Attached(_Shared):
+    """A tensor of another process, for kl_div() in the place of an array, as often as wanted."""
+
+    def __init__(self, connection: Connection, name: str, region: c.c_void_p, tensor: _library.TensorView) -> None:
+        super().__init__(connection, name, _library.FORMS[tensor.form], _DTYPE_OF[tensor.dtype],
+                         tuple(tensor.shape[:tensor.rank]))
+        self.owner_uid = int(tensor.owner_uid)  #: whose it is
+        self._region = region
+        self._stride = int(tensor.row_stride_bytes)
+
+    def view(self, connection: Connection) -> View:
+        if self.closed or self.connection.closed:
+            raise KldConnectionError(Status.GONE, f"the attached tensor {self.name!r} was closed")
+        if connection is not self.connection:
+            raise KldValueError(Status.INVALID, f"the tensor {self.name!r} was attached over another connection; "
+                                "expected that one")
+        item = _library.ITEM_BYTES[_library.DTYPE[self.dtype]]
+        strides = None
+        if self._stride:
+            strides = tuple(self._stride * math.prod(self.shape[axis + 1:-1])
+                            for axis in range(len(self.shape) - 1)) + (item,)
+        return View(0, self.dtype, self.shape, strides, self, region=self._region)
+
+    def close(self) -> None:
+        """Lets go of it. Twice is allowed."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.connection.closed:
+            return
+        with self.connection._used():
+            _library.library().kld_region_drop(self._region)
+
+
+def check_name(name: Any) -> bytes:
+    if not isinstance(name, str):
+        raise KldTypeError(Status.INVALID, f"the name of a tensor is a text, not {type(name).__name__}")
+    return name.encode(errors="replace")
+
+
+def check_form(form: str) -> int:
+    if form not in _library.FORMS:
+        raise KldValueError(Status.INVALID, f"unknown form {form!r}; expected one of {', '.join(_library.FORMS)}")
+    return _library.FORMS.index(form)
+
+
+def publish(connection: Connection, name: str, form: str, view: View, uids: Sequence[int], array: Any) -> Published:
+    """Under the lock. The view is in memory that the server can reach."""
+    stride = row_stride(view)
+    if stride is None:
+        raise KldValueError(Status.INVALID, "a published tensor's rows are contiguous and at one distance of each "
+                            "other")
+    rows, row_bytes = math.prod(view.shape[:-1]), view.item_bytes * view.shape[-1]
+    size = (rows - 1) * (stride or row_bytes) + row_bytes
+    if view.ordinal is not None:
+        found = connection._devices().region_of(view.address, size)
+    else:
+        span = connection._memory.find(view.address, size)
+        found = None if span is None or not span.region else (span.region, view.address - span.address)
+    if found is None:
+        raise KldValueError(Status.UNIMPLEMENTED, "this tensor's memory has no one handle to give to other processes "
+                            "(cudaMallocAsync, or expandable segments, which are in pieces); copy it into memory "
+                            "that has")
+    tensor = _library.TensorView(dtype=_library.DTYPE[view.dtype], form=check_form(form), rank=len(view.shape),
+                                 row_stride_bytes=stride, offset_bytes=found[1])
+    tensor.shape[:len(view.shape)] = view.shape
+    users = (c.c_uint32 * max(len(uids), 1))(*uids)
+    _library.call("kld_publish", connection._handle, check_name(name), found[0], c.byref(tensor), users, len(uids))
+    made = Published(connection, name, form, view, array)
+    connection._published.add(made)
+    return made
+
+
+def attach(connection: Connection, name: str, timeout: float, uid: Optional[int]) -> Attached:
+    """Under the lock."""
+    seconds = check_number("timeout", timeout)
+    if not 0 <= seconds < 1e9:
+        raise KldValueError(Status.INVALID, f"timeout is a number of seconds from 0 on, not {timeout}")
+    region, tensor = c.c_void_p(), _library.TensorView()
+    wanted = check_name(name), int(seconds * 1e9), c.byref(region), c.byref(tensor)
+    if uid is None:
+        _library.call("kld_attach", connection._handle, *wanted)
+    else:
+        _library.call("kld_attach_from", connection._handle, int(uid), *wanted)
+    return Attached(connection, name, region, tensor)

@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""What a PyTorch user gets on a GPU: KernelBench's problem 98 (client/python/examples/kernelbench_98.py) by eager
+PyTorch and by kld, in this process (local:) and by a server (--server unix:PATH); the same with the gradient
+of the predictions; and a training step against the bare kernel.
+
+`call`: between two events around one call, the device idle before, as KernelBench measures. `step`: 50 calls
+behind each other, per call. `host`: how long the call keeps the CPU. Medians, in milliseconds; rounds are
+paired. Extra memory: the most that PyTorch allocates beyond the inputs, and that is gone from the card.
+Status 1 where a loss or gradient is not eager's to 1e-4. Needs KLD_LIBRARY and client/python in PYTHONPATH."""
+import argparse
+import json
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+
+HERE = pathlib.Path(__file__).resolve().parent
+for folder in (HERE.parents[1] / "client/python/examples", HERE.parents[1] / "python/examples"):
+    sys.path.insert(0, str(folder))
+import kernelbench_98 as task  # noqa: E402
+import kld  # noqa: E402
+
+STEPS = 50
+
+
+def between_events(function, calls=1):
+    torch.cuda.synchronize()
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    for _ in range(calls):
+        function()
+    after.record()
+    torch.cuda.synchronize()
+    return before.elapsed_time(after) / calls
+
+
+def on_host(function):
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    took = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return took * 1e3
+
+
+def extra_memory(function):
+    function()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    function()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    allocated, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    function()
+    torch.cuda.synchronize()
+    return {"allocated": torch.cuda.max_memory_allocated() - allocated,
+            "gone": max(0, free - torch.cuda.mem_get_info()[0])}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server")
+    parser.add_argument("--mps", action="store_true", help="say that MPS is running")
+    parser.add_argument("--rows", type=int, default=16384)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    task.batch_size, task.input_shape = args.rows, (args.rows,)
+    torch.manual_seed(1)
+    predictions, targets = (tensor.cuda() for tensor in task.get_inputs())
+    leaf = predictions.detach().requires_grad_()
+    connections = {"local": kld.connect("local:cuda")}
+    if args.server:
+        connections["server"] = kld.connect(args.server)
+    models = {"eager": task.Model()}
+    models.update((name, task.ModelNew(connection)) for name, connection in connections.items())
+
+    checks = {}
+    for name in connections:
+        tensors = [("task", predictions, targets), *task.structured(args.rows, args.rows, "cuda")]
+        checks[name] = {what: task.compare(models[name], models["eager"], *two) for what, *two in tensors}
+        del tensors
+        torch.cuda.empty_cache()
+
+    def forward(model):
+        with torch.no_grad():
+            return model(predictions, targets)
+
+    def both(model):
+        leaf.grad = None
+        model(leaf, targets).backward()
+
+    jobs = {(name, what): (lambda f=f, model=model: f(model)) for name, model in models.items()
+            for what, f in (("forward", forward), ("both", both))}
+    extra = {" ".join(key): extra_memory(job) for key, job in jobs.items()}
+    times = {key: {"call": [], "step": [], "host": []} for key in jobs}
+    gradient = torch.empty_like(predictions)
+    bare = {"forward": [], "both": []}
+    for _ in range(args.rounds):
+        for key, job in jobs.items():
+            job()
+            times[key]["call"].append(between_events(job))
+            times[key]["host"].append(on_host(job))
+            times[key]["step"].append(between_events(job, STEPS if key[0] != "eager" else 5))
+        for what, out in (("forward", {}), ("both", {"grad_predictions": gradient})):
+            bare[what].append(connections["local"].kl_div(predictions, targets, grad=False, out=out).kernel_s * 1e3)
+    report = {"what": "python_gpu", "shape": [args.rows, args.rows], "dtype": "FP32", "commit": args.commit,
+              "card": torch.cuda.get_device_name(0), "torch": torch.__version__, "mps": args.mps,
+              "driver": subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+                                       capture_output=True, text=True, check=False).stdout.strip(),
+              "system": platform.platform(), "python": platform.python_version(), "rounds": args.rounds,
+              "steps": STEPS, "losses": checks, "extra_bytes": extra,
+              "bare_kernel_ms": {what: statistics.median(all_) for what, all_ in bare.items()}, "ms": {}}
+    for (name, what), measured in times.items():
+        line = {kind: statistics.median(values) for kind, values in measured.items()}
+        line["times_eager"] = statistics.median(
+            eager / mine for eager, mine in zip(times["eager", what]["call"], measured["call"]))
+        line["step_over_bare"] = statistics.median(
+            mine / kernel - 1 for mine, kernel in zip(measured["step"], bare[what]))
+        report["ms"][f"{name} {what}"] = line
+        print(f"{name:7} {what:8} call {line['call']:.3f} ({line['times_eager']:.2f} x eager)  step {line['step']:.4f} "
+              f"({line['step_over_bare']:+.2%} over the bare kernel)  host {line['host']:.3f}  extra "
+              f"{extra[f'{name} {what}']['allocated'] / 2**20:.1f} MiB")
+    print("bare kernel", report["bare_kernel_ms"])
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+    for connection in connections.values():
+        connection.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Published and attached tensors from Python, on the CPU: a teacher's process and those of students, what is copied,
+how each end finishes; and Ctrl-C while a request runs."""
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from conftest import wait_until
+from pythonlib import environment, import_kld, probabilities
+
+kld = import_kld()
+SHAPE = (80, 300)
+LOGITS = {"predictions_form": "logits"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu(backend):
+    if backend != "cpu":
+        pytest.skip("of CPU memory; test_python_cuda.py has the same on a GPU")
+
+
+@pytest.fixture
+def connections(server):
+    with kld.connect(server.url_unix) as one, kld.connect(server.url_unix) as other:
+        yield one, other
+
+
+def test_attached_in_the_place_of_an_array(connections):
+    teacher, student = connections
+    p, q = probabilities(1, SHAPE), probabilities(2, SHAPE)
+    shared = teacher.empty(SHAPE)
+    shared[:] = p
+    right = student.kl_div(q, p, grad="predictions")
+    with teacher.publish("test/probs", shared) as published, student.attach("test/probs") as attached:
+        assert published.array is shared and teacher.copied_bytes == 0
+        assert (attached.shape, attached.dtype, attached.form) == (SHAPE, "float32", "probs")
+        assert attached.owner_uid == os.getuid()
+        assert repr(attached) == "<kld.Attached 'test/probs' probs float32[80, 300]>"
+        mine = student.empty(SHAPE)
+        mine[:] = q
+        before = student.copied_bytes
+        result = student.kl_div(mine, attached)
+        assert student.copied_bytes == before
+        assert result.loss == right.loss
+        np.testing.assert_array_equal(result.grad_predictions, right.grad_predictions)
+        shared[:] = q  # what is there when the request runs
+        assert student.kl_div(mine, attached).loss == 0
+        with pytest.raises(ValueError, match="attached over another connection"):
+            teacher.kl_div(mine, attached)
+        with pytest.raises(ValueError, match="must be the same"):
+            student.kl_div(mine[1:], attached)
+    with pytest.raises(ConnectionError, match="was closed"):
+        student.kl_div(mine, attached)
+
+
+def test_forms_dtypes_and_what_is_copied(connections):
+    teacher, student = connections
+    z = np.random.default_rng(3).normal(size=(2, 5, 30))
+    wide = teacher.empty((2, 5, 50), np.float64)
+    wide[..., 10:40] = z
+    for name, array in (("plain", z), ("gaps", wide[..., 10:40]), ("turned", np.asfortranarray(z))):
+        with teacher.publish("test/" + name, array, "logits") as published:
+            np.testing.assert_array_equal(published.array, z)
+            assert (published.array is array) == (name == "gaps")
+            with student.attach("test/" + name) as attached:
+                assert (attached.form, attached.dtype, attached.shape) == ("logits", "float64", (2, 5, 30))
+                q = np.random.default_rng(4).normal(size=z.shape)
+                mine = student.kl_div(q, attached, temperature=2.0, **LOGITS)
+                right = student.kl_div(q, z, temperature=2.0, targets_form="logits", **LOGITS)
+                assert mine.loss == right.loss
+                other = student.kl_div(attached, attached, temperature=2.0, divergence="js", grad=False)
+                assert other.loss == 0
+
+
+def test_names(connections, server):
+    teacher, student = connections
+    p = probabilities(1, SHAPE)
+    with pytest.raises(kld.KldLookupError):
+        student.attach("test/nobody")
+    started = time.monotonic()
+    with pytest.raises(LookupError):
+        student.attach("test/nobody", timeout=0.2)
+    assert 0.1 < time.monotonic() - started < 5
+    published = teacher.publish("test/name", p)
+    with pytest.raises(kld.KldError, match="already") as raised:
+        student.publish("test/name", p)
+    assert raised.value.status == kld.Status.EXISTS
+    for wrong, error in (("", ValueError), ("a b", ValueError), (7, TypeError)):
+        with pytest.raises(error):
+            teacher.publish(wrong, p)
+    with pytest.raises(ValueError, match="unknown form 'odds'"):
+        teacher.publish("test/other", p, "odds")
+    with pytest.raises(ValueError, match="timeout is a number"):
+        student.attach("test/name", timeout=-1)
+    attached = student.attach("test/name", uid=os.getuid())
+    published.close()
+    published.close()
+    with pytest.raises(kld.KldLookupError):
+        student.kl_div(p, attached)
+    with kld.connect("local:cpu") as local, kld.connect(server.http) as http:
+        for other in (local, http):
+            with pytest.raises(NotImplementedError):
+                other.publish("test/name", p)
+            with pytest.raises(NotImplementedError):
+                other.attach("test/name")
+
+
+TEACHER = """
+import sys, numpy as np, kld
+connection = kld.connect(sys.argv[1])
+logits = connection.empty((40, 300))
+logits[:] = np.random.default_rng(7).normal(size=(40, 300))
+connection.publish("test/teacher", logits, "logits")
+print("published", flush=True)
+sys.stdin.read()
+"""
+STUDENT = """
+import os, sys, kld, torch
+from kld.functional import kl_div
+teacher = kld.attach("test/teacher", timeout=20)
+torch.manual_seed(0)
+z = torch.zeros(teacher.shape, requires_grad=True)
+for _ in range(30):
+    loss = kl_div(z, teacher, reduction="batchmean", input_form="logits", temperature=2.0, scale=4.0)
+    loss.backward()
+    with torch.no_grad():
+        z -= 300 * z.grad
+        z.grad = None
+print(float(loss))
+none = kl_div(z, teacher, reduction="none", input_form="logits").sum(-1)
+none.sum().backward()
+print(float((none - kl_div(z, teacher, reduction="row", input_form="logits")).abs().max()), float(z.grad.abs().max()))
+"""
+
+
+def test_a_teacher_and_two_students(server):
+    pytest.importorskip("torch")
+    with subprocess.Popen([sys.executable, "-c", TEACHER, server.url_unix], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, text=True, env=environment()) as teacher:
+        try:
+            assert teacher.stdout.readline() == "published\n"
+            said = [subprocess.run([sys.executable, "-c", STUDENT], capture_output=True, text=True, timeout=100,
+                                   env=environment(KLD_SERVER=server.url_unix)) for _ in range(2)]
+        finally:
+            teacher.stdin.close()
+    assert all(one.returncode == 0 for one in said), said[0].stderr
+    losses = [float(one.stdout.split()[0]) for one in said]
+    assert losses[0] == losses[1] < 0.1
+    assert float(said[0].stdout.split()[1]) < 1e-5 < float(said[0].stdout.split()[2])
+
+
+INTERRUPTED = """
+import sys, numpy as np, kld
+connection = kld.connect(sys.argv[1])
+q = np.full((4, 8), 1 / 8)
+connection.kl_div(q, q)
+print("ready", flush=True)
+try:
+    connection.kl_div(q, q, timeout=60)
+    print("done")
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+sys.stdin.readline()
+print(connection.kl_div(q, q).loss, flush=True)
+"""
+
+
+def test_ctrl_c_gives_a_request_up(make_server):
+    """The worker is stopped, so the request waits; after it the connection works."""
+    server = make_server()
+    worker = server.child("worker")
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED, server.url_unix], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as client:
+        try:
+            assert client.stdout.readline() == "ready\n"
+            os.kill(worker, signal.SIGSTOP)
+            time.sleep(0.3)
+            client.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+            assert client.poll() is None  # its memory is the worker's until that has answered
+            os.kill(worker, signal.SIGCONT)
+            assert client.stdout.readline() == "interrupted\n"
+            out, err = client.communicate("go\n", timeout=30)
+            assert re.fullmatch(r"0\.0\n", out), err
+        finally:
+            os.kill(worker, signal.SIGCONT)
+            client.kill()
+
+
+def test_memory_of_a_published_array_goes_with_it(server):
+    with kld.connect(server.url_unix) as connection:
+        first = connection._memory.counts()[0]
+        published = connection.publish("test/gone", probabilities(1, (100, 1000)))
+        assert connection._memory.counts()[0] == first + 1
+        published.close()
+        del published
+        wait_until(lambda: connection._tidy() or connection._memory.cached_bytes > 0, 5, "memory given back")
