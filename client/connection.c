@@ -415,8 +415,8 @@ enum kld_status kld_run_slice(struct kld_connection *connection, const struct kl
     return KLD_OK;
 }
 
-enum kld_status kld_wait(struct kld_connection *connection, uint64_t *id, uint32_t slice_ms,
-                         struct kld_result *ret_result, struct kld_error *err) {
+enum kld_status kld_wait_slice(struct kld_connection *connection, uint64_t *id, uint32_t slice_ms,
+                               struct kld_result *ret_result, struct kld_error *err) {
     struct kld_call *call = kld_call_find(connection, *id);
     if (!call || !call->kept)
         return kld_error_set(err, KLD_NOT_FOUND, "no request of kld_run_slice() has that number");

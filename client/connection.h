@@ -70,7 +70,7 @@ struct kld_call {
     uint64_t id;                /* sequence << 16 | slot; the top two bits are 0 */
     unsigned references;
     bool ended; /* was handed to kld_call_end() */
-    bool kept;  /* its outcome stays here for kld_wait(), which drops the delivery's reference */
+    bool kept;  /* its outcome stays here for kld_wait_slice(), which drops the delivery's share */
 
     kld_callback callback;
     void *user;

@@ -278,15 +278,16 @@ KLD_EXPORT enum kld_status kld_run(struct kld_connection *connection,
 /* kld_run() for callers that have to look after something else at times, an interpreter after its
  * signals, say: it returns when the request has ended, with its status and *ret_id 0; or after
  * slice_ms, or when a signal was handled in this thread, with KLD_OK and the request's *ret_id.
- * Then the request goes on and kld_wait() waits for it, a slice each call, until *id is 0; its
- * tensors stay until then. kld_cancel() does what it says; its end is still to be waited for. */
+ * Then the request goes on and kld_wait_slice() waits for it, a slice each call, until *id is 0;
+ * its tensors stay until then. kld_cancel() does what it says; its end is still to be waited for.
+ */
 KLD_EXPORT enum kld_status kld_run_slice(struct kld_connection *connection,
                                          const struct kld_request *request, uint32_t slice_ms,
                                          uint64_t *ret_id, struct kld_result *ret_result,
                                          struct kld_error *err);
-KLD_EXPORT enum kld_status kld_wait(struct kld_connection *connection, uint64_t *id,
-                                    uint32_t slice_ms, struct kld_result *ret_result,
-                                    struct kld_error *err);
+KLD_EXPORT enum kld_status kld_wait_slice(struct kld_connection *connection, uint64_t *id,
+                                          uint32_t slice_ms, struct kld_result *ret_result,
+                                          struct kld_error *err);
 /* Blocking. Copies between two regions of this connection (they may not overlap). */
 KLD_EXPORT enum kld_status kld_copy(struct kld_connection *connection,
                                     struct kld_region *destination,

@@ -315,12 +315,13 @@ class Call:
         status = 0
         try:
             while pending[0].value:  # between two looks the interpreter handles signals
-                status = library.kld_wait(connection._handle, pending[1], SLICE_MS, connection._result_ref,
-                                          error[1])
+                status = library.kld_wait_slice(connection._handle, pending[1], SLICE_MS,
+                                                connection._result_ref, error[1])
         except BaseException:
             library.kld_cancel(connection._handle, pending[0])
             while pending[0].value:
-                library.kld_wait(connection._handle, pending[1], SLICE_MS, connection._result_ref, error[1])
+                library.kld_wait_slice(connection._handle, pending[1], SLICE_MS, connection._result_ref,
+                                       error[1])
             raise
         return status
 

@@ -133,10 +133,10 @@ START_TEST(a_wait_in_slices) {
     ck_assert(id != 0 && result.attempts == 0);
     int slices = 0;
     for (; id; slices++)
-        ck_assert_int_eq(kld_wait(connection, &id, 5, &result, &err), KLD_OK);
+        ck_assert_int_eq(kld_wait_slice(connection, &id, 5, &result, &err), KLD_OK);
     ck_assert(slices > 3 && slices < 40);
     ck_assert(result.scalar && result.loss == FAKE_LOSS);
-    ck_assert_int_eq(kld_wait(connection, &wrong, 5, &result, &err), KLD_NOT_FOUND);
+    ck_assert_int_eq(kld_wait_slice(connection, &wrong, 5, &result, &err), KLD_NOT_FOUND);
     atomic_store(&fake_us, 5);
     ck_assert_int_eq(kld_run_slice(connection, &request, 5000, &id, &result, &err), KLD_OK);
     ck_assert_uint_eq(id, 0);
