@@ -257,13 +257,20 @@ def loss_alone(predictions: torch.Tensor, targets: Any, job: Job) -> torch.Tenso
 def _times(gradient: torch.Tensor, factor: torch.Tensor, reduction: str, kept: bool) -> torch.Tensor:
     if reduction == "row":
         factor = factor.unsqueeze(-1)
-    elif reduction != "none" and not gradient.is_cuda:
+    elif reduction != "none" and gradient.is_cuda:
+        return scaled(gradient.clone() if kept else gradient, factor)
+    elif reduction != "none":
         number = float(factor)
-        return gradient if number == 1 else gradient * number if kept else gradient.mul_(number)
-    elif reduction != "none" and not kept:
-        return scaled(gradient, factor)
+        if number == 1:
+            return gradient
+        if gradient.dtype in _NARROW:  # the number may not fit
+            return (gradient.to(torch.float32) * number).to(gradient.dtype)
+        return gradient * number if kept else gradient.mul_(number)
     made = gradient * factor
     return made.to(gradient.dtype)
+
+
+_NARROW = (torch.float16, torch.bfloat16)
 
 
 __all__ = ["DTYPES", "Job", "KlDiv", "check_device", "check_dtype", "loss_alone", "over", "rows_vector", "scaled"]

@@ -113,7 +113,8 @@ if IS_SUPPORTED:
                                  list(ctx.wanted), *ctx.late[1])
         else:
             factor = grad_output.unsqueeze(-1) if ctx.rows else grad_output
-            gradients = [(one * factor).to(one.dtype) if want else None
+            # Not in 16 bits, which the factor may not fit.
+            gradients = [(one.to(torch.promote_types(one.dtype, torch.float32)) * factor).to(one.dtype) if want else None
                          for one, want in zip(ctx.saved_tensors, ctx.wanted)]
         return (*(one if want else None for one, want in zip(gradients, ctx.wanted)), *([None] * 7))
 

@@ -10,6 +10,8 @@ images and asked about the other half. The files:
   student.npy   predictions  FP32 [N, 10]  class probabilities of the student
   loss.npy      FP64 [1]      forward KL of those FP32 numbers, batchmean, summed exactly in FP64
   gradient.npy  FP64 [N, 10]  its gradient with respect to the predictions
+  images.npz    UINT8         all the images, 8 x 8, and their labels: for client/python/examples. E. Alpaydin and
+                              C. Kaynak, UCI Machine Learning Repository, 1998, licence CC BY 4.0
 
 No kld code is involved: loss and gradient come from NumPy and math.fsum.
 """
@@ -47,6 +49,8 @@ def main():
     for name, array in (("teacher", targets), ("student", predictions),
                         ("loss", numpy.array([loss])), ("gradient", gradient)):
         numpy.save(FOLDER / f"{name}.npy", array)
+    numpy.savez_compressed(FOLDER / "images.npz", images=digits.images.astype(numpy.uint8),
+                           labels=digits.target.astype(numpy.uint8))
 
 
 if __name__ == "__main__":

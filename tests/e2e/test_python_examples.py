@@ -1,0 +1,89 @@
+"""The examples of the Python package, client/python/examples: each does what it says, on this back end."""
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree
+
+import numpy as np
+import pytest
+
+from conftest import DATA
+from pythonlib import PACKAGE, environment, import_kld, import_torch
+
+import_kld()
+torch = import_torch()
+EXAMPLES = PACKAGE / "examples" if PACKAGE else None
+pytestmark = pytest.mark.skipif(EXAMPLES is None, reason="needs the examples")
+
+
+@pytest.fixture
+def device(backend):
+    if backend == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a torch with CUDA")
+    return backend
+
+
+def run(name, *arguments, status=0, **more):
+    result = subprocess.run([sys.executable, EXAMPLES / name, *map(str, arguments)], capture_output=True, text=True,
+                            timeout=200, env=environment(KLD_DIGITS=str(DATA / "digits/images.npz"),
+                                                         CUBLAS_WORKSPACE_CONFIG=":4096:8", **more))
+    assert result.returncode == status, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def distilled(server, backend, tmp_path_factory):
+    """What distil_digits.py said, by a server, and its plot."""
+    plot = tmp_path_factory.mktemp("plot") / "curves.svg"
+    return run("distil_digits.py", "--server", server.url_unix, "--device", backend, "--plot", plot), plot
+
+
+def test_distillation_is_pytorchs(device, distilled):
+    said, plot = distilled
+    assert float(re.search(r"differ by at most (\S+)", said)[1]) <= 1e-5
+    lines = re.findall(r"loss (\S+) -> (\S+), (\S+) of the other", said)
+    assert lines[0][2] == lines[1][2] and float(lines[0][2]) > 0.8
+    assert float(lines[0][1]) < 0.3 * float(lines[0][0])
+    drawn = xml.etree.ElementTree.parse(plot).getroot()
+    curves = [one.get("points").split() for one in drawn.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert len(curves) == 2 and len(curves[0]) == len(curves[1]) == 120
+    assert curves[0][0] != curves[0][-1]
+
+
+def test_distillation_in_this_process(device):
+    said = run("distil_digits.py", "--device", device, KLD_SERVER="" if device == "cpu" else f"local:{device}")
+    assert float(re.search(r"differ by at most (\S+)", said)[1]) <= 1e-5
+
+
+def test_a_student_learns_from_another_process(server, device, distilled):
+    said = run("teacher_student.py", server.url_unix, device)
+    assert "teacher: published (899, 10)" in said and "teacher: done" in said
+    first, last, score = map(float, re.search(r"loss (\S+) -> (\S+), (\S+) of", said).groups())
+    assert last < 0.3 * first and score > 0.8
+    # The same student as one process makes of it.
+    alone = re.search(r"kld +loss (\S+) -> (\S+), (\S+) of", distilled[0])
+    assert [first, last, score] == pytest.approx([float(x) for x in alone.groups()], rel=5e-3)
+
+
+def test_kernelbench(server, device):
+    """On the task's inputs and on others, by a server and in this process."""
+    for more in ({}, {"KLD_SERVER": server.url_unix}):
+        said = run("kernelbench_98.py", 600, **more)
+        assert len(re.findall(r"loss \d", said)) == 5, said
+
+
+def test_drift_over_http(server, tmp_path):
+    rng = np.random.default_rng(5)
+    predictions = np.load(DATA / "digits/teacher.npy")
+    shuffled = predictions[rng.permutation(len(predictions))]
+    few = shuffled[np.isin(shuffled.argmax(axis=1), (1, 4, 7))]
+    worse = np.concatenate([shuffled[:448], np.resize(few, (len(shuffled) - 448, 10))])  # few classes, from a day on
+    for name, array in (("reference", predictions[rng.permutation(len(predictions))]), ("same", shuffled),
+                        ("worse", worse)):
+        np.save(tmp_path / f"{name}.npy", array)
+    fine = run("drift.py", server.http, tmp_path / "reference.npy", tmp_path / "same.npy")
+    assert " 0 of 14 buckets drifted" in fine
+    found = run("drift.py", server.http, tmp_path / "reference.npy", tmp_path / "worse.npy")
+    assert re.findall("DRIFT|fine", found) == ["fine"] * 7 + ["DRIFT"] * 7, found
+    assert os.linesep + "chance up to" in found
