@@ -13,6 +13,8 @@
 #define CONNECT_TIMEOUT_NS 2000000000u
 #define UNREACHABLE_NS 100000000u /* so long nothing is tried again: a try may take long */
 #define TICK_MS 10
+#define FREED_LOOKS 50
+#define FREED_LOOK_MS 2
 
 struct list {
     struct kld_pool_job *first, *last;
@@ -36,6 +38,7 @@ struct kld_pool {
     struct kld_error unreachable; /* what the last try ended with, ... */
     uint64_t again_ns;            /* ... and uv_hrtime() of the next */
     struct kld_pool_buffer *buffers;
+    uint64_t kept_bytes; /* of those that nobody uses */
     bool stopping;
     uv_mutex_t gate; /* of `ended`: buffers are dropped on any loop, also while the thread ends */
     bool ended;      /* nobody reads its mail any more */
@@ -97,6 +100,7 @@ static void look_at_epoch(struct kld_pool *pool) {
 }
 
 static void process(struct kld_pool *pool);
+static void ticked(uv_timer_t *timer);
 
 static void readable(uv_poll_t *poll, int status, int events) { process(poll->data); }
 
@@ -138,8 +142,67 @@ static void call_done(void *user, enum kld_status status, const struct kld_resul
     finish(job, status, error);
 }
 
-static enum kld_status open_buffer(struct kld_pool *pool, struct kld_pool_job *job,
-                                   struct kld_error *err) {
+/* ---- Buffers that nobody uses -----------------------------------------------------------------*/
+
+static void forget(struct kld_pool_buffer *buffer) {
+    struct kld_pool *pool = buffer->pool;
+    if (buffer->kept_ns)
+        pool->kept_bytes -= buffer->room_bytes;
+    if (buffer->before)
+        buffer->before->after = buffer->after;
+    else
+        pool->buffers = buffer->after;
+    if (buffer->after)
+        buffer->after->before = buffer->before;
+    if (pool->connection)
+        kld_region_drop(buffer->region);
+    free(buffer);
+}
+
+static bool keep(struct kld_pool_buffer *buffer) {
+    struct kld_pool *pool = buffer->pool;
+    uint64_t most = pool->config->keep_buffer_bytes;
+    if (buffer->imported || pool->stopping || atomic_load(&buffer->lost) ||
+        buffer->room_bytes > most || pool->kept_bytes > most - buffer->room_bytes)
+        return false;
+    buffer->kept_ns = uv_hrtime();
+    pool->kept_bytes += buffer->room_bytes;
+    if (!uv_is_active((uv_handle_t *)&pool->tick))
+        uv_timer_start(&pool->tick, ticked, TICK_MS, TICK_MS);
+    return true;
+}
+
+/* Those that were kept long enough; ns 0: all of them. False: there was none. */
+static bool forget_kept(struct kld_pool *pool, uint64_t ns) {
+    uint64_t now = uv_hrtime();
+    bool found = false;
+    for (struct kld_pool_buffer *buffer = pool->buffers, *after; buffer; buffer = after) {
+        after = buffer->after;
+        if (!buffer->kept_ns || (ns && now - buffer->kept_ns < ns && !atomic_load(&buffer->lost)))
+            continue;
+        forget(buffer);
+        found = true;
+    }
+    return found;
+}
+
+/* One that has room for so much, and not more than a quarter too much. */
+static struct kld_pool_buffer *take_kept(struct kld_pool *pool, uint64_t bytes) {
+    struct kld_pool_buffer *buffer = pool->buffers;
+    while (buffer && (!buffer->kept_ns || atomic_load(&buffer->lost) ||
+                      buffer->room_bytes < bytes || buffer->room_bytes - bytes > bytes / 4))
+        buffer = buffer->after;
+    if (!buffer)
+        return NULL;
+    pool->kept_bytes -= buffer->room_bytes;
+    buffer->kept_ns = 0;
+    buffer->bytes = bytes;
+    buffer->users = 1;
+    return buffer;
+}
+
+static enum kld_status make_buffer(struct kld_pool *pool, const struct kld_pool_job *job,
+                                   struct kld_pool_buffer **ret_buffer, struct kld_error *err) {
     struct kld_pool_buffer *buffer = calloc(1, sizeof *buffer);
     if (!buffer)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
@@ -154,7 +217,7 @@ static enum kld_status open_buffer(struct kld_pool *pool, struct kld_pool_job *j
     }
     look_at_epoch(pool);
     buffer->pool = pool;
-    buffer->bytes = job->bytes;
+    buffer->bytes = buffer->room_bytes = job->bytes;
     buffer->imported = import;
     buffer->users = 1;
     buffer->epoch = pool->epoch;
@@ -162,8 +225,23 @@ static enum kld_status open_buffer(struct kld_pool *pool, struct kld_pool_job *j
     if (buffer->after)
         buffer->after->before = buffer;
     pool->buffers = buffer;
-    job->buffer = buffer;
+    *ret_buffer = buffer;
     return KLD_OK;
+}
+
+static enum kld_status open_buffer(struct kld_pool *pool, struct kld_pool_job *job,
+                                   struct kld_error *err) {
+    look_at_epoch(pool);
+    job->buffer = job->kind == KLD_POOL_OPEN ? take_kept(pool, job->bytes) : NULL;
+    if (job->buffer)
+        return KLD_OK;
+    enum kld_status status = make_buffer(pool, job, &job->buffer, err);
+    bool in_the_way = status == KLD_NO_MEMORY && forget_kept(pool, 0);
+    for (int i = 0; i < FREED_LOOKS && in_the_way && status == KLD_NO_MEMORY; i++) {
+        uv_sleep(FREED_LOOK_MS); /* the worker frees them on a thread of its own */
+        status = make_buffer(pool, job, &job->buffer, err);
+    }
+    return status;
 }
 
 /* KLD_BUSY: the worker has as many of ours as it takes. */
@@ -272,7 +350,8 @@ static void ticked(uv_timer_t *timer) {
     struct kld_pool *pool = timer->data;
     process(pool);
     look_at_waiting(pool);
-    if (!pool->running.first && !pool->waiting.first)
+    forget_kept(pool, KLD_POOL_KEEP_MS * UINT64_C(1000000));
+    if (!pool->running.first && !pool->waiting.first && !pool->kept_bytes)
         uv_timer_stop(timer);
 }
 
@@ -307,15 +386,8 @@ static void read_drop(struct kld_letter *letter) {
     struct kld_pool_buffer *buffer =
         (struct kld_pool_buffer *)(void *)((char *)letter -
                                            offsetof(struct kld_pool_buffer, letter));
-    if (buffer->before)
-        buffer->before->after = buffer->after;
-    else
-        buffer->pool->buffers = buffer->after;
-    if (buffer->after)
-        buffer->after->before = buffer->before;
-    if (buffer->pool->connection)
-        kld_region_drop(buffer->region);
-    free(buffer);
+    if (!keep(buffer))
+        forget(buffer);
 }
 
 void kld_pool_hold(struct kld_pool_buffer *buffer) { atomic_fetch_add(&buffer->users, 1); }

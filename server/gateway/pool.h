@@ -3,7 +3,9 @@
  * One for each worker: a thread of its own with a connection of its own to the worker, through
  * libkld: making a buffer waits for the worker, which no HTTP loop may do. Jobs come from any loop
  * and end on the loop that sent them. A buffer is lost with its worker; jobs that name it end with
- * KLD_DEVICE_LOST then.
+ * KLD_DEVICE_LOST then. What was dropped is kept for KLD_POOL_KEEP_MS, keep_buffer_bytes in all,
+ * for an OPEN that wants about as much: the pages of new memory cost a CPU as much as to fill them.
+ * It holds then what its last user left: who opens a buffer writes it before he reads it.
  *
  * A job, the buffers and the staging memory it names belong to the pool from kld_pool_submit()
  * until done(). Senders keep their deadlines themselves (deadline.h), because this thread may be
@@ -21,16 +23,20 @@
 #include "server/gateway/mail.h"
 #include "server/gateway/staging.h"
 
+#define KLD_POOL_KEEP_MS 500
+
 struct kld_pool;
 
 struct kld_pool_buffer {
-    struct kld_pool *pool; /* constant, as bytes and imported */
+    struct kld_pool *pool; /* constant while it is used, as bytes and imported */
     uint64_t bytes;
     bool imported;
     _Atomic uint32_t users;
     _Atomic bool lost; /* its worker is gone, and what it held */
 
     /* The pool's thread's own. */
+    uint64_t room_bytes; /* of its region: bytes or more */
+    uint64_t kept_ns;    /* uv_hrtime() since when nobody uses it; 0: somebody does */
     struct kld_pool_buffer *before, *after;
     struct kld_region *region;
     uint64_t epoch;

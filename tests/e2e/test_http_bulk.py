@@ -403,6 +403,19 @@ def test_more_than_the_pool_has(make_server):
     close(infer(server, {"predictions": q[:90], "targets": q[:90]})[1]["loss"], np.zeros(1), "FP32")
 
 
+def test_what_is_kept_is_in_nobodys_way(make_server):
+    """A buffer that was used is kept for a moment; who needs another size gets its memory."""
+    server = make_server(pool_bytes_max="10M", **SMALL)
+    q = probabilities((1000, 1000), 30)
+    infer(server, {"predictions": q, "targets": q})  # 8 MB, kept
+    for rows in (500, 2400):
+        q = probabilities((rows, 1000), 31)
+        status, _, body = server.request(f"/v2/tensors/a?datatype=FP32&shape={rows},1000", q.tobytes(), method="PUT")
+        assert status == 200, body
+        assert server.request("/v2/tensors/a", method="DELETE")[0] == 200
+    wait_until(lambda: server.metrics()[POOL] == 0, what="a free pool")
+
+
 def test_a_deadline_of_a_bulk_request(make_server):
     server = make_server(http_deadline_ms=500, **SMALL)
     q = probabilities(SHAPE, 20)

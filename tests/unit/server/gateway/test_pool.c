@@ -28,7 +28,9 @@ static void run_until(int count) {
 }
 
 static void setup(void) {
+    memset(&worker, 0, sizeof worker);
     worker.requests_max = 1;
+    ended = 0;
     fake_worker_open(&worker);
     strcpy(config.unix, worker.path);
     uv_loop_init(&loop);
@@ -97,4 +99,48 @@ START_TEST(what_nobody_wants_is_not_computed) {
 }
 END_TEST
 
-UNIT_MAIN("server/gateway/pool", what_nobody_wants_is_not_computed)
+static struct kld_pool_buffer *open_buffer(uint64_t bytes) {
+    struct kld_pool_job job = {.kind = KLD_POOL_OPEN, .bytes = bytes, .done = done};
+    int before = ended;
+    kld_pool_submit(pool, &mail, &job);
+    run_until(before + 1);
+    ck_assert_int_eq(job.status, KLD_OK);
+    ck_assert_uint_eq(job.buffer->bytes, bytes);
+    return job.buffer;
+}
+
+START_TEST(what_was_dropped_is_used_again_for_a_while) {
+    config.keep_buffer_bytes = 100000;
+    setup();
+    struct kld_pool_buffer *first = open_buffer(50000), *second = open_buffer(60000);
+    int made = worker.regions_added;
+    kld_pool_drop(first);
+    kld_pool_drop(second); /* more than are kept: it goes at once */
+    ck_assert_ptr_eq(open_buffer(45000), first);
+    ck_assert_int_eq(worker.regions_added, made);
+    kld_pool_drop(first);
+    second = open_buffer(30000); /* too small for that one's room */
+    ck_assert_ptr_ne(second, first);
+    ck_assert_int_eq(worker.regions_added, made + 1);
+    struct kld_pool_buffer *third = open_buffer(50001);
+    ck_assert_ptr_ne(third, first);
+    uint64_t begin = uv_hrtime();
+    while (worker.regions_dropped < 2) { /* the first two by now */
+        ck_assert_uint_lt(uv_hrtime() - begin, UINT64_C(10000000000));
+        uv_run(&loop, UV_RUN_NOWAIT);
+    }
+    ck_assert_uint_gt(uv_hrtime() - begin, UINT64_C(200000000));
+    kld_pool_drop(second);
+    kld_pool_drop(third);
+    teardown();
+    config.keep_buffer_bytes = 0;
+    setup();
+    kld_pool_drop(open_buffer(50000));
+    open_buffer(50000);
+    ck_assert_int_eq(worker.regions_dropped, 1);
+    teardown();
+}
+END_TEST
+
+UNIT_MAIN("server/gateway/pool", what_nobody_wants_is_not_computed,
+          what_was_dropped_is_used_again_for_a_while)
