@@ -5,9 +5,11 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import ssl
 import subprocess
 import threading
+import time
 
 import pytest
 
@@ -250,6 +252,32 @@ def test_tls(make_server, certificates):
     old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
     with pytest.raises(OSError):
         ask_tls(server, old)
+
+
+def test_handshakes_that_stall(make_server, certificates):
+    """Each costs the others a moment of each turn, and not for longer than a message may take."""
+    server = make_server(http_slow_ms=2000, http_threads=1, **tls_flags(certificates))
+    context = ssl.create_default_context(cafile=certificates / "ca.crt")
+    host, port = server.address.rsplit(":", 1)
+    gateway, stalled = server.child("gateway"), []
+
+    def spent():
+        return sum(map(int, pathlib.Path(f"/proc/{gateway}/stat").read_text().rsplit(")", 1)[1].split()[11:13]))
+    for part in [b"\x16", bytes.fromhex("160301020001000001")] * 40:
+        stalled.append(socket.create_connection((host, int(port)), 20))
+        stalled[-1].sendall(part)
+    begin = spent()
+    headers, data = oip.body({"predictions": Q, "targets": Q})
+    for _ in range(10):
+        assert ask_tls(server, context, headers, data, INFER)[0] == 200
+        time.sleep(0.1)
+    if not SANITIZED:
+        assert spent() - begin < 0.5 * os.sysconf("SC_CLK_TCK")  # of more than a second
+    for one in stalled:
+        while one.recv(1000):  # an alert, if anything, and the end
+            pass
+        one.close()
+    assert ask_tls(server, context, headers, data, INFER)[0] == 200
 
 
 def test_tls_by_the_kld_tool_and_curl(make_server, certificates, cli, tokens):
