@@ -20,6 +20,7 @@ enum kld_child_fd {
     KLD_FD_LISTEN = 3,  /* listening socket: SOCK_SEQPACKET for a worker, TCP for the gateway */
     KLD_FD_STATS = 4,   /* memfd of struct kld_stats */
     KLD_FD_CONTROL = 5, /* SOCK_SEQPACKET pair to the supervisor; end of file: it is gone */
+    KLD_FD_METRICS = 6, /* gateway with metrics_http: another listening TCP socket */
 };
 
 /* From child to supervisor on KLD_FD_CONTROL, when it serves. A child that cannot start sends

@@ -18,6 +18,7 @@ struct kld_acceptor {
     uv_poll_t poll;   /* stopped while `timer` runs */
     uv_timer_t timer; /* until it is tried again */
     int listen_fd, open_handles;
+    bool metrics;         /* what comes here may ask for no more */
     uint32_t count, next; /* next: where the search begins, so that equals get their turn */
     struct kld_gateway *loop[];
 };
@@ -27,6 +28,7 @@ struct taken {
     struct kld_letter letter;
     struct kld_gateway *gateway;
     int fd;
+    bool metrics;
     struct sockaddr_storage peer;
     socklen_t peer_bytes;
 };
@@ -34,7 +36,7 @@ struct taken {
 static void read_taken(struct kld_letter *letter) {
     struct taken *taken = (struct taken *)(void *)((char *)letter - offsetof(struct taken, letter));
     kld_http_take(taken->gateway->http, taken->fd, (const struct sockaddr *)&taken->peer,
-                  taken->peer_bytes);
+                  taken->peer_bytes, taken->metrics);
     free(taken);
 }
 
@@ -95,6 +97,7 @@ static void readable(uv_poll_t *poll, int status, int events) {
             return;
         }
         taken->peer_bytes = sizeof taken->peer;
+        taken->metrics = acceptor->metrics;
         taken->fd = accept4(acceptor->listen_fd, (struct sockaddr *)&taken->peer,
                             &taken->peer_bytes, SOCK_NONBLOCK | SOCK_CLOEXEC);
         if (taken->fd >= 0) {
@@ -110,7 +113,8 @@ static void readable(uv_poll_t *poll, int status, int events) {
 }
 
 enum kld_status kld_acceptor_open(struct kld_gateway *const *loops, uint32_t count, int listen_fd,
-                                  struct kld_acceptor **ret_acceptor, struct kld_error *err) {
+                                  bool metrics, struct kld_acceptor **ret_acceptor,
+                                  struct kld_error *err) {
     struct kld_acceptor *acceptor = calloc(1, sizeof *acceptor + count * sizeof loops[0]);
     if (!acceptor || uv_poll_init(&loops[0]->loop, &acceptor->poll, listen_fd) != 0) {
         free(acceptor);
@@ -120,6 +124,7 @@ enum kld_status kld_acceptor_open(struct kld_gateway *const *loops, uint32_t cou
     acceptor->poll.data = acceptor->timer.data = acceptor;
     acceptor->open_handles = 2;
     acceptor->listen_fd = listen_fd;
+    acceptor->metrics = metrics;
     acceptor->count = count;
     for (uint32_t i = 0; i < count; i++)
         acceptor->loop[i] = loops[i];

@@ -7,6 +7,8 @@
 #ifndef KLD_SERVER_GATEWAY_ACCEPT_H
 #define KLD_SERVER_GATEWAY_ACCEPT_H
 
+#include <stdbool.h>
+
 #include <stdint.h>
 
 #include "server/gateway/gateway.h"
@@ -15,7 +17,8 @@ struct kld_acceptor;
 
 /* loops[0] is of the calling thread. listen_fd stays the caller's. */
 enum kld_status kld_acceptor_open(struct kld_gateway *const *loops, uint32_t count, int listen_fd,
-                                  struct kld_acceptor **ret_acceptor, struct kld_error *err);
+                                  bool metrics, struct kld_acceptor **ret_acceptor,
+                                  struct kld_error *err);
 /* Accepts no more; what was accepted has been handed over. */
 void kld_acceptor_close(struct kld_acceptor *acceptor);
 

@@ -44,9 +44,9 @@ struct loop {
 
 struct process {
     struct kld_gateway_common common;
-    struct loop *loop; /* common.loops of them */
-    struct kld_acceptor *acceptor;
-    uint32_t running; /* while it ends: loops that have connections yet */
+    struct loop *loop;                       /* common.loops of them */
+    struct kld_acceptor *acceptor, *metrics; /* metrics: NULL without metrics_http */
+    uint32_t running;                        /* while it ends: loops that have connections yet */
     uv_signal_t terminate;
     uv_poll_t control; /* end of file: the supervisor is gone */
     uv_timer_t drain;
@@ -115,6 +115,8 @@ static void end(struct process *process) {
     process->ending = true;
     uv_timer_stop(&process->drain);
     kld_acceptor_close(process->acceptor);
+    if (process->metrics)
+        kld_acceptor_close(process->metrics);
     process->running = process->common.loops;
     for (uint32_t i = 0; i < process->common.loops; i++) {
         process->loop[i].close.read = read_close;
@@ -234,8 +236,11 @@ static enum kld_status open_loops(struct process *process, const struct kld_tls 
     for (uint32_t i = 0; i < process->common.loops; i++)
         loops[i] = &process->loop[i].gateway;
     if (status == KLD_OK)
-        status =
-            kld_acceptor_open(loops, process->common.loops, KLD_FD_LISTEN, &process->acceptor, err);
+        status = kld_acceptor_open(loops, process->common.loops, KLD_FD_LISTEN, false,
+                                   &process->acceptor, err);
+    if (status == KLD_OK && loops[0]->config->metrics_http[0])
+        status = kld_acceptor_open(loops, process->common.loops, KLD_FD_METRICS, true,
+                                   &process->metrics, err);
     return status; /* not KLD_OK: the process ends, and what was opened with it */
 }
 
@@ -247,7 +252,9 @@ static enum kld_status open_parts(struct process *process, struct kld_error *err
     kld_descriptors_raise(descriptors_wanted(gateway->config));
     if ((status = kld_auth_open(gateway->config, &gateway->auth, err)) ||
         (status = kld_tls_read(gateway->config, &tls, err)) ||
-        (status = set_nonblocking(KLD_FD_LISTEN, err)) || (status = enter_sandbox(gateway, err)) ||
+        (status = set_nonblocking(KLD_FD_LISTEN, err)) ||
+        (gateway->config->metrics_http[0] && (status = set_nonblocking(KLD_FD_METRICS, err))) ||
+        (status = enter_sandbox(gateway, err)) ||
         (status = kld_staging_open(gateway->config->staging_bytes_max, gateway->stats,
                                    &gateway->staging, err)) ||
         (status = open_pools(gateway, err)) ||

@@ -31,6 +31,7 @@ struct kld_http {
     uint64_t moved; /* kld_watch_moved() at the last look */
     int open_handles;
     bool taken;               /* MHD told of the connection that it is being given */
+    bool metrics;             /* that one is for metrics alone */
     bool client_certificates; /* every client must show one */
     bool closing;             /* nothing is suspended any more */
     bool again; /* MHD_run() has something to do that its epoll descriptor does not tell */
@@ -272,6 +273,7 @@ static enum MHD_Result access_handler(void *user, struct MHD_Connection *connect
         if (watched) {
             watched->exchange = exchange;
             watched->exchanges++;
+            exchange->metrics_only = watched->metrics;
         }
         start(http, exchange, path_of(url));
         return exchange->replied && reply_at_once(exchange) ? queue_reply(exchange) : MHD_YES;
@@ -317,6 +319,8 @@ static void watch(struct kld_http *http, struct MHD_Connection *connection, void
         MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
     if (info)
         *context = kld_watch_add(&http->watch, info->connect_fd);
+    if (*context)
+        ((struct kld_watched *)*context)->metrics = http->metrics;
 }
 
 static void connection_changed(void *user, struct MHD_Connection *connection, void **context,
@@ -336,14 +340,15 @@ static void connection_changed(void *user, struct MHD_Connection *connection, vo
         atomic_fetch_sub(&http->gateway->connections, 1);
 }
 
-void kld_http_take(struct kld_http *http, int fd, const struct sockaddr *peer,
-                   socklen_t peer_bytes) {
+void kld_http_take(struct kld_http *http, int fd, const struct sockaddr *peer, socklen_t peer_bytes,
+                   bool metrics) {
     if (http->closing) {
         close(fd);
         atomic_fetch_sub(&http->gateway->connections, 1);
         return;
     }
     http->taken = false;
+    http->metrics = metrics;
     http->again = true;
     /* Where it fails MHD has closed the socket, and told so only if it had told of its opening. */
     if (MHD_add_connection(http->daemon, fd, peer, peer_bytes) != MHD_YES && !http->taken)

@@ -35,6 +35,7 @@ struct kld_exchange {
     char method[16];
     char url[512]; /* path, percent-decoded; longer ones never reach the handler */
     bool has_length, has_body;
+    bool metrics_only;     /* of a connection that may ask for no more */
     uint64_t length_bytes; /* has_length: of the body, as announced */
     uint64_t started_ns;   /* uv_hrtime() */
     uint64_t held_bytes;   /* the handler's: of staging, while it is received and sent */
@@ -63,9 +64,10 @@ struct kld_tls;
 enum kld_status kld_http_open(struct kld_gateway *gateway, const struct kld_tls *tls,
                               const struct kld_http_handler *handler, struct kld_http **ret_http,
                               struct kld_error *err);
-/* A connection that was accepted, and counted in gateway->connections; non-blocking. */
-void kld_http_take(struct kld_http *http, int fd, const struct sockaddr *peer,
-                   socklen_t peer_bytes);
+/* A connection that was accepted, and counted in gateway->connections; non-blocking. metrics: it
+ * came to the address of metrics_http. */
+void kld_http_take(struct kld_http *http, int fd, const struct sockaddr *peer, socklen_t peer_bytes,
+                   bool metrics);
 /* Ends every connection; exchanges without a reply are answered 503 before. Then closed() comes on
  * the loop. */
 void kld_http_close(struct kld_http *http, void (*closed)(void *user), void *user);

@@ -393,6 +393,10 @@ static bool may_pass(struct kld_exchange *exchange) {
     return false;
 }
 
+static bool is_for_operators(const struct kld_route *route) {
+    return route->answer == metrics || route->right == KLD_RIGHT_NONE;
+}
+
 static void begin(struct kld_exchange *exchange) {
     struct pieces pieces;
     struct kld_error error;
@@ -401,6 +405,10 @@ static void begin(struct kld_exchange *exchange) {
     const struct kld_route *route = find(exchange, &pieces);
     if (!route)
         return;
+    if (exchange->metrics_only && !is_for_operators(route)) {
+        fail(exchange, KLD_NOT_FOUND, "at this address there are /metrics and /v2/health alone");
+        return;
+    }
     if (exchange->caller && kld_auth_check(exchange->caller, route->right, &error)) {
         kld_exchange_reply_error(exchange, &error);
         return;

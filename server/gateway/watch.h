@@ -7,6 +7,7 @@
 #ifndef KLD_SERVER_GATEWAY_WATCH_H
 #define KLD_SERVER_GATEWAY_WATCH_H
 
+#include <stdbool.h>
 #include <stdint.h>
 #include <uv.h>
 
@@ -23,6 +24,7 @@ struct kld_watched {
     struct kld_exchange *exchange; /* NULL: between two requests */
     int fd;                        /* MHD's */
     uint32_t exchanges;            /* that began on it */
+    bool metrics;                  /* http.c's: it may ask for those alone */
 
     /* watch.c's own: what was seen when the phase or the time limit last began. */
     enum kld_phase phase;

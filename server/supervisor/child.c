@@ -202,6 +202,7 @@ static int spawn(struct kld_life *life, int childs_end, bool *ret_open) {
         {.flags = UV_INHERIT_FD, .data.fd = child->listen_fd},
         {.flags = UV_INHERIT_FD, .data.fd = supervisor->stats_fd},
         {.flags = UV_INHERIT_FD, .data.fd = childs_end},
+        {.flags = child->metrics_fd >= 0 ? UV_INHERIT_FD : UV_IGNORE, .data.fd = child->metrics_fd},
     };
     uv_process_options_t options = {
         .file = "/proc/self/exe", /* the very same program, even if its file was replaced */
@@ -283,6 +284,7 @@ void kld_watched_init(struct kld_watched *child, struct kld_supervisor *supervis
     else
         snprintf(child->name, sizeof child->name, "%s", role);
     child->listen_fd = listen_fd;
+    child->metrics_fd = -1;
     child->stats = worker ? &supervisor->page->worker[index] : &supervisor->page->common;
     child->restarts = worker ? KLD_STAT_worker_restarts_total : KLD_STAT_gateway_restarts_total;
     uv_timer_init(&supervisor->loop, &child->pause);

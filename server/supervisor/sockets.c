@@ -32,7 +32,7 @@ static bool is_loopback(const struct sockaddr *address) {
 }
 
 /* Numbers only, but for "localhost": a name server has no say in where we listen. */
-static enum kld_status resolve(const char *text, struct addrinfo **ret_list,
+static enum kld_status resolve(const char *flag, const char *text, struct addrinfo **ret_list,
                                struct kld_error *err) {
     char host[KLD_CONFIG_TEXT_MAX];
     snprintf(host, sizeof host, "%s", text);
@@ -41,21 +41,21 @@ static enum kld_status resolve(const char *text, struct addrinfo **ret_list,
     const char *expected = "expected ADDR:PORT, as 127.0.0.1:8080, [::1]:8080 or localhost:0";
     if (!colon || !colon[1] || strspn(colon + 1, "0123456789") != strlen(colon + 1) ||
         strlen(colon + 1) > 5 || atoi(colon + 1) > 65535)
-        return kld_error_set(err, KLD_INVALID, "--http: %s", expected);
+        return kld_error_set(err, KLD_INVALID, "%s: %s", flag, expected);
     *colon = '\0';
     size_t bytes = strlen(host);
     if (bytes >= 2 && host[0] == '[' && host[bytes - 1] == ']') {
         host[bytes - 1] = '\0';
         name++;
     } else if (strchr(host, ':')) {
-        return kld_error_set(err, KLD_INVALID, "--http: %s", expected);
+        return kld_error_set(err, KLD_INVALID, "%s: %s", flag, expected);
     }
     if (strcmp(name, "localhost") == 0)
         name = "127.0.0.1";
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM,
                              .ai_flags = AI_NUMERICHOST | AI_NUMERICSERV | AI_PASSIVE};
     if (!*name || getaddrinfo(name, colon + 1, &hints, ret_list) != 0)
-        return kld_error_set(err, KLD_INVALID, "--http: '%.60s' is not an address; %s", name,
+        return kld_error_set(err, KLD_INVALID, "%s: '%.60s' is not an address; %s", flag, name,
                              expected);
     return KLD_OK;
 }
@@ -71,27 +71,27 @@ static void describe(int fd, char ret_text[KLD_ADDRESS_TEXT_MAX]) {
     snprintf(ret_text, KLD_ADDRESS_TEXT_MAX, "%s%s%s:%s", v6 ? "[" : "", host, v6 ? "]" : "", port);
 }
 
-enum kld_status kld_http_socket_open(const char *text, bool insecure,
+enum kld_status kld_http_socket_open(const char *flag, const char *text, bool insecure,
                                      struct kld_http_socket *ret_socket, struct kld_error *err) {
     ret_socket->fd = -1;
     ret_socket->address[0] = '\0';
     if (!*text)
         return KLD_OK;
     struct addrinfo *list = NULL;
-    enum kld_status status = resolve(text, &list, err);
+    enum kld_status status = resolve(flag, text, &list, err);
     if (status != KLD_OK)
         return status;
     int fd = -1, yes = 1;
     if (!insecure && !is_loopback(list->ai_addr)) {
         status = kld_error_set(err, KLD_FORBIDDEN,
-                               "--http: %.60s can be reached from other machines and there are "
+                               "%s: %.60s can be reached from other machines and there are "
                                "no tokens; --tokens names a file of them, --insecure-bind allows "
                                "it without",
-                               text);
+                               flag, text);
     } else if ((fd = socket(list->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0)) < 0 ||
                setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes) < 0 ||
                bind(fd, list->ai_addr, list->ai_addrlen) < 0 || listen(fd, BACKLOG) < 0) {
-        status = kld_error_set(err, KLD_UNAVAILABLE, "--http: cannot listen on %.60s: %s", text,
+        status = kld_error_set(err, KLD_UNAVAILABLE, "%s: cannot listen on %.60s: %s", flag, text,
                                strerror(errno));
         if (fd >= 0)
             close(fd);

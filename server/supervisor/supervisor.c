@@ -261,12 +261,13 @@ static void init_loop(struct kld_supervisor *supervisor) {
     if (getpid() == 1)
         uv_signal_start(&supervisor->on_child, on_child_signal, SIGCHLD);
     kld_watched_init(&supervisor->gateway, supervisor, "gateway", 0, supervisor->http.fd);
+    supervisor->gateway.metrics_fd = supervisor->metrics.fd;
 }
 
 static enum kld_status open_all(struct kld_supervisor *supervisor, const struct kld_config *config,
                                 struct kld_error *err) {
     supervisor->config = *config;
-    supervisor->http.fd = supervisor->stats_fd = -1;
+    supervisor->http.fd = supervisor->metrics.fd = supervisor->stats_fd = -1;
     for (uint32_t i = 0; i < KLD_DEVICES_MAX; i++)
         supervisor->unix_socket[i].fd = -1;
     supervisor->make_folder = !*config->unix;
@@ -276,8 +277,17 @@ static enum kld_status open_all(struct kld_supervisor *supervisor, const struct 
     if (status == KLD_OK)
         status = kld_stats_create(&supervisor->page, &supervisor->stats_fd, err);
     if (status == KLD_OK)
-        status = kld_http_socket_open(config->http, config->insecure_bind || config->tokens[0],
-                                      &supervisor->http, err);
+        status =
+            kld_http_socket_open("--http", config->http, config->insecure_bind || config->tokens[0],
+                                 &supervisor->http, err);
+    if (status == KLD_OK && *config->metrics_http && !*config->http)
+        status = kld_error_set(err, KLD_INVALID, "--metrics-http: there is no --http beside it");
+    if (status == KLD_OK)
+        status = kld_http_socket_open("--metrics-http", config->metrics_http,
+                                      config->insecure_bind || config->tokens[0],
+                                      &supervisor->metrics, err);
+    if (status == KLD_OK && supervisor->metrics.fd >= 0)
+        kld_log(KLD_LOG_INFO, "metrics have an address", "http=%s", supervisor->metrics.address);
     if (status == KLD_OK && uv_loop_init(&supervisor->loop) != 0)
         status = kld_error_set(err, KLD_NO_MEMORY, "cannot make an event loop");
     if (status != KLD_OK)
@@ -299,6 +309,8 @@ static void close_all(struct kld_supervisor *supervisor) {
     }
     if (supervisor->http.fd >= 0)
         close(supervisor->http.fd);
+    if (supervisor->metrics.fd >= 0)
+        close(supervisor->metrics.fd);
     if (supervisor->stats_fd >= 0)
         close(supervisor->stats_fd);
     kld_stats_detach(supervisor->page);

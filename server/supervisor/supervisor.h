@@ -28,9 +28,10 @@ struct kld_unix_socket {
     ino_t inode;
 };
 
-/* text: ADDR:PORT, [ADDR]:PORT for IPv6, "localhost:PORT"; "" leaves HTTP off. insecure: an address
- * that other machines can reach is allowed; so with tokens, or because the operator says so. */
-enum kld_status kld_http_socket_open(const char *text, bool insecure,
+/* flag: for errors. text: ADDR:PORT, [ADDR]:PORT for IPv6, "localhost:PORT"; "" leaves HTTP off.
+ * insecure: an address that other machines can reach is allowed; so with tokens, or because the
+ * operator says so. */
+enum kld_status kld_http_socket_open(const char *flag, const char *text, bool insecure,
                                      struct kld_http_socket *ret_socket, struct kld_error *err);
 
 /* The socket of worker `index`: `path` of the first, then path.1, path.2, ... */
@@ -81,6 +82,7 @@ struct kld_watched {
     char name[16];                     /* constant: "worker0", "gateway" */
     uint32_t index;                    /* constant: of the worker; 0 */
     int listen_fd;                     /* constant; the supervisor's */
+    int metrics_fd;                    /* the same, or -1 */
     struct kld_stats *stats;           /* constant: its block of the page */
     enum kld_stat restarts;            /* constant: the counter of its restarts */
     enum kld_child_state state;
@@ -115,7 +117,7 @@ struct kld_supervisor {
     uv_signal_t on_term, on_int, on_child;
     uv_timer_t drain;   /* from SIGTERM to SIGKILL */
     uv_timer_t reaping; /* as PID 1: looks after children that are not ours */
-    struct kld_http_socket http;
+    struct kld_http_socket http, metrics;
     struct kld_unix_socket unix_socket[KLD_DEVICES_MAX]; /* one a worker */
     struct kld_stats_page *page;
     int stats_fd;

@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import ssl
@@ -14,7 +15,7 @@ import time
 import pytest
 
 import oip
-from conftest import BIN, clean_environment, wait_until
+from conftest import BIN, Server, clean_environment, wait_until
 from httplib import PREFIX, Shared, close, probabilities, register
 from oip import INFER
 
@@ -35,6 +36,45 @@ def tokens(tmp_path):
         f"{name} {hashlib.sha256(f'word-of-{name}'.encode()).hexdigest()} {rights}\n"
         for name, rights in WORDS.items()))
     return str(path)
+
+
+def test_metrics_have_an_address_of_their_own(make_server, tokens):
+    """What monitoring can reach need not be where requests are sent; its rights are asked for all the same."""
+    server = make_server(metrics_http="127.0.0.1:0", tokens=tokens, http_threads=2)
+    address = re.search(r"metrics have an address.* http=(\S+)", server.log()).group(1)
+    assert address != server.address
+
+    def ask(path, token=None, method="GET", data=None, at=address):
+        connection = http.client.HTTPConnection(at, timeout=60)
+        connection.request(method, path, data, bearer(token) if token else {})
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+    for at in (address, server.address):
+        assert ask("/metrics", at=at)[0] == 401 and ask("/metrics", "infer", at=at)[0] == 403
+        status, body = ask("/metrics", "metrics", at=at)
+        assert status == 200 and b"kld_requests_total" in body
+        assert ask("/v2/health/live", at=at)[0] == ask("/v2/health/ready", at=at)[0] == 200
+    for method, path in (("GET", "/"), ("GET", "/v2"), ("POST", INFER), ("PUT", "/v2/tensors/a"),
+                         ("GET", "/v2/systemsharedmemory/status"), ("GET", "/v2/models/kl_div/ready")):
+        status, body = ask(path, "all", method, DATA if method != "GET" else None)
+        assert status == 404 and b"at this address" in body, (path, status, body)
+    assert server.request(INFER, DATA, {**HEADERS, **bearer("all")})[0] == 200
+    gateway = server.kill_child("gateway")
+    wait_until(lambda: server.child("gateway") != gateway, what="another gateway")
+    assert ask("/metrics", "metrics")[0] == 200
+
+
+@pytest.mark.parametrize("flags, part", [
+    ({"metrics_http": "0.0.0.0:0"}, "--metrics-http: 0.0.0.0:0 can be reached"),
+    ({"metrics_http": "127.0.0.1"}, "--metrics-http: expected ADDR:PORT"),
+    ({"metrics_http": "127.0.0.1:0", "http": ""}, "--metrics-http: there is no --http")])
+def test_addresses_for_metrics_that_are_refused(flags, part):
+    server = Server(wait=False, **flags)
+    try:
+        assert server.process.wait(30) != 0
+        assert part in server.log()
+    finally:
+        server.remove()
 
 
 # ---- Tokens ---------------------------------------------------------------------------------------
