@@ -144,16 +144,12 @@ static void call_done(void *user, enum kld_status status, const struct kld_resul
 
 /* ---- Buffers that nobody uses -----------------------------------------------------------------*/
 
-static void forget(struct kld_pool_buffer *buffer) {
-    struct kld_pool *pool = buffer->pool;
+/* at: where the list has it. */
+static void forget(struct kld_pool *pool, struct kld_pool_buffer **at) {
+    struct kld_pool_buffer *buffer = *at;
+    *at = buffer->after;
     if (buffer->kept_ns)
         pool->kept_bytes -= buffer->room_bytes;
-    if (buffer->before)
-        buffer->before->after = buffer->after;
-    else
-        pool->buffers = buffer->after;
-    if (buffer->after)
-        buffer->after->before = buffer->before;
     if (pool->connection)
         kld_region_drop(buffer->region);
     free(buffer);
@@ -176,12 +172,14 @@ static bool keep(struct kld_pool_buffer *buffer) {
 static bool forget_kept(struct kld_pool *pool, uint64_t ns) {
     uint64_t now = uv_hrtime();
     bool found = false;
-    for (struct kld_pool_buffer *buffer = pool->buffers, *after; buffer; buffer = after) {
-        after = buffer->after;
-        if (!buffer->kept_ns || (ns && now - buffer->kept_ns < ns && !atomic_load(&buffer->lost)))
-            continue;
-        forget(buffer);
-        found = true;
+    for (struct kld_pool_buffer **at = &pool->buffers; *at;) {
+        const struct kld_pool_buffer *one = *at;
+        bool goes = one->kept_ns && (!ns || now - one->kept_ns >= ns || atomic_load(&one->lost));
+        if (goes)
+            forget(pool, at);
+        else
+            at = &(*at)->after;
+        found = found || goes;
     }
     return found;
 }
@@ -222,8 +220,6 @@ static enum kld_status make_buffer(struct kld_pool *pool, const struct kld_pool_
     buffer->users = 1;
     buffer->epoch = pool->epoch;
     buffer->after = pool->buffers;
-    if (buffer->after)
-        buffer->after->before = buffer;
     pool->buffers = buffer;
     *ret_buffer = buffer;
     return KLD_OK;
@@ -386,8 +382,12 @@ static void read_drop(struct kld_letter *letter) {
     struct kld_pool_buffer *buffer =
         (struct kld_pool_buffer *)(void *)((char *)letter -
                                            offsetof(struct kld_pool_buffer, letter));
-    if (!keep(buffer))
-        forget(buffer);
+    if (keep(buffer))
+        return;
+    struct kld_pool_buffer **at = &buffer->pool->buffers;
+    while (*at != buffer)
+        at = &(*at)->after;
+    forget(buffer->pool, at);
 }
 
 void kld_pool_hold(struct kld_pool_buffer *buffer) { atomic_fetch_add(&buffer->users, 1); }

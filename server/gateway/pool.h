@@ -37,7 +37,7 @@ struct kld_pool_buffer {
     /* The pool's thread's own. */
     uint64_t room_bytes; /* of its region: bytes or more */
     uint64_t kept_ns;    /* uv_hrtime() since when nobody uses it; 0: somebody does */
-    struct kld_pool_buffer *before, *after;
+    struct kld_pool_buffer *after;
     struct kld_region *region;
     uint64_t epoch;
     struct kld_letter letter;
