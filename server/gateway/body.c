@@ -125,7 +125,7 @@ static void grow_again(struct kld_infer *infer) {
     enum kld_status status = grow_json(infer, infer->json_wanted, &error);
     if (status == KLD_BUSY)
         return; /* it waits on */
-    kld_wait_end(infer->gateway, &infer->waiter);
+    kld_waiter_remove(infer->gateway, &infer->waiter);
     if (status)
         kld_infer_fail(infer, &error);
     else

@@ -153,7 +153,7 @@ void kld_infer_end(struct kld_exchange *exchange) {
     else if (infer->in_worker && kld_links_withdraw(&infer->call))
         infer->in_worker = false; /* no worker has seen it */
     kld_infer_arrived(infer);
-    kld_wait_end(gateway, &infer->waiter);
+    kld_waiter_remove(gateway, &infer->waiter);
     kld_infer_let_go(infer);
 }
 

@@ -185,8 +185,8 @@ void kld_infer_scattered(struct kld_infer *infer); /* by bulk.c: so is every out
  * is freed. KLD_BUSY: none free now. */
 enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, uint64_t *ret_offset,
                                 struct kld_error *err);
-/* Pauses the exchange; retry() is called now and then until kld_wait_end(), or the request fails
- * with KLD_BUSY at its deadline. */
+/* Pauses the exchange; retry() is called now and then until kld_waiter_remove(), or the request
+ * fails with KLD_BUSY at its deadline. */
 void kld_infer_wait(struct kld_infer *infer, void (*retry)(struct kld_infer *infer));
 uint64_t kld_infer_piece_bytes(const struct kld_gateway *gateway);
 /* Finds memory for every tensor, then kld_infer_laid_out(), at once or later; or fails. */

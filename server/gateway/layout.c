@@ -37,7 +37,7 @@ void kld_infer_wait(struct kld_infer *infer, void (*retry)(struct kld_infer *inf
     infer->retry = retry;
     infer->waiter.retry = ask_again;
     infer->waiter.late = waited_too_long;
-    kld_wait(infer->gateway, &infer->waiter, kld_infer_late_ns(infer, KLD_LATE_MEMORY));
+    kld_waiter_add(infer->gateway, &infer->waiter, kld_infer_late_ns(infer, KLD_LATE_MEMORY));
 }
 
 /* ---- Memory -----------------------------------------------------------------------------------*/
@@ -216,7 +216,7 @@ static void take_staging(struct kld_infer *infer) {
         return;
     }
     kld_staging_leave(gateway->staging, &infer->waiter.turn);
-    kld_wait_end(infer->gateway, &infer->waiter);
+    kld_waiter_remove(infer->gateway, &infer->waiter);
     if (status) {
         kld_infer_fail(infer, &error);
         return;

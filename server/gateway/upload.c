@@ -216,11 +216,11 @@ static enum kld_status take_staging(struct upload *upload, struct kld_error *err
                          &upload->pieces.staging_offset, err);
     if (status == KLD_BUSY) {
         kld_exchange_pause(upload->exchange);
-        kld_wait(gateway, &upload->waiter, late_ns(upload));
+        kld_waiter_add(gateway, &upload->waiter, late_ns(upload));
         return KLD_OK;
     }
     bool waited = upload->waiter.waits;
-    kld_wait_end(gateway, &upload->waiter);
+    kld_waiter_remove(gateway, &upload->waiter);
     if (status)
         return status;
     upload->staged = true;
@@ -363,6 +363,6 @@ void kld_upload_end(struct kld_exchange *exchange) {
     upload->exchange = NULL;
     if (upload->opening)
         kld_pool_unwant(&upload->job);
-    kld_wait_end(upload->gateway, &upload->waiter);
+    kld_waiter_remove(upload->gateway, &upload->waiter);
     let_go(upload);
 }

@@ -47,7 +47,7 @@ static void look(uv_timer_t *timer) {
         uv_timer_stop(timer);
 }
 
-void kld_wait(struct kld_gateway *gateway, struct kld_waiter *waiter, uint64_t until_ns) {
+void kld_waiter_add(struct kld_gateway *gateway, struct kld_waiter *waiter, uint64_t until_ns) {
     struct kld_waiters *waiters = gateway->waiters;
     if (waiter->waits)
         return;
@@ -64,7 +64,7 @@ void kld_wait(struct kld_gateway *gateway, struct kld_waiter *waiter, uint64_t u
         uv_timer_start(&waiters->timer, look, KLD_WAIT_TICK_MS, KLD_WAIT_TICK_MS);
 }
 
-void kld_wait_end(struct kld_gateway *gateway, struct kld_waiter *waiter) {
+void kld_waiter_remove(struct kld_gateway *gateway, struct kld_waiter *waiter) {
     if (waiter->waits)
         take_out(gateway->waiters, waiter);
 }

@@ -19,7 +19,7 @@
 struct kld_waiter {
     /* The owner's. */
     struct kld_staging_turn turn; /* for kld_staging_take() */
-    /* Something has changed: asks for its memory again, then calls kld_wait_end() or stays. */
+    /* Something has changed: asks for its memory again, then calls kld_waiter_remove() or stays. */
     void (*retry)(struct kld_waiter *waiter);
     void (*late)(struct kld_waiter *waiter); /* it does not wait any more */
 
@@ -30,9 +30,9 @@ struct kld_waiter {
 };
 
 /* retry and late are set. Who waits already stays where he is, with the deadline that he has. */
-void kld_wait(struct kld_gateway *gateway, struct kld_waiter *waiter, uint64_t until_ns);
+void kld_waiter_add(struct kld_gateway *gateway, struct kld_waiter *waiter, uint64_t until_ns);
 /* Out of staging's queue too. Nothing if it does not wait. */
-void kld_wait_end(struct kld_gateway *gateway, struct kld_waiter *waiter);
+void kld_waiter_remove(struct kld_gateway *gateway, struct kld_waiter *waiter);
 
 enum kld_status kld_waiters_open(struct kld_gateway *gateway, struct kld_error *err);
 void kld_waiters_close(struct kld_gateway *gateway); /* nobody waits any more */
