@@ -146,8 +146,8 @@ def test_twice_through_a_graph(connection):
     torch.testing.assert_close(q.grad, 2 * once)
     torch.testing.assert_close(once, -3 / 6 * p.detach())
     half = q.detach().half().requires_grad_()  # times a number beyond float16's
-    loss = functional.kl_div(half, p.detach(), scale=1e-6, reduction="sum", connection=connection)
-    (2.0**17 * loss).backward(retain_graph=True)
+    narrow = functional.kl_div(half, p.detach(), scale=1e-6, reduction="sum", connection=connection)
+    (2.0**17 * narrow).backward(retain_graph=True)
     torch.testing.assert_close(half.grad.float(), -p.detach() * 2.0**17 * 1e-6, rtol=0.1, atol=0.02)
     with pytest.raises(RuntimeError, match="a second time"):
         loss.backward()

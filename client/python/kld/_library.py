@@ -113,6 +113,8 @@ _FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kld_stream_adopt": (c.c_int, (_HANDLE, c.c_uint32, c.c_void_p)),
     "kld_run_slice": (c.c_int, (_HANDLE, _P(Request), c.c_uint32, _P(c.c_uint64), _P(Result))),
     "kld_wait_slice": (c.c_int, (_HANDLE, _P(c.c_uint64), c.c_uint32, _P(Result))),
+    "kld_run": (c.c_int, (_HANDLE, _P(Request), _P(Result))),
+    "kld_measure_ceiling": (c.c_int, (_HANDLE, c.c_uint64, _P(c.c_double), _P(c.c_double))),
     "kld_cancel": (None, (_HANDLE, c.c_uint64)),
     "kld_event_drop": (None, (_HANDLE,)),
     "kld_op_set_text": (c.c_int, (_P(Op), c.c_char_p, c.c_char_p)),

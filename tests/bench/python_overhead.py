@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""What Python adds to a request over CPU shared memory: kl_div() of this package against kld_run() of libkld, both on
+the same tensors in shared memory, in turns.
+
+  python_overhead.py --server unix:PATH [--rows 16] [--classes 256] [--json FILE]
+
+`libkld` is the C call on a request that was made before (through ctypes, some 2 us); `numpy` is Connection.kl_div()
+with loss and gradient into arrays of the caller's, `numpy, new` into new ones; `torch` is kld.functional.kl_div() without
+gradient, `torch, step` forward and backward. Medians, in microseconds. Exit status 1 where `numpy` or `torch` takes
+over 60 us more than libkld."""
+import argparse
+import ctypes as c
+import json
+import pathlib
+import platform
+import statistics
+import sys
+import time
+
+import numpy as np
+
+import kldlib  # finds the package and the library
+import kld
+from kld import _library
+
+LIMIT_US = 60
+
+
+def seconds(function):
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def bare(connection, arrays):
+    places = {}
+    for name, array in arrays.items():
+        address = array.__array_interface__["data"][0]
+        span = connection._memory.find(address, array.nbytes)
+        places[name] = span.region
+        assert span.address == address
+    made = kldlib.request(next(iter(arrays.values())).shape, "float32", places)
+    result, error, run = _library.Result(), _library.Error(), _library.library().kld_run
+    handle, arguments = connection._handle, (c.byref(made), c.byref(result), c.byref(error))
+
+    def call():
+        if run(handle, *arguments):
+            raise SystemExit(error.text.decode())
+    return call, made
+
+
+def contenders(connection, shape):
+    rng = np.random.default_rng(1)
+    arrays = {name: connection.empty(shape) for name in ("predictions", "targets", "grad_predictions")}
+    for name in ("predictions", "targets"):
+        values = rng.random(shape) + 0.05
+        arrays[name][:] = values / values.sum(-1, keepdims=True)
+    q, p, out = arrays.values()
+    call, _ = bare(connection, arrays)
+    found = {"libkld": call,
+             "numpy": lambda: connection.kl_div(q, p, out={"grad_predictions": out}),
+             "numpy, new": lambda: connection.kl_div(q, p)}
+    try:
+        import torch
+        from kld import functional
+    except ImportError:
+        return found
+    torch.set_num_threads(1)
+    q_, p_ = (functional.empty(shape, connection=connection).copy_(torch.from_numpy(np.array(x))) for x in (q, p))
+    leaf = q_.detach().requires_grad_()
+
+    def loss(tensor):
+        return functional.kl_div(tensor, p_, reduction="batchmean", input_form="probs", connection=connection)
+
+    def step():
+        leaf.grad = None
+        loss(leaf).backward()
+    found.update({"torch": lambda: loss(q_), "torch, step": step})
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server", required=True)
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--classes", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=4000)
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    with kld.connect(args.server) as connection:
+        jobs = contenders(connection, (args.rows, args.classes))
+        for job in jobs.values():
+            for _ in range(300):
+                job()
+        times = {name: [] for name in jobs}
+        for _ in range(args.rounds):
+            for name, job in jobs.items():
+                times[name].append(seconds(job) * 1e6)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    added = {name: medians[name] - medians["libkld"] for name in medians}
+    torch = sys.modules.get("torch")
+    report = {"what": "python_overhead", "shape": [args.rows, args.classes], "dtype": "FP32", "commit": args.commit,
+              "python": platform.python_version(), "numpy": np.__version__,
+              "torch": torch.__version__ if torch else None, "machine": processor(), "rounds": args.rounds,
+              "median_us": medians, "added_us": added}
+    for name, median in medians.items():
+        print(f"{name:12} {median:7.1f} us  {added[name]:+6.1f}")
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+    return int(any(added.get(name, 0) > LIMIT_US for name in ("numpy", "numpy, new", "torch")))
+
+
+def processor():
+    for line in open("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
