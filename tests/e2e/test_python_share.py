@@ -160,6 +160,7 @@ connection = kld.connect(sys.argv[1])
 q = np.full((4, 8), 1 / 8)
 connection.kl_div(q, q)
 print("ready", flush=True)
+sys.stdin.readline()
 try:
     connection.kl_div(q, q, timeout=60)
     print("done")
@@ -179,6 +180,8 @@ def test_ctrl_c_gives_a_request_up(make_server):
         try:
             assert client.stdout.readline() == "ready\n"
             os.kill(worker, signal.SIGSTOP)
+            client.stdin.write("go\n")
+            client.stdin.flush()
             time.sleep(0.3)
             client.send_signal(signal.SIGINT)
             time.sleep(0.3)

@@ -299,31 +299,21 @@ class Call:
         return self.result
 
     def submit(self) -> None:
-        """Until the answer; Ctrl-C gives the request up."""
-        connection, error = self.connection, self.connection._error
-        library, handle, pending = _library.library(), connection._handle, connection._pending
-        status = library.kld_run_slice(handle, self._reference, SLICE_MS, pending[1], connection._result_ref,
-                                       error[1])
-        if pending[0].value:
-            status = self._wait(library)
-        if status:
-            raise from_status(status, error[0].text.decode(errors="replace"))
-
-    def _wait(self, library: Any) -> int:
-        connection = self.connection
-        pending, error = connection._pending, connection._error
-        status = 0
+        """Until the answer. Ctrl-C gives the request up, and waits until its memory was let go of."""
+        connection, library = self.connection, _library.library()
+        handle, (error, error_ref), result = connection._handle, connection._error, connection._result_ref
+        pending, pending_ref = connection._pending
         try:
-            while pending[0].value:  # between two looks the interpreter handles signals
-                status = library.kld_wait_slice(connection._handle, pending[1], SLICE_MS,
-                                                connection._result_ref, error[1])
+            status = library.kld_run_slice(handle, self._reference, SLICE_MS, pending_ref, result, error_ref)
+            while pending.value:  # between two looks the interpreter handles signals
+                status = library.kld_wait_slice(handle, pending_ref, SLICE_MS, result, error_ref)
         except BaseException:
-            library.kld_cancel(connection._handle, pending[0])
-            while pending[0].value:
-                library.kld_wait_slice(connection._handle, pending[1], SLICE_MS, connection._result_ref,
-                                       error[1])
+            library.kld_cancel(handle, pending)
+            while pending.value:
+                library.kld_wait_slice(handle, pending_ref, SLICE_MS, result, error_ref)
             raise
-        return status
+        if status:
+            raise from_status(status, error.text.decode(errors="replace"))
 
 
 __all__ = ["Call", "KldError", "Parameters", "Plan", "View", "check_number", "row_stride", "timeout_ns"]
