@@ -1,0 +1,230 @@
+"""How the Python package keeps GPU memory, over a driver and a libkld that only write down what they are asked: what is
+registered and let go of when, copies through a buffer, events in turns. And its one kernel is PTX that assembles. Needs
+no GPU; what the real ones do is in test_python_cuda.py."""
+import ctypes
+import shutil
+import subprocess
+import types
+
+import pytest
+
+from pythonlib import import_kld
+
+kld = import_kld()
+from kld import _cuda, _device, _library, _ptx, _request  # noqa: E402
+
+MB = 1 << 20
+
+
+class Driver:
+    """Allocations: address -> Allocation; pieces side by side have one base."""
+
+    def __init__(self):
+        self.memory, self.library = [], types.SimpleNamespace(cuMemFree_v2=lambda at: 0)
+        self.identity = 0
+        self.exportable = True
+
+    def add(self, at, size, handle=True, reserved=None):
+        self.identity += 1
+        base, whole = reserved or (at, size)
+        self.memory.append((at, size, _cuda.Allocation(0, base, whole, self.identity, handle)))
+
+    def remove(self, at):
+        self.memory = [one for one in self.memory if one[0] != at]
+
+    def look_up(self, address):
+        return next((found for at, size, found in self.memory if at <= address < at + size), None)
+
+    piece_of = _cuda.Driver.piece_of
+
+    def handle_of(self, base):
+        return b"h" * 64
+
+    def descriptor_of(self, address):
+        if not self.exportable:
+            raise kld.KldError(kld.Status.INTERNAL, "no handle")
+        return ctypes.CDLL(None).dup(0)
+
+
+class Gpu:
+    ordinal, uuid = 0, b"u" * 16
+
+    def __init__(self, driver):
+        self.driver, self.said, self.next = driver, [], 1 << 40
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.said.append((name, *arguments))
+
+    def current(self):
+        return _device_nothing()
+
+    def is_captured(self, stream):
+        return stream == 99
+
+    def has_passed(self, event):
+        return True
+
+    def event(self):
+        return ctypes.c_void_p(1), b"e" * 64
+
+    def allocate(self, size):
+        self.next += 1 << 32
+        self.driver.add(self.next, size)
+        return self.next
+
+
+class _device_nothing:
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """-> devices, driver, gpu, calls of libkld"""
+    driver, calls = Driver(), []
+    gpu = Gpu(driver)
+
+    def call(name, *arguments):
+        calls.append((name, *arguments))
+        if name == "kld_info":
+            arguments[-1]._obj.backend, arguments[-1]._obj.streams_max = b"cuda", 4
+        elif name.startswith("kld_region_import"):
+            arguments[-1]._obj.value = len(calls)
+
+    library = types.SimpleNamespace(kld_region_drop=lambda region: calls.append(("drop", region.value)),
+                                    kld_event_drop=lambda event: calls.append(("event drop",)))
+    monkeypatch.setattr(_cuda, "driver", lambda: driver)
+    monkeypatch.setattr(_cuda, "gpu", lambda ordinal: gpu)
+    monkeypatch.setattr(_library, "call", call)
+    monkeypatch.setattr(_library, "library", lambda: library)
+    connection = types.SimpleNamespace(url="unix:/nowhere", _handle=ctypes.c_void_p(1))
+    return _device.Devices(connection), driver, gpu, calls
+
+
+def names(calls):
+    return [one[0] for one in calls]
+
+
+def test_an_allocation_is_registered_once_and_let_go_of(world):
+    devices, driver, _, calls = world
+    driver.add(1000 * MB, 20 * MB)
+    first = devices.region_of(1000 * MB + 512, MB)
+    assert first[1] == 512 and names(calls) == ["kld_region_import_cuda_ipc"]
+    assert calls[0][4:6] == (20 * MB, 0)  # all of it
+    assert devices.region_of(1019 * MB, MB) == (first[0], 19 * MB) and len(calls) == 1
+    assert devices.region_of(1019 * MB, 2 * MB) is None  # beyond its end
+    assert devices.counts() == (1, 20 * MB)
+    driver.remove(1000 * MB)
+    driver.add(1000 * MB, 40 * MB)  # another one at the same address
+    again = devices.region_of(1000 * MB, 30 * MB)
+    assert again[0] is not first[0] and names(calls)[1:] == ["drop", "kld_region_import_cuda_ipc"]
+    driver.remove(1000 * MB)
+    devices._sweep()
+    assert devices.counts() == (0, 0) and names(calls)[-1] == "drop"
+    with pytest.raises(ValueError, match="not in its memory"):
+        devices.region_of(1000 * MB, MB)
+
+
+def test_pieces_of_expandable_segments(world):
+    devices, driver, _, calls = world
+    reserved = 4000 * MB, 1000 * MB
+    for number in range(3):
+        driver.add(4000 * MB + 20 * number * MB, 20 * MB, handle=False, reserved=reserved)
+    region, offset = devices.region_of(4027 * MB, 5 * MB)
+    assert offset == 7 * MB and calls[0][0] == "kld_region_import_cuda_fd" and calls[0][4] == 20 * MB
+    assert devices.region_of(4021 * MB, MB) == (region, MB) and len(calls) == 1
+    assert devices.region_of(4010 * MB, 20 * MB) is None and len(calls) == 1  # across two: none is registered
+    assert devices.region_of(4059 * MB, MB)[1] == 19 * MB
+    driver.exportable = False  # cudaMallocAsync
+    driver.add(9000 * MB, 20 * MB, handle=False)
+    assert devices.region_of(9000 * MB, MB) is None
+    assert devices.counts() == (2, 40 * MB)
+
+
+def request(devices, gpu, stream=0, early=True):
+    call = types.SimpleNamespace(where=_device.Where(gpu, stream, early), bounced=[], copied_bytes=0, in_place=False,
+                                 request=_library.Request(), submitted=0, has_gaps=lambda slot: False)
+
+    def submit():
+        call.submitted += 1
+    call.submit = submit
+    return call
+
+
+def view(address, size):
+    return _request.View(address, "float32", (1, size // 4), None, None, None, 0)
+
+
+def test_what_has_no_handle_goes_through_a_buffer(world):
+    devices, driver, gpu, calls = world
+    driver.add(500 * MB, 64 * MB, handle=False, reserved=(0, 1 << 40))
+    driver.add(564 * MB, 64 * MB, handle=False, reserved=(0, 1 << 40))
+    for _ in range(2):
+        call = request(devices, gpu)
+        for slot in ("predictions", "grad_predictions"):
+            region, offset = devices.place(call, slot, view(560 * MB, 16 * MB), 16 * MB)
+            assert offset == 0 and region
+        devices.run(call, call.where)
+        assert call.copied_bytes == 32 * MB and call.submitted == 1
+    order = [one[0] for one in gpu.said if one[0] in ("copy", "record", "wait")]
+    assert order == ["copy", "record", "wait", "copy"] * 2  # in, ready, done, back
+    assert names(calls).count("kld_region_import_cuda_ipc") == 2  # the buffers, once each
+    ready = [one[1] for one in gpu.said if one[0] == "record"]
+    assert len(ready) == 2 and names(calls).count("kld_event_create") == 2
+
+
+def test_events_streams_and_refusals(world):
+    devices, driver, gpu, calls = world
+    devices.check(gpu)
+    for number in range(10):
+        call = request(devices, gpu, stream=number)
+        devices.run(call, call.where)
+        assert call.request.stream == number % 4 and call.request.early
+    assert names(calls).count("kld_event_create") == _device.PAIRS
+    with pytest.raises(NotImplementedError, match="captured into a CUDA graph"):
+        call = request(devices, gpu, stream=99)
+        devices.run(call, call.where)
+    other = _device.Devices(types.SimpleNamespace(url="http://x", _handle=None))
+    with pytest.raises(NotImplementedError, match="not over http:"):
+        other.check(gpu)
+
+
+def test_an_idle_server_that_was_replaced_is_asked_again(world):
+    devices, driver, gpu, calls = world
+    devices.check(gpu)
+    call = request(devices, gpu)
+    devices.run(call, call.where)
+    failures = [kld.KldConnectionError(kld.Status.DEVICE_LOST, "lost")]
+
+    def submit():
+        call.submitted += 1
+        if failures:
+            raise failures.pop()
+    call.submit = submit
+    devices.run(call, call.where)
+    assert call.submitted == 3 and names(calls).count("event drop") == 4
+    failures += [kld.KldConnectionError(kld.Status.DEVICE_LOST, "lost")] * 2
+    with pytest.raises(ConnectionError):
+        devices.run(call, call.where)
+    call.in_place, failures[:] = True, [kld.KldConnectionError(kld.Status.DEVICE_LOST, "lost")]
+    before = call.submitted
+    with pytest.raises(ConnectionError):
+        devices.run(call, call.where)
+    assert call.submitted == before + 1
+
+
+@pytest.mark.skipif(not shutil.which("ptxas") and not shutil.which("/usr/local/cuda/bin/ptxas"),
+                    reason="needs ptxas")
+def test_the_kernel_assembles(tmp_path):
+    source = _ptx.source()
+    assert source.endswith(b"\0") and source.count(b".entry") == 8
+    (tmp_path / "scale.ptx").write_bytes(source[:-1])
+    ptxas = shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
+    for card in ("sm_80", "sm_90"):
+        subprocess.run([ptxas, f"-arch={card}", tmp_path / "scale.ptx", "-o", tmp_path / "x"], check=True)
+    for dtype in ("float32", "float64", "float16", "bfloat16"):
+        assert _ptx.entry_name(dtype, "float32").encode() in source
+    assert _ptx.grid(1, 4) == (1, 256) and _ptx.grid(1 << 30, 4)[0] == _ptx.BLOCKS_MAX
