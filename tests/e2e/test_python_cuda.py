@@ -276,7 +276,7 @@ with kld.connect(sys.argv[1]) as connection:
 @pytest.mark.parametrize("allocator", ["expandable_segments:True", "backend:cudaMallocAsync"])
 def test_other_allocators(connection, allocator):
     """What has no one handle is copied on the device, over a socket; over local: never."""
-    result = subprocess.run([sys.executable, "-c", ALLOCATOR, connection.url], capture_output=True, text=True,
+    result = subprocess.run([sys.executable, "-W", "ignore::RuntimeWarning", "-c", ALLOCATOR, connection.url], capture_output=True, text=True,
                             timeout=200, env=environment(PYTORCH_CUDA_ALLOC_CONF=allocator,
                                                          PYTORCH_ALLOC_CONF=allocator))
     assert result.returncode == 0, result.stderr

@@ -5,6 +5,7 @@ import ctypes
 import shutil
 import subprocess
 import types
+import warnings
 
 import pytest
 
@@ -144,6 +145,33 @@ def test_pieces_of_expandable_segments(world):
     assert devices.counts() == (2, 40 * MB)
 
 
+def test_a_server_that_takes_no_more_regions(world, monkeypatch):
+    """Those that this request does not use make room."""
+    devices, driver, gpu, calls = world
+    real, most = _library.call, 3
+
+    def call(name, *arguments):
+        held = names(calls).count("kld_region_import_cuda_ipc") - names(calls).count("drop")
+        if name == "kld_region_import_cuda_ipc" and held >= most:
+            raise kld.KldValueError(kld.Status.TOO_LARGE, "the server allows 3 regions on one connection")
+        real(name, *arguments)
+    monkeypatch.setattr(_library, "call", call)
+    for number in range(10):
+        driver.add(number * 100 * MB, 20 * MB)
+    for number in range(0, 10, 2):
+        made = request(devices, gpu)
+        pair = [devices.region_of(at * 100 * MB, MB) for at in (number, number + 1)]
+        assert all(pair)
+        devices.run(made, made.where)
+        assert devices.counts()[0] <= most
+        if number == 0:
+            devices.pin(0)  # published
+    assert devices.region_of(0, MB) and names(calls).count("kld_region_import_cuda_ipc") == 10
+    with pytest.raises(ValueError, match="allows 3 regions"):
+        for number in range(4):
+            devices.region_of(number * 100 * MB, MB)
+
+
 def request(devices, gpu, stream=0, early=True):
     call = types.SimpleNamespace(where=_device.Where(gpu, stream, early), bounced=[], copied_bytes=0, in_place=False,
                                  request=_library.Request(), submitted=0, has_gaps=lambda slot: False)
@@ -162,13 +190,18 @@ def test_what_has_no_handle_goes_through_a_buffer(world):
     devices, driver, gpu, calls = world
     driver.add(500 * MB, 64 * MB, handle=False, reserved=(0, 1 << 40))
     driver.add(564 * MB, 64 * MB, handle=False, reserved=(0, 1 << 40))
+    warned = []
     for _ in range(2):
         call = request(devices, gpu)
         for slot in ("predictions", "grad_predictions"):
-            region, offset = devices.place(call, slot, view(560 * MB, 16 * MB), 16 * MB)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                region, offset = devices.place(call, slot, view(560 * MB, 16 * MB), 16 * MB)
+            warned += [str(one.message) for one in said]
             assert offset == 0 and region
         devices.run(call, call.where)
         assert call.copied_bytes == 32 * MB and call.submitted == 1
+    assert len(warned) == 1 and "expandable segments" in warned[0]
     order = [one[0] for one in gpu.said if one[0] in ("copy", "record", "wait")]
     assert order == ["copy", "record", "wait", "copy"] * 2  # in, ready, done, back
     assert names(calls).count("kld_region_import_cuda_ipc") == 2  # the buffers, once each

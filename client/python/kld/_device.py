@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes as c
 import os
 import time
+import warnings
 from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Set, Tuple
 
 from . import _cuda, _library
@@ -30,6 +31,11 @@ SWEEP_SECONDS = 1.0
 BOUNCE_BYTES_MIN = 2 << 20
 
 
+_COPIED = ("kld: a tensor's memory has no one handle (expandable segments, in pieces; cudaMallocAsync): requests to the "
+           "server copy it on the GPU, through buffers of its size. Without copies: connect to local:, or "
+           "PYTORCH_ALLOC_CONF=expandable_segments:False")
+
+
 class Where(NamedTuple):
     """Where a request's tensors are, and what its work is ordered with."""
 
@@ -41,11 +47,12 @@ class Where(NamedTuple):
 class _Segment:
     """An allocation, or a piece of memory mapped by hand."""
 
-    __slots__ = ("base", "size", "region")
+    __slots__ = ("base", "size", "region", "used")
 
     def __init__(self, base: int, size: int) -> None:
         self.base, self.size = base, size
         self.region: Optional[c.c_void_p] = None  # registered; empty: cannot be
+        self.used = 0  # Devices._request at its last use
 
 
 class _Pair:
@@ -80,6 +87,9 @@ class Devices:
         self._fit: Set[int] = set()  # GPUs that were found fit
         self._segments: Dict[int, _Segment] = {}  # by identity
         self._swept = 0.0
+        self._request = 1  # counts them
+        self._warned = False
+        self._pinned: Set[int] = set()  # segments with published tensors, whose regions stay
         self._streams: Dict[int, int] = {}  # of ours -> its number
         self._streams_max = LOCAL_STREAMS_MAX
         self._pairs: List[_Pair] = []
@@ -121,6 +131,9 @@ class Devices:
         assert call.where is not None
         found = self.region_of(view.address, size)
         if found is None:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(_COPIED, RuntimeWarning, stacklevel=2)
             call.bounced.append((slot, view, size))
             found = self._bounce(call.where, slot, size)
         return found
@@ -137,8 +150,9 @@ class Devices:
         offset = address - segment.base
         if offset + size > segment.size:
             return None
+        segment.used = self._request
         if segment.region is None:
-            segment.region = self._register(address, segment, allocation)
+            segment.region = self._registered(address, segment, allocation)
         return (segment.region, offset) if segment.region else None
 
     @staticmethod
@@ -146,6 +160,26 @@ class Devices:
         if allocation.has_handle:
             return _Segment(allocation.base, allocation.size)
         return _Segment(*_cuda.driver().piece_of(address, allocation))
+
+    def pin(self, address: int) -> None:
+        """What is published lies there."""
+        allocation = _cuda.driver().look_up(address)
+        if allocation is not None:
+            self._pinned.add(allocation.identity)
+
+    def _registered(self, address: int, segment: _Segment, allocation: _cuda.Allocation) -> c.c_void_p:
+        """As _register(); where the server takes no more regions of us, in the place of those that this request
+        does not use."""
+        try:
+            return self._register(address, segment, allocation)
+        except KldError as error:
+            idle = [identity for identity, other in self._segments.items()
+                    if other.used != self._request and identity not in self._pinned]
+            if error.status != Status.TOO_LARGE or not idle:
+                raise
+            for identity in idle:
+                self._forget(identity)
+            return self._register(address, segment, allocation)
 
     def _register(self, address: int, segment: _Segment, allocation: _cuda.Allocation) -> c.c_void_p:
         """A region; empty where the driver gives no handle."""
@@ -222,6 +256,7 @@ class Devices:
                                       "which kld's requests cannot be part of; call kl_div() outside of it")
         if time.monotonic() - self._swept > SWEEP_SECONDS:
             self._sweep()
+        self._request += 1  # of the next one
         call.request.early = where.early
         call.request.stream = self._number_of(where.stream)
         if self.is_local:

@@ -132,6 +132,8 @@ def publish(connection: Connection, name: str, form: str, view: View, uids: Sequ
     tensor.shape[:len(view.shape)] = view.shape
     users = (c.c_uint32 * max(len(uids), 1))(*uids)
     _library.call("kld_publish", connection._handle, check_name(name), found[0], c.byref(tensor), users, len(uids))
+    if view.ordinal is not None:
+        connection._devices().pin(view.address)
     made = Published(connection, name, form, view, array)
     connection._published.add(made)
     return made
