@@ -133,8 +133,9 @@ class Job(NamedTuple):
         key = inputs = None
         if isinstance(targets, torch.Tensor) and predictions.is_contiguous() and targets.is_contiguous():
             inputs = (predictions, targets, self.row_weights, self.row_mask, grad_output)
-            key = (self.parameters, self.timeout, shape, kinds, wanted[0], wanted[1],
-                   *(None if tensor is None else tensor.dtype for tensor in inputs[2:]))
+            rows = None if self.row_mask is None else self.row_mask.dtype
+            key = (self.parameters, self.timeout, shape, kinds, wanted[0], wanted[1], self.row_weights is None, rows,
+                   None if grad_output is None else grad_output.dtype)
         with connection._used(), gpu.current():
             where = Where(gpu, current_stream(gpu.ordinal), early=True)
             connection._devices().check(gpu)
@@ -219,8 +220,7 @@ class KlDiv(torch.autograd.Function):
         # weigh them with has to be known first.
         late = any(wanted) and job.parameters.reduction == "none" and "logits" in job.parameters[2:4]
         attached = isinstance(targets, View)
-        loss, gradients = job.run((predictions.detach(), targets if attached else targets.detach()),
-                                  (False, False) if late else wanted)
+        loss, gradients = job.run((predictions, targets), (False, False) if late else wanted)
         ctx.job, ctx.gradients, ctx.late = job, gradients, late
         if late:
             ctx.save_for_backward(predictions, *(() if attached else (targets,)))
@@ -250,8 +250,7 @@ class KlDiv(torch.autograd.Function):
 
 def loss_alone(predictions: torch.Tensor, targets: Any, job: Job) -> torch.Tensor:
     """KlDiv.apply() where no gradient is wanted."""
-    return job.run((predictions.detach(), targets if isinstance(targets, View) else targets.detach()),
-                   (False, False))[0]
+    return job.run((predictions, targets), (False, False))[0]
 
 
 def _times(gradient: torch.Tensor, factor: torch.Tensor, reduction: str, kept: bool) -> torch.Tensor:

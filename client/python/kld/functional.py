@@ -30,6 +30,15 @@ def _legacy_reduction(size_average: Optional[bool], reduce: Optional[bool]) -> s
     return text
 
 
+def _is_plain(input: Any, target: Any) -> bool:
+    """Nothing is wrong with these two; False: _check() says what, if anything."""
+    return (isinstance(input, torch.Tensor) and isinstance(target, torch.Tensor) and input.shape == target.shape
+            and input.dtype in DTYPES and target.dtype in DTYPES
+            and input.layout == target.layout == torch.strided
+            and (input.is_cpu and target.is_cpu
+                 or input.is_cuda and target.is_cuda and input.get_device() == target.get_device()))
+
+
 def _check(input: Any, target: Any) -> None:
     for name, tensor in (("input", input), ("target", target)):
         if name == "target" and isinstance(tensor, Attached):
@@ -74,7 +83,8 @@ def kl_div(input: torch.Tensor, target: Any, size_average: Optional[bool] = None
         return _compiled.kl_div(input, target, Parameters(
             divergence, reduction, input_form, target_form, temperature, beta, skew, weight, scale, normalizer),
             row_weights, row_mask, connection, timeout)
-    _check(input, target)
+    if not _is_plain(input, target):
+        _check(input, target)
     if size_average is not None or reduce is not None:
         reduction = _legacy_reduction(size_average, reduce)
     if target_form is None:
