@@ -40,6 +40,7 @@ struct cpu_device {
     struct cpu_memory *memories;
     bool sleeping, stop;
     bool polled; /* the caller runs small jobs itself, in poll(): the thread sleeps on */
+    bool helped; /* one is at work in poll(): the thread waits with what comes behind it */
     atomic_uint_fast64_t submitted; /* grows at each submit(); polled without the lock */
     atomic_uint_fast64_t pool_bytes;
     atomic_uint_fast64_t pool_allocations; /* so far */

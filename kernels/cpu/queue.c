@@ -131,7 +131,8 @@ static struct kld_job *wait_job(struct cpu_device *device) {
         pthread_mutex_unlock(&device->lock);
         poll_submitted(device, seen);
         pthread_mutex_lock(&device->lock);
-        while (!(job = take_job(device)) && !device->stop) {
+        /* What a caller is at work on comes before all that is left. */
+        while (device->helped || (!(job = take_job(device)) && !device->stop)) {
             device->sleeping = true;
             pthread_cond_wait(&device->wake, &device->lock);
             device->sleeping = false;
@@ -166,29 +167,25 @@ static void run_job(struct cpu_device *device, struct kld_job *job) {
     job->done(job); /* the job may be gone after this */
 }
 
-/* The job that comes next, if it is small and the thread sleeps, so that none runs before it. */
-static struct kld_job *take_small(struct cpu_device *device) {
-    struct kld_job *job = NULL;
-    pthread_mutex_lock(&device->lock);
-    if (device->sleeping && device->ready_first) {
-        if (is_small(device->ready_first->first))
-            job = take_job(device);
-        else
-            pthread_cond_signal(&device->wake);
-    }
-    pthread_mutex_unlock(&device->lock);
-    return job;
-}
-
-/* A thread that sleeps holds no team_lock; who measures the ceilings may. */
+/* Runs what comes next as long as it is small and the thread sleeps. The thread may be woken
+ * meanwhile, by a larger job: it takes none before the one in hand has ended (device->helped), so
+ * that the jobs of a stream keep their order. Holds no lock while a job runs, since its done() may
+ * submit the next one. */
 void kld_cpu_poll(struct kld_device *head, bool more) {
     struct cpu_device *device = (struct cpu_device *)head;
-    struct kld_job *job;
-    while ((job = take_small(device)))
-        run_job(device, job);
     pthread_mutex_lock(&device->lock);
+    while (device->sleeping && !device->helped && device->ready_first &&
+           is_small(device->ready_first->first)) {
+        struct kld_job *job = take_job(device);
+        device->helped = true;
+        pthread_mutex_unlock(&device->lock);
+        run_job(device, job);
+        pthread_mutex_lock(&device->lock);
+        device->helped = false;
+    }
     device->polled = more;
-    if (!more && device->sleeping && device->ready_first)
+    bool left = device->ready_first && (!more || !is_small(device->ready_first->first));
+    if (device->sleeping && (left || device->stop))
         pthread_cond_signal(&device->wake);
     pthread_mutex_unlock(&device->lock);
 }

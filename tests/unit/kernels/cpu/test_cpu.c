@@ -456,6 +456,52 @@ START_TEST(test_small_jobs_of_who_polls) {
 }
 END_TEST
 
+/* What the done() below submits, and what has ended when it returns. */
+static struct kld_stream *later_stream;
+static struct kld_job *later;
+static unsigned ended_before;
+
+static void submit_larger(struct kld_job *job) {
+    struct shared *shared = job->owner;
+    kld_backend_cpu.submit(later_stream, later);
+    usleep(50000);
+    pthread_mutex_lock(&shared->lock);
+    ended_before = shared->count;
+    pthread_mutex_unlock(&shared->lock);
+    note_done(job);
+}
+
+/* A larger job behind a small one that the caller runs wakes the thread, which then waits. */
+START_TEST(test_large_job_behind_a_small_one) {
+    enum { LARGE = 1 << 20 };
+    struct shared shared = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+    struct kld_device *device = device_open(2, 0, 0);
+    struct kld_memory *to = memory_alloc(device, LARGE), *from = memory_alloc(device, LARGE);
+    struct kld_stream *stream = stream_open(device);
+    struct kld_job small, large;
+    copy_init(&small, &shared, 0, to, from, 64);
+    copy_init(&large, &shared, 1, to, from, LARGE);
+    small.done = submit_larger;
+    large.done = note_thread;
+    later_stream = stream;
+    later = &large;
+    while (!sleeps(device))
+        usleep(1000);
+    kld_backend_cpu.poll(device, true);
+    kld_backend_cpu.submit(stream, &small);
+    kld_backend_cpu.poll(device, true);
+    wait_count(&shared, 2);
+    ck_assert_uint_eq(ended_before, 0);
+    ck_assert_uint_eq(shared.order[0], 0);
+    ck_assert_uint_eq(shared.order[1], 1);
+    ck_assert(!pthread_equal(ran_on, pthread_self()));
+    kld_backend_cpu.stream_close(stream);
+    kld_backend_cpu.memory_free(to);
+    kld_backend_cpu.memory_free(from);
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
 UNIT_MAIN("kernels/cpu/cpu", test_options, test_pool, test_memory_kinds, test_copy, test_streams,
           test_close_in_flight, test_wakes, test_thread_count, test_row_alone, test_base, test_avx2,
-          test_quota, test_ceiling, test_small_jobs_of_who_polls)
+          test_quota, test_ceiling, test_small_jobs_of_who_polls, test_large_job_behind_a_small_one)
