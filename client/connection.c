@@ -116,6 +116,7 @@ enum kld_status kld_process(struct kld_connection *connection, int timeout, stru
         deadline = KLD_NEVER;
     else if (!connection->done && timeout > 0)
         deadline = kld_now_ns() + (uint64_t)timeout * 1000000;
+    unwatch(connection); /* we may sleep, and so may whoever polls kld_fd() */
     enum kld_status status = kld_connection_step(connection, deadline, err);
     deliver(connection);
     return status;

@@ -318,7 +318,8 @@ KLD_EXPORT void kld_cancel(struct kld_connection *connection, uint64_t id);
 /* A descriptor for the caller's own loop: when it is readable, call kld_process(). */
 KLD_EXPORT int kld_fd(const struct kld_connection *connection);
 /* Handles what has arrived and returns; waits up to timeout_ms for something first (0: not at all,
- * -1: until something; at once if nothing is in flight). */
+ * -1: until something; at once if nothing is in flight). After an early answer of a connection with
+ * no server, call it once, with 0, before a loop of your own waits for kld_fd(). */
 KLD_EXPORT enum kld_status kld_process(struct kld_connection *connection, int timeout_ms,
                                        struct kld_error *err);
 

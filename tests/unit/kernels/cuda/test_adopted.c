@@ -2,6 +2,7 @@
  * answers without events, the order of the stream, who looks at what was answered early. */
 #include "client/kld.h"
 
+#include <poll.h>
 #include <string.h>
 
 #include "tests/unit/client/small_request.h"
@@ -114,6 +115,28 @@ START_TEST(early_and_asynchronous_together) {
 }
 END_TEST
 
+/* Nobody else looks while kld_process() sleeps, or the caller's own loop on kld_fd(). */
+START_TEST(waiting_after_an_early_answer) {
+    setup(20000);
+    struct kld_request request = make_request(true);
+    struct kld_server_stats stats;
+    for (int loop = 0; loop < 2; loop++) {
+        ck_assert_int_eq(kld_run(connection, &request, NULL, &err), KLD_OK);
+        uint64_t before = fake_now_ns();
+        if (loop) {
+            struct pollfd ready = {.fd = kld_fd(connection), .events = POLLIN};
+            ck_assert_int_eq(kld_process(connection, 0, &err), KLD_OK);
+            ck_assert_int_eq(poll(&ready, 1, 10000), 1);
+        }
+        ck_assert_int_eq(kld_process(connection, 10000, &err), KLD_OK);
+        ck_assert_uint_lt(fake_now_ns() - before, 5000000000);
+    }
+    ck_assert_int_eq(kld_stats(connection, &stats, &err), KLD_OK);
+    ck_assert(stats.requests_total == 2 && stats.in_flight == 0);
+    teardown();
+}
+END_TEST
+
 START_TEST(a_launch_that_fails_is_no_early_answer) {
     setup(5);
     struct kld_request request = make_request(true);
@@ -151,7 +174,7 @@ END_TEST
 
 UNIT_MAIN("kernels/cuda/adopted", a_wait_in_slices, an_early_answer_waits_for_nothing,
           many_early_ones_and_the_end, early_and_asynchronous_together,
-          a_launch_that_fails_is_no_early_answer)
+          waiting_after_an_early_answer, a_launch_that_fails_is_no_early_answer)
 
 #else
 
