@@ -197,6 +197,11 @@ struct kld_backend {
      * submit(). */
     void (*poll)(struct kld_device *device, bool more);
 
+    /* Is a job that submit() took held up by its own `wait`, by nothing before it and nothing of
+     * its own? From submit()'s thread, before done(). False also where that cannot be told just
+     * now. NULL on cpu, which has no events. */
+    bool (*waits)(struct kld_device *device, const struct kld_job *job);
+
     /* For tests: the next operator ends the device. cuda: a kernel reads an address that is not
      * there; cpu: the job ends with KLD_DEVICE_LOST. Any thread. */
     void (*fail_next)(struct kld_device *device);

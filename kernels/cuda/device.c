@@ -258,6 +258,7 @@ const struct kld_backend kld_backend_cuda = {
     .event_free = cuda_event_free,
     .submit = cuda_submit,
     .poll = cuda_poll,
+    .waits = cuda_waits,
     .fail_next = cuda_fail_next,
     .is_dead = cuda_is_dead,
     .check = cuda_check,

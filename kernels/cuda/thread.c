@@ -242,6 +242,26 @@ void cuda_poll(struct kld_device *base, bool more) {
     pthread_mutex_unlock(&device->mutex);
 }
 
+/* Its work has not begun, and what the client recorded has not come. The event alone does not say:
+ * once the wait has passed, the client may record in it anew. Nor does the work: it may be behind
+ * that of others. */
+bool cuda_waits(struct kld_device *base, const struct kld_job *job) {
+    struct cuda_device *device = (struct cuda_device *)base;
+    const struct cuda_event *event = (const struct cuda_event *)job->wait;
+    if (!event || atomic_load(&device->lost) || pthread_mutex_trylock(&device->work) != 0)
+        return false;
+    bool waits = false;
+    for (uint32_t i = 0; i < device->order_count; i++) {
+        const struct cuda_flight *flight = device->order[i];
+        if (flight->job == job)
+            waits = cudaEventQuery(flight->mark[MARK_START]) == cudaErrorNotReady &&
+                    cudaEventQuery(event->event) == cudaErrorNotReady;
+    }
+    cudaGetLastError(); /* what else a query says, poll_flights() hears as well */
+    pthread_mutex_unlock(&device->work);
+    return waits;
+}
+
 void *cuda_thread_main(void *argument) {
     struct cuda_device *device = argument;
     if (cudaSetDevice(device->ordinal) != cudaSuccess)

@@ -3,13 +3,12 @@
  * socket (session.c sends) and maps no memory (region.c). Worker process, loop thread. */
 #include "server/worker/core.h"
 
-#include <errno.h>
 #include <inttypes.h>
-#include <signal.h>
 #include <string.h>
 
 #include "server/log.h"
 #include "server/worker/event.h"
+#include "server/worker/peer.h"
 
 /* ---- Ends ------------------------------------------------------------------------------------ */
 
@@ -352,10 +351,17 @@ void kld_core_expire(struct kld_worker *worker) {
     kld_worker_progress(worker);
 }
 
-/* The process that connected is no more. One of another PID namespace has no number here, and a
- * number may have been given again: then it counts as living. */
-static bool is_dead(const struct kld_session *session) {
-    return session->pid > 0 && kill(session->pid, 0) != 0 && errno == ESRCH;
+/* Its client is gone for too long. Less long is enough where its process has died, if nothing but
+ * the event of that process holds the job up. */
+static bool is_orphan(const struct kld_request *request, uint64_t gone_ns, uint64_t limit_ns,
+                      uint64_t dead_ns) {
+    const struct kld_session *session = request->session;
+    const struct kld_worker *worker = session->worker;
+    const struct kld_backend *backend = worker->options.backend;
+    if (gone_ns >= limit_ns)
+        return true;
+    return gone_ns >= dead_ns && kld_peer_is_dead(session->pidfd, session->pid) && backend->waits &&
+           backend->waits(worker->device, &request->job);
 }
 
 bool kld_core_check_orphans(struct kld_worker *worker, uint64_t limit_ns, uint64_t dead_ns) {
@@ -371,7 +377,7 @@ bool kld_core_check_orphans(struct kld_worker *worker, uint64_t limit_ns, uint64
                 continue;
             any = true;
             uint64_t gone_ns = now - session->closed_ns;
-            if (gone_ns < limit_ns && (gone_ns < dead_ns || !is_dead(session)))
+            if (!is_orphan(request, gone_ns, limit_ns, dead_ns))
                 continue;
             struct kld_error error;
             kld_error_set(&error, KLD_DEVICE_LOST,

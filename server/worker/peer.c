@@ -2,11 +2,16 @@
  * Knows nothing of what a peer then asks. Worker process, loop thread. */
 #include "server/worker/peer.h"
 
-#include <stdbool.h>
+#include <errno.h>
+#include <poll.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <unistd.h>
 
 #define GROUPS_MAX 256 /* supplementary groups that are looked at */
+#ifndef SO_PEERPIDFD
+#define SO_PEERPIDFD 77 /* Linux 6.5; younger than the headers we build with */
+#endif
 
 static enum kld_status parse(const char *name, const char *text, uint32_t *list,
                              uint32_t *ret_count, struct kld_error *err) {
@@ -65,4 +70,17 @@ enum kld_status kld_peer_check(const struct kld_peers *peers, int fd, struct ucr
         (peers->gids_count && group_listed(peers, fd, ret_peer->gid)))
         return KLD_OK;
     return kld_error_set(err, KLD_FORBIDDEN, "this user may not connect to the server");
+}
+
+int kld_peer_pidfd(int fd) {
+    int pidfd = -1;
+    socklen_t bytes = sizeof pidfd;
+    return getsockopt(fd, SOL_SOCKET, SO_PEERPIDFD, &pidfd, &bytes) == 0 ? pidfd : -1;
+}
+
+bool kld_peer_is_dead(int pidfd, pid_t pid) {
+    struct pollfd process = {.fd = pidfd, .events = POLLIN};
+    if (pidfd >= 0)
+        return poll(&process, 1, 0) == 1;
+    return pid > 0 && kill(pid, 0) != 0 && errno == ESRCH;
 }

@@ -2,8 +2,10 @@
 #ifndef KLD_SERVER_WORKER_PEER_H
 #define KLD_SERVER_WORKER_PEER_H
 
+#include <stdbool.h>
 #include <stdint.h>
 #include <sys/socket.h>
+#include <sys/types.h>
 
 #include "server/config.h"
 
@@ -21,5 +23,11 @@ enum kld_status kld_peers_init(struct kld_peers *peers, const struct kld_config 
  * gateway does), or if a list names its user or one of its groups. Else KLD_FORBIDDEN. */
 enum kld_status kld_peer_check(const struct kld_peers *peers, int fd, struct ucred *ret_peer,
                                struct kld_error *err);
+/* A descriptor of the process that connected (SO_PEERPIDFD), which is the caller's then; -1 where
+ * the kernel has none to give (before 6.5), or that process is gone for good already. */
+int kld_peer_pidfd(int fd);
+/* Has that process ended? Its parent need not have looked. Without a pidfd (-1) only a process that
+ * has a number in our PID namespace and whose number is free again counts as dead. */
+bool kld_peer_is_dead(int pidfd, pid_t pid);
 
 #endif

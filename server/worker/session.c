@@ -14,6 +14,7 @@
 #include "server/worker/closer.h"
 #include "server/worker/core.h"
 #include "server/worker/event.h"
+#include "server/worker/peer.h"
 
 /* ---- Out ------------------------------------------------------------------------------------- */
 
@@ -191,6 +192,7 @@ enum kld_status kld_session_open(struct kld_worker *worker, int fd, uid_t uid, p
     session->fd = fd;
     session->uid = uid;
     session->pid = pid;
+    session->pidfd = kld_peer_pidfd(fd);
     session->polling = true;
     session->poll.data = session;
     TAILQ_INIT(&session->requests);
@@ -247,6 +249,8 @@ void kld_session_collect(struct kld_session *session) {
     free(session->regions);
     free(session->lanes);
     free(session->out);
+    if (session->pidfd >= 0)
+        close(session->pidfd);
     free(session);
     kld_worker_accept(worker);
 }

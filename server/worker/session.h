@@ -66,6 +66,7 @@ struct kld_session {
     uv_poll_t poll;
     uid_t uid;
     pid_t pid;
+    int pidfd;                    /* of that process; -1: none. Closed with the session */
     char name[KLD_WIRE_NAME_MAX]; /* from HELLO; "" before; safe to log */
 
     struct kld_request_list requests; /* all not FREE */

@@ -117,6 +117,45 @@ START_TEST(streams_wait_for_events) {
 }
 END_TEST
 
+/* Only a job that its own event holds up does. */
+START_TEST(a_job_says_that_it_waits) {
+    setup();
+    struct kld_gpu_event *ours, *theirs;
+    uint8_t handle[64];
+    ck_assert_int_eq(cuda->event_create(device, &ours, handle, &err), KLD_OK);
+    ck_assert_int_eq(cuda->event_import(device, handle, &theirs, &err), KLD_OK);
+    atomic_store(&fake_us, 200000);
+    prepare(&records[0], pool, false);
+    records[0].job.record = ours;
+    ck_assert(submit(&records[0], 0));
+    prepare(&records[1], pool, false);
+    records[1].job.wait = theirs;
+    ck_assert(submit(&records[1], 1));
+    bool waits = false;
+    for (int i = 0; i < 1000 && !waits; i++) { /* the device's thread may be at work just now */
+        usleep(100);
+        waits = cuda->waits(device, &records[1].job);
+    }
+    ck_assert(waits && !cuda->waits(device, &records[0].job));
+    wait_for(&records[0], false);
+    ck_assert_uint_eq(atomic_load(&records[1].place), 0); /* at work now, for as long */
+    prepare(&records[0], pool, false);
+    records[0].job.record = ours; /* the client goes on */
+    ck_assert(submit(&records[0], 0));
+    for (int i = 0; i < 100; i++) {
+        ck_assert(!cuda->waits(device, &records[1].job));
+        usleep(100);
+    }
+    ck_assert_uint_eq(atomic_load(&records[1].place), 0);
+    atomic_store(&fake_us, 5);
+    wait_for(&records[1], false);
+    wait_for(&records[0], false);
+    cuda->event_free(ours);
+    cuda->event_free(theirs);
+    teardown();
+}
+END_TEST
+
 START_TEST(what_cannot_be_launched_is_not_told_as_launched) {
     setup();
     for (int polls = 0; polls < 2; polls++) {
@@ -347,11 +386,12 @@ END_TEST
 
 UNIT_MAIN("kernels/cuda/thread", a_fault_is_a_launch_with_an_address_that_is_not_there,
           jobs_end_in_order_whoever_looks, who_polls_completes, closing_waits_for_what_was_polled,
-          streams_wait_for_events, what_cannot_be_launched_is_not_told_as_launched,
-          an_idle_device_says_whether_it_works, memory_of_a_predecessor_is_waited_for,
-          memory_of_other_cards_is_taken_where_told, a_handle_says_itself_which_card_it_is_of,
-          a_warm_device_allocates_nothing, allocations_of_others_are_opened_once,
-          allocations_by_descriptor, priorities_are_those_of_the_device)
+          streams_wait_for_events, a_job_says_that_it_waits,
+          what_cannot_be_launched_is_not_told_as_launched, an_idle_device_says_whether_it_works,
+          memory_of_a_predecessor_is_waited_for, memory_of_other_cards_is_taken_where_told,
+          a_handle_says_itself_which_card_it_is_of, a_warm_device_allocates_nothing,
+          allocations_of_others_are_opened_once, allocations_by_descriptor,
+          priorities_are_those_of_the_device)
 
 #else
 

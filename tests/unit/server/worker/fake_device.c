@@ -285,6 +285,11 @@ static bool submit(struct kld_stream *stream, struct kld_job *job) {
     return directly;
 }
 
+static bool waits(struct kld_device *device, const struct kld_job *job) {
+    atomic_fetch_add(&fake_of(device)->asked, 1);
+    return job->wait && atomic_load(&fake_of(device)->waits);
+}
+
 static bool is_dead(struct kld_device *device) { return atomic_load(&fake_of(device)->dead); }
 
 static enum kld_status check(struct kld_device *device, struct kld_error *err) {
@@ -315,6 +320,7 @@ const struct kld_backend fake_backend = {
     .stream_close = stream_close,
     .submit = submit,
     .poll = poll_device,
+    .waits = waits,
     .is_dead = is_dead,
     .check = check,
     .pool_bytes = pool_bytes,

@@ -385,11 +385,12 @@ static int connection_of_the_dead(void) {
     return fd;
 }
 
-static void check_orphan(bool dead) {
+static void check_orphan(bool dead, bool waits) {
     rig_init(&rig);
-    rig.orphan_ms = dead ? 60000 : 700;
+    rig.orphan_ms = dead && waits ? 60000 : 700;
     rig.orphan_dead_ms = 100;
     rig_start(&rig);
+    atomic_store(&rig.fake.waits, waits);
     int other = rig_client(&rig), fd = dead ? connection_of_the_dead() : rig_client(&rig);
     union kld_frame frame;
     uint64_t region = device_region(fd);
@@ -406,14 +407,19 @@ static void check_orphan(bool dead) {
     rig_expect_error(other, 11, KLD_DEVICE_LOST, "device failed");
     uint64_t took_ms = (kld_worker_now_ns() - closed_ns) / 1000000;
     ck_assert_int_eq(rig_wait(&rig), 2);
-    ck_assert_msg(dead ? took_ms >= 100 && took_ms < 5000 : took_ms >= 700, "%d ms", (int)took_ms);
+    ck_assert_int_eq(atomic_load(&rig.fake.asked) > 0, dead);
+    ck_assert_msg(dead && waits ? took_ms >= 100 && took_ms < 5000 : took_ms >= 700, "%d ms",
+                  (int)took_ms);
     close(other);
 }
 
 /* What a dead process has recorded never comes: no need to wait as long as for one that lives. */
-START_TEST(a_dead_process_is_waited_for_less_long) { check_orphan(true); }
+START_TEST(a_dead_process_is_waited_for_less_long) { check_orphan(true, true); }
 END_TEST
-START_TEST(a_living_process_is_waited_for) { check_orphan(false); }
+START_TEST(a_living_process_is_waited_for) { check_orphan(false, true); }
+END_TEST
+/* It is behind other work, or at work itself: that is no reason to end everybody else's. */
+START_TEST(a_job_that_is_not_held_up_is_waited_for) { check_orphan(true, false); }
 END_TEST
 
 START_TEST(priorities_are_those_of_streams) {
@@ -454,4 +460,4 @@ UNIT_MAIN("server/worker/event", events_are_checked, events_have_a_limit_and_ids
           memory_stays_for_what_was_told_early, a_lost_device_is_not_told_to_whoever_has_an_answer,
           those_who_wait_leave_room, a_job_that_waits_for_the_dead_ends_the_worker,
           a_dead_process_is_waited_for_less_long, a_living_process_is_waited_for,
-          priorities_are_those_of_streams)
+          a_job_that_is_not_held_up_is_waited_for, priorities_are_those_of_streams)

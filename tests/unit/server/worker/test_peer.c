@@ -1,9 +1,11 @@
 /* test_peer.c - the lists of users and groups. A peer on a socket pair is this process. */
 #include "server/worker/peer.h"
 
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -80,6 +82,38 @@ START_TEST(users_and_groups_pass_by_either_list) {
 }
 END_TEST
 
+/* A process that its parent has not waited for has ended all the same; on a kernel that gives no
+ * descriptor of it, it counts as living until then. */
+START_TEST(a_dead_process_is_told_from_a_living_one) {
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    socklen_t bytes = sizeof address;
+    int gate[2], listener = socket(AF_UNIX, SOCK_SEQPACKET, 0);
+    ck_assert_int_eq(bind(listener, (struct sockaddr *)&address, sizeof(sa_family_t)), 0);
+    getsockname(listener, (struct sockaddr *)&address, &bytes);
+    listen(listener, 1);
+    ck_assert_int_eq(pipe(gate), 0);
+    pid_t child = fork();
+    if (child == 0) {
+        char byte;
+        close(gate[1]);
+        connect(socket(AF_UNIX, SOCK_SEQPACKET, 0), (struct sockaddr *)&address, bytes);
+        _exit(read(gate[0], &byte, 1) != 0);
+    }
+    int fd = accept(listener, NULL, NULL), pidfd = kld_peer_pidfd(fd);
+    ck_assert(!kld_peer_is_dead(pidfd, child) && !kld_peer_is_dead(-1, child));
+    ck_assert(!kld_peer_is_dead(-1, 0)); /* of another PID namespace */
+    close(gate[1]);
+    siginfo_t how;
+    ck_assert_int_eq(waitid(P_PID, (id_t)child, &how, WEXITED | WNOWAIT), 0);
+    ck_assert_int_eq(kld_peer_is_dead(pidfd, child), pidfd >= 0);
+    ck_assert(!kld_peer_is_dead(-1, child));
+    ck_assert_int_eq(waitpid(child, NULL, 0), child);
+    ck_assert(kld_peer_is_dead(pidfd, child) && kld_peer_is_dead(-1, child));
+    if (pidfd >= 0)
+        ck_assert(kld_peer_is_dead(pidfd, 0)); /* it has no number here, and needs none */
+}
+END_TEST
+
 START_TEST(what_is_no_socket_is_refused) {
     struct kld_peers peers;
     struct ucred peer;
@@ -92,4 +126,4 @@ START_TEST(what_is_no_socket_is_refused) {
 END_TEST
 
 UNIT_MAIN("server/worker/peer", lists_are_parsed, users_and_groups_pass_by_either_list,
-          what_is_no_socket_is_refused)
+          a_dead_process_is_told_from_a_living_one, what_is_no_socket_is_refused)
