@@ -213,12 +213,15 @@ static void call_transferred(struct http_connection *h, struct http_call *call) 
     kld_http_transfer_close(h, &call->transfer);
     uint64_t now = kld_now_ns();
     call->losses += lost;
+    call->device_losses += call->device_lost;
     if (!call->first_failure_ns)
         call->first_failure_ns = now;
     /* Over HTTP the server works on its own copy: only a reply that had begun to arrive over an
      * input makes a second try wrong. A request that servers or devices die of is given up
-     * after so many; one that is told "not now" is asked again as long as its caller waits. */
+     * after so many, of devices fewer, since each takes everybody along; one that is told "not
+     * now" is asked again as long as its caller waits. */
     if (!status || !retry || call->losses >= KLD_ATTEMPTS_MAX ||
+        call->device_losses >= KLD_DEVICE_LOSSES_MAX ||
         (call->wrote && kld_op_in_place(&call->base.request.op))) {
         call_end(h, call, status, &error);
         return;

@@ -36,10 +36,11 @@ struct http_call {
     struct kld_call base;
     struct http_transfer transfer;
     const struct kld_connect_options *options; /* of the connection, for `progress` */
-    bool wants_loss;  /* the scalar, whether or not the op has a tensor for it */
-    bool wrote;       /* a byte of a reply has reached the caller's memory */
-    bool device_lost; /* this reply says that the device failed */
-    uint32_t losses;  /* connections and devices lost while the request was with the server */
+    bool wants_loss;        /* the scalar, whether or not the op has a tensor for it */
+    bool wrote;             /* a byte of a reply has reached the caller's memory */
+    bool device_lost;       /* this reply says that the device failed */
+    uint32_t losses;        /* connections and devices lost while the request was with the server */
+    uint32_t device_losses; /* of them: devices, each of two tries of the server's own */
     uint64_t first_failure_ns, retry_at_ns, retry_after_ns;
 
     /* The request body: head, then the tensors of `inputs`. */

@@ -11,7 +11,6 @@
 #define DEPTH_MAX 16
 #define NAME_MAX_BYTES 64
 #define RETRY_AFTER_S_MAX 3600
-#define LOST_HEADER "KLD-Status: device_lost"
 
 /* ---- JSON -------------------------------------------------------------------------------------
  */
@@ -251,14 +250,30 @@ bool kld_http_text_read(const char *text, size_t bytes, const char *key, char *r
 /* ---- While it arrives
  * --------------------------------------------------------------------------*/
 
-static bool header_number(const char *data, size_t bytes, const char *name, uint64_t *ret_number) {
+/* Where the value of the header `name` begins; `bytes` if the line is another one. */
+static size_t header_value(const char *data, size_t bytes, const char *name) {
     size_t length = strlen(name);
     if (bytes <= length || strncasecmp(data, name, length) != 0 || data[length] != ':')
-        return false;
-    uint64_t number = 0;
+        return bytes;
     size_t i = length + 1;
     while (i < bytes && (data[i] == ' ' || data[i] == '\t'))
         i++;
+    return i;
+}
+
+static bool header_is(const char *data, size_t bytes, const char *name, const char *value) {
+    size_t length = strlen(value), i = header_value(data, bytes, name);
+    if (bytes - i < length || strncasecmp(data + i, value, length) != 0)
+        return false;
+    for (i += length; i < bytes; i++)
+        if (!strchr(" \t\r\n", data[i]) || !data[i])
+            return false;
+    return true;
+}
+
+static bool header_number(const char *data, size_t bytes, const char *name, uint64_t *ret_number) {
+    uint64_t number = 0;
+    size_t i = header_value(data, bytes, name);
     if (i == bytes || data[i] < '0' || data[i] > '9')
         return false;
     for (; i < bytes && data[i] >= '0' && data[i] <= '9'; i++)
@@ -278,8 +293,7 @@ size_t kld_http_header(char *data, size_t size, size_t count, void *user) {
     if (header_number(data, size * count, "Retry-After", &seconds))
         call->retry_after_ns =
             (seconds < RETRY_AFTER_S_MAX ? seconds : RETRY_AFTER_S_MAX) * 1000000000;
-    if (size * count >= strlen(LOST_HEADER) &&
-        strncasecmp(data, LOST_HEADER, strlen(LOST_HEADER)) == 0)
+    if (header_is(data, size * count, "KLD-Status", "device_lost"))
         call->device_lost = true;
     return size * count;
 }

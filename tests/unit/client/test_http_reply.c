@@ -83,4 +83,34 @@ START_TEST(test_error_text) {
 }
 END_TEST
 
-UNIT_MAIN("client/http_reply", test_good, test_cut_anywhere, test_bad, test_error_text)
+/* Optional white space, any case; nothing else is it. */
+START_TEST(test_device_lost_header) {
+    static const struct {
+        const char *line;
+        bool lost;
+    } lines[] = {
+        {"KLD-Status: device_lost\r\n", true},
+        {"kld-status:device_lost\r\n", true},
+        {"KLD-STATUS:\t  device_lost \r\n", true},
+        {"KLD-Status: device_lost", true},
+        {"KLD-Status: device_lost_not\r\n", false},
+        {"KLD-Status: device_los", false},
+        {"KLD-Status:\r\n", false},
+        {"KLD-Status", false},
+        {"KLD-Statuses: device_lost\r\n", false},
+        {"X-KLD-Status: device_lost\r\n", false},
+    };
+    for (size_t i = 0; i < sizeof lines / sizeof lines[0]; i++) {
+        struct http_call call = {0};
+        size_t bytes = strlen(lines[i].line);
+        char *exact = malloc(bytes);
+        memcpy(exact, lines[i].line, bytes);
+        ck_assert_uint_eq(kld_http_header(exact, 1, bytes, &call), bytes);
+        ck_assert_msg(call.device_lost == lines[i].lost, "%s", lines[i].line);
+        free(exact);
+    }
+}
+END_TEST
+
+UNIT_MAIN("client/http_reply", test_device_lost_header, test_good, test_cut_anywhere, test_bad,
+          test_error_text)
