@@ -11,15 +11,16 @@ static void give_back(struct cuda_device *device, char *at, uint64_t bytes, cuda
     cuda_pool_release(device, bytes);
 }
 
+static void drop(struct cuda_device *device, struct cuda_block *block, cudaStream_t stream) {
+    atomic_fetch_sub(&device->kept_bytes, block->bytes); /* first: see cuda_pool_bytes() */
+    give_back(device, block->at, block->bytes, stream);
+    block->at = NULL;
+}
+
 void cuda_staging_forget(struct cuda_device *device, cudaStream_t stream) {
-    for (int i = 0; i < CUDA_KEPT_MAX; i++) {
-        struct cuda_block *block = &device->kept[i];
-        if (!block->at)
-            continue;
-        atomic_fetch_sub(&device->kept_bytes, block->bytes); /* first: see cuda_pool_bytes() */
-        give_back(device, block->at, block->bytes, stream);
-        block->at = NULL;
-    }
+    for (int i = 0; i < CUDA_KEPT_MAX; i++)
+        if (device->kept[i].at)
+            drop(device, &device->kept[i], stream);
 }
 
 /* Would the pool have so much if nothing were kept? */
@@ -93,36 +94,46 @@ cudaError_t cuda_staging_allocate(struct cuda_device *device, struct cuda_flight
     return error;
 }
 
-/* Where a block of that size is kept: a free place, or that of the smallest smaller one; NULL:
- * nowhere. */
-static struct cuda_block *place_for(struct cuda_device *device, uint64_t bytes) {
-    struct cuda_block *place = NULL;
-    for (int i = 0; i < CUDA_KEPT_MAX; i++) {
-        struct cuda_block *block = &device->kept[i];
-        if (!block->at)
-            return block;
-        if (block->bytes < bytes && (!place || block->bytes < place->bytes))
-            place = block;
+/* Where a block of that size is kept: a free place, or else that of the smallest smaller one.
+ * Smaller ones give way, the smallest first, until it is within the limit: what is kept follows
+ * the jobs that come, and would else stay for ever as the first ones left it. NULL: nowhere. */
+static struct cuda_block *place_for(struct cuda_device *device, uint64_t bytes,
+                                    cudaStream_t stream) {
+    uint64_t kept = atomic_load(&device->kept_bytes), smaller = 0;
+    for (int i = 0; i < CUDA_KEPT_MAX; i++)
+        if (device->kept[i].at && device->kept[i].bytes < bytes)
+            smaller += device->kept[i].bytes;
+    if (kept - smaller + bytes > CUDA_KEPT_BYTES)
+        return NULL;
+    for (;;) {
+        struct cuda_block *empty = NULL, *smallest = NULL;
+        for (int i = 0; i < CUDA_KEPT_MAX; i++) {
+            struct cuda_block *block = &device->kept[i];
+            if (!block->at)
+                empty = block;
+            else if (block->bytes < bytes && (!smallest || block->bytes < smallest->bytes))
+                smallest = block;
+        }
+        if (empty && atomic_load(&device->kept_bytes) + bytes <= CUDA_KEPT_BYTES)
+            return empty;
+        if (!smallest)
+            return NULL;
+        drop(device, smallest, stream);
     }
-    return place;
 }
 
 void cuda_staging_release(struct cuda_device *device, struct cuda_flight *flight) {
     char *at = flight->staging;
     uint64_t bytes = flight->staging_bytes;
+    cudaStream_t stream = flight->stream->stream;
     flight->staging = NULL;
     flight->staging_bytes = 0;
     struct cuda_block *place = NULL;
-    if (at && !atomic_load(&device->lost) &&
-        atomic_load(&device->kept_bytes) + bytes <= CUDA_KEPT_BYTES)
-        place = place_for(device, bytes);
+    if (at && !atomic_load(&device->lost))
+        place = place_for(device, bytes, stream);
     if (!place) {
-        give_back(device, at, bytes, flight->stream->stream);
+        give_back(device, at, bytes, stream);
         return;
-    }
-    if (place->at) {
-        atomic_fetch_sub(&device->kept_bytes, place->bytes);
-        give_back(device, place->at, place->bytes, flight->stream->stream);
     }
     *place = (struct cuda_block){at, bytes};
     atomic_fetch_add(&device->kept_bytes, bytes);

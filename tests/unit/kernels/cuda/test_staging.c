@@ -95,6 +95,38 @@ START_TEST(small_jobs_leave_large_blocks_alone) {
 }
 END_TEST
 
+/* Many jobs at once have filled what is kept with blocks that are too small for the next one: they
+ * give way, as many as it takes and no more, and it allocates once. */
+START_TEST(what_is_kept_follows_the_jobs) {
+    pool_bytes_max = (uint64_t)8 << 30;
+    setup();
+    enum { BLOCK = 36 << 20, LARGER = 40 << 20, MOST = CUDA_KEPT_BYTES / BLOCK };
+    static struct cuda_flight flight[MOST];
+    struct cuda_device *own = (struct cuda_device *)device;
+    pthread_mutex_lock(&own->work);
+    for (int i = 0; i < MOST; i++) {
+        flight[i].stream = (struct cuda_stream *)streams[0];
+        ck_assert(cuda_staging_reserve(own, &flight[i], BLOCK));
+        ck_assert_int_eq(cuda_staging_allocate(own, &flight[i]), cudaSuccess);
+    }
+    for (int i = 0; i < MOST; i++)
+        cuda_staging_release(own, &flight[i]);
+    ck_assert_uint_eq(atomic_load(&own->kept_bytes), (uint64_t)MOST * BLOCK);
+    const uint64_t sizes[] = {LARGER, BLOCK, LARGER};
+    uint64_t made = cuda_pool_allocations(device), left;
+    for (int i = 0; i < 3; i++) {
+        ck_assert(cuda_staging_reserve(own, &flight[0], sizes[i]));
+        ck_assert_int_eq(cuda_staging_allocate(own, &flight[0]), cudaSuccess);
+        cuda_staging_release(own, &flight[0]);
+        ck_assert_uint_eq(cuda_pool_allocations(device), made + 1);
+    }
+    left = CUDA_KEPT_BYTES - atomic_load(&own->kept_bytes);
+    ck_assert_uint_lt(left, BLOCK);
+    pthread_mutex_unlock(&own->work);
+    teardown();
+}
+END_TEST
+
 /* What nobody uses goes back to the card when a buffer does, but for a little that stays at hand.
  */
 START_TEST(the_pool_is_trimmed_behind_a_buffer) {
@@ -157,8 +189,8 @@ START_TEST(room_is_made_without_holding_up_jobs) {
 END_TEST
 
 UNIT_MAIN("kernels/cuda/staging", kept_staging_gives_way, kept_staging_does_not_give_way_in_vain,
-          small_jobs_leave_large_blocks_alone, the_pool_is_trimmed_behind_a_buffer,
-          room_is_made_without_holding_up_jobs)
+          small_jobs_leave_large_blocks_alone, what_is_kept_follows_the_jobs,
+          the_pool_is_trimmed_behind_a_buffer, room_is_made_without_holding_up_jobs)
 
 #else
 
