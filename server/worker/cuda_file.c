@@ -3,6 +3,8 @@
 
 #include <fcntl.h>
 #include <linux/kcmp.h>
+#include <stdlib.h>
+#include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -10,50 +12,72 @@
 #include "server/worker/closer.h"
 #include "server/worker/worker.h"
 
-static bool same_file(int a, int b) {
+/* What kcmp() says of two open files: the same, or which comes first in an order of its own. */
+enum { SAME, LESS, GREATER };
+
+static long compare(int a, int b) {
     pid_t self = getpid();
-    return syscall(SYS_kcmp, self, self, KCMP_FILE, (unsigned long)a, (unsigned long)b) == 0;
+    return syscall(SYS_kcmp, self, self, KCMP_FILE, (unsigned long)a, (unsigned long)b);
 }
 
-static bool has_room(struct kld_worker *worker) {
-    uint64_t most = worker->options.config->cuda_files_max;
-    if (worker->cuda_files < most)
-        return true;
+/* Says once in the life of the worker that there are such. */
+static uint64_t unknown(struct kld_worker *worker, const char *why) {
     if (!worker->told_cuda_files)
         kld_log(
-            KLD_LOG_WARN, "cuda files full",
-            "cuda_files_max=%llu text=\"CUDA allocations that come as descriptors from now on are "
-            "not told apart: an output of a client over its own input may go unnoticed\"",
-            (unsigned long long)most);
+            KLD_LOG_WARN, "cuda files unknown",
+            "cuda_files_max=%llu reason=\"%s\" text=\"CUDA allocations that come as descriptors "
+            "are not all told apart: an output of a client over its own input may go unnoticed\"",
+            (unsigned long long)worker->options.config->cuda_files_max, why);
     worker->told_cuda_files = true;
-    return false;
+    return 0;
+}
+
+/* There is place for one more. At most as many as regions, so client_regions_max bounds it. */
+static bool grow(struct kld_session *session) {
+    if (session->cuda_files_count < session->cuda_files_size)
+        return true;
+    uint32_t size = session->cuda_files_size ? 2 * session->cuda_files_size : 8;
+    struct kld_cuda_file *files = realloc(session->cuda_files, size * sizeof *files);
+    if (!files)
+        return false;
+    session->cuda_files = files;
+    session->cuda_files_size = size;
+    return true;
 }
 
 uint64_t kld_cuda_file_acquire(struct kld_session *session, int fd) {
-    struct kld_cuda_file *empty = NULL;
-    for (int i = 0; i < KLD_SESSION_CUDA_FILES; i++) {
-        struct kld_cuda_file *file = &session->cuda_files[i];
-        if (!file->users) {
-            empty = empty ? empty : file;
-        } else if (same_file(file->fd, fd)) {
-            file->users++;
-            return file->number;
+    struct kld_worker *worker = session->worker;
+    uint32_t low = 0, high = session->cuda_files_count;
+    while (low < high) {
+        uint32_t middle = low + (high - low) / 2;
+        struct kld_cuda_file *file = &session->cuda_files[middle];
+        switch (compare(file->fd, fd)) {
+        case SAME: file->users++; return file->number;
+        case LESS: low = middle + 1; break;
+        case GREATER: high = middle; break;
+        default: return unknown(worker, "the kernel does not compare descriptors");
         }
     }
-    int copy = empty && has_room(session->worker) ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
+    if (worker->cuda_files >= worker->options.config->cuda_files_max)
+        return unknown(worker, "as many are open as allowed");
+    int copy = grow(session) ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
     if (copy < 0)
-        return 0;
-    session->worker->cuda_files++;
-    *empty = (struct kld_cuda_file){.fd = copy, .users = 1, .number = ++session->cuda_file_serial};
-    return empty->number;
+        return unknown(worker, "no memory or descriptor for another one");
+    worker->cuda_files++;
+    struct kld_cuda_file *at = &session->cuda_files[low];
+    memmove(at + 1, at, (session->cuda_files_count++ - low) * sizeof *at);
+    *at = (struct kld_cuda_file){.fd = copy, .users = 1, .number = ++session->cuda_file_serial};
+    return at->number;
 }
 
 void kld_cuda_file_release(struct kld_session *session, uint64_t number) {
-    for (int i = 0; i < KLD_SESSION_CUDA_FILES && number; i++) {
-        struct kld_cuda_file *file = &session->cuda_files[i];
-        if (file->users && file->number == number && --file->users == 0) {
-            session->worker->cuda_files--;
-            kld_close_later(session->worker, session, KLD_CLOSE_PASSED, &file->fd, 1);
-        }
-    }
+    uint32_t i = 0;
+    while (number && i < session->cuda_files_count && session->cuda_files[i].number != number)
+        i++;
+    if (!number || i == session->cuda_files_count || --session->cuda_files[i].users > 0)
+        return;
+    struct kld_cuda_file *at = &session->cuda_files[i];
+    session->worker->cuda_files--;
+    kld_close_later(session->worker, session, KLD_CLOSE_PASSED, &at->fd, 1);
+    memmove(at, at + 1, (--session->cuda_files_count - i) * sizeof *at);
 }

@@ -2,10 +2,10 @@
  *
  * An allocation that comes as a descriptor has no name. But a client that registers several tensors
  * of one allocation sends one open file several times, and the kernel says whether two descriptors
- * are that (kcmp). For it a descriptor of each such file is kept as long as a region shows it, of
- * at most KLD_SESSION_CUDA_FILES files a client and cuda_files_max in all. What is not told apart
- * so, an allocation exported twice, one above these limits or a kernel without kcmp, counts as
- * another memory. Loop thread. */
+ * are that (kcmp), and which one is first in an order of its own, by which they are found. For it a
+ * descriptor of each such file is kept as long as a region shows it, so at most client_regions_max
+ * of a client, and cuda_files_max in all. What is not told apart so, an allocation exported twice,
+ * one above that limit or a kernel without kcmp, counts as another memory. Loop thread. */
 #ifndef KLD_SERVER_WORKER_CUDA_FILE_H
 #define KLD_SERVER_WORKER_CUDA_FILE_H
 

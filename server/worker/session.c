@@ -247,6 +247,7 @@ void kld_session_collect(struct kld_session *session) {
     TAILQ_REMOVE(&worker->sessions, session, in_worker);
     worker->sessions_count--;
     free(session->regions);
+    free(session->cuda_files);
     free(session->lanes);
     free(session->out);
     if (session->pidfd >= 0)

@@ -26,9 +26,6 @@ struct kld_worker;
 #define KLD_SESSION_EVENTS_MAX 64 /* events of one client */
 #define KLD_SESSION_FDS_MAX 253   /* SCM_MAX_FD: all that one packet can carry */
 
-/* CUDA allocations of one client that are told apart by file; of all clients: cuda_files_max. */
-#define KLD_SESSION_CUDA_FILES 64
-
 enum kld_lane_state { KLD_LANE_CLOSED, KLD_LANE_OPENING, KLD_LANE_OPEN, KLD_LANE_CLOSING };
 
 /* A stream number of a client, and the back end's stream behind it (lane.c). */
@@ -46,7 +43,7 @@ struct kld_lane {
 
 /* See cuda_file.h. */
 struct kld_cuda_file {
-    uint32_t users; /* regions; 0: free */
+    uint32_t users; /* regions */
     int fd;
     uint64_t number;
 };
@@ -76,12 +73,13 @@ struct kld_session {
     uint32_t lanes_busy;      /* not CLOSED */
     uint32_t tasks;           /* on uv's pool: regions coming and going, descriptors being closed */
 
-    struct kld_region **regions; /* by the low bits of the id; NULL: free */
-    uint32_t regions_size;       /* entries of that table; grows up to client_regions_max */
-    uint32_t regions_count;      /* every state */
-    uint64_t region_bytes;       /* of them */
-    uint64_t region_serial;      /* the high bits of the newest id */
-    struct kld_cuda_file cuda_files[KLD_SESSION_CUDA_FILES];
+    struct kld_region **regions;      /* by the low bits of the id; NULL: free */
+    uint32_t regions_size;            /* entries of that table; grows up to client_regions_max */
+    uint32_t regions_count;           /* every state */
+    uint64_t region_bytes;            /* of them */
+    uint64_t region_serial;           /* the high bits of the newest id */
+    struct kld_cuda_file *cuda_files; /* in the kernel's order; grows with the regions */
+    uint32_t cuda_files_count, cuda_files_size;
     uint64_t cuda_file_serial;
     bool aliased; /* two regions showed the same memory at some time */
 

@@ -87,7 +87,7 @@ struct kld_worker {
     bool told_turns;                  /* that clients compute on our card without MPS */
     uint64_t pool_allocations;        /* that the statistics have been told of */
     uint64_t cuda_files;              /* of all sessions, see cuda_file.h */
-    bool told_cuda_files;             /* that there are as many as allowed */
+    bool told_cuda_files;             /* that some are not told apart */
     struct kld_peers peers;           /* who may connect */
     TAILQ_HEAD(kld_publication_list, kld_publication) publications;
     uint32_t publications_count;

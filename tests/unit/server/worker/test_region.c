@@ -192,6 +192,43 @@ START_TEST(descriptors_kept_have_a_limit) {
 }
 END_TEST
 
+/* All of a client's, however many, in any order, and while others go. */
+START_TEST(every_descriptor_of_a_client_is_told_apart) {
+    enum { FILES = 150 };
+    start();
+    int fd = rig_client(&rig), files[FILES];
+    uint64_t regions[FILES], second;
+    for (int i = 0; i < FILES; i++) {
+        files[i] = open("/dev/null", O_RDWR);
+        regions[i] = file_region(fd, files[i], 0);
+    }
+    bool told = syscall(SYS_kcmp, getpid(), getpid(), KCMP_FILE, (long)fd, (long)fd) == 0;
+    for (int i = FILES - 1; i >= 0; i--) {
+        union kld_frame frame;
+        second = file_region(fd, files[i], 4096);
+        rig_op(&frame, 20, regions[i]);
+        frame.as_SUBMIT.tensor[KLD_SLOT_TARGETS].offset_bytes = 4096;
+        frame.as_SUBMIT.tensor[KLD_SLOT_GRAD_PREDICTIONS] =
+            (struct kld_wire_tensor){.dtype = KLD_DTYPE_FP32, .region = second, .offset_bytes = 4};
+        rig_send(fd, &frame);
+        if (told)
+            rig_expect_error(fd, 20, KLD_INVALID, "grad_predictions overlaps targets");
+        else
+            rig_expect(fd, 20, KLD_FRAME_DONE, NULL);
+        const uint64_t dropped[] = {regions[i], second};
+        for (int j = i % 3 == 0; j < 2; j++) {
+            rig_drop(fd, 30, dropped[j]);
+            rig_expect(fd, 30, KLD_FRAME_DONE, NULL);
+        }
+        close(files[i]);
+    }
+    close(fd);
+    rig_until_stat(&rig, KLD_STAT_worker_regions, 0);
+    ck_assert_uint_eq(rig.worker.cuda_files, 0);
+    end();
+}
+END_TEST
+
 /* Two tensors of a caching allocator often lie in one allocation: two regions, one memory. */
 START_TEST(parts_of_one_allocation_are_one_memory) {
     start();
@@ -422,8 +459,8 @@ START_TEST(one_memfd_on_several_connections_is_mapped_once) {
 END_TEST
 
 UNIT_MAIN("server/worker/region", ipc_handles_are_checked, one_descriptor_is_one_memory,
-          descriptors_kept_have_a_limit, memory_of_other_cards_is_for_those_told,
-          a_card_that_takes_turns_is_told_of_once, parts_of_one_allocation_are_one_memory,
-          table_grows_to_its_limit_and_reuses_places, quota_counts_what_is_still_condemned,
-          client_leaves_while_regions_are_mapped, flood_of_region_adds_is_bounded,
-          one_memfd_on_several_connections_is_mapped_once)
+          descriptors_kept_have_a_limit, every_descriptor_of_a_client_is_told_apart,
+          memory_of_other_cards_is_for_those_told, a_card_that_takes_turns_is_told_of_once,
+          parts_of_one_allocation_are_one_memory, table_grows_to_its_limit_and_reuses_places,
+          quota_counts_what_is_still_condemned, client_leaves_while_regions_are_mapped,
+          flood_of_region_adds_is_bounded, one_memfd_on_several_connections_is_mapped_once)
