@@ -420,9 +420,9 @@ static void receive(struct unix_connection *u) {
         struct kld_error error = {.status = KLD_OK};
         int cut = message.msg_flags & (MSG_TRUNC | MSG_CTRUNC);
         if (count <= 0 || kld_frame_check(&frame, (size_t)count, 0, cut, &request, &error)) {
-            if (error.status == KLD_VERSION && u->state == UNIX_GREETING)
-                u->fatal = error;
-            kld_unix_lose(u); /* the end, or something that is not our server */
+            if (error.status == KLD_VERSION)
+                u->fatal = error; /* to whoever waits: another try would end the same way */
+            kld_unix_lose(u);     /* the end, or something that is not our server */
             return;
         }
         frame_received(u, &frame);

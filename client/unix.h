@@ -126,7 +126,8 @@ struct unix_connection {
     uint64_t down_since_ns, retry_at_ns, backoff_ns;
     uint64_t control_sequence;
     struct kld_frame_welcome welcome;
-    struct kld_error fatal; /* why the last greeting was refused; status OK: it was not */
+    struct kld_error fatal; /* why the last greeting was refused, or that a frame was another
+                             * release's; status OK: neither, or greeted since */
     struct kld_call_list queued, sent;
     struct unix_control control;
     struct unix_stage stages[KLD_STAGES_MAX];

@@ -267,8 +267,14 @@ enum kld_status kld_unix_wait_state(struct unix_connection *u, const enum unix_r
     enum kld_status status = KLD_OK;
     while ((*state == UNIX_REGION_NEW || *state == UNIX_REGION_ADDING ||
             *state == UNIX_REGION_WAITING) &&
-           !status && kld_now_ns() < deadline_ns)
+           !status && kld_now_ns() < deadline_ns) {
         status = kld_connection_step(&u->base, deadline_ns, err);
+        if (!status && u->fatal.status == KLD_VERSION) {
+            if (err)
+                *err = u->fatal;
+            return KLD_VERSION;
+        }
+    }
     if (status || *state == UNIX_REGION_READY)
         return status;
     if (*state == UNIX_REGION_FAILED) {

@@ -84,6 +84,8 @@ static void settle(struct unix_connection *u, struct unix_call *call) {
     call->device_losses += call->lost_device;
     if (call->cancelled) {
         kld_unix_call_fail(u, call, KLD_CANCELLED, "cancelled; the server was lost meanwhile");
+    } else if (u->fatal.status == KLD_VERSION) {
+        kld_unix_call_fail(u, call, KLD_VERSION, u->fatal.text);
     } else if (!call->refused && !repeatable(call)) {
         kld_unix_call_fail(
             u, call, call->lost_device ? KLD_DEVICE_LOST : KLD_UNAVAILABLE,
@@ -114,6 +116,10 @@ void kld_unix_lose(struct unix_connection *u) {
         u->down_since_ns = kld_now_ns();
     u->state = UNIX_DOWN;
     u->doomed = u->leaving = false;
+    if (u->control.wanted && u->control.sent && u->fatal.status == KLD_VERSION) {
+        u->control.ended = true;
+        u->control.error = u->fatal;
+    }
     u->control.sent = false;
     kld_unix_regions_lost(u);
     kld_unix_shares_lost(u);

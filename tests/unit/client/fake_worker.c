@@ -45,7 +45,9 @@ struct fake_client {
 static _Thread_local struct fake_publication publications[16];
 
 static void reply(struct fake_client *client, const union kld_frame *frame) {
-    send(client->fd, frame, frame->header.length, MSG_NOSIGNAL);
+    union kld_frame sent = *frame;
+    sent.header.length -= frame->header.type == client->worker->cut_type ? 8 : 0;
+    send(client->fd, &sent, sent.header.length, MSG_NOSIGNAL);
 }
 
 static void reply_error(struct fake_client *client, uint64_t request, enum kld_status status) {
@@ -260,7 +262,6 @@ static void hello(struct fake_worker *worker, struct fake_client *client, uint64
     welcome->streams_max = 4;
     welcome->flags = worker->flags;
     welcome->region_bytes_max = worker->region_bytes_max;
-    frame.header.length -= (uint32_t)worker->welcome_less;
     reply(client, &frame);
 }
 

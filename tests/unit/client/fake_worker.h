@@ -29,7 +29,7 @@ struct fake_worker {
     atomic_int busy_at_submit;  /* countdown: at 1 the SUBMIT is answered BUSY */
     atomic_int leave_at_submit; /* countdown: from 1 on nothing new is taken: UNAVAILABLE */
     atomic_int refuse_hello;    /* enum kld_status */
-    atomic_int welcome_less;    /* bytes that WELCOME lacks, as in an older release */
+    atomic_int cut_type;        /* enum kld_frame_type: lacks 8 bytes, as in an older release */
     atomic_int refuse_regions;  /* enum kld_status */
     atomic_int refuse_regions_once; /* enum kld_status: of the next one */
     atomic_int garbage;             /* answers the next frame with nonsense */

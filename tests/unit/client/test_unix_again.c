@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "client/unix.h"
@@ -313,13 +314,40 @@ END_TEST
 /* A server whose frames have other sizes is no server to wait for. */
 START_TEST(test_another_release_is_told_at_once) {
     fake_worker_open(&worker);
-    worker.welcome_less = 8;
+    worker.cut_type = KLD_FRAME_WELCOME;
     char url[128];
     snprintf(url, sizeof url, "unix:%s", worker.path);
     ck_assert_int_eq(kld_connect(url, NULL, &connection, &error), KLD_VERSION);
     ck_assert_ptr_nonnull(strstr(error.text, "WELCOME frame of 1360 bytes; expected 1368"));
     ck_assert_int_eq(worker.accepted, 1);
     fake_worker_close(&worker);
+}
+END_TEST
+
+/* So it is if only frames that come later differ: nobody waits for another try. */
+START_TEST(test_another_release_is_told_at_once_later) {
+    setup();
+    struct kld_region *region = filled_region(), *other = NULL;
+    struct kld_request request = region_request(region, 0, region, 8192);
+    struct kld_server_stats stats;
+    struct ended ended = {0};
+    time_t start = time(NULL);
+    ck_assert_int_eq(kld_run(connection, &request, NULL, &error), KLD_OK);
+    worker.cut_type = KLD_FRAME_DONE;
+    worker.submits = 0;
+    submit(&request, &ended);
+    process_until(&ended);
+    ck_assert_int_eq(ended.status, KLD_VERSION);
+    ck_assert_int_eq(worker.submits, 1);
+    worker.cut_type = KLD_FRAME_STATS_REPLY;
+    ck_assert_int_eq(kld_stats(connection, &stats, &error), KLD_VERSION);
+    ck_assert_ptr_nonnull(strstr(error.text, "of different releases"));
+    worker.cut_type = KLD_FRAME_REGION;
+    ck_assert_int_eq(kld_region_create_pool(connection, 4096, &other, &error), KLD_VERSION);
+    ck_assert_int_lt(time(NULL) - start, 5);
+    worker.cut_type = 0; /* replaced by one that fits */
+    ck_assert_msg(kld_run(connection, &request, NULL, &error) == KLD_OK, "%s", error.text);
+    teardown();
 }
 END_TEST
 
@@ -344,4 +372,4 @@ UNIT_MAIN("client/unix_again", test_late_keeps_its_staging, test_cancelled_keeps
           test_in_place_through_two_regions, test_worker_leaves,
           test_region_refused_by_a_worker_that_ends, test_server_is_looked_for_after_a_long_pause,
           test_reason_of_a_refusal_is_told, test_another_release_is_told_at_once,
-          test_a_request_that_kills_the_device)
+          test_another_release_is_told_at_once_later, test_a_request_that_kills_the_device)
