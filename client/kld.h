@@ -233,7 +233,8 @@ struct kld_request {
     struct kld_op
         op; /* kld_op_init(), then shape, parameters, tensor[slot].dtype and row_stride_bytes */
     struct kld_bytes bytes[KLD_SLOT_COUNT];
-    uint32_t stream; /* requests of one stream run in order */
+    uint32_t stream; /* requests of one stream run in order. Numbers from the streams_max of
+                      * kld_info() on share streams with those below: stream % streams_max */
 
     /* From now; 0: none. Over it: KLD_DEADLINE. Plain memory is then left alone; a region may be
      * written until a later request of the same stream has ended, and so after kld_cancel(). */

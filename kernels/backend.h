@@ -160,6 +160,9 @@ struct kld_backend {
     /* May memory of the card with this UUID be imported: its own, or with peer_access that of
      * another? NULL: only its own. Any thread; takes no time. */
     bool (*reaches)(struct kld_device *device, const uint8_t uuid[16]);
+    /* Was a handle imported that does not say which card it is of? Then one of another card is
+     * taken as it is. NULL: none says or needs to. Any thread; takes no time. */
+    bool (*handles_unread)(struct kld_device *device);
     /* A buffer of the device's pool; zeroed, so that no client reads what another left. */
     enum kld_status (*memory_alloc)(struct kld_device *device, uint64_t bytes,
                                     struct kld_memory **ret_memory, struct kld_error *err);

@@ -169,7 +169,7 @@ static enum kld_status device_open(const struct kld_device_options *options,
     }
     if (options->peer_access)
         cuda_peers_find(device, count);
-    cuda_handle_learn(device);
+    device->card = cuda_card_number(device->ordinal);
     if (pthread_create(&device->thread, NULL, cuda_thread_main, device) != 0) {
         release(device);
         return kld_error_set(err, KLD_UNAVAILABLE, "the device thread cannot be started");
@@ -247,6 +247,7 @@ const struct kld_backend kld_backend_cuda = {
     .memory_import_ipc = cuda_memory_import_ipc,
     .memory_import_fd = cuda_memory_import_fd,
     .reaches = cuda_reaches,
+    .handles_unread = cuda_handles_unread,
     .memory_alloc = cuda_memory_alloc,
     .memory_free = cuda_memory_free,
     .stream_open = stream_open,

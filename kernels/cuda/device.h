@@ -111,7 +111,6 @@ struct cuda_device {
     uint64_t heir_until_ns;      /* constant: see cuda_heir_waits() */
     uint32_t shared_bytes_max;   /* constant: of one block */
     uint32_t card;               /* constant: its PCI address */
-    bool handles_name_cards;     /* constant: handle.c can read them */
     cudaMemPool_t pool;          /* constant; thread-safe */
     _Atomic uint64_t pool_used;  /* bytes reserved; any thread */
     _Atomic uint64_t kept_bytes; /* of them: of kept blocks. Written under work, read by any */
@@ -123,8 +122,12 @@ struct cuda_device {
     struct cuda_peer peers[CUDA_PEERS_MAX]; /* with peers_count: constant */
     uint32_t peers_count;
 
+    _Atomic bool handles_unread; /* some were imported that handle.c cannot read; any thread */
+
     pthread_mutex_t setup_mutex;
-    cudaStream_t setup; /* allocations and measurements of callers; under setup_mutex */
+    bool handles_name_cards;    /* handle.c can read them; with what follows under setup_mutex */
+    uint32_t handles_looked_at; /* times that it was tried to learn how */
+    cudaStream_t setup;         /* allocations and measurements of callers; under setup_mutex */
     struct cuda_import *imports;
     uint32_t imports_count;
 
@@ -202,9 +205,9 @@ bool cuda_reaches_ordinal(const struct cuda_device *device, int ordinal);
 /* The PCI address of a card as one number; 0: unknown. */
 uint32_t cuda_card_number(int ordinal);
 /* When the device is opened, before any handle comes. */
-void cuda_handle_learn(struct cuda_device *device);
+bool cuda_handles_unread(struct kld_device *device);
 /* KLD_INVALID: its memory is known to lie on a card that this device does not reach. */
-enum kld_status cuda_handle_check(const struct cuda_device *device, const uint8_t handle[64],
+enum kld_status cuda_handle_check(struct cuda_device *device, const uint8_t handle[64],
                                   struct kld_error *err);
 
 /* vmm.c */

@@ -293,6 +293,8 @@ static void add_after(uv_work_t *work, int cancelled) {
     struct kld_region *region = work->data;
     struct kld_session *session = region->session;
     (void)cancelled;
+    if (region->kind == KLD_REGION_CUDA_IPC)
+        kld_worker_handle_came(session->worker);
     if (region->status != KLD_OK) {
         struct kld_error error = region->error;
         enum kld_status status = region->status;

@@ -168,6 +168,17 @@ void kld_worker_shares_card(struct kld_worker *worker) {
         "of 0.03; run the server and its clients under nvidia-cuda-mps-control");
 }
 
+void kld_worker_handle_came(struct kld_worker *worker) {
+    const struct kld_backend *backend = worker->options.backend;
+    if (worker->told_handles || !backend->handles_unread ||
+        !backend->handles_unread(worker->device))
+        return;
+    worker->told_handles = true;
+    kld_log(KLD_LOG_WARN, "CUDA handles unread", "text=\"%s\"",
+            "this driver's IPC handles do not name their card where it is looked for: memory of "
+            "another card that is sent under this one's UUID is not refused");
+}
+
 static void completed(uv_async_t *async) { kld_core_completed(async->data); }
 
 /* more: again at the loop's next turn. */
@@ -423,7 +434,9 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
         return kld_error_set(err, KLD_INTERNAL, "no event loop");
     }
     status = kld_mappings_init(&worker->mappings, options->backend, options->device, err);
-    if (status || (status = handles_init(worker, err))) {
+    if (!status && (status = handles_init(worker, err)))
+        kld_mappings_done(&worker->mappings);
+    if (status) {
         uv_loop_close(&worker->loop);
         kld_queue_done(&worker->queue);
         return status;

@@ -85,6 +85,7 @@ struct kld_worker {
     bool lost;                        /* the device is: everything was answered, the loop stops */
     bool cut_short;                   /* drain_ms passed with work in flight */
     bool told_turns;                  /* that clients compute on our card without MPS */
+    bool told_handles;                /* that IPC handles do not say whose they are */
     uint64_t pool_allocations;        /* that the statistics have been told of */
     uint64_t cuda_files;              /* of all sessions, see cuda_file.h */
     bool told_cuda_files;             /* that some are not told apart */
@@ -121,6 +122,8 @@ void kld_worker_accept(struct kld_worker *worker);
 void kld_worker_pool_counted(struct kld_worker *worker);
 /* A client has a context of its own on our card. Says once what that costs without MPS. */
 void kld_worker_shares_card(struct kld_worker *worker);
+/* An IPC handle was imported: says once if such handles do not tell which card they are of. */
+void kld_worker_handle_came(struct kld_worker *worker);
 /* A client is gone whose jobs may wait for an event of its. */
 void kld_worker_watch_orphans(struct kld_worker *worker);
 /* The deadline timer follows the queue's earliest deadline. */

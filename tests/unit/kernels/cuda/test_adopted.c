@@ -59,6 +59,10 @@ START_TEST(an_early_answer_waits_for_nothing) {
     ck_assert_int_eq(kld_run(connection, &request, &result, &err), KLD_OK);
     ck_assert(fake_now_ns() - before < 50000000 && result.attempts == 1);
     ck_assert(theirs.ready_ns >= before + 100000000); /* it runs on their stream */
+    uint64_t until = theirs.ready_ns;
+    request.stream += 128; /* streams_max: the same stream */
+    ck_assert_int_eq(kld_run(connection, &request, &result, &err), KLD_OK);
+    ck_assert(theirs.ready_ns >= until + 100000000);
     /* One that is waited for comes behind it. */
     request = make_request(false);
     ck_assert_int_eq(kld_run(connection, &request, &result, &err), KLD_OK);

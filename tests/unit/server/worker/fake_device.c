@@ -290,6 +290,10 @@ static bool waits(struct kld_device *device, const struct kld_job *job) {
     return job->wait && atomic_load(&fake_of(device)->waits);
 }
 
+static bool handles_unread(struct kld_device *device) {
+    return atomic_load(&fake_of(device)->handles_unread);
+}
+
 static bool is_dead(struct kld_device *device) { return atomic_load(&fake_of(device)->dead); }
 
 static enum kld_status check(struct kld_device *device, struct kld_error *err) {
@@ -311,6 +315,7 @@ const struct kld_backend fake_backend = {
     .memory_import_ipc = memory_import_ipc,
     .memory_import_fd = memory_import_fd,
     .reaches = reaches,
+    .handles_unread = handles_unread,
     .memory_alloc = memory_new,
     .memory_free = memory_free,
     .stream_open_priority = stream_open,

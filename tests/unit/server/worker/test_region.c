@@ -270,6 +270,7 @@ START_TEST(a_card_that_takes_turns_is_told_of_once) {
         rig_init(&rig);
         rig.fake.head.info.takes_turns = turns;
         rig_start(&rig);
+        atomic_store(&rig.fake.handles_unread, turns);
         int fd = rig_client(&rig);
         rig_region(fd, 4096);
         rig_plain(fd, KLD_FRAME_PING, 1);
@@ -278,6 +279,7 @@ START_TEST(a_card_that_takes_turns_is_told_of_once) {
         close(fd);
         ck_assert_int_eq(rig_end(&rig), 0);
         ck_assert_int_eq(rig.worker.told_turns, turns);
+        ck_assert_int_eq(rig.worker.told_handles, turns);
         rig_done(&rig);
     }
 }
