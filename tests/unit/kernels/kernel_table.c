@@ -116,7 +116,8 @@ static void report(const struct kld_device *device, const struct table_case *at,
     double share = ceiling > 0 ? per_s / ceiling : 0;
     const char *backend = device->info.backend;
     if (failure[0])
-        printf("FAIL %s: %s: %s\n", backend, at->name, failure);
+        printf("FAIL %s: %s: %s, temperature %g, parameter %g\n", backend, at->name, failure,
+               at->temperature, at->parameter);
     else if (at->speed)
         printf("     %s: %-32s %9.3f ms %8.2f GB/s  %.2f of ceiling\n", backend, at->name,
                (double)outputs->best_ns * 1e-6, per_s * 1e-9, share);
