@@ -3,9 +3,11 @@
  * so it measures any back end; needs no server. Checks no number: that is tests/unit/kernels.
  *
  *   kernels [--backend auto|cpu|cuda] [--device N] [--runs N] [--json FILE] [--ceiling-mib N]
- *           [--classes | --shape NxC [--dtype FP32] [--form probs]...]
+ *           [--classes | --shape NxC [--dtype FP32] [--form probs] [--alike]...]
  *
- * --classes: rows of logits of many lengths, the same number of classes in all. */
+ * --classes: rows of logits of many lengths, the same number of classes in all.
+ * --alike: logits of a teacher and of a student that has learnt from it; without it the two tensors
+ * have nothing in common. Kernels take other ways for rows that are close or have a heavy class. */
 #include <getopt.h>
 #include <inttypes.h>
 #include <math.h>
@@ -28,25 +30,28 @@ struct shape {
     uint64_t rows, classes;
     enum kld_dtype dtype;
     enum kld_form form;
+    bool alike;
 };
 
 static const struct shape standard[] = {
-    {16384, 16384, KLD_DTYPE_FP32, KLD_FORM_PROBS},
-    {8192, 32768, KLD_DTYPE_BF16, KLD_FORM_LOGITS},
-    {4096, 131072, KLD_DTYPE_BF16, KLD_FORM_LOGITS},
-    {2048, 262144, KLD_DTYPE_BF16, KLD_FORM_LOGITS},
-    {4096, 32768, KLD_DTYPE_FP32, KLD_FORM_LOGITS},
+    {16384, 16384, KLD_DTYPE_FP32, KLD_FORM_PROBS, false},
+    {8192, 32768, KLD_DTYPE_BF16, KLD_FORM_LOGITS, false},
+    {4096, 131072, KLD_DTYPE_BF16, KLD_FORM_LOGITS, false},
+    {2048, 262144, KLD_DTYPE_BF16, KLD_FORM_LOGITS, false},
+    {4096, 32768, KLD_DTYPE_FP32, KLD_FORM_LOGITS, false},
+    {8192, 32768, KLD_DTYPE_BF16, KLD_FORM_LOGITS, true},
+    {4096, 32768, KLD_DTYPE_FP32, KLD_FORM_LOGITS, true},
     /* Short rows, 1 GiB in both tensors together; and 10^7 of them. */
-    {67108864, 2, KLD_DTYPE_FP32, KLD_FORM_LOGITS},
-    {134217728, 2, KLD_DTYPE_BF16, KLD_FORM_LOGITS},
-    {10000000, 10, KLD_DTYPE_FP32, KLD_FORM_LOGITS},
-    {10000000, 10, KLD_DTYPE_BF16, KLD_FORM_LOGITS},
-    {2097152, 64, KLD_DTYPE_FP32, KLD_FORM_LOGITS},
-    {4194304, 64, KLD_DTYPE_BF16, KLD_FORM_LOGITS},
-    {1342177, 100, KLD_DTYPE_FP32, KLD_FORM_LOGITS},
-    {2684354, 100, KLD_DTYPE_BF16, KLD_FORM_LOGITS},
-    {524288, 256, KLD_DTYPE_FP32, KLD_FORM_LOGITS},
-    {1048576, 256, KLD_DTYPE_BF16, KLD_FORM_LOGITS},
+    {67108864, 2, KLD_DTYPE_FP32, KLD_FORM_LOGITS, false},
+    {134217728, 2, KLD_DTYPE_BF16, KLD_FORM_LOGITS, false},
+    {10000000, 10, KLD_DTYPE_FP32, KLD_FORM_LOGITS, false},
+    {10000000, 10, KLD_DTYPE_BF16, KLD_FORM_LOGITS, false},
+    {2097152, 64, KLD_DTYPE_FP32, KLD_FORM_LOGITS, false},
+    {4194304, 64, KLD_DTYPE_BF16, KLD_FORM_LOGITS, false},
+    {1342177, 100, KLD_DTYPE_FP32, KLD_FORM_LOGITS, false},
+    {2684354, 100, KLD_DTYPE_BF16, KLD_FORM_LOGITS, false},
+    {524288, 256, KLD_DTYPE_FP32, KLD_FORM_LOGITS, false},
+    {1048576, 256, KLD_DTYPE_BF16, KLD_FORM_LOGITS, false},
 };
 
 /* Of --classes: powers of 2, and vocabularies as they are. */
@@ -118,6 +123,18 @@ static float sample(const struct shape *shape, uint64_t *state) {
     return shape->form == KLD_FORM_LOGITS ? z : z - logf((float)shape->classes) - 2.0f;
 }
 
+/* Of two sides with the same base: each row has one class with 0.1 to 0.999 of the mass, and the
+ * sides differ by noise, sigma 0.4: KL is some 0.05. */
+static float sample_alike(const struct shape *shape, uint64_t i, uint64_t *base, uint64_t *own) {
+    uint64_t dice = (i / shape->classes + 1) * 0x9e3779b97f4a7c15u;
+    float z = sample(shape, base), noise = 0.2f * sample(shape, own);
+    if (i % shape->classes == (dice >> 20) % shape->classes) {
+        float mass = 0.1f + 0.899f * (float)(dice >> 40) * 0x1p-24f;
+        z = logf((float)shape->classes * mass / (1 - mass)) + 2;
+    }
+    return z + noise;
+}
+
 static void write_element(void *tile, uint64_t i, enum kld_dtype dtype, float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -140,11 +157,13 @@ static struct kld_memory *random_tensor(struct bench *bench, const struct shape 
     struct kld_memory *memory, *host;
     uint64_t bytes = shape->rows * shape->classes * kld_dtype_bytes(shape->dtype);
     uint64_t tile_bytes = bytes < TILE_BYTES ? bytes : TILE_BYTES;
+    uint64_t base = 3935559000370003845u;
     void *tile = malloc(tile_bytes);
     if (!tile || bench->backend->memory_alloc(bench->device, bytes, &memory, &err))
         fail("no memory for a tensor", &err);
     for (uint64_t i = 0; i < tile_bytes / kld_dtype_bytes(shape->dtype); i++)
-        write_element(tile, i, shape->dtype, sample(shape, &seed));
+        write_element(tile, i, shape->dtype,
+                      shape->alike ? sample_alike(shape, i, &base, &seed) : sample(shape, &seed));
     if (bench->backend->memory_wrap(bench->device, tile, tile_bytes, &host, &err))
         fail("wrapping memory", &err);
     for (uint64_t at = 0; at < bytes; at += tile_bytes) {
@@ -195,21 +214,21 @@ static void report(struct bench *bench, const struct shape *shape, const char *d
     double ceiling = gradient ? bench->read_write_per_s : bench->read_per_s;
     double floor_ms = (double)bytes / ceiling * 1e3;
     printf("%-10s %-8s %-4s %8" PRIu64 " x %-7" PRIu64
-           " %-9s %8.4f ms  %7.1f GB/s  %5.3f of ceiling\n",
+           " %-9s %-5s %8.4f ms  %7.1f GB/s  %5.3f of ceiling\n",
            divergence, kld_form_name(shape->form), kld_dtype_name(shape->dtype), shape->rows,
-           shape->classes, gradient ? "loss+grad" : "loss", ms, (double)bytes / ms / 1e6,
-           floor_ms / ms);
+           shape->classes, gradient ? "loss+grad" : "loss", shape->alike ? "alike" : "", ms,
+           (double)bytes / ms / 1e6, floor_ms / ms);
     fflush(stdout);
     if (!bench->json)
         return;
     fprintf(
         bench->json,
         "%s\n    {\"divergence\": \"%s\", \"form\": \"%s\", \"dtype\": \"%s\", \"rows\": %" PRIu64
-        ", \"classes\": %" PRIu64 ", \"gradient\": %s, \"bytes\": %" PRIu64
+        ", \"classes\": %" PRIu64 ", \"gradient\": %s, \"alike\": %s, \"bytes\": %" PRIu64
         ", \"ms\": %.5f, \"ms_min\": %.5f, \"fraction_of_ceiling\": %.4f}",
         bench->results++ ? "," : "", divergence, kld_form_name(shape->form),
         kld_dtype_name(shape->dtype), shape->rows, shape->classes, gradient ? "true" : "false",
-        bytes, ms, low_ms, floor_ms / ms);
+        shape->alike ? "true" : "false", bytes, ms, low_ms, floor_ms / ms);
 }
 
 static void measure(struct bench *bench, const struct shape *shape) {
@@ -285,7 +304,7 @@ static void add_lengths(struct options *options) {
     for (size_t i = 0; i < 2 * sizeof lengths / sizeof lengths[0]; i++) {
         uint64_t classes = lengths[i / 2];
         options->shape[options->shapes++] =
-            (struct shape){ELEMENTS / classes, classes, dtypes[i % 2], KLD_FORM_LOGITS};
+            (struct shape){ELEMENTS / classes, classes, dtypes[i % 2], KLD_FORM_LOGITS, false};
     }
 }
 
@@ -295,7 +314,8 @@ static bool parse(int argc, char **argv, struct options *ret_options) {
                                           {"runs", 1, NULL, 'r'},    {"json", 1, NULL, 'j'},
                                           {"shape", 1, NULL, 's'},   {"dtype", 1, NULL, 't'},
                                           {"form", 1, NULL, 'f'},    {"ceiling-mib", 1, NULL, 'c'},
-                                          {"classes", 0, NULL, 'l'}, {NULL, 0, NULL, 0}};
+                                          {"classes", 0, NULL, 'l'}, {"alike", 0, NULL, 'a'},
+                                          {NULL, 0, NULL, 0}};
     struct options *o = ret_options;
     int option;
     while ((option = getopt_long(argc, argv, "", known, NULL)) != -1) {
@@ -311,7 +331,7 @@ static bool parse(int argc, char **argv, struct options *ret_options) {
             if (o->shapes == CASES_MAX)
                 return false;
             last = &o->shape[o->shapes++];
-            *last = (struct shape){0, 0, KLD_DTYPE_FP32, KLD_FORM_PROBS};
+            *last = (struct shape){0, 0, KLD_DTYPE_FP32, KLD_FORM_PROBS, false};
             if (sscanf(optarg, "%" SCNu64 "x%" SCNu64, &last->rows, &last->classes) != 2 ||
                 !last->rows || !last->classes)
                 return false;
@@ -320,6 +340,11 @@ static bool parse(int argc, char **argv, struct options *ret_options) {
             if (!last || !kld_dtype_from_name(optarg, &last->dtype) ||
                 !kld_dtype_is_float(last->dtype))
                 return false;
+            break;
+        case 'a':
+            if (!last)
+                return false;
+            last->alike = true;
             break;
         case 'f':
             if (!last || !parse_form(optarg, &last->form))
@@ -364,7 +389,8 @@ int main(int argc, char **argv) {
         fprintf(stderr,
                 "usage: kernels [--backend auto|cpu|cuda] [--device N] [--runs N] [--json FILE]\n"
                 "               [--ceiling-mib N] [--classes | --shape NxC [--dtype %s] [--form "
-                "%s]...]\n",
+                "%s]\n"
+                "               [--alike]...]\n",
                 kld_dtype_list(), kld_form_list());
         return 2;
     }
