@@ -1,6 +1,7 @@
 /* logits_careful.cuh - the statistics of rows of logits whose sides are close, or have a heavy
- * class in common: see logits_stats.cuh. A warp counts from the class of its part that is the
- * heaviest of q, so two passes over it: all that is added up is then of the size of the result. */
+ * class in common: see logits_stats.cuh. Every class is measured against the row: v = ln p - ln q
+ * but for what is still unknown of the two sums, some 1e-7. So all that is added up is of the size
+ * of the result, wherever in the row it comes from; what v lacks shows in the change of the sum. */
 #ifndef KLD_KERNELS_CUDA_LOGITS_CAREFUL_CUH
 #define KLD_KERNELS_CUDA_LOGITS_CAREFUL_CUH
 
@@ -9,12 +10,11 @@
 namespace logits_stats {
 inline namespace KLD_CUDA_TEAM {
 
-struct careful_term {
-    double b, change, forward, reverse, a;
-};
-
 /* Logits below it have no mass, whatever the rest: what masks classes without being -inf. */
 static constexpr float NO_MASS = -1e30f;
+
+/* |v| below it: by series. */
+static constexpr float SERIES_MAX = 1.0f;
 
 /* 2^(z s - c) in FP64. */
 static __device__ __forceinline__ double careful_exp(float z, float c, const temperature &t) {
@@ -23,15 +23,52 @@ static __device__ __forceinline__ double careful_exp(float z, float c, const tem
     return fma(scale, (double)e.w, scale);
 }
 
-/* p's exponentials are 2^(zp s - c_p) fraction there; v is (zp - zq - delta) / T. */
-static __device__ careful_term careful_pair(float z_p, float z_q, const reference &at, float delta,
-                                            float c_p, double fraction, const temperature &t) {
+/* What the exponentials are measured against: q's are 2^(zq s - c_q), p's 2^(zp s - c_p) fraction,
+ * which is b e^v. 16 bits take s by its high part alone, here and in all passes, and q's
+ * exponentials from the largest logit: that of a class with all the mass is then 1 exactly. */
+struct careful_reference {
+    float top_q, pad_p, pad_q; /* no mass below the pads */
+    float c_q, c_p;
+    float apart; /* 16 bits: taken off zp, so that no difference is rounded */
+    double shift, fraction, inverse_temperature;
+    double origin_q, delta, scale; /* c_q before rounding in 16 bits; shift T; s */
+    two_floats rest;               /* shift - apart / T */
+
+    __device__ __forceinline__ careful_reference() {}
+    template <class T>
+    static __device__ __forceinline__ careful_reference of(float top_q, double shift,
+                                                           double inverse_temperature,
+                                                           const temperature &t, float span) {
+        careful_reference at;
+        at.shift = shift;
+        at.inverse_temperature = inverse_temperature;
+        at.scale = (double)t.scale.high + (sizeof(T) == 4 ? (double)t.scale.low : 0.0);
+        at.delta = shift / inverse_temperature;
+        at.apart = apart_of<T>(at.delta);
+        at.rest = two_floats(shift - (double)at.apart * inverse_temperature);
+        at.top_q = fabsf(top_q) < 1e30f ? top_q : CUDART_NAN_F;
+        at.c_q = reference::whole(top_q * t.scale.high);
+        at.origin_q = sizeof(T) == 4 ? (double)at.c_q : (double)top_q * at.scale;
+        double c = at.origin_q + (at.delta - (double)at.apart) * at.scale;
+        at.c_p = fabs(c) < 2097152.0 ? (float)rint(c) : CUDART_NAN_F;
+        at.fraction = exp2(rint(c) - c);
+        at.pad_q = reference::below(top_q, span);
+        at.pad_p = reference::below(top_q + (float)at.delta, span);
+        return at;
+    }
+};
+
+struct careful_term {
+    double b, change, forward, reverse, a;
+};
+
+static __device__ careful_term careful_pair(float z_p, float z_q, const careful_reference &at,
+                                            const temperature &t) {
     bool no_p = z_p == -CUDART_INF_F, no_q = z_q == -CUDART_INF_F;
-    double inverse = (double)t.inverse.high + (double)t.inverse.low;
-    double v = no_p || no_q ? 0.0 : ((double)z_p - (double)z_q - (double)delta) * inverse;
+    double v = fma((double)z_p - (double)z_q, at.inverse_temperature, -at.shift);
     careful_term r;
     r.b = z_q < NO_MASS ? 0.0 : careful_exp(fmaxf(z_q, at.pad_q), at.c_q, t);
-    if (!no_p && !no_q && fabs(v) < 0.5) {
+    if (!no_p && !no_q && fabs(v) < (double)SERIES_MAX) {
         double f = (double)expm1_rest((float)v), square = v * v * r.b;
         r.change = fma(square, f, r.b * v);
         r.forward = square * fma(v - 1.0, f, 1.0);
@@ -39,7 +76,7 @@ static __device__ careful_term careful_pair(float z_p, float z_q, const referenc
         r.a = r.b + r.change;
         return r;
     }
-    r.a = z_p < NO_MASS ? 0.0 : careful_exp(fmaxf(z_p, at.pad_p), c_p, t) * fraction;
+    r.a = z_p < NO_MASS ? 0.0 : careful_exp(fmaxf(z_p, at.pad_p), at.c_p, t) * at.fraction;
     r.change = r.a - r.b;
     if (isnan(z_p + z_q)) { /* fmaxf() drops it */
         r.forward = r.reverse = CUDART_NAN;
@@ -50,82 +87,69 @@ static __device__ careful_term careful_pair(float z_p, float z_q, const referenc
     return r;
 }
 
-/* The same of 16 bits, in FP32: v is exact but for its last bit, and every term is of the size of
- * the result. */
-static __device__ __forceinline__ void careful_pair_16(float z_p, float z_q, const reference &at,
-                                                       float delta, float c_p, float fraction,
-                                                       const temperature &t, float &ret_b,
-                                                       float &ret_change, float &ret_forward,
-                                                       float &ret_reverse, float &ret_a) {
-    bool no_p = z_p == -CUDART_INF_F, no_q = z_q == -CUDART_INF_F;
-    float v = no_p || no_q ? 0.0f : (z_p - z_q - delta) * t.inverse.high;
-    float b = z_q < NO_MASS ? 0.0f : exp2_fast(fmaf(fmaxf(z_q, at.pad_q), t.scale.high, -at.c_q));
-    float f = expm1_rest(v), square = v * v * b;
-    bool near = !no_p && !no_q && fabsf(v) < 0.5f;
-    float a =
-        z_p < NO_MASS ? 0.0f : exp2_fast(fmaf(fmaxf(z_p, at.pad_p), t.scale.high, -c_p)) * fraction;
-    float change = near ? fmaf(square, f, b * v) : a - b;
-    float forward = a == 0.0f ? b : no_q ? CUDART_INF_F : fmaf(a, v, -change);
-    float reverse = b == 0.0f ? a : no_p ? CUDART_INF_F : fmaf(-b, v, change);
-    ret_b = b;
-    ret_change = change;
-    ret_forward = near ? square * fmaf(v - 1.0f, f, 1.0f) : forward;
-    if (isnan(z_p + z_q)) /* fmaxf() drops it */
-        ret_forward = CUDART_NAN_F;
-    ret_reverse = near ? square * f : reverse;
-    ret_a = near ? b + change : a;
-}
-
-/* Against what the careful way measures a warp's part. */
-struct careful_reference : reference {
-    float delta; /* the difference at the class whose q is the largest */
-    float c_p;   /* p's exponentials are 2^(zp s - c_p) fraction there */
-    double fraction;
-
-    template <class T, class SLICE>
-    static __device__ __forceinline__ careful_reference of(const SLICE &slice, const temperature &t,
-                                                           float span) {
-        careful_reference at;
-        /* The largest of all, and that class of the largest q of which both have mass. */
-        float top_p = -CUDART_INF_F, top_q = -CUDART_INF_F;
-        float main_q = -CUDART_INF_F, delta = CUDART_NAN_F;
-        slice.template pass<T>([&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
-            pair_of<T> z(raw_p, raw_q);
-            z.pad(left, -CUDART_INF_F, -CUDART_INF_F);
-#pragma unroll
-            for (int i = 0; i < packet<T>::V; i++) {
-                top_p = fmaxf(top_p, z.p[i]);
-                top_q = fmaxf(top_q, z.q[i]);
-                bool main = z.q[i] > main_q && fabsf(z.p[i]) < 1e30f;
-                delta = main ? z.p[i] - z.q[i] : delta;
-                main_q = main ? z.q[i] : main_q;
-            }
-        });
-        (reference &)at = reference::of_tops(warp_max(top_p), warp_max(top_q), t, span);
-        float main = warp_max(main_q);
-        unsigned have = __ballot_sync(KLD_FULL_WARP, main_q == main && fabsf(delta) < 1e30f);
-        delta = __shfl_sync(KLD_FULL_WARP, delta, have ? __ffs(have) - 1 : 0);
-        bool known = have || fabsf(at.top_p - at.top_q) < 1e30f;
-        if (!have)
-            delta = known ? at.top_p - at.top_q : 0.0f;
-        /* 16 bits take all exponentials by the high part alone */
-        double scale = (double)t.scale.high + (sizeof(T) == 4 ? (double)t.scale.low : 0.0);
-        double c = (double)at.c_q + (double)delta * scale;
-        at.delta = delta;
-        at.c_p = known ? (float)floor(c) : CUDART_NAN_F;
-        at.fraction = exp2(floor(c) - c);
-        at.pad_p = below(at.top_q + delta, span);
-        return at;
-    }
+struct careful_term_16 {
+    float b, change, forward, reverse, a;
 };
 
-/* sum: b, change, forward terms, and reverse terms or a zq. mark: delta, the reference of b. */
+/* The same of 16 bits, in FP32: v is exact but for its last bit, and every term is of the size of
+ * the result. */
+static __device__ __forceinline__ careful_term_16 careful_pair_16(float z_p, float z_q,
+                                                                  const careful_reference &at,
+                                                                  float fraction,
+                                                                  const temperature &t) {
+    bool no_p = z_p == -CUDART_INF_F, no_q = z_q == -CUDART_INF_F;
+    float above = z_p - at.apart, u = above - z_q;
+    float v = fmaf(u, t.inverse.high, -at.rest.high) + fmaf(u, t.inverse.low, -at.rest.low);
+    float b = z_q < NO_MASS ? 0.0f : exp2_fast((z_q - at.top_q) * t.scale.high);
+    float f = expm1_rest(v), square = v * v * b;
+    bool near = !no_p && !no_q && fabsf(v) < SERIES_MAX;
+    float a = z_p < NO_MASS ? 0.0f : exp2_fast(fmaf(above, t.scale.high, -at.c_p)) * fraction;
+    careful_term_16 r;
+    r.b = b;
+    r.change = near ? fmaf(square, f, b * v) : a - b;
+    float forward = a == 0.0f ? b : no_q ? CUDART_INF_F : fmaf(a, v, -r.change);
+    float reverse = b == 0.0f ? a : no_p ? CUDART_INF_F : fmaf(-b, v, r.change);
+    r.forward = near ? square * fmaf(v - 1.0f, f, 1.0f) : forward;
+    if (isnan(z_p + z_q)) /* the largest of all drops it */
+        r.forward = CUDART_NAN_F;
+    r.reverse = near ? square * f : reverse;
+    r.a = near ? b + r.change : a;
+    return r;
+}
+
+/* The two sums of exponentials against the largest of each side, -inf and all: what the fast way
+ * could not say. sum: p's, q's. */
+template <class T, class SLICE>
+static __device__ __noinline__ part masses(SLICE slice, temperature t, reference at) {
+    part mine = {{0, 0, 0, 0}, {0, 0}, {}};
+    slice.template pass<T>([&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
+        pair_of<T> z(raw_p, raw_q);
+        z.pad(left, -CUDART_INF_F, -CUDART_INF_F);
+#pragma unroll
+        for (int i = 0; i < packet<T>::V; i++) {
+            /* NaN is dropped: the careful way finds it again. */
+            float z_p = fmaxf(z.p[i], at.pad_p), z_q = fmaxf(z.q[i], at.pad_q);
+            mine.sum[0] += careful_exp(z_p, at.c_p, t);
+            mine.sum[1] += careful_exp(z_q, at.c_q, t);
+        }
+    });
+    return mine;
+}
+
+/* One warp: parts that count alike, to one. */
+static __device__ __forceinline__ part plain_merge(const part *parts, uint32_t count) {
+    part from = lane_part(parts, count), to = from;
+    sums_of(to, from.sum);
+    return to;
+}
+
+/* sum: b, change, forward terms, and reverse terms or a (zq - the largest). */
 template <class T, int EXTRA, class SLICE>
-static __device__ __noinline__ part careful(SLICE slice, temperature t, float span) {
+static __device__ __noinline__ part careful(SLICE slice, temperature t, careful_reference at) {
     constexpr int V = packet<T>::V;
-    careful_reference at = careful_reference::of<T>(slice, t, span);
     float fraction = (float)at.fraction;
-    double total[4] = {0, 0, 0, 0};
+    part mine = {{0, 0, 0, 0}, {0, 0}, {}};
+    double(&total)[4] = mine.sum;
     slice.template pass<T>([&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
         pair_of<T> z(raw_p, raw_q);
         z.pad(left, -CUDART_INF_F, -CUDART_INF_F);
@@ -133,88 +157,58 @@ static __device__ __noinline__ part careful(SLICE slice, temperature t, float sp
 #pragma unroll
         for (int i = 0; i < V; i++)
             if constexpr (sizeof(T) == 4) {
-                careful_term r = careful_pair(z.p[i], z.q[i], at, at.delta, at.c_p, at.fraction, t);
+                careful_term r = careful_pair(z.p[i], z.q[i], at, t);
                 total[0] += r.b;
                 total[1] += r.change;
                 total[2] += r.forward;
                 if (EXTRA == REVERSE)
                     total[3] += r.reverse;
                 if (EXTRA == ENTROPY)
-                    total[3] += r.a == 0.0 ? 0.0 : r.a * (double)z.q[i];
+                    total[3] += r.a == 0.0 ? 0.0 : r.a * ((double)z.q[i] - (double)at.top_q);
             } else {
-                float b, change, forward, reverse, a;
-                careful_pair_16(z.p[i], z.q[i], at, at.delta, at.c_p, fraction, t, b, change,
-                                forward, reverse, a);
-                sum[0] += b;
-                sum[1] += change;
-                sum[2] += forward;
+                careful_term_16 r = careful_pair_16(z.p[i], z.q[i], at, fraction, t);
+                if (EXTRA == ENTROPY) /* what is small beside 1 counts */
+                    total[0] += (double)r.b;
+                else
+                    sum[0] += r.b;
+                sum[1] += r.change;
+                sum[2] += r.forward;
                 if (EXTRA == REVERSE)
-                    sum[3] += reverse;
+                    sum[3] += r.reverse;
                 if (EXTRA == ENTROPY)
-                    sum[3] = a == 0.0f ? sum[3] : fmaf(a, z.q[i], sum[3]);
+                    sum[3] = r.a == 0.0f ? sum[3] : fmaf(r.a, z.q[i] - at.top_q, sum[3]);
             }
         if constexpr (sizeof(T) != 4)
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 total[i] += (double)sum[i];
     });
-    return {{total[0], total[1], total[2], total[3]},
-            {__float_as_int(at.delta), reference::mark(at.c_q)}};
+    return mine;
 }
 
-/* One warp: up to 32 parts to one. With eta by which a part's delta differs from that of the part
- * with the largest reference: a grows by e^eta. */
+/* least: an entropy below it is lost in the numbers it is made of. */
 template <int EXTRA>
-static __device__ part careful_merge(const part *parts, uint32_t count,
-                                     double inverse_temperature) {
-    part from = lane_part(parts, count), to;
-    int mark = from.sum[0] > 0 ? from.mark[1] : INT32_MIN / 4;
-    int c_q = __reduce_max_sync(KLD_FULL_WARP, mark);
-    int main = __ffs(__ballot_sync(KLD_FULL_WARP, mark == c_q)) - 1;
-    to.mark[0] = __shfl_sync(KLD_FULL_WARP, from.mark[0], main);
-    to.mark[1] = c_q;
-    double origin = (double)__int_as_float(to.mark[0]);
-    double scale = power_of_2(from.mark[1] - c_q);
-    double b = from.sum[0], a = from.sum[0] + from.sum[1];
-    double eta = ((double)__int_as_float(from.mark[0]) - origin) * inverse_temperature;
-    double grow = a > 0 ? expm1(eta) : 0.0, more = grow * a;
-    if (threadIdx.x % 32 >= count)
-        eta = 0.0;
-    /* sum of a'(v + eta) - a' + b with a' = a e^eta */
-    double x[4] = {scale * b, scale * (from.sum[1] + more),
-                   scale * (from.sum[2] + grow * (from.sum[2] - b) + (more + a) * eta), 0.0};
-    if (EXTRA == REVERSE)
-        x[3] = scale * (from.sum[3] + more - eta * b);
-    if (EXTRA == ENTROPY)
-        x[3] = scale * from.sum[3] * (1.0 + grow);
-    sums_of(to, x);
-    return to;
-}
-
-/* scale: of the exponentials. least: an entropy below it is lost in the numbers it is made of. */
-template <int EXTRA>
-static __device__ row_stats careful_row(const part &all, double inverse_temperature, double scale,
+static __device__ row_stats careful_row(const part &all, const careful_reference &at,
                                         double least) {
-    const double(&x)[4] = all.sum; /* b, change, forward, reverse or a zq */
+    const double(&x)[4] = all.sum;
     row_stats row;
     double relative = x[1] / x[0], ratio = log1p(relative), inverse_a = 1.0 / (x[0] + x[1]);
-    row.c_q = all.mark[1];
-    row.inverse_q = 1.0 / x[0];
-    double delta = (double)__int_as_float(all.mark[0]);
-    row.shift = delta * inverse_temperature + ratio;
-    double lse_p = (double)row.c_q + log2(x[0]) + delta * scale + ratio * LOG2_E;
+    double log2_b = log2(x[0]);
+    row.c_q = (int)at.c_q;
+    row.inverse_q = exp2((double)at.c_q - at.origin_q) / x[0];
+    row.apart = at.apart;
+    row.shift = at.shift - (double)at.apart * at.inverse_temperature + ratio;
+    double lse_p = at.origin_q + log2_b + at.delta * at.scale + ratio * LOG2_E;
     row.c_p = (int)floor(lse_p);
     row.inverse_p = exp2(floor(lse_p) - lse_p);
     row.forward = fmax(x[2] * inverse_a + (relative * x[0] * inverse_a - ratio), 0.0);
     row.reverse = EXTRA == REVERSE ? fmax(x[3] / x[0] + (ratio - relative), 0.0) : 0.0;
+    double top = at.inverse_temperature * inverse_a * x[3];
     row.entropy = EXTRA == ENTROPY
-                      ? (double)row.c_q * LN_2 + log(x[0]) - x[3] * inverse_a * inverse_temperature
+                      ? log2_b * LN_2 + (at.origin_q - (double)at.top_q * at.scale) * LN_2 - top
                       : 0.0;
-    /* Of rows that are far apart, as those with classes of -inf may be, the rest is noise. */
-    bool apart = fabs(ratio) > 1.0 && row.forward < 0.25 * fabs(ratio);
-    apart = apart || (EXTRA == REVERSE && relative > 1.0 + 4.0 * row.reverse);
     row.missed = false;
-    row.good = !apart && x[0] > 0 && x[0] < 1e300 && x[0] + x[1] > 0 && fabs(x[2]) < 1e300 &&
+    row.good = fabs(ratio) < 1e-3 && x[0] > 0 && x[0] < 1e300 && fabs(x[2]) < 1e300 &&
                fabs(x[3]) < 1e300 && fabs(lse_p) < 1e6 &&
                (EXTRA != ENTROPY || row.entropy >= least);
     return row;

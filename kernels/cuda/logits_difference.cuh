@@ -11,13 +11,14 @@ inline namespace KLD_CUDA_TEAM {
 /* What a pair needs of its row to give q - p: masses are 2^(z s - c) factor. */
 struct difference_row {
     float c_p, c_q;
+    float apart;                   /* see row_stats; 0 in FP32 */
     two_floats factor_p, factor_q; /* 1 / sum, times the factor of the gradient */
     two_floats shift;
 
     __device__ __forceinline__ difference_row() {}
     __device__ __forceinline__ difference_row(const row_stats &row, double factor)
-        : c_p((float)row.c_p), c_q((float)row.c_q), factor_p(row.inverse_p * factor),
-          factor_q(row.inverse_q * factor), shift(row.shift) {}
+        : c_p((float)row.c_p), c_q((float)row.c_q), apart(row.apart),
+          factor_p(row.inverse_p * factor), factor_q(row.inverse_q * factor), shift(row.shift) {}
 };
 
 /* (zp - zq) / T - shift, rounded about once. */
@@ -40,6 +41,27 @@ static __device__ __forceinline__ float logarithm_16(float u, const two_floats &
     if (CLASSES_OUT)
         return fabsf(d) < CUDART_INF_F ? d + rest : d;
     return d + rest;
+}
+
+/* The first with what it was rounded by, where that is wanted. */
+template <bool CLASSES_OUT>
+static __device__ __forceinline__ two_floats logarithm_wide(const two_floats &u,
+                                                            const two_floats &shift,
+                                                            const temperature &t, bool wanted) {
+    two_floats d;
+    d.low = 0.0f;
+    if (!wanted) {
+        d.high = logarithm<CLASSES_OUT>(u, shift, t);
+        return d;
+    }
+    float product = u.high * t.inverse.high, lost = fmaf(u.high, t.inverse.high, -product);
+    two_floats e = subtract(product, shift.high);
+    float rest = lost + (e.low - shift.low);
+    rest = fmaf(u.low, t.inverse.high, fmaf(u.high, t.inverse.low, rest));
+    bool finite = fabsf(e.high) < 1e30f;
+    d.high = finite ? e.high + rest : e.high;
+    d.low = finite ? (e.high - d.high) + rest : 0.0f;
+    return d;
 }
 
 /* A mass in FP32: 2^(k - c) (1 + w) factor. Far below all others w may be infinite. */
@@ -72,11 +94,14 @@ difference_fp32(float z_p, float z_q, const difference_row &row, const temperatu
     return g;
 }
 
-/* q - p to 3e-5 of itself, enough for 16 bits, of p, q and d. */
+/* q - p to 1e-6 of itself, of p, q and d: sums of it are what first-order terms leave. */
 static __device__ __forceinline__ float difference_16(float p, float q, float d) {
-    /* q (1 - e^d) for small d */
-    float y = fmaf(fmaf(d, 1.0f / 6, 0.5f), d, 1.0f);
-    return fabsf(d) < 0.0625f ? (q * -d) * y : q - p;
+    /* (e^d - 1) / d for |d| < 1/4, minimax, 9e-8 */
+    float y = fmaf(d, 0.008351953375f, 0.04177530086f);
+    y = fmaf(y, d, 0.1666662301f);
+    y = fmaf(y, d, 0.4999983019f);
+    y = fmaf(y, d, 1.0f);
+    return fabsf(d) < 0.25f ? (q * -d) * y : q - p;
 }
 
 /* Where q - p is less than this part of q, the two masses, each 8e-7 off at worst, do not give it
@@ -104,7 +129,8 @@ difference_of_16(const float (&z_p)[packet<T>::V], float (&z_q)[packet<T>::V],
     if (close) {
 #pragma unroll
         for (int i = 0; i < V; i++) {
-            float d = __fadd_rn(fmaf(z_p[i] - z_q[i], t.inverse.high, -row.shift.high), rest);
+            float u = z_p[i] - row.apart - z_q[i];
+            float d = __fadd_rn(fmaf(u, t.inverse.high, -row.shift.high), rest);
             float near = __fmul_rn(-q[i], fmaf(__fmul_rn(d, 0.5f), d, d));
             g[i] = fabsf(g[i]) < fabsf(__fmul_rn(q[i], CLOSE<T>)) ? near : g[i];
         }

@@ -22,21 +22,24 @@ inline namespace KLD_CUDA_TEAM {
 enum side_name { SIDE_P, SIDE_Q };
 
 /* What one side needs for its gradient. */
-struct side_row {
+struct side_plain {
     two_floats shift; /* of d less its mean over this side; cross entropy: of ln q less that */
     float of;         /* KL: of y, in d */
     float cross;      /* of q - p */
     float sum;        /* of mass h; after the second exchange */
+};
+struct side_mixture : side_plain {
     mixture_side mix;
 };
 
 /* Read again for every vector: registers are scarcer than loads. */
-static __device__ __forceinline__ side_row read_again(const side_row &from) {
-    constexpr int COUNT = sizeof(side_row) / 4;
-    union {
+template <class SIDE> static __device__ __forceinline__ SIDE read_again(const SIDE &from) {
+    constexpr int COUNT = sizeof(SIDE) / 4;
+    union both {
         float word[COUNT];
-        side_row row;
-    } to = {};
+        SIDE row;
+        __device__ __forceinline__ both() {}
+    } to;
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
         asm volatile("ld.shared.f32 %0, [%1];"
@@ -55,8 +58,11 @@ struct both_sides : difference_row {
         : difference_row(stats, 1.0), factor((float)gradient), mix(rule) {}
 };
 
-template <int KIND> struct general_row : both_sides {
+template <int KIND, bool FP32> struct general_row : both_sides {
+    static constexpr bool MIXED = KIND == KLD_RULE_MIXTURE && FP32;
+    typedef typename std::conditional<MIXED, side_mixture, side_plain>::type side_row;
     side_row side[2];
+    double y0[MIXED ? 2 : 1];
 
     __device__ __forceinline__ general_row() {}
     __device__ __forceinline__ general_row(const kld_cuda_args &args, const row_stats &stats,
@@ -81,20 +87,36 @@ template <int KIND> struct general_row : both_sides {
             q.cross = 1.0f;
         }
         if (KIND == KLD_RULE_MIXTURE) {
-            double share = args.rule.share, of_p = args.rule.of_p, of_q = args.rule.of_q;
-            double y0_p = mixture_side::origin(stats.forward);
-            double y0_q = mixture_side::origin(stats.reverse);
-            p.shift = two_floats(stats.shift + y0_p);
-            q.shift = two_floats(stats.shift - y0_q);
-            p.mix = mixture_side(of_p, of_q, share, y0_p, mix.pivot[SIDE_P]);
-            q.mix = mixture_side(of_q, of_p, 1.0 - share, y0_q, mix.pivot[SIDE_Q]);
+            mixture_origin from_p(args.rule, false, fmax(stats.forward, 0.0));
+            mixture_origin from_q(args.rule, true, fmax(stats.reverse, 0.0));
+            mix.pivot[SIDE_P] = (float)from_p.value;
+            mix.pivot[SIDE_Q] = (float)from_q.value;
+            if constexpr (MIXED) {
+                count_from(SIDE_P, from_p, stats.shift);
+                count_from(SIDE_Q, from_q, stats.shift);
+            }
         }
+    }
+    /* all: the shift of d itself. */
+    __device__ __forceinline__ void count_from(int which, const mixture_origin &at, double all) {
+        side[which].mix = mixture_side(at);
+        side[which].shift = two_floats(which == SIDE_P ? all + at.y0 : all - at.y0);
+        y0[which] = at.y0;
+    }
+    /* One thread: the mean of mass h is known, and h is counted from where it has that. */
+    __device__ void count_from_mean(const kld_rule &rule, int which, double mean) {
+        mixture_origin at(rule, which == SIDE_Q, y0[which]);
+        mixture_origin better(rule, which == SIDE_Q, at.place(mean));
+        double all = (double)shift.high + (double)shift.low;
+        count_from(which, better, all);
+        side[which].sum = (float)(mean - at.slope(at.y0 - better.y0));
     }
 };
 
 /* What a thread has summed: the value and mass h of both sides. */
 struct general_sums {
     float value = 0, side[2] = {0, 0};
+    bool heavy = false; /* a class has been left out of `side` */
 
     __device__ __forceinline__ void flush(double (&total)[4]) {
         total[0] += (double)value;
@@ -113,8 +135,10 @@ template <class T_, int KIND> struct general_body {
         KIND == KLD_RULE_CROSS_ENTROPY ? logits_stats::ENTROPY : logits_stats::REVERSE;
     static constexpr int V = packet<T_>::V;
     static constexpr int UNROLL = KIND == KLD_RULE_MIXTURE ? 1 : 2; /* likewise */
+    static constexpr float HEAVY = 1.0f / 16;                       /* part of a side's mass */
     static constexpr int BATCH = 4;                                 /* pairs at a time: registers */
-    typedef general_row<KIND> numbers;
+    typedef general_row<KIND, FP32> numbers;
+    typedef typename numbers::side_row side_row;
     typedef const row_at_hand<general_body> hand_type;
 
     static __device__ __forceinline__ double value(const kld_cuda_args &args,
@@ -124,11 +148,13 @@ template <class T_, int KIND> struct general_body {
                                                 : 0.0;
     }
 
-    static __device__ __forceinline__ two_floats difference(float z_p, float z_q) {
+    template <bool CLASSES_OUT>
+    static __device__ __forceinline__ two_floats difference(float z_p, float z_q,
+                                                            const both_sides &row) {
         if constexpr (FP32)
             return subtract(z_p, z_q);
         two_floats u;
-        u.high = z_p - z_q;
+        u.high = (CLASSES_OUT ? z_p - row.apart : z_p) - z_q;
         u.low = 0.0f;
         return u;
     }
@@ -166,7 +192,7 @@ template <class T_, int KIND> struct general_body {
         } else {
             float p = mass_of<CLASSES_OUT, SIDE_P>(z_p, row, t);
             float q = mass_of<CLASSES_OUT, SIDE_Q>(z_q, row, t);
-            float d = log_of<CLASSES_OUT>(difference(z_p, z_q), row.shift, t);
+            float d = log_of<CLASSES_OUT>(difference<CLASSES_OUT>(z_p, z_q, row), row.shift, t);
             return CLASSES_OUT && p == 0.0f && q == 0.0f ? 0.0f : difference_16(p, q, d);
         }
     }
@@ -181,12 +207,13 @@ template <class T_, int KIND> struct general_body {
             z.low = 0.0f;
             return __fmul_rn(side.of, log_of<CLASSES_OUT>(z, side.shift, t));
         }
-        two_floats u = difference(z_p, z_q);
+        two_floats u = difference<CLASSES_OUT>(z_p, z_q, row);
         if (KIND == KLD_RULE_KL)
             return __fmul_rn(side.of, log_of<CLASSES_OUT>(u, side.shift, t));
-        if (KIND == KLD_RULE_MIXTURE && FP32) {
-            float d = log_of<CLASSES_OUT>(u, side.shift, t);
-            return mixture_slope_fp32(side.mix, SIDE == SIDE_P ? -d : d);
+        if constexpr (KIND == KLD_RULE_MIXTURE && FP32) {
+            two_floats x = logarithm_wide<CLASSES_OUT>(u, side.shift, t, side.mix.wide);
+            return SIDE == SIDE_P ? mixture_slope_fp32(side.mix, -x.high, -x.low)
+                                  : mixture_slope_fp32(side.mix, x.high, x.low);
         }
         float d = log_of<CLASSES_OUT>(u, row.shift, t);
         if (KIND == KLD_RULE_TV) {
@@ -195,6 +222,24 @@ template <class T_, int KIND> struct general_body {
         }
         mixture_terms<float> terms = mixture_16<false>(row.mix, d);
         return mixture_slope_16<SIDE>(row.mix, terms);
+    }
+    /* The same in FP64, of a class with much of the mass. */
+    template <int SIDE>
+    static __device__ __forceinline__ double wide_slope(const numbers &row, const kld_rule &rule,
+                                                        float z_p, float z_q,
+                                                        const temperature &t) {
+        const side_row &side = row.side[SIDE];
+        double inverse = (double)t.inverse.high + (double)t.inverse.low;
+        double shift = (double)side.shift.high + (double)side.shift.low;
+        if (KIND == KLD_RULE_TV)
+            return (double)slope_of<true, SIDE>(z_p, z_q, row, side, t);
+        if (KIND == KLD_RULE_CROSS_ENTROPY)
+            return (double)side.of * fma((double)z_q, inverse, -shift);
+        double d = fma((double)z_p - (double)z_q, inverse, -shift);
+        if constexpr (numbers::MIXED)
+            return mixture_origin(rule, SIDE == SIDE_Q, row.y0[SIDE])
+                .slope(SIDE == SIDE_P ? -d : d);
+        return (double)side.of * d;
     }
     template <int SIDE>
     static __device__ __forceinline__ float mixture_slope_16(const mixture &mix,
@@ -216,7 +261,7 @@ template <class T_, int KIND> struct general_body {
             return 0.5f * fabsf(more_of<CLASSES_OUT>(z_p, z_q, row, t));
         float p = mass_of<CLASSES_OUT, SIDE_P>(z_p, row, t);
         float q = mass_of<CLASSES_OUT, SIDE_Q>(z_q, row, t);
-        float d = log_of<CLASSES_OUT>(difference(z_p, z_q), row.shift, t);
+        float d = log_of<CLASSES_OUT>(difference<CLASSES_OUT>(z_p, z_q, row), row.shift, t);
         if (CLASSES_OUT && p == 0.0f && q == 0.0f)
             return 0.0f;
         mixture_terms<float> terms = mixture_fp32(row.mix, d);
@@ -233,12 +278,8 @@ template <class T_, int KIND> struct general_body {
                ((double)factor.high + (double)factor.low);
     }
 
-    static __device__ __forceinline__ float pick(const float (&x)[BATCH], int i) {
-        return i == 0 ? x[0] : i == 1 ? x[1] : i == 2 ? x[2] : x[3];
-    }
-
     /* All the sums of MIXTURE in 16 bits over a batch: the sides share most of it. */
-    template <bool CLASSES_OUT, class LEFT>
+    template <bool CLASSES_OUT, bool SIDES, class LEFT>
     static __device__ __forceinline__ void
     sum_mixture_16(const float (&z_p)[BATCH], const float (&z_q)[BATCH], LEFT left, int first,
                    const both_sides &row, const temperature &t, general_sums &sum) {
@@ -249,7 +290,7 @@ template <class T_, int KIND> struct general_body {
             bool in = LEFT::ALL || first + i < left.left;
             p[i] = mass_of<CLASSES_OUT, SIDE_P>(z_p[i], row, t);
             q[i] = mass_of<CLASSES_OUT, SIDE_Q>(z_q[i], row, t);
-            d[i] = log_of<CLASSES_OUT>(difference(z_p[i], z_q[i]), row.shift, t);
+            d[i] = log_of<CLASSES_OUT>(difference<CLASSES_OUT>(z_p[i], z_q[i], row), row.shift, t);
             if (!LEFT::ALL) {
                 p[i] = in ? p[i] : 0.0f;
                 q[i] = in ? q[i] : 0.0f;
@@ -259,6 +300,8 @@ template <class T_, int KIND> struct general_body {
             mixture_terms<float> terms = mixture_16<false>(mix, d[i]);
             float value = __fmul_rn(mix.of_q * q[i], terms.log_q);
             sum.value += fmaf(mix.of_p * p[i], terms.log_p, value);
+            if (!SIDES)
+                continue;
             float h_p = mixture_slope_16<SIDE_P>(mix, terms);
             float h_q = mixture_slope_16<SIDE_Q>(mix, terms);
             sum.side[SIDE_P] = fmaf(p[i], h_p, sum.side[SIDE_P]);
@@ -269,6 +312,8 @@ template <class T_, int KIND> struct general_body {
             for (int i = 0; i < BATCH; i++) {
                 float more = mixture_16<true>(mix, d[i]).more;
                 sum.value = fmaf(mix.k, difference_16(p[i], q[i], d[i]), sum.value);
+                if (!SIDES)
+                    continue;
                 float h_p = mixture_gain_16<SIDE_P>(mix, more);
                 float h_q = mixture_gain_16<SIDE_Q>(mix, more);
                 sum.side[SIDE_P] = fmaf(p[i], h_p, sum.side[SIDE_P]);
@@ -281,11 +326,11 @@ template <class T_, int KIND> struct general_body {
     template <bool CLASSES_OUT, int SIDE, class LEFT>
     static __device__ __forceinline__ void
     sum_side(const float (&z_p)[BATCH], const float (&z_q)[BATCH], LEFT left, int first,
-             const both_sides &row, const side_row &side, const temperature &t, general_sums &sum,
-             double (&total)[4]) {
-        constexpr float HEAVY = 1.0f / 16;
+             const both_sides &row, hand_type &hand, general_sums &sum) {
+        const numbers &all = hand.shared->numbers;
+        const side_row side = read_again(all.side[SIDE]);
+        const temperature &t = hand.t;
         float h[BATCH], mass[BATCH];
-        bool heavy = false;
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             bool in = LEFT::ALL || first + i < left.left;
@@ -295,29 +340,53 @@ template <class T_, int KIND> struct general_body {
             if (!LEFT::ALL || CLASSES_OUT) /* it may be infinite there, or no number */
                 h[i] = mass[i] == 0.0f ? 0.0f : h[i];
             bool much = FP32 && mass[i] > HEAVY;
-            heavy |= much;
+            sum.heavy = (bool)((int)sum.heavy | (int)much);
             sum.side[SIDE] = fmaf(much ? 0.0f : mass[i], h[i], sum.side[SIDE]);
         }
-        if (!FP32 || !heavy)
-            return;
-        float c = SIDE == SIDE_P ? row.c_p : row.c_q;
-        const two_floats &factor = SIDE == SIDE_P ? row.factor_p : row.factor_q;
+    }
+
+    /* What sum_side() has left out of a chunk, of one thread. A call after the loop: in it, the
+     * loop's registers would be spilled. */
+    struct heavy_sides {
+        double sum[2];
+    };
+    template <bool CLASSES_OUT>
+    static __device__ __noinline__ heavy_sides heavy_chunk(resident::slice slice, uint32_t chunk,
+                                                           const numbers &all, const kld_rule &rule,
+                                                           temperature t) {
+        heavy_sides to = {{0, 0}};
 #pragma unroll 1
-        for (int i = 0; i < BATCH; i++)
-            if (pick(mass, i) > HEAVY)
-                total[1 + SIDE] += (double)pick(h, i) *
-                                   wide_mass(pick(SIDE == SIDE_P ? z_p : z_q, i), c, factor, t);
+        for (uint32_t step = 0; step < resident::STEPS; step++) {
+            uint4 raw_p, raw_q;
+            uint32_t left = slice.template vector_of<true>(chunk, step, V, raw_p, raw_q);
+            float z_p[V], z_q[V];
+            unpack<T>(raw_p, z_p);
+            unpack<T>(raw_q, z_q);
+#pragma unroll
+            for (int i = 0; i < V; i++) {
+                if (i >= left)
+                    continue;
+                if (mass_of<CLASSES_OUT, SIDE_P>(z_p[i], all, t) > HEAVY)
+                    to.sum[SIDE_P] += wide_mass(z_p[i], all.c_p, all.factor_p, t) *
+                                      wide_slope<SIDE_P>(all, rule, z_p[i], z_q[i], t);
+                if (mass_of<CLASSES_OUT, SIDE_Q>(z_q[i], all, t) > HEAVY)
+                    to.sum[SIDE_Q] += wide_mass(z_q[i], all.c_q, all.factor_q, t) *
+                                      wide_slope<SIDE_Q>(all, rule, z_p[i], z_q[i], t);
+            }
+        }
+        return to;
     }
 
     /* Sums of the values and of mass h, to all. Returns the value, to the first warp. */
-    template <bool CAREFUL> static __device__ __forceinline__ double sum_pass(hand_type &hand) {
+    template <bool CAREFUL, bool SIDES>
+    static __device__ __forceinline__ double sum_pass(hand_type &hand) {
         const numbers &all = hand.shared->numbers;
         const both_sides row = all;
         const temperature &t = hand.t;
         double total[4] = {0, 0, 0, 0};
         general_sums sum;
-        bool for_p = hand.grad_p && (!KNOWN || all.side[SIDE_P].of != 0.0f);
-        bool for_q = hand.grad_q && (!KNOWN || all.side[SIDE_Q].of != 0.0f);
+        bool for_p = SIDES && hand.grad_p && (!KNOWN || all.side[SIDE_P].of != 0.0f);
+        bool for_q = SIDES && hand.grad_q && (!KNOWN || all.side[SIDE_Q].of != 0.0f);
         auto vector_sums = [&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
             float z_p[V], z_q[V];
             unpack<T>(raw_p, z_p);
@@ -335,28 +404,33 @@ template <class T_, int KIND> struct general_body {
                     }
                 }
                 if constexpr (KIND == KLD_RULE_MIXTURE && !FP32) {
-                    sum_mixture_16<CAREFUL>(b_p, b_q, left, first, row, t, sum);
+                    sum_mixture_16<CAREFUL, SIDES>(b_p, b_q, left, first, row, t, sum);
                     continue;
                 }
                 if (for_p)
-                    sum_side<CAREFUL, SIDE_P>(b_p, b_q, left, first, row,
-                                              read_again(all.side[SIDE_P]), t, sum, total);
+                    sum_side<CAREFUL, SIDE_P>(b_p, b_q, left, first, row, hand, sum);
                 if (for_q)
-                    sum_side<CAREFUL, SIDE_Q>(b_p, b_q, left, first, row,
-                                              read_again(all.side[SIDE_Q]), t, sum, total);
+                    sum_side<CAREFUL, SIDE_Q>(b_p, b_q, left, first, row, hand, sum);
             }
         };
-        hand.slice.template middle_pass<!CAREFUL, UNROLL>(V, vector_sums,
-                                                          [&](uint32_t) { sum.flush(total); });
-        auto merge = [](const part *parts, uint32_t count) {
-            part from = logits_stats::lane_part(parts, count), to = from;
-            logits_stats::sums_of(to, from.sum);
-            return to;
-        };
-        part row_sums = resident::merge_row(total, 0, 0, merge);
-        if (resident::group_thread() == 0) {
-            hand.shared->numbers.side[SIDE_P].sum = (float)row_sums.sum[1];
-            hand.shared->numbers.side[SIDE_Q].sum = (float)row_sums.sum[2];
+        hand.slice.template middle_pass<!CAREFUL, UNROLL>(V, vector_sums, [&](uint32_t chunk) {
+            sum.flush(total);
+            if (FP32 && sum.heavy) {
+                heavy_sides more = heavy_chunk<CAREFUL>(hand.slice, chunk, all, *hand.rule, hand.t);
+                total[1] += for_p ? more.sum[SIDE_P] : 0.0;
+                total[2] += for_q ? more.sum[SIDE_Q] : 0.0;
+                sum.heavy = false;
+            }
+        });
+        part row_sums = resident::merge_row(total, 0, 0, logits_stats::plain_merge);
+        if (SIDES && resident::group_thread() < 2) {
+            numbers &to = hand.shared->numbers;
+            int which = (int)resident::group_thread();
+            double mean = which == SIDE_P ? row_sums.sum[1] : row_sums.sum[2];
+            if constexpr (numbers::MIXED)
+                to.count_from_mean(*hand.rule, which, mean);
+            else
+                to.side[which].sum = (float)mean;
         }
         resident::group_sync();
         return row_sums.sum[0] < 0.0 ? 0.0 : row_sums.sum[0]; /* NaN stays */
@@ -387,7 +461,7 @@ template <class T_, int KIND> struct general_body {
 #pragma unroll
             for (int i = 0; i < V; i++) {
                 float mass = mass_of<CAREFUL, SIDE>(SIDE == SIDE_P ? z_p[i] : z_q[i], row, t);
-                float d = log_of<CAREFUL>(difference(z_p[i], z_q[i]), row.shift, t);
+                float d = log_of<CAREFUL>(difference<CAREFUL>(z_p[i], z_q[i], row), row.shift, t);
                 float more = mixture_16<true>(row.mix, CAREFUL && mass == 0.0f ? 0.0f : d).more;
                 g[i] = fmaf(mass, mixture_gain_16<SIDE>(row.mix, more), g[i]);
             }
@@ -419,14 +493,14 @@ template <class T_, int KIND> struct general_body {
     template <bool CAREFUL> static __device__ __forceinline__ double passes(hand_type &hand) {
         bool gradient = hand.grad_p || hand.grad_q;
         double value = hand.shared->value;
-        if (!KNOWN || gradient) {
-            double sum = sum_pass<CAREFUL>(hand);
-            value = KNOWN ? value : sum;
-        }
-        if (gradient)
+        if (gradient) {
+            double sum = sum_pass<CAREFUL, true>(hand);
             write_pass<CAREFUL>(hand);
-        else
-            hand.slice.release();
+            return KNOWN ? value : sum;
+        }
+        if constexpr (!KNOWN) /* code of its own has registers to spare */
+            value = sum_pass<CAREFUL, CAREFUL>(hand);
+        hand.slice.release();
         return value;
     }
 };

@@ -85,40 +85,47 @@ static __device__ __forceinline__ float one_minus_exp(float x) {
     return x < 1.0f ? y * x : far;
 }
 
-/* (e^v - 1 - v) / v^2 on |v| <= 1/2, minimax, 1e-8. */
+/* (e^v - 1 - v) / v^2 on |v| <= 1, minimax, 3e-9. */
 static __device__ __forceinline__ float expm1_rest(float v) {
-    float y = fmaf(v, 0.0001997950749f, 0.001398219611f);
-    y = fmaf(y, v, 0.008333127946f);
-    y = fmaf(y, v, 0.04166579247f);
-    y = fmaf(y, v, 0.1666666716f);
+    float y = fmaf(v, 2.812654672e-6f, 2.535864491e-5f);
+    y = fmaf(y, v, 0.000198369867f);
+    y = fmaf(y, v, 0.001388539492f);
+    y = fmaf(y, v, 0.00833334525f);
+    y = fmaf(y, v, 0.04166673667f);
+    y = fmaf(y, v, 0.1666666658f);
     return fmaf(y, v, 0.5f);
 }
 
-/* ln(1 + w (e^x - 1)) for 0 <= w <= 1 and x <= 80, with v = 1 - w for where e^x is small beside it;
- * to 3 units in the last place. Also e^x - 1 and what the logarithm is of. */
-struct log_mean {
-    float log, less, mean;
+/* e^x and e^x - 1 for x in [-80, 80]; low is what x was rounded by. */
+struct power_less {
+    float power, less;
 
-    __device__ __forceinline__ log_mean(float w, float v, float x_) {
+    __device__ __forceinline__ power_less(float x, float low) {
         const float round = 12582912.0f; /* 1.5 * 2^23: its last bits are the whole number */
-        float x = fmaxf(x_, -80.0f);
         float at = fmaf(x, 1.44269504f, round), k = at - round;
         float r = fmaf(k, -0.693359375f, x);
-        r = fmaf(k, 2.12194440e-4f, r);
+        r = fmaf(k, 2.12194440e-4f, r) + low;
         /* (e^r - 1 - r) / r^2 on [-ln(2)/2, ln(2)/2], minimax, 1e-8 */
         float y = fmaf(r, 0.00139464973f, 0.00836661085f);
         y = fmaf(y, r, 0.0416662805f);
         y = fmaf(y, r, 0.166665435f);
         y = fmaf(y, r, 0.5f);
         y = fmaf(__fmul_rn(r, r), y, r);
-        float power = __int_as_float((__float_as_int(at) << 23) + 0x3f800000);
-        less = fmaf(power, y, __fadd_rn(power, -1.0f));
-        float s = __fmul_rn(w, less);
-        mean = s < -0.5f ? fmaf(w, fmaf(power, y, power), v) : __fadd_rn(s, 1.0f);
-        /* the mean is 2^n (1 + f) with f in [-1/4, 1/2) */
-        int n = (__float_as_int(mean) - 0x3f400000) & (int)0xff800000;
-        float scale = __int_as_float(0x3f800000 - n);
-        float f = s < -0.5f ? fmaf(mean, scale, -1.0f) : fmaf(s, scale, __fadd_rn(scale, -1.0f));
+        float scale = __int_as_float((__float_as_int(at) << 23) + 0x3f800000);
+        less = fmaf(scale, y, __fadd_rn(scale, -1.0f));
+        power = fmaf(scale, y, scale);
+    }
+};
+
+/* mean = 1 + s = 2^n (1 + f) with f in [-1/4, 1/2), and what gives its logarithm, f - f^2 y beside
+ * that of 2^n. Which of s and the mean is the better known: `rounded`: the mean. */
+struct log_parts {
+    float f, y, n, scale; /* scale: 2^-n */
+
+    __device__ __forceinline__ log_parts(float s, float mean, bool rounded) {
+        int k = (__float_as_int(mean) - 0x3f400000) & (int)0xff800000;
+        scale = __int_as_float(0x3f800000 - k);
+        f = rounded ? fmaf(mean, scale, -1.0f) : fmaf(s, scale, __fadd_rn(scale, -1.0f));
         /* (f - ln(1 + f)) / f^2, minimax, 5e-9 */
         y = fmaf(f, 0.0461981446f, -0.105925903f);
         y = fmaf(y, f, 0.131938815f);
@@ -128,10 +135,31 @@ struct log_mean {
         y = fmaf(y, f, 0.250002325f);
         y = fmaf(y, f, -0.333334535f);
         y = fmaf(y, f, 0.5f);
-        y = fmaf(__fmul_rn(f, f), -y, f);
-        float whole = __int_as_float((n >> 23) + 0x4b400000) - 12582912.0f;
-        log = fmaf(whole, 0.693147181f, y);
+        n = __int_as_float((k >> 23) + 0x4b400000) - 12582912.0f;
     }
+    /* The logarithm, to 3 units in the last place. */
+    __device__ __forceinline__ float log() const {
+        return fmaf(n, 0.693147181f, fmaf(__fmul_rn(f, f), -y, f));
+    }
+    /* ln(1 + s) - s / (1 + s), ~ s^2 / 2, to some units in the last place; inverse: 1 / (1 + f). */
+    __device__ __forceinline__ float log_less(float inverse) const {
+        float whole = fmaf(n, 0.693147181f, __fadd_rn(scale, -1.0f));
+        float part = n == 0.0f ? __fmul_rn(f, inverse) : fmaf(-scale, inverse, 1.0f);
+        return fmaf(f, part, fmaf(__fmul_rn(f, f), -y, whole));
+    }
+};
+
+/* 1 + w (e^x - 1) for 0 <= w <= 1, with v = 1 - w for where e^x is small beside it. */
+struct mean_of_power {
+    float s, mean; /* s: mean - 1 */
+    bool rounded;  /* s is */
+
+    __device__ __forceinline__ mean_of_power(float w, float v, const power_less &e) {
+        s = __fmul_rn(w, e.less);
+        rounded = s < -0.5f;
+        mean = rounded ? fmaf(w, e.power, v) : __fadd_rn(s, 1.0f);
+    }
+    __device__ __forceinline__ float log() const { return log_parts(s, mean, rounded).log(); }
 };
 
 /* ---- FP64, where FP32 is not enough and the library's functions would take their time

@@ -2,11 +2,15 @@
  * d = ln p - ln q alone: the logarithms ln(p/m) and ln(q/m), and what a gradient takes of them.
  *
  * A gradient is mass (h - its mean), and where all the mass is near one d what FP32 leaves of that
- * difference is not enough. So h is counted from its value at y0, the mean of y = ln own - ln other
- * over the side (never negative; beyond 60 all is as at 60): with a and b the shares of own and
- * other, x = y0 - y, ln(own/m) - the same at y0 = -ln(1 + w (e^x - 1)),  w = b e^-y0 / (a + b
- * e^-y0) (own - other)/m - the same at y0 = -g (e^x - 1) / (1 + w (e^x - 1)), g = e^-y0 / (a + b
- * e^-y0)^2 where nothing cancels. 16 bits do without. */
+ * difference is not enough. So h is counted from its value at some y0 of y = ln own - ln other:
+ * first from the mean of y over the side, and once the mean of h is known from where h has it. With
+ * a and b the shares of own and other, t = e^-y0, x = y0 - y and
+ *     m = a + b t,  w = b t / m,  s = w (e^x - 1),  of and of' the numbers of own and other,
+ * h less that at y0 is, without anything that cancels,
+ *     js             -of ln(1 + s)
+ *     of' = 0        -of (ln(1 + s) - (1 - w) s / (1 + s))
+ *     of = 0         -gain (e^x - 1) / (1 + s),  gain = of' a^2 t / m^2.
+ * 16 bits do without. */
 #ifndef KLD_KERNELS_CUDA_LOGITS_MIXTURE_CUH
 #define KLD_KERNELS_CUDA_LOGITS_MIXTURE_CUH
 
@@ -36,39 +40,108 @@ struct mixture {
     }
 };
 
-/* Of one side, to give h. */
-struct mixture_side {
-    float of;     /* of ln(own/m) */
-    float weight; /* w */
-    float lack;   /* 1 - w */
-    float gain;   /* of (e^x - 1) / (1 + w (e^x - 1)), 0 in js */
+/* Whose logarithm the rule has: both (js), own or other's. */
+enum mixture_kind { MIXTURE_BOTH, MIXTURE_OWN, MIXTURE_OTHER };
 
-    __device__ __forceinline__ mixture_side() {}
-    static __device__ __forceinline__ double origin(double mean) {
-        return fmin(fmax(mean, 0.0), 60.0);
+/* What a row's side is counted from. */
+struct mixture_origin {
+    enum mixture_kind kind;
+    double of, y0, weight, lack, gain; /* lack: 1 - w */
+    double value;                      /* of h, counted from nothing */
+
+    __device__ __forceinline__ mixture_origin() {}
+    __device__ __forceinline__ mixture_origin(const kld_rule &rule, bool of_q, double at) {
+        double own = of_q ? rule.of_q : rule.of_p, other = of_q ? rule.of_p : rule.of_q;
+        double share = of_q ? 1.0 - rule.share : rule.share;
+        kind = own == 0.0 ? MIXTURE_OTHER : other == 0.0 ? MIXTURE_OWN : MIXTURE_BOTH;
+        of = own;
+        y0 = fmin(fmax(at, -60.0), 60.0);
+        double t = wide_exp2(-y0 * LOG2_E), m = fma(1.0 - share, t, share);
+        double inverse = wide_reciprocal(m);
+        weight = (1.0 - share) * t * inverse;
+        lack = share * inverse;
+        gain = other * t * lack * lack;
+        double k = share * (own * (1.0 - share) - other * share);
+        value = k * (t - 1.0) * inverse - own * wide_log(m, m - 1.0);
     }
-    /* own's number and share, y0 */
-    __device__ __forceinline__ mixture_side(double of_own, double of_other, double share, double y0,
-                                            float &ret_pivot) {
-        double x = wide_exp2(-y0 * LOG2_E);
-        double m = fma(1.0 - share, x, share), inverse = wide_reciprocal(m);
-        double k = share * (of_other * share - of_own * (1.0 - share));
-        of = (float)of_own;
-        weight = (float)((1.0 - share) * x * inverse);
-        lack = (float)(share * inverse);
-        gain = (float)(k * x * inverse * inverse);
-        ret_pivot = (float)(k * (1.0 - x) * inverse - of_own * wide_log(m, m - 1.0));
+    /* h of x. */
+    __device__ __forceinline__ double slope(double x) const {
+        double beyond = fmax(x - 80.0, 0.0), at = fmin(x, 80.0);
+        double less = wide_one_minus_exp(fabs(at)), power = wide_exp2(at * LOG2_E);
+        double e = at < 0.0 ? -less : power * less, s = weight * e;
+        double mean = s < -0.5 ? fma(weight, power, lack) : 1.0 + s;
+        double inverse = wide_reciprocal(mean);
+        if (kind == MIXTURE_OTHER)
+            return -gain * e * inverse;
+        double h = wide_log(mean, s) + beyond;
+        return -of * (kind == MIXTURE_BOTH ? h : h - lack * s * inverse);
+    }
+    /* Where h is `mean`: its y. */
+    __device__ double place(double mean) const {
+        double e;
+        if (kind == MIXTURE_OTHER) {
+            e = -mean / (gain + mean * weight);
+        } else if (kind == MIXTURE_BOTH) {
+            e = expm1(-mean / of) / weight;
+        } else { /* rising from s = -w, where it is flat; Newton's steps */
+            double want = -mean / of, w = weight;
+            double s = fabs(want) < 0.5 ? sqrt(fmax(w * w + 2.0 * want, 0.0)) - w : exp(want);
+            for (int i = 0; i < 8; i++) {
+                double off = log1p(s) - (1.0 - w) * s / (1.0 + s) - want;
+                double step = off * (1.0 + s) * (1.0 + s) / (s + w);
+                if (!(fabs(step) > 1e-13 * fabs(s)))
+                    break;
+                s = s - step > -w ? s - step : (s - w) / 2.0;
+            }
+            e = s / w;
+        }
+        double y = y0 - log1p(fmax(e, -1.0));
+        return y == y ? y : y0;
     }
 };
 
-/* h less its pivot, of x; FP32. */
-static __device__ __forceinline__ float mixture_slope_fp32(const mixture_side &side, float x) {
+/* The same in FP32, and what is read of it for every class. */
+struct mixture_side {
+    float of, weight, lack;
+    float gain;  /* MIXTURE_OTHER; MIXTURE_OWN: w / (1 - w) */
+    float limit; /* MIXTURE_OWN: h / of of x = -inf */
+    uint32_t kind;
+    uint32_t wide; /* x is wanted in two floats: e^x is large, and decides beside 1 - w */
+
+    __device__ __forceinline__ mixture_side() {}
+    __device__ __forceinline__ explicit mixture_side(const mixture_origin &at) {
+        of = (float)at.of;
+        weight = (float)at.weight;
+        lack = (float)at.lack;
+        gain = (float)(at.kind == MIXTURE_OWN ? at.weight / at.lack : at.gain);
+        limit = (float)-(log(at.lack) + at.weight);
+        kind = at.kind;
+        wide = fabs(at.y0) > 2.0;
+    }
+};
+
+/* h of x; low is what x was rounded by. FP32. */
+static __device__ __forceinline__ float mixture_slope_fp32(const mixture_side &side, float x_,
+                                                           float low) {
     const float most = 80.0f;
-    log_mean m(side.weight, side.lack, fminf(x, most));
-    float h = __fmul_rn(-side.of, __fadd_rn(m.log, fmaxf(x - most, 0.0f)));
-    if (side.gain != 0.0f)
-        h = fmaf(__fmul_rn(-side.gain, m.less), reciprocal(m.mean), h);
-    return h;
+    float x = fminf(fmaxf(x_, -most), most), beyond = fmaxf(x_ - most, 0.0f);
+    power_less e(x, low);
+    mean_of_power m(side.weight, side.lack, e);
+    if (side.kind == MIXTURE_OTHER)
+        return __fmul_rn(__fmul_rn(-side.gain, e.less), reciprocal(m.mean));
+    if (side.kind == MIXTURE_BOTH)
+        return __fmul_rn(-side.of, __fadd_rn(m.log(), beyond));
+    /* With r = w e^x / (1 - w) the same is limit - (ln(1 + r) - r / (1 + r)): there x is low. */
+    bool under = m.s < -0.25f && side.lack > 0.25f, rounded = m.s < -0.25f && !under;
+    float s = under ? __fmul_rn(side.gain, e.power) : m.s;
+    log_parts parts(s, rounded ? m.mean : __fadd_rn(s, 1.0f), rounded);
+    float inverse = reciprocal(__fadd_rn(parts.f, 1.0f));
+    float share = __fmul_rn(__fmul_rn(s, parts.scale), inverse); /* s / (1 + s) */
+    float less = __fadd_rn(parts.log_less(inverse), beyond);
+    float h = under     ? __fadd_rn(less, -side.limit)
+              : rounded ? fmaf(-share, side.lack, parts.log())
+                        : fmaf(share, side.weight, less);
+    return __fmul_rn(-side.of, h);
 }
 
 /* ln(p/m), ln(q/m) of d in FP32, to a few units in the last place. */
@@ -76,8 +149,9 @@ static __device__ __forceinline__ mixture_terms<float> mixture_fp32(const mixtur
     /* Of the larger side; m is its mass times own + other e^-|d|. */
     float far = fminf(fabsf(d), 1e30f);
     bool less = d < 0.0f;
-    log_mean m(less ? at.share : at.rest, less ? at.rest : at.share, -far);
-    float log_large = -m.log, log_small = log_large - far;
+    mean_of_power m(less ? at.share : at.rest, less ? at.rest : at.share,
+                    power_less(fmaxf(-far, -80.0f), 0.0f));
+    float log_large = -m.log(), log_small = log_large - far;
     mixture_terms<float> r;
     r.log_p = d < 0.0f ? log_small : log_large;
     r.log_q = d < 0.0f ? log_large : log_small;

@@ -26,9 +26,10 @@ enum way { FAST, AGAIN, CAREFUL, ANY };
 template <class BODY> struct row_shared {
     typename BODY::numbers numbers;
     double value, weight, factor; /* the loss is weight * value; of the gradient */
+    double shift;                 /* by the fast statistics; NaN: they could not say */
     enum way way;
-    bool missed;  /* the scout did not see the heaviest class */
-    float top[2]; /* the largest of p and of q */
+    bool missed;             /* the scout did not see the heaviest class */
+    float top[2], powers[2]; /* the largest of p and of q, and what all of it adds up to */
 };
 
 /* A row in the hands of a body. */
@@ -36,6 +37,7 @@ template <class BODY> struct row_at_hand {
     resident::slice slice;
     temperature t;
     row_shared<BODY> *shared;
+    const kld_rule *rule;
     char *grad_p, *grad_q; /* NULL: not to be written */
     bool whole_p, whole_q;
 };
@@ -83,6 +85,7 @@ template <class BODY> struct rows {
         row_type rows[resident::RING_MAX];
         temperature t;
         float span;
+        uint32_t classes;
         bool divides;
         bool streams;  /* the statistics are all that is wanted: rows are let go as they are read */
         bool finished; /* all rows are written */
@@ -99,6 +102,7 @@ template <class BODY> struct rows {
         shared_type &all = shared();
         all.t = temperature(args.inverse_temperature);
         all.span = (float)(300.0 / (args.inverse_temperature * LOG2_E));
+        all.classes = (uint32_t)min(args.classes, (uint64_t)UINT32_MAX);
         all.streams = BODY::KNOWN && !args.grad_p.at && !args.grad_q.at;
         all.finished = false;
         all.through = 0;
@@ -152,7 +156,7 @@ template <class BODY> struct rows {
         uint4 raw_p = {}, raw_q = {};
         uint32_t has = slice_of(slot, turn).template sample<T>(raw_p, raw_q);
         logits_stats::pair_of<T> z(raw_p, raw_q);
-        return logits_stats::reference::of<T>(z, has, shared().t, shared().span);
+        return logits_stats::reference::of<T>(z, has, shared().t, shared().span, shared().classes);
     }
     static __device__ __forceinline__ void tell(const logits_stats::reference &from,
                                                 resident::row_info &info) {
@@ -160,8 +164,8 @@ template <class BODY> struct rows {
             return;
         info.reference[0] = from.c_p;
         info.reference[1] = from.c_q;
-        info.reference[2] = from.pad_p;
-        info.reference[3] = from.pad_q;
+        info.reference[2] = from.limit_p;
+        info.reference[3] = from.limit_q;
     }
 
     /* The scout. */
@@ -189,8 +193,13 @@ template <class BODY> struct rows {
         double scale = args.inverse_temperature * LOG2_E;
         /* FP32 uses both parts of the scale */
         double unit = sizeof(T) == 4 ? LN_2 : LN_2 * scale / (double)(float)scale;
-        return logits_stats::fast_row<BODY::EXTRA>(
-            all, logits_stats::FAST_MIN<T>, logits_stats::FAST_SUM_MAX<T>, unit, (float)scale);
+        row_stats stats = logits_stats::fast_row<BODY::EXTRA>(all, logits_stats::FAST_MIN<T>,
+                                                              logits_stats::FAST_SUM_MAX<T>,
+                                                              logits_stats::HEAVY_MIN<T>, unit);
+        if (sizeof(T) == 2)
+            stats.good = stats.good && fabs(stats.shift) <= (double)logits_stats::APART_MIN *
+                                                                args.inverse_temperature;
+        return stats;
     }
 
     /* One warp: from what all warps of a group, and of the other blocks, have found in a row to
@@ -207,8 +216,11 @@ template <class BODY> struct rows {
         unsigned lane = threadIdx.x % 32, warp = min(lane, resident::GROUP_WARPS - 1);
         all.top[0] = logits_stats::warp_max(block.tops[ring][warp][0]);
         all.top[1] = logits_stats::warp_max(block.tops[ring][warp][1]);
-        all.mark[0] = logits_stats::reference::mark(info.reference[0]);
-        all.mark[1] = logits_stats::reference::mark(info.reference[1]);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            all.mark[i] = logits_stats::reference::mark(
+                info.reference[i], all.top[i], info.reference[2 + i], shared().t.scale.high);
+        }
         if (resident::CLUSTER_MAX > 1 && block.place.cluster > 1) {
             resident::exchange(all, block.blocks[ring], &block.arrived[ring],
                                resident::ring_parity(turn));
@@ -218,9 +230,13 @@ template <class BODY> struct rows {
         double factor = row.gradient * args.inverse_temperature;
         tell(args, stats, factor, stats.good ? FAST : AGAIN, &settled);
         if (threadIdx.x % 32 == 0) {
-            settled.top[0] = all.top[0];
-            settled.top[1] = all.top[1];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                settled.top[i] = all.top[i];
+                settled.powers[i] = stats.powers[i];
+            }
             settled.missed = stats.missed;
+            settled.shift = stats.shift;
             settled.weight = row.weight;
             settled.factor = factor;
             barrier_arrive(&block.settled[ring]);
@@ -250,13 +266,15 @@ template <class BODY> struct rows {
                                 : sum(slice_of(slot, turn));
     }
 
-    /* A row of which the scout missed the heaviest: once more, from that. To all. */
+    /* A row of which the scout knew too little: once more, from what it holds. To all. */
     static __device__ __noinline__ void look_again(const kld_cuda_args &args, uint32_t slot,
                                                    uint32_t turn) {
         row_type *row = &row_of(slot, turn);
         const temperature &t = shared().t;
         const float top[2] = {row->top[0], row->top[1]};
         auto from = logits_stats::reference::of_tops(top[0], top[1], t, shared().span);
+        from.limit_p = logits_stats::reference::limit_at<T>(row->powers[0], t.scale.high);
+        from.limit_q = logits_stats::reference::limit_at<T>(row->powers[1], t.scale.high);
         part mine = part_again(args, slot, turn, [&](auto slice) {
             return logits_stats::fast_again<T, BODY::EXTRA>(slice, t, from);
         });
@@ -269,14 +287,29 @@ template <class BODY> struct rows {
         if (resident::group_thread() < 32) {
             row_stats stats = fast_row(args, all);
             tell(args, stats, row->factor, stats.good ? FAST : AGAIN, row);
+            row->shift = stats.shift;
         }
+        resident::group_sync();
+    }
+
+    /* The same where the fast statistics do not tell how far apart the sides are. */
+    static __device__ __noinline__ void weigh(const kld_cuda_args &args, uint32_t slot,
+                                              uint32_t turn) {
+        row_type *row = &row_of(slot, turn);
+        const temperature &t = shared().t;
+        auto from = logits_stats::reference::of_tops(row->top[0], row->top[1], t, shared().span);
+        part mine = part_again(args, slot, turn,
+                               [&](auto slice) { return logits_stats::masses<T>(slice, t, from); });
+        part all = resident::merge_row(mine.sum, 0, 0, logits_stats::plain_merge);
+        if (resident::group_thread() < 32)
+            row->shift =
+                ((double)from.c_p - (double)from.c_q) * LN_2 + log(all.sum[0]) - log(all.sum[1]);
         resident::group_sync();
     }
 
     /* A row that is too close for the fast statistics, or not finite. */
     static __device__ __noinline__ void again(const kld_cuda_args &args, uint32_t slot,
                                               uint32_t turn) {
-        double inverse_temperature = args.inverse_temperature;
         row_type *row = &row_of(slot, turn);
         resident::group_sync(); /* all have seen that it is */
         if (row->missed) {
@@ -285,18 +318,19 @@ template <class BODY> struct rows {
                 return;
             resident::group_sync(); /* likewise */
         }
+        bool known = isfinite(row->shift);
+        resident::group_sync();
+        if (!known)
+            weigh(args, slot, turn);
+        auto at = logits_stats::careful_reference::of<T>(
+            row->top[1], row->shift, args.inverse_temperature, shared().t, shared().span);
         part mine = part_again(args, slot, turn, [&](auto slice) {
-            return logits_stats::careful<T, BODY::EXTRA>(slice, shared().t, shared().span);
+            return logits_stats::careful<T, BODY::EXTRA>(slice, shared().t, at);
         });
-        part all = resident::merge_row(
-            mine.sum, mine.mark[0], mine.mark[1], [&](const part *parts, uint32_t count) {
-                return logits_stats::careful_merge<BODY::EXTRA>(parts, count, inverse_temperature);
-            });
+        part all = resident::merge_row(mine.sum, 0, 0, logits_stats::plain_merge);
         if (resident::group_thread() < 32) {
-            const temperature &t = shared().t;
-            double scale = (double)t.scale.high + (sizeof(T) == 4 ? (double)t.scale.low : 0.0);
             row_stats stats = logits_stats::careful_row<BODY::EXTRA>(
-                all, inverse_temperature, scale, logits_stats::CAREFUL_ENTROPY_MIN<T>);
+                all, at, logits_stats::CAREFUL_ENTROPY_MIN<T>);
             tell(args, stats, row->factor, stats.good ? CAREFUL : ANY, row);
         }
         resident::group_sync();
@@ -319,6 +353,7 @@ template <class BODY> struct rows {
         row_at_hand<BODY> hand = {slice_of(slot, turn),
                                   shared().t,
                                   row,
+                                  &args.rule,
                                   divides && info.grad_p ? info.grad_p - info.head : nullptr,
                                   divides && info.grad_q ? info.grad_q - info.head : nullptr,
                                   info.whole_p,
@@ -408,7 +443,7 @@ template <class BODY> struct rows {
             return false;
         }
         logits_stats::fast<T, BODY::EXTRA>(slice_of(slot, turn), shared().t,
-                                           logits_stats::reference(info.reference),
+                                           logits_stats::reference(info.reference, shared().span),
                                            resident::ring_of(slot, turn), shared().streams);
         return true;
     }

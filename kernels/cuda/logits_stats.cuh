@@ -5,11 +5,10 @@
  * Two ways. The fast one serves rows that differ: KL comes from sum(a u) / sum(a) less the
  * logarithm of the ratio of the two sums, where a are p's exponentials and u the differences of the
  * logits. Of close rows that difference would be noise. The careful one adds only what is of the
- * size of the result: with b q's exponentials and v the difference of the logits less that of one
- * class, so that p is b e^v up to a factor, the terms b (v e^v - e^v + 1) >= 0 and the change b
- * (e^v - 1) of the sum. It also knows classes of -inf. What it cannot do (NaN, +inf, mass over a
- * zero) is left to any.cuh. A row is tried in this order; which way it takes depends on the row
- * alone. */
+ * size of the result: with b q's exponentials and v = ln p - ln q, but for what is still unknown of
+ * the sums, the terms b (v e^v - e^v + 1) >= 0 and the change b (e^v - 1) of the sum. It also knows
+ * classes of -inf. What it cannot do (NaN, +inf, mass over a zero) is left to any.cuh. A row is
+ * tried in this order; which way it takes depends on the row alone. */
 #ifndef KLD_KERNELS_CUDA_LOGITS_STATS_CUH
 #define KLD_KERNELS_CUDA_LOGITS_STATS_CUH
 
@@ -24,34 +23,46 @@ inline namespace KLD_CUDA_TEAM {
 
 using resident::part;
 
-/* Rows below this value go the careful way: the fast one's error is some 1e-7 in 16 bits, 1e-8 in
- * FP32. */
-template <class T> static constexpr double FAST_MIN = sizeof(T) == 4 ? 1.0 / 256 : 1.0 / 16;
+/* Rows below this value go the careful way: the fast one's error is some 2e-8 in 16 bits, 1e-8 in
+ * FP32, where no class has much of the mass. */
+template <class T> static constexpr double FAST_MIN = sizeof(T) == 4 ? 1.0 / 256 : 1.0 / 32;
 
-/* So do rows below this value of which one class has more than 1/16 of a side's mass: its errors do
- * not average out. Where such a class lies so many powers of 2 above all that the scout saw, the
- * row is summed once more, from what it is now known to hold: exponentials are rounded by what they
- * are above the reference. */
-static constexpr double HEAVY_MIN = 0.3;
-static constexpr float HEAVY_PART = 1.0f / 16, HEAVY_ABOVE = 8.0f;
+/* The exponential of a class with much of the mass is not to be rounded as the others are: their
+ * errors average out, its does not. Such classes count one by one in FP64: those above a limit that
+ * the scout has guessed, where one has about 2^-HEAVY_POWERS of the mass. When the sums are known
+ * so is how good the guess was. A row below HEAVY_MIN in which a class below the limit may have
+ * more than HEAVY_PART, or any in which it lies so many powers of 2 above all that the scout saw
+ * that its exponent is rounded, is summed once more, from what it is now known to hold. */
+static constexpr float HEAVY_POWERS = 5.0f, HEAVY_PART = 1.0f / 8, HEAVY_ABOVE = 8.0f;
+template <class T> static constexpr double HEAVY_MIN = sizeof(T) == 4 ? 1e300 : 0.3;
 
 /* And those whose sums are beyond this, whatever they are made of. */
 template <class T> static constexpr double FAST_SUM_MAX = sizeof(T) == 4 ? 1e30 : 1048576.0;
 
 /* Below this entropies of the careful way are no good: any.cuh. */
-template <class T>
-static constexpr double CAREFUL_ENTROPY_MIN = sizeof(T) == 4 ? 1.0 / 64 : 1.0 / 16;
+template <class T> static constexpr double CAREFUL_ENTROPY_MIN = sizeof(T) == 4 ? 1.0 / 64 : 1e-6;
 
 /* The fourth sum: nothing, sum q (ln q - ln p), or sum p ln q. */
 enum extra { NOTHING, REVERSE, ENTROPY };
 
-/* Of the row. p_i = 2^(z_i s - c_p) inverse_p, d_i = (zp_i - zq_i) / T - shift. */
+/* The difference of two logits of 16 bits is exact unless a constant lies between the sides; beyond
+ * this one it is taken off first, by the careful way. A number of few bits, or 0. */
+static constexpr float APART_MIN = 32.0f;
+template <class T> static __device__ __forceinline__ float apart_of(double between) {
+    if (sizeof(T) == 4 || !(fabs(between) > (double)APART_MIN))
+        return 0.0f;
+    return __bfloat162float(__float2bfloat16_rn((float)between));
+}
+
+/* Of the row. p_i = 2^(z_i s - c_p) inverse_p, d_i = (zp_i - apart - zq_i) / T - shift. */
 struct row_stats {
     int32_t c_p, c_q;
+    float apart;
     double inverse_p, inverse_q, shift;
     double forward, reverse, entropy; /* sum p d, sum q (-d), - sum p ln q */
     bool good;
-    bool missed; /* by the scout */
+    bool missed;     /* by the scout */
+    float powers[2]; /* of the fast way: of all mass of p and of q, to the base of 2 */
 };
 
 /* The largest of the warp, in two instructions more than one: integers order as floats do. NaN
@@ -81,12 +92,13 @@ template <class T> struct pair_of {
     }
 };
 
-/* What masses are measured against: the largest of 32 vectors, in powers of 2. */
+/* What masses are measured against: the largest of a sample, in powers of 2. */
 struct reference {
     float c_p, c_q;
     float pad_p,
         pad_q; /* a logit whose exponential is 0 beside that; stands behind the last class */
     float top_p, top_q;
+    float limit_p, limit_q; /* classes above one of them count one by one; numbers of the dtype */
 
     static __device__ __forceinline__ float below(float top, float span) {
         return fabsf(top) < 1e6f ? top - span : -3e38f;
@@ -95,17 +107,49 @@ struct reference {
     static __device__ __forceinline__ float whole(float x) {
         return fabsf(x) < 2097152.0f ? rintf(x) : CUDART_NAN_F;
     }
-    /* Of a part without a class that counts: below all others. */
-    static __device__ __forceinline__ int32_t mark(float c) {
-        return isnan(c) ? INT32_MIN / 4 : (int32_t)c;
+    /* The reference and, in whole powers of 2 above it, the largest class that did not count by
+     * itself. Of a part without a class that counts: below all others. */
+    static constexpr int32_t NO_MARK = -(1 << 30), MARK_LEAST = -100, MARK_MOST = 155;
+    static __device__ __forceinline__ int32_t mark(float c, float top, float limit, float scale) {
+        float above = ceilf(fmaf(fminf(top, limit), scale, -c));
+        return isnan(c) ? NO_MARK : mark((int32_t)c, (int32_t)fminf(fmaxf(above, -1e6f), 1e6f));
+    }
+    static __device__ __forceinline__ int32_t mark(int32_t c, int32_t above) {
+        return c * 256 + min(max(above, MARK_LEAST), MARK_MOST) - MARK_LEAST;
+    }
+    static __device__ __forceinline__ int32_t mark_c(int32_t mark) { return mark >> 8; }
+    static __device__ __forceinline__ int32_t mark_above(int32_t mark) {
+        return (mark & 255) + MARK_LEAST;
     }
     __device__ __forceinline__ reference() {}
-    __device__ __forceinline__ explicit reference(const float (&x)[4])
-        : c_p(x[0]), c_q(x[1]), pad_p(x[2]), pad_q(x[3]) {}
-    /* Of a vector of each lane, the first `left` classes of it. */
+    /* As the scout has left it. */
+    __device__ __forceinline__ explicit reference(const float (&x)[4], float span)
+        : c_p(x[0]), c_q(x[1]), pad_p(below(x[2], span)), pad_q(below(x[3], span)), limit_p(x[2]),
+          limit_q(x[3]) {}
+    template <class T> static __device__ __forceinline__ float limit_at(float powers, float scale) {
+        float limit = (powers - HEAVY_POWERS) * reciprocal(scale);
+        return fabsf(limit) < 1e6f ? (float)::to<T>(limit) : CUDART_INF_F;
+    }
+    /* The limit of one side of a row from the largest that each lane has seen, of `top` of which
+     * all. What lies below the top stands for the mass of the rest, some half of which the largest
+     * of a vector is; or what more classes would reach if they went on as these do, whichever is
+     * more. Everything waits for this: two reductions, side by side with the other side's. */
+    template <class T>
+    static __device__ __forceinline__ float limit_of(float most, float top, float scale,
+                                                     uint32_t classes) {
+        const float unit = 33554432.0f; /* 2^25, so that 32 of them add up */
+        float part = most < top ? exp2_fast((most - top) * scale) : 0.0f;
+        uint32_t parts = __reduce_add_sync(KLD_FULL_WARP, (uint32_t)(part * unit));
+        float least = -warp_max(-most), each = 2.0f / (31.0f * packet<T>::V);
+        float rest = log2_fast(fmaxf((float)parts, 1.0f) * (1.0f / unit) * each * (float)classes);
+        float reach = 0.6f * (top - least) * scale;
+        return limit_at<T>(fmaf(top, scale, fmaxf(rest, reach)), scale);
+    }
+    /* Of a vector of each lane, the first `left` classes of it; of a row of `classes`. */
     template <class T>
     static __device__ __forceinline__ reference of(const pair_of<T> &z, uint32_t left,
-                                                   const temperature &t, float span) {
+                                                   const temperature &t, float span,
+                                                   uint32_t classes) {
         float top_p = -CUDART_INF_F, top_q = -CUDART_INF_F;
 #pragma unroll
         for (int i = 0; i < packet<T>::V; i++)
@@ -113,7 +157,13 @@ struct reference {
                 top_p = fmaxf(top_p, z.p[i]);
                 top_q = fmaxf(top_q, z.q[i]);
             }
-        return of_tops(warp_max(top_p), warp_max(top_q), t, span);
+        float most_p = top_p, most_q = top_q;
+        top_p = warp_max(top_p);
+        top_q = warp_max(top_q);
+        reference at = of_tops(top_p, top_q, t, span);
+        at.limit_p = limit_of<T>(most_p, top_p, t.scale.high, classes);
+        at.limit_q = limit_of<T>(most_q, top_q, t.scale.high, classes);
+        return at;
     }
     static __device__ __forceinline__ reference of_tops(float top_p, float top_q,
                                                         const temperature &t, float span) {
@@ -128,6 +178,7 @@ struct reference {
         at.pad_q = below(top_q, span);
         at.top_p = top_p;
         at.top_q = top_q;
+        at.limit_p = at.limit_q = CUDART_INF_F;
         return at;
     }
 };
@@ -141,10 +192,13 @@ template <class T> struct top_of {
         two;
     float p, q;
     two many_p, many_q;
+    two limit_p, limit_q;
 
-    __device__ __forceinline__ top_of() {
+    __device__ __forceinline__ explicit top_of(const reference &at) {
         p = q = -CUDART_INF_F;
         many_p = many_q = two_of(-CUDART_INF_F);
+        limit_p = two_of(at.limit_p);
+        limit_q = two_of(at.limit_q);
     }
 
     static __device__ __forceinline__ two two_of(float x) {
@@ -152,23 +206,29 @@ template <class T> struct top_of {
         y.x = y.y = ::to<decltype(y.x)>(x);
         return y;
     }
-    static __device__ __forceinline__ two many(const two &so_far, const uint4 &raw) {
+    static __device__ __forceinline__ two largest(const uint4 &raw) {
         const two *x = (const two *)&raw;
-        return __hmax2(__hmax2(so_far, x[0]), __hmax2(__hmax2(x[1], x[2]), x[3]));
+        return __hmax2(__hmax2(x[0], x[1]), __hmax2(x[2], x[3]));
     }
-    /* A vector, of which z is padded. */
+    /* A vector, of which z is padded. Is there a class above the limit, or NaN? */
     template <class LEFT>
-    __device__ __forceinline__ void add(LEFT, const uint4 &raw_p, const uint4 &raw_q,
-                                        const pair_of<T> &z) {
-        if (LEFT::ALL && sizeof(T) == 2) {
-            many_p = many(many_p, raw_p);
-            many_q = many(many_q, raw_q);
+    __device__ __forceinline__ bool add(LEFT, const uint4 &raw_p, const uint4 &raw_q,
+                                        const pair_of<T> &z, const reference &at) {
+        if constexpr (LEFT::ALL && sizeof(T) == 2) {
+            two high_p = largest(raw_p), high_q = largest(raw_q);
+            many_p = __hmax2(many_p, high_p);
+            many_q = __hmax2(many_q, high_q);
+            return !(__hble2(high_p, limit_p) && __hble2(high_q, limit_q));
         } else {
+            float high_p = z.p[0], high_q = z.q[0];
 #pragma unroll
-            for (int i = 0; i < packet<T>::V; i++) {
-                p = fmaxf(p, z.p[i]);
-                q = fmaxf(q, z.q[i]);
+            for (int i = 1; i < packet<T>::V; i++) {
+                high_p = fmaxf(high_p, z.p[i]);
+                high_q = fmaxf(high_q, z.q[i]);
             }
+            p = fmaxf(p, high_p);
+            q = fmaxf(q, high_q);
+            return !(high_p <= at.limit_p && high_q <= at.limit_q);
         }
     }
     /* One warp: the largest of all its lanes. */
@@ -228,6 +288,67 @@ static __device__ __forceinline__ void fast_16(float z_p, float z_q, const refer
         sum.extra = fmaf(a, x_q, sum.extra);
 }
 
+/* What the classes of a vector above the limit add, in FP64. */
+struct heavy_sums {
+    double sum[4];
+};
+template <class T, int EXTRA>
+static __device__ __noinline__ heavy_sums heavy_terms(uint4 raw_p, uint4 raw_q, uint32_t left,
+                                                      reference at, temperature t) {
+    constexpr int V = packet<T>::V;
+    heavy_sums to = {{0, 0, 0, 0}};
+    float z_p[V], z_q[V];
+    unpack<T>(raw_p, z_p);
+    unpack<T>(raw_q, z_q);
+    /* 16 bits take the scale by its high part alone */
+    double scale = (double)t.scale.high + (sizeof(T) == 4 ? (double)t.scale.low : 0.0);
+#pragma unroll 1
+    for (int i = 0; i < V; i++) {
+        if (i >= left || (z_p[i] <= at.limit_p && z_q[i] <= at.limit_q))
+            continue;
+        double x_p = fma((double)z_p[i], scale, -(double)at.c_p);
+        double x_q = fma((double)z_q[i], scale, -(double)at.c_q);
+        double a = wide_exp2(x_p), b = wide_exp2(x_q), u = x_p - x_q;
+        to.sum[0] += a;
+        to.sum[1] += b;
+        to.sum[2] += a * u;
+        if (EXTRA == REVERSE)
+            to.sum[3] += b * u;
+        if (EXTRA == ENTROPY)
+            to.sum[3] += a * x_q;
+    }
+    return to;
+}
+
+/* The classes of a vector that count by themselves are not to be added otherwise. */
+template <class T>
+static __device__ __forceinline__ void take_out(const reference &at, pair_of<T> &z) {
+#pragma unroll
+    for (int i = 0; i < packet<T>::V; i++)
+        if (!(z.p[i] <= at.limit_p && z.q[i] <= at.limit_q)) {
+            z.p[i] = at.pad_p;
+            z.q[i] = at.pad_q;
+        }
+}
+
+template <int EXTRA>
+static __device__ __forceinline__ void add_to(double (&total)[4], const heavy_sums &more) {
+#pragma unroll
+    for (int i = 0; i < (EXTRA == NOTHING ? 3 : 4); i++)
+        total[i] += more.sum[i];
+}
+
+template <class T, int EXTRA>
+static __device__ __forceinline__ void fast_pairs(const pair_of<T> &z, const reference &at,
+                                                  const temperature &t, chunk_sums<EXTRA> &sum) {
+#pragma unroll
+    for (int i = 0; i < packet<T>::V; i++)
+        if constexpr (sizeof(T) == 4)
+            fast_fp32(z.p[i], z.q[i], at, t, sum);
+        else
+            fast_16(z.p[i], z.q[i], at, t, sum);
+}
+
 /* sum: a, b, a u, and b u or a ln b; logarithms of base 2 and less the references. */
 template <class T, int EXTRA, bool SHIFTED>
 static __device__ __forceinline__ void fast_of(const resident::slice &slice, const temperature &t,
@@ -235,22 +356,28 @@ static __device__ __forceinline__ void fast_of(const resident::slice &slice, con
     constexpr int V = packet<T>::V;
     double total[4] = {0, 0, 0, 0};
     chunk_sums<EXTRA> sum;
-    top_of<T> top;
+    top_of<T> top(at);
+    /* Vectors with heavy classes, of the chunk at hand: a call would spill the loop's registers. */
+    uint32_t heavy = 0;
     slice.template pass_of<SHIFTED, true>(
         V,
-        [&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
+        [&](uint32_t vector, auto left, const uint4 &raw_p, const uint4 &raw_q) {
             pair_of<T> z(raw_p, raw_q);
             z.pad(left, at.pad_p, at.pad_q);
-            top.add(left, raw_p, raw_q, z);
-#pragma unroll
-            for (int i = 0; i < V; i++)
-                if constexpr (sizeof(T) == 4)
-                    fast_fp32(z.p[i], z.q[i], at, t, sum);
-                else
-                    fast_16(z.p[i], z.q[i], at, t, sum);
+            if (top.add(left, raw_p, raw_q, z, at)) {
+                heavy |= 1u << slice.step_of(vector);
+                take_out(at, z);
+            }
+            fast_pairs<T, EXTRA>(z, at, t, sum);
         },
         [&](uint32_t chunk) {
             sum.flush(total);
+            for (; heavy; heavy &= heavy - 1) {
+                uint4 raw_p, raw_q;
+                uint32_t left = slice.template vector_of<SHIFTED>(
+                    chunk, (uint32_t)__ffs((int)heavy) - 1, V, raw_p, raw_q);
+                add_to<EXTRA>(total, heavy_terms<T, EXTRA>(raw_p, raw_q, left, at, t));
+            }
             if (release)
                 slice.release(chunk);
         });
@@ -273,18 +400,20 @@ static __device__ __forceinline__ void fast(const resident::slice &slice, const 
 /* The same by any slice, all of which has come. */
 template <class T, int EXTRA, class SLICE>
 static __device__ __noinline__ part fast_again(SLICE slice, temperature t, reference at) {
-    constexpr int V = packet<T>::V;
-    part mine = {{0, 0, 0, 0}, {reference::mark(at.c_p), reference::mark(at.c_q)}, {}};
+    part mine = {{0, 0, 0, 0},
+                 {reference::mark(at.c_p, at.top_p, at.limit_p, t.scale.high),
+                  reference::mark(at.c_q, at.top_q, at.limit_q, t.scale.high)},
+                 {}};
     slice.template pass<T>([&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
         pair_of<T> z(raw_p, raw_q);
         z.pad(left, at.pad_p, at.pad_q);
         chunk_sums<EXTRA> sum;
-#pragma unroll
-        for (int i = 0; i < V; i++)
-            if constexpr (sizeof(T) == 4)
-                fast_fp32(z.p[i], z.q[i], at, t, sum);
-            else
-                fast_16(z.p[i], z.q[i], at, t, sum);
+        top_of<T> top(at);
+        if (top.add(resident::some_of{}, raw_p, raw_q, z, at)) {
+            add_to<EXTRA>(mine.sum, heavy_terms<T, EXTRA>(raw_p, raw_q, left.left, at, t));
+            take_out(at, z);
+        }
+        fast_pairs<T, EXTRA>(z, at, t, sum);
         sum.flush(mine.sum);
     });
     return mine;
@@ -298,9 +427,10 @@ static __device__ __forceinline__ double power_of_2(int x) {
 /* A part to each lane; beyond `count` one without classes. */
 static __device__ __forceinline__ part lane_part(const part *parts, uint32_t count) {
     unsigned lane = threadIdx.x % 32;
-    return lane < count
-               ? parts[lane]
-               : part{{0, 0, 0, 0}, {INT32_MIN / 4, INT32_MIN / 4}, {-CUDART_INF_F, -CUDART_INF_F}};
+    return lane < count ? parts[lane]
+                        : part{{0, 0, 0, 0},
+                               {reference::NO_MARK, reference::NO_MARK},
+                               {-CUDART_INF_F, -CUDART_INF_F}};
 }
 
 /* The sums of all lanes, to all of them. */
@@ -319,7 +449,12 @@ static __device__ __forceinline__ part fast_merge(const part *parts, uint32_t co
     to.mark[1] = __reduce_max_sync(KLD_FULL_WARP, from.mark[1]);
     to.top[0] = warp_max(from.top[0]);
     to.top[1] = warp_max(from.top[1]);
-    int by_p = from.mark[0] - to.mark[0], by_q = from.mark[1] - to.mark[1];
+    int by_p = reference::mark_c(from.mark[0]) - reference::mark_c(to.mark[0]);
+    int by_q = reference::mark_c(from.mark[1]) - reference::mark_c(to.mark[1]);
+    int above_p = __reduce_max_sync(KLD_FULL_WARP, reference::mark_above(from.mark[0]) + by_p);
+    int above_q = __reduce_max_sync(KLD_FULL_WARP, reference::mark_above(from.mark[1]) + by_q);
+    to.mark[0] = reference::mark(reference::mark_c(to.mark[0]), above_p);
+    to.mark[1] = reference::mark(reference::mark_c(to.mark[1]), above_q);
     double scale_p = power_of_2(by_p), scale_q = power_of_2(by_q);
     double x[4] = {scale_p * from.sum[0], scale_q * from.sum[1],
                    scale_p * (from.sum[2] + from.sum[0] * (double)(by_p - by_q)), 0.0};
@@ -332,13 +467,14 @@ static __device__ __forceinline__ part fast_merge(const part *parts, uint32_t co
 }
 
 /* One warp: the row from the only part that is left. unit: a power of 2 in units of 1 / T, ln 2 but
- * for what rounding left of the scale that was used. */
+ * for what rounding left of the scale that was used. shift: NaN where the sums do not tell. */
 template <int EXTRA>
 static __device__ __forceinline__ row_stats fast_row(const part &all, double least, double most,
-                                                     double unit, float scale) {
+                                                     double heavy_min, double unit) {
     row_stats row;
-    row.c_p = all.mark[0];
-    row.c_q = all.mark[1];
+    row.c_p = reference::mark_c(all.mark[0]);
+    row.c_q = reference::mark_c(all.mark[1]);
+    row.apart = 0.0f;
     /* Two lanes, one for each side: these take long. */
     double mine = threadIdx.x % 2 ? all.sum[1] : all.sum[0];
     double inverse = wide_reciprocal(mine), logarithm = wide_log(mine, mine - 1.0);
@@ -350,17 +486,22 @@ static __device__ __forceinline__ row_stats fast_row(const part &all, double lea
     row.forward = all.sum[2] * row.inverse_p * LN_2 - ratio;
     row.reverse = EXTRA == REVERSE ? ratio - all.sum[3] * row.inverse_q * LN_2 : 0.0;
     row.entropy = EXTRA == ENTROPY ? log_q - all.sum[3] * row.inverse_p * LN_2 : 0.0;
-    float above = threadIdx.x % 2 ? fmaf(all.top[1], scale, -(float)row.c_q)
-                                  : fmaf(all.top[0], scale, -(float)row.c_p);
-    bool heavy = exp2_fast(above) > HEAVY_PART * (float)mine;
-    row.missed = __any_sync(KLD_FULL_WARP, heavy && above > HEAVY_ABOVE && above < 1e6f);
     double small = EXTRA == ENTROPY   ? fmin(row.forward, row.entropy)
                    : EXTRA == REVERSE ? fmin(row.forward, row.reverse)
                                       : row.forward;
-    heavy = heavy && small < HEAVY_MIN;
-    row.good = !row.missed && !__any_sync(KLD_FULL_WARP, heavy) && row.forward >= least &&
-               row.forward < 1e30 && all.sum[0] > 0.25 && all.sum[0] < most && all.sum[1] > 0.25 &&
-               all.sum[1] < most && (EXTRA == NOTHING || fabs(all.sum[3]) < 1e300);
+    float above = (float)reference::mark_above(all.mark[threadIdx.x % 2 ? 1 : 0]);
+    bool heavy = exp2_fast(above) > HEAVY_PART * (float)mine;
+    bool doubtful = small >= least && small < heavy_min;
+    row.missed = __any_sync(KLD_FULL_WARP, heavy && (doubtful || above > HEAVY_ABOVE));
+    row.good = !row.missed && small >= least && row.forward < 1e30 && all.sum[0] > 0.25 &&
+               all.sum[0] < most && all.sum[1] > 0.25 && all.sum[1] < most &&
+               (EXTRA == NOTHING || fabs(all.sum[3]) < 1e300);
+    /* Where the mass is, to look again. */
+    float powers = (float)(threadIdx.x % 2 ? row.c_q : row.c_p) + (float)(logarithm / LN_2);
+    row.powers[0] = __shfl_sync(KLD_FULL_WARP, powers, 0);
+    row.powers[1] = __shfl_sync(KLD_FULL_WARP, powers, 1);
+    bool known = fmin(all.sum[0], all.sum[1]) > 1e-20 && fmax(all.sum[0], all.sum[1]) < 1e30;
+    row.shift = known && !row.missed ? row.shift : CUDART_NAN;
     return row;
 }
 

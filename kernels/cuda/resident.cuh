@@ -46,8 +46,8 @@ constexpr uint32_t CLUSTER_PORTABLE = 8; /* larger ones are not to be had on eve
 /* What was found in a part of a row. What the numbers mean is the passes' business. */
 struct part {
     double sum[4];
-    int32_t mark[2];
-    float top[2]; /* the largest of p and of q */
+    int32_t mark[2]; /* what it means is the merging function's business */
+    float top[2];    /* the largest of p and of q */
 };
 
 /* What is said of a row before its statistics are taken: by the copying warp and, `reference`, by

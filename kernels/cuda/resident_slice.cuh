@@ -119,6 +119,21 @@ struct slice {
             at_q += CHUNK * 16;
         }
     }
+    /* Which step of its chunk a vector of this thread is, and that vector again. Returns how many
+     * classes are left from its first on. */
+    static __device__ __forceinline__ uint32_t step_of(uint32_t vector) {
+        static_assert(STEPS <= 32, "a bit each");
+        return vector % CHUNK / GROUP_THREADS;
+    }
+    template <bool SHIFTED>
+    __device__ __forceinline__ uint32_t vector_of(uint32_t chunk, uint32_t step, uint32_t V,
+                                                  uint4 &ret_p, uint4 &ret_q) const {
+        uint32_t behind = chunk * CHUNK + step * GROUP_THREADS;
+        ret_p = load<SHIFTED>(p + behind * 16, shift_p);
+        ret_q = load<SHIFTED>(q + behind * 16, shift_q);
+        uint32_t first = (behind + group_thread()) * V;
+        return count > first ? count - first : 0;
+    }
     /* One in between. SPLIT: code of its own for rows that are not shifted. */
     template <bool SPLIT, int UNROLL = 2, class FUNCTION, class DONE>
     __device__ __forceinline__ void middle_pass(uint32_t V, FUNCTION function, DONE done) const {
