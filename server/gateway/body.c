@@ -100,14 +100,7 @@ static enum kld_status grow_json(struct kld_infer *infer, uint64_t needed, struc
         kld_staging_range_bytes_max(staging)) /* it would wait for itself */
         return kld_error_set(err, KLD_TOO_LARGE,
                              "the JSON needs more than the staging memory (staging_bytes_max)");
-    enum kld_status status = kld_infer_alloc(infer, capacity, &offset, err);
-    if (status == KLD_BUSY && infer->json_capacity &&
-        kld_staging_alone(staging, infer->json_offset)) {
-        kld_staging_leave(staging, &infer->waiter.turn);
-        return kld_error_set(err, KLD_TOO_LARGE,
-                             "the JSON outgrows the staging memory (staging_bytes_max); send its "
-                             "length, or tensors as binary data");
-    }
+    enum kld_status status = kld_infer_alloc(infer, capacity, true, &offset, err);
     if (status)
         return status;
     if (infer->json_capacity) {

@@ -42,8 +42,8 @@ void kld_infer_wait(struct kld_infer *infer, void (*retry)(struct kld_infer *inf
 
 /* ---- Memory -----------------------------------------------------------------------------------*/
 
-enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, uint64_t *ret_offset,
-                                struct kld_error *err) {
+enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, bool json,
+                                uint64_t *ret_offset, struct kld_error *err) {
     struct kld_gateway *gateway = infer->gateway;
     enum kld_status status = kld_auth_take_bytes(gateway->auth, infer->caller, bytes, err);
     if (status)
@@ -51,7 +51,8 @@ enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, uint64_
     if (infer->in_pool) /* it does not wait there */
         status = kld_staging_alloc(gateway->staging, bytes, ret_offset, err);
     else
-        status = kld_staging_take(gateway->staging, &infer->waiter.turn, bytes, ret_offset, err);
+        status =
+            kld_staging_take(gateway->staging, &infer->waiter.turn, bytes, json, ret_offset, err);
     if (status)
         kld_auth_give_bytes(infer->caller, bytes);
     else
@@ -209,9 +210,8 @@ static void take_staging(struct kld_infer *infer) {
     struct kld_error error;
     reply = reply < json_max ? reply : json_max;
     enum kld_status status =
-        kld_infer_alloc(infer, infer->tensors_bytes + reply, &infer->tensors_offset, &error);
-    bool alone = infer->json_capacity && kld_staging_alone(gateway->staging, infer->json_offset);
-    if (status == KLD_BUSY && !alone) {
+        kld_infer_alloc(infer, infer->tensors_bytes + reply, false, &infer->tensors_offset, &error);
+    if (status == KLD_BUSY) {
         kld_infer_wait(infer, take_staging);
         return;
     }

@@ -17,7 +17,8 @@
 struct range {
     struct range *before, *after;
     uint64_t offset, bytes;
-    bool used;
+    bool used, json;
+    const struct kld_staging_turn *owner; /* NULL: none, or it never waits */
 };
 
 /* A part of the memory, with a queue of its own. */
@@ -26,7 +27,7 @@ struct area {
     struct range *first;                  /* all of it */
     struct kld_staging_turn *head, *tail; /* of those who hold none */
     uint32_t holders;                     /* that wait; they stand in no order */
-    uint64_t used_bytes;
+    uint64_t used_bytes, json_bytes;      /* json_bytes: of those, what JSON has */
 };
 
 struct kld_staging {
@@ -148,7 +149,7 @@ static struct area *area_at(struct kld_staging *staging, uint64_t offset) {
 }
 
 static enum kld_status alloc(struct kld_staging *staging, struct area *area, uint64_t bytes,
-                             uint64_t *ret_offset, struct kld_error *err) {
+                             struct range **ret_range, struct kld_error *err) {
     if (bytes > area->bytes)
         return kld_error_set(err, KLD_TOO_LARGE,
                              "the request needs %" PRIu64 " bytes of staging memory; there are "
@@ -176,8 +177,10 @@ static enum kld_status alloc(struct kld_staging *staging, struct area *area, uin
         range->bytes = rounded;
     }
     range->used = true;
+    range->json = false;
+    range->owner = NULL;
     count(staging, area, (int64_t)range->bytes);
-    *ret_offset = range->offset;
+    *ret_range = range;
     return KLD_OK;
 }
 
@@ -188,8 +191,11 @@ static struct area *area_for(struct kld_staging *staging, uint64_t bytes) {
 
 enum kld_status kld_staging_alloc(struct kld_staging *staging, uint64_t bytes, uint64_t *ret_offset,
                                   struct kld_error *err) {
+    struct range *range;
     uv_mutex_lock(&staging->mutex);
-    enum kld_status status = alloc(staging, area_for(staging, bytes), bytes, ret_offset, err);
+    enum kld_status status = alloc(staging, area_for(staging, bytes), bytes, &range, err);
+    if (status == KLD_OK)
+        *ret_offset = range->offset;
     uv_mutex_unlock(&staging->mutex);
     return status;
 }
@@ -232,27 +238,92 @@ static void queue(struct area *area, struct kld_staging_turn *turn, bool small) 
     area->tail = turn;
 }
 
+/* Would everybody who has some of the area wait for more of it, if this turn waited too? Who
+ * waits, but could have what he wants by now, is about to ask again. */
+static bool all_wait(const struct area *area, const struct kld_staging_turn *turn, bool small,
+                     uint64_t *ret_mine_bytes) {
+    uint64_t room = 0, mine = 0;
+    for (const struct range *range = area->first; range; range = range->after)
+        if (!range->used)
+            room = range->bytes > room ? range->bytes : room;
+        else if (range->owner == turn)
+            mine += range->bytes;
+        else if (!range->owner || !range->owner->queued || range->owner->small != small)
+            return false;
+    for (const struct range *range = area->first; range; range = range->after)
+        if (range->used && range->owner != turn && range->owner->wanted_bytes <= room)
+            return false;
+    *ret_mine_bytes = mine;
+    return mine > 0;
+}
+
+/* For who found no room: he waits, unless that would never end. */
+static enum kld_status wait_or_refuse(const struct area *area, const struct kld_staging_turn *turn,
+                                      bool small, uint64_t bytes, struct kld_error *err) {
+    uint64_t mine;
+    if (!all_wait(area, turn, small, &mine))
+        return KLD_BUSY;
+    if (mine < area->used_bytes)
+        return kld_error_set(err, KLD_UNAVAILABLE,
+                             "other requests have the staging memory that this one needs, and wait "
+                             "for what it has; try again");
+    return kld_error_set(err, KLD_TOO_LARGE,
+                         "the request has %" PRIu64 " bytes of staging memory and outgrows it with "
+                         "%" PRIu64 " more; there are %" PRIu64 " (staging_bytes_max); send the "
+                         "length of its JSON, or tensors as binary data",
+                         mine, bytes, area->bytes);
+}
+
+static bool json_is_full(const struct area *area, uint64_t more) {
+    return area->json_bytes && area->json_bytes + more > area->bytes / 2;
+}
+
+/* Behind somebody who came earlier? JSON that waits for other JSON holds up JSON alone. */
+static bool is_behind(const struct area *area, const struct kld_staging_turn *turn) {
+    bool full = false; /* and so for all JSON behind that one */
+    for (const struct kld_staging_turn *one = area->head; one && one != turn; one = one->after) {
+        full = full || json_is_full(area, one->wanted_bytes);
+        if (turn->json || !one->json || !full)
+            return true;
+    }
+    return false;
+}
+
 static enum kld_status take(struct kld_staging *staging, struct kld_staging_turn *turn,
-                            uint64_t bytes, uint64_t *ret_offset, struct kld_error *err) {
+                            uint64_t bytes, bool json, uint64_t *ret_offset,
+                            struct kld_error *err) {
     struct area *area = area_for(staging, bytes);
+    struct range *range = NULL;
     bool small = area == &staging->small;
-    bool waits = !turn->has[small] && (area->holders || (area->head && area->head != turn));
+    turn->wanted_bytes = bytes;
+    turn->json = json;
+    bool waits = !turn->has[small] &&
+                 (area->holders || (json && json_is_full(area, bytes)) || is_behind(area, turn));
     enum kld_status status =
         waits && bytes <= area->bytes
             ? kld_error_set(err, KLD_BUSY, "others wait for staging memory; try again")
-            : alloc(staging, area, bytes, ret_offset, err);
+            : alloc(staging, area, bytes, &range, err);
+    if (status == KLD_BUSY)
+        status = wait_or_refuse(area, turn, small, bytes, err);
     if (status != KLD_BUSY)
         leave(staging, turn);
     else if (!turn->queued)
         queue(area, turn, small);
-    turn->has[small] = turn->has[small] || status == KLD_OK;
-    return status;
+    if (status)
+        return status;
+    turn->has[small] = true;
+    range->owner = turn;
+    range->json = json;
+    area->json_bytes += json ? range->bytes : 0;
+    *ret_offset = range->offset;
+    return KLD_OK;
 }
 
 enum kld_status kld_staging_take(struct kld_staging *staging, struct kld_staging_turn *turn,
-                                 uint64_t bytes, uint64_t *ret_offset, struct kld_error *err) {
+                                 uint64_t bytes, bool json, uint64_t *ret_offset,
+                                 struct kld_error *err) {
     uv_mutex_lock(&staging->mutex);
-    enum kld_status status = take(staging, turn, bytes, ret_offset, err);
+    enum kld_status status = take(staging, turn, bytes, json, ret_offset, err);
     uv_mutex_unlock(&staging->mutex);
     return status;
 }
@@ -281,6 +352,8 @@ static void join(struct range *range) {
 
 static void give_back(struct kld_staging *staging, struct area *area, struct range *range) {
     range->used = false;
+    range->owner = NULL;
+    area->json_bytes -= range->json ? range->bytes : 0;
     count(staging, area, -(int64_t)range->bytes);
     atomic_fetch_add(&staging->changes, 1);
     if (range->after && !range->after->used)
@@ -303,13 +376,4 @@ void kld_staging_free(struct kld_staging *staging, uint64_t offset) {
     if (range && range->used)
         give_back(staging, area, range);
     uv_mutex_unlock(&staging->mutex);
-}
-
-bool kld_staging_alone(struct kld_staging *staging, uint64_t offset) {
-    uv_mutex_lock(&staging->mutex);
-    const struct area *area = area_at(staging, offset);
-    const struct range *range = range_at(area, offset);
-    bool alone = range && range->used && range->bytes == area->used_bytes;
-    uv_mutex_unlock(&staging->mutex);
-    return alone;
 }

@@ -13,6 +13,9 @@
  *   waits who holds some: no newcomer overtakes;
  * - who holds some of it gets more as soon as there is room. There are ever fewer of those while
  *   one of them waits, so each gets its turn, and nobody waits for one who stands behind him.
+ * JSON has at most half of the small and of the large ones, but one may always have what it needs:
+ * whose JSON is here needs more for his tensors, and with the memory full of JSON nobody would get
+ * on. Where all who have some come to wait for more in spite of that, one of them is refused.
  *
  * Any thread; the bytes of an allocated range may be touched by whoever its holder lets (MHD, the
  * thread pool, the worker). Does not wait: full is KLD_BUSY. */
@@ -48,22 +51,24 @@ enum kld_status kld_staging_alloc(struct kld_staging *staging, uint64_t bytes, u
 /* A place in the queue, of one request. Zeroed: not in it. */
 struct kld_staging_turn {
     struct kld_staging_turn *before, *after;
-    bool queued, small; /* in the queue of small ones */
-    bool has[2];        /* it got large ones; small ones */
+    bool queued, small;    /* in the queue of small ones */
+    bool has[2];           /* it got large ones; small ones */
+    bool json;             /* what it asked for last, */
+    uint64_t wanted_bytes; /* ... and so much */
 };
 /* As kld_staging_alloc(), in turn. KLD_BUSY: the turn is in the queue, until it is asked for again
- * and gets some, or leaves. */
+ * and gets some, or leaves. KLD_TOO_LARGE also where it has all that is in use and would wait for
+ * itself; KLD_UNAVAILABLE: it and others who have some would wait for each other. json: for JSON of
+ * a body. The turn outlives what it gets. */
 enum kld_status kld_staging_take(struct kld_staging *staging, struct kld_staging_turn *turn,
-                                 uint64_t bytes, uint64_t *ret_offset, struct kld_error *err);
+                                 uint64_t bytes, bool json, uint64_t *ret_offset,
+                                 struct kld_error *err);
 void kld_staging_leave(struct kld_staging *staging, struct kld_staging_turn *turn);
 /* Another number than before: somebody who got none may get some now. */
 uint64_t kld_staging_changes(const struct kld_staging *staging);
 
 /* offset: of a range that is allocated. */
 void kld_staging_free(struct kld_staging *staging, uint64_t offset);
-/* There is no other range where this one lies: who has it and finds no room would wait for himself.
- */
-bool kld_staging_alone(struct kld_staging *staging, uint64_t offset);
 void *kld_staging_at(const struct kld_staging *staging, uint64_t offset);
 
 #endif

@@ -212,7 +212,7 @@ static void open_buffer(struct upload *upload) {
 static enum kld_status take_staging(struct upload *upload, struct kld_error *err) {
     struct kld_gateway *gateway = upload->gateway;
     enum kld_status status =
-        kld_staging_take(gateway->staging, &upload->waiter.turn, upload->held_bytes,
+        kld_staging_take(gateway->staging, &upload->waiter.turn, upload->held_bytes, false,
                          &upload->pieces.staging_offset, err);
     if (status == KLD_BUSY) {
         kld_exchange_pause(upload->exchange);

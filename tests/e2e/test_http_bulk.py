@@ -283,6 +283,62 @@ def test_nobody_overtakes_those_who_wait(make_server):
     wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
 
 
+def held_by_uploads(server, count, size):
+    """Uploads that began and send no more; each holds its pieces."""
+    host, port = server.address.rsplit(":", 1)
+    connections = [socket.create_connection((host, int(port)), 60) for _ in range(count)]
+    for i, one in enumerate(connections):
+        one.sendall(f"PUT /v2/tensors/t{i}?datatype=FP32&shape=1,{size // 4} HTTP/1.1\r\nHost: x\r\n"
+                    f"Content-Length: {size}\r\n\r\n".encode() + bytes(1000))
+    wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == count, what="the uploads")
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] > 12 << 20, what="full staging")
+    return connections
+
+
+def chunked(data, piece):
+    for i in range(0, len(data), piece):
+        yield data[i:i + piece]
+
+
+@pytest.mark.parametrize("how", ["binary", "json", "chunked"])
+def test_little_json_waits_for_large_memory(make_server, how):
+    """That its own JSON is all there is among the small ranges does not mean that it would wait for itself."""
+    server = make_server(staging_bytes_max="16M")
+    q, replies = probabilities((1, 25000), 31).round(3), []
+    headers, data = oip.body({"predictions": q, "targets": q}, None, None, how == "binary")
+    uploads = held_by_uploads(server, 4, 16000000)
+
+    def post():
+        replies.append(server.request(INFER, chunked(data, 8192) if how == "chunked" else data, headers))
+    asker = threading.Thread(target=post)
+    asker.start()
+    wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 5, what="the request")
+    time.sleep(0.3)
+    assert not replies
+    for one in uploads:
+        one.close()
+    asker.join()
+    assert replies[0][0] == 200, replies
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
+
+
+def test_large_json_together(make_server):
+    """Bodies whose JSON, all of it together, fills staging: they go one after the other, not all at once never."""
+    server = make_server(staging_bytes_max="16M", http_deadline_ms=20000)
+    q, replies = np.full((1, 500000), 0.5, "<f4"), []
+    headers, data = oip.body({"predictions": q, "targets": q}, None, None, False)
+    assert 4 << 20 < len(data) < 6 << 20
+    askers = [threading.Thread(target=ask, args=(server, replies, data, headers)) for _ in range(4)]
+    begin = time.monotonic()
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join()
+    assert [reply[0] for reply in replies] == [200] * 4, [reply[2][:200] for reply in replies]
+    assert time.monotonic() - begin < 18 or SANITIZED
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
+
+
 @pytest.mark.parametrize("leave", [True, False])
 def test_an_upload_waits_for_staging(make_server, leave):
     server = make_server(http_deadline_ms=20000 if leave else 600, **FULL)

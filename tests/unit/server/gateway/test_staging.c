@@ -81,7 +81,7 @@ END_TEST
 static struct kld_staging *queued;
 
 static enum kld_status take(struct kld_staging_turn *turn, uint64_t bytes, uint64_t *ret_offset) {
-    return kld_staging_take(queued, turn, bytes, ret_offset, NULL);
+    return kld_staging_take(queued, turn, bytes, false, ret_offset, NULL);
 }
 
 START_TEST(no_newcomer_overtakes) {
@@ -139,15 +139,79 @@ START_TEST(who_would_wait_for_himself_is_told) {
     ck_assert_int_eq(kld_staging_alloc(queued, 64, &others, NULL), KLD_OK);
     ck_assert_int_eq(take(&turn, 3000, &mine), KLD_OK);
     ck_assert_int_eq(take(&turn, 2000, &more), KLD_BUSY);
-    ck_assert(!kld_staging_alone(queued, mine));
     kld_staging_free(queued, others);
-    ck_assert(kld_staging_alone(queued, mine));
-    ck_assert(!kld_staging_alone(queued, others));
+    ck_assert_int_eq(take(&turn, 2000, &more), KLD_TOO_LARGE);
+    ck_assert(!turn.queued);
     kld_staging_close(queued);
 }
 END_TEST
 
 #define STAGING ((uint64_t)64 << 20)
+
+static enum kld_status take_json(struct kld_staging_turn *turn, uint64_t bytes,
+                                 uint64_t *ret_offset) {
+    return kld_staging_take(queued, turn, bytes, true, ret_offset, NULL);
+}
+
+/* JSON among the small ones says nothing about the large ones, which are others'. */
+START_TEST(who_has_a_small_one_alone_waits_for_large_ones) {
+    struct kld_staging_turn turn = {.queued = false}, other = turn;
+    uint64_t mine, all, tensors;
+    ck_assert_int_eq(kld_staging_open(STAGING, NULL, &queued, NULL), KLD_OK);
+    ck_assert_int_eq(take(&other, kld_staging_range_bytes_max(queued), &all), KLD_OK);
+    ck_assert_int_eq(take_json(&turn, 1000, &mine), KLD_OK);
+    ck_assert_int_eq(take(&turn, 1 << 20, &tensors), KLD_BUSY);
+    ck_assert(turn.queued);
+    kld_staging_free(queued, all);
+    ck_assert_int_eq(take(&turn, 1 << 20, &tensors), KLD_OK);
+    kld_staging_close(queued);
+}
+END_TEST
+
+START_TEST(json_leaves_half_for_tensors) {
+    struct kld_staging_turn first = {.queued = false}, second = first, third = first, other = first;
+    uint64_t most, a, b, c, tensors;
+    ck_assert_int_eq(kld_staging_open(STAGING, NULL, &queued, NULL), KLD_OK);
+    most = kld_staging_range_bytes_max(queued);
+    ck_assert_int_eq(take_json(&first, most / 3, &a), KLD_OK);
+    ck_assert_int_eq(take_json(&second, most / 3, &b), KLD_BUSY);
+    ck_assert_int_eq(take_json(&third, 1 << 20, &c), KLD_BUSY); /* would fit, but came later */
+    ck_assert_int_eq(take(&other, most / 3, &c), KLD_OK);       /* tensors need not wait for it */
+    ck_assert_int_eq(take(&first, most / 3 - 4096, &tensors), KLD_OK);
+    kld_staging_free(queued, tensors);
+    kld_staging_free(queued, c);
+    ck_assert_int_eq(take_json(&second, most / 3, &b), KLD_BUSY);
+    kld_staging_free(queued, a);
+    ck_assert_int_eq(take_json(&second, most / 3, &b), KLD_OK);
+    ck_assert_int_eq(take_json(&third, 1 << 20, &c), KLD_OK);
+    kld_staging_free(queued, b);
+    kld_staging_free(queued, c);
+    ck_assert_int_eq(take_json(&first, most - 4096, &a), KLD_OK); /* alone: all that it needs */
+    kld_staging_close(queued);
+}
+END_TEST
+
+START_TEST(who_would_wait_for_each_other_are_not_left_to_it) {
+    struct kld_staging_turn first = {.queued = false}, second = first, third = first;
+    uint64_t a, b, c, more;
+    ck_assert_int_eq(kld_staging_open(4096, NULL, &queued, NULL), KLD_OK);
+    ck_assert_int_eq(take(&first, 1024, &a), KLD_OK);
+    ck_assert_int_eq(take(&second, 1024, &b), KLD_OK);
+    ck_assert_int_eq(take(&third, 1024, &c), KLD_OK);
+    ck_assert_int_eq(take(&first, 2048, &more), KLD_BUSY);
+    ck_assert_int_eq(take(&second, 3072, &more), KLD_BUSY); /* the third may yet end */
+    kld_staging_free(queued, c);
+    ck_assert_int_eq(take(&second, 3072, &more), KLD_BUSY); /* and now the first gets on */
+    ck_assert_int_eq(take(&first, 2048, &more), KLD_OK);
+    ck_assert_int_eq(take(&second, 3072, &c), KLD_BUSY);
+    ck_assert_int_eq(take(&first, 2048, &c), KLD_UNAVAILABLE);
+    ck_assert(!first.queued && second.queued);
+    kld_staging_free(queued, a);
+    kld_staging_free(queued, more);
+    ck_assert_int_eq(take(&second, 2048, &c), KLD_OK);
+    kld_staging_close(queued);
+}
+END_TEST
 
 START_TEST(small_ones_do_not_wait_for_large_ones) {
     struct kld_staging_turn large = {.queued = false}, small = large, more = large;
@@ -181,4 +245,6 @@ END_TEST
 UNIT_MAIN("server/gateway/staging", memory_is_sealed_and_zeroed,
           full_is_busy_and_more_than_all_is_too_large, ranges_never_overlap_and_coalesce,
           no_newcomer_overtakes, who_has_some_gets_more_before_newcomers,
-          who_would_wait_for_himself_is_told, small_ones_do_not_wait_for_large_ones)
+          who_would_wait_for_himself_is_told, who_has_a_small_one_alone_waits_for_large_ones,
+          json_leaves_half_for_tensors, who_would_wait_for_each_other_are_not_left_to_it,
+          small_ones_do_not_wait_for_large_ones)
