@@ -196,8 +196,8 @@ struct kld_backend {
      * so again within microseconds, so the back end's own thread need not get up for jobs that
      * submit() launched; false: it has to again. A caller that never polls leaves all of it to that
      * thread. On cpu, where the caller's processor is what computes: runs the small jobs, of some
-     * 10 us, that nothing is before, within the call; `more` is a promise to poll after each
-     * submit(). */
+     * 10 us, that nothing is before, within the call, for 200 us at most; `more` is a promise to
+     * poll after each submit(), without it nothing is run here. */
     void (*poll)(struct kld_device *device, bool more);
 
     /* Is a job that submit() took held up by its own `wait`, by nothing before it and nothing of

@@ -8,8 +8,13 @@
 
 /* What a caller that polls runs itself: some 10 us at most, less than to wake a thread and to be
  * woken by it. */
-#define SMALL_ELEMENTS 1024
+#define SMALL_ELEMENTS 2048 /* a row counts as ROW_ELEMENTS more: [1024,1] takes 80 us */
+#define ROW_ELEMENTS 8
+#define SMALL_CLASSES 1024
+#define SMALL_SPAN_BYTES (64 << 10) /* all tensors, gaps between rows too: their pages may be new  \
+                                     */
 #define SMALL_COPY_BYTES (32 << 10)
+#define SMALL_NS 200000 /* of small jobs in one poll(); then the thread takes over */
 
 enum kld_status kld_cpu_stream_open(struct kld_device *device, struct kld_stream **ret_stream,
                                     struct kld_error *err) {
@@ -52,10 +57,19 @@ static void ring_append(struct cpu_device *device, struct cpu_stream *stream) {
 }
 
 static bool is_small(const struct kld_job *job) {
-    return job->kind == KLD_JOB_COPY
-               ? job->copy_bytes <= SMALL_COPY_BYTES
-               : job->geometry.rows <= SMALL_ELEMENTS && job->geometry.classes <= SMALL_ELEMENTS &&
-                     job->geometry.rows * job->geometry.classes <= SMALL_ELEMENTS;
+    const struct kld_geometry *geometry = &job->geometry;
+    uint64_t span = 0;
+    if (job->kind == KLD_JOB_COPY)
+        return job->copy_bytes <= SMALL_COPY_BYTES;
+    if (geometry->rows > SMALL_ELEMENTS || geometry->classes > SMALL_CLASSES ||
+        geometry->rows * (geometry->classes + ROW_ELEMENTS) > SMALL_ELEMENTS)
+        return false;
+    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++) {
+        if (geometry->slot[slot].span_bytes > SMALL_SPAN_BYTES - span)
+            return false;
+        span += geometry->slot[slot].span_bytes;
+    }
+    return true;
 }
 
 bool kld_cpu_submit(struct kld_stream *head, struct kld_job *job) {
@@ -167,24 +181,27 @@ static void run_job(struct cpu_device *device, struct kld_job *job) {
     job->done(job); /* the job may be gone after this */
 }
 
-/* Runs what comes next as long as it is small and the thread sleeps. The thread may be woken
- * meanwhile, by a larger job: it takes none before the one in hand has ended (device->helped), so
- * that the jobs of a stream keep their order. Holds no lock while a job runs, since its done() may
- * submit the next one. */
+/* Runs what comes next as long as it is small and the thread sleeps, for SMALL_NS at most. The
+ * thread may be woken meanwhile, by a larger job: it takes none before the one in hand has ended
+ * (device->helped), so that the jobs of a stream keep their order. Holds no lock while a job runs,
+ * since its done() may submit the next one. */
 void kld_cpu_poll(struct kld_device *head, bool more) {
     struct cpu_device *device = (struct cpu_device *)head;
+    uint64_t until = kld_cpu_now_ns() + SMALL_NS;
+    bool late = !more;
     pthread_mutex_lock(&device->lock);
-    while (device->sleeping && !device->helped && device->ready_first &&
+    while (!late && device->sleeping && !device->helped && device->ready_first &&
            is_small(device->ready_first->first)) {
         struct kld_job *job = take_job(device);
         device->helped = true;
         pthread_mutex_unlock(&device->lock);
         run_job(device, job);
+        late = kld_cpu_now_ns() >= until;
         pthread_mutex_lock(&device->lock);
         device->helped = false;
     }
     device->polled = more;
-    bool left = device->ready_first && (!more || !is_small(device->ready_first->first));
+    bool left = device->ready_first && (late || !is_small(device->ready_first->first));
     if (device->sleeping && (left || device->stop))
         pthread_cond_signal(&device->wake);
     pthread_mutex_unlock(&device->lock);

@@ -201,14 +201,16 @@ static void polled(uv_idle_t *idle) {
         uv_idle_stop(idle);
 }
 
-#define SMALL_TURNS_MAX 16 /* then other events have theirs */
+#define SMALL_TURNS_MAX 16 /* then other events have theirs, ... */
+#define SMALL_NS 200000u   /* ... as when this has passed */
 
 /* Where our processor is what computes, what is small is computed here, before the loop sleeps: to
  * wake a thread for it, and to be woken, takes longer. */
 static void run_small(uv_prepare_t *prepare) {
     struct kld_worker *worker = prepare->data;
+    uint64_t until = kld_worker_now_ns() + SMALL_NS;
     uv_prepare_stop(prepare);
-    for (int i = 0; i < SMALL_TURNS_MAX; i++) {
+    for (int i = 0; i < SMALL_TURNS_MAX && (i == 0 || kld_worker_now_ns() < until); i++) {
         poll_device(worker, true);
         atomic_store(&worker->completions.polled, false);
         if (!kld_completions_waiting(&worker->completions))

@@ -403,6 +403,11 @@ static void note_thread(struct kld_job *job) {
     note_done(job);
 }
 
+static void end_late(struct kld_job *job) {
+    usleep(50000);
+    note_thread(job);
+}
+
 static bool sleeps(struct kld_device *head) {
     struct cpu_device *device = (struct cpu_device *)head;
     pthread_mutex_lock(&device->lock);
@@ -426,14 +431,16 @@ START_TEST(test_small_jobs_of_who_polls) {
     while (!sleeps(device))
         usleep(1000);
     kld_backend_cpu.poll(device, true);
-    kld_backend_cpu.submit(stream, &job[0]);
-    kld_backend_cpu.submit(stream, &job[1]);
-    usleep(20000);
-    ck_assert_uint_eq(shared.count, 0);
-    kld_backend_cpu.poll(device, true);
-    ck_assert_uint_eq(shared.count, 2);
-    ck_assert(pthread_equal(ran_on, pthread_self()));
+    for (unsigned i = 0; i < 2; i++) { /* one by one: two may take more than a poll has */
+        kld_backend_cpu.submit(stream, &job[i]);
+        usleep(20000);
+        ck_assert_uint_eq(shared.count, i);
+        kld_backend_cpu.poll(device, true);
+        ck_assert_uint_eq(shared.count, i + 1);
+        ck_assert(pthread_equal(ran_on, pthread_self()));
+    }
     ck_assert_uint_eq(shared.order[1], 1);
+    job[0].done = end_late;
     job[0].copy_bytes = LARGE; /* the thread's; and so is what comes behind it */
     kld_backend_cpu.submit(stream, &job[0]);
     kld_backend_cpu.submit(stream, &job[1]);
@@ -449,6 +456,98 @@ START_TEST(test_small_jobs_of_who_polls) {
     kld_backend_cpu.submit(stream, &job[1]);
     wait_count(&shared, 6);
     ck_assert(!pthread_equal(ran_on, pthread_self()));
+    kld_backend_cpu.stream_close(stream);
+    kld_backend_cpu.memory_free(to);
+    kld_backend_cpu.memory_free(from);
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
+static bool is_run_by_poller(struct kld_device *device, struct kld_stream *stream,
+                             struct kld_memory *memory, uint64_t rows, uint64_t classes,
+                             uint64_t stride_bytes) {
+    static const enum kld_slot slots[] = {KLD_SLOT_PREDICTIONS, KLD_SLOT_TARGETS, KLD_SLOT_LOSS};
+    struct shared shared = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+    struct kld_job job = {.owner = &shared, .kind = KLD_JOB_OP, .done = note_thread};
+    struct kld_op *op = &job.op;
+    kld_op_init(op);
+    op->predictions_form = op->targets_form = KLD_FORM_LOGITS;
+    op->rank = 2;
+    op->shape[0] = rows;
+    op->shape[1] = classes;
+    for (uint64_t i = 0; i < 3; i++) {
+        struct kld_tensor *tensor = &op->tensor[slots[i]];
+        tensor->dtype = KLD_DTYPE_FP64;
+        tensor->region = 1;
+        tensor->offset_bytes = i * (5 << 20);
+        tensor->row_stride_bytes = i < 2 ? stride_bytes : 0;
+        job.place[slots[i]].memory = memory;
+        job.place[slots[i]].offset_bytes = tensor->offset_bytes;
+    }
+    struct kld_error error;
+    ck_assert_msg(kld_op_check(op, &job.geometry, &error) == KLD_OK, "%s", error.text);
+    while (!sleeps(device))
+        usleep(1000);
+    kld_backend_cpu.submit(stream, &job);
+    kld_backend_cpu.poll(device, true);
+    wait_count(&shared, 1);
+    ck_assert_int_eq(job.status, KLD_OK);
+    return pthread_equal(ran_on, pthread_self());
+}
+
+/* Small is what takes some 10 us: neither many short rows nor rows in many pages are. */
+START_TEST(test_what_is_small) {
+    struct kld_device *device = device_open(2, 0, 0);
+    struct kld_memory *memory = memory_alloc(device, 16 << 20);
+    struct kld_stream *stream = stream_open(device);
+    while (!sleeps(device))
+        usleep(1000);
+    kld_backend_cpu.poll(device, true);
+    ck_assert(is_run_by_poller(device, stream, memory, 1, 1024, 0));
+    ck_assert(is_run_by_poller(device, stream, memory, 16, 64, 0));
+    ck_assert(is_run_by_poller(device, stream, memory, 128, 1, 0));
+    ck_assert(!is_run_by_poller(device, stream, memory, 1024, 1, 0));
+    ck_assert(!is_run_by_poller(device, stream, memory, 128, 1, 4096));
+    ck_assert(!is_run_by_poller(device, stream, memory, 1, 2048, 0));
+    kld_backend_cpu.stream_close(stream);
+    kld_backend_cpu.memory_free(memory);
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
+static pthread_t poller;
+static unsigned polled; /* jobs that ended on that thread; its own */
+
+static void note_slowly(struct kld_job *job) {
+    if (pthread_equal(pthread_self(), poller)) {
+        polled++;
+        usleep(100);
+    }
+    note_done(job);
+}
+
+/* However many small jobs wait, poll() returns, and nobody has to come again for the rest. */
+START_TEST(test_many_small_jobs) {
+    enum { MANY = 50 };
+    struct shared shared = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+    struct kld_device *device = device_open(2, 0, 0);
+    struct kld_memory *to = memory_alloc(device, 4096), *from = memory_alloc(device, 4096);
+    struct kld_stream *stream = stream_open(device);
+    static struct kld_job job[MANY];
+    polled = 0;
+    poller = pthread_self();
+    while (!sleeps(device))
+        usleep(1000);
+    kld_backend_cpu.poll(device, true);
+    for (unsigned i = 0; i < MANY; i++) {
+        copy_init(&job[i], &shared, i % 3, to, from, 64);
+        job[i].done = note_slowly;
+        kld_backend_cpu.submit(stream, &job[i]);
+    }
+    kld_backend_cpu.poll(device, true);
+    ck_assert_uint_ge(polled, 1);
+    ck_assert_uint_le(polled, 3);
+    wait_count(&shared, MANY);
     kld_backend_cpu.stream_close(stream);
     kld_backend_cpu.memory_free(to);
     kld_backend_cpu.memory_free(from);
@@ -504,4 +603,5 @@ END_TEST
 
 UNIT_MAIN("kernels/cpu/cpu", test_options, test_pool, test_memory_kinds, test_copy, test_streams,
           test_close_in_flight, test_wakes, test_thread_count, test_row_alone, test_base, test_avx2,
-          test_quota, test_ceiling, test_small_jobs_of_who_polls, test_large_job_behind_a_small_one)
+          test_quota, test_ceiling, test_small_jobs_of_who_polls, test_what_is_small,
+          test_many_small_jobs, test_large_job_behind_a_small_one)
