@@ -85,7 +85,8 @@ static void hand_over(struct kld_acceptor *acceptor, struct taken *taken) {
 
 static void readable(uv_poll_t *poll, int status, int events) {
     struct kld_acceptor *acceptor = poll->data;
-    uint64_t most = acceptor->loop[0]->config->http_connections_max;
+    uint64_t most = acceptor->loop[0]->config->http_connections_max +
+                    (acceptor->metrics ? KLD_METRICS_RESERVE : 0);
     for (int i = 0; i < ACCEPTED_A_TURN; i++) {
         if (connections_of(acceptor) >= most) {
             rest(acceptor, LOOK_MS);

@@ -2,7 +2,8 @@
  * the fewest. The loops do not listen themselves: the kernel would wake all of them, and the same
  * one would nearly always win.
  *
- * At http_connections_max nothing is accepted; who comes waits in the socket's backlog. Belongs to
+ * At http_connections_max nothing is accepted; who comes waits in the socket's backlog. For
+ * metrics, where they have an address of their own, there are KLD_METRICS_RESERVE more. Belongs to
  * the loop that it was opened on, which is the first one. */
 #ifndef KLD_SERVER_GATEWAY_ACCEPT_H
 #define KLD_SERVER_GATEWAY_ACCEPT_H
@@ -12,6 +13,8 @@
 #include <stdint.h>
 
 #include "server/gateway/gateway.h"
+
+#define KLD_METRICS_RESERVE 8 /* connections */
 
 struct kld_acceptor;
 

@@ -162,7 +162,8 @@ static enum kld_status set_nonblocking(int fd, struct kld_error *err) {
 /* A connection is a descriptor, and so is a region. What is above the system's limit waits in the
  * backlog, or is refused. */
 static uint64_t descriptors_wanted(const struct kld_config *config) {
-    return KLD_DESCRIPTORS_OWN + config->http_connections_max + config->http_regions_max;
+    return KLD_DESCRIPTORS_OWN + config->http_connections_max + KLD_METRICS_RESERVE +
+           config->http_regions_max;
 }
 
 static enum kld_status open_pools(struct kld_gateway *gateway, struct kld_error *err) {

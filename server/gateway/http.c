@@ -10,6 +10,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "server/gateway/accept.h"
 #include "server/gateway/tls.h"
 #include "server/gateway/watch.h"
 
@@ -267,14 +268,14 @@ static enum MHD_Result access_handler(void *user, struct MHD_Connection *connect
     if ((http->closing && !(exchange && exchange->replied)) || (exchange && exchange->gone))
         return MHD_NO;
     if (!exchange) {
+        struct kld_watched *watched = watched_of(connection);
+        if (!watched) /* no memory for it: nobody would know what it may ask, nor cut it off */
+            return MHD_NO;
         if (!(exchange = *context = open_exchange(http, connection, path_of(url), method)))
             return MHD_NO;
-        struct kld_watched *watched = watched_of(connection);
-        if (watched) {
-            watched->exchange = exchange;
-            watched->exchanges++;
-            exchange->metrics_only = watched->metrics;
-        }
+        watched->exchange = exchange;
+        watched->exchanges++;
+        exchange->metrics_only = watched->metrics;
         start(http, exchange, path_of(url));
         return exchange->replied && reply_at_once(exchange) ? queue_reply(exchange) : MHD_YES;
     }
@@ -409,16 +410,16 @@ static struct MHD_Daemon *start_daemon(struct kld_http *http, const struct kld_t
         {MHD_OPTION_END, 0, NULL}};
     if (!tls->certificate)
         https[0].option = MHD_OPTION_END;
-    return MHD_start_daemon(MHD_USE_EPOLL | MHD_USE_NO_LISTEN_SOCKET | MHD_ALLOW_SUSPEND_RESUME |
-                                (tls->certificate ? MHD_USE_TLS : 0),
-                            0, NULL, NULL, access_handler, http, MHD_OPTION_EXTERNAL_LOGGER, quiet,
-                            NULL, MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL, MHD_OPTION_ARRAY,
-                            https, MHD_OPTION_CONNECTION_LIMIT,
-                            (unsigned)config->http_connections_max, MHD_OPTION_CONNECTION_TIMEOUT,
-                            (unsigned)((config->http_idle_ms + 999) / 1000),
-                            MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)CONNECTION_BYTES_MAX,
-                            MHD_OPTION_NOTIFY_COMPLETED, completed, http,
-                            MHD_OPTION_NOTIFY_CONNECTION, connection_changed, http, MHD_OPTION_END);
+    return MHD_start_daemon(
+        MHD_USE_EPOLL | MHD_USE_NO_LISTEN_SOCKET | MHD_ALLOW_SUSPEND_RESUME |
+            (tls->certificate ? MHD_USE_TLS : 0),
+        0, NULL, NULL, access_handler, http, MHD_OPTION_EXTERNAL_LOGGER, quiet, NULL,
+        MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL, MHD_OPTION_ARRAY, https,
+        MHD_OPTION_CONNECTION_LIMIT, (unsigned)config->http_connections_max + KLD_METRICS_RESERVE,
+        MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)((config->http_idle_ms + 999) / 1000),
+        MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)CONNECTION_BYTES_MAX,
+        MHD_OPTION_NOTIFY_COMPLETED, completed, http, MHD_OPTION_NOTIFY_CONNECTION,
+        connection_changed, http, MHD_OPTION_END);
 }
 
 enum kld_status kld_http_open(struct kld_gateway *gateway, const struct kld_tls *tls,

@@ -42,7 +42,7 @@ struct kld_watch {
 
 void kld_watch_init(struct kld_watch *watch, uv_loop_t *loop, const struct kld_config *config,
                     struct kld_stats *stats);
-/* NULL when out of memory: the connection goes unwatched. */
+/* NULL when out of memory: http.c refuses what is asked on the connection. */
 struct kld_watched *kld_watch_add(struct kld_watch *watch, int fd);
 /* Bytes that ever came and went on the connections there are now; asks the kernel for each. */
 uint64_t kld_watch_moved(const struct kld_watch *watch);

@@ -38,6 +38,24 @@ def tokens(tmp_path):
     return str(path)
 
 
+def test_metrics_at_the_limit_of_connections(make_server):
+    """Whoever holds all connections does not blind who watches."""
+    server = make_server(metrics_http="127.0.0.1:0", http_connections_max=4, http_threads=2)
+    address = re.search(r"metrics have an address.* http=(\S+)", server.log()).group(1)
+    host, port = server.address.rsplit(":", 1)
+    idle = [socket.create_connection((host, int(port)), 60) for _ in range(8)]
+    for _ in range(20):
+        connection = http.client.HTTPConnection(address, timeout=20)
+        connection.request("GET", "/metrics")
+        reply = connection.getresponse()
+        text = reply.read().decode()
+        connection.close()
+        assert reply.status == 200
+    assert int(re.search(r"^kld_http_connections (\d+)", text, re.M).group(1)) >= 5
+    for one in idle:
+        one.close()
+
+
 def test_metrics_have_an_address_of_their_own(make_server, tokens):
     """What monitoring can reach need not be where requests are sent; its rights are asked for all the same."""
     server = make_server(metrics_http="127.0.0.1:0", tokens=tokens, http_threads=2)
