@@ -370,8 +370,12 @@ static void too_late(struct kld_infer *infer) {
     if (!infer->exchange || infer->exchange->replied)
         return;
     kld_stats_add(infer->gateway->stats, KLD_STAT_requests_detached_total, 1);
-    kld_error_set(&error, KLD_DEADLINE, "the deadline passed before the result was there");
-    kld_infer_count(infer, KLD_DEADLINE);
+    if (infer->in_worker && infer->uses_buffers && atomic_load(&infer->job.starved))
+        kld_error_set(&error, KLD_NO_MEMORY,
+                      "the device's memory pool was in use until the deadline; try again");
+    else
+        kld_error_set(&error, KLD_DEADLINE, "the deadline passed before the result was there");
+    kld_infer_count(infer, error.status);
     struct kld_exchange *exchange = infer->exchange;
     infer->exchange = NULL;
     exchange->state = NULL;

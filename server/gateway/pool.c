@@ -3,22 +3,19 @@
  * jobs of its own wait with it. Does not know HTTP. */
 #include "server/gateway/pool.h"
 
+#include <inttypes.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "server/gateway/gateway.h"
+#include "server/gateway/pool_list.h"
 
 #define CONNECT_TIMEOUT_NS 2000000000u
 #define UNREACHABLE_NS 100000000u /* so long nothing is tried again: a try may take long */
 #define TICK_MS 10
-#define FREED_LOOKS 50
-#define FREED_LOOK_MS 2
-
-struct list {
-    struct kld_pool_job *first, *last;
-};
+#define KEPT_PART 4 /* of the device's pool, what is kept at most: others want it too */
 
 struct kld_pool {
     const struct kld_config *config;
@@ -34,7 +31,9 @@ struct kld_pool {
     struct kld_region *region;         /* of staging */
     uint32_t streams, next_stream;
     uint64_t epoch;
-    struct list waiting, running;
+    const struct kld_stats *stats; /* of the worker */
+    struct kld_pool_list waiting, running;
+    struct kld_pool_list starved; /* OPENs that found the device's pool full, in turn */
     struct kld_error unreachable; /* what the last try ended with, ... */
     uint64_t again_ns;            /* ... and uv_hrtime() of the next */
     struct kld_pool_buffer *buffers;
@@ -43,27 +42,6 @@ struct kld_pool {
     uv_mutex_t gate; /* of `ended`: buffers are dropped on any loop, also while the thread ends */
     bool ended;      /* nobody reads its mail any more */
 };
-
-static void list_add(struct list *list, struct kld_pool_job *job) {
-    job->after = NULL;
-    job->before = list->last;
-    if (list->last)
-        list->last->after = job;
-    else
-        list->first = job;
-    list->last = job;
-}
-
-static void list_remove(struct list *list, struct kld_pool_job *job) {
-    if (job->before)
-        job->before->after = job->after;
-    else
-        list->first = job->after;
-    if (job->after)
-        job->after->before = job->before;
-    else
-        list->last = job->before;
-}
 
 static struct kld_pool_job *job_of(struct kld_letter *letter) {
     return (struct kld_pool_job *)(void *)((char *)letter - offsetof(struct kld_pool_job, letter));
@@ -136,7 +114,7 @@ static enum kld_status connect_once(struct kld_pool *pool, struct kld_error *err
 static void call_done(void *user, enum kld_status status, const struct kld_result *result,
                       const struct kld_error *error) {
     struct kld_pool_job *job = user;
-    list_remove(&job->pool->running, job);
+    kld_pool_list_remove(&job->pool->running, job);
     if (result)
         job->result = *result;
     finish(job, status, error);
@@ -155,9 +133,15 @@ static void forget(struct kld_pool *pool, struct kld_pool_buffer **at) {
     free(buffer);
 }
 
+static uint64_t pool_bytes_max(const struct kld_pool *pool) {
+    return atomic_load(&pool->stats->value[KLD_STAT_pool_bytes_max]);
+}
+
 static bool keep(struct kld_pool_buffer *buffer) {
     struct kld_pool *pool = buffer->pool;
-    uint64_t most = pool->config->keep_buffer_bytes;
+    uint64_t most = pool_bytes_max(pool) / KEPT_PART;
+    if (most > pool->config->keep_buffer_bytes)
+        most = pool->config->keep_buffer_bytes;
     if (buffer->imported || pool->stopping || atomic_load(&buffer->lost) ||
         buffer->room_bytes > most || pool->kept_bytes > most - buffer->room_bytes)
         return false;
@@ -232,11 +216,15 @@ static enum kld_status open_buffer(struct kld_pool *pool, struct kld_pool_job *j
     if (job->buffer)
         return KLD_OK;
     enum kld_status status = make_buffer(pool, job, &job->buffer, err);
-    bool in_the_way = status == KLD_NO_MEMORY && forget_kept(pool, 0);
-    for (int i = 0; i < FREED_LOOKS && in_the_way && status == KLD_NO_MEMORY; i++) {
-        uv_sleep(FREED_LOOK_MS); /* the worker frees them on a thread of its own */
-        status = make_buffer(pool, job, &job->buffer, err);
-    }
+    uint64_t most = pool_bytes_max(pool);
+    if (status != KLD_NO_MEMORY)
+        return status;
+    if (job->kind == KLD_POOL_OPEN && most && job->bytes > most)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "the request needs %" PRIu64 " bytes of the device's pool; there are "
+                             "%" PRIu64 " (pool_bytes_max)",
+                             job->bytes, most);
+    forget_kept(pool, 0); /* the worker frees them on a thread of its own */
     return status;
 }
 
@@ -286,7 +274,7 @@ static bool is_unwanted(const struct kld_pool_job *job) {
 }
 
 static void give_up(struct kld_pool *pool, struct kld_pool_job *job) {
-    list_remove(&pool->waiting, job);
+    kld_pool_list_remove(&pool->waiting, job);
     finish(job, KLD_CANCELLED, NULL);
 }
 
@@ -301,17 +289,45 @@ static void send_waiting(struct kld_pool *pool) {
         bool opens = job->kind == KLD_POOL_OPEN || job->kind == KLD_POOL_IMPORT;
         enum kld_status status = reach(pool, opens, &error);
         bool tried = status == KLD_OK;
+        bool turn = job->kind != KLD_POOL_OPEN || !pool->starved.first;
         if (status == KLD_OK)
-            status = opens ? open_buffer(pool, job, &error) : send_job(pool, job, &error);
+            status = !turn   ? KLD_NO_MEMORY
+                     : opens ? open_buffer(pool, job, &error)
+                             : send_job(pool, job, &error);
         if (status == KLD_BUSY && !opens && pool->running.first)
             return;
         if ((status == KLD_UNAVAILABLE || status == KLD_DEADLINE) && (opens || !tried))
             remember(pool, status, &error);
-        list_remove(&pool->waiting, job);
-        if (status || opens)
+        kld_pool_list_remove(&pool->waiting, job);
+        if (status == KLD_NO_MEMORY && job->kind == KLD_POOL_OPEN && tried) {
+            atomic_store(&job->starved, true);
+            kld_pool_list_add(&pool->starved, job);
+        } else if (status || opens)
             finish(job, status, &error);
         else
-            list_add(&pool->running, job);
+            kld_pool_list_add(&pool->running, job);
+    }
+}
+
+/* Others free memory as well: so at each tick, and when a buffer of ours has been dropped. */
+static void feed_starved(struct kld_pool *pool) {
+    for (struct kld_pool_job *job = pool->starved.first, *after; job; job = after) {
+        after = job->after;
+        if (!is_unwanted(job))
+            continue;
+        kld_pool_list_remove(&pool->starved, job);
+        finish(job, KLD_CANCELLED, NULL);
+    }
+    while (pool->starved.first) {
+        struct kld_pool_job *job = pool->starved.first;
+        struct kld_error error = {.status = KLD_OK};
+        enum kld_status status = reach(pool, true, &error);
+        if (status == KLD_OK && (status = open_buffer(pool, job, &error)) == KLD_NO_MEMORY)
+            return;
+        if (status == KLD_UNAVAILABLE || status == KLD_DEADLINE)
+            remember(pool, status, &error);
+        kld_pool_list_remove(&pool->starved, job);
+        finish(job, status, &error);
     }
 }
 
@@ -337,7 +353,7 @@ static void look_at_waiting(struct kld_pool *pool) {
         }
         if (job->kind != KLD_POOL_RUN || job->deadline_ns > now)
             continue;
-        list_remove(&pool->waiting, job);
+        kld_pool_list_remove(&pool->waiting, job);
         finish(job, KLD_DEADLINE, &error);
     }
 }
@@ -346,8 +362,9 @@ static void ticked(uv_timer_t *timer) {
     struct kld_pool *pool = timer->data;
     process(pool);
     look_at_waiting(pool);
+    feed_starved(pool);
     forget_kept(pool, KLD_POOL_KEEP_MS * UINT64_C(1000000));
-    if (!pool->running.first && !pool->waiting.first && !pool->kept_bytes)
+    if (!pool->running.first && !pool->waiting.first && !pool->starved.first && !pool->kept_bytes)
         uv_timer_stop(timer);
 }
 
@@ -358,9 +375,10 @@ static void read_job(struct kld_letter *letter) {
         finish(job, KLD_UNAVAILABLE, NULL);
         return;
     }
-    list_add(&pool->waiting, job);
+    kld_pool_list_add(&pool->waiting, job);
     send_waiting(pool);
-    if ((pool->running.first || pool->waiting.first) && !uv_is_active((uv_handle_t *)&pool->tick))
+    if ((pool->running.first || pool->waiting.first || pool->starved.first) &&
+        !uv_is_active((uv_handle_t *)&pool->tick))
         uv_timer_start(&pool->tick, ticked, TICK_MS, TICK_MS);
 }
 
@@ -369,6 +387,7 @@ void kld_pool_submit(struct kld_pool *pool, struct kld_mail *sender, struct kld_
     job->sender = sender;
     job->status = KLD_OK;
     atomic_store(&job->unwanted, false);
+    atomic_store(&job->starved, false);
     memset(&job->result, 0, sizeof job->result);
     job->letter.read = read_job;
     kld_mail_post(&pool->mail, &job->letter);
@@ -420,11 +439,11 @@ static void read_stop(struct kld_letter *letter) {
         uv_close((uv_handle_t *)&pool->poll, NULL);
     kld_close(pool->connection);
     pool->connection = NULL;
-    for (struct list *list = &pool->running; list;
-         list = list == &pool->running ? &pool->waiting : NULL)
-        while (list->first) {
-            struct kld_pool_job *job = list->first;
-            list_remove(list, job);
+    struct kld_pool_list *const lists[] = {&pool->running, &pool->waiting, &pool->starved};
+    for (int i = 0; i < 3; i++)
+        while (lists[i]->first) {
+            struct kld_pool_job *job = lists[i]->first;
+            kld_pool_list_remove(lists[i], job);
             finish(job, KLD_UNAVAILABLE, &error);
         }
     uv_close((uv_handle_t *)&pool->tick, NULL);
@@ -438,20 +457,9 @@ static void run_thread(void *user) {
 
 uint32_t kld_pool_index(const struct kld_pool *pool) { return pool->index; }
 
-struct kld_pool *kld_pool_choose(struct kld_gateway *gateway) {
-    uint32_t index = gateway->next_pool;
-    for (uint32_t i = 0; i < gateway->pools; i++) {
-        index = index + 1 < gateway->pools ? index + 1 : 0;
-        if (atomic_load(&gateway->page->worker[index].worker_ready))
-            break;
-    }
-    gateway->next_pool = index;
-    return gateway->pool[index];
-}
-
 enum kld_status kld_pool_open(const struct kld_config *config, uint32_t index,
-                              struct kld_staging *staging, struct kld_pool **ret_pool,
-                              struct kld_error *err) {
+                              struct kld_staging *staging, const struct kld_stats *stats,
+                              struct kld_pool **ret_pool, struct kld_error *err) {
     struct kld_pool *pool = calloc(1, sizeof *pool);
     if (!pool || uv_mutex_init(&pool->gate) != 0 || uv_loop_init(&pool->loop) != 0) {
         free(pool);
@@ -460,6 +468,7 @@ enum kld_status kld_pool_open(const struct kld_config *config, uint32_t index,
     pool->config = config;
     pool->index = index;
     pool->staging = staging;
+    pool->stats = stats;
     pool->streams = 1;
     uv_timer_init(&pool->loop, &pool->tick);
     pool->tick.data = pool;

@@ -3,9 +3,12 @@
  * One for each worker: a thread of its own with a connection of its own to the worker, through
  * libkld: making a buffer waits for the worker, which no HTTP loop may do. Jobs come from any loop
  * and end on the loop that sent them. A buffer is lost with its worker; jobs that name it end with
- * KLD_DEVICE_LOST then. What was dropped is kept for KLD_POOL_KEEP_MS, keep_buffer_bytes in all,
+ * KLD_DEVICE_LOST then. What was dropped is kept for KLD_POOL_KEEP_MS, keep_buffer_bytes in all
+ * and a quarter of the device's pool,
  * for an OPEN that wants about as much: the pages of new memory cost a CPU as much as to fill them.
- * It holds then what its last user left: who opens a buffer writes it before he reads it.
+ * It holds then what its last user left: who opens a buffer writes it before he reads it. An OPEN
+ * that finds the device's pool full waits in turn until there is room or nobody wants it any more;
+ * one for more than there ever is ends with KLD_TOO_LARGE.
  *
  * A job, the buffers and the staging memory it names belong to the pool from kld_pool_submit()
  * until done(). Senders keep their deadlines themselves (deadline.h), because this thread may be
@@ -22,6 +25,7 @@
 #include "server/config.h"
 #include "server/gateway/mail.h"
 #include "server/gateway/staging.h"
+#include "server/stats.h"
 
 #define KLD_POOL_KEEP_MS 500
 
@@ -71,16 +75,18 @@ struct kld_pool_job {
 
     /* The pool's own. */
     _Atomic bool unwanted; /* set by any thread */
+    _Atomic bool starved;  /* an OPEN that waits for others' memory; for any thread to read */
     struct kld_pool *pool;
     struct kld_mail *sender;
     struct kld_letter letter;
     struct kld_pool_job *before, *after;
 };
 
-/* Starts the thread; connects to worker `index` with the first job. staging outlives the pool. */
+/* Starts the thread; connects to worker `index` with the first job. staging and stats, that
+ * worker's, outlive the pool. */
 enum kld_status kld_pool_open(const struct kld_config *config, uint32_t index,
-                              struct kld_staging *staging, struct kld_pool **ret_pool,
-                              struct kld_error *err);
+                              struct kld_staging *staging, const struct kld_stats *stats,
+                              struct kld_pool **ret_pool, struct kld_error *err);
 /* One of the gateway's, in turn, of those whose worker serves. */
 struct kld_gateway;
 uint32_t kld_pool_index(const struct kld_pool *pool); /* of its worker */

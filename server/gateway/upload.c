@@ -132,8 +132,15 @@ static void fail(struct upload *upload, const struct kld_error *error) {
 
 static void waited_too_long(struct kld_deadline *deadline) {
     struct kld_error error;
-    kld_error_set(&error, KLD_DEADLINE, "the deadline passed before the device took the tensor");
-    fail((struct upload *)(void *)((char *)deadline - offsetof(struct upload, deadline)), &error);
+    struct upload *upload =
+        (struct upload *)(void *)((char *)deadline - offsetof(struct upload, deadline));
+    if (upload->opening && atomic_load(&upload->job.starved))
+        kld_error_set(&error, KLD_NO_MEMORY,
+                      "the device's memory pool was in use until the deadline; try again");
+    else
+        kld_error_set(&error, KLD_DEADLINE,
+                      "the deadline passed before the device took the tensor");
+    fail(upload, &error);
 }
 
 /* For memory from when it began, for what is left to travel from the end of its body, for a piece

@@ -455,8 +455,32 @@ def test_more_than_the_pool_has(make_server):
     q = probabilities(SHAPE, 19)
     headers, data = oip.body({"predictions": q, "targets": q})
     status, reply_headers, body = server.request(INFER, data, headers)
-    assert status in (413, 503) and json.loads(body)["error"], body
+    assert status == 413 and "pool_bytes_max" in json.loads(body)["error"], body
     close(infer(server, {"predictions": q[:90], "targets": q[:90]})[1]["loss"], np.zeros(1), "FP32")
+
+
+def test_a_full_pool_makes_callers_wait(make_server):
+    """Until a buffer is dropped; at the deadline 503."""
+    server = make_server(pool_bytes_max="10M", http_deadline_ms=20000, **SMALL)
+    q, replies = probabilities((1000, 800), 32), []
+    headers, data = oip.body({"predictions": q, "targets": q})
+    path = "/v2/tensors/a?datatype=FP32&shape=2000,1000"
+    assert server.request(path, bytes(8000000), method="PUT")[0] == 200
+    late, late_data = oip.body({"predictions": q, "targets": q}, None, {"timeout": 500000})
+    begin = time.monotonic()
+    status, reply_headers, body = server.request(INFER, late_data, late)
+    assert status == 503 and reply_headers["Retry-After"] and b"pool was in use" in body, body
+    assert 0.4 < time.monotonic() - begin < 15
+    askers = [threading.Thread(target=ask, args=(server, replies, data, headers)) for _ in range(3)]
+    for asker in askers:
+        asker.start()
+    time.sleep(0.5)
+    assert not replies
+    assert server.request("/v2/tensors/a", method="DELETE")[0] == 200
+    for asker in askers:
+        asker.join()
+    assert [reply[0] for reply in replies] == [200] * 3, [reply[2][:200] for reply in replies]
+    wait_until(lambda: server.metrics()[POOL] == 0, what="a free pool")
 
 
 def test_what_is_kept_is_in_nobodys_way(make_server):
