@@ -11,8 +11,7 @@
 #define SMALL_ELEMENTS 2048 /* a row counts as ROW_ELEMENTS more: [1024,1] takes 80 us */
 #define ROW_ELEMENTS 8
 #define SMALL_CLASSES 1024
-#define SMALL_SPAN_BYTES (64 << 10) /* all tensors, gaps between rows too: their pages may be new  \
-                                     */
+#define SMALL_SPAN_BYTES (64 << 10) /* all tensors, with gaps: new pages cost time */
 #define SMALL_COPY_BYTES (32 << 10)
 #define SMALL_NS 200000 /* of small jobs in one poll(); then the thread takes over */
 

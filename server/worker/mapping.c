@@ -2,10 +2,15 @@
  * process: uv's pool. */
 #include "server/worker/mapping.h"
 
+#include <errno.h>
 #include <linux/kcmp.h>
 #include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include "server/log.h"
 
 enum state { MAPPING, MAPPED, FAILED };
 
@@ -24,6 +29,7 @@ enum kld_status kld_mappings_init(struct kld_mappings *mappings, const struct kl
     mappings->backend = backend;
     mappings->device = device;
     mappings->count = 0;
+    mappings->told = false;
     TAILQ_INIT(&mappings->list);
     if (uv_mutex_init(&mappings->mutex) != 0)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
@@ -39,9 +45,28 @@ void kld_mappings_done(struct kld_mappings *mappings) {
     uv_mutex_destroy(&mappings->mutex);
 }
 
-static bool same_file(int a, int b) {
+/* Two descriptors of one inode show the same at any moment. The inode's number alone would not do:
+ * of memfds the kernel gives it again after 2^32 others. */
+static bool same_inode(int a, int b) {
+    struct stat x, y;
+    return fstat(a, &x) == 0 && fstat(b, &y) == 0 && x.st_dev == y.st_dev && x.st_ino == y.st_ino &&
+           x.st_size == y.st_size && x.st_uid == y.st_uid && x.st_ctim.tv_sec == y.st_ctim.tv_sec &&
+           x.st_ctim.tv_nsec == y.st_ctim.tv_nsec && x.st_mtim.tv_sec == y.st_mtim.tv_sec &&
+           x.st_mtim.tv_nsec == y.st_mtim.tv_nsec;
+}
+
+/* kcmp is refused in some containers, and some kernels have none. */
+static bool same_file(struct kld_mappings *mappings, int a, int b) {
     pid_t self = getpid();
-    return syscall(SYS_kcmp, self, self, KCMP_FILE, (unsigned long)a, (unsigned long)b) == 0;
+    long order = syscall(SYS_kcmp, self, self, KCMP_FILE, (unsigned long)a, (unsigned long)b);
+    if (order >= 0)
+        return order == 0;
+    if (!mappings->told) {
+        mappings->told = true;
+        kld_log(KLD_LOG_INFO, "no kcmp",
+                "text=\"shared memory is known again by its inode; error: %s\"", strerror(errno));
+    }
+    return same_inode(a, b);
 }
 
 /* ---- Under the mutex --------------------------------------------------------------------------*/
@@ -49,7 +74,7 @@ static bool same_file(int a, int b) {
 static struct kld_mapping *find(struct kld_mappings *mappings, int fd, uint64_t bytes) {
     struct kld_mapping *mapping;
     TAILQ_FOREACH(mapping, &mappings->list, entry)
-    if (mapping->bytes == bytes && mapping->state != FAILED && same_file(mapping->fd, fd))
+    if (mapping->bytes == bytes && mapping->state != FAILED && same_file(mappings, mapping->fd, fd))
         return mapping;
     return NULL;
 }

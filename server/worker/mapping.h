@@ -2,15 +2,16 @@
  *
  * The gateway registers its staging memory on each of its connections: to map it for each would
  * cost as much again, and the driver pins every mapping on its own. Two descriptors are the same
- * memory where the kernel says that they are one open file (kcmp): who has that could read and
- * write it before. For it a descriptor is kept as long as the mapping, of at most KLD_MAPPINGS_MAX
- * of at least KLD_MAPPING_BYTES_MIN bytes; what is beyond that, or a kernel without kcmp, is mapped
- * each time.
+ * memory where the kernel says that they are one open file (kcmp), or, where it does not say, one
+ * inode (fstat): who has that could read and write it before. For it a descriptor is kept as long
+ * as the mapping, of at most KLD_MAPPINGS_MAX of at least KLD_MAPPING_BYTES_MIN bytes; what is
+ * beyond that is mapped each time.
  *
  * uv's pool, where mapping may take its time; init and done on the loop thread. */
 #ifndef KLD_SERVER_WORKER_MAPPING_H
 #define KLD_SERVER_WORKER_MAPPING_H
 
+#include <stdbool.h>
 #include <stdint.h>
 #include <sys/queue.h>
 #include <uv.h>
@@ -29,6 +30,7 @@ struct kld_mappings {
     uv_cond_t mapped; /* one of them, or not */
     TAILQ_HEAD(kld_mapping_list, kld_mapping) list;
     uint32_t count; /* on the list */
+    bool told;      /* that there is no kcmp */
 };
 
 enum kld_status kld_mappings_init(struct kld_mappings *mappings, const struct kld_backend *backend,

@@ -1,0 +1,66 @@
+/* test_mapping.c - shared memory that is registered twice is mapped once, with and without kcmp. */
+#include "server/worker/mapping.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <stddef.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "kernels/cpu/cpu.h"
+#include "tests/unit/unit.h"
+
+#define BYTES ((uint64_t)2 << 20)
+
+static int sealed(void) {
+    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    ck_assert_int_eq(ftruncate(fd, BYTES), 0);
+    ck_assert_int_eq(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    return fd;
+}
+
+static void check_shared(void) {
+    struct kld_device_options options = {.threads = 1};
+    struct kld_mappings mappings;
+    struct kld_mapping *first, *second, *third;
+    struct kld_memory *a, *b, *c;
+    struct kld_device *device;
+    struct kld_error err;
+    int fd = sealed(), again = dup(fd);
+    ck_assert_int_eq(kld_backend_cpu.device_open(&options, &device, &err), KLD_OK);
+    ck_assert_int_eq(kld_mappings_init(&mappings, &kld_backend_cpu, device, &err), KLD_OK);
+    ck_assert_int_eq(kld_mapping_acquire(&mappings, fd, BYTES, &first, &a, &err), KLD_OK);
+    ck_assert_int_eq(kld_mapping_acquire(&mappings, again, BYTES, &second, &b, &err), KLD_OK);
+    ck_assert_int_eq(kld_mapping_acquire(&mappings, sealed(), BYTES, &third, &c, &err), KLD_OK);
+    ck_assert_ptr_eq(a, b);
+    ck_assert_ptr_ne(a, c);
+    kld_mapping_release(&mappings, first);
+    kld_mapping_release(&mappings, second);
+    kld_mapping_release(&mappings, third);
+    kld_mappings_done(&mappings);
+    kld_backend_cpu.device_close(device);
+}
+
+START_TEST(mapped_once) { check_shared(); }
+END_TEST
+
+/* As the seccomp profiles of containers refuse it. Each test is a process of its own. */
+START_TEST(mapped_once_without_kcmp) {
+    struct sock_filter code[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_kcmp, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
+    struct sock_fprog program = {.len = 4, .filter = code};
+    ck_assert_int_eq(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+    ck_assert_int_eq(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program), 0);
+    ck_assert_int_eq(syscall(SYS_kcmp, getpid(), getpid(), 0, 0ul, 0ul), -1);
+    check_shared();
+}
+END_TEST
+
+UNIT_MAIN("server/worker/mapping", mapped_once, mapped_once_without_kcmp)
