@@ -1,5 +1,6 @@
 """kld from NumPy: values and gradients against FP64, the same bits over every kind of connection, and how
 often a byte is copied."""
+import os
 import gc
 
 import numpy as np
@@ -152,6 +153,30 @@ def test_one_row_for_all_and_leading_dimensions(connection):
     q, p = Q.reshape(4, 24, 500)[:, ::2], P.reshape(4, 24, 500)[:, ::2]
     assert connection.kl_div(q, p).loss == connection.kl_div(q.copy(), p.copy()).loss
     assert connection.kl_div(Q[0], P[0], reduction="row").loss.shape == ()
+
+
+@pytest.mark.parametrize("leading", [(4, 1), (1, 24), (1, 1)], ids=str)
+def test_rows_that_are_broadcast(connection, leading):
+    """Also in the middle, where the rows that are there follow each other."""
+    p = np.broadcast_to(probabilities(5, (*leading, 500)), (4, 24, 500))
+    q = Q.reshape(4, 24, 500)
+    assert connection.kl_div(q, p).loss == connection.kl_div(q, p.copy()).loss
+    out = np.broadcast_to(np.zeros((*leading, 500), np.float32), (4, 24, 500))
+    out.flags.writeable = True
+    with pytest.raises(ValueError, match="rows at one distance"):
+        connection.kl_div(q, p, out={"grad_predictions": out})
+
+
+def test_arrays_of_local_are_not_shared_with_a_child():
+    with kld.connect("local:cpu") as here:
+        array = here.empty(SHAPE)
+        array[:] = 1
+        child = os.fork()
+        if child == 0:
+            array[:] = 2
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert (array == 1).all()
 
 
 def test_shared_arrays_are_not_copied(shared):

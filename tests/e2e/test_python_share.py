@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from conftest import wait_until
-from pythonlib import environment, import_kld, probabilities
+from pythonlib import environment, import_kld, import_torch, probabilities
 
 kld = import_kld()
 SHAPE = (80, 300)
@@ -56,6 +56,23 @@ def test_attached_in_the_place_of_an_array(connections):
             student.kl_div(mine[1:], attached)
     with pytest.raises(ConnectionError, match="was closed"):
         student.kl_div(mine, attached)
+
+
+def test_a_late_gradient_of_a_closed_tensor(connections):
+    """The backward pass of the reduction none with logits asks again: not where a closed tensor lay."""
+    torch = import_torch()
+    from kld import functional
+    teacher, student = connections
+    z = torch.zeros(SHAPE, requires_grad=True)
+    with teacher.publish("test/late", probabilities(1, SHAPE)), student.attach("test/late") as attached:
+        loss = functional.kl_div(z, attached, reduction="none", input_form="logits").sum()
+        torch.autograd.grad(loss, z, retain_graph=True)
+        view = attached.view(student)
+    with pytest.raises(kld.KldConnectionError, match="'test/late' was closed"):
+        loss.backward()
+    with student._used(), pytest.raises(kld.KldConnectionError, match="was closed"):
+        kld._request.Call(student, kld._request.Parameters(), SHAPE, None).input("targets", view)
+    assert student.kl_div(probabilities(2, SHAPE), probabilities(1, SHAPE)).loss > 0
 
 
 def test_forms_dtypes_and_what_is_copied(connections):

@@ -203,6 +203,18 @@ def test_one_request_gives_loss_and_gradient(connection):
         assert not functional.kl_div(q, p, connection=connection).requires_grad
 
 
+@pytest.mark.parametrize("factor", [1, 3])
+def test_a_gradient_with_a_retained_graph_is_the_callers(connection, factor):
+    q, p = data((6, 11))
+    loss = factor * functional.kl_div(q, p, reduction="sum", connection=connection)
+    first = torch.autograd.grad(loss, (q, p), retain_graph=True)
+    kept = [one.clone() for one in first]
+    for one in first:
+        one.zero_()
+    for mine, right in zip(torch.autograd.grad(loss, (q, p)), kept):
+        assert torch.equal(mine, right)
+
+
 def test_tensors_in_shared_memory_are_not_copied(server):
     with kld.connect(server.url_unix, staging_bytes_max=4096) as connection:
         shape = (64, 1000)

@@ -261,7 +261,7 @@ def _times(gradient: torch.Tensor, factor: torch.Tensor, reduction: str, kept: b
     elif reduction != "none":
         number = float(factor)
         if number == 1:
-            return gradient
+            return gradient.clone() if kept else gradient  # whoever gets it may write to it
         if gradient.dtype in _NARROW:  # the number may not fit
             return (gradient.to(torch.float32) * number).to(gradient.dtype)
         return gradient * number if kept else gradient.mul_(number)

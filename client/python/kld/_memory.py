@@ -45,7 +45,8 @@ class Span:
         self.spoiled = False
         self._holder: Any = None
         if connection is None:
-            self.pages = mmap.mmap(-1, size)
+            # Private: a child made by fork() has a copy, as of any other memory.
+            self.pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             self.pages = self._share(size, connection)
         self.address = c.addressof(c.c_char.from_buffer(self.pages))

@@ -71,7 +71,9 @@ def row_stride(view: View) -> Optional[int]:
     for size, stride in zip(reversed(view.shape[:-1]), reversed(view.strides[:-1])):
         if size == 1:
             continue
-        if step == 0:
+        if stride == 0:
+            return None  # one row for all of these (expand(), broadcast_to())
+        if rows == 1:
             step = stride
         elif stride != step * rows:
             return None
@@ -221,6 +223,7 @@ class Call:
         self._keep.append(view)
         connection = self.connection
         if view.region is not None:
+            view.keep.check_open()  # under the lock, which close() takes, too
             self._at.append((view.region, 0))
             return None
         if view.ordinal is not None:

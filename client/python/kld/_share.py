@@ -74,9 +74,13 @@ class Attached(_Shared):
         self._region = region
         self._stride = int(tensor.row_stride_bytes)
 
-    def view(self, connection: Connection) -> View:
+    def check_open(self) -> None:
         if self.closed or self.connection.closed:
-            raise KldConnectionError(Status.GONE, f"the attached tensor {self.name!r} was closed")
+            raise KldConnectionError(Status.GONE, f"the attached tensor {self.name!r} was closed; expected it open "
+                                     "until the last request with it, which may be one of backward()")
+
+    def view(self, connection: Connection) -> View:
+        self.check_open()
         if connection is not self.connection:
             raise KldValueError(Status.INVALID, f"the tensor {self.name!r} was attached over another connection; "
                                 "expected that one")
@@ -88,14 +92,14 @@ class Attached(_Shared):
         return View(0, self.dtype, self.shape, strides, self, region=self._region)
 
     def close(self) -> None:
-        """Lets go of it. Twice is allowed."""
-        if self.closed:
-            return
-        self.closed = True
-        if self.connection.closed:
+        """Lets go of it, after the request of another thread that uses it. Twice is allowed."""
+        if self.closed or self.connection.closed:
+            self.closed = True
             return
         with self.connection._used():
-            _library.library().kld_region_drop(self._region)
+            if not self.closed:
+                self.closed = True
+                _library.library().kld_region_drop(self._region)
 
 
 def check_name(name: Any) -> bytes:
