@@ -12,7 +12,7 @@ import pytest
 from pythonlib import import_kld
 
 kld = import_kld()
-from kld import _cuda, _device, _library, _ptx, _request  # noqa: E402
+from kld import _cuda, _device, _interface, _library, _ptx, _request  # noqa: E402
 
 MB = 1 << 20
 
@@ -261,3 +261,37 @@ def test_the_kernel_assembles(tmp_path):
     for dtype in ("float32", "float64", "float16", "bfloat16"):
         assert _ptx.entry_name(dtype, "float32").encode() in source
     assert _ptx.grid(1, 4) == (1, 256) and _ptx.grid(1 << 30, 4)[0] == _ptx.BLOCKS_MAX
+
+
+# ---- Arrays of other libraries
+
+
+class Foreign:
+    """An array of another library on a GPU, of which only the addresses are looked at."""
+
+    def __init__(self, **more):
+        self.__cuda_array_interface__ = dict(shape=(1, 4), typestr="<f4", data=(4096, False), strides=None, **more)
+        self.asked = []
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+    def __dlpack__(self, *, stream=None):
+        self.asked.append(stream)
+        shape, strides = (ctypes.c_int64 * 2)(1, 4), (ctypes.c_int64 * 2)(1, 1)
+        self.lent = _interface._DlManaged(tensor=_interface._DlTensor(8192, 2, 0, 2, 2, 32, 1, shape, strides, 0))
+        return _interface._new_capsule(ctypes.addressof(self.lent), b"dltensor", None)
+
+
+def test_an_interface_without_a_stream_leaves_it_to_dlpack(monkeypatch):
+    """PyTorch's says nothing of the stream that fills the tensor; DLPack is told who reads it next."""
+    driver = Driver()
+    driver.add(4096, 64)
+    monkeypatch.setattr(_cuda, "driver", lambda: driver)
+    silent = Foreign(version=2)
+    found = _interface.find("x", silent)
+    assert silent.asked == [1] and (found.stream, found.view.address, found.view.strides) == (1, 8192, None)
+    for stream, expected in ((7, 7), (None, 1)):
+        said = Foreign(version=3, stream=stream)
+        found = _interface.find("x", said)
+        assert said.asked == [] and (found.stream, found.view.address) == (expected, 4096)

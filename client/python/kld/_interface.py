@@ -54,11 +54,12 @@ def find(name: str, value: Any) -> Optional[Found]:
     except Exception:  # one that this library does not put so: bfloat16, say, or on the CPU
         interface = None
     device = getattr(value, "__dlpack_device__", None)
-    if isinstance(interface, dict) and (interface["typestr"] in _TYPESTR or device is None):
+    has_dlpack = device is not None and device()[0] == _KDL_CUDA
+    # Before version 3 the interface says nothing of the stream that fills the array (PyTorch's is 2); DLPack
+    # orders it. And it has bfloat16, too.
+    if isinstance(interface, dict) and (not has_dlpack or "stream" in interface and interface["typestr"] in _TYPESTR):
         return _of_interface(name, value, interface)
-    if device is None or device()[0] != _KDL_CUDA:
-        return None
-    return _of_dlpack(name, value)  # which has bfloat16, too
+    return _of_dlpack(name, value) if has_dlpack else None
 
 
 def _of_interface(name: str, value: Any, interface: Dict[str, Any]) -> Found:
@@ -89,6 +90,9 @@ def _of_dlpack(name: str, value: Any) -> Found:
     strides = None
     if tensor.strides:
         strides = tuple(tensor.strides[axis] * (tensor.bits // 8) for axis in range(tensor.ndim))
+        row_major = (math.prod(shape[axis + 1:]) * (tensor.bits // 8) for axis in range(tensor.ndim))
+        if all(one == other or size == 1 for one, other, size in zip(strides, row_major, shape)):
+            strides = None  # (that of a dimension of 1 may be anything)
     # The capsule, never taken over, gives the array back when it goes.
     view = View(tensor.data + tensor.byte_offset, dtype, shape, strides, capsule, ordinal=tensor.device)
     return Found(view, _LEGACY_STREAM)
