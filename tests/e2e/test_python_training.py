@@ -144,10 +144,32 @@ def test_compiled_modules_and_errors(connection, server):
 
 
 @compiles
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+def test_a_number_that_changes_at_each_step_is_one_graph(connection, reduction):
+    """More steps than Dynamo makes graphs."""
+    def step(z, t, scale, normalizer):
+        more = {"normalizer": normalizer} if reduction == "mean" else {}
+        return functional.kl_div(z, t, reduction=reduction, input_form="logits", scale=scale, connection=connection,
+                                 **more).sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    t = torch.randn(4, 6).softmax(-1)
+    for index in range(12):
+        found = []
+        for function in (step, compiled):
+            z = torch.linspace(-1, 1, 24).reshape(4, 6).requires_grad_()
+            loss = function(z, t, 65536.0 / 2**index, 1000.5 + index)
+            loss.backward()
+            found.append((loss.detach(), z.grad))
+        torch.testing.assert_close(found[0], found[1])
+
+
+@compiles
 def test_the_operators_are_as_pytorch_wants_them(connection):
     z, t = torch.randn(5, 7, requires_grad=True), torch.randn(5, 7, requires_grad=True)
     texts, numbers = ["forward_kl", "batchmean", "logits", "logits"], [2.0] + [float("nan")] * 6
-    torch.library.opcheck(_compiled._loss_op, (z, t, None, torch.ones(5, dtype=torch.bool), texts, numbers,
+    torch.library.opcheck(_compiled._loss_op, (z, t, None, torch.ones(5, dtype=torch.bool), None,
+                                               torch.tensor(3.0, dtype=torch.float64), texts, numbers,
                                                [True, True], connection.number, -1.0))
-    torch.library.opcheck(_compiled._late_op, (z.detach(), t.detach(), torch.ones(()), None, None, texts, numbers,
+    torch.library.opcheck(_compiled._late_op, (z.detach(), t.detach(), torch.ones(()), None, None, None, None, texts, numbers,
                                                [True, False], connection.number, 60.0))
