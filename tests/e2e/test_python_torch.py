@@ -215,6 +215,30 @@ def test_a_gradient_with_a_retained_graph_is_the_callers(connection, factor):
         assert torch.equal(mine, right)
 
 
+def test_what_gets_no_gradient_is_refused(connection):
+    q, p = data((6, 11))
+    for name, value in (("temperature", torch.tensor(2.0)), ("row_weights", torch.ones(6))):
+        more = {"input_form": "logits", "connection": connection}
+        with pytest.raises(kld.KldValueError, match=f"{name} requires grad"):
+            functional.kl_div(q, p, **{name: value.clone().requires_grad_()}, **more)
+        assert functional.kl_div(q, p, **{name: value}, **more) > 0
+    with pytest.raises(kld.KldValueError, match="predictions requires grad"):
+        connection.kl_div(q, p.detach())
+    with pytest.raises(kld.KldValueError, match="requires grad"):
+        connection.publish("test/grad", p)
+
+
+def test_bfloat16_tensors_in_the_place_of_arrays(connection):
+    pytest.importorskip("ml_dtypes")
+    q, p = (tensor.detach() for tensor in data((6, 11), torch.bfloat16))
+    result = connection.kl_div(q, p, predictions_form="logprobs", reduction="sum")
+    assert result.loss == float(functional.kl_div(q, p, reduction="sum", connection=connection))
+    turned = connection.kl_div(q.t().contiguous().t(), p, predictions_form="logprobs", reduction="sum")
+    assert turned.loss == result.loss
+    with connection.publish("test/bfloat16", p) as published:
+        assert published.dtype == "bfloat16"
+
+
 def test_tensors_in_shared_memory_are_not_copied(server):
     with kld.connect(server.url_unix, staging_bytes_max=4096) as connection:
         shape = (64, 1000)

@@ -3,6 +3,7 @@ but where it says so."""
 from __future__ import annotations
 
 import math
+import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ContextManager, Dict, List, Optional, Tuple
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from . import _share
 from ._errors import KldTypeError, KldValueError, Status
-from ._request import Call, View
+from ._request import Call, View, check_no_gradient
 
 if TYPE_CHECKING:
     from ._connection import Connection
@@ -56,9 +57,18 @@ def array_of(block: Any, dtype: str, shape: Tuple[int, ...]) -> np.ndarray[Any, 
     return np.frombuffer(block, np.uint8, size).view(made).reshape(shape)
 
 
+def _of_torch(name: str, value: Any) -> Any:
+    """A bfloat16 tensor on the CPU as an array, which PyTorch itself does not make of it; others as they are."""
+    check_no_gradient(name, value)
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor) or value.dtype != torch.bfloat16 or not value.is_cpu:
+        return value
+    return value.view(torch.int16).numpy().view(dtype_of("bfloat16"))
+
+
 def view_of(name: str, value: Any) -> View:
     """predictions or targets: an array, or what NumPy makes one of."""
-    array = np.asarray(value)
+    array = np.asarray(_of_torch(name, value))
     dtype = _NAMES.get(array.dtype)
     if dtype is None:
         dtype = array.dtype.name
@@ -129,6 +139,7 @@ class Sides:
         if isinstance(value, _share.Attached):
             self._attached[name] = value
             return value.view(self._connection)
+        check_no_gradient(name, value)
         view = self._on_gpu(name, value)
         if view is None:
             return view_of(name, value)

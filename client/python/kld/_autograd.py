@@ -14,7 +14,7 @@ from . import _cuda
 from ._connection import Connection
 from ._device import Where
 from ._errors import KldTypeError, KldUnsupportedError, KldValueError, Status
-from ._request import Call, Parameters, View, row_stride
+from ._request import Call, Parameters, View, check_no_gradient, row_stride
 
 DTYPES: Dict[torch.dtype, str] = {torch.float32: "float32", torch.float64: "float64",
                                   torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -60,6 +60,8 @@ def rows_vector(name: str, value: Any, leading: Tuple[int, ...], device: torch.d
     """row_mask or row_weights, as the request wants it."""
     if value is None:
         return None
+    if torch.is_grad_enabled():
+        check_no_gradient(name, value)
     tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value, device=device)
     check_device(name, tensor)
     if tensor.device != device:

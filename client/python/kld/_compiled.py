@@ -27,7 +27,8 @@ else:
 
 
 def _job(like: Tensor, row_weights: Optional[Tensor], row_mask: Optional[Tensor],
-         scale: Optional[Tensor], normalizer: Optional[Tensor], texts: List[str], numbers: List[float], connection: int, timeout: float) -> _autograd.Job:
+         scale: Optional[Tensor], normalizer: Optional[Tensor], texts: List[str], numbers: List[float],
+         connection: int, timeout: float) -> _autograd.Job:
     used = (default_connection(like.get_device() if like.is_cuda else None) if connection < 0
             else Connection.by_number(connection))
     if used is None:
@@ -83,7 +84,8 @@ def _late(input: Tensor, target: Tensor, grad_output: Tensor, row_weights: Optio
 
 def _late_fake(input: Tensor, target: Tensor, grad_output: Tensor, row_weights: Optional[Tensor],
                row_mask: Optional[Tensor], scale: Optional[Tensor], normalizer: Optional[Tensor],
-               texts: List[str], numbers: List[float], wanted: List[bool], connection: int, timeout: float) -> Tuple[Tensor, Tensor]:
+               texts: List[str], numbers: List[float], wanted: List[bool], connection: int,
+               timeout: float) -> Tuple[Tensor, Tensor]:
     return (input.new_empty(input.shape) if wanted[0] else input.new_empty(0),
             target.new_empty(target.shape) if wanted[1] else input.new_empty(0))
 

@@ -246,7 +246,7 @@ class Connection:
                 span = self._memory.find(view.address, 1)
             if span is None or not span.region or row_stride(view) is None:
                 shared = self.empty(view.shape, view.dtype)
-                np.copyto(shared, array)
+                np.copyto(shared, view.keep)
                 array, view = shared, _arrays.view_of("array", shared)
         with self._used(), sides.current():
             sides.finish()

@@ -83,7 +83,15 @@ def row_stride(view: View) -> Optional[int]:
     return step if rows > 1 else 0
 
 
+def check_no_gradient(name: str, value: Any) -> None:
+    """A tensor of PyTorch that would wait for its gradient in vain."""
+    if getattr(value, "requires_grad", False):
+        raise KldValueError(Status.INVALID, f"{name} requires grad, and kld gives it none here; expected a tensor "
+                            "without: detach() it")
+
+
 def check_number(name: str, value: Any) -> float:
+    check_no_gradient(name, value)
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -319,4 +327,4 @@ class Call:
             raise from_status(status, error.text.decode(errors="replace"))
 
 
-__all__ = ["Call", "KldError", "Parameters", "Plan", "View", "check_number", "row_stride", "timeout_ns"]
+__all__ = ["Call", "KldError", "Parameters", "Plan", "View", "check_no_gradient", "check_number", "row_stride", "timeout_ns"]
