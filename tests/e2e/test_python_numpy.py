@@ -250,6 +250,20 @@ def test_many_arrays_are_held(server):
         assert connection.empty(10).shape == (10,)
 
 
+def test_beyond_the_limit_of_shared_arrays(server):
+    """What is laid out anew goes through plain memory then; over local: that is as good as any."""
+    turned = np.asfortranarray(Q)
+    for url in (server.url_unix, "local:cpu"):
+        with kld.connect(url) as connection:
+            right = connection.kl_div(turned, P, grad=False).loss
+            held = [connection.empty(8) for _ in range(255)]
+            held.append(connection.kl_div(Q, P).grad_predictions)
+            held.append(connection.kl_div(Q, P).grad_predictions)
+            assert connection.kl_div(turned, P, grad=False).loss == right
+            if url == "local:cpu":
+                assert connection.empty((3, 5)).shape == (3, 5)
+
+
 def test_arrays_outlive_their_connection(connection):
     gradient = connection.kl_div(Q, P).grad_predictions
     mine = fill(connection, Q)

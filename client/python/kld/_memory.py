@@ -93,6 +93,8 @@ class Memory:
         self.collect()
         size = rounded(size)
         spans = self._cached.get(size)
+        if self._connection is None and not spans and self.is_full:
+            return (c.c_char * size)()  # nothing is shared: any memory will do
         if spans:
             span = spans.pop()
             self.cached_bytes -= span.size

@@ -216,7 +216,8 @@ class Call:
             raise KldValueError(Status.INVALID, f"{slot}: the classes of a row must be contiguous, rows at one "
                                 "distance of at least a row, and the memory aligned")
         size = view.item_bytes * math.prod(view.shape)
-        block = self.connection._memory.take(size, self.connection._tidy)
+        block: Any = ((c.c_char * size)() if self.connection._memory.is_full else
+                      self.connection._memory.take(size, self.connection._tidy))
         view.copy_to(block, view.keep)
         self.copied_bytes += size
         return View(c.addressof(block), view.dtype, view.shape, None, block)
