@@ -224,8 +224,8 @@ START_TEST(every_descriptor_of_a_client_is_told_apart) {
     }
     close(fd);
     rig_until_stat(&rig, KLD_STAT_worker_regions, 0);
+    end(); /* its thread has ended: only now may another look */
     ck_assert_uint_eq(rig.worker.cuda_files, 0);
-    end();
 }
 END_TEST
 
