@@ -1,32 +1,48 @@
 # A container with the server and the kld tool, running as an ordinary user.
 #
-#   docker build -t kld .                                       CPU
-#   docker build -t kld --build-arg BUILD_BASE=nvidia/cuda:12.8.1-devel-ubuntu24.04 \
-#                --build-arg BASE=ubuntu:24.04 .                with the CUDA back end
-#   docker run --rm --network host kld                          HTTP on 127.0.0.1:8080
-#   docker run --rm -p 8080:8080 kld --http 0.0.0.0:8080 --insecure-bind
+#   make image                                                  CPU; BUILDER=podman or buildah, IMAGE=NAME:TAG
+#   make image BUILD_BASE=nvidia/cuda:12.8.1-devel-ubuntu24.04 BASE=ubuntu:24.04
+#                                                               with the CUDA back end, its runtime linked in
+#   docker run --rm --read-only --network host kld              HTTP on 127.0.0.1:8080
+#   docker run --rm --read-only -p 8080:8080 kld --http 0.0.0.0:8080 --insecure-bind
+#
+# BASE needs glibc 2.36 and nothing else: no command is run in it, neither here nor later. What the image brings
+# beside it, in which version, is in /opt/kld/share/kld/kld.cdx.json (CycloneDX); the base's own list stays.
 ARG BUILD_BASE=debian:12-slim
 ARG BASE=debian:12-slim
 
 FROM ${BUILD_BASE} AS build
+ARG REVISION=unknown
+ARG DEBIAN_FRONTEND=noninteractive
 RUN apt-get update -qq \
-    && apt-get install -y -qq --no-install-recommends make git ca-certificates \
+    && apt-get install -y -qq --no-install-recommends make >/dev/null \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-COPY . .
+COPY deploy/deps.sh deploy/
 RUN deploy/deps.sh build dist
-RUN make dist && mkdir /kld && tar -xzf build/kld-*.tar.gz -C /kld --strip-components 1 \
-    && rm -r /kld/lib/libkld.a /kld/lib/pkgconfig
+COPY . .
+RUN make all && REVISION="$REVISION" deploy/dist.sh build /dist CUDA=$(make -s print-cuda) \
+    && mkdir -p /image/opt/kld/share /image/run/kld \
+    && cp -a /dist/bin /dist/lib /image/opt/kld/ && cp -a /dist/share/kld /image/opt/kld/share/ \
+    && rm -r /image/opt/kld/lib/libkld.a /image/opt/kld/lib/pkgconfig && cp LICENSE /image/opt/kld/
 
 FROM ${BASE}
-COPY --from=build /kld/bin /opt/kld/bin
-COPY --from=build /kld/lib /opt/kld/lib
-RUN useradd --system --uid 10001 --no-create-home kld \
-    && install -d -o kld -g kld -m 755 /run/kld \
-    && ln -s /opt/kld/bin/kld /usr/local/bin/kld
-USER kld
+ARG BASE
+ARG REVISION=unknown
+ARG VERSION=unknown
+LABEL org.opencontainers.image.title="kld" \
+      org.opencontainers.image.description="KL divergences and their gradients as a service" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.base.name="${BASE}" \
+      org.opencontainers.image.licenses="MIT"
+COPY --from=build /image/opt/kld /opt/kld
+COPY --from=build --chown=10001:10001 /image/run/kld /run/kld
+# The one folder that is written to: the Unix socket lies there.
+VOLUME /run/kld
+USER 10001:10001
+ENV PATH=/opt/kld/bin:$PATH KLD_UNIX=/run/kld/kld.sock KLD_SERVER=unix:/run/kld/kld.sock
 EXPOSE 8080
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=10s --timeout=3s --start-period=30s \
-    CMD ["/opt/kld/bin/kld", "ping", "--server", "unix:/run/kld/kld.sock"]
+HEALTHCHECK --interval=10s --timeout=3s --start-period=30s CMD ["/opt/kld/bin/kld", "ping", "--count", "1"]
 ENTRYPOINT ["/opt/kld/bin/kld-server"]

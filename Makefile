@@ -75,7 +75,7 @@ NVCC_FLAGS := -O3 $(NVCC_EXTRA) -std=c++17 -I. -Xcompiler -fPIC,-fvisibility=hid
   -gencode arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS)) \
   $(if $(NVCC),$(shell $(NVCC) --help 2>/dev/null | grep -q compress-mode && echo --compress-mode=size))
 
-.PHONY: all lib unit examples bench-programs programs install dist wheel lint check check-gpu bench fuzz demo clean help
+.PHONY: all lib unit examples bench-programs programs install dist image print-cuda wheel lint check check-gpu bench fuzz demo clean help
 all: $(BUILD)/kld-server $(BUILD)/kld $(BUILD)/libkld.so $(BUILD)/libkld.a
 lib: $(BUILD)/libkld.a $(BUILD)/libkld.so
 
@@ -183,6 +183,7 @@ help:
 	@echo "make lint         clang-format, clang-tidy, cppcheck, pyflakes, shellcheck"
 	@echo "make install      into DESTDIR=$(DESTDIR) PREFIX=$(PREFIX)"
 	@echo "make dist         $(DIST).tar.gz, which runs on any x86-64 Linux with glibc 2.36 or newer"
+	@echo "make image        a container (BUILDER=$(BUILDER), IMAGE=$(IMAGE), BASE, BUILD_BASE)"
 	@echo "make wheel        the Python package, libkld in it, into $(BUILD)/"
 	@echo "make clean        remove $(BUILD)/"
 
@@ -233,6 +234,20 @@ install: all
 DIST = $(BUILD)/kld-$(VERSION)-linux-x86_64
 dist: all examples bench-programs $(if $(TABLE_C),$(BUILD)/kernel-table)
 	@deploy/dist.sh $(BUILD) $(DIST) CUDA=$(CUDA) CUDA_BUILD=$(CUDA_BUILD) SANITIZE=$(SANITIZE)
+
+# BASE, BUILD_BASE: see the Dockerfile. BUILDER: any program that takes `build` as docker does.
+BUILDER    ?= docker
+IMAGE      ?= kld:$(VERSION)
+BASE       ?=
+BUILD_BASE ?=
+IMAGE_ARGS ?=
+image:
+	$(BUILDER) build $(IMAGE_ARGS) $(if $(BASE),--build-arg BASE=$(BASE)) \
+	  $(if $(BUILD_BASE),--build-arg BUILD_BASE=$(BUILD_BASE)) \
+	  --build-arg VERSION=$(VERSION) --build-arg REVISION=$(COMMIT) -t $(IMAGE) .
+
+print-cuda:
+	@echo $(CUDA)
 
 wheel: lib
 	@deploy/wheel.sh $(BUILD)

@@ -1,6 +1,6 @@
 #!/bin/sh
 # deps.sh SET... - installs the Debian packages that a target of the Makefile needs and that are
-# missing. Sets: build check lint fuzz dist wheel. Asks for nothing and changes nothing if all are there.
+# missing. Sets: build check lint fuzz dist wheel deploy. Asks for nothing and changes nothing if all are there.
 set -eu
 wanted=""
 for set in "$@"; do
@@ -14,6 +14,11 @@ for set in "$@"; do
     fuzz) wanted="$wanted clang libclang-rt-dev" ;;
     dist) wanted="$wanted patchelf" ;;
     wheel) wanted="$wanted patchelf python3 python3-setuptools python3-wheel" ;;
+    deploy)
+        wanted="$wanted buildah debootstrap util-linux python3-yaml systemd prometheus haproxy"
+        # Others bring a kubectl of their own, which Debian's would collide with.
+        command -v kubectl >/dev/null || wanted="$wanted kubernetes-client"
+        ;;
     *)
         echo "deps.sh: no set '$set'" >&2
         exit 2
@@ -42,6 +47,13 @@ if [ "$(id -u)" != 0 ]; then
 fi
 echo "installing:$missing"
 export DEBIAN_FRONTEND=noninteractive
+# What is installed for its programs is not to be started as a service (the policy of invoke-rc.d).
+policy=/usr/sbin/policy-rc.d
+if [ ! -e $policy ]; then
+    trap '$sudo rm -f $policy' EXIT
+    printf '#!/bin/sh\nexit 101\n' | $sudo tee $policy >/dev/null
+    $sudo chmod 755 $policy
+fi
 $sudo apt-get update -qq
 # shellcheck disable=SC2086 # a list of words
 $sudo apt-get install -y -qq -o Dpkg::Use-Pty=0 --no-install-recommends $missing >/dev/null

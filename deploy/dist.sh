@@ -8,7 +8,8 @@ build=$1
 dist=$2
 shift 2
 deploy/deps.sh dist
-. deploy/closure.sh
+. deploy/closure.sh # as sbom.sh does
+. deploy/sbom.sh
 command -v patchelf >/dev/null || { echo "dist.sh: patchelf is missing" >&2; exit 1; }
 
 rm -rf "$dist" "$dist.tar.gz"
@@ -34,8 +35,13 @@ find "$dist/tests" "$dist/python" -name __pycache__ -prune -exec rm -rf {} +
 cp README.md LICENSE "$dist/"
 cp deploy/demo.sh "$dist/demo"
 cp deploy/check-gpu.sh "$dist/check-gpu"
-echo "$(cat proto/VERSION) $(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)" \
+echo "$(cat proto/VERSION) ${REVISION:-$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)}" \
     >"$dist/share/kld/VERSION"
+cuda=""
+if [[ " $* " = *" CUDA=1 "* ]]; then
+    cuda=$("$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)" --version | sed -n 's/.*release [^,]*, V//p')
+fi
+sbom "$(cat proto/VERSION)" "$cuda" "${programs[@]}" "$dist/lib/libkld.so" >"$dist/share/kld/kld.cdx.json"
 
 bring "$dist/lib" "${programs[@]}" "$dist/lib/libkld.so"
 for library in "$dist"/lib/*.so*; do
