@@ -17,3 +17,7 @@ void kld_child_report_send(enum kld_status status, const char *backend, uint32_t
     /* Not checked: a supervisor that is gone ends this child anyway (role.h). */
     (void)!send(KLD_FD_CONTROL, &report, sizeof report, MSG_NOSIGNAL);
 }
+
+void kld_child_alive_send(int control_fd) {
+    (void)!send(control_fd, "!", 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+}

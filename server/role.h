@@ -51,4 +51,7 @@ int kld_gateway_main(const struct kld_child *child);
 void kld_child_report_send(enum kld_status status, const char *backend, uint32_t devices,
                            const char *text);
 
+/* The answer to whatever the supervisor sends there: this loop still turns. */
+void kld_child_alive_send(int control_fd);
+
 #endif

@@ -145,6 +145,8 @@ static void control_readable(uv_poll_t *poll, int status, int events) {
     struct process *process = poll->data;
     char unused[64];
     ssize_t got = read(KLD_FD_CONTROL, unused, sizeof unused);
+    if (got > 0)
+        kld_child_alive_send(KLD_FD_CONTROL);
     if (got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR)))
         return;
     uv_poll_stop(poll);

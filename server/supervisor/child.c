@@ -158,6 +158,11 @@ static void read_report(struct kld_life *life) {
     ssize_t bytes = recv(life->control_fd, &report, sizeof report, MSG_DONTWAIT);
     if (bytes < 0 && (errno == EAGAIN || errno == EINTR))
         return;
+    if (bytes == 1) { /* a sign of life */
+        if (life->child->life == life)
+            kld_watchdog_answered(life->child);
+        return;
+    }
     if (bytes != (ssize_t)sizeof report) {
         control_close(life); /* the end of the process is seen by on_death() */
         return;

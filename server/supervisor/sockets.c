@@ -71,6 +71,28 @@ static void describe(int fd, char ret_text[KLD_ADDRESS_TEXT_MAX]) {
     snprintf(ret_text, KLD_ADDRESS_TEXT_MAX, "%s%s%s:%s", v6 ? "[" : "", host, v6 ? "]" : "", port);
 }
 
+static enum kld_status refuse(const char *flag, const char *text, struct kld_error *err) {
+    return kld_error_set(err, KLD_FORBIDDEN,
+                         "%s: %.60s can be reached from other machines and there are "
+                         "no tokens; --tokens names a file of them, --insecure-bind allows "
+                         "it without",
+                         flag, text);
+}
+
+enum kld_status kld_http_socket_adopt(const char *flag, int fd, bool insecure,
+                                      struct kld_http_socket *ret_socket, struct kld_error *err) {
+    struct sockaddr_storage bound;
+    socklen_t bytes = sizeof bound;
+    memset(&bound, 0, sizeof bound);
+    ret_socket->fd = fd;
+    describe(fd, ret_socket->address);
+    if (getsockname(fd, (struct sockaddr *)&bound, &bytes) < 0)
+        return kld_error_set(err, KLD_INTERNAL, "%s: %s", flag, strerror(errno));
+    return insecure || is_loopback((const struct sockaddr *)&bound)
+               ? KLD_OK
+               : refuse(flag, ret_socket->address, err);
+}
+
 enum kld_status kld_http_socket_open(const char *flag, const char *text, bool insecure,
                                      struct kld_http_socket *ret_socket, struct kld_error *err) {
     ret_socket->fd = -1;
@@ -83,11 +105,7 @@ enum kld_status kld_http_socket_open(const char *flag, const char *text, bool in
         return status;
     int fd = -1, yes = 1;
     if (!insecure && !is_loopback(list->ai_addr)) {
-        status = kld_error_set(err, KLD_FORBIDDEN,
-                               "%s: %.60s can be reached from other machines and there are "
-                               "no tokens; --tokens names a file of them, --insecure-bind allows "
-                               "it without",
-                               flag, text);
+        status = refuse(flag, text, err);
     } else if ((fd = socket(list->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0)) < 0 ||
                setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes) < 0 ||
                bind(fd, list->ai_addr, list->ai_addrlen) < 0 || listen(fd, BACKLOG) < 0) {
@@ -124,6 +142,30 @@ enum kld_status kld_unix_socket_path(const char *configured, char ret_path[KLD_C
     else if (runtime && *runtime == '/')
         snprintf(path, sizeof path, "%s/kld/kld.sock", runtime);
     return kld_unix_socket_name(path, 0, ret_path, err);
+}
+
+enum kld_status kld_unix_socket_adopt(int fd, const char *path, struct kld_unix_socket *ret_socket,
+                                      struct kld_error *err) {
+    struct sockaddr_un bound = {.sun_family = AF_UNSPEC};
+    socklen_t bytes = sizeof bound;
+    ret_socket->fd = fd;
+    ret_socket->device = 0;
+    ret_socket->inode = 0; /* no file has that: we unlink nothing */
+    if (getsockname(fd, (struct sockaddr *)&bound, &bytes) < 0)
+        return kld_error_set(err, KLD_INTERNAL, "--unix: %s", strerror(errno));
+    if (strcmp(bound.sun_path, path) == 0)
+        return KLD_OK;
+    return kld_error_set(err, KLD_INVALID,
+                         "--unix: the socket that was passed is at %.100s; expected %.100s",
+                         bound.sun_path, path);
+}
+
+void kld_unix_socket_where(int fd, char ret_path[KLD_CONFIG_TEXT_MAX]) {
+    struct sockaddr_un bound = {.sun_family = AF_UNSPEC};
+    socklen_t bytes = sizeof bound;
+    ret_path[0] = '\0';
+    if (getsockname(fd, (struct sockaddr *)&bound, &bytes) == 0)
+        snprintf(ret_path, KLD_CONFIG_TEXT_MAX, "%s", bound.sun_path);
 }
 
 /* The folder of the path, made if asked for; a descriptor to lock it by, or -1. */

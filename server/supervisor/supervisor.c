@@ -77,6 +77,7 @@ static void drain_begin(struct kld_supervisor *supervisor) {
         return;
     supervisor->draining = true;
     atomic_store(&supervisor->page->draining, 1);
+    kld_notify_send(&supervisor->notify, "STOPPING=1");
     uv_timer_start(&supervisor->drain, on_drain_over, supervisor->config.drain_ms + DRAIN_GRACE_MS,
                    0);
     drain_next(supervisor);
@@ -130,6 +131,11 @@ static void announce(struct kld_supervisor *supervisor) {
     printf("ready http=%s unix=%s backend=%s devices=%u\n", supervisor->http.address,
            supervisor->config.unix, supervisor->config.backend, supervisor->workers);
     fflush(stdout);
+    char state[KLD_ADDRESS_TEXT_MAX + 2 * KLD_CONFIG_TEXT_MAX + 64];
+    snprintf(state, sizeof state, "READY=1\nSTATUS=serves on %s %s, back end %s, devices %u",
+             supervisor->http.address, supervisor->config.unix, supervisor->config.backend,
+             supervisor->workers);
+    kld_notify_send(&supervisor->notify, state);
 }
 
 /* The socket of worker i, and the worker; not yet started. */
@@ -138,7 +144,10 @@ static enum kld_status open_worker(struct kld_supervisor *supervisor, uint32_t i
     const struct kld_config *config = &supervisor->config;
     char path[KLD_CONFIG_TEXT_MAX];
     enum kld_status status = kld_unix_socket_name(config->unix, i, path, err);
-    if (status == KLD_OK)
+    int passed = supervisor->inherited.unix_socket[i];
+    if (status == KLD_OK && passed >= 0)
+        status = kld_unix_socket_adopt(passed, path, &supervisor->unix_socket[i], err);
+    else if (status == KLD_OK)
         status = kld_unix_socket_open(path, (uint32_t)config->unix_mode, supervisor->make_folder,
                                       &supervisor->unix_socket[i], err);
     if (status == KLD_OK)
@@ -206,6 +215,7 @@ void kld_supervisor_child_ready(struct kld_supervisor *supervisor, struct kld_wa
         start_others(supervisor, report->devices);
     }
     announce(supervisor);
+    kld_watchdog_ready(child);
 }
 
 /* ---- PID 1 ------------------------------------------------------------------------------------
@@ -260,8 +270,49 @@ static void init_loop(struct kld_supervisor *supervisor) {
     uv_signal_start(&supervisor->on_int, on_stop_signal, SIGINT);
     if (getpid() == 1)
         uv_signal_start(&supervisor->on_child, on_child_signal, SIGCHLD);
+    kld_watchdog_start(supervisor);
     kld_watched_init(&supervisor->gateway, supervisor, "gateway", 0, supervisor->http.fd);
     supervisor->gateway.metrics_fd = supervisor->metrics.fd;
+}
+
+/* TCP: as passed by a service manager, else as configured. */
+static enum kld_status open_http(struct kld_supervisor *supervisor, const struct kld_config *config,
+                                 struct kld_error *err) {
+    bool insecure = config->insecure_bind || config->tokens[0];
+    const struct kld_inherited *passed = &supervisor->inherited;
+    enum kld_status status;
+    if (passed->http >= 0)
+        status = kld_http_socket_adopt("--http", passed->http, insecure, &supervisor->http, err);
+    else
+        status = kld_http_socket_open("--http", config->http, insecure, &supervisor->http, err);
+    if (status == KLD_OK && supervisor->http.fd < 0 &&
+        (*config->metrics_http || passed->metrics >= 0))
+        status = kld_error_set(err, KLD_INVALID, "--metrics-http: there is no --http beside it");
+    if (status == KLD_OK && passed->metrics >= 0)
+        status = kld_http_socket_adopt("--metrics-http", passed->metrics, insecure,
+                                       &supervisor->metrics, err);
+    else if (status == KLD_OK)
+        status = kld_http_socket_open("--metrics-http", config->metrics_http, insecure,
+                                      &supervisor->metrics, err);
+    /* The gateway reads there whether it has them. */
+    if (passed->http >= 0)
+        snprintf(supervisor->config.http, KLD_CONFIG_TEXT_MAX, "%s", supervisor->http.address);
+    if (passed->metrics >= 0)
+        snprintf(supervisor->config.metrics_http, KLD_CONFIG_TEXT_MAX, "%s",
+                 supervisor->metrics.address);
+    if (status == KLD_OK && supervisor->metrics.fd >= 0)
+        kld_log(KLD_LOG_INFO, "metrics have an address", "http=%s", supervisor->metrics.address);
+    return status;
+}
+
+/* Where the first worker's socket is: where it was passed, else as configured. */
+static enum kld_status place_unix(struct kld_supervisor *supervisor,
+                                  const struct kld_config *config, struct kld_error *err) {
+    char passed[KLD_CONFIG_TEXT_MAX] = "";
+    if (supervisor->inherited.unix_socket[0] >= 0 && !*config->unix)
+        kld_unix_socket_where(supervisor->inherited.unix_socket[0], passed);
+    supervisor->make_folder = !*config->unix && !*passed;
+    return kld_unix_socket_path(*passed ? passed : config->unix, supervisor->config.unix, err);
 }
 
 static enum kld_status open_all(struct kld_supervisor *supervisor, const struct kld_config *config,
@@ -270,24 +321,16 @@ static enum kld_status open_all(struct kld_supervisor *supervisor, const struct 
     supervisor->http.fd = supervisor->metrics.fd = supervisor->stats_fd = -1;
     for (uint32_t i = 0; i < KLD_DEVICES_MAX; i++)
         supervisor->unix_socket[i].fd = -1;
-    supervisor->make_folder = !*config->unix;
     supervisor->workers_max = kld_config_devices(config);
     supervisor->alone = supervisor->workers_max != 1;
-    enum kld_status status = kld_unix_socket_path(config->unix, supervisor->config.unix, err);
+    kld_notify_open(&supervisor->notify);
+    enum kld_status status = kld_inherited_take(&supervisor->inherited, err);
+    if (status == KLD_OK)
+        status = place_unix(supervisor, config, err);
     if (status == KLD_OK)
         status = kld_stats_create(&supervisor->page, &supervisor->stats_fd, err);
     if (status == KLD_OK)
-        status =
-            kld_http_socket_open("--http", config->http, config->insecure_bind || config->tokens[0],
-                                 &supervisor->http, err);
-    if (status == KLD_OK && *config->metrics_http && !*config->http)
-        status = kld_error_set(err, KLD_INVALID, "--metrics-http: there is no --http beside it");
-    if (status == KLD_OK)
-        status = kld_http_socket_open("--metrics-http", config->metrics_http,
-                                      config->insecure_bind || config->tokens[0],
-                                      &supervisor->metrics, err);
-    if (status == KLD_OK && supervisor->metrics.fd >= 0)
-        kld_log(KLD_LOG_INFO, "metrics have an address", "http=%s", supervisor->metrics.address);
+        status = open_http(supervisor, config, err);
     if (status == KLD_OK && uv_loop_init(&supervisor->loop) != 0)
         status = kld_error_set(err, KLD_NO_MEMORY, "cannot make an event loop");
     if (status != KLD_OK)
@@ -314,6 +357,7 @@ static void close_all(struct kld_supervisor *supervisor) {
     if (supervisor->stats_fd >= 0)
         close(supervisor->stats_fd);
     kld_stats_detach(supervisor->page);
+    kld_notify_close(&supervisor->notify);
 }
 
 int kld_supervisor_main(const struct kld_config *config) {

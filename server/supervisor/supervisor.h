@@ -12,6 +12,7 @@
 #include "server/config.h"
 #include "server/role.h"
 #include "server/stats.h"
+#include "server/supervisor/notify.h"
 
 /* ---- sockets.c: the listening sockets -------------------------------------------------------- */
 
@@ -34,6 +35,10 @@ struct kld_unix_socket {
 enum kld_status kld_http_socket_open(const char *flag, const char *text, bool insecure,
                                      struct kld_http_socket *ret_socket, struct kld_error *err);
 
+/* One that a service manager opened; the same rule about who may reach it. */
+enum kld_status kld_http_socket_adopt(const char *flag, int fd, bool insecure,
+                                      struct kld_http_socket *ret_socket, struct kld_error *err);
+
 /* The socket of worker `index`: `path` of the first, then path.1, path.2, ... */
 enum kld_status kld_unix_socket_name(const char *path, uint32_t index,
                                      char ret_path[KLD_CONFIG_TEXT_MAX], struct kld_error *err);
@@ -44,6 +49,10 @@ enum kld_status kld_unix_socket_path(const char *configured, char ret_path[KLD_C
  * or something that is no socket, is an error. make_folder: the folder may be made. */
 enum kld_status kld_unix_socket_open(const char *path, uint32_t mode, bool make_folder,
                                      struct kld_unix_socket *ret_socket, struct kld_error *err);
+/* One that a service manager opened, which has to be at `path` and is not removed in the end. */
+enum kld_status kld_unix_socket_adopt(int fd, const char *path, struct kld_unix_socket *ret_socket,
+                                      struct kld_error *err);
+void kld_unix_socket_where(int fd, char ret_path[KLD_CONFIG_TEXT_MAX]);
 /* Closes and removes the file, if it is still ours. */
 void kld_unix_socket_close(struct kld_unix_socket *socket, const char *path);
 
@@ -96,6 +105,7 @@ struct kld_watched {
     uint32_t refusals;      /* starts in a row that ended with KLD_UNAVAILABLE */
     bool refused;           /* so did this life's */
     bool ever_ready;
+    bool answered; /* since it was last asked for a sign of life (watchdog.c) */
 };
 
 void kld_watched_init(struct kld_watched *child, struct kld_supervisor *supervisor,
@@ -117,6 +127,9 @@ struct kld_supervisor {
     uv_signal_t on_term, on_int, on_child;
     uv_timer_t drain;   /* from SIGTERM to SIGKILL */
     uv_timer_t reaping; /* as PID 1: looks after children that are not ours */
+    uv_timer_t watchdog;
+    struct kld_notify notify;
+    struct kld_inherited inherited; /* what of it is not -1 was adopted, or will be */
     struct kld_http_socket http, metrics;
     struct kld_unix_socket unix_socket[KLD_DEVICES_MAX]; /* one a worker */
     struct kld_stats_page *page;
@@ -130,6 +143,7 @@ struct kld_supervisor {
     bool killing;         /* the drain time is over: nothing is started again */
     bool failed;          /* it could not start: exit status 1 */
     bool announced;
+    bool watchdog_due; /* the service manager waits for a sign of life */
 };
 
 /* Called by child.c. */
@@ -141,5 +155,13 @@ void kld_supervisor_fail(struct kld_supervisor *supervisor, const struct kld_wat
                          const char *reason);
 /* Should a child that died be started again? */
 bool kld_supervisor_wants(const struct kld_supervisor *supervisor, const struct kld_watched *child);
+
+/* ---- watchdog.c -------------------------------------------------------------------------------
+ */
+
+void kld_watchdog_start(struct kld_supervisor *supervisor);
+/* Called by child.c and supervisor.c: it serves; it answered. */
+void kld_watchdog_ready(struct kld_watched *child);
+void kld_watchdog_answered(struct kld_watched *child);
 
 #endif

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "server/log.h"
+#include "server/role.h"
 #include "server/worker/closer.h"
 #include "server/worker/core.h"
 #include "server/worker/health.h"
@@ -315,12 +316,14 @@ static void fault_wanted(uv_signal_t *signal, int number) {
     worker->options.backend->fail_next(worker->device);
 }
 
-/* The supervisor says nothing here; the end of the pair means that it is gone. */
+/* The supervisor asks for a sign of life; the end of the pair means that it is gone. */
 static void control_ready(uv_poll_t *poll, int status, int events) {
     struct kld_worker *worker = poll->data;
     char byte;
     (void)events;
     ssize_t got = recv(worker->options.control_fd, &byte, 1, MSG_DONTWAIT);
+    if (got > 0)
+        kld_child_alive_send(worker->options.control_fd);
     if (got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR) && status >= 0))
         return;
     uv_poll_stop(poll);
