@@ -1,0 +1,174 @@
+"""Alerts, records and the dashboard: promtool on the rules and their unit tests, and a real Prometheus that scrapes
+a real server and is asked every query of the dashboard and of the rules."""
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+
+import pytest
+
+from conftest import BIN, DATA, ROOT, Server, needs, wait_until
+
+yaml = pytest.importorskip("yaml", reason="needs python3-yaml (deploy/deps.sh deploy)")
+
+RULES = ROOT / "deploy" / "prometheus" / "kld-rules.yaml"
+DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "kld.json"
+TESTS = ROOT / "tests" / "deploy" / "rules_test.yaml"
+
+
+def rules():
+    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+
+
+def panels():
+    return [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
+
+
+QUERIES = {f"{panel['title']}, {target['refId']}": target["expr"] for panel in panels()
+           for target in panel["targets"]}
+
+
+@needs("promtool")
+@pytest.mark.parametrize("command", [["check", "rules", RULES], ["test", "rules", TESTS],
+                                     ["check", "config", ROOT / "deploy/prometheus/prometheus.yml"]],
+                         ids=["rules", "tests", "config"])
+def test_promtool(command):
+    result = subprocess.run(["promtool", *map(str, command)], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_alert_fires_once_and_is_silent_once_and_explained():
+    fired, silent = set(), set()
+    for test in yaml.safe_load(TESTS.read_text())["tests"]:
+        for case in test["alert_rule_test"]:
+            (fired if case.get("exp_alerts") else silent).add(case["alertname"])
+    alerts = {rule["alert"]: rule for rule in rules() if "alert" in rule}
+    assert fired == silent == set(alerts)
+    headings = re.findall(r"^#+ (\w+)$", (ROOT / "deploy/README.md").read_text(), re.M)
+    for name, rule in alerts.items():
+        assert rule["annotations"]["runbook"] == f"deploy/README.md#{name.lower()}" and name in headings
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+
+
+def test_the_dashboard_is_one():
+    """What Grafana would refuse or show wrong: ids and places are unique, each panel has its queries and unit."""
+    board = json.loads(DASHBOARD.read_text())
+    assert board["uid"] == "kld" and board["title"] == "kld" and board["schemaVersion"] >= 36
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    taken = set()
+    for panel in board["panels"]:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert at["x"] + at["w"] <= 24 and not cells & taken, panel["title"]
+        taken |= cells
+    for panel in panels():
+        assert panel["targets"] and panel["fieldConfig"]["defaults"]["unit"]
+        assert panel["datasource"]["uid"] == "${datasource}"
+        for target in panel["targets"]:
+            assert 'instance=~"$instance"' in target["expr"]
+    source = yaml.safe_load((ROOT / "deploy/grafana/provisioning/datasources/prometheus.yaml").read_text())
+    assert source["datasources"][0]["type"] == "prometheus"
+
+
+class Prometheus:
+    def __init__(self, folder, targets):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.address = "127.0.0.1:%d" % free.getsockname()[1]
+        shutil.copy(RULES, folder)
+        (folder / "prometheus.yml").write_text(json.dumps({
+            "global": {"scrape_interval": "500ms", "evaluation_interval": "500ms"}, "rule_files": [RULES.name],
+            "scrape_configs": [{"job_name": "kld", "static_configs": [{"targets": targets}]}]}))
+        self.log = open(folder / "log", "w+")
+        self.process = subprocess.Popen(
+            ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
+             f"--web.listen-address={self.address}", "--log.level=warn"], stdout=self.log, stderr=self.log)
+
+    def get(self, path, **query):
+        url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(query)}"
+        with urllib.request.urlopen(url, timeout=30) as reply:
+            return json.load(reply)["data"]
+
+    def up(self):
+        if self.process.poll() is not None:
+            self.log.seek(0)
+            pytest.fail(self.log.read())
+        try:
+            return self.get("query", query='up{job="kld"} == 1')["result"]
+        except OSError:
+            return None
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait(30)
+        self.log.close()
+
+
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory, backend):
+    """(prometheus, server): after a few scrapes with requests over both fronts in between."""
+    if not shutil.which("prometheus"):
+        pytest.skip("needs prometheus (deploy/deps.sh deploy)")
+    server = Server(backend=backend)
+    prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), [server.address])
+    try:
+        wait_until(prometheus.up, 30, "a scrape")
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            for url in (server.http, server.url_unix):
+                result = subprocess.run([BIN / "kld", "div", DATA / "digits/student.npy", DATA / "digits/teacher.npy",
+                                         "--server", url], capture_output=True, text=True, timeout=60)
+                assert result.returncode == 0, result.stderr
+            time.sleep(0.2)
+        yield prometheus, server
+        assert server.stop() == 0
+    finally:
+        prometheus.stop()
+        server.remove()
+
+
+@needs("prometheus")
+@pytest.mark.parametrize("title", QUERIES)
+def test_every_query_of_the_dashboard_has_an_answer(title, scraped):
+    prometheus, server = scraped
+    query = QUERIES[title].replace("$__rate_interval", "5s").replace("$instance", ".*")
+    assert "$" not in query
+    result = prometheus.get("query", query=query)["result"]
+    assert result, query
+    labels = set(re.findall(r"\{\{(\w+)\}\}", json.dumps(next(
+        target["legendFormat"] for panel in panels() for target in panel["targets"]
+        if f"{panel['title']}, {target['refId']}" == title))))
+    assert all(labels <= set(row["metric"]) for row in result), (labels, result)
+
+
+def words_of(expression):
+    """Names of metrics of the server, and values of the label status, in an expression."""
+    names = set(re.findall(r"(?<![\w:])kld_\w+", expression))
+    return names, set("|".join(re.findall(r'status=~?"([^"]+)"', expression)).split("|")) - {""}
+
+
+@needs("prometheus")
+def test_every_metric_of_the_rules_is_there(scraped):
+    prometheus, server = scraped
+    there = {re.split(r"[{ ]", line)[0] for line in server.metrics()}
+    statuses = set(re.findall(r'status="(\w+)"', "\n".join(server.metrics())))
+    for text in [rule["expr"] for rule in rules()] + list(QUERIES.values()):
+        names, values = words_of(text)
+        assert names <= there and values <= statuses, text
+
+
+@needs("prometheus")
+def test_every_rule_is_evaluated(scraped):
+    prometheus, _ = scraped
+    found = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
+    assert len(found) == len(rules())
+    for rule in found:
+        assert rule["health"] == "ok", rule
+        assert rule["type"] == "recording" or not rule["alerts"], rule
+    # The latency that replicas are added by: the server waited for something and says how long.
+    for record in ("kld:queue_seconds:mean", "kld:requests:rate1m", "kld:kernel_bandwidth:rate5m"):
+        rows = prometheus.get("query", query=f"{record} >= 0")["result"]
+        assert rows, record
