@@ -3,6 +3,7 @@ found where it is said to be, and outcomes are the exceptions that they should b
 import copy
 import ctypes
 import hashlib
+import importlib.util
 import os
 import pickle
 import shutil
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from conftest import ROOT
-from pythonlib import INSTALLED, LIBRARY, environment, import_kld, probabilities
+from pythonlib import INSTALLED, LIBRARY, PACKAGE, environment, import_kld, probabilities
 
 kld = import_kld()
 from kld import _errors, _library  # noqa: E402
@@ -59,6 +60,38 @@ def test_tables_are_those_of_the_library():
     assert lib.kld_dtype_name(len(names) + 1) == b"unknown"
     for table, function in ((_library.SLOTS, lib.kld_slot_name), (_library.NUMBERS, lib.kld_number_name)):
         assert tuple(function(i).decode() for i in range(len(table) + 1)) == (*table, "unknown")
+
+
+USER = """
+import kld
+import numpy as np
+
+with kld.connect("local:") as connection:
+    result = connection.kl_div(np.ones((2, 3)), np.ones((2, 3)), temperature=2.0, grad="both")
+    seconds: float = result.kernel_s
+    made: kld.Result = kld.kl_div([1.0], [1.0])
+"""
+
+
+@pytest.mark.skipif(INSTALLED, reason="of the sources")
+def test_types(tmp_path):
+    """The package as mypy --strict sees it, and a program that uses it."""
+    if importlib.util.find_spec("mypy") is None:
+        assert os.environ.get("CI") != "true"
+        pytest.skip("no mypy")
+
+    def check(*what, cwd):
+        return subprocess.run([sys.executable, "-m", "mypy", "--strict", f"--cache-dir={tmp_path}/cache", *what], cwd=cwd,
+                              capture_output=True, text=True, timeout=200, env={**os.environ, "MYPYPATH": str(PACKAGE)})
+    of_package = check("kld", cwd=PACKAGE)
+    assert of_package.returncode == 0, of_package.stdout + of_package.stderr
+    config = f"--config-file={PACKAGE / 'pyproject.toml'}"
+    (tmp_path / "good.py").write_text(USER)
+    (tmp_path / "bad.py").write_text(USER + "    connection.empty('wide')\n    connection.kl_div([1.0], [1.0], wrong=1)\n")
+    good = check(config, "good.py", cwd=tmp_path)
+    assert good.returncode == 0, good.stdout + good.stderr
+    bad = check(config, "bad.py", cwd=tmp_path)
+    assert 'incompatible type "str"' in bad.stdout and 'argument "wrong"' in bad.stdout, bad.stdout
 
 
 def test_version():

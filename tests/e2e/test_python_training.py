@@ -1,7 +1,10 @@
-"""kld inside PyTorch's surroundings, on the CPU: torch.compile, DistributedDataParallel, half precision with a
-scale, checkpoints. (test_python_cuda.py has them on a GPU.)"""
+"""kld inside PyTorch's surroundings, on the CPU: DistributedDataParallel, half precision with a scale, checkpoints;
+what PyTorch puts between a call and its tensors goes on as it should, or is refused. (torch.compile:
+test_python_compiled.py; on a GPU: test_python_cuda.py.)"""
+import importlib
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -9,10 +12,10 @@ from pythonlib import environment, import_kld, import_torch
 
 kld = import_kld()
 torch = import_torch()
-from kld import _compiled, functional, nn  # noqa: E402
+from kld import _surroundings, functional  # noqa: E402
 
 F = torch.nn.functional
-compiles = pytest.mark.skipif(not _compiled.IS_SUPPORTED, reason="torch.compile: PyTorch 2.4 or newer")
+has_operators = pytest.mark.skipif(not _surroundings.HAS_OPERATORS, reason="custom operators: PyTorch 2.4 or newer")
 
 
 @pytest.fixture(scope="module")
@@ -100,76 +103,135 @@ def test_checkpointed(connection):
     torch.testing.assert_close(x.grad, once)
 
 
-# ---- torch.compile
+# ---- What PyTorch puts in between
 
-@compiles
-@pytest.mark.parametrize("forms", [("logprobs", "probs"), ("logits", "logits")], ids="-".join)
-@pytest.mark.parametrize("reduction", ["batchmean", "row", "none"])
-def test_compiled(connection, reduction, forms):
-    """One graph, forward and backward: values, both gradients, masks, parameters."""
-    def step(q, p, mask, weights):
-        more = {"temperature": 2.0} if forms[0] == "logits" else {}
-        return 2 * functional.kl_div(q * 1.5, p, reduction=reduction, input_form=forms[0], target_form=forms[1],
-                                     row_mask=mask, row_weights=weights, scale=0.5, connection=connection,
-                                     **more).sum()
+def step(z, t):
+    return functional.kl_div(z, t, reduction="sum", input_form="logits")
 
-    z, t = torch.randn(9, 30), torch.randn(9, 30)
-    found = []
-    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        q = (z if forms[0] == "logits" else z.log_softmax(-1)).clone().requires_grad_()
-        p = (t if forms[1] == "logits" else t.softmax(-1)).clone().requires_grad_()
-        loss = function(q, p, torch.arange(9) % 3 > 0, torch.linspace(0.5, 2, 9))
+
+def numbers(*shape):
+    return torch.randn(*shape), torch.randn(*shape).softmax(-1)
+
+
+def transforms():
+    if hasattr(torch, "func"):
+        return torch.func
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module("functorch")
+
+
+@pytest.mark.parametrize("name", ["vmap", "grad", "vjp", "jvp", "jacrev"])
+def test_transforms_are_refused(name):
+    z, t = numbers(4, 6)
+    transform = getattr(transforms(), name)
+    with pytest.raises(kld.KldUnsupportedError, match="inside a transform of torch.func.*expected a call outside"):
+        {"vjp": lambda: transform(step, z, t), "jvp": lambda: transform(step, (z, t), (z, t))}.get(
+            name, lambda: transform(step)(z, t))()
+    assert step(z, t) > 0
+
+
+def test_forward_mode_is_refused():
+    z, t = numbers(4, 6)
+    forward = torch.autograd.forward_ad
+    with forward.dual_level():
+        assert step(z, t) > 0
+        with pytest.raises(kld.KldUnsupportedError, match="no forward-mode derivative"):
+            step(forward.make_dual(z, z), t)
+
+
+def test_jit_trace_is_refused():
+    """It would keep the loss of the example as a constant."""
+    for z in (torch.randn(4, 6), torch.randn(4, 6, requires_grad=True)):
+        with pytest.raises(kld.KldUnsupportedError, match="inside torch.jit.trace"):
+            torch.jit.trace(step, (z, torch.randn(4, 6).softmax(-1)))
+
+
+def test_tensors_without_memory_of_their_own(connection):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    z, t = numbers(4, 6)
+    mode = FakeTensorMode()
+    fake, fake_t = mode.from_tensor(z.clone().requires_grad_()), mode.from_tensor(t)
+    if _surroundings.HAS_OPERATORS:  # they say what would come out
+        loss = step(fake, fake_t)
         loss.backward()
-        found.append((loss.detach(), q.grad, p.grad))
-    torch.testing.assert_close(found[0], found[1])
+        assert type(loss) is type(fake) and loss.shape == () and fake.grad.shape == (4, 6)
+    else:
+        with pytest.raises(kld.KldUnsupportedError, match="a tensor is a FakeTensor, whose memory"):
+            step(fake, fake_t)
+    with pytest.raises(kld.KldUnsupportedError, match="a tensor is a FakeTensor, whose memory"):
+        functional.kl_div(z, t, row_weights=mode.from_tensor(torch.ones(4)))
+    with pytest.raises(kld.KldUnsupportedError, match="input is a torch.strided tensor on meta; kld takes"):
+        step(z.to("meta"), t.to("meta"))
+    nested = torch.nested.nested_tensor if hasattr(torch, "nested") else torch.nested_tensor
+    with pytest.raises(kld.KldUnsupportedError, match="input is a nested tensor"):
+        step(nested([z, z]), nested([t, t]))
 
 
-@compiles
-def test_compiled_modules_and_errors(connection, server):
-    module = nn.KLDivLoss(reduction="batchmean", input_form="logits", connection=connection)
-    model = torch.compile(torch.nn.Linear(8, 20), backend="aot_eager")
-    step = torch.compile(lambda x, t: module(model(x), t), fullgraph=True, backend="aot_eager")
-    x, t = torch.randn(6, 8), torch.randn(6, 20).softmax(-1)
-    before = connection.stats()["requests_total"]
-    torch.testing.assert_close(step(x, t), module(model(x), t))
-    assert connection.stats()["requests_total"] == before + 2
-    with torch.no_grad():
-        assert not step(x, t).requires_grad
-    with pytest.raises(Exception, match="must be the same"):
-        step(x, t[1:])
-    default = torch.compile(lambda q, p: functional.kl_div(q, p, reduction="sum"), fullgraph=True,
-                            backend="aot_eager")
-    q = torch.randn(3, 4).log_softmax(-1)
-    torch.testing.assert_close(default(q, t[:3, :4]), F.kl_div(q, t[:3, :4], reduction="sum"))
+def test_make_fx_sees_an_operator():
+    """And not the loss of the example as a constant."""
+    if _surroundings.HAS_OPERATORS:
+        from torch.fx.experimental.proxy_tensor import make_fx
+        z, t = numbers(4, 6)
+        traced = make_fx(step)(*numbers(4, 6))
+        assert torch.equal(traced(z, t), step(z, t))
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from functorch import make_fx
+    with pytest.raises(kld.KldUnsupportedError, match="inside a dispatch mode"):
+        make_fx(step)(*numbers(4, 6))
 
 
-@compiles
-@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
-def test_a_number_that_changes_at_each_step_is_one_graph(connection, reduction):
-    """More steps than Dynamo makes graphs."""
-    def step(z, t, scale, normalizer):
-        more = {"normalizer": normalizer} if reduction == "mean" else {}
-        return functional.kl_div(z, t, reduction=reduction, input_form="logits", scale=scale, connection=connection,
-                                 **more).sum()
+@has_operators
+def test_dispatch_modes_see_an_operator():
+    from torch.utils._python_dispatch import TorchDispatchMode
+    seen = []
 
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    t = torch.randn(4, 6).softmax(-1)
-    for index in range(12):
-        found = []
-        for function in (step, compiled):
-            z = torch.linspace(-1, 1, 24).reshape(4, 6).requires_grad_()
-            loss = function(z, t, 65536.0 / 2**index, 1000.5 + index)
-            loss.backward()
-            found.append((loss.detach(), z.grad))
-        torch.testing.assert_close(found[0], found[1])
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), more=None):
+            seen.append(str(function))
+            return function(*arguments, **(more or {}))
+
+    z, t = numbers(4, 6)
+    z.requires_grad_()
+    with Watch():
+        step(z, t).backward()
+    right, z.grad = z.grad, None
+    step(z, t).backward()
+    assert "kld.loss.default" in seen
+    torch.testing.assert_close(right, z.grad)
 
 
-@compiles
-def test_the_operators_are_as_pytorch_wants_them(connection):
-    z, t = torch.randn(5, 7, requires_grad=True), torch.randn(5, 7, requires_grad=True)
-    texts, numbers = ["forward_kl", "batchmean", "logits", "logits"], [2.0] + [float("nan")] * 6
-    torch.library.opcheck(_compiled._loss_op, (z, t, None, torch.ones(5, dtype=torch.bool), None,
-                                               torch.tensor(3.0, dtype=torch.float64), texts, numbers,
-                                               [True, True], connection.number, -1.0))
-    torch.library.opcheck(_compiled._late_op, (z.detach(), t.detach(), torch.ones(()), None, None, None, None, texts, numbers,
-                                               [True, False], connection.number, 60.0))
+def test_a_default_device_is_not_that_of_the_loss():
+    if not hasattr(torch, "set_default_device"):
+        pytest.skip("no default device before PyTorch 2.0")
+    with torch.device("meta"):
+        loss = step(*(one.cpu() for one in (torch.zeros(4, 6, device="cpu"), torch.ones(4, 6, device="cpu") / 6)))
+    assert loss.device.type == "cpu" and float(loss) == pytest.approx(0, abs=1e-6)
+
+
+def test_views_that_negate(connection):
+    """The imaginary part of a conj() has its sign elsewhere than in its memory."""
+    z, t = numbers(4, 6)
+    turned = torch.complex(torch.zeros(4, 6), -t).conj().imag
+    assert turned.is_neg() and step(z, turned) == step(z, t)
+    leaf = z.clone().requires_grad_()
+    step(torch.complex(torch.zeros(4, 6), -leaf).conj().imag, t).backward()
+    other = z.clone().requires_grad_()
+    step(other, t).backward()
+    assert torch.equal(leaf.grad, other.grad)
+
+
+def test_batched_gradients(connection):
+    z, t = numbers(3, 5)
+    z.requires_grad_()
+    for reduction in ("sum", "row"):
+        loss = functional.kl_div(z, t, reduction=reduction, input_form="logits", connection=connection)
+        weigh = torch.randn(7, *loss.shape)
+        found = torch.autograd.grad(loss, z, weigh, retain_graph=True, is_grads_batched=True)[0]
+        right = torch.stack([torch.autograd.grad(loss, z, one, retain_graph=True)[0] for one in weigh])
+        torch.testing.assert_close(found, right)
+    loss = functional.kl_div(z, t, reduction="none", input_form="logits", connection=connection)
+    with pytest.raises(kld.KldUnsupportedError, match="expected one at a time"):
+        torch.autograd.grad(loss, z, torch.ones(2, 3, 5), is_grads_batched=True)

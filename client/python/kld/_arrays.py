@@ -29,7 +29,8 @@ def dtype_of(name: str) -> np.dtype[Any]:
             import ml_dtypes
         except ImportError:
             raise KldTypeError(Status.INVALID, "bfloat16 in NumPy needs the package ml_dtypes") from None
-        return np.dtype(ml_dtypes.bfloat16)
+        made: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return made
     return np.dtype(name)
 
 
@@ -43,7 +44,7 @@ def name_of(dtype: Any) -> str:
         order = "" if made.isnative else " of the other byte order"
         raise KldTypeError(Status.INVALID, f"dtype {made.name}{order}; kld takes {', '.join(FLOATS)} of this "
                            "machine's byte order")
-    return made.name
+    return str(made.name)
 
 
 def copy_to(block: Any, array: Any) -> None:

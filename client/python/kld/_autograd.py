@@ -10,11 +10,12 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from . import _cuda
+from . import _cuda, _surroundings
 from ._connection import Connection
 from ._device import Where
 from ._errors import KldTypeError, KldUnsupportedError, KldValueError, Status
-from ._request import Call, Parameters, View, check_no_gradient, row_stride
+from ._request import Call, Parameters, View, check_no_gradient, no_gradient, row_stride
+from ._share import Attached
 
 DTYPES: Dict[torch.dtype, str] = {torch.float32: "float32", torch.float64: "float64",
                                   torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -23,6 +24,9 @@ NO_SECOND_DERIVATIVE = ("kld's kl_div has no second derivative: call backward() 
 
 
 def check_device(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_nested:
+        raise KldUnsupportedError(Status.UNIMPLEMENTED, f"{name} is a nested tensor; kld takes one with a shape, e.g. padded "
+                                  "and with a row_mask")
     if tensor.layout != torch.strided or not (tensor.is_cpu or tensor.is_cuda):
         raise KldUnsupportedError(Status.UNIMPLEMENTED, f"{name} is a {tensor.layout} tensor on "
                                   f"{tensor.device}; kld takes strided tensors on the CPU or a CUDA device")
@@ -32,6 +36,23 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in DTYPES:
         raise KldTypeError(Status.INVALID, f"{name} has dtype {tensor.dtype}; kld takes "
                            + ", ".join(str(dtype) for dtype in DTYPES))
+
+
+def check(input: Any, target: Any) -> None:
+    """Says what is wrong with these two."""
+    for name, tensor in (("input", input), ("target", target)):
+        if name == "target" and isinstance(tensor, Attached):
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise KldTypeError(Status.INVALID, f"{name} is a tensor, not {type(tensor).__name__}")
+        check_device(name, tensor)
+        check_dtype(name, tensor)
+    if tuple(input.shape) != tuple(target.shape):
+        raise KldValueError(Status.INVALID, f"input has shape {tuple(input.shape)} and target "
+                            f"{tuple(target.shape)}; they must be the same, nothing is broadcast")
+    if isinstance(target, torch.Tensor) and input.device != target.device:
+        raise KldValueError(Status.INVALID, f"input is on {input.device} and target on {target.device}; they must "
+                            "be on one device")
 
 
 def over(block: Any, dtype: torch.dtype, shape: Tuple[int, ...]) -> torch.Tensor:
@@ -63,6 +84,7 @@ def rows_vector(name: str, value: Any, leading: Tuple[int, ...], device: torch.d
     if torch.is_grad_enabled():
         check_no_gradient(name, value)
     tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value, device=device)
+    _surroundings.refuse_special(tensor)
     check_device(name, tensor)
     if tensor.device != device:
         raise KldValueError(Status.INVALID, f"{name} is on {tensor.device} and input on {device}; they must be on "
@@ -116,7 +138,7 @@ class Job(NamedTuple):
                 loss = over(call.make("loss", DTYPES[dtype], loss_shape), dtype, loss_shape)
             number = call.run().loss
         if loss is None:
-            loss = torch.tensor(number, dtype=dtype)
+            loss = torch.tensor(number, dtype=dtype, device="cpu")  # whatever the default device is
         return loss, (gradients[0], gradients[1])
 
     def _run_on_gpu(self, tensors: Tensors, wanted: Sequence[bool],
@@ -237,6 +259,9 @@ class KlDiv(torch.autograd.Function):
         if ctx.late:
             saved = ctx.saved_tensors
             targets = saved[1].detach() if ctx.attached is None else ctx.attached
+            if not _has_memory(grad_output):
+                raise KldUnsupportedError(Status.UNIMPLEMENTED, "a batch of grad_outputs (is_grads_batched) for the reduction "
+                                          "\"none\" of logits; expected one at a time")
             _, gradients = ctx.job.run((saved[0].detach(), targets), ctx.needs_input_grad[:2],
                                        grad_output.contiguous())
             return (*gradients, None)
@@ -255,9 +280,20 @@ def loss_alone(predictions: torch.Tensor, targets: Any, job: Job) -> torch.Tenso
     return job.run((predictions, targets), (False, False))[0]
 
 
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """False: many in one (autograd.grad(is_grads_batched=True)), which only PyTorch itself can multiply with."""
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
 def _times(gradient: torch.Tensor, factor: torch.Tensor, reduction: str, kept: bool) -> torch.Tensor:
     if reduction == "row":
         factor = factor.unsqueeze(-1)
+    elif not _has_memory(factor):
+        pass
     elif reduction != "none" and gradient.is_cuda:
         return scaled(gradient.clone() if kept else gradient, factor)
     elif reduction != "none":
@@ -274,4 +310,4 @@ def _times(gradient: torch.Tensor, factor: torch.Tensor, reduction: str, kept: b
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-__all__ = ["DTYPES", "Job", "KlDiv", "check_device", "check_dtype", "loss_alone", "over", "rows_vector", "scaled"]
+__all__ = ["DTYPES", "Job", "KlDiv", "check", "check_device", "check_dtype", "loss_alone", "no_gradient", "over", "rows_vector", "scaled"]

@@ -1,153 +1,209 @@
-"""kl_div() under torch.compile(): two custom operators with fake kernels, so that a graph goes through it whole.
-What they do is a Job of _autograd.py's. Their backward multiplies in the graph, where the compiler may fuse
-it. PyTorch 2.4 or newer; with an older one nothing is ever compiled here.
+"""kl_div() as custom operators with fake kernels, for what sees operators and not memory: torch.compile() and
+torch.export(), whose graphs they go through whole, FakeTensors, dispatch modes. What they do is a Job of
+_autograd.py's. Their backward multiplies in the graph, where the compiler may fuse it. PyTorch 2.4 or newer.
 
 A connection is known to a graph by its number (Connection.number), -1 for the default one.
 """
 from __future__ import annotations
 
-from typing import Any, List, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from . import _autograd
 from ._connection import Connection
 from ._default import default_connection
-from ._errors import KldConnectionError, KldValueError, Status
-from ._request import Parameters, check_number
+from ._errors import KldConnectionError, KldTypeError, KldUnsupportedError, KldValueError, Status
+from ._request import Parameters
+from ._surroundings import HAS_OPERATORS, is_special
 
-Tensor = torch.Tensor
-IS_SUPPORTED = hasattr(torch, "library") and hasattr(torch.library, "custom_op")
+TEXTS = 4  # of Parameters; a fifth and sixth say what is wrong
 
-if IS_SUPPORTED:
+if HAS_OPERATORS:
     is_compiling = torch.compiler.is_compiling
 else:
     def is_compiling() -> bool:
         return False
 
 
-def _job(like: Tensor, row_weights: Optional[Tensor], row_mask: Optional[Tensor],
-         scale: Optional[Tensor], normalizer: Optional[Tensor], texts: List[str], numbers: List[float],
-         connection: int, timeout: float) -> _autograd.Job:
-    used = (default_connection(like.get_device() if like.is_cuda else None) if connection < 0
-            else Connection.by_number(connection))
-    if used is None:
-        raise KldConnectionError(Status.UNAVAILABLE, "the connection of this compiled graph is gone")
-    leading = tuple(like.shape[:-1])
-    given = (None if number != number else number for number in numbers)
-    parameters = Parameters(*(*texts, *given))._replace(  # type: ignore[arg-type]
-        scale=None if scale is None else scale.item(), normalizer=None if normalizer is None else normalizer.item())
-    return _autograd.Job(used, parameters,
-                         _autograd.rows_vector("row_weights", row_weights, leading, like.device),
-                         _autograd.rows_vector("row_mask", row_mask, leading, like.device),
-                         None if timeout < 0 else timeout)
+class _Rest(NamedTuple):
+    """Arguments of an operator behind its tensors. Numbers are in a tensor, since they may be others at each step:
+    Dynamo makes a graph for each value of a plain one."""
+
+    row_weights: Optional[Tensor]
+    row_mask: Optional[Tensor]
+    numbers: Optional[Tensor]  #: float64 on the CPU
+    texts: List[str]
+    names: List[str]  #: of the numbers
+    wanted: List[bool]
+    connection: int
+
+    def job(self, like: Tensor) -> _autograd.Job:
+        used = (default_connection(like.get_device() if like.is_cuda else None) if self.connection < 0
+                else Connection.by_number(self.connection))
+        if used is None:
+            raise KldConnectionError(Status.UNAVAILABLE, "the connection of this compiled graph is gone")
+        leading = tuple(like.shape[:-1])
+        given = {} if self.numbers is None else dict(zip(self.names, self.numbers.tolist()))
+        timeout = given.pop("timeout", None)
+        return _autograd.Job(used, Parameters(*self.texts[:TEXTS], **given),  # type: ignore[arg-type]
+                             _autograd.rows_vector("row_weights", self.row_weights, leading, like.device),
+                             _autograd.rows_vector("row_mask", self.row_mask, leading, like.device), timeout)
+
+    def check(self, input: Tensor, target: Tensor) -> None:
+        """As for a call outside of graphs, and with its errors: those that tracing found are in the texts."""
+        if len(self.texts) > TEXTS:
+            kind = KldTypeError if self.texts[TEXTS] == "type" else KldValueError
+            raise kind(Status.INVALID, self.texts[TEXTS + 1])
+        _autograd.check(input, target)
 
 
-def _loss_like(input: Tensor, target: Tensor, reduction: str) -> Tensor:
-    double = torch.float64 in (input.dtype, target.dtype)
-    shape = input.shape if reduction == "none" else input.shape[:-1] if reduction == "row" else ()
-    return input.new_empty(shape, dtype=torch.float64 if double else torch.float32)
+_SCHEMA = ", Tensor? row_weights, Tensor? row_mask, Tensor? numbers, str[] texts, str[] names, bool[] wanted, " \
+          "SymInt connection)"
 
 
-def _loss(input: Tensor, target: Tensor, row_weights: Optional[Tensor], row_mask: Optional[Tensor],
-          scale: Optional[Tensor], normalizer: Optional[Tensor], texts: List[str], numbers: List[float],
-          wanted: List[bool], connection: int, timeout: float) -> Tuple[Tensor, Tensor, Tensor]:
-    for name, tensor in (("input", input), ("target", target)):
-        _autograd.check_dtype(name, tensor)
-    job = _job(input, row_weights, row_mask, scale, normalizer, texts, numbers, connection, timeout)
-    loss, gradients = job.run((input, target), wanted)
+def _loss(input: Tensor, target: Tensor, *rest: Any) -> Tuple[Tensor, Tensor, Tensor]:
+    asked = _Rest(*rest)
+    asked.check(input, target)
+    loss, gradients = asked.job(input).run((input, target), asked.wanted)
     first, second = (input.new_empty(0) if one is None else one for one in gradients)
     return loss, first, second
 
 
-def _loss_fake(input: Tensor, target: Tensor, row_weights: Optional[Tensor], row_mask: Optional[Tensor],
-               scale: Optional[Tensor], normalizer: Optional[Tensor], texts: List[str], numbers: List[float],
-               wanted: List[bool], connection: int, timeout: float) -> Tuple[Tensor, Tensor, Tensor]:
-    if input.shape != target.shape:
-        raise KldValueError(Status.INVALID, f"input has shape {tuple(input.shape)} and target "
-                            f"{tuple(target.shape)}; they must be the same, nothing is broadcast")
-    # Always row-major, as the real ones.
-    return (_loss_like(input, target, texts[1]),
-            input.new_empty(input.shape) if wanted[0] else input.new_empty(0),
-            target.new_empty(target.shape) if wanted[1] else input.new_empty(0))
+def _loss_fake(input: Tensor, target: Tensor, *rest: Any) -> Tuple[Tensor, Tensor, Tensor]:
+    """Takes what _loss() refuses: that is said when the graph runs."""
+    asked = _Rest(*rest)
+    if not is_special(input):  # run, and not traced: a tensor is on the device "meta", which is refused
+        asked.check(input, target)
+        asked.job(input)
+    reduction, double = asked.texts[1], torch.float64 in (input.dtype, target.dtype)
+    shape = input.shape if reduction == "none" else input.shape[:-1] if reduction == "row" else ()
+    loss = input.new_empty(shape, dtype=torch.float64 if double else torch.float32)
+    return (loss, *_gradients_fake(input, target, asked.wanted))
 
 
-def _late(input: Tensor, target: Tensor, grad_output: Tensor, row_weights: Optional[Tensor],
-          row_mask: Optional[Tensor], scale: Optional[Tensor], normalizer: Optional[Tensor],
-          texts: List[str], numbers: List[float], wanted: List[bool], connection: int,
-          timeout: float) -> Tuple[Tensor, Tensor]:
-    """The gradients for a grad_output that is known."""
-    job = _job(input, row_weights, row_mask, scale, normalizer, texts, numbers, connection, timeout)
-    _, (first, second) = job.run((input, target), wanted, grad_output.contiguous())
-    return (input.new_empty(0) if first is None else first, input.new_empty(0) if second is None else second)
-
-
-def _late_fake(input: Tensor, target: Tensor, grad_output: Tensor, row_weights: Optional[Tensor],
-               row_mask: Optional[Tensor], scale: Optional[Tensor], normalizer: Optional[Tensor],
-               texts: List[str], numbers: List[float], wanted: List[bool], connection: int,
-               timeout: float) -> Tuple[Tensor, Tensor]:
+def _gradients_fake(input: Tensor, target: Tensor, wanted: List[bool]) -> Tuple[Tensor, Tensor]:
+    """Always row-major, as the real ones."""
     return (input.new_empty(input.shape) if wanted[0] else input.new_empty(0),
             target.new_empty(target.shape) if wanted[1] else input.new_empty(0))
 
 
-# What may be another number at each step is a tensor: Dynamo makes a graph for each value of a plain one.
-_LAST = ", Tensor? row_weights, Tensor? row_mask, Tensor? scale, Tensor? normalizer, str[] texts, " \
-        "float[] numbers, bool[] wanted, SymInt connection, float timeout)"
+def _late(input: Tensor, target: Tensor, grad_output: Tensor, *rest: Any) -> Tuple[Tensor, Tensor]:
+    """The gradients for a grad_output that is known."""
+    asked = _Rest(*rest)
+    _, (first, second) = asked.job(input).run((input, target), asked.wanted, grad_output.contiguous())
+    return (input.new_empty(0) if first is None else first, input.new_empty(0) if second is None else second)
 
-if IS_SUPPORTED:
-    _loss_op: Any = torch.library.custom_op(
-        "kld::loss", _loss, mutates_args=(),
-        schema="(Tensor input, Tensor target" + _LAST + " -> (Tensor, Tensor, Tensor)")
-    _late_op: Any = torch.library.custom_op(
-        "kld::late_gradients", _late, mutates_args=(),
-        schema="(Tensor input, Tensor target, Tensor grad_output" + _LAST + " -> (Tensor, Tensor)")
+
+def _late_fake(input: Tensor, target: Tensor, grad_output: Tensor, *rest: Any) -> Tuple[Tensor, Tensor]:
+    return _gradients_fake(input, target, _Rest(*rest).wanted)
+
+
+def _once(grad_output: Tensor) -> Tensor:
+    """Goes on with what backward() begins with, unless it is to be differentiated again. (In the graph of a
+    backward pass nothing else is run when it is.)"""
+    if torch.is_grad_enabled():
+        raise KldUnsupportedError(Status.UNIMPLEMENTED, _autograd.NO_SECOND_DERIVATIVE)
+    return grad_output.clone()
+
+
+def _define(name: str, function: Any, fake: Any, schema: str) -> Any:
+    # Not part of a CUDA graph, which mode="reduce-overhead" makes of the rest. (PyTorch 2.8 knows the tag.)
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+    more: Dict[str, Any] = {} if unsafe is None else {"tags": (unsafe,)}
+    made = torch.library.custom_op(name, function, mutates_args=(), schema=schema, **more)
+    made.register_fake(fake)
+    return made
+
+
+if HAS_OPERATORS:
+    _loss_op: Any = _define("kld::loss", _loss, _loss_fake,
+                            "(Tensor input, Tensor target" + _SCHEMA + " -> (Tensor, Tensor, Tensor)")
+    _late_op: Any = _define("kld::late_gradients", _late, _late_fake,
+                            "(Tensor input, Tensor target, Tensor grad_output" + _SCHEMA + " -> (Tensor, Tensor)")
+    _once_op: Any = _define("kld::once", _once, torch.empty_like, "(Tensor grad_output) -> Tensor")
 
     def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.late, ctx.wanted = None, ctx.needs_input_grad[:2]
-        ctx.rows = inputs[6][1] == "row"
+        asked = _Rest(*inputs[2:])
+        ctx.late, ctx.wanted, ctx.rows = None, list(ctx.needs_input_grad[:2]), asked.texts[1] == "row"
         ctx.set_materialize_grads(False)
-        if not any(inputs[8]) and any(ctx.wanted):
-            ctx.late = inputs[6:8], inputs[9:]
-            ctx.save_for_backward(*inputs[:6])
+        if not any(asked.wanted) and any(ctx.wanted):
+            ctx.late = asked.texts, asked.names, ctx.wanted, asked.connection
+            ctx.save_for_backward(*inputs[:2], *asked[:3])
         else:
             ctx.save_for_backward(*output[1:])
 
-    def _backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
-        if ctx.late is not None:
-            input, target, *more = ctx.saved_tensors
-            gradients = _late_op(input, target, grad_output, *more, *ctx.late[0], list(ctx.wanted), *ctx.late[1])
-        else:
-            factor = grad_output.unsqueeze(-1) if ctx.rows else grad_output
-            # Not in 16 bits, which the factor may not fit.
-            gradients = [(one.to(torch.promote_types(one.dtype, torch.float32)) * factor).to(one.dtype) if want else None
-                         for one, want in zip(ctx.saved_tensors, ctx.wanted)]
-        return (*(one if want else None for one, want in zip(gradients, ctx.wanted)), *([None] * 9))
+    def _backward(ctx: Any, grad_output: Optional[Tensor], *_: Any) -> Any:
+        gradients: Any = (None, None)
+        if grad_output is not None:
+            factor = _once_op(grad_output)
+            if ctx.late is not None:
+                input, target, *more = ctx.saved_tensors
+                gradients = _late_op(input, target, factor, *more, *ctx.late)
+            else:
+                factor = factor.unsqueeze(-1) if ctx.rows else factor
+                # Not in 16 bits, which the factor may not fit.
+                gradients = [(one.to(torch.promote_types(one.dtype, torch.float32)) * factor).to(one.dtype)
+                             if want else None for one, want in zip(ctx.saved_tensors, ctx.wanted)]
+        return (*(one if want else None for one, want in zip(gradients, ctx.wanted)), *([None] * len(_Rest._fields)))
 
-    _loss_op.register_fake(_loss_fake)
-    _late_op.register_fake(_late_fake)
     _loss_op.register_autograd(_backward, setup_context=_setup)
 
 
-def kl_div(input: Tensor, target: Tensor, parameters: Parameters, row_weights: Optional[Tensor],
-           row_mask: Optional[Tensor], connection: Optional[Connection], timeout: Optional[float]) -> Tensor:
-    """Traced; what is wrong with the arguments is said when the graph runs."""
-    if input.dim() == 0:
-        return kl_div(input.reshape(1), target.reshape(1), parameters, row_weights, row_mask, connection,
-                      timeout).reshape(())
-    nan = float("nan")
-    divergence, reduction, input_form, target_form = parameters[:4]
-    scale, normalizer = (None if number is None else
-                         torch.ones((), dtype=torch.float64, device="cpu") * check_number(name, number)
-                         for name, number in (("scale", parameters.scale), ("normalizer", parameters.normalizer)))
-    numbers = [nan if number is None else float(number)
-               for number in parameters._replace(scale=None, normalizer=None)[4:]]
+def _problem(given: Dict[str, Any], texts: Tuple[Any, ...], log_target: bool, row_weights: Any) -> List[str]:
+    """What a call outside of graphs would refuse, and an operator cannot see."""
+    for name, text in zip(Parameters._fields, texts):
+        if not isinstance(text, str):
+            return ["type", f"{name} is a text, not {type(text).__name__}"]
+    for name, value in given.items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            return ["value", _autograd.no_gradient(name)]
+        if isinstance(value, (Tensor, np.ndarray)) and value.shape != ():
+            return ["type", f"{name} is a number, not of shape {tuple(value.shape)}"]
+        if not isinstance(value, (Tensor, np.ndarray, np.generic, int, float)):
+            return ["type", f"{name} is a number, not {type(value).__name__}"]
+    if log_target and texts[3] != "logprobs":
+        return ["value", f"log_target=True and target_form={texts[3]!r} contradict each other"]
+    if isinstance(row_weights, Tensor) and row_weights.requires_grad and torch.is_grad_enabled():
+        return ["value", _autograd.no_gradient("row_weights")]
+    return []
+
+
+def _number(value: Any) -> Tensor:
+    """In the graph."""
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        made: Tensor = torch.as_tensor(value).detach().to("cpu", torch.float64)
+        return made
+    return torch.ones((), dtype=torch.float64, device="cpu") * value
+
+
+def _vector(value: Any, like: Tensor) -> Optional[Tensor]:
+    return value if value is None or isinstance(value, Tensor) else torch.as_tensor(value, device=like.device)
+
+
+def kl_div(input: Tensor, target: Tensor, parameters: Parameters, log_target: bool, row_weights: Any,
+           row_mask: Any, connection: Optional[Connection], timeout: Optional[float]) -> Tensor:
+    """Often traced; what is wrong with the arguments is said when the graph runs, in the words that it is said in
+    elsewhere."""
+    reduction = parameters.reduction
+    if input.dim() == 0 and reduction in ("mean", "sum", "none") and target.dim() == 0:
+        return kl_div(input.reshape(1), target.reshape(1), parameters, log_target, row_weights, row_mask,
+                      connection, timeout).reshape(())
+    names, values = (*Parameters._fields[TEXTS:], "timeout"), (*parameters[TEXTS:], timeout)
+    given = {name: value for name, value in zip(names, values) if value is not None}
+    problem = _problem(given, parameters[:TEXTS], log_target, row_weights)
+    texts = [str(text) for text in parameters[:TEXTS]] + problem
+    if problem:
+        given = {}
+    numbers = torch.stack([_number(value) for value in given.values()]) if given else None
     grad = torch.is_grad_enabled()
-    late = reduction == "none" and "logits" in (input_form, target_form)
+    late = reduction == "none" and "logits" in (parameters.predictions_form, parameters.targets_form)
     wanted = [grad and input.requires_grad and not late, grad and target.requires_grad and not late]
-    loss: Tensor = _loss_op(input, target, row_weights, row_mask,
-                            scale, normalizer, [divergence, reduction, input_form, target_form], numbers, wanted,
-                            -1 if connection is None else connection.number, -1.0 if timeout is None else timeout)[0]
+    loss: Tensor = _loss_op(input, target, _vector(row_weights, input), _vector(row_mask, input), numbers, texts,
+                            list(given), wanted, -1 if connection is None else connection.number)[0]
     return loss
 
 
-__all__ = ["IS_SUPPORTED", "is_compiling", "kl_div"]
+__all__ = ["is_compiling", "kl_div"]

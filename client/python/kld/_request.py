@@ -86,13 +86,18 @@ def row_stride(view: View) -> Optional[int]:
 def check_no_gradient(name: str, value: Any) -> None:
     """A tensor of PyTorch that would wait for its gradient in vain."""
     if getattr(value, "requires_grad", False):
-        raise KldValueError(Status.INVALID, f"{name} requires grad, and kld gives it none here; expected a tensor "
-                            "without: detach() it")
+        raise KldValueError(Status.INVALID, no_gradient(name))
+
+
+def no_gradient(name: str) -> str:
+    return f"{name} requires grad, and kld gives it none here; expected a tensor without: detach() it"
 
 
 def check_number(name: str, value: Any) -> float:
     check_no_gradient(name, value)
     try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise KldTypeError(Status.INVALID,

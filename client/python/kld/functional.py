@@ -13,8 +13,8 @@ except ImportError as error:
     raise ImportError("kld.functional and kld.nn are for PyTorch, which is not here: pip install torch; "
                       "without it, kld.kl_div() takes NumPy arrays") from error
 
-from . import _compiled
-from ._autograd import DTYPES, Job, KlDiv, check_device, check_dtype, loss_alone, over, rows_vector
+from . import _compiled, _surroundings
+from ._autograd import DTYPES, Job, KlDiv, check, loss_alone, over, rows_vector
 from ._connection import Connection
 from ._default import default_connection
 from ._errors import KldTypeError, KldValueError, Status
@@ -31,28 +31,18 @@ def _legacy_reduction(size_average: Optional[bool], reduce: Optional[bool]) -> s
 
 
 def _is_plain(input: Any, target: Any) -> bool:
-    """Nothing is wrong with these two; False: _check() says what, if anything."""
-    return (isinstance(input, torch.Tensor) and isinstance(target, torch.Tensor) and input.shape == target.shape
+    """Nothing is wrong with these two; False: check() says what, if anything."""
+    return (isinstance(input, torch.Tensor) and isinstance(target, torch.Tensor)
+            and not input.is_nested and not target.is_nested and input.shape == target.shape
             and input.dtype in DTYPES and target.dtype in DTYPES
-            and input.layout == target.layout == torch.strided
+            and input.layout == target.layout == torch.strided and not input.is_neg() and not target.is_neg()
             and (input.is_cpu and target.is_cpu
                  or input.is_cuda and target.is_cuda and input.get_device() == target.get_device()))
 
 
-def _check(input: Any, target: Any) -> None:
-    for name, tensor in (("input", input), ("target", target)):
-        if name == "target" and isinstance(tensor, Attached):
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise KldTypeError(Status.INVALID, f"{name} is a tensor, not {type(tensor).__name__}")
-        check_device(name, tensor)
-        check_dtype(name, tensor)
-    if tuple(input.shape) != tuple(target.shape):
-        raise KldValueError(Status.INVALID, f"input has shape {tuple(input.shape)} and target "
-                            f"{tuple(target.shape)}; they must be the same, nothing is broadcast")
-    if isinstance(target, torch.Tensor) and input.device != target.device:
-        raise KldValueError(Status.INVALID, f"input is on {input.device} and target on {target.device}; they must "
-                            "be on one device")
+def _resolved(tensor: Any) -> Any:
+    """The numbers of a view that says of its memory that they are negative (the imaginary part of a conj())."""
+    return tensor.resolve_neg() if isinstance(tensor, torch.Tensor) else tensor
 
 
 def kl_div(input: torch.Tensor, target: Any, size_average: Optional[bool] = None,
@@ -75,31 +65,33 @@ def kl_div(input: torch.Tensor, target: Any, size_average: Optional[bool] = None
     Different from PyTorch: shapes must be equal; 0 log 0 is 0 also with log_target=True; the loss of
     float16 and bfloat16 inputs is float32, as under autocast.
     """
-    if _compiled.is_compiling() and isinstance(target, torch.Tensor):
-        if size_average is not None or reduce is not None:
-            reduction = _legacy_reduction(size_average, reduce)
-        if target_form is None:
-            target_form = "logprobs" if log_target else "probs"
-        return _compiled.kl_div(input, target, Parameters(
-            divergence, reduction, input_form, target_form, temperature, beta, skew, weight, scale, normalizer),
-            row_weights, row_mask, connection, timeout)
-    if not _is_plain(input, target):
-        _check(input, target)
+    traced = _compiled.is_compiling()
+    if traced and (not isinstance(input, torch.Tensor) or not isinstance(target, torch.Tensor)
+                   or _surroundings.are_transformed()):
+        return _outside(input, target, size_average, reduce, reduction, log_target, divergence=divergence,
+                        input_form=input_form, target_form=target_form, temperature=temperature, beta=beta, skew=skew,
+                        weight=weight, scale=scale, normalizer=normalizer, row_weights=row_weights, row_mask=row_mask,
+                        connection=connection, timeout=timeout)
     if size_average is not None or reduce is not None:
         reduction = _legacy_reduction(size_average, reduce)
     if target_form is None:
         attached = isinstance(target, Attached) and not log_target
         target_form = target.form if attached else "logprobs" if log_target else "probs"
-    elif log_target and target_form != "logprobs":
+    parameters = Parameters(divergence, reduction, input_form, target_form, temperature, beta, skew, weight, scale,
+                            normalizer)
+    if traced or not _surroundings.are_ordinary(input, target):
+        return _compiled.kl_div(input, target, parameters, log_target, row_weights, row_mask, connection, timeout)
+    if not _is_plain(input, target):
+        check(input, target)
+        input, target = _resolved(input), _resolved(target)
+    if log_target and target_form != "logprobs":
         raise KldValueError(Status.INVALID, f"log_target=True and target_form={target_form!r} contradict each other")
     if isinstance(target, Attached) and connection is None:
         connection = target.connection
     if connection is None:
         connection = default_connection(input.get_device() if input.is_cuda else None)
     leading, device = tuple(input.shape[:-1]), input.device
-    job = Job(connection,
-              Parameters(divergence, reduction, input_form, target_form, temperature, beta, skew, weight, scale,
-                         normalizer),
+    job = Job(connection, parameters,
               None if row_weights is None else rows_vector("row_weights", row_weights, leading, device),
               None if row_mask is None else rows_vector("row_mask", row_mask, leading, device), timeout)
     wanted = torch.is_grad_enabled() and (input.requires_grad or (isinstance(target, torch.Tensor)
@@ -132,5 +124,7 @@ def empty(*shape: Union[int, Sequence[int]], dtype: torch.dtype = torch.float32,
     tensor.requires_grad_(requires_grad)
     return tensor
 
+
+_outside: Callable[..., torch.Tensor] = _surroundings.outside(kl_div)
 
 __all__ = ["empty", "kl_div"]

@@ -1,0 +1,245 @@
+"""kld under torch.compile() and torch.export(), on the CPU: one graph, its values and gradients are those of a call
+outside; so are the errors; a number that changes makes no graph of its own. PyTorch 2.4 or newer; with an older one
+skipped. (test_python_cuda.py compiles for a GPU.)"""
+import gc
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from pythonlib import environment, import_kld, import_torch
+
+kld = import_kld()
+torch = import_torch()
+from kld import _compiled, _surroundings, functional, nn  # noqa: E402
+
+F = torch.nn.functional
+pytestmark = pytest.mark.skipif(not _surroundings.HAS_OPERATORS, reason="torch.compile: PyTorch 2.4 or newer")
+LOGITS = {"reduction": "batchmean", "input_form": "logits"}
+
+
+@pytest.fixture(scope="module")
+def connection(server):
+    with kld.connect(server.url_unix) as made:
+        yield made
+
+
+def compiled(function, backend="aot_eager", fullgraph=True):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return torch.compile(function, fullgraph=fullgraph, backend=backend)
+
+
+def graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def pair(*shape):
+    return torch.randn(*shape), torch.randn(*shape).softmax(-1)
+
+
+@pytest.mark.parametrize("forms", [("logprobs", "probs"), ("logits", "logits")], ids="-".join)
+@pytest.mark.parametrize("reduction", ["batchmean", "row", "none"])
+def test_compiled(connection, reduction, forms):
+    """One graph, forward and backward: values, both gradients, masks, parameters."""
+    def step(q, p, mask, weights):
+        more = {"temperature": 2.0} if forms[0] == "logits" else {}
+        return 2 * functional.kl_div(q * 1.5, p, reduction=reduction, input_form=forms[0], target_form=forms[1],
+                                     row_mask=mask, row_weights=weights, scale=0.5, connection=connection,
+                                     **more).sum()
+
+    z, t = torch.randn(9, 30), torch.randn(9, 30)
+    found = []
+    for function in (step, compiled(step)):
+        q = (z if forms[0] == "logits" else z.log_softmax(-1)).clone().requires_grad_()
+        p = (t if forms[1] == "logits" else t.softmax(-1)).clone().requires_grad_()
+        loss = function(q, p, torch.arange(9) % 3 > 0, torch.linspace(0.5, 2, 9))
+        loss.backward()
+        found.append((loss.detach(), q.grad, p.grad))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_compiled_modules_and_errors(connection, server):
+    module = nn.KLDivLoss(reduction="batchmean", input_form="logits", connection=connection)
+    model = torch.compile(torch.nn.Linear(8, 20), backend="aot_eager")
+    step = torch.compile(lambda x, t: module(model(x), t), fullgraph=True, backend="aot_eager")
+    x, t = torch.randn(6, 8), torch.randn(6, 20).softmax(-1)
+    before = connection.stats()["requests_total"]
+    torch.testing.assert_close(step(x, t), module(model(x), t))
+    assert connection.stats()["requests_total"] == before + 2
+    with torch.no_grad():
+        assert not step(x, t).requires_grad
+    with pytest.raises(kld.KldValueError, match="must be the same"):
+        step(x, t[1:])
+    default = torch.compile(lambda q, p: functional.kl_div(q, p, reduction="sum"), fullgraph=True,
+                            backend="aot_eager")
+    q = torch.randn(3, 4).log_softmax(-1)
+    torch.testing.assert_close(default(q, t[:3, :4]), F.kl_div(q, t[:3, :4], reduction="sum"))
+
+
+@pytest.mark.parametrize("name, values", [
+    ("temperature", [4.0 - index / 10 for index in range(20)]), ("temperature", list(range(1, 21))),
+    ("temperature", [torch.tensor(1.0 + index) for index in range(20)]),
+    ("scale", [65536.0 / 2**index for index in range(20)]), ("normalizer", [1000.5 + index for index in range(20)]),
+    ("beta", [index / 20 for index in range(20)]), ("timeout", [10.0 + index for index in range(20)])],
+    ids=lambda value: value if isinstance(value, str) else type(value[0]).__name__)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_number_that_changes_at_each_step_makes_no_graphs(connection, reduction, name, values):
+    """(Dynamo makes one for the first value, and one for any.)"""
+    def step(z, t, value):
+        more = {"beta": {"divergence": "js"}}.get(name, {})
+        return functional.kl_div(z, t, reduction=reduction, input_form="logits", connection=connection, **{name: value},
+                                 **more).sum()
+
+    if name == "normalizer" and reduction == "none":
+        pytest.skip("no divisor to replace")
+    graph, t = compiled(step), pair(4, 6)[1]
+    for value in values:
+        found = []
+        for function in (step, graph):
+            z = torch.linspace(-1, 1, 24).reshape(4, 6).requires_grad_()
+            loss = function(z, t, value)
+            loss.backward()
+            found.append((loss.detach(), z.grad))
+        torch.testing.assert_close(found[0], found[1])
+    assert 1 <= graphs() <= 2
+
+
+def test_an_annealed_module_makes_no_graphs(connection):
+    loss = nn.KLDivLoss(temperature=4.0, connection=connection, **LOGITS)
+    graph, (z, t) = compiled(loss), pair(4, 6)
+    for index in range(15):
+        loss.options["temperature"] = 4.0 - index / 5
+        torch.testing.assert_close(graph(z, t), loss(z, t))
+    assert 1 <= graphs() <= 2
+
+
+# ---- What is refused is what is refused outside of a graph, in the same words
+
+GRAD = {"requires_grad": True}
+WRONG = {
+    "contradiction": {"log_target": True, "target_form": "logits"}, "reduction": {"reduction": "average"},
+    "text": {"divergence": 3}, "divergence": {"divergence": "x"}, "number": {"temperature": "2.0"},
+    "range": {"temperature": -1.0}, "temperature": {"temperature": torch.tensor(2.0, **GRAD)},
+    "needless temperature": {"input_form": "logprobs", "temperature": 2.0},
+    "weights": {"row_weights": torch.ones(4, **GRAD)}, "weights' shape": {"row_weights": torch.ones(5)},
+    "weights' device": {"row_weights": torch.ones(4, device="meta")}, "mask": {"row_mask": torch.ones(4)},
+    "timeout": {"timeout": -1.0}, "timeout's type": {"timeout": "long"}, "shape": {"target": torch.ones(3, 6)},
+    "dtype": {"target": torch.ones(4, 6, dtype=torch.int64)}, "empty": {"input": torch.ones(0, 6), "target": torch.ones(0, 6)},
+    "device": {"target": torch.ones(4, 6, device="meta")}, "no dimension": {"input": torch.ones(()), "target": torch.ones(())},
+    "meta": {"input": torch.ones(4, 6, device="meta"), "target": torch.ones(4, 6, device="meta")}}
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_are_those_outside_of_a_graph(connection, name, compiler):
+    z, t = pair(4, 6)
+    given = {"input": z, "target": t, **LOGITS, **WRONG[name], "connection": connection}
+    with pytest.raises(kld.KldError) as right:
+        functional.kl_div(**given)
+    with pytest.raises(type(right.value), match=re.escape(str(right.value))) as raised:
+        compiled(functional.kl_div, compiler)(**given)
+    assert type(raised.value) is type(right.value)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(2.0), torch.tensor(2, dtype=torch.int64), np.float32(2), np.float64(2),
+                                   True], ids=lambda value: type(value).__name__)
+def test_what_is_a_number(connection, value):
+    z, t = pair(4, 6)
+    right = functional.kl_div(z, t, temperature=float(value), connection=connection, **LOGITS)
+    assert functional.kl_div(z, t, temperature=value, connection=connection, **LOGITS) == right
+    assert compiled(functional.kl_div)(z, t, temperature=value, connection=connection, **LOGITS) == right
+
+
+def test_lists_are_vectors(connection):
+    z, t = pair(4, 6)
+    more = {"row_weights": [1.0, 2.0, 0.5, 1.0], "row_mask": [True, False, True, True], "connection": connection, **LOGITS}
+    assert compiled(functional.kl_div)(z, t, **more) == functional.kl_div(z, t, **more)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("more", [LOGITS, {"reduction": "row"}, {"reduction": "none"}], ids=str)
+def test_a_second_derivative_is_refused(connection, more, compiler):
+    z, t = pair(4, 6)
+    z.requires_grad_()
+    graph = compiled(lambda z: functional.kl_div(z, t, connection=connection, **more).sum(), compiler)
+    with pytest.raises(kld.KldUnsupportedError, match="no second derivative"):
+        torch.autograd.grad(graph(z), z, create_graph=True)
+    torch.autograd.grad(graph(z), z)
+    late = compiled(lambda z: functional.kl_div(z, t, reduction="none", input_form="logits").sum(), compiler)
+    with pytest.raises((kld.KldUnsupportedError, RuntimeError), match="second derivative|support double backward"):
+        gradient, = torch.autograd.grad(late(z), z, create_graph=True)
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["vmap", "grad", "jvp"])
+def test_transforms_are_refused(name):
+    z, t = pair(4, 6)
+
+    def loss(z, t):
+        return functional.kl_div(z, t, reduction="sum", input_form="logits")
+
+    def transformed(z, t):
+        transform = getattr(torch.func, name)
+        return transform(loss, (z, t), (z, t)) if name == "jvp" else transform(loss)(z, t)
+
+    with pytest.raises(Exception, match="transform of torch.func.*expected a call outside of it"):
+        compiled(transformed)(z, t)
+    with pytest.raises(kld.KldUnsupportedError, match="expected a call outside of it"):
+        compiled(transformed, fullgraph=False)(z, t)
+
+
+# ---- Around it
+
+def test_a_graph_ends_at_an_attached_tensor(server, connection):
+    z, t = pair(4, 6)
+    z.requires_grad_()
+    with kld.connect(server.url_unix) as teacher, teacher.publish("test/compiled", t.numpy()), connection.attach(
+            "test/compiled") as attached:
+        graph = compiled(lambda z: 2 * functional.kl_div(3 * z, attached, **LOGITS), fullgraph=False)
+        graph(z).backward()
+        found, z.grad = z.grad, None
+        (2 * functional.kl_div(3 * z, attached, **LOGITS)).backward()
+        torch.testing.assert_close(found, z.grad)
+        with pytest.raises(Exception, match="no tensor"):
+            compiled(lambda z: functional.kl_div(z, attached, **LOGITS))(z)
+
+
+def test_importing_kld_does_not_import_the_compiler():
+    subprocess.run([sys.executable, "-c", "import sys, kld.nn; assert 'torch._dynamo' not in sys.modules"], check=True,
+                   env=environment())
+
+
+def test_exported(connection):
+    z, t = pair(4, 6)
+    program = torch.export.export(nn.KLDivLoss(connection=connection, **LOGITS), (z, t))
+    assert "kld.loss" in str(program.graph)
+    other, t = pair(4, 6)
+    assert program.module()(other, t) == functional.kl_div(other, t, connection=connection, **LOGITS)
+
+
+def test_the_connection_of_a_graph_may_be_gone():
+    z, t = pair(4, 6)
+    one = kld.connect("local:cpu")
+    program = torch.export.export(nn.KLDivLoss(connection=one, **LOGITS), (z, t)).module()
+    assert program(z, t) > 0
+    one.close()
+    with pytest.raises(kld.KldConnectionError, match="closed"):
+        program(z, t)
+    del one
+    gc.collect()
+    with pytest.raises(kld.KldConnectionError, match="gone"):
+        program(z, t)
+
+
+def test_the_operators_are_as_pytorch_wants_them(connection):
+    z, t = torch.randn(5, 7, requires_grad=True), torch.randn(5, 7, requires_grad=True)
+    texts, names = ["forward_kl", "batchmean", "logits", "logits"], ["temperature", "scale"]
+    given = torch.ones(5, dtype=torch.bool), torch.tensor([2.0, 3.0], dtype=torch.float64), texts, names
+    torch.library.opcheck(_compiled._loss_op, (z, t, None, *given, [True, True], connection.number))
+    torch.library.opcheck(_compiled._late_op, (z.detach(), t.detach(), torch.ones(()), None, *given, [True, False],
+                                               connection.number))
+    with torch.no_grad():
+        torch.library.opcheck(_compiled._once_op, (torch.ones(3),))
