@@ -127,8 +127,10 @@ WRONG = {
     "weights": {"row_weights": torch.ones(4, **GRAD)}, "weights' shape": {"row_weights": torch.ones(5)},
     "weights' device": {"row_weights": torch.ones(4, device="meta")}, "mask": {"row_mask": torch.ones(4)},
     "timeout": {"timeout": -1.0}, "timeout's type": {"timeout": "long"}, "shape": {"target": torch.ones(3, 6)},
-    "dtype": {"target": torch.ones(4, 6, dtype=torch.int64)}, "empty": {"input": torch.ones(0, 6), "target": torch.ones(0, 6)},
-    "device": {"target": torch.ones(4, 6, device="meta")}, "no dimension": {"input": torch.ones(()), "target": torch.ones(())},
+    "dtype": {"target": torch.ones(4, 6, dtype=torch.int64)},
+    "empty": {"input": torch.ones(0, 6), "target": torch.ones(0, 6)},
+    "device": {"target": torch.ones(4, 6, device="meta")},
+    "no dimension": {"input": torch.ones(()), "target": torch.ones(())},
     "meta": {"input": torch.ones(4, 6, device="meta"), "target": torch.ones(4, 6, device="meta")}}
 
 
@@ -155,7 +157,8 @@ def test_what_is_a_number(connection, value):
 
 def test_lists_are_vectors(connection):
     z, t = pair(4, 6)
-    more = {"row_weights": [1.0, 2.0, 0.5, 1.0], "row_mask": [True, False, True, True], "connection": connection, **LOGITS}
+    more = {"row_weights": [1.0, 2.0, 0.5, 1.0], "row_mask": [True, False, True, True], "connection": connection,
+            **LOGITS}
     assert compiled(functional.kl_div)(z, t, **more) == functional.kl_div(z, t, **more)
 
 

@@ -276,8 +276,8 @@ with kld.connect(sys.argv[1]) as connection:
 @pytest.mark.parametrize("allocator", ["expandable_segments:True", "backend:cudaMallocAsync"])
 def test_other_allocators(connection, allocator):
     """What has no one handle is copied on the device, over a socket; over local: never."""
-    result = subprocess.run([sys.executable, "-W", "ignore::RuntimeWarning", "-c", ALLOCATOR, connection.url], capture_output=True, text=True,
-                            timeout=200, env=environment(PYTORCH_CUDA_ALLOC_CONF=allocator,
+    result = subprocess.run([sys.executable, "-W", "ignore::RuntimeWarning", "-c", ALLOCATOR, connection.url],
+                            capture_output=True, text=True, timeout=200, env=environment(PYTORCH_CUDA_ALLOC_CONF=allocator,
                                                          PYTORCH_ALLOC_CONF=allocator))
     assert result.returncode == 0, result.stderr
     copied = dict(map(int, line.split()) for line in result.stdout.splitlines())
@@ -375,7 +375,8 @@ with kld.connect(sys.argv[1]) as connection:
 
 def test_jax(connection):
     pytest.importorskip("jax")
-    result = subprocess.run([sys.executable, "-X", "faulthandler", "-c", JAX, connection.url], capture_output=True, text=True, timeout=200,
+    result = subprocess.run([sys.executable, "-X", "faulthandler", "-c", JAX, connection.url], capture_output=True,
+                            text=True, timeout=200,
                             env=environment(XLA_PYTHON_CLIENT_PREALLOCATE="false"))
     assert result.returncode == 0, result.stderr
 

@@ -18,7 +18,7 @@ from conftest import ROOT
 from pythonlib import INSTALLED, LIBRARY, PACKAGE, environment, import_kld, probabilities
 
 kld = import_kld()
-from kld import _errors, _library  # noqa: E402
+from kld import _connection, _errors, _library  # noqa: E402
 
 Q, P = probabilities(1, (4, 8)), probabilities(2, (4, 8))
 STRUCTS = {"kld_error": _library.Error, "kld_tensor": _library.Tensor, "kld_op": _library.Op,
@@ -81,13 +81,15 @@ def test_types(tmp_path):
         pytest.skip("no mypy")
 
     def check(*what, cwd):
-        return subprocess.run([sys.executable, "-m", "mypy", "--strict", f"--cache-dir={tmp_path}/cache", *what], cwd=cwd,
-                              capture_output=True, text=True, timeout=200, env={**os.environ, "MYPYPATH": str(PACKAGE)})
+        command = [sys.executable, "-m", "mypy", "--strict", f"--cache-dir={tmp_path}/cache", *what]
+        return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200,
+                              env={**os.environ, "MYPYPATH": str(PACKAGE)})
     of_package = check("kld", cwd=PACKAGE)
     assert of_package.returncode == 0, of_package.stdout + of_package.stderr
     config = f"--config-file={PACKAGE / 'pyproject.toml'}"
     (tmp_path / "good.py").write_text(USER)
-    (tmp_path / "bad.py").write_text(USER + "    connection.empty('wide')\n    connection.kl_div([1.0], [1.0], wrong=1)\n")
+    (tmp_path / "bad.py").write_text(USER + "    connection.empty('wide')\n"
+                                     "    connection.kl_div([1.0], [1.0], wrong=1)\n")
     good = check(config, "good.py", cwd=tmp_path)
     assert good.returncode == 0, good.stdout + good.stderr
     bad = check(config, "bad.py", cwd=tmp_path)
@@ -157,6 +159,25 @@ def test_a_token_is_asked_for(make_server, tmp_path):
         assert raised.value.status is kld.Status.UNAUTHENTICATED
     with kld.connect(server.http, token="right") as connection:
         assert connection.kl_div(Q, P).loss > 0
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl")
+def test_https(make_server, tmp_path, monkeypatch):
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "key", "-out", "certificate",
+                    "-subj", "/CN=kld", "-addext", "subjectAltName=IP:127.0.0.1"], cwd=tmp_path, check=True, capture_output=True)
+    server = make_server(tls_cert=tmp_path / "certificate", tls_key=tmp_path / "key")
+    url, trusted = server.http.replace("http:", "https:"), str(tmp_path / "certificate")
+    with kld.connect(url, ca_file=trusted) as connection:
+        right = connection.kl_div(Q, P)
+    with kld.connect("local:cpu") as connection:
+        assert connection.kl_div(Q, P).loss == right.loss
+    with pytest.raises(kld.KldPermissionError, match="certificate is not trusted"):
+        kld.connect(url, connect_timeout=1)
+    # Where the system has its certificates elsewhere than Debian, Python knows where.
+    monkeypatch.setattr(_connection, "CERTIFICATES", "/nowhere")
+    monkeypatch.setenv("SSL_CERT_FILE", trusted)
+    with kld.connect(url) as connection:
+        assert connection.kl_div(Q, P).loss == right.loss
 
 
 def test_about_a_server(server):

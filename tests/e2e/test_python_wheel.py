@@ -1,5 +1,6 @@
 """The Python package as users get it: `make wheel` and `pip install ./client/python`, each installed into a
 virtual environment of its own, in which the other tests of the package then run against what was installed."""
+import email
 import os
 import re
 import shutil
@@ -60,9 +61,51 @@ def test_what_is_in_the_wheel(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     sources = {f"kld/{path.name}" for path in (ROOT / "client/python/kld").iterdir() if path.is_file()}
     assert sources | {"kld/VERSION", "kld/lib/libkld.so.0"} <= set(names) and "kld/py.typed" in sources
-    assert any(name.startswith("kld/lib/libcurl") for name in names)
     assert not [name for name in names if not name.startswith(("kld/", f"kld-{version}.dist-info/"))]
-    assert any(name.endswith("LICENSE") for name in names)
+    metadata = email.message_from_bytes(zipfile.ZipFile(wheel).read(f"kld-{version}.dist-info/METADATA"))
+    assert (metadata["Name"], metadata["Version"], metadata["Requires-Python"]) == ("kld", version, ">=3.9")
+    classifiers = metadata.get_all("Classifier")
+    assert {"License :: OSI Approved :: MIT License", "Operating System :: POSIX :: Linux", "Typing :: Typed"} <= set(
+        classifiers) and metadata["Home-page"] is metadata["Project-URL"] is metadata["Author"] is None
+    assert "numpy (>=1.21)" in metadata.get_all("Requires-Dist") or "numpy>=1.21" in metadata.get_all("Requires-Dist")
+    assert metadata.get_payload().startswith("# kld for Python")
+
+
+# libkld's own, and what Debian's libcurl loads: its protocols cannot be chosen among.
+LIBRARIES = {"libkld", "libcurl", "libnghttp2", "libidn2", "librtmp", "libssh2", "libpsl", "libssl", "libcrypto",
+             "libgssapi_krb5", "libldap-2.5", "liblber-2.5", "libzstd", "libbrotlidec", "libbrotlicommon", "libz",
+             "libunistring", "libgnutls", "libhogweed", "libnettle", "libgmp", "libkrb5", "libk5crypto",
+             "libkrb5support", "libcom_err", "libkeyutils", "libsasl2", "libp11-kit", "libffi", "libtasn1"}
+GLIBC = re.compile(r"(libc|libm|libresolv|ld-linux-x86-64|libpthread|libdl|librt)\.so\.\d+")
+
+
+def test_the_libraries_in_the_wheel(wheel, tmp_path):
+    """Those that libkld needs and no more, each found by $ORIGIN and called what no system's is, with its licence."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    folder, info = tmp_path / "kld/lib", next(tmp_path.glob("kld-*.dist-info"))
+    needs = {}
+    for path in folder.iterdir():
+        said = subprocess.run(["readelf", "-dW", path], capture_output=True, text=True, check=True).stdout
+        assert re.findall(r"RUNPATH.*\[(.*)\]", said) == ["$ORIGIN"] and "RPATH)" not in said.replace("RUNPATH)", "")
+        assert re.findall(r"SONAME.*\[(.*)\]", said) == [path.name]
+        needs[path.name] = set(re.findall(r"NEEDED.*\[(.*)\]", said))
+    assert {re.match(r"(.*?)(-[0-9a-f]{8})?\.so", name)[1] for name in needs} == LIBRARIES
+    assert all(name == "libkld.so.0" or re.search(r"-[0-9a-f]{8}\.so\.\d+$", name) for name in needs)
+    reached, left = set(), {"libkld.so.0"}
+    while left:
+        one = left.pop()
+        reached.add(one)
+        left |= {name for name in needs[one] if not GLIBC.fullmatch(name)} - reached
+    assert reached == set(needs)
+    bundled = dict(re.findall(r"^(lib\S+): (\S+) ", (info / "LICENSE.bundled").read_text(), re.M))
+    assert set(bundled) == set(needs) - {"libkld.so.0"}
+    said = email.message_from_bytes((info / "METADATA").read_bytes()).get_all("License-File")
+    for name in {"LICENSE", "LICENSE.bundled"} | {f"LICENSE.{package}" for package in bundled.values()}:
+        assert name in said and (info / name).stat().st_size > 500, name
+    for text in info.glob("LICENSE.lib*"):
+        for name in re.findall(r"/usr/share/common-licenses/([\w.+-]*\w)", text.read_text()):
+            assert (info / f"LICENSE.common-{name}").is_file(), name
 
 
 def test_the_wheel_in_a_bare_environment(wheel, tmp_path):

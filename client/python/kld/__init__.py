@@ -27,9 +27,9 @@ def connect(url: Optional[str] = None, *, token: Optional[str] = None, ca_file: 
     """Connects to "unix:PATH", "http://HOST:PORT", "https://HOST:PORT" or "local:" (the same kernels in this
     process; also "local:cpu"). Without a URL: the environment's KLD_SERVER, else "local:".
 
-    token: over HTTP, the bearer token. ca_file: over https, certificates to trust. client_name: for the
-    server's log. connect_timeout: seconds. threads: local:, on the CPU; 0: all. staging_bytes_max: unix:,
-    most shared memory through which other arrays are copied; 0: 4 GiB. cache_bytes_max: most memory kept
+    token: over HTTP, the bearer token. ca_file: over https, certificates to trust; else the system's.
+    client_name: for the server's log. connect_timeout: seconds. threads: local:, on the CPU; 0: all.
+    staging_bytes_max: unix:, most shared memory through which other arrays are copied; 0: 4 GiB. cache_bytes_max: most memory kept
     for results to come.
     """
     return Connection(url if url is not None else os.environ.get("KLD_SERVER") or "local:", token=token,
@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'kld' has no attribute {name!r}")
 
 
-__all__ = ["Attached", "Connection", "KldBusyError", "KldConnectionError", "KldError", "KldLookupError", "KldMemoryError",
-           "KldPermissionError", "KldTimeoutError", "KldTypeError", "KldUnsupportedError", "KldValueError",
+__all__ = ["Attached", "Connection", "KldBusyError", "KldConnectionError", "KldError", "KldLookupError",
+           "KldMemoryError", "KldPermissionError", "KldTimeoutError", "KldTypeError", "KldUnsupportedError", "KldValueError",
            "Published", "Result", "ServerInfo", "Status", "__version__", "attach", "connect", "default_connection",
            "kl_div", "publish"]

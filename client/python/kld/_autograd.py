@@ -25,8 +25,8 @@ NO_SECOND_DERIVATIVE = ("kld's kl_div has no second derivative: call backward() 
 
 def check_device(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_nested:
-        raise KldUnsupportedError(Status.UNIMPLEMENTED, f"{name} is a nested tensor; kld takes one with a shape, e.g. padded "
-                                  "and with a row_mask")
+        raise KldUnsupportedError(Status.UNIMPLEMENTED, f"{name} is a nested tensor; kld takes one with a shape, e.g. "
+                                  "padded and with a row_mask")
     if tensor.layout != torch.strided or not (tensor.is_cpu or tensor.is_cuda):
         raise KldUnsupportedError(Status.UNIMPLEMENTED, f"{name} is a {tensor.layout} tensor on "
                                   f"{tensor.device}; kld takes strided tensors on the CPU or a CUDA device")
@@ -260,8 +260,8 @@ class KlDiv(torch.autograd.Function):
             saved = ctx.saved_tensors
             targets = saved[1].detach() if ctx.attached is None else ctx.attached
             if not _has_memory(grad_output):
-                raise KldUnsupportedError(Status.UNIMPLEMENTED, "a batch of grad_outputs (is_grads_batched) for the reduction "
-                                          "\"none\" of logits; expected one at a time")
+                raise KldUnsupportedError(Status.UNIMPLEMENTED, "a batch of grad_outputs (is_grads_batched) for the "
+                                          "reduction \"none\" of logits; expected one at a time")
             _, gradients = ctx.job.run((saved[0].detach(), targets), ctx.needs_input_grad[:2],
                                        grad_output.contiguous())
             return (*gradients, None)
@@ -310,4 +310,5 @@ def _times(gradient: torch.Tensor, factor: torch.Tensor, reduction: str, kept: b
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-__all__ = ["DTYPES", "Job", "KlDiv", "check", "check_device", "check_dtype", "loss_alone", "no_gradient", "over", "rows_vector", "scaled"]
+__all__ = ["DTYPES", "Job", "KlDiv", "check", "check_device", "check_dtype", "loss_alone", "no_gradient", "over",
+           "rows_vector", "scaled"]

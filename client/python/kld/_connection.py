@@ -90,6 +90,16 @@ def gradients_wanted(grad: Union[bool, str, Sequence[str]]) -> Tuple[str, ...]:
     return tuple(names)
 
 
+CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"  # where Debian's libcurl, which a wheel brings, has the system's
+
+
+def _certificates(url: str, ca_file: Optional[str]) -> Optional[bytes]:
+    if ca_file is None and url.startswith("https:") and not os.path.exists(CERTIFICATES):
+        import ssl
+        ca_file = ssl.get_default_verify_paths().cafile  # where this system has them
+    return None if ca_file is None else os.fsencode(ca_file)
+
+
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDictionary()
 
@@ -109,7 +119,7 @@ class Connection:
             client_name=client_name.encode(), connect_timeout_ns=max(1, int(connect_timeout * 1e9)),
             staging_bytes_max=staging_bytes_max, threads=threads,
             token=None if token is None else token.encode(),
-            ca_file=None if ca_file is None else os.fsencode(ca_file))
+            ca_file=_certificates(url, ca_file))
         self.url = url
         self.number = next(_numbers)  #: of all that this process ever made
         _by_number[self.number] = self
@@ -149,7 +159,8 @@ class Connection:
         """The divergence of two arrays of one shape, and its gradients, in one request.
 
         The last dimension holds the classes, the leading ones the rows. Each side is given as "probs",
-        "logprobs" or "logits" (default "probs", or as an attached tensor was published) and may be float32, float64, float16 or (ml_dtypes) bfloat16.
+        "logprobs" or "logits" (default "probs", or as an attached tensor was published) and may be float32, float64,
+        float16 or (ml_dtypes) bfloat16.
 
         grad: True or "predictions", "targets", "both", False. A gradient is that of the loss times
         grad_output (a number; for the reductions "none" and "row" an array of the loss's shape), with

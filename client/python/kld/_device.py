@@ -31,8 +31,8 @@ SWEEP_SECONDS = 1.0
 BOUNCE_BYTES_MIN = 2 << 20
 
 
-_COPIED = ("kld: a tensor's memory has no one handle (expandable segments, in pieces; cudaMallocAsync): requests to the "
-           "server copy it on the GPU, through buffers of its size. Without copies: connect to local:, or "
+_COPIED = ("kld: a tensor's memory has no one handle (expandable segments, in pieces; cudaMallocAsync): requests to "
+           "the server copy it on the GPU, through buffers of its size. Without copies: connect to local:, or "
            "PYTORCH_ALLOC_CONF=expandable_segments:False")
 
 

@@ -333,4 +333,5 @@ class Call:
             raise from_status(status, error.text.decode(errors="replace"))
 
 
-__all__ = ["Call", "KldError", "Parameters", "Plan", "View", "check_no_gradient", "check_number", "row_stride", "timeout_ns"]
+__all__ = ["Call", "KldError", "Parameters", "Plan", "View", "check_no_gradient", "check_number", "row_stride",
+           "timeout_ns"]
