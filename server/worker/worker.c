@@ -451,11 +451,12 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
     describe(worker);
     kld_worker_accept(worker);
     kld_health_start(worker);
+    /* Before anybody is told so: who connects from here on is served once the loop runs. */
+    atomic_store(&worker->stats->worker_ready, 1);
     return KLD_OK;
 }
 
 int kld_worker_run(struct kld_worker *worker) {
-    atomic_store(&worker->stats->worker_ready, 1);
     uv_run(&worker->loop, UV_RUN_DEFAULT);
     atomic_store(&worker->stats->worker_ready, 0);
     if (!worker->lost)

@@ -1,5 +1,6 @@
 """Tests of what is in deploy/: servers and fixtures are those of the end-to-end tests; tools of others (buildah,
 promtool, haproxy, ...) are Debian's, `deploy/deps.sh deploy` installs them."""
+import importlib
 import importlib.util
 import os
 import pathlib
@@ -23,6 +24,16 @@ def needs(*tools, root=False):
     if missing and os.environ.get("CI") == "true":
         return pytest.mark.usefixtures("nothing_is_missing")
     return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)} (deploy/deps.sh deploy)")
+
+
+def library(name):
+    """A module of tests/requirements.txt or Debian; without it the test is skipped, in CI it fails."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(f"needs Python's {name}")
 
 
 @pytest.fixture

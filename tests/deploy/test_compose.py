@@ -1,0 +1,120 @@
+"""deploy/compose*.yaml and deploy/mps: the schema of compose files, and what they refer to: files of this tree, options
+of the server, which is started with them here, on the CPU and without MPS, and each other."""
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from conftest import BIN, ROOT, clean_environment, library
+
+yaml = pytest.importorskip("yaml", reason="needs python3-yaml (deploy/deps.sh deploy)")
+DEPLOY = ROOT / "deploy"
+COMPOSE = {path.name: yaml.safe_load(path.read_text()) for path in sorted(DEPLOY.glob("compose*.yaml"))}
+DAEMONSET = yaml.safe_load((DEPLOY / "mps/kubernetes.yaml").read_text())["spec"]["template"]["spec"]
+VERSION = (ROOT / "proto/VERSION").read_text().strip()
+
+
+def merged():
+    """The two files as compose lays one over the other: mappings key by key, volumes added, the rest replaced."""
+    def lay(under, over, key=None):
+        if isinstance(under, dict) and isinstance(over, dict):
+            return {name: lay(under[name], over[name], name) if name in under and name in over
+                    else over.get(name, under.get(name)) for name in {**under, **over}}
+        return under + over if key == "volumes" else over
+
+    return lay(COMPOSE["compose.yaml"], COMPOSE["compose.gpu.yaml"])
+
+
+BOTH = {"cpu": COMPOSE["compose.yaml"], "gpu": merged()}
+
+
+@pytest.mark.parametrize("name", COMPOSE)
+def test_schema(name):
+    library("check_jsonschema")
+    result = subprocess.run([sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec",
+                             DEPLOY / name], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_what_is_named_is_there(kind):
+    whole = BOTH[kind]
+    services, volumes = whole["services"], whole["volumes"]
+    for name, service in services.items():
+        waits = service.get("depends_on", [])
+        assert set(waits) <= set(services)
+        for other, wait in waits.items() if isinstance(waits, dict) else []:
+            if wait["condition"] == "service_healthy":
+                assert "healthcheck" in services[other] or other == "kld"  # the image's own
+        for volume in service.get("volumes", []):
+            source = re.sub(r"\$\{\w+:-(\w+)\}", r"\1", volume).split(":")[0]
+            assert (DEPLOY / source).exists() if source.startswith(".") else source in volumes
+        for port in service.get("ports", []):
+            assert port.startswith("127.0.0.1:")
+        if name != "folders":
+            assert service["cap_drop"] == ["ALL"] and service["restart"] == "unless-stopped"
+    assert services["kld"]["read_only"] is True
+    assert services["kld"]["image"].removesuffix("-cuda") == f"kld:{VERSION}"
+    assert services["kld"]["build"]["args"]["VERSION"] == VERSION
+    assert (DEPLOY / services["kld"]["build"]["context"] / "Dockerfile").exists()
+    # Prometheus finds the server, Grafana finds Prometheus.
+    scrape = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"][0]
+    host, port = scrape["static_configs"][0]["targets"][0].split(":")
+    assert host == "kld" and services[host]["ports"] == [f"127.0.0.1:8080:{port}"]
+    source = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text())["datasources"][0]
+    host, port = source["url"].removeprefix("http://").split(":")
+    assert services[host]["ports"][0].endswith(f":{port}")
+    provider = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/kld.yaml").read_text())["providers"][0]
+    mounted = dict(volume.split(":")[1::-1] for volume in services["grafana"]["volumes"])
+    assert json.loads((DEPLOY / mounted[provider["options"]["path"]] / "kld.json").read_text())["uid"] == "kld"
+    home = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == provider["options"]["path"] + "/kld.json"
+
+
+COMMANDS = {**{kind: whole["services"]["kld"]["command"] for kind, whole in BOTH.items()},
+            "kubernetes": DAEMONSET["containers"][0]["args"]}
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_the_server_takes_its_options(kind, make_server):
+    words = [word for text in COMMANDS[kind] for word in text.split("=", 1)]
+    options = {}
+    for word in words:
+        if word.startswith("--"):
+            last = word
+            options[last] = "true"
+        else:
+            options[last] = word
+    assert options.pop("--backend", "cpu") == ("cpu" if kind == "cpu" else "cuda")
+    assert options.pop("--unix", "/run/kld/kld.sock") == "/run/kld/kld.sock"
+    options["--http"] = re.sub(r":\d+$", ":0", options["--http"])
+    server = make_server(backend="cpu",
+                         **{name.lstrip("-").replace("-", "_"): value for name, value in options.items()})
+    assert server.request("/v2/health/ready")[0] == 200
+    if kind == "kubernetes":
+        probe = [str(BIN / "kld") if word == "/opt/kld/bin/kld" else
+                 f"unix:{server.unix}" if word == "unix:/run/kld/kld.sock" else word
+                 for word in DAEMONSET["containers"][0]["readinessProbe"]["exec"]["command"]]
+        result = subprocess.run(probe, capture_output=True, text=True, timeout=60, env=clean_environment())
+        assert result.returncode == 0, result.stderr
+
+
+def test_server_and_daemon_meet():
+    """The same pipe folder on a volume that both mount, one user and one IPC namespace; the user of the image."""
+    uid = re.search(r"^USER (\d+):", (ROOT / "Dockerfile").read_text(), re.M).group(1)
+    services = BOTH["gpu"]["services"]
+    assert services["mps"]["user"] == services["kld"]["user"] == f"{uid}:{uid}"
+    assert services["kld"]["ipc"] == "service:mps" and services["mps"]["ipc"] == "shareable"
+    assert "mps:/mps" in services["mps"]["volumes"] and "mps:/mps" in services["kld"]["volumes"]
+    assert services["mps"]["environment"] == services["kld"]["environment"]
+    assert services["kld"]["environment"]["CUDA_MPS_PIPE_DIRECTORY"] in services["folders"]["command"]
+    assert services["mps"]["deploy"] == services["kld"]["deploy"]
+
+    assert DAEMONSET["hostIPC"] is True and str(DAEMONSET["securityContext"]["runAsUser"]) == uid
+    daemon = next(box for box in DAEMONSET["initContainers"] if box["name"] == "mps")
+    server = DAEMONSET["containers"][0]
+    assert daemon["env"] == server["env"]
+    assert {"name": "mps", "mountPath": "/mps"} in daemon["volumeMounts"]
+    assert {"name": "mps", "mountPath": "/mps"} in server["volumeMounts"]

@@ -1,0 +1,242 @@
+"""deploy/kubernetes: rendered by kubectl, held against the schemas of Kubernetes and of the custom resources, and
+against what it refers to: the server's options, its probes, its metrics, each other."""
+import functools
+import hashlib
+import json
+import re
+import subprocess
+
+import pytest
+
+from conftest import BIN, ROOT, clean_environment, library, needs
+
+yaml = pytest.importorskip("yaml", reason="needs python3-yaml (deploy/deps.sh deploy)")
+FOLDER = ROOT / "deploy" / "kubernetes"
+RENDERED = ["base", "gpu"]
+PLAIN = ["examples/sidecar.yaml", "examples/kserve.yaml", "../mps/kubernetes.yaml"]
+KUBERNETES = "1.37"  # the schemas that tests/requirements.txt brings
+
+
+@functools.cache
+def objects(name):
+    if name in PLAIN:
+        return list(yaml.safe_load_all((FOLDER / name).read_text()))
+    result = subprocess.run(["kubectl", "kustomize", FOLDER / name], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return list(yaml.safe_load_all(result.stdout))
+
+
+def one(name, kind):
+    return next(item for item in objects(name) if item["kind"] == kind)
+
+
+def pods(name):
+    """[(what, pod specification), ...] of all that makes pods."""
+    return [(item["kind"], item["spec"]["template"]["spec"]) for item in objects(name) if "template" in item["spec"]] + \
+           [(item["kind"], item["spec"]) for item in objects(name) if item["kind"] == "ServingRuntime"]
+
+
+def containers(pod):
+    return pod.get("initContainers", []) + pod["containers"]
+
+
+def servers(name):
+    return [box for _, pod in pods(name) for box in containers(pod) if box["image"].split(":")[0] == "kld"]
+
+
+ALL = [pytest.param(name, marks=needs("kubectl")) for name in RENDERED] + PLAIN
+
+# Of the custom resources: what is used of them, as their definitions have it (checked in full against those of
+# prometheus-operator 0.8x and KServe 0.1x when they were written).
+TEXT, COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
+
+
+def closed(required, **properties):
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+CUSTOM = {
+    ("monitoring.coreos.com/v1", "PodMonitor"): closed(
+        ["selector", "podMetricsEndpoints"], jobLabel=TEXT, selector=closed([], matchLabels={"type": "object"}),
+        podMetricsEndpoints={"type": "array", "minItems": 1, "items": closed(
+            ["port"], port=TEXT, path=TEXT, interval={"type": "string", "pattern": r"^\d+(ms|s|m)$"},
+            authorization=closed([], type=TEXT, credentials=closed(["name", "key"], name=TEXT, key=TEXT)))}),
+    ("serving.kserve.io/v1alpha1", "ServingRuntime"): closed(
+        ["containers"], annotations={"type": "object"}, multiModel={"type": "boolean"},
+        protocolVersions={"type": "array", "items": {"enum": ["v1", "v2", "grpc-v2"]}},
+        supportedModelFormats={"type": "array", "items": closed(
+            ["name"], name=TEXT, version=TEXT, autoSelect={"type": "boolean"})},
+        containers={"type": "array", "minItems": 1}, volumes={"type": "array"}),
+    ("serving.kserve.io/v1beta1", "InferenceService"): closed(
+        ["predictor"], predictor=closed(
+            [], minReplicas=COUNT, maxReplicas=COUNT, timeout=COUNT, model=closed(
+                ["modelFormat"], modelFormat=closed(["name"], name=TEXT, version=TEXT), protocolVersion=TEXT,
+                runtime=TEXT))),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_schemas(name):
+    validator, jsonschema = library("kubernetes_validate"), library("jsonschema")
+    for item in objects(name):
+        known = CUSTOM.get((item["apiVersion"], item["kind"]))
+        if not known:
+            validator.validate(item, KUBERNETES, strict=True)
+            continue
+        assert set(item) == {"apiVersion", "kind", "metadata", "spec"}
+        jsonschema.validate(item["spec"], known)
+        if item["kind"] == "ServingRuntime":  # its containers are those of a pod
+            pod = {"containers": item["spec"]["containers"], "volumes": item["spec"]["volumes"]}
+            validator.validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "kld"}, "spec": pod},
+                               KUBERNETES, strict=True)
+
+
+def test_a_wrong_manifest_is_found():
+    """The schemas bite: a slip in a field's name, a wrong type."""
+    validator = library("kubernetes_validate")
+    for path, slip in (("readinessProbe", "readynessProbe"), ("ports", "port")):
+        pod = json.loads(json.dumps(pods("examples/sidecar.yaml")[0][1]))
+        pod["containers"][0][slip] = pod["containers"][0].pop(path, [])
+        with pytest.raises(validator.ValidationError):
+            validator.validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": pod},
+                               KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "../mps/kubernetes.yaml"])
+def test_restricted_profile(name):
+    """The Pod Security Standard "restricted", rule by rule; and no writable root, which goes beyond it."""
+    allowed = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+    for kind, pod in pods(name):
+        whole = pod.get("securityContext", {})
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        for volume in pod.get("volumes", []):
+            assert set(volume) - {"name"} <= allowed
+        for box in containers(pod):
+            own = box["securityContext"]
+            assert own["allowPrivilegeEscalation"] is False and own["capabilities"] == {"drop": ["ALL"]}
+            assert own.get("runAsNonRoot", whole.get("runAsNonRoot")) is True
+            assert own.get("runAsUser", whole.get("runAsUser")) == 10001
+            profile = own.get("seccompProfile", whole.get("seccompProfile"))
+            assert profile == {"type": "RuntimeDefault"} and "privileged" not in own
+            assert own["readOnlyRootFilesystem"] is True
+            assert not any("hostPort" in port for port in box.get("ports", []))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_named_is_there(name):
+    for kind, pod in pods(name):
+        volumes = {volume["name"] for volume in pod.get("volumes", [])}
+        claims = {claim["name"] for claim in pod.get("resourceClaims", [])}
+        for box in containers(pod):
+            assert {mount["name"] for mount in box.get("volumeMounts", [])} <= volumes
+            assert {claim["name"] for claim in box.get("resources", {}).get("claims", [])} <= claims
+            if box["image"].split(":")[0] == "kld":
+                assert "/run/kld" in {mount["mountPath"] for mount in box["volumeMounts"]}  # where it has to write
+    for item in objects(name):
+        if item["kind"] == "InferenceService":
+            runtime = one(name, "ServingRuntime")
+            model = item["spec"]["predictor"]["model"]
+            assert model["runtime"] == runtime["metadata"]["name"]
+            assert model["modelFormat"]["name"] == runtime["spec"]["supportedModelFormats"][0]["name"]
+            assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
+
+
+@needs("kubectl")
+@pytest.mark.parametrize("name", RENDERED)
+def test_selectors_ports_and_times(name):
+    deployment = one(name, "Deployment")
+    template = deployment["spec"]["template"]
+    labels, pod = template["metadata"]["labels"], template["spec"]
+    box = pod["containers"][0]
+    for selector in (deployment["spec"]["selector"], one(name, "PodDisruptionBudget")["spec"]["selector"],
+                     one(name, "NetworkPolicy")["spec"]["podSelector"], one(name, "PodMonitor")["spec"]["selector"],
+                     {"matchLabels": one(name, "Service")["spec"]["selector"]},
+                     pod["topologySpreadConstraints"][0]["labelSelector"]):
+        assert selector["matchLabels"].items() <= labels.items()
+    assert {item["metadata"]["namespace"] for item in objects(name)} == {"kld"}
+    ports = {port["name"]: port["containerPort"] for port in box["ports"]}
+    flags = dict(word.lstrip("-").split("=", 1) for word in box["args"])
+    assert {flags["http"], flags["metrics-http"]} == {f"0.0.0.0:{ports['http']}", f"0.0.0.0:{ports['metrics']}"}
+    named = [rule["port"] for entry in one(name, "NetworkPolicy")["spec"]["ingress"] for rule in entry["ports"]]
+    named += [entry["targetPort"] for entry in one(name, "Service")["spec"]["ports"]]
+    named += [entry["port"] for entry in one(name, "PodMonitor")["spec"]["podMetricsEndpoints"]]
+    named += [box[probe]["httpGet"]["port"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")]
+    assert set(named) <= set(ports)
+    assert one(name, "PodMonitor")["spec"]["jobLabel"] in labels
+    # SIGTERM comes after preStop, SIGKILL after the rest; not ready is noticed before preStop is over.
+    wait_s, drain_s = box["lifecycle"]["preStop"]["sleep"]["seconds"], int(flags["drain-ms"]) / 1000
+    assert pod["terminationGracePeriodSeconds"] >= wait_s + drain_s + 5
+    # Memory: what it was told to take at most, and room for the rest.
+    units = {"M": 1 << 20, "G": 1 << 30, "Mi": 1 << 20, "Gi": 1 << 30}
+    size = lambda text: int(re.match(r"\d+", text).group()) * units[re.sub(r"\d", "", text)]  # noqa: E731
+    taken = sum(size(flags[key]) for key in ("staging-bytes-max", "pool-bytes-max") if key in flags)
+    assert size(box["resources"]["limits"]["memory"]) >= taken + (1 << 30)
+    assert ("pool-bytes-max" in flags) == ("--backend=cuda" not in box["args"])  # the host's, or the card's
+
+
+@needs("kubectl")
+def test_the_autoscaler_reads_what_prometheus_records():
+    hpa = one("base", "HorizontalPodAutoscaler")["spec"]
+    assert hpa["scaleTargetRef"]["name"] == one("base", "Deployment")["metadata"]["name"]
+    adapter = yaml.safe_load((FOLDER / "adapter-rules.yaml").read_text())["rules"][0]
+    assert hpa["metrics"][0]["pods"]["metric"]["name"] == adapter["name"]["as"]
+    series = adapter["seriesQuery"].split("{")[0]
+    assert re.fullmatch(adapter["name"]["matches"], series)
+    groups = yaml.safe_load((ROOT / "deploy/prometheus/kld-rules.yaml").read_text())["groups"]
+    record = next(rule for group in groups for rule in group["rules"] if rule.get("record") == series)
+    assert "namespace, pod" in record["expr"]
+    assert hpa["minReplicas"] > one("base", "PodDisruptionBudget")["spec"]["maxUnavailable"]
+
+
+def test_images_are_of_this_version():
+    version = (ROOT / "proto/VERSION").read_text().strip()
+    for path in FOLDER.rglob("*.yaml"):
+        for tag in re.findall(r"(?:image: kld:|newTag: )(\S+?)(?=[},]|$)", path.read_text(), re.M):
+            assert tag.removesuffix("-cuda") == version, path
+
+
+def commands_for_tokens():
+    """The lines of the comment that make the Secrets, without kubectl's."""
+    text = (FOLDER / "base/kustomization.yaml").read_text().replace("\n# ", "\n")
+    lines = re.search(r"^  (TOKEN=.*?> tokens)$", text, re.M | re.S).group(1)
+    return lines + "\nprintf '%s %s' $TOKEN $SCRAPE"
+
+
+def started(box, make_server, tmp_path, tokens):
+    """The server with the container's arguments: other ports and files, and the CPU for the GPU."""
+    flags = dict(word.lstrip("-").split("=", 1) if "=" in word else (word.lstrip("-"), "true") for word in box["args"])
+    for name in ("http", "metrics-http"):
+        if flags.get(name):
+            flags[name] = re.sub(r":\d+$", ":0", flags[name])
+    if "tokens" in flags:
+        flags["tokens"] = str(tokens)
+    flags["backend"] = "cpu"
+    environment = {item["name"]: "2" if "resourceFieldRef" in item.get("valueFrom", {}) else item["value"]
+                   for item in box.get("env", [])}
+    return make_server(environment=environment, **{name.replace("-", "_"): text for name, text in flags.items()})
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "../mps/kubernetes.yaml"])
+def test_the_server_takes_its_options_and_answers_its_probes(name, make_server, tmp_path):
+    made = subprocess.run(["bash", "-euc", commands_for_tokens()], cwd=tmp_path, capture_output=True, text=True)
+    token, scrape = made.stdout.split()
+    assert hashlib.sha256(token.encode()).hexdigest() in (tmp_path / "tokens").read_text()
+    found = servers(name)
+    assert len(found) == 1
+    box = found[0]
+    server = started(box, make_server, tmp_path, tmp_path / "tokens")
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        check = box.get(probe, {})
+        if "httpGet" in check:
+            assert server.request(check["httpGet"]["path"])[0] == 200
+        elif "exec" in check:
+            words = [word.replace("/opt/kld/bin", str(BIN)) for word in check["exec"]["command"]]
+            result = subprocess.run(words, capture_output=True, timeout=60,
+                                    env=clean_environment(KLD_SERVER=server.url_unix))
+            assert result.returncode == 0, result.stderr
+    if "tokens" in "".join(box["args"]):
+        bearer = lambda word: {"Authorization": f"Bearer {word}"}  # noqa: E731
+        assert server.request("/metrics")[0] == 401
+        assert server.request("/metrics", headers=bearer(scrape))[0] == 200
+        assert server.request("/v2/models/kl_div", headers=bearer(token))[0] == 200
+        assert server.request("/metrics", headers=bearer(token))[0] == 403
