@@ -36,6 +36,10 @@ static void append_bytes(struct kld_oip_text *text, const char *bytes, size_t le
     text->length += length;
 }
 
+static void append_text(struct kld_oip_text *text, const char *literal) {
+    append_bytes(text, literal, strlen(literal));
+}
+
 /* Length of the UTF-8 sequence at s, 1 for ASCII, 0 if it is none. */
 static size_t sequence(const unsigned char *s) {
     size_t length = s[0] < 0x80                    ? 1
@@ -50,32 +54,39 @@ static size_t sequence(const unsigned char *s) {
 }
 
 void kld_oip_append_string(struct kld_oip_text *text, const char *string) {
-    kld_oip_append(text, "\"");
+    append_text(text, "\"");
     for (const unsigned char *s = (const unsigned char *)string; *s;) {
         size_t length = sequence(s);
         if (length == 0)
-            kld_oip_append(text, "?");
+            append_text(text, "?");
         else if (*s == '"' || *s == '\\')
             kld_oip_append(text, "\\%c", *s);
         else if (*s < 0x20)
             kld_oip_append(text, "\\u%04x", *s);
         else
-            kld_oip_append(text, "%.*s", (int)length, (const char *)s);
+            append_bytes(text, (const char *)s, length);
         s += length ? length : 1;
     }
-    kld_oip_append(text, "\"");
+    append_text(text, "\"");
 }
 
 void kld_oip_append_error(struct kld_oip_text *text, const char *error) {
-    kld_oip_append(text, "{\"error\":");
+    append_text(text, "{\"error\":");
     kld_oip_append_string(text, error);
-    kld_oip_append(text, "}");
+    append_text(text, "}");
 }
 
 void kld_oip_append_shape(struct kld_oip_text *text, const uint64_t *shape, uint32_t rank) {
-    for (uint32_t i = 0; i < rank; i++)
-        kld_oip_append(text, "%c%" PRIu64, i ? ',' : '[', shape[i]);
-    kld_oip_append(text, rank ? "]" : "[]");
+    append_text(text, "[");
+    for (uint32_t i = 0; i < rank; i++) {
+        char digits[24], *at = digits + sizeof digits;
+        for (uint64_t left = shape[i]; at == digits + sizeof digits || left; left /= 10)
+            *--at = (char)('0' + left % 10);
+        if (i)
+            *--at = ',';
+        append_bytes(text, at, (size_t)(digits + sizeof digits - at));
+    }
+    append_text(text, "]");
 }
 
 uint64_t kld_oip_reply_bytes_max(const struct kld_oip_request *request) {
@@ -109,7 +120,7 @@ static void append_numbers(struct kld_oip_text *text, const struct kld_oip_tenso
                            const void *values, const char **ret_first, bool *ret_alike) {
     *ret_first = NULL;
     *ret_alike = true;
-    kld_oip_append(text, ",\"data\":[");
+    append_text(text, ",\"data\":[");
     for (uint64_t i = 0; i < output->elements && !text->overflow; i++) {
         double number = element(output, values, i);
         if (i)
@@ -127,7 +138,7 @@ static void append_numbers(struct kld_oip_text *text, const struct kld_oip_tenso
             *ret_first = kind(number);
         *ret_alike = *ret_alike && *ret_first == kind(number);
     }
-    kld_oip_append(text, "]");
+    append_text(text, "]");
 }
 
 static void append_json_output(struct kld_oip_text *text, const struct kld_oip_tensor *output,
@@ -137,7 +148,7 @@ static void append_json_output(struct kld_oip_text *text, const struct kld_oip_t
     append_numbers(text, output, values, &first, &alike);
     if (!first)
         return;
-    kld_oip_append(text, ",\"parameters\":{\"non_finite\":");
+    append_text(text, ",\"parameters\":{\"non_finite\":");
     if (alike) {
         kld_oip_append(text, "\"%s\"}", first);
         return;
@@ -150,23 +161,26 @@ static void append_json_output(struct kld_oip_text *text, const struct kld_oip_t
         kld_oip_append(text, "%s\"%s\"", before, kind(number));
         before = ",";
     }
-    kld_oip_append(text, "]}");
+    append_text(text, "]}");
 }
 
 void kld_oip_reply(struct kld_oip_text *text, const struct kld_oip_request *request,
                    const void *const *values) {
-    kld_oip_append(text, "{");
+    append_text(text, "{");
     if (request->has_id) {
-        kld_oip_append(text, "\"id\":");
+        append_text(text, "\"id\":");
         kld_oip_append_string(text, request->id);
-        kld_oip_append(text, ",");
+        append_text(text, ",");
     }
-    kld_oip_append(text, "\"model_name\":\"" KLD_OIP_MODEL
-                         "\",\"model_version\":\"" KLD_OIP_MODEL_VERSION "\",\"outputs\":[");
+    append_text(text, "\"model_name\":\"" KLD_OIP_MODEL
+                      "\",\"model_version\":\"" KLD_OIP_MODEL_VERSION "\",\"outputs\":[");
     for (uint32_t i = 0; i < request->output_count; i++) {
         const struct kld_oip_tensor *output = &request->output[i];
-        kld_oip_append(text, "%s{\"name\":\"%s\",\"datatype\":\"%s\",\"shape\":", i ? "," : "",
-                       kld_slot_name(output->slot), kld_dtype_name(output->dtype));
+        append_text(text, i ? ",{\"name\":\"" : "{\"name\":\"");
+        append_text(text, kld_slot_name(output->slot));
+        append_text(text, "\",\"datatype\":\"");
+        append_text(text, kld_dtype_name(output->dtype));
+        append_text(text, "\",\"shape\":");
         kld_oip_append_shape(text, output->shape, output->rank);
         if (output->where == KLD_OIP_JSON) {
             append_json_output(text, output, values[i]);
@@ -174,16 +188,16 @@ void kld_oip_reply(struct kld_oip_text *text, const struct kld_oip_request *requ
             kld_oip_append(text, ",\"parameters\":{\"binary_data_size\":%" PRIu64 "}",
                            output->bytes);
         } else {
-            kld_oip_append(text, ",\"parameters\":{\"shared_memory_region\":");
+            append_text(text, ",\"parameters\":{\"shared_memory_region\":");
             kld_oip_append_string(text, output->region);
             kld_oip_append(text,
                            ",\"shared_memory_offset\":%" PRIu64
                            ",\"shared_memory_byte_size\":%" PRIu64 "}",
                            output->region_offset_bytes, output->bytes);
         }
-        kld_oip_append(text, "}");
+        append_text(text, "}");
     }
-    kld_oip_append(text, "]}");
+    append_text(text, "]}");
 }
 
 static void append_tensors(struct kld_oip_text *text, bool outputs, bool config) {
@@ -210,9 +224,9 @@ void kld_oip_append_metadata(struct kld_oip_text *text) {
     kld_oip_append(text, "{\"name\":\"" KLD_OIP_MODEL "\",\"versions\":[\"" KLD_OIP_MODEL_VERSION
                          "\"],\"platform\":\"" KLD_OIP_PLATFORM "\",\"inputs\":[");
     append_tensors(text, false, false);
-    kld_oip_append(text, "],\"outputs\":[");
+    append_text(text, "],\"outputs\":[");
     append_tensors(text, true, false);
-    kld_oip_append(text, "]}");
+    append_text(text, "]}");
 }
 
 void kld_oip_append_config(struct kld_oip_text *text) {
@@ -220,9 +234,9 @@ void kld_oip_append_config(struct kld_oip_text *text) {
                          "\",\"backend\":\"kld\",\"version_policy\":{\"specific\":{\"versions\":"
                          "[" KLD_OIP_MODEL_VERSION "]}},\"max_batch_size\":0,\"input\":[");
     append_tensors(text, false, true);
-    kld_oip_append(text, "],\"output\":[");
+    append_text(text, "],\"output\":[");
     append_tensors(text, true, true);
-    kld_oip_append(text, "],\"parameters\":{");
+    append_text(text, "],\"parameters\":{");
     const struct {
         const char *name, *values;
     } choices[] = {{"divergences", kld_divergence_list()},
@@ -233,5 +247,5 @@ void kld_oip_append_config(struct kld_oip_text *text) {
     for (size_t i = 0; i < sizeof choices / sizeof choices[0]; i++)
         kld_oip_append(text, "%s\"%s\":{\"string_value\":\"%s\"}", i ? "," : "", choices[i].name,
                        choices[i].values);
-    kld_oip_append(text, "}}");
+    append_text(text, "}}");
 }

@@ -66,7 +66,7 @@ struct kld_gateway {
     uint32_t pools, next_pool;
     struct kld_deadlines *deadlines;
     struct kld_waiters *waiters;  /* for staging */
-    struct kld_oip_memo *memo;    /* for what is parsed on the loop\'s own thread */
+    struct kld_oip_memo *memo;    /* for what is parsed on the loop's own thread */
     struct kld_mail mail;         /* of this loop */
     _Atomic uint32_t connections; /* open, or on their way here; any thread (accept.h) */
 };

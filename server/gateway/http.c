@@ -1,6 +1,5 @@
-/* http.c - the libmicrohttpd daemon driven by libuv (http.h).
- * MHD waits on nothing itself: its epoll descriptor is polled by the loop, its next timeout is a
- * timer. It knows no route and no tensor. Loop thread only. */
+/* http.c - the libmicrohttpd daemon and its callbacks (http.h). When it runs is drive.c's. It knows
+ * no route and no tensor. Loop thread only. */
 #include "server/gateway/http.h"
 
 #include <stdio.h>
@@ -11,90 +10,32 @@
 #include <unistd.h>
 
 #include "server/gateway/accept.h"
+#include "server/gateway/drive.h"
 #include "server/gateway/tls.h"
 #include "server/gateway/watch.h"
 
-#define CONNECTION_BYTES_MAX (64 << 10) /* headers, and twice a piece of a body */
-#define WINDOW_BYTES (1 << 20)          /* of TCP, for bodies that are larger */
-#define RUNS_LOOKED_AT 128
-#define REST_MS 10
+#define CONNECTION_BYTES_MAX                                                                       \
+    (40 << 10)                 /* heads, or a piece of a body: README.md says why so much */
+#define WINDOW_BYTES (1 << 20) /* of TCP, for bodies that are larger */
+#define LINGER_TURNS_MAX 16    /* what looking costs, then, is less than a suspension, ... */
+#define LINGER_NS_MAX 500000u  /* ... and what is not here by now takes longer */
 #define TLS_PRIORITIES "NORMAL:-VERS-ALL:+VERS-TLS1.3:+VERS-TLS1.2"
 
 struct kld_http {
     struct kld_gateway *gateway;
     const struct kld_http_handler *handler;
     struct MHD_Daemon *daemon;
-    uv_poll_t poll;
-    uv_timer_t timer;
-    uv_prepare_t prepare;
-    uv_idle_t idle; /* active while `again` */
-    uint32_t runs;  /* in a row that asked for another */
-    uint64_t moved; /* kld_watch_moved() at the last look */
+    struct kld_drive drive;
     int open_handles;
     bool taken;               /* MHD told of the connection that it is being given */
     bool metrics;             /* that one is for metrics alone */
     bool client_certificates; /* every client must show one */
     bool closing;             /* nothing is suspended any more */
-    bool again; /* MHD_run() has something to do that its epoll descriptor does not tell */
     struct kld_exchange *first;
     struct kld_watch watch;
     void (*closed)(void *user);
     void *closed_user;
 };
-
-static void run(struct kld_http *http);
-
-static void timer_fired(uv_timer_t *timer) {
-    struct kld_http *http = timer->data;
-    http->again = true; /* before_poll() runs it: a timer of 0 ms would keep uv at its timers */
-}
-
-static void do_nothing(uv_idle_t *idle) {}
-static void readable(uv_poll_t *poll, int status, int events) { run(poll->data); }
-
-static void before_poll(uv_prepare_t *prepare) {
-    struct kld_http *http = prepare->data;
-    if (http->again)
-        run(http);
-}
-
-/* MHD says that it has something to do at once as long as a connection may have bytes, also where
- * it has no room to read them and never will: a peer could make it turn for nothing. So after many
- * turns in a row the sockets are asked whether any byte has moved since. */
-static bool turns_for_nothing(struct kld_http *http) {
-    if (http->runs < RUNS_LOOKED_AT) {
-        http->runs++;
-        return false;
-    }
-    uint64_t moved = kld_watch_moved(&http->watch);
-    if (moved == http->moved)
-        return true; /* and so it stays until some do */
-    http->moved = moved;
-    http->runs = 0;
-    return false;
-}
-
-static void run(struct kld_http *http) {
-    MHD_UNSIGNED_LONG_LONG timeout_ms;
-    http->again = false;
-    MHD_run(http->daemon);
-    bool wait = MHD_get_timeout(http->daemon, &timeout_ms) == MHD_YES;
-    http->again = http->again || (wait && timeout_ms == 0);
-    if (!http->again)
-        http->runs = 0;
-    if (http->again && turns_for_nothing(http)) {
-        http->again = false;
-        timeout_ms = REST_MS;
-    }
-    if (http->again)
-        uv_idle_start(&http->idle, do_nothing); /* the loop looks around and does not wait */
-    else
-        uv_idle_stop(&http->idle);
-    if (wait && !http->again)
-        uv_timer_start(&http->timer, timer_fired, timeout_ms, 0);
-    else
-        uv_timer_stop(&http->timer);
-}
 
 static struct kld_watched *watched_of(struct MHD_Connection *connection) {
     const union MHD_ConnectionInfo *info =
@@ -117,6 +58,11 @@ static const char *path_of(const char *url) {
     return path ? path : "/";
 }
 
+/* As much of it as there is room for; the memory was zeros. */
+static void copy_text(char *to, const char *text, size_t size) {
+    memcpy(to, text, strnlen(text, size - 1));
+}
+
 static struct kld_exchange *open_exchange(struct kld_http *http, struct MHD_Connection *connection,
                                           const char *url, const char *method) {
     struct kld_exchange *exchange = calloc(1, sizeof *exchange);
@@ -125,8 +71,8 @@ static struct kld_exchange *open_exchange(struct kld_http *http, struct MHD_Conn
     exchange->gateway = http->gateway;
     exchange->connection = connection;
     exchange->started_ns = uv_hrtime();
-    snprintf(exchange->method, sizeof exchange->method, "%s", method);
-    snprintf(exchange->url, sizeof exchange->url, "%s", url);
+    copy_text(exchange->method, method, sizeof exchange->method);
+    copy_text(exchange->url, url, sizeof exchange->url);
     const char *length = kld_exchange_header(exchange, MHD_HTTP_HEADER_CONTENT_LENGTH);
     bool chunked = kld_exchange_header(exchange, MHD_HTTP_HEADER_TRANSFER_ENCODING) != NULL;
     exchange->has_length = length && !chunked;
@@ -213,6 +159,9 @@ static enum MHD_Result queue_reply(struct kld_exchange *exchange) {
         return MHD_NO;
     exchange->response = NULL;
     exchange->queued = true;
+    struct kld_drive *drive = &exchange->gateway->http->drive;
+    drive->queued = true;
+    drive->sending++;
     enum MHD_Result result =
         MHD_queue_response(exchange->connection, exchange->http_status, response);
     MHD_destroy_response(response);
@@ -240,6 +189,33 @@ bool kld_exchange_hold(struct kld_exchange *exchange) {
     return true;
 }
 
+/* The exchange was heard of in this run. */
+static void note(struct kld_http *http, struct kld_exchange *exchange) {
+    http->drive.did += exchange->turn != http->drive.turn;
+    exchange->turn = http->drive.turn;
+}
+
+/* A small job is done within microseconds, and a connection that is not suspended until then costs
+ * less: MHD takes a suspended one out of its epoll set, and afterwards puts it back and tries to
+ * read from it. Whether the reply has come is looked at when MHD runs next. */
+static bool lingers(struct kld_http *http, struct kld_exchange *exchange) {
+    struct kld_drive *drive = &http->drive;
+    if (!exchange->soon || http->closing)
+        return false;
+    if (!exchange->lingered)
+        exchange->lingers_ns = drive->turn_ns;
+    if (exchange->lingered == LINGER_TURNS_MAX ||
+        drive->turn_ns - exchange->lingers_ns > LINGER_NS_MAX)
+        return false;
+    exchange->lingered++;
+    if (exchange->turn == drive->turn) {
+        drive->did--;
+        exchange->turn = 0;
+    }
+    drive->lingering++;
+    return true;
+}
+
 static enum MHD_Result receive(struct kld_http *http, struct kld_exchange *exchange,
                                const char *data, size_t *size) {
     if (exchange->replied) {
@@ -248,6 +224,8 @@ static enum MHD_Result receive(struct kld_http *http, struct kld_exchange *excha
         return exchange->discarded_bytes > KLD_HTTP_DISCARD_BYTES_MAX ? MHD_NO : MHD_YES;
     }
     size_t taken = http->handler->feed(exchange, data, *size);
+    if (taken)
+        note(http, exchange);
     kld_stats_add(http->gateway->stats, KLD_STAT_http_received_bytes_total, (int64_t)taken);
     if (exchange->replied) {
         exchange->discarded_bytes += *size - taken;
@@ -276,6 +254,7 @@ static enum MHD_Result access_handler(void *user, struct MHD_Connection *connect
         watched->exchange = exchange;
         watched->exchanges++;
         exchange->metrics_only = watched->metrics;
+        note(http, exchange);
         start(http, exchange, path_of(url));
         return exchange->replied && reply_at_once(exchange) ? queue_reply(exchange) : MHD_YES;
     }
@@ -289,7 +268,8 @@ static enum MHD_Result access_handler(void *user, struct MHD_Connection *connect
     }
     if (exchange->replied)
         return queue_reply(exchange);
-    kld_exchange_hold(exchange);
+    if (!lingers(http, exchange))
+        kld_exchange_hold(exchange);
     return MHD_YES;
 }
 
@@ -305,6 +285,8 @@ static void completed(void *user, struct MHD_Connection *connection, void **cont
         watched->exchange = NULL;
     if (exchange->response)
         MHD_destroy_response(exchange->response);
+    http->drive.sending -= exchange->queued;
+    http->drive.did++;
     http->handler->end(exchange);
     if (exchange->before)
         exchange->before->after = exchange->after;
@@ -350,17 +332,18 @@ void kld_http_take(struct kld_http *http, int fd, const struct sockaddr *peer, s
     }
     http->taken = false;
     http->metrics = metrics;
-    http->again = true;
+    kld_drive_again(&http->drive);
     /* Where it fails MHD has closed the socket, and told so only if it had told of its opening. */
     if (MHD_add_connection(http->daemon, fd, peer, peer_bytes) != MHD_YES && !http->taken)
         atomic_fetch_sub(&http->gateway->connections, 1);
 }
 
 void kld_exchange_release(struct kld_exchange *exchange) {
+    if (exchange->suspended || exchange->lingered)
+        kld_drive_again(&exchange->gateway->http->drive);
     if (!exchange->suspended)
         return;
     exchange->suspended = false;
-    exchange->gateway->http->again = true;
     MHD_resume_connection(exchange->connection);
 }
 
@@ -418,6 +401,7 @@ static struct MHD_Daemon *start_daemon(struct kld_http *http, const struct kld_t
         MHD_OPTION_CONNECTION_LIMIT, (unsigned)config->http_connections_max + KLD_METRICS_RESERVE,
         MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)((config->http_idle_ms + 999) / 1000),
         MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)CONNECTION_BYTES_MAX,
+        MHD_OPTION_CONNECTION_MEMORY_INCREMENT, (size_t)CONNECTION_BYTES_MAX,
         MHD_OPTION_NOTIFY_COMPLETED, completed, http, MHD_OPTION_NOTIFY_CONNECTION,
         connection_changed, http, MHD_OPTION_END);
 }
@@ -432,33 +416,28 @@ enum kld_status kld_http_open(struct kld_gateway *gateway, const struct kld_tls 
     http->gateway = gateway;
     http->handler = handler;
     http->daemon = start_daemon(http, tls);
-    const union MHD_DaemonInfo *info =
-        http->daemon ? MHD_get_daemon_info(http->daemon, MHD_DAEMON_INFO_EPOLL_FD) : NULL;
-    if (!info || uv_poll_init(&gateway->loop, &http->poll, info->epoll_fd) != 0) {
+    if (!http->daemon || kld_drive_open(&http->drive, &gateway->loop, http->daemon, &http->watch,
+                                        gateway->links) != 0) {
         if (http->daemon)
             MHD_stop_daemon(http->daemon);
         free(http);
         return kld_error_set(err, KLD_UNAVAILABLE, "the HTTP server cannot be started");
     }
-    uv_timer_init(&gateway->loop, &http->timer);
     kld_watch_init(&http->watch, &gateway->loop, gateway->config, gateway->stats);
-    uv_prepare_init(&gateway->loop, &http->prepare);
-    uv_idle_init(&gateway->loop, &http->idle);
-    http->poll.data = http->timer.data = http->prepare.data = http->idle.data = http;
-    http->open_handles = 5;
-    uv_poll_start(&http->poll, UV_READABLE, readable);
-    uv_prepare_start(&http->prepare, before_poll);
+    http->open_handles = 2;
     *ret_http = http;
     return KLD_OK;
 }
 
-static void handle_closed(uv_handle_t *handle) {
-    struct kld_http *http = handle->data;
+static void part_closed(void *user) {
+    struct kld_http *http = user;
     if (--http->open_handles)
         return;
     http->closed(http->closed_user);
     free(http);
 }
+
+static void handle_closed(uv_handle_t *handle) { part_closed(handle->data); }
 
 void kld_http_close(struct kld_http *http, void (*closed)(void *user), void *user) {
     struct kld_error error;
@@ -467,18 +446,11 @@ void kld_http_close(struct kld_http *http, void (*closed)(void *user), void *use
     http->closed_user = user;
     http->closing = true;
     for (struct kld_exchange *exchange = http->first; exchange; exchange = exchange->after)
-        if (exchange->suspended) {
+        if (exchange->suspended || (exchange->lingered && !exchange->replied)) {
             kld_exchange_continue(exchange);
             kld_exchange_reply_error(exchange, &error);
         }
-    MHD_run(http->daemon);
-    uv_poll_stop(&http->poll);
-    uv_prepare_stop(&http->prepare);
-    MHD_stop_daemon(http->daemon);
-    uv_close((uv_handle_t *)&http->poll, handle_closed);
-    uv_close((uv_handle_t *)&http->timer, handle_closed);
-    uv_close((uv_handle_t *)&http->idle, handle_closed);
+    kld_drive_close(&http->drive, part_closed, http);
     http->watch.timer.data = http;
     uv_close((uv_handle_t *)&http->watch.timer, handle_closed);
-    uv_close((uv_handle_t *)&http->prepare, handle_closed);
 }

@@ -39,12 +39,16 @@ struct kld_exchange {
     uint64_t length_bytes; /* has_length: of the body, as announced */
     uint64_t started_ns;   /* uv_hrtime() */
     uint64_t held_bytes;   /* the handler's: of staging, while it is received and sent */
+    bool soon; /* the handler's: its reply may be expected within microseconds from here on */
 
     /* http.c's own. */
     struct kld_exchange *before, *after; /* list of all */
     struct MHD_Response *response;       /* given and not queued yet */
     unsigned http_status;
     uint64_t discarded_bytes;
+    uint64_t turn;       /* of drive.h, in which it was heard of */
+    uint32_t lingered;   /* so often it was looked at since its end, ... */
+    uint64_t lingers_ns; /* ... from then on */
     bool replied, queued, suspended, finished, paused;
     bool gone;      /* the client left while nobody read from it */
     bool misframed; /* its headers do not say where it ends */

@@ -456,6 +456,7 @@ static void submit(struct kld_infer *infer) {
     call->done = call_done;
     call->late = call_late;
     infer->in_worker = true;
+    infer->exchange->soon = true;
     kld_links_submit(infer->gateway->links, call);
 }
 

@@ -9,6 +9,7 @@
 #include "server/log.h"
 
 #define TICK_MS 10 /* how exactly deadlines are kept */
+#define HELD_MAX 8 /* calls, before they are sent all the same */
 
 struct list {
     struct kld_link_call *first, *last;
@@ -27,6 +28,7 @@ struct kld_link {
     struct kld_region *region; /* of staging */
     uint32_t streams, next_stream;
     struct list waiting, running;
+    uint32_t held; /* of waiting, since the last time that those were sent */
     void (*closed)(void *user);
     void *closed_user;
 };
@@ -81,6 +83,7 @@ static enum kld_status send_call(struct kld_link *link, struct kld_link_call *ca
 }
 
 static void send_waiting(struct kld_link *link) {
+    link->held = 0;
     while (link->connected && !link->closing && link->waiting.first) {
         struct kld_link_call *call = link->waiting.first;
         struct kld_error error = {.status = KLD_OK};
@@ -189,19 +192,30 @@ enum kld_status kld_link_open(const struct kld_link_options *options, uint32_t i
     return KLD_OK;
 }
 
+void kld_link_send(struct kld_link *link) {
+    if (link->held)
+        send_waiting(link);
+}
+
+/* Without a word of what it does not take: the tick tries again and tells why. */
+static void send_first(struct kld_link *link) {
+    struct kld_link_call *call;
+    struct kld_error error = {.status = KLD_OK};
+    link->held = 0;
+    while ((call = link->waiting.first) && send_call(link, call, &error) == KLD_OK) {
+        list_remove(&link->waiting, call);
+        call->submitted = true;
+        list_add(&link->running, call);
+    }
+}
+
 void kld_link_submit(struct kld_link *link, struct kld_link_call *call) {
     call->link = link;
     link->load++;
     call->submitted = call->is_late = false;
     list_add(&link->waiting, call);
-    if (link->connected && !link->waiting.first->after) {
-        struct kld_error error = {.status = KLD_OK};
-        if (send_call(link, call, &error) == KLD_OK) {
-            list_remove(&link->waiting, call);
-            call->submitted = true;
-            list_add(&link->running, call);
-        } /* else: the tick tries again and tells why */
-    }
+    if (link->connected && (!link->options->holds || ++link->held == HELD_MAX))
+        send_first(link);
     if (!uv_is_active((uv_handle_t *)&link->tick))
         uv_timer_start(&link->tick, ticked, TICK_MS, TICK_MS);
 }

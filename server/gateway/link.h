@@ -55,6 +55,7 @@ struct kld_link_options {
     /* A call ended; it is the caller's again. */
     void (*ended)(struct kld_link_call *call, enum kld_status status,
                   const struct kld_result *result, const struct kld_error *error);
+    bool holds; /* calls wait for kld_link_send(), up to some */
 };
 
 /* The link to worker `index`. */
@@ -66,6 +67,8 @@ void kld_link_close(struct kld_link *link, void (*closed)(void *user), void *use
 
 /* Never calls back before it returns. */
 void kld_link_submit(struct kld_link *link, struct kld_link_call *call);
+/* Sends what waits. May call back. */
+void kld_link_send(struct kld_link *link);
 /* As kld_links_withdraw(). */
 bool kld_link_withdraw(struct kld_link_call *call);
 /* Calls that have not ended. */

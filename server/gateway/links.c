@@ -105,3 +105,11 @@ void kld_links_submit(struct kld_links *links, struct kld_link_call *call) {
     call->moved = false;
     kld_link_submit(call->pinned ? links->link[call->device] : choose(links, NULL), call);
 }
+
+void kld_links_hold(struct kld_links *links) { links->options.holds = true; }
+
+void kld_links_send(struct kld_links *links) {
+    links->options.holds = false;
+    for (uint32_t i = 0; i < links->count; i++)
+        kld_link_send(links->link[i]);
+}

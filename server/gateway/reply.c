@@ -59,11 +59,12 @@ void kld_infer_reply(struct kld_infer *infer) {
     char length[24];
     struct MHD_Response *response = make_response(infer, &binary);
     if (response) {
-        snprintf(length, sizeof length, "%zu", infer->reply.length);
         MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE,
                                 binary ? "application/octet-stream" : "application/json");
-        if (binary)
+        if (binary) {
+            snprintf(length, sizeof length, "%zu", infer->reply.length);
             MHD_add_response_header(response, "Inference-Header-Content-Length", length);
+        }
     }
     kld_infer_count(infer, response ? KLD_OK : KLD_NO_MEMORY);
     kld_exchange_reply(infer->exchange, 200, response);

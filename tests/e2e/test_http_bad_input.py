@@ -313,6 +313,11 @@ def test_what_the_library_answers(server, text, status):
     assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
 
 
+@pytest.mark.parametrize("kib, status", [(38, 200), (40, 431)])
+def test_how_long_a_head_may_be(server, kib, status):
+    assert server.request("/v2/health/live", headers={"X-Long": "a" * (kib << 10)})[0] == status
+
+
 @pytest.mark.parametrize("headers, status", [
     (b"Content-Length: 2\r\nContent-Length: 3\r\n", 400),
     (b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n", 400),
