@@ -1,0 +1,64 @@
+"""deploy/README.md, the operator's guide: its files and options are there, its numbers of limits are today's; the
+version is in one place."""
+import json
+import re
+import subprocess
+
+import pytest
+
+from conftest import BIN, ROOT
+
+GUIDE = (ROOT / "deploy/README.md").read_text()
+VERSION = (ROOT / "proto/VERSION").read_text().strip()
+HELP = subprocess.run([BIN / "kld-server", "--help"], capture_output=True, text=True).stdout
+
+
+def test_files_are_there():
+    named = set(re.findall(r"`((?:deploy/|tests/|server/|systemd/|kubernetes/|mps/|prometheus/)[\w./-]*)`", GUIDE))
+    assert len(named) > 8
+    for name in named:
+        assert (ROOT / name).exists() or (ROOT / "deploy" / name).exists(), name
+    listed = {name.rstrip("/") for row in re.findall(r"^\| (`.*?`) \|", GUIDE, re.M) for name in re.findall(r"`([\w./-]+)`", row)}
+    there = {path.name for path in (ROOT / "deploy").iterdir()} - {"README.md"}
+    assert there <= listed, there - listed
+
+
+def test_options_are_the_servers():
+    known = set(re.findall(r"--[a-z][a-z-]+", HELP))
+    for name in set(re.findall(r"--[a-z][a-z-]+", GUIDE)) - {"--build", "--count"}:
+        assert name in known, name
+
+
+def test_defaults_that_it_states():
+    assert re.search(r"--staging-bytes-max .*\[1G\]", HELP) and "`--staging-bytes-max` (1 GiB)" in GUIDE
+    assert "half of its memory" in HELP and "(half of the device's memory)" in GUIDE
+
+
+def test_version_in_one_place():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", VERSION)
+    top = re.search(r"^## (\S+?),? ", (ROOT / "deploy/CHANGELOG.md").read_text(), re.M).group(1)
+    assert top == VERSION
+    for program in ("kld-server", "kld"):
+        shown = subprocess.run([BIN / program, "--version"], capture_output=True, text=True).stdout
+        assert VERSION in shown.split(), shown
+
+
+def test_commands_parse():
+    """Of the fenced commands: what the shell would make of them, and HAProxy's words as its configuration has them."""
+    blocks = re.findall(r"^ *```\n(.*?)^ *```", GUIDE, re.M | re.S)
+    assert blocks
+    for block in blocks:
+        assert subprocess.run(["bash", "-n"], input=block, text=True, capture_output=True).returncode == 0
+    config = (ROOT / "deploy/haproxy.cfg").read_text()
+    assert "backend replicas" in config and "stats socket /run/haproxy/kld.sock" in config
+
+
+def test_the_image_is_of_the_version(tmp_path):
+    """What the labels and tags are made of."""
+    shown = subprocess.run(["make", "-n", "image", "BUILDER=x"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert f"VERSION={VERSION}" in shown and f"-t kld:{VERSION}" in shown
+
+
+@pytest.mark.skipif(not (ROOT / "client/python/pyproject.toml").exists(), reason="no package here")
+def test_the_package_is_of_the_version():
+    assert json.dumps(VERSION) not in (ROOT / "client/python/pyproject.toml").read_text()
