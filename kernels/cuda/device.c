@@ -1,6 +1,6 @@
-/* device.c - opening and closing a device: context, pool, events, scratch and thread; streams; and
- * the table that makes all of it a back end. Everything that a job needs is allocated here, once.
- * Any thread but the device's own. */
+/* device.c - opening and closing a device: context, pool, events, scratch and thread; and the table
+ * that makes all of it a back end. Everything that a job needs is allocated here, once. Any thread
+ * but the device's own. */
 #include "kernels/cuda/device.h"
 
 #include <stdio.h>
@@ -178,65 +178,6 @@ static enum kld_status device_open(const struct kld_device_options *options,
     return KLD_OK;
 }
 
-/* Of the priorities that the device has, numbered downwards: the least, the middle, the greatest.
- */
-static cudaError_t create_stream(enum kld_priority priority, cudaStream_t *ret_stream) {
-    int least = 0, greatest = 0;
-    cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
-    int number = priority == KLD_PRIORITY_LOW    ? least
-                 : priority == KLD_PRIORITY_HIGH ? greatest
-                                                 : (least + greatest) / 2;
-    return error ? error : cudaStreamCreateWithPriority(ret_stream, cudaStreamNonBlocking, number);
-}
-
-static enum kld_status stream_open_priority(struct kld_device *base, enum kld_priority priority,
-                                            struct kld_stream **ret_stream, struct kld_error *err) {
-    struct cuda_device *device = (struct cuda_device *)base;
-    struct cuda_stream *stream = calloc(1, sizeof *stream);
-    if (!stream)
-        return kld_error_set(err, KLD_NO_MEMORY, "no host memory for a stream");
-    stream->base.device = base;
-    cudaError_t error = cudaSetDevice(device->ordinal);
-    if (!error)
-        error = create_stream(priority, &stream->stream);
-    if (error) {
-        free(stream);
-        return cuda_fail(device, error, "opening a stream", err);
-    }
-    *ret_stream = &stream->base;
-    return KLD_OK;
-}
-
-static enum kld_status stream_open(struct kld_device *base, struct kld_stream **ret_stream,
-                                   struct kld_error *err) {
-    return stream_open_priority(base, KLD_PRIORITY_NORMAL, ret_stream, err);
-}
-
-static enum kld_status stream_adopt(struct kld_device *base, void *native,
-                                    struct kld_stream **ret_stream, struct kld_error *err) {
-    struct cuda_stream *stream = calloc(1, sizeof *stream);
-    if (!stream)
-        return kld_error_set(err, KLD_NO_MEMORY, "no host memory for a stream");
-    stream->base.device = base;
-    stream->stream = native;
-    stream->adopted = true;
-    *ret_stream = &stream->base;
-    return KLD_OK;
-}
-
-static void stream_close(struct kld_stream *base) {
-    if (!base)
-        return;
-    struct cuda_stream *stream = (struct cuda_stream *)base;
-    struct cuda_device *device = (struct cuda_device *)base->device;
-    if (!stream->adopted && !atomic_load(&device->lost)) {
-        cudaSetDevice(device->ordinal);
-        cudaStreamDestroy(stream->stream);
-        cudaGetLastError();
-    }
-    free(stream);
-}
-
 const struct kld_backend kld_backend_cuda = {
     .name = "cuda",
     .device_count = device_count,
@@ -250,10 +191,10 @@ const struct kld_backend kld_backend_cuda = {
     .handles_unread = cuda_handles_unread,
     .memory_alloc = cuda_memory_alloc,
     .memory_free = cuda_memory_free,
-    .stream_open = stream_open,
-    .stream_open_priority = stream_open_priority,
-    .stream_adopt = stream_adopt,
-    .stream_close = stream_close,
+    .stream_open = cuda_stream_open,
+    .stream_open_priority = cuda_stream_open_priority,
+    .stream_adopt = cuda_stream_adopt,
+    .stream_close = cuda_stream_close,
     .event_import = cuda_event_import,
     .event_create = cuda_event_create,
     .event_free = cuda_event_free,

@@ -29,7 +29,8 @@
  */
 #define CUDA_BLOCK_SLACK 4
 #define CUDA_BLOCK_SMALL ((uint64_t)64 << 10)
-#define CUDA_POOL_KEEP ((uint64_t)512 << 20) /* free bytes that stay in the pool */
+#define CUDA_LARGE_BYTES ((uint64_t)32 << 20) /* a job that moves more is a large one */
+#define CUDA_POOL_KEEP ((uint64_t)512 << 20)  /* free bytes that stay in the pool */
 
 /* One open base allocation of another process: the driver opens each once in a process and device.
  * What tells it from others is its handle, which the driver never gives twice, not even for memory
@@ -61,13 +62,17 @@ struct cuda_event {
     cudaEvent_t event; /* constant */
 };
 
+/* Small jobs go before large ones of the same priority, as soon as a block of theirs has ended. */
+enum cuda_size { CUDA_SMALL, CUDA_LARGE, CUDA_SIZES };
+
 struct cuda_stream {
     struct kld_stream base;
-    cudaStream_t stream; /* constant */
-    bool adopted;        /* constant: the caller's */
+    cudaStream_t stream[CUDA_SIZES]; /* constant; the caller's: one in both places */
+    bool adopted;                    /* constant: the caller's */
     /* Under work. */
-    bool blocked;   /* a job in chunks holds the stream */
-    uint64_t sweep; /* of the poll that found an unfinished job in it */
+    bool blocked;               /* a job in chunks holds the stream */
+    uint64_t sweep;             /* of the poll that found an unfinished job in it */
+    struct cuda_flight *newest; /* the last that was launched; NULL: none is in flight */
 };
 
 struct cuda_peer {
@@ -88,6 +93,7 @@ enum cuda_mark { MARK_START, MARK_COPIED, MARK_COMPUTED, MARK_END, MARK_COUNT };
 struct cuda_flight {
     struct kld_job *job; /* NULL: free */
     struct cuda_stream *stream;
+    enum cuda_size size; /* which of its two it is on */
     cudaEvent_t mark[MARK_COUNT];
     struct kld_cuda_scratch *scratch; /* on the device; allocated at first use */
     double *result;                   /* pinned, written by the last kernel */
@@ -215,6 +221,19 @@ enum kld_status cuda_memory_import_fd(struct kld_device *device, int fd, uint64_
                                       uint64_t offset_bytes, uint64_t bytes,
                                       struct kld_memory **ret_memory, struct kld_error *err);
 void cuda_vmm_unmap(struct cuda_memory *memory);
+
+/* stream.c */
+enum kld_status cuda_stream_open(struct kld_device *device, struct kld_stream **ret_stream,
+                                 struct kld_error *err);
+enum kld_status cuda_stream_open_priority(struct kld_device *device, enum kld_priority priority,
+                                          struct kld_stream **ret_stream, struct kld_error *err);
+enum kld_status cuda_stream_adopt(struct kld_device *device, void *native,
+                                  struct kld_stream **ret_stream, struct kld_error *err);
+void cuda_stream_close(struct kld_stream *stream);
+/* Under work. Where the flight's job, of so many bytes, is enqueued: behind what its stream has in
+ * flight. */
+cudaError_t cuda_stream_enter(struct cuda_flight *flight, uint64_t bytes);
+cudaStream_t cuda_stream_of(const struct cuda_flight *flight);
 
 /* event.c */
 enum kld_status cuda_event_import(struct kld_device *device, const uint8_t handle[64],

@@ -7,7 +7,6 @@
 
 #define ELEMENT_THREADS 256
 #define ELEMENT_WARPS (ELEMENT_THREADS / 32)
-#define ELEMENT_ROUNDS 32 /* tiles of a block between two of its barriers */
 
 /* BLOCKS on one multiprocessor: as many as leave the registers that no value is spilled. */
 template <class BODY, int BLOCKS>
@@ -16,65 +15,36 @@ static __global__ void __launch_bounds__(ELEMENT_THREADS, BLOCKS)
     do_group<BODY>(args);
 }
 
-/* Sums of the warps of a block for the tiles it has done since the last barrier. */
-struct tile_sums {
-    double of[ELEMENT_ROUNDS][ELEMENT_WARPS];
-};
-
-/* Partial sums of `count` tiles, of which the first is `tile` and the next ones are `step` away. */
-static __device__ void tiles_store(const kld_cuda_args &args, const tile_sums &sums, unsigned count,
-                                   uint64_t tile, uint64_t step) {
-    if (threadIdx.x >= count)
-        return;
-    double sum = 0;
-#pragma unroll
-    for (int i = 0; i < ELEMENT_WARPS; i++)
-        sum += sums.of[threadIdx.x][i];
-    args.scratch->partial[args.first_group + tile + threadIdx.x * step] = sum * args.scale;
-}
-
-/* Blocks take tiles in turn. Within a round of tiles no warp waits for another, so that loads of
- * the next tile are under way while other warps still compute. */
+/* A block for each tile. Blocks that stay and take tiles in turn are no faster, and leave no room
+ * for the kernels of others before the end: with these a small job of higher priority begins some
+ * 20 us later, beside a job of 0.5 ms. */
 template <class BODY, class T, int BLOCKS>
 static __global__ void __launch_bounds__(ELEMENT_THREADS, BLOCKS)
     element_tiles_kernel(const __grid_constant__ kld_cuda_args args) {
-    __shared__ tile_sums sums;
+    __shared__ double sums[ELEMENT_WARPS];
     double gradient = args.gradient_scale / args.divisor;
     if (args.grad_output.at)
         gradient *= load_double(args.grad_output.at, args.grad_output.dtype);
     const element_numbers numbers(args.rule, gradient);
-    uint64_t tile = blockIdx.x, first = tile, step = gridDim.x;
-    unsigned round = 0;
-    for (; tile < args.rows; tile += step) {
-        uint64_t at = tile * args.classes;
-        const element_span<T> span = {(const T *)args.p.at + at, (const T *)args.q.at + at,
-                                      args.grad_p.at ? (T *)args.grad_p.at + at : nullptr,
-                                      args.grad_q.at ? (T *)args.grad_q.at + at : nullptr,
-                                      min(args.classes, args.elements - at)};
-        double sum = BODY::run(numbers, span, threadIdx.x, ELEMENT_THREADS);
+    uint64_t tile = blockIdx.x, at = tile * args.classes;
+    const element_span<T> span = {(const T *)args.p.at + at, (const T *)args.q.at + at,
+                                  args.grad_p.at ? (T *)args.grad_p.at + at : nullptr,
+                                  args.grad_q.at ? (T *)args.grad_q.at + at : nullptr,
+                                  min(args.classes, args.elements - at)};
+    double sum = BODY::run(numbers, span, threadIdx.x, ELEMENT_THREADS);
 #pragma unroll
-        for (int width = 16; width; width /= 2)
-            sum += __shfl_xor_sync(KLD_FULL_WARP, sum, width);
-        if (threadIdx.x % 32 == 0)
-            sums.of[round][threadIdx.x / 32] = sum;
-        if (++round < ELEMENT_ROUNDS)
-            continue;
-        __syncthreads(); /* all sums of the round are written */
-        tiles_store(args, sums, round, first, step);
-        __syncthreads(); /* and read, before the next round overwrites them */
-        first = tile + step;
-        round = 0;
-    }
+    for (int width = 16; width; width /= 2)
+        sum += __shfl_xor_sync(KLD_FULL_WARP, sum, width);
+    if (threadIdx.x % 32 == 0)
+        sums[threadIdx.x / 32] = sum;
     __syncthreads();
-    tiles_store(args, sums, round, first, step);
-}
-
-/* Blocks of a kernel on one multiprocessor: more than planned where registers are left. */
-static uint32_t resident_blocks(void (*kernel)(kld_cuda_args), uint32_t planned) {
-    int blocks = 0;
-    cudaError_t error =
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, ELEMENT_THREADS, 0);
-    return error || blocks < 1 ? planned : (uint32_t)blocks;
+    if (threadIdx.x != 0)
+        return;
+    double all = 0;
+#pragma unroll
+    for (int i = 0; i < ELEMENT_WARPS; i++)
+        all += sums[i];
+    args.scratch->partial[args.first_group + tile] = all * args.scale;
 }
 
 template <class T, int FORM, int KIND, int GRADIENTS>
@@ -88,12 +58,8 @@ static cudaError_t launch_kind(const kld_cuda_args &args, uint32_t groups, cudaS
     constexpr int BATCH = sizeof(T) == 4 && !GRADIENTS ? 4 : 2;
     using body = elementwise<T, FORM, KIND, GRADIENTS, BATCH>;
     if (args.elements) {
-        static const uint32_t resident =
-            resident_blocks(element_tiles_kernel<body, T, BLOCKS>, BLOCKS);
-        uint64_t blocks = (uint64_t)args.multiprocessors * resident;
-        blocks = blocks < args.rows ? blocks : args.rows;
         element_tiles_kernel<body, T, BLOCKS>
-            <<<(uint32_t)blocks, ELEMENT_THREADS, 0, stream>>>(args);
+            <<<(uint32_t)args.rows, ELEMENT_THREADS, 0, stream>>>(args);
     } else {
         element_rows_kernel<body, 2><<<groups, ELEMENT_THREADS, 0, stream>>>(args);
     }

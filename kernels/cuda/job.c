@@ -22,7 +22,7 @@ static bool failed(struct cuda_device *device, struct cuda_flight *flight, cudaE
 }
 
 static void mark(struct cuda_device *device, struct cuda_flight *flight, enum cuda_mark which) {
-    if (cudaEventRecord(flight->mark[which], flight->stream->stream) != cudaSuccess)
+    if (cudaEventRecord(flight->mark[which], cuda_stream_of(flight)) != cudaSuccess)
         atomic_store(&device->lost, true);
 }
 
@@ -30,7 +30,7 @@ static void mark(struct cuda_device *device, struct cuda_flight *flight, enum cu
 static void wait_for_event(struct cuda_device *device, struct cuda_flight *flight) {
     const struct cuda_event *event = (const struct cuda_event *)flight->job->wait;
     if (event)
-        failed(device, flight, cudaStreamWaitEvent(flight->stream->stream, event->event, 0),
+        failed(device, flight, cudaStreamWaitEvent(cuda_stream_of(flight), event->event, 0),
                "waiting for an event");
 }
 
@@ -38,7 +38,7 @@ static void wait_for_event(struct cuda_device *device, struct cuda_flight *fligh
 static void record_event(struct cuda_device *device, struct cuda_flight *flight) {
     const struct cuda_event *event = (const struct cuda_event *)flight->job->record;
     if (event)
-        failed(device, flight, cudaEventRecord(event->event, flight->stream->stream),
+        failed(device, flight, cudaEventRecord(event->event, cuda_stream_of(flight)),
                "recording an event");
 }
 
@@ -68,7 +68,7 @@ static cudaError_t copy_tiles(const struct cuda_flight *flight, int slot, uint64
     char *host = cuda_address_of(&flight->job->place[slot]) + first * tile_bytes;
     char *staged = flight->staging + flight->staging_at[slot];
     return cudaMemcpyAsync(back ? host : staged, back ? staged : host, bytes, cudaMemcpyDefault,
-                           flight->stream->stream);
+                           cuda_stream_of(flight));
 }
 
 /* Rows [first, first + rows) of a staged slot, to the device or back. */
@@ -83,9 +83,9 @@ static cudaError_t copy_slot(const struct cuda_flight *flight, int slot, uint64_
     char *staged = flight->staging + flight->staging_at[slot];
     uint64_t count = tall ? rows : 1;
     return back ? copy_rows(host, at->stride_bytes, staged, at->row_bytes, at->row_bytes, count,
-                            flight->stream->stream)
+                            cuda_stream_of(flight))
                 : copy_rows(staged, at->row_bytes, host, at->stride_bytes, at->row_bytes, count,
-                            flight->stream->stream);
+                            cuda_stream_of(flight));
 }
 
 /* ---- planning ---------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ static void launch_divisor(struct cuda_device *device, struct cuda_flight *fligh
                 error = copy_slot(flight, slots[i], first, rows, false);
         struct kld_cuda_args args = args_at(flight, first, rows);
         if (!error)
-            error = kld_cuda_launch_divisor(&args, first == 0, flight->stream->stream);
+            error = kld_cuda_launch_divisor(&args, first == 0, cuda_stream_of(flight));
         if (failed(device, flight, error, "summing the row weights"))
             break;
     }
@@ -237,7 +237,7 @@ static void launch_rows(struct cuda_device *device, struct cuda_flight *flight, 
     struct kld_cuda_args args = args_at(flight, first, until - first);
     if (atomic_exchange(&device->fail_next, false))
         args.p.at = (char *)(uintptr_t)NOWHERE;
-    if (failed(device, flight, kld_cuda_launch_rows(&args, flight->stream->stream),
+    if (failed(device, flight, kld_cuda_launch_rows(&args, cuda_stream_of(flight)),
                "launching a kernel"))
         return;
     bool last = until == cuda_plan_rows(flight);
@@ -246,7 +246,7 @@ static void launch_rows(struct cuda_device *device, struct cuda_flight *flight, 
         uint32_t groups = (uint32_t)((until - segment + args.group_rows - 1) / args.group_rows);
         failed(device, flight,
                kld_cuda_launch_finish(&args, groups, segment == 0, last, job->geometry.loss_dtype,
-                                      flight->result, flight->stream->stream),
+                                      flight->result, cuda_stream_of(flight)),
                "launching a kernel");
     }
     flight->next_row = until;
@@ -312,11 +312,10 @@ static bool start_staged(struct cuda_device *device, struct cuda_flight *flight)
 
 static void start_copy(struct cuda_device *device, struct cuda_flight *flight) {
     struct kld_job *job = flight->job;
-    job->bytes = job->copy_bytes;
     mark(device, flight, MARK_START);
     failed(device, flight,
            cudaMemcpyAsync(cuda_address_of(&job->copy_to), cuda_address_of(&job->copy_from),
-                           job->copy_bytes, cudaMemcpyDefault, flight->stream->stream),
+                           job->copy_bytes, cudaMemcpyDefault, cuda_stream_of(flight)),
            "copying");
     mark(device, flight, MARK_END);
 }
@@ -340,11 +339,12 @@ bool cuda_job_start(struct cuda_device *device, struct cuda_flight *flight) {
     job->loss = 0;
     job->copy_ns = job->kernel_ns = 0;
     job->launch_ns = cuda_now_ns();
+    job->bytes = job->kind == KLD_JOB_COPY ? job->copy_bytes : bytes_of(job);
+    failed(device, flight, cuda_stream_enter(flight, job->bytes), "ordering two streams");
     if (job->kind == KLD_JOB_COPY) {
         start_copy(device, flight);
         return true;
     }
-    job->bytes = bytes_of(job);
     cuda_plan_args(device, flight);
     plan_slots(flight);
     if (flight->staged)

@@ -193,8 +193,11 @@ extern "C" cudaError_t kld_cuda_launch_divisor(const kld_cuda_args *args, bool f
 extern "C" cudaError_t kld_cuda_launch_finish(const kld_cuda_args *args, uint32_t groups,
                                               bool first, bool last, uint32_t loss_dtype,
                                               double *result, cudaStream_t stream) {
-    finish_kernel<<<1, 1024, 0, stream>>>(args->scratch, groups, first, last, args->divisor,
-                                          args->loss.at, loss_dtype, result);
+    /* Not more threads than there may be sums: on a busy device a
+     * block finds its place the sooner the smaller it is. The order of the sums is the same. */
+    uint32_t threads = groups <= 256 ? 256 : 1024;
+    finish_kernel<<<1, threads, 0, stream>>>(args->scratch, groups, first, last, args->divisor,
+                                             args->loss.at, loss_dtype, result);
     return cudaGetLastError();
 }
 

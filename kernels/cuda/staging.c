@@ -74,7 +74,7 @@ bool cuda_staging_reserve(struct cuda_device *device, struct cuda_flight *flight
         if (!cuda_pool_reserve(device, bytes)) {
             if (!could_fit(device, bytes))
                 return false; /* a smaller piece may yet find a block that fits */
-            cuda_staging_forget(device, flight->stream->stream);
+            cuda_staging_forget(device, cuda_stream_of(flight));
             if (!cuda_pool_reserve(device, bytes))
                 return false;
         }
@@ -89,7 +89,7 @@ cudaError_t cuda_staging_allocate(struct cuda_device *device, struct cuda_flight
         return cudaSuccess;
     atomic_fetch_add(&device->pool_allocations, 1);
     cudaError_t error =
-        cudaMallocFromPoolAsync(&at, flight->staging_bytes, device->pool, flight->stream->stream);
+        cudaMallocFromPoolAsync(&at, flight->staging_bytes, device->pool, cuda_stream_of(flight));
     flight->staging = at;
     return error;
 }
@@ -125,7 +125,7 @@ static struct cuda_block *place_for(struct cuda_device *device, uint64_t bytes,
 void cuda_staging_release(struct cuda_device *device, struct cuda_flight *flight) {
     char *at = flight->staging;
     uint64_t bytes = flight->staging_bytes;
-    cudaStream_t stream = flight->stream->stream;
+    cudaStream_t stream = cuda_stream_of(flight);
     flight->staging = NULL;
     flight->staging_bytes = 0;
     struct cuda_block *place = NULL;

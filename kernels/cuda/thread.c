@@ -14,6 +14,7 @@
  * nap, with its wake-up, would add a tenth of a millisecond to each of them. */
 #define FLIGHT_POLL_NS 5000000u
 #define NAP_NS 20000        /* between polls of longer work */
+#define LOCK_SOON_NS 50000  /* that a caller spends on the lock at most */
 #define TIMER_SLACK_NS 1000 /* a nap is not to become three */
 
 uint64_t cuda_now_ns(void) {
@@ -49,6 +50,11 @@ static struct cuda_flight *free_flight(struct cuda_device *device) {
     return NULL;
 }
 
+static void enter_order(struct cuda_device *device, struct cuda_flight *flight) {
+    device->order[device->order_count++] = flight;
+    flight->stream->newest = flight;
+}
+
 /* Launches on the caller's thread, if nothing else is waiting and the device thread is not at work.
  * The caller's current device is its own business (`local:` runs in other people's threads). */
 static bool launch_directly(struct cuda_device *device, struct kld_job *job, bool *ret_failed) {
@@ -66,7 +72,7 @@ static bool launch_directly(struct cuda_device *device, struct kld_job *job, boo
         flight->stream = stream;
         cuda_job_start(device, flight); /* in place: cannot ask to be tried again */
         *ret_failed = flight->status != KLD_OK;
-        device->order[device->order_count++] = flight;
+        enter_order(device, flight);
     }
     if (current != device->ordinal)
         cudaSetDevice(current);
@@ -140,7 +146,7 @@ static bool launch_pending(struct cuda_device *device) {
             end_lost(job);
             continue;
         }
-        device->order[device->order_count++] = flight;
+        enter_order(device, flight);
         if (job->launched && !flight->status && cuda_job_in_place(job))
             job->launched(job);
     }
@@ -182,6 +188,8 @@ static bool poll_flights(struct cuda_device *device, bool briefly) {
         any = true;
         struct kld_job *job = flight->job;
         flight->stream->blocked = false;
+        if (flight->stream->newest == flight)
+            flight->stream->newest = NULL;
         flight->job = NULL;
         job->done(job);
     }
@@ -242,13 +250,24 @@ void cuda_poll(struct kld_device *base, bool more) {
     pthread_mutex_unlock(&device->mutex);
 }
 
+/* Its thread has the lock nearly all the time while staged jobs are in flight, and is asleep or at
+ * its next round for a moment in between: who looks only now and then has to wait for that moment.
+ */
+static bool lock_work_soon(struct cuda_device *device) {
+    uint64_t until_ns = cuda_now_ns() + LOCK_SOON_NS;
+    while (pthread_mutex_trylock(&device->work) != 0)
+        if (cuda_now_ns() >= until_ns)
+            return false;
+    return true;
+}
+
 /* Its work has not begun, and what the client recorded has not come. The event alone does not say:
  * once the wait has passed, the client may record in it anew. Nor does the work: it may be behind
  * that of others. */
 bool cuda_waits(struct kld_device *base, const struct kld_job *job) {
     struct cuda_device *device = (struct cuda_device *)base;
     const struct cuda_event *event = (const struct cuda_event *)job->wait;
-    if (!event || atomic_load(&device->lost) || pthread_mutex_trylock(&device->work) != 0)
+    if (!event || atomic_load(&device->lost) || !lock_work_soon(device))
         return false;
     bool waits = false;
     for (uint32_t i = 0; i < device->order_count; i++) {

@@ -44,6 +44,9 @@ static atomic_int fake_no_memory;   /* countdown: so many allocations of the poo
 static atomic_int fake_devices = 1; /* card 2 and those behind it are not connected to others */
 static atomic_int fake_allocations; /* calls that make or pin anything, ever */
 static atomic_int fake_open_us;     /* that opening a handle takes */
+static atomic_int
+    fake_launched_at;            /* the priority of the stream of the last launch over rows ... */
+static atomic_int fake_launches; /* ... of so many */
 static pthread_mutex_t fake_lock = PTHREAD_MUTEX_INITIALIZER; /* times */
 
 static uint64_t fake_now_ns(void) {
@@ -71,15 +74,21 @@ static cudaError_t fake_passed(const uint64_t *at_ns) {
 
 /* ---- Device, errors -------------------------------------------------------------------------- */
 
+static atomic_int fake_refusal; /* of the runtime, to whoever asks for the device */
+static atomic_int fake_calls;   /* of those that are the first in a process */
 cudaError_t cudaGetDeviceCount(int *count) {
+    atomic_fetch_add(&fake_calls, 1);
     *count = atomic_load(&fake_devices);
-    return cudaSuccess;
+    return (cudaError_t)atomic_load(&fake_refusal);
 }
 cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) {
     *can = device < 2 && peer < 2;
     return cudaSuccess;
 }
-cudaError_t cudaSetDevice(int device) { return cudaSuccess; }
+cudaError_t cudaSetDevice(int device) {
+    atomic_fetch_add(&fake_calls, 1);
+    return cudaSuccess;
+}
 cudaError_t cudaGetDevice(int *device) {
     *device = 0;
     return cudaSuccess;
@@ -104,9 +113,10 @@ const char *cudaGetErrorString(cudaError_t error) { return "the double was told 
 
 /* ---- Streams, events ------------------------------------------------------------------------- */
 
+static atomic_int fake_greatest = -5; /* priority of a stream; the least is 0 */
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
     *least = 0;
-    *greatest = -5;
+    *greatest = atomic_load(&fake_greatest);
     return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
@@ -406,6 +416,8 @@ cudaError_t kld_cuda_launch_divisor(const struct kld_cuda_args *args, bool first
 cudaError_t kld_cuda_launch_rows(const struct kld_cuda_args *args, cudaStream_t stream) {
     int error = atomic_exchange(&fake_launch_error, 0);
     atomic_store(&fake_p_at, args->p.at);
+    atomic_fetch_add(&fake_launches, 1);
+    atomic_store(&fake_launched_at, ((struct fake_stream *)stream)->priority);
     return error ? (cudaError_t)error : fake_work(stream, atomic_load(&fake_us));
 }
 cudaError_t kld_cuda_launch_finish(const struct kld_cuda_args *args, uint32_t groups, bool first,

@@ -76,6 +76,22 @@ START_TEST(an_idle_device_says_whether_it_works) {
 }
 END_TEST
 
+/* MPS refuses who comes while a client of its lost context lives, and that process for good:
+ * another one has to ask, and this one says so at once. */
+START_TEST(who_is_refused_the_device_does_not_ask_again) {
+    const struct kld_device_options options = {.spin_us = 20};
+    uint32_t count = 7;
+    atomic_store(&fake_refusal, cudaErrorMpsServerNotReady);
+    uint64_t start_ns = fake_now_ns();
+    ck_assert_int_eq(cuda->device_open(&options, &device, &err), KLD_UNAVAILABLE);
+    ck_assert_int_eq(atomic_load(&fake_calls), 1);
+    ck_assert_int_eq(cuda->device_count(&count, &err), KLD_UNAVAILABLE);
+    ck_assert_int_eq(atomic_load(&fake_calls), 2);
+    ck_assert_uint_lt(fake_now_ns() - start_ns, 500000000);
+    ck_assert_uint_eq(count, 7);
+}
+END_TEST
+
 START_TEST(closing_waits_for_what_was_polled) {
     setup();
     atomic_store(&fake_us, 20000);
@@ -127,10 +143,10 @@ START_TEST(a_job_says_that_it_waits) {
     atomic_store(&fake_us, 200000);
     prepare(&records[0], pool, false);
     records[0].job.record = ours;
-    ck_assert(submit(&records[0], 0));
+    submit(&records[0], 0);
     prepare(&records[1], pool, false);
     records[1].job.wait = theirs;
-    ck_assert(submit(&records[1], 1));
+    submit(&records[1], 1);
     bool waits = false;
     for (int i = 0; i < 1000 && !waits; i++) { /* the device's thread may be at work just now */
         usleep(100);
@@ -141,7 +157,7 @@ START_TEST(a_job_says_that_it_waits) {
     ck_assert_uint_eq(atomic_load(&records[1].place), 0); /* at work now, for as long */
     prepare(&records[0], pool, false);
     records[0].job.record = ours; /* the client goes on */
-    ck_assert(submit(&records[0], 0));
+    submit(&records[0], 0);
     for (int i = 0; i < 100; i++) {
         ck_assert(!cuda->waits(device, &records[1].job));
         usleep(100);
@@ -153,6 +169,62 @@ START_TEST(a_job_says_that_it_waits) {
     cuda->event_free(ours);
     cuda->event_free(theirs);
     teardown();
+}
+END_TEST
+
+static atomic_int held, asked, enough;
+
+/* As the device's thread, which has the lock nearly all the time while staged jobs are in flight.
+ */
+static void *have_the_lock(void *argument) {
+    struct cuda_device *locked = argument;
+    for (int i = 1; !atomic_load(&enough); i++) {
+        pthread_mutex_lock(&locked->work);
+        atomic_store(&held, i);
+        while (atomic_load(&asked) < i && !atomic_load(&enough))
+            continue;
+        uint64_t until_ns = fake_now_ns() + 10000;
+        while (fake_now_ns() < until_ns)
+            continue;
+        pthread_mutex_unlock(&locked->work);
+    }
+    return NULL;
+}
+
+START_TEST(a_busy_device_says_it_as_well) {
+    setup();
+    struct kld_gpu_event *ours, *theirs;
+    pthread_t thread;
+    uint8_t handle[64];
+    ck_assert_int_eq(cuda->event_create(device, &ours, handle, &err), KLD_OK);
+    ck_assert_int_eq(cuda->event_import(device, handle, &theirs, &err), KLD_OK);
+    atomic_store(&fake_us, 20000000);
+    prepare(&records[0], pool, false);
+    records[0].job.record = ours;
+    submit(&records[0], 0);
+    prepare(&records[1], pool, false);
+    records[1].job.wait = theirs;
+    submit(&records[1], 1);
+    atomic_store(&fake_us, 5);
+    usleep(10000); /* both are launched, whoever did it */
+    ck_assert_int_eq(pthread_create(&thread, NULL, have_the_lock, device), 0);
+    int said = 0, round = 0;
+    uint64_t until_ns = fake_now_ns() + 10000000000; /* for busy machines; 1 ms does */
+    while (said < 3 && fake_now_ns() < until_ns) {
+        round++;
+        while (atomic_load(&held) < round)
+            sched_yield();
+        atomic_store(&asked, round);
+        said += cuda->waits(device, &records[1].job);
+    }
+    atomic_store(&enough, true);
+    pthread_join(thread, NULL);
+    ck_assert_msg(said == 3, "said %d times of %d", said, round);
+    cuda->event_free(theirs);
+    cuda->event_free(ours);
+    atomic_store(&((struct cuda_device *)device)->lost, true); /* nobody waits 20 s for them */
+    wait_for(&records[0], false);
+    wait_for(&records[1], false);
 }
 END_TEST
 
@@ -366,22 +438,6 @@ START_TEST(a_handle_says_itself_which_card_it_is_of) {
 }
 END_TEST
 
-START_TEST(priorities_are_those_of_the_device) {
-    setup();
-    const enum kld_priority priorities[] = {KLD_PRIORITY_LOW, KLD_PRIORITY_NORMAL,
-                                            KLD_PRIORITY_HIGH};
-    const int numbers[] = {0, -2, -5}; /* of 0 to -5 */
-    for (int i = 0; i < 3; i++) {
-        struct kld_stream *stream;
-        atomic_store(&fake_priority_sum, 0);
-        ck_assert_int_eq(cuda->stream_open_priority(device, priorities[i], &stream, &err), KLD_OK);
-        ck_assert_int_eq(atomic_load(&fake_priority_sum), numbers[i]);
-        cuda->stream_close(stream);
-    }
-    teardown();
-}
-END_TEST
-
 /* Once, and in the next launch; what the real driver makes of it is seen on a card. */
 START_TEST(a_fault_is_a_launch_with_an_address_that_is_not_there) {
     setup();
@@ -402,13 +458,13 @@ START_TEST(a_fault_is_a_launch_with_an_address_that_is_not_there) {
 END_TEST
 
 UNIT_MAIN("kernels/cuda/thread", a_fault_is_a_launch_with_an_address_that_is_not_there,
-          jobs_end_in_order_whoever_looks, who_polls_completes, closing_waits_for_what_was_polled,
-          streams_wait_for_events, a_job_says_that_it_waits,
+          jobs_end_in_order_whoever_looks, who_polls_completes,
+          who_is_refused_the_device_does_not_ask_again, closing_waits_for_what_was_polled,
+          streams_wait_for_events, a_job_says_that_it_waits, a_busy_device_says_it_as_well,
           what_cannot_be_launched_is_not_told_as_launched, an_idle_device_says_whether_it_works,
           memory_of_a_predecessor_is_waited_for, memory_of_other_cards_is_taken_where_told,
           a_handle_says_itself_which_card_it_is_of, a_warm_device_allocates_nothing,
-          allocations_of_others_are_opened_once, allocations_by_descriptor,
-          priorities_are_those_of_the_device)
+          allocations_of_others_are_opened_once, allocations_by_descriptor)
 
 #else
 
