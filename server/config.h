@@ -77,6 +77,8 @@
     X(BYTES, token_region_bytes_max, "1T", "the bytes of those of one token")                      \
     X(COUNT, http_deadline_ms, "60000",                                                            \
       "longest an HTTP request may take, and its deadline; 0: none")                               \
+    X(COUNT, event_hold_ms, "10000",                                                               \
+      "how long a client's GPU event that does not come may hold up other clients")                \
     X(COUNT, drain_ms, "10000", "time given to requests in flight on SIGTERM")                     \
     X(COUNT, restart_ms_max, "5000", "longest pause between restarts of a child that keeps dying") \
     X(COUNT, http_slow_ms, "10000", "in that time a client sends or takes the whole message, ...") \

@@ -8,7 +8,7 @@
 
 #include "server/log.h"
 #include "server/worker/event.h"
-#include "server/worker/peer.h"
+#include "server/worker/waits.h"
 
 /* ---- Ends ------------------------------------------------------------------------------------ */
 
@@ -158,8 +158,11 @@ static void launch(struct kld_lane *lane) {
         }
         TAILQ_REMOVE(&lane->queued, request, in_lane);
         request->state = KLD_REQUEST_RUNNING;
+        request->running_ns = kld_worker_now_ns();
         lane->running++;
         worker->waits_running += request->ready != NULL;
+        if (request->ready)
+            kld_waits_watch(worker);
         kld_worker_poll(worker);
         if (worker->options.backend->submit(lane->stream, &request->job))
             tell_launched(request);
@@ -349,44 +352,6 @@ void kld_core_expire(struct kld_worker *worker) {
     }
     kld_worker_watch_deadlines(worker);
     kld_worker_progress(worker);
-}
-
-/* Its client is gone for too long. Less long is enough where its process has died, if nothing but
- * the event of that process holds the job up. */
-static bool is_orphan(const struct kld_request *request, uint64_t gone_ns, uint64_t limit_ns,
-                      uint64_t dead_ns) {
-    const struct kld_session *session = request->session;
-    const struct kld_worker *worker = session->worker;
-    const struct kld_backend *backend = worker->options.backend;
-    if (gone_ns >= limit_ns)
-        return true;
-    return gone_ns >= dead_ns && kld_peer_is_dead(session->pidfd, session->pid) && backend->waits &&
-           backend->waits(worker->device, &request->job);
-}
-
-bool kld_core_check_orphans(struct kld_worker *worker, uint64_t limit_ns, uint64_t dead_ns) {
-    uint64_t now = kld_worker_now_ns();
-    bool any = false;
-    struct kld_session *session;
-    TAILQ_FOREACH(session, &worker->sessions, in_worker) {
-        struct kld_request *request;
-        if (session->state != KLD_SESSION_CLOSING)
-            continue;
-        TAILQ_FOREACH(request, &session->requests, in_session) {
-            if (request->state != KLD_REQUEST_RUNNING || !request->ready)
-                continue;
-            any = true;
-            uint64_t gone_ns = now - session->closed_ns;
-            if (!is_orphan(request, gone_ns, limit_ns, dead_ns))
-                continue;
-            struct kld_error error;
-            kld_error_set(&error, KLD_DEVICE_LOST,
-                          "a job waits for an event of a client that is gone");
-            kld_core_device_lost(worker, &error);
-            return false;
-        }
-    }
-    return any;
 }
 
 void kld_core_device_lost(struct kld_worker *worker, const struct kld_error *cause) {

@@ -33,12 +33,6 @@ void kld_core_lane_opened(struct kld_lane *lane);
 void kld_core_completed(struct kld_worker *worker);
 /* Deadlines that have passed. */
 void kld_core_expire(struct kld_worker *worker);
-/* Jobs that wait on the device for an event of a client that is gone: an event that its process
- * took along never comes, and nothing but the end of this process takes the job off the device.
- * Such a job whose client is gone for limit_ns is the end of the device; so is one whose client is
- * dead for dead_ns and that is known to be held up by that very event.
- * True: there are younger ones. */
-bool kld_core_check_orphans(struct kld_worker *worker, uint64_t limit_ns, uint64_t dead_ns);
 /* The device is gone: answers everything in flight and stops the loop. */
 void kld_core_device_lost(struct kld_worker *worker, const struct kld_error *error);
 

@@ -73,6 +73,7 @@ static void add_after(uv_work_t *work, int cancelled) {
     struct kld_worker_event *event = work->data;
     struct kld_session *session = event->session;
     (void)cancelled;
+    kld_session_awaited(session);
     if (event->status != KLD_OK) {
         struct kld_error error = event->error;
         kld_session_reply_error(session, event->request, &error);
@@ -142,6 +143,7 @@ enum kld_status kld_worker_event_add(struct kld_session *session,
     memcpy(event->ipc_handle, frame->ipc_handle, sizeof event->ipc_handle);
     event->work.data = event;
     session->tasks++;
+    kld_session_awaits(session);
     uv_queue_work(&session->worker->loop, &event->work, add_work, add_after);
     return KLD_OK;
 }

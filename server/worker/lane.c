@@ -16,6 +16,7 @@ static void open_after(uv_work_t *work, int cancelled) {
     struct kld_lane *lane = work->data;
     struct kld_session *session = lane->session;
     (void)cancelled; /* never asked for */
+    kld_session_awaited(session);
     if (lane->status == KLD_OK) {
         lane->state = KLD_LANE_OPEN;
     } else {
@@ -31,6 +32,7 @@ void kld_lane_open(struct kld_lane *lane) {
     lane->session->lanes_busy++;
     lane->error.text[0] = 0;
     lane->work.data = lane;
+    kld_session_awaits(lane->session);
     uv_queue_work(&lane->session->worker->loop, &lane->work, open_work, open_after);
 }
 

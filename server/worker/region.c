@@ -293,6 +293,7 @@ static void add_after(uv_work_t *work, int cancelled) {
     struct kld_region *region = work->data;
     struct kld_session *session = region->session;
     (void)cancelled;
+    kld_session_awaited(session);
     if (region->kind == KLD_REGION_CUDA_IPC)
         kld_worker_handle_came(session->worker);
     if (region->status != KLD_OK) {
@@ -364,6 +365,7 @@ enum kld_status kld_worker_region_add(struct kld_session *session,
         region->cuda_file = kld_cuda_file_acquire(session, fd);
     gauges_add(region, 1);
     session->tasks++;
+    kld_session_awaits(session);
     uv_queue_work(&worker->loop, &region->work, add_work, add_after);
     return KLD_OK;
 }

@@ -36,6 +36,7 @@ struct kld_request {
     struct kld_lane *lane;       /* of that session */
     uint64_t number;             /* the client's request number */
     uint64_t arrival_ns;         /* CLOCK_MONOTONIC */
+    uint64_t running_ns;         /* RUNNING: since when, the same clock */
     uint64_t deadline_ns;        /* the same clock; 0: none */
     uint32_t heap_place;         /* in the queue's heap of deadlines, from 1; 0: not there */
     uint32_t regions_count;

@@ -233,9 +233,18 @@ void kld_session_close(struct kld_session *session) {
     kld_worker_region_drop_all(session);
     kld_worker_event_drop_all(session);
     kld_core_detach(session);
-    kld_worker_watch_orphans(worker);
     kld_worker_accept(worker);
     kld_worker_progress(worker);
+}
+
+void kld_session_awaits(struct kld_session *session) {
+    if (session->awaited++ == 0)
+        session->awaited_ns = kld_worker_now_ns();
+}
+
+void kld_session_awaited(struct kld_session *session) {
+    session->awaited--;
+    session->awaited_ns = kld_worker_now_ns();
 }
 
 void kld_session_collect(struct kld_session *session) {

@@ -72,6 +72,8 @@ struct kld_session {
     struct kld_lane *lanes;   /* client_streams_max of them */
     uint32_t lanes_busy;      /* not CLOSED */
     uint32_t tasks;           /* on uv's pool: regions coming and going, descriptors being closed */
+    uint32_t awaited;    /* tasks there whose end the client waits for: what comes, and lanes */
+    uint64_t awaited_ns; /* when the first of these began, or one ended since */
 
     struct kld_region **regions;      /* by the low bits of the id; NULL: free */
     uint32_t regions_size;            /* entries of that table; grows up to client_regions_max */
@@ -96,6 +98,9 @@ TAILQ_HEAD(kld_session_list, kld_session);
 enum kld_status kld_session_open(struct kld_worker *worker, int fd, uid_t uid, pid_t pid,
                                  struct kld_error *err);
 void kld_session_close(struct kld_session *session);
+/* Counts a task that the client waits for, and its end. */
+void kld_session_awaits(struct kld_session *session);
+void kld_session_awaited(struct kld_session *session);
 /* Frees a CLOSING session that nothing belongs to any more. Call it last: *session may be gone. */
 void kld_session_collect(struct kld_session *session);
 

@@ -18,6 +18,7 @@
 #include "server/worker/closer.h"
 #include "server/worker/core.h"
 #include "server/worker/health.h"
+#include "server/worker/waits.h"
 
 #define ACCEPT_BURST 16
 #define ACCEPT_AGAIN_MS 100
@@ -124,30 +125,6 @@ void kld_worker_watch_deadlines(struct kld_worker *worker) {
     uint64_t wait_ns = request->deadline_ns > now ? request->deadline_ns - now : 0;
     uv_update_time(&worker->loop);
     uv_timer_start(&worker->deadline, deadline_due, (wait_ns + 999999) / 1000000, 0);
-}
-
-static uint64_t orphan_ms(const struct kld_worker *worker) {
-    return worker->options.orphan_ms ? worker->options.orphan_ms : KLD_ORPHAN_MS;
-}
-
-static uint64_t orphan_dead_ms(const struct kld_worker *worker) {
-    uint32_t wanted = worker->options.orphan_dead_ms;
-    return wanted ? wanted : KLD_ORPHAN_DEAD_MS;
-}
-
-static void orphans_due(uv_timer_t *timer) {
-    struct kld_worker *worker = timer->data;
-    if (!kld_core_check_orphans(worker, orphan_ms(worker) * 1000000,
-                                orphan_dead_ms(worker) * 1000000))
-        uv_timer_stop(timer);
-}
-
-void kld_worker_watch_orphans(struct kld_worker *worker) {
-    uint64_t first = orphan_ms(worker), dead = orphan_dead_ms(worker);
-    uint64_t every = (first < dead ? first : dead) / 10 + 1;
-    if (!worker->stopping && !uv_is_active((uv_handle_t *)&worker->orphans) &&
-        kld_core_check_orphans(worker, UINT64_MAX, UINT64_MAX))
-        uv_timer_start(&worker->orphans, orphans_due, every, every);
 }
 
 void kld_worker_pool_counted(struct kld_worker *worker) {
@@ -267,7 +244,7 @@ static void stop(struct kld_worker *worker) {
     uv_close((uv_handle_t *)&worker->deadline, NULL);
     uv_close((uv_handle_t *)&worker->accept_again, NULL);
     uv_close((uv_handle_t *)&worker->drain, NULL);
-    uv_close((uv_handle_t *)&worker->orphans, NULL);
+    uv_close((uv_handle_t *)&worker->waits, NULL);
     uv_close((uv_handle_t *)&worker->health, NULL);
     if (worker->options.control_fd >= 0)
         uv_close((uv_handle_t *)&worker->control, NULL);
@@ -385,13 +362,13 @@ static enum kld_status handles_init(struct kld_worker *worker, struct kld_error 
     uv_timer_init(loop, &worker->deadline);
     uv_timer_init(loop, &worker->accept_again);
     uv_timer_init(loop, &worker->drain);
-    uv_timer_init(loop, &worker->orphans);
+    kld_waits_init(worker);
     kld_health_init(worker);
     uv_signal_init(loop, &worker->terminate);
     uv_signal_init(loop, &worker->fault);
     worker->completions.wake.data = worker->deadline.data = worker->accept_again.data = worker;
-    worker->orphans.data = worker->poll.data = worker->drain.data = worker->terminate.data =
-        worker->listener.data = worker;
+    worker->poll.data = worker->drain.data = worker->terminate.data = worker->listener.data =
+        worker;
     worker->fault.data = worker;
     uv_signal_start(&worker->terminate, terminated, SIGTERM);
     if (worker->options.test_faults)

@@ -26,11 +26,6 @@
 /* Jobs of all clients that wait on the device for an event: a part of those that a back end can
  * have in flight, so that clients whose events do not come leave room for others. */
 #define KLD_WAITS_MAX 32
-/* For a job that waits for an event of a client that is gone: its connection, and its process, with
- * which its streams have ended. Meanwhile streams that the driver put into one queue of the device
- * with the waiting one wait too. */
-#define KLD_ORPHAN_MS 10000
-#define KLD_ORPHAN_DEAD_MS 1000
 #define KLD_HEALTH_MS 500 /* between two looks at an idle device, see health.h */
 
 struct kld_worker_options {
@@ -40,7 +35,7 @@ struct kld_worker_options {
     struct kld_device *device; /* open; kld_worker_done() closes it */
     uint32_t index;            /* of this worker: its place in the page, and of its device */
     int listen_fd;             /* SOCK_SEQPACKET, listening; the caller's */
-    uint32_t orphan_ms;        /* 0: KLD_ORPHAN_MS */
+    uint32_t orphan_ms;        /* 0: KLD_ORPHAN_MS, see waits.h */
     uint32_t orphan_dead_ms;   /* 0: KLD_ORPHAN_DEAD_MS */
     uint32_t health_ms;        /* 0: KLD_HEALTH_MS */
     /* Once nothing of ours runs on the lost device any more, where that is known before this
@@ -64,7 +59,7 @@ struct kld_worker {
     uv_timer_t accept_again; /* after accept() ran out of something */
     uv_timer_t drain;        /* SIGTERM + drain_ms */
     uv_prepare_t small;      /* active when a CPU may have small jobs to run */
-    uv_timer_t orphans;      /* while there may be such jobs */
+    uv_timer_t waits;        /* while jobs with an event are with the back end */
     uv_timer_t health;       /* see health.h */
     uv_work_t health_work;
     bool health_looks; /* while it does, the pool has the two below */
@@ -124,8 +119,6 @@ void kld_worker_pool_counted(struct kld_worker *worker);
 void kld_worker_shares_card(struct kld_worker *worker);
 /* An IPC handle was imported: says once if such handles do not tell which card they are of. */
 void kld_worker_handle_came(struct kld_worker *worker);
-/* A client is gone whose jobs may wait for an event of its. */
-void kld_worker_watch_orphans(struct kld_worker *worker);
 /* The deadline timer follows the queue's earliest deadline. */
 void kld_worker_watch_deadlines(struct kld_worker *worker);
 

@@ -17,7 +17,7 @@ from conftest import ROOT, SANITIZER, Server, wait_until
 from faultlib import SHAPE, Crowd, Mps, without_mps
 from oip import infer
 from unixlib import forward_kl, probabilities
-from wire import Client, Ended, Failed
+from wire import Client, Ended, Failed, Memory
 
 FOLDER = str(ROOT / "tests/e2e")
 PROBE = f"import sys; sys.path.insert(0, {FOLDER!r}); import gpulib; print(int(gpulib.Gpu().mps))"
@@ -249,6 +249,39 @@ def test_an_idle_worker_is_lost_too(gpu_only, mode, server):
     with start(mode, server, CLIENT + "    print('right', flush=True)") as newcomer:
         expect(newcomer, "right\n")
     print(f"a process that came after the death computes {(time.monotonic() - died) * 1e3:.0f} ms after it")
+
+
+def test_a_living_client_holds_up_others(gpu_only, mode, backend):
+    """Its event does not come. That is its own affair, until others stand still for it: memory that one of them
+    gives back is unpinned when the device has come to rest, and what comes behind that waits too."""
+    one = Server(backend=backend, http="", restart_ms_max=200, event_hold_ms=1500, environment=mode.environment)
+    holder = start(mode, one, VICTIM, what=ENDS["event that never comes"])
+    try:
+        expect(holder, "ready\n")
+        worker = one.child("worker")
+        with Client(one.unix, timeout=30) as other:
+            assert not is_replaced(one, worker, 3), "nobody was held up:\n" + one.log()
+            other.ping()
+            pieces = [Memory(1 << 20) for _ in range(9)]
+            for region in [other.region(piece) for piece in pieces[1:]]:
+                other.drop(region)
+            began = time.monotonic()
+            with pytest.raises((Ended, Failed), match="device_lost|^$"):
+                other.region(pieces[0])
+                other.ping()
+            assert is_replaced(one, worker, 10), "others are held up for ever"
+            took = time.monotonic() - began
+        log = one.log()
+        assert f"of the client with pid {holder.pid}, which does not come, and holds up others" in log, log
+        assert 1.4 < took < 4, f"{took:.2f} s\n{log}"
+        wait_until(lambda: answers(one), 20, "the next worker")
+        print(f"MPS {mode.mps}: replaced {took * 1e3:.0f} ms after the first that waited")
+    finally:
+        holder.kill()
+        holder.communicate()
+        status = one.stop()
+        one.remove()
+    assert status == 0
 
 
 @pytest.mark.parametrize("what", ["frees early", "bad handles"])

@@ -4,7 +4,6 @@
 
 #include <string.h>
 #include <sys/socket.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "tests/unit/server/worker/rig.h"
@@ -327,101 +326,6 @@ START_TEST(those_who_wait_leave_room) {
 }
 END_TEST
 
-/* A client dies whose event the device waits for: the worker makes way for another one. Not so for
- * a job that waits for nothing, however long it takes. */
-START_TEST(a_job_that_waits_for_the_dead_ends_the_worker) {
-    rig_init(&rig);
-    rig.orphan_ms = 100;
-    rig_start(&rig);
-    int other = rig_client(&rig), patient = rig_client(&rig), fd = rig_client(&rig);
-    union kld_frame frame;
-    uint64_t region = device_region(fd);
-    atomic_store(&rig.fake.hold, true);
-    rig_submit(patient, 9, device_region(patient));
-    rig_until(&rig.fake.jobs_started, 1);
-    close(patient);
-    usleep(300000);
-    rig_plain(other, KLD_FRAME_PING, 1);
-    rig_expect(other, 1, KLD_FRAME_PONG, NULL);
-    rig_op(&frame, 10, region);
-    frame.as_SUBMIT.flags = KLD_SUBMIT_EARLY;
-    frame.as_SUBMIT.ready_event = add_event(fd, KLD_EVENT_READY);
-    rig_send(fd, &frame);
-    rig_until(&rig.fake.jobs_submitted, 2);
-    rig_submit(other, 11, device_region(other));
-    rig_until(&rig.fake.jobs_submitted, 3);
-    close(fd);
-    rig_expect_error(other, 11, KLD_DEVICE_LOST, "device failed");
-    ck_assert_int_eq(rig_wait(&rig), 2);
-    ck_assert_int_eq(atomic_load(&rig.fake.dead_told), 0); /* its successor waits for its end */
-    close(other);
-}
-END_TEST
-
-/* A connection that a process made which has ended since, handed over. */
-static int connection_of_the_dead(void) {
-    int pair[2], fd = -1;
-    char byte = 'x', space[CMSG_SPACE(sizeof fd)];
-    ck_assert_int_eq(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, pair), 0);
-    pid_t child = fork();
-    if (child == 0) {
-        fd = rig_connect(&rig);
-        rig_send_fds(pair[1], &byte, 1, &fd, 1);
-        _exit(0);
-    }
-    struct iovec part = {&byte, 1};
-    struct msghdr message = {
-        .msg_iov = &part, .msg_iovlen = 1, .msg_control = space, .msg_controllen = sizeof space};
-    ck_assert_int_eq(recvmsg(pair[0], &message, 0), 1);
-    memcpy(&fd, CMSG_DATA(CMSG_FIRSTHDR(&message)), sizeof fd);
-    ck_assert_int_eq(waitpid(child, NULL, 0), child);
-    close(pair[0]);
-    close(pair[1]);
-    union kld_frame frame;
-    kld_frame_init(&frame, KLD_FRAME_HELLO, 1);
-    frame.as_HELLO.version_min = frame.as_HELLO.version_max = KLD_WIRE_VERSION;
-    rig_send(fd, &frame);
-    rig_expect(fd, 1, KLD_FRAME_WELCOME, &frame);
-    return fd;
-}
-
-static void check_orphan(bool dead, bool waits) {
-    rig_init(&rig);
-    rig.orphan_ms = dead && waits ? 60000 : 700;
-    rig.orphan_dead_ms = 100;
-    rig_start(&rig);
-    atomic_store(&rig.fake.waits, waits);
-    int other = rig_client(&rig), fd = dead ? connection_of_the_dead() : rig_client(&rig);
-    union kld_frame frame;
-    uint64_t region = device_region(fd);
-    atomic_store(&rig.fake.hold, true);
-    rig_op(&frame, 10, region);
-    frame.as_SUBMIT.flags = KLD_SUBMIT_EARLY;
-    frame.as_SUBMIT.ready_event = add_event(fd, KLD_EVENT_READY);
-    rig_send(fd, &frame);
-    rig_until(&rig.fake.jobs_submitted, 1);
-    rig_submit(other, 11, device_region(other));
-    rig_until(&rig.fake.jobs_submitted, 2);
-    uint64_t closed_ns = kld_worker_now_ns();
-    close(fd);
-    rig_expect_error(other, 11, KLD_DEVICE_LOST, "device failed");
-    uint64_t took_ms = (kld_worker_now_ns() - closed_ns) / 1000000;
-    ck_assert_int_eq(rig_wait(&rig), 2);
-    ck_assert_int_eq(atomic_load(&rig.fake.asked) > 0, dead);
-    ck_assert_msg(dead && waits ? took_ms >= 100 && took_ms < 5000 : took_ms >= 700, "%d ms",
-                  (int)took_ms);
-    close(other);
-}
-
-/* What a dead process has recorded never comes: no need to wait as long as for one that lives. */
-START_TEST(a_dead_process_is_waited_for_less_long) { check_orphan(true, true); }
-END_TEST
-START_TEST(a_living_process_is_waited_for) { check_orphan(false, true); }
-END_TEST
-/* It is behind other work, or at work itself: that is no reason to end everybody else's. */
-START_TEST(a_job_that_is_not_held_up_is_waited_for) { check_orphan(true, false); }
-END_TEST
-
 START_TEST(priorities_are_those_of_streams) {
     start();
     int fd = rig_client(&rig);
@@ -458,6 +362,4 @@ UNIT_MAIN("server/worker/event", events_are_checked, events_have_a_limit_and_ids
           an_event_stays_while_a_job_names_it, early_is_told_at_launch, early_is_told_from_submit,
           early_that_fails_to_launch_is_an_error, early_needs_a_device_and_its_memory,
           memory_stays_for_what_was_told_early, a_lost_device_is_not_told_to_whoever_has_an_answer,
-          those_who_wait_leave_room, a_job_that_waits_for_the_dead_ends_the_worker,
-          a_dead_process_is_waited_for_less_long, a_living_process_is_waited_for,
-          a_job_that_is_not_held_up_is_waited_for, priorities_are_those_of_streams)
+          those_who_wait_leave_room, priorities_are_those_of_streams)
