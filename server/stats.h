@@ -36,6 +36,8 @@
     X(worker_regions, gauge, worker, "regions registered by Unix clients")                         \
     X(worker_region_bytes, gauge, worker, "their bytes")                                           \
     X(pool_bytes, gauge, worker, "device pool in use")                                             \
+    X(pool_kept_bytes, gauge, worker,                                                              \
+      "of it, kept by the gateway for its next request and given back to who wants it")            \
     X(pool_bytes_max, gauge, worker, "limit of the device pool")                                   \
     X(pool_allocations_total, counter, worker, "allocations from the device pool")                 \
     X(kernel_bytes_total, counter, worker, "bytes that kernels had to move")                       \
@@ -86,6 +88,7 @@ struct kld_stats {
         _Atomic uint64_t sum_ns;
     } histogram[KLD_HISTOGRAM_COUNT];
     _Atomic uint32_t worker_ready; /* 1 while the worker serves */
+    _Atomic uint32_t pool_wanted;  /* times that somebody wanted what of pool_kept_bytes is kept */
     /* Of a worker's block: what is below was written by its first process, and is the same for
      * those that replace it. */
     _Atomic uint32_t described;

@@ -10,38 +10,11 @@
 #include <string.h>
 
 #include "server/gateway/gateway.h"
-#include "server/gateway/pool_list.h"
+#include "server/gateway/pool_state.h"
 
 #define CONNECT_TIMEOUT_NS 2000000000u
 #define UNREACHABLE_NS 100000000u /* so long nothing is tried again: a try may take long */
 #define TICK_MS 10
-#define KEPT_PART 4 /* of the device's pool, what is kept at most: others want it too */
-
-struct kld_pool {
-    const struct kld_config *config;
-    uint32_t index; /* of the worker */
-    struct kld_staging *staging;
-    uv_thread_t thread;
-    uv_loop_t loop;
-    struct kld_mail mail;
-    uv_timer_t tick; /* while there are jobs */
-    uv_poll_t poll;  /* once connected */
-    struct kld_letter stop;
-    struct kld_connection *connection; /* NULL: none yet */
-    struct kld_region *region;         /* of staging */
-    uint32_t streams, next_stream;
-    uint64_t epoch;
-    const struct kld_stats *stats; /* of the worker */
-    struct kld_pool_list waiting, running;
-    struct kld_pool_list starved; /* OPENs that found the device's pool full, in turn */
-    struct kld_error unreachable; /* what the last try ended with, ... */
-    uint64_t again_ns;            /* ... and uv_hrtime() of the next */
-    struct kld_pool_buffer *buffers;
-    uint64_t kept_bytes; /* of those that nobody uses */
-    bool stopping;
-    uv_mutex_t gate; /* of `ended`: buffers are dropped on any loop, also while the thread ends */
-    bool ended;      /* nobody reads its mail any more */
-};
 
 static struct kld_pool_job *job_of(struct kld_letter *letter) {
     return (struct kld_pool_job *)(void *)((char *)letter - offsetof(struct kld_pool_job, letter));
@@ -120,68 +93,8 @@ static void call_done(void *user, enum kld_status status, const struct kld_resul
     finish(job, status, error);
 }
 
-/* ---- Buffers that nobody uses -----------------------------------------------------------------*/
-
-/* at: where the list has it. */
-static void forget(struct kld_pool *pool, struct kld_pool_buffer **at) {
-    struct kld_pool_buffer *buffer = *at;
-    *at = buffer->after;
-    if (buffer->kept_ns)
-        pool->kept_bytes -= buffer->room_bytes;
-    if (pool->connection)
-        kld_region_drop(buffer->region);
-    free(buffer);
-}
-
-static uint64_t pool_bytes_max(const struct kld_pool *pool) {
-    return atomic_load(&pool->stats->value[KLD_STAT_pool_bytes_max]);
-}
-
-static bool keep(struct kld_pool_buffer *buffer) {
-    struct kld_pool *pool = buffer->pool;
-    uint64_t most = pool_bytes_max(pool) / KEPT_PART;
-    if (most > pool->config->keep_buffer_bytes)
-        most = pool->config->keep_buffer_bytes;
-    if (buffer->imported || pool->stopping || atomic_load(&buffer->lost) ||
-        buffer->room_bytes > most || pool->kept_bytes > most - buffer->room_bytes)
-        return false;
-    buffer->kept_ns = uv_hrtime();
-    pool->kept_bytes += buffer->room_bytes;
-    if (!uv_is_active((uv_handle_t *)&pool->tick))
-        uv_timer_start(&pool->tick, ticked, TICK_MS, TICK_MS);
-    return true;
-}
-
-/* Those that were kept long enough; ns 0: all of them. False: there was none. */
-static bool forget_kept(struct kld_pool *pool, uint64_t ns) {
-    uint64_t now = uv_hrtime();
-    bool found = false;
-    for (struct kld_pool_buffer **at = &pool->buffers; *at;) {
-        const struct kld_pool_buffer *one = *at;
-        bool goes = one->kept_ns && (!ns || now - one->kept_ns >= ns || atomic_load(&one->lost));
-        if (goes)
-            forget(pool, at);
-        else
-            at = &(*at)->after;
-        found = found || goes;
-    }
-    return found;
-}
-
-/* One that has room for so much, and not more than a quarter too much. */
-static struct kld_pool_buffer *take_kept(struct kld_pool *pool, uint64_t bytes) {
-    struct kld_pool_buffer *buffer = pool->buffers;
-    while (buffer && (!buffer->kept_ns || atomic_load(&buffer->lost) ||
-                      buffer->room_bytes < bytes || buffer->room_bytes - bytes > bytes / 4))
-        buffer = buffer->after;
-    if (!buffer)
-        return NULL;
-    pool->kept_bytes -= buffer->room_bytes;
-    buffer->kept_ns = 0;
-    buffer->bytes = bytes;
-    buffer->users = 1;
-    return buffer;
-}
+/* ---- Buffers
+ * -----------------------------------------------------------------------------------*/
 
 static enum kld_status make_buffer(struct kld_pool *pool, const struct kld_pool_job *job,
                                    struct kld_pool_buffer **ret_buffer, struct kld_error *err) {
@@ -189,10 +102,12 @@ static enum kld_status make_buffer(struct kld_pool *pool, const struct kld_pool_
     if (!buffer)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     bool import = job->kind == KLD_POOL_IMPORT;
+    kld_pool_offer_kept(pool, false);
     enum kld_status status =
         import ? kld_region_import_cuda_ipc(pool->connection, job->handle, job->uuid, job->bytes, 0,
                                             job->bytes, &buffer->region, err)
                : kld_region_create_pool(pool->connection, job->bytes, &buffer->region, err);
+    kld_pool_offer_kept(pool, true);
     if (status) {
         free(buffer);
         return status;
@@ -212,11 +127,11 @@ static enum kld_status make_buffer(struct kld_pool *pool, const struct kld_pool_
 static enum kld_status open_buffer(struct kld_pool *pool, struct kld_pool_job *job,
                                    struct kld_error *err) {
     look_at_epoch(pool);
-    job->buffer = job->kind == KLD_POOL_OPEN ? take_kept(pool, job->bytes) : NULL;
+    job->buffer = job->kind == KLD_POOL_OPEN ? kld_pool_take_kept(pool, job->bytes) : NULL;
     if (job->buffer)
         return KLD_OK;
     enum kld_status status = make_buffer(pool, job, &job->buffer, err);
-    uint64_t most = pool_bytes_max(pool);
+    uint64_t most = kld_pool_bytes_max(pool);
     if (status != KLD_NO_MEMORY)
         return status;
     if (job->kind == KLD_POOL_OPEN && most && job->bytes > most)
@@ -224,7 +139,7 @@ static enum kld_status open_buffer(struct kld_pool *pool, struct kld_pool_job *j
                              "the request needs %" PRIu64 " bytes of the device's pool; there are "
                              "%" PRIu64 " (pool_bytes_max)",
                              job->bytes, most);
-    forget_kept(pool, 0); /* the worker frees them on a thread of its own */
+    kld_pool_forget_kept(pool, 0); /* the worker frees them on a thread of its own */
     return status;
 }
 
@@ -363,7 +278,8 @@ static void ticked(uv_timer_t *timer) {
     process(pool);
     look_at_waiting(pool);
     feed_starved(pool);
-    forget_kept(pool, KLD_POOL_KEEP_MS * UINT64_C(1000000));
+    kld_pool_look_at_wanted(pool);
+    kld_pool_forget_kept(pool, KLD_POOL_KEEP_MS * UINT64_C(1000000));
     if (!pool->running.first && !pool->waiting.first && !pool->starved.first && !pool->kept_bytes)
         uv_timer_stop(timer);
 }
@@ -401,12 +317,16 @@ static void read_drop(struct kld_letter *letter) {
     struct kld_pool_buffer *buffer =
         (struct kld_pool_buffer *)(void *)((char *)letter -
                                            offsetof(struct kld_pool_buffer, letter));
-    if (keep(buffer))
+    struct kld_pool *pool = buffer->pool;
+    if (kld_pool_keep(buffer)) {
+        if (!uv_is_active((uv_handle_t *)&pool->tick))
+            uv_timer_start(&pool->tick, ticked, TICK_MS, TICK_MS);
         return;
-    struct kld_pool_buffer **at = &buffer->pool->buffers;
+    }
+    struct kld_pool_buffer **at = &pool->buffers;
     while (*at != buffer)
         at = &(*at)->after;
-    forget(buffer->pool, at);
+    kld_pool_forget(pool, at);
 }
 
 void kld_pool_hold(struct kld_pool_buffer *buffer) { atomic_fetch_add(&buffer->users, 1); }
@@ -439,6 +359,7 @@ static void read_stop(struct kld_letter *letter) {
         uv_close((uv_handle_t *)&pool->poll, NULL);
     kld_close(pool->connection);
     pool->connection = NULL;
+    kld_pool_offer_kept(pool, false);
     struct kld_pool_list *const lists[] = {&pool->running, &pool->waiting, &pool->starved};
     for (int i = 0; i < 3; i++)
         while (lists[i]->first) {
@@ -458,7 +379,7 @@ static void run_thread(void *user) {
 uint32_t kld_pool_index(const struct kld_pool *pool) { return pool->index; }
 
 enum kld_status kld_pool_open(const struct kld_config *config, uint32_t index,
-                              struct kld_staging *staging, const struct kld_stats *stats,
+                              struct kld_staging *staging, struct kld_stats *stats,
                               struct kld_pool **ret_pool, struct kld_error *err) {
     struct kld_pool *pool = calloc(1, sizeof *pool);
     if (!pool || uv_mutex_init(&pool->gate) != 0 || uv_loop_init(&pool->loop) != 0) {
@@ -469,6 +390,8 @@ enum kld_status kld_pool_open(const struct kld_config *config, uint32_t index,
     pool->index = index;
     pool->staging = staging;
     pool->stats = stats;
+    pool->wanted_seen = atomic_load(&stats->pool_wanted);
+    kld_pool_offer_kept(pool, true); /* none; a gateway before this one may have said otherwise */
     pool->streams = 1;
     uv_timer_init(&pool->loop, &pool->tick);
     pool->tick.data = pool;

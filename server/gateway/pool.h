@@ -4,8 +4,9 @@
  * libkld: making a buffer waits for the worker, which no HTTP loop may do. Jobs come from any loop
  * and end on the loop that sent them. A buffer is lost with its worker; jobs that name it end with
  * KLD_DEVICE_LOST then. What was dropped is kept for KLD_POOL_KEEP_MS, keep_buffer_bytes in all
- * and a quarter of the device's pool,
- * for an OPEN that wants about as much: the pages of new memory cost a CPU as much as to fill them.
+ * and a quarter of the device's pool, for an OPEN that wants about as much: the pages of new memory
+ * cost a CPU as much as to fill them. When another client of the worker finds the device's pool
+ * full, what is kept is given back, and for as long nothing is.
  * It holds then what its last user left: who opens a buffer writes it before he reads it. An OPEN
  * that finds the device's pool full waits in turn until there is room or nobody wants it any more;
  * one for more than there ever is ends with KLD_TOO_LARGE.
@@ -85,7 +86,7 @@ struct kld_pool_job {
 /* Starts the thread; connects to worker `index` with the first job. staging and stats, that
  * worker's, outlive the pool. */
 enum kld_status kld_pool_open(const struct kld_config *config, uint32_t index,
-                              struct kld_staging *staging, const struct kld_stats *stats,
+                              struct kld_staging *staging, struct kld_stats *stats,
                               struct kld_pool **ret_pool, struct kld_error *err);
 /* One of the gateway's, in turn, of those whose worker serves. */
 struct kld_gateway;

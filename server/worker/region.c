@@ -13,6 +13,7 @@
 
 #include "server/worker/core.h"
 #include "server/worker/cuda_file.h"
+#include "server/worker/kept.h"
 #include "server/worker/publish.h"
 
 #define SLOT_MASK (((uint64_t)1 << KLD_REGION_SLOT_BITS) - 1)
@@ -296,6 +297,8 @@ static void add_after(uv_work_t *work, int cancelled) {
     kld_session_awaited(session);
     if (region->kind == KLD_REGION_CUDA_IPC)
         kld_worker_handle_came(session->worker);
+    if (region->status == KLD_NO_MEMORY && kld_kept_wait(region))
+        return;
     if (region->status != KLD_OK) {
         struct kld_error error = region->error;
         enum kld_status status = region->status;
@@ -322,6 +325,10 @@ static void add_after(uv_work_t *work, int cancelled) {
         kld_session_reply(session, &frame);
     }
     task_ended(session);
+}
+
+void kld_worker_region_add_again(struct kld_region *region) {
+    uv_queue_work(&region->session->worker->loop, &region->work, add_work, add_after);
 }
 
 /* ---- What sessions and requests call --------------------------------------------------------- */

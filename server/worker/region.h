@@ -38,6 +38,8 @@ struct kld_region {
     uint32_t publications;               /* of it */
     struct kld_publication *publication; /* attached: to this; NULL: the owner took it back */
     TAILQ_ENTRY(kld_region) in_publication;
+    TAILQ_ENTRY(kld_region) in_kept; /* while it waits, see kept.h */
+    uint64_t kept_until_ns;          /* CLOCK_MONOTONIC; 0: it never waited */
     uv_work_t work;
 
     /* Constant from creation on. */
@@ -69,6 +71,8 @@ TAILQ_HEAD(kld_region_list, kld_region);
 enum kld_status kld_worker_region_add(struct kld_session *session,
                                       const struct kld_frame_region_add *frame, int fd,
                                       struct kld_error *err);
+/* Of one that waited for memory (kept.h). */
+void kld_worker_region_add_again(struct kld_region *region);
 /* LIVE -> CONDEMNED: no request can name it from here on. */
 enum kld_status kld_worker_region_drop(struct kld_session *session, uint64_t id,
                                        struct kld_error *err);

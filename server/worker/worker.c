@@ -18,6 +18,7 @@
 #include "server/worker/closer.h"
 #include "server/worker/core.h"
 #include "server/worker/health.h"
+#include "server/worker/kept.h"
 #include "server/worker/waits.h"
 
 #define ACCEPT_BURST 16
@@ -248,6 +249,7 @@ static void stop(struct kld_worker *worker) {
     uv_close((uv_handle_t *)&worker->health, NULL);
     if (worker->options.control_fd >= 0)
         uv_close((uv_handle_t *)&worker->control, NULL);
+    kld_kept_close(worker);
     struct kld_session *session, *next;
     for (session = TAILQ_FIRST(&worker->sessions); session; session = next) {
         next = TAILQ_NEXT(session, in_worker);
@@ -364,6 +366,7 @@ static enum kld_status handles_init(struct kld_worker *worker, struct kld_error 
     uv_timer_init(loop, &worker->drain);
     kld_waits_init(worker);
     kld_health_init(worker);
+    kld_kept_init(worker);
     uv_signal_init(loop, &worker->terminate);
     uv_signal_init(loop, &worker->fault);
     worker->completions.wake.data = worker->deadline.data = worker->accept_again.data = worker;

@@ -60,7 +60,9 @@ struct kld_worker {
     uv_timer_t drain;        /* SIGTERM + drain_ms */
     uv_prepare_t small;      /* active when a CPU may have small jobs to run */
     uv_timer_t waits;        /* while jobs with an event are with the back end */
-    uv_timer_t health;       /* see health.h */
+    uv_timer_t kept_again;   /* see kept.h, as the next */
+    TAILQ_HEAD(kld_kept_list, kld_region) kept_waiting;
+    uv_timer_t health; /* see health.h */
     uv_work_t health_work;
     bool health_looks; /* while it does, the pool has the two below */
     enum kld_status health_status;

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import oip
+import wire
 from conftest import BIN, wait_until
 from httplib import PREFIX, Shared, close, fds_of, in_region, probabilities, register
 from oip import INFER, Connection, infer
@@ -45,7 +46,7 @@ def roomy(backend):
 
 
 ASKED = {name: {"binary_data": True} for name in ("loss", "row_loss", "grad_predictions", "grad_targets")}
-POOL = 'kld_pool_bytes{worker="0"}'
+POOL, KEPT = 'kld_pool_bytes{worker="0"}', 'kld_pool_kept_bytes{worker="0"}'
 SHAPE = (1000, 1003)
 
 
@@ -493,6 +494,37 @@ def test_what_is_kept_is_in_nobodys_way(make_server):
         status, _, body = server.request(f"/v2/tensors/a?datatype=FP32&shape={rows},1000", q.tobytes(), method="PUT")
         assert status == 200, body
         assert server.request("/v2/tensors/a", method="DELETE")[0] == 200
+    wait_until(lambda: server.metrics()[POOL] == 0, what="a free pool")
+
+
+def pool_region(server, size):
+    """Status of a client of the Unix socket that wants so much of the device's pool; 0: it got it."""
+    with wire.Client(server.unix) as client:
+        try:
+            client.region_add(3, size)
+            return 0
+        except wire.Failed as error:
+            return error.status
+
+
+def test_what_is_kept_refuses_no_unix_client(make_server):
+    """He waits for it; but not for what will not come, be it that it is no help or that the gateway hangs."""
+    server = make_server(pool_bytes_max="64M", **SMALL)
+    q, gateway = probabilities((1000, 1000), 33), server.child("gateway")
+
+    def keeps():
+        infer(server, {"predictions": q, "targets": q})  # 8 MB
+        wait_until(lambda: server.metrics()[KEPT] or not server.metrics()[POOL], what="a buffer that is kept")
+    for _ in range(3):
+        keeps()
+        assert pool_region(server, 62 << 20) == 0
+    keeps()
+    assert pool_region(server, 65 << 20) == "no_memory"
+    os.kill(gateway, signal.SIGSTOP)
+    try:
+        assert pool_region(server, 62 << 20) in (0, "no_memory")
+    finally:
+        os.kill(gateway, signal.SIGCONT)
     wait_until(lambda: server.metrics()[POOL] == 0, what="a free pool")
 
 

@@ -160,7 +160,7 @@ static enum kld_status call(struct fake_device *fake, struct kld_error *err) {
     int left = atomic_load(&fake->fail_call);
     while (left > 0 && !atomic_compare_exchange_weak(&fake->fail_call, &left, left - 1))
         ;
-    if (left != 1)
+    if (left != 1 && !atomic_load(&fake->fail_all))
         return KLD_OK;
     enum kld_status status = (enum kld_status)atomic_load(&fake->fail_status);
     return kld_error_set(err, status, "the double was told to fail");

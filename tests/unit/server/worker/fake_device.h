@@ -21,6 +21,7 @@ struct fake_device {
     atomic_int fail_job;     /* enum kld_status of jobs from now on */
     atomic_int
         fail_call; /* the N-th memory_*, event_* or stream_open call from now fails; 0: none */
+    atomic_bool fail_all;          /* and so does every one */
     atomic_int fail_status;        /* with this */
     atomic_bool fail_launch;       /* jobs that are to fail do so before launched() */
     atomic_bool launches_directly; /* inside submit() */

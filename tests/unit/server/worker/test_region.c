@@ -460,9 +460,44 @@ START_TEST(one_memfd_on_several_connections_is_mapped_once) {
 }
 END_TEST
 
+START_TEST(who_finds_the_pool_full_waits_for_what_the_gateway_keeps) {
+    union kld_frame frame;
+    start();
+    int fd = rig_client(&rig);
+    atomic_store(&rig.fake.fail_status, KLD_NO_MEMORY);
+    atomic_store(&rig.fake.fail_call, 1);
+    rig_region_frame(&frame, 10, KLD_REGION_POOL, RIG_REGION_BYTES);
+    rig_send(fd, &frame);
+    rig_expect_error(fd, 10, KLD_NO_MEMORY, ""); /* nothing is kept */
+    ck_assert_uint_eq(atomic_load(&rig.stats->pool_wanted), 0);
+    kld_stats_set(rig.stats, KLD_STAT_pool_kept_bytes, 4096);
+    atomic_store(&rig.fake.fail_call, 1);
+    rig_region_frame(&frame, 11, KLD_REGION_POOL, (uint64_t)2 << 30);
+    rig_send(fd, &frame);
+    rig_expect_error(fd, 11, KLD_NO_MEMORY, ""); /* no help: the pool has half of that */
+    ck_assert_uint_eq(atomic_load(&rig.stats->pool_wanted), 0);
+    atomic_store(&rig.fake.fail_call, 1);
+    rig_region_frame(&frame, 12, KLD_REGION_POOL, RIG_REGION_BYTES);
+    rig_send(fd, &frame);
+    rig_expect(fd, 12, KLD_FRAME_REGION, NULL); /* at the second try */
+    ck_assert_uint_eq(atomic_load(&rig.stats->pool_wanted), 1);
+    atomic_store(&rig.fake.fail_all, true);
+    rig_region_frame(&frame, 13, KLD_REGION_POOL, RIG_REGION_BYTES);
+    rig_send(fd, &frame);
+    rig_expect_error(fd, 13, KLD_NO_MEMORY, ""); /* it never came */
+    ck_assert_uint_gt(atomic_load(&rig.stats->pool_wanted), 2);
+    rig_region_frame(&frame, 14, KLD_REGION_POOL, RIG_REGION_BYTES);
+    rig_send(fd, &frame);
+    rig_until_stat(&rig, KLD_STAT_worker_regions, 2);
+    close(fd); /* while it waits */
+    end();
+}
+END_TEST
+
 UNIT_MAIN("server/worker/region", ipc_handles_are_checked, one_descriptor_is_one_memory,
           descriptors_kept_have_a_limit, every_descriptor_of_a_client_is_told_apart,
           memory_of_other_cards_is_for_those_told, a_card_that_takes_turns_is_told_of_once,
           parts_of_one_allocation_are_one_memory, table_grows_to_its_limit_and_reuses_places,
           quota_counts_what_is_still_condemned, client_leaves_while_regions_are_mapped,
-          flood_of_region_adds_is_bounded, one_memfd_on_several_connections_is_mapped_once)
+          flood_of_region_adds_is_bounded, one_memfd_on_several_connections_is_mapped_once,
+          who_finds_the_pool_full_waits_for_what_the_gateway_keeps)

@@ -1,0 +1,80 @@
+/* pool_keep.c - buffers that nobody uses are kept for a moment for who wants about as much next,
+ * and given back at once where somebody else wants memory (pool.h). Asks the worker for nothing.
+ * The pool's thread. */
+#include <stdlib.h>
+
+#include "server/gateway/pool_state.h"
+
+#define KEPT_PART 4 /* of the device's pool, what is kept at most: others want it too */
+
+uint64_t kld_pool_bytes_max(const struct kld_pool *pool) {
+    return atomic_load(&pool->stats->value[KLD_STAT_pool_bytes_max]);
+}
+
+void kld_pool_offer_kept(struct kld_pool *pool, bool offered) {
+    kld_stats_set(pool->stats, KLD_STAT_pool_kept_bytes, offered ? pool->kept_bytes : 0);
+}
+
+static void count_kept(struct kld_pool *pool, int64_t more) {
+    pool->kept_bytes += (uint64_t)more;
+    kld_pool_offer_kept(pool, true);
+}
+
+void kld_pool_forget(struct kld_pool *pool, struct kld_pool_buffer **at) {
+    struct kld_pool_buffer *buffer = *at;
+    *at = buffer->after;
+    if (pool->connection)
+        kld_region_drop(buffer->region);
+    if (buffer->kept_ns)
+        count_kept(pool, -(int64_t)buffer->room_bytes);
+    free(buffer);
+}
+
+bool kld_pool_keep(struct kld_pool_buffer *buffer) {
+    struct kld_pool *pool = buffer->pool;
+    uint64_t now = uv_hrtime(), most = kld_pool_bytes_max(pool) / KEPT_PART;
+    kld_pool_look_at_wanted(pool);
+    if (most > pool->config->keep_buffer_bytes)
+        most = pool->config->keep_buffer_bytes;
+    if (buffer->imported || pool->stopping || atomic_load(&buffer->lost) ||
+        now < pool->kept_again_ns || buffer->room_bytes > most ||
+        pool->kept_bytes > most - buffer->room_bytes)
+        return false;
+    buffer->kept_ns = now;
+    count_kept(pool, (int64_t)buffer->room_bytes);
+    return true;
+}
+
+void kld_pool_forget_kept(struct kld_pool *pool, uint64_t ns) {
+    uint64_t now = uv_hrtime();
+    for (struct kld_pool_buffer **at = &pool->buffers; *at;) {
+        const struct kld_pool_buffer *one = *at;
+        if (one->kept_ns && (!ns || now - one->kept_ns >= ns || atomic_load(&one->lost)))
+            kld_pool_forget(pool, at);
+        else
+            at = &(*at)->after;
+    }
+}
+
+struct kld_pool_buffer *kld_pool_take_kept(struct kld_pool *pool, uint64_t bytes) {
+    struct kld_pool_buffer *buffer = pool->buffers;
+    while (buffer && (!buffer->kept_ns || atomic_load(&buffer->lost) ||
+                      buffer->room_bytes < bytes || buffer->room_bytes - bytes > bytes / 4))
+        buffer = buffer->after;
+    if (!buffer)
+        return NULL;
+    count_kept(pool, -(int64_t)buffer->room_bytes);
+    buffer->kept_ns = 0;
+    buffer->bytes = bytes;
+    buffer->users = 1;
+    return buffer;
+}
+
+void kld_pool_look_at_wanted(struct kld_pool *pool) {
+    uint32_t wanted = atomic_load(&pool->stats->pool_wanted);
+    if (wanted == pool->wanted_seen)
+        return;
+    pool->wanted_seen = wanted;
+    pool->kept_again_ns = uv_hrtime() + KLD_POOL_KEEP_MS * UINT64_C(1000000);
+    kld_pool_forget_kept(pool, 0);
+}
