@@ -254,6 +254,13 @@ static void no_staging(struct kld_waiter *waiter) {
     fail(upload_of(waiter), &error);
 }
 
+/* Its pieces hold no more than it has: else a few small ones would have all staging. */
+static uint64_t piece_bytes(const struct kld_gateway *gateway, uint64_t bytes) {
+    uint64_t most = kld_infer_piece_bytes(gateway), part = bytes / KLD_PIECES + 1;
+    part = (part + KLD_STAGING_ALIGN - 1) & ~(uint64_t)(KLD_STAGING_ALIGN - 1);
+    return part < most ? part : most;
+}
+
 static enum kld_status start(struct upload *upload, const char *name, struct kld_error *err) {
     struct kld_exchange *exchange = upload->exchange;
     struct kld_gateway *gateway = upload->gateway;
@@ -279,7 +286,7 @@ static enum kld_status start(struct upload *upload, const char *name, struct kld
         return status;
     pieces->mail = &gateway->mail;
     pieces->staging = gateway->staging;
-    pieces->piece_bytes = kld_infer_piece_bytes(gateway);
+    pieces->piece_bytes = piece_bytes(gateway, wanted.bytes);
     pieces->moved = moved;
     kld_pieces_begin(pieces);
     uint64_t bytes = KLD_PIECES * pieces->piece_bytes;

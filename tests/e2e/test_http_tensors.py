@@ -297,3 +297,20 @@ def test_several_devices(make_server):
         status, error = ask(server, p, p, {"targets": f"on{device}"}, OUTPUTS, {"device": 1 - device})
         assert status == 400 and f"device {device}" in error
     assert ask(server, p, p, {"predictions": "on0", "targets": "on1"})[0] == 400
+
+
+def test_small_uploads_take_little(make_server):
+    """Of staging no more than they have: so many of them go on at a time."""
+    server = make_server(staging_bytes_max="640K", staging_request_bytes_max="320K")
+    data, connections = bytes(30000), []
+    for i in range(12):
+        connections.append(oip.Connection(server))
+        connections[-1].http.putrequest("PUT", f"/v2/tensors/t{i}?datatype=FP32&shape=75,100")
+        connections[-1].http.putheader("Content-Length", str(len(data)))
+        connections[-1].http.endheaders(data[:-1])
+    wait_until(lambda: server.metrics()["kld_http_received_bytes_total"] == 12 * (len(data) - 1), what="all bytes")
+    for one in connections:
+        one.http.send(data[-1:])
+        assert one.http.getresponse().status == 200
+        one.http.close()
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
