@@ -15,7 +15,8 @@ for set in "$@"; do
     dist) wanted="$wanted patchelf" ;;
     wheel) wanted="$wanted patchelf python3 python3-setuptools python3-wheel" ;;
     deploy)
-        wanted="$wanted buildah debootstrap util-linux python3-yaml python3-seccomp systemd prometheus haproxy"
+        wanted="$wanted buildah debootstrap util-linux python3-yaml python3-seccomp systemd systemd-container \
+            prometheus haproxy"
         # Others bring a kubectl of their own, which Debian's would collide with.
         command -v kubectl >/dev/null || wanted="$wanted kubernetes-client"
         ;;

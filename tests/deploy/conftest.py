@@ -8,6 +8,8 @@ import shutil
 
 import pytest
 
+from imagelib import base, buildah, image  # noqa: F401
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _path = ROOT / "tests" / "e2e" / "conftest.py"
 _spec = importlib.util.spec_from_file_location("e2e_conftest", _path)
@@ -33,7 +35,7 @@ def library(name):
     except ImportError:
         if os.environ.get("CI") == "true":
             raise
-        pytest.skip(f"needs Python's {name}")
+        pytest.skip(f"needs Python's {name}", allow_module_level=True)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from conftest import BIN, ROOT, clean_environment, library
 
-yaml = pytest.importorskip("yaml", reason="needs python3-yaml (deploy/deps.sh deploy)")
+yaml = library("yaml")
 DEPLOY = ROOT / "deploy"
 COMPOSE = {path.name: yaml.safe_load(path.read_text()) for path in sorted(DEPLOY.glob("compose*.yaml"))}
 DAEMONSET = yaml.safe_load((DEPLOY / "mps/kubernetes.yaml").read_text())["spec"]["template"]["spec"]

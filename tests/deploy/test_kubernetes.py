@@ -10,7 +10,7 @@ import pytest
 
 from conftest import BIN, ROOT, clean_environment, library, needs
 
-yaml = pytest.importorskip("yaml", reason="needs python3-yaml (deploy/deps.sh deploy)")
+yaml = library("yaml")
 FOLDER = ROOT / "deploy" / "kubernetes"
 RENDERED = ["base", "gpu"]
 PLAIN = ["examples/sidecar.yaml", "examples/kserve.yaml", "../mps/kubernetes.yaml"]

@@ -11,9 +11,9 @@ import urllib.request
 
 import pytest
 
-from conftest import BIN, DATA, ROOT, Server, needs, wait_until
+from conftest import BIN, DATA, ROOT, Server, library, needs, wait_until
 
-yaml = pytest.importorskip("yaml", reason="needs python3-yaml (deploy/deps.sh deploy)")
+yaml = library("yaml")
 
 RULES = ROOT / "deploy" / "prometheus" / "kld-rules.yaml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "kld.json"
@@ -110,8 +110,6 @@ class Prometheus:
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory, backend):
     """(prometheus, server): after a few scrapes with requests over both fronts in between."""
-    if not shutil.which("prometheus"):
-        pytest.skip("needs prometheus (deploy/deps.sh deploy)")
     server = Server(backend=backend)
     prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), [server.address])
     try:
