@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from conftest import ROOT, SANITIZER, Server, wait_until
 from faultlib import SHAPE, Crowd, Mps, without_mps
 from oip import infer
 from unixlib import forward_kl, probabilities
-from wire import Client, Ended, Failed, Memory
+from wire import Client, Ended, Failed, Memory, tensor
 
 FOLDER = str(ROOT / "tests/e2e")
 PROBE = f"import sys; sys.path.insert(0, {FOLDER!r}); import gpulib; print(int(gpulib.Gpu().mps))"
@@ -132,6 +133,16 @@ BAD_HANDLES = CLIENT + """
             assert failed.status == "invalid", str(failed)
     assert right()
     print("right", flush=True)"""
+
+CYCLES = CLIENT + """
+    test_gpu.leaks_nothing(case, {worker})
+    print("right", flush=True)"""
+TEACHER = CLIENT + """
+    import numpy as np
+    np.save({file!r}, case.p)
+    client.publish("gpu/targets", case.region, wire.description(test_gpu.SHAPE), test_gpu.TENSOR)
+    print("ready", flush=True)
+    time.sleep(600)"""
 
 
 def start(mode, server, code, **more):
@@ -282,6 +293,59 @@ def test_a_living_client_holds_up_others(gpu_only, mode, backend):
         status = one.stop()
         one.remove()
     assert status == 0
+
+
+class Student(threading.Thread):
+    """Computes against the teacher's tensor until that is gone."""
+
+    def __init__(self, path, targets):
+        super().__init__(daemon=True)
+        self.client, self.right, self.ending = Client(path, timeout=30), 0, None
+        self.memory, q = Memory(targets.nbytes), probabilities(*targets.shape)
+        self.memory.array(0, targets.shape, "<f4")[:] = q
+        self.shape, self.expected = targets.shape, forward_kl(q, targets).mean()
+        self.tensors = {"predictions": tensor(self.client.region(self.memory)),
+                        "targets": tensor(self.client.attach("gpu/targets")[0])}
+
+    def run(self):
+        try:
+            while True:
+                assert abs(self.client.run(self.shape, self.tensors)["loss"] / self.expected - 1) < 1e-6
+                self.right += 1
+        except BaseException as ending:
+            self.ending = ending
+
+
+def test_a_teacher_with_gpu_memory_is_killed(gpu_only, mode, server, tmp_path):
+    """Students of its published tensor are answered rightly, and then told that it is gone: no crash, no garbage."""
+    everything_is_given_back(server)
+    worker, file = server.child("worker"), str(tmp_path / "targets.npy")
+    teacher = start(mode, server, TEACHER, file=file)
+    expect(teacher, "ready\n")
+    students = [Student(server.unix, np.load(file)) for _ in range(4)]
+    for one in students:
+        one.start()
+    wait_until(lambda: all(one.right > 20 or one.ending for one in students), 30, "answers")
+    teacher.kill()
+    teacher.communicate()
+    for one in students:
+        one.join(30)
+        assert isinstance(one.ending, Failed) and one.ending.status == "gone", one.ending
+        one.client.ping()
+        one.client.close()
+        one.memory.close()
+    assert server.child("worker") == worker
+    everything_is_given_back(server)
+
+
+def test_register_and_drop_leak_nothing(gpu_only, mode, server):
+    """10,000 times under MPS; without it: test_gpu.py."""
+    if not mode.mps:
+        pytest.skip("test_gpu.py does it without MPS")
+    everything_is_given_back(server)
+    child = start(mode, server, CYCLES, worker=server.child("worker"))
+    expect(child, "right\n")
+    child.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("what", ["frees early", "bad handles"])
