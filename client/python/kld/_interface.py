@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import ctypes as c
 import math
+import sys
 import weakref
 from typing import Any, Dict, NamedTuple, Optional, Tuple
 
@@ -79,8 +80,18 @@ def _of_interface(name: str, value: Any, interface: Dict[str, Any]) -> Found:
     return Found(view, int(interface.get("stream") or _LEGACY_STREAM))
 
 
+def _capsule_of(value: Any) -> Any:
+    try:
+        return value.__dlpack__(stream=_LEGACY_STREAM)  # what fills it comes before that stream's next work
+    except RuntimeError:
+        torch = sys.modules.get("torch")
+        if torch is None or getattr(value, "dtype", None) is not torch.bool:
+            raise
+        return _capsule_of(value.view(torch.uint8))  # a PyTorch whose DLPack has no bool (1.13); its bytes are 0 and 1
+
+
 def _of_dlpack(name: str, value: Any) -> Found:
-    capsule = value.__dlpack__(stream=_LEGACY_STREAM)  # what fills it comes before that stream's next work
+    capsule = _capsule_of(value)
     tensor = c.cast(_capsule_pointer(capsule, b"dltensor"), c.POINTER(_DlManaged)).contents.tensor
     dtype = _DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
