@@ -301,7 +301,8 @@ class Bool:
         return self.lends.__dlpack__(stream=stream)
 
     def view(self, dtype):
-        return Bool(dtype, Foreign(typestr="|u1", bits=(1, 8)))
+        self.kept = Foreign(typestr="|u1", bits=(1, 8))  # a real capsule keeps what it lends
+        return Bool(dtype, self.kept)
 
 
 def test_masks_of_a_pytorch_whose_dlpack_has_no_bool(monkeypatch):
