@@ -120,7 +120,7 @@ def test_an_annealed_module_makes_no_graphs(connection):
 
 GRAD = {"requires_grad": True}
 WRONG = {
-    "contradiction": {"log_target": True, "target_form": "logits"}, "reduction": {"reduction": "average"},
+    "log_target": {"log_target": "probs"}, "contradiction": {"log_target": True, "target_form": "logits"}, "reduction": {"reduction": "average"},
     "text": {"divergence": 3}, "divergence": {"divergence": "x"}, "number": {"temperature": "2.0"},
     "range": {"temperature": -1.0}, "temperature": {"temperature": torch.tensor(2.0, **GRAD)},
     "needless temperature": {"input_form": "logprobs", "temperature": 2.0},

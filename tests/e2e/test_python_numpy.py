@@ -358,3 +358,27 @@ def test_a_lost_worker(make_server):
         server.kill_child("worker")
         after = connection.kl_div(q, p)
         assert after.loss == before.loss and np.array_equal(after.grad_predictions, before.grad_predictions)
+
+
+class Dlpack:
+    """An array on the CPU of a library that speaks DLPack only."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **more):
+        return self.array.__dlpack__(**more)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+@pytest.mark.skipif(not hasattr(np, "from_dlpack"), reason="NumPy 1.23 or newer")
+def test_arrays_by_dlpack(connection):
+    weights = np.linspace(0.5, 2, 96, dtype=np.float32)
+    right = connection.kl_div(Q, P, row_weights=weights)
+    mine = connection.kl_div(Dlpack(Q.copy()), Dlpack(P.copy()), row_weights=Dlpack(weights.copy()))
+    assert mine.loss == right.loss
+    np.testing.assert_array_equal(mine.grad_predictions, right.grad_predictions)
+    with pytest.raises(kld.KldTypeError, match="predictions has dtype int64"):
+        connection.kl_div(Dlpack(np.ones((2, 3), dtype=np.int64)), P)

@@ -124,6 +124,36 @@ def test_errors(connection, arguments, error, text):
     assert isinstance(raised.value, kld.KldError)
 
 
+# What PyTorch raises, and what kld does there.
+REFUSED_BY_BOTH = {
+    "reduction": ({"reduction": "average"}, ValueError, kld.KldValueError),
+    "no reduction": ({"reduction": None}, ValueError, kld.KldTypeError),
+    "classes": ({"target": torch.ones(3, 5)}, RuntimeError, kld.KldValueError),
+    "rows": ({"target": torch.ones(2, 4)}, RuntimeError, kld.KldValueError),
+    "list": ({"target": [1.0]}, TypeError, kld.KldTypeError),
+    "list of inputs": ({"input": [1.0]}, TypeError, kld.KldTypeError),
+    "nothing": ({"target": None}, TypeError, kld.KldTypeError),
+    "array": ({"target": np.ones((3, 4))}, TypeError, kld.KldTypeError),
+    "integers": ({"input": torch.ones(3, 4, dtype=torch.int64)}, RuntimeError, kld.KldTypeError),
+    "integer targets": ({"target": torch.ones(3, 4, dtype=torch.int32)}, RuntimeError, kld.KldTypeError),
+    "booleans": ({"input": torch.ones(3, 4, dtype=torch.bool)}, RuntimeError, kld.KldTypeError),
+    "complex": ({"input": torch.ones(3, 4, dtype=torch.complex64)}, RuntimeError, kld.KldTypeError),
+    "log_target": ({"log_target": "yes"}, TypeError, kld.KldTypeError),
+    "two devices": ({"target": torch.ones(3, 4, device="meta")}, RuntimeError, kld.KldUnsupportedError),
+    "unknown": ({"axis": 1}, TypeError, TypeError)}
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_BOTH)
+def test_parity_of_errors(connection, name):
+    arguments, theirs, mine = REFUSED_BY_BOTH[name]
+    given = {"input": torch.ones(3, 4), "target": torch.ones(3, 4), **arguments}
+    with pytest.raises(theirs):
+        F.kl_div(**given)
+    with pytest.raises(mine) as raised:
+        functional.kl_div(**given, connection=connection)
+    assert str(raised.value)
+
+
 def test_zeros_and_infinities(connection):
     """As documented: a class without mass adds 0, where PyTorch has NaN once a logarithm is infinite."""
     ninf = -np.inf

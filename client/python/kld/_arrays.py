@@ -67,9 +67,17 @@ def _of_torch(name: str, value: Any) -> Any:
     return value.view(torch.int16).numpy().view(dtype_of("bfloat16"))
 
 
+def _as_array(value: Any) -> np.ndarray[Any, Any]:
+    """What NumPy makes one of; where it has nothing but DLPack, by that."""
+    if hasattr(value, "__dlpack__") and not any(hasattr(value, f"__array{name}__") for name in
+                                                ("", "_interface", "_struct")) and hasattr(np, "from_dlpack"):
+        return np.from_dlpack(value)
+    return np.asarray(value)
+
+
 def view_of(name: str, value: Any) -> View:
     """predictions or targets: an array, or what NumPy makes one of."""
-    array = np.asarray(_of_torch(name, value))
+    array = _as_array(_of_torch(name, value))
     dtype = _NAMES.get(array.dtype)
     if dtype is None:
         dtype = array.dtype.name
@@ -89,7 +97,7 @@ def check_shapes(predictions: Tuple[int, ...], targets: Tuple[int, ...]) -> None
 
 def vector_of(name: str, value: Any, dtype: str, shapes: Tuple[Tuple[int, ...], ...]) -> View:
     """A small contiguous input of one of the shapes, converted to dtype where it is another float."""
-    array = np.asarray(value)
+    array = _as_array(value)
     if name == "row_mask":
         if array.dtype.name not in ("bool", "uint8"):
             raise KldTypeError(Status.INVALID, f"row_mask has dtype {array.dtype.name}; it is bool or uint8, "

@@ -157,6 +157,8 @@ def _problem(given: Dict[str, Any], texts: Tuple[Any, ...], log_target: bool, ro
     for name, text in zip(Parameters._fields, texts):
         if not isinstance(text, str):
             return ["type", f"{name} is a text, not {type(text).__name__}"]
+    if not isinstance(log_target, bool):
+        return ["type", f"log_target is a bool, not {type(log_target).__name__}"]
     for name, value in given.items():
         if isinstance(value, Tensor) and value.requires_grad:
             return ["value", _autograd.no_gradient(name)]

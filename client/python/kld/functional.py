@@ -84,6 +84,8 @@ def kl_div(input: torch.Tensor, target: Any, size_average: Optional[bool] = None
     if not _is_plain(input, target):
         check(input, target)
         input, target = _resolved(input), _resolved(target)
+    if not isinstance(log_target, bool):
+        raise KldTypeError(Status.INVALID, f"log_target is a bool, not {type(log_target).__name__}")
     if log_target and target_form != "logprobs":
         raise KldValueError(Status.INVALID, f"log_target=True and target_form={target_form!r} contradict each other")
     if isinstance(target, Attached) and connection is None:
