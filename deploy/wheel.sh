@@ -7,7 +7,8 @@
 set -euo pipefail
 build=$1
 deploy/deps.sh wheel
-. deploy/closure.sh
+. deploy/closure.sh # as sbom.sh does
+. deploy/sbom.sh
 for python in python3 /usr/bin/python3; do
     if "$python" -c 'import setuptools, wheel' 2>/dev/null; then break; fi
 done
@@ -17,10 +18,9 @@ trap 'rm -rf "$work"' EXIT
 # licence_of FOLDER NAME PATH: the licence of the Debian package that a library is from, and the texts that it
 # refers to, as FOLDER/LICENSE.*; adds a line to FOLDER/LICENSE.bundled.
 licence_of() {
-    local folder=$1 name=$2 path owner text
-    path=$(realpath "$3")
-    owner=$(dpkg-query -S "$path" 2>/dev/null || dpkg-query -S "${path#/usr}" 2>/dev/null || true)
-    owner=${owner%%:*}
+    local folder=$1 name=$2 path=$3 owner text
+    owner=$(package_of "$path")
+    owner=${owner%%[: ]*}
     text=/usr/share/doc/$owner/copyright
     if [ -z "$owner" ] || [ ! -e "$text" ]; then
         echo "wheel.sh: $path is of no Debian package; its licence must come along" >&2

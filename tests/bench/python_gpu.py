@@ -6,9 +6,11 @@ of the predictions; and a training step against the bare kernel.
 `call`: between two events around one call, the device idle before, as KernelBench measures. `step`: 50 calls
 behind each other, per call. `host`: how long the call keeps the CPU. Medians, in milliseconds; rounds are
 paired. Extra memory: the most that PyTorch allocates beyond the inputs, and that is gone from the card.
+The environment's PYTORCH_CUDA_ALLOC_CONF (expandable_segments:True) chooses the allocator.
 Status 1 where a loss or gradient is not eager's to 1e-4. Needs KLD_LIBRARY and client/python in PYTHONPATH."""
 import argparse
 import json
+import os
 import pathlib
 import platform
 import statistics
@@ -45,6 +47,13 @@ def on_host(function):
     took = time.perf_counter() - start
     torch.cuda.synchronize()
     return took * 1e3
+
+
+def copied_by(connection, function):
+    """Bytes a call: not 0 where memory has no one handle."""
+    before = connection.copied_bytes
+    function()
+    return connection.copied_bytes - before
 
 
 def extra_memory(function):
@@ -98,6 +107,7 @@ def main():
     jobs = {(name, what): (lambda f=f, model=model: f(model)) for name, model in models.items()
             for what, f in (("forward", forward), ("both", both))}
     extra = {" ".join(key): extra_memory(job) for key, job in jobs.items()}
+    copied = {" ".join(key): copied_by(connections[key[0]], job) for key, job in jobs.items() if key[0] in connections}
     times = {key: {"call": [], "step": [], "host": []} for key in jobs}
     gradient = torch.empty_like(predictions)
     bare = {"forward": [], "both": []}
@@ -115,6 +125,7 @@ def main():
                                        capture_output=True, text=True, check=False).stdout.strip(),
               "system": platform.platform(), "python": platform.python_version(), "rounds": args.rounds,
               "steps": STEPS, "losses": checks, "extra_bytes": extra,
+              "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "default"), "copied_bytes": copied,
               "bare_kernel_ms": {what: statistics.median(all_) for what, all_ in bare.items()}, "ms": {}}
     for (name, what), measured in times.items():
         line = {kind: statistics.median(values) for kind, values in measured.items()}

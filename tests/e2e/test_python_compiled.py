@@ -1,6 +1,6 @@
 """kld under torch.compile() and torch.export(), on the CPU: one graph, its values and gradients are those of a call
 outside; so are the errors; a number that changes makes no graph of its own. PyTorch 2.4 or newer; with an older one
-skipped. (test_python_cuda.py compiles for a GPU.)"""
+skipped. (Those at the end compile for a GPU.)"""
 import gc
 import re
 import subprocess
@@ -246,3 +246,56 @@ def test_the_operators_are_as_pytorch_wants_them(connection):
                                                connection.number))
     with torch.no_grad():
         torch.library.opcheck(_compiled._once_op, (torch.ones(3),))
+
+
+# ---- On a GPU
+
+@pytest.fixture
+def on_card(backend, server):
+    """-> a connection for CUDA tensors, to a server"""
+    if backend != "cuda" or not torch.cuda.is_available():
+        pytest.skip("needs the CUDA back end and a torch with CUDA")
+    with kld.connect(server.url_unix) as made:
+        yield made
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_steps_on_a_gpu(on_card, mode):
+    """One graph for an annealed temperature; with CUDA graphs around the operator, and not of it."""
+    def step(z, t, temperature):
+        return 2 * functional.kl_div(z * 1.5, t, temperature=temperature, connection=on_card, **LOGITS)
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    graph = torch.compile(step, fullgraph=True, mode=mode)
+    t = torch.randn(64, 500, device="cuda").softmax(-1)
+    for index in range(8):
+        found = []
+        for function in (step, graph):
+            z = torch.linspace(-2, 2, 64 * 500, device="cuda").reshape(64, 500).requires_grad_()
+            loss = function(z, t, 4.0 - index / 3)
+            loss.backward()
+            found.append((loss.detach().clone(), z.grad.clone()))
+        torch.testing.assert_close(found[0], found[1])
+    assert 1 <= graphs() <= 2
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_errors_on_a_gpu(on_card, compiler):
+    z, t = torch.randn(4, 6, device="cuda"), torch.rand(4, 6).softmax(-1)
+    for more in ({"target": t}, {"target": t.cuda(), "row_mask": torch.ones(4, dtype=torch.bool)}):
+        given = {"input": z, **LOGITS, "connection": on_card, **more}
+        with pytest.raises(kld.KldValueError) as right:
+            functional.kl_div(**given)
+        with pytest.raises(kld.KldValueError, match=re.escape(str(right.value))):
+            compiled(functional.kl_div, compiler)(**given)
+
+
+def test_batched_gradients_on_a_gpu(on_card):
+    z, t = torch.randn(3, 5, device="cuda", requires_grad=True), torch.rand(3, 5, device="cuda").softmax(-1)
+    for reduction in ("sum", "row"):
+        loss = functional.kl_div(z, t, reduction=reduction, input_form="logits", connection=on_card)
+        weigh = torch.randn(7, *loss.shape, device="cuda")
+        found = torch.autograd.grad(loss, z, weigh, retain_graph=True, is_grads_batched=True)[0]
+        right = torch.stack([torch.autograd.grad(loss, z, one, retain_graph=True)[0] for one in weigh])
+        torch.testing.assert_close(found, right)
