@@ -89,11 +89,13 @@ def test_types(tmp_path):
     config = f"--config-file={PACKAGE / 'pyproject.toml'}"
     (tmp_path / "good.py").write_text(USER)
     (tmp_path / "bad.py").write_text(USER + "    connection.empty('wide')\n"
-                                     "    connection.kl_div([1.0], [1.0], wrong=1)\n")
+                                     "    connection.kl_div([1.0], [1.0], wrong=1)\n"
+                                     "    kld.kl_div([1.0], [1.0], bad=1)\n    kld.attach(7)\n")
     good = check(config, "good.py", cwd=tmp_path)
     assert good.returncode == 0, good.stdout + good.stderr
     bad = check(config, "bad.py", cwd=tmp_path)
-    assert 'incompatible type "str"' in bad.stdout and 'argument "wrong"' in bad.stdout, bad.stdout
+    for text in ('incompatible type "str"', 'argument "wrong"', 'argument "bad"', 'incompatible type "int"'):
+        assert text in bad.stdout, bad.stdout
 
 
 def test_version():

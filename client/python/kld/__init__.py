@@ -10,7 +10,7 @@ kld.functional and kld.nn are PyTorch's side and need torch; the rest needs NumP
 from __future__ import annotations
 
 import os
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from ._connection import Connection, Result, ServerInfo
 from ._default import default_connection
@@ -37,20 +37,23 @@ def connect(url: Optional[str] = None, *, token: Optional[str] = None, ca_file: 
                       threads=threads, staging_bytes_max=staging_bytes_max, cache_bytes_max=cache_bytes_max)
 
 
-def kl_div(predictions: Any, targets: Any, **parameters: Any) -> Result:
-    """Connection.kl_div() over the default connection: one a process, made at its first use from the
-    environment's KLD_SERVER, else "local:"."""
-    return default_connection().kl_div(predictions, targets, **parameters)
+if TYPE_CHECKING:  # with every parameter's type
+    kl_div = default_connection().kl_div
+    publish = default_connection().publish
+    attach = default_connection().attach
+else:
+    def kl_div(predictions: Any, targets: Any, **parameters: Any) -> Result:
+        """Connection.kl_div() over the default connection: one a process, made at its first use from the
+        environment's KLD_SERVER, else "local:"."""
+        return default_connection().kl_div(predictions, targets, **parameters)
 
+    def publish(name: str, array: Any, form: str = "probs", **more: Any) -> Published:
+        """Connection.publish() over the default connection, which lives as long as the process."""
+        return default_connection().publish(name, array, form, **more)
 
-def publish(name: str, array: Any, form: str = "probs", **more: Any) -> Published:
-    """Connection.publish() over the default connection, which lives as long as the process."""
-    return default_connection().publish(name, array, form, **more)
-
-
-def attach(name: str, **more: Any) -> Attached:
-    """Connection.attach() over the default connection."""
-    return default_connection().attach(name, **more)
+    def attach(name: str, **more: Any) -> Attached:
+        """Connection.attach() over the default connection."""
+        return default_connection().attach(name, **more)
 
 
 def __getattr__(name: str) -> Any:
@@ -61,6 +64,6 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = ["Attached", "Connection", "KldBusyError", "KldConnectionError", "KldError", "KldLookupError",
-           "KldMemoryError", "KldPermissionError", "KldTimeoutError", "KldTypeError", "KldUnsupportedError", "KldValueError",
-           "Published", "Result", "ServerInfo", "Status", "__version__", "attach", "connect", "default_connection",
+           "KldMemoryError", "KldPermissionError", "KldTimeoutError", "KldTypeError", "KldUnsupportedError",
+           "KldValueError", "Published", "Result", "ServerInfo", "Status", "__version__", "attach", "connect", "default_connection",
            "kl_div", "publish"]
