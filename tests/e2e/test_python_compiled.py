@@ -107,6 +107,23 @@ def test_a_number_that_changes_at_each_step_makes_no_graphs(connection, reductio
     assert 1 <= graphs() <= 2
 
 
+@pytest.mark.parametrize("value", [2.0, 3, torch.tensor(2.0)], ids=lambda value: type(value).__name__)
+def test_numbers_are_nothing_to_compile(connection, value):
+    """(Inductor would call a C++ compiler for what it computes on a CPU, for CUDA tensors, too.)"""
+    from torch._inductor.utils import run_and_get_code
+
+    def loss(z, t, value):
+        return functional.kl_div(z, t, temperature=value, scale=value, connection=connection, **LOGITS)
+
+    (z, t), graph = pair(4, 6), compiled(loss, "inductor")
+
+    def steps():
+        return [graph(z, t, value + index) == loss(z, t, value + index) for index in range(4)]
+
+    right, code = run_and_get_code(steps)
+    assert all(right) and code and not any("cpp_fused" in one for one in code), code
+
+
 def test_an_annealed_module_makes_no_graphs(connection):
     loss = nn.KLDivLoss(temperature=4.0, connection=connection, **LOGITS)
     graph, (z, t) = compiled(loss), pair(4, 6)

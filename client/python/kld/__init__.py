@@ -29,8 +29,8 @@ def connect(url: Optional[str] = None, *, token: Optional[str] = None, ca_file: 
 
     token: over HTTP, the bearer token. ca_file: over https, certificates to trust; else the system's.
     client_name: for the server's log. connect_timeout: seconds. threads: local:, on the CPU; 0: all.
-    staging_bytes_max: unix:, most shared memory through which other arrays are copied; 0: 4 GiB. cache_bytes_max: most memory kept
-    for results to come.
+    staging_bytes_max: unix:, most shared memory through which other arrays are copied; 0: 4 GiB. cache_bytes_max:
+    most memory kept for results to come.
     """
     return Connection(url if url is not None else os.environ.get("KLD_SERVER") or "local:", token=token,
                       ca_file=ca_file, client_name=client_name, connect_timeout=connect_timeout,
@@ -65,5 +65,5 @@ def __getattr__(name: str) -> Any:
 
 __all__ = ["Attached", "Connection", "KldBusyError", "KldConnectionError", "KldError", "KldLookupError",
            "KldMemoryError", "KldPermissionError", "KldTimeoutError", "KldTypeError", "KldUnsupportedError",
-           "KldValueError", "Published", "Result", "ServerInfo", "Status", "__version__", "attach", "connect", "default_connection",
-           "kl_div", "publish"]
+           "KldValueError", "Published", "Result", "ServerInfo", "Status", "__version__", "attach", "connect",
+           "default_connection", "kl_div", "publish"]

@@ -29,12 +29,11 @@ else:
 
 
 class _Rest(NamedTuple):
-    """Arguments of an operator behind its tensors. Numbers are in a tensor, since they may be others at each step:
-    Dynamo makes a graph for each value of a plain one."""
+    """Arguments of an operator behind its tensors."""
 
     row_weights: Optional[Tensor]
     row_mask: Optional[Tensor]
-    numbers: Optional[Tensor]  #: float64 on the CPU
+    numbers: Optional[Tensor]
     texts: List[str]
     names: List[str]  #: of the numbers
     wanted: List[bool]
@@ -109,6 +108,37 @@ def _once(grad_output: Tensor) -> Tensor:
     return grad_output.clone()
 
 
+# Numbers travel in a tensor, since they may be others at each step: Dynamo makes a graph for each value of a plain one.
+# None of that is left to Inductor to compute: it would call a C++ compiler for it.
+
+def _number(value: Any) -> Tensor:
+    """A float64 scalar. It is taken apart when a graph is lowered, where it is known whether the number may change."""
+    if isinstance(value, torch.SymFloat):
+        return torch.ones((), dtype=torch.float64, device="cpu") * value  # which PyTorch makes an input of the graph
+    made: Tensor = _integer_op(value) if isinstance(value, torch.SymInt) else _constant_op(float(value))
+    return made
+
+
+def _constant(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
+def _integer(value: int) -> Tensor:
+    return _constant(float(value))
+
+
+def _scalar_fake(value: Any) -> Tensor:
+    return torch.empty((), dtype=torch.float64, device="cpu")
+
+
+def _numbers(values: List[Tensor]) -> Tensor:
+    return torch.stack([value.to("cpu", torch.float64) for value in values])
+
+
+def _numbers_fake(values: List[Tensor]) -> Tensor:
+    return torch.empty(len(values), dtype=torch.float64, device="cpu")
+
+
 def _define(name: str, function: Any, fake: Any, schema: str) -> Any:
     # Not part of a CUDA graph, which mode="reduce-overhead" makes of the rest. (PyTorch 2.8 knows the tag.)
     unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
@@ -123,6 +153,12 @@ if HAS_OPERATORS:
                             "(Tensor input, Tensor target" + _SCHEMA + " -> (Tensor, Tensor, Tensor)")
     _late_op: Any = _define("kld::late_gradients", _late, _late_fake,
                             "(Tensor input, Tensor target, Tensor grad_output" + _SCHEMA + " -> (Tensor, Tensor)")
+    _constant_op: Any = _define("kld::constant", _constant, _scalar_fake, "(float value) -> Tensor")
+    _integer_op: Any = _define("kld::integer", _integer, _scalar_fake, "(SymInt value) -> Tensor")
+    _numbers_op: Any = _define("kld::numbers", _numbers, _numbers_fake, "(Tensor[] values) -> Tensor")
+    _library = torch.library.Library("kld", "FRAGMENT")
+    _library.define("number(Scalar value) -> Tensor")
+    _library.impl("number", _number, "CompositeImplicitAutograd")
     _once_op: Any = _define("kld::once", _once, torch.empty_like, "(Tensor grad_output) -> Tensor")
 
     def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -173,12 +209,11 @@ def _problem(given: Dict[str, Any], texts: Tuple[Any, ...], log_target: bool, ro
     return []
 
 
-def _number(value: Any) -> Tensor:
+def _scalar(value: Any) -> Tensor:
     """In the graph."""
-    if isinstance(value, (Tensor, np.ndarray, np.generic)):
-        made: Tensor = torch.as_tensor(value).detach().to("cpu", torch.float64)
-        return made
-    return torch.ones((), dtype=torch.float64, device="cpu") * value
+    made: Tensor = (torch.as_tensor(value).detach() if isinstance(value, (Tensor, np.ndarray, np.generic)) else
+                    torch.ops.kld.number(value))
+    return made
 
 
 def _vector(value: Any, like: Tensor) -> Optional[Tensor]:
@@ -199,7 +234,7 @@ def kl_div(input: Tensor, target: Tensor, parameters: Parameters, log_target: bo
     texts = [str(text) for text in parameters[:TEXTS]] + problem
     if problem:
         given = {}
-    numbers = torch.stack([_number(value) for value in given.values()]) if given else None
+    numbers = _numbers_op([_scalar(value) for value in given.values()]) if given else None
     grad = torch.is_grad_enabled()
     late = reduction == "none" and "logits" in (parameters.predictions_form, parameters.targets_form)
     wanted = [grad and input.requires_grad and not late, grad and target.requires_grad and not late]
