@@ -137,7 +137,8 @@ def test_an_annealed_module_makes_no_graphs(connection):
 
 GRAD = {"requires_grad": True}
 WRONG = {
-    "log_target": {"log_target": "probs"}, "contradiction": {"log_target": True, "target_form": "logits"}, "reduction": {"reduction": "average"},
+    "log_target": {"log_target": "probs"},
+    "contradiction": {"log_target": True, "target_form": "logits"}, "reduction": {"reduction": "average"},
     "text": {"divergence": 3}, "divergence": {"divergence": "x"}, "number": {"temperature": "2.0"},
     "range": {"temperature": -1.0}, "temperature": {"temperature": torch.tensor(2.0, **GRAD)},
     "needless temperature": {"input_form": "logprobs", "temperature": 2.0},
@@ -267,30 +268,30 @@ def test_the_operators_are_as_pytorch_wants_them(connection):
 
 # ---- On a GPU
 
-@pytest.fixture
-def on_card(backend, server):
-    """-> a connection for CUDA tensors, to a server"""
+@pytest.fixture(params=["unix", "local"])
+def on_card(request, backend, server):
+    """-> a connection for CUDA tensors"""
     if backend != "cuda" or not torch.cuda.is_available():
         pytest.skip("needs the CUDA back end and a torch with CUDA")
-    with kld.connect(server.url_unix) as made:
+    with kld.connect(server.url_unix if request.param == "unix" else "local:cuda") as made:
         yield made
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_steps_on_a_gpu(on_card, mode):
     """One graph for an annealed temperature; with CUDA graphs around the operator, and not of it."""
-    def step(z, t, temperature):
-        return 2 * functional.kl_div(z * 1.5, t, temperature=temperature, connection=on_card, **LOGITS)
+    def step(z, t, temperature, mask):
+        return 2 * functional.kl_div(z * 1.5, t, temperature=temperature, row_mask=mask, connection=on_card, **LOGITS)
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     graph = torch.compile(step, fullgraph=True, mode=mode)
-    t = torch.randn(64, 500, device="cuda").softmax(-1)
+    t, mask = torch.randn(64, 500, device="cuda").softmax(-1), torch.arange(64, device="cuda") % 3 > 0
     for index in range(8):
         found = []
         for function in (step, graph):
             z = torch.linspace(-2, 2, 64 * 500, device="cuda").reshape(64, 500).requires_grad_()
-            loss = function(z, t, 4.0 - index / 3)
+            loss = function(z, t, 4.0 - index / 3, mask)
             loss.backward()
             found.append((loss.detach().clone(), z.grad.clone()))
         torch.testing.assert_close(found[0], found[1])

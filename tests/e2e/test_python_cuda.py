@@ -1,6 +1,7 @@
 """kld from PyTorch's CUDA tensors and from arrays of other libraries on a GPU: by handle over a server's
 socket, on the current stream over local:. Values and gradients, what is copied and registered, who waits for
-what, allocators, what is refused. On the CUDA back end with a torch that has one; elsewhere skipped."""
+what, allocators, what is refused. (Compiled: test_python_compiled.py.) On the
+CUDA back end with a torch that has one; elsewhere skipped."""
 import re
 import subprocess
 import sys
@@ -277,8 +278,8 @@ with kld.connect(sys.argv[1]) as connection:
 def test_other_allocators(connection, allocator):
     """What has no one handle is copied on the device, over a socket; over local: never."""
     result = subprocess.run([sys.executable, "-W", "ignore::RuntimeWarning", "-c", ALLOCATOR, connection.url],
-                            capture_output=True, text=True, timeout=200, env=environment(PYTORCH_CUDA_ALLOC_CONF=allocator,
-                                                         PYTORCH_ALLOC_CONF=allocator))
+                            capture_output=True, text=True, timeout=200,
+                            env=environment(PYTORCH_CUDA_ALLOC_CONF=allocator, PYTORCH_ALLOC_CONF=allocator))
     assert result.returncode == 0, result.stderr
     copied = dict(map(int, line.split()) for line in result.stdout.splitlines())
     if connection._devices().is_local:
@@ -382,22 +383,6 @@ def test_jax(connection):
 
 
 # ---- PyTorch's surroundings
-
-def test_compiled(connection):
-    def step(z, t, mask):
-        return functional.kl_div(z * 2, t, reduction="batchmean", input_form="logits", target_form="logits",
-                                 temperature=2.0, row_mask=mask, connection=connection) * 3
-
-    z, t = (torch.randn(32, 100, device=GPU) for _ in range(2))
-    mask = torch.arange(32, device=GPU) % 3 > 0
-    found = []
-    for function in (step, torch.compile(step, fullgraph=True)):
-        leaf = z.clone().requires_grad_()
-        loss = function(leaf, t, mask)
-        loss.backward()
-        found.append((loss.detach(), leaf.grad))
-    torch.testing.assert_close(found[0], found[1])
-
 
 def test_autocast_and_gradscaler(connection):
     """kl_div is of the list that autocast computes in FP32; a float16 gradient that would vanish survives

@@ -272,7 +272,8 @@ class Foreign:
 
     def __init__(self, **more):
         self.bits = more.pop("bits", (2, 32))
-        self.__cuda_array_interface__ = {"shape": (1, 4), "typestr": "<f4", "data": (4096, False), "strides": None, **more}
+        self.__cuda_array_interface__ = {"shape": (1, 4), "typestr": "<f4", "data": (4096, False), "strides": None,
+                                         **more}
         self.asked = []
 
     def __dlpack_device__(self):

@@ -166,7 +166,8 @@ def test_a_token_is_asked_for(make_server, tmp_path):
 @pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl")
 def test_https(make_server, tmp_path, monkeypatch):
     subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "key", "-out", "certificate",
-                    "-subj", "/CN=kld", "-addext", "subjectAltName=IP:127.0.0.1"], cwd=tmp_path, check=True, capture_output=True)
+                    "-subj", "/CN=kld", "-addext", "subjectAltName=IP:127.0.0.1"], cwd=tmp_path, check=True,
+                   capture_output=True)
     server = make_server(tls_cert=tmp_path / "certificate", tls_key=tmp_path / "key")
     url, trusted = server.http.replace("http:", "https:"), str(tmp_path / "certificate")
     with kld.connect(url, ca_file=trusted) as connection:
