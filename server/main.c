@@ -49,6 +49,9 @@ static int child_main(int argc, char **argv) {
         snprintf(name, sizeof name, "worker%u", child.index);
     else
         snprintf(name, sizeof name, "gateway");
+    char comm[32]; /* what ps and top show; else it would be "exe", as we were started */
+    snprintf(comm, sizeof comm, "kld-%s", name);
+    prctl(PR_SET_NAME, comm);
     if (kld_log_init(name, config.log_level, config.log_format, &err) != KLD_OK ||
         kld_stats_attach(KLD_FD_STATS, &child.page, &err) != KLD_OK)
         return fail(&err);

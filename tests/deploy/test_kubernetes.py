@@ -188,6 +188,16 @@ def test_the_autoscaler_reads_what_prometheus_records():
     assert hpa["minReplicas"] > one("base", "PodDisruptionBudget")["spec"]["maxUnavailable"]
 
 
+def test_the_alerts_as_an_object():
+    """The command in deploy/README.md, without kubectl."""
+    guide = (ROOT / "deploy/README.md").read_text()
+    command = re.search(r"^(\{ printf .*?;? \}) \| kubectl apply -f -$", guide, re.M | re.S).group(1)
+    made = subprocess.run(["bash", "-euc", command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    item = yaml.safe_load(made)
+    assert (item["apiVersion"], item["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
+    assert item["spec"] == yaml.safe_load((ROOT / "deploy/prometheus/kld-rules.yaml").read_text())
+
+
 def test_images_are_of_this_version():
     version = (ROOT / "proto/VERSION").read_text().strip()
     for path in FOLDER.rglob("*.yaml"):

@@ -87,6 +87,8 @@ def test_ready_line_and_clean_end(make_server):
     assert stat.S_ISSOCK(mode.st_mode) and stat.S_IMODE(mode.st_mode) == 0o660
     assert set(children_of(server.pid)) == {"worker", "gateway"}
     assert urllib.request.urlopen(server.http + "/v2/health/ready").status == 200
+    names = {role: pathlib.Path(f"/proc/{pid}/comm").read_text() for role, pid in children_of(server.pid).items()}
+    assert names == {"worker": "kld-worker0\n", "gateway": "kld-gateway\n"}
     children = list(children_of(server.pid).values())
     assert server.stop() == 0
     assert not os.path.exists(server.unix)
