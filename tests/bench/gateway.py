@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """What HTTP costs: the gateway against a plain TCP stream, against a bare libmicrohttpd server and against what
-one would write instead (aiohttp with NumPy), by the same client on the same machine. Pairs, one after the other,
+one would write instead (aiohttp with PyTorch), by the same client on the same machine. Pairs, one after the other,
 medians of them.
 
-  tests/bench/gateway.py [--build DIR] [--rounds N] [--seconds S] > results/gateway-cpu.json
+  build-venv/bin/python tests/bench/gateway.py [--build DIR] [--rounds N] [--seconds S] > results/gateway-cpu.json
 """
 import argparse
 import json
@@ -18,16 +18,15 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/e2e"))
 GIB = 1 << 30
 PEER = '''
-import numpy as np
+import torch
 from aiohttp import web
 async def infer(request):
     if request.content_type == "application/json":
-        tensors = [np.array(t["data"], "<f4").reshape(t["shape"]) for t in (await request.json())["inputs"]]
+        q, p = (torch.tensor(t["data"]).reshape(t["shape"]) for t in (await request.json())["inputs"])
     else:
-        body = await request.read()
-        tensors = np.frombuffer(body, "<f4").reshape(2, int(request.headers["X-Rows"]), -1)
-    q, p = tensors
-    loss = float((p * (np.log(p) - np.log(q))).sum() / len(q))
+        body = bytearray(await request.read())
+        q, p = torch.frombuffer(body, dtype=torch.float32).reshape(2, int(request.headers["X-Rows"]), -1)
+    loss = torch.nn.functional.kl_div(q.log(), p, reduction="batchmean").item()
     return web.json_response({"loss": loss})
 app = web.Application(client_max_size=4 << 30)
 app.router.add_post("/v2/models/kl_div/infer", infer)
@@ -92,7 +91,7 @@ def main():
     bulk = conftest.Server()
     results = {"commit": subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True,
                                         text=True).stdout.strip(),
-               "cpus": os.cpu_count(), "rounds": options.rounds}
+               "cpus": os.cpu_count(), "rounds": options.rounds, "load_before": os.getloadavg()[0]}
     try:
         ports = {"kld": int(server.address.rsplit(":", 1)[1]), "bulk": int(bulk.address.rsplit(":", 1)[1]),
                  "hello": free_port(), "sink": free_port(), "peer": free_port()}
@@ -109,7 +108,7 @@ def main():
         for one in (server, bulk):
             one.stop()
             one.remove()
-    print(json.dumps(results, indent=1))
+    print(json.dumps(results | {"load_after": os.getloadavg()[0]}, indent=1))
 
 
 def measure(bench, ports, results, oip, probabilities):
@@ -131,7 +130,7 @@ def measure(bench, ports, results, oip, probabilities):
     kld = post({oip.LENGTH: len(text)}, text, len(text) + GIB)
     pairs = bench.pairs(lambda: bench.run("stream", ports["kld"], GIB, request=kld),
                         lambda: bench.run("stream", ports["peer"], GIB, request=head))
-    results["answer_1gib_over_aiohttp_numpy"] = ratio(pairs, "answered_s", True)
+    results["answer_1gib_over_aiohttp_torch"] = ratio(pairs, "answered_s", True)
 
     q, p = probabilities((2, 8), 1), probabilities((2, 8), 2)
     seconds, small = bench.options.seconds, {}
@@ -146,10 +145,15 @@ def measure(bench, ports, results, oip, probabilities):
                 key: middle([a for a, _ in pairs], key) for key in ("requests_per_s", "p50_us", "p99_us")}
             small[f"{kind}_{connections}"]["of_hello"] = ratio(pairs, "requests_per_s")
     results["small"] = small
-    peer = post({"Content-Type": "application/json"}, oip.body({"predictions": q, "targets": p}, binary=False)[1])
-    pairs = bench.pairs(lambda: bench.run("load", ports["kld"], 64, seconds, request=peer),
-                        lambda: bench.run("load", ports["peer"], 64, seconds, request=peer))
-    results["small_json_over_aiohttp_numpy"] = ratio(pairs, "requests_per_s")
+    json_headers, json_data = oip.body({"predictions": q, "targets": p}, binary=False)
+    for kind, ours, theirs in (
+            ("json", post(json_headers, json_data), post({"Content-Type": "application/json"}, json_data)),
+            ("binary", request, post({"X-Rows": 2, "Content-Type": "application/octet-stream"},
+                                     q.tobytes() + p.tobytes()))):
+        pairs = bench.pairs(lambda r=ours: bench.run("load", ports["kld"], 64, seconds, request=r),
+                            lambda r=theirs: bench.run("load", ports["peer"], 64, seconds, request=r))
+        results[f"small_{kind}_over_aiohttp_torch"] = ratio(pairs, "requests_per_s")
+        results[f"small_{kind}_aiohttp_torch_per_s"] = middle([b for _, b in pairs], "requests_per_s")
     idle(bench, ports, results, post(*oip.body({"predictions": q, "targets": p})))
 
 

@@ -146,7 +146,7 @@ def test_who_was_refused_takes_no_place(make_server, tokens):
 
 def test_a_silent_worker_is_not_waited_for_beyond_the_deadline(make_server):
     """Whatever of a request waits for it: making the buffer, filling it, computing."""
-    server = make_server(http_deadline_ms=400, **SMALL)
+    server = make_server(http_deadline_ms=400, keep_buffer_bytes=1, **SMALL)
     q = probabilities((1000, 1003), 4)
     headers, data = oip.body({"predictions": q, "targets": q})
     assert server.request(INFER, data, headers)[0] == 200
