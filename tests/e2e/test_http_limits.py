@@ -99,22 +99,22 @@ def test_stored_tensors_of_one_token(make_server, tokens):
 
 def test_an_upload_counts_what_it_holds(make_server, tokens):
     server = make_server(tokens=tokens, token_bytes_max="600K", http_requests_max=2, **SMALL)
-    path = "/v2/tensors/a?datatype=FP32&shape=2,8"
+    path, large = "/v2/tensors/a?datatype=FP32&shape=400,400", probabilities((400, 400), 9).tobytes()
     slow = [connect(server) for _ in range(2)]
     # Four pieces of 128 KiB: one of them at a time.
     for one in slow:
-        one.sendall(text_of(Q.tobytes(), bearer("one"), "PUT", path)[:-1])
-    status, _, body = server.request(path, Q.tobytes(), bearer("one"), "PUT")
+        one.sendall(text_of(large, bearer("one"), "PUT", path)[:-1])
+    status, _, body = server.request(path, large, bearer("one"), "PUT")
     assert status == 429 and b"token_bytes_max" in body
     assert metric(server, "kld_http_requests_in_flight", "two") == 2
     third = connect(server)
-    third.sendall(text_of(Q.tobytes(), bearer("two"), "PUT", path)[:-1])
+    third.sendall(text_of(large, bearer("two"), "PUT", path)[:-1])
     wait_until(lambda: metric(server, "kld_http_requests_in_flight", "two") == 3, what="three")
     status, headers, body = server.request(INFER, DATA, {**HEADERS, **bearer("two")})
     assert status == 503 and headers["Retry-After"] and b"in flight" in body
     for one in [*slow, third]:
         one.close()
-    wait_until(lambda: server.request(path, Q.tobytes(), bearer("one"), "PUT")[0] == 200, what="a free place")
+    wait_until(lambda: server.request(path, large, bearer("one"), "PUT")[0] == 200, what="a free place")
     wait_until(lambda: metric(server, "kld_staging_bytes", "two") == 0, what="free staging")
 
 
