@@ -294,11 +294,11 @@ static void add_after(uv_work_t *work, int cancelled) {
     struct kld_region *region = work->data;
     struct kld_session *session = region->session;
     (void)cancelled;
-    kld_session_awaited(session);
     if (region->kind == KLD_REGION_CUDA_IPC)
         kld_worker_handle_came(session->worker);
     if (region->status == KLD_NO_MEMORY && kld_kept_wait(region))
-        return;
+        return; /* is tried again */
+    kld_session_awaited(session);
     if (region->status != KLD_OK) {
         struct kld_error error = region->error;
         enum kld_status status = region->status;

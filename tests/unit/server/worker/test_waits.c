@@ -205,6 +205,28 @@ START_TEST(an_event_that_holds_up_a_registration_ends_the_worker) {
 }
 END_TEST
 
+/* One that found no memory and was tried again has ended once. */
+START_TEST(a_registration_that_is_tried_again_is_awaited_once) {
+    start_holding(true);
+    int other = rig_client(&rig), idle = rig_client(&rig), fd = patient_client(1);
+    union kld_frame frame;
+    kld_stats_set(rig.stats, KLD_STAT_pool_kept_bytes, 4096);
+    atomic_store(&rig.fake.fail_status, KLD_NO_MEMORY);
+    atomic_store(&rig.fake.fail_call, 1);
+    rig_region_frame(&frame, 2, KLD_REGION_POOL, RIG_REGION_BYTES);
+    rig_send(other, &frame);
+    rig_expect(other, 2, KLD_FRAME_REGION, NULL);
+    ck_assert_uint_eq(atomic_load(&rig.stats->pool_wanted), 1);
+    still_serves(idle);
+    atomic_store(&rig.fake.hold, false);
+    close(fd);
+    close(other);
+    close(idle);
+    ck_assert_int_eq(rig_end(&rig), 0);
+    rig_done(&rig);
+}
+END_TEST
+
 /* The event has come: what takes so long is the work. Nor is anybody held up who has left. */
 START_TEST(work_that_takes_long_is_no_wait) {
     start_holding(false);
@@ -226,4 +248,5 @@ UNIT_MAIN("server/worker/waits", a_job_that_waits_for_the_dead_ends_the_worker,
           a_dead_process_is_waited_for_less_long, a_living_process_is_waited_for,
           a_job_that_is_not_held_up_is_waited_for, an_event_may_take_its_time,
           an_event_that_holds_up_a_request_ends_the_worker,
-          an_event_that_holds_up_a_registration_ends_the_worker, work_that_takes_long_is_no_wait)
+          an_event_that_holds_up_a_registration_ends_the_worker,
+          a_registration_that_is_tried_again_is_awaited_once, work_that_takes_long_is_no_wait)
