@@ -189,6 +189,11 @@ static int run_load(int port, int connections, double seconds, const char *reque
     printf("{\"requests_per_s\": %.0f, \"p50_us\": %u, \"p99_us\": %u, \"requests\": %zu}\n",
            (double)count / ((double)(now - begun) / 1e9), took_us[count / 2],
            took_us[count - count / 100 - 1], count);
+    for (int i = 0; i < connections; i++)
+        close(peers[i].fd);
+    close(epoll);
+    free(took_us);
+    free(peers);
     return EXIT_SUCCESS;
 }
 
