@@ -3,6 +3,7 @@ that it keeps for us. The manager is played here, on its protocol; deploy/system
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import time
 
@@ -89,11 +90,11 @@ def watched(tmp_path, make_server):
 
 def test_signs_of_life_come_at_half_time(watched):
     times = []
-    for _ in range(5):
-        assert watched.next(WATCHDOG_S) == ["WATCHDOG=1"]
+    for _ in range(6):
+        assert watched.next(5 * WATCHDOG_S) == ["WATCHDOG=1"]
         times.append(time.monotonic())
     gaps = [later - earlier for earlier, later in zip(times, times[1:])]
-    assert 0.3 * WATCHDOG_S < min(gaps) and max(gaps) < 0.9 * WATCHDOG_S, gaps
+    assert 0.4 * WATCHDOG_S < statistics.median(gaps) < 0.8 * WATCHDOG_S, gaps
 
 
 @pytest.mark.parametrize("role", ["worker", "gateway"])
@@ -103,7 +104,7 @@ def test_a_hanging_child_ends_them(watched, role):
     time.sleep(0.1)  # an answer may be on its way
     assert watched.quiet_for(1.5 * WATCHDOG_S)
     os.kill(pid, signal.SIGCONT)
-    assert watched.next(WATCHDOG_S) == ["WATCHDOG=1"]
+    assert watched.next(30) == ["WATCHDOG=1"]
 
 
 @pytest.mark.parametrize("role", ["worker", "gateway"])
@@ -115,7 +116,7 @@ def test_a_child_that_is_replaced_does_not(watched, role):
         if children_of(watched.server.pid).get(role, before) != before:
             break
         last = time.monotonic()
-    assert watched.next(WATCHDOG_S) == ["WATCHDOG=1"]
+    assert watched.next(30) == ["WATCHDOG=1"]
 
 
 def test_a_watchdog_of_another_process_is_not_ours(tmp_path, make_server):
