@@ -124,6 +124,22 @@ def test_numbers_are_nothing_to_compile(connection, value):
     assert all(right) and code and not any("cpp_fused" in one for one in code), code
 
 
+def test_a_batch_size_that_changes_makes_no_graphs(connection):
+    def step(z, t, mask):
+        return functional.kl_div(z * 2, t, row_mask=mask, connection=connection, **LOGITS)
+
+    graph = compiled(step)
+    for rows in range(3, 12):
+        (z, t), found = pair(rows, 7), []
+        for function in (step, graph):
+            leaf = z.clone().requires_grad_()
+            loss = function(leaf, t, torch.arange(rows) % 3 > 0)
+            loss.backward()
+            found.append((loss.detach(), leaf.grad))
+        torch.testing.assert_close(found[0], found[1])
+    assert graphs() == 2
+
+
 def test_an_annealed_module_makes_no_graphs(connection):
     loss = nn.KLDivLoss(temperature=4.0, connection=connection, **LOGITS)
     graph, (z, t) = compiled(loss), pair(4, 6)

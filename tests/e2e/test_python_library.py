@@ -150,6 +150,20 @@ def test_no_connection(url, error, text):
     assert isinstance(raised.value, kld.KldError) and str(raised.value)
 
 
+@pytest.mark.parametrize("more, error, text", [
+    ({"token": 3}, TypeError, "token is a text, not int"), ({"client_name": None}, TypeError, "client_name is a text"),
+    ({"threads": "all"}, TypeError, "threads is a whole number, not str"), ({"threads": True}, TypeError, "not bool"),
+    ({"threads": -1}, ValueError, "threads is -1; expected 0 to"),
+    ({"staging_bytes_max": 1 << 64}, ValueError, "staging_bytes_max is"),
+    ({"cache_bytes_max": 1.5}, TypeError, "cache_bytes_max is a whole number, not float"),
+    ({"connect_timeout": "long"}, TypeError, "connect_timeout is a number, not str"),
+    ({"connect_timeout": 0}, ValueError, "above 0")])
+def test_what_connect_refuses(more, error, text):
+    with pytest.raises(error, match=text) as raised:
+        kld.connect("local:cpu", **more)
+    assert isinstance(raised.value, kld.KldError)
+
+
 def test_a_token_is_asked_for(make_server, tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text(f"me {hashlib.sha256(b'right').hexdigest()} infer\n")

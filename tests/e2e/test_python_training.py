@@ -168,6 +168,24 @@ def test_tensors_without_memory_of_their_own(connection):
         step(nested([z, z]), nested([t, t]))
 
 
+def test_tensors_in_the_place_of_arrays(connection):
+    """Of connection.kl_div(), which dispatches nothing: those without numbers of their own are refused."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    z, t = (tensor.softmax(-1) for tensor in numbers(4, 6))
+    fake = FakeTensorMode().from_tensor(t)
+    for predictions, targets, more, text in (
+            (z.to("meta"), t, {}, "predictions is a torch.strided tensor on meta"),
+            (z.to_sparse(), t, {}, "predictions is a torch.sparse_coo tensor"),
+            (z, fake, {}, "a tensor is a FakeTensor"),
+            (z, t, {"row_weights": FakeTensorMode().from_tensor(torch.ones(4))}, "a tensor is a FakeTensor")):
+        with pytest.raises(kld.KldUnsupportedError, match=text):
+            connection.kl_div(predictions, targets, **more)
+    with pytest.raises(kld.KldUnsupportedError, match="inside a transform"):
+        transforms().vmap(lambda one: connection.kl_div(one, one))(z)
+    turned = torch.complex(torch.zeros(4, 6), -t).conj().imag
+    assert connection.kl_div(z, turned).loss == connection.kl_div(z, t).loss
+
+
 def test_make_fx_sees_an_operator():
     """And not the loss of the example as a constant."""
     if _surroundings.HAS_OPERATORS:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ContextManager, Dict, List, Optional, Tup
 import numpy as np
 
 from . import _share
-from ._errors import KldTypeError, KldValueError, Status
+from ._errors import KldTypeError, KldUnsupportedError, KldValueError, Status
 from ._request import Call, View, check_no_gradient
 
 if TYPE_CHECKING:
@@ -58,26 +58,38 @@ def array_of(block: Any, dtype: str, shape: Tuple[int, ...]) -> np.ndarray[Any, 
     return np.frombuffer(block, np.uint8, size).view(made).reshape(shape)
 
 
-def _of_torch(name: str, value: Any) -> Any:
-    """A bfloat16 tensor on the CPU as an array, which PyTorch itself does not make of it; others as they are."""
-    check_no_gradient(name, value)
+def _plain(name: str, value: Any) -> Any:
+    """A tensor of PyTorch's whose numbers are where it says, or whatever else it is; others are refused."""
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(value, torch.Tensor) or value.dtype != torch.bfloat16 or not value.is_cpu:
+    if torch is None or not isinstance(value, torch.Tensor):
         return value
-    return value.view(torch.int16).numpy().view(dtype_of("bfloat16"))
+    from . import _autograd, _surroundings
+    check_no_gradient(name, value)
+    if _surroundings.transforms():
+        raise KldUnsupportedError(Status.UNIMPLEMENTED, _surroundings.TRANSFORMED)
+    _surroundings.refuse_special(value)
+    _autograd.check_device(name, value)
+    return value.resolve_neg()
 
 
-def _as_array(value: Any) -> np.ndarray[Any, Any]:
+def _as_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     """What NumPy makes one of; where it has nothing but DLPack, by that."""
-    if hasattr(value, "__dlpack__") and not any(hasattr(value, f"__array{name}__") for name in
-                                                ("", "_interface", "_struct")) and hasattr(np, "from_dlpack"):
+    value = _plain(name, value)
+    if isinstance(value, np.ma.MaskedArray):
+        raise KldValueError(Status.INVALID, f"{name} is a masked array; give the mask of rows as row_mask")
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        if value.dtype == torch.bfloat16 and value.is_cpu:  # which PyTorch itself makes no array of
+            value = value.view(torch.int16).numpy().view(dtype_of("bfloat16"))
+    elif hasattr(value, "__dlpack__") and not any(hasattr(value, f"__array{name}__") for name in
+                                                  ("", "_interface", "_struct")) and hasattr(np, "from_dlpack"):
         return np.from_dlpack(value)
     return np.asarray(value)
 
 
 def view_of(name: str, value: Any) -> View:
     """predictions or targets: an array, or what NumPy makes one of."""
-    array = _as_array(_of_torch(name, value))
+    array = _as_array(name, value)
     dtype = _NAMES.get(array.dtype)
     if dtype is None:
         dtype = array.dtype.name
@@ -97,7 +109,7 @@ def check_shapes(predictions: Tuple[int, ...], targets: Tuple[int, ...]) -> None
 
 def vector_of(name: str, value: Any, dtype: str, shapes: Tuple[Tuple[int, ...], ...]) -> View:
     """A small contiguous input of one of the shapes, converted to dtype where it is another float."""
-    array = _as_array(value)
+    array = _as_array(name, value)
     if name == "row_mask":
         if array.dtype.name not in ("bool", "uint8"):
             raise KldTypeError(Status.INVALID, f"row_mask has dtype {array.dtype.name}; it is bool or uint8, "
@@ -148,7 +160,7 @@ class Sides:
         if isinstance(value, _share.Attached):
             self._attached[name] = value
             return value.view(self._connection)
-        check_no_gradient(name, value)
+        value = _plain(name, value)
         view = self._on_gpu(name, value)
         if view is None:
             return view_of(name, value)
@@ -175,7 +187,7 @@ class Sides:
         return self._attached[name].form if name in self._attached else "probs"
 
     def vector(self, name: str, value: Any, dtype: str, shapes: Tuple[Tuple[int, ...], ...]) -> View:
-        view = None if isinstance(value, np.ndarray) else self._on_gpu(name, value)
+        view = None if isinstance(value, np.ndarray) else self._on_gpu(name, _plain(name, value))
         if view is None:
             return vector_of(name, value, dtype, shapes)
         good = ("bool", "uint8") if name == "row_mask" else (dtype,)

@@ -82,7 +82,8 @@ class _Used:
 def gradients_wanted(grad: Union[bool, str, Sequence[str]]) -> Tuple[str, ...]:
     if isinstance(grad, bool):
         return ("predictions",) if grad else ()
-    names = {"both": GRADIENTS}.get(grad, (grad,)) if isinstance(grad, str) else tuple(grad)
+    names = ({"both": GRADIENTS}.get(grad, (grad,)) if isinstance(grad, str) else
+             tuple(grad) if isinstance(grad, (tuple, list, set, frozenset)) else (grad,))
     for name in names:
         if name not in GRADIENTS:
             raise KldValueError(Status.INVALID, f"grad is True, False, \"predictions\", \"targets\" or \"both\", "
@@ -112,6 +113,15 @@ class Connection:
                  staging_bytes_max: int = 0, cache_bytes_max: int = 4 << 30) -> None:
         if not isinstance(url, str):
             raise KldTypeError(Status.INVALID, f"url is a text, not {type(url).__name__}")
+        for name, text in (("token", token), ("client_name", client_name)):
+            if not isinstance(text, str) and not (name == "token" and text is None):
+                raise KldTypeError(Status.INVALID, f"{name} is a text, not {type(text).__name__}")
+        for name, size, most in (("threads", threads, 1 << 32), ("staging_bytes_max", staging_bytes_max, 1 << 64),
+                                 ("cache_bytes_max", cache_bytes_max, 1 << 64)):
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise KldTypeError(Status.INVALID, f"{name} is a whole number, not {type(size).__name__}")
+            if not 0 <= size < most:
+                raise KldValueError(Status.INVALID, f"{name} is {size}; expected 0 to {most - 1}")
         if not 0 < check_number("connect_timeout", connect_timeout) < 1e9:
             raise KldValueError(Status.INVALID, "connect_timeout is a number of seconds above 0, not "
                                 f"{connect_timeout}")
