@@ -89,7 +89,7 @@ def _as_array(name: str, value: Any) -> np.ndarray[Any, Any]:
 
 def view_of(name: str, value: Any) -> View:
     """predictions or targets: an array, or what NumPy makes one of."""
-    array = _as_array(name, value)
+    array = value if type(value) is np.ndarray else _as_array(name, value)
     dtype = _NAMES.get(array.dtype)
     if dtype is None:
         dtype = array.dtype.name
@@ -109,7 +109,7 @@ def check_shapes(predictions: Tuple[int, ...], targets: Tuple[int, ...]) -> None
 
 def vector_of(name: str, value: Any, dtype: str, shapes: Tuple[Tuple[int, ...], ...]) -> View:
     """A small contiguous input of one of the shapes, converted to dtype where it is another float."""
-    array = _as_array(name, value)
+    array = value if type(value) is np.ndarray else _as_array(name, value)
     if name == "row_mask":
         if array.dtype.name not in ("bool", "uint8"):
             raise KldTypeError(Status.INVALID, f"row_mask has dtype {array.dtype.name}; it is bool or uint8, "

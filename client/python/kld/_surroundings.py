@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from ._errors import KldUnsupportedError, Status
 
 HAS_OPERATORS = hasattr(torch, "library") and hasattr(torch.library, "custom_op")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # asked first
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
@@ -67,7 +68,8 @@ def are_ordinary(input: Any, target: Any) -> bool:
                                   "its result as a constant; expected a call outside of it, or torch.compile()")
     if forward_ad._current_level >= 0:
         _refuse_tangents(input, target)
-    if not modes() and not is_special(input) and not is_special(target):
+    if not modes() and (type(input) in _PLAIN or not is_special(input)) and (type(target) in _PLAIN
+                                                                              or not is_special(target)):
         return True
     if HAS_OPERATORS and isinstance(input, torch.Tensor) and isinstance(target, torch.Tensor):
         return False
