@@ -2,12 +2,14 @@
 #
 #   make image                                                  CPU; BUILDER=podman or buildah, IMAGE=NAME:TAG
 #   make image BUILD_BASE=nvidia/cuda:12.8.1-devel-ubuntu24.04 BASE=ubuntu:24.04
-#                                                               with the CUDA back end, its runtime linked in
+#                                                               with the CUDA back end, its runtime linked in; for
+#                                                               some cards only: IMAGE_ARGS='--build-arg CUDA_ARCHS=90'
 #   docker run --rm --read-only --network host kld              HTTP on 127.0.0.1:8080
 #   docker run --rm --read-only -p 8080:8080 kld --http 0.0.0.0:8080 --insecure-bind
 #
-# BASE needs glibc 2.36 and nothing else: no command is run in it, neither here nor later. What the image brings
-# beside it, in which version, is in /opt/kld/share/kld/kld.cdx.json (CycloneDX); the base's own list stays.
+# BASE needs a glibc as new as that of BUILD_BASE and nothing else: no command is run in it, neither here nor later.
+# What the image brings beside it, in which version, is in /opt/kld/share/kld/kld.cdx.json (CycloneDX); the base's own
+# list of packages stays.
 ARG BUILD_BASE=debian:12-slim
 ARG BASE=debian:12-slim
 
@@ -21,7 +23,8 @@ WORKDIR /src
 COPY deploy/deps.sh deploy/
 RUN deploy/deps.sh build dist
 COPY . .
-RUN make all && REVISION="$REVISION" deploy/dist.sh build /dist CUDA=$(make -s print-cuda) \
+ARG CUDA_ARCHS=
+RUN make all ${CUDA_ARCHS:+"CUDA_ARCHS=$CUDA_ARCHS"} && REVISION="$REVISION" deploy/dist.sh build /dist CUDA=$(make -s print-cuda) \
     && mkdir -p /image/opt/kld/share /image/run/kld \
     && cp -a /dist/bin /dist/lib /image/opt/kld/ && cp -a /dist/share/kld /image/opt/kld/share/ \
     && rm -r /image/opt/kld/lib/libkld.a /image/opt/kld/lib/pkgconfig && cp LICENSE /image/opt/kld/

@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def run(*command, **more):
-    result = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=500, **more)
+    result = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=1200, **more)
     assert result.returncode == 0, f"{command}: {result.stdout[-4000:]}{result.stderr[-4000:]}"
     return result.stdout.strip()
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, needs, wait_until
 from imagelib import run
 
-pytestmark = [needs("buildah", "debootstrap", "systemd-nspawn", "nsenter", root=True), pytest.mark.timeout(600)]
+pytestmark = [needs("buildah", "debootstrap", "systemd-nspawn", "nsenter", root=True), pytest.mark.timeout(1500)]
 UNITS = ROOT / "deploy" / "systemd"
 # The second: on a host with cgroups of version 1 nobody tells systemd, in a container, that the last process has gone.
 WATCHDOG = "[Service]\nWatchdogSec=2s\nTimeoutStopSec=3s\n"

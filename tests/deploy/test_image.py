@@ -3,6 +3,7 @@ ordinary user, the root file system read-only, no new privileges, no shell in re
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import textwrap
@@ -12,7 +13,7 @@ import pytest
 from conftest import ROOT, needs, wait_until
 from imagelib import run
 
-pytestmark = [needs("buildah", "debootstrap", "unshare", "nsenter", "setpriv", root=True), pytest.mark.timeout(600)]
+pytestmark = [needs("buildah", "debootstrap", "unshare", "nsenter", "setpriv", root=True), pytest.mark.timeout(1500)]
 MIB = 1 << 20
 REQUEST = {"inputs": [
     {"name": "predictions", "datatype": "FP32", "shape": [2, 3], "data": [0.2, 0.3, 0.5, 0.1, 0.1, 0.8]},
@@ -30,7 +31,7 @@ RUN = textwrap.dedent("""\
     touch "$root/dev/null"
     mount --bind /dev/null "$root/dev/null"
     mount -t tmpfs -o size=1m,mode=755,uid=10001,gid=10001 sockets "$root/run/kld"
-    for shell in bash dash; do mount --bind /dev/null "$root/usr/bin/$shell"; done
+    for shell in bash dash; do [ ! -e "$root/usr/bin/$shell" ] || mount --bind /dev/null "$root/usr/bin/$shell"; done
     mount -o remount,bind,ro "$root"
     exec setpriv --no-new-privs chroot --userspec=10001:10001 --groups= "$root" "$@"
     """)
@@ -93,6 +94,23 @@ def test_bill_of_materials(root):
     assert set(listed) == there and len(there) > 10
 
 
+GLIBC = ["ld-linux-x86-64.so.2", "libc.so.6", "libm.so.6", "libpthread.so.0", "librt.so.1", "libdl.so.2",
+         "libresolv.so.2"]
+
+
+@pytest.fixture
+def bare(root, tmp_path):
+    """What the image adds, on a base of glibc's libraries and nothing else."""
+    made = tmp_path / "root"
+    for folder in ("proc", "dev", "run/kld", "usr/bin", "lib64", "lib/x86_64-linux-gnu"):
+        (made / folder).mkdir(parents=True)
+    shutil.copytree(f"{root}/opt/kld", made / "opt/kld", symlinks=True)
+    for name in GLIBC:
+        shutil.copy(f"{root}/lib/x86_64-linux-gnu/{name}", made / "lib/x86_64-linux-gnu")
+    shutil.copy(f"{root}/lib/x86_64-linux-gnu/{GLIBC[0]}", made / "lib64")
+    return made
+
+
 class Container:
     """The image's root file system, and its entry point in it."""
 
@@ -148,6 +166,14 @@ def test_it_serves(container, config):
     with pytest.raises(OSError):
         open(f"/proc/{container.pid}/root/opt/kld/new", "w")
     assert container.enter("/bin/sh", "-c", "true").returncode != 0
+
+
+def test_it_needs_nothing_of_its_base_but_glibc(bare, config):
+    one = Container(bare, config, "--http=127.0.0.1:0", "--backend=cpu")
+    try:
+        test_it_serves(one, config)
+    finally:
+        one.kill()
 
 
 def test_it_heals_and_stops(container):
