@@ -26,8 +26,9 @@ extern "C" {
 #define KLD_CUDA_SHORT_WARPS 4
 #define KLD_CUDA_SHORT_TILE_BYTES 2048
 
-/* Kernels that hold rows in shared memory, times rules, times sizes of their clusters or slots. */
-#define KLD_CUDA_ACTIVE_CLUSTERS (18 * 4 * 5)
+/* Kernels that hold rows in shared memory or read them once, times rules, times sizes of their
+ * clusters or slots. */
+#define KLD_CUDA_ACTIVE_CLUSTERS ((18 + 6) * 4 * 5)
 
 /* Device memory of one job in flight; the only memory beyond inputs and outputs (264 KiB). */
 struct kld_cuda_scratch {
@@ -60,7 +61,7 @@ struct kld_cuda_args {
     /* Not 0: the row is held in shared memory by so many blocks, `slice` classes each, with room
      * for `slots` rows, of which it is `lag` rows behind when it writes (resident.cuh). */
     uint32_t cluster, slice, slots, lag;
-    uint32_t resident_team; /* the size of block that does so: 0 the smallest (resident_team.h) */
+    uint32_t resident_team; /* enum kld_cuda_team: how many warps do so, or read it once */
     /* Not 0: short rows, so many of them at a time; elements of a lane, and how many of these lie
      * side by side (logits_short.cuh). */
     uint32_t tile_rows, lane_elements, lane_width;

@@ -188,18 +188,19 @@ template <class BODY> struct rows {
         }
     }
 
+    static __device__ __forceinline__ logits_stats::fast_bounds bounds(const kld_cuda_args &args) {
+        double scale = args.inverse_temperature * LOG2_E;
+        logits_stats::fast_bounds r = {logits_stats::FAST_MIN<T>, logits_stats::FAST_SUM_MAX<T>,
+                                       logits_stats::HEAVY_MIN<T>, LN_2, CUDART_INF};
+        if (sizeof(T) == 2) {
+            r.unit = LN_2 * scale / (double)(float)scale; /* FP32 uses both parts of the scale */
+            r.shift = (double)logits_stats::APART_MIN * args.inverse_temperature;
+        }
+        return r;
+    }
     static __device__ __forceinline__ row_stats fast_row(const kld_cuda_args &args,
                                                          const part &all) {
-        double scale = args.inverse_temperature * LOG2_E;
-        /* FP32 uses both parts of the scale */
-        double unit = sizeof(T) == 4 ? LN_2 : LN_2 * scale / (double)(float)scale;
-        row_stats stats = logits_stats::fast_row<BODY::EXTRA>(all, logits_stats::FAST_MIN<T>,
-                                                              logits_stats::FAST_SUM_MAX<T>,
-                                                              logits_stats::HEAVY_MIN<T>, unit);
-        if (sizeof(T) == 2)
-            stats.good = stats.good && fabs(stats.shift) <= (double)logits_stats::APART_MIN *
-                                                                args.inverse_temperature;
-        return stats;
+        return logits_stats::fast_row<BODY::EXTRA>(all, bounds(args));
     }
 
     /* One warp: from what all warps of a group, and of the other blocks, have found in a row to
@@ -262,8 +263,12 @@ template <class BODY> struct rows {
     template <class SUM>
     static __device__ __forceinline__ part part_again(const kld_cuda_args &args, uint32_t slot,
                                                       uint32_t turn, SUM sum) {
-        return shared().streams ? sum(resident::far_slice::of<T>(args, info_of(slot, turn).index))
-                                : sum(slice_of(slot, turn));
+        if constexpr (resident::FAR)
+            return sum(resident::far_slice::of<T>(args, info_of(slot, turn).index));
+        else
+            return shared().streams
+                       ? sum(resident::far_slice::of<T>(args, info_of(slot, turn).index))
+                       : sum(slice_of(slot, turn));
     }
 
     /* A row of which the scout knew too little: once more, from what it holds. To all. */

@@ -122,6 +122,13 @@ struct reference {
         return (mark & 255) + MARK_LEAST;
     }
     __device__ __forceinline__ reference() {}
+    static __device__ __forceinline__ reference none() {
+        reference at;
+        at.c_p = at.c_q = at.top_p = at.top_q = CUDART_NAN_F;
+        at.pad_p = at.pad_q = -3e38f;
+        at.limit_p = at.limit_q = CUDART_INF_F;
+        return at;
+    }
     /* As the scout has left it. */
     __device__ __forceinline__ explicit reference(const float (&x)[4], float span)
         : c_p(x[0]), c_q(x[1]), pad_p(below(x[2], span)), pad_q(below(x[3], span)), limit_p(x[2]),
@@ -136,11 +143,11 @@ struct reference {
      * more. Everything waits for this: two reductions, side by side with the other side's. */
     template <class T>
     static __device__ __forceinline__ float limit_of(float most, float top, float scale,
-                                                     uint32_t classes) {
+                                                     uint32_t classes, int vectors = 1) {
         const float unit = 33554432.0f; /* 2^25, so that 32 of them add up */
         float part = most < top ? exp2_fast((most - top) * scale) : 0.0f;
         uint32_t parts = __reduce_add_sync(KLD_FULL_WARP, (uint32_t)(part * unit));
-        float least = -warp_max(-most), each = 2.0f / (31.0f * packet<T>::V);
+        float least = -warp_max(-most), each = 2.0f / (31.0f * packet<T>::V * vectors);
         float rest = log2_fast(fmaxf((float)parts, 1.0f) * (1.0f / unit) * each * (float)classes);
         float reach = 0.6f * (top - least) * scale;
         return limit_at<T>(fmaf(top, scale, fmaxf(rest, reach)), scale);
@@ -157,12 +164,17 @@ struct reference {
                 top_p = fmaxf(top_p, z.p[i]);
                 top_q = fmaxf(top_q, z.q[i]);
             }
-        float most_p = top_p, most_q = top_q;
-        top_p = warp_max(top_p);
-        top_q = warp_max(top_q);
+        return of_most<T>(top_p, top_q, t, span, classes, 1);
+    }
+    /* Of the largest of each side that each lane has seen in so many vectors. */
+    template <class T>
+    static __device__ __forceinline__ reference of_most(float most_p, float most_q,
+                                                        const temperature &t, float span,
+                                                        uint32_t classes, int vectors) {
+        float top_p = warp_max(most_p), top_q = warp_max(most_q);
         reference at = of_tops(top_p, top_q, t, span);
-        at.limit_p = limit_of<T>(most_p, top_p, t.scale.high, classes);
-        at.limit_q = limit_of<T>(most_q, top_q, t.scale.high, classes);
+        at.limit_p = limit_of<T>(most_p, top_p, t.scale.high, classes, vectors);
+        at.limit_q = limit_of<T>(most_q, top_q, t.scale.high, classes, vectors);
         return at;
     }
     static __device__ __forceinline__ reference of_tops(float top_p, float top_q,
@@ -231,10 +243,60 @@ template <class T> struct top_of {
             return !(high_p <= at.limit_p && high_q <= at.limit_q);
         }
     }
+    /* The largest of whole vectors. */
+    template <uint32_t N>
+    static __device__ __forceinline__ void most(const uint4 (&raw)[N], float &ret) {
+        if constexpr (sizeof(T) == 2) {
+            two high = largest(raw[0]);
+#pragma unroll
+            for (uint32_t i = 1; i < N; i++)
+                high = __hmax2(high, largest(raw[i]));
+            ret = fmaxf((float)high.x, (float)high.y);
+        } else {
+            ret = -CUDART_INF_F;
+#pragma unroll
+            for (uint32_t i = 0; i < N; i++) {
+                float x[packet<T>::V];
+                unpack<T>(raw[i], x);
+#pragma unroll
+                for (int k = 0; k < packet<T>::V; k++)
+                    ret = fmaxf(ret, x[k]);
+            }
+        }
+    }
+    /* Some whole vectors at a time. */
+    template <uint32_t N>
+    __device__ __forceinline__ bool add_all(const uint4 (&raw_p)[N], const uint4 (&raw_q)[N],
+                                            const reference &at) {
+        if constexpr (sizeof(T) == 2) {
+            two high_p = largest(raw_p[0]), high_q = largest(raw_q[0]);
+#pragma unroll
+            for (uint32_t i = 1; i < N; i++) {
+                high_p = __hmax2(high_p, largest(raw_p[i]));
+                high_q = __hmax2(high_q, largest(raw_q[i]));
+            }
+            many_p = __hmax2(many_p, high_p);
+            many_q = __hmax2(many_q, high_q);
+            return !(__hble2(high_p, limit_p) && __hble2(high_q, limit_q));
+        } else {
+            bool above = false;
+#pragma unroll
+            for (uint32_t i = 0; i < N; i++)
+                above |=
+                    add(resident::all_of(), raw_p[i], raw_q[i], pair_of<T>(raw_p[i], raw_q[i]), at);
+            return above;
+        }
+    }
+    __device__ __forceinline__ void get_mine(float &ret_p, float &ret_q) const {
+        ret_p = fmaxf(p, fmaxf((float)many_p.x, (float)many_p.y));
+        ret_q = fmaxf(q, fmaxf((float)many_q.x, (float)many_q.y));
+    }
     /* One warp: the largest of all its lanes. */
     __device__ __forceinline__ void store(float (&to)[2]) const {
-        float top_p = warp_max(fmaxf(p, fmaxf((float)many_p.x, (float)many_p.y)));
-        float top_q = warp_max(fmaxf(q, fmaxf((float)many_q.x, (float)many_q.y)));
+        float top_p, top_q;
+        get_mine(top_p, top_q);
+        top_p = warp_max(top_p);
+        top_q = warp_max(top_q);
         if (threadIdx.x % 32 == 0) {
             to[0] = top_p;
             to[1] = top_q;
@@ -246,9 +308,14 @@ template <class T> struct top_of {
 template <int EXTRA> struct chunk_sums {
     float p = 0, p_low = 0, q = 0, q_low = 0, u = 0, extra = 0;
 
-    __device__ __forceinline__ void flush(double (&total)[4]) {
-        total[0] += (double)p + (double)p_low;
-        total[1] += (double)q + (double)q_low;
+    template <class T> __device__ __forceinline__ void flush(double (&total)[4]) {
+        if (sizeof(T) == 4) {
+            total[0] += (double)p + (double)p_low;
+            total[1] += (double)q + (double)q_low;
+        } else {
+            total[0] += (double)p;
+            total[1] += (double)q;
+        }
         total[2] += (double)u;
         if (EXTRA != NOTHING)
             total[3] += (double)extra;
@@ -349,6 +416,24 @@ static __device__ __forceinline__ void fast_pairs(const pair_of<T> &z, const ref
             fast_16(z.p[i], z.q[i], at, t, sum);
 }
 
+/* All that a vector adds, its heavy classes one by one. */
+template <class T, int EXTRA>
+static __device__ __noinline__ heavy_sums heavy_vector(uint4 raw_p, uint4 raw_q, uint32_t left,
+                                                       reference at, temperature t) {
+    heavy_sums r = {{0, 0, 0, 0}};
+    pair_of<T> z(raw_p, raw_q);
+    z.pad(resident::some_of{left}, at.pad_p, at.pad_q);
+    top_of<T> top(at);
+    if (top.add(resident::some_of{left}, raw_p, raw_q, z, at)) {
+        add_to<EXTRA>(r.sum, heavy_terms<T, EXTRA>(raw_p, raw_q, left, at, t));
+        take_out(at, z);
+    }
+    chunk_sums<EXTRA> sum;
+    fast_pairs<T, EXTRA>(z, at, t, sum);
+    sum.template flush<T>(r.sum);
+    return r;
+}
+
 /* sum: a, b, a u, and b u or a ln b; logarithms of base 2 and less the references. */
 template <class T, int EXTRA, bool SHIFTED>
 static __device__ __forceinline__ void fast_of(const resident::slice &slice, const temperature &t,
@@ -357,26 +442,27 @@ static __device__ __forceinline__ void fast_of(const resident::slice &slice, con
     double total[4] = {0, 0, 0, 0};
     chunk_sums<EXTRA> sum;
     top_of<T> top(at);
-    /* Vectors with heavy classes, of the chunk at hand: a call would spill the loop's registers. */
+    /* Steps of the chunk at hand in which the warp has heavy classes: left out of the loop, where
+     * a call would spill its registers. */
     uint32_t heavy = 0;
     slice.template pass_of<SHIFTED, true>(
         V,
         [&](uint32_t vector, auto left, const uint4 &raw_p, const uint4 &raw_q) {
             pair_of<T> z(raw_p, raw_q);
             z.pad(left, at.pad_p, at.pad_q);
-            if (top.add(left, raw_p, raw_q, z, at)) {
+            if (__any_sync(KLD_FULL_WARP, top.add(left, raw_p, raw_q, z, at)))
                 heavy |= 1u << slice.step_of(vector);
-                take_out(at, z);
-            }
-            fast_pairs<T, EXTRA>(z, at, t, sum);
+            else
+                fast_pairs<T, EXTRA>(z, at, t, sum);
         },
         [&](uint32_t chunk) {
-            sum.flush(total);
+            sum.template flush<T>(total);
             for (; heavy; heavy &= heavy - 1) {
                 uint4 raw_p, raw_q;
                 uint32_t left = slice.template vector_of<SHIFTED>(
                     chunk, (uint32_t)__ffs((int)heavy) - 1, V, raw_p, raw_q);
-                add_to<EXTRA>(total, heavy_terms<T, EXTRA>(raw_p, raw_q, left, at, t));
+                heavy_sums more = heavy_vector<T, EXTRA>(raw_p, raw_q, left, at, t);
+                add_to<EXTRA>(total, more);
             }
             if (release)
                 slice.release(chunk);
@@ -405,16 +491,7 @@ static __device__ __noinline__ part fast_again(SLICE slice, temperature t, refer
                   reference::mark(at.c_q, at.top_q, at.limit_q, t.scale.high)},
                  {}};
     slice.template pass<T>([&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
-        pair_of<T> z(raw_p, raw_q);
-        z.pad(left, at.pad_p, at.pad_q);
-        chunk_sums<EXTRA> sum;
-        top_of<T> top(at);
-        if (top.add(resident::some_of{}, raw_p, raw_q, z, at)) {
-            add_to<EXTRA>(mine.sum, heavy_terms<T, EXTRA>(raw_p, raw_q, left.left, at, t));
-            take_out(at, z);
-        }
-        fast_pairs<T, EXTRA>(z, at, t, sum);
-        sum.flush(mine.sum);
+        add_to<EXTRA>(mine.sum, heavy_vector<T, EXTRA>(raw_p, raw_q, left.left, at, t));
     });
     return mine;
 }
@@ -466,43 +543,72 @@ static __device__ __forceinline__ part fast_merge(const part *parts, uint32_t co
     return to;
 }
 
-/* One warp: the row from the only part that is left. unit: a power of 2 in units of 1 / T, ln 2 but
- * for what rounding left of the scale that was used. shift: NaN where the sums do not tell. */
+/* What takes long of one side of a row: by one thread. */
+struct fast_side {
+    double inverse, logarithm; /* of its sum */
+    bool heavy, above; /* its largest class that did not count by itself: too heavy; far above
+                          what was known of it */
+
+    __device__ __forceinline__ fast_side() {}
+    __device__ __forceinline__ fast_side(double sum, int32_t mark)
+        : inverse(wide_reciprocal(sum)), logarithm(wide_log(sum, sum - 1.0)) {
+        float powers = (float)reference::mark_above(mark);
+        heavy = exp2_fast(powers) > HEAVY_PART * (float)sum;
+        above = powers > HEAVY_ABOVE;
+    }
+    __device__ __forceinline__ fast_side from(int lane) const {
+        fast_side r;
+        r.inverse = __shfl_sync(KLD_FULL_WARP, inverse, lane);
+        r.logarithm = __shfl_sync(KLD_FULL_WARP, logarithm, lane);
+        r.heavy = __shfl_sync(KLD_FULL_WARP, (int)heavy, lane);
+        r.above = __shfl_sync(KLD_FULL_WARP, (int)above, lane);
+        return r;
+    }
+};
+
+/* How rows are judged. unit: a power of 2 in units of 1 / T, ln 2 but for what rounding left of the
+ * scale that was used. */
+struct fast_bounds {
+    double least, most, heavy_min, unit, shift;
+};
+
+/* The row from the only part that is left, and its sides. shift: NaN where the sums do not tell. */
 template <int EXTRA>
-static __device__ __forceinline__ row_stats fast_row(const part &all, double least, double most,
-                                                     double heavy_min, double unit) {
+static __device__ __forceinline__ row_stats fast_row(const part &all, const fast_side &p,
+                                                     const fast_side &q,
+                                                     const fast_bounds &bounds) {
     row_stats row;
     row.c_p = reference::mark_c(all.mark[0]);
     row.c_q = reference::mark_c(all.mark[1]);
     row.apart = 0.0f;
-    /* Two lanes, one for each side: these take long. */
-    double mine = threadIdx.x % 2 ? all.sum[1] : all.sum[0];
-    double inverse = wide_reciprocal(mine), logarithm = wide_log(mine, mine - 1.0);
-    row.inverse_p = __shfl_sync(KLD_FULL_WARP, inverse, 0);
-    row.inverse_q = __shfl_sync(KLD_FULL_WARP, inverse, 1);
-    double log_q = __shfl_sync(KLD_FULL_WARP, logarithm, 1);
-    double ratio = __shfl_sync(KLD_FULL_WARP, logarithm, 0) - log_q;
-    row.shift = (double)(row.c_p - row.c_q) * unit + ratio;
+    row.inverse_p = p.inverse;
+    row.inverse_q = q.inverse;
+    double ratio = p.logarithm - q.logarithm;
+    row.shift = (double)(row.c_p - row.c_q) * bounds.unit + ratio;
     row.forward = all.sum[2] * row.inverse_p * LN_2 - ratio;
     row.reverse = EXTRA == REVERSE ? ratio - all.sum[3] * row.inverse_q * LN_2 : 0.0;
-    row.entropy = EXTRA == ENTROPY ? log_q - all.sum[3] * row.inverse_p * LN_2 : 0.0;
+    row.entropy = EXTRA == ENTROPY ? q.logarithm - all.sum[3] * row.inverse_p * LN_2 : 0.0;
     double small = EXTRA == ENTROPY   ? fmin(row.forward, row.entropy)
                    : EXTRA == REVERSE ? fmin(row.forward, row.reverse)
                                       : row.forward;
-    float above = (float)reference::mark_above(all.mark[threadIdx.x % 2 ? 1 : 0]);
-    bool heavy = exp2_fast(above) > HEAVY_PART * (float)mine;
-    bool doubtful = small >= least && small < heavy_min;
-    row.missed = __any_sync(KLD_FULL_WARP, heavy && (doubtful || above > HEAVY_ABOVE));
-    row.good = !row.missed && small >= least && row.forward < 1e30 && all.sum[0] > 0.25 &&
-               all.sum[0] < most && all.sum[1] > 0.25 && all.sum[1] < most &&
-               (EXTRA == NOTHING || fabs(all.sum[3]) < 1e300);
+    bool doubtful = small >= bounds.least && small < bounds.heavy_min;
+    row.missed = (p.heavy && (doubtful || p.above)) || (q.heavy && (doubtful || q.above));
+    row.good = !row.missed && small >= bounds.least && row.forward < 1e30 && all.sum[0] > 0.25 &&
+               all.sum[0] < bounds.most && all.sum[1] > 0.25 && all.sum[1] < bounds.most &&
+               (EXTRA == NOTHING || fabs(all.sum[3]) < 1e300) && fabs(row.shift) <= bounds.shift;
     /* Where the mass is, to look again. */
-    float powers = (float)(threadIdx.x % 2 ? row.c_q : row.c_p) + (float)(logarithm / LN_2);
-    row.powers[0] = __shfl_sync(KLD_FULL_WARP, powers, 0);
-    row.powers[1] = __shfl_sync(KLD_FULL_WARP, powers, 1);
+    row.powers[0] = (float)row.c_p + (float)(p.logarithm / LN_2);
+    row.powers[1] = (float)row.c_q + (float)(q.logarithm / LN_2);
     bool known = fmin(all.sum[0], all.sum[1]) > 1e-20 && fmax(all.sum[0], all.sum[1]) < 1e30;
     row.shift = known && !row.missed ? row.shift : CUDART_NAN;
     return row;
+}
+/* The same by a warp, a lane for each side. */
+template <int EXTRA>
+static __device__ __forceinline__ row_stats fast_row(const part &all, const fast_bounds &bounds) {
+    bool is_q = threadIdx.x % 2;
+    fast_side mine(is_q ? all.sum[1] : all.sum[0], is_q ? all.mark[1] : all.mark[0]);
+    return fast_row<EXTRA>(all, mine.from(0), mine.from(1), bounds);
 }
 
 } /* namespace KLD_CUDA_TEAM */

@@ -1,5 +1,5 @@
-/* resident.cu - which rows of logits are held in shared memory, by which team, and which code does
- * it. */
+/* resident.cu - which rows of logits are held in shared memory, and which are read once, by which
+ * team, and which code does it. */
 #include "kernels/cuda/resident_team.h"
 
 /* Is the only gradient asked for a multiple of q - p? */
@@ -8,9 +8,19 @@ static bool is_difference(const kld_cuda_args *args) {
     return !args->grad_p.dtype && (kl || args->rule.kind == KLD_RULE_CROSS_ENTROPY);
 }
 
-/* The order of KLD_CUDA_TEAM_MAP. */
+/* Is the value all that is wanted, and known after one pass? And are rows neither so short that
+ * what a row takes besides would count most, nor longer than the largest cluster takes? */
+static bool streams(const kld_cuda_args *args, uint64_t bytes) {
+    bool known = args->rule.kind == KLD_RULE_KL || args->rule.kind == KLD_RULE_CROSS_ENTROPY;
+    return known && !args->grad_p.dtype && !args->grad_q.dtype &&
+           bytes >= KLD_CUDA_STREAM_LEAST_BYTES && bytes <= 8 * KLD_CUDA_STREAM_BLOCK_BYTES;
+}
+
+/* The order of KLD_CUDA_TEAM_MAP and, behind it, of KLD_CUDA_STREAM_MAP. */
 static uint32_t kernel_of(const kld_cuda_args *args) {
     uint32_t type = args->p.dtype == KLD_DTYPE_FP32 ? 0 : args->p.dtype == KLD_DTYPE_FP16 ? 1 : 2;
+    if (args->resident_team >= KLD_CUDA_STREAM_WARP)
+        return 18 + 3 * (args->resident_team - KLD_CUDA_STREAM_WARP) + type;
     return 6 * args->resident_team + (is_difference(args) ? 0 : 3) + type;
 }
 
@@ -37,29 +47,58 @@ static uint32_t alone_layout(kld_cuda_args *args, uint64_t bytes, uint32_t most,
     return size;
 }
 
+/* Rows that are read once: a warp each or, where they would keep one waiting too long, a block or
+ * the blocks of a cluster. Returns the power of 2 of these. */
+static uint32_t stream_layout(kld_cuda_args *args, uint64_t bytes) {
+    uint32_t size = 0;
+    bool warp = bytes <= KLD_CUDA_STREAM_WARP_BYTES;
+    while (!warp && bytes >> size > KLD_CUDA_STREAM_BLOCK_BYTES)
+        size++;
+    args->resident_team = warp ? KLD_CUDA_STREAM_WARP : KLD_CUDA_STREAM_BLOCK;
+    args->slots = 1;
+    args->lag = 0;
+    args->cluster = 1u << size;
+    args->slice = (uint32_t)((args->classes + args->cluster - 1) / args->cluster + 63) / 64 * 64;
+    return size;
+}
+
+/* Which kernel of its function: those of one divergence take other registers than of another. */
+static uint32_t rule_of(const kld_cuda_args *args) {
+    if (args->resident_team < KLD_CUDA_STREAM_WARP)
+        return args->rule.kind;
+    return args->rule.kind == KLD_RULE_CROSS_ENTROPY ? 2 : args->rule.of_q != 0;
+}
+
 extern "C" void kld_cuda_resident_layout(kld_cuda_args *args, uint32_t shared_bytes_max) {
     size_t element = args->p.dtype == KLD_DTYPE_FP32 ? 4 : 2;
     args->cluster = 0;
-    /* Devices with clusters and this much shared memory: sm_90 and sm_100. */
     uint64_t bytes = args->classes * element;
-    if (shared_bytes_max < 200 * 1024 || bytes < KLD_CUDA_RESIDENT_LEAST_BYTES ||
-        args->classes > (1u << 24) || is_better_elsewhere(args, bytes))
-        return;
+    /* Devices with clusters and this much shared memory: sm_90 and sm_100. */
+    bool clusters = shared_bytes_max >= 200 * 1024;
     uint32_t size = 0;
+    if (streams(args, bytes) && (clusters || bytes <= KLD_CUDA_STREAM_BLOCK_BYTES)) {
+        size = stream_layout(args, bytes);
+        if (args->active_clusters)
+            args->active_clusters += (4 * kernel_of(args) + rule_of(args)) * 5 + size;
+        return;
+    }
+    if (!clusters || bytes < KLD_CUDA_RESIDENT_LEAST_BYTES || args->classes > (1u << 24) ||
+        is_better_elsewhere(args, bytes))
+        return;
     if (bytes <= KLD_CUDA_RESIDENT_SINGLE_BYTES) {
-        args->resident_team = 0;
+        args->resident_team = KLD_CUDA_TEAM_OF_ONE;
         size = alone_layout(args, bytes, KLD_CUDA_RESIDENT_SINGLE_BYTES, element);
     } else if (bytes <= KLD_CUDA_RESIDENT_SMALL_BYTES) {
-        args->resident_team = 1;
+        args->resident_team = KLD_CUDA_TEAM_OF_FOUR;
         size = alone_layout(args, bytes, KLD_CUDA_RESIDENT_SMALL_BYTES, element);
     } else {
-        args->resident_team = 2;
+        args->resident_team = KLD_CUDA_TEAM_OF_MANY;
         kld_cuda_large_team_layout(args, shared_bytes_max);
         while (1u << size < args->cluster) /* cluster is 2^size, 16 at most */
             size++;
     }
     if (args->active_clusters)
-        args->active_clusters += (4 * kernel_of(args) + args->rule.kind) * 5 + size;
+        args->active_clusters += (4 * kernel_of(args) + rule_of(args)) * 5 + size;
 }
 
 extern "C" cudaError_t kld_cuda_resident_rows(const kld_cuda_args *args, uint32_t groups,
@@ -67,7 +106,7 @@ extern "C" cudaError_t kld_cuda_resident_rows(const kld_cuda_args *args, uint32_
     typedef cudaError_t launch(const kld_cuda_args *, uint32_t, cudaStream_t);
     static launch *const launches[] = {
 #define X(name) kld_cuda_##name,
-        KLD_CUDA_TEAM_MAP(X)
+        KLD_CUDA_TEAM_MAP(X) KLD_CUDA_STREAM_MAP(X)
 #undef X
     };
     static_assert(sizeof launches / sizeof *launches * 4 * 5 == KLD_CUDA_ACTIVE_CLUSTERS,

@@ -32,15 +32,15 @@ constexpr uint32_t WARPS = KLD_CUDA_TEAM_WARPS, COMPUTING = 32 * WARPS;
 constexpr uint32_t GROUPS = KLD_CUDA_TEAM_GROUPS;
 constexpr uint32_t GROUP_WARPS = WARPS / GROUPS, GROUP_THREADS = 32 * GROUP_WARPS;
 constexpr uint32_t SETTLERS = KLD_CUDA_TEAM_SETTLERS;
-constexpr bool ALONE = SETTLERS == 0;
+constexpr bool ALONE = SETTLERS == 0, FAR = KLD_CUDA_TEAM_FAR;
 constexpr uint32_t THREADS = ALONE ? COMPUTING : COMPUTING + 64 + 32 * SETTLERS;
-constexpr uint32_t CHUNK = (ALONE ? 128 : 64) * WARPS; /* vectors of 16 bytes, of each tensor */
-constexpr uint32_t CHUNKS_MAX = ALONE ? 8 : 16;        /* of all slots of a block */
-constexpr uint32_t STEPS = CHUNK / GROUP_THREADS;      /* of a thread in a chunk */
+constexpr uint32_t CHUNK = (ALONE ? 128 : 64) * WARPS;    /* vectors of 16 bytes, of each tensor */
+constexpr uint32_t CHUNKS_MAX = FAR ? 1 : ALONE ? 8 : 16; /* of all slots of a block */
+constexpr uint32_t STEPS = CHUNK / GROUP_THREADS;         /* of a thread in a chunk */
 constexpr uint32_t EDGE = 16;    /* bytes behind a slice: rows need not start at a multiple of 16 */
 constexpr uint32_t BEYOND = 528; /* bytes that a warp may read behind the last slice */
-constexpr uint32_t SLOTS_MAX = ALONE ? 2 : 4, RING_MAX = 2 * SLOTS_MAX;
-constexpr uint32_t CLUSTER_MAX = ALONE ? 1 : 16;
+constexpr uint32_t SLOTS_MAX = ALONE ? 2 : 4, RING_MAX = FAR ? 1 : 2 * SLOTS_MAX;
+constexpr uint32_t CLUSTER_MAX = FAR && WARPS > 1 ? 8 : ALONE ? 1 : 16;
 constexpr uint32_t CLUSTER_PORTABLE = 8; /* larger ones are not to be had on every device */
 
 /* What was found in a part of a row. What the numbers mean is the passes' business. */
@@ -146,7 +146,9 @@ static __device__ __forceinline__ uint32_t group_number() { return threadIdx.x /
 static __device__ __forceinline__ uint32_t group_thread() { return threadIdx.x % GROUP_THREADS; }
 static __device__ __forceinline__ void group_sync() {
     static_assert(GROUPS <= 2, "see struct team's wait()");
-    if (GROUPS == 1 || group_number() == 0)
+    if (GROUP_WARPS == 1)
+        __syncwarp();
+    else if (GROUPS == 1 || group_number() == 0)
         block_sync<1>(GROUP_THREADS);
     else
         block_sync<2>(GROUP_THREADS);
@@ -175,6 +177,8 @@ static __device__ __forceinline__ char *tensor_of(uint32_t slot, uint32_t which)
 
 /* Dynamic shared memory of a block. */
 static inline size_t bytes(const kld_cuda_args &args, size_t element) {
+    if (FAR)
+        return sizeof(block_shared);
     return sizeof(block_shared) + (size_t)args.slots * 2 * (args.slice * element + EDGE) + BEYOND;
 }
 

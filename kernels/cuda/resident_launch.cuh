@@ -25,7 +25,7 @@ static cudaError_t active_clusters(const cudaLaunchConfig_t &config,
     cudaError_t error = cudaFuncGetAttributes(&code, function);
     if (error)
         return error;
-    if (code.ptxVersion < 90)
+    if (code.ptxVersion < 90 && (!resident::FAR || config.numAttrs))
         return cudaErrorNotSupported;
     int device, most;
     if ((error = cudaGetDevice(&device)) ||
@@ -38,28 +38,35 @@ static cudaError_t active_clusters(const cudaLaunchConfig_t &config,
     if (resident::CLUSTER_MAX > resident::CLUSTER_PORTABLE &&
         (error = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)))
         return error;
-    error = cudaOccupancyMaxActiveClusters(ret_clusters, function, &config);
+    /* Of clusters of one block it counts eight a multiprocessor at most, however small they are. */
+    if (config.numAttrs == 0) {
+        int blocks, multiprocessors;
+        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+            &blocks, function, (int)config.blockDim.x, config.dynamicSmemBytes);
+        if (!error)
+            error =
+                cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+        *ret_clusters = error ? 0 : blocks * multiprocessors;
+    } else {
+        error = cudaOccupancyMaxActiveClusters(ret_clusters, function, &config);
+    }
     return error || *ret_clusters ? error : cudaErrorNotSupported;
 }
 
-template <class BODY>
-static cudaError_t launch(const kld_cuda_args &args, uint32_t groups, cudaStream_t stream) {
-    static_assert(sizeof(typename rows<BODY>::shared_type) +
-                          resident::GROUPS * sizeof(team_shared) <=
-                      KLD_CUDA_STATIC_MAX,
-                  "see share()");
-    auto function = kernel<BODY>;
-    size_t shared = resident::bytes(args, sizeof(typename BODY::T));
+static cudaError_t launch_kernel(void (*function)(kld_cuda_args), size_t element,
+                                 const kld_cuda_args &args, uint32_t groups, uint32_t threads,
+                                 cudaStream_t stream) {
+    size_t shared = resident::bytes(args, element);
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {args.cluster, 1, 1};
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(args.cluster);
-    config.blockDim = dim3(resident::THREADS);
+    config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared;
     config.stream = stream;
     config.attrs = &attribute;
-    config.numAttrs = 1;
+    config.numAttrs = args.cluster > 1;
     int clusters = args.active_clusters ? *args.active_clusters : 0;
     if (!clusters) {
         cudaError_t error = active_clusters(config, function, &clusters);
@@ -71,6 +78,16 @@ static cudaError_t launch(const kld_cuda_args &args, uint32_t groups, cudaStream
     uint32_t used = groups < (uint32_t)clusters ? groups : (uint32_t)clusters;
     config.gridDim = dim3(used * args.cluster);
     return cudaLaunchKernelEx(&config, function, args);
+}
+
+template <class BODY>
+static cudaError_t launch(const kld_cuda_args &args, uint32_t groups, cudaStream_t stream) {
+    static_assert(sizeof(typename rows<BODY>::shared_type) +
+                          resident::GROUPS * sizeof(team_shared) <=
+                      KLD_CUDA_STATIC_MAX,
+                  "see share()");
+    return launch_kernel(kernel<BODY>, sizeof(typename BODY::T), args, groups, resident::THREADS,
+                         stream);
 }
 
 } /* namespace KLD_CUDA_TEAM */

@@ -8,9 +8,8 @@
 namespace resident {
 inline namespace KLD_CUDA_TEAM {
 
-/* A kernel of BODY: its first warps compute, one copies, one is the scout, the others settle.
- * ALONE: all compute. */
-template <class BODY> static __device__ __forceinline__ void run(const kld_cuda_args &args) {
+/* What a block knows before its first row. */
+template <class BODY> static __device__ __forceinline__ void open_block(const kld_cuda_args &args) {
     typedef typename BODY::T T;
     block_shared &block = here();
     if (threadIdx.x < CHUNKS_MAX) {
@@ -38,6 +37,13 @@ template <class BODY> static __device__ __forceinline__ void run(const kld_cuda_
         BODY::prepare(args);
     }
     barrier_init_done();
+}
+
+/* A kernel of BODY: its first warps compute, one copies, one is the scout, the others settle.
+ * ALONE: all compute. */
+template <class BODY> static __device__ __forceinline__ void run(const kld_cuda_args &args) {
+    typedef typename BODY::T T;
+    open_block<BODY>(args);
     if constexpr (ALONE) {
         __syncthreads();
         BODY::compute_alone(args);

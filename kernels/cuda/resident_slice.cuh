@@ -26,6 +26,24 @@ static __device__ __forceinline__ uint4 load_shared(uint32_t at) {
     return x;
 }
 
+/* 16 bytes from byte `shift` of x on, which y follows. */
+static __device__ __forceinline__ uint4 joined(uint4 x, const uint4 &y, uint32_t shift) {
+    bool two = shift & 8, one = shift & 4;
+    uint32_t a = two ? x.z : x.x, b = two ? x.w : x.y, c = two ? y.x : x.z;
+    uint32_t d = two ? y.y : x.w, e = two ? y.z : y.x, f = two ? y.w : y.y;
+    a = one ? b : a;
+    b = one ? c : b;
+    c = one ? d : c;
+    d = one ? e : d;
+    e = one ? f : e;
+    uint32_t bits = (shift & 2) * 8;
+    x.x = __funnelshift_r(a, b, bits);
+    x.y = __funnelshift_r(b, c, bits);
+    x.z = __funnelshift_r(c, d, bits);
+    x.w = __funnelshift_r(d, e, bits);
+    return x;
+}
+
 /* This block's slice of the row at hand. Vectors are put together from two where it does not start
  * at a multiple of 16 bytes: which thread adds which classes follows from the row, not from where
  * it lies. */
@@ -41,23 +59,7 @@ struct slice {
     template <bool SHIFTED>
     static __device__ __forceinline__ uint4 load(uint32_t at, uint32_t shift) {
         uint4 x = load_shared(at);
-        if (SHIFTED) {
-            uint4 y = load_shared(at + 16);
-            bool two = shift & 8, one = shift & 4;
-            uint32_t a = two ? x.z : x.x, b = two ? x.w : x.y, c = two ? y.x : x.z;
-            uint32_t d = two ? y.y : x.w, e = two ? y.z : y.x, f = two ? y.w : y.y;
-            a = one ? b : a;
-            b = one ? c : b;
-            c = one ? d : c;
-            d = one ? e : d;
-            e = one ? f : e;
-            uint32_t bits = (shift & 2) * 8;
-            x.x = __funnelshift_r(a, b, bits);
-            x.y = __funnelshift_r(b, c, bits);
-            x.z = __funnelshift_r(c, d, bits);
-            x.w = __funnelshift_r(d, e, bits);
-        }
-        return x;
+        return SHIFTED ? joined(x, load_shared(at + 16), shift) : x;
     }
 
     /* The same from `head` classes earlier on, so that no vector needs two: for a pass that adds
@@ -164,33 +166,68 @@ struct slice {
     }
 };
 
-/* The same slice in device memory, once it has been let go here. */
+/* The same slice in device memory: once it has been let go here, or from the start. Of a granule of
+ * 16 bytes that holds a byte of the row all may be read: allocations consist of whole ones. */
 struct far_slice {
-    const char *p, *q; /* this thread's first vector */
-    uint32_t count;
+    const char *p, *q;         /* this thread's first vector, less the shift */
+    uint32_t count;            /* classes */
+    uint32_t shift_p, shift_q; /* bytes after a multiple of 16 */
 
     template <class T>
     static __device__ __forceinline__ far_slice of(const kld_cuda_args &args, uint64_t index) {
         const place &at = here().place;
-        return {part_of<T>(args.p, index, at) + 16 * group_thread(),
-                part_of<T>(args.q, index, at) + 16 * group_thread(), at.count};
+        far_slice slice;
+        const char *p = part_of<T>(args.p, index, at), *q = part_of<T>(args.q, index, at);
+        slice.count = at.count;
+        slice.shift_p = shift_of(p);
+        slice.shift_q = shift_of(q);
+        slice.p = p - slice.shift_p + 16 * group_thread();
+        slice.q = q - slice.shift_q + 16 * group_thread();
+        return slice;
     }
+    /* Of the vector that a thread comes to in `step`: how many classes are left from its first. */
+    __device__ __forceinline__ uint32_t left_of(uint32_t step, uint32_t V) const {
+        uint32_t first = (step * GROUP_THREADS + group_thread()) * V;
+        return count > first ? count - first : 0;
+    }
+    /* A whole vector. */
+    template <bool SHIFTED>
+    static __device__ __forceinline__ uint4 load_whole(const char *from, uint32_t shift,
+                                                       uint32_t step) {
+        const uint4 *at = (const uint4 *)from + step * GROUP_THREADS;
+        if (!SHIFTED)
+            return __ldcs(at);
+        return joined(*at, at[shift ? 1 : 0], shift);
+    }
+    /* Any, of which `left` classes are left; undefined beyond. */
     template <class T>
-    __device__ __forceinline__ uint4 load(const char *from, uint32_t vector, uint32_t left) const {
-        constexpr uint32_t V = packet<T>::V;
-        const T *at = (const T *)from + (uint64_t)(vector - group_thread()) * V;
-        if (left >= V && aligned16<T>(at))
-            return *(const uint4 *)at;
-        return load_edge<T>(at, 0, left < V ? left : V, ::to<T>(0.0f));
+    static __device__ __forceinline__ uint4 load(const char *from, uint32_t shift, uint32_t step,
+                                                 uint32_t left) {
+        if (left >= packet<T>::V)
+            return load_whole<true>(from, shift, step);
+        return load_edge<T>((const T *)(from + shift) +
+                                (uint64_t)step * GROUP_THREADS * packet<T>::V,
+                            0, left, ::to<T>(0.0f));
     }
     template <class T, class FUNCTION>
     __device__ __forceinline__ void pass(FUNCTION function) const {
         constexpr uint32_t V = packet<T>::V;
-        for (uint32_t vector = group_thread(); (vector & ~31u) * V < count;
-             vector += GROUP_THREADS) {
-            uint32_t left = count > vector * V ? count - vector * V : 0;
-            function(vector, some_of{left}, load<T>(p, vector, left), load<T>(q, vector, left));
+        for (uint32_t step = 0; (step * GROUP_THREADS + (group_thread() & ~31u)) * V < count;
+             step++) {
+            uint32_t left = left_of(step, V);
+            function(step * GROUP_THREADS + group_thread(), some_of{left},
+                     load<T>(p, shift_p, step, left), load<T>(q, shift_q, step, left));
         }
+    }
+    /* Of so many vectors of the slice: how many steps the whole warp takes, and in how many of
+     * these all its lanes have one. */
+    static __device__ __forceinline__ uint32_t steps_of(uint32_t vectors) {
+        uint32_t first = group_thread() & ~31u;
+        return vectors > first ? (vectors - first + GROUP_THREADS - 1) / GROUP_THREADS : 0;
+    }
+    static __device__ __forceinline__ uint32_t full_steps_of(uint32_t vectors) {
+        uint32_t last = group_thread() | 31u;
+        return vectors > last ? (vectors - last - 1) / GROUP_THREADS + 1 : 0;
     }
 };
 

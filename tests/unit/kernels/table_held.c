@@ -2,6 +2,7 @@
  * tensors' (kernels/cuda/resident.cuh: from 4096 bytes on), and so many that what holds them is
  * used again and again: each row beside others that go other ways. */
 #include <math.h>
+#include <string.h>
 
 #include "tests/unit/kernels/table_list.h"
 
@@ -118,8 +119,33 @@ static void add_wide(struct table_list *list, bool quick) {
         }
 }
 
+/* Only the value: rows that are read once (kernels/cuda/logits_stream.cuh), by a warp, by a block,
+ * by two, four and eight of them; and the first that are too long for that. */
+static void add_read_once(struct table_list *list, bool quick) {
+    static const uint32_t divergences[] = {KLD_DIVERGENCE_FORWARD_KL, KLD_DIVERGENCE_REVERSE_KL,
+                                           KLD_DIVERGENCE_JEFFREYS, KLD_DIVERGENCE_MIXED_KL,
+                                           KLD_DIVERGENCE_CROSS_ENTROPY};
+    static const struct {
+        uint64_t rows, classes; /* of 16 bits; FP32: half the classes */
+    } sizes[] = {{700, 1537}, {300, 2999},  {150, 8192},  {150, 8193},  {80, 20001},
+                 {40, 65601}, {38, 140001}, {38, 300007}, {38, 524288}, {38, 524293}};
+    for (uint32_t i = 0; i < 5; i++)
+        for (uint32_t k = 0; k < 10; k++) {
+            uint32_t dtype = dtypes[(i + k) % 3];
+            if (quick && k > 2 && k != 3 + i % 4)
+                continue;
+            uint64_t classes = dtype == FP32 ? (sizes[k].classes + 1) / 2 : sizes[k].classes;
+            add_crowd(list, divergences[i], dtype, (i + k / 3) % 2, sizes[k].rows, classes, 0);
+            struct table_case *at = &list->at[list->count - 1];
+            char name[sizeof at->name];
+            snprintf(name, sizeof name, "read once %.50s", at->name);
+            memcpy(at->name, name, sizeof name);
+        }
+}
+
 void table_list_held(struct table_list *list, bool quick) {
     add_crowds(list, quick);
     add_deep(list, quick);
     add_wide(list, quick);
+    add_read_once(list, quick);
 }

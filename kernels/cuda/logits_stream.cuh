@@ -1,0 +1,388 @@
+/* logits_stream.cuh - rows of logits of which only the value is wanted: read once, from device
+ * memory straight to registers, by a warp or by the blocks of a cluster. Sums and decisions are
+ * those of logits_stats.cuh; a row that needs another look is read again, mostly from the
+ * second-level cache. Other rows of the multiprocessor compute while one waits. */
+#ifndef KLD_KERNELS_CUDA_LOGITS_STREAM_CUH
+#define KLD_KERNELS_CUDA_LOGITS_STREAM_CUH
+
+#include "kernels/cuda/logits_resident.cuh"
+
+namespace logits_resident {
+inline namespace KLD_CUDA_TEAM {
+
+/* What rows<> is told of a value: see there. */
+template <class T_, int EXTRA_> struct value_body {
+    typedef T_ T;
+    typedef T_ type;
+    static constexpr bool KNOWN = true;
+    static constexpr int EXTRA = EXTRA_;
+
+    struct numbers {
+        __device__ __forceinline__ numbers() {}
+        __device__ __forceinline__ numbers(const kld_cuda_args &, const row_stats &, double) {}
+    };
+    static __device__ __forceinline__ double value(const kld_cuda_args &args,
+                                                   const row_stats &stats) {
+        return EXTRA == logits_stats::ENTROPY ? stats.entropy
+               : EXTRA == logits_stats::REVERSE
+                   ? args.rule.of_p * stats.forward + args.rule.of_q * stats.reverse
+                   : args.rule.of_p * stats.forward;
+    }
+};
+
+/* The sums of one thread over its part of a row, as it comes. */
+template <class T, int EXTRA> struct stream {
+    static constexpr uint32_t V = packet<T>::V;
+    static constexpr uint32_t UNIT = 2; /* steps whose vectors are on their way */
+    static constexpr uint32_t STEP = 16 * resident::GROUP_THREADS; /* bytes */
+    static constexpr uint32_t FLUSH = UNIT < 4 ? 4 / UNIT : 1;     /* units in FP32 */
+    static constexpr int SUMS = EXTRA == logits_stats::NOTHING ? 3 : 4;
+
+    struct sums {
+        double sum[4];
+        float p, q; /* the largest */
+    };
+
+    /* What a thread has of each tensor in the steps of a unit. */
+    struct unit {
+        uint4 p[UNIT], q[UNIT];
+
+        template <bool SHIFTED>
+        __device__ __forceinline__ void load(uint32_t i, const char *at_p, const char *at_q,
+                                             uint32_t shift_p, uint32_t shift_q) {
+            p[i] = resident::far_slice::load_whole<SHIFTED>(at_p, shift_p, i);
+            q[i] = resident::far_slice::load_whole<SHIFTED>(at_q, shift_q, i);
+        }
+    };
+
+    /* Whole units. ret_heavy: those left out, as the warp has classes there that count one by one.
+     * No call in here, and little that outlives the loop: registers are what is on its way. */
+    template <bool SHIFTED>
+    static __device__ __forceinline__ sums run(const char *at_p, const char *at_q, uint32_t shift_p,
+                                               uint32_t shift_q, uint32_t units,
+                                               const temperature &t, float span, uint32_t classes,
+                                               logits_stats::reference *ret_at,
+                                               uint32_t &ret_heavy) {
+        unit u;
+#pragma unroll
+        for (uint32_t i = 0; i < UNIT; i++)
+            u.template load<SHIFTED>(i, at_p, at_q, shift_p, shift_q);
+        sums r = {{0, 0, 0, 0}, 0, 0};
+        logits_stats::top_of<T>::most(u.p, r.p);
+        logits_stats::top_of<T>::most(u.q, r.q);
+        auto at = logits_stats::reference::of_most<T>(r.p, r.q, t, span, classes, UNIT);
+        *ret_at = at;
+        __syncwarp();
+        logits_stats::top_of<T> top(at);
+        logits_stats::chunk_sums<EXTRA> sum;
+        uint32_t heavy = 0;
+#pragma unroll 1
+        for (uint32_t number = 0; number < units; number++) {
+            at_p += UNIT * STEP;
+            at_q += UNIT * STEP;
+            bool is_heavy = __any_sync(KLD_FULL_WARP, top.add_all(u.p, u.q, at));
+            heavy |= is_heavy ? 1u << number : 0;
+#pragma unroll
+            for (uint32_t i = 0; i < UNIT; i++) {
+                if (!is_heavy)
+                    logits_stats::fast_pairs<T, EXTRA>(logits_stats::pair_of<T>(u.p[i], u.q[i]), at,
+                                                       t, sum);
+                if (number + 1 < units)
+                    u.template load<SHIFTED>(i, at_p, at_q, shift_p, shift_q);
+            }
+            if (number % FLUSH == FLUSH - 1)
+                sum.template flush<T>(r.sum);
+        }
+        sum.template flush<T>(r.sum);
+        top.get_mine(r.p, r.q);
+        ret_heavy = heavy;
+        return r;
+    }
+
+    /* One step of any kind, its heavy classes one by one. */
+    static __device__ __forceinline__ void add_step(const resident::far_slice &slice, uint32_t step,
+                                                    const logits_stats::reference &at,
+                                                    const temperature &t, sums &to) {
+        uint32_t left = slice.left_of(step, V);
+        if (!left)
+            return;
+        uint4 p = slice.load<T>(slice.p, slice.shift_p, step, left);
+        uint4 q = slice.load<T>(slice.q, slice.shift_q, step, left);
+        logits_stats::add_to<EXTRA>(to.sum,
+                                    logits_stats::heavy_vector<T, EXTRA>(p, q, left, at, t));
+        logits_stats::pair_of<T> z(p, q);
+        z.pad(resident::some_of{left}, -CUDART_INF_F, -CUDART_INF_F);
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+            to.p = fmaxf(to.p, z.p[i]);
+            to.q = fmaxf(to.q, z.q[i]);
+        }
+    }
+    /* The units that were left out, and what is behind the last. */
+    static __device__ __noinline__ sums rest(resident::far_slice slice, uint32_t heavy,
+                                             uint32_t step, uint32_t steps,
+                                             const logits_stats::reference *from,
+                                             const temperature *t) {
+        sums r = {{0, 0, 0, 0}, -CUDART_INF_F, -CUDART_INF_F};
+        logits_stats::reference at = *from;
+        uint32_t in_unit = 0;
+        while (heavy || step < steps) {
+            uint32_t next = step;
+            if (heavy)
+                next = ((uint32_t)__ffs((int)heavy) - 1) * UNIT + in_unit;
+            add_step(slice, next, at, *t, r);
+            if (!heavy)
+                step++;
+            else if (++in_unit == UNIT) {
+                heavy &= heavy - 1;
+                in_unit = 0;
+            }
+        }
+        return r;
+    }
+    /* The same as run() where the warp has no whole unit: what to count from. */
+    static __device__ __noinline__ void peek(resident::far_slice slice, const temperature *t,
+                                             float span, uint32_t classes,
+                                             logits_stats::reference *ret) {
+        float top_p = -CUDART_INF_F, top_q = -CUDART_INF_F;
+        uint32_t left = slice.left_of(0, V);
+        if (left) {
+            logits_stats::pair_of<T> z(slice.load<T>(slice.p, slice.shift_p, 0, left),
+                                       slice.load<T>(slice.q, slice.shift_q, 0, left));
+            z.pad(resident::some_of{left}, -CUDART_INF_F, -CUDART_INF_F);
+#pragma unroll
+            for (int i = 0; i < V; i++) {
+                top_p = fmaxf(top_p, z.p[i]);
+                top_q = fmaxf(top_q, z.q[i]);
+            }
+        }
+        *ret = logits_stats::reference::of_most<T>(top_p, top_q, *t, span, classes, 1);
+        __syncwarp();
+    }
+};
+
+/* A row that is summed and not yet judged. */
+struct stream_row {
+    part all;
+    uint64_t index, group;
+    double shift, one; /* one: its weighted value */
+    float powers[2];
+    bool first, masked, missed;
+};
+
+/* What a warp keeps while it sums a row: not in registers. */
+struct stream_warp {
+    /* A row's numbers take one thread as long as a warp: a warp that has rows for itself judges
+     * many at a time, one in each lane. */
+    static constexpr uint32_t ROWS = resident::GROUP_WARPS == 1 ? 32 : 1;
+
+    resident::row_walk walk;
+    logits_stats::reference at;
+    double total; /* of the group's rows so far */
+    uint32_t count;
+    bool more, first;
+    stream_row rows[ROWS];
+};
+
+template <class BODY> struct stream_rows : rows<BODY> {
+    typedef rows<BODY> base;
+    typedef typename BODY::type T;
+    typedef stream<T, BODY::EXTRA> pass;
+
+    static __device__ __forceinline__ stream_warp &warp() {
+        __shared__ stream_warp all[resident::WARPS];
+        return all[threadIdx.x / 32];
+    }
+
+    /* All warps' sums over the row, to all lanes of the first. */
+    static __device__ __forceinline__ part sums(const kld_cuda_args &args) {
+        typename pass::sums mine = {{0, 0, 0, 0}, -CUDART_INF_F, -CUDART_INF_F};
+        uint32_t heavy = 0;
+        auto slice = resident::far_slice::of<T>(args, warp().walk.index);
+        uint32_t units = slice.full_steps_of(slice.count / pass::V) / pass::UNIT;
+        if (!units)
+            pass::peek(slice, &base::shared().t, base::shared().span, base::shared().classes,
+                       &warp().at);
+        else if (slice.shift_p || slice.shift_q)
+            mine = pass::template run<true>(slice.p, slice.q, slice.shift_p, slice.shift_q, units,
+                                            base::shared().t, base::shared().span,
+                                            base::shared().classes, &warp().at, heavy);
+        else
+            mine = pass::template run<false>(slice.p, slice.q, 0, 0, units, base::shared().t,
+                                             base::shared().span, base::shared().classes,
+                                             &warp().at, heavy);
+        __syncwarp();
+        slice = resident::far_slice::of<T>(args, warp().walk.index);
+        units = slice.full_steps_of(slice.count / pass::V) / pass::UNIT;
+        uint32_t steps = slice.steps_of((slice.count + pass::V - 1) / pass::V);
+        if (heavy || units * pass::UNIT < steps) {
+            auto more =
+                pass::rest(slice, heavy, units * pass::UNIT, steps, &warp().at, &base::shared().t);
+#pragma unroll
+            for (int i = 0; i < pass::SUMS; i++)
+                mine.sum[i] += more.sum[i];
+            mine.p = fmaxf(mine.p, more.p);
+            mine.q = fmaxf(mine.q, more.q);
+        }
+        const logits_stats::reference &at = warp().at;
+        float scale = base::shared().t.scale.high;
+        part all;
+        all.top[0] = logits_stats::warp_max(mine.p);
+        all.top[1] = logits_stats::warp_max(mine.q);
+        all.mark[0] = logits_stats::reference::mark(at.c_p, all.top[0], at.limit_p, scale);
+        all.mark[1] = logits_stats::reference::mark(at.c_q, all.top[1], at.limit_q, scale);
+        if constexpr (resident::GROUP_WARPS == 1) {
+            logits_stats::sums_of(all, mine.sum);
+            return all;
+        }
+        return resident::merge_row(
+            mine.sum, all.mark[0], all.mark[1],
+            [](const part *parts, uint32_t count) {
+                return logits_stats::fast_merge<BODY::EXTRA>(parts, count);
+            },
+            all.top[0], all.top[1]);
+    }
+
+    /* The value of a row whose sums did not do, by the group's first thread. The whole group. */
+    static __device__ __noinline__ double again(const kld_cuda_args &args, const stream_row &from) {
+        auto *row = &base::shared().rows[0];
+        uint64_t index = from.index;
+        if (resident::group_thread() == 0) {
+            resident::here().info[0].index = index;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                row->top[i] = from.all.top[i];
+                row->powers[i] = from.powers[i];
+            }
+            row->missed = from.missed;
+            row->shift = from.shift;
+            row->factor = 0.0;
+            row->way = AGAIN;
+        }
+        resident::group_sync();
+        base::again(args, 0, 0);
+        double value = row->value;
+        if (row->way == ANY)
+            value = resident::here().place.rank == 0 ? row_by_any(args, index) : 0.0;
+        resident::group_sync();
+        return value;
+    }
+    /* One thread: a row's value, if its sums give it. */
+    static __device__ __forceinline__ bool judge(const kld_cuda_args &args, stream_row &row,
+                                                 const row_stats &stats, double &ret_value) {
+        ret_value = BODY::value(args, stats);
+        row.missed = stats.missed;
+        row.shift = stats.shift;
+        row.powers[0] = stats.powers[0];
+        row.powers[1] = stats.powers[1];
+        return stats.good;
+    }
+    static __device__ __forceinline__ void store(const kld_cuda_args &args, stream_row &row,
+                                                 double value) {
+        row.one = row.masked ? 0.0 : value * row_open(args, row.index).weight;
+        row_store(args, row.index, row.one);
+    }
+    /* One thread: rows are added in order. */
+    static __device__ __forceinline__ void add(const kld_cuda_args &args, const stream_row &row) {
+        warp().total = row.first ? row.one : warp().total + row.one;
+        args.scratch->partial[args.first_group + row.group] = warp().total;
+    }
+
+    /* A warp with rows for itself: all that it has. */
+    static __device__ __noinline__ void settle_many(const kld_cuda_args &args) {
+        uint32_t lane = threadIdx.x % 32, count = warp().count;
+        stream_row &row = warp().rows[lane];
+        bool mine = lane < count, good = true;
+        double value = 0.0;
+        if (mine && !row.masked) {
+            logits_stats::fast_side p(row.all.sum[0], row.all.mark[0]);
+            logits_stats::fast_side q(row.all.sum[1], row.all.mark[1]);
+            row_stats stats =
+                logits_stats::fast_row<BODY::EXTRA>(row.all, p, q, base::bounds(args));
+            good = judge(args, row, stats, value);
+        }
+        __syncwarp();
+        for (uint32_t bad = __ballot_sync(KLD_FULL_WARP, !good); bad; bad &= bad - 1) {
+            uint32_t which = (uint32_t)__ffs((int)bad) - 1;
+            double found = again(args, warp().rows[which]);
+            found = __shfl_sync(KLD_FULL_WARP, found, 0);
+            value = lane == which ? found : value;
+        }
+        if (mine)
+            store(args, row, value);
+        __syncwarp();
+        if (lane == 0)
+            for (uint32_t i = 0; i < count; i++)
+                add(args, warp().rows[i]);
+        __syncwarp();
+    }
+    /* Several warps with one row. */
+    static __device__ __forceinline__ void settle_one(const kld_cuda_args &args, const part &all) {
+        __shared__ bool good;
+        stream_row &row = warp().rows[0];
+        double value = 0.0;
+        if (resident::group_thread() < 32) {
+            row_stats stats = base::fast_row(args, all);
+            if (threadIdx.x == 0) {
+                row.all = all;
+                good = judge(args, row, stats, value);
+            }
+        }
+        resident::group_sync();
+        if (!good)
+            value = again(args, row);
+        if (threadIdx.x == 0 && resident::here().place.rank == 0) {
+            store(args, row, value);
+            add(args, row);
+        }
+    }
+
+    static __device__ __forceinline__ void compute(const kld_cuda_args &args) {
+        resident::block_shared &block = resident::here();
+        if (threadIdx.x % 32 == 0) {
+            warp().walk.start(block.place);
+            warp().count = 0;
+        }
+        __syncwarp();
+        for (;;) {
+            if (threadIdx.x % 32 == 0) {
+                bool first;
+                warp().more = warp().walk.next(args, block.place, first);
+                stream_row &row = warp().rows[warp().count];
+                row.index = warp().walk.index;
+                row.group = warp().walk.group;
+                row.first = first;
+                row.masked = warp().more && row_is_masked(args, row.index);
+            }
+            __syncwarp();
+            if (!warp().more)
+                break;
+            bool masked = warp().rows[warp().count].masked;
+            if constexpr (resident::GROUP_WARPS == 1) {
+                part all = {};
+                if (!masked)
+                    all = sums(args);
+                if (threadIdx.x % 32 == 0)
+                    warp().rows[warp().count++].all = all;
+                __syncwarp();
+                if (warp().count == stream_warp::ROWS) {
+                    settle_many(args);
+                    if (threadIdx.x % 32 == 0)
+                        warp().count = 0;
+                    __syncwarp();
+                }
+            } else if (!masked) {
+                settle_one(args, sums(args));
+            } else if (threadIdx.x == 0 && block.place.rank == 0) {
+                store(args, warp().rows[0], 0.0);
+                add(args, warp().rows[0]);
+            }
+        }
+        if (resident::GROUP_WARPS == 1 && warp().count)
+            settle_many(args);
+    }
+};
+
+} /* namespace KLD_CUDA_TEAM */
+} /* namespace logits_resident */
+#endif
