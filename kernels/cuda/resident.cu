@@ -13,14 +13,14 @@ static bool is_difference(const kld_cuda_args *args) {
 static bool streams(const kld_cuda_args *args, uint64_t bytes) {
     bool known = args->rule.kind == KLD_RULE_KL || args->rule.kind == KLD_RULE_CROSS_ENTROPY;
     return known && !args->grad_p.dtype && !args->grad_q.dtype &&
-           bytes >= KLD_CUDA_STREAM_LEAST_BYTES && bytes <= 8 * KLD_CUDA_STREAM_BLOCK_BYTES;
+           bytes >= KLD_CUDA_ONEPASS_LEAST_BYTES && bytes <= 8 * KLD_CUDA_ONEPASS_BLOCK_BYTES;
 }
 
-/* The order of KLD_CUDA_TEAM_MAP and, behind it, of KLD_CUDA_STREAM_MAP. */
+/* The order of KLD_CUDA_TEAM_MAP and, behind it, of KLD_CUDA_ONEPASS_MAP. */
 static uint32_t kernel_of(const kld_cuda_args *args) {
     uint32_t type = args->p.dtype == KLD_DTYPE_FP32 ? 0 : args->p.dtype == KLD_DTYPE_FP16 ? 1 : 2;
-    if (args->resident_team >= KLD_CUDA_STREAM_WARP)
-        return 18 + 3 * (args->resident_team - KLD_CUDA_STREAM_WARP) + type;
+    if (args->resident_team >= KLD_CUDA_ONEPASS_WARP)
+        return 18 + 3 * (args->resident_team - KLD_CUDA_ONEPASS_WARP) + type;
     return 6 * args->resident_team + (is_difference(args) ? 0 : 3) + type;
 }
 
@@ -49,12 +49,12 @@ static uint32_t alone_layout(kld_cuda_args *args, uint64_t bytes, uint32_t most,
 
 /* Rows that are read once: a warp each or, where they would keep one waiting too long, a block or
  * the blocks of a cluster. Returns the power of 2 of these. */
-static uint32_t stream_layout(kld_cuda_args *args, uint64_t bytes) {
+static uint32_t onepass_layout(kld_cuda_args *args, uint64_t bytes) {
     uint32_t size = 0;
-    bool warp = bytes <= KLD_CUDA_STREAM_WARP_BYTES;
-    while (!warp && bytes >> size > KLD_CUDA_STREAM_BLOCK_BYTES)
+    bool warp = bytes <= KLD_CUDA_ONEPASS_WARP_BYTES;
+    while (!warp && bytes >> size > KLD_CUDA_ONEPASS_BLOCK_BYTES)
         size++;
-    args->resident_team = warp ? KLD_CUDA_STREAM_WARP : KLD_CUDA_STREAM_BLOCK;
+    args->resident_team = warp ? KLD_CUDA_ONEPASS_WARP : KLD_CUDA_ONEPASS_BLOCK;
     args->slots = 1;
     args->lag = 0;
     args->cluster = 1u << size;
@@ -64,7 +64,7 @@ static uint32_t stream_layout(kld_cuda_args *args, uint64_t bytes) {
 
 /* Which kernel of its function: those of one divergence take other registers than of another. */
 static uint32_t rule_of(const kld_cuda_args *args) {
-    if (args->resident_team < KLD_CUDA_STREAM_WARP)
+    if (args->resident_team < KLD_CUDA_ONEPASS_WARP)
         return args->rule.kind;
     return args->rule.kind == KLD_RULE_CROSS_ENTROPY ? 2 : args->rule.of_q != 0;
 }
@@ -76,8 +76,8 @@ extern "C" void kld_cuda_resident_layout(kld_cuda_args *args, uint32_t shared_by
     /* Devices with clusters and this much shared memory: sm_90 and sm_100. */
     bool clusters = shared_bytes_max >= 200 * 1024;
     uint32_t size = 0;
-    if (streams(args, bytes) && (clusters || bytes <= KLD_CUDA_STREAM_BLOCK_BYTES)) {
-        size = stream_layout(args, bytes);
+    if (streams(args, bytes) && (clusters || bytes <= KLD_CUDA_ONEPASS_BLOCK_BYTES)) {
+        size = onepass_layout(args, bytes);
         if (args->active_clusters)
             args->active_clusters += (4 * kernel_of(args) + rule_of(args)) * 5 + size;
         return;
@@ -106,7 +106,7 @@ extern "C" cudaError_t kld_cuda_resident_rows(const kld_cuda_args *args, uint32_
     typedef cudaError_t launch(const kld_cuda_args *, uint32_t, cudaStream_t);
     static launch *const launches[] = {
 #define X(name) kld_cuda_##name,
-        KLD_CUDA_TEAM_MAP(X) KLD_CUDA_STREAM_MAP(X)
+        KLD_CUDA_TEAM_MAP(X) KLD_CUDA_ONEPASS_MAP(X)
 #undef X
     };
     static_assert(sizeof launches / sizeof *launches * 4 * 5 == KLD_CUDA_ACTIVE_CLUSTERS,

@@ -13,20 +13,20 @@
 #define KLD_CUDA_RESIDENT_LEAST_BYTES 1024
 #define KLD_CUDA_RESIDENT_SINGLE_BYTES 4096
 #define KLD_CUDA_RESIDENT_SMALL_BYTES 16384
-/* Of rows of which only the value is wanted, which are read once (logits_stream.cuh): from here on,
- * up to these by a warp, so many by a block of a cluster of up to eight. Below, other kernels spend
- * less on a row; a block's threads have 32 units of vectors each, a bit for each. */
-#define KLD_CUDA_STREAM_LEAST_BYTES 3072
-#define KLD_CUDA_STREAM_WARP_BYTES 16384
-#define KLD_CUDA_STREAM_BLOCK_BYTES 131072
+/* Of rows of which only the value is wanted, which are read once (logits_onepass.cuh): from here
+ * on, up to these by a warp, so many by a block of a cluster of up to eight. Below, other kernels
+ * spend less on a row; a block's threads have 32 units of vectors each, a bit for each. */
+#define KLD_CUDA_ONEPASS_LEAST_BYTES 3072
+#define KLD_CUDA_ONEPASS_WARP_BYTES 16384
+#define KLD_CUDA_ONEPASS_BLOCK_BYTES 131072
 
 /* args->resident_team. */
 enum kld_cuda_team {
     KLD_CUDA_TEAM_OF_ONE,
     KLD_CUDA_TEAM_OF_FOUR,
     KLD_CUDA_TEAM_OF_MANY,
-    KLD_CUDA_STREAM_WARP,
-    KLD_CUDA_STREAM_BLOCK
+    KLD_CUDA_ONEPASS_WARP,
+    KLD_CUDA_ONEPASS_BLOCK
 };
 
 /* What a source file says before it includes resident.cuh. Warps that compute and how many groups
@@ -44,15 +44,15 @@ enum kld_cuda_team {
 #define KLD_CUDA_TEAM_GROUPS 1
 #define KLD_CUDA_TEAM_SETTLERS 0
 #define KLD_CUDA_TEAM_BLOCKS 5
-#elif defined(KLD_CUDA_TEAM_STREAM_WARP)
-#define KLD_CUDA_TEAM stream_warp_team
+#elif defined(KLD_CUDA_TEAM_ONEPASS_WARP)
+#define KLD_CUDA_TEAM onepass_warp_team
 #define KLD_CUDA_TEAM_FAR 1
 #define KLD_CUDA_TEAM_WARPS 1
 #define KLD_CUDA_TEAM_GROUPS 1
 #define KLD_CUDA_TEAM_SETTLERS 0
 #define KLD_CUDA_TEAM_BLOCKS 32
-#elif defined(KLD_CUDA_TEAM_STREAM_BLOCK)
-#define KLD_CUDA_TEAM stream_block_team
+#elif defined(KLD_CUDA_TEAM_ONEPASS_BLOCK)
+#define KLD_CUDA_TEAM onepass_block_team
 #define KLD_CUDA_TEAM_FAR 1
 #define KLD_CUDA_TEAM_WARPS 4
 #define KLD_CUDA_TEAM_GROUPS 1
@@ -109,17 +109,17 @@ extern "C" {
 KLD_CUDA_TEAM_MAP(X)
 #undef X
 /* And of rows that are read once. */
-#define KLD_CUDA_STREAM_MAP(X)                                                                     \
-    X(stream_warp_team_fp32)                                                                       \
-    X(stream_warp_team_fp16)                                                                       \
-    X(stream_warp_team_bf16)                                                                       \
-    X(stream_block_team_fp32)                                                                      \
-    X(stream_block_team_fp16)                                                                      \
-    X(stream_block_team_bf16)
+#define KLD_CUDA_ONEPASS_MAP(X)                                                                    \
+    X(onepass_warp_team_fp32)                                                                      \
+    X(onepass_warp_team_fp16)                                                                      \
+    X(onepass_warp_team_bf16)                                                                      \
+    X(onepass_block_team_fp32)                                                                     \
+    X(onepass_block_team_fp16)                                                                     \
+    X(onepass_block_team_bf16)
 #define X(name)                                                                                    \
     cudaError_t kld_cuda_##name(const struct kld_cuda_args *args, uint32_t groups,                 \
                                 cudaStream_t stream);
-KLD_CUDA_STREAM_MAP(X)
+KLD_CUDA_ONEPASS_MAP(X)
 #undef X
 void kld_cuda_large_team_layout(struct kld_cuda_args *args, uint32_t shared_bytes_max);
 

@@ -119,7 +119,7 @@ static void add_wide(struct table_list *list, bool quick) {
         }
 }
 
-/* Only the value: rows that are read once (kernels/cuda/logits_stream.cuh), by a warp, by a block,
+/* Only the value: rows that are read once (kernels/cuda/logits_onepass.cuh), by a warp, by a block,
  * by two, four and eight of them; and the first that are too long for that. */
 static void add_read_once(struct table_list *list, bool quick) {
     static const uint32_t divergences[] = {KLD_DIVERGENCE_FORWARD_KL, KLD_DIVERGENCE_REVERSE_KL,

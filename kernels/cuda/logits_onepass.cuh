@@ -1,9 +1,9 @@
-/* logits_stream.cuh - rows of logits of which only the value is wanted: read once, from device
+/* logits_onepass.cuh - rows of logits of which only the value is wanted: read once, from device
  * memory straight to registers, by a warp or by the blocks of a cluster. Sums and decisions are
  * those of logits_stats.cuh; a row that needs another look is read again, mostly from the
  * second-level cache. Other rows of the multiprocessor compute while one waits. */
-#ifndef KLD_KERNELS_CUDA_LOGITS_STREAM_CUH
-#define KLD_KERNELS_CUDA_LOGITS_STREAM_CUH
+#ifndef KLD_KERNELS_CUDA_LOGITS_ONEPASS_CUH
+#define KLD_KERNELS_CUDA_LOGITS_ONEPASS_CUH
 
 #include "kernels/cuda/logits_resident.cuh"
 
@@ -31,7 +31,7 @@ template <class T_, int EXTRA_> struct value_body {
 };
 
 /* The sums of one thread over its part of a row, as it comes. */
-template <class T, int EXTRA> struct stream {
+template <class T, int EXTRA> struct onepass {
     static constexpr uint32_t V = packet<T>::V;
     static constexpr uint32_t UNIT = 2; /* steps whose vectors are on their way */
     static constexpr uint32_t STEP = 16 * resident::GROUP_THREADS; /* bytes */
@@ -162,7 +162,7 @@ template <class T, int EXTRA> struct stream {
 };
 
 /* A row that is summed and not yet judged. */
-struct stream_row {
+struct onepass_row {
     part all;
     uint64_t index, group;
     double shift, one; /* one: its weighted value */
@@ -171,7 +171,7 @@ struct stream_row {
 };
 
 /* What a warp keeps while it sums a row: not in registers. */
-struct stream_warp {
+struct onepass_warp {
     /* A row's numbers take one thread as long as a warp: a warp that has rows for itself judges
      * many at a time, one in each lane. */
     static constexpr uint32_t ROWS = resident::GROUP_WARPS == 1 ? 32 : 1;
@@ -181,16 +181,16 @@ struct stream_warp {
     double total; /* of the group's rows so far */
     uint32_t count;
     bool more, first;
-    stream_row rows[ROWS];
+    onepass_row rows[ROWS];
 };
 
-template <class BODY> struct stream_rows : rows<BODY> {
+template <class BODY> struct onepass_rows : rows<BODY> {
     typedef rows<BODY> base;
     typedef typename BODY::type T;
-    typedef stream<T, BODY::EXTRA> pass;
+    typedef onepass<T, BODY::EXTRA> pass;
 
-    static __device__ __forceinline__ stream_warp &warp() {
-        __shared__ stream_warp all[resident::WARPS];
+    static __device__ __forceinline__ onepass_warp &warp() {
+        __shared__ onepass_warp all[resident::WARPS];
         return all[threadIdx.x / 32];
     }
 
@@ -244,7 +244,8 @@ template <class BODY> struct stream_rows : rows<BODY> {
     }
 
     /* The value of a row whose sums did not do, by the group's first thread. The whole group. */
-    static __device__ __noinline__ double again(const kld_cuda_args &args, const stream_row &from) {
+    static __device__ __noinline__ double again(const kld_cuda_args &args,
+                                                const onepass_row &from) {
         auto *row = &base::shared().rows[0];
         uint64_t index = from.index;
         if (resident::group_thread() == 0) {
@@ -268,7 +269,7 @@ template <class BODY> struct stream_rows : rows<BODY> {
         return value;
     }
     /* One thread: a row's value, if its sums give it. */
-    static __device__ __forceinline__ bool judge(const kld_cuda_args &args, stream_row &row,
+    static __device__ __forceinline__ bool judge(const kld_cuda_args &args, onepass_row &row,
                                                  const row_stats &stats, double &ret_value) {
         ret_value = BODY::value(args, stats);
         row.missed = stats.missed;
@@ -277,13 +278,13 @@ template <class BODY> struct stream_rows : rows<BODY> {
         row.powers[1] = stats.powers[1];
         return stats.good;
     }
-    static __device__ __forceinline__ void store(const kld_cuda_args &args, stream_row &row,
+    static __device__ __forceinline__ void store(const kld_cuda_args &args, onepass_row &row,
                                                  double value) {
         row.one = row.masked ? 0.0 : value * row_open(args, row.index).weight;
         row_store(args, row.index, row.one);
     }
     /* One thread: rows are added in order. */
-    static __device__ __forceinline__ void add(const kld_cuda_args &args, const stream_row &row) {
+    static __device__ __forceinline__ void add(const kld_cuda_args &args, const onepass_row &row) {
         warp().total = row.first ? row.one : warp().total + row.one;
         args.scratch->partial[args.first_group + row.group] = warp().total;
     }
@@ -291,7 +292,7 @@ template <class BODY> struct stream_rows : rows<BODY> {
     /* A warp with rows for itself: all that it has. */
     static __device__ __noinline__ void settle_many(const kld_cuda_args &args) {
         uint32_t lane = threadIdx.x % 32, count = warp().count;
-        stream_row &row = warp().rows[lane];
+        onepass_row &row = warp().rows[lane];
         bool mine = lane < count, good = true;
         double value = 0.0;
         if (mine && !row.masked) {
@@ -319,7 +320,7 @@ template <class BODY> struct stream_rows : rows<BODY> {
     /* Several warps with one row. */
     static __device__ __forceinline__ void settle_one(const kld_cuda_args &args, const part &all) {
         __shared__ bool good;
-        stream_row &row = warp().rows[0];
+        onepass_row &row = warp().rows[0];
         double value = 0.0;
         if (resident::group_thread() < 32) {
             row_stats stats = base::fast_row(args, all);
@@ -348,7 +349,7 @@ template <class BODY> struct stream_rows : rows<BODY> {
             if (threadIdx.x % 32 == 0) {
                 bool first;
                 warp().more = warp().walk.next(args, block.place, first);
-                stream_row &row = warp().rows[warp().count];
+                onepass_row &row = warp().rows[warp().count];
                 row.index = warp().walk.index;
                 row.group = warp().walk.group;
                 row.first = first;
@@ -365,7 +366,7 @@ template <class BODY> struct stream_rows : rows<BODY> {
                 if (threadIdx.x % 32 == 0)
                     warp().rows[warp().count++].all = all;
                 __syncwarp();
-                if (warp().count == stream_warp::ROWS) {
+                if (warp().count == onepass_warp::ROWS) {
                     settle_many(args);
                     if (threadIdx.x % 32 == 0)
                         warp().count = 0;

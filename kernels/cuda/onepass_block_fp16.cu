@@ -1,0 +1,8 @@
+/* onepass_block_fp16.cu - FP16 logits, a block or more a row: values. */
+#define KLD_CUDA_TEAM_ONEPASS_BLOCK
+#include "kernels/cuda/onepass_launch.cuh"
+
+extern "C" cudaError_t KLD_CUDA_TEAM_NAME(fp16)(const kld_cuda_args *args, uint32_t groups,
+                                                cudaStream_t stream) {
+    return logits_resident::launch_onepass<__half>(args, groups, stream);
+}

@@ -1,8 +1,0 @@
-/* stream_block_fp32.cu - FP32 logits, a block or more a row: values. */
-#define KLD_CUDA_TEAM_STREAM_BLOCK
-#include "kernels/cuda/stream_launch.cuh"
-
-extern "C" cudaError_t KLD_CUDA_TEAM_NAME(fp32)(const kld_cuda_args *args, uint32_t groups,
-                                                cudaStream_t stream) {
-    return logits_resident::launch_stream<float>(args, groups, stream);
-}

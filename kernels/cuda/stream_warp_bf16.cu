@@ -1,8 +1,0 @@
-/* stream_warp_bf16.cu - BF16 logits, a warp a row: values. */
-#define KLD_CUDA_TEAM_STREAM_WARP
-#include "kernels/cuda/stream_launch.cuh"
-
-extern "C" cudaError_t KLD_CUDA_TEAM_NAME(bf16)(const kld_cuda_args *args, uint32_t groups,
-                                                cudaStream_t stream) {
-    return logits_resident::launch_stream<__nv_bfloat16>(args, groups, stream);
-}

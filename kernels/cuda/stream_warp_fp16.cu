@@ -1,8 +1,0 @@
-/* stream_warp_fp16.cu - FP16 logits, a warp a row: values. */
-#define KLD_CUDA_TEAM_STREAM_WARP
-#include "kernels/cuda/stream_launch.cuh"
-
-extern "C" cudaError_t KLD_CUDA_TEAM_NAME(fp16)(const kld_cuda_args *args, uint32_t groups,
-                                                cudaStream_t stream) {
-    return logits_resident::launch_stream<__half>(args, groups, stream);
-}
