@@ -442,18 +442,18 @@ static __device__ __forceinline__ void fast_of(const resident::slice &slice, con
     double total[4] = {0, 0, 0, 0};
     chunk_sums<EXTRA> sum;
     top_of<T> top(at);
-    /* Steps of the chunk at hand in which the warp has heavy classes: left out of the loop, where
-     * a call would spill its registers. */
+    /* Vectors with heavy classes, of the chunk at hand: a call would spill the loop's registers. */
     uint32_t heavy = 0;
     slice.template pass_of<SHIFTED, true>(
         V,
         [&](uint32_t vector, auto left, const uint4 &raw_p, const uint4 &raw_q) {
             pair_of<T> z(raw_p, raw_q);
             z.pad(left, at.pad_p, at.pad_q);
-            if (__any_sync(KLD_FULL_WARP, top.add(left, raw_p, raw_q, z, at)))
+            if (top.add(left, raw_p, raw_q, z, at)) {
                 heavy |= 1u << slice.step_of(vector);
-            else
-                fast_pairs<T, EXTRA>(z, at, t, sum);
+                take_out(at, z);
+            }
+            fast_pairs<T, EXTRA>(z, at, t, sum);
         },
         [&](uint32_t chunk) {
             sum.template flush<T>(total);
@@ -461,8 +461,7 @@ static __device__ __forceinline__ void fast_of(const resident::slice &slice, con
                 uint4 raw_p, raw_q;
                 uint32_t left = slice.template vector_of<SHIFTED>(
                     chunk, (uint32_t)__ffs((int)heavy) - 1, V, raw_p, raw_q);
-                heavy_sums more = heavy_vector<T, EXTRA>(raw_p, raw_q, left, at, t);
-                add_to<EXTRA>(total, more);
+                add_to<EXTRA>(total, heavy_terms<T, EXTRA>(raw_p, raw_q, left, at, t));
             }
             if (release)
                 slice.release(chunk);

@@ -66,7 +66,9 @@ static cudaError_t launch_kernel(void (*function)(kld_cuda_args), size_t element
     config.dynamicSmemBytes = shared;
     config.stream = stream;
     config.attrs = &attribute;
-    config.numAttrs = args.cluster > 1;
+    /* Eight blocks of held rows a multiprocessor are better than the twice as many that fit: what
+     * registers spill has more of the first-level cache. */
+    config.numAttrs = !resident::FAR || args.cluster > 1;
     int clusters = args.active_clusters ? *args.active_clusters : 0;
     if (!clusters) {
         cudaError_t error = active_clusters(config, function, &clusters);
@@ -76,6 +78,8 @@ static cudaError_t launch_kernel(void (*function)(kld_cuda_args), size_t element
             *args.active_clusters = (uint16_t)clusters;
     }
     uint32_t used = groups < (uint32_t)clusters ? groups : (uint32_t)clusters;
+    if (resident::FAR) /* who comes later gets a place as soon as any row is done */
+        used = groups;
     config.gridDim = dim3(used * args.cluster);
     return cudaLaunchKernelEx(&config, function, args);
 }
