@@ -149,6 +149,16 @@ enum kld_status kld_stats(struct kld_connection *connection, struct kld_server_s
                                         : kld_unimplemented(connection, "statistics", err);
 }
 
+enum kld_status kld_metrics(struct kld_connection *connection, char *ret_text, size_t capacity,
+                            struct kld_error *err) {
+    if (capacity == 0)
+        return kld_error_set(err, KLD_INVALID, "the metrics need room; there are 0 bytes of it");
+    ret_text[0] = '\0';
+    return connection->transport->metrics
+               ? connection->transport->metrics(connection, ret_text, capacity, err)
+               : kld_unimplemented(connection, "metrics", err);
+}
+
 enum kld_status kld_measure_ceiling(struct kld_connection *connection, uint64_t bytes,
                                     double *ret_read_per_s, double *ret_read_write_per_s,
                                     struct kld_error *err) {

@@ -154,6 +154,8 @@ struct kld_transport {
     void (*timer)(struct kld_connection *connection, uint64_t now_ns);
     enum kld_status (*stats)(struct kld_connection *connection, struct kld_server_stats *ret_stats,
                              struct kld_error *err);
+    enum kld_status (*metrics)(struct kld_connection *connection, char *ret_text, size_t capacity,
+                               struct kld_error *err);
     enum kld_status (*measure_ceiling)(struct kld_connection *connection, uint64_t bytes,
                                        double *ret_read_per_s, double *ret_read_write_per_s,
                                        struct kld_error *err);

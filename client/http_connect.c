@@ -14,8 +14,10 @@
 
 struct http_get {
     struct http_transfer transfer;
-    size_t bytes;
-    char text[4096]; /* what fits of the body */
+    size_t bytes, capacity;
+    char *text; /* what fits of the body: `small`, or the caller's */
+    bool cut;   /* it did not fit */
+    char small[4096];
 };
 
 static struct http_connection *http_of(struct kld_connection *connection) {
@@ -27,16 +29,21 @@ static struct http_connection *http_of(struct kld_connection *connection) {
 
 static size_t get_write(char *data, size_t size, size_t count, void *user) {
     struct http_get *get = user;
-    size_t room = sizeof get->text - get->bytes, bytes = size * count;
+    size_t room = get->capacity - get->bytes, bytes = size * count;
     memcpy(get->text + get->bytes, data, bytes < room ? bytes : room);
+    get->cut = get->cut || bytes > room;
     get->bytes += bytes < room ? bytes : room;
     return bytes;
 }
 
-/* Runs the connection's loop until the answer is there. */
-static enum kld_status get(struct http_connection *h, const char *path, uint64_t deadline_ns,
-                           struct http_get *ret_get, struct kld_error *err) {
+/* Runs the connection's loop until the answer is there. text: where the body goes; NULL: into
+ * ret_get itself. */
+static enum kld_status get_into(struct http_connection *h, const char *path, uint64_t deadline_ns,
+                                char *text, size_t capacity, struct http_get *ret_get,
+                                struct kld_error *err) {
     memset(ret_get, 0, sizeof *ret_get);
+    ret_get->text = text ? text : ret_get->small;
+    ret_get->capacity = text ? capacity : sizeof ret_get->small;
     struct http_transfer *transfer = &ret_get->transfer;
     CURL *easy = kld_http_easy_open(h, path, transfer);
     if (!easy)
@@ -58,12 +65,17 @@ static enum kld_status get(struct http_connection *h, const char *path, uint64_t
         return kld_http_curl_error(transfer->code, err);
     if (transfer->http_status == 200)
         return KLD_OK;
-    char text[KLD_ERROR_TEXT_MAX];
+    char said[KLD_ERROR_TEXT_MAX];
     status = kld_http_status(transfer->http_status);
-    if (kld_http_text_read(ret_get->text, ret_get->bytes, "error", text, sizeof text))
-        return kld_error_set(err, status, "%s", text);
+    if (kld_http_text_read(ret_get->text, ret_get->bytes, "error", said, sizeof said))
+        return kld_error_set(err, status, "%s", said);
     return kld_error_set(err, status, "the server answered with HTTP status %ld%s",
                          transfer->http_status, status == KLD_UNAVAILABLE ? ": not ready" : "");
+}
+
+static enum kld_status get(struct http_connection *h, const char *path, uint64_t deadline_ns,
+                           struct http_get *ret_get, struct kld_error *err) {
+    return get_into(h, path, deadline_ns, NULL, 0, ret_get, err);
 }
 
 static void curl_start(void) { curl_global_init(CURL_GLOBAL_DEFAULT); }
@@ -170,6 +182,20 @@ static enum kld_status http_ping(struct kld_connection *connection, struct kld_e
                kld_now_ns() + connection->options.connect_timeout_ns, &answer, err);
 }
 
+static enum kld_status http_metrics(struct kld_connection *connection, char *ret_text,
+                                    size_t capacity, struct kld_error *err) {
+    struct http_get answer;
+    enum kld_status status = get_into(http_of(connection), "/metrics",
+                                      kld_now_ns() + connection->options.connect_timeout_ns,
+                                      ret_text, capacity - 1, &answer, err);
+    ret_text[status ? 0 : answer.bytes] = '\0';
+    if (!status && answer.cut)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "the server's metrics are over %zu bytes; is it a kld server?",
+                             capacity - 1);
+    return status;
+}
+
 /* ---- Regions: memory of this process ----------------------------------------------------------
  */
 
@@ -204,9 +230,10 @@ static void http_region_release(struct kld_region *region) {
         .connection_bytes = sizeof(struct http_connection),                                        \
         .call_bytes = sizeof(struct http_call), .region_bytes = sizeof(struct kld_region),         \
         .open = http_open, .close = http_close, .info = http_info, .ping = http_ping,              \
-        .region_create = http_region_create, .region_import_memfd = http_region_import_memfd,      \
-        .region_release = http_region_release, .submit = kld_http_submit,                          \
-        .cancel = kld_http_cancel, .event = kld_http_event, .timer = kld_http_timer,               \
+        .metrics = http_metrics, .region_create = http_region_create,                              \
+        .region_import_memfd = http_region_import_memfd, .region_release = http_region_release,    \
+        .submit = kld_http_submit, .cancel = kld_http_cancel, .event = kld_http_event,             \
+        .timer = kld_http_timer,                                                                   \
     }
 
 const struct kld_transport kld_transport_http = HTTP_TRANSPORT("http");

@@ -335,9 +335,14 @@ struct kld_server_stats {
     uint64_t pool_bytes, pool_bytes_max;
     uint64_t kernel_ns_total, bytes_total;
 };
-/* unix and local; over http KLD_UNIMPLEMENTED (read /metrics there). */
+/* unix and local; over http KLD_UNIMPLEMENTED (see kld_metrics()). */
 KLD_EXPORT enum kld_status kld_stats(struct kld_connection *connection,
                                      struct kld_server_stats *ret_stats, struct kld_error *err);
+/* http only: what the server counts, its /metrics, as Prometheus text that ends in a NUL. All of it
+ * fits in KLD_METRICS_TEXT_MAX bytes; KLD_TOO_LARGE: not in `capacity`. */
+#define KLD_METRICS_TEXT_MAX (1u << 20)
+KLD_EXPORT enum kld_status kld_metrics(struct kld_connection *connection, char *ret_text,
+                                       size_t capacity, struct kld_error *err);
 /* local only: bytes per second this device can read two arrays of `bytes` each, and with a third
  * one written. */
 KLD_EXPORT enum kld_status kld_measure_ceiling(struct kld_connection *connection, uint64_t bytes,

@@ -100,6 +100,14 @@ int kld_cli_usage(const struct kld_command *command, const struct kld_error *err
 void kld_cli_json_number(FILE *out, double number, int digits);
 void kld_cli_json_string(FILE *out, const char *text);
 
+/* The server that kld_cli_connect() asks, without a name and password in it. */
+void kld_cli_server_shown(const struct kld_server_options *server, char *ret_url, size_t capacity);
+
+/* report.c: members of a JSON object, each behind a comma; lines. */
+struct kld_report;
+void kld_cli_report_json(FILE *out, const struct kld_report *report);
+void kld_cli_report_text(FILE *out, const struct kld_report *report);
+
 extern const struct kld_command kld_command_div, kld_command_status, kld_command_ping,
     kld_command_bench;
 

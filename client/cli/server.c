@@ -25,12 +25,28 @@ static enum kld_status read_token(const char *path, char *ret_token, struct kld_
     return KLD_OK;
 }
 
+static const char *url_of(const struct kld_server_options *server) {
+    const char *url = server->server ? server->server : getenv("KLD_SERVER");
+    return url && *url ? url : "local:";
+}
+
+void kld_cli_server_shown(const struct kld_server_options *server, char *ret_url, size_t capacity) {
+    const char *url = url_of(server), *host = strstr(url, "://");
+    if (!host) {
+        snprintf(ret_url, capacity, "%s", url);
+        return;
+    }
+    host += 3;
+    size_t authority = strcspn(host, "/");
+    const char *at = memrchr(host, '@', authority);
+    snprintf(ret_url, capacity, "%.*s%s", (int)(host - url), url, at ? at + 1 : host);
+}
+
 enum kld_status kld_cli_connect(const struct kld_server_options *server,
                                 const struct kld_connect_options *options,
                                 struct kld_connection **ret_connection, struct kld_error *err) {
     struct kld_connect_options all = options ? *options : (struct kld_connect_options){0};
     char token[TOKEN_BYTES_MAX];
-    const char *url = server->server ? server->server : getenv("KLD_SERVER");
     double seconds = server->timeout_s > 0 && server->timeout_s < CONNECT_S_MAX ? server->timeout_s
                                                                                 : CONNECT_S_MAX;
     if (server->token_file) {
@@ -42,7 +58,7 @@ enum kld_status kld_cli_connect(const struct kld_server_options *server,
     all.client_name = "kld";
     all.ca_file = server->ca_file;
     all.connect_timeout_ns = (uint64_t)(seconds * 1e9);
-    return kld_connect(url && *url ? url : "local:", &all, ret_connection, err);
+    return kld_connect(url_of(server), &all, ret_connection, err);
 }
 
 int kld_cli_fail(const struct kld_error *error) {

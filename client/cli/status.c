@@ -1,8 +1,12 @@
 /* status.c - `kld status` and `kld ping`: what a server says about itself. */
 #include <inttypes.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "client/cli/cli.h"
+#include "client/cli/metrics.h"
+
+#define URL_SHOWN_MAX 300
 
 struct status_options {
     struct kld_server_options server;
@@ -30,62 +34,119 @@ static void print_status(const struct kld_server_info *info, const struct kld_se
            (double)stats->bytes_total / 1e9);
 }
 
+/* Members of an object, each behind a comma. */
 static void print_status_json(const struct kld_server_info *info,
                               const struct kld_server_stats *stats) {
-    printf("{\"backend\":");
+    printf(",\"backend\":");
     kld_cli_json_string(stdout, info->backend);
     printf(",\"device\":");
     kld_cli_json_string(stdout, info->device);
     printf(",\"device_index\":%" PRIu32 ",\"devices\":%" PRIu32, info->device_index, info->devices);
-    if (stats) {
-        const struct {
-            const char *name;
-            uint64_t value;
-        } entries[] = {
-            {"epoch", stats->epoch},
-            {"uptime_ns", stats->uptime_ns},
-            {"requests_total", stats->requests_total},
-            {"errors_total", stats->errors_total},
-            {"in_flight", stats->in_flight},
-            {"clients", stats->clients},
-            {"regions", stats->regions},
-            {"region_bytes", stats->region_bytes},
-            {"pool_bytes", stats->pool_bytes},
-            {"pool_bytes_max", stats->pool_bytes_max},
-            {"kernel_ns_total", stats->kernel_ns_total},
-            {"bytes_total", stats->bytes_total},
-        };
-        for (size_t i = 0; i < sizeof entries / sizeof entries[0]; i++)
-            printf(",\"%s\":%" PRIu64, entries[i].name, entries[i].value);
+    if (!stats)
+        return;
+    const struct {
+        const char *name;
+        uint64_t value;
+    } entries[] = {
+        {"epoch", stats->epoch},
+        {"uptime_ns", stats->uptime_ns},
+        {"requests_total", stats->requests_total},
+        {"errors_total", stats->errors_total},
+        {"in_flight", stats->in_flight},
+        {"clients", stats->clients},
+        {"regions", stats->regions},
+        {"region_bytes", stats->region_bytes},
+        {"pool_bytes", stats->pool_bytes},
+        {"pool_bytes_max", stats->pool_bytes_max},
+        {"kernel_ns_total", stats->kernel_ns_total},
+        {"bytes_total", stats->bytes_total},
+    };
+    for (size_t i = 0; i < sizeof entries / sizeof entries[0]; i++)
+        printf(",\"%s\":%" PRIu64, entries[i].name, entries[i].value);
+}
+
+/* Over the Unix socket and in this process: who answered is ready. */
+static enum kld_status ask_worker(struct kld_connection *connection, const char *url, bool json,
+                                  struct kld_error *err) {
+    struct kld_server_info info;
+    struct kld_server_stats stats;
+    enum kld_status status = kld_info(connection, &info, err);
+    if (status)
+        return status;
+    status = kld_stats(connection, &stats, err);
+    bool counted = !status;
+    if (status && status != KLD_UNIMPLEMENTED) /* over http, by who may not read /metrics */
+        return status;
+    if (!json) {
+        print_status(&info, counted ? &stats : NULL);
+        return KLD_OK;
     }
+    printf("{\"server\":");
+    kld_cli_json_string(stdout, url);
+    if (counted)
+        printf(",\"ready\":true");
+    print_status_json(&info, counted ? &stats : NULL);
     printf("}\n");
+    return KLD_OK;
+}
+
+/* Over HTTP. *ret_asked: what was asked for. */
+static enum kld_status ask_gateway(struct kld_connection *connection, const char *url, bool json,
+                                   const char **ret_asked, bool *ret_ready, struct kld_error *err) {
+    struct kld_report *report = malloc(sizeof *report);
+    char *text = malloc(KLD_METRICS_TEXT_MAX);
+    enum kld_status status = KLD_OK;
+    *ret_asked = "GET /metrics at ";
+    if (!report || !text)
+        status = kld_error_set(err, KLD_NO_MEMORY, "no memory for the server's metrics");
+    if (!status)
+        status = kld_metrics(connection, text, KLD_METRICS_TEXT_MAX, err);
+    if (status == KLD_FORBIDDEN) {
+        fprintf(stderr, "kld: GET /metrics at %s: %s\n", url, err->text);
+        *ret_asked = "GET /v2 at ";
+        status = ask_worker(connection, url, json, err);
+    } else if (!status && !(status = kld_report_read(text, report, err))) {
+        *ret_ready = kld_report_ready(report);
+        if (json) {
+            printf("{\"server\":");
+            kld_cli_json_string(stdout, url);
+            kld_cli_report_json(stdout, report);
+            printf("}\n");
+        } else {
+            kld_cli_report_text(stdout, report);
+        }
+    }
+    free(report);
+    free(text);
+    return status;
 }
 
 static int run_status(int argc, char **argv, const struct kld_command *command) {
     struct status_options options = {0};
     struct kld_error error = {0};
-    const char *positional[KLD_POSITIONAL_MAX];
+    const char *positional[KLD_POSITIONAL_MAX], *asked = "";
     enum kld_status status = kld_options_parse(command, argc, argv, &options, positional, &error);
     if (status)
         return status == KLD_CANCELLED ? KLD_EXIT_OK : kld_cli_usage(command, &error);
+    char url[URL_SHOWN_MAX];
+    bool ready = true;
     struct kld_connection *connection = NULL;
-    struct kld_server_info info;
-    struct kld_server_stats stats;
-    status = kld_cli_connect(&options.server, NULL, &connection, &error);
-    if (!status)
-        status = kld_info(connection, &info, &error);
-    bool counted = false;
-    if (!status) {
-        enum kld_status asked = kld_stats(connection, &stats, &error);
-        counted = asked == KLD_OK;
-        status = asked == KLD_UNIMPLEMENTED ? KLD_OK : asked; /* over http: see /metrics */
-    }
-    if (!status && options.json)
-        print_status_json(&info, counted ? &stats : NULL);
+    kld_cli_server_shown(&options.server, url, sizeof url);
+    bool http = strncmp(url, "http", 4) == 0;
+    /* lazy: a gateway whose workers are not ready tells what it knows all the same. */
+    struct kld_connect_options lazy = {.lazy = http};
+    status = kld_cli_connect(&options.server, &lazy, &connection, &error);
+    if (!status && http)
+        status = ask_gateway(connection, url, options.json, &asked, &ready, &error);
     else if (!status)
-        print_status(&info, counted ? &stats : NULL);
+        status = ask_worker(connection, url, options.json, &error);
     kld_close(connection);
-    return status ? kld_cli_fail(&error) : KLD_EXIT_OK;
+    if (status) {
+        int code = kld_cli_fail(&error);
+        fprintf(stderr, "     tried: %s%s\n", asked, url);
+        return code;
+    }
+    return ready ? KLD_EXIT_OK : KLD_EXIT_SERVER;
 }
 
 static int run_ping(int argc, char **argv, const struct kld_command *command) {
@@ -125,6 +186,9 @@ const struct kld_command kld_command_status = {
     .name = "status",
     .arguments = "",
     .summary = "what the server is and has done",
+    .details = "Over http it reads /metrics (with tokens: the right `metrics`) and tells of all\n"
+               "workers, requests by outcome and latencies; over a Unix socket of that worker.\n"
+               "A server that answers but is not ready is exit status 3.\n",
     .options = status_list,
     .run = run_status,
 };

@@ -1,8 +1,10 @@
 """The kld tool, over every kind of server: files in, loss and gradients out, and what it says when
 something is wrong."""
+import hashlib
 import json
 import os
 import pty
+import signal
 import struct
 import subprocess
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 import oip
-from conftest import BIN, clean_environment
+from conftest import BIN, clean_environment, wait_until
 
 KLD = str(BIN / "kld")
 
@@ -254,8 +256,9 @@ def test_status_ping_and_bench(make_server):
     for url in urls(server):
         status = json.loads(kld("status", "--json", "--server", url).stdout)
         assert status["backend"] in (server.backend, "remote") and status["device"]
-        assert ("requests_total" in status) == (not url.startswith("http"))
-        assert "backend" in kld("status", "--server", url).stdout
+        assert status["ready"] is True and status["requests_total"] >= status["errors_total"] == 0
+        assert ("uptime_ns" in status) == (not url.startswith("http"))
+        assert server.backend in kld("status", "--server", url).stdout
         assert len(kld("ping", "--count", 4, "--server", url).stdout.splitlines()) == 4
         bench = json.loads(kld("bench", "--shape", "64x1000", "--dtype", "BF16", "--form", "logits",
                                "--grad", "--check", "--seconds", "0.3", "--in-flight", 3, "--json",
@@ -264,6 +267,66 @@ def test_status_ping_and_bench(make_server):
         assert ("of_ceiling" in bench) == url.startswith("local:")
     assert "losses/s" in kld("bench", "--shape", "8x100", "--seconds", "0.1").stdout
     assert "--shape" in kld("bench", "--shape", "8xx", code=2).stderr
+
+
+def test_status_over_http_tells_what_metrics_do(make_server, pair, tmp_path):
+    folder, _, _ = pair
+    tokens = tmp_path / "tokens"
+    words = {name: tmp_path / name for name in ("all", "some")}
+    for name, path in words.items():
+        path.write_text(f"word-of-{name}")
+    tokens.write_text("".join(
+        f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()} {rights}\n" for (name, path), rights
+        in zip(words.items(), ("infer,metrics", "infer"))))
+    server = make_server(tokens=tokens)
+    ask = ("--server", server.http, "--token-file", words["all"])
+    for _ in range(3):
+        kld("div", folder / "q.npy", folder / "p.npy", *ask)
+    bearer = {"Authorization": "Bearer word-of-all"}
+    text = server.request("/metrics", headers=bearer)[2].decode()
+    status = json.loads(kld("status", "--json", *ask).stdout)
+    assert status["version"] == kld("--version").stdout.split()[1]
+    assert status["ready"] is True and status["draining"] is False and status["server"] == server.http
+    assert status["requests"]["http"] == {"ok": 3} and status["requests_total"] >= 3
+    assert status["latency"]["http_request"]["count"] == 3
+    assert 0 < status["latency"]["http_request"]["mean_us"] < 60e6
+    assert status["latency"]["queue"]["p50_below_us"] <= (
+        status["latency"]["queue"]["p99_below_us"] or float("inf"))
+    worker, = status["workers"]
+    assert worker["backend"] == status["backend"] == server.backend and worker["ready"] is True
+    for name in ("pool_bytes_max", "worker_restarts_total"):
+        assert f'kld_{name}{{worker="0"}} {status[name]}\n' in text and status[name] == worker[name]
+    for name in ("in_flight", "regions", "staging_bytes", "http_regions", "gateway_restarts_total"):
+        assert status[name] >= 0
+    people = kld("status", *ask).stdout
+    assert "ready" in people and "requests, http 3 (0 errors)" in people
+
+    # Who may not read /metrics is told so, and what it may know.
+    done = kld("status", "--json", "--server", server.http, "--token-file", words["some"])
+    assert "/metrics" in done.stderr and "right" in done.stderr
+    assert "requests" not in json.loads(done.stdout)
+    done = kld("status", "--json", "--server", server.http, code=3)
+    assert f"tried: GET /metrics at {server.http}" in done.stderr and "--token-file" in done.stderr
+
+    # A server that answers and has no worker to serve: the object, and another exit status.
+    server.process.send_signal(signal.SIGSTOP)  # nobody replaces the worker
+    try:
+        os.kill(server.child("worker"), signal.SIGTERM)
+        wait_until(lambda: "kld_worker_ready{worker=\"0\"} 0\n" in server.request(
+            "/metrics", headers=bearer)[2].decode())
+        status = json.loads(kld("status", "--json", *ask, code=3).stdout)
+        assert status["ready"] is status["workers"][0]["ready"] is False
+        assert "waiting for a worker" in kld("status", *ask, code=3).stdout
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: server.request("/v2/health/ready", headers=bearer)[0] == 200)
+
+
+def test_status_names_what_it_tried(tmp_path):
+    for url, shown in ((f"unix:{tmp_path}/none.sock",) * 2,
+                       ("http://me:secret@127.0.0.1:1/", "GET /metrics at http://127.0.0.1:1/")):
+        done = kld("status", "--server", url, "--timeout", "0.3", code=3)
+        assert f"tried: {shown}" in done.stderr and "secret" not in done.stderr and not done.stdout
 
 
 def test_progress_bar_on_a_terminal(make_server, tmp_path):

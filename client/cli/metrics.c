@@ -1,0 +1,223 @@
+/* metrics.c - reads Prometheus text, a line at a time, as far as `kld status` needs it. It knows
+ * the names in its tables; a line of another name or form is skipped, since a newer server may say
+ * more. Pure; any thread. */
+#include "client/cli/metrics.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define PREFIX "kld_"
+#define NAME_MAX_BYTES 64
+#define LABEL_MAX_BYTES 80
+
+const char *const kld_report_value_names[KLD_REPORT_VALUES] = {
+#define X(name, metric, of_worker) #name,
+    KLD_REPORT_MAP(X)
+#undef X
+};
+const bool kld_report_of_worker[KLD_REPORT_VALUES] = {
+#define X(name, metric, of_worker) of_worker,
+    KLD_REPORT_MAP(X)
+#undef X
+};
+const char *const kld_report_latency_names[KLD_REPORT_LATENCIES] = {
+#define X(name) #name,
+    KLD_REPORT_LATENCY_MAP(X)
+#undef X
+};
+const char *const kld_report_front_names[KLD_REPORT_FRONTS] = {"http", "unix"};
+
+static const char *const metric_names[KLD_REPORT_VALUES] = {
+#define X(name, metric, of_worker) #metric,
+    KLD_REPORT_MAP(X)
+#undef X
+};
+
+/* One line: kld_NAME{LABELS} NUMBER. */
+struct sample {
+    char name[NAME_MAX_BYTES]; /* without the prefix */
+    const char *labels;        /* behind the brace, up to its end */
+    size_t labels_bytes;
+    uint64_t whole; /* 0 where the number is none */
+    double number;
+};
+
+static bool read_sample(const char *line, size_t bytes, struct sample *ret_sample) {
+    const char *end = line + bytes, *at = line + strlen(PREFIX);
+    if (bytes < strlen(PREFIX) || strncmp(line, PREFIX, strlen(PREFIX)) != 0)
+        return false;
+    size_t name = strcspn(at, "{ \n");
+    if (name == 0 || name >= NAME_MAX_BYTES || at + name >= end)
+        return false;
+    memcpy(ret_sample->name, at, name);
+    ret_sample->name[name] = '\0';
+    at += name;
+    ret_sample->labels = at;
+    ret_sample->labels_bytes = 0;
+    if (*at == '{') {
+        const char *close = memrchr(at, '}', (size_t)(end - at));
+        if (!close || close + 1 >= end)
+            return false;
+        ret_sample->labels = at + 1;
+        ret_sample->labels_bytes = (size_t)(close - at - 1);
+        at = close + 1;
+    }
+    char *stop = NULL;
+    if (*at != ' ')
+        return false;
+    ret_sample->number = strtod(at + 1, &stop);
+    if (stop == at + 1 || stop != end)
+        return false;
+    errno = 0;
+    ret_sample->whole = strtoull(at + 1, &stop, 10);
+    if (stop != end || errno || at[1] == '-')
+        ret_sample->whole = 0;
+    return true;
+}
+
+/* The value of a label; false: there is none, or it is too long. Values hold no quotes. */
+static bool read_label(const struct sample *sample, const char *key, char *ret_value,
+                       size_t capacity) {
+    const char *at = sample->labels, *end = at + sample->labels_bytes;
+    while (at < end) {
+        const char *equal = memchr(at, '=', (size_t)(end - at));
+        if (!equal || equal + 1 >= end || equal[1] != '"')
+            return false;
+        const char *value = equal + 2;
+        const char *quote = memchr(value, '"', (size_t)(end - value));
+        if (!quote)
+            return false;
+        if ((size_t)(equal - at) == strlen(key) && strncmp(at, key, strlen(key)) == 0) {
+            size_t bytes = (size_t)(quote - value);
+            if (bytes >= capacity)
+                return false;
+            memcpy(ret_value, value, bytes);
+            ret_value[bytes] = '\0';
+            return true;
+        }
+        at = quote + 1;
+        at += at < end && *at == ',';
+    }
+    return false;
+}
+
+/* The worker that a line is about; NULL: none, or one too many. */
+static struct kld_report_worker *worker_of(const struct sample *sample, struct kld_report *report) {
+    char text[8], *end;
+    if (!read_label(sample, "worker", text, sizeof text) || !text[0])
+        return NULL;
+    unsigned long index = strtoul(text, &end, 10);
+    if (*end || index >= KLD_WIRE_DEVICES_MAX)
+        return NULL;
+    if (report->workers <= index)
+        report->workers = (uint32_t)index + 1;
+    return &report->worker[index];
+}
+
+static void take_worker_info(const struct sample *sample, struct kld_report_worker *worker) {
+    (void)read_label(sample, "backend", worker->backend, sizeof worker->backend);
+    (void)read_label(sample, "device", worker->device, sizeof worker->device);
+    (void)read_label(sample, "uuid", worker->uuid, sizeof worker->uuid);
+}
+
+static void take_requests(const struct sample *sample, struct kld_report *report) {
+    char front[8], name[LABEL_MAX_BYTES];
+    if (!read_label(sample, "front", front, sizeof front) ||
+        !read_label(sample, "status", name, sizeof name))
+        return;
+    for (unsigned f = 0; f < KLD_REPORT_FRONTS; f++)
+        for (unsigned status = 0; status < KLD_REPORT_STATUSES; status++)
+            if (strcmp(front, kld_report_front_names[f]) == 0 && kld_status_known(status) &&
+                strcmp(name, kld_status_name((enum kld_status)status)) == 0)
+                report->requests[f][status] += sample->whole;
+}
+
+static void take_bucket(const struct sample *sample, struct kld_report_histogram *histogram) {
+    char text[LABEL_MAX_BYTES], *end;
+    if (!read_label(sample, "le", text, sizeof text))
+        return;
+    double limit = strcmp(text, "+Inf") == 0 ? (double)INFINITY : strtod(text, &end);
+    unsigned i = 0;
+    while (i < histogram->buckets && histogram->limit_s[i] < limit)
+        i++;
+    if (i == KLD_REPORT_BUCKETS_MAX)
+        return;
+    if (i == histogram->buckets) { /* limits come in order; each worker says the same ones */
+        histogram->limit_s[i] = limit;
+        histogram->buckets++;
+    }
+    histogram->below[i] += sample->whole;
+}
+
+static void take_latency(const struct sample *sample, struct kld_report *report) {
+    for (unsigned i = 0; i < KLD_REPORT_LATENCIES; i++) {
+        const char *name = kld_report_latency_names[i];
+        size_t length = strlen(name);
+        if (strncmp(sample->name, name, length) != 0)
+            continue;
+        const char *suffix = sample->name + length;
+        if (strcmp(suffix, "_seconds_bucket") == 0)
+            take_bucket(sample, &report->latency[i]);
+        else if (strcmp(suffix, "_seconds_sum") == 0)
+            report->latency[i].sum_s += sample->number;
+        else if (strcmp(suffix, "_seconds_count") == 0)
+            report->latency[i].count += sample->whole;
+    }
+}
+
+static void take(const struct sample *sample, struct kld_report *report) {
+    struct kld_report_worker *worker = worker_of(sample, report);
+    if (strcmp(sample->name, "build_info") == 0)
+        (void)read_label(sample, "version", report->version, sizeof report->version);
+    else if (strcmp(sample->name, "draining") == 0)
+        report->draining = sample->whole != 0;
+    else if (strcmp(sample->name, "requests_total") == 0)
+        take_requests(sample, report);
+    else if (worker && strcmp(sample->name, "worker_info") == 0)
+        take_worker_info(sample, worker);
+    else if (worker && strcmp(sample->name, "worker_ready") == 0)
+        worker->ready = sample->whole != 0;
+    else
+        take_latency(sample, report);
+    for (unsigned i = 0; i < KLD_REPORT_VALUES; i++) {
+        if (strcmp(sample->name, metric_names[i]) != 0)
+            continue;
+        report->value[i] += sample->whole;
+        if (worker)
+            worker->value[i] = sample->whole;
+    }
+}
+
+enum kld_status kld_report_read(const char *text, struct kld_report *ret_report,
+                                struct kld_error *err) {
+    memset(ret_report, 0, sizeof *ret_report);
+    for (const char *line = text; *line;) {
+        size_t bytes = strcspn(line, "\n");
+        struct sample sample;
+        if (read_sample(line, bytes, &sample))
+            take(&sample, ret_report);
+        line += bytes + (line[bytes] == '\n');
+    }
+    return ret_report->version[0]
+               ? KLD_OK
+               : kld_error_set(err, KLD_INVALID,
+                               "its /metrics have no kld_build_info; is it a kld server?");
+}
+
+bool kld_report_ready(const struct kld_report *report) {
+    for (uint32_t i = 0; i < report->workers; i++)
+        if (report->worker[i].ready)
+            return !report->draining;
+    return false;
+}
+
+double kld_report_below_s(const struct kld_report_histogram *histogram, unsigned percent) {
+    if (!histogram->count)
+        return 0;
+    for (unsigned i = 0; i < histogram->buckets; i++)
+        if ((double)histogram->below[i] * 100 >= (double)histogram->count * percent)
+            return histogram->limit_s[i];
+    return (double)INFINITY;
+}
