@@ -5,7 +5,7 @@
 #ifndef KLD_KERNELS_CUDA_LOGITS_CAREFUL_CUH
 #define KLD_KERNELS_CUDA_LOGITS_CAREFUL_CUH
 
-#include "kernels/cuda/logits_stats.cuh"
+#include "kernels/cuda/logits_merge.cuh"
 
 namespace logits_stats {
 inline namespace KLD_CUDA_TEAM {

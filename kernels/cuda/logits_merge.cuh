@@ -1,0 +1,130 @@
+/* logits_merge.cuh - from what each warp has found in its part of a row of logits
+ * (logits_stats.cuh) to the row: parts are put together, and the row's numbers made of the one that
+ * is left, by a warp or, of many rows at a time, by a thread each. Also says whether the sums do at
+ * all. */
+#ifndef KLD_KERNELS_CUDA_LOGITS_MERGE_CUH
+#define KLD_KERNELS_CUDA_LOGITS_MERGE_CUH
+
+#include "kernels/cuda/logits_stats.cuh"
+
+namespace logits_stats {
+inline namespace KLD_CUDA_TEAM {
+
+/* 2^x, 0 far below. */
+static __device__ __forceinline__ double power_of_2(int x) {
+    return x < -1000 ? 0.0 : __hiloint2double((1023 + min(x, 1000)) << 20, 0);
+}
+
+/* A part to each lane; beyond `count` one without classes. */
+static __device__ __forceinline__ part lane_part(const part *parts, uint32_t count) {
+    unsigned lane = threadIdx.x % 32;
+    return lane < count ? parts[lane]
+                        : part{{0, 0, 0, 0},
+                               {reference::NO_MARK, reference::NO_MARK},
+                               {-CUDART_INF_F, -CUDART_INF_F}};
+}
+
+/* The sums of all lanes, to all of them. */
+static __device__ __forceinline__ void sums_of(part &to, const double (&x)[4]) {
+    double sum = resident::warp_sums(x);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        to.sum[i] = __shfl_sync(KLD_FULL_WARP, sum, 8 * i);
+}
+
+/* One warp: up to 32 parts to one, in all its lanes. */
+template <int EXTRA>
+static __device__ __forceinline__ part fast_merge(const part *parts, uint32_t count) {
+    part from = lane_part(parts, count), to;
+    to.mark[0] = __reduce_max_sync(KLD_FULL_WARP, from.mark[0]);
+    to.mark[1] = __reduce_max_sync(KLD_FULL_WARP, from.mark[1]);
+    to.top[0] = warp_max(from.top[0]);
+    to.top[1] = warp_max(from.top[1]);
+    int by_p = reference::mark_c(from.mark[0]) - reference::mark_c(to.mark[0]);
+    int by_q = reference::mark_c(from.mark[1]) - reference::mark_c(to.mark[1]);
+    int above_p = __reduce_max_sync(KLD_FULL_WARP, reference::mark_above(from.mark[0]) + by_p);
+    int above_q = __reduce_max_sync(KLD_FULL_WARP, reference::mark_above(from.mark[1]) + by_q);
+    to.mark[0] = reference::mark(reference::mark_c(to.mark[0]), above_p);
+    to.mark[1] = reference::mark(reference::mark_c(to.mark[1]), above_q);
+    double scale_p = power_of_2(by_p), scale_q = power_of_2(by_q);
+    double x[4] = {scale_p * from.sum[0], scale_q * from.sum[1],
+                   scale_p * (from.sum[2] + from.sum[0] * (double)(by_p - by_q)), 0.0};
+    if (EXTRA == REVERSE)
+        x[3] = scale_q * (from.sum[3] + from.sum[1] * (double)(by_p - by_q));
+    if (EXTRA == ENTROPY)
+        x[3] = scale_p * (from.sum[3] + from.sum[0] * (double)by_q);
+    sums_of(to, x);
+    return to;
+}
+
+/* What takes long of one side of a row: by one thread. */
+struct fast_side {
+    double inverse, logarithm; /* of its sum */
+    bool heavy, above; /* its largest class that did not count by itself: too heavy; far above
+                          what was known of it */
+
+    __device__ __forceinline__ fast_side() {}
+    __device__ __forceinline__ fast_side(double sum, int32_t mark)
+        : inverse(wide_reciprocal(sum)), logarithm(wide_log(sum, sum - 1.0)) {
+        float powers = (float)reference::mark_above(mark);
+        heavy = exp2_fast(powers) > HEAVY_PART * (float)sum;
+        above = powers > HEAVY_ABOVE;
+    }
+    __device__ __forceinline__ fast_side from(int lane) const {
+        fast_side r;
+        r.inverse = __shfl_sync(KLD_FULL_WARP, inverse, lane);
+        r.logarithm = __shfl_sync(KLD_FULL_WARP, logarithm, lane);
+        r.heavy = __shfl_sync(KLD_FULL_WARP, (int)heavy, lane);
+        r.above = __shfl_sync(KLD_FULL_WARP, (int)above, lane);
+        return r;
+    }
+};
+
+/* How rows are judged. unit: a power of 2 in units of 1 / T, ln 2 but for what rounding left of the
+ * scale that was used. */
+struct fast_bounds {
+    double least, most, heavy_min, unit, shift;
+};
+
+/* The row from the only part that is left, and its sides. shift: NaN where the sums do not tell. */
+template <int EXTRA>
+static __device__ __forceinline__ row_stats fast_row(const part &all, const fast_side &p,
+                                                     const fast_side &q,
+                                                     const fast_bounds &bounds) {
+    row_stats row;
+    row.c_p = reference::mark_c(all.mark[0]);
+    row.c_q = reference::mark_c(all.mark[1]);
+    row.apart = 0.0f;
+    row.inverse_p = p.inverse;
+    row.inverse_q = q.inverse;
+    double ratio = p.logarithm - q.logarithm;
+    row.shift = (double)(row.c_p - row.c_q) * bounds.unit + ratio;
+    row.forward = all.sum[2] * row.inverse_p * LN_2 - ratio;
+    row.reverse = EXTRA == REVERSE ? ratio - all.sum[3] * row.inverse_q * LN_2 : 0.0;
+    row.entropy = EXTRA == ENTROPY ? q.logarithm - all.sum[3] * row.inverse_p * LN_2 : 0.0;
+    double small = EXTRA == ENTROPY   ? fmin(row.forward, row.entropy)
+                   : EXTRA == REVERSE ? fmin(row.forward, row.reverse)
+                                      : row.forward;
+    bool doubtful = small >= bounds.least && small < bounds.heavy_min;
+    row.missed = (p.heavy && (doubtful || p.above)) || (q.heavy && (doubtful || q.above));
+    row.good = !row.missed && small >= bounds.least && row.forward < 1e30 && all.sum[0] > 0.25 &&
+               all.sum[0] < bounds.most && all.sum[1] > 0.25 && all.sum[1] < bounds.most &&
+               (EXTRA == NOTHING || fabs(all.sum[3]) < 1e300) && fabs(row.shift) <= bounds.shift;
+    /* Where the mass is, to look again. */
+    row.powers[0] = (float)row.c_p + (float)(p.logarithm / LN_2);
+    row.powers[1] = (float)row.c_q + (float)(q.logarithm / LN_2);
+    bool known = fmin(all.sum[0], all.sum[1]) > 1e-20 && fmax(all.sum[0], all.sum[1]) < 1e30;
+    row.shift = known && !row.missed ? row.shift : CUDART_NAN;
+    return row;
+}
+/* The same by a warp, a lane for each side. */
+template <int EXTRA>
+static __device__ __forceinline__ row_stats fast_row(const part &all, const fast_bounds &bounds) {
+    bool is_q = threadIdx.x % 2;
+    fast_side mine(is_q ? all.sum[1] : all.sum[0], is_q ? all.mark[1] : all.mark[0]);
+    return fast_row<EXTRA>(all, mine.from(0), mine.from(1), bounds);
+}
+
+} /* namespace KLD_CUDA_TEAM */
+} /* namespace logits_stats */
+#endif
