@@ -36,6 +36,9 @@ template <class T, int EXTRA> struct onepass {
     static constexpr uint32_t UNIT = 2; /* steps whose vectors are on their way */
     static constexpr uint32_t STEP = 16 * resident::GROUP_THREADS; /* bytes */
     static constexpr uint32_t FLUSH = UNIT < 4 ? 4 / UNIT : 1;     /* units in FP32 */
+    static_assert(KLD_CUDA_ONEPASS_WARP_BYTES <= 32 * UNIT * 16 * 32 &&
+                      KLD_CUDA_ONEPASS_BLOCK_BYTES <= 32 * UNIT * 16 * 128,
+                  "a bit for each unit");
     static constexpr int SUMS = EXTRA == logits_stats::NOTHING ? 3 : 4;
 
     struct sums {
@@ -67,10 +70,20 @@ template <class T, int EXTRA> struct onepass {
 #pragma unroll
         for (uint32_t i = 0; i < UNIT; i++)
             u.template load<SHIFTED>(i, at_p, at_q, shift_p, shift_q);
+        /* The first classes may be unlike the others: reserved ones, masked ones. */
+        const uint32_t middle = units / 2 * UNIT * STEP;
+        const uint4 more_p[1] = {
+            resident::far_slice::load_whole<SHIFTED>(at_p + middle, shift_p, 0)};
+        const uint4 more_q[1] = {
+            resident::far_slice::load_whole<SHIFTED>(at_q + middle, shift_q, 0)};
         sums r = {{0, 0, 0, 0}, 0, 0};
         logits_stats::top_of<T>::most(u.p, r.p);
         logits_stats::top_of<T>::most(u.q, r.q);
-        auto at = logits_stats::reference::of_most<T>(r.p, r.q, t, span, classes, UNIT);
+        float top_p, top_q;
+        logits_stats::top_of<T>::most(more_p, top_p);
+        logits_stats::top_of<T>::most(more_q, top_q);
+        auto at = logits_stats::reference::of_most<T>(fmaxf(r.p, top_p), fmaxf(r.q, top_q), t, span,
+                                                      classes, UNIT + 1);
         *ret_at = at;
         __syncwarp();
         logits_stats::top_of<T> top(at);
@@ -140,7 +153,8 @@ template <class T, int EXTRA> struct onepass {
         }
         return r;
     }
-    /* The same as run() where the warp has no whole unit: what to count from. */
+    /* The same as run() where the warp has no whole unit, which no row is short enough for today:
+     * what to count from. */
     static __device__ __noinline__ void peek(resident::far_slice slice, const temperature *t,
                                              float span, uint32_t classes,
                                              logits_stats::reference *ret) {
@@ -359,6 +373,7 @@ template <class BODY> struct onepass_rows : rows<BODY> {
             if (!warp().more)
                 break;
             bool masked = warp().rows[warp().count].masked;
+            __syncwarp(); /* before the first lane goes on to the next */
             if constexpr (resident::GROUP_WARPS == 1) {
                 part all = {};
                 if (!masked)

@@ -34,6 +34,8 @@ template <class T> static constexpr double FAST_MIN = sizeof(T) == 4 ? 1.0 / 256
  * more than HEAVY_PART, or any in which it lies so many powers of 2 above all that the scout saw
  * that its exponent is rounded, is summed once more, from what it is now known to hold. */
 static constexpr float HEAVY_POWERS = 5.0f, HEAVY_PART = 1.0f / 8, HEAVY_ABOVE = 8.0f;
+/* In powers of 2 above the reference; what is further below the row than 1000 counts as nothing. */
+static constexpr double HEAVY_MOST = 900.0;
 template <class T> static constexpr double HEAVY_MIN = sizeof(T) == 4 ? 1e300 : 0.3;
 
 /* And those whose sums are beyond this, whatever they are made of. */
@@ -375,7 +377,10 @@ static __device__ __noinline__ heavy_sums heavy_terms(uint4 raw_p, uint4 raw_q, 
             continue;
         double x_p = fma((double)z_p[i], scale, -(double)at.c_p);
         double x_q = fma((double)z_q[i], scale, -(double)at.c_q);
-        double a = wide_exp2(x_p), b = wide_exp2(x_q), u = x_p - x_q;
+        /* So far above the reference that a sum against another one would lose it: infinite, so
+         * that the row is judged not good. */
+        double a = x_p > HEAVY_MOST ? CUDART_INF : wide_exp2(x_p);
+        double b = x_q > HEAVY_MOST ? CUDART_INF : wide_exp2(x_q), u = x_p - x_q;
         to.sum[0] += a;
         to.sum[1] += b;
         to.sum[2] += a * u;

@@ -31,8 +31,9 @@ static const struct kind crowd[] = {
     {TABLE_CONFIDENT, 1e-4, {0, 0}, 0}, {TABLE_CONFIDENT, 1e-7, {0, 0}, 0},
     {TABLE_TOP, 1, {0, 0}, 0},          {TABLE_TOP, 5, {0, 0}, 1},
     {TABLE_TOP, 50, {0, 0}, 2},         {TABLE_EXTREME, 0, {0, 0}, 0},
-    {TABLE_SPIKE, 90, {0, 0}, 3},
-#define FINITE_KINDS 29
+    {TABLE_SPIKE, 90, {0, 0}, 3},       {TABLE_RESERVED, 0, {0, 0}, 0},
+    {TABLE_RESERVED, 1, {0, 0}, 0},
+#define FINITE_KINDS 31
     {TABLE_BAD, 0, {0, 0}, 1},                                        /* NaN in the predictions */
     {TABLE_INFINITE, 0, {0, 0}, 0},     {TABLE_BAD, 0, {0, 0}, 3},    /* +inf */
     {TABLE_BAD, 0, {0, 0}, 4},                                        /* nothing but -inf */
@@ -76,7 +77,7 @@ void table_row_text(const struct table_case *at, uint64_t row, char *text, size_
         [TABLE_EQUAL] = "equal",   [TABLE_ZEROS] = "zeros",         [TABLE_INFINITE] = "infinite",
         [TABLE_BAD] = "bad",       [TABLE_EXTREME] = "extreme",     [TABLE_AGREE] = "agree",
         [TABLE_LOWEST] = "lowest", [TABLE_HEAVY] = "heavy",         [TABLE_SPIKE] = "spike",
-        [TABLE_TOP] = "top",       [TABLE_CONFIDENT] = "confident",
+        [TABLE_TOP] = "top",       [TABLE_CONFIDENT] = "confident", [TABLE_RESERVED] = "reserved",
     };
     struct kind kind = kind_of(at, row);
     text[0] = 0;
@@ -185,6 +186,10 @@ static void make_logits(const struct table_case *at, const struct kind *kind,
             q[i] = heavy ? 8 : q[i] * 0.35 - 1;
             p[i] = heavy ? 8 + kind->noise * table_normal(random) : p[i] * 0.35 - 1;
         }
+        /* The first 2560 bytes: all that one of some warps sees at first, or more. */
+        bool reserved = i < 2560 / kld_dtype_bytes(at->dtype[0]) && i + 1 < classes;
+        if (kind->data == TABLE_RESERVED && reserved)
+            q[i] = p[i] = kind->noise > 0 ? -30 + q[i] : -1e4;
         bool masked = i < classes / 8 || i % 3 == 1;
         if (kind->data == TABLE_LOWEST && masked && i + 1 < classes) {
             p[i] = LOWEST;
