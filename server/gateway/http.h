@@ -89,6 +89,8 @@ bool kld_exchange_hold(struct kld_exchange *exchange);
 void kld_exchange_release(struct kld_exchange *exchange);
 
 const char *kld_exchange_header(const struct kld_exchange *exchange, const char *name);
+/* The same, but NULL where there are several of that name. */
+const char *kld_exchange_header_alone(const struct kld_exchange *exchange, const char *name);
 
 /* Once an exchange. Takes over the response; NULL (no memory) closes the connection. */
 void kld_exchange_reply(struct kld_exchange *exchange, unsigned http_status,

@@ -83,9 +83,7 @@ void kld_infer_count(struct kld_infer *infer, enum kld_status status) {
         counts->copy_ns += infer->result.copy_ns;
         counts->kernel_ns += infer->result.kernel_ns;
     }
-    if (kld_log_wants(KLD_LOG_DEBUG))
-        kld_log(KLD_LOG_DEBUG, "request", "front=http status=%s ns=%" PRIu64,
-                kld_status_name(status), ns);
+    kld_infer_log(infer, status, ns);
 }
 
 void kld_infer_fail(struct kld_infer *infer, const struct kld_error *error) {
@@ -113,6 +111,7 @@ void kld_infer_begin(struct kld_exchange *exchange) {
     infer->exchange = exchange;
     infer->caller = exchange->caller;
     infer->coding = kld_exchange_coding(exchange);
+    kld_trace_take(exchange, &infer->trace);
     exchange->state = infer;
     infer->placed = true;
     uint32_t held = atomic_fetch_add(&gateway->common->held, 1) + 1;

@@ -29,6 +29,7 @@
 #include "server/gateway/pieces.h"
 #include "server/gateway/pool.h"
 #include "server/gateway/regions.h"
+#include "server/gateway/trace.h"
 #include "server/gateway/wait.h"
 
 #define KLD_INFER_TENSORS_MAX (KLD_OIP_INPUTS_MAX + KLD_OIP_OUTPUTS_MAX)
@@ -73,6 +74,7 @@ struct kld_infer {
     struct kld_gateway *gateway;
     struct kld_exchange *exchange; /* NULL: nobody waits any more */
     struct kld_caller *caller;     /* who asks, also when he has left */
+    struct kld_trace trace;        /* for the log */
     bool counted, placed;          /* among the caller's requests; among all (gateway.h: held) */
     struct kld_link_call call;
     struct kld_pool_job job; /* in place of the call where a tensor is in a buffer */

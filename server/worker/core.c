@@ -4,6 +4,7 @@
 #include "server/worker/core.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "server/log.h"
@@ -57,6 +58,19 @@ static void count_work(const struct kld_request *request) {
         kld_stats_observe(stats, KLD_HISTOGRAM_copy, job->copy_ns);
 }
 
+/* " shape=2x1000 dtype=BF16"; of a copy nothing. */
+static void describe(const struct kld_request *request, char *ret_text, size_t capacity) {
+    const struct kld_op *op = &request->job.op;
+    const struct kld_geometry *geometry = &request->job.geometry;
+    uint32_t predictions = op->tensor[KLD_SLOT_PREDICTIONS].dtype;
+    uint32_t targets = op->tensor[KLD_SLOT_TARGETS].dtype;
+    ret_text[0] = '\0';
+    if (request->job.kind == KLD_JOB_OP)
+        snprintf(ret_text, capacity, " shape=%" PRIu64 "x%" PRIu64 " dtype=%s%s%s", geometry->rows,
+                 geometry->classes, kld_dtype_name(predictions), predictions == targets ? "" : ",",
+                 predictions == targets ? "" : kld_dtype_name(targets));
+}
+
 /* The one place where a request is counted and logged. `status`: what its client was, or would have
  * been, told. ran: the back end is through with it, so its times are there. */
 static void account(struct kld_request *request, enum kld_status status, const char *text,
@@ -69,14 +83,18 @@ static void account(struct kld_request *request, enum kld_status status, const c
     kld_stats_request(worker->stats, KLD_FRONT_UNIX, status);
     kld_stats_observe(worker->stats, KLD_HISTOGRAM_unix_request, total_ns);
     enum kld_log_level level = status ? KLD_LOG_INFO : KLD_LOG_DEBUG;
-    if (kld_log_wants(level))
-        kld_log(level, "request",
-                "client=\"%s\" pid=%d request=%" PRIu64 " kind=%s status=%s total_us=%" PRIu64
-                " kernel_us=%" PRIu64 " bytes=%" PRIu64 "%s%s%s",
-                request->session->name, (int)request->session->pid, request->number,
-                kind_name(request), kld_status_name(status), total_ns / 1000,
-                ran ? job->kernel_ns / 1000 : 0, ran ? job->bytes : 0, status ? " text=\"" : "",
-                status ? text : "", status ? "\"" : "");
+    char asked[96];
+    if (!kld_log_wants(level))
+        return;
+    describe(request, asked, sizeof asked);
+    kld_log(level, "request",
+            "transport=unix client=\"%s\" pid=%d request=%" PRIu64 " op=%s%s status=%s"
+            " total_us=%" PRIu64 " queue_us=%" PRIu64 " copy_us=%" PRIu64 " kernel_us=%" PRIu64
+            " bytes=%" PRIu64 "%s%s%s",
+            request->session->name, (int)request->session->pid, request->number, kind_name(request),
+            asked, kld_status_name(status), total_ns / 1000, ran ? queue_ns(request) / 1000 : 0,
+            ran ? job->copy_ns / 1000 : 0, ran ? job->kernel_ns / 1000 : 0, ran ? job->bytes : 0,
+            status ? " text=\"" : "", status ? text : "", status ? "\"" : "");
 }
 
 /* QUEUED or RUNNING -> FREE. The request was answered, or its client is gone. */

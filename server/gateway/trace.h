@@ -1,0 +1,33 @@
+/* trace.h - what a caller's `traceparent` says (W3C Trace Context), and the line that the log has
+ * of each infer request. No span is made here: the line names the caller's.
+ * It is not sent back: only a draft has a header for that. Loop thread; the reader is pure. */
+#ifndef KLD_SERVER_GATEWAY_TRACE_H
+#define KLD_SERVER_GATEWAY_TRACE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "proto/status.h"
+
+#define KLD_TRACE_ID_DIGITS 32
+#define KLD_TRACE_SPAN_DIGITS 16
+
+struct kld_trace {
+    char id[KLD_TRACE_ID_DIGITS + 1];     /* lower-case digits; "": none */
+    char span[KLD_TRACE_SPAN_DIGITS + 1]; /* the caller's */
+    uint8_t flags;
+};
+
+/* value: of the header; NULL: it has none. False, and *ret_trace empty: none, or not one that the
+ * recommendation allows, which is then to be ignored. */
+bool kld_trace_read(const char *value, struct kld_trace *ret_trace);
+
+struct kld_infer;
+struct kld_exchange;
+/* Of the exchange's headers, where a line will be written. */
+void kld_trace_take(const struct kld_exchange *exchange, struct kld_trace *ret_trace);
+/* At level debug: what was asked for, how it ended and how long it took; no data, no name or id of
+ * the caller's choice. */
+void kld_infer_log(const struct kld_infer *infer, enum kld_status status, uint64_t total_ns);
+
+#endif

@@ -1,0 +1,68 @@
+"""The line that the log has of each request, and the caller's trace (W3C `traceparent`) in it."""
+import http.client
+import json
+
+from conftest import wait_until
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+PARENT = f"00-{TRACE}-{SPAN}-01"
+BODY = json.dumps({"id": "my-own-id", "inputs": [
+    {"name": "predictions", "shape": [2, 3], "datatype": "FP32", "data": [0.2, 0.3, 0.5, 0.0625, 0.0625, 0.875]},
+    {"name": "targets", "shape": [2, 3], "datatype": "FP32", "data": [0.1, 0.4, 0.5, 0.25, 0.25, 0.5]}]})
+
+
+def lines(server, role):
+    return [line for line in map(json.loads, server.log().splitlines())
+            if line["event"] == "request" and line["role"] == role]
+
+
+def ask(server, *headers, body=BODY):
+    connection = http.client.HTTPConnection(*server.http.removeprefix("http://").rsplit(":", 1), timeout=60)
+    connection.putrequest("POST", "/v2/models/kl_div/infer")
+    connection.putheader("Content-Length", str(len(body)))
+    for name, value in headers:
+        connection.putheader(name, value)
+    connection.endheaders(body.encode())
+    reply = connection.getresponse()
+    reply.read()
+    connection.close()
+    return reply.status
+
+
+def test_a_line_a_request_with_the_callers_trace(make_server):
+    server = make_server(log_level="debug", log_format="json")
+    many = [("traceparent", PARENT)] * 2
+    asked = [(("traceparent", PARENT),), (("TraceParent", PARENT),), (), many,
+             (("traceparent", f"00-{'0' * 32}-{SPAN}-01"),), (("traceparent", f"00-{TRACE}-{'0' * 16}-01"),),
+             (("traceparent", f"ff-{TRACE}-{SPAN}-01"),), (("traceparent", "\" evil=1"),)]
+    for headers in asked:
+        assert ask(server, *headers) == 200
+    assert ask(server, ("traceparent", PARENT), body="{") == 400
+    wait_until(lambda: len(lines(server, "gateway")) == len(asked) + 1)
+    said = lines(server, "gateway")
+    for line in said[:-1]:
+        assert line["level"] == "debug" and line["transport"] == "http" and line["status"] == "ok"
+        assert (line["op"], line["shape"], line["dtype"]) == ("forward_kl", "2x3", "FP32")
+        assert line["total_us"] >= line["receive_us"] >= 0 and line["total_us"] > 0
+        assert line["queue_us"] + line["copy_us"] + line["kernel_us"] <= line["total_us"]
+        assert "evil" not in line
+    for line in said[:2]:
+        assert (line["trace_id"], line["span"], line["sampled"]) == (TRACE, SPAN, 1)
+    for line in said[2:-1]:
+        assert not {"trace_id", "span", "sampled"} & set(line)
+    assert said[-1]["status"] == "invalid" and said[-1]["trace_id"] == TRACE and "op" not in said[-1]
+    workers = lines(server, "worker0")
+    assert len(workers) == len(asked)
+    for line in workers:
+        assert line["transport"] == "unix" and (line["op"], line["shape"], line["dtype"]) == (
+            "forward_kl", "2x3", "FP32")
+        assert line["queue_us"] + line["kernel_us"] <= line["total_us"]
+    for secret in ("0.0625", "0.875", "my-own-id"):
+        assert secret not in server.log()
+
+
+def test_no_lines_at_the_usual_level(make_server):
+    server = make_server(log_format="json")
+    assert ask(server, ("traceparent", PARENT)) == 200
+    assert server.stop() == 0
+    assert not lines(server, "gateway") and not lines(server, "worker0") and TRACE not in server.log()
