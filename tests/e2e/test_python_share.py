@@ -172,7 +172,8 @@ def test_a_teacher_and_two_students(server):
 
 
 INTERRUPTED = """
-import sys, numpy as np, kld
+import signal, sys, numpy as np, kld
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
 connection = kld.connect(sys.argv[1])
 q = np.full((4, 8), 1 / 8)
 connection.kl_div(q, q)
