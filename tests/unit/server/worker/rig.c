@@ -180,6 +180,23 @@ int rig_memfd(uint64_t bytes) {
     return fd;
 }
 
+void rig_event_frame(union kld_frame *frame, uint64_t request, uint32_t kind) {
+    kld_frame_init(frame, KLD_FRAME_EVENT_ADD, request);
+    frame->as_EVENT_ADD.kind = kind;
+    memset(frame->as_EVENT_ADD.device_uuid, 7, KLD_WIRE_UUID_BYTES);
+    if (kind == KLD_EVENT_READY)
+        memset(frame->as_EVENT_ADD.ipc_handle, 3, KLD_WIRE_IPC_HANDLE_BYTES);
+}
+
+uint64_t rig_add_event(int fd, uint32_t kind) {
+    union kld_frame frame;
+    rig_event_frame(&frame, 910, kind);
+    rig_send(fd, &frame);
+    rig_expect(fd, 910, KLD_FRAME_EVENT, &frame);
+    ck_assert_int_eq(frame.as_EVENT.ipc_handle[63], kind == KLD_EVENT_DONE ? 0x5a : 0);
+    return frame.as_EVENT.event;
+}
+
 void rig_region_frame(union kld_frame *frame, uint64_t request, uint32_t kind, uint64_t bytes) {
     kld_frame_init(frame, KLD_FRAME_REGION_ADD, request);
     frame->as_REGION_ADD.kind = kind;

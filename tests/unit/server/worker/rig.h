@@ -50,6 +50,9 @@ void rig_expect_error(int fd, uint64_t request, enum kld_status status, const ch
 /* The connection has ended (or 0: has not) within ms. */
 int rig_ended(int fd, int ms);
 
+/* EVENT_ADD of the kind, with the rig's device and, to be waited for, a handle; and the event. */
+void rig_event_frame(union kld_frame *frame, uint64_t request, uint32_t kind);
+uint64_t rig_add_event(int fd, uint32_t kind);
 int rig_memfd(uint64_t bytes); /* sealed against shrinking */
 void rig_region_frame(union kld_frame *frame, uint64_t request, uint32_t kind, uint64_t bytes);
 uint64_t rig_region(int fd, uint64_t bytes); /* a memfd region; its id */

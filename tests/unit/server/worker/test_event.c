@@ -21,23 +21,6 @@ static void end(void) {
     rig_done(&rig);
 }
 
-static void event_frame(union kld_frame *frame, uint64_t request, uint32_t kind) {
-    kld_frame_init(frame, KLD_FRAME_EVENT_ADD, request);
-    frame->as_EVENT_ADD.kind = kind;
-    memset(frame->as_EVENT_ADD.device_uuid, 7, KLD_WIRE_UUID_BYTES);
-    if (kind == KLD_EVENT_READY)
-        memset(frame->as_EVENT_ADD.ipc_handle, 3, KLD_WIRE_IPC_HANDLE_BYTES);
-}
-
-static uint64_t add_event(int fd, uint32_t kind) {
-    union kld_frame frame;
-    event_frame(&frame, 910, kind);
-    rig_send(fd, &frame);
-    rig_expect(fd, 910, KLD_FRAME_EVENT, &frame);
-    ck_assert_int_eq(frame.as_EVENT.ipc_handle[63], kind == KLD_EVENT_DONE ? 0x5a : 0);
-    return frame.as_EVENT.event;
-}
-
 static void drop_event(int fd, uint64_t request, uint64_t event) {
     union kld_frame frame;
     kld_frame_init(&frame, KLD_FRAME_EVENT_DROP, request);
@@ -71,29 +54,29 @@ START_TEST(events_are_checked) {
     start();
     int fd = rig_client(&rig), other = rig_client(&rig);
     union kld_frame frame;
-    event_frame(&frame, 1, 3);
+    rig_event_frame(&frame, 1, 3);
     rig_send(fd, &frame);
     rig_expect_error(fd, 1, KLD_INVALID, "unknown event kind 3");
-    event_frame(&frame, 2, KLD_EVENT_READY);
+    rig_event_frame(&frame, 2, KLD_EVENT_READY);
     memset(frame.as_EVENT_ADD.ipc_handle, 0, KLD_WIRE_IPC_HANDLE_BYTES);
     rig_send(fd, &frame);
     rig_expect_error(fd, 2, KLD_INVALID, "expected a handle");
-    event_frame(&frame, 3, KLD_EVENT_DONE);
+    rig_event_frame(&frame, 3, KLD_EVENT_DONE);
     frame.as_EVENT_ADD.ipc_handle[5] = 1;
     rig_send(fd, &frame);
     rig_expect_error(fd, 3, KLD_INVALID, "expected a handle");
-    event_frame(&frame, 4, KLD_EVENT_DONE);
+    rig_event_frame(&frame, 4, KLD_EVENT_DONE);
     frame.as_EVENT_ADD.device_uuid[0] = 1;
     rig_send(fd, &frame);
     rig_expect_error(fd, 4, KLD_INVALID, "another device");
     atomic_store(&rig.fake.fail_status, KLD_INVALID);
     atomic_store(&rig.fake.fail_call, 1);
-    event_frame(&frame, 5, KLD_EVENT_READY);
+    rig_event_frame(&frame, 5, KLD_EVENT_READY);
     rig_send(fd, &frame);
     rig_expect_error(fd, 5, KLD_INVALID, "told to fail");
 
     uint64_t region = rig_region(fd, RIG_REGION_BYTES);
-    uint64_t ready = add_event(fd, KLD_EVENT_READY), done = add_event(fd, KLD_EVENT_DONE);
+    uint64_t ready = rig_add_event(fd, KLD_EVENT_READY), done = rig_add_event(fd, KLD_EVENT_DONE);
     rig_op(&frame, 6, region);
     frame.as_SUBMIT.ready_event = done;
     rig_send(fd, &frame);
@@ -131,10 +114,10 @@ START_TEST(events_have_a_limit_and_ids_of_their_own) {
     union kld_frame frame;
     for (int round = 0; round < 2; round++) {
         for (int i = 0; i < KLD_SESSION_EVENTS_MAX; i++) {
-            ids[i] = add_event(fd, KLD_EVENT_DONE);
+            ids[i] = rig_add_event(fd, KLD_EVENT_DONE);
             ck_assert(ids[i] != 0 && (i == 0 || ids[i] != ids[i - 1]));
         }
-        event_frame(&frame, 20, KLD_EVENT_DONE);
+        rig_event_frame(&frame, 20, KLD_EVENT_DONE);
         rig_send(fd, &frame);
         rig_expect_error(fd, 20, KLD_TOO_LARGE, "64 events");
         for (int i = 0; i < KLD_SESSION_EVENTS_MAX; i++) {
@@ -154,7 +137,7 @@ START_TEST(an_event_stays_while_a_job_names_it) {
     int fd = rig_client(&rig);
     union kld_frame frame;
     uint64_t region = device_region(fd);
-    uint64_t ready = add_event(fd, KLD_EVENT_READY), done = add_event(fd, KLD_EVENT_DONE);
+    uint64_t ready = rig_add_event(fd, KLD_EVENT_READY), done = rig_add_event(fd, KLD_EVENT_DONE);
     atomic_store(&rig.fake.hold, true);
     rig_op(&frame, 10, region);
     frame.as_SUBMIT.ready_event = ready;
@@ -242,7 +225,7 @@ START_TEST(early_needs_a_device_and_its_memory) {
     ck_assert_uint_eq(frame.as_WELCOME.events_max, 0);
     submit_early(fd, 10, device_region(fd));
     rig_expect_error(fd, 10, KLD_UNIMPLEMENTED, "EARLY needs the cuda back end");
-    event_frame(&frame, 11, KLD_EVENT_READY);
+    rig_event_frame(&frame, 11, KLD_EVENT_READY);
     rig_send(fd, &frame);
     rig_expect_error(fd, 11, KLD_UNIMPLEMENTED, "events need the cuda back end");
     close(fd);
@@ -298,7 +281,7 @@ START_TEST(those_who_wait_leave_room) {
     for (int i = 0; i < CLIENTS; i++) {
         fds[i] = rig_client(&rig);
         rig_op(&frame, 1, device_region(fds[i]));
-        frame.as_SUBMIT.ready_event = add_event(fds[i], KLD_EVENT_READY);
+        frame.as_SUBMIT.ready_event = rig_add_event(fds[i], KLD_EVENT_READY);
         for (uint64_t j = 0; j < STREAMS * KLD_LANE_DEPTH; j++) {
             frame.header.request = 100 + j;
             frame.as_SUBMIT.stream = j % STREAMS;

@@ -13,23 +13,6 @@
 
 static struct rig rig;
 
-static void event_frame(union kld_frame *frame, uint64_t request, uint32_t kind) {
-    kld_frame_init(frame, KLD_FRAME_EVENT_ADD, request);
-    frame->as_EVENT_ADD.kind = kind;
-    memset(frame->as_EVENT_ADD.device_uuid, 7, KLD_WIRE_UUID_BYTES);
-    if (kind == KLD_EVENT_READY)
-        memset(frame->as_EVENT_ADD.ipc_handle, 3, KLD_WIRE_IPC_HANDLE_BYTES);
-}
-
-static uint64_t add_event(int fd, uint32_t kind) {
-    union kld_frame frame;
-    event_frame(&frame, 910, kind);
-    rig_send(fd, &frame);
-    rig_expect(fd, 910, KLD_FRAME_EVENT, &frame);
-    ck_assert_int_eq(frame.as_EVENT.ipc_handle[63], kind == KLD_EVENT_DONE ? 0x5a : 0);
-    return frame.as_EVENT.event;
-}
-
 static uint64_t device_region(int fd) {
     union kld_frame frame;
     rig_region_frame(&frame, 911, KLD_REGION_POOL, RIG_REGION_BYTES);
@@ -56,7 +39,7 @@ START_TEST(a_job_that_waits_for_the_dead_ends_the_worker) {
     rig_expect(other, 1, KLD_FRAME_PONG, NULL);
     rig_op(&frame, 10, region);
     frame.as_SUBMIT.flags = KLD_SUBMIT_EARLY;
-    frame.as_SUBMIT.ready_event = add_event(fd, KLD_EVENT_READY);
+    frame.as_SUBMIT.ready_event = rig_add_event(fd, KLD_EVENT_READY);
     rig_send(fd, &frame);
     rig_until(&rig.fake.jobs_submitted, 2);
     rig_submit(other, 11, device_region(other));
@@ -108,7 +91,7 @@ static void check_orphan(bool dead, bool waits) {
     atomic_store(&rig.fake.hold, true);
     rig_op(&frame, 10, region);
     frame.as_SUBMIT.flags = KLD_SUBMIT_EARLY;
-    frame.as_SUBMIT.ready_event = add_event(fd, KLD_EVENT_READY);
+    frame.as_SUBMIT.ready_event = rig_add_event(fd, KLD_EVENT_READY);
     rig_send(fd, &frame);
     rig_until(&rig.fake.jobs_submitted, 1);
     rig_submit(other, 11, device_region(other));
@@ -139,7 +122,7 @@ static int patient_client(uint64_t request) {
     int fd = rig_client(&rig), before = atomic_load(&rig.fake.jobs_submitted);
     rig_op(&frame, request, device_region(fd));
     frame.as_SUBMIT.flags = KLD_SUBMIT_EARLY;
-    frame.as_SUBMIT.ready_event = add_event(fd, KLD_EVENT_READY);
+    frame.as_SUBMIT.ready_event = rig_add_event(fd, KLD_EVENT_READY);
     rig_send(fd, &frame);
     rig_until(&rig.fake.jobs_submitted, before + 1);
     return fd;
