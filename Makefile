@@ -75,7 +75,7 @@ NVCC_FLAGS := -O3 $(NVCC_EXTRA) -std=c++17 -I. -Xcompiler -fPIC,-fvisibility=hid
   -gencode arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS)) \
   $(if $(NVCC),$(shell $(NVCC) --help 2>/dev/null | grep -q compress-mode && echo --compress-mode=size))
 
-.PHONY: all lib unit examples bench-programs programs install dist image print-cuda wheel lint check check-gpu bench fuzz demo clean help
+.PHONY: all lib unit examples bench-programs programs metrics install dist image print-cuda wheel lint check check-gpu bench fuzz demo clean help
 all: $(BUILD)/kld-server $(BUILD)/kld $(BUILD)/libkld.so $(BUILD)/libkld.a
 lib: $(BUILD)/libkld.a $(BUILD)/libkld.so
 
@@ -181,6 +181,7 @@ help:
 	@echo "make bench        measure this machine"
 	@echo "make fuzz         fuzz every parser, SECONDS=$(SECONDS) each"
 	@echo "make lint         clang-format, clang-tidy, cppcheck, pyflakes, shellcheck"
+	@echo "make metrics      the table of metrics in deploy/README.md, from the sources"
 	@echo "make install      into DESTDIR=$(DESTDIR) PREFIX=$(PREFIX)"
 	@echo "make dist         $(DIST).tar.gz, which runs on any x86-64 Linux with glibc 2.36 or newer"
 	@echo "make image        a container (BUILDER=$(BUILDER), IMAGE=$(IMAGE), BASE, BUILD_BASE)"
@@ -206,6 +207,9 @@ fuzz:
 	@deploy/deps.sh build fuzz
 	$(SELF) $(patsubst tests/fuzz/%.c,$(BUILD)/fuzz/%,$(FUZZ_C)) $(SELF_ARGS)
 	@deploy/fuzz.sh $(BUILD) $(SECONDS) $(patsubst tests/fuzz/%.c,%,$(FUZZ_C))
+
+metrics: $(BUILD)/kld-server
+	@deploy/metrics.sh $(BUILD)
 
 lint:
 	@deploy/deps.sh build check lint

@@ -43,6 +43,7 @@ static const struct {
 } ranges[] = {
     {"threads", 0, 1024},
     {"spin_us", 0, 1000000},
+    {"roofline_bytes_per_s", 0, UINT64_MAX >> 1},
     {"unix_mode", 0, 0777},
     {"drain_ms", 0, 3600000},
     {"restart_ms_max", 1, 3600000},
@@ -384,6 +385,10 @@ static enum kld_status read_flags(int argc, char *const *argv, struct kld_config
             *ret_action = KLD_CONFIG_HELP;
             return KLD_OK;
         }
+        if (strcmp(flag, "--help-metrics") == 0) {
+            *ret_action = KLD_CONFIG_METRICS;
+            return KLD_OK;
+        }
         if (strcmp(flag, "--version") == 0) {
             *ret_action = KLD_CONFIG_VERSION;
             return KLD_OK;
@@ -503,5 +508,6 @@ void kld_config_help(FILE *out) {
     }
     fprintf(out, "  %-32s %s\n", "--config TEXT", "a JSON file with any of these settings");
     fprintf(out, "  %-32s %s\n", "--version", "print the version");
+    fprintf(out, "  %-32s %s\n", "--help-metrics", "print what /metrics says, as a Markdown table");
     fprintf(out, "  %-32s %s\n", "-h, --help", "print this");
 }

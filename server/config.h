@@ -41,6 +41,9 @@
     X(FLAG, peer_access, "false",                                                                  \
       "take GPU memory of other cards too, read and written in place where the hardware can")      \
     X(COUNT, threads, "0", "threads of the CPU back end; 0: one for each CPU")                     \
+    X(FLAG, measure_roofline, "false",                                                             \
+      "measure at the first start, in up to 1 s, what the device's memory moves: the roofline")    \
+    X(BYTES, roofline_bytes_per_s, "0", "or take this for it; 0: not told")                        \
     X(COUNT, spin_us, "50", "how long a device thread polls before it sleeps")                     \
     X(TEXT, log_level, "info", "debug, info, warn or error")                                       \
     X(TEXT, log_format, "text", "text or json, one line an event, on standard error")              \
@@ -123,7 +126,12 @@ struct kld_config {
 #undef X
 };
 
-enum kld_config_action { KLD_CONFIG_RUN, KLD_CONFIG_HELP, KLD_CONFIG_VERSION };
+enum kld_config_action {
+    KLD_CONFIG_RUN,
+    KLD_CONFIG_HELP,
+    KLD_CONFIG_VERSION,
+    KLD_CONFIG_METRICS /* the table of what /metrics says */
+};
 
 /* argv: without the program's name. environment: NULL-terminated NAME=value texts. The error names
  * the setting, where it came from and what was expected. */

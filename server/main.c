@@ -81,6 +81,10 @@ int main(int argc, char **argv) {
         kld_config_help(stdout);
         return EXIT_SUCCESS;
     }
+    if (action == KLD_CONFIG_METRICS) {
+        kld_metrics_table(stdout);
+        return EXIT_SUCCESS;
+    }
     if (action == KLD_CONFIG_VERSION) {
         puts("kld-server " KLD_RELEASE);
         return EXIT_SUCCESS;

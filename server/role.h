@@ -12,6 +12,7 @@
 #define KLD_SERVER_ROLE_H
 
 #include <stdint.h>
+#include <stdio.h>
 
 #include "server/config.h"
 #include "server/stats.h"
@@ -45,6 +46,9 @@ struct kld_child {
 int kld_supervisor_main(const struct kld_config *config);
 int kld_worker_main(const struct kld_child *child);
 int kld_gateway_main(const struct kld_child *child);
+
+/* What the gateway's /metrics says, as a table in Markdown. */
+void kld_metrics_table(FILE *out);
 
 /* Sends the report. Failure to send is not an error: the supervisor may be gone, which
  * KLD_FD_CONTROL tells. */

@@ -21,6 +21,8 @@ const uint64_t kld_bucket_limit_ns[KLD_BUCKETS] = {
     10 * MS, 25 * MS, 50 * MS, 100 * MS, 250 * MS, 1000 * MS, 5 * S / 2, 10 * S,     UINT64_MAX,
 };
 
+const unsigned kld_http_codes[KLD_HTTP_CODES_COUNT] = KLD_HTTP_CODES;
+
 static enum kld_status map(int fd, struct kld_stats_page **ret_page, struct kld_error *err) {
     void *mapped =
         mmap(NULL, sizeof(struct kld_stats_page), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -99,17 +101,77 @@ void kld_stats_set(struct kld_stats *stats, enum kld_stat stat, uint64_t value) 
     atomic_store_explicit(&stats->value[stat], value, memory_order_relaxed);
 }
 
-void kld_stats_observe(struct kld_stats *stats, enum kld_histogram histogram, uint64_t ns) {
+static void add(_Atomic uint64_t *value, uint64_t amount) {
+    atomic_fetch_add_explicit(value, amount, memory_order_relaxed);
+}
+
+static void observe(struct kld_stats_histogram *histogram, uint64_t ns) {
     size_t bucket = 0;
     while (ns > kld_bucket_limit_ns[bucket]) /* the last limit is UINT64_MAX */
         bucket++;
-    atomic_fetch_add_explicit(&stats->histogram[histogram].bucket[bucket], 1, memory_order_relaxed);
-    atomic_fetch_add_explicit(&stats->histogram[histogram].sum_ns, ns, memory_order_relaxed);
+    add(&histogram->bucket[bucket], 1);
+    add(&histogram->sum_ns, ns);
 }
 
-void kld_stats_request(struct kld_stats *stats, enum kld_front front, enum kld_status status) {
+void kld_stats_observe(struct kld_stats *stats, enum kld_histogram histogram, uint64_t ns) {
+    observe(&stats->histogram[histogram], ns);
+}
+
+void kld_stats_request(struct kld_stats *stats, enum kld_front front, enum kld_asked asked,
+                       enum kld_status status) {
     size_t slot = (unsigned)status < KLD_STATUS_SLOTS ? (size_t)status : (size_t)KLD_INTERNAL;
-    atomic_fetch_add_explicit(&stats->requests[front][slot], 1, memory_order_relaxed);
+    add(&stats->requests[front][asked][slot], 1);
+}
+
+void kld_stats_duration(struct kld_stats *stats, enum kld_front front, enum kld_asked asked,
+                        uint64_t ns) {
+    observe(&stats->duration[front][asked], ns);
+}
+
+void kld_stats_stage(struct kld_stats *stats, enum kld_stage stage, uint64_t ns) {
+    observe(&stats->stage[stage], ns);
+}
+
+void kld_stats_rejected(struct kld_stats *stats, enum kld_reject reject) {
+    add(&stats->rejected[reject], 1);
+}
+
+void kld_stats_fault(struct kld_stats *stats, enum kld_status status) {
+    if (status)
+        add(&stats->faults[status == KLD_GONE          ? KLD_FAULT_peer
+                           : status == KLD_NO_MEMORY   ? KLD_FAULT_memory
+                           : status == KLD_DEVICE_LOST ? KLD_FAULT_device
+                                                       : KLD_FAULT_request],
+            1);
+}
+
+void kld_stats_http_reply(struct kld_stats *stats, unsigned http_status) {
+    size_t i = 0;
+    while (i < KLD_HTTP_CODES_COUNT - 1 && kld_http_codes[i] != http_status)
+        i++;
+    add(&stats->http_replies[i], 1);
+}
+
+void kld_stats_work(struct kld_stats *stats, enum kld_asked asked, enum kld_access access,
+                    uint64_t bytes, uint64_t kernel_ns) {
+    if (asked >= KLD_ASKED_COPY)
+        return;
+    add(&stats->work[asked][access].bytes, bytes);
+    add(&stats->work[asked][access].kernel_ns, kernel_ns);
+}
+
+const char *kld_asked_name(enum kld_asked asked) {
+    return asked == KLD_ASKED_COPY  ? "copy"
+           : asked < KLD_ASKED_COPY ? kld_divergence_name(asked)
+                                    : "unknown";
+}
+
+uint64_t kld_stats_requests_of(const struct kld_stats *stats, enum kld_front front,
+                               unsigned status) {
+    uint64_t sum = 0;
+    for (int asked = 0; asked < KLD_ASKED_COUNT; asked++)
+        sum += atomic_load_explicit(&stats->requests[front][asked][status], memory_order_relaxed);
+    return sum;
 }
 
 void kld_stats_reset_role(struct kld_stats *stats, const char *role) {

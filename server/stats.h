@@ -11,6 +11,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "proto/op.h"
 #include "proto/status.h"
 #include "proto/wire.h"
 
@@ -19,6 +20,8 @@
 #define KLD_STAT_MAP(X)                                                                            \
     X(http_requests_in_flight, gauge, gateway,                                                     \
       "HTTP requests being received, computed or answered")                                        \
+    X(http_requests_waiting, gauge, gateway,                                                       \
+      "of them, waiting for staging memory with their bytes not read")                             \
     X(http_connections, gauge, gateway, "open HTTP connections")                                   \
     X(http_connections_total, counter, any, "HTTP connections accepted")                           \
     X(http_slow_total, counter, any, "connections cut off because the client was too slow")        \
@@ -33,15 +36,21 @@
     X(unix_clients_total, counter, worker, "connections accepted on the Unix socket")              \
     X(unix_frames_invalid_total, counter, worker, "frames answered by an error of form")           \
     X(worker_requests_in_flight, gauge, worker, "operators and copies queued or running")          \
+    X(worker_requests_queued, gauge, worker, "of them, not yet given to the device")               \
     X(worker_regions, gauge, worker, "regions registered by Unix clients")                         \
     X(worker_region_bytes, gauge, worker, "their bytes")                                           \
+    X(pinned_bytes, gauge, worker,                                                                 \
+      "shared memory of clients that is mapped, and on a GPU pinned; what several show, once")     \
+    X(device_memory_bytes, gauge, worker, "memory of the device, in use or not")                   \
     X(pool_bytes, gauge, worker, "device pool in use")                                             \
     X(pool_kept_bytes, gauge, worker,                                                              \
       "of it, kept by the gateway for its next request and given back to who wants it")            \
     X(pool_bytes_max, gauge, worker, "limit of the device pool")                                   \
     X(pool_allocations_total, counter, worker, "allocations from the device pool")                 \
-    X(kernel_bytes_total, counter, worker, "bytes that kernels had to move")                       \
-    X(kernel_ns_total, counter, worker, "time spent in kernels, ns")                               \
+    X(kernel_bytes_total, counter, worker, "bytes that kernels had to move, each once")            \
+    X(kernel_ns_total, counter, worker,                                                            \
+      "time spent in kernels, ns; kld_kernel_seconds_sum says the same in seconds")                \
+    X(copied_bytes_total, counter, worker, "bytes that COPY requests moved between regions")       \
     X(requests_detached_total, counter, any,                                                       \
       "requests whose client left or gave up before the end")                                      \
     X(requests_repeated_total, counter, any,                                                       \
@@ -60,8 +69,6 @@ enum kld_stat {
 
 /* X(name, owner, help): durations in seconds when exposed, kept in ns; kld_<name>_seconds. */
 #define KLD_HISTOGRAM_MAP(X)                                                                       \
-    X(http_request, gateway, "from the first byte of an infer request to the last of its reply")   \
-    X(unix_request, worker, "from SUBMIT to DONE in the worker")                                   \
     X(queue, worker, "from admission to launch")                                                   \
     X(copy, worker, "moving tensors between host and device")                                      \
     X(kernel, worker, "computing")
@@ -73,20 +80,102 @@ enum kld_histogram {
         KLD_HISTOGRAM_COUNT
 };
 
+/* X(name): the parts that the time of an HTTP request which succeeded consists of, in their order.
+ * gateway: what is none of the others: parsing, waiting for memory, the way to the worker. */
+#define KLD_STAGE_MAP(X) X(receive) X(gateway) X(queue) X(copy) X(kernel) X(reply)
+
+enum kld_stage {
+#define X(name) KLD_STAGE_##name,
+    KLD_STAGE_MAP(X)
+#undef X
+        KLD_STAGE_COUNT
+};
+
+/* What was asked for: a divergence, by its number; a COPY; or something that was refused before
+ * that was known. */
+enum kld_asked {
+#define X(NAME, name, number) KLD_ASKED_##NAME = number,
+    KLD_DIVERGENCE_MAP(X)
+#undef X
+        KLD_ASKED_COPY,
+    KLD_ASKED_UNKNOWN,
+    KLD_ASKED_COUNT
+};
+
+/* How an operator uses the device's memory: gradients, or a loss for each element, are written
+ * beside what is read. */
+enum kld_access { KLD_ACCESS_READ, KLD_ACCESS_READ_WRITE, KLD_ACCESS_COUNT };
+
+/* X(front, reason): who was turned away before any work was done for him, and by what. */
+#define KLD_REJECT_MAP(X)                                                                          \
+    X(http, unauthenticated)                                                                       \
+    X(http, forbidden)                                                                             \
+    X(http, no_path)                                                                               \
+    X(http, framing)                                                                               \
+    X(http, body_bytes_max)                                                                        \
+    X(http, http_requests_max)                                                                     \
+    X(http, token_limit)                                                                           \
+    X(http, staging_full)                                                                          \
+    X(http, draining)                                                                              \
+    X(unix, not_allowed)                                                                           \
+    X(unix, clients_max)                                                                           \
+    X(unix, requests_max)                                                                          \
+    X(unix, client_requests_max)                                                                   \
+    X(unix, draining)
+
+enum kld_reject {
+#define X(front, reason) KLD_REJECT_##front##_##reason,
+    KLD_REJECT_MAP(X)
+#undef X
+        KLD_REJECT_COUNT
+};
+
+/* X(name): what a device failed by: the request itself, memory of a client that is gone, no room,
+ * or the device. */
+#define KLD_FAULT_MAP(X) X(request) X(peer) X(memory) X(device)
+
+enum kld_fault {
+#define X(name) KLD_FAULT_##name,
+    KLD_FAULT_MAP(X)
+#undef X
+        KLD_FAULT_COUNT
+};
+
+/* HTTP statuses that replies are counted by; every other one under 0. */
+#define KLD_HTTP_CODES                                                                             \
+    { 200, 400, 401, 403, 404, 405, 408, 409, 410, 413, 415, 429, 500, 501, 503, 0 }
+#define KLD_HTTP_CODES_COUNT 16
+extern const unsigned kld_http_codes[KLD_HTTP_CODES_COUNT];
+
 #define KLD_BUCKETS 18                                  /* the last is +Inf */
 extern const uint64_t kld_bucket_limit_ns[KLD_BUCKETS]; /* upper limits; the last UINT64_MAX */
 #define KLD_STATUS_SLOTS 32                             /* status numbers are below this */
 
 enum kld_front { KLD_FRONT_HTTP, KLD_FRONT_UNIX, KLD_FRONT_COUNT };
 
+struct kld_stats_histogram {
+    _Atomic uint64_t bucket[KLD_BUCKETS]; /* not cumulative */
+    _Atomic uint64_t sum_ns;
+};
+
 /* A block: of one worker, or of supervisor and gateway together. */
 struct kld_stats {
     _Atomic uint64_t value[KLD_STAT_COUNT];
-    _Atomic uint64_t requests[KLD_FRONT_COUNT][KLD_STATUS_SLOTS]; /* ended, by enum kld_status */
+    /* Ended, by enum kld_status. */
+    _Atomic uint64_t requests[KLD_FRONT_COUNT][KLD_ASKED_COUNT][KLD_STATUS_SLOTS];
+    /* http: from the first byte of an infer request to the last of its reply; unix: from SUBMIT or
+     * COPY to DONE in the worker. */
+    struct kld_stats_histogram duration[KLD_FRONT_COUNT][KLD_ASKED_COUNT];
+    struct kld_stats_histogram histogram[KLD_HISTOGRAM_COUNT];
+    struct kld_stats_histogram stage[KLD_STAGE_COUNT]; /* common */
+    _Atomic uint64_t rejected[KLD_REJECT_COUNT];
+    _Atomic uint64_t faults[KLD_FAULT_COUNT];            /* of a worker's device */
+    _Atomic uint64_t http_replies[KLD_HTTP_CODES_COUNT]; /* common */
     struct {
-        _Atomic uint64_t bucket[KLD_BUCKETS]; /* not cumulative */
-        _Atomic uint64_t sum_ns;
-    } histogram[KLD_HISTOGRAM_COUNT];
+        _Atomic uint64_t bytes, kernel_ns;
+    } work[KLD_ASKED_COPY][KLD_ACCESS_COUNT]; /* of a worker's operators that the device ran */
+    /* CLOCK_MONOTONIC when the device last did what it was asked; 0: it never did. */
+    _Atomic uint64_t device_worked_ns;
     _Atomic uint32_t worker_ready; /* 1 while the worker serves */
     _Atomic uint32_t pool_wanted;  /* times that somebody wanted what of pool_kept_bytes is kept */
     /* Of a worker's block: what is below was written by its first process, and is the same for
@@ -94,13 +183,23 @@ struct kld_stats {
     _Atomic uint32_t described;
     char backend[16], device[64];
     uint8_t uuid[KLD_WIRE_UUID_BYTES];
+    _Atomic uint64_t roofline_bytes_per_s[KLD_ACCESS_COUNT]; /* of its memory; 0: not known */
 };
+
+/* A process as the kernel sees it, now and then; written by the supervisor. */
+struct kld_stats_process {
+    _Atomic uint64_t cpu_ms, started_ms; /* since 1970 */
+    _Atomic uint64_t resident_bytes, virtual_bytes, open_fds, max_fds;
+};
+/* Their places in the page; that of worker i is KLD_PROCESS_WORKER + i. */
+enum kld_process { KLD_PROCESS_SUPERVISOR, KLD_PROCESS_GATEWAY, KLD_PROCESS_WORKER };
 
 struct kld_stats_page {
     uint64_t magic;            /* size and layout, checked when attached */
     _Atomic uint32_t draining; /* 1 from SIGTERM on; set by the supervisor */
     _Atomic uint32_t workers;  /* of the blocks below; set by the supervisor; 0: not yet known */
-    struct kld_stats common;   /* supervisor, gateway */
+    struct kld_stats_process process[KLD_PROCESS_WORKER + KLD_WIRE_DEVICES_MAX];
+    struct kld_stats common; /* supervisor, gateway */
     struct kld_stats worker[KLD_WIRE_DEVICES_MAX];
 };
 
@@ -118,7 +217,23 @@ bool kld_stats_ready(const struct kld_stats_page *page);
 void kld_stats_add(struct kld_stats *stats, enum kld_stat stat, int64_t amount);
 void kld_stats_set(struct kld_stats *stats, enum kld_stat stat, uint64_t value);
 void kld_stats_observe(struct kld_stats *stats, enum kld_histogram histogram, uint64_t ns);
-void kld_stats_request(struct kld_stats *stats, enum kld_front front, enum kld_status status);
+void kld_stats_request(struct kld_stats *stats, enum kld_front front, enum kld_asked asked,
+                       enum kld_status status);
+void kld_stats_duration(struct kld_stats *stats, enum kld_front front, enum kld_asked asked,
+                        uint64_t ns);
+void kld_stats_stage(struct kld_stats *stats, enum kld_stage stage, uint64_t ns);
+void kld_stats_rejected(struct kld_stats *stats, enum kld_reject reject);
+/* A device failed with this status; KLD_OK: nothing. */
+void kld_stats_fault(struct kld_stats *stats, enum kld_status status);
+void kld_stats_http_reply(struct kld_stats *stats, unsigned http_status);
+/* What an operator that ran had to move, and how long its kernels took. */
+void kld_stats_work(struct kld_stats *stats, enum kld_asked asked, enum kld_access access,
+                    uint64_t bytes, uint64_t kernel_ns);
+const char *kld_asked_name(enum kld_asked asked);
+/* Requests of a front that ended so, whatever they asked for. */
+uint64_t kld_stats_requests_of(const struct kld_stats *stats, enum kld_front front,
+                               unsigned status);
+
 /* Sets the gauges of a role ("worker", "gateway") in its block to 0. */
 void kld_stats_reset_role(struct kld_stats *stats, const char *role);
 

@@ -49,12 +49,24 @@ void kld_exchange_reply_text(struct kld_exchange *exchange, unsigned http_status
     kld_exchange_reply(exchange, http_status, response);
 }
 
+/* Who may not ask, or has too much in flight; the rest is counted where it is seen. */
+static void count_rejection(struct kld_stats *stats, enum kld_status status) {
+    if (status == KLD_UNAUTHENTICATED)
+        kld_stats_rejected(stats, KLD_REJECT_http_unauthenticated);
+    else if (status == KLD_FORBIDDEN)
+        kld_stats_rejected(stats, KLD_REJECT_http_forbidden);
+    else if (status == KLD_THROTTLED)
+        kld_stats_rejected(stats, KLD_REJECT_http_token_limit);
+}
+
 void kld_exchange_reply_error(struct kld_exchange *exchange, const struct kld_error *error) {
     char buffer[KLD_ERROR_TEXT_MAX * 6 + 16];
     struct kld_oip_text text = {.data = buffer, .capacity = sizeof buffer};
     unsigned http_status = (unsigned)kld_status_http(error->status);
-    if (!exchange->replied)
+    if (!exchange->replied) {
         kld_recent_error(exchange->gateway->common->recent, uv_hrtime(), error);
+        count_rejection(exchange->gateway->stats, error->status);
+    }
     kld_oip_append_error(&text, error->text[0] ? error->text : kld_status_text(error->status));
     struct MHD_Response *response =
         MHD_create_response_from_buffer(text.length, buffer, MHD_RESPMEM_MUST_COPY);

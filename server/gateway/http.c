@@ -91,6 +91,7 @@ static struct kld_exchange *open_exchange(struct kld_http *http, struct MHD_Conn
     exchange->gateway = http->gateway;
     exchange->connection = connection;
     exchange->started_ns = uv_hrtime();
+    exchange->asked = KLD_ASKED_UNKNOWN;
     copy_text(exchange->method, method, sizeof exchange->method);
     copy_text(exchange->url, url, sizeof exchange->url);
     const char *length = kld_exchange_header(exchange, MHD_HTTP_HEADER_CONTENT_LENGTH);
@@ -154,17 +155,19 @@ static void widen_window(const struct kld_exchange *exchange) {
 static void start(struct kld_http *http, struct kld_exchange *exchange, const char *url) {
     const struct kld_config *config = http->gateway->config;
     struct kld_error error;
-    if (check_framing(exchange, &error))
+    if (check_framing(exchange, &error)) {
         exchange->misframed = true;
-    else if (http->client_certificates && kld_tls_check_client(exchange->connection, &error))
+        kld_stats_rejected(http->gateway->stats, KLD_REJECT_http_framing);
+    } else if (http->client_certificates && kld_tls_check_client(exchange->connection, &error))
         ; /* told below */
     else if (strlen(url) >= sizeof exchange->url)
         kld_error_set(&error, KLD_NOT_FOUND, "no such path");
-    else if (exchange->has_length && exchange->length_bytes > config->body_bytes_max)
+    else if (exchange->has_length && exchange->length_bytes > config->body_bytes_max) {
+        kld_stats_rejected(http->gateway->stats, KLD_REJECT_http_body_bytes_max);
         kld_error_set(
             &error, KLD_TOO_LARGE, "the body has %llu bytes; at most %llu (body_bytes_max)",
             (unsigned long long)exchange->length_bytes, (unsigned long long)config->body_bytes_max);
-    else {
+    } else {
         if (exchange->length_bytes > WINDOW_BYTES)
             widen_window(exchange);
         http->handler->begin(exchange);
@@ -179,6 +182,7 @@ static enum MHD_Result queue_reply(struct kld_exchange *exchange) {
         return MHD_NO;
     exchange->response = NULL;
     exchange->queued = true;
+    kld_stats_http_reply(exchange->gateway->stats, exchange->http_status);
     struct kld_drive *drive = &exchange->gateway->http->drive;
     drive->queued = true;
     drive->sending++;

@@ -39,6 +39,7 @@ struct kld_exchange {
     uint64_t length_bytes; /* has_length: of the body, as announced */
     uint64_t started_ns;   /* uv_hrtime() */
     uint64_t held_bytes;   /* the handler's: of staging, while it is received and sent */
+    enum kld_asked asked;  /* the handler's: what its time is counted under */
     bool soon; /* the handler's: its reply may be expected within microseconds from here on */
 
     /* http.c's own. */

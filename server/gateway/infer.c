@@ -7,9 +7,7 @@
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
-#include "server/gateway/recent.h"
 #include "server/gateway/shm.h"
 #include "server/gateway/staging.h"
 #include "server/log.h"
@@ -64,28 +62,6 @@ void kld_infer_let_go(struct kld_infer *infer) {
     free(infer);
 }
 
-void kld_infer_count(struct kld_infer *infer, enum kld_status status) {
-    struct kld_gateway *gateway = infer->gateway;
-    struct kld_gateway_counts *counts = &gateway->common->counts;
-    uint64_t ns = uv_hrtime() - infer->exchange->started_ns;
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    counts->last_ms = (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
-    kld_stats_request(gateway->stats, KLD_FRONT_HTTP, status);
-    kld_recent_request(gateway->common->recent, infer->exchange->started_ns + ns);
-    if (status) {
-        counts->fail++;
-        counts->fail_ns += ns;
-    } else {
-        counts->success++;
-        counts->success_ns += ns;
-        counts->queue_ns += infer->result.queue_ns;
-        counts->copy_ns += infer->result.copy_ns;
-        counts->kernel_ns += infer->result.kernel_ns;
-    }
-    kld_infer_log(infer, status, ns);
-}
-
 void kld_infer_fail(struct kld_infer *infer, const struct kld_error *error) {
     struct kld_exchange *exchange = infer->exchange;
     if (exchange && !exchange->replied) {
@@ -115,13 +91,15 @@ void kld_infer_begin(struct kld_exchange *exchange) {
     exchange->state = infer;
     infer->placed = true;
     uint32_t held = atomic_fetch_add(&gateway->common->held, 1) + 1;
-    if (atomic_load(&gateway->common->draining))
+    if (atomic_load(&gateway->common->draining)) {
+        kld_stats_rejected(gateway->stats, KLD_REJECT_http_draining);
         kld_error_set(&error, KLD_UNAVAILABLE, "the server is shutting down; try again");
-    else if (held > gateway->config->http_requests_max)
+    } else if (held > gateway->config->http_requests_max) {
+        kld_stats_rejected(gateway->stats, KLD_REJECT_http_http_requests_max);
         kld_error_set(&error, KLD_BUSY,
                       "%" PRIu64 " HTTP requests are in flight, the most allowed; try again",
                       gateway->config->http_requests_max);
-    else if (kld_auth_take_request(gateway->auth, infer->caller, &error) == KLD_OK) {
+    } else if (kld_auth_take_request(gateway->auth, infer->caller, &error) == KLD_OK) {
         infer->counted = true;
         kld_body_begin(infer, &error);
     }
@@ -136,10 +114,9 @@ size_t kld_infer_feed(struct kld_exchange *exchange, const char *data, size_t si
 void kld_infer_end(struct kld_exchange *exchange) {
     struct kld_gateway *gateway = exchange->gateway;
     struct kld_infer *infer = exchange->state;
+    kld_infer_count_end(exchange); /* first: who sees none in flight sees all of them counted */
     kld_stats_add(gateway->stats, KLD_STAT_http_requests_in_flight, -1);
     atomic_fetch_sub(&gateway->common->infers, 1);
-    kld_stats_observe(gateway->stats, KLD_HISTOGRAM_http_request,
-                      uv_hrtime() - exchange->started_ns);
     if (!infer) /* it was too late; the worker still has it */
         return;
     if (!exchange->replied) {
@@ -351,6 +328,7 @@ static void job_done(struct kld_pool_job *job) {
 static void computed(struct kld_infer *infer, enum kld_status status,
                      const struct kld_error *error) {
     infer->in_worker = false;
+    infer->computed_ns = uv_hrtime();
     if (!infer->exchange) {
         kld_infer_let_go(infer);
     } else if (status) {

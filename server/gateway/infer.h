@@ -88,6 +88,7 @@ struct kld_infer {
     /* Since when its time runs (kld_infer_late_ns()); uv_hrtime(), 0: not yet. */
     uint64_t memory_ns;   /* it first waited for memory */
     uint64_t body_end_ns; /* all of its body was here */
+    uint64_t computed_ns; /* its worker, or the last of them, had answered */
 
     /* Receiving; loop thread. */
     struct kld_inflate *inflate; /* NULL: not compressed */
@@ -98,6 +99,7 @@ struct kld_infer {
     uint64_t json_offset; /* in staging, if json_capacity is not 0 */
     uint64_t json_wanted; /* while it waits for staging */
     bool parsed, body_done;
+    bool succeeded; /* and was counted so */
     uint64_t tail_have;
     uint32_t tail_input; /* the input that takes the next byte of the tail */
 
@@ -171,6 +173,8 @@ void kld_infer_yield(struct kld_infer *infer);
 void kld_infer_step(struct kld_infer *infer, enum kld_infer_step step, bool large);
 void kld_infer_let_go(struct kld_infer *infer); /* frees what nobody holds any more */
 void kld_infer_count(struct kld_infer *infer, enum kld_status status);
+/* At the exchange's end: the last byte was sent, or its client is gone. */
+void kld_infer_count_end(const struct kld_exchange *exchange);
 /* uv_hrtime() at which it is too late for what it waits for: its timeout after the end of its body,
  * whatever it waited for before or waits for again. Until then memory has as long, from when it
  * first waited for some. A piece of its body or reply has its own, since one that travels is

@@ -28,6 +28,7 @@ static void ask_again(struct kld_waiter *waiter) {
 
 static void waited_too_long(struct kld_waiter *waiter) {
     struct kld_error error;
+    kld_stats_rejected(infer_of(waiter)->gateway->stats, KLD_REJECT_http_staging_full);
     kld_error_set(&error, KLD_BUSY, "the staging memory was in use until the deadline; try again");
     kld_infer_fail(infer_of(waiter), &error);
 }

@@ -41,15 +41,23 @@ static void append_workers(const struct kld_stats_page *page, struct kld_oip_tex
     kld_oip_append(text, "</table>\n");
 }
 
+/* Of whatever was asked for. */
+static uint64_t bucket(const struct kld_stats *stats, int index) {
+    uint64_t sum = 0;
+    for (int asked = 0; asked < KLD_ASKED_COUNT; asked++)
+        sum += atomic_load(&stats->duration[KLD_FRONT_HTTP][asked].bucket[index]);
+    return sum;
+}
+
 /* The upper limit of the bucket that holds this share of all requests: "under 0.5 ms". */
 static void append_latency(const struct kld_stats *stats, unsigned percent,
                            struct kld_oip_text *text) {
     uint64_t count = 0, below = 0;
     int i = 0;
     for (int k = 0; k < KLD_BUCKETS; k++)
-        count += atomic_load(&stats->histogram[KLD_HISTOGRAM_http_request].bucket[k]);
+        count += bucket(stats, k);
     for (; i < KLD_BUCKETS - 1; i++) {
-        below += atomic_load(&stats->histogram[KLD_HISTOGRAM_http_request].bucket[i]);
+        below += bucket(stats, i);
         if (below * 100 >= count * percent)
             break;
     }
@@ -89,7 +97,7 @@ static void append_rates(struct kld_recent *recent, struct kld_oip_text *text) {
 /* By what they were. */
 static void append_failures(const struct kld_stats *stats, struct kld_oip_text *text) {
     for (unsigned status = 1; status < KLD_STATUS_SLOTS; status++) {
-        uint64_t count = atomic_load(&stats->requests[KLD_FRONT_HTTP][status]);
+        uint64_t count = kld_stats_requests_of(stats, KLD_FRONT_HTTP, status);
         if (count && kld_status_known(status))
             kld_oip_append(text, "<tr><td>of those: %s<td>%" PRIu64 "\n",
                            kld_status_name((enum kld_status)status), count);

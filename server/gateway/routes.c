@@ -403,8 +403,10 @@ static void begin(struct kld_exchange *exchange) {
     if (!may_pass(exchange))
         return;
     const struct kld_route *route = find(exchange, &pieces);
-    if (!route)
+    if (!route) {
+        kld_stats_rejected(exchange->gateway->stats, KLD_REJECT_http_no_path);
         return;
+    }
     if (exchange->metrics_only && !is_for_operators(route)) {
         fail(exchange, KLD_NOT_FOUND, "at this address there are /metrics and /v2/health alone");
         return;

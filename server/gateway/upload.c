@@ -250,6 +250,7 @@ static void ask_again(struct kld_waiter *waiter) {
 
 static void no_staging(struct kld_waiter *waiter) {
     struct kld_error error;
+    kld_stats_rejected(upload_of(waiter)->gateway->stats, KLD_REJECT_http_staging_full);
     kld_error_set(&error, KLD_BUSY, "the staging memory was in use until the deadline; try again");
     fail(upload_of(waiter), &error);
 }
@@ -267,12 +268,16 @@ static enum kld_status start(struct upload *upload, const char *name, struct kld
     struct kld_stored wanted = {.owner = upload->caller};
     struct kld_pieces *pieces = &upload->pieces;
     enum kld_status status;
-    if (atomic_load(&gateway->common->draining))
+    if (atomic_load(&gateway->common->draining)) {
+        kld_stats_rejected(gateway->stats, KLD_REJECT_http_draining);
         return kld_error_set(err, KLD_UNAVAILABLE, "the server is shutting down; try again");
-    if (atomic_load(&gateway->common->held) > gateway->config->http_requests_max)
+    }
+    if (atomic_load(&gateway->common->held) > gateway->config->http_requests_max) {
+        kld_stats_rejected(gateway->stats, KLD_REJECT_http_http_requests_max);
         return kld_error_set(err, KLD_BUSY,
                              "%" PRIu64 " HTTP requests are in flight, the most allowed; try again",
                              gateway->config->http_requests_max);
+    }
     if (strlen(name) >= sizeof wanted.name)
         return kld_error_set(err, KLD_INVALID, "the name of a tensor has 1 to %zu bytes",
                              sizeof wanted.name - 1);

@@ -6,6 +6,7 @@
 
 struct kld_waiters {
     struct kld_staging *staging;
+    struct kld_stats *stats;
     struct kld_waiter *first, *last;
     struct kld_waiter *next; /* of the round that is on: the one to look at then */
     uint64_t seen;           /* kld_staging_changes() of the last round */
@@ -25,6 +26,7 @@ static void take_out(struct kld_waiters *waiters, struct kld_waiter *waiter) {
         waiters->last = waiter->before;
     waiter->before = waiter->after = NULL;
     waiter->waits = false;
+    kld_stats_add(waiters->stats, KLD_STAT_http_requests_waiting, -1);
     kld_staging_leave(waiters->staging, &waiter->turn);
 }
 
@@ -52,6 +54,7 @@ void kld_waiter_add(struct kld_gateway *gateway, struct kld_waiter *waiter, uint
     if (waiter->waits)
         return;
     waiter->waits = true;
+    kld_stats_add(waiters->stats, KLD_STAT_http_requests_waiting, 1);
     waiter->until_ns = until_ns;
     waiter->before = waiters->last;
     waiter->after = NULL;
@@ -74,6 +77,7 @@ enum kld_status kld_waiters_open(struct kld_gateway *gateway, struct kld_error *
     if (!waiters)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     waiters->staging = gateway->staging;
+    waiters->stats = gateway->stats;
     uv_timer_init(&gateway->loop, &waiters->timer);
     waiters->timer.data = waiters;
     return KLD_OK;

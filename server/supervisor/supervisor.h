@@ -128,6 +128,7 @@ struct kld_supervisor {
     uv_timer_t drain;   /* from SIGTERM to SIGKILL */
     uv_timer_t reaping; /* as PID 1: looks after children that are not ours */
     uv_timer_t watchdog;
+    uv_timer_t usage; /* see usage.c */
     struct kld_notify notify;
     struct kld_inherited inherited; /* what of it is not -1 was adopted, or will be */
     struct kld_http_socket http, metrics;
@@ -163,5 +164,10 @@ void kld_watchdog_start(struct kld_supervisor *supervisor);
 /* Called by child.c and supervisor.c: it serves; it answered. */
 void kld_watchdog_ready(struct kld_watched *child);
 void kld_watchdog_answered(struct kld_watched *child);
+
+/* ---- usage.c ----------------------------------------------------------------------------------
+ */
+
+void kld_usage_start(struct kld_supervisor *supervisor);
 
 #endif

@@ -13,9 +13,16 @@
 
 /* ---- Ends ------------------------------------------------------------------------------------ */
 
-static const char *kind_name(const struct kld_request *request) {
-    return request->job.kind == KLD_JOB_OP ? kld_divergence_name(request->job.op.divergence)
-                                           : "copy";
+static enum kld_asked asked_of(const struct kld_request *request) {
+    return request->job.kind == KLD_JOB_OP ? (enum kld_asked)request->job.op.divergence
+                                           : KLD_ASKED_COPY;
+}
+
+static enum kld_access access_of(const struct kld_op *op) {
+    return op->tensor[KLD_SLOT_GRAD_PREDICTIONS].dtype || op->tensor[KLD_SLOT_GRAD_TARGETS].dtype ||
+                   op->reduction == KLD_REDUCTION_NONE
+               ? KLD_ACCESS_READ_WRITE
+               : KLD_ACCESS_READ;
 }
 
 static uint64_t queue_ns(const struct kld_request *request) {
@@ -49,8 +56,14 @@ static void count_work(const struct kld_request *request) {
     const struct kld_job *job = &request->job;
     worker->kernel_ns_total += job->kernel_ns;
     worker->bytes_total += job->bytes;
-    kld_stats_add(stats, KLD_STAT_kernel_ns_total, (int64_t)job->kernel_ns);
-    kld_stats_add(stats, KLD_STAT_kernel_bytes_total, (int64_t)job->bytes);
+    if (job->kind == KLD_JOB_OP) {
+        kld_stats_add(stats, KLD_STAT_kernel_ns_total, (int64_t)job->kernel_ns);
+        kld_stats_add(stats, KLD_STAT_kernel_bytes_total, (int64_t)job->bytes);
+        kld_stats_work(stats, asked_of(request), access_of(&job->op), job->bytes, job->kernel_ns);
+    } else {
+        kld_stats_add(stats, KLD_STAT_copied_bytes_total, (int64_t)job->bytes);
+    }
+    kld_stats_fault(stats, job->status);
     kld_worker_pool_counted(worker);
     kld_stats_observe(stats, KLD_HISTOGRAM_queue, queue_ns(request));
     kld_stats_observe(stats, KLD_HISTOGRAM_kernel, job->kernel_ns);
@@ -77,11 +90,13 @@ static void account(struct kld_request *request, enum kld_status status, const c
                     bool ran) {
     struct kld_worker *worker = request->session->worker;
     const struct kld_job *job = &request->job;
-    uint64_t total_ns = kld_worker_now_ns() - request->arrival_ns;
+    uint64_t now_ns = kld_worker_now_ns(), total_ns = now_ns - request->arrival_ns;
     worker->requests_total++;
     worker->errors_total += status != KLD_OK;
-    kld_stats_request(worker->stats, KLD_FRONT_UNIX, status);
-    kld_stats_observe(worker->stats, KLD_HISTOGRAM_unix_request, total_ns);
+    kld_stats_request(worker->stats, KLD_FRONT_UNIX, asked_of(request), status);
+    kld_stats_duration(worker->stats, KLD_FRONT_UNIX, asked_of(request), total_ns);
+    if (ran && !status)
+        atomic_store_explicit(&worker->stats->device_worked_ns, now_ns, memory_order_relaxed);
     enum kld_log_level level = status ? KLD_LOG_INFO : KLD_LOG_DEBUG;
     char asked[96];
     if (!kld_log_wants(level))
@@ -91,10 +106,11 @@ static void account(struct kld_request *request, enum kld_status status, const c
             "transport=unix client=\"%s\" pid=%d request=%" PRIu64 " op=%s%s status=%s"
             " total_us=%" PRIu64 " queue_us=%" PRIu64 " copy_us=%" PRIu64 " kernel_us=%" PRIu64
             " bytes=%" PRIu64 "%s%s%s",
-            request->session->name, (int)request->session->pid, request->number, kind_name(request),
-            asked, kld_status_name(status), total_ns / 1000, ran ? queue_ns(request) / 1000 : 0,
-            ran ? job->copy_ns / 1000 : 0, ran ? job->kernel_ns / 1000 : 0, ran ? job->bytes : 0,
-            status ? " text=\"" : "", status ? text : "", status ? "\"" : "");
+            request->session->name, (int)request->session->pid, request->number,
+            kld_asked_name(asked_of(request)), asked, kld_status_name(status), total_ns / 1000,
+            ran ? queue_ns(request) / 1000 : 0, ran ? job->copy_ns / 1000 : 0,
+            ran ? job->kernel_ns / 1000 : 0, ran ? job->bytes : 0, status ? " text=\"" : "",
+            status ? text : "", status ? "\"" : "");
 }
 
 /* QUEUED or RUNNING -> FREE. The request was answered, or its client is gone. */
@@ -113,6 +129,13 @@ static void retire(struct kld_request *request) {
     request->state = KLD_REQUEST_FREE;
     kld_queue_release(&worker->queue, request);
     kld_stats_add(worker->stats, KLD_STAT_worker_requests_in_flight, -1);
+}
+
+/* QUEUED -> out of its lane. */
+static void dequeue(struct kld_request *request) {
+    struct kld_worker *worker = request->session->worker;
+    TAILQ_REMOVE(&request->lane->queued, request, in_lane);
+    kld_stats_set(worker->stats, KLD_STAT_worker_requests_queued, --worker->queued);
 }
 
 /* Ends what the back end does not have (any more). Afterwards *request is the pool's. */
@@ -151,7 +174,7 @@ static void give_up(struct kld_request *request, const struct kld_error *error) 
         return;
     kld_stats_add(request->session->worker->stats, KLD_STAT_requests_detached_total, 1);
     if (request->state == KLD_REQUEST_QUEUED) {
-        TAILQ_REMOVE(&request->lane->queued, request, in_lane);
+        dequeue(request);
         finish(request, error->status, error, false);
         return;
     }
@@ -174,7 +197,7 @@ static void launch(struct kld_lane *lane) {
             worker->waits_held = true; /* launch_held() comes back to it */
             break;
         }
-        TAILQ_REMOVE(&lane->queued, request, in_lane);
+        dequeue(request);
         request->state = KLD_REQUEST_RUNNING;
         request->running_ns = kld_worker_now_ns();
         lane->running++;
@@ -209,7 +232,7 @@ void kld_core_lane_opened(struct kld_lane *lane) {
     }
     while (lane->status != KLD_OK && !TAILQ_EMPTY(&lane->queued)) {
         struct kld_request *request = TAILQ_FIRST(&lane->queued);
-        TAILQ_REMOVE(&lane->queued, request, in_lane);
+        dequeue(request);
         finish(request, lane->status, &lane->error, false);
     }
     launch(lane);
@@ -265,8 +288,10 @@ enum kld_status kld_core_admit(struct kld_session *session, uint64_t number, uin
                                struct kld_request **ret_request, struct kld_error *err) {
     struct kld_worker *worker = session->worker;
     const struct kld_config *config = worker->options.config;
-    if (worker->draining)
+    if (worker->draining) {
+        kld_stats_rejected(worker->stats, KLD_REJECT_unix_draining);
         return kld_error_set(err, KLD_UNAVAILABLE, "the server is going away; connect again");
+    }
     if (stream >= config->client_streams_max)
         return kld_error_set(err, KLD_INVALID, "stream %u; expected a number below %" PRIu64,
                              stream, config->client_streams_max);
@@ -274,14 +299,18 @@ enum kld_status kld_core_admit(struct kld_session *session, uint64_t number, uin
         return kld_error_set(err, KLD_INVALID,
                              "request number %" PRIu64 " is in flight on this connection", number);
     /* Those that it gave up do not count; of them at most KLD_LANE_DEPTH a stream still run. */
-    if (session->requests_waited >= config->client_requests_max)
+    if (session->requests_waited >= config->client_requests_max) {
+        kld_stats_rejected(worker->stats, KLD_REJECT_unix_client_requests_max);
         return kld_error_set(err, KLD_THROTTLED,
                              "%u requests of this connection are in flight, the most allowed",
                              session->requests_waited);
+    }
     struct kld_request *request = kld_queue_acquire(&worker->queue);
-    if (!request)
+    if (!request) {
+        kld_stats_rejected(worker->stats, KLD_REJECT_unix_requests_max);
         return kld_error_set(err, KLD_BUSY, "%u requests are in flight, the most allowed",
                              worker->queue.in_use);
+    }
     request->session = session;
     request->number = number;
     request->lane = &session->lanes[stream];
@@ -312,6 +341,7 @@ void kld_core_enter(struct kld_request *request, uint64_t timeout_ns) {
     session->requests_waited++;
     TAILQ_INSERT_TAIL(&lane->queued, request, in_lane);
     kld_stats_add(worker->stats, KLD_STAT_worker_requests_in_flight, 1);
+    kld_stats_set(worker->stats, KLD_STAT_worker_requests_queued, ++worker->queued);
     if (timeout_ns &&
         !__builtin_add_overflow(request->arrival_ns, timeout_ns, &request->deadline_ns)) {
         kld_queue_watch(&worker->queue, request);
@@ -327,7 +357,8 @@ void kld_core_refused(struct kld_session *session, const struct kld_frame_header
     struct kld_worker *worker = session->worker;
     worker->requests_total++;
     worker->errors_total++;
-    kld_stats_request(worker->stats, KLD_FRONT_UNIX, error->status);
+    enum kld_asked asked = header->type == KLD_FRAME_COPY ? KLD_ASKED_COPY : KLD_ASKED_UNKNOWN;
+    kld_stats_request(worker->stats, KLD_FRONT_UNIX, asked, error->status);
     kld_log(KLD_LOG_INFO, "refused",
             "client=\"%s\" pid=%d request=%" PRIu64 " status=%s text=\"%s\"", session->name,
             (int)session->pid, header->request, kld_status_name(error->status), error->text);
@@ -377,6 +408,7 @@ void kld_core_device_lost(struct kld_worker *worker, const struct kld_error *cau
         return;
     worker->lost = true;
     kld_stats_add(worker->stats, KLD_STAT_device_lost_total, 1);
+    kld_stats_fault(worker->stats, KLD_DEVICE_LOST);
     kld_log(KLD_LOG_ERROR, "device lost", "in_flight=%u text=\"%s\"", worker->queue.in_use,
             cause->text);
     struct kld_error error;

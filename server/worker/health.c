@@ -14,6 +14,8 @@ static void looked(uv_work_t *work, int cancelled) {
     worker->health_looks = false;
     if (worker->health_status == KLD_DEVICE_LOST)
         kld_core_device_lost(worker, &worker->health_error);
+    else if (!worker->health_status)
+        atomic_store(&worker->stats->device_worked_ns, kld_worker_now_ns());
 }
 
 /* Whoever has work finds out by it. */

@@ -34,6 +34,30 @@ static uint64_t descriptors_wanted(const struct kld_config *config) {
            config->cuda_files_max;
 }
 
+#define ROOFLINE_BYTES ((uint64_t)128 << 20) /* of each of three arrays: more than caches hold */
+
+/* What kernels are compared with: as configured, or measured by the first process of this worker.
+ * Its successors find it in the page, because a client waits for them. */
+static void learn_roofline(const struct kld_child *child,
+                           const struct kld_worker_options *options) {
+    const struct kld_config *config = child->config;
+    struct kld_error err = {.status = KLD_OK};
+    double read = (double)config->roofline_bytes_per_s, both = read;
+    if (atomic_load(&child->stats->described))
+        return;
+    if (!config->roofline_bytes_per_s && config->measure_roofline &&
+        options->backend->measure_ceiling(options->device, ROOFLINE_BYTES, &read, &both, &err)) {
+        kld_log(KLD_LOG_WARN, "roofline not measured", "status=%s text=\"%s\"",
+                kld_status_name(err.status), err.text);
+        return;
+    }
+    atomic_store(&child->stats->roofline_bytes_per_s[KLD_ACCESS_READ], (uint64_t)read);
+    atomic_store(&child->stats->roofline_bytes_per_s[KLD_ACCESS_READ_WRITE], (uint64_t)both);
+    if (read > 0)
+        kld_log(KLD_LOG_INFO, "roofline", "read_gb_per_s=%.1f read_write_gb_per_s=%.1f measured=%s",
+                read / 1e9, both / 1e9, config->roofline_bytes_per_s ? "false" : "true");
+}
+
 int kld_worker_main(const struct kld_child *child) {
     struct kld_error err = {.status = KLD_OK}, passed_over;
     const char *test_faults = getenv("KLD_TEST_FAULTS");
@@ -57,6 +81,7 @@ int kld_worker_main(const struct kld_child *child) {
     kld_log(KLD_LOG_INFO, "device open", "backend=%s name=\"%s\" threads=%u pool_bytes_max=%llu",
             info->backend, info->name, info->threads, (unsigned long long)info->pool_bytes_max);
 
+    learn_roofline(child, &options);
     static struct kld_worker worker; /* large, and reachable from threads until the process ends */
     if ((status = kld_worker_init(&worker, &options, &err))) {
         options.backend->device_close(options.device);

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "server/log.h"
+#include "server/stats.h"
 
 enum state { MAPPING, MAPPED, FAILED };
 
@@ -28,6 +29,7 @@ enum kld_status kld_mappings_init(struct kld_mappings *mappings, const struct kl
                                   struct kld_device *device, struct kld_error *err) {
     mappings->backend = backend;
     mappings->device = device;
+    mappings->stats = NULL;
     mappings->count = 0;
     mappings->told = false;
     TAILQ_INIT(&mappings->list);
@@ -105,9 +107,16 @@ static bool drop(struct kld_mappings *mappings, struct kld_mapping *mapping) {
 
 /* ---- Without ----------------------------------------------------------------------------------*/
 
+static void tell(const struct kld_mappings *mappings, int64_t bytes) {
+    if (mappings->stats)
+        kld_stats_add(mappings->stats, KLD_STAT_pinned_bytes, bytes);
+}
+
 static void end(struct kld_mappings *mappings, struct kld_mapping *mapping) {
-    if (mapping->state == MAPPED)
+    if (mapping->state == MAPPED) {
         mappings->backend->memory_free(mapping->memory);
+        tell(mappings, -(int64_t)mapping->bytes);
+    }
     if (mapping->fd >= 0)
         close(mapping->fd);
     free(mapping);
@@ -118,6 +127,8 @@ static void map(struct kld_mappings *mappings, struct kld_mapping *mapping, int 
     struct kld_error error = {.status = KLD_OK};
     enum kld_status status =
         mappings->backend->memory_map(mappings->device, fd, mapping->bytes, &memory, &error);
+    if (!status)
+        tell(mappings, (int64_t)mapping->bytes);
     uv_mutex_lock(&mappings->mutex);
     mapping->memory = memory;
     mapping->error = error;

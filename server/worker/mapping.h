@@ -22,12 +22,14 @@
 #define KLD_MAPPING_BYTES_MIN ((uint64_t)1 << 20)
 
 struct kld_mapping;
+struct kld_stats;
 
 struct kld_mappings {
     const struct kld_backend *backend; /* constant, as device */
     struct kld_device *device;
-    uv_mutex_t mutex; /* of all below */
-    uv_cond_t mapped; /* one of them, or not */
+    struct kld_stats *stats; /* where the bytes are told, by any thread; NULL: nowhere */
+    uv_mutex_t mutex;        /* of all below */
+    uv_cond_t mapped;        /* one of them, or not */
     TAILQ_HEAD(kld_mapping_list, kld_mapping) list;
     uint32_t count; /* on the list */
     bool told;      /* that there is no kcmp */

@@ -302,6 +302,8 @@ static void add_after(uv_work_t *work, int cancelled) {
     if (region->status != KLD_OK) {
         struct kld_error error = region->error;
         enum kld_status status = region->status;
+        if (status != KLD_DEVICE_LOST) /* that is told below */
+            kld_stats_fault(session->worker->stats, status);
         kld_session_reply_error(session, region->request, &error);
         forget(region);
         if (status == KLD_DEVICE_LOST)

@@ -47,9 +47,13 @@ static void welcome(struct kld_worker *worker, int fd) {
     struct kld_error error = {.status = KLD_OK};
     struct ucred peer = {0};
     enum kld_status status = kld_peer_check(&worker->peers, fd, &peer, &error);
-    if (status == KLD_OK && worker->clients >= worker->options.config->clients_max)
+    if (status) {
+        kld_stats_rejected(worker->stats, KLD_REJECT_unix_not_allowed);
+    } else if (worker->clients >= worker->options.config->clients_max) {
+        kld_stats_rejected(worker->stats, KLD_REJECT_unix_clients_max);
         status = kld_error_set(&error, KLD_BUSY, "%u clients are connected, the most allowed",
                                worker->clients);
+    }
     if (status) {
         kld_log(KLD_LOG_WARN, "client refused", "pid=%d uid=%u status=%s text=\"%s\"",
                 (int)peer.pid, (unsigned)peer.uid, kld_status_name(status), error.text);
@@ -427,7 +431,10 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
         return status;
     }
     kld_stats_reset_role(worker->stats, "worker");
+    worker->mappings.stats = worker->stats;
     kld_stats_set(worker->stats, KLD_STAT_pool_bytes_max, options->device->info.pool_bytes_max);
+    kld_stats_set(worker->stats, KLD_STAT_device_memory_bytes, options->device->info.memory_bytes);
+    atomic_store(&worker->stats->device_worked_ns, worker->started_ns);
     describe(worker);
     kld_worker_accept(worker);
     kld_health_start(worker);

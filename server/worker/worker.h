@@ -73,6 +73,7 @@ struct kld_worker {
     struct kld_session_list sessions; /* open and closing */
     uint32_t sessions_count;          /* of them */
     uint32_t clients;                 /* open ones */
+    uint32_t queued;                  /* requests that the back end does not have yet */
     uint32_t waits_running;           /* requests with the back end that wait for an event */
     bool waits_held;                  /* some lane was held back for that */
     uint32_t refusals;                /* refused connections on uv's pool */

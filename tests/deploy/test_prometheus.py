@@ -41,6 +41,57 @@ def test_promtool(command):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+# Names that are older than the conventions, and Triton's, which are what its dashboards ask for.
+UNCONVENTIONAL = re.compile(r"kld_kernel_ns_total |nv_inference_")
+
+
+def table():
+    """{metric: (type, unit, labels)} as the server prints it."""
+    text = subprocess.run([BIN / "kld-server", "--help-metrics"], capture_output=True, text=True, check=True).stdout
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+    return {row[0].strip("`"): (row[1], row[2], set(filter(None, row[3].split(", ")))) for row in rows}
+
+
+def test_the_guide_has_todays_metrics():
+    shown = re.search(r"<!-- kld-server --help-metrics -->\n(.*?)\n<!-- end of it -->",
+                      (ROOT / "deploy/README.md").read_text(), re.S).group(1)
+    printed = subprocess.run([BIN / "kld-server", "--help-metrics"], capture_output=True, text=True).stdout
+    assert shown == printed.rstrip("\n"), "make metrics"
+
+
+def samples(text):
+    """(metric, type, sample's name, names of its labels) of each line."""
+    metric = kind = None
+    for line in text.splitlines():
+        if line.startswith("# TYPE "):
+            metric, kind = line.split()[2:]
+        elif not line.startswith("#"):
+            name, labels = re.fullmatch(r"(\w+)(?:\{(.*)\})? \S+", line).groups()
+            yield metric, kind, name, set(re.findall(r'(\w+)="', labels or ""))
+
+
+def test_metrics_are_as_the_table_says(scraped_text):
+    known, seen = table(), set()
+    for metric, kind, name, labels in samples(scraped_text):
+        assert name == metric or (kind == "histogram" and name.removeprefix(metric) in ("_bucket", "_sum", "_count"))
+        assert known[metric][0] == kind, metric
+        assert labels - {"le"} <= known[metric][2], (name, labels)
+        seen.add(metric)
+    gpu_only = {"nv_gpu_memory_total_bytes"} if "GPU-" not in scraped_text else set()
+    assert seen == set(known) - gpu_only
+    for name, (kind, unit, _) in known.items():
+        if not UNCONVENTIONAL.match(name + " "):
+            assert kind != "counter" or name.endswith("_total"), name
+            assert unit in ("", "seconds", "bytes", "bytes a second"), name
+
+
+@needs("promtool")
+def test_metrics_follow_the_conventions(scraped_text):
+    result = subprocess.run(["promtool", "check", "metrics"], input=scraped_text, capture_output=True, text=True, timeout=60)
+    said = [line for line in (result.stdout + result.stderr).splitlines() if not UNCONVENTIONAL.match(line)]
+    assert not said
+
+
 def test_every_alert_fires_once_and_is_silent_once_and_explained():
     fired, silent = set(), set()
     for test in yaml.safe_load(TESTS.read_text())["tests"]:
@@ -110,7 +161,7 @@ class Prometheus:
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory, backend):
     """(prometheus, server): after a few scrapes with requests over both fronts in between."""
-    server = Server(backend=backend)
+    server = Server(backend=backend, measure_roofline="true")
     prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), [server.address])
     try:
         wait_until(prometheus.up, 30, "a scrape")
@@ -125,6 +176,25 @@ def scraped(tmp_path_factory, backend):
         assert server.stop() == 0
     finally:
         prometheus.stop()
+        server.remove()
+
+
+@pytest.fixture(scope="module")
+def scraped_text(backend):
+    """/metrics after requests over both fronts, with everything in it that can be."""
+    server = Server(backend=backend, roofline_bytes_per_s="100G")
+    try:
+        for url in (server.http, server.url_unix):
+            result = subprocess.run([BIN / "kld", "div", DATA / "digits/student.npy", DATA / "digits/teacher.npy",
+                                     "--server", url], capture_output=True, text=True, timeout=60)
+            assert result.returncode == 0, result.stderr
+
+        def text():
+            body = server.request("/metrics")[2].decode()
+            return "process_open_fds{" in body and body
+        yield wait_until(text, 30, "the first look at the processes")
+        assert server.stop() == 0
+    finally:
         server.remove()
 
 
@@ -144,7 +214,7 @@ def test_every_query_of_the_dashboard_has_an_answer(title, scraped):
 
 def words_of(expression):
     """Names of metrics of the server, and values of the label status, in an expression."""
-    names = set(re.findall(r"(?<![\w:])kld_\w+", expression))
+    names = set(re.findall(r"(?<![\w:])(?:kld|process)_\w+", expression))
     return names, set("|".join(re.findall(r'status=~?"([^"]+)"', expression)).split("|")) - {""}
 
 
@@ -167,6 +237,7 @@ def test_every_rule_is_evaluated(scraped):
         assert rule["health"] == "ok", rule
         assert rule["type"] == "recording" or not rule["alerts"], rule
     # The latency that replicas are added by: the server waited for something and says how long.
-    for record in ("kld:queue_seconds:mean", "kld:requests:rate1m", "kld:kernel_bandwidth:rate5m"):
+    for record in ("kld:queue_seconds:mean", "kld:requests:rate1m", "kld:kernel_bandwidth:rate5m",
+                   "kld:op_bandwidth:rate5m", "kld:roofline_ratio:rate5m"):
         rows = prometheus.get("query", query=f"{record} >= 0")["result"]
         assert rows, record

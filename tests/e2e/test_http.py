@@ -127,10 +127,15 @@ def test_metrics_are_prometheus_text(server):
     for name, kind in types.items():
         if kind != "histogram":
             continue
-        buckets = [v for k, v in values.items() if k.startswith(name + "_bucket")]
-        count = values.get(name + "_count", values.get(name + '_count{worker="0"}'))
-        assert buckets == sorted(buckets) and buckets[-1] == count
-        assert any(f'{name}_bucket{{{labels}le="+Inf"}}' in values for labels in ("", 'worker="0",'))
+        series = {}
+        for key, value in values.items():
+            if key.startswith(name + "_bucket{"):
+                labels, le = re.fullmatch(r'\w+\{(.*?),?le="([^"]+)"\}', key).groups()
+                series.setdefault(labels, []).append((value, le))
+        assert series
+        for labels, buckets in series.items():
+            assert buckets == sorted(buckets, key=lambda pair: pair[0]) and buckets[-1][1] == "+Inf"
+            assert buckets[-1][0] == values[name + "_count" + (labels and f"{{{labels}}}")]
     assert values["kld_http_request_seconds_count"] >= 1
 
 

@@ -196,6 +196,11 @@ START_TEST(help_and_version_win) {
     ck_assert_int_eq(action, KLD_CONFIG_HELP);
     ck_assert_int_eq(parse(FLAGS("--version"), NULL), KLD_OK);
     ck_assert_int_eq(action, KLD_CONFIG_VERSION);
+    ck_assert_int_eq(parse(FLAGS("--help-metrics"), NULL), KLD_OK);
+    ck_assert_int_eq(action, KLD_CONFIG_METRICS);
+    ck_assert_int_eq(parse(FLAGS("--measure-roofline", "--roofline-bytes-per-s=4T"), NULL), KLD_OK);
+    ck_assert(config.measure_roofline);
+    ck_assert_uint_eq(config.roofline_bytes_per_s, UINT64_C(4) << 40);
     char *text = NULL;
     size_t bytes = 0;
     FILE *out = open_memstream(&text, &bytes);

@@ -89,14 +89,35 @@ END_TEST
 START_TEST(requests_by_front_and_status) {
     int fd;
     struct kld_stats *stats = make(&fd);
-    kld_stats_request(stats, KLD_FRONT_UNIX, KLD_OK);
-    kld_stats_request(stats, KLD_FRONT_UNIX, KLD_BUSY);
-    kld_stats_request(stats, KLD_FRONT_HTTP,
+    kld_stats_request(stats, KLD_FRONT_UNIX, KLD_ASKED_TV, KLD_OK);
+    kld_stats_request(stats, KLD_FRONT_UNIX, KLD_ASKED_COPY, KLD_OK);
+    kld_stats_request(stats, KLD_FRONT_UNIX, KLD_ASKED_UNKNOWN, KLD_BUSY);
+    kld_stats_request(stats, KLD_FRONT_HTTP, KLD_ASKED_UNKNOWN,
                       (enum kld_status)4000); /* counted, not out of bounds */
-    ck_assert_uint_eq(stats->requests[KLD_FRONT_UNIX][KLD_OK], 1);
-    ck_assert_uint_eq(stats->requests[KLD_FRONT_UNIX][KLD_BUSY], 1);
-    ck_assert_uint_eq(stats->requests[KLD_FRONT_HTTP][KLD_OK], 0);
-    ck_assert_uint_eq(stats->requests[KLD_FRONT_HTTP][KLD_INTERNAL], 1);
+    ck_assert_uint_eq(stats->requests[KLD_FRONT_UNIX][KLD_ASKED_TV][KLD_OK], 1);
+    ck_assert_uint_eq(kld_stats_requests_of(stats, KLD_FRONT_UNIX, KLD_OK), 2);
+    ck_assert_uint_eq(kld_stats_requests_of(stats, KLD_FRONT_UNIX, KLD_BUSY), 1);
+    ck_assert_uint_eq(kld_stats_requests_of(stats, KLD_FRONT_HTTP, KLD_OK), 0);
+    ck_assert_uint_eq(kld_stats_requests_of(stats, KLD_FRONT_HTTP, KLD_INTERNAL), 1);
+    kld_stats_http_reply(stats, 200);
+    kld_stats_http_reply(stats, 200);
+    kld_stats_http_reply(stats, 418); /* one that has no place of its own */
+    ck_assert_uint_eq(stats->http_replies[0], 2);
+    ck_assert_uint_eq(stats->http_replies[KLD_HTTP_CODES_COUNT - 1], 1);
+    kld_stats_fault(stats, KLD_OK);
+    kld_stats_fault(stats, KLD_GONE);
+    kld_stats_fault(stats, KLD_NO_MEMORY);
+    kld_stats_fault(stats, KLD_DEVICE_LOST);
+    kld_stats_fault(stats, KLD_INVALID);
+    for (int i = 0; i < KLD_FAULT_COUNT; i++)
+        ck_assert_uint_eq(stats->faults[i], 1);
+    kld_stats_work(stats, KLD_ASKED_JS, KLD_ACCESS_READ_WRITE, 7, 11);
+    kld_stats_work(stats, KLD_ASKED_COPY, KLD_ACCESS_READ, 7, 11); /* is no operator */
+    ck_assert_uint_eq(stats->work[KLD_ASKED_JS][KLD_ACCESS_READ_WRITE].bytes, 7);
+    ck_assert_uint_eq(stats->work[KLD_ASKED_JS][KLD_ACCESS_READ_WRITE].kernel_ns, 11);
+    ck_assert_str_eq(kld_asked_name(KLD_ASKED_JS), "js");
+    ck_assert_str_eq(kld_asked_name(KLD_ASKED_COPY), "copy");
+    ck_assert_str_eq(kld_asked_name(KLD_ASKED_UNKNOWN), "unknown");
     kld_stats_detach(page);
     close(fd);
 }

@@ -23,10 +23,10 @@ START_TEST(test_what_the_gateway_writes) {
     kld_stats_set(&page.worker[1], KLD_STAT_pool_bytes, 70);
     kld_stats_set(&page.worker[1], KLD_STAT_kernel_bytes_total, UINT64_MAX - 8);
     kld_stats_set(&page.common, KLD_STAT_staging_bytes, 4096);
-    kld_stats_request(&page.common, KLD_FRONT_HTTP, KLD_INVALID);
-    kld_stats_request(&page.worker[0], KLD_FRONT_UNIX, KLD_OK);
-    kld_stats_request(&page.worker[1], KLD_FRONT_UNIX, KLD_OK);
-    kld_stats_request(&page.worker[1], KLD_FRONT_UNIX, KLD_GONE);
+    kld_stats_request(&page.common, KLD_FRONT_HTTP, KLD_ASKED_UNKNOWN, KLD_INVALID);
+    kld_stats_request(&page.worker[0], KLD_FRONT_UNIX, KLD_ASKED_JS, KLD_OK);
+    kld_stats_request(&page.worker[1], KLD_FRONT_UNIX, KLD_ASKED_COPY, KLD_OK);
+    kld_stats_request(&page.worker[1], KLD_FRONT_UNIX, KLD_ASKED_JS, KLD_GONE);
     for (int i = 0; i < 98; i++)
         kld_stats_observe(&page.worker[i & 1], KLD_HISTOGRAM_queue, kld_bucket_limit_ns[2]);
     kld_stats_observe(&page.worker[0], KLD_HISTOGRAM_queue, kld_bucket_limit_ns[5]);

@@ -43,8 +43,9 @@ END_TEST
 START_TEST(each_family_has_its_help_and_type_once) {
     static struct kld_stats_page page = {.workers = 1};
     struct kld_stats *worker = &page.worker[0];
-    kld_stats_request(&page.common, KLD_FRONT_HTTP, KLD_INVALID);
-    kld_stats_request(worker, KLD_FRONT_UNIX, KLD_BUSY);
+    kld_stats_request(&page.common, KLD_FRONT_HTTP, KLD_ASKED_TV, KLD_INVALID);
+    kld_stats_request(&page.common, KLD_FRONT_HTTP, KLD_ASKED_UNKNOWN, KLD_INVALID);
+    kld_stats_request(worker, KLD_FRONT_UNIX, KLD_ASKED_UNKNOWN, KLD_BUSY);
     strcpy(worker->backend, "cpu");
     strcpy(worker->device, "a \"b\"\\\n");
     const char *text = render(&page);
@@ -53,7 +54,13 @@ START_TEST(each_family_has_its_help_and_type_once) {
     ck_assert_ptr_nonnull(
         strstr(text, "kld_worker_info{worker=\"0\",backend=\"cpu\",device=\"a b\",uuid=\"\"} 1\n"));
     ck_assert_ptr_nonnull(
-        strstr(text, "kld_requests_total{front=\"http\",status=\"invalid\"} 1\n"));
+        strstr(text, "kld_requests_total{front=\"http\",status=\"invalid\"} 2\n"));
+    ck_assert_ptr_nonnull(
+        strstr(text, "kld_op_requests_total{front=\"http\",op=\"tv\",status=\"invalid\"} 1\n"));
+    ck_assert_ptr_nonnull(
+        strstr(text, "kld_op_requests_total{front=\"unix\",op=\"unknown\",status=\"busy\"} 1\n"));
+    ck_assert_ptr_nonnull(
+        strstr(text, "kld_op_requests_total{front=\"unix\",op=\"copy\",status=\"ok\"} 0\n"));
     ck_assert_ptr_nonnull(
         strstr(text, "kld_requests_total{front=\"unix\",worker=\"0\",status=\"busy\"} 1\n"));
     ck_assert_ptr_null(strstr(text, "worker=\"1\""));
@@ -86,14 +93,111 @@ START_TEST(what_anybody_counts_is_added_up) {
 }
 END_TEST
 
+/* Every sample belongs to the metric above it, and has the labels that its table says. */
+static void check_samples(const char *text) {
+    char name[64] = "", line[512];
+    while (*text) {
+        size_t bytes = strcspn(text, "\n");
+        ck_assert_uint_lt(bytes, sizeof line);
+        memcpy(line, text, bytes);
+        line[bytes] = '\0';
+        text += bytes + (text[bytes] == '\n');
+        if (sscanf(line, "# TYPE %63s", name) == 1 || line[0] == '#')
+            continue;
+        ck_assert_msg(strncmp(line, name, strlen(name)) == 0, "%s after %s", line, name);
+        const char *rest = line + strlen(name);
+        ck_assert_msg(strchr("{ _", *rest) != NULL, "%s after %s", line, name);
+    }
+}
+
+START_TEST(what_is_known_of_devices_and_processes) {
+    static struct kld_stats_page page = {.workers = 2};
+    struct kld_stats *worker = &page.worker[1];
+    check_samples(render(&page));
+    ck_assert_ptr_null(strstr(buffer, "\nkld_roofline_bytes_per_second{")); /* nobody told */
+    ck_assert_ptr_null(strstr(buffer, "\nkld_device_worked_timestamp_seconds{"));
+    ck_assert_ptr_null(strstr(buffer, "\nkld_op_bytes_total{"));
+    ck_assert_ptr_null(strstr(buffer, "\nprocess_cpu_seconds_total{"));
+    ck_assert_ptr_null(strstr(buffer, "\nnv_gpu_memory_total_bytes{"));
+    worker->roofline_bytes_per_s[KLD_ACCESS_READ] = 3000;
+    worker->uuid[0] = 1;
+    kld_stats_set(worker, KLD_STAT_device_memory_bytes, 80);
+    kld_stats_work(worker, KLD_ASKED_JS, KLD_ACCESS_READ_WRITE, 4000, 2500000000u);
+    kld_stats_fault(worker, KLD_GONE);
+    kld_stats_rejected(worker, KLD_REJECT_unix_clients_max);
+    page.process[KLD_PROCESS_WORKER + 1].started_ms = 1500;
+    page.process[KLD_PROCESS_WORKER + 1].cpu_ms = 250;
+    page.process[KLD_PROCESS_GATEWAY].started_ms = 1;
+    page.process[KLD_PROCESS_GATEWAY].open_fds = 9;
+    check_samples(render(&page));
+    static const char *const lines[] = {
+        "kld_roofline_bytes_per_second{worker=\"1\",access=\"read\"} 3000",
+        "kld_op_bytes_total{worker=\"1\",op=\"js\",access=\"read_write\"} 4000",
+        "kld_op_kernel_seconds_total{worker=\"1\",op=\"js\",access=\"read_write\"} 2.500000000",
+        "kld_device_errors_total{worker=\"1\",class=\"peer\"} 1",
+        "kld_rejected_total{front=\"unix\",reason=\"clients_max\"} 1",
+        "process_start_time_seconds{role=\"worker\",worker=\"1\"} 1.5",
+        "process_cpu_seconds_total{role=\"worker\",worker=\"1\"} 0.25",
+        "process_open_fds{role=\"gateway\"} 9",
+        "nv_gpu_memory_total_bytes{gpu_uuid=\"GPU-01000000-0000-0000-0000-000000000000\"} 80",
+    };
+    for (size_t i = 0; i < sizeof lines / sizeof lines[0]; i++) {
+        const char *at = strstr(buffer, lines[i]);
+        ck_assert_msg(at && at[-1] == '\n' && at[strlen(lines[i])] == '\n', "%s", lines[i]);
+    }
+}
+END_TEST
+
+START_TEST(triton_s_names) {
+    static struct kld_stats_page page = {.workers = 1};
+    for (int i = 0; i < KLD_STAGE_COUNT; i++)
+        kld_stats_stage(&page.common, (enum kld_stage)i, 1000u * (1u << i));
+    for (int i = 0; i < 3; i++)
+        kld_stats_request(&page.common, KLD_FRONT_HTTP, KLD_ASKED_JS, KLD_OK);
+    kld_stats_request(&page.common, KLD_FRONT_HTTP, KLD_ASKED_JS, KLD_INVALID);
+    kld_stats_request(&page.common, KLD_FRONT_HTTP, KLD_ASKED_UNKNOWN, KLD_BUSY);
+    kld_stats_request(&page.worker[0], KLD_FRONT_UNIX, KLD_ASKED_JS, KLD_OK); /* not counted */
+    const char *text = render(&page);
+    const struct {
+        const char *name;
+        unsigned value;
+    } expected[] = {{"request_success", 3},
+                    {"request_failure", 2},
+                    {"count", 3},
+                    {"exec_count", 3},
+                    {"request_duration_us", (1 << KLD_STAGE_COUNT) - 1},
+                    {"queue_duration_us", 1 << KLD_STAGE_queue},
+                    {"compute_input_duration_us", 1 << KLD_STAGE_copy},
+                    {"compute_infer_duration_us", 1 << KLD_STAGE_kernel},
+                    {"compute_output_duration_us", 0}};
+    for (size_t i = 0; i < sizeof expected / sizeof expected[0]; i++) {
+        char line[128];
+        snprintf(line, sizeof line, "\nnv_inference_%s{model=\"kl_div\",version=\"1\"} %u\n",
+                 expected[i].name, expected[i].value);
+        ck_assert_msg(strstr(text, line) != NULL, "%s", line);
+    }
+}
+END_TEST
+
+static void fill_histograms(struct kld_stats_histogram *histogram, int count) {
+    for (int i = 0; i < count; i++)
+        for (int j = 0; j < KLD_BUCKETS; j++)
+            histogram[i].bucket[j] = histogram[i].sum_ns = UINT64_MAX / KLD_BUCKETS;
+}
+
 static void fill(struct kld_stats *stats) {
     for (int i = 0; i < KLD_STAT_COUNT; i++)
         stats->value[i] = UINT64_MAX;
-    for (int i = 0; i < KLD_STATUS_SLOTS; i++)
-        stats->requests[0][i] = stats->requests[1][i] = UINT64_MAX;
-    for (int i = 0; i < KLD_HISTOGRAM_COUNT; i++)
-        for (int j = 0; j < KLD_BUCKETS; j++)
-            stats->histogram[i].bucket[j] = stats->histogram[i].sum_ns = UINT64_MAX / KLD_BUCKETS;
+    memset(stats->requests, 0xff, sizeof stats->requests);
+    memset(stats->rejected, 0xff, sizeof stats->rejected);
+    memset(stats->faults, 0xff, sizeof stats->faults);
+    memset(stats->http_replies, 0xff, sizeof stats->http_replies);
+    memset(stats->work, 0xff, sizeof stats->work);
+    memset(stats->roofline_bytes_per_s, 0xff, sizeof stats->roofline_bytes_per_s);
+    stats->device_worked_ns = UINT64_MAX;
+    fill_histograms(stats->duration[0], 2 * KLD_ASKED_COUNT);
+    fill_histograms(stats->histogram, KLD_HISTOGRAM_COUNT);
+    fill_histograms(stats->stage, KLD_STAGE_COUNT);
     memset(stats->device, '<', sizeof stats->device); /* without its NUL */
     memset(stats->backend, 'b', sizeof stats->backend);
     memset(stats->uuid, 0xff, sizeof stats->uuid);
@@ -102,6 +206,7 @@ static void fill(struct kld_stats *stats) {
 START_TEST(the_largest_numbers_fit) {
     static struct kld_stats_page page = {.workers = KLD_WIRE_DEVICES_MAX};
     fill(&page.common);
+    memset(page.process, 0xff, sizeof page.process);
     for (int i = 0; i < KLD_WIRE_DEVICES_MAX; i++)
         fill(&page.worker[i]);
     ck_assert_ptr_nonnull(strstr(render(&page), "18446744073709551615"));
@@ -126,4 +231,4 @@ END_TEST
 
 UNIT_MAIN("server/gateway/metrics", histograms_are_cumulative,
           each_family_has_its_help_and_type_once, what_anybody_counts_is_added_up,
-          the_largest_numbers_fit)
+          what_is_known_of_devices_and_processes, triton_s_names, the_largest_numbers_fit)

@@ -85,6 +85,8 @@ void rig_done(struct rig *rig) {
     ck_assert_ptr_null(TAILQ_FIRST(&rig->worker.publications));
     ck_assert_int_eq(atomic_load(&rig->fake.order_broken), 0);
     ck_assert_uint_eq(atomic_load(&rig->stats->value[KLD_STAT_worker_requests_in_flight]), 0);
+    ck_assert_uint_eq(atomic_load(&rig->stats->value[KLD_STAT_worker_requests_queued]), 0);
+    ck_assert_uint_eq(atomic_load(&rig->stats->value[KLD_STAT_pinned_bytes]), 0);
     ck_assert_uint_eq(atomic_load(&rig->stats->value[KLD_STAT_worker_regions]), 0);
     ck_assert_uint_eq(atomic_load(&rig->stats->value[KLD_STAT_worker_region_bytes]), 0);
     ck_assert_uint_eq(atomic_load(&rig->stats->value[KLD_STAT_unix_clients]), 0);

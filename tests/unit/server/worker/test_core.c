@@ -33,7 +33,7 @@ START_TEST(submit_is_answered_by_done) {
     ck_assert_double_eq(frame.as_DONE.loss, FAKE_LOSS);
     ck_assert_uint_eq(frame.as_DONE.bytes, 1000);
     ck_assert_uint_eq(stat_of(KLD_STAT_kernel_bytes_total), 1000);
-    ck_assert_uint_eq(atomic_load(&rig.stats->requests[KLD_FRONT_UNIX][KLD_OK]), 1);
+    ck_assert_uint_eq(kld_stats_requests_of(rig.stats, KLD_FRONT_UNIX, KLD_OK), 1);
 
     kld_frame_init(&frame, KLD_FRAME_COPY, 11);
     frame.as_COPY.destination = frame.as_COPY.source = region;
@@ -42,6 +42,10 @@ START_TEST(submit_is_answered_by_done) {
     rig_send(fd, &frame);
     rig_expect(fd, 11, KLD_FRAME_DONE, &frame);
     ck_assert_uint_eq(frame.as_DONE.scalar, 0);
+    ck_assert_uint_eq(stat_of(KLD_STAT_kernel_bytes_total), 1000); /* a copy is none of kernels */
+    ck_assert_uint_eq(stat_of(KLD_STAT_copied_bytes_total), 1000);
+    ck_assert_uint_eq(atomic_load(&rig.stats->requests[KLD_FRONT_UNIX][KLD_ASKED_COPY][KLD_OK]), 1);
+    ck_assert_uint_gt(atomic_load(&rig.stats->device_worked_ns), 0);
 
     frame.header.request = 12;
     kld_frame_init(&frame, KLD_FRAME_STATS, 12);
@@ -103,6 +107,9 @@ START_TEST(limits_are_errors_not_growth) {
     rig_expect_error(second, 202, KLD_BUSY, "8 requests are in flight");
     /* The lane keeps back what the device need not have yet. */
     rig_until_stat(&rig, KLD_STAT_worker_requests_in_flight, 8);
+    rig_until_stat(&rig, KLD_STAT_worker_requests_queued, 6 - KLD_LANE_DEPTH);
+    ck_assert_uint_eq(rig.stats->rejected[KLD_REJECT_unix_client_requests_max], 1);
+    ck_assert_uint_eq(rig.stats->rejected[KLD_REJECT_unix_requests_max], 1);
     rig_submit(first, 103, region);
     rig_expect_error(first, 103, KLD_INVALID, "is in flight");
     atomic_store(&rig.fake.hold, false);

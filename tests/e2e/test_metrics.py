@@ -1,0 +1,123 @@
+"""/metrics of a running server: what is counted of a request, of who is turned away, of processes."""
+import os
+import socket
+
+import numpy as np
+import pytest
+
+import oip
+from conftest import wait_until
+from httplib import probabilities
+
+
+def ask(server, divergence, gradient=False):
+    q, p = probabilities((64, 512), 1), probabilities((64, 512), 2)
+    outputs = {name: {"binary_data": True} for name in ["loss"] + ["grad_predictions"] * gradient}
+    headers, body = oip.body({"predictions": q, "targets": p}, outputs, {"divergence": divergence})
+    return server.request("/v2/models/kl_div/infer", body, headers)[0]
+
+
+def grown(server, act):
+    """What act() adds to each sample."""
+    before = server.metrics()
+    act()
+    wait_until(lambda: not server.metrics()["kld_http_requests_in_flight"], what="the end of all")
+    after = server.metrics()
+    return {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
+
+
+def test_a_request_by_what_it_asked_for(server):
+    def act():
+        assert ask(server, "js") == ask(server, "js", gradient=True) == 200
+        assert ask(server, "nonsense") == 400
+    new = grown(server, act)
+    assert new['kld_op_requests_total{front="http",op="js",status="ok"}'] == 2
+    assert new['kld_op_requests_total{front="unix",op="js",status="ok"}'] == 2
+    assert new['kld_op_requests_total{front="http",op="unknown",status="invalid"}'] == 1
+    assert new['kld_requests_total{front="http",status="ok"}'] == 2
+    assert new['kld_op_seconds_count{front="http",op="js"}'] == new['kld_op_seconds_count{front="unix",op="js"}'] == 2
+    assert new["kld_http_request_seconds_count"] == 3  # those refused take time, too
+    assert new['kld_http_replies_total{code="400"}'] == 1 and new['kld_http_replies_total{code="200"}'] >= 3
+    tensor = 64 * 512 * 4
+    read, both = (new[f'kld_op_bytes_total{{worker="0",op="js",access="{a}"}}'] for a in ("read", "read_write"))
+    assert 2 * tensor <= read < 2.1 * tensor and 3 * tensor <= both < 3.1 * tensor
+    assert new['kld_kernel_bytes_total{worker="0"}'] == read + both
+    assert new['kld_op_kernel_seconds_total{worker="0",op="js",access="read"}'] > 0
+
+
+def test_stages_add_up(server):
+    new = grown(server, lambda: [ask(server, "tv") for _ in range(5)])
+    stages = ("receive", "gateway", "queue", "copy", "kernel", "reply")
+    assert all(new[f'kld_stage_seconds_count{{front="http",stage="{stage}"}}'] == 5 for stage in stages)
+    parts = [new.get(f'kld_stage_seconds_sum{{front="http",stage="{stage}"}}', 0) for stage in stages]
+    assert sum(parts) == pytest.approx(new["kld_http_request_seconds_sum"], rel=0.01) and min(parts[:3]) > 0
+    triton = {name[len("nv_inference_"):].split("{")[0]: value for name, value in new.items() if name.startswith("nv_inf")}
+    assert triton["request_success"] == triton["count"] == triton["exec_count"] == 5
+    assert triton["request_duration_us"] == pytest.approx(sum(parts) * 1e6, abs=2)
+    assert triton["compute_infer_duration_us"] == pytest.approx(parts[4] * 1e6, abs=2)
+    assert "request_failure" not in triton
+
+
+def test_who_is_turned_away(server, make_server):
+    def act():
+        assert server.request("/nothing")[0] == 404
+        with socket.create_connection(server.address.rsplit(":", 1)) as raw:
+            raw.sendall(b"POST /v2/models/kl_div/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n"
+                        b"Transfer-Encoding: chunked\r\n\r\n")
+            assert b" 400 " in raw.recv(100)
+    new = grown(server, act)
+    assert new['kld_rejected_total{front="http",reason="no_path"}'] == 1
+    assert new['kld_rejected_total{front="http",reason="framing"}'] == 1
+    other = make_server(clients_max=3, body_bytes_max="4K")
+
+    def refuse():
+        assert ask(other, "js") == 413
+        held = [other.connect() for _ in range(3)]
+        wait_until(lambda: other.metrics()['kld_rejected_total{front="unix",reason="clients_max"}'] > 0, what="a refusal")
+        for one in held:
+            one.close()
+    assert grown(other, refuse)['kld_rejected_total{front="http",reason="body_bytes_max"}'] == 1
+
+
+def test_processes(make_server):
+    server = make_server()
+    started = 'process_start_time_seconds{role="worker",worker="0"}'
+    metrics = wait_until(lambda: (m := server.metrics()).get(started) and m, what="the first look")
+    for role, pid in (('role="supervisor"', server.pid), ('role="gateway"', server.child("gateway")),
+                      ('role="worker",worker="0"', server.child("worker"))):
+        resident = metrics[f"process_resident_memory_bytes{{{role}}}"]
+        pages = int(open(f"/proc/{pid}/statm").read().split()[1])
+        assert resident == pytest.approx(pages * os.sysconf("SC_PAGESIZE"), rel=0.5)
+        # As many as there are, but for connections that came and went meanwhile.
+        assert abs(metrics[f"process_open_fds{{{role}}}"] - len(os.listdir(f"/proc/{pid}/fd"))) <= 3
+        assert metrics[f"process_max_fds{{{role}}}"] >= 1024
+        assert metrics[f"process_virtual_memory_bytes{{{role}}}"] > resident
+    assert abs(metrics[started] - os.stat(f"/proc/{server.child('worker')}").st_ctime) < 5
+    assert ask(server, "js") == 200
+    server.kill_child("worker")
+    wait_until(lambda: server.metrics().get(started, 0) > metrics[started], what="its successor's")
+    server.kill_child("gateway")
+    after = wait_until(lambda: server.request("/v2/health/ready")[0] == 200 and server.metrics(), what="the gateway")
+    assert after['kld_op_requests_total{front="http",op="js",status="ok"}'] == 1  # counters outlive both
+
+
+def test_roofline(make_server):
+    server = make_server(measure_roofline="true")
+    ceilings = [server.metrics()[f'kld_roofline_bytes_per_second{{worker="0",access="{a}"}}'] for a in ("read", "read_write")]
+    assert all(1e8 < ceiling < 1e14 for ceiling in ceilings)
+    assert "measured=true" in server.log()
+    server.kill_child("worker")
+    wait_until(lambda: server.metrics()['kld_worker_ready{worker="0"}'], what="its successor")
+    assert server.log().count(": roofline") == 1  # who waits for a successor does not wait for that
+    told = make_server(roofline_bytes_per_s="2G")
+    assert told.metrics()['kld_roofline_bytes_per_second{worker="0",access="read"}'] == 2 << 30
+    assert not [name for name in make_server().metrics() if "roofline" in name]
+
+
+def test_a_copy_is_no_kernel(server):
+    q = np.full((1024, 1024), 1 / 1024, "<f4")
+    new = grown(server, lambda: server.request("/v2/tensors/kept?datatype=FP32&shape=1024,1024", q.tobytes(), method="PUT"))
+    assert new['kld_copied_bytes_total{worker="0"}'] == q.nbytes
+    assert new['kld_op_requests_total{front="unix",op="copy",status="ok"}'] >= 1
+    assert 'kld_kernel_bytes_total{worker="0"}' not in new
+    assert server.request("/v2/tensors/kept", method="DELETE")[0] == 200
