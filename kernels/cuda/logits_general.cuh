@@ -357,8 +357,10 @@ template <class T_, int KIND> struct general_body {
         heavy_sides to = {{0, 0}};
 #pragma unroll 1
         for (uint32_t step = 0; step < resident::STEPS; step++) {
-            uint4 raw_p, raw_q;
+            uint4 raw_p = {}, raw_q = {};
             uint32_t left = slice.template vector_of<true>(chunk, step, V, raw_p, raw_q);
+            if (!left)
+                break;
             float z_p[V], z_q[V];
             unpack<T>(raw_p, z_p);
             unpack<T>(raw_q, z_q);

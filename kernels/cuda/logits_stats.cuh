@@ -33,7 +33,7 @@ template <class T> static constexpr double FAST_MIN = sizeof(T) == 4 ? 1.0 / 256
  * so is how good the guess was. A row below HEAVY_MIN in which a class below the limit may have
  * more than HEAVY_PART, or any in which it lies so many powers of 2 above all that the scout saw
  * that its exponent is rounded, is summed once more, from what it is now known to hold. */
-static constexpr float HEAVY_POWERS = 5.0f, HEAVY_PART = 1.0f / 16, HEAVY_ABOVE = 8.0f;
+static constexpr float HEAVY_POWERS = 5.0f, HEAVY_PART = 1.0f / 8, HEAVY_ABOVE = 8.0f;
 /* In powers of 2 above the reference; what is further below the row than 1000 counts as nothing. */
 static constexpr double HEAVY_MOST = 900.0;
 template <class T> static constexpr double HEAVY_MIN = sizeof(T) == 4 ? 1e300 : 0.3;
@@ -463,7 +463,7 @@ static __device__ __forceinline__ void fast_of(const resident::slice &slice, con
         [&](uint32_t chunk) {
             sum.template flush<T>(total);
             for (; heavy; heavy &= heavy - 1) {
-                uint4 raw_p, raw_q;
+                uint4 raw_p = {}, raw_q = {};
                 uint32_t left = slice.template vector_of<SHIFTED>(
                     chunk, (uint32_t)__ffs((int)heavy) - 1, V, raw_p, raw_q);
                 add_to<EXTRA>(total, heavy_terms<T, EXTRA>(raw_p, raw_q, left, at, t));

@@ -121,8 +121,8 @@ struct slice {
             at_q += CHUNK * 16;
         }
     }
-    /* Which step of its chunk a vector of this thread is, and that vector again. Returns how many
-     * classes are left from its first on. */
+    /* Which step of its chunk a vector of this thread is, and that vector again, if any class is
+     * left from its first on. Returns how many are. */
     static __device__ __forceinline__ uint32_t step_of(uint32_t vector) {
         static_assert(STEPS <= 32, "a bit each");
         return vector % CHUNK / GROUP_THREADS;
@@ -131,10 +131,12 @@ struct slice {
     __device__ __forceinline__ uint32_t vector_of(uint32_t chunk, uint32_t step, uint32_t V,
                                                   uint4 &ret_p, uint4 &ret_q) const {
         uint32_t behind = chunk * CHUNK + step * GROUP_THREADS;
+        uint32_t first = (behind + group_thread()) * V;
+        if (first >= count) /* behind the row may be the end of shared memory */
+            return 0;
         ret_p = load<SHIFTED>(p + behind * 16, shift_p);
         ret_q = load<SHIFTED>(q + behind * 16, shift_q);
-        uint32_t first = (behind + group_thread()) * V;
-        return count > first ? count - first : 0;
+        return count - first;
     }
     /* One in between. SPLIT: code of its own for rows that are not shifted. */
     template <bool SPLIT, int UNROLL = 2, class FUNCTION, class DONE>
