@@ -26,7 +26,7 @@ enum kld_option_kind {
 };
 
 struct kld_option {
-    const char *name; /* without the dashes */
+    const char *name; /* without the dashes; one letter has one dash */
     enum kld_option_kind kind;
     const char *value; /* how the help calls it */
     const char *help;
@@ -109,6 +109,6 @@ void kld_cli_report_json(FILE *out, const struct kld_report *report);
 void kld_cli_report_text(FILE *out, const struct kld_report *report);
 
 extern const struct kld_command kld_command_div, kld_command_status, kld_command_ping,
-    kld_command_bench;
+    kld_command_bench, kld_command_top;
 
 #endif

@@ -5,10 +5,7 @@
 #include "client/cli/cli.h"
 
 static const struct kld_command *const commands[] = {
-    &kld_command_div,
-    &kld_command_status,
-    &kld_command_ping,
-    &kld_command_bench,
+    &kld_command_div, &kld_command_status, &kld_command_top, &kld_command_ping, &kld_command_bench,
 };
 
 static void help(FILE *out) {

@@ -1,14 +1,17 @@
-/* metrics.c - reads Prometheus text, a line at a time, as far as `kld status` needs it. It knows
+/* metrics.c - reads Prometheus text, a line at a time, as far as `kld status` and `kld top`
+ * need it. It knows
  * the names in its tables; a line of another name or form is skipped, since a newer server may say
  * more. Pure; any thread. */
 #include "client/cli/metrics.h"
 
 #include <errno.h>
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define PREFIX "kld_"
+#define PROCESS "process_"
 #define NAME_MAX_BYTES 64
 #define LABEL_MAX_BYTES 80
 
@@ -28,6 +31,12 @@ const char *const kld_report_latency_names[KLD_REPORT_LATENCIES] = {
 #undef X
 };
 const char *const kld_report_front_names[KLD_REPORT_FRONTS] = {"http", "unix"};
+const char *const kld_report_stage_names[KLD_REPORT_STAGES] = {
+#define X(name) #name,
+    KLD_REPORT_STAGE_MAP(X)
+#undef X
+};
+static const char *const access_names[KLD_REPORT_ACCESSES] = {"read", "read_write"};
 
 static const char *const metric_names[KLD_REPORT_VALUES] = {
 #define X(name, metric, of_worker) #metric,
@@ -35,9 +44,9 @@ static const char *const metric_names[KLD_REPORT_VALUES] = {
 #undef X
 };
 
-/* One line: kld_NAME{LABELS} NUMBER. */
+/* One line: kld_NAME{LABELS} NUMBER, or the same of process_NAME. */
 struct sample {
-    char name[NAME_MAX_BYTES]; /* without the prefix */
+    char name[NAME_MAX_BYTES]; /* without kld_ */
     const char *labels;        /* behind the brace, up to its end */
     size_t labels_bytes;
     uint64_t whole; /* 0 where the number is none */
@@ -45,8 +54,10 @@ struct sample {
 };
 
 static bool read_sample(const char *line, size_t bytes, struct sample *ret_sample) {
-    const char *end = line + bytes, *at = line + strlen(PREFIX);
-    if (bytes < strlen(PREFIX) || strncmp(line, PREFIX, strlen(PREFIX)) != 0)
+    const char *end = line + bytes, *at = line;
+    if (bytes > strlen(PREFIX) && strncmp(line, PREFIX, strlen(PREFIX)) == 0)
+        at += strlen(PREFIX);
+    else if (bytes < strlen(PROCESS) || strncmp(line, PROCESS, strlen(PROCESS)) != 0)
         return false;
     size_t name = strcspn(at, "{ \n");
     if (name == 0 || name >= NAME_MAX_BYTES || at + name >= end)
@@ -167,6 +178,104 @@ static void take_latency(const struct sample *sample, struct kld_report *report)
     }
 }
 
+/* The place of the label's value among `names`; count: it is none of them. */
+static unsigned place_of(const struct sample *sample, const char *key, const char *const *names,
+                         unsigned count) {
+    char value[LABEL_MAX_BYTES];
+    unsigned i = 0;
+    if (!read_label(sample, key, value, sizeof value))
+        return count;
+    while (i < count && strcmp(value, names[i]) != 0)
+        i++;
+    return i;
+}
+
+static void take_stage(const struct sample *sample, struct kld_report *report) {
+    unsigned stage = place_of(sample, "stage", kld_report_stage_names, KLD_REPORT_STAGES);
+    if (stage == KLD_REPORT_STAGES ||
+        place_of(sample, "front", kld_report_front_names, KLD_REPORT_FRONTS) != KLD_REPORT_HTTP)
+        return;
+    if (strcmp(sample->name, "stage_seconds_sum") == 0)
+        report->stage[stage].sum_s += sample->number;
+    else if (strcmp(sample->name, "stage_seconds_count") == 0)
+        report->stage[stage].count += sample->whole;
+}
+
+/* NULL: the line names none, or there is no room for another. */
+static struct kld_report_op *op_of(const struct sample *sample, struct kld_report *report) {
+    char name[sizeof report->op[0].name];
+    if (!read_label(sample, "op", name, sizeof name) || !name[0])
+        return NULL;
+    unsigned i = 0;
+    while (i < report->ops && strcmp(report->op[i].name, name) != 0)
+        i++;
+    if (i == KLD_REPORT_OPS_MAX)
+        return NULL;
+    if (i == report->ops)
+        memcpy(report->op[report->ops++].name, name, sizeof name);
+    return &report->op[i];
+}
+
+/* Of the workers: what came over HTTP is there, too. */
+static void take_op(const struct sample *sample, struct kld_report *report) {
+    char status[LABEL_MAX_BYTES];
+    struct kld_report_op *op =
+        place_of(sample, "front", kld_report_front_names, KLD_REPORT_FRONTS) == KLD_REPORT_UNIX
+            ? op_of(sample, report)
+            : NULL;
+    if (!op)
+        return;
+    if (strcmp(sample->name, "op_seconds_bucket") == 0) {
+        take_bucket(sample, &op->latency);
+    } else if (strcmp(sample->name, "op_seconds_count") == 0) {
+        op->latency.count += sample->whole;
+    } else if (strcmp(sample->name, "op_requests_total") == 0 &&
+               read_label(sample, "status", status, sizeof status)) {
+        op->requests += sample->whole;
+        op->errors += strcmp(status, kld_status_name(KLD_OK)) == 0 ? 0 : sample->whole;
+    }
+}
+
+static void take_work(const struct sample *sample, struct kld_report_worker *worker,
+                      struct kld_report *report) {
+    unsigned access = place_of(sample, "access", access_names, KLD_REPORT_ACCESSES);
+    struct kld_report_op *op = op_of(sample, report);
+    if (access == KLD_REPORT_ACCESSES)
+        return;
+    if (strcmp(sample->name, "roofline_bytes_per_second") == 0) {
+        worker->roofline_bytes_per_s[access] = sample->number;
+    } else if (op && strcmp(sample->name, "op_bytes_total") == 0) {
+        worker->work_bytes[access] += sample->number;
+        op->work_bytes[access] += sample->number;
+    } else if (op && strcmp(sample->name, "op_kernel_seconds_total") == 0) {
+        worker->work_s[access] += sample->number;
+        op->work_s[access] += sample->number;
+    }
+}
+
+static void take_process(const struct sample *sample, struct kld_report *report) {
+    char role[16], worker[8] = "";
+    struct kld_report_process named = {.cpu_s = 0}, *process = report->process;
+    if (!read_label(sample, "role", role, sizeof role))
+        return;
+    (void)read_label(sample, "worker", worker, sizeof worker);
+    snprintf(named.name, sizeof named.name, "%s%s", role, worker);
+    while (process < report->process + report->processes && strcmp(process->name, named.name) != 0)
+        process++;
+    if (process == report->process + KLD_REPORT_PROCESSES_MAX)
+        return;
+    if (process == report->process + report->processes) {
+        *process = named;
+        report->processes++;
+    }
+    if (strcmp(sample->name, "process_cpu_seconds_total") == 0)
+        process->cpu_s = sample->number;
+    else if (strcmp(sample->name, "process_resident_memory_bytes") == 0)
+        process->resident_bytes = sample->number;
+    else if (strcmp(sample->name, "process_start_time_seconds") == 0)
+        process->started_s = sample->number;
+}
+
 static void take(const struct sample *sample, struct kld_report *report) {
     struct kld_report_worker *worker = worker_of(sample, report);
     if (strcmp(sample->name, "build_info") == 0)
@@ -179,14 +288,26 @@ static void take(const struct sample *sample, struct kld_report *report) {
         take_worker_info(sample, worker);
     else if (worker && strcmp(sample->name, "worker_ready") == 0)
         worker->ready = sample->whole != 0;
+    else if (strncmp(sample->name, PROCESS, strlen(PROCESS)) == 0)
+        take_process(sample, report);
+    else if (strncmp(sample->name, "stage_", 6) == 0)
+        take_stage(sample, report);
+    else if (worker &&
+             (strncmp(sample->name, "op_", 3) == 0 || strncmp(sample->name, "roofline_", 9) == 0))
+        take_work(sample, worker, report);
+    else if (strncmp(sample->name, "op_", 3) == 0)
+        take_op(sample, report);
     else
         take_latency(sample, report);
     for (unsigned i = 0; i < KLD_REPORT_VALUES; i++) {
-        if (strcmp(sample->name, metric_names[i]) != 0)
+        /* A worker by itself counts the bytes of both as one. */
+        bool copies =
+            i == KLD_REPORT_bytes_total && strcmp(sample->name, "copied_bytes_total") == 0;
+        if (strcmp(sample->name, metric_names[i]) != 0 && !copies)
             continue;
         report->value[i] += sample->whole;
         if (worker)
-            worker->value[i] = sample->whole;
+            worker->value[i] += sample->whole;
     }
 }
 

@@ -10,8 +10,15 @@ static bool is_end(const struct kld_option *option) {
     return option->kind == KLD_OPTION_GROUP && !option->help;
 }
 
-static const struct kld_option *option_find(const struct kld_command *command, const char *name,
-                                            size_t length) {
+static const char *dashes_of(const struct kld_option *option) {
+    return option->name[1] ? "--" : "-";
+}
+
+/* A name of one letter has one dash, as in top(1): -n 3. */
+static const struct kld_option *option_find(const struct kld_command *command, unsigned dashes,
+                                            const char *name, size_t length) {
+    if (dashes != (length == 1 ? 1 : 2))
+        return NULL;
     for (const struct kld_option *option = command->options; !is_end(option); option++)
         if (option->name && strlen(option->name) == length &&
             strncmp(option->name, name, length) == 0)
@@ -31,14 +38,14 @@ static enum kld_status option_set(const struct kld_option *option, const char *v
         unsigned long long count = strtoull(value, &end, 10);
         uint64_t stored = count;
         if (*value < '0' || *value > '9' || *end || errno)
-            return kld_error_set(err, KLD_INVALID, "--%s is '%.40s'; expected a whole number",
-                                 option->name, value);
+            return kld_error_set(err, KLD_INVALID, "%s%s is '%.40s'; expected a whole number",
+                                 dashes_of(option), option->name, value);
         memcpy(field, &stored, sizeof stored);
     } else {
         double number = strtod(value, &end);
         if (end == value || *end || !isfinite(number))
-            return kld_error_set(err, KLD_INVALID, "--%s is '%.40s'; expected a number",
-                                 option->name, value);
+            return kld_error_set(err, KLD_INVALID, "%s%s is '%.40s'; expected a number",
+                                 dashes_of(option), option->name, value);
         memcpy(field, &number, sizeof number);
     }
     if (option->given_offset)
@@ -49,10 +56,10 @@ static enum kld_status option_set(const struct kld_option *option, const char *v
 /* argv[*at] is an option; *at moves to the last argument that was used. */
 static enum kld_status take_option(const struct kld_command *command, int argc, char **argv,
                                    int *at, void *to, struct kld_error *err) {
-    const char *name = argv[*at] + 2, *equals = strchr(name, '=');
+    unsigned dashes = argv[*at][1] == '-' ? 2 : 1;
+    const char *name = argv[*at] + dashes, *equals = strchr(name, '=');
     size_t length = equals ? (size_t)(equals - name) : strlen(name);
-    const struct kld_option *option =
-        argv[*at][1] == '-' ? option_find(command, name, length) : NULL;
+    const struct kld_option *option = option_find(command, dashes, name, length);
     if (!option)
         return kld_error_set(err, KLD_INVALID, "unknown option '%.60s'", argv[*at]);
     if (option->kind == KLD_OPTION_FLAG)
@@ -61,8 +68,8 @@ static enum kld_status take_option(const struct kld_command *command, int argc, 
     if (equals)
         return option_set(option, equals + 1, to, err);
     if (*at + 1 >= argc)
-        return kld_error_set(err, KLD_INVALID, "--%s needs a value: %s", option->name,
-                             option->value);
+        return kld_error_set(err, KLD_INVALID, "%s%s needs a value: %s", dashes_of(option),
+                             option->name, option->value);
     return option_set(option, argv[++*at], to, err);
 }
 
@@ -106,8 +113,8 @@ void kld_options_help(FILE *out, const struct kld_command *command) {
             fprintf(out, "\n%s:\n", option->help);
             continue;
         }
-        snprintf(left, sizeof left, "--%s%s%s", option->name, option->value ? " " : "",
-                 option->value ? option->value : "");
+        snprintf(left, sizeof left, "%s%s%s%s", dashes_of(option), option->name,
+                 option->value ? " " : "", option->value ? option->value : "");
         fprintf(out, "  %-28s %s\n", left, option->help);
     }
     fprintf(out, "  %-28s %s\n", "-h, --help", "this text");

@@ -189,20 +189,21 @@ static void take(const struct kld_stats_histogram *histogram, struct snapshot *t
     to->sum_ns += load(&histogram->sum_ns);
 }
 
+/* kld_bucket_limit_ns in seconds: texts, because there are hundreds of buckets. */
+static const char *const limit_texts[KLD_BUCKETS] = {
+    "1e-05", "2.5e-05", "5e-05", "0.0001", "0.00025", "0.0005", "0.001", "0.0025", "0.005",
+    "0.01",  "0.025",   "0.05",  "0.1",    "0.25",    "1",      "2.5",   "10",     "+Inf"};
+
 /* labels: "", or some without a comma at the end. */
 static void append_snapshot(const struct kld_metric *metric, const char *labels,
                             const struct snapshot *snapshot, struct kld_oip_text *text) {
     uint64_t count = 0;
+    char head[160], alone[96] = "";
+    snprintf(head, sizeof head, "%s_bucket{%s%sle=", metric->name, labels, *labels ? "," : "");
     for (int i = 0; i < KLD_BUCKETS; i++) {
         count += snapshot->bucket[i];
-        kld_oip_append(text, "%s_bucket{%s%sle=\"", metric->name, labels, *labels ? "," : "");
-        if (i + 1 < KLD_BUCKETS)
-            kld_oip_append(text, "%.9g", (double)kld_bucket_limit_ns[i] / 1e9);
-        else
-            kld_oip_append(text, "+Inf");
-        kld_oip_append(text, "\"} %" PRIu64 "\n", count);
+        kld_oip_append(text, "%s\"%s\"} %" PRIu64 "\n", head, limit_texts[i], count);
     }
-    char alone[96] = "";
     if (*labels)
         snprintf(alone, sizeof alone, "{%s}", labels);
     kld_oip_append(text, "%s_sum%s %.9f\n%s_count%s %" PRIu64 "\n", metric->name, alone,

@@ -22,6 +22,8 @@ START_TEST(test_what_the_gateway_writes) {
     kld_stats_set(&page.worker[0], KLD_STAT_pool_bytes, 5);
     kld_stats_set(&page.worker[1], KLD_STAT_pool_bytes, 70);
     kld_stats_set(&page.worker[1], KLD_STAT_kernel_bytes_total, UINT64_MAX - 8);
+    kld_stats_set(&page.worker[0], KLD_STAT_kernel_bytes_total, 3);
+    kld_stats_set(&page.worker[0], KLD_STAT_copied_bytes_total, 4);
     kld_stats_set(&page.common, KLD_STAT_staging_bytes, 4096);
     kld_stats_request(&page.common, KLD_FRONT_HTTP, KLD_ASKED_UNKNOWN, KLD_INVALID);
     kld_stats_request(&page.worker[0], KLD_FRONT_UNIX, KLD_ASKED_JS, KLD_OK);
@@ -45,7 +47,8 @@ START_TEST(test_what_the_gateway_writes) {
     ck_assert_str_eq(report.worker[1].backend, "cpu");
     ck_assert_uint_eq(report.worker[0].value[KLD_REPORT_pool_bytes], 5);
     ck_assert_uint_eq(report.value[KLD_REPORT_pool_bytes], 75);
-    ck_assert_uint_eq(report.value[KLD_REPORT_bytes_total], UINT64_MAX - 8);
+    ck_assert_uint_eq(report.worker[0].value[KLD_REPORT_bytes_total], 7);
+    ck_assert_uint_eq(report.value[KLD_REPORT_bytes_total], UINT64_MAX - 1);
     ck_assert_uint_eq(report.value[KLD_REPORT_staging_bytes], 4096);
     ck_assert_uint_eq(report.requests[KLD_REPORT_HTTP][KLD_INVALID], 1);
     ck_assert_uint_eq(report.requests[KLD_REPORT_UNIX][KLD_OK], 2);

@@ -32,6 +32,11 @@ START_TEST(histograms_are_cumulative) {
     snprintf(line, sizeof line, "kld_queue_seconds_bucket{worker=\"1\",le=\"%.9g\"} 3\n",
              (double)kld_bucket_limit_ns[1] / 1e9);
     ck_assert_ptr_nonnull(strstr(text, line));
+    for (int i = 0; i < KLD_BUCKETS - 1; i++) {
+        snprintf(line, sizeof line, "kld_queue_seconds_bucket{worker=\"1\",le=\"%.9g\"} ",
+                 (double)kld_bucket_limit_ns[i] / 1e9);
+        ck_assert_msg(strstr(text, line) != NULL, "%s", line);
+    }
     ck_assert_ptr_nonnull(strstr(text, "kld_queue_seconds_bucket{worker=\"1\",le=\"+Inf\"} 4\n"));
     ck_assert_ptr_nonnull(strstr(text, "kld_queue_seconds_count{worker=\"1\"} 4\n"));
     ck_assert_ptr_nonnull(strstr(text, "kld_queue_seconds_sum{worker=\"1\"} 3600.00003"));

@@ -1,0 +1,217 @@
+"""`kld top`: on a pseudo-terminal as a person has it, and in a pipe."""
+import fcntl
+import hashlib
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import termios
+import threading
+import time
+
+import pytest
+
+from conftest import BIN, SANITIZER, clean_environment, wait_until
+from httplib import probabilities
+import oip
+
+ENTER, LEAVE = b"\x1b[?1049h\x1b[?25l", b"\x1b[?25h\x1b[?1049l"
+BODY = oip.body({"predictions": probabilities((8, 64), 1), "targets": probabilities((8, 64), 2)}, None,
+                {"divergence": "js"})
+
+
+class Terminal:
+    """kld top on a terminal of its own, of 24 lines."""
+
+    def __init__(self, server, *arguments, columns=200):
+        self.main, self.side = pty.openpty()
+        self.resize(columns)
+        self.were = termios.tcgetattr(self.side)
+        self.output = b""
+        self.process = subprocess.Popen(
+            [str(BIN / "kld"), "top", "-d", "0.2", "--server", server, *arguments], stdin=self.side, stdout=self.side,
+            stderr=self.side, env=clean_environment(TERM="xterm"), start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+
+    def resize(self, columns, lines=24):
+        fcntl.ioctl(self.main, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def read(self, seconds=0.0):
+        while select.select([self.main], [], [], seconds)[0]:
+            self.output += os.read(self.main, 65536)
+            seconds = 0
+        return self.output
+
+    def picture(self):
+        """The lines of the last whole picture."""
+        pictures = self.read().split(b"\x1b[H")[1:]
+        whole = [p for p in pictures if b"\x1b[J" in p]
+        if not whole:
+            return []
+        text = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", whole[-1].split(b"\x1b[J")[0])
+        return text.decode().split("\r\n")
+
+    def until(self, pattern, what, seconds=30):
+        """The first picture from now on in which the pattern is found."""
+        self.read()
+        self.output = b""
+        return wait_until(lambda: re.search(pattern, "\n".join(lines := self.picture()), re.M) and lines, seconds, what)
+
+    def end(self, status=0):
+        assert self.process.wait(30) == status, self.read()
+        self.read(0.1)
+        assert self.output.endswith(LEAVE), self.output[-200:]
+        assert termios.tcgetattr(self.side) == self.were
+        assert not SANITIZER.search(self.output.decode(errors="replace"))
+
+    def close(self):
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.main)
+        os.close(self.side)
+
+
+@pytest.fixture
+def terminal():
+    made = []
+
+    def make(*arguments, **more):
+        made.append(Terminal(*arguments, **more))
+        return made[-1]
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def load():
+    """load(server): asks it all the time, until the end of the test or until its end."""
+    over, threads = threading.Event(), []
+
+    def run(server):
+        while not over.is_set():
+            try:
+                server.request("/v2/models/kl_div/infer", BODY[1], BODY[0])
+            except OSError:
+                time.sleep(0.05)
+
+    def start(server):
+        threads.append(threading.Thread(target=run, args=(server,)))
+        threads[-1].start()
+    yield start
+    over.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_person_looks_at_it(server, terminal, load):
+    load(server)
+    top = terminal(server.http)
+    lines = top.until(r"worker0 (.*\n)*js +\d", "processes, rates by divergence")
+    assert top.process.poll() is None and lines[0].startswith("kld ") and server.http in lines[0] and "ready" in lines[0]
+    rates = {line.split()[0]: float(line.split()[1]) for line in lines if re.match(r"(http|unix|js) ", line)}
+    assert 1 < rates["http"] == pytest.approx(rates["unix"], rel=0.3) and rates["js"] == rates["unix"]
+    worker = next(line for line in lines if line.startswith("0  "))
+    assert server.backend in worker and "ready" in worker and len(lines) <= 24
+    assert all(stage in "\n".join(lines) for stage in ("receive", "gateway", "reply", "supervisor", "worker0"))
+    top.resize(40)
+    lines = top.until("^kld", "a narrow picture", 10)
+    lines = top.until("^kld", "the next one", 10)
+    assert max(map(len, lines)) <= 40
+    top.resize(200, 5)
+    wait_until(lambda: len(top.picture()) == 5, 10, "a low picture")
+    os.write(top.main, b"xq")
+    top.end()
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "ctrl-d", "term", "hup", "quit"])
+def test_it_leaves_the_terminal_as_it_was(server, terminal, how):
+    top = terminal(server.http)
+    top.until("^kld", "a picture")
+    assert not termios.tcgetattr(top.side)[3] & (termios.ICANON | termios.ECHO)
+    if how.startswith("ctrl"):
+        os.write(top.main, {"ctrl-c": b"\x03", "ctrl-d": b"\x04"}[how])
+    else:
+        top.process.send_signal(getattr(signal, "SIG" + how.upper()))
+    top.end()
+
+
+def test_it_stops_and_goes_on(server, terminal):
+    top = terminal(server.http)
+    top.until("^kld", "a picture")
+    os.write(top.main, b"\x1a")
+    wait_until(lambda: open(f"/proc/{top.process.pid}/stat").read().rsplit(")", 1)[1].split()[0] == "T", 10, "its stop")
+    assert top.read().endswith(LEAVE) and termios.tcgetattr(top.side) == top.were
+    top.output = b""
+    top.process.send_signal(signal.SIGCONT)
+    top.until("^kld", "a picture")
+    assert not termios.tcgetattr(top.side)[3] & termios.ICANON
+    os.write(top.main, b"q")
+    top.end()
+
+
+def test_the_server_goes_and_comes_again(make_server, terminal, load):
+    server = make_server()
+    load(server)
+    top = terminal(server.http)
+    top.until(r"^js +\d", "rates")
+    assert server.stop() == 0
+    lines = top.until(r"no answer for \d+ s, trying again: ", "the line that says so")
+    assert lines[0].startswith("kld ")  # what was known is still there
+    # stop() closed what start() opens again; the port is the same, so that it is the same server to whoever looks.
+    server.arguments = [f"--http={server.address}" if a.startswith("--http=") else a for a in server.arguments]
+    top.output = b""
+    server.start()
+    wait_until(lambda: b"started again: rates begin anew" in top.read(), 30, "the line that says so")
+    lines = top.until(r"^js +\d", "rates")
+    rate = next(float(line.split()[1]) for line in lines if line.startswith("http "))
+    assert 0 < rate < 1e5
+    os.write(top.main, b"q")
+    top.end()
+
+
+def test_it_waits_for_a_server(terminal):
+    top = terminal("http://127.0.0.1:1")
+    lines = top.until("no answer for [1-9]", "the line that says so")
+    assert lines[0] == "kld top  http://127.0.0.1:1" and "trying again" in lines[1]
+    os.write(top.main, b"q")
+    top.end()
+
+
+def test_in_a_pipe(server, cli, load):
+    load(server)
+    once = cli("top", "--once", "-d", "0.3", "--server", server.http)
+    assert once.returncode == 0 and not once.stderr and "\x1b" not in once.stdout
+    assert once.stdout.count("kld ") == 1 and re.search(r"^js +[1-9]", once.stdout, re.M), once.stdout
+    assert float(re.search(r"^http +(\S+)", once.stdout, re.M).group(1)) > 1
+    started = time.monotonic()
+    three = cli("top", "--batch", "-n", 3, "-d", "0.2", "--server", server.http)
+    assert three.stdout.count("kld ") == 3 and 0.6 <= time.monotonic() - started < 30
+    head = subprocess.run(f"{BIN}/kld top -d 0.1 --server {server.http} | head -1", shell=True, timeout=60,
+                          capture_output=True, text=True)
+    assert head.stdout.startswith("kld ") and not head.stderr
+
+
+@pytest.mark.parametrize("arguments, part", [
+    (["-d", "0"], "-d is 0; expected seconds"), (["-n", "some"], "-n is 'some'"), (["--n", "3"], "unknown option '--n'"),
+    (["-once"], "unknown option '-once'"), (["--server", "unix:/tmp/x"], "reads /metrics"), (["-n"], "-n needs a value")])
+def test_bad_command_lines(cli, arguments, part):
+    done = cli("top", *arguments, environment={"KLD_SERVER": "http://127.0.0.1:1"})
+    assert done.returncode == 2 and part in done.stderr, done.stderr
+
+
+def test_who_may_not_look(make_server, cli, terminal, tmp_path):
+    words = tmp_path / "tokens"
+    words.write_text(f"some {hashlib.sha256(b'word').hexdigest()} infer\n")
+    (tmp_path / "word").write_text("word\n")
+    server = make_server(tokens=str(words))
+    done = cli("top", "--once", "--server", server.http, "--token-file", tmp_path / "word")
+    assert done.returncode == 3 and "metrics" in done.stderr, done.stderr
+    assert cli("top", "--once", "--server", "http://127.0.0.1:1").returncode == 3
+    top = terminal(server.http, "--token-file", str(tmp_path / "word"))
+    assert top.process.wait(30) == 3
+    assert b"metrics" in top.read(0.1).split(LEAVE)[1] and termios.tcgetattr(top.side) == top.were
