@@ -154,7 +154,7 @@ $(BUILD)/kernel-table: $(call OBJ,$(TABLE_C) $(filter tests/unit/kernels/%,$(UNI
 
 FUZZ_FLAGS := -Wno-string-plus-int -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined
 FUZZED_C := $(wildcard proto/*.c) client/cli/npy.c client/cli/safetensors.c
-FUZZED_GATEWAY_C := $(addprefix server/gateway/,auth.c compress.c file.c upload_query.c)
+FUZZED_GATEWAY_C := $(addprefix server/gateway/,auth.c compress.c upload_query.c)
 $(BUILD)/fuzz/gateway: FUZZ_MORE := $(FUZZED_GATEWAY_C) -lgnutls -lz
 $(BUILD)/fuzz/gateway: $(FUZZED_GATEWAY_C)
 $(BUILD)/fuzz/%: tests/fuzz/%.c $(FUZZED_C) $(wildcard proto/*.h)

@@ -6,7 +6,8 @@
  * (--log-level) and the variable KLD_LOG_LEVEL; the JSON key is the name itself.
  *
  * A struct kld_config is read-only once parsed; the supervisor parses it, its children receive
- * every value as flags (kld_config_arguments()). Any thread. */
+ * every value as flags (kld_config_arguments()). What of it changes while a server runs is
+ * kld_config_adopt()'s to say, and each role's to carry out. Any thread. */
 #ifndef KLD_SERVER_CONFIG_H
 #define KLD_SERVER_CONFIG_H
 
@@ -143,6 +144,16 @@ enum kld_status kld_config_parse(int argc, char *const *argv, char *const *envir
 char **kld_config_arguments(const struct kld_config *config);
 void kld_config_arguments_free(char **arguments);
 void kld_config_help(FILE *out);
+
+/* Of these a server takes over the new value on SIGHUP; of the files, what is in them too. */
+#define KLD_CONFIG_RELOADED "log_level,tokens,tls_cert,tls_key,tls_client_ca"
+
+/* Takes over what a server that runs may take over from a configuration that was read again.
+ * Another file may be named, but whether there is one was decided at start. ret_kept: the names of
+ * settings that have another value there and kept theirs, by comma, as many as there is room for;
+ * "" if there are none. */
+void kld_config_adopt(struct kld_config *config, const struct kld_config *next, char *ret_kept,
+                      size_t capacity);
 
 /* How many devices `device` names; 0: all that the back end has. */
 uint32_t kld_config_devices(const struct kld_config *config);

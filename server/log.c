@@ -3,12 +3,13 @@
  * It never waits: a pipe is opened again without blocking (so that the mode of the inherited one,
  * which others share, stays as it is), a socket is sent to without waiting, and what does not fit
  * is dropped and counted. The settings below are written once, by kld_log_init(), before a role
- * starts threads; after that any thread logs. */
+ * starts threads, but for the level; after that any thread logs. */
 #include "server/log.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -22,9 +23,10 @@
 #define DETAILS_MAX_BYTES 1024
 
 static const char *const level_names[] = {"debug", "info", "warn", "error"};
+#define LEVELS (sizeof level_names / sizeof level_names[0])
 
 static struct {
-    enum kld_log_level level;
+    _Atomic uint32_t level; /* enum kld_log_level */
     bool json, socket;
     int fd;
     char role[16];
@@ -129,20 +131,30 @@ static void open_output(void) {
     }
 }
 
+/* LEVELS: there is none of this name. */
+static size_t find_level(const char *level) {
+    size_t found = 0;
+    while (found < LEVELS && strcmp(level, level_names[found]) != 0)
+        found++;
+    return found;
+}
+
+void kld_log_set_level(const char *level) {
+    size_t found = find_level(level);
+    if (found < LEVELS)
+        atomic_store_explicit(&settings.level, (uint32_t)found, memory_order_relaxed);
+}
+
 enum kld_status kld_log_init(const char *role, const char *level, const char *format,
                              struct kld_error *err) {
-    size_t found = 0;
-    while (found < sizeof level_names / sizeof level_names[0] &&
-           strcmp(level, level_names[found]) != 0)
-        found++;
-    if (found == sizeof level_names / sizeof level_names[0])
+    if (find_level(level) == LEVELS)
         return kld_error_set(err, KLD_INVALID,
                              "log level '%.20s' is not one of debug, info, warn, error", level);
     bool json = strcmp(format, "json") == 0;
     if (!json && strcmp(format, "text") != 0)
         return kld_error_set(err, KLD_INVALID, "log format '%.20s' is not one of text, json",
                              format);
-    settings.level = (enum kld_log_level)found;
+    kld_log_set_level(level);
     settings.json = json;
     snprintf(settings.role, sizeof settings.role, "%s", role);
     open_output();
@@ -151,7 +163,9 @@ enum kld_status kld_log_init(const char *role, const char *level, const char *fo
 
 void kld_log_count_lost_in(struct kld_stats *stats) { settings.stats = stats; }
 
-bool kld_log_wants(enum kld_log_level level) { return level >= settings.level; }
+bool kld_log_wants(enum kld_log_level level) {
+    return (uint32_t)level >= atomic_load_explicit(&settings.level, memory_order_relaxed);
+}
 
 void kld_log(enum kld_log_level level, const char *event, const char *format, ...) {
     if (!kld_log_wants(level))

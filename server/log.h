@@ -25,5 +25,7 @@ void kld_log(enum kld_log_level level, const char *event, const char *format, ..
 /* Where lost lines are counted from now on; NULL: nowhere. Once, before the threads start. */
 void kld_log_count_lost_in(struct kld_stats *stats);
 bool kld_log_wants(enum kld_log_level level);
+/* By its name in the configuration, which is known by then; from any thread, for all of them. */
+void kld_log_set_level(const char *level);
 
 #endif

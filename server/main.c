@@ -64,8 +64,20 @@ static int child_main(int argc, char **argv) {
     return status;
 }
 
+/* From here on one that comes waits until somebody reads it (supervisor/hangup.c). True: it was
+ * ignored, as nohup(1) does. */
+static bool block_hangup(void) {
+    struct sigaction before;
+    sigset_t hangup;
+    sigemptyset(&hangup);
+    sigaddset(&hangup, SIGHUP);
+    sigprocmask(SIG_BLOCK, &hangup, NULL);
+    return sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler == SIG_IGN;
+}
+
 int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN); /* a peer that went away is an error code, not a signal */
+    bool hangup_ignored = block_hangup();
     if (argc > 1 && strncmp(argv[1], "--role=", 7) == 0)
         return child_main(argc, argv);
 
@@ -91,5 +103,9 @@ int main(int argc, char **argv) {
     }
     if (kld_log_init("supervisor", config.log_level, config.log_format, &err) != KLD_OK)
         return fail(&err);
-    return kld_supervisor_main(&config);
+    const struct kld_start start = {.argc = argc > 0 ? argc - 1 : 0,
+                                    .argv = argv + 1,
+                                    .environment = environ,
+                                    .hangup_ignored = hangup_ignored};
+    return kld_supervisor_main(&config, &start);
 }

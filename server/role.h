@@ -6,11 +6,12 @@
  * numbers. It asks the kernel for SIGKILL when the supervisor dies (PR_SET_PDEATHSIG), so that no
  * child is ever left behind.
  *
- * SIGTERM to a child: finish what is in flight (at most drain_ms), exit 0. SIGINT is ignored by
- * children (the terminal sends it to all; the supervisor decides). */
+ * SIGTERM to a child: finish what is in flight (at most drain_ms), exit 0. SIGINT and SIGHUP are
+ * ignored by children (the terminal sends them to all; the supervisor decides). */
 #ifndef KLD_SERVER_ROLE_H
 #define KLD_SERVER_ROLE_H
 
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 
@@ -22,6 +23,20 @@ enum kld_child_fd {
     KLD_FD_STATS = 4,   /* memfd of struct kld_stats */
     KLD_FD_CONTROL = 5, /* SOCK_SEQPACKET pair to the supervisor; end of file: it is gone */
     KLD_FD_METRICS = 6, /* gateway with metrics_http: another listening TCP socket */
+    KLD_FD_SECRETS = 7, /* gateway: memfd of secrets.h */
+};
+
+/* From supervisor to child on KLD_FD_CONTROL, a packet each. */
+enum kld_order_kind {
+    KLD_ORDER_ALIVE = '?',     /* say that your loop turns */
+    KLD_ORDER_LOG_LEVEL = 'L', /* log at this level from now on */
+    KLD_ORDER_RELOAD = 'R',    /* gateway: the same, and take over the memfd of secrets.h that comes
+                                * with it; nothing of it all if it cannot be, and report */
+};
+
+struct kld_child_order {
+    char kind; /* enum kld_order_kind */
+    char log_level[8];
 };
 
 /* From child to supervisor on KLD_FD_CONTROL, when it serves. A child that cannot start sends
@@ -29,11 +44,14 @@ enum kld_child_fd {
  * served and is about to end because a fault ended its context says KLD_DEVICE_LOST: none of its
  * kernels runs any more, so its successor need not wait until the driver has taken the lost process
  * apart. One whose kernels may still run says nothing: its end is waited for. */
+enum kld_report_about { KLD_ABOUT_START, KLD_ABOUT_RELOAD };
+
 struct kld_child_report {
-    uint32_t status;  /* enum kld_status */
-    uint32_t devices; /* worker: that its back end has; gateway: 0 */
-    char backend[16]; /* worker: the back end it opened ("cpu", "cuda"); gateway: "" */
-    char text[KLD_ERROR_TEXT_MAX];
+    uint32_t about;                /* enum kld_report_about; all of the above is KLD_ABOUT_START */
+    uint32_t status;               /* enum kld_status */
+    uint32_t devices;              /* worker: that its back end has; gateway: 0 */
+    char backend[16];              /* worker: the back end it opened ("cpu", "cuda"); gateway: "" */
+    char text[KLD_ERROR_TEXT_MAX]; /* why not; of a reload: what was taken over, as log details */
 };
 
 struct kld_child {
@@ -43,7 +61,15 @@ struct kld_child {
     uint32_t index;          /* of the worker: its place in config->device */
 };
 
-int kld_supervisor_main(const struct kld_config *config);
+/* How the supervisor was started, for when it reads its configuration again. Lasts as long. */
+struct kld_start {
+    int argc; /* without the program's name, as kld_config_parse() wants it */
+    char *const *argv;
+    char *const *environment;
+    bool hangup_ignored; /* SIGHUP was, as nohup(1) does; it is blocked by now */
+};
+
+int kld_supervisor_main(const struct kld_config *config, const struct kld_start *start);
 int kld_worker_main(const struct kld_child *child);
 int kld_gateway_main(const struct kld_child *child);
 
@@ -55,7 +81,14 @@ void kld_metrics_table(FILE *out);
 void kld_child_report_send(enum kld_status status, const char *backend, uint32_t devices,
                            const char *text);
 
-/* The answer to whatever the supervisor sends there: this loop still turns. */
+void kld_child_reload_send(enum kld_status status, const char *text);
+
+/* The answer to KLD_ORDER_ALIVE: this loop still turns. */
 void kld_child_alive_send(int control_fd);
+
+enum kld_heard { KLD_HEARD_ORDER, KLD_HEARD_NOTHING, KLD_HEARD_END };
+/* One order, without waiting. ret_fd NULL: descriptors are not wanted; else *ret_fd is the caller's
+ * to close, or -1. KLD_HEARD_END: the supervisor is gone. */
+enum kld_heard kld_child_hear(int control_fd, struct kld_child_order *ret_order, int *ret_fd);
 
 #endif

@@ -58,6 +58,12 @@
     X(device_lost_total, counter, worker, "times a device was lost")                               \
     X(worker_restarts_total, counter, worker, "times a worker was started again")                  \
     X(gateway_restarts_total, counter, any, "times a gateway was started again")                   \
+    X(config_reloads_total, counter, any, "configurations taken over on SIGHUP")                   \
+    X(config_reloads_failed_total, counter, any,                                                   \
+      "those that were refused: all stayed as it was, and the log says why")                       \
+    X(config_reload_success_timestamp_seconds, gauge, any,                                         \
+      "when the last one was taken over, since 1970; 0: none since the start")                     \
+    X(config_last_reload_failed, gauge, any, "1: the last one was refused")                        \
     X(log_lines_lost_total, counter, any, "log lines that could not be written")
 
 enum kld_stat {

@@ -1,26 +1,38 @@
-/* auth.c - reads the file of tokens, finds who sent one, counts what he has in flight (auth.h).
- * Hashes by GnuTLS. Tells nobody which token was nearly right: every line is compared, each in the
- * same time. Reading at start on the main thread; the rest on any. */
+/* auth.c - reads lists of tokens, finds who sent one, counts what he has in flight (auth.h). Opens
+ * no file. Hashes by GnuTLS. Tells nobody which token was nearly right: every line is compared,
+ * each in the same time. Reading on one thread at a time; the rest on any. */
 #include "server/gateway/auth.h"
 
 #include <gnutls/crypto.h>
 #include <gnutls/gnutls.h>
 #include <inttypes.h>
-#include <stdbool.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
 
-#include "server/gateway/file.h"
+struct token {
+    uint8_t sha256[32];
+    unsigned rights; /* enum kld_right, or-ed */
+    struct kld_caller *caller;
+};
 
-#define FILE_BYTES_MAX ((size_t)1 << 20)
+struct kld_tokens {
+    _Atomic uint32_t users;
+    uint32_t count;
+    struct token token[KLD_AUTH_TOKENS_MAX];
+};
 
 struct kld_auth {
     uint64_t requests_max, bytes_max, buffer_bytes_max; /* of one token */
-    struct kld_caller everybody;                        /* where there are no tokens */
-    uint32_t count;                                     /* 0: no tokens */
-    struct kld_caller *caller;
+    bool limited;                                       /* constant: there are tokens */
+    struct kld_caller everybody;                        /* where there are none */
+    pthread_mutex_t mutex;                              /* of the next */
+    struct kld_tokens *tokens;                          /* in use; one of its users */
+    /* Of who reads lists: everybody who ever was in one. Other threads have pointers to them. */
+    uint32_t names;
+    struct kld_caller *name[KLD_AUTH_NAMES_MAX];
 };
 
 static const struct {
@@ -54,46 +66,125 @@ static bool is_name(const char *text) {
     return length > 0 && length < KLD_AUTH_NAME_MAX && !text[length];
 }
 
-static enum kld_status read_line(struct kld_auth *auth, char *line, unsigned number,
-                                 struct kld_error *err) {
+/* Those who were never seen are gone until a list that names them is used. */
+static enum kld_status know(struct kld_auth *auth, const char *name, struct kld_caller **ret_caller,
+                            struct kld_error *err) {
+    for (uint32_t i = 0; i < auth->names; i++)
+        if (strcmp(auth->name[i]->name, name) == 0) {
+            *ret_caller = auth->name[i];
+            return KLD_OK;
+        }
+    if (auth->names == KLD_AUTH_NAMES_MAX)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "tokens: this server has known %d names since it was started, the "
+                             "most it can; restart it",
+                             KLD_AUTH_NAMES_MAX);
+    struct kld_caller *caller = calloc(1, sizeof *caller);
+    if (!caller)
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    strcpy(caller->name, name);
+    atomic_store(&caller->gone, true);
+    auth->name[auth->names++] = *ret_caller = caller;
+    return KLD_OK;
+}
+
+static enum kld_status read_line(struct kld_auth *auth, struct kld_tokens *tokens, char *line,
+                                 unsigned number, struct kld_error *err) {
     char *state = NULL;
     line[strcspn(line, "#")] = '\0';
     char *name = strtok_r(line, " \t\r", &state), *hash = strtok_r(NULL, " \t\r", &state);
     char *right = strtok_r(NULL, " \t\r", &state);
     if (!name)
         return KLD_OK;
-    if (auth->count == KLD_AUTH_TOKENS_MAX)
+    if (tokens->count == KLD_AUTH_TOKENS_MAX)
         return kld_error_set(err, KLD_TOO_LARGE, "tokens: line %u: at most %d tokens", number,
                              KLD_AUTH_TOKENS_MAX);
-    struct kld_caller *caller = &auth->caller[auth->count];
+    struct token *token = &tokens->token[tokens->count];
     /* The line may hold a token that somebody put there by mistake: it is not repeated. */
     if (!is_name(name) || !hash || !right || strtok_r(NULL, " \t\r", &state) ||
-        !read_hash(hash, caller->sha256) || !read_rights(right, &caller->rights))
+        !read_hash(hash, token->sha256) || !read_rights(right, &token->rights))
         return kld_error_set(err, KLD_INVALID,
                              "tokens: line %u is not NAME, the SHA-256 of the token in 64 "
                              "hexadecimal digits, and rights by comma among infer, shm, metrics",
                              number);
-    for (uint32_t i = 0; i < auth->count; i++)
-        if (strcmp(auth->caller[i].name, name) == 0 ||
-            memcmp(auth->caller[i].sha256, caller->sha256, 32) == 0)
+    for (uint32_t i = 0; i < tokens->count; i++)
+        if (strcmp(tokens->token[i].caller->name, name) == 0 ||
+            memcmp(tokens->token[i].sha256, token->sha256, 32) == 0)
             return kld_error_set(err, KLD_INVALID,
                                  "tokens: line %u has the name or the token of an earlier one",
                                  number);
-    strcpy(caller->name, name);
-    auth->count++;
+    enum kld_status status = know(auth, name, &token->caller, err);
+    tokens->count += status == KLD_OK;
+    return status;
+}
+
+enum kld_status kld_auth_read(struct kld_auth *auth, char *text, struct kld_tokens **ret_tokens,
+                              struct kld_error *err) {
+    enum kld_status status = KLD_OK;
+    *ret_tokens = NULL;
+    if (!auth->limited != !text)
+        return kld_error_set(err, KLD_INVALID,
+                             "tokens: whether there are any is decided at the server's start");
+    if (!text)
+        return KLD_OK;
+    struct kld_tokens *tokens = calloc(1, sizeof *tokens);
+    if (!tokens)
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    atomic_store(&tokens->users, 1);
+    for (unsigned number = 1; text && status == KLD_OK; number++) {
+        char *line = strsep(&text, "\n");
+        status = read_line(auth, tokens, line, number, err);
+    }
+    if (status == KLD_OK && tokens->count == 0)
+        status = kld_error_set(err, KLD_INVALID, "tokens: the file has no tokens");
+    if (status) {
+        kld_tokens_release(tokens);
+        return status;
+    }
+    *ret_tokens = tokens;
     return KLD_OK;
 }
 
-static enum kld_status read_tokens(struct kld_auth *auth, char *text, struct kld_error *err) {
-    enum kld_status status = KLD_OK;
-    char *at = text;
-    for (unsigned number = 1; at && status == KLD_OK; number++) {
-        char *line = strsep(&at, "\n");
-        status = read_line(auth, line, number, err);
-    }
-    if (status == KLD_OK && auth->count == 0)
-        status = kld_error_set(err, KLD_INVALID, "tokens: the file has no tokens");
-    return status;
+void kld_tokens_release(struct kld_tokens *tokens) {
+    if (tokens && atomic_fetch_sub(&tokens->users, 1) == 1)
+        free(tokens);
+}
+
+static struct kld_tokens *acquire(struct kld_auth *auth) {
+    pthread_mutex_lock(&auth->mutex);
+    struct kld_tokens *tokens = auth->tokens;
+    if (tokens)
+        atomic_fetch_add(&tokens->users, 1);
+    pthread_mutex_unlock(&auth->mutex);
+    return tokens;
+}
+
+static bool names(const struct kld_tokens *tokens, const struct kld_caller *caller) {
+    for (uint32_t i = 0; i < tokens->count; i++)
+        if (tokens->token[i].caller == caller)
+            return true;
+    return false;
+}
+
+/* Who comes is there before he can be found, and who leaves is gone after the last time. */
+void kld_auth_replace(struct kld_auth *auth, struct kld_tokens *tokens,
+                      struct kld_auth_change *ret_change) {
+    memset(ret_change, 0, sizeof *ret_change);
+    if (!tokens)
+        return;
+    ret_change->tokens = tokens->count;
+    for (uint32_t i = 0; i < tokens->count; i++)
+        ret_change->added += atomic_exchange(&tokens->token[i].caller->gone, false);
+    pthread_mutex_lock(&auth->mutex);
+    struct kld_tokens *before = auth->tokens;
+    auth->tokens = tokens;
+    pthread_mutex_unlock(&auth->mutex);
+    for (uint32_t i = 0; before && i < before->count; i++)
+        if (!names(tokens, before->token[i].caller)) {
+            atomic_store(&before->token[i].caller->gone, true);
+            ret_change->removed++;
+        }
+    kld_tokens_release(before);
 }
 
 /* Half, or somewhat more where one request may have half already. */
@@ -104,33 +195,26 @@ static uint64_t staging_of(const struct kld_config *config) {
     return share + all / 4 > all / 2 ? share + all / 4 : all / 2;
 }
 
-enum kld_status kld_auth_open(const struct kld_config *config, struct kld_auth **ret_auth,
-                              struct kld_error *err) {
+enum kld_status kld_auth_open(const struct kld_config *config, char *text,
+                              struct kld_auth **ret_auth, struct kld_error *err) {
     struct kld_auth *auth = calloc(1, sizeof *auth);
-    enum kld_status status = KLD_OK;
-    char *text = NULL;
+    struct kld_tokens *tokens = NULL;
+    struct kld_auth_change unused;
     if (!auth)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
-    auth->everybody.rights = UINT32_MAX;
+    pthread_mutex_init(&auth->mutex, NULL); /* which does not fail here */
     auth->requests_max = config->token_requests_max;
     auth->buffer_bytes_max = config->token_buffer_bytes_max;
     auth->bytes_max = staging_of(config);
     if (auth->bytes_max > config->token_bytes_max)
         auth->bytes_max = config->token_bytes_max;
-    if (config->tokens[0]) {
-        auth->caller = calloc(KLD_AUTH_TOKENS_MAX, sizeof *auth->caller);
-        if (!auth->caller)
-            status = kld_error_set(err, KLD_NO_MEMORY, "out of memory");
-        else
-            status = kld_file_read("tokens", config->tokens, FILE_BYTES_MAX, &text, err);
-        if (status == KLD_OK)
-            status = read_tokens(auth, text, err);
-        kld_file_forget(text);
-    }
+    auth->limited = text != NULL;
+    enum kld_status status = kld_auth_read(auth, text, &tokens, err);
     if (status) {
         kld_auth_close(auth);
         return status;
     }
+    kld_auth_replace(auth, tokens, &unused);
     *ret_auth = auth;
     return KLD_OK;
 }
@@ -138,14 +222,19 @@ enum kld_status kld_auth_open(const struct kld_config *config, struct kld_auth *
 void kld_auth_close(struct kld_auth *auth) {
     if (!auth)
         return;
-    free(auth->caller);
+    kld_tokens_release(auth->tokens);
+    for (uint32_t i = 0; i < auth->names; i++)
+        free(auth->name[i]);
+    pthread_mutex_destroy(&auth->mutex);
     free(auth);
 }
 
 enum kld_status kld_auth_find(struct kld_auth *auth, const char *header,
-                              struct kld_caller **ret_caller, struct kld_error *err) {
-    if (!auth->count) {
+                              struct kld_caller **ret_caller, unsigned *ret_rights,
+                              struct kld_error *err) {
+    if (!auth->limited) {
         *ret_caller = &auth->everybody;
+        *ret_rights = UINT32_MAX;
         return KLD_OK;
     }
     if (!header || strncasecmp(header, "Bearer ", 7) != 0)
@@ -158,18 +247,21 @@ enum kld_status kld_auth_find(struct kld_auth *auth, const char *header,
     if (length == 0 || length > KLD_AUTH_TOKEN_BYTES_MAX ||
         gnutls_hash_fast(GNUTLS_DIG_SHA256, token, length, hash) != 0)
         return kld_error_set(err, KLD_UNAUTHENTICATED, "the token is not known here");
-    for (uint32_t i = 0; i < auth->count; i++)
-        if (gnutls_memcmp(auth->caller[i].sha256, hash, sizeof hash) == 0)
-            found = &auth->caller[i];
+    struct kld_tokens *tokens = acquire(auth);
+    for (uint32_t i = 0; i < tokens->count; i++)
+        if (gnutls_memcmp(tokens->token[i].sha256, hash, sizeof hash) == 0) {
+            found = tokens->token[i].caller;
+            *ret_rights = tokens->token[i].rights;
+        }
+    kld_tokens_release(tokens);
     if (!found)
         return kld_error_set(err, KLD_UNAUTHENTICATED, "the token is not known here");
     *ret_caller = found;
     return KLD_OK;
 }
 
-enum kld_status kld_auth_check(const struct kld_caller *caller, enum kld_right right,
-                               struct kld_error *err) {
-    if ((caller->rights & right) == (unsigned)right)
+enum kld_status kld_auth_check(unsigned held, enum kld_right right, struct kld_error *err) {
+    if ((held & right) == (unsigned)right)
         return KLD_OK;
     size_t i = 0;
     while (i + 1 < sizeof rights / sizeof rights[0] && rights[i].right != right)
@@ -184,7 +276,7 @@ enum kld_status kld_auth_take_request(struct kld_auth *auth, struct kld_caller *
                                       struct kld_error *err) {
     uint32_t before = atomic_load(&caller->requests);
     do {
-        if (auth->count && before >= auth->requests_max)
+        if (auth->limited && before >= auth->requests_max)
             return kld_error_set(err, KLD_THROTTLED,
                                  "%" PRIu64
                                  " requests of this token are in flight, the most allowed "
@@ -201,7 +293,7 @@ static enum kld_status take(const struct kld_auth *auth, _Atomic uint64_t *count
     uint64_t before = atomic_load(counter);
     bool fits;
     do {
-        fits = !auth->count || (bytes <= most && before <= most - bytes);
+        fits = !auth->limited || (bytes <= most && before <= most - bytes);
     } while (fits && !atomic_compare_exchange_weak(counter, &before, before + bytes));
     if (fits)
         return KLD_OK;

@@ -19,6 +19,7 @@
 #include "server/gateway/links.h"
 #include "server/gateway/recent.h"
 #include "server/gateway/regions.h"
+#include "server/gateway/reload.h"
 #include "server/gateway/routes.h"
 #include "server/gateway/sandbox.h"
 #include "server/gateway/staging.h"
@@ -50,6 +51,7 @@ struct process {
     uv_signal_t terminate;
     uv_poll_t control; /* end of file: the supervisor is gone */
     uv_timer_t drain;
+    struct kld_gateway_reload reload;
     uint64_t drain_until_ns; /* uv_hrtime() */
     bool control_open, ending;
 };
@@ -83,6 +85,7 @@ static void finish(struct process *process) {
     close_loop(&process->loop[0]);
     uv_close((uv_handle_t *)&process->terminate, NULL);
     uv_close((uv_handle_t *)&process->drain, NULL);
+    kld_gateway_reload_close(&process->reload);
     if (process->control_open)
         uv_close((uv_handle_t *)&process->control, NULL);
 }
@@ -143,11 +146,14 @@ static void terminated(uv_signal_t *signal, int number) { start_drain(signal->da
 
 static void control_readable(uv_poll_t *poll, int status, int events) {
     struct process *process = poll->data;
-    char unused[64];
-    ssize_t got = read(KLD_FD_CONTROL, unused, sizeof unused);
-    if (got > 0)
+    struct kld_child_order order;
+    int fd = -1;
+    enum kld_heard heard = kld_child_hear(KLD_FD_CONTROL, &order, &fd);
+    if (heard == KLD_HEARD_ORDER && order.kind == KLD_ORDER_RELOAD)
+        kld_gateway_reload_begin(&process->reload, &order, fd);
+    else if (heard == KLD_HEARD_ORDER)
         kld_child_alive_send(KLD_FD_CONTROL);
-    if (got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR)))
+    if (heard != KLD_HEARD_END)
         return;
     uv_poll_stop(poll);
     end(process); /* without its supervisor nobody would ever end it */
@@ -203,8 +209,7 @@ static enum kld_status enter_sandbox(const struct kld_gateway *gateway, struct k
 }
 
 /* What each loop has of its own. The others have what the first one has of everybody's. */
-static enum kld_status open_loop(struct process *process, uint32_t index, const struct kld_tls *tls,
-                                 struct kld_error *err) {
+static enum kld_status open_loop(struct process *process, uint32_t index, struct kld_error *err) {
     struct kld_gateway *gateway = &process->loop[index].gateway;
     const struct kld_gateway *first = &process->loop[0].gateway;
     enum kld_status status;
@@ -214,6 +219,7 @@ static enum kld_status open_loop(struct process *process, uint32_t index, const 
         gateway->page = first->page;
         gateway->stats = first->stats;
         gateway->auth = first->auth;
+        gateway->tls = first->tls;
         gateway->regions = first->regions;
         gateway->staging = first->staging;
         gateway->tensors = first->tensors;
@@ -231,7 +237,7 @@ static enum kld_status open_loop(struct process *process, uint32_t index, const 
         (status = kld_links_open(&gateway->loop, gateway->config, gateway->page, gateway->staging,
                                  &gateway->links, err)))
         return status;
-    return kld_http_open(gateway, tls, &kld_routes_handler, &gateway->http, err);
+    return kld_http_open(gateway, &kld_routes_handler, &gateway->http, err);
 }
 
 static void run_loop(void *user) {
@@ -239,11 +245,10 @@ static void run_loop(void *user) {
     uv_run(&loop->gateway.loop, UV_RUN_DEFAULT);
 }
 
-static enum kld_status open_loops(struct process *process, const struct kld_tls *tls,
-                                  struct kld_error *err) {
+static enum kld_status open_loops(struct process *process, struct kld_error *err) {
     enum kld_status status = KLD_OK;
     for (uint32_t i = 0; i < process->common.loops && status == KLD_OK; i++)
-        status = open_loop(process, i, tls, err);
+        status = open_loop(process, i, err);
     for (uint32_t i = 1; i < process->common.loops && status == KLD_OK; i++)
         if (uv_thread_create(&process->loop[i].thread, run_loop, &process->loop[i]) != 0)
             status = kld_error_set(err, KLD_NO_MEMORY, "a thread cannot be started");
@@ -259,15 +264,26 @@ static enum kld_status open_loops(struct process *process, const struct kld_tls 
     return status; /* not KLD_OK: the process ends, and what was opened with it */
 }
 
-/* Files are read, then the process bounds itself, then there may be threads. */
+/* Who may ask, and over what; as the supervisor read it. */
+static enum kld_status open_secrets(struct kld_gateway *gateway, struct kld_error *err) {
+    struct kld_secrets secrets;
+    enum kld_status status = kld_secrets_unpack(KLD_FD_SECRETS, &secrets, err);
+    if (status)
+        return status;
+    status = kld_auth_open(gateway->config, secrets.tokens, &gateway->auth, err);
+    if (status == KLD_OK)
+        status = kld_tls_open(&secrets, &gateway->tls, err);
+    kld_secrets_forget(&secrets);
+    close(KLD_FD_SECRETS);
+    return status;
+}
+
+/* The process bounds itself, then there may be threads. */
 static enum kld_status open_parts(struct process *process, struct kld_error *err) {
     struct kld_gateway *gateway = &process->loop[0].gateway;
     enum kld_status status;
-    struct kld_tls tls;
     kld_descriptors_raise(descriptors_wanted(gateway->config));
-    if ((status = kld_auth_open(gateway->config, &gateway->auth, err)) ||
-        (status = kld_tls_read(gateway->config, &tls, err)) ||
-        (status = set_nonblocking(KLD_FD_LISTEN, err)) ||
+    if ((status = open_secrets(gateway, err)) || (status = set_nonblocking(KLD_FD_LISTEN, err)) ||
         (gateway->config->metrics_http[0] && (status = set_nonblocking(KLD_FD_METRICS, err))) ||
         (status = enter_sandbox(gateway, err)) ||
         (status = kld_staging_open(gateway->config->staging_bytes_max, gateway->stats,
@@ -277,9 +293,7 @@ static enum kld_status open_parts(struct process *process, struct kld_error *err
                                    &gateway->tensors, err)) ||
         (status = kld_regions_open(gateway->config, gateway->stats, &gateway->regions, err)))
         return status;
-    status = open_loops(process, &tls, err);
-    kld_tls_forget(&tls);
-    return status;
+    return open_loops(process, err);
 }
 
 static void watch(struct process *process) {
@@ -288,6 +302,7 @@ static void watch(struct process *process) {
     uv_signal_init(loop, &process->terminate);
     uv_signal_start(&process->terminate, terminated, SIGTERM);
     process->terminate.data = process->drain.data = process;
+    kld_gateway_reload_open(&process->reload, &process->loop[0].gateway);
     process->control_open = uv_poll_init(loop, &process->control, KLD_FD_CONTROL) == 0;
     process->control.data = process;
     if (process->control_open)
@@ -302,6 +317,7 @@ static void close_rest(struct process *process) {
     for (uint32_t i = 0; i < first->pools; i++)
         kld_pool_close(first->pool[i]);
     kld_auth_close(first->auth);
+    kld_tls_close(first->tls);
     kld_staging_close(first->staging);
     for (uint32_t i = 0; i < process->common.loops; i++) {
         uv_loop_close(&process->loop[i].gateway.loop);

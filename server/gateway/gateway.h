@@ -2,9 +2,9 @@
  * loop, and one of what they have in common, made in kld_gateway_main().
  *
  * A struct kld_gateway belongs to its loop's thread. Of what it points to, http, links and waiters
- * are its own; staging, regions, tensors, auth and the pools are everybody's and say themselves
- * which thread may call. Work that may take long (large JSON, shared memory of callers, connecting)
- * runs on libuv's thread pool and touches only what its own struct holds. */
+ * are its own; staging, regions, tensors, auth, tls and the pools are everybody's and say
+ * themselves which thread may call. Work that may take long (large JSON, shared memory of callers,
+ * connecting) runs on libuv's thread pool and touches only what its own struct holds. */
 #ifndef KLD_SERVER_GATEWAY_GATEWAY_H
 #define KLD_SERVER_GATEWAY_GATEWAY_H
 
@@ -27,6 +27,7 @@ struct kld_recent;
 struct kld_regions;
 struct kld_staging;
 struct kld_tensors;
+struct kld_tls;
 struct kld_waiters;
 
 /* For the model's statistics; since this gateway was started. Durations in ns. */
@@ -62,6 +63,7 @@ struct kld_gateway {
     struct kld_regions *regions;
     struct kld_staging *staging;
     struct kld_tensors *tensors;
+    struct kld_tls *tls;                    /* NULL: plain HTTP */
     struct kld_pool *pool[KLD_DEVICES_MAX]; /* of each worker */
     uint32_t pools, next_pool;
     struct kld_deadlines *deadlines;

@@ -27,10 +27,9 @@ struct kld_http {
     struct MHD_Daemon *daemon;
     struct kld_drive drive;
     int open_handles;
-    bool taken;               /* MHD told of the connection that it is being given */
-    bool metrics;             /* that one is for metrics alone */
-    bool client_certificates; /* every client must show one */
-    bool closing;             /* nothing is suspended any more */
+    bool taken;   /* MHD told of the connection that it is being given */
+    bool metrics; /* that one is for metrics alone */
+    bool closing; /* nothing is suspended any more */
     struct kld_exchange *first;
     struct kld_watch watch;
     void (*closed)(void *user);
@@ -158,7 +157,9 @@ static void start(struct kld_http *http, struct kld_exchange *exchange, const ch
     if (check_framing(exchange, &error)) {
         exchange->misframed = true;
         kld_stats_rejected(http->gateway->stats, KLD_REJECT_http_framing);
-    } else if (http->client_certificates && kld_tls_check_client(exchange->connection, &error))
+    } else if (kld_tls_wants_certificates(http->gateway->tls) &&
+               kld_tls_check_client(http->gateway->tls, exchange->connection,
+                                    &watched_of(exchange->connection)->keys, &error))
         ; /* told below */
     else if (strlen(url) >= sizeof exchange->url)
         kld_error_set(&error, KLD_NOT_FOUND, "no such path");
@@ -326,8 +327,14 @@ static void watch(struct kld_http *http, struct MHD_Connection *connection, void
         MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
     if (info)
         *context = kld_watch_add(&http->watch, info->connect_fd);
-    if (*context)
-        ((struct kld_watched *)*context)->metrics = http->metrics;
+    struct kld_watched *watched = *context;
+    if (!watched)
+        return; /* it has no keys, either */
+    watched->metrics = http->metrics;
+    if (http->gateway->tls) {
+        watched->keys = kld_tls_acquire(http->gateway->tls);
+        kld_tls_begin(connection, watched->keys);
+    }
 }
 
 static void connection_changed(void *user, struct MHD_Connection *connection, void **context,
@@ -340,6 +347,7 @@ static void connection_changed(void *user, struct MHD_Connection *connection, vo
         kld_stats_add(http->gateway->stats, KLD_STAT_http_connections_total, 1);
         watch(http, connection, context);
     } else if (*context) {
+        kld_tls_end(connection, ((struct kld_watched *)*context)->keys);
         kld_watch_remove(&http->watch, *context);
         *context = NULL;
     }
@@ -407,19 +415,18 @@ static size_t unescape(void *user, struct MHD_Connection *connection, char *text
     return length;
 }
 
-static struct MHD_Daemon *start_daemon(struct kld_http *http, const struct kld_tls *tls) {
+static struct MHD_Daemon *start_daemon(struct kld_http *http) {
     const struct kld_config *config = http->gateway->config;
+    bool tls = http->gateway->tls != NULL;
     struct MHD_OptionItem https[] = {
-        {MHD_OPTION_HTTPS_MEM_CERT, 0, tls->certificate},
-        {MHD_OPTION_HTTPS_MEM_KEY, 0, tls->key},
+        {MHD_OPTION_HTTPS_CERT_CALLBACK, 0, kld_tls_callback()},
         {MHD_OPTION_HTTPS_PRIORITIES, 0, (void *)(uintptr_t)TLS_PRIORITIES},
-        {tls->client_ca ? MHD_OPTION_HTTPS_MEM_TRUST : MHD_OPTION_END, 0, tls->client_ca},
         {MHD_OPTION_END, 0, NULL}};
-    if (!tls->certificate)
+    if (!tls)
         https[0].option = MHD_OPTION_END;
     return MHD_start_daemon(
         MHD_USE_EPOLL | MHD_USE_NO_LISTEN_SOCKET | MHD_ALLOW_SUSPEND_RESUME |
-            (tls->certificate ? MHD_USE_TLS : 0),
+            (tls ? MHD_USE_TLS : 0),
         0, NULL, NULL, access_handler, http, MHD_OPTION_EXTERNAL_LOGGER, quiet, NULL,
         MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL, MHD_OPTION_ARRAY, https,
         MHD_OPTION_CONNECTION_LIMIT, (unsigned)config->http_connections_max + KLD_METRICS_RESERVE,
@@ -430,16 +437,14 @@ static struct MHD_Daemon *start_daemon(struct kld_http *http, const struct kld_t
         connection_changed, http, MHD_OPTION_END);
 }
 
-enum kld_status kld_http_open(struct kld_gateway *gateway, const struct kld_tls *tls,
-                              const struct kld_http_handler *handler, struct kld_http **ret_http,
-                              struct kld_error *err) {
+enum kld_status kld_http_open(struct kld_gateway *gateway, const struct kld_http_handler *handler,
+                              struct kld_http **ret_http, struct kld_error *err) {
     struct kld_http *http = calloc(1, sizeof *http);
     if (!http)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
-    http->client_certificates = tls->client_ca != NULL;
     http->gateway = gateway;
     http->handler = handler;
-    http->daemon = start_daemon(http, tls);
+    http->daemon = start_daemon(http);
     if (!http->daemon || kld_drive_open(&http->drive, &gateway->loop, http->daemon, &http->watch,
                                         gateway->links) != 0) {
         if (http->daemon)

@@ -32,6 +32,7 @@ struct kld_exchange {
                       more */
     void (*waiting_gone)(void *waiting);
     struct kld_caller *caller; /* NULL: not known, for routes that are open to all */
+    unsigned rights;           /* caller's, when he asked; enum kld_right, or-ed */
     char method[16];
     char url[512]; /* path, percent-decoded; longer ones never reach the handler */
     bool has_length, has_body;
@@ -64,11 +65,8 @@ struct kld_http_handler {
     void (*end)(struct kld_exchange *exchange);    /* sent, or the client is gone; frees state */
 };
 
-struct kld_tls;
-/* tls is needed during the call only. */
-enum kld_status kld_http_open(struct kld_gateway *gateway, const struct kld_tls *tls,
-                              const struct kld_http_handler *handler, struct kld_http **ret_http,
-                              struct kld_error *err);
+enum kld_status kld_http_open(struct kld_gateway *gateway, const struct kld_http_handler *handler,
+                              struct kld_http **ret_http, struct kld_error *err);
 /* A connection that was accepted, and counted in gateway->connections; non-blocking. metrics: it
  * came to the address of metrics_http. */
 void kld_http_take(struct kld_http *http, int fd, const struct sockaddr *peer, socklen_t peer_bytes,

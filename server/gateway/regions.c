@@ -128,6 +128,20 @@ enum kld_status kld_regions_name(struct kld_registered *wanted, const char *name
     return KLD_OK;
 }
 
+bool kld_regions_drop_left(struct kld_regions *regions, uv_loop_t *loop) {
+    bool more = false;
+    uv_mutex_lock(&regions->mutex);
+    for (struct kld_registered **at = &regions->first; *at;)
+        if (is_published(*at) && kld_caller_left((*at)->owner)) {
+            take_out(regions, at, loop);
+        } else {
+            more = more || atomic_load(&(*at)->owner->gone);
+            at = &(*at)->next;
+        }
+    uv_mutex_unlock(&regions->mutex);
+    return more;
+}
+
 enum kld_status kld_regions_reserve(struct kld_regions *regions,
                                     const struct kld_registered *wanted,
                                     struct kld_registered **ret_registered, struct kld_error *err) {

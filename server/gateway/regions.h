@@ -72,6 +72,10 @@ void kld_regions_give_up(struct kld_regions *regions, struct kld_registered *reg
 void kld_regions_unregister(struct kld_regions *regions, enum kld_registered_kind kind,
                             const struct kld_caller *owner, const char *name, uv_loop_t *loop);
 
+/* Those of callers who left (auth.h). True: callers whose tokens are gone have more, so this is to
+ * be called again. loop: as above. */
+bool kld_regions_drop_left(struct kld_regions *regions, uv_loop_t *loop);
+
 /* The memory behind a name of either kind. KLD_NOT_FOUND; KLD_INVALID: so many bytes at this offset
  * are not in it. */
 enum kld_status kld_regions_acquire(struct kld_regions *regions, const struct kld_caller *owner,

@@ -383,7 +383,8 @@ static const struct kld_route *find(struct kld_exchange *exchange, struct pieces
 static bool may_pass(struct kld_exchange *exchange) {
     struct kld_error error;
     const char *header = kld_exchange_header(exchange, MHD_HTTP_HEADER_AUTHORIZATION);
-    if (kld_auth_find(exchange->gateway->auth, header, &exchange->caller, &error) == KLD_OK)
+    if (kld_auth_find(exchange->gateway->auth, header, &exchange->caller, &exchange->rights,
+                      &error) == KLD_OK)
         return true;
     struct pieces pieces;
     for (size_t i = 0; i < sizeof routes / sizeof routes[0]; i++)
@@ -411,7 +412,7 @@ static void begin(struct kld_exchange *exchange) {
         fail(exchange, KLD_NOT_FOUND, "at this address there are /metrics and /v2/health alone");
         return;
     }
-    if (exchange->caller && kld_auth_check(exchange->caller, route->right, &error)) {
+    if (exchange->caller && kld_auth_check(exchange->rights, route->right, &error)) {
         kld_exchange_reply_error(exchange, &error);
         return;
     }

@@ -8,7 +8,7 @@
 
 #include "proto/status.h"
 
-/* Before there is a second thread, after the last file was read: threads inherit it. *ret_files:
+/* Before there is a second thread: threads inherit it. *ret_files:
  * the kernel also bounds files (Landlock); without it only the calls themselves are bounded. */
 enum kld_status kld_sandbox_enter(bool *ret_files, struct kld_error *err);
 /* Not in builds with a sanitizer, whose run-time needs more. */

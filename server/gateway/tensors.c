@@ -49,7 +49,8 @@ static void look(uv_timer_t *timer) {
     uv_mutex_lock(&tensors->mutex);
     uint64_t now = uv_hrtime();
     for (struct kld_stored *stored = tensors->first; stored; stored = stored->next)
-        if (stored->buffer && now - stored->used_ns > stored->lifetime_ns)
+        if (stored->buffer &&
+            (now - stored->used_ns > stored->lifetime_ns || kld_caller_left(stored->owner)))
             stored->condemned = true;
     sweep(tensors);
     uv_mutex_unlock(&tensors->mutex);

@@ -2,9 +2,9 @@
  *
  * A tensor belongs to the caller (auth.h) who uploaded it; nobody else sees it, and two callers may
  * use the same name. It goes when its lifetime has passed since it was last used, when it is
- * deleted or replaced, and with its worker: then it is listed as lost, and who names it is told
- * KLD_GONE. Requests that already use it finish with what it held, and it counts for the limits
- * until the last of them has. Any thread. */
+ * deleted or replaced, half a second after its owner left (auth.h), and with its worker: then it is
+ * listed as lost, and who names it is told KLD_GONE. Requests that already use it finish with what
+ * it held, and it counts for the limits until the last of them has. Any thread. */
 #ifndef KLD_SERVER_GATEWAY_TENSORS_H
 #define KLD_SERVER_GATEWAY_TENSORS_H
 

@@ -15,6 +15,7 @@
 #include "server/stats.h"
 
 struct kld_exchange;
+struct kld_tls_keys;
 
 enum kld_phase { KLD_PHASE_IDLE, KLD_PHASE_RECEIVING, KLD_PHASE_COMPUTING, KLD_PHASE_SENDING };
 
@@ -25,6 +26,7 @@ struct kld_watched {
     int fd;                        /* MHD's */
     uint32_t exchanges;            /* that began on it */
     bool metrics;                  /* http.c's: it may ask for those alone */
+    struct kld_tls_keys *keys;     /* http.c's: that its handshake was made with; NULL: plain */
 
     /* watch.c's own: what was seen when the phase or the time limit last began. */
     enum kld_phase phase;

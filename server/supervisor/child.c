@@ -169,7 +169,11 @@ static void read_report(struct kld_life *life) {
     }
     report.backend[sizeof report.backend - 1] = '\0';
     report.text[sizeof report.text - 1] = '\0';
-    if (life->child->life == life)
+    if (life->child->life != life)
+        return;
+    if (report.about == KLD_ABOUT_RELOAD)
+        kld_reload_answered(life->child->supervisor, &report);
+    else
         take_report(life->child, &report);
 }
 
@@ -200,6 +204,7 @@ static int spawn(struct kld_life *life, int childs_end, bool *ret_open) {
     struct kld_supervisor *supervisor = child->supervisor;
     char **settings = kld_config_arguments(&supervisor->config), index[24];
     char **arguments = settings ? arguments_of(child, settings, index) : NULL;
+    int secrets_fd = child == &supervisor->gateway ? supervisor->reload.secrets_fd : -1;
     uv_stdio_container_t stdio[] = {
         {.flags = UV_IGNORE}, /* standard input and output are not theirs: */
         {.flags = UV_IGNORE}, /* the output carries the ready line only */
@@ -208,6 +213,7 @@ static int spawn(struct kld_life *life, int childs_end, bool *ret_open) {
         {.flags = UV_INHERIT_FD, .data.fd = supervisor->stats_fd},
         {.flags = UV_INHERIT_FD, .data.fd = childs_end},
         {.flags = child->metrics_fd >= 0 ? UV_INHERIT_FD : UV_IGNORE, .data.fd = child->metrics_fd},
+        {.flags = secrets_fd >= 0 ? UV_INHERIT_FD : UV_IGNORE, .data.fd = secrets_fd},
     };
     uv_process_options_t options = {
         .file = "/proc/self/exe", /* the very same program, even if its file was replaced */
@@ -299,6 +305,31 @@ void kld_watched_init(struct kld_watched *child, struct kld_supervisor *supervis
 void kld_watched_signal(struct kld_watched *child, int signal_number) {
     if (child->life && (child->state == KLD_CHILD_STARTING || child->state == KLD_CHILD_READY))
         uv_process_kill(&child->life->process, signal_number);
+}
+
+bool kld_watched_order(struct kld_watched *child, enum kld_order_kind kind, const char *log_level,
+                       int fd) {
+    union {
+        struct cmsghdr head;
+        char bytes[CMSG_SPACE(sizeof(int))];
+    } room;
+    struct kld_child_order order = {.kind = (char)kind};
+    struct iovec part = {.iov_base = &order, .iov_len = sizeof order};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
+    if (!child->life || !child->life->control_open)
+        return false;
+    snprintf(order.log_level, sizeof order.log_level, "%s", log_level);
+    if (fd >= 0) {
+        memset(&room, 0, sizeof room);
+        room.head.cmsg_level = SOL_SOCKET;
+        room.head.cmsg_type = SCM_RIGHTS;
+        room.head.cmsg_len = CMSG_LEN(sizeof fd);
+        memcpy(CMSG_DATA(&room.head), &fd, sizeof fd);
+        message.msg_control = &room;
+        message.msg_controllen = sizeof room;
+    }
+    return sendmsg(child->life->control_fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL) ==
+           (ssize_t)sizeof order;
 }
 
 void kld_watched_ask(struct kld_watched *child) {

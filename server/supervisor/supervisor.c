@@ -83,15 +83,20 @@ static void drain_begin(struct kld_supervisor *supervisor) {
     drain_next(supervisor);
 }
 
+void kld_supervisor_drain(struct kld_supervisor *supervisor, int signal_number) {
+    kld_log(KLD_LOG_INFO, "draining", "signal=%d", signal_number);
+    drain_begin(supervisor);
+}
+
 static void on_stop_signal(uv_signal_t *handle, int signal_number) {
     struct kld_supervisor *supervisor = handle->data;
-    bool impatient = supervisor->draining && signal_number == SIGINT;
-    kld_log(KLD_LOG_INFO, impatient ? "stopping at once" : "draining", "signal=%d", signal_number);
-    if (impatient) { /* a second ^C */
+    if (supervisor->draining && signal_number == SIGINT) { /* a second ^C */
+        kld_log(KLD_LOG_INFO, "stopping at once", "signal=%d", signal_number);
         supervisor->killing = true;
         kill_all(supervisor);
+    } else {
+        kld_supervisor_drain(supervisor, signal_number);
     }
-    drain_begin(supervisor);
 }
 
 void kld_supervisor_fail(struct kld_supervisor *supervisor, const struct kld_watched *child,
@@ -116,8 +121,18 @@ bool kld_supervisor_wants(const struct kld_supervisor *supervisor,
 }
 
 void kld_supervisor_child_gone(struct kld_supervisor *supervisor, struct kld_watched *child) {
+    if (child == &supervisor->gateway)
+        kld_reload_gateway_gone(supervisor);
     if (supervisor->draining && child->state == KLD_CHILD_STOPPED)
         drain_next(supervisor);
+}
+
+void kld_supervisor_tell_ready(const struct kld_supervisor *supervisor, const char *problem) {
+    char state[KLD_ADDRESS_TEXT_MAX + 2 * KLD_CONFIG_TEXT_MAX + KLD_ERROR_TEXT_MAX + 64];
+    snprintf(state, sizeof state, "READY=1\nSTATUS=serves on %s %s, back end %s, devices %u%s%s",
+             supervisor->http.address, supervisor->config.unix, supervisor->config.backend,
+             supervisor->workers, problem ? "; " : "", problem ? problem : "");
+    kld_notify_send(&supervisor->notify, state);
 }
 
 static void announce(struct kld_supervisor *supervisor) {
@@ -131,11 +146,8 @@ static void announce(struct kld_supervisor *supervisor) {
     printf("ready http=%s unix=%s backend=%s devices=%u\n", supervisor->http.address,
            supervisor->config.unix, supervisor->config.backend, supervisor->workers);
     fflush(stdout);
-    char state[KLD_ADDRESS_TEXT_MAX + 2 * KLD_CONFIG_TEXT_MAX + 64];
-    snprintf(state, sizeof state, "READY=1\nSTATUS=serves on %s %s, back end %s, devices %u",
-             supervisor->http.address, supervisor->config.unix, supervisor->config.backend,
-             supervisor->workers);
-    kld_notify_send(&supervisor->notify, state);
+    kld_supervisor_tell_ready(supervisor, NULL);
+    kld_reload_proceed(supervisor);
 }
 
 /* The socket of worker i, and the worker; not yet started. */
@@ -216,6 +228,7 @@ void kld_supervisor_child_ready(struct kld_supervisor *supervisor, struct kld_wa
     }
     announce(supervisor);
     kld_watchdog_ready(child);
+    kld_reload_proceed(supervisor);
 }
 
 /* ---- PID 1 ------------------------------------------------------------------------------------
@@ -317,9 +330,10 @@ static enum kld_status place_unix(struct kld_supervisor *supervisor,
 }
 
 static enum kld_status open_all(struct kld_supervisor *supervisor, const struct kld_config *config,
-                                struct kld_error *err) {
+                                const struct kld_start *start, struct kld_error *err) {
     supervisor->config = *config;
     supervisor->http.fd = supervisor->metrics.fd = supervisor->stats_fd = -1;
+    supervisor->reload.secrets_fd = supervisor->hangup.fd = -1;
     for (uint32_t i = 0; i < KLD_DEVICES_MAX; i++)
         supervisor->unix_socket[i].fd = -1;
     supervisor->workers_max = kld_config_devices(config);
@@ -332,11 +346,14 @@ static enum kld_status open_all(struct kld_supervisor *supervisor, const struct 
         status = kld_stats_create(&supervisor->page, &supervisor->stats_fd, err);
     if (status == KLD_OK)
         status = open_http(supervisor, config, err);
+    if (status == KLD_OK)
+        status = kld_reload_open(supervisor, config, start, err);
     if (status == KLD_OK && uv_loop_init(&supervisor->loop) != 0)
         status = kld_error_set(err, KLD_NO_MEMORY, "cannot make an event loop");
     if (status != KLD_OK)
         return status;
     init_loop(supervisor);
+    kld_hangup_open(supervisor, start->hangup_ignored);
     if ((status = open_workers(supervisor, err))) {
         uv_walk(&supervisor->loop, close_handle, NULL);
         uv_run(&supervisor->loop, UV_RUN_DEFAULT);
@@ -357,18 +374,20 @@ static void close_all(struct kld_supervisor *supervisor) {
         close(supervisor->metrics.fd);
     if (supervisor->stats_fd >= 0)
         close(supervisor->stats_fd);
+    kld_hangup_close(supervisor);
+    kld_reload_close(supervisor);
     kld_stats_detach(supervisor->page);
     kld_notify_close(&supervisor->notify);
 }
 
-int kld_supervisor_main(const struct kld_config *config) {
+int kld_supervisor_main(const struct kld_config *config, const struct kld_start *start) {
     struct kld_supervisor *supervisor = calloc(1, sizeof *supervisor);
     struct kld_error err = {.status = KLD_OK};
     enum kld_status status;
     if (!supervisor)
         status = kld_error_set(&err, KLD_NO_MEMORY, "out of memory");
     else
-        status = open_all(supervisor, config, &err);
+        status = open_all(supervisor, config, start, &err);
     bool failed = status != KLD_OK;
     if (failed) {
         kld_log(KLD_LOG_ERROR, "cannot start", "reason=\"%s\"", err.text);

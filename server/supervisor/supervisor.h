@@ -11,6 +11,7 @@
 
 #include "server/config.h"
 #include "server/role.h"
+#include "server/secrets.h"
 #include "server/stats.h"
 #include "server/supervisor/notify.h"
 
@@ -111,11 +112,65 @@ struct kld_watched {
 void kld_watched_init(struct kld_watched *child, struct kld_supervisor *supervisor,
                       const char *role, uint32_t index, int listen_fd);
 void kld_watched_start(struct kld_watched *child);
+/* False: it could not be told, or is not there. fd: goes with it; -1: none. */
+bool kld_watched_order(struct kld_watched *child, enum kld_order_kind kind, const char *log_level,
+                       int fd);
 /* SIGTERM, once in a life. */
 void kld_watched_ask(struct kld_watched *child);
 void kld_watched_signal(struct kld_watched *child, int signal_number); /* nothing if not running */
 /* Not started again; a pause is cut short. What runs goes on running. */
 void kld_watched_retire(struct kld_watched *child);
+
+/* ---- reload.c ---------------------------------------------------------------------------------
+ */
+
+#define KLD_KEPT_TEXT_MAX 400 /* names of settings that a reload could not change */
+
+enum kld_reload_state {
+    KLD_RELOAD_IDLE,
+    KLD_RELOAD_READING, /* the configuration and its files, on uv's pool */
+    KLD_RELOAD_ASKING,  /* the gateway, which checks and takes over */
+};
+
+struct kld_reload {
+    const struct kld_start *start; /* constant; the pool reads it */
+    struct kld_config in_use;      /* as parsed at start, with what reloads changed of it */
+    enum kld_reload_state state;
+    bool wanted;    /* SIGHUP came, or came again, since the last reload began */
+    int secrets_fd; /* memfd of what is in use, for each gateway that is started; -1: no HTTP */
+
+    /* While READING the pool's, then the loop's. */
+    uv_work_t work;
+    struct kld_config next;
+    int next_fd;
+    char kept[KLD_KEPT_TEXT_MAX];
+    struct kld_error error;
+};
+
+/* The files as they are at start, which has to work out. */
+enum kld_status kld_reload_open(struct kld_supervisor *supervisor, const struct kld_config *config,
+                                const struct kld_start *start, struct kld_error *err);
+void kld_reload_close(struct kld_supervisor *supervisor);
+/* SIGHUP: begins as soon as the server is up and no other reload is under way. */
+void kld_reload_want(struct kld_supervisor *supervisor);
+/* A child serves; the reload that waited for it may begin. */
+void kld_reload_proceed(struct kld_supervisor *supervisor);
+void kld_reload_answered(struct kld_supervisor *supervisor, const struct kld_child_report *report);
+void kld_reload_gateway_gone(struct kld_supervisor *supervisor);
+
+/* ---- hangup.c ---------------------------------------------------------------------------------
+ */
+
+struct kld_hangup {
+    int fd; /* signalfd of SIGHUP; -1 */
+    uv_poll_t poll;
+    bool has_terminal; /* had, at start: its end is ours, unless SIGHUP was ignored (nohup) */
+};
+
+/* After uv_loop_init(); SIGHUP is blocked. Where it cannot be watched, which is logged, it stays
+ * blocked and does nothing. */
+void kld_hangup_open(struct kld_supervisor *supervisor, bool ignored);
+void kld_hangup_close(struct kld_supervisor *supervisor); /* after the loop */
 
 /* ---- supervisor.c ------------------------------------------------------------------------------
  */
@@ -145,7 +200,14 @@ struct kld_supervisor {
     bool failed;          /* it could not start: exit status 1 */
     bool announced;
     bool watchdog_due; /* the service manager waits for a sign of life */
+    struct kld_reload reload;
+    struct kld_hangup hangup;
 };
+
+/* Ends the server in order, as a signal asks. Once is enough. */
+void kld_supervisor_drain(struct kld_supervisor *supervisor, int signal_number);
+/* READY=1, to the service manager. problem: what it is to show beside; NULL: nothing. */
+void kld_supervisor_tell_ready(const struct kld_supervisor *supervisor, const char *problem);
 
 /* Called by child.c. */
 void kld_supervisor_child_ready(struct kld_supervisor *supervisor, struct kld_watched *child,

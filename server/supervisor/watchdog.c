@@ -2,14 +2,12 @@
  * every child is asked, and when all that serve have answered, it is told. A child whose loop hangs
  * answers nothing, so after the manager's time it ends the server and starts it anew. A worker that
  * is being replaced holds nothing up as long as another one serves. Supervisor's loop thread. */
-#include <sys/socket.h>
-
 #include "server/supervisor/supervisor.h"
 
 static void ask(struct kld_watched *child) {
     child->answered = false;
     if (child->state == KLD_CHILD_READY)
-        (void)!send(child->life->control_fd, "?", 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+        (void)kld_watched_order(child, KLD_ORDER_ALIVE, "", -1);
 }
 
 /* All that serve have answered, and they are enough to serve. */

@@ -299,15 +299,17 @@ static void fault_wanted(uv_signal_t *signal, int number) {
     worker->options.backend->fail_next(worker->device);
 }
 
-/* The supervisor asks for a sign of life; the end of the pair means that it is gone. */
+/* What the supervisor wants; the end of the pair means that it is gone. */
 static void control_ready(uv_poll_t *poll, int status, int events) {
     struct kld_worker *worker = poll->data;
-    char byte;
+    struct kld_child_order order;
     (void)events;
-    ssize_t got = recv(worker->options.control_fd, &byte, 1, MSG_DONTWAIT);
-    if (got > 0)
+    enum kld_heard heard = kld_child_hear(worker->options.control_fd, &order, NULL);
+    if (heard == KLD_HEARD_ORDER && order.kind == KLD_ORDER_LOG_LEVEL)
+        kld_log_set_level(order.log_level);
+    else if (heard == KLD_HEARD_ORDER)
         kld_child_alive_send(worker->options.control_fd);
-    if (got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR) && status >= 0))
+    if (heard == KLD_HEARD_ORDER || (heard == KLD_HEARD_NOTHING && status >= 0))
         return;
     uv_poll_stop(poll);
     kld_log(KLD_LOG_WARN, "supervisor gone", "%s", "");

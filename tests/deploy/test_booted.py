@@ -151,6 +151,15 @@ def test_the_sockets_outlive_it(booted):
     assert restart.returncode == 0
 
 
+def test_a_reload_ends_nothing(booted):
+    before = booted.show("MainPID"), booted.processes()
+    booted.ask("systemctl", "reload", "kld.service")
+    wait_until(lambda: '"event":"reloaded","log_level":"info"' in booted.journal(), 10, "the reload")
+    wait_until(lambda: booted.show("ActiveState") == "active", 10, "the end of it")
+    assert (booted.show("MainPID"), booted.processes()) == before
+    ping(booted, SERVERS[1])
+
+
 def test_a_hanging_gateway_is_replaced(booted):
     before = int(booted.show("NRestarts"))
     hanging = next(pid for line, pid in booted.processes().items() if "--role=gateway" in line)

@@ -1,8 +1,10 @@
-"""What the HTTP tests share: made-up tensors, how close an answer must be, shared memory, counting."""
+"""What the HTTP tests share: made-up tensors, how close an answer must be, shared memory, certificates, counting."""
 import mmap
 import os
+import subprocess
 
 import numpy as np
+import pytest
 
 PREFIX = "/kld-test-"
 
@@ -59,3 +61,27 @@ def in_region(name, shape, offset, dtype="FP32", size=4):
 
 def fds_of(pid):
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory):
+    """ca.crt signs server.crt (for localhost) and client.crt; other.crt is signed by itself."""
+    folder = tmp_path_factory.mktemp("certificates")
+
+    def openssl(*arguments):
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+    new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    for name in ("ca", "other"):
+        openssl("req", "-x509", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.crt", "-subj",
+                f"/CN={name}", "-days", "2")
+    for name, more in (("server", "subjectAltName=DNS:localhost,IP:127.0.0.1\nextendedKeyUsage=serverAuth"),
+                       ("client", "extendedKeyUsage=clientAuth")):
+        openssl("req", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        (folder / "more").write_text(more + "\n")
+        openssl("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial",
+                "-days", "2", "-out", f"{name}.crt", "-extfile", "more")
+    return folder
+
+
+def tls_flags(folder, **more):
+    return {"tls_cert": folder / "server.crt", "tls_key": folder / "server.key", **more}

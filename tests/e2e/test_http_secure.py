@@ -16,7 +16,7 @@ import pytest
 
 import oip
 from conftest import BIN, Server, clean_environment, wait_until
-from httplib import PREFIX, Shared, close, probabilities, register
+from httplib import PREFIX, Shared, certificates, close, probabilities, register, tls_flags
 from oip import INFER
 
 Q, P = probabilities((2, 3), 1), probabilities((2, 3), 2)
@@ -245,30 +245,6 @@ def test_secrets_are_never_logged(make_server, tokens, certificates):
 
 
 # ---- TLS ------------------------------------------------------------------------------------------
-
-@pytest.fixture(scope="session")
-def certificates(tmp_path_factory):
-    """ca.crt signs server.crt (for localhost) and client.crt; other.crt is signed by itself."""
-    folder = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*arguments):
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-    new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    for name in ("ca", "other"):
-        openssl("req", "-x509", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.crt", "-subj",
-                f"/CN={name}", "-days", "2")
-    for name, more in (("server", "subjectAltName=DNS:localhost,IP:127.0.0.1\nextendedKeyUsage=serverAuth"),
-                       ("client", "extendedKeyUsage=clientAuth")):
-        openssl("req", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        (folder / "more").write_text(more + "\n")
-        openssl("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial",
-                "-days", "2", "-out", f"{name}.crt", "-extfile", "more")
-    return folder
-
-
-def tls_flags(folder, **more):
-    return {"tls_cert": folder / "server.crt", "tls_key": folder / "server.key", **more}
-
 
 def ask_tls(server, context, headers=HEADERS, data=None, path="/v2"):
     connection = http.client.HTTPSConnection(server.address, timeout=60, context=context)

@@ -44,20 +44,21 @@ static void tokens(const char *at, const char *end) {
     struct kld_error err;
     const char *header = next(&at, end);
     size_t left = at < end ? (size_t)(end - at) : 0;
-    int fd = memfd_create("tokens", 0);
-    require(fd >= 0 && write(fd, at, left) == (ssize_t)left);
-    snprintf(config.tokens, sizeof config.tokens, "/proc/self/fd/%d", fd);
-    enum kld_status status = kld_auth_open(&config, &auth, &err);
-    close(fd);
+    char *text = calloc(1, left + 1);
+    unsigned rights = 0;
+    require(text != NULL);
+    memcpy(text, at, left);
+    enum kld_status status = kld_auth_open(&config, text, &auth, &err);
+    free(text);
     if (status) {
         require_error(status, &err);
         return;
     }
-    if ((status = kld_auth_find(auth, header, &caller, &err)))
+    if ((status = kld_auth_find(auth, header, &caller, &rights, &err)))
         require_error(status, &err);
     else
-        require(caller->name[0] && caller->rights & KLD_RIGHT_ANY);
-    require(kld_auth_find(auth, NULL, &caller, &err) == KLD_UNAUTHENTICATED);
+        require(caller->name[0] && rights & KLD_RIGHT_ANY);
+    require(kld_auth_find(auth, NULL, &caller, &rights, &err) == KLD_UNAUTHENTICATED);
     kld_auth_close(auth);
 }
 

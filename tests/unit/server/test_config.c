@@ -229,6 +229,37 @@ START_TEST(arguments_are_the_whole_configuration) {
 }
 END_TEST
 
-UNIT_MAIN("server/config", defaults, both_spellings_of_a_flag, devices_are_all_or_a_list,
-          precedence, refuses_flags, refuses_environment, refuses_files, a_file_may_hold_every_kind,
-          help_and_version_win, arguments_are_the_whole_configuration)
+START_TEST(what_a_running_server_takes_over) {
+    char kept[64];
+    ck_assert_int_eq(parse(FLAGS("--tokens=/a", "--log-level=info", "--clients-max=3"), NULL),
+                     KLD_OK);
+    struct kld_config running = config;
+    kld_config_adopt(&running, &config, kept, sizeof kept);
+    ck_assert_str_eq(kept, "");
+    ck_assert_int_eq(parse(FLAGS("--tokens=/b", "--log-level=debug", "--clients-max=4",
+                                 "--insecure-bind", "--tls-cert=/c"),
+                           NULL),
+                     KLD_OK);
+    kld_config_adopt(&running, &config, kept, sizeof kept);
+    ck_assert_str_eq(kept, "insecure_bind,clients_max,tls_cert"); /* TLS is not turned on */
+    ck_assert_str_eq(running.tokens, "/b");
+    ck_assert_str_eq(running.log_level, "debug");
+    ck_assert_str_eq(running.tls_cert, "");
+    ck_assert_uint_eq(running.clients_max, 3);
+    ck_assert(!running.insecure_bind);
+    ck_assert_int_eq(parse(NULL, NULL), KLD_OK);
+    kld_config_adopt(&running, &config, kept, sizeof kept);
+    ck_assert_str_eq(kept, "clients_max,tokens"); /* nor tokens off */
+    ck_assert_str_eq(running.tokens, "/b");
+    char few[24];
+    ck_assert_int_eq(
+        parse(FLAGS("--threads=1", "--spin-us=1", "--clients-max=1", "--drain-ms=1"), NULL),
+        KLD_OK);
+    kld_config_adopt(&running, &config, few, sizeof few);
+    ck_assert_str_eq(few, "threads,spin_us,...");
+}
+END_TEST
+
+UNIT_MAIN("server/config", what_a_running_server_takes_over, defaults, both_spellings_of_a_flag,
+          devices_are_all_or_a_list, precedence, refuses_flags, refuses_environment, refuses_files,
+          a_file_may_hold_every_kind, help_and_version_win, arguments_are_the_whole_configuration)

@@ -119,9 +119,22 @@ START_TEST(wrong_settings) {
 }
 END_TEST
 
+START_TEST(the_level_changes) {
+    capture("warn", "text", false);
+    kld_log_set_level("debug");
+    kld_log(KLD_LOG_DEBUG, "chatter", "x=%d", 1);
+    ck_assert_ptr_nonnull(strstr(line(), "chatter"));
+    kld_log_set_level("error");
+    ck_assert(!kld_log_wants(KLD_LOG_WARN) && kld_log_wants(KLD_LOG_ERROR));
+    kld_log_set_level("loud"); /* is none, and changes nothing */
+    ck_assert(!kld_log_wants(KLD_LOG_WARN) && kld_log_wants(KLD_LOG_ERROR));
+}
+END_TEST
+
 int main(void) {
     signal(SIGPIPE, SIG_IGN); /* as main.c does */
-    const TTest *const tests[] = {text_line,       level_is_respected,         json_line,
-                                  json_stays_json, full_pipe_loses_and_counts, wrong_settings};
+    const TTest *const tests[] = {text_line,        level_is_respected,         json_line,
+                                  json_stays_json,  full_pipe_loses_and_counts, wrong_settings,
+                                  the_level_changes};
     return unit_run("server/log", tests, sizeof tests / sizeof tests[0]);
 }

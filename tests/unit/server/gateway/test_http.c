@@ -12,7 +12,6 @@
 #include "server/gateway/accept.h"
 #include "server/gateway/links.h"
 #include "server/gateway/recent.h"
-#include "server/gateway/tls.h"
 #include "server/gateway/watch.h"
 #include "tests/unit/unit.h"
 
@@ -63,7 +62,6 @@ static const struct kld_http_handler handler = {begin, feed, finish, end};
 
 static void open_all(void) {
     struct kld_error error;
-    struct kld_tls tls = {.certificate = NULL};
     enum kld_config_action action;
     char *no_environment[] = {NULL};
     ck_assert_int_eq(kld_config_parse(0, NULL, no_environment, &config, &action, &error), KLD_OK);
@@ -73,7 +71,7 @@ static void open_all(void) {
     uv_timer_init(&gateway.loop, &timer);
     ck_assert_int_eq(kld_links_open(&gateway.loop, &config, &page, NULL, &gateway.links, &error),
                      KLD_OK);
-    ck_assert_int_eq(kld_http_open(&gateway, &tls, &handler, &gateway.http, &error), KLD_OK);
+    ck_assert_int_eq(kld_http_open(&gateway, &handler, &gateway.http, &error), KLD_OK);
 }
 
 /* A connection that the gateway has; returns the client's end. */

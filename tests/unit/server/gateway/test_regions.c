@@ -182,5 +182,29 @@ START_TEST(a_full_list_of_control_characters) {
 }
 END_TEST
 
-UNIT_MAIN("server/gateway/regions", a_name_is_taken_before_it_is_there, both_kinds_share_the_limits,
-          a_region_is_its_owners_alone, the_list_is_json, a_full_list_of_control_characters)
+/* Once their owner's last request has ended; what is just being registered then, a moment later. */
+START_TEST(regions_of_who_left_go) {
+    struct kld_registered *coming;
+    open_all();
+    ck_assert_int_eq(add(&one, "a", 100), KLD_OK);
+    ck_assert_int_eq(add(&two, "a", 100), KLD_OK);
+    ck_assert_int_eq(reserve(KLD_REGISTERED_CUDA, &one, "b", 100, &coming), KLD_OK);
+    ck_assert(!kld_regions_drop_left(regions, NULL));
+    atomic_store(&one.requests, 1);
+    atomic_store(&one.gone, true);
+    ck_assert(kld_regions_drop_left(regions, NULL));
+    ck_assert_int_eq(acquire(&one, "a", 0, 100), KLD_OK);
+    atomic_store(&one.requests, 0);
+    ck_assert(kld_regions_drop_left(regions, NULL));
+    ck_assert_int_eq(acquire(&one, "a", 0, 100), KLD_NOT_FOUND);
+    ck_assert_int_eq(acquire(&two, "a", 0, 100), KLD_OK);
+    kld_regions_publish(regions, coming, use_of_buffer());
+    ck_assert(!kld_regions_drop_left(regions, NULL));
+    ck_assert_int_eq(acquire(&one, "b", 0, 100), KLD_NOT_FOUND);
+    close_all();
+}
+END_TEST
+
+UNIT_MAIN("server/gateway/regions", regions_of_who_left_go, a_name_is_taken_before_it_is_there,
+          both_kinds_share_the_limits, a_region_is_its_owners_alone, the_list_is_json,
+          a_full_list_of_control_characters)

@@ -9,6 +9,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "server/log.h"
+#include "server/role.h"
 #include "tests/unit/server/worker/rig.h"
 #include "tests/unit/unit.h"
 
@@ -219,8 +221,24 @@ START_TEST(a_device_of_ones_own_is_not_asked) {
 }
 END_TEST
 
-UNIT_MAIN("server/worker/worker", an_idle_worker_notices_that_its_device_is_lost,
-          a_device_of_ones_own_is_not_asked, term_answers_what_is_in_flight_and_refuses_the_rest,
-          drain_does_not_wait_longer_than_told, accept_without_descriptors_waits,
-          wrong_lists_are_told_at_start, jobs_end_whether_or_not_the_loop_polls,
+/* The level first: its order has no answer, and the sign of life comes after it. */
+START_TEST(orders_of_the_supervisor) {
+    struct kld_child_order level = {.kind = KLD_ORDER_LOG_LEVEL, .log_level = "debug"};
+    struct kld_child_order alive = {.kind = KLD_ORDER_ALIVE};
+    char answer[8];
+    start();
+    bool before = kld_log_wants(KLD_LOG_DEBUG);
+    ck_assert_int_eq(send(rig.control[0], &level, sizeof level, 0), sizeof level);
+    ck_assert_int_eq(send(rig.control[0], &alive, sizeof alive, 0), sizeof alive);
+    ck_assert_int_eq(recv(rig.control[0], answer, sizeof answer, 0), 1);
+    ck_assert(!before && kld_log_wants(KLD_LOG_DEBUG));
+    end();
+}
+END_TEST
+
+UNIT_MAIN("server/worker/worker", orders_of_the_supervisor,
+          an_idle_worker_notices_that_its_device_is_lost, a_device_of_ones_own_is_not_asked,
+          term_answers_what_is_in_flight_and_refuses_the_rest, drain_does_not_wait_longer_than_told,
+          accept_without_descriptors_waits, wrong_lists_are_told_at_start,
+          jobs_end_whether_or_not_the_loop_polls,
           a_lost_device_is_told_to_those_behind_one_who_does_not_read)
