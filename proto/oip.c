@@ -26,6 +26,7 @@ struct place {
     uint64_t region_offset_bytes, region_size_bytes;
     bool has_stored; /* inputs: a tensor that the server keeps */
     char stored[KLD_OIP_NAME_MAX];
+    uint32_t dtype; /* outputs: asked for; 0: the output's own */
 };
 
 static enum kld_status read_place(const cJSON *parameters, bool output, const char *name,
@@ -33,8 +34,11 @@ static enum kld_status read_place(const cJSON *parameters, bool output, const ch
     static const char *const input_keys[] = {"binary_data_size",     "shared_memory_region",
                                              "shared_memory_offset", "shared_memory_byte_size",
                                              "stored_tensor",        NULL};
-    static const char *const output_keys[] = {"binary_data", "shared_memory_region",
-                                              "shared_memory_offset", "shared_memory_byte_size",
+    static const char *const output_keys[] = {"binary_data",
+                                              "shared_memory_region",
+                                              "shared_memory_offset",
+                                              "shared_memory_byte_size",
+                                              "datatype",
                                               NULL};
     memset(place, 0, sizeof *place);
     if (!parameters)
@@ -63,6 +67,12 @@ static enum kld_status read_place(const cJSON *parameters, bool output, const ch
                                      name, key, KLD_OIP_NAME_MAX - 1);
             *(stored ? &place->has_stored : &place->has_region) = true;
             strcpy(to, item->valuestring);
+        } else if (strcmp(key, "datatype") == 0) {
+            enum kld_dtype dtype;
+            if (!cJSON_IsString(item) || !kld_dtype_from_name(item->valuestring, &dtype))
+                return kld_error_set(err, KLD_INVALID, "%s: unknown datatype; known: %s", name,
+                                     kld_dtype_list());
+            place->dtype = dtype;
         } else if (strcmp(key, "binary_data_size") == 0) {
             place->has_size = true;
             status = kld_json_whole(item, "binary_data_size", &place->size_bytes, err);
@@ -330,7 +340,9 @@ static enum kld_status read_parameters(const cJSON *root, struct kld_oip_request
     return KLD_OK;
 }
 
-static void shape_output(const struct kld_oip_request *request, struct kld_oip_tensor *output) {
+/* dtype: asked for, or 0. */
+static void shape_output(const struct kld_oip_request *request, struct kld_oip_tensor *output,
+                         uint32_t dtype) {
     const struct kld_op *op = &request->op;
     bool wide = output->slot == KLD_SLOT_GRAD_PREDICTIONS ||
                 output->slot == KLD_SLOT_GRAD_TARGETS ||
@@ -356,6 +368,7 @@ static void shape_output(const struct kld_oip_request *request, struct kld_oip_t
     else
         output->dtype = predictions == KLD_DTYPE_FP64 || targets == KLD_DTYPE_FP64 ? KLD_DTYPE_FP64
                                                                                    : KLD_DTYPE_FP32;
+    output->dtype = dtype ? dtype : output->dtype; /* kld_op_check() knows which fit */
     output->bytes = output->elements * kld_dtype_bytes(output->dtype);
 }
 
@@ -384,7 +397,7 @@ static enum kld_status read_output(const cJSON *item, bool binary, struct kld_oi
     struct kld_oip_tensor *output = &request->output[request->output_count++];
     memset(output, 0, sizeof *output);
     output->slot = slot;
-    shape_output(request, output);
+    shape_output(request, output, place.dtype);
     request->op.tensor[slot].dtype = output->dtype;
     if (place.has_region) {
         if (place.binary)

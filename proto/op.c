@@ -124,8 +124,12 @@ static bool dtype_fits(const struct kld_op *op, const struct kld_geometry *geome
     case KLD_SLOT_ROW_MASK:
         *ret_expected = "BOOL or UINT8";
         return dtype == KLD_DTYPE_BOOL || dtype == KLD_DTYPE_UINT8;
-    case KLD_SLOT_LOSS:
-    case KLD_SLOT_ROW_LOSS: wanted = geometry->loss_dtype; break;
+    case KLD_SLOT_ROW_LOSS: /* in FP64 these are the terms of the sum themselves (sum.h) */
+        if (dtype == KLD_DTYPE_FP64)
+            return true;
+        wanted = geometry->loss_dtype;
+        break;
+    case KLD_SLOT_LOSS: wanted = geometry->loss_dtype; break;
     case KLD_SLOT_GRAD_PREDICTIONS: wanted = op->tensor[KLD_SLOT_PREDICTIONS].dtype; break;
     case KLD_SLOT_GRAD_TARGETS: wanted = op->tensor[KLD_SLOT_TARGETS].dtype; break;
     default: *ret_expected = kld_dtype_list(); return kld_dtype_is_float(dtype);

@@ -70,7 +70,7 @@ extern "C" {
     X(GRAD_OUTPUT, "grad_output",                                                                  \
       0)                       /* float; [1], or [N] for row, or the inputs' shape for none */     \
     X(LOSS, "loss", 1)         /* the reduced value; dtype kld_geometry.loss_dtype */              \
-    X(ROW_LOSS, "row_loss", 1) /* [N]: what reduction row would give; same dtype as loss */        \
+    X(ROW_LOSS, "row_loss", 1) /* [N]: what reduction row would give; FP64 too */                  \
     X(GRAD_PREDICTIONS, "grad_predictions", 1) /* shape and dtype of predictions */                \
     X(GRAD_TARGETS, "grad_targets", 1)         /* shape and dtype of targets */
 

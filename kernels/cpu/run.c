@@ -9,9 +9,9 @@
 #include <string.h>
 
 #include "kernels/cpu/quick.h"
+#include "proto/sum.h"
 
 #define SPAN_CLASSES_MIN 16384 /* a piece of a row: both sides in FP32 fit a second cache */
-#define CHUNK_ELEMENTS 32768   /* rows are handed out in chunks of about this many elements */
 #define COPY_CHUNK_BYTES (1u << 20)
 #define STREAMING_BYTES (8u << 20) /* gradients beyond this do not stay in a cache */
 
@@ -85,7 +85,7 @@ static double read_float(const unsigned char *at, uint32_t dtype) {
     }
 }
 
-static void write_loss(unsigned char *at, enum kld_dtype dtype, double value) {
+static void write_loss(unsigned char *at, uint32_t dtype, double value) {
     float single = (float)value;
     if (dtype == KLD_DTYPE_FP64)
         memcpy(at, &value, sizeof value);
@@ -204,10 +204,9 @@ static void write_zeros(const struct plan *plan, enum kld_slot slot, uint64_t in
         memset(row_of(plan, slot, index), 0, plan->geometry->slot[slot].row_bytes);
 }
 
-/* Writes a row's own outputs; returns what it adds to the sum. */
+/* Writes a row's own outputs; returns its term of the sum (proto/sum.h). */
 static double row_end(const struct plan *plan, const struct row *row, double value) {
-    double weighted = row->masked ? 0 : value * row->weight;
-    double scaled = row->masked ? 0 : weighted * plan->scale;
+    double term = row->masked ? 0 : value * row->weight * plan->scale;
     if (row->masked || plan->zero) { /* the row was read: a gradient may lie over it */
         write_zeros(plan, KLD_SLOT_GRAD_PREDICTIONS, row->index);
         write_zeros(plan, KLD_SLOT_GRAD_TARGETS, row->index);
@@ -215,10 +214,11 @@ static double row_end(const struct plan *plan, const struct row *row, double val
     if (row->masked && !plan->geometry->scalar)
         write_zeros(plan, KLD_SLOT_LOSS, row->index);
     if (plan->at[KLD_SLOT_ROW_LOSS])
-        write_loss(row_of(plan, KLD_SLOT_ROW_LOSS, row->index), plan->geometry->loss_dtype, scaled);
+        write_loss(row_of(plan, KLD_SLOT_ROW_LOSS, row->index),
+                   plan->job->op.tensor[KLD_SLOT_ROW_LOSS].dtype, term);
     if (plan->at[KLD_SLOT_LOSS] && plan->job->op.reduction == KLD_REDUCTION_ROW)
-        write_loss(row_of(plan, KLD_SLOT_LOSS, row->index), plan->geometry->loss_dtype, scaled);
-    return weighted;
+        write_loss(row_of(plan, KLD_SLOT_LOSS, row->index), plan->geometry->loss_dtype, term);
+    return term;
 }
 
 /* A whole row on one thread: all passes while it is in the cache. */
@@ -448,9 +448,8 @@ static void plan_init(struct plan *plan, struct kld_cpu_run *run, struct kld_cpu
     plan->scale = op->number[KLD_NUMBER_SCALE];
     plan->grad_output = op->number[KLD_NUMBER_GRAD_OUTPUT];
     plan_dots(plan);
-    uint64_t rows = divide_up(CHUNK_ELEMENTS, geometry->classes);
-    uint64_t least = divide_up(geometry->rows, KLD_CPU_CHUNKS_MAX);
-    plan->rows_per_chunk = rows > least ? rows : least;
+    /* Also what a thread takes at a time. */
+    plan->rows_per_chunk = kld_sum_group_rows(geometry->rows, geometry->classes);
     plan->chunks = divide_up(geometry->rows, plan->rows_per_chunk);
     uint64_t classes = divide_up(geometry->classes, KLD_CPU_SPANS_MAX);
     classes = divide_up(classes, KLD_CPU_BLOCK) * KLD_CPU_BLOCK;
@@ -479,7 +478,7 @@ void kld_cpu_run_op(struct kld_cpu_run *run, struct kld_cpu_team *team, struct k
     double sum = 0;
     for (uint64_t i = 0; i < plan.chunks; i++)
         sum += run->chunk[i].value;
-    double loss = plan.zero ? 0 : sum * plan.scale / plan.divisor;
+    double loss = plan.zero ? 0 : sum / plan.divisor;
     job->loss = plan.geometry->loss_dtype == KLD_DTYPE_FP64 ? loss : (double)(float)loss;
     if (plan.at[KLD_SLOT_LOSS])
         write_loss(plan.at[KLD_SLOT_LOSS], plan.geometry->loss_dtype, loss);

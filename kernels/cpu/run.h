@@ -6,6 +6,7 @@
 #include "kernels/backend.h"
 #include "kernels/cpu/kernel.h"
 #include "kernels/cpu/team.h"
+#include "proto/sum.h"
 
 /* The scratch of a device, allocated once. */
 struct kld_cpu_run {
@@ -18,7 +19,7 @@ struct kld_cpu_run {
 };
 
 #define KLD_CPU_SPANS_MAX 16384
-#define KLD_CPU_CHUNKS_MAX 65536
+#define KLD_CPU_CHUNKS_MAX KLD_SUM_GROUPS_MAX
 
 enum kld_status kld_cpu_run_init(struct kld_cpu_run *run, struct kld_error *err);
 void kld_cpu_run_done(struct kld_cpu_run *run);

@@ -13,6 +13,9 @@
 #define KLD_METRICS_BYTES_MAX (512 << 10)
 
 void kld_metrics_append(const struct kld_stats_page *page, struct kld_oip_text *text);
+/* ,"backend":"...","device":"..." for a JSON object, where all workers have said what they are and
+ * are alike; else nothing. */
+void kld_metrics_append_device(const struct kld_stats_page *page, struct kld_oip_text *text);
 /* {"model_stats":[...]} */
 void kld_metrics_append_model(const struct kld_gateway_counts *counts, struct kld_oip_text *text);
 /* HTML for a person's browser; it shows no name of a client and no path. */

@@ -64,6 +64,21 @@ static void append_names(const struct kld_stats *stats, struct kld_oip_text *tex
     kld_oip_append(text, "\"");
 }
 
+void kld_metrics_append_device(const struct kld_stats_page *page, struct kld_oip_text *text) {
+    const struct kld_stats *first = &page->worker[0];
+    if (!kld_stats_described(page))
+        return;
+    for (uint32_t i = 1; i < kld_metric_workers(page); i++)
+        if (memcmp(first->backend, page->worker[i].backend, sizeof first->backend) != 0 ||
+            memcmp(first->device, page->worker[i].device, sizeof first->device) != 0)
+            return;
+    kld_oip_append(text, ",\"backend\":\"");
+    append_label(text, first->backend, sizeof first->backend);
+    kld_oip_append(text, "\",\"device\":\"");
+    append_label(text, first->device, sizeof first->device);
+    kld_oip_append(text, "\"");
+}
+
 bool kld_metric_has_uuid(const uint8_t *uuid) {
     bool any = false;
     for (int i = 0; i < KLD_WIRE_UUID_BYTES; i++)

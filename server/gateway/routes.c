@@ -82,13 +82,15 @@ static void ready(struct kld_exchange *exchange, const struct pieces *pieces, co
 
 static void server_metadata(struct kld_exchange *exchange, const struct pieces *pieces,
                             const char *body, size_t bytes) {
-    TEXT(text, 512);
+    TEXT(text, 1024);
     kld_oip_append(&text,
                    "{\"name\":\"kld\",\"version\":\"" KLD_RELEASE "\",\"extensions\":["
                    "\"binary_tensor_data\",\"model_configuration\","
-                   "\"statistics\",\"stored_tensors\"%s%s]}",
+                   "\"statistics\",\"stored_tensors\"%s%s]",
                    exchange->gateway->config->shm_prefix[0] ? ",\"system_shared_memory\"" : "",
                    kld_cuda_shm_works(exchange->gateway) ? ",\"cuda_shared_memory\"" : "");
+    kld_metrics_append_device(exchange->gateway->page, &text);
+    kld_oip_append(&text, "}");
     answer_json(exchange, &text);
 }
 

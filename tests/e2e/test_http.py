@@ -45,6 +45,23 @@ def test_server_metadata(server):
     assert "binary_tensor_data" in reply["extensions"]
     assert "system_shared_memory" in reply["extensions"]
     assert "cuda_shared_memory" not in reply["extensions"]
+    assert reply["backend"] == server.backend and len(reply["device"]) > 3
+
+
+def test_row_losses_in_fp64_are_what_the_loss_is_the_sum_of(server):
+    """Where a group has all rows: one after the other (proto/README.md)."""
+    random = np.random.default_rng(5)
+    q, p = random.dirichlet(np.ones(40), (2, 300)).astype(np.float32)
+    headers, body = oip.body({"predictions": q, "targets": p}, {"row_loss": {"datatype": "FP64"}, "loss": {}},
+                             {"reduction": "sum", "scale": 0.3})
+    status, headers, reply = server.request(INFER, body, headers)
+    assert status == 200, reply
+    answer, arrays = oip.parse(headers, reply)
+    assert [output["datatype"] for output in answer["outputs"]] == ["FP64", "FP32"]
+    total = 0.0
+    for term in arrays["row_loss"]:
+        total += term
+    assert np.float32(total) == arrays["loss"][0]
 
 
 def test_extensions_say_only_what_works(make_server):

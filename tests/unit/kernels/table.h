@@ -52,6 +52,7 @@ struct table_case {
     double temperature, scale, normalizer, grad_output; /* 0: not given */
     uint32_t grad_output_dtype;                         /* a tensor; 0: none */
     bool weights, mask, gradient[2], loss, row_loss;
+    bool row_loss_wide;  /* it is FP64, whatever the inputs are */
     bool weights_cancel; /* every second one takes away what the one before it added */
     bool mask_uint8;     /* its data type; else BOOL */
     enum table_masking masking;

@@ -19,6 +19,7 @@ static void rotate(struct table_list *list, struct table_case *at) {
     at->mask_uint8 = table_list_turn(list, 2);
     at->strided = table_list_turn(list, 3) == 0;
     at->row_loss = table_list_turn(list, 2);
+    at->row_loss_wide = at->scale == 0;
     at->loss = table_list_turn(list, 4) != 0;
     if (table_list_turn(list, 2))
         at->grad_output_dtype = dtypes[table_list_turn(list, 4)];

@@ -107,7 +107,7 @@ static bool check_same(const struct table_truth *truth, const struct table_outpu
 static bool check_rows(const struct table_truth *truth, const struct table_case *at,
                        const struct table_outputs *outputs, enum kld_slot slot, struct seen *seen,
                        char *failure) {
-    uint32_t dtype = truth->geometry.loss_dtype;
+    uint32_t dtype = truth->op.tensor[slot].dtype;
     long double scale = truth->op.number[KLD_NUMBER_SCALE];
     bool logits = at->form[0] == KLD_FORM_LOGITS && at->form[1] == KLD_FORM_LOGITS;
     for (uint64_t row = 0; row < truth->geometry.rows; row++) {
@@ -117,7 +117,7 @@ static bool check_rows(const struct table_truth *truth, const struct table_case 
         long double factor = masked ? 0 : table_row_weight(truth, row) * scale;
         long double want = masked ? 0 : factor * truth->value[kind];
         long double magnitude = masked ? 0 : fabsl(factor) * truth->magnitude[kind];
-        if (!check_loss(kld_slot_name(slot), row, dtype, got, want, magnitude,
+        if (!check_loss(kld_slot_name(slot), row, truth->geometry.loss_dtype, got, want, magnitude,
                         truth->relative[kind], failure))
             return failed(truth, at, row, failure);
         if (logits && factor >= 0 && got < 0 && at->reduction != KLD_REDUCTION_NONE) {

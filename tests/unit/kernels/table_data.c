@@ -214,7 +214,9 @@ static void make_op(struct table_truth *truth, const struct table_case *at) {
                                                : KLD_DTYPE_BOOL,
         [KLD_SLOT_GRAD_OUTPUT] = at->grad_output_dtype,
         [KLD_SLOT_LOSS] = at->loss ? loss : 0,
-        [KLD_SLOT_ROW_LOSS] = at->row_loss ? loss : 0,
+        [KLD_SLOT_ROW_LOSS] = !at->row_loss       ? 0
+                              : at->row_loss_wide ? KLD_DTYPE_FP64
+                                                  : loss,
         [KLD_SLOT_GRAD_PREDICTIONS] = at->gradient[0] ? at->dtype[0] : 0,
         [KLD_SLOT_GRAD_TARGETS] = at->gradient[1] ? at->dtype[1] : 0,
     };

@@ -181,6 +181,30 @@ static enum kld_status decode(const char *dtype, const char *shape, const char *
     return kld_oip_decode(&request.input[2], to, &err);
 }
 
+START_TEST(row_loss_comes_in_fp64_where_it_is_asked_for) {
+    ck_assert_int_eq(parse("{" INPUTS ",\"outputs\":[{\"name\":\"row_loss\",\"parameters\":{"
+                           "\"binary_data\":true,\"datatype\":\"FP64\"}},{\"name\":\"loss\"}]}"),
+                     KLD_OK);
+    ck_assert_uint_eq(request.output[0].dtype, KLD_DTYPE_FP64);
+    ck_assert_uint_eq(request.output[0].bytes, 8);
+    ck_assert_uint_eq(request.op.tensor[KLD_SLOT_ROW_LOSS].dtype, KLD_DTYPE_FP64);
+    ck_assert_uint_eq(request.output[1].dtype, KLD_DTYPE_FP32);
+    const char *const wrong[][2] = {
+        {"{\"name\":\"loss\",\"parameters\":{\"datatype\":\"FP64\"}}", "loss has dtype FP64"},
+        {"{\"name\":\"row_loss\",\"parameters\":{\"datatype\":\"BOOL\"}}",
+         "row_loss has dtype BOOL"},
+        {"{\"name\":\"row_loss\",\"parameters\":{\"datatype\":\"FP8\"}}", "unknown datatype"},
+        {"{\"name\":\"row_loss\",\"parameters\":{\"datatype\":8}}", "unknown datatype"},
+    };
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
+        char text[512];
+        snprintf(text, sizeof text, "{" INPUTS ",\"outputs\":[%s]}", wrong[i][0]);
+        ck_assert_int_eq(parse(text), KLD_INVALID);
+        ck_assert_msg(strstr(err.text, wrong[i][1]), "%s", err.text);
+    }
+}
+END_TEST
+
 START_TEST(data_is_flat_or_nested_as_the_shape_says) {
     float f[4];
     double d[4];
@@ -359,8 +383,8 @@ START_TEST(the_same_text_with_other_numbers_is_the_same_request) {
 END_TEST
 
 UNIT_MAIN("proto/oip", a_plain_request_asks_for_the_loss, what_a_stock_client_sends_is_understood,
-          what_is_wrong_is_refused_and_named, data_is_flat_or_nested_as_the_shape_says,
-          a_reply_is_json_whatever_the_numbers_are, the_longest_numbers_fit_the_announced_size,
-          errors_are_json_even_if_a_text_was_cut, register_bodies, register_bodies_of_cuda_memory,
-          json_that_is_not_tensor_data_is_bounded,
+          what_is_wrong_is_refused_and_named, row_loss_comes_in_fp64_where_it_is_asked_for,
+          data_is_flat_or_nested_as_the_shape_says, a_reply_is_json_whatever_the_numbers_are,
+          the_longest_numbers_fit_the_announced_size, errors_are_json_even_if_a_text_was_cut,
+          register_bodies, register_bodies_of_cuda_memory, json_that_is_not_tensor_data_is_bounded,
           the_same_text_with_other_numbers_is_the_same_request)

@@ -85,6 +85,19 @@ START_TEST(reductions_set_divisor_and_extent) {
 }
 END_TEST
 
+START_TEST(row_loss_may_be_wider_than_the_loss) {
+    setup(), place(KLD_SLOT_ROW_LOSS, KLD_DTYPE_FP64, 8000), expect(KLD_OK, "");
+    ck_assert_uint_eq(geometry.slot[KLD_SLOT_ROW_LOSS].row_bytes, 8);
+    ck_assert_int_eq(geometry.loss_dtype, KLD_DTYPE_FP32);
+    setup(), place(KLD_SLOT_ROW_LOSS, KLD_DTYPE_FP16, 8000);
+    expect(KLD_INVALID, "row_loss has dtype FP16; expected FP32");
+    setup(), op.tensor[KLD_SLOT_TARGETS].dtype = KLD_DTYPE_FP64;
+    op.tensor[KLD_SLOT_TARGETS].region = 2;
+    place(KLD_SLOT_ROW_LOSS, KLD_DTYPE_FP32, 8000);
+    expect(KLD_INVALID, "row_loss has dtype FP32; expected FP64");
+}
+END_TEST
+
 START_TEST(shapes) {
     setup(), op.rank = 0, expect(KLD_INVALID, "rank must be 1 to 8, not 0");
     setup(), op.rank = 9, expect(KLD_INVALID, "rank must be 1 to 8, not 9");
@@ -266,7 +279,7 @@ START_TEST(bounds) {
 }
 END_TEST
 
-UNIT_MAIN("proto/op", defaults_are_the_documented_ones, reductions_set_divisor_and_extent, shapes,
-          numbers_must_fit_what_they_are_given_for, parameters_of_divergences,
-          unknown_names_list_the_known_ones, tensors,
+UNIT_MAIN("proto/op", defaults_are_the_documented_ones, reductions_set_divisor_and_extent,
+          row_loss_may_be_wider_than_the_loss, shapes, numbers_must_fit_what_they_are_given_for,
+          parameters_of_divergences, unknown_names_list_the_known_ones, tensors,
           outputs_may_not_overlap_but_for_their_own_tensor, bounds)
