@@ -11,10 +11,8 @@
 #include <unistd.h>
 
 static const struct kld_transport *const transports[] = {
-    &kld_transport_unix,
-    &kld_transport_http,
-    &kld_transport_https,
-    &kld_transport_local,
+    &kld_transport_unix,  &kld_transport_http,  &kld_transport_https,
+    &kld_transport_local, &kld_transport_split,
 };
 
 const char *kld_version(void) { return KLD_RELEASE; }
@@ -39,6 +37,10 @@ static bool resolve_options(struct kld_connect_options *to,
         to->connect_timeout_ns = 5000000000ull;
     if (to->staging_bytes_max == 0)
         to->staging_bytes_max = 4ull << 30;
+    if (to->part_bytes_max == 0)
+        to->part_bytes_max = 64ull << 20;
+    if (to->part_timeout_ns == 0)
+        to->part_timeout_ns = 60000000000ull;
     return ok;
 }
 
@@ -64,7 +66,7 @@ enum kld_status kld_connect(const char *url, const struct kld_connect_options *o
     if (!transport)
         return kld_error_set(err, KLD_INVALID,
                              "unknown kind of server; expected unix:/PATH, http://HOST:PORT, "
-                             "https://HOST:PORT or local:");
+                             "https://HOST:PORT, local:, or split: and several of them by comma");
     struct kld_connection *connection = calloc(1, transport->connection_bytes);
     if (!connection)
         return kld_error_set(err, KLD_NO_MEMORY, "no memory for a connection");

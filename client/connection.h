@@ -12,7 +12,9 @@
 #include "client/kld.h"
 
 #define KLD_CALLS_MAX 4096 /* in flight on one connection, whatever the server allows */
-#define KLD_RECONNECT_NS_MAX 30000000000ull /* a lost server is waited for so long */
+#define KLD_RECONNECT_NS_MAX 30000000000ull /* a lost server is waited for so long ... */
+/* ... and as a member of a split:, where others can do what it was asked, deadline or not. */
+#define KLD_MEMBER_RECONNECT_NS_MAX 500000000ull
 /* Times that one request is sent to servers that are lost meanwhile. */
 #define KLD_ATTEMPTS_MAX 10
 /* Of them, those that ended with the device: the request may be what kills it. */
@@ -162,7 +164,7 @@ struct kld_transport {
 };
 
 extern const struct kld_transport kld_transport_unix, kld_transport_http, kld_transport_https,
-    kld_transport_local;
+    kld_transport_local, kld_transport_split;
 
 struct kld_connection {
     const struct kld_transport *transport;
@@ -174,6 +176,8 @@ struct kld_connection {
     bool dispatching;  /* inside kld_connection_step() */
     bool watching;     /* transport->poll() was last told that we look again */
     bool interrupted;  /* the last kld_connection_step() ended with a signal */
+    bool member;       /* of a split:, set by split.c */
+    uint64_t links;    /* network connections made so far: each may lead to another process */
 
     struct kld_region *regions;
     uint32_t region_count;
@@ -189,6 +193,9 @@ struct kld_connection {
 };
 
 uint64_t kld_now_ns(void);
+/* Until when a call waits for a server that was lost at since_ns. */
+uint64_t kld_patience(const struct kld_connection *connection, const struct kld_call *call,
+                      uint64_t since_ns);
 /* Somewhere from half of it to all of it, so that many who wait for one thing come one by one. */
 uint64_t kld_jitter(uint64_t pause_ns);
 enum kld_status kld_unimplemented(const struct kld_connection *connection, const char *what,
@@ -222,6 +229,11 @@ enum kld_status kld_region_open(struct kld_connection *connection, uint64_t byte
 enum kld_status kld_region_made(enum kld_status status, struct kld_region *region,
                                 struct kld_region **ret_region);
 void kld_region_free(struct kld_region *region);
+/* Of connections whose regions are plain memory of this process: for their tables. */
+enum kld_status kld_plain_region_create(struct kld_region *region, struct kld_error *err);
+enum kld_status kld_plain_region_import_memfd(struct kld_region *region, int fd,
+                                              struct kld_error *err);
+void kld_plain_region_release(struct kld_region *region);
 /* share.c */
 void kld_event_free(struct kld_event *event);
 void kld_event_user_drop(struct kld_event *event);

@@ -229,10 +229,8 @@ static void call_transferred(struct http_connection *h, struct http_call *call) 
     uint32_t tries = call->base.result.attempts;
     uint64_t pause = RETRY_NS_MIN << (tries < RETRY_DOUBLINGS ? tries : RETRY_DOUBLINGS);
     pause = kld_jitter(pause) + call->retry_after_ns; /* never before the server's own time */
-    uint64_t end = call->base.deadline_ns != KLD_NEVER
-                       ? call->base.deadline_ns
-                       : call->first_failure_ns + KLD_RECONNECT_NS_MAX;
-    if (now + pause >= end && call->base.deadline_ns == KLD_NEVER) {
+    uint64_t end = kld_patience(&h->base, &call->base, call->first_failure_ns);
+    if (now + pause >= end && end != call->base.deadline_ns) {
         call_end(h, call, status, &error);
         return;
     }
@@ -250,6 +248,9 @@ static void transfers_ended(struct http_connection *h) {
             continue;
         transfer->code = message->data.result;
         curl_easy_getinfo(message->easy_handle, CURLINFO_RESPONSE_CODE, &transfer->http_status);
+        long links = 0;
+        if (curl_easy_getinfo(message->easy_handle, CURLINFO_NUM_CONNECTS, &links) == CURLE_OK)
+            h->base.links += (uint64_t)links;
         if (transfer->call)
             call_transferred(h, transfer->call);
         else

@@ -1,10 +1,9 @@
 /* http_connect.c - the HTTP connection apart from its requests: opening and closing, the questions
- * that wait for their answer, its regions, which are plain memory of this process, and its table.
+ * that wait for their answer and its table.
  * The thread that owns the connection. */
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include "client/http.h"
 
@@ -166,12 +165,19 @@ static enum kld_status http_info(struct kld_connection *connection,
         get(h, "/v2", kld_now_ns() + connection->options.connect_timeout_ns, &answer, err);
     if (status)
         return status;
-    char name[24], version[24];
+    char name[24];
     memset(ret_info, 0, sizeof *ret_info);
     (void)kld_http_text_read(answer.text, answer.bytes, "name", name, sizeof name);
-    (void)kld_http_text_read(answer.text, answer.bytes, "version", version, sizeof version);
-    snprintf(ret_info->backend, sizeof ret_info->backend, "remote");
-    snprintf(ret_info->device, sizeof ret_info->device, "%s %s", name, version);
+    (void)kld_http_text_read(answer.text, answer.bytes, "version", ret_info->version,
+                             sizeof ret_info->version);
+    /* Other servers of the protocol do not say what they have, nor does one with unlike devices. */
+    if (!kld_http_text_read(answer.text, answer.bytes, "backend", ret_info->backend,
+                            sizeof ret_info->backend) ||
+        !kld_http_text_read(answer.text, answer.bytes, "device", ret_info->device,
+                            sizeof ret_info->device)) {
+        snprintf(ret_info->backend, sizeof ret_info->backend, "remote");
+        snprintf(ret_info->device, sizeof ret_info->device, "%s %s", name, ret_info->version);
+    }
     ret_info->requests_max = KLD_CALLS_MAX;
     return KLD_OK;
 }
@@ -196,44 +202,16 @@ static enum kld_status http_metrics(struct kld_connection *connection, char *ret
     return status;
 }
 
-/* ---- Regions: memory of this process ----------------------------------------------------------
- */
-
-static enum kld_status region_map(struct kld_region *region, int flags, int fd,
-                                  struct kld_error *err) {
-    void *data = mmap(NULL, region->bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
-    if (data == MAP_FAILED)
-        return kld_error_set(err, KLD_NO_MEMORY, "no memory for a region of %llu bytes",
-                             (unsigned long long)region->bytes);
-    region->data = data;
-    return KLD_OK;
-}
-
-static enum kld_status http_region_create(struct kld_region *region, struct kld_error *err) {
-    return region_map(region, MAP_PRIVATE | MAP_ANONYMOUS, -1, err);
-}
-
-static enum kld_status http_region_import_memfd(struct kld_region *region, int fd,
-                                                struct kld_error *err) {
-    return region_map(region, MAP_SHARED, fd, err);
-}
-
-static void http_region_release(struct kld_region *region) {
-    if (region->data)
-        munmap(region->data, region->bytes);
-    kld_region_free(region);
-}
-
 #define HTTP_TRANSPORT(scheme)                                                                     \
     {                                                                                              \
         .prefix = scheme "://", .name = scheme,                                                    \
         .connection_bytes = sizeof(struct http_connection),                                        \
         .call_bytes = sizeof(struct http_call), .region_bytes = sizeof(struct kld_region),         \
         .open = http_open, .close = http_close, .info = http_info, .ping = http_ping,              \
-        .metrics = http_metrics, .region_create = http_region_create,                              \
-        .region_import_memfd = http_region_import_memfd, .region_release = http_region_release,    \
-        .submit = kld_http_submit, .cancel = kld_http_cancel, .event = kld_http_event,             \
-        .timer = kld_http_timer,                                                                   \
+        .metrics = http_metrics, .region_create = kld_plain_region_create,                         \
+        .region_import_memfd = kld_plain_region_import_memfd,                                      \
+        .region_release = kld_plain_region_release, .submit = kld_http_submit,                     \
+        .cancel = kld_http_cancel, .event = kld_http_event, .timer = kld_http_timer,               \
     }
 
 const struct kld_transport kld_transport_http = HTTP_TRANSPORT("http");

@@ -101,8 +101,9 @@ enum kld_status kld_http_head_write(struct http_call *call, struct kld_error *er
             op->tensor[slot].dtype || (slot == KLD_SLOT_LOSS && (call->wants_loss || !any));
         if (!kld_slot_is_output(slot) || !wanted)
             continue;
-        append(call, "%c{\"name\":\"%s\",\"parameters\":{\"binary_data\":true}}", before,
-               kld_slot_name(slot));
+        bool wide = slot == KLD_SLOT_ROW_LOSS && op->tensor[slot].dtype != geometry->loss_dtype;
+        append(call, "%c{\"name\":\"%s\",\"parameters\":{\"binary_data\":true%s}}", before,
+               kld_slot_name(slot), wide ? ",\"datatype\":\"FP64\"" : "");
         before = ',';
     }
     append(call, "]}");

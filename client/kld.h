@@ -1,12 +1,13 @@
 /* kld.h - libkld: KL-family divergences and their gradients, computed by a kld server or in this
  * process.
  *
- * One API over four kinds of connection, named by a URL:
+ * One API over five kinds of connection, named by a URL:
  *   unix:/run/kld/kld.sock   a worker on this host; tensors travel in shared memory or as GPU
  *                            handles, never through the socket
  *   http://host:8080         the HTTP gateway (also https://); tensors are sent as binary
  *   local:                   the same kernels in the caller's own process, no server; also
  *                            local:cpu, local:cuda, local:cuda:1
+ *   split:URL,URL,...        several of the above: each request's rows are spread over them
  *
  * A request is a struct kld_op (proto/op.h: dtypes, shapes, divergence, reduction, forms) and, for
  * each tensor in it, where its bytes are: a plain pointer, or a region made by this connection.
@@ -35,7 +36,19 @@
  * where the connection is, so import the memory of the predictions first.
  * Where all tensors lie in host memory the socket decides.
  *
- * Order. Requests of one stream run in order over unix: and local:. Over http: they are
+ * Several servers. Over split: a request too large for one server, or too slow, is cut into parts
+ * of some rows, which go to whichever server is free, two at a time to each. What comes back is
+ * what one of them would have given, to the bit, however many there are and whatever became of them
+ * meanwhile; only a loss that is one number may, where GPUs compute, differ in the last bit of the
+ * FP64 sum from that of a request that was not split. For that all of them must be of one release
+ * and compute with the same back end (CPUs: with the same vectors; GPUs: the same model): others
+ * are refused. A part whose server is lost, busy or silent for part_timeout_ns goes to another one,
+ * gradients over their own tensors included; a lost server is looked for again after 0.1 s, then
+ * less often, up to every 5 s. Without any server a request waits until its deadline, without one
+ * 30 s, then it ends with what each of them said. Tensors are plain host memory, which is not
+ * copied as a whole, or regions, which are plain memory here; 8 bytes a row are needed besides.
+ *
+ * Order. Requests of one stream run in order over unix: and local:. Over http: and split: they are
  * independent: wait for one before the next reads what it wrote.
  *
  * Ownership: whatever a function returns through ret_... is the caller's to release. Threads: a
@@ -72,9 +85,13 @@ struct kld_connect_options {
     const char *ca_file;        /* https: certificates to trust; NULL: the system's */
     uint32_t threads;           /* local: on the CPU; 0: all */
     uint64_t pool_bytes_max;    /* local: see kernels/backend.h; 0: its default */
-    /* http: called while a body travels; return non-zero to abort with KLD_CANCELLED. */
+    /* http: called while a body travels; split: after each part. Return non-zero to abort with
+     * KLD_CANCELLED. */
     int (*progress)(void *user, uint64_t sent_bytes, uint64_t total_bytes);
     void *progress_user;
+    /* split: inputs and outputs of one part at most, of a row at least; 0: 64 MiB. */
+    uint64_t part_bytes_max;
+    uint64_t part_timeout_ns; /* split: a server that has not answered a part by then; 0: 60 s */
 };
 
 /* options may be NULL. */
@@ -96,7 +113,8 @@ struct kld_server_info {
     uint32_t events_max;       /* of this connection; 0: no events, and no `early` */
     uint8_t device_uuid[16];   /* of the card; all 0: a CPU, or unknown */
     uint32_t device_index;     /* of the server's devices, the one of this connection */
-    uint32_t devices;          /* that the server has; 0: unknown */
+    uint32_t devices;          /* that the server has; 0: unknown; over split: the servers */
+    char version[24];          /* release of the server; "": unknown, as over unix: */
 };
 KLD_EXPORT enum kld_status kld_info(struct kld_connection *connection,
                                     struct kld_server_info *ret_info, struct kld_error *err);

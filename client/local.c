@@ -425,6 +425,7 @@ static enum kld_status local_info(struct kld_connection *connection,
     ret_info->requests_max = KLD_CALLS_MAX;
     ret_info->streams_max = STREAMS_MAX;
     memcpy(ret_info->device_uuid, local->device->info.uuid, sizeof ret_info->device_uuid);
+    snprintf(ret_info->version, sizeof ret_info->version, "%s", kld_version());
     return KLD_OK;
 }
 

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/timerfd.h>
 #include <time.h>
@@ -15,6 +16,14 @@ uint64_t kld_now_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+
+uint64_t kld_patience(const struct kld_connection *connection, const struct kld_call *call,
+                      uint64_t since_ns) {
+    if (!connection->member)
+        return call->deadline_ns != KLD_NEVER ? call->deadline_ns : since_ns + KLD_RECONNECT_NS_MAX;
+    uint64_t until = since_ns + KLD_MEMBER_RECONNECT_NS_MAX;
+    return until < call->deadline_ns ? until : call->deadline_ns;
 }
 
 void kld_connection_arm(struct kld_connection *connection, uint64_t at_ns) {
@@ -241,4 +250,32 @@ void kld_rows_copy(void *to, uint64_t to_stride_bytes, const void *from, uint64_
     for (uint64_t row = 0; row < rows; row++)
         memcpy((char *)to + row * to_stride_bytes, (const char *)from + row * from_stride_bytes,
                row_bytes);
+}
+
+/* ---- Regions that are plain memory of this process ---------------------------------------------
+ */
+
+static enum kld_status plain_map(struct kld_region *region, int flags, int fd,
+                                 struct kld_error *err) {
+    void *data = mmap(NULL, region->bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
+    if (data == MAP_FAILED)
+        return kld_error_set(err, KLD_NO_MEMORY, "no memory for a region of %llu bytes",
+                             (unsigned long long)region->bytes);
+    region->data = data;
+    return KLD_OK;
+}
+
+enum kld_status kld_plain_region_create(struct kld_region *region, struct kld_error *err) {
+    return plain_map(region, MAP_PRIVATE | MAP_ANONYMOUS, -1, err);
+}
+
+enum kld_status kld_plain_region_import_memfd(struct kld_region *region, int fd,
+                                              struct kld_error *err) {
+    return plain_map(region, MAP_SHARED, fd, err);
+}
+
+void kld_plain_region_release(struct kld_region *region) {
+    if (region->data)
+        munmap(region->data, region->bytes);
+    kld_region_free(region);
 }

@@ -293,6 +293,7 @@ static void welcomed(struct unix_connection *u, const struct kld_frame_welcome *
     u->base.calls_max =
         u->welcome.requests_max < KLD_CALLS_MAX ? u->welcome.requests_max : KLD_CALLS_MAX;
     u->welcomed = true;
+    u->base.links++;
     u->fatal.status = KLD_OK;
     u->base.offloaded = strcmp(u->welcome.backend, "cpu") != 0;
     u->state = UNIX_UP;

@@ -85,10 +85,10 @@ static enum kld_status unix_submit(struct kld_connection *connection, struct kld
     /* A try is long due: nobody let us look for a server meanwhile, so the wait begins now. */
     if (u->state == UNIX_DOWN && base->started_ns > u->retry_at_ns + UNWATCHED_NS)
         u->down_since_ns = base->started_ns;
-    if (base->deadline_ns != KLD_NEVER)
+    if (u->state != UNIX_UP)
+        kld_connection_arm(connection, kld_patience(connection, base, u->down_since_ns));
+    else if (base->deadline_ns != KLD_NEVER)
         kld_connection_arm(connection, base->deadline_ns);
-    else if (u->state != UNIX_UP)
-        kld_connection_arm(connection, u->down_since_ns + KLD_RECONNECT_NS_MAX);
     kld_unix_flush(u);
     return KLD_OK;
 }
@@ -120,23 +120,25 @@ static void abandon(struct unix_connection *u, struct unix_call *call) {
 }
 
 static void expire_queued(struct unix_connection *u, uint64_t now) {
-    uint64_t patience = u->state == UNIX_UP ? KLD_NEVER : u->down_since_ns + KLD_RECONNECT_NS_MAX;
     for (struct kld_call *call = u->queued.first, *next; call; call = next) {
         next = call->next;
-        uint64_t at = call->deadline_ns == KLD_NEVER ? patience : call->deadline_ns;
+        uint64_t at = u->state == UNIX_UP ? call->deadline_ns
+                                          : kld_patience(&u->base, call, u->down_since_ns);
         if (now < at) {
             kld_connection_arm(&u->base, at);
             continue;
         }
         struct unix_call *mine = (struct unix_call *)call;
-        if (call->deadline_ns != KLD_NEVER)
+        if (at == call->deadline_ns)
             kld_unix_call_fail(u, mine, KLD_DEADLINE,
                                "deadline passed before the request could be sent");
         else if (u->fatal.status)
             kld_unix_call_fail(u, mine, u->fatal.status, u->fatal.text);
         else
             kld_unix_call_fail(u, mine, KLD_UNAVAILABLE,
-                               "the server was lost and did not come back within 30 s");
+                               u->base.member
+                                   ? "the server was lost"
+                                   : "the server was lost and did not come back within 30 s");
     }
 }
 
@@ -177,7 +179,7 @@ static enum kld_status unix_info(struct kld_connection *connection,
     const struct unix_connection *u = unix_of(connection);
     const struct kld_frame_welcome *welcome = &u->welcome;
     if (!u->welcomed)
-        return kld_error_set(err, KLD_UNAVAILABLE, "not connected yet");
+        return kld_error_set(err, KLD_UNAVAILABLE, "no server has answered at this socket yet");
     memset(ret_info, 0, sizeof *ret_info);
     memcpy(ret_info->backend, welcome->backend, sizeof ret_info->backend);
     if (welcome->device < KLD_WIRE_DEVICES_MAX)

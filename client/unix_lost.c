@@ -135,8 +135,6 @@ void kld_unix_lose(struct unix_connection *u) {
         behind = next;
     }
     for (struct kld_call *call = u->queued.first; call; call = call->next)
-        kld_connection_arm(&u->base, call->deadline_ns != KLD_NEVER
-                                         ? call->deadline_ns
-                                         : u->down_since_ns + KLD_RECONNECT_NS_MAX);
+        kld_connection_arm(&u->base, kld_patience(&u->base, call, u->down_since_ns));
     kld_unix_retry_later(u);
 }

@@ -17,6 +17,9 @@ struct div_options {
     double numbers[KLD_NUMBER_COUNT];
     bool numbers_given[KLD_NUMBER_COUNT];
     const char *files[KLD_SLOT_COUNT]; /* of the slot; NULL: it is not there */
+    const char *split;
+    uint64_t part_bytes;
+    double part_timeout_s;
     bool json, quiet;
 };
 
@@ -66,6 +69,13 @@ static const struct kld_option options_list[] = {
     {"quiet", KLD_OPTION_FLAG, NULL, "nothing but the loss", offsetof(struct div_options, quiet),
      0},
     KLD_SERVER_OPTIONS(struct div_options, server),
+    TEXT("split", split, "URL,URL,...",
+         "several servers share the rows; the result is that of one, to the bit"),
+    {"part-bytes", KLD_OPTION_COUNT, "BYTES", "with --split: most tensor bytes of a part (64 MiB)",
+     offsetof(struct div_options, part_bytes), 0},
+    {"part-timeout", KLD_OPTION_NUMBER, "SECONDS",
+     "with --split: a part not done by then goes to another server (default 60)",
+     offsetof(struct div_options, part_timeout_s), 0},
     KLD_OPTIONS_END,
 };
 
@@ -281,6 +291,28 @@ static enum kld_status prepare(const struct div_options *options, struct divisio
     return kld_op_check(&placed, &division->geometry, err);
 }
 
+/* --split in the place of --server. */
+static enum kld_status connect_split(const struct div_options *options,
+                                     struct kld_connect_options *connect, struct division *division,
+                                     struct kld_error *err) {
+    struct kld_server_options server = options->server;
+    if (server.server)
+        return kld_error_set(err, KLD_INVALID, "--server and --split; expected one of them");
+    if (options->part_timeout_s < 0 || options->part_timeout_s > 1e9)
+        return kld_error_set(err, KLD_INVALID, "--part-timeout is %g; expected seconds above 0",
+                             options->part_timeout_s);
+    char *url = malloc(strlen(options->split) + sizeof "split:");
+    if (!url)
+        return kld_error_set(err, KLD_NO_MEMORY, "no memory for a connection");
+    sprintf(url, "split:%s", options->split);
+    server.server = url;
+    connect->part_bytes_max = options->part_bytes;
+    connect->part_timeout_ns = (uint64_t)(options->part_timeout_s * 1e9);
+    enum kld_status status = kld_cli_connect(&server, connect, &division->connection, err);
+    free(url);
+    return status;
+}
+
 static enum kld_status compute(const struct div_options *options, struct division *division,
                                struct kld_error *err) {
     int shown = -1;
@@ -289,7 +321,8 @@ static enum kld_status compute(const struct div_options *options, struct divisio
                                           .progress = watched ? show_progress : NULL,
                                           .progress_user = &shown};
     enum kld_status status =
-        kld_cli_connect(&options->server, &connect, &division->connection, err);
+        options->split ? connect_split(options, &connect, division, err)
+                       : kld_cli_connect(&options->server, &connect, &division->connection, err);
     if (!status)
         status = kld_info(division->connection, &division->info, err);
     division->request.timeout_ns = kld_cli_timeout_ns(&options->server);
@@ -330,7 +363,10 @@ const struct kld_command kld_command_div = {
         "the last dimension holds the classes. Prints the loss.\n"
         "\n"
         "Divergences: forward_kl, reverse_kl, jeffreys, mixed_kl (with --weight), js (--beta),\n"
-        "skew_kl and skew_reverse_kl (with --skew), tv, cross_entropy.",
+        "skew_kl and skew_reverse_kl (with --skew), tv, cross_entropy.\n"
+        "\n"
+        "A job too large for one server: --split http://a:8000,http://b:8000 (a part of a lost\n"
+        "server goes to another one).",
     .options = options_list,
     .positional_min = 2,
     .positional_max = 2,

@@ -10,7 +10,7 @@ kld.functional and kld.nn are PyTorch's side and need torch; the rest needs NumP
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Optional, Sequence, Union
 
 from ._connection import Connection, Result, ServerInfo
 from ._default import default_connection
@@ -21,11 +21,17 @@ from ._share import Attached, Published
 from ._version import __version__
 
 
-def connect(url: Optional[str] = None, *, token: Optional[str] = None, ca_file: Optional[str] = None,
+def connect(url: Union[str, Sequence[str], None] = None, *, token: Optional[str] = None, ca_file: Optional[str] = None,
             client_name: str = "python", connect_timeout: float = 5.0, threads: int = 0,
-            staging_bytes_max: int = 0, cache_bytes_max: int = 4 << 30) -> Connection:
+            staging_bytes_max: int = 0, cache_bytes_max: int = 4 << 30, part_bytes_max: int = 0,
+            part_timeout: float = 60.0) -> Connection:
     """Connects to "unix:PATH", "http://HOST:PORT", "https://HOST:PORT" or "local:" (the same kernels in this
     process; also "local:cpu"). Without a URL: the environment's KLD_SERVER, else "local:".
+
+    A list of URLs (or "split:URL,URL") spreads the rows of each request over several servers of one kind and
+    release: the result is that of one of them, bit for bit, and a part whose server is lost goes to another.
+    part_bytes_max: tensor bytes of a part; 0: 64 MiB. part_timeout: seconds after which a part that was not
+    done goes to another server.
 
     token: over HTTP, the bearer token. ca_file: over https, certificates to trust; else the system's.
     client_name: for the server's log. connect_timeout: seconds. threads: local:, on the CPU; 0: all.
@@ -34,7 +40,8 @@ def connect(url: Optional[str] = None, *, token: Optional[str] = None, ca_file: 
     """
     return Connection(url if url is not None else os.environ.get("KLD_SERVER") or "local:", token=token,
                       ca_file=ca_file, client_name=client_name, connect_timeout=connect_timeout,
-                      threads=threads, staging_bytes_max=staging_bytes_max, cache_bytes_max=cache_bytes_max)
+                      threads=threads, staging_bytes_max=staging_bytes_max, cache_bytes_max=cache_bytes_max,
+                      part_bytes_max=part_bytes_max, part_timeout=part_timeout)
 
 
 if TYPE_CHECKING:  # with every parameter's type

@@ -37,7 +37,8 @@ class ServerInfo:
     device: str
     epoch: int  #: changes when the worker was restarted; 0 where unknown
     device_index: int
-    devices: int  #: that the server has; 0 where unknown
+    devices: int  #: that the server has, or servers of a split connection; 0 where unknown
+    version: str = ""  #: release of the server; empty where unknown
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,24 @@ CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"  # where Debian's libcurl, w
 
 
 def _certificates(url: str, ca_file: Optional[str]) -> Optional[bytes]:
-    if ca_file is None and url.startswith("https:") and not os.path.exists(CERTIFICATES):
+    if ca_file is None and "https:" in url and not os.path.exists(CERTIFICATES):
         import ssl
         ca_file = ssl.get_default_verify_paths().cafile  # where this system has them
     return None if ca_file is None else os.fsencode(ca_file)
+
+
+def _one_url(url: Union[str, Sequence[str]]) -> str:
+    """Several servers are one split connection."""
+    if isinstance(url, str):
+        return url
+    if not isinstance(url, (list, tuple)) or not all(isinstance(one, str) for one in url):
+        raise KldTypeError(Status.INVALID, f"url is a text or a list of texts, not {type(url).__name__}")
+    if not url:
+        raise KldValueError(Status.INVALID, "url is an empty list; expected at least one server")
+    for one in url:
+        if "," in one:
+            raise KldValueError(Status.INVALID, f"{one!r} has a comma, which separates servers")
+    return "split:" + ",".join(url)
 
 
 _numbers = itertools.count()
@@ -108,27 +123,29 @@ _by_number: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDict
 class Connection:
     """Made by kld.connect(). A context manager; close() at its end."""
 
-    def __init__(self, url: str, *, token: Optional[str] = None, ca_file: Optional[str] = None,
+    def __init__(self, url: Union[str, Sequence[str]], *, token: Optional[str] = None, ca_file: Optional[str] = None,
                  client_name: str = "python", connect_timeout: float = 5.0, threads: int = 0,
-                 staging_bytes_max: int = 0, cache_bytes_max: int = 4 << 30) -> None:
-        if not isinstance(url, str):
-            raise KldTypeError(Status.INVALID, f"url is a text, not {type(url).__name__}")
+                 staging_bytes_max: int = 0, cache_bytes_max: int = 4 << 30, part_bytes_max: int = 0,
+                 part_timeout: float = 60.0) -> None:
+        url = _one_url(url)
         for name, text in (("token", token), ("client_name", client_name)):
             if not isinstance(text, str) and not (name == "token" and text is None):
                 raise KldTypeError(Status.INVALID, f"{name} is a text, not {type(text).__name__}")
         for name, size, most in (("threads", threads, 1 << 32), ("staging_bytes_max", staging_bytes_max, 1 << 64),
-                                 ("cache_bytes_max", cache_bytes_max, 1 << 64)):
+                                 ("cache_bytes_max", cache_bytes_max, 1 << 64),
+                                 ("part_bytes_max", part_bytes_max, 1 << 64)):
             if isinstance(size, bool) or not isinstance(size, int):
                 raise KldTypeError(Status.INVALID, f"{name} is a whole number, not {type(size).__name__}")
             if not 0 <= size < most:
                 raise KldValueError(Status.INVALID, f"{name} is {size}; expected 0 to {most - 1}")
-        if not 0 < check_number("connect_timeout", connect_timeout) < 1e9:
-            raise KldValueError(Status.INVALID, "connect_timeout is a number of seconds above 0, not "
-                                f"{connect_timeout}")
+        for name, seconds in (("connect_timeout", connect_timeout), ("part_timeout", part_timeout)):
+            if not 0 < check_number(name, seconds) < 1e9:
+                raise KldValueError(Status.INVALID, f"{name} is a number of seconds above 0, not {seconds}")
         options = _library.ConnectOptions(
             client_name=client_name.encode(), connect_timeout_ns=max(1, int(connect_timeout * 1e9)),
             staging_bytes_max=staging_bytes_max, threads=threads,
             token=None if token is None else token.encode(),
+            part_bytes_max=part_bytes_max, part_timeout_ns=max(1, int(part_timeout * 1e9)),
             ca_file=_certificates(url, ca_file))
         self.url = url
         self.number = next(_numbers)  #: of all that this process ever made
@@ -286,7 +303,7 @@ class Connection:
         with self._used():
             _library.call("kld_info", self._handle, c.byref(info))
         return ServerInfo(info.backend.decode(), info.device.decode(), info.epoch, info.device_index,
-                          info.devices)
+                          info.devices, info.version.decode())
 
     def ping(self) -> float:
         """Seconds of a round trip that computes nothing."""

@@ -18,7 +18,7 @@ def default_connection(gpu: Optional[int] = None) -> Connection:
     with _lock:
         server = os.environ.get("KLD_SERVER")
         url = server or ("local:" if gpu is None else f"local:cuda:{gpu}")
-        key = os.getpid(), None if server and server.startswith("http") else gpu
+        key = os.getpid(), None if server and server.startswith(("http", "split:")) else gpu
         connection = _made.get(key)
         if connection is None or connection.closed:
             connection = Connection(url)

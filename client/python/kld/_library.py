@@ -66,14 +66,15 @@ class ConnectOptions(c.Structure):
     _fields_ = [("client_name", c.c_char_p), ("connect_timeout_ns", c.c_uint64), ("lazy", c.c_bool),
                 ("staging_bytes_max", c.c_uint64), ("token", c.c_char_p), ("ca_file", c.c_char_p),
                 ("threads", c.c_uint32), ("pool_bytes_max", c.c_uint64), ("progress", c.c_void_p),
-                ("progress_user", c.c_void_p)]
+                ("progress_user", c.c_void_p), ("part_bytes_max", c.c_uint64), ("part_timeout_ns", c.c_uint64)]
 
 
 class ServerInfo(c.Structure):
     _fields_ = [("backend", c.c_char * 16), ("device", c.c_char * 64), ("epoch", c.c_uint64),
                 ("region_bytes_max", c.c_uint64), ("requests_max", c.c_uint32),
                 ("streams_max", c.c_uint32), ("events_max", c.c_uint32),
-                ("device_uuid", c.c_uint8 * 16), ("device_index", c.c_uint32), ("devices", c.c_uint32)]
+                ("device_uuid", c.c_uint8 * 16), ("device_index", c.c_uint32), ("devices", c.c_uint32),
+                ("version", c.c_char * 24)]
 
 
 class ServerStats(c.Structure):

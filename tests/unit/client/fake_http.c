@@ -71,31 +71,40 @@ static void answer_text(struct peer *peer, const char *status, const char *more,
 
 static void answer_infer(struct peer *peer, int mode, const char *head, const float *tail,
                          size_t elements) {
-    int gradient = strstr(head, "\"grad_predictions\"") != NULL;
+    int gradient = strstr(head, "\"grad_predictions\"") != NULL, rows = 0;
+    char row_losses[128] = "";
     float loss = 0;
     for (size_t i = 0; i < elements; i++)
         loss += tail[i] - tail[elements + i];
-    char json[512], start[512];
+    char json[1024], start[512];
     int json_bytes;
+    if (strstr(head, "\"row_loss\"") && strstr(head, "\"shape\":["))
+        rows = atoi(strstr(head, "\"shape\":[") + 9);
+    if (rows)
+        snprintf(row_losses, sizeof row_losses,
+                 "{\"name\":\"row_loss\",\"parameters\":{\"binary_data_size\":%d}},", rows * 8);
     if (mode == FAKE_HTTP_NONSENSE)
         json_bytes = snprintf(json, sizeof json, "{\"outputs\":[}");
     else if (gradient)
         json_bytes = snprintf(json, sizeof json,
-                              "{\"outputs\":[{\"name\":\"grad_predictions\",\"parameters\":{"
+                              "{\"outputs\":[%s{\"name\":\"grad_predictions\",\"parameters\":{"
                               "\"binary_data_size\":%zu}},{\"name\":\"loss\",\"parameters\":{"
                               "\"binary_data_size\":4}}]}",
-                              elements * 4);
+                              row_losses, elements * 4);
     else
         json_bytes = snprintf(json, sizeof json,
                               "{\"model_name\":\"kl_div\", \"x\":[1,{\"y\":\"]\"}], \"outputs\":[{"
                               "\"name\":\"loss\",\"datatype\":\"FP32\",\"shape\":[1],"
                               "\"parameters\":{\"binary_data_size\":%d}}]}",
                               mode == FAKE_HTTP_WRONG_SIZE ? 8 : 4);
-    size_t gradient_bytes = gradient ? elements * 4 : 0, tail_bytes = gradient_bytes + 4;
+    size_t row_bytes = (size_t)rows * 8, gradient_bytes = gradient ? elements * 4 : 0;
+    size_t tail_bytes = row_bytes + gradient_bytes + 4;
     char *body = calloc(1, tail_bytes + 8);
+    for (size_t i = 0; rows && i < elements; i++)
+        ((double *)body)[i / (elements / (size_t)rows)] += (double)(tail[i] - tail[elements + i]);
     for (size_t i = 0; gradient && i < elements; i++)
-        ((float *)body)[i] = 2 * tail[i];
-    memcpy(body + gradient_bytes, &loss, 4);
+        ((float *)(body + row_bytes))[i] = 2 * tail[i];
+    memcpy(body + row_bytes + gradient_bytes, &loss, 4);
     size_t sent = mode == FAKE_HTTP_SHORT        ? tail_bytes - 2
                   : mode == FAKE_HTTP_LONG       ? tail_bytes + 8
                   : mode == FAKE_HTTP_WRONG_SIZE ? tail_bytes + 4
@@ -127,7 +136,8 @@ static int serve(struct peer *peer) {
         return 1;
     }
     if (strncmp(headers, "GET ", 4) == 0) {
-        answer_text(peer, "200 OK", "", "{\"name\":\"fake\",\"version\":\"1.2\"}");
+        const char *said = server->metadata;
+        answer_text(peer, "200 OK", "", said ? said : "{\"name\":\"fake\",\"version\":\"1.2\"}");
         return 1;
     }
     size_t head_bytes = strtoul(header(headers, "Inference-Header-Content-Length: "), NULL, 10);

@@ -1,7 +1,7 @@
 /* fake_http.h - an HTTP server for tests of libkld: answers infer requests over a real socket, in
  * threads of the test's process, and misbehaves on demand. Of predictions and targets, FP32 and
- * equally large, it computes loss = sum of predictions - sum of targets and grad_predictions =
- * 2 * predictions. */
+ * equally large, it computes loss = sum of predictions - sum of targets, row_loss (FP64) the same
+ * of each row, and grad_predictions = 2 * predictions. */
 #ifndef KLD_TESTS_FAKE_HTTP_H
 #define KLD_TESTS_FAKE_HTTP_H
 
@@ -31,6 +31,7 @@ struct fake_http {
     atomic_int mode; /* of the next `times` infer requests; good ones afterwards */
     atomic_int times;
     atomic_int requests, not_ready; /* not_ready: so many times is /v2/health/ready a 503 */
+    _Atomic(const char *) metadata; /* what GET /v2 says; NULL: "fake", "1.2" and nothing else */
     char last_head[4096];           /* the JSON of the last infer request */
     char last_authorization[256];
 

@@ -1,0 +1,301 @@
+/* split.c - a connection to several servers (split.h): which part of a request goes to which of
+ * them, what happens to parts that come back undone, and the connection's table. Computes nothing
+ * and sends nothing itself: that is its members' business. The thread that owns the connection. */
+#include "client/split.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static struct split_connection *split_of(struct kld_connection *connection) {
+    return (struct split_connection *)connection;
+}
+
+/* ---- Calls and parts --------------------------------------------------------------------------
+ */
+
+static void cancel_parts(struct split_connection *split, const struct split_call *call) {
+    for (uint32_t i = 0; i < split->count; i++)
+        for (uint32_t k = 0; k < SPLIT_DEPTH; k++)
+            if (split->servers[i].part[k].call == call)
+                kld_cancel(split->servers[i].member, split->servers[i].part[k].id);
+}
+
+/* It ends so, as soon as nobody uses its memory any more. */
+static void call_fail(struct split_connection *split, struct split_call *call,
+                      const struct kld_error *error) {
+    if (call->error.status)
+        return;
+    call->error = *error;
+    cancel_parts(split, call);
+}
+
+static bool is_of_server(enum kld_status status) {
+    return status == KLD_UNAVAILABLE || status == KLD_DEVICE_LOST || status == KLD_BUSY ||
+           status == KLD_THROTTLED || status == KLD_NO_MEMORY || status == KLD_INTERNAL ||
+           status == KLD_DEADLINE || status == KLD_CANCELLED;
+}
+
+/* The range of a part that a server could not do goes back; where the request itself is at fault,
+ * it fails, with the address of who says so. */
+static void part_back(struct split_part *part, const struct kld_error *error) {
+    struct split_server *server = part->server;
+    struct split_call *call = part->call;
+    struct kld_error named;
+    kld_error_set(&named, error->status, "%s: %.180s", server->name, error->text);
+    part->range.tries++;
+    part->range.device_losses += error->status == KLD_DEVICE_LOST;
+    if (!is_of_server(error->status) || part->range.tries >= KLD_ATTEMPTS_MAX ||
+        part->range.device_losses >= KLD_DEVICE_LOSSES_MAX)
+        call_fail(server->split, call, &named);
+    else
+        kld_split_server_leave(server, error);
+    call->again[call->again_count++] = part->range;
+    call->base.result.attempts++;
+}
+
+static int told(const struct split_connection *split, const struct split_call *call) {
+    const struct kld_connect_options *options = &split->base.options;
+    uint64_t row_bytes = 0;
+    for (uint32_t slot = 0; slot < KLD_SLOT_COUNT; slot++)
+        if (!kld_slot_is_output(slot))
+            row_bytes += call->base.geometry.slot[slot].row_bytes;
+    return options->progress
+               ? options->progress(options->progress_user, call->done_rows * row_bytes,
+                                   call->base.geometry.rows * row_bytes)
+               : 0;
+}
+
+/* A member's callback. */
+static void part_ended(void *user, enum kld_status status, const struct kld_result *result,
+                       const struct kld_error *error) {
+    struct split_part *part = user;
+    struct split_server *server = part->server;
+    struct split_call *call = part->call;
+    server->busy--;
+    call->in_flight--;
+    if (call->error.status) {
+        /* It was cancelled, or is not wanted any more. */
+    } else if (status) {
+        part_back(part, error);
+    } else if (server->links != server->member->links && kld_split_server_ask(server)) {
+        struct kld_error said = server->error; /* whoever answered is none of ours, or gone again */
+        part_back(part, &(struct kld_error){KLD_UNAVAILABLE, ""});
+        server->error = said;
+    } else {
+        server->pause_ns = 0;
+        call->progress_ns = kld_now_ns();
+        kld_split_part_take(part, result);
+        if (told(server->split, call))
+            call_fail(server->split, call, &(struct kld_error){KLD_CANCELLED, "cancelled"});
+    }
+    kld_split_part_free(part);
+}
+
+/* The next range of a call; false: there is none. */
+static bool range_next(struct split_call *call, struct split_range *ret_range) {
+    uint64_t rows = call->base.geometry.rows;
+    if (call->again_count > 0) {
+        *ret_range = call->again[--call->again_count];
+        return true;
+    }
+    if (call->next_row == rows)
+        return false;
+    *ret_range = (struct split_range){
+        .first = call->next_row, .rows = kld_split_smaller(call->part_rows, rows - call->next_row)};
+    call->next_row += ret_range->rows;
+    return true;
+}
+
+static void part_send(struct split_server *server, struct split_call *call,
+                      const struct split_range *range) {
+    struct split_connection *split = server->split;
+    struct split_part *part = server->part;
+    struct kld_request request;
+    struct kld_error error;
+    while (part->call)
+        part++;
+    part->call = call;
+    part->range = *range;
+    uint64_t now = kld_now_ns(), limit = split->base.options.part_timeout_ns;
+    if (call->base.deadline_ns != KLD_NEVER)
+        limit = kld_split_smaller(limit,
+                                  call->base.deadline_ns > now ? call->base.deadline_ns - now : 1);
+    enum kld_status status = kld_split_part_make(part, &request, &error);
+    bool ours = status != KLD_OK; /* no memory here */
+    request.timeout_ns = limit;
+    if (!status)
+        status = kld_submit(server->member, &request, part_ended, part, &part->id, &error);
+    if (!status) {
+        server->busy++;
+        call->in_flight++;
+        return;
+    }
+    if (ours)
+        call_fail(split, call, &error);
+    else
+        part_back(part, &error);
+    kld_split_part_free(part);
+}
+
+/* The one with the least to do. */
+static struct split_server *server_free(struct split_connection *split) {
+    struct split_server *best = NULL;
+    for (uint32_t k = 0; k < split->count; k++) {
+        struct split_server *server = &split->servers[(split->next + k) % split->count];
+        if (server->state == SPLIT_READY && server->busy < SPLIT_DEPTH &&
+            (!best || server->busy < best->busy))
+            best = server;
+    }
+    if (best)
+        split->next = (uint32_t)(best - split->servers) + 1;
+    return best;
+}
+
+static void call_end(struct split_connection *split, struct split_call *call) {
+    if (!call->error.status)
+        kld_split_finish(call);
+    kld_split_call_free(call);
+    kld_call_unlink(&call->base);
+    kld_call_drop_regions(&call->base);
+    kld_call_end(&split->base, &call->base, call->error.status, &call->error);
+    kld_call_release(&split->base, &call->base);
+}
+
+/* No server takes parts: how long does a call wait for one? Those that refuse do not come back. */
+static void check_hope(struct split_connection *split, struct split_call *call, uint64_t now) {
+    bool ready = false, away = false;
+    struct kld_error error;
+    for (uint32_t i = 0; i < split->count; i++) {
+        ready = ready || split->servers[i].state == SPLIT_READY;
+        away = away || split->servers[i].state == SPLIT_AWAY;
+    }
+    if (ready || call->in_flight > 0 || call->error.status)
+        return;
+    uint64_t until = call->base.deadline_ns != KLD_NEVER ? call->base.deadline_ns
+                                                         : call->progress_ns + KLD_RECONNECT_NS_MAX;
+    if (away && now < until) {
+        kld_connection_arm(&split->base, until);
+        return;
+    }
+    kld_split_none_left(split, &error);
+    if (away && until == call->base.deadline_ns) {
+        char text[KLD_ERROR_TEXT_MAX];
+        snprintf(text, sizeof text, "deadline passed; %.230s", error.text);
+        kld_error_set(&error, KLD_DEADLINE, "%s", text);
+    }
+    call_fail(split, call, &error);
+}
+
+/* Gives free servers what there is to do, and ends what is done. */
+static void pump(struct split_connection *split) {
+    uint64_t now = kld_now_ns();
+    for (struct kld_call *base = split->calls.first, *next; base; base = next) {
+        struct split_call *call = (struct split_call *)base;
+        struct split_server *server;
+        struct split_range range;
+        next = base->next;
+        while (!call->error.status && (server = server_free(split)) && range_next(call, &range))
+            part_send(server, call, &range);
+        check_hope(split, call, now);
+        if (call->in_flight == 0 && (call->error.status || call->done_rows == base->geometry.rows))
+            call_end(split, call);
+    }
+}
+
+/* ---- The connection's table -------------------------------------------------------------------
+ */
+
+static void split_event(struct kld_connection *connection, uint64_t tag, uint32_t events) {
+    struct split_connection *split = split_of(connection);
+    kld_process(split->servers[tag - KLD_TAG_TRANSPORT].member, 0, NULL);
+    pump(split);
+}
+
+static void split_timer(struct kld_connection *connection, uint64_t now) {
+    struct split_connection *split = split_of(connection);
+    for (uint32_t i = 0; i < split->count; i++) {
+        struct split_server *server = &split->servers[i];
+        if (server->state == SPLIT_AWAY && now >= server->retry_at_ns &&
+            kld_split_server_ask(server) == KLD_UNAVAILABLE)
+            kld_split_server_leave(server, &server->error);
+        if (server->state == SPLIT_AWAY)
+            kld_connection_arm(connection, server->retry_at_ns);
+    }
+    for (struct kld_call *call = split->calls.first; call; call = call->next) {
+        if (now >= call->deadline_ns)
+            call_fail(split, (struct split_call *)call,
+                      &(struct kld_error){KLD_DEADLINE, "deadline passed; not all rows were done"});
+        else if (call->deadline_ns != KLD_NEVER)
+            kld_connection_arm(connection, call->deadline_ns);
+    }
+    pump(split);
+}
+
+static enum kld_status split_submit(struct kld_connection *connection, struct kld_call *base,
+                                    struct kld_error *err) {
+    struct split_connection *split = split_of(connection);
+    struct split_call *call = (struct split_call *)base;
+    base->result.attempts = 1;
+    if (base->copy.destination) { /* both are memory of this process */
+        const struct kld_copy_request *copy = &base->copy;
+        memcpy((char *)copy->destination->data + copy->destination_offset_bytes,
+               (const char *)copy->source->data + copy->source_offset_bytes, copy->bytes);
+        memset(&base->copy, 0, sizeof base->copy); /* its regions were not held */
+        kld_call_end(connection, base, KLD_OK, NULL);
+        kld_call_release(connection, base);
+        return KLD_OK;
+    }
+    enum kld_status status =
+        kld_split_plan(call, split->count, connection->options.part_bytes_max, err);
+    if (status) {
+        kld_split_call_free(call);
+        return status;
+    }
+    call->progress_ns = base->started_ns;
+    kld_call_hold_regions(base);
+    kld_call_append(&split->calls, base);
+    if (base->deadline_ns != KLD_NEVER)
+        kld_connection_arm(connection, base->deadline_ns);
+    pump(split);
+    return KLD_OK;
+}
+
+static void split_cancel(struct kld_connection *connection, struct kld_call *base) {
+    call_fail(split_of(connection), (struct split_call *)base,
+              &(struct kld_error){KLD_CANCELLED, "cancelled"});
+    pump(split_of(connection));
+}
+
+static void split_close(struct kld_connection *connection) {
+    struct split_connection *split = split_of(connection);
+    for (uint32_t i = 0; i < split->count; i++) {
+        kld_close(split->servers[i].member);
+        for (uint32_t k = 0; k < SPLIT_DEPTH; k++)
+            kld_split_part_free(&split->servers[i].part[k]);
+    }
+    for (struct kld_call *call = split->calls.first; call; call = call->next) {
+        kld_split_call_free((struct split_call *)call);
+        kld_call_drop_regions(call);
+    }
+    free(split->servers);
+}
+
+const struct kld_transport kld_transport_split = {
+    .prefix = "split:",
+    .name = "split",
+    .connection_bytes = sizeof(struct split_connection),
+    .call_bytes = sizeof(struct split_call),
+    .region_bytes = sizeof(struct kld_region),
+    .open = kld_split_open,
+    .close = split_close,
+    .info = kld_split_info,
+    .ping = kld_split_ping,
+    .region_create = kld_plain_region_create,
+    .region_import_memfd = kld_plain_region_import_memfd,
+    .region_release = kld_plain_region_release,
+    .submit = split_submit,
+    .cancel = split_cancel,
+    .event = split_event,
+    .timer = split_timer,
+};
