@@ -113,7 +113,7 @@ struct kld_server_info {
     uint32_t events_max;       /* of this connection; 0: no events, and no `early` */
     uint8_t device_uuid[16];   /* of the card; all 0: a CPU, or unknown */
     uint32_t device_index;     /* of the server's devices, the one of this connection */
-    uint32_t devices;          /* that the server has; 0: unknown; over split: the servers */
+    uint32_t devices;          /* that the server has; 0: unknown, as over split: */
     char version[24];          /* release of the server; "": unknown, as over unix: */
 };
 KLD_EXPORT enum kld_status kld_info(struct kld_connection *connection,

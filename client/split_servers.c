@@ -125,7 +125,6 @@ enum kld_status kld_split_info(struct kld_connection *connection, struct kld_ser
     snprintf(ret_info->device, sizeof ret_info->device, "%u servers: %.48s", split->count,
              split->info.device);
     ret_info->requests_max = KLD_CALLS_MAX;
-    ret_info->devices = split->count;
     return KLD_OK;
 }
 

@@ -143,7 +143,7 @@ def test_an_outcome_is_an_exception():
     ("local:quantum", kld.KldError, "quantum"),
     ("unix:/nowhere/kld.sock", ConnectionError, "."),
     ("http://127.0.0.1:1", ConnectionError, "."),
-    (7, TypeError, "url is a text, not int")])
+    (7, TypeError, "url is a text or a list of texts, not int")])
 def test_no_connection(url, error, text):
     with pytest.raises(error, match=text) as raised:
         kld.connect(url, connect_timeout=0.2)

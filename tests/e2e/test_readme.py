@@ -70,7 +70,7 @@ def test_every_command(tmp_path):
             continue  # their programs are another build's
         text = as_tested(text, tmp_path, port).replace("gcc loss.c", f"gcc {tmp_path}/loss.c")
         parts.append(f'echo "== block {number}"\n{text}')
-    script = "set -euo pipefail\ntrap 'kill %1 2>/dev/null; wait' EXIT\n" + "\n".join(parts)
+    script = "set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null; wait' EXIT\n" + "\n".join(parts)
     environment = {name: value for name, value in clean_environment().items()
                    if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     process = subprocess.Popen(["bash", "-c", script], cwd=ROOT, env=environment,

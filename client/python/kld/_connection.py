@@ -37,7 +37,7 @@ class ServerInfo:
     device: str
     epoch: int  #: changes when the worker was restarted; 0 where unknown
     device_index: int
-    devices: int  #: that the server has, or servers of a split connection; 0 where unknown
+    devices: int  #: that the server has; 0 where unknown
     version: str = ""  #: release of the server; empty where unknown
 
 
