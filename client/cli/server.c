@@ -78,7 +78,8 @@ int kld_cli_fail(const struct kld_error *error) {
         {KLD_UNAUTHENTICATED, KLD_EXIT_SERVER, "name a token with --token-file FILE"},
         {KLD_FORBIDDEN, KLD_EXIT_SERVER,
          "ask who runs the server for the right to use it (https: --ca-file FILE)"},
-        {KLD_NO_MEMORY, KLD_EXIT_FAILED, "spread the rows over several servers: kld div --split URL,URL,..."},
+        {KLD_NO_MEMORY, KLD_EXIT_FAILED,
+         "spread the rows over several servers: kld div --split URL,URL,..."},
     };
     fprintf(stderr, "kld: %s\n", error->text);
     for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {
