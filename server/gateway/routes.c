@@ -14,6 +14,7 @@
 #include "server/gateway/regions.h"
 #include "server/gateway/shm.h"
 #include "server/gateway/tensors.h"
+#include "server/gateway/trace.h"
 #include "server/gateway/upload.h"
 
 #define SMALL_BODY_BYTES_MAX 65536
@@ -257,7 +258,9 @@ static void tensors_one(struct kld_exchange *exchange, const struct pieces *piec
 
 static void tensor_delete(struct kld_exchange *exchange, const struct pieces *pieces,
                           const char *body, size_t bytes) {
-    if (kld_tensors_remove(exchange->gateway->tensors, exchange->caller, pieces->text[0]))
+    bool there = kld_tensors_remove(exchange->gateway->tensors, exchange->caller, pieces->text[0]);
+    kld_tensor_log(exchange, "delete_tensor", there ? KLD_OK : KLD_NOT_FOUND, NULL, 0);
+    if (there)
         kld_exchange_reply_text(exchange, 200, "", "", 0);
     else
         fail(exchange, KLD_NOT_FOUND, "no tensor of this name is stored");

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "server/gateway/infer.h"
+#include "server/gateway/tensors.h"
 #include "server/log.h"
 
 #define VERSION_00_BYTES 55 /* 00-32 digits-16 digits-2 digits */
@@ -75,21 +76,55 @@ static void describe(const struct kld_infer *infer, char *ret_text, size_t capac
                  predictions, same ? "" : ",", same ? "" : targets);
 }
 
+#define TRACED_BYTES_MAX (sizeof " trace_id= span= sampled=1" + sizeof(struct kld_trace))
+
+static void describe_trace(const struct kld_trace *trace, char ret_text[TRACED_BYTES_MAX]) {
+    ret_text[0] = '\0';
+    if (trace->id[0])
+        snprintf(ret_text, TRACED_BYTES_MAX, " trace_id=%s span=%s sampled=%u", trace->id,
+                 trace->span, trace->flags & 1u);
+}
+
 void kld_infer_log(const struct kld_infer *infer, enum kld_status status, uint64_t total_ns) {
     if (!kld_log_wants(KLD_LOG_DEBUG))
         return;
     const struct kld_result *result = &infer->result;
-    const struct kld_trace *trace = &infer->trace;
     uint64_t started_ns = infer->exchange->started_ns;
-    char asked[160], traced[sizeof " trace_id= span= sampled=1" + sizeof *trace] = "";
+    char asked[160], traced[TRACED_BYTES_MAX];
     describe(infer, asked, sizeof asked);
-    if (trace->id[0])
-        snprintf(traced, sizeof traced, " trace_id=%s span=%s sampled=%u", trace->id, trace->span,
-                 trace->flags & 1u);
+    describe_trace(&infer->trace, traced);
     kld_log(KLD_LOG_DEBUG, "request",
             "transport=http status=%s%s total_us=%" PRIu64 " receive_us=%" PRIu64
             " queue_us=%" PRIu64 " copy_us=%" PRIu64 " kernel_us=%" PRIu64 "%s",
             kld_status_name(status), asked, total_ns / 1000,
             infer->body_end_ns ? (infer->body_end_ns - started_ns) / 1000 : total_ns / 1000,
             result->queue_ns / 1000, result->copy_ns / 1000, result->kernel_ns / 1000, traced);
+}
+
+/* " shape=2x3x1000 dtype=FP32 bytes=24000" */
+static void describe_tensor(const struct kld_stored *tensor, char *ret_text, size_t capacity) {
+    size_t used = (size_t)snprintf(ret_text, capacity, " shape=");
+    for (uint32_t i = 0; i < tensor->rank && used < capacity; i++)
+        used += (size_t)snprintf(ret_text + used, capacity - used, "%s%" PRIu64, i ? "x" : "",
+                                 tensor->shape[i]);
+    if (used < capacity)
+        snprintf(ret_text + used, capacity - used, " dtype=%s bytes=%" PRIu64,
+                 kld_dtype_name(tensor->dtype), tensor->bytes);
+}
+
+void kld_tensor_log(const struct kld_exchange *exchange, const char *op, enum kld_status status,
+                    const struct kld_stored *tensor, uint64_t body_end_ns) {
+    if (!kld_log_wants(KLD_LOG_DEBUG))
+        return;
+    uint64_t started_ns = exchange->started_ns, total_ns = uv_hrtime() - started_ns;
+    char stored[40 + 21 * (KLD_RANK_MAX + 1)] = "", traced[TRACED_BYTES_MAX];
+    struct kld_trace trace;
+    if (tensor)
+        describe_tensor(tensor, stored, sizeof stored);
+    kld_trace_take(exchange, &trace);
+    describe_trace(&trace, traced);
+    kld_log(KLD_LOG_DEBUG, "request",
+            "transport=http status=%s op=%s%s total_us=%" PRIu64 " receive_us=%" PRIu64 "%s",
+            kld_status_name(status), op, stored, total_ns / 1000,
+            (body_end_ns ? body_end_ns - started_ns : total_ns) / 1000, traced);
 }

@@ -1,6 +1,7 @@
 """The line that the log has of each request, and the caller's trace (W3C `traceparent`) in it."""
 import http.client
 import json
+import socket
 
 from conftest import wait_until
 
@@ -61,8 +62,48 @@ def test_a_line_a_request_with_the_callers_trace(make_server):
         assert secret not in server.log()
 
 
+def tensor(server, method, path, data=None, *headers):
+    connection = http.client.HTTPConnection(server.address, timeout=60)
+    connection.request(method, "/v2/tensors/" + path, data, dict(headers))
+    reply = connection.getresponse()
+    reply.read()
+    connection.close()
+    return reply.status
+
+
+def test_stored_tensors_have_lines_too(make_server):
+    server = make_server(log_level="debug", log_format="json")
+    place = "secret-name?datatype=FP32&shape=2,1,3"
+    assert tensor(server, "PUT", place, bytes(24), ("traceparent", PARENT)) == 200
+    assert tensor(server, "PUT", place, bytes(23)) == 400
+    assert tensor(server, "PUT", "secret-name?datatype=FP99&shape=2") == 400
+    assert tensor(server, "PUT", place, iter([bytes(24), bytes(1)])) == 400  # more than it said, in chunks
+    assert tensor(server, "DELETE", "secret-name", None, ("traceparent", PARENT)) == 200
+    assert tensor(server, "DELETE", "secret-name") == 404
+    host, port = server.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), 60) as left:
+        left.sendall(f"PUT /v2/tensors/{place} HTTP/1.1\r\nHost: x\r\nContent-Length: 24\r\n\r\n123".encode())
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1)
+    wait_until(lambda: len(lines(server, "gateway")) == 7, what="the line of who left")
+    said = lines(server, "gateway")
+    assert [(line["op"], line["status"]) for line in said] == [
+        ("put_tensor", "ok"), ("put_tensor", "invalid"), ("put_tensor", "invalid"), ("put_tensor", "invalid"),
+        ("delete_tensor", "ok"), ("delete_tensor", "not_found"), ("put_tensor", "cancelled")]
+    for line in said:
+        assert line["level"] == "debug" and line["transport"] == "http"
+        assert line["total_us"] >= line["receive_us"] >= 0
+        if line["op"] == "put_tensor" and line is not said[2] and line is not said[1]:
+            assert (line["shape"], line["dtype"], line["bytes"]) == ("2x1x3", "FP32", 24)
+        else:
+            assert "shape" not in line
+        traced = line in (said[0], said[4])
+        assert (line.get("trace_id"), line.get("span")) == ((TRACE, SPAN) if traced else (None, None))
+    assert "secret-name" not in server.log()
+
+
 def test_no_lines_at_the_usual_level(make_server):
     server = make_server(log_format="json")
     assert ask(server, ("traceparent", PARENT)) == 200
+    assert tensor(server, "PUT", "a?datatype=FP32&shape=1", bytes(4)) == 200
     assert server.stop() == 0
     assert not lines(server, "gateway") and not lines(server, "worker0") and TRACE not in server.log()
