@@ -32,7 +32,8 @@ SAN_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-o
 else ifeq ($(SANITIZE),thread)
 SAN_FLAGS := -fsanitize=thread -fno-omit-frame-pointer
 else
-CPPFLAGS  += -D_FORTIFY_SOURCE=2
+FORTIFY   := -D_FORTIFY_SOURCE=3
+CPPFLAGS  += $(FORTIFY)
 endif
 
 # ---- sources: by folder, found by name ------------------------------------------------------------
@@ -120,7 +121,7 @@ $(BUILD)/kld: $(call OBJ,$(CLI_C)) $(PROTO_OBJ) $(BUILD)/libkld.so
 $(BUILD)/examples/%: client/examples/%.c $(BUILD)/libkld.so
 	@mkdir -p $(@D)
 	@echo "  LD    $@"
-	$(Q)$(CC) -std=c17 -I. -D_GNU_SOURCE $(CFLAGS) $(WARN) $(SAN_FLAGS) -pthread $< -o $@ -L$(BUILD) -lkld -lm -Wl,-rpath,'$$ORIGIN/..'
+	$(Q)$(CC) -std=c17 -I. -D_GNU_SOURCE $(FORTIFY) $(CFLAGS) $(WARN) $(HARDEN) -fPIE $(LDFLAGS) $< -o $@ -L$(BUILD) -lkld -lm -Wl,-rpath,'$$ORIGIN/..'
 examples: $(patsubst client/examples/%.c,$(BUILD)/examples/%,$(EXAMPLES_C))
 
 # A unit test is one program with its own main (tests/unit/unit.h); it may call anything inside.

@@ -95,11 +95,11 @@ static enum kld_status take_shape(struct literal *text, struct kld_array *array,
 
 static enum kld_status dtype_of(const char *descr, enum kld_dtype *ret_dtype,
                                 struct kld_error *err) {
-    for (size_t i = 0; i < sizeof dtypes / sizeof dtypes[0]; i++) {
+    for (size_t i = 0; descr[0] && i < sizeof dtypes / sizeof dtypes[0]; i++) {
         /* One byte has no order: NumPy writes '|', others may not. */
         bool same = strcmp(descr, dtypes[i].descr) == 0 ||
                     (dtypes[i].descr[0] == '|' && strcmp(descr + 1, dtypes[i].descr + 1) == 0);
-        if (descr[0] && same) {
+        if (same) {
             *ret_dtype = dtypes[i].dtype;
             return KLD_OK;
         }
