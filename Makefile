@@ -31,6 +31,11 @@ ifeq ($(SANITIZE),address)
 SAN_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 else ifeq ($(SANITIZE),thread)
 SAN_FLAGS := -fsanitize=thread -fno-omit-frame-pointer
+else ifeq ($(SANITIZE),coverage)
+SAN_FLAGS := --coverage -fprofile-update=atomic
+CFLAGS    := -O1 -g
+FORTIFY   := -D_FORTIFY_SOURCE=3
+CPPFLAGS  += $(FORTIFY)
 else
 FORTIFY   := -D_FORTIFY_SOURCE=3
 CPPFLAGS  += $(FORTIFY)
@@ -76,7 +81,8 @@ NVCC_FLAGS := -O3 $(NVCC_EXTRA) -std=c++17 -I. -Xcompiler -fPIC,-fvisibility=hid
   -gencode arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS)) \
   $(if $(NVCC),$(shell $(NVCC) --help 2>/dev/null | grep -q compress-mode && echo --compress-mode=size))
 
-.PHONY: all lib unit examples bench-programs programs metrics install dist image print-cuda wheel lint check check-gpu bench fuzz demo clean help
+.PHONY: all lib unit examples bench-programs programs metrics install dist image print-cuda wheel lint check check-gpu bench fuzz demo valgrind \
+  coverage clean help
 all: $(BUILD)/kld-server $(BUILD)/kld $(BUILD)/libkld.so $(BUILD)/libkld.a
 lib: $(BUILD)/libkld.a $(BUILD)/libkld.so
 
@@ -181,6 +187,8 @@ help:
 	@echo "make check-gpu    the kernel table and the end-to-end tests on the GPU, from the tarball's tree"
 	@echo "make bench        measure this machine"
 	@echo "make fuzz         fuzz every parser, SECONDS=$(SECONDS) each"
+	@echo "make valgrind     the unit tests under valgrind"
+	@echo "make coverage     lines and branches that unit and end-to-end tests reach, into $(COVERAGE)/"
 	@echo "make lint         clang-format, clang-tidy, cppcheck, pyflakes, shellcheck"
 	@echo "make metrics      the table of metrics in deploy/README.md, from the sources"
 	@echo "make install      into DESTDIR=$(DESTDIR) PREFIX=$(PREFIX)"
@@ -211,6 +219,20 @@ fuzz:
 
 metrics: $(BUILD)/kld-server
 	@deploy/metrics.sh $(BUILD)
+
+valgrind:
+	@deploy/deps.sh build check valgrind
+	$(SELF) unit $(SELF_ARGS)
+	@tests/run --build $(BUILD) --only unit --valgrind
+
+# Its gateways run without their sandbox, in which nobody writes files, counters included.
+COVERAGE ?= build-coverage
+coverage:
+	@deploy/deps.sh build check coverage
+	$(SELF) programs BUILD=$(COVERAGE) CUDA=0 SANITIZE=coverage
+	@find $(COVERAGE) -name '*.gcda' -delete
+	@TEST_SANDBOX=false tests/run --build $(COVERAGE) --only unit,table,e2e --table-every 5 $(COVERAGE_ARGS); status=$$?; \
+	  deploy/coverage.sh $(COVERAGE) && exit $$status
 
 lint:
 	@deploy/deps.sh build check lint

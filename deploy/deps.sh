@@ -1,6 +1,6 @@
 #!/bin/sh
 # deps.sh SET... - installs the Debian packages that a target of the Makefile needs and that are
-# missing. Sets: build check lint fuzz dist wheel deploy. Asks for nothing and changes nothing if all are there.
+# missing. Sets: build check lint fuzz valgrind coverage dist wheel deploy. Asks for nothing and changes nothing if all are there.
 set -eu
 wanted=""
 for set in "$@"; do
@@ -12,6 +12,8 @@ for set in "$@"; do
         openssl util-linux chromium" ;;
     lint) wanted="$wanted clang-format clang-tidy cppcheck shellcheck pyflakes3" ;;
     fuzz) wanted="$wanted clang libclang-rt-dev" ;;
+    valgrind) wanted="$wanted valgrind" ;;
+    coverage) wanted="$wanted gcovr" ;;
     dist) wanted="$wanted patchelf" ;;
     wheel) wanted="$wanted patchelf python3 python3-setuptools python3-wheel" ;;
     deploy)

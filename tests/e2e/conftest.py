@@ -77,6 +77,8 @@ class Server:
         flags.setdefault("http", "127.0.0.1:0")
         flags.setdefault("unix", str(self.folder / "kld.sock"))
         flags.setdefault("backend", backend)
+        if "TEST_SANDBOX" in os.environ:  # make coverage: counters are files
+            flags.setdefault("sandbox", os.environ["TEST_SANDBOX"])
         self.flags = flags
         # limit: of descriptors, the hard one too.
         self.arguments = ["prlimit", f"--nofile={limit}:{limit}"] * (limit is not None)

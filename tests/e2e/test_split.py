@@ -99,8 +99,8 @@ def test_a_server_is_killed_in_the_middle(make_server, servers, tmp_path, front)
 
     killer = threading.Thread(target=kill)
     killer.start()
-    # Parts of 4 rows: a thousand round trips, of which the first few are over when it dies.
-    many = kld(*job, "--split", f"{servers[0].http},{at},{servers[1].url_unix}", "--part-bytes", "48000",
+    # Parts of 2 rows: two thousand round trips, of which the first few are over when it dies.
+    many = kld(*job, "--split", f"{servers[0].http},{at},{servers[1].url_unix}", "--part-bytes", "24000",
                "--grad-predictions", tmp_path / "many.npy")
     killer.join()
     assert killed.is_set()
