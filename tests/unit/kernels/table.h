@@ -21,6 +21,7 @@ enum table_data {
     TABLE_LOWEST, /* logits of the type's lowest, in both: the first eighth and every third class */
     TABLE_HEAVY,  /* one class holds the share `noise` of both, and agrees closely */
     TABLE_SPIKE,  /* one class is `noise` above all others, of one side or both */
+    TABLE_FINE,   /* logits of the targets alike, of the predictions `noise` apart */
     TABLE_RESERVED,  /* the first classes have next to no mass, or none, on both sides */
     TABLE_CONFIDENT, /* all but `noise` of the predictions' mass is one class's, and of targets' */
     TABLE_TOP,       /* all but `noise` classes of the targets have no mass */

@@ -143,9 +143,26 @@ static void add_read_once(struct table_list *list, bool quick) {
         }
 }
 
+/* Temperatures so low that one step of the larger side's logits is all that the other's differ by,
+ * and one class of those counts by itself. */
+static void add_fine(struct table_list *list) {
+    for (unsigned i = 0; i < 6; i++) {
+        bool half = i % 2;
+        add_crowd(list, i % 3 ? KLD_DIVERGENCE_FORWARD_KL : KLD_DIVERGENCE_CROSS_ENTROPY,
+                  half ? FP16 : BF16, true, 40, i < 4 ? 2048 : 20001, i / 2 % 2);
+        struct table_case *at = &list->at[list->count - 1];
+        at->data = TABLE_FINE;
+        at->temperature = at->noise = half ? 1e-5 : 1e-4;
+        at->lift[0] = 5;
+        at->lift[1] = 4;
+        snprintf(at->name, sizeof at->name, "fine %u", i);
+    }
+}
+
 void table_list_held(struct table_list *list, bool quick) {
     add_crowds(list, quick);
     add_deep(list, quick);
     add_wide(list, quick);
     add_read_once(list, quick);
+    add_fine(list);
 }

@@ -78,6 +78,7 @@ void table_row_text(const struct table_case *at, uint64_t row, char *text, size_
         [TABLE_BAD] = "bad",       [TABLE_EXTREME] = "extreme",     [TABLE_AGREE] = "agree",
         [TABLE_LOWEST] = "lowest", [TABLE_HEAVY] = "heavy",         [TABLE_SPIKE] = "spike",
         [TABLE_TOP] = "top",       [TABLE_CONFIDENT] = "confident", [TABLE_RESERVED] = "reserved",
+        [TABLE_FINE] = "fine",
     };
     struct kind kind = kind_of(at, row);
     text[0] = 0;
@@ -186,6 +187,11 @@ static void make_logits(const struct table_case *at, const struct kind *kind,
             bool heavy = i % 700 == 0;
             q[i] = heavy ? 8 : q[i] * 0.35 - 1;
             p[i] = heavy ? 8 + kind->noise * table_normal(random) : p[i] * 0.35 - 1;
+        }
+        if (kind->data == TABLE_FINE) {
+            q[i] *= i == classes / 2 ? 0 : kind->noise / SAME_RANDOM;
+            q[i] += i == classes / 2 ? 8 * kind->noise : 0;
+            p[i] = 0;
         }
         /* The first 2560 bytes: all that one of some warps sees at first, or more. */
         bool reserved = i < 2560 / kld_dtype_bytes(at->dtype[0]) && i + 1 < classes;
