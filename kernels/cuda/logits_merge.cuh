@@ -80,10 +80,10 @@ struct fast_side {
     }
 };
 
-/* How rows are judged. unit: a power of 2 in units of 1 / T, ln 2 but for what rounding left of the
- * scale that was used. */
+/* How rows are judged. stretch: 1 but for what rounding left of the scale that was used: a
+ * logarithm of a sum is that much larger, but for the entropies, of which the sides' are alike. */
 struct fast_bounds {
-    double least, most, heavy_min, unit, shift;
+    double least, most, heavy_min, stretch, shift;
 };
 
 /* The row from the only part that is left, and its sides. shift: NaN where the sums do not tell. */
@@ -98,7 +98,7 @@ static __device__ __forceinline__ row_stats fast_row(const part &all, const fast
     row.inverse_p = p.inverse;
     row.inverse_q = q.inverse;
     double ratio = p.logarithm - q.logarithm;
-    row.shift = (double)(row.c_p - row.c_q) * bounds.unit + ratio;
+    row.shift = ((double)(row.c_p - row.c_q) * LN_2 + ratio) * bounds.stretch;
     row.forward = all.sum[2] * row.inverse_p * LN_2 - ratio;
     row.reverse = EXTRA == REVERSE ? ratio - all.sum[3] * row.inverse_q * LN_2 : 0.0;
     row.entropy = EXTRA == ENTROPY ? q.logarithm - all.sum[3] * row.inverse_p * LN_2 : 0.0;

@@ -5,6 +5,7 @@
 #ifndef KLD_KERNELS_CUDA_LOGITS_ONEPASS_CUH
 #define KLD_KERNELS_CUDA_LOGITS_ONEPASS_CUH
 
+#include "kernels/cuda/logits_list.cuh"
 #include "kernels/cuda/logits_resident.cuh"
 
 namespace logits_resident {
@@ -58,14 +59,16 @@ template <class T, int EXTRA> struct onepass {
         }
     };
 
-    /* Whole units. ret_heavy: those left out, as the warp has classes there that count one by one.
-     * No call in here, and little that outlives the loop: registers are what is on its way. */
+    /* Whole units. Classes that count one by one go to the list, so many: ret_listed. ret_heavy:
+     * units left out, as the list had no room. No call in here, and little that outlives the loop:
+     * registers are what is on its way. */
     template <bool SHIFTED>
     static __device__ __forceinline__ sums run(const char *at_p, const char *at_q, uint32_t shift_p,
                                                uint32_t shift_q, uint32_t units,
                                                const temperature &t, float span, uint32_t classes,
                                                logits_stats::reference *ret_at,
-                                               uint32_t &ret_heavy) {
+                                               logits_stats::heavy_list<T> &list,
+                                               uint32_t &ret_listed, uint32_t &ret_heavy) {
         unit u;
 #pragma unroll
         for (uint32_t i = 0; i < UNIT; i++)
@@ -88,16 +91,28 @@ template <class T, int EXTRA> struct onepass {
         __syncwarp();
         logits_stats::top_of<T> top(at);
         logits_stats::chunk_sums<EXTRA> sum;
-        uint32_t heavy = 0;
+        uint32_t heavy = 0, listed = 0;
 #pragma unroll 1
         for (uint32_t number = 0; number < units; number++) {
             at_p += UNIT * STEP;
             at_q += UNIT * STEP;
-            bool is_heavy = __any_sync(KLD_FULL_WARP, top.add_all(u.p, u.q, at));
-            heavy |= is_heavy ? 1u << number : 0;
+            bool leave = false;
+            if (__any_sync(KLD_FULL_WARP, top.add_all(u.p, u.q, at))) {
+                uint32_t count = listed;
+                leave = !logits_stats::heavy_list<T>::can_take(at);
+                if (!leave)
+#pragma unroll
+                    for (uint32_t i = 0; i < UNIT; i++)
+                        list.take(u.p[i], u.q[i], at, count);
+                leave = leave || count > logits_stats::heavy_list<T>::MOST;
+                if (leave) /* what it has put there is overwritten */
+                    __syncwarp();
+                heavy |= leave ? 1u << number : 0;
+                listed = leave ? listed : count;
+            }
 #pragma unroll
             for (uint32_t i = 0; i < UNIT; i++) {
-                if (!is_heavy)
+                if (!leave)
                     logits_stats::fast_pairs<T, EXTRA>(logits_stats::pair_of<T>(u.p[i], u.q[i]), at,
                                                        t, sum);
                 if (number + 1 < units)
@@ -108,6 +123,7 @@ template <class T, int EXTRA> struct onepass {
         }
         sum.template flush<T>(r.sum);
         top.get_mine(r.p, r.q);
+        ret_listed = listed;
         ret_heavy = heavy;
         return r;
     }
@@ -131,26 +147,63 @@ template <class T, int EXTRA> struct onepass {
             to.q = fmaxf(to.q, z.q[i]);
         }
     }
-    /* The units that were left out, and what is behind the last. */
+    /* A step behind the last unit, its heavy classes to the list if there is room. */
+    static __device__ __forceinline__ bool
+    add_last(const resident::far_slice &slice, uint32_t step, const logits_stats::reference &at,
+             const temperature &t, logits_stats::heavy_list<T> &list, uint32_t &listed, sums &to) {
+        uint32_t left = slice.left_of(step, V), count = listed;
+        uint4 p = {}, q = {};
+        if (left) {
+            p = slice.load<T>(slice.p, slice.shift_p, step, left);
+            q = slice.load<T>(slice.q, slice.shift_q, step, left);
+        }
+        logits_stats::pair_of<T> z(p, q);
+        z.pad(resident::some_of{left}, at.pad_p, at.pad_q);
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+            bool mine = i < left && !(z.p[i] <= at.limit_p && z.q[i] <= at.limit_q);
+            if (!__any_sync(KLD_FULL_WARP, mine))
+                continue;
+            list.take_one(mine, z.p[i], z.q[i], count);
+        }
+        if (count > logits_stats::heavy_list<T>::MOST) {
+            __syncwarp(); /* what it has put there is overwritten */
+            return false;
+        }
+        listed = count;
+        if (!left)
+            return true;
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+            to.p = fmaxf(to.p, i < left ? z.p[i] : -CUDART_INF_F);
+            to.q = fmaxf(to.q, i < left ? z.q[i] : -CUDART_INF_F);
+        }
+        logits_stats::take_out(at, z);
+        logits_stats::chunk_sums<EXTRA> sum;
+        logits_stats::fast_pairs<T, EXTRA>(z, at, t, sum);
+        sum.template flush<T>(to.sum);
+        return true;
+    }
+    /* The units that were left out, what is behind the last, and the classes of the list. */
     static __device__ __noinline__ sums rest(resident::far_slice slice, uint32_t heavy,
                                              uint32_t step, uint32_t steps,
                                              const logits_stats::reference *from,
-                                             const temperature *t) {
+                                             const temperature *t,
+                                             logits_stats::heavy_list<T> *list, uint32_t listed) {
         sums r = {{0, 0, 0, 0}, -CUDART_INF_F, -CUDART_INF_F};
         logits_stats::reference at = *from;
-        uint32_t in_unit = 0;
-        while (heavy || step < steps) {
-            uint32_t next = step;
-            if (heavy)
-                next = ((uint32_t)__ffs((int)heavy) - 1) * UNIT + in_unit;
-            add_step(slice, next, at, *t, r);
-            if (!heavy)
-                step++;
-            else if (++in_unit == UNIT) {
-                heavy &= heavy - 1;
-                in_unit = 0;
-            }
-        }
+        for (; heavy; heavy &= heavy - 1)
+            for (uint32_t i = 0; i < UNIT; i++)
+                add_step(slice, ((uint32_t)__ffs((int)heavy) - 1) * UNIT + i, at, *t, r);
+        for (; step < steps; step++)
+            if (!add_last(slice, step, at, *t, *list, listed, r))
+                add_step(slice, step, at, *t, r);
+        __syncwarp();
+        logits_stats::heavy_sums one_by_one = {{0, 0, 0, 0}};
+        for (uint32_t i = threadIdx.x % 32; i < listed; i += 32)
+            logits_stats::add_heavy<T, EXTRA>(one_by_one, list->p[i], list->q[i], at, *t);
+        logits_stats::add_to<EXTRA>(r.sum, one_by_one);
+        __syncwarp();
         return r;
     }
     /* The same as run() where the warp has no whole unit, which no row is short enough for today:
@@ -208,37 +261,39 @@ template <class BODY> struct onepass_rows : rows<BODY> {
         return all[threadIdx.x / 32];
     }
 
-    /* All warps' sums over the row, to all lanes of the first. */
-    static __device__ __forceinline__ part sums(const kld_cuda_args &args) {
+    /* All warps' sums over the row, to all lanes of the first. at: this warp's, in shared memory,
+     * as is index. */
+    static __device__ __forceinline__ part sums(const kld_cuda_args &args, const uint64_t &index,
+                                                logits_stats::reference &at) {
         typename pass::sums mine = {{0, 0, 0, 0}, -CUDART_INF_F, -CUDART_INF_F};
-        uint32_t heavy = 0;
-        auto slice = resident::far_slice::of<T>(args, warp().walk.index);
+        uint32_t heavy = 0, listed = 0;
+        __shared__ logits_stats::heavy_list<T> lists[resident::WARPS];
+        logits_stats::heavy_list<T> &list = lists[threadIdx.x / 32];
+        auto slice = resident::far_slice::of<T>(args, index);
         uint32_t units = slice.full_steps_of(slice.count / pass::V) / pass::UNIT;
         if (!units)
-            pass::peek(slice, &base::shared().t, base::shared().span, base::shared().classes,
-                       &warp().at);
+            pass::peek(slice, &base::shared().t, base::shared().span, base::shared().classes, &at);
         else if (slice.shift_p || slice.shift_q)
             mine = pass::template run<true>(slice.p, slice.q, slice.shift_p, slice.shift_q, units,
                                             base::shared().t, base::shared().span,
-                                            base::shared().classes, &warp().at, heavy);
+                                            base::shared().classes, &at, list, listed, heavy);
         else
             mine = pass::template run<false>(slice.p, slice.q, 0, 0, units, base::shared().t,
-                                             base::shared().span, base::shared().classes,
-                                             &warp().at, heavy);
+                                             base::shared().span, base::shared().classes, &at, list,
+                                             listed, heavy);
         __syncwarp();
-        slice = resident::far_slice::of<T>(args, warp().walk.index);
+        slice = resident::far_slice::of<T>(args, index);
         units = slice.full_steps_of(slice.count / pass::V) / pass::UNIT;
         uint32_t steps = slice.steps_of((slice.count + pass::V - 1) / pass::V);
-        if (heavy || units * pass::UNIT < steps) {
-            auto more =
-                pass::rest(slice, heavy, units * pass::UNIT, steps, &warp().at, &base::shared().t);
+        if (heavy || listed || units * pass::UNIT < steps) {
+            auto more = pass::rest(slice, heavy, units * pass::UNIT, steps, &at, &base::shared().t,
+                                   &list, listed);
 #pragma unroll
             for (int i = 0; i < pass::SUMS; i++)
                 mine.sum[i] += more.sum[i];
             mine.p = fmaxf(mine.p, more.p);
             mine.q = fmaxf(mine.q, more.q);
         }
-        const logits_stats::reference &at = warp().at;
         float scale = base::shared().t.scale.high;
         part all;
         all.top[0] = logits_stats::warp_max(mine.p);
@@ -257,13 +312,12 @@ template <class BODY> struct onepass_rows : rows<BODY> {
             all.top[0], all.top[1]);
     }
 
-    /* The value of a row whose sums did not do, by the group's first thread. The whole group. */
-    static __device__ __noinline__ double again(const kld_cuda_args &args,
-                                                const onepass_row &from) {
+    /* A row whose sums did not do, to base::shared().rows[0]. The whole group. */
+    static __device__ __forceinline__ void do_again(const kld_cuda_args &args,
+                                                    const onepass_row &from, double factor) {
         auto *row = &base::shared().rows[0];
-        uint64_t index = from.index;
         if (resident::group_thread() == 0) {
-            resident::here().info[0].index = index;
+            resident::here().info[0].index = from.index;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 row->top[i] = from.all.top[i];
@@ -271,11 +325,18 @@ template <class BODY> struct onepass_rows : rows<BODY> {
             }
             row->missed = from.missed;
             row->shift = from.shift;
-            row->factor = 0.0;
+            row->factor = factor;
             row->way = AGAIN;
         }
         resident::group_sync();
         base::again(args, 0, 0);
+    }
+    /* Its value, by the group's first thread. */
+    static __device__ __noinline__ double again(const kld_cuda_args &args,
+                                                const onepass_row &from) {
+        auto *row = &base::shared().rows[0];
+        uint64_t index = from.index;
+        do_again(args, from, 0.0);
         double value = row->value;
         if (row->way == ANY)
             value = resident::here().place.rank == 0 ? row_by_any(args, index) : 0.0;
@@ -377,7 +438,7 @@ template <class BODY> struct onepass_rows : rows<BODY> {
             if constexpr (resident::GROUP_WARPS == 1) {
                 part all = {};
                 if (!masked)
-                    all = sums(args);
+                    all = sums(args, warp().walk.index, warp().at);
                 if (threadIdx.x % 32 == 0)
                     warp().rows[warp().count++].all = all;
                 __syncwarp();
@@ -388,7 +449,7 @@ template <class BODY> struct onepass_rows : rows<BODY> {
                     __syncwarp();
                 }
             } else if (!masked) {
-                settle_one(args, sums(args));
+                settle_one(args, sums(args, warp().walk.index, warp().at));
             } else if (threadIdx.x == 0 && block.place.rank == 0) {
                 store(args, warp().rows[0], 0.0);
                 add(args, warp().rows[0]);

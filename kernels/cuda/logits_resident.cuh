@@ -191,9 +191,9 @@ template <class BODY> struct rows {
     static __device__ __forceinline__ logits_stats::fast_bounds bounds(const kld_cuda_args &args) {
         double scale = args.inverse_temperature * LOG2_E;
         logits_stats::fast_bounds r = {logits_stats::FAST_MIN<T>, logits_stats::FAST_SUM_MAX<T>,
-                                       logits_stats::HEAVY_MIN<T>, LN_2, CUDART_INF};
+                                       logits_stats::HEAVY_MIN<T>, 1.0, CUDART_INF};
         if (sizeof(T) == 2) {
-            r.unit = LN_2 * scale / (double)(float)scale; /* FP32 uses both parts of the scale */
+            r.stretch = scale / (double)(float)scale; /* FP32 uses both parts of the scale */
             r.shift = (double)logits_stats::APART_MIN * args.inverse_temperature;
         }
         return r;

@@ -357,10 +357,29 @@ static __device__ __forceinline__ void fast_16(float z_p, float z_q, const refer
         sum.extra = fmaf(a, x_q, sum.extra);
 }
 
-/* What the classes of a vector above the limit add, in FP64. */
+/* What classes above the limit add, in FP64. */
 struct heavy_sums {
     double sum[4];
 };
+template <class T, int EXTRA>
+static __device__ __forceinline__ void add_heavy(heavy_sums &to, float z_p, float z_q,
+                                                 const reference &at, const temperature &t) {
+    /* 16 bits take the scale by its high part alone */
+    double scale = (double)t.scale.high + (sizeof(T) == 4 ? (double)t.scale.low : 0.0);
+    double x_p = fma((double)z_p, scale, -(double)at.c_p);
+    double x_q = fma((double)z_q, scale, -(double)at.c_q);
+    /* So far above the reference that a sum against another one would lose it: infinite, so that
+     * the row is judged not good. */
+    double a = x_p > HEAVY_MOST ? CUDART_INF : wide_exp2(x_p);
+    double b = x_q > HEAVY_MOST ? CUDART_INF : wide_exp2(x_q), u = x_p - x_q;
+    to.sum[0] += a;
+    to.sum[1] += b;
+    to.sum[2] += a * u;
+    if (EXTRA == REVERSE)
+        to.sum[3] += b * u;
+    if (EXTRA == ENTROPY)
+        to.sum[3] += a * x_q;
+}
 template <class T, int EXTRA>
 static __device__ __noinline__ heavy_sums heavy_terms(uint4 raw_p, uint4 raw_q, uint32_t left,
                                                       reference at, temperature t) {
@@ -369,26 +388,10 @@ static __device__ __noinline__ heavy_sums heavy_terms(uint4 raw_p, uint4 raw_q, 
     float z_p[V], z_q[V];
     unpack<T>(raw_p, z_p);
     unpack<T>(raw_q, z_q);
-    /* 16 bits take the scale by its high part alone */
-    double scale = (double)t.scale.high + (sizeof(T) == 4 ? (double)t.scale.low : 0.0);
 #pragma unroll 1
-    for (int i = 0; i < V; i++) {
-        if (i >= left || (z_p[i] <= at.limit_p && z_q[i] <= at.limit_q))
-            continue;
-        double x_p = fma((double)z_p[i], scale, -(double)at.c_p);
-        double x_q = fma((double)z_q[i], scale, -(double)at.c_q);
-        /* So far above the reference that a sum against another one would lose it: infinite, so
-         * that the row is judged not good. */
-        double a = x_p > HEAVY_MOST ? CUDART_INF : wide_exp2(x_p);
-        double b = x_q > HEAVY_MOST ? CUDART_INF : wide_exp2(x_q), u = x_p - x_q;
-        to.sum[0] += a;
-        to.sum[1] += b;
-        to.sum[2] += a * u;
-        if (EXTRA == REVERSE)
-            to.sum[3] += b * u;
-        if (EXTRA == ENTROPY)
-            to.sum[3] += a * x_q;
-    }
+    for (int i = 0; i < V; i++)
+        if (i < left && !(z_p[i] <= at.limit_p && z_q[i] <= at.limit_q))
+            add_heavy<T, EXTRA>(to, z_p[i], z_q[i], at, t);
     return to;
 }
 
