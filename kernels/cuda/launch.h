@@ -26,9 +26,9 @@ extern "C" {
 #define KLD_CUDA_SHORT_WARPS 4
 #define KLD_CUDA_SHORT_TILE_BYTES 2048
 
-/* Kernels that hold rows in shared memory or read them once, times rules, times sizes of their
- * clusters or slots. */
-#define KLD_CUDA_ACTIVE_CLUSTERS ((18 + 6) * 4 * 5)
+/* Kernels that hold rows in shared memory, read them once, or read them again, times rules, times
+ * sizes of their clusters or slots. */
+#define KLD_CUDA_ACTIVE_CLUSTERS ((18 + 6 + 3) * 4 * 5)
 
 /* Device memory of one job in flight; the only memory beyond inputs and outputs (264 KiB). */
 struct kld_cuda_scratch {

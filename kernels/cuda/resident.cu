@@ -16,9 +16,12 @@ static bool streams(const kld_cuda_args *args, uint64_t bytes) {
            bytes >= KLD_CUDA_ONEPASS_LEAST_BYTES && bytes <= 8 * KLD_CUDA_ONEPASS_BLOCK_BYTES;
 }
 
-/* The order of KLD_CUDA_TEAM_MAP and, behind it, of KLD_CUDA_ONEPASS_MAP. */
+/* The order of KLD_CUDA_TEAM_MAP and, behind it, of KLD_CUDA_ONEPASS_MAP and KLD_CUDA_REREAD_MAP.
+ */
 static uint32_t kernel_of(const kld_cuda_args *args) {
     uint32_t type = args->p.dtype == KLD_DTYPE_FP32 ? 0 : args->p.dtype == KLD_DTYPE_FP16 ? 1 : 2;
+    if (args->resident_team == KLD_CUDA_REREAD)
+        return 24 + type;
     if (args->resident_team >= KLD_CUDA_ONEPASS_WARP)
         return 18 + 3 * (args->resident_team - KLD_CUDA_ONEPASS_WARP) + type;
     return 6 * args->resident_team + (is_difference(args) ? 0 : 3) + type;
@@ -34,6 +37,12 @@ static bool is_better_elsewhere(const kld_cuda_args *args, uint64_t bytes) {
     if (fp32 && gradient && !is_difference(args) && bytes < 4096)
         return true;
     return by_row_kernels && bytes < (fp32 ? 2048 : 3072);
+}
+
+/* Is q - p all that is wanted, of rows that the caches keep? */
+static bool rereads(const kld_cuda_args *args, uint64_t bytes) {
+    return is_difference(args) && args->grad_q.dtype && !is_better_elsewhere(args, bytes) &&
+           bytes >= KLD_CUDA_REREAD_LEAST_BYTES && bytes <= KLD_CUDA_REREAD_MOST_BYTES;
 }
 
 /* Of a block that works alone: two slots in one of four sizes, which say how many blocks a
@@ -62,6 +71,15 @@ static uint32_t onepass_layout(kld_cuda_args *args, uint64_t bytes) {
     return size;
 }
 
+/* Rows that are read again: a warp each. */
+static void reread_layout(kld_cuda_args *args) {
+    args->resident_team = KLD_CUDA_REREAD;
+    args->slots = 1;
+    args->lag = 0;
+    args->cluster = 1;
+    args->slice = (uint32_t)(args->classes + 63) / 64 * 64;
+}
+
 /* Which kernel of its function: those of one divergence take other registers than of another. */
 static uint32_t rule_of(const kld_cuda_args *args) {
     if (args->resident_team < KLD_CUDA_ONEPASS_WARP)
@@ -76,6 +94,12 @@ extern "C" void kld_cuda_resident_layout(kld_cuda_args *args, uint32_t shared_by
     /* Devices with clusters and this much shared memory: sm_90 and sm_100. */
     bool clusters = shared_bytes_max >= 200 * 1024;
     uint32_t size = 0;
+    if (rereads(args, bytes)) {
+        reread_layout(args);
+        if (args->active_clusters)
+            args->active_clusters += (4 * kernel_of(args) + rule_of(args)) * 5;
+        return;
+    }
     if (streams(args, bytes) && (clusters || bytes <= KLD_CUDA_ONEPASS_BLOCK_BYTES)) {
         size = onepass_layout(args, bytes);
         if (args->active_clusters)
@@ -106,7 +130,7 @@ extern "C" cudaError_t kld_cuda_resident_rows(const kld_cuda_args *args, uint32_
     typedef cudaError_t launch(const kld_cuda_args *, uint32_t, cudaStream_t);
     static launch *const launches[] = {
 #define X(name) kld_cuda_##name,
-        KLD_CUDA_TEAM_MAP(X) KLD_CUDA_ONEPASS_MAP(X)
+        KLD_CUDA_TEAM_MAP(X) KLD_CUDA_ONEPASS_MAP(X) KLD_CUDA_REREAD_MAP(X)
 #undef X
     };
     static_assert(sizeof launches / sizeof *launches * 4 * 5 == KLD_CUDA_ACTIVE_CLUSTERS,

@@ -32,7 +32,7 @@ constexpr uint32_t WARPS = KLD_CUDA_TEAM_WARPS, COMPUTING = 32 * WARPS;
 constexpr uint32_t GROUPS = KLD_CUDA_TEAM_GROUPS;
 constexpr uint32_t GROUP_WARPS = WARPS / GROUPS, GROUP_THREADS = 32 * GROUP_WARPS;
 constexpr uint32_t SETTLERS = KLD_CUDA_TEAM_SETTLERS;
-constexpr bool ALONE = SETTLERS == 0, FAR = KLD_CUDA_TEAM_FAR;
+constexpr bool ALONE = SETTLERS == 0, FAR = KLD_CUDA_TEAM_FAR, REREAD = KLD_CUDA_TEAM_REREAD;
 constexpr uint32_t THREADS = ALONE ? COMPUTING : COMPUTING + 64 + 32 * SETTLERS;
 constexpr uint32_t CHUNK = (ALONE ? 128 : 64) * WARPS;    /* vectors of 16 bytes, of each tensor */
 constexpr uint32_t CHUNKS_MAX = FAR ? 1 : ALONE ? 8 : 16; /* of all slots of a block */
@@ -40,7 +40,7 @@ constexpr uint32_t STEPS = CHUNK / GROUP_THREADS;         /* of a thread in a ch
 constexpr uint32_t EDGE = 16;    /* bytes behind a slice: rows need not start at a multiple of 16 */
 constexpr uint32_t BEYOND = 528; /* bytes that a warp may read behind the last slice */
 constexpr uint32_t SLOTS_MAX = ALONE ? 2 : 4, RING_MAX = FAR ? 1 : 2 * SLOTS_MAX;
-constexpr uint32_t CLUSTER_MAX = FAR && WARPS > 1 ? 8 : ALONE ? 1 : 16;
+constexpr uint32_t CLUSTER_MAX = FAR && !REREAD && WARPS > 1 ? 8 : ALONE ? 1 : 16;
 constexpr uint32_t CLUSTER_PORTABLE = 8; /* larger ones are not to be had on every device */
 
 /* What was found in a part of a row. What the numbers mean is the passes' business. */

@@ -198,7 +198,7 @@ struct far_slice {
                                                        uint32_t step) {
         const uint4 *at = (const uint4 *)from + step * GROUP_THREADS;
         if (!SHIFTED)
-            return __ldcs(at);
+            return REREAD ? *at : __ldcs(at);
         return joined(*at, at[shift ? 1 : 0], shift);
     }
     /* Any, of which `left` classes are left; undefined beyond. */

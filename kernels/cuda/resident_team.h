@@ -20,13 +20,19 @@
 #define KLD_CUDA_ONEPASS_WARP_BYTES 16384
 #define KLD_CUDA_ONEPASS_BLOCK_BYTES 131072
 
+/* Of rows of which q - p is wanted, which are read twice, the second time from the caches
+ * (logits_reread.cuh): from here on, up to these. */
+#define KLD_CUDA_REREAD_LEAST_BYTES 1028
+#define KLD_CUDA_REREAD_MOST_BYTES 16384
+
 /* args->resident_team. */
 enum kld_cuda_team {
     KLD_CUDA_TEAM_OF_ONE,
     KLD_CUDA_TEAM_OF_FOUR,
     KLD_CUDA_TEAM_OF_MANY,
     KLD_CUDA_ONEPASS_WARP,
-    KLD_CUDA_ONEPASS_BLOCK
+    KLD_CUDA_ONEPASS_BLOCK,
+    KLD_CUDA_REREAD
 };
 
 /* What a source file says before it includes resident.cuh. Warps that compute and how many groups
@@ -58,6 +64,14 @@ enum kld_cuda_team {
 #define KLD_CUDA_TEAM_GROUPS 1
 #define KLD_CUDA_TEAM_SETTLERS 0
 #define KLD_CUDA_TEAM_BLOCKS 8
+#elif defined(KLD_CUDA_TEAM_REREADING)
+#define KLD_CUDA_TEAM reread_team
+#define KLD_CUDA_TEAM_FAR 1
+#define KLD_CUDA_TEAM_REREAD 1
+#define KLD_CUDA_TEAM_WARPS 1
+#define KLD_CUDA_TEAM_GROUPS 1
+#define KLD_CUDA_TEAM_SETTLERS 0
+#define KLD_CUDA_TEAM_BLOCKS 16
 #else
 #define KLD_CUDA_TEAM large_team
 #define KLD_CUDA_TEAM_WARPS 16
@@ -69,6 +83,10 @@ enum kld_cuda_team {
 /* Rows stay in device memory and are read from there, once if all goes well. */
 #ifndef KLD_CUDA_TEAM_FAR
 #define KLD_CUDA_TEAM_FAR 0
+#endif
+/* And again, before long. */
+#ifndef KLD_CUDA_TEAM_REREAD
+#define KLD_CUDA_TEAM_REREAD 0
 #endif
 
 /* Bytes of a block's static shared memory. */
@@ -120,6 +138,16 @@ KLD_CUDA_TEAM_MAP(X)
     cudaError_t kld_cuda_##name(const struct kld_cuda_args *args, uint32_t groups,                 \
                                 cudaStream_t stream);
 KLD_CUDA_ONEPASS_MAP(X)
+#undef X
+/* And of those that are read again. */
+#define KLD_CUDA_REREAD_MAP(X)                                                                     \
+    X(reread_team_fp32)                                                                            \
+    X(reread_team_fp16)                                                                            \
+    X(reread_team_bf16)
+#define X(name)                                                                                    \
+    cudaError_t kld_cuda_##name(const struct kld_cuda_args *args, uint32_t groups,                 \
+                                cudaStream_t stream);
+KLD_CUDA_REREAD_MAP(X)
 #undef X
 void kld_cuda_large_team_layout(struct kld_cuda_args *args, uint32_t shared_bytes_max);
 
