@@ -66,13 +66,18 @@ void kld_session_reply(struct kld_session *session, const union kld_frame *frame
     kld_session_poll(session);
 }
 
+void kld_session_error_frame(union kld_frame *frame, uint64_t request,
+                             const struct kld_error *error) {
+    kld_frame_init(frame, KLD_FRAME_ERROR, request);
+    frame->as_ERROR.status = error->status;
+    /* Nothing behind the text: what lay there before it is not for clients. */
+    memcpy(frame->as_ERROR.text, error->text, strnlen(error->text, sizeof error->text - 1));
+}
+
 void kld_session_reply_error(struct kld_session *session, uint64_t request,
                              const struct kld_error *error) {
     union kld_frame frame;
-    kld_frame_init(&frame, KLD_FRAME_ERROR, request);
-    frame.as_ERROR.status = error->status;
-    memcpy(frame.as_ERROR.text, error->text, sizeof error->text);
-    frame.as_ERROR.text[sizeof error->text - 1] = 0;
+    kld_session_error_frame(&frame, request, error);
     kld_session_reply(session, &frame);
 }
 

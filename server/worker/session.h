@@ -106,6 +106,9 @@ void kld_session_collect(struct kld_session *session);
 
 /* Sends or keeps a reply. A session that is closing or broken drops it. */
 void kld_session_reply(struct kld_session *session, const union kld_frame *frame);
+/* The frame that tells a client of an error: its text and no byte of what is behind that. */
+void kld_session_error_frame(union kld_frame *frame, uint64_t request,
+                             const struct kld_error *error);
 void kld_session_reply_error(struct kld_session *session, uint64_t request,
                              const struct kld_error *error);
 /* Waits for what there is room for and is wanted now. */

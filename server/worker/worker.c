@@ -36,9 +36,7 @@ uint64_t kld_worker_now_ns(void) {
 
 static void turn_away(struct kld_worker *worker, int fd, const struct kld_error *error) {
     union kld_frame frame;
-    kld_frame_init(&frame, KLD_FRAME_ERROR, 0);
-    frame.as_ERROR.status = error->status;
-    memcpy(frame.as_ERROR.text, error->text, sizeof error->text);
+    kld_session_error_frame(&frame, 0, error);
     (void)!send(fd, &frame, frame.header.length, MSG_DONTWAIT | MSG_NOSIGNAL);
     kld_close_later(worker, NULL, KLD_CLOSE_CONNECTION, &fd, 1);
 }

@@ -159,7 +159,25 @@ START_TEST(packet_of_no_bytes_is_not_the_end) {
 }
 END_TEST
 
+/* An error's text was often written over another one, or over whatever the stack held. */
+START_TEST(an_error_frame_holds_its_text_and_nothing_else) {
+    struct kld_error error;
+    union kld_frame frame;
+    memset(&error, 'S', sizeof error); /* a secret */
+    kld_error_set(&error, KLD_BUSY, "%s", "not now");
+    kld_session_error_frame(&frame, 7, &error);
+    ck_assert_uint_eq(frame.header.request, 7);
+    ck_assert_uint_eq(frame.as_ERROR.status, KLD_BUSY);
+    ck_assert_str_eq(frame.as_ERROR.text, "not now");
+    for (size_t i = strlen("not now"); i < sizeof frame.as_ERROR.text; i++)
+        ck_assert_int_eq(frame.as_ERROR.text[i], 0);
+    memset(error.text, 'S', sizeof error.text); /* no end at all */
+    kld_session_error_frame(&frame, 8, &error);
+    ck_assert_uint_eq(strlen(frame.as_ERROR.text), sizeof error.text - 1);
+}
+END_TEST
+
 UNIT_MAIN("server/worker/session", every_reply_to_a_silent_client_is_kept,
           silent_client_that_dies_leaves_nothing, client_leaves_while_its_stream_opens,
           clients_max_is_answered_by_busy, dead_clients_with_work_do_not_pile_up,
-          packet_of_no_bytes_is_not_the_end)
+          packet_of_no_bytes_is_not_the_end, an_error_frame_holds_its_text_and_nothing_else)
