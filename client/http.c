@@ -98,6 +98,26 @@ static void call_fail(struct http_connection *h, struct http_call *call, enum kl
     call_end(h, call, status, &error);
 }
 
+#define TRACEPARENT_BYTES_MAX (sizeof "traceparent: 00---ff" + 48)
+
+/* False: there is none. */
+static bool trace_write(const struct kld_trace_context *trace,
+                        char ret_header[TRACEPARENT_BYTES_MAX]) {
+    bool id = false, span = false;
+    char *at = stpcpy(ret_header, "traceparent: 00-");
+    for (size_t i = 0; i < sizeof trace->id; i++) {
+        at += sprintf(at, "%02x", trace->id[i]);
+        id = id || trace->id[i];
+    }
+    *at++ = '-';
+    for (size_t i = 0; i < sizeof trace->span; i++) {
+        at += sprintf(at, "%02x", trace->span[i]);
+        span = span || trace->span[i];
+    }
+    sprintf(at, "-%02x", trace->flags);
+    return id && span;
+}
+
 static enum kld_status call_start(struct http_connection *h, struct http_call *call,
                                   struct kld_error *err) {
     call->retry_at_ns = KLD_NEVER;
@@ -111,12 +131,14 @@ static enum kld_status call_start(struct http_connection *h, struct http_call *c
     if (status)
         return status;
     CURL *easy = kld_http_easy_open(h, "/v2/models/kl_div/infer", &call->transfer);
-    char length[64];
+    char length[64], traceparent[TRACEPARENT_BYTES_MAX];
     snprintf(length, sizeof length, "Inference-Header-Content-Length: %llu",
              (unsigned long long)call->head_bytes);
     for (const struct curl_slist *header = h->post_headers; header; header = header->next)
         call->transfer.headers = curl_slist_append(call->transfer.headers, header->data);
     call->transfer.headers = curl_slist_append(call->transfer.headers, length);
+    if (trace_write(&call->base.request.trace, traceparent))
+        call->transfer.headers = curl_slist_append(call->transfer.headers, traceparent);
     if (!easy || !call->transfer.headers)
         return kld_error_set(err, KLD_NO_MEMORY, "no memory for a request");
     curl_easy_setopt(easy, CURLOPT_HTTPHEADER, call->transfer.headers);

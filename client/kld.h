@@ -247,6 +247,13 @@ struct kld_bytes {
     uint64_t offset_bytes; /* in the region */
 };
 
+/* Whose part a request is: the trace and the span of the caller (W3C Trace Context, the parts of a
+ * `traceparent`). id all 0: none. */
+struct kld_trace_context {
+    uint8_t id[16], span[8];
+    uint8_t flags;
+};
+
 struct kld_request {
     struct kld_op
         op; /* kld_op_init(), then shape, parameters, tensor[slot].dtype and row_stride_bytes */
@@ -267,6 +274,7 @@ struct kld_request {
      * local:cuda: without events, see kld_stream_adopt(); where a tensor lies in host memory, and
      * on a CPU, the answer comes when the work has ended. */
     bool early;
+    struct kld_trace_context trace; /* for the server's log; local: for nothing */
 };
 
 /* local:cuda. Requests of that stream number run on a stream of the caller's own from now on, a

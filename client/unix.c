@@ -207,6 +207,25 @@ static void timeouts_encode(const struct unix_connection *u, const struct kld_ca
     frame->as_SUBMIT.timeout_ns = call->deadline_ns > now ? call->deadline_ns - now : 1;
 }
 
+static bool is_traced(const struct kld_call *call) {
+    static const struct kld_trace_context none;
+    const struct kld_trace_context *trace = &call->request.trace;
+    return !call->copy.destination && memcmp(trace->id, none.id, sizeof none.id) != 0 &&
+           memcmp(trace->span, none.span, sizeof none.span) != 0;
+}
+
+/* Before the request itself. Where that is not taken now, it is sent once more with it later. */
+static enum unix_sent send_trace(struct unix_connection *u, const struct kld_call *call) {
+    const struct kld_trace_context *trace = &call->request.trace;
+    union kld_frame frame;
+    kld_frame_init(&frame, KLD_FRAME_TRACE, KLD_NUMBER_IGNORED | call->id);
+    frame.as_TRACE.target = call->id;
+    memcpy(frame.as_TRACE.id, trace->id, sizeof trace->id);
+    memcpy(frame.as_TRACE.span, trace->span, sizeof trace->span);
+    frame.as_TRACE.flags = trace->flags;
+    return kld_unix_send(u, &frame, -1);
+}
+
 /* Sends queued calls in order, as far as their regions are known to the worker. */
 static enum unix_sent flush_calls(struct unix_connection *u) {
     while (u->queued.first && u->sent.count < u->welcome.requests_max && !u->doomed &&
@@ -223,7 +242,9 @@ static enum unix_sent flush_calls(struct unix_connection *u) {
         if (state != UNIX_REGION_READY)
             return UNIX_SENT;
         timeouts_encode(u, &call->base, &frame);
-        enum unix_sent sent = kld_unix_send(u, &frame, -1);
+        enum unix_sent sent = is_traced(&call->base) ? send_trace(u, &call->base) : UNIX_SENT;
+        if (sent == UNIX_SENT)
+            sent = kld_unix_send(u, &frame, -1);
         if (sent != UNIX_SENT)
             return sent;
         kld_call_unlink(&call->base);

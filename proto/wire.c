@@ -30,6 +30,7 @@ _Static_assert(sizeof(struct kld_frame_attach) == 88, "ATTACH");
 _Static_assert(sizeof(struct kld_frame_name) == 80, "DETACH");
 _Static_assert(sizeof(struct kld_frame_attached) == 128, "ATTACHED");
 _Static_assert(sizeof(struct kld_frame_stream) == 24, "STREAM");
+_Static_assert(sizeof(struct kld_frame_trace) == 56, "TRACE");
 _Static_assert(KLD_NUMBER_COUNT == 7 && KLD_SLOT_COUNT == 9, "SUBMIT lists them all");
 
 size_t kld_frame_bytes(uint16_t type) {

@@ -57,6 +57,7 @@ extern "C" {
     X(ATTACH, 12, attach)          /* -> ATTACHED */                                               \
     X(DETACH, 13, name)            /* -> DONE; ends a publication of this connection */            \
     X(STREAM, 14, stream)          /* -> DONE; before the first request of that stream */          \
+    X(TRACE, 15, trace)            /* -> nothing; right before its SUBMIT */                       \
     X(WELCOME, 64, welcome)                                                                        \
     X(REGION, 65, region)                                                                          \
     X(DONE, 66, done)                                                                              \
@@ -171,6 +172,15 @@ struct kld_frame_submit {
     struct kld_wire_tensor tensor[9]; /* the order of KLD_SLOT_MAP */
     uint64_t ready_event; /* the device waits for it before it touches a tensor; 0: none */
     uint64_t done_event;  /* recorded on the device behind the work, before DONE is sent; 0: none */
+};
+
+/* Whose part a request is, for the line that the worker's log has of it (W3C Trace Context). */
+struct kld_frame_trace {
+    struct kld_frame_header header;
+    uint64_t target;         /* request number of the SUBMIT that comes next on this connection */
+    uint8_t id[16], span[8]; /* not all 0, either of them */
+    uint32_t flags;          /* up to 255 */
+    uint32_t reserved;
 };
 
 struct kld_frame_cancel {

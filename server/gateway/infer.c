@@ -406,6 +406,7 @@ static void submit_to_pool(struct kld_infer *infer) {
     memset(job, 0, sizeof *job);
     job->kind = KLD_POOL_RUN;
     job->request.op = infer->request.op;
+    kld_trace_pass(&infer->trace, &job->request.trace);
     for (uint32_t i = 0; i < kld_infer_tensors(infer); i++) {
         enum kld_slot slot = kld_infer_tensor(infer, i)->slot;
         job->request.bytes[slot].offset_bytes = infer->place[i];
@@ -425,6 +426,7 @@ static void submit(struct kld_infer *infer) {
     }
     struct kld_link_call *call = &infer->call;
     call->request.op = infer->request.op;
+    kld_trace_pass(&infer->trace, &call->request.trace);
     for (uint32_t i = 0; i < kld_infer_tensors(infer); i++)
         call->request.bytes[kld_infer_tensor(infer, i)->slot].offset_bytes = infer->place[i];
     call->deadline_ns = kld_infer_late_ns(infer, KLD_LATE_RESULT);

@@ -56,6 +56,20 @@ bool kld_trace_read(const char *value, struct kld_trace *ret_trace) {
     return true;
 }
 
+static void put_bytes(const char *digits, uint8_t *bytes, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        bytes[i] = (uint8_t)value_of((char[]){digits[2 * i], digits[2 * i + 1], '\0'});
+}
+
+void kld_trace_pass(const struct kld_trace *trace, struct kld_trace_context *ret_context) {
+    memset(ret_context, 0, sizeof *ret_context);
+    if (!trace->id[0])
+        return;
+    put_bytes(trace->id, ret_context->id, sizeof ret_context->id);
+    put_bytes(trace->span, ret_context->span, sizeof ret_context->span);
+    ret_context->flags = trace->flags;
+}
+
 void kld_trace_take(const struct kld_exchange *exchange, struct kld_trace *ret_trace) {
     memset(ret_trace, 0, sizeof *ret_trace);
     if (kld_log_wants(KLD_LOG_DEBUG))

@@ -23,6 +23,10 @@ struct kld_trace {
  * recommendation allows, which is then to be ignored. */
 bool kld_trace_read(const char *value, struct kld_trace *ret_trace);
 
+/* For libkld, which takes it to the worker's line; *ret_context all 0 where there is none. */
+struct kld_trace_context;
+void kld_trace_pass(const struct kld_trace *trace, struct kld_trace_context *ret_context);
+
 struct kld_infer;
 struct kld_exchange;
 struct kld_stored;

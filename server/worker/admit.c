@@ -134,6 +134,8 @@ enum kld_status kld_core_submit(struct kld_session *session, const struct kld_fr
         (status = kld_core_admit(session, frame->header.request, frame->stream, &request, err)))
         return status;
     request->early = early;
+    if (session->trace_target == frame->header.request)
+        request->trace = session->trace;
     pin_events(request, ready, finished);
     request->job.kind = KLD_JOB_OP;
     request->job.op = op;

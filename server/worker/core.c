@@ -84,6 +84,25 @@ static void describe(const struct kld_request *request, char *ret_text, size_t c
                  predictions == targets ? "" : kld_dtype_name(targets));
 }
 
+#define TRACE_TEXT_MAX 96
+
+static char *put_hex(char *at, const uint8_t *bytes, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        at += sprintf(at, "%02x", bytes[i]);
+    return at;
+}
+
+/* " trace_id=... span=... sampled=1", as the gateway's line has it, or nothing. */
+static void describe_trace(const struct kld_request_trace *trace, char ret_text[TRACE_TEXT_MAX]) {
+    char *at = ret_text;
+    *at = '\0';
+    if (!trace->is_there)
+        return;
+    at = put_hex(stpcpy(at, " trace_id="), trace->id, sizeof trace->id);
+    at = put_hex(stpcpy(at, " span="), trace->span, sizeof trace->span);
+    sprintf(at, " sampled=%u", trace->flags & 1u);
+}
+
 /* The one place where a request is counted and logged. `status`: what its client was, or would have
  * been, told. ran: the back end is through with it, so its times are there. */
 static void account(struct kld_request *request, enum kld_status status, const char *text,
@@ -98,18 +117,19 @@ static void account(struct kld_request *request, enum kld_status status, const c
     if (ran && !status)
         atomic_store_explicit(&worker->stats->device_worked_ns, now_ns, memory_order_relaxed);
     enum kld_log_level level = status ? KLD_LOG_INFO : KLD_LOG_DEBUG;
-    char asked[96];
+    char asked[96], traced[TRACE_TEXT_MAX];
     if (!kld_log_wants(level))
         return;
     describe(request, asked, sizeof asked);
+    describe_trace(&request->trace, traced);
     kld_log(level, "request",
             "transport=unix client=\"%s\" pid=%d request=%" PRIu64 " op=%s%s status=%s"
             " total_us=%" PRIu64 " queue_us=%" PRIu64 " copy_us=%" PRIu64 " kernel_us=%" PRIu64
-            " bytes=%" PRIu64 "%s%s%s",
+            " bytes=%" PRIu64 "%s%s%s%s",
             request->session->name, (int)request->session->pid, request->number,
             kld_asked_name(asked_of(request)), asked, kld_status_name(status), total_ns / 1000,
             ran ? queue_ns(request) / 1000 : 0, ran ? job->copy_ns / 1000 : 0,
-            ran ? job->kernel_ns / 1000 : 0, ran ? job->bytes : 0, status ? " text=\"" : "",
+            ran ? job->kernel_ns / 1000 : 0, ran ? job->bytes : 0, traced, status ? " text=\"" : "",
             status ? text : "", status ? "\"" : "");
 }
 

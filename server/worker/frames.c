@@ -116,6 +116,23 @@ static enum kld_status set_stream(struct kld_session *session, const struct kld_
     return KLD_OK;
 }
 
+static enum kld_status set_trace(struct kld_session *session, const struct kld_frame_trace *frame,
+                                 struct kld_error *err) {
+    static const uint8_t none[16];
+    if (memcmp(frame->id, none, sizeof frame->id) == 0 ||
+        memcmp(frame->span, none, sizeof frame->span) == 0 || frame->flags > UINT8_MAX ||
+        frame->reserved || frame->target == 0)
+        return kld_error_set(err, KLD_INVALID,
+                             "TRACE with a target, id or span that is 0, flags over 255, or a "
+                             "reserved field that is not 0");
+    session->trace_target = frame->target;
+    session->trace.is_there = true;
+    memcpy(session->trace.id, frame->id, sizeof frame->id);
+    memcpy(session->trace.span, frame->span, sizeof frame->span);
+    session->trace.flags = (uint8_t)frame->flags;
+    return KLD_OK;
+}
+
 /* Frames that are answered by a DONE without contents. */
 static enum kld_status act(struct kld_session *session, const union kld_frame *frame,
                            struct kld_error *err) {
@@ -159,6 +176,7 @@ static enum kld_status dispatch(struct kld_session *session, const union kld_fra
     case KLD_FRAME_CANCEL: return act(session, frame, err);
     case KLD_FRAME_COPY: return kld_core_copy(session, &frame->as_COPY, err);
     case KLD_FRAME_SUBMIT: return kld_core_submit(session, &frame->as_SUBMIT, err);
+    case KLD_FRAME_TRACE: return set_trace(session, &frame->as_TRACE, err);
     case KLD_FRAME_STATS: stats(session, request); return KLD_OK;
     case KLD_FRAME_PING: reply_plain(session, KLD_FRAME_PONG, request); return KLD_OK;
     default:

@@ -40,6 +40,7 @@ struct kld_request *kld_queue_acquire(struct kld_queue *queue) {
     request->lane = NULL;
     request->number = request->arrival_ns = request->deadline_ns = 0;
     request->heap_place = request->regions_count = 0;
+    request->trace.is_there = false;
     return request;
 }
 

@@ -26,6 +26,12 @@ struct kld_worker_event;
 
 enum kld_request_state { KLD_REQUEST_FREE, KLD_REQUEST_QUEUED, KLD_REQUEST_RUNNING };
 
+/* From TRACE: whose part the request is, for its line in the log. */
+struct kld_request_trace {
+    bool is_there;
+    uint8_t id[16], span[8], flags;
+};
+
 struct kld_request {
     /* Loop thread only. */
     enum kld_request_state state;
@@ -42,8 +48,9 @@ struct kld_request {
     uint32_t regions_count;
     struct kld_region *regions[KLD_SLOT_COUNT]; /* each acquired once for this request */
     struct kld_worker_event *ready, *finished;  /* acquired; NULL: none */
-    TAILQ_ENTRY(kld_request) in_session;        /* while not FREE */
-    TAILQ_ENTRY(kld_request) in_lane;           /* while QUEUED */
+    struct kld_request_trace trace;
+    TAILQ_ENTRY(kld_request) in_session; /* while not FREE */
+    TAILQ_ENTRY(kld_request) in_lane;    /* while QUEUED */
 
     /* FREE: the pool's (loop thread). RUNNING: from done() on, the completion list's (device.c). */
     struct kld_request *next;

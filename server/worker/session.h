@@ -66,6 +66,9 @@ struct kld_session {
     int pidfd;                    /* of that process; -1: none. Closed with the session */
     char name[KLD_WIRE_NAME_MAX]; /* from HELLO; "" before; safe to log */
 
+    uint64_t trace_target;          /* the request that the next is of; 0: none */
+    struct kld_request_trace trace; /* of the newest TRACE */
+
     struct kld_request_list requests; /* all not FREE */
     uint32_t requests_count;
     uint32_t requests_waited; /* of them: not answered */

@@ -2,8 +2,15 @@
 import http.client
 import json
 import socket
+import struct
 
+import numpy as np
+import pytest
+
+import oip
+import wire
 from conftest import wait_until
+from unixlib import Case
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{SPAN}-01"
@@ -58,8 +65,48 @@ def test_a_line_a_request_with_the_callers_trace(make_server):
         assert line["transport"] == "unix" and (line["op"], line["shape"], line["dtype"]) == (
             "forward_kl", "2x3", "FP32")
         assert line["queue_us"] + line["kernel_us"] <= line["total_us"]
+    for line in workers[:2]:
+        assert (line["trace_id"], line["span"], line["sampled"]) == (TRACE, SPAN, 1)
+    for line in workers[2:]:
+        assert not {"trace_id", "span", "sampled"} & set(line)
     for secret in ("0.0625", "0.875", "my-own-id"):
         assert secret not in server.log()
+
+
+def test_a_request_in_pieces_has_its_trace_too(make_server):
+    server = make_server(log_level="debug", log_format="json", staging_bytes_max="4M", staging_request_bytes_max="64K")
+    values = np.full((100, 1000), 0.001, "<f4")
+    headers, body = oip.body({"predictions": values, "targets": values})
+    status = server.request(oip.INFER, body, {**headers, "traceparent": PARENT.replace("-01", "-00")})[0]
+    assert status == 200
+    wait_until(lambda: lines(server, "worker0"))
+    said = [line for line in lines(server, "worker0") if line["op"] == "forward_kl"]
+    assert [(line["trace_id"], line["span"], line["sampled"]) for line in said] == [(TRACE, SPAN, 0)]
+
+
+def test_over_the_unix_socket(make_server):
+    """A frame before its request: it has no answer, and is of no other request."""
+    server = make_server(log_level="debug", log_format="json")
+    good = (bytes.fromhex(TRACE), bytes.fromhex(SPAN), 1, 0)
+    with wire.Client(server.unix) as client:
+        case = Case(client)
+
+        def submit(target, *fields):
+            client.send(wire.TRACE, struct.pack("<Q16s8sII", target, *fields), request=client.next_number())
+            return client.submit(case.shape, case.tensors())
+        for target in (client.number + 2, client.number + 1):  # its own; the number before
+            client.result(submit(target, *good))
+        client.run(case.shape, case.tensors())
+        for wrong in ((bytes(16), *good[1:]), (good[0], bytes(8), 1, 0), (*good[:2], 256, 0), (*good[:3], 1)):
+            number = submit(client.number + 2, *wrong)
+            with pytest.raises(wire.Failed, match="TRACE with a target"):
+                client.reply(number - 1)
+            client.result(number)
+        with pytest.raises(wire.Failed, match="TRACE with a target"):
+            client.ask(wire.TRACE, struct.pack("<Q16s8sII", 0, *good))
+        case.close()
+    wait_until(lambda: len(lines(server, "worker0")) == 7)
+    assert [line.get("trace_id") for line in lines(server, "worker0")] == [TRACE] + 6 * [None]
 
 
 def tensor(server, method, path, data=None, *headers):

@@ -53,7 +53,7 @@ class Bytes(c.Structure):
 class Request(c.Structure):
     _fields_ = [("op", Op), ("bytes", Bytes * len(SLOTS)), ("stream", c.c_uint32),
                 ("timeout_ns", c.c_uint64), ("wait", c.c_void_p), ("record", c.c_void_p),
-                ("early", c.c_bool)]
+                ("early", c.c_bool), ("trace", c.c_uint8 * 25)]
 
 
 class Result(c.Structure):

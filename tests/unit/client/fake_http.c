@@ -149,6 +149,7 @@ static int serve(struct peer *peer) {
     pthread_mutex_lock(&server->lock);
     memcpy(server->last_head, head, sizeof head);
     sscanf(header(headers, "Authorization: "), "%255[^\r]", server->last_authorization);
+    sscanf(header(headers, "\r\ntraceparent: "), "%63[^\r]", server->last_traceparent);
     pthread_mutex_unlock(&server->lock);
     int mode = server->times > 0 && server->times-- > 0 ? server->mode : FAKE_HTTP_GOOD;
     server->requests++;

@@ -33,11 +33,11 @@ struct fake_http {
     atomic_int requests, not_ready; /* not_ready: so many times is /v2/health/ready a 503 */
     _Atomic(const char *) metadata; /* what GET /v2 says; NULL: "fake", "1.2" and nothing else */
     char last_head[4096];           /* the JSON of the last infer request */
-    char last_authorization[256];
+    char last_authorization[256], last_traceparent[64]; /* "0": none */
 
     int listener;
     pthread_t thread;
-    pthread_mutex_t lock; /* of the two texts */
+    pthread_mutex_t lock; /* of the three texts */
     atomic_int stop, threads;
 };
 

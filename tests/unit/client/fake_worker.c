@@ -168,6 +168,7 @@ static int due(atomic_int *countdown) { return *countdown > 0 && --*countdown ==
 static int submit_received(struct fake_worker *worker, struct fake_client *client,
                            const struct kld_frame_submit *submit) {
     worker->submits++;
+    worker->traced += worker->last_trace.target == submit->header.request;
     worker->early += submit->flags & KLD_SUBMIT_EARLY ? 1 : 0;
     if (due(&worker->die_at_submit)) {
         worker->mute = 0;
@@ -339,6 +340,10 @@ static int share(struct fake_worker *worker, struct fake_client *client,
     case KLD_FRAME_EVENT_DROP:
         worker->events_dropped++;
         reply_done(client, frame->header.request);
+        return 1;
+    case KLD_FRAME_TRACE:
+        worker->traces++;
+        worker->last_trace = frame->as_TRACE;
         return 1;
     case KLD_FRAME_STREAM:
         worker->streams_set++;

@@ -37,6 +37,8 @@ struct fake_worker {
     atomic_int all_die;             /* with one connection that ends all others do */
     atomic_int published, attached, detached, events_added, events_dropped, early, streams_set;
     atomic_int events_now, last_priority;
+    atomic_int traces, traced; /* TRACE frames; SUBMITs that came right behind one of theirs */
+    struct kld_frame_trace last_trace;
     atomic_int accepted, submits, regions_added, regions_dropped, cancels, copies;
     atomic_int regions_now;
 

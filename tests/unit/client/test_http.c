@@ -48,6 +48,22 @@ static void check_answer(enum kld_status status, const struct kld_result *result
         ck_assert(gradient[i] == 2 * (float)(i + 1));
 }
 
+START_TEST(test_trace) {
+    setup(NULL);
+    struct kld_request request = make_request();
+    struct kld_result result;
+    check_answer(kld_run(connection, &request, &result, &error), &result);
+    ck_assert_str_eq(server.last_traceparent, "0");
+    for (int i = 0; i < 16; i++)
+        request.trace.id[i] = (uint8_t)(0xa0 + i);
+    request.trace.span[7] = 9;
+    check_answer(kld_run(connection, &request, &result, &error), &result);
+    ck_assert_str_eq(server.last_traceparent,
+                     "00-a0a1a2a3a4a5a6a7a8a9aaabacadaeaf-0000000000000009-00");
+    teardown();
+}
+END_TEST
+
 START_TEST(test_run) {
     struct kld_connect_options options = {.token = "secret"};
     server.not_ready = 2;
@@ -283,6 +299,6 @@ START_TEST(test_no_server) {
 }
 END_TEST
 
-UNIT_MAIN("client/http", test_a_busy_server_is_asked_until_the_deadline, test_run,
+UNIT_MAIN("client/http", test_trace, test_a_busy_server_is_asked_until_the_deadline, test_run,
           test_strides_and_regions, test_misbehaviour, test_in_place,
           test_many_deadlines_and_cancels, test_progress, test_no_server)

@@ -85,6 +85,39 @@ START_TEST(test_plain_memory) {
 }
 END_TEST
 
+static void give_trace(struct kld_request *request) {
+    for (int i = 0; i < 16; i++)
+        request->trace.id[i] = (uint8_t)(0xa0 + i);
+    for (int i = 0; i < 8; i++)
+        request->trace.span[i] = (uint8_t)(i + 1);
+    request->trace.flags = 1;
+}
+
+/* Told before its request, and again with a request that is sent again. */
+START_TEST(test_trace) {
+    setup();
+    struct kld_request request = plain_request();
+    struct kld_result result;
+    check_answer(kld_run(connection, &request, &result, &error), &result);
+    ck_assert_int_eq(worker.traces, 0);
+    give_trace(&request);
+    check_answer(kld_run(connection, &request, &result, &error), &result);
+    ck_assert_int_eq(worker.traces, 1);
+    ck_assert_int_eq(worker.traced, 1);
+    ck_assert_mem_eq(worker.last_trace.id, request.trace.id, 16);
+    ck_assert_mem_eq(worker.last_trace.span, request.trace.span, 8);
+    ck_assert_uint_eq(worker.last_trace.flags, 1);
+    worker.die_at_submit = 1;
+    check_answer(kld_run(connection, &request, &result, &error), &result);
+    ck_assert_uint_eq(result.attempts, 2);
+    ck_assert_int_eq(worker.traces, 3);
+    memset(request.trace.span, 0, sizeof request.trace.span); /* half of one is none */
+    check_answer(kld_run(connection, &request, &result, &error), &result);
+    ck_assert_int_eq(worker.traces, 3);
+    teardown();
+}
+END_TEST
+
 START_TEST(test_strided_plain_memory) {
     setup();
     struct kld_request request = plain_request();
@@ -491,7 +524,7 @@ START_TEST(test_memfd_and_limits) {
 }
 END_TEST
 
-UNIT_MAIN("client/unix", test_plain_memory, test_strided_plain_memory, test_regions,
+UNIT_MAIN("client/unix", test_plain_memory, test_trace, test_strided_plain_memory, test_regions,
           test_many_in_flight, test_run_keeps_callbacks_for_process, test_lost_worker,
           test_not_sent_twice, test_waits_for_a_server, test_refused, test_deadline_and_cancel,
           test_staging_limits, test_region_dropped_in_use, test_ends_in_a_row, test_nothing_leaks,

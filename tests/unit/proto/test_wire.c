@@ -236,6 +236,9 @@ START_TEST(offsets_are_part_of_the_protocol) {
     ck_assert_uint_eq(offsetof(struct kld_frame_attached, uid), 120);
     ck_assert_uint_eq(offsetof(struct kld_frame_attach, uid), 80);
     ck_assert_uint_eq(offsetof(struct kld_frame_stream, priority), 20);
+    ck_assert_uint_eq(offsetof(struct kld_frame_trace, id), 24);
+    ck_assert_uint_eq(offsetof(struct kld_frame_trace, span), 40);
+    ck_assert_uint_eq(offsetof(struct kld_frame_trace, flags), 48);
     ck_assert_uint_eq(offsetof(struct kld_frame_error, text), 24);
 }
 END_TEST
