@@ -46,7 +46,8 @@ class Bytes(c.Structure):
 
 class Request(c.Structure):
     _fields_ = [("op", Op), ("bytes", Bytes * 9), ("stream", c.c_uint32), ("timeout_ns", c.c_uint64),
-                ("wait", c.c_void_p), ("record", c.c_void_p), ("early", c.c_bool)]
+                ("wait", c.c_void_p), ("record", c.c_void_p), ("early", c.c_bool),
+                ("trace", c.c_uint8 * 25)]
 
 
 class Result(c.Structure):
@@ -64,7 +65,7 @@ class Info(c.Structure):
     _fields_ = [("backend", c.c_char * 16), ("device", c.c_char * 64), ("epoch", c.c_uint64),
                 ("region_bytes_max", c.c_uint64), ("requests_max", c.c_uint32), ("streams_max", c.c_uint32),
                 ("events_max", c.c_uint32), ("device_uuid", c.c_ubyte * 16), ("device_index", c.c_uint32),
-                ("devices", c.c_uint32)]
+                ("devices", c.c_uint32), ("version", c.c_char * 24)]
 
 
 def load():

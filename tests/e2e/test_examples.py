@@ -1,6 +1,9 @@
 """The example in Python: a teacher's published tensor, read by students in other processes. The one in C is
 in test_libkld.py."""
+import ctypes
+import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 
@@ -33,6 +36,26 @@ def run(python, url):
 
 def logits(seed):
     return (np.random.default_rng(seed).random((64, 1000)) * 4).astype(np.float32)
+
+
+def test_its_structs_are_those_of_the_headers(tmp_path):
+    """One that is shorter than libkld's is written beyond its end."""
+    headers = next((p for p in (ROOT, BIN.parent / "include") if (p / "client/kld.h").exists()), None)
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if not headers or not compiler:
+        pytest.skip("needs the headers and a compiler")
+    pairs = {"Error": "kld_error", "Tensor": "kld_tensor", "Op": "kld_op", "Info": "kld_server_info",
+             "Request": "kld_request", "Result": "kld_result", "View": "kld_tensor_view"}
+    source = tmp_path / "sizes.c"
+    sizes = "".join(f'printf("%zu ", sizeof(struct {name}));' for name in pairs.values())
+    source.write_text(f'#include <stdio.h>\n#include "client/kld.h"\nint main(void) {{ {sizes} }}\n')
+    subprocess.run([compiler, f"-I{headers}", source, "-o", tmp_path / "sizes"], check=True)
+    expected = subprocess.run([tmp_path / "sizes"], capture_output=True, text=True, check=True).stdout.split()
+    spec = importlib.util.spec_from_file_location("share", SCRIPT)
+    share = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(share)
+    found = {name: ctypes.sizeof(getattr(share, name)) for name in pairs}
+    assert found == dict(zip(pairs, map(int, expected)))
 
 
 def test_python_teacher_and_student(make_server, backend):
