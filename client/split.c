@@ -162,28 +162,39 @@ static void call_end(struct split_connection *split, struct split_call *call) {
     kld_call_release(&split->base, &call->base);
 }
 
-/* No server takes parts: how long does a call wait for one? Those that refuse do not come back. */
+static bool any_is(const struct split_connection *split, enum split_state state) {
+    for (uint32_t i = 0; i < split->count; i++)
+        if (split->servers[i].state == state)
+            return true;
+    return false;
+}
+
+/* No server takes parts: how long does a call wait for one? Those that refuse do not come back. Its
+ * deadline is split_timer()'s business. */
 static void check_hope(struct split_connection *split, struct split_call *call, uint64_t now) {
-    bool ready = false, away = false;
     struct kld_error error;
-    for (uint32_t i = 0; i < split->count; i++) {
-        ready = ready || split->servers[i].state == SPLIT_READY;
-        away = away || split->servers[i].state == SPLIT_AWAY;
-    }
-    if (ready || call->in_flight > 0 || call->error.status)
+    if (call->in_flight > 0 || call->error.status || any_is(split, SPLIT_READY))
         return;
-    uint64_t until = call->base.deadline_ns != KLD_NEVER ? call->base.deadline_ns
-                                                         : call->progress_ns + KLD_RECONNECT_NS_MAX;
-    if (away && now < until) {
-        kld_connection_arm(&split->base, until);
-        return;
+    if (any_is(split, SPLIT_AWAY)) {
+        uint64_t until = call->progress_ns + KLD_RECONNECT_NS_MAX;
+        if (call->base.deadline_ns != KLD_NEVER || now < until) {
+            kld_connection_arm(&split->base, kld_split_smaller(until, call->base.deadline_ns));
+            return;
+        }
     }
     kld_split_none_left(split, &error);
-    if (away && until == call->base.deadline_ns) {
-        char text[KLD_ERROR_TEXT_MAX];
-        snprintf(text, sizeof text, "deadline passed; %.230s", error.text);
-        kld_error_set(&error, KLD_DEADLINE, "%s", text);
-    }
+    call_fail(split, call, &error);
+}
+
+static void too_late(struct split_connection *split, struct split_call *call) {
+    struct kld_error said, error;
+    if (any_is(split, SPLIT_READY))
+        kld_error_set(&said, KLD_DEADLINE, "%llu of %llu rows were done",
+                      (unsigned long long)call->done_rows,
+                      (unsigned long long)call->base.geometry.rows);
+    else
+        kld_split_none_left(split, &said);
+    kld_error_set(&error, KLD_DEADLINE, "deadline passed; %.230s", said.text);
     call_fail(split, call, &error);
 }
 
@@ -224,8 +235,7 @@ static void split_timer(struct kld_connection *connection, uint64_t now) {
     }
     for (struct kld_call *call = split->calls.first; call; call = call->next) {
         if (now >= call->deadline_ns)
-            call_fail(split, (struct split_call *)call,
-                      &(struct kld_error){KLD_DEADLINE, "deadline passed; not all rows were done"});
+            too_late(split, (struct split_call *)call);
         else if (call->deadline_ns != KLD_NEVER)
             kld_connection_arm(connection, call->deadline_ns);
     }

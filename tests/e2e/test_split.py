@@ -81,7 +81,8 @@ def computed(server):
 def test_every_server_has_its_share(servers, tmp_path):
     before = [computed(one) for one in servers]
     kld("div", *save(tmp_path, 900, 500), "--split", urls(servers), "--part-bytes", "100000")
-    assert all(computed(one) - count >= 3 for one, count in zip(servers, before))
+    # Each gets two at first; then whoever is free.
+    assert all(computed(one) - count >= 2 for one, count in zip(servers, before))
 
 
 @pytest.mark.parametrize("front", ["http", "unix"])

@@ -223,6 +223,11 @@ START_TEST(other_layouts) {
             ck_assert_msg(kld_run(connection, &request, &result, &error) == KLD_OK, "%s",
                           error.text);
             loss[i] = result.loss;
+            struct kld_region *copy = NULL;
+            ck_assert_int_eq(kld_region_create(connection, 64, &copy, NULL), KLD_OK);
+            ck_assert_int_eq(kld_copy(connection, copy, 8, region, 64, 40, &error), KLD_OK);
+            ck_assert_mem_eq((char *)kld_region_data(copy) + 8, y[i], 40);
+            kld_region_drop(copy);
             kld_region_drop(region);
         }
         ck_assert_mem_eq(&loss[0], &loss[1], sizeof(double));
@@ -277,7 +282,8 @@ START_TEST(several_at_once_and_given_up) {
 END_TEST
 
 static void refused(const char *url, enum kld_status status, const char *text) {
-    struct kld_connect_options options = {.connect_timeout_ns = 200000000};
+    struct kld_connect_options options = {.connect_timeout_ns =
+                                              status == KLD_UNAVAILABLE ? 200000000 : 0};
     struct kld_connection *connection = NULL;
     ck_assert_int_eq(kld_connect(url, &options, &connection, &error), status);
     ck_assert_msg(strstr(error.text, text), "%s: %s", url, error.text);
@@ -314,6 +320,7 @@ static struct kld_connection *open_fakes(int count, uint64_t part_timeout_ns, ch
     struct kld_connect_options options = {.part_bytes_max = 1, .part_timeout_ns = part_timeout_ns};
     struct kld_connection *connection = NULL;
     strcpy(url, "split:");
+    memset(server, 0, sizeof server);
     for (int i = 0; i < count; i++) {
         fake_http_open(&server[i]);
         server[i].metadata = METADATA("1.2", "cpu", "x (v)");
@@ -417,8 +424,39 @@ START_TEST(no_server_is_left) {
     request.timeout_ns = 1500000000;
     close_fakes(2);
     ck_assert_int_eq(kld_run(connection, &request, NULL, &error), KLD_DEADLINE);
+    ck_assert_msg(
+        strstr(error.text, "deadline passed; none of 2 servers is left; http://127.0.0.1:"), "%s",
+        error.text);
+    kld_close(connection);
+    connection = open_fakes(2, 0, url);
+    for (int i = 0; i < 2; i++) {
+        server[i].mode = FAKE_HTTP_SILENT;
+        server[i].times = 1000;
+    }
+    request = small();
+    request.timeout_ns = 300000000;
+    ck_assert_int_eq(kld_run(connection, &request, NULL, &error), KLD_DEADLINE);
     ck_assert_msg(strstr(error.text, "deadline passed"), "%s", error.text);
     kld_close(connection);
+    close_fakes(2);
+}
+END_TEST
+
+/* All of them came back as something else: nobody is waited for. */
+START_TEST(no_server_is_what_it_was) {
+    char url[256];
+    struct kld_connection *connection = open_fakes(2, 0, url);
+    struct kld_request request = small();
+    for (int i = 0; i < 2; i++) {
+        server[i].metadata = METADATA("1.3", "cpu", "x (v)");
+        server[i].mode = FAKE_HTTP_HANG_UP;
+        server[i].times = 1;
+    }
+    ck_assert_int_eq(kld_run(connection, &request, NULL, &error), KLD_VERSION);
+    ck_assert_msg(strstr(error.text, "none of 2 servers is left"), "%s", error.text);
+    ck_assert_msg(strstr(error.text, "is of release 1.3, the others are of 1.2"), "%s", error.text);
+    kld_close(connection);
+    close_fakes(2);
 }
 END_TEST
 
@@ -482,5 +520,5 @@ END_TEST
 
 UNIT_MAIN("client/split", the_bits_of_one, unusual_weights, other_layouts,
           several_at_once_and_given_up, wrong_lists, a_lost_server, a_wrong_request_is_nobodys_loss,
-          what_kills_devices_is_given_up, no_server_is_left, only_servers_of_one_kind,
-          progress_and_its_end)
+          what_kills_devices_is_given_up, no_server_is_left, no_server_is_what_it_was,
+          only_servers_of_one_kind, progress_and_its_end)
