@@ -85,6 +85,7 @@ enum kld_status kld_split_plan(struct split_call *call, uint32_t servers, uint64
     uint64_t row_bytes = 0;
     call->scalar = geometry->scalar;
     call->part.stream = call->base.request.stream;
+    call->part.trace = call->base.request.trace;
     *op = *whole;
     op->rank = 2;
     memset(op->shape, 0, sizeof op->shape);

@@ -403,6 +403,19 @@ START_TEST(a_wrong_request_is_nobodys_loss) {
 }
 END_TEST
 
+START_TEST(parts_are_of_the_callers_trace) {
+    char url[256];
+    struct kld_connection *connection = open_fakes(1, 0, url);
+    struct kld_request request = small();
+    memset(&request.trace, 0xab, sizeof request.trace);
+    ck_assert_int_eq(kld_run(connection, &request, NULL, &error), KLD_OK);
+    ck_assert_str_eq(server[0].last_traceparent,
+                     "00-abababababababababababababababab-abababababababab-ab");
+    kld_close(connection);
+    close_fakes(1);
+}
+END_TEST
+
 START_TEST(what_kills_devices_is_given_up) {
     char url[256];
     struct kld_connection *connection = open_fakes(3, 0, url);
@@ -520,5 +533,5 @@ END_TEST
 
 UNIT_MAIN("client/split", the_bits_of_one, unusual_weights, other_layouts,
           several_at_once_and_given_up, wrong_lists, a_lost_server, a_wrong_request_is_nobodys_loss,
-          what_kills_devices_is_given_up, no_server_is_left, no_server_is_what_it_was,
-          only_servers_of_one_kind, progress_and_its_end)
+          parts_are_of_the_callers_trace, what_kills_devices_is_given_up, no_server_is_left,
+          no_server_is_what_it_was, only_servers_of_one_kind, progress_and_its_end)
