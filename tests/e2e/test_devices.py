@@ -194,7 +194,10 @@ def test_http_does_not_wait_for_a_worker_that_is_gone(trio):
     wait_until(lambda: trio.metrics()['kld_worker_ready{worker="1"}'] == 1, what="the next worker")
 
 
-def test_a_lost_device_is_replaced_and_nobody_elses(trio):
+SOON_S = 2  # after a fault on a card: the aim is 0.6 s to the next right answer, and 0.34 to 0.43 s were measured
+
+
+def test_a_lost_device_is_replaced_and_nobody_elses(trio, backend):
     """What is in flight on it is answered with device_lost; the next right answer comes soon."""
     paths = sockets(trio, 3)
     with Client(paths[0]) as calm, Client(paths[1]) as client:
@@ -217,7 +220,7 @@ def test_a_lost_device_is_replaced_and_nobody_elses(trio):
         took = time.monotonic() - started
         calm_case.run()
     print(f"right answer {took * 1e3:.0f} ms after the fault")
-    assert took < 5
+    assert took < (SOON_S if backend == "cuda" else 5)
     assert trio.child("worker1") != before
     metrics = trio.metrics()
     assert [metrics[f'kld_device_lost_total{{worker="{i}"}}'] for i in range(3)] == [0, 1, 0]
@@ -270,7 +273,8 @@ def test_the_measurement_of_faults_runs(backend):
                             text=True, timeout=120, env=clean_environment(KLD_BIN=BIN))
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    assert found["backend"] == backend and 0 < found["told_ms"][0] < found["answered_ms"][0] < 10000
+    assert found["backend"] == backend and 0 < found["told_ms"][0] < found["answered_ms"][0]
+    assert found["answered_ms"][0] < (1000 * SOON_S if backend == "cuda" else 10000)
 
 
 def test_status_of_each(trio, cli):

@@ -194,6 +194,11 @@ def everything_is_given_back(server):
     wait_until(released, 30, "what the dead client had being given back")
 
 
+def is_soon(took, backend, more_s=0):
+    """On a card the aim is 0.6 s, and 0.24 to 0.43 s were measured; a CPU in a crowd of tests takes what it takes."""
+    assert took < (2 + more_s if backend == "cuda" else 20), f"right answers only after {took:.2f} s"
+
+
 def is_given_up(server, worker, died):
     """What waits for an event of a dead client cannot be ended but with the worker: KLD_ORPHAN_DEAD_MS (1 s) after
     the death, so that what shares a queue of the device with it goes on."""
@@ -205,7 +210,7 @@ def is_given_up(server, worker, died):
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_client_dies(gpu_only, mode, server, end):
+def test_a_client_dies(gpu_only, mode, server, backend, end):
     """Without MPS nobody notices but for what the worker gives back, unless it waits for what the dead one should
     have recorded. With MPS a death in the middle of work takes every context along, the worker's too. What was in
     flight is told so, and the next worker serves."""
@@ -237,6 +242,7 @@ def test_a_client_dies(gpu_only, mode, server, end):
     everything_is_given_back(server)
     print(f"{end}, MPS {mode.mps}: right answers after {took * 1e3:.0f} ms, worker replaced {lost}, "
           f"{crowd.lost} told device_lost, {report['repeated']} sent again")
+    is_soon(took, backend, 1 if end == "event that never comes" else 0)  # which the worker waits for, for 1 s
     if end == "idle" or (not mode.mps and end != "event that never comes"):
         assert not lost and crowd.lost == crowd.reconnects == report["repeated"] == 0
     else:
@@ -381,6 +387,7 @@ def test_a_fault_of_our_own(mode, server, backend):
         end_neighbour(neighbour, True)
     print(f"own fault, MPS {mode.mps}: right answers to all after {took * 1e3:.0f} ms, {crowd.lost} told "
           f"device_lost, {report['repeated']} sent again")
+    is_soon(took, backend)
     assert crowd.lost + report["repeated"] > 0 and crowd.reconnects > 0 and report["different"] == 0
     everything_is_given_back(server)
 
