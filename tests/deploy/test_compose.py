@@ -101,18 +101,32 @@ def test_the_server_takes_its_options(kind, make_server):
         assert result.returncode == 0, result.stderr
 
 
+def comment(name):
+    """What the file's first lines say to whoever uses it."""
+    return re.match(r"(#.*\n)+", (DEPLOY / name).read_text()).group()
+
+
 def test_server_and_daemon_meet():
-    """The same pipe folder on a volume that both mount, one user and one IPC namespace; the user of the image."""
+    """The same pipe folder on a volume that both mount, one user, one IPC and one PID namespace (CUDA's handles name
+    processes), which clients are told of; the user of the image."""
     uid = re.search(r"^USER (\d+):", (ROOT / "Dockerfile").read_text(), re.M).group(1)
     services = BOTH["gpu"]["services"]
     assert services["mps"]["user"] == services["kld"]["user"] == f"{uid}:{uid}"
     assert services["kld"]["ipc"] == "service:mps" and services["mps"]["ipc"] == "shareable"
+    assert services["kld"]["pid"] == "service:mps" and "pid" not in services["mps"]
+    for word in ("ipc: service:mps", "pid: service:mps"):
+        for text in ((DEPLOY / "README.md").read_text(), comment("compose.gpu.yaml")):
+            assert word in text
     assert "mps:/mps" in services["mps"]["volumes"] and "mps:/mps" in services["kld"]["volumes"]
     assert services["mps"]["environment"] == services["kld"]["environment"]
     assert services["kld"]["environment"]["CUDA_MPS_PIPE_DIRECTORY"] in services["folders"]["command"]
     assert services["mps"]["deploy"] == services["kld"]["deploy"]
 
-    assert DAEMONSET["hostIPC"] is True and str(DAEMONSET["securityContext"]["runAsUser"]) == uid
+    for word in ("hostIPC", "hostPID"):
+        assert DAEMONSET[word] is True
+        for text in ((DEPLOY / "README.md").read_text(), comment("mps/kubernetes.yaml")):
+            assert word in text
+    assert str(DAEMONSET["securityContext"]["runAsUser"]) == uid
     daemon = next(box for box in DAEMONSET["initContainers"] if box["name"] == "mps")
     server = DAEMONSET["containers"][0]
     assert daemon["env"] == server["env"]
