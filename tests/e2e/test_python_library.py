@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from conftest import ROOT
-from pythonlib import INSTALLED, LIBRARY, PACKAGE, environment, import_kld, probabilities
+from pythonlib import INSTALLED, LIBRARY, PACKAGE, environment, import_kld, import_torch, probabilities
 
 kld = import_kld()
 from kld import _connection, _errors, _library  # noqa: E402
@@ -70,6 +70,8 @@ with kld.connect("local:") as connection:
     result = connection.kl_div(np.ones((2, 3)), np.ones((2, 3)), temperature=2.0, grad="both")
     seconds: float = result.kernel_s
     made: kld.Result = kld.kl_div([1.0], [1.0])
+    shape: tuple[int, ...] = kld.empty((2, 3), dtype=np.float64).shape
+    module: type = kld.nn.KLDivLoss
 """
 
 
@@ -90,12 +92,38 @@ def test_types(tmp_path):
     (tmp_path / "good.py").write_text(USER)
     (tmp_path / "bad.py").write_text(USER + "    connection.empty('wide')\n"
                                      "    connection.kl_div([1.0], [1.0], wrong=1)\n"
-                                     "    kld.kl_div([1.0], [1.0], bad=1)\n    kld.attach(7)\n")
+                                     "    kld.kl_div([1.0], [1.0], bad=1)\n    kld.attach(7)\n"
+                                     "    kld.empty(2, type='float32')\n    kld.nothing\n")
     good = check(config, "good.py", cwd=tmp_path)
     assert good.returncode == 0, good.stdout + good.stderr
     bad = check(config, "bad.py", cwd=tmp_path)
-    for text in ('incompatible type "str"', 'argument "wrong"', 'argument "bad"', 'incompatible type "int"'):
+    for text in ('incompatible type "str"', 'argument "wrong"', 'argument "bad"', 'incompatible type "int"',
+                 'argument "type"', 'no attribute "nothing"'):
         assert text in bad.stdout, bad.stdout
+
+
+@pytest.mark.parametrize("name, is_there", [("functional.kl_div", True), ("nn.KLDivLoss", True), ("nothing", False)])
+def test_import_kld_is_enough(name, is_there):
+    """torch is imported by the first use of what needs it, not before; missing, it is said which."""
+    first = "import sys, kld; assert 'torch' not in sys.modules\n"
+    without = run(f"{first}sys.modules['torch'] = None\nkld.{name}")
+    missing = "ImportError: kld.functional and kld.nn are for PyTorch" if is_there else "has no attribute 'nothing'"
+    assert without.returncode == 1 and missing in without.stderr.splitlines()[-1], without.stderr
+    if is_there:
+        import_torch()
+        used = run(f"{first}kld.{name}\nassert 'torch' in sys.modules")
+        assert used.returncode == 0, used.stderr
+
+
+def test_empty_of_the_default_connection(server):
+    """In a process of its own: arrays that a request uses where they lie."""
+    code = ("import kld\nq, p = kld.empty((64, 1000)), kld.empty((64, 1000), dtype='float64')\n"
+            "q[:], p[:] = 0.5, 0.25\nresult = kld.kl_div(q, p, grad='both')\n"
+            "print(q.dtype, p.dtype, round(result.loss, 3), kld.default_connection().copied_bytes)")
+    said = run(code, KLD_SERVER=server.url_unix)
+    assert said.stdout.split() == ["float32", "float64", "-173.287", "0"], said.stdout + said.stderr
+    wrong = run("import kld\nkld.empty((2, 0))")
+    assert "KldValueError: shape (2, 0); each dimension is at least 1" in wrong.stderr
 
 
 def test_version():

@@ -5,10 +5,12 @@
         result = connection.kl_div(student, teacher, predictions_form="logits", targets_form="logits")
         result.loss, result.grad_predictions
 
-kld.functional and kld.nn are PyTorch's side and need torch; the rest needs NumPy only. README.md says more.
+kld.functional and kld.nn are PyTorch's side and need torch, which their first use imports; the rest needs NumPy only.
+README.md says more.
 """
 from __future__ import annotations
 
+import importlib
 import os
 from typing import TYPE_CHECKING, Any, Optional, Sequence, Union
 
@@ -46,6 +48,7 @@ def connect(url: Union[str, Sequence[str], None] = None, *, token: Optional[str]
 
 if TYPE_CHECKING:  # with every parameter's type
     kl_div = default_connection().kl_div
+    empty = default_connection().empty
     publish = default_connection().publish
     attach = default_connection().attach
 else:
@@ -53,6 +56,10 @@ else:
         """Connection.kl_div() over the default connection: one a process, made at its first use from the
         environment's KLD_SERVER, else "local:"."""
         return default_connection().kl_div(predictions, targets, **parameters)
+
+    def empty(shape: Any, dtype: Any = "float32") -> Any:
+        """Connection.empty() over the default connection: a NumPy array that kld.kl_div() uses without a copy."""
+        return default_connection().empty(shape, dtype)
 
     def publish(name: str, array: Any, form: str = "probs", **more: Any) -> Published:
         """Connection.publish() over the default connection, which lives as long as the process."""
@@ -63,14 +70,20 @@ else:
         return default_connection().attach(name, **more)
 
 
-def __getattr__(name: str) -> Any:
-    if name == "DeviceArray":
-        from ._interface import DeviceArray
-        return DeviceArray
-    raise AttributeError(f"module 'kld' has no attribute {name!r}")
-
-
 __all__ = ["Attached", "Connection", "KldBusyError", "KldConnectionError", "KldError", "KldLookupError",
            "KldMemoryError", "KldPermissionError", "KldTimeoutError", "KldTypeError", "KldUnsupportedError",
            "KldValueError", "Published", "Result", "ServerInfo", "Status", "__version__", "attach", "connect",
-           "default_connection", "kl_div", "publish"]
+           "default_connection", "empty", "kl_div", "publish"]
+
+if TYPE_CHECKING:
+    from . import functional, nn
+    from ._interface import DeviceArray
+    __all__ += ["DeviceArray", "functional", "nn"]
+else:
+    def __getattr__(name: str) -> Any:
+        """What is not imported before its first use: torch may be missing, and takes a second."""
+        if name in ("functional", "nn"):
+            return importlib.import_module(f"{__name__}.{name}")
+        if name == "DeviceArray":
+            return importlib.import_module(f"{__name__}._interface").DeviceArray
+        raise AttributeError(f"module 'kld' has no attribute {name!r}")
