@@ -28,7 +28,7 @@ static int end_of(void (*faulty)(void)) {
 
 static volatile size_t small = 24, large = 25;
 
-static void past_an_allocation(void) {
+static void __attribute__((unused)) past_an_allocation(void) {
     char *memory = malloc(small);
     memset(memory, 1, large);
     __asm__ volatile("" : : "r"(memory) : "memory"); /* somebody looks at it */
@@ -42,7 +42,7 @@ static void nothing_wrong(void) {
     free(memory);
 }
 
-static void __attribute__((noinline)) past_an_array(void) {
+static void __attribute__((noinline, unused)) past_an_array(void) {
     char array[16];
     volatile char *at = array;
     for (size_t i = 0; i < 2 * large; i++)
