@@ -123,11 +123,11 @@ $(BUILD)/kld: $(call OBJ,$(CLI_C)) $(PROTO_OBJ) $(BUILD)/libkld.so
 	@echo "  LD    $@"
 	$(Q)$(CC) $(LDFLAGS) $(filter %.o,$^) -o $@ $(LIB_SO) -lcjson -lm
 
-# Examples see only the public headers and libkld.so.
+# Examples see only the public headers and libkld.so, and compile against an installed kld as they are.
 $(BUILD)/examples/%: client/examples/%.c $(BUILD)/libkld.so
 	@mkdir -p $(@D)
 	@echo "  LD    $@"
-	$(Q)$(CC) -std=c17 -I. -D_GNU_SOURCE $(FORTIFY) $(CFLAGS) $(WARN) $(HARDEN) -fPIE $(LDFLAGS) $< -o $@ -L$(BUILD) -lkld -lm -Wl,-rpath,'$$ORIGIN/..'
+	$(Q)$(CC) -std=gnu17 -I. -Iclient/include $(FORTIFY) $(CFLAGS) $(WARN) $(HARDEN) -fPIE $(LDFLAGS) $< -o $@ -L$(BUILD) -lkld -lm -Wl,-rpath,'$$ORIGIN/..'
 examples: $(patsubst client/examples/%.c,$(BUILD)/examples/%,$(EXAMPLES_C))
 
 # A unit test is one program with its own main (tests/unit/unit.h); it may call anything inside.

@@ -10,13 +10,13 @@ mapfile -t sources < <(printf '%s\n' "${all[@]}" |
 
 clang-format --dry-run -Werror "${all[@]}" || failed=1
 
-cppcheck --quiet --std=c11 --language=c --enable=warning,portability --inline-suppr -I. \
+cppcheck --quiet --std=c11 --language=c --enable=warning,portability --inline-suppr -I. -Iclient/include \
     -D_GNU_SOURCE -DKLD_RELEASE='"0"' -DKLD_BUILD='"0"' -D__x86_64__ --error-exitcode=1 -j "$(nproc)" \
     --suppress=missingIncludeSystem --suppress=unknownMacro --suppress=nullPointerRedundantCheck \
     --suppress=uninitvar --suppress=invalidPointerCast "${sources[@]}" || failed=1
 
 printf '%s\n' "${sources[@]}" | xargs -P "$(nproc)" -n 4 sh -c '
-    clang-tidy --quiet "$@" -- -std=c17 -I. -D_GNU_SOURCE -mavx512fp16 -DKLD_RELEASE="\"0\"" -DKLD_BUILD="\"0\"" 2>/dev/null' tidy || failed=1
+    clang-tidy --quiet "$@" -- -std=c17 -I. -Iclient/include -D_GNU_SOURCE -mavx512fp16 -DKLD_RELEASE="\"0\"" -DKLD_BUILD="\"0\"" 2>/dev/null' tidy || failed=1
 
 mapfile -t scripts < <(git ls-files --cached --others --exclude-standard | xargs grep -lE '^#!/bin/(ba)?sh' 2>/dev/null)
 shellcheck "${scripts[@]}" || failed=1

@@ -2,15 +2,14 @@
  * connection's descriptor, results in a callback. Tensors are plain memory here; libkld copies them
  * through shared memory, or sends them over HTTP.
  *
- *   cc -std=c17 -I<prefix>/include client/examples/async.c -lkld -o async   (in this tree: make
- * examples)
+ *   gcc async.c -o async $(pkg-config --cflags --libs kld)      (in this tree: make examples)
  *   ./async unix:/run/kld/kld.sock      or   ./async http://127.0.0.1:8080   or   ./async local:
  */
 #include <poll.h>
 #include <stdio.h>
 #include <string.h>
 
-#include "client/kld.h"
+#include <kld/kld.h>
 
 #define BATCHES 8
 #define ROWS 16

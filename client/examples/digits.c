@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "client/kld.h"
+#include <kld/kld.h>
 
 #define RELATIVE_MAX 1e-6
 #define ULPS_MAX 4.0

@@ -15,7 +15,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "client/kld.h"
+#include <kld/kld.h>
 
 #define RUNS 5
 #define THREADS_MAX 64

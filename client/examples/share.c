@@ -8,7 +8,12 @@
  * On a CPU the tensors lie in shared memory. On a GPU they lie in each process's own device memory,
  * and a student's steps run without a host that waits: its stream records an event that the
  * server's stream waits for, and waits for one of the server's; the losses are written to its
- * memory. The NVIDIA driver is looked up at run time. */
+ * memory. The NVIDIA driver is looked up at run time.
+ *
+ *   gcc share.c -o share $(pkg-config --cflags --libs kld)      (in this tree: make examples) */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* pipe2() */
+#endif
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -18,7 +23,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "client/kld.h"
+#include <kld/kld.h>
 
 #define NAME "example/logits"
 #define ROWS 64

@@ -15,7 +15,10 @@ import pathlib
 import subprocess
 import sys
 
-import numpy as np
+try:
+    import numpy as np
+except ImportError as problem:
+    raise SystemExit(f"share.py: it needs NumPy (Debian: python3-numpy; or pip install numpy): {problem}") from None
 
 NAME, ROWS, CLASSES, WAIT_S = b"example/py-logits", 64, 1000, 20
 SLOTS = ["predictions", "targets", "row_weights", "row_mask", "grad_output", "loss", "row_loss",
@@ -104,7 +107,11 @@ class Connection:
         return array, region
 
     def gpu_tensor(self, values, region):
-        import torch
+        try:
+            import torch
+        except ImportError as problem:
+            raise SystemExit("share.py: the server computes on a GPU, so the tensors are PyTorch's, which is needed "
+                             f"for them (pip install torch): {problem}") from None
         tensor = torch.tensor(values, device="cuda")
         driver, base, size = c.CDLL("libcuda.so.1"), c.c_uint64(), c.c_size_t()
         handle, at = c.create_string_buffer(64), c.c_uint64(tensor.data_ptr())

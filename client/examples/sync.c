@@ -1,14 +1,13 @@
 /* sync.c - the shortest useful program with libkld: student and teacher probabilities in shared
  * memory, the loss and its gradient back, one blocking call. No tensor byte crosses the socket.
  *
- *   cc -std=c17 -I<prefix>/include client/examples/sync.c -lkld -o sync    (in this tree: make
- * examples)
+ *   gcc sync.c -o sync $(pkg-config --cflags --libs kld)      (in this tree: make examples)
  *   ./sync unix:/run/kld/kld.sock      or   ./sync http://127.0.0.1:8080   or   ./sync local:
  */
 #include <stdio.h>
 #include <string.h>
 
-#include "client/kld.h"
+#include <kld/kld.h>
 
 #define ROWS 64
 #define CLASSES 1000

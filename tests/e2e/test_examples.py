@@ -72,6 +72,14 @@ def test_python_teacher_and_student(make_server, backend):
     assert not SANITIZER.search(server.log())
 
 
+def test_python_says_that_it_needs_numpy(tmp_path):
+    (tmp_path / "numpy.py").write_text("raise ImportError(\"No module named 'numpy'\")\n")
+    result = subprocess.run([sys.executable, SCRIPT, "local:"], capture_output=True, text=True, timeout=60,
+                            env=clean_environment(PYTHONPATH=tmp_path))
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert result.stderr.startswith("share.py: it needs NumPy (Debian: python3-numpy; or pip install numpy)")
+
+
 def test_python_says_what_is_wrong(backend):
     result = run(sys.executable, "socket:/nowhere")
     assert result.returncode != 0 and "unknown kind of server" in result.stderr

@@ -92,6 +92,18 @@ def test_pkg_config_and_static_link(installed, tmp_path):
     assert "forward_kl" in run(tmp_path / "program")
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "client/examples").glob("*.c")))
+def test_an_example_against_the_installed_tree(installed, tmp_path, name):
+    """As README.md says, with no include path to the sources."""
+    flags = run("pkg-config", "--cflags", "--libs", "kld", PKG_CONFIG_PATH=f"{installed}/lib/pkgconfig",
+                PKG_CONFIG_SYSROOT_DIR=str(installed.parent)).split()
+    source = tmp_path / f"{name}.c"
+    shutil.copy(ROOT / "client/examples" / f"{name}.c", source)
+    run("gcc", "-Wall", "-Werror", source, "-o", tmp_path / name, *flags, "-lm")
+    if name in ("sync", "async"):  # the others want a server
+        assert "loss" in run(tmp_path / name, "local:cpu", LD_LIBRARY_PATH=f"{installed}/lib")
+
+
 def test_only_the_interface_is_exported(installed):
     names = {line.split()[-1] for line in
              run("nm", "-D", "--defined-only", installed / "lib" / "libkld.so").splitlines()}
