@@ -217,6 +217,7 @@ START_TEST(work_that_takes_long_is_no_wait) {
     rig_submit(other, 2, device_region(other));
     still_serves(idle);
     close(other);
+    still_serves(idle); /* and has noticed by now that nobody else waits */
     atomic_store(&rig.fake.waits, true);
     still_serves(idle);
     atomic_store(&rig.fake.hold, false);
