@@ -1,6 +1,8 @@
 """The examples of the Python package, client/python/examples: each does what it says, on this back end."""
+import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree
@@ -71,6 +73,37 @@ def test_kernelbench(server, device):
     for more in ({}, {"KLD_SERVER": server.url_unix}):
         said = run("kernelbench_98.py", 600, **more)
         assert len(re.findall(r"loss \d", said)) == 5, said
+
+
+@pytest.mark.parametrize("factor, good", [(1, True), (0, False), (1.01, False)])
+def test_kernelbench_tells_gradients_apart(monkeypatch, factor, good):
+    """With as many rows as the task has: elements of 6e-5."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    task = importlib.import_module("kernelbench_98")
+    theirs = task.Model()
+
+    def mine(predictions, targets):
+        given = predictions.clone()
+        given.register_hook(lambda gradient: gradient * factor)
+        return task.ModelNew()(given, targets)
+
+    torch.manual_seed(0)
+    predictions, targets = ((torch.rand(task.batch_size, 8) / 4).softmax(-1) for _ in range(2))
+    if good:
+        task.compare(mine, theirs, predictions, targets)
+    else:
+        with pytest.raises(AssertionError, match="not close"):
+            task.compare(mine, theirs, predictions, targets)
+
+
+@pytest.mark.parametrize("name, arguments, digits", [("distil_digits.py", [], None), (
+    "teacher_student.py", ["unix:/nowhere/kld.sock"], "/nowhere/images.npz")], ids=["unset", "wrong"])
+def test_without_digits_it_is_said_what_to_set(tmp_path, name, arguments, digits):
+    shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    result = subprocess.run([sys.executable, tmp_path / "examples" / name, *arguments], capture_output=True, text=True,
+                            timeout=100, env=environment(**({"KLD_DIGITS": digits} if digits else {})))
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
+    assert f"environment's KLD_DIGITS to name that file, not {digits!r}\n" in result.stderr, result.stderr
 
 
 def test_drift_over_http(server, tmp_path):

@@ -3,6 +3,7 @@ Handwritten Digits"), from tests/data/digits or a file that the environment's KL
 and how the student is trained. No kld here: each example brings its own distance."""
 import os
 import pathlib
+import sys
 
 import numpy as np
 import torch
@@ -15,7 +16,11 @@ def load(device="cpu"):
     """-> pixels [N, 64] from 0 to 1 and labels [N], of images to learn from and of others to be asked about."""
     here = pathlib.Path(__file__).resolve().parents
     places = [os.environ.get("KLD_DIGITS")] + [up / "tests/data/digits/images.npz" for up in here[1:4]]
-    with np.load(next(place for place in places if place and pathlib.Path(place).exists())) as data:
+    place = next((place for place in places if place and pathlib.Path(place).is_file()), None)
+    if place is None:
+        sys.exit(f"no digits: expected tests/data/digits/images.npz of kld's sources above {here[0]}, or the "
+                 f"environment's KLD_DIGITS to name that file, not {places[0]!r}")
+    with np.load(place) as data:
         pixels = torch.from_numpy(data["images"].reshape(-1, 64)).float().to(device) / 16
         labels = torch.from_numpy(data["labels"]).long().to(device)
     return (pixels[0::2], labels[0::2]), (pixels[1::2], labels[1::2])

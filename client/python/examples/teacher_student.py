@@ -53,6 +53,7 @@ def main():
     torch.use_deterministic_algorithms(True, warn_only=True)
     if role:
         return roles[role](url, device)
+    digits.load()  # where there are none, that is said before the student waits for a teacher
     with subprocess.Popen([sys.executable, __file__, "teacher", url, device], stdin=subprocess.PIPE) as teacher:
         student = subprocess.run([sys.executable, __file__, "student", url, device])
         teacher.stdin.close()
