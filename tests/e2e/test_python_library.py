@@ -241,8 +241,9 @@ def test_about_a_server(server):
     connection.close()
     with kld.connect(server.http) as connection, pytest.raises(NotImplementedError):
         connection.stats()
+    assert copy.copy(connection) is copy.deepcopy([connection])[0] is connection
     with pytest.raises(TypeError, match="belongs to its process"):
-        copy.copy(connection)
+        pickle.dumps(connection)
 
 
 def test_the_default_connection(server):

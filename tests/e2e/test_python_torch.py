@@ -1,5 +1,6 @@
 """kld from PyTorch, held against torch.nn.functional.kl_div of the torch at hand, on the CPU: every reduction
 x log_target x dtype x shape, values and gradients, errors; autograd; where kld differs by choice."""
+import pickle
 import threading
 import warnings
 
@@ -85,6 +86,26 @@ def test_the_defaults_are_pytorchs(connection):
         mine = functional.kl_div(*zero, reduction=reduction, connection=connection)
         assert mine.shape == () and float(mine) == pytest.approx(
             float(F.kl_div(*zero, reduction=reduction)), rel=1e-6)
+
+
+def test_copies_of_a_model(connection):
+    """An averaged copy uses the same connection; a pickle has none, and says so."""
+    q, p = data((6, 11))
+    model = torch.nn.ModuleDict({"body": torch.nn.Linear(11, 11),
+                                 "loss": nn.KLDivLoss(reduction="sum", temperature=2.0, input_form="logits",
+                                                      connection=connection)})
+    copied = torch.optim.swa_utils.AveragedModel(model).module
+    assert copied["loss"] is not model["loss"] and copied["loss"].connection is connection
+    assert copied["body"].weight is not model["body"].weight and not connection.closed
+    expected = float(model["loss"](q, p))
+    assert float(copied["loss"](q, p)) == expected
+    copied["loss"].options["temperature"] = 1.0
+    assert model["loss"].options["temperature"] == 2.0
+    with pytest.raises(kld.KldTypeError, match="with connection=None.* connect again where it is unpickled"):
+        pickle.dumps(model)
+    model["loss"].connection = None
+    again = pickle.loads(pickle.dumps(model))["loss"]
+    assert again.connection is None and float(again(q, p)) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("old", [{"size_average": True}, {"size_average": False}, {"reduce": False},

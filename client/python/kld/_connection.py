@@ -360,8 +360,16 @@ class Connection:
     def __repr__(self) -> str:
         return f"<kld.Connection {self.url}{' (closed)' if self.closed else ''}>"
 
+    def __copy__(self) -> Connection:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Connection:
+        """Itself: a copy of a model, say, uses it as well."""
+        return self
+
     def __reduce__(self) -> Any:
-        raise KldTypeError(Status.INVALID, "a connection belongs to its process; connect again in the other one")
+        raise KldTypeError(Status.INVALID, "a connection belongs to its process and cannot be pickled; pickle what holds "
+                           "it without it (a KLDivLoss: with connection=None) and connect again where it is unpickled")
 
     def _used(self) -> _Used:
         return _Used(self)
