@@ -1,5 +1,7 @@
 """Every program in client/python/README.md is run, in order, in one interpreter, and that of the top
-README.md. The commands that install are test_python_wheel.py's."""
+README.md; its measured numbers are those of tests/bench/results. The commands that install are
+test_python_wheel.py's."""
+import json
 import re
 import subprocess
 import sys
@@ -36,3 +38,31 @@ def test_the_program_of_the_top_readme(server):
                             capture_output=True, text=True, timeout=120, env=environment())
     assert result.returncode == 0, result.stderr
     assert float(result.stdout.split()[0]) == pytest.approx(0.2138333, rel=1e-6)
+
+
+@pytest.mark.skipif(not (ROOT / "tests/bench/results").exists() or README is None, reason="needs the sources")
+def test_the_measured_numbers():
+    """Those of the README are the ones of the checked-in results, and whether an aim is met follows from them."""
+    results = ROOT / "tests/bench/results"
+    ms = json.loads((results / "python-h200.json").read_text())["ms"]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in README.read_text().splitlines()
+            if line.startswith("|")]
+
+    def row(beginning):
+        return next(cells[1:] for cells in rows if cells[0].startswith(beginning))
+
+    def said(measure):
+        return [", ".join(measure(ms[f"{where} {what}"], ms[f"eager {what}"]) for what in ("forward", "both"))
+                for where in ("local", "server")]
+
+    per_call = said(lambda mine, eager: f"{mine['times_eager']:.2f}")
+    assert row("5 times eager") == [*per_call, "missed"] and max(re.findall(r"\d\.\d+", str(per_call))) < "5"
+    in_a_row = said(lambda mine, eager: f"{eager['step'] / mine['step']:.2f}")
+    assert row("the same, calls") == [*in_a_row, "met"] and min(re.findall(r"\d\.\d+", str(in_a_row))) > "5"
+    over = said(lambda mine, eager: f"{mine['step_over_bare']:+.1%}".replace("%", " %"))
+    assert row("at most 2 %") == [*over, "missed by the server, with the gradient"]
+    assert ms["local both"]["step_over_bare"] <= 0.02 < ms["server both"]["step_over_bare"]
+    assert row("forward, calls") == [f"{ms[f'{who} forward']['step']:.3f}" for who in ("eager", "local", "server")]
+    assert row("forward, one") == [f"{ms[f'{who} forward']['call']:.3f}" for who in ("eager", "local", "server")]
+    step = json.loads((results / "python-overhead-cpu.json").read_text())["added_us"]["torch, step"]
+    assert step > 60 and f"training step, too: {step:.0f} us more than C's call, where 60" in README.read_text()
