@@ -262,14 +262,16 @@ DIST = $(BUILD)/kld-$(VERSION)-linux-x86_64
 dist: all examples bench-programs $(if $(TABLE_C),$(BUILD)/kernel-table)
 	@deploy/dist.sh $(BUILD) $(DIST) CUDA=$(CUDA) CUDA_BUILD=$(CUDA_BUILD) SANITIZE=$(SANITIZE)
 
-# BASE, BUILD_BASE: see the Dockerfile. BUILDER: any program that takes `build` as docker does.
+# BASE, BUILD_BASE: see the Dockerfile. BUILDER: any program that takes `build` as docker does. buildah and podman write
+# OCI's format unless told otherwise, which has no HEALTHCHECK; docker does not know --format.
 BUILDER    ?= docker
 IMAGE      ?= kld:$(VERSION)
 BASE       ?=
 BUILD_BASE ?=
 IMAGE_ARGS ?=
 image:
-	$(BUILDER) build $(IMAGE_ARGS) $(if $(BASE),--build-arg BASE=$(BASE)) \
+	$(BUILDER) build $(if $(filter buildah podman,$(notdir $(firstword $(BUILDER)))),--format docker) \
+	  $(IMAGE_ARGS) $(if $(BASE),--build-arg BASE=$(BASE)) \
 	  $(if $(BUILD_BASE),--build-arg BUILD_BASE=$(BUILD_BASE)) \
 	  --build-arg VERSION=$(VERSION) --build-arg REVISION=$(COMMIT) -t $(IMAGE) .
 

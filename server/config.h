@@ -34,7 +34,8 @@
 #define KLD_CONFIG_MAP(X)                                                                          \
     X(TEXT, http, "127.0.0.1:8080", "ADDR:PORT for HTTP; port 0 picks one; empty: no HTTP")        \
     X(TEXT, metrics_http, "",                                                                      \
-      "ADDR:PORT where /metrics and health are served too, and nothing else; empty: none")         \
+      "ADDR:PORT where /metrics and health are served too, and nothing else; needs --http; "       \
+      "empty: none")                                                                               \
     X(TEXT, unix, "",                                                                              \
       "path of the Unix socket; empty: kld.sock in $XDG_RUNTIME_DIR/kld or /run/kld")              \
     X(TEXT, backend, "auto", "what computes: auto, cpu or cuda")                                   \

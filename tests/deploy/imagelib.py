@@ -54,7 +54,7 @@ def base(buildah):
 def image(buildah, base):
     """Built as `make image` builds it; CUDA or not is up to the build base, which has no nvcc."""
     shown = run("make", "-n", "image", "BUILDER=buildah", f"BASE={base}", f"BUILD_BASE={base}", "IMAGE=kld:test",
-                "IMAGE_ARGS=--isolation chroot --format docker", cwd=ROOT).replace("\\\n", " ")
+                "IMAGE_ARGS=--isolation chroot", cwd=ROOT).replace("\\\n", " ")
     command = shown.split()
     assert command[:2] == ["buildah", "build"]
     buildah(*command[1:], cwd=ROOT)

@@ -89,7 +89,9 @@ def test_the_server_takes_its_options(kind, make_server):
             options[last] = word
     assert options.pop("--backend", "cpu") == ("cpu" if kind == "cpu" else "cuda")
     assert options.pop("--unix", "/run/kld/kld.sock") == "/run/kld/kld.sock"
-    options["--http"] = re.sub(r":\d+$", ":0", options["--http"])
+    assert ("--measure-roofline" in options) == (kind == "cpu")  # deploy/README.md says why
+    for name in {"--http", "--metrics-http"} & set(options):
+        options[name] = re.sub(r":\d+$", ":0", options[name])
     server = make_server(backend="cpu",
                          **{name.lstrip("-").replace("-", "_"): value for name, value in options.items()})
     assert server.request("/v2/health/ready")[0] == 200

@@ -60,6 +60,14 @@ def test_the_image_is_of_the_version(tmp_path):
     assert f"VERSION={VERSION}" in shown and f"-t kld:{VERSION}" in shown
 
 
+@pytest.mark.parametrize("builder, told", [("docker", False), ("buildah", True), ("podman", True), ("/usr/bin/podman", True),
+                                           ("sudo", False), ("podman --log-level=error", True)])
+def test_the_image_keeps_its_healthcheck(builder, told):
+    """buildah and podman drop it from OCI images, which are what they build by themselves; docker has no such option."""
+    shown = subprocess.run(["make", "-n", "image", f"BUILDER={builder}"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert shown.startswith(f"{builder} build ") and ("--format docker" in shown) == told
+
+
 @pytest.mark.skipif(not (ROOT / "client/python/pyproject.toml").exists(), reason="no package here")
 def test_the_package_is_of_the_version():
     assert json.dumps(VERSION) not in (ROOT / "client/python/pyproject.toml").read_text()

@@ -14,12 +14,13 @@ yaml = library("yaml")
 FOLDER = ROOT / "deploy" / "kubernetes"
 RENDERED = ["base", "gpu"]
 PLAIN = ["examples/sidecar.yaml", "examples/kserve.yaml", "../mps/kubernetes.yaml"]
+MONITOR = "examples/podmonitor.yaml"
 KUBERNETES = "1.37"  # the schemas that tests/requirements.txt brings
 
 
 @functools.cache
 def objects(name):
-    if name in PLAIN:
+    if name.endswith(".yaml"):
         return list(yaml.safe_load_all((FOLDER / name).read_text()))
     result = subprocess.run(["kubectl", "kustomize", FOLDER / name], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
@@ -57,7 +58,8 @@ def closed(required, **properties):
 
 CUSTOM = {
     ("monitoring.coreos.com/v1", "PodMonitor"): closed(
-        ["selector", "podMetricsEndpoints"], jobLabel=TEXT, selector=closed([], matchLabels={"type": "object"}),
+        ["selector", "podMetricsEndpoints"], jobLabel=TEXT,
+        namespaceSelector=closed([], any={"type": "boolean"}), selector=closed([], matchLabels={"type": "object"}),
         podMetricsEndpoints={"type": "array", "minItems": 1, "items": closed(
             ["port"], port=TEXT, path=TEXT, interval={"type": "string", "pattern": r"^\d+(ms|s|m)$"},
             authorization=closed([], type=TEXT, credentials=closed(["name", "key"], name=TEXT, key=TEXT)))}),
@@ -69,13 +71,13 @@ CUSTOM = {
         containers={"type": "array", "minItems": 1}, volumes={"type": "array"}),
     ("serving.kserve.io/v1beta1", "InferenceService"): closed(
         ["predictor"], predictor=closed(
-            [], minReplicas=COUNT, maxReplicas=COUNT, timeout=COUNT, model=closed(
+            [], minReplicas=COUNT, maxReplicas=COUNT, timeout=COUNT, terminationGracePeriodSeconds=COUNT, model=closed(
                 ["modelFormat"], modelFormat=closed(["name"], name=TEXT, version=TEXT), protocolVersion=TEXT,
                 runtime=TEXT))),
 }
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ALL + [MONITOR])
 def test_schemas(name):
     validator, jsonschema = library("kubernetes_validate"), library("jsonschema")
     for item in objects(name):
@@ -163,15 +165,46 @@ def test_selectors_ports_and_times(name):
     named += [box[probe]["httpGet"]["port"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")]
     assert set(named) <= set(ports)
     assert one(name, "PodMonitor")["spec"]["jobLabel"] in labels
-    # SIGTERM comes after preStop, SIGKILL after the rest; not ready is noticed before preStop is over.
-    wait_s, drain_s = box["lifecycle"]["preStop"]["sleep"]["seconds"], int(flags["drain-ms"]) / 1000
-    assert pod["terminationGracePeriodSeconds"] >= wait_s + drain_s + 5
     # Memory: what it was told to take at most, and room for the rest.
     units = {"M": 1 << 20, "G": 1 << 30, "Mi": 1 << 20, "Gi": 1 << 30}
     size = lambda text: int(re.match(r"\d+", text).group()) * units[re.sub(r"\d", "", text)]  # noqa: E731
     taken = sum(size(flags[key]) for key in ("staging-bytes-max", "pool-bytes-max") if key in flags)
     assert size(box["resources"]["limits"]["memory"]) >= taken + (1 << 30)
     assert ("pool-bytes-max" in flags) == ("--backend=cuda" not in box["args"])  # the host's, or the card's
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_times(name):
+    """SIGTERM comes after preStop, SIGKILL after the rest; not ready is noticed before preStop is over. What a manifest
+    leaves out is Kubernetes' default, or the server's."""
+    usual = subprocess.run([BIN / "kld-server", "--help"], capture_output=True, text=True, check=True).stdout
+    usual_ms = re.search(r"--drain-ms .*\[(\d+)\]", usual).group(1)
+    for kind, pod in pods(name):
+        if kind == "ServingRuntime":  # which has no such field
+            service = one(name, "InferenceService")
+            pod = {**pod, **service["spec"]["predictor"]}
+            mode = service["metadata"]["annotations"]["serving.kserve.io/deploymentMode"]
+            assert mode in ("RawDeployment", "Standard")  # Knative refuses both times
+        box, = servers(name)
+        wait_s = box.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        drain_ms = next((word.split("=")[1] for word in box["args"] if word.startswith("--drain-ms=")), usual_ms)
+        assert pod.get("terminationGracePeriodSeconds", 30) >= wait_s + int(drain_ms) / 1000 + 5
+        probe = box["readinessProbe"] if wait_s else {}
+        assert wait_s == 0 or wait_s >= probe["periodSeconds"] * probe.get("failureThreshold", 3)
+
+
+@pytest.mark.parametrize("name", ["examples/sidecar.yaml", "../mps/kubernetes.yaml"])
+def test_the_monitor_finds_the_metrics(name):
+    monitor = objects(MONITOR)[0]["spec"]
+    endpoint, = monitor["podMetricsEndpoints"]
+    item = next(item for item in objects(name) if "template" in item["spec"])
+    labels = item["spec"]["template"]["metadata"]["labels"]
+    assert monitor["selector"]["matchLabels"].items() <= labels.items()
+    assert labels[monitor["jobLabel"]] == "kld"  # as alerts and dashboard have it
+    box, = servers(name)
+    ports = {port["name"]: port["containerPort"] for port in box["ports"]}
+    assert f"--metrics-http=0.0.0.0:{ports[endpoint['port']]}" in box["args"]
+    assert "--http=127.0.0.1:8080" in box["args"]
 
 
 @needs("kubectl")
@@ -200,7 +233,7 @@ def test_the_alerts_as_an_object():
 
 def test_images_are_of_this_version():
     version = (ROOT / "proto/VERSION").read_text().strip()
-    for path in FOLDER.rglob("*.yaml"):
+    for path in [*FOLDER.rglob("*.yaml"), ROOT / "deploy/mps/kubernetes.yaml"]:
         for tag in re.findall(r"(?:image: kld:|newTag: )(\S+?)(?=[},]|$)", path.read_text(), re.M):
             assert tag.removesuffix("-cuda") == version, path
 
