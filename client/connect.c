@@ -134,6 +134,12 @@ enum kld_status kld_info(struct kld_connection *connection, struct kld_server_in
     return connection->transport->info(connection, ret_info, err);
 }
 
+bool kld_missing(const struct kld_connection *connection, uint32_t index,
+                 struct kld_error *ret_why) {
+    return connection->transport->missing &&
+           connection->transport->missing(connection, index, ret_why);
+}
+
 enum kld_status kld_ping(struct kld_connection *connection, uint64_t *ret_ns,
                          struct kld_error *err) {
     if (!connection->transport->ping)

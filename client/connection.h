@@ -112,6 +112,9 @@ struct kld_transport {
     void (*close)(struct kld_connection *connection); /* also after a failed open */
     enum kld_status (*info)(struct kld_connection *connection, struct kld_server_info *ret_info,
                             struct kld_error *err);
+    /* NULL: one server, which is there or it is an error. */
+    bool (*missing)(const struct kld_connection *connection, uint32_t index,
+                    struct kld_error *ret_why);
     enum kld_status (*ping)(struct kld_connection *connection, struct kld_error *err);
     enum kld_status (*region_create)(struct kld_region *region, struct kld_error *err);
     enum kld_status (*region_import_memfd)(struct kld_region *region, int fd,

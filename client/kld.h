@@ -105,7 +105,7 @@ KLD_EXPORT void kld_close(struct kld_connection *connection);
 
 struct kld_server_info {
     char backend[16];
-    char device[64];
+    char device[64];           /* over split: of how many servers, too: "1 of 2 servers: ..." */
     uint64_t epoch;            /* changes when the worker was restarted; 0 where unknown */
     uint64_t region_bytes_max; /* 0: no limit known */
     uint32_t requests_max;     /* in flight on this connection; 0: no limit known */
@@ -118,6 +118,10 @@ struct kld_server_info {
 };
 KLD_EXPORT enum kld_status kld_info(struct kld_connection *connection,
                                     struct kld_server_info *ret_info, struct kld_error *err);
+/* Over split:, the index-th of the servers that have not answered since kld_connect(): ret_why says
+ * its address and why. False: there are no more of them. Asks nobody. */
+KLD_EXPORT bool kld_missing(const struct kld_connection *connection, uint32_t index,
+                            struct kld_error *ret_why);
 /* A round trip that computes nothing. */
 KLD_EXPORT enum kld_status kld_ping(struct kld_connection *connection, uint64_t *ret_ns,
                                     struct kld_error *err);

@@ -300,6 +300,7 @@ const struct kld_transport kld_transport_split = {
     .open = kld_split_open,
     .close = split_close,
     .info = kld_split_info,
+    .missing = kld_split_missing,
     .ping = kld_split_ping,
     .region_create = kld_plain_region_create,
     .region_import_memfd = kld_plain_region_import_memfd,

@@ -62,6 +62,7 @@ struct split_server {
     struct kld_connection *member; /* owned */
     char name[128];                /* its URL, without a name and password in it */
     enum split_state state;
+    bool answered; /* it was ready once */
     uint64_t retry_at_ns, pause_ns;
     uint64_t links;         /* of the member when it was last asked who it is */
     struct kld_error error; /* what it said last, of a server that is not ready */
@@ -91,6 +92,8 @@ enum kld_status kld_split_open(struct kld_connection *connection, const char *ur
                                struct kld_error *err);
 enum kld_status kld_split_info(struct kld_connection *connection, struct kld_server_info *ret_info,
                                struct kld_error *err);
+bool kld_split_missing(const struct kld_connection *connection, uint32_t index,
+                       struct kld_error *ret_why);
 enum kld_status kld_split_ping(struct kld_connection *connection, struct kld_error *err);
 
 /* split_job.c. Plans a call whose request was checked.

@@ -66,6 +66,7 @@ static enum kld_status compare(struct split_server *server, const struct kld_ser
         return refuse(server, KLD_UNIMPLEMENTED, text);
     }
     server->state = SPLIT_READY;
+    server->answered = true;
     server->error = (struct kld_error){0};
     return KLD_OK;
 }
@@ -122,10 +123,31 @@ enum kld_status kld_split_info(struct kld_connection *connection, struct kld_ser
     memset(ret_info, 0, sizeof *ret_info);
     memcpy(ret_info->backend, split->info.backend, sizeof ret_info->backend);
     memcpy(ret_info->version, split->info.version, sizeof ret_info->version);
-    snprintf(ret_info->device, sizeof ret_info->device, "%u servers: %.48s", split->count,
+    char of[16] = "";
+    uint32_t answered = 0;
+    for (uint32_t i = 0; i < split->count; i++)
+        answered += split->servers[i].answered;
+    if (answered < split->count)
+        snprintf(of, sizeof of, " of %u", split->count);
+    snprintf(ret_info->device, sizeof ret_info->device, "%u%s servers: %.48s", answered, of,
              split->info.device);
     ret_info->requests_max = KLD_CALLS_MAX;
     return KLD_OK;
+}
+
+bool kld_split_missing(const struct kld_connection *connection, uint32_t index,
+                       struct kld_error *ret_why) {
+    const struct split_connection *split = (const struct split_connection *)connection;
+    for (uint32_t i = 0; i < split->count; i++) {
+        const struct split_server *server = &split->servers[i];
+        if (server->answered || index-- > 0)
+            continue;
+        bool said = server->error.status != KLD_OK;
+        kld_error_set(ret_why, said ? server->error.status : KLD_UNAVAILABLE, "%s: %.120s",
+                      server->name, said ? server->error.text : "was not asked yet");
+        return true;
+    }
+    return false;
 }
 
 /* All of them: the first that does not answer is named. */

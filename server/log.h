@@ -19,7 +19,8 @@ enum kld_log_level { KLD_LOG_DEBUG, KLD_LOG_INFO, KLD_LOG_WARN, KLD_LOG_ERROR };
 enum kld_status kld_log_init(const char *role, const char *level, const char *format,
                              struct kld_error *err);
 /* event: a fixed lower-case word or two ("worker exited"); format: details as key=value pairs,
- * values with blanks in double quotes ("pid=%d status=%s"), or "". */
+ * values with blanks in double quotes ("child_pid=%d status=%s"), or "". No key is time, level,
+ * role, pid or event: those are what each JSON line begins with, its process's own. */
 void kld_log(enum kld_log_level level, const char *event, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 /* Where lost lines are counted from now on; NULL: nowhere. Once, before the threads start. */

@@ -70,7 +70,7 @@ static const struct kld_option options_list[] = {
      0},
     KLD_SERVER_OPTIONS(struct div_options, server),
     TEXT("split", split, "URL,URL,...",
-         "several servers share the rows; the result is that of one, to the bit"),
+         "several servers share the rows; the result is that of one (the bits: see above)"),
     {"part-bytes", KLD_OPTION_COUNT, "BYTES", "with --split: most tensor bytes of a part (64 MiB)",
      offsetof(struct div_options, part_bytes), 0},
     {"part-timeout", KLD_OPTION_NUMBER, "SECONDS",
@@ -246,8 +246,17 @@ static void print_json(const struct division *division) {
            (double)result->total_ns / 1e6, (double)result->kernel_ns / 1e6, result->attempts);
 }
 
+/* Servers of --split that had no part in it, because they were never there. */
+static void warn_of_missing(const struct division *division) {
+    struct kld_error why;
+    for (uint32_t i = 0; kld_missing(division->connection, i, &why); i++)
+        fprintf(stderr, "kld: warning: a server did not answer: %s\n", why.text);
+}
+
 static void print_results(const struct div_options *options, const struct division *division) {
     const struct kld_op *op = &division->request.op;
+    if (!options->quiet)
+        warn_of_missing(division);
     if (options->json) {
         print_json(division);
         return;
@@ -315,6 +324,7 @@ static enum kld_status connect_split(const struct div_options *options,
 
 static enum kld_status compute(const struct div_options *options, struct division *division,
                                struct kld_error *err) {
+    struct kld_error why;
     int shown = -1;
     bool watched = !options->quiet && !options->json && isatty(STDERR_FILENO);
     struct kld_connect_options connect = {.staging_bytes_max = 1ull << 44,
@@ -326,8 +336,12 @@ static enum kld_status compute(const struct div_options *options, struct divisio
     if (!status)
         status = kld_info(division->connection, &division->info, err);
     division->request.timeout_ns = kld_cli_timeout_ns(&options->server);
-    return status ? status
-                  : kld_run(division->connection, &division->request, &division->result, err);
+    bool missing = !status && kld_missing(division->connection, 0, &why);
+    if (!status)
+        status = kld_run(division->connection, &division->request, &division->result, err);
+    if (!status && missing) /* of several servers; some may have come while the others computed */
+        status = kld_info(division->connection, &division->info, err);
+    return status;
 }
 
 static int run_div(int argc, char **argv, const struct kld_command *command) {
@@ -366,7 +380,9 @@ const struct kld_command kld_command_div = {
         "skew_kl and skew_reverse_kl (with --skew), tv, cross_entropy.\n"
         "\n"
         "A job too large for one server: --split http://a:8000,http://b:8000 (a part of a lost\n"
-        "server goes to another one).",
+        "server goes to another one). On CPUs all bits are those of one server. On GPUs those of\n"
+        "gradients and of losses by row or element are, but a loss that is one number may differ\n"
+        "from the unsplit job's in its last FP64 bit.",
     .options = options_list,
     .positional_min = 2,
     .positional_max = 2,

@@ -123,7 +123,7 @@ static void account(struct kld_request *request, enum kld_status status, const c
     describe(request, asked, sizeof asked);
     describe_trace(&request->trace, traced);
     kld_log(level, "request",
-            "transport=unix client=\"%s\" pid=%d request=%" PRIu64 " op=%s%s status=%s"
+            "transport=unix client=\"%s\" client_pid=%d request=%" PRIu64 " op=%s%s status=%s"
             " total_us=%" PRIu64 " queue_us=%" PRIu64 " copy_us=%" PRIu64 " kernel_us=%" PRIu64
             " bytes=%" PRIu64 "%s%s%s%s",
             request->session->name, (int)request->session->pid, request->number,
@@ -380,7 +380,7 @@ void kld_core_refused(struct kld_session *session, const struct kld_frame_header
     enum kld_asked asked = header->type == KLD_FRAME_COPY ? KLD_ASKED_COPY : KLD_ASKED_UNKNOWN;
     kld_stats_request(worker->stats, KLD_FRONT_UNIX, asked, error->status);
     kld_log(KLD_LOG_INFO, "refused",
-            "client=\"%s\" pid=%d request=%" PRIu64 " status=%s text=\"%s\"", session->name,
+            "client=\"%s\" client_pid=%d request=%" PRIu64 " status=%s text=\"%s\"", session->name,
             (int)session->pid, header->request, kld_status_name(error->status), error->text);
 }
 

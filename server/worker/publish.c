@@ -141,7 +141,7 @@ enum kld_status kld_publication_attach(struct kld_session *session,
                                  : "no tensor of this name is published by user %u",
                              (unsigned)uid);
     if (!may_attach(session, publication)) {
-        kld_log(KLD_LOG_WARN, "attach refused", "client=\"%s\" pid=%d uid=%u", session->name,
+        kld_log(KLD_LOG_WARN, "attach refused", "client=\"%s\" client_pid=%d uid=%u", session->name,
                 (int)session->pid, (unsigned)session->uid);
         return kld_error_set(err, KLD_FORBIDDEN,
                              "this user may not attach to the tensor; its owner says who may");

@@ -226,7 +226,7 @@ void kld_session_close(struct kld_session *session) {
         return;
     session->state = KLD_SESSION_CLOSING;
     session->closed_ns = kld_worker_now_ns();
-    kld_log(KLD_LOG_DEBUG, "client left", "client=\"%s\" pid=%d in_flight=%u", session->name,
+    kld_log(KLD_LOG_DEBUG, "client left", "client=\"%s\" client_pid=%d in_flight=%u", session->name,
             (int)session->pid, session->requests_count);
     worker->clients--;
     kld_stats_set(worker->stats, KLD_STAT_unix_clients, worker->clients);

@@ -53,14 +53,14 @@ static void welcome(struct kld_worker *worker, int fd) {
                                worker->clients);
     }
     if (status) {
-        kld_log(KLD_LOG_WARN, "client refused", "pid=%d uid=%u status=%s text=\"%s\"",
+        kld_log(KLD_LOG_WARN, "client refused", "client_pid=%d uid=%u status=%s text=\"%s\"",
                 (int)peer.pid, (unsigned)peer.uid, kld_status_name(status), error.text);
         turn_away(worker, fd, &error);
         return;
     }
     if (kld_session_open(worker, fd, peer.uid, peer.pid, &error))
-        kld_log(KLD_LOG_WARN, "client refused", "pid=%d uid=%u status=no_memory", (int)peer.pid,
-                (unsigned)peer.uid);
+        kld_log(KLD_LOG_WARN, "client refused", "client_pid=%d uid=%u status=no_memory",
+                (int)peer.pid, (unsigned)peer.uid);
 }
 
 /* Sessions whose client left but whose work goes on take room too, and so do connections that were

@@ -68,6 +68,12 @@ def wait_until(condition, seconds=10, what="the condition"):
         time.sleep(0.01)
 
 
+def each_key_once(pairs):
+    keys = [key for key, _ in pairs]
+    assert len(set(keys)) == len(keys), f"a key is there twice: {keys}"
+    return dict(pairs)
+
+
 class Server:
     """One kld-server with a folder of its own. flags: {"log_level": "debug", ...}; http="" for none."""
 
@@ -114,6 +120,10 @@ class Server:
 
     def log(self):
         return self.log_path.read_text(errors="replace")
+
+    def log_lines(self, begin=0):
+        """Of a log in JSON: what each line says. A key that is there twice fails: readers keep either."""
+        return [json.loads(line, object_pairs_hook=each_key_once) for line in self.log()[begin:].splitlines()]
 
     @property
     def pid(self):

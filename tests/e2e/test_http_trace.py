@@ -1,6 +1,7 @@
 """The line that the log has of each request, and the caller's trace (W3C `traceparent`) in it."""
 import http.client
 import json
+import os
 import socket
 import struct
 
@@ -20,8 +21,7 @@ BODY = json.dumps({"id": "my-own-id", "inputs": [
 
 
 def lines(server, role):
-    return [line for line in map(json.loads, server.log().splitlines())
-            if line["event"] == "request" and line["role"] == role]
+    return [line for line in server.log_lines() if line["event"] == "request" and line["role"] == role]
 
 
 def ask(server, *headers, body=BODY):
@@ -65,6 +65,7 @@ def test_a_line_a_request_with_the_callers_trace(make_server):
         assert line["transport"] == "unix" and (line["op"], line["shape"], line["dtype"]) == (
             "forward_kl", "2x3", "FP32")
         assert line["queue_us"] + line["kernel_us"] <= line["total_us"]
+        assert (line["pid"], line["client_pid"]) == (server.child("worker"), server.child("gateway"))
     for line in workers[:2]:
         assert (line["trace_id"], line["span"], line["sampled"]) == (TRACE, SPAN, 1)
     for line in workers[2:]:
@@ -104,8 +105,16 @@ def test_over_the_unix_socket(make_server):
             client.result(number)
         with pytest.raises(wire.Failed, match="TRACE with a target"):
             client.ask(wire.TRACE, struct.pack("<Q16s8sII", 0, *good))
+        with pytest.raises(wire.Failed, match="temperature"):
+            client.run(case.shape, case.tensors(), temperature=-1)
         case.close()
     wait_until(lambda: len(lines(server, "worker0")) == 7)
+
+    def events():
+        return {line["event"]: line for line in server.log_lines()
+                if line["role"] == "worker0" and line.get("client_pid") == os.getpid()}
+    wait_until(lambda: {"request", "refused", "client left"} <= set(events()))
+    assert {line["pid"] for line in events().values()} == {server.child("worker")}
     assert [line.get("trace_id") for line in lines(server, "worker0")] == [TRACE] + 6 * [None]
 
 

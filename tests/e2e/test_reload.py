@@ -322,7 +322,7 @@ def test_the_log_level_of_all_roles(make_server, settings):
     server = make_server(config=settings.file, log_format="json", device="0,0", backend="cpu")
 
     def roles(begin):
-        return {line["role"] for line in map(json.loads, server.log()[begin:].splitlines()) if line["level"] == "debug"}
+        return {line["role"] for line in server.log_lines(begin) if line["level"] == "debug"}
 
     def lines():
         begin = len(server.log())

@@ -147,7 +147,7 @@ def test_settings_from_environment_file_and_flag(make_server, tmp_path):
     assert "--drain-ms=20000" in arguments            # flag over environment
     assert f"--staging-bytes-max={64 << 20}" in arguments
     assert stat.S_IMODE(os.stat(server.unix).st_mode) == 0o600
-    lines = [json.loads(line) for line in server.log().splitlines()]
+    lines = server.log_lines()
     assert lines and all({"time", "level", "role", "event"} <= set(line) for line in lines)
 
 

@@ -164,10 +164,26 @@ def test_what_is_wrong_is_said_with_its_address(servers, tmp_path):
     assert "URL of 0 bytes" in kld(*job, "--split", f"{servers[0].http},", code=2).stderr
     assert "--part-timeout" in kld(*job, "--split", "local:", "--part-timeout", "-1", code=2).stderr
     # One that is away does not keep the others from it.
-    assert "2 servers" in kld(*job, "--split", f"{servers[0].http},http://127.0.0.1:9").stderr
     assert "2 servers" in kld(*job, KLD_SERVER=f"split:{urls(servers[:2])}").stderr
     assert "3 servers" in kld("status", "--server", f"split:{urls(servers)}").stdout
     assert "answer after" in kld("ping", "--server", f"split:{urls(servers)}").stdout
+
+
+def test_a_server_that_was_never_there(servers, tmp_path):
+    """The others do the job; it is neither counted nor passed over in silence."""
+    job = ["div", *save(tmp_path, 3, 10), "--split", f"http://127.0.0.1:9,{servers[0].http},unix:/nowhere/kld.sock"]
+    done = kld(*job)
+    assert "1 of 3 servers: " in done.stderr
+    warnings = [line for line in done.stderr.splitlines() if "warning" in line]
+    assert len(warnings) == 2, done.stderr
+    assert "http://127.0.0.1:9: no answer" in warnings[0] and "unix:/nowhere/kld.sock: " in warnings[1]
+    whole = kld(*job[:-1], f"{servers[0].http},{servers[2].http}")
+    assert "2 servers: " in whole.stderr and "warning" not in whole.stderr and whole.stdout == done.stdout
+    done = kld(*job, "--json")
+    assert json.loads(done.stdout)["device"].startswith("1 of 3 servers: ") and done.stderr.count("warning") == 2
+    assert kld(*job, "--quiet").stderr == ""
+    said = " ".join(kld("div", "--help").stdout.split())
+    assert "On GPUs" in said and "last FP64 bit" in said
 
 
 def test_a_wrong_token_is_said_at_once(servers, make_server, tmp_path):

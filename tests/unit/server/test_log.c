@@ -33,10 +33,10 @@ static const char *line(void) {
 
 START_TEST(text_line) {
     capture("info", "text", false);
-    kld_log(KLD_LOG_WARN, "child died", "pid=%d reason=\"%s\"", 7, "by\nhand\033[0m");
+    kld_log(KLD_LOG_WARN, "child died", "child_pid=%d reason=\"%s\"", 7, "by\nhand\033[0m");
     const char *text = line();
     ck_assert_ptr_nonnull(
-        strstr(text, "Z warn  worker0: child died pid=7 reason=\"by?hand?[0m\"\n"));
+        strstr(text, "Z warn  worker0: child died child_pid=7 reason=\"by?hand?[0m\"\n"));
     ck_assert_int_eq(text[4], '-');
     ck_assert_ptr_eq(strchr(text, '\n'), text + strlen(text) - 1);
 }
