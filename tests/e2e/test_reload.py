@@ -484,6 +484,7 @@ def in_terminal(folder, *before):
         if pid == 0:
             os.dup2(log.fileno(), 2)
             os.chdir(folder)  # where nohup leaves its file
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under it
             os.execvpe(arguments[0], arguments, clean_environment())
     wait_until(lambda: "child ready" in (folder / "log").read_text(), 60, "the server")
     return pid, terminal
