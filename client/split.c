@@ -177,8 +177,10 @@ static void check_hope(struct split_connection *split, struct split_call *call, 
         return;
     if (any_is(split, SPLIT_AWAY)) {
         uint64_t until = call->progress_ns + KLD_RECONNECT_NS_MAX;
-        if (call->base.deadline_ns != KLD_NEVER || now < until) {
-            kld_connection_arm(&split->base, kld_split_smaller(until, call->base.deadline_ns));
+        bool hopes = now < until; /* else its deadline alone ends it */
+        if (call->base.deadline_ns != KLD_NEVER || hopes) {
+            kld_connection_arm(
+                &split->base, kld_split_smaller(hopes ? until : KLD_NEVER, call->base.deadline_ns));
             return;
         }
     }

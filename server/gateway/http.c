@@ -347,7 +347,7 @@ static void connection_changed(void *user, struct MHD_Connection *connection, vo
         kld_stats_add(http->gateway->stats, KLD_STAT_http_connections_total, 1);
         watch(http, connection, context);
     } else if (*context) {
-        kld_tls_end(connection, ((struct kld_watched *)*context)->keys);
+        kld_tls_release(((struct kld_watched *)*context)->keys);
         kld_watch_remove(&http->watch, *context);
         *context = NULL;
     }

@@ -102,6 +102,8 @@ static enum kld_status check(const struct kld_regions *regions, const struct kld
                              struct kld_error *err) {
     uint64_t most = regions->config->http_region_bytes_max;
     const struct kld_registered *there = find(regions, wanted->owner, wanted->name);
+    if (atomic_load(&wanted->owner->gone)) /* since its headers: nobody could unregister it */
+        return kld_error_set(err, KLD_UNAUTHENTICATED, "this token is no longer accepted");
     if (there)
         return kld_error_set(err, KLD_EXISTS, "a region of this name is %s",
                              is_published(there) ? "registered already" : "just being registered");

@@ -168,13 +168,6 @@ void kld_tls_begin(struct MHD_Connection *connection, const struct kld_tls_keys 
         gnutls_certificate_server_set_request(session, GNUTLS_CERT_REQUEST);
 }
 
-void kld_tls_end(struct MHD_Connection *connection, struct kld_tls_keys *keys) {
-    gnutls_session_t session = keys ? session_of(connection) : NULL;
-    if (session) /* which MHD takes apart after this */
-        gnutls_credentials_clear(session);
-    kld_tls_release(keys);
-}
-
 /* What a session looks at after its handshake is whom it trusts, and that is to be the newest. */
 static void renew(struct kld_tls *tls, gnutls_session_t session, struct kld_tls_keys **keys) {
     struct kld_tls_keys *newest = kld_tls_acquire(tls);

@@ -35,9 +35,9 @@ void kld_tls_release(struct kld_tls_keys *keys);           /* NULL is allowed */
 /* For MHD_OPTION_HTTPS_CERT_CALLBACK: a daemon without keys, each of whose connections needs the
  * next, or its handshake fails. */
 void *kld_tls_callback(void);
-/* Before its handshake: with these keys, which are the connection's until it ends. */
+/* Before its handshake: with these keys, which the connection holds until MHD says that it is
+ * closed. Then it has taken the session apart already: nothing is to look at that. */
 void kld_tls_begin(struct MHD_Connection *connection, const struct kld_tls_keys *keys);
-void kld_tls_end(struct MHD_Connection *connection, struct kld_tls_keys *keys); /* releases them */
 /* Did this connection show a certificate that the client CA in use signed for clients? *keys: the
  * connection's, which become those in use. */
 enum kld_status kld_tls_check_client(struct kld_tls *tls, struct MHD_Connection *connection,

@@ -43,7 +43,11 @@ static bool read_stat(pid_t pid, struct kld_stats_process *process) {
     atomic_store(&process->cpu_ms, (user + system) * 1000 / ticks);
     atomic_store(&process->virtual_bytes, virtual_bytes);
     atomic_store(&process->resident_bytes, (uint64_t)pages * (uint64_t)sysconf(_SC_PAGESIZE));
-    atomic_store(&process->started_ms, booted_ms + started * 1000 / ticks);
+    /* Two clocks are read one after the other: what moves by that is no restart. */
+    uint64_t began_ms = booted_ms + started * 1000 / ticks;
+    uint64_t known_ms = atomic_load(&process->started_ms);
+    if (began_ms + 50 < known_ms || began_ms > known_ms + 50)
+        atomic_store(&process->started_ms, began_ms);
     return true;
 }
 

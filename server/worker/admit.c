@@ -123,6 +123,8 @@ enum kld_status kld_core_submit(struct kld_session *session, const struct kld_fr
     struct kld_request *request = NULL;
     bool early = frame->flags & KLD_SUBMIT_EARLY;
     enum kld_status status;
+    bool traced = session->trace_target == frame->header.request;
+    session->trace_target = 0; /* whatever comes of this one: a number may be used again */
     if ((status = kld_submit_decode(frame, &op, err)) ||
         (status = kld_op_check(&op, &geometry, err)))
         return status;
@@ -134,7 +136,7 @@ enum kld_status kld_core_submit(struct kld_session *session, const struct kld_fr
         (status = kld_core_admit(session, frame->header.request, frame->stream, &request, err)))
         return status;
     request->early = early;
-    if (session->trace_target == frame->header.request)
+    if (traced)
         request->trace = session->trace;
     pin_events(request, ready, finished);
     request->job.kind = KLD_JOB_OP;

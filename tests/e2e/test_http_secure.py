@@ -288,6 +288,16 @@ def test_tls(make_server, certificates):
         ask_tls(server, old)
 
 
+def test_memory_of_a_session_that_has_ended_is_left_alone(make_server, certificates):
+    """By the time its connection is reported closed: here what is freed is overwritten at once."""
+    server = make_server(environment={"MALLOC_PERTURB_": "165"}, **tls_flags(certificates))
+    context = ssl.create_default_context(cafile=certificates / "ca.crt")
+    gateway = server.child("gateway")
+    for _ in range(20):
+        assert ask_tls(server, context)[0] == 200
+    assert server.child("gateway") == gateway, "it is still the first"
+
+
 def test_handshakes_that_stall(make_server, certificates):
     """Each costs the others a moment of each turn, and not for longer than a message may take."""
     server = make_server(http_slow_ms=2000, http_threads=1, **tls_flags(certificates))
