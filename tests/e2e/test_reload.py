@@ -148,6 +148,28 @@ def test_a_token_that_is_taken_away(make_server, settings):
     assert server.request("/v2/systemsharedmemory/region/r/status", headers=bearer("guest"))[0] == 404
 
 
+def test_a_token_that_is_taken_away_before_a_body_comes(make_server, settings):
+    """Nobody could unregister the region."""
+    settings.allow(guest="infer,shm", other="infer,metrics")
+    server = make_server(tokens=settings.tokens, shm_prefix=PREFIX)
+    with Shared(4096) as shared:
+        body = json.dumps({"key": shared.key, "byte_size": 64}).encode()
+        connection = http.client.HTTPConnection(server.address, timeout=30)
+        connection.putrequest("POST", "/v2/systemsharedmemory/region/r/register")
+        connection.putheader("Authorization", bearer("guest")["Authorization"])
+        connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders()
+        time.sleep(0.3)
+        settings.allow(other="infer,metrics")
+        assert reload(server)[0] == "reloaded"
+        connection.send(body)
+        reply = connection.getresponse()
+        assert reply.status == 401 and b"no longer accepted" in reply.read()
+        connection.close()
+    text = server.request("/metrics", None, bearer("other"))[2].decode()
+    assert re.search(r"^kld_http_regions 0$", text, re.M), text
+
+
 def test_another_word_for_the_same_name(make_server, settings):
     """A token is changed, its name keeps what it stored."""
     settings.allow(guest="infer")
