@@ -230,11 +230,8 @@ def make_server(backend):
     assert not problems, "\n".join(problems)
 
 
-@pytest.fixture(scope="module")
-def server(backend):
-    """One server for all tests of a file; they must leave it serving."""
-    one = Server(backend=backend)
-    yield one
+def end_well(one):
+    """Ends a server that tests have left serving."""
     alive = one.process.poll() is None
     status = one.stop() if alive else one.process.returncode
     log = one.log()
@@ -244,6 +241,14 @@ def server(backend):
     assert not SANITIZER.search(log), log
 
 
+@pytest.fixture(scope="module")
+def server(backend):
+    """One server for all tests of a file; they must leave it serving."""
+    one = Server(backend=backend)
+    yield one
+    end_well(one)
+
+
 @pytest.fixture
 def cli(backend):
     """cli("div", "a.npy", ...) -> CompletedProcess of the kld tool, text in and out."""
@@ -251,3 +256,12 @@ def cli(backend):
         return subprocess.run([str(BIN / "kld"), *map(str, arguments)], capture_output=True, text=True,
                               timeout=timeout, env=clean_environment(**(environment or {})), **more)
     return run
+
+
+@pytest.fixture(scope="module")
+def servers(backend):
+    """Three that are alike, none of which is to end before its tests do."""
+    made = [Server(backend=backend, threads=1) for _ in range(3)]
+    yield made
+    for one in made:
+        end_well(one)

@@ -3,25 +3,12 @@ bits of one server, for numbers of rows that divide by nothing."""
 import numpy as np
 import pytest
 
-from conftest import SANITIZER, Server
 from pythonlib import import_kld, import_torch
 
 kld = import_kld()
 DIVERGENCES = {"forward_kl": {}, "reverse_kl": {}, "jeffreys": {}, "mixed_kl": {"weight": 0.3}, "js": {"beta": 0.4},
                "skew_kl": {"skew": 0.2}, "skew_reverse_kl": {"skew": 0.7}, "tv": {}, "cross_entropy": {}}
 REDUCTIONS = ("batchmean", "sum", "mean", "rowmean", "row", "none")
-
-
-@pytest.fixture(scope="module")
-def servers(backend):
-    made = [Server(backend=backend, threads=1) for _ in range(3)]
-    yield made
-    for one in made:
-        alive = one.process.poll() is None
-        status = one.stop() if alive else None
-        log = one.log()
-        one.remove()
-        assert alive and status == 0 and not SANITIZER.search(log), log
 
 
 @pytest.fixture(scope="module")

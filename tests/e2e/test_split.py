@@ -10,21 +10,9 @@ import time
 import numpy as np
 import pytest
 
-from conftest import BIN, SANITIZER, Server, clean_environment, wait_until
+from conftest import BIN, clean_environment, wait_until
 
 KLD = str(BIN / "kld")
-
-
-@pytest.fixture(scope="module")
-def servers(backend):
-    made = [Server(backend=backend, threads=1) for _ in range(3)]
-    yield made
-    for one in made:
-        alive = one.process.poll() is None
-        status = one.stop() if alive else None
-        log = one.log()
-        one.remove()
-        assert alive and status == 0 and not SANITIZER.search(log), log
 
 
 def kld(*arguments, code=0, **environment):
