@@ -66,6 +66,12 @@ static bool is_name(const char *text) {
     return length > 0 && length < KLD_AUTH_NAME_MAX && !text[length];
 }
 
+/* Of a list that was refused: nobody can have found those who came with it. */
+static void unlearn(struct kld_auth *auth, uint32_t names) {
+    while (auth->names > names)
+        free(auth->name[--auth->names]);
+}
+
 /* Those who were never seen are gone until a list that names them is used. */
 static enum kld_status know(struct kld_auth *auth, const char *name, struct kld_caller **ret_caller,
                             struct kld_error *err) {
@@ -131,6 +137,7 @@ enum kld_status kld_auth_read(struct kld_auth *auth, char *text, struct kld_toke
     if (!tokens)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     atomic_store(&tokens->users, 1);
+    uint32_t names = auth->names;
     for (unsigned number = 1; text && status == KLD_OK; number++) {
         char *line = strsep(&text, "\n");
         status = read_line(auth, tokens, line, number, err);
@@ -139,6 +146,7 @@ enum kld_status kld_auth_read(struct kld_auth *auth, char *text, struct kld_toke
         status = kld_error_set(err, KLD_INVALID, "tokens: the file has no tokens");
     if (status) {
         kld_tokens_release(tokens);
+        unlearn(auth, names);
         return status;
     }
     *ret_tokens = tokens;

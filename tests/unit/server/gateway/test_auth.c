@@ -251,6 +251,23 @@ START_TEST(names_have_a_limit) {
 }
 END_TEST
 
+START_TEST(a_refused_list_uses_up_no_names) {
+    static char text[1024 * 96];
+    ck_assert_int_eq(open_with("a " SECRET " infer\n"), KLD_OK);
+    for (uint32_t known = 1; known <= 2 * KLD_AUTH_NAMES_MAX;) {
+        size_t used = 0;
+        for (uint32_t i = 1; i < KLD_AUTH_TOKENS_MAX; i++, known++)
+            used += (size_t)snprintf(text + used, sizeof text - used, "n%u %064x infer\n", known,
+                                     known);
+        snprintf(text + used, sizeof text - used, "last x infer\n");
+        ck_assert_int_eq(replace_by(text), KLD_INVALID);
+    }
+    ck_assert_int_eq(replace_by("b " OTHER " infer\n"), KLD_OK);
+    expect_change(1, 1, 1);
+    kld_auth_close(auth);
+}
+END_TEST
+
 /* Found by any of the lists, never half by one. */
 static void *find_all_the_time(void *user) {
     struct kld_caller *found;
@@ -294,4 +311,5 @@ END_TEST
 UNIT_MAIN("auth", a_token_is_found_by_its_hash, what_is_no_token, without_a_file_everybody_may,
           bad_files_are_refused, what_a_token_has_in_flight, what_is_refused_is_in_nobodys_way,
           another_list_takes_its_place, who_is_gone_finishes_and_may_come_back,
-          a_bad_list_changes_nothing, names_have_a_limit, lists_are_replaced_under_who_asks)
+          a_bad_list_changes_nothing, names_have_a_limit, a_refused_list_uses_up_no_names,
+          lists_are_replaced_under_who_asks)
