@@ -1,12 +1,16 @@
 /* config.c - settings from flags, environment and a JSON file, checked against one table.
- * Reads the file named by --config; opens nothing else, logs nothing. Main thread, at start. */
+ * Reads the file named by --config; opens nothing else, logs nothing. Main thread, at start;
+ * of the supervisor uv's pool, too, when it reads all again. */
 #include "server/config.h"
 
 #include <cjson/cJSON.h>
 #include <ctype.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #define FILE_BYTES_MAX (1 << 20)
 #define NAME_MAX_BYTES 48
@@ -332,12 +336,24 @@ static enum kld_status read_text(const char *path, const char *text, size_t byte
     return status;
 }
 
+/* A FIFO would have who opens it wait for its writer. */
+static FILE *open_regular(const char *path, bool *ret_regular) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    struct stat info;
+    *ret_regular = fd < 0 || (fstat(fd, &info) == 0 && S_ISREG(info.st_mode));
+    FILE *file = fd >= 0 && *ret_regular ? fdopen(fd, "r") : NULL;
+    if (fd >= 0 && !file)
+        close(fd);
+    return file;
+}
+
 static enum kld_status read_file(const char *path, struct kld_config *config,
                                  struct kld_error *err) {
-    FILE *file = fopen(path, "re");
+    bool regular = true;
+    FILE *file = open_regular(path, &regular);
     if (!file)
         return kld_error_set(err, KLD_INVALID, "cannot read the configuration %.80s: %s", path,
-                             strerror(errno));
+                             regular ? strerror(errno) : "not a regular file");
     char *text = malloc(FILE_BYTES_MAX + 1);
     size_t bytes = text ? fread(text, 1, FILE_BYTES_MAX + 1, file) : 0;
     enum kld_status status;
@@ -486,30 +502,4 @@ void kld_config_arguments_free(char **arguments) {
     for (size_t i = 0; arguments && arguments[i]; i++)
         free(arguments[i]);
     free(arguments);
-}
-
-void kld_config_help(FILE *out) {
-    fputs(
-        "kld-server: computes KL divergences and their gradients for other programs, over HTTP\n"
-        "and a Unix socket. With no options it serves on 127.0.0.1:8080.\n\n"
-        "  kld-server [--OPTION VALUE | --OPTION=VALUE]...\n\n"
-        "Every option is also an environment variable (--log-level: KLD_LOG_LEVEL) and a key of\n"
-        "the JSON file named by --config (log_level). A flag goes before the environment, the\n"
-        "environment before the file. BYTES may end in K, M, G or T. On SIGHUP all is read again;\n"
-        "taken over are " KLD_CONFIG_RELOADED ", and what is in those files.\n\n",
-        out);
-    for (size_t i = 0; i < SETTINGS; i++) {
-        static const char *const types[] = {" TEXT", " N", " BYTES", "", " LIST"};
-        char flag[NAME_MAX_BYTES], left[NAME_MAX_BYTES + 8];
-        flag_name(settings[i].name, flag);
-        snprintf(left, sizeof left, "%s%s", flag, types[settings[i].type]);
-        fprintf(out, "  %-32s %s", left, settings[i].help);
-        if (settings[i].value[0])
-            fprintf(out, " [%s]", settings[i].value);
-        fputc('\n', out);
-    }
-    fprintf(out, "  %-32s %s\n", "--config TEXT", "a JSON file with any of these settings");
-    fprintf(out, "  %-32s %s\n", "--version", "print the version");
-    fprintf(out, "  %-32s %s\n", "--help-metrics", "print what /metrics says, as a Markdown table");
-    fprintf(out, "  %-32s %s\n", "-h, --help", "print this");
 }
