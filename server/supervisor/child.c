@@ -316,8 +316,10 @@ bool kld_watched_order(struct kld_watched *child, enum kld_order_kind kind, cons
     struct kld_child_order order = {.kind = (char)kind};
     struct iovec part = {.iov_base = &order, .iov_len = sizeof order};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
-    if (!child->life || !child->life->control_open)
+    if (!child->life || !child->life->control_open) {
+        errno = EPIPE;
         return false;
+    }
     snprintf(order.log_level, sizeof order.log_level, "%s", log_level);
     if (fd >= 0) {
         memset(&room, 0, sizeof room);

@@ -1,15 +1,30 @@
 /* reload.c - SIGHUP: reads configuration and files again, has the gateway check and take over what
  * is in them, then tells everybody the log level; or, where anything is wrong, leaves all as it
  * was. It does not look into the files. Supervisor's loop thread; read_again() on uv's pool,
- * because a file may lie on a disk that does not answer. */
+ * because a file may lie on a disk that does not answer. Such a reading is given up after
+ * reload_ms; what it holds is its own, so that the next one does not wait for it. */
+#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "server/log.h"
 #include "server/supervisor/supervisor.h"
+
+/* The pool's until on_read(). */
+struct kld_reading {
+    uv_work_t work;
+    struct kld_supervisor *supervisor;
+    const struct kld_start *start;
+    bool http;              /* there are files to read */
+    struct kld_config next; /* first what is in use */
+    int next_fd;
+    char kept[KLD_KEPT_TEXT_MAX];
+    struct kld_error error;
+};
 
 static enum kld_status gather(const struct kld_config *config, int *ret_fd, struct kld_error *err) {
     struct kld_secrets secrets;
@@ -45,8 +60,14 @@ static void forget_next(struct kld_reload *reload) {
     reload->state = KLD_RELOAD_IDLE;
 }
 
+static void give_up(struct kld_reload *reload) {
+    kld_log(KLD_LOG_INFO, "reload given up", "reason=\"the server is ending\"");
+    forget_next(reload);
+}
+
 static void finish(struct kld_supervisor *supervisor, const char *problem) {
     forget_next(&supervisor->reload);
+    supervisor->reload.repeated = false;
     if (supervisor->draining)
         return; /* the service manager knows of that */
     kld_supervisor_tell_ready(supervisor, problem);
@@ -99,40 +120,101 @@ static void commit(struct kld_supervisor *supervisor, const char *details) {
 /* ---- How it goes ----------------------------------------------------------------------------- */
 
 static void read_again(uv_work_t *work) {
-    struct kld_supervisor *supervisor = work->data;
-    struct kld_reload *reload = &supervisor->reload;
-    const struct kld_start *start = reload->start;
+    struct kld_reading *reading = work->data;
+    const struct kld_start *start = reading->start;
     struct kld_config parsed;
     enum kld_config_action action;
-    reload->error.status = kld_config_parse(start->argc, start->argv, start->environment, &parsed,
-                                            &action, &reload->error);
-    if (reload->error.status)
+    reading->error.status = kld_config_parse(start->argc, start->argv, start->environment, &parsed,
+                                             &action, &reading->error);
+    if (reading->error.status)
         return;
-    reload->next = reload->in_use;
-    kld_config_adopt(&reload->next, &parsed, reload->kept, sizeof reload->kept);
-    if (supervisor->http.fd >= 0) /* constant since the start */
-        reload->error.status = gather(&reload->next, &reload->next_fd, &reload->error);
+    kld_config_adopt(&reading->next, &parsed, reading->kept, sizeof reading->kept);
+    if (reading->http)
+        reading->error.status = gather(&reading->next, &reading->next_fd, &reading->error);
 }
 
-static void on_read(uv_work_t *work, int result) {
-    struct kld_supervisor *supervisor = work->data;
+/* The files are read: the gateway's turn. */
+static void ask(struct kld_supervisor *supervisor) {
     struct kld_reload *reload = &supervisor->reload;
-    if (supervisor->draining) {
-        kld_log(KLD_LOG_INFO, "reload given up", "reason=\"the server is ending\"");
-        forget_next(reload);
-    } else if (reload->error.status) {
-        fail(supervisor, reload->error.text);
-    } else if (supervisor->http.fd < 0) {
+    if (supervisor->http.fd < 0) {
         commit(supervisor, "");
     } else if (supervisor->gateway.state != KLD_CHILD_READY) {
         forget_next(reload); /* it is just being replaced: once more, with the next one */
         kld_reload_want(supervisor);
     } else if (kld_watched_order(&supervisor->gateway, KLD_ORDER_RELOAD, reload->next.log_level,
-                                 reload->next_fd)) {
-        reload->state = KLD_RELOAD_ASKING;
+                                 reload->next_fd) ||
+               errno == EPIPE || errno == ECONNRESET) {
+        reload->state = KLD_RELOAD_ASKING; /* or it has ended, of which we are about to hear */
     } else {
         fail(supervisor, "the gateway cannot be told");
     }
+}
+
+static void on_read(uv_work_t *work, int result) {
+    struct kld_reading *reading = work->data;
+    struct kld_supervisor *supervisor = reading->supervisor;
+    struct kld_reload *reload = &supervisor->reload;
+    reload->readings--;
+    if (reload->reading != reading) { /* given up */
+        if (reading->next_fd >= 0)
+            close(reading->next_fd);
+        free(reading);
+        return;
+    }
+    struct kld_error error = reading->error;
+    uv_timer_stop(&reload->patience);
+    reload->reading = NULL;
+    reload->next = reading->next;
+    reload->next_fd = reading->next_fd;
+    memcpy(reload->kept, reading->kept, sizeof reload->kept);
+    free(reading);
+    if (supervisor->draining)
+        give_up(reload);
+    else if (error.status)
+        fail(supervisor, error.text);
+    else
+        ask(supervisor);
+}
+
+static void on_impatient(uv_timer_t *timer) {
+    struct kld_supervisor *supervisor = timer->data;
+    char reason[KLD_ERROR_TEXT_MAX];
+    supervisor->reload.reading = NULL;
+    if (supervisor->draining) {
+        give_up(&supervisor->reload);
+        return;
+    }
+    snprintf(reason, sizeof reason, "the files were not read within %" PRIu64 " ms (reload_ms)",
+             supervisor->config.reload_ms);
+    fail(supervisor, reason);
+}
+
+static void read_begin(struct kld_supervisor *supervisor) {
+    struct kld_reload *reload = &supervisor->reload;
+    struct kld_reading *reading =
+        reload->readings < KLD_READINGS_MAX ? calloc(1, sizeof *reading) : NULL;
+    reload->state = KLD_RELOAD_READING;
+    if (!reading) {
+        fail(supervisor, reload->readings ? "earlier ones still wait for files that do not answer"
+                                          : "out of memory");
+        return;
+    }
+    reading->supervisor = supervisor;
+    reading->start = reload->start;
+    reading->http = supervisor->http.fd >= 0;
+    reading->next = reload->in_use;
+    reading->next_fd = -1;
+    reading->work.data = reading;
+    reload->reading = reading;
+    reload->readings++;
+    if (supervisor->config.reload_ms)
+        uv_timer_start(&reload->patience, on_impatient, supervisor->config.reload_ms, 0);
+    uv_queue_work(&supervisor->loop, &reading->work, read_again, on_read);
+}
+
+void kld_reload_init(struct kld_supervisor *supervisor) {
+    uv_timer_init(&supervisor->loop, &supervisor->reload.patience);
+    supervisor->reload.patience.data = supervisor;
 }
 
 void kld_reload_answered(struct kld_supervisor *supervisor, const struct kld_child_report *report) {
@@ -144,10 +226,21 @@ void kld_reload_answered(struct kld_supervisor *supervisor, const struct kld_chi
         fail(supervisor, report->text);
 }
 
-/* Its successor has what was in use before; so nothing was changed. */
+/* Its successor has what was in use before; so nothing was changed, and it is asked in its turn.
+ * But should that one end, too, it may well be what it is asked. */
 void kld_reload_gateway_gone(struct kld_supervisor *supervisor) {
-    if (supervisor->reload.state == KLD_RELOAD_ASKING)
-        fail(supervisor, "the gateway ended before it had taken over");
+    struct kld_reload *reload = &supervisor->reload;
+    if (reload->state != KLD_RELOAD_ASKING)
+        return;
+    if (supervisor->draining) {
+        give_up(reload);
+    } else if (reload->repeated) {
+        fail(supervisor, "the gateway ended before it had taken over, and so did the next one");
+    } else {
+        reload->repeated = true;
+        forget_next(reload);
+        kld_reload_want(supervisor);
+    }
 }
 
 void kld_reload_proceed(struct kld_supervisor *supervisor) {
@@ -163,10 +256,7 @@ void kld_reload_proceed(struct kld_supervisor *supervisor) {
              (uint64_t)now.tv_sec * 1000000 + (uint64_t)now.tv_nsec / 1000);
     kld_notify_send(&supervisor->notify, state);
     reload->wanted = false;
-    reload->state = KLD_RELOAD_READING;
-    reload->error.status = KLD_OK;
-    reload->work.data = supervisor;
-    uv_queue_work(&supervisor->loop, &reload->work, read_again, on_read);
+    read_begin(supervisor);
 }
 
 void kld_reload_want(struct kld_supervisor *supervisor) {

@@ -68,8 +68,11 @@ static void drain_next(struct kld_supervisor *supervisor) {
         return;
     for (uint32_t i = 0; i < supervisor->workers; i++)
         drain_child(&supervisor->worker[i]);
-    if (!any_active(supervisor))
-        uv_walk(&supervisor->loop, close_handle, NULL);
+    if (any_active(supervisor))
+        return;
+    uv_walk(&supervisor->loop, close_handle, NULL);
+    if (supervisor->reload.readings) /* for which the loop would wait */
+        uv_stop(&supervisor->loop);
 }
 
 static void drain_begin(struct kld_supervisor *supervisor) {
@@ -283,6 +286,7 @@ static void init_loop(struct kld_supervisor *supervisor) {
     uv_signal_start(&supervisor->on_int, on_stop_signal, SIGINT);
     if (getpid() == 1)
         uv_signal_start(&supervisor->on_child, on_child_signal, SIGCHLD);
+    kld_reload_init(supervisor);
     kld_watchdog_start(supervisor);
     kld_usage_start(supervisor);
     kld_watched_init(&supervisor->gateway, supervisor, "gateway", 0, supervisor->http.fd);
@@ -404,6 +408,9 @@ int kld_supervisor_main(const struct kld_config *config, const struct kld_start 
     }
     if (supervisor)
         close_all(supervisor);
+    /* A thread that reads for a reload still has it, and exit() would wait for that one. */
+    if (supervisor && supervisor->reload.readings)
+        _exit(failed ? EXIT_FAILURE : EXIT_SUCCESS);
     free(supervisor);
     return failed ? EXIT_FAILURE : EXIT_SUCCESS;
 }

@@ -112,7 +112,8 @@ struct kld_watched {
 void kld_watched_init(struct kld_watched *child, struct kld_supervisor *supervisor,
                       const char *role, uint32_t index, int listen_fd);
 void kld_watched_start(struct kld_watched *child);
-/* False: it could not be told, or is not there. fd: goes with it; -1: none. */
+/* False: it could not be told, and errno says why; EPIPE: it is not there. fd: goes with it; -1:
+ * none. */
 bool kld_watched_order(struct kld_watched *child, enum kld_order_kind kind, const char *log_level,
                        int fd);
 /* SIGTERM, once in a life. */
@@ -125,6 +126,7 @@ void kld_watched_retire(struct kld_watched *child);
  */
 
 #define KLD_KEPT_TEXT_MAX 400 /* names of settings that a reload could not change */
+#define KLD_READINGS_MAX 3    /* under way at a time; uv's pool has four threads */
 
 enum kld_reload_state {
     KLD_RELOAD_IDLE,
@@ -132,24 +134,29 @@ enum kld_reload_state {
     KLD_RELOAD_ASKING,  /* the gateway, which checks and takes over */
 };
 
+struct kld_reading; /* one look at configuration and files; see reload.c */
+
 struct kld_reload {
     const struct kld_start *start; /* constant; the pool reads it */
     struct kld_config in_use;      /* as parsed at start, with what reloads changed of it */
     enum kld_reload_state state;
     bool wanted;    /* SIGHUP came, or came again, since the last reload began */
+    bool repeated;  /* a gateway ended while it was asked; its successor is, and no third one */
     int secrets_fd; /* memfd of what is in use, for each gateway that is started; -1: no HTTP */
 
-    /* While READING the pool's, then the loop's. */
-    uv_work_t work;
-    struct kld_config next;
+    uv_timer_t patience;         /* with files that do not answer */
+    struct kld_reading *reading; /* while READING */
+    uint32_t readings;           /* with those that were given up and are not through */
+    struct kld_config next;      /* what was read, from here on */
     int next_fd;
     char kept[KLD_KEPT_TEXT_MAX];
-    struct kld_error error;
 };
 
 /* The files as they are at start, which has to work out. */
 enum kld_status kld_reload_open(struct kld_supervisor *supervisor, const struct kld_config *config,
                                 const struct kld_start *start, struct kld_error *err);
+/* With the loop; before the first SIGHUP. */
+void kld_reload_init(struct kld_supervisor *supervisor);
 void kld_reload_close(struct kld_supervisor *supervisor);
 /* SIGHUP: begins as soon as the server is up and no other reload is under way. */
 void kld_reload_want(struct kld_supervisor *supervisor);

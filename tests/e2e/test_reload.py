@@ -4,6 +4,7 @@ import hashlib
 import http.client
 import json
 import os
+import pathlib
 import pty
 import re
 import signal
@@ -19,6 +20,7 @@ import oip
 from conftest import BIN, children_of, clean_environment, wait_until
 from httplib import PREFIX, Shared, certificates, fds_of, probabilities, tls_flags
 from oip import INFER
+from test_hardening import is_sanitized
 from test_service_manager import Manager
 
 Q, P = probabilities((2, 3), 1), probabilities((2, 3), 2)
@@ -49,7 +51,9 @@ class Settings:
         self.write(**settings)
 
     def write(self, **settings):
-        self.file.write_text(json.dumps(settings))
+        new = self.file.with_suffix(".new")
+        new.write_text(json.dumps(settings))
+        os.replace(new, self.file)
 
     def allow(self, **rights):
         """Replaced by a rename, as a Secret of Kubernetes is."""
@@ -191,12 +195,16 @@ WRONG = [("tokens", "guest x infer\n", "tokens: line 1 is not NAME"),
          ("config", '{"log_level": "loud"}', "log_level: 'loud' is not one of debug,info,warn,error"),
          ("config", '{"log_levle": "info"}', "did you mean log_level"),
          ("config", "{", "not valid JSON"),
-         ("config", None, "cannot read the configuration")]
+         ("config", None, "cannot read the configuration"),
+         ("config", os.mkfifo, "not a regular file"),
+         ("tokens", os.mkfifo, "tokens: not a regular file")]
 
 
 def put_wrong(path, text):
     path.unlink()
-    if text is not None:
+    if callable(text):
+        text(path)
+    elif text is not None:
         path.write_text(text)
 
 
@@ -468,22 +476,99 @@ def test_while_the_gateway_is_replaced(make_server, settings):
         settings.allow(**{f"next{turn}": "infer"})
         os.kill(server.child("gateway"), signal.SIGKILL)
         os.kill(server.pid, signal.SIGHUP)
-
-        def taken_over():
-            try:
-                return infer(server, f"next{turn}") == 200
-            except OSError:
-                return False
-        # Told in vain to one that was already dying, it fails with a word and has to be asked again.
         wait_until(lambda: len(outcomes(server)) > turn, 20, "an outcome")
-        if outcomes(server)[turn][0] == "reloaded":
-            wait_until(taken_over, what="the token")
-        else:
-            assert "the gateway" in outcomes(server)[turn][1]
-            assert reload(server)[0] == "reloaded" and taken_over()
-            outcomes_before = len(outcomes(server))
-            assert outcomes_before == turn + 2
-            return
+        assert outcomes(server)[turn][0] == "reloaded"
+        assert infer(server, f"next{turn}") == 200
+
+
+def ask_one_that_stands_still(server):
+    """A gateway that has an order to reload and does not come to it -> its pid."""
+    gateway = server.child("gateway")
+    os.kill(gateway, signal.SIGSTOP)
+    os.kill(server.pid, signal.SIGHUP)
+    wait_until(lambda: "supervisor: reloading" in server.log(), what="the signal")
+    time.sleep(0.3)  # for the order to be sent; without it the test says less
+    assert not outcomes(server)
+    return gateway
+
+
+def test_a_gateway_that_ends_while_it_is_asked(make_server, settings):
+    """Its successor takes over what it was asked to."""
+    settings.allow(one="infer,metrics")
+    server = make_server(tokens=settings.tokens)
+    settings.allow(two="infer,metrics")
+    os.kill(ask_one_that_stands_still(server), signal.SIGKILL)
+    wait_until(lambda: outcomes(server), 20, "an outcome")
+    assert [event for event, _ in outcomes(server)] == ["reloaded"]
+    assert infer(server, "two") == 200 and infer(server, "one") == 401
+    assert b"\nkld_config_reloads_failed_total 0\n" in server.request("/metrics", None, bearer("two"))[2]
+
+
+def test_a_reload_that_the_end_of_the_server_overtakes(make_server, settings):
+    """It is no failure that anybody should be told of."""
+    settings.allow(one="infer")
+    server = make_server(tokens=settings.tokens)
+    gateway = ask_one_that_stands_still(server)
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "supervisor: draining" in server.log())
+    os.kill(gateway, signal.SIGKILL)
+    assert server.process.wait(30) == 0
+    assert not outcomes(server) and "reload given up" in server.log()
+
+
+DEAD_DISK = """
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+int open(const char *path, int flags, ...) {
+    while (strstr(path, "/dead/") && access("/dev/shm/NAME", F_OK) == 0)
+        sleep(1);
+    return (int)syscall(SYS_openat, AT_FDCWD, path, flags, 0);
+}
+"""
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A folder whose files nobody can open any more once disk.switch is there, and a library that makes it so."""
+    if is_sanitized():
+        pytest.skip("a sanitizer wants to be loaded first")
+
+    class Disk:
+        folder, library = tmp_path / "dead", tmp_path / "dead.so"
+        switch = pathlib.Path(f"/dev/shm/kld-test-dead-{os.getpid()}")
+    Disk.folder.mkdir()
+    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", Disk.library], check=True, text=True,
+                   input=DEAD_DISK.replace("NAME", Disk.switch.name))
+    yield Disk
+    Disk.switch.unlink(missing_ok=True)
+
+
+def test_files_on_a_disk_that_does_not_answer(make_server, disk):
+    """Reloads fail in time, and the one after the disk is back does not wait for them."""
+    settings = Settings(disk.folder, log_level="info")
+    server = make_server(config=settings.file, reload_ms=300, environment={"LD_PRELOAD": disk.library})
+    disk.switch.touch()
+    for _ in range(3):
+        assert "not read within 300 ms" in reload(server)[1]
+    assert "earlier ones still wait" in reload(server)[1]
+    disk.switch.unlink()
+    wait_until(lambda: reload(server)[0] == "reloaded", what="a reload")
+    disk.switch.touch()
+    assert "not read within 300 ms" in reload(server)[1]
+    assert server.stop(seconds=20) == 0
+
+
+def test_the_end_does_not_wait_for_a_dead_disk(make_server, disk):
+    settings = Settings(disk.folder, log_level="info")
+    server = make_server(config=settings.file, environment={"LD_PRELOAD": disk.library})
+    disk.switch.touch()
+    os.kill(server.pid, signal.SIGHUP)
+    wait_until(lambda: "supervisor: reloading" in server.log())
+    assert server.stop(seconds=20) == 0
+    assert not outcomes(server) and not os.path.exists(server.unix)
 
 
 def test_children_leave_it_to_the_supervisor(make_server):
