@@ -199,10 +199,16 @@ static void show(const struct top *top) {
 
 /* ---- Waiting ----------------------------------------------------------------------------------*/
 
-/* As if there were no signalfd: stopped until somebody continues us. */
+/* As if there were no signalfd: stopped until somebody continues us; and not where there is nobody
+ * who could (ssh -t), which the kernel knows of SIGTSTP and does not ask of SIGSTOP. */
 static void stop_here(struct top *top) {
+    sigset_t stop;
+    sigemptyset(&stop);
+    sigaddset(&stop, SIGTSTP);
     screen_leave(top);
-    raise(SIGSTOP);
+    raise(SIGTSTP);
+    sigprocmask(SIG_UNBLOCK, &stop, NULL);
+    sigprocmask(SIG_BLOCK, &stop, NULL);
     screen_enter(top);
 }
 

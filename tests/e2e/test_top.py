@@ -26,13 +26,14 @@ BODY = oip.body({"predictions": probabilities((8, 64), 1), "targets": probabilit
 class Terminal:
     """kld top on a terminal of its own, of 24 lines."""
 
-    def __init__(self, server, *arguments, columns=200):
+    def __init__(self, server, *arguments, columns=200, shell=None):
         self.main, self.side = pty.openpty()
         self.resize(columns)
         self.were = termios.tcgetattr(self.side)
         self.output = b""
+        command = [str(BIN / "kld"), "top", "-d", "0.2", "--server", server, *arguments]
         self.process = subprocess.Popen(
-            [str(BIN / "kld"), "top", "-d", "0.2", "--server", server, *arguments], stdin=self.side, stdout=self.side,
+            ["bash", "-c", shell, *command] if shell else command, stdin=self.side, stdout=self.side,
             stderr=self.side, env=clean_environment(TERM="xterm"), start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
 
@@ -141,13 +142,26 @@ def test_it_leaves_the_terminal_as_it_was(server, terminal, how):
 
 
 def test_it_stops_and_goes_on(server, terminal):
+    """In a shell with job control."""
+    top = terminal(server.http, shell='set -m; "$0" "$@"; echo "it stopped"; read word; fg >/dev/null')
+    top.until("^kld", "a picture")
+    os.write(top.main, b"\x1a")
+    wait_until(lambda: b"it stopped" in top.read(), 10, "its stop")
+    assert LEAVE in top.output and termios.tcgetattr(top.side) == top.were
+    top.output = b""
+    os.write(top.main, b"go\n")
+    top.until("^kld", "a picture")
+    assert not termios.tcgetattr(top.side)[3] & termios.ICANON
+    os.write(top.main, b"q")
+    top.end()
+
+
+def test_it_does_not_stop_where_nobody_could_continue_it(server, terminal):
+    """As under `ssh -t HOST kld top`: no shell."""
     top = terminal(server.http)
     top.until("^kld", "a picture")
     os.write(top.main, b"\x1a")
-    wait_until(lambda: open(f"/proc/{top.process.pid}/stat").read().rsplit(")", 1)[1].split()[0] == "T", 10, "its stop")
-    assert top.read().endswith(LEAVE) and termios.tcgetattr(top.side) == top.were
-    top.output = b""
-    top.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: LEAVE + ENTER in top.read(), 10, "the screen, left and entered")
     top.until("^kld", "a picture")
     assert not termios.tcgetattr(top.side)[3] & termios.ICANON
     os.write(top.main, b"q")
