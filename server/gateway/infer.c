@@ -114,15 +114,16 @@ size_t kld_infer_feed(struct kld_exchange *exchange, const char *data, size_t si
 void kld_infer_end(struct kld_exchange *exchange) {
     struct kld_gateway *gateway = exchange->gateway;
     struct kld_infer *infer = exchange->state;
+    bool left = infer && !exchange->replied;
+    if (left) /* which also says what the time is counted under */
+        kld_infer_count(infer, KLD_CANCELLED);
     kld_infer_count_end(exchange); /* first: who sees none in flight sees all of them counted */
     kld_stats_add(gateway->stats, KLD_STAT_http_requests_in_flight, -1);
     atomic_fetch_sub(&gateway->common->infers, 1);
     if (!infer) /* it was too late; the worker still has it */
         return;
-    if (!exchange->replied) {
+    if (left)
         kld_stats_add(gateway->stats, KLD_STAT_requests_detached_total, 1);
-        kld_infer_count(infer, KLD_CANCELLED);
-    }
     infer->exchange = NULL;
     if (infer->in_worker && infer->uses_buffers)
         kld_pool_unwant(&infer->job);

@@ -1,6 +1,8 @@
 """/metrics of a running server: what is counted of a request, of who is turned away, of processes."""
 import os
+import signal
 import socket
+import time
 
 import numpy as np
 import pytest
@@ -43,6 +45,30 @@ def test_a_request_by_what_it_asked_for(server):
     assert 2 * tensor <= read < 2.1 * tensor and 3 * tensor <= both < 3.1 * tensor
     assert new['kld_kernel_bytes_total{worker="0"}'] == read + both
     assert new['kld_op_kernel_seconds_total{worker="0",op="js",access="read"}'] > 0
+
+
+def test_the_time_of_who_left_is_of_what_he_asked_for(make_server):
+    server = make_server()
+    q = probabilities((64, 512), 1)
+    headers, body = oip.body({"predictions": q, "targets": q}, None, {"divergence": "js"})
+    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    worker = server.child("worker")
+
+    def act():
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            with socket.create_connection(server.address.rsplit(":", 1)) as raw:
+                raw.sendall(f"POST {oip.INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n{head}\r\n".encode()
+                            + body)
+                wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1)
+                time.sleep(0.3)  # for its body to be understood
+            wait_until(lambda: server.metrics()["kld_requests_detached_total"] == 1)
+        finally:
+            os.kill(worker, signal.SIGCONT)
+    new = grown(server, act)
+    assert new['kld_op_requests_total{front="http",op="js",status="cancelled"}'] == 1
+    assert new['kld_op_seconds_count{front="http",op="js"}'] == 1
+    assert new["kld_http_request_seconds_count"] == 1
 
 
 def test_stages_add_up(server):
