@@ -50,6 +50,13 @@ struct kld_gateway_common {
     uint32_t loops; /* constant */
 };
 
+/* Lines about requests that failed: anybody can make them, so a loop writes so many a second. */
+#define KLD_FAILED_LINES_MAX 50
+struct kld_failed_lines {
+    uint64_t second; /* of uv_hrtime() */
+    uint32_t written, left_out;
+};
+
 struct kld_gateway {
     struct kld_gateway_common *common;
     uint32_t index; /* of the loop */
@@ -67,8 +74,9 @@ struct kld_gateway {
     struct kld_pool *pool[KLD_DEVICES_MAX]; /* of each worker */
     uint32_t pools, next_pool;
     struct kld_deadlines *deadlines;
-    struct kld_waiters *waiters;  /* for staging */
-    struct kld_oip_memo *memo;    /* for what is parsed on the loop's own thread */
+    struct kld_waiters *waiters; /* for staging */
+    struct kld_oip_memo *memo;   /* for what is parsed on the loop's own thread */
+    struct kld_failed_lines failed_lines;
     struct kld_mail mail;         /* of this loop */
     _Atomic uint32_t connections; /* open, or on their way here; any thread (accept.h) */
 };

@@ -406,10 +406,13 @@ static bool is_for_operators(const struct kld_route *route) {
 static void begin(struct kld_exchange *exchange) {
     struct pieces pieces;
     struct kld_error error;
-    if (!may_pass(exchange))
+    if (!may_pass(exchange)) {
+        kld_refused_log(exchange, KLD_UNAUTHENTICATED);
         return;
+    }
     const struct kld_route *route = find(exchange, &pieces);
     if (!route) {
+        kld_refused_log(exchange, KLD_NOT_FOUND);
         kld_stats_rejected(exchange->gateway->stats, KLD_REJECT_http_no_path);
         return;
     }
@@ -418,6 +421,7 @@ static void begin(struct kld_exchange *exchange) {
         return;
     }
     if (exchange->caller && kld_auth_check(exchange->rights, route->right, &error)) {
+        kld_refused_log(exchange, error.status);
         kld_exchange_reply_error(exchange, &error);
         return;
     }

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "server/gateway/auth.h"
 #include "server/gateway/infer.h"
 #include "server/gateway/tensors.h"
 #include "server/log.h"
@@ -72,7 +73,7 @@ void kld_trace_pass(const struct kld_trace *trace, struct kld_trace_context *ret
 
 void kld_trace_take(const struct kld_exchange *exchange, struct kld_trace *ret_trace) {
     memset(ret_trace, 0, sizeof *ret_trace);
-    if (kld_log_wants(KLD_LOG_DEBUG))
+    if (kld_log_wants(KLD_LOG_INFO))
         (void)kld_trace_read(kld_exchange_header_alone(exchange, "traceparent"), ret_trace);
 }
 
@@ -99,18 +100,61 @@ static void describe_trace(const struct kld_trace *trace, char ret_text[TRACED_B
                  trace->span, trace->flags & 1u);
 }
 
+/* What failed has its line at info. *ret_level: of the line. */
+static bool wants_line(struct kld_gateway *gateway, enum kld_status status,
+                       enum kld_log_level *ret_level) {
+    *ret_level = status ? KLD_LOG_INFO : KLD_LOG_DEBUG;
+    if (!kld_log_wants(*ret_level) || !status || kld_log_wants(KLD_LOG_DEBUG))
+        return kld_log_wants(*ret_level);
+    struct kld_failed_lines *lines = &gateway->failed_lines;
+    uint64_t second = uv_hrtime() / 1000000000;
+    if (second != lines->second) {
+        if (lines->left_out)
+            kld_log(KLD_LOG_INFO, "lines left out", "requests=%u", lines->left_out);
+        *lines = (struct kld_failed_lines){.second = second};
+    }
+    bool wanted = lines->written < KLD_FAILED_LINES_MAX;
+    lines->written += wanted;
+    lines->left_out += !wanted;
+    return wanted;
+}
+
+#define CALLER_BYTES_MAX (sizeof " token=" + KLD_AUTH_NAME_MAX)
+
+/* The name of his token; "": there are none, or it is not known. */
+static void describe_caller(const struct kld_caller *caller, char ret_text[CALLER_BYTES_MAX]) {
+    ret_text[0] = '\0';
+    if (caller && caller->name[0])
+        snprintf(ret_text, CALLER_BYTES_MAX, " token=%s", caller->name);
+}
+
+void kld_refused_log(const struct kld_exchange *exchange, enum kld_status status) {
+    enum kld_log_level level;
+    char caller[CALLER_BYTES_MAX], traced[TRACED_BYTES_MAX];
+    struct kld_trace trace;
+    if (!wants_line(exchange->gateway, status, &level))
+        return;
+    kld_trace_take(exchange, &trace);
+    describe_caller(exchange->caller, caller);
+    describe_trace(&trace, traced);
+    kld_log(level, "refused", "transport=http%s status=%s%s", caller, kld_status_name(status),
+            traced);
+}
+
 void kld_infer_log(const struct kld_infer *infer, enum kld_status status, uint64_t total_ns) {
-    if (!kld_log_wants(KLD_LOG_DEBUG))
+    enum kld_log_level level;
+    if (!wants_line(infer->gateway, status, &level))
         return;
     const struct kld_result *result = &infer->result;
     uint64_t started_ns = infer->exchange->started_ns;
-    char asked[160], traced[TRACED_BYTES_MAX];
+    char asked[160], caller[CALLER_BYTES_MAX], traced[TRACED_BYTES_MAX];
     describe(infer, asked, sizeof asked);
+    describe_caller(infer->caller, caller);
     describe_trace(&infer->trace, traced);
-    kld_log(KLD_LOG_DEBUG, "request",
-            "transport=http status=%s%s total_us=%" PRIu64 " receive_us=%" PRIu64
+    kld_log(level, "request",
+            "transport=http%s status=%s%s total_us=%" PRIu64 " receive_us=%" PRIu64
             " queue_us=%" PRIu64 " copy_us=%" PRIu64 " kernel_us=%" PRIu64 "%s",
-            kld_status_name(status), asked, total_ns / 1000,
+            caller, kld_status_name(status), asked, total_ns / 1000,
             infer->body_end_ns ? (infer->body_end_ns - started_ns) / 1000 : total_ns / 1000,
             result->queue_ns / 1000, result->copy_ns / 1000, result->kernel_ns / 1000, traced);
 }
@@ -128,17 +172,20 @@ static void describe_tensor(const struct kld_stored *tensor, char *ret_text, siz
 
 void kld_tensor_log(const struct kld_exchange *exchange, const char *op, enum kld_status status,
                     const struct kld_stored *tensor, uint64_t body_end_ns) {
-    if (!kld_log_wants(KLD_LOG_DEBUG))
+    enum kld_log_level level;
+    if (!wants_line(exchange->gateway, status, &level))
         return;
     uint64_t started_ns = exchange->started_ns, total_ns = uv_hrtime() - started_ns;
-    char stored[40 + 21 * (KLD_RANK_MAX + 1)] = "", traced[TRACED_BYTES_MAX];
+    char stored[40 + 21 * (KLD_RANK_MAX + 1)] = "", caller[CALLER_BYTES_MAX];
+    char traced[TRACED_BYTES_MAX];
     struct kld_trace trace;
     if (tensor)
         describe_tensor(tensor, stored, sizeof stored);
     kld_trace_take(exchange, &trace);
+    describe_caller(exchange->caller, caller);
     describe_trace(&trace, traced);
-    kld_log(KLD_LOG_DEBUG, "request",
-            "transport=http status=%s op=%s%s total_us=%" PRIu64 " receive_us=%" PRIu64 "%s",
-            kld_status_name(status), op, stored, total_ns / 1000,
+    kld_log(level, "request",
+            "transport=http%s status=%s op=%s%s total_us=%" PRIu64 " receive_us=%" PRIu64 "%s",
+            caller, kld_status_name(status), op, stored, total_ns / 1000,
             (body_end_ns ? body_end_ns - started_ns : total_ns) / 1000, traced);
 }

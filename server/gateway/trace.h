@@ -1,7 +1,7 @@
 /* trace.h - what a caller's `traceparent` says (W3C Trace Context), and the line that the log has
- * of each request that computes, stores a tensor or deletes one. No span is made here: the line
- * names the caller's. It is not sent back: only a draft has a header for that. Loop thread; the
- * reader is pure. */
+ * of each request that computes, stores a tensor or deletes one, or is refused before. No span is
+ * made here: the line names the caller's. It is not sent back: only a draft has a header for that.
+ * Loop thread; the reader is pure. */
 #ifndef KLD_SERVER_GATEWAY_TRACE_H
 #define KLD_SERVER_GATEWAY_TRACE_H
 
@@ -32,9 +32,12 @@ struct kld_exchange;
 struct kld_stored;
 /* Of the exchange's headers, where a line will be written. */
 void kld_trace_take(const struct kld_exchange *exchange, struct kld_trace *ret_trace);
-/* At level debug: what was asked for, how it ended and how long it took; no data, no name or id of
- * the caller's choice. */
+/* At level debug, at info where it failed (there KLD_FAILED_LINES_MAX a second and loop): what was
+ * asked for, how it ended, how long it took, and the name of the caller's token; no data, no name
+ * or id of the caller's choice. */
 void kld_infer_log(const struct kld_infer *infer, enum kld_status status, uint64_t total_ns);
+/* Who may not ask, or for what there is no path: at info, as above. */
+void kld_refused_log(const struct kld_exchange *exchange, enum kld_status status);
 /* The same of a tensor, once when its outcome is known, before its reply. op: "put_tensor",
  * "delete_tensor". tensor: as it was understood, NULL: it was not. body_end_ns: uv_hrtime() of the
  * end of its body, 0: not all of it came, or it has none. */

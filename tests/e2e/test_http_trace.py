@@ -1,9 +1,11 @@
 """The line that the log has of each request, and the caller's trace (W3C `traceparent`) in it."""
+import hashlib
 import http.client
 import json
 import os
 import socket
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -146,7 +148,7 @@ def test_stored_tensors_have_lines_too(make_server):
         ("put_tensor", "ok"), ("put_tensor", "invalid"), ("put_tensor", "invalid"), ("put_tensor", "invalid"),
         ("delete_tensor", "ok"), ("delete_tensor", "not_found"), ("put_tensor", "cancelled")]
     for line in said:
-        assert line["level"] == "debug" and line["transport"] == "http"
+        assert line["level"] == ("debug" if line["status"] == "ok" else "info") and line["transport"] == "http"
         assert line["total_us"] >= line["receive_us"] >= 0
         if line["op"] == "put_tensor" and line is not said[2] and line is not said[1]:
             assert (line["shape"], line["dtype"], line["bytes"]) == ("2x1x3", "FP32", 24)
@@ -155,6 +157,42 @@ def test_stored_tensors_have_lines_too(make_server):
         traced = line in (said[0], said[4])
         assert (line.get("trace_id"), line.get("span")) == ((TRACE, SPAN) if traced else (None, None))
     assert "secret-name" not in server.log()
+
+
+def test_what_failed_has_a_line_at_the_usual_level(make_server, tmp_path):
+    """With the caller's trace and the name of his token; never the token, and not as many as anybody cares to cause."""
+    (tmp_path / "tokens").write_text("".join(
+        f"{name} {hashlib.sha256(f'word-of-{name}'.encode()).hexdigest()} {rights}\n"
+        for name, rights in (("alice", "infer"), ("bob", "metrics"))))
+    server = make_server(log_format="json", tokens=tmp_path / "tokens", http_threads=1)
+    alice, bob = ({"Authorization": f"Bearer word-of-{name}", "traceparent": PARENT} for name in ("alice", "bob"))
+    wrong = {"Authorization": "Bearer word-of-nobody", "traceparent": PARENT}
+    assert server.request(oip.INFER, b"{", alice)[0] == 400
+    assert server.request(oip.INFER, BODY.encode(), alice)[0] == 200
+    assert server.request("/v2/tensors/secret-name?datatype=FP99&shape=2", b"1", alice, "PUT")[0] == 400
+    assert server.request(oip.INFER, BODY.encode(), bob)[0] == 403
+    assert server.request(oip.INFER, BODY.encode(), wrong)[0] == 401
+    assert server.request("/secret-path", None, alice)[0] == 404
+
+    def said():
+        return [line for line in server.log_lines() if line["role"] == "gateway" and line.get("transport") == "http"]
+    wait_until(lambda: len(said()) >= 5)
+    assert [(line["event"], line.get("op"), line["status"], line.get("token"), line["trace_id"], line["level"])
+            for line in said()] == [
+        ("request", None, "invalid", "alice", TRACE, "info"), ("request", "put_tensor", "invalid", "alice", TRACE, "info"),
+        ("refused", None, "forbidden", "bob", TRACE, "info"), ("refused", None, "unauthenticated", None, TRACE, "info"),
+        ("refused", None, "not_found", "alice", TRACE, "info")]
+    for secret in ("word-of", "secret-name", "secret-path", hashlib.sha256(b"word-of-alice").hexdigest()):
+        assert secret not in server.log()
+    before, connection = len(said()), http.client.HTTPConnection(server.address, timeout=60)
+    for _ in range(300):
+        connection.request("GET", "/v2", headers=wrong)
+        connection.getresponse().read()
+    connection.close()
+    time.sleep(1)
+    assert server.request("/v2", None, wrong)[0] == 401
+    left_out = [line["requests"] for line in server.log_lines() if line["event"] == "lines left out"]
+    assert left_out and len(said()) - before + sum(left_out) == 301
 
 
 def test_no_lines_at_the_usual_level(make_server):
