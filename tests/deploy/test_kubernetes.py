@@ -125,6 +125,15 @@ def test_restricted_profile(name):
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_every_container_has_limits(name):
+    """So that none takes the node's memory from its neighbours."""
+    for kind, pod in pods(name):
+        for box in containers(pod):
+            resources = box.get("resources", {})
+            assert "memory" in resources.get("limits", {}) and {"cpu", "memory"} <= set(resources["requests"]), box["name"]
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_what_is_named_is_there(name):
     for kind, pod in pods(name):
         volumes = {volume["name"] for volume in pod.get("volumes", [])}
