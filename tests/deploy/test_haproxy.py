@@ -67,6 +67,12 @@ class Balancer:
             return set()
         return {row[1] for row in rows if row[0] == "replicas" and len(row) > 17 and row[17] == "UP"} - {"BACKEND"}
 
+    def check(self, name):
+        """What its last check came to, and the HTTP status of it."""
+        head, *rows = [line.split(",") for line in self.ask("show stat").lstrip("# ").splitlines()]
+        row = dict(zip(head, next(row for row in rows if row[:2] == ["replicas", name])))
+        return row["check_status"], row["check_code"]
+
     def busy(self, name):
         """How many requests a server has."""
         rows = [line.split(",") for line in self.ask("show stat").splitlines()]
@@ -231,8 +237,27 @@ def test_nobody_who_asks_again_sees_replicas_come_and_go(replicas, capsys):
     assert set(large[0].failures) <= {502, 503, "RemoteDisconnected", "ConnectionResetError", "BrokenPipeError"}
 
 
-def test_a_server_without_a_worker_gets_nothing(replicas):
-    """Not ready is enough: the process need not be gone."""
+def test_a_server_that_says_503_gets_nothing(replicas):
+    """Not ready is enough: one that ends answers what it has, and HAProxy learns of it by the check."""
+    balancer, servers = replicas
+    worker, replies = servers[1].child("worker"), []
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        asker = threading.Thread(target=lambda: replies.append(
+            servers[1].request("/v2/models/kl_div/infer", Plain.BODY.encode())[0]))
+        asker.start()
+        wait_until(lambda: servers[1].metrics()["kld_http_requests_in_flight"] == 1, 10, "a request")
+        servers[1].process.send_signal(signal.SIGTERM)
+        wait_until(lambda: balancer.up() == {"a", "c"}, 30, "the end of b")
+        assert servers[1].process.poll() is None and balancer.check("b") == ("L7STS", "503")
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    asker.join(60)
+    assert replies == [200] and servers[1].process.wait(30) == 0
+
+
+def test_a_server_that_stands_still_gets_nothing(replicas):
+    """Its checks are not answered in time."""
     balancer, servers = replicas
     pid = servers[1].child("gateway")
     os.kill(pid, signal.SIGSTOP)
