@@ -2,12 +2,14 @@
 of the server, which is started with them here, on the CPU and without MPS, and each other."""
 import json
 import re
+import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from conftest import BIN, ROOT, clean_environment, library
+from conftest import BIN, ROOT, clean_environment, library, wait_until
 
 yaml = library("yaml")
 DEPLOY = ROOT / "deploy"
@@ -78,7 +80,7 @@ COMMANDS = {**{kind: whole["services"]["kld"]["command"] for kind, whole in BOTH
 
 
 @pytest.mark.parametrize("kind", COMMANDS)
-def test_the_server_takes_its_options(kind, make_server):
+def test_the_server_takes_its_options(kind, make_server, tmp_path):
     words = [word for text in COMMANDS[kind] for word in text.split("=", 1)]
     options = {}
     for word in words:
@@ -90,11 +92,19 @@ def test_the_server_takes_its_options(kind, make_server):
     assert options.pop("--backend", "cpu") == ("cpu" if kind == "cpu" else "cuda")
     assert options.pop("--unix", "/run/kld/kld.sock") == "/run/kld/kld.sock"
     assert ("--measure-roofline" in options) == (kind == "cpu")  # deploy/README.md says why
+    if kind != "kubernetes":
+        mounted = dict(volume.split(":")[1::-1] for volume in BOTH[kind]["services"]["kld"]["volumes"])
+        folder, file = options["--config"].rsplit("/", 1)
+        options["--config"] = shutil.copy(DEPLOY / mounted[folder] / file, tmp_path)
     for name in {"--http", "--metrics-http"} & set(options):
         options[name] = re.sub(r":\d+$", ":0", options[name])
     server = make_server(backend="cpu",
                          **{name.lstrip("-").replace("-", "_"): value for name, value in options.items()})
     assert server.request("/v2/health/ready")[0] == 200
+    if kind != "kubernetes":  # the level of the log, while it runs
+        (tmp_path / "kld.json").write_text('{"log_level": "debug"}')
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: '"event":"reloaded","log_level":"debug"' in server.log(), 30, "a reload")
     if kind == "kubernetes":
         probe = [str(BIN / "kld") if word == "/opt/kld/bin/kld" else
                  f"unix:{server.unix}" if word == "unix:/run/kld/kld.sock" else word

@@ -4,11 +4,12 @@ import functools
 import hashlib
 import json
 import re
+import signal
 import subprocess
 
 import pytest
 
-from conftest import BIN, ROOT, clean_environment, library, needs
+from conftest import BIN, ROOT, clean_environment, library, needs, wait_until
 
 yaml = library("yaml")
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -33,7 +34,7 @@ def one(name, kind):
 
 def pods(name):
     """[(what, pod specification), ...] of all that makes pods."""
-    return [(item["kind"], item["spec"]["template"]["spec"]) for item in objects(name) if "template" in item["spec"]] + \
+    return [(item["kind"], item["spec"]["template"]["spec"]) for item in objects(name) if "template" in item.get("spec", {})] + \
            [(item["kind"], item["spec"]) for item in objects(name) if item["kind"] == "ServingRuntime"]
 
 
@@ -135,7 +136,12 @@ def test_every_container_has_limits(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_what_is_named_is_there(name):
+    made = {item["metadata"]["name"] for item in objects(name) if item["kind"] == "ConfigMap"}
     for kind, pod in pods(name):
+        assert {volume["configMap"]["name"] for volume in pod.get("volumes", []) if "configMap" in volume} <= made
+        for box in servers(name):
+            config = [word.split("=")[1].rsplit("/", 1)[0] for word in box["args"] if word.startswith("--config=")]
+            assert set(config) <= {mount["mountPath"] for mount in box["volumeMounts"]}
         volumes = {volume["name"] for volume in pod.get("volumes", [])}
         claims = {claim["name"] for claim in pod.get("resourceClaims", [])}
         for box in containers(pod):
@@ -262,6 +268,10 @@ def started(box, make_server, tmp_path, tokens):
             flags[name] = re.sub(r":\d+$", ":0", flags[name])
     if "tokens" in flags:
         flags["tokens"] = str(tokens)
+    if "config" in flags:
+        text = one("base", "ConfigMap")["data"][flags["config"].rsplit("/", 1)[1]]
+        flags["config"] = str(tmp_path / "kld.json")
+        (tmp_path / "kld.json").write_text(text)
     flags["backend"] = "cpu"
     environment = {item["name"]: "2" if "resourceFieldRef" in item.get("valueFrom", {}) else item["value"]
                    for item in box.get("env", [])}
@@ -286,6 +296,10 @@ def test_the_server_takes_its_options_and_answers_its_probes(name, make_server, 
             result = subprocess.run(words, capture_output=True, timeout=60,
                                     env=clean_environment(KLD_SERVER=server.url_unix))
             assert result.returncode == 0, result.stderr
+    if name in RENDERED:  # the level of the log, while it runs
+        (tmp_path / "kld.json").write_text('{"log_level": "debug"}')
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: '"event":"reloaded","log_level":"debug"' in server.log(), 30, "a reload")
     if "tokens" in "".join(box["args"]):
         bearer = lambda word: {"Authorization": f"Bearer {word}"}  # noqa: E731
         assert server.request("/metrics")[0] == 401
