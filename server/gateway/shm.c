@@ -43,11 +43,13 @@ static enum kld_status open_object(const struct kld_oip_register *wanted, int *r
                                    struct kld_error *err) {
     struct stat about;
     int fd = shm_open(wanted->key, O_RDWR | O_NONBLOCK, 0);
-    if (fd < 0)
-        return errno == ENOENT
-                   ? kld_error_set(err, KLD_NOT_FOUND, "there is no shared memory with this key")
-                   : kld_error_set(err, KLD_FORBIDDEN, "the shared memory cannot be opened: %s",
-                                   strerror(errno));
+    if (fd < 0 && errno == ENOENT)
+        return kld_error_set(err, KLD_NOT_FOUND, "there is no shared memory with this key");
+    if (fd < 0) { /* what we are short of is not forbidden: it may be there the next time */
+        bool ours = errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == EINTR;
+        return kld_error_set(err, ours ? KLD_UNAVAILABLE : KLD_FORBIDDEN,
+                             "the shared memory cannot be opened: %s", strerror(errno));
+    }
     if (fstat(fd, &about) != 0 || !S_ISREG(about.st_mode)) {
         close(fd);
         return kld_error_set(err, KLD_INVALID, "the key is not shared memory");

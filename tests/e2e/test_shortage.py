@@ -1,0 +1,144 @@
+"""A server that runs short of something while it serves: descriptors, memory, room for its log, room in /dev/shm. Who is
+there is served or told why not, nobody is answered wrongly, no process ends, and with room again all is as before."""
+import contextlib
+import json
+import os
+import pathlib
+import resource
+import signal
+import socket
+import subprocess
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import oip
+import wire
+from conftest import BIN, SANITIZER, Server, children_of, clean_environment, wait_until
+from httplib import PREFIX, Shared, close, fds_of, in_region, probabilities, register, unregister
+from oip import INFER, Connection, infer
+from unixlib import Case
+
+Q, P = probabilities((2, 8), 1), probabilities((2, 8), 2)
+TRUTH = oip.expected(Q, P)["loss"]
+
+
+def pids_of(server):
+    return {"supervisor": server.pid, **children_of(server.pid)}
+
+
+def ask(connection, q=Q, p=P, binary=True):
+    headers, data = oip.body({"predictions": q, "targets": p}, None, None, binary)
+    status, reply_headers, reply = connection.ask("POST", INFER, data, headers)
+    return status, oip.parse(reply_headers, reply)[1]["loss"] if status == 200 else json.loads(reply)["error"]
+
+
+def right(connection, **more):
+    status, got = ask(connection, **more)
+    assert status == 200, got
+    close(got, TRUTH, "FP32")
+
+
+@contextlib.contextmanager
+def limited(pid, what, value):
+    """The soft limit of a process that runs; its own again at the end."""
+    soft, hard = resource.prlimit(pid, what)
+    resource.prlimit(pid, what, (value, hard))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # told by the caller
+            resource.prlimit(pid, what, (soft, hard))
+
+
+def no_more_descriptors(pid):
+    return limited(pid, resource.RLIMIT_NOFILE, max(int(fd) for fd in os.listdir(f"/proc/{pid}/fd")) + 1)
+
+
+def cpu_s(pid):
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# ---- Descriptors -------------------------------------------------------------------------------------
+
+def test_a_gateway_without_descriptors(make_server):
+    server = make_server(shm_prefix=PREFIX)
+    pid, before = server.child("gateway"), pids_of(server)
+    with Connection(server) as connection, Shared(4096) as shared:
+        right(connection)
+        late, answers = [], []
+        with no_more_descriptors(pid):
+            newcomers = [socket.create_connection(server.address.rsplit(":", 1), 60) for _ in range(20)]
+            begin, used = time.monotonic(), cpu_s(pid)
+            for _ in range(20):
+                right(connection)
+                body = json.dumps({"key": shared.key, "offset": 0, "byte_size": 4096}).encode()
+                status, _, reply = connection.ask("POST", "/v2/systemsharedmemory/region/r/register", body)
+                assert status in (200, 500, 503), reply
+                if status == 200:
+                    connection.ask("POST", "/v2/systemsharedmemory/region/r/unregister", b"")
+                answers.append(status)
+                time.sleep(0.05)
+            assert cpu_s(pid) - used < 0.5 * (time.monotonic() - begin), "it spins"
+        assert set(answers) != {200}, "a descriptor was there all the time"
+        for newcomer in newcomers:
+            newcomer.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        for newcomer in newcomers:
+            late.append(newcomer.recv(12))
+            newcomer.close()
+        assert late == [b"HTTP/1.1 200"] * 20
+        assert register(server, "r", shared, 4096) == (200, None) and unregister(server) == 200
+    assert pids_of(server) == before
+
+
+def test_a_worker_without_descriptors(make_server):
+    server = make_server()
+    pid, before = server.child("worker"), pids_of(server)
+    with wire.Client(server.unix) as client, Connection(server) as connection:
+        case, memory = Case(client), wire.Memory(1 << 16)
+        client.run(case.shape, case.tensors())
+        right(connection)
+        with no_more_descriptors(pid):
+            newcomer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            newcomer.settimeout(60)
+            newcomer.connect(server.unix)
+            newcomer.send(wire.frame(wire.HELLO, 1, wire.HELLO_BODY.pack(1, 1, 0, b"late")))
+            begin, used, told = time.monotonic(), cpu_s(pid), 0
+            for _ in range(20):
+                with pytest.raises(wire.Failed) as failed:
+                    client.region(memory)
+                told += failed.value.status in ("no_memory", "unavailable", "throttled", "busy", "invalid")
+                assert np.isfinite(client.run(case.shape, case.tensors())["loss"])
+                right(connection)
+                time.sleep(0.05)
+            assert told == 20, failed.value
+            assert cpu_s(pid) - used < 0.5 * (time.monotonic() - begin), "it spins"
+        assert len(newcomer.recv(wire.FRAME_BYTES)) > wire.HEADER.size  # WELCOME: it waited in the backlog
+        newcomer.close()
+        client.drop(client.region(memory))
+        case.close()
+        memory.close()
+    assert pids_of(server) == before
+
+
+def test_a_supervisor_without_descriptors(make_server):
+    """It cannot start anybody meanwhile, and does so as soon as it can."""
+    server = make_server(restart_ms_max=200)
+    with Connection(server) as connection:
+        right(connection)
+        with no_more_descriptors(server.pid):
+            resource.prlimit(server.pid, resource.RLIMIT_NOFILE,
+                             (3, resource.prlimit(server.pid, resource.RLIMIT_NOFILE)[1]))
+            server.kill_child("worker")
+            wait_until(lambda: "child not started" in server.log(), what="a start that fails")
+            time.sleep(1)
+            assert server.process.poll() is None and "worker" not in children_of(server.pid)
+            assert cpu_s(server.pid) < 5
+        server.child("worker")
+        right(connection)
+        server.kill_child("gateway")
+        wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="readiness")
+    infer(server, {"predictions": Q, "targets": P})
