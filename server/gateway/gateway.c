@@ -28,6 +28,7 @@
 #include "server/gateway/wait.h"
 #include "server/log.h"
 #include "server/role.h"
+#include "server/uv_pool.h"
 
 #define DRAIN_LOOK_MS 10
 #define HTTP_THREADS_MAX 64 /* as config.c bounds it */
@@ -293,6 +294,7 @@ static enum kld_status open_parts(struct process *process, struct kld_error *err
                                    &gateway->tensors, err)) ||
         (status = kld_regions_open(gateway->config, gateway->stats, &gateway->regions, err)))
         return status;
+    kld_uv_pool_start(&gateway->loop);
     return open_loops(process, err);
 }
 

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "server/log.h"
+#include "server/uv_pool.h"
 
 #define REAP_DELAY_MS 50    /* libuv collects its own children first */
 #define DRAIN_GRACE_MS 1000 /* past drain_ms, when children answer what is left and end */

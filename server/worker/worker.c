@@ -15,6 +15,7 @@
 
 #include "server/log.h"
 #include "server/role.h"
+#include "server/uv_pool.h"
 #include "server/worker/closer.h"
 #include "server/worker/core.h"
 #include "server/worker/health.h"
@@ -438,6 +439,7 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
     describe(worker);
     kld_worker_accept(worker);
     kld_health_start(worker);
+    kld_uv_pool_start(&worker->loop);
     /* Before anybody is told so: who connects from here on is served once the loop runs. */
     atomic_store(&worker->stats->worker_ready, 1);
     return KLD_OK;

@@ -142,3 +142,84 @@ def test_a_supervisor_without_descriptors(make_server):
         server.kill_child("gateway")
         wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="readiness")
     infer(server, {"predictions": Q, "targets": P})
+
+
+# ---- Memory --------------------------------------------------------------------------------------------
+
+def address_space(pid):
+    return int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+SANITIZED = b"__asan_init" in (BIN / "kld-server").read_bytes() or b"__tsan_init" in (BIN / "kld-server").read_bytes()
+
+
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer ends a process that gets no memory")
+@pytest.mark.parametrize("role, room", [("worker", 0), ("worker", 3 << 20), ("gateway", 300 << 10), ("gateway", 3 << 20),
+                                        ("supervisor", 0)])
+def test_without_memory(make_server, role, room):
+    """Small and large requests of both fronts while one process gets no more address space."""
+    server = make_server(shm_prefix=PREFIX, staging_bytes_max="64M", staging_request_bytes_max="1M", pool_bytes_max="256M",
+                         threads=2, restart_ms_max=200)
+    before, pid = pids_of(server), pids_of(server)[role]
+    big = probabilities((100, 3000), 3)
+    stop, problems, told = threading.Event(), [], []
+
+    def http(binary, q, truth):
+        try:
+            while not stop.is_set():
+                try:
+                    with Connection(server) as connection:
+                        for _ in range(10):
+                            status, got = ask(connection, q, q if q is big else P, binary)
+                            if status == 200:
+                                close(got, truth, "FP32")
+                            else:
+                                assert status in (500, 503), got
+                                told.append(got)
+                except ConnectionError:
+                    pass
+        except Exception as problem:  # noqa: BLE001 - told below
+            problems.append(problem)
+
+    def unix():
+        try:
+            while not stop.is_set():
+                try:
+                    with wire.Client(server.unix) as client:
+                        for _ in range(5):
+                            case = Case(client, 64, 1000)
+                            got = client.run(case.shape, case.tensors())["loss"]
+                            assert abs(got / oip.expected(case.q, case.p)["loss"][0] - 1) < 1e-6
+                            client.drop(client.region_add(wire.POOL, 32 << 20))
+                            client.drop(case.region)
+                            case.close()
+                except (wire.Ended, ConnectionError):
+                    pass
+                except wire.Failed as failed:
+                    assert failed.status in ("no_memory", "unavailable", "busy", "internal"), failed
+                    told.append(failed.text)
+        except Exception as problem:  # noqa: BLE001 - told below
+            problems.append(problem)
+
+    threads = [threading.Thread(target=http, args=arguments) for arguments in (
+        (True, Q, TRUTH), (False, Q, TRUTH), (True, big, oip.expected(big, big)["loss"]),
+        (False, big, oip.expected(big, big)["loss"]))] + [threading.Thread(target=unix) for _ in range(2)]
+    try:
+        with limited(pid, resource.RLIMIT_AS, address_space(pid) + room):
+            for thread in threads:
+                thread.start()
+            if role == "supervisor":
+                server.kill_child("worker")
+            time.sleep(1.5)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "waits for an answer that does not come"
+    assert not problems, problems[0]
+    if role == "supervisor":
+        assert server.process.poll() is None
+    else:
+        assert pids_of(server) == before, server.log()[-3000:]
+    infer(server, {"predictions": big, "targets": big})
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")

@@ -29,11 +29,11 @@ RULES = {
     "server": (["proto/", "server/config.h", "server/descriptors.h", "server/log.h", "server/role.h",
                 "server/secrets.h", "server/stats.h"], ["cjson/cJSON.h"]),
     "server/supervisor": (["proto/", "server/config.h", "server/log.h", "server/role.h",
-                           "server/secrets.h", "server/stats.h", "server/supervisor/"], ["uv.h"]),
+                           "server/secrets.h", "server/stats.h", "server/uv_pool.h", "server/supervisor/"], ["uv.h"]),
     "server/worker": (["proto/", "kernels/backend.h", "server/config.h", "server/descriptors.h", "server/log.h",
-                       "server/role.h", "server/stats.h", "server/worker/"], ["uv.h"]),
+                       "server/role.h", "server/stats.h", "server/uv_pool.h", "server/worker/"], ["uv.h"]),
     "server/gateway": (["proto/", "client/kld.h", "server/config.h", "server/descriptors.h", "server/log.h",
-                        "server/role.h", "server/secrets.h", "server/stats.h", "server/gateway/"], ["uv.h", "microhttpd.h", "zlib.h", "gnutls/",
+                        "server/role.h", "server/secrets.h", "server/stats.h", "server/uv_pool.h", "server/gateway/"], ["uv.h", "microhttpd.h", "zlib.h", "gnutls/",
                         "seccomp.h"]),
     "client": (["proto/", "client/"], []),
     "client/cli": (["proto/", "client/kld.h", "client/cli/"], ["cjson/cJSON.h"]),
@@ -43,6 +43,8 @@ RULES = {
 EXCEPTIONS = {
     "kernels/backends.c": (["kernels/cuda/cuda.h"], []),
     "client/local.c": (["kernels/backend.h"], []),
+    "server/uv_pool.c": (["server/uv_pool.h"], ["uv.h"]),
+    "server/uv_pool.h": ([], ["uv.h"]),
 }
 for http in (ROOT / "client").glob("http*.[ch]"):
     EXCEPTIONS[f"client/{http.name}"] = ([], ["curl/curl.h"])
