@@ -1,6 +1,7 @@
 """What the clients of the soak do (tests/bench/soak.py), each in a process of its own that may be killed at any time, and how
 they account for it: what was asked is answered rightly, wrongly or not at all, taken back by the client itself (a cancel, a
 deadline, a connection that it closed), or was in flight when the client was killed. No server is started here."""
+import http.client
 import json
 import mmap
 import os
@@ -15,6 +16,9 @@ import wire
 from httplib import PREFIX, Shared, close, logits, probabilities
 
 FIELDS = ["asked", "right", "wrong", "lost", "taken_back", "left_by_the_dead"]
+# What a client may meet where the server's processes are killed; a name registered with a process goes with it.
+BROKEN = (wire.Ended, ConnectionError, FileNotFoundError, http.client.HTTPException)
+GONE_WITH_IT = {"http_shm": (400, 404, 409, 503), "http_tensors": (400, 404, 503)}
 OUTPUTS = ["loss", "grad_predictions"]
 IN_FLIGHT = 6     # of one client of the Unix socket
 A_LIFE = 40       # requests on one connection
@@ -74,14 +78,24 @@ class Ledger:
         return dict(zip(FIELDS, map(int, self.rows.sum(axis=0))))
 
 
+class Refused(Exception):
+    """An HTTP status that is not 200."""
+
+    def __init__(self, status, text):
+        super().__init__(f"{status}: {text}")
+        self.status = status
+
+
 class Left(Exception):
     """A client that closed its connection with requests in flight."""
 
 
 class Client:
-    """What all kinds share; `server` has address, unix, json() and request()."""
+    """What all kinds share. `server`: one of conftest.py. under_fire: its processes are killed, and what a client meets then
+    it takes for an answer (counted as taken back), but for silence and wrong numbers."""
 
-    def __init__(self, kind, index, ledger, server, jobs, pause):
+    def __init__(self, kind, index, ledger, server, jobs, pause, under_fire=False):
+        self.under_fire = under_fire
         self.kind, self.index, self.ledger, self.server = kind, index, ledger, server
         self.row, (self.jobs, self.large), self.pause = ledger.rows[index], jobs, pause
         self.random = random.Random(time.monotonic_ns())
@@ -121,9 +135,22 @@ class Client:
                 pass
             except Exception as problem:  # noqa: BLE001 - all of it is counted and told
                 lost = int(self.row[0]) - int(self.row[1:].sum()) - before
+                if self.may_be(problem):
+                    self.note("taken_back", lost)
+                    time.sleep(0.02)
+                    continue
                 self.note("lost", max(lost, 0))
                 self.ledger.tell(f"{self.kind} {self.index}: {lost} lost: {problem!r}")
                 time.sleep(0.1)
+
+    def may_be(self, problem):
+        if not self.under_fire:
+            return False
+        if isinstance(problem, Refused):
+            return problem.status in GONE_WITH_IT.get(self.kind, (503,))
+        if isinstance(problem, wire.Failed):
+            return problem.status in ("unavailable", "device_lost", "gone")
+        return isinstance(problem, BROKEN)
 
     # ---- HTTP ----------------------------------------------------------------------------------
     def http(self, binary):
@@ -142,7 +169,7 @@ class Client:
                     return
                 status, reply_headers, reply = connection.ask("POST", oip.INFER, data, headers)
                 if status != 200:
-                    raise RuntimeError((status, reply[:300]))
+                    raise Refused(status, reply[:300])
                 self.judge(job, oip.parse(reply_headers, reply)[1])
                 self.rest()
 
@@ -163,7 +190,7 @@ class Client:
                 path = f"/v2/tensors/{self.region}"
                 status, _, reply = connection.ask("PUT", f"{path}?datatype={job.name}&shape={shape}", job.p.tobytes())
                 if status != 200:
-                    raise RuntimeError((status, reply[:300]))
+                    raise Refused(status, reply[:300])
                 tensor = {"shape": list(job.q.shape), "datatype": job.name}
                 head = json.dumps({"inputs": [
                     {"name": "predictions", **tensor, "parameters": {"binary_data_size": job.q.nbytes}},
@@ -175,12 +202,12 @@ class Client:
                     status, reply_headers, reply = connection.ask("POST", oip.INFER, head + job.q.tobytes(),
                                                                   {oip.LENGTH: str(len(head))})
                     if status != 200:
-                        raise RuntimeError((status, reply[:300]))
+                        raise Refused(status, reply[:300])
                     self.judge(job, oip.parse(reply_headers, reply)[1])
                     self.rest()
                 status, _, reply = connection.ask("DELETE", path)
                 if status not in (200, 204):
-                    raise RuntimeError((status, reply[:300]))
+                    raise Refused(status, reply[:300])
 
     def http_shm(self):
         """Tensors in shared memory; the name may still be registered by one who was killed."""
@@ -191,7 +218,7 @@ class Client:
             status, _, reply = connection.ask("POST", f"{base}/register",
                                               b'{"key": "%s", "offset": 0, "byte_size": %d}' % (shared.key.encode(), size))
             if status != 200:
-                raise RuntimeError((status, reply[:300]))
+                raise Refused(status, reply[:300])
             for _ in range(A_LIFE // 2):
                 if self.stopping:
                     break
@@ -199,7 +226,7 @@ class Client:
                 self.rest()
             status, _, reply = connection.ask("POST", f"{base}/unregister", b"")
             if status != 200:
-                raise RuntimeError((status, reply[:300]))
+                raise Refused(status, reply[:300])
             shared.map.close()
 
     def one_in_shared_memory(self, connection, shared):
@@ -217,7 +244,7 @@ class Client:
         self.note("asked")
         status, reply_headers, reply = connection.ask("POST", oip.INFER, json.dumps(request).encode())
         if status != 200:
-            raise RuntimeError((status, reply[:300]))
+            raise Refused(status, reply[:300])
         got = {"loss": oip.parse(reply_headers, reply)[1]["loss"]}
         begin = place["grad_predictions"]["shared_memory_offset"]
         got["grad_predictions"] = np.frombuffer(shared.map[begin:begin + job.q.nbytes], job.q.dtype).reshape(job.q.shape)
