@@ -5,9 +5,7 @@ import json
 import os
 import pathlib
 import resource
-import signal
 import socket
-import subprocess
 import threading
 import time
 
@@ -16,8 +14,8 @@ import pytest
 
 import oip
 import wire
-from conftest import BIN, SANITIZER, Server, children_of, clean_environment, wait_until
-from httplib import PREFIX, Shared, close, fds_of, in_region, probabilities, register, unregister
+from conftest import BIN, children_of, wait_until
+from httplib import PREFIX, Shared, close, probabilities, register, unregister
 from oip import INFER, Connection, infer
 from unixlib import Case
 
