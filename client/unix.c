@@ -397,8 +397,10 @@ static void frame_received(struct unix_connection *u, const union kld_frame *fra
     struct kld_error error, *failed = NULL;
     if (frame->header.type == KLD_FRAME_ERROR) {
         bool known = frame->as_ERROR.status && kld_status_known(frame->as_ERROR.status);
-        kld_error_set(&error, known ? (enum kld_status)frame->as_ERROR.status : KLD_INTERNAL,
-                      "%.*s", KLD_ERROR_TEXT_MAX - 1, frame->as_ERROR.text);
+        enum kld_status status = known ? (enum kld_status)frame->as_ERROR.status : KLD_INTERNAL;
+        const char *text = frame->as_ERROR.text;
+        kld_error_set(&error, status, "%.*s", KLD_ERROR_TEXT_MAX - 1,
+                      text[0] ? text : kld_status_text(status));
         failed = &error;
     }
     if (u->state == UNIX_GREETING) {

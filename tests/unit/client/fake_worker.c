@@ -54,7 +54,9 @@ static void reply_error(struct fake_client *client, uint64_t request, enum kld_s
     union kld_frame frame;
     kld_frame_init(&frame, KLD_FRAME_ERROR, request);
     frame.as_ERROR.status = (uint32_t)status;
-    snprintf(frame.as_ERROR.text, sizeof frame.as_ERROR.text, "fake: %s", kld_status_text(status));
+    if (!client->worker->wordless)
+        snprintf(frame.as_ERROR.text, sizeof frame.as_ERROR.text, "fake: %s",
+                 kld_status_text(status));
     reply(client, &frame);
 }
 
@@ -306,6 +308,8 @@ static void attach(struct fake_worker *worker, struct fake_client *client,
     answer.as_ATTACHED.bytes = region->bytes;
     answer.as_ATTACHED.tensor = publication->frame.tensor;
     answer.as_ATTACHED.uid = frame->uid;
+    if (worker->attached_rank)
+        answer.as_ATTACHED.tensor.rank = (uint32_t)worker->attached_rank;
     reply(client, &answer);
 }
 

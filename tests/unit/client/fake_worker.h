@@ -34,6 +34,8 @@ struct fake_worker {
     atomic_int refuse_regions_once; /* enum kld_status: of the next one */
     atomic_int garbage;             /* answers the next frame with nonsense */
     atomic_int hang_up;             /* 1: every connection is closed, once */
+    atomic_int wordless;            /* its errors have a status and no text */
+    atomic_int attached_rank;       /* not 0: ATTACHED says this, whatever was published */
     atomic_int all_die;             /* with one connection that ends all others do */
     atomic_int published, attached, detached, events_added, events_dropped, early, streams_set;
     atomic_int events_now, last_priority;

@@ -524,8 +524,21 @@ START_TEST(test_memfd_and_limits) {
 }
 END_TEST
 
+/* Who shows an error to a person has something to show. */
+START_TEST(test_an_error_without_words_has_some) {
+    setup();
+    struct kld_request request = plain_request();
+    struct kld_result result;
+    worker.wordless = 1;
+    worker.busy_at_submit = 1;
+    ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_BUSY);
+    ck_assert_str_eq(error.text, kld_status_text(KLD_BUSY));
+    teardown();
+}
+END_TEST
+
 UNIT_MAIN("client/unix", test_plain_memory, test_trace, test_strided_plain_memory, test_regions,
           test_many_in_flight, test_run_keeps_callbacks_for_process, test_lost_worker,
           test_not_sent_twice, test_waits_for_a_server, test_refused, test_deadline_and_cancel,
           test_staging_limits, test_region_dropped_in_use, test_ends_in_a_row, test_nothing_leaks,
-          test_memfd_and_limits)
+          test_memfd_and_limits, test_an_error_without_words_has_some)
