@@ -99,6 +99,8 @@ void kld_unix_attach_answered(struct unix_connection *u, struct unix_region *reg
     }
     const struct kld_frame_attached *attached = &reply->as_ATTACHED;
     bool again = region->tensor.rank != 0;
+    struct kld_error wrong;
+    uint64_t bytes;
     if (error && again && error->status == KLD_NOT_FOUND) {
         kld_error_set(&region->error, KLD_GONE,
                       "the attached tensor was not published again after its server was lost");
@@ -110,6 +112,10 @@ void kld_unix_attach_answered(struct unix_connection *u, struct unix_region *reg
                          region->base.bytes != attached->bytes)) {
         kld_error_set(&region->error, KLD_GONE,
                       "the attached tensor was published again as another one; attach to it again");
+        region->state = UNIX_REGION_FAILED;
+    } else if (kld_description_check(&attached->tensor, 0, attached->bytes, &bytes, &wrong)) {
+        kld_error_set(&region->error, KLD_INTERNAL, "the server described no tensor: %.180s",
+                      wrong.text);
         region->state = UNIX_REGION_FAILED;
     } else {
         region->tensor = attached->tensor;

@@ -401,8 +401,27 @@ START_TEST(test_cuda_allocations_by_descriptor) {
 }
 END_TEST
 
+/* Its caller walks the shape: what is no tensor is not handed to him. */
+START_TEST(test_what_is_attached_is_a_tensor) {
+    setup();
+    publish();
+    struct kld_region *region = NULL;
+    struct kld_tensor_view view;
+    const int ranks[] = {KLD_RANK_MAX + 1, 1000000, 1, 8};
+    for (size_t i = 0; i < sizeof ranks / sizeof ranks[0]; i++) {
+        worker.attached_rank = ranks[i];
+        ck_assert_int_eq(kld_attach(student, "teacher/logits", 0, &region, &view, &error),
+                         KLD_INTERNAL);
+        ck_assert_ptr_nonnull(strstr(error.text, "described no tensor"));
+    }
+    worker.attached_rank = 0;
+    attach();
+    teardown();
+}
+END_TEST
+
 UNIT_MAIN("client/unix_share", test_published_tensors_are_attached,
           test_names_and_users_are_checked, test_attaching_waits_for_the_publisher,
           test_a_lost_worker_is_told_again, test_another_shape_is_gone, test_events_and_early,
           test_a_loss_behind_an_early_answer_is_told, test_priorities_are_told_to_each_worker,
-          test_cuda_allocations_by_descriptor)
+          test_cuda_allocations_by_descriptor, test_what_is_attached_is_a_tensor)
