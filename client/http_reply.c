@@ -99,8 +99,10 @@ static bool take_string(struct json *json, char *to, size_t capacity) {
     while (json->at < json->end && *json->at != '"') {
         char bytes[3];
         size_t count = take_character(json, bytes);
-        if (count == 0)
+        if (count == 0) {
+            to[length] = '\0';
             return false;
+        }
         if (length + count < capacity) {
             memcpy(to + length, bytes, count);
             length += count;
@@ -244,7 +246,9 @@ bool kld_http_text_read(const char *text, size_t bytes, const char *key, char *r
     struct json json = {text, text + bytes};
     struct text_reader reader = {key, ret_text, capacity};
     ret_text[0] = '\0';
-    return take_object(&json, read_text_member, &reader) && ret_text[0];
+    if (!take_object(&json, read_text_member, &reader))
+        ret_text[0] = '\0'; /* what was read before it went wrong */
+    return ret_text[0];
 }
 
 /* ---- While it arrives

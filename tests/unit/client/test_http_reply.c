@@ -83,6 +83,18 @@ START_TEST(test_error_text) {
 }
 END_TEST
 
+/* What is found to be none half-way leaves a text that ends, and nothing of itself. */
+START_TEST(test_error_text_that_goes_wrong) {
+    const char *const wrong[] = {"{\"error\":\"a \\x\"}", "{\"error\":\"a \n\"}", "{\"error\":\"a",
+                                 "{\"error\":\"a\",", "{\"error\":\"a\\"};
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
+        char text[8] = "xxxxxxx";
+        ck_assert(!kld_http_text_read(wrong[i], strlen(wrong[i]), "error", text, sizeof text));
+        ck_assert_msg(text[0] == '\0', "case %zu leaves '%.8s'", i, text);
+    }
+}
+END_TEST
+
 /* Optional white space, any case; nothing else is it. */
 START_TEST(test_device_lost_header) {
     static const struct {
@@ -113,4 +125,4 @@ START_TEST(test_device_lost_header) {
 END_TEST
 
 UNIT_MAIN("client/http_reply", test_device_lost_header, test_good, test_cut_anywhere, test_bad,
-          test_error_text)
+          test_error_text, test_error_text_that_goes_wrong)
