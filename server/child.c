@@ -35,7 +35,8 @@ void kld_child_alive_send(int control_fd) {
     (void)!send(control_fd, "!", 1, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
-/* The supervisor sends one descriptor at most; where none is wanted there is no room for it. */
+/* There is room for one descriptor, and for none where none is wanted: what else came the kernel
+ * has closed. */
 static int take_fd(struct msghdr *message) {
     struct cmsghdr *part = CMSG_FIRSTHDR(message);
     int fd = -1;
@@ -54,7 +55,7 @@ enum kld_heard kld_child_hear(int control_fd, struct kld_child_order *ret_order,
     struct msghdr message = {.msg_iov = &part,
                              .msg_iovlen = 1,
                              .msg_control = ret_fd ? &room : NULL,
-                             .msg_controllen = ret_fd ? sizeof room : 0};
+                             .msg_controllen = ret_fd ? CMSG_LEN(sizeof(int)) : 0};
     memset(ret_order, 0, sizeof *ret_order);
     memset(&room, 0, sizeof room);
     ssize_t got = recvmsg(control_fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
