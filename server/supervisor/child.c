@@ -137,7 +137,8 @@ static void take_report(struct kld_watched *child, const struct kld_child_report
         child->ever_ready = true;
         child->refusals = 0;
         kld_supervisor_child_ready(child->supervisor, child, report);
-    } else if (report->status == KLD_DEVICE_LOST && child->ready_ms) {
+    } else if (report->status == KLD_DEVICE_LOST && child->ready_ms &&
+               child != &child->supervisor->gateway) { /* which has none */
         succeed(child);
     } else if (!child->ever_ready) {
         kld_supervisor_fail(child->supervisor, child, report->text);

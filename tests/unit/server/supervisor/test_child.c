@@ -41,10 +41,9 @@ static int play(enum part part) {
 
 static void too_long(uv_timer_t *timer) { ck_abort_msg("nothing comes of it"); }
 
-static struct kld_watched *start(enum part part) {
+static void begin(void) {
     enum kld_config_action action;
     char *no_environment[] = {NULL};
-    struct kld_watched *child = &supervisor.worker[part];
     ck_assert_int_eq(kld_log_init("supervisor", "error", "text", &err), KLD_OK);
     ck_assert_int_eq(kld_config_parse(0, NULL, no_environment, &supervisor.config, &action, &err),
                      KLD_OK);
@@ -53,6 +52,11 @@ static struct kld_watched *start(enum part part) {
     uv_loop_init(&supervisor.loop);
     uv_timer_init(&supervisor.loop, &patience);
     uv_timer_start(&patience, too_long, 30000, 0);
+}
+
+static struct kld_watched *start(enum part part) {
+    struct kld_watched *child = &supervisor.worker[part];
+    begin();
     kld_watched_init(child, &supervisor, "worker", part, open("/dev/null", O_RDWR | O_CLOEXEC));
     kld_watched_start(child);
     return child;
@@ -107,11 +111,33 @@ START_TEST(a_lost_device_has_its_successor_at_once) {
 }
 END_TEST
 
+static void nothing(uv_timer_t *timer) {}
+
+/* It reads what strangers send, and has no device: its word starts no other beside it. */
+START_TEST(a_gateway_has_no_device_to_lose) {
+    uv_timer_t while_it_lies;
+    struct kld_watched *child = &supervisor.gateway;
+    begin();
+    supervisor.reload.secrets_fd = -1;
+    kld_watched_init(child, &supervisor, "gateway", LOSES, open("/dev/null", O_RDWR | O_CLOEXEC));
+    kld_watched_start(child);
+    while (child->state != KLD_CHILD_READY)
+        uv_run(&supervisor.loop, UV_RUN_ONCE);
+    uv_timer_init(&supervisor.loop, &while_it_lies);
+    uv_timer_start(&while_it_lies, nothing, 500, 0);
+    while (uv_is_active((uv_handle_t *)&while_it_lies))
+        uv_run(&supervisor.loop, UV_RUN_ONCE);
+    ck_assert_int_eq(child->state, KLD_CHILD_READY);
+    ck_assert_ptr_null(child->lives->next);
+}
+END_TEST
+
 int main(int argc, char **argv) {
     if (argc > 2 && strncmp(argv[1], "--role=", 7) == 0)
         return play((enum part)strtoul(argv[2] + strlen("--index="), NULL, 10));
     const TTest *const tests[] = {
         one_that_is_refused_asks_again_soon, no_pause_is_longer_than_configured,
-        one_that_dies_waits_longer_each_time, a_lost_device_has_its_successor_at_once};
+        one_that_dies_waits_longer_each_time, a_lost_device_has_its_successor_at_once,
+        a_gateway_has_no_device_to_lose};
     return unit_run("server/supervisor/child", tests, sizeof tests / sizeof tests[0]);
 }
