@@ -200,8 +200,8 @@ KLD_EXPORT enum kld_status kld_detach(struct kld_connection *connection, const c
 /* A region that is the tensor published by this process's user and nothing else; *ret_tensor says
  * what it holds. It can be read by requests and copies and not written; kld_region_data() is NULL.
  * Waits up to timeout_ns (0: not at all) for the name to be published, looking for it every 5 to
- * 320 ms, less often with time, then KLD_NOT_FOUND;
- * KLD_FORBIDDEN: not for this user. After a lost server it is attached again by itself, waiting up
+ * 320 ms, less often with time, then KLD_NOT_FOUND,
+ * as where it is not for this user. After a lost server it is attached again by itself, waiting up
  * to 30 s for its publisher to be back; requests that name it, and those behind them, wait as long.
  * Published again in another shape, it is KLD_GONE. Let go of it with kld_region_drop(). Blocking.
  */

@@ -133,19 +133,17 @@ enum kld_status kld_publication_attach(struct kld_session *session,
         return kld_error_set(err, KLD_INVALID, "ATTACH: reserved field is not 0");
     uid_t uid = frame->uid == KLD_WIRE_UID_OWN ? session->uid : frame->uid;
     struct kld_publication *publication = find(session->worker, uid, frame->name);
-    if (!publication)
+    bool may = publication && may_attach(session, publication);
+    if (publication && !may)
+        kld_log(KLD_LOG_WARN, "attach refused", "client=\"%s\" client_pid=%d uid=%u", session->name,
+                (int)session->pid, (unsigned)session->uid);
+    if (!may) /* in the same words, or who may not would learn what others publish */
         return kld_error_set(err, KLD_NOT_FOUND,
                              uid == session->uid
                                  ? "no tensor of this name is published by this user; to attach "
                                    "to another user's, name that user"
-                                 : "no tensor of this name is published by user %u",
+                                 : "no tensor of this name is published by user %u for this user",
                              (unsigned)uid);
-    if (!may_attach(session, publication)) {
-        kld_log(KLD_LOG_WARN, "attach refused", "client=\"%s\" client_pid=%d uid=%u", session->name,
-                (int)session->pid, (unsigned)session->uid);
-        return kld_error_set(err, KLD_FORBIDDEN,
-                             "this user may not attach to the tensor; its owner says who may");
-    }
     struct kld_region *region = NULL;
     if ((status = kld_worker_region_attach(session, publication, &region, err)))
         return status;

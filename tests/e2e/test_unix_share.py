@@ -216,7 +216,7 @@ def test_only_the_named_users_attach(path, teacher):
         from wire import Client, Failed
         os.setresuid(-1, int(sys.argv[1]), -1)
         client = Client({path!r})
-        for name in ("teacher/logits", "for/1234"):
+        for name in ("teacher/logits", "for/1234", "not/there"):
             for uid in ({os.geteuid()}, wire.UID_OWN):
                 try:
                     _, size, about = client.attach(name, uid)
@@ -227,11 +227,12 @@ def test_only_the_named_users_attach(path, teacher):
     os.chmod(os.path.dirname(path), 0o755)
     said = [subprocess.run([sys.executable, "-c", code, uid], capture_output=True, text=True, check=True)
             .stdout.splitlines() for uid in ("1234", "1235")]
-    refused = "forbidden: this user may not attach to the tensor; its owner says who may"
+    refused = f"not_found: no tensor of this name is published by user {os.geteuid()} for this user"
     unknown = ("not_found: no tensor of this name is published by this user; to attach to another user's, name "
                "that user")
-    assert said == [[refused, unknown, f"{teacher.logits.nbytes} {os.geteuid()}", unknown],
-                    [refused, unknown, refused, unknown]]
+    # What is there, and not for them, is told like what is not.
+    assert said == [[refused, unknown, f"{teacher.logits.nbytes} {os.geteuid()}", unknown, refused, unknown],
+                    [refused, unknown] * 3]
 
 
 # ---- Without a GPU ---------------------------------------------------------------------------------

@@ -336,12 +336,12 @@ START_TEST(users_are_told_apart) {
     rig_expect(teacher, 1, KLD_FRAME_DONE, NULL);
     int named = client_as(1234), other = client_as(1235);
     send_attach(named, 2, 0, "mine");
-    rig_expect_error(named, 2, KLD_FORBIDDEN, "may not attach");
+    rig_expect_error(named, 2, KLD_NOT_FOUND, "by user 0 for this user");
     attach_from(named, 0, "ours", 0);
     send_attach(named, 3, KLD_WIRE_UID_OWN, "ours"); /* is nobody's but its owner's */
     rig_expect_error(named, 3, KLD_NOT_FOUND, "by this user; to attach to another user's");
     send_attach(other, 3, 0, "ours");
-    rig_expect_error(other, 3, KLD_FORBIDDEN, "may not attach");
+    rig_expect_error(other, 3, KLD_NOT_FOUND, "by user 0 for this user");
     send_attach(other, 4, 12, "ours");
     rig_expect_error(other, 4, KLD_NOT_FOUND, "by user 12");
     attach(student, "ours"); /* the owner's own user */
