@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include "server/log.h"
@@ -16,6 +17,7 @@ enum part {
     REFUSED, /* ends; each later life is refused the device */
     DIES,    /* ends, and so does each later life, without a word */
     LOSES,   /* loses the device and lingers; its successor serves */
+    BABBLES, /* says what no child says, whatever fits into a packet */
 };
 
 static struct kld_supervisor supervisor;
@@ -34,7 +36,15 @@ static int play(enum part part) {
         kld_child_report_send(KLD_UNAVAILABLE, "", 0, "the device is not yet to be had");
     if (life == 0 && part == LOSES)
         kld_child_report_send(KLD_DEVICE_LOST, "cpu", 0, "the device is lost");
-    while (part == LOSES)
+    if (part == BABBLES) {
+        char nonsense[4096];
+        memset(nonsense, 'x', sizeof nonsense); /* texts without an end, numbers that are none */
+        (void)!send(KLD_FD_CONTROL, nonsense, sizeof(struct kld_child_report), MSG_NOSIGNAL);
+        (void)!send(KLD_FD_CONTROL, nonsense, 1, MSG_NOSIGNAL);
+        (void)!send(KLD_FD_CONTROL, nonsense, sizeof nonsense, MSG_NOSIGNAL);
+        (void)!send(KLD_FD_CONTROL, nonsense, 0, MSG_NOSIGNAL);
+    }
+    while (part == LOSES || (part == BABBLES && life == 0))
         pause();
     return 1;
 }
@@ -132,12 +142,25 @@ START_TEST(a_gateway_has_no_device_to_lose) {
 }
 END_TEST
 
+START_TEST(what_no_child_says_is_not_taken_for_a_report) {
+    struct kld_watched *child = start(BABBLES);
+    child->ever_ready = true; /* or the server ends, which is right, too */
+    while (child->state != KLD_CHILD_READY)
+        uv_run(&supervisor.loop, UV_RUN_ONCE);
+    while (child->life->control_open) /* nothing more is heard of who babbles */
+        uv_run(&supervisor.loop, UV_RUN_ONCE);
+    ck_assert(!supervisor.failed && !supervisor.draining);
+    uv_process_kill(&child->life->process, SIGKILL);
+    ck_assert_uint_le(longest_pause(child, 1), 100);
+}
+END_TEST
+
 int main(int argc, char **argv) {
     if (argc > 2 && strncmp(argv[1], "--role=", 7) == 0)
         return play((enum part)strtoul(argv[2] + strlen("--index="), NULL, 10));
     const TTest *const tests[] = {
-        one_that_is_refused_asks_again_soon, no_pause_is_longer_than_configured,
+        one_that_is_refused_asks_again_soon,  no_pause_is_longer_than_configured,
         one_that_dies_waits_longer_each_time, a_lost_device_has_its_successor_at_once,
-        a_gateway_has_no_device_to_lose};
+        a_gateway_has_no_device_to_lose,      what_no_child_says_is_not_taken_for_a_report};
     return unit_run("server/supervisor/child", tests, sizeof tests / sizeof tests[0]);
 }
