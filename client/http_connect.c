@@ -175,6 +175,10 @@ static enum kld_status http_info(struct kld_connection *connection,
                             sizeof ret_info->backend) ||
         !kld_http_text_read(answer.text, answer.bytes, "device", ret_info->device,
                             sizeof ret_info->device)) {
+        /* Nor does one that is only starting, of which a split is to wait. */
+        uint64_t deadline = kld_now_ns() + connection->options.connect_timeout_ns;
+        if (connection->member && (status = get(h, "/v2/health/ready", deadline, &answer, err)))
+            return status;
         snprintf(ret_info->backend, sizeof ret_info->backend, "remote");
         snprintf(ret_info->device, sizeof ret_info->device, "%s %s", name, ret_info->version);
     }

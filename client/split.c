@@ -30,12 +30,6 @@ static void call_fail(struct split_connection *split, struct split_call *call,
     cancel_parts(split, call);
 }
 
-static bool is_of_server(enum kld_status status) {
-    return status == KLD_UNAVAILABLE || status == KLD_DEVICE_LOST || status == KLD_BUSY ||
-           status == KLD_THROTTLED || status == KLD_NO_MEMORY || status == KLD_INTERNAL ||
-           status == KLD_DEADLINE || status == KLD_CANCELLED;
-}
-
 /* The range of a part that a server could not do goes back; where the request itself is at fault,
  * it fails, with the address of who says so. */
 static void part_back(struct split_part *part, const struct kld_error *error) {
@@ -45,10 +39,15 @@ static void part_back(struct split_part *part, const struct kld_error *error) {
     kld_error_set(&named, error->status, "%s: %.180s", server->name, error->text);
     part->range.tries++;
     part->range.device_losses += error->status == KLD_DEVICE_LOST;
-    if (!is_of_server(error->status) || part->range.tries >= KLD_ATTEMPTS_MAX ||
+    if (kld_split_is_refusal(error->status)) {
+        server->state = SPLIT_REFUSED; /* its part is the others' */
+        server->error = *error;
+    }
+    bool moves = server->state == SPLIT_REFUSED || kld_split_is_of_server(error->status);
+    if (!moves || part->range.tries >= KLD_ATTEMPTS_MAX ||
         part->range.device_losses >= KLD_DEVICE_LOSSES_MAX)
         call_fail(server->split, call, &named);
-    else
+    else if (server->state != SPLIT_REFUSED)
         kld_split_server_leave(server, error);
     call->again[call->again_count++] = part->range;
     call->base.result.attempts++;
@@ -80,8 +79,8 @@ static void part_ended(void *user, enum kld_status status, const struct kld_resu
         part_back(part, error);
     } else if (server->links != server->member->links && kld_split_server_ask(server)) {
         struct kld_error said = server->error; /* whoever answered is none of ours, or gone again */
-        part_back(part, &(struct kld_error){KLD_UNAVAILABLE, ""});
-        server->error = said;
+        said.status = KLD_UNAVAILABLE;
+        part_back(part, &said);
     } else {
         server->pause_ns = 0;
         call->progress_ns = kld_now_ns();
@@ -227,14 +226,19 @@ static void split_event(struct kld_connection *connection, uint64_t tag, uint32_
 
 static void split_timer(struct kld_connection *connection, uint64_t now) {
     struct split_connection *split = split_of(connection);
+    /* One in a turn: a question may wait for its answer, and the others have something to do. */
+    struct split_server *due = NULL;
     for (uint32_t i = 0; i < split->count; i++) {
         struct split_server *server = &split->servers[i];
         if (server->state == SPLIT_AWAY && now >= server->retry_at_ns &&
-            kld_split_server_ask(server) == KLD_UNAVAILABLE)
-            kld_split_server_leave(server, &server->error);
-        if (server->state == SPLIT_AWAY)
-            kld_connection_arm(connection, server->retry_at_ns);
+            (!due || server->retry_at_ns < due->retry_at_ns))
+            due = server;
     }
+    if (due && kld_split_server_ask(due) && due->state == SPLIT_AWAY)
+        kld_split_server_leave(due, &due->error);
+    for (uint32_t i = 0; i < split->count; i++)
+        if (split->servers[i].state == SPLIT_AWAY)
+            kld_connection_arm(connection, split->servers[i].retry_at_ns);
     for (struct kld_call *call = split->calls.first; call; call = call->next) {
         if (now >= call->deadline_ns)
             too_late(split, (struct split_call *)call);

@@ -64,6 +64,7 @@ struct split_server {
     enum split_state state;
     bool answered; /* it was ready once */
     uint64_t retry_at_ns, pause_ns;
+    uint64_t asked_ns;      /* what the last question took that was in vain, the most it may */
     uint64_t links;         /* of the member when it was last asked who it is */
     struct kld_error error; /* what it said last, of a server that is not ready */
     uint32_t busy;
@@ -81,8 +82,13 @@ struct split_connection {
 
 static inline uint64_t kld_split_smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-/* split_servers.c. ask: does it answer, and is it one of them? It may take a second; sets state and
- * error. */
+/* split_servers.c. Does a status say something about the server that others need not share, and
+ * that may pass? */
+bool kld_split_is_of_server(enum kld_status status);
+/* One that does not come back by waiting: it does not let us in, or speaks otherwise. */
+bool kld_split_is_refusal(enum kld_status status);
+/* Does it answer, and is it one of them? It may take a second, the first times less; sets error,
+ * and state but where it may be asked again. */
 enum kld_status kld_split_server_ask(struct split_server *server);
 /* It could not do what it was asked, and is left alone for a while. */
 void kld_split_server_leave(struct split_server *server, const struct kld_error *error);

@@ -11,7 +11,11 @@
 #define PAUSE_NS_MIN                                                                               \
     100000000ull /* before a server that failed is tried again; doubled up to ... */
 #define PAUSE_NS_MAX 5000000000ull
-#define ASK_NS_MAX 1000000000ull /* for a server's name and release */
+/* For a server's name and release; at first less, because who is not there may not answer at all,
+ * and the others wait meanwhile. */
+#define ASK_NS_MIN 200000000ull
+#define ASK_NS_MAX 1000000000ull
+#define ASK_SHARE 4 /* questions in vain take one part in so many of the time, and less */
 #define OPEN_STEP_NS 20000000ull
 #define OPEN_GRACE_NS 1000000000ull /* for the others, once one has answered */
 
@@ -71,13 +75,29 @@ static enum kld_status compare(struct split_server *server, const struct kld_ser
     return KLD_OK;
 }
 
+bool kld_split_is_of_server(enum kld_status status) {
+    return status == KLD_UNAVAILABLE || status == KLD_DEVICE_LOST || status == KLD_BUSY ||
+           status == KLD_THROTTLED || status == KLD_NO_MEMORY || status == KLD_INTERNAL ||
+           status == KLD_DEADLINE || status == KLD_CANCELLED;
+}
+
+bool kld_split_is_refusal(enum kld_status status) {
+    return status == KLD_UNAUTHENTICATED || status == KLD_FORBIDDEN || status == KLD_VERSION;
+}
+
 enum kld_status kld_split_server_ask(struct split_server *server) {
+    struct kld_connect_options *options = &server->member->options;
     struct kld_server_info info;
+    uint64_t began = kld_now_ns(), usual = options->connect_timeout_ns;
+    uint64_t limit = server->asked_ns < ASK_NS_MIN ? ASK_NS_MIN : 2 * server->asked_ns;
+    options->connect_timeout_ns = kld_split_smaller(usual, limit);
     enum kld_status status = kld_info(server->member, &info, &server->error);
+    options->connect_timeout_ns = usual;
     server->links = server->member->links;
+    server->asked_ns = status ? kld_split_smaller(kld_now_ns() - began, ASK_NS_MAX) : 0;
     if (!status)
         return compare(server, &info);
-    if (status != KLD_UNAVAILABLE)
+    if (!kld_split_is_of_server(status))
         server->state = SPLIT_REFUSED;
     return status;
 }
@@ -88,8 +108,10 @@ void kld_split_server_leave(struct split_server *server, const struct kld_error 
     /* Its parts come back one after the other: one pause for all of them. */
     if (server->state == SPLIT_READY || now >= server->retry_at_ns) {
         uint64_t pause = server->pause_ns ? server->pause_ns * 2 : PAUSE_NS_MIN;
+        uint64_t rest = server->asked_ns * ASK_SHARE * server->split->count;
         server->pause_ns = kld_split_smaller(pause, PAUSE_NS_MAX);
-        server->retry_at_ns = now + kld_jitter(server->pause_ns);
+        pause = kld_jitter(server->pause_ns);
+        server->retry_at_ns = now + (pause < rest ? rest : pause);
     }
     if (server->state != SPLIT_REFUSED)
         server->state = SPLIT_AWAY;

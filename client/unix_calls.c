@@ -178,8 +178,13 @@ static enum kld_status unix_info(struct kld_connection *connection,
                                  struct kld_server_info *ret_info, struct kld_error *err) {
     const struct unix_connection *u = unix_of(connection);
     const struct kld_frame_welcome *welcome = &u->welcome;
-    if (!u->welcomed)
+    if (!u->welcomed && !u->fatal.status)
         return kld_error_set(err, KLD_UNAVAILABLE, "no server has answered at this socket yet");
+    /* Of a member of a split: whether it is there now, not what it was. */
+    if (u->fatal.status && (connection->member || !u->welcomed))
+        return kld_error_set(err, u->fatal.status, "%s", u->fatal.text);
+    if (connection->member && u->state != UNIX_UP)
+        return kld_error_set(err, KLD_UNAVAILABLE, "the server at this socket is away");
     memset(ret_info, 0, sizeof *ret_info);
     memcpy(ret_info->backend, welcome->backend, sizeof ret_info->backend);
     if (welcome->device < KLD_WIRE_DEVICES_MAX)

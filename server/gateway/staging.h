@@ -3,7 +3,8 @@
  *
  * A sealed memfd of staging_bytes_max, mapped here and registered with the worker as one region, so
  * that a body is where the worker computes as soon as it is received. Ranges of it are handed out
- * first-fit at 64-byte boundaries and coalesce when they come back. Pages are taken by first use.
+ * at 64-byte boundaries, from the smallest free ones that are large enough (to the power of two),
+ * and coalesce when they come back. Pages are taken by first use.
  *
  * A sixteenth of it is for small ranges alone (the JSON in front of a binary body, small requests
  * as a whole): those who want little do not wait for those who want much.

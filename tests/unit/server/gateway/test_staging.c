@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <string.h>
+#include <time.h>
 
 #include "tests/unit/unit.h"
 
@@ -74,6 +75,35 @@ START_TEST(ranges_never_overlap_and_coalesce) {
     ck_assert_int_eq(kld_staging_alloc(staging, kld_staging_range_bytes_max(staging), &all, NULL),
                      KLD_OK);
     ck_assert_uint_eq(all, 0);
+    kld_staging_close(staging);
+}
+END_TEST
+
+/* CPU time of a range given back and taken again, with `count` others in use. */
+static double exchange_ns(struct kld_staging *staging, uint32_t count) {
+    static uint64_t offset[1 << 14];
+    struct timespec begin, end;
+    for (uint32_t i = 0; i < count; i++)
+        ck_assert_int_eq(kld_staging_alloc(staging, 64 + i % 5 * 64, &offset[i], NULL), KLD_OK);
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &begin);
+    for (uint32_t k = 0; k < 20000; k++) {
+        uint32_t i = k * 2654435761u % count;
+        kld_staging_free(staging, offset[i]);
+        ck_assert_int_eq(kld_staging_alloc(staging, 64 + i % 5 * 64, &offset[i], NULL), KLD_OK);
+    }
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &end);
+    for (uint32_t i = 0; i < count; i++)
+        kld_staging_free(staging, offset[i]);
+    return ((double)(end.tv_sec - begin.tv_sec) * 1e9 + (double)(end.tv_nsec - begin.tv_nsec)) /
+           20000;
+}
+
+START_TEST(many_in_use_cost_what_few_do) {
+    struct kld_staging *staging;
+    ck_assert_int_eq(kld_staging_open((uint64_t)1 << 30, NULL, &staging, NULL), KLD_OK);
+    double few = exchange_ns(staging, 64), many = exchange_ns(staging, 1 << 14);
+    ck_assert_msg(many < 20 * few, "%.0f ns with 64, %.0f ns with 16384", few, many);
+    ck_assert_uint_eq(kld_staging_used_bytes(staging), 0);
     kld_staging_close(staging);
 }
 END_TEST
@@ -244,7 +274,7 @@ END_TEST
 
 UNIT_MAIN("server/gateway/staging", memory_is_sealed_and_zeroed,
           full_is_busy_and_more_than_all_is_too_large, ranges_never_overlap_and_coalesce,
-          no_newcomer_overtakes, who_has_some_gets_more_before_newcomers,
-          who_would_wait_for_himself_is_told, who_has_a_small_one_alone_waits_for_large_ones,
-          json_leaves_half_for_tensors, who_would_wait_for_each_other_are_not_left_to_it,
-          small_ones_do_not_wait_for_large_ones)
+          many_in_use_cost_what_few_do, no_newcomer_overtakes,
+          who_has_some_gets_more_before_newcomers, who_would_wait_for_himself_is_told,
+          who_has_a_small_one_alone_waits_for_large_ones, json_leaves_half_for_tensors,
+          who_would_wait_for_each_other_are_not_left_to_it, small_ones_do_not_wait_for_large_ones)
