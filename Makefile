@@ -81,7 +81,7 @@ NVCC_FLAGS := -O3 $(NVCC_EXTRA) -std=c++17 -I. -Xcompiler -fPIC,-fvisibility=hid
   -gencode arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS)) \
   $(if $(NVCC),$(shell $(NVCC) --help 2>/dev/null | grep -q compress-mode && echo --compress-mode=size))
 
-.PHONY: all lib unit examples bench-programs programs metrics install dist image print-cuda wheel lint check check-gpu bench fuzz demo valgrind \
+.PHONY: all lib unit examples bench-programs programs metrics install dist image print-cuda wheel lint check check-gpu bench fuzz fuzz-dist fuzz-coverage demo valgrind \
   coverage clean help
 all: $(BUILD)/kld-server $(BUILD)/kld $(BUILD)/libkld.so $(BUILD)/libkld.a
 lib: $(BUILD)/libkld.a $(BUILD)/libkld.so
@@ -159,21 +159,31 @@ $(BUILD)/kernel-table: $(call OBJ,$(TABLE_C) $(filter tests/unit/kernels/%,$(UNI
 	@echo "  LD    $@"
 	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(CUDA_LIBS) -lm
 
-FUZZ_FLAGS := -Wno-string-plus-int -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined
-FUZZED_C := $(wildcard proto/*.c) client/cli/npy.c client/cli/safetensors.c
-FUZZED_GATEWAY_C := $(addprefix server/gateway/,auth.c compress.c upload_query.c)
-$(BUILD)/fuzz/gateway: FUZZ_MORE := $(FUZZED_GATEWAY_C) -lgnutls -lz
-$(BUILD)/fuzz/gateway: $(FUZZED_GATEWAY_C)
-$(BUILD)/fuzz/%: tests/fuzz/%.c $(FUZZED_C) $(wildcard proto/*.h)
+# Fuzz targets: the code built once more by clang, with sanitizers and libFuzzer's counters; but for the kernels, which
+# are gcc's (table and unit tests of them have its sanitizers). FUZZ_SAN: of `make fuzz-coverage`, another.
+FUZZ_SAN   ?= -fsanitize=address,undefined -fno-sanitize-recover=undefined
+FUZZ_FLAGS := -std=c17 -g -O1 -fno-omit-frame-pointer -fPIC -pthread -Wno-string-plus-int $(FUZZ_SAN)
+FUZZ_CPP   := $(filter-out $(FORTIFY) -DKLD_WITH_CUDA,$(CPPFLAGS))
+FUZZ_OBJ    = $(patsubst %,$(BUILD)/fuzz/obj/%.o,$(1))
+FUZZED_C   := $(PROTO_C) $(CLIENT_C) $(filter-out client/cli/main.c client/cli/bench%,$(CLI_C)) $(SERVER_C) \
+              $(wildcard tests/fuzz/common/*.c) tests/unit/server/worker/fake_device.c
+$(BUILD)/fuzz/obj/tests/%.c.o: COUNT :=
+$(BUILD)/fuzz/obj/%.c.o: COUNT := -fsanitize=fuzzer-no-link
+$(BUILD)/fuzz/obj/%.c.o: %.c
 	@mkdir -p $(@D)
-	@echo "  FUZZ  $@"
-	$(Q)clang -std=c17 -I. -D_GNU_SOURCE $(FUZZ_FLAGS) $< $(FUZZED_C) $(FUZZ_MORE) -o $@ -lcjson -lm
+	@echo "  FUZZ  $<"
+	$(Q)clang $(FUZZ_CPP) $(FUZZ_FLAGS) $(COUNT) -MMD -MP -c $< -o $@
+$(BUILD)/fuzz/libfuzzed.a: $(call FUZZ_OBJ,$(FUZZED_C)) $(call OBJ,$(KERNELS_C))
+	$(Q)rm -f $@ && ar rcs $@ $^
+$(BUILD)/fuzz/%: $(BUILD)/fuzz/obj/tests/fuzz/%.c.o $(BUILD)/fuzz/libfuzzed.a
+	@echo "  LD    $@"
+	$(Q)clang $(FUZZ_FLAGS) -fsanitize=fuzzer $^ -o $@ -Wl,--as-needed $(SERVER_LIBS) -lcurl -lm
 
 # Everything that a test may run.
 programs: all unit examples bench-programs $(if $(TABLE_C),$(BUILD)/kernel-table)
 
 .SECONDARY:
--include $(shell find $(BUILD)/obj $(CUDA_BUILD)/cuda -name '*.d' 2>/dev/null)
+-include $(shell find $(BUILD)/obj $(BUILD)/fuzz/obj $(CUDA_BUILD)/cuda -name '*.d' 2>/dev/null)
 
 # ---- what people call -----------------------------------------------------------------------------
 # Recipes that need packages install them first, so they build in a make of their own.
@@ -187,6 +197,8 @@ help:
 	@echo "make check-gpu    the kernel table and the end-to-end tests on the GPU, from the tarball's tree"
 	@echo "make bench        measure this machine"
 	@echo "make fuzz         fuzz every parser, SECONDS=$(SECONDS) each"
+	@echo "make fuzz-coverage  what the corpus of each target reaches (FUZZ_CORPUS: another one)"
+	@echo "make fuzz-dist    $(BUILD)/kld-fuzz: the targets, to be run for long elsewhere"
 	@echo "make valgrind     the unit tests under valgrind"
 	@echo "make coverage     lines and branches that unit and end-to-end tests reach, into $(COVERAGE)/"
 	@echo "make lint         clang-format, clang-tidy, cppcheck, pyflakes, shellcheck"
@@ -212,10 +224,25 @@ bench: all bench-programs
 	@$(BUILD)/kld bench --server local:
 
 SECONDS ?= 60
+FUZZ_NAMES := $(patsubst tests/fuzz/%.c,%,$(FUZZ_C))
+FUZZ_DIST ?= $(BUILD)/kld-fuzz
 fuzz:
 	@deploy/deps.sh build fuzz
-	$(SELF) $(patsubst tests/fuzz/%.c,$(BUILD)/fuzz/%,$(FUZZ_C)) $(SELF_ARGS)
-	@deploy/fuzz.sh $(BUILD) $(SECONDS) $(patsubst tests/fuzz/%.c,%,$(FUZZ_C))
+	$(SELF) $(patsubst %,$(BUILD)/fuzz/%,$(FUZZ_NAMES)) $(SELF_ARGS)
+	@deploy/fuzz.sh $(BUILD) $(SECONDS) $(FUZZ_NAMES)
+
+fuzz-dist:
+	@deploy/deps.sh build fuzz dist
+	$(SELF) $(patsubst %,$(BUILD)/fuzz/%,$(FUZZ_NAMES)) $(SELF_ARGS)
+	@deploy/fuzz-dist.sh $(BUILD) $(FUZZ_DIST) $(FUZZ_NAMES)
+
+FUZZ_COVERAGE ?= build-fuzz-coverage
+FUZZ_CORPUS   ?= tests/fuzz/corpus
+fuzz-coverage:
+	@deploy/deps.sh build fuzz
+	$(SELF) $(patsubst %,$(FUZZ_COVERAGE)/fuzz/%,$(FUZZ_NAMES)) BUILD=$(FUZZ_COVERAGE) CUDA=0 \
+	  FUZZ_SAN="-fprofile-instr-generate -fcoverage-mapping"
+	@deploy/fuzz-coverage.sh $(FUZZ_COVERAGE) $(FUZZ_CORPUS) $(FUZZ_NAMES)
 
 metrics: $(BUILD)/kld-server
 	@deploy/metrics.sh $(BUILD)

@@ -11,7 +11,7 @@ for name in "$@"; do
     mkdir -p "$corpus"
     [ -d "$seeds" ] || seeds=$corpus
     echo "fuzzing $name for $seconds s"
-    "$build/fuzz/$name" -max_total_time="$seconds" -max_len=65536 -timeout=10 -rss_limit_mb=2048 \
+    "$build/fuzz/$name" -max_total_time="$seconds" -max_len=65536 -timeout=60 -rss_limit_mb=2048 -print_funcs=0 \
         -artifact_prefix="$build/fuzz/" -print_final_stats=1 -verbosity=0 "$corpus" "$seeds" \
         >"$build/fuzz/$name.log" 2>&1 || {
         tail -40 "$build/fuzz/$name.log" >&2

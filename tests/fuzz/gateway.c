@@ -1,5 +1,5 @@
 /* gateway.c - libFuzzer over what the gateway reads that is neither JSON nor libmicrohttpd's: the
- * file of tokens and a caller's header, the query of an upload, Accept-Encoding.
+ * file of tokens and a caller's header, the query of an upload, Accept-Encoding, traceparent.
  *
  * Input: 1 byte that chooses; then, for tokens, the header up to a NUL and the file; for an upload
  * its four arguments, each ended by a NUL and absent where it is empty; else the header. */
@@ -8,25 +8,15 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "client/kld.h"
 #include "server/gateway/auth.h"
 #include "server/gateway/compress.h"
+#include "server/gateway/trace.h"
 #include "server/gateway/upload_query.h"
+#include "tests/fuzz/common/fuzz.h"
 
 #define LIFETIME_MAX 3600000
 #define DEVICES 3
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
-
-static void require(int truth) {
-    if (!truth)
-        abort();
-}
-
-/* An error has a status, and a text that ends. */
-static void require_error(enum kld_status status, const struct kld_error *err) {
-    require(err->status == status && kld_status_known(status));
-    require(memchr(err->text, 0, sizeof err->text) != NULL && err->text[0] != 0);
-}
 
 /* Up to a NUL, of which there is one at the end. */
 static const char *next(const char **at, const char *end) {
@@ -87,6 +77,19 @@ static void query(const char *at, const char *end) {
     require((text[2] != NULL) || tensor.lifetime_ms == LIFETIME_MAX);
 }
 
+/* What is taken is what the recommendation allows, and is handed on in full. */
+static void trace(const char *header) {
+    static const struct kld_trace_context none;
+    struct kld_trace trace;
+    struct kld_trace_context context;
+    bool there = kld_trace_read(header, &trace);
+    require(strlen(trace.id) == (there ? KLD_TRACE_ID_DIGITS : 0));
+    require(strlen(trace.span) == (there ? KLD_TRACE_SPAN_DIGITS : 0));
+    kld_trace_pass(&trace, &context);
+    require((memcmp(context.id, none.id, sizeof none.id) != 0) == there);
+    require((memcmp(context.span, none.span, sizeof none.span) != 0) == there);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     if (!bytes)
         return 0;
@@ -94,10 +97,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     require(text != NULL);
     memcpy(text, data + 1, bytes - 1);
     text[bytes - 1] = 0;
-    switch (data[0] % 3) {
+    switch (data[0] % 4) {
     case 0: tokens(text, text + bytes - 1); break;
     case 1: query(text, text + bytes - 1); break;
-    default: require(kld_coding_name(kld_coding_choose(text)) != NULL);
+    case 2: require(kld_coding_name(kld_coding_choose(text)) != NULL); break;
+    default: trace(text);
     }
     free(text);
     return 0;

@@ -6,13 +6,7 @@
 #include <string.h>
 
 #include "client/cli/safetensors.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
-
-static void require(int truth) {
-    if (!truth)
-        abort();
-}
+#include "tests/fuzz/common/fuzz.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     struct kld_array array;

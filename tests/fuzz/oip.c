@@ -8,20 +8,9 @@
 
 #include "proto/oip.h"
 #include "proto/oip_json.h"
+#include "tests/fuzz/common/fuzz.h"
 
 #define TENSOR_BYTES_MAX ((uint64_t)1 << 20)
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
-
-static void require(int truth) {
-    if (!truth)
-        abort();
-}
-
-static void require_error(enum kld_status status, const struct kld_error *err) {
-    require(err->status == status && kld_status_known(status));
-    require(memchr(err->text, 0, sizeof err->text) != NULL && err->text[0] != 0);
-}
 
 /* Into memory of exactly the announced size, so that a byte too many is found. */
 static void *decode(const struct kld_oip_tensor *input) {

@@ -10,19 +10,7 @@
 #include <string.h>
 
 #include "proto/wire.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
-
-static void require(int truth) {
-    if (!truth)
-        abort();
-}
-
-/* An error has a status, and a text that ends. */
-static void require_error(enum kld_status status, const struct kld_error *err) {
-    require(err->status == status && kld_status_known(status));
-    require(memchr(err->text, 0, sizeof err->text) != NULL && err->text[0] != 0);
-}
+#include "tests/fuzz/common/fuzz.h"
 
 /* Every byte that a launch would touch lies in the region, and no output lies over another tensor
  * but its own. */

@@ -1,0 +1,40 @@
+/* web.h - a raw HTTP client that keeps account: as long as it sent whole requests only, each is
+ * answered, in order, by a reply that is whole, or by the announced end of the connection. */
+#ifndef KLD_TESTS_FUZZ_WEB_H
+#define KLD_TESTS_FUZZ_WEB_H
+
+#include <netinet/in.h>
+
+#include "tests/fuzz/common/fuzz.h"
+
+#define FUZZ_REPLY_MAX (1 << 20)
+
+struct fuzz_web {
+    int fd; /* -1: not connected */
+    struct sockaddr_in address;
+    bool raw;       /* bytes were sent that may be no request, or it was cut */
+    bool closes;    /* a reply said that it is the last one */
+    bool hangs_up;  /* so did a request */
+    uint64_t heads; /* requests are asked for a reply without a body: bit i of those not answered */
+    unsigned asked; /* requests without a reply yet */
+    unsigned status;  /* of the last reply */
+    size_t have;      /* bytes in `text` */
+    const char *body; /* of the last reply, in `last` */
+    size_t body_bytes;
+    char text[FUZZ_REPLY_MAX], last[FUZZ_REPLY_MAX];
+};
+
+void fuzz_web_open(struct fuzz_web *web);  /* to web->address */
+void fuzz_web_close(struct fuzz_web *web); /* with a reset: no port is kept in use */
+/* All of it, reading replies meanwhile where the server wants that; false: the server has ended the
+ * connection. */
+bool fuzz_web_send(struct fuzz_web *web, const void *data, size_t bytes);
+/* A whole request is about to be sent. */
+void fuzz_web_ask(struct fuzz_web *web, bool head, bool last);
+/* Takes what came within ms; false: the connection has ended. */
+bool fuzz_web_take(struct fuzz_web *web, int ms);
+/* Until all that was asked is answered, or the connection has ended, which nobody but us or a reply
+ * may have done. */
+void fuzz_web_settle(struct fuzz_web *web);
+
+#endif
