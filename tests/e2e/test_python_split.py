@@ -1,5 +1,7 @@
 """Several servers as one connection, from Python: every divergence, reduction, mask, weight and gradient with the
 bits of one server, for numbers of rows that divide by nothing."""
+import time
+
 import numpy as np
 import pytest
 
@@ -112,6 +114,20 @@ def test_what_it_says_of_itself(servers, connections):
     assert many.url.startswith("split:http://") and repr(two)
     with pytest.raises(kld.KldUnsupportedError, match="unix:"):
         many.publish("x", np.ones((2, 2), "float32"))
+
+
+def test_a_server_that_is_gone_from_its_socket_gets_no_parts(servers, make_server):
+    """What it said when it was there is no answer now."""
+    doomed = make_server(threads=1)
+    q, p = np.random.default_rng(5).dirichlet(np.ones(50), (2, 200)).astype("float32")
+    with kld.connect([servers[0].http, doomed.url_unix], part_bytes_max=9000) as both:
+        assert both.kl_div(q, p).attempts == 1
+        doomed.process.kill()
+        doomed.process.wait()
+        in_vain, end = 0, time.monotonic() + 4
+        while time.monotonic() < end:
+            in_vain += both.kl_div(q, p).attempts - 1
+        assert in_vain <= 2  # those on their way when it went
 
 
 def test_what_is_wrong():
