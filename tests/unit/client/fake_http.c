@@ -136,7 +136,11 @@ static int serve(struct peer *peer) {
         return 1;
     }
     if (strncmp(headers, "GET ", 4) == 0) {
-        const char *said = server->metadata;
+        const char *said = server->metadata, *turned_away = server->turned_away;
+        if (turned_away) {
+            answer_text(peer, turned_away, "", "{\"error\":\"not now\"}");
+            return 1;
+        }
         answer_text(peer, "200 OK", "", said ? said : "{\"name\":\"fake\",\"version\":\"1.2\"}");
         return 1;
     }
@@ -167,6 +171,8 @@ static int serve(struct peer *peer) {
                     "{\"error\":\"failed\"}");
     else if (mode == FAKE_HTTP_INVALID)
         answer_text(peer, "400 Bad Request", "", "{\"error\":\"no \\\"such\\u0020thing\\\"\"}");
+    else if (mode == FAKE_HTTP_LOCKED)
+        answer_text(peer, "401 Unauthorized", "", "{\"error\":\"the token is not known here\"}");
     else if (mode == FAKE_HTTP_PLAIN_500)
         answer_text(peer, "500 Oops", "", "<html>");
     else if (mode != FAKE_HTTP_SILENT)

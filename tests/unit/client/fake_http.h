@@ -14,6 +14,7 @@ enum fake_http_mode {
     FAKE_HTTP_BUSY_1S,    /* the same with Retry-After: 1 */
     FAKE_HTTP_LOST,       /* 503 whose KLD-Status says device_lost */
     FAKE_HTTP_INVALID,    /* 400 with an error text */
+    FAKE_HTTP_LOCKED,     /* 401 with an error text */
     FAKE_HTTP_PLAIN_500,  /* 500, not JSON */
     FAKE_HTTP_HANG_UP,    /* the connection is closed without an answer */
     FAKE_HTTP_CUT,        /* the connection is closed in the middle of the tail */
@@ -30,9 +31,10 @@ struct fake_http {
     char url[64];
     atomic_int mode; /* of the next `times` infer requests; good ones afterwards */
     atomic_int times;
-    atomic_int requests, not_ready; /* not_ready: so many times is /v2/health/ready a 503 */
-    _Atomic(const char *) metadata; /* what GET /v2 says; NULL: "fake", "1.2" and nothing else */
-    char last_head[4096];           /* the JSON of the last infer request */
+    atomic_int requests, not_ready;    /* not_ready: so many times is /v2/health/ready a 503 */
+    _Atomic(const char *) metadata;    /* what GET /v2 says; NULL: "fake", "1.2" and nothing else */
+    _Atomic(const char *) turned_away; /* so long GET /v2 is answered with this status line */
+    char last_head[4096];              /* the JSON of the last infer request */
     char last_authorization[256], last_traceparent[64]; /* "0": none */
 
     int listener;

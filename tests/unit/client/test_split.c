@@ -4,10 +4,14 @@
 #include "tests/unit/client/small_request.h"
 #include "tests/unit/unit.h"
 
+#include <arpa/inet.h>
 #include <math.h>
+#include <netinet/in.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "client/kld.h"
 #include "tests/unit/client/fake_http.h"
@@ -509,6 +513,116 @@ START_TEST(only_servers_of_one_kind) {
 }
 END_TEST
 
+/* Until the second of two fakes has had a part. */
+static void expect_to_be_taken(struct kld_connection *connection) {
+    struct kld_result result;
+    int before = server[1].requests;
+    for (int i = 0; i < 500 && server[1].requests == before; i++) {
+        struct kld_request request = small();
+        enum kld_status status = kld_run(connection, &request, &result, &error);
+        ck_assert_msg(status == KLD_OK, "%s", error.text);
+        check_small(&result, small_gradient);
+        nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
+        kld_process(connection, 0, NULL);
+    }
+    ck_assert_int_gt(server[1].requests, before);
+}
+
+/* It says who it is once it knows. */
+START_TEST(a_server_that_is_only_starting) {
+    char url[256];
+    struct kld_connection *connection = open_fakes(2, 0, url);
+    kld_close(connection);
+    server[1].metadata = "{\"name\":\"fake\",\"version\":\"1.2\"}";
+    server[1].not_ready = 1000000;
+    enum kld_status status = kld_connect(url, NULL, &connection, &error);
+    ck_assert_msg(status == KLD_OK, "%s", error.text);
+    server[1].metadata = METADATA("1.2", "cpu", "x (v)");
+    server[1].not_ready = 0;
+    expect_to_be_taken(connection);
+    kld_close(connection);
+    close_fakes(2);
+}
+END_TEST
+
+START_TEST(one_that_turned_a_question_away_is_asked_again) {
+    const char *const lines[] = {"429 Too Many Requests", "500 Oops", "503 Service Unavailable"};
+    char url[256];
+    struct kld_connection *connection = open_fakes(2, 0, url);
+    kld_close(connection);
+    for (int i = 0; i < 3; i++) {
+        server[1].turned_away = lines[i];
+        enum kld_status status = kld_connect(url, NULL, &connection, &error);
+        ck_assert_msg(status == KLD_OK, "%s", error.text);
+        server[1].turned_away = NULL;
+        expect_to_be_taken(connection);
+        kld_close(connection);
+    }
+    close_fakes(2);
+}
+END_TEST
+
+/* Its token was revoked: the others do what it does not, and only where all say so it is told. */
+START_TEST(one_that_does_not_let_us_in_any_more) {
+    char url[256];
+    struct kld_connection *connection = open_fakes(2, 0, url);
+    struct kld_result result;
+    server[1].mode = FAKE_HTTP_LOCKED;
+    server[1].times = 1000000;
+    for (int i = 0; i < 20; i++) {
+        struct kld_request request = small();
+        enum kld_status status = kld_run(connection, &request, &result, &error);
+        ck_assert_msg(status == KLD_OK, "%s", error.text);
+        check_small(&result, small_gradient);
+    }
+    ck_assert_int_le(server[1].requests, 2);
+    server[0].mode = FAKE_HTTP_LOCKED;
+    server[0].times = 1000000;
+    struct kld_request request = small();
+    ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_UNAUTHENTICATED);
+    ck_assert_msg(strstr(error.text, "none of 2 servers is left"), "%s", error.text);
+    ck_assert_msg(strstr(error.text, "the token is not known here"), "%s", error.text);
+    kld_close(connection);
+    close_fakes(2);
+}
+END_TEST
+
+/* They take connections and answer nothing; the one that is there comes last. */
+START_TEST(silent_servers_do_not_add_up) {
+    enum { SILENT = 6 };
+    int listener[SILENT];
+    char url[512], *at = url + sprintf(url, "split:");
+    for (int i = 0; i < SILENT; i++) {
+        struct sockaddr_in address = {.sin_family = AF_INET,
+                                      .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+        socklen_t bytes = sizeof address;
+        listener[i] = socket(AF_INET, SOCK_STREAM, 0);
+        ck_assert_int_eq(bind(listener[i], (struct sockaddr *)&address, bytes), 0);
+        ck_assert_int_eq(listen(listener[i], 8), 0);
+        getsockname(listener[i], (struct sockaddr *)&address, &bytes);
+        at += sprintf(at, "http://127.0.0.1:%u,", ntohs(address.sin_port));
+    }
+    struct kld_connection *connection;
+    memset(server, 0, sizeof server);
+    fake_http_open(&server[0]);
+    server[0].metadata = METADATA("1.2", "cpu", "x (v)");
+    strcpy(at, server[0].url);
+    struct timespec begin, end;
+    clock_gettime(CLOCK_MONOTONIC, &begin);
+    ck_assert_int_eq(kld_connect(url, NULL, &connection, &error), KLD_OK);
+    for (int i = 0; i < 5; i++) {
+        struct kld_request request = small();
+        ck_assert_int_eq(kld_run(connection, &request, NULL, &error), KLD_OK);
+    }
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    ck_assert_int_le(end.tv_sec - begin.tv_sec, SILENT - 2); /* and not a second for each */
+    kld_close(connection);
+    close_fakes(1);
+    for (int i = 0; i < SILENT; i++)
+        close(listener[i]);
+}
+END_TEST
+
 static int tell(void *user, uint64_t done, uint64_t total) {
     ck_assert_uint_le(done, total);
     *(uint64_t *)user = done;
@@ -534,4 +648,6 @@ END_TEST
 UNIT_MAIN("client/split", the_bits_of_one, unusual_weights, other_layouts,
           several_at_once_and_given_up, wrong_lists, a_lost_server, a_wrong_request_is_nobodys_loss,
           parts_are_of_the_callers_trace, what_kills_devices_is_given_up, no_server_is_left,
-          no_server_is_what_it_was, only_servers_of_one_kind, progress_and_its_end)
+          no_server_is_what_it_was, only_servers_of_one_kind, a_server_that_is_only_starting,
+          one_that_turned_a_question_away_is_asked_again, one_that_does_not_let_us_in_any_more,
+          silent_servers_do_not_add_up, progress_and_its_end)
