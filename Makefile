@@ -54,6 +54,7 @@ EXAMPLES_C := $(wildcard client/examples/*.c)
 UNIT_C     := $(shell find tests/unit -name 'test_*.c' 2>/dev/null | sort)
 TABLE_C    := $(wildcard tests/unit/kernels/kernel_table.c)
 UNIT_AUX_C := $(filter-out $(TABLE_C),$(shell find tests/unit -name '*.c' ! -name 'test_*.c' 2>/dev/null | sort))
+FAIL_C     := $(wildcard tests/fail/*.c)
 FUZZ_C     := $(wildcard tests/fuzz/*.c)
 BENCH_C    := $(wildcard tests/bench/*.c)
 
@@ -81,7 +82,7 @@ NVCC_FLAGS := -O3 $(NVCC_EXTRA) -std=c++17 -I. -Xcompiler -fPIC,-fvisibility=hid
   -gencode arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS)) \
   $(if $(NVCC),$(shell $(NVCC) --help 2>/dev/null | grep -q compress-mode && echo --compress-mode=size))
 
-.PHONY: all lib unit examples bench-programs programs metrics install dist image print-cuda wheel lint check check-gpu bench fuzz fuzz-dist fuzz-coverage demo valgrind \
+.PHONY: all lib unit examples bench-programs programs metrics install dist image print-cuda wheel lint check check-gpu bench fuzz fuzz-dist fuzz-coverage demo fail-nth valgrind \
   coverage clean help
 all: $(BUILD)/kld-server $(BUILD)/kld $(BUILD)/libkld.so $(BUILD)/libkld.a
 lib: $(BUILD)/libkld.a $(BUILD)/libkld.so
@@ -179,8 +180,15 @@ $(BUILD)/fuzz/%: $(BUILD)/fuzz/obj/tests/fuzz/%.c.o $(BUILD)/fuzz/libfuzzed.a
 	@echo "  LD    $@"
 	$(Q)clang $(FUZZ_FLAGS) -fsanitize=fuzzer $^ -o $@ -Wl,--as-needed $(SERVER_LIBS) -lcurl -lm
 
+# Loaded before libc it makes the N-th call of a kind fail; sanitizers have malloc() for themselves.
+$(BUILD)/tests/fail/nth.so: $(FAIL_C) $(wildcard tests/fail/*.h)
+	@mkdir -p $(@D)
+	@echo "  LD    $@"
+	$(Q)$(CC) $(filter-out $(FORTIFY),$(CPPFLAGS)) $(filter-out $(SAN_FLAGS),$(ALL_CFLAGS)) -shared $(FAIL_C) -o $@ -ldl -lgcc_s
+FAIL_SO := $(if $(SANITIZE),,$(BUILD)/tests/fail/nth.so)
+
 # Everything that a test may run.
-programs: all unit examples bench-programs $(if $(TABLE_C),$(BUILD)/kernel-table)
+programs: all unit examples bench-programs $(if $(TABLE_C),$(BUILD)/kernel-table) $(FAIL_SO)
 
 .SECONDARY:
 -include $(shell find $(BUILD)/obj $(BUILD)/fuzz/obj $(CUDA_BUILD)/cuda -name '*.d' 2>/dev/null)
@@ -246,6 +254,9 @@ fuzz-coverage:
 
 metrics: $(BUILD)/kld-server
 	@deploy/metrics.sh $(BUILD)
+
+fail-nth: $(BUILD)/kld-server $(BUILD)/kld $(FAIL_SO)
+	@FAIL_NTH_EVERY=1 tests/run --build $(BUILD) --only e2e -k test_fail_nth
 
 valgrind:
 	@deploy/deps.sh build check valgrind

@@ -1,0 +1,39 @@
+"""The N-th of everything fails, in each role of a server, while each part of a conversation over both fronts
+runs (failparts.py): the answer is right or an error says what was wrong; nothing ends, hangs or is left
+behind; and the same part, undisturbed, is right afterwards. FAIL_NTH_EVERY=1 (make fail-nth) takes every N;
+without it each part's are sampled, the same ones each time.
+"""
+import os
+
+import pytest
+
+import faillib
+from failparts import HTTP, UNIX
+
+EVERY = int(os.environ.get("FAIL_NTH_EVERY", 0))
+STEP = 17  # of a sample; the first N is another one for each part
+pytestmark = pytest.mark.skipif(not faillib.LIBRARY.exists(), reason="no tests/fail/nth.so in this build")
+
+# Role -> what it is asked to do without, and while what is said.
+WORKER = ["memory", "map", "send", "receive", "epoll", "interrupt"]
+KINDS = {"worker": lambda part: WORKER if part in UNIX else []}
+
+
+@pytest.fixture(scope="module")
+def sweep():
+    one = faillib.Sweep()
+    yield one
+    one.report()
+    one.close()
+
+
+@pytest.mark.parametrize("role", KINDS)
+@pytest.mark.parametrize("part", UNIX + HTTP, ids=lambda part: part.__name__)
+@pytest.mark.timeout(3000 if EVERY else 300)
+def test_right_or_a_clear_error(sweep, role, part):
+    before = len(sweep.problems)
+    for number, kind in enumerate(KINDS[role](part)):
+        step = EVERY or STEP
+        begin = 1 if EVERY else 1 + (number * 5 + (UNIX + HTTP).index(part) * 3) % STEP
+        sweep.sweep(role, kind, part, step=step, begin=begin)
+    assert not sweep.problems[before:], "\n".join(sweep.problems[before:])
