@@ -11,9 +11,27 @@ enum kld_coding kld_exchange_coding(const struct kld_exchange *exchange) {
     return kld_coding_choose(kld_exchange_header(exchange, MHD_HTTP_HEADER_ACCEPT_ENCODING));
 }
 
-void kld_exchange_say_packed(struct MHD_Response *response, enum kld_coding coding) {
-    MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_ENCODING, kld_coding_name(coding));
-    MHD_add_response_header(response, MHD_HTTP_HEADER_VARY, MHD_HTTP_HEADER_ACCEPT_ENCODING);
+void kld_exchange_add_header(struct MHD_Response **response, const char *name, const char *value) {
+    if (!*response || MHD_add_response_header(*response, name, value) == MHD_YES)
+        return;
+    MHD_destroy_response(*response);
+    *response = NULL;
+}
+
+void kld_exchange_say_packed(struct MHD_Response **response, enum kld_coding coding) {
+    kld_exchange_add_header(response, MHD_HTTP_HEADER_CONTENT_ENCODING, kld_coding_name(coding));
+    kld_exchange_add_header(response, MHD_HTTP_HEADER_VARY, MHD_HTTP_HEADER_ACCEPT_ENCODING);
+}
+
+struct MHD_Response *kld_exchange_spare(void) {
+    static char text[] = "{\"error\":\"out of memory\"}";
+    struct MHD_Response *response =
+        MHD_create_response_from_buffer(sizeof text - 1, text, MHD_RESPMEM_PERSISTENT);
+    kld_exchange_add_header(&response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
+    kld_exchange_add_header(&response, "KLD-Status", kld_status_name(KLD_NO_MEMORY));
+    kld_exchange_add_header(&response, MHD_HTTP_HEADER_RETRY_AFTER, "1");
+    kld_exchange_add_header(&response, MHD_HTTP_HEADER_CONNECTION, "close");
+    return response;
 }
 
 /* NULL: no memory, or not worth it. */
@@ -25,7 +43,7 @@ static struct MHD_Response *pack(enum kld_coding coding, const char *text, size_
         *ret_bytes ? MHD_create_response_from_buffer(*ret_bytes, packed, MHD_RESPMEM_MUST_FREE)
                    : NULL;
     if (response)
-        kld_exchange_say_packed(response, coding);
+        kld_exchange_say_packed(&response, coding); /* else it frees what it was given */
     else
         free(packed);
     return response;
@@ -42,8 +60,8 @@ void kld_exchange_reply_text(struct kld_exchange *exchange, unsigned http_status
     else
         response =
             MHD_create_response_from_buffer(bytes, (void *)(uintptr_t)text, MHD_RESPMEM_MUST_COPY);
-    if (response && bytes)
-        MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, type);
+    if (bytes)
+        kld_exchange_add_header(&response, MHD_HTTP_HEADER_CONTENT_TYPE, type);
     if (response)
         kld_stats_add(exchange->gateway->stats, KLD_STAT_http_sent_bytes_total, (int64_t)bytes);
     kld_exchange_reply(exchange, http_status, response);
@@ -70,15 +88,14 @@ void kld_exchange_reply_error(struct kld_exchange *exchange, const struct kld_er
     kld_oip_append_error(&text, error->text[0] ? error->text : kld_status_text(error->status));
     struct MHD_Response *response =
         MHD_create_response_from_buffer(text.length, buffer, MHD_RESPMEM_MUST_COPY);
-    if (response) {
-        MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
-        MHD_add_response_header(response, "KLD-Status", kld_status_name(error->status));
-        if (http_status == 503 || http_status == 429)
-            MHD_add_response_header(response, MHD_HTTP_HEADER_RETRY_AFTER, "1");
-        if (http_status == 401)
-            MHD_add_response_header(response, MHD_HTTP_HEADER_WWW_AUTHENTICATE, "Bearer");
+    kld_exchange_add_header(&response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
+    kld_exchange_add_header(&response, "KLD-Status", kld_status_name(error->status));
+    if (http_status == 503 || http_status == 429)
+        kld_exchange_add_header(&response, MHD_HTTP_HEADER_RETRY_AFTER, "1");
+    if (http_status == 401)
+        kld_exchange_add_header(&response, MHD_HTTP_HEADER_WWW_AUTHENTICATE, "Bearer");
+    if (response)
         kld_stats_add(exchange->gateway->stats, KLD_STAT_http_sent_bytes_total,
                       (int64_t)text.length);
-    }
     kld_exchange_reply(exchange, http_status, response);
 }

@@ -25,6 +25,7 @@ struct kld_http {
     struct kld_gateway *gateway;
     const struct kld_http_handler *handler;
     struct MHD_Daemon *daemon;
+    struct MHD_Response *spare; /* where there is no memory for a reply */
     struct kld_drive drive;
     int open_handles;
     bool taken;   /* MHD told of the connection that it is being given */
@@ -177,16 +178,22 @@ static void start(struct kld_http *http, struct kld_exchange *exchange, const ch
     kld_exchange_reply_error(exchange, &error);
 }
 
+static enum MHD_Result queue_spare(struct kld_http *http, struct MHD_Connection *connection) {
+    kld_stats_http_reply(http->gateway->stats, MHD_HTTP_SERVICE_UNAVAILABLE);
+    http->drive.queued = true;
+    return MHD_queue_response(connection, MHD_HTTP_SERVICE_UNAVAILABLE, http->spare);
+}
+
 static enum MHD_Result queue_reply(struct kld_exchange *exchange) {
+    struct kld_http *http = exchange->gateway->http;
     struct MHD_Response *response = exchange->response;
-    if (!response)
-        return MHD_NO;
-    exchange->response = NULL;
     exchange->queued = true;
-    kld_stats_http_reply(exchange->gateway->stats, exchange->http_status);
-    struct kld_drive *drive = &exchange->gateway->http->drive;
-    drive->queued = true;
-    drive->sending++;
+    http->drive.sending++;
+    if (!response)
+        return queue_spare(http, exchange->connection);
+    exchange->response = NULL;
+    kld_stats_http_reply(http->gateway->stats, exchange->http_status);
+    http->drive.queued = true;
     enum MHD_Result result =
         MHD_queue_response(exchange->connection, exchange->http_status, response);
     MHD_destroy_response(response);
@@ -272,10 +279,10 @@ static enum MHD_Result access_handler(void *user, struct MHD_Connection *connect
         return MHD_NO;
     if (!exchange) {
         struct kld_watched *watched = watched_of(connection);
-        if (!watched) /* no memory for it: nobody would know what it may ask, nor cut it off */
-            return MHD_NO;
-        if (!(exchange = *context = open_exchange(http, connection, path_of(url), method)))
-            return MHD_NO;
+        /* No memory for it: nobody would know what it may ask, nor cut it off. */
+        if (!watched ||
+            !(exchange = *context = open_exchange(http, connection, path_of(url), method)))
+            return queue_spare(http, connection);
         watched->exchange = exchange;
         watched->exchanges++;
         exchange->metrics_only = watched->metrics;
@@ -298,16 +305,7 @@ static enum MHD_Result access_handler(void *user, struct MHD_Connection *connect
     return MHD_YES;
 }
 
-static void completed(void *user, struct MHD_Connection *connection, void **context,
-                      enum MHD_RequestTerminationCode code) {
-    struct kld_http *http = user;
-    struct kld_exchange *exchange = *context;
-    if (!exchange)
-        return;
-    *context = NULL;
-    struct kld_watched *watched = watched_of(connection);
-    if (watched)
-        watched->exchange = NULL;
+static void close_exchange(struct kld_http *http, struct kld_exchange *exchange) {
     if (exchange->response)
         MHD_destroy_response(exchange->response);
     http->drive.sending -= exchange->queued;
@@ -320,6 +318,16 @@ static void completed(void *user, struct MHD_Connection *connection, void **cont
     if (exchange->after)
         exchange->after->before = exchange->before;
     free(exchange);
+}
+
+static void completed(void *user, struct MHD_Connection *connection, void **context,
+                      enum MHD_RequestTerminationCode code) {
+    struct kld_watched *watched = watched_of(connection);
+    if (watched)
+        watched->exchange = NULL;
+    if (*context)
+        close_exchange(user, *context);
+    *context = NULL;
 }
 
 static void watch(struct kld_http *http, struct MHD_Connection *connection, void **context) {
@@ -347,7 +355,11 @@ static void connection_changed(void *user, struct MHD_Connection *connection, vo
         kld_stats_add(http->gateway->stats, KLD_STAT_http_connections_total, 1);
         watch(http, connection, context);
     } else if (*context) {
-        kld_tls_release(((struct kld_watched *)*context)->keys);
+        struct kld_watched *watched = *context;
+        /* MHD does not tell of its end where it cannot watch the socket again (0.9.75). */
+        if (watched->exchange)
+            close_exchange(http, watched->exchange);
+        kld_tls_release(watched->keys);
         kld_watch_remove(&http->watch, *context);
         *context = NULL;
     }
@@ -444,11 +456,13 @@ enum kld_status kld_http_open(struct kld_gateway *gateway, const struct kld_http
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     http->gateway = gateway;
     http->handler = handler;
-    http->daemon = start_daemon(http);
+    http->spare = kld_exchange_spare();
+    http->daemon = http->spare ? start_daemon(http) : NULL;
     if (!http->daemon || kld_drive_open(&http->drive, &gateway->loop, http->daemon, &http->watch,
                                         gateway->links) != 0) {
         if (http->daemon)
             MHD_stop_daemon(http->daemon);
+        MHD_destroy_response(http->spare);
         free(http);
         return kld_error_set(err, KLD_UNAVAILABLE, "the HTTP server cannot be started");
     }
@@ -463,6 +477,7 @@ static void part_closed(void *user) {
     if (--http->open_handles)
         return;
     http->closed(http->closed_user);
+    MHD_destroy_response(http->spare);
     free(http);
 }
 

@@ -91,12 +91,18 @@ const char *kld_exchange_header(const struct kld_exchange *exchange, const char 
 /* The same, but NULL where there are several of that name. */
 const char *kld_exchange_header_alone(const struct kld_exchange *exchange, const char *name);
 
-/* Once an exchange. Takes over the response; NULL (no memory) closes the connection. */
+/* Once an exchange. Takes over the response; NULL, no memory for it, is 503 and the end of the
+ * connection. */
 void kld_exchange_reply(struct kld_exchange *exchange, unsigned http_status,
                         struct MHD_Response *response);
+/* Without one of its headers a reply would say something else: where there is no memory for it the
+ * response is destroyed and *response NULL. Nothing happens where it was before. */
+void kld_exchange_add_header(struct MHD_Response **response, const char *name, const char *value);
+/* The reply where there is no memory for one. NULL: nor for this. */
+struct MHD_Response *kld_exchange_spare(void);
 /* What the client accepts for a reply in JSON; and the headers of a reply that is compressed so. */
 enum kld_coding kld_exchange_coding(const struct kld_exchange *exchange);
-void kld_exchange_say_packed(struct MHD_Response *response, enum kld_coding coding);
+void kld_exchange_say_packed(struct MHD_Response **response, enum kld_coding coding);
 void kld_exchange_reply_text(struct kld_exchange *exchange, unsigned http_status, const char *type,
                              const char *text, size_t bytes);
 /* {"error": ...}, with Retry-After where it may help. */

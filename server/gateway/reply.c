@@ -21,7 +21,7 @@ static struct MHD_Response *packed_response(struct kld_infer *infer) {
         return NULL;
     kld_stats_add(infer->gateway->stats, KLD_STAT_http_sent_bytes_total,
                   (int64_t)infer->packed_bytes);
-    kld_exchange_say_packed(response, infer->coding);
+    kld_exchange_say_packed(&response, infer->coding);
     return response;
 }
 
@@ -58,13 +58,11 @@ void kld_infer_reply(struct kld_infer *infer) {
     bool binary;
     char length[24];
     struct MHD_Response *response = make_response(infer, &binary);
-    if (response) {
-        MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE,
-                                binary ? "application/octet-stream" : "application/json");
-        if (binary) {
-            snprintf(length, sizeof length, "%zu", infer->reply.length);
-            MHD_add_response_header(response, "Inference-Header-Content-Length", length);
-        }
+    kld_exchange_add_header(&response, MHD_HTTP_HEADER_CONTENT_TYPE,
+                            binary ? "application/octet-stream" : "application/json");
+    if (binary) {
+        snprintf(length, sizeof length, "%zu", infer->reply.length);
+        kld_exchange_add_header(&response, "Inference-Header-Content-Length", length);
     }
     kld_infer_count(infer, response ? KLD_OK : KLD_NO_MEMORY);
     kld_exchange_reply(infer->exchange, 200, response);

@@ -340,10 +340,8 @@ static void refuse_method(struct kld_exchange *exchange, const char *methods) {
     kld_oip_append(&text, "{\"error\":\"this path takes %s\"}", methods);
     struct MHD_Response *response =
         MHD_create_response_from_buffer(text.length, buffer, MHD_RESPMEM_MUST_COPY);
-    if (response) {
-        MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
-        MHD_add_response_header(response, MHD_HTTP_HEADER_ALLOW, methods);
-    }
+    kld_exchange_add_header(&response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
+    kld_exchange_add_header(&response, MHD_HTTP_HEADER_ALLOW, methods);
     kld_exchange_reply(exchange, 405, response);
 }
 

@@ -144,7 +144,10 @@ enum kld_status kld_shm_read(const struct kld_shm_object *object, uint64_t offse
         ssize_t got = pread(object->fd, (char *)to + done, piece, (off_t)(at + done));
         if (got < 0 && errno == EINTR)
             continue;
-        if (got <= 0)
+        if (got < 0)
+            return kld_error_set(err, KLD_INTERNAL, "region '%.60s' cannot be read: %s",
+                                 object->name, strerror(errno));
+        if (got == 0)
             return cut_short(object, err);
         done += (uint64_t)got;
     }

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.skipif(not faillib.LIBRARY.exists(), reason="no tests/f
 
 # Role -> what it is asked to do without, and while what is said.
 WORKER = ["memory", "map", "send", "receive", "epoll", "interrupt"]
-KINDS = {"worker": lambda part: WORKER if part in UNIX else []}
+KINDS = {"worker": lambda part: WORKER if part in UNIX else [],
+         "gateway": lambda part: ["memory", "map", "interrupt", "connect", "file"] if part in HTTP else []}
 
 
 @pytest.fixture(scope="module")
