@@ -2,6 +2,7 @@
  * REGION_ADD, EVENT_ADD, SUBMIT and COPY are answered later by region.c, event.c and core.c.
  * Reads and writes no socket (session.c). Worker process, loop thread. */
 #include <string.h>
+#include <sys/socket.h>
 
 #include "server/log.h"
 #include "server/worker/closer.h"
@@ -185,14 +186,19 @@ static enum kld_status dispatch(struct kld_session *session, const union kld_fra
     }
 }
 
-void kld_session_packet(struct kld_session *session, const void *data, size_t bytes, bool cut,
+void kld_session_packet(struct kld_session *session, const void *data, size_t bytes, int flags,
                         int *fds, unsigned fds_count) {
     struct kld_stats *counters = session->worker->stats;
     struct kld_error error = {.status = KLD_OK};
     uint64_t request = 0;
     bool fd_taken = false;
-    enum kld_status status = kld_frame_check(data, bytes, fds_count, cut, &request, &error);
-    if (status) {
+    enum kld_status status =
+        kld_frame_check(data, bytes, fds_count, (flags & MSG_TRUNC) != 0, &request, &error);
+    if (status && (flags & MSG_CTRUNC)) {
+        /* There was room for all that a packet can carry: this process had none for them. */
+        kld_error_set(&error, KLD_NO_MEMORY,
+                      "the worker has no file descriptor left for the one that came with this");
+    } else if (status) {
         kld_stats_add(counters, KLD_STAT_unix_frames_invalid_total, 1);
     } else {
         union kld_frame frame;

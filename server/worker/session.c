@@ -126,8 +126,7 @@ static bool receive(struct kld_session *session, bool *ret_end) {
         *ret_end = true;
         return false;
     }
-    bool cut = message.msg_flags & (MSG_TRUNC | MSG_CTRUNC);
-    kld_session_packet(session, &frame, (size_t)bytes, cut, fds, fds_count);
+    kld_session_packet(session, &frame, (size_t)bytes, message.msg_flags, fds, fds_count);
     return true;
 }
 

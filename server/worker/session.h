@@ -118,8 +118,8 @@ void kld_session_reply_error(struct kld_session *session, uint64_t request,
 void kld_session_poll(struct kld_session *session);
 /* Sends what is kept, as far as the socket takes it. */
 void kld_session_flush(struct kld_session *session);
-/* frames.c: acts on one packet. Descriptors are taken over. */
-void kld_session_packet(struct kld_session *session, const void *data, size_t bytes, bool cut,
+/* frames.c: acts on one packet. Descriptors are taken over. flags: of recvmsg(). */
+void kld_session_packet(struct kld_session *session, const void *data, size_t bytes, int flags,
                         int *fds, unsigned fds_count);
 
 /* lane.c */

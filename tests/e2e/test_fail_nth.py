@@ -15,9 +15,9 @@ STEP = 17  # of a sample; the first N is another one for each part
 pytestmark = pytest.mark.skipif(not faillib.LIBRARY.exists(), reason="no tests/fail/nth.so in this build")
 
 # Role -> what it is asked to do without, and while what is said.
-WORKER = ["memory", "map", "send", "receive", "epoll", "interrupt"]
-KINDS = {"worker": lambda part: WORKER if part in UNIX else [],
-         "gateway": lambda part: ["memory", "map", "interrupt", "connect", "file"] if part in HTTP else []}
+WORKER = ["memory", "map", "descriptor", "send", "receive", "epoll", "interrupt"]
+GATEWAY = ["memory", "map", "descriptor", "epoll", "interrupt", "connect", "file"]
+KINDS = {"worker": lambda part: WORKER if part in UNIX else [], "gateway": lambda part: GATEWAY if part in HTTP else []}
 
 
 @pytest.fixture(scope="module")
