@@ -84,12 +84,31 @@ static enum kld_status connect_once(struct kld_pool *pool, struct kld_error *err
 
 /* ---- Jobs -------------------------------------------------------------------------------------*/
 
+/* A connection may end without its worker, and so without another epoch: then libkld says of each
+ * buffer that is named that it is lost. Nobody is to be given it again, nor what was kept beside
+ * it. */
+static void note_lost(struct kld_pool_job *job, enum kld_status status) {
+    if (status != KLD_DEVICE_LOST && status != KLD_UNAVAILABLE)
+        return;
+    for (struct kld_pool_buffer *one = job->pool->buffers; one; one = one->after)
+        if (one->kept_ns)
+            atomic_store(&one->lost, true);
+    if (job->kind != KLD_POOL_RUN) {
+        atomic_store(&job->buffer->lost, !job->buffer->imported);
+        return;
+    }
+    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
+        if (job->slot[slot] && !job->slot[slot]->imported)
+            atomic_store(&job->slot[slot]->lost, true);
+}
+
 static void call_done(void *user, enum kld_status status, const struct kld_result *result,
                       const struct kld_error *error) {
     struct kld_pool_job *job = user;
     kld_pool_list_remove(&job->pool->running, job);
     if (result)
         job->result = *result;
+    note_lost(job, status);
     finish(job, status, error);
 }
 
@@ -217,9 +236,11 @@ static void send_waiting(struct kld_pool *pool) {
         if (status == KLD_NO_MEMORY && job->kind == KLD_POOL_OPEN && tried) {
             atomic_store(&job->starved, true);
             kld_pool_list_add(&pool->starved, job);
-        } else if (status || opens)
+        } else if (status || opens) {
+            if (!opens)
+                note_lost(job, status);
             finish(job, status, &error);
-        else
+        } else
             kld_pool_list_add(&pool->running, job);
     }
 }

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(not faillib.LIBRARY.exists(), reason="no tests/f
 
 # Role -> what it is asked to do without, and while what is said.
 WORKER = ["memory", "map", "descriptor", "send", "receive", "epoll", "interrupt"]
-GATEWAY = ["memory", "map", "descriptor", "epoll", "interrupt", "connect", "file"]
-KINDS = {"worker": lambda part: WORKER if part in UNIX else [], "gateway": lambda part: GATEWAY if part in HTTP else []}
+GATEWAY = [*WORKER, "connect", "file"]
+KINDS = {"worker": lambda part: WORKER, "gateway": lambda part: GATEWAY if part in HTTP else []}
 
 
 @pytest.fixture(scope="module")
