@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 
-from conftest import BIN, Server, children_of
+from conftest import BIN, Server, children_of, wait_until
 
 KINDS = ["none", "memory", "map", "descriptor", "send", "receive", "file", "epoll", "thread", "interrupt",
          "option", "connect", "cuda"]
@@ -20,7 +20,7 @@ ROLES = ["supervisor", "worker", "gateway", "other"]
 SLOT = 512
 HEAD = struct.Struct("<IiQQQQqqII")  # kind, error, first, last, count, failed, blocks, bytes, pid, frames
 FRAMES, CALL = 40, HEAD.size + 8 * 40
-LIBRARY = BIN / "tests" / "fail" / "nth.so"
+LIBRARY = pathlib.Path(os.environ.get("FAIL_NTH_LIBRARY", BIN / "tests" / "fail" / "nth.so"))
 VERBOSE = "FAIL_NTH_VERBOSE" in os.environ
 BLOCKS_OF_CACHES = 8  # that a role may come to keep for good while it works, a grown table, say
 
@@ -216,9 +216,11 @@ class Sweep:
             print("PROBLEM", self.problems[-1], flush=True)
 
     @staticmethod
-    def allowed(kind, site):
-        """libuv ends the process where a descriptor cannot be watched again: it is replaced."""
-        return kind == "epoll" and "epoll_ctl < uv" in site
+    def allowed(kind, site, dead):
+        """libuv ends the process where a descriptor cannot be watched again: it is replaced. So is a worker
+        whose device is lost, which it says by its exit status."""
+        return (kind == "epoll" and "epoll_ctl < uv" in site or
+                kind == "cuda" and not any("signal=" in line or "status=1" in line for line in dead))
 
     def one(self, role, kind, part, first, last=None, error=0, careful=False):
         """-> whether a call failed at all. careful: looks at once for what is left behind."""
@@ -238,6 +240,8 @@ class Sweep:
         self.sites[outcome][role, kind, part.__name__, site, text] += 1
         if outcome in ("wrong", "hang", "blamed"):
             self.fault(role, kind, part, first, last, error, f"{outcome}: {text}\n   {site}")
+        if kind == "cuda":  # a worker whose device is lost leaves
+            wait_until(lambda: self.server.request("/v2/health/ready")[0] == 200, 60, "a worker")
         for again in range(3):
             after = self.attempt(part)
             if after[0] == "right":
@@ -246,7 +250,7 @@ class Sweep:
             self.fault(role, kind, part, first, last, error, f"afterwards not right {again} times: {after}\n   {site}")
         dead = [line for line in self.server.log()[mark:].splitlines() if "child" in line]
         left = {"replaced": dead} if dead else self.settle() if careful else None
-        if left and not (dead and self.allowed(kind, site)):
+        if left and not (dead and self.allowed(kind, site, dead)):
             self.fault(role, kind, part, first, last, error, f"before and after: {left}\n   {site}")
         if left:
             self.rest()

@@ -4,6 +4,7 @@ behind; and the same part, undisturbed, is right afterwards. FAIL_NTH_EVERY=1 (m
 without it each part's are sampled, the same ones each time.
 """
 import os
+import subprocess
 
 import pytest
 
@@ -11,6 +12,7 @@ import faillib
 from failparts import HTTP, UNIX
 
 EVERY = int(os.environ.get("FAIL_NTH_EVERY", 0))
+OUT_OF_MEMORY, LAUNCH_FAILED = 2, 719  # of cudaError_t: one that passes, one that ends the context
 STEP = 17  # of a sample; the first N is another one for each part
 pytestmark = pytest.mark.skipif(not faillib.LIBRARY.exists(), reason="no tests/fail/nth.so in this build")
 
@@ -21,8 +23,8 @@ KINDS = {"worker": lambda part: WORKER, "gateway": lambda part: GATEWAY if part 
 
 
 @pytest.fixture(scope="module")
-def sweep():
-    one = faillib.Sweep()
+def sweep(backend):
+    one = faillib.Sweep(backend=backend)
     yield one
     one.report()
     one.close()
@@ -37,4 +39,21 @@ def test_right_or_a_clear_error(sweep, role, part):
         step = EVERY or STEP
         begin = 1 if EVERY else 1 + (number * 5 + (UNIX + HTTP).index(part) * 3) % STEP
         sweep.sweep(role, kind, part, step=step, begin=begin)
+    assert not sweep.problems[before:], "\n".join(sweep.problems[before:])
+
+
+def reached(backend):
+    """Does nth.so see CUDA's runtime, or is it inside libkld.so?"""
+    said = subprocess.run(["ldd", str(faillib.BIN / "libkld.so")], capture_output=True, text=True)
+    return backend == "cuda" and "libcudart.so" in said.stdout
+
+
+@pytest.mark.parametrize("error", [OUT_OF_MEMORY, LAUNCH_FAILED])
+@pytest.mark.parametrize("part", UNIX + HTTP, ids=lambda part: part.__name__)
+@pytest.mark.timeout(3000)
+def test_cuda(sweep, backend, part, error):
+    if not reached(backend):
+        pytest.skip("needs --backend cuda and a libkld.so with the shared runtime (tests/README.md)")
+    before = len(sweep.problems)
+    sweep.sweep("worker", "cuda", part, step=EVERY or STEP, error=error)
     assert not sweep.problems[before:], "\n".join(sweep.problems[before:])
