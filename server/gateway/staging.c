@@ -1,7 +1,7 @@
-/* staging.c - a sealed memfd, a first-fit allocator over it, and whose turn it is (staging.h).
- * Each area's list of ranges covers all of it, in order, with no two free neighbours. A list is
- * enough: there are at most a few ranges for each request in flight. Any thread: lists and queues
- * are under a mutex. */
+/* staging.c - a sealed memfd, an allocator over it, and whose turn it is (staging.h). Each area's
+ * list of ranges covers all of it, in order, with no two free neighbours. Thousands of requests may
+ * have some, so nothing looks for one along that list: free ones are found by their size, those in
+ * use by where they begin. Any thread: lists and queues are under a mutex. */
 #include "server/gateway/staging.h"
 
 #include <errno.h>
@@ -14,8 +14,13 @@
 #include <unistd.h>
 #include <uv.h>
 
+#define SIZES 48 /* lists of free ranges, each of those up to twice as large as the last list's */
+#define PLACES 1024 /* lists of used ranges; a power of two */
+
 struct range {
     struct range *before, *after;
+    struct range *newer, *older; /* in its list of free ones */
+    struct range *next;          /* in its list of used ones */
     uint64_t offset, bytes;
     bool used, json;
     const struct kld_staging_turn *owner; /* NULL: none, or it never waits */
@@ -25,6 +30,8 @@ struct range {
 struct area {
     uint64_t offset, bytes;               /* constant once open; 0 bytes: there is no such */
     struct range *first;                  /* all of it */
+    struct range *vacant[SIZES];          /* the newest of each list of free ones */
+    struct range **taken;                 /* PLACES lists of used ones */
     struct kld_staging_turn *head, *tail; /* of those who hold none */
     uint32_t holders;                     /* that wait; they stand in no order */
     uint64_t used_bytes, json_bytes;      /* json_bytes: of those, what JSON has */
@@ -54,15 +61,55 @@ static enum kld_status make_memory(struct kld_staging *staging, struct kld_error
     return KLD_OK;
 }
 
+/* Which list of free ones has ranges of that size: the 0th those of KLD_STAGING_ALIGN bytes. */
+static uint32_t size_of(uint64_t bytes) {
+    uint32_t size = 63 - (uint32_t)__builtin_clzll(bytes / KLD_STAGING_ALIGN);
+    return size < SIZES ? size : SIZES - 1;
+}
+
+static void vacate(struct area *area, struct range *range) {
+    struct range **newest = &area->vacant[size_of(range->bytes)];
+    range->newer = NULL;
+    range->older = *newest;
+    if (range->older)
+        range->older->newer = range;
+    *newest = range;
+}
+
+static void occupy(struct area *area, struct range *range) {
+    if (range->newer)
+        range->newer->older = range->older;
+    else
+        area->vacant[size_of(range->bytes)] = range->older;
+    if (range->older)
+        range->older->newer = range->newer;
+}
+
+static struct range **place_of(const struct area *area, uint64_t offset) {
+    uint64_t mixed = offset / KLD_STAGING_ALIGN * 0x9e3779b97f4a7c15;
+    return &area->taken[(mixed >> 32) & (PLACES - 1)];
+}
+
+/* A free range of so much at least, from the lists of the smallest that may have one. */
+static struct range *find_vacant(const struct area *area, uint64_t bytes) {
+    for (uint32_t size = size_of(bytes); size < SIZES; size++)
+        for (struct range *range = area->vacant[size]; range; range = range->older)
+            if (range->bytes >= bytes)
+                return range;
+    return NULL;
+}
+
 static enum kld_status open_area(struct area *area, uint64_t offset, uint64_t bytes,
                                  struct kld_error *err) {
     area->offset = offset;
     area->bytes = bytes;
     area->first = calloc(1, sizeof *area->first);
-    if (!area->first)
+    area->taken = calloc(PLACES, sizeof(struct range *));
+    if (!area->first || !area->taken)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     area->first->offset = offset;
     area->first->bytes = bytes;
+    vacate(area, area->first);
     return KLD_OK;
 }
 
@@ -103,6 +150,7 @@ static void close_area(struct area *area) {
         after = range->after;
         free(range);
     }
+    free(area->taken);
 }
 
 void kld_staging_close(struct kld_staging *staging) {
@@ -148,6 +196,19 @@ static struct area *area_at(struct kld_staging *staging, uint64_t offset) {
                                                                    : &staging->large;
 }
 
+/* What range has over `bytes` is rest's, and free. */
+static void split(struct area *area, struct range *range, uint64_t bytes, struct range *rest) {
+    *rest = (struct range){.before = range,
+                           .after = range->after,
+                           .offset = range->offset + bytes,
+                           .bytes = range->bytes - bytes};
+    if (rest->after)
+        rest->after->before = rest;
+    range->after = rest;
+    range->bytes = bytes;
+    vacate(area, rest);
+}
+
 static enum kld_status alloc(struct kld_staging *staging, struct area *area, uint64_t bytes,
                              struct range **ret_range, struct kld_error *err) {
     if (bytes > area->bytes)
@@ -158,24 +219,17 @@ static enum kld_status alloc(struct kld_staging *staging, struct area *area, uin
     uint64_t rounded = (bytes + KLD_STAGING_ALIGN - 1) & ~(uint64_t)(KLD_STAGING_ALIGN - 1);
     if (rounded == 0)
         rounded = KLD_STAGING_ALIGN;
-    struct range *range = area->first;
-    while (range && (range->used || range->bytes < rounded))
-        range = range->after;
+    struct range *range = find_vacant(area, rounded), *rest = NULL;
     if (!range)
         return kld_error_set(err, KLD_BUSY, "the staging memory is in use; try again");
-    if (range->bytes > rounded) {
-        struct range *rest = calloc(1, sizeof *rest);
-        if (!rest)
-            return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
-        *rest = (struct range){.before = range,
-                               .after = range->after,
-                               .offset = range->offset + rounded,
-                               .bytes = range->bytes - rounded};
-        if (rest->after)
-            rest->after->before = rest;
-        range->after = rest;
-        range->bytes = rounded;
-    }
+    if (range->bytes > rounded && !(rest = calloc(1, sizeof *rest)))
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    occupy(area, range);
+    if (rest)
+        split(area, range, rounded, rest);
+    struct range **place = place_of(area, range->offset);
+    range->next = *place;
+    *place = range;
     range->used = true;
     range->json = false;
     range->owner = NULL;
@@ -340,7 +394,7 @@ uint64_t kld_staging_changes(const struct kld_staging *staging) {
 
 /* ---- Giving back ------------------------------------------------------------------------------*/
 
-/* Joins range with the free one behind it. */
+/* Joins range with the one behind it; both are in no list of free ones. */
 static void join(struct range *range) {
     struct range *gone = range->after;
     range->bytes += gone->bytes;
@@ -356,24 +410,34 @@ static void give_back(struct kld_staging *staging, struct area *area, struct ran
     area->json_bytes -= range->json ? range->bytes : 0;
     count(staging, area, -(int64_t)range->bytes);
     atomic_fetch_add(&staging->changes, 1);
-    if (range->after && !range->after->used)
+    if (range->after && !range->after->used) {
+        occupy(area, range->after);
         join(range);
-    if (range->before && !range->before->used)
-        join(range->before);
+    }
+    if (range->before && !range->before->used) {
+        range = range->before;
+        occupy(area, range);
+        join(range);
+    }
+    vacate(area, range);
 }
 
-static struct range *range_at(const struct area *area, uint64_t offset) {
-    struct range *range = area->first;
-    while (range && range->offset != offset)
-        range = range->after;
+/* The used one that begins there, out of its list; NULL: none does. */
+static struct range *take_at(const struct area *area, uint64_t offset) {
+    struct range **place = place_of(area, offset);
+    while (*place && (*place)->offset != offset)
+        place = &(*place)->next;
+    struct range *range = *place;
+    if (range)
+        *place = range->next;
     return range;
 }
 
 void kld_staging_free(struct kld_staging *staging, uint64_t offset) {
     uv_mutex_lock(&staging->mutex);
     struct area *area = area_at(staging, offset);
-    struct range *range = range_at(area, offset);
-    if (range && range->used)
+    struct range *range = take_at(area, offset);
+    if (range)
         give_back(staging, area, range);
     uv_mutex_unlock(&staging->mutex);
 }
