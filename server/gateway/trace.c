@@ -81,14 +81,15 @@ void kld_trace_take(const struct kld_exchange *exchange, struct kld_trace *ret_t
 static void describe(const struct kld_infer *infer, char *ret_text, size_t capacity) {
     const struct kld_op *op = &infer->request.op;
     const struct kld_geometry *geometry = &infer->request.geometry;
+    ret_text[0] = '\0';
+    if (!infer->parsed) /* and the thread pool may be writing what it understands */
+        return;
     const char *predictions = kld_dtype_name(op->tensor[KLD_SLOT_PREDICTIONS].dtype);
     const char *targets = kld_dtype_name(op->tensor[KLD_SLOT_TARGETS].dtype);
     bool same = strcmp(predictions, targets) == 0;
-    ret_text[0] = '\0';
-    if (infer->parsed)
-        snprintf(ret_text, capacity, " op=%s shape=%" PRIu64 "x%" PRIu64 " dtype=%s%s%s",
-                 kld_divergence_name(op->divergence), geometry->rows, geometry->classes,
-                 predictions, same ? "" : ",", same ? "" : targets);
+    snprintf(ret_text, capacity, " op=%s shape=%" PRIu64 "x%" PRIu64 " dtype=%s%s%s",
+             kld_divergence_name(op->divergence), geometry->rows, geometry->classes, predictions,
+             same ? "" : ",", same ? "" : targets);
 }
 
 #define TRACED_BYTES_MAX (sizeof " trace_id= span= sampled=1" + sizeof(struct kld_trace))
