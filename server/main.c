@@ -77,6 +77,7 @@ static bool block_hangup(void) {
 
 int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN); /* a peer that went away is an error code, not a signal */
+    signal(SIGXFSZ, SIG_IGN); /* and so is a file that may not grow */
     bool hangup_ignored = block_hangup();
     if (argc > 1 && strncmp(argv[1], "--role=", 7) == 0)
         return child_main(argc, argv);

@@ -1,20 +1,25 @@
-"""A server that runs short of something while it serves: descriptors, memory, room for its log, room in /dev/shm. Who is
+"""A server that runs short of something while it serves: descriptors, memory, room for its log, room in /dev/shm, a clock. Who is
 there is served or told why not, nobody is answered wrongly, no process ends, and with room again all is as before."""
 import contextlib
 import json
 import os
 import pathlib
 import resource
+import shutil
+import signal
 import socket
+import subprocess
+import tempfile
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
 
 import oip
 import wire
-from conftest import BIN, children_of, wait_until
+from conftest import BIN, children_of, clean_environment, wait_until
 from httplib import PREFIX, Shared, close, probabilities, register, unregister
 from oip import INFER, Connection, infer
 from unixlib import Case
@@ -221,3 +226,177 @@ def test_without_memory(make_server, role, room):
         assert pids_of(server) == before, server.log()[-3000:]
     infer(server, {"predictions": big, "targets": big})
     wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
+
+
+# ---- Room for the log, room in /dev/shm ----------------------------------------------------------------
+
+def serve(command, log, checks, **more):
+    """A server whose log goes to `log`, as it is started by `command` and the program's name."""
+    with tempfile.TemporaryDirectory(prefix="kld-test-") as folder:
+        process = subprocess.Popen([*command, BIN / "kld-server", "--http=127.0.0.1:0", f"--unix={folder}/s", "--backend=cpu",
+                                    "--log-level=debug", f"--shm-prefix={PREFIX}", "--http-threads=1"], stdout=subprocess.PIPE,
+                                   stderr=log, env=clean_environment(), **more)
+        try:
+            line = process.stdout.readline().decode()
+            assert line.startswith("ready "), line
+            address = line.split("http=")[1].split()[0]
+            checks(types.SimpleNamespace(address=address, pid=process.pid))
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def lost_lines(connection):
+    text = connection.ask("GET", "/metrics")[2].decode()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith("kld_log_lines_lost_total"))
+
+
+def serves_without_log(server):
+    children = children_of(server.pid)
+    with Connection(server) as connection:
+        for _ in range(50):
+            right(connection)
+        wait_until(lambda: lost_lines(connection) > 0, what="lines being counted as lost")
+        os.kill(children["worker"], signal.SIGKILL)
+        right(connection)
+    now = children_of(server.pid)
+    assert now["gateway"] == children["gateway"], "the gateway was replaced"
+
+
+def test_a_full_disk_under_the_log():
+    with open("/dev/full", "wb") as full:
+        serve([], full, serves_without_log)
+
+
+def test_files_may_not_grow(make_server):
+    """RLIMIT_FSIZE is told by a signal too, which would end who writes his log."""
+    server = make_server(log_level="debug")
+    before, size = pids_of(server), os.path.getsize(server.log_path)
+    with Connection(server) as connection, contextlib.ExitStack() as stack:
+        right(connection)
+        for pid in before.values():
+            stack.enter_context(limited(pid, resource.RLIMIT_FSIZE, size + 4096))
+        wait_until(lambda: [right(connection) for _ in range(20)] and lost_lines(connection) > 0, 60, "a full log")
+        for _ in range(20):
+            right(connection)
+    assert pids_of(server) == before
+
+
+def test_a_log_that_nobody_reads_any_more():
+    """The reader of the pipe is gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        serve([], writer, serves_without_log)
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts")
+def test_shared_memory_without_room():
+    """Results that do not fit /dev/shm are an error of their request; the next one has its answer."""
+    script = 'mount -t tmpfs -o size=256k none /dev/shm && exec "$@"'
+
+    def checks(server):
+        path = pathlib.Path(f"/proc/{server.pid}/root/dev/shm{PREFIX}room")
+        q, size = probabilities((100, 400), 5), 160000
+        with open(path, "w+b") as file, Connection(server) as connection:
+            file.truncate(3 * size)
+            file.seek(0)
+            file.write(q.tobytes()[:80000])
+            file.flush()
+            body = json.dumps({"key": f"{PREFIX}room", "offset": 0, "byte_size": 3 * size}).encode()
+            assert connection.ask("POST", "/v2/systemsharedmemory/region/r/register", body)[0] == 200
+
+            def region(name, offset, rows):
+                return {"name": name, "shape": [rows, 400], "datatype": "FP32", "parameters": {
+                    "shared_memory_region": "r", "shared_memory_offset": offset, "shared_memory_byte_size": rows * 1600}}
+            statuses = []
+            for rows in (100, 20):
+                request = {"inputs": [region("predictions", 0, rows), region("targets", 0, rows)],
+                           "outputs": [{"name": "grad_predictions", "parameters": region("", 2 * size, rows)["parameters"]}]}
+                # Of the large one 160000 bytes have to find room beside 80000 of 262144.
+                if rows == 100:
+                    file.seek(size)
+                    file.write(bytes(100000))
+                    file.flush()
+                status, _, reply = connection.ask("POST", INFER, json.dumps(request).encode())
+                statuses.append((status, reply))
+            assert statuses[0][0] in (500, 503, 507) and b"cannot be written" in statuses[0][1], statuses
+            right(connection)
+        path.unlink()
+
+    serve(["unshare", "--mount", "sh", "-c", script, "sh"], subprocess.DEVNULL, checks)
+
+
+# ---- A clock that jumps ----------------------------------------------------------------------------------
+
+CLOCK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/time.h>
+#include <time.h>
+static int (*real)(clockid_t, struct timespec *);
+/* A day ahead, then a day behind, each 20 ms. */
+static long jump(void) {
+    struct timespec now;
+    real(CLOCK_MONOTONIC, &now);
+    return (now.tv_nsec / 20000000) % 2 ? 86400 : -86400;
+}
+int clock_gettime(clockid_t clock, struct timespec *time) {
+    if (!real)
+        real = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
+    int result = real(clock, time);
+    if (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)
+        time->tv_sec += jump();
+    return result;
+}
+int gettimeofday(struct timeval *restrict time, void *restrict zone) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    time->tv_sec = now.tv_sec;
+    time->tv_usec = now.tv_nsec / 1000;
+    return 0;
+}
+time_t time(time_t *ret) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (ret)
+        *ret = now.tv_sec;
+    return now.tv_sec;
+}
+"""
+
+
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer wants to be loaded first")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a compiler")
+def test_a_clock_that_jumps(make_server, tmp_path):
+    """Deadlines, idle times, pauses before restarts and the drain go by the clock that does not."""
+    (tmp_path / "clock.c").write_text(CLOCK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", tmp_path / "clock.so", tmp_path / "clock.c", "-ldl"], check=True)
+    server = make_server(environment={"LD_PRELOAD": tmp_path / "clock.so"}, http_deadline_ms=5000, http_idle_ms=5000)
+    stamps = {line[:10] for line in server.log().splitlines()}
+    with Connection(server) as connection, wire.Client(server.unix) as client:
+        case = Case(client)
+        begin = time.monotonic()
+        while time.monotonic() - begin < 1.5:
+            right(connection)
+            assert np.isfinite(client.run(case.shape, case.tensors(), timeout_ns=5 * 10**9)["loss"])
+        os.kill(server.child("worker"), signal.SIGSTOP)
+        try:
+            begin = time.monotonic()
+            headers, data = oip.body({"predictions": Q, "targets": P}, None, {"timeout": 300000})
+            status, _, reply = connection.ask("POST", INFER, data, headers)
+            assert status == 408 and 0.25 < time.monotonic() - begin < 20, reply
+        finally:
+            os.kill(server.child("worker"), signal.SIGCONT)
+        right(connection)
+        case.close()
+    server.kill_child("worker")
+    with Connection(server) as connection:
+        right(connection)
+    stamps |= {line[:10] for line in server.log().splitlines()}
+    assert len(stamps) > 1, "the clock did not jump"
