@@ -1,5 +1,6 @@
 """How requests, connections and the worker end: cancel, deadline, limits, clients that die, never read
 or never stop coming, SIGTERM, kill."""
+import ctypes
 import os
 import pathlib
 import signal
@@ -192,6 +193,117 @@ def test_half_closed_connection_ends(path):
         one.socket.shutdown(socket.SHUT_WR)
         with pytest.raises(Ended):
             one.receive()
+
+
+# ---- Clients that are killed, regions that change ---------------------------------------------------
+
+def stage_connected(path):
+    return [wire.Client(path, hello=False)]
+
+
+def stage_greeted(path):
+    return [Client(path)]
+
+
+def stage_adding(path):
+    one, memory = Client(path), Memory(1 << 20)
+    one.send(wire.REGION_ADD, wire.REGION_ADD_BODY.pack(wire.MEMFD, 0, 1 << 20, 0, 0, b"", b""), [memory.fd])
+    return [one, memory]
+
+
+def stage_registered(path):
+    one, memory = Client(path), Memory(1 << 20)
+    one.region(memory)
+    one.region_add(wire.POOL, 1 << 20)
+    return [one, memory]
+
+
+def stage_published(path):
+    one, memory = Client(path), Memory(1 << 20)
+    one.publish(f"killed/{os.getpid()}", one.region(memory), wire.description((4, 8)))
+    return [one, memory]
+
+
+def stage_submitted(path):
+    one = Client(path)
+    memory = Memory(4 * LONG[0] * LONG[1])
+    region = one.region(memory)
+    return [one, memory, [long_submit(one, region) for _ in range(8)]]
+
+
+def stage_answered(path):
+    """With replies that it never read."""
+    one, case = greeted_case(path)
+    return [one, case, [one.submit(case.shape, case.tensors()) for _ in range(8)], time.sleep(0.05)]
+
+
+def stage_cancelling(path):
+    one = Client(path)
+    memory = Memory(4 * LONG[0] * LONG[1])
+    numbers = [long_submit(one, one.region(memory)) for _ in range(3)]
+    one.send(wire.CANCEL, numbers[1].to_bytes(8, "little"))
+    return [one, memory]
+
+
+def greeted_case(path):
+    one = Client(path)
+    return one, Case(one)
+
+
+STAGES = [stage_connected, stage_greeted, stage_adding, stage_registered, stage_published, stage_submitted, stage_answered,
+          stage_cancelling]
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
+def test_client_killed(path, client, stage):
+    """By SIGKILL, at each stage of what it does; others go on, and its things are given back (no_leak)."""
+    case = Case(client)
+    for _ in range(3):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                held = [stage(path)]
+                os.write(writer, b"x" * len(held))
+                time.sleep(60)
+            finally:
+                os._exit(1)
+        os.close(writer)
+        assert os.read(reader, 1) == b"x", "the client did not get so far"
+        os.close(reader)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert client.run(case.shape, case.tensors())["loss"] == pytest.approx(forward_kl(case.q, case.p).mean(), rel=1e-6)
+    case.close()
+    wait_until(lambda: client.stats()["in_flight"] == 0 and client.stats()["clients"] == 1, 60, "the dead being seen")
+
+
+PUNCH_KEEP_SIZE, PUNCH_HOLE = 1, 2
+
+
+def test_region_punched_dropped_and_replaced_in_use(path, client):
+    """Holes in the memory under running requests, which no seal forbids, and regions dropped under them: whoever does that
+    gets whatever numbers, his neighbour the right ones."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    case, end, rounds = Case(client), time.monotonic() + 1.5, 0
+    expected = forward_kl(case.q, case.p).mean()
+    with Client(path) as other:
+        while time.monotonic() < end:
+            memory = Memory(4 * LONG[0] * LONG[1])
+            region = other.region(memory)
+            numbers = [long_submit(other, region) for _ in range(3)]
+            for at in range(0, memory.size, memory.size // 4):
+                assert libc.fallocate(memory.fd, PUNCH_HOLE | PUNCH_KEEP_SIZE, ctypes.c_long(at),
+                                      ctypes.c_long(memory.size // 4)) == 0
+            other.drop(region)
+            memory.close()
+            for _ in range(3):
+                assert client.run(case.shape, case.tensors())["loss"] == pytest.approx(expected, rel=1e-6)
+            for number in numbers:
+                assert other.result(number)["scalar"] == 1
+            rounds += 1
+    assert rounds > 1
+    case.close()
 
 
 # ---- The server's own ends -------------------------------------------------------------------------
