@@ -132,7 +132,7 @@ def flatness(samples, seconds, sanitized):
             second, last = (statistics.median(sample[role][what] for sample in part)
                             for part in (samples[quarter:2 * quarter], samples[-quarter:]))
             flat = last <= second + max(allowed, second * MEMORY_SHARE.get(what, 0))
-            if what in MEMORY_SHARE and (seconds < MEMORY_SECONDS or sanitized):
+            if (what in MEMORY_SHARE and seconds < MEMORY_SECONDS) or (sanitized and what in ("rss_kib", "mappings")):
                 flat = None
             found[role][what] = [second, last, flat]
     return found
