@@ -54,6 +54,7 @@ static const struct {
     {"pool_bytes_max", 0, UINT64_MAX >> 1},
     {"http_threads", 0, 64},
     {"http_deadline_ms", 0, UINT32_MAX},
+    {"http_wait_ms", 0, 3600000},
     {"user_publications_max", 1, KLD_PUBLICATIONS_MAX},
 };
 

@@ -21,7 +21,7 @@
     X(http_requests_in_flight, gauge, gateway,                                                     \
       "HTTP requests being received, computed or answered")                                        \
     X(http_requests_waiting, gauge, gateway,                                                       \
-      "of them, waiting for staging memory with their bytes not read")                             \
+      "of them, waiting for their turn or for staging memory with their bytes not read")           \
     X(http_connections, gauge, gateway, "open HTTP connections")                                   \
     X(http_connections_total, counter, any, "HTTP connections accepted")                           \
     X(http_slow_total, counter, any, "connections cut off because the client was too slow")        \

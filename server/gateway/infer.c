@@ -1,7 +1,7 @@
 /* infer.c - the steps of an infer request after its bytes have come: parse, lay out, gather, hand
  * to the worker, write out, send (infer.h).
- * Does not receive (body.c) and does not compute. Loop thread, but run_step(), which runs on the
- * thread pool where a step is large. */
+ * Does not begin (begin.c), receive (body.c) or compute. Loop thread, but run_step(), which runs on
+ * the thread pool where a step is large. */
 #include "server/gateway/infer.h"
 
 #include <inttypes.h>
@@ -36,16 +36,6 @@ static void free_memory(struct kld_infer *infer) {
     infer->has_tensors = false;
 }
 
-/* Also of who was refused and has not sent all of his body yet: that is dropped, and takes no
- * place. */
-static void give_place(struct kld_infer *infer) {
-    if (infer->counted)
-        kld_auth_give_request(infer->caller);
-    if (infer->placed)
-        atomic_fetch_sub(&infer->gateway->common->held, 1);
-    infer->counted = infer->placed = false;
-}
-
 /* After each step: frees what nobody holds any more. */
 void kld_infer_let_go(struct kld_infer *infer) {
     if (infer->in_pool || infer->in_worker || infer->in_response || infer->waiter.waits ||
@@ -54,7 +44,7 @@ void kld_infer_let_go(struct kld_infer *infer) {
     if (infer->exchange && !infer->exchange->replied)
         return;
     free_memory(infer);
-    give_place(infer);
+    kld_infer_give_place(infer);
     if (infer->exchange) /* a refused body may still be inside kld_body_feed() */
         return;
     kld_body_done(infer);
@@ -69,42 +59,6 @@ void kld_infer_fail(struct kld_infer *infer, const struct kld_error *error) {
         kld_exchange_reply_error(exchange, error);
     }
     kld_infer_let_go(infer);
-}
-
-void kld_infer_begin(struct kld_exchange *exchange) {
-    struct kld_gateway *gateway = exchange->gateway;
-    struct kld_error error = {.status = KLD_OK};
-    /* Before anything may fail: kld_infer_end() takes them back. */
-    kld_stats_add(gateway->stats, KLD_STAT_http_requests_in_flight, 1);
-    atomic_fetch_add(&gateway->common->infers, 1);
-    struct kld_infer *infer = calloc(1, sizeof *infer);
-    if (!infer) {
-        kld_error_set(&error, KLD_NO_MEMORY, "out of memory");
-        kld_exchange_reply_error(exchange, &error);
-        return;
-    }
-    infer->gateway = gateway;
-    infer->exchange = exchange;
-    infer->caller = exchange->caller;
-    infer->coding = kld_exchange_coding(exchange);
-    kld_trace_take(exchange, &infer->trace);
-    exchange->state = infer;
-    infer->placed = true;
-    uint32_t held = atomic_fetch_add(&gateway->common->held, 1) + 1;
-    if (atomic_load(&gateway->common->draining)) {
-        kld_stats_rejected(gateway->stats, KLD_REJECT_http_draining);
-        kld_error_set(&error, KLD_UNAVAILABLE, "the server is shutting down; try again");
-    } else if (held > gateway->config->http_requests_max) {
-        kld_stats_rejected(gateway->stats, KLD_REJECT_http_http_requests_max);
-        kld_error_set(&error, KLD_BUSY,
-                      "%" PRIu64 " HTTP requests are in flight, the most allowed; try again",
-                      gateway->config->http_requests_max);
-    } else if (kld_auth_take_request(gateway->auth, infer->caller, &error) == KLD_OK) {
-        infer->counted = true;
-        kld_body_begin(infer, &error);
-    }
-    if (error.status)
-        kld_infer_fail(infer, &error);
 }
 
 size_t kld_infer_feed(struct kld_exchange *exchange, const char *data, size_t size) {
@@ -130,7 +84,7 @@ void kld_infer_end(struct kld_exchange *exchange) {
     else if (infer->in_worker && kld_links_withdraw(&infer->call))
         infer->in_worker = false; /* no worker has seen it */
     kld_infer_arrived(infer);
-    kld_waiter_remove(gateway, &infer->waiter);
+    kld_infer_stop_waiting(infer);
     kld_infer_let_go(infer);
 }
 

@@ -41,7 +41,7 @@ static void look(uv_timer_t *timer) {
         if (waiter->until_ns <= now) {
             take_out(waiters, waiter);
             waiter->late(waiter); /* may free it, and end others */
-        } else if (changed) {
+        } else if (changed || waiter->each_tick) {
             waiter->retry(waiter);
         }
     }

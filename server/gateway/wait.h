@@ -1,6 +1,7 @@
 /* wait.h - those who found staging full and wait for it, on one loop: infer requests and uploads
- * alike. In which order they get it is staging.c's to say, for all loops together: who holds none
- * yet stands in its queue. Here is only who is asked again, and until when.
+ * alike; and those who wait for their turn (begin.c). In which order they get it is staging.c's to
+ * say, for all loops together: who holds none yet stands in its queue. Here is only who is asked
+ * again, and until when.
  *
  * Staging is freed by any loop and by the thread pool, so it is looked at each KLD_WAIT_TICK_MS
  * while somebody waits. Loop thread. */
@@ -22,6 +23,7 @@ struct kld_waiter {
     /* Something has changed: asks for its memory again, then calls kld_waiter_remove() or stays. */
     void (*retry)(struct kld_waiter *waiter);
     void (*late)(struct kld_waiter *waiter); /* it does not wait any more */
+    bool each_tick;                          /* retry at each: it does not wait for staging */
 
     /* Its own. */
     struct kld_waiter *before, *after;

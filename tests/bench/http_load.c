@@ -1,6 +1,6 @@
 /* http_load.c - the other side of the HTTP measurements (gateway.py): a bare libmicrohttpd server
  * that says hello, a TCP sink, and a client that loads any of them. One thread, epoll; prints one
- * line of JSON. Not a test: a reply that is not 200 ends it. */
+ * line of JSON. Not a test: a reply that is not 200 ends it; a flood takes 503 too. */
 #include <arpa/inet.h>
 #include <errno.h>
 #include <microhttpd.h>
@@ -197,6 +197,107 @@ static int run_load(int port, int connections, double seconds, const char *reque
     return EXIT_SUCCESS;
 }
 
+/* ---- More than the server can take
+ * -------------------------------------------------------------*/
+
+struct tally {
+    uint32_t *took_us;
+    size_t count;
+};
+
+/* How a flood fared: with 200, and with 503. */
+struct flood {
+    struct peer *peers;
+    uint32_t *idle; /* a stack of peers that wait for nothing */
+    size_t idle_count, offered, without_connection;
+    struct tally answered, refused;
+    int epoll, port;
+};
+
+static void note(struct tally *tally, uint64_t asked_ns) {
+    if (tally->count < LATENCIES_MAX)
+        tally->took_us[tally->count++] = (uint32_t)((now_ns() - asked_ns) / 1000);
+}
+
+/* The status of the reply that is there as a whole; 0: not yet. */
+static int status_of(const struct peer *peer) {
+    const char *end = memmem(peer->reply, peer->have, "\r\n\r\n", 4);
+    const char *length = end ? memmem(peer->reply, peer->have, "Content-Length: ", 16) : NULL;
+    if (!length || peer->have < (size_t)(end + 4 - peer->reply) + strtoull(length + 16, NULL, 10))
+        return 0;
+    return atoi(peer->reply + strlen("HTTP/1.1 "));
+}
+
+static void open_peer(struct flood *flood, struct peer *peer) {
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = peer};
+    peer->fd = dial(flood->port);
+    epoll_ctl(flood->epoll, EPOLL_CTL_ADD, peer->fd, &event);
+}
+
+static void take_reply(struct flood *flood, struct peer *peer) {
+    ssize_t got = recv(peer->fd, peer->reply + peer->have, sizeof peer->reply - peer->have, 0);
+    if (got <= 0)
+        fail("recv");
+    peer->have += (size_t)got;
+    int status = status_of(peer);
+    if (!status)
+        return;
+    if (status != 200 && status != 503)
+        fail("a reply that is neither 200 nor 503");
+    note(status == 200 ? &flood->answered : &flood->refused, peer->asked_ns);
+    flood->idle[flood->idle_count++] = (uint32_t)(peer - flood->peers);
+}
+
+/* What is due by now of `rate` requests a second, each on a connection that waits for nothing. */
+static void offer(struct flood *flood, uint64_t passed_ns, double rate, const char *request,
+                  size_t bytes) {
+    size_t due = (size_t)((double)passed_ns / 1e9 * rate);
+    for (; flood->offered < due; flood->offered++) {
+        if (flood->idle_count)
+            ask(&flood->peers[flood->idle[--flood->idle_count]], request, bytes);
+        else
+            flood->without_connection++;
+    }
+}
+
+static void print_tally(const char *name, struct tally *tally, double seconds) {
+    qsort(tally->took_us, tally->count, sizeof *tally->took_us, by_size);
+    size_t count = tally->count;
+    printf("\"%s_per_s\": %.0f, \"%s_p50_us\": %u, \"%s_p99_us\": %u, ", name,
+           (double)count / seconds, name, count ? tally->took_us[count / 2] : 0, name,
+           count ? tally->took_us[count - count / 100 - 1] : 0);
+}
+
+static int run_flood(int port, int connections, double seconds, double rate, const char *request,
+                     size_t bytes) {
+    struct flood flood = {.port = port, .epoll = epoll_create1(0)};
+    struct epoll_event events[64];
+    flood.peers = calloc((size_t)connections, sizeof *flood.peers);
+    flood.idle = calloc((size_t)connections, sizeof *flood.idle);
+    flood.answered.took_us = malloc(LATENCIES_MAX * sizeof(uint32_t));
+    flood.refused.took_us = malloc(LATENCIES_MAX * sizeof(uint32_t));
+    if (!flood.peers || !flood.idle || !flood.answered.took_us || !flood.refused.took_us)
+        fail("memory");
+    for (int i = 0; i < connections; i++) {
+        open_peer(&flood, &flood.peers[i]);
+        flood.idle[flood.idle_count++] = (uint32_t)i;
+    }
+    uint64_t begun = now_ns(), end = begun + (uint64_t)(seconds * 1e9), now;
+    while ((now = now_ns()) < end) {
+        offer(&flood, now - begun, rate, request, bytes);
+        int ready = epoll_wait(flood.epoll, events, 64, 0);
+        for (int i = 0; i < ready; i++)
+            take_reply(&flood, events[i].data.ptr);
+    }
+    double took = (double)(now - begun) / 1e9;
+    printf("{");
+    print_tally("answered", &flood.answered, took);
+    print_tally("refused", &flood.refused, took);
+    printf("\"offered_per_s\": %.0f, \"without_connection_per_s\": %.0f}\n",
+           (double)flood.offered / took, (double)flood.without_connection / took);
+    return EXIT_SUCCESS; /* all else ends with the process */
+}
+
 int main(int argc, char **argv) {
     static char text[1 << 20];
     size_t bytes = 0;
@@ -210,8 +311,11 @@ int main(int argc, char **argv) {
         return run_stream(atoi(argv[2]), strtoull(argv[3], NULL, 10), text, bytes);
     if (argc >= 5 && strcmp(argv[1], "load") == 0 && atoi(argv[3]) <= CONNECTIONS_MAX)
         return run_load(atoi(argv[2]), atoi(argv[3]), atof(argv[4]), text, bytes);
-    fputs("http_load hello PORT | sink PORT BYTES | stream PORT BYTES <head |\n"
-          "          load PORT CONNECTIONS SECONDS <request\n",
-          stderr);
+    if (argc >= 6 && strcmp(argv[1], "flood") == 0 && atoi(argv[3]) <= CONNECTIONS_MAX)
+        return run_flood(atoi(argv[2]), atoi(argv[3]), atof(argv[4]), atof(argv[5]), text, bytes);
+    fputs(
+        "http_load hello PORT | sink PORT BYTES | stream PORT BYTES <head |\n"
+        "          load PORT CONNECTIONS SECONDS | flood PORT CONNECTIONS SECONDS RATE <request\n",
+        stderr);
     return 2;
 }

@@ -202,6 +202,49 @@ def test_limit_of_requests_in_flight(make_server):
     assert [reply[0] for reply in replies] == [200, 200]
 
 
+def test_who_is_above_the_limit_waits_for_its_turn(make_server):
+    """Its body is not read meanwhile; one whose client leaves takes no turn, and SIGTERM refuses those who wait."""
+    server = make_server(http_requests_max=2, http_wait_ms=60000)
+    worker, gateway = server.child("worker"), server.child("gateway")
+    warm = []
+    stopped_worker_request(server, None, warm)
+    os.kill(worker, signal.SIGSTOP)
+    replies = []
+    askers = [threading.Thread(target=stopped_worker_request, args=(server, None, replies)) for _ in range(6)]
+
+    def waiting(count):
+        wait_until(lambda: server.metrics()["kld_http_requests_waiting"] == count, what=f"{count} that wait")
+    try:
+        for asker in askers:
+            asker.start()
+        waiting(4)
+        host, port = server.address.rsplit(":", 1)
+        with socket.create_connection((host, int(port)), 60) as leaver:
+            leaver.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{".encode())
+            waiting(5)
+        waiting(4)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    for asker in askers:
+        asker.join(60)
+    assert [reply[0] for reply in replies] == [200] * 6
+    waiting(0)
+    os.kill(worker, signal.SIGSTOP)
+    askers = [threading.Thread(target=stopped_worker_request, args=(server, None, replies)) for _ in range(4)]
+    try:
+        for asker in askers:
+            asker.start()
+        waiting(2)
+        os.kill(gateway, signal.SIGTERM)
+        wait_until(lambda: len(replies) == 8, what="those who wait being told")
+        assert [reply[0] for reply in replies[6:]] == [503, 503]
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    for asker in askers:
+        asker.join(60)
+    assert [reply[0] for reply in replies[8:]] == [200, 200]
+
+
 def test_idle_connections_are_closed(make_server):
     server = make_server(http_idle_ms=1000)
     host, port = server.address.rsplit(":", 1)
