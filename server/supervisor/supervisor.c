@@ -363,6 +363,8 @@ static enum kld_status open_all(struct kld_supervisor *supervisor, const struct 
         uv_walk(&supervisor->loop, close_handle, NULL);
         uv_run(&supervisor->loop, UV_RUN_DEFAULT);
         uv_loop_close(&supervisor->loop);
+    } else {
+        kld_uv_pool_start(&supervisor->loop);
     }
     return status;
 }

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import resource
 import shutil
 import signal
@@ -226,6 +227,20 @@ def test_without_memory(make_server, role, room):
         assert pids_of(server) == before, server.log()[-3000:]
     infer(server, {"predictions": big, "targets": big})
     wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
+
+
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer ends a process that gets no memory")
+def test_a_reload_without_memory(make_server):
+    """The supervisor has the threads that read files again from the start."""
+    server = make_server()
+    with limited(server.pid, resource.RLIMIT_AS, address_space(server.pid)):
+        os.kill(server.pid, signal.SIGHUP)
+        wait_until(lambda: server.process.poll() is not None or re.search(": reload(ed| failed)", server.log()),
+                   what="an answer to SIGHUP")
+        assert server.process.poll() is None, server.log()
+    begin = len(server.log())
+    os.kill(server.pid, signal.SIGHUP)
+    wait_until(lambda: "reloaded" in server.log()[begin:], what="a reload with memory")
 
 
 # ---- Room for the log, room in /dev/shm ----------------------------------------------------------------
