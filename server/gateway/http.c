@@ -83,6 +83,16 @@ static void copy_text(char *to, const char *text, size_t size) {
     memcpy(to, text, strnlen(text, size - 1));
 }
 
+/* MHD (0.9.75) says 100 Continue also where no body is to come, takes the request that is pipelined
+ * behind it for an empty piece of one, and is then answered at a time when it takes no answer: the
+ * connection ended without any. Such an expectation means nothing (RFC 9110, 10.1.1), so MHD does
+ * not find it: the text is the connection's own copy. */
+static void drop_idle_expectation(const struct kld_exchange *exchange) {
+    const char *expect = kld_exchange_header(exchange, MHD_HTTP_HEADER_EXPECT);
+    if (expect && *expect && !exchange->has_body)
+        *(char *)(uintptr_t)expect = '-';
+}
+
 static struct kld_exchange *open_exchange(struct kld_http *http, struct MHD_Connection *connection,
                                           const char *url, const char *method) {
     struct kld_exchange *exchange = calloc(1, sizeof *exchange);
@@ -100,6 +110,7 @@ static struct kld_exchange *open_exchange(struct kld_http *http, struct MHD_Conn
     if (exchange->has_length)
         exchange->length_bytes = strtoull(length, NULL, 10); /* MHD has checked the digits */
     exchange->has_body = chunked || exchange->length_bytes > 0;
+    drop_idle_expectation(exchange);
     exchange->after = http->first;
     if (http->first)
         http->first->before = exchange;

@@ -44,6 +44,26 @@ def server(backend):
     assert status == 0 and not SANITIZER.search(log), log
 
 
+def talk(server, text):
+    """All that comes until the server ends the connection."""
+    host, port = server.http.removeprefix("http://").rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(text)
+        got = b""
+        while more := connection.recv(65536):
+            got += more
+    return got
+
+
+@pytest.mark.parametrize("length", ["Content-Length: 0\r\n", ""])
+@pytest.mark.parametrize("first", ["GET /v2/health/live", "GET /v2", "DELETE /v2/tensors/none"])
+def test_expecting_without_a_body_takes_no_answer_away(server, first, length):
+    """What is pipelined behind such a request is not its body."""
+    last = "GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    got = talk(server, f"{first} HTTP/1.1\r\nHost: x\r\n{length}Expect: 100-continue\r\n\r\n{last}".encode())
+    assert got.count(b"HTTP/1.1 ") == 2 and b"HTTP/1.1 100 " not in got, got
+
+
 def tensor(name, shape=(2, 3), datatype="FP32", **rest):
     return {"name": name, "shape": list(shape), "datatype": datatype, **rest}
 
