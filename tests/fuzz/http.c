@@ -80,11 +80,11 @@ static void start(void) {
     snprintf(unix_setting, sizeof unix_setting, "--unix=%s", path);
     atexit(remove_path);
     char *settings[] = {unix_setting,
-                        "--log-level=error",
+                        "--log-level=debug",
                         "--sandbox=false",
                         "--http-threads=1",
                         "--metrics-http=127.0.0.1:0",
-                        "--shm-prefix=kld-fuzz",
+                        "--shm-prefix=/kld-fuzz",
                         "--cuda-shm=true",
                         "--pool-bytes-max=16M",
                         "--staging-bytes-max=2M",
@@ -168,8 +168,10 @@ static void require_right(void) {
     require(witness.body_bytes == right_bytes && memcmp(witness.body, right, right_bytes) == 0);
 }
 
+/* Those who left before they were accepted have come, too. */
 static bool is_idle(void) {
-    return gauge(KLD_STAT_http_connections) == 1 && gauge(KLD_STAT_http_requests_in_flight) == 0 &&
+    return gauge(KLD_STAT_http_connections_total) >= fuzz_web_opened &&
+           gauge(KLD_STAT_http_connections) == 1 && gauge(KLD_STAT_http_requests_in_flight) == 0 &&
            gauge(KLD_STAT_http_requests_waiting) == 0 && gauge(KLD_STAT_staging_bytes) == 0 &&
            fuzz_host_stat(&host, KLD_STAT_worker_requests_in_flight) == 0;
 }
@@ -295,7 +297,7 @@ static size_t pack(const char *body, size_t bytes, bool gzip, unsigned char *to,
 /* JSON of the input, and a tail of numbers behind it. */
 static size_t read_body(struct fuzz_input *input, char *body, size_t *ret_json) {
     *ret_json = fuzz_bytes(input, body, fuzz_short(input));
-    size_t tail = fuzz_byte(input) * (size_t)4 << fuzz_byte(input) % 10;
+    size_t tail = fuzz_byte(input) * (size_t)4 << fuzz_byte(input) % 12;
     static const float numbers[4] = {0.25f, 0.125f, 0.5f, 0.0625f};
     for (size_t i = 0; i < tail; i += sizeof numbers)
         memcpy(body + *ret_json + i, numbers, sizeof numbers);
@@ -316,7 +318,7 @@ static void send_chunks(struct fuzz_web *web, const char *body, size_t bytes) {
 }
 
 static void send_request(struct fuzz_input *input, struct fuzz_web *web) {
-    static char body[65536 + (255 << 11) + 64];
+    static char body[65536 + (255 << 13) + 64];
     static unsigned char packed[sizeof body + 4096];
     char head[1024];
     const char *target = targets[fuzz_byte(input) % (sizeof targets / sizeof targets[0])];
@@ -355,7 +357,7 @@ static void send_request(struct fuzz_input *input, struct fuzz_web *web) {
 /* What is no order that the supervisor would send must not be: it is trusted. */
 static void send_order(struct fuzz_input *input) {
     static const char kinds[] = {KLD_ORDER_ALIVE, KLD_ORDER_LOG_LEVEL, KLD_ORDER_RELOAD};
-    struct kld_child_order order = {.kind = kinds[fuzz_byte(input) % 3], .log_level = "error"};
+    struct kld_child_order order = {.kind = kinds[fuzz_byte(input) % 3], .log_level = "debug"};
     struct kld_child_report report;
     bool reload = order.kind == KLD_ORDER_RELOAD;
     int secrets = reload ? pack_no_secrets() : -1;

@@ -162,8 +162,11 @@ def binary(size):
 BINARY = infer(tensor("predictions", "[2,8]", binary(64)), tensor("targets", "[2,8]", binary(64)),
                ',"parameters":{"divergence":"js","reduction":"none","binary_data_output":true},'
                '"outputs":[{"name":"loss"},{"name":"grad_targets"}]')
-BULK = infer(tensor("predictions", "[16,4096]", binary(262144)), tensor("targets", "[1,1,16,4096]", binary(262144)),
-             ',"outputs":[{"name":"grad_predictions","parameters":{"binary_data":true}}]').replace(b"[1,1,16", b"[16")
+BULK = infer(tensor("predictions", "[16,2048]", binary(131072)), tensor("targets", "[16,2048]", binary(131072)),
+             ',"outputs":[{"name":"grad_predictions","parameters":{"binary_data":true}}]')
+LARGE_JSON = infer(tensor("predictions", "[40,40]", '"data":[%s]' % ",".join(["0.25"] * 1600)),
+                   tensor("targets", "[40,40]", '"data":[%s]' % ",".join(["0.125"] * 1600)),
+                   ',"outputs":[{"name":"grad_targets"},{"name":"grad_predictions"}]')
 STORED = infer(tensor("predictions", "[2,8]", '"parameters":{"stored_tensor":"a"}'),
                tensor("targets", "[2,8]", binary(64)))
 SHARED = infer(tensor("predictions", "[2,8]", '"parameters":{"shared_memory_region":"r","shared_memory_byte_size":64}'),
@@ -179,14 +182,16 @@ HTTP = {
     "binary": ask(0, 0, BINARY, 32, 0),
     "gzip": ask(0, GZIP | PACKED, JSON) + ask(1, DEFLATE, BINARY, 32, 0),
     "chunked": ask(0, CHUNKED, JSON) + ask(0, CHUNKED | SPLIT | TRACED, BINARY, 32, 0),
-    "bulk": ask(0, 0, BULK, 128, 10) + ask(0, 0, BULK, 255, 9),
+    "bulk": ask(0, 0, BULK, 128, 9) + ask(0, GZIP, BULK, 128, 9) + ask(0, CHUNKED, BULK, 128, 9),
+    "bulk-many": b"".join(ask(0, 0, BULK, 128, 9, client=c) for c in (0, 1, 2)) * 2,
+    "large": ask(0, 0, LARGE_JSON) + ask(0, PACKED, LARGE_JSON),
     "bulk-cut": ask(0, 0, BULK, 64, 9) + web(WEB_CLOSE),
     "stored": ask(2, 0, b"", 16, 0) + web(WEB_SETTLE) + ask(0, 0, STORED, 16, 0) + ask(7) + ask(8) + ask(5),
     "stored-large": ask(3, 0, b"", 128, 9) + ask(3, CHUNKED, b"", 128, 9, client=1) + ask(6, client=1) + ask(4, 0, b"", 250, 1),
     "shared": ask(9, 0, REGISTER) + ask(12) + ask(0, 0, SHARED) + ask(11) + ask(0, 0, SHARED),
     "cuda": ask(13, 0, CUDA) + ask(14),
     "pages": b"".join(ask(target) for target in (15, 16, 17, 18, 19, 20, 21, 22, 23)),
-    "expect": ask(0, EXPECT, JSON) + ask(0, EXPECT | LAST, BULK, 128, 10),
+    "expect": ask(0, EXPECT, JSON) + ask(0, EXPECT | LAST, BULK, 128, 9),
     "pipelined": ask(0, 0, JSON) * 3 + ask(0, LAST, JSON) + ask(16, client=3) + ask(0, 0, JSON, client=3),
     "orders": ask(0, 0, JSON) + b"".join(web(WEB_ORDER, bytes([kind])) for kind in (0, 1, 2)) + ask(0, 0, JSON),
     "raw": web(WEB_RAW, short(64) + b"POST /v2/models/kl_div/infer HTTP/1.1\r\nContent-Length: 100\r\n\r\n{\"in")

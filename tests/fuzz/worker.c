@@ -46,7 +46,7 @@ static bool known[2];
 static unsigned fds_at_rest;
 
 static char *settings[] = {
-    "--log-level=error",         "--clients-max=4",        "--requests-max=12",
+    "--log-level=debug",         "--clients-max=4",        "--requests-max=12",
     "--client-requests-max=8",   "--client-regions-max=6", "--client-streams-max=3",
     "--user-publications-max=4", "--region-bytes-max=4M",  "--client-region-bytes-max=6M",
     "--pool-bytes-max=8M",       "--cuda-files-max=2",     "--event-hold-ms=60000",
@@ -322,7 +322,7 @@ static void release_fake(void) {
 static void turn_knob(struct fuzz_input *input) {
     static const int statuses[] = {KLD_NO_MEMORY, KLD_INVALID, KLD_INTERNAL, KLD_GONE};
     uint8_t what = fuzz_byte(input), more = what / 16;
-    switch (what % 12) {
+    switch (what % 16) {
     case 0: atomic_store(&fake.hold, more & 1); break;
     case 1: atomic_store(&fake.hold_memory, more & 1); break;
     case 2: atomic_store(&fake.job_us, more * 20); break;

@@ -2,6 +2,7 @@
 #include "tests/fuzz/common/host.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,6 +13,17 @@
 
 #define IDLE_WAIT_NS 8000000000ull
 
+/* Lines are made, also those of level debug, and what they say is nobody's concern. */
+static void log_to_nowhere(const struct kld_config *config) {
+    struct kld_error err;
+    int null = open("/dev/null", O_WRONLY | O_CLOEXEC), ours = dup(STDERR_FILENO);
+    require(null >= 0 && ours >= 0 && dup2(null, STDERR_FILENO) == STDERR_FILENO);
+    require(kld_log_init("fuzz", config->log_level, "json", &err) == KLD_OK);
+    require(dup2(ours, STDERR_FILENO) == STDERR_FILENO);
+    close(null);
+    close(ours);
+}
+
 void fuzz_host_open(struct fuzz_host *host, int count, char *const *settings, const char *path) {
     struct kld_error err;
     enum kld_config_action action;
@@ -19,7 +31,7 @@ void fuzz_host_open(struct fuzz_host *host, int count, char *const *settings, co
     memset(host, 0, sizeof *host);
     require(kld_config_parse(count, settings, no_environment, &host->config, &action, &err) ==
             KLD_OK);
-    require(kld_log_init("fuzz", host->config.log_level, "text", &err) == KLD_OK);
+    log_to_nowhere(&host->config);
     require(kld_stats_create(&host->page, &host->stats_fd, &err) == KLD_OK);
     atomic_store(&host->page->workers, 1);
     host->stats = &host->page->worker[0];
@@ -133,7 +145,11 @@ int fuzz_receive(int fd, int ms, union kld_frame *ret_frame) {
     struct pollfd poll_fd = {.fd = fd, .events = POLLIN};
     struct kld_error err;
     uint64_t request;
-    if (poll(&poll_fd, 1, ms) <= 0)
+    int ready;
+    do /* libFuzzer has a timer, whose signal may come to this thread */
+        ready = poll(&poll_fd, 1, ms);
+    while (ready < 0 && errno == EINTR);
+    if (ready <= 0)
         return -1;
     ssize_t bytes = recv(fd, ret_frame, sizeof *ret_frame, MSG_DONTWAIT);
     if (bytes < 0 && errno == ECONNRESET) /* told once, before what there is to read */

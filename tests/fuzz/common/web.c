@@ -10,12 +10,21 @@
 
 #define ANSWER_WAIT_MS 9000
 
+uint64_t fuzz_web_opened;
+
 void fuzz_web_open(struct fuzz_web *web) {
     struct linger now = {.l_onoff = 1};
     web->fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     require(web->fd >= 0);
     setsockopt(web->fd, SOL_SOCKET, SO_LINGER, &now, sizeof now);
-    require(connect(web->fd, (struct sockaddr *)&web->address, sizeof web->address) == 0);
+    uint64_t until = fuzz_now_ns() + ANSWER_WAIT_MS * UINT64_C(1000000);
+    /* Ports of connections that the server ended are not free for a minute. */
+    while (connect(web->fd, (struct sockaddr *)&web->address, sizeof web->address) != 0) {
+        require((errno == EADDRNOTAVAIL || errno == EINTR) && fuzz_now_ns() < until);
+        if (errno == EADDRNOTAVAIL)
+            fuzz_nap_us(20000);
+    }
+    fuzz_web_opened++;
     web->raw = web->closes = web->hangs_up = false;
     web->heads = 0;
     web->asked = web->status = 0;

@@ -24,6 +24,7 @@ struct fuzz_web {
     char text[FUZZ_REPLY_MAX], last[FUZZ_REPLY_MAX];
 };
 
+extern uint64_t fuzz_web_opened;           /* connections so far */
 void fuzz_web_open(struct fuzz_web *web);  /* to web->address */
 void fuzz_web_close(struct fuzz_web *web); /* with a reset: no port is kept in use */
 /* All of it, reading replies meanwhile where the server wants that; false: the server has ended the
