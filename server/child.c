@@ -3,10 +3,12 @@
  */
 #include <errno.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "server/log.h"
 #include "server/role.h"
 
 static void send_report(enum kld_report_about about, enum kld_status status, const char *backend,
@@ -18,8 +20,14 @@ static void send_report(enum kld_report_about about, enum kld_status status, con
     report.devices = devices;
     snprintf(report.backend, sizeof report.backend, "%s", backend ? backend : "");
     snprintf(report.text, sizeof report.text, "%s", text ? text : "");
-    /* Not checked: a supervisor that is gone ends this child anyway (role.h). */
-    (void)!send(KLD_FD_CONTROL, &report, sizeof report, MSG_NOSIGNAL);
+    ssize_t sent;
+    do
+        sent = send(KLD_FD_CONTROL, &report, sizeof report, MSG_NOSIGNAL);
+    while (sent < 0 && errno == EINTR);
+    if (sent == (ssize_t)sizeof report)
+        return;
+    kld_log(KLD_LOG_ERROR, "supervisor not told", "reason=\"%s\"", strerror(errno));
+    _exit(EXIT_FAILURE);
 }
 
 void kld_child_report_send(enum kld_status status, const char *backend, uint32_t devices,

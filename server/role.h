@@ -76,8 +76,8 @@ int kld_gateway_main(const struct kld_child *child);
 /* What the gateway's /metrics says, as a table in Markdown. */
 void kld_metrics_table(FILE *out);
 
-/* Sends the report. Failure to send is not an error: the supervisor may be gone, which
- * KLD_FD_CONTROL tells. */
+/* Sends the report. Where that fails this process ends: the supervisor is gone, or would wait for
+ * ever for what it was not told, and starts another. */
 void kld_child_report_send(enum kld_status status, const char *backend, uint32_t devices,
                            const char *text);
 

@@ -54,7 +54,7 @@ struct process {
     uv_timer_t drain;
     struct kld_gateway_reload reload;
     uint64_t drain_until_ns; /* uv_hrtime() */
-    bool control_open, ending;
+    bool ending;
 };
 
 static void mail_closed(struct kld_mail *mail) {}
@@ -87,8 +87,7 @@ static void finish(struct process *process) {
     uv_close((uv_handle_t *)&process->terminate, NULL);
     uv_close((uv_handle_t *)&process->drain, NULL);
     kld_gateway_reload_close(&process->reload);
-    if (process->control_open)
-        uv_close((uv_handle_t *)&process->control, NULL);
+    uv_close((uv_handle_t *)&process->control, NULL);
 }
 
 static void read_closed(struct kld_letter *letter) {
@@ -298,17 +297,18 @@ static enum kld_status open_parts(struct process *process, struct kld_error *err
     return open_loops(process, err);
 }
 
-static void watch(struct process *process) {
+static enum kld_status watch(struct process *process, struct kld_error *err) {
     uv_loop_t *loop = &process->loop[0].gateway.loop;
     uv_timer_init(loop, &process->drain);
     uv_signal_init(loop, &process->terminate);
     uv_signal_start(&process->terminate, terminated, SIGTERM);
     process->terminate.data = process->drain.data = process;
     kld_gateway_reload_open(&process->reload, &process->loop[0].gateway);
-    process->control_open = uv_poll_init(loop, &process->control, KLD_FD_CONTROL) == 0;
+    if (uv_poll_init(loop, &process->control, KLD_FD_CONTROL) != 0)
+        return kld_error_set(err, KLD_INTERNAL, "the supervisor cannot be heard");
     process->control.data = process;
-    if (process->control_open)
-        uv_poll_start(&process->control, UV_READABLE, control_readable);
+    uv_poll_start(&process->control, UV_READABLE, control_readable);
+    return KLD_OK;
 }
 
 /* After the loops: nothing is on its way any more. */
@@ -369,7 +369,7 @@ int kld_gateway_main(const struct kld_child *child) {
     kld_stats_reset_role(child->stats, "gateway");
     if (uv_loop_init(loop) != 0) {
         kld_error_set(&error, KLD_NO_MEMORY, "the event loop cannot be started");
-    } else if (watch(process), open_parts(process, &error) == KLD_OK) {
+    } else if (watch(process, &error) == KLD_OK && open_parts(process, &error) == KLD_OK) {
         kld_child_report_send(KLD_OK, "", 0, "");
         uv_run(loop, UV_RUN_DEFAULT);
         close_rest(process);

@@ -47,6 +47,14 @@ static void on_control_closed(uv_handle_t *handle) {
     uv_close((uv_handle_t *)&life->process, on_process_closed);
 }
 
+static void close_handles(struct kld_life *life) {
+    control_close(life);
+    if (life->control_made)
+        uv_close((uv_handle_t *)&life->control, on_control_closed);
+    else
+        on_control_closed((uv_handle_t *)&life->control);
+}
+
 static void on_pause_over(uv_timer_t *timer) {
     struct kld_watched *child = timer->data;
     kld_stats_add(child->stats, child->restarts, 1);
@@ -117,8 +125,7 @@ static void on_death(uv_process_t *process, int64_t exit_status, int signal_numb
         if (silent && ++child->failures >= SILENT_DEATHS_MAX && !child->supervisor->failed)
             kld_supervisor_fail(child->supervisor, child, "it keeps dying before it serves");
     }
-    control_close(life);
-    uv_close((uv_handle_t *)&life->control, on_control_closed);
+    close_handles(life);
 }
 
 /* Its device is lost: whoever comes next need not wait until its process has been taken apart. */
@@ -165,6 +172,7 @@ static void read_report(struct kld_life *life) {
         return;
     }
     if (bytes != (ssize_t)sizeof report) {
+        life->unheard = bytes < 0;
         control_close(life); /* the end of the process is seen by on_death() */
         return;
     }
@@ -178,7 +186,19 @@ static void read_report(struct kld_life *life) {
         take_report(life->child, &report);
 }
 
-static void on_control(uv_poll_t *control, int status, int events) { read_report(control->data); }
+/* What it says is lost, and it may be waited for for ever: another one takes its place. */
+static void end_unheard(struct kld_life *life, const char *reason) {
+    kld_log(KLD_LOG_ERROR, "child not heard", "child=%s child_pid=%d reason=\"%s\"",
+            life->child->name, (int)life->process.pid, reason);
+    uv_process_kill(&life->process, SIGKILL);
+}
+
+static void on_control(uv_poll_t *control, int status, int events) {
+    struct kld_life *life = control->data;
+    read_report(life);
+    if (life->unheard)
+        end_unheard(life, strerror(errno));
+}
 
 /* "kld-server", the two hidden flags, every setting. NULL: out of memory. index: room for the
  * second. */
@@ -256,10 +276,12 @@ static int begin_life(struct kld_watched *child, struct kld_life *life) {
         return result;
     life->control_fd = pair[0];
     life->control.data = life;
-    /* These two cannot fail with a fresh socket of our own. */
-    uv_poll_init(&child->supervisor->loop, &life->control, life->control_fd);
-    uv_poll_start(&life->control, UV_READABLE | UV_DISCONNECT, on_control);
-    life->control_open = true;
+    result = uv_poll_init(&child->supervisor->loop, &life->control, life->control_fd);
+    life->control_open = life->control_made = result == 0;
+    if (result == 0)
+        uv_poll_start(&life->control, UV_READABLE | UV_DISCONNECT, on_control);
+    else
+        end_unheard(life, uv_strerror(result));
     return 0;
 }
 

@@ -80,8 +80,9 @@ struct kld_life {
     struct kld_watched *child;
     struct kld_life *next; /* all of the child's whose handles are not closed */
     uv_process_t process;
-    uv_poll_t control; /* its descriptor is control_fd */
-    bool control_open;
+    uv_poll_t control;               /* its descriptor is control_fd */
+    bool control_open, control_made; /* it is heard; its handle is to be closed */
+    bool unheard;                    /* its control socket failed */
     bool asked;     /* to end: once, because a child that is ending may have stopped listening */
     int control_fd; /* our end of the pair; -1 */
 };

@@ -358,7 +358,7 @@ static void part_with_all(struct kld_worker *worker) {
 static enum kld_status handles_init(struct kld_worker *worker, struct kld_error *err) {
     int listen_fd = worker->options.listen_fd, control_fd = worker->options.control_fd;
     uv_loop_t *loop = &worker->loop;
-    /* The order matters to nobody, but a failure of the first leaves nothing behind. */
+    /* A failure of the first leaves nothing behind, one of the last what ends with the process. */
     if (uv_poll_init(loop, &worker->listener, listen_fd) != 0)
         return kld_error_set(err, KLD_INTERNAL, "the listening socket cannot be polled");
     uv_async_init(loop, &worker->completions.wake, completed);
@@ -381,12 +381,12 @@ static enum kld_status handles_init(struct kld_worker *worker, struct kld_error 
     uv_signal_start(&worker->terminate, terminated, SIGTERM);
     if (worker->options.test_faults)
         uv_signal_start(&worker->fault, fault_wanted, SIGUSR2);
-    if (control_fd >= 0 && uv_poll_init(loop, &worker->control, control_fd) == 0) {
-        worker->control.data = worker;
-        uv_poll_start(&worker->control, UV_READABLE | UV_DISCONNECT, control_ready);
-    } else {
-        worker->options.control_fd = -1;
-    }
+    if (control_fd < 0)
+        return KLD_OK;
+    if (uv_poll_init(loop, &worker->control, control_fd) != 0)
+        return kld_error_set(err, KLD_INTERNAL, "the supervisor cannot be heard");
+    worker->control.data = worker;
+    uv_poll_start(&worker->control, UV_READABLE | UV_DISCONNECT, control_ready);
     return KLD_OK;
 }
 

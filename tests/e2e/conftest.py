@@ -104,11 +104,11 @@ class Server:
         if wait:
             self.wait_ready()
 
-    def wait_ready(self, seconds=START_SECONDS):
-        """Reads the ready line; fails with the log if there is none."""
+    def wait_ready(self, seconds=START_SECONDS, line=None):
+        """Reads the ready line, if it was not yet read; fails with the log if there is none."""
         timer = threading.Timer(seconds, self.process.kill)
         timer.start()
-        self.ready_line = self.process.stdout.readline().decode()
+        self.ready_line = (line or self.process.stdout.readline()).decode()
         timer.cancel()
         match = re.fullmatch(r"ready http=(\S*) unix=(\S+) backend=(\w+) devices=(\d+)\n",
                              self.ready_line)

@@ -9,11 +9,12 @@ import subprocess
 import pytest
 
 import faillib
-from failparts import HTTP, UNIX
+from failparts import HTTP, UNIX, http_json, unix_compute
 
 EVERY = int(os.environ.get("FAIL_NTH_EVERY", 0))
 OUT_OF_MEMORY, LAUNCH_FAILED = 2, 719  # of cudaError_t: one that passes, one that ends the context
 STEP = 17  # of a sample; the first N is another one for each part
+START_STEP = {"memory": 97, "descriptor": 5}  # the same of a start; of other kinds each
 pytestmark = pytest.mark.skipif(not faillib.LIBRARY.exists(), reason="no tests/fail/nth.so in this build")
 
 # Role -> what it is asked to do without, and while what is said.
@@ -40,6 +41,32 @@ def test_right_or_a_clear_error(sweep, role, part):
         begin = 1 if EVERY else 1 + (number * 5 + (UNIX + HTTP).index(part) * 3) % STEP
         sweep.sweep(role, kind, part, step=step, begin=begin)
     assert not sweep.problems[before:], "\n".join(sweep.problems[before:])
+
+
+# What is not ours ends the process there, or never comes back: libuv with abort(), libseccomp 2.5.4 where it has
+# no memory to put the filter together.
+START = [("supervisor", "memory"), ("supervisor", "map"), ("supervisor", "descriptor"), ("supervisor", "epoll"),
+         ("supervisor", "receive"), ("worker", "memory"), ("worker", "map"), ("worker", "descriptor"),
+         ("worker", "thread"), ("worker", "epoll"), ("worker", "send"), ("gateway", "memory"), ("gateway", "map"),
+         ("gateway", "descriptor"), ("gateway", "thread"), ("gateway", "epoll"), ("gateway", "send")]
+NOT_OURS = {"memory": ("libuv", "libseccomp"), "descriptor": ("libuv",), "epoll": ("libuv",)}
+
+
+@pytest.mark.parametrize("role, kind", START)
+@pytest.mark.timeout(3000 if EVERY else 300)
+def test_starts_or_says_why_not(backend, role, kind):
+    first, problems, tried = 1, [], 0
+    while True:
+        problem, seen = faillib.start_without(role, kind, first, [unix_compute, http_json], backend=backend)
+        if not seen["failed"]:
+            break
+        tried += 1
+        not_ours = seen["caller"].startswith(NOT_OURS.get(kind, "none"))
+        if problem and (not not_ours or seen["caller"].startswith("libuv") and "status -11" in problem):
+            problems.append(f"{first}: {seen['call']} in {seen['caller']}: {problem}")
+        first += EVERY or START_STEP.get(kind, 1)
+    print(f"\n{role} {kind}: {tried}")
+    assert not problems, "\n".join(problems)
 
 
 def reached(backend):

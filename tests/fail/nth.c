@@ -45,12 +45,27 @@ static _Unwind_Reason_Code note_frame(struct _Unwind_Context *context, void *unu
     return _URC_NO_REASON;
 }
 
+/* The innermost that is neither this library nor libc. */
+static void note_caller(void) {
+    Dl_info own = {0}, info;
+    dladdr((void *)(uintptr_t)note_frame, &own);
+    for (uint32_t i = 0; i < slot->frames; i++) {
+        if (!dladdr((void *)(uintptr_t)slot->frame[i], &info) || info.dli_fbase == own.dli_fbase)
+            continue;
+        const char *name = strrchr(info.dli_fname, '/');
+        snprintf(slot->caller, sizeof slot->caller, "%s", name ? name + 1 : info.dli_fname);
+        if (strncmp(slot->caller, "libc.so", 7) != 0)
+            return;
+    }
+}
+
 static void note(const char *call) {
     inside = true;
     memset(slot->call, 0, sizeof slot->call);
     memcpy(slot->call, call, strnlen(call, sizeof slot->call - 1));
     slot->frames = 0;
     _Unwind_Backtrace(note_frame, NULL);
+    note_caller();
     inside = false;
 }
 

@@ -38,8 +38,9 @@ struct nth_slot { /* of a role; 512 bytes */
     _Atomic uint32_t pid;
     _Atomic uint32_t frames; /* of the last call that failed, */
     _Atomic uint64_t frame[NTH_FRAMES];
-    char call[32]; /* and its name */
-    char room[512 - 64 - 8 * NTH_FRAMES - 32];
+    char call[32];   /* and its name; */
+    char caller[32]; /* the file, a library or the program, that called it */
+    char room[512 - 64 - 8 * NTH_FRAMES - 64];
 };
 
 struct nth_page {
