@@ -15,7 +15,7 @@ from conftest import children_of, wait_until
 from httplib import PREFIX
 
 KINDS = ["http_json", "http_binary", "http_binary", "http_shm", "http_tensors", "unix", "unix", "unix_share"]
-SECONDS = 5
+SECONDS, KILLS = 5, 6  # at least
 
 
 def free_port():
@@ -90,8 +90,9 @@ def test_killed_at_random(make_server, roles):
     crowd, chosen, killed = Crowd(server), random.Random(len(roles)), 0
     try:
         crowd.all_go_on()
-        end = time.monotonic() + SECONDS
-        while time.monotonic() < end:
+        begun = time.monotonic()
+        while time.monotonic() < begun + SECONDS or killed < KILLS:
+            assert time.monotonic() < begun + 60, f"{killed} of {KILLS} killed"
             role = chosen.choice(roles)
             pid = server.pid if role == "supervisor" else children_of(server.pid).get(role)
             if role == "supervisor":
@@ -107,7 +108,7 @@ def test_killed_at_random(make_server, roles):
     assert not waiting, f"wait for an answer that does not come: {waiting}"
     sums = crowd.ledger.sums()
     assert not crowd.ledger.told() and sums["wrong"] == sums["lost"] == 0, crowd.ledger.told()
-    assert sums["right"] > 50 and killed > 5, (sums, killed)
+    assert sums["right"] > 50, (sums, killed)
 
     def nothing_held():
         metrics = server.metrics()
