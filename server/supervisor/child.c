@@ -163,7 +163,7 @@ static void read_report(struct kld_life *life) {
     struct kld_child_report report;
     if (!life->control_open)
         return;
-    ssize_t bytes = recv(life->control_fd, &report, sizeof report, MSG_DONTWAIT);
+    ssize_t bytes = recv(life->control_fd, &report, sizeof report, MSG_DONTWAIT | MSG_TRUNC);
     if (bytes < 0 && (errno == EAGAIN || errno == EINTR))
         return;
     if (bytes == 1) { /* a sign of life */
@@ -172,8 +172,8 @@ static void read_report(struct kld_life *life) {
         return;
     }
     if (bytes != (ssize_t)sizeof report) {
-        life->unheard = bytes < 0;
-        control_close(life); /* the end of the process is seen by on_death() */
+        life->unheard = bytes == 0 ? ECONNRESET : bytes < 0 ? errno : EPROTO;
+        control_close(life);
         return;
     }
     report.backend[sizeof report.backend - 1] = '\0';
@@ -186,10 +186,13 @@ static void read_report(struct kld_life *life) {
         take_report(life->child, &report);
 }
 
-/* What it says is lost, and it may be waited for for ever: another one takes its place. */
-static void end_unheard(struct kld_life *life, const char *reason) {
-    kld_log(KLD_LOG_ERROR, "child not heard", "child=%s child_pid=%d reason=\"%s\"",
-            life->child->name, (int)life->process.pid, reason);
+/* What it says is lost, and it may be waited for for ever: another one takes its place. At the end
+ * of its socket it has mostly ended, which on_death() tells, and which no signal changes any more.
+ */
+static void end_unheard(struct kld_life *life, int error) {
+    if (error != ECONNRESET)
+        kld_log(KLD_LOG_ERROR, "child not heard", "child=%s child_pid=%d reason=\"%s\"",
+                life->child->name, (int)life->process.pid, strerror(error));
     uv_process_kill(&life->process, SIGKILL);
 }
 
@@ -197,7 +200,7 @@ static void on_control(uv_poll_t *control, int status, int events) {
     struct kld_life *life = control->data;
     read_report(life);
     if (life->unheard)
-        end_unheard(life, strerror(errno));
+        end_unheard(life, life->unheard);
 }
 
 /* "kld-server", the two hidden flags, every setting. NULL: out of memory. index: room for the
@@ -281,7 +284,7 @@ static int begin_life(struct kld_watched *child, struct kld_life *life) {
     if (result == 0)
         uv_poll_start(&life->control, UV_READABLE | UV_DISCONNECT, on_control);
     else
-        end_unheard(life, uv_strerror(result));
+        end_unheard(life, -result);
     return 0;
 }
 

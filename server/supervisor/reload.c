@@ -2,9 +2,11 @@
  * is in them, then tells everybody the log level; or, where anything is wrong, leaves all as it
  * was. It does not look into the files. Supervisor's loop thread; read_again() on uv's pool,
  * because a file may lie on a disk that does not answer. Such a reading is given up after
- * reload_ms; what it holds is its own, so that the next one does not wait for it. */
+ * reload_ms; what it holds is its own, so that the next one does not wait for it. A gateway that
+ * does not answer for so long is killed. */
 #include <errno.h>
 #include <inttypes.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -54,6 +56,7 @@ void kld_reload_close(struct kld_supervisor *supervisor) {
 /* ---- How it ends ----------------------------------------------------------------------------- */
 
 static void forget_next(struct kld_reload *reload) {
+    uv_timer_stop(&reload->patience);
     if (reload->next_fd >= 0)
         close(reload->next_fd);
     reload->next_fd = -1;
@@ -133,6 +136,20 @@ static void read_again(uv_work_t *work) {
         reading->error.status = gather(&reading->next, &reading->next_fd, &reading->error);
 }
 
+/* Alive, it could still take over what nobody else knows of; its successor is asked anew. */
+static void on_no_answer(uv_timer_t *timer) {
+    struct kld_supervisor *supervisor = timer->data;
+    kld_log(KLD_LOG_ERROR, "reload not answered",
+            "child=gateway text=\"it did not answer within %" PRIu64 " ms (reload_ms)\"",
+            supervisor->config.reload_ms);
+    kld_watched_signal(&supervisor->gateway, SIGKILL);
+}
+
+static void be_patient(struct kld_supervisor *supervisor, uv_timer_cb on_over) {
+    if (supervisor->config.reload_ms)
+        uv_timer_start(&supervisor->reload.patience, on_over, supervisor->config.reload_ms, 0);
+}
+
 /* The files are read: the gateway's turn. */
 static void ask(struct kld_supervisor *supervisor) {
     struct kld_reload *reload = &supervisor->reload;
@@ -145,6 +162,7 @@ static void ask(struct kld_supervisor *supervisor) {
                                  reload->next_fd) ||
                errno == EPIPE || errno == ECONNRESET) {
         reload->state = KLD_RELOAD_ASKING; /* or it has ended, of which we are about to hear */
+        be_patient(supervisor, on_no_answer);
     } else {
         fail(supervisor, "the gateway cannot be told");
     }
@@ -207,8 +225,7 @@ static void read_begin(struct kld_supervisor *supervisor) {
     reading->work.data = reading;
     reload->reading = reading;
     reload->readings++;
-    if (supervisor->config.reload_ms)
-        uv_timer_start(&reload->patience, on_impatient, supervisor->config.reload_ms, 0);
+    be_patient(supervisor, on_impatient);
     uv_queue_work(&supervisor->loop, &reading->work, read_again, on_read);
 }
 

@@ -82,7 +82,7 @@ struct kld_life {
     uv_process_t process;
     uv_poll_t control;               /* its descriptor is control_fd */
     bool control_open, control_made; /* it is heard; its handle is to be closed */
-    bool unheard;                    /* its control socket failed */
+    int unheard;                     /* why its control socket was given up, an errno; 0 */
     bool asked;     /* to end: once, because a child that is ending may have stopped listening */
     int control_fd; /* our end of the pair; -1 */
 };
@@ -145,7 +145,7 @@ struct kld_reload {
     bool repeated;  /* a gateway ended while it was asked; its successor is, and no third one */
     int secrets_fd; /* memfd of what is in use, for each gateway that is started; -1: no HTTP */
 
-    uv_timer_t patience;         /* with files that do not answer */
+    uv_timer_t patience;         /* with files, or a gateway, that do not answer */
     struct kld_reading *reading; /* while READING */
     uint32_t readings;           /* with those that were given up and are not through */
     struct kld_config next;      /* what was read, from here on */

@@ -504,6 +504,18 @@ def test_a_gateway_that_ends_while_it_is_asked(make_server, settings):
     assert b"\nkld_config_reloads_failed_total 0\n" in server.request("/metrics", None, bearer("two"))[2]
 
 
+def test_a_gateway_that_does_not_answer(make_server, settings):
+    """It is replaced, and its successor takes over what it was asked to: no reload after it waits for ever."""
+    settings.allow(one="infer")
+    server = make_server(tokens=settings.tokens, reload_ms=600)
+    settings.allow(two="infer")
+    gateway = ask_one_that_stands_still(server)
+    wait_until(lambda: outcomes(server), 20, "an outcome")
+    assert [event for event, _ in outcomes(server)] == ["reloaded"] and server.child("gateway") != gateway
+    assert infer(server, "two") == 200 and infer(server, "one") == 401
+    assert "reload not answered" in server.log() and reload(server)[0] == "reloaded"
+
+
 def test_a_reload_that_the_end_of_the_server_overtakes(make_server, settings):
     """It is no failure that anybody should be told of."""
     settings.allow(one="infer")
