@@ -367,9 +367,12 @@ static void connection_changed(void *user, struct MHD_Connection *connection, vo
         watch(http, connection, context);
     } else if (*context) {
         struct kld_watched *watched = *context;
-        /* MHD does not tell of its end where it cannot watch the socket again (0.9.75). */
-        if (watched->exchange)
+        /* MHD does not tell of its end where it cannot watch the socket again, and has freed the
+         * headers by now (0.9.75). Of no connection it finds none. */
+        if (watched->exchange) {
+            watched->exchange->connection = NULL;
             close_exchange(http, watched->exchange);
+        }
         kld_tls_release(watched->keys);
         kld_watch_remove(&http->watch, *context);
         *context = NULL;

@@ -258,8 +258,10 @@ static void tensors_one(struct kld_exchange *exchange, const struct pieces *piec
 
 static void tensor_delete(struct kld_exchange *exchange, const struct pieces *pieces,
                           const char *body, size_t bytes) {
+    struct kld_trace trace;
     bool there = kld_tensors_remove(exchange->gateway->tensors, exchange->caller, pieces->text[0]);
-    kld_tensor_log(exchange, "delete_tensor", there ? KLD_OK : KLD_NOT_FOUND, NULL, 0);
+    kld_trace_take(exchange, &trace);
+    kld_tensor_log(exchange, &trace, "delete_tensor", there ? KLD_OK : KLD_NOT_FOUND, NULL, 0);
     if (there)
         kld_exchange_reply_text(exchange, 200, "", "", 0);
     else

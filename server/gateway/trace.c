@@ -171,20 +171,19 @@ static void describe_tensor(const struct kld_stored *tensor, char *ret_text, siz
                  kld_dtype_name(tensor->dtype), tensor->bytes);
 }
 
-void kld_tensor_log(const struct kld_exchange *exchange, const char *op, enum kld_status status,
-                    const struct kld_stored *tensor, uint64_t body_end_ns) {
+void kld_tensor_log(const struct kld_exchange *exchange, const struct kld_trace *trace,
+                    const char *op, enum kld_status status, const struct kld_stored *tensor,
+                    uint64_t body_end_ns) {
     enum kld_log_level level;
     if (!wants_line(exchange->gateway, status, &level))
         return;
     uint64_t started_ns = exchange->started_ns, total_ns = uv_hrtime() - started_ns;
     char stored[40 + 21 * (KLD_RANK_MAX + 1)] = "", caller[CALLER_BYTES_MAX];
     char traced[TRACED_BYTES_MAX];
-    struct kld_trace trace;
     if (tensor)
         describe_tensor(tensor, stored, sizeof stored);
-    kld_trace_take(exchange, &trace);
     describe_caller(exchange->caller, caller);
-    describe_trace(&trace, traced);
+    describe_trace(trace, traced);
     kld_log(level, "request",
             "transport=http%s status=%s op=%s%s total_us=%" PRIu64 " receive_us=%" PRIu64 "%s",
             caller, kld_status_name(status), op, stored, total_ns / 1000,

@@ -30,7 +30,8 @@ void kld_trace_pass(const struct kld_trace *trace, struct kld_trace_context *ret
 struct kld_infer;
 struct kld_exchange;
 struct kld_stored;
-/* Of the exchange's headers, where a line will be written. */
+/* Of the exchange's headers, where a line will be written: at its beginning, for the headers may be
+ * gone at its end. */
 void kld_trace_take(const struct kld_exchange *exchange, struct kld_trace *ret_trace);
 /* At level debug, at info where it failed (there KLD_FAILED_LINES_MAX a second and loop): what was
  * asked for, how it ended, how long it took, and the name of the caller's token; no data, no name
@@ -41,7 +42,8 @@ void kld_refused_log(const struct kld_exchange *exchange, enum kld_status status
 /* The same of a tensor, once when its outcome is known, before its reply. op: "put_tensor",
  * "delete_tensor". tensor: as it was understood, NULL: it was not. body_end_ns: uv_hrtime() of the
  * end of its body, 0: not all of it came, or it has none. */
-void kld_tensor_log(const struct kld_exchange *exchange, const char *op, enum kld_status status,
-                    const struct kld_stored *tensor, uint64_t body_end_ns);
+void kld_tensor_log(const struct kld_exchange *exchange, const struct kld_trace *trace,
+                    const char *op, enum kld_status status, const struct kld_stored *tensor,
+                    uint64_t body_end_ns);
 
 #endif

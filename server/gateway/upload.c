@@ -20,6 +20,7 @@ struct upload {
     struct kld_gateway *gateway;
     struct kld_exchange *exchange; /* NULL: the client has gone */
     struct kld_caller *caller;
+    struct kld_trace trace;
     struct kld_stored *stored; /* its place in the list; NULL: none any more */
     struct kld_pool_job job;
     struct kld_pool_buffer *buffer;
@@ -124,7 +125,8 @@ static void let_go(struct upload *upload) {
 }
 
 static void log_end(const struct upload *upload, enum kld_status status) {
-    kld_tensor_log(upload->exchange, "put_tensor", status, upload->stored, upload->body_end_ns);
+    kld_tensor_log(upload->exchange, &upload->trace, "put_tensor", status, upload->stored,
+                   upload->body_end_ns);
 }
 
 static void fail(struct upload *upload, const struct kld_error *error) {
@@ -322,6 +324,7 @@ void kld_upload_begin(struct kld_exchange *exchange, const char *name) {
     upload->gateway = exchange->gateway;
     upload->exchange = exchange;
     upload->caller = exchange->caller;
+    kld_trace_take(exchange, &upload->trace);
     upload->placed = true;
     atomic_fetch_add(&upload->gateway->common->held, 1);
     atomic_fetch_add(&upload->gateway->common->infers, 1);

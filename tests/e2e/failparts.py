@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import socket
+import time
 
 import numpy as np
 
@@ -157,6 +158,15 @@ def unix_refused(server):
 
 
 # ---- HTTP -------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def cuts(what):
+    try:
+        yield
+    except (BrokenPipeError, ConnectionResetError, ConnectionRefusedError, http.client.RemoteDisconnected,
+            http.client.IncompleteRead) as error:
+        raise Cut(f"{what}: {error!r}") from None
+
+
 class Http:
     """A connection of its own."""
 
@@ -170,14 +180,15 @@ class Http:
         self.http.close()
 
     def ask(self, method, path, data=None, headers=None, expect=200):
-        try:
-            chunked = data is not None and not isinstance(data, bytes)
+        chunked = data is not None and not isinstance(data, bytes)
+        with cuts(f"{method} {path.split('?')[0]}"):
             self.http.request(method, path, body=data, headers=headers or {}, encode_chunked=chunked)
+        return self.answer(method, path, expect)
+
+    def answer(self, method, path, expect=200):
+        with cuts(f"{method} {path.split('?')[0]}"):
             reply = self.http.getresponse()
             body = reply.read()
-        except (BrokenPipeError, ConnectionResetError, ConnectionRefusedError, http.client.RemoteDisconnected,
-                http.client.IncompleteRead) as error:
-            raise Cut(f"{method} {path.split('?')[0]}: {error!r}") from None
         if reply.status == expect:
             return reply.headers, body
         text = f"{method} {path.split('?')[0]}: {reply.status} {body[:300]!r}"
@@ -280,6 +291,25 @@ def http_tensor(server):
             raise
 
 
+def http_tensor_slow(server):
+    """A tensor whose upload is held up, for memory on the device, with most of it still to come; and the line of
+    its end."""
+    path, data = "/v2/tensors/slow", LARGE[0].tobytes()
+    with Http(server) as client:
+        try:
+            with cuts(path):
+                client.http.putrequest("PUT", path + "?shape=200,500&datatype=FP32")
+                client.http.putheader("Content-Length", str(len(data)))
+                client.http.endheaders(data[:1000])
+                time.sleep(0.05)
+                client.http.send(data[1000:])
+            client.answer("PUT", path)
+            client.ask("DELETE", path)
+        except (Clear, Cut, Blamed):
+            server.request(path, method="DELETE")
+            raise
+
+
 def http_looks(server):
     with Http(server) as client:
         assert b"kld_" in client.ask("GET", "/metrics")[1]
@@ -309,4 +339,4 @@ def http_leaves(server):
 
 
 UNIX = [unix_compute, unix_pool, unix_share, unix_cancel, unix_refused]
-HTTP = [http_json, http_binary, http_bulk, http_shared, http_tensor, http_looks, http_leaves]
+HTTP = [http_json, http_binary, http_bulk, http_shared, http_tensor, http_looks, http_leaves, http_tensor_slow]

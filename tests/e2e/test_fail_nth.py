@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 import faillib
-from failparts import HTTP, UNIX, http_json, unix_compute
+from failparts import HTTP, UNIX, http_json, http_tensor_slow, unix_compute
 
 EVERY = int(os.environ.get("FAIL_NTH_EVERY", 0))
 OUT_OF_MEMORY, LAUNCH_FAILED = 2, 719  # of cudaError_t: one that passes, one that ends the context
@@ -41,6 +41,17 @@ def test_right_or_a_clear_error(sweep, role, part):
         begin = 1 if EVERY else 1 + (number * 5 + (UNIX + HTTP).index(part) * 3) % STEP
         sweep.sweep(role, kind, part, step=step, begin=begin)
     assert not sweep.problems[before:], "\n".join(sweep.problems[before:])
+
+
+@pytest.mark.timeout(300)
+def test_held_up_and_not_watched_again(sweep):
+    """The few calls that a sample may miss: MHD cannot watch the socket again of an upload that was held up, and
+    ends the connection."""
+    before = len(sweep.problems)
+    sweep.sweep("gateway", "epoll", http_tensor_slow)
+    assert not sweep.problems[before:], "\n".join(sweep.problems[before:])
+    assert any(part == http_tensor_slow.__name__ and "MHD_add_connection" not in site
+               for _, _, part, site, _ in sweep.sites["cut"])
 
 
 # What is not ours ends the process there, or never comes back: libuv with abort(), libseccomp 2.5.4 where it has
