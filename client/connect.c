@@ -140,6 +140,8 @@ bool kld_missing(const struct kld_connection *connection, uint32_t index,
            connection->transport->missing(connection, index, ret_why);
 }
 
+uint64_t kld_losses(const struct kld_connection *connection) { return connection->losses; }
+
 enum kld_status kld_ping(struct kld_connection *connection, uint64_t *ret_ns,
                          struct kld_error *err) {
     if (!connection->transport->ping)

@@ -181,6 +181,7 @@ struct kld_connection {
     bool interrupted;  /* the last kld_connection_step() ended with a signal */
     bool member;       /* of a split:, set by split.c */
     uint64_t links;    /* network connections made so far: each may lead to another process */
+    uint64_t losses;   /* of them, those that ended; where there are regions that end with them */
 
     struct kld_region *regions;
     uint32_t region_count;

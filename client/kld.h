@@ -122,6 +122,10 @@ KLD_EXPORT enum kld_status kld_info(struct kld_connection *connection,
  * its address and why. False: there are no more of them. Asks nobody. */
 KLD_EXPORT bool kld_missing(const struct kld_connection *connection, uint32_t index,
                             struct kld_error *ret_why);
+/* How often the server was lost so far, as libkld has noticed in a call: what
+ * kld_region_create_pool() made before the last time is lost, also where the server has stayed. 0
+ * but over unix:. Asks nobody. */
+KLD_EXPORT uint64_t kld_losses(const struct kld_connection *connection);
 /* A round trip that computes nothing. */
 KLD_EXPORT enum kld_status kld_ping(struct kld_connection *connection, uint64_t *ret_ns,
                                     struct kld_error *err);
@@ -156,8 +160,8 @@ KLD_EXPORT enum kld_status kld_region_import_cuda_fd(struct kld_connection *conn
                                                      uint64_t base_bytes, uint64_t offset_bytes,
                                                      uint64_t bytes, struct kld_region **ret_region,
                                                      struct kld_error *err);
-/* A buffer in the server's device pool: filled and read by kld_copy(), lost with the worker. unix
- * and local. */
+/* A buffer in the server's device pool: filled and read by kld_copy(), lost with the worker, and
+ * with the connection to it (kld_losses()). unix and local. */
 KLD_EXPORT enum kld_status kld_region_create_pool(struct kld_connection *connection, uint64_t bytes,
                                                   struct kld_region **ret_region,
                                                   struct kld_error *err);

@@ -112,8 +112,10 @@ void kld_unix_lose(struct unix_connection *u) {
         close(u->socket);
     u->socket = -1;
     u->want_write = false;
-    if (u->state == UNIX_UP)
+    if (u->state == UNIX_UP) {
         u->down_since_ns = kld_now_ns();
+        u->base.losses++;
+    }
     u->state = UNIX_DOWN;
     u->doomed = u->leaving = false;
     if (u->control.wanted && u->control.sent && u->fatal.status == KLD_VERSION) {

@@ -39,14 +39,19 @@ static void finish(struct kld_pool_job *job, enum kld_status status,
 
 /* ---- The connection ---------------------------------------------------------------------------*/
 
-static void look_at_epoch(struct kld_pool *pool) {
+/* The connection may end while its worker stays. */
+static void look_at_losses(struct kld_pool *pool) {
     struct kld_server_info info;
-    if (kld_info(pool->connection, &info, NULL) != KLD_OK || info.epoch == pool->epoch)
+    if (kld_info(pool->connection, &info, NULL) == KLD_OK && info.epoch != pool->epoch) {
+        pool->epoch = info.epoch;
+        pool->streams = info.streams_max ? info.streams_max : 1;
+    }
+    uint64_t losses = kld_losses(pool->connection);
+    if (losses == pool->losses)
         return;
-    pool->epoch = info.epoch;
-    pool->streams = info.streams_max ? info.streams_max : 1;
+    pool->losses = losses;
     for (struct kld_pool_buffer *buffer = pool->buffers; buffer; buffer = buffer->after)
-        if (buffer->epoch != info.epoch && !buffer->imported)
+        if (buffer->losses != losses && !buffer->imported)
             atomic_store(&buffer->lost, true);
 }
 
@@ -78,29 +83,11 @@ static enum kld_status connect_once(struct kld_pool *pool, struct kld_error *err
     }
     pool->poll.data = pool;
     uv_poll_start(&pool->poll, UV_READABLE, readable);
-    look_at_epoch(pool);
+    look_at_losses(pool);
     return KLD_OK;
 }
 
 /* ---- Jobs -------------------------------------------------------------------------------------*/
-
-/* A connection may end without its worker, and so without another epoch: then libkld says of each
- * buffer that is named that it is lost. Nobody is to be given it again, nor what was kept beside
- * it. */
-static void note_lost(struct kld_pool_job *job, enum kld_status status) {
-    if (status != KLD_DEVICE_LOST && status != KLD_UNAVAILABLE)
-        return;
-    for (struct kld_pool_buffer *one = job->pool->buffers; one; one = one->after)
-        if (one->kept_ns)
-            atomic_store(&one->lost, true);
-    if (job->kind != KLD_POOL_RUN) {
-        atomic_store(&job->buffer->lost, !job->buffer->imported);
-        return;
-    }
-    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
-        if (job->slot[slot] && !job->slot[slot]->imported)
-            atomic_store(&job->slot[slot]->lost, true);
-}
 
 static void call_done(void *user, enum kld_status status, const struct kld_result *result,
                       const struct kld_error *error) {
@@ -108,7 +95,7 @@ static void call_done(void *user, enum kld_status status, const struct kld_resul
     kld_pool_list_remove(&job->pool->running, job);
     if (result)
         job->result = *result;
-    note_lost(job, status);
+    look_at_losses(job->pool); /* first: who is told that a buffer is lost sees that it is */
     finish(job, status, error);
 }
 
@@ -131,12 +118,12 @@ static enum kld_status make_buffer(struct kld_pool *pool, const struct kld_pool_
         free(buffer);
         return status;
     }
-    look_at_epoch(pool);
+    look_at_losses(pool);
     buffer->pool = pool;
     buffer->bytes = buffer->room_bytes = job->bytes;
     buffer->imported = import;
     buffer->users = 1;
-    buffer->epoch = pool->epoch;
+    buffer->losses = pool->losses;
     buffer->after = pool->buffers;
     pool->buffers = buffer;
     *ret_buffer = buffer;
@@ -145,7 +132,7 @@ static enum kld_status make_buffer(struct kld_pool *pool, const struct kld_pool_
 
 static enum kld_status open_buffer(struct kld_pool *pool, struct kld_pool_job *job,
                                    struct kld_error *err) {
-    look_at_epoch(pool);
+    look_at_losses(pool);
     job->buffer = job->kind == KLD_POOL_OPEN ? kld_pool_take_kept(pool, job->bytes) : NULL;
     if (job->buffer)
         return KLD_OK;
@@ -237,8 +224,6 @@ static void send_waiting(struct kld_pool *pool) {
             atomic_store(&job->starved, true);
             kld_pool_list_add(&pool->starved, job);
         } else if (status || opens) {
-            if (!opens)
-                note_lost(job, status);
             finish(job, status, &error);
         } else
             kld_pool_list_add(&pool->running, job);
@@ -271,7 +256,7 @@ static void process(struct kld_pool *pool) {
     struct kld_error error = {.status = KLD_OK};
     if (pool->connection) {
         kld_process(pool->connection, 0, &error);
-        look_at_epoch(pool);
+        look_at_losses(pool);
     }
     send_waiting(pool);
 }

@@ -2,14 +2,14 @@
  *
  * One for each worker: a thread of its own with a connection of its own to the worker, through
  * libkld: making a buffer waits for the worker, which no HTTP loop may do. Jobs come from any loop
- * and end on the loop that sent them. A buffer is lost with its worker; jobs that name it end with
- * KLD_DEVICE_LOST then. What was dropped is kept for KLD_POOL_KEEP_MS, keep_buffer_bytes in all
- * and a quarter of the device's pool, for an OPEN that wants about as much: the pages of new memory
- * cost a CPU as much as to fill them. When another client of the worker finds the device's pool
- * full, what is kept is given back, and for as long nothing is.
- * It holds then what its last user left: who opens a buffer writes it before he reads it. An OPEN
- * that finds the device's pool full waits in turn until there is room or nobody wants it any more;
- * one for more than there ever is ends with KLD_TOO_LARGE.
+ * and end on the loop that sent them. A buffer is lost with that connection, as it is when the
+ * worker ends; jobs that name it end with KLD_DEVICE_LOST then. What was dropped is kept for
+ * KLD_POOL_KEEP_MS, keep_buffer_bytes in all and a quarter of the device's pool, for an OPEN that
+ * wants about as much: the pages of new memory cost a CPU as much as to fill them. When another
+ * client of the worker finds the device's pool full, what is kept is given back, and for as long
+ * nothing is. It holds then what its last user left: who opens a buffer writes it before he reads
+ * it. An OPEN that finds the device's pool full waits in turn until there is room or nobody wants
+ * it any more; one for more than there ever is ends with KLD_TOO_LARGE.
  *
  * A job, the buffers and the staging memory it names belong to the pool from kld_pool_submit()
  * until done(). Senders keep their deadlines themselves (deadline.h), because this thread may be
@@ -37,14 +37,14 @@ struct kld_pool_buffer {
     uint64_t bytes;
     bool imported;
     _Atomic uint32_t users;
-    _Atomic bool lost; /* its worker is gone, and what it held */
+    _Atomic bool lost; /* the connection that it was made on is gone, or its worker */
 
     /* The pool's thread's own. */
     uint64_t room_bytes; /* of its region: bytes or more */
     uint64_t kept_ns;    /* uv_hrtime() since when nobody uses it; 0: somebody does */
     struct kld_pool_buffer *after;
     struct kld_region *region;
-    uint64_t epoch;
+    uint64_t losses; /* kld_losses() when it was made */
     struct kld_letter letter;
 };
 

@@ -18,7 +18,8 @@ struct kld_pool {
     struct kld_connection *connection; /* NULL: none yet */
     struct kld_region *region;         /* of staging */
     uint32_t streams, next_stream;
-    uint64_t epoch;
+    uint64_t epoch;          /* of the worker of which streams is */
+    uint64_t losses;         /* kld_losses(), when buffers were last looked at */
     struct kld_stats *stats; /* of the worker */
     struct kld_pool_list waiting, running;
     struct kld_pool_list starved; /* OPENs that found the device's pool full, in turn */

@@ -251,7 +251,7 @@ static void hello(struct fake_worker *worker, struct fake_client *client, uint64
     union kld_frame frame;
     kld_frame_init(&frame, KLD_FRAME_WELCOME, request);
     struct kld_frame_welcome *welcome = &frame.as_WELCOME;
-    welcome->epoch = (uint64_t)worker->accepted;
+    welcome->epoch = worker->epoch ? worker->epoch : (uint64_t)worker->accepted;
     welcome->version = KLD_WIRE_VERSION;
     welcome->device = (uint16_t)worker->device;
     welcome->devices = worker->devices ? worker->devices : 1;

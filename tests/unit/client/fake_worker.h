@@ -20,6 +20,7 @@ struct fake_worker {
     uint64_t region_bytes_max;
     uint32_t device, devices;   /* set before open; devices 0: one. Card i has a UUID of i + 1 */
     uint32_t flags;             /* of WELCOME; set before open */
+    uint64_t epoch;             /* the same; 0: another one with each connection */
     atomic_int hold;            /* SUBMITs are not answered while set, but kept */
     atomic_int linger;          /* what was cancelled is answered and computed all the same */
     atomic_int mute;            /* what is computed is not answered, until a SUBMIT makes it die */

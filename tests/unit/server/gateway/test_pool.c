@@ -1,4 +1,5 @@
-/* test_pool.c - jobs for buffers on the device that nobody wants any more. */
+/* test_pool.c - jobs for buffers on the device that nobody wants any more, and buffers that are
+ * lost or kept. */
 #include "server/gateway/pool.h"
 
 #include <string.h>
@@ -32,6 +33,7 @@ static void setup(void) {
     memset(&worker, 0, sizeof worker);
     kld_stats_set(&stats, KLD_STAT_pool_bytes_max, 1000000);
     worker.requests_max = 1;
+    worker.epoch = 7;
     ended = 0;
     fake_worker_open(&worker);
     strcpy(config.unix, worker.path);
@@ -144,5 +146,52 @@ START_TEST(what_was_dropped_is_used_again_for_a_while) {
 }
 END_TEST
 
+static enum kld_status run_with(struct kld_pool_buffer *predictions,
+                                struct kld_pool_buffer *targets) {
+    static struct kld_pool_job job;
+    int before = ended;
+    job = (struct kld_pool_job){0};
+    job.slot[KLD_SLOT_PREDICTIONS] = predictions;
+    job.slot[KLD_SLOT_TARGETS] = targets;
+    run(&job);
+    run_until(before + 1);
+    return job.status;
+}
+
+/* Its connections; it serves on. */
+static void break_connection(void) {
+    int before = worker.accepted;
+    uint64_t begin = uv_hrtime();
+    worker.hang_up = 1;
+    while (worker.accepted == before) {
+        ck_assert_uint_lt(uv_hrtime() - begin, UINT64_C(10000000000));
+        uv_sleep(1);
+    }
+}
+
+START_TEST(what_was_made_on_a_connection_is_lost_with_it_and_nothing_else) {
+    config.keep_buffer_bytes = 100000;
+    setup();
+    struct kld_pool_buffer *old = open_buffer(4096), *kept = open_buffer(50000);
+    ck_assert_int_eq(run_with(old, old), KLD_OK);
+    kld_pool_drop(kept);
+    break_connection();
+    uint64_t begin = uv_hrtime();
+    while (!atomic_load(&old->lost)) /* though nobody asks for it */
+        ck_assert_uint_lt(uv_hrtime() - begin, UINT64_C(2000000000));
+    struct kld_pool_buffer *young = open_buffer(4096), *other = open_buffer(50000);
+    ck_assert_ptr_ne(other, kept);
+    ck_assert_int_eq(run_with(young, young), KLD_OK);
+    ck_assert_int_eq(run_with(old, young), KLD_DEVICE_LOST);
+    ck_assert_int_eq(run_with(other, old), KLD_DEVICE_LOST);
+    ck_assert(!atomic_load(&young->lost) && !atomic_load(&other->lost));
+    ck_assert_int_eq(run_with(young, other), KLD_OK);
+    kld_pool_drop(other);
+    ck_assert_ptr_eq(open_buffer(50000), other); /* kept beside one that was lost before */
+    teardown();
+}
+END_TEST
+
 UNIT_MAIN("server/gateway/pool", what_nobody_wants_is_not_computed,
-          what_was_dropped_is_used_again_for_a_while)
+          what_was_dropped_is_used_again_for_a_while,
+          what_was_made_on_a_connection_is_lost_with_it_and_nothing_else)
