@@ -207,7 +207,7 @@ help:
 	@echo "make fuzz         fuzz every parser, SECONDS=$(SECONDS) each"
 	@echo "make fuzz-coverage  what the corpus of each target reaches (FUZZ_CORPUS: another one)"
 	@echo "make fuzz-dist    $(BUILD)/kld-fuzz: the targets, to be run for long elsewhere"
-	@echo "make fail-nth     the N-th call of each kind fails, for every N, in each role of a server"
+	@echo "make fail-nth     the N-th call of each kind fails, for every N, in worker and gateway, and while a role starts"
 	@echo "make valgrind     the unit tests under valgrind"
 	@echo "make coverage     lines and branches that unit and end-to-end tests reach, into $(COVERAGE)/"
 	@echo "make lint         clang-format, clang-tidy, cppcheck, pyflakes, shellcheck"

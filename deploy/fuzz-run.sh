@@ -4,10 +4,11 @@
 #   figures.txt     a line for each target: executions, seconds of CPU, edges and features covered, crashes
 #   corpus/NAME     what is new beside the tree's corpus, minimised
 #   crashes/NAME-*  inputs that broke a promise, and logs/ what was printed
-# Ends with status 1 if there are any. Needs nothing that is not in the tree but bash and glibc 2.36 or newer.
+# Ends with status 1 if there are any, if a target was not executed once, or ended with an error and no input that tells
+# why (failed.txt). Needs nothing that is not in the tree but bash and glibc 2.36 or newer.
 set -u
 cd "$(dirname "$0")" || exit 1
-[ $# -ge 3 ] || { sed -n 2,7p "$0" >&2; exit 2; }
+[ $# -ge 3 ] || { sed -n 2,8p "$0" >&2; exit 2; }
 seconds=$1
 jobs=$2
 mkdir -p "$3"/{corpus,crashes,logs} || exit 1
@@ -30,13 +31,16 @@ crashes() { find "$out/crashes" -name "$1-*" | wc -l; }
 
 # fuzz NAME JOB: until the time is over, again after each crash; its seconds of CPU go to a file.
 fuzz() {
-    local name=$1 job=$2 end=$((SECONDS + seconds)) left tries=0 before
+    local name=$1 job=$2 end=$((SECONDS + seconds)) left tries=0 before status
     while left=$((end - SECONDS)) && [ "$left" -gt 0 ] && [ "$tries" -lt 20 ]; do
         tries=$((tries + 1))
         before=$(crashes "$name")
         "${fixed[@]}" "bin/$name" "${common[@]}" -reload=30 -max_total_time="$left" -print_final_stats=1 -seed=$((job * 1000 + tries)) \
             -artifact_prefix="$out/crashes/$name-" "$work/$name" >>"$out/logs/$name-$job.log" 2>&1 && break
-        [ "$(crashes "$name")" -gt "$before" ] || sleep 1
+        status=$?
+        [ "$(crashes "$name")" -gt "$before" ] && continue
+        echo "$name: job $job ended with status $status" >>"$out/failed.txt"
+        sleep 1
     done
     times >"$work/times-$job" # not through a pipe: that is another shell, with children of its own
     awk 'NR == 2 { for (i = 1; i <= 2; i++) { split($i, t, /[ms]/); sum += t[1] * 60 + t[2] } print sum }' \
@@ -44,6 +48,7 @@ fuzz() {
 }
 
 work=$(mktemp -d)
+rm -f "$out/failed.txt"
 trap 'rm -rf "$work"' EXIT
 for name in "$@"; do
     [ -x "bin/$name" ] || { echo "run.sh: no target $name" >&2; exit 2; }
@@ -65,6 +70,11 @@ for name in "$@"; do
     covered=$(grep -ho 'cov: [0-9]* ft: [0-9]*' "$out/logs/$name"-[0-9]*.log | sort -k2 -n | tail -1)
     inputs=$(find "$work/$name.least" -type f | wc -l)
     echo "$name executions=$runs cpu_s=$cpu ${covered:-cov: 0 ft: 0} corpus=$inputs crashes=$(crashes "$name")" | tee -a "$out/figures.txt"
+    [ "$runs" -gt 0 ] || echo "$name: not executed once" >>"$out/failed.txt"
     rm -rf "${work:?}/$name" "$work/$name.least"
 done
+if [ -s "$out/failed.txt" ]; then
+    cat "$out/failed.txt" >&2
+    exit 1
+fi
 [ "$(find "$out/crashes" -type f | wc -l)" = 0 ]

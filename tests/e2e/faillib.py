@@ -143,7 +143,7 @@ class Sweep:
         self.tried = collections.Counter()    # (role, kind): failures made
         self.outcomes = collections.Counter()  # (role, kind, outcome)
         self.sites = collections.defaultdict(collections.Counter)  # outcome: {(role, kind, part, site, text)}
-        self.base, self.warmed = None, set()
+        self.base, self.warmed, self.swept = None, set(), set()
 
     def close(self):
         try:

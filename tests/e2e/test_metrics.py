@@ -2,7 +2,6 @@
 import os
 import signal
 import socket
-import time
 
 import numpy as np
 import pytest
@@ -60,8 +59,9 @@ def test_the_time_of_who_left_is_of_what_he_asked_for(make_server):
             with socket.create_connection(server.address.rsplit(":", 1)) as raw:
                 raw.sendall(f"POST {oip.INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n{head}\r\n".encode()
                             + body)
-                wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1)
-                time.sleep(0.3)  # for its body to be understood
+                # What follows the head of a body is taken once that is understood.
+                wait_until(lambda: server.metrics()["kld_http_received_bytes_total"] == len(body))
+                assert server.metrics()["kld_http_requests_in_flight"] == 1
             wait_until(lambda: server.metrics()["kld_requests_detached_total"] == 1)
         finally:
             os.kill(worker, signal.SIGCONT)

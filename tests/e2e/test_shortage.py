@@ -310,9 +310,17 @@ def test_a_log_that_nobody_reads_any_more():
         os.close(writer)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts")
+def may_mount():
+    """In a mount namespace of its own: seccomp of containers forbids that to root, too."""
+    tried = subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "-o", "size=256k", "none", "/dev/shm"],
+                           capture_output=True) if shutil.which("unshare") else None
+    return bool(tried) and tried.returncode == 0
+
+
 def test_shared_memory_without_room():
     """Results that do not fit /dev/shm are an error of their request; the next one has its answer."""
+    if not may_mount() and os.environ.get("CI") != "true":
+        pytest.skip("needs unshare --mount")
     script = 'mount -t tmpfs -o size=256k none /dev/shm && exec "$@"'
 
     def checks(server):

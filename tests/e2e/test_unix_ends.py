@@ -269,10 +269,12 @@ def test_client_killed(path, client, stage):
             finally:
                 os._exit(1)
         os.close(writer)
-        assert os.read(reader, 1) == b"x", "the client did not get so far"
-        os.close(reader)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        try:
+            assert os.read(reader, 1) == b"x", "the client did not get so far"
+        finally:
+            os.close(reader)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
         assert client.run(case.shape, case.tensors())["loss"] == pytest.approx(forward_kl(case.q, case.p).mean(), rel=1e-6)
     case.close()
     wait_until(lambda: client.stats()["in_flight"] == 0 and client.stats()["clients"] == 1, 60, "the dead being seen")

@@ -39,7 +39,10 @@ static size_t right_bytes;
 static uint64_t regions_at_rest, region_bytes_at_rest, pinned_at_rest;
 static unsigned fds_at_rest;
 
-static void remove_path(void) { unlink(path); }
+static void remove_names(void) {
+    unlink(path);
+    shm_unlink(SHM_NAME);
+}
 
 /* ---- The server ------------------------------------------------------------------------------ */
 
@@ -78,7 +81,7 @@ static void start(void) {
     char unix_setting[80];
     snprintf(path, sizeof path, "/tmp/kld-fuzz-%d.sock", (int)getpid());
     snprintf(unix_setting, sizeof unix_setting, "--unix=%s", path);
-    atexit(remove_path);
+    atexit(remove_names);
     char *settings[] = {unix_setting,
                         "--log-level=debug",
                         "--sandbox=false",
