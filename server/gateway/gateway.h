@@ -55,6 +55,7 @@ struct kld_gateway_common {
 struct kld_failed_lines {
     uint64_t second; /* of uv_hrtime() */
     uint32_t written, left_out;
+    uv_timer_t tell; /* runs while some were left out and not told of */
 };
 
 struct kld_gateway {
