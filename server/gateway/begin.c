@@ -3,7 +3,8 @@
  *
  * A refusal costs the loop nearly what an answer does. Were all above the limit refused at once,
  * those who ask again at once would leave no time to answer the others, which are what makes room.
- * Who waits costs nothing, and there are at most as many as connections. */
+ * Who waits costs nothing, and there are at most as many as connections. Who could not be told of a
+ * refusal later does not wait: who expects 100 Continue, or has more of a body than is dropped. */
 #include <inttypes.h>
 #include <stddef.h>
 #include <stdlib.h>
@@ -98,7 +99,8 @@ static enum kld_status begin(struct kld_infer *infer, struct kld_error *err) {
     bool draining = atomic_load(&gateway->common->draining);
     if (!draining && !gateway->waiting_for_place && take_place(infer))
         return admit(infer, err);
-    if (draining || !gateway->config->http_wait_ms)
+    if (draining || !gateway->config->http_wait_ms ||
+        kld_exchange_refused_at_once(infer->exchange))
         return refuse(gateway, err);
     wait_for_place(infer);
     return KLD_OK;

@@ -211,10 +211,11 @@ static enum MHD_Result queue_reply(struct kld_exchange *exchange) {
     return result;
 }
 
-/* A reply before the body, after which MHD closes the connection: at once where the client waits
- * for it (Expect), where the body is too much to read or nobody knows where it ends; else the body
- * is read and dropped first, so that the client sees the reply and not a reset. */
-static bool reply_at_once(const struct kld_exchange *exchange) {
+/* At once where the client waits for it (Expect), where the body is too much to read or nobody
+ * knows where it ends; else the body is read and dropped first, so that the client sees the reply
+ * and not a reset. MHD closes the connection after a reply before the body, and takes one in its
+ * first call alone: later it has said 100 Continue, or reads all of the body first. */
+bool kld_exchange_refused_at_once(const struct kld_exchange *exchange) {
     const char *expect = kld_exchange_header(exchange, MHD_HTTP_HEADER_EXPECT);
     return exchange->misframed ||
            (exchange->has_body &&
@@ -299,7 +300,8 @@ static enum MHD_Result access_handler(void *user, struct MHD_Connection *connect
         exchange->metrics_only = watched->metrics;
         note(http, exchange);
         start(http, exchange, path_of(url));
-        return exchange->replied && reply_at_once(exchange) ? queue_reply(exchange) : MHD_YES;
+        return exchange->replied && kld_exchange_refused_at_once(exchange) ? queue_reply(exchange)
+                                                                           : MHD_YES;
     }
     if (*size)
         return receive(http, exchange, data, size);

@@ -79,6 +79,9 @@ void kld_http_close(struct kld_http *http, void (*closed)(void *user), void *use
 void kld_exchange_pause(struct kld_exchange *exchange);
 void kld_exchange_continue(struct kld_exchange *exchange);
 
+/* Its refusal has to come inside begin(): none that comes later would reach the client. */
+bool kld_exchange_refused_at_once(const struct kld_exchange *exchange);
+
 /* The client has left while the exchange is suspended: it ends. */
 void kld_exchange_gone(struct kld_exchange *exchange);
 

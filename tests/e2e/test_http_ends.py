@@ -1,5 +1,6 @@
 """HTTP when something ends: clients that leave, deadlines, a killed worker or gateway, the drain, limits.
 Nothing is left behind, and what was asked is answered."""
+import http.client
 import json
 import os
 import pathlib
@@ -200,6 +201,33 @@ def test_limit_of_requests_in_flight(make_server):
     for asker in askers:
         asker.join()
     assert [reply[0] for reply in replies] == [200, 200]
+
+
+@pytest.mark.parametrize("headers", [{"Content-Length": 100 << 20}, {"Content-Length": 9, "Expect": "100-continue"}],
+                         ids=["large", "expects"])
+def test_who_could_not_be_refused_later_does_not_wait(make_server, headers):
+    """One that waited would be told behind its body, or not at all: MHD reads on, or says 100 Continue."""
+    server = make_server(http_requests_max=1, http_wait_ms=60000)
+    worker, replies = server.child("worker"), []
+    os.kill(worker, signal.SIGSTOP)
+    asker = threading.Thread(target=stopped_worker_request, args=(server, None, replies))
+    asker.start()
+    try:
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, what="a request")
+        host, port = server.address.rsplit(":", 1)
+        client = http.client.HTTPConnection(host, int(port), timeout=20)
+        client.putrequest("POST", INFER)
+        for name, value in headers.items():
+            client.putheader(name, str(value))
+        client.endheaders()  # and no byte of the body
+        reply = client.getresponse()
+        assert (reply.status, reply.getheader("Retry-After")) == (503, "1")
+        assert b"in flight" in reply.read()
+        client.close()
+    finally:
+        os.kill(worker, signal.SIGCONT)
+        asker.join()
+    assert replies[0][0] == 200
 
 
 def test_who_is_above_the_limit_waits_for_its_turn(make_server):
