@@ -248,7 +248,7 @@ enum kld_status kld_split_open(struct kld_connection *connection, const char *ur
                              SPLIT_SERVERS_MAX);
     if (!(split->servers = calloc(count, sizeof *split->servers)))
         return kld_error_set(err, KLD_NO_MEMORY, "no memory for a connection");
-    while (split->count < count) {
+    for (split->count = 0; split->count < count;) {
         char one[SPLIT_URL_MAX];
         size_t length = strcspn(list, ",");
         if (length == 0 || length >= sizeof one)

@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import struct
-import time
 
 import numpy as np
 import pytest
