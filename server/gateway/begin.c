@@ -82,7 +82,7 @@ static void waited_too_long(struct kld_waiter *waiter) {
     kld_infer_fail(infer, &error);
 }
 
-/* Behind those who came earlier. */
+/* Behind those who came earlier on this loop: the others take places without a look at it. */
 static void wait_for_place(struct kld_infer *infer) {
     struct kld_gateway *gateway = infer->gateway;
     infer->waits_for_place = true;
@@ -99,8 +99,7 @@ static enum kld_status begin(struct kld_infer *infer, struct kld_error *err) {
     bool draining = atomic_load(&gateway->common->draining);
     if (!draining && !gateway->waiting_for_place && take_place(infer))
         return admit(infer, err);
-    if (draining || !gateway->config->http_wait_ms ||
-        kld_exchange_refused_at_once(infer->exchange))
+    if (draining || !gateway->config->http_wait_ms || kld_exchange_refused_at_once(infer->exchange))
         return refuse(gateway, err);
     wait_for_place(infer);
     return KLD_OK;
