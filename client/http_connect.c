@@ -170,15 +170,17 @@ static enum kld_status http_info(struct kld_connection *connection,
     (void)kld_http_text_read(answer.text, answer.bytes, "name", name, sizeof name);
     (void)kld_http_text_read(answer.text, answer.bytes, "version", ret_info->version,
                              sizeof ret_info->version);
+    /* Nobody knows yet whether it is like the others of a split, which is to ask again. */
+    char state[16];
+    if (connection->member &&
+        kld_http_text_read(answer.text, answer.bytes, "state", state, sizeof state) &&
+        strcmp(state, "starting") == 0)
+        return kld_error_set(err, KLD_UNAVAILABLE, "the server is starting");
     /* Other servers of the protocol do not say what they have, nor does one with unlike devices. */
     if (!kld_http_text_read(answer.text, answer.bytes, "backend", ret_info->backend,
                             sizeof ret_info->backend) ||
         !kld_http_text_read(answer.text, answer.bytes, "device", ret_info->device,
                             sizeof ret_info->device)) {
-        /* Nor does one that is only starting, of which a split is to wait. */
-        uint64_t deadline = kld_now_ns() + connection->options.connect_timeout_ns;
-        if (connection->member && (status = get(h, "/v2/health/ready", deadline, &answer, err)))
-            return status;
         snprintf(ret_info->backend, sizeof ret_info->backend, "remote");
         snprintf(ret_info->device, sizeof ret_info->device, "%s %s", name, ret_info->version);
     }

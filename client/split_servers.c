@@ -15,7 +15,8 @@
  * and the others wait meanwhile. */
 #define ASK_NS_MIN 200000000ull
 #define ASK_NS_MAX 1000000000ull
-#define ASK_SHARE 4 /* questions in vain take one part in so many of the time, and less */
+#define ASK_SHARE 4 /* questions in vain take one part in so many of the time, and less ... */
+#define REST_NS_MAX 60000000000ull /* but nobody is left out for longer */
 #define OPEN_STEP_NS 20000000ull
 #define OPEN_GRACE_NS 1000000000ull /* for the others, once one has answered */
 
@@ -102,13 +103,24 @@ enum kld_status kld_split_server_ask(struct split_server *server) {
     return status;
 }
 
+/* With this one. */
+static uint64_t absent_with(const struct split_server *server) {
+    uint64_t absent = 0;
+    for (uint32_t i = 0; i < server->split->count; i++) {
+        const struct split_server *one = &server->split->servers[i];
+        absent += one == server || one->state == SPLIT_AWAY;
+    }
+    return absent;
+}
+
 void kld_split_server_leave(struct split_server *server, const struct kld_error *error) {
     uint64_t now = kld_now_ns();
     server->error = *error;
     /* Its parts come back one after the other: one pause for all of them. */
     if (server->state == SPLIT_READY || now >= server->retry_at_ns) {
         uint64_t pause = server->pause_ns ? server->pause_ns * 2 : PAUSE_NS_MIN;
-        uint64_t rest = server->asked_ns * ASK_SHARE * server->split->count;
+        uint64_t rest =
+            kld_split_smaller(server->asked_ns * ASK_SHARE * absent_with(server), REST_NS_MAX);
         server->pause_ns = kld_split_smaller(pause, PAUSE_NS_MAX);
         pause = kld_jitter(server->pause_ns);
         server->retry_at_ns = now + (pause < rest ? rest : pause);

@@ -13,8 +13,9 @@
 #define KLD_METRICS_BYTES_MAX (512 << 10)
 
 void kld_metrics_append(const struct kld_stats_page *page, struct kld_oip_text *text);
-/* ,"backend":"...","device":"..." for a JSON object, where all workers have said what they are and
- * are alike; else nothing. */
+/* ,"backend":"...","device":"..." for a JSON object, where all workers are alike; nothing where
+ * they are not; ,"state":"starting" until all have said what they are, which may be after
+ * readiness. */
 void kld_metrics_append_device(const struct kld_stats_page *page, struct kld_oip_text *text);
 /* {"model_stats":[...]} */
 void kld_metrics_append_model(const struct kld_gateway_counts *counts, struct kld_oip_text *text);

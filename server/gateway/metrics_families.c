@@ -66,8 +66,10 @@ static void append_names(const struct kld_stats *stats, struct kld_oip_text *tex
 
 void kld_metrics_append_device(const struct kld_stats_page *page, struct kld_oip_text *text) {
     const struct kld_stats *first = &page->worker[0];
-    if (!kld_stats_described(page))
+    if (!kld_stats_described(page)) {
+        kld_oip_append(text, ",\"state\":\"starting\"");
         return;
+    }
     for (uint32_t i = 1; i < kld_metric_workers(page); i++)
         if (memcmp(first->backend, page->worker[i].backend, sizeof first->backend) != 0 ||
             memcmp(first->device, page->worker[i].device, sizeof first->device) != 0)

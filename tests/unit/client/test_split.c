@@ -13,7 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "client/kld.h"
+#include "client/split.h"
 #include "tests/unit/client/fake_http.h"
 
 #define ROWS 37
@@ -528,17 +528,15 @@ static void expect_to_be_taken(struct kld_connection *connection) {
     ck_assert_int_gt(server[1].requests, before);
 }
 
-/* It says who it is once it knows. */
+/* It says who it is once it knows, which may be after the first of its devices is ready. */
 START_TEST(a_server_that_is_only_starting) {
     char url[256];
     struct kld_connection *connection = open_fakes(2, 0, url);
     kld_close(connection);
-    server[1].metadata = "{\"name\":\"fake\",\"version\":\"1.2\"}";
-    server[1].not_ready = 1000000;
+    server[1].metadata = "{\"name\":\"fake\",\"version\":\"1.2\",\"state\":\"starting\"}";
     enum kld_status status = kld_connect(url, NULL, &connection, &error);
     ck_assert_msg(status == KLD_OK, "%s", error.text);
     server[1].metadata = METADATA("1.2", "cpu", "x (v)");
-    server[1].not_ready = 0;
     expect_to_be_taken(connection);
     kld_close(connection);
     close_fakes(2);
@@ -623,6 +621,30 @@ START_TEST(silent_servers_do_not_add_up) {
 }
 END_TEST
 
+/* The rest behind a question in vain is that of those who are not there, however many are. */
+START_TEST(who_is_away_rests_for_the_absent) {
+    char url[256];
+    struct kld_connection *connection = open_fakes(2, 0, url);
+    struct split_connection *split = (struct split_connection *)connection;
+    const struct {
+        int server;
+        uint64_t asked_ns, rest_ns;
+    } left[] = {
+        {1, 1000000000, 4000000000}, {0, 1000000000, 8000000000}, {1, 20000000000, 60000000000}};
+    for (int i = 0; i < 3; i++) {
+        struct split_server *one = &split->servers[left[i].server];
+        uint64_t now = kld_now_ns();
+        one->asked_ns = left[i].asked_ns;
+        one->retry_at_ns = 0;
+        kld_split_server_leave(one, &(struct kld_error){.status = KLD_UNAVAILABLE});
+        ck_assert_uint_ge(one->retry_at_ns - now, left[i].rest_ns);
+        ck_assert_uint_lt(one->retry_at_ns - now, left[i].rest_ns + 1000000000);
+    }
+    kld_close(connection);
+    close_fakes(2);
+}
+END_TEST
+
 static int tell(void *user, uint64_t done, uint64_t total) {
     ck_assert_uint_le(done, total);
     *(uint64_t *)user = done;
@@ -650,4 +672,4 @@ UNIT_MAIN("client/split", the_bits_of_one, unusual_weights, other_layouts,
           parts_are_of_the_callers_trace, what_kills_devices_is_given_up, no_server_is_left,
           no_server_is_what_it_was, only_servers_of_one_kind, a_server_that_is_only_starting,
           one_that_turned_a_question_away_is_asked_again, one_that_does_not_let_us_in_any_more,
-          silent_servers_do_not_add_up, progress_and_its_end)
+          silent_servers_do_not_add_up, who_is_away_rests_for_the_absent, progress_and_its_end)

@@ -153,6 +153,29 @@ START_TEST(what_is_known_of_devices_and_processes) {
 }
 END_TEST
 
+static const char *devices_of(const struct kld_stats_page *page) {
+    struct kld_oip_text text = {.data = buffer, .capacity = KLD_METRICS_BYTES_MAX};
+    kld_metrics_append_device(page, &text);
+    buffer[text.length] = '\0';
+    return buffer;
+}
+
+START_TEST(what_it_computes_with_is_known_of_all_or_not_yet) {
+    static struct kld_stats_page page;
+    ck_assert_str_eq(devices_of(&page), ",\"state\":\"starting\"");
+    page.workers = 2;
+    for (int i = 0; i < 2; i++) {
+        strcpy(page.worker[i].backend, "cpu");
+        strcpy(page.worker[i].device, "x");
+        ck_assert_str_eq(devices_of(&page), ",\"state\":\"starting\"");
+        page.worker[i].described = page.worker[i].worker_ready = 1;
+    }
+    ck_assert_str_eq(devices_of(&page), ",\"backend\":\"cpu\",\"device\":\"x\"");
+    strcpy(page.worker[1].device, "y");
+    ck_assert_str_eq(devices_of(&page), "");
+}
+END_TEST
+
 START_TEST(triton_s_names) {
     static struct kld_stats_page page = {.workers = 1};
     for (int i = 0; i < KLD_STAGE_COUNT; i++)
@@ -236,4 +259,5 @@ END_TEST
 
 UNIT_MAIN("server/gateway/metrics", histograms_are_cumulative,
           each_family_has_its_help_and_type_once, what_anybody_counts_is_added_up,
-          what_is_known_of_devices_and_processes, triton_s_names, the_largest_numbers_fit)
+          what_is_known_of_devices_and_processes, what_it_computes_with_is_known_of_all_or_not_yet,
+          triton_s_names, the_largest_numbers_fit)
