@@ -64,12 +64,14 @@ static __device__ __forceinline__ two_floats logarithm_wide(const two_floats &u,
     return d;
 }
 
-/* A mass in FP32: 2^(k - c) (1 + w) factor. Far below all others w may be infinite. */
+/* A mass in FP32: 2^(k - c) (1 + w) factor. Far below all others w may be infinite, where the power
+ * is 0. Held within what it can be, and not left out: a branch would part each class from the next.
+ */
 static __device__ __forceinline__ float mass_fp32(float z, float c, float high, float low,
                                                   const temperature &t) {
     exp_parts e = exp_split(z, t);
-    float power = exp2_fast(e.k - c);
-    return power == 0.0f ? 0.0f : (high + fmaf(e.w, high, low)) * power;
+    float power = exp2_fast(e.k - c), w = fminf(fmaxf(e.w, -1.0f), 1.0f);
+    return (high + fmaf(w, high, low)) * power;
 }
 
 /* And of 16 bits; rounded here, so that every copy of the code gives the same bits. */

@@ -13,105 +13,10 @@
 #ifndef KLD_KERNELS_CUDA_LOGITS_GENERAL_CUH
 #define KLD_KERNELS_CUDA_LOGITS_GENERAL_CUH
 
-#include "kernels/cuda/logits_difference.cuh"
-#include "kernels/cuda/logits_mixture.cuh"
+#include "kernels/cuda/logits_sides.cuh"
 
 namespace logits_resident {
 inline namespace KLD_CUDA_TEAM {
-
-enum side_name { SIDE_P, SIDE_Q };
-
-/* What one side needs for its gradient. */
-struct side_plain {
-    two_floats shift; /* of d less its mean over this side; cross entropy: of ln q less that */
-    float of;         /* KL: of y, in d */
-    float cross;      /* of q - p */
-    float sum;        /* of mass h; after the second exchange */
-};
-struct side_mixture : side_plain {
-    mixture_side mix;
-};
-
-/* Read again for every vector: registers are scarcer than loads. */
-template <class SIDE> static __device__ __forceinline__ SIDE read_again(const SIDE &from) {
-    constexpr int COUNT = sizeof(SIDE) / 4;
-    union both {
-        float word[COUNT];
-        SIDE row;
-        __device__ __forceinline__ both() {}
-    } to;
-#pragma unroll
-    for (int i = 0; i < COUNT; i++)
-        asm volatile("ld.shared.f32 %0, [%1];"
-                     : "=f"(to.word[i])
-                     : "r"(shared_at((const float *)&from + i)));
-    return to.row;
-}
-
-struct both_sides : difference_row {
-    float factor; /* of gradients */
-    mixture mix;
-
-    __device__ __forceinline__ both_sides() {}
-    __device__ __forceinline__ both_sides(const kld_rule &rule, const row_stats &stats,
-                                          double gradient)
-        : difference_row(stats, 1.0), factor((float)gradient), mix(rule) {}
-};
-
-template <int KIND, bool FP32> struct general_row : both_sides {
-    static constexpr bool MIXED = KIND == KLD_RULE_MIXTURE && FP32;
-    typedef typename std::conditional<MIXED, side_mixture, side_plain>::type side_row;
-    side_row side[2];
-    double y0[MIXED ? 2 : 1];
-
-    __device__ __forceinline__ general_row() {}
-    __device__ __forceinline__ general_row(const kld_cuda_args &args, const row_stats &stats,
-                                           double gradient)
-        : both_sides(args.rule, stats, gradient) {
-        side_row &p = side[SIDE_P], &q = side[SIDE_Q];
-        p.shift = two_floats(stats.shift + stats.forward);
-        q.shift = two_floats(stats.shift - stats.reverse);
-        p.of = (float)args.rule.of_p;
-        q.of = (float)-args.rule.of_q;
-        p.cross = q.cross = p.sum = q.sum = 0;
-        if (KIND == KLD_RULE_KL) {
-            p.cross = q.of;
-            q.cross = p.of;
-        }
-        if (KIND == KLD_RULE_CROSS_ENTROPY) {
-            /* ln q = zq / T - lse; h_p = -ln q is counted from the entropy */
-            double lse = (double)stats.c_q * LN_2 - log(stats.inverse_q);
-            p.shift = two_floats(lse - stats.entropy);
-            p.of = -1.0f;
-            q.of = 0.0f;
-            q.cross = 1.0f;
-        }
-        if (KIND == KLD_RULE_MIXTURE) {
-            mixture_origin from_p(args.rule, false, fmax(stats.forward, 0.0));
-            mixture_origin from_q(args.rule, true, fmax(stats.reverse, 0.0));
-            mix.pivot[SIDE_P] = (float)from_p.value;
-            mix.pivot[SIDE_Q] = (float)from_q.value;
-            if constexpr (MIXED) {
-                count_from(SIDE_P, from_p, stats.shift);
-                count_from(SIDE_Q, from_q, stats.shift);
-            }
-        }
-    }
-    /* all: the shift of d itself. */
-    __device__ __forceinline__ void count_from(int which, const mixture_origin &at, double all) {
-        side[which].mix = mixture_side(at);
-        side[which].shift = two_floats(which == SIDE_P ? all + at.y0 : all - at.y0);
-        y0[which] = at.y0;
-    }
-    /* One thread: the mean of mass h is known, and h is counted from where it has that. */
-    __device__ void count_from_mean(const kld_rule &rule, int which, double mean) {
-        mixture_origin at(rule, which == SIDE_Q, y0[which]);
-        mixture_origin better(rule, which == SIDE_Q, at.place(mean));
-        double all = (double)shift.high + (double)shift.low;
-        count_from(which, better, all);
-        side[which].sum = (float)(mean - at.slope(at.y0 - better.y0));
-    }
-};
 
 /* What a thread has summed: the value and mass h of both sides. */
 struct general_sums {
@@ -140,6 +45,15 @@ template <class T_, int KIND> struct general_body {
     typedef general_row<KIND, FP32> numbers;
     typedef typename numbers::side_row side_row;
     typedef const row_at_hand<general_body> hand_type;
+    /* Whether and as what a side's rows of js are read. */
+    template <bool CAREFUL, bool MIXED = numbers::MIXED && !CAREFUL> struct even {
+        typedef side_row row;
+        static __device__ __forceinline__ bool is(const side_row &) { return false; }
+    };
+    template <bool CAREFUL> struct even<CAREFUL, true> {
+        typedef side_even row;
+        static __device__ __forceinline__ bool is(const side_row &side) { return side.mix.even(); }
+    };
 
     static __device__ __forceinline__ double value(const kld_cuda_args &args,
                                                    const row_stats &stats) {
@@ -198,9 +112,9 @@ template <class T_, int KIND> struct general_body {
     }
 
     /* h of a class that has mass. */
-    template <bool CLASSES_OUT, int SIDE>
+    template <bool CLASSES_OUT, int SIDE, class ROW>
     static __device__ __forceinline__ float slope_of(float z_p, float z_q, const both_sides &row,
-                                                     const side_row &side, const temperature &t) {
+                                                     const ROW &side, const temperature &t) {
         if (KIND == KLD_RULE_CROSS_ENTROPY) {
             two_floats z;
             z.high = z_q;
@@ -211,7 +125,12 @@ template <class T_, int KIND> struct general_body {
         if (KIND == KLD_RULE_KL)
             return __fmul_rn(side.of, log_of<CLASSES_OUT>(u, side.shift, t));
         if constexpr (KIND == KLD_RULE_MIXTURE && FP32) {
-            two_floats x = logarithm_wide<CLASSES_OUT>(u, side.shift, t, side.mix.wide);
+            two_floats x;
+            x.low = 0.0f;
+            if constexpr (std::is_same<ROW, side_even>::value)
+                x.high = logarithm<CLASSES_OUT>(u, side.shift, t);
+            else
+                x = logarithm_wide<CLASSES_OUT>(u, side.shift, t, side.mix.wide);
             return SIDE == SIDE_P ? mixture_slope_fp32(side.mix, -x.high, -x.low)
                                   : mixture_slope_fp32(side.mix, x.high, x.low);
         }
@@ -254,7 +173,7 @@ template <class T_, int KIND> struct general_body {
     }
 
     /* Of MIXTURE in FP32 and of TV, of one class. */
-    template <bool CLASSES_OUT>
+    template <bool CLASSES_OUT, bool MORE>
     static __device__ __forceinline__ float value_of(float z_p, float z_q, const both_sides &row,
                                                      const temperature &t) {
         if (KIND == KLD_RULE_TV)
@@ -266,9 +185,20 @@ template <class T_, int KIND> struct general_body {
             return 0.0f;
         mixture_terms<float> terms = mixture_fp32(row.mix, d);
         float value = fmaf(row.mix.of_p * p, terms.log_p, row.mix.of_q * q * terms.log_q);
-        if (row.mix.k != 0.0f)
+        if (MORE)
             value = fmaf(row.mix.k, more_of<CLASSES_OUT>(z_p, z_q, row, t), value);
         return value;
+    }
+
+    template <bool CLASSES_OUT, bool MORE, class LEFT>
+    static __device__ __forceinline__ void
+    sum_values(const float (&z_p)[BATCH], const float (&z_q)[BATCH], LEFT left, int first,
+               const both_sides &row, const temperature &t, general_sums &sum) {
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            float value = value_of<CLASSES_OUT, MORE>(z_p[i], z_q[i], row, t);
+            sum.value += LEFT::ALL || first + i < left.left ? value : 0.0f;
+        }
     }
 
     static __device__ __forceinline__ double wide_mass(float z, float c, const two_floats &factor,
@@ -323,12 +253,12 @@ template <class T_, int KIND> struct general_body {
 
     /* Sums of mass h of one side over a batch. In FP32 a heavy class counts in FP64: its term may
      * be much larger than the sum, and its gradient of the sum's size. */
-    template <bool CLASSES_OUT, int SIDE, class LEFT>
+    template <bool CLASSES_OUT, int SIDE, class ROW, class LEFT>
     static __device__ __forceinline__ void
     sum_side(const float (&z_p)[BATCH], const float (&z_q)[BATCH], LEFT left, int first,
              const both_sides &row, hand_type &hand, general_sums &sum) {
         const numbers &all = hand.shared->numbers;
-        const side_row side = read_again(all.side[SIDE]);
+        const ROW side = read_again<ROW>(all.side[SIDE]);
         const temperature &t = hand.t;
         float h[BATCH], mass[BATCH];
 #pragma unroll
@@ -336,13 +266,21 @@ template <class T_, int KIND> struct general_body {
             bool in = LEFT::ALL || first + i < left.left;
             float m = mass_of<CLASSES_OUT, SIDE>(SIDE == SIDE_P ? z_p[i] : z_q[i], row, t);
             mass[i] = in ? m : 0.0f;
+            bool much = FP32 && mass[i] > HEAVY;
             h[i] = slope_of<CLASSES_OUT, SIDE>(z_p[i], z_q[i], row, side, t);
             if (!LEFT::ALL || CLASSES_OUT) /* it may be infinite there, or no number */
                 h[i] = mass[i] == 0.0f ? 0.0f : h[i];
-            bool much = FP32 && mass[i] > HEAVY;
             sum.heavy = (bool)((int)sum.heavy | (int)much);
             sum.side[SIDE] = fmaf(much ? 0.0f : mass[i], h[i], sum.side[SIDE]);
         }
+    }
+
+    template <bool CLASSES_OUT, int SIDE, class... MORE>
+    static __device__ __forceinline__ void sum_side_of(bool is_even, MORE &&...more) {
+        if (is_even)
+            sum_side<CLASSES_OUT, SIDE, typename even<CLASSES_OUT>::row>(more...);
+        else
+            sum_side<CLASSES_OUT, SIDE, side_row>(more...);
     }
 
     /* What sum_side() has left out of a chunk, of one thread. A call after the loop: in it, the
@@ -389,6 +327,8 @@ template <class T_, int KIND> struct general_body {
         general_sums sum;
         bool for_p = SIDES && hand.grad_p && (!KNOWN || all.side[SIDE_P].of != 0.0f);
         bool for_q = SIDES && hand.grad_q && (!KNOWN || all.side[SIDE_Q].of != 0.0f);
+        bool even_p = even<CAREFUL>::is(all.side[SIDE_P]);
+        bool even_q = even<CAREFUL>::is(all.side[SIDE_Q]);
         auto vector_sums = [&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
             float z_p[V], z_q[V];
             unpack<T>(raw_p, z_p);
@@ -400,19 +340,21 @@ template <class T_, int KIND> struct general_body {
                 for (int i = 0; i < BATCH; i++) {
                     b_p[i] = z_p[first + i];
                     b_q[i] = z_q[first + i];
-                    if (!KNOWN && !(KIND == KLD_RULE_MIXTURE && !FP32)) {
-                        float x = value_of<CAREFUL>(b_p[i], b_q[i], row, t);
-                        sum.value += decltype(left)::ALL || first + i < left.left ? x : 0.0f;
-                    }
+                }
+                if constexpr (!KNOWN && !(KIND == KLD_RULE_MIXTURE && !FP32)) {
+                    if (KIND == KLD_RULE_MIXTURE && row.mix.k != 0.0f)
+                        sum_values<CAREFUL, true>(b_p, b_q, left, first, row, t, sum);
+                    else
+                        sum_values<CAREFUL, false>(b_p, b_q, left, first, row, t, sum);
                 }
                 if constexpr (KIND == KLD_RULE_MIXTURE && !FP32) {
                     sum_mixture_16<CAREFUL, SIDES>(b_p, b_q, left, first, row, t, sum);
                     continue;
                 }
                 if (for_p)
-                    sum_side<CAREFUL, SIDE_P>(b_p, b_q, left, first, row, hand, sum);
+                    sum_side_of<CAREFUL, SIDE_P>(even_p, b_p, b_q, left, first, row, hand, sum);
                 if (for_q)
-                    sum_side<CAREFUL, SIDE_Q>(b_p, b_q, left, first, row, hand, sum);
+                    sum_side_of<CAREFUL, SIDE_Q>(even_q, b_p, b_q, left, first, row, hand, sum);
             }
         };
         hand.slice.template middle_pass<!CAREFUL, UNROLL>(V, vector_sums, [&](uint32_t chunk) {
@@ -438,11 +380,12 @@ template <class T_, int KIND> struct general_body {
         return row_sums.sum[0] < 0.0 ? 0.0 : row_sums.sum[0]; /* NaN stays */
     }
 
-    template <bool CAREFUL, int SIDE, class LEFT>
+    template <bool CAREFUL, int SIDE, class ROW, class LEFT>
     static __device__ __forceinline__ void
     write_side(char *grad, bool whole, const resident::slice &slice, uint32_t vector, LEFT left,
-               const uint4 &raw_p, const uint4 &raw_q, const both_sides &row, const side_row &side,
+               const uint4 &raw_p, const uint4 &raw_q, const both_sides &row, const side_row &from,
                const temperature &t) {
+        const ROW side = read_again<ROW>(from);
         float z_p[V], z_q[V], g[V];
         unpack<T>(raw_p, z_p);
         unpack<T>(raw_q, z_q);
@@ -477,18 +420,28 @@ template <class T_, int KIND> struct general_body {
         resident::put<T>(grad, whole, slice.count, slice.head, vector, left, g);
     }
 
+    template <bool CAREFUL, int SIDE, class... MORE>
+    static __device__ __forceinline__ void write_side_of(bool is_even, MORE &&...more) {
+        if (is_even)
+            write_side<CAREFUL, SIDE, typename even<CAREFUL>::row>(more...);
+        else
+            write_side<CAREFUL, SIDE, side_row>(more...);
+    }
+
     template <bool CAREFUL> static __device__ __forceinline__ void write_pass(hand_type &hand) {
         const numbers &all = hand.shared->numbers;
         const both_sides row = all;
         const resident::slice slice = hand.slice.template evened<T>();
+        bool even_p = even<CAREFUL>::is(all.side[SIDE_P]);
+        bool even_q = even<CAREFUL>::is(all.side[SIDE_Q]);
         slice.template last_pass<!CAREFUL, UNROLL>(V, [&](uint32_t vector, auto left,
                                                           const uint4 &raw_p, const uint4 &raw_q) {
             if (hand.grad_p)
-                write_side<CAREFUL, SIDE_P>(hand.grad_p, hand.whole_p, slice, vector, left, raw_p,
-                                            raw_q, row, read_again(all.side[SIDE_P]), hand.t);
+                write_side_of<CAREFUL, SIDE_P>(even_p, hand.grad_p, hand.whole_p, slice, vector,
+                                               left, raw_p, raw_q, row, all.side[SIDE_P], hand.t);
             if (hand.grad_q)
-                write_side<CAREFUL, SIDE_Q>(hand.grad_q, hand.whole_q, slice, vector, left, raw_p,
-                                            raw_q, row, read_again(all.side[SIDE_Q]), hand.t);
+                write_side_of<CAREFUL, SIDE_Q>(even_q, hand.grad_q, hand.whole_q, slice, vector,
+                                               left, raw_p, raw_q, row, all.side[SIDE_Q], hand.t);
         });
     }
 

@@ -100,9 +100,12 @@ struct mixture_origin {
     }
 };
 
-/* The same in FP32, and what is read of it for every class. */
-struct mixture_side {
+/* The same in FP32, and what is read of it for every class; first what js reads whose x is not
+ * wide. */
+struct mixture_even {
     float of, weight, lack;
+};
+struct mixture_side : mixture_even {
     float gain;  /* MIXTURE_OTHER; MIXTURE_OWN: w / (1 - w) */
     float limit; /* MIXTURE_OWN: h / of of x = -inf */
     uint32_t kind;
@@ -118,9 +121,19 @@ struct mixture_side {
         kind = at.kind;
         wide = fabs(at.y0) > 2.0;
     }
+    __device__ __forceinline__ bool even() const { return kind == MIXTURE_BOTH && !wide; }
 };
 
-/* h of x; low is what x was rounded by. FP32. */
+/* h of x in FP32. Nothing branches: classes are computed side by side. */
+static __device__ __forceinline__ float mixture_slope_fp32(const mixture_even &side, float x,
+                                                           float) {
+    const float most = 80.0f;
+    power_less e(fminf(fmaxf(x, -most), most), 0.0f);
+    mean_of_power m(side.weight, side.lack, e);
+    return __fmul_rn(-side.of, __fadd_rn(m.log(), fmaxf(x - most, 0.0f)));
+}
+
+/* Of any kind; low is what x was rounded by. */
 static __device__ __forceinline__ float mixture_slope_fp32(const mixture_side &side, float x_,
                                                            float low) {
     const float most = 80.0f;
