@@ -58,6 +58,11 @@ static void learn_roofline(const struct kld_child *child,
                 read / 1e9, both / 1e9, config->roofline_bytes_per_s ? "false" : "true");
 }
 
+/* Queues to the card, as the driver has them without MPS. Under it a process that does not say how
+ * many seems to have fewer, and small jobs wait behind the large ones of others. More make a
+ * context take longer. */
+#define CUDA_QUEUES "8"
+
 int kld_worker_main(const struct kld_child *child) {
     struct kld_error err = {.status = KLD_OK}, passed_over;
     const char *test_faults = getenv("KLD_TEST_FAULTS");
@@ -69,6 +74,8 @@ int kld_worker_main(const struct kld_child *child) {
                                          .test_faults =
                                              test_faults && strcmp(test_faults, "1") == 0,
                                          .control_fd = KLD_FD_CONTROL};
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", CUDA_QUEUES,
+           0); /* before CUDA looks; nobody else does yet */
     kld_descriptors_raise(descriptors_wanted(child->config)); /* the driver opens files too */
     enum kld_status status =
         kld_worker_device_open(child->config, child->index, child->stats, &options.backend,
