@@ -5,7 +5,8 @@ of the predictions; and a training step against the bare kernel.
 
 `call`: between two events around one call, the device idle before, as KernelBench measures. `step`: 50 calls
 behind each other, per call. `host`: how long the call keeps the CPU. Medians, in milliseconds; rounds are
-paired. Extra memory: the most that PyTorch allocates beyond the inputs, and that is gone from the card.
+paired. Extra memory of the first two calls after one of a few rows: the most that PyTorch allocates beyond the inputs
+and, where it is wanted, their gradient, and what is then gone from the card, for good or until the connection is closed.
 The environment's PYTORCH_CUDA_ALLOC_CONF (expandable_segments:True) chooses the allocator.
 Status 1 where a loss or gradient is not eager's to 1e-4. Needs KLD_LIBRARY and client/python in PYTHONPATH."""
 import argparse
@@ -56,18 +57,33 @@ def copied_by(connection, function):
     return connection.copied_bytes - before
 
 
-def extra_memory(function):
-    function()
+def free_memory():
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    function()
-    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def extra_memory(warm_up, function):
+    """The warm-up has what any first call loads: kernels, and the segment of a small tensor."""
+    warm_up()
+    free = free_memory()
     torch.cuda.reset_peak_memory_stats()
-    allocated, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
-    function()
+    allocated = torch.cuda.memory_allocated()
+    for _ in range(2):
+        function()
     torch.cuda.synchronize()
-    return {"allocated": torch.cuda.max_memory_allocated() - allocated,
-            "gone": max(0, free - torch.cuda.mem_get_info()[0])}
+    return {"allocated": torch.cuda.max_memory_allocated() - allocated, "gone": max(0, free - free_memory())}
+
+
+def aims(line, checks, extra, name):
+    """What is aimed at, what came of it, and whether that will do."""
+    worst = max(abs(losses[name] / losses["eager"] - 1) for losses in checks.values())
+    found = (("times eager, one call", 5, line["times_eager"], line["times_eager"] >= 5),
+             ("times eager, calls behind each other", 5, line["step_times_eager"], line["step_times_eager"] >= 5),
+             ("over the bare kernel", 0.02, line["step_over_bare"], line["step_over_bare"] <= 0.02),
+             ("loss off eager's", 1e-4, worst, worst <= 1e-4),
+             ("GiB beyond inputs and gradient", 1, max(extra.values()) / 2**30, max(extra.values()) < 2**30))
+    return {what: {"aim": aim, "measured": measured, "met": met} for what, aim, measured, met in found}
 
 
 def main():
@@ -89,13 +105,6 @@ def main():
     models = {"eager": task.Model()}
     models.update((name, task.ModelNew(connection)) for name, connection in connections.items())
 
-    checks = {}
-    for name in connections:
-        tensors = [("task", predictions, targets), *task.structured(args.rows, args.rows, "cuda")]
-        checks[name] = {what: task.compare(models[name], models["eager"], *two) for what, *two in tensors}
-        del tensors
-        torch.cuda.empty_cache()
-
     def forward(model):
         with torch.no_grad():
             return model(predictions, targets)
@@ -104,9 +113,22 @@ def main():
         leaf.grad = None
         model(leaf, targets).backward()
 
+    def few(model):
+        rows = predictions[:8].clone().requires_grad_()
+        model(rows, targets[:8].clone()).backward()
+        leaf.grad = torch.empty_like(leaf)
+
     jobs = {(name, what): (lambda f=f, model=model: f(model)) for name, model in models.items()
             for what, f in (("forward", forward), ("both", both))}
-    extra = {" ".join(key): extra_memory(job) for key, job in jobs.items()}
+    # Before anything else has run on a connection: a buffer that stays would count as there from the start.
+    extra = {" ".join(key): extra_memory(lambda key=key: few(models[key[0]]), job) for key, job in jobs.items()}
+
+    checks = {}
+    for what, *two in [("task", predictions, targets), *task.structured(args.rows, args.rows, "cuda")]:
+        checks[what] = {name: task.compare(models[name], models["eager"], *two) for name in connections}
+        with torch.no_grad():
+            checks[what]["eager"] = float(models["eager"](*two))
+        torch.cuda.empty_cache()
     copied = {" ".join(key): copied_by(connections[key[0]], job) for key, job in jobs.items() if key[0] in connections}
     times = {key: {"call": [], "step": [], "host": []} for key in jobs}
     gradient = torch.empty_like(predictions)
@@ -126,14 +148,18 @@ def main():
               "system": platform.platform(), "python": platform.python_version(), "rounds": args.rounds,
               "steps": STEPS, "losses": checks, "extra_bytes": extra,
               "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "default"), "copied_bytes": copied,
-              "bare_kernel_ms": {what: statistics.median(all_) for what, all_ in bare.items()}, "ms": {}}
+              "bare_kernel_ms": {what: statistics.median(all_) for what, all_ in bare.items()}, "ms": {}, "aims": {}}
     for (name, what), measured in times.items():
         line = {kind: statistics.median(values) for kind, values in measured.items()}
         line["times_eager"] = statistics.median(
             eager / mine for eager, mine in zip(times["eager", what]["call"], measured["call"]))
+        line["step_times_eager"] = statistics.median(
+            eager / mine for eager, mine in zip(times["eager", what]["step"], measured["step"]))
         line["step_over_bare"] = statistics.median(
             mine / kernel - 1 for mine, kernel in zip(measured["step"], bare[what]))
         report["ms"][f"{name} {what}"] = line
+        if name in connections:
+            report["aims"][f"{name} {what}"] = aims(line, checks, extra[f"{name} {what}"], name)
         print(f"{name:7} {what:8} call {line['call']:.3f} ({line['times_eager']:.2f} x eager)  step {line['step']:.4f} "
               f"({line['step_over_bare']:+.2%} over the bare kernel)  host {line['host']:.3f}  extra "
               f"{extra[f'{name} {what}']['allocated'] / 2**20:.1f} MiB")

@@ -1,4 +1,4 @@
-"""kld inside PyTorch's surroundings, on the CPU: DistributedDataParallel, half precision with a scale, checkpoints;
+"""kld inside PyTorch's surroundings, on the CPU: DistributedDataParallel (on two cards as well), half precision with a scale, checkpoints;
 what PyTorch puts between a call and its tensors goes on as it should, or is refused. (torch.compile:
 test_python_compiled.py; on a GPU: test_python_cuda.py.)"""
 import importlib
@@ -29,10 +29,11 @@ import os, sys, torch, torch.distributed as dist
 import kld.nn
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[3])
 rank = int(sys.argv[2])
-dist.init_process_group("gloo", rank=rank, world_size=2)
+device = torch.device("cpu") if sys.argv[4] == "cpu" else torch.device("cuda", rank)
+dist.init_process_group("gloo" if device.type == "cpu" else "nccl", rank=rank, world_size=2)
 torch.manual_seed(3)
-model = torch.nn.Linear(8, 20)
-x, targets = torch.randn(12, 8), torch.randn(12, 20)
+model = torch.nn.Linear(8, 20).to(device)
+x, targets = torch.randn(12, 8).to(device), torch.randn(12, 20).to(device)
 if rank == 0:
     logits = model(x)
     torch.nn.functional.kl_div(logits.log_softmax(-1), targets.softmax(-1), reduction="batchmean").backward()
@@ -45,6 +46,7 @@ with kld.connect(sys.argv[1]) as connection:
     for _ in range(3):
         model.zero_grad()
         distance(parallel(x[rank::2]), targets[rank::2]).backward()
+    assert device.type == "cpu" or connection.copied_bytes == 0
 if rank == 0:
     for mine, theirs in zip(model.parameters(), right):
         torch.testing.assert_close(mine.grad, theirs, rtol=1e-4, atol=1e-6)
@@ -60,11 +62,16 @@ def free_port():
         return str(one.getsockname()[1])
 
 
-def test_distributed_data_parallel(server):
+@pytest.mark.parametrize("where", ["cpu", "two cards"])
+def test_distributed_data_parallel(make_server, backend, where):
+    """Each rank's tensors go to the device that they lie on."""
+    if where != "cpu" and (backend != "cuda" or torch.cuda.device_count() < 2):
+        pytest.skip("needs two GPUs and a torch with CUDA")
+    server = make_server(http="", **({} if where == "cpu" else {"device": "all"}))
     port = free_port()
-    ranks = [subprocess.Popen([sys.executable, "-c", DATA_PARALLEL, server.url_unix, str(rank), port],
+    ranks = [subprocess.Popen([sys.executable, "-c", DATA_PARALLEL, server.url_unix, str(rank), port, where],
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                              env=environment(OMP_NUM_THREADS="1")) for rank in range(2)]
+                              env=environment(OMP_NUM_THREADS="1", NCCL_NVLS_ENABLE="0")) for rank in range(2)]
     said = [one.communicate(timeout=120) for one in ranks]
     assert [one.returncode for one in ranks] == [0, 0], said
     assert said[0][0] == "the gradients of both halves are those of all\n"
