@@ -12,6 +12,7 @@
 #include "server/gateway/accept.h"
 #include "server/gateway/drive.h"
 #include "server/gateway/tls.h"
+#include "server/gateway/trace.h"
 #include "server/gateway/watch.h"
 
 #define CONNECTION_BYTES_MAX                                                                       \
@@ -186,6 +187,7 @@ static void start(struct kld_http *http, struct kld_exchange *exchange, const ch
         http->handler->begin(exchange);
         return;
     }
+    kld_refused_log(exchange, error.status);
     kld_exchange_reply_error(exchange, &error);
 }
 

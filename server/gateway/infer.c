@@ -356,12 +356,18 @@ void kld_infer_arrived(struct kld_infer *infer) {
     kld_deadline_clear(infer->gateway, &infer->deadline);
 }
 
+/* A frame beside each request, for a line that the worker writes: only where all have one. */
+static void pass_trace(const struct kld_infer *infer, struct kld_trace_context *ret_context) {
+    if (kld_log_wants(KLD_LOG_DEBUG))
+        kld_trace_pass(&infer->trace, ret_context);
+}
+
 static void submit_to_pool(struct kld_infer *infer) {
     struct kld_pool_job *job = &infer->job;
     memset(job, 0, sizeof *job);
     job->kind = KLD_POOL_RUN;
     job->request.op = infer->request.op;
-    kld_trace_pass(&infer->trace, &job->request.trace);
+    pass_trace(infer, &job->request.trace);
     for (uint32_t i = 0; i < kld_infer_tensors(infer); i++) {
         enum kld_slot slot = kld_infer_tensor(infer, i)->slot;
         job->request.bytes[slot].offset_bytes = infer->place[i];
@@ -381,7 +387,7 @@ static void submit(struct kld_infer *infer) {
     }
     struct kld_link_call *call = &infer->call;
     call->request.op = infer->request.op;
-    kld_trace_pass(&infer->trace, &call->request.trace);
+    pass_trace(infer, &call->request.trace);
     for (uint32_t i = 0; i < kld_infer_tensors(infer); i++)
         call->request.bytes[kld_infer_tensor(infer, i)->slot].offset_bytes = infer->place[i];
     call->deadline_ns = kld_infer_late_ns(infer, KLD_LATE_RESULT);

@@ -370,12 +370,14 @@ static const struct kld_route *find(struct kld_exchange *exchange, struct pieces
             kld_error_set(&error, KLD_NOT_FOUND,
                           "no such model or version; this server has " KLD_OIP_MODEL
                           " version " KLD_OIP_MODEL_VERSION);
+            kld_refused_log(exchange, error.status);
             kld_exchange_reply_error(exchange, &error);
             return NULL;
         }
         add_method(&methods, routes[i].method);
     }
     methods_buffer[methods.length] = '\0';
+    kld_refused_log(exchange, methods.length ? KLD_METHOD : KLD_NOT_FOUND);
     if (methods.length)
         refuse_method(exchange, methods_buffer);
     else
@@ -412,11 +414,11 @@ static void begin(struct kld_exchange *exchange) {
     }
     const struct kld_route *route = find(exchange, &pieces);
     if (!route) {
-        kld_refused_log(exchange, KLD_NOT_FOUND);
         kld_stats_rejected(exchange->gateway->stats, KLD_REJECT_http_no_path);
         return;
     }
     if (exchange->metrics_only && !is_for_operators(route)) {
+        kld_refused_log(exchange, KLD_NOT_FOUND);
         fail(exchange, KLD_NOT_FOUND, "at this address there are /metrics and /v2/health alone");
         return;
     }

@@ -42,7 +42,7 @@ void kld_trace_take(const struct kld_exchange *exchange, struct kld_trace *ret_t
  * asked for, how it ended, how long it took, and the name of the caller's token; no data, no name
  * or id of the caller's choice. */
 void kld_infer_log(const struct kld_infer *infer, enum kld_status status, uint64_t total_ns);
-/* Who may not ask, or for what there is no path: at info, as above. */
+/* Who may not ask, or whose path, method or headers refuse him: at info, as above. */
 void kld_refused_log(const struct kld_exchange *exchange, enum kld_status status);
 /* The same of a tensor, once when its outcome is known, before its reply. op: "put_tensor",
  * "delete_tensor". tensor: as it was understood, NULL: it was not. body_end_ns: uv_hrtime() of the

@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import socket
+import ssl
 import struct
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import oip
 import wire
 from conftest import wait_until
+from httplib import certificates, tls_flags
 from unixlib import Case
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -183,6 +185,36 @@ def test_what_failed_has_a_line_at_the_usual_level(make_server, tmp_path):
         ("refused", None, "not_found", "alice", TRACE, "info")]
     for secret in ("word-of", "secret-name", "secret-path", hashlib.sha256(b"word-of-alice").hexdigest()):
         assert secret not in server.log()
+
+
+def test_whoever_is_refused_has_a_line(make_server, certificates):
+    """Also before his path is looked up, and at the second address."""
+    server = make_server(log_format="json", http_threads=1, metrics_http="127.0.0.1:0", body_bytes_max=65536)
+    second = next(line["http"] for line in server.log_lines() if line["event"] == "metrics have an address")
+
+    def ask_it(method, path, data=None, headers=(), address=server.address, context=None):
+        kind = {"context": context} if context else {}
+        connection = (http.client.HTTPSConnection if context else http.client.HTTPConnection)(address, timeout=60, **kind)
+        connection.request(method, path, data, {"traceparent": PARENT, **dict(headers)})
+        status = connection.getresponse().status
+        connection.close()
+        return status
+    assert ask_it("DELETE", "/v2") == 405
+    assert ask_it("GET", "/v2/models/other") == 404
+    assert ask_it("GET", "/" + "x" * 600) == 404
+    assert ask_it("GET", "/v2", address=second) == 404
+    assert ask_it("POST", oip.INFER, bytes(65537)) == 413
+    assert ask_it("POST", oip.INFER, b"x", {"Content-Length": "1", "Transfer-Encoding": "chunked"}) == 400
+    closed = make_server(log_format="json", http_threads=1, **tls_flags(certificates, tls_client_ca=certificates / "ca.crt"))
+    context = ssl.create_default_context(cafile=certificates / "ca.crt")
+    assert ask_it("GET", "/v2", address=closed.address, context=context) == 401
+
+    def refused(one):
+        return [(line["status"], line["trace_id"]) for line in one.log_lines() if line["event"] == "refused"]
+    wait_until(lambda: len(refused(server)) >= 6 and refused(closed))
+    assert [status for status, _ in refused(server)] == ["method", "not_found", "not_found", "not_found", "too_large",
+                                                         "invalid"]
+    assert refused(closed) == [("unauthenticated", TRACE)] and {trace for _, trace in refused(server)} == {TRACE}
 
 
 def refuse_many(server, count):
