@@ -18,7 +18,7 @@ from httplib import PREFIX, Shared, close, logits, probabilities
 FIELDS = ["asked", "right", "wrong", "lost", "taken_back", "left_by_the_dead"]
 # What a client may meet where the server's processes are killed; a name registered with a process goes with it.
 BROKEN = (wire.Ended, ConnectionError, FileNotFoundError, http.client.HTTPException)
-GONE_WITH_IT = {"http_shm": (400, 404, 409, 503), "http_tensors": (400, 404, 503)}
+GONE_WITH_IT = {"http_shm": (400, 404, 409, 503), "http_tensors": (400, 404, 410, 503)}
 OUTPUTS = ["loss", "grad_predictions"]
 IN_FLIGHT = 6     # of one client of the Unix socket
 A_LIFE = 40       # requests on one connection
