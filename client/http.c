@@ -54,16 +54,21 @@ CURL *kld_http_easy_open(struct http_connection *h, const char *path,
     if (!easy)
         return NULL;
     snprintf(url, sizeof url, "%s%s", h->root, path);
-    curl_easy_setopt(easy, CURLOPT_URL, url);
+    /* Texts are copied. Without one of them it would ask somebody else, or trust somebody else. */
+    bool copied = !curl_easy_setopt(easy, CURLOPT_URL, url) &&
+                  !curl_easy_setopt(easy, CURLOPT_PROXY, "") &&
+                  !curl_easy_setopt(easy, CURLOPT_PROTOCOLS_STR, "http,https");
+    if (options->ca_file)
+        copied = copied && !curl_easy_setopt(easy, CURLOPT_CAINFO, options->ca_file);
+    if (!copied) {
+        curl_easy_cleanup(easy);
+        return NULL;
+    }
     curl_easy_setopt(easy, CURLOPT_PRIVATE, transfer);
     curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1l);
-    curl_easy_setopt(easy, CURLOPT_PROXY, "");
-    curl_easy_setopt(easy, CURLOPT_PROTOCOLS_STR, "http,https");
     curl_easy_setopt(easy, CURLOPT_HTTP_VERSION, (long)CURL_HTTP_VERSION_1_1);
     curl_easy_setopt(easy, CURLOPT_CONNECTTIMEOUT_MS,
                      (long)(options->connect_timeout_ns / 1000000 + 1));
-    if (options->ca_file)
-        curl_easy_setopt(easy, CURLOPT_CAINFO, options->ca_file);
     transfer->easy = easy;
     transfer->ended = false;
     return easy;
@@ -96,6 +101,13 @@ static void call_fail(struct http_connection *h, struct http_call *call, enum kl
     struct kld_error error;
     kld_error_set(&error, status, "%s", text);
     call_end(h, call, status, &error);
+}
+
+bool kld_http_header_append(struct curl_slist **list, const char *header) {
+    struct curl_slist *longer = curl_slist_append(*list, header);
+    if (longer)
+        *list = longer;
+    return longer != NULL;
 }
 
 #define TRACEPARENT_BYTES_MAX (sizeof "traceparent: 00---ff" + 48)
@@ -134,12 +146,14 @@ static enum kld_status call_start(struct http_connection *h, struct http_call *c
     char length[64], traceparent[TRACEPARENT_BYTES_MAX];
     snprintf(length, sizeof length, "Inference-Header-Content-Length: %llu",
              (unsigned long long)call->head_bytes);
+    struct curl_slist **headers = &call->transfer.headers;
+    bool whole = easy != NULL;
     for (const struct curl_slist *header = h->post_headers; header; header = header->next)
-        call->transfer.headers = curl_slist_append(call->transfer.headers, header->data);
-    call->transfer.headers = curl_slist_append(call->transfer.headers, length);
+        whole = whole && kld_http_header_append(headers, header->data);
+    whole = whole && kld_http_header_append(headers, length);
     if (trace_write(&call->base.request.trace, traceparent))
-        call->transfer.headers = curl_slist_append(call->transfer.headers, traceparent);
-    if (!easy || !call->transfer.headers)
+        whole = whole && kld_http_header_append(headers, traceparent);
+    if (!whole)
         return kld_error_set(err, KLD_NO_MEMORY, "no memory for a request");
     curl_easy_setopt(easy, CURLOPT_HTTPHEADER, call->transfer.headers);
     curl_easy_setopt(easy, CURLOPT_POST, 1l);

@@ -95,6 +95,9 @@ void kld_http_tensor_read(char *to, const char *tensor, const struct kld_slot_ge
 void kld_http_tensor_write(char *tensor, const struct kld_slot_geometry *geometry, uint64_t at,
                            const char *from, uint64_t bytes);
 
+/* False: no memory. */
+bool kld_http_header_append(struct curl_slist **list, const char *header);
+
 /* http_reply.c. Reads the JSON of an infer reply; every output must be binary. */
 enum kld_status kld_http_reply_read(const char *text, size_t bytes, struct http_reply *ret_reply,
                                     struct kld_error *err);

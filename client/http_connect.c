@@ -79,13 +79,6 @@ static enum kld_status get(struct http_connection *h, const char *path, uint64_t
 
 static void curl_start(void) { curl_global_init(CURL_GLOBAL_DEFAULT); }
 
-static bool append_header(struct curl_slist **list, const char *header) {
-    struct curl_slist *longer = curl_slist_append(*list, header);
-    if (longer)
-        *list = longer;
-    return longer != NULL;
-}
-
 static enum kld_status make_headers(struct http_connection *h, struct kld_error *err) {
     const char *token = h->base.options.token;
     char authorization[1024] = "";
@@ -94,12 +87,12 @@ static enum kld_status make_headers(struct http_connection *h, struct kld_error 
         if (strlen(token) > sizeof authorization - 32 || strpbrk(token, "\r\n"))
             return kld_error_set(err, KLD_INVALID, "the token is one line of at most 990 bytes");
         snprintf(authorization, sizeof authorization, "Authorization: Bearer %s", token);
-        ok = append_header(&h->get_headers, authorization) &&
-             append_header(&h->post_headers, authorization);
+        ok = kld_http_header_append(&h->get_headers, authorization) &&
+             kld_http_header_append(&h->post_headers, authorization);
     }
     /* Without "Expect:" libcurl would ask before each large body and wait a round trip. */
-    ok = ok && append_header(&h->post_headers, "Content-Type: application/octet-stream") &&
-         append_header(&h->post_headers, "Expect:");
+    ok = ok && kld_http_header_append(&h->post_headers, "Content-Type: application/octet-stream") &&
+         kld_http_header_append(&h->post_headers, "Expect:");
     return ok ? KLD_OK : kld_error_set(err, KLD_NO_MEMORY, "no memory for a connection");
 }
 
