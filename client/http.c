@@ -28,8 +28,9 @@ int kld_http_socket_changed(CURL *easy, curl_socket_t fd, int what, void *user, 
         return 0;
     }
     uint32_t events = (what & CURL_POLL_IN ? EPOLLIN : 0) | (what & CURL_POLL_OUT ? EPOLLOUT : 0);
-    return kld_connection_watch(&h->base, fd, KLD_TAG_TRANSPORT + (uint64_t)fd, events, NULL) ? -1
-                                                                                              : 0;
+    if (kld_connection_watch(&h->base, fd, KLD_TAG_TRANSPORT + (uint64_t)fd, events, NULL))
+        h->broken = true; /* libcurl 7.88, if told so, later uses a transfer that is gone */
+    return 0;
 }
 
 int kld_http_timer_changed(CURLM *multi, long timeout_ms, void *user) {
@@ -50,7 +51,7 @@ CURL *kld_http_easy_open(struct http_connection *h, const char *path,
                          struct http_transfer *transfer) {
     const struct kld_connect_options *options = &h->base.options;
     char url[KLD_HTTP_URL_MAX + 64];
-    CURL *easy = curl_easy_init();
+    CURL *easy = h->multi || kld_http_multi_open(h) ? curl_easy_init() : NULL;
     if (!easy)
         return NULL;
     snprintf(url, sizeof url, "%s%s", h->root, path);
@@ -197,6 +198,8 @@ enum kld_status kld_http_curl_error(CURLcode code, struct kld_error *err) {
                              "the server's certificate is not trusted (%s); name the certificates "
                              "to trust with ca_file",
                              reason);
+    if (code == CURLE_OUT_OF_MEMORY)
+        return kld_error_set(err, KLD_NO_MEMORY, "no memory, or no descriptor to watch, for HTTP");
     return kld_error_set(err, KLD_UNAVAILABLE,
                          "no answer from this address (%s); is kld-server running with this --http "
                          "address?",
@@ -294,13 +297,49 @@ static void transfers_ended(struct http_connection *h) {
     }
 }
 
-void kld_http_event(struct kld_connection *connection, uint64_t tag, uint32_t events) {
-    struct http_connection *h = http_of(connection);
-    int running, bits = (events & (EPOLLIN | EPOLLHUP) ? CURL_CSELECT_IN : 0) |
-                        (events & EPOLLOUT ? CURL_CSELECT_OUT : 0) |
-                        (events & EPOLLERR ? CURL_CSELECT_ERR : 0);
-    curl_multi_socket_action(h->multi, (curl_socket_t)(tag - KLD_TAG_TRANSPORT), bits, &running);
+static void transfer_failed(struct http_connection *h, struct http_transfer *transfer) {
+    transfer->code = CURLE_OUT_OF_MEMORY;
+    if (transfer->call)
+        call_transferred(h, transfer->call);
+    else
+        transfer->ended = true;
+}
+
+/* libcurl had no memory, or we could not watch its socket: it tells nobody whose that was, and
+ * would wait for it for ever (7.88 also faults over what it keeps of that socket). All that is
+ * under way ends, and what comes next starts anew. */
+static void give_up(struct http_connection *h) {
+    for (struct kld_call *call = h->calls.first, *next; call; call = next) {
+        struct http_transfer *transfer = &((struct http_call *)call)->transfer;
+        next = call->next;
+        if (transfer->easy)
+            transfer_failed(h, transfer);
+    }
+    if (h->asked) {
+        kld_http_transfer_close(h, h->asked);
+        transfer_failed(h, h->asked);
+    }
+    curl_multi_cleanup(h->multi);
+    h->multi = NULL;
+    (void)kld_http_multi_open(h);
+}
+
+/* libcurl's turn: what a socket has for it, or its timer. */
+static void act(struct http_connection *h, curl_socket_t fd, int bits) {
+    int running;
+    if (!h->multi)
+        return;
+    CURLMcode code = curl_multi_socket_action(h->multi, fd, bits, &running);
     transfers_ended(h);
+    if (code != CURLM_OK || h->broken)
+        give_up(h);
+}
+
+void kld_http_event(struct kld_connection *connection, uint64_t tag, uint32_t events) {
+    int bits = (events & (EPOLLIN | EPOLLHUP) ? CURL_CSELECT_IN : 0) |
+               (events & EPOLLOUT ? CURL_CSELECT_OUT : 0) |
+               (events & EPOLLERR ? CURL_CSELECT_ERR : 0);
+    act(http_of(connection), (curl_socket_t)(tag - KLD_TAG_TRANSPORT), bits);
 }
 
 /* The time of one call: its deadline, or its next try. */
@@ -328,14 +367,12 @@ static void call_timer(struct http_connection *h, struct http_call *call, uint64
 
 void kld_http_timer(struct kld_connection *connection, uint64_t now) {
     struct http_connection *h = http_of(connection);
-    int running;
     if (now >= h->curl_at_ns) {
         h->curl_at_ns = KLD_NEVER;
-        curl_multi_socket_action(h->multi, CURL_SOCKET_TIMEOUT, 0, &running);
+        act(h, CURL_SOCKET_TIMEOUT, 0);
     } else if (h->curl_at_ns != KLD_NEVER) {
         kld_connection_arm(connection, h->curl_at_ns);
     }
-    transfers_ended(h);
     for (struct kld_call *call = h->calls.first, *next; call; call = next) {
         next = call->next;
         call_timer(h, (struct http_call *)call, now);

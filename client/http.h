@@ -64,7 +64,9 @@ struct http_call {
 
 struct http_connection {
     struct kld_connection base;
-    CURLM *multi;
+    CURLM *multi;                /* NULL: there was no memory for another one */
+    bool broken;                 /* a socket of its cannot be watched */
+    struct http_transfer *asked; /* a GET that is waited for; NULL: none */
     uint64_t curl_at_ns;         /* when libcurl wants to be called */
     char root[KLD_HTTP_URL_MAX]; /* "http://host:port", without a slash at its end */
     struct kld_call_list calls;  /* all in flight, waiting to be tried again or not */
@@ -97,6 +99,7 @@ void kld_http_tensor_write(char *tensor, const struct kld_slot_geometry *geometr
 
 /* False: no memory. */
 bool kld_http_header_append(struct curl_slist **list, const char *header);
+bool kld_http_multi_open(struct http_connection *h); /* http_connect.c */
 
 /* http_reply.c. Reads the JSON of an infer reply; every output must be binary. */
 enum kld_status kld_http_reply_read(const char *text, size_t bytes, struct http_reply *ret_reply,

@@ -51,10 +51,12 @@ static enum kld_status get_into(struct http_connection *h, const char *path, uin
     curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, get_write);
     curl_easy_setopt(easy, CURLOPT_WRITEDATA, ret_get);
     enum kld_status status = KLD_OK;
+    h->asked = transfer;
     if (curl_multi_add_handle(h->multi, easy) != CURLM_OK)
         status = kld_error_set(err, KLD_NO_MEMORY, "no memory for a request");
     while (!status && !transfer->ended && kld_now_ns() < deadline_ns)
         status = kld_connection_step(&h->base, deadline_ns, err);
+    h->asked = NULL;
     kld_http_transfer_close(h, transfer);
     if (status)
         return status;
@@ -113,12 +115,25 @@ static enum kld_status wait_ready(struct http_connection *h, struct kld_error *e
     }
 }
 
+bool kld_http_multi_open(struct http_connection *h) {
+    h->broken = false;
+    h->curl_at_ns = KLD_NEVER;
+    h->multi = curl_multi_init();
+    if (!h->multi)
+        return false;
+    curl_multi_setopt(h->multi, CURLMOPT_SOCKETFUNCTION, kld_http_socket_changed);
+    curl_multi_setopt(h->multi, CURLMOPT_SOCKETDATA, h);
+    curl_multi_setopt(h->multi, CURLMOPT_TIMERFUNCTION, kld_http_timer_changed);
+    curl_multi_setopt(h->multi, CURLMOPT_TIMERDATA, h);
+    curl_multi_setopt(h->multi, CURLMOPT_MAX_HOST_CONNECTIONS, CONNECTIONS_MAX);
+    return true;
+}
+
 static enum kld_status http_open(struct kld_connection *connection, const char *url,
                                  struct kld_error *err) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, curl_start);
     struct http_connection *h = http_of(connection);
-    h->curl_at_ns = KLD_NEVER;
     size_t length = strlen(url), prefix = strlen(connection->transport->prefix);
     while (length > prefix && url[length - 1] == '/')
         length--;
@@ -126,14 +141,8 @@ static enum kld_status http_open(struct kld_connection *connection, const char *
         return kld_error_set(err, KLD_INVALID, "expected %sHOST:PORT, of at most %d bytes",
                              connection->transport->prefix, KLD_HTTP_URL_MAX - 1);
     memcpy(h->root, url, length);
-    h->multi = curl_multi_init();
-    if (!h->multi)
+    if (!kld_http_multi_open(h))
         return kld_error_set(err, KLD_NO_MEMORY, "no memory for a connection");
-    curl_multi_setopt(h->multi, CURLMOPT_SOCKETFUNCTION, kld_http_socket_changed);
-    curl_multi_setopt(h->multi, CURLMOPT_SOCKETDATA, h);
-    curl_multi_setopt(h->multi, CURLMOPT_TIMERFUNCTION, kld_http_timer_changed);
-    curl_multi_setopt(h->multi, CURLMOPT_TIMERDATA, h);
-    curl_multi_setopt(h->multi, CURLMOPT_MAX_HOST_CONNECTIONS, CONNECTIONS_MAX);
     enum kld_status status = make_headers(h, err);
     return status || connection->options.lazy ? status : wait_ready(h, err);
 }
