@@ -34,12 +34,6 @@ static int timeout_ms(uint64_t deadline_ns) {
     return ms > 1000000 ? 1000000 : (int)ms;
 }
 
-static void drain(int fd) {
-    uint64_t count;
-    while (read(fd, &count, sizeof count) < 0 && errno == EINTR)
-        ;
-}
-
 enum kld_status kld_connection_step(struct kld_connection *connection, uint64_t deadline_ns,
                                     struct kld_error *err) {
     struct epoll_event events[16];
@@ -52,9 +46,9 @@ enum kld_status kld_connection_step(struct kld_connection *connection, uint64_t 
     for (int i = 0; i < count; i++) {
         uint64_t tag = events[i].data.u64;
         if (tag == KLD_TAG_WAKE) {
-            drain(connection->wake_fd);
+            kld_counter_drain(connection->wake_fd);
         } else if (tag == KLD_TAG_TIMER) {
-            drain(connection->timer_fd);
+            kld_counter_drain(connection->timer_fd);
             connection->armed_ns = KLD_NEVER;
             if (connection->transport->timer)
                 connection->transport->timer(connection, kld_now_ns());
@@ -66,12 +60,7 @@ enum kld_status kld_connection_step(struct kld_connection *connection, uint64_t 
     return KLD_OK;
 }
 
-static void wake(struct kld_connection *connection) {
-    uint64_t one = 1;
-    /* A full counter is as good as one more: the descriptor is readable either way. */
-    ssize_t written = write(connection->wake_fd, &one, sizeof one);
-    (void)written;
-}
+static void wake(struct kld_connection *connection) { kld_eventfd_raise(connection->wake_fd); }
 
 static void deliver(struct kld_connection *connection) {
     /* Only what has ended by now: a callback that submits and cancels cannot keep us here. */

@@ -197,6 +197,9 @@ struct kld_connection {
 };
 
 uint64_t kld_now_ns(void);
+/* Makes an eventfd readable; takes what there is to read of one, or of a timerfd. */
+void kld_eventfd_raise(int fd);
+void kld_counter_drain(int fd);
 /* Until when a call waits for a server that was lost at since_ns. */
 uint64_t kld_patience(const struct kld_connection *connection, const struct kld_call *call,
                       uint64_t since_ns);

@@ -66,9 +66,7 @@ static struct local_connection *owner_of(const struct kld_region *region) {
 static void notify(struct local_connection *local) {
     if (local->polling && pthread_equal(local->poller, pthread_self()))
         return;
-    uint64_t one = 1;
-    ssize_t written = write(local->finished_fd, &one, sizeof one);
-    (void)written; /* a counter that is full is as good */
+    kld_eventfd_raise(local->finished_fd);
 }
 
 static void job_launched(struct kld_job *job) {
@@ -142,10 +140,9 @@ static void call_tell(struct local_connection *local, struct local_call *call) {
 }
 
 static void take_in(struct local_connection *local, bool notified) {
-    uint64_t count;
     pthread_mutex_lock(&local->lock);
-    ssize_t got = notified ? read(local->finished_fd, &count, sizeof count) : 0;
-    (void)got;
+    if (notified)
+        kld_counter_drain(local->finished_fd);
     local->polling = false;
     struct local_call *call = local->finished, *launched = local->launched;
     local->finished = local->finished_last = local->launched = NULL;

@@ -1,6 +1,7 @@
 /* region.c - the regions of a connection, its lists of calls, its timer: the bookkeeping that every
  * kind of connection shares. No tensor byte moves here but in kld_rows_copy(). The thread that owns
  * the connection. */
+#include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,6 +10,7 @@
 #include <sys/stat.h>
 #include <sys/timerfd.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "client/connection.h"
 
@@ -43,6 +45,19 @@ enum kld_status kld_connection_watch(struct kld_connection *connection, int fd, 
         epoll_ctl(connection->epoll_fd, EPOLL_CTL_MOD, fd, &event) != 0)
         return kld_error_set(err, KLD_NO_MEMORY, "cannot watch a file descriptor");
     return KLD_OK;
+}
+
+void kld_eventfd_raise(int fd) {
+    uint64_t one = 1;
+    /* A full counter is as good as one more: the descriptor is readable either way. */
+    while (write(fd, &one, sizeof one) < 0 && errno == EINTR)
+        ;
+}
+
+void kld_counter_drain(int fd) {
+    uint64_t count;
+    while (read(fd, &count, sizeof count) < 0 && errno == EINTR)
+        ;
 }
 
 /* ---- Calls ---------------------------------------------------------------------------------- */
