@@ -187,6 +187,8 @@ enum kld_status kld_region_create(struct kld_connection *connection, uint64_t by
 enum kld_status kld_memfd_check(int fd, uint64_t bytes, struct kld_error *err) {
     struct stat about;
     int seals = fcntl(fd, F_GET_SEALS);
+    if (seals < 0 && errno != EINVAL && errno != EBADF)
+        return kld_error_set(err, KLD_INTERNAL, "cannot look at the memfd: %s", strerror(errno));
     if (seals < 0 || !(seals & F_SEAL_SHRINK))
         return kld_error_set(err, KLD_INVALID,
                              "the descriptor is not a memfd sealed with F_SEAL_SHRINK");
