@@ -54,7 +54,8 @@ EXAMPLES_C := $(wildcard client/examples/*.c)
 UNIT_C     := $(shell find tests/unit -name 'test_*.c' 2>/dev/null | sort)
 TABLE_C    := $(wildcard tests/unit/kernels/kernel_table.c)
 UNIT_AUX_C := $(filter-out $(TABLE_C),$(shell find tests/unit -name '*.c' ! -name 'test_*.c' 2>/dev/null | sort))
-FAIL_C     := $(wildcard tests/fail/*.c)
+FAIL_C     := $(wildcard tests/fail/nth*.c)
+FAILING_C  := $(wildcard tests/fail/client*.c)
 FUZZ_C     := $(wildcard tests/fuzz/*.c)
 BENCH_C    := $(wildcard tests/bench/*.c)
 
@@ -185,7 +186,12 @@ $(BUILD)/tests/fail/nth.so: $(FAIL_C) $(wildcard tests/fail/*.h)
 	@mkdir -p $(@D)
 	@echo "  LD    $@"
 	$(Q)$(CC) $(filter-out $(FORTIFY),$(CPPFLAGS)) $(filter-out $(SAN_FLAGS),$(ALL_CFLAGS)) -shared $(FAIL_C) -o $@ -ldl -lgcc_s
-FAIL_SO := $(if $(SANITIZE),,$(BUILD)/tests/fail/nth.so)
+# What it is loaded into, of libkld.
+$(BUILD)/tests/fail/client: $(call OBJ,$(FAILING_C)) $(BUILD)/libkld.so
+	@mkdir -p $(@D)
+	@echo "  LD    $@"
+	$(Q)$(CC) $(LDFLAGS) $(filter %.o,$^) -o $@ -L$(BUILD) -lkld -Wl,-rpath,'$$ORIGIN/../..' -ldl -lm
+FAIL_SO := $(if $(SANITIZE),,$(BUILD)/tests/fail/nth.so $(BUILD)/tests/fail/client)
 
 # Everything that a test may run.
 programs: all unit examples bench-programs $(if $(TABLE_C),$(BUILD)/kernel-table) $(FAIL_SO)
@@ -207,7 +213,7 @@ help:
 	@echo "make fuzz         fuzz every parser, SECONDS=$(SECONDS) each"
 	@echo "make fuzz-coverage  what the corpus of each target reaches (FUZZ_CORPUS: another one)"
 	@echo "make fuzz-dist    $(BUILD)/kld-fuzz: the targets, to be run for long elsewhere"
-	@echo "make fail-nth     the N-th call of each kind fails, for every N, in worker and gateway, and while a role starts"
+	@echo "make fail-nth     the N-th call of each kind fails, for every N, in each role, while it starts, in libkld and in kld"
 	@echo "make valgrind     the unit tests under valgrind"
 	@echo "make coverage     lines and branches that unit and end-to-end tests reach, into $(COVERAGE)/"
 	@echo "make lint         clang-format, clang-tidy, cppcheck, pyflakes, shellcheck"
@@ -257,7 +263,7 @@ metrics: $(BUILD)/kld-server
 	@deploy/metrics.sh $(BUILD)
 
 fail-nth: $(BUILD)/kld-server $(BUILD)/kld $(FAIL_SO)
-	@FAIL_NTH_EVERY=1 tests/run --build $(BUILD) --only e2e -k test_fail_nth
+	@FAIL_NTH_EVERY=1 tests/run --build $(BUILD) --only e2e -k test_fail_
 
 valgrind:
 	@deploy/deps.sh build check valgrind

@@ -131,6 +131,15 @@ def gauges(server):
     return {k: v for k, v in server.metrics().items() if GAUGES.match(k) and "pool" not in k}
 
 
+def at_rest(server):
+    """What it holds once that does not change any more."""
+    while True:
+        now = holdings(server), gauges(server)
+        time.sleep(0.6)
+        if (holdings(server), gauges(server)) == now:
+            return now
+
+
 class Sweep:
     """One server with the library in it."""
 
@@ -205,12 +214,7 @@ class Sweep:
 
     def rest(self):
         """Its state at rest, from which nothing may be missing or left over later."""
-        while True:
-            now = holdings(self.server), gauges(self.server)
-            time.sleep(0.6)
-            if (holdings(self.server), gauges(self.server)) == now:
-                self.base = now
-                return
+        self.base = at_rest(self.server)
 
     def fault(self, role, kind, part, first, last, error, what):
         self.problems.append(f"{role}: {kind} {first}{f' to {last}' if last != first else ''}"
