@@ -202,7 +202,7 @@ enum kld_process { KLD_PROCESS_SUPERVISOR, KLD_PROCESS_GATEWAY, KLD_PROCESS_WORK
 
 struct kld_stats_page {
     uint64_t magic;            /* size and layout, checked when attached */
-    _Atomic uint32_t draining; /* 1 from SIGTERM on; set by the supervisor */
+    _Atomic uint32_t draining; /* 1 from SIGTERM on, not where it fails; set by the supervisor */
     _Atomic uint32_t workers;  /* of the blocks below; set by the supervisor; 0: not yet known */
     struct kld_stats_process process[KLD_PROCESS_WORKER + KLD_WIRE_DEVICES_MAX];
     struct kld_stats common; /* supervisor, gateway */

@@ -20,7 +20,9 @@ static const struct kld_metric metrics[] = {
     {"kld_worker_info", "gauge", "always 1; which device a worker has",
      "worker, backend, device, uuid", kld_metric_worker_info, 0},
     {"kld_worker_ready", "gauge", "1 while the worker serves", "worker", kld_metric_ready, 0},
-    {"kld_draining", "gauge", "1 while the server is shutting down", "", kld_metric_draining, 0},
+    {"kld_draining", "gauge",
+     "1 while the gateway finishes because somebody told the server to stop", "",
+     kld_metric_draining, 0},
 #define X(name, type, owner, help) {"kld_" #name, #type, help, OF_##owner, KLD_STAT_##name},
     KLD_STAT_MAP(X)
 #undef X

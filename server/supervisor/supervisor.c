@@ -80,15 +80,16 @@ static void drain_begin(struct kld_supervisor *supervisor) {
     if (supervisor->draining)
         return;
     supervisor->draining = true;
-    atomic_store(&supervisor->page->draining, 1);
     kld_notify_send(&supervisor->notify, "STOPPING=1");
     uv_timer_start(&supervisor->drain, on_drain_over, supervisor->config.drain_ms + DRAIN_GRACE_MS,
                    0);
     drain_next(supervisor);
 }
 
+/* Who looks at the page learns that somebody wants it so, which one that fails does not say. */
 void kld_supervisor_drain(struct kld_supervisor *supervisor, int signal_number) {
     kld_log(KLD_LOG_INFO, "draining", "signal=%d", signal_number);
+    atomic_store(&supervisor->page->draining, 1);
     drain_begin(supervisor);
 }
 

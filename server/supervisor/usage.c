@@ -1,6 +1,7 @@
-/* usage.c - once a second, what the kernel says of the server's processes goes into the page, for
- * process_* of /metrics: the gateway, which is asked for it, may not read /proc. Reads nothing but
- * /proc, logs nothing: what cannot be read is left out. Supervisor process, its thread. */
+/* usage.c - at start and once a second, what the kernel says of the server's processes goes into
+ * the page, for process_* of /metrics: the gateway, which is asked for it, may not read /proc.
+ * Reads nothing but /proc, logs nothing: what cannot be read is left out. Supervisor process, its
+ * thread. */
 #include <dirent.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -95,5 +96,5 @@ static void look(uv_timer_t *timer) {
 void kld_usage_start(struct kld_supervisor *supervisor) {
     uv_timer_init(&supervisor->loop, &supervisor->usage);
     supervisor->usage.data = supervisor;
-    uv_timer_start(&supervisor->usage, look, LOOK_MS, LOOK_MS);
+    uv_timer_start(&supervisor->usage, look, 0, LOOK_MS); /* one that soon fails was there, too */
 }

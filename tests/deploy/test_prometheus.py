@@ -1,10 +1,12 @@
 """Alerts, records and the dashboard: promtool on the rules and their unit tests, and a real Prometheus that scrapes
-a real server and is asked every query of the dashboard and of the rules."""
+a real server and is asked every query of the dashboard and of the rules; and one that scrapes servers which are gone or
+cannot start."""
 import json
+import os
 import re
-import shutil
 import socket
 import subprocess
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -125,11 +127,15 @@ def test_the_dashboard_is_one():
     assert source["datasources"][0]["type"] == "prometheus"
 
 
+def free_address():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return "127.0.0.1:%d" % free.getsockname()[1]
+
+
 class Prometheus:
-    def __init__(self, folder, targets):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = "127.0.0.1:%d" % free.getsockname()[1]
-        shutil.copy(RULES, folder)
+    def __init__(self, folder, targets, edit=lambda rules: rules):
+        self.address = free_address()
+        (folder / RULES.name).write_text(edit(RULES.read_text()))
         (folder / "prometheus.yml").write_text(json.dumps({
             "global": {"scrape_interval": "500ms", "evaluation_interval": "500ms"}, "rule_files": [RULES.name],
             "scrape_configs": [{"job_name": "kld", "static_configs": [{"targets": targets}]}]}))
@@ -152,10 +158,72 @@ class Prometheus:
         except OSError:
             return None
 
+    def firing(self):
+        """{(alert, instance), ...}"""
+        self.up()
+        try:
+            return {(row["labels"]["alertname"], row["labels"].get("instance"))
+                    for row in self.get("alerts")["alerts"] if row["state"] == "firing"}
+        except OSError:
+            return set()
+
     def stop(self):
         self.process.terminate()
         self.process.wait(30)
         self.log.close()
+
+
+class CannotStart(threading.Thread):
+    """What kld.socket and kld.service do with a server that fails: the socket stays, and it is started again after
+    RestartSec."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder, self.over, self.statuses = folder, threading.Event(), []
+        self.listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        self.address = "127.0.0.1:%d" % self.listening.getsockname()[1]
+        unit = (ROOT / "deploy/systemd/kld.service").read_text()
+        self.pause_s = int(re.search(r"^RestartSec=(\d+)ms$", unit, re.M).group(1)) / 1000
+
+    def run(self):
+        # As systemd does it: the socket as descriptor 3, and whom it is for.
+        become = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.environ['LISTEN_PID'] = str(os.getpid()); " \
+                 "os.execv(sys.argv[2], sys.argv[2:])"
+        passed = self.listening.fileno()
+        with open(self.folder / "server.log", "w") as log:
+            while not self.over.wait(self.pause_s if self.statuses else 0):
+                self.statuses.append(subprocess.run(
+                    ["/usr/bin/python3", "-c", become, str(passed), BIN / "kld-server", "--device", "99",
+                     "--unix", self.folder / "kld.sock"], env={**os.environ, "LISTEN_FDS": "1"}, pass_fds=[passed],
+                    stdout=log, stderr=log, timeout=60).returncode)
+
+    def stop(self):
+        self.over.set()
+        self.join()
+        self.listening.close()
+
+
+@needs("prometheus")
+def test_a_server_that_is_gone_or_cannot_start_is_told_of(tmp_path):
+    """A hasty Prometheus: half a second stands for the 15 s of a scrape, and what the alerts wait shrinks alike."""
+    def hasty(rules):
+        rules, count = re.subn(r"(?<=for: )(30s|1m)$|(?<=\[)1m(?=\])", lambda found: "2s" if found.group(1) else "3s",
+                               rules, flags=re.M)
+        assert count > 5
+        return rules
+
+    gone, failing = free_address(), CannotStart(tmp_path)
+    prometheus = Prometheus(tmp_path, [gone, failing.address], hasty)
+    failing.start()
+    try:
+        wanted = {("KldDown", gone), ("KldNotReady", failing.address), ("KldRestarts", failing.address)}
+        wait_until(lambda: wanted <= prometheus.firing(), 30, "three alerts")
+        said = prometheus.get("query", query="max_over_time(kld_draining[1m])")["result"]
+        assert [row["value"][1] for row in said] == ["0"]  # nobody told it to stop
+    finally:
+        failing.stop()
+        prometheus.stop()
+    assert set(failing.statuses) == {1}
 
 
 @pytest.fixture(scope="module")
