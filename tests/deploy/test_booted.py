@@ -151,6 +151,15 @@ def test_the_sockets_outlive_it(booted):
     assert restart.returncode == 0
 
 
+def test_what_its_user_has_in_shared_memory_outlives_it(booted):
+    """A client of the same uid, as under MPS, keeps its tensors over a restart; and the socket is closed to others."""
+    booted.ask("sh", "-c", "echo tensor > /dev/shm/trainer && chown kld:kld /dev/shm/trainer")
+    booted.ask("systemctl", "restart", "kld.service")
+    assert booted.ask("cat", "/dev/shm/trainer") == "tensor"
+    for unit in ("kld.service", "kld.socket"):
+        assert booted.show("IPAddressDeny", unit).split() == ["::/0", "0.0.0.0/0"]
+
+
 def test_a_reload_ends_nothing(booted):
     before = booted.show("MainPID"), booted.processes()
     booted.ask("systemctl", "reload", "kld.service")
