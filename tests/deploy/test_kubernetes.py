@@ -2,6 +2,7 @@
 against what it refers to: the server's options, its probes, its metrics, each other."""
 import functools
 import hashlib
+import http.client
 import json
 import re
 import signal
@@ -17,6 +18,9 @@ RENDERED = ["base", "gpu"]
 PLAIN = ["examples/sidecar.yaml", "examples/kserve.yaml", "../mps/kubernetes.yaml"]
 MONITOR = "examples/podmonitor.yaml"
 KUBERNETES = "1.37"  # the schemas that tests/requirements.txt brings
+# The oldest one that is promised, and the oldest whose schemas know all fields: what is new is off at first.
+OLDEST = {"base": ("1.30", "1.29"), "gpu": ("1.30", "1.29"), "examples/kserve.yaml": ("1.30", "1.29"),
+          "../mps/kubernetes.yaml": ("1.29", "1.28"), "examples/sidecar.yaml": ("1.34", "1.34")}
 
 
 @functools.cache
@@ -78,20 +82,37 @@ CUSTOM = {
 }
 
 
-@pytest.mark.parametrize("name", ALL + [MONITOR])
-def test_schemas(name):
+def check_schemas(name, version):
     validator, jsonschema = library("kubernetes_validate"), library("jsonschema")
     for item in objects(name):
         known = CUSTOM.get((item["apiVersion"], item["kind"]))
         if not known:
-            validator.validate(item, KUBERNETES, strict=True)
+            validator.validate(item, version, strict=True)
             continue
         assert set(item) == {"apiVersion", "kind", "metadata", "spec"}
         jsonschema.validate(item["spec"], known)
         if item["kind"] == "ServingRuntime":  # its containers are those of a pod
             pod = {"containers": item["spec"]["containers"], "volumes": item["spec"]["volumes"]}
             validator.validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "kld"}, "spec": pod},
-                               KUBERNETES, strict=True)
+                               version, strict=True)
+
+
+@pytest.mark.parametrize("name", ALL + [MONITOR])
+def test_schemas(name):
+    check_schemas(name, KUBERNETES)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_oldest_kubernetes(name):
+    """What the guide promises: the schemas of that version know every field, and some older one does not."""
+    promised, first = OLDEST[name]
+    shown = (ROOT / "deploy/README.md").read_text().split("Kubernetes from which version on", 1)[1].split("\n\n")[0]
+    called = name.removeprefix("../").removeprefix("examples/")
+    assert re.search(rf"`{called}`[^;]*? {promised} \(", shown), shown
+    check_schemas(name, promised)
+    errors = library("kubernetes_validate")
+    with pytest.raises((errors.ValidationError, errors.SchemaNotFoundError)):
+        check_schemas(name, "1.%d" % (int(first.split(".")[1]) - 1))
 
 
 def test_a_wrong_manifest_is_found():
@@ -260,7 +281,7 @@ def commands_for_tokens():
     return lines + "\nprintf '%s %s' $TOKEN $SCRAPE"
 
 
-def started(box, make_server, tmp_path, tokens):
+def started(box, make_server, tmp_path, tokens, **more):
     """The server with the container's arguments: other ports and files, and the CPU for the GPU."""
     flags = dict(word.lstrip("-").split("=", 1) if "=" in word else (word.lstrip("-"), "true") for word in box["args"])
     for name in ("http", "metrics-http"):
@@ -275,7 +296,44 @@ def started(box, make_server, tmp_path, tokens):
     flags["backend"] = "cpu"
     environment = {item["name"]: "2" if "resourceFieldRef" in item.get("valueFrom", {}) else item["value"]
                    for item in box.get("env", [])}
-    return make_server(environment=environment, **{name.replace("-", "_"): text for name, text in flags.items()})
+    return make_server(environment=environment, **{name.replace("-", "_"): text for name, text in flags.items()}, **more)
+
+
+def answers(server, box, probe):
+    """The status at the container's port that the probe names, in the time that it has."""
+    check = box[probe]["httpGet"]
+    number = {port["name"]: port["containerPort"] for port in box["ports"]}.get(check["port"], check["port"])
+    flag = next(word.split("=")[0] for word in box["args"] if word.startswith("--") and word.endswith(f":{number}"))
+    address = server.address if flag == "--http" else re.search(r'"event":"metrics have an address".*?"http":"([^"]+)"',
+                                                                server.log()).group(1)
+    host, port = address.rsplit(":", 1)
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=box[probe].get("timeoutSeconds", 1))
+    try:
+        connection.request("GET", check["path"])
+        return connection.getresponse().status
+    except OSError as error:
+        return repr(error)
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("name", [pytest.param("base", marks=needs("kubectl")), "examples/kserve.yaml"])
+def test_probes_are_answered_while_callers_hold_all_connections(name, make_server, tmp_path):
+    box, = servers(name)
+    subprocess.run(["bash", "-euc", commands_for_tokens()], cwd=tmp_path, capture_output=True, check=True)
+    server = started(box, make_server, tmp_path, tmp_path / "tokens", http_connections_max=4)
+    host, port = server.address.rsplit(":", 1)
+    held = []
+    try:
+        for _ in range(4):
+            held.append(http.client.HTTPConnection("127.0.0.1", int(port), timeout=30))
+            held[-1].request("GET", "/v2/health/live")
+            held[-1].getresponse().read()
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert answers(server, box, probe) == 200, probe
+    finally:
+        for connection in held:
+            connection.close()
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "../mps/kubernetes.yaml"])
@@ -290,7 +348,7 @@ def test_the_server_takes_its_options_and_answers_its_probes(name, make_server, 
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         check = box.get(probe, {})
         if "httpGet" in check:
-            assert server.request(check["httpGet"]["path"])[0] == 200
+            assert answers(server, box, probe) == 200
         elif "exec" in check:
             words = [word.replace("/opt/kld/bin", str(BIN)) for word in check["exec"]["command"]]
             result = subprocess.run(words, capture_output=True, timeout=60,
