@@ -161,21 +161,21 @@ $(BUILD)/kernel-table: $(call OBJ,$(TABLE_C) $(filter tests/unit/kernels/%,$(UNI
 	@echo "  LD    $@"
 	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(CUDA_LIBS) -lm
 
-# Fuzz targets: the code built once more by clang, with sanitizers and libFuzzer's counters; but for the kernels, which
-# are gcc's (table and unit tests of them have its sanitizers). FUZZ_SAN: of `make fuzz-coverage`, another.
+# Fuzz targets: the code built once more by clang, without CUDA, with sanitizers and libFuzzer's counters; but for the
+# kernels, which are gcc's (table and unit tests of them have its sanitizers). FUZZ_SAN: of `make fuzz-coverage`, another.
 FUZZ_SAN   ?= -fsanitize=address,undefined -fno-sanitize-recover=undefined
 FUZZ_FLAGS := -std=c17 -g -O1 -fno-omit-frame-pointer -fPIC -pthread -Wno-string-plus-int $(FUZZ_SAN)
 FUZZ_CPP   := $(filter-out $(FORTIFY) -DKLD_WITH_CUDA,$(CPPFLAGS))
 FUZZ_OBJ    = $(patsubst %,$(BUILD)/fuzz/obj/%.o,$(1))
 FUZZED_C   := $(PROTO_C) $(CLIENT_C) $(filter-out client/cli/main.c client/cli/bench%,$(CLI_C)) $(SERVER_C) \
-              $(wildcard tests/fuzz/common/*.c) tests/unit/server/worker/fake_device.c
+              kernels/backends.c $(wildcard tests/fuzz/common/*.c) tests/unit/server/worker/fake_device.c
 $(BUILD)/fuzz/obj/tests/%.c.o: COUNT :=
 $(BUILD)/fuzz/obj/%.c.o: COUNT := -fsanitize=fuzzer-no-link
 $(BUILD)/fuzz/obj/%.c.o: %.c
 	@mkdir -p $(@D)
 	@echo "  FUZZ  $<"
 	$(Q)clang $(FUZZ_CPP) $(FUZZ_FLAGS) $(COUNT) -MMD -MP -c $< -o $@
-$(BUILD)/fuzz/libfuzzed.a: $(call FUZZ_OBJ,$(FUZZED_C)) $(call OBJ,$(KERNELS_C))
+$(BUILD)/fuzz/libfuzzed.a: $(call FUZZ_OBJ,$(FUZZED_C)) $(call OBJ,$(filter-out $(FUZZED_C),$(KERNELS_C)))
 	$(Q)rm -f $@ && ar rcs $@ $^
 $(BUILD)/fuzz/%: $(BUILD)/fuzz/obj/tests/fuzz/%.c.o $(BUILD)/fuzz/libfuzzed.a
 	@echo "  LD    $@"
