@@ -295,7 +295,11 @@ static int run_flood(int port, int connections, double seconds, double rate, con
     print_tally("refused", &flood.refused, took);
     printf("\"offered_per_s\": %.0f, \"without_connection_per_s\": %.0f}\n",
            (double)flood.offered / took, (double)flood.without_connection / took);
-    return EXIT_SUCCESS; /* all else ends with the process */
+    free(flood.peers);
+    free(flood.idle);
+    free(flood.answered.took_us);
+    free(flood.refused.took_us);
+    return EXIT_SUCCESS; /* what is open ends with the process */
 }
 
 int main(int argc, char **argv) {
