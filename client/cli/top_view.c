@@ -31,7 +31,7 @@ bool kld_top_restarted(const struct kld_top_sample *before, const struct kld_top
             const struct kld_report_process *b = &now->report.process[j];
             /* Clocks are set, by less than that. */
             if (strcmp(a->name, "supervisor") == 0 && strcmp(b->name, "supervisor") == 0 &&
-                a->started_s > 0 && b->started_s > a->started_s + 1)
+                a->started_s > 0 && b->started_s > a->started_s + 0.5)
                 return true;
         }
     return false;

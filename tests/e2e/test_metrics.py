@@ -2,6 +2,7 @@
 import os
 import signal
 import socket
+import time
 
 import numpy as np
 import pytest
@@ -107,6 +108,8 @@ def test_who_is_turned_away(server, make_server):
 
 def test_processes(make_server):
     server = make_server()
+    # What kld top knows a restart by is there from the first answer on.
+    assert abs(server.metrics()['process_start_time_seconds{role="supervisor"}'] - time.time()) < 60
     started = 'process_start_time_seconds{role="worker",worker="0"}'
     metrics = wait_until(lambda: (m := server.metrics()).get(started) and m, what="the first look")
     for role, pid in (('role="supervisor"', server.pid), ('role="gateway"', server.child("gateway")),
