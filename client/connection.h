@@ -151,6 +151,8 @@ struct kld_transport {
     /* Takes the call on KLD_OK. Never blocks, never calls back. */
     enum kld_status (*submit)(struct kld_connection *connection, struct kld_call *call,
                               struct kld_error *err);
+    /* What submit() held back while `corked`. NULL: it holds back nothing. */
+    void (*send)(struct kld_connection *connection);
     void (*cancel)(struct kld_connection *connection, struct kld_call *call);
     /* NULL: not needed. The caller waits for an answer and looks again within microseconds (more),
      * or no longer does. */
@@ -177,6 +179,7 @@ struct kld_connection {
     bool opened;       /* transport->open() was called */
     bool offloaded;    /* what computes is no processor of this host; set by the transport */
     bool dispatching;  /* inside kld_connection_step() */
+    bool corked;       /* by kld_cork(); nothing is held back once the connection steps */
     bool watching;     /* transport->poll() was last told that we look again */
     bool interrupted;  /* the last kld_connection_step() ended with a signal */
     bool member;       /* of a split:, set by split.c */
@@ -215,6 +218,10 @@ enum kld_status kld_connection_step(struct kld_connection *connection, uint64_t 
 void kld_connection_arm(struct kld_connection *connection, uint64_t at_ns);
 enum kld_status kld_connection_watch(struct kld_connection *connection, int fd, uint64_t tag,
                                      uint32_t events, struct kld_error *err);
+
+/* check.c: sets the places in call->request.op and call->geometry. */
+enum kld_status kld_call_check(struct kld_connection *connection, struct kld_call *call,
+                               struct kld_error *err);
 
 /* Calls. end: the outcome is fixed and will be delivered; drops the delivery's reference after
  * that. error may be NULL with KLD_OK. */

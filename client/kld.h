@@ -351,6 +351,11 @@ kld_submit_copy(struct kld_connection *connection, struct kld_region *destinatio
 /* Asks for a request to be given up; its callback still comes (KLD_CANCELLED, or its result if that
  * was faster). */
 KLD_EXPORT void kld_cancel(struct kld_connection *connection, uint64_t id);
+/* Holds back the requests that are submitted from here on, to send them together: several small
+ * ones over the Unix socket in one packet, which costs the two processes less. They go when there
+ * are many, at kld_uncork(), and whenever libkld waits or handles answers. */
+KLD_EXPORT void kld_cork(struct kld_connection *connection);
+KLD_EXPORT void kld_uncork(struct kld_connection *connection);
 /* A descriptor for the caller's own loop: when it is readable, call kld_process(). */
 KLD_EXPORT int kld_fd(const struct kld_connection *connection);
 /* Handles what has arrived and returns; waits up to timeout_ms for something first (0: not at all,

@@ -1,7 +1,8 @@
-/* unix.h - the inside of a connection over the Unix socket: shared by unix.c (socket, requests),
- * unix_lost.c (a worker that is gone), unix_device.c and unix_probe.c (which of several workers),
- * unix_calls.c (entry points), unix_memory.c (regions, staging) and unix_share.c (published
- * tensors, events, priorities). Everything belongs to the thread that owns the connection. */
+/* unix.h - the inside of a connection over the Unix socket: shared by unix.c (greeting, answers),
+ * unix_send.c (what is sent), unix_lost.c (a worker that is gone), unix_device.c and unix_probe.c
+ * (which of several workers), unix_calls.c (entry points), unix_memory.c (regions, staging) and
+ * unix_share.c (published tensors, events, priorities). Everything belongs to the thread that owns
+ * the connection. */
 #ifndef KLD_CLIENT_UNIX_H
 #define KLD_CLIENT_UNIX_H
 
@@ -12,6 +13,7 @@
 
 #define KLD_TAG_SOCKET KLD_TAG_TRANSPORT
 #define KLD_STAGES_MAX 16
+#define KLD_CORKED_MAX 16     /* requests that are held back; then they are sent */
 #define KLD_PRIORITIES_MAX 64 /* streams whose priority can be set */
 
 /* What the request number of a frame says about it: the top two bits. */
@@ -136,9 +138,14 @@ struct unix_connection {
 
 enum unix_sent { UNIX_SENT, UNIX_FULL, UNIX_LOST };
 
-/* unix.c */
+/* unix_send.c */
 enum unix_sent kld_unix_send(struct unix_connection *u, const union kld_frame *frame, int fd);
 void kld_unix_flush(struct unix_connection *u); /* sends whatever is due */
+
+/* unix.c */
+/* Out of the lists and off its memory; delivered unless that was done before. */
+void kld_unix_call_end(struct unix_connection *u, struct unix_call *call, enum kld_status status,
+                       const struct kld_error *error);
 void kld_unix_connect(struct unix_connection *u);
 void kld_unix_retry_later(struct unix_connection *u);
 void kld_unix_call_fail(struct unix_connection *u, struct unix_call *call, enum kld_status status,

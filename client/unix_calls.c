@@ -89,9 +89,12 @@ static enum kld_status unix_submit(struct kld_connection *connection, struct kld
         kld_connection_arm(connection, kld_patience(connection, base, u->down_since_ns));
     else if (base->deadline_ns != KLD_NEVER)
         kld_connection_arm(connection, base->deadline_ns);
-    kld_unix_flush(u);
+    if (!connection->corked || u->queued.count >= KLD_CORKED_MAX)
+        kld_unix_flush(u);
     return KLD_OK;
 }
+
+static void unix_send(struct kld_connection *connection) { kld_unix_flush(unix_of(connection)); }
 
 static void unix_cancel(struct kld_connection *connection, struct kld_call *base) {
     struct unix_connection *u = unix_of(connection);
@@ -317,6 +320,7 @@ const struct kld_transport kld_transport_unix = {
     .region_data = kld_unix_region_data,
     .region_release = kld_unix_region_release,
     .submit = unix_submit,
+    .send = unix_send,
     .cancel = unix_cancel,
     .event = kld_unix_event,
     .timer = unix_timer,

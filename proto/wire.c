@@ -105,6 +105,57 @@ enum kld_status kld_frame_check(const void *data, size_t bytes, unsigned fds, in
     return KLD_OK;
 }
 
+bool kld_frame_may_follow(uint16_t type) {
+    return type == KLD_FRAME_SUBMIT || type == KLD_FRAME_COPY || type == KLD_FRAME_TRACE ||
+           type == KLD_FRAME_DONE || type == KLD_FRAME_ERROR;
+}
+
+/* Does a packet begin with a frame that others may follow, and do some? */
+static bool is_several(const void *data, size_t bytes) {
+    struct kld_frame_header header;
+    if (bytes < sizeof header)
+        return false;
+    memcpy(&header, data, sizeof header);
+    return header.length < bytes && header.length == kld_frame_bytes(header.type) &&
+           kld_frame_may_follow(header.type);
+}
+
+enum kld_status kld_packet_check(const void *data, size_t bytes, unsigned fds, int truncated,
+                                 unsigned *ret_frames, uint64_t *ret_request,
+                                 struct kld_error *err) {
+    *ret_frames = 1;
+    if (truncated || !is_several(data, bytes))
+        return kld_frame_check(data, bytes, fds, truncated, ret_request, err);
+    struct kld_frame_header header;
+    unsigned frames = 0;
+    memcpy(&header, data, sizeof header);
+    *ret_request = header.request;
+    for (size_t at = 0; at < bytes; at += header.length, frames++) {
+        const uint8_t *frame = (const uint8_t *)data + at;
+        uint64_t request;
+        struct kld_error error;
+        if (frames == KLD_WIRE_PACKET_FRAMES_MAX)
+            return kld_error_set(err, KLD_INVALID, "packet with more than %d frames",
+                                 KLD_WIRE_PACKET_FRAMES_MAX);
+        if (bytes - at >= sizeof header)
+            memcpy(&header, frame, sizeof header);
+        /* What follows it is not the frame's, and what it wants more is not there. */
+        size_t own = bytes - at < header.length ? bytes - at : header.length;
+        if (kld_frame_check(frame, own, 0, 0, &request, &error))
+            return kld_error_set(err, error.status, "frame %u of its packet: %.200s", frames + 1,
+                                 error.text);
+        if (!kld_frame_may_follow(header.type))
+            return kld_error_set(err, KLD_INVALID, "frame %u of its packet: %s must be alone",
+                                 frames + 1, kld_frame_name(header.type));
+    }
+    if (fds)
+        return kld_error_set(err, KLD_INVALID,
+                             "packet of %u frames with %u file descriptors; expected 0", frames,
+                             fds);
+    *ret_frames = frames;
+    return KLD_OK;
+}
+
 void kld_submit_encode(const struct kld_op *op, struct kld_frame_submit *submit) {
     submit->divergence = op->divergence;
     submit->reduction = op->reduction;

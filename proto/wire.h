@@ -1,9 +1,9 @@
 /* wire.h - the frames of the Unix-socket protocol, version 1.
  *
- * The socket is SOCK_SEQPACKET: one frame is one packet, its boundaries kept by the kernel. Each
- * type of frame has one size. The structs below are the wire format: little-endian, naturally
- * aligned, every hole a named `reserved` field that must be 0. File descriptors travel as
- * SCM_RIGHTS beside the frame that announces them.
+ * The socket is SOCK_SEQPACKET: a packet is a frame, its boundaries kept by the kernel, or several
+ * (kld_packet_check()). Each type of frame has one size. The structs below are the wire format:
+ * little-endian, naturally aligned, every hole a named `reserved` field that must be 0. File
+ * descriptors travel as SCM_RIGHTS beside the frame that announces them.
  *
  * Replies carry the request number of the frame they answer and may come in any order. A frame that
  * the receiver cannot even number (short, wrong length, unknown version) is answered by ERROR with
@@ -22,6 +22,7 @@
 #ifndef KLD_PROTO_WIRE_H
 #define KLD_PROTO_WIRE_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -38,6 +39,8 @@ extern "C" {
 #define KLD_WIRE_NAME_MAX 64    /* bytes of a name, NUL included */
 #define KLD_WIRE_IPC_HANDLE_BYTES 64
 #define KLD_WIRE_UUID_BYTES 16
+#define KLD_WIRE_PACKET_BYTES_MAX 8192 /* of several frames */
+#define KLD_WIRE_PACKET_FRAMES_MAX 32
 #define KLD_WIRE_UIDS_MAX 8         /* users that PUBLISH can name */
 #define KLD_WIRE_UID_OWN UINT32_MAX /* nobody has it: the user of the connection itself */
 
@@ -100,6 +103,8 @@ struct kld_wire_device {
 /* The worker takes memory of other cards of this host too: of each that it sees and that its own
  * can read and write in place, whether or not the server computes on that one. */
 #define KLD_WELCOME_PEERS 1u
+/* The worker takes packets of several frames. To a client that has sent one it sends such. */
+#define KLD_WELCOME_PACKETS 2u
 
 struct kld_frame_welcome {
     struct kld_frame_header header;
@@ -115,7 +120,7 @@ struct kld_frame_welcome {
     uint64_t pool_bytes_max;   /* of all pool regions of the worker */
     struct kld_wire_device device_list[KLD_WIRE_DEVICES_MAX];
     uint32_t publications_max; /* of one user */
-    uint32_t flags;            /* KLD_WELCOME_PEERS */
+    uint32_t flags;            /* KLD_WELCOME_* */
 };
 
 enum kld_region_kind {
@@ -314,6 +319,16 @@ void kld_frame_init(union kld_frame *frame, enum kld_frame_type type, uint64_t r
  * set whenever 16 bytes are there, so that the error can be addressed. */
 enum kld_status kld_frame_check(const void *data, size_t bytes, unsigned fds, int truncated,
                                 uint64_t *ret_request, struct kld_error *err);
+
+/* May it share a packet with others? SUBMIT, COPY, TRACE; DONE, ERROR. */
+bool kld_frame_may_follow(uint16_t type);
+/* The same of a packet, which is a frame, or up to KLD_WIRE_PACKET_FRAMES_MAX of those that may
+ * follow each other, one right behind another and without a descriptor. *ret_frames: how many
+ * there are. One that is not whole makes the packet a bad one: nothing of it is done, and the error
+ * goes to its first frame. */
+enum kld_status kld_packet_check(const void *data, size_t bytes, unsigned fds, int truncated,
+                                 unsigned *ret_frames, uint64_t *ret_request,
+                                 struct kld_error *err);
 
 /* Between SUBMIT and the op. Decoding checks only what the op cannot hold (flags, reserved fields,
  * a region 0); everything else is kld_op_check()'s. */

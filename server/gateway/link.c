@@ -84,12 +84,15 @@ static enum kld_status send_call(struct kld_link *link, struct kld_link_call *ca
 
 static void send_waiting(struct kld_link *link) {
     link->held = 0;
-    while (link->connected && !link->closing && link->waiting.first) {
+    if (!link->connected || link->closing || !link->waiting.first)
+        return;
+    kld_cork(link->connection);
+    while (!link->closing && link->waiting.first) {
         struct kld_link_call *call = link->waiting.first;
         struct kld_error error = {.status = KLD_OK};
         enum kld_status status = send_call(link, call, &error);
         if (status == KLD_BUSY && link->running.first)
-            return;
+            break;
         list_remove(&link->waiting, call);
         if (status) {
             end(call, status, NULL, &error);
@@ -98,6 +101,8 @@ static void send_waiting(struct kld_link *link) {
         call->submitted = true;
         list_add(&link->running, call);
     }
+    if (!link->closing)
+        kld_uncork(link->connection);
 }
 
 static void look_for_greeting(struct kld_link *link) {
@@ -202,11 +207,13 @@ static void send_first(struct kld_link *link) {
     struct kld_link_call *call;
     struct kld_error error = {.status = KLD_OK};
     link->held = 0;
+    kld_cork(link->connection);
     while ((call = link->waiting.first) && send_call(link, call, &error) == KLD_OK) {
         list_remove(&link->waiting, call);
         call->submitted = true;
         list_add(&link->running, call);
     }
+    kld_uncork(link->connection);
 }
 
 void kld_link_submit(struct kld_link *link, struct kld_link_call *call) {

@@ -270,7 +270,7 @@ static void job_launched(struct kld_job *job) {
     kld_completions_push_launched(&request->session->worker->completions, request);
 }
 
-void kld_core_completed(struct kld_worker *worker) {
+static void completed(struct kld_worker *worker) {
     struct kld_request *next, *request = kld_completions_take(&worker->completions);
     struct kld_request *launched = kld_completions_take_launched(&worker->completions);
     for (; launched && !worker->lost; launched = launched->next_launched)
@@ -291,6 +291,13 @@ void kld_core_completed(struct kld_worker *worker) {
     }
     launch_held(worker);
     kld_worker_poll(worker);
+}
+
+/* What has ended by now is told together: a packet costs its two ends more than a small job. */
+void kld_core_completed(struct kld_worker *worker) {
+    kld_session_hold(worker);
+    completed(worker);
+    kld_session_release(worker);
     kld_worker_progress(worker);
 }
 

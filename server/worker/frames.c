@@ -1,4 +1,4 @@
-/* frames.c - what each frame of a client asks for. One packet in, at most one immediate reply out;
+/* frames.c - what each frame of a client asks for. One in, at most one immediate reply out;
  * REGION_ADD, EVENT_ADD, SUBMIT and COPY are answered later by region.c, event.c and core.c.
  * Reads and writes no socket (session.c). Worker process, loop thread. */
 #include <string.h>
@@ -64,7 +64,8 @@ static enum kld_status hello(struct kld_session *session, const struct kld_frame
     welcome->streams_max = (uint32_t)config->client_streams_max;
     welcome->events_max = info->imports_cuda_ipc ? KLD_SESSION_EVENTS_MAX : 0;
     welcome->flags =
-        config->peer_access && worker->options.backend->reaches ? KLD_WELCOME_PEERS : 0;
+        KLD_WELCOME_PACKETS |
+        (config->peer_access && worker->options.backend->reaches ? KLD_WELCOME_PEERS : 0);
     welcome->publications_max = (uint32_t)config->user_publications_max;
     welcome->region_bytes_max = config->region_bytes_max;
     welcome->pool_bytes_max = info->pool_bytes_max;
@@ -186,31 +187,46 @@ static enum kld_status dispatch(struct kld_session *session, const union kld_fra
     }
 }
 
-void kld_session_packet(struct kld_session *session, const void *data, size_t bytes, int flags,
-                        int *fds, unsigned fds_count) {
+/* One that is whole. fd: -1 for none. */
+static void frame_came(struct kld_session *session, const void *data, size_t bytes, int fd,
+                       bool *ret_fd_taken) {
+    struct kld_error error = {.status = KLD_OK};
+    union kld_frame frame;
+    memcpy(&frame, data, bytes);
+    if (dispatch(session, &frame, fd, ret_fd_taken, &error) == KLD_OK)
+        return;
+    if (frame.header.type == KLD_FRAME_SUBMIT || frame.header.type == KLD_FRAME_COPY)
+        kld_core_refused(session, &frame.header, &error);
+    kld_session_reply_error(session, frame.header.request, &error);
+}
+
+unsigned kld_session_packet(struct kld_session *session, const void *data, size_t bytes, int flags,
+                            int *fds, unsigned fds_count) {
     struct kld_stats *counters = session->worker->stats;
     struct kld_error error = {.status = KLD_OK};
     uint64_t request = 0;
+    unsigned frames = 1;
     bool fd_taken = false;
-    enum kld_status status =
-        kld_frame_check(data, bytes, fds_count, (flags & MSG_TRUNC) != 0, &request, &error);
-    if (status && (flags & MSG_CTRUNC)) {
-        /* There was room for all that a packet can carry: this process had none for them. */
+    enum kld_status status = kld_packet_check(data, bytes, fds_count, (flags & MSG_TRUNC) != 0,
+                                              &frames, &request, &error);
+    /* There was room for all that a packet can carry: this process had none for them. */
+    if (status && (flags & MSG_CTRUNC))
         kld_error_set(&error, KLD_NO_MEMORY,
                       "the worker has no file descriptor left for the one that came with this");
-    } else if (status) {
+    else if (status)
         kld_stats_add(counters, KLD_STAT_unix_frames_invalid_total, 1);
-    } else {
-        union kld_frame frame;
-        memcpy(&frame, data, bytes);
-        status = dispatch(session, &frame, fds_count ? fds[0] : -1, &fd_taken, &error);
-        if (status &&
-            (frame.header.type == KLD_FRAME_SUBMIT || frame.header.type == KLD_FRAME_COPY))
-            kld_core_refused(session, &frame.header, &error);
-    }
     if (status)
         kld_session_reply_error(session, request, &error);
+    session->packs = session->packs || (!status && frames > 1);
+    for (size_t at = 0; at < bytes && !status && !session->worker->lost;) {
+        struct kld_frame_header header;
+        memcpy(&header, (const uint8_t *)data + at, sizeof header);
+        frame_came(session, (const uint8_t *)data + at, header.length, fds_count ? fds[0] : -1,
+                   &fd_taken);
+        at += header.length;
+    }
     if (fds_count > fd_taken)
         kld_close_later(session->worker, session, KLD_CLOSE_PASSED, fds + fd_taken,
                         fds_count - fd_taken);
+    return frames;
 }

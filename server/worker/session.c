@@ -32,22 +32,61 @@ static bool send_now(struct kld_session *session, const void *data, size_t bytes
     }
 }
 
+/* Of the next packet. Each frame says its own length. */
+static size_t next_packet(const struct kld_session *session) {
+    size_t at = session->out_head, most = session->packs ? KLD_WIRE_PACKET_FRAMES_MAX : 1;
+    for (size_t frames = 0; frames < most && at < session->out_tail; frames++) {
+        struct kld_frame_header header;
+        memcpy(&header, session->out + at, sizeof header);
+        if (frames && (at + header.length - session->out_head > KLD_WIRE_PACKET_BYTES_MAX ||
+                       !kld_frame_may_follow(header.type)))
+            break;
+        at += header.length;
+        if (!kld_frame_may_follow(header.type))
+            break;
+    }
+    return at - session->out_head;
+}
+
 void kld_session_flush(struct kld_session *session) {
     while (session->out_head < session->out_tail && !session->broken) {
-        struct kld_frame_header header; /* each frame says its own length */
-        memcpy(&header, session->out + session->out_head, sizeof header);
-        if (!send_now(session, session->out + session->out_head, header.length))
+        size_t bytes = next_packet(session);
+        if (!send_now(session, session->out + session->out_head, bytes))
             return;
-        session->out_head += header.length;
+        session->out_head += bytes;
     }
     session->out_head = session->out_tail = 0;
+}
+
+void kld_session_hold(struct kld_worker *worker) { worker->holding = true; }
+
+static void sent_later(struct kld_session *session) {
+    session->unsent = true;
+    TAILQ_INSERT_TAIL(&session->worker->unsent, session, in_unsent);
+}
+
+static void not_sent_later(struct kld_session *session) {
+    if (session->unsent)
+        TAILQ_REMOVE(&session->worker->unsent, session, in_unsent);
+    session->unsent = false;
+}
+
+void kld_session_release(struct kld_worker *worker) {
+    struct kld_session *session;
+    worker->holding = false;
+    while ((session = TAILQ_FIRST(&worker->unsent))) {
+        not_sent_later(session);
+        kld_session_flush(session);
+        kld_session_poll(session);
+    }
 }
 
 void kld_session_reply(struct kld_session *session, const union kld_frame *frame) {
     size_t bytes = frame->header.length;
     if (session->state != KLD_SESSION_OPEN || session->broken)
         return;
-    if (session->out_tail == 0 && (send_now(session, frame, bytes) || session->broken))
+    bool held = session->worker->holding && session->packs;
+    if (session->out_tail == 0 && !held && (send_now(session, frame, bytes) || session->broken))
         return;
     if (session->out_max - session->out_tail < bytes) {
         memmove(session->out, session->out + session->out_head,
@@ -61,9 +100,12 @@ void kld_session_reply(struct kld_session *session, const union kld_frame *frame
         shutdown(session->fd, SHUT_RDWR);
         return;
     }
+    if (held && session->out_tail == 0)
+        sent_later(session);
     memcpy(session->out + session->out_tail, frame, bytes);
     session->out_tail += bytes;
-    kld_session_poll(session);
+    if (!session->unsent)
+        kld_session_poll(session);
 }
 
 void kld_session_error_frame(union kld_frame *frame, uint64_t request,
@@ -103,15 +145,19 @@ static unsigned take_fds(struct msghdr *message, int *fds) {
     return count;
 }
 
-/* false: nothing more to read now. *ret_end: the connection ended. */
-static bool receive(struct kld_session *session, bool *ret_end) {
-    union kld_frame frame;
+/* Returns the number of frames read; 0: nothing more to read now. *ret_end: the connection ended.
+ */
+static unsigned receive(struct kld_session *session, bool *ret_end) {
+    union {
+        union kld_frame frame;
+        uint8_t space[KLD_WIRE_PACKET_BYTES_MAX];
+    } packet;
     union {
         char space[CMSG_SPACE(sizeof(int) * KLD_SESSION_FDS_MAX)];
         struct cmsghdr align;
     } control;
     int fds[KLD_SESSION_FDS_MAX];
-    struct iovec part = {.iov_base = &frame, .iov_len = sizeof frame};
+    struct iovec part = {.iov_base = &packet, .iov_len = sizeof packet};
     struct msghdr message = {.msg_iov = &part,
                              .msg_iovlen = 1,
                              .msg_control = control.space,
@@ -119,15 +165,14 @@ static bool receive(struct kld_session *session, bool *ret_end) {
     ssize_t bytes = recvmsg(session->fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     if (bytes < 0) {
         *ret_end = errno != EAGAIN && errno != EINTR;
-        return false;
+        return 0;
     }
     unsigned fds_count = take_fds(&message, fds);
     if (bytes == 0 && fds_count == 0 && at_end(session->fd)) {
         *ret_end = true;
-        return false;
+        return 0;
     }
-    kld_session_packet(session, &frame, (size_t)bytes, message.msg_flags, fds, fds_count);
-    return true;
+    return kld_session_packet(session, &packet, (size_t)bytes, message.msg_flags, fds, fds_count);
 }
 
 static bool may_read(const struct kld_session *session) {
@@ -143,9 +188,12 @@ static void poll_ready(uv_poll_t *poll, int status, int events) {
         kld_worker_progress(worker);
     }
     if (events & UV_READABLE)
-        for (int i = 0; i < KLD_SESSION_BURST && may_read(session) && !worker->lost; i++)
-            if (!receive(session, &end))
+        for (unsigned read = 0; read < KLD_SESSION_BURST && may_read(session) && !worker->lost;) {
+            unsigned frames = receive(session, &end);
+            if (!frames)
                 break;
+            read += frames;
+        }
     if (end || (events & UV_DISCONNECT))
         kld_session_close(session);
     else
@@ -166,9 +214,11 @@ void kld_session_poll(struct kld_session *session) {
 /* ---- Life ------------------------------------------------------------------------------------ */
 
 /* Replies that can be outstanding while nothing is read: one for each request and each task, one
- * for the frame at hand and one more for what it cancelled; WELCOME may be among them. */
+ * for each frame of the packet at hand and one more for what it cancelled; WELCOME may be among
+ * them. */
 static size_t out_bytes(const struct kld_config *config) {
-    return (size_t)(config->client_requests_max + KLD_SESSION_TASKS_MAX + 2) *
+    return (size_t)(config->client_requests_max + KLD_SESSION_TASKS_MAX +
+                    KLD_WIRE_PACKET_FRAMES_MAX + 1) *
                sizeof(struct kld_frame_error) +
            sizeof(struct kld_frame_welcome);
 }
@@ -234,6 +284,7 @@ void kld_session_close(struct kld_session *session) {
     kld_close_later(worker, session, KLD_CLOSE_CONNECTION, &session->fd, 1);
     session->fd = -1;
     session->out_head = session->out_tail = 0;
+    not_sent_later(session);
     kld_worker_region_drop_all(session);
     kld_worker_event_drop_all(session);
     kld_core_detach(session);

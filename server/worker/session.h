@@ -21,7 +21,8 @@ struct kld_worker;
 
 /* Tasks on uv's pool that one client may have outstanding; reading from it pauses there. */
 #define KLD_SESSION_TASKS_MAX 64
-/* Frames read from one client before the loop looks at the others. */
+/* Frames read from one client before the loop looks at the others; the last packet is read whole.
+ */
 #define KLD_SESSION_BURST 16
 #define KLD_SESSION_EVENTS_MAX 64 /* events of one client */
 #define KLD_SESSION_FDS_MAX 253   /* SCM_MAX_FD: all that one packet can carry */
@@ -53,9 +54,12 @@ enum kld_session_state { KLD_SESSION_OPEN, KLD_SESSION_CLOSING };
 struct kld_session {
     struct kld_worker *worker;
     TAILQ_ENTRY(kld_session) in_worker;
+    TAILQ_ENTRY(kld_session) in_unsent;
     enum kld_session_state state;
     uint64_t closed_ns; /* CLOSING: since when, CLOCK_MONOTONIC */
     bool greeted;       /* HELLO was answered by WELCOME */
+    bool packs;         /* it sends packets of several frames, so it takes them */
+    bool unsent;        /* has replies since kld_session_hold(); on the worker's list of those */
     bool broken;        /* the socket takes nothing any more; its end will be reported */
     bool polling;       /* `poll` is not yet closed */
     int fd;             /* -1 once given to the pool to be closed */
@@ -107,6 +111,10 @@ void kld_session_awaited(struct kld_session *session);
 /* Frees a CLOSING session that nothing belongs to any more. Call it last: *session may be gone. */
 void kld_session_collect(struct kld_session *session);
 
+/* Replies are kept from here on until kld_session_release(), which sends them: of a client that
+ * takes it, several in one packet. */
+void kld_session_hold(struct kld_worker *worker);
+void kld_session_release(struct kld_worker *worker);
 /* Sends or keeps a reply. A session that is closing or broken drops it. */
 void kld_session_reply(struct kld_session *session, const union kld_frame *frame);
 /* The frame that tells a client of an error: its text and no byte of what is behind that. */
@@ -118,9 +126,10 @@ void kld_session_reply_error(struct kld_session *session, uint64_t request,
 void kld_session_poll(struct kld_session *session);
 /* Sends what is kept, as far as the socket takes it. */
 void kld_session_flush(struct kld_session *session);
-/* frames.c: acts on one packet. Descriptors are taken over. flags: of recvmsg(). */
-void kld_session_packet(struct kld_session *session, const void *data, size_t bytes, int flags,
-                        int *fds, unsigned fds_count);
+/* frames.c: acts on one packet. Descriptors are taken over. flags: of recvmsg(). Returns the number
+ * of its frames. */
+unsigned kld_session_packet(struct kld_session *session, const void *data, size_t bytes, int flags,
+                            int *fds, unsigned fds_count);
 
 /* lane.c */
 void kld_lane_open(struct kld_lane *lane);  /* CLOSED -> OPENING; core hears of the end */

@@ -410,6 +410,7 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
     worker->stats = &options->page->worker[options->index];
     worker->started_ns = kld_worker_now_ns();
     TAILQ_INIT(&worker->sessions);
+    TAILQ_INIT(&worker->unsent);
     TAILQ_INIT(&worker->publications);
     do
         if (getrandom(&worker->epoch, sizeof worker->epoch, 0) != sizeof worker->epoch)

@@ -71,6 +71,8 @@ struct kld_worker {
     struct kld_completions completions;
     struct kld_queue queue;
     struct kld_session_list sessions; /* open and closing */
+    struct kld_session_list unsent;   /* see kld_session_hold() */
+    bool holding;                     /* replies are kept */
     uint32_t sessions_count;          /* of them */
     uint32_t clients;                 /* open ones */
     uint32_t queued;                  /* requests that the back end does not have yet */

@@ -57,6 +57,12 @@ def submit(slots=1 << 7, divergence=0, reduction=0, forms=0, stream=0, regions=(
     return made(1, text, client)
 
 
+def packet(*parts, traced=False):
+    """Of what submit() and copy() made, each without its first two bytes."""
+    texts = [bytes([(0xC0 if traced else 0) + (part[1] == 3)]) + part[2:] for part in parts]
+    return made(2 + 8 * ((len(parts) - 2) or 8), b"".join(texts))
+
+
 def copy(to, source, to_offset=0, source_offset=1024, count=256, client=0):
     return made(3, bytes([to, source]) + short(to_offset) + short(source_offset) + short(count) + b"\0",
                 client)
@@ -107,6 +113,8 @@ WORKER = {
     "flood": step(HELLO) + step(FLOOD) + b"\1" + step(FLOOD) + b"\0" + region(),
     "cut": step(HELLO) + region() + submit(size=7) + step(CUT) + b"\1" + step(HELLO, 1) + step(CUT, 1) + b"\0",
     "leave": step(HELLO) + region() + submit(size=7) + step(CLOSE) + step(OPEN) + step(CLOSE) + step(HELLO),
+    "packet": step(HELLO) + region() + packet(submit(), submit(), submit(regions=(9,) * 9)) + submit()
+    + packet(submit(), copy(0, 0), submit(size=7), submit(), traced=True) + small(1) + packet(submit(), submit()),
     "raw": step(HELLO) + step(RAW) + b"\xb5" + short(0) + bytes(40) + step(RAW) + b"\x30" + short(5) + b"hello",
     "no-hello": step(OPEN) + region() + submit() + small(7),
 }

@@ -93,18 +93,27 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
 
     struct kld_error err = {.status = KLD_OK};
     uint64_t request;
-    enum kld_status status = kld_frame_check(data, bytes, fds, truncated, &request, &err);
+    unsigned frames = 0;
+    enum kld_status status = kld_packet_check(data, bytes, fds, truncated, &frames, &request, &err);
     if (status) {
         require_error(status, &err);
         return 0;
     }
-    union kld_frame frame;
-    require(bytes <= sizeof frame && !truncated);
-    memcpy(&frame, data, bytes);
-    require(frame.header.request == request && kld_frame_bytes(frame.header.type) == bytes);
-    if (frame.header.type == KLD_FRAME_SUBMIT)
-        submit(&frame.as_SUBMIT, region_bytes);
-    if (frame.header.type == KLD_FRAME_PUBLISH)
-        publish(&frame.as_PUBLISH, region_bytes);
+    require(!truncated && frames >= 1 && frames <= KLD_WIRE_PACKET_FRAMES_MAX);
+    for (size_t at = 0; at < bytes; frames--) {
+        union kld_frame frame;
+        require(frames > 0 && bytes - at >= sizeof frame.header);
+        memcpy(&frame, data + at, sizeof frame.header);
+        require(frame.header.length <= bytes - at);
+        require(kld_frame_bytes(frame.header.type) == frame.header.length);
+        require(at > 0 || frame.header.request == request);
+        memcpy(&frame, data + at, frame.header.length);
+        at += frame.header.length;
+        if (frame.header.type == KLD_FRAME_SUBMIT)
+            submit(&frame.as_SUBMIT, region_bytes);
+        if (frame.header.type == KLD_FRAME_PUBLISH)
+            publish(&frame.as_PUBLISH, region_bytes);
+    }
+    require(frames == 0);
     return 0;
 }

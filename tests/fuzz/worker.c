@@ -344,10 +344,34 @@ static void turn_knob(struct fuzz_input *input) {
     }
 }
 
+/* Requests in one packet, some with a trace. */
+static void send_packet(struct fuzz_input *input, unsigned count, struct fuzz_client *client) {
+    union kld_frame frames[2 * 9];
+    unsigned filled = 0;
+    for (unsigned i = 0; i < count; i++) {
+        uint8_t what = fuzz_byte(input);
+        if (what & 0x80) {
+            kld_frame_init(&frames[filled], KLD_FRAME_TRACE, 0);
+            frames[filled].as_TRACE.target = client->next_number + filled + 2;
+            frames[filled].as_TRACE.id[0] = frames[filled].as_TRACE.span[0] = what & 0x40;
+            filled++;
+        }
+        if (what & 1)
+            make_copy(input, client, &frames[filled++]);
+        else
+            make_submit(input, client, &frames[filled++]);
+    }
+    fuzz_client_send_packet(client, frames, filled);
+}
+
 static void send_made(struct fuzz_input *input, uint8_t what, struct fuzz_client *client) {
     union kld_frame frame;
     int fds[2];
     unsigned count = 0;
+    if (what % 8 == 2 && what / 8) {
+        send_packet(input, 2 + what / 8 % 8, client);
+        return;
+    }
     switch (what % 8) {
     case 0: make_region(input, &frame, fds, &count); break;
     case 1:

@@ -30,20 +30,45 @@ static enum kld_frame_type answer_of(uint16_t type) {
     }
 }
 
+static void wants_answer(struct fuzz_client *client, const union kld_frame *frame) {
+    unsigned i = 0;
+    if (frame->header.type == KLD_FRAME_TRACE) /* that one has none if it is good */
+        return;
+    while (client->pending[i].number)
+        i++;
+    client->pending[i] =
+        (struct fuzz_pending){.number = frame->header.request, .type = frame->header.type};
+    client->pending_count++;
+}
+
 uint64_t fuzz_client_send(struct fuzz_client *client, union kld_frame *frame, const int *fds,
                           unsigned count) {
-    bool told = frame->header.type != KLD_FRAME_TRACE; /* that one has no answer if it is good */
     if (client->fd < 0 || client->pending_count == FUZZ_PENDING_MAX)
         return 0;
     uint64_t number = frame->header.request = ++client->next_number;
-    if (!fuzz_send(client->fd, frame, frame->header.length, fds, count) || !told)
+    if (!fuzz_send(client->fd, frame, frame->header.length, fds, count))
         return 0;
-    unsigned i = 0;
-    while (client->pending[i].number)
-        i++;
-    client->pending[i] = (struct fuzz_pending){.number = number, .type = frame->header.type};
-    client->pending_count++;
-    return number;
+    wants_answer(client, frame);
+    return frame->header.type == KLD_FRAME_TRACE ? 0 : number;
+}
+
+bool fuzz_client_send_packet(struct fuzz_client *client, union kld_frame *frames, unsigned count) {
+    uint8_t packet[KLD_WIRE_PACKET_BYTES_MAX];
+    size_t bytes = 0;
+    if (client->fd < 0 || client->pending_count + count > FUZZ_PENDING_MAX)
+        return false;
+    for (unsigned i = 0; i < count; i++) {
+        frames[i].header.request = ++client->next_number;
+        require(bytes + frames[i].header.length <= sizeof packet);
+        memcpy(packet + bytes, &frames[i], frames[i].header.length);
+        bytes += frames[i].header.length;
+    }
+    if (!fuzz_send(client->fd, packet, bytes, NULL, 0))
+        return false;
+    for (unsigned i = 0; i < count; i++)
+        wants_answer(client, &frames[i]);
+    client->packs = client->packs || count > 1;
+    return true;
 }
 
 static void answered(struct fuzz_client *client, const union kld_frame *frame) {
@@ -75,20 +100,34 @@ static void answered(struct fuzz_client *client, const union kld_frame *frame) {
     client->pending_count--;
 }
 
+/* Each of a packet's frames; whether one of them answers `number`, which is then *ret_frame. */
+static bool took(struct fuzz_client *client, const struct fuzz_packet *packet, uint64_t number,
+                 union kld_frame *ret_frame) {
+    union kld_frame frame;
+    bool found = false;
+    for (size_t at = 0; at < packet->bytes; at += frame.header.length) {
+        memcpy(&frame, packet->data + at, sizeof frame.header);
+        require(client->packs || frame.header.length == packet->bytes);
+        memcpy(&frame, packet->data + at, frame.header.length);
+        answered(client, &frame);
+        if (ret_frame && !found)
+            *ret_frame = frame;
+        found = found || (number && frame.header.request == number);
+    }
+    return found;
+}
+
 bool fuzz_client_take(struct fuzz_client *client, uint64_t number, int ms,
                       union kld_frame *ret_frame) {
-    union kld_frame frame;
+    struct fuzz_packet packet;
     int came;
-    while (client->fd >= 0 && (came = fuzz_receive(client->fd, ms, &frame)) >= 0) {
+    while (client->fd >= 0 && (came = fuzz_receive(client->fd, ms, &packet)) >= 0) {
         if (came == 0) {
             require(client->cut || client->refused); /* nobody is hung up on */
             fuzz_client_close(client);
             return false;
         }
-        answered(client, &frame);
-        if (ret_frame)
-            *ret_frame = frame;
-        if (number && frame.header.request == number)
+        if (took(client, &packet, number, ret_frame))
             return true;
     }
     return false;

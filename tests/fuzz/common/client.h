@@ -14,6 +14,7 @@ struct fuzz_client {
     int fd;       /* -1: not connected */
     bool cut;     /* one direction was shut down, by us */
     bool refused; /* too many clients */
+    bool packs;   /* sent a packet of several frames, so it may be sent some */
     uint64_t next_number;
     uint64_t region[FUZZ_KEPT], event[FUZZ_KEPT]; /* ids; the newest over the oldest */
     unsigned regions, events;                     /* that ever were */
@@ -29,6 +30,8 @@ void fuzz_client_close(struct fuzz_client *client);
 /* Numbers the frame, sends it and notes that it wants an answer. 0: it could not be sent. */
 uint64_t fuzz_client_send(struct fuzz_client *client, union kld_frame *frame, const int *fds,
                           unsigned count);
+/* Several frames in one packet; false: it could not be sent. */
+bool fuzz_client_send_packet(struct fuzz_client *client, union kld_frame *frames, unsigned count);
 /* Takes what comes until nothing does for `ms`; or until `number` (if not 0) is answered: true. */
 bool fuzz_client_take(struct fuzz_client *client, uint64_t number, int ms,
                       union kld_frame *ret_frame);

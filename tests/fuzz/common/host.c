@@ -141,23 +141,26 @@ bool fuzz_send(int fd, const void *data, size_t bytes, const int *fds, unsigned 
     return sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)bytes;
 }
 
-int fuzz_receive(int fd, int ms, union kld_frame *ret_frame) {
+int fuzz_receive(int fd, int ms, struct fuzz_packet *ret_packet) {
     struct pollfd poll_fd = {.fd = fd, .events = POLLIN};
     struct kld_error err;
     uint64_t request;
+    unsigned frames;
     int ready;
     do /* libFuzzer has a timer, whose signal may come to this thread */
         ready = poll(&poll_fd, 1, ms);
     while (ready < 0 && errno == EINTR);
     if (ready <= 0)
         return -1;
-    ssize_t bytes = recv(fd, ret_frame, sizeof *ret_frame, MSG_DONTWAIT);
+    ssize_t bytes = recv(fd, ret_packet->data, sizeof ret_packet->data, MSG_DONTWAIT);
     if (bytes < 0 && errno == ECONNRESET) /* told once, before what there is to read */
-        bytes = recv(fd, ret_frame, sizeof *ret_frame, MSG_DONTWAIT);
+        bytes = recv(fd, ret_packet->data, sizeof ret_packet->data, MSG_DONTWAIT);
     if (bytes < 0 && errno == EAGAIN)
         return -1;
     if (bytes <= 0)
         return 0;
-    require(kld_frame_check(ret_frame, (size_t)bytes, 0, 0, &request, &err) == KLD_OK);
+    ret_packet->bytes = (size_t)bytes;
+    require(kld_packet_check(ret_packet->data, (size_t)bytes, 0, 0, &frames, &request, &err) ==
+            KLD_OK);
     return 1;
 }

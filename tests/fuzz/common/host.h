@@ -36,7 +36,13 @@ void fuzz_host_require_idle(const struct fuzz_host *host);
 int fuzz_connect(struct fuzz_host *host);
 /* False: the connection takes no more, or has ended. */
 bool fuzz_send(int fd, const void *data, size_t bytes, const int *fds, unsigned count);
-/* What came: 1 a frame, whose form is good; 0 the end of the connection; -1 nothing within ms. */
-int fuzz_receive(int fd, int ms, union kld_frame *ret_frame);
+/* Of one frame or several. */
+struct fuzz_packet {
+    uint8_t data[KLD_WIRE_PACKET_BYTES_MAX];
+    size_t bytes;
+};
+
+/* What came: 1 a packet, whose form is good; 0 the end of the connection; -1 nothing within ms. */
+int fuzz_receive(int fd, int ms, struct fuzz_packet *ret_packet);
 
 #endif

@@ -398,13 +398,30 @@ static int frame_received(struct fake_worker *worker, struct fake_client *client
     }
 }
 
+static int packet_received(struct fake_worker *worker, struct fake_client *client,
+                           const uint8_t *data, size_t bytes, int fd) {
+    int more = 1;
+    worker->packets++;
+    for (size_t at = 0; at < bytes && more;) {
+        union kld_frame frame;
+        memcpy(&frame, data + at, sizeof frame.header);
+        memcpy(&frame, data + at, frame.header.length);
+        more = frame_received(worker, client, &frame, fd);
+        at += frame.header.length;
+    }
+    return more;
+}
+
 static int receive(struct fake_worker *worker, struct fake_client *client) {
-    union kld_frame frame;
+    union {
+        union kld_frame frame;
+        uint8_t data[KLD_WIRE_PACKET_BYTES_MAX];
+    } packet;
     union {
         struct cmsghdr header;
         char space[CMSG_SPACE(sizeof(int))];
     } control;
-    struct iovec bytes = {&frame, sizeof frame};
+    struct iovec bytes = {&packet, sizeof packet};
     struct msghdr message = {.msg_iov = &bytes,
                              .msg_iovlen = 1,
                              .msg_control = &control,
@@ -418,11 +435,13 @@ static int receive(struct fake_worker *worker, struct fake_client *client) {
         memcpy(&fd, CMSG_DATA(header), sizeof fd);
     uint64_t request;
     struct kld_error error = {0};
+    unsigned frames;
     int more = 0;
-    if (kld_frame_check(&frame, (size_t)count, fd >= 0, 0, &request, &error))
+    if (kld_packet_check(&packet, (size_t)count, fd >= 0, 0, &frames, &request, &error) ||
+        (frames > 1 && !(worker->flags & KLD_WELCOME_PACKETS)))
         fprintf(stderr, "fake worker: %s\n", error.text);
     else
-        more = frame_received(worker, client, &frame, fd);
+        more = packet_received(worker, client, packet.data, (size_t)count, fd);
     if (fd >= 0)
         close(fd);
     return more;

@@ -42,6 +42,7 @@ struct fake_worker {
     atomic_int events_now, last_priority;
     atomic_int traces, traced; /* TRACE frames; SUBMITs that came right behind one of theirs */
     struct kld_frame_trace last_trace;
+    atomic_int packets; /* with one frame or several */
     atomic_int accepted, submits, regions_added, regions_dropped, cancels, copies;
     atomic_int regions_now;
 

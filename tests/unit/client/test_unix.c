@@ -94,6 +94,86 @@ static void give_trace(struct kld_request *request) {
 }
 
 /* Told before its request, and again with a request that is sent again. */
+#define CORKED 5
+
+static void count_right(void *user, enum kld_status status, const struct kld_result *result,
+                        const struct kld_error *problem) {
+    *(int *)user += status == KLD_OK && result->loss == LOSS;
+}
+
+/* Of requests that are held back: how many packets they took. Each was answered. */
+static int packets_of(int count, bool uncork) {
+    struct kld_request request = plain_request();
+    int right = 0, before = worker.packets, submits = worker.submits;
+    kld_cork(connection);
+    for (int i = 0; i < count; i++)
+        ck_assert_int_eq(kld_submit(connection, &request, count_right, &right, NULL, &error),
+                         KLD_OK);
+    if (uncork)
+        kld_uncork(connection);
+    while (right < count)
+        ck_assert_int_eq(kld_process(connection, -1, &error), KLD_OK);
+    kld_uncork(connection);
+    ck_assert_int_eq(worker.submits - submits, count);
+    return worker.packets - before;
+}
+
+START_TEST(test_cork) {
+    worker.flags = KLD_WELCOME_PACKETS;
+    setup();
+    struct kld_request request = plain_request();
+    struct kld_result result;
+    ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_OK); /* it has a region */
+    ck_assert_int_eq(packets_of(CORKED, true), 1);
+    ck_assert_int_eq(packets_of(CORKED, false), 1); /* libkld waits, so it sends */
+    ck_assert_int_eq(packets_of(1, true), 1);
+    ck_assert_int_eq(packets_of(40, true), 3); /* 16, 16, 8 */
+    /* A call that waits sends first what was held back before it. */
+    int right = 0, before = worker.packets;
+    kld_cork(connection);
+    ck_assert_int_eq(kld_submit(connection, &request, count_right, &right, NULL, &error), KLD_OK);
+    ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_OK);
+    ck_assert_int_eq(worker.packets - before, 1);
+    ck_assert_int_eq(kld_process(connection, 0, &error), KLD_OK);
+    ck_assert_int_eq(right, 1);
+    /* Not sent, and given up. */
+    uint64_t id;
+    ck_assert_int_eq(kld_submit(connection, &request, count_right, &right, &id, &error), KLD_OK);
+    kld_cancel(connection, id);
+    before = worker.packets;
+    ck_assert_int_eq(kld_process(connection, 0, &error), KLD_OK);
+    ck_assert_int_eq(worker.packets - before, 0);
+    /* Closed with requests that were never sent. */
+    ck_assert_int_eq(kld_submit(connection, &request, count_right, &right, NULL, &error), KLD_OK);
+    teardown();
+}
+END_TEST
+
+/* A worker of before: a packet is a frame. */
+START_TEST(test_cork_of_one_frame_each) {
+    setup();
+    struct kld_request request = plain_request();
+    ck_assert_int_eq(kld_run(connection, &request, NULL, &error), KLD_OK);
+    ck_assert_int_eq(packets_of(CORKED, true), CORKED);
+    teardown();
+}
+END_TEST
+
+START_TEST(test_trace_in_one_packet) {
+    worker.flags = KLD_WELCOME_PACKETS;
+    setup();
+    struct kld_request request = plain_request();
+    struct kld_result result;
+    check_answer(kld_run(connection, &request, &result, &error), &result);
+    int before = worker.packets;
+    give_trace(&request);
+    check_answer(kld_run(connection, &request, &result, &error), &result);
+    ck_assert_int_eq(worker.packets - before, 1);
+    ck_assert_int_eq(worker.traced, 1);
+    teardown();
+}
+END_TEST
+
 START_TEST(test_trace) {
     setup();
     struct kld_request request = plain_request();
@@ -537,8 +617,9 @@ START_TEST(test_an_error_without_words_has_some) {
 }
 END_TEST
 
-UNIT_MAIN("client/unix", test_plain_memory, test_trace, test_strided_plain_memory, test_regions,
-          test_many_in_flight, test_run_keeps_callbacks_for_process, test_lost_worker,
-          test_not_sent_twice, test_waits_for_a_server, test_refused, test_deadline_and_cancel,
-          test_staging_limits, test_region_dropped_in_use, test_ends_in_a_row, test_nothing_leaks,
-          test_memfd_and_limits, test_an_error_without_words_has_some)
+UNIT_MAIN("client/unix", test_plain_memory, test_trace, test_cork, test_cork_of_one_frame_each,
+          test_trace_in_one_packet, test_strided_plain_memory, test_regions, test_many_in_flight,
+          test_run_keeps_callbacks_for_process, test_lost_worker, test_not_sent_twice,
+          test_waits_for_a_server, test_refused, test_deadline_and_cancel, test_staging_limits,
+          test_region_dropped_in_use, test_ends_in_a_row, test_nothing_leaks, test_memfd_and_limits,
+          test_an_error_without_words_has_some)

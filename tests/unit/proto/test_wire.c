@@ -77,6 +77,72 @@ START_TEST(frames_of_another_release_are_told_as_such) {
 }
 END_TEST
 
+/* A packet of these frames, numbered from 1; its bytes. */
+static size_t packet_of(uint8_t *packet, const uint16_t *types, unsigned count) {
+    size_t bytes = 0;
+    for (unsigned i = 0; i < count; i++) {
+        kld_frame_init(&frame, (enum kld_frame_type)types[i], i + 1);
+        memcpy(packet + bytes, &frame, frame.header.length);
+        bytes += frame.header.length;
+    }
+    return bytes;
+}
+
+START_TEST(packets_of_several_frames) {
+    static uint8_t packet[2 * KLD_WIRE_PACKET_BYTES_MAX];
+    const uint16_t some[] = {KLD_FRAME_TRACE, KLD_FRAME_SUBMIT, KLD_FRAME_COPY, KLD_FRAME_DONE,
+                             KLD_FRAME_ERROR};
+    unsigned frames;
+    size_t bytes = packet_of(packet, some, 5), first = kld_frame_bytes(KLD_FRAME_TRACE);
+    ck_assert_int_eq(kld_packet_check(packet, bytes, 0, 0, &frames, &request, &err), KLD_OK);
+    ck_assert_uint_eq(frames, 5);
+    /* Cut anywhere but between two frames, lengthened, with a descriptor, truncated: none of it. */
+    for (size_t cut = 1; cut < bytes; cut++) {
+        size_t at = 0;
+        for (int i = 0; i < 5 && at < cut; i++)
+            at += kld_frame_bytes(some[i]);
+        ck_assert_int_eq(kld_packet_check(packet, cut, 0, 0, &frames, &request, &err),
+                         at == cut ? KLD_OK : KLD_INVALID);
+        ck_assert_uint_eq(request, cut < 16 ? 0 : 1);
+    }
+    ck_assert_int_eq(kld_packet_check(packet, bytes + 1, 0, 0, &frames, &request, &err),
+                     KLD_INVALID);
+    ck_assert_str_eq(err.text, "frame 6 of its packet: frame of 1 bytes; a header alone has 16");
+    ck_assert_int_eq(kld_packet_check(packet, bytes, 1, 0, &frames, &request, &err), KLD_INVALID);
+    ck_assert_ptr_nonnull(strstr(err.text, "5 frames with 1 file descriptors"));
+    ck_assert_int_eq(kld_packet_check(packet, bytes, 0, 1, &frames, &request, &err), KLD_INVALID);
+    /* Lengths and numbers that lie. */
+    for (int lie = 0; lie < 4; lie++) {
+        struct kld_frame_header *second = (void *)(packet + first);
+        struct kld_frame_header kept = *second;
+        second->length = lie == 0 ? 0 : lie == 1 ? UINT32_MAX : kept.length;
+        second->version += lie == 2;
+        second->request = lie == 3 ? 0 : kept.request;
+        ck_assert_int_eq(kld_packet_check(packet, bytes, 0, 0, &frames, &request, &err),
+                         lie == 2 ? KLD_VERSION : KLD_INVALID);
+        ck_assert_ptr_nonnull(strstr(err.text, "frame 2 of its packet"));
+        *second = kept;
+    }
+    /* What must be alone is, first or not. */
+    const uint16_t alone[][2] = {{KLD_FRAME_SUBMIT, KLD_FRAME_PING},
+                                 {KLD_FRAME_PING, KLD_FRAME_SUBMIT},
+                                 {KLD_FRAME_SUBMIT, KLD_FRAME_REGION_ADD}};
+    for (int i = 0; i < 3; i++) {
+        bytes = packet_of(packet, alone[i], 2);
+        ck_assert_int_eq(kld_packet_check(packet, bytes, 0, 0, &frames, &request, &err),
+                         KLD_INVALID);
+    }
+    uint16_t many[KLD_WIRE_PACKET_FRAMES_MAX + 1];
+    for (int i = 0; i <= KLD_WIRE_PACKET_FRAMES_MAX; i++)
+        many[i] = KLD_FRAME_COPY;
+    bytes = packet_of(packet, many, KLD_WIRE_PACKET_FRAMES_MAX);
+    ck_assert_int_eq(kld_packet_check(packet, bytes, 0, 0, &frames, &request, &err), KLD_OK);
+    bytes = packet_of(packet, many, KLD_WIRE_PACKET_FRAMES_MAX + 1);
+    ck_assert_int_eq(kld_packet_check(packet, bytes, 0, 0, &frames, &request, &err), KLD_INVALID);
+    ck_assert_ptr_nonnull(strstr(err.text, "more than 32 frames"));
+}
+END_TEST
+
 START_TEST(a_memfd_comes_with_one_descriptor) {
     size_t bytes = kld_frame_bytes(KLD_FRAME_REGION_ADD);
     kld_frame_init(&frame, KLD_FRAME_REGION_ADD, 1);
@@ -244,6 +310,7 @@ START_TEST(offsets_are_part_of_the_protocol) {
 END_TEST
 
 UNIT_MAIN("proto/wire", every_type_passes_at_its_own_length_only, short_unknown_and_foreign_frames,
-          frames_of_another_release_are_told_as_such, a_memfd_comes_with_one_descriptor,
-          names_of_published_tensors, published_tensors_lie_in_their_region, submit_there_and_back,
-          submit_says_nothing_in_vain, offsets_are_part_of_the_protocol)
+          packets_of_several_frames, frames_of_another_release_are_told_as_such,
+          a_memfd_comes_with_one_descriptor, names_of_published_tensors,
+          published_tensors_lie_in_their_region, submit_there_and_back, submit_says_nothing_in_vain,
+          offsets_are_part_of_the_protocol)

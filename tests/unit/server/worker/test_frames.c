@@ -71,6 +71,127 @@ START_TEST(hello_negotiates_or_says_why_not) {
 }
 END_TEST
 
+static size_t add(uint8_t *packet, size_t bytes, const union kld_frame *frame) {
+    memcpy(packet + bytes, frame, frame->header.length);
+    return bytes + frame->header.length;
+}
+
+/* SUBMITs numbered from `first` on. */
+static size_t submits(uint8_t *packet, uint64_t first, int count, uint64_t region) {
+    union kld_frame frame;
+    size_t bytes = 0;
+    for (int i = 0; i < count; i++) {
+        rig_op(&frame, first + (uint64_t)i, region);
+        bytes = add(packet, bytes, &frame);
+    }
+    return bytes;
+}
+
+/* Takes replies until `count` frames have come: DONE of `first` to first + count - 1, in any order.
+ * Returns the number of packets. */
+static int take_done(int fd, uint64_t first, int count) {
+    uint8_t packet[KLD_WIRE_PACKET_BYTES_MAX];
+    struct kld_error err = {.status = KLD_OK};
+    uint64_t seen = 0, request;
+    int packets = 0;
+    for (int taken = 0; taken < count; packets++) {
+        ssize_t bytes = recv(fd, packet, sizeof packet, 0);
+        unsigned frames = 0;
+        ck_assert_int_gt(bytes, 0);
+        ck_assert_int_eq(kld_packet_check(packet, (size_t)bytes, 0, 0, &frames, &request, &err),
+                         KLD_OK);
+        for (size_t at = 0; at < (size_t)bytes; taken++) {
+            struct kld_frame_header header;
+            memcpy(&header, packet + at, sizeof header);
+            ck_assert_uint_eq(header.type, KLD_FRAME_DONE);
+            ck_assert(header.request >= first && header.request < first + (uint64_t)count);
+            seen |= 1ull << (header.request - first);
+            at += header.length;
+        }
+    }
+    ck_assert_uint_eq(seen, (1ull << count) - 1);
+    return packets;
+}
+
+START_TEST(several_requests_in_a_packet) {
+    start();
+    int fd = rig_client(&rig), other = rig_client(&rig);
+    uint64_t region = rig_region(fd, RIG_REGION_BYTES),
+             others = rig_region(other, RIG_REGION_BYTES);
+    uint8_t packet[KLD_WIRE_PACKET_BYTES_MAX + 1];
+    rig.fake.hold = true;
+    size_t bytes = submits(packet, 100, 16, region);
+    rig_send_fds(fd, packet, bytes, NULL, 0);
+    for (uint64_t i = 0; i < 8; i++)
+        rig_submit(other, 200 + i, others);
+    rig_until_stat(&rig, KLD_STAT_worker_requests_in_flight, 24);
+    rig.fake.hold = false;
+    int packets = take_done(fd, 100, 16);
+    ck_assert_int_eq(take_done(other, 200, 8), 8); /* who sends one frame a packet gets one */
+    /* What has ended together is told together; of one run each may end by itself. */
+    for (int runs = 0; runs < 200 && packets == 16; runs++) {
+        rig.fake.hold = true;
+        rig_send_fds(fd, packet, bytes, NULL, 0);
+        rig_until_stat(&rig, KLD_STAT_worker_requests_in_flight, 16);
+        rig.fake.hold = false;
+        packets = take_done(fd, 100, 16);
+    }
+    ck_assert_int_lt(packets, 16);
+    /* One of them is refused: that is its own business. */
+    union kld_frame frame;
+    bytes = submits(packet, 300, 2, region);
+    rig_op(&frame, 302, region + 1000);
+    bytes = add(packet, bytes, &frame);
+    rig_send_fds(fd, packet, bytes, NULL, 0);
+    bool refused = false;
+    for (int taken = 0; taken < 3;) {
+        ssize_t got = recv(fd, packet, sizeof packet, 0);
+        ck_assert_int_gt(got, 0);
+        for (size_t at = 0; at < (size_t)got; taken++) {
+            struct kld_frame_header header;
+            memcpy(&header, packet + at, sizeof header);
+            ck_assert_uint_eq(header.type,
+                              header.request == 302 ? KLD_FRAME_ERROR : KLD_FRAME_DONE);
+            refused = refused || header.request == 302;
+            at += header.length;
+        }
+    }
+    ck_assert(refused);
+    close(fd);
+    close(other);
+    end();
+}
+END_TEST
+
+/* A packet that is not whole is refused whole: nothing of it is computed. */
+START_TEST(bad_packets_do_nothing) {
+    start();
+    int fd = rig_client(&rig);
+    uint64_t region = rig_region(fd, RIG_REGION_BYTES);
+    uint8_t packet[KLD_WIRE_PACKET_BYTES_MAX + 512];
+    size_t bytes = submits(packet, 100, 3, region);
+    rig_send_fds(fd, packet, bytes - 1, NULL, 0);
+    rig_expect_error(fd, 100, KLD_INVALID, "frame 3 of its packet");
+    union kld_frame frame;
+    kld_frame_init(&frame, KLD_FRAME_PING, 103);
+    rig_send_fds(fd, packet, add(packet, bytes, &frame), NULL, 0);
+    rig_expect_error(fd, 100, KLD_INVALID, "PING must be alone");
+    int null[] = {dup(fd)};
+    rig_send_fds(fd, packet, bytes, null, 1);
+    rig_expect_error(fd, 100, KLD_INVALID, "file descriptors");
+    close(null[0]);
+    bytes = submits(packet, 100, 18, region); /* more than a packet may have */
+    ck_assert_uint_gt(bytes, KLD_WIRE_PACKET_BYTES_MAX);
+    rig_send_fds(fd, packet, bytes, NULL, 0);
+    rig_expect_error(fd, 100, KLD_INVALID, "cut");
+    ck_assert_int_eq(rig.fake.jobs_submitted, 0);
+    rig_submit(fd, 500, region);
+    rig_expect(fd, 500, KLD_FRAME_DONE, NULL);
+    close(fd);
+    end();
+}
+END_TEST
+
 START_TEST(frames_of_the_worker_are_refused) {
     start();
     int fd = rig_client(&rig);
@@ -108,5 +229,5 @@ START_TEST(stray_descriptors_are_closed) {
 }
 END_TEST
 
-UNIT_MAIN("server/worker/frames", hello_negotiates_or_says_why_not,
-          frames_of_the_worker_are_refused, stray_descriptors_are_closed)
+UNIT_MAIN("server/worker/frames", hello_negotiates_or_says_why_not, several_requests_in_a_packet,
+          bad_packets_do_nothing, frames_of_the_worker_are_refused, stray_descriptors_are_closed)
