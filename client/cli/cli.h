@@ -1,7 +1,8 @@
 /* cli.h - the kld tool: what its commands share. One process, one thread; exits through main().
  *
- * Exit status: 0 it worked; 1 the computation failed or an answer was wrong; 2 the command line or
- * a file is wrong; 3 the server could not be reached, or was too busy, or lost. */
+ * Exit status: 0 it worked; 1 the computation failed, an answer was wrong or standard output could
+ * not be written; 2 the command line or a file is wrong; 3 the server could not be reached, or was
+ * too busy, or lost. */
 #ifndef KLD_CLIENT_CLI_CLI_H
 #define KLD_CLIENT_CLI_CLI_H
 
@@ -93,6 +94,8 @@ enum kld_status kld_cli_connect(const struct kld_server_options *server,
                                 struct kld_connection **ret_connection, struct kld_error *err);
 uint64_t kld_cli_timeout_ns(const struct kld_server_options *server);
 
+/* What a server said, for a terminal, which obeys control characters: '?' in their place. */
+const char *kld_cli_printable(char *text);
 /* Prints "kld: ..." with advice; returns the exit status that fits. */
 int kld_cli_fail(const struct kld_error *error);
 int kld_cli_usage(const struct kld_command *command, const struct kld_error *error);

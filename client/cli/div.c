@@ -255,6 +255,7 @@ static void warn_of_missing(const struct division *division) {
 
 static void print_results(const struct div_options *options, const struct division *division) {
     const struct kld_op *op = &division->request.op;
+    struct kld_server_info info = division->info;
     if (!options->quiet)
         warn_of_missing(division);
     if (options->json) {
@@ -268,8 +269,9 @@ static void print_results(const struct div_options *options, const struct divisi
     if (!options->quiet)
         fprintf(stderr, "%s, %s over %" PRIu64 " rows of %" PRIu64 ", on %s (%s), %.3f ms\n",
                 kld_divergence_name(op->divergence), kld_reduction_name(op->reduction),
-                division->geometry.rows, division->geometry.classes, division->info.backend,
-                division->info.device, (double)division->result.total_ns / 1e6);
+                division->geometry.rows, division->geometry.classes,
+                kld_cli_printable(info.backend), kld_cli_printable(info.device),
+                (double)division->result.total_ns / 1e6);
 }
 
 static enum kld_status write_results(const struct div_options *options,

@@ -1,6 +1,9 @@
-/* main.c - the kld tool: picks the command. What a command does is in the file of its name. */
-#include <locale.h>
+/* main.c - the kld tool: picks the command, and tells where its output could not be written. What a
+ * command does is in the file of its name. */
+#include <errno.h>
+#include <fcntl.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "client/cli/cli.h"
 
@@ -20,7 +23,15 @@ static void help(FILE *out) {
                  "Example: kld div student.npy teacher.npy --grad-predictions grad.npy\n");
 }
 
-int main(int argc, char **argv) {
+/* A standard descriptor that is closed would be that of the next file or connection, and what is
+ * printed would go there. It is taken by one that fails. */
+static void keep_standard_descriptors(void) {
+    for (int fd = STDIN_FILENO; fd <= STDERR_FILENO; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && errno == EBADF)
+            (void)!open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);
+}
+
+static int run(int argc, char **argv) {
     const char *name = argc > 1 ? argv[1] : "";
     for (size_t i = 0; i < sizeof commands / sizeof commands[0]; i++)
         if (strcmp(name, commands[i]->name) == 0)
@@ -37,4 +48,16 @@ int main(int argc, char **argv) {
         fprintf(stderr, "kld: no command '%.40s'\n\n", name);
     help(stderr);
     return KLD_EXIT_USAGE;
+}
+
+int main(int argc, char **argv) {
+    keep_standard_descriptors();
+    int code = run(argc, argv);
+    errno = 0; /* what has failed before did not leave its reason */
+    bool failed = fflush(stdout) != 0;
+    if (!failed && !ferror(stdout))
+        return code;
+    fprintf(stderr, "kld: standard output cannot be written%s%s\n", errno ? ": " : "",
+            errno ? strerror(errno) : "");
+    return code ? code : KLD_EXIT_FAILED;
 }

@@ -88,7 +88,8 @@ static bool read_sample(const char *line, size_t bytes, struct sample *ret_sampl
     return true;
 }
 
-/* The value of a label; false: there is none, or it is too long. Values hold no quotes. */
+/* The value of a label, what is not printable as '?'; false: there is none, or it is too long.
+ * Values hold no quotes. */
 static bool read_label(const struct sample *sample, const char *key, char *ret_value,
                        size_t capacity) {
     const char *at = sample->labels, *end = at + sample->labels_bytes;
@@ -104,7 +105,9 @@ static bool read_label(const struct sample *sample, const char *key, char *ret_v
             size_t bytes = (size_t)(quote - value);
             if (bytes >= capacity)
                 return false;
-            memcpy(ret_value, value, bytes);
+            for (size_t i = 0; i < bytes;
+                 i++) /* it is shown on a terminal, which obeys some bytes */
+                ret_value[i] = value[i] >= ' ' && value[i] <= '~' ? value[i] : '?';
             ret_value[bytes] = '\0';
             return true;
         }

@@ -118,6 +118,8 @@ void kld_options_help(FILE *out, const struct kld_command *command) {
         fprintf(out, "  %-28s %s\n", left, option->help);
     }
     fprintf(out, "  %-28s %s\n", "-h, --help", "this text");
-    fprintf(out, "\nExit status: 0 it worked; 1 the computation failed; 2 the command line or a "
-                 "file is wrong;\n3 no server, or it is busy or was lost.\n");
+    fprintf(out,
+            "\nExit status: 0 it worked; 1 the computation failed, or standard output could not be "
+            "written;\n2 the command line or a file is wrong; 3 no server, or it is busy or was "
+            "lost.\n");
 }

@@ -61,7 +61,15 @@ enum kld_status kld_cli_connect(const struct kld_server_options *server,
     return kld_connect(url_of(server), &all, ret_connection, err);
 }
 
+const char *kld_cli_printable(char *text) {
+    for (unsigned char *at = (unsigned char *)text; *at; at++)
+        if (*at < ' ' || *at == 0x7f || (at[0] == 0xc2 && at[1] >= 0x80 && at[1] < 0xa0))
+            *at = '?';
+    return text;
+}
+
 int kld_cli_fail(const struct kld_error *error) {
+    struct kld_error shown = *error;
     static const struct {
         enum kld_status status;
         enum kld_exit exit;
@@ -81,7 +89,7 @@ int kld_cli_fail(const struct kld_error *error) {
         {KLD_NO_MEMORY, KLD_EXIT_FAILED,
          "spread the rows over several servers: kld div --split URL,URL,..."},
     };
-    fprintf(stderr, "kld: %s\n", error->text);
+    fprintf(stderr, "kld: %s\n", kld_cli_printable(shown.text));
     for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {
         if (rules[i].status != error->status)
             continue;

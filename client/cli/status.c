@@ -15,8 +15,9 @@ struct status_options {
 };
 
 static void print_status(const struct kld_server_info *info, const struct kld_server_stats *stats) {
-    printf("backend        %s\n", info->backend);
-    printf("device         %s", info->device);
+    struct kld_server_info shown = *info;
+    printf("backend        %s\n", kld_cli_printable(shown.backend));
+    printf("device         %s", kld_cli_printable(shown.device));
     if (info->devices > 1)
         printf(" (%" PRIu32 " of 0 to %" PRIu32 ")", info->device_index, info->devices - 1);
     printf("\n");

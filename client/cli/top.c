@@ -190,10 +190,12 @@ static void show(const struct top *top) {
     else
         fprintf(out, "kld top  %s\n%s\n", top->url, top->message);
     fclose(out);
-    if (top->screen)
+    if (top->screen) {
         draw(lines);
-    else
-        write_all(lines, bytes);
+    } else {
+        fputs(lines, stdout);
+        fflush(stdout);
+    }
     free(lines);
 }
 
@@ -281,9 +283,9 @@ static int run_batch(struct top *top) {
         silent = status != KLD_OK;
         if (!status && top->before) {
             show(top);
-            if (++shown == most)
+            if (++shown == most || ferror(stdout)) /* which main() tells */
                 return KLD_EXIT_OK;
-            write_all("\n", 1);
+            putchar('\n');
         } else if (!status && top->message[0]) {
             fprintf(stderr, "kld: %s\n", top->message);
         }

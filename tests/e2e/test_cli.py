@@ -233,6 +233,23 @@ def test_nothing_is_left_of_a_result_that_cannot_be_written(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted(before + [tmp_path / "out.npy"])
 
 
+def test_output_that_is_not_written_is_a_failure(make_server, tmp_path):
+    """A full disk, a descriptor that is closed: one line says so, and nothing is printed into another file's place."""
+    server = make_server()
+    write_bad_files(tmp_path)
+    div = ["div", str(tmp_path / "good.npy"), str(tmp_path / "good.npy"), "--server", server.http]
+    for command in (div, [*div, "--json"], [*div, "--grad-predictions", str(tmp_path / "out.npy")],
+                    ["status", "--server", server.http], ["status", "--json", "--server", server.url_unix],
+                    ["top", "--once", "-d", "0.1", "--server", server.http], ["top", "--batch", "-d", "0.1", "--server", server.http],
+                    ["ping", "--server", server.http], ["ping", "--server", server.url_unix], ["--version"], ["div", "-h"]):
+        for where in (">/dev/full", ">&-"):
+            done = subprocess.run(["sh", "-c", f'exec "$@" {where}', "sh", KLD, *command], capture_output=True, text=True,
+                                  env=clean_environment(), timeout=60)
+            assert done.returncode == 1, (command, where, done)
+            assert done.stderr.splitlines()[-1].startswith("kld: standard output cannot be written"), done.stderr
+    assert server.stop() == 0 and " warn " not in server.log() + " ", server.log()
+
+
 def test_no_server(tmp_path):
     for url in (f"unix:{tmp_path}/none.sock", "http://127.0.0.1:1"):
         done = kld("ping", "--server", url, "--timeout", "0.3", code=3)

@@ -12,6 +12,16 @@
 static struct kld_report report;
 static struct kld_error error;
 
+START_TEST(test_labels_cannot_steer_a_terminal) {
+    ck_assert_int_eq(kld_report_read("kld_build_info{version=\"\033[2J1\"} 1\n"
+                                     "kld_worker_info{worker=\"0\",device=\"a\x9b\r\x7f~ \"} 1\n",
+                                     &report, &error),
+                     KLD_OK);
+    ck_assert_str_eq(report.version, "?[2J1");
+    ck_assert_str_eq(report.worker[0].device, "a???~ ");
+}
+END_TEST
+
 START_TEST(test_what_the_gateway_writes) {
     static char buffer[KLD_METRICS_BYTES_MAX + 1];
     static struct kld_stats_page page = {.workers = 2};
@@ -121,5 +131,5 @@ START_TEST(test_not_a_kld_server) {
 }
 END_TEST
 
-UNIT_MAIN("client/cli/metrics", test_what_the_gateway_writes, test_odd_lines_are_skipped,
-          test_more_buckets_than_room, test_not_a_kld_server)
+UNIT_MAIN("client/cli/metrics", test_labels_cannot_steer_a_terminal, test_what_the_gateway_writes,
+          test_odd_lines_are_skipped, test_more_buckets_than_room, test_not_a_kld_server)
