@@ -140,13 +140,14 @@ static bool wants_line(struct kld_gateway *gateway, enum kld_status status,
     return false;
 }
 
-#define CALLER_BYTES_MAX (sizeof " token=" + KLD_AUTH_NAME_MAX)
+#define CALLER_BYTES_MAX (sizeof " token=\"\"" + KLD_AUTH_NAME_MAX)
 
-/* The name of his token; "": there are none, or it is not known. */
+/* The name of his token; "": there are none, or it is not known. In quotes, so that one that is
+ * called 123 is no number in JSON. */
 static void describe_caller(const struct kld_caller *caller, char ret_text[CALLER_BYTES_MAX]) {
     ret_text[0] = '\0';
     if (caller && caller->name[0])
-        snprintf(ret_text, CALLER_BYTES_MAX, " token=%s", caller->name);
+        snprintf(ret_text, CALLER_BYTES_MAX, " token=\"%s\"", caller->name);
 }
 
 void kld_refused_log(const struct kld_exchange *exchange, enum kld_status status) {
