@@ -149,9 +149,10 @@ class PlainLarge(Plain):
 
 
 @pytest.fixture
-def replicas(tmp_path):
+def replicas(tmp_path, request):
     ports = free_ports(3)
-    servers = [Server(backend="cpu", threads=1, http=f"127.0.0.1:{port}", log_level="warn") for port in ports]
+    servers = [Server(backend="cpu", threads=1, http=f"127.0.0.1:{port}", log_level="warn",
+                      **getattr(request, "param", {})) for port in ports]
     balancer = Balancer(tmp_path, [server.address for server in servers])
     try:
         wait_until(lambda: balancer.up() == {"a", "b", "c"}, 30, "three servers that are ready")
@@ -266,3 +267,38 @@ def test_a_server_that_stands_still_gets_nothing(replicas):
     finally:
         os.kill(pid, signal.SIGCONT)
     wait_until(lambda: balancer.up() == {"a", "b", "c"}, 30, "b again")
+
+
+@pytest.mark.parametrize("replicas", [{"http_requests_max": 1, "http_wait_ms": 0}], indirect=True)
+def test_an_overload_is_not_multiplied(replicas, capsys):
+    """Busy is told by 503 as well, by every server: the first request is sent to others, those behind it are not; and
+    a little after the overload they are again."""
+    balancer, servers = replicas
+
+    def rejections():
+        return sum(server.metrics()['kld_rejected_total{front="http",reason="http_requests_max"}'] for server in servers)
+
+    held = []
+    for server in servers:  # a request whose body does not end has the one place
+        host, port = server.address.split(":")
+        held.append(socket.create_connection((host, int(port))))
+        held[-1].sendall(b"POST /v2/models/kl_div/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 20000\r\n\r\n{")
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, 10, "a request")
+    plain = Plain(balancer.address, threading.Event())
+    plain.prepare()
+    said = [plain.request() for _ in range(20)]
+    assert said == [503] * 20
+    told = rejections()
+    with capsys.disabled():
+        print(f"\n  20 requests were told busy {told:.0f} times", end="")
+    assert told <= 20 + 3
+    for connection in held:
+        connection.close()
+    wait_until(lambda: plain.request() is None, 10, "room")
+    time.sleep(2.1)  # as long as HAProxy remembers, and on
+    before = rejections()
+    held = [socket.create_connection(servers[0].address.split(":"))]
+    held[0].sendall(b"POST /v2/models/kl_div/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 20000\r\n\r\n{")
+    wait_until(lambda: servers[0].metrics()["kld_http_requests_in_flight"] == 1, 10, "a request")
+    assert [plain.request() for _ in range(6)] == [None] * 6 and rejections() > before  # b and c answered for a
+    held[0].close()
