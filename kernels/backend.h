@@ -130,6 +130,13 @@ struct kld_job {
     uint64_t backend_private[16];
 };
 
+enum kld_job_stage {
+    KLD_JOB_UNKNOWN, /* cannot be told just now */
+    KLD_JOB_WAITS,   /* not begun: what was recorded in its `wait` has not come */
+    KLD_JOB_BEHIND,  /* not begun, for any other reason */
+    KLD_JOB_BEGUN,   /* the device is at work on it, or has been; of a job in chunks on this one */
+};
+
 struct kld_backend {
     const char *name; /* "cpu", "cuda" */
 
@@ -200,10 +207,9 @@ struct kld_backend {
      * poll after each submit(), without it nothing is run here. */
     void (*poll)(struct kld_device *device, bool more);
 
-    /* Is a job that submit() took held up by its own `wait`, by nothing before it and nothing of
-     * its own? From submit()'s thread, before done(). False also where that cannot be told just
-     * now. NULL on cpu, which has no events. */
-    bool (*waits)(struct kld_device *device, const struct kld_job *job);
+    /* How far is a job that submit() took? From submit()'s thread, before done(). NULL on cpu,
+     * which has no events. */
+    enum kld_job_stage (*stage)(struct kld_device *device, const struct kld_job *job);
 
     /* For tests: the next operator ends the device. cuda: a kernel reads an address that is not
      * there; cpu: the job ends with KLD_DEVICE_LOST. Any thread. */

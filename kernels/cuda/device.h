@@ -272,7 +272,7 @@ void *cuda_thread_main(void *device);
 void cuda_fail_next(struct kld_device *device);
 bool cuda_submit(struct kld_stream *stream, struct kld_job *job);
 void cuda_poll(struct kld_device *device, bool more);
-bool cuda_waits(struct kld_device *device, const struct kld_job *job);
+enum kld_job_stage cuda_stage(struct kld_device *device, const struct kld_job *job);
 uint64_t cuda_now_ns(void);
 
 #endif

@@ -261,24 +261,30 @@ static bool lock_work_soon(struct cuda_device *device) {
     return true;
 }
 
-/* Its work has not begun, and what the client recorded has not come. The event alone does not say:
- * once the wait has passed, the client may record in it anew. Nor does the work: it may be behind
- * that of others. */
-bool cuda_waits(struct kld_device *base, const struct kld_job *job) {
+/* The event alone does not say: once the wait has passed, the client may record in it anew. Nor
+ * does the work: it may be behind that of others. What was not launched yet is behind others too.
+ */
+enum kld_job_stage cuda_stage(struct kld_device *base, const struct kld_job *job) {
     struct cuda_device *device = (struct cuda_device *)base;
     const struct cuda_event *event = (const struct cuda_event *)job->wait;
-    if (!event || atomic_load(&device->lost) || !lock_work_soon(device))
-        return false;
-    bool waits = false;
+    if (atomic_load(&device->lost) || !lock_work_soon(device))
+        return KLD_JOB_UNKNOWN;
+    enum kld_job_stage stage = KLD_JOB_BEHIND;
     for (uint32_t i = 0; i < device->order_count; i++) {
         const struct cuda_flight *flight = device->order[i];
-        if (flight->job == job)
-            waits = cudaEventQuery(flight->mark[MARK_START]) == cudaErrorNotReady &&
-                    cudaEventQuery(event->event) == cudaErrorNotReady;
+        if (flight->job != job)
+            continue;
+        cudaError_t start = cudaEventQuery(flight->mark[MARK_START]);
+        if (start == cudaSuccess)
+            stage = KLD_JOB_BEGUN;
+        else if (start != cudaErrorNotReady)
+            stage = KLD_JOB_UNKNOWN;
+        else if (event && cudaEventQuery(event->event) == cudaErrorNotReady)
+            stage = KLD_JOB_WAITS;
     }
     cudaGetLastError(); /* what else a query says, poll_flights() hears as well */
     pthread_mutex_unlock(&device->work);
-    return waits;
+    return stage;
 }
 
 void *cuda_thread_main(void *argument) {

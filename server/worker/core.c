@@ -209,39 +209,36 @@ static void give_up(struct kld_request *request, const struct kld_error *error) 
 
 static void launch(struct kld_lane *lane) {
     struct kld_worker *worker = lane->session->worker;
-    while (lane->state == KLD_LANE_OPEN && lane->running < KLD_LANE_DEPTH && !worker->lost) {
+    while (lane->state == KLD_LANE_OPEN && lane->running_count < KLD_LANE_DEPTH && !worker->lost) {
         struct kld_request *request = TAILQ_FIRST(&lane->queued);
-        if (!request)
+        if (!request || (request->ready && !kld_waits_take(lane)))
             break;
-        if (request->ready && worker->waits_running >= KLD_WAITS_MAX) {
-            worker->waits_held = true; /* launch_held() comes back to it */
-            break;
-        }
         dequeue(request);
         request->state = KLD_REQUEST_RUNNING;
         request->running_ns = kld_worker_now_ns();
-        lane->running++;
-        worker->waits_running += request->ready != NULL;
-        if (request->ready)
-            kld_waits_watch(worker);
+        request->stage = KLD_JOB_UNKNOWN;
+        request->stage_ns = 0;
+        TAILQ_INSERT_TAIL(&lane->running, request, in_lane);
+        lane->running_count++;
         kld_worker_poll(worker);
         if (worker->options.backend->submit(lane->stream, &request->job))
             tell_launched(request);
     }
     if (lane->session->state == KLD_SESSION_CLOSING && lane->state == KLD_LANE_OPEN &&
-        lane->running == 0)
+        lane->running_count == 0)
         kld_lane_close(lane);
 }
 
+/* Those whose next request is no longer one that waits for an event. */
 static void launch_held(struct kld_worker *worker) {
-    struct kld_session *session;
-    if (!worker->waits_held || worker->waits_running >= KLD_WAITS_MAX)
-        return;
-    worker->waits_held = false;
-    TAILQ_FOREACH(session, &worker->sessions, in_worker)
-    for (uint64_t i = 0; i < worker->options.config->client_streams_max; i++)
-        if (!TAILQ_EMPTY(&session->lanes[i].queued))
-            launch(&session->lanes[i]);
+    struct kld_lane *lane;
+    TAILQ_FOREACH(lane, &worker->lanes_held, in_held)
+    launch(lane); /* whoever it is not the turn of stays in the list */
+}
+
+static void launch_all(struct kld_session *session) {
+    for (uint64_t i = 0; i < session->worker->options.config->client_streams_max; i++)
+        launch(&session->lanes[i]);
 }
 
 void kld_core_lane_opened(struct kld_lane *lane) {
@@ -283,13 +280,19 @@ static void completed(struct kld_worker *worker) {
             kld_core_device_lost(worker, &request->job.error);
             return;
         }
-        lane->running--;
-        worker->waits_running -= request->ready != NULL;
+        TAILQ_REMOVE(&lane->running, request, in_lane);
+        lane->running_count--;
+        bool freed = request->ready && kld_waits_give(session);
         finish(request, request->job.status, &request->job.error, true);
-        launch(lane);
+        if (freed)
+            launch_all(session);
+        else
+            launch(lane);
         kld_session_collect(session);
     }
-    launch_held(worker);
+    struct kld_lane *held;
+    while ((held = kld_waits_next(worker)))
+        launch(held);
     kld_worker_poll(worker);
 }
 
@@ -401,7 +404,9 @@ enum kld_status kld_core_cancel(struct kld_session *session, uint64_t target,
                              "no request %" PRIu64 " of this connection is in flight", target);
     struct kld_error error;
     kld_error_set(&error, KLD_CANCELLED, "cancelled by the client");
+    struct kld_lane *lane = request->lane;
     give_up(request, &error);
+    launch(lane); /* it may have waited there for its turn, before one that need not */
     return KLD_OK;
 }
 
@@ -414,7 +419,8 @@ void kld_core_detach(struct kld_session *session) {
         give_up(request, &error);
     }
     for (uint64_t i = 0; i < session->worker->options.config->client_streams_max; i++)
-        launch(&session->lanes[i]); /* closes the idle ones */
+        kld_waits_forget(&session->lanes[i]);
+    launch_all(session); /* closes the idle ones */
 }
 
 void kld_core_expire(struct kld_worker *worker) {
@@ -426,6 +432,7 @@ void kld_core_expire(struct kld_worker *worker) {
                       (now - request->arrival_ns) / 1000000);
         give_up(request, &error);
     }
+    launch_held(worker);
     kld_worker_watch_deadlines(worker);
     kld_worker_progress(worker);
 }

@@ -43,6 +43,8 @@ struct kld_request {
     uint64_t number;             /* the client's request number */
     uint64_t arrival_ns;         /* CLOCK_MONOTONIC */
     uint64_t running_ns;         /* RUNNING: since when, the same clock */
+    enum kld_job_stage stage;    /* of the oldest RUNNING one of a lane: what waits.c knows, ... */
+    uint64_t stage_ns;           /* ... and since when; 0: it has not looked */
     uint64_t deadline_ns;        /* the same clock; 0: none */
     uint32_t heap_place;         /* in the queue's heap of deadlines, from 1; 0: not there */
     uint32_t regions_count;
@@ -50,7 +52,7 @@ struct kld_request {
     struct kld_worker_event *ready, *finished;  /* acquired; NULL: none */
     struct kld_request_trace trace;
     TAILQ_ENTRY(kld_request) in_session; /* while not FREE */
-    TAILQ_ENTRY(kld_request) in_lane;    /* while QUEUED */
+    TAILQ_ENTRY(kld_request) in_lane;    /* among its queued or its running ones */
 
     /* FREE: the pool's (loop thread). RUNNING: from done() on, the completion list's (device.c). */
     struct kld_request *next;

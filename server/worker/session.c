@@ -252,6 +252,7 @@ enum kld_status kld_session_open(struct kld_worker *worker, int fd, uid_t uid, p
     TAILQ_INIT(&session->requests);
     for (uint64_t i = 0; i < config->client_streams_max; i++) {
         session->lanes[i].session = session;
+        TAILQ_INIT(&session->lanes[i].running);
         TAILQ_INIT(&session->lanes[i].queued);
     }
     TAILQ_INSERT_TAIL(&worker->sessions, session, in_worker);

@@ -33,12 +33,16 @@ enum kld_lane_state { KLD_LANE_CLOSED, KLD_LANE_OPENING, KLD_LANE_OPEN, KLD_LANE
 struct kld_lane {
     struct kld_session *session;
     enum kld_lane_state state;
-    enum kld_priority priority;     /* from STREAM; settled once the lane opens */
-    uint32_t running;               /* requests with the back end */
-    struct kld_request_list queued; /* in order of arrival */
-    uv_work_t work;                 /* OPENING, CLOSING: on uv's pool, which then owns: */
-    struct kld_stream *stream;      /* OPEN: the loop's */
-    enum kld_status status;         /* of opening */
+    enum kld_priority priority;      /* from STREAM; settled once the lane opens */
+    uint32_t running_count;          /* requests with the back end: */
+    struct kld_request_list running; /* in order of arrival, as the next */
+    struct kld_request_list queued;
+    bool held; /* its turn to wait for an event has not come, see waits.h */
+    uint64_t held_ns;
+    TAILQ_ENTRY(kld_lane) in_held;
+    uv_work_t work;            /* OPENING, CLOSING: on uv's pool, which then owns: */
+    struct kld_stream *stream; /* OPEN: the loop's */
+    enum kld_status status;    /* of opening */
     struct kld_error error;
 };
 
@@ -78,6 +82,7 @@ struct kld_session {
     uint32_t requests_waited; /* of them: not answered */
     struct kld_lane *lanes;   /* client_streams_max of them */
     uint32_t lanes_busy;      /* not CLOSED */
+    uint32_t waits_running;   /* requests with an event that the back end has */
     uint32_t tasks;           /* on uv's pool: regions coming and going, descriptors being closed */
     uint32_t awaited;    /* tasks there whose end the client waits for: what comes, and lanes */
     uint64_t awaited_ns; /* when the first of these began, or one ended since */

@@ -26,7 +26,8 @@
 /* Jobs of all clients that wait on the device for an event: a part of those that a back end can
  * have in flight, so that clients whose events do not come leave room for others. */
 #define KLD_WAITS_MAX 32
-#define KLD_HEALTH_MS 500 /* between two looks at an idle device, see health.h */
+#define KLD_CLIENT_WAITS_MAX 16 /* of one client */
+#define KLD_HEALTH_MS 500       /* between two looks at an idle device, see health.h */
 
 struct kld_worker_options {
     const struct kld_config *config;
@@ -76,8 +77,8 @@ struct kld_worker {
     uint32_t sessions_count;          /* of them */
     uint32_t clients;                 /* open ones */
     uint32_t queued;                  /* requests that the back end does not have yet */
-    uint32_t waits_running;           /* requests with the back end that wait for an event */
-    bool waits_held;                  /* some lane was held back for that */
+    uint32_t waits_running;           /* requests with an event that the back end has */
+    struct kld_lane *lane_turn;       /* see waits.h, as the next */
     uint32_t refusals;                /* refused connections on uv's pool */
     bool listening;                   /* the listener is polled */
     bool draining;                    /* SIGTERM came: nothing new is admitted */
@@ -92,6 +93,7 @@ struct kld_worker {
     struct kld_peers peers;           /* who may connect */
     TAILQ_HEAD(kld_publication_list, kld_publication) publications;
     uint32_t publications_count;
+    TAILQ_HEAD(kld_held_lanes, kld_lane) lanes_held;
 
     /* Told by WELCOME and STATS. */
     uint64_t epoch, started_ns;

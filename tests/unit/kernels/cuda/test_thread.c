@@ -133,6 +133,14 @@ START_TEST(streams_wait_for_events) {
 }
 END_TEST
 
+/* Asks until it can be told: the device's thread may be at work just now. */
+static enum kld_job_stage stage_of(int record) {
+    enum kld_job_stage stage = KLD_JOB_UNKNOWN;
+    for (int i = 0; i < 1000 && stage == KLD_JOB_UNKNOWN; i++)
+        stage = cuda->stage(device, &records[record].job);
+    return stage;
+}
+
 /* Only a job that its own event holds up does. */
 START_TEST(a_job_says_that_it_waits) {
     setup();
@@ -150,16 +158,17 @@ START_TEST(a_job_says_that_it_waits) {
     bool waits = false;
     for (int i = 0; i < 1000 && !waits; i++) { /* the device's thread may be at work just now */
         usleep(100);
-        waits = cuda->waits(device, &records[1].job);
+        waits = cuda->stage(device, &records[1].job) == KLD_JOB_WAITS;
     }
-    ck_assert(waits && !cuda->waits(device, &records[0].job));
+    ck_assert(waits);
+    ck_assert_int_eq(stage_of(0), KLD_JOB_BEGUN);
     wait_for(&records[0], false);
     ck_assert_uint_eq(atomic_load(&records[1].place), 0); /* at work now, for as long */
     prepare(&records[0], pool, false);
     records[0].job.record = ours; /* the client goes on */
     submit(&records[0], 0);
     for (int i = 0; i < 100; i++) {
-        ck_assert(!cuda->waits(device, &records[1].job));
+        ck_assert_int_eq(stage_of(1), KLD_JOB_BEGUN);
         usleep(100);
     }
     ck_assert_uint_eq(atomic_load(&records[1].place), 0);
@@ -168,6 +177,27 @@ START_TEST(a_job_says_that_it_waits) {
     wait_for(&records[0], false);
     cuda->event_free(ours);
     cuda->event_free(theirs);
+    teardown();
+}
+END_TEST
+
+START_TEST(a_job_says_that_it_is_behind_another) {
+    setup();
+    atomic_store(&fake_us, 100000);
+    prepare(&records[0], pool, false);
+    prepare(&records[1], pool, false);
+    submit(&records[0], 0);
+    submit(&records[1], 0);
+    enum kld_job_stage stage = KLD_JOB_UNKNOWN;
+    for (int i = 0; i < 1000 && stage != KLD_JOB_BEGUN; i++) {
+        usleep(100);
+        stage = stage_of(0);
+    }
+    ck_assert_int_eq(stage, KLD_JOB_BEGUN);
+    ck_assert_int_eq(stage_of(1), KLD_JOB_BEHIND);
+    atomic_store(&fake_us, 5);
+    wait_for(&records[0], false);
+    wait_for(&records[1], false);
     teardown();
 }
 END_TEST
@@ -215,7 +245,7 @@ START_TEST(a_busy_device_says_it_as_well) {
         while (atomic_load(&held) < round)
             sched_yield();
         atomic_store(&asked, round);
-        said += cuda->waits(device, &records[1].job);
+        said += cuda->stage(device, &records[1].job) == KLD_JOB_WAITS;
     }
     atomic_store(&enough, true);
     pthread_join(thread, NULL);
@@ -460,11 +490,12 @@ END_TEST
 UNIT_MAIN("kernels/cuda/thread", a_fault_is_a_launch_with_an_address_that_is_not_there,
           jobs_end_in_order_whoever_looks, who_polls_completes,
           who_is_refused_the_device_does_not_ask_again, closing_waits_for_what_was_polled,
-          streams_wait_for_events, a_job_says_that_it_waits, a_busy_device_says_it_as_well,
-          what_cannot_be_launched_is_not_told_as_launched, an_idle_device_says_whether_it_works,
-          memory_of_a_predecessor_is_waited_for, memory_of_other_cards_is_taken_where_told,
-          a_handle_says_itself_which_card_it_is_of, a_warm_device_allocates_nothing,
-          allocations_of_others_are_opened_once, allocations_by_descriptor)
+          streams_wait_for_events, a_job_says_that_it_waits, a_job_says_that_it_is_behind_another,
+          a_busy_device_says_it_as_well, what_cannot_be_launched_is_not_told_as_launched,
+          an_idle_device_says_whether_it_works, memory_of_a_predecessor_is_waited_for,
+          memory_of_other_cards_is_taken_where_told, a_handle_says_itself_which_card_it_is_of,
+          a_warm_device_allocates_nothing, allocations_of_others_are_opened_once,
+          allocations_by_descriptor)
 
 #else
 

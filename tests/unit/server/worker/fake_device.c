@@ -285,9 +285,12 @@ static bool submit(struct kld_stream *stream, struct kld_job *job) {
     return directly;
 }
 
-static bool waits(struct kld_device *device, const struct kld_job *job) {
-    atomic_fetch_add(&fake_of(device)->asked, 1);
-    return job->wait && atomic_load(&fake_of(device)->waits);
+static enum kld_job_stage stage(struct kld_device *device, const struct kld_job *job) {
+    struct fake_device *fake = fake_of(device);
+    atomic_fetch_add(&fake->asked, 1);
+    if (fake->stage_of)
+        return fake->stage_of(job);
+    return (enum kld_job_stage)atomic_load(job->wait ? &fake->stage : &fake->stage_plain);
 }
 
 static bool handles_unread(struct kld_device *device) {
@@ -325,7 +328,7 @@ const struct kld_backend fake_backend = {
     .stream_close = stream_close,
     .submit = submit,
     .poll = poll_device,
-    .waits = waits,
+    .stage = stage,
     .is_dead = is_dead,
     .check = check,
     .pool_bytes = pool_bytes,

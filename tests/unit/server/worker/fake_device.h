@@ -31,10 +31,13 @@ struct fake_device {
     atomic_int dead_told;          /* the rig: how often the worker told that */
     atomic_int polls;
     atomic_bool handles_unread; /* an IPC handle came that says nothing */
-    atomic_bool waits;          /* what waits() says of a job with an event */
-    atomic_int asked;           /* calls of waits() */
-    atomic_int last_priority;   /* of the stream opened last */
-    atomic_int events;          /* open now */
+    atomic_int stage;           /* enum kld_job_stage of jobs with an event ... */
+    atomic_int stage_plain;     /* ... and of those without */
+    /* Or this says; NULL: the two above. Set before the worker starts. */
+    enum kld_job_stage (*stage_of)(const struct kld_job *job);
+    atomic_int asked;         /* calls of stage() */
+    atomic_int last_priority; /* of the stream opened last */
+    atomic_int events;        /* open now */
     atomic_int jobs_submitted, jobs_started, jobs_done;
     atomic_int memories, streams; /* open now */
     atomic_int calls;             /* memory_*, event_* and stream_open calls so far */
