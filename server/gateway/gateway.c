@@ -63,7 +63,7 @@ static void mail_closed(struct kld_mail *mail) {}
 static void close_loop(struct loop *loop) {
     kld_waiters_close(&loop->gateway);
     kld_deadlines_close(&loop->gateway);
-    kld_failed_lines_close(&loop->gateway);
+    kld_failed_lines_close(&loop->gateway.failed_lines);
     kld_mail_close(&loop->gateway.mail, mail_closed);
 }
 
@@ -232,7 +232,7 @@ static enum kld_status open_loop(struct process *process, uint32_t index, struct
             return kld_error_set(err, KLD_NO_MEMORY, "an event loop cannot be started");
     }
     process->loop[index].process = process;
-    kld_failed_lines_open(gateway);
+    kld_failed_lines_open(&gateway->failed_lines, &gateway->loop);
     if (!(gateway->memo = calloc(1, sizeof *gateway->memo)))
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     if ((status = kld_mail_open(&gateway->mail, &gateway->loop, err)) ||

@@ -14,6 +14,7 @@
 #include <uv.h>
 
 #include "server/config.h"
+#include "server/failed_lines.h"
 #include "server/gateway/mail.h"
 #include "server/stats.h"
 
@@ -48,14 +49,6 @@ struct kld_gateway_common {
     atomic_bool draining;
     struct kld_recent *recent;
     uint32_t loops; /* constant */
-};
-
-/* Lines about requests that failed: anybody can make them, so a loop writes so many a second. */
-#define KLD_FAILED_LINES_MAX 50
-struct kld_failed_lines {
-    uint64_t second; /* of uv_hrtime() */
-    uint32_t written, left_out;
-    uv_timer_t tell; /* runs while some were left out and not told of */
 };
 
 struct kld_gateway {

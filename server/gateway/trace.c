@@ -10,7 +10,6 @@
 #include "server/gateway/tensors.h"
 #include "server/log.h"
 
-#define LEFT_OUT_MS 1000
 #define VERSION_00_BYTES 55 /* 00-32 digits-16 digits-2 digits */
 
 /* Lower-case hex digits; the recommendation knows no others. *ret_zero: all of them are 0. */
@@ -102,42 +101,11 @@ static void describe_trace(const struct kld_trace *trace, char ret_text[TRACED_B
                  trace->span, trace->flags & 1u);
 }
 
-static void tell_left_out(uv_timer_t *timer) {
-    struct kld_failed_lines *lines = timer->data;
-    if (lines->left_out)
-        kld_log(KLD_LOG_INFO, "lines left out", "requests=%u", lines->left_out);
-    lines->left_out = 0;
-}
-
-void kld_failed_lines_open(struct kld_gateway *gateway) {
-    uv_timer_init(&gateway->loop, &gateway->failed_lines.tell);
-    gateway->failed_lines.tell.data = &gateway->failed_lines;
-}
-
-void kld_failed_lines_close(struct kld_gateway *gateway) {
-    tell_left_out(&gateway->failed_lines.tell);
-    uv_close((uv_handle_t *)&gateway->failed_lines.tell, NULL);
-}
-
 /* What failed has its line at info. *ret_level: of the line. */
 static bool wants_line(struct kld_gateway *gateway, enum kld_status status,
                        enum kld_log_level *ret_level) {
     *ret_level = status ? KLD_LOG_INFO : KLD_LOG_DEBUG;
-    if (!kld_log_wants(*ret_level) || !status || kld_log_wants(KLD_LOG_DEBUG))
-        return kld_log_wants(*ret_level);
-    struct kld_failed_lines *lines = &gateway->failed_lines;
-    uint64_t second = uv_hrtime() / 1000000000;
-    if (second != lines->second) {
-        lines->second = second;
-        lines->written = 0;
-    }
-    if (lines->written < KLD_FAILED_LINES_MAX) {
-        lines->written++;
-        return true;
-    }
-    if (lines->left_out++ == 0)
-        uv_timer_start(&lines->tell, tell_left_out, LEFT_OUT_MS, 0);
-    return false;
+    return kld_log_wants(*ret_level) && (!status || kld_failed_lines_take(&gateway->failed_lines));
 }
 
 #define CALLER_BYTES_MAX (sizeof " token=\"\"" + KLD_AUTH_NAME_MAX)

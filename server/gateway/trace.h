@@ -27,11 +27,6 @@ bool kld_trace_read(const char *value, struct kld_trace *ret_trace);
 struct kld_trace_context;
 void kld_trace_pass(const struct kld_trace *trace, struct kld_trace_context *ret_context);
 
-struct kld_gateway;
-/* With the loop. What a loop left out is told within a second, and at its end. */
-void kld_failed_lines_open(struct kld_gateway *gateway);
-void kld_failed_lines_close(struct kld_gateway *gateway);
-
 struct kld_infer;
 struct kld_exchange;
 struct kld_stored;

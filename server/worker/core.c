@@ -118,7 +118,7 @@ static void account(struct kld_request *request, enum kld_status status, const c
         atomic_store_explicit(&worker->stats->device_worked_ns, now_ns, memory_order_relaxed);
     enum kld_log_level level = status ? KLD_LOG_INFO : KLD_LOG_DEBUG;
     char asked[96], traced[TRACE_TEXT_MAX];
-    if (!kld_log_wants(level))
+    if (!kld_log_wants(level) || (status && !kld_failed_lines_take(&worker->failed_lines)))
         return;
     describe(request, asked, sizeof asked);
     describe_trace(&request->trace, traced);
@@ -389,6 +389,8 @@ void kld_core_refused(struct kld_session *session, const struct kld_frame_header
     worker->errors_total++;
     enum kld_asked asked = header->type == KLD_FRAME_COPY ? KLD_ASKED_COPY : KLD_ASKED_UNKNOWN;
     kld_stats_request(worker->stats, KLD_FRONT_UNIX, asked, error->status);
+    if (!kld_log_wants(KLD_LOG_INFO) || !kld_failed_lines_take(&worker->failed_lines))
+        return;
     kld_log(KLD_LOG_INFO, "refused",
             "client=\"%s\" client_pid=%d request=%" PRIu64 " status=%s text=\"%s\"", session->name,
             (int)session->pid, header->request, kld_status_name(error->status), error->text);
@@ -460,5 +462,6 @@ void kld_core_device_lost(struct kld_worker *worker, const struct kld_error *cau
                 kld_session_reply_error(session, request->number, &error);
         }
     }
+    kld_failed_lines_tell(&worker->failed_lines);
     uv_stop(&worker->loop);
 }

@@ -134,7 +134,7 @@ enum kld_status kld_publication_attach(struct kld_session *session,
     uid_t uid = frame->uid == KLD_WIRE_UID_OWN ? session->uid : frame->uid;
     struct kld_publication *publication = find(session->worker, uid, frame->name);
     bool may = publication && may_attach(session, publication);
-    if (publication && !may)
+    if (publication && !may && kld_failed_lines_take(&session->worker->failed_lines))
         kld_log(KLD_LOG_WARN, "attach refused", "client=\"%s\" client_pid=%d uid=%u", session->name,
                 (int)session->pid, (unsigned)session->uid);
     if (!may) /* in the same words, or who may not would learn what others publish */

@@ -54,12 +54,14 @@ static void welcome(struct kld_worker *worker, int fd) {
                                worker->clients);
     }
     if (status) {
-        kld_log(KLD_LOG_WARN, "client refused", "client_pid=%d uid=%u status=%s text=\"%s\"",
-                (int)peer.pid, (unsigned)peer.uid, kld_status_name(status), error.text);
+        if (kld_failed_lines_take(&worker->failed_lines))
+            kld_log(KLD_LOG_WARN, "client refused", "client_pid=%d uid=%u status=%s text=\"%s\"",
+                    (int)peer.pid, (unsigned)peer.uid, kld_status_name(status), error.text);
         turn_away(worker, fd, &error);
         return;
     }
-    if (kld_session_open(worker, fd, peer.uid, peer.pid, &error))
+    if (kld_session_open(worker, fd, peer.uid, peer.pid, &error) &&
+        kld_failed_lines_take(&worker->failed_lines))
         kld_log(KLD_LOG_WARN, "client refused", "client_pid=%d uid=%u status=no_memory",
                 (int)peer.pid, (unsigned)peer.uid);
 }
@@ -250,6 +252,7 @@ static void stop(struct kld_worker *worker) {
     uv_close((uv_handle_t *)&worker->drain, NULL);
     uv_close((uv_handle_t *)&worker->waits, NULL);
     uv_close((uv_handle_t *)&worker->health, NULL);
+    kld_failed_lines_close(&worker->failed_lines);
     if (worker->options.control_fd >= 0)
         uv_close((uv_handle_t *)&worker->control, NULL);
     kld_kept_close(worker);
@@ -370,6 +373,7 @@ static enum kld_status handles_init(struct kld_worker *worker, struct kld_error 
     uv_timer_init(loop, &worker->accept_again);
     uv_timer_init(loop, &worker->drain);
     kld_waits_init(worker);
+    kld_failed_lines_open(&worker->failed_lines, &worker->loop);
     kld_health_init(worker);
     kld_kept_init(worker);
     uv_signal_init(loop, &worker->terminate);

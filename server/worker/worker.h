@@ -10,6 +10,7 @@
 
 #include "kernels/backend.h"
 #include "server/config.h"
+#include "server/failed_lines.h"
 #include "server/stats.h"
 #include "server/worker/mapping.h"
 #include "server/worker/device.h"
@@ -91,6 +92,7 @@ struct kld_worker {
     uint64_t cuda_files;              /* of all sessions, see cuda_file.h */
     bool told_cuda_files;             /* that some are not told apart */
     struct kld_peers peers;           /* who may connect */
+    struct kld_failed_lines failed_lines;
     TAILQ_HEAD(kld_publication_list, kld_publication) publications;
     uint32_t publications_count;
     TAILQ_HEAD(kld_held_lanes, kld_lane) lanes_held;

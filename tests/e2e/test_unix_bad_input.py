@@ -5,6 +5,7 @@ import os
 import random
 import re
 import socket
+import time
 
 import pytest
 
@@ -281,3 +282,27 @@ def test_first_frame_must_be_hello(path):
         with pytest.raises(Failed, match="HELLO came twice"):
             one.hello()
         one.ping()
+
+
+# ---- The log ---------------------------------------------------------------------------------------
+
+def test_refusals_do_not_fill_the_log(make_server):
+    """Those of requests, and of connections: 50 lines a second at most, the rest is counted."""
+    server = make_server(log_format="json", http="", clients_max=1)
+    count = 2000
+
+    def lines(event):
+        return [line for line in server.log_lines() if line["event"] == event]
+
+    started = time.monotonic()
+    with Client(server.unix) as client:
+        for _ in range(count):
+            with pytest.raises(Failed, match="not_found"):
+                client.result(client.submit((2, 4), {"predictions": tensor(99), "targets": tensor(98)}))
+        for _ in range(100):
+            with pytest.raises((Failed, wire.Ended, OSError)):
+                Client(server.unix)
+    written_in = time.monotonic() - started
+    wait_until(lambda: sum(line["requests"] for line in lines("lines left out")) + len(lines("refused"))
+               + len(lines("client refused")) == count + 100, what="all lines to be told or counted")
+    assert 50 <= len(lines("refused")) + len(lines("client refused")) <= 50 * (written_in + 2)
