@@ -103,7 +103,7 @@ static enum kld_status look(struct top *top) {
     }
     top->before = top->now;
     top->now = next;
-    if (top->before && kld_top_restarted(top->before, top->now)) {
+    if (top->before && kld_top_restarted(top->before, top->now, top->silent_since_s > 0)) {
         top->before = NULL;
         top->earlier.at_s = 0;
         top->message_until_s = now_s + MESSAGE_S;

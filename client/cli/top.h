@@ -14,8 +14,10 @@ struct kld_top_sample {
     struct kld_report report;
 };
 
-/* Did the server begin anew in between, so that the two cannot be compared? */
-bool kld_top_restarted(const struct kld_top_sample *before, const struct kld_top_sample *now);
+/* Did the server begin anew in between, so that the two cannot be compared? away: it did not answer
+ * for a while. */
+bool kld_top_restarted(const struct kld_top_sample *before, const struct kld_top_sample *now,
+                       bool away);
 /* Lines, each ending in a newline. before: NULL where there is nothing to compare with: rates are
  * then "-". processes: an earlier look to compare those with, because the server itself looks at
  * them only once a second; NULL: none. message: a line of its own below the first, or "". */

@@ -20,7 +20,8 @@ static double grown(double before, double now) { return now > before ? now - bef
 
 static uint64_t since(uint64_t before, uint64_t now) { return now > before ? now - before : 0; }
 
-bool kld_top_restarted(const struct kld_top_sample *before, const struct kld_top_sample *now) {
+bool kld_top_restarted(const struct kld_top_sample *before, const struct kld_top_sample *now,
+                       bool away) {
     for (unsigned front = 0; front < KLD_REPORT_FRONTS; front++)
         for (unsigned status = 0; status < KLD_REPORT_STATUSES; status++)
             if (now->report.requests[front][status] < before->report.requests[front][status])
@@ -29,9 +30,9 @@ bool kld_top_restarted(const struct kld_top_sample *before, const struct kld_top
         for (unsigned j = 0; j < now->report.processes; j++) {
             const struct kld_report_process *a = &before->report.process[i];
             const struct kld_report_process *b = &now->report.process[j];
-            /* Clocks are set, by less than that. */
+            /* Clocks are set, by less than that; but seldom just while nobody answers. */
             if (strcmp(a->name, "supervisor") == 0 && strcmp(b->name, "supervisor") == 0 &&
-                a->started_s > 0 && b->started_s > a->started_s + 0.5)
+                a->started_s > 0 && b->started_s > a->started_s + (away ? 0.1 : 0.5))
                 return true;
         }
     return false;

@@ -114,9 +114,12 @@ def test_processes(make_server):
     metrics = wait_until(lambda: (m := server.metrics()).get(started) and m, what="the first look")
     for role, pid in (('role="supervisor"', server.pid), ('role="gateway"', server.child("gateway")),
                       ('role="worker",worker="0"', server.child("worker"))):
+        def resident_is_told(name=f"process_resident_memory_bytes{{{role}}}", pid=pid):
+            pages = int(open(f"/proc/{pid}/statm").read().split()[1])
+            return server.metrics()[name] == pytest.approx(pages * os.sysconf("SC_PAGESIZE"), rel=0.5)
+        wait_until(resident_is_told, what="a look since it has started")
+        metrics = server.metrics()
         resident = metrics[f"process_resident_memory_bytes{{{role}}}"]
-        pages = int(open(f"/proc/{pid}/statm").read().split()[1])
-        assert resident == pytest.approx(pages * os.sysconf("SC_PAGESIZE"), rel=0.5)
         # As many as there are, but for connections that came and went meanwhile.
         assert abs(metrics[f"process_open_fds{{{role}}}"] - len(os.listdir(f"/proc/{pid}/fd"))) <= 3
         assert metrics[f"process_max_fds{{{role}}}"] >= 1024

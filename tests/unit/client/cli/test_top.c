@@ -125,17 +125,18 @@ START_TEST(a_server_that_began_anew) {
     page->process[KLD_PROCESS_GATEWAY].cpu_ms = 3;
     page->process[KLD_PROCESS_SUPERVISOR].started_ms += 400; /* a clock was set */
     look(page, &now, 1);
-    ck_assert(!kld_top_restarted(&before, &now));
+    ck_assert(!kld_top_restarted(&before, &now, false));
+    ck_assert(kld_top_restarted(&before, &now, true)); /* it was away meanwhile */
     render("", false);
     must_show("gateway 9.0 MB\n"); /* its time cannot be compared */
     page->process[KLD_PROCESS_SUPERVISOR].started_ms += 600;
     look(page, &now, 1);
-    ck_assert(kld_top_restarted(&before, &now));
+    ck_assert(kld_top_restarted(&before, &now, false));
     page = page_of(); /* before anybody looked at its processes */
     work(page, 4);
     page->process[KLD_PROCESS_SUPERVISOR].started_ms = 0;
     look(page, &now, 1);
-    ck_assert(kld_top_restarted(&before, &now));
+    ck_assert(kld_top_restarted(&before, &now, false));
 }
 END_TEST
 
