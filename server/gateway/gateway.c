@@ -370,6 +370,7 @@ int kld_gateway_main(const struct kld_child *child) {
         return EXIT_FAILURE;
     uv_loop_t *loop = &process->loop[0].gateway.loop;
     kld_stats_reset_role(child->stats, "gateway");
+    kld_stats_set(child->stats, KLD_STAT_http_threads, process->common.loops);
     if (uv_loop_init(loop) != 0) {
         kld_error_set(&error, KLD_NO_MEMORY, "the event loop cannot be started");
     } else if (watch(process, &error) == KLD_OK && open_parts(process, &error) == KLD_OK) {

@@ -247,13 +247,14 @@ def test_the_monitor_finds_the_metrics(name):
 def test_the_autoscaler_reads_what_prometheus_records():
     hpa = one("base", "HorizontalPodAutoscaler")["spec"]
     assert hpa["scaleTargetRef"]["name"] == one("base", "Deployment")["metadata"]["name"]
-    adapter = yaml.safe_load((FOLDER / "adapter-rules.yaml").read_text())["rules"][0]
-    assert hpa["metrics"][0]["pods"]["metric"]["name"] == adapter["name"]["as"]
-    series = adapter["seriesQuery"].split("{")[0]
-    assert re.fullmatch(adapter["name"]["matches"], series)
+    adapters = yaml.safe_load((FOLDER / "adapter-rules.yaml").read_text())["rules"]
     groups = yaml.safe_load((ROOT / "deploy/prometheus/kld-rules.yaml").read_text())["groups"]
-    record = next(rule for group in groups for rule in group["rules"] if rule.get("record") == series)
-    assert "namespace, pod" in record["expr"]
+    assert [metric["pods"]["metric"]["name"] for metric in hpa["metrics"]] == [adapter["name"]["as"] for adapter in adapters]
+    for adapter in adapters:
+        series = adapter["seriesQuery"].split("{")[0]
+        assert re.fullmatch(adapter["name"]["matches"], series)
+        record = next(rule for group in groups for rule in group["rules"] if rule.get("record") == series)
+        assert "namespace, pod" in record["expr"]
     assert hpa["minReplicas"] > one("base", "PodDisruptionBudget")["spec"]["maxUnavailable"]
 
 

@@ -204,6 +204,35 @@ class CannotStart(threading.Thread):
 
 
 @needs("prometheus")
+def test_a_full_gateway_is_seen(tmp_path):
+    """What the autoscaler reads rises where small requests keep the one HTTP loop busy, and is near 0 before."""
+    def hasty(rules):
+        return rules.replace("[1m]", "[4s]")
+
+    def ratio():
+        found = prometheus.get("query", query="kld:gateway_cpu:ratio")["result"]
+        return float(found[0]["value"][1]) if found else None
+
+    server = Server(backend="cpu", threads=1, http_threads=1)
+    prometheus = Prometheus(tmp_path, [server.address], hasty)
+    try:
+        wait_until(prometheus.up, 30, "a scrape")
+        idle = wait_until(lambda: [ratio()] if ratio() is not None else None, 30, "the record")[0]
+        assert idle < 0.2
+        load = subprocess.Popen([BIN / "kld", "bench", "--server", server.http, "--shape", "2x8", "--in-flight", "64",
+                                 "--seconds", "60"], stdout=subprocess.DEVNULL)
+        try:
+            wait_until(lambda: ratio() > 0.4, 40, "the rise")
+        finally:
+            load.terminate()
+            load.wait(30)
+        assert server.stop() == 0
+    finally:
+        prometheus.stop()
+        server.remove()
+
+
+@needs("prometheus")
 def test_a_server_that_is_gone_or_cannot_start_is_told_of(tmp_path):
     """A hasty Prometheus: half a second stands for the 15 s of a scrape, and what the alerts wait shrinks alike."""
     def hasty(rules):
