@@ -162,6 +162,7 @@ void kld_stats_work(struct kld_stats *stats, enum kld_asked asked, enum kld_acce
 
 const char *kld_asked_name(enum kld_asked asked) {
     return asked == KLD_ASKED_COPY  ? "copy"
+           : asked == KLD_ASKED_PUT ? "put_tensor"
            : asked < KLD_ASKED_COPY ? kld_divergence_name(asked)
                                     : "unknown";
 }
@@ -172,6 +173,12 @@ uint64_t kld_stats_requests_of(const struct kld_stats *stats, enum kld_front fro
     for (int asked = 0; asked < KLD_ASKED_COUNT; asked++)
         sum += atomic_load_explicit(&stats->requests[front][asked][status], memory_order_relaxed);
     return sum;
+}
+
+uint64_t kld_stats_inferences_of(const struct kld_stats *stats, unsigned status) {
+    return kld_stats_requests_of(stats, KLD_FRONT_HTTP, status) -
+           atomic_load_explicit(&stats->requests[KLD_FRONT_HTTP][KLD_ASKED_PUT][status],
+                                memory_order_relaxed);
 }
 
 void kld_stats_reset_role(struct kld_stats *stats, const char *role) {

@@ -98,13 +98,14 @@ enum kld_stage {
         KLD_STAGE_COUNT
 };
 
-/* What was asked for: a divergence, by its number; a COPY; or something that was refused before
- * that was known. */
+/* What was asked for: a divergence, by its number; a COPY; over HTTP, that a tensor be stored; or
+ * something that was refused before that was known. */
 enum kld_asked {
 #define X(NAME, name, number) KLD_ASKED_##NAME = number,
     KLD_DIVERGENCE_MAP(X)
 #undef X
         KLD_ASKED_COPY,
+    KLD_ASKED_PUT,
     KLD_ASKED_UNKNOWN,
     KLD_ASKED_COUNT
 };
@@ -193,6 +194,13 @@ struct kld_stats {
     _Atomic uint64_t roofline_bytes_per_s[KLD_ACCESS_COUNT]; /* of its memory; 0: not known */
 };
 
+/* Infer requests over HTTP, for the model's statistics. Durations in ns. */
+struct kld_stats_model {
+    _Atomic uint64_t success, success_ns, fail, fail_ns;
+    _Atomic uint64_t queue_ns, copy_ns, kernel_ns; /* of successes */
+    _Atomic uint64_t last_ms;                      /* since 1970, of the last request; 0: none */
+};
+
 /* A process as the kernel sees it, now and then; written by the supervisor. */
 struct kld_stats_process {
     _Atomic uint64_t cpu_ms, started_ms; /* since 1970 */
@@ -206,7 +214,8 @@ struct kld_stats_page {
     _Atomic uint32_t draining; /* 1 from SIGTERM on, not where it fails; set by the supervisor */
     _Atomic uint32_t workers;  /* of the blocks below; set by the supervisor; 0: not yet known */
     struct kld_stats_process process[KLD_PROCESS_WORKER + KLD_WIRE_DEVICES_MAX];
-    struct kld_stats common; /* supervisor, gateway */
+    struct kld_stats_model model; /* gateway */
+    struct kld_stats common;      /* supervisor, gateway */
     struct kld_stats worker[KLD_WIRE_DEVICES_MAX];
 };
 
@@ -240,6 +249,9 @@ const char *kld_asked_name(enum kld_asked asked);
 /* Requests of a front that ended so, whatever they asked for. */
 uint64_t kld_stats_requests_of(const struct kld_stats *stats, enum kld_front front,
                                unsigned status);
+
+/* The same of infer requests over HTTP alone: without tensors that were to be stored. */
+uint64_t kld_stats_inferences_of(const struct kld_stats *stats, unsigned status);
 
 /* Sets the gauges of a role ("worker", "gateway") in its block to 0. */
 void kld_stats_reset_role(struct kld_stats *stats, const char *role);

@@ -7,7 +7,7 @@
 
 void kld_infer_count(struct kld_infer *infer, enum kld_status status) {
     struct kld_gateway *gateway = infer->gateway;
-    struct kld_gateway_counts *counts = &gateway->common->counts;
+    struct kld_stats_model *counts = &gateway->page->model;
     uint64_t ns = uv_hrtime() - infer->exchange->started_ns;
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);

@@ -31,16 +31,8 @@ struct kld_tensors;
 struct kld_tls;
 struct kld_waiters;
 
-/* For the model's statistics; since this gateway was started. Durations in ns. */
-struct kld_gateway_counts {
-    _Atomic uint64_t success, success_ns, fail, fail_ns;
-    _Atomic uint64_t queue_ns, copy_ns, kernel_ns; /* of successes */
-    _Atomic uint64_t last_ms;                      /* since 1970, of the last request; 0: none */
-};
-
 /* Of all loops together; any thread. */
 struct kld_gateway_common {
-    struct kld_gateway_counts counts;
     _Atomic uint32_t infers; /* infer requests from their first byte to the last of their reply */
     /* Requests, uploads among them, that hold anything: those that nobody waits for any more,
      * because the client left or the deadline passed, do so until their worker is through with

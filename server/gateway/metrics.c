@@ -27,10 +27,12 @@ static const struct kld_metric metrics[] = {
     KLD_STAT_MAP(X)
 #undef X
         {"kld_requests_total", "counter",
-         "operators asked for, by outcome; those over http reach a worker over unix too",
+         "operators, and tensors to store, asked for, by outcome; those over http reach a worker "
+         "over unix too",
          "front, worker, status", kld_metric_requests, 0},
     {"kld_op_requests_total", "counter",
-     "the same by what was asked for: a divergence, copy, or unknown where it was refused before",
+     "the same by what was asked for: a divergence, copy, put_tensor, or unknown where it was "
+     "refused before",
      "front, op, status", kld_metric_op_requests, 0},
     {"kld_rejected_total", "counter",
      "turned away before any work was done, by the limit or rule that was met", "front, reason",

@@ -18,7 +18,7 @@ void kld_metrics_append(const struct kld_stats_page *page, struct kld_oip_text *
  * readiness. */
 void kld_metrics_append_device(const struct kld_stats_page *page, struct kld_oip_text *text);
 /* {"model_stats":[...]} */
-void kld_metrics_append_model(const struct kld_gateway_counts *counts, struct kld_oip_text *text);
+void kld_metrics_append_model(const struct kld_stats_model *counts, struct kld_oip_text *text);
 /* HTML for a person's browser; it shows no name of a client and no path. */
 void kld_page_append(const struct kld_gateway *gateway, struct kld_oip_text *text);
 

@@ -155,8 +155,7 @@ void kld_metric_op_requests(const struct kld_metric *metric, const struct kld_st
         for (int asked = 0; asked < KLD_ASKED_COUNT; asked++)
             for (unsigned status = 0; status < KLD_STATUS_SLOTS; status++) {
                 uint64_t count = asked_so(page, front, asked, status);
-                bool may_be =
-                    asked < (front == KLD_FRONT_HTTP ? KLD_ASKED_COPY : KLD_ASKED_UNKNOWN);
+                bool may_be = asked < (front == KLD_FRONT_HTTP ? KLD_ASKED_COPY : KLD_ASKED_PUT);
                 if (kld_status_known(status) && (count || (status == KLD_OK && may_be)))
                     kld_oip_append(text, "%s{front=\"%s\",op=\"%s\",status=\"%s\"} %" PRIu64 "\n",
                                    metric->name, front_names[front],

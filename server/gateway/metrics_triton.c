@@ -8,7 +8,7 @@
 #define MODEL_LABELS "{model=\"" KLD_OIP_MODEL "\",version=\"" KLD_OIP_MODEL_VERSION "\"}"
 
 static uint64_t successes(const struct kld_stats_page *page) {
-    return kld_stats_requests_of(&page->common, KLD_FRONT_HTTP, KLD_OK);
+    return kld_stats_inferences_of(&page->common, KLD_OK);
 }
 
 static void append_number(const struct kld_metric *metric, uint64_t number,
@@ -25,7 +25,7 @@ void kld_metric_triton_failure(const struct kld_metric *metric, const struct kld
                                struct kld_oip_text *text) {
     uint64_t sum = 0;
     for (unsigned status = KLD_OK + 1; status < KLD_STATUS_SLOTS; status++)
-        sum += kld_stats_requests_of(&page->common, KLD_FRONT_HTTP, status);
+        sum += kld_stats_inferences_of(&page->common, status);
     append_number(metric, sum, text);
 }
 
@@ -64,7 +64,7 @@ static void append_duration(struct kld_oip_text *text, const char *name, uint64_
                    behind);
 }
 
-void kld_metrics_append_model(const struct kld_gateway_counts *counts, struct kld_oip_text *text) {
+void kld_metrics_append_model(const struct kld_stats_model *counts, struct kld_oip_text *text) {
     uint64_t done = counts->success;
     kld_oip_append(text,
                    "{\"model_stats\":[{\"name\":\"" KLD_OIP_MODEL

@@ -97,7 +97,7 @@ static void append_rates(struct kld_recent *recent, struct kld_oip_text *text) {
 /* By what they were. */
 static void append_failures(const struct kld_stats *stats, struct kld_oip_text *text) {
     for (unsigned status = 1; status < KLD_STATUS_SLOTS; status++) {
-        uint64_t count = kld_stats_requests_of(stats, KLD_FRONT_HTTP, status);
+        uint64_t count = kld_stats_inferences_of(stats, status);
         if (count && kld_status_known(status))
             kld_oip_append(text, "<tr><td>of those: %s<td>%" PRIu64 "\n",
                            kld_status_name((enum kld_status)status), count);
@@ -128,10 +128,10 @@ void kld_page_append(const struct kld_gateway *gateway, struct kld_oip_text *tex
     append_workers(gateway->page, text);
     kld_oip_append(text, "<table>\n");
     append_rates(gateway->common->recent, text);
-    append_row(text, "requests answered since it started", gateway->common->counts.success);
+    append_row(text, "requests answered since it started", gateway->page->model.success);
     append_latency(stats, 50, text);
     append_latency(stats, 99, text);
-    append_row(text, "requests refused or failed", gateway->common->counts.fail);
+    append_row(text, "requests refused or failed", gateway->page->model.fail);
     append_failures(stats, text);
     append_row(text, "requests in flight", gateway->common->infers);
     append_row(text, "HTTP connections", value(stats, KLD_STAT_http_connections));

@@ -230,6 +230,15 @@ static void send_waiting(struct kld_pool *pool) {
     }
 }
 
+/* Is there room by now, with what is kept given back? Else the worker is not asked again: it would
+ * count each refusal as a failure of its own. */
+static bool may_fit(const struct kld_pool *pool, uint64_t bytes) {
+    uint64_t most = kld_pool_bytes_max(pool), end;
+    uint64_t used = atomic_load(&pool->stats->value[KLD_STAT_pool_bytes]);
+    used = used > pool->kept_bytes ? used - pool->kept_bytes : 0;
+    return !most || (!__builtin_add_overflow(used, bytes, &end) && end <= most);
+}
+
 /* Others free memory as well: so at each tick, and when a buffer of ours has been dropped. */
 static void feed_starved(struct kld_pool *pool) {
     for (struct kld_pool_job *job = pool->starved.first, *after; job; job = after) {
@@ -242,6 +251,8 @@ static void feed_starved(struct kld_pool *pool) {
     while (pool->starved.first) {
         struct kld_pool_job *job = pool->starved.first;
         struct kld_error error = {.status = KLD_OK};
+        if (!may_fit(pool, job->bytes))
+            return;
         enum kld_status status = reach(pool, true, &error);
         if (status == KLD_OK && (status = open_buffer(pool, job, &error)) == KLD_NO_MEMORY)
             return;

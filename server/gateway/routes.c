@@ -112,7 +112,7 @@ static void model_config(struct kld_exchange *exchange, const struct pieces *pie
 static void model_stats(struct kld_exchange *exchange, const struct pieces *pieces,
                         const char *body, size_t bytes) {
     TEXT(text, 4096);
-    kld_metrics_append_model(&exchange->gateway->common->counts, &text);
+    kld_metrics_append_model(&exchange->gateway->page->model, &text);
     answer_json(exchange, &text);
 }
 

@@ -124,7 +124,9 @@ static void let_go(struct upload *upload) {
     free(upload);
 }
 
-static void log_end(const struct upload *upload, enum kld_status status) {
+/* Once for each, when its outcome is known. */
+static void count_end(const struct upload *upload, enum kld_status status) {
+    kld_stats_request(upload->gateway->stats, KLD_FRONT_HTTP, KLD_ASKED_PUT, status);
     kld_tensor_log(upload->exchange, &upload->trace, "put_tensor", status, upload->stored,
                    upload->body_end_ns);
 }
@@ -133,7 +135,7 @@ static void fail(struct upload *upload, const struct kld_error *error) {
     if (upload->opening)
         kld_pool_unwant(&upload->job);
     if (upload->exchange && !upload->exchange->replied) {
-        log_end(upload, error->status);
+        count_end(upload, error->status);
         kld_exchange_reply_error(upload->exchange, error);
     }
     let_go(upload);
@@ -172,7 +174,7 @@ static void store(struct upload *upload) {
     char buffer[64];
     struct kld_oip_text text = {.data = buffer, .capacity = sizeof buffer};
     kld_oip_append(&text, "{\"byte_size\":%" PRIu64 "}", upload->stored->bytes);
-    log_end(upload, KLD_OK);
+    count_end(upload, KLD_OK);
     kld_tensors_publish(upload->gateway->tensors, upload->stored, upload->buffer);
     upload->stored = NULL;
     upload->buffer = NULL;
@@ -391,7 +393,7 @@ void kld_upload_end(struct kld_exchange *exchange) {
     atomic_fetch_sub(&upload->gateway->common->infers, 1);
     kld_stats_add(upload->gateway->stats, KLD_STAT_http_requests_in_flight, -1);
     if (!exchange->replied)
-        log_end(upload, KLD_CANCELLED);
+        count_end(upload, KLD_CANCELLED);
     upload->exchange = NULL;
     if (upload->opening)
         kld_pool_unwant(&upload->job);

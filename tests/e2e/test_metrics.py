@@ -1,5 +1,6 @@
 """/metrics of a running server: what is counted of a request, of who is turned away, of processes."""
 import os
+import re
 import signal
 import socket
 import time
@@ -45,6 +46,41 @@ def test_a_request_by_what_it_asked_for(server):
     assert 2 * tensor <= read < 2.1 * tensor and 3 * tensor <= both < 3.1 * tensor
     assert new['kld_kernel_bytes_total{worker="0"}'] == read + both
     assert new['kld_op_kernel_seconds_total{worker="0",op="js",access="read"}'] > 0
+
+
+def test_tensors_to_store_are_requests_too(make_server):
+    """Those that fail are in the metrics that alerts look at, once each; they are no inferences; and who waits for room is
+    one refusal of the device's, not one for each look."""
+    server = make_server(pool_bytes_max="8M", http_deadline_ms=300, tensor_lifetime_ms=600000)
+
+    def put(name):
+        return server.request(f"/v2/tensors/{name}?datatype=FP32&shape=1572864", bytes(6291456), method="PUT")[0]
+    assert put("first") == 200
+    new = grown(server, lambda: [put(name) for name in "abc"])
+    assert new['kld_http_replies_total{code="503"}'] == 3
+    assert new['kld_requests_total{front="http",status="no_memory"}'] == 3
+    assert new['kld_op_requests_total{front="http",op="put_tensor",status="no_memory"}'] == 3
+    assert 1 <= new['kld_device_errors_total{worker="0",class="memory"}'] <= 3  # behind another one that waits nobody asks
+    assert 'nv_inference_request_failure{model="kl_div",version="1"}' not in new
+    assert server.metrics()['kld_op_requests_total{front="http",op="put_tensor",status="ok"}'] == 1
+
+
+def test_the_models_statistics_outlive_the_gateway(make_server):
+    server = make_server()
+    assert ask(server, "js") == 200 and ask(server, "nonsense") == 400
+
+    def said():
+        counts = server.json("/v2/models/kl_div/stats")[1]["model_stats"][0]
+        page = server.request("/")[2].decode()
+        return counts, [re.search(rf"{what}<td>(\d+)", page).group(1)
+                        for what in ("requests answered since it started", "requests refused or failed", "of those: invalid")]
+    before = said()
+    assert before[0]["inference_count"] == 1 and before[0]["inference_stats"]["fail"]["count"] == 1
+    assert before[1] == ["1", "1", "1"]
+    server.kill_child("gateway")
+    wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="the next gateway")
+    assert said() == before
+    assert server.metrics()['nv_inference_count{model="kl_div",version="1"}'] == 1
 
 
 def test_the_time_of_who_left_is_of_what_he_asked_for(make_server):

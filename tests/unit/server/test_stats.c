@@ -99,6 +99,9 @@ START_TEST(requests_by_front_and_status) {
     ck_assert_uint_eq(kld_stats_requests_of(stats, KLD_FRONT_UNIX, KLD_BUSY), 1);
     ck_assert_uint_eq(kld_stats_requests_of(stats, KLD_FRONT_HTTP, KLD_OK), 0);
     ck_assert_uint_eq(kld_stats_requests_of(stats, KLD_FRONT_HTTP, KLD_INTERNAL), 1);
+    kld_stats_request(stats, KLD_FRONT_HTTP, KLD_ASKED_PUT, KLD_INTERNAL);
+    ck_assert_uint_eq(kld_stats_requests_of(stats, KLD_FRONT_HTTP, KLD_INTERNAL), 2);
+    ck_assert_uint_eq(kld_stats_inferences_of(stats, KLD_INTERNAL), 1);
     kld_stats_http_reply(stats, 200);
     kld_stats_http_reply(stats, 200);
     kld_stats_http_reply(stats, 418); /* one that has no place of its own */
@@ -117,6 +120,7 @@ START_TEST(requests_by_front_and_status) {
     ck_assert_uint_eq(stats->work[KLD_ASKED_JS][KLD_ACCESS_READ_WRITE].kernel_ns, 11);
     ck_assert_str_eq(kld_asked_name(KLD_ASKED_JS), "js");
     ck_assert_str_eq(kld_asked_name(KLD_ASKED_COPY), "copy");
+    ck_assert_str_eq(kld_asked_name(KLD_ASKED_PUT), "put_tensor");
     ck_assert_str_eq(kld_asked_name(KLD_ASKED_UNKNOWN), "unknown");
     kld_stats_detach(page);
     close(fd);

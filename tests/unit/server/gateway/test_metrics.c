@@ -249,7 +249,7 @@ START_TEST(the_largest_numbers_fit) {
     kld_page_append(&gateway, &text);
     ck_assert(!text.overflow);
     kld_recent_close(common.recent);
-    struct kld_gateway_counts counts;
+    struct kld_stats_model counts;
     memset((void *)&counts, 0xff, sizeof counts);
     text = (struct kld_oip_text){.data = buffer, .capacity = 4096};
     kld_metrics_append_model(&counts, &text);
