@@ -109,9 +109,12 @@ static void put_json_pairs(struct line *line, const char *details) {
 }
 
 static void write_line(const struct line *line) {
-    ssize_t written = settings.socket
-                          ? send(settings.fd, line->text, line->bytes, MSG_DONTWAIT | MSG_NOSIGNAL)
-                          : write(settings.fd, line->text, line->bytes);
+    ssize_t written;
+    do
+        written = settings.socket
+                      ? send(settings.fd, line->text, line->bytes, MSG_DONTWAIT | MSG_NOSIGNAL)
+                      : write(settings.fd, line->text, line->bytes);
+    while (written < 0 && errno == EINTR);
     if (written != (ssize_t)line->bytes && settings.stats)
         kld_stats_add(settings.stats, KLD_STAT_log_lines_lost_total, 1);
 }
