@@ -356,8 +356,11 @@ bool kld_watched_order(struct kld_watched *child, enum kld_order_kind kind, cons
         message.msg_control = &room;
         message.msg_controllen = sizeof room;
     }
-    return sendmsg(child->life->control_fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL) ==
-           (ssize_t)sizeof order;
+    ssize_t sent;
+    do
+        sent = sendmsg(child->life->control_fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    while (sent < 0 && errno == EINTR);
+    return sent == (ssize_t)sizeof order;
 }
 
 void kld_watched_ask(struct kld_watched *child) {

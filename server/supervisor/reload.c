@@ -16,6 +16,8 @@
 #include "server/log.h"
 #include "server/supervisor/supervisor.h"
 
+#define RETELL_MS 50
+
 /* The pool's until on_read(). */
 struct kld_reading {
     uv_work_t work;
@@ -85,6 +87,31 @@ static void fail(struct kld_supervisor *supervisor, const char *reason) {
     finish(supervisor, "the last reload failed, see the log");
 }
 
+static void on_retell(uv_timer_t *timer);
+
+/* False: there is one that is due for it, and could not be sent to just now. One that has ended is
+ * not: its successor is started with it. */
+static bool tell_level(struct kld_supervisor *supervisor) {
+    bool all = true;
+    for (uint32_t i = 0; i < supervisor->workers; i++) {
+        struct kld_watched *worker = &supervisor->worker[i];
+        if (worker->level_due)
+            worker->level_due =
+                !kld_watched_order(worker, KLD_ORDER_LOG_LEVEL, supervisor->config.log_level, -1) &&
+                errno != EPIPE;
+        all = all && !worker->level_due;
+    }
+    if (!all)
+        uv_timer_start(&supervisor->reload.retell, on_retell, RETELL_MS, 0);
+    return all;
+}
+
+static void on_retell(uv_timer_t *timer) {
+    struct kld_supervisor *supervisor = timer->data;
+    if (!supervisor->draining)
+        tell_level(supervisor);
+}
+
 /* details: of the gateway; "": there is none. */
 static void commit(struct kld_supervisor *supervisor, const char *details) {
     struct kld_reload *reload = &supervisor->reload;
@@ -103,10 +130,10 @@ static void commit(struct kld_supervisor *supervisor, const char *details) {
             *details ? " " : "", details);
     kld_log_set_level(supervisor->config.log_level);
     for (uint32_t i = 0; i < supervisor->workers; i++)
-        if (!kld_watched_order(&supervisor->worker[i], KLD_ORDER_LOG_LEVEL,
-                               supervisor->config.log_level, -1) &&
-            supervisor->worker[i].state == KLD_CHILD_READY)
-            kld_log(KLD_LOG_WARN, "log level not told", "child=%s", supervisor->worker[i].name);
+        supervisor->worker[i].level_due = true;
+    if (!tell_level(supervisor))
+        kld_log(KLD_LOG_WARN, "log level not told",
+                "text=\"a worker cannot be sent to; it is told again\"");
     if (reload->kept[0])
         kld_log(KLD_LOG_WARN, "needs a restart",
                 "settings=%s text=\"these have other values now, which a restart will use; only "
@@ -231,7 +258,8 @@ static void read_begin(struct kld_supervisor *supervisor) {
 
 void kld_reload_init(struct kld_supervisor *supervisor) {
     uv_timer_init(&supervisor->loop, &supervisor->reload.patience);
-    supervisor->reload.patience.data = supervisor;
+    uv_timer_init(&supervisor->loop, &supervisor->reload.retell);
+    supervisor->reload.patience.data = supervisor->reload.retell.data = supervisor;
 }
 
 void kld_reload_answered(struct kld_supervisor *supervisor, const struct kld_child_report *report) {

@@ -107,7 +107,8 @@ struct kld_watched {
     uint32_t refusals;      /* starts in a row that ended with KLD_UNAVAILABLE */
     bool refused;           /* so did this life's */
     bool ever_ready;
-    bool answered; /* since it was last asked for a sign of life (watchdog.c) */
+    bool answered;  /* since it was last asked for a sign of life (watchdog.c) */
+    bool level_due; /* it was not told yet of the log level (reload.c) */
 };
 
 void kld_watched_init(struct kld_watched *child, struct kld_supervisor *supervisor,
@@ -146,6 +147,7 @@ struct kld_reload {
     int secrets_fd; /* memfd of what is in use, for each gateway that is started; -1: no HTTP */
 
     uv_timer_t patience;         /* with files, or a gateway, that do not answer */
+    uv_timer_t retell;           /* for workers that could not be told of the log level */
     struct kld_reading *reading; /* while READING */
     uint32_t readings;           /* with those that were given up and are not through */
     struct kld_config next;      /* what was read, from here on */
