@@ -396,8 +396,10 @@ void kld_http_take(struct kld_http *http, int fd, const struct sockaddr *peer, s
     http->metrics = metrics;
     kld_drive_again(&http->drive);
     /* Where it fails MHD has closed the socket, and told so only if it had told of its opening. */
-    if (MHD_add_connection(http->daemon, fd, peer, peer_bytes) != MHD_YES && !http->taken)
+    if (MHD_add_connection(http->daemon, fd, peer, peer_bytes) != MHD_YES && !http->taken) {
         atomic_fetch_sub(&http->gateway->connections, 1);
+        (void)kld_tls_end_if_broken(http->gateway->tls, http->gateway->common->draining);
+    }
 }
 
 void kld_exchange_release(struct kld_exchange *exchange) {

@@ -85,8 +85,14 @@ static void swap(struct kld_gateway_reload *reload, char text[KLD_ERROR_TEXT_MAX
 static void checked(uv_work_t *work, int result) {
     struct kld_gateway_reload *reload = work->data;
     char text[KLD_ERROR_TEXT_MAX];
+    const struct kld_gateway *gateway = reload->gateway;
     close(reload->fd);
     reload->fd = -1;
+    if (kld_tls_end_if_broken(gateway->tls, gateway->common->draining)) {
+        kld_tls_release(reload->keys);
+        kld_tokens_release(reload->tokens);
+        return; /* to the supervisor its end is the answer: the next one is asked */
+    }
     if (reload->error.status) {
         kld_tls_release(reload->keys);
         kld_tokens_release(reload->tokens);

@@ -8,9 +8,13 @@
 #include <gnutls/gnutls.h>
 #include <gnutls/x509.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
+
+#include "server/log.h"
 
 struct kld_tls_keys {
     _Atomic uint32_t users;
@@ -30,16 +34,17 @@ static gnutls_datum_t datum_of(const char *text) {
                             .size = (unsigned)strlen(text)};
 }
 
-static int64_t until_of(gnutls_certificate_credentials_t credentials) {
+static int until_of(gnutls_certificate_credentials_t credentials, int64_t *ret_until) {
     gnutls_x509_crt_t *chain = NULL;
     unsigned count = 0;
-    if (gnutls_certificate_get_x509_crt(credentials, 0, &chain, &count) != 0)
-        return 0;
-    int64_t until = count ? (int64_t)gnutls_x509_crt_get_expiration_time(chain[0]) : 0;
+    int result = gnutls_certificate_get_x509_crt(credentials, 0, &chain, &count);
+    if (result < 0)
+        return result;
+    *ret_until = count ? (int64_t)gnutls_x509_crt_get_expiration_time(chain[0]) : 0;
     for (unsigned i = 0; i < count; i++)
         gnutls_x509_crt_deinit(chain[i]);
     gnutls_free(chain);
-    return until;
+    return 0;
 }
 
 static enum kld_status fill(struct kld_tls_keys *keys, const struct kld_secrets *secrets,
@@ -47,11 +52,12 @@ static enum kld_status fill(struct kld_tls_keys *keys, const struct kld_secrets 
     gnutls_datum_t certificate = datum_of(secrets->tls_cert), key = datum_of(secrets->tls_key);
     int result = gnutls_certificate_set_x509_key_mem(keys->credentials, &certificate, &key,
                                                      GNUTLS_X509_FMT_PEM);
+    if (result >= 0)
+        result = until_of(keys->credentials, &keys->until);
     if (result < 0)
         return kld_error_set(err, KLD_INVALID,
                              "tls_cert, tls_key: not a PEM certificate and its key: %s",
                              gnutls_strerror(result));
-    keys->until = until_of(keys->credentials);
     if (!secrets->tls_client_ca)
         return KLD_OK;
     gnutls_datum_t ca = datum_of(secrets->tls_client_ca);
@@ -129,6 +135,21 @@ void kld_tls_replace(struct kld_tls *tls, struct kld_tls_keys *keys) {
 }
 
 int64_t kld_tls_until(const struct kld_tls_keys *keys) { return keys->until; }
+
+bool kld_tls_end_if_broken(const struct kld_tls *tls, bool ending) {
+    gnutls_privkey_t any;
+    int result = tls ? gnutls_privkey_init(&any) : GNUTLS_E_INVALID_REQUEST;
+    if (result == 0)
+        gnutls_privkey_deinit(any);
+    if (result != GNUTLS_E_LIB_IN_ERROR_STATE)
+        return false;
+    if (!ending) {
+        kld_log(KLD_LOG_ERROR, "tls failed",
+                "text=\"GnuTLS has put itself out of use in this process, which ends\"");
+        (void)tgkill(getpid(), getpid(), SIGTERM); /* the thread that is sure to take signals */
+    }
+    return true;
+}
 
 struct kld_tls_keys *kld_tls_acquire(struct kld_tls *tls) {
     pthread_mutex_lock(&tls->mutex);

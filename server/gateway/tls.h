@@ -29,6 +29,12 @@ void kld_tls_replace(struct kld_tls *tls, struct kld_tls_keys *keys);
 /* Of the server's certificate: when it expires, in seconds since 1970. */
 int64_t kld_tls_until(const struct kld_tls_keys *keys);
 
+/* To be asked when something of TLS failed. Where GnuTLS has no memory for the random numbers of a
+ * thread it puts itself out of use for good, and each later connection would be closed at once:
+ * then this is true, and unless the process is ending already, it is asked to as by SIGTERM, so
+ * that its successor serves. */
+bool kld_tls_end_if_broken(const struct kld_tls *tls, bool ending);
+
 struct kld_tls_keys *kld_tls_acquire(struct kld_tls *tls); /* those in use */
 void kld_tls_release(struct kld_tls_keys *keys);           /* NULL is allowed */
 

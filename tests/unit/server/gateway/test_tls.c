@@ -2,9 +2,11 @@
  * are made here. What a handshake sees of them is in tests/e2e/test_reload.py. */
 #include "server/gateway/tls.h"
 
+#include <dlfcn.h>
 #include <gnutls/gnutls.h>
 #include <gnutls/x509.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -145,5 +147,65 @@ START_TEST(keys_are_replaced_under_who_takes_them) {
 }
 END_TEST
 
+static __thread bool counting;
+static unsigned calloc_left; /* calls of GnuTLS itself before the one that fails */
+
+/* In the place of libc's, whichever that is. What GnuTLS uses does not survive it. */
+__attribute__((visibility("default"))) void *calloc(size_t count, size_t bytes) {
+    static void *(*real)(size_t, size_t);
+    Dl_info caller;
+    if (!real)
+        real = (void *(*)(size_t, size_t))dlsym(RTLD_NEXT, "calloc");
+    if (counting && dladdr(__builtin_return_address(0), &caller) &&
+        strstr(caller.dli_fname, "libgnutls") && calloc_left-- == 0)
+        return NULL;
+    return real(count, bytes);
+}
+
+struct reader {
+    const struct kld_tls *tls;
+    enum kld_status status;
+};
+
+/* In a thread of its own, for whose random numbers GnuTLS needs memory. */
+static void *read_without_memory(void *user) {
+    struct kld_tls_keys *next;
+    struct reader *reader = user;
+    counting = true;
+    reader->status = kld_tls_read(reader->tls, &second, &next, &err);
+    counting = false;
+    if (reader->status == KLD_OK)
+        kld_tls_release(next);
+    return NULL;
+}
+
+static volatile sig_atomic_t asked_to_end;
+
+static void note_signal(int number) { asked_to_end++; }
+
+START_TEST(what_gnutls_does_not_survive_ends_the_process) {
+    struct kld_tls *tls;
+    struct reader at;
+    make_both();
+    signal(SIGTERM, note_signal);
+    ck_assert_int_eq(kld_tls_open(&first, &tls, &err), KLD_OK);
+    at.tls = tls;
+    for (unsigned i = 0; !kld_tls_end_if_broken(tls, true); i++) {
+        pthread_t thread;
+        ck_assert_uint_lt(i, 1000);
+        calloc_left = i;
+        ck_assert_int_eq(pthread_create(&thread, NULL, read_without_memory, &at), 0);
+        pthread_join(thread, NULL);
+    }
+    ck_assert_int_ne(at.status, KLD_OK); /* it is not said to be in use */
+    ck_assert_int_eq(asked_to_end, 0);
+    ck_assert(kld_tls_end_if_broken(tls, false));
+    ck_assert_int_eq(asked_to_end, 1);
+    ck_assert(!kld_tls_end_if_broken(NULL, false));
+    kld_tls_close(tls);
+    forget_both();
+}
+END_TEST
+
 UNIT_MAIN("tls", a_connection_keeps_its_keys, what_does_not_fit_is_refused,
-          keys_are_replaced_under_who_takes_them)
+          keys_are_replaced_under_who_takes_them, what_gnutls_does_not_survive_ends_the_process)
