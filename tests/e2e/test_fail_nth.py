@@ -9,7 +9,8 @@ import subprocess
 import pytest
 
 import faillib
-from failparts import HTTP, UNIX, http_json, http_tensor_slow, unix_compute
+from failparts import (HTTP, UNIX, http_binary, http_json, http_shared, http_tensor, http_tensor_slow, unix_compute,
+                       unix_pool, unix_share)
 
 EVERY = int(os.environ.get("FAIL_NTH_EVERY", 0))
 OUT_OF_MEMORY, LAUNCH_FAILED = 2, 719  # of cudaError_t: one that passes, one that ends the context
@@ -42,6 +43,23 @@ def test_right_or_a_clear_error(sweep, role, part):
         begin = 1 if EVERY else 1 + (number * 5 + (UNIX + HTTP).index(part) * 3) % step
         sweep.sweep(role, kind, part, step=step, begin=begin)
     sweep.swept.add((role, part))
+    assert not sweep.problems[before:], "\n".join(sweep.problems[before:])
+
+
+WIDTH, WIDE_STEP = 3, 31  # calls in a row that fail; of a sample
+WIDE = [unix_share, http_tensor] + [unix_compute, unix_pool, http_json, http_binary, http_shared] * bool(EVERY)
+
+
+@pytest.mark.parametrize("role", KINDS)
+@pytest.mark.parametrize("part", WIDE, ids=lambda part: part.__name__)
+@pytest.mark.timeout(3000 if EVERY else 300)
+def test_several_in_a_row(sweep, role, part):
+    """What is done about one that failed fails, too."""
+    before = len(sweep.problems)
+    for number, kind in enumerate(KINDS[role](part)):
+        step = EVERY or WIDE_STEP
+        begin = 1 if EVERY else 1 + (number + WIDE.index(part)) % 5
+        sweep.sweep(role, kind, part, step=step, begin=begin, width=WIDTH)
     assert not sweep.problems[before:], "\n".join(sweep.problems[before:])
 
 

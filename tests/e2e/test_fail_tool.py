@@ -13,7 +13,7 @@ from conftest import BIN, DATA, Server, clean_environment, end_well, wait_until
 
 EVERY = int(os.environ.get("FAIL_NTH_EVERY", 0))
 KINDS = ["memory", "map", "descriptor", "send", "receive", "file", "epoll", "thread", "interrupt", "option", "connect"]
-STEP = {"memory": 211, "interrupt": 7}  # of a sample; of other kinds 3
+STEP = {"memory": 331, "interrupt": 7}  # of a sample; of other kinds 3
 FEW_STEP = {"memory": 3, "interrupt": 3}  # where nothing starts libcurl, and with it OpenSSL
 PAIR = [str(DATA / "digits" / "student.npy"), str(DATA / "digits" / "teacher.npy")]
 RESULTS = ["--grad-predictions", "gradient.npy", "--row-loss", "rows.npy"]
