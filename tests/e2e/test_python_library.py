@@ -18,7 +18,7 @@ from conftest import ROOT
 from pythonlib import INSTALLED, LIBRARY, PACKAGE, environment, import_kld, import_torch, probabilities
 
 kld = import_kld()
-from kld import _connection, _errors, _library  # noqa: E402
+from kld import _errors, _library, _opening  # noqa: E402
 
 Q, P = probabilities(1, (4, 8)), probabilities(2, (4, 8))
 STRUCTS = {"kld_error": _library.Error, "kld_tensor": _library.Tensor, "kld_op": _library.Op,
@@ -171,6 +171,7 @@ def test_an_outcome_is_an_exception():
     ("local:quantum", kld.KldError, "quantum"),
     ("unix:/nowhere/kld.sock", ConnectionError, "."),
     ("http://127.0.0.1:1", ConnectionError, "."),
+    ("local:cpu\0x", ValueError, "has a NUL"),
     (7, TypeError, "url is a text or a list of texts, not int")])
 def test_no_connection(url, error, text):
     with pytest.raises(error, match=text) as raised:
@@ -179,6 +180,7 @@ def test_no_connection(url, error, text):
 
 
 @pytest.mark.parametrize("more, error, text", [
+    ({"token": "a\0b"}, ValueError, "has a NUL"), ({"client_name": "a\0b"}, ValueError, "has a NUL"),
     ({"token": 3}, TypeError, "token is a text, not int"), ({"client_name": None}, TypeError, "client_name is a text"),
     ({"threads": "all"}, TypeError, "threads is a whole number, not str"), ({"threads": True}, TypeError, "not bool"),
     ({"threads": -1}, ValueError, "threads is -1; expected 0 to"),
@@ -219,7 +221,7 @@ def test_https(make_server, tmp_path, monkeypatch):
     with pytest.raises(kld.KldPermissionError, match="certificate is not trusted"):
         kld.connect(url, connect_timeout=1)
     # Where the system has its certificates elsewhere than Debian, Python knows where.
-    monkeypatch.setattr(_connection, "CERTIFICATES", "/nowhere")
+    monkeypatch.setattr(_opening, "CERTIFICATES", "/nowhere")
     monkeypatch.setenv("SSL_CERT_FILE", trusted)
     with kld.connect(url) as connection:
         assert connection.kl_div(Q, P).loss == right.loss

@@ -70,7 +70,7 @@ def test_a_late_gradient_of_a_closed_tensor(connections):
         view = attached.view(student)
     with pytest.raises(kld.KldConnectionError, match="'test/late' was closed"):
         loss.backward()
-    with student._used(), pytest.raises(kld.KldConnectionError, match="was closed"):
+    with pytest.raises(kld.KldConnectionError, match="was closed"):
         kld._request.Call(student, kld._request.Parameters(), SHAPE, None).input("targets", view)
     assert student.kl_div(probabilities(2, SHAPE), probabilities(1, SHAPE)).loss > 0
 
@@ -221,3 +221,30 @@ def test_memory_of_a_published_array_goes_with_it(server):
         published.close()
         del published
         wait_until(lambda: connection._tidy() or connection._memory.cached_bytes > 0, 5, "memory given back")
+
+
+def test_an_attached_tensor_that_nobody_has_any_more_is_let_go_of(connections, server):
+    """Beyond the regions that a client may have, 1024."""
+    teacher, student = connections
+    with teacher.publish("test/dropped", probabilities(1, SHAPE)):
+        for _ in range(1100):
+            attached = student.attach("test/dropped")
+        region = attached._region
+        with student._lock:  # in use, by a thread that has the last one
+            del attached
+            assert [one is region for one in student._dropped] == [True]
+        student.ping()
+        assert not student._dropped
+
+
+@pytest.mark.parametrize("arguments, error, text", [
+    ({"name": "test/a\0b"}, ValueError, "has a NUL"), ({"name": "test/\udc80"}, ValueError, "no UTF-8"),
+    ({"uids": [-1]}, ValueError, "user -1; expected 0 to 4294967294"),
+    ({"uids": [1 << 32]}, ValueError, "user 4294967296"), ({"uids": ["x"]}, TypeError, "not str")])
+def test_what_publish_and_attach_refuse(connections, arguments, error, text):
+    teacher, student = connections
+    with pytest.raises(error, match=text):
+        teacher.publish(**{"name": "test/refused", "array": probabilities(1, SHAPE), **arguments})
+    with teacher.publish("test/a", probabilities(1, SHAPE)), pytest.raises(error, match=text):
+        for uid in arguments.get("uids", [None]):
+            student.attach(arguments.get("name", "test/a"), uid=uid)

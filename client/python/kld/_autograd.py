@@ -126,20 +126,22 @@ class Job(NamedTuple):
         dtype = self._loss_dtype(views)
         reduction = self.parameters.reduction
         loss_shape = shape if reduction == "none" else shape[:-1] if reduction == "row" else None
-        gradients, loss = [], None
         connection = self.connection
-        with connection._used():
+
+        def request() -> Tuple[torch.Tensor, Tuple[Any, Any]]:
+            loss = None
             call = Call(connection, self.parameters, shape, self.timeout)
             self._inputs(call, views, grad_output)
-            for slot, view, want in zip(("grad_predictions", "grad_targets"), views, wanted):
-                gradients.append(over(call.make(slot, view.dtype, shape), _TORCH[view.dtype], shape)
-                                 if want else None)
+            first, second = (over(call.make(slot, view.dtype, shape), _TORCH[view.dtype], shape) if want else None
+                             for slot, view, want in zip(("grad_predictions", "grad_targets"), views, wanted))
             if loss_shape is not None:
                 loss = over(call.make("loss", DTYPES[dtype], loss_shape), dtype, loss_shape)
             number = call.run().loss
-        if loss is None:
-            loss = torch.tensor(number, dtype=dtype, device="cpu")  # whatever the default device is
-        return loss, (gradients[0], gradients[1])
+            if loss is None:
+                loss = torch.tensor(number, dtype=dtype, device="cpu")  # whatever the default device is
+            return loss, (first, second)
+
+        return connection._alone(request, self.timeout)
 
     def _run_on_gpu(self, tensors: Tensors, wanted: Sequence[bool],
                     grad_output: Optional[torch.Tensor]) -> Tuple[torch.Tensor, Tuple[Any, Any]]:
@@ -160,7 +162,8 @@ class Job(NamedTuple):
             rows = None if self.row_mask is None else self.row_mask.dtype
             key = (self.parameters, self.timeout, shape, kinds, wanted[0], wanted[1], self.row_weights is None, rows,
                    None if grad_output is None else grad_output.dtype)
-        with connection._used(), gpu.current():
+
+        def request() -> None:
             where = Where(gpu, current_stream(gpu.ordinal), early=True)
             connection._devices().check(gpu)
             plan = None if key is None else connection.known(key)
@@ -170,7 +173,7 @@ class Job(NamedTuple):
                          if tensor is not None]
                 if call.again(plan, given, [tensor.data_ptr() for tensor in given],
                               [tensor.numel() * tensor.element_size() for tensor in given]):
-                    return loss, (first, second)
+                    return
                 call = Call(connection, self.parameters, shape, self.timeout, where)
             self._inputs(call, self._views(tensors), grad_output)
             for slot, tensor in (("grad_predictions", first), ("grad_targets", second), ("loss", loss)):
@@ -180,6 +183,9 @@ class Job(NamedTuple):
             call.run()
             if key is not None and call.is_plain:
                 connection.remember(key, call.plan)
+
+        with gpu.current():
+            connection._alone(request, self.timeout)
         return loss, (first, second)
 
     def _views(self, tensors: Tensors) -> Tuple[View, View]:

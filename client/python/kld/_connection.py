@@ -3,30 +3,45 @@
 Threads. libkld gives a connection to one thread at a time; here each call takes the connection's lock,
 so any thread may use one, and they take turns. For requests side by side open a connection for each
 thread. Processes: a child made by fork() must connect by itself; using its parent's is an error.
+
+Signals. A handler may raise between any two calls of Python, so the lock is taken and let go of by one call of C
+each (CPython 3.10 and newer look for signals behind calls and before loops only), and what a request reads and
+writes is the connection's until it has ended (`_held`).
 """
 from __future__ import annotations
 
+import atexit
+import collections
 import ctypes as c
 import itertools
 import math
 import os
+import random
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, Union
+from typing import TYPE_CHECKING, Any, Callable, Deque, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, \
+    TypeVar, Union
 
 import numpy as np
 
 from . import _arrays, _library, _share
-from ._errors import KldConnectionError, KldTypeError, KldUnsupportedError, KldValueError, Status
+from ._errors import (KldBusyError, KldConnectionError, KldLookupError, KldTimeoutError, KldTypeError,
+                      KldUnsupportedError, KldValueError, Status)
 from ._memory import Memory
-from ._request import PLANS_MAX, Call, Parameters, Plan, check_number, row_stride
+from ._opening import certificates, one_url, opened
+from ._request import PLANS_MAX, SLICE_MS, Call, Parameters, Plan, check_number, row_stride, timeout_ns
 
 if TYPE_CHECKING:
     from ._device import Devices
 
 GRADIENTS = ("predictions", "targets")
+Made = TypeVar("Made")
+_AT_ONCE = (False,)  # of Lock.acquire()
+# Between two looks for a name that is not there yet, doubled with each: libkld's, too.
+ATTACH_AGAIN, ATTACH_AGAIN_MAX = 0.01, 0.32
 
 
 @dataclass(frozen=True)
@@ -56,30 +71,6 @@ class Result:
     attempts: int  #: more than 1 where a lost server made libkld ask again
 
 
-class _Used:
-    """`with connection._used():` has the connection to itself."""
-
-    __slots__ = ("connection",)
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-
-    def __enter__(self) -> None:
-        connection = self.connection
-        if os.getpid() != connection._process:
-            raise KldConnectionError(Status.UNAVAILABLE, "this connection was made before fork(); connect again in "
-                                     "the child")
-        connection._lock.acquire()
-        if not connection._handle:
-            connection._lock.release()
-            raise KldConnectionError(Status.UNAVAILABLE, "this connection was closed")
-
-    def __exit__(self, *_: Any) -> None:
-        self.connection._lock.release()
-        if self.connection._memory._returned:
-            self.connection._tidy()
-
-
 def gradients_wanted(grad: Union[bool, str, Sequence[str]]) -> Tuple[str, ...]:
     if isinstance(grad, bool):
         return ("predictions",) if grad else ()
@@ -90,30 +81,6 @@ def gradients_wanted(grad: Union[bool, str, Sequence[str]]) -> Tuple[str, ...]:
             raise KldValueError(Status.INVALID, f"grad is True, False, \"predictions\", \"targets\" or \"both\", "
                                 f"not {name!r}")
     return tuple(names)
-
-
-CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"  # where Debian's libcurl, which a wheel brings, has the system's
-
-
-def _certificates(url: str, ca_file: Optional[str]) -> Optional[bytes]:
-    if ca_file is None and "https:" in url and not os.path.exists(CERTIFICATES):
-        import ssl
-        ca_file = ssl.get_default_verify_paths().cafile  # where this system has them
-    return None if ca_file is None else os.fsencode(ca_file)
-
-
-def _one_url(url: Union[str, Sequence[str]]) -> str:
-    """Several servers are one split connection."""
-    if isinstance(url, str):
-        return url
-    if not isinstance(url, (list, tuple)) or not all(isinstance(one, str) for one in url):
-        raise KldTypeError(Status.INVALID, f"url is a text or a list of texts, not {type(url).__name__}")
-    if not url:
-        raise KldValueError(Status.INVALID, "url is an empty list; expected at least one server")
-    for one in url:
-        if "," in one:
-            raise KldValueError(Status.INVALID, f"{one!r} has a comma, which separates servers")
-    return "split:" + ",".join(url)
 
 
 _numbers = itertools.count()
@@ -127,7 +94,7 @@ class Connection:
                  client_name: str = "python", connect_timeout: float = 5.0, threads: int = 0,
                  staging_bytes_max: int = 0, cache_bytes_max: int = 4 << 30, part_bytes_max: int = 0,
                  part_timeout: float = 60.0) -> None:
-        url = _one_url(url)
+        url = one_url(url)
         for name, text in (("token", token), ("client_name", client_name)):
             if not isinstance(text, str) and not (name == "token" and text is None):
                 raise KldTypeError(Status.INVALID, f"{name} is a text, not {type(text).__name__}")
@@ -142,16 +109,21 @@ class Connection:
             if not 0 < check_number(name, seconds) < 1e9:
                 raise KldValueError(Status.INVALID, f"{name} is a number of seconds above 0, not {seconds}")
         options = _library.ConnectOptions(
-            client_name=client_name.encode(), connect_timeout_ns=max(1, int(connect_timeout * 1e9)),
+            client_name=_library.text("client_name", client_name), connect_timeout_ns=max(1, int(connect_timeout * 1e9)),
             staging_bytes_max=staging_bytes_max, threads=threads,
-            token=None if token is None else token.encode(),
+            token=None if token is None else _library.text("token", token),
             part_bytes_max=part_bytes_max, part_timeout_ns=max(1, int(part_timeout * 1e9)),
-            ca_file=_certificates(url, ca_file))
+            ca_file=certificates(url, ca_file))
         self.url = url
         self.number = next(_numbers)  #: of all that this process ever made
         _by_number[self.number] = self
         self._handle = c.c_void_p()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # never taken twice; it knows whose it is
+        self._is_mine: Callable[[], bool] = getattr(self._lock, "_is_owned")
+        self._closing = False  # close() came inside of a request
+        self._held: Any = None  # a Call: what libkld has a request for keeps its memory, whatever was raised
+        self._waited_ns = 0  # of a request's timeout, for the lock
+        self._dropped: Deque[Any] = collections.deque()  # regions of attached tensors that are gone; any thread
         self._process = os.getpid()
         self._copied_bytes = 0
         # Under the lock: what each request uses again.
@@ -164,7 +136,7 @@ class Connection:
         self._gpus: Optional[Devices] = None
         self._published: Set[_share.Published] = set()
         self._limbo: List[Any] = []  # GPU tensors of requests that may still write although they have ended
-        _library.call("kld_connect", url.encode(), c.byref(options), c.byref(self._handle))
+        self._handle = opened(url, options)
         self._memory = Memory(self._handle, url.startswith("unix:"), cache_bytes_max)
 
     @staticmethod
@@ -230,28 +202,32 @@ class Connection:
                                 "another loss is a number")
         if row_loss or "row_loss" in given:
             wanted.append("row_loss")
-        made: Dict[str, Any] = {}
-        with self._used(), sides.current():
-            call = Call(self, parameters, q.shape, timeout, sides.where())
-            call.input("predictions", q)
-            call.input("targets", p)
-            for name, view in vectors:
-                call.vector(name, view)
-            for name in wanted:
-                dtype, shape = ((q.dtype, q.shape) if name == "grad_predictions" else
-                                (p.dtype, p.shape) if name == "grad_targets" else
-                                (loss_dtype, leading if name == "row_loss" else q.shape
-                                 if loss_shape is None else loss_shape))
-                if name in given:
-                    made[name] = given[name]
-                    call.output(name, sides.output_of(name, given[name], dtype, shape))
-                else:
-                    made[name] = sides.make(call, name, dtype, shape)
-            call.run()
+
+        def request() -> Result:
+            made: Dict[str, Any] = {}
+            with sides.current():
+                call = Call(self, parameters, q.shape, timeout, sides.where())
+                call.input("predictions", q)
+                call.input("targets", p)
+                for name, view in vectors:
+                    call.vector(name, view)
+                for name in wanted:
+                    dtype, shape = ((q.dtype, q.shape) if name == "grad_predictions" else
+                                    (p.dtype, p.shape) if name == "grad_targets" else
+                                    (loss_dtype, leading if name == "row_loss" else q.shape
+                                     if loss_shape is None else loss_shape))
+                    if name in given:
+                        made[name] = given[name]
+                        call.output(name, sides.output_of(name, given[name], dtype, shape))
+                    else:
+                        made[name] = sides.make(call, name, dtype, shape)
+                call.run()
             result = self._result
             return Result(made.get("loss", result.loss), made.get("grad_predictions"), made.get("grad_targets"),
                           made.get("row_loss"), result.queue_ns * 1e-9, result.kernel_ns * 1e-9,
                           result.total_ns * 1e-9, result.attempts)
+
+        return self._alone(request, timeout)
 
     def empty(self, shape: Union[int, Sequence[int]], dtype: Any = np.float32) -> np.ndarray[Any, Any]:
         """An array, its contents anything, in memory that the server shares: kl_div() reads and writes
@@ -264,8 +240,7 @@ class Connection:
         size = _arrays.dtype_of(name).itemsize
         for dimension in sizes:
             size *= dimension
-        with self._used():
-            return _arrays.array_of(self._memory.take(size, self._tidy), name, sizes)
+        return _arrays.array_of(self._alone(lambda: self._memory.take(size, self._tidy)), name, sizes)
 
     # ---- Shared between processes
 
@@ -280,43 +255,55 @@ class Connection:
         sides = _arrays.Sides(self, array, array)
         view = sides.predictions
         if view.ordinal is None:
-            with self._used():
-                span = self._memory.find(view.address, 1)
+            span = self._alone(lambda: self._memory.find(view.address, 1))
             if span is None or not span.region or row_stride(view) is None:
                 shared = self.empty(view.shape, view.dtype)
                 np.copyto(shared, view.keep)
                 array, view = shared, _arrays.view_of("array", shared)
-        with self._used(), sides.current():
-            sides.finish()
-            return _share.publish(self, name, form, view, uids, array)
+
+
+        def publish() -> _share.Published:
+            with sides.current():
+                sides.finish()
+                return _share.publish(self, name, form, view, uids, array)
+
+        return self._alone(publish)
 
     def attach(self, name: str, *, timeout: float = 0.0, uid: Optional[int] = None) -> _share.Attached:
         """A tensor that another process of this user (or of the user `uid`, who named this one) has published,
         for kl_div() in the place of an array. timeout: seconds to wait for it, then KldLookupError."""
-        with self._used():
-            return _share.attach(self, name, timeout, uid)
+        seconds = check_number("timeout", timeout)
+        if not 0 <= seconds < 1e9:
+            raise KldValueError(Status.INVALID, f"timeout is a number of seconds from 0 on, not {timeout}")
+        until, pause = time.monotonic() + seconds, ATTACH_AGAIN
+        while True:  # here, and not in libkld: for signals, and for requests of other threads
+            left = until - time.monotonic()
+            try:
+                return self._alone(lambda: _share.attach(self, name, uid), max(left, ATTACH_AGAIN) if seconds else None)
+            except KldLookupError as error:
+                if error.status != Status.NOT_FOUND or left <= 0:
+                    raise
+            time.sleep(max(0.0, min(until - time.monotonic(), pause * random.uniform(0.75, 1.25))))
+            pause = min(2 * pause, ATTACH_AGAIN_MAX)
 
     # ---- About the server
 
     def info(self) -> ServerInfo:
         info = _library.ServerInfo()
-        with self._used():
-            _library.call("kld_info", self._handle, c.byref(info))
+        self._alone(lambda: _library.call("kld_info", self._handle, c.byref(info)))
         return ServerInfo(info.backend.decode(), info.device.decode(), info.epoch, info.device_index,
                           info.devices, info.version.decode())
 
     def ping(self) -> float:
         """Seconds of a round trip that computes nothing."""
         spent = c.c_uint64()
-        with self._used():
-            _library.call("kld_ping", self._handle, c.byref(spent))
+        self._alone(lambda: _library.call("kld_ping", self._handle, c.byref(spent)))
         return float(spent.value) * 1e-9
 
     def stats(self) -> Dict[str, int]:
         """The server's counters; over http: read /metrics instead."""
         stats = _library.ServerStats()
-        with self._used():
-            _library.call("kld_stats", self._handle, c.byref(stats))
+        self._alone(lambda: _library.call("kld_stats", self._handle, c.byref(stats)))
         return {name: int(getattr(stats, name)) for name, *_ in stats._fields_}
 
     @property
@@ -329,22 +316,37 @@ class Connection:
 
     def close(self) -> None:
         """No requests from here on. Arrays stay valid. May be called twice, and waits for the request of
-        another thread."""
+        another thread. From a signal handler that came into a request of this thread: at that request's end."""
         if os.getpid() != self._process:
             return  # the parent's; its lock may be taken for ever here
-        with self._lock:
-            handle, self._handle = self._handle, c.c_void_p()
-            if handle:
-                _library.library().kld_close(handle)
-                self._memory.end()
-                self._published.clear()
-                self._limbo.clear()
-                if self._gpus is not None:
-                    self._gpus.end()
+        if self._is_mine():
+            self._closing = True
+            return
+        got: List[bool] = []
+        try:
+            got.extend(map(self._lock.acquire, (True,)))
+            self._end()
+        finally:
+            if got:
+                self._lock.release()
+
+    def _end(self) -> None:
+        """Under the lock."""
+        end, nothing = _library.library().kld_close, c.c_void_p()
+        handle, self._handle = self._handle, nothing
+        if handle:
+            end(handle)  # waits for what local: still computes
+            self._held, self._pending[0].value = None, 0
+            self._memory.end()
+            self._published.clear()
+            self._dropped.clear()
+            self._limbo.clear()
+            if self._gpus is not None:
+                self._gpus.end()
 
     @property
     def closed(self) -> bool:
-        return not self._handle
+        return self._closing or not self._handle
 
     def __enter__(self) -> Connection:
         return self
@@ -371,8 +373,56 @@ class Connection:
         raise KldTypeError(Status.INVALID, "a connection belongs to its process and cannot be pickled; pickle what holds "
                            "it without it (a KLDivLoss: with connection=None) and connect again where it is unpickled")
 
-    def _used(self) -> _Used:
-        return _Used(self)
+    # ---- One at a time
+
+    def _alone(self, work: Callable[[], Made], timeout: Optional[float] = None) -> Made:
+        """What work() gives, which has the connection to itself. timeout: of the request that it is."""
+        if os.getpid() != self._process:
+            raise KldConnectionError(Status.UNAVAILABLE, "this connection was made before fork(); connect again in "
+                                     "the child")
+        if self._is_mine():
+            raise KldBusyError(Status.BUSY, "this connection is in the middle of a call of this thread, which a signal "
+                               "handler came into; expected another connection there")
+        got: List[bool] = []
+        try:
+            # What acquire() says is in `got` before any signal is looked for.
+            got.extend(map(self._lock.acquire, _AT_ONCE))
+            self._waited_ns = 0
+            if not got[0] or self._pending[0].value:
+                self._wait_for_turn(got, timeout)
+            if not self._handle:
+                raise KldConnectionError(Status.UNAVAILABLE, "this connection was closed")
+            return work()
+        finally:
+            if got and got[-1]:
+                try:
+                    if self._closing:
+                        self._end()
+                finally:
+                    self._lock.release()
+                if self._memory._returned or self._dropped:
+                    self._tidy()
+
+    def _wait_for_turn(self, got: List[bool], timeout: Optional[float]) -> None:
+        """For the lock, and behind a request that an exception left running."""
+        start, limit_ns = time.monotonic(), timeout_ns(timeout)
+        until = start + limit_ns * 1e-9 if limit_ns else math.inf
+        if not got[-1]:
+            got.extend(map(self._lock.acquire, (True,), (limit_ns * 1e-9 if limit_ns else -1,)))
+        late = not got[-1] or bool(self._handle) and not self._finish(until)
+        self._waited_ns = int((time.monotonic() - start) * 1e9)
+        if late or limit_ns and self._waited_ns >= limit_ns:
+            raise KldTimeoutError(Status.DEADLINE, "the timeout passed behind another request of this connection")
+
+    def _finish(self, until: float = math.inf) -> bool:
+        """Waits until libkld has no request any more; False: not before then. Under the lock."""
+        library, (pending, reference) = _library.library(), self._pending
+        while pending.value:
+            if time.monotonic() > until:
+                return False
+            library.kld_wait_slice(self._handle, reference, SLICE_MS, self._result_ref, self._error[1])
+        self._held = None
+        return True
 
     def _devices(self) -> Devices:
         if self._gpus is None:
@@ -395,9 +445,25 @@ class Connection:
 
     def _tidy(self) -> None:
         """Takes in memory that arrays gave back, unless the connection is in use: then its user does it."""
-        if os.getpid() == self._process and self._memory._returned and self._lock.acquire(blocking=False):
-            try:
-                if self._handle:
-                    self._memory.collect()
-            finally:
+        if os.getpid() != self._process or not (self._memory._returned or self._dropped) or self._is_mine():
+            return
+        got: List[bool] = []
+        try:
+            got.extend(map(self._lock.acquire, _AT_ONCE))
+            if got[0] and self._handle:
+                self._memory.collect()
+                while self._dropped:
+                    _library.library().kld_region_drop(self._dropped.popleft())
+        finally:
+            if got and got[0]:
                 self._lock.release()
+
+
+def _at_exit() -> None:
+    """What still computes must not outlive the interpreter, whose memory it uses."""
+    for connection in list(_by_number.values()):
+        if connection._pending[0].value:
+            connection.close()
+
+
+atexit.register(_at_exit)

@@ -8,7 +8,7 @@ from typing import Dict, Optional, Tuple
 
 from ._connection import Connection
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _made: Dict[Tuple[int, Optional[int]], Connection] = {}  # by process: a forked child makes its own
 
 
@@ -28,7 +28,7 @@ def default_connection(gpu: Optional[int] = None) -> Connection:
 
 def _after_fork() -> None:
     global _lock  # another thread of the parent may have held it
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork)

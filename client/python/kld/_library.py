@@ -14,7 +14,7 @@ import os
 import pathlib
 from typing import Any, Dict, Tuple
 
-from ._errors import from_status
+from ._errors import KldValueError, Status, from_status
 from ._version import __version__
 
 RANK_MAX = 8
@@ -161,6 +161,16 @@ def library() -> c.CDLL:
     if version != __version__:
         raise ImportError(f"kld: {path} is libkld {version}, this package is {__version__} and needs the same")
     return loaded
+
+
+def text(name: str, value: str) -> bytes:
+    """A text for libkld, where a NUL would end it."""
+    if "\0" in value:
+        raise KldValueError(Status.INVALID, f"{name} {value!r} has a NUL")
+    try:
+        return value.encode()
+    except UnicodeEncodeError:
+        raise KldValueError(Status.INVALID, f"{name} {value!r} is no UTF-8") from None
 
 
 def call(name: str, *arguments: Any) -> None:

@@ -115,7 +115,7 @@ def _fill_op(made: _library.Op, parameters: Parameters, shape: Tuple[int, ...]) 
     for name, text in zip(Parameters._fields[:4], parameters[:4]):
         if not isinstance(text, str):
             raise KldTypeError(Status.INVALID, f"{name} is a text, not {type(text).__name__}")
-        _library.call("kld_op_set_text", c.byref(made), name.encode(), text.encode())
+        _library.call("kld_op_set_text", c.byref(made), name.encode(), _library.text(name, text))
     for name, value in zip(Parameters._fields[4:], parameters[4:]):
         if value is not None:
             _library.call("kld_op_set_number", c.byref(made), name.encode(), check_number(name, value))
@@ -139,11 +139,12 @@ Layout = Tuple[Tuple[int, int, int], ...]  # of each tensor: slot, dtype, stride
 class Plan:
     """A request but for the addresses of its tensors, which each use writes anew."""
 
-    __slots__ = ("request", "reference", "places")
+    __slots__ = ("request", "reference", "places", "timeout_ns")
 
     def __init__(self, parameters: Parameters, shape: Tuple[int, ...], timeout: Optional[float],
                  layout: Layout) -> None:
-        self.request = _library.Request(timeout_ns=timeout_ns(timeout))
+        self.request = _library.Request()
+        self.timeout_ns = timeout_ns(timeout)
         _fill_op(self.request.op, parameters, shape)
         for slot, dtype, stride in layout:
             tensor = self.request.op.tensor[slot]
@@ -300,35 +301,45 @@ class Call:
             else:
                 place.data, place.region, place.offset_bytes = None, region, at
         self.request, self._reference = plan.request, plan.reference
-        try:
-            if self.where is None:
-                self.submit()
-            else:
-                self.connection._devices().run(self, self.where)
-        except BaseException as error:
-            # Memory may be written until a later request has ended: none of it is used again.
-            for span in self._written:
-                span.spoiled = True
-            if self.where is not None and not (isinstance(error, KldError) and error.status in _NOT_STARTED):
-                self.connection._limbo.append(self._keep)
-            raise
-        self.connection._copied_bytes += self.copied_bytes
+        connection = self.connection
+        plan.request.timeout_ns = plan.timeout_ns and plan.timeout_ns - connection._waited_ns
+        # Whatever is raised, memory may be written until a later request has ended: none of it is used again.
+        for span in self._written:
+            span.spoiled = True
+        if self.where is None:
+            self.submit()
+        else:
+            connection._limbo.append(self._keep)
+            try:
+                connection._devices().run(self, self.where)
+            except KldError as error:
+                if error.status in _NOT_STARTED:
+                    connection._limbo.pop()
+                raise
+            connection._limbo.pop()
+        for span in self._written:
+            span.spoiled = False
+        connection._copied_bytes += self.copied_bytes
         return self.result
 
     def submit(self) -> None:
-        """Until the answer. Ctrl-C gives the request up, and waits until its memory was let go of."""
+        """Until the answer. Ctrl-C gives the request up, and waits until its memory was let go of; a second one
+        leaves that to who uses the connection next."""
         connection, library = self.connection, _library.library()
         handle, (error, error_ref), result = connection._handle, connection._error, connection._result_ref
         pending, pending_ref = connection._pending
+        connection._held = self
         try:
             status = library.kld_run_slice(handle, self._reference, SLICE_MS, pending_ref, result, error_ref)
             while pending.value:  # between two looks the interpreter handles signals
                 status = library.kld_wait_slice(handle, pending_ref, SLICE_MS, result, error_ref)
         except BaseException:
             library.kld_cancel(handle, pending)
-            while pending.value:
-                library.kld_wait_slice(handle, pending_ref, SLICE_MS, result, error_ref)
+            connection._finish()
             raise
+        finally:
+            if not pending.value:
+                connection._held = None
         if status:
             raise from_status(status, error.text.decode(errors="replace"))
 

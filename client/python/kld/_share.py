@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import ctypes as c
 import math
+import operator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Optional, Sequence, Tuple, Type
 
 from . import _library
 from ._errors import KldConnectionError, KldTypeError, KldValueError, Status
-from ._request import View, check_number, row_stride
+from ._request import View, row_stride
 
 if TYPE_CHECKING:
     from ._connection import Connection
+
+UIDS_END = (1 << 32) - 1  # behind the last: it means nobody
 
 _DTYPE_OF = {number: name for name, number in _library.DTYPE.items()}
 
@@ -59,9 +62,11 @@ class Published(_Shared):
         self.closed = True
         if self.connection.closed:
             return
-        with self.connection._used():
-            self.connection._published.discard(self)
-            _library.call("kld_detach", self.connection._handle, self.name.encode())
+        self.connection._alone(self._detach)
+
+    def _detach(self) -> None:
+        self.connection._published.discard(self)
+        _library.call("kld_detach", self.connection._handle, check_name(self.name))
 
 
 class Attached(_Shared):
@@ -96,16 +101,35 @@ class Attached(_Shared):
         if self.closed or self.connection.closed:
             self.closed = True
             return
-        with self.connection._used():
-            if not self.closed:
-                self.closed = True
-                _library.library().kld_region_drop(self._region)
+        self.connection._alone(self._drop)
+
+    def _drop(self) -> None:
+        if not self.closed:
+            self.closed = True
+            _library.library().kld_region_drop(self._region)
+
+    def __del__(self) -> None:
+        """Wherever its last user goes: whoever has the connection lets go of the region."""
+        if not getattr(self, "closed", True) and not self.connection.closed:
+            self.closed = True
+            self.connection._dropped.append(self._region)
+            self.connection._tidy()
 
 
 def check_name(name: Any) -> bytes:
     if not isinstance(name, str):
         raise KldTypeError(Status.INVALID, f"the name of a tensor is a text, not {type(name).__name__}")
-    return name.encode(errors="replace")
+    return _library.text("the name of a tensor", name)
+
+
+def check_uid(uid: Any) -> int:
+    try:
+        number = operator.index(uid)
+    except TypeError:
+        raise KldTypeError(Status.INVALID, f"a user is a whole number, not {type(uid).__name__}") from None
+    if not 0 <= number < UIDS_END:
+        raise KldValueError(Status.INVALID, f"user {number}; expected 0 to {UIDS_END - 1}")
+    return number
 
 
 def check_form(form: str) -> int:
@@ -134,8 +158,9 @@ def publish(connection: Connection, name: str, form: str, view: View, uids: Sequ
     tensor = _library.TensorView(dtype=_library.DTYPE[view.dtype], form=check_form(form), rank=len(view.shape),
                                  row_stride_bytes=stride, offset_bytes=found[1])
     tensor.shape[:len(view.shape)] = view.shape
-    users = (c.c_uint32 * max(len(uids), 1))(*uids)
-    _library.call("kld_publish", connection._handle, check_name(name), found[0], c.byref(tensor), users, len(uids))
+    numbers = [check_uid(uid) for uid in uids]
+    users = (c.c_uint32 * max(len(numbers), 1))(*numbers)
+    _library.call("kld_publish", connection._handle, check_name(name), found[0], c.byref(tensor), users, len(numbers))
     if view.ordinal is not None:
         connection._devices().pin(view.address)
     made = Published(connection, name, form, view, array)
@@ -143,15 +168,12 @@ def publish(connection: Connection, name: str, form: str, view: View, uids: Sequ
     return made
 
 
-def attach(connection: Connection, name: str, timeout: float, uid: Optional[int]) -> Attached:
+def attach(connection: Connection, name: str, uid: Optional[int]) -> Attached:
     """Under the lock."""
-    seconds = check_number("timeout", timeout)
-    if not 0 <= seconds < 1e9:
-        raise KldValueError(Status.INVALID, f"timeout is a number of seconds from 0 on, not {timeout}")
     region, tensor = c.c_void_p(), _library.TensorView()
-    wanted = check_name(name), int(seconds * 1e9), c.byref(region), c.byref(tensor)
+    wanted = check_name(name), 0, c.byref(region), c.byref(tensor)
     if uid is None:
         _library.call("kld_attach", connection._handle, *wanted)
     else:
-        _library.call("kld_attach_from", connection._handle, int(uid), *wanted)
+        _library.call("kld_attach_from", connection._handle, check_uid(uid), *wanted)
     return Attached(connection, name, region, tensor)

@@ -120,9 +120,7 @@ def empty(*shape: Union[int, Sequence[int]], dtype: torch.dtype = torch.float32,
     size = torch.empty((), dtype=dtype).element_size()
     for dimension in made:
         size *= dimension
-    with used._used():
-        block = used._memory.take(size, used._tidy)
-    tensor = over(block, dtype, made)
+    tensor = over(used._alone(lambda: used._memory.take(size, used._tidy)), dtype, made)
     tensor.requires_grad_(requires_grad)
     return tensor
 

@@ -1,0 +1,253 @@
+"""Signals that come into a call of the Python package: the first Ctrl-C, the second, a handler that closes the
+connection, at any moment. Each in a process of its own, since signals are for its main thread."""
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pythonlib import environment, import_kld
+
+import_kld()
+BEGINNING = """
+import gc, os, signal, sys, threading, time, numpy as np, kld
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
+
+def interrupt(*after, running=False):  # seconds; of what is running, not from now
+    def work():
+        while running and connection._held is None:
+            time.sleep(0.002)
+        for seconds in after:
+            time.sleep(seconds)
+            os.kill(os.getpid(), signal.SIGINT)
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+def long(rows=4000):  # a second and more of work for one thread
+    return dict(predictions=np.tile(np.linspace(0, 9, 4000), (rows, 1)), targets=np.ones((rows, 4000)),
+                predictions_form="logits", targets_form="logits", divergence="js", grad="both")
+
+connection = kld.connect(sys.argv[1], **({"threads": 1} if sys.argv[1].startswith("local:") else {}))
+few = np.full((4, 8), 1 / 8)
+connection.kl_div(few, few)
+"""
+
+
+def run(program, url, timeout=60):
+    done = subprocess.run([sys.executable, "-c", BEGINNING + program, url], capture_output=True, text=True,
+                          timeout=timeout, env=environment())
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+    return done.stdout
+
+
+def test_a_second_ctrl_c_leaves_the_memory_of_what_still_computes():
+    """local: cannot take a job back. Its inputs, which nobody else has, stay; so do its outputs; and what is asked for
+    next comes behind it."""
+    assert run("""
+thread = interrupt(0.05, 0.05, running=True)
+try:
+    connection.kl_div(**long())
+except KeyboardInterrupt:
+    pass
+thread.join()
+gc.collect()
+assert connection._pending[0].value, "the job has ended: nothing was tested"
+try:
+    connection.kl_div(few, few, timeout=0.01)
+except TimeoutError as error:
+    print("late:", error)
+mine = [np.full((4000, 4000), 7.0), connection.empty((4000, 4000), float)]  # the second behind the job
+mine[1][:] = 7
+assert not connection._pending[0].value and connection._held is None
+assert connection.kl_div(few, few).loss == 0
+assert all((one == 7).all() for one in mine)
+""", "local:cpu") == "late: the timeout passed behind another request of this connection\n"
+
+
+@pytest.mark.parametrize("end", ["connection.close()", "pass"])
+def test_the_end_of_the_process_waits_for_what_still_computes(end):
+    run(f"""
+thread = interrupt(0.05, 0.05, running=True)
+try:
+    connection.kl_div(**long())
+except KeyboardInterrupt:
+    pass
+thread.join()
+assert connection._pending[0].value, "the job has ended: nothing was tested"
+{end}
+""", "local:cpu")
+
+
+STOPPED = """
+out, q = connection.empty((100, 1000)), connection.empty((100, 1000))
+q[:] = 1e-3
+connection.kl_div(q, q, out={"grad_predictions": out})
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    connection.kl_div(q, q, out={"grad_predictions": out}, timeout=60)
+except KeyboardInterrupt:
+    print("interrupted", connection._pending[0].value > 0, flush=True)
+sys.stdin.readline()
+print(connection.kl_div(few, few).loss, connection._pending[0].value, connection._held, flush=True)
+"""
+
+
+def test_a_second_ctrl_c_beside_a_worker_that_is_stopped(make_server):
+    server = make_server()
+    worker = server.child("worker")
+    with subprocess.Popen([sys.executable, "-c", BEGINNING + STOPPED, server.url_unix], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as client:
+        try:
+            assert client.stdout.readline() == "ready\n"
+            os.kill(worker, signal.SIGSTOP)
+            client.stdin.write("go\n")
+            client.stdin.flush()
+            time.sleep(0.3)
+            client.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+            client.send_signal(signal.SIGINT)
+            assert client.stdout.readline() == "interrupted True\n"
+            os.kill(worker, signal.SIGCONT)
+            out, err = client.communicate("go\n", timeout=30)
+            assert out == "0.0 0 None\n", err
+        finally:
+            os.kill(worker, signal.SIGCONT)
+            client.kill()
+
+
+def test_at_any_moment_the_lock_is_let_go_of():
+    """Signals at moments of all kinds, into calls that do nothing but take the lock, and into requests."""
+    assert run("""
+import random
+random.seed(1)
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+found = [0, 0]
+def look():
+    if connection._lock.acquire(blocking=False):
+        connection._lock.release()
+        held.append(False)
+end = time.monotonic() + 2.5
+while time.monotonic() < end:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-4, 4e-4))
+        while True:
+            connection._alone(int)
+            connection.kl_div(few, few)
+    except KeyboardInterrupt:
+        found[0] += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    held = []
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    if held != [False]:
+        found[1] += 1
+        break
+assert found[0] > 500, found
+print(found[1])
+""", "local:cpu") == "0\n"
+
+
+def test_a_handler_may_close_the_connection():
+    """...into whose request it came: that is over first. It may not ask for more there."""
+    assert run("""
+said = []
+def handler(*_):
+    try:
+        connection.ping()
+    except kld.KldBusyError as error:
+        said.append(str(error))
+    connection.close()
+    said.append(connection.closed)
+
+signal.signal(signal.SIGINT, handler)
+thread = interrupt(0.05, running=True)
+result = connection.kl_div(**long(2000))
+thread.join()
+assert result.grad_targets.shape == (2000, 4000) and connection._handle.value is None
+try:
+    connection.kl_div(few, few)
+except kld.KldConnectionError as error:
+    print(said[1], error)
+assert "in the middle of a call of this thread" in said[0]
+""", "local:cpu") == "True this connection was closed\n"
+
+
+@pytest.mark.parametrize("call", ['connection.attach("test/nobody", timeout=9)',
+                                  'kld.connect("unix:/nowhere/kld.sock", connect_timeout=9)'])
+def test_ctrl_c_ends_a_wait(server, call):
+    assert float(run(f"""
+thread = interrupt(0.3)
+start = time.monotonic()
+try:
+    {call}
+except KeyboardInterrupt:
+    print(time.monotonic() - start)
+thread.join()
+assert connection.kl_div(few, few).loss == 0
+""", server.url_unix)) < 2
+
+
+def test_a_connection_that_comes_behind_a_ctrl_c_is_closed(make_server):
+    """The worker lets nobody in while it is stopped."""
+    server = make_server()
+    worker = server.child("worker")
+    with subprocess.Popen([sys.executable, "-c", BEGINNING + """
+print("ready", flush=True)
+sys.stdin.readline()
+interrupt(0.3)
+try:
+    kld.connect(sys.argv[1], connect_timeout=20)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+sys.stdin.readline()
+for _ in range(100):
+    if connection.stats()["clients"] == int(sys.argv[2]):
+        break
+    time.sleep(0.05)
+print(connection.stats()["clients"])
+""", server.url_unix, "2"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          env=environment()) as client:
+        try:
+            assert client.stdout.readline() == "ready\n"
+            os.kill(worker, signal.SIGSTOP)
+            client.stdin.write("go\n")
+            client.stdin.flush()
+            assert client.stdout.readline() == "interrupted\n"
+            os.kill(worker, signal.SIGCONT)
+            out, err = client.communicate("go\n", timeout=30)
+            assert out == "2\n", (out, err)  # this one, and the gateway
+        finally:
+            os.kill(worker, signal.SIGCONT)
+            client.kill()
+
+
+def test_a_timeout_holds_behind_another_thread(server):
+    run("""
+over = threading.Event()
+def busy():
+    with connection._lock:
+        over.wait(20)
+thread = threading.Thread(target=busy)
+thread.start()
+time.sleep(0.1)
+start = time.monotonic()
+try:
+    connection.kl_div(few, few, timeout=0.3)
+    raise SystemExit("in time")
+except TimeoutError:
+    assert 0.25 < time.monotonic() - start < 5
+over.set()
+thread.join()
+assert connection.kl_div(few, few, timeout=30).loss == 0
+waits = threading.Thread(target=lambda: [connection.attach("test/nobody", timeout=2)])
+threading.excepthook = lambda _: None  # nobody publishes it
+waits.start()
+time.sleep(0.2)
+start = time.monotonic()
+assert connection.kl_div(few, few, timeout=1).loss == 0 and time.monotonic() - start < 1
+""", server.url_unix)
