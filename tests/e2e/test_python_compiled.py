@@ -61,6 +61,16 @@ def test_compiled(connection, reduction, forms):
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.parametrize("reduction", ["row", "sum"])
+def test_rows_that_are_left_out_get_no_gradient_whatever_backward_brings(connection, reduction):
+    z, t = pair(4, 6)
+    z.requires_grad_()
+    loss = compiled(lambda q, mask: functional.kl_div(q, t, reduction=reduction, input_form="logits", row_mask=mask,
+                                                      connection=connection))(z, torch.tensor([True, True, False, True]))
+    loss.backward(torch.full_like(loss, float("inf")))
+    assert torch.equal(z.grad[2], torch.zeros(6)) and not z.grad[0].isfinite().any()
+
+
 def test_compiled_modules_and_errors(connection, server):
     module = nn.KLDivLoss(reduction="batchmean", input_form="logits", connection=connection)
     model = torch.compile(torch.nn.Linear(8, 20), backend="aot_eager")

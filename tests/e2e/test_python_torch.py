@@ -266,6 +266,24 @@ def test_a_gradient_with_a_retained_graph_is_the_callers(connection, factor):
         assert torch.equal(mine, right)
 
 
+@pytest.mark.parametrize("forms", [("logprobs", "probs"), ("logits", "logits")], ids="-".join)
+@pytest.mark.parametrize("reduction", ["none", "row", "sum", "mean"])
+def test_rows_that_are_left_out_get_no_gradient_whatever_backward_brings(connection, reduction, forms):
+    """sqrt() of a distance of 0 brings inf."""
+    q, p = (torch.randn(4, 6, requires_grad=True) for _ in range(2))
+    mask = torch.tensor([[1, 1], [0, 1]], dtype=torch.uint8)
+    for factor in (float("inf"), float("nan"), 2.0):
+        loss = functional.kl_div(q.reshape(2, 2, 6), p.reshape(2, 2, 6), reduction=reduction, input_form=forms[0],
+                                 target_form=forms[1], row_mask=mask, connection=connection)
+        for gradient in torch.autograd.grad(loss, (q, p), torch.full_like(loss, factor)):
+            assert torch.equal(gradient[2], torch.zeros(6))
+            assert forms[1] == "probs" or gradient[0].isfinite().any() == (factor == 2)
+    if reduction == "row":
+        distance = functional.kl_div(q, p, reduction="row", divergence="js", input_form="logits", target_form="logits",
+                                     row_mask=mask.flatten(), connection=connection).sqrt().sum()
+        assert torch.autograd.grad(distance, q)[0].isfinite().all()
+
+
 def test_what_gets_no_gradient_is_refused(connection):
     q, p = data((6, 11))
     for name, value in (("temperature", torch.tensor(2.0)), ("row_weights", torch.ones(6))):

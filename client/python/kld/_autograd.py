@@ -6,6 +6,7 @@ for the loss, and not for the number that backward() begins with (_ptx.py).
 """
 from __future__ import annotations
 
+import math
 from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -278,7 +279,12 @@ class KlDiv(torch.autograd.Function):
         if _keeps_graph is not None and not _keeps_graph():
             ctx.gradients = None  # autograd keeps them: no copy
         kept = ctx.gradients is not None
-        return (*(one if one is None else _times(one, grad_output, reduction, kept) for one in gradients), None)
+        if reduction in ("none", "row"):
+            grad_output = without_masked(grad_output, ctx.job.row_mask, reduction)
+        made = [one if one is None else _times(one, grad_output, reduction, kept) for one in gradients]
+        if reduction not in ("none", "row") and ctx.job.row_mask is not None and _is_bad_number(grad_output):
+            made = [one if one is None else _left_out(one, ctx.job.row_mask) for one in made]
+        return (*made, None)
 
 
 def loss_alone(predictions: torch.Tensor, targets: Any, job: Job) -> torch.Tensor:
@@ -293,6 +299,24 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def without_masked(grad_output: torch.Tensor, row_mask: Optional[torch.Tensor], reduction: str) -> torch.Tensor:
+    """0 for the rows that are left out, whatever backward brings for their losses: sqrt() brings inf for those of 0."""
+    if row_mask is None:
+        return grad_output
+    rows = grad_output.shape[:-1] if reduction == "none" else grad_output.shape
+    out = row_mask.to(grad_output.device).reshape(rows) == 0
+    return grad_output.masked_fill(out.unsqueeze(-1) if reduction == "none" else out, 0)
+
+
+def _is_bad_number(factor: torch.Tensor) -> bool:
+    """inf or NaN. On a GPU nobody waits to know."""
+    return factor.is_cpu and _has_memory(factor) and not math.isfinite(float(factor))
+
+
+def _left_out(gradient: torch.Tensor, row_mask: torch.Tensor) -> torch.Tensor:
+    return gradient.masked_fill((row_mask.reshape(gradient.shape[:-1]) == 0).unsqueeze(-1), 0)
 
 
 def _times(gradient: torch.Tensor, factor: torch.Tensor, reduction: str, kept: bool) -> torch.Tensor:
@@ -317,4 +341,4 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 __all__ = ["DTYPES", "Job", "KlDiv", "check", "check_device", "check_dtype", "loss_alone", "no_gradient", "over",
-           "rows_vector", "scaled"]
+           "rows_vector", "scaled", "without_masked"]

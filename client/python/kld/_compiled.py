@@ -169,7 +169,7 @@ if HAS_OPERATORS:
             ctx.late = asked.texts, asked.names, ctx.wanted, asked.connection
             ctx.save_for_backward(*inputs[:2], *asked[:3])
         else:
-            ctx.save_for_backward(*output[1:])
+            ctx.save_for_backward(*output[1:], asked.row_mask)
 
     def _backward(ctx: Any, grad_output: Optional[Tensor], *_: Any) -> Any:
         gradients: Any = (None, None)
@@ -179,10 +179,14 @@ if HAS_OPERATORS:
                 input, target, *more = ctx.saved_tensors
                 gradients = _late_op(input, target, factor, *more, *ctx.late)
             else:
+                *made, row_mask = ctx.saved_tensors
                 factor = factor.unsqueeze(-1) if ctx.rows else factor
                 # Not in 16 bits, which the factor may not fit.
                 gradients = [(one.to(torch.promote_types(one.dtype, torch.float32)) * factor).to(one.dtype)
-                             if want else None for one, want in zip(ctx.saved_tensors, ctx.wanted)]
+                             if want else None for one, want in zip(made, ctx.wanted)]
+                if row_mask is not None:  # 0, whatever the factor is
+                    gradients = [None if one is None else one.masked_fill(
+                        (row_mask.reshape(one.shape[:-1]) == 0).unsqueeze(-1), 0) for one in gradients]
         return (*(one if want else None for one, want in zip(gradients, ctx.wanted)), *([None] * len(_Rest._fields)))
 
     _loss_op.register_autograd(_backward, setup_context=_setup)
