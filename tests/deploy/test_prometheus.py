@@ -218,11 +218,12 @@ def test_a_full_gateway_is_seen(tmp_path):
     try:
         wait_until(prometheus.up, 30, "a scrape")
         idle = wait_until(lambda: [ratio()] if ratio() is not None else None, 30, "the record")[0]
-        assert idle < 0.2
+        assert idle < 0.1
         load = subprocess.Popen([BIN / "kld", "bench", "--server", server.http, "--shape", "2x8", "--in-flight", "64",
                                  "--seconds", "60"], stdout=subprocess.DEVNULL)
         try:
-            wait_until(lambda: ratio() > 0.4, 40, "the rise")
+            # Near 1 where client, gateway and worker have a CPU each; far less where they share two with others.
+            wait_until(lambda: ratio() > 5 * max(idle, 0.01), 40, "the rise")
         finally:
             load.terminate()
             load.wait(30)
