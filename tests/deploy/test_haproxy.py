@@ -291,7 +291,7 @@ def test_an_overload_is_not_multiplied(replicas, capsys):
     told = rejections()
     with capsys.disabled():
         print(f"\n  20 requests were told busy {told:.0f} times", end="")
-    assert told <= 20 + 3
+    assert told <= 20 + 6  # once, or twice where the machine stood still for a second
     for connection in held:
         connection.close()
     wait_until(lambda: plain.request() is None, 10, "room")
