@@ -30,9 +30,11 @@ RULES = {
                 "server/secrets.h", "server/stats.h"], ["cjson/cJSON.h"]),
     "server/supervisor": (["proto/", "server/config.h", "server/log.h", "server/role.h",
                            "server/secrets.h", "server/stats.h", "server/uv_pool.h", "server/supervisor/"], ["uv.h"]),
-    "server/worker": (["proto/", "kernels/backend.h", "server/config.h", "server/descriptors.h", "server/log.h",
+    "server/worker": (["proto/", "kernels/backend.h", "server/config.h", "server/descriptors.h",
+                       "server/failed_lines.h", "server/log.h",
                        "server/role.h", "server/stats.h", "server/uv_pool.h", "server/worker/"], ["uv.h"]),
-    "server/gateway": (["proto/", "client/kld.h", "server/config.h", "server/descriptors.h", "server/log.h",
+    "server/gateway": (["proto/", "client/kld.h", "server/config.h", "server/descriptors.h",
+                        "server/failed_lines.h", "server/log.h",
                         "server/role.h", "server/secrets.h", "server/stats.h", "server/uv_pool.h", "server/gateway/"], ["uv.h", "microhttpd.h", "zlib.h", "gnutls/",
                         "seccomp.h"]),
     "client": (["proto/", "client/"], []),
@@ -43,6 +45,8 @@ RULES = {
 EXCEPTIONS = {
     "kernels/backends.c": (["kernels/cuda/cuda.h"], []),
     "client/local.c": (["kernels/backend.h"], []),
+    "server/failed_lines.c": (["server/failed_lines.h", "server/log.h"], ["uv.h"]),
+    "server/failed_lines.h": ([], ["uv.h"]),
     "server/uv_pool.c": (["server/uv_pool.h"], ["uv.h"]),
     "server/uv_pool.h": ([], ["uv.h"]),
 }
