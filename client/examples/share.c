@@ -82,6 +82,7 @@ struct process {
     struct kld_connection *connection;
     struct kld_error error;
     struct kld_server_info info;
+    unsigned char uuid[16]; /* of the GPU that the memory lies on, and with it the events */
     struct kld_region *region;
     char *host; /* CPU: the region itself. GPU: what is copied to and from it */
     int on_gpu;
@@ -102,19 +103,19 @@ static int gpu_open(struct process *process) {
     struct gpu *gpu = &process->gpu;
     void *library = dlopen("libcuda.so.1", RTLD_NOW), *context = NULL;
     int device = 0;
-    unsigned char uuid[16], handle[64];
+    unsigned char handle[64];
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         void *function = library ? dlsym(library, names[i]) : NULL;
         if (!function)
             return 1;
         memcpy((void **)gpu + i, &function, sizeof function);
     }
-    return gpu->init(0) || gpu->device_get(&device, 0) || gpu->device_uuid(uuid, device) ||
+    return gpu->init(0) || gpu->device_get(&device, 0) || gpu->device_uuid(process->uuid, device) ||
            gpu->context_retain(&context, device) || gpu->context_set(context) ||
            gpu->alloc(&process->device, MEMORY_BYTES) ||
            gpu->memory_handle(&handle, process->device) ||
            gpu->stream_create(&process->stream, STREAM_NON_BLOCKING) ||
-           kld_region_import_cuda_ipc(process->connection, handle, uuid, MEMORY_BYTES, 0,
+           kld_region_import_cuda_ipc(process->connection, handle, process->uuid, MEMORY_BYTES, 0,
                                       MEMORY_BYTES, &process->region, &process->error);
 }
 
@@ -183,8 +184,8 @@ static int open_events(struct process *process) {
     struct event_handle ours, theirs;
     return gpu->event_create(&process->ready, EVENT_INTERPROCESS) ||
            gpu->event_handle(&ours, process->ready) ||
-           kld_event_import(process->connection, ours.bytes, process->info.device_uuid,
-                            &process->wait, &process->error) ||
+           kld_event_import(process->connection, ours.bytes, process->uuid, &process->wait,
+                            &process->error) ||
            kld_event_create(process->connection, theirs.bytes, &process->record, &process->error) ||
            gpu->event_open(&process->done, theirs);
 }
