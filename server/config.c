@@ -52,6 +52,7 @@ static const struct {
     {"drain_ms", 0, 3600000},
     {"restart_ms_max", 1, 3600000},
     {"pool_bytes_max", 0, UINT64_MAX >> 1},
+    {"client_pool_bytes_max", 0, UINT64_MAX >> 1},
     {"http_threads", 0, 64},
     {"http_deadline_ms", 0, UINT32_MAX},
     {"http_wait_ms", 0, 3600000},

@@ -69,6 +69,7 @@
     X(BYTES, region_bytes_max, "1T", "one region")                                                 \
     X(BYTES, client_region_bytes_max, "1T", "all regions of one Unix client")                      \
     X(BYTES, pool_bytes_max, "0", "memory pool of the device; 0: half of its memory")              \
+    X(BYTES, client_pool_bytes_max, "0", "of that for one Unix client; 0: half of it")             \
     X(BYTES, staging_bytes_max, "1G", "shared memory for HTTP bodies and results")                 \
     X(BYTES, body_bytes_max, "64G", "one HTTP body")                                               \
     X(BYTES, json_bytes_max, "16M", "the JSON part of an HTTP body")                               \

@@ -3,9 +3,12 @@
 #include "server/worker/peer.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #define GROUPS_MAX 256 /* supplementary groups that are looked at */
@@ -83,4 +86,17 @@ bool kld_peer_is_dead(int pidfd, pid_t pid) {
     if (pidfd >= 0)
         return poll(&process, 1, 0) == 1;
     return pid > 0 && kill(pid, 0) != 0 && errno == ESRCH;
+}
+
+bool kld_peer_is_sibling(pid_t pid) {
+    char path[32], text[256];
+    snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
+    int fd = pid > 0 && pid != getpid() ? open(path, O_RDONLY | O_CLOEXEC) : -1;
+    ssize_t bytes = fd >= 0 ? read(fd, text, sizeof text - 1) : 0;
+    if (fd >= 0)
+        close(fd);
+    text[bytes > 0 ? bytes : 0] = '\0';
+    const char *name_end = strrchr(text, ')'); /* "PID (NAME) STATE PARENT ...": any name */
+    int parent;
+    return name_end && sscanf(name_end, ") %*c %d", &parent) == 1 && parent == (int)getppid();
 }

@@ -29,5 +29,7 @@ int kld_peer_pidfd(int fd);
 /* Has that process ended? Its parent need not have looked. Without a pidfd (-1) only a process that
  * has a number in our PID namespace and whose number is free again counts as dead. */
 bool kld_peer_is_dead(int pidfd, pid_t pid);
+/* Is it another child of the process that started this one, as the gateway is? */
+bool kld_peer_is_sibling(pid_t pid);
 
 #endif

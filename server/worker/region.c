@@ -15,6 +15,7 @@
 #include "server/worker/cuda_file.h"
 #include "server/worker/kept.h"
 #include "server/worker/publish.h"
+#include "server/worker/quota.h"
 
 #define SLOT_MASK (((uint64_t)1 << KLD_REGION_SLOT_BITS) - 1)
 
@@ -122,37 +123,6 @@ static enum kld_status check_frame(const struct kld_frame_region_add *frame,
     return KLD_OK;
 }
 
-static enum kld_status check_count(const struct kld_session *session, struct kld_error *err) {
-    if (session->worker->draining)
-        return kld_error_set(err, KLD_UNAVAILABLE, "the server is going away; connect again");
-    if (session->regions_count >= session->worker->options.config->client_regions_max ||
-        session->regions_count > SLOT_MASK)
-        return kld_error_set(err, KLD_TOO_LARGE,
-                             "%u regions of this connection exist, the most allowed",
-                             session->regions_count);
-    return KLD_OK;
-}
-
-static enum kld_status check_quota(const struct kld_session *session, uint64_t bytes,
-                                   struct kld_error *err) {
-    const struct kld_config *config = session->worker->options.config;
-    uint64_t total;
-    enum kld_status status = check_count(session, err);
-    if (status)
-        return status;
-    if (bytes > config->region_bytes_max)
-        return kld_error_set(err, KLD_TOO_LARGE,
-                             "a region of %" PRIu64 " bytes; at most %" PRIu64 " are allowed",
-                             bytes, config->region_bytes_max);
-    if (__builtin_add_overflow(session->region_bytes, bytes, &total) ||
-        total > config->client_region_bytes_max)
-        return kld_error_set(err, KLD_TOO_LARGE,
-                             "all regions of this connection would have over %" PRIu64
-                             " bytes, the most allowed",
-                             config->client_region_bytes_max);
-    return KLD_OK;
-}
-
 /* ---- The session's table --------------------------------------------------------------------- */
 
 /* Puts the region in a free place and gives it an id that this connection never had. */
@@ -183,6 +153,10 @@ static void gauges_add(struct kld_region *region, int sign) {
     session->region_bytes += sign > 0 ? bytes : -bytes;
     worker->regions += (uint64_t)(int64_t)sign;
     worker->region_bytes += sign > 0 ? bytes : -bytes;
+    if (region->kind == KLD_REGION_POOL) {
+        session->pool_bytes += sign > 0 ? bytes : -bytes;
+        worker->pool_bytes += session->is_gateway ? 0 : sign > 0 ? bytes : -bytes;
+    }
     kld_stats_set(worker->stats, KLD_STAT_worker_regions, worker->regions);
     kld_stats_set(worker->stats, KLD_STAT_worker_region_bytes, worker->region_bytes);
     kld_worker_pool_counted(worker);
@@ -341,7 +315,8 @@ enum kld_status kld_worker_region_add(struct kld_session *session,
     struct kld_worker *worker = session->worker;
     struct stat stat = {0};
     enum kld_status status;
-    if ((status = check_frame(frame, err)) || (status = check_quota(session, frame->bytes, err)))
+    if ((status = check_frame(frame, err)) ||
+        (status = kld_quota_check(session, frame->kind, frame->bytes, err)))
         return status;
     if (frame->kind == KLD_REGION_MEMFD)
         status = check_memfd(frame, fd, &stat, err);
@@ -433,7 +408,7 @@ enum kld_status kld_worker_region_attach(struct kld_session *session,
                                          struct kld_publication *publication,
                                          struct kld_region **ret_region, struct kld_error *err) {
     const struct kld_region *owner = publication->region;
-    enum kld_status status = check_count(session, err);
+    enum kld_status status = kld_quota_check_count(session, err);
     if (status)
         return status;
     struct kld_region *region = calloc(1, sizeof *region);

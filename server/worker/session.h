@@ -72,6 +72,7 @@ struct kld_session {
     uid_t uid;
     pid_t pid;
     int pidfd;                    /* of that process; -1: none. Closed with the session */
+    bool is_gateway;              /* that process is the server's own */
     char name[KLD_WIRE_NAME_MAX]; /* from HELLO; "" before; safe to log */
 
     uint64_t trace_target;          /* the request that the next is of; 0: none */
@@ -91,6 +92,7 @@ struct kld_session {
     uint32_t regions_size;            /* entries of that table; grows up to client_regions_max */
     uint32_t regions_count;           /* every state */
     uint64_t region_bytes;            /* of them */
+    uint64_t pool_bytes;              /* of those in the device's pool */
     uint64_t region_serial;           /* the high bits of the newest id */
     struct kld_cuda_file *cuda_files; /* in the kernel's order; grows with the regions */
     uint32_t cuda_files_count, cuda_files_size;

@@ -28,6 +28,7 @@
  * have in flight, so that clients whose events do not come leave room for others. */
 #define KLD_WAITS_MAX 32
 #define KLD_CLIENT_WAITS_MAX 16 /* of one client */
+#define KLD_POOL_FLOOR_PART 16  /* one in so many bytes of the pool is for no client's regions */
 #define KLD_HEALTH_MS 500       /* between two looks at an idle device, see health.h */
 
 struct kld_worker_options {
@@ -101,6 +102,7 @@ struct kld_worker {
     uint64_t epoch, started_ns;
     uint64_t requests_total, errors_total, kernel_ns_total, bytes_total;
     uint64_t regions, region_bytes;
+    uint64_t pool_bytes; /* of regions in the device's pool, but for the gateway's */
 };
 
 enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_worker_options *options,

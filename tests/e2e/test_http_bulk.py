@@ -510,7 +510,7 @@ def pool_region(server, size):
 
 def test_what_is_kept_refuses_no_unix_client(make_server):
     """He waits for it; but not for what will not come, be it that it is no help or that the gateway hangs."""
-    server = make_server(pool_bytes_max="64M", **SMALL)
+    server = make_server(pool_bytes_max="64M", client_pool_bytes_max="1G", **SMALL)
     q, gateway = probabilities((1000, 1000), 33), server.child("gateway")
 
     def keeps():
@@ -518,12 +518,12 @@ def test_what_is_kept_refuses_no_unix_client(make_server):
         wait_until(lambda: server.metrics()[KEPT] or not server.metrics()[POOL], what="a buffer that is kept")
     for _ in range(3):
         keeps()
-        assert pool_region(server, 62 << 20) == 0
+        assert pool_region(server, 60 << 20) == 0
     keeps()
     assert pool_region(server, 65 << 20) == "no_memory"
     os.kill(gateway, signal.SIGSTOP)
     try:
-        assert pool_region(server, 62 << 20) in (0, "no_memory")
+        assert pool_region(server, 60 << 20) in (0, "no_memory")
     finally:
         os.kill(gateway, signal.SIGCONT)
     wait_until(lambda: server.metrics()[POOL] == 0, what="a free pool")

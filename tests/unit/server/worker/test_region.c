@@ -460,9 +460,58 @@ START_TEST(one_memfd_on_several_connections_is_mapped_once) {
 }
 END_TEST
 
+static uint64_t pool_region(int fd, uint64_t bytes) {
+    union kld_frame frame;
+    rig_region_frame(&frame, 60, KLD_REGION_POOL, bytes);
+    rig_send(fd, &frame);
+    rig_expect(fd, 60, KLD_FRAME_REGION, &frame);
+    return frame.as_REGION.region;
+}
+
+static void no_pool_region(int fd, uint64_t bytes, enum kld_status status, const char *text) {
+    union kld_frame frame;
+    rig_region_frame(&frame, 61, KLD_REGION_POOL, bytes);
+    rig_send(fd, &frame);
+    rig_expect_error(fd, 61, status, text);
+}
+
+/* Half of the pool by default; of all of it some is left to those who compute from host memory. */
+START_TEST(no_client_takes_the_whole_pool) {
+    start();
+    uint64_t pool = rig.worker.device->info.pool_bytes_max, floor = pool / KLD_POOL_FLOOR_PART;
+    int fd = rig_client(&rig), other = rig_client(&rig), third = rig_client(&rig);
+    no_pool_region(fd, pool / 2 + 1, KLD_TOO_LARGE, "the device's pool, the most allowed");
+    uint64_t region = pool_region(fd, pool / 2);
+    no_pool_region(fd, 1, KLD_TOO_LARGE, "the device's pool, the most allowed");
+    rig_region(fd, RIG_REGION_BYTES); /* which is not there */
+    pool_region(other, pool / 2 - floor);
+    no_pool_region(other, 1, KLD_NO_MEMORY, "the pool has no room for 1 bytes");
+    no_pool_region(third, 1, KLD_NO_MEMORY, "the pool has no room for 1 bytes");
+    rig_drop(fd, 62, region);
+    rig_expect(fd, 62, KLD_FRAME_DONE, NULL);
+    rig_until_stat(&rig, KLD_STAT_worker_regions, 2);
+    pool_region(third, pool / 4);
+    pool_region(fd, pool / 4);
+    close(fd);
+    close(other);
+    close(third);
+    end();
+    rig_init(&rig);
+    rig.config.client_pool_bytes_max = 100;
+    rig_start(&rig);
+    fd = rig_client(&rig);
+    pool_region(fd, 90);
+    no_pool_region(fd, 11, KLD_TOO_LARGE, "over 100 bytes of the device's pool");
+    close(fd);
+    end();
+}
+END_TEST
+
 START_TEST(who_finds_the_pool_full_waits_for_what_the_gateway_keeps) {
     union kld_frame frame;
-    start();
+    rig_init(&rig);
+    rig.config.client_pool_bytes_max = (uint64_t)1 << 30;
+    rig_start(&rig);
     int fd = rig_client(&rig);
     atomic_store(&rig.fake.fail_status, KLD_NO_MEMORY);
     atomic_store(&rig.fake.fail_call, 1);
@@ -472,7 +521,7 @@ START_TEST(who_finds_the_pool_full_waits_for_what_the_gateway_keeps) {
     ck_assert_uint_eq(atomic_load(&rig.stats->pool_wanted), 0);
     kld_stats_set(rig.stats, KLD_STAT_pool_kept_bytes, 4096);
     atomic_store(&rig.fake.fail_call, 1);
-    rig_region_frame(&frame, 11, KLD_REGION_POOL, (uint64_t)2 << 30);
+    rig_region_frame(&frame, 11, KLD_REGION_POOL, (uint64_t)1 << 30);
     rig_send(fd, &frame);
     rig_expect_error(fd, 11, KLD_NO_MEMORY, ""); /* no help: the pool has half of that */
     ck_assert_uint_eq(atomic_load(&rig.stats->pool_wanted), 0);
@@ -500,4 +549,4 @@ UNIT_MAIN("server/worker/region", ipc_handles_are_checked, one_descriptor_is_one
           parts_of_one_allocation_are_one_memory, table_grows_to_its_limit_and_reuses_places,
           quota_counts_what_is_still_condemned, client_leaves_while_regions_are_mapped,
           flood_of_region_adds_is_bounded, one_memfd_on_several_connections_is_mapped_once,
-          who_finds_the_pool_full_waits_for_what_the_gateway_keeps)
+          no_client_takes_the_whole_pool, who_finds_the_pool_full_waits_for_what_the_gateway_keeps)

@@ -1,0 +1,62 @@
+/* quota.c - see quota.h. Counts nothing itself (region.c). Worker process, loop thread. */
+#include "server/worker/quota.h"
+
+#include <inttypes.h>
+
+#include "server/worker/region.h"
+#include "server/worker/worker.h"
+
+enum kld_status kld_quota_check_count(const struct kld_session *session, struct kld_error *err) {
+    if (session->worker->draining)
+        return kld_error_set(err, KLD_UNAVAILABLE, "the server is going away; connect again");
+    if (session->regions_count >= session->worker->options.config->client_regions_max ||
+        session->regions_count > ((uint64_t)1 << KLD_REGION_SLOT_BITS) - 1)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "%u regions of this connection exist, the most allowed",
+                             session->regions_count);
+    return KLD_OK;
+}
+
+/* One client leaves room for others, and all of them for what the device itself and the gateway
+ * need to compute with tensors in host memory. */
+static enum kld_status check_pool(const struct kld_session *session, uint64_t bytes,
+                                  struct kld_error *err) {
+    const struct kld_worker *worker = session->worker;
+    uint64_t pool = worker->device->info.pool_bytes_max, total;
+    uint64_t most = worker->options.config->client_pool_bytes_max;
+    most = most ? most : pool / 2;
+    if (session->is_gateway || !pool)
+        return KLD_OK;
+    if (__builtin_add_overflow(session->pool_bytes, bytes, &total) || total > most)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "this connection would have over %" PRIu64
+                             " bytes of the device's pool, the most allowed",
+                             most);
+    most = pool - pool / KLD_POOL_FLOOR_PART;
+    if (__builtin_add_overflow(worker->pool_bytes, bytes, &total) || total > most)
+        return kld_error_set(err, KLD_NO_MEMORY,
+                             "the pool has no room for %" PRIu64 " bytes: %" PRIu64 " of %" PRIu64
+                             " are in regions",
+                             bytes, worker->pool_bytes, most);
+    return KLD_OK;
+}
+
+enum kld_status kld_quota_check(const struct kld_session *session, uint32_t kind, uint64_t bytes,
+                                struct kld_error *err) {
+    const struct kld_config *config = session->worker->options.config;
+    uint64_t total;
+    enum kld_status status = kld_quota_check_count(session, err);
+    if (status)
+        return status;
+    if (bytes > config->region_bytes_max)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "a region of %" PRIu64 " bytes; at most %" PRIu64 " are allowed",
+                             bytes, config->region_bytes_max);
+    if (__builtin_add_overflow(session->region_bytes, bytes, &total) ||
+        total > config->client_region_bytes_max)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "all regions of this connection would have over %" PRIu64
+                             " bytes, the most allowed",
+                             config->client_region_bytes_max);
+    return kind == KLD_REGION_POOL ? check_pool(session, bytes, err) : KLD_OK;
+}
