@@ -66,7 +66,6 @@ class Gpu:
 
     def __init__(self, index=0):
         self.lib = c.CDLL("libcuda.so.1")
-        self.waits = 0  # calls of this process that waited for the device
         self.call("cuInit", c.c_uint(0))
         device, context, uuid = c.c_int(), c.c_void_p(), (c.c_ubyte * 16)()
         self.call("cuDeviceGet", c.byref(device), c.c_int(index))
@@ -90,7 +89,6 @@ class Gpu:
         self.call("cuCtxSetCurrent", self.context)
 
     def call(self, name, *arguments):
-        self.waits += name.endswith(("Synchronize", "HtoD_v2", "DtoH_v2"))
         status = getattr(self.lib, name)(*arguments)
         if status != 0:
             raise GpuError(f"{name}: error {status}")
