@@ -97,7 +97,8 @@
     X(BYTES, staging_request_bytes_max, "256M",                                                    \
       "of staging for one request; a larger one goes piece by piece to the device's pool")         \
     X(BYTES, keep_buffer_bytes, "2G",                                                              \
-      "of each device's pool, kept half a second for the next request that goes piece by piece")   \
+      "of each device's pool, kept for the next request that goes piece by piece")                 \
+    X(COUNT, keep_buffer_ms, "10000", "how long; 0: not at all")                                   \
     X(COUNT, tensors_max, "256", "tensors that HTTP callers keep on the devices")                  \
     X(BYTES, tensor_bytes_max, "8G", "all of them together")                                       \
     X(BYTES, token_tensor_bytes_max, "4G", "those of one token")                                   \

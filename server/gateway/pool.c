@@ -296,7 +296,7 @@ static void ticked(uv_timer_t *timer) {
     look_at_waiting(pool);
     feed_starved(pool);
     kld_pool_look_at_wanted(pool);
-    kld_pool_forget_kept(pool, KLD_POOL_KEEP_MS * UINT64_C(1000000));
+    kld_pool_forget_kept(pool, pool->config->keep_buffer_ms * UINT64_C(1000000));
     if (!pool->running.first && !pool->waiting.first && !pool->starved.first && !pool->kept_bytes)
         uv_timer_stop(timer);
 }

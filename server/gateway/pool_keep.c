@@ -36,7 +36,7 @@ bool kld_pool_keep(struct kld_pool_buffer *buffer) {
     kld_pool_look_at_wanted(pool);
     if (most > pool->config->keep_buffer_bytes)
         most = pool->config->keep_buffer_bytes;
-    if (buffer->imported || pool->stopping || atomic_load(&buffer->lost) ||
+    if (buffer->imported || pool->stopping || !pool->config->keep_buffer_ms || atomic_load(&buffer->lost) ||
         now < pool->kept_again_ns || buffer->room_bytes > most ||
         pool->kept_bytes > most - buffer->room_bytes)
         return false;
@@ -75,6 +75,6 @@ void kld_pool_look_at_wanted(struct kld_pool *pool) {
     if (wanted == pool->wanted_seen)
         return;
     pool->wanted_seen = wanted;
-    pool->kept_again_ns = uv_hrtime() + KLD_POOL_KEEP_MS * UINT64_C(1000000);
+    pool->kept_again_ns = uv_hrtime() + KLD_POOL_ASIDE_MS * UINT64_C(1000000);
     kld_pool_forget_kept(pool, 0);
 }

@@ -87,8 +87,8 @@ def main():
     import oip
     from httplib import probabilities
     bench = Bench(options)
-    server = conftest.Server(staging_bytes_max="4G", staging_request_bytes_max="2G")
-    bulk = conftest.Server()
+    server = conftest.Server(staging_bytes_max="4G", staging_request_bytes_max="2G", keep_buffer_ms=None)
+    bulk = conftest.Server(keep_buffer_ms=None)
     results = {"commit": subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True,
                                         text=True).stdout.strip(),
                "cpus": os.cpu_count(), "rounds": options.rounds, "load_before": os.getloadavg()[0]}

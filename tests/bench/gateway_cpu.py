@@ -24,11 +24,12 @@ import oip  # noqa: E402
 from gateway import GIB, post  # noqa: E402
 from httplib import probabilities  # noqa: E402
 
-WHOLE = {"staging_bytes_max": "4G", "staging_request_bytes_max": "2G"}
+DEFAULT = {"keep_buffer_ms": None}
+WHOLE = {"staging_bytes_max": "4G", "staging_request_bytes_max": "2G", **DEFAULT}
 ROWS = 1 << 12
 IDLE = 2000
-CASES = {"upload_whole": (GIB, WHOLE), "upload_pieces": (GIB, {}), "json_1": (1, {}), "binary_1": (1, {}),
-         "json_64": (64, {}), "binary_64": (64, {}), "json_64_idle": (64, {})}
+CASES = {"upload_whole": (GIB, WHOLE), "upload_pieces": (GIB, DEFAULT), "json_1": (1, DEFAULT), "binary_1": (1, DEFAULT),
+         "json_64": (64, DEFAULT), "binary_64": (64, DEFAULT), "json_64_idle": (64, DEFAULT)}
 
 
 def usage(server, role):

@@ -83,6 +83,7 @@ class Server:
         flags.setdefault("http", "127.0.0.1:0")
         flags.setdefault("unix", str(self.folder / "kld.sock"))
         flags.setdefault("backend", backend)
+        flags.setdefault("keep_buffer_ms", 500)  # tests wait for free memory; measurements give None, for the default
         if "TEST_SANDBOX" in os.environ:  # make coverage: counters are files
             flags.setdefault("sandbox", os.environ["TEST_SANDBOX"])
         self.flags = flags

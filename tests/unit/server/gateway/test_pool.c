@@ -115,6 +115,7 @@ static struct kld_pool_buffer *open_buffer(uint64_t bytes) {
 
 START_TEST(what_was_dropped_is_used_again_for_a_while) {
     config.keep_buffer_bytes = 100000;
+    config.keep_buffer_ms = 500;
     setup();
     struct kld_pool_buffer *first = open_buffer(50000), *second = open_buffer(60000);
     int made = worker.regions_added;
@@ -137,12 +138,15 @@ START_TEST(what_was_dropped_is_used_again_for_a_while) {
     kld_pool_drop(second);
     kld_pool_drop(third);
     teardown();
-    config.keep_buffer_bytes = 0;
-    setup();
-    kld_pool_drop(open_buffer(50000));
-    open_buffer(50000);
-    ck_assert_int_eq(worker.regions_dropped, 1);
-    teardown();
+    for (int none = 0; none < 2; none++) {
+        config.keep_buffer_bytes = none ? 0 : 100000;
+        config.keep_buffer_ms = none ? 500 : 0;
+        setup();
+        kld_pool_drop(open_buffer(50000));
+        open_buffer(50000);
+        ck_assert_int_eq(worker.regions_dropped, 1);
+        teardown();
+    }
 }
 END_TEST
 
@@ -171,6 +175,7 @@ static void break_connection(void) {
 
 START_TEST(what_was_made_on_a_connection_is_lost_with_it_and_nothing_else) {
     config.keep_buffer_bytes = 100000;
+    config.keep_buffer_ms = 500;
     setup();
     struct kld_pool_buffer *old = open_buffer(4096), *kept = open_buffer(50000);
     ck_assert_int_eq(run_with(old, old), KLD_OK);
