@@ -32,8 +32,9 @@ static const struct kind crowd[] = {
     {TABLE_TOP, 1, {0, 0}, 0},          {TABLE_TOP, 5, {0, 0}, 1},
     {TABLE_TOP, 50, {0, 0}, 2},         {TABLE_EXTREME, 0, {0, 0}, 0},
     {TABLE_SPIKE, 90, {0, 0}, 3},       {TABLE_RESERVED, 0, {0, 0}, 0},
-    {TABLE_RESERVED, 1, {0, 0}, 0},
-#define FINITE_KINDS 31
+    {TABLE_RESERVED, 1, {0, 0}, 0},     {TABLE_MASKED, 251, {0, 0}, 0},
+    {TABLE_MASKED, 2, {0, 0}, 0},
+#define FINITE_KINDS 33
     {TABLE_BAD, 0, {0, 0}, 1},                                        /* NaN in the predictions */
     {TABLE_INFINITE, 0, {0, 0}, 0},     {TABLE_BAD, 0, {0, 0}, 3},    /* +inf */
     {TABLE_BAD, 0, {0, 0}, 4},                                        /* nothing but -inf */
@@ -78,7 +79,7 @@ void table_row_text(const struct table_case *at, uint64_t row, char *text, size_
         [TABLE_BAD] = "bad",       [TABLE_EXTREME] = "extreme",     [TABLE_AGREE] = "agree",
         [TABLE_LOWEST] = "lowest", [TABLE_HEAVY] = "heavy",         [TABLE_SPIKE] = "spike",
         [TABLE_TOP] = "top",       [TABLE_CONFIDENT] = "confident", [TABLE_RESERVED] = "reserved",
-        [TABLE_FINE] = "fine",
+        [TABLE_FINE] = "fine",     [TABLE_MASKED] = "masked",
     };
     struct kind kind = kind_of(at, row);
     text[0] = 0;
@@ -197,6 +198,8 @@ static void make_logits(const struct table_case *at, const struct kind *kind,
         bool reserved = i < 2560 / kld_dtype_bytes(at->dtype[0]) && i + 1 < classes;
         if (kind->data == TABLE_RESERVED && reserved)
             q[i] = p[i] = kind->noise > 0 ? -30 + q[i] : -1e4;
+        if (kind->data == TABLE_MASKED && i % (uint64_t)kind->noise == 1)
+            p[i] = -1e4;
         bool masked = i < classes / 8 || i % 3 == 1;
         if (kind->data == TABLE_LOWEST && masked && i + 1 < classes) {
             p[i] = LOWEST;
