@@ -133,6 +133,8 @@ struct kld_transport {
     enum kld_status (*publish)(struct kld_region *region, const char *name,
                                const struct kld_tensor_view *tensor, const uint32_t *uids,
                                uint32_t uids_count, struct kld_error *err);
+    enum kld_status (*published)(struct kld_connection *connection, const char *name,
+                                 struct kld_error *err);
     enum kld_status (*detach)(struct kld_connection *connection, const char *name,
                               struct kld_error *err);
     /* Together with event_bytes. handle: of an event to import, or where to write that of one to

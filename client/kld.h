@@ -22,7 +22,8 @@
  * Not safe are: a gradient over its own tensor in a region (over http: once its
  * reply has begun), a request whose inputs a later one in flight writes over, and whatever names a
  * pool region or a done event. Regions are registered again by themselves, all but pool regions,
- * whose contents are gone; published tensors are published again, attached ones attached again.
+ * whose contents are gone; published tensors are published again (see kld_published()), attached
+ * ones attached again.
  * What a server that shuts down no longer took is sent to the next one. Over http a server that
  * answers 503 is asked again until that deadline, however often it says so: not before its
  * Retry-After has passed, and 20 to 640 ms behind it, more with each answer and never all callers
@@ -197,6 +198,13 @@ KLD_EXPORT enum kld_status kld_publish(struct kld_connection *connection, const 
                                        struct kld_region *region,
                                        const struct kld_tensor_view *tensor, const uint32_t *uids,
                                        uint32_t uids_count, struct kld_error *err);
+/* KLD_OK: the tensor that this connection published under the name still is; or will be, as far as
+ * is known, when a lost server is back and libkld has waited or handled answers. Else why it could
+ * not be published again (KLD_EXISTS: by now another connection of this user has that name): it is
+ * not published, until kld_publish() is called again. KLD_NOT_FOUND: this connection published none
+ * of that name. Never blocks. */
+KLD_EXPORT enum kld_status kld_published(struct kld_connection *connection, const char *name,
+                                         struct kld_error *err);
 /* Takes a tensor that this connection published off its name. Requests in flight that read it end
  * as if nothing had happened; later ones end with KLD_GONE. Blocking. */
 KLD_EXPORT enum kld_status kld_detach(struct kld_connection *connection, const char *name,

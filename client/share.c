@@ -53,6 +53,14 @@ enum kld_status kld_publish(struct kld_connection *connection, const char *name,
     return connection->transport->publish(region, name, tensor, uids, uids_count, err);
 }
 
+enum kld_status kld_published(struct kld_connection *connection, const char *name,
+                              struct kld_error *err) {
+    if (!connection->transport->published)
+        return kld_unimplemented(connection, "published tensors", err);
+    enum kld_status status = check_name(name, err);
+    return status ? status : connection->transport->published(connection, name, err);
+}
+
 enum kld_status kld_detach(struct kld_connection *connection, const char *name,
                            struct kld_error *err) {
     if (!connection->transport->detach)

@@ -218,6 +218,8 @@ void kld_unix_attach_again(struct unix_connection *u, uint64_t now_ns);
 enum kld_status kld_unix_publish(struct kld_region *region, const char *name,
                                  const struct kld_tensor_view *tensor, const uint32_t *uids,
                                  uint32_t uids_count, struct kld_error *err);
+enum kld_status kld_unix_published(struct kld_connection *connection, const char *name,
+                                   struct kld_error *err);
 enum kld_status kld_unix_detach(struct kld_connection *connection, const char *name,
                                 struct kld_error *err);
 void kld_unix_publications_drop(struct unix_connection *u, const struct unix_region *region);

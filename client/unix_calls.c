@@ -313,6 +313,7 @@ const struct kld_transport kld_transport_unix = {
     .region_create_pool = kld_unix_region_create_pool,
     .region_attach = kld_unix_region_attach,
     .publish = kld_unix_publish,
+    .published = kld_unix_published,
     .detach = kld_unix_detach,
     .event_open = kld_unix_event_open,
     .event_release = kld_unix_event_release,

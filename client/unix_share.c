@@ -50,7 +50,8 @@ enum kld_status kld_unix_region_attach(struct kld_region *base, uint32_t uid, co
     enum kld_status status = kld_unix_region_begin(region, (enum kld_region_kind)0, err);
     if (status)
         return status;
-    if (uid == KLD_WIRE_UID_OWN && publication_find(u, name))
+    const struct unix_publication *own = uid == KLD_WIRE_UID_OWN ? publication_find(u, name) : NULL;
+    if (own && own->state != UNIX_REGION_FAILED)
         return kld_error_set(err, KLD_INVALID,
                              "this connection publishes that tensor itself; use its region");
     region->attached = true;
@@ -162,9 +163,12 @@ enum kld_status kld_unix_publish(struct kld_region *base, const char *name,
     if (uids_count > KLD_WIRE_UIDS_MAX)
         return kld_error_set(err, KLD_INVALID, "%u users; at most %d can be named", uids_count,
                              KLD_WIRE_UIDS_MAX);
-    if (publication_find(u, name))
+    struct unix_publication *publication = publication_find(u, name);
+    if (publication && publication->state != UNIX_REGION_FAILED)
         return kld_error_set(err, KLD_EXISTS, "this connection publishes that name already");
-    struct unix_publication *publication = calloc(1, sizeof *publication);
+    if (publication)
+        publication_free(u, publication);
+    publication = calloc(1, sizeof *publication);
     if (!publication)
         return kld_error_set(err, KLD_NO_MEMORY, "no memory for a published tensor");
     publication->region = (struct unix_region *)base;
@@ -199,6 +203,19 @@ enum kld_status kld_unix_publish(struct kld_region *base, const char *name,
     if (status)
         publication_free(u, publication);
     return status;
+}
+
+enum kld_status kld_unix_published(struct kld_connection *connection, const char *name,
+                                   struct kld_error *err) {
+    const struct unix_publication *publication = publication_find(unix_of(connection), name);
+    if (!publication)
+        return kld_error_set(err, KLD_NOT_FOUND,
+                             "this connection publishes no tensor of that name");
+    if (publication->state != UNIX_REGION_FAILED)
+        return KLD_OK;
+    return kld_error_set(err, publication->error.status,
+                         "not published again after its server was lost: %.180s",
+                         publication->error.text);
 }
 
 enum kld_status kld_unix_detach(struct kld_connection *connection, const char *name,

@@ -189,6 +189,24 @@ print(connection.kl_div(q, q).loss, flush=True)
 """
 
 
+def test_what_is_not_published_again_is_told(make_server):
+    """Another connection of the user takes the name of one that was lost with its server."""
+    server, values = make_server(http=""), probabilities(1, SHAPE)
+    with kld.connect(server.url_unix) as teacher, kld.connect(server.url_unix) as other:
+        published = teacher.publish("test/again", values)
+        for _ in range(2):
+            server.kill_child("worker")
+            teacher.kl_div(values, values)
+            published.check()
+        server.kill_child("worker")
+        with other.publish("test/again", values):
+            with pytest.raises(kld.KldError, match="not published again after its server was lost"):
+                wait_until(published.check, what="the refusal")
+        published.close()
+        published.check()  # of what is closed nothing is wanted
+        teacher.publish("test/again", values).close()
+
+
 def test_ctrl_c_gives_a_request_up(make_server):
     """The worker is stopped, so the request waits; after it the connection works."""
     server = make_server()

@@ -106,6 +106,7 @@ _FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kld_region_import_cuda_fd": (c.c_int, (_HANDLE, c.c_int, c.c_char_p, c.c_uint64, c.c_uint64,
                                             c.c_uint64, _OUT)),
     "kld_publish": (c.c_int, (_HANDLE, c.c_char_p, _HANDLE, _P(TensorView), _P(c.c_uint32), c.c_uint32)),
+    "kld_published": (c.c_int, (_HANDLE, c.c_char_p)),
     "kld_detach": (c.c_int, (_HANDLE, c.c_char_p)),
     "kld_attach": (c.c_int, (_HANDLE, c.c_char_p, c.c_uint64, _OUT, _P(TensorView))),
     "kld_attach_from": (c.c_int, (_HANDLE, c.c_uint32, c.c_char_p, c.c_uint64, _OUT, _P(TensorView))),

@@ -55,6 +55,16 @@ class Published(_Shared):
         self.array = array
         self._view = view  # keeps the memory
 
+    def check(self) -> None:
+        """Raises why not if it could not be published again after a lost server: then close() it and publish
+        another. Returns at once."""
+        self.connection._alone(self._check)
+
+    def _check(self) -> None:
+        if not self.closed:
+            _library.call("kld_process", self.connection._handle, 0)
+            _library.call("kld_published", self.connection._handle, self.name.encode())
+
     def close(self) -> None:
         """Takes the tensor off its name. Twice is allowed."""
         if self.closed:

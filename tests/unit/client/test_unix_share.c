@@ -238,6 +238,46 @@ START_TEST(test_a_lost_worker_is_told_again) {
 }
 END_TEST
 
+static enum kld_status teacher_published(void) {
+    ck_assert_int_eq(kld_process(teacher, 2, &error), KLD_OK);
+    return kld_published(teacher, "teacher/logits", &error);
+}
+
+/* Somebody else of the user has taken the name meanwhile. */
+START_TEST(test_what_is_not_published_again_is_told) {
+    setup();
+    struct kld_tensor_view view = tensor_view();
+    view.offset_bytes = 0;
+    ck_assert_int_eq(teacher_published(), KLD_NOT_FOUND);
+    publish();
+    ck_assert_int_eq(teacher_published(), KLD_OK);
+    worker.hang_up = 1;
+    for (int i = 0; i < 500 && worker.hang_up; i++)
+        usleep(1000);
+    ck_assert_int_eq(kld_published(teacher, "teacher/logits", &error),
+                     KLD_OK); /* for all it knows */
+    ck_assert_int_eq(kld_publish(student, "teacher/logits", predictions, &view, NULL, 0, &error),
+                     KLD_OK);
+    enum kld_status status = KLD_OK;
+    for (int i = 0; i < 2000 && status == KLD_OK; i++)
+        status = teacher_published();
+    ck_assert_int_eq(status, KLD_EXISTS);
+    ck_assert_ptr_nonnull(strstr(error.text, "not published again after its server was lost: "));
+    view.offset_bytes = 64;
+    ck_assert_int_eq(kld_publish(teacher, "teacher/logits", logits, &view, NULL, 0, &error),
+                     KLD_EXISTS);
+    ck_assert_int_eq(kld_detach(student, "teacher/logits", &error), KLD_OK);
+    ck_assert_int_eq(teacher_published(), KLD_NOT_FOUND); /* the call above failed, too */
+    publish();
+    ck_assert_int_eq(teacher_published(), KLD_OK);
+    struct kld_connection *local = NULL;
+    ck_assert_int_eq(kld_connect("local:", NULL, &local, &error), KLD_OK);
+    ck_assert_int_eq(kld_published(local, "t", &error), KLD_UNIMPLEMENTED);
+    kld_close(local);
+    teardown();
+}
+END_TEST
+
 START_TEST(test_another_shape_is_gone) {
     setup();
     publish();
@@ -422,6 +462,7 @@ END_TEST
 
 UNIT_MAIN("client/unix_share", test_published_tensors_are_attached,
           test_names_and_users_are_checked, test_attaching_waits_for_the_publisher,
-          test_a_lost_worker_is_told_again, test_another_shape_is_gone, test_events_and_early,
+          test_a_lost_worker_is_told_again, test_what_is_not_published_again_is_told,
+          test_another_shape_is_gone, test_events_and_early,
           test_a_loss_behind_an_early_answer_is_told, test_priorities_are_told_to_each_worker,
           test_cuda_allocations_by_descriptor, test_what_is_attached_is_a_tensor)
