@@ -39,6 +39,7 @@ void kld_unix_connect(struct unix_connection *u) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     memcpy(address.sun_path, u->path, sizeof address.sun_path);
     u->socket = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    u->owner = getpid();
     if (u->socket >= 0 && connect(u->socket, (struct sockaddr *)&address, sizeof address) == 0 &&
         kld_connection_watch(&u->base, u->socket, KLD_TAG_SOCKET, EPOLLIN, NULL) == KLD_OK) {
         union kld_frame frame;
@@ -55,9 +56,7 @@ void kld_unix_connect(struct unix_connection *u) {
     } else if (errno == EPROTOTYPE || errno == ENOTSOCK) {
         refuse(u, KLD_INVALID, "there is no kld socket at this path but something else");
     }
-    if (u->socket >= 0)
-        close(u->socket);
-    u->socket = -1;
+    kld_unix_hang_up(u);
     u->state = UNIX_DOWN;
     kld_unix_retry_later(u);
 }

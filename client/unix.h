@@ -112,6 +112,7 @@ struct unix_connection {
     char path[108];      /* of the socket */
     char base_path[108]; /* of device 0's socket, once it went elsewhere; "": not yet known */
     int socket;          /* -1 while down */
+    pid_t owner;         /* whose socket it is: not that of a child made by fork() */
     enum unix_state state;
     bool welcomed;        /* at least once: `welcome` is valid */
     bool doomed;          /* the worker told that its device is lost */
@@ -155,6 +156,8 @@ void kld_unix_event(struct kld_connection *connection, uint64_t tag, uint32_t ev
 /* unix_lost.c: the connection is gone. What may run again is queued again; the next try is armed.
  */
 void kld_unix_lose(struct unix_connection *u);
+/* Closes the socket, if there is one: for the server at once, whoever else has it. */
+void kld_unix_hang_up(struct unix_connection *u);
 
 /* unix_device.c */
 /* What is about to be registered, a region or an event, lies on the card with this UUID: goes over

@@ -60,9 +60,7 @@ static void let_go(struct kld_call_list *list) {
 static void unix_close(struct kld_connection *connection) {
     struct unix_connection *u = unix_of(connection);
     u->closing = true;
-    if (u->socket >= 0)
-        close(u->socket);
-    u->socket = -1;
+    kld_unix_hang_up(u);
     let_go(&u->queued);
     let_go(&u->sent);
     memset(u->stages, 0, sizeof u->stages); /* their regions go with all others */
@@ -206,6 +204,11 @@ static enum kld_status unix_info(struct kld_connection *connection,
     return KLD_OK;
 }
 
+/* What is taken back from a server that is lost: its successor never hears of it. */
+static bool has_gone_with_it(const struct unix_connection *u, const union kld_frame *frame) {
+    return frame->header.type == KLD_FRAME_DETACH && u->state != UNIX_UP;
+}
+
 enum kld_status kld_unix_ask(struct unix_connection *u, const union kld_frame *frame,
                              enum kld_frame_type expected, struct kld_error *err) {
     struct unix_control *control = &u->control;
@@ -216,11 +219,13 @@ enum kld_status kld_unix_ask(struct unix_connection *u, const union kld_frame *f
     kld_unix_flush(u);
     uint64_t deadline = kld_now_ns() + u->base.options.connect_timeout_ns;
     enum kld_status status = KLD_OK;
-    while (!control->ended && !status && kld_now_ns() < deadline)
+    while (!control->ended && !status && kld_now_ns() < deadline && !has_gone_with_it(u, frame))
         status = kld_connection_step(&u->base, deadline, err);
     control->wanted = false;
     if (status)
         return status;
+    if (!control->ended && has_gone_with_it(u, frame))
+        return KLD_OK;
     if (!control->ended)
         return kld_error_set(err, KLD_UNAVAILABLE, "the server did not answer in %.1f s",
                              (double)u->base.options.connect_timeout_ns / 1e9);

@@ -3,6 +3,7 @@
  * thread that owns the connection. */
 #include <linux/kcmp.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -107,10 +108,18 @@ static void settle(struct unix_connection *u, struct unix_call *call) {
     }
 }
 
-void kld_unix_lose(struct unix_connection *u) {
+void kld_unix_hang_up(struct unix_connection *u) {
+    /* A child made by fork() has the socket too, and would keep the server from seeing its end; its
+     * own close does not end what is its parent's. */
+    if (u->socket >= 0 && u->owner == getpid())
+        (void)shutdown(u->socket, SHUT_RDWR);
     if (u->socket >= 0)
         close(u->socket);
     u->socket = -1;
+}
+
+void kld_unix_lose(struct unix_connection *u) {
+    kld_unix_hang_up(u);
     u->want_write = false;
     if (u->state == UNIX_UP) {
         u->down_since_ns = kld_now_ns();

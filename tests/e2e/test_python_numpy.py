@@ -332,6 +332,10 @@ def test_empty_says_what_is_wrong(connection):
         connection.empty(3, int)
     with pytest.raises(TypeError, match="is not a dtype"):
         connection.empty(3, "float33")
+    assert connection.empty(np.int64(3)).shape == connection.empty((np.int64(3),)).shape == (3,)
+    for shape in (3.5, "3", None, [1.5]):
+        with pytest.raises(TypeError, match="a shape is a whole number or several"):
+            connection.empty(shape)
 
 
 def test_zeros_follow_the_limit(connection):
@@ -385,3 +389,10 @@ def test_arrays_by_dlpack(connection):
     np.testing.assert_array_equal(mine.grad_predictions, right.grad_predictions)
     with pytest.raises(kld.KldTypeError, match="predictions has dtype int64"):
         connection.kl_div(Dlpack(np.ones((2, 3), dtype=np.int64)), P)
+
+
+@pytest.mark.parametrize("weight", [2.0, np.float32(2), np.array(2.0), np.array(2, np.float32)])
+def test_one_row_and_what_its_loss_is_weighed_with(connection, weight):
+    one = connection.kl_div(Q[0], P[0], reduction="row").grad_predictions
+    np.testing.assert_array_equal(connection.kl_div(Q[0], P[0], reduction="row", grad_output=weight).grad_predictions,
+                                  2 * one)

@@ -241,6 +241,67 @@ def test_memory_of_a_published_array_goes_with_it(server):
         wait_until(lambda: connection._tidy() or connection._memory.cached_bytes > 0, 5, "memory given back")
 
 
+def test_a_child_made_by_fork_keeps_no_connection_open(connections, server):
+    """...that its parent closes. Nor does it end the parent's."""
+    student = connections[1]
+    program = """
+import os, sys, numpy as np, kld
+connection = kld.connect(sys.argv[1])
+connection.publish("test/forked", np.ones((4, 8)) / 8)
+stay, leave = os.pipe()
+if os.fork() == 0:
+    from kld import _library
+    if sys.argv[2] == "child":
+        _library.library().kld_close(connection._handle)
+    print("child", flush=True)
+    os.close(leave)
+    os.read(stay, 1)
+    os._exit(0)
+sys.stdin.readline()
+if sys.argv[2] == "parent":
+    connection.close()
+print("on", flush=True)
+sys.stdin.readline()
+"""
+    for who in ("parent", "child"):
+        with subprocess.Popen([sys.executable, "-c", program, server.url_unix, who], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, text=True, env=environment()) as process:
+            assert process.stdout.readline() == "child\n"
+            student.attach("test/forked").close()
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "on\n"
+            if who == "parent":
+                wait_until(lambda: not attachable(student, "test/forked"), 5, "the end of what was published")
+            else:
+                student.attach("test/forked").close()
+            process.stdin.close()
+
+
+def attachable(student, name):
+    try:
+        student.attach(name).close()
+    except kld.KldLookupError:
+        return False
+    return True
+
+
+def test_what_went_wrong_is_not_hidden_by_a_server_that_is_gone(make_server):
+    server = make_server()
+    with pytest.raises(RuntimeError, match="mine"):
+        with kld.connect(server.url_unix, connect_timeout=9) as connection:
+            with connection.publish("test/hidden", probabilities(1, SHAPE)):
+                server.stop()
+                start = time.monotonic()
+                raise RuntimeError("mine")
+    assert time.monotonic() - start < 5
+
+
+def test_a_number_is_no_tensor_to_publish(connections):
+    with pytest.raises(ValueError, match="0 dimensions; kld takes 1 to 8"):
+        connections[0].publish("test/scalar", np.float32(3))
+
+
 def test_an_attached_tensor_that_nobody_has_any_more_is_let_go_of(connections, server):
     """Beyond the regions that a client may have, 1024."""
     teacher, student = connections

@@ -284,6 +284,51 @@ def test_rows_that_are_left_out_get_no_gradient_whatever_backward_brings(connect
         assert torch.autograd.grad(distance, q)[0].isfinite().all()
 
 
+def test_parameters_where_no_gradient_is_asked_for(connection):
+    q, p = (one.detach() for one in data((6, 11)))
+    two, weights = torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.ones(6))
+    more = {"input_form": "logits", "connection": connection}
+    with torch.no_grad():
+        assert functional.kl_div(q, p, temperature=two, row_weights=weights, **more) == functional.kl_div(
+            q, p, temperature=2.0, **more)
+        assert connection.kl_div(torch.nn.Parameter(p), p).loss == 0
+
+
+def test_a_temperature_that_is_changed_in_place(connection):
+    q, p = (one.detach() for one in data((6, 11)))
+    temperature, more = torch.tensor(1.0), {"input_form": "logits", "connection": connection}
+    for value in (1.0, 2.0, 4.0, 2.0):
+        temperature.fill_(value)
+        assert functional.kl_div(q, p, temperature=temperature, **more) == functional.kl_div(
+            q, p, temperature=value, **more)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0,)])
+def test_nothing_to_compute_is_said(connection, shape):
+    for reduction in ("mean", "none", "row"):
+        for wanted in (False, True):
+            with pytest.raises(kld.KldValueError, match="dimension [01] of the shape is 0"):
+                functional.kl_div(torch.ones(shape, requires_grad=wanted), torch.ones(shape), reduction=reduction,
+                                  connection=connection)
+
+
+@pytest.mark.filterwarnings("ignore:reduction")
+@pytest.mark.parametrize("reduction", ["mean", "batchmean", "sum", "none"])
+def test_without_dimensions(connection, reduction):
+    q, p = torch.tensor(-0.5, requires_grad=True), torch.tensor(0.5)
+    found = functional.kl_div(q, p, reduction=reduction, connection=connection)
+    right = torch.nn.functional.kl_div(q, p, reduction=reduction)
+    torch.testing.assert_close(found, right)
+    torch.testing.assert_close(torch.autograd.grad(found, q), torch.autograd.grad(right, q))
+
+
+def test_what_is_no_connection(server):
+    for call in (lambda: functional.kl_div(torch.ones(2, 3), torch.ones(2, 3), connection=server.url_unix),
+                 lambda: functional.empty(3, connection=server.url_unix)):
+        with pytest.raises(kld.KldTypeError, match="connection is what kld.connect.. gives, not str"):
+            call()
+
+
 def test_what_gets_no_gradient_is_refused(connection):
     q, p = data((6, 11))
     for name, value in (("temperature", torch.tensor(2.0)), ("row_weights", torch.ones(6))):

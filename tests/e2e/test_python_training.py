@@ -241,6 +241,18 @@ def test_views_that_negate(connection):
     z, t = numbers(4, 6)
     turned = torch.complex(torch.zeros(4, 6), -t).conj().imag
     assert turned.is_neg() and step(z, turned) == step(z, t)
+    more = {"reduction": "sum", "input_form": "logits", "connection": connection}
+    weights = torch.complex(torch.zeros(1), torch.tensor([-2.0])).conj().imag  # of one row: contiguous
+    assert weights.is_neg() and weights.is_contiguous()
+    assert functional.kl_div(z[:1], t[:1], row_weights=weights, **more) == functional.kl_div(
+        z[:1], t[:1], row_weights=[2.0], **more)
+    with pytest.raises(TypeError, match="row_weights has dtype torch.complex64; it holds real numbers"):
+        functional.kl_div(z, t, row_weights=torch.ones(4, dtype=torch.complex64), **more)
+    one = torch.randn(1, 1, requires_grad=True)  # asks again in the backward pass, with what that brings
+    late = functional.kl_div(one, torch.full((1, 1), 0.7), **{**more, "reduction": "none", "divergence": "tv"})
+    weigh = torch.complex(torch.zeros(1, 1), torch.ones(1, 1)).conj().imag
+    for found in (torch.autograd.grad(late, one, weigh, retain_graph=True),):
+        assert torch.equal(found[0], torch.autograd.grad(late, one, torch.full((1, 1), -1.0))[0])
     leaf = z.clone().requires_grad_()
     step(torch.complex(torch.zeros(4, 6), -leaf).conj().imag, t).backward()
     other = z.clone().requires_grad_()

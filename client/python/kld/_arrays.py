@@ -69,7 +69,7 @@ def _plain(name: str, value: Any) -> Any:
         raise KldUnsupportedError(Status.UNIMPLEMENTED, _surroundings.TRANSFORMED)
     _surroundings.refuse_special(value)
     _autograd.check_device(name, value)
-    return value.resolve_neg()
+    return value.detach().resolve_neg()
 
 
 def _as_array(name: str, value: Any) -> np.ndarray[Any, Any]:

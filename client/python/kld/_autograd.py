@@ -87,6 +87,7 @@ def rows_vector(name: str, value: Any, leading: Tuple[int, ...], device: torch.d
     tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value, device=device)
     _surroundings.refuse_special(tensor)
     check_device(name, tensor)
+    tensor = tensor.resolve_neg()
     if tensor.device != device:
         raise KldValueError(Status.INVALID, f"{name} is on {tensor.device} and input on {device}; they must be on "
                             "one device")
@@ -94,6 +95,8 @@ def rows_vector(name: str, value: Any, leading: Tuple[int, ...], device: torch.d
         if tensor.dtype not in (torch.bool, torch.uint8):
             raise KldTypeError(Status.INVALID, f"row_mask has dtype {tensor.dtype}; it is bool or uint8, and 0 "
                                "leaves a row out")
+    elif tensor.is_complex():
+        raise KldTypeError(Status.INVALID, f"{name} has dtype {tensor.dtype}; it holds real numbers")
     else:
         tensor = tensor.to(torch.float32)
     rows = 1
@@ -236,7 +239,7 @@ _keeps_graph = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph
 
 def scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """gradient * factor in place, on a GPU; nothing is touched where the factor is 1."""
-    gpu = _cuda.gpu(gradient.get_device())
+    gpu, factor = _cuda.gpu(gradient.get_device()), factor.resolve_neg()
     with gpu.current():
         gpu.scale(gradient.data_ptr(), DTYPES[gradient.dtype], gradient.numel(), factor.data_ptr(),
                   DTYPES[factor.dtype], current_stream(gpu.ordinal))
@@ -270,7 +273,7 @@ class KlDiv(torch.autograd.Function):
                 raise KldUnsupportedError(Status.UNIMPLEMENTED, "a batch of grad_outputs (is_grads_batched) for the "
                                           "reduction \"none\" of logits; expected one at a time")
             _, gradients = ctx.job.run((saved[0].detach(), targets), ctx.needs_input_grad[:2],
-                                       grad_output.contiguous())
+                                       grad_output.resolve_neg().contiguous())
             return (*gradients, None)
         gradients = ctx.gradients
         if gradients is None:

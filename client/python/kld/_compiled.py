@@ -92,7 +92,7 @@ def _gradients_fake(input: Tensor, target: Tensor, wanted: List[bool]) -> Tuple[
 def _late(input: Tensor, target: Tensor, grad_output: Tensor, *rest: Any) -> Tuple[Tensor, Tensor]:
     """The gradients for a grad_output that is known."""
     asked = _Rest(*rest)
-    _, (first, second) = asked.job(input).run((input, target), asked.wanted, grad_output.contiguous())
+    _, (first, second) = asked.job(input).run((input, target), asked.wanted, grad_output.resolve_neg().contiguous())
     return (input.new_empty(0) if first is None else first, input.new_empty(0) if second is None else second)
 
 
@@ -200,7 +200,7 @@ def _problem(given: Dict[str, Any], texts: Tuple[Any, ...], log_target: bool, ro
     if not isinstance(log_target, bool):
         return ["type", f"log_target is a bool, not {type(log_target).__name__}"]
     for name, value in given.items():
-        if isinstance(value, Tensor) and value.requires_grad:
+        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
             return ["value", _autograd.no_gradient(name)]
         if isinstance(value, (Tensor, np.ndarray)) and value.shape != ():
             return ["type", f"{name} is a number, not of shape {tuple(value.shape)}"]
@@ -229,7 +229,7 @@ def kl_div(input: Tensor, target: Tensor, parameters: Parameters, log_target: bo
     """Often traced; what is wrong with the arguments is said when the graph runs, in the words that it is said in
     elsewhere."""
     reduction = parameters.reduction
-    if input.dim() == 0 and reduction in ("mean", "sum", "none") and target.dim() == 0:
+    if input.dim() == 0 and reduction in ("mean", "batchmean", "sum", "none") and target.dim() == 0:
         return kl_div(input.reshape(1), target.reshape(1), parameters, log_target, row_weights, row_mask,
                       connection, timeout).reshape(())
     names, values = (*Parameters._fields[TEXTS:], "timeout"), (*parameters[TEXTS:], timeout)

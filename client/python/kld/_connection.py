@@ -32,7 +32,8 @@ from ._errors import (KldBusyError, KldConnectionError, KldLookupError, KldTimeo
                       KldUnsupportedError, KldValueError, Status)
 from ._memory import Memory
 from ._opening import certificates, one_url, opened
-from ._request import PLANS_MAX, SLICE_MS, Call, Parameters, Plan, check_number, row_stride, timeout_ns
+from ._request import PLANS_MAX, SLICE_MS, Call, Parameters, Plan, check_number, check_shape, row_stride, sizes_of, \
+    timeout_ns
 
 if TYPE_CHECKING:
     from ._device import Devices
@@ -183,7 +184,7 @@ class Connection:
         leading = q.shape[:-1]
         loss_shape = q.shape if reduction == "none" else leading if reduction == "row" else None
         loss_dtype = "float64" if "float64" in (q.dtype, p.dtype) else "float32"
-        number = grad_output if grad_output is None or np.ndim(grad_output) == 0 and not loss_shape else None
+        number = grad_output if grad_output is None or np.ndim(grad_output) == 0 and loss_shape is None else None
         parameters = Parameters(divergence, reduction, sides.form("predictions", predictions_form),
                                 sides.form("targets", targets_form), temperature, beta, skew, weight, scale,
                                 normalizer, number)
@@ -233,9 +234,7 @@ class Connection:
         """An array, its contents anything, in memory that the server shares: kl_div() reads and writes
         it, and whatever views of it are made, without a copy. It may outlive the connection. Over http:
         and local: it is ordinary memory."""
-        sizes = (shape,) if isinstance(shape, int) else tuple(int(size) for size in shape)
-        if any(size < 1 for size in sizes):
-            raise KldValueError(Status.INVALID, f"shape {sizes}; each dimension is at least 1")
+        sizes = sizes_of(shape)
         name = _arrays.name_of(dtype)
         size = _arrays.dtype_of(name).itemsize
         for dimension in sizes:
@@ -254,6 +253,7 @@ class Connection:
                                       f"{self.url}")
         sides = _arrays.Sides(self, array, array)
         view = sides.predictions
+        check_shape(view.shape)
         if view.ordinal is None:
             span = self._alone(lambda: self._memory.find(view.address, 1))
             if span is None or not span.region or row_stride(view) is None:

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import ctypes as c
 import math
+import operator
+import sys
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
 
 from . import _library
 from ._errors import KldError, KldTypeError, KldValueError, Status, from_status
@@ -56,6 +60,9 @@ class Parameters(NamedTuple):
     grad_output: Optional[float] = None
 
 
+NUMBERS = Parameters._fields[4:]
+
+
 def row_stride(view: View) -> Optional[int]:
     """Bytes from one row to the next, if that says where all rows are; None if the layout is another, or
     not aligned, and the tensor must be copied first. 0: rows follow each other."""
@@ -85,7 +92,7 @@ def row_stride(view: View) -> Optional[int]:
 
 def check_no_gradient(name: str, value: Any) -> None:
     """A tensor of PyTorch that would wait for its gradient in vain."""
-    if getattr(value, "requires_grad", False):
+    if getattr(value, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
         raise KldValueError(Status.INVALID, no_gradient(name))
 
 
@@ -104,13 +111,27 @@ def check_number(name: str, value: Any) -> float:
                            f"{name} is a number, not {type(value).__name__}") from None
 
 
-def _fill_op(made: _library.Op, parameters: Parameters, shape: Tuple[int, ...]) -> None:
-    """An op without tensors. libkld knows the names, and says what is wrong with others."""
+def check_shape(shape: Tuple[int, ...]) -> None:
     if not 1 <= len(shape) <= _library.RANK_MAX:
         raise KldValueError(Status.INVALID, f"{len(shape)} dimensions; kld takes 1 to {_library.RANK_MAX}, the "
                             "last of which holds the classes")
     if 0 in shape:
         raise KldValueError(Status.INVALID, f"dimension {shape.index(0)} of the shape is 0")
+
+
+def sizes_of(shape: Any) -> Tuple[int, ...]:
+    """The shape of an array to be made: a number, or numbers."""
+    try:
+        sizes = (operator.index(shape),) if isinstance(shape, (int, np.integer)) else tuple(map(operator.index, shape))
+    except TypeError:
+        raise KldTypeError(Status.INVALID, f"a shape is a whole number or several, not {shape!r}") from None
+    if any(size < 1 for size in sizes):
+        raise KldValueError(Status.INVALID, f"shape {sizes}; each dimension is at least 1")
+    return sizes
+
+
+def _fill_op(made: _library.Op, parameters: Parameters, shape: Tuple[int, ...]) -> None:
+    """An op without tensors. libkld knows the names, and says what is wrong with others."""
     _library.library().kld_op_init(c.byref(made))
     for name, text in zip(Parameters._fields[:4], parameters[:4]):
         if not isinstance(text, str):
@@ -167,6 +188,7 @@ class Call:
 
     def __init__(self, connection: Connection, parameters: Parameters, shape: Tuple[int, ...],
                  timeout: Optional[float], where: Optional[Where] = None) -> None:
+        check_shape(shape)
         self.connection, self.where = connection, where
         self._parameters, self._shape, self._timeout = parameters, shape, timeout
         self._layout: List[Tuple[int, int, int]] = []

@@ -9,10 +9,10 @@ import ctypes as c
 import math
 import operator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Optional, Sequence, Tuple, Type
+from typing import TYPE_CHECKING, Any, Callable, Optional, Sequence, Tuple, Type
 
 from . import _library
-from ._errors import KldConnectionError, KldTypeError, KldValueError, Status
+from ._errors import KldConnectionError, KldError, KldTypeError, KldValueError, Status
 from ._request import View, row_stride
 
 if TYPE_CHECKING:
@@ -39,11 +39,20 @@ class _Shared:
 
     def __exit__(self, kind: Optional[Type[BaseException]], value: Optional[BaseException],
                  traceback: Optional[TracebackType]) -> None:
-        self.close()
+        _quietly(self.close, kind is not None)
 
     def __repr__(self) -> str:
         end = " (closed)" if self.closed else ""
         return f"<kld.{type(self).__name__} {self.name!r} {self.form} {self.dtype}{list(self.shape)}{end}>"
+
+
+def _quietly(close: Callable[[], None], wanted: bool) -> None:
+    """wanted: an exception is on its way already, which is not to be hidden by another."""
+    try:
+        close()
+    except KldError:
+        if not wanted:
+            raise
 
 
 class Published(_Shared):

@@ -18,7 +18,7 @@ from ._autograd import DTYPES, Job, KlDiv, check, loss_alone, over, rows_vector
 from ._connection import Connection
 from ._default import default_connection
 from ._errors import KldTypeError, KldValueError, Status
-from ._request import Parameters
+from ._request import NUMBERS, Parameters, check_no_gradient, sizes_of
 from ._share import Attached
 
 
@@ -38,6 +38,12 @@ def _is_plain(input: Any, target: Any) -> bool:
             and input.layout == target.layout == torch.strided and not input.is_neg() and not target.is_neg()
             and (input.is_cpu and target.is_cpu
                  or input.is_cuda and target.is_cuda and input.get_device() == target.get_device()))
+
+
+def _checked(connection: Any) -> Connection:
+    if not isinstance(connection, Connection):
+        raise KldTypeError(Status.INVALID, f"connection is what kld.connect() gives, not {type(connection).__name__}")
+    return connection
 
 
 def _resolved(tensor: Any) -> Any:
@@ -92,6 +98,11 @@ def kl_div(input: torch.Tensor, target: Any, size_average: Optional[bool] = None
         connection = target.connection
     if connection is None:
         connection = default_connection(input.get_device() if input.is_cuda else None)
+    elif type(connection) is not Connection:
+        _checked(connection)
+    for name, value in zip(NUMBERS, parameters[-len(NUMBERS):]):
+        if value is not None:
+            check_no_gradient(name, value)  # before autograd, inside of which nothing asks for gradients
     leading, device = tuple(input.shape[:-1]), input.device
     job = Job(connection, parameters,
               None if row_weights is None else rows_vector("row_weights", row_weights, leading, device),
@@ -101,7 +112,7 @@ def kl_div(input: torch.Tensor, target: Any, size_average: Optional[bool] = None
     apply: Callable[..., torch.Tensor] = KlDiv.apply if wanted else loss_alone
     if isinstance(target, Attached):
         return apply(input, target.view(connection), job)
-    if input.dim() == 0 and reduction in ("mean", "sum", "none"):
+    if input.dim() == 0 and reduction in ("mean", "batchmean", "sum", "none"):
         return apply(input.reshape(1), target.reshape(1), job).reshape(())
     return apply(input, target, job)
 
@@ -110,13 +121,10 @@ def empty(*shape: Union[int, Sequence[int]], dtype: torch.dtype = torch.float32,
           connection: Optional[Connection] = None, requires_grad: bool = False) -> torch.Tensor:
     """torch.empty() on the CPU, in memory that the server shares: kl_div() uses it without a copy. It may
     outlive the connection. (Of CUDA tensors any will do.)"""
-    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    made = tuple(int(size) for size in sizes)  # type: ignore[arg-type]
+    made = sizes_of(shape[0] if len(shape) == 1 else shape)
     if dtype not in DTYPES:
         raise KldTypeError(Status.INVALID, f"dtype {dtype}; kld takes " + ", ".join(map(str, DTYPES)))
-    if any(size < 1 for size in made):
-        raise KldValueError(Status.INVALID, f"shape {made}; each dimension is at least 1")
-    used = default_connection() if connection is None else connection
+    used = default_connection() if connection is None else _checked(connection)
     size = torch.empty((), dtype=dtype).element_size()
     for dimension in made:
         size *= dimension
