@@ -7,9 +7,9 @@
  * keep_buffer_ms, keep_buffer_bytes in all and a quarter of the device's pool, for an OPEN that
  * wants about as much: the pages of new memory cost a CPU as much as to fill them. When another
  * client of the worker finds the device's pool full, what is kept is given back, and for
- * KLD_POOL_ASIDE_MS nothing is. It holds then what its last user left: who opens a buffer writes it before he reads
- * it. An OPEN that finds the device's pool full waits in turn until there is room or nobody wants
- * it any more; one for more than there ever is ends with KLD_TOO_LARGE.
+ * KLD_POOL_ASIDE_MS nothing is. It holds then what its last user left: who opens a buffer writes it
+ * before he reads it. An OPEN that finds the device's pool full waits in turn until there is room
+ * or nobody wants it any more; one for more than there ever is ends with KLD_TOO_LARGE.
  *
  * A job, the buffers and the staging memory it names belong to the pool from kld_pool_submit()
  * until done(). Senders keep their deadlines themselves (deadline.h), because this thread may be

@@ -36,8 +36,8 @@ bool kld_pool_keep(struct kld_pool_buffer *buffer) {
     kld_pool_look_at_wanted(pool);
     if (most > pool->config->keep_buffer_bytes)
         most = pool->config->keep_buffer_bytes;
-    if (buffer->imported || pool->stopping || !pool->config->keep_buffer_ms || atomic_load(&buffer->lost) ||
-        now < pool->kept_again_ns || buffer->room_bytes > most ||
+    if (buffer->imported || pool->stopping || !pool->config->keep_buffer_ms ||
+        atomic_load(&buffer->lost) || now < pool->kept_again_ns || buffer->room_bytes > most ||
         pool->kept_bytes > most - buffer->room_bytes)
         return false;
     buffer->kept_ns = now;
