@@ -161,7 +161,8 @@ KLD_EXPORT enum kld_status kld_region_import_cuda_fd(struct kld_connection *conn
                                                      uint64_t base_bytes, uint64_t offset_bytes,
                                                      uint64_t bytes, struct kld_region **ret_region,
                                                      struct kld_error *err);
-/* A buffer in the server's device pool: filled and read by kld_copy(), lost with the worker, and
+/* A buffer in the server's device pool, of which a connection may have half, or what the server's
+ * client_pool_bytes_max says: filled and read by kld_copy(), lost with the worker, and
  * with the connection to it (kld_losses()). unix and local. */
 KLD_EXPORT enum kld_status kld_region_create_pool(struct kld_connection *connection, uint64_t bytes,
                                                   struct kld_region **ret_region,
