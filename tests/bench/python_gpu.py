@@ -4,7 +4,8 @@ PyTorch and by kld, in this process (local:) and by a server (--server unix:PATH
 of the predictions; and a training step against the bare kernel.
 
 `call`: between two events around one call, the device idle before, as KernelBench measures. `step`: 50 calls
-behind each other, per call. `host`: how long the call keeps the CPU. Medians, in milliseconds; rounds are
+behind each other, per call. `bare`: as many calls of libkld behind each other, over local: on the current stream, without
+autograd, whose answers are not waited for. `host`: how long the call keeps the CPU. Medians, in milliseconds; rounds are
 paired. Extra memory of the first two calls after one of a few rows: the most that PyTorch allocates beyond the inputs
 and, where it is wanted, their gradient, and what is then gone from the card, for good or until the connection is closed.
 The environment's PYTORCH_CUDA_ALLOC_CONF (expandable_segments:True) chooses the allocator.
@@ -26,6 +27,8 @@ for folder in (HERE.parents[1] / "client/python/examples", HERE.parents[1] / "py
     sys.path.insert(0, str(folder))
 import kernelbench_98 as task  # noqa: E402
 import kld  # noqa: E402
+import kld._autograd  # noqa: E402
+import kld._request  # noqa: E402
 
 STEPS = 50
 
@@ -73,6 +76,13 @@ def extra_memory(warm_up, function):
         function()
     torch.cuda.synchronize()
     return {"allocated": torch.cuda.max_memory_allocated() - allocated, "gone": max(0, free - free_memory())}
+
+
+def bare_call(connection, predictions, targets, gradient):
+    """The kernel and what launches it: a request of a loss and, where wanted, the gradient."""
+    parameters = kld._request.Parameters(reduction="batchmean", predictions_form="probs", targets_form="probs")
+    job = kld._autograd.Job(connection, parameters)
+    return lambda: job.run((predictions, targets), (gradient, False))
 
 
 def aims(line, checks, extra, name):
@@ -131,7 +141,8 @@ def main():
         torch.cuda.empty_cache()
     copied = {" ".join(key): copied_by(connections[key[0]], job) for key, job in jobs.items() if key[0] in connections}
     times = {key: {"call": [], "step": [], "host": []} for key in jobs}
-    gradient = torch.empty_like(predictions)
+    launch = {"forward": bare_call(connections["local"], predictions, targets, False),
+              "both": bare_call(connections["local"], predictions, targets, True)}
     bare = {"forward": [], "both": []}
     for _ in range(args.rounds):
         for key, job in jobs.items():
@@ -139,8 +150,9 @@ def main():
             times[key]["call"].append(between_events(job))
             times[key]["host"].append(on_host(job))
             times[key]["step"].append(between_events(job, STEPS if key[0] != "eager" else 5))
-        for what, out in (("forward", {}), ("both", {"grad_predictions": gradient})):
-            bare[what].append(connections["local"].kl_div(predictions, targets, grad=False, out=out).kernel_s * 1e3)
+        for what, job in launch.items():
+            job()
+            bare[what].append(between_events(job, STEPS))
     report = {"what": "python_gpu", "shape": [args.rows, args.rows], "dtype": "FP32", "commit": args.commit,
               "card": torch.cuda.get_device_name(0), "torch": torch.__version__, "mps": args.mps,
               "driver": subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],

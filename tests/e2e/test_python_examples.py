@@ -96,6 +96,24 @@ def test_kernelbench_tells_gradients_apart(monkeypatch, factor, good):
             task.compare(mine, theirs, predictions, targets)
 
 
+def test_kernelbench_looks_at_small_gradients(monkeypatch):
+    """Those of peaked targets are up to 1e13 times smaller than others."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    task = importlib.import_module("kernelbench_98")
+    torch.manual_seed(0)
+
+    def mine(predictions, targets):
+        given = predictions.clone()
+        given.register_hook(lambda gradient: gradient * (gradient.abs() > 1e-4 * gradient.abs().max()))
+        return task.ModelNew()(given, targets)
+
+    pairs = {what: pair for what, *pair in task.structured(300, 300, "cpu")}
+    for what in ("peaked targets", "rows that differ"):
+        task.compare(task.ModelNew(), task.Model(), *pairs[what])
+        with pytest.raises(AssertionError, match="not close"):
+            task.compare(mine, task.Model(), *pairs[what])
+
+
 @pytest.mark.parametrize("name, arguments, digits", [("distil_digits.py", [], None), (
     "teacher_student.py", ["unix:/nowhere/kld.sock"], "/nowhere/images.npz")], ids=["unset", "wrong"])
 def test_without_digits_it_is_said_what_to_set(tmp_path, name, arguments, digits):

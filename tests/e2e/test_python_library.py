@@ -297,3 +297,29 @@ def test_threads_take_turns(server, way):
         for thread in threads:
             thread.join(60)
     assert not failures
+
+
+def test_a_child_made_while_another_thread_connects():
+    """It has its own lock of the default connection: the parent's may be taken for ever."""
+    program = """
+import os, signal, threading, kld
+from kld import _default
+taken, over = threading.Event(), threading.Event()
+def hold():
+    with _default._lock:
+        taken.set()
+        over.wait(20)
+thread = threading.Thread(target=hold)
+thread.start()
+taken.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(5)
+    os._exit(0 if kld.kl_div([[0.5, 0.5]], [[0.5, 0.5]]).loss == 0 else 1)
+print(os.waitpid(child, 0)[1])
+over.set()
+thread.join()
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=60,
+                          env=environment(KLD_SERVER="local:cpu"))
+    assert done.stdout == "0\n", done.stderr

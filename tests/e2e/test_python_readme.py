@@ -51,19 +51,51 @@ def test_the_measured_numbers():
     def row(beginning):
         return next(cells[1:] for cells in rows if cells[0].startswith(beginning))
 
-    def said(measure):
-        return [", ".join(measure(ms[f"{where} {what}"], ms[f"eager {what}"]) for what in ("forward", "both"))
-                for where in ("local", "server")]
+    def figures(cells):
+        return [float(figure) for cell in cells for figure in re.findall(r"[-+]?\d+\.?\d*", cell)]
 
-    per_call = said(lambda mine, eager: f"{mine['times_eager']:.2f}")
-    assert row("5 times eager") == [*per_call, "missed but by `local:` with the gradient"]
-    assert [figure >= "5" for figure in re.findall(r"\d\.\d+", str(per_call))] == [False, True, False, False]
-    in_a_row = said(lambda mine, eager: f"{eager['step'] / mine['step']:.2f}")
-    assert row("the same, calls") == [*in_a_row, "met"] and min(re.findall(r"\d\.\d+", str(in_a_row))) > "5"
-    over = said(lambda mine, eager: f"{mine['step_over_bare']:+.1%}".replace("%", " %"))
-    assert row("at most 2 %") == [*over, "missed by the server, with the gradient"]
-    assert ms["local both"]["step_over_bare"] <= 0.02 < ms["server both"]["step_over_bare"]
-    assert row("forward, calls") == [f"{ms[f'{who} forward']['step']:.3f}" for who in ("eager", "local", "server")]
-    assert row("forward, one") == [f"{ms[f'{who} forward']['call']:.3f}" for who in ("eager", "local", "server")]
-    step = json.loads((results / "python-overhead-cpu.json").read_text())["added_us"]["torch, step"]
-    assert step > 60 and f"training step, too: {step:.0f} us more than C's call, where 60" in README.read_text()
+    def measured(measure):
+        return [measure(ms[f"{where} {what}"], what) for where in ("local", "server") for what in ("forward", "both")]
+
+    def holds(beginning, values, digits, aim, verdict):
+        """The figures are those; which of them meet the aim; what is said of it."""
+        cells = row(beginning)
+        assert figures(cells[:-1]) == [round(value, digits) for value in values] and cells[-1] == verdict
+        return [aim(value) for value in values]
+
+    assert holds("5 times eager", measured(lambda mine, _: mine["times_eager"]), 2, lambda value: value >= 5,
+                 "missed but by `local:` with the gradient") == [False, True, False, False]
+    assert all(holds("the same, calls", measured(lambda mine, what: ms[f"eager {what}"]["step"] / mine["step"]), 2,
+                     lambda value: value >= 5, "met"))
+    kernels = json.loads((results / "kernels-h200.json").read_text())["results"]
+    bare = {what: next(one["ms"] for one in kernels if one["gradient"] == (what == "both") and not one["alike"]
+                       and (one["divergence"], one["form"], one["dtype"], one["rows"], one["classes"])
+                       == ("forward_kl", "probs", "FP32", 16384, 16384)) for what in ("forward", "both")}
+    assert holds("at most 2 %", measured(lambda mine, what: 100 * (mine["step"] / bare[what] - 1)), 1,
+                 lambda value: value <= 2, "missed but by `local:` without the gradient") == [True, False, False, False]
+    text = " ".join(README.read_text().split())
+    one_call = json.loads((results / "python-h200.json").read_text())["bare_kernel_ms"]
+    assert f"({bare['forward']:.3f} ms, {bare['both']:.3f} with the gradient)" in text
+    assert f"({one_call['forward']:.3f}, {one_call['both']:.3f})" in text
+    most = -100 * min(one["step_over_bare"] for one in ms.values())
+    assert f"up to {most:.1f} % faster" in text
+    for beginning, what, kind in (("forward, calls", "forward", "step"), ("forward and backward, likewise", "both", "step"),
+                                  ("forward, one", "forward", "call")):
+        assert figures(row(beginning)) == [round(ms[f"{who} {what}"][kind], 3) for who in ("eager", "local", "server")]
+    second = [cells[1:] for cells in rows if cells[0] == "forward and backward, likewise"][1]  # of one call
+    assert figures(second) == [round(ms[f"{who} both"]["call"], 3) for who in ("eager", "local", "server")]
+    extra = json.loads((results / "python-h200.json").read_text())["extra_bytes"]
+    assert figures(row("memory beyond")) == [extra["eager forward"]["allocated"] / 2**30,
+                                             extra["eager both"]["allocated"] / 2**30, 0, 0]
+    assert max(extra[f"{who} {what}"]["allocated"] for who in ("local", "server") for what in ("forward", "both")) <= 1024
+    expandable = json.loads((results / "python-h200-expandable.json").read_text())["ms"]
+    assert (f"{expandable['server both']['step']:.2f} ms instead of {ms['server both']['step']:.2f} with" in text
+            and f"({expandable['local both']['step']:.2f} over `local:`" in text)
+    overhead = json.loads((results / "python-overhead-cpu.json").read_text())
+    added = overhead["added_us"]
+    assert (f"takes {added['numpy, new']:.0f} to {added['numpy']:.0f} us more than the same call of libkld from C "
+            f"({overhead['median_us']['libkld']:.0f} us here), `kld.functional.kl_div` {added['torch']:.0f}, and "
+            f"{added['torch, step']:.0f} for a whole step") in text
+    assert f"of commit {overhead['commit'][:7]})" in text
+    step = added["torch, step"]
+    assert step > 60 and f"training step, too: {step:.0f} us more than C's call, where 60" in text
