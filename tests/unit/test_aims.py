@@ -83,3 +83,33 @@ def test_what_was_aimed_at_is_what_it_says():
             assert target["aim"] == f"{word} {limit}"
             measured = target["measured"]
             assert target["met"] == (measured >= limit if limit == 50000 else measured <= limit)
+
+
+def rows_of_http():
+    got = json.loads((ROOT / "tests/bench/results/gateway-cpu.json").read_text())
+    small, whole, pieces, idle = (got[k] for k in ("small", "upload_1gib_staging", "upload_1gib_pieces", "with_2000_idle"))
+    ms = {key: f"p99 {one['p99_us'] / 1e3:.1f} ms" for key, one in {**small, "idle": idle}.items()}
+    rate = {key: f"{one['requests_per_s']:,}" for key, one in small.items()}
+    peers = " and ".join(f"{got[f'small_{kind}_over_aiohttp_torch']:.1f}" for kind in ("json", "binary"))
+    return [
+        f"| small JSON, 64 connections | {rate['json_64']} a second, {ms['json_64']} "
+        f"| {small['json_64']['of_hello']:.3f} of a bare libmicrohttpd \"hello\" | 0.5 |",
+        f"| small binary, 64 connections | {rate['binary_64']} a second, {ms['binary_64']} "
+        f"| {small['binary_64']['of_hello']:.3f} of it | 0.5 |",
+        f"| small JSON, binary, one connection | {rate['json_1']}, {rate['binary_1']} a second "
+        f"| {small['json_1']['of_hello']:.2f}, {small['binary_1']['of_hello']:.2f} of it | 0.5 |",
+        f"| the same, 64 connections | | {peers} times aiohttp with PyTorch | 10 |",
+        f"| 64 connections beside 2,000 idle ones | {ms['idle']} | {idle['of_rate_without']:.2f} of the rate without | 1 |",
+        f"| upload of 1 GiB into staging | {whole['sent_gb_per_s']:.1f} GB/s | {whole['of_tcp']:.2f} of a plain TCP stream | 0.7 |",
+        f"| the same piece by piece | {pieces['sent_gb_per_s']:.1f} GB/s | {pieces['of_tcp']:.2f} of it | 0.7 |",
+        f"| 1 GiB to the answer | {whole['answered_s']:.2f} s "
+        f"| {got['answer_1gib_over_aiohttp_torch']:.0f} times as fast as aiohttp with PyTorch | 1.5 |",
+    ]
+
+
+def test_http_in_the_readme():
+    lines, commit = (ROOT / "README.md").read_text().splitlines(), json.loads(
+        (ROOT / "tests/bench/results/gateway-cpu.json").read_text())["commit"]
+    wanted = rows_of_http()
+    assert not [row for row in wanted if row not in lines], "\n".join(wanted)
+    assert any(f"commit {commit[:7]}" in line for line in lines)
