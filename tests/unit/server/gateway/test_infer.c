@@ -24,9 +24,10 @@ void *calloc(size_t items, size_t bytes) {
 
 START_TEST(a_request_without_memory_leaves_nothing_in_flight) {
     static struct kld_config config;
-    static struct kld_stats stats;
+    static struct kld_stats_page page;
     struct kld_gateway_common common = {.recent = kld_recent_open(), .draining = true};
-    struct kld_gateway gateway = {.common = &common, .config = &config, .stats = &stats};
+    struct kld_gateway gateway = {
+        .common = &common, .config = &config, .page = &page, .stats = &page.common};
     struct kld_caller caller = {.name = ""};
     struct kld_exchange exchange = {.gateway = &gateway, .caller = &caller};
     failing = true;
