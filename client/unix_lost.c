@@ -3,6 +3,7 @@
  * thread that owns the connection. */
 #include <linux/kcmp.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -111,8 +112,12 @@ static void settle(struct unix_connection *u, struct unix_call *call) {
 void kld_unix_hang_up(struct unix_connection *u) {
     /* A child made by fork() has the socket too, and would keep the server from seeing its end; its
      * own close does not end what is its parent's. */
-    if (u->socket >= 0 && u->owner == getpid())
+    if (u->socket >= 0 && u->owner == getpid()) {
         (void)shutdown(u->socket, SHUT_RDWR);
+        /* Nor does a close that is not the last one take it out of the set, where its end would be
+         * told for ever. */
+        (void)epoll_ctl(u->base.epoll_fd, EPOLL_CTL_DEL, u->socket, NULL);
+    }
     if (u->socket >= 0)
         close(u->socket);
     u->socket = -1;

@@ -3,9 +3,12 @@
 #include "tests/unit/unit.h"
 
 #include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -353,6 +356,43 @@ END_TEST
 
 /* The loss was seen long ago and nobody called kld_process() since: the server is looked for now.
  */
+/* The child has the old socket too, so its parent's close ends nothing. */
+START_TEST(test_lost_with_a_child_that_goes_on) {
+    setup();
+    pid_t child = fork();
+    ck_assert_int_ge(child, 0);
+    if (child == 0) {
+        unsigned kept = (unsigned)((struct unix_connection *)connection)->socket;
+        close_range(3, kept - 1, 0); /* the worker's end above all */
+        close_range(kept + 1, ~0u, 0);
+        pause();
+        _exit(0);
+    }
+    atomic_store(&worker.hang_up, 1);
+    struct ended ended = {0};
+    static float q[CLASSES], gradient[CLASSES];
+    struct kld_request request = request_of(1);
+    request.bytes[KLD_SLOT_PREDICTIONS].data = request.bytes[KLD_SLOT_TARGETS].data = q;
+    request.bytes[KLD_SLOT_GRAD_PREDICTIONS].data = gradient;
+    for (int i = 0; i < 500 && kld_losses(connection) < 1; i++)
+        ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
+    submit(&request, &ended);
+    process_until(&ended);
+    ck_assert_int_eq(ended.status, KLD_OK);
+    ck_assert_uint_eq(kld_losses(connection), 1);
+    int idle = 0; /* of ten looks: the connection has nothing to tell */
+    for (int i = 0; i < 10; i++) {
+        struct pollfd looked = {.fd = kld_fd(connection), .events = POLLIN};
+        idle += poll(&looked, 1, 20) == 0;
+        ck_assert_int_eq(kld_process(connection, 0, &error), KLD_OK);
+    }
+    kill(child, SIGKILL);
+    ck_assert_int_eq(waitpid(child, NULL, 0), child);
+    ck_assert_int_ge(idle, 8);
+    teardown();
+}
+END_TEST
+
 START_TEST(test_server_is_looked_for_after_a_long_pause) {
     setup();
     struct kld_region *region = filled_region();
@@ -371,5 +411,6 @@ UNIT_MAIN("client/unix_again", test_late_keeps_its_staging, test_cancelled_keeps
           test_input_overwritten_by_a_later_request, test_input_overwritten_by_a_later_copy,
           test_in_place_through_two_regions, test_worker_leaves,
           test_region_refused_by_a_worker_that_ends, test_server_is_looked_for_after_a_long_pause,
-          test_reason_of_a_refusal_is_told, test_another_release_is_told_at_once,
-          test_another_release_is_told_at_once_later, test_a_request_that_kills_the_device)
+          test_lost_with_a_child_that_goes_on, test_reason_of_a_refusal_is_told,
+          test_another_release_is_told_at_once, test_another_release_is_told_at_once_later,
+          test_a_request_that_kills_the_device)
