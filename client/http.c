@@ -13,6 +13,8 @@
 #define RETRY_DOUBLINGS 5        /* ... so often */
 #define UPLOAD_BUFFER_BYTES (2l << 20)
 #define RECEIVE_BUFFER_BYTES (512l << 10)
+#define KEEPALIVE_IDLE_S 15l
+#define KEEPALIVE_INTERVAL_S 2l /* nine of them by Linux's default: 33 s in all */
 
 static struct http_connection *http_of(struct kld_connection *connection) {
     return (struct http_connection *)connection;
@@ -67,6 +69,10 @@ CURL *kld_http_easy_open(struct http_connection *h, const char *path,
     }
     curl_easy_setopt(easy, CURLOPT_PRIVATE, transfer);
     curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1l);
+    /* Else a call without a limit waits for ever for a host that has vanished. */
+    curl_easy_setopt(easy, CURLOPT_TCP_KEEPALIVE, 1l);
+    curl_easy_setopt(easy, CURLOPT_TCP_KEEPIDLE, KEEPALIVE_IDLE_S);
+    curl_easy_setopt(easy, CURLOPT_TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S);
     curl_easy_setopt(easy, CURLOPT_HTTP_VERSION, (long)CURL_HTTP_VERSION_1_1);
     curl_easy_setopt(easy, CURLOPT_CONNECTTIMEOUT_MS,
                      (long)(options->connect_timeout_ns / 1000000 + 1));

@@ -5,8 +5,10 @@ import ctypes
 import hashlib
 import importlib.util
 import os
+import pathlib
 import pickle
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ import threading
 import numpy as np
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, wait_until
 from pythonlib import INSTALLED, LIBRARY, PACKAGE, environment, import_kld, import_torch, probabilities
 
 kld = import_kld()
@@ -323,3 +325,29 @@ thread.join()
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=60,
                           env=environment(KLD_SERVER="local:cpu"))
     assert done.stdout == "0\n", done.stderr
+
+
+def test_a_host_that_vanishes_is_noticed():
+    """A call over HTTP that waits without a limit: its connection asks whether the server's host is still there."""
+    program = """
+import sys, kld, numpy
+kld.connect(sys.argv[1]).kl_div(numpy.ones((1, 4), numpy.float32) / 4, numpy.ones((1, 4), numpy.float32) / 4)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        client = subprocess.Popen([sys.executable, "-c", program, f"http://127.0.0.1:{port}"], env=environment())
+        try:
+            listener.settimeout(20)
+            connection, (_, theirs) = listener.accept()
+            with connection:
+                connection.recv(65536)  # and says nothing
+
+                def timer():
+                    ends = f"0100007F:{theirs:04X} 0100007F:{port:04X}"
+                    lines = [line for line in pathlib.Path("/proc/net/tcp").read_text().splitlines() if ends in line]
+                    return lines and lines[0].split()[5].split(":")
+                wait_until(lambda: timer() and timer()[0] == "02", 10, "a timer of keepalive")
+                assert int(timer()[1], 16) <= 16 * os.sysconf("SC_CLK_TCK"), timer()
+        finally:
+            client.kill()
+            client.wait()
