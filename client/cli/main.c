@@ -2,6 +2,7 @@
  * command does is in the file of its name. */
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -50,7 +51,16 @@ static int run(int argc, char **argv) {
     return KLD_EXIT_USAGE;
 }
 
+/* Files are mapped: somebody who cuts one while it is read takes the pages away. */
+static void file_was_cut(int signal) {
+    static const char text[] = "kld: a file was cut short while it was read, or its disk failed\n";
+    (void)signal;
+    (void)!write(STDERR_FILENO, text, sizeof text - 1);
+    _exit(KLD_EXIT_USAGE);
+}
+
 int main(int argc, char **argv) {
+    signal(SIGBUS, file_was_cut);
     keep_standard_descriptors();
     int code = run(argc, argv);
     errno = 0; /* what has failed before did not leave its reason */

@@ -3,7 +3,6 @@
 #include "kernels/cpu/cpu.h"
 
 #include <sched.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -81,12 +80,7 @@ static enum kld_status describe(struct cpu_device *device, const struct kld_devi
 }
 
 static enum kld_status start_thread(struct cpu_device *device, struct kld_error *err) {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int failed = pthread_create(&device->thread, NULL, kld_cpu_device_main, device);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (failed)
+    if (kld_cpu_thread_start(&device->thread, kld_cpu_device_main, device) != 0)
         return kld_error_set(err, KLD_NO_MEMORY, "cannot start the device thread");
     return KLD_OK;
 }

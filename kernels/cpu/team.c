@@ -105,6 +105,18 @@ void kld_cpu_team_run(struct kld_cpu_team *team, uint64_t count,
     pthread_mutex_unlock(&team->lock);
 }
 
+int kld_cpu_thread_start(pthread_t *ret_thread, void *(*main)(void *argument), void *argument) {
+    static const int own[] = {SIGBUS, SIGSEGV, SIGFPE, SIGILL};
+    sigset_t blocked, before;
+    sigfillset(&blocked);
+    for (size_t i = 0; i < sizeof own / sizeof own[0]; i++)
+        sigdelset(&blocked, own[i]);
+    pthread_sigmask(SIG_SETMASK, &blocked, &before);
+    int failed = pthread_create(ret_thread, NULL, main, argument);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return failed;
+}
+
 enum kld_status kld_cpu_team_open(struct kld_cpu_team *team, uint32_t threads, uint32_t spin_us,
                                   struct kld_error *err) {
     memset(team, 0, sizeof *team);
@@ -114,15 +126,10 @@ enum kld_status kld_cpu_team_open(struct kld_cpu_team *team, uint32_t threads, u
     pthread_cond_init(&team->wake_caller, NULL);
     team->thread = calloc(threads, sizeof *team->thread);
     bool started = team->thread != NULL;
-    /* Signals belong to the threads of the program, not to these. */
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     while (started && team->helpers + 1 < threads) {
-        started = pthread_create(&team->thread[team->helpers], NULL, helper_main, team) == 0;
+        started = kld_cpu_thread_start(&team->thread[team->helpers], helper_main, team) == 0;
         team->helpers += started;
     }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (started)
         return KLD_OK;
     kld_cpu_team_close(team);

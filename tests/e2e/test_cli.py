@@ -3,6 +3,7 @@ something is wrong."""
 import hashlib
 import json
 import os
+import pathlib
 import pty
 import signal
 import struct
@@ -249,6 +250,19 @@ def test_output_that_is_not_written_is_a_failure(make_server, tmp_path):
             assert done.stderr.splitlines()[-1].startswith("kld: standard output cannot be written"), done.stderr
     warnings = [line for line in server.log().splitlines() if " warn " in line and "a build with a sanitizer" not in line]
     assert server.stop() == 0 and not warnings, server.log()
+
+
+def test_a_file_that_is_cut_while_it_is_read(tmp_path):
+    """Somebody saves over a checkpoint that is being read: said in a line, and no signal's death."""
+    for name in ("a.npy", "b.npy"):  # of holes, so large that it is not read before it is cut
+        np.lib.format.open_memmap(tmp_path / name, "w+", np.float32, (1000, 1 << 17))
+    process = subprocess.Popen([KLD, "div", tmp_path / "a.npy", tmp_path / "b.npy"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True, env=clean_environment())
+    mapped = pathlib.Path(f"/proc/{process.pid}/maps")
+    wait_until(lambda: "b.npy" in mapped.read_text(), 20, "both files being mapped")
+    os.truncate(tmp_path / "b.npy", 4096)
+    out, said = process.communicate(timeout=60)
+    assert (process.returncode, out, said) == (2, "", "kld: a file was cut short while it was read, or its disk failed\n")
 
 
 def test_no_server(tmp_path):
