@@ -91,10 +91,10 @@ class Left(Exception):
 
 
 class Client:
-    """What all kinds share. `server`: one of conftest.py. under_fire: its processes are killed, and what a client meets then
+    """What all kinds share. `server`: one of conftest.py. under_fire: the roles of it that are killed, and what a client meets then
     it takes for an answer (counted as taken back), but for silence and wrong numbers."""
 
-    def __init__(self, kind, index, ledger, server, jobs, pause, under_fire=False):
+    def __init__(self, kind, index, ledger, server, jobs, pause, under_fire=()):
         self.under_fire = under_fire
         self.kind, self.index, self.ledger, self.server = kind, index, ledger, server
         self.row, (self.jobs, self.large), self.pause = ledger.rows[index], jobs, pause
@@ -150,7 +150,8 @@ class Client:
             return problem.status in GONE_WITH_IT.get(self.kind, (503,))
         if isinstance(problem, wire.Failed):
             return problem.status in ("unavailable", "device_lost", "gone")
-        return isinstance(problem, BROKEN)
+        # The gateway keeps its connections whoever else dies.
+        return isinstance(problem, BROKEN) and (self.kind.startswith("unix") or not {"gateway", "supervisor"}.isdisjoint(self.under_fire))
 
     # ---- HTTP ----------------------------------------------------------------------------------
     def http(self, binary):

@@ -3,6 +3,7 @@ everybody is answered or told, and nothing is left behind in /dev/shm or on disk
 import os
 import pathlib
 import random
+import re
 import signal
 import socket
 import time
@@ -27,14 +28,14 @@ def free_port():
 class Crowd:
     """A process for each client. No threads here: they are forked."""
 
-    def __init__(self, server):
+    def __init__(self, server, roles):
         self.ledger, jobs, self.pids = soaklib.Ledger(len(KINDS)), soaklib.make_jobs(), {}
         for index, kind in enumerate(KINDS):
             pid = os.fork()
             if pid == 0:
                 try:
                     one = types.SimpleNamespace(address=server.address, unix=server.unix + ".1" * (index % 2))
-                    soaklib.Client(kind, index, self.ledger, one, jobs, 0.002, under_fire=True).run()
+                    soaklib.Client(kind, index, self.ledger, one, jobs, 0.002, under_fire=roles).run()
                 finally:
                     os._exit(0)
             self.pids[pid] = f"{kind} {index}"
@@ -87,19 +88,19 @@ def test_killed_at_random(make_server, roles):
     shm = in_shm()
     server = make_server(http=f"127.0.0.1:{free_port()}", device="0,0", threads=1, restart_ms_max=200, shm_prefix=PREFIX,
                          staging_bytes_max="64M", staging_request_bytes_max="1M", pool_bytes_max="128M")
-    crowd, chosen, killed = Crowd(server), random.Random(len(roles)), 0
+    crowd, chosen, killed = Crowd(server, roles), random.Random(len(roles)), []
     try:
         crowd.all_go_on()
         begun = time.monotonic()
-        while time.monotonic() < begun + SECONDS or killed < KILLS:
-            assert time.monotonic() < begun + 60, f"{killed} of {KILLS} killed"
+        while time.monotonic() < begun + SECONDS or len(killed) < KILLS:
+            assert time.monotonic() < begun + 60, f"{len(killed)} of {KILLS} killed"
             role = chosen.choice(roles)
             pid = server.pid if role == "supervisor" else children_of(server.pid).get(role)
             if role == "supervisor":
                 restart(server)
             elif pid:
                 os.kill(pid, signal.SIGKILL)
-            killed += pid is not None
+            killed += [pid] if pid else []
             time.sleep(chosen.uniform(0.05, 0.5))
             assert not crowd.ledger.told(), crowd.ledger.told()
         crowd.all_go_on()
@@ -109,6 +110,10 @@ def test_killed_at_random(make_server, roles):
     sums = crowd.ledger.sums()
     assert not crowd.ledger.told() and sums["wrong"] == sums["lost"] == 0, crowd.ledger.told()
     assert sums["right"] > 50, (sums, killed)
+    died = re.findall(r"child died child=\S+ child_pid=(\d+) signal=(\d+)", server.log())
+    assert all(int(pid) in killed and number == "9" for pid, number in died), (died, killed)
+    assert "supervisor" in roles or len(died) >= KILLS - 1
+    assert " warn  supervisor: child exited" not in server.log(), server.log()
 
     def nothing_held():
         metrics = server.metrics()
