@@ -11,12 +11,11 @@
 
 #include "server/gateway/accept.h"
 #include "server/gateway/drive.h"
+#include "server/gateway/headers.h"
 #include "server/gateway/tls.h"
 #include "server/gateway/trace.h"
 #include "server/gateway/watch.h"
 
-#define CONNECTION_BYTES_MAX                                                                       \
-    (40 << 10)                 /* heads, or a piece of a body: README.md says why so much */
 #define WINDOW_BYTES (1 << 20) /* of TCP, for bodies that are larger */
 #define LINGER_TURNS_MAX 16    /* what looking costs, then, is less than a suspension, ... */
 #define LINGER_NS_MAX 500000u  /* ... and what is not here by now takes longer */
@@ -119,39 +118,6 @@ static struct kld_exchange *open_exchange(struct kld_http *http, struct MHD_Conn
     return exchange;
 }
 
-/* What the headers say about where the body ends. */
-struct framing {
-    const char *length, *coding;
-    bool contradicts;
-};
-
-static enum MHD_Result look_at_framing(void *user, enum MHD_ValueKind kind, const char *name,
-                                       const char *value) {
-    struct framing *framing = user;
-    bool length = strcasecmp(name, MHD_HTTP_HEADER_CONTENT_LENGTH) == 0;
-    if (!length && strcasecmp(name, MHD_HTTP_HEADER_TRANSFER_ENCODING) != 0)
-        return MHD_YES;
-    const char **known = length ? &framing->length : &framing->coding;
-    framing->contradicts = framing->contradicts || !value || (*known && strcmp(*known, value) != 0);
-    *known = value;
-    return MHD_YES;
-}
-
-/* MHD picks one of two lengths and waits for ever behind a coding that it does not know. A proxy in
- * front of it may pick the other: then one request could hide a second. */
-static enum kld_status check_framing(const struct kld_exchange *exchange, struct kld_error *err) {
-    struct framing framing = {.length = NULL};
-    MHD_get_connection_values(exchange->connection, MHD_HEADER_KIND, look_at_framing, &framing);
-    if (framing.contradicts || (framing.length && framing.coding))
-        return kld_error_set(err, KLD_INVALID,
-                             "the headers contradict each other about the length of the body");
-    if (framing.coding && strcasecmp(framing.coding, "chunked") != 0)
-        return kld_error_set(err, KLD_UNIMPLEMENTED,
-                             "Transfer-Encoding '%.40s' is not supported; chunked is",
-                             framing.coding);
-    return KLD_OK;
-}
-
 /* A connection begins with a small window, and the kernel widens it only for who reads more at a
  * time than MHD does: sender and receiver would take turns. A low-water mark makes room for itself,
  * and the room stays when the mark goes. */
@@ -167,7 +133,7 @@ static void widen_window(const struct kld_exchange *exchange) {
 static void start(struct kld_http *http, struct kld_exchange *exchange, const char *url) {
     const struct kld_config *config = http->gateway->config;
     struct kld_error error;
-    if (check_framing(exchange, &error)) {
+    if (kld_headers_check(exchange, &error)) {
         exchange->misframed = true;
         kld_stats_rejected(http->gateway->stats, KLD_REJECT_http_framing);
     } else if (kld_tls_wants_certificates(http->gateway->tls) &&
@@ -463,8 +429,8 @@ static struct MHD_Daemon *start_daemon(struct kld_http *http) {
         MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL, MHD_OPTION_ARRAY, https,
         MHD_OPTION_CONNECTION_LIMIT, (unsigned)config->http_connections_max + KLD_METRICS_RESERVE,
         MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)((config->http_idle_ms + 999) / 1000),
-        MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)CONNECTION_BYTES_MAX,
-        MHD_OPTION_CONNECTION_MEMORY_INCREMENT, (size_t)CONNECTION_BYTES_MAX,
+        MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)KLD_HTTP_HEAD_BYTES_MAX,
+        MHD_OPTION_CONNECTION_MEMORY_INCREMENT, (size_t)KLD_HTTP_HEAD_BYTES_MAX,
         MHD_OPTION_NOTIFY_COMPLETED, completed, http, MHD_OPTION_NOTIFY_CONNECTION,
         connection_changed, http, MHD_OPTION_END);
 }

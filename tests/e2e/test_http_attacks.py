@@ -131,24 +131,54 @@ def test_chunks_that_lie(server, chunks):
             pass
 
 
+def answers(server, text):
+    """All that comes until the connection ends."""
+    reply = b""
+    with connect(server) as connection:
+        try:
+            connection.sendall(text)
+            connection.shutdown(socket.SHUT_WR)
+            while got := connection.recv(65536):
+                reply += got
+        except ConnectionResetError:
+            pass
+    return reply
+
+
+HIDDEN = b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n"
+SIZE = len(HIDDEN)
+
+
+FRAMINGS = [
+    f"Content-Length: {SIZE}\r\nTransfer-Encoding: chunked\r\n", f"Transfer-Encoding: chunked\r\nContent-Length: {SIZE}\r\n",
+    f"Content-Length: 0\r\nContent-Length: {SIZE}\r\n", "Transfer-Encoding: xchunked\r\n",
+    f"Content-Length : {SIZE}\r\n", f"Content-Length\t: {SIZE}\r\n", f"Content-Length:\r\n {SIZE}\r\n",
+    f"A: b\r\n Content-Length: {SIZE}\r\n", f"Content-Length:\r\n\t{SIZE}\r\nA: b\r\n", f"Content-Leng: {SIZE}\r\n th\r\n",
+    "Transfer-Encoding : chunked\r\n", "Transfer-Encoding:\r\n chunked\r\n", "Transfer-Encod: chunked\r\n ing\r\n",
+    f"Transfer-Encoding : chunked\r\nContent-Length: {SIZE}\r\n", "Transfer-Encoding:\r\n chunked\r\nContent-Length: 0\r\n",
+    "Content-Length: +5\r\n", "Content-Length: 0x5\r\n", "Transfer-Encoding: chunked, identity\r\n", "Content-Length: 5, 6\r\n"]
+
+
 def test_requests_hidden_in_others(server):
-    """Whatever a proxy before us thinks of these, none of them makes us see two requests."""
-    hidden = b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n"
-    for lines in (f"Content-Length: {len(hidden)}\r\nTransfer-Encoding: chunked\r\n",
-                  f"Transfer-Encoding: chunked\r\nContent-Length: {len(hidden)}\r\n",
-                  f"Content-Length: 0\r\nContent-Length: {len(hidden)}\r\n", "Transfer-Encoding: xchunked\r\n",
-                  "Transfer-Encoding : chunked\r\n", "Content-Length: +5\r\n", "Content-Length: 0x5\r\n",
-                  "Transfer-Encoding: chunked, identity\r\n", "Content-Length: 5, 6\r\n"):
-        with connect(server) as connection:
-            try:
-                connection.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{lines}\r\n".encode() + b"0\r\n\r\n" + hidden)
-                connection.shutdown(socket.SHUT_WR)
-                reply = b""
-                while got := connection.recv(65536):
-                    reply += got
-            except ConnectionResetError:
-                pass
-            assert b'"extensions"' not in reply, (lines, reply)
+    """Whatever a proxy before us thinks of these, none of them makes us see two requests: the body is the hidden one,
+    or that is behind a last chunk. Where the body is said to be two bytes the second request is seen."""
+    for lines in FRAMINGS:
+        for before in (b"", b"0\r\n\r\n"):
+            head = f"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\n{lines}\r\n".encode()
+            reply = answers(server, head + before + HIDDEN)
+            assert reply.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 501 ")) and b'"extensions"' not in reply, (lines, reply)
+    head = b"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+    assert b'"extensions"' in answers(server, head + HIDDEN)
+
+
+def test_headers_in_several_lines(server):
+    """Wherever in memory their name ends; and no header that has one line is taken for such a one."""
+    for pad in range(8):
+        more = "".join(f"X-{'p' * pad}{i}: {'v' * i}\r\n" for i in range(40))
+        whole = f"GET /v2 HTTP/1.1\r\nHost: x\r\n{more}Empty:\r\nBlanks: \t \r\nA:b\r\n"
+        assert answers(server, f"{whole}\r\n".encode()).startswith(b"HTTP/1.1 200 ")
+        for fold in (" b\r\n", "\tb\r\n", " \r\n", " b\r\n c\r\nD: e\r\n"):
+            assert answers(server, f"{whole}{fold}\r\n".encode()).startswith(b"HTTP/1.1 400 "), (pad, fold)
 
 
 def test_bombs_of_every_kind(server):

@@ -1,0 +1,73 @@
+/* headers.c - looks at the headers of a request (headers.h). Reads no body, answers nothing. Loop
+ * thread. */
+#include "server/gateway/headers.h"
+
+#include <stdint.h>
+#include <string.h>
+#include <strings.h>
+
+/* What they say about where the body ends. */
+struct found {
+    const char *length, *coding;
+    bool misspelt, contradicts;
+};
+
+/* As it came, in one line, with no blank in its name. To a line that begins with a blank MHD
+ * (0.9.75) makes a longer name of the line before, in new memory, and a blank before the colon it
+ * takes for a part of the name: "Content-Length : 5" would be a header that says nothing here and
+ * five bytes to whoever forwarded it. Where nothing was done to it, the value lies behind the name,
+ * the colon and blanks. */
+static bool is_plain(const char *name, size_t size, const char *value) {
+    uintptr_t end = (uintptr_t)name + size, at = (uintptr_t)value;
+    if (!size || at <= end || at - end > KLD_HTTP_HEAD_BYTES_MAX)
+        return false;
+    for (size_t i = 0; i < size; i++)
+        if (name[i] <= ' ' || name[i] > '~')
+            return false;
+    for (const char *c = name + size + 1; c < value; c++)
+        if (*c != ' ' && *c != '\t')
+            return false;
+    return true;
+}
+
+static bool is_named(const char *name, size_t size, const char *wanted, size_t wanted_size) {
+    return size == wanted_size && strncasecmp(name, wanted, size) == 0;
+}
+#define IS(wanted) is_named(name, size, wanted, sizeof(wanted) - 1)
+
+static enum MHD_Result look_at(void *user, enum MHD_ValueKind kind, const char *name, size_t size,
+                               const char *value, size_t value_size) {
+    struct found *found = user;
+    const char **known = NULL;
+    if (!value || !is_plain(name, size, value)) {
+        found->misspelt = true;
+        return MHD_NO;
+    }
+    if (IS(MHD_HTTP_HEADER_CONTENT_LENGTH))
+        known = &found->length;
+    else if (IS(MHD_HTTP_HEADER_TRANSFER_ENCODING))
+        known = &found->coding;
+    if (!known)
+        return MHD_YES;
+    found->contradicts = found->contradicts || (*known && strcmp(*known, value) != 0);
+    *known = value;
+    return MHD_YES;
+}
+
+/* MHD picks one of two lengths and waits for ever behind a coding that it does not know. A proxy in
+ * front of it may pick the other: then one request could hide a second. */
+enum kld_status kld_headers_check(const struct kld_exchange *exchange, struct kld_error *err) {
+    struct found found = {.length = NULL};
+    MHD_get_connection_values_n(exchange->connection, MHD_HEADER_KIND, look_at, &found);
+    if (found.misspelt)
+        return kld_error_set(err, KLD_INVALID,
+                             "a header has a blank in its name, or goes on in a second line");
+    if (found.contradicts || (found.length && found.coding))
+        return kld_error_set(err, KLD_INVALID,
+                             "the headers contradict each other about the length of the body");
+    if (found.coding && strcasecmp(found.coding, "chunked") != 0)
+        return kld_error_set(err, KLD_UNIMPLEMENTED,
+                             "Transfer-Encoding '%.40s' is not supported; chunked is",
+                             found.coding);
+    return KLD_OK;
+}
