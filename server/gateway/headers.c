@@ -8,7 +8,8 @@
 
 /* What they say about where the body ends. */
 struct found {
-    const char *length, *coding;
+    const char *length, *coding, *encoding;
+    unsigned encodings;
     bool misspelt, contradicts;
 };
 
@@ -47,6 +48,10 @@ static enum MHD_Result look_at(void *user, enum MHD_ValueKind kind, const char *
         known = &found->length;
     else if (IS(MHD_HTTP_HEADER_TRANSFER_ENCODING))
         known = &found->coding;
+    else if (IS(MHD_HTTP_HEADER_CONTENT_ENCODING)) {
+        found->encoding = value;
+        found->encodings++;
+    }
     if (!known)
         return MHD_YES;
     found->contradicts = found->contradicts || (*known && strcmp(*known, value) != 0);
@@ -56,7 +61,7 @@ static enum MHD_Result look_at(void *user, enum MHD_ValueKind kind, const char *
 
 /* MHD picks one of two lengths and waits for ever behind a coding that it does not know. A proxy in
  * front of it may pick the other: then one request could hide a second. */
-enum kld_status kld_headers_check(const struct kld_exchange *exchange, struct kld_error *err) {
+enum kld_status kld_headers_check(struct kld_exchange *exchange, struct kld_error *err) {
     struct found found = {.length = NULL};
     MHD_get_connection_values_n(exchange->connection, MHD_HEADER_KIND, look_at, &found);
     if (found.misspelt)
@@ -69,5 +74,8 @@ enum kld_status kld_headers_check(const struct kld_exchange *exchange, struct kl
         return kld_error_set(err, KLD_UNIMPLEMENTED,
                              "Transfer-Encoding '%.40s' is not supported; chunked is",
                              found.coding);
+    exchange->encoded_twice = found.encodings > 1;
+    exchange->encoded =
+        found.encoding && *found.encoding && strcasecmp(found.encoding, "identity") != 0;
     return KLD_OK;
 }

@@ -39,6 +39,7 @@ struct kld_exchange {
     char method[16];
     char url[512]; /* path, percent-decoded; longer ones never reach the handler */
     bool has_length, has_body;
+    bool encoded, encoded_twice; /* by Content-Encoding: but for identity; by several headers */
     bool metrics_only;     /* of a connection that may ask for no more */
     uint64_t length_bytes; /* has_length: of the body, as announced */
     uint64_t started_ns;   /* uv_hrtime() */

@@ -405,6 +405,15 @@ static bool is_for_operators(const struct kld_route *route) {
     return route->answer == metrics || route->right == KLD_RIGHT_NONE;
 }
 
+/* A body that would be read as what it is not. */
+static enum kld_status check_coding(const struct kld_exchange *exchange,
+                                    const struct kld_route *route, struct kld_error *err) {
+    if (!exchange->has_body || !(exchange->encoded_twice || (exchange->encoded && route->answer)))
+        return KLD_OK;
+    return kld_error_set(err, KLD_MEDIA,
+                         "bodies of infer alone may have a Content-Encoding, and only one");
+}
+
 static void begin(struct kld_exchange *exchange) {
     struct pieces pieces;
     struct kld_error error;
@@ -422,7 +431,8 @@ static void begin(struct kld_exchange *exchange) {
         fail(exchange, KLD_NOT_FOUND, "at this address there are /metrics and /v2/health alone");
         return;
     }
-    if (exchange->caller && kld_auth_check(exchange->rights, route->right, &error)) {
+    if ((exchange->caller && kld_auth_check(exchange->rights, route->right, &error)) ||
+        check_coding(exchange, route, &error)) {
         kld_refused_log(exchange, error.status);
         kld_exchange_reply_error(exchange, &error);
         return;

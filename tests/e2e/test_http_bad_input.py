@@ -280,6 +280,25 @@ def test_compression_that_is_none(server):
     refused(server, data, {**headers, "Content-Encoding": "br"}, 415, "gzip and deflate")
 
 
+@pytest.mark.parametrize("codings, path", [
+    (["gzip"], "/v2/repository/index"), (["br"], "/v2/repository/index"), (["identity", "gzip"], "/v2/repository/index"),
+    (["gzip"], "/v2/systemsharedmemory/region/r/register"), (["deflate"], "/v2/cudasharedmemory/region/r/register"),
+    (["gzip"], "/v2/systemsharedmemory/unregister"), (["gzip", "gzip"], INFER), (["identity", "gzip"], INFER),
+    (["gzip", "identity"], INFER), (["gzip, gzip"], INFER)])
+def test_codings_that_are_not_undone(server, codings, path):
+    """A body is not read as what it is not."""
+    packed = gzip.compress(oip.body({"predictions": Q, "targets": P})[1] if path == INFER else b"{}")
+    lines = "".join(f"Content-Encoding: {coding}\r\n" for coding in codings)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(packed)}\r\n{lines}\r\n"
+    reply = talk(server, head.encode() + packed)
+    assert reply.startswith(b"HTTP/1.1 415 ") and b"KLD-Status: media" in reply, reply
+
+
+def test_a_coding_of_no_body_is_none(server):
+    assert server.request("/v2", headers={"Content-Encoding": "gzip"})[0] == 200
+    assert server.request("/v2/repository/index", b"{}", {"Content-Encoding": "identity"})[0] == 200
+
+
 def test_more_than_there_is(server):
     """2^40 elements, of which not one byte is sent."""
     huge = [tensor(n, [2 ** 20, 2 ** 20], parameters={"binary_data_size": 2 ** 42})
