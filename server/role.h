@@ -32,11 +32,14 @@ enum kld_order_kind {
     KLD_ORDER_LOG_LEVEL = 'L', /* log at this level from now on */
     KLD_ORDER_RELOAD = 'R',    /* gateway: the same, and take over the memfd of secrets.h that comes
                                 * with it; nothing of it all if it cannot be, and report */
+    KLD_ORDER_GATEWAY = 'G', /* worker: the gateway is the process `pid`; a pidfd of it comes along
+                              * where the kernel has one */
 };
 
 struct kld_child_order {
     char kind; /* enum kld_order_kind */
     char log_level[8];
+    int32_t pid;
 };
 
 /* From child to supervisor on KLD_FD_CONTROL, when it serves. A child that cannot start sends

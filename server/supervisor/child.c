@@ -297,6 +297,7 @@ void kld_watched_start(struct kld_watched *child) {
         child->state = KLD_CHILD_STARTING;
         kld_log(KLD_LOG_INFO, "child started", "child=%s child_pid=%d", child->name,
                 (int)child->life->process.pid);
+        kld_introduce(child);
         return;
     }
     kld_log(KLD_LOG_ERROR, "child not started", "child=%s reason=\"%s\"", child->name,
@@ -335,18 +336,23 @@ void kld_watched_signal(struct kld_watched *child, int signal_number) {
 
 bool kld_watched_order(struct kld_watched *child, enum kld_order_kind kind, const char *log_level,
                        int fd) {
+    struct kld_child_order order = {.kind = (char)kind};
+    snprintf(order.log_level, sizeof order.log_level, "%s", log_level);
+    return kld_watched_send(child, &order, fd);
+}
+
+bool kld_watched_send(struct kld_watched *child, const struct kld_child_order *order, int fd) {
+    struct kld_child_order sent_order = *order;
     union {
         struct cmsghdr head;
         char bytes[CMSG_SPACE(sizeof(int))];
     } room;
-    struct kld_child_order order = {.kind = (char)kind};
-    struct iovec part = {.iov_base = &order, .iov_len = sizeof order};
+    struct iovec part = {.iov_base = &sent_order, .iov_len = sizeof sent_order};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
     if (!child->life || !child->life->control_open) {
         errno = EPIPE;
         return false;
     }
-    snprintf(order.log_level, sizeof order.log_level, "%s", log_level);
     if (fd >= 0) {
         memset(&room, 0, sizeof room);
         room.head.cmsg_level = SOL_SOCKET;
@@ -360,7 +366,7 @@ bool kld_watched_order(struct kld_watched *child, enum kld_order_kind kind, cons
     do
         sent = sendmsg(child->life->control_fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     while (sent < 0 && errno == EINTR);
-    return sent == (ssize_t)sizeof order;
+    return sent == (ssize_t)sizeof sent_order;
 }
 
 void kld_watched_ask(struct kld_watched *child) {

@@ -290,6 +290,7 @@ static void init_loop(struct kld_supervisor *supervisor) {
         uv_signal_start(&supervisor->on_child, on_child_signal, SIGCHLD);
     kld_reload_init(supervisor);
     kld_watchdog_start(supervisor);
+    kld_introduce_init(supervisor);
     kld_usage_start(supervisor);
     kld_watched_init(&supervisor->gateway, supervisor, "gateway", 0, supervisor->http.fd);
     supervisor->gateway.metrics_fd = supervisor->metrics.fd;

@@ -107,8 +107,9 @@ struct kld_watched {
     uint32_t refusals;      /* starts in a row that ended with KLD_UNAVAILABLE */
     bool refused;           /* so did this life's */
     bool ever_ready;
-    bool answered;  /* since it was last asked for a sign of life (watchdog.c) */
-    bool level_due; /* it was not told yet of the log level (reload.c) */
+    bool answered;    /* since it was last asked for a sign of life (watchdog.c) */
+    bool level_due;   /* it was not told yet of the log level (reload.c) */
+    bool gateway_due; /* nor who the gateway is (introduce.c) */
 };
 
 void kld_watched_init(struct kld_watched *child, struct kld_supervisor *supervisor,
@@ -118,6 +119,7 @@ void kld_watched_start(struct kld_watched *child);
  * none. */
 bool kld_watched_order(struct kld_watched *child, enum kld_order_kind kind, const char *log_level,
                        int fd);
+bool kld_watched_send(struct kld_watched *child, const struct kld_child_order *order, int fd);
 /* SIGTERM, once in a life. */
 void kld_watched_ask(struct kld_watched *child);
 void kld_watched_signal(struct kld_watched *child, int signal_number); /* nothing if not running */
@@ -168,6 +170,13 @@ void kld_reload_proceed(struct kld_supervisor *supervisor);
 void kld_reload_answered(struct kld_supervisor *supervisor, const struct kld_child_report *report);
 void kld_reload_gateway_gone(struct kld_supervisor *supervisor);
 
+/* ---- introduce.c ------------------------------------------------------------------------------
+ */
+
+void kld_introduce_init(struct kld_supervisor *supervisor); /* with the loop */
+/* Called by child.c: it has just been started. Workers are told which process the gateway is. */
+void kld_introduce(struct kld_watched *started);
+
 /* ---- hangup.c ---------------------------------------------------------------------------------
  */
 
@@ -193,7 +202,8 @@ struct kld_supervisor {
     uv_timer_t drain;   /* from SIGTERM to SIGKILL */
     uv_timer_t reaping; /* as PID 1: looks after children that are not ours */
     uv_timer_t watchdog;
-    uv_timer_t usage; /* see usage.c */
+    uv_timer_t usage;           /* see usage.c */
+    uv_timer_t introduce_again; /* see introduce.c */
     struct kld_notify notify;
     struct kld_inherited inherited; /* what of it is not -1 was adopted, or will be */
     struct kld_http_socket http, metrics;

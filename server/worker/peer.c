@@ -1,14 +1,12 @@
 /* peer.c - the lists of users and groups that may connect, and SO_PEERCRED against them.
- * Knows nothing of what a peer then asks. Worker process, loop thread. */
+ * And whether a peer is the gateway. Knows nothing of what a peer then asks. Worker process, loop
+ * thread. */
 #include "server/worker/peer.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
 #define GROUPS_MAX 256 /* supplementary groups that are looked at */
@@ -88,15 +86,22 @@ bool kld_peer_is_dead(int pidfd, pid_t pid) {
     return pid > 0 && kill(pid, 0) != 0 && errno == ESRCH;
 }
 
-bool kld_peer_is_sibling(pid_t pid) {
-    char path[32], text[256];
-    snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
-    int fd = pid > 0 && pid != getpid() ? open(path, O_RDONLY | O_CLOEXEC) : -1;
-    ssize_t bytes = fd >= 0 ? read(fd, text, sizeof text - 1) : 0;
-    if (fd >= 0)
-        close(fd);
-    text[bytes > 0 ? bytes : 0] = '\0';
-    const char *name_end = strrchr(text, ')'); /* "PID (NAME) STATE PARENT ...": any name */
-    int parent;
-    return name_end && sscanf(name_end, ") %*c %d", &parent) == 1 && parent == (int)getppid();
+/* The process behind the number that connected is the one that has it now. Not known where the
+ * kernel does not tell, or there is no descriptor left to tell by. */
+static bool has_ended(int fd, pid_t pid) {
+    int pidfd = -1;
+    socklen_t bytes = sizeof pidfd;
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERPIDFD, &pidfd, &bytes) != 0)
+        return errno == ESRCH || errno == EINVAL || errno == ENODATA;
+    bool dead = kld_peer_is_dead(pidfd, pid);
+    close(pidfd);
+    return dead;
+}
+
+bool kld_peer_is_gateway(const struct kld_gateway_process *gateway, int fd) {
+    struct ucred peer = {0};
+    socklen_t bytes = sizeof peer;
+    return gateway->pid > 0 && getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 &&
+           peer.pid == gateway->pid && !kld_peer_is_dead(gateway->pidfd, gateway->pid) &&
+           !has_ended(fd, peer.pid);
 }

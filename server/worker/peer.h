@@ -9,6 +9,12 @@
 
 #include "server/config.h"
 
+/* The gateway, as the supervisor names it. */
+struct kld_gateway_process {
+    pid_t pid; /* 0: none known */
+    int pidfd; /* -1: the kernel has none */
+};
+
 #define KLD_PEER_LIST_MAX 64 /* entries of allow_uids and of allow_gids */
 
 struct kld_peers {
@@ -29,7 +35,8 @@ int kld_peer_pidfd(int fd);
 /* Has that process ended? Its parent need not have looked. Without a pidfd (-1) only a process that
  * has a number in our PID namespace and whose number is free again counts as dead. */
 bool kld_peer_is_dead(int pidfd, pid_t pid);
-/* Is it another child of the process that started this one, as the gateway is? */
-bool kld_peer_is_sibling(pid_t pid);
+/* Is the gateway, which has not ended, the process that connected, and not one that had its number
+ * before? (That last is not seen before Linux 6.5.) */
+bool kld_peer_is_gateway(const struct kld_gateway_process *gateway, int fd);
 
 #endif

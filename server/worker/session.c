@@ -247,7 +247,7 @@ enum kld_status kld_session_open(struct kld_worker *worker, int fd, uid_t uid, p
     session->uid = uid;
     session->pid = pid;
     session->pidfd = kld_peer_pidfd(fd);
-    session->is_gateway = kld_peer_is_sibling(pid);
+    session->is_gateway = kld_peer_is_gateway(&worker->gateway, fd);
     session->polling = true;
     session->poll.data = session;
     TAILQ_INIT(&session->requests);

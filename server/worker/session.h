@@ -72,7 +72,7 @@ struct kld_session {
     uid_t uid;
     pid_t pid;
     int pidfd;                    /* of that process; -1: none. Closed with the session */
-    bool is_gateway;              /* that process is the server's own */
+    bool is_gateway;              /* that process is the server's own; see orders.h */
     char name[KLD_WIRE_NAME_MAX]; /* from HELLO; "" before; safe to log */
 
     uint64_t trace_target;          /* the request that the next is of; 0: none */

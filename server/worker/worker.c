@@ -14,12 +14,12 @@
 #include <unistd.h>
 
 #include "server/log.h"
-#include "server/role.h"
 #include "server/uv_pool.h"
 #include "server/worker/closer.h"
 #include "server/worker/core.h"
 #include "server/worker/health.h"
 #include "server/worker/kept.h"
+#include "server/worker/orders.h"
 #include "server/worker/waits.h"
 
 #define ACCEPT_BURST 16
@@ -85,6 +85,7 @@ static void pause_accept(struct kld_worker *worker, uint64_t again_ms) {
 static void listener_ready(uv_poll_t *poll, int status, int events) {
     struct kld_worker *worker = poll->data;
     (void)events;
+    kld_orders_hear(worker); /* one may say who it is that connects */
     for (int i = 0; i < ACCEPT_BURST && status >= 0; i++) {
         if (!has_room(worker)) {
             pause_accept(worker, 0); /* kld_worker_accept() resumes */
@@ -301,23 +302,6 @@ static void fault_wanted(uv_signal_t *signal, int number) {
     worker->options.backend->fail_next(worker->device);
 }
 
-/* What the supervisor wants; the end of the pair means that it is gone. */
-static void control_ready(uv_poll_t *poll, int status, int events) {
-    struct kld_worker *worker = poll->data;
-    struct kld_child_order order;
-    (void)events;
-    enum kld_heard heard = kld_child_hear(worker->options.control_fd, &order, NULL);
-    if (heard == KLD_HEARD_ORDER && order.kind == KLD_ORDER_LOG_LEVEL)
-        kld_log_set_level(order.log_level);
-    else if (heard == KLD_HEARD_ORDER)
-        kld_child_alive_send(worker->options.control_fd);
-    if (heard == KLD_HEARD_ORDER || (heard == KLD_HEARD_NOTHING && status >= 0))
-        return;
-    uv_poll_stop(poll);
-    kld_log(KLD_LOG_WARN, "supervisor gone", "%s", "");
-    kld_worker_drain(worker);
-}
-
 /* As long as kernels of ours may run they may write into memory of clients, to whom a successor
  * would then answer the same request. */
 static void tell_dead(struct kld_worker *worker) {
@@ -359,7 +343,7 @@ static void part_with_all(struct kld_worker *worker) {
 /* ---- Init, run, done ------------------------------------------------------------------------- */
 
 static enum kld_status handles_init(struct kld_worker *worker, struct kld_error *err) {
-    int listen_fd = worker->options.listen_fd, control_fd = worker->options.control_fd;
+    int listen_fd = worker->options.listen_fd;
     uv_loop_t *loop = &worker->loop;
     /* A failure of the first leaves nothing behind, one of the last what ends with the process. */
     if (uv_poll_init(loop, &worker->listener, listen_fd) != 0)
@@ -385,13 +369,7 @@ static enum kld_status handles_init(struct kld_worker *worker, struct kld_error 
     uv_signal_start(&worker->terminate, terminated, SIGTERM);
     if (worker->options.test_faults)
         uv_signal_start(&worker->fault, fault_wanted, SIGUSR2);
-    if (control_fd < 0)
-        return KLD_OK;
-    if (uv_poll_init(loop, &worker->control, control_fd) != 0)
-        return kld_error_set(err, KLD_INTERNAL, "the supervisor cannot be heard");
-    worker->control.data = worker;
-    uv_poll_start(&worker->control, UV_READABLE | UV_DISCONNECT, control_ready);
-    return KLD_OK;
+    return kld_orders_init(worker, err);
 }
 
 /* For /metrics, and for the other workers' WELCOME. */
@@ -413,6 +391,7 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
     worker->device = options->device;
     worker->stats = &options->page->worker[options->index];
     worker->started_ns = kld_worker_now_ns();
+    worker->gateway.pidfd = -1;
     TAILQ_INIT(&worker->sessions);
     TAILQ_INIT(&worker->unsent);
     TAILQ_INIT(&worker->publications);
@@ -466,6 +445,7 @@ void kld_worker_done(struct kld_worker *worker) {
     uv_close((uv_handle_t *)&worker->completions.wake, NULL);
     uv_run(&worker->loop, UV_RUN_DEFAULT);
     uv_loop_close(&worker->loop);
+    kld_orders_done(worker);
     kld_mappings_done(&worker->mappings);
     kld_queue_done(&worker->queue);
 }

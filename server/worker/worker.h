@@ -93,6 +93,7 @@ struct kld_worker {
     uint64_t cuda_files;              /* of all sessions, see cuda_file.h */
     bool told_cuda_files;             /* that some are not told apart */
     struct kld_peers peers;           /* who may connect */
+    struct kld_gateway_process gateway;
     struct kld_failed_lines failed_lines;
     TAILQ_HEAD(kld_publication_list, kld_publication) publications;
     uint32_t publications_count;

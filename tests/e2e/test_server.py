@@ -8,6 +8,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -347,6 +348,67 @@ def test_as_pid_1(tmp_path):
     assert process.wait(30) == 0
     process.stdout.close()
     process.stderr.close()
+
+
+ORPHAN = """
+import os, sys, time
+import wire
+if os.fork():
+    os._exit(0)
+while os.getppid() != 1:
+    time.sleep(0.01)
+with wire.Client(sys.argv[1]) as client:
+    try:
+        client.region_add(wire.POOL, 60 << 20)
+        print("taken")
+    except wire.Failed as refused:
+        print(refused)
+"""
+
+
+def test_an_orphan_is_not_the_gateway(tmp_path):
+    """PID 1 becomes the parent of orphans, as it is the gateway's: their part of the pool stays what it is.
+    The gateway, each successor of it and that of the worker know each other."""
+    script = (f"mount -t proc proc /proc; exec {SERVER} --http=127.0.0.1:0 --unix={tmp_path}/s --backend=cpu "
+              "--pool-bytes-max=64M --staging-request-bytes-max=1M --keep-buffer-ms=1")
+    command = ["unshare", "--pid", "--fork", "--mount", "--kill-child", "sh", "-c", script]
+    if not shutil.which("unshare") or subprocess.run(command[:5] + ["true"], capture_output=True).returncode:
+        pytest.skip("no PID namespaces here")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=clean_environment())
+    try:
+        address = process.stdout.readline().decode().split("http=")[1].split()[0]
+        inside = wait_until(lambda: [int(p.name) for p in pathlib.Path("/proc").iterdir()
+                                     if p.name.isdigit() and parent_of(p) == process.pid])[0]
+
+        def store():
+            url = f"http://{address}/v2/tensors/large"
+            for url, body, method in ((url + "?datatype=FP32&shape=10,1048576", bytes(40 << 20), "PUT"), (url, None, "DELETE")):
+                urllib.request.urlopen(urllib.request.Request(url, body, method=method), timeout=60).close()
+
+        store()
+        said = subprocess.run(["nsenter", "-t", str(inside), "-p", "-m", sys.executable, "-c", ORPHAN, f"{tmp_path}/s"],
+                              capture_output=True, text=True, timeout=60,
+                              env=clean_environment(PYTHONPATH=pathlib.Path(__file__).parent)).stdout
+        assert "the device's pool, the most allowed" in said
+        for role in ("worker", "gateway"):
+            killed = children_of(inside)[role]
+            os.kill(killed, signal.SIGKILL)
+            wait_until(lambda: children_of(inside).get(role) not in (None, killed), what=f"another {role}")
+            wait_until(lambda: is_ready(f"http://{address}"), what="a server that is ready")
+            store()
+        os.kill(inside, signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def is_ready(url):
+    try:
+        return urllib.request.urlopen(f"{url}/v2/health/ready", timeout=10).status == 200
+    except OSError:
+        return False
 
 
 def stat_of(entry):

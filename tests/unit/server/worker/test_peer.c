@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/pidfd.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -114,6 +115,38 @@ START_TEST(a_dead_process_is_told_from_a_living_one) {
 }
 END_TEST
 
+/* By number and descriptor; whose child it is says nothing. */
+START_TEST(the_gateway_is_the_process_that_was_named) {
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    socklen_t bytes = sizeof address;
+    int gate[2], listener = socket(AF_UNIX, SOCK_SEQPACKET, 0);
+    ck_assert_int_eq(bind(listener, (struct sockaddr *)&address, sizeof(sa_family_t)), 0);
+    getsockname(listener, (struct sockaddr *)&address, &bytes);
+    listen(listener, 1);
+    ck_assert_int_eq(pipe(gate), 0);
+    pid_t child = fork(), other;
+    if (child == 0) {
+        char byte;
+        close(gate[1]);
+        connect(socket(AF_UNIX, SOCK_SEQPACKET, 0), (struct sockaddr *)&address, bytes);
+        _exit(read(gate[0], &byte, 1) != 0);
+    }
+    if ((other = fork()) == 0)
+        _exit(0);
+    int fd = accept(listener, NULL, NULL);
+    struct kld_gateway_process none = {.pidfd = -1}, named = {child, pidfd_open(child, 0)},
+                               by_number = {child, -1}, sibling = {getpid(), -1},
+                               reused = {child, pidfd_open(other, 0)};
+    ck_assert_int_eq(waitpid(other, NULL, 0), other);
+    ck_assert(kld_peer_is_gateway(&named, fd) && kld_peer_is_gateway(&by_number, fd));
+    ck_assert(!kld_peer_is_gateway(&none, fd) && !kld_peer_is_gateway(&sibling, fd));
+    ck_assert(!kld_peer_is_gateway(&reused, fd)); /* the one that was named has ended */
+    close(gate[1]);
+    ck_assert_int_eq(waitpid(child, NULL, 0), child);
+    ck_assert(!kld_peer_is_gateway(&named, fd) && !kld_peer_is_gateway(&by_number, fd));
+}
+END_TEST
+
 START_TEST(what_is_no_socket_is_refused) {
     struct kld_peers peers;
     struct ucred peer;
@@ -126,4 +159,5 @@ START_TEST(what_is_no_socket_is_refused) {
 END_TEST
 
 UNIT_MAIN("server/worker/peer", lists_are_parsed, users_and_groups_pass_by_either_list,
-          a_dead_process_is_told_from_a_living_one, what_is_no_socket_is_refused)
+          a_dead_process_is_told_from_a_living_one, the_gateway_is_the_process_that_was_named,
+          what_is_no_socket_is_refused)

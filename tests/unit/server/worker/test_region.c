@@ -5,9 +5,12 @@
 #include <fcntl.h>
 #include <linux/kcmp.h>
 #include <string.h>
+#include <sys/pidfd.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "server/role.h"
 #include "tests/unit/server/worker/rig.h"
 #include "tests/unit/unit.h"
 
@@ -507,6 +510,44 @@ START_TEST(no_client_takes_the_whole_pool) {
 }
 END_TEST
 
+/* Our clients are this process, as the supervisor says of one; before and after it said so of it.
+ */
+static void name_gateway(pid_t pid, int pidfd) {
+    struct kld_child_order order = {.kind = KLD_ORDER_GATEWAY, .pid = pid};
+    struct kld_child_order alive = {.kind = KLD_ORDER_ALIVE};
+    char answer[8];
+    rig_send_fds(rig.control[0], &order, sizeof order, &pidfd, 1);
+    ck_assert_int_eq(send(rig.control[0], &alive, sizeof alive, 0), sizeof alive);
+    ck_assert_int_eq(recv(rig.control[0], answer, sizeof answer, 0), 1);
+}
+
+START_TEST(the_gateway_is_known_by_what_the_supervisor_says) {
+    start();
+    uint64_t pool = rig.worker.device->info.pool_bytes_max;
+    int early = rig_client(&rig), self = pidfd_open(getpid(), 0);
+    uint64_t region = pool_region(early, pool / 2);
+    no_pool_region(early, 1, KLD_TOO_LARGE, "the device's pool, the most allowed");
+    name_gateway(getppid(), self); /* somebody else */
+    no_pool_region(early, 1, KLD_TOO_LARGE, "the device's pool, the most allowed");
+    name_gateway(getpid(), self);
+    pool_region(early, pool / 2);
+    rig_drop(early, 62, region);
+    rig_expect(early, 62, KLD_FRAME_DONE, NULL);
+    rig_until_stat(&rig, KLD_STAT_worker_regions, 1);
+    int late = rig_client(&rig);
+    pool_region(late, pool / 2 + 1);
+    name_gateway(getppid(), self); /* its successor; the one before ends by itself */
+    int client = rig_client(&rig);
+    pool_region(client, pool / 2); /* nothing of theirs is counted */
+    no_pool_region(client, 1, KLD_TOO_LARGE, "the device's pool, the most allowed");
+    close(client);
+    close(early);
+    close(late);
+    close(self);
+    end();
+}
+END_TEST
+
 START_TEST(who_finds_the_pool_full_waits_for_what_the_gateway_keeps) {
     union kld_frame frame;
     rig_init(&rig);
@@ -549,4 +590,5 @@ UNIT_MAIN("server/worker/region", ipc_handles_are_checked, one_descriptor_is_one
           parts_of_one_allocation_are_one_memory, table_grows_to_its_limit_and_reuses_places,
           quota_counts_what_is_still_condemned, client_leaves_while_regions_are_mapped,
           flood_of_region_adds_is_bounded, one_memfd_on_several_connections_is_mapped_once,
-          no_client_takes_the_whole_pool, who_finds_the_pool_full_waits_for_what_the_gateway_keeps)
+          no_client_takes_the_whole_pool, the_gateway_is_known_by_what_the_supervisor_says,
+          who_finds_the_pool_full_waits_for_what_the_gateway_keeps)
