@@ -458,6 +458,15 @@ static enum kld_status check_op(struct kld_oip_request *request, struct kld_erro
     return status;
 }
 
+/* The path has named the model; a body that names another one was meant for somebody else. */
+static enum kld_status check_model(const cJSON *root, const char *key, const char *ours,
+                                   struct kld_error *err) {
+    const cJSON *value = cJSON_GetObjectItemCaseSensitive(root, key);
+    if (!value || (cJSON_IsString(value) && strcmp(value->valuestring, ours) == 0))
+        return KLD_OK;
+    return kld_error_set(err, KLD_INVALID, "'%s' is not \"%s\", the one served here", key, ours);
+}
+
 enum kld_status kld_oip_read(const cJSON *root, const struct kld_json_span *spans,
                              struct kld_oip_request *request, struct kld_error *err) {
     static const char *const keys[] = {"id",         "parameters",    "inputs", "outputs",
@@ -467,6 +476,9 @@ enum kld_status kld_oip_read(const cJSON *root, const struct kld_json_span *span
     if (!cJSON_IsObject(root))
         return kld_error_set(err, KLD_INVALID, "the request must be a JSON object");
     if ((status = kld_json_keys(root, "request", keys, err)))
+        return status;
+    if ((status = check_model(root, "model_name", KLD_OIP_MODEL, err)) ||
+        (status = check_model(root, "model_version", KLD_OIP_MODEL_VERSION, err)))
         return status;
     const cJSON *id = cJSON_GetObjectItemCaseSensitive(root, "id");
     if (id) {

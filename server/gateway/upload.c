@@ -35,37 +35,48 @@ struct upload {
 /* ---- What is asked for
  * -------------------------------------------------------------------------*/
 
-static enum MHD_Result check_argument(void *user, enum MHD_ValueKind kind, const char *name,
-                                      const char *value) {
-    static const char *const known[] = {"datatype", "shape", "lifetime_ms", "device"};
-    const char **unknown = user;
-    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++)
-        if (strcmp(known[i], name) == 0 && value)
-            return MHD_YES;
-    *unknown = name;
-    return MHD_YES;
-}
+static const char *const known[] = {"datatype", "shape", "lifetime_ms", "device"};
+#define KNOWN (sizeof known / sizeof known[0])
 
-static const char *argument(const struct kld_exchange *exchange, const char *name) {
-    return MHD_lookup_connection_value(exchange->connection, MHD_GET_ARGUMENT_KIND, name);
+struct arguments {
+    const char *value[KNOWN], *unknown, *twice;
+};
+
+static enum MHD_Result take_argument(void *user, enum MHD_ValueKind kind, const char *name,
+                                     const char *value) {
+    struct arguments *arguments = user;
+    size_t i = 0;
+    while (i < KNOWN && strcmp(known[i], name) != 0)
+        i++;
+    if (i == KNOWN || !value)
+        arguments->unknown = name;
+    else if (arguments->value[i])
+        arguments->twice = name;
+    else
+        arguments->value[i] = value;
+    return MHD_YES;
 }
 
 static enum kld_status read_arguments(const struct kld_exchange *exchange,
                                       struct kld_stored *stored, struct kld_pool **ret_pool,
                                       struct kld_error *err) {
     struct kld_gateway *gateway = exchange->gateway;
-    const struct kld_upload_query query = {.datatype = argument(exchange, "datatype"),
-                                           .shape = argument(exchange, "shape"),
-                                           .lifetime_ms = argument(exchange, "lifetime_ms"),
-                                           .device = argument(exchange, "device")};
+    struct arguments arguments = {.unknown = NULL};
     struct kld_upload_tensor tensor;
-    const char *unknown = NULL;
-    MHD_get_connection_values(exchange->connection, MHD_GET_ARGUMENT_KIND, check_argument,
-                              &unknown);
-    if (unknown)
+    MHD_get_connection_values(exchange->connection, MHD_GET_ARGUMENT_KIND, take_argument,
+                              &arguments);
+    if (arguments.unknown)
         return kld_error_set(
             err, KLD_INVALID,
-            "unknown argument '%.40s'; known: datatype, shape, lifetime_ms, device", unknown);
+            "unknown argument '%.40s'; known: datatype, shape, lifetime_ms, device",
+            arguments.unknown);
+    if (arguments.twice)
+        return kld_error_set(err, KLD_INVALID, "the argument '%.40s' is there twice",
+                             arguments.twice);
+    const struct kld_upload_query query = {.datatype = arguments.value[0],
+                                           .shape = arguments.value[1],
+                                           .lifetime_ms = arguments.value[2],
+                                           .device = arguments.value[3]};
     enum kld_status status = kld_upload_query_read(&query, gateway->config->tensor_lifetime_ms,
                                                    gateway->pools, &tensor, err);
     if (status)

@@ -156,6 +156,8 @@ ROW = np.ones((1, 4), "<f4")
     ("?datatype=FP32&shape=1,4&lifetime_ms=0", ROW, 400, "lifetime_ms"),
     ("?datatype=FP32&shape=1,4&lifetime_ms=99999999999", ROW, 400, "lifetime_ms"),
     ("?datatype=FP32&shape=1,4&device=7", ROW, 400, "device"), ("?datatype=FP32&shape=1,4&form=x", ROW, 400, "form"),
+    ("?datatype=FP32&shape=1,4&shape=4,1", ROW, 400, "'shape' is there twice"),
+    ("?datatype=FP32&shape=1,4&datatype=FP32", ROW, 400, "twice"),
     ("?datatype=FP32&shape=8,1048576", ROW, 400, "body has 16"),
     ("?datatype=FP32&shape=1099511627776", ROW, 400, "body has 16")])
 def test_bad_uploads(server, tail, data, status, part):

@@ -35,6 +35,8 @@ START_TEST(a_plain_request_asks_for_the_loss) {
 END_TEST
 
 START_TEST(what_a_stock_client_sends_is_understood) {
+    ck_assert_int_eq(parse("{\"model_name\":\"kl_div\",\"model_version\":\"1\"," INPUTS "}"),
+                     KLD_OK);
     ck_assert_int_eq(
         parse("{\"inputs\":["
               "{\"name\":\"predictions\",\"shape\":[3,2],\"datatype\":\"FP16\","
@@ -90,6 +92,10 @@ static const struct {
     {"{\"id\":1.}", "point", KLD_INVALID},
     {"{\"id\":NaN}", "not JSON", KLD_INVALID},
     {"{\"id\":[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]}", "nesting", KLD_INVALID},
+    {"{\"model_name\":\"foo\"," INPUTS "}", "'model_name' is not \"kl_div\"", KLD_INVALID},
+    {"{\"model_name\":7," INPUTS "}", "model_name", KLD_INVALID},
+    {"{\"model_version\":\"2\"," INPUTS "}", "'model_version' is not \"1\"", KLD_INVALID},
+    {"{\"model_version\":1," INPUTS "}", "model_version", KLD_INVALID},
     {"{\"ID\":\"a\"," INPUTS "}", "unknown key 'ID'", KLD_INVALID},
     {"{\"inputs\":[" P "]}", "'targets' is missing", KLD_INVALID},
     {"{\"inputs\":[" P "," P "]}", "twice", KLD_INVALID},
