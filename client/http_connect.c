@@ -101,14 +101,20 @@ static enum kld_status make_headers(struct http_connection *h, struct kld_error 
 static enum kld_status wait_ready(struct http_connection *h, struct kld_error *err) {
     uint64_t deadline = kld_now_ns() + h->base.options.connect_timeout_ns;
     uint64_t pause = READY_NS_MIN;
+    struct kld_error before = {.status = KLD_OK};
     for (;;) {
         struct http_get answer;
         enum kld_status status = get(h, "/v2/health/ready", deadline, &answer, err);
         uint64_t again = kld_now_ns() + kld_jitter(pause);
         CURLcode code = answer.transfer.code;
         bool refused = code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_URL_MALFORMAT;
+        /* A try that had no time left says less than the one before it. */
+        if (status == KLD_UNAVAILABLE && !answer.transfer.ended && before.status)
+            return kld_error_set(err, before.status, "%s", before.text);
         if (status != KLD_UNAVAILABLE || refused || again >= deadline)
             return status;
+        if (err)
+            before = *err;
         while (kld_now_ns() < again && !kld_connection_step(&h->base, again, NULL))
             ;
         pause = pause * 2 > READY_NS_MAX ? READY_NS_MAX : pause * 2;
