@@ -314,7 +314,8 @@ static void release_fake(void) {
     atomic_store(&fake.fail_all, false);
     atomic_store(&fake.fail_launch, false);
     atomic_store(&fake.launches_directly, false);
-    atomic_store(&fake.waits, false);
+    atomic_store(&fake.stage, 0);
+    atomic_store(&fake.stage_plain, 0);
     atomic_store(&fake.peers, false);
     atomic_store(&faked.stats->value[KLD_STAT_pool_kept_bytes], 0);
 }
@@ -337,7 +338,10 @@ static void turn_knob(struct fuzz_input *input) {
         break;
     case 6: atomic_store(&fake.fail_launch, more & 1); break;
     case 7: atomic_store(&fake.launches_directly, more & 1); break;
-    case 8: atomic_store(&fake.waits, more & 1); break;
+    case 8:
+        atomic_store(&fake.stage, more % 4);
+        atomic_store(&fake.stage_plain, more / 4);
+        break;
     case 9: atomic_store(&fake.peers, more & 1); break;
     case 10: atomic_store(&faked.stats->value[KLD_STAT_pool_kept_bytes], (more & 1) * 4096u); break;
     default: release_fake();

@@ -9,7 +9,11 @@
 #include <check.h>
 #include <stdlib.h>
 
+#ifdef __SANITIZE_THREAD__
+#define UNIT_TIMEOUT_S 300 /* it takes ten times as long */
+#else
 #define UNIT_TIMEOUT_S 60
+#endif
 
 static inline int unit_run(const char *name, const TTest *const *tests, size_t count) {
     Suite *suite = suite_create(name);
