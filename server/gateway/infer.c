@@ -115,7 +115,7 @@ static enum kld_status gather(struct kld_infer *infer) {
 static void pack(struct kld_infer *infer) {
     struct kld_error ignored;
     if (infer->coding == KLD_CODING_NONE ||
-        kld_infer_alloc(infer, infer->reply.length, false, &infer->packed_offset, &ignored))
+        kld_infer_alloc_now(infer, infer->reply.length, &infer->packed_offset, &ignored))
         return;
     infer->has_packed = true;
     infer->packed_bytes =

@@ -191,9 +191,13 @@ void kld_infer_gathered(struct kld_infer *infer);  /* by bulk.c: every input is 
 void kld_infer_scattered(struct kld_infer *infer); /* by bulk.c: so is every output */
 
 /* layout.c. A range of staging for this request, counted for its caller until the request's memory
- * is freed; json: of its JSON. KLD_BUSY: none free now. */
+ * is freed; json: of its JSON. KLD_BUSY: none free now, and kld_infer_wait() or the end of the
+ * request must follow, for its turn is in the queue. Loop thread. */
 enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, bool json,
                                 uint64_t *ret_offset, struct kld_error *err);
+/* The same for what is done without if there is none: it does not queue. A pool's thread too. */
+enum kld_status kld_infer_alloc_now(struct kld_infer *infer, uint64_t bytes, uint64_t *ret_offset,
+                                    struct kld_error *err);
 /* Pauses the exchange; retry() is called now and then until kld_waiter_remove(), or the request
  * fails with KLD_BUSY at its deadline. */
 void kld_infer_wait(struct kld_infer *infer, void (*retry)(struct kld_infer *infer));

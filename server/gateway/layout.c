@@ -43,17 +43,15 @@ void kld_infer_wait(struct kld_infer *infer, void (*retry)(struct kld_infer *inf
 
 /* ---- Memory -----------------------------------------------------------------------------------*/
 
-enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, bool json,
-                                uint64_t *ret_offset, struct kld_error *err) {
+/* turn: NULL for who does not wait. */
+static enum kld_status take(struct kld_infer *infer, struct kld_staging_turn *turn, uint64_t bytes,
+                            bool json, uint64_t *ret_offset, struct kld_error *err) {
     struct kld_gateway *gateway = infer->gateway;
     enum kld_status status = kld_auth_take_bytes(gateway->auth, infer->caller, bytes, err);
     if (status)
         return status;
-    if (infer->in_pool) /* it does not wait there */
-        status = kld_staging_alloc(gateway->staging, bytes, ret_offset, err);
-    else
-        status =
-            kld_staging_take(gateway->staging, &infer->waiter.turn, bytes, json, ret_offset, err);
+    status = turn ? kld_staging_take(gateway->staging, turn, bytes, json, ret_offset, err)
+                  : kld_staging_alloc(gateway->staging, bytes, ret_offset, err);
     if (status)
         kld_auth_give_bytes(infer->caller, bytes);
     else
@@ -61,6 +59,16 @@ enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, bool js
     if (!infer->in_pool)
         infer->exchange->held_bytes = infer->held_bytes;
     return status;
+}
+
+enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, bool json,
+                                uint64_t *ret_offset, struct kld_error *err) {
+    return take(infer, &infer->waiter.turn, bytes, json, ret_offset, err);
+}
+
+enum kld_status kld_infer_alloc_now(struct kld_infer *infer, uint64_t bytes, uint64_t *ret_offset,
+                                    struct kld_error *err) {
+    return take(infer, NULL, bytes, false, ret_offset, err);
 }
 
 static uint64_t aligned(uint64_t bytes, uint64_t align) {

@@ -1,6 +1,7 @@
 """What one caller may hold, and for how long: staging, device memory, stored tensors, places; a worker that
 is silent, clients that leave while their request computes, senders that hold much and send little."""
 import hashlib
+import json
 import os
 import signal
 import socket
@@ -261,6 +262,43 @@ def test_who_holds_much_has_to_send_more(make_server):
     assert connections["small"].recv(12) == b"HTTP/1.1 200"
     for one in connections.values():
         one.close()
+
+
+# ---- Replies that would be compressed ---------------------------------------------------------------------
+
+def test_no_room_to_compress_a_reply_in(make_server):
+    """It goes out as it is, and nobody is in the queue for memory afterwards who is not there any more."""
+    server = make_server(staging_bytes_max="1M", http_deadline_ms=5000)
+    rows = {"predictions": [round(0.001 + k / 11325, 4) for k in range(150)], "targets": [0.0067] * 150}
+    inputs = [{"name": n, "datatype": "FP32", "shape": [1, 150], "data": row} for n, row in rows.items()]
+    text = text_of(json.dumps({"inputs": inputs, "parameters": {"reduction": "none"}}).encode(), {"Accept-Encoding": "gzip"})
+    held = []
+
+    def hold(json_bytes, columns):
+        """A request that has its staging, and sends no tensor."""
+        tensors = [{"name": n, "datatype": "FP32", "shape": [1, columns], "parameters": {"binary_data_size": 4 * columns}}
+                   for n in ("predictions", "targets")]
+        head = json.dumps({"inputs": tensors}).encode().ljust(json_bytes)
+        held.append(connect(server))
+        held[-1].sendall(text_of(head, {oip.LENGTH: len(head)}, length=len(head) + 8 * columns))
+
+    with connect(server) as one:
+        one.sendall(text[:-1])
+        wait_until(lambda: server.metrics()["kld_staging_bytes"] > 0, what="its memory")
+        for json_bytes, count in ((4032, 6), (300, 40)):  # as much as there is, then what is left in smaller pieces
+            for _ in range(count):
+                if server.metrics()["kld_http_requests_waiting"] == 0:
+                    hold(json_bytes, 380)
+                    time.sleep(0.02)
+        wait_until(lambda: server.metrics()["kld_http_requests_waiting"] > 0, what="staging that is full")
+        one.sendall(text[-1:])
+        answer = one.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 200") and b"Content-Encoding" not in answer, answer
+    for connection in held:
+        connection.close()
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
+    headers, data = oip.body({"predictions": Q[:1, :2], "targets": Q[:1, :2]}, binary=False)
+    assert server.request(INFER, data, headers)[0] == 200
 
 
 # ---- Pieces that fail -------------------------------------------------------------------------------------
