@@ -174,6 +174,29 @@ START_TEST(test_trace_in_one_packet) {
 }
 END_TEST
 
+/* As many as were asked for while nobody was there: each packet within its bounds. */
+START_TEST(test_many_traced_at_once) {
+    struct kld_connect_options options = {.lazy = true};
+    char url[128];
+    int right = 0;
+    worker.flags = KLD_WELCOME_PACKETS;
+    fake_worker_path(&worker);
+    snprintf(url, sizeof url, "unix:%s", worker.path);
+    ck_assert_int_eq(kld_connect(url, &options, &connection, &error), KLD_OK);
+    struct kld_request request = plain_request();
+    give_trace(&request);
+    for (int i = 0; i < 40; i++)
+        ck_assert_int_eq(kld_submit(connection, &request, count_right, &right, NULL, &error),
+                         KLD_OK);
+    fake_worker_start(&worker);
+    while (right < 40)
+        ck_assert_int_eq(kld_process(connection, -1, &error), KLD_OK);
+    ck_assert_int_eq(worker.traced, 40);
+    ck_assert_int_lt(worker.packets, 20); /* HELLO and the region are among them */
+    teardown();
+}
+END_TEST
+
 START_TEST(test_trace) {
     setup();
     struct kld_request request = plain_request();
@@ -618,8 +641,8 @@ START_TEST(test_an_error_without_words_has_some) {
 END_TEST
 
 UNIT_MAIN("client/unix", test_plain_memory, test_trace, test_cork, test_cork_of_one_frame_each,
-          test_trace_in_one_packet, test_strided_plain_memory, test_regions, test_many_in_flight,
-          test_run_keeps_callbacks_for_process, test_lost_worker, test_not_sent_twice,
-          test_waits_for_a_server, test_refused, test_deadline_and_cancel, test_staging_limits,
-          test_region_dropped_in_use, test_ends_in_a_row, test_nothing_leaks, test_memfd_and_limits,
-          test_an_error_without_words_has_some)
+          test_trace_in_one_packet, test_many_traced_at_once, test_strided_plain_memory,
+          test_regions, test_many_in_flight, test_run_keeps_callbacks_for_process, test_lost_worker,
+          test_not_sent_twice, test_waits_for_a_server, test_refused, test_deadline_and_cancel,
+          test_staging_limits, test_region_dropped_in_use, test_ends_in_a_row, test_nothing_leaks,
+          test_memfd_and_limits, test_an_error_without_words_has_some)

@@ -124,15 +124,19 @@ static void stay(int signal) {
         usleep(100);
 }
 
-/* Until `stopped` is false again the worker's thread does nothing: what ends meanwhile is found
- * together, and not, as the scheduler likes it, one by one. */
-static void stop_worker(void) {
+/* What the device has ends while the worker's thread does nothing: so it is found together, and
+ * not, as the scheduler likes it, one by one. */
+static void end_together(void) {
     struct sigaction action = {.sa_handler = stay, .sa_flags = SA_RESTART};
     ck_assert_int_eq(sigaction(SIGUSR1, &action, NULL), 0);
     atomic_store(&stopped, true);
     ck_assert_int_eq(pthread_kill(rig.thread, SIGUSR1), 0);
     while (!atomic_load(&stays))
         usleep(100);
+    rig.fake.hold = false;
+    for (int i = 0; i < 20000 && rig.fake.jobs_done < rig.fake.jobs_submitted; i++)
+        usleep(100);
+    atomic_store(&stopped, false);
 }
 
 START_TEST(several_requests_in_a_packet) {
@@ -147,11 +151,7 @@ START_TEST(several_requests_in_a_packet) {
     for (uint64_t i = 0; i < 8; i++)
         rig_submit(other, 200 + i, others);
     rig_until_stat(&rig, KLD_STAT_worker_requests_in_flight, 24);
-    stop_worker();
-    rig.fake.hold = false;
-    for (int i = 0; i < 20000 && rig.fake.jobs_done < 24; i++)
-        usleep(100);
-    atomic_store(&stopped, false);
+    end_together();
     int packets = take_done(fd, 100, 16);
     ck_assert_int_eq(take_done(other, 200, 8), 8); /* who sends one frame a packet gets one */
     ck_assert_int_lt(packets, 16);
@@ -225,6 +225,47 @@ START_TEST(frames_of_the_worker_are_refused) {
 END_TEST
 
 /* Descriptors that came along are closed, whatever becomes of the frame. */
+/* Errors are the longest of what may share a packet. */
+START_TEST(many_failures_at_once) {
+    enum { COUNT = 16, ALL = 2 * COUNT };
+    rig_init(&rig);
+    rig.config.client_streams_max = COUNT;
+    rig_start(&rig);
+    int fd = rig_client(&rig), taken = 0, most = 0;
+    uint64_t region = rig_region(fd, RIG_REGION_BYTES);
+    uint8_t packet[KLD_WIRE_PACKET_BYTES_MAX + 1];
+    union kld_frame frame;
+    rig.fake.hold = true;
+    rig.fake.fail_job = KLD_INTERNAL;
+    for (uint64_t first = 100; first < 100 + ALL; first += COUNT) {
+        size_t bytes = 0;
+        for (uint64_t i = 0; i < COUNT; i++) {
+            rig_op(&frame, first + i, region);
+            frame.as_SUBMIT.stream = (uint32_t)i;
+            bytes = add(packet, bytes, &frame);
+        }
+        rig_send_fds(fd, packet, bytes, NULL, 0);
+    }
+    rig_until_stat(&rig, KLD_STAT_worker_requests_in_flight, ALL);
+    end_together();
+    while (taken < ALL) {
+        ssize_t bytes = recv(fd, packet, sizeof packet, MSG_TRUNC);
+        struct kld_error err = {.status = KLD_OK};
+        unsigned frames = 0;
+        uint64_t request;
+        ck_assert_int_gt(bytes, 0);
+        ck_assert_int_le(bytes, KLD_WIRE_PACKET_BYTES_MAX);
+        ck_assert_int_eq(kld_packet_check(packet, (size_t)bytes, 0, 0, &frames, &request, &err),
+                         KLD_OK);
+        taken += (int)frames;
+        most = (int)frames > most ? (int)frames : most;
+    }
+    ck_assert_uint_eq(most, KLD_WIRE_PACKET_BYTES_MAX / sizeof(struct kld_frame_error));
+    close(fd);
+    end();
+}
+END_TEST
+
 START_TEST(stray_descriptors_are_closed) {
     start();
     int fd = rig_client(&rig), pipes[2], fds[5];
@@ -248,4 +289,5 @@ START_TEST(stray_descriptors_are_closed) {
 END_TEST
 
 UNIT_MAIN("server/worker/frames", hello_negotiates_or_says_why_not, several_requests_in_a_packet,
-          bad_packets_do_nothing, frames_of_the_worker_are_refused, stray_descriptors_are_closed)
+          bad_packets_do_nothing, frames_of_the_worker_are_refused, many_failures_at_once,
+          stray_descriptors_are_closed)
