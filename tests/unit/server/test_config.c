@@ -191,6 +191,23 @@ START_TEST(a_file_may_hold_every_kind) {
 }
 END_TEST
 
+START_TEST(takes_the_0_that_its_help_explains) {
+    int tried = 0;
+    char flag[64];
+#define X(TYPE, name, value, help)                                                                 \
+    if (strstr(help, "0: ")) {                                                                     \
+        snprintf(flag, sizeof flag, "--%s=0", #name);                                              \
+        for (char *c = flag; *c; c++)                                                              \
+            *c = *c == '_' ? '-' : *c;                                                             \
+        ck_assert_int_eq(parse(FLAGS(flag), NULL), KLD_OK);                                        \
+        tried++;                                                                                   \
+    }
+    KLD_CONFIG_MAP(X)
+#undef X
+    ck_assert_int_ge(tried, 8);
+}
+END_TEST
+
 START_TEST(help_and_version_win) {
     ck_assert_int_eq(parse(FLAGS("--device=1", "--help", "--nonsense"), NULL), KLD_OK);
     ck_assert_int_eq(action, KLD_CONFIG_HELP);
@@ -262,4 +279,5 @@ END_TEST
 
 UNIT_MAIN("server/config", what_a_running_server_takes_over, defaults, both_spellings_of_a_flag,
           devices_are_all_or_a_list, precedence, refuses_flags, refuses_environment, refuses_files,
-          a_file_may_hold_every_kind, help_and_version_win, arguments_are_the_whole_configuration)
+          a_file_may_hold_every_kind, takes_the_0_that_its_help_explains, help_and_version_win,
+          arguments_are_the_whole_configuration)
