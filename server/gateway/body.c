@@ -9,13 +9,16 @@
 #include "server/gateway/infer.h"
 #include "server/gateway/staging.h"
 
+#define LENGTH "Inference-Header-Content-Length"
 #define INFLATED_BYTES_A_TURN ((uint64_t)64 << 10) /* then other connections get their turn */
 
 static enum kld_status read_header_length(struct kld_infer *infer, struct kld_error *err) {
     const struct kld_exchange *exchange = infer->exchange;
     const struct kld_config *config = infer->gateway->config;
-    const char *text = kld_exchange_header(exchange, "Inference-Header-Content-Length");
+    const char *text = kld_exchange_header(exchange, LENGTH);
     uint64_t value = 0;
+    if (text && !kld_exchange_header_alone(exchange, LENGTH))
+        return kld_error_set(err, KLD_INVALID, LENGTH " comes more than once");
     if (!text) {
         infer->json_ends_body = true;
         if (exchange->has_body && (infer->inflate || !exchange->has_length))
@@ -29,13 +32,11 @@ static enum kld_status read_header_length(struct kld_infer *infer, struct kld_er
             value = digits ? value * 10 + (uint64_t)(*c - '0') : value;
         }
         if (!digits)
-            return kld_error_set(err, KLD_INVALID,
-                                 "Inference-Header-Content-Length must be a whole number of bytes");
+            return kld_error_set(err, KLD_INVALID, LENGTH " must be a whole number of bytes");
         if (!infer->inflate && (exchange->has_length || !exchange->has_body) &&
             value > exchange->length_bytes)
             return kld_error_set(err, KLD_INVALID,
-                                 "Inference-Header-Content-Length is %" PRIu64
-                                 "; the whole body has %" PRIu64 " bytes",
+                                 LENGTH " is %" PRIu64 "; the whole body has %" PRIu64 " bytes",
                                  value, exchange->length_bytes);
         infer->json_known = true;
         infer->json_bytes = value;
@@ -251,13 +252,17 @@ size_t kld_body_feed(struct kld_infer *infer, const char *data, size_t size) {
 enum kld_status kld_body_finish(struct kld_infer *infer, struct kld_error *err) {
     if (infer->inflate && !infer->inflate->ended)
         return kld_error_set(err, KLD_INVALID, "the compressed body ends too early");
+    if (infer->json_known && infer->json_have < infer->json_bytes)
+        return kld_error_set(err, KLD_INVALID,
+                             LENGTH " is %" PRIu64 "; the whole body has %" PRIu64 " bytes",
+                             infer->json_bytes, infer->json_have);
     if (!infer->parsed)
         return KLD_OK;
     if (infer->tail_have < infer->request.tail_bytes)
-        return kld_error_set(
-            err, KLD_INVALID,
-            "the inputs have %" PRIu64 " bytes of binary data; %" PRIu64 " came behind the JSON%s",
-            infer->request.tail_bytes, infer->tail_have,
-            infer->json_ends_body ? " (Inference-Header-Content-Length says where it ends)" : "");
+        return kld_error_set(err, KLD_INVALID,
+                             "the inputs have %" PRIu64 " bytes of binary data; %" PRIu64
+                             " came behind the JSON%s",
+                             infer->request.tail_bytes, infer->tail_have,
+                             infer->json_ends_body ? " (" LENGTH " says where it ends)" : "");
     return KLD_OK;
 }

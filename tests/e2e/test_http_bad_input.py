@@ -76,7 +76,7 @@ def request(**changes):
 
 def refused(server, body, headers=None, status=400, part=""):
     """One connection: the error, and then a good request over the same connection."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    data = json.dumps(body).encode() if isinstance(body, dict | list) else body
     with Connection(server) as connection:
         got, reply_headers, reply = connection.ask("POST", INFER, data, headers)
         assert got == status, reply
@@ -207,6 +207,27 @@ def test_parameters_of_divergences(server, parameters, part):
 def test_header_length(server, value, part):
     headers, data = oip.body({"predictions": Q, "targets": P})
     refused(server, data, {LENGTH: value}, part=part)
+
+
+@pytest.mark.parametrize("coding", [None, "gzip", "chunked"])
+def test_header_length_beyond_the_body(server, coding):
+    """Said by the time the body ends, where its length is not known before."""
+    data = json.dumps(request()).encode()
+    headers = {LENGTH: str(len(data) + 1)}
+    if coding == "gzip":
+        refused(server, gzip.compress(data), {**headers, "Content-Encoding": "gzip"}, part="the whole body has")
+    elif coding == "chunked":
+        refused(server, iter([data[:100], data[100:]]), headers, part="the whole body has")
+    else:
+        refused(server, data, headers, part="the whole body has")
+
+
+def test_header_length_twice(server):
+    data = json.dumps(request()).encode()
+    lengths = f"{LENGTH}: {len(data)}\r\n{LENGTH}: 5\r\n"
+    got = talk(server, f"POST {INFER} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n{lengths}\r\n"
+               .encode() + data)
+    assert got.startswith(b"HTTP/1.1 400 ") and b"more than once" in got, got
 
 
 def test_header_length_over_its_limit(server):
