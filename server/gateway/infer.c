@@ -12,6 +12,8 @@
 #include "server/gateway/staging.h"
 #include "server/log.h"
 
+#define TOO_LATE "the deadline passed before the result was there"
+
 static void free_memory(struct kld_infer *infer) {
     struct kld_staging *staging = infer->gateway->staging;
     if (infer->json_capacity)
@@ -282,14 +284,17 @@ static void job_done(struct kld_pool_job *job) {
 
 static void computed(struct kld_infer *infer, enum kld_status status,
                      const struct kld_error *error) {
+    struct kld_error failure = {.status = status};
     infer->in_worker = false;
     infer->computed_ns = uv_hrtime();
     if (!infer->exchange) {
         kld_infer_let_go(infer);
     } else if (status) {
-        struct kld_error failure = {.status = status};
         if (error && error->status)
             failure = *error;
+        kld_infer_fail(infer, &failure);
+    } else if (infer->computed_ns > infer->late_ns) { /* link and pool look now and then */
+        kld_error_set(&failure, KLD_DEADLINE, TOO_LATE);
         kld_infer_fail(infer, &failure);
     } else {
         kld_infer_step(infer, KLD_INFER_WRITE_OUT, write_out_is_large(infer));
@@ -306,7 +311,7 @@ static void too_late(struct kld_infer *infer) {
         kld_error_set(&error, KLD_NO_MEMORY,
                       "the device's memory pool was in use until the deadline; try again");
     else
-        kld_error_set(&error, KLD_DEADLINE, "the deadline passed before the result was there");
+        kld_error_set(&error, KLD_DEADLINE, TOO_LATE);
     kld_infer_count(infer, error.status);
     struct kld_exchange *exchange = infer->exchange;
     infer->exchange = NULL;
@@ -373,7 +378,7 @@ static void submit_to_pool(struct kld_infer *infer) {
         job->request.bytes[slot].offset_bytes = infer->place[i];
         job->slot[slot] = infer->buffer_of[i];
     }
-    job->deadline_ns = kld_infer_late_ns(infer, KLD_LATE_RESULT);
+    infer->late_ns = job->deadline_ns = kld_infer_late_ns(infer, KLD_LATE_RESULT);
     job->done = job_done;
     infer->in_worker = true;
     kld_infer_await(infer, KLD_LATE_RESULT);
@@ -390,7 +395,7 @@ static void submit(struct kld_infer *infer) {
     pass_trace(infer, &call->request.trace);
     for (uint32_t i = 0; i < kld_infer_tensors(infer); i++)
         call->request.bytes[kld_infer_tensor(infer, i)->slot].offset_bytes = infer->place[i];
-    call->deadline_ns = kld_infer_late_ns(infer, KLD_LATE_RESULT);
+    infer->late_ns = call->deadline_ns = kld_infer_late_ns(infer, KLD_LATE_RESULT);
     call->pinned = infer->request.has_device;
     call->device = infer->request.device;
     call->done = call_done;

@@ -89,6 +89,7 @@ struct kld_infer {
     /* Since when its time runs (kld_infer_late_ns()); uv_hrtime(), 0: not yet. */
     uint64_t memory_ns;   /* it first waited for memory */
     uint64_t body_end_ns; /* all of its body was here */
+    uint64_t late_ns;     /* until when it was to have its result; UINT64_MAX: no matter */
     uint64_t computed_ns; /* its worker, or the last of them, had answered */
 
     /* Receiving; loop thread. */

@@ -146,6 +146,15 @@ def test_deadline(make_server):
     wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
 
 
+def test_a_result_that_comes_too_late_is_not_given(make_server):
+    """However short the time and however quick the result."""
+    server, replies = make_server(), []
+    for microseconds in (60000000, 1, 60000000):
+        stopped_worker_request(server, {"timeout": microseconds}, replies)
+    assert [reply[0] for reply in replies] == [200, 408, 200]
+    assert "deadline" in json.loads(replies[1][2])["error"]
+
+
 def test_drain_answers_what_is_in_flight(make_server):
     server = make_server()
     worker, gateway = server.child("worker"), server.child("gateway")
