@@ -57,6 +57,7 @@ static const struct {
     {"http_deadline_ms", 0, UINT32_MAX},
     {"http_wait_ms", 0, 3600000},
     {"keep_buffer_ms", 0, 3600000},
+    {"reload_ms", 0, 3600000},
     {"user_publications_max", 1, KLD_PUBLICATIONS_MAX},
 };
 

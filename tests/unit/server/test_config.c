@@ -199,7 +199,7 @@ START_TEST(takes_the_0_that_its_help_explains) {
         snprintf(flag, sizeof flag, "--%s=0", #name);                                              \
         for (char *c = flag; *c; c++)                                                              \
             *c = *c == '_' ? '-' : *c;                                                             \
-        ck_assert_int_eq(parse(FLAGS(flag), NULL), KLD_OK);                                        \
+        ck_assert_msg(parse(FLAGS(flag), NULL) == KLD_OK, "%s: %s", flag, err.text);               \
         tried++;                                                                                   \
     }
     KLD_CONFIG_MAP(X)
