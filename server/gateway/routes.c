@@ -343,6 +343,7 @@ static void refuse_method(struct kld_exchange *exchange, const char *methods) {
     struct MHD_Response *response =
         MHD_create_response_from_buffer(text.length, buffer, MHD_RESPMEM_MUST_COPY);
     kld_exchange_add_header(&response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
+    kld_exchange_add_header(&response, "KLD-Status", kld_status_name(KLD_METHOD));
     kld_exchange_add_header(&response, MHD_HTTP_HEADER_ALLOW, methods);
     kld_exchange_reply(exchange, 405, response);
 }

@@ -172,6 +172,7 @@ def test_unknown_paths(server, path):
 def test_wrong_method(server, method, path, allow):
     status, headers, body = server.request(path, method=method)
     assert status == 405 and headers["Allow"] == allow and json.loads(body)["error"]
+    assert headers["KLD-Status"] == "method"
 
 
 def test_head(server):
