@@ -76,7 +76,6 @@ static const int allowed[] = {
     SCMP_SYS(setsockopt),
     SCMP_SYS(getsockname),
     SCMP_SYS(getpeername),
-    SCMP_SYS(fcntl),
     SCMP_SYS(fstat),
     SCMP_SYS(newfstatat),
     SCMP_SYS(lseek),
@@ -121,7 +120,6 @@ static const int allowed[] = {
     SCMP_SYS(sigaltstack),
     SCMP_SYS(gettid),
     SCMP_SYS(getpid),
-    SCMP_SYS(tgkill),
     SCMP_SYS(sched_getaffinity),
     SCMP_SYS(getrandom),
     SCMP_SYS(uname),
@@ -130,14 +128,35 @@ static const int allowed[] = {
     SCMP_SYS(geteuid),
     SCMP_SYS(getgid),
     SCMP_SYS(getegid),
-    SCMP_SYS(prlimit64),
     SCMP_SYS(getrlimit),
-    SCMP_SYS(setrlimit),
 };
 
 /* libc has another way without these; so they are "not there" and not "not allowed". */
 static const int missing[] = {SCMP_SYS(clone3), SCMP_SYS(statx), SCMP_SYS(openat2),
                               SCMP_SYS(io_uring_setup), SCMP_SYS(close_range)};
+
+/* What is a file's, and no signal: F_SETOWN and F_SETSIG make the kernel send any signal to any
+ * process of this user. */
+static const int file_commands[] = {F_DUPFD, F_DUPFD_CLOEXEC, F_GETFD,    F_SETFD,
+                                    F_GETFL, F_ADD_SEALS,     F_GET_SEALS};
+
+/* Of calls that reach other processes, what reaches this one alone. libc raises signals by tgkill
+ * and asks prlimit64 for the size of a stack. */
+static int add_narrow_rules(scmp_filter_ctx filter) {
+    const uint32_t allow = SCMP_ACT_ALLOW;
+    int result = seccomp_rule_add(filter, allow, SCMP_SYS(tgkill), 1,
+                                  SCMP_A0(SCMP_CMP_EQ, (scmp_datum_t)getpid()));
+    if (result == 0)
+        result = seccomp_rule_add(filter, allow, SCMP_SYS(prlimit64), 2, SCMP_A0(SCMP_CMP_EQ, 0),
+                                  SCMP_A2(SCMP_CMP_EQ, 0));
+    if (result == 0)
+        result = seccomp_rule_add(filter, allow, SCMP_SYS(fcntl), 2, SCMP_A1(SCMP_CMP_EQ, F_SETFL),
+                                  SCMP_A2(SCMP_CMP_MASKED_EQ, O_ASYNC, 0));
+    for (size_t i = 0; i < sizeof file_commands / sizeof file_commands[0] && result == 0; i++)
+        result = seccomp_rule_add(filter, allow, SCMP_SYS(fcntl), 1,
+                                  SCMP_A1(SCMP_CMP_EQ, (scmp_datum_t)file_commands[i]));
+    return result;
+}
 
 static int add_rules(scmp_filter_ctx filter) {
     const uint32_t allow = SCMP_ACT_ALLOW;
@@ -161,7 +180,7 @@ static int add_rules(scmp_filter_ctx filter) {
     };
     for (size_t i = 0; i < sizeof only / sizeof only[0] && result == 0; i++)
         result = seccomp_rule_add(filter, allow, only[i].call, 1, only[i].when);
-    return result;
+    return result ? result : add_narrow_rules(filter);
 }
 
 enum kld_status kld_sandbox_enter(bool *ret_files, struct kld_error *err) {

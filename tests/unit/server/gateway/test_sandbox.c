@@ -5,10 +5,14 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/ptrace.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
@@ -26,11 +30,9 @@ static bool files;
     while (0)
 #define REFUSED(call, error) NEED((call) == -1 && errno == (error))
 
-/* Not in builds that have no sandbox, where there is nothing to test. */
-static void bounded(int (*test)(void)) {
+/* How a process ended that ran the test: 0 where all of it held. */
+static int bounded_status(int (*test)(void)) {
     int status;
-    if (!kld_sandbox_built())
-        return;
     pid_t child = fork();
     ck_assert_int_ge(child, 0);
     if (child == 0) {
@@ -41,8 +43,13 @@ static void bounded(int (*test)(void)) {
         _exit(line != 0);
     }
     ck_assert_int_eq(waitpid(child, &status, 0), child);
-    ck_assert(WIFEXITED(status));
-    ck_assert_int_eq(WEXITSTATUS(status), 0);
+    return status;
+}
+
+/* Not in builds that have no sandbox, where there is nothing to test. */
+static void bounded(int (*test)(void)) {
+    if (kld_sandbox_built())
+        ck_assert_int_eq(bounded_status(test), 0);
 }
 
 static int starts(void) {
@@ -51,10 +58,69 @@ static int starts(void) {
     REFUSED(syscall(SYS_fork), EPERM);
     REFUSED(syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0), EPERM);
     REFUSED(ptrace(PTRACE_TRACEME, 0, NULL, NULL), EPERM);
-    REFUSED(kill(getppid(), 0), EPERM);
     REFUSED(setuid(0), EPERM);
     return 0;
 }
+
+/* Its parent stands for the supervisor. Signal 0 and limits that stay as they are: where one of
+ * these gets through nothing happens. */
+static int reaches_others(void) {
+    struct rlimit limit;
+    pid_t other = getppid();
+    REFUSED(kill(other, 0), EPERM);
+    REFUSED(syscall(SYS_tkill, other, 0), EPERM);
+    REFUSED(syscall(SYS_tgkill, other, other, 0), EPERM);
+    REFUSED(syscall(SYS_rt_tgsigqueueinfo, other, other, 0, NULL), EPERM);
+    REFUSED(syscall(SYS_pidfd_open, other, 0), EPERM);
+    REFUSED(prlimit(other, RLIMIT_NOFILE, NULL, &limit), EPERM);
+    REFUSED(sched_setaffinity(other, 0, NULL), EPERM);
+    REFUSED(setpriority(PRIO_PROCESS, (id_t)other, 0), EPERM);
+    return 0;
+}
+
+static int has_others_reached(void) {
+    int ends[2];
+    NEED(pipe2(ends, O_CLOEXEC) == 0);
+    REFUSED(fcntl(ends[0], F_SETOWN, getppid()), EPERM);
+    struct f_owner_ex owner = {.type = F_OWNER_PID, .pid = getppid()};
+    REFUSED(fcntl(ends[0], F_SETOWN_EX, &owner), EPERM);
+    REFUSED(fcntl(ends[0], F_SETSIG, SIGUSR1), EPERM);
+    REFUSED(fcntl(ends[0], F_SETFL, O_ASYNC), EPERM);
+    REFUSED(fcntl(ends[0], F_SETFL, O_NONBLOCK | O_ASYNC), EPERM);
+    REFUSED(fcntl(ends[0], F_NOTIFY, DN_MODIFY), EPERM);
+    REFUSED(fcntl(ends[0], F_SETLEASE, F_RDLCK), EPERM);
+    REFUSED(ioctl(ends[0], FIOASYNC, &(int){1}), EPERM);
+    REFUSED(ioctl(ends[0], FIOSETOWN, &(pid_t){getppid()}), EPERM);
+    return 0;
+}
+
+static volatile sig_atomic_t signals;
+
+static void count_signal(int number) { signals += number == SIGUSR1; }
+
+/* What libraries do to their own process. */
+static int keeps_its_own(void) {
+    struct rlimit limit;
+    int ends[2];
+    NEED(signal(SIGUSR1, count_signal) != SIG_ERR);
+    NEED(raise(SIGUSR1) == 0 && pthread_kill(pthread_self(), SIGUSR1) == 0);
+    NEED(tgkill(getpid(), gettid(), SIGUSR1) == 0 && signals == 3);
+    NEED(getrlimit(RLIMIT_NOFILE, &limit) == 0 && prlimit(0, RLIMIT_STACK, NULL, &limit) == 0);
+    REFUSED(setrlimit(RLIMIT_STACK, &limit), EPERM);
+    REFUSED(prlimit(0, RLIMIT_STACK, &limit, NULL), EPERM);
+    NEED(pipe2(ends, O_CLOEXEC) == 0);
+    int flags = fcntl(ends[0], F_GETFL);
+    NEED(flags >= 0 && fcntl(ends[0], F_SETFL, flags | O_NONBLOCK) == 0);
+    NEED(fcntl(ends[0], F_GETFL) & O_NONBLOCK);
+    NEED(fcntl(ends[0], F_SETFD, FD_CLOEXEC) == 0 && fcntl(ends[0], F_GETFD) == FD_CLOEXEC);
+    NEED(fcntl(ends[0], F_DUPFD, 0) >= 0 && fcntl(ends[0], F_DUPFD_CLOEXEC, 0) >= 0);
+    int fd = memfd_create("kld-unit", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    NEED(fd >= 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK) == 0);
+    NEED(fcntl(fd, F_GET_SEALS) == F_SEAL_SHRINK);
+    return 0;
+}
+
+static int aborts(void) { abort(); }
 
 static int calls_out(void) {
     struct sockaddr_un none = {.sun_family = AF_UNIX, .sun_path = "/tmp/there-is-none"};
@@ -111,6 +177,20 @@ static int threads(void) {
 
 START_TEST(no_program_and_no_process) { bounded(starts); }
 END_TEST
+START_TEST(no_signal_to_others) {
+    bounded(reaches_others);
+    bounded(has_others_reached);
+}
+END_TEST
+START_TEST(its_own_signals_and_limits) {
+    bounded(keeps_its_own);
+    if (!kld_sandbox_built())
+        return;
+    int status = bounded_status(aborts);
+    ck_assert(WIFSIGNALED(status));
+    ck_assert_int_eq(WTERMSIG(status), SIGABRT);
+}
+END_TEST
 START_TEST(no_network) { bounded(calls_out); }
 END_TEST
 START_TEST(no_new_code) { bounded(makes_code); }
@@ -129,5 +209,6 @@ END_TEST
 START_TEST(threads_work_and_inherit) { bounded(threads); }
 END_TEST
 
-UNIT_MAIN("server/gateway/sandbox", no_program_and_no_process, no_network, no_new_code,
-          no_files_but_shared_memory, threads_work_and_inherit)
+UNIT_MAIN("server/gateway/sandbox", no_program_and_no_process, no_signal_to_others,
+          its_own_signals_and_limits, no_network, no_new_code, no_files_but_shared_memory,
+          threads_work_and_inherit)
