@@ -1,19 +1,22 @@
 /* log.c - formats one line an event and writes it with one write(2) to standard error.
  *
  * It never waits: a pipe is opened again without blocking (so that the mode of the inherited one,
- * which others share, stays as it is), a socket is sent to without waiting, and what does not fit
- * is dropped and counted. The settings below are written once, by kld_log_init(), before a role
- * starts threads, but for the level; after that any thread logs. */
+ * which others share, stays as it is), one that another user made is written to where it has room,
+ * a socket is sent to without waiting, and what does not fit is dropped and counted. The settings
+ * below are written once, by kld_log_init(), before a role starts threads, but for the level; after
+ * that any thread logs. */
 #include "server/log.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -26,8 +29,8 @@ static const char *const level_names[] = {"debug", "info", "warn", "error"};
 #define LEVELS (sizeof level_names / sizeof level_names[0])
 
 static struct {
-    _Atomic uint32_t level; /* enum kld_log_level */
-    bool json, socket;
+    _Atomic uint32_t level;    /* enum kld_log_level */
+    bool json, socket, blocks; /* blocks: it was not ours to open again */
     int fd;
     char role[16];
     struct kld_stats *stats;
@@ -108,12 +111,31 @@ static void put_json_pairs(struct line *line, const char *details) {
     }
 }
 
+/* Where writing blocks: not without room. Pipes without a name are asked for that with the write
+ * itself since Linux 6.5; the rest is asked first, and there a line of another process that takes
+ * the last room in between makes this one wait. */
+static ssize_t write_if_room(const struct line *line) {
+    struct iovec part = {.iov_base = (void *)(uintptr_t)line->text, .iov_len = line->bytes};
+    struct pollfd room = {.fd = settings.fd, .events = POLLOUT};
+    ssize_t written = pwritev2(settings.fd, &part, 1, -1, RWF_NOWAIT);
+    if (written >= 0 || (errno != EOPNOTSUPP && errno != ENOSYS && errno != EPERM))
+        return written;
+    if (poll(&room, 1, 0) > 0)
+        return write(settings.fd, line->text, line->bytes);
+    errno = EAGAIN;
+    return -1;
+}
+
+static ssize_t write_once(const struct line *line) {
+    if (settings.socket)
+        return send(settings.fd, line->text, line->bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+    return settings.blocks ? write_if_room(line) : write(settings.fd, line->text, line->bytes);
+}
+
 static void write_line(const struct line *line) {
     ssize_t written;
     do
-        written = settings.socket
-                      ? send(settings.fd, line->text, line->bytes, MSG_DONTWAIT | MSG_NOSIGNAL)
-                      : write(settings.fd, line->text, line->bytes);
+        written = write_once(line);
     while (written < 0 && errno == EINTR);
     if (written != (ssize_t)line->bytes && settings.stats)
         kld_stats_add(settings.stats, KLD_STAT_log_lines_lost_total, 1);
@@ -127,10 +149,10 @@ static void open_output(void) {
     settings.socket = S_ISSOCK(info.st_mode);
     if (S_ISFIFO(info.st_mode) || S_ISCHR(info.st_mode)) {
         int fd = open("/proc/self/fd/2", O_WRONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
-        if (fd >= 0 && settings.fd != STDERR_FILENO)
+        if (settings.fd != STDERR_FILENO)
             close(settings.fd);
-        if (fd >= 0)
-            settings.fd = fd;
+        settings.blocks = fd < 0;
+        settings.fd = fd < 0 ? STDERR_FILENO : fd;
     }
 }
 

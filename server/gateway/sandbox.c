@@ -63,6 +63,7 @@ static const int allowed[] = {
     SCMP_SYS(writev),
     SCMP_SYS(pread64),
     SCMP_SYS(pwrite64),
+    SCMP_SYS(pwritev2),
     SCMP_SYS(recvfrom),
     SCMP_SYS(recvmsg),
     SCMP_SYS(sendto),

@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -296,22 +297,34 @@ def test_signal_during_start(make_server):
     wait_until(lambda: not children_of(server.pid), what="the end of the children")
 
 
-def test_full_stderr_stops_nothing(tmp_path, backend):
+@pytest.fixture(params=["its own", "another user's"])
+def stderr_user(request):
+    """Keywords for Popen: whose pipe standard error is, of the server's own user or of ours."""
+    if request.param == "its own":
+        return {}
+    other = {"user": 65534, "group": 65534, "extra_groups": []}
+    if os.geteuid() != 0 or subprocess.run(["sh", "-c", f"test -x {SERVER}"], **other).returncode != 0:
+        pytest.skip("another user cannot start the server here")
+    return other
+
+
+def test_full_stderr_stops_nothing(backend, stderr_user):
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="kld-", dir="/tmp"))
+    folder.chmod(0o777)
     reader, writer = os.pipe()
-    process = subprocess.Popen([SERVER, "--http=127.0.0.1:0", f"--unix={tmp_path}/s",
+    process = subprocess.Popen([SERVER, "--http=127.0.0.1:0", f"--unix={folder}/s",
                                 f"--backend={backend}", "--log-level=debug"],
-                               stdout=subprocess.PIPE, stderr=writer, env=clean_environment())
-    os.set_blocking(writer, False)
-    try:
-        while os.write(writer, b"x" * 4096):
-            pass
-    except BlockingIOError:
-        pass
+                               stdout=subprocess.PIPE, stderr=writer, env=clean_environment(), **stderr_user)
     try:
         line = process.stdout.readline().decode()
         address = line.split("http=")[1].split()[0]
-        url = f"http://{address}/v2/health/live"
-        assert urllib.request.urlopen(url, timeout=10).status == 200
+        tensor = {"datatype": "FP32", "shape": [1, 2], "data": [0.5, 0.5]}
+        body = json.dumps({"inputs": [{"name": name, **tensor} for name in ("predictions", "targets")]}).encode()
+        for _ in range(400):  # each has lines in two roles; the pipe holds 64 KiB
+            url = f"http://{address}/v2/models/kl_div/infer"
+            assert urllib.request.urlopen(url, body, timeout=10).status == 200
+        counted = urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read().decode()
+        assert float(re.search(r"^kld_log_lines_lost_total (\S+)", counted, re.M)[1]) > 100
         process.terminate()
         assert process.wait(30) == 0
     finally:
@@ -320,6 +333,7 @@ def test_full_stderr_stops_nothing(tmp_path, backend):
         process.stdout.close()
         os.close(reader)
         os.close(writer)
+        shutil.rmtree(folder)
 
 
 def test_as_pid_1(tmp_path):

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "server/log.h"
@@ -13,14 +14,19 @@
 
 static int reader;
 
-/* Standard error becomes a pipe (or socket) that the test reads. */
+/* Standard error becomes this one's other end. */
+static void read_stderr(int ours, int theirs) {
+    reader = ours;
+    fcntl(reader, F_SETFL, O_NONBLOCK);
+    dup2(theirs, STDERR_FILENO);
+    close(theirs);
+}
+
+/* It becomes a pipe (or socket) that the test reads. */
 static void capture(const char *level, const char *format, bool as_socket) {
     int pair[2];
     ck_assert_int_eq(as_socket ? socketpair(AF_UNIX, SOCK_STREAM, 0, pair) : pipe(pair), 0);
-    reader = pair[0];
-    fcntl(reader, F_SETFL, O_NONBLOCK);
-    dup2(pair[1], STDERR_FILENO);
-    close(pair[1]);
+    read_stderr(pair[0], pair[1]);
     ck_assert_int_eq(kld_log_init("worker0", level, format, NULL), KLD_OK);
 }
 
@@ -89,26 +95,77 @@ START_TEST(json_stays_json) {
 }
 END_TEST
 
-START_TEST(full_pipe_loses_and_counts) {
-    struct kld_stats_page *page = NULL;
-    int fd;
+static struct kld_stats_page *page;
+
+static uint64_t lost_lines(void) { return page->common.value[KLD_STAT_log_lines_lost_total]; }
+
+/* More than a pipe holds, 64 KiB; a write that blocks would hang here. What the reader finds are
+ * whole lines, the first ones, in their order, and after that there is room again. */
+static void fill_and_count(void) {
+    int fd, count = 0;
     ck_assert_int_eq(kld_stats_create(&page, &fd, NULL), KLD_OK);
-    struct kld_stats *stats = &page->common;
-    capture("info", "text", false);
-    kld_log_count_lost_in(stats);
-    for (int i = 0; i < 4000; i++) /* a pipe holds 64 KiB; a blocking write would hang here */
+    kld_log_count_lost_in(&page->common);
+    for (int i = 0; i < 4000; i++)
         kld_log(KLD_LOG_INFO, "filling", "i=%d text=\"%s\"", i, "0123456789012345678901234567890");
-    uint64_t lost = stats->value[KLD_STAT_log_lines_lost_total];
+    uint64_t lost = lost_lines();
     ck_assert_uint_gt(lost, 1000);
     ck_assert_uint_lt(lost, 4000);
+    FILE *stream = fdopen(dup(reader), "r");
+    for (char text[4096], wanted[40]; fgets(text, sizeof text, stream); count++) {
+        snprintf(wanted, sizeof wanted, "filling i=%d text=", count);
+        ck_assert_ptr_nonnull(strstr(text, wanted));
+        ck_assert_int_eq(text[strlen(text) - 1], '\n');
+    }
+    fclose(stream);
+    ck_assert_uint_eq(lost, 4000 - (uint64_t)count);
+    kld_log(KLD_LOG_INFO, "again", "x=%d", 1);
+    ck_assert_ptr_nonnull(strstr(line(), "again x=1\n"));
+    ck_assert_uint_eq(lost_lines(), lost);
     close(reader);
     kld_log(KLD_LOG_INFO, "closed", "x=%d", 1);
-    ck_assert_uint_eq(stats->value[KLD_STAT_log_lines_lost_total], lost + 1);
+    ck_assert_uint_eq(lost_lines(), lost + 1);
     /* The mode of the inherited descriptor, which others share, is as it was. */
     ck_assert_int_eq(fcntl(STDERR_FILENO, F_GETFL) & O_NONBLOCK, 0);
     kld_log_count_lost_in(NULL);
     kld_stats_detach(page);
     close(fd);
+}
+
+START_TEST(full_pipe_loses_and_counts) {
+    capture("info", "text", false);
+    fill_and_count();
+}
+END_TEST
+
+/* This process may not open what it has as standard error. */
+static void begin_as_another_user(void) {
+    ck_assert_int_eq(fchmod(STDERR_FILENO, 0), 0);
+    if (geteuid() == 0)
+        ck_assert_int_eq(setuid(65534), 0);
+    ck_assert_int_lt(open("/proc/self/fd/2", O_WRONLY | O_NONBLOCK), 0);
+    ck_assert_int_eq(kld_log_init("worker0", "info", "text", NULL), KLD_OK);
+}
+
+START_TEST(a_full_pipe_of_another_user_loses_and_counts) {
+    int pair[2];
+    ck_assert_int_eq(pipe(pair), 0);
+    read_stderr(pair[0], pair[1]);
+    begin_as_another_user();
+    fill_and_count();
+}
+END_TEST
+
+/* Which the kernel has to be asked about first. */
+START_TEST(a_full_pipe_with_a_name_of_another_user_loses_and_counts) {
+    char name[64];
+    snprintf(name, sizeof name, "/tmp/kld-unit-log-%d", (int)getpid());
+    ck_assert_int_eq(mkfifo(name, 0600), 0);
+    int ours = open(name, O_RDONLY | O_NONBLOCK), theirs = open(name, O_WRONLY);
+    unlink(name);
+    ck_assert_int_ge(theirs, 0);
+    read_stderr(ours, theirs);
+    begin_as_another_user();
+    fill_and_count();
 }
 END_TEST
 
@@ -133,8 +190,14 @@ END_TEST
 
 int main(void) {
     signal(SIGPIPE, SIG_IGN); /* as main.c does */
-    const TTest *const tests[] = {text_line,        level_is_respected,         json_line,
-                                  json_stays_json,  full_pipe_loses_and_counts, wrong_settings,
+    const TTest *const tests[] = {text_line,
+                                  level_is_respected,
+                                  json_line,
+                                  json_stays_json,
+                                  full_pipe_loses_and_counts,
+                                  a_full_pipe_of_another_user_loses_and_counts,
+                                  a_full_pipe_with_a_name_of_another_user_loses_and_counts,
+                                  wrong_settings,
                                   the_level_changes};
     return unit_run("server/log", tests, sizeof tests / sizeof tests[0]);
 }
