@@ -104,6 +104,7 @@ static struct kld_exchange *open_exchange(struct kld_http *http, struct MHD_Conn
     exchange->asked = KLD_ASKED_UNKNOWN;
     copy_text(exchange->method, method, sizeof exchange->method);
     copy_text(exchange->url, url, sizeof exchange->url);
+    exchange->url_cut = strlen(url) >= sizeof exchange->url;
     const char *length = kld_exchange_header(exchange, MHD_HTTP_HEADER_CONTENT_LENGTH);
     bool chunked = kld_exchange_header(exchange, MHD_HTTP_HEADER_TRANSFER_ENCODING) != NULL;
     exchange->has_length = length && !chunked;
@@ -130,27 +131,17 @@ static void widen_window(const struct kld_exchange *exchange) {
     setsockopt(info->connect_fd, SOL_SOCKET, SO_RCVLOWAT, &none, sizeof none);
 }
 
-static void start(struct kld_http *http, struct kld_exchange *exchange, const char *url) {
-    const struct kld_config *config = http->gateway->config;
+static void start(struct kld_http *http, struct kld_exchange *exchange) {
     struct kld_error error;
     if (kld_headers_check(exchange, &error)) {
         exchange->misframed = true;
         kld_stats_rejected(http->gateway->stats, KLD_REJECT_http_framing);
-    } else if (kld_tls_wants_certificates(http->gateway->tls) &&
+    } else if (!kld_tls_wants_certificates(http->gateway->tls) ||
                kld_tls_check_client(http->gateway->tls, exchange->connection,
-                                    &watched_of(exchange->connection)->keys, &error))
-        ; /* told below */
-    else if (strlen(url) >= sizeof exchange->url)
-        kld_error_set(&error, KLD_NOT_FOUND, "no such path");
-    else if (exchange->has_length && exchange->length_bytes > config->body_bytes_max) {
-        kld_stats_rejected(http->gateway->stats, KLD_REJECT_http_body_bytes_max);
-        kld_error_set(
-            &error, KLD_TOO_LARGE, "the body has %llu bytes; at most %llu (body_bytes_max)",
-            (unsigned long long)exchange->length_bytes, (unsigned long long)config->body_bytes_max);
-    } else {
-        if (exchange->length_bytes > WINDOW_BYTES)
-            widen_window(exchange);
+                                    &watched_of(exchange->connection)->keys, &error) == KLD_OK) {
         http->handler->begin(exchange);
+        if (!exchange->replied && exchange->length_bytes > WINDOW_BYTES)
+            widen_window(exchange);
         return;
     }
     kld_refused_log(exchange, error.status);
@@ -267,7 +258,7 @@ static enum MHD_Result access_handler(void *user, struct MHD_Connection *connect
         watched->exchanges++;
         exchange->metrics_only = watched->metrics;
         note(http, exchange);
-        start(http, exchange, path_of(url));
+        start(http, exchange);
         return exchange->replied && kld_exchange_refused_at_once(exchange) ? queue_reply(exchange)
                                                                            : MHD_YES;
     }

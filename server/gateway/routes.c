@@ -18,6 +18,7 @@
 #include "server/gateway/upload.h"
 
 #define SMALL_BODY_BYTES_MAX 65536
+#define SMALL_BODY_TEXT "the body of this request has at most 65536 bytes"
 #define PIECES_MAX 2        /* stars in a pattern */
 #define PIECE_BYTES_MAX 512 /* as long as a path */
 
@@ -357,7 +358,7 @@ static void add_method(struct kld_oip_text *methods, const char *method) {
 static const struct kld_route *find(struct kld_exchange *exchange, struct pieces *pieces) {
     char methods_buffer[64] = "";
     struct kld_oip_text methods = {.data = methods_buffer, .capacity = sizeof methods_buffer - 1};
-    for (size_t i = 0; i < sizeof routes / sizeof routes[0]; i++) {
+    for (size_t i = 0; !exchange->url_cut && i < sizeof routes / sizeof routes[0]; i++) {
         for (int piece = 0; piece < PIECES_MAX; piece++)
             pieces->text[piece][0] = '\0';
         if (!match(routes[i].pattern, exchange->url, pieces))
@@ -406,9 +407,18 @@ static bool is_for_operators(const struct kld_route *route) {
     return route->answer == metrics || route->right == KLD_RIGHT_NONE;
 }
 
-/* A body that would be read as what it is not. */
-static enum kld_status check_coding(const struct kld_exchange *exchange,
-                                    const struct kld_route *route, struct kld_error *err) {
+/* A body that is too large, or would be read as what it is not. */
+static enum kld_status check_body(const struct kld_exchange *exchange,
+                                  const struct kld_route *route, struct kld_error *err) {
+    const uint64_t most = exchange->gateway->config->body_bytes_max;
+    if (route->answer && exchange->length_bytes > SMALL_BODY_BYTES_MAX)
+        return kld_error_set(err, KLD_TOO_LARGE, SMALL_BODY_TEXT);
+    if (exchange->length_bytes > most) {
+        kld_stats_rejected(exchange->gateway->stats, KLD_REJECT_http_body_bytes_max);
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "the body has %" PRIu64 " bytes; at most %" PRIu64 " (body_bytes_max)",
+                             exchange->length_bytes, most);
+    }
     if (!exchange->has_body || !(exchange->encoded_twice || (exchange->encoded && route->answer)))
         return KLD_OK;
     return kld_error_set(err, KLD_MEDIA,
@@ -433,7 +443,7 @@ static void begin(struct kld_exchange *exchange) {
         return;
     }
     if ((exchange->caller && kld_auth_check(exchange->rights, route->right, &error)) ||
-        check_coding(exchange, route, &error)) {
+        check_body(exchange, route, &error)) {
         kld_refused_log(exchange, error.status);
         kld_exchange_reply_error(exchange, &error);
         return;
@@ -466,7 +476,7 @@ static size_t feed(struct kld_exchange *exchange, const char *data, size_t size)
         return kld_infer_feed(exchange, data, size);
     struct small_body *body = exchange->state;
     if (size > sizeof body->data - body->bytes) {
-        fail(exchange, KLD_TOO_LARGE, "the body of this request has at most 65536 bytes");
+        fail(exchange, KLD_TOO_LARGE, SMALL_BODY_TEXT);
         return size;
     }
     memcpy(body->data + body->bytes, data, size);

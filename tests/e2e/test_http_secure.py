@@ -150,6 +150,29 @@ def secured(backend, tmp_path_factory):
     assert status == 0 and not SANITIZER.search(log), log
 
 
+@pytest.mark.parametrize("line, headers", [
+    (f"GET /{'a' * 600}", ""), (f"PUT /v2/tensors/{'a' * 600}?shape=1", "Content-Length: 4\r\n"),
+    (f"POST {INFER}", f"Content-Length: {1 << 40}\r\n"), (f"POST {INFER}", "Content-Length: 4\r\nContent-Encoding: br\r\n"),
+    ("BREW /v2", "")])
+def test_strangers_learn_nothing_of_paths_and_limits(secured, line, headers):
+    """What is wrong with a request beside is told to who has a token."""
+    host, port = secured.address.rsplit(":", 1)
+    statuses = []
+    for token in ("", "Authorization: Bearer word\r\n"):
+        with socket.create_connection((host, int(port)), 60) as connection:
+            connection.sendall(f"{line} HTTP/1.1\r\nHost: x\r\n{headers}{token}\r\nbody".encode())
+            statuses.append(connection.recv(65536).split()[1])
+    assert statuses[0] == b"401" and statuses[1] in (b"404", b"405", b"413", b"415"), statuses
+
+
+def test_strangers_learn_no_limit_from_health(secured):
+    host, port = secured.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), 60) as connection:
+        connection.sendall(f"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nContent-Length: {1 << 40}\r\n\r\n".encode())
+        reply = connection.recv(65536)
+    assert b" 413 " in reply and b"body_bytes_max" not in reply
+
+
 @pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", "Bearer wor", "Bearer word2", "Basic word", "word",
                                    "Bearer " + "a" * 5000, "Bearer word, Bearer x",
                                    "Bearer " + hashlib.sha256(b"word").hexdigest()])
