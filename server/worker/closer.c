@@ -2,9 +2,7 @@
  * slow. Worker process: loop thread, except close_work(). */
 #include "server/worker/closer.h"
 
-#include <errno.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -14,30 +12,24 @@ struct closer {
     uv_work_t work;
     struct kld_worker *worker;
     struct kld_session *session;
-    enum kld_closer_kind kind;
-    unsigned count;
-    int fds[];
+    int fd;
 };
 
-void kld_connection_discard(int fd) {
-    char byte;
-    while (recv(fd, &byte, 1, MSG_DONTWAIT) > 0 || errno == EINTR)
-        errno = 0;
-}
-
-static void close_all(enum kld_closer_kind kind, const int *fds, unsigned count) {
-    for (unsigned i = 0; i < count; i++) {
-        if (kind == KLD_CLOSE_CONNECTION) {
-            shutdown(fds[i], SHUT_RD);
-            kld_connection_discard(fds[i]);
-        }
-        close(fds[i]);
-    }
+/* A uid of which too many wait has its connection wait with them. */
+static void close_connection(struct kld_worker *worker, int fd) {
+    struct ucred peer = {.uid = (uid_t)-1};
+    socklen_t size = sizeof peer;
+    (void)getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size);
+    shutdown(fd, SHUT_RD);
+    if (kld_strays_discard(worker->strays, peer.uid, fd))
+        close(fd);
+    else
+        kld_strays_close_connection(worker->strays, peer.uid, fd);
 }
 
 static void close_work(uv_work_t *work) {
     struct closer *closer = work->data;
-    close_all(closer->kind, closer->fds, closer->count);
+    close_connection(closer->worker, closer->fd);
 }
 
 static void close_after(uv_work_t *work, int cancelled) {
@@ -52,23 +44,19 @@ static void close_after(uv_work_t *work, int cancelled) {
         return;
     }
     session->tasks--;
-    kld_session_poll(session);
     kld_session_collect(session);
 }
 
-void kld_close_later(struct kld_worker *worker, struct kld_session *session,
-                     enum kld_closer_kind kind, const int *fds, unsigned count) {
-    struct closer *closer = malloc(sizeof *closer + count * sizeof(int));
+void kld_close_connection(struct kld_worker *worker, struct kld_session *session, int fd) {
+    struct closer *closer = malloc(sizeof *closer);
     if (!closer) {
-        close_all(kind, fds, count);
+        close_connection(worker, fd);
         return;
     }
     closer->work.data = closer;
     closer->worker = worker;
     closer->session = session;
-    closer->kind = kind;
-    closer->count = count;
-    memcpy(closer->fds, fds, count * sizeof(int));
+    closer->fd = fd;
     if (session)
         session->tasks++;
     else

@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include "server/log.h"
-#include "server/worker/closer.h"
 #include "server/worker/worker.h"
 
 /* What kcmp() says of two open files: the same, or which comes first in an order of its own. */
@@ -78,6 +77,6 @@ void kld_cuda_file_release(struct kld_session *session, uint64_t number) {
         return;
     struct kld_cuda_file *at = &session->cuda_files[i];
     session->worker->cuda_files--;
-    kld_close_later(session->worker, session, KLD_CLOSE_PASSED, &at->fd, 1);
+    kld_strays_close(session->worker->strays, session->uid, &at->fd, 1);
     memmove(at, at + 1, (--session->cuda_files_count - i) * sizeof *at);
 }

@@ -5,7 +5,6 @@
 #include <sys/socket.h>
 
 #include "server/log.h"
-#include "server/worker/closer.h"
 #include "server/worker/core.h"
 #include "server/worker/event.h"
 #include "server/worker/publish.h"
@@ -226,7 +225,7 @@ unsigned kld_session_packet(struct kld_session *session, const void *data, size_
         at += header.length;
     }
     if (fds_count > fd_taken)
-        kld_close_later(session->worker, session, KLD_CLOSE_PASSED, fds + fd_taken,
-                        fds_count - fd_taken);
+        kld_strays_close(session->worker->strays, session->uid, fds + fd_taken,
+                         fds_count - fd_taken);
     return frames;
 }

@@ -1,7 +1,12 @@
-/* health.c - see health.h. Worker process, loop thread; look() runs on uv's pool. */
+/* health.c - see health.h. Worker process, loop thread; look() and nothing() run on uv's pool. */
 #include "server/worker/health.h"
 
+#include "server/log.h"
 #include "server/worker/core.h"
+
+#define LOOK_MS_MAX 1000 /* between two questions to the pool */
+
+/* ---- The device ------------------------------------------------------------------------------ */
 
 static void look(uv_work_t *work) {
     struct kld_worker *worker = work->data;
@@ -27,10 +32,73 @@ static void due(uv_timer_t *timer) {
     uv_queue_work(&worker->loop, &worker->health_work, look, looked);
 }
 
+/* ---- The pool -------------------------------------------------------------------------------- */
+
+static uint64_t stuck_ms(const struct kld_worker *worker) {
+    return worker->options.stuck_ms ? worker->options.stuck_ms : KLD_STUCK_MS;
+}
+
+static void nothing(uv_work_t *work) { (void)work; }
+
+static void set_stuck(struct kld_worker *worker, bool stuck) {
+    if (worker->stuck == stuck || worker->stopping)
+        return;
+    worker->stuck = stuck;
+    atomic_store(&worker->stats->worker_ready, !stuck);
+    if (stuck)
+        kld_log(KLD_LOG_ERROR, "worker stuck", "for_ms=%llu unclosed=%u text=\"%s\"",
+                (unsigned long long)stuck_ms(worker), kld_strays_count(worker->strays),
+                "its threads take no work; what they do does not end");
+    else
+        kld_log(KLD_LOG_INFO, "worker no longer stuck", "%s", "");
+}
+
+static void pool_took(uv_work_t *work, int cancelled) {
+    struct kld_worker *worker = work->data;
+    (void)cancelled; /* never asked for */
+    worker->pool_asked = false;
+    if (kld_strays_count(worker->strays) >= KLD_STRAYS_MAX)
+        return; /* and so nobody is let in */
+    worker->pool_ns = kld_worker_now_ns();
+    set_stuck(worker, false);
+}
+
+/* Those that were not read, or not let in, while too much waited to be closed. */
+static void let_in(struct kld_worker *worker) {
+    struct kld_session *session;
+    TAILQ_FOREACH(session, &worker->sessions, in_worker)
+    kld_session_poll(session);
+    kld_worker_accept(worker);
+}
+
+static void pool_due(uv_timer_t *timer) {
+    struct kld_worker *worker = timer->data;
+    if (worker->lost)
+        return;
+    kld_strays_look(worker->strays);
+    let_in(worker);
+    if (kld_worker_now_ns() - worker->pool_ns >= stuck_ms(worker) * 1000000)
+        set_stuck(worker, true);
+    if (worker->pool_asked)
+        return;
+    worker->pool_asked = true;
+    uv_queue_work(&worker->loop, &worker->pool_work, nothing, pool_took);
+}
+
+/* ---- Both ------------------------------------------------------------------------------------ */
+
 void kld_health_init(struct kld_worker *worker) {
     uv_timer_init(&worker->loop, &worker->health);
     uv_unref((uv_handle_t *)&worker->health);
     worker->health.data = worker->health_work.data = worker;
+    uv_timer_init(&worker->loop, &worker->pool_watch);
+    uv_unref((uv_handle_t *)&worker->pool_watch);
+    worker->pool_watch.data = worker->pool_work.data = worker;
+}
+
+void kld_health_close(struct kld_worker *worker) {
+    uv_close((uv_handle_t *)&worker->health, NULL);
+    uv_close((uv_handle_t *)&worker->pool_watch, NULL);
 }
 
 void kld_health_start(struct kld_worker *worker) {
@@ -38,4 +106,7 @@ void kld_health_start(struct kld_worker *worker) {
     uint64_t every = worker->options.health_ms ? worker->options.health_ms : KLD_HEALTH_MS;
     if (worker->options.backend->check && info->offloads && !info->takes_turns)
         uv_timer_start(&worker->health, due, every, every);
+    uint64_t look = stuck_ms(worker) / 4 < LOOK_MS_MAX ? stuck_ms(worker) / 4 : LOOK_MS_MAX;
+    worker->pool_ns = kld_worker_now_ns();
+    uv_timer_start(&worker->pool_watch, pool_due, look, look);
 }

@@ -1,16 +1,22 @@
-/* health.h - an idle worker's look at its device, where others can take it away.
+/* health.h - a worker's look at its device, where others can take it away, and at its own threads.
  *
  * Under MPS a context dies with any other's on the card, and the daemon lets nobody in again before
  * the last of the dead has gone. A worker with nothing to do would not notice and keep all of them
- * out, its own clients too, so it asks the device every KLD_HEALTH_MS, on uv's pool. Loop thread.
- */
+ * out, its own clients too, so it asks the device every KLD_HEALTH_MS, on uv's pool.
+ *
+ * Memory is registered, streams are opened and connections closed on uv's pool. When that has taken
+ * nothing for KLD_STUCK_MS, or nobody was let in for so long because what clients sent cannot be
+ * closed (strays.h), then the worker is not ready, and gives no sign of life until that is over:
+ * the service manager starts the server anew. To pin much memory takes its time, so the limit is
+ * far above what any of it takes. Loop thread. */
 #ifndef KLD_SERVER_WORKER_HEALTH_H
 #define KLD_SERVER_WORKER_HEALTH_H
 
 #include "server/worker/worker.h"
 
 void kld_health_init(struct kld_worker *worker); /* the handle */
-/* Begins to look, if this device can be lost so. */
+void kld_health_close(struct kld_worker *worker);
+/* Begins to look; at the device if it can be lost so. */
 void kld_health_start(struct kld_worker *worker);
 
 #endif

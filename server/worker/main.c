@@ -27,10 +27,10 @@ static void device_dead(const struct kld_worker_options *options) {
 }
 
 /* Sockets and processes of clients, also of those whose work outlives them, memory on its way to
- * uv's pool, one packet's worth, and what is kept. */
+ * uv's pool, what waits to be closed and one packet's worth, and what is kept. */
 static uint64_t descriptors_wanted(const struct kld_config *config) {
     return KLD_DESCRIPTORS_OWN + 4 * config->clients_max + KLD_REFUSALS_MAX +
-           config->clients_max * KLD_SESSION_TASKS_MAX + KLD_SESSION_FDS_MAX +
+           config->clients_max * KLD_SESSION_TASKS_MAX + KLD_STRAYS_MAX + KLD_SESSION_FDS_MAX +
            config->cuda_files_max;
 }
 

@@ -31,7 +31,9 @@ static void follow(struct kld_worker *worker, const struct kld_child_order *orde
     switch (order->kind) {
     case KLD_ORDER_LOG_LEVEL: kld_log_set_level(order->log_level); break;
     case KLD_ORDER_GATEWAY: meet_gateway(worker, order->pid, fd); return;
-    default: kld_child_alive_send(worker->options.control_fd);
+    default:
+        if (!worker->stuck)
+            kld_child_alive_send(worker->options.control_fd);
     }
     if (fd >= 0)
         close(fd);

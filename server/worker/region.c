@@ -58,9 +58,11 @@ static enum kld_status check_memfd(const struct kld_frame_region_add *frame, int
 
 /* What is not a device must not reach the driver, which asks it in ways that may block. */
 static enum kld_status check_cuda_fd(int fd, struct kld_error *err) {
-    struct stat stat;
-    if (fstat(fd, &stat) == 0 && !S_ISREG(stat.st_mode) && !S_ISDIR(stat.st_mode) &&
-        !S_ISFIFO(stat.st_mode) && !S_ISSOCK(stat.st_mode) && !S_ISBLK(stat.st_mode))
+    struct statx stat; /* of what the kernel knows: no file system is asked, as fstat() may */
+    if (fcntl(fd, F_GET_SEALS) < 0 &&
+        statx(fd, "", AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_TYPE, &stat) == 0 &&
+        !S_ISREG(stat.stx_mode) && !S_ISDIR(stat.stx_mode) && !S_ISFIFO(stat.stx_mode) &&
+        !S_ISSOCK(stat.stx_mode) && !S_ISBLK(stat.stx_mode))
         return KLD_OK;
     return kld_error_set(err, KLD_INVALID,
                          "the descriptor is not a CUDA allocation exported as a file descriptor");
@@ -198,7 +200,7 @@ static void add_work(uv_work_t *work) {
             backend->memory_alloc(device, region->bytes, &region->memory, &region->error);
     }
     if (region->fd >= 0)
-        close(region->fd);
+        kld_strays_close(region->session->worker->strays, region->session->uid, &region->fd, 1);
     region->fd = -1;
 }
 

@@ -175,8 +175,16 @@ static unsigned receive(struct kld_session *session, bool *ret_end) {
     return kld_session_packet(session, &packet, (size_t)bytes, message.msg_flags, fds, fds_count);
 }
 
+/* Of what waits to be closed. The gateway has the uid of others, too. */
+static bool has_room(const struct kld_session *session) {
+    struct kld_strays *strays = session->worker->strays;
+    return session->is_gateway ? kld_strays_count(strays) < KLD_STRAYS_MAX
+                               : !kld_strays_full(strays, session->uid);
+}
+
 static bool may_read(const struct kld_session *session) {
-    return session->out_tail == 0 && session->tasks < KLD_SESSION_TASKS_MAX && !session->broken;
+    return session->out_tail == 0 && session->tasks < KLD_SESSION_TASKS_MAX && !session->broken &&
+           has_room(session);
 }
 
 static void poll_ready(uv_poll_t *poll, int status, int events) {
@@ -239,7 +247,7 @@ enum kld_status kld_session_open(struct kld_worker *worker, int fd, uid_t uid, p
             free(session->lanes);
         }
         free(session);
-        close(fd);
+        kld_close_connection(worker, NULL, fd);
         return kld_error_set(err, KLD_NO_MEMORY, "no memory for another connection");
     }
     session->worker = worker;
@@ -283,7 +291,7 @@ void kld_session_close(struct kld_session *session) {
     kld_stats_set(worker->stats, KLD_STAT_unix_clients, worker->clients);
     uv_poll_stop(&session->poll);
     uv_close((uv_handle_t *)&session->poll, poll_closed);
-    kld_close_later(worker, session, KLD_CLOSE_CONNECTION, &session->fd, 1);
+    kld_close_connection(worker, session, session->fd);
     session->fd = -1;
     session->out_head = session->out_tail = 0;
     not_sent_later(session);

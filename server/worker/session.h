@@ -16,6 +16,7 @@
 
 #include "proto/wire.h"
 #include "server/worker/request.h"
+#include "server/worker/strays.h"
 
 struct kld_worker;
 
@@ -25,7 +26,7 @@ struct kld_worker;
  */
 #define KLD_SESSION_BURST 16
 #define KLD_SESSION_EVENTS_MAX 64 /* events of one client */
-#define KLD_SESSION_FDS_MAX 253   /* SCM_MAX_FD: all that one packet can carry */
+#define KLD_SESSION_FDS_MAX KLD_STRAYS_FDS_MAX
 
 enum kld_lane_state { KLD_LANE_CLOSED, KLD_LANE_OPENING, KLD_LANE_OPEN, KLD_LANE_CLOSING };
 
@@ -84,7 +85,7 @@ struct kld_session {
     struct kld_lane *lanes;   /* client_streams_max of them */
     uint32_t lanes_busy;      /* not CLOSED */
     uint32_t waits_running;   /* requests with an event that the back end has */
-    uint32_t tasks;           /* on uv's pool: regions coming and going, descriptors being closed */
+    uint32_t tasks;           /* on uv's pool: regions coming and going, its end */
     uint32_t awaited;    /* tasks there whose end the client waits for: what comes, and lanes */
     uint64_t awaited_ns; /* when the first of these began, or one ended since */
 

@@ -39,7 +39,7 @@ static void turn_away(struct kld_worker *worker, int fd, const struct kld_error 
     union kld_frame frame;
     kld_session_error_frame(&frame, 0, error);
     (void)!send(fd, &frame, frame.header.length, MSG_DONTWAIT | MSG_NOSIGNAL);
-    kld_close_later(worker, NULL, KLD_CLOSE_CONNECTION, &fd, 1);
+    kld_close_connection(worker, NULL, fd);
 }
 
 static void welcome(struct kld_worker *worker, int fd) {
@@ -67,10 +67,11 @@ static void welcome(struct kld_worker *worker, int fd) {
 }
 
 /* Sessions whose client left but whose work goes on take room too, and so do connections that were
- * refused and are not yet closed; while there are many of those, newcomers wait in the backlog. */
+ * refused and are not yet closed, or what clients sent; while there are many of those, newcomers
+ * wait in the backlog. */
 static bool has_room(const struct kld_worker *worker) {
     return worker->sessions_count < 2 * worker->options.config->clients_max &&
-           worker->refusals < KLD_REFUSALS_MAX;
+           worker->refusals < KLD_REFUSALS_MAX && kld_strays_count(worker->strays) < KLD_STRAYS_MAX;
 }
 
 static void accept_again(uv_timer_t *timer) { kld_worker_accept(timer->data); }
@@ -252,7 +253,7 @@ static void stop(struct kld_worker *worker) {
     uv_close((uv_handle_t *)&worker->accept_again, NULL);
     uv_close((uv_handle_t *)&worker->drain, NULL);
     uv_close((uv_handle_t *)&worker->waits, NULL);
-    uv_close((uv_handle_t *)&worker->health, NULL);
+    kld_health_close(worker);
     kld_failed_lines_close(&worker->failed_lines);
     if (worker->options.control_fd >= 0)
         uv_close((uv_handle_t *)&worker->control, NULL);
@@ -337,7 +338,7 @@ static void part_with_all(struct kld_worker *worker) {
     }
     TAILQ_FOREACH(session, &worker->sessions, in_worker)
     if (session->state == KLD_SESSION_OPEN)
-        kld_connection_discard(session->fd); /* which may take its time: see closer.h */
+        (void)kld_strays_discard(worker->strays, session->uid, session->fd);
 }
 
 /* ---- Init, run, done ------------------------------------------------------------------------- */
@@ -408,9 +409,11 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
         return kld_error_set(err, KLD_INTERNAL, "no event loop");
     }
     status = kld_mappings_init(&worker->mappings, options->backend, options->device, err);
-    if (!status && (status = handles_init(worker, err)))
+    if (!status &&
+        ((status = kld_strays_start(&worker->strays, err)) || (status = handles_init(worker, err))))
         kld_mappings_done(&worker->mappings);
     if (status) {
+        kld_strays_end(worker->strays);
         uv_loop_close(&worker->loop);
         kld_queue_done(&worker->queue);
         return status;
@@ -446,6 +449,7 @@ void kld_worker_done(struct kld_worker *worker) {
     uv_run(&worker->loop, UV_RUN_DEFAULT);
     uv_loop_close(&worker->loop);
     kld_orders_done(worker);
+    kld_strays_end(worker->strays);
     kld_mappings_done(&worker->mappings);
     kld_queue_done(&worker->queue);
 }

@@ -17,6 +17,7 @@
 #include "server/worker/peer.h"
 #include "server/worker/queue.h"
 #include "server/worker/session.h"
+#include "server/worker/strays.h"
 
 #define KLD_POLL_NS 5000000u /* the loop polls so long for the end of a job of a GPU */
 #define KLD_REFUSALS_MAX 64  /* refused connections that wait to be closed */
@@ -30,6 +31,7 @@
 #define KLD_CLIENT_WAITS_MAX 16 /* of one client */
 #define KLD_POOL_FLOOR_PART 16  /* one in so many bytes of the pool is for no client's regions */
 #define KLD_HEALTH_MS 500       /* between two looks at an idle device, see health.h */
+#define KLD_STUCK_MS 60000      /* see health.h */
 
 struct kld_worker_options {
     const struct kld_config *config;
@@ -41,6 +43,7 @@ struct kld_worker_options {
     uint32_t orphan_ms;        /* 0: KLD_ORPHAN_MS, see waits.h */
     uint32_t orphan_dead_ms;   /* 0: KLD_ORPHAN_DEAD_MS */
     uint32_t health_ms;        /* 0: KLD_HEALTH_MS */
+    uint32_t stuck_ms;         /* 0: KLD_STUCK_MS */
     /* Once nothing of ours runs on the lost device any more, where that is known before this
      * process has ended; NULL: nobody wants to know. */
     void (*device_dead)(const struct kld_worker_options *options);
@@ -70,7 +73,13 @@ struct kld_worker {
     bool health_looks; /* while it does, the pool has the two below */
     enum kld_status health_status;
     struct kld_error health_error;
+    uv_timer_t pool_watch; /* see health.h, as the rest */
+    uv_work_t pool_work;
+    bool pool_asked;              /* pool_work is with the pool */
+    uint64_t pool_ns;             /* CLOCK_MONOTONIC: the pool was last known to take work */
+    bool stuck;                   /* it has not for too long */
     struct kld_mappings mappings; /* the pool's; see mapping.h */
+    struct kld_strays *strays;
     struct kld_completions completions;
     struct kld_queue queue;
     struct kld_session_list sessions; /* open and closing */

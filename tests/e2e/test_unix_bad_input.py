@@ -4,7 +4,9 @@ import fcntl
 import os
 import random
 import re
+import signal
 import socket
+import struct
 import time
 
 import pytest
@@ -282,6 +284,55 @@ def test_first_frame_must_be_hello(path):
         with pytest.raises(Failed, match="HELLO came twice"):
             one.hello()
         one.ping()
+
+
+# ---- Descriptors -----------------------------------------------------------------------------------
+
+def lingering():
+    """A TCP socket whose last close waits for an hour for a peer who does not read, and that peer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = socket.create_connection(listener.getsockname())
+        peer, _ = listener.accept()
+    sender.setblocking(False)
+    try:
+        while True:
+            sender.send(bytes(65536))
+    except BlockingIOError:
+        pass
+    sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 3600))
+    return sender, peer
+
+
+def test_descriptors_that_do_not_close(make_server):
+    """More of them than the worker's pool has threads, each hidden in the queue of another socket and sent by who
+    leaves, behind as much as the worker reads at a time. Both fronts serve, and the server ends when it is told."""
+    server = make_server()
+    worker, peers = server.child("worker"), []
+    os.kill(worker, signal.SIGSTOP)  # so that each last close is the worker's
+    for _ in range(6):
+        sender, peer = lingering()
+        peers.append(peer)
+        here, there = socket.socketpair()
+        socket.send_fds(there, [b"x"], [sender.fileno()])
+        bad = Client(server.unix, hello=False)
+        for _ in range(20):
+            bad.send(wire.PING)
+        bad.send(wire.PING, fds=[here.fileno()])
+        for one in (sender, there, here, bad):
+            one.close()
+    os.kill(worker, signal.SIGCONT)
+    with Client(server.unix, timeout=10) as good:
+        region = good.region(Memory(4096))
+        good.run((2, 4), {"predictions": tensor(region), "targets": tensor(region, 64)})
+    status, _ = server.json("/v2/models/kl_div/infer", {"inputs": [
+        {"name": name, "datatype": "FP32", "shape": [1, 2], "data": [0.5, 0.5]}
+        for name in ("predictions", "targets")]}, timeout=10)
+    assert status == 200
+    started = time.monotonic()
+    assert server.stop() == 0
+    assert time.monotonic() - started < 5
+    for peer in peers:
+        peer.close()
 
 
 # ---- The log ---------------------------------------------------------------------------------------

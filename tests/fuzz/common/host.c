@@ -96,7 +96,8 @@ static bool is_idle(const struct fuzz_host *host) {
            fuzz_host_stat(host, KLD_STAT_pinned_bytes) == 0 &&
            fuzz_host_stat(host, KLD_STAT_pool_bytes) == 0 && NOW(sessions_count) == 0 &&
            NOW(queue.in_use) == 0 && NOW(refusals) == 0 && NOW(waits_running) == 0 &&
-           NOW(publications_count) == 0 && NOW(cuda_files) == 0;
+           NOW(publications_count) == 0 && NOW(cuda_files) == 0 &&
+           kld_strays_count(host->worker.strays) == 0;
 }
 
 void fuzz_host_require_idle(const struct fuzz_host *host) {

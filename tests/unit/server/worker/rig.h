@@ -24,7 +24,7 @@ struct rig {
     struct sockaddr_un address;
     socklen_t address_bytes;
     int listen_fd, control[2];
-    uint32_t orphan_ms, orphan_dead_ms, health_ms; /* of the worker's options */
+    uint32_t orphan_ms, orphan_dead_ms, health_ms, stuck_ms; /* of the worker's options */
     pthread_t thread;
     int exit_status;
 };

@@ -6,6 +6,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "tests/unit/server/worker/lingering.h"
 #include "tests/unit/server/worker/rig.h"
 #include "tests/unit/unit.h"
 
@@ -288,6 +289,43 @@ START_TEST(stray_descriptors_are_closed) {
 }
 END_TEST
 
+/* More of them than uv's pool has threads, each of whose last close is the worker's: sockets, and
+ * sockets in the queue of others, in packets that it reads, and in packets that it does not because
+ * their sender has left. */
+START_TEST(descriptors_that_do_not_close_stop_nobody) {
+    enum { EACH = 5, KINDS = 4 };
+    struct lingering lingering[KINDS * EACH];
+    int fds[KINDS * EACH];
+    union kld_frame frame;
+    rig_init(&rig);
+    for (int i = 0; i < KINDS * EACH; i++) {
+        bool leaves = i % 2, hides = i % KINDS < 2;
+        fds[i] = rig_connect(&rig);
+        lingering[i] = lingering_open();
+        int sent = hides ? lingering_hide(&lingering[i]) : lingering[i].fd;
+        for (int pings = 0; leaves && pings <= KLD_SESSION_BURST; pings++)
+            rig_plain(fds[i], KLD_FRAME_PING, 30);
+        rig_region_frame(&frame, 31, KLD_REGION_MEMFD, 4096);
+        rig_send_fds(fds[i], &frame, frame.header.length, &sent, 1);
+        close(sent);
+        if (leaves)
+            close(fds[i]);
+    }
+    rig_start(&rig);
+    int other = rig_client(&rig);
+    rig_until_stat(&rig, KLD_STAT_unix_clients, KINDS * EACH / 2 + 1);
+    for (int i = 0; i < KINDS * EACH; i += 2)
+        rig_expect_error(fds[i], 31, KLD_INVALID, "before HELLO");
+    uint64_t region = rig_region(other, RIG_REGION_BYTES);
+    rig_submit(other, 40, region);
+    rig_expect(other, 40, KLD_FRAME_DONE, NULL);
+    close(other);
+    end();
+    for (int i = 0; i < KINDS * EACH; i++)
+        lingering_let_go(&lingering[i]);
+}
+END_TEST
+
 UNIT_MAIN("server/worker/frames", hello_negotiates_or_says_why_not, several_requests_in_a_packet,
           bad_packets_do_nothing, frames_of_the_worker_are_refused, many_failures_at_once,
-          stray_descriptors_are_closed)
+          stray_descriptors_are_closed, descriptors_that_do_not_close_stop_nobody)

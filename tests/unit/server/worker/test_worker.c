@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -236,7 +237,46 @@ START_TEST(orders_of_the_supervisor) {
 }
 END_TEST
 
+static bool is_alive(void) {
+    struct kld_child_order alive = {.kind = KLD_ORDER_ALIVE};
+    struct pollfd poll_fd = {.fd = rig.control[0], .events = POLLIN};
+    char answer[8];
+    ck_assert_int_eq(send(rig.control[0], &alive, sizeof alive, 0), sizeof alive);
+    return poll(&poll_fd, 1, 300) == 1 && recv(rig.control[0], answer, sizeof answer, 0) == 1;
+}
+
+static void until_ready_is(uint32_t ready) {
+    for (int i = 0; i < 10000 && atomic_load(&rig.stats->worker_ready) != ready; i++)
+        usleep(1000);
+    ck_assert_uint_eq(atomic_load(&rig.stats->worker_ready), ready);
+}
+
+/* Every thread of uv's pool is at something that does not end. */
+START_TEST(a_worker_whose_pool_takes_nothing_is_not_ready) {
+    rig_init(&rig);
+    rig.stuck_ms = 200;
+    rig_start(&rig);
+    int fd = rig_client(&rig);
+    union kld_frame frame;
+    ck_assert(is_alive());
+    atomic_store(&rig.fake.hold_memory, true);
+    for (uint64_t i = 0; i < 4; i++) {
+        rig_region_frame(&frame, 20 + i, KLD_REGION_POOL, 4096);
+        rig_send(fd, &frame);
+    }
+    until_ready_is(0);
+    ck_assert(!is_alive());
+    atomic_store(&rig.fake.hold_memory, false);
+    until_ready_is(1);
+    ck_assert(is_alive());
+    close(fd);
+    ck_assert_int_eq(rig_end(&rig), 0);
+    rig_done(&rig);
+}
+END_TEST
+
 UNIT_MAIN("server/worker/worker", orders_of_the_supervisor,
+          a_worker_whose_pool_takes_nothing_is_not_ready,
           an_idle_worker_notices_that_its_device_is_lost, a_device_of_ones_own_is_not_asked,
           term_answers_what_is_in_flight_and_refuses_the_rest, drain_does_not_wait_longer_than_told,
           accept_without_descriptors_waits, wrong_lists_are_told_at_start,
