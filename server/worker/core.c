@@ -229,13 +229,6 @@ static void launch(struct kld_lane *lane) {
         kld_lane_close(lane);
 }
 
-/* Those whose next request is no longer one that waits for an event. */
-static void launch_held(struct kld_worker *worker) {
-    struct kld_lane *lane;
-    TAILQ_FOREACH(lane, &worker->lanes_held, in_held)
-    launch(lane); /* whoever it is not the turn of stays in the list */
-}
-
 static void launch_all(struct kld_session *session) {
     for (uint64_t i = 0; i < session->worker->options.config->client_streams_max; i++)
         launch(&session->lanes[i]);
@@ -432,9 +425,10 @@ void kld_core_expire(struct kld_worker *worker) {
         struct kld_error error;
         kld_error_set(&error, KLD_DEADLINE, "the deadline passed after %" PRIu64 " ms",
                       (now - request->arrival_ns) / 1000000);
+        struct kld_lane *lane = request->lane;
         give_up(request, &error);
+        launch(lane); /* as in kld_core_cancel() */
     }
-    launch_held(worker);
     kld_worker_watch_deadlines(worker);
     kld_worker_progress(worker);
 }

@@ -421,6 +421,40 @@ START_TEST(a_client_has_its_share_of_the_places) {
 }
 END_TEST
 
+/* Its deadline passes while its client has no place left: what is behind it need not wait. */
+START_TEST(who_is_late_stops_nobody) {
+    const uint64_t late = 500, behind = 501;
+    rig_init(&rig);
+    rig.config.client_streams_max = 16;
+    rig_start(&rig);
+    atomic_store(&rig.fake.hold, true);
+    int fd = rig_client(&rig);
+    uint64_t region = device_region(fd);
+    union kld_frame frame;
+    rig_op(&frame, 1, region);
+    frame.as_SUBMIT.ready_event = rig_add_event(fd, KLD_EVENT_READY);
+    for (uint64_t i = 0; i < KLD_CLIENT_WAITS_MAX; i++) {
+        frame.header.request = 1 + i;
+        frame.as_SUBMIT.stream = i % 8;
+        rig_send(fd, &frame);
+    }
+    rig_until(&rig.fake.jobs_submitted, KLD_CLIENT_WAITS_MAX);
+    frame.header.request = late;
+    frame.as_SUBMIT.stream = 9;
+    frame.as_SUBMIT.timeout_ns = 50000000;
+    rig_send(fd, &frame);
+    rig_op(&frame, behind, region);
+    frame.as_SUBMIT.stream = 9;
+    rig_send(fd, &frame);
+    rig_expect_error(fd, late, KLD_DEADLINE, "deadline");
+    rig_until(&rig.fake.jobs_submitted, KLD_CLIENT_WAITS_MAX + 1);
+    atomic_store(&rig.fake.hold, false);
+    close(fd);
+    ck_assert_int_eq(rig_end(&rig), 0);
+    rig_done(&rig);
+}
+END_TEST
+
 /* Two clients that keep all places busy, and a third that wants one of them: it gets the next that
  * is free after those who asked before it. */
 START_TEST(places_are_given_in_turn) {
@@ -468,5 +502,5 @@ UNIT_MAIN("server/worker/waits", a_job_that_waits_for_the_dead_ends_the_worker,
           a_registration_that_is_tried_again_is_awaited_once, work_that_takes_long_is_no_wait,
           who_has_waited_for_his_own_event_was_not_held_up, whose_event_has_come_may_be_held_up,
           who_waits_is_not_blamed_for_slow_work, events_that_never_come_shut_nobody_out,
-          who_gave_up_his_turn_stops_nobody, a_client_has_its_share_of_the_places,
-          places_are_given_in_turn)
+          who_gave_up_his_turn_stops_nobody, who_is_late_stops_nobody,
+          a_client_has_its_share_of_the_places, places_are_given_in_turn)
