@@ -89,11 +89,13 @@ def main():
     bench = Bench(options)
     server = conftest.Server(staging_bytes_max="4G", staging_request_bytes_max="2G", keep_buffer_ms=None)
     bulk = conftest.Server(keep_buffer_ms=None)
+    fresh = conftest.Server(keep_buffer_ms=0)  # each request's buffer is new to it, as after ten seconds without one
     results = {"commit": subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True,
                                         text=True).stdout.strip(),
                "cpus": os.cpu_count(), "rounds": options.rounds, "load_before": os.getloadavg()[0]}
     try:
         ports = {"kld": int(server.address.rsplit(":", 1)[1]), "bulk": int(bulk.address.rsplit(":", 1)[1]),
+                 "fresh": int(fresh.address.rsplit(":", 1)[1]),
                  "hello": free_port(), "sink": free_port(), "peer": free_port()}
         bench.start(bench.load, "hello", str(ports["hello"]))
         bench.start(bench.load, "sink", str(ports["sink"]), str(GIB))
@@ -105,7 +107,7 @@ def main():
     finally:
         for process in bench.processes:
             process.kill()
-        for one in (server, bulk):
+        for one in (server, bulk, fresh):
             one.stop()
             one.remove()
     print(json.dumps(results | {"load_after": os.getloadavg()[0]}, indent=1))
@@ -118,10 +120,10 @@ def measure(bench, ports, results, oip, probabilities):
                "parameters": {"binary_data_size": GIB // 2}} for n in ("predictions", "targets")]
     text = json.dumps({"inputs": inputs}).encode()
     head = post({oip.LENGTH: len(text)}, text, len(text) + GIB)
-    for name in ("kld", "bulk"):
+    for name, kind in (("kld", "staging"), ("bulk", "pieces"), ("fresh", "pieces_fresh")):
         pairs = bench.pairs(lambda n=name: bench.run("stream", ports[n], GIB, request=head),
                             lambda: bench.run("stream", ports["sink"], GIB, request=b""))
-        results[f"upload_1gib_{'staging' if name == 'kld' else 'pieces'}"] = {
+        results[f"upload_1gib_{kind}"] = {
             "sent_gb_per_s": round(GIB / middle([a for a, _ in pairs], "sent_s") / 1e9, 3),
             "answered_s": round(middle([a for a, _ in pairs], "answered_s"), 3),
             "tcp_gb_per_s": round(GIB / middle([b for _, b in pairs], "sent_s") / 1e9, 3),
