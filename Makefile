@@ -83,7 +83,7 @@ NVCC_FLAGS := -O3 $(NVCC_EXTRA) -std=c++17 -I. -Xcompiler -fPIC,-fvisibility=hid
   -gencode arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS)) \
   $(if $(NVCC),$(shell $(NVCC) --help 2>/dev/null | grep -q compress-mode && echo --compress-mode=size))
 
-.PHONY: all lib unit examples bench-programs programs metrics install dist image print-cuda wheel lint check check-gpu bench fuzz fuzz-dist fuzz-coverage demo fail-nth valgrind \
+.PHONY: all lib unit examples bench-programs programs metrics install dist image print-cuda wheel lint check check-gpu bench fuzz fuzz-dist fuzz-found fuzz-coverage demo fail-nth valgrind \
   coverage clean help
 all: $(BUILD)/kld-server $(BUILD)/kld $(BUILD)/libkld.so $(BUILD)/libkld.a
 lib: $(BUILD)/libkld.a $(BUILD)/libkld.so
@@ -212,6 +212,7 @@ help:
 	@echo "make bench        measure this machine"
 	@echo "make fuzz         fuzz every parser, SECONDS=$(SECONDS) each"
 	@echo "make fuzz-coverage  what the corpus of each target reaches (FUZZ_CORPUS: another one)"
+	@echo "make fuzz-found     what a run of fuzz-dist left in OUT goes to tests/fuzz/found.tar.xz"
 	@echo "make fuzz-dist    $(BUILD)/kld-fuzz: the targets, to be run for long elsewhere"
 	@echo "make fail-nth     the N-th call of each kind fails, for every N, in each role, while it starts, in libkld and in kld"
 	@echo "make valgrind     the unit tests under valgrind"
@@ -258,6 +259,12 @@ fuzz-coverage:
 	$(SELF) $(patsubst %,$(FUZZ_COVERAGE)/fuzz/%,$(FUZZ_NAMES)) BUILD=$(FUZZ_COVERAGE) CUDA=0 \
 	  FUZZ_SAN="-fprofile-instr-generate -fcoverage-mapping"
 	@deploy/fuzz-coverage.sh $(FUZZ_COVERAGE) $(FUZZ_CORPUS) $(FUZZ_NAMES)
+
+# OUT: what run.sh of fuzz-dist has left there.
+fuzz-found:
+	@deploy/deps.sh build fuzz
+	$(SELF) $(patsubst %,$(BUILD)/fuzz/%,$(FUZZ_NAMES)) $(SELF_ARGS)
+	@deploy/fuzz-found.sh $(BUILD) $(OUT) $(FUZZ_NAMES)
 
 metrics: $(BUILD)/kld-server
 	@deploy/metrics.sh $(BUILD)

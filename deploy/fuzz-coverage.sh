@@ -17,10 +17,15 @@ declare -A of=(
     [config]="server/config.c server/config_adopt.c server/secrets.c server/child.c server/supervisor/notify.c"
     [text]="client/http_reply.c client/cli/metrics.c client/cli/options.c"
 )
+found=$build/fuzz/found
+rm -rf "$found"
+mkdir -p "$found"
+[ "$corpus" != tests/fuzz/corpus ] || tar -xJf tests/fuzz/found.tar.xz -C "$found"
 for name in "$@"; do
+    mkdir -p "$found/$name"
     profile=$build/fuzz/$name.profraw
     rm -f "$profile"
-    LLVM_PROFILE_FILE=$profile "$build/fuzz/$name" -runs=0 -print_funcs=0 -timeout=60 "$corpus/$name" >"$build/fuzz/$name.log" 2>&1 ||
+    LLVM_PROFILE_FILE=$profile "$build/fuzz/$name" -runs=0 -print_funcs=0 -timeout=60 "$corpus/$name" "$found/$name" >"$build/fuzz/$name.log" 2>&1 ||
         { tail -5 "$build/fuzz/$name.log" >&2; exit 1; }
     llvm-profdata merge -sparse "$profile" -o "$build/fuzz/$name.profdata"
     # shellcheck disable=SC2086 # a list of files

@@ -10,6 +10,7 @@ deploy/deps.sh dist
 . deploy/closure.sh
 rm -rf "$dist" "$dist.tar.xz"
 mkdir -p "$dist"/{bin,lib,corpus}
+tar -xJf tests/fuzz/found.tar.xz -C "$dist/corpus"
 for name in "$@"; do
     cp "$build/fuzz/$name" "$dist/bin/"
     mkdir -p "$dist/corpus/$name"

@@ -1,18 +1,23 @@
 #!/bin/sh
-# fuzz.sh BUILD SECONDS NAME... - runs each fuzz target that long, from its checked-in seeds. New
+# fuzz.sh BUILD SECONDS NAME... - runs each fuzz target that long, from its checked-in seeds and what
+# longer runs have found (fuzz-found.sh). New
 # inputs go to BUILD/fuzz/corpus; a crash leaves its input in BUILD/fuzz and ends with status 1.
 set -eu
 build=$1
 seconds=$2
 shift 2
+rm -rf "$build/fuzz/found"
+mkdir -p "$build/fuzz/found"
+tar -xJf tests/fuzz/found.tar.xz -C "$build/fuzz/found"
 for name in "$@"; do
     corpus=$build/fuzz/corpus/$name
     seeds=tests/fuzz/corpus/$name
-    mkdir -p "$corpus"
+    found=$build/fuzz/found/$name
+    mkdir -p "$corpus" "$found"
     [ -d "$seeds" ] || seeds=$corpus
     echo "fuzzing $name for $seconds s"
     "$build/fuzz/$name" -max_total_time="$seconds" -max_len=65536 -timeout=60 -rss_limit_mb=2048 -print_funcs=0 \
-        -artifact_prefix="$build/fuzz/" -print_final_stats=1 -verbosity=0 "$corpus" "$seeds" \
+        -artifact_prefix="$build/fuzz/" -print_final_stats=1 -verbosity=0 "$corpus" "$seeds" "$found" \
         >"$build/fuzz/$name.log" 2>&1 || {
         tail -40 "$build/fuzz/$name.log" >&2
         echo "fuzz.sh: $name found something; its input is in $build/fuzz" >&2
