@@ -53,7 +53,7 @@ static int child_main(int argc, char **argv) {
     snprintf(comm, sizeof comm, "kld-%s", name);
     prctl(PR_SET_NAME, comm);
     if (kld_log_init(name, config.log_level, config.log_format, &err) != KLD_OK ||
-        kld_stats_attach(KLD_FD_STATS, &child.page, &err) != KLD_OK)
+        kld_stats_attach(KLD_FD_STATS, KLD_FD_STATE, &child.page, &err) != KLD_OK)
         return fail(&err);
     child.stats = worker ? &child.page->worker[child.index] : &child.page->common;
     kld_log_count_lost_in(child.stats);

@@ -20,10 +20,11 @@
 
 enum kld_child_fd {
     KLD_FD_LISTEN = 3,  /* listening socket: SOCK_SEQPACKET for a worker, TCP for the gateway */
-    KLD_FD_STATS = 4,   /* memfd of struct kld_stats */
+    KLD_FD_STATS = 4,   /* memfd of the counters of stats.h */
     KLD_FD_CONTROL = 5, /* SOCK_SEQPACKET pair to the supervisor; end of file: it is gone */
     KLD_FD_METRICS = 6, /* gateway with metrics_http: another listening TCP socket */
     KLD_FD_SECRETS = 7, /* gateway: memfd of secrets.h */
+    KLD_FD_STATE = 8,   /* memfd of the other part of stats.h, which the gateway only reads */
 };
 
 /* From supervisor to child on KLD_FD_CONTROL, a packet each. */

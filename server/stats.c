@@ -1,9 +1,10 @@
-/* stats.c - the shared page of counters: made once by the supervisor, mapped by every role.
+/* stats.c - the shared page: made once by the supervisor, mapped by every role (stats.h).
  * It counts; it does not render (the gateway does) and does not log. Any thread, any process. */
 #include "server/stats.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -23,46 +24,92 @@ const uint64_t kld_bucket_limit_ns[KLD_BUCKETS] = {
 
 const unsigned kld_http_codes[KLD_HTTP_CODES_COUNT] = KLD_HTTP_CODES;
 
-static enum kld_status map(int fd, struct kld_stats_page **ret_page, struct kld_error *err) {
-    void *mapped =
-        mmap(NULL, sizeof(struct kld_stats_page), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (mapped == MAP_FAILED)
+#define COUNTERS_BYTES (sizeof(struct kld_stats_page) - KLD_STATS_STATE_BYTES)
+
+/* One behind the other, in a place that is reserved for both. */
+static enum kld_status map(int counters_fd, int state_fd, int state_access,
+                           struct kld_stats_page **ret_page, struct kld_error *err) {
+    const int access = PROT_READ | PROT_WRITE;
+    struct kld_stats_page *page =
+        mmap(NULL, sizeof *page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED)
         return kld_error_set(err, KLD_NO_MEMORY, "mapping the page of counters: %s",
                              strerror(errno));
-    *ret_page = mapped;
+    if (mmap(page->state, KLD_STATS_STATE_BYTES, state_access, MAP_SHARED | MAP_FIXED, state_fd,
+             0) == MAP_FAILED ||
+        mmap(&page->model, COUNTERS_BYTES, access, MAP_SHARED | MAP_FIXED, counters_fd, 0) ==
+            MAP_FAILED) {
+        kld_error_set(err, KLD_NO_MEMORY, "mapping the page of counters: %s", strerror(errno));
+        kld_stats_detach(page);
+        return KLD_NO_MEMORY;
+    }
+    *ret_page = page;
     return KLD_OK;
 }
 
-enum kld_status kld_stats_create(struct kld_stats_page **ret_page, int *ret_fd,
+static int make(const char *name, size_t bytes) {
+    int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd >= 0 && ftruncate(fd, (off_t)bytes) == 0 &&
+        fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0)
+        return fd;
+    if (fd >= 0)
+        close(fd);
+    return -1;
+}
+
+/* The same file once more, and its user may open it for writing no more: who has that descriptor
+ * has no way to another one. */
+static int reopen(int fd) {
+    char path[32];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    return fd >= 0 && fchmod(fd, S_IRUSR) == 0 ? open(path, O_RDONLY | O_CLOEXEC) : -1;
+}
+
+enum kld_status kld_stats_create(struct kld_stats_page **ret_page, struct kld_stats_fds *ret_fds,
                                  struct kld_error *err) {
-    int fd = memfd_create("kld-stats", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (fd < 0)
-        return kld_error_set(err, KLD_NO_MEMORY, "making the page of counters: %s",
-                             strerror(errno));
+    struct kld_stats_fds fds = {.counters = make("kld-stats", COUNTERS_BYTES),
+                                .state = make("kld-state", KLD_STATS_STATE_BYTES),
+                                .state_read = -1};
     struct kld_stats_page *page = NULL;
     enum kld_status status = KLD_OK;
-    if (ftruncate(fd, sizeof(struct kld_stats_page)) < 0 ||
-        fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) < 0)
+    if (fds.counters >= 0)
+        fds.state_read = reopen(fds.state);
+    if (fds.state_read < 0)
         status =
-            kld_error_set(err, KLD_NO_MEMORY, "sizing the page of counters: %s", strerror(errno));
+            kld_error_set(err, KLD_NO_MEMORY, "making the page of counters: %s", strerror(errno));
     if (status == KLD_OK)
-        status = map(fd, &page, err);
+        status = map(fds.counters, fds.state, PROT_READ | PROT_WRITE, &page, err);
     if (status != KLD_OK) {
-        close(fd);
+        kld_stats_close(&fds);
         return status;
     }
     page->magic = MAGIC; /* the rest is 0 as the kernel gave it */
     *ret_page = page;
-    *ret_fd = fd;
+    *ret_fds = fds;
     return KLD_OK;
 }
 
-enum kld_status kld_stats_attach(int fd, struct kld_stats_page **ret_page, struct kld_error *err) {
+void kld_stats_close(struct kld_stats_fds *fds) {
+    const int all[] = {fds->counters, fds->state, fds->state_read};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
+        if (all[i] >= 0)
+            close(all[i]);
+    *fds = KLD_STATS_NO_FDS;
+}
+
+static bool has_size(int fd, size_t bytes) {
     struct stat info;
-    if (fstat(fd, &info) < 0 || info.st_size != (off_t)sizeof(struct kld_stats_page))
-        return kld_error_set(err, KLD_INVALID, "the page of counters has the wrong size");
+    return fstat(fd, &info) == 0 && info.st_size == (off_t)bytes;
+}
+
+enum kld_status kld_stats_attach(int counters_fd, int state_fd, struct kld_stats_page **ret_page,
+                                 struct kld_error *err) {
     struct kld_stats_page *page = NULL;
-    enum kld_status status = map(fd, &page, err);
+    if (!has_size(counters_fd, COUNTERS_BYTES) || !has_size(state_fd, KLD_STATS_STATE_BYTES))
+        return kld_error_set(err, KLD_INVALID, "the page of counters has the wrong size");
+    bool writes = (fcntl(state_fd, F_GETFL) & O_ACCMODE) == O_RDWR;
+    enum kld_status status =
+        map(counters_fd, state_fd, writes ? PROT_READ | PROT_WRITE : PROT_READ, &page, err);
     if (status != KLD_OK)
         return status;
     if (page->magic != MAGIC) {
@@ -78,17 +125,22 @@ void kld_stats_detach(struct kld_stats_page *page) {
         munmap(page, sizeof *page);
 }
 
-bool kld_stats_described(const struct kld_stats_page *page) {
+uint32_t kld_stats_workers(const struct kld_stats_page *page) {
     uint32_t workers = atomic_load(&page->workers);
+    return workers < KLD_WIRE_DEVICES_MAX ? workers : KLD_WIRE_DEVICES_MAX;
+}
+
+bool kld_stats_described(const struct kld_stats_page *page) {
+    uint32_t workers = kld_stats_workers(page);
     for (uint32_t i = 0; i < workers; i++)
-        if (!atomic_load(&page->worker[i].described))
+        if (!atomic_load(&page->device[i].described))
             return false;
     return workers > 0;
 }
 
 bool kld_stats_ready(const struct kld_stats_page *page) {
     for (uint32_t i = 0; i < KLD_WIRE_DEVICES_MAX; i++)
-        if (atomic_load(&page->worker[i].worker_ready))
+        if (atomic_load(&page->device[i].ready))
             return true;
     return false;
 }

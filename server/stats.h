@@ -1,14 +1,18 @@
-/* stats.h - counters in one shared page that outlives every child.
+/* stats.h - a shared page that outlives every child: what each goes by, and counters.
  *
- * The supervisor creates the page (a memfd) and hands it to each child; everybody adds with relaxed
- * atomics, the gateway renders it for /metrics. It has a block of counters for each worker and one
- * for supervisor and gateway; a block's gauges are set to 0 when its process starts. The page is
- * also where workers learn of each other's devices. Any thread, any process. */
+ * The supervisor makes the page and hands it to each child. It is two memfds that are mapped one
+ * behind the other. The first is what others act on: how many workers there are, which devices they
+ * have, whether they serve. Supervisor and workers write it; the gateway, which reads what
+ * strangers send, gets a descriptor that only reads. The second is counters: everybody adds with
+ * relaxed atomics, the gateway renders them for /metrics, and no process may be led by what it
+ * finds there. It has a block for each worker and one for supervisor and gateway; a block's gauges
+ * are set to 0 when its process starts. Any thread, any process. */
 #ifndef KLD_SERVER_STATS_H
 #define KLD_SERVER_STATS_H
 
 #include <stdatomic.h>
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #include "proto/op.h"
@@ -184,12 +188,16 @@ struct kld_stats {
     } work[KLD_ASKED_COPY][KLD_ACCESS_COUNT]; /* of a worker's operators that the device ran */
     /* CLOCK_MONOTONIC when the device last did what it was asked; 0: it never did. */
     _Atomic uint64_t device_worked_ns;
-    _Atomic uint32_t worker_ready; /* 1 while the worker serves */
-    _Atomic uint32_t pool_wanted;  /* times that somebody wanted what of pool_kept_bytes is kept */
-    /* Of a worker's block: what is below was written by its first process, and is the same for
-     * those that replace it. */
+};
+
+/* A worker and its device. */
+struct kld_stats_device {
+    _Atomic uint32_t ready;       /* 1 while the worker serves */
+    _Atomic uint32_t pool_wanted; /* times that somebody wanted what of pool_kept_bytes is kept */
+    _Atomic uint64_t pool_bytes, pool_bytes_max; /* as the gauges say */
+    /* What is below was written by its first process, and is the same for those that replace it. */
     _Atomic uint32_t described;
-    char backend[16], device[64];
+    char backend[16], name[64];
     uint8_t uuid[KLD_WIRE_UUID_BYTES];
     _Atomic uint64_t roofline_bytes_per_s[KLD_ACCESS_COUNT]; /* of its memory; 0: not known */
 };
@@ -209,22 +217,45 @@ struct kld_stats_process {
 /* Their places in the page; that of worker i is KLD_PROCESS_WORKER + i. */
 enum kld_process { KLD_PROCESS_SUPERVISOR, KLD_PROCESS_GATEWAY, KLD_PROCESS_WORKER };
 
+#define KLD_STATS_STATE_BYTES 65536 /* a page of memory on any machine, as mmap() wants it */
+
 struct kld_stats_page {
-    uint64_t magic;            /* size and layout, checked when attached */
-    _Atomic uint32_t draining; /* 1 from SIGTERM on, not where it fails; set by the supervisor */
-    _Atomic uint32_t workers;  /* of the blocks below; set by the supervisor; 0: not yet known */
-    struct kld_stats_process process[KLD_PROCESS_WORKER + KLD_WIRE_DEVICES_MAX];
+    union {
+        struct {                       /* the gateway cannot write it */
+            uint64_t magic;            /* size and layout, checked when attached */
+            _Atomic uint32_t draining; /* 1 from SIGTERM on, not where it fails; supervisor */
+            _Atomic uint32_t workers;  /* supervisor; 0: not yet known. kld_stats_workers() */
+            struct kld_stats_device device[KLD_WIRE_DEVICES_MAX]; /* each its worker */
+            struct kld_stats_process process[KLD_PROCESS_WORKER + KLD_WIRE_DEVICES_MAX];
+        };
+        unsigned char state[KLD_STATS_STATE_BYTES];
+    };
     struct kld_stats_model model; /* gateway */
     struct kld_stats common;      /* supervisor, gateway */
     struct kld_stats worker[KLD_WIRE_DEVICES_MAX];
 };
+_Static_assert(offsetof(struct kld_stats_page, model) == KLD_STATS_STATE_BYTES,
+               "the counters begin where the second memfd is mapped");
 
-/* A new page; *ret_fd is the memfd to hand to children. */
-enum kld_status kld_stats_create(struct kld_stats_page **ret_page, int *ret_fd,
+/* What children are handed. None: -1. */
+struct kld_stats_fds {
+    int counters;
+    int state;      /* for workers */
+    int state_read; /* for the gateway: the same memfd, and no writing */
+};
+#define KLD_STATS_NO_FDS ((struct kld_stats_fds){-1, -1, -1})
+
+/* A new page. */
+enum kld_status kld_stats_create(struct kld_stats_page **ret_page, struct kld_stats_fds *ret_fds,
                                  struct kld_error *err);
-enum kld_status kld_stats_attach(int fd, struct kld_stats_page **ret_page, struct kld_error *err);
+void kld_stats_close(struct kld_stats_fds *fds); /* the descriptors, not the page */
+/* state_fd: either; of one that only reads that part of the page is not to be written. */
+enum kld_status kld_stats_attach(int counters_fd, int state_fd, struct kld_stats_page **ret_page,
+                                 struct kld_error *err);
 void kld_stats_detach(struct kld_stats_page *page); /* NULL is allowed */
 
+/* How many there are of page->device and page->worker. */
+uint32_t kld_stats_workers(const struct kld_stats_page *page);
 /* Has every worker said which device it has? */
 bool kld_stats_described(const struct kld_stats_page *page);
 /* Does any worker serve? */

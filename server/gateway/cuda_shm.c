@@ -67,7 +67,7 @@ static void client_gone(void *waiting) {
 }
 
 static bool has_card(const struct kld_gateway *gateway, uint32_t index) {
-    return strcmp(gateway->page->worker[index].backend, "cuda") == 0;
+    return strcmp(gateway->page->device[index].backend, "cuda") == 0;
 }
 
 bool kld_cuda_shm_works(const struct kld_gateway *gateway) {
@@ -135,7 +135,7 @@ void kld_cuda_shm_register(struct kld_exchange *exchange, const char *name, cons
     registering->job.kind = KLD_POOL_IMPORT;
     registering->job.bytes = wanted.byte_size;
     memcpy(registering->job.handle, wanted.handle, sizeof wanted.handle);
-    memcpy(registering->job.uuid, gateway->page->worker[index].uuid, sizeof registering->job.uuid);
+    memcpy(registering->job.uuid, gateway->page->device[index].uuid, sizeof registering->job.uuid);
     registering->job.done = imported;
     exchange->waiting = registering;
     exchange->waiting_gone = client_gone;

@@ -180,7 +180,7 @@ struct kld_pool *kld_pool_choose(struct kld_gateway *gateway) {
     uint32_t index = gateway->next_pool;
     for (uint32_t i = 0; i < gateway->pools; i++) {
         index = index + 1 < gateway->pools ? index + 1 : 0;
-        if (atomic_load(&gateway->page->worker[index].worker_ready))
+        if (atomic_load(&gateway->page->device[index].ready))
             break;
     }
     gateway->next_pool = index;
@@ -189,10 +189,11 @@ struct kld_pool *kld_pool_choose(struct kld_gateway *gateway) {
 
 static enum kld_status open_pools(struct kld_gateway *gateway, struct kld_error *err) {
     enum kld_status status = KLD_OK;
-    uint32_t workers = atomic_load(&gateway->page->workers);
+    uint32_t workers = kld_stats_workers(gateway->page);
     for (; gateway->pools < workers && status == KLD_OK; gateway->pools++)
         status = kld_pool_open(gateway->config, gateway->pools, gateway->staging,
                                &gateway->page->worker[gateway->pools],
+                               &gateway->page->device[gateway->pools],
                                &gateway->pool[gateway->pools], err);
     return status;
 }

@@ -17,7 +17,7 @@ struct kld_links {
 };
 
 static bool serves(const struct kld_links *links, uint32_t i) {
-    return atomic_load(&links->page->worker[i].worker_ready) != 0;
+    return atomic_load(&links->page->device[i].ready) != 0;
 }
 
 /* but: not this one, if another serves. */
@@ -67,7 +67,7 @@ enum kld_status kld_links_open(uv_loop_t *loop, const struct kld_config *config,
                                                .staging = staging,
                                                .ended = call_ended};
     links->page = page;
-    uint32_t workers = atomic_load(&page->workers);
+    uint32_t workers = kld_stats_workers(page);
     for (; links->count < workers; links->count++) {
         enum kld_status status =
             kld_link_open(&links->options, links->count, &links->link[links->count], err);

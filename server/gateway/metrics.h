@@ -54,8 +54,6 @@ kld_metric_append kld_metric_sum, kld_metric_of_workers, kld_metric_draining, kl
     kld_metric_triton_success, kld_metric_triton_failure, kld_metric_triton_us,
     kld_metric_triton_none, kld_metric_gpu_memory;
 
-/* Blocks of workers that a server of this kind has. */
-uint32_t kld_metric_workers(const struct kld_stats_page *page);
 bool kld_metric_has_uuid(const uint8_t *uuid);
 void kld_metric_append_uuid(const uint8_t *uuid, struct kld_oip_text *text);
 

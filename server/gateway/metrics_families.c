@@ -13,24 +13,19 @@ static uint64_t load(const _Atomic uint64_t *value) {
     return atomic_load_explicit(value, memory_order_relaxed);
 }
 
-uint32_t kld_metric_workers(const struct kld_stats_page *page) {
-    uint32_t workers = atomic_load(&page->workers);
-    return workers < KLD_WIRE_DEVICES_MAX ? workers : KLD_WIRE_DEVICES_MAX;
-}
-
 /* ---- Counters and gauges ----------------------------------------------------------------------*/
 
 void kld_metric_sum(const struct kld_metric *metric, const struct kld_stats_page *page,
                     struct kld_oip_text *text) {
     uint64_t sum = load(&page->common.value[metric->index]);
-    for (uint32_t i = 0; i < kld_metric_workers(page); i++)
+    for (uint32_t i = 0; i < kld_stats_workers(page); i++)
         sum += load(&page->worker[i].value[metric->index]);
     kld_oip_append(text, "%s %" PRIu64 "\n", metric->name, sum);
 }
 
 void kld_metric_of_workers(const struct kld_metric *metric, const struct kld_stats_page *page,
                            struct kld_oip_text *text) {
-    for (uint32_t i = 0; i < kld_metric_workers(page); i++)
+    for (uint32_t i = 0; i < kld_stats_workers(page); i++)
         kld_oip_append(text, "%s{worker=\"%u\"} %" PRIu64 "\n", metric->name, i,
                        load(&page->worker[i].value[metric->index]));
 }
@@ -42,9 +37,9 @@ void kld_metric_draining(const struct kld_metric *metric, const struct kld_stats
 
 void kld_metric_ready(const struct kld_metric *metric, const struct kld_stats_page *page,
                       struct kld_oip_text *text) {
-    for (uint32_t i = 0; i < kld_metric_workers(page); i++)
+    for (uint32_t i = 0; i < kld_stats_workers(page); i++)
         kld_oip_append(text, "%s{worker=\"%u\"} %u\n", metric->name, i,
-                       atomic_load(&page->worker[i].worker_ready));
+                       atomic_load(&page->device[i].ready));
 }
 
 /* ---- Who it is --------------------------------------------------------------------------------*/
@@ -56,28 +51,28 @@ static void append_label(struct kld_oip_text *text, const char *value, size_t si
             kld_oip_append(text, "%c", value[i]);
 }
 
-static void append_names(const struct kld_stats *stats, struct kld_oip_text *text) {
+static void append_names(const struct kld_stats_device *device, struct kld_oip_text *text) {
     kld_oip_append(text, "backend=\"");
-    append_label(text, stats->backend, sizeof stats->backend);
+    append_label(text, device->backend, sizeof device->backend);
     kld_oip_append(text, "\",device=\"");
-    append_label(text, stats->device, sizeof stats->device);
+    append_label(text, device->name, sizeof device->name);
     kld_oip_append(text, "\"");
 }
 
 void kld_metrics_append_device(const struct kld_stats_page *page, struct kld_oip_text *text) {
-    const struct kld_stats *first = &page->worker[0];
+    const struct kld_stats_device *first = &page->device[0];
     if (!kld_stats_described(page)) {
         kld_oip_append(text, ",\"state\":\"starting\"");
         return;
     }
-    for (uint32_t i = 1; i < kld_metric_workers(page); i++)
-        if (memcmp(first->backend, page->worker[i].backend, sizeof first->backend) != 0 ||
-            memcmp(first->device, page->worker[i].device, sizeof first->device) != 0)
+    for (uint32_t i = 1; i < kld_stats_workers(page); i++)
+        if (memcmp(first->backend, page->device[i].backend, sizeof first->backend) != 0 ||
+            memcmp(first->name, page->device[i].name, sizeof first->name) != 0)
             return;
     kld_oip_append(text, ",\"backend\":\"");
     append_label(text, first->backend, sizeof first->backend);
     kld_oip_append(text, "\",\"device\":\"");
-    append_label(text, first->device, sizeof first->device);
+    append_label(text, first->name, sizeof first->name);
     kld_oip_append(text, "\"");
 }
 
@@ -102,17 +97,17 @@ void kld_metric_append_uuid(const uint8_t *uuid, struct kld_oip_text *text) {
 void kld_metric_build(const struct kld_metric *metric, const struct kld_stats_page *page,
                       struct kld_oip_text *text) {
     kld_oip_append(text, "%s{version=\"" KLD_RELEASE "\",", metric->name);
-    append_names(&page->worker[0], text);
+    append_names(&page->device[0], text);
     kld_oip_append(text, "} 1\n");
 }
 
 void kld_metric_worker_info(const struct kld_metric *metric, const struct kld_stats_page *page,
                             struct kld_oip_text *text) {
-    for (uint32_t i = 0; i < kld_metric_workers(page); i++) {
+    for (uint32_t i = 0; i < kld_stats_workers(page); i++) {
         kld_oip_append(text, "%s{worker=\"%u\",", metric->name, i);
-        append_names(&page->worker[i], text);
+        append_names(&page->device[i], text);
         kld_oip_append(text, ",uuid=\"");
-        kld_metric_append_uuid(page->worker[i].uuid, text);
+        kld_metric_append_uuid(page->device[i].uuid, text);
         kld_oip_append(text, "\"} 1\n");
     }
 }
@@ -132,7 +127,7 @@ static void append_front(const struct kld_metric *metric, const struct kld_stats
 void kld_metric_requests(const struct kld_metric *metric, const struct kld_stats_page *page,
                          struct kld_oip_text *text) {
     append_front(metric, &page->common, KLD_FRONT_HTTP, "front=\"http\"", text);
-    for (uint32_t i = 0; i < kld_metric_workers(page); i++) {
+    for (uint32_t i = 0; i < kld_stats_workers(page); i++) {
         char labels[40];
         snprintf(labels, sizeof labels, "front=\"unix\",worker=\"%u\"", i);
         append_front(metric, &page->worker[i], KLD_FRONT_UNIX, labels, text);
@@ -141,7 +136,7 @@ void kld_metric_requests(const struct kld_metric *metric, const struct kld_stats
 
 static uint64_t asked_so(const struct kld_stats_page *page, int front, int asked, unsigned status) {
     uint64_t sum = load(&page->common.requests[front][asked][status]);
-    for (uint32_t i = 0; i < kld_metric_workers(page); i++)
+    for (uint32_t i = 0; i < kld_stats_workers(page); i++)
         sum += load(&page->worker[i].requests[front][asked][status]);
     return sum;
 }
@@ -169,7 +164,7 @@ void kld_metric_rejected(const struct kld_metric *metric, const struct kld_stats
 #define X(front, reason)                                                                           \
     {                                                                                              \
         uint64_t sum = load(&page->common.rejected[KLD_REJECT_##front##_##reason]);                \
-        for (uint32_t i = 0; i < kld_metric_workers(page); i++)                                    \
+        for (uint32_t i = 0; i < kld_stats_workers(page); i++)                                     \
             sum += load(&page->worker[i].rejected[KLD_REJECT_##front##_##reason]);                 \
         kld_oip_append(text, "%s{front=\"" #front "\",reason=\"" #reason "\"} %" PRIu64 "\n",      \
                        metric->name, sum);                                                         \
@@ -228,7 +223,7 @@ static void append_snapshot(const struct kld_metric *metric, const char *labels,
 
 void kld_metric_histogram(const struct kld_metric *metric, const struct kld_stats_page *page,
                           struct kld_oip_text *text) {
-    for (uint32_t i = 0; i < kld_metric_workers(page); i++) {
+    for (uint32_t i = 0; i < kld_stats_workers(page); i++) {
         struct snapshot snapshot = {.count = 0};
         char labels[32];
         take(&page->worker[i].histogram[metric->index], &snapshot);
@@ -252,7 +247,7 @@ void kld_metric_http_duration(const struct kld_metric *metric, const struct kld_
 
 void kld_metric_unix_duration(const struct kld_metric *metric, const struct kld_stats_page *page,
                               struct kld_oip_text *text) {
-    for (uint32_t i = 0; i < kld_metric_workers(page); i++) {
+    for (uint32_t i = 0; i < kld_stats_workers(page); i++) {
         struct snapshot snapshot = {.count = 0};
         char labels[32];
         take_durations(&page->worker[i], KLD_FRONT_UNIX, &snapshot);
@@ -268,7 +263,7 @@ void kld_metric_op_duration(const struct kld_metric *metric, const struct kld_st
             struct snapshot snapshot = {.count = 0};
             char labels[64];
             take(&page->common.duration[front][asked], &snapshot);
-            for (uint32_t i = 0; i < kld_metric_workers(page); i++)
+            for (uint32_t i = 0; i < kld_stats_workers(page); i++)
                 take(&page->worker[i].duration[front][asked], &snapshot);
             if (!snapshot.count && asked != KLD_ASKED_FORWARD_KL)
                 continue;
@@ -290,7 +285,7 @@ void kld_metric_stages(const struct kld_metric *metric, const struct kld_stats_p
 #undef X
 #define X(name, owner, help)                                                                       \
     snapshot = (struct snapshot){.count = 0};                                                      \
-    for (uint32_t i = 0; i < kld_metric_workers(page); i++)                                        \
+    for (uint32_t i = 0; i < kld_stats_workers(page); i++)                                         \
         take(&page->worker[i].histogram[KLD_HISTOGRAM_##name], &snapshot);                         \
     append_snapshot(metric, "front=\"unix\",stage=\"" #name "\"", &snapshot, text);
     KLD_HISTOGRAM_MAP(X)
@@ -304,7 +299,7 @@ static const char *const access_names[KLD_ACCESS_COUNT] = {"read", "read_write"}
 /* index 0: bytes, 1: seconds. What never ran is left out. */
 void kld_metric_work(const struct kld_metric *metric, const struct kld_stats_page *page,
                      struct kld_oip_text *text) {
-    for (uint32_t i = 0; i < kld_metric_workers(page); i++)
+    for (uint32_t i = 0; i < kld_stats_workers(page); i++)
         for (int asked = 0; asked < KLD_ASKED_COPY; asked++)
             for (int access = 0; access < KLD_ACCESS_COUNT; access++) {
                 uint64_t bytes = load(&page->worker[i].work[asked][access].bytes);
@@ -322,9 +317,9 @@ void kld_metric_work(const struct kld_metric *metric, const struct kld_stats_pag
 
 void kld_metric_roofline(const struct kld_metric *metric, const struct kld_stats_page *page,
                          struct kld_oip_text *text) {
-    for (uint32_t i = 0; i < kld_metric_workers(page); i++)
+    for (uint32_t i = 0; i < kld_stats_workers(page); i++)
         for (int access = 0; access < KLD_ACCESS_COUNT; access++) {
-            uint64_t most = load(&page->worker[i].roofline_bytes_per_s[access]);
+            uint64_t most = load(&page->device[i].roofline_bytes_per_s[access]);
             if (most)
                 kld_oip_append(text, "%s{worker=\"%u\",access=\"%s\"} %" PRIu64 "\n", metric->name,
                                i, access_names[access], most);
@@ -333,7 +328,7 @@ void kld_metric_roofline(const struct kld_metric *metric, const struct kld_stats
 
 void kld_metric_faults(const struct kld_metric *metric, const struct kld_stats_page *page,
                        struct kld_oip_text *text) {
-    for (uint32_t i = 0; i < kld_metric_workers(page); i++) {
+    for (uint32_t i = 0; i < kld_stats_workers(page); i++) {
 #define X(fault)                                                                                   \
     kld_oip_append(text, "%s{worker=\"%u\",class=\"" #fault "\"} %" PRIu64 "\n", metric->name, i,  \
                    load(&page->worker[i].faults[KLD_FAULT_##fault]));
@@ -351,7 +346,7 @@ static double seconds(clockid_t clock) {
 void kld_metric_device_worked(const struct kld_metric *metric, const struct kld_stats_page *page,
                               struct kld_oip_text *text) {
     double zero = seconds(CLOCK_REALTIME) - seconds(CLOCK_MONOTONIC);
-    for (uint32_t i = 0; i < kld_metric_workers(page); i++) {
+    for (uint32_t i = 0; i < kld_stats_workers(page); i++) {
         uint64_t at_ns = load(&page->worker[i].device_worked_ns);
         if (at_ns)
             kld_oip_append(text, "%s{worker=\"%u\"} %.3f\n", metric->name, i,
@@ -375,7 +370,7 @@ static double process_value(const struct kld_stats_process *process, enum kld_pr
 void kld_metric_process(const struct kld_metric *metric, const struct kld_stats_page *page,
                         struct kld_oip_text *text) {
     enum kld_process_value value = (enum kld_process_value)metric->index;
-    for (uint32_t i = 0; i < KLD_PROCESS_WORKER + kld_metric_workers(page); i++) {
+    for (uint32_t i = 0; i < KLD_PROCESS_WORKER + kld_stats_workers(page); i++) {
         const struct kld_stats_process *process = &page->process[i];
         if (!load(&process->started_ms))
             continue; /* does not run, or nobody has looked yet */

@@ -46,12 +46,13 @@ void kld_metric_triton_none(const struct kld_metric *metric, const struct kld_st
 
 void kld_metric_gpu_memory(const struct kld_metric *metric, const struct kld_stats_page *page,
                            struct kld_oip_text *text) {
-    for (uint32_t i = 0; i < kld_metric_workers(page); i++) {
+    for (uint32_t i = 0; i < kld_stats_workers(page); i++) {
         const struct kld_stats *stats = &page->worker[i];
-        if (!kld_metric_has_uuid(stats->uuid))
+        const uint8_t *uuid = page->device[i].uuid;
+        if (!kld_metric_has_uuid(uuid))
             continue;
         kld_oip_append(text, "%s{gpu_uuid=\"", metric->name);
-        kld_metric_append_uuid(stats->uuid, text);
+        kld_metric_append_uuid(uuid, text);
         kld_oip_append(text, "\"} %" PRIu64 "\n",
                        atomic_load_explicit(&stats->value[KLD_STAT_device_memory_bytes],
                                             memory_order_relaxed));

@@ -26,14 +26,15 @@ static void append_row(struct kld_oip_text *text, const char *name, uint64_t num
 
 static void append_workers(const struct kld_stats_page *page, struct kld_oip_text *text) {
     kld_oip_append(text, "<table><tr><th>device<th>state<th>clients<th>in flight<th>restarts\n");
-    for (uint32_t i = 0; i < atomic_load(&page->workers) && i < KLD_WIRE_DEVICES_MAX; i++) {
+    for (uint32_t i = 0; i < kld_stats_workers(page); i++) {
         const struct kld_stats *stats = &page->worker[i];
+        const struct kld_stats_device *device = &page->device[i];
         kld_oip_append(text, "<tr><td>%u: <b>", i);
-        append_text(text, stats->backend, sizeof stats->backend);
+        append_text(text, device->backend, sizeof device->backend);
         kld_oip_append(text, "</b>, ");
-        append_text(text, stats->device, sizeof stats->device);
+        append_text(text, device->name, sizeof device->name);
         kld_oip_append(text, "<td>%s<td>%" PRIu64 "<td>%" PRIu64 "<td>%" PRIu64 "\n",
-                       atomic_load(&stats->worker_ready) ? "ready" : "starting",
+                       atomic_load(&device->ready) ? "ready" : "starting",
                        value(stats, KLD_STAT_unix_clients),
                        value(stats, KLD_STAT_worker_requests_in_flight),
                        value(stats, KLD_STAT_worker_restarts_total));

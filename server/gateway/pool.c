@@ -234,7 +234,7 @@ static void send_waiting(struct kld_pool *pool) {
  * count each refusal as a failure of its own. */
 static bool may_fit(const struct kld_pool *pool, uint64_t bytes) {
     uint64_t most = kld_pool_bytes_max(pool), end;
-    uint64_t used = atomic_load(&pool->stats->value[KLD_STAT_pool_bytes]);
+    uint64_t used = atomic_load(&pool->shown->pool_bytes);
     used = used > pool->kept_bytes ? used - pool->kept_bytes : 0;
     return !most || (!__builtin_add_overflow(used, bytes, &end) && end <= most);
 }
@@ -397,7 +397,8 @@ uint32_t kld_pool_index(const struct kld_pool *pool) { return pool->index; }
 
 enum kld_status kld_pool_open(const struct kld_config *config, uint32_t index,
                               struct kld_staging *staging, struct kld_stats *stats,
-                              struct kld_pool **ret_pool, struct kld_error *err) {
+                              const struct kld_stats_device *shown, struct kld_pool **ret_pool,
+                              struct kld_error *err) {
     struct kld_pool *pool = calloc(1, sizeof *pool);
     if (!pool || uv_mutex_init(&pool->gate) != 0 || uv_loop_init(&pool->loop) != 0) {
         free(pool);
@@ -407,7 +408,8 @@ enum kld_status kld_pool_open(const struct kld_config *config, uint32_t index,
     pool->index = index;
     pool->staging = staging;
     pool->stats = stats;
-    pool->wanted_seen = atomic_load(&stats->pool_wanted);
+    pool->shown = shown;
+    pool->wanted_seen = atomic_load(&shown->pool_wanted);
     kld_pool_offer_kept(pool, true); /* none; a gateway before this one may have said otherwise */
     pool->streams = 1;
     uv_timer_init(&pool->loop, &pool->tick);

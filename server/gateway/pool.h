@@ -83,11 +83,12 @@ struct kld_pool_job {
     struct kld_pool_job *before, *after;
 };
 
-/* Starts the thread; connects to worker `index` with the first job. staging and stats, that
- * worker's, outlive the pool. */
+/* Starts the thread; connects to worker `index` with the first job. staging, stats and shown,
+ * the last two that worker's, outlive the pool. */
 enum kld_status kld_pool_open(const struct kld_config *config, uint32_t index,
                               struct kld_staging *staging, struct kld_stats *stats,
-                              struct kld_pool **ret_pool, struct kld_error *err);
+                              const struct kld_stats_device *shown, struct kld_pool **ret_pool,
+                              struct kld_error *err);
 /* One of the gateway's, in turn, of those whose worker serves. */
 struct kld_gateway;
 uint32_t kld_pool_index(const struct kld_pool *pool); /* of its worker */

@@ -8,7 +8,7 @@
 #define KEPT_PART 4 /* of the device's pool, what is kept at most: others want it too */
 
 uint64_t kld_pool_bytes_max(const struct kld_pool *pool) {
-    return atomic_load(&pool->stats->value[KLD_STAT_pool_bytes_max]);
+    return atomic_load(&pool->shown->pool_bytes_max);
 }
 
 void kld_pool_offer_kept(struct kld_pool *pool, bool offered) {
@@ -71,7 +71,7 @@ struct kld_pool_buffer *kld_pool_take_kept(struct kld_pool *pool, uint64_t bytes
 }
 
 void kld_pool_look_at_wanted(struct kld_pool *pool) {
-    uint32_t wanted = atomic_load(&pool->stats->pool_wanted);
+    uint32_t wanted = atomic_load(&pool->shown->pool_wanted);
     if (wanted == pool->wanted_seen)
         return;
     pool->wanted_seen = wanted;

@@ -20,7 +20,8 @@ struct kld_pool {
     uint32_t streams, next_stream;
     uint64_t epoch;          /* of the worker of which streams is */
     uint64_t losses;         /* kld_losses(), when buffers were last looked at */
-    struct kld_stats *stats; /* of the worker */
+    struct kld_stats *stats; /* of the worker, and what it says of itself: */
+    const struct kld_stats_device *shown;
     struct kld_pool_list waiting, running;
     struct kld_pool_list starved; /* OPENs that found the device's pool full, in turn */
     struct kld_error unreachable; /* what the last try ended with, ... */
@@ -28,7 +29,7 @@ struct kld_pool {
     struct kld_pool_buffer *buffers;
     uint64_t kept_bytes;    /* of those that nobody uses */
     uint64_t kept_again_ns; /* uv_hrtime() from which on some are kept */
-    uint32_t wanted_seen;   /* of stats->pool_wanted */
+    uint32_t wanted_seen;   /* of shown->pool_wanted */
     bool stopping;
     uv_mutex_t gate; /* of `ended`: buffers are dropped on any loop, also while the thread ends */
     bool ended;      /* nobody reads its mail any more */

@@ -90,7 +90,8 @@ static void pause_then_start(struct kld_watched *child) {
 static void note_death(struct kld_watched *child) {
     struct kld_supervisor *supervisor = child->supervisor;
     /* What it can no longer set itself. */
-    atomic_store(&child->stats->worker_ready, 0);
+    if (child != &supervisor->gateway)
+        atomic_store(&supervisor->page->device[child->index].ready, 0);
     kld_stats_reset_role(child->stats, child->role);
     uint64_t now_ms = uv_now(&supervisor->loop);
     if (child->ready_ms && now_ms - child->ready_ms >= SERVED_MS)
@@ -228,16 +229,19 @@ static int spawn(struct kld_life *life, int childs_end, bool *ret_open) {
     struct kld_supervisor *supervisor = child->supervisor;
     char **settings = kld_config_arguments(&supervisor->config), index[24];
     char **arguments = settings ? arguments_of(child, settings, index) : NULL;
-    int secrets_fd = child == &supervisor->gateway ? supervisor->reload.secrets_fd : -1;
+    bool gateway = child == &supervisor->gateway;
+    int state_fd = gateway ? supervisor->stats_fds.state_read : supervisor->stats_fds.state;
+    int secrets_fd = gateway ? supervisor->reload.secrets_fd : -1;
     uv_stdio_container_t stdio[] = {
         {.flags = UV_IGNORE}, /* standard input and output are not theirs: */
         {.flags = UV_IGNORE}, /* the output carries the ready line only */
         {.flags = UV_INHERIT_FD, .data.fd = STDERR_FILENO},
         {.flags = UV_INHERIT_FD, .data.fd = child->listen_fd},
-        {.flags = UV_INHERIT_FD, .data.fd = supervisor->stats_fd},
+        {.flags = UV_INHERIT_FD, .data.fd = supervisor->stats_fds.counters},
         {.flags = UV_INHERIT_FD, .data.fd = childs_end},
         {.flags = child->metrics_fd >= 0 ? UV_INHERIT_FD : UV_IGNORE, .data.fd = child->metrics_fd},
         {.flags = secrets_fd >= 0 ? UV_INHERIT_FD : UV_IGNORE, .data.fd = secrets_fd},
+        {.flags = UV_INHERIT_FD, .data.fd = state_fd},
     };
     uv_process_options_t options = {
         .file = "/proc/self/exe", /* the very same program, even if its file was replaced */

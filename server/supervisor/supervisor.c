@@ -339,7 +339,8 @@ static enum kld_status place_unix(struct kld_supervisor *supervisor,
 static enum kld_status open_all(struct kld_supervisor *supervisor, const struct kld_config *config,
                                 const struct kld_start *start, struct kld_error *err) {
     supervisor->config = *config;
-    supervisor->http.fd = supervisor->metrics.fd = supervisor->stats_fd = -1;
+    supervisor->http.fd = supervisor->metrics.fd = -1;
+    supervisor->stats_fds = KLD_STATS_NO_FDS;
     supervisor->reload.secrets_fd = supervisor->hangup.fd = -1;
     for (uint32_t i = 0; i < KLD_DEVICES_MAX; i++)
         supervisor->unix_socket[i].fd = -1;
@@ -350,7 +351,7 @@ static enum kld_status open_all(struct kld_supervisor *supervisor, const struct 
     if (status == KLD_OK)
         status = place_unix(supervisor, config, err);
     if (status == KLD_OK)
-        status = kld_stats_create(&supervisor->page, &supervisor->stats_fd, err);
+        status = kld_stats_create(&supervisor->page, &supervisor->stats_fds, err);
     if (status == KLD_OK)
         status = open_http(supervisor, config, err);
     if (status == KLD_OK)
@@ -381,8 +382,7 @@ static void close_all(struct kld_supervisor *supervisor) {
         close(supervisor->http.fd);
     if (supervisor->metrics.fd >= 0)
         close(supervisor->metrics.fd);
-    if (supervisor->stats_fd >= 0)
-        close(supervisor->stats_fd);
+    kld_stats_close(&supervisor->stats_fds);
     kld_hangup_close(supervisor);
     kld_reload_close(supervisor);
     kld_stats_detach(supervisor->page);

@@ -209,7 +209,7 @@ struct kld_supervisor {
     struct kld_http_socket http, metrics;
     struct kld_unix_socket unix_socket[KLD_DEVICES_MAX]; /* one a worker */
     struct kld_stats_page *page;
-    int stats_fd;
+    struct kld_stats_fds stats_fds;
     struct kld_watched gateway, worker[KLD_DEVICES_MAX];
     uint32_t workers;     /* those of the array that are open: at first one, then all */
     uint32_t workers_max; /* how many there will be; 0: the first will say */

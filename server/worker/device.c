@@ -6,7 +6,7 @@
 #include <string.h>
 
 static enum kld_status backend_choose(const struct kld_config *config,
-                                      const struct kld_stats *stats,
+                                      const struct kld_stats_device *known,
                                       const struct kld_backend **ret_backend,
                                       struct kld_error *ret_passed_over, struct kld_error *err) {
     if (strcmp(kld_backends_release(), KLD_BUILD) != 0)
@@ -26,21 +26,21 @@ static enum kld_status backend_choose(const struct kld_config *config,
         kld_error_set(ret_passed_over, KLD_UNAVAILABLE, "%s: %.200s", all[i]->name,
                       why.text[0] ? why.text : "no device");
     }
-    if (stats->backend[0] && strcmp(stats->backend, (*ret_backend)->name) != 0)
+    if (known->backend[0] && strcmp(known->backend, (*ret_backend)->name) != 0)
         return kld_error_set(err, KLD_UNAVAILABLE,
                              "the %.15s back end that served so far has no device now: %.160s",
-                             stats->backend, ret_passed_over->text);
+                             known->backend, ret_passed_over->text);
     return KLD_OK;
 }
 
 enum kld_status kld_worker_device_open(const struct kld_config *config, uint32_t index,
-                                       const struct kld_stats *stats,
+                                       const struct kld_stats_device *known,
                                        const struct kld_backend **ret_backend,
                                        struct kld_device **ret_device,
                                        struct kld_error *ret_passed_over, struct kld_error *err) {
     const struct kld_backend *backend = NULL;
     *ret_passed_over = (struct kld_error){.status = KLD_OK};
-    enum kld_status status = backend_choose(config, stats, &backend, ret_passed_over, err);
+    enum kld_status status = backend_choose(config, known, &backend, ret_passed_over, err);
     if (status)
         return status;
     uint32_t count = 0;
@@ -60,8 +60,8 @@ enum kld_status kld_worker_device_open(const struct kld_config *config, uint32_t
     };
     if ((status = backend->device_open(&options, ret_device, err)))
         return status;
-    if (stats->described &&
-        memcmp(stats->uuid, (*ret_device)->info.uuid, sizeof stats->uuid) != 0) {
+    if (known->described &&
+        memcmp(known->uuid, (*ret_device)->info.uuid, sizeof known->uuid) != 0) {
         backend->device_close(*ret_device);
         return kld_error_set(err, KLD_UNAVAILABLE,
                              "device %u is another card than the one that served so far", device);

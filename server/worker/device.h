@@ -15,11 +15,11 @@
 
 /* Opens the device that the configuration names. `auto` takes the best back end that has a device;
  * a reason for passing over another one is written to ret_passed_over (text "" if there was none).
- * A worker that replaces one which had another back end (stats->backend) or another card
- * (stats->uuid) does not change over: a card that is gone for a moment must not turn a GPU service
+ * A worker that replaces one which had another back end (known->backend) or another card
+ * (known->uuid) does not change over: a card that is gone for a moment must not turn a GPU service
  * into a CPU one, nor give its number to its neighbour. */
 enum kld_status kld_worker_device_open(const struct kld_config *config, uint32_t index,
-                                       const struct kld_stats *stats,
+                                       const struct kld_stats_device *known,
                                        const struct kld_backend **ret_backend,
                                        struct kld_device **ret_device,
                                        struct kld_error *ret_passed_over, struct kld_error *err);

@@ -25,10 +25,10 @@ static enum kld_status take_name(struct kld_session *session, const char *name,
 }
 
 static void list_devices(const struct kld_stats_page *page, struct kld_frame_welcome *welcome) {
-    welcome->devices = atomic_load(&page->workers);
-    for (uint32_t i = 0; i < welcome->devices && i < KLD_WIRE_DEVICES_MAX; i++) {
-        memcpy(welcome->device_list[i].uuid, page->worker[i].uuid, KLD_WIRE_UUID_BYTES);
-        memcpy(welcome->device_list[i].name, page->worker[i].device, KLD_WIRE_NAME_MAX - 1);
+    welcome->devices = kld_stats_workers(page);
+    for (uint32_t i = 0; i < welcome->devices; i++) {
+        memcpy(welcome->device_list[i].uuid, page->device[i].uuid, KLD_WIRE_UUID_BYTES);
+        memcpy(welcome->device_list[i].name, page->device[i].name, KLD_WIRE_NAME_MAX - 1);
     }
 }
 

@@ -44,7 +44,7 @@ static void set_stuck(struct kld_worker *worker, bool stuck) {
     if (worker->stuck == stuck || worker->stopping)
         return;
     worker->stuck = stuck;
-    atomic_store(&worker->stats->worker_ready, !stuck);
+    atomic_store(&worker->shown->ready, !stuck);
     if (stuck)
         kld_log(KLD_LOG_ERROR, "worker stuck", "for_ms=%llu unclosed=%u text=\"%s\"",
                 (unsigned long long)stuck_ms(worker), kld_strays_count(worker->strays),

@@ -45,7 +45,7 @@ bool kld_kept_wait(struct kld_region *region) {
     }
     if (now >= region->kept_until_ns)
         return false;
-    atomic_fetch_add(&worker->stats->pool_wanted, 1);
+    atomic_fetch_add(&worker->shown->pool_wanted, 1);
     TAILQ_INSERT_TAIL(&worker->kept_waiting, region, in_kept);
     uv_timer_start(&worker->kept_again, again, AGAIN_MS, 0);
     return true;

@@ -42,8 +42,9 @@ static void learn_roofline(const struct kld_child *child,
                            const struct kld_worker_options *options) {
     const struct kld_config *config = child->config;
     struct kld_error err = {.status = KLD_OK};
+    struct kld_stats_device *shown = &child->page->device[child->index];
     double read = (double)config->roofline_bytes_per_s, both = read;
-    if (atomic_load(&child->stats->described))
+    if (atomic_load(&shown->described))
         return;
     if (!config->roofline_bytes_per_s && config->measure_roofline &&
         options->backend->measure_ceiling(options->device, ROOFLINE_BYTES, &read, &both, &err)) {
@@ -51,8 +52,8 @@ static void learn_roofline(const struct kld_child *child,
                 kld_status_name(err.status), err.text);
         return;
     }
-    atomic_store(&child->stats->roofline_bytes_per_s[KLD_ACCESS_READ], (uint64_t)read);
-    atomic_store(&child->stats->roofline_bytes_per_s[KLD_ACCESS_READ_WRITE], (uint64_t)both);
+    atomic_store(&shown->roofline_bytes_per_s[KLD_ACCESS_READ], (uint64_t)read);
+    atomic_store(&shown->roofline_bytes_per_s[KLD_ACCESS_READ_WRITE], (uint64_t)both);
     if (read > 0)
         kld_log(KLD_LOG_INFO, "roofline", "read_gb_per_s=%.1f read_write_gb_per_s=%.1f measured=%s",
                 read / 1e9, both / 1e9, config->roofline_bytes_per_s ? "false" : "true");
@@ -78,8 +79,8 @@ int kld_worker_main(const struct kld_child *child) {
            0); /* before CUDA looks; nobody else does yet */
     kld_descriptors_raise(descriptors_wanted(child->config)); /* the driver opens files too */
     enum kld_status status =
-        kld_worker_device_open(child->config, child->index, child->stats, &options.backend,
-                               &options.device, &passed_over, &err);
+        kld_worker_device_open(child->config, child->index, &child->page->device[child->index],
+                               &options.backend, &options.device, &passed_over, &err);
     if (status)
         return cannot_start("device not opened", &err);
     const struct kld_device_info *info = &options.device->info;

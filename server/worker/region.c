@@ -73,8 +73,8 @@ static enum kld_status other_device(const struct kld_worker *worker, const uint8
                                     struct kld_error *err) {
     const struct kld_stats_page *page = worker->options.page;
     bool wanted = worker->options.config->peer_access;
-    for (uint32_t i = 0; i < atomic_load(&page->workers); i++)
-        if (memcmp(page->worker[i].uuid, uuid, KLD_WIRE_UUID_BYTES) == 0)
+    for (uint32_t i = 0; i < kld_stats_workers(page); i++)
+        if (memcmp(page->device[i].uuid, uuid, KLD_WIRE_UUID_BYTES) == 0)
             return kld_error_set(
                 err, KLD_INVALID,
                 "the memory lies on device %u, this socket is that of device %u%s; "

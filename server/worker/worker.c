@@ -137,7 +137,9 @@ void kld_worker_watch_deadlines(struct kld_worker *worker) {
 
 void kld_worker_pool_counted(struct kld_worker *worker) {
     const struct kld_backend *backend = worker->options.backend;
-    kld_stats_set(worker->stats, KLD_STAT_pool_bytes, backend->pool_bytes(worker->device));
+    uint64_t bytes = backend->pool_bytes(worker->device);
+    kld_stats_set(worker->stats, KLD_STAT_pool_bytes, bytes);
+    atomic_store(&worker->shown->pool_bytes, bytes);
     uint64_t made = backend->pool_allocations ? backend->pool_allocations(worker->device) : 0;
     kld_stats_add(worker->stats, KLD_STAT_pool_allocations_total,
                   (int64_t)(made - worker->pool_allocations));
@@ -241,7 +243,7 @@ static void stop(struct kld_worker *worker) {
     if (worker->stopping)
         return;
     worker->stopping = true;
-    atomic_store(&worker->stats->worker_ready, 0);
+    atomic_store(&worker->shown->ready, 0);
     uv_close((uv_handle_t *)&worker->listener, NULL);
     uv_close((uv_handle_t *)&worker->terminate, NULL);
     uv_close((uv_handle_t *)&worker->fault, NULL);
@@ -376,13 +378,13 @@ static enum kld_status handles_init(struct kld_worker *worker, struct kld_error 
 /* For /metrics, and for the other workers' WELCOME. */
 static void describe(struct kld_worker *worker) {
     const struct kld_device_info *info = &worker->device->info;
-    struct kld_stats *stats = worker->stats;
-    if (atomic_load(&stats->described))
+    struct kld_stats_device *shown = worker->shown;
+    if (atomic_load(&shown->described))
         return; /* by the worker that this one replaces: the same */
-    memcpy(stats->backend, info->backend, sizeof stats->backend);
-    memcpy(stats->device, info->name, sizeof stats->device);
-    memcpy(stats->uuid, info->uuid, sizeof stats->uuid);
-    atomic_store(&stats->described, 1);
+    memcpy(shown->backend, info->backend, sizeof shown->backend);
+    memcpy(shown->name, info->name, sizeof shown->name);
+    memcpy(shown->uuid, info->uuid, sizeof shown->uuid);
+    atomic_store(&shown->described, 1);
 }
 
 enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_worker_options *options,
@@ -391,6 +393,7 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
     worker->options = *options;
     worker->device = options->device;
     worker->stats = &options->page->worker[options->index];
+    worker->shown = &options->page->device[options->index];
     worker->started_ns = kld_worker_now_ns();
     worker->gateway.pidfd = -1;
     TAILQ_INIT(&worker->sessions);
@@ -421,6 +424,8 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
     kld_stats_reset_role(worker->stats, "worker");
     worker->mappings.stats = worker->stats;
     kld_stats_set(worker->stats, KLD_STAT_pool_bytes_max, options->device->info.pool_bytes_max);
+    atomic_store(&worker->shown->pool_bytes_max, options->device->info.pool_bytes_max);
+    atomic_store(&worker->shown->pool_bytes, 0);
     kld_stats_set(worker->stats, KLD_STAT_device_memory_bytes, options->device->info.memory_bytes);
     atomic_store(&worker->stats->device_worked_ns, worker->started_ns);
     describe(worker);
@@ -428,13 +433,13 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
     kld_health_start(worker);
     kld_uv_pool_start(&worker->loop);
     /* Before anybody is told so: who connects from here on is served once the loop runs. */
-    atomic_store(&worker->stats->worker_ready, 1);
+    atomic_store(&worker->shown->ready, 1);
     return KLD_OK;
 }
 
 int kld_worker_run(struct kld_worker *worker) {
     uv_run(&worker->loop, UV_RUN_DEFAULT);
-    atomic_store(&worker->stats->worker_ready, 0);
+    atomic_store(&worker->shown->ready, 0);
     if (!worker->lost)
         return 0;
     tell_dead(worker);

@@ -53,8 +53,9 @@ struct kld_worker_options {
 
 struct kld_worker {
     struct kld_worker_options options;
-    struct kld_device *device; /* = options.device */
-    struct kld_stats *stats;   /* its block of options.page */
+    struct kld_device *device;      /* = options.device */
+    struct kld_stats *stats;        /* its block of options.page */
+    struct kld_stats_device *shown; /* what others know of it, there too */
     uv_loop_t loop;
     uv_poll_t listener, control;
     uv_signal_t terminate;   /* SIGTERM */

@@ -15,7 +15,7 @@ import time
 import pytest
 
 import oip
-from conftest import BIN, Server, clean_environment, wait_until
+from conftest import BIN, Server, children_of, clean_environment, wait_until
 from httplib import PREFIX, Shared, certificates, close, probabilities, register, tls_flags
 from oip import INFER
 
@@ -418,6 +418,42 @@ def test_the_gateway_runs_in_a_sandbox(make_server):
         assert int(status["CapEff"], 16) == int(status["CapPrm"], 16) == 0
     assert not [name for name in os.listdir(f"/proc/{gateway}/fd")
                 if "nvidia" in os.readlink(f"/proc/{gateway}/fd/{name}")]
+
+
+def memfds_of(pid, name):
+    """[(number, whether it can be written)] of this process."""
+    found = []
+    for entry in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        if os.readlink(entry).startswith(f"/memfd:{name}"):
+            flags = re.search(r"^flags:\s*(\d+)", pathlib.Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text(), re.M)
+            found.append((entry, int(flags[1], 8) & os.O_ACCMODE == os.O_RDWR))
+    return found
+
+
+@pytest.mark.parametrize("pattern", [b"\xff", bytes(range(1, 252))], ids=["ones", "anything"])
+def test_counters_lead_nobody(make_server, cli, pattern):
+    """All that the gateway may write of the page is overwritten; those that come after it serve."""
+    server = make_server(threads=1, http_threads=1, staging_request_bytes_max="1M")
+    gateway, worker = server.child("gateway"), server.child("worker")
+    [(state, writes)] = memfds_of(gateway, "kld-state")
+    assert not writes and memfds_of(worker, "kld-state")[0][1]
+    for line in pathlib.Path(f"/proc/{gateway}/maps").read_text().splitlines():
+        assert "kld-state" not in line or line.split()[1] == "r--s", line
+    for entry, writes in memfds_of(gateway, "kld-stat"):
+        if writes:
+            with open(entry, "r+b", buffering=0) as page:
+                size = os.fstat(page.fileno()).st_size
+                page.write((pattern * (size // len(pattern) + 1))[:size])
+    server.kill_child("worker")
+    server.kill_child("gateway")
+    wait_until(lambda: len(children_of(server.pid)) == 2)
+    wait_until(lambda: server.request("/v2/health/ready")[0] == 200)
+    oip.infer(server, {"predictions": Q, "targets": P})
+    large = probabilities((1024, 1024), 1)
+    oip.infer(server, {"predictions": large, "targets": large})  # through a buffer in the device's pool
+    assert cli("ping", "--count", "1", "--server", server.url_unix).returncode == 0
+    assert server.request("/metrics")[0] == 200 and server.request("/")[0] == 200
+    assert server.log().count("child died") == 2
 
 
 def test_without_the_sandbox_if_told(make_server):

@@ -32,7 +32,7 @@ void fuzz_host_open(struct fuzz_host *host, int count, char *const *settings, co
     require(kld_config_parse(count, settings, no_environment, &host->config, &action, &err) ==
             KLD_OK);
     log_to_nowhere(&host->config);
-    require(kld_stats_create(&host->page, &host->stats_fd, &err) == KLD_OK);
+    require(kld_stats_create(&host->page, &host->stats_fds, &err) == KLD_OK);
     atomic_store(&host->page->workers, 1);
     host->stats = &host->page->worker[0];
     host->listen_fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);

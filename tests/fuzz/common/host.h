@@ -14,7 +14,7 @@ struct fuzz_host {
     struct kld_config config;
     struct kld_stats_page *page;
     struct kld_stats *stats; /* of the worker, in it */
-    int stats_fd;
+    struct kld_stats_fds stats_fds;
     struct kld_worker worker;
     struct sockaddr_un address;
     socklen_t address_bytes;

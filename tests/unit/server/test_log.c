@@ -102,8 +102,9 @@ static uint64_t lost_lines(void) { return page->common.value[KLD_STAT_log_lines_
 /* More than a pipe holds, 64 KiB; a write that blocks would hang here. What the reader finds are
  * whole lines, the first ones, in their order, and after that there is room again. */
 static void fill_and_count(void) {
-    int fd, count = 0;
-    ck_assert_int_eq(kld_stats_create(&page, &fd, NULL), KLD_OK);
+    struct kld_stats_fds fds;
+    int count = 0;
+    ck_assert_int_eq(kld_stats_create(&page, &fds, NULL), KLD_OK);
     kld_log_count_lost_in(&page->common);
     for (int i = 0; i < 4000; i++)
         kld_log(KLD_LOG_INFO, "filling", "i=%d text=\"%s\"", i, "0123456789012345678901234567890");
@@ -128,7 +129,7 @@ static void fill_and_count(void) {
     ck_assert_int_eq(fcntl(STDERR_FILENO, F_GETFL) & O_NONBLOCK, 0);
     kld_log_count_lost_in(NULL);
     kld_stats_detach(page);
-    close(fd);
+    kld_stats_close(&fds);
 }
 
 START_TEST(full_pipe_loses_and_counts) {

@@ -25,10 +25,10 @@ END_TEST
 START_TEST(test_what_the_gateway_writes) {
     static char buffer[KLD_METRICS_BYTES_MAX + 1];
     static struct kld_stats_page page = {.workers = 2};
-    strcpy(page.worker[0].backend, "cuda");
-    strcpy(page.worker[0].device, "a card, {a} = b");
-    strcpy(page.worker[1].backend, "cpu");
-    page.worker[1].worker_ready = 1;
+    strcpy(page.device[0].backend, "cuda");
+    strcpy(page.device[0].name, "a card, {a} = b");
+    strcpy(page.device[1].backend, "cpu");
+    page.device[1].ready = 1;
     kld_stats_set(&page.worker[0], KLD_STAT_pool_bytes, 5);
     kld_stats_set(&page.worker[1], KLD_STAT_pool_bytes, 70);
     kld_stats_set(&page.worker[1], KLD_STAT_kernel_bytes_total, UINT64_MAX - 8);

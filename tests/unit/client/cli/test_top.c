@@ -59,9 +59,9 @@ static struct kld_stats_page *page_of(void) {
     static struct kld_stats_page page;
     memset((void *)&page, 0, sizeof page);
     page.workers = 2;
-    page.worker[1].worker_ready = 1;
-    page.worker[1].roofline_bytes_per_s[KLD_ACCESS_READ] = 12000000000u;
-    strcpy(page.worker[1].backend, "cuda");
+    page.device[1].ready = 1;
+    page.device[1].roofline_bytes_per_s[KLD_ACCESS_READ] = 12000000000u;
+    strcpy(page.device[1].backend, "cuda");
     kld_stats_set(&page.worker[1], KLD_STAT_worker_requests_queued, 7);
     return &page;
 }

@@ -73,7 +73,7 @@ static void setup(void) {
     fake_worker_open_beside(&second, &first);
     strcpy(config.unix, first.path);
     page.workers = 2;
-    page.worker[0].worker_ready = page.worker[1].worker_ready = 1;
+    page.device[0].ready = page.device[1].ready = 1;
     uv_loop_init(&loop);
     uv_timer_init(&loop, &patience);
     ck_assert_int_eq(kld_staging_open(1 << 16, NULL, &staging, &err), KLD_OK);
@@ -124,7 +124,7 @@ END_TEST
 
 START_TEST(one_that_serves_unless_the_caller_names_another) {
     setup();
-    page.worker[0].worker_ready = 0;
+    page.device[0].ready = 0;
     for (int i = 0; i < 3; i++)
         submit(i);
     run_until(3);
@@ -180,9 +180,9 @@ START_TEST(one_that_is_late_is_not_moved) {
     ck_assert_int_eq(first.submits, 1);
     may_be_late = first_leaves = true;
     first.leave_at_submit = 1;
-    page.worker[1].worker_ready = 0;
+    page.device[1].ready = 0;
     submit(1);
-    page.worker[1].worker_ready = 1;
+    page.device[1].ready = 1;
     run_until(2);
     ck_assert_int_eq(outcome[1], KLD_UNAVAILABLE);
     ck_assert_int_eq(late_told, 1);

@@ -51,8 +51,8 @@ START_TEST(each_family_has_its_help_and_type_once) {
     kld_stats_request(&page.common, KLD_FRONT_HTTP, KLD_ASKED_TV, KLD_INVALID);
     kld_stats_request(&page.common, KLD_FRONT_HTTP, KLD_ASKED_UNKNOWN, KLD_INVALID);
     kld_stats_request(worker, KLD_FRONT_UNIX, KLD_ASKED_UNKNOWN, KLD_BUSY);
-    strcpy(worker->backend, "cpu");
-    strcpy(worker->device, "a \"b\"\\\n");
+    strcpy(page.device[0].backend, "cpu");
+    strcpy(page.device[0].name, "a \"b\"\\\n");
     const char *text = render(&page);
     ck_assert_ptr_nonnull(strstr(text, "kld_build_info{version=\"" KLD_RELEASE
                                        "\",backend=\"cpu\",device=\"a b\"} 1\n"));
@@ -89,7 +89,7 @@ START_TEST(what_anybody_counts_is_added_up) {
     kld_stats_add(&page.worker[0], KLD_STAT_log_lines_lost_total, 20);
     kld_stats_add(&page.worker[1], KLD_STAT_log_lines_lost_total, 300);
     kld_stats_add(&page.worker[1], KLD_STAT_device_lost_total, 7);
-    memcpy(page.worker[1].uuid, "\x01\x23\x45\x67\x89\xab\xcd\xef\x01\x23\x45\x67\x89\xab\xcd", 15);
+    memcpy(page.device[1].uuid, "\x01\x23\x45\x67\x89\xab\xcd\xef\x01\x23\x45\x67\x89\xab\xcd", 15);
     const char *text = render(&page);
     ck_assert_ptr_nonnull(strstr(text, "\nkld_log_lines_lost_total 321\n"));
     ck_assert_ptr_nonnull(strstr(text, "\nkld_device_lost_total{worker=\"0\"} 0\n"
@@ -124,8 +124,8 @@ START_TEST(what_is_known_of_devices_and_processes) {
     ck_assert_ptr_null(strstr(buffer, "\nkld_op_bytes_total{"));
     ck_assert_ptr_null(strstr(buffer, "\nprocess_cpu_seconds_total{"));
     ck_assert_ptr_null(strstr(buffer, "\nnv_gpu_memory_total_bytes{"));
-    worker->roofline_bytes_per_s[KLD_ACCESS_READ] = 3000;
-    worker->uuid[0] = 1;
+    page.device[1].roofline_bytes_per_s[KLD_ACCESS_READ] = 3000;
+    page.device[1].uuid[0] = 1;
     kld_stats_set(worker, KLD_STAT_device_memory_bytes, 80);
     kld_stats_work(worker, KLD_ASKED_JS, KLD_ACCESS_READ_WRITE, 4000, 2500000000u);
     kld_stats_fault(worker, KLD_GONE);
@@ -165,13 +165,13 @@ START_TEST(what_it_computes_with_is_known_of_all_or_not_yet) {
     ck_assert_str_eq(devices_of(&page), ",\"state\":\"starting\"");
     page.workers = 2;
     for (int i = 0; i < 2; i++) {
-        strcpy(page.worker[i].backend, "cpu");
-        strcpy(page.worker[i].device, "x");
+        strcpy(page.device[i].backend, "cpu");
+        strcpy(page.device[i].name, "x");
         ck_assert_str_eq(devices_of(&page), ",\"state\":\"starting\"");
-        page.worker[i].described = page.worker[i].worker_ready = 1;
+        page.device[i].described = page.device[i].ready = 1;
     }
     ck_assert_str_eq(devices_of(&page), ",\"backend\":\"cpu\",\"device\":\"x\"");
-    strcpy(page.worker[1].device, "y");
+    strcpy(page.device[1].name, "y");
     ck_assert_str_eq(devices_of(&page), "");
 }
 END_TEST
@@ -221,22 +221,27 @@ static void fill(struct kld_stats *stats) {
     memset(stats->faults, 0xff, sizeof stats->faults);
     memset(stats->http_replies, 0xff, sizeof stats->http_replies);
     memset(stats->work, 0xff, sizeof stats->work);
-    memset(stats->roofline_bytes_per_s, 0xff, sizeof stats->roofline_bytes_per_s);
     stats->device_worked_ns = UINT64_MAX;
     fill_histograms(stats->duration[0], 2 * KLD_ASKED_COUNT);
     fill_histograms(stats->histogram, KLD_HISTOGRAM_COUNT);
     fill_histograms(stats->stage, KLD_STAGE_COUNT);
-    memset(stats->device, '<', sizeof stats->device); /* without its NUL */
-    memset(stats->backend, 'b', sizeof stats->backend);
-    memset(stats->uuid, 0xff, sizeof stats->uuid);
+}
+
+static void fill_device(struct kld_stats_device *device) {
+    memset(device->roofline_bytes_per_s, 0xff, sizeof device->roofline_bytes_per_s);
+    memset(device->name, '<', sizeof device->name); /* without its NUL */
+    memset(device->backend, 'b', sizeof device->backend);
+    memset(device->uuid, 0xff, sizeof device->uuid);
 }
 
 START_TEST(the_largest_numbers_fit) {
     static struct kld_stats_page page = {.workers = KLD_WIRE_DEVICES_MAX};
     fill(&page.common);
     memset(page.process, 0xff, sizeof page.process);
-    for (int i = 0; i < KLD_WIRE_DEVICES_MAX; i++)
+    for (int i = 0; i < KLD_WIRE_DEVICES_MAX; i++) {
         fill(&page.worker[i]);
+        fill_device(&page.device[i]);
+    }
     ck_assert_ptr_nonnull(strstr(render(&page), "18446744073709551615"));
     static struct kld_gateway_common common;
     common.recent = kld_recent_open();

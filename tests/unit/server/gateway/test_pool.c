@@ -10,6 +10,7 @@
 static struct fake_worker worker;
 static struct kld_config config;
 static struct kld_stats stats;
+static struct kld_stats_device shown;
 static struct kld_staging *staging;
 static struct kld_pool *pool;
 static struct kld_mail mail;
@@ -31,7 +32,7 @@ static void run_until(int count) {
 
 static void setup(void) {
     memset(&worker, 0, sizeof worker);
-    kld_stats_set(&stats, KLD_STAT_pool_bytes_max, 1000000);
+    shown.pool_bytes_max = 1000000;
     worker.requests_max = 1;
     worker.epoch = 7;
     ended = 0;
@@ -41,7 +42,7 @@ static void setup(void) {
     uv_timer_init(&loop, &patience);
     ck_assert_int_eq(kld_mail_open(&mail, &loop, &err), KLD_OK);
     ck_assert_int_eq(kld_staging_open(1 << 16, NULL, &staging, &err), KLD_OK);
-    ck_assert_int_eq(kld_pool_open(&config, 0, staging, &stats, &pool, &err), KLD_OK);
+    ck_assert_int_eq(kld_pool_open(&config, 0, staging, &stats, &shown, &pool, &err), KLD_OK);
 }
 
 static void teardown(void) {

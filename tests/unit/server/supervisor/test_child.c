@@ -28,7 +28,7 @@ static struct kld_error err;
 static int play(enum part part) {
     struct kld_stats_page *page;
     prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (kld_stats_attach(KLD_FD_STATS, &page, &err) != KLD_OK)
+    if (kld_stats_attach(KLD_FD_STATS, KLD_FD_STATE, &page, &err) != KLD_OK)
         return 3;
     uint64_t life = atomic_fetch_add(&page->common.value[KLD_STAT_gateway_restarts_total], 1);
     if (life == 0 || part == LOSES)
@@ -59,7 +59,7 @@ static void begin(void) {
     ck_assert_int_eq(kld_log_init("supervisor", "error", "text", &err), KLD_OK);
     ck_assert_int_eq(kld_config_parse(0, NULL, no_environment, &supervisor.config, &action, &err),
                      KLD_OK);
-    ck_assert_int_eq(kld_stats_create(&supervisor.page, &supervisor.stats_fd, &err), KLD_OK);
+    ck_assert_int_eq(kld_stats_create(&supervisor.page, &supervisor.stats_fds, &err), KLD_OK);
     supervisor.announced = true;
     uv_loop_init(&supervisor.loop);
     uv_timer_init(&supervisor.loop, &patience);

@@ -24,11 +24,11 @@ void rig_init(struct rig *rig) {
     ck_assert_int_eq(kld_config_parse(0, NULL, no_environment, &rig->config, &action, &err),
                      KLD_OK);
     ck_assert_int_eq(kld_log_init("worker0", "error", "text", &err), KLD_OK);
-    int stats_fd;
-    ck_assert_int_eq(kld_stats_create(&rig->page, &stats_fd, &err), KLD_OK);
+    struct kld_stats_fds fds;
+    ck_assert_int_eq(kld_stats_create(&rig->page, &fds, &err), KLD_OK);
     rig->page->workers = 1;
     rig->stats = &rig->page->worker[0];
-    close(stats_fd);
+    kld_stats_close(&fds);
     fake_device_init(&rig->fake);
     rig->listen_fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     rig->address.sun_family = AF_UNIX; /* a name of the kernel's choice */

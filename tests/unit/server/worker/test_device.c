@@ -53,7 +53,7 @@ START_TEST(no_completion_is_lost) {
 }
 END_TEST
 
-static struct kld_stats stats;
+static struct kld_stats_device known;
 
 static enum kld_status open_as(const char *backend, const char *device, const char *served_so_far,
                                struct kld_device **ret_device, struct kld_error *err) {
@@ -61,12 +61,12 @@ static enum kld_status open_as(const char *backend, const char *device, const ch
     const struct kld_backend *found = NULL;
     struct kld_error passed_over;
     strcpy(config.backend, backend);
-    strcpy(stats.backend, served_so_far);
+    strcpy(known.backend, served_so_far);
     strcpy(config.device, device);
     config.threads = 1;
     config.pool_bytes_max = 1 << 20;
     enum kld_status status =
-        kld_worker_device_open(&config, 0, &stats, &found, ret_device, &passed_over, err);
+        kld_worker_device_open(&config, 0, &known, &found, ret_device, &passed_over, err);
     ck_assert(status != KLD_OK || found != NULL);
     return status;
 }
@@ -94,10 +94,10 @@ END_TEST
 START_TEST(a_successor_does_not_take_its_neighbours_card) {
     struct kld_device *device = NULL;
     struct kld_error err;
-    stats.described = 1;
+    known.described = 1;
     ck_assert_int_eq(open_as("cpu", "0", "cpu", &device, &err), KLD_OK);
     device->backend->device_close(device);
-    stats.uuid[0] = 7; /* as the first worker found it */
+    known.uuid[0] = 7; /* as the first worker found it */
     ck_assert_int_eq(open_as("cpu", "0", "cpu", &device, &err), KLD_UNAVAILABLE);
     ck_assert_str_eq(err.text, "device 0 is another card than the one that served so far");
 }

@@ -228,7 +228,7 @@ START_TEST(a_registration_that_is_tried_again_is_awaited_once) {
     rig_region_frame(&frame, 2, KLD_REGION_POOL, RIG_REGION_BYTES);
     rig_send(other, &frame);
     rig_expect(other, 2, KLD_FRAME_REGION, NULL);
-    ck_assert_uint_eq(atomic_load(&rig.stats->pool_wanted), 1);
+    ck_assert_uint_eq(atomic_load(&rig.page->device[0].pool_wanted), 1);
     still_serves(idle);
     atomic_store(&rig.fake.hold, false);
     close(fd);

@@ -246,9 +246,9 @@ static bool is_alive(void) {
 }
 
 static void until_ready_is(uint32_t ready) {
-    for (int i = 0; i < 10000 && atomic_load(&rig.stats->worker_ready) != ready; i++)
+    for (int i = 0; i < 10000 && atomic_load(&rig.page->device[0].ready) != ready; i++)
         usleep(1000);
-    ck_assert_uint_eq(atomic_load(&rig.stats->worker_ready), ready);
+    ck_assert_uint_eq(atomic_load(&rig.page->device[0].ready), ready);
 }
 
 /* Every thread of uv's pool is at something that does not end. */
