@@ -1,11 +1,10 @@
 /* test_connection.c - a request on a warm connection allocates nothing in libkld, whatever memory
- * its tensors are in. The count is made by standing in for malloc, which a sanitizer does itself:
- * there the test counts nothing. */
+ * its tensors are in. */
 #include "client/connection.h"
 
-#include <stdatomic.h>
 #include <stdio.h>
 
+#include "tests/unit/allocations.h"
 #include "tests/unit/client/fake_worker.h"
 #include "tests/unit/client/small_request.h"
 #include "tests/unit/unit.h"
@@ -15,35 +14,6 @@
 
 static struct fake_worker worker;
 static struct kld_error error;
-static pthread_t counted;
-static atomic_bool counting;
-static atomic_int allocations;
-
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define COUNTS 1
-void *__libc_malloc(size_t bytes);
-void *__libc_calloc(size_t count, size_t bytes);
-void *__libc_realloc(void *old, size_t bytes);
-
-static void count(void) {
-    if (atomic_load(&counting) && pthread_equal(pthread_self(), counted))
-        atomic_fetch_add(&allocations, 1);
-}
-void *malloc(size_t bytes) {
-    count();
-    return __libc_malloc(bytes);
-}
-void *calloc(size_t items, size_t bytes) {
-    count();
-    return __libc_calloc(items, bytes);
-}
-void *realloc(void *old, size_t bytes) {
-    count();
-    return __libc_realloc(old, bytes);
-}
-#else
-#define COUNTS 0
-#endif
 
 /* Check's own assertions allocate. */
 static void require(bool truth, const char *what) {

@@ -1,42 +1,13 @@
-/* test_request.c - a request on a warm connection allocates nothing on the worker's loop. The count
- * is made by standing in for malloc, which a sanitizer does itself: there the test counts nothing.
- */
+/* test_request.c - a request on a warm connection allocates nothing on the worker's loop. */
 #include "server/worker/request.h"
 
 #include <unistd.h>
 
+#include "tests/unit/allocations.h"
 #include "tests/unit/server/worker/rig.h"
 #include "tests/unit/unit.h"
 
 static struct rig rig;
-static atomic_bool counting;
-static atomic_int allocations;
-
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define COUNTS 1
-void *__libc_malloc(size_t bytes);
-void *__libc_calloc(size_t count, size_t bytes);
-void *__libc_realloc(void *old, size_t bytes);
-
-static void count(void) {
-    if (atomic_load(&counting) && pthread_equal(pthread_self(), rig.thread))
-        atomic_fetch_add(&allocations, 1);
-}
-void *malloc(size_t bytes) {
-    count();
-    return __libc_malloc(bytes);
-}
-void *calloc(size_t items, size_t bytes) {
-    count();
-    return __libc_calloc(items, bytes);
-}
-void *realloc(void *old, size_t bytes) {
-    count();
-    return __libc_realloc(old, bytes);
-}
-#else
-#define COUNTS 0
-#endif
 
 static void work(int fd, uint64_t region) {
     union kld_frame frame;
@@ -55,6 +26,7 @@ START_TEST(warm_requests_allocate_nothing) {
     int fd = rig_client(&rig);
     uint64_t region = rig_region(fd, RIG_REGION_BYTES);
     work(fd, region);
+    counted = rig.thread;
     atomic_store(&counting, true);
     work(fd, region);
     ck_assert_int_eq(atomic_load(&allocations), 0);
