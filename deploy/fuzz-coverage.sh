@@ -14,7 +14,9 @@ declare -A of=(
     [http]="server/gateway/*.c"
     [answers]="client/unix.c client/unix_*.c"
     [replies]="client/http.c client/http_*.c"
-    [config]="server/config.c server/config_adopt.c server/secrets.c server/child.c server/supervisor/notify.c"
+    [config]="server/config.c server/config_adopt.c server/secrets.c server/child.c server/supervisor/notify.c
+        server/supervisor/child.c"
+    [page]="server/stats.c server/gateway/metrics.c server/gateway/metrics_*.c server/gateway/page.c"
     [text]="client/http_reply.c client/cli/metrics.c client/cli/options.c"
 )
 found=$build/fuzz/found

@@ -113,12 +113,10 @@ static void log_death(const struct kld_life *life, int64_t exit_status, int sign
                 (int)exit_status);
 }
 
-static void read_report(struct kld_life *life);
-
 static void on_death(uv_process_t *process, int64_t exit_status, int signal_number) {
     struct kld_life *life = process->data;
     struct kld_watched *child = life->child;
-    read_report(life); /* its last words may still be in the socket */
+    kld_watched_hear(life); /* its last words may still be in the socket */
     log_death(life, exit_status, signal_number);
     if (child->life == life) {
         bool silent = child->ready_ms == 0 && !child->ever_ready;
@@ -138,7 +136,10 @@ static void succeed(struct kld_watched *child) {
     pause_then_start(child);
 }
 
+/* A child that serves has nothing more to say but that its device is lost. */
 static void take_report(struct kld_watched *child, const struct kld_child_report *report) {
+    if (child->state == KLD_CHILD_READY && report->status != KLD_DEVICE_LOST)
+        return;
     if (report->status == KLD_OK) {
         child->state = KLD_CHILD_READY;
         child->ready_ms = uv_now(&child->supervisor->loop);
@@ -160,7 +161,7 @@ static void take_report(struct kld_watched *child, const struct kld_child_report
     }
 }
 
-static void read_report(struct kld_life *life) {
+void kld_watched_hear(struct kld_life *life) {
     struct kld_child_report report;
     if (!life->control_open)
         return;
@@ -199,7 +200,7 @@ static void end_unheard(struct kld_life *life, int error) {
 
 static void on_control(uv_poll_t *control, int status, int events) {
     struct kld_life *life = control->data;
-    read_report(life);
+    kld_watched_hear(life);
     if (life->unheard)
         end_unheard(life, life->unheard);
 }

@@ -123,6 +123,8 @@ bool kld_watched_send(struct kld_watched *child, const struct kld_child_order *o
 /* SIGTERM, once in a life. */
 void kld_watched_ask(struct kld_watched *child);
 void kld_watched_signal(struct kld_watched *child, int signal_number); /* nothing if not running */
+/* One packet of what it says. Called as soon as there is one; for the fuzzer. */
+void kld_watched_hear(struct kld_life *life);
 /* Not started again; a pause is cut short. What runs goes on running. */
 void kld_watched_retire(struct kld_watched *child);
 

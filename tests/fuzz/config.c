@@ -1,9 +1,10 @@
 /* config.c - libFuzzer over what the processes of a server read at their start and from each other:
- * flags, environment and the JSON file; the memfd of secrets; orders over the control socket; what
- * a service manager says in the environment. (What the texts of the secrets mean: gateway.c.)
+ * flags, environment and the JSON file; the memfd of secrets; orders and reports over the control
+ * socket; what a service manager says in the environment. (What the texts of the secrets mean:
+ * gateway.c.)
  *
  * Input: 1 byte that chooses, and for the configuration: lines, each a flag; behind an empty one
- * each a variable; behind an empty one the file. Else the bytes. */
+ * each a variable; behind an empty one the file. Reports: see hear_reports(). Else the bytes. */
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,18 +18,57 @@
 #include "server/role.h"
 #include "server/secrets.h"
 #include "server/supervisor/notify.h"
+#include "server/supervisor/supervisor.h"
 #include "tests/fuzz/common/fuzz.h"
 
 #define LINES_MAX 16
+#define REPORTS 0xff /* the byte that chooses them; found inputs know the others */
+#define REPORTS_MAX 8
+#define NOBODY 0x3fffffff /* a process number that there is not */
 
 static int file_fd, pair[2];
+
+/* A server of one worker, without processes: what it hears of them is written here. */
+static struct kld_supervisor supervisor;
+static struct kld_life lives[2]; /* of the gateway, of the worker */
+static int said[2];              /* the children's ends */
+
+static void open_life(struct kld_life *life, struct kld_watched *child, const char *role,
+                      int *ret_end) {
+    int ends[2];
+    require(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) == 0);
+    kld_watched_init(child, &supervisor, role, 0, -1);
+    *life = (struct kld_life){.child = child, .control_fd = ends[0], .control_made = true};
+    life->process.pid = NOBODY;
+    require(uv_poll_init(&supervisor.loop, &life->control, ends[0]) == 0);
+    child->lives = life;
+    *ret_end = ends[1];
+}
+
+static void open_supervisor(void) {
+    struct kld_error err;
+    enum kld_config_action action;
+    char *no_environment[] = {NULL};
+    require(kld_config_parse(0, NULL, no_environment, &supervisor.config, &action, &err) == KLD_OK);
+    require(kld_stats_create(&supervisor.page, &supervisor.stats_fds, &err) == KLD_OK);
+    require(uv_loop_init(&supervisor.loop) == 0);
+    supervisor.notify.fd = supervisor.hangup.fd = -1;
+    supervisor.reload.secrets_fd = supervisor.reload.next_fd = -1;
+    supervisor.workers = supervisor.workers_max = 1;
+    supervisor.announced = true;
+    supervisor.reload.in_use = supervisor.reload.next = supervisor.config;
+    kld_reload_init(&supervisor);
+    open_life(&lives[0], &supervisor.gateway, "gateway", &said[0]);
+    open_life(&lives[1], &supervisor.worker[0], "worker", &said[1]);
+}
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     struct kld_error err;
     file_fd = memfd_create("fuzz", MFD_CLOEXEC);
     require(file_fd >= 0);
     require(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) == 0);
-    require(kld_log_init("fuzz", "error", "json", &err) == KLD_OK);
+    fuzz_log_to_nowhere("error");
+    open_supervisor();
     return 0;
 }
 
@@ -207,6 +247,70 @@ static void hear(struct fuzz_input *input) {
             ;
 }
 
+static void begin_life(struct kld_life *life, unsigned how) {
+    struct kld_watched *child = life->child;
+    uv_timer_stop(&child->pause);
+    life->control_open = true;
+    life->unheard = 0;
+    child->life = life;
+    child->ever_ready = true; /* else the server ends, which is right */
+    child->state = how & 1 ? KLD_CHILD_READY : KLD_CHILD_STARTING;
+    child->ready_ms = how & 1;
+    child->refusals = 0;
+}
+
+/* One of the right size with fields of the input, or any bytes. */
+static size_t make_report(struct fuzz_input *input, uint8_t *packet, size_t room) {
+    struct kld_child_report report;
+    unsigned how = fuzz_byte(input);
+    size_t count = fuzz_byte(input);
+    if (how & 1)
+        return fuzz_bytes(input, packet, how & 2 ? count : room);
+    memset(&report, how & 2 ? 'x' : 0, sizeof report); /* also texts that do not end */
+    report.about = (how >> 2) % 3;
+    report.status = fuzz_byte(input);
+    report.devices = fuzz_short(input);
+    fuzz_bytes(input, report.backend, count % (sizeof report.backend + 1));
+    fuzz_bytes(input, report.text, count);
+    memcpy(packet, &report, sizeof report);
+    return sizeof report;
+}
+
+/* 1 byte: what each is at, and whether a reload waits for its answer; then packets, of each 1 byte:
+ * who sends it. A child can be taken for lost, and a worker have a successor; nothing else that it
+ * says ends, starts or changes anything. */
+static void hear_reports(struct fuzz_input *input) {
+    uint8_t packet[2 * sizeof(struct kld_child_report)];
+    unsigned open = fuzz_open_fds(), how = fuzz_byte(input);
+    struct kld_config before = supervisor.config;
+    begin_life(&lives[0], how);
+    begin_life(&lives[1], how >> 1);
+    supervisor.reload.state = how & 4 ? KLD_RELOAD_ASKING : KLD_RELOAD_IDLE;
+    supervisor.watchdog_due = how & 8;
+    for (int i = 0; i < REPORTS_MAX && input->at < input->end; i++) {
+        struct kld_life *life = &lives[fuzz_byte(input) & 1];
+        size_t count = make_report(input, packet, sizeof packet);
+        int end = said[life - lives];
+        require(send(end, packet, count, MSG_NOSIGNAL) == (ssize_t)count);
+        bool heard = life->control_open;
+        kld_watched_hear(life);
+        require(life->control_open == (heard && !life->unheard));
+        while (recv(life->control_fd, packet, sizeof packet, MSG_DONTWAIT) >= 0)
+            ;                                /* who is not heard any more */
+        for (int side = 0; side < 2; side++) /* what they were told */
+            while (recv(said[side], packet, sizeof packet, MSG_DONTWAIT) > 0)
+                ;
+    }
+    require(!supervisor.failed && !supervisor.draining && !supervisor.killing);
+    require(supervisor.workers == 1 && atomic_load(&supervisor.page->workers) == 0);
+    require(supervisor.gateway.life == &lives[0] && supervisor.gateway.lives == &lives[0]);
+    require(supervisor.worker[0].lives == &lives[1] && !lives[1].next);
+    require(memchr(supervisor.config.backend, 0, sizeof supervisor.config.backend) != NULL);
+    memcpy(supervisor.config.backend, before.backend, sizeof before.backend);
+    require(same(&supervisor.config, &before));
+    require(fuzz_open_fds() == open);
+}
+
 static void notify(struct fuzz_input *input) {
     static const char *const names[] = {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"};
     struct kld_notify notify;
@@ -226,7 +330,12 @@ static void notify(struct fuzz_input *input) {
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     struct fuzz_input input = {data, data + bytes};
-    switch (fuzz_byte(&input) % 6) {
+    uint8_t what = fuzz_byte(&input);
+    if (what == REPORTS) {
+        hear_reports(&input);
+        return 0;
+    }
+    switch (what % 6) {
     case 0: unpack_secrets(&input); break;
     case 1: hear(&input); break;
     case 2: read_secrets(&input); break;

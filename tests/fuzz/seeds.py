@@ -256,7 +256,7 @@ REPLIES = {
     "info": b"\2\0\0" + reply(0, b'{"name":"x","version":"12345678901234567890123456789","device":"a\\x"}', b"\0"),
 }
 
-# ---- config.c, text.c -----------------------------------------------------------------------------
+# ---- config.c, text.c, page.c -----------------------------------------------------------------------------
 
 CONFIG = {
     "flags": b"\4--http=127.0.0.1:0\n--log-level\ndebug\n--unix-mode=0660\n--cuda-shm\n--device=0,1\n\nKLD_SPIN_US=7\n\n",
@@ -268,6 +268,10 @@ CONFIG = {
     "order": b"\1\x81Rdebug\0\0\0",
     "order-many": b"\1\x84Rdebug\0\0\0",
     "tokens": b"\2name 0123 infer\n",
+    "reports": b"\xff\x0e" + b"".join(
+        who + b"\0\4" + status + b"\1\0cputext" for who, status in ((b"\0", b"\0"), (b"\1", b"\0"), (b"\0", b"\5"))),
+    "reports-reload": b"\xff\5" + b"\0\4\x20\0\0\0cpu" + b"x" * 29 + b"\0\4\x20\7\0\0" + b"\0" * 32,
+    "reports-odd": b"\xff\3" + b"\0\3\1!" + b"\1\3\5abcde" + b"\1\2\xff\1\2\3" + b"y" * 250,
     "notify": b"\3@kld-fuzz\n1000000\n1\n",
 }
 OUTPUT = '{"name":"%s","datatype":"FP32","shape":[1],"parameters":{"binary_data_size":%d}}'
@@ -293,13 +297,19 @@ TEXT = {
     "options": b"\4\0a.npy\n--timeout\n1e3\nb.npy\n--server=unix:/x\n",
     "options-top": b"\4\3--once\n--timeout=nan\n",
 }
+PAGE = {
+    "ones": b"\x08\xff",
+    "anything": b"\3" + bytes(range(1, 252)),
+    "workers": b"\x08" + struct.pack("<QII", 0, 1, 16) + bytes(4080),
+}
 
 
 def main():
     folder = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parent / "corpus")
     worker = {name: b"\0" + text for name, text in WORKER.items()}
     worker.update({"faked-" + name: b"\1" + text for name, text in {**WORKER, **FAKED}.items()})
-    for target, seeds in (("worker", worker), ("http", HTTP), ("answers", ANSWERS), ("replies", REPLIES), ("config", CONFIG), ("text", TEXT)):
+    for target, seeds in (("worker", worker), ("http", HTTP), ("answers", ANSWERS), ("replies", REPLIES), ("config", CONFIG), ("text", TEXT),
+                          ("page", PAGE)):
         (folder / target).mkdir(parents=True, exist_ok=True)
         for name, text in seeds.items():
             (folder / target / name).write_bytes(text)

@@ -2,12 +2,15 @@
 #include "tests/fuzz/common/fuzz.h"
 
 #include <dirent.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+
+#include "server/log.h"
 
 #define FDS_WAIT_NS 5000000000ull
 #define LEAKS_EVERY 2000 /* looking stops all threads for some 10 ms */
@@ -92,6 +95,16 @@ void fuzz_require_fds(unsigned expected) {
     }
     fprintf(stderr, "%u descriptors are open, %u were expected\n", fuzz_open_fds(), expected);
     fuzz_broken("no descriptor is left, none was closed that is another's", __FILE__, __LINE__);
+}
+
+void fuzz_log_to_nowhere(const char *level) {
+    struct kld_error err;
+    int null = open("/dev/null", O_WRONLY | O_CLOEXEC), ours = dup(STDERR_FILENO);
+    require(null >= 0 && ours >= 0 && dup2(null, STDERR_FILENO) == STDERR_FILENO);
+    require(kld_log_init("fuzz", level, "json", &err) == KLD_OK);
+    require(dup2(ours, STDERR_FILENO) == STDERR_FILENO);
+    close(null);
+    close(ours);
 }
 
 uint64_t fuzz_now_ns(void) {

@@ -34,6 +34,8 @@ char *fuzz_text(struct fuzz_input *input);
 unsigned fuzz_open_fds(void);
 /* So many, once those that are being closed are; where that is not so they are listed. */
 void fuzz_require_fds(unsigned expected);
+/* Lines are made, and what they say is nobody's concern. */
+void fuzz_log_to_nowhere(const char *level);
 uint64_t fuzz_now_ns(void); /* CLOCK_MONOTONIC */
 void fuzz_nap_us(unsigned us);
 /* Every so many calls looks for memory that nobody points to any more; where there is some, that is

@@ -2,27 +2,13 @@
 #include "tests/fuzz/common/host.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "server/log.h"
-
 #define IDLE_WAIT_NS 8000000000ull
-
-/* Lines are made, also those of level debug, and what they say is nobody's concern. */
-static void log_to_nowhere(const struct kld_config *config) {
-    struct kld_error err;
-    int null = open("/dev/null", O_WRONLY | O_CLOEXEC), ours = dup(STDERR_FILENO);
-    require(null >= 0 && ours >= 0 && dup2(null, STDERR_FILENO) == STDERR_FILENO);
-    require(kld_log_init("fuzz", config->log_level, "json", &err) == KLD_OK);
-    require(dup2(ours, STDERR_FILENO) == STDERR_FILENO);
-    close(null);
-    close(ours);
-}
 
 void fuzz_host_open(struct fuzz_host *host, int count, char *const *settings, const char *path) {
     struct kld_error err;
@@ -31,7 +17,7 @@ void fuzz_host_open(struct fuzz_host *host, int count, char *const *settings, co
     memset(host, 0, sizeof *host);
     require(kld_config_parse(count, settings, no_environment, &host->config, &action, &err) ==
             KLD_OK);
-    log_to_nowhere(&host->config);
+    fuzz_log_to_nowhere(host->config.log_level);
     require(kld_stats_create(&host->page, &host->stats_fds, &err) == KLD_OK);
     atomic_store(&host->page->workers, 1);
     host->stats = &host->page->worker[0];

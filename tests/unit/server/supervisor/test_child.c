@@ -19,6 +19,7 @@ enum part {
     LOSES,   /* loses the device and lingers; its successor serves */
     BABBLES, /* says what no child says, in packets of any size */
     SILENT,  /* closes its control socket */
+    REPEATS, /* says the same again, and that it cannot start */
 };
 
 static struct kld_supervisor supervisor;
@@ -46,7 +47,12 @@ static int play(enum part part) {
     }
     if (part == SILENT)
         close(KLD_FD_CONTROL);
-    while (part == LOSES || part == SILENT || (part == BABBLES && life == 0))
+    if (part == REPEATS && life == 0) {
+        usleep(20000);
+        kld_child_report_send(KLD_OK, "cpu", 1, "");
+        kld_child_report_send(KLD_UNAVAILABLE, "", 0, "the device is not yet to be had");
+    }
+    while (part == LOSES || part == SILENT || part == REPEATS || (part == BABBLES && life == 0))
         pause();
     return 1;
 }
@@ -154,6 +160,22 @@ START_TEST(what_no_child_says_is_not_taken_for_a_report) {
 }
 END_TEST
 
+START_TEST(who_serves_need_not_say_so_again) {
+    uv_timer_t while_it_repeats;
+    struct kld_watched *child = start(REPEATS);
+    while (child->state != KLD_CHILD_READY)
+        uv_run(&supervisor.loop, UV_RUN_ONCE);
+    uint64_t ready_ms = child->ready_ms;
+    uv_timer_init(&supervisor.loop, &while_it_repeats);
+    uv_timer_start(&while_it_repeats, nothing, 200, 0);
+    while (uv_is_active((uv_handle_t *)&while_it_repeats))
+        uv_run(&supervisor.loop, UV_RUN_ONCE);
+    ck_assert_int_eq(child->state, KLD_CHILD_READY);
+    ck_assert_uint_eq(child->ready_ms, ready_ms); /* nor is it taken for a younger one */
+    ck_assert_uint_eq(restarts_of(child), 0);
+}
+END_TEST
+
 /* It has ended for all that anybody can tell, and without this for ever serves unheard. */
 START_TEST(one_that_closes_its_control_socket_is_replaced) {
     struct kld_watched *child = start(SILENT);
@@ -165,12 +187,10 @@ END_TEST
 int main(int argc, char **argv) {
     if (argc > 2 && strncmp(argv[1], "--role=", 7) == 0)
         return play((enum part)strtoul(argv[2] + strlen("--index="), NULL, 10));
-    const TTest *const tests[] = {one_that_is_refused_asks_again_soon,
-                                  no_pause_is_longer_than_configured,
-                                  one_that_dies_waits_longer_each_time,
-                                  a_lost_device_has_its_successor_at_once,
-                                  a_gateway_has_no_device_to_lose,
-                                  what_no_child_says_is_not_taken_for_a_report,
-                                  one_that_closes_its_control_socket_is_replaced};
+    const TTest *const tests[] = {
+        one_that_is_refused_asks_again_soon,  no_pause_is_longer_than_configured,
+        one_that_dies_waits_longer_each_time, a_lost_device_has_its_successor_at_once,
+        a_gateway_has_no_device_to_lose,      what_no_child_says_is_not_taken_for_a_report,
+        who_serves_need_not_say_so_again,     one_that_closes_its_control_socket_is_replaced};
     return unit_run("server/supervisor/child", tests, sizeof tests / sizeof tests[0]);
 }
