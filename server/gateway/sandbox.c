@@ -35,11 +35,22 @@ static enum kld_status drop_privileges(struct kld_error *err) {
     return KLD_OK;
 }
 
+/* struct landlock_ruleset_attr of Linux 6.12; older kernels take what they know, and zeros. */
+struct bounds {
+    uint64_t files, network, scope;
+};
+
+#define SCOPE_VERSION 6                       /* of Landlock, which has: */
+#define SCOPE_ALL ((1ull << 0) | (1ull << 1)) /* abstract Unix sockets, signals */
+
 /* False: this kernel has no Landlock. Of what the first version of it can forbid, all is forbidden
- * but reading and writing files that exist in /dev/shm. Connecting to the worker's socket is no
+ * but reading and writing files that exist in /dev/shm; where it can, also to connect to abstract
+ * Unix sockets and to signal processes other than this one. Connecting to the worker's socket is no
  * access to a file. */
 static bool bound_files(void) {
-    struct landlock_ruleset_attr all = {.handled_access_fs = (1ull << 13) - 1};
+    long version = syscall(SYS_landlock_create_ruleset, NULL, 0, LANDLOCK_CREATE_RULESET_VERSION);
+    struct bounds all = {.files = (1ull << 13) - 1,
+                         .scope = version >= SCOPE_VERSION ? SCOPE_ALL : 0};
     struct landlock_path_beneath_attr shm = {.allowed_access = LANDLOCK_ACCESS_FS_READ_FILE |
                                                                LANDLOCK_ACCESS_FS_WRITE_FILE};
     int rules = (int)syscall(SYS_landlock_create_ruleset, &all, sizeof all, 0);

@@ -4,11 +4,14 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/landlock.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/ptrace.h>
@@ -122,6 +125,26 @@ static int keeps_its_own(void) {
 
 static int aborts(void) { abort(); }
 
+static struct sockaddr_un with_path, without_path;
+static socklen_t without_path_bytes;
+static long landlock;
+
+static int listen_at(struct sockaddr_un *address, socklen_t bytes) {
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    ck_assert_int_eq(bind(fd, (struct sockaddr *)address, bytes), 0);
+    ck_assert_int_eq(listen(fd, 1), 0);
+    return fd;
+}
+
+/* The worker's socket has a path; what has none is other programs'. */
+static int connects(void) {
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET, 0);
+    if (landlock >= 6)
+        REFUSED(connect(fd, (struct sockaddr *)&without_path, without_path_bytes), EPERM);
+    NEED(connect(fd, (struct sockaddr *)&with_path, sizeof with_path) == 0);
+    return 0;
+}
+
 static int calls_out(void) {
     struct sockaddr_un none = {.sun_family = AF_UNIX, .sun_path = "/tmp/there-is-none"};
     REFUSED(socket(AF_INET, SOCK_STREAM, 0), EPERM);
@@ -193,6 +216,22 @@ START_TEST(its_own_signals_and_limits) {
 END_TEST
 START_TEST(no_network) { bounded(calls_out); }
 END_TEST
+START_TEST(no_socket_without_a_path) {
+    landlock = syscall(SYS_landlock_create_ruleset, NULL, 0, LANDLOCK_CREATE_RULESET_VERSION);
+    with_path.sun_family = without_path.sun_family = AF_UNIX;
+    snprintf(with_path.sun_path, sizeof with_path.sun_path, "/tmp/kld-unit-%d", (int)getpid());
+    snprintf(without_path.sun_path + 1, sizeof without_path.sun_path - 1, "kld-unit-%d",
+             (int)getpid());
+    without_path_bytes =
+        (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(without_path.sun_path + 1));
+    int first = listen_at(&with_path, sizeof with_path);
+    int second = listen_at(&without_path, without_path_bytes);
+    bounded(connects);
+    close(first);
+    close(second);
+    unlink(with_path.sun_path);
+}
+END_TEST
 START_TEST(no_new_code) { bounded(makes_code); }
 END_TEST
 
@@ -210,5 +249,5 @@ START_TEST(threads_work_and_inherit) { bounded(threads); }
 END_TEST
 
 UNIT_MAIN("server/gateway/sandbox", no_program_and_no_process, no_signal_to_others,
-          its_own_signals_and_limits, no_network, no_new_code, no_files_but_shared_memory,
-          threads_work_and_inherit)
+          its_own_signals_and_limits, no_network, no_socket_without_a_path, no_new_code,
+          no_files_but_shared_memory, threads_work_and_inherit)
