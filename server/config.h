@@ -51,6 +51,9 @@
     X(TEXT, log_format, "text", "text or json, one line an event, on standard error")              \
     X(FLAG, insecure_bind, "false",                                                                \
       "allow HTTP on an address that is not loopback without tokens")                              \
+    X(TEXT, http_hosts, "",                                                                        \
+      "names, by comma, besides localhost and addresses, that HTTP without tokens answers to; *: " \
+      "any")                                                                                       \
     X(TEXT, shm_prefix, "",                                                                        \
       "HTTP callers may register shared memory whose key starts so; empty: none")                  \
     X(FLAG, cuda_shm, "false", "HTTP callers may register CUDA memory by its IPC handle")          \

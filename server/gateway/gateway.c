@@ -16,6 +16,7 @@
 #include "server/gateway/gateway.h"
 #include "server/gateway/http.h"
 #include "server/gateway/infer.h"
+#include "server/gateway/hosts.h"
 #include "server/gateway/links.h"
 #include "server/gateway/recent.h"
 #include "server/gateway/regions.h"
@@ -297,6 +298,9 @@ static enum kld_status open_parts(struct process *process, struct kld_error *err
                                    &gateway->tensors, err)) ||
         (status = kld_regions_open(gateway->config, gateway->stats, &gateway->regions, err)))
         return status;
+    gateway->common->hosts_matter = kld_hosts_matter(gateway->config, KLD_FD_LISTEN);
+    if (gateway->config->metrics_http[0])
+        gateway->common->metrics_hosts_matter = kld_hosts_matter(gateway->config, KLD_FD_METRICS);
     kld_uv_pool_start(&gateway->loop);
     return open_loops(process, err);
 }

@@ -41,6 +41,9 @@ struct kld_gateway_common {
     atomic_bool draining;
     struct kld_recent *recent;
     uint32_t loops; /* constant */
+    /* Constant: the name by which a caller calls us matters, at the address of http and at that of
+     * metrics_http (hosts.h). */
+    bool hosts_matter, metrics_hosts_matter;
 };
 
 struct kld_gateway {

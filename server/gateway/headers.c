@@ -6,10 +6,9 @@
 #include <string.h>
 #include <strings.h>
 
-/* What they say about where the body ends. */
 struct found {
-    const char *length, *coding, *encoding;
-    unsigned encodings;
+    const char *length, *coding, *encoding, *host;
+    unsigned encodings, hosts;
     bool misspelt, contradicts;
 };
 
@@ -51,6 +50,9 @@ static enum MHD_Result look_at(void *user, enum MHD_ValueKind kind, const char *
     else if (IS(MHD_HTTP_HEADER_CONTENT_ENCODING)) {
         found->encoding = value;
         found->encodings++;
+    } else if (IS(MHD_HTTP_HEADER_HOST)) {
+        found->host = value;
+        found->hosts++;
     }
     if (!known)
         return MHD_YES;
@@ -61,7 +63,8 @@ static enum MHD_Result look_at(void *user, enum MHD_ValueKind kind, const char *
 
 /* MHD picks one of two lengths and waits for ever behind a coding that it does not know. A proxy in
  * front of it may pick the other: then one request could hide a second. */
-enum kld_status kld_headers_check(struct kld_exchange *exchange, struct kld_error *err) {
+enum kld_status kld_headers_check(struct kld_exchange *exchange, const char *version,
+                                  struct kld_error *err) {
     struct found found = {.length = NULL};
     MHD_get_connection_values_n(exchange->connection, MHD_HEADER_KIND, look_at, &found);
     if (found.misspelt)
@@ -70,10 +73,13 @@ enum kld_status kld_headers_check(struct kld_exchange *exchange, struct kld_erro
     if (found.contradicts || (found.length && found.coding))
         return kld_error_set(err, KLD_INVALID,
                              "the headers contradict each other about the length of the body");
+    if (found.hosts > 1 || (!found.hosts && strcmp(version, MHD_HTTP_VERSION_1_0) != 0))
+        return kld_error_set(err, KLD_INVALID, "a request has one header Host");
     if (found.coding && strcasecmp(found.coding, "chunked") != 0)
         return kld_error_set(err, KLD_UNIMPLEMENTED,
                              "Transfer-Encoding '%.40s' is not supported; chunked is",
                              found.coding);
+    exchange->host = found.host;
     exchange->encoded_twice = found.encodings > 1;
     exchange->encoded =
         found.encoding && *found.encoding && strcasecmp(found.encoding, "identity") != 0;

@@ -5,9 +5,10 @@
 
 #include "server/gateway/http.h"
 
-/* Where the body ends must be said once, in a way that everybody before us reads as we do. An error
- * means that nobody knows what comes behind the head: the connection has to end. Sets what the
- * exchange says of its headers. */
-enum kld_status kld_headers_check(struct kld_exchange *exchange, struct kld_error *err);
+/* Whom it is for and where the body ends must be said once, in a way that everybody before us reads
+ * as we do. An error means that nobody knows what comes behind the head: the connection has to end.
+ * Sets what the exchange says of its headers. version: as MHD tells it. */
+enum kld_status kld_headers_check(struct kld_exchange *exchange, const char *version,
+                                  struct kld_error *err);
 
 #endif

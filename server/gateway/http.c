@@ -131,9 +131,9 @@ static void widen_window(const struct kld_exchange *exchange) {
     setsockopt(info->connect_fd, SOL_SOCKET, SO_RCVLOWAT, &none, sizeof none);
 }
 
-static void start(struct kld_http *http, struct kld_exchange *exchange) {
+static void start(struct kld_http *http, struct kld_exchange *exchange, const char *version) {
     struct kld_error error;
-    if (kld_headers_check(exchange, &error)) {
+    if (kld_headers_check(exchange, version, &error)) {
         exchange->misframed = true;
         kld_stats_rejected(http->gateway->stats, KLD_REJECT_http_framing);
     } else if (!kld_tls_wants_certificates(http->gateway->tls) ||
@@ -258,7 +258,7 @@ static enum MHD_Result access_handler(void *user, struct MHD_Connection *connect
         watched->exchanges++;
         exchange->metrics_only = watched->metrics;
         note(http, exchange);
-        start(http, exchange);
+        start(http, exchange, version);
         return exchange->replied && kld_exchange_refused_at_once(exchange) ? queue_reply(exchange)
                                                                            : MHD_YES;
     }

@@ -37,8 +37,9 @@ struct kld_exchange {
     struct kld_caller *caller; /* NULL: not known, for routes that are open to all */
     unsigned rights;           /* caller's, when he asked; enum kld_right, or-ed */
     char method[16];
-    char url[512]; /* path, percent-decoded */
-    bool url_cut;  /* the path is longer than that */
+    char url[512];    /* path, percent-decoded */
+    bool url_cut;     /* the path is longer than that */
+    const char *host; /* as the header says it; NULL: not at all */
     bool has_length, has_body;
     bool encoded, encoded_twice; /* by Content-Encoding: but for identity; by several headers */
     bool metrics_only;           /* of a connection that may ask for no more */

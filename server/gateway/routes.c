@@ -9,6 +9,7 @@
 
 #include "proto/oip.h"
 #include "server/gateway/cuda_shm.h"
+#include "server/gateway/hosts.h"
 #include "server/gateway/infer.h"
 #include "server/gateway/metrics.h"
 #include "server/gateway/regions.h"
@@ -387,18 +388,28 @@ static const struct kld_route *find(struct kld_exchange *exchange, struct pieces
     return NULL;
 }
 
+/* A name that leads here by somebody else's doing is a stranger's, too. */
+static enum kld_status check_host(const struct kld_exchange *exchange, struct kld_error *err) {
+    const struct kld_gateway_common *common = exchange->gateway->common;
+    return (exchange->metrics_only ? common->metrics_hosts_matter : common->hosts_matter)
+               ? kld_hosts_check(exchange->gateway->config, exchange->host, err)
+               : KLD_OK;
+}
+
 /* Who asks is known by the route that a path was matched to, so no other spelling of a path can
  * miss it; and who is not known learns nothing about paths. */
 static bool may_pass(struct kld_exchange *exchange) {
     struct kld_error error;
     const char *header = kld_exchange_header(exchange, MHD_HTTP_HEADER_AUTHORIZATION);
     if (kld_auth_find(exchange->gateway->auth, header, &exchange->caller, &exchange->rights,
-                      &error) == KLD_OK)
+                      &error) == KLD_OK &&
+        check_host(exchange, &error) == KLD_OK)
         return true;
     struct pieces pieces;
     for (size_t i = 0; i < sizeof routes / sizeof routes[0]; i++)
         if (routes[i].right == KLD_RIGHT_NONE && match(routes[i].pattern, exchange->url, &pieces))
             return true;
+    kld_refused_log(exchange, error.status);
     kld_exchange_reply_error(exchange, &error);
     return false;
 }
@@ -428,10 +439,8 @@ static enum kld_status check_body(const struct kld_exchange *exchange,
 static void begin(struct kld_exchange *exchange) {
     struct pieces pieces;
     struct kld_error error;
-    if (!may_pass(exchange)) {
-        kld_refused_log(exchange, KLD_UNAUTHENTICATED);
+    if (!may_pass(exchange))
         return;
-    }
     const struct kld_route *route = find(exchange, &pieces);
     if (!route) {
         kld_stats_rejected(exchange->gateway->stats, KLD_REJECT_http_no_path);

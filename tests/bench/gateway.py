@@ -42,7 +42,7 @@ def free_port():
 
 
 def post(headers, data, length=None):
-    lines = ["POST /v2/models/kl_div/infer HTTP/1.1", "Host: x", f"Content-Length: {length or len(data)}"]
+    lines = ["POST /v2/models/kl_div/infer HTTP/1.1", "Host: localhost", f"Content-Length: {length or len(data)}"]
     return "\r\n".join(lines + [f"{k}: {v}" for k, v in headers.items()] + ["", ""]).encode() + data
 
 

@@ -282,7 +282,7 @@ def test_an_overload_is_not_multiplied(replicas, capsys):
     for server in servers:  # a request whose body does not end has the one place
         host, port = server.address.split(":")
         held.append(socket.create_connection((host, int(port))))
-        held[-1].sendall(b"POST /v2/models/kl_div/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 20000\r\n\r\n{")
+        held[-1].sendall(b"POST /v2/models/kl_div/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20000\r\n\r\n{")
         wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, 10, "a request")
     plain = Plain(balancer.address, threading.Event())
     plain.prepare()
@@ -298,7 +298,7 @@ def test_an_overload_is_not_multiplied(replicas, capsys):
     time.sleep(2.1)  # as long as HAProxy remembers, and on
     before = rejections()
     held = [socket.create_connection(servers[0].address.split(":"))]
-    held[0].sendall(b"POST /v2/models/kl_div/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 20000\r\n\r\n{")
+    held[0].sendall(b"POST /v2/models/kl_div/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20000\r\n\r\n{")
     wait_until(lambda: servers[0].metrics()["kld_http_requests_in_flight"] == 1, 10, "a request")
     assert [plain.request() for _ in range(6)] == [None] * 6 and rejections() > before  # b and c answered for a
     held[0].close()

@@ -335,7 +335,7 @@ def http_leaves(server):
     with Http(server) as client:
         headers, data = oip.body({"predictions": LARGE[0], "targets": LARGE[1]}, BINARY)
         headers[oip.LENGTH] = headers[oip.LENGTH]
-        head = "".join(f"{k}: {v}\r\n" for k, v in {**headers, "Content-Length": len(data), "Host": "x"}.items())
+        head = "".join(f"{k}: {v}\r\n" for k, v in {**headers, "Content-Length": len(data), "Host": "localhost"}.items())
         try:
             with socket.create_connection(server.address.rsplit(":", 1), timeout=SECONDS) as one:
                 one.sendall(f"POST {oip.INFER} HTTP/1.1\r\n{head}\r\n".encode() + data[:300000])

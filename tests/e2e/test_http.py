@@ -454,7 +454,7 @@ def test_compressed_replies(server, accept, coding):
 def test_a_proxy_names_the_whole_url(server, target):
     with Connection(server) as connection:
         connection.http.putrequest("GET", target, skip_host=True)
-        connection.http.putheader("Host", "x")
+        connection.http.putheader("Host", "localhost")
         connection.http.endheaders()
         reply = connection.http.getresponse()
         assert reply.status == 200 and json.loads(reply.read())["name"] == "kld"
@@ -465,7 +465,7 @@ def test_expect_100_continue(server):
     headers, data = oip.body({"predictions": q, "targets": p})
     host, port = server.address.rsplit(":", 1)
     with socket.create_connection((host, int(port)), 60) as connection:
-        lines = [f"POST {INFER} HTTP/1.1", "Host: x", f"Content-Length: {len(data)}",
+        lines = [f"POST {INFER} HTTP/1.1", "Host: localhost", f"Content-Length: {len(data)}",
                  "Expect: 100-continue"] + [f"{k}: {v}" for k, v in headers.items()]
         connection.sendall("\r\n".join(lines + ["", ""]).encode())
         assert connection.recv(1000).startswith(b"HTTP/1.1 100 ")
@@ -490,7 +490,7 @@ def test_kept_alive_without_a_body(server):
 def test_pipelined_without_waiting(server):
     host, port = server.address.rsplit(":", 1)
     with socket.create_connection((host, int(port)), 60) as connection:
-        line = b"%s HTTP/1.1\r\nHost: x\r\n%s\r\n"
+        line = b"%s HTTP/1.1\r\nHost: localhost\r\n%s\r\n"
         connection.sendall(line % (b"GET /v2/health/live", b"") + line % (b"GET /nope", b"") +
                            line % (b"POST " + INFER.encode(), b"Content-Length: 2\r\n") + b"{}" +
                            line % (b"GET /v2", b"Connection: close\r\n"))

@@ -70,7 +70,7 @@ def connect(server):
 
 def head(size=None, more=""):
     length = "Transfer-Encoding: chunked" if size is None else f"Content-Length: {size}"
-    return f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{length}\r\n{more}\r\n".encode()
+    return f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\n{length}\r\n{more}\r\n".encode()
 
 
 def status_of(connection):
@@ -145,7 +145,7 @@ def answers(server, text):
     return reply
 
 
-HIDDEN = b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n"
+HIDDEN = b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SIZE = len(HIDDEN)
 
 
@@ -164,10 +164,10 @@ def test_requests_hidden_in_others(server):
     or that is behind a last chunk. Where the body is said to be two bytes the second request is seen."""
     for lines in FRAMINGS:
         for before in (b"", b"0\r\n\r\n"):
-            head = f"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\n{lines}\r\n".encode()
+            head = f"POST /v2/repository/index HTTP/1.1\r\nHost: localhost\r\n{lines}\r\n".encode()
             reply = answers(server, head + before + HIDDEN)
             assert reply.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 501 ")) and b'"extensions"' not in reply, (lines, reply)
-    head = b"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+    head = b"POST /v2/repository/index HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
     assert b'"extensions"' in answers(server, head + HIDDEN)
 
 
@@ -175,7 +175,7 @@ def test_headers_in_several_lines(server):
     """Wherever in memory their name ends; and no header that has one line is taken for such a one."""
     for pad in range(8):
         more = "".join(f"X-{'p' * pad}{i}: {'v' * i}\r\n" for i in range(40))
-        whole = f"GET /v2 HTTP/1.1\r\nHost: x\r\n{more}Empty:\r\nBlanks: \t \r\nA:b\r\n"
+        whole = f"GET /v2 HTTP/1.1\r\nHost: localhost\r\n{more}Empty:\r\nBlanks: \t \r\nA:b\r\n"
         assert answers(server, f"{whole}\r\n".encode()).startswith(b"HTTP/1.1 200 ")
         for fold in (" b\r\n", "\tb\r\n", " \r\n", " b\r\n c\r\nD: e\r\n"):
             assert answers(server, f"{whole}{fold}\r\n".encode()).startswith(b"HTTP/1.1 400 "), (pad, fold)

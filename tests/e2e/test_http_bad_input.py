@@ -59,8 +59,8 @@ def talk(server, text):
 @pytest.mark.parametrize("first", ["GET /v2/health/live", "GET /v2", "DELETE /v2/tensors/none"])
 def test_expecting_without_a_body_takes_no_answer_away(server, first, length):
     """What is pipelined behind such a request is not its body."""
-    last = "GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-    got = talk(server, f"{first} HTTP/1.1\r\nHost: x\r\n{length}Expect: 100-continue\r\n\r\n{last}".encode())
+    last = "GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    got = talk(server, f"{first} HTTP/1.1\r\nHost: localhost\r\n{length}Expect: 100-continue\r\n\r\n{last}".encode())
     assert got.count(b"HTTP/1.1 ") == 2 and b"HTTP/1.1 100 " not in got, got
 
 
@@ -225,7 +225,7 @@ def test_header_length_beyond_the_body(server, coding):
 def test_header_length_twice(server):
     data = json.dumps(request()).encode()
     lengths = f"{LENGTH}: {len(data)}\r\n{LENGTH}: 5\r\n"
-    got = talk(server, f"POST {INFER} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n{lengths}\r\n"
+    got = talk(server, f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n{lengths}\r\n"
                .encode() + data)
     assert got.startswith(b"HTTP/1.1 400 ") and b"more than once" in got, got
 
@@ -248,7 +248,7 @@ def test_body_that_ends_early(server):
     """The client promises more than it sends, and goes."""
     host, port = server.address.rsplit(":", 1)
     with socket.create_connection((host, int(port)), 60) as connection:
-        connection.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{{".encode())
+        connection.sendall(f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{{".encode())
         connection.shutdown(socket.SHUT_WR)
         connection.recv(1000)
     wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 0, what="its end")
@@ -310,7 +310,7 @@ def test_codings_that_are_not_undone(server, codings, path):
     """A body is not read as what it is not."""
     packed = gzip.compress(oip.body({"predictions": Q, "targets": P})[1] if path == INFER else b"{}")
     lines = "".join(f"Content-Encoding: {coding}\r\n" for coding in codings)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(packed)}\r\n{lines}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(packed)}\r\n{lines}\r\n"
     reply = talk(server, head.encode() + packed)
     assert reply.startswith(b"HTTP/1.1 415 ") and b"KLD-Status: media" in reply, reply
 
@@ -354,11 +354,11 @@ def test_not_http(server, line):
 
 
 @pytest.mark.parametrize("text, status", [
-    (b"GET / HTTP/1.1 x\r\n\r\n", 400), (b"GET /v2 HTTP/1.1\r\nHost: x\r\nA\r\n\r\n", 400),
-    (b"GET / HTTP/9.9\r\nHost: x\r\n\r\n", 505), (b"POST /v2 HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n", 400),
-    (f"POST {INFER} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n".encode(), 400),
-    (b"GET /" + b"a" * 70000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
-    (b"GET /v2 HTTP/1.1\r\nHost: x\r\n" + b"A: bbbbbbbb\r\n" * 6000 + b"\r\n", 431)])
+    (b"GET / HTTP/1.1 x\r\n\r\n", 400), (b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nA\r\n\r\n", 400),
+    (b"GET / HTTP/9.9\r\nHost: localhost\r\n\r\n", 505), (b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: x\r\n\r\n", 400),
+    (f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n".encode(), 400),
+    (b"GET /" + b"a" * 70000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 414),
+    (b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n" + b"A: bbbbbbbb\r\n" * 6000 + b"\r\n", 431)])
 def test_what_the_library_answers(server, text, status):
     """Not in JSON, as proto/README.md says; with the right status and the end of the connection."""
     host, port = server.address.rsplit(":", 1)
@@ -387,7 +387,7 @@ def test_body_whose_end_is_not_clear(server, headers, status):
     """Answered at once and the connection closed: what follows may be a body or a request."""
     host, port = server.address.rsplit(":", 1)
     with socket.create_connection((host, int(port)), 60) as connection:
-        connection.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\n".encode() + headers + b"\r\n")
+        connection.sendall(f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\n".encode() + headers + b"\r\n")
         reply = b""
         while got := connection.recv(65536):
             reply += got

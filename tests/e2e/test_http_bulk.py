@@ -245,7 +245,7 @@ def filled(server, q):
     """Two connections that hold nearly all of 640 KiB and send no more."""
     headers, data = oip.body({"predictions": q, "targets": q})
     host, port = server.address.rsplit(":", 1)
-    head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n" + \
+    head = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n" + \
         "".join(f"{k}: {v}\r\n" for k, v in headers.items()) + "\r\n"
     connections = [socket.create_connection((host, int(port)), 60) for _ in range(2)]
     for one in connections:
@@ -289,7 +289,7 @@ def held_by_uploads(server, count, size):
     host, port = server.address.rsplit(":", 1)
     connections = [socket.create_connection((host, int(port)), 60) for _ in range(count)]
     for i, one in enumerate(connections):
-        one.sendall(f"PUT /v2/tensors/t{i}?datatype=FP32&shape=1,{size // 4} HTTP/1.1\r\nHost: x\r\n"
+        one.sendall(f"PUT /v2/tensors/t{i}?datatype=FP32&shape=1,{size // 4} HTTP/1.1\r\nHost: localhost\r\n"
                     f"Content-Length: {size}\r\n\r\n".encode() + bytes(1000))
     wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == count, what="the uploads")
     wait_until(lambda: server.metrics()["kld_staging_bytes"] > 12 << 20, what="full staging")
@@ -409,7 +409,7 @@ def test_clients_that_leave(make_server):
     wait_until(lambda: server.metrics()["kld_http_connections"] == 1, what="one connection")
     base = fds_of(server.child("gateway"))
     host, port = server.address.rsplit(":", 1)
-    head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n" + \
+    head = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n" + \
         "".join(f"{k}: {v}\r\n" for k, v in headers.items()) + "\r\n"
     for part, taken in [(0.1, 0), (0.5, 0), (0.99, 0), (1, 0), (1, 1), (1, 100000)] * 3:
         with socket.create_connection((host, int(port)), 60) as connection:

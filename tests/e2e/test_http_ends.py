@@ -27,7 +27,7 @@ def test_nothing_is_left_behind(make_server):
     base = fds_of(pid)
     headers, data = oip.body({"predictions": q, "targets": p}, {"grad_predictions": {"binary_data": True}})
     host, port = server.address.rsplit(":", 1)
-    head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n" + \
+    head = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n" + \
         "".join(f"{k}: {v}\r\n" for k, v in headers.items()) + "\r\n"
     for end in (5, 200, len(data) // 2, len(data) - 1, len(data)):
         for _ in range(10):
@@ -257,7 +257,7 @@ def test_who_is_above_the_limit_waits_for_its_turn(make_server):
         waiting(4)
         host, port = server.address.rsplit(":", 1)
         with socket.create_connection((host, int(port)), 60) as leaver:
-            leaver.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{".encode())
+            leaver.sendall(f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{{".encode())
             waiting(5)
         waiting(4)
     finally:
@@ -291,7 +291,7 @@ def test_idle_connections_are_closed(make_server):
         assert 0.5 < time.monotonic() - begin < 20
 
 
-SLOW_HEAD = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n".encode()
+SLOW_HEAD = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n".encode()
 
 
 @pytest.mark.parametrize("data", [SLOW_HEAD, SLOW_HEAD + b"\r\n{", b"G"])
@@ -316,7 +316,7 @@ def test_a_slow_sender_is_cut_off(make_server, data):
                 except OSError:
                     took = time.monotonic() - begin
         assert 0.9 < took < 10
-        idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")  # silent, not slow
+        idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")  # silent, not slow
         assert b" 200 " in idle.recv(1000)
     metrics = server.metrics()
     assert metrics["kld_http_slow_total"] == 1
@@ -335,7 +335,7 @@ def test_a_slow_reader_is_cut_off(make_server):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         connection.connect((host, int(port)))
         connection.settimeout(20)
-        lines = [f"POST {INFER} HTTP/1.1", "Host: x", f"Content-Length: {len(data)}"]
+        lines = [f"POST {INFER} HTTP/1.1", "Host: localhost", f"Content-Length: {len(data)}"]
         connection.sendall("\r\n".join(lines + [f"{k}: {v}" for k, v in headers.items()] + ["", ""]).encode())
         connection.sendall(data)
         assert connection.recv(1)
@@ -363,7 +363,7 @@ def test_many_clients_that_leave_are_all_noticed(make_server):
     host, port = server.address.rsplit(":", 1)
     for _ in range(150):
         with socket.create_connection((host, int(port)), 60) as connection:
-            connection.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{".encode())
+            connection.sendall(f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{{".encode())
     wait_until(lambda: server.metrics()["kld_http_connections"] == 1, what="the end of all but one")
     assert server.metrics()["kld_http_connections_total"] > 150
 

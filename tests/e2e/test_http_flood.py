@@ -18,7 +18,7 @@ LOAD = BIN / "bench/http_load"
 
 def request():
     headers, data = oip.body({"predictions": probabilities((2, 8), 1), "targets": probabilities((2, 8), 2)})
-    lines = [f"POST {INFER} HTTP/1.1", "Host: x", f"Content-Length: {len(data)}"]
+    lines = [f"POST {INFER} HTTP/1.1", "Host: localhost", f"Content-Length: {len(data)}"]
     return "\r\n".join(lines + [f"{k}: {v}" for k, v in headers.items()] + ["", ""]).encode() + data
 
 

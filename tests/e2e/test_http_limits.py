@@ -40,7 +40,7 @@ def connect(server):
 
 
 def text_of(data, headers, method="POST", path=INFER, length=None):
-    lines = [f"{method} {path} HTTP/1.1", "Host: x", f"Content-Length: {length or len(data)}"]
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", f"Content-Length: {length or len(data)}"]
     return "\r\n".join(lines + [f"{k}: {v}" for k, v in headers.items()] + ["", ""]).encode() + data
 
 

@@ -150,6 +150,64 @@ def secured(backend, tmp_path_factory):
     assert status == 0 and not SANITIZER.search(log), log
 
 
+def answer_to(address, line, *hosts):
+    """(status, KLD-Status) of a request with these headers Host."""
+    host, port = address.rsplit(":", 1)
+    lines = "".join(f"Host:{name}\r\n" for name in hosts)
+    with socket.create_connection((host, int(port)), 60) as connection:
+        connection.sendall(f"{line}\r\n{lines}Content-Length: 0\r\nConnection: close\r\n\r\n".encode())
+        reply = b""
+        while got := connection.recv(65536):
+            reply += got
+    name = re.search(rb"KLD-Status: (\w+)", reply)
+    return int(reply.split()[1]), name and name.group(1).decode()
+
+
+OURS = [" 127.0.0.1:8080", "127.0.0.1", " localhost", " LocalHost:1 ", " [::1]:80", " [::1]", " 10.1.2.3:8080"]
+FOREIGN = [" evil.example:8080", " x", " localhost.evil.example", " 127.0.0.1.evil.example", "", " [::1", " [127.0.0.1]",
+           " localhost:80:80", " localhost:a", " localhost evil", " [::1]evil", " 127.1", f" {'a' * 5000}", " *", " ,"]
+
+
+def test_a_name_that_leads_here_is_not_ours(make_server):
+    """A page of a browser that has its own name lead to loopback reads no answer."""
+    server = make_server(shm_prefix=PREFIX, metrics_http="127.0.0.1:0")
+    for line in ("GET /v2 HTTP/1.1", "GET /v2 HTTP/1.0", "GET /metrics HTTP/1.1"):
+        assert [name for name in OURS if answer_to(server.address, line, name)[0] != 200] == [], line
+        assert [name for name in FOREIGN if answer_to(server.address, line, name) != (403, "forbidden")] == [], line
+    for line in (f"POST {INFER}", "PUT /v2/tensors/a?datatype=FP32&shape=1", "GET /", "GET /none", "BREW /v2",
+                 "POST /v2/systemsharedmemory/region/r/register"):
+        assert answer_to(server.address, f"{line} HTTP/1.1", " evil.example") == (403, "forbidden"), line
+    at = re.search(r"metrics have an address.* http=(\S+)", server.log()).group(1)
+    assert answer_to(at, "GET /metrics HTTP/1.1", " localhost")[0] == 200
+    assert answer_to(at, "GET /metrics HTTP/1.1", " evil.example")[0] == 403
+    assert answer_to(server.address, "GET /v2/health/ready HTTP/1.1", " evil.example")[0] == 200
+
+
+def test_one_header_host(make_server):
+    server = make_server()
+    assert answer_to(server.address, "GET /v2 HTTP/1.1") == (400, "invalid")
+    assert answer_to(server.address, "GET /v2 HTTP/1.1", " localhost", " localhost") == (400, "invalid")
+    assert answer_to(server.address, "GET /v2 HTTP/1.0")[0] == 200
+
+
+def test_names_that_the_operator_gives(make_server, tokens):
+    server = make_server(http_hosts="kld.example, Proxy ,a")
+    assert {answer_to(server.address, "GET /v2 HTTP/1.1", name)[0]
+            for name in (" KLD.example:80", " proxy", " a", " localhost")} == {200}
+    assert {answer_to(server.address, "GET /v2 HTTP/1.1", name)[0]
+            for name in (" evil.example", " kld", " kld.example.", " b", "", " ,")} == {403}
+    address = make_server(http_hosts="*").address
+    assert answer_to(address, "GET /v2 HTTP/1.1", " evil.example")[0] == 200
+    address = make_server(http="0.0.0.0:0", insecure_bind="true").address
+    assert answer_to(address, "GET /v2 HTTP/1.1", " kld.default.svc")[0] == 200
+    address = make_server(http="0.0.0.0:0", insecure_bind="true", http_hosts="kld.default.svc").address
+    assert answer_to(address, "GET /v2 HTTP/1.1", " kld.default.svc")[0] == 200
+    assert answer_to(address, "GET /v2 HTTP/1.1", " evil.example")[0] == 403
+    address = make_server(tokens=str(tokens)).address
+    line = "GET /v2 HTTP/1.1\r\nAuthorization: Bearer word-of-all"
+    assert answer_to(address, line, " evil.example")[0] == 200
+
+
 @pytest.mark.parametrize("line, headers", [
     (f"GET /{'a' * 600}", ""), (f"PUT /v2/tensors/{'a' * 600}?shape=1", "Content-Length: 4\r\n"),
     (f"POST {INFER}", f"Content-Length: {1 << 40}\r\n"), (f"POST {INFER}", "Content-Length: 4\r\nContent-Encoding: br\r\n"),
@@ -160,7 +218,7 @@ def test_strangers_learn_nothing_of_paths_and_limits(secured, line, headers):
     statuses = []
     for token in ("", "Authorization: Bearer word\r\n"):
         with socket.create_connection((host, int(port)), 60) as connection:
-            connection.sendall(f"{line} HTTP/1.1\r\nHost: x\r\n{headers}{token}\r\nbody".encode())
+            connection.sendall(f"{line} HTTP/1.1\r\nHost: localhost\r\n{headers}{token}\r\nbody".encode())
             statuses.append(connection.recv(65536).split()[1])
     assert statuses[0] == b"401" and statuses[1] in (b"404", b"405", b"413", b"415"), statuses
 
@@ -168,7 +226,7 @@ def test_strangers_learn_nothing_of_paths_and_limits(secured, line, headers):
 def test_strangers_learn_no_limit_from_health(secured):
     host, port = secured.address.rsplit(":", 1)
     with socket.create_connection((host, int(port)), 60) as connection:
-        connection.sendall(f"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nContent-Length: {1 << 40}\r\n\r\n".encode())
+        connection.sendall(f"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nContent-Length: {1 << 40}\r\n\r\n".encode())
         reply = connection.recv(65536)
     assert b" 413 " in reply and b"body_bytes_max" not in reply
 

@@ -19,7 +19,7 @@ POOL = 'kld_pool_bytes{worker="0"}'
 
 
 def head_of(method, path, data, headers):
-    lines = [f"{method} {path} HTTP/1.1", "Host: x", f"Content-Length: {len(data)}"]
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(data)}"]
     return "\r\n".join(lines + [f"{k}: {v}" for k, v in headers.items()] + ["", ""]).encode()
 
 

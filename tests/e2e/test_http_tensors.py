@@ -225,7 +225,7 @@ def test_uploads_that_break_off(make_server):
     put(server, "kept", p)
     base = fds_of(server.child("gateway"))
     host, port = server.address.rsplit(":", 1)
-    head = f"PUT {PATH}half{query(p)} HTTP/1.1\r\nHost: x\r\nContent-Length: {p.nbytes}\r\n\r\n".encode()
+    head = f"PUT {PATH}half{query(p)} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {p.nbytes}\r\n\r\n".encode()
     for part in (0, 10, 200000, p.nbytes // 2, p.nbytes - 1) * 3:
         with socket.create_connection((host, int(port)), 60) as connection:
             connection.sendall(head + p.tobytes()[:part])

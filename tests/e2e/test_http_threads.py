@@ -110,7 +110,7 @@ def test_the_limits_are_for_all_loops_together(make_server):
     worker = server.child("worker")
     q = probabilities((2, 8), 5)
     headers, data = oip.body({"predictions": q, "targets": q})
-    head = [f"POST {INFER} HTTP/1.1", "Host: x", f"Content-Length: {len(data)}"]
+    head = [f"POST {INFER} HTTP/1.1", "Host: localhost", f"Content-Length: {len(data)}"]
     text = "\r\n".join(head + [f"{k}: {v}" for k, v in headers.items()] + ["", ""]).encode() + data
     os.kill(worker, signal.SIGSTOP)
     try:
@@ -127,7 +127,7 @@ def test_the_limits_are_for_all_loops_together(make_server):
     # Six of seven connections are taken: the seventh is, the eighth waits for another to go.
     waiting = [connect(server) for _ in range(2)]
     for one in waiting:
-        one.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        one.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert waiting[0].recv(12) == b"HTTP/1.1 200"
     waiting[1].settimeout(0.3)
     with pytest.raises(TimeoutError):
@@ -144,7 +144,7 @@ def test_stop_while_connections_of_all_loops_wait(make_server):
     worker, gateway = server.child("worker"), server.child("gateway")
     q = probabilities((2, 8), 6)
     headers, data = oip.body({"predictions": q, "targets": q})
-    head = [f"POST {INFER} HTTP/1.1", "Host: x", f"Content-Length: {len(data)}"]
+    head = [f"POST {INFER} HTTP/1.1", "Host: localhost", f"Content-Length: {len(data)}"]
     text = "\r\n".join(head + [f"{k}: {v}" for k, v in headers.items()] + ["", ""]).encode() + data
     connections = [connect(server) for _ in range(120)]
     os.kill(worker, signal.SIGSTOP)

@@ -141,7 +141,7 @@ def test_stored_tensors_have_lines_too(make_server):
     assert tensor(server, "DELETE", "secret-name") == 404
     host, port = server.address.rsplit(":", 1)
     with socket.create_connection((host, int(port)), 60) as left:
-        left.sendall(f"PUT /v2/tensors/{place} HTTP/1.1\r\nHost: x\r\nContent-Length: 24\r\n\r\n123".encode())
+        left.sendall(f"PUT /v2/tensors/{place} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 24\r\n\r\n123".encode())
         wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1)
     wait_until(lambda: len(lines(server, "gateway")) == 7, what="the line of who left")
     said = lines(server, "gateway")
@@ -221,7 +221,7 @@ def test_whoever_is_refused_has_a_line(make_server, certificates):
 def refuse_many(server, count):
     """All are there before the first is answered, so that how fast this process asks does not matter."""
     with socket.create_connection(server.address.rsplit(":", 1), 60) as raw:
-        raw.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer nobody\r\n\r\n" * count)
+        raw.sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer nobody\r\n\r\n" * count)
         replies = b""
         while replies.count(b"HTTP/1.1 401") < count:
             replies += raw.recv(1 << 16)

@@ -94,7 +94,7 @@ def test_the_time_of_who_left_is_of_what_he_asked_for(make_server):
         os.kill(worker, signal.SIGSTOP)
         try:
             with socket.create_connection(server.address.rsplit(":", 1)) as raw:
-                raw.sendall(f"POST {oip.INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n{head}\r\n".encode()
+                raw.sendall(f"POST {oip.INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n{head}\r\n".encode()
                             + body)
                 # What follows the head of a body is taken once that is understood.
                 wait_until(lambda: server.metrics()["kld_http_received_bytes_total"] == len(body))
@@ -125,7 +125,7 @@ def test_who_is_turned_away(server, make_server):
     def act():
         assert server.request("/nothing")[0] == 404
         with socket.create_connection(server.address.rsplit(":", 1)) as raw:
-            raw.sendall(b"POST /v2/models/kl_div/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n"
+            raw.sendall(b"POST /v2/models/kl_div/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n"
                         b"Transfer-Encoding: chunked\r\n\r\n")
             assert b" 400 " in raw.recv(100)
     new = grown(server, act)

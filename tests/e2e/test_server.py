@@ -282,7 +282,7 @@ def test_drain_that_takes_its_time_kills_nobody(make_server):
     server = make_server(drain_ms=500)
     host, port = server.http.removeprefix("http://").rsplit(":", 1)
     with socket.create_connection((host, int(port))) as stalled:
-        stalled.sendall(b"POST /v2/models/kl_div/infer HTTP/1.1\r\nHost: x\r\n"
+        stalled.sendall(b"POST /v2/models/kl_div/infer HTTP/1.1\r\nHost: localhost\r\n"
                         b"Content-Length: 200\r\n\r\n{")
         wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1)
         assert server.stop() == 0

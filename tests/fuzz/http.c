@@ -121,9 +121,9 @@ static uint64_t gauge(enum kld_stat stat) { return atomic_load(&host.page->commo
 
 static void ask(const char *method, const char *target, const char *body) {
     char text[2048];
-    int bytes =
-        snprintf(text, sizeof text, "%s %s HTTP/1.1\r\nHost: fuzz\r\nContent-Length: %zu\r\n\r\n%s",
-                 method, target, strlen(body), body);
+    int bytes = snprintf(text, sizeof text,
+                         "%s %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %zu\r\n\r\n%s",
+                         method, target, strlen(body), body);
     require(bytes > 0 && bytes < (int)sizeof text);
     fuzz_web_ask(&witness, false, false);
     require(fuzz_web_send(&witness, text, (size_t)bytes));
@@ -227,7 +227,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     } while (witness.status != 200);
     static char large[200000 + 200];
     int head =
-        sprintf(large, "PUT /v2/tensors/x?datatype=FP32&shape=50000 HTTP/1.1\r\nHost: fuzz\r\n"
+        sprintf(large, "PUT /v2/tensors/x?datatype=FP32&shape=50000 HTTP/1.1\r\nHost: localhost\r\n"
                        "Content-Length: 200000\r\n\r\n");
     for (int i = 0; i < 3; i++) {
         require_right();
@@ -328,7 +328,7 @@ static void send_request(struct fuzz_input *input, struct fuzz_web *web) {
     uint8_t how = fuzz_byte(input);
     size_t json, bytes = read_body(input, body, &json);
     const char *sent = body;
-    size_t used = (size_t)snprintf(head, sizeof head, "%s HTTP/1.1\r\nHost: fuzz\r\n", target);
+    size_t used = (size_t)snprintf(head, sizeof head, "%s HTTP/1.1\r\nHost: localhost\r\n", target);
     if (strncmp(target, "POST", 4) == 0 && (bytes > json || how & SPLIT))
         used += (size_t)sprintf(head + used, "Inference-Header-Content-Length: %zu\r\n", json);
     if (how & (GZIP | DEFLATE)) {

@@ -185,6 +185,10 @@ SHARED = infer(tensor("predictions", "[2,8]", '"parameters":{"shared_memory_regi
 REGISTER = b'{"key":"/kld-fuzz","offset":0,"byte_size":4096}'
 CUDA = b'{"raw_handle":{"b64":"' + b"A" * 86 + b'=="},"device_id":0,"byte_size":4096}'
 
+def raw(text):
+    return web(WEB_RAW, short(len(text)) + text)
+
+
 HTTP = {
     "json": ask(0, 0, JSON),
     "binary": ask(0, 0, BINARY, 32, 0),
@@ -202,11 +206,11 @@ HTTP = {
     "expect": ask(0, EXPECT, JSON) + ask(0, EXPECT | LAST, BULK, 128, 9),
     "pipelined": ask(0, 0, JSON) * 3 + ask(0, LAST, JSON) + ask(16, client=3) + ask(0, 0, JSON, client=3),
     "orders": ask(0, 0, JSON) + b"".join(web(WEB_ORDER, bytes([kind])) for kind in (0, 1, 2)) + ask(0, 0, JSON),
-    "raw": web(WEB_RAW, short(64) + b"POST /v2/models/kl_div/infer HTTP/1.1\r\nContent-Length: 100\r\n\r\n{\"in")
-    + web(WEB_CUT, b"\1"),
-    "raw-chunked": web(WEB_RAW, short(78) + b"POST /v2/models/kl_div/infer HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
-                       b"fffffffff\r\n"),
-    "raw-twice": web(WEB_RAW, short(79) + b"PUT /v2/tensors/a HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n"),
+    "raw": raw(b"POST /v2/models/kl_div/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{\"in") + web(WEB_CUT, b"\1"),
+    "raw-chunked": raw(b"POST /v2/models/kl_div/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nfffffffff\r\n"),
+    "raw-twice": raw(b"PUT /v2/tensors/a HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n"),
+    "raw-blank": raw(b"PUT /v2/tensors/a HTTP/1.1\r\nHost: localhost\r\nContent-Length : 1\r\n\r\n"),
+    "raw-folded": raw(b"PUT /v2/tensors/a HTTP/1.1\r\nHost: localhost\r\nContent-Leng: 1\r\n th\r\n\r\n"),
 }
 
 # ---- answers.c ------------------------------------------------------------------------------------
