@@ -373,6 +373,23 @@ def test_what_the_library_answers(server, text, status):
     assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
 
 
+@pytest.mark.parametrize("length, status", [("2 ", 400), ("2\t", 400), ("+2", 400), ("-2", 400), ("2, 2", 400), ("0x2", 400),
+                                            ("", 400), (str(1 << 64), 413)])
+def test_what_the_library_answers_to_a_length(server, length, status):
+    """Its page begins with the reply's own head once more, as proto/README.md says, which its length does not count."""
+    got = talk(server, f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n{{}}".encode())
+    head, body = got.split(b"\r\n\r\n", 1)
+    assert head.startswith(f"HTTP/1.1 {status} ".encode()) and b"KLD-Status" not in got and b"Connection: close" in head, got
+    assert int(re.search(rb"Content-Length: (\d+)", head).group(1)) == len(body) - len(head) - 4, got
+    assert body.startswith(head + b"\r\n\r\n<html>"), got
+
+
+@pytest.mark.parametrize("chunk", ["1" + "0" * 16, "f" * 17])
+def test_what_the_library_answers_to_a_chunk(server, chunk):
+    got = talk(server, f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n{chunk}\r\n".encode())
+    assert got.startswith(b"HTTP/1.1 413 ") and got.count(b"HTTP/1.1") == 1 and b"KLD-Status" not in got, got
+
+
 @pytest.mark.parametrize("kib, status", [(38, 200), (40, 431)])
 def test_how_long_a_head_may_be(server, kib, status):
     assert server.request("/v2/health/live", headers={"X-Long": "a" * (kib << 10)})[0] == status
