@@ -71,6 +71,10 @@
       "CUDA allocations sent as descriptors that a worker keeps open to tell them apart")          \
     X(BYTES, region_bytes_max, "1T", "one region")                                                 \
     X(BYTES, client_region_bytes_max, "1T", "all regions of one Unix client")                      \
+    X(BYTES, shared_bytes_max, "0",                                                                \
+      "memory of the host that Unix clients register with a worker; 0: half of it for all "        \
+      "workers")                                                                                   \
+    X(BYTES, client_shared_bytes_max, "0", "of that for one Unix client; 0: half of it")           \
     X(BYTES, pool_bytes_max, "0", "memory pool of the device; 0: half of its memory")              \
     X(BYTES, client_pool_bytes_max, "0", "of that for one Unix client; 0: half of it")             \
     X(BYTES, staging_bytes_max, "1G", "shared memory for HTTP bodies and results")                 \

@@ -3,6 +3,7 @@
 #include "server/worker/mapping.h"
 
 #include <errno.h>
+#include <inttypes.h>
 #include <linux/kcmp.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,7 +18,8 @@ enum state { MAPPING, MAPPED, FAILED };
 
 struct kld_mapping {
     TAILQ_ENTRY(kld_mapping) entry;
-    uint64_t bytes; /* constant */
+    uint64_t bytes; /* constant, as is_counted */
+    bool is_counted;
     int fd;         /* -1: not on the list, and nobody else's */
     uint32_t users; /* the rest under the mutex */
     enum state state;
@@ -31,6 +33,7 @@ enum kld_status kld_mappings_init(struct kld_mappings *mappings, const struct kl
     mappings->device = device;
     mappings->stats = NULL;
     mappings->count = 0;
+    mappings->shared_bytes = 0;
     mappings->told = false;
     TAILQ_INIT(&mappings->list);
     if (uv_mutex_init(&mappings->mutex) != 0)
@@ -81,11 +84,13 @@ static struct kld_mapping *find(struct kld_mappings *mappings, int fd, uint64_t 
     return NULL;
 }
 
-static struct kld_mapping *make(struct kld_mappings *mappings, int fd, uint64_t bytes) {
+static struct kld_mapping *make(struct kld_mappings *mappings, int fd, uint64_t bytes,
+                                bool is_counted) {
     struct kld_mapping *mapping = calloc(1, sizeof *mapping);
     if (!mapping)
         return NULL;
-    *mapping = (struct kld_mapping){.bytes = bytes, .fd = -1, .users = 1};
+    *mapping = (struct kld_mapping){.bytes = bytes, .is_counted = is_counted, .fd = -1, .users = 1};
+    mappings->shared_bytes += is_counted ? bytes : 0;
     if (bytes < KLD_MAPPING_BYTES_MIN || mappings->count == KLD_MAPPINGS_MAX)
         return mapping;
     mapping->fd = fd;
@@ -94,10 +99,23 @@ static struct kld_mapping *make(struct kld_mappings *mappings, int fd, uint64_t 
     return mapping;
 }
 
+static enum kld_status check_room(const struct kld_mappings *mappings, uint64_t bytes,
+                                  uint64_t most, struct kld_error *err) {
+    uint64_t total;
+    if (most == UINT64_MAX ||
+        (!__builtin_add_overflow(mappings->shared_bytes, bytes, &total) && total <= most))
+        return KLD_OK;
+    return kld_error_set(err, KLD_NO_MEMORY,
+                         "there is no room for %" PRIu64 " bytes: clients share %" PRIu64
+                         " of %" PRIu64 " of the host's memory",
+                         bytes, mappings->shared_bytes, most);
+}
+
 /* True: that was the last one; it is nobody else's from here on. */
 static bool drop(struct kld_mappings *mappings, struct kld_mapping *mapping) {
     if (--mapping->users)
         return false;
+    mappings->shared_bytes -= mapping->is_counted ? mapping->bytes : 0;
     if (mapping->fd >= 0) {
         TAILQ_REMOVE(&mappings->list, mapping, entry);
         mappings->count--;
@@ -139,21 +157,22 @@ static void map(struct kld_mappings *mappings, struct kld_mapping *mapping, int 
 }
 
 enum kld_status kld_mapping_acquire(struct kld_mappings *mappings, int fd, uint64_t bytes,
-                                    struct kld_mapping **ret_mapping,
+                                    uint64_t shared_bytes_max, struct kld_mapping **ret_mapping,
                                     struct kld_memory **ret_memory, struct kld_error *err) {
     uv_mutex_lock(&mappings->mutex);
     struct kld_mapping *mapping = find(mappings, fd, bytes);
     bool there = mapping != NULL;
+    enum kld_status status = KLD_OK;
     if (there)
         mapping->users++;
-    else
-        mapping = make(mappings, fd, bytes);
+    else if (!(status = check_room(mappings, bytes, shared_bytes_max, err)))
+        mapping = make(mappings, fd, bytes, shared_bytes_max != UINT64_MAX);
     while (there && mapping->state == MAPPING) /* another thread of the pool is at it */
         uv_cond_wait(&mappings->mapped, &mappings->mutex);
     uv_mutex_unlock(&mappings->mutex);
     if (!mapping) {
         close(fd);
-        return kld_error_set(err, KLD_NO_MEMORY, "no memory for another region");
+        return status ? status : kld_error_set(err, KLD_NO_MEMORY, "no memory for another region");
     }
     if (!there)
         map(mappings, mapping, fd);
@@ -164,7 +183,7 @@ enum kld_status kld_mapping_acquire(struct kld_mappings *mappings, int fd, uint6
         *ret_memory = mapping->memory;
         return KLD_OK;
     }
-    enum kld_status status = mapping->error.status;
+    status = mapping->error.status;
     if (err)
         *err = mapping->error;
     kld_mapping_release(mappings, mapping);

@@ -31,17 +31,19 @@ struct kld_mappings {
     uv_mutex_t mutex;        /* of all below */
     uv_cond_t mapped;        /* one of them, or not */
     TAILQ_HEAD(kld_mapping_list, kld_mapping) list;
-    uint32_t count; /* on the list */
-    bool told;      /* that there is no kcmp */
+    uint32_t count;        /* on the list */
+    uint64_t shared_bytes; /* mapped for who has a limit */
+    bool told;             /* that there is no kcmp */
 };
 
 enum kld_status kld_mappings_init(struct kld_mappings *mappings, const struct kld_backend *backend,
                                   struct kld_device *device, struct kld_error *err);
 void kld_mappings_done(struct kld_mappings *mappings); /* none is held any more */
 
-/* Bytes [0, bytes) of a memfd that is sealed against shrinking. Takes over fd. */
+/* Bytes [0, bytes) of a memfd that is sealed against shrinking. Takes over fd. shared_bytes_max: of
+ * all mappings that were made with a limit, each once; UINT64_MAX: none, and it does not count. */
 enum kld_status kld_mapping_acquire(struct kld_mappings *mappings, int fd, uint64_t bytes,
-                                    struct kld_mapping **ret_mapping,
+                                    uint64_t shared_bytes_max, struct kld_mapping **ret_mapping,
                                     struct kld_memory **ret_memory, struct kld_error *err);
 void kld_mapping_release(struct kld_mappings *mappings, struct kld_mapping *mapping);
 

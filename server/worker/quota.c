@@ -41,6 +41,28 @@ static enum kld_status check_pool(const struct kld_session *session, uint64_t by
     return KLD_OK;
 }
 
+uint64_t kld_quota_shared_bytes_max(const struct kld_worker *worker) {
+    uint64_t most = worker->options.config->shared_bytes_max;
+    uint32_t workers = kld_stats_workers(worker->options.page);
+    if (most)
+        return most;
+    return worker->host_bytes ? worker->host_bytes / 2 / (workers ? workers : 1) : UINT64_MAX;
+}
+
+static enum kld_status check_shared(const struct kld_session *session, uint64_t bytes,
+                                    struct kld_error *err) {
+    const struct kld_worker *worker = session->worker;
+    uint64_t most = worker->options.config->client_shared_bytes_max, total;
+    most = most ? most : kld_quota_shared_bytes_max(worker) / 2;
+    if (!session->is_gateway &&
+        (__builtin_add_overflow(session->shared_bytes, bytes, &total) || total > most))
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "this connection would share over %" PRIu64
+                             " bytes of the host's memory, the most allowed",
+                             most);
+    return KLD_OK;
+}
+
 enum kld_status kld_quota_check(const struct kld_session *session, uint32_t kind, uint64_t bytes,
                                 struct kld_error *err) {
     const struct kld_config *config = session->worker->options.config;
@@ -58,5 +80,7 @@ enum kld_status kld_quota_check(const struct kld_session *session, uint32_t kind
                              "all regions of this connection would have over %" PRIu64
                              " bytes, the most allowed",
                              config->client_region_bytes_max);
+    if (kind == KLD_REGION_MEMFD)
+        return check_shared(session, bytes, err);
     return kind == KLD_REGION_POOL ? check_pool(session, bytes, err) : KLD_OK;
 }

@@ -155,6 +155,8 @@ static void gauges_add(struct kld_region *region, int sign) {
     session->region_bytes += sign > 0 ? bytes : -bytes;
     worker->regions += (uint64_t)(int64_t)sign;
     worker->region_bytes += sign > 0 ? bytes : -bytes;
+    if (region->kind == KLD_REGION_MEMFD)
+        session->shared_bytes += sign > 0 ? bytes : -bytes;
     if (region->kind == KLD_REGION_POOL) {
         session->pool_bytes += sign > 0 ? bytes : -bytes;
         worker->pool_bytes += session->is_gateway ? 0 : sign > 0 ? bytes : -bytes;
@@ -180,9 +182,9 @@ static void add_work(uv_work_t *work) {
     const struct kld_backend *backend = region->session->worker->options.backend;
     switch (region->kind) {
     case KLD_REGION_MEMFD:
-        region->status =
-            kld_mapping_acquire(&region->session->worker->mappings, region->fd, region->bytes,
-                                &region->mapping, &region->memory, &region->error);
+        region->status = kld_mapping_acquire(&region->session->worker->mappings, region->fd,
+                                             region->bytes, region->shared_bytes_max,
+                                             &region->mapping, &region->memory, &region->error);
         region->fd = -1;
         break;
     case KLD_REGION_CUDA_FD:
@@ -336,6 +338,8 @@ enum kld_status kld_worker_region_add(struct kld_session *session,
     region->request = frame->header.request;
     region->kind = frame->kind;
     region->bytes = frame->bytes;
+    region->shared_bytes_max =
+        session->is_gateway ? UINT64_MAX : kld_quota_shared_bytes_max(worker);
     region->space_offset = frame->offset_bytes;
     region->base_bytes = frame->base_bytes;
     memcpy(region->ipc_handle, frame->ipc_handle, sizeof region->ipc_handle);

@@ -46,9 +46,10 @@ struct kld_region {
     uint32_t kind; /* enum kld_region_kind */
     bool attached;
     uint64_t bytes;
-    uint64_t memory_offset; /* attached: where it begins in `memory`; else 0 */
-    uint64_t space_offset;  /* where it begins in its space: what it is aligned by */
-    uint64_t base_bytes;    /* CUDA IPC, CUDA fd */
+    uint64_t memory_offset;    /* attached: where it begins in `memory`; else 0 */
+    uint64_t space_offset;     /* where it begins in its space: what it is aligned by */
+    uint64_t base_bytes;       /* CUDA IPC, CUDA fd */
+    uint64_t shared_bytes_max; /* memfd: see mapping.h */
     uint8_t ipc_handle[KLD_WIRE_IPC_HANDLE_BYTES];
     dev_t inode_device; /* memfd */
     ino_t inode;

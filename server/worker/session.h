@@ -94,6 +94,7 @@ struct kld_session {
     uint32_t regions_count;           /* every state */
     uint64_t region_bytes;            /* of them */
     uint64_t pool_bytes;              /* of those in the device's pool */
+    uint64_t shared_bytes;            /* of those in memory of the host */
     uint64_t region_serial;           /* the high bits of the newest id */
     struct kld_cuda_file *cuda_files; /* in the kernel's order; grows with the regions */
     uint32_t cuda_files_count, cuda_files_size;

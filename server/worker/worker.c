@@ -13,6 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "server/host_memory.h"
 #include "server/log.h"
 #include "server/uv_pool.h"
 #include "server/worker/closer.h"
@@ -395,6 +396,7 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
     worker->stats = &options->page->worker[options->index];
     worker->shown = &options->page->device[options->index];
     worker->started_ns = kld_worker_now_ns();
+    worker->host_bytes = options->host_bytes ? options->host_bytes : kld_host_memory_bytes();
     worker->gateway.pidfd = -1;
     TAILQ_INIT(&worker->sessions);
     TAILQ_INIT(&worker->unsent);

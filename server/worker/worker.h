@@ -44,6 +44,7 @@ struct kld_worker_options {
     uint32_t orphan_dead_ms;   /* 0: KLD_ORPHAN_DEAD_MS */
     uint32_t health_ms;        /* 0: KLD_HEALTH_MS */
     uint32_t stuck_ms;         /* 0: KLD_STUCK_MS */
+    uint64_t host_bytes;       /* 0: kld_host_memory_bytes() */
     /* Once nothing of ours runs on the lost device any more, where that is known before this
      * process has ended; NULL: nobody wants to know. */
     void (*device_dead)(const struct kld_worker_options *options);
@@ -114,6 +115,7 @@ struct kld_worker {
     uint64_t requests_total, errors_total, kernel_ns_total, bytes_total;
     uint64_t regions, region_bytes;
     uint64_t pool_bytes; /* of regions in the device's pool, but for the gateway's */
+    uint64_t host_bytes; /* the memory of the host that there is for us; 0: not known */
 };
 
 enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_worker_options *options,

@@ -61,6 +61,7 @@ void rig_start(struct rig *rig) {
                                          .orphan_dead_ms = rig->orphan_dead_ms,
                                          .health_ms = rig->health_ms,
                                          .stuck_ms = rig->stuck_ms,
+                                         .host_bytes = rig->host_bytes,
                                          .device_dead = device_dead,
                                          .control_fd = rig->control[1]};
     struct kld_error err;

@@ -25,6 +25,7 @@ struct rig {
     socklen_t address_bytes;
     int listen_fd, control[2];
     uint32_t orphan_ms, orphan_dead_ms, health_ms, stuck_ms; /* of the worker's options */
+    uint64_t host_bytes;                                     /* as they */
     pthread_t thread;
     int exit_status;
 };

@@ -6,6 +6,7 @@
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <stddef.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
@@ -33,9 +34,12 @@ static void check_shared(void) {
     int fd = sealed(), again = dup(fd);
     ck_assert_int_eq(kld_backend_cpu.device_open(&options, &device, &err), KLD_OK);
     ck_assert_int_eq(kld_mappings_init(&mappings, &kld_backend_cpu, device, &err), KLD_OK);
-    ck_assert_int_eq(kld_mapping_acquire(&mappings, fd, BYTES, &first, &a, &err), KLD_OK);
-    ck_assert_int_eq(kld_mapping_acquire(&mappings, again, BYTES, &second, &b, &err), KLD_OK);
-    ck_assert_int_eq(kld_mapping_acquire(&mappings, sealed(), BYTES, &third, &c, &err), KLD_OK);
+    ck_assert_int_eq(kld_mapping_acquire(&mappings, fd, BYTES, UINT64_MAX, &first, &a, &err),
+                     KLD_OK);
+    ck_assert_int_eq(kld_mapping_acquire(&mappings, again, BYTES, 2 * BYTES, &second, &b, &err),
+                     KLD_OK);
+    ck_assert_int_eq(kld_mapping_acquire(&mappings, sealed(), BYTES, UINT64_MAX, &third, &c, &err),
+                     KLD_OK);
     ck_assert_ptr_eq(a, b);
     ck_assert_ptr_ne(a, c);
     kld_mapping_release(&mappings, first);
@@ -46,6 +50,41 @@ static void check_shared(void) {
 }
 
 START_TEST(mapped_once) { check_shared(); }
+END_TEST
+
+/* What several share counts once, and what has no limit not at all. */
+START_TEST(what_is_shared_has_a_limit) {
+    struct kld_device_options options = {.threads = 1};
+    struct kld_mappings mappings;
+    struct kld_mapping *unlimited, *first, *again, *second;
+    struct kld_memory *memory;
+    struct kld_device *device;
+    struct kld_error err;
+    int fd = sealed(), same = dup(fd);
+    ck_assert_int_eq(kld_backend_cpu.device_open(&options, &device, &err), KLD_OK);
+    ck_assert_int_eq(kld_mappings_init(&mappings, &kld_backend_cpu, device, &err), KLD_OK);
+    ck_assert_int_eq(
+        kld_mapping_acquire(&mappings, sealed(), BYTES, UINT64_MAX, &unlimited, &memory, &err),
+        KLD_OK);
+    ck_assert_int_eq(kld_mapping_acquire(&mappings, fd, BYTES, BYTES, &first, &memory, &err),
+                     KLD_OK);
+    ck_assert_int_eq(kld_mapping_acquire(&mappings, same, BYTES, BYTES, &again, &memory, &err),
+                     KLD_OK);
+    for (int i = 0; i < 3; i++)
+        ck_assert_int_eq(
+            kld_mapping_acquire(&mappings, sealed(), BYTES, 2 * BYTES - 1, &second, &memory, &err),
+            KLD_NO_MEMORY);
+    ck_assert_ptr_nonnull(strstr(err.text, "no room for 2097152 bytes: clients share 2097152 of"));
+    kld_mapping_release(&mappings, first);
+    kld_mapping_release(&mappings, again);
+    ck_assert_int_eq(kld_mapping_acquire(&mappings, sealed(), BYTES, BYTES, &second, &memory, &err),
+                     KLD_OK);
+    kld_mapping_release(&mappings, second);
+    kld_mapping_release(&mappings, unlimited);
+    ck_assert_uint_eq(mappings.shared_bytes, 0);
+    kld_mappings_done(&mappings);
+    kld_backend_cpu.device_close(device);
+}
 END_TEST
 
 /* As the seccomp profiles of containers refuse it. Each test is a process of its own. */
@@ -63,4 +102,5 @@ START_TEST(mapped_once_without_kcmp) {
 }
 END_TEST
 
-UNIT_MAIN("server/worker/mapping", mapped_once, mapped_once_without_kcmp)
+UNIT_MAIN("server/worker/mapping", mapped_once, mapped_once_without_kcmp,
+          what_is_shared_has_a_limit)

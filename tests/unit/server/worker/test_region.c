@@ -510,6 +510,57 @@ START_TEST(no_client_takes_the_whole_pool) {
 }
 END_TEST
 
+static uint64_t memfd_region(int fd, uint64_t bytes, enum kld_status status, const char *text) {
+    union kld_frame frame;
+    int memfd = rig_memfd(bytes);
+    rig_region_frame(&frame, 70, KLD_REGION_MEMFD, bytes);
+    rig_send_fds(fd, &frame, frame.header.length, &memfd, 1);
+    close(memfd);
+    if (status) {
+        rig_expect_error(fd, 70, status, text);
+        return 0;
+    }
+    rig_expect(fd, 70, KLD_FRAME_REGION, &frame);
+    return frame.as_REGION.region;
+}
+
+/* Of memory that nobody has touched yet, too: who touches a page first pays for it. Half of the
+ * host's is for all clients, half of that for one. */
+START_TEST(clients_do_not_share_all_of_the_hosts_memory) {
+    rig_init(&rig);
+    rig.host_bytes = 64 << 20;
+    rig_start(&rig);
+    const uint64_t most = rig.host_bytes / 4;
+    int fd = rig_client(&rig), other = rig_client(&rig), third = rig_client(&rig);
+    memfd_region(fd, most + 1, KLD_TOO_LARGE, "over 16777216 bytes of the host's memory");
+    uint64_t region = memfd_region(fd, most, KLD_OK, NULL);
+    memfd_region(fd, 1, KLD_TOO_LARGE, "over 16777216 bytes of the host's memory");
+    pool_region(fd, 4096); /* which is none of it */
+    memfd_region(other, most, KLD_OK, NULL);
+    memfd_region(third, 1, KLD_NO_MEMORY,
+                 "no room for 1 bytes: clients share 33554432 of 33554432");
+    rig_drop(fd, 71, region);
+    rig_expect(fd, 71, KLD_FRAME_DONE, NULL);
+    rig_until_stat(&rig, KLD_STAT_worker_regions, 2);
+    memfd_region(third, most, KLD_OK, NULL);
+    close(fd);
+    close(other);
+    close(third);
+    end();
+    rig_init(&rig);
+    rig.config.shared_bytes_max = 8192;
+    rig.config.client_shared_bytes_max = 8192;
+    rig_start(&rig);
+    fd = rig_client(&rig);
+    other = rig_client(&rig);
+    memfd_region(fd, 8192, KLD_OK, NULL);
+    memfd_region(other, 4096, KLD_NO_MEMORY, "clients share 8192 of 8192");
+    close(fd);
+    close(other);
+    end();
+}
+END_TEST
+
 /* Our clients are this process, as the supervisor says of one; before and after it said so of it.
  */
 static void name_gateway(pid_t pid, int pidfd) {
@@ -590,5 +641,6 @@ UNIT_MAIN("server/worker/region", ipc_handles_are_checked, one_descriptor_is_one
           parts_of_one_allocation_are_one_memory, table_grows_to_its_limit_and_reuses_places,
           quota_counts_what_is_still_condemned, client_leaves_while_regions_are_mapped,
           flood_of_region_adds_is_bounded, one_memfd_on_several_connections_is_mapped_once,
-          no_client_takes_the_whole_pool, the_gateway_is_known_by_what_the_supervisor_says,
+          clients_do_not_share_all_of_the_hosts_memory, no_client_takes_the_whole_pool,
+          the_gateway_is_known_by_what_the_supervisor_says,
           who_finds_the_pool_full_waits_for_what_the_gateway_keeps)

@@ -1,0 +1,14 @@
+/* host_memory.h - how much memory of the host this process may use: all there is, or what the
+ * control groups that it is in, of either version, allow. Knows no option. Any thread. */
+#ifndef KLD_SERVER_HOST_MEMORY_H
+#define KLD_SERVER_HOST_MEMORY_H
+
+#include <stdint.h>
+
+/* 0: not known. */
+uint64_t kld_host_memory_bytes(void);
+/* The least limit of the groups that `groups` names (a file like /proc/self/cgroup) and of those
+ * around them, mounted at `root`; UINT64_MAX: none. */
+uint64_t kld_cgroup_memory_bytes(const char *groups, const char *root);
+
+#endif
