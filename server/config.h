@@ -61,7 +61,10 @@
     X(TEXT, allow_uids, "",                                                                        \
       "uids that may connect to the Unix socket, by comma; empty: any the mode lets in")           \
     X(TEXT, allow_gids, "", "the same for gids; a client passes if either list names it")          \
-    X(COUNT, clients_max, "256", "connections on the Unix socket")                                 \
+    X(COUNT, clients_max, "256", "connections on the Unix socket; the gateway has places beside")  \
+    X(COUNT, user_clients_max, "0",                                                                \
+      "of them for one user; 0: all, with some beyond kept for users who have few")                \
+    X(COUNT, hello_ms, "10000", "how long a connection there may take to say HELLO")               \
     X(COUNT, requests_max, "1024", "requests in flight in a worker")                               \
     X(COUNT, client_requests_max, "64", "requests in flight of one Unix client")                   \
     X(COUNT, client_regions_max, "1024", "regions of one Unix client")                             \

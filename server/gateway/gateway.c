@@ -33,6 +33,8 @@
 #include "server/uv_pool.h"
 
 #define DRAIN_LOOK_MS 10
+#define LINKED_LOOK_MS 1    /* at start, while the links are not made yet, ... */
+#define LINKED_MS_MAX 1000  /* ... so long at most */
 #define HTTP_THREADS_MAX 64 /* as config.c bounds it */
 
 struct process;
@@ -54,8 +56,9 @@ struct process {
     uv_signal_t terminate;
     uv_poll_t control; /* end of file: the supervisor is gone */
     uv_timer_t drain;
+    uv_timer_t report; /* until the supervisor is told that this process serves */
     struct kld_gateway_reload reload;
-    uint64_t drain_until_ns; /* uv_hrtime() */
+    uint64_t drain_until_ns, report_until_ns; /* uv_hrtime() */
     bool ending;
 };
 
@@ -89,6 +92,7 @@ static void finish(struct process *process) {
     close_loop(&process->loop[0]);
     uv_close((uv_handle_t *)&process->terminate, NULL);
     uv_close((uv_handle_t *)&process->drain, NULL);
+    uv_close((uv_handle_t *)&process->report, NULL);
     kld_gateway_reload_close(&process->reload);
     uv_close((uv_handle_t *)&process->control, NULL);
 }
@@ -175,6 +179,11 @@ static enum kld_status set_nonblocking(int fd, struct kld_error *err) {
 static uint64_t descriptors_wanted(const struct kld_config *config) {
     return KLD_DESCRIPTORS_OWN + config->http_connections_max + KLD_METRICS_RESERVE +
            config->http_regions_max;
+}
+
+bool kld_gateway_is_ready(const struct kld_gateway *gateway) {
+    return !atomic_load(&gateway->common->draining) && !atomic_load(&gateway->page->draining) &&
+           kld_stats_ready(gateway->page) && kld_links_up(gateway->links);
 }
 
 struct kld_pool *kld_pool_choose(struct kld_gateway *gateway) {
@@ -308,6 +317,8 @@ static enum kld_status open_parts(struct process *process, struct kld_error *err
 static enum kld_status watch(struct process *process, struct kld_error *err) {
     uv_loop_t *loop = &process->loop[0].gateway.loop;
     uv_timer_init(loop, &process->drain);
+    uv_timer_init(loop, &process->report);
+    process->report.data = process;
     uv_signal_init(loop, &process->terminate);
     uv_signal_start(&process->terminate, terminated, SIGTERM);
     process->terminate.data = process->drain.data = process;
@@ -317,6 +328,24 @@ static enum kld_status watch(struct process *process, struct kld_error *err) {
     process->control.data = process;
     uv_poll_start(&process->control, UV_READABLE, control_readable);
     return KLD_OK;
+}
+
+static void report(uv_timer_t *timer) {
+    struct process *process = timer->data;
+    bool all = true;
+    for (uint32_t i = 0; i < process->common.loops; i++)
+        all = all && kld_links_up(process->loop[i].gateway.links);
+    if (!all && uv_hrtime() < process->report_until_ns)
+        return;
+    uv_timer_stop(timer);
+    kld_child_report_send(KLD_OK, "", 0, "");
+}
+
+/* So that who is told that the server serves finds it ready; but a worker that does not come is
+ * nothing that another gateway would mend. */
+static void report_once_linked(struct process *process) {
+    process->report_until_ns = uv_hrtime() + LINKED_MS_MAX * UINT64_C(1000000);
+    uv_timer_start(&process->report, report, 0, LINKED_LOOK_MS);
 }
 
 /* After the loops: nothing is on its way any more. */
@@ -379,7 +408,7 @@ int kld_gateway_main(const struct kld_child *child) {
     if (uv_loop_init(loop) != 0) {
         kld_error_set(&error, KLD_NO_MEMORY, "the event loop cannot be started");
     } else if (watch(process, &error) == KLD_OK && open_parts(process, &error) == KLD_OK) {
-        kld_child_report_send(KLD_OK, "", 0, "");
+        report_once_linked(process);
         uv_run(loop, UV_RUN_DEFAULT);
         close_rest(process);
         return EXIT_SUCCESS;

@@ -71,4 +71,7 @@ struct kld_gateway {
     _Atomic uint32_t connections; /* open, or on their way here; any thread (accept.h) */
 };
 
+/* Requests are answered: nobody ends it, a worker serves, and it is within reach. Any thread. */
+bool kld_gateway_is_ready(const struct kld_gateway *gateway);
+
 #endif

@@ -17,11 +17,13 @@ struct list {
 
 struct kld_link {
     const struct kld_link_options *options;
-    uint32_t index;  /* of the worker */
-    uint32_t load;   /* calls waiting and running */
-    uv_timer_t tick; /* runs while there are calls */
-    uv_poll_t poll;  /* kld_fd() */
-    bool connected;  /* the worker has greeted us once; libkld finds its successors */
+    uint32_t index;        /* of the worker */
+    uint32_t load;         /* calls waiting and running */
+    uv_timer_t tick;       /* runs while there are calls */
+    uv_poll_t poll;        /* kld_fd() */
+    bool connected;        /* a worker has greeted us once; libkld finds its successors */
+    uint64_t epoch;        /* of the one that did last */
+    _Atomic uint64_t life; /* of that one, see life_of() */
     bool closing, complained;
     int open_handles; /* tick, poll: to be closed */
     struct kld_connection *connection;
@@ -105,9 +107,24 @@ static void send_waiting(struct kld_link *link) {
         kld_uncork(link->connection);
 }
 
+/* Another number for each process of a worker; 0 for none. */
+static uint64_t life_of(const struct kld_link *link) {
+    const struct kld_stats *worker = &link->options->page->worker[link->index];
+    return 1 + atomic_load(&worker->value[KLD_STAT_worker_restarts_total]);
+}
+
+bool kld_link_is_up(const struct kld_link *link) {
+    return atomic_load(&link->life) == life_of(link);
+}
+
 static void look_for_greeting(struct kld_link *link) {
     struct kld_server_info info;
-    if (kld_info(link->connection, &info, NULL) != KLD_OK)
+    if (kld_info(link->connection, &info, NULL) != KLD_OK ||
+        (link->connected && info.epoch == link->epoch))
+        return;
+    link->epoch = info.epoch;
+    atomic_store(&link->life, life_of(link));
+    if (link->connected)
         return;
     link->connected = true;
     link->streams = info.streams_max ? info.streams_max : 1;
@@ -123,7 +140,7 @@ static void process(struct kld_link *link) {
         kld_log(KLD_LOG_WARN, "worker not reachable", "worker=%u reason=\"%s\"", link->index,
                 error.text);
     link->complained = status != KLD_OK;
-    if (!link->connected)
+    if (!kld_link_is_up(link))
         look_for_greeting(link);
     send_waiting(link);
 }

@@ -51,6 +51,7 @@ struct kld_link_options {
     uv_loop_t *loop;
     const struct kld_config *config;
     struct kld_stats *stats;
+    const struct kld_stats_page *page;
     struct kld_staging *staging;
     /* A call ended; it is the caller's again. */
     void (*ended)(struct kld_link_call *call, enum kld_status status,
@@ -71,6 +72,8 @@ void kld_link_submit(struct kld_link *link, struct kld_link_call *call);
 void kld_link_send(struct kld_link *link);
 /* As kld_links_withdraw(). */
 bool kld_link_withdraw(struct kld_link_call *call);
+/* The worker's process of now, or of late, has greeted it. Any thread. */
+bool kld_link_is_up(const struct kld_link *link);
 /* Calls that have not ended. */
 uint32_t kld_link_load(const struct kld_link *link);
 

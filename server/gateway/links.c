@@ -64,6 +64,7 @@ enum kld_status kld_links_open(uv_loop_t *loop, const struct kld_config *config,
     links->options = (struct kld_link_options){.loop = loop,
                                                .config = config,
                                                .stats = &page->common,
+                                               .page = page,
                                                .staging = staging,
                                                .ended = call_ended};
     links->page = page;
@@ -97,6 +98,13 @@ void kld_links_close(struct kld_links *links, void (*closed)(void *user), void *
 }
 
 uint32_t kld_links_count(const struct kld_links *links) { return links->count; }
+
+bool kld_links_up(const struct kld_links *links) {
+    for (uint32_t i = 0; i < links->count; i++)
+        if (serves(links, i) && kld_link_is_up(links->link[i]))
+            return true;
+    return false;
+}
 
 bool kld_links_withdraw(struct kld_link_call *call) { return kld_link_withdraw(call); }
 

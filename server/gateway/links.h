@@ -16,6 +16,8 @@ void kld_links_close(struct kld_links *links, void (*closed)(void *user), void *
 uint32_t kld_links_count(const struct kld_links *links);
 /* Never calls back before it returns. call->device, if it is pinned, is below the count. */
 void kld_links_submit(struct kld_links *links, struct kld_link_call *call);
+/* One of the workers serves and has greeted its link. Any thread. */
+bool kld_links_up(const struct kld_links *links);
 /* Between the two, calls are sent some at a time: to wake a worker for each costs both more than to
  * compute a small one. kld_links_send() may call back. */
 void kld_links_hold(struct kld_links *links);

@@ -61,11 +61,6 @@ static void answer_json(struct kld_exchange *exchange, const struct kld_oip_text
     char name##_buffer[size];                                                                      \
     struct kld_oip_text name = {.data = name##_buffer, .capacity = sizeof name##_buffer}
 
-static bool is_ready(const struct kld_gateway *gateway) {
-    return !atomic_load(&gateway->common->draining) && !atomic_load(&gateway->page->draining) &&
-           kld_stats_ready(gateway->page);
-}
-
 static void live(struct kld_exchange *exchange, const struct pieces *pieces, const char *body,
                  size_t bytes) {
     kld_exchange_reply_text(exchange, 200, "", "", 0);
@@ -73,7 +68,7 @@ static void live(struct kld_exchange *exchange, const struct pieces *pieces, con
 
 static void ready(struct kld_exchange *exchange, const struct pieces *pieces, const char *body,
                   size_t bytes) {
-    if (is_ready(exchange->gateway))
+    if (kld_gateway_is_ready(exchange->gateway))
         kld_exchange_reply_text(exchange, 200, "", "", 0);
     else
         fail(exchange, KLD_UNAVAILABLE,
@@ -126,7 +121,7 @@ static void repository_index(struct kld_exchange *exchange, const struct pieces 
         kld_exchange_reply_error(exchange, &error);
         return;
     }
-    bool up = is_ready(exchange->gateway);
+    bool up = kld_gateway_is_ready(exchange->gateway);
     kld_oip_append(&text,
                    "[{\"name\":\"" KLD_OIP_MODEL "\",\"version\":\"" KLD_OIP_MODEL_VERSION
                    "\",\"state\":\"%s\",\"reason\":\"%s\"}]",

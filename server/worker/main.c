@@ -8,6 +8,7 @@
 #include "server/descriptors.h"
 #include "server/log.h"
 #include "server/role.h"
+#include "server/worker/places.h"
 #include "server/worker/worker.h"
 
 static int cannot_start(const char *event, const struct kld_error *error) {
@@ -29,9 +30,10 @@ static void device_dead(const struct kld_worker_options *options) {
 /* Sockets and processes of clients, also of those whose work outlives them, memory on its way to
  * uv's pool, what waits to be closed and one packet's worth, and what is kept. */
 static uint64_t descriptors_wanted(const struct kld_config *config) {
-    return KLD_DESCRIPTORS_OWN + 4 * config->clients_max + KLD_REFUSALS_MAX +
-           config->clients_max * KLD_SESSION_TASKS_MAX + KLD_STRAYS_MAX + KLD_SESSION_FDS_MAX +
-           config->cuda_files_max;
+    uint64_t places = kld_places_max(config);
+    return KLD_DESCRIPTORS_OWN + 4 * places + KLD_REFUSALS_MAX +
+           (places - KLD_GATEWAY_PLACES) * KLD_SESSION_TASKS_MAX + KLD_STRAYS_MAX +
+           KLD_SESSION_FDS_MAX + config->cuda_files_max;
 }
 
 #define ROOFLINE_BYTES ((uint64_t)128 << 20) /* of each of three arrays: more than caches hold */

@@ -7,13 +7,13 @@
 
 #include "server/log.h"
 #include "server/role.h"
+#include "server/worker/places.h"
 #include "server/worker/worker.h"
 
 /* Its regions of the device's pool are not the clients'. */
 static void recognise(struct kld_session *session) {
     struct kld_worker *worker = session->worker;
-    if (session->is_gateway || session->fd < 0 ||
-        !kld_peer_is_gateway(&worker->gateway, session->fd))
+    if (session->is_gateway || session->fd < 0 || !kld_places_is_gateway(worker, session->fd))
         return;
     session->is_gateway = true;
     worker->pool_bytes -= session->pool_bytes;

@@ -15,6 +15,7 @@
 #include "server/worker/core.h"
 #include "server/worker/event.h"
 #include "server/worker/peer.h"
+#include "server/worker/places.h"
 
 /* ---- Out ------------------------------------------------------------------------------------- */
 
@@ -187,6 +188,11 @@ static bool may_read(const struct kld_session *session) {
            has_room(session);
 }
 
+bool kld_session_has_come(const struct kld_session *session) {
+    struct pollfd poll_fd = {.fd = session->fd, .events = POLLIN};
+    return may_read(session) && poll(&poll_fd, 1, 0) == 1 && (poll_fd.revents & POLLIN);
+}
+
 static void poll_ready(uv_poll_t *poll, int status, int events) {
     struct kld_session *session = poll->data;
     struct kld_worker *worker = session->worker;
@@ -254,8 +260,9 @@ enum kld_status kld_session_open(struct kld_worker *worker, int fd, uid_t uid, p
     session->fd = fd;
     session->uid = uid;
     session->pid = pid;
+    session->opened_ns = kld_worker_now_ns();
     session->pidfd = kld_peer_pidfd(fd);
-    session->is_gateway = kld_peer_is_gateway(&worker->gateway, fd);
+    session->is_gateway = kld_places_is_gateway(worker, fd);
     session->polling = true;
     session->poll.data = session;
     TAILQ_INIT(&session->requests);
@@ -269,6 +276,7 @@ enum kld_status kld_session_open(struct kld_worker *worker, int fd, uid_t uid, p
     worker->clients++;
     kld_stats_set(worker->stats, KLD_STAT_unix_clients, worker->clients);
     kld_stats_add(worker->stats, KLD_STAT_unix_clients_total, 1);
+    kld_places_watch(worker);
     kld_session_poll(session);
     return KLD_OK;
 }

@@ -62,6 +62,7 @@ struct kld_session {
     TAILQ_ENTRY(kld_session) in_unsent;
     enum kld_session_state state;
     uint64_t closed_ns; /* CLOSING: since when, CLOCK_MONOTONIC */
+    uint64_t opened_ns; /* as that */
     bool greeted;       /* HELLO was answered by WELCOME */
     bool packs;         /* it sends packets of several frames, so it takes them */
     bool unsent;        /* has replies since kld_session_hold(); on the worker's list of those */
@@ -133,6 +134,8 @@ void kld_session_reply_error(struct kld_session *session, uint64_t request,
                              const struct kld_error *error);
 /* Waits for what there is room for and is wanted now. */
 void kld_session_poll(struct kld_session *session);
+/* Something has come that the loop is about to read. */
+bool kld_session_has_come(const struct kld_session *session);
 /* Sends what is kept, as far as the socket takes it. */
 void kld_session_flush(struct kld_session *session);
 /* frames.c: acts on one packet. Descriptors are taken over. flags: of recvmsg(). Returns the number

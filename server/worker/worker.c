@@ -21,6 +21,7 @@
 #include "server/worker/health.h"
 #include "server/worker/kept.h"
 #include "server/worker/orders.h"
+#include "server/worker/places.h"
 #include "server/worker/waits.h"
 
 #define ACCEPT_BURST 16
@@ -46,13 +47,12 @@ static void turn_away(struct kld_worker *worker, int fd, const struct kld_error 
 static void welcome(struct kld_worker *worker, int fd) {
     struct kld_error error = {.status = KLD_OK};
     struct ucred peer = {0};
+    kld_orders_hear(worker); /* one may say who it is that connects */
     enum kld_status status = kld_peer_check(&worker->peers, fd, &peer, &error);
     if (status) {
         kld_stats_rejected(worker->stats, KLD_REJECT_unix_not_allowed);
-    } else if (worker->clients >= worker->options.config->clients_max) {
+    } else if ((status = kld_places_check(worker, fd, peer.uid, &error))) {
         kld_stats_rejected(worker->stats, KLD_REJECT_unix_clients_max);
-        status = kld_error_set(&error, KLD_BUSY, "%u clients are connected, the most allowed",
-                               worker->clients);
     }
     if (status) {
         if (kld_failed_lines_take(&worker->failed_lines))
@@ -67,12 +67,10 @@ static void welcome(struct kld_worker *worker, int fd) {
                 (int)peer.pid, (unsigned)peer.uid);
 }
 
-/* Sessions whose client left but whose work goes on take room too, and so do connections that were
- * refused and are not yet closed, or what clients sent; while there are many of those, newcomers
- * wait in the backlog. */
+/* Connections that were refused and are not yet closed take room, too, and so does what clients
+ * sent; while there are many of those, newcomers wait in the backlog. */
 static bool has_room(const struct kld_worker *worker) {
-    return worker->sessions_count < 2 * worker->options.config->clients_max &&
-           worker->refusals < KLD_REFUSALS_MAX && kld_strays_count(worker->strays) < KLD_STRAYS_MAX;
+    return worker->refusals < KLD_REFUSALS_MAX && kld_strays_count(worker->strays) < KLD_STRAYS_MAX;
 }
 
 static void accept_again(uv_timer_t *timer) { kld_worker_accept(timer->data); }
@@ -87,7 +85,6 @@ static void pause_accept(struct kld_worker *worker, uint64_t again_ms) {
 static void listener_ready(uv_poll_t *poll, int status, int events) {
     struct kld_worker *worker = poll->data;
     (void)events;
-    kld_orders_hear(worker); /* one may say who it is that connects */
     for (int i = 0; i < ACCEPT_BURST && status >= 0; i++) {
         if (!has_room(worker)) {
             pause_accept(worker, 0); /* kld_worker_accept() resumes */
@@ -257,6 +254,7 @@ static void stop(struct kld_worker *worker) {
     uv_close((uv_handle_t *)&worker->drain, NULL);
     uv_close((uv_handle_t *)&worker->waits, NULL);
     kld_health_close(worker);
+    uv_close((uv_handle_t *)&worker->hello, NULL);
     kld_failed_lines_close(&worker->failed_lines);
     if (worker->options.control_fd >= 0)
         uv_close((uv_handle_t *)&worker->control, NULL);
@@ -364,6 +362,7 @@ static enum kld_status handles_init(struct kld_worker *worker, struct kld_error 
     kld_failed_lines_open(&worker->failed_lines, &worker->loop);
     kld_health_init(worker);
     kld_kept_init(worker);
+    kld_places_init(worker);
     uv_signal_init(loop, &worker->terminate);
     uv_signal_init(loop, &worker->fault);
     worker->completions.wake.data = worker->deadline.data = worker->accept_again.data = worker;

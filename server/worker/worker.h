@@ -68,6 +68,7 @@ struct kld_worker {
     uv_timer_t drain;        /* SIGTERM + drain_ms */
     uv_prepare_t small;      /* active when a CPU may have small jobs to run */
     uv_timer_t waits;        /* while jobs with an event are with the back end */
+    uv_timer_t hello;        /* while somebody has not said it, see places.h */
     uv_timer_t kept_again;   /* see kept.h, as the next */
     TAILQ_HEAD(kld_kept_list, kld_region) kept_waiting;
     uv_timer_t health; /* see health.h */

@@ -135,7 +135,7 @@ def test_who_is_turned_away(server, make_server):
 
     def refuse():
         assert ask(other, "js") == 413
-        held = [other.connect() for _ in range(3)]
+        held = [other.connect() for _ in range(4)]
         wait_until(lambda: other.metrics()['kld_rejected_total{front="unix",reason="clients_max"}'] > 0, what="a refusal")
         for one in held:
             one.close()

@@ -191,6 +191,45 @@ START_TEST(one_that_is_late_is_not_moved) {
 }
 END_TEST
 
+static void until_up(bool up) {
+    uv_timer_start(&patience, too_long, 20000, 0);
+    while (kld_links_up(links) != up)
+        uv_run(&loop, UV_RUN_ONCE);
+    uv_timer_stop(&patience);
+}
+
+START_TEST(up_is_who_was_greeted_by_the_worker_of_now) {
+    setup();
+    ck_assert(!kld_links_up(links));
+    until_up(true);
+    for (int i = 0; i < 2; i++) { /* and both have been greeted */
+        calls[i].pinned = true;
+        calls[i].device = (uint32_t)i;
+        submit(i);
+    }
+    run_until(2);
+    page.device[0].ready = page.device[1].ready = 0;
+    ck_assert(!kld_links_up(links));
+    page.device[0].ready = page.device[1].ready = 1;
+    ck_assert(kld_links_up(links));
+    first.refuse_hello = second.refuse_hello = KLD_BUSY; /* successors that have no room */
+    first.hang_up = second.hang_up = 1;
+    page.worker[0].value[KLD_STAT_worker_restarts_total]++;
+    page.worker[1].value[KLD_STAT_worker_restarts_total]++;
+    uint64_t refused_until = uv_hrtime() + 100000000;
+    submit(2); /* its tick lets the loop turn */
+    while (uv_hrtime() < refused_until) {
+        uv_run(&loop, UV_RUN_ONCE);
+        ck_assert(!kld_links_up(links));
+    }
+    second.refuse_hello = 0;
+    until_up(true);
+    first.refuse_hello = 0;
+    run_until(3);
+    teardown();
+}
+END_TEST
+
 /* The first of several loops' links must not take the threads that JSON and shared memory need. */
 static uv_work_t work[16];
 static int worked;
@@ -233,4 +272,5 @@ END_TEST
 UNIT_MAIN("server/gateway/links", the_one_with_the_least_in_flight,
           one_that_serves_unless_the_caller_names_another, a_worker_that_never_takes_it_is_left,
           what_kills_a_device_is_not_given_to_the_next, one_that_is_late_is_not_moved,
+          up_is_who_was_greeted_by_the_worker_of_now,
           a_worker_that_does_not_answer_holds_up_no_thread)

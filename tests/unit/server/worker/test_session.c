@@ -4,8 +4,12 @@
 
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include "server/role.h"
+#include "server/worker/places.h"
 #include "tests/unit/server/worker/rig.h"
 #include "tests/unit/unit.h"
 
@@ -120,7 +124,7 @@ START_TEST(clients_max_is_answered_by_busy) {
 }
 END_TEST
 
-/* Sessions whose work outlives them are bounded too: newcomers wait in the backlog. */
+/* Sessions whose work outlives them are bounded too. */
 START_TEST(dead_clients_with_work_do_not_pile_up) {
     rig_init(&rig);
     rig.config.clients_max = 2;
@@ -133,12 +137,117 @@ START_TEST(dead_clients_with_work_do_not_pile_up) {
         close(fd);
         rig_until_stat(&rig, KLD_STAT_unix_clients, 0);
     }
-    int waiting = rig_connect(&rig);
-    usleep(20000);
-    ck_assert_uint_eq(atomic_load(&rig.stats->value[KLD_STAT_unix_clients]), 0);
+    int refused = rig_connect(&rig);
+    rig_expect_error(refused, 0, KLD_BUSY, "the work of 4 clients that left is not yet done");
+    close(refused);
     atomic_store(&rig.fake.hold, false);
-    rig_until_stat(&rig, KLD_STAT_unix_clients, 1);
-    close(waiting);
+    rig_until_is(&rig.fake.streams, 0);
+    close(rig_client(&rig));
+    end();
+}
+END_TEST
+
+/* As another user; of this thread only. */
+static int connect_as(uid_t uid) {
+    ck_assert_int_eq(syscall(SYS_setresuid, -1, uid, -1), 0);
+    int fd = rig_connect(&rig);
+    ck_assert_int_eq(syscall(SYS_setresuid, -1, 0, -1), 0);
+    return fd;
+}
+
+static bool is_let_in(int fd) {
+    union kld_frame frame;
+    kld_frame_init(&frame, KLD_FRAME_PING, 5); /* refused for what it is, or the connection was */
+    (void)!send(fd, &frame, frame.header.length, MSG_NOSIGNAL);
+    rig_receive(fd, &frame);
+    ck_assert_uint_eq(frame.header.type, KLD_FRAME_ERROR);
+    ck_assert(frame.as_ERROR.status == KLD_BUSY || frame.as_ERROR.status == KLD_INVALID);
+    return frame.as_ERROR.status == KLD_INVALID;
+}
+
+/* Who is alone has every place; then a part is left to those who have none. */
+START_TEST(users_do_not_shut_each_other_out) {
+    if (geteuid() != 0)
+        return; /* only root can become somebody else */
+    rig_init(&rig);
+    rig.config.clients_max = 8;
+    rig_start(&rig);
+    int fds[10];
+    for (int i = 0; i < 8; i++)
+        ck_assert(is_let_in(fds[i] = connect_as(1000)));
+    ck_assert(!is_let_in(connect_as(1000)));
+    ck_assert(is_let_in(fds[8] = connect_as(1001)));
+    ck_assert(!is_let_in(connect_as(1001)));
+    ck_assert(is_let_in(fds[9] = connect_as(1002)));
+    ck_assert(!is_let_in(connect_as(1003))); /* more than a quarter is not kept */
+    close(fds[8]);
+    rig_until_stat(&rig, KLD_STAT_unix_clients, 9);
+    ck_assert(!is_let_in(connect_as(1000)));
+    ck_assert(is_let_in(connect_as(1003)));
+    end();
+    rig_init(&rig);
+    rig.config.clients_max = 8;
+    rig.config.user_clients_max = 3;
+    rig_start(&rig);
+    for (int i = 0; i < 3; i++)
+        ck_assert(is_let_in(connect_as(1000)));
+    rig_expect_error(connect_as(1000), 0, KLD_BUSY, "3 clients of this user are connected");
+    for (int i = 0; i < 3; i++)
+        ck_assert(is_let_in(connect_as(1001)));
+    end();
+}
+END_TEST
+
+/* Clients are another process, the gateway is this one. */
+START_TEST(the_gateway_has_places_of_its_own) {
+    struct kld_child_order order = {.kind = KLD_ORDER_GATEWAY, .pid = getpid()};
+    int gate[2], byte;
+    rig_init(&rig);
+    rig.config.clients_max = 2;
+    rig_start(&rig);
+    ck_assert_int_eq(pipe(gate), 0);
+    pid_t child = fork();
+    if (child == 0) {
+        close(gate[1]);
+        for (int i = 0; i < 2; i++)
+            connect(socket(AF_UNIX, SOCK_SEQPACKET, 0), (struct sockaddr *)&rig.address,
+                    rig.address_bytes);
+        _exit(read(gate[0], &byte, 1) != 0);
+    }
+    rig_until_stat(&rig, KLD_STAT_unix_clients, 2);
+    rig_expect_error(rig_connect(&rig), 0, KLD_BUSY, "2 clients are connected");
+    ck_assert_int_eq(send(rig.control[0], &order, sizeof order, 0), sizeof order);
+    for (int i = 0; i < KLD_GATEWAY_PLACES; i++)
+        rig_client(&rig);
+    rig_expect_error(rig_connect(&rig), 0, KLD_BUSY, "2 clients are connected");
+    close(gate[1]);
+    ck_assert_int_eq(waitpid(child, NULL, 0), child);
+    rig_until_stat(&rig, KLD_STAT_unix_clients, KLD_GATEWAY_PLACES);
+    rig_client(&rig); /* a client like others, from here on */
+    rig_client(&rig);
+    rig_expect_error(rig_connect(&rig), 0, KLD_BUSY, "2 clients are connected");
+    end();
+}
+END_TEST
+
+START_TEST(who_does_not_say_hello_is_sent_away) {
+    rig_init(&rig);
+    rig.config.hello_ms = 100;
+    rig_start(&rig);
+    int client = rig_client(&rig), silent = rig_connect(&rig), babbles = rig_connect(&rig);
+    rig_plain(babbles, KLD_FRAME_PING, 5);
+    rig_expect_error(babbles, 5, KLD_INVALID, "the first frame must be HELLO");
+    rig_expect_error(silent, 0, KLD_DEADLINE, "HELLO did not come within 100 ms");
+    rig_expect_error(babbles, 0, KLD_DEADLINE, "HELLO did not come within 100 ms");
+    ck_assert(rig_ended(silent, 5000) && rig_ended(babbles, 5000));
+    int late = rig_connect(&rig);
+    usleep(20000);
+    union kld_frame frame;
+    kld_frame_init(&frame, KLD_FRAME_HELLO, 1);
+    frame.as_HELLO.version_min = frame.as_HELLO.version_max = KLD_WIRE_VERSION;
+    rig_send(late, &frame);
+    rig_expect(late, 1, KLD_FRAME_WELCOME, NULL);
+    ck_assert(!rig_ended(client, 200) && !rig_ended(late, 0));
     end();
 }
 END_TEST
@@ -179,5 +288,7 @@ END_TEST
 
 UNIT_MAIN("server/worker/session", every_reply_to_a_silent_client_is_kept,
           silent_client_that_dies_leaves_nothing, client_leaves_while_its_stream_opens,
-          clients_max_is_answered_by_busy, dead_clients_with_work_do_not_pile_up,
-          packet_of_no_bytes_is_not_the_end, an_error_frame_holds_its_text_and_nothing_else)
+          clients_max_is_answered_by_busy, users_do_not_shut_each_other_out,
+          the_gateway_has_places_of_its_own, who_does_not_say_hello_is_sent_away,
+          dead_clients_with_work_do_not_pile_up, packet_of_no_bytes_is_not_the_end,
+          an_error_frame_holds_its_text_and_nothing_else)
