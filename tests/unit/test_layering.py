@@ -31,7 +31,7 @@ RULES = {
     "server/supervisor": (["proto/", "server/config.h", "server/log.h", "server/role.h",
                            "server/secrets.h", "server/stats.h", "server/uv_pool.h", "server/supervisor/"], ["uv.h"]),
     "server/worker": (["proto/", "kernels/backend.h", "server/config.h", "server/descriptors.h",
-                       "server/failed_lines.h", "server/log.h",
+                       "server/failed_lines.h", "server/host_memory.h", "server/log.h",
                        "server/role.h", "server/stats.h", "server/uv_pool.h", "server/worker/"], ["uv.h"]),
     "server/gateway": (["proto/", "client/kld.h", "server/config.h", "server/descriptors.h",
                         "server/failed_lines.h", "server/log.h",
@@ -47,6 +47,7 @@ EXCEPTIONS = {
     "client/local.c": (["kernels/backend.h"], []),
     "server/failed_lines.c": (["server/failed_lines.h", "server/log.h"], ["uv.h"]),
     "server/failed_lines.h": ([], ["uv.h"]),
+    "server/host_memory.c": (["server/host_memory.h"], []),
     "server/uv_pool.c": (["server/uv_pool.h"], ["uv.h"]),
     "server/uv_pool.h": ([], ["uv.h"]),
 }
