@@ -150,8 +150,9 @@ class Client:
             return problem.status in GONE_WITH_IT.get(self.kind, (503,))
         if isinstance(problem, wire.Failed):
             return problem.status in ("unavailable", "device_lost", "gone")
-        # The gateway keeps its connections whoever else dies.
-        return isinstance(problem, BROKEN) and (self.kind.startswith("unix") or not {"gateway", "supervisor"}.isdisjoint(self.under_fire))
+        # The gateway keeps its connections whoever else dies; but a reply in pieces that has begun ends with its worker.
+        gateways = not {"gateway", "supervisor"}.isdisjoint(self.under_fire)
+        return isinstance(problem, BROKEN if gateways or self.kind.startswith("unix") else http.client.IncompleteRead)
 
     # ---- HTTP ----------------------------------------------------------------------------------
     def http(self, binary):
