@@ -11,9 +11,9 @@
 #include "kernels/cpu/quick.h"
 #include "proto/sum.h"
 
-#define SPAN_CLASSES_MIN 16384 /* a piece of a row: both sides in FP32 fit a second cache */
-#define COPY_CHUNK_BYTES (1u << 20)
-#define STREAMING_BYTES (8u << 20) /* gradients beyond this do not stay in a cache */
+#define SPAN_CLASSES_MIN 16384      /* a piece of a row: both sides in FP32 fit a second cache */
+#define COPY_CHUNK_BYTES (4u << 20) /* less is one thread's: to wake the others costs more */
+#define STREAMING_BYTES (8u << 20)  /* gradients beyond this do not stay in a cache */
 
 struct plan {
     const struct kld_job *job;
