@@ -17,6 +17,7 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/e2e"))
 GIB = 1 << 30
+UPLOADS = 5  # pairs a round: they are short, and vary most
 PEER = '''
 import torch
 from aiohttp import web
@@ -61,10 +62,10 @@ class Bench:
         out = subprocess.run([self.load, *map(str, arguments)], input=request, capture_output=True, check=True)
         return json.loads(out.stdout)
 
-    def pairs(self, one, other):
-        """[(one(), other())] of each round, one after the other."""
+    def pairs(self, one, other, times=1):
+        """[(one(), other())] of each round, or `times` as many, one after the other."""
         one(), other()  # warm
-        return [(one(), other()) for _ in range(self.options.rounds)]
+        return [(one(), other()) for _ in range(times * self.options.rounds)]
 
 
 def ratio(pairs, key, inverse=False):
@@ -122,7 +123,7 @@ def measure(bench, ports, results, oip, probabilities):
     head = post({oip.LENGTH: len(text)}, text, len(text) + GIB)
     for name, kind in (("kld", "staging"), ("bulk", "pieces"), ("fresh", "pieces_fresh")):
         pairs = bench.pairs(lambda n=name: bench.run("stream", ports[n], GIB, request=head),
-                            lambda: bench.run("stream", ports["sink"], GIB, request=b""))
+                            lambda: bench.run("stream", ports["sink"], GIB, request=b""), UPLOADS)
         results[f"upload_1gib_{kind}"] = {
             "sent_gb_per_s": round(GIB / middle([a for a, _ in pairs], "sent_s") / 1e9, 3),
             "answered_s": round(middle([a for a, _ in pairs], "answered_s"), 3),
