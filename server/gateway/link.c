@@ -8,7 +8,7 @@
 
 #include "server/log.h"
 
-#define TICK_MS 10 /* how exactly deadlines are kept */
+#define TICK_MS 10  /* how exactly deadlines are kept */
 #define HELD_MAX 16 /* calls, before they are sent all the same */
 
 struct list {
