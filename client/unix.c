@@ -157,7 +157,8 @@ static bool left(const struct unix_connection *u) {
 static void control_answered(struct unix_connection *u, const union kld_frame *frame,
                              const struct kld_error *error) {
     if (u->state == UNIX_GREETING) {
-        bool passing = error->status == KLD_BUSY || error->status == KLD_UNAVAILABLE;
+        bool passing = error->status == KLD_BUSY || error->status == KLD_UNAVAILABLE ||
+                       error->status == KLD_DEADLINE; /* HELLO came too late */
         if (!passing)
             u->fatal = *error;
         kld_unix_lose(u);

@@ -204,6 +204,8 @@ enum unix_sent kld_unix_regions_flush(struct unix_connection *u);
 /* False: no region has this number. */
 bool kld_unix_region_answered(struct unix_connection *u, uint64_t local_id,
                               const union kld_frame *reply, const struct kld_error *error);
+/* Another call uses it (NULL: none): what was refused for want of memory is asked for again. */
+void kld_unix_region_wanted(struct unix_connection *u, struct kld_region *region);
 /* The first steps of a region, and its registration in the background. */
 enum kld_status kld_unix_region_begin(struct unix_region *region, enum kld_region_kind kind,
                                       struct kld_error *err);

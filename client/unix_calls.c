@@ -79,6 +79,10 @@ static enum kld_status unix_submit(struct kld_connection *connection, struct kld
             return status;
     }
     kld_call_hold_regions(base);
+    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
+        kld_unix_region_wanted(u, base->request.bytes[slot].region);
+    kld_unix_region_wanted(u, base->copy.destination);
+    kld_unix_region_wanted(u, base->copy.source);
     kld_call_append(&u->queued, base);
     /* A try is long due: nobody let us look for a server meanwhile, so the wait begins now. */
     if (u->state == UNIX_DOWN && base->started_ns > u->retry_at_ns + UNWATCHED_NS)

@@ -281,6 +281,15 @@ bool kld_unix_region_answered(struct unix_connection *u, uint64_t local_id,
     return true;
 }
 
+void kld_unix_region_wanted(struct unix_connection *u, struct kld_region *base) {
+    struct unix_region *region = (struct unix_region *)base;
+    if (!region || region->state != UNIX_REGION_FAILED || region->attached || region->released ||
+        region->error.status != KLD_NO_MEMORY)
+        return;
+    region->state = UNIX_REGION_NEW;
+    u->region_work++;
+}
+
 /* ---- Staging -------------------------------------------------------------------------------- */
 
 static bool staged(const struct kld_call *call, int slot) {
@@ -327,7 +336,9 @@ static enum kld_status stage_open(struct unix_connection *u, uint64_t bytes,
     struct unix_stage *unused = NULL;
     for (int i = 0; i < KLD_STAGES_MAX; i++) {
         struct unix_stage *stage = &u->stages[i];
-        while (stage->region && size < 2 * stage->region->base.bytes)
+        /* One that was refused is no measure: it may have been too large. */
+        while (stage->region && stage->region->state != UNIX_REGION_FAILED &&
+               size < 2 * stage->region->base.bytes)
             size *= 2;
         if (stage->region && !stage->parts)
             stage_close(u, stage);

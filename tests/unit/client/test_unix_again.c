@@ -356,6 +356,30 @@ END_TEST
 
 /* The loss was seen long ago and nobody called kld_process() since: the server is looked for now.
  */
+/* The server had no room for it just then. */
+START_TEST(test_region_refused_for_want_of_memory) {
+    setup();
+    struct kld_region *region;
+    struct kld_result result;
+    atomic_store(&worker.refuse_regions_once, KLD_NO_MEMORY);
+    ck_assert_int_eq(kld_region_create(connection, 16384, &region, &error), KLD_OK);
+    struct kld_request request = region_request(region, 0, region, 8192);
+    ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_NO_MEMORY);
+    ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_OK);
+    ck_assert_int_eq(worker.regions_added, 2);
+    /* What is wrong with it does not pass. */
+    struct kld_region *wrong;
+    atomic_store(&worker.refuse_regions_once, KLD_INVALID);
+    ck_assert_int_eq(kld_region_create(connection, 16384, &wrong, &error), KLD_OK);
+    request = region_request(wrong, 0, wrong, 8192);
+    for (int i = 0; i < 2; i++)
+        ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_INVALID);
+    kld_region_drop(region);
+    kld_region_drop(wrong);
+    teardown();
+}
+END_TEST
+
 /* The child has the old socket too, so its parent's close ends nothing. */
 START_TEST(test_lost_with_a_child_that_goes_on) {
     setup();
@@ -411,6 +435,6 @@ UNIT_MAIN("client/unix_again", test_late_keeps_its_staging, test_cancelled_keeps
           test_input_overwritten_by_a_later_request, test_input_overwritten_by_a_later_copy,
           test_in_place_through_two_regions, test_worker_leaves,
           test_region_refused_by_a_worker_that_ends, test_server_is_looked_for_after_a_long_pause,
-          test_lost_with_a_child_that_goes_on, test_reason_of_a_refusal_is_told,
-          test_another_release_is_told_at_once, test_another_release_is_told_at_once_later,
-          test_a_request_that_kills_the_device)
+          test_region_refused_for_want_of_memory, test_lost_with_a_child_that_goes_on,
+          test_reason_of_a_refusal_is_told, test_another_release_is_told_at_once,
+          test_another_release_is_told_at_once_later, test_a_request_that_kills_the_device)
