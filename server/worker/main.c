@@ -30,9 +30,11 @@ static void device_dead(const struct kld_worker_options *options) {
 /* Sockets and processes of clients, also of those whose work outlives them, memory on its way to
  * uv's pool, what waits to be closed and one packet's worth, and what is kept. */
 static uint64_t descriptors_wanted(const struct kld_config *config) {
-    uint64_t places = kld_places_max(config);
-    return KLD_DESCRIPTORS_OWN + 4 * places + KLD_REFUSALS_MAX +
-           (places - KLD_GATEWAY_PLACES) * KLD_SESSION_TASKS_MAX + KLD_STRAYS_MAX +
+    uint64_t clients = kld_places_max(config) - KLD_GATEWAY_PLACES; /* which is a socket each */
+    uint64_t kept =
+        clients - config->clients_max; /* for users who have next to none: a task each */
+    return KLD_DESCRIPTORS_OWN + KLD_GATEWAY_PLACES + 4 * clients + KLD_REFUSALS_MAX +
+           config->clients_max * KLD_SESSION_TASKS_MAX + kept + KLD_STRAYS_MAX +
            KLD_SESSION_FDS_MAX + config->cuda_files_max;
 }
 

@@ -7,6 +7,8 @@
 #include "server/log.h"
 #include "server/worker/worker.h"
 
+#define READ_BY_THEN_NS UINT64_C(100000000)
+
 static uint64_t part(uint64_t all, uint64_t parts) { return all < parts ? 1 : all / parts; }
 
 static uint64_t clients_and_kept(const struct kld_config *config) {
@@ -98,7 +100,8 @@ static void look(uv_timer_t *timer) {
             if (patience_ns - waited_ns < next_ns)
                 next_ns = patience_ns - waited_ns;
         } else if (kld_session_has_come(session)) {
-            next_ns = 0; /* a loop that stood still has not read it yet */
+            /* A loop that stood still has not read it yet, or it may not be read just now. */
+            next_ns = next_ns < READ_BY_THEN_NS ? next_ns : READ_BY_THEN_NS;
         } else {
             send_away(session);
         }

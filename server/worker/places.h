@@ -2,7 +2,7 @@
  * may connect shuts out another:
  * - The gateway has places of its own beside those of clients.
  * - A user has at most user_clients_max of clients_max. Where that is not set he may have them all,
- *   but a part as large as a quarter is kept beyond them, for users who have next to none.
+ *   but a 64th as many is kept beyond them, for users who have next to none.
  * - Who has not said HELLO within hello_ms is sent away.
  * Loop thread. */
 #ifndef KLD_SERVER_WORKER_PLACES_H
@@ -19,7 +19,7 @@
  * is a client like others. */
 #define KLD_GATEWAY_PLACES (2 * (64 + 1))
 #define KLD_PLACES_KEPT_PART                                                                       \
-    4 /* one for so many of clients_max is kept beyond, at least one, ... */
+    64 /* one for so many of clients_max is kept beyond, at least one, ... */
 #define KLD_USER_PLACES_PART 32 /* ... for users who have less than one in so many, or none */
 
 struct kld_worker;

@@ -176,11 +176,10 @@ static unsigned receive(struct kld_session *session, bool *ret_end) {
     return kld_session_packet(session, &packet, (size_t)bytes, message.msg_flags, fds, fds_count);
 }
 
-/* Of what waits to be closed. The gateway has the uid of others, too. */
+/* Of what waits to be closed. The gateway's callers send none, so it waits for nobody's. */
 static bool has_room(const struct kld_session *session) {
     struct kld_strays *strays = session->worker->strays;
-    return session->is_gateway ? kld_strays_count(strays) < KLD_STRAYS_MAX
-                               : !kld_strays_full(strays, session->uid);
+    return session->is_gateway || !kld_strays_full(strays, session->uid);
 }
 
 static bool may_read(const struct kld_session *session) {
@@ -190,7 +189,7 @@ static bool may_read(const struct kld_session *session) {
 
 bool kld_session_has_come(const struct kld_session *session) {
     struct pollfd poll_fd = {.fd = session->fd, .events = POLLIN};
-    return may_read(session) && poll(&poll_fd, 1, 0) == 1 && (poll_fd.revents & POLLIN);
+    return poll(&poll_fd, 1, 0) == 1 && (poll_fd.revents & POLLIN);
 }
 
 static void poll_ready(uv_poll_t *poll, int status, int events) {

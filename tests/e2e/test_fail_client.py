@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not CLIENT.exists(), reason="no tests/fail/clien
 
 @pytest.fixture(scope="module")
 def server(backend):
-    one = Server(backend=backend, http_threads=1, threads=2)
+    one = Server(backend=backend, http_threads=1, threads=2, http_hosts=socket.gethostname())
     one.rest = faillib.at_rest(one)[1]
     yield one
     end_well(one)
