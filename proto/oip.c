@@ -458,11 +458,13 @@ static enum kld_status check_op(struct kld_oip_request *request, struct kld_erro
     return status;
 }
 
-/* The path has named the model; a body that names another one was meant for somebody else. */
+/* The path has named the model; a body that names another one was meant for somebody else. One that
+ * names none may say so: some clients write every field of theirs. */
 static enum kld_status check_model(const cJSON *root, const char *key, const char *ours,
                                    struct kld_error *err) {
     const cJSON *value = cJSON_GetObjectItemCaseSensitive(root, key);
-    if (!value || (cJSON_IsString(value) && strcmp(value->valuestring, ours) == 0))
+    if (!value || cJSON_IsNull(value) ||
+        (cJSON_IsString(value) && (!*value->valuestring || strcmp(value->valuestring, ours) == 0)))
         return KLD_OK;
     return kld_error_set(err, KLD_INVALID, "'%s' is not \"%s\", the one served here", key, ours);
 }

@@ -35,6 +35,7 @@ START_TEST(a_plain_request_asks_for_the_loss) {
 END_TEST
 
 START_TEST(what_a_stock_client_sends_is_understood) {
+    ck_assert_int_eq(parse("{\"model_name\":null,\"model_version\":\"\"," INPUTS "}"), KLD_OK);
     ck_assert_int_eq(parse("{\"model_name\":\"kl_div\",\"model_version\":\"1\"," INPUTS "}"),
                      KLD_OK);
     ck_assert_int_eq(
