@@ -32,6 +32,7 @@ static void done(struct kld_link_call *call, enum kld_status status,
                  const struct kld_result *result, const struct kld_error *error) {
     outcome[call - calls] = status;
     ended++;
+    uv_stop(&loop); /* or a turn in whose timers the last one ended waits for `patience` */
     if (status == KLD_OK)
         ck_assert(result->loss == CLASSES); /* twos and ones, by the fake worker's operator */
 }
