@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -54,7 +55,10 @@ static int run(int argc, char **argv) {
 /* Files are mapped: somebody who cuts one while it is read takes the pages away. */
 static void file_was_cut(int signal) {
     static const char text[] = "kld: a file was cut short while it was read, or its disk failed\n";
+    static atomic_flag told = ATOMIC_FLAG_INIT;
     (void)signal;
+    while (atomic_flag_test_and_set(&told)) /* several threads read, and one tells */
+        pause();
     (void)!write(STDERR_FILENO, text, sizeof text - 1);
     _exit(KLD_EXIT_USAGE);
 }
