@@ -135,8 +135,43 @@ BAD_HANDLES = CLIENT + """
     print("right", flush=True)"""
 
 CYCLES = CLIENT + """
+    if {kind!r} == "descriptor":
+        case = test_gpu.Case(gpu, client, gpulib.Mapped(gpu, test_gpu.ROOM))
+        assert right()
     test_gpu.leaks_nothing(case, {worker})
     print("right", flush=True)"""
+# Its stream waits for what the worker was to record, and the worker is lost.
+WAITS = CLIENT + """
+    stepper, other = test_gpu.Stepper(gpu, client), gpu.stream()
+    stepper.step(case)
+    gpu.finish(stepper.stream)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    gpu.launch("spin", stepper.stream, 500_000_000)
+    stepper.step(case)
+    print("waits", flush=True)
+    sys.stdin.readline()
+
+    def rests(seconds):
+        end = time.monotonic() + seconds
+        while gpu.is_busy(stepper.stream):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        return True
+
+    try:
+        alone = rests(3)
+        if not alone:
+            gpu.record(stepper.done, other)
+        ended = alone or rests(5)
+        with wire.Client({path!r}, name="again") as anew:
+            again = case.run(case.register(anew), anew)
+        assert not ended or abs(again / case.expected - 1) < 1e-6
+        print("alone" if alone else "recorded" if ended else "hangs", flush=True)
+    except gpulib.GpuError as error:
+        print("context lost:", error, flush=True)
+    time.sleep(600)"""
 TEACHER = CLIENT + """
     import numpy as np
     np.save({file!r}, case.p)
@@ -344,12 +379,48 @@ def test_a_teacher_with_gpu_memory_is_killed(gpu_only, mode, server, tmp_path):
     everything_is_given_back(server)
 
 
-def test_register_and_drop_leak_nothing(gpu_only, mode, server):
+@pytest.mark.parametrize("how", ["killed", "fault"])
+def test_a_stream_that_waits_for_a_lost_worker_goes_on(gpu_only, mode, server, how):
+    """Behind an early answer the client's stream waits for the worker's done event. Where the worker ends first nobody
+    records that any more, so the client does, on another stream of its own. With MPS its context may be lost too,
+    which it is told."""
+    everything_is_given_back(server)
+    worker = server.child("worker")
+    child = start(mode, server, WAITS)
+
+    def tell():
+        child.stdin.write("now\n")
+        child.stdin.flush()
+
+    try:
+        expect(child, "ready\n")
+        if how == "fault":
+            count = server.log().count("a test asked for it")
+            os.kill(worker, signal.SIGUSR2)
+            wait_until(lambda: server.log().count("a test asked for it") > count, what="the worker to know")
+        tell()
+        expect(child, "waits\n")
+        if how == "killed":
+            os.kill(worker, signal.SIGKILL)
+        assert is_replaced(server, worker, 20)
+        tell()  # with MPS no other worker computes while this one's dead context is there
+        assert select.select([child.stdout], [], [], 60)[0], "the client says nothing"
+        said = child.stdout.readline()
+    finally:
+        child.kill()
+        _, problem = child.communicate()
+    print(f"{how}, MPS {mode.mps}: {said}")
+    assert said in ("alone\n", "recorded\n") or (mode.mps and said.startswith("context lost")), said + problem
+    everything_is_given_back(server)
+
+
+@pytest.mark.parametrize("kind", ["handle", "descriptor"])
+def test_register_and_drop_leak_nothing(gpu_only, mode, server, kind):
     """10,000 times under MPS; without it: test_gpu.py."""
     if not mode.mps:
         pytest.skip("test_gpu.py does it without MPS")
     everything_is_given_back(server)
-    child = start(mode, server, CYCLES, worker=server.child("worker"))
+    child = start(mode, server, CYCLES, worker=server.child("worker"), kind=kind)
     expect(child, "right\n")
     child.communicate(timeout=60)
 

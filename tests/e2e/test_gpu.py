@@ -1,9 +1,12 @@
 """GPU memory and events shared with a worker on the same card: handles, descriptors, the order of two
 processes' streams, owners that free and leave (those that die: test_faults.py). On the CUDA back end
 only."""
+import collections
 import ctypes
+import itertools
 import os
 import struct
+import threading
 import time
 
 import numpy as np
@@ -445,6 +448,79 @@ def test_priorities_compute_the_same(server, case):
         with Client(server.unix) as one:
             one.stream(0, priority)
             assert case.run(case.register(one), one) == loss
+
+
+class Load(threading.Thread):
+    """Another client, whose streams of low priority keep the device busy."""
+
+    def __init__(self, path, shape, share):
+        super().__init__(daemon=True)
+        self.client, self.shape, self.done, self.problem = Client(path), shape, 0, None
+        self.tensors, self.ending = share(self.client), threading.Event()
+        self.streams = range(self.client.welcome["streams_max"])
+        for stream in self.streams:
+            self.client.stream(stream, -1)
+
+    def run(self):
+        try:
+            waiting, turns = collections.deque(), itertools.cycle(self.streams)
+            while waiting or not self.ending.is_set():
+                while len(waiting) < 3 * len(self.streams) and not self.ending.is_set():
+                    waiting.append(self.client.submit(self.shape, self.tensors, stream=next(turns)))
+                self.client.result(waiting.popleft())
+                self.done += 1
+        except BaseException as problem:  # told by the test
+            self.problem = problem
+
+    def stop(self):
+        self.ending.set()
+        self.join(60)
+        assert not self.is_alive() and self.problem is None, self.problem
+        self.client.close()
+
+
+def test_a_high_priority_goes_before_a_low_one(gpu, make_server):
+    """Behind six streams full of large work of another client, the same request waits for what has begun, or for its
+    turn."""
+    from gpulib import Allocation
+    server, shape = make_server(http="", client_streams_max=6), (16384, 16384)  # 2 GiB to read
+    count, stream = shape[0] * shape[1], gpu.stream()
+    memory = Allocation(gpu, 8 * count)
+    gpu.fill_later(memory.at, 2 / shape[1], count, stream)
+    gpu.fill_later(memory.at + 4 * count, 1 / shape[1], count, stream)
+    gpu.finish(stream)
+
+    def share(client):
+        region = client.region_add(wire.CUDA_IPC, memory.size, base=memory.size, uuid=gpu.uuid, handle=memory.handle)
+        return {"predictions": tensor(region), "targets": tensor(region, 4 * count)}
+
+    took = {1: [], -1: []}
+    with Client(server.unix) as client:
+        tensors = share(client)
+
+        def run(priority):
+            start = time.monotonic()
+            done = client.run(shape, tensors, stream=priority + 1)
+            took[priority].append(time.monotonic() - start)
+            assert done["loss"] == pytest.approx(-np.log(2), rel=1e-5)
+
+        for priority in took:
+            client.stream(priority + 1, priority)
+            run(priority)  # opens the stream
+            took[priority].clear()
+        load = Load(server.unix, shape, share)
+        load.start()
+        wait_until(lambda: load.problem or load.done > 100, 60, "a busy device")
+        try:
+            for _ in range(60):
+                for priority in took:
+                    run(priority)
+        finally:
+            load.stop()
+    memory.free()
+    high, low = (1e3 * float(np.median(took[priority])) for priority in (1, -1))
+    print(f"beside {load.done} others of low priority: high {high:.2f} ms, low {low:.2f} ms")
+    assert high < 0.75 * low, (high, low)
 
 
 # ---- Owners and what becomes of them ---------------------------------------------------------------
