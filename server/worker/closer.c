@@ -15,16 +15,17 @@ struct closer {
     int fd;
 };
 
-/* A uid of which too many wait has its connection wait with them. */
 static void close_connection(struct kld_worker *worker, int fd) {
     struct ucred peer = {.uid = (uid_t)-1};
     socklen_t size = sizeof peer;
-    (void)getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size);
     shutdown(fd, SHUT_RD);
-    if (kld_strays_discard(worker->strays, peer.uid, fd))
+    if (kld_strays_discard(fd)) {
         close(fd);
-    else
-        kld_strays_close_connection(worker->strays, peer.uid, fd);
+        return;
+    }
+    (void)getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size);
+    shutdown(fd, SHUT_WR); /* its client is told now */
+    kld_strays_close_connection(worker->strays, peer.uid, fd);
 }
 
 static void close_work(uv_work_t *work) {

@@ -1,8 +1,8 @@
 /* closer.h - closes connections of clients on uv's pool.
  *
  * A connection may hold descriptors in frames that were never read, whose last close takes as long
- * as it likes: these are read and go to strays.h. Unread frames are discarded first: closing a
- * socket with some would reset the connection and with it replies not yet read. Loop thread. */
+ * as it likes: then it goes to strays.h. Unread frames are discarded first: closing a socket with
+ * some would reset the connection and with it replies not yet read. Loop thread. */
 #ifndef KLD_SERVER_WORKER_CLOSER_H
 #define KLD_SERVER_WORKER_CLOSER_H
 

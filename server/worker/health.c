@@ -5,6 +5,7 @@
 #include "server/worker/core.h"
 
 #define LOOK_MS_MAX 1000 /* between two questions to the pool */
+#define LET_IN_MS 10
 
 /* ---- The device ------------------------------------------------------------------------------ */
 
@@ -40,6 +41,11 @@ static uint64_t stuck_ms(const struct kld_worker *worker) {
 
 static void nothing(uv_work_t *work) { (void)work; }
 
+static bool is_stuck(const struct kld_worker *worker) {
+    uint64_t then = worker->pool_ns < worker->room_ns ? worker->pool_ns : worker->room_ns;
+    return kld_worker_now_ns() - then >= stuck_ms(worker) * 1000000;
+}
+
 static void set_stuck(struct kld_worker *worker, bool stuck) {
     if (worker->stuck == stuck || worker->stopping)
         return;
@@ -57,10 +63,8 @@ static void pool_took(uv_work_t *work, int cancelled) {
     struct kld_worker *worker = work->data;
     (void)cancelled; /* never asked for */
     worker->pool_asked = false;
-    if (kld_strays_count(worker->strays) >= KLD_STRAYS_MAX)
-        return; /* and so nobody is let in */
     worker->pool_ns = kld_worker_now_ns();
-    set_stuck(worker, false);
+    set_stuck(worker, is_stuck(worker));
 }
 
 /* Those that were not read, or not let in, while too much waited to be closed. */
@@ -71,13 +75,25 @@ static void let_in(struct kld_worker *worker) {
     kld_worker_accept(worker);
 }
 
+static void let_in_due(uv_timer_t *timer) {
+    struct kld_worker *worker = timer->data;
+    kld_strays_look(worker->strays);
+    let_in(worker);
+}
+
+void kld_health_let_in_soon(struct kld_worker *worker) {
+    if (!worker->stopping && !uv_is_active((uv_handle_t *)&worker->let_in))
+        uv_timer_start(&worker->let_in, let_in_due, LET_IN_MS, 0);
+}
+
 static void pool_due(uv_timer_t *timer) {
     struct kld_worker *worker = timer->data;
     if (worker->lost)
         return;
     kld_strays_look(worker->strays);
-    let_in(worker);
-    if (kld_worker_now_ns() - worker->pool_ns >= stuck_ms(worker) * 1000000)
+    if (!kld_strays_crowded(worker->strays))
+        worker->room_ns = kld_worker_now_ns();
+    if (is_stuck(worker))
         set_stuck(worker, true);
     if (worker->pool_asked)
         return;
@@ -94,11 +110,15 @@ void kld_health_init(struct kld_worker *worker) {
     uv_timer_init(&worker->loop, &worker->pool_watch);
     uv_unref((uv_handle_t *)&worker->pool_watch);
     worker->pool_watch.data = worker->pool_work.data = worker;
+    uv_timer_init(&worker->loop, &worker->let_in);
+    uv_unref((uv_handle_t *)&worker->let_in);
+    worker->let_in.data = worker;
 }
 
 void kld_health_close(struct kld_worker *worker) {
     uv_close((uv_handle_t *)&worker->health, NULL);
     uv_close((uv_handle_t *)&worker->pool_watch, NULL);
+    uv_close((uv_handle_t *)&worker->let_in, NULL);
 }
 
 void kld_health_start(struct kld_worker *worker) {
@@ -107,6 +127,6 @@ void kld_health_start(struct kld_worker *worker) {
     if (worker->options.backend->check && info->offloads && !info->takes_turns)
         uv_timer_start(&worker->health, due, every, every);
     uint64_t look = stuck_ms(worker) / 4 < LOOK_MS_MAX ? stuck_ms(worker) / 4 : LOOK_MS_MAX;
-    worker->pool_ns = kld_worker_now_ns();
+    worker->pool_ns = worker->room_ns = kld_worker_now_ns();
     uv_timer_start(&worker->pool_watch, pool_due, look, look);
 }

@@ -5,18 +5,20 @@
  * out, its own clients too, so it asks the device every KLD_HEALTH_MS, on uv's pool.
  *
  * Memory is registered, streams are opened and connections closed on uv's pool. When that has taken
- * nothing for KLD_STUCK_MS, or nobody was let in for so long because what clients sent cannot be
- * closed (strays.h), then the worker is not ready, and gives no sign of life until that is over:
- * the service manager starts the server anew. To pin much memory takes its time, so the limit is
- * far above what any of it takes. Loop thread. */
+ * nothing for KLD_STUCK_MS, or nobody was let in for so long because connections cannot be closed
+ * (strays.h), then the worker is not ready, and gives no sign of life until that is over: the
+ * service manager starts the server anew. To pin much memory takes its time, so the limit is far
+ * above what any of it takes. Loop thread. */
 #ifndef KLD_SERVER_WORKER_HEALTH_H
 #define KLD_SERVER_WORKER_HEALTH_H
 
 #include "server/worker/worker.h"
 
-void kld_health_init(struct kld_worker *worker); /* the handle */
+void kld_health_init(struct kld_worker *worker); /* the handles */
 void kld_health_close(struct kld_worker *worker);
 /* Begins to look; at the device if it can be lost so. */
 void kld_health_start(struct kld_worker *worker);
+/* Somebody is not read, or not let in, before descriptors are closed: in a moment he may be. */
+void kld_health_let_in_soon(struct kld_worker *worker);
 
 #endif

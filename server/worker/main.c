@@ -35,7 +35,7 @@ static uint64_t descriptors_wanted(const struct kld_config *config) {
         clients - config->clients_max; /* for users who have next to none: a task each */
     return KLD_DESCRIPTORS_OWN + KLD_GATEWAY_PLACES + 4 * clients + KLD_REFUSALS_MAX +
            config->clients_max * KLD_SESSION_TASKS_MAX + kept + KLD_STRAYS_MAX +
-           KLD_SESSION_FDS_MAX + config->cuda_files_max;
+           KLD_STRAYS_CONNECTIONS_MAX + KLD_SESSION_FDS_MAX + config->cuda_files_max;
 }
 
 #define ROOFLINE_BYTES ((uint64_t)128 << 20) /* of each of three arrays: more than caches hold */

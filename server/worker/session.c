@@ -14,6 +14,7 @@
 #include "server/worker/closer.h"
 #include "server/worker/core.h"
 #include "server/worker/event.h"
+#include "server/worker/health.h"
 #include "server/worker/peer.h"
 #include "server/worker/places.h"
 
@@ -218,6 +219,8 @@ void kld_session_poll(struct kld_session *session) {
         return;
     int events = UV_DISCONNECT | (may_read(session) ? UV_READABLE : 0) |
                  (session->out_tail && !session->broken ? UV_WRITABLE : 0);
+    if (!(events & UV_READABLE) && !has_room(session))
+        kld_health_let_in_soon(session->worker);
     if (events == session->events)
         return;
     session->events = events;

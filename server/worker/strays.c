@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,6 +14,11 @@
 #include <unistd.h>
 
 #define THREAD_STACK_BYTES ((size_t)256 << 10)
+#define LINGER_NS 100000 /* then a close that lingers is ended, and the next of those with it */
+
+#ifndef sigev_notify_thread_id /* glibc before 2.38 does not name it */
+#define sigev_notify_thread_id _sigev_un._tid
+#endif
 
 struct stray {
     TAILQ_ENTRY(stray) entry;
@@ -26,12 +32,14 @@ struct stray {
 struct place {
     struct kld_strays *strays;
     bool is_taken, is_busy;
-    uid_t uid; /* busy: whose */
+    uid_t uid; /* busy: whose, and which */
+    bool is_connection;
+    atomic_uint left; /* of them, not closed */
     _Atomic uint64_t since_ns;
 };
 
 struct kld_strays {
-    atomic_uint count; /* descriptors that are not closed */
+    atomic_uint count, connections; /* not closed: what was received; connections */
     pthread_mutex_t mutex;
     pthread_cond_t more, gone;
     TAILQ_HEAD(stray_list, stray) list; /* under the mutex, as all below */
@@ -54,29 +62,83 @@ static void close_now(int fd) {
     close(fd);
 }
 
-static void discard_all(int fd) {
-    char byte;
-    while (recv(fd, &byte, 1, MSG_DONTWAIT) > 0 || errno == EINTR)
-        errno = 0;
+/* What is left in a connection, after shutdown() for reading. `control`: room for the credentials
+ * of a packet; descriptors that do not fit in behind them are closed by the kernel, here. stops: at
+ * the first packet with descriptors, which is left there. False: there is one, or there may be. */
+static bool discard(int fd, bool stops, void *control, size_t control_bytes) {
+    const int on = 1; /* each packet brings credentials, so one of no bytes is not the end */
+    if (setsockopt(fd, SOL_SOCKET, SO_PASSCRED, &on, sizeof on) != 0)
+        return false;
+    for (int peek = stops ? MSG_PEEK : 0;;) {
+        char byte;
+        struct iovec part = {.iov_base = &byte, .iov_len = 1};
+        struct msghdr message = {.msg_iov = &part,
+                                 .msg_iovlen = 1,
+                                 .msg_control = control,
+                                 .msg_controllen = control_bytes};
+        ssize_t got = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC | peek);
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got < 0 || (got == 0 && message.msg_controllen == 0))
+            return true;
+        if (peek && (message.msg_flags & MSG_CTRUNC))
+            return false;
+        peek = stops && !peek ? MSG_PEEK : 0;
+    }
+}
+
+union credentials {
+    char space[CMSG_SPACE(sizeof(struct ucred))];
+    struct cmsghdr align;
+};
+
+static void close_connection(int fd) {
+    union credentials control;
+    (void)discard(fd, false, control.space, sizeof control.space);
+    close(fd);
 }
 
 static void close_stray(struct kld_strays *strays, struct stray *stray, struct place *place) {
     for (unsigned i = 0; i < stray->count; i++) {
-        if (place)
-            atomic_store(&place->since_ns, now_ns());
+        atomic_store(&place->since_ns, now_ns());
         if (stray->is_connection)
-            discard_all(stray->fds[i]);
-        close_now(stray->fds[i]);
-        atomic_fetch_sub(&strays->count, 1);
+            close_connection(stray->fds[i]);
+        else
+            close_now(stray->fds[i]);
+        atomic_fetch_sub(&place->left, 1);
+        atomic_fetch_sub(stray->is_connection ? &strays->connections : &strays->count, 1);
     }
+}
+
+/* ---- What ends a close that lingers ---------------------------------------------------------- */
+
+static void nothing(int number) { (void)number; }
+
+/* A signal ends the wait of a socket that lingers; of all that lie in the same queue at once. */
+static bool make_ticks(timer_t *ret_ticks) {
+    struct sigevent event = {.sigev_notify = SIGEV_THREAD_ID, .sigev_signo = KLD_STRAYS_SIGNAL};
+    sigset_t mask;
+    event.sigev_notify_thread_id = gettid();
+    sigemptyset(&mask);
+    sigaddset(&mask, KLD_STRAYS_SIGNAL);
+    return pthread_sigmask(SIG_UNBLOCK, &mask, NULL) == 0 &&
+           timer_create(CLOCK_MONOTONIC, &event, ret_ticks) == 0;
+}
+
+static void set_ticks(timer_t ticks, long every_ns) {
+    const struct itimerspec times = {.it_value.tv_nsec = every_ns, .it_interval.tv_nsec = every_ns};
+    timer_settime(ticks, 0, &times, NULL);
 }
 
 /* ---- Under the mutex ------------------------------------------------------------------------- */
 
-static bool is_served(const struct kld_strays *strays, uid_t uid) {
-    for (unsigned i = 0; i < KLD_STRAYS_THREADS_MAX; i++)
-        if (strays->places[i].is_busy && strays->places[i].uid == uid)
+static bool is_served(const struct kld_strays *strays, const struct stray *stray) {
+    for (unsigned i = 0; i < KLD_STRAYS_THREADS_MAX; i++) {
+        const struct place *place = &strays->places[i];
+        if (place->is_busy && place->uid == stray->uid &&
+            place->is_connection == stray->is_connection)
             return true;
+    }
     return false;
 }
 
@@ -84,7 +146,7 @@ static bool is_served(const struct kld_strays *strays, uid_t uid) {
 static struct stray *next(const struct kld_strays *strays) {
     struct stray *stray;
     TAILQ_FOREACH(stray, &strays->list, entry)
-    if (!is_served(strays, stray->uid))
+    if (!is_served(strays, stray))
         return stray;
     return NULL;
 }
@@ -138,16 +200,24 @@ static void free_strays(struct kld_strays *strays) {
 static void *serve(void *argument) {
     struct place *place = argument;
     struct kld_strays *strays = place->strays;
+    timer_t ticks;
+    bool ticking = make_ticks(&ticks);
     pthread_mutex_lock(&strays->mutex);
     for (;;) {
         struct stray *stray = next(strays);
         if (stray) {
             TAILQ_REMOVE(&strays->list, stray, entry);
             place->uid = stray->uid;
+            place->is_connection = stray->is_connection;
+            atomic_store(&place->left, stray->count);
             atomic_store(&place->since_ns, now_ns());
             place->is_busy = true;
             pthread_mutex_unlock(&strays->mutex);
+            if (ticking)
+                set_ticks(ticks, LINGER_NS);
             close_stray(strays, stray, place);
+            if (ticking)
+                set_ticks(ticks, 0);
             free(stray);
             pthread_mutex_lock(&strays->mutex);
             place->is_busy = false;
@@ -159,6 +229,8 @@ static void *serve(void *argument) {
         pthread_cond_wait(&strays->more, &strays->mutex);
         strays->idle--;
     }
+    if (ticking)
+        timer_delete(ticks);
     place->is_taken = false;
     bool last = --strays->threads == 0;
     bool left = strays->left;
@@ -173,8 +245,10 @@ static void *serve(void *argument) {
 
 enum kld_status kld_strays_start(struct kld_strays **ret_strays, struct kld_error *err) {
     struct kld_strays *strays = calloc(1, sizeof *strays);
+    const struct sigaction ends = {.sa_handler = nothing}; /* not SA_RESTART */
     if (!strays)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
+    sigaction(KLD_STRAYS_SIGNAL, &ends, NULL);
     TAILQ_INIT(&strays->list);
     pthread_mutex_init(&strays->mutex, NULL);
     pthread_cond_init(&strays->more, NULL);
@@ -223,7 +297,7 @@ static void add(struct kld_strays *strays, uid_t uid, bool is_connection, const 
     stray->is_connection = is_connection;
     stray->count = count;
     memcpy(stray->fds, fds, count * sizeof(int));
-    atomic_fetch_add(&strays->count, count);
+    atomic_fetch_add(is_connection ? &strays->connections : &strays->count, count);
     pthread_mutex_lock(&strays->mutex);
     TAILQ_INSERT_TAIL(&strays->list, stray, entry);
     look(strays);
@@ -239,53 +313,48 @@ void kld_strays_close_connection(struct kld_strays *strays, uid_t uid, int fd) {
     add(strays, uid, true, &fd, 1);
 }
 
-bool kld_strays_discard(struct kld_strays *strays, uid_t uid, int fd) {
-    const int on = 1; /* each packet brings credentials, so one of no bytes is not the end */
-    if (setsockopt(fd, SOL_SOCKET, SO_PASSCRED, &on, sizeof on) != 0)
-        return false;
-    for (;;) {
-        union {
-            char space[CMSG_SPACE(sizeof(int) * KLD_STRAYS_FDS_MAX) +
-                       CMSG_SPACE(sizeof(struct ucred))];
-            struct cmsghdr align;
-        } control;
-        char byte;
-        struct iovec part = {.iov_base = &byte, .iov_len = 1};
-        struct msghdr message = {.msg_iov = &part,
-                                 .msg_iovlen = 1,
-                                 .msg_control = control.space,
-                                 .msg_controllen = sizeof control.space};
-        if (kld_strays_full(strays, uid))
-            return false;
-        ssize_t got = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-        if (got < 0 && errno == EINTR)
-            continue;
-        if (got < 0 || (got == 0 && message.msg_controllen == 0))
-            return true;
-        for (struct cmsghdr *at = CMSG_FIRSTHDR(&message); at; at = CMSG_NXTHDR(&message, at)) {
-            int fds[KLD_STRAYS_FDS_MAX];
-            size_t bytes = at->cmsg_len - CMSG_LEN(0);
-            if (at->cmsg_level != SOL_SOCKET || at->cmsg_type != SCM_RIGHTS || bytes > sizeof fds)
-                continue;
-            memcpy(fds, CMSG_DATA(at), bytes);
-            kld_strays_close(strays, uid, fds, (unsigned)(bytes / sizeof(int)));
-        }
-    }
+bool kld_strays_discard(int fd) {
+    union credentials control;
+    return discard(fd, true, control.space, sizeof control.space);
 }
 
-bool kld_strays_full(struct kld_strays *strays, uid_t uid) {
-    if (kld_strays_count(strays) < KLD_STRAYS_USER_MAX)
-        return false;
+void kld_strays_discard_at_end(int fd) {
+    union {
+        char space[CMSG_SPACE(sizeof(struct ucred)) + CMSG_SPACE(sizeof(int) * KLD_STRAYS_FDS_MAX)];
+        struct cmsghdr align;
+    } control;
+    (void)discard(fd, false, control.space, sizeof control.space);
+}
+
+static unsigned count_of(struct kld_strays *strays, uid_t uid) {
     unsigned count = 0;
     const struct stray *stray;
     pthread_mutex_lock(&strays->mutex);
     TAILQ_FOREACH(stray, &strays->list, entry)
-    count += stray->uid == uid ? stray->count : 0;
+    count += stray->uid == uid && !stray->is_connection ? stray->count : 0;
+    for (unsigned i = 0; i < KLD_STRAYS_THREADS_MAX; i++) {
+        const struct place *place = &strays->places[i];
+        if (place->is_busy && place->uid == uid && !place->is_connection)
+            count += atomic_load(&place->left);
+    }
     pthread_mutex_unlock(&strays->mutex);
-    return count >= KLD_STRAYS_USER_MAX;
+    return count;
 }
 
-uint32_t kld_strays_count(struct kld_strays *strays) { return atomic_load(&strays->count); }
+bool kld_strays_full(struct kld_strays *strays, uid_t uid) {
+    unsigned all = atomic_load(&strays->count);
+    if (all < KLD_STRAYS_USER_MAX)
+        return false;
+    return count_of(strays, uid) >= (all < KLD_STRAYS_MAX ? KLD_STRAYS_USER_MAX : 1);
+}
+
+bool kld_strays_crowded(struct kld_strays *strays) {
+    return atomic_load(&strays->connections) >= KLD_STRAYS_CONNECTIONS_MAX;
+}
+
+uint32_t kld_strays_count(struct kld_strays *strays) {
+    return atomic_load(&strays->count) + atomic_load(&strays->connections);
+}
 
 void kld_strays_look(struct kld_strays *strays) {
     pthread_mutex_lock(&strays->mutex);

@@ -67,10 +67,13 @@ static void welcome(struct kld_worker *worker, int fd) {
                 (int)peer.pid, (unsigned)peer.uid);
 }
 
-/* Connections that were refused and are not yet closed take room, too, and so does what clients
- * sent; while there are many of those, newcomers wait in the backlog. */
-static bool has_room(const struct kld_worker *worker) {
-    return worker->refusals < KLD_REFUSALS_MAX && kld_strays_count(worker->strays) < KLD_STRAYS_MAX;
+/* Connections that are not yet closed take room, too; while there are many of those, newcomers wait
+ * in the backlog. */
+static bool has_room(struct kld_worker *worker) {
+    if (kld_strays_crowded(worker->strays))
+        return false;
+    worker->room_ns = kld_worker_now_ns();
+    return worker->refusals < KLD_REFUSALS_MAX;
 }
 
 static void accept_again(uv_timer_t *timer) { kld_worker_accept(timer->data); }
@@ -87,7 +90,8 @@ static void listener_ready(uv_poll_t *poll, int status, int events) {
     (void)events;
     for (int i = 0; i < ACCEPT_BURST && status >= 0; i++) {
         if (!has_room(worker)) {
-            pause_accept(worker, 0); /* kld_worker_accept() resumes */
+            pause_accept(worker, 0);
+            kld_worker_accept(worker);
             return;
         }
         int fd = accept4(worker->options.listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
@@ -106,8 +110,12 @@ static void listener_ready(uv_poll_t *poll, int status, int events) {
 }
 
 void kld_worker_accept(struct kld_worker *worker) {
-    if (worker->listening || worker->draining || worker->stopping || !has_room(worker))
+    if (worker->listening || worker->draining || worker->stopping)
         return;
+    if (!has_room(worker)) {
+        kld_health_let_in_soon(worker);
+        return;
+    }
     /* At the server's start: WELCOME lists all devices, so clients wait until all are known. */
     if (!kld_stats_described(worker->options.page)) {
         uv_timer_start(&worker->accept_again, accept_again, START_LOOK_MS, 0);
@@ -339,7 +347,7 @@ static void part_with_all(struct kld_worker *worker) {
     }
     TAILQ_FOREACH(session, &worker->sessions, in_worker)
     if (session->state == KLD_SESSION_OPEN)
-        (void)kld_strays_discard(worker->strays, session->uid, session->fd);
+        kld_strays_discard_at_end(session->fd);
 }
 
 /* ---- Init, run, done ------------------------------------------------------------------------- */

@@ -80,7 +80,9 @@ struct kld_worker {
     uv_work_t pool_work;
     bool pool_asked;              /* pool_work is with the pool */
     uint64_t pool_ns;             /* CLOCK_MONOTONIC: the pool was last known to take work */
-    bool stuck;                   /* it has not for too long */
+    uint64_t room_ns;             /* as that: newcomers did not wait for connections to be closed */
+    bool stuck;                   /* one of these is too long ago */
+    uv_timer_t let_in;            /* while somebody waits for descriptors to be closed */
     struct kld_mappings mappings; /* the pool's; see mapping.h */
     struct kld_strays *strays;
     struct kld_completions completions;
