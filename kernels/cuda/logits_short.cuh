@@ -115,8 +115,10 @@ template <class ROW> struct tiles {
         ret_bad = active && !masked && !row.good(value);
         if (ROW::ALL && (row.want_p || row.want_q))
             row.gradients(factor);
-        if (ROW::MODE != LOSS)
+        if (ROW::MODE != LOSS) {
+            __syncwarp(); /* a lane may have read what another writes: see load_as(), compute() */
             put(row, at_p, at_q, aligned, masked || base == 0.0);
+        }
         if (!active || ret_bad)
             return 0.0;
         double result = masked ? 0.0 : (double)fmaxf(value, 0.0f) * ((double)weight * args.scale);
@@ -237,12 +239,13 @@ static __global__ void __launch_bounds__(THREADS, BLOCKS)
     kernel(const __grid_constant__ kld_cuda_args args) {
     __shared__ warp_space spaces[WARPS];
     warp_space &space = spaces[threadIdx.x / 32];
-    tile_cursor first;
+    tile_cursor first, none;
     first.group = (uint64_t)blockIdx.x * WARPS + threadIdx.x / 32;
     first.open(args, (args.rows + args.group_rows - 1) / args.group_rows);
+    none = first;
+    none.rows = 0;
     space.state.next = first; /* all lanes write the same */
-    space.state.now = first;
-    space.state.now.rows = 0;
+    space.state.now = none;
     space.state.turn = 0;
     space.state.again = false;
     space.state.total[threadIdx.x % 32] = 0;
