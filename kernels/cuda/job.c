@@ -59,6 +59,13 @@ static cudaError_t copy_rows(char *to, uint64_t to_stride, const char *from, uin
     return error;
 }
 
+/* Kernels that read a row from device memory take whole granules of 16 bytes and drop what is not
+ * the row's (struct far_slice): of a staged tensor's last one, too, all is to be somebody's. */
+static cudaError_t clear_tail(const struct cuda_flight *flight, char *end) {
+    size_t rest = (size_t)(-(uintptr_t)end & 15);
+    return rest ? cudaMemsetAsync(end, 0, rest, cuda_stream_of(flight)) : cudaSuccess;
+}
+
 /* Tiles [first, first + tiles) of a slot of a flat job. */
 static cudaError_t copy_tiles(const struct cuda_flight *flight, int slot, uint64_t first,
                               uint64_t tiles, bool back) {
@@ -82,10 +89,13 @@ static cudaError_t copy_slot(const struct cuda_flight *flight, int slot, uint64_
     char *host = cuda_address_of(&job->place[slot]) + (tall ? first * at->stride_bytes : 0);
     char *staged = flight->staging + flight->staging_at[slot];
     uint64_t count = tall ? rows : 1;
-    return back ? copy_rows(host, at->stride_bytes, staged, at->row_bytes, at->row_bytes, count,
-                            cuda_stream_of(flight))
-                : copy_rows(staged, at->row_bytes, host, at->stride_bytes, at->row_bytes, count,
-                            cuda_stream_of(flight));
+    if (back)
+        return copy_rows(host, at->stride_bytes, staged, at->row_bytes, at->row_bytes, count,
+                         cuda_stream_of(flight));
+    cudaError_t error = copy_rows(staged, at->row_bytes, host, at->stride_bytes, at->row_bytes,
+                                  count, cuda_stream_of(flight));
+    bool read_so = slot == KLD_SLOT_PREDICTIONS || slot == KLD_SLOT_TARGETS;
+    return error || !read_so ? error : clear_tail(flight, staged + count * at->row_bytes);
 }
 
 /* ---- planning ---------------------------------------------------------------------------------

@@ -48,6 +48,36 @@ static void run_staged(struct record *record, uint64_t rows) {
     ck_assert_int_eq(record->job.status, KLD_OK);
 }
 
+/* Kernels may take all 16 bytes of which one is a staged tensor's: none is what was there before.
+ */
+START_TEST(no_granule_of_a_tensor_is_left_as_it_was) {
+    setup();
+    const struct cuda_block *kept = ((struct cuda_device *)device)->kept;
+    for (uint32_t classes = 29; classes <= 32; classes++)
+        for (int i = 0; i < 2; i++) { /* the second one in what the first has left */
+            struct record *record = &records[0];
+            prepare(record, host, false);
+            record->job.op.shape[0] = 1;
+            record->job.op.shape[1] = classes;
+            record->job.op.predictions_form = record->job.op.targets_form = KLD_FORM_LOGITS;
+            ck_assert_int_eq(kld_op_check(&record->job.op, &record->job.geometry, &err), KLD_OK);
+            submit(record, 0);
+            wait_for(record, false);
+            ck_assert_int_eq(record->job.status, KLD_OK);
+            const struct cuda_block *block = kept;
+            while (!block->at)
+                block++;
+            ck_assert_uint_ge(block->bytes, 512);
+            for (uint32_t at = 0; i == 1 && at < 256; at++)
+                for (int slot = 0; slot < 2; slot++)
+                    ck_assert_int_eq((unsigned char)block->at[256 * slot + at],
+                                     at < 128 ? 0 : 0xee);
+            memset(block->at, 0xee, 512);
+        }
+    teardown();
+}
+END_TEST
+
 /* What cannot fit whatever gives way takes nothing from anybody. */
 START_TEST(kept_staging_does_not_give_way_in_vain) {
     setup_small();
@@ -189,8 +219,9 @@ START_TEST(room_is_made_without_holding_up_jobs) {
 END_TEST
 
 UNIT_MAIN("kernels/cuda/staging", kept_staging_gives_way, kept_staging_does_not_give_way_in_vain,
-          small_jobs_leave_large_blocks_alone, what_is_kept_follows_the_jobs,
-          the_pool_is_trimmed_behind_a_buffer, room_is_made_without_holding_up_jobs)
+          no_granule_of_a_tensor_is_left_as_it_was, small_jobs_leave_large_blocks_alone,
+          what_is_kept_follows_the_jobs, the_pool_is_trimmed_behind_a_buffer,
+          room_is_made_without_holding_up_jobs)
 
 #else
 
