@@ -4,6 +4,8 @@
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/driver.h"
 
+#include <errno.h>
+#include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -147,8 +149,9 @@ enum kld_status cuda_memory_alloc(struct kld_device *base, uint64_t bytes,
 enum kld_status cuda_memory_map(struct kld_device *base, int fd, uint64_t bytes,
                                 struct kld_memory **ret_memory, struct kld_error *err) {
     struct cuda_device *device = device_of(base);
-    if (bytes == 0 || bytes > SIZE_MAX)
-        return kld_error_set(err, KLD_INVALID, "a region of 0 bytes; expected at least 1");
+    if (bytes == 0 || bytes > PTRDIFF_MAX)
+        return kld_error_set(err, KLD_INVALID, "a region of %" PRIu64 " bytes cannot be mapped",
+                             bytes);
     enum kld_status status = cuda_enter(device, err);
     if (status)
         return status;
@@ -157,9 +160,11 @@ enum kld_status cuda_memory_map(struct kld_device *base, int fd, uint64_t bytes,
         return KLD_NO_MEMORY;
     void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (at == MAP_FAILED) {
+        int error = errno;
         free(memory);
-        return kld_error_set(err, KLD_INVALID,
-                             "the shared memory cannot be mapped readable and writable");
+        return kld_error_set(err, error == ENOMEM ? KLD_NO_MEMORY : KLD_INVALID,
+                             "cannot map %" PRIu64 " bytes of shared memory: %s", bytes,
+                             strerror(error));
     }
     /* Not pinned (a limit on locked memory, say) still works: copies are then slower. */
     memory->pinned = cudaHostRegister(at, bytes, cudaHostRegisterPortable) == cudaSuccess;
