@@ -2,6 +2,7 @@
  * that know its names: metrics, and the model's statistics. Of requests over HTTP, because there
  * the model has its name. Counts nothing itself. Any thread. */
 #include <inttypes.h>
+#include <string.h>
 
 #include "server/gateway/metrics.h"
 
@@ -44,12 +45,20 @@ void kld_metric_triton_none(const struct kld_metric *metric, const struct kld_st
     append_number(metric, 0, text);
 }
 
+/* The first worker of its device: a GPU that is named several times has several. */
+static bool is_first(const struct kld_stats_page *page, uint32_t worker) {
+    for (uint32_t i = 0; i < worker; i++)
+        if (memcmp(page->device[i].uuid, page->device[worker].uuid, KLD_WIRE_UUID_BYTES) == 0)
+            return false;
+    return true;
+}
+
 void kld_metric_gpu_memory(const struct kld_metric *metric, const struct kld_stats_page *page,
                            struct kld_oip_text *text) {
     for (uint32_t i = 0; i < kld_stats_workers(page); i++) {
         const struct kld_stats *stats = &page->worker[i];
         const uint8_t *uuid = page->device[i].uuid;
-        if (!kld_metric_has_uuid(uuid))
+        if (!kld_metric_has_uuid(uuid) || !is_first(page, i))
             continue;
         kld_oip_append(text, "%s{gpu_uuid=\"", metric->name);
         kld_metric_append_uuid(uuid, text);

@@ -127,7 +127,7 @@ def test_metrics_are_prometheus_text(server):
     infer(server, {"predictions": probabilities((2, 3), 1), "targets": probabilities((2, 3), 2)})
     status, headers, body = server.request("/metrics")
     assert status == 200 and headers["Content-Type"].startswith("text/plain; version=0.0.4")
-    types, sample = {}, re.compile(r'([a-z_]+)(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? (\S+)')
+    types, sample = {}, re.compile(r'([a-z_]+)(\{[a-z_]+="[^"]*"(,[a-z_]+="[^"]*")*\})? (\S+)')
     values = {}
     for line in body.decode().splitlines():
         if line.startswith("# TYPE "):
@@ -138,6 +138,7 @@ def test_metrics_are_prometheus_text(server):
             name, labels, _, value = sample.fullmatch(line).groups()
             family = re.sub(r"_(bucket|sum|count)$", "", name) if name not in types else name
             assert family in types, line
+            assert name + (labels or "") not in values, line
             values[name + (labels or "")] = float(value)
     assert values['kld_requests_total{front="http",status="ok"}'] >= 1
     assert any(k.startswith("kld_build_info{version=") for k in values)

@@ -153,6 +153,19 @@ START_TEST(what_is_known_of_devices_and_processes) {
 }
 END_TEST
 
+/* A GPU that is named several times has several workers, and one sample: two of one name would
+ * make Prometheus drop one. */
+START_TEST(a_gpu_is_told_once) {
+    static struct kld_stats_page page = {.workers = 3};
+    page.device[0].uuid[0] = page.device[1].uuid[0] = 1;
+    page.device[2].uuid[0] = 2;
+    int samples = 0;
+    for (const char *at = render(&page); (at = strstr(at, "\nnv_gpu_memory_total_bytes{")); at++)
+        samples++;
+    ck_assert_int_eq(samples, 2);
+}
+END_TEST
+
 static const char *devices_of(const struct kld_stats_page *page) {
     struct kld_oip_text text = {.data = buffer, .capacity = KLD_METRICS_BYTES_MAX};
     kld_metrics_append_device(page, &text);
@@ -264,5 +277,5 @@ END_TEST
 
 UNIT_MAIN("server/gateway/metrics", histograms_are_cumulative,
           each_family_has_its_help_and_type_once, what_anybody_counts_is_added_up,
-          what_is_known_of_devices_and_processes, what_it_computes_with_is_known_of_all_or_not_yet,
-          triton_s_names, the_largest_numbers_fit)
+          what_is_known_of_devices_and_processes, a_gpu_is_told_once,
+          what_it_computes_with_is_known_of_all_or_not_yet, triton_s_names, the_largest_numbers_fit)
