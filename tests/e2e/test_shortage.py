@@ -58,7 +58,9 @@ def limited(pid, what, value):
 
 
 def no_more_descriptors(pid):
-    return limited(pid, resource.RLIMIT_NOFILE, max(int(fd) for fd in os.listdir(f"/proc/{pid}/fd")) + 1)
+    """A driver closes files that it opened before others: the lowest number that is free, not the one behind all."""
+    held = {int(fd) for fd in os.listdir(f"/proc/{pid}/fd")}
+    return limited(pid, resource.RLIMIT_NOFILE, min(set(range(len(held) + 1)) - held))
 
 
 def cpu_s(pid):
