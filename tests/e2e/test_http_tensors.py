@@ -214,7 +214,12 @@ def test_a_lost_worker_takes_them_along(make_server):
     wait_until(told, what="410")
     assert all(status in (410, 503) for status, _ in statuses) and "upload it again" in statuses[-1][1]
     assert [t["state"] for t in listed(server)] == ["LOST", "LOST"]
-    assert put(server, "gone", p)[0] == 200
+
+    def uploaded():  # again, as soon as there is a worker to take it
+        statuses.append((put(server, "gone", p)[0], None))
+        return statuses[-1][0] == 200
+    wait_until(uploaded, what="the next worker")
+    assert all(status in (200, 410, 503) for status, _ in statuses)
     assert ask(server, p, p, {"targets": "gone"})[0] == 200
     assert sorted(t["state"] for t in listed(server)) == ["LOST", "READY"]
 

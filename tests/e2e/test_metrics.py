@@ -55,7 +55,7 @@ def test_tensors_to_store_are_requests_too(make_server):
 
     def put(name):
         return server.request(f"/v2/tensors/{name}?datatype=FP32&shape=1572864", bytes(6291456), method="PUT")[0]
-    assert put("first") == 200
+    wait_until(lambda: put("first") == 200, what="a gateway that has met its worker, and a worker that has its pool")
     new = grown(server, lambda: [put(name) for name in "abc"])
     assert new['kld_http_replies_total{code="503"}'] == 3
     assert new['kld_requests_total{front="http",status="no_memory"}'] == 3

@@ -174,7 +174,7 @@ WRONG = {
     "dtype": {"target": torch.ones(4, 6, dtype=torch.int64)},
     "empty": {"input": torch.ones(0, 6), "target": torch.ones(0, 6)},
     "device": {"target": torch.ones(4, 6, device="meta")},
-    "no dimension": {"input": torch.ones(()), "target": torch.ones(())},
+    "no dimension": {"input": torch.ones(()), "target": torch.ones(()), "reduction": "row"},
     "meta": {"input": torch.ones(4, 6, device="meta"), "target": torch.ones(4, 6, device="meta")}}
 
 
@@ -188,6 +188,14 @@ def test_errors_are_those_outside_of_a_graph(connection, name, compiler):
     with pytest.raises(type(right.value), match=re.escape(str(right.value))) as raised:
         compiled(functional.kl_div, compiler)(**given)
     assert type(raised.value) is type(right.value)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_dimension_is_one_class(connection, reduction):
+    z, t = torch.tensor(-0.7), torch.tensor(0.5)
+    right = functional.kl_div(z, t, reduction=reduction, connection=connection)
+    assert right.shape == () and float(right) == pytest.approx(float(F.kl_div(z, t, reduction=reduction)), rel=1e-6)
+    assert compiled(functional.kl_div)(z, t, reduction=reduction, connection=connection) == right
 
 
 @pytest.mark.parametrize("value", [torch.tensor(2.0), torch.tensor(2, dtype=torch.int64), np.float32(2), np.float64(2),

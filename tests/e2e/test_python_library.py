@@ -218,7 +218,7 @@ def test_https(make_server, tmp_path, monkeypatch):
     url, trusted = server.http.replace("http:", "https:"), str(tmp_path / "certificate")
     with kld.connect(url, ca_file=trusted) as connection:
         right = connection.kl_div(Q, P)
-    with kld.connect("local:cpu") as connection:
+    with kld.connect(server.url_unix) as connection:
         assert connection.kl_div(Q, P).loss == right.loss
     with pytest.raises(kld.KldPermissionError, match="certificate is not trusted"):
         kld.connect(url, connect_timeout=1)

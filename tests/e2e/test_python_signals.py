@@ -194,7 +194,7 @@ assert connection.kl_div(few, few).loss == 0
 
 def test_a_connection_that_comes_behind_a_ctrl_c_is_closed(make_server):
     """The worker lets nobody in while it is stopped."""
-    server = make_server()
+    server = make_server(http="")
     worker = server.child("worker")
     with subprocess.Popen([sys.executable, "-c", BEGINNING + """
 print("ready", flush=True)
@@ -210,7 +210,7 @@ for _ in range(100):
         break
     time.sleep(0.05)
 print(connection.stats()["clients"])
-""", server.url_unix, "2"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+""", server.url_unix, "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                           env=environment()) as client:
         try:
             assert client.stdout.readline() == "ready\n"
@@ -220,7 +220,7 @@ print(connection.stats()["clients"])
             assert client.stdout.readline() == "interrupted\n"
             os.kill(worker, signal.SIGCONT)
             out, err = client.communicate("go\n", timeout=30)
-            assert out == "2\n", (out, err)  # this one, and the gateway
+            assert out == "1\n", (out, err)  # this one; there is no gateway
         finally:
             os.kill(worker, signal.SIGCONT)
             client.kill()
