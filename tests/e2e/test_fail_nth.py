@@ -115,12 +115,17 @@ def reached(backend):
     return backend == "cuda" and "libcudart.so" in said.stdout
 
 
+CUDA_STEP = {OUT_OF_MEMORY: 23, LAUNCH_FAILED: 97}  # of a sample: each of the latter costs a worker with its context
+CUDA_LIMIT = 200  # of a sample: behind these a part asks whether it has ended, as often as that takes
+
+
 @pytest.mark.parametrize("error", [OUT_OF_MEMORY, LAUNCH_FAILED])
 @pytest.mark.parametrize("part", UNIX + HTTP, ids=lambda part: part.__name__)
 @pytest.mark.timeout(3000)
 def test_cuda(sweep, backend, part, error):
     if not reached(backend):
         pytest.skip("needs --backend cuda and a libkld.so with the shared runtime (tests/README.md)")
-    before = len(sweep.problems)
-    sweep.sweep("worker", "cuda", part, step=EVERY or STEP, error=error)
+    before, step = len(sweep.problems), EVERY or CUDA_STEP[error]
+    sample = {} if EVERY else {"begin": 1 + (UNIX + HTTP).index(part) * 7 % step, "limit": CUDA_LIMIT}
+    sweep.sweep("worker", "cuda", part, step=step, error=error, **sample)
     assert not sweep.problems[before:], "\n".join(sweep.problems[before:])
