@@ -54,7 +54,7 @@ void kld_infer_stop_waiting(struct kld_infer *infer) {
     kld_waiter_remove(infer->gateway, &infer->waiter);
     if (infer->waits_for_place)
         infer->gateway->waiting_for_place--;
-    infer->waits_for_place = infer->waiter.each_tick = false;
+    infer->waits_for_place = infer->waiter.in_turn = false;
 }
 
 static struct kld_infer *infer_of(struct kld_waiter *waiter) {
@@ -89,7 +89,7 @@ static void wait_for_place(struct kld_infer *infer) {
     gateway->waiting_for_place++;
     infer->waiter.retry = ask_for_place;
     infer->waiter.late = waited_too_long;
-    infer->waiter.each_tick = true;
+    infer->waiter.in_turn = true;
     kld_exchange_pause(infer->exchange);
     kld_waiter_add(gateway, &infer->waiter, uv_hrtime() + gateway->config->http_wait_ms * 1000000);
 }

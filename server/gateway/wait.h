@@ -23,7 +23,8 @@ struct kld_waiter {
     /* Something has changed: asks for its memory again, then calls kld_waiter_remove() or stays. */
     void (*retry)(struct kld_waiter *waiter);
     void (*late)(struct kld_waiter *waiter); /* it does not wait any more */
-    bool each_tick;                          /* retry at each: it does not wait for staging */
+    /* It waits for no staging: retry at each tick, unless one that came before it still waits. */
+    bool in_turn; /* all of these have the same time to wait */
 
     /* Its own. */
     struct kld_waiter *before, *after;
