@@ -8,6 +8,7 @@
 #include <inttypes.h>
 #include <stddef.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "server/gateway/infer.h"
 
@@ -111,12 +112,13 @@ void kld_infer_begin(struct kld_exchange *exchange) {
     /* Before anything may fail: kld_infer_end() takes them back. */
     kld_stats_add(gateway->stats, KLD_STAT_http_requests_in_flight, 1);
     atomic_fetch_add(&gateway->common->infers, 1);
-    struct kld_infer *infer = calloc(1, sizeof *infer);
+    struct kld_infer *infer = malloc(sizeof *infer);
     if (!infer) {
         kld_error_set(&error, KLD_NO_MEMORY, "out of memory");
         kld_exchange_reply_error(exchange, &error);
         return;
     }
+    memset(infer, 0, KLD_INFER_ZEROED_BYTES);
     infer->gateway = gateway;
     infer->exchange = exchange;
     infer->caller = exchange->caller;

@@ -18,6 +18,7 @@
 #define KLD_SERVER_GATEWAY_INFER_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <uv.h>
 #include <zlib.h>
@@ -77,7 +78,6 @@ struct kld_infer {
     struct kld_trace trace;        /* for the log */
     bool counted, placed;          /* among the caller's requests; among all (gateway.h: held) */
     struct kld_link_call call;
-    struct kld_pool_job job; /* in place of the call where a tensor is in a buffer */
     bool in_pool, in_worker, in_response;
     struct kld_deadline deadline; /* while a pool (pool.h) has a job of it that it waits for */
 
@@ -119,7 +119,6 @@ struct kld_infer {
     bool bulk, uses_buffers;
     bool in_buffer[KLD_INFER_TENSORS_MAX]; /* of a bulk request: in `buffer` */
     struct kld_pool_buffer *buffer;
-    struct kld_pieces pieces; /* of a bulk request */
     enum kld_infer_move move;
     bool move_begun;     /* with move_index */
     bool starved;        /* the exchange is paused until a piece has travelled */
@@ -140,7 +139,13 @@ struct kld_infer {
     struct kld_error error; /* what a step ended with */
     struct kld_result result;
     enum kld_status outcome; /* what is counted in the end */
+
+    /* Last, because most requests never use them, and to make zeros of them would cost as much as
+     * of all before: KLD_INFER_ZEROED_BYTES are zeroed. */
+    struct kld_pieces pieces; /* of a bulk request */
+    struct kld_pool_job job;  /* in place of the call where a tensor is in a buffer */
 };
+#define KLD_INFER_ZEROED_BYTES offsetof(struct kld_infer, pieces.piece)
 
 /* The calls of struct kld_http_handler for the infer route. */
 void kld_infer_begin(struct kld_exchange *exchange);

@@ -17,6 +17,7 @@ static void travelled(struct kld_pool_job *job) {
         (struct kld_piece *)(void *)((char *)job - offsetof(struct kld_piece, job));
     struct kld_pieces *pieces = one->pieces;
     one->travels = false;
+    pieces->travelling--;
     if (job->status && !pieces->status) {
         pieces->status = job->status;
         pieces->error = job->error;
@@ -40,21 +41,15 @@ static void travel(struct kld_pieces *pieces, struct kld_piece *one, enum kld_po
     job->done = travelled;
     one->pieces = pieces;
     one->travels = true;
+    pieces->travelling++;
     kld_pool_submit(pieces->pool, pieces->mail, job);
 }
 
 void kld_pieces_begin(struct kld_pieces *pieces) {
     memset(pieces->piece, 0, sizeof pieces->piece);
-    pieces->current = 0;
+    pieces->current = pieces->travelling = 0;
     pieces->at = pieces->end = 0;
     pieces->status = KLD_OK;
-}
-
-bool kld_pieces_busy(const struct kld_pieces *pieces) {
-    bool busy = false;
-    for (int i = 0; i < KLD_PIECES; i++)
-        busy = busy || pieces->piece[i].travels;
-    return busy;
 }
 
 /* ---- Writing ----------------------------------------------------------------------------------*/

@@ -28,20 +28,22 @@ struct kld_pieces {
     struct kld_error error;
 
     /* Its own. */
+    int current, travelling;
+    uint64_t at;  /* writing: where the current piece goes; reading: what is asked for next */
+    uint64_t end; /* reading: where to stop */
     struct kld_piece {
         struct kld_pool_job job;
         struct kld_pieces *pieces;
         bool travels;
         uint64_t have, taken; /* writing: filled so far; reading: what has come, and was taken */
-    } piece[KLD_PIECES];
-    int current;
-    uint64_t at;  /* writing: where the current piece goes; reading: what is asked for next */
-    uint64_t end; /* reading: where to stop */
+    } piece[KLD_PIECES]; /* last; until kld_pieces_begin() anything, where all before is zeros */
 };
 
 void kld_pieces_begin(struct kld_pieces *pieces);
 /* Do pieces travel? Then the struct and what it names must stay. */
-bool kld_pieces_busy(const struct kld_pieces *pieces);
+static inline bool kld_pieces_busy(const struct kld_pieces *pieces) {
+    return pieces->travelling > 0;
+}
 
 /* ---- Writing. What follows goes to this offset of the buffer. */
 void kld_pieces_write_at(struct kld_pieces *pieces, uint64_t offset);
