@@ -23,26 +23,31 @@ struct decimal {
     const char *end;
 };
 
+static const char *take_digits(const char *at, uint64_t *digits) {
+    uint64_t value = *digits;
+    for (unsigned digit; (digit = (unsigned)(*at - '0')) <= 9; at++)
+        value = value * 10 + digit;
+    *digits = value;
+    return at;
+}
+
 /* False if it has too many digits or too large an exponent for the fast paths. */
 static bool split(const char *at, struct decimal *decimal) {
-    int count = 0, point = 0, exponent = 0;
-    bool behind_point = false, minus = false;
+    int exponent = 0;
+    bool minus = false;
     decimal->digits = 0;
     decimal->negative = *at == '-';
     at += decimal->negative;
-    for (;; at++) {
-        if (*at >= '0' && *at <= '9') {
-            decimal->digits = decimal->digits * 10 + (uint64_t)(*at - '0');
-            count += decimal->digits != 0;
-            point += behind_point;
-            if (count > 19) /* 10^19 still fits 64 bits */
-                return false;
-        } else if (*at == '.') {
-            behind_point = true;
-        } else {
-            break;
-        }
+    const char *first = at, *point = at = take_digits(at, &decimal->digits);
+    if (*at == '.')
+        at = take_digits(++point, &decimal->digits);
+    if (at - first > 19) { /* 10^19 still fits 64 bits; zeros in front count for nothing */
+        while (*first == '0' || *first == '.')
+            first++;
+        if (at - first - (first < point && point < at) > 19)
+            return false;
     }
+    int behind_point = (int)(at - point);
     if (*at == 'e' || *at == 'E') {
         at++;
         minus = *at == '-';
@@ -51,7 +56,7 @@ static bool split(const char *at, struct decimal *decimal) {
             if ((exponent = exponent * 10 + (*at - '0')) > 1000)
                 return false;
     }
-    decimal->exponent = (minus ? -exponent : exponent) - point;
+    decimal->exponent = (minus ? -exponent : exponent) - behind_point;
     decimal->end = at;
     return decimal->exponent >= -TENS_MAX && decimal->exponent <= TENS_MAX;
 }
