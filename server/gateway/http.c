@@ -18,7 +18,8 @@
 
 #define WINDOW_BYTES (1 << 20) /* of TCP, for bodies that are larger */
 #define LINGER_TURNS_MAX 16    /* what looking costs, then, is less than a suspension, ... */
-#define LINGER_NS_MAX 500000u  /* ... and what is not here by now takes longer */
+#define LINGER_NS_MAX 500000u  /* ... and what is not here by now takes longer, ... */
+#define LINGER_TURNS_MIN 4     /* ... unless it is the others of a turn that took the time */
 #define TLS_PRIORITIES "NORMAL:-VERS-ALL:+VERS-TLS1.3:+VERS-TLS1.2"
 
 struct kld_http {
@@ -208,7 +209,8 @@ static bool lingers(struct kld_http *http, struct kld_exchange *exchange) {
     if (!exchange->lingered)
         exchange->lingers_ns = drive->turn_ns;
     if (exchange->lingered == LINGER_TURNS_MAX ||
-        drive->turn_ns - exchange->lingers_ns > LINGER_NS_MAX)
+        (exchange->lingered >= LINGER_TURNS_MIN &&
+         drive->turn_ns - exchange->lingers_ns > LINGER_NS_MAX))
         return false;
     exchange->lingered++;
     if (exchange->turn == drive->turn) {

@@ -19,7 +19,7 @@
 #include "server/gateway/gateway.h"
 
 /* Of MHD, for a connection's head or a piece of its body: README.md says why so much. */
-#define KLD_HTTP_HEAD_BYTES_MAX (40 << 10)
+#define KLD_HTTP_HEAD_BYTES_MAX (32 << 10)
 
 /* How much of a body that nobody wants is read so that its sender sees the reply. */
 #define KLD_HTTP_DISCARD_BYTES_MAX ((uint64_t)64 << 20)

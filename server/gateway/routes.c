@@ -276,6 +276,7 @@ static void tensor_delete(struct kld_exchange *exchange, const struct pieces *pi
 #define SHM(kind) "/v2/" kind "sharedmemory"
 
 static const struct kld_route routes[] = {
+    MODEL("POST", "/infer", NULL, INFER), /* first: most of what is asked for */
     ROUTE("GET", "/", page, METRICS),
     ROUTE("GET", "/metrics", metrics, METRICS),
     ROUTE("GET", "/v2", server_metadata, ANY),
@@ -286,7 +287,6 @@ static const struct kld_route routes[] = {
     MODEL("GET", "/ready", ready, ANY),
     MODEL("GET", "/config", model_config, ANY),
     MODEL("GET", "/stats", model_stats, ANY),
-    MODEL("POST", "/infer", NULL, INFER),
     ROUTE("POST", "/v2/repository/index", repository_index, ANY),
     ROUTE("GET", "/v2/tensors", tensors_all, INFER),
     ROUTE("GET", "/v2/tensors/*", tensors_one, INFER),
