@@ -39,8 +39,9 @@ void kld_child_reload_send(enum kld_status status, const char *text) {
     send_report(KLD_ABOUT_RELOAD, status, "", 0, text);
 }
 
-void kld_child_alive_send(int control_fd) {
-    (void)!send(control_fd, "!", 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+void kld_child_alive_send(int control_fd, enum kld_alive alive) {
+    const char byte = (char)alive;
+    (void)!send(control_fd, &byte, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
 /* There is room for one descriptor, and for none where none is wanted: what else came the kernel

@@ -29,7 +29,7 @@ enum kld_child_fd {
 
 /* From supervisor to child on KLD_FD_CONTROL, a packet each. */
 enum kld_order_kind {
-    KLD_ORDER_ALIVE = '?',     /* say that your loop turns */
+    KLD_ORDER_ALIVE = '?',     /* give a sign of life */
     KLD_ORDER_LOG_LEVEL = 'L', /* log at this level from now on */
     KLD_ORDER_RELOAD = 'R',    /* gateway: the same, and take over the memfd of secrets.h that comes
                                 * with it; nothing of it all if it cannot be, and report */
@@ -87,8 +87,12 @@ void kld_child_report_send(enum kld_status status, const char *backend, uint32_t
 
 void kld_child_reload_send(enum kld_status status, const char *text);
 
-/* The answer to KLD_ORDER_ALIVE: this loop still turns. */
-void kld_child_alive_send(int control_fd);
+/* The answer to KLD_ORDER_ALIVE: this loop still turns. A packet of one byte. */
+enum kld_alive {
+    KLD_ALIVE = '!',
+    KLD_ALIVE_STUCK = '#', /* but nothing else does: worker/health.h */
+};
+void kld_child_alive_send(int control_fd, enum kld_alive alive);
 
 enum kld_heard { KLD_HEARD_ORDER, KLD_HEARD_NOTHING, KLD_HEARD_END };
 /* One order, without waiting. ret_fd NULL: descriptors are not wanted; else *ret_fd is the caller's

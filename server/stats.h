@@ -61,6 +61,7 @@
     X(requests_repeated_total, counter, any,                                                       \
       "requests that the gateway sent again after a lost worker")                                  \
     X(device_lost_total, counter, worker, "times a device was lost")                               \
+    X(worker_stuck_total, counter, worker, "times a worker was ended that gave no sign of life")   \
     X(worker_restarts_total, counter, worker, "times a worker was started again")                  \
     X(gateway_restarts_total, counter, any, "times a gateway was started again")                   \
     X(config_reloads_total, counter, any, "configurations taken over on SIGHUP")                   \

@@ -159,7 +159,7 @@ static void control_readable(uv_poll_t *poll, int status, int events) {
     if (heard == KLD_HEARD_ORDER && order.kind == KLD_ORDER_RELOAD)
         kld_gateway_reload_begin(&process->reload, &order, fd);
     else if (heard == KLD_HEARD_ORDER)
-        kld_child_alive_send(KLD_FD_CONTROL);
+        kld_child_alive_send(KLD_FD_CONTROL, KLD_ALIVE);
     if (heard != KLD_HEARD_END)
         return;
     uv_poll_stop(poll);

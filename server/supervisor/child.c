@@ -166,11 +166,13 @@ void kld_watched_hear(struct kld_life *life) {
     if (!life->control_open)
         return;
     ssize_t bytes = recv(life->control_fd, &report, sizeof report, MSG_DONTWAIT | MSG_TRUNC);
+    char alive;
     if (bytes < 0 && (errno == EAGAIN || errno == EINTR))
         return;
     if (bytes == 1) { /* a sign of life */
+        memcpy(&alive, &report, sizeof alive);
         if (life->child->life == life)
-            kld_watchdog_answered(life->child);
+            kld_watchdog_answered(life->child, (enum kld_alive)alive);
         return;
     }
     if (bytes != (ssize_t)sizeof report) {

@@ -107,7 +107,11 @@ struct kld_watched {
     uint32_t refusals;      /* starts in a row that ended with KLD_UNAVAILABLE */
     bool refused;           /* so did this life's */
     bool ever_ready;
-    bool answered;    /* since it was last asked for a sign of life (watchdog.c) */
+    bool answered;    /* the service manager's question, see watchdog.c, as the next four */
+    bool seen_alive;  /* it gave a sign of life since the last look at it */
+    bool says_stuck;  /* its newest was that */
+    uint32_t looks;   /* in a row that found it not well, all for one reason: */
+    bool looks_stuck; /* it said that it is stuck; else it said nothing */
     bool level_due;   /* it was not told yet of the log level (reload.c) */
     bool gateway_due; /* nor who the gateway is (introduce.c) */
 };
@@ -201,9 +205,9 @@ struct kld_supervisor {
                                * device the list of what it found */
     uv_loop_t loop;
     uv_signal_t on_term, on_int, on_child;
-    uv_timer_t drain;   /* from SIGTERM to SIGKILL */
-    uv_timer_t reaping; /* as PID 1: looks after children that are not ours */
-    uv_timer_t watchdog;
+    uv_timer_t drain;           /* from SIGTERM to SIGKILL */
+    uv_timer_t reaping;         /* as PID 1: looks after children that are not ours */
+    uv_timer_t watchdog, stuck; /* see watchdog.c */
     uv_timer_t usage;           /* see usage.c */
     uv_timer_t introduce_again; /* see introduce.c */
     struct kld_notify notify;
@@ -247,7 +251,7 @@ bool kld_supervisor_wants(const struct kld_supervisor *supervisor, const struct 
 void kld_watchdog_start(struct kld_supervisor *supervisor);
 /* Called by child.c and supervisor.c: it serves; it answered. */
 void kld_watchdog_ready(struct kld_watched *child);
-void kld_watchdog_answered(struct kld_watched *child);
+void kld_watchdog_answered(struct kld_watched *child, enum kld_alive alive);
 
 /* ---- usage.c ----------------------------------------------------------------------------------
  */

@@ -1,14 +1,80 @@
-/* watchdog.c - signs of life for the service manager: at half of the time that it waits for one,
- * every child is asked, and when all that serve have answered, it is told. A child whose loop hangs
- * answers nothing, so after the manager's time it ends the server and starts it anew. A worker that
- * is being replaced holds nothing up as long as another one serves. Supervisor's loop thread. */
+/* watchdog.c - signs of life: who gives none is replaced, and the service manager is told of those
+ * that there are.
+ *
+ * Workers are looked at now and then. One that was asked again and again for stuck_ms and did not
+ * answer, or that answered twice in a row that its threads stand still, is killed; child.c starts
+ * the next. Looks are counted, not time: one that comes late, because this process, the machine or
+ * its clock stood still, is one look.
+ *
+ * At half of the time that the service manager waits for a sign of life every child is asked, and
+ * when all that serve have answered, it is told. A child whose loop hangs answers nothing, so after
+ * the manager's time it ends the server and starts it anew. A worker that is being replaced holds
+ * nothing up as long as another one serves. Supervisor's loop thread. */
+#include <inttypes.h>
+#include <signal.h>
+
+#include "server/log.h"
 #include "server/supervisor/supervisor.h"
 
+#define LOOKS_MIN 2 /* in a row, before a worker is killed; so many suffice if it says why */
+#define LOOK_MS_MIN 100
+#define LOOK_MS_MAX 1000
+
 static void ask(struct kld_watched *child) {
-    child->answered = false;
     if (child->state == KLD_CHILD_READY)
         (void)kld_watched_order(child, KLD_ORDER_ALIVE, "", -1);
 }
+
+/* ---- Who gives none -------------------------------------------------------------------------- */
+
+static uint64_t look_ms(const struct kld_supervisor *supervisor) {
+    uint64_t part = supervisor->config.stuck_ms / 4;
+    return part < LOOK_MS_MIN ? LOOK_MS_MIN : part > LOOK_MS_MAX ? LOOK_MS_MAX : part;
+}
+
+static void end_stuck(const struct kld_supervisor *supervisor, struct kld_watched *worker) {
+    kld_log(KLD_LOG_ERROR, "worker replaced",
+            "child=%s child_pid=%d stuck_ms=%" PRIu64 " looks=%u text=\"%s\"", worker->name,
+            (int)worker->life->process.pid, supervisor->config.stuck_ms, worker->looks,
+            worker->looks_stuck ? "its threads take no work; what they do does not end"
+                                : "its loop gives no sign of life");
+    kld_stats_add(worker->stats, KLD_STAT_worker_stuck_total, 1);
+    kld_watched_signal(worker, SIGKILL);
+}
+
+/* The first look asks, and what was answered while this process stood still may be unread at the
+ * next: so there is one more than the time asks for. */
+static uint32_t looks_max(const struct kld_supervisor *supervisor,
+                          const struct kld_watched *worker) {
+    uint64_t silent = supervisor->config.stuck_ms / look_ms(supervisor) + 1;
+    if (worker->looks_stuck || silent < LOOKS_MIN)
+        return LOOKS_MIN;
+    return (uint32_t)silent;
+}
+
+static void look_at(const struct kld_supervisor *supervisor, struct kld_watched *worker) {
+    bool stuck = worker->seen_alive && worker->says_stuck;
+    if (worker->state != KLD_CHILD_READY || (worker->seen_alive && !stuck)) {
+        worker->looks = 0;
+    } else {
+        worker->looks = worker->looks_stuck == stuck ? worker->looks + 1 : 1;
+        worker->looks_stuck = stuck;
+        if (worker->looks >= looks_max(supervisor, worker)) {
+            end_stuck(supervisor, worker);
+            worker->looks = 0;
+        }
+    }
+    worker->seen_alive = false;
+    ask(worker);
+}
+
+static void on_look(uv_timer_t *timer) {
+    struct kld_supervisor *supervisor = timer->data;
+    for (uint32_t i = 0; i < supervisor->workers && !supervisor->draining; i++)
+        look_at(supervisor, &supervisor->worker[i]);
+}
+
+/* ---- The service manager --------------------------------------------------------------------- */
 
 /* All that serve have answered, and they are enough to serve. */
 static bool is_alive(const struct kld_supervisor *supervisor) {
@@ -34,29 +100,44 @@ static void tell(struct kld_supervisor *supervisor) {
     kld_notify_send(&supervisor->notify, "WATCHDOG=1");
 }
 
+static void ask_for_manager(struct kld_watched *child) {
+    child->answered = false;
+    ask(child);
+}
+
 static void on_due(uv_timer_t *timer) {
     struct kld_supervisor *supervisor = timer->data;
     supervisor->watchdog_due = true;
-    ask(&supervisor->gateway);
+    ask_for_manager(&supervisor->gateway);
     for (uint32_t i = 0; i < supervisor->workers; i++)
-        ask(&supervisor->worker[i]);
+        ask_for_manager(&supervisor->worker[i]);
     tell(supervisor);
 }
 
+/* ---- Both ------------------------------------------------------------------------------------ */
+
 void kld_watchdog_ready(struct kld_watched *child) {
+    child->looks = 0;
+    child->seen_alive = true;
+    child->says_stuck = child->looks_stuck = false;
     if (child->supervisor->watchdog_due)
-        ask(child);
+        ask_for_manager(child);
 }
 
-void kld_watchdog_answered(struct kld_watched *child) {
-    child->answered = true;
+void kld_watchdog_answered(struct kld_watched *child, enum kld_alive alive) {
+    child->seen_alive = true;
+    child->says_stuck = alive == KLD_ALIVE_STUCK;
+    child->answered = child->answered || !child->says_stuck;
     tell(child->supervisor);
 }
 
 void kld_watchdog_start(struct kld_supervisor *supervisor) {
     uint64_t half_ms = supervisor->notify.watchdog_ms / 2;
     uv_timer_init(&supervisor->loop, &supervisor->watchdog);
-    supervisor->watchdog.data = supervisor;
+    uv_timer_init(&supervisor->loop, &supervisor->stuck);
+    supervisor->watchdog.data = supervisor->stuck.data = supervisor;
     if (supervisor->notify.watchdog_ms)
         uv_timer_start(&supervisor->watchdog, on_due, half_ms, half_ms ? half_ms : 1);
+    if (supervisor->config.stuck_ms)
+        uv_timer_start(&supervisor->stuck, on_look, look_ms(supervisor), look_ms(supervisor));
 }

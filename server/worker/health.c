@@ -36,7 +36,14 @@ static void due(uv_timer_t *timer) {
 /* ---- The pool -------------------------------------------------------------------------------- */
 
 static uint64_t stuck_ms(const struct kld_worker *worker) {
-    return worker->options.stuck_ms ? worker->options.stuck_ms : KLD_STUCK_MS;
+    uint64_t configured = worker->options.config->stuck_ms;
+    if (worker->options.stuck_ms)
+        return worker->options.stuck_ms;
+    return configured ? configured : KLD_STUCK_MS;
+}
+
+static uint64_t look_ms(const struct kld_worker *worker) {
+    return stuck_ms(worker) / 4 < LOOK_MS_MAX ? stuck_ms(worker) / 4 : LOOK_MS_MAX;
 }
 
 static void nothing(uv_work_t *work) { (void)work; }
@@ -86,10 +93,22 @@ void kld_health_let_in_soon(struct kld_worker *worker) {
         uv_timer_start(&worker->let_in, let_in_due, LET_IN_MS, 0);
 }
 
+/* What this process stood still, for a signal, a debugger or with its machine, is nobody's. */
+static void take_off_standstill(struct kld_worker *worker) {
+    uint64_t now = kld_worker_now_ns(), since = now - worker->pool_looked_ns;
+    uint64_t usual = 2 * look_ms(worker) * UINT64_C(1000000);
+    worker->pool_looked_ns = now;
+    if (since <= usual)
+        return;
+    worker->pool_ns += since - usual;
+    worker->room_ns += since - usual;
+}
+
 static void pool_due(uv_timer_t *timer) {
     struct kld_worker *worker = timer->data;
     if (worker->lost)
         return;
+    take_off_standstill(worker);
     kld_strays_look(worker->strays);
     if (!kld_strays_crowded(worker->strays))
         worker->room_ns = kld_worker_now_ns();
@@ -126,7 +145,7 @@ void kld_health_start(struct kld_worker *worker) {
     uint64_t every = worker->options.health_ms ? worker->options.health_ms : KLD_HEALTH_MS;
     if (worker->options.backend->check && info->offloads && !info->takes_turns)
         uv_timer_start(&worker->health, due, every, every);
-    uint64_t look = stuck_ms(worker) / 4 < LOOK_MS_MAX ? stuck_ms(worker) / 4 : LOOK_MS_MAX;
-    worker->pool_ns = worker->room_ns = kld_worker_now_ns();
+    uint64_t look = look_ms(worker);
+    worker->pool_ns = worker->room_ns = worker->pool_looked_ns = kld_worker_now_ns();
     uv_timer_start(&worker->pool_watch, pool_due, look, look);
 }

@@ -5,9 +5,9 @@
  * out, its own clients too, so it asks the device every KLD_HEALTH_MS, on uv's pool.
  *
  * Memory is registered, streams are opened and connections closed on uv's pool. When that has taken
- * nothing for KLD_STUCK_MS, or nobody was let in for so long because connections cannot be closed
- * (strays.h), then the worker is not ready, and gives no sign of life until that is over: the
- * service manager starts the server anew. To pin much memory takes its time, so the limit is far
+ * nothing for stuck_ms, or nobody was let in for so long because connections cannot be closed
+ * (strays.h), then the worker is not ready, and says so to the supervisor, which starts another
+ * (supervisor/watchdog.c). To pin much memory takes its time, so the limit is far
  * above what any of it takes. Loop thread. */
 #ifndef KLD_SERVER_WORKER_HEALTH_H
 #define KLD_SERVER_WORKER_HEALTH_H

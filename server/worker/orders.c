@@ -32,8 +32,8 @@ static void follow(struct kld_worker *worker, const struct kld_child_order *orde
     case KLD_ORDER_LOG_LEVEL: kld_log_set_level(order->log_level); break;
     case KLD_ORDER_GATEWAY: meet_gateway(worker, order->pid, fd); return;
     default:
-        if (!worker->stuck)
-            kld_child_alive_send(worker->options.control_fd);
+        kld_child_alive_send(worker->options.control_fd,
+                             worker->stuck ? KLD_ALIVE_STUCK : KLD_ALIVE);
     }
     if (fd >= 0)
         close(fd);

@@ -31,7 +31,7 @@
 #define KLD_CLIENT_WAITS_MAX 16 /* of one client */
 #define KLD_POOL_FLOOR_PART 16  /* one in so many bytes of the pool is for no client's regions */
 #define KLD_HEALTH_MS 500       /* between two looks at an idle device, see health.h */
-#define KLD_STUCK_MS 60000      /* see health.h */
+#define KLD_STUCK_MS 60000      /* where the setting stuck_ms is 0, see health.h */
 
 struct kld_worker_options {
     const struct kld_config *config;
@@ -43,7 +43,7 @@ struct kld_worker_options {
     uint32_t orphan_ms;        /* 0: KLD_ORPHAN_MS, see waits.h */
     uint32_t orphan_dead_ms;   /* 0: KLD_ORPHAN_DEAD_MS */
     uint32_t health_ms;        /* 0: KLD_HEALTH_MS */
-    uint32_t stuck_ms;         /* 0: KLD_STUCK_MS */
+    uint32_t stuck_ms;         /* 0: the setting of that name */
     uint64_t host_bytes;       /* 0: kld_host_memory_bytes() */
     /* Once nothing of ours runs on the lost device any more, where that is known before this
      * process has ended; NULL: nobody wants to know. */
@@ -80,6 +80,7 @@ struct kld_worker {
     uv_work_t pool_work;
     bool pool_asked;              /* pool_work is with the pool */
     uint64_t pool_ns;             /* CLOCK_MONOTONIC: the pool was last known to take work */
+    uint64_t pool_looked_ns;      /* as that: of the newest look */
     uint64_t room_ns;             /* as that: newcomers did not wait for connections to be closed */
     bool stuck;                   /* one of these is too long ago */
     uv_timer_t let_in;            /* while somebody waits for descriptors to be closed */

@@ -249,6 +249,22 @@ def test_killed_child_is_back(make_server, role):
     assert server.metrics()[f"kld_{role}_restarts_total{labels}"] == 3
 
 
+def test_a_stuck_worker_is_replaced(make_server):
+    """Whose loop stands still. A supervisor that stood still itself, longer than that takes, accuses nobody."""
+    server = make_server(stuck_ms=800, http="")
+    worker = server.child("worker")
+    os.kill(server.pid, signal.SIGSTOP)
+    time.sleep(2)
+    os.kill(server.pid, signal.SIGCONT)
+    time.sleep(0.5)
+    assert server.child("worker") == worker and "worker replaced" not in server.log()
+    os.kill(worker, signal.SIGSTOP)
+    wait_until(lambda: children_of(server.pid).get("worker", worker) != worker, what="another worker")
+    wait_until(lambda: server.log().count("worker ready") == 2 or server.log().count("child ready") == 2, what="that it serves")
+    [line] = [line for line in server.log().splitlines() if "worker replaced" in line]
+    assert "error" in line and f"child_pid={worker}" in line and "its loop gives no sign of life" in line
+
+
 def test_worker_keeps_its_back_end(make_server, backend):
     server = make_server(backend="auto")
     server.kill_child("worker")

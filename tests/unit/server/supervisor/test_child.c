@@ -2,6 +2,7 @@
  * still goes. The supervisor starts /proc/self/exe: here that is this program, whose main() then
  * plays the child that its index names. */
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <string.h>
 #include <sys/prctl.h>
@@ -20,11 +21,26 @@ enum part {
     BABBLES, /* says what no child says, in packets of any size */
     SILENT,  /* closes its control socket */
     REPEATS, /* says the same again, and that it cannot start */
+    WELL,    /* gives signs of life; each later life does so too, here and below */
+    HANGS,   /* gives none */
+    STANDS,  /* says that its threads stand still */
+    STOOD,   /* says so once, then that it is well */
 };
 
 static struct kld_supervisor supervisor;
 static uv_timer_t patience;
 static struct kld_error err;
+
+static void answer(enum part part, bool first) {
+    struct pollfd poll_fd = {.fd = KLD_FD_CONTROL, .events = POLLIN};
+    struct kld_child_order order;
+    int fd;
+    poll(&poll_fd, 1, -1);
+    if (kld_child_hear(KLD_FD_CONTROL, &order, &fd) == KLD_HEARD_ORDER && part != HANGS)
+        kld_child_alive_send(KLD_FD_CONTROL, part == STANDS || (part == STOOD && first)
+                                                 ? KLD_ALIVE_STUCK
+                                                 : KLD_ALIVE);
+}
 
 static int play(enum part part) {
     struct kld_stats_page *page;
@@ -32,7 +48,7 @@ static int play(enum part part) {
     if (kld_stats_attach(KLD_FD_STATS, KLD_FD_STATE, &page, &err) != KLD_OK)
         return 3;
     uint64_t life = atomic_fetch_add(&page->common.value[KLD_STAT_gateway_restarts_total], 1);
-    if (life == 0 || part == LOSES)
+    if (life == 0 || part == LOSES || part >= WELL)
         kld_child_report_send(KLD_OK, "cpu", 1, "");
     else if (part == REFUSED)
         kld_child_report_send(KLD_UNAVAILABLE, "", 0, "the device is not yet to be had");
@@ -52,6 +68,8 @@ static int play(enum part part) {
         kld_child_report_send(KLD_OK, "cpu", 1, "");
         kld_child_report_send(KLD_UNAVAILABLE, "", 0, "the device is not yet to be had");
     }
+    for (bool first = true; part >= WELL; first = false)
+        answer(part, first);
     while (part == LOSES || part == SILENT || part == REPEATS || (part == BABBLES && life == 0))
         pause();
     return 1;
@@ -184,13 +202,91 @@ START_TEST(one_that_closes_its_control_socket_is_replaced) {
 }
 END_TEST
 
+#define STUCK_MS 400 /* five looks, 100 ms apart */
+
+static struct kld_watched *watch(enum part part, uint64_t stuck_ms) {
+    struct kld_watched *child = start(part);
+    supervisor.workers = part + 1; /* those before it are not there */
+    supervisor.config.stuck_ms = stuck_ms;
+    kld_watchdog_start(&supervisor);
+    while (child->state != KLD_CHILD_READY)
+        uv_run(&supervisor.loop, UV_RUN_ONCE);
+    return child;
+}
+
+static void pass(uint64_t ms) {
+    uv_timer_t timer;
+    uv_timer_init(&supervisor.loop, &timer);
+    uv_timer_start(&timer, nothing, ms, 0);
+    while (uv_is_active((uv_handle_t *)&timer))
+        uv_run(&supervisor.loop, UV_RUN_ONCE);
+    uv_close((uv_handle_t *)&timer, NULL);
+    uv_run(&supervisor.loop, UV_RUN_NOWAIT);
+}
+
+static uint64_t stuck_of(const struct kld_watched *child) {
+    return atomic_load(&child->stats->value[KLD_STAT_worker_stuck_total]);
+}
+
+START_TEST(one_that_gives_no_sign_of_life_is_replaced) {
+    struct kld_watched *child = watch(HANGS, STUCK_MS);
+    pass(STUCK_MS / 2);
+    ck_assert_uint_eq(stuck_of(child), 0);
+    longest_pause(child, 1);
+    ck_assert_uint_eq(stuck_of(child), 1);
+    ck_assert(!supervisor.failed && !supervisor.draining);
+}
+END_TEST
+
+START_TEST(one_that_says_twice_that_it_is_stuck_is_replaced) {
+    struct kld_watched *child = watch(STANDS, 3 * STUCK_MS);
+    longest_pause(child, 1);
+    ck_assert_uint_eq(stuck_of(child), 1);
+}
+END_TEST
+
+/* Nor are those that were silent because nobody asked, and whose answers nobody read. */
+START_TEST(one_that_is_well_is_not_replaced) {
+    struct kld_watched *child = watch(WELL, STUCK_MS);
+    for (int i = 0; i < 2; i++) {
+        pass(STUCK_MS / 2);
+        usleep(2 * STUCK_MS * 1000);
+    }
+    pass(STUCK_MS);
+    ck_assert_int_eq(child->state, KLD_CHILD_READY);
+    ck_assert_uint_eq(stuck_of(child) + restarts_of(child), 0);
+}
+END_TEST
+
+START_TEST(one_that_was_stuck_once_is_not_replaced) {
+    struct kld_watched *child = watch(STOOD, STUCK_MS);
+    pass(2 * STUCK_MS);
+    ck_assert_uint_eq(stuck_of(child) + restarts_of(child), 0);
+}
+END_TEST
+
+START_TEST(nobody_is_looked_at_where_that_is_not_wanted) {
+    struct kld_watched *child = watch(STANDS, 0);
+    pass(2 * STUCK_MS);
+    ck_assert_uint_eq(stuck_of(child) + restarts_of(child), 0);
+}
+END_TEST
+
 int main(int argc, char **argv) {
     if (argc > 2 && strncmp(argv[1], "--role=", 7) == 0)
         return play((enum part)strtoul(argv[2] + strlen("--index="), NULL, 10));
-    const TTest *const tests[] = {
-        one_that_is_refused_asks_again_soon,  no_pause_is_longer_than_configured,
-        one_that_dies_waits_longer_each_time, a_lost_device_has_its_successor_at_once,
-        a_gateway_has_no_device_to_lose,      what_no_child_says_is_not_taken_for_a_report,
-        who_serves_need_not_say_so_again,     one_that_closes_its_control_socket_is_replaced};
+    const TTest *const tests[] = {one_that_is_refused_asks_again_soon,
+                                  no_pause_is_longer_than_configured,
+                                  one_that_dies_waits_longer_each_time,
+                                  a_lost_device_has_its_successor_at_once,
+                                  a_gateway_has_no_device_to_lose,
+                                  what_no_child_says_is_not_taken_for_a_report,
+                                  who_serves_need_not_say_so_again,
+                                  one_that_closes_its_control_socket_is_replaced,
+                                  one_that_gives_no_sign_of_life_is_replaced,
+                                  one_that_says_twice_that_it_is_stuck_is_replaced,
+                                  one_that_is_well_is_not_replaced,
+                                  one_that_was_stuck_once_is_not_replaced,
+                                  nobody_is_looked_at_where_that_is_not_wanted};
     return unit_run("server/supervisor/child", tests, sizeof tests / sizeof tests[0]);
 }

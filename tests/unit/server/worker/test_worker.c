@@ -242,7 +242,10 @@ static bool is_alive(void) {
     struct pollfd poll_fd = {.fd = rig.control[0], .events = POLLIN};
     char answer[8];
     ck_assert_int_eq(send(rig.control[0], &alive, sizeof alive, 0), sizeof alive);
-    return poll(&poll_fd, 1, 300) == 1 && recv(rig.control[0], answer, sizeof answer, 0) == 1;
+    ck_assert_int_eq(poll(&poll_fd, 1, 10000), 1);
+    ck_assert_int_eq(recv(rig.control[0], answer, sizeof answer, 0), 1);
+    ck_assert(answer[0] == KLD_ALIVE || answer[0] == KLD_ALIVE_STUCK);
+    return answer[0] == KLD_ALIVE;
 }
 
 static void until_ready_is(uint32_t ready) {
