@@ -10,7 +10,8 @@ status says nothing of what was aimed at. Needs the programs in KLD_BIN, bench-p
 Peak: 64 connections that ask again at once, the most of two runs. Flood: five times that rate, each request on one of 4,000
 connections that waits for nothing; where there is none it is not sent (without_connection_per_s). small: 16 elements in
 the body. computed: two tensors of 2 Mi elements that lie on the device, so that the worker is the bottleneck. unix: libkld,
-4 processes with 4 requests in flight each, then 20 with 16; nothing is refused there below requests_max."""
+4 processes with 4 requests in flight each, then 20 with 16; nothing is refused there below requests_max. hello: the requests
+of small to a bare libmicrohttpd server on that core that answers five bytes: what the library keeps of its peak by itself."""
 import argparse
 import json
 import os
@@ -23,7 +24,7 @@ from soak import commit, cpu_model  # and the path to the tests' own modules
 
 import oip
 from conftest import BIN, Server, children_of, clean_environment
-from gateway import post
+from gateway import free_port, post
 from httplib import probabilities
 
 CONNECTIONS, TIMES = 4000, 5
@@ -58,6 +59,21 @@ def over_http(options, server, request):
 def small(options, server):
     return over_http(options, server, post(*oip.body({"predictions": probabilities((2, 8), 1),
                                                       "targets": probabilities((2, 8), 2)})))
+
+
+class Hello:
+    def __init__(self):
+        self.address = f"127.0.0.1:{free_port()}"
+        self.process = subprocess.Popen(["taskset", "-c", "1", BIN / "bench/http_load", "hello", self.address.rsplit(":", 1)[1]],
+                                        stdout=subprocess.PIPE)
+        assert self.process.stdout.readline().strip() == b"ready"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *unused):
+        self.process.kill()
+        self.process.wait()
 
 
 def computed(options, server):
@@ -99,7 +115,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2)
-    parser.add_argument("--case", action="append", choices=["small", "computed", "unix"])
+    parser.add_argument("--case", action="append", choices=["small", "computed", "unix", "hello"])
     parser.add_argument("--flags", nargs="*", default=[], help="NAME=VALUE of the server")
     options = parser.parse_args()
     flags = dict(flag.split("=") for flag in options.flags)
@@ -115,6 +131,9 @@ def main():
         finally:
             server.stop()
             server.remove()
+    if not options.case or "hello" in options.case:
+        with Hello() as server:
+            results["hello"] = small(options, server)
     print(json.dumps(results | {"load_after": round(os.getloadavg()[0], 2)}, indent=1))
 
 
