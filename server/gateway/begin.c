@@ -12,6 +12,8 @@
 
 #include "server/gateway/infer.h"
 
+#define ROUND_MS 20
+
 /* Also of who was refused and has not sent all of his body yet: that is dropped, and takes no
  * place. */
 void kld_infer_give_place(struct kld_infer *infer) {
@@ -58,6 +60,17 @@ void kld_infer_stop_waiting(struct kld_infer *infer) {
     infer->waits_for_place = infer->waiter.in_turn = false;
 }
 
+/* Each time that connections go on MHD looks at every suspended one, so many go on at a time: when
+ * half of all places are free, or it is time. */
+static bool is_time(struct kld_gateway *gateway) {
+    uint64_t now_ms = uv_now(&gateway->loop); /* the same for all of a round */
+    if (now_ms != gateway->round_ms && now_ms - gateway->round_ms < ROUND_MS &&
+        atomic_load(&gateway->common->held) > gateway->config->http_requests_max / 2)
+        return false;
+    gateway->round_ms = now_ms;
+    return true;
+}
+
 static struct kld_infer *infer_of(struct kld_waiter *waiter) {
     return (struct kld_infer *)(void *)((char *)waiter - offsetof(struct kld_infer, waiter));
 }
@@ -66,7 +79,7 @@ static void ask_for_place(struct kld_waiter *waiter) {
     struct kld_infer *infer = infer_of(waiter);
     struct kld_error error;
     bool draining = atomic_load(&infer->gateway->common->draining);
-    if (!draining && !take_place(infer))
+    if (!draining && (!is_time(infer->gateway) || !take_place(infer)))
         return; /* it waits on */
     kld_infer_stop_waiting(infer);
     if (draining ? refuse(infer->gateway, &error) : admit(infer, &error))
