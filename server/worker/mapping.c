@@ -158,7 +158,8 @@ static void map(struct kld_mappings *mappings, struct kld_mapping *mapping, int 
 
 enum kld_status kld_mapping_acquire(struct kld_mappings *mappings, int fd, uint64_t bytes,
                                     uint64_t shared_bytes_max, struct kld_mapping **ret_mapping,
-                                    struct kld_memory **ret_memory, struct kld_error *err) {
+                                    struct kld_memory **ret_memory, bool *ret_limited,
+                                    struct kld_error *err) {
     uv_mutex_lock(&mappings->mutex);
     struct kld_mapping *mapping = find(mappings, fd, bytes);
     bool there = mapping != NULL;
@@ -170,6 +171,7 @@ enum kld_status kld_mapping_acquire(struct kld_mappings *mappings, int fd, uint6
     while (there && mapping->state == MAPPING) /* another thread of the pool is at it */
         uv_cond_wait(&mappings->mapped, &mappings->mutex);
     uv_mutex_unlock(&mappings->mutex);
+    *ret_limited = status != KLD_OK;
     if (!mapping) {
         close(fd);
         return status ? status : kld_error_set(err, KLD_NO_MEMORY, "no memory for another region");

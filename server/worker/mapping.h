@@ -41,10 +41,12 @@ enum kld_status kld_mappings_init(struct kld_mappings *mappings, const struct kl
 void kld_mappings_done(struct kld_mappings *mappings); /* none is held any more */
 
 /* Bytes [0, bytes) of a memfd that is sealed against shrinking. Takes over fd. shared_bytes_max: of
- * all mappings that were made with a limit, each once; UINT64_MAX: none, and it does not count. */
+ * all mappings that were made with a limit, each once; UINT64_MAX: none, and it does not count.
+ * *ret_limited: it was refused for that, and nothing failed. */
 enum kld_status kld_mapping_acquire(struct kld_mappings *mappings, int fd, uint64_t bytes,
                                     uint64_t shared_bytes_max, struct kld_mapping **ret_mapping,
-                                    struct kld_memory **ret_memory, struct kld_error *err);
+                                    struct kld_memory **ret_memory, bool *ret_limited,
+                                    struct kld_error *err);
 void kld_mapping_release(struct kld_mappings *mappings, struct kld_mapping *mapping);
 
 #endif

@@ -182,9 +182,9 @@ static void add_work(uv_work_t *work) {
     const struct kld_backend *backend = region->session->worker->options.backend;
     switch (region->kind) {
     case KLD_REGION_MEMFD:
-        region->status = kld_mapping_acquire(&region->session->worker->mappings, region->fd,
-                                             region->bytes, region->shared_bytes_max,
-                                             &region->mapping, &region->memory, &region->error);
+        region->status = kld_mapping_acquire(
+            &region->session->worker->mappings, region->fd, region->bytes, region->shared_bytes_max,
+            &region->mapping, &region->memory, &region->limited, &region->error);
         region->fd = -1;
         break;
     case KLD_REGION_CUDA_FD:
@@ -280,7 +280,7 @@ static void add_after(uv_work_t *work, int cancelled) {
     if (region->status != KLD_OK) {
         struct kld_error error = region->error;
         enum kld_status status = region->status;
-        if (status != KLD_DEVICE_LOST) /* that is told below */
+        if (status != KLD_DEVICE_LOST && !region->limited) /* the one is told below */
             kld_stats_fault(session->worker->stats, status);
         kld_session_reply_error(session, region->request, &error);
         forget(region);

@@ -60,6 +60,7 @@ struct kld_region {
     struct kld_memory *memory;   /* attached: the owner's; NULL: it took it back */
     struct kld_mapping *mapping; /* memfd: of mapping.h, which has the memory; else NULL */
     enum kld_status status;
+    bool limited; /* memfd: see mapping.h */
     struct kld_error error;
 };
 

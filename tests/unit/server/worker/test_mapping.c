@@ -31,15 +31,18 @@ static void check_shared(void) {
     struct kld_memory *a, *b, *c;
     struct kld_device *device;
     struct kld_error err;
+    bool limited;
     int fd = sealed(), again = dup(fd);
     ck_assert_int_eq(kld_backend_cpu.device_open(&options, &device, &err), KLD_OK);
     ck_assert_int_eq(kld_mappings_init(&mappings, &kld_backend_cpu, device, &err), KLD_OK);
-    ck_assert_int_eq(kld_mapping_acquire(&mappings, fd, BYTES, UINT64_MAX, &first, &a, &err),
-                     KLD_OK);
-    ck_assert_int_eq(kld_mapping_acquire(&mappings, again, BYTES, 2 * BYTES, &second, &b, &err),
-                     KLD_OK);
-    ck_assert_int_eq(kld_mapping_acquire(&mappings, sealed(), BYTES, UINT64_MAX, &third, &c, &err),
-                     KLD_OK);
+    ck_assert_int_eq(
+        kld_mapping_acquire(&mappings, fd, BYTES, UINT64_MAX, &first, &a, &limited, &err), KLD_OK);
+    ck_assert_int_eq(
+        kld_mapping_acquire(&mappings, again, BYTES, 2 * BYTES, &second, &b, &limited, &err),
+        KLD_OK);
+    ck_assert_int_eq(
+        kld_mapping_acquire(&mappings, sealed(), BYTES, UINT64_MAX, &third, &c, &limited, &err),
+        KLD_OK);
     ck_assert_ptr_eq(a, b);
     ck_assert_ptr_ne(a, c);
     kld_mapping_release(&mappings, first);
@@ -60,25 +63,30 @@ START_TEST(what_is_shared_has_a_limit) {
     struct kld_memory *memory;
     struct kld_device *device;
     struct kld_error err;
+    bool limited;
     int fd = sealed(), same = dup(fd);
     ck_assert_int_eq(kld_backend_cpu.device_open(&options, &device, &err), KLD_OK);
     ck_assert_int_eq(kld_mappings_init(&mappings, &kld_backend_cpu, device, &err), KLD_OK);
+    ck_assert_int_eq(kld_mapping_acquire(&mappings, sealed(), BYTES, UINT64_MAX, &unlimited,
+                                         &memory, &limited, &err),
+                     KLD_OK);
     ck_assert_int_eq(
-        kld_mapping_acquire(&mappings, sealed(), BYTES, UINT64_MAX, &unlimited, &memory, &err),
+        kld_mapping_acquire(&mappings, fd, BYTES, BYTES, &first, &memory, &limited, &err), KLD_OK);
+    ck_assert_int_eq(
+        kld_mapping_acquire(&mappings, same, BYTES, BYTES, &again, &memory, &limited, &err),
         KLD_OK);
-    ck_assert_int_eq(kld_mapping_acquire(&mappings, fd, BYTES, BYTES, &first, &memory, &err),
-                     KLD_OK);
-    ck_assert_int_eq(kld_mapping_acquire(&mappings, same, BYTES, BYTES, &again, &memory, &err),
-                     KLD_OK);
     for (int i = 0; i < 3; i++)
-        ck_assert_int_eq(
-            kld_mapping_acquire(&mappings, sealed(), BYTES, 2 * BYTES - 1, &second, &memory, &err),
-            KLD_NO_MEMORY);
+        ck_assert_int_eq(kld_mapping_acquire(&mappings, sealed(), BYTES, 2 * BYTES - 1, &second,
+                                             &memory, &limited, &err),
+                         KLD_NO_MEMORY);
+    ck_assert(limited);
     ck_assert_ptr_nonnull(strstr(err.text, "no room for 2097152 bytes: clients share 2097152 of"));
     kld_mapping_release(&mappings, first);
     kld_mapping_release(&mappings, again);
-    ck_assert_int_eq(kld_mapping_acquire(&mappings, sealed(), BYTES, BYTES, &second, &memory, &err),
-                     KLD_OK);
+    ck_assert_int_eq(
+        kld_mapping_acquire(&mappings, sealed(), BYTES, BYTES, &second, &memory, &limited, &err),
+        KLD_OK);
+    ck_assert(!limited);
     kld_mapping_release(&mappings, second);
     kld_mapping_release(&mappings, unlimited);
     ck_assert_uint_eq(mappings.shared_bytes, 0);
