@@ -63,7 +63,10 @@ enum kld_status kld_places_check(const struct kld_worker *worker, int fd, uid_t 
         return kld_error_set(err, KLD_BUSY,
                              "%" PRIu64 " clients of this user are connected, the most allowed",
                              taken.users_open);
-    if (taken.users_sessions >= 2 * users_max || taken.sessions >= 2 * clients_and_kept(config))
+    /* What is left behind has room as well, half of it for anybody. */
+    bool scarce = taken.sessions - taken.open >= part(clients_and_kept(config), 2);
+    if ((scarce && taken.users_sessions >= 2 * users_max) ||
+        taken.sessions >= 2 * clients_and_kept(config))
         return kld_error_set(err, KLD_BUSY,
                              "the work of %" PRIu64 " clients that left is not yet done, the most "
                              "allowed",

@@ -147,6 +147,30 @@ START_TEST(dead_clients_with_work_do_not_pile_up) {
 }
 END_TEST
 
+/* Who may have one client only, and starts it again and again: others have not left as much. */
+START_TEST(who_may_have_few_may_leave_as_long_as_there_is_room) {
+    rig_init(&rig);
+    rig.config.clients_max = 8;
+    rig.config.user_clients_max = 1;
+    rig_start(&rig);
+    atomic_store(&rig.fake.hold, true);
+    for (int i = 0; i < 4; i++) {
+        int fd = rig_client(&rig);
+        rig_submit(fd, 10, rig_region(fd, RIG_REGION_BYTES));
+        rig_until(&rig.fake.jobs_submitted, i + 1);
+        close(fd);
+        rig_until_stat(&rig, KLD_STAT_unix_clients, 0);
+    }
+    int refused = rig_connect(&rig); /* that is half of nine places */
+    rig_expect_error(refused, 0, KLD_BUSY, "the work of 4 clients that left is not yet done");
+    close(refused);
+    atomic_store(&rig.fake.hold, false);
+    rig_until_is(&rig.fake.streams, 0);
+    close(rig_client(&rig));
+    end();
+}
+END_TEST
+
 /* As another user; of this thread only. */
 static int connect_as(uid_t uid) {
     ck_assert_int_eq(syscall(SYS_setresuid, -1, uid, -1), 0);
@@ -289,5 +313,6 @@ UNIT_MAIN("server/worker/session", every_reply_to_a_silent_client_is_kept,
           silent_client_that_dies_leaves_nothing, client_leaves_while_its_stream_opens,
           clients_max_is_answered_by_busy, users_do_not_shut_each_other_out,
           the_gateway_has_places_of_its_own, who_does_not_say_hello_is_sent_away,
-          dead_clients_with_work_do_not_pile_up, packet_of_no_bytes_is_not_the_end,
+          dead_clients_with_work_do_not_pile_up,
+          who_may_have_few_may_leave_as_long_as_there_is_room, packet_of_no_bytes_is_not_the_end,
           an_error_frame_holds_its_text_and_nothing_else)
