@@ -7,6 +7,7 @@
 
 #include "kernels/cuda/logits_list.cuh"
 #include "kernels/cuda/logits_resident.cuh"
+#include "kernels/cuda/onepass_units.cuh"
 
 namespace logits_resident {
 inline namespace KLD_CUDA_TEAM {
@@ -47,38 +48,26 @@ template <class T, int EXTRA> struct onepass {
         float p, q; /* the largest */
     };
 
-    /* What a thread has of each tensor in the steps of a unit. */
-    struct unit {
-        uint4 p[UNIT], q[UNIT];
-
-        template <bool SHIFTED>
-        __device__ __forceinline__ void load(uint32_t i, const char *at_p, const char *at_q,
-                                             uint32_t shift_p, uint32_t shift_q) {
-            p[i] = resident::far_slice::load_whole<SHIFTED>(at_p, shift_p, i);
-            q[i] = resident::far_slice::load_whole<SHIFTED>(at_q, shift_q, i);
-        }
-    };
+    typedef onepass_units<UNIT> source;
+    typedef typename source::unit unit;
 
     /* Whole units. Classes that count one by one go to the list, so many: ret_listed. ret_heavy:
      * units left out, as the list had no room. No call in here, and little that outlives the loop:
      * registers are what is on its way. */
-    template <bool SHIFTED>
-    static __device__ __forceinline__ sums run(const char *at_p, const char *at_q, uint32_t shift_p,
-                                               uint32_t shift_q, uint32_t units,
-                                               const temperature &t, float span, uint32_t classes,
+    template <bool SHIFTED, class FROM>
+    static __device__ __forceinline__ sums run(FROM from, uint32_t units, const temperature &t,
+                                               float span, uint32_t classes,
                                                logits_stats::reference *ret_at,
                                                logits_stats::heavy_list<T> &list,
                                                uint32_t &ret_listed, uint32_t &ret_heavy) {
-        unit u;
-#pragma unroll
-        for (uint32_t i = 0; i < UNIT; i++)
-            u.template load<SHIFTED>(i, at_p, at_q, shift_p, shift_q);
         /* The first classes may be unlike the others: reserved ones, masked ones. */
         const uint32_t middle = units / 2 * UNIT * STEP;
         const uint4 more_p[1] = {
-            resident::far_slice::load_whole<SHIFTED>(at_p + middle, shift_p, 0)};
+            resident::far_slice::load_whole<SHIFTED>(from.p + middle, from.shift_p, 0)};
         const uint4 more_q[1] = {
-            resident::far_slice::load_whole<SHIFTED>(at_q + middle, shift_q, 0)};
+            resident::far_slice::load_whole<SHIFTED>(from.q + middle, from.shift_q, 0)};
+        unit u;
+        from.start(units, u);
         sums r = {{0, 0, 0, 0}, 0, 0};
         logits_stats::top_of<T>::most(u.p, r.p);
         logits_stats::top_of<T>::most(u.q, r.q);
@@ -94,9 +83,8 @@ template <class T, int EXTRA> struct onepass {
         uint32_t heavy = 0, listed = 0;
 #pragma unroll 1
         for (uint32_t number = 0; number < units; number++) {
-            at_p += UNIT * STEP;
-            at_q += UNIT * STEP;
             bool leave = false;
+            from.ask(number + source::RING < units);
             if (__any_sync(KLD_FULL_WARP, top.add_all(u.p, u.q, at))) {
                 uint32_t count = listed;
                 leave = !logits_stats::heavy_list<T>::can_take(at);
@@ -115,9 +103,9 @@ template <class T, int EXTRA> struct onepass {
                 if (!leave)
                     logits_stats::fast_pairs<T, EXTRA>(logits_stats::pair_of<T>(u.p[i], u.q[i]), at,
                                                        t, sum);
-                if (number + 1 < units)
-                    u.template load<SHIFTED>(i, at_p, at_q, shift_p, shift_q);
+                from.refill(i, number + 1 < units, u);
             }
+            from.take(number + 1 < units, u);
             if (number % FLUSH == FLUSH - 1)
                 sum.template flush<T>(r.sum);
         }
@@ -251,7 +239,8 @@ struct onepass_warp {
     onepass_row rows[ROWS];
 };
 
-template <class BODY> struct onepass_rows : rows<BODY> {
+/* RING: units come by way of shared memory. */
+template <class BODY, bool RING> struct onepass_rows : rows<BODY> {
     typedef rows<BODY> base;
     typedef typename BODY::type T;
     typedef onepass<T, BODY::EXTRA> pass;
@@ -261,6 +250,16 @@ template <class BODY> struct onepass_rows : rows<BODY> {
         return all[threadIdx.x / 32];
     }
 
+    static __device__ __forceinline__ typename pass::source::from_ring
+    ring_of(const resident::far_slice &slice) {
+        __shared__ typename pass::source::ring rings[resident::WARPS];
+        return {slice.p,
+                slice.q,
+                slice.shift_p,
+                slice.shift_q,
+                shared_at(&rings[threadIdx.x / 32].at[0][0][0][threadIdx.x % 32]),
+                0};
+    }
     /* All warps' sums over the row, to all lanes of the first. at: this warp's, in shared memory,
      * as is index. */
     static __device__ __forceinline__ part sums(const kld_cuda_args &args, const uint64_t &index,
@@ -273,14 +272,21 @@ template <class BODY> struct onepass_rows : rows<BODY> {
         uint32_t units = slice.full_steps_of(slice.count / pass::V) / pass::UNIT;
         if (!units)
             pass::peek(slice, &base::shared().t, base::shared().span, base::shared().classes, &at);
+        else if constexpr (RING)
+            mine = pass::template run<true>(ring_of(slice), units, base::shared().t,
+                                            base::shared().span, base::shared().classes, &at, list,
+                                            listed, heavy);
         else if (slice.shift_p || slice.shift_q)
-            mine = pass::template run<true>(slice.p, slice.q, slice.shift_p, slice.shift_q, units,
-                                            base::shared().t, base::shared().span,
-                                            base::shared().classes, &at, list, listed, heavy);
+            mine = pass::template run<true>(
+                typename pass::source::template from_memory<true>{slice.p, slice.q, slice.shift_p,
+                                                                  slice.shift_q},
+                units, base::shared().t, base::shared().span, base::shared().classes, &at, list,
+                listed, heavy);
         else
-            mine = pass::template run<false>(slice.p, slice.q, 0, 0, units, base::shared().t,
-                                             base::shared().span, base::shared().classes, &at, list,
-                                             listed, heavy);
+            mine = pass::template run<false>(
+                typename pass::source::template from_memory<false>{slice.p, slice.q, 0, 0}, units,
+                base::shared().t, base::shared().span, base::shared().classes, &at, list, listed,
+                heavy);
         __syncwarp();
         slice = resident::far_slice::of<T>(args, index);
         units = slice.full_steps_of(slice.count / pass::V) / pass::UNIT;

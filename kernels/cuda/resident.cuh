@@ -183,7 +183,7 @@ static inline size_t bytes(const kld_cuda_args &args, size_t element) {
 }
 
 /* Does every row start at a multiple of 16 bytes? */
-static __device__ __forceinline__ bool is_even(const kld_cuda_tensor &tensor) {
+static __host__ __device__ __forceinline__ bool is_even(const kld_cuda_tensor &tensor) {
     return (((uintptr_t)tensor.at | tensor.stride_bytes) & 15) == 0;
 }
 

@@ -1,0 +1,111 @@
+/* onepass_units.cuh - where the vectors of a row that is read once come from, unit by unit: device
+ * memory, straight to registers or by way of a ring in shared memory. For whole units and whole
+ * warps. No mathematics here. */
+#ifndef KLD_KERNELS_CUDA_ONEPASS_UNITS_CUH
+#define KLD_KERNELS_CUDA_ONEPASS_UNITS_CUH
+
+#include "kernels/cuda/resident_slice.cuh"
+
+namespace logits_resident {
+inline namespace KLD_CUDA_TEAM {
+
+/* A unit is what a warp takes in UNIT steps: a vector of each tensor for each lane and step. */
+template <uint32_t UNIT> struct onepass_units {
+    static constexpr uint32_t STEP = 16 * resident::GROUP_THREADS; /* bytes */
+
+    /* What a thread has of each tensor in the steps of a unit. */
+    struct unit {
+        uint4 p[UNIT], q[UNIT];
+    };
+
+    /* Where a warp's units come from. Straight to registers: a step's are asked for again as soon
+     * as its registers are free. */
+    template <bool SHIFTED> struct from_memory {
+        const char *p, *q;
+        uint32_t shift_p, shift_q;
+
+        __device__ __forceinline__ void load(uint32_t i, unit &u) const {
+            u.p[i] = resident::far_slice::load_whole<SHIFTED>(p, shift_p, i);
+            u.q[i] = resident::far_slice::load_whole<SHIFTED>(q, shift_q, i);
+        }
+        __device__ __forceinline__ void start(uint32_t, unit &u) {
+#pragma unroll
+            for (uint32_t i = 0; i < UNIT; i++)
+                load(i, u);
+            p += UNIT * STEP;
+            q += UNIT * STEP;
+        }
+        __device__ __forceinline__ void ask(bool) {}
+        __device__ __forceinline__ void refill(uint32_t i, bool more, unit &u) const {
+            if (more)
+                load(i, u);
+        }
+        __device__ __forceinline__ void take(bool more, unit &) {
+            p += UNIT * STEP;
+            q += UNIT * STEP;
+        }
+    };
+
+    /* By way of a ring in shared memory, of RING units that are asked for ahead. For rows that
+     * start anywhere: what vectors are put together from comes from device memory once, and not
+     * twice. */
+    static constexpr uint32_t RING = 2;
+    struct ring {
+        uint4 at[RING][UNIT][2][33]; /* one more than lanes */
+    };
+    struct from_ring {
+        static constexpr uint32_t TENSOR = 33 * 16, PLACE = UNIT * 2 * TENSOR;
+        const char *p, *q; /* of the unit to be asked for next */
+        uint32_t shift_p, shift_q;
+        uint32_t at, place; /* this lane's in the ring's first place; to be filled next, bytes */
+
+        static __device__ __forceinline__ void bring(uint32_t to, const char *from,
+                                                     uint32_t shift) {
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
+            if (threadIdx.x % 32 == 31 && shift)
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + 16),
+                             "l"(from + 16));
+        }
+        __device__ __forceinline__ void ask(bool more) {
+            if (more) {
+#pragma unroll
+                for (uint32_t i = 0; i < UNIT; i++) {
+                    bring(at + place + 2 * i * TENSOR, p + i * STEP, shift_p);
+                    bring(at + place + (2 * i + 1) * TENSOR, q + i * STEP, shift_q);
+                }
+                p += UNIT * STEP;
+                q += UNIT * STEP;
+            }
+            place = place + PLACE == RING * PLACE ? 0 : place + PLACE;
+            asm volatile("cp.async.commit_group;");
+        }
+        static __device__ __forceinline__ uint4 load(uint32_t from, uint32_t shift) {
+            return resident::joined(resident::load_shared(from),
+                                    resident::load_shared(from + (shift ? 16 : 0)), shift);
+        }
+        /* The unit asked for longest ago, whose place is the next to be filled. */
+        __device__ __forceinline__ void take(bool more, unit &u) const {
+            if (!more)
+                return;
+            asm volatile("cp.async.wait_group %0;" ::"n"(RING - 1));
+            __syncwarp();
+#pragma unroll
+            for (uint32_t i = 0; i < UNIT; i++) {
+                u.p[i] = load(at + place + 2 * i * TENSOR, shift_p);
+                u.q[i] = load(at + place + (2 * i + 1) * TENSOR, shift_q);
+            }
+            __syncwarp(); /* before another lane's copy takes the place */
+        }
+        __device__ __forceinline__ void start(uint32_t units, unit &u) {
+#pragma unroll
+            for (uint32_t i = 0; i < RING; i++)
+                ask(i < units);
+            take(true, u);
+        }
+        __device__ __forceinline__ void refill(uint32_t, bool, unit &) const {}
+    };
+};
+
+} /* namespace KLD_CUDA_TEAM */
+} /* namespace logits_resident */
+#endif
