@@ -248,6 +248,24 @@ enum unix_sent kld_unix_regions_flush(struct unix_connection *u) {
     return UNIX_SENT;
 }
 
+/* A stage is made larger than what is asked for needs; the server may not share as much with this
+ * connection, which WELCOME does not say. So much of it as the calls in it need may do. */
+static bool stage_shrinks(struct unix_connection *u, struct unix_region *region) {
+    uint64_t bytes = 0;
+    int i = 0;
+    while (i < KLD_STAGES_MAX && u->stages[i].region != region)
+        i++;
+    if (i == KLD_STAGES_MAX || region->released)
+        return false;
+    for (const struct unix_call *call = u->stages[i].parts; call; call = call->stage_next)
+        bytes = call->stage_offset + call->stage_bytes; /* by offset: the last one counts */
+    if (bytes == 0 || bytes >= region->base.bytes)
+        return false;
+    u->stage_bytes_total -= region->base.bytes - bytes;
+    region->base.bytes = bytes;
+    return true;
+}
+
 bool kld_unix_region_answered(struct unix_connection *u, uint64_t local_id,
                               const union kld_frame *reply, const struct kld_error *error) {
     struct kld_region *base = u->base.regions;
@@ -267,6 +285,9 @@ bool kld_unix_region_answered(struct unix_connection *u, uint64_t local_id,
     }
     if (region->attached) {
         kld_unix_attach_answered(u, region, reply, error);
+    } else if (error && error->status == KLD_TOO_LARGE && stage_shrinks(u, region)) {
+        region->state = UNIX_REGION_NEW;
+        u->region_work++;
     } else if (error) {
         region->state = UNIX_REGION_FAILED;
         region->error = *error;

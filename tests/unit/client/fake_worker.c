@@ -106,6 +106,8 @@ static void region_add(struct fake_worker *worker, struct fake_client *client,
     worker->regions_added++;
     int refuse = worker->refuse_regions_once ? worker->refuse_regions_once : worker->refuse_regions;
     worker->refuse_regions_once = 0;
+    if (worker->shared_bytes_max && add->bytes > worker->shared_bytes_max)
+        refuse = KLD_TOO_LARGE;
     if (refuse || !region) {
         reply_error(client, add->header.request, (enum kld_status)refuse);
         return;

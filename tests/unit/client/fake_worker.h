@@ -33,6 +33,7 @@ struct fake_worker {
     atomic_int cut_type;        /* enum kld_frame_type: lacks 8 bytes, as in an older release */
     atomic_int refuse_regions;  /* enum kld_status */
     atomic_int refuse_regions_once; /* enum kld_status: of the next one */
+    atomic_ullong shared_bytes_max; /* larger regions are KLD_TOO_LARGE; 0: none is */
     atomic_int garbage;             /* answers the next frame with nonsense */
     atomic_int hang_up;             /* 1: every connection is closed, once */
     atomic_int wordless;            /* its errors have a status and no text */

@@ -465,6 +465,32 @@ START_TEST(test_refused) {
 }
 END_TEST
 
+/* WELCOME does not say how much memory of the host a connection may share. */
+START_TEST(test_staging_is_no_larger_than_the_server_lets_it) {
+    setup();
+    struct kld_request request = plain_request();
+    struct kld_result result;
+    struct ended ended = {0};
+    worker.shared_bytes_max = 65536;
+    check_answer(kld_run(connection, &request, &result, &error), &result);
+    check_answer(kld_run(connection, &request, &result, &error), &result);
+    ck_assert_int_eq(worker.regions_added, 2);
+    kld_close(connection);
+    connect_with(NULL);
+    for (int i = 0; i < 3; i++) /* all in one stage */
+        ck_assert_int_eq(kld_submit(connection, &request, on_end, &ended, NULL, &error), KLD_OK);
+    process_until(&ended, 3);
+    ck_assert_int_eq(ended.ok, 3);
+    kld_close(connection);
+    worker.shared_bytes_max = 1;
+    connect_with(NULL);
+    ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_TOO_LARGE);
+    worker.shared_bytes_max = 0;
+    check_answer(kld_run(connection, &request, &result, &error), &result);
+    teardown();
+}
+END_TEST
+
 START_TEST(test_deadline_and_cancel) {
     setup();
     struct kld_request request = plain_request();
@@ -643,6 +669,7 @@ END_TEST
 UNIT_MAIN("client/unix", test_plain_memory, test_trace, test_cork, test_cork_of_one_frame_each,
           test_trace_in_one_packet, test_many_traced_at_once, test_strided_plain_memory,
           test_regions, test_many_in_flight, test_run_keeps_callbacks_for_process, test_lost_worker,
-          test_not_sent_twice, test_waits_for_a_server, test_refused, test_deadline_and_cancel,
+          test_not_sent_twice, test_waits_for_a_server, test_refused,
+          test_staging_is_no_larger_than_the_server_lets_it, test_deadline_and_cancel,
           test_staging_limits, test_region_dropped_in_use, test_ends_in_a_row, test_nothing_leaks,
           test_memfd_and_limits, test_an_error_without_words_has_some)
