@@ -155,7 +155,7 @@ static void gauges_add(struct kld_region *region, int sign) {
     session->region_bytes += sign > 0 ? bytes : -bytes;
     worker->regions += (uint64_t)(int64_t)sign;
     worker->region_bytes += sign > 0 ? bytes : -bytes;
-    if (region->kind == KLD_REGION_MEMFD)
+    if (region->kind == KLD_REGION_MEMFD && region->state != KLD_REGION_REMOVING)
         session->shared_bytes += sign > 0 ? bytes : -bytes;
     if (region->kind == KLD_REGION_POOL) {
         session->pool_bytes += sign > 0 ? bytes : -bytes;
@@ -234,6 +234,8 @@ static void remove_unused(struct kld_region *region) {
     if (region->state != KLD_REGION_CONDEMNED || region->users)
         return;
     struct kld_session *session = region->session;
+    /* Its owner may share as much again: what all share counts it until that begins. */
+    session->shared_bytes -= region->kind == KLD_REGION_MEMFD ? region->bytes : 0;
     region->state = KLD_REGION_REMOVING;
     session->tasks++;
     uv_queue_work(&session->worker->loop, &region->work, remove_work, remove_after);

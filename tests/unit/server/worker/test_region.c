@@ -569,6 +569,36 @@ START_TEST(clients_do_not_share_all_of_the_hosts_memory) {
 }
 END_TEST
 
+/* Who drops what he has may register as much in the next breath. */
+START_TEST(what_is_dropped_is_no_longer_its_owners_share) {
+    const uint64_t most = 16 << 20;
+    union kld_frame frame;
+    rig_init(&rig);
+    rig.config.shared_bytes_max = 4 * most;
+    rig.config.client_shared_bytes_max = most;
+    rig_start(&rig);
+    int fd = rig_client(&rig);
+    uint64_t region = memfd_region(fd, most, KLD_OK, NULL);
+    for (int i = 0; i < 10; i++) {
+        int memfd = rig_memfd(most);
+        rig_drop(fd, 71, region);
+        rig_region_frame(&frame, 72, KLD_REGION_MEMFD, most);
+        rig_send_fds(fd, &frame, frame.header.length, &memfd, 1);
+        close(memfd);
+        rig_expect(fd, 71, KLD_FRAME_DONE, NULL);
+        rig_expect(fd, 72, KLD_FRAME_REGION, &frame);
+        region = frame.as_REGION.region;
+        memfd_region(fd, 1, KLD_TOO_LARGE, "over 16777216 bytes of the host's memory");
+    }
+    rig_drop(fd, 73, region);
+    rig_expect(fd, 73, KLD_FRAME_DONE, NULL);
+    rig_until_stat(&rig, KLD_STAT_worker_regions, 0);
+    memfd_region(fd, most, KLD_OK, NULL);
+    close(fd);
+    end();
+}
+END_TEST
+
 /* Our clients are this process, as the supervisor says of one; before and after it said so of it.
  */
 static void name_gateway(pid_t pid, int pidfd) {
@@ -649,6 +679,7 @@ UNIT_MAIN("server/worker/region", ipc_handles_are_checked, one_descriptor_is_one
           parts_of_one_allocation_are_one_memory, table_grows_to_its_limit_and_reuses_places,
           quota_counts_what_is_still_condemned, client_leaves_while_regions_are_mapped,
           flood_of_region_adds_is_bounded, one_memfd_on_several_connections_is_mapped_once,
-          clients_do_not_share_all_of_the_hosts_memory, no_client_takes_the_whole_pool,
+          clients_do_not_share_all_of_the_hosts_memory,
+          what_is_dropped_is_no_longer_its_owners_share, no_client_takes_the_whole_pool,
           the_gateway_is_known_by_what_the_supervisor_says,
           who_finds_the_pool_full_waits_for_what_the_gateway_keeps)
