@@ -305,7 +305,7 @@ bool kld_unix_region_answered(struct unix_connection *u, uint64_t local_id,
 void kld_unix_region_wanted(struct unix_connection *u, struct kld_region *base) {
     struct unix_region *region = (struct unix_region *)base;
     if (!region || region->state != UNIX_REGION_FAILED || region->attached || region->released ||
-        region->error.status != KLD_NO_MEMORY)
+        (region->error.status != KLD_NO_MEMORY && region->error.status != KLD_TOO_LARGE))
         return;
     region->state = UNIX_REGION_NEW;
     u->region_work++;

@@ -238,6 +238,19 @@ def test_memory_is_used_again(server):
         wait_until(lambda: regions() == spans - 1 + others, 10, "the regions that are left")
 
 
+def test_what_is_kept_makes_room(make_server):
+    """A connection may share 6 MiB: what is kept of requests of other sizes goes before one is refused."""
+    server = make_server(http="", client_shared_bytes_max="6M")
+    with kld.connect(f"unix:{server.unix}") as connection:
+        for rows in (64, 128, 256, 400, 500, 300, 64, 512):
+            a = np.full((rows, 1024), 1 / 1024, np.float32)
+            assert connection.kl_div(a, a).loss == 0
+        for _ in range(2):
+            with pytest.raises(kld.KldError, match="share over 6291456 bytes"):
+                connection.kl_div(*[np.full((700, 1024), 1 / 1024, np.float32)] * 2)
+        assert connection.kl_div(a, a).loss == 0
+
+
 def test_many_arrays_are_held(server):
     """As many as share memory; the results after that are ordinary memory, and right."""
     with kld.connect(server.url_unix) as connection:

@@ -118,6 +118,14 @@ class Memory:
         bisect.insort(self._addresses, span.address)
         return span
 
+    def forget_cached(self) -> bool:
+        """All that is kept for later: the server may share only so much with this connection. False: nothing was kept."""
+        self.collect()
+        if not self.shared or not self.cached_bytes:
+            return False
+        self._forget_cached(0)
+        return True
+
     @property
     def is_full(self) -> bool:
         self.collect()

@@ -175,6 +175,7 @@ class Plan:
 
 
 # Outcomes of a request that no device ever saw.
+_NO_ROOM = (Status.NO_MEMORY, Status.TOO_LARGE)
 _NOT_STARTED = {Status.INVALID, Status.TOO_LARGE, Status.UNIMPLEMENTED, Status.BUSY, Status.FORBIDDEN,
                 Status.NOT_FOUND, Status.THROTTLED, Status.UNAUTHENTICATED}
 _PLAIN_NUMBERS = (float, int, type(None))
@@ -345,10 +346,18 @@ class Call:
         return self.result
 
     def submit(self) -> None:
+        """Where there is no room for the memory of the request, once more without what is kept for later ones."""
+        status = self._submit_once()
+        if status in _NO_ROOM and self.connection._memory.forget_cached():
+            status = self._submit_once()
+        if status:
+            raise from_status(status, self.connection._error[0].text.decode(errors="replace"))
+
+    def _submit_once(self) -> int:
         """Until the answer. Ctrl-C gives the request up, and waits until its memory was let go of; a second one
         leaves that to who uses the connection next."""
         connection, library = self.connection, _library.library()
-        handle, (error, error_ref), result = connection._handle, connection._error, connection._result_ref
+        handle, (_, error_ref), result = connection._handle, connection._error, connection._result_ref
         pending, pending_ref = connection._pending
         connection._held = self
         try:
@@ -362,8 +371,7 @@ class Call:
         finally:
             if not pending.value:
                 connection._held = None
-        if status:
-            raise from_status(status, error.text.decode(errors="replace"))
+        return int(status)
 
 
 __all__ = ["Call", "KldError", "Parameters", "Plan", "View", "check_no_gradient", "check_number", "row_stride",

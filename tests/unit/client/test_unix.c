@@ -485,8 +485,13 @@ START_TEST(test_staging_is_no_larger_than_the_server_lets_it) {
     worker.shared_bytes_max = 1;
     connect_with(NULL);
     ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_TOO_LARGE);
+    struct kld_region *region;
+    ck_assert_int_eq(kld_region_create(connection, 12288, &region, &error), KLD_OK);
+    struct kld_request other = region_request(region, false);
+    ck_assert_int_eq(kld_run(connection, &other, &result, &error), KLD_TOO_LARGE);
     worker.shared_bytes_max = 0;
     check_answer(kld_run(connection, &request, &result, &error), &result);
+    ck_assert_int_eq(kld_run(connection, &other, &result, &error), KLD_OK); /* asked for again */
     teardown();
 }
 END_TEST
