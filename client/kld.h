@@ -288,6 +288,8 @@ struct kld_request {
      * error of the computation. Every tensor in regions of device memory. Needs `record`: if the
      * device is lost behind such an answer, so is that event, and the next request that names it
      * ends with KLD_DEVICE_LOST: what was answered early before that may not have been computed.
+     * A stream of the caller's that was already waiting for the event then waits for good: only the
+     * end of its context, or process, frees it, so wait for such streams with a time limit.
      * local:cuda: without events, see kld_stream_adopt(); where a tensor lies in host memory, and
      * on a CPU, the answer comes when the work has ended. */
     bool early;
