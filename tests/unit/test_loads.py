@@ -18,12 +18,13 @@ def rows_of_the_soak():
 
 
 def rows_of_saturation():
-    for name, what in CASES.items():
+    for name, what in (CASES | {"hello": "the first on a bare libmicrohttpd \"hello\""}).items():
         case = SATURATION[name]
         refused = f"{case['refused_p99_us'] / 1000:.0f}" if case["refused_p99_us"] else "none"
         share = f"{case['share']:.2f} ({min(case['shares']):.2f} to {max(case['shares']):.2f})"
+        met = f"{sum(case['met'].values())} of 3" if name in CASES else "-"
         yield (f"| {what} | {case['peak_per_s']:,.0f} | {case['answered_per_s']:,.0f} | {share} | {refused} | "
-               f"{case['answered_p99_us'] / 1000:.0f} | {sum(case['met'].values())} of 3 |")
+               f"{case['answered_p99_us'] / 1000:.0f} | {met} |")
 
 
 def test_the_readme_has_every_row():
