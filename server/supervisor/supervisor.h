@@ -112,6 +112,7 @@ struct kld_watched {
     bool says_stuck;  /* its newest was that */
     uint32_t looks;   /* in a row that found it not well, all for one reason: */
     bool looks_stuck; /* it said that it is stuck; else it said nothing */
+    int stuck_pid;    /* the one killed for it last: once, however long it takes to end */
     bool level_due;   /* it was not told yet of the log level (reload.c) */
     bool gateway_due; /* nor who the gateway is (introduce.c) */
 };

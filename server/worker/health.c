@@ -43,7 +43,8 @@ static uint64_t stuck_ms(const struct kld_worker *worker) {
 }
 
 static uint64_t look_ms(const struct kld_worker *worker) {
-    return stuck_ms(worker) / 4 < LOOK_MS_MAX ? stuck_ms(worker) / 4 : LOOK_MS_MAX;
+    uint64_t quarter = stuck_ms(worker) / 4;
+    return quarter < 1 ? 1 : quarter < LOOK_MS_MAX ? quarter : LOOK_MS_MAX;
 }
 
 static void nothing(uv_work_t *work) { (void)work; }
@@ -51,6 +52,31 @@ static void nothing(uv_work_t *work) { (void)work; }
 static bool is_stuck(const struct kld_worker *worker) {
     uint64_t then = worker->pool_ns < worker->room_ns ? worker->pool_ns : worker->room_ns;
     return kld_worker_now_ns() - then >= stuck_ms(worker) * 1000000;
+}
+
+static bool waits_for_event(const struct kld_session *session) {
+    for (uint64_t i = 0; i < session->worker->options.config->client_streams_max; i++) {
+        const struct kld_request *oldest = TAILQ_FIRST(&session->lanes[i].running);
+        if (oldest && oldest->ready && oldest->stage_ns && oldest->stage == KLD_JOB_WAITS)
+            return true;
+    }
+    return false;
+}
+
+/* While a job waits for its client's event, the driver may keep who unpins or frees memory; for how
+ * long a client may take its time is for waits.c to say. But not if those who have left cannot be
+ * let go for it: they would pile up. */
+static bool is_for_event(const struct kld_worker *worker) {
+    const struct kld_session *session;
+    uint64_t now = kld_worker_now_ns();
+    bool any = false;
+    TAILQ_FOREACH(session, &worker->sessions, in_worker) {
+        any = any || waits_for_event(session);
+        if (session->state == KLD_SESSION_CLOSING &&
+            now - session->closed_ns >= stuck_ms(worker) * 1000000)
+            return false;
+    }
+    return any;
 }
 
 static void set_stuck(struct kld_worker *worker, bool stuck) {
@@ -100,8 +126,9 @@ static void take_off_standstill(struct kld_worker *worker) {
     worker->pool_looked_ns = now;
     if (since <= usual)
         return;
-    worker->pool_ns += since - usual;
-    worker->room_ns += since - usual;
+    /* What was seen in this turn of the loop was seen after it. */
+    worker->pool_ns = worker->pool_ns + since - usual < now ? worker->pool_ns + since - usual : now;
+    worker->room_ns = worker->room_ns + since - usual < now ? worker->room_ns + since - usual : now;
 }
 
 static void pool_due(uv_timer_t *timer) {
@@ -112,6 +139,8 @@ static void pool_due(uv_timer_t *timer) {
     kld_strays_look(worker->strays);
     if (!kld_strays_crowded(worker->strays))
         worker->room_ns = kld_worker_now_ns();
+    if (!worker->stuck && is_for_event(worker))
+        worker->pool_ns = kld_worker_now_ns();
     if (is_stuck(worker))
         set_stuck(worker, true);
     if (worker->pool_asked)

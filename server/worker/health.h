@@ -8,7 +8,8 @@
  * nothing for stuck_ms, or nobody was let in for so long because connections cannot be closed
  * (strays.h), then the worker is not ready, and says so to the supervisor, which starts another
  * (supervisor/watchdog.c). To pin much memory takes its time, so the limit is far
- * above what any of it takes. Loop thread. */
+ * above what any of it takes; time in which a job waits for its client's event does not count
+ * (waits.h), as long as connections are closed. Loop thread. */
 #ifndef KLD_SERVER_WORKER_HEALTH_H
 #define KLD_SERVER_WORKER_HEALTH_H
 

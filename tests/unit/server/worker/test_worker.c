@@ -278,7 +278,44 @@ START_TEST(a_worker_whose_pool_takes_nothing_is_not_ready) {
 }
 END_TEST
 
+/* The driver may hold them until a client's event has come, which may take its time. */
+START_TEST(a_pool_that_is_held_by_an_event_is_not_stuck) {
+    union kld_frame frame;
+    rig_init(&rig);
+    rig.stuck_ms = 600; /* several looks of waits.c */
+    rig_start(&rig);
+    atomic_store(&rig.fake.stage, KLD_JOB_WAITS);
+    atomic_store(&rig.fake.hold, true);
+    int fd = rig_client(&rig);
+    rig_region_frame(&frame, 10, KLD_REGION_POOL, RIG_REGION_BYTES);
+    rig_send(fd, &frame);
+    rig_expect(fd, 10, KLD_FRAME_REGION, &frame);
+    rig_op(&frame, 11, frame.as_REGION.region);
+    frame.as_SUBMIT.flags = KLD_SUBMIT_EARLY;
+    frame.as_SUBMIT.ready_event = rig_add_event(fd, KLD_EVENT_READY);
+    rig_send(fd, &frame);
+    rig_until(&rig.fake.jobs_submitted, 1);
+    atomic_store(&rig.fake.hold_memory, true);
+    for (uint64_t i = 0; i < 4; i++) {
+        rig_region_frame(&frame, 20 + i, KLD_REGION_POOL, 4096);
+        rig_send(fd, &frame);
+    }
+    usleep(1500000);
+    ck_assert(is_alive());
+    ck_assert_uint_eq(atomic_load(&rig.page->device[0].ready), 1);
+    atomic_store(&rig.fake.stage, KLD_JOB_BEGUN); /* and it is held all the same */
+    until_ready_is(0);
+    atomic_store(&rig.fake.hold_memory, false);
+    until_ready_is(1);
+    atomic_store(&rig.fake.hold, false);
+    close(fd);
+    ck_assert_int_eq(rig_end(&rig), 0);
+    rig_done(&rig);
+}
+END_TEST
+
 UNIT_MAIN("server/worker/worker", orders_of_the_supervisor,
+          a_pool_that_is_held_by_an_event_is_not_stuck,
           a_worker_whose_pool_takes_nothing_is_not_ready,
           an_idle_worker_notices_that_its_device_is_lost, a_device_of_ones_own_is_not_asked,
           term_answers_what_is_in_flight_and_refuses_the_rest, drain_does_not_wait_longer_than_told,
