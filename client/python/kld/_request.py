@@ -348,7 +348,11 @@ class Call:
     def submit(self) -> None:
         """Where there is no room for the memory of the request, once more without what is kept for later ones."""
         status = self._submit_once()
-        if status in _NO_ROOM and self.connection._memory.forget_cached():
+        if status == Status.NO_MEMORY and self.in_place:  # a device may have begun to write over what it reads
+            again = False
+        else:
+            again = status in _NO_ROOM
+        if again and self.connection._memory.forget_cached():
             status = self._submit_once()
         if status:
             raise from_status(status, self.connection._error[0].text.decode(errors="replace"))
