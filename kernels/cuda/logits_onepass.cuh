@@ -240,7 +240,7 @@ struct onepass_warp {
 };
 
 /* RING: units come by way of shared memory. */
-template <class BODY, bool RING> struct onepass_rows : rows<BODY> {
+template <class BODY, bool RING = false> struct onepass_rows : rows<BODY> {
     typedef rows<BODY> base;
     typedef typename BODY::type T;
     typedef onepass<T, BODY::EXTRA> pass;

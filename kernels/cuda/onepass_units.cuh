@@ -16,6 +16,13 @@ template <uint32_t UNIT> struct onepass_units {
     /* What a thread has of each tensor in the steps of a unit. */
     struct unit {
         uint4 p[UNIT], q[UNIT];
+
+        template <bool SHIFTED>
+        __device__ __forceinline__ void load(uint32_t i, const char *at_p, const char *at_q,
+                                             uint32_t shift_p, uint32_t shift_q) {
+            p[i] = resident::far_slice::load_whole<SHIFTED>(at_p, shift_p, i);
+            q[i] = resident::far_slice::load_whole<SHIFTED>(at_q, shift_q, i);
+        }
     };
 
     /* Where a warp's units come from. Straight to registers: a step's are asked for again as soon
@@ -24,21 +31,17 @@ template <uint32_t UNIT> struct onepass_units {
         const char *p, *q;
         uint32_t shift_p, shift_q;
 
-        __device__ __forceinline__ void load(uint32_t i, unit &u) const {
-            u.p[i] = resident::far_slice::load_whole<SHIFTED>(p, shift_p, i);
-            u.q[i] = resident::far_slice::load_whole<SHIFTED>(q, shift_q, i);
-        }
         __device__ __forceinline__ void start(uint32_t, unit &u) {
 #pragma unroll
             for (uint32_t i = 0; i < UNIT; i++)
-                load(i, u);
+                u.template load<SHIFTED>(i, p, q, shift_p, shift_q);
             p += UNIT * STEP;
             q += UNIT * STEP;
         }
         __device__ __forceinline__ void ask(bool) {}
         __device__ __forceinline__ void refill(uint32_t i, bool more, unit &u) const {
             if (more)
-                load(i, u);
+                u.template load<SHIFTED>(i, p, q, shift_p, shift_q);
         }
         __device__ __forceinline__ void take(bool more, unit &) {
             p += UNIT * STEP;
