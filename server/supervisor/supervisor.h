@@ -84,6 +84,7 @@ struct kld_life {
     bool control_open, control_made; /* it is heard; its handle is to be closed */
     int unheard;                     /* why its control socket was given up, an errno; 0 */
     bool asked;     /* to end: once, because a child that is ending may have stopped listening */
+    bool stuck;     /* killed for it: once, however long it takes to end */
     int control_fd; /* our end of the pair; -1 */
 };
 
@@ -112,7 +113,6 @@ struct kld_watched {
     bool says_stuck;  /* its newest was that */
     uint32_t looks;   /* in a row that found it not well, all for one reason: */
     bool looks_stuck; /* it said that it is stuck; else it said nothing */
-    int stuck_pid;    /* the one killed for it last: once, however long it takes to end */
     bool level_due;   /* it was not told yet of the log level (reload.c) */
     bool gateway_due; /* nor who the gateway is (introduce.c) */
 };

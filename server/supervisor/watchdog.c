@@ -33,9 +33,9 @@ static uint64_t look_ms(const struct kld_supervisor *supervisor) {
 }
 
 static void end_stuck(const struct kld_supervisor *supervisor, struct kld_watched *worker) {
-    if (worker->stuck_pid == (int)worker->life->process.pid)
+    if (worker->life->stuck)
         return;
-    worker->stuck_pid = (int)worker->life->process.pid;
+    worker->life->stuck = true;
     kld_log(KLD_LOG_ERROR, "worker replaced",
             "child=%s child_pid=%d stuck_ms=%" PRIu64 " looks=%u text=\"%s\"", worker->name,
             (int)worker->life->process.pid, supervisor->config.stuck_ms, worker->looks,
