@@ -175,7 +175,6 @@ class Plan:
 
 
 # Outcomes of a request that no device ever saw.
-_NO_ROOM = (Status.NO_MEMORY, Status.TOO_LARGE)
 _NOT_STARTED = {Status.INVALID, Status.TOO_LARGE, Status.UNIMPLEMENTED, Status.BUSY, Status.FORBIDDEN,
                 Status.NOT_FOUND, Status.THROTTLED, Status.UNAUTHENTICATED}
 _PLAIN_NUMBERS = (float, int, type(None))
@@ -346,13 +345,11 @@ class Call:
         return self.result
 
     def submit(self) -> None:
-        """Where there is no room for the memory of the request, once more without what is kept for later ones."""
+        """Where there is no room for the memory of the request, once more without what is kept for later ones; but not
+        where a device may have begun to write over what it reads."""
         status = self._submit_once()
-        if status == Status.NO_MEMORY and self.in_place:  # a device may have begun to write over what it reads
-            again = False
-        else:
-            again = status in _NO_ROOM
-        if again and self.connection._memory.forget_cached():
+        no_room = status == Status.TOO_LARGE or (status == Status.NO_MEMORY and not self.in_place)
+        if no_room and self.connection._memory.forget_cached():
             status = self._submit_once()
         if status:
             raise from_status(status, self.connection._error[0].text.decode(errors="replace"))
