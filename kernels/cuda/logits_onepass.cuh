@@ -36,8 +36,7 @@ template <class T_, int EXTRA_> struct value_body {
 template <class T, int EXTRA> struct onepass {
     static constexpr uint32_t V = packet<T>::V;
     static constexpr uint32_t UNIT = 2; /* steps whose vectors are on their way */
-    static constexpr uint32_t STEP = 16 * resident::GROUP_THREADS; /* bytes */
-    static constexpr uint32_t FLUSH = UNIT < 4 ? 4 / UNIT : 1;     /* units in FP32 */
+    static constexpr uint32_t FLUSH = UNIT < 4 ? 4 / UNIT : 1; /* units in FP32 */
     static_assert(KLD_CUDA_ONEPASS_WARP_BYTES <= 32 * UNIT * 16 * 32 &&
                       KLD_CUDA_ONEPASS_BLOCK_BYTES <= 32 * UNIT * 16 * 128,
                   "a bit for each unit");
@@ -50,6 +49,7 @@ template <class T, int EXTRA> struct onepass {
 
     typedef onepass_units<UNIT> source;
     typedef typename source::unit unit;
+    static constexpr uint32_t STEP = source::STEP;
 
     /* Whole units. Classes that count one by one go to the list, so many: ret_listed. ret_heavy:
      * units left out, as the list had no room. No call in here, and little that outlives the loop:
