@@ -3,30 +3,42 @@
 one would write instead (aiohttp with PyTorch), by the same client on the same machine. Pairs, one after the other,
 medians of them.
 
-  build-venv/bin/python tests/bench/gateway.py [--build DIR] [--rounds N] [--seconds S] > results/gateway-cpu.json
+  KLD_BIN=build build-venv/bin/python tests/bench/gateway.py [--backend B] [--rounds N] [--seconds S] > results/gateway-cpu.json
+
+Each server has one HTTP thread, as libmicrohttpd's has. With eight cores or more (loadlib.py) the client, the gateway and the
+worker have cores of their own; a TCP sink and libmicrohttpd have the gateway's then, aiohttp with PyTorch the gateway's and the
+worker's, and four HTTP threads are measured beside four of libmicrohttpd's. On a GPU PyTorch is there twice, on the CPU and
+on the GPU. client_busy, hello_client_busy: the share of its time that the busiest of the client's processes was at work; near 1 it is
+the client that was measured.
 """
 import argparse
 import json
 import os
-import pathlib
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import traceback
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests/e2e"))
+from loadlib import PROGRAM, Cores, commit, free_port, on, pin, post, room_for_connections, run_clients  # and the path to the tests' own
+
+import oip
+from conftest import Server
+from httplib import probabilities
+
 GIB = 1 << 30
+IDLE = 2000
 UPLOADS = 5  # pairs a round: they are short, and vary most
 PEER = '''
 import torch
 from aiohttp import web
 async def infer(request):
     if request.content_type == "application/json":
-        q, p = (torch.tensor(t["data"]).reshape(t["shape"]) for t in (await request.json())["inputs"])
+        q, p = (torch.tensor(t["data"], device="%s").reshape(t["shape"]) for t in (await request.json())["inputs"])
     else:
         body = bytearray(await request.read())
-        q, p = torch.frombuffer(body, dtype=torch.float32).reshape(2, int(request.headers["X-Rows"]), -1)
+        q, p = torch.frombuffer(body, dtype=torch.float32).to("%s").reshape(2, int(request.headers["X-Rows"]), -1)
     loss = torch.nn.functional.kl_div(q.log(), p, reduction="batchmean").item()
     return web.json_response({"loss": loss})
 app = web.Application(client_max_size=4 << 30)
@@ -35,32 +47,41 @@ web.run_app(app, host="127.0.0.1", port=%d, print=lambda *a: print("ready", flus
 '''
 
 
-def free_port():
-    import socket
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def post(headers, data, length=None):
-    lines = ["POST /v2/models/kl_div/infer HTTP/1.1", "Host: localhost", f"Content-Length: {length or len(data)}"]
-    return "\r\n".join(lines + [f"{k}: {v}" for k, v in headers.items()] + ["", ""]).encode() + data
-
-
 class Bench:
     def __init__(self, options):
-        self.options, self.load = options, str(options.build / "bench/http_load")
-        self.processes = []
+        self.options, self.cores, self.processes, self.servers, self.ports = options, Cores(), [], [], {}
 
-    def start(self, *command):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    def server(self, name, **flags):
+        """A kld-server, its roles on their cores."""
+        with on({*self.cores.gateway, *self.cores.worker}):
+            server = Server(backend=self.options.backend, **{"http_threads": 1, **flags})
+        self.servers.append(server)
+        pin(server, {"gateway": self.cores.gateway, "worker": self.cores.worker})
+        self.ports[name] = int(server.address.rsplit(":", 1)[1])
+
+    def start(self, name, command, cores):
+        """Something else to compare with; command(port)."""
+        self.ports[name] = free_port()
+        with on(cores):
+            process = subprocess.Popen(command(str(self.ports[name])), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         self.processes.append(process)
-        assert process.stdout.readline().strip(), command
-        return process
+        assert process.stdout.readline().strip(), command(self.ports[name])
 
-    def run(self, *arguments, request):
-        out = subprocess.run([self.load, *map(str, arguments)], input=request, capture_output=True, check=True)
+    def end(self):
+        for process in self.processes:
+            process.kill()
+        for server in self.servers:
+            server.stop()
+            server.remove()
+
+    def stream(self, name, request):
+        with on(self.cores.client):
+            out = subprocess.run([PROGRAM, "stream", str(self.ports[name]), str(GIB)], input=request, capture_output=True, check=True)
         return json.loads(out.stdout)
+
+    def load(self, name, connections, request):
+        return run_clients(self.cores.client, min(self.cores.clients, connections), "load", self.ports[name], connections,
+                           self.options.seconds, request=request)
 
     def pairs(self, one, other, times=1):
         """[(one(), other())] of each round, or `times` as many, one after the other."""
@@ -79,105 +100,132 @@ def middle(values, key):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--build", type=pathlib.Path, default=ROOT / "build")
+    parser.add_argument("--backend", default=os.environ.get("KLD_BACKEND", "cpu"), choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2)
     options = parser.parse_args()
-    os.environ["KLD_BIN"] = str(options.build.resolve())
-    import conftest
-    import oip
-    from httplib import probabilities
+    room_for_connections()
     bench = Bench(options)
-    server = conftest.Server(staging_bytes_max="4G", staging_request_bytes_max="2G", keep_buffer_ms=None)
-    bulk = conftest.Server(keep_buffer_ms=None)
-    fresh = conftest.Server(keep_buffer_ms=0)  # each request's buffer is new to it, as after ten seconds without one
-    results = {"commit": subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True,
-                                        text=True).stdout.strip(),
-               "cpus": os.cpu_count(), "rounds": options.rounds, "load_before": os.getloadavg()[0]}
+    results = {"commit": commit(), "backend": options.backend, "cpus": os.cpu_count(), "cores": bench.cores.described(),
+               "rounds": options.rounds, "load_before": os.getloadavg()[0]}
+    folder = tempfile.TemporaryDirectory()
     try:
-        ports = {"kld": int(server.address.rsplit(":", 1)[1]), "bulk": int(bulk.address.rsplit(":", 1)[1]),
-                 "fresh": int(fresh.address.rsplit(":", 1)[1]),
-                 "hello": free_port(), "sink": free_port(), "peer": free_port()}
-        bench.start(bench.load, "hello", str(ports["hello"]))
-        bench.start(bench.load, "sink", str(ports["sink"]), str(GIB))
-        with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
-            script.write(PEER % ports["peer"])
-            script.flush()
-            bench.start(sys.executable, script.name)
-            measure(bench, ports, results, oip, probabilities)
+        start_all(bench, folder.name)
+        for part in (uploads, small, over_pytorch, idle):
+            part(bench, results)
+    except BaseException:  # what was measured until then is worth keeping
+        results["failed"] = traceback.format_exc()
     finally:
-        for process in bench.processes:
-            process.kill()
-        for one in (server, bulk, fresh):
-            one.stop()
-            one.remove()
+        bench.end()
+        folder.cleanup()
     print(json.dumps(results | {"load_after": os.getloadavg()[0]}, indent=1))
+    return 1 if "failed" in results else 0
 
 
-def measure(bench, ports, results, oip, probabilities):
-    # Zeros are fine probabilities for the time they take: the logarithm of none is asked for.
+def start_all(bench, folder):
+    cores = bench.cores
+    bench.server("kld", staging_bytes_max="4G", staging_request_bytes_max="2G", keep_buffer_ms=None)
+    bench.server("bulk", keep_buffer_ms=None)
+    bench.server("fresh", keep_buffer_ms=0)  # each request's buffer is new to it, as after ten seconds without one
+    bench.start("hello", lambda port: [PROGRAM, "hello", port], cores.gateway)
+    bench.start("sink", lambda port: [PROGRAM, "sink", port, str(GIB)], cores.gateway)
+    if cores.apart:
+        bench.server("kld_4_threads", http_threads=4)
+        bench.start("hello_4_threads", lambda port: [PROGRAM, "hello", port, "4"], cores.gateway)
+    for device in devices(bench):
+        def script(port, device=device):
+            path = f"{folder}/{device}.py"
+            with open(path, "w") as file:
+                file.write(PEER % (device, device, int(port)))
+            return [sys.executable, path]
+        bench.start(f"peer_{device}", script, {*cores.gateway, *cores.worker})
+
+
+def devices(bench):
+    """Where PyTorch computes."""
+    return ["cpu"] if bench.options.backend == "cpu" else ["cpu", "cuda"]
+
+
+def large_request():
+    """(rows, the head of a request of 1 GiB of tensors). Zeros are fine probabilities for the time they take: the logarithm
+    of none is asked for."""
     rows = 1 << 12
     inputs = [{"name": n, "shape": [rows, GIB // 8 // rows], "datatype": "FP32",
                "parameters": {"binary_data_size": GIB // 2}} for n in ("predictions", "targets")]
     text = json.dumps({"inputs": inputs}).encode()
-    head = post({oip.LENGTH: len(text)}, text, len(text) + GIB)
+    return rows, post({oip.LENGTH: len(text)}, text, len(text) + GIB)
+
+
+def small_requests():
+    """{kind: (headers, body)}, and the tensors."""
+    tensors = {"predictions": probabilities((2, 8), 1), "targets": probabilities((2, 8), 2)}
+    return {kind: oip.body(tensors, binary=kind == "binary") for kind in ("json", "binary")}, tensors
+
+
+def uploads(bench, results):
+    _, head = large_request()
     for name, kind in (("kld", "staging"), ("bulk", "pieces"), ("fresh", "pieces_fresh")):
-        pairs = bench.pairs(lambda n=name: bench.run("stream", ports[n], GIB, request=head),
-                            lambda: bench.run("stream", ports["sink"], GIB, request=b""), UPLOADS)
+        pairs = bench.pairs(lambda n=name: bench.stream(n, head), lambda: bench.stream("sink", b""), UPLOADS)
         results[f"upload_1gib_{kind}"] = {
             "sent_gb_per_s": round(GIB / middle([a for a, _ in pairs], "sent_s") / 1e9, 3),
             "answered_s": round(middle([a for a, _ in pairs], "answered_s"), 3),
             "tcp_gb_per_s": round(GIB / middle([b for _, b in pairs], "sent_s") / 1e9, 3),
             "of_tcp": ratio(pairs, "sent_s", True)}
-    head = post({"X-Rows": rows, "Content-Type": "application/octet-stream"}, b"", GIB)
-    kld = post({oip.LENGTH: len(text)}, text, len(text) + GIB)
-    pairs = bench.pairs(lambda: bench.run("stream", ports["kld"], GIB, request=kld),
-                        lambda: bench.run("stream", ports["peer"], GIB, request=head))
-    results["answer_1gib_over_aiohttp_torch"] = ratio(pairs, "answered_s", True)
-
-    q, p = probabilities((2, 8), 1), probabilities((2, 8), 2)
-    seconds, small = bench.options.seconds, {}
-    for kind, binary in (("json", False), ("binary", True)):
-        headers, data = oip.body({"predictions": q, "targets": p}, binary=binary)
-        request = post(headers, data)
-        for connections in (1, 64):
-            def load(name, body=request, count=connections):
-                return bench.run("load", ports[name], count, seconds, request=body)
-            pairs = bench.pairs(lambda: load("kld"), lambda: load("hello"))
-            small[f"{kind}_{connections}"] = {
-                key: middle([a for a, _ in pairs], key) for key in ("requests_per_s", "p50_us", "p99_us")}
-            small[f"{kind}_{connections}"]["of_hello"] = ratio(pairs, "requests_per_s")
-    results["small"] = small
-    json_headers, json_data = oip.body({"predictions": q, "targets": p}, binary=False)
-    for kind, ours, theirs in (
-            ("json", post(json_headers, json_data), post({"Content-Type": "application/json"}, json_data)),
-            ("binary", request, post({"X-Rows": 2, "Content-Type": "application/octet-stream"},
-                                     q.tobytes() + p.tobytes()))):
-        pairs = bench.pairs(lambda r=ours: bench.run("load", ports["kld"], 64, seconds, request=r),
-                            lambda r=theirs: bench.run("load", ports["peer"], 64, seconds, request=r))
-        results[f"small_{kind}_over_aiohttp_torch"] = ratio(pairs, "requests_per_s")
-        results[f"small_{kind}_aiohttp_torch_per_s"] = middle([b for _, b in pairs], "requests_per_s")
-    idle(bench, ports, results, post(*oip.body({"predictions": q, "targets": p})))
 
 
-def idle(bench, ports, results, request):
-    """64 busy connections, with and without 2,000 that are silent."""
-    import socket
+def small(bench, results):
+    requests, _ = small_requests()
+    for suffix in ("", "_4_threads") if bench.cores.apart else ("",):
+        found = results[f"small{suffix}"] = {}
+        for kind, parts in requests.items():
+            for connections in (1, 64) if not suffix else (64,):
+                pairs = bench.pairs(lambda: bench.load(f"kld{suffix}", connections, post(*parts)),
+                                    lambda: bench.load(f"hello{suffix}", connections, post(*parts)))
+                found[f"{kind}_{connections}"] = {
+                    **{key: middle([a for a, _ in pairs], key) for key in ("requests_per_s", "p50_us", "p99_us")},
+                    "client_busy": middle([a for a, _ in pairs], "busy"), "hello_client_busy": middle([b for _, b in pairs], "busy"),
+                    "of_hello": ratio(pairs, "requests_per_s")}
+
+
+def over_pytorch(bench, results):
+    rows, ours = large_request()
+    theirs = post({"X-Rows": rows, "Content-Type": "application/octet-stream"}, b"", GIB)
+    ways = {"kld": "", "bulk": "_pieces"} if bench.cores.apart else {"kld": ""}
+    for device in devices(bench):
+        where = "" if device == "cpu" else f"_{device}"
+        pairs = bench.pairs(lambda: {name: bench.stream(name, ours) for name in ways}, lambda: bench.stream(f"peer_{device}", theirs))
+        for name, how in ways.items():
+            results[f"answer_1gib{how}_over_aiohttp_torch{where}"] = ratio([(a[name], b) for a, b in pairs], "answered_s", True)
+        results[f"answer_1gib_aiohttp_torch{where}_s"] = round(middle([b for _, b in pairs], "answered_s"), 3)
+    requests, tensors = small_requests()
+    bodies = {"json": post({"Content-Type": "application/json"}, requests["json"][1]),
+              "binary": post({"X-Rows": 2, "Content-Type": "application/octet-stream"}, b"".join(t.tobytes() for t in tensors.values()))}
+    for device in devices(bench):
+        where = "" if device == "cpu" else f"_{device}"
+        for kind, body in bodies.items():
+            pairs = bench.pairs(lambda: bench.load("kld", 64, post(*requests[kind])), lambda: bench.load(f"peer_{device}", 64, body))
+            results[f"small_{kind}_over_aiohttp_torch{where}"] = ratio(pairs, "requests_per_s")
+            results[f"small_{kind}_aiohttp_torch{where}_per_s"] = middle([b for _, b in pairs], "requests_per_s")
+
+
+def idle(bench, results):
+    """64 busy connections, with and without IDLE that are silent."""
+    request = post(*small_requests()[0]["binary"])
 
     def alone():
-        return bench.run("load", ports["kld"], 64, bench.options.seconds, request=request)
+        return bench.load("kld", 64, request)
 
     def among():
-        silent = [socket.create_connection(("127.0.0.1", ports["kld"])) for _ in range(2000)]
+        silent = [socket.create_connection(("127.0.0.1", bench.ports["kld"])) for _ in range(IDLE)]
         try:
             return alone()
         finally:
             for one in silent:
                 one.close()
     pairs = bench.pairs(among, alone)
-    results["with_2000_idle"] = {"of_rate_without": ratio(pairs, "requests_per_s"),
-                                 "p99_us": middle([a for a, _ in pairs], "p99_us")}
+    results[f"with_{IDLE}_idle"] = {"of_rate_without": ratio(pairs, "requests_per_s"),
+                                    "p99_us": middle([a for a, _ in pairs], "p99_us")}
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

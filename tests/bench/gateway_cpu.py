@@ -21,8 +21,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests/e2e"), str(ROOT / "tests/bench")]
 import conftest  # noqa: E402
 import oip  # noqa: E402
-from gateway import GIB, post  # noqa: E402
+from gateway import GIB  # noqa: E402
 from httplib import probabilities  # noqa: E402
+from loadlib import post  # noqa: E402
 
 DEFAULT = {"keep_buffer_ms": None}
 WHOLE = {"staging_bytes_max": "4G", "staging_request_bytes_max": "2G", **DEFAULT}

@@ -25,10 +25,14 @@ static void fail(const char *what) {
     exit(EXIT_FAILURE);
 }
 
-static uint64_t now_ns(void) {
+static uint64_t clock_ns(clockid_t clock) {
     struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
+    clock_gettime(clock, &now);
     return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+
+static uint64_t now_ns(void) {
+    return clock_ns(CLOCK_MONOTONIC);
 }
 
 static int dial(int port) {
@@ -64,9 +68,12 @@ static enum MHD_Result hello(void *user, struct MHD_Connection *connection, cons
     return result;
 }
 
-static _Noreturn void run_hello(int port) {
+static _Noreturn void run_hello(int port, unsigned threads) {
+    /* A pool of one is none: MHD wants two or more. */
     if (!MHD_start_daemon(MHD_USE_EPOLL_INTERNAL_THREAD, (uint16_t)port, NULL, NULL, hello, NULL,
-                          MHD_OPTION_CONNECTION_LIMIT, 4096u, MHD_OPTION_END))
+                          MHD_OPTION_CONNECTION_LIMIT, 4096u,
+                          threads > 1 ? MHD_OPTION_THREAD_POOL_SIZE : MHD_OPTION_END, threads,
+                          MHD_OPTION_END))
         fail("MHD_start_daemon");
     puts("ready");
     fflush(stdout);
@@ -166,6 +173,7 @@ static int run_load(int port, int connections, double seconds, const char *reque
         epoll_ctl(epoll, EPOLL_CTL_ADD, peers[i].fd, &event);
         ask(&peers[i], request, bytes);
     }
+    uint64_t used_before_ns = clock_ns(CLOCK_PROCESS_CPUTIME_ID);
     uint64_t begun = now_ns(), end = begun + (uint64_t)(seconds * 1e9), now = begun;
     while (now < end && count < LATENCIES_MAX) {
         int ready = epoll_wait(epoll, events, 64, 1000);
@@ -183,12 +191,15 @@ static int run_load(int port, int connections, double seconds, const char *reque
         }
         now = now_ns();
     }
+    uint64_t used_ns = clock_ns(CLOCK_PROCESS_CPUTIME_ID);
     if (!count)
         fail("no reply");
     qsort(took_us, count, sizeof *took_us, by_size);
-    printf("{\"requests_per_s\": %.0f, \"p50_us\": %u, \"p99_us\": %u, \"requests\": %zu}\n",
-           (double)count / ((double)(now - begun) / 1e9), took_us[count / 2],
-           took_us[count - count / 100 - 1], count);
+    double took = (double)(now - begun) / 1e9;
+    printf("{\"requests_per_s\": %.0f, \"p50_us\": %u, \"p99_us\": %u, \"requests\": %zu, "
+           "\"busy\": %.2f}\n",
+           (double)count / took, took_us[count / 2], took_us[count - count / 100 - 1], count,
+           (double)(used_ns - used_before_ns) / 1e9 / took);
     for (int i = 0; i < connections; i++)
         close(peers[i].fd);
     close(epoll);
@@ -306,7 +317,7 @@ int main(int argc, char **argv) {
     static char text[1 << 20];
     size_t bytes = 0;
     if (argc >= 3 && strcmp(argv[1], "hello") == 0)
-        run_hello(atoi(argv[2]));
+        run_hello(atoi(argv[2]), argc >= 4 ? (unsigned)atoi(argv[3]) : 1);
     if (argc >= 4 && strcmp(argv[1], "sink") == 0)
         run_sink(atoi(argv[2]), strtoull(argv[3], NULL, 10));
     if (argc >= 4)
@@ -318,7 +329,7 @@ int main(int argc, char **argv) {
     if (argc >= 6 && strcmp(argv[1], "flood") == 0 && atoi(argv[3]) <= CONNECTIONS_MAX)
         return run_flood(atoi(argv[2]), atoi(argv[3]), atof(argv[4]), atof(argv[5]), text, bytes);
     fputs(
-        "http_load hello PORT | sink PORT BYTES | stream PORT BYTES <head |\n"
+        "http_load hello PORT [THREADS] | sink PORT BYTES | stream PORT BYTES <head |\n"
         "          load PORT CONNECTIONS SECONDS | flood PORT CONNECTIONS SECONDS RATE <request\n",
         stderr);
     return 2;

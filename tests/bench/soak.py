@@ -28,6 +28,7 @@ import oip  # noqa: E402
 import soaklib  # noqa: E402
 from conftest import BIN, SANITIZER, Server, children_of, wait_until  # noqa: E402
 from httplib import PREFIX  # noqa: E402
+from loadlib import commit  # noqa: E402
 
 # What the last quarter may have more than the second, and of memory a share of the second's as well.
 ALLOWANCE = {"rss_kib": 1024, "fds": 4, "mappings": 8, "threads": 0}
@@ -186,11 +187,6 @@ def own_memory(server):
 def cpu_model():
     match = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())
     return match.group(1).strip() if match else "unknown"
-
-
-def commit():
-    result = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return result.stdout.strip() or "unknown"
 
 
 def packed(samples):
