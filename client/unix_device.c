@@ -125,12 +125,8 @@ bool kld_unix_look_further(struct unix_connection *u, struct unix_region *region
         enum unix_probe found = kld_unix_probe(u, path, deadline_ns, region);
         if (found == UNIX_PROBE_AWAY && kld_now_ns() < deadline_ns)
             u->away_until_ns[there] = kld_now_ns() + AWAY_NS;
-        if (found != UNIX_PROBE_THERE)
-            continue;
-        uint64_t until_ns = region->until_ns;
-        bool gone = go_to(u, there);
-        region->until_ns = until_ns; /* as its caller asked, and not as after a loss */
-        return gone;
+        if (found == UNIX_PROBE_THERE)
+            return go_to(u, there);
     }
     return false;
 }

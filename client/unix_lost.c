@@ -82,7 +82,6 @@ static bool repeatable(const struct unix_call *call) {
 
 /* A sent call of a lost worker: ended, or queued again. */
 static void settle(struct unix_connection *u, struct unix_call *call) {
-    call->base.error.text[0] = '\0';
     call->device_losses += call->lost_device;
     if (call->cancelled) {
         kld_unix_call_fail(u, call, KLD_CANCELLED, "cancelled; the server was lost meanwhile");

@@ -238,7 +238,7 @@ static enum unix_sent flush_calls(struct unix_connection *u) {
             struct kld_call *call = u->queued.first;
             kld_call_unlink(call);
             kld_call_append(&u->sent, call);
-            call->result.attempts++;
+            call->result.attempts += !((struct unix_call *)call)->fence;
         }
     }
     return UNIX_SENT;

@@ -71,6 +71,7 @@ static void on_end(void *user, enum kld_status status, const struct kld_result *
     ended->loss = result->loss;
     ended->attempts = result->attempts;
     ck_assert_int_eq(status, failed->status);
+    ck_assert(status == KLD_OK || failed->text[0]);
 }
 
 static void submit(const struct kld_request *request, struct ended *ended) {
@@ -115,7 +116,8 @@ static void check_late(bool cancelled) {
     ck_assert_int_eq(right.status, KLD_OK);
     ck_assert(right.loss == 12 * CLASSES * 2);
     ck_assert_int_eq(late.count, 1);
-    ck_assert(gradient[0] == 0); /* nor is it handed to who gave up */
+    ck_assert_int_eq(late.attempts, 1); /* what keeps its staging was no other try */
+    ck_assert(gradient[0] == 0);        /* nor is it handed to who gave up */
     /* Afterwards the place is free again: the connection falls idle, one stage serves on. */
     for (int i = 0; i < 100 && worker.copies < 1; i++)
         ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
@@ -431,7 +433,33 @@ START_TEST(test_server_is_looked_for_after_a_long_pause) {
 }
 END_TEST
 
-UNIT_MAIN("client/unix_again", test_late_keeps_its_staging, test_cancelled_keeps_its_staging,
+/* It ended, its callback waits for its turn, and then the worker is gone. */
+START_TEST(test_a_loss_takes_no_words_from_what_ended_before) {
+    static float values[3 * CLASSES];
+    setup();
+    struct kld_request request = request_of(1);
+    struct ended late = {0};
+    for (int i = 0; i < KLD_SLOT_COUNT; i++)
+        request.bytes[i].data = request.op.tensor[i].dtype ? values : NULL;
+    request.bytes[KLD_SLOT_GRAD_PREDICTIONS].data = values + CLASSES;
+    request.timeout_ns = 1000000;
+    worker.hold = 1;
+    submit(&request, &late);
+    for (int i = 0; i < 500 && !connection->done; i++)
+        ck_assert_int_eq(kld_connection_step(connection, kld_now_ns() + 10000000, &error), KLD_OK);
+    worker.hang_up = 1;
+    for (int i = 0; i < 500 && !connection->losses; i++)
+        ck_assert_int_eq(kld_connection_step(connection, kld_now_ns() + 10000000, &error), KLD_OK);
+    ck_assert_int_eq(connection->losses, 1);
+    ck_assert_int_eq(late.count, 0);
+    process_until(&late);
+    ck_assert_int_eq(late.status, KLD_DEADLINE);
+    teardown();
+}
+END_TEST
+
+UNIT_MAIN("client/unix_again", test_a_loss_takes_no_words_from_what_ended_before,
+          test_late_keeps_its_staging, test_cancelled_keeps_its_staging,
           test_input_overwritten_by_a_later_request, test_input_overwritten_by_a_later_copy,
           test_in_place_through_two_regions, test_worker_leaves,
           test_region_refused_by_a_worker_that_ends, test_server_is_looked_for_after_a_long_pause,

@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "client/kld.h"
@@ -184,6 +185,24 @@ START_TEST(test_attaching_waits_for_the_publisher) {
     ck_assert_msg(status == KLD_OK, "%s", error.text);
     struct kld_request request = request_on(region);
     ck_assert_int_eq(kld_run(student, &request, NULL, &error), KLD_OK);
+    teardown();
+}
+END_TEST
+
+/* That the worker is gone is noticed by the call itself, which still takes its own time only. */
+START_TEST(test_attaching_over_a_lost_connection_takes_its_own_time) {
+    setup();
+    struct kld_tensor_view view;
+    struct kld_region *region;
+    struct timespec began, ended;
+    worker.hang_up = 1;
+    for (int i = 0; i < 500 && worker.hang_up; i++)
+        usleep(1000);
+    clock_gettime(CLOCK_MONOTONIC, &began);
+    ck_assert_int_eq(kld_attach(student, "teacher/logits", 1000000, &region, &view, &error),
+                     KLD_NOT_FOUND);
+    clock_gettime(CLOCK_MONOTONIC, &ended);
+    ck_assert_int_le(ended.tv_sec - began.tv_sec, 2);
     teardown();
 }
 END_TEST
@@ -462,6 +481,7 @@ END_TEST
 
 UNIT_MAIN("client/unix_share", test_published_tensors_are_attached,
           test_names_and_users_are_checked, test_attaching_waits_for_the_publisher,
+          test_attaching_over_a_lost_connection_takes_its_own_time,
           test_a_lost_worker_is_told_again, test_what_is_not_published_again_is_told,
           test_another_shape_is_gone, test_events_and_early,
           test_a_loss_behind_an_early_answer_is_told, test_priorities_are_told_to_each_worker,
