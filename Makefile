@@ -177,9 +177,15 @@ $(BUILD)/fuzz/obj/%.c.o: %.c
 	$(Q)clang $(FUZZ_CPP) $(FUZZ_FLAGS) $(COUNT) -MMD -MP -c $< -o $@
 $(BUILD)/fuzz/libfuzzed.a: $(call FUZZ_OBJ,$(FUZZED_C)) $(call OBJ,$(filter-out $(FUZZED_C),$(KERNELS_C)))
 	$(Q)rm -f $@ && ar rcs $@ $^
+# Those whose server is on their own thread, with a clock of their own (turns.h).
+FUZZ_TURNS := $(patsubst %,$(BUILD)/fuzz/%,answers replies)
+$(FUZZ_TURNS): $(call FUZZ_OBJ,tests/fuzz/turns/turns.c)
+$(FUZZ_TURNS): FUZZ_WRAP := $(patsubst %,-Xlinker --wrap=%,close epoll_wait getrandom nanosleep poll sched_yield send sendmsg \
+                              timerfd_create timerfd_settime)
+$(BUILD)/fuzz/replies: FUZZ_WRAP += -Xlinker --wrap=curl_easy_setopt
 $(BUILD)/fuzz/%: $(BUILD)/fuzz/obj/tests/fuzz/%.c.o $(BUILD)/fuzz/libfuzzed.a
 	@echo "  LD    $@"
-	$(Q)clang $(FUZZ_FLAGS) -fsanitize=fuzzer $^ -o $@ -Wl,--as-needed $(SERVER_LIBS) -lcurl -lm
+	$(Q)clang $(FUZZ_FLAGS) -fsanitize=fuzzer $(FUZZ_WRAP) $^ -o $@ -Wl,--as-needed $(SERVER_LIBS) -lcurl -lm
 
 # Loaded before libc it makes the N-th call of a kind fail; sanitizers have malloc() for themselves.
 $(BUILD)/tests/fail/nth.so: $(FAIL_C) $(wildcard tests/fail/*.h)

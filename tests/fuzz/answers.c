@@ -1,17 +1,17 @@
 /* answers.c - libFuzzer over what libkld makes of a hostile server on the Unix socket: answers that
  * are wrong, of another type, twice, cut, late, nonsense, with descriptors; connections that end.
  *
- * A thread is the server; it answers each frame as the input says, and rightly once that is at its
- * end. The client does the same calls each time: each returns in time with KLD_OK and what it
- * promises, or with an error that is described; then a new connection is served rightly, and
- * nothing is left: no memory, no descriptor.
+ * The server is a function that has its turn when the client waits (turns/turns.h), which takes no
+ * time; it answers each frame as the input says, and rightly once that is at its end. The client
+ * does the same calls each time: each returns in time with KLD_OK and what it promises, or with an
+ * error that is described; then a new connection is served rightly, and nothing is left: no memory,
+ * no descriptor.
  *
- * Input: 1 byte that chooses what the client does; then for each frame 1 byte that says how it is
- * answered, and what that reads. */
+ * Input: 1 byte that chooses what the client does, and whether the server also has turns between
+ * two frames of the client; then for each frame 1 byte that says how it is answered, and what that
+ * reads. */
 #include <errno.h>
 #include <poll.h>
-#include <pthread.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,6 +22,7 @@
 #include "client/kld.h"
 #include "proto/wire.h"
 #include "tests/fuzz/common/fuzz.h"
+#include "tests/fuzz/turns/turns.h"
 
 #define PEERS 8
 #define LOSS 0.25
@@ -31,9 +32,9 @@
 #define CLASSES 8
 
 static char path[64], url[80];
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct fuzz_input script; /* lock */
-static atomic_uint peers;        /* connections that the server has */
+static struct fuzz_input script;
+static struct pollfd polled[1 + PEERS]; /* the listener, and connections that the server has */
+static unsigned peers;                  /* of these */
 static unsigned fds_at_rest;
 
 /* ---- The server ------------------------------------------------------------------------------ */
@@ -88,8 +89,9 @@ static void answer(const union kld_frame *frame, union kld_frame *reply) {
 }
 
 static void spoil(struct fuzz_input *input, union kld_frame *reply) {
+    size_t bytes = reply->header.length; /* what it says may be spoiled, too */
     for (int i = fuzz_byte(input) % 4; i >= 0; i--) {
-        size_t at = fuzz_short(input) % reply->header.length;
+        size_t at = fuzz_short(input) % bytes;
         ((uint8_t *)reply)[at] ^= fuzz_byte(input);
     }
 }
@@ -162,35 +164,31 @@ static bool serve(int fd) {
         return true;
     if (bytes < (ssize_t)sizeof frame.header)
         return false;
-    pthread_mutex_lock(&lock);
-    bool goes_on = treat(fd, &frame, &script);
-    pthread_mutex_unlock(&lock);
-    return goes_on;
+    return treat(fd, &frame, &script);
 }
 
-static void *run_server(void *user) {
-    struct pollfd polled[1 + PEERS];
-    int listener = *(int *)user;
-    polled[0] = (struct pollfd){.fd = listener, .events = POLLIN};
-    for (int i = 1; i <= PEERS; i++)
-        polled[i] = (struct pollfd){.fd = -1, .events = POLLIN};
-    for (;;) {
-        poll(polled, 1 + PEERS, -1);
-        for (int i = 1; i <= PEERS; i++)
-            if (polled[i].fd >= 0 && polled[i].revents && !serve(polled[i].fd)) {
-                close(polled[i].fd);
-                polled[i].fd = -1;
-                atomic_fetch_sub(&peers, 1);
-            }
-        int place = 1;
-        while (place <= PEERS && polled[place].fd >= 0)
-            place++;
-        if (polled[0].revents && place <= PEERS) {
-            polled[place].fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-            atomic_fetch_add(&peers, polled[place].fd >= 0);
-        }
+static bool server_turn(void) {
+    bool did = false;
+    if (poll(polled, 1 + PEERS, 0) <= 0)
+        return false;
+    for (int i = 1; i <= PEERS; i++) {
+        if (polled[i].fd < 0 || !polled[i].revents)
+            continue;
+        did = true;
+        if (serve(polled[i].fd))
+            continue;
+        close(polled[i].fd);
+        polled[i].fd = -1;
+        peers--;
     }
-    return NULL;
+    int place = 1;
+    while (place <= PEERS && polled[place].fd >= 0)
+        place++;
+    if (!polled[0].revents || place > PEERS)
+        return did;
+    polled[place].fd = accept4(polled[0].fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    peers += polled[place].fd >= 0;
+    return did || polled[place].fd >= 0;
 }
 
 static void remove_path(void) { unlink(path); }
@@ -356,28 +354,26 @@ static void require_right(void) {
     kld_close(connection);
 }
 
-static void wait_for_peers(void) {
-    uint64_t until = fuzz_now_ns() + RETURNS_NS;
-    while (atomic_load(&peers) && fuzz_now_ns() < until)
-        fuzz_nap_us(20);
-    require(atomic_load(&peers) == 0);
+static void require_no_peers(void) {
+    fuzz_turns_give();
+    require(peers == 0);
 }
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
-    static int listener;
-    pthread_t thread;
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     snprintf(path, sizeof path, "/tmp/kld-answers-%d.sock", (int)getpid());
     snprintf(url, sizeof url, "unix:%s", path);
     strcpy(address.sun_path, path);
     atexit(remove_path);
     unlink(path);
-    listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     require(bind(listener, (struct sockaddr *)&address, sizeof address) == 0);
     require(listen(listener, 16) == 0);
-    require(pthread_create(&thread, NULL, run_server, &listener) == 0);
+    for (int i = 0; i <= PEERS; i++)
+        polled[i] = (struct pollfd){.fd = i ? -1 : listener, .events = POLLIN};
+    fuzz_turns_open(server_turn, 0);
     require_right();
-    wait_for_peers();
+    require_no_peers();
     return 0;
 }
 
@@ -386,20 +382,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
         fds_at_rest = fuzz_open_fds();
     const struct kld_connect_options options = {.connect_timeout_ns = CONNECT_NS,
                                                 .staging_bytes_max = 1 << 20};
-    struct fuzz_input input = {data, data + bytes};
-    uint8_t what = fuzz_byte(&input);
+    script = (struct fuzz_input){data, data + bytes};
+    uint8_t what = fuzz_byte(&script);
     uint64_t began = fuzz_now_ns();
-    pthread_mutex_lock(&lock);
-    script = input;
-    pthread_mutex_unlock(&lock);
+    fuzz_turns_between(what & 64);
     use(what, &options);
     require(fuzz_now_ns() - began < RETURNS_NS);
-    pthread_mutex_lock(&lock);
     script = (struct fuzz_input){NULL, NULL};
-    pthread_mutex_unlock(&lock);
-    wait_for_peers();
+    require_no_peers();
     require_right();
-    wait_for_peers();
+    require_no_peers();
     fuzz_require_fds(fds_at_rest);
     fuzz_require_no_leaks();
     return 0;

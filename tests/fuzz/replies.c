@@ -1,18 +1,19 @@
 /* replies.c - libFuzzer over what libkld makes of a hostile HTTP server: replies that are wrong, no
  * HTTP, cut, too long, too short, connections that end.
  *
- * A thread is the server; it answers each request as the input says, and rightly once that is at
- * its end. The client does the same calls each time: each returns in time with KLD_OK, or with an
- * error that is described; nothing is written outside the caller's tensors; then a new connection
- * is served rightly, and nothing is left: no memory, no descriptor.
+ * The server is a function that has its turn when the client waits (turns/turns.h), which takes no
+ * time; it answers each request as the input says, and rightly once that is at its end. The client
+ * does the same calls each time: each returns in time with KLD_OK, or with an error that is
+ * described; nothing is written outside the caller's tensors; then a new connection is served
+ * rightly, and nothing is left: no memory, no descriptor.
  *
  * Input: 1 byte that chooses what the client does; then for each request 1 byte that says how it is
  * answered, and what that reads. */
+#include <curl/curl.h>
 #include <errno.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
-#include <pthread.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,16 +22,22 @@
 
 #include "client/kld.h"
 #include "tests/fuzz/common/fuzz.h"
+#include "tests/fuzz/turns/turns.h"
 
 #define PEERS 8
 #define REQUEST_MAX 65536
 #define LOSS 0.25f
 #define ROWS 4
 #define CLASSES 8
-#define GUARD 64 /* floats on both sides of the gradient */
+#define BUFFER_BYTES 16384 /* of libcurl */
+#define GUARD 64           /* floats on both sides of the gradient */
 #define CONNECT_NS 25000000ull
 #define CALL_NS 25000000ull
 #define RETURNS_NS 8000000000ull
+/* Bytes that the kernel carries from one end to the other have come after so long, on one thread
+ * nearly always at once. Where a call is to succeed more of it is given. */
+#define SETTLE_US 100
+#define SETTLE_RIGHT_US 5000
 
 struct peer {
     int fd; /* -1: none */
@@ -39,10 +46,10 @@ struct peer {
 };
 
 static char url[64];
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct fuzz_input script; /* lock */
-static atomic_uint peers;
+static struct fuzz_input script;
+static int listener;
 static struct peer peer[PEERS];
+static unsigned peers; /* of these */
 static unsigned fds_at_rest;
 
 /* ---- The server ------------------------------------------------------------------------------ */
@@ -138,9 +145,7 @@ static bool serve(struct peer *from) {
         *blank = '\r';
         if (from->have < whole)
             return whole < sizeof from->text;
-        pthread_mutex_lock(&lock);
         bool goes_on = treat(from->fd, from->text[0] == 'P', &script);
-        pthread_mutex_unlock(&lock);
         from->have -= whole;
         memmove(from->text, from->text + whole, from->have);
         if (!goes_on)
@@ -151,37 +156,42 @@ static bool serve(struct peer *from) {
 static void hang_up(struct peer *from) {
     close(from->fd);
     from->fd = -1;
-    atomic_fetch_sub(&peers, 1);
+    peers--;
 }
 
-static void welcome(int listener) {
+static bool welcome(void) {
     struct linger now = {.l_onoff = 1};
+    int at_once = 1; /* else a part waits until the one before it is acknowledged */
     int place = 0;
     while (place < PEERS && peer[place].fd >= 0)
         place++;
     int fd = place < PEERS ? accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
     if (fd < 0)
-        return;
+        return false;
     setsockopt(fd, SOL_SOCKET, SO_LINGER, &now, sizeof now); /* no port is kept in use */
-    atomic_fetch_add(&peers, 1);
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &at_once, sizeof at_once);
+    peers++;
     peer[place].fd = fd;
     peer[place].have = 0;
+    return true;
 }
 
-static void *run_server(void *user) {
+static bool server_turn(void) {
     struct pollfd polled[1 + PEERS];
-    for (;;) {
-        polled[PEERS] = (struct pollfd){.fd = *(int *)user, .events = POLLIN};
-        for (int i = 0; i < PEERS; i++)
-            polled[i] = (struct pollfd){.fd = peer[i].fd, .events = POLLIN};
-        poll(polled, 1 + PEERS, -1);
-        for (int i = 0; i < PEERS; i++)
-            if (peer[i].fd >= 0 && polled[i].revents && !serve(&peer[i]))
-                hang_up(&peer[i]);
-        if (polled[PEERS].revents)
-            welcome(*(int *)user);
+    polled[PEERS] = (struct pollfd){.fd = listener, .events = POLLIN};
+    for (int i = 0; i < PEERS; i++)
+        polled[i] = (struct pollfd){.fd = peer[i].fd, .events = POLLIN};
+    if (poll(polled, 1 + PEERS, 0) <= 0)
+        return false;
+    bool did = false;
+    for (int i = 0; i < PEERS; i++) {
+        if (peer[i].fd < 0 || !polled[i].revents)
+            continue;
+        did = true;
+        if (!serve(&peer[i]))
+            hang_up(&peer[i]);
     }
-    return NULL;
+    return (polled[PEERS].revents && welcome()) || did;
 }
 
 /* ---- The client ------------------------------------------------------------------------------ */
@@ -230,6 +240,15 @@ static void ask(struct kld_connection *connection, struct kld_error *err) {
     is_fine(kld_ping(connection, NULL, err), err);
 }
 
+/* libkld has 2.5 MB of buffers for a request, and to make and to poison these took half the time.
+ * What goes through them here is a few KB. */
+CURLcode __real_curl_easy_setopt(CURL *easy, CURLoption option, void *value);
+CURLcode __wrap_curl_easy_setopt(CURL *easy, CURLoption option, void *value);
+CURLcode __wrap_curl_easy_setopt(CURL *easy, CURLoption option, void *value) {
+    bool buffer = option == CURLOPT_BUFFERSIZE || option == CURLOPT_UPLOAD_BUFFERSIZE;
+    return __real_curl_easy_setopt(easy, option, buffer ? (void *)(uintptr_t)BUFFER_BYTES : value);
+}
+
 static void use(uint8_t what, uint64_t connect_ns) {
     const struct kld_connect_options options = {.connect_timeout_ns = connect_ns, .lazy = what & 1};
     struct kld_connection *connection = NULL;
@@ -259,16 +278,15 @@ static void require_right(void) {
     kld_close(connection);
 }
 
-static void wait_for_peers(void) {
-    uint64_t until = fuzz_now_ns() + RETURNS_NS;
-    while (atomic_load(&peers) && fuzz_now_ns() < until)
-        fuzz_nap_us(20);
-    require(atomic_load(&peers) == 0);
+/* The kernel may still have to carry the end of one. */
+static void require_no_peers(void) {
+    fuzz_turns_give();
+    for (uint64_t until = fuzz_now_ns() + RETURNS_NS; peers && fuzz_now_ns() < until;)
+        fuzz_nap_us(100);
+    require(peers == 0);
 }
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
-    static int listener;
-    pthread_t thread;
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t bytes = sizeof address;
     listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -282,32 +300,27 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
         inputs[i] = 0.125f;
     for (int i = 0; i < 2 * GUARD + ROWS * CLASSES; i++)
         gradient[i] = 7;
-    require(pthread_create(&thread, NULL, run_server, &listener) == 0);
+    fuzz_turns_open(server_turn, SETTLE_RIGHT_US);
     require_right();
-    wait_for_peers();
+    require_no_peers();
     return 0;
-}
-
-static void set_script(struct fuzz_input input) {
-    pthread_mutex_lock(&lock);
-    script = input;
-    pthread_mutex_unlock(&lock);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     if (!fds_at_rest) /* not before: libFuzzer opens some of its own */
         fds_at_rest = fuzz_open_fds();
-    struct fuzz_input input = {data, data + bytes};
-    uint8_t what = fuzz_byte(&input);
+    script = (struct fuzz_input){data, data + bytes};
+    uint8_t what = fuzz_byte(&script);
     uint64_t began = fuzz_now_ns();
-    set_script(input);
+    fuzz_turns_settle(SETTLE_US);
     use(what, CONNECT_NS);
     require(fuzz_now_ns() - began < RETURNS_NS);
-    set_script((struct fuzz_input){NULL, NULL});
-    wait_for_peers();
+    script = (struct fuzz_input){NULL, NULL};
+    fuzz_turns_settle(SETTLE_RIGHT_US);
+    require_no_peers();
     require_right();
     require_guarded();
-    wait_for_peers();
+    require_no_peers();
     fuzz_require_fds(fds_at_rest);
     fuzz_require_no_leaks();
     return 0;
