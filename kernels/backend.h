@@ -12,7 +12,8 @@
  * names it has completed; counting users is the caller's business (R2 of server/worker/region.h).
  *   stream   Jobs of one stream run in order of submission; streams are independent of each other.
  *   event    A point in the work of a GPU that two processes share: a client's, imported, or one of
- * ours whose handle is given out. It must stay until every job that names it has completed.
+ * ours whose handle is given out, or a fence: a word of mapped memory, which a process can also
+ * write to by itself. It must stay until every job that names it has completed.
  *   job      One unit of work, in memory owned by the caller, untouched by the caller from submit()
  * until done() was called. No allocation is made per job on the host.
  *
@@ -110,6 +111,7 @@ struct kld_job {
     struct kld_gpu_event *wait;   /* the device begins when what was recorded in it by the launch
                                    * has passed; NULL: at once */
     struct kld_gpu_event *record; /* recorded behind the last work of the job; NULL: none */
+    uint32_t record_number;       /* `record` is a fence: what is written to it */
     /* Not NULL: told, before done(), when all of the work was given to the device, `record`
      * included; not told for a job that fails before. Every tensor must lie in device memory. */
     void (*launched)(struct kld_job *job);
@@ -193,6 +195,11 @@ struct kld_backend {
     /* An event of our own, and the handle by which other processes open it. */
     enum kld_status (*event_create)(struct kld_device *device, struct kld_gpu_event **ret_event,
                                     uint8_t ret_handle[64], struct kld_error *err);
+    /* A fence: the 32-bit word at offset_bytes (aligned, inside the memory) of what memory_map()
+     * made, which outlives it. Sets the word to 0. NULL on cpu. */
+    enum kld_status (*event_create_fence)(struct kld_device *device, struct kld_memory *memory,
+                                          uint64_t offset_bytes, struct kld_gpu_event **ret_event,
+                                          struct kld_error *err);
     void (*event_free)(struct kld_gpu_event *event); /* NULL is allowed */
 
     /* True: the job was launched within the call, and launched() is not going to be called. Then,

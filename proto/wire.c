@@ -22,6 +22,7 @@ _Static_assert(sizeof(struct kld_frame_done) == 64, "DONE");
 _Static_assert(sizeof(struct kld_frame_error) == 24 + KLD_ERROR_TEXT_MAX, "ERROR");
 _Static_assert(sizeof(struct kld_frame_stats_reply) == 104, "STATS_REPLY");
 _Static_assert(sizeof(struct kld_frame_event_add) == 104, "EVENT_ADD");
+_Static_assert(sizeof(struct kld_frame_fence_add) == 32, "FENCE_ADD");
 _Static_assert(sizeof(struct kld_frame_event) == 88, "EVENT");
 _Static_assert(sizeof(struct kld_frame_event_drop) == 24, "EVENT_DROP");
 _Static_assert(sizeof(struct kld_wire_description) == 88, "description");

@@ -61,6 +61,7 @@ extern "C" {
     X(DETACH, 13, name)            /* -> DONE; ends a publication of this connection */            \
     X(STREAM, 14, stream)          /* -> DONE; before the first request of that stream */          \
     X(TRACE, 15, trace)            /* -> nothing; right before its SUBMIT */                       \
+    X(FENCE_ADD, 16, fence_add)    /* -> EVENT; dropped by EVENT_DROP */                           \
     X(WELCOME, 64, welcome)                                                                        \
     X(REGION, 65, region)                                                                          \
     X(DONE, 66, done)                                                                              \
@@ -176,7 +177,9 @@ struct kld_frame_submit {
     double number[7];                 /* the order of KLD_NUMBER_MAP; read only where `given` */
     struct kld_wire_tensor tensor[9]; /* the order of KLD_SLOT_MAP */
     uint64_t ready_event; /* the device waits for it before it touches a tensor; 0: none */
-    uint64_t done_event;  /* recorded on the device behind the work, before DONE is sent; 0: none */
+    /* An event of kind done, which the device records behind the work, or a fence, to which it
+     * writes DONE's fence_number; enqueued before DONE is sent. 0: none */
+    uint64_t done_event;
 };
 
 /* Whose part a request is, for the line that the worker's log has of it (W3C Trace Context). */
@@ -196,6 +199,7 @@ struct kld_frame_cancel {
 enum kld_event_kind {
     KLD_EVENT_READY = 1, /* the client's: a cudaIpcEventHandle_t */
     KLD_EVENT_DONE = 2,  /* the worker makes one and hands out its handle */
+    KLD_EVENT_FENCE = 3, /* by FENCE_ADD, and not by EVENT_ADD */
 };
 
 struct kld_frame_event_add {
@@ -204,6 +208,16 @@ struct kld_frame_event_add {
     uint32_t reserved;
     uint8_t device_uuid[KLD_WIRE_UUID_BYTES];      /* of the card */
     uint8_t ipc_handle[KLD_WIRE_IPC_HANDLE_BYTES]; /* READY; else 0 */
+};
+
+/* A 32-bit word, of the client's host memory, that takes the place of a done event. The worker sets
+ * it to 0; the device writes 1, 2, 3, ... there, one number for each SUBMIT that names it, 0 left
+ * out when 32 bits are through. Of requests of one stream only: the first that names it says which.
+ */
+struct kld_frame_fence_add {
+    struct kld_frame_header header;
+    uint64_t region;       /* memfd */
+    uint64_t offset_bytes; /* a multiple of 4 */
 };
 
 struct kld_frame_event {
@@ -279,7 +293,8 @@ struct kld_frame_done {
     uint64_t kernel_ns;
     uint64_t bytes;  /* read and written by the kernels, or copied */
     uint32_t scalar; /* 1 if loss holds the loss */
-    uint32_t reserved;
+    uint32_t
+        fence_number; /* what the device writes to the fence of the request; 0: it named none */
 };
 
 struct kld_frame_error {

@@ -197,6 +197,7 @@ const struct kld_backend kld_backend_cuda = {
     .stream_close = cuda_stream_close,
     .event_import = cuda_event_import,
     .event_create = cuda_event_create,
+    .event_create_fence = cuda_event_create_fence,
     .event_free = cuda_event_free,
     .submit = cuda_submit,
     .poll = cuda_poll,

@@ -57,9 +57,11 @@ struct cuda_memory {
     uint64_t mapped_bytes; /* of it */
 };
 
+/* Constant from creation on. */
 struct cuda_event {
     struct kld_gpu_event base;
-    cudaEvent_t event; /* constant */
+    cudaEvent_t event;       /* NULL: a fence, */
+    unsigned long long word; /* whose word the device has here */
 };
 
 /* Small jobs go before large ones of the same priority, as soon as a block of theirs has ended. */
@@ -240,7 +242,12 @@ enum kld_status cuda_event_import(struct kld_device *device, const uint8_t handl
                                   struct kld_gpu_event **ret_event, struct kld_error *err);
 enum kld_status cuda_event_create(struct kld_device *device, struct kld_gpu_event **ret_event,
                                   uint8_t ret_handle[64], struct kld_error *err);
+enum kld_status cuda_event_create_fence(struct kld_device *device, struct kld_memory *memory,
+                                        uint64_t offset_bytes, struct kld_gpu_event **ret_event,
+                                        struct kld_error *err);
 void cuda_event_free(struct kld_gpu_event *event);
+/* Enqueues the event, or the number of a fence, behind what the stream has. */
+cudaError_t cuda_event_record(const struct cuda_event *event, uint32_t number, cudaStream_t stream);
 
 /* staging.c: under work. */
 /* Takes room for a job, a kept block or a part of the pool; false: there is none. */

@@ -9,13 +9,14 @@ static struct cuda_driver found_functions;
 static bool all_of_vmm;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-/* Every function below has been there since CUDA 11.2, the oldest that has cudaMemPool. */
-static bool look_up(const char *name, void *ret_function) {
+/* As it was in that release of CUDA; an older runtime than 12.5 finds what its own release has. */
+static bool look_up_of(const char *name, unsigned release, void *ret_function) {
+    (void)release;
     void *entry = NULL;
     enum cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
     cudaError_t error =
-        cudaGetDriverEntryPointByVersion(name, &entry, 11020, cudaEnableDefault, &result);
+        cudaGetDriverEntryPointByVersion(name, &entry, release, cudaEnableDefault, &result);
 #elif CUDART_VERSION >= 12000
     cudaError_t error = cudaGetDriverEntryPoint(name, &entry, cudaEnableDefault, &result);
 #else
@@ -30,8 +31,15 @@ static bool look_up(const char *name, void *ret_function) {
     return true;
 }
 
+/* There since CUDA 11.2, the oldest that has cudaMemPool. */
+static bool look_up(const char *name, void *ret_function) {
+    return look_up_of(name, 11020, ret_function);
+}
+
 static void look_up_all(void) {
     struct cuda_driver *f = &found_functions;
+    /* The first, which has the same name, was there from CUDA 8 on and is not to be used. */
+    look_up_of("cuStreamWriteValue32", 11070, &f->write_value);
     look_up("cuMemGetAddressRange", &f->address_range);
     all_of_vmm = look_up("cuMemImportFromShareableHandle", &f->import_handle) &&
                  look_up("cuMemGetAllocationPropertiesFromHandle", &f->handle_properties) &&

@@ -9,6 +9,8 @@
 
 struct cuda_driver {
     CUresult (*address_range)(CUdeviceptr *base, size_t *bytes, CUdeviceptr at);
+    /* Writes a number to memory when what the stream has before it has ended. */
+    CUresult (*write_value)(CUstream stream, CUdeviceptr at, cuuint32_t number, unsigned flags);
     /* Allocations that are mapped by hand (VMM). */
     CUresult (*import_handle)(CUmemGenericAllocationHandle *handle, void *os_handle,
                               CUmemAllocationHandleType type);

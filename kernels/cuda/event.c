@@ -1,9 +1,12 @@
-/* event.c - events that two processes share: opened by a handle, or made here and handed out.
- * Waiting for them and recording them is enqueued by job.c. Any thread but the device's own. */
+/* event.c - events that two processes share: opened by a handle, or made here and handed out; and
+ * fences, words of host memory that the device writes numbers to. Waiting for events, and recording
+ * any of them, is enqueued by job.c. Any thread but the device's own, except cuda_event_record().
+ */
 #include <stdlib.h>
 #include <string.h>
 
 #include "kernels/cuda/device.h"
+#include "kernels/cuda/driver.h"
 
 static enum kld_status event_new(struct cuda_device *device, struct cuda_event **ret_event,
                                  struct kld_error *err) {
@@ -62,12 +65,57 @@ enum kld_status cuda_event_create(struct kld_device *base, struct kld_gpu_event 
     return KLD_OK;
 }
 
+/* Sets the word to 0 the way that numbers will come: a driver that does not do so says it now. */
+static cudaError_t first_write(struct cuda_device *device, const struct cuda_event *event) {
+    pthread_mutex_lock(&device->setup_mutex);
+    cudaError_t error = cuda_event_record(event, 0, device->setup);
+    if (!error)
+        error = cudaStreamSynchronize(device->setup);
+    pthread_mutex_unlock(&device->setup_mutex);
+    return error;
+}
+
+enum kld_status cuda_event_create_fence(struct kld_device *base, struct kld_memory *memory,
+                                        uint64_t offset_bytes, struct kld_gpu_event **ret_event,
+                                        struct kld_error *err) {
+    struct cuda_device *device = (struct cuda_device *)base;
+    const struct cuda_memory *host = (const struct cuda_memory *)memory;
+    if (!cuda_driver_get(NULL)->write_value)
+        return kld_error_set(err, KLD_UNIMPLEMENTED,
+                             "fences need a driver that writes values in streams (CUDA 11.7)");
+    if (!host->pinned)
+        return kld_error_set(err, KLD_NO_MEMORY, "the memory of a fence could not be pinned");
+    struct cuda_event *event = NULL;
+    enum kld_status status = event_new(device, &event, err);
+    if (status)
+        return status;
+    void *at = NULL;
+    cudaError_t error = cudaHostGetDevicePointer(&at, host->at, 0);
+    event->word = (uintptr_t)at + offset_bytes;
+    if (!error)
+        error = first_write(device, event);
+    if (error) {
+        free(event);
+        return cuda_fail(device, error, "making a fence", err);
+    }
+    *ret_event = &event->base;
+    return KLD_OK;
+}
+
+/* What the stream has written is seen by everybody before the number is: the driver's default. */
+cudaError_t cuda_event_record(const struct cuda_event *event, uint32_t number,
+                              cudaStream_t stream) {
+    if (event->event)
+        return cudaEventRecord(event->event, stream);
+    return (cudaError_t)cuda_driver_get(NULL)->write_value(stream, event->word, number, 0);
+}
+
 void cuda_event_free(struct kld_gpu_event *base) {
     if (!base)
         return;
     struct cuda_event *event = (struct cuda_event *)base;
     struct cuda_device *device = (struct cuda_device *)base->device;
-    if (!atomic_load(&device->lost)) {
+    if (event->event && !atomic_load(&device->lost)) {
         cudaSetDevice(device->ordinal);
         cudaEventDestroy(event->event);
         cudaGetLastError();

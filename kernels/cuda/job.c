@@ -34,11 +34,14 @@ static void wait_for_event(struct cuda_device *device, struct cuda_flight *fligh
                "waiting for an event");
 }
 
-/* Behind all of the job, also of one that failed: nobody is to wait for what does not come. */
+/* Behind all of the job, also of one that failed: nobody is to wait for what does not come. Before
+ * MARK_END: what follows on another stream waits for that, and what the job stood on goes when it
+ * has passed; a number must not come behind a later one, nor behind its memory's end. */
 static void record_event(struct cuda_device *device, struct cuda_flight *flight) {
     const struct cuda_event *event = (const struct cuda_event *)flight->job->record;
     if (event)
-        failed(device, flight, cudaEventRecord(event->event, cuda_stream_of(flight)),
+        failed(device, flight,
+               cuda_event_record(event, flight->job->record_number, cuda_stream_of(flight)),
                "recording an event");
 }
 
@@ -283,10 +286,10 @@ static void launch_chunk(struct cuda_device *device, struct cuda_flight *flight)
         if ((flight->slots_staged & (1u << slot)) && kld_slot_is_output(slot))
             failed(device, flight, copy_slot(flight, slot, first, until - first, true),
                    "copying from the device");
-    mark(device, flight, MARK_END);
     flight->stream->blocked = !flight->status && flight->next_row < cuda_plan_rows(flight);
     if (!flight->stream->blocked)
         record_event(device, flight);
+    mark(device, flight, MARK_END);
 }
 
 static bool start_staged(struct cuda_device *device, struct cuda_flight *flight) {
@@ -313,9 +316,9 @@ static bool start_staged(struct cuda_device *device, struct cuda_flight *flight)
     if (!flight->status)
         launch_chunk(device, flight);
     else {
+        record_event(device, flight);
         for (int which = MARK_COPIED; which < MARK_COUNT; which++)
             mark(device, flight, (enum cuda_mark)which);
-        record_event(device, flight);
     }
     return true;
 }
@@ -365,8 +368,8 @@ bool cuda_job_start(struct cuda_device *device, struct cuda_flight *flight) {
         launch_divisor(device, flight);
     while (!flight->status && flight->next_row < cuda_plan_rows(flight))
         launch_rows(device, flight, segment_end(flight));
-    mark(device, flight, MARK_END);
     record_event(device, flight);
+    mark(device, flight, MARK_END);
     return true;
 }
 

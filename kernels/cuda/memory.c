@@ -167,7 +167,9 @@ enum kld_status cuda_memory_map(struct kld_device *base, int fd, uint64_t bytes,
                              strerror(error));
     }
     /* Not pinned (a limit on locked memory, say) still works: copies are then slower. */
-    memory->pinned = cudaHostRegister(at, bytes, cudaHostRegisterPortable) == cudaSuccess;
+    memory->pinned =
+        cudaHostRegister(at, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped) ==
+        cudaSuccess;
     cudaGetLastError();
     memory->base.host = memory->at = at;
     *ret_memory = &memory->base;

@@ -95,10 +95,10 @@ static enum kld_status find_events(struct kld_session *session,
                                    struct kld_worker_event **ret_finished, struct kld_error *err) {
     *ret_ready = *ret_finished = NULL;
     if (frame->ready_event &&
-        !(*ret_ready = kld_worker_event_find(session, frame->ready_event, KLD_EVENT_READY, err)))
+        !(*ret_ready = kld_worker_event_find(session, frame->ready_event, KLD_EVENT_READY, 0, err)))
         return err->status;
-    if (frame->done_event &&
-        !(*ret_finished = kld_worker_event_find(session, frame->done_event, KLD_EVENT_DONE, err)))
+    if (frame->done_event && !(*ret_finished = kld_worker_event_find(
+                                   session, frame->done_event, KLD_EVENT_DONE, frame->stream, err)))
         return err->status;
     return KLD_OK;
 }
@@ -139,6 +139,7 @@ enum kld_status kld_core_submit(struct kld_session *session, const struct kld_fr
     if (traced)
         request->trace = session->trace;
     pin_events(request, ready, finished);
+    request->job.record_number = finished ? kld_worker_event_count(finished, frame->stream) : 0;
     request->job.kind = KLD_JOB_OP;
     request->job.op = op;
     request->job.geometry = geometry;
@@ -191,6 +192,7 @@ enum kld_status kld_core_copy(struct kld_session *session, const struct kld_fram
     if ((status = kld_core_admit(session, frame->header.request, frame->stream, &request, err)))
         return status;
     request->job.kind = KLD_JOB_COPY;
+    request->job.record_number = 0;
     request->job.copy_to = place_in(to, to_offset);
     request->job.copy_from = place_in(from, from_offset);
     request->job.copy_bytes = frame->bytes;

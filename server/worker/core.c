@@ -34,6 +34,7 @@ static void reply_done(struct kld_request *request) {
     const struct kld_job *job = &request->job;
     union kld_frame frame;
     kld_frame_init(&frame, KLD_FRAME_DONE, request->number);
+    frame.as_DONE.fence_number = job->record_number;
     if (request->early) { /* how it went nobody knows yet */
         frame.as_DONE.queue_ns = queue_ns(request);
         kld_session_reply(request->session, &frame);

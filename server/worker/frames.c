@@ -1,6 +1,6 @@
 /* frames.c - what each frame of a client asks for. One in, at most one immediate reply out;
- * REGION_ADD, EVENT_ADD, SUBMIT and COPY are answered later by region.c, event.c and core.c.
- * Reads and writes no socket (session.c). Worker process, loop thread. */
+ * REGION_ADD, EVENT_ADD, FENCE_ADD, SUBMIT and COPY are answered later by region.c, event.c and
+ * core.c. Reads and writes no socket (session.c). Worker process, loop thread. */
 #include <string.h>
 #include <sys/socket.h>
 
@@ -168,6 +168,7 @@ static enum kld_status dispatch(struct kld_session *session, const union kld_fra
         *ret_fd_taken = status == KLD_OK && fd >= 0;
         return status;
     case KLD_FRAME_EVENT_ADD: return kld_worker_event_add(session, &frame->as_EVENT_ADD, err);
+    case KLD_FRAME_FENCE_ADD: return kld_worker_fence_add(session, &frame->as_FENCE_ADD, err);
     case KLD_FRAME_PUBLISH: return kld_publication_open(session, &frame->as_PUBLISH, err);
     case KLD_FRAME_ATTACH: return kld_publication_attach(session, &frame->as_ATTACH, err);
     case KLD_FRAME_DETACH: return kld_publication_detach(session, &frame->as_DETACH, err);

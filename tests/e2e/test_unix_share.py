@@ -244,6 +244,8 @@ def test_a_cpu_says_that_it_has_no_events(client, case, backend):
     for kind, handle in ((wire.EVENT_READY, b"h"), (wire.EVENT_DONE, b"")):
         with pytest.raises(Failed, match="unimplemented: events need the cuda back end"):
             client.event_add(kind, handle=handle)
+    with pytest.raises(Failed, match="unimplemented: events need the cuda back end"):
+        client.fence_add(case.region)
     with pytest.raises(Failed, match="unimplemented: EARLY needs the cuda back end"):
         client.run(case.shape, case.tensors(), flags=wire.EARLY)
     for field in ("ready", "done"):

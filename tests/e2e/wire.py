@@ -11,7 +11,7 @@ import numpy as np
 
 VERSION = 1
 (HELLO, REGION_ADD, REGION_DROP, COPY, SUBMIT, CANCEL, STATS, PING, EVENT_ADD, EVENT_DROP, PUBLISH, ATTACH,
- DETACH, STREAM, TRACE) = range(1, 16)
+ DETACH, STREAM, TRACE, FENCE_ADD) = range(1, 17)
 WELCOME, REGION, DONE, STATS_REPLY, PONG, ERROR, EVENT, ATTACHED = range(64, 72)
 MEMFD, CUDA_IPC, POOL, CUDA_FD = 1, 2, 3, 4
 EVENT_READY, EVENT_DONE = 1, 2
@@ -249,6 +249,14 @@ class Client:
         assert reply == EVENT
         return EVENT_BODY.unpack(body)
 
+    def fence_add(self, region, offset=0):
+        """-> its id, to be named and dropped as a done event."""
+        reply, body = self.ask(FENCE_ADD, struct.pack("<QQ", region, offset))
+        assert reply == EVENT
+        event, handle = EVENT_BODY.unpack(body)
+        assert not any(handle)
+        return event
+
     def event_drop(self, event):
         kind, _ = self.ask(EVENT_DROP, struct.pack("<Q", event))
         assert kind == DONE
@@ -295,10 +303,8 @@ class Client:
     @staticmethod
     def done(body):
         fields = DONE_BODY.unpack(body)
-        names = ["loss", "queue_ns", "copy_ns", "kernel_ns", "bytes", "scalar", "reserved"]
-        done = dict(zip(names, fields))
-        assert done["reserved"] == 0
-        return done
+        names = ["loss", "queue_ns", "copy_ns", "kernel_ns", "bytes", "scalar", "fence_number"]
+        return dict(zip(names, fields))
 
     def result(self, request):
         kind, body = self.reply(request)

@@ -67,6 +67,7 @@ static void answer(const union kld_frame *frame, union kld_frame *reply) {
         reply->as_REGION.bytes = frame->as_REGION_ADD.bytes;
         break;
     case KLD_FRAME_EVENT_ADD:
+    case KLD_FRAME_FENCE_ADD:
         kld_frame_init(reply, KLD_FRAME_EVENT, request);
         reply->as_EVENT.event = ++ids;
         break;

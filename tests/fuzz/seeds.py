@@ -81,7 +81,7 @@ def detach(name=0, client=0):
 
 
 def small(kind, rest=b"", more=0, client=0):
-    """kind: 0 drop, 1 cancel, 2 event, 3 drop event, 4 stream, 5 trace, 6 stats, 7 ping."""
+    """kind: 0 drop, 1 cancel, 2 event (more=3: fence), 3 drop event, 4 stream, 5 trace, 6 stats, 7 ping."""
     return made(6, bytes([kind + 8 * more]) + rest, client)
 
 
@@ -126,6 +126,8 @@ FAKED = {
     "cuda": step(HELLO) + region_kind(2) + region_kind(4) + region_kind(4) + region_kind(2)
     + submit(regions=(0, 1, 0, 0, 0, 0, 0, 2, 0)),
     "events": step(HELLO) + region() + small(2) + small(2, more=1) + submit(events=(0, 1)) + small(3, b"\0"),
+    "fences": step(HELLO) + region() + small(2, b"\0" + short(64), more=3) + submit(events=(1, 0)) * 2 + knob(0, 1)
+    + submit(events=(1, 0), stream=1) + submit(events=(1, 0)) + small(0, b"\0") + small(3, b"\0") + small(2, b"\0\1\0", more=3),
     "event-waits": step(HELLO) + region() + small(2) + knob(8, 1) + knob(0, 1) + submit(events=(0, 0)) * 3
     + step(HELLO, 1) + region(client=1) + submit(client=1) + step(CLOSE) + knob(11, 0),
     "fails": step(HELLO) + region() + knob(3, 5) + submit() + knob(4, 0) + region() + knob(5, 4) + region_kind(3)

@@ -270,6 +270,12 @@ static void make_small(struct fuzz_input *input, const struct fuzz_client *clien
         frame->as_STREAM.priority = what / 32 % 4 - 2;
         break;
     case KLD_FRAME_EVENT_ADD:
+        if (what / 8 % 6 == KLD_EVENT_FENCE) {
+            kld_frame_init(frame, KLD_FRAME_FENCE_ADD, 0);
+            frame->as_FENCE_ADD.region = id(input, client->region);
+            frame->as_FENCE_ADD.offset_bytes = fuzz_short(input);
+            break;
+        }
         frame->as_EVENT_ADD.kind = 1 + what / 8 % 3;
         memset(frame->as_EVENT_ADD.device_uuid, 7, KLD_WIRE_UUID_BYTES);
         if (frame->as_EVENT_ADD.kind == KLD_EVENT_READY)

@@ -22,7 +22,8 @@ static enum kld_frame_type answer_of(uint16_t type) {
     switch (type) {
     case KLD_FRAME_HELLO: return KLD_FRAME_WELCOME;
     case KLD_FRAME_REGION_ADD: return KLD_FRAME_REGION;
-    case KLD_FRAME_EVENT_ADD: return KLD_FRAME_EVENT;
+    case KLD_FRAME_EVENT_ADD:
+    case KLD_FRAME_FENCE_ADD: return KLD_FRAME_EVENT;
     case KLD_FRAME_ATTACH: return KLD_FRAME_ATTACHED;
     case KLD_FRAME_STATS: return KLD_FRAME_STATS_REPLY;
     case KLD_FRAME_PING: return KLD_FRAME_PONG;

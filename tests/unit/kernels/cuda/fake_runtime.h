@@ -22,10 +22,12 @@
 #define FAKE_ALLOCATION ((size_t)1 << 20) /* every allocation of another process */
 #define FAKE_UNIT ((size_t)2 << 20)       /* granularity of VMM */
 #define FAKE_CARD(i) (0x11b00u + (i))     /* PCI address of card i: 0001:1b:0i */
+#define FAKE_MAPPED_AT (1 << 30)          /* from a host address to the device's of the same */
 
 struct fake_stream {
     uint64_t ready_ns;
     int priority;
+    bool wrote; /* a number, which no event was recorded behind */
 };
 struct fake_event {
     uint64_t at_ns;
@@ -168,6 +170,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     pthread_mutex_lock(&fake_lock);
+    ((struct fake_stream *)stream)->wrote = false;
     ((struct fake_event *)event)->at_ns =
         fake_later(((struct fake_stream *)stream)->ready_ns, fake_now_ns());
     pthread_mutex_unlock(&fake_lock);
@@ -219,10 +222,20 @@ cudaError_t cudaHostAlloc(void **at, size_t bytes, unsigned flags) {
     return fake_take(at, bytes, &fake_blocks);
 }
 cudaError_t cudaFreeHost(void *at) { return fake_give(at, &fake_blocks); }
+static atomic_bool fake_no_pinning;
+static atomic_uint fake_pinned_as; /* flags */
 cudaError_t cudaHostRegister(void *at, size_t bytes, unsigned flags) {
+    if (atomic_load(&fake_no_pinning))
+        return cudaErrorMemoryAllocation;
+    atomic_store(&fake_pinned_as, flags);
     atomic_fetch_add(&fake_pinned, 1);
     atomic_fetch_add(&fake_allocations, 1);
     return cudaSuccess;
+}
+cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags) {
+    *device = (char *)host + FAKE_MAPPED_AT;
+    return atomic_load(&fake_pinned_as) & cudaHostRegisterMapped ? cudaSuccess
+                                                                 : cudaErrorInvalidValue;
 }
 cudaError_t cudaHostUnregister(void *at) {
     atomic_fetch_sub(&fake_pinned, 1);
@@ -359,6 +372,19 @@ static CUresult fake_access(CUdeviceptr at, size_t bytes, const CUmemAccessDesc 
     return (CUresult)atomic_load(&fake_access_error);
 }
 
+static atomic_bool fake_no_writes; /* a driver of before CUDA 11.7 */
+static atomic_int fake_write_error, fake_writes;
+static CUresult fake_write(CUstream stream, CUdeviceptr at, cuuint32_t number, unsigned flags) {
+    if (atomic_load(&fake_write_error))
+        return (CUresult)atomic_load(&fake_write_error);
+    atomic_fetch_add(&fake_writes, 1);
+    pthread_mutex_lock(&fake_lock);
+    ((struct fake_stream *)stream)->wrote = true;
+    pthread_mutex_unlock(&fake_lock);
+    atomic_store((_Atomic uint32_t *)(uintptr_t)(at - FAKE_MAPPED_AT), number);
+    return CUDA_SUCCESS;
+}
+
 static cudaError_t fake_entry(const char *name, void **function,
                               enum cudaDriverEntryPointQueryResult *result) {
     static const struct {
@@ -373,9 +399,11 @@ static cudaError_t fake_entry(const char *name, void **function,
                    {"cuMemAddressFree", (void *)fake_unreserve},
                    {"cuMemMap", (void *)fake_map},
                    {"cuMemUnmap", (void *)fake_unmap},
-                   {"cuMemSetAccess", (void *)fake_access}};
+                   {"cuMemSetAccess", (void *)fake_access},
+                   {"cuStreamWriteValue32", (void *)fake_write}};
     for (size_t i = 0; i < sizeof entries / sizeof entries[0]; i++) {
-        if (strcmp(entries[i].name, name) != 0)
+        bool none = entries[i].function == (void *)fake_write && atomic_load(&fake_no_writes);
+        if (strcmp(entries[i].name, name) != 0 || none)
             continue;
         *function = entries[i].function;
         *result = cudaDriverEntryPointSuccess;

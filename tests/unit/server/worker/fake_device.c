@@ -4,6 +4,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 
 struct fake_memory {
@@ -17,6 +18,8 @@ struct fake_stream {
 struct fake_event {
     struct kld_gpu_event head;
     atomic_int jobs;
+    struct fake_memory *memory; /* of a fence; else NULL */
+    _Atomic uint32_t *word;
 };
 
 static struct fake_device *fake_of(struct kld_device *device) {
@@ -42,6 +45,13 @@ static void count_memory(struct kld_memory *memory, int amount) {
 static void count_event(struct kld_gpu_event *event, int amount) {
     if (event)
         atomic_fetch_add(&((struct fake_event *)event)->jobs, amount);
+}
+
+/* A device that is lost writes no more. */
+static void write_number(const struct kld_job *job) {
+    const struct fake_event *event = (const struct fake_event *)job->record;
+    if (event && event->word && job->status != KLD_DEVICE_LOST)
+        atomic_store(event->word, job->record_number);
 }
 
 static void count_job(struct kld_job *job, int amount) {
@@ -75,6 +85,7 @@ static void run(struct fake_device *fake, struct kld_job *job) {
     job->kernel_ns = now_ns() - started_ns;
     job->bytes = 1000;
     struct fake_stream *stream = (struct fake_stream *)(uintptr_t)job->backend_private[0];
+    write_number(job);
     count_job(job, -1);
     atomic_fetch_sub(&stream->jobs, 1);
     atomic_fetch_add(&fake->jobs_done, 1);
@@ -181,8 +192,12 @@ static enum kld_status memory_new(struct kld_device *device, uint64_t bytes,
 
 static enum kld_status memory_map(struct kld_device *device, int fd, uint64_t bytes,
                                   struct kld_memory **ret_memory, struct kld_error *err) {
-    (void)fd;
-    return memory_new(device, bytes, ret_memory, err);
+    enum kld_status status = memory_new(device, bytes, ret_memory, err);
+    if (status)
+        return status;
+    void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    (*ret_memory)->host = at == MAP_FAILED ? NULL : at;
+    return KLD_OK;
 }
 
 static enum kld_status memory_wrap(struct kld_device *device, void *address, uint64_t bytes,
@@ -205,6 +220,8 @@ static void memory_free(struct kld_memory *memory) {
     if (atomic_load(&((struct fake_memory *)memory)->jobs) != 0)
         atomic_store(&fake->order_broken, 1);
     atomic_fetch_sub(&fake->memories, 1);
+    if (memory->host)
+        munmap(memory->host, memory->bytes);
     free(memory);
 }
 
@@ -234,10 +251,26 @@ static enum kld_status event_create(struct kld_device *device, struct kld_gpu_ev
     return event_import(device, ret_handle, ret_event, err);
 }
 
+/* The memory must stay as if a job named it. */
+static enum kld_status event_create_fence(struct kld_device *device, struct kld_memory *memory,
+                                          uint64_t offset_bytes, struct kld_gpu_event **ret_event,
+                                          struct kld_error *err) {
+    enum kld_status status = event_import(device, NULL, ret_event, err);
+    if (status)
+        return status;
+    struct fake_event *event = (struct fake_event *)*ret_event;
+    event->memory = (struct fake_memory *)memory;
+    event->word = (_Atomic uint32_t *)(void *)((char *)memory->host + offset_bytes);
+    count_memory(memory, 1);
+    atomic_store(event->word, 0);
+    return KLD_OK;
+}
+
 static void event_free(struct kld_gpu_event *event) {
     if (!event)
         return;
     struct fake_device *fake = fake_of(event->device);
+    count_memory((struct kld_memory *)((struct fake_event *)event)->memory, -1);
     if (atomic_load(&((struct fake_event *)event)->jobs) != 0)
         atomic_store(&fake->order_broken, 1);
     atomic_fetch_sub(&fake->events, 1);
@@ -324,6 +357,7 @@ const struct kld_backend fake_backend = {
     .stream_open_priority = stream_open,
     .event_import = event_import,
     .event_create = event_create,
+    .event_create_fence = event_create_fence,
     .event_free = event_free,
     .stream_close = stream_close,
     .submit = submit,
