@@ -4,8 +4,9 @@
  * connection.c holds the public functions, checks every request once, and owns the calls until
  * their callbacks have run. Not public: nothing here is seen by users of kld.h.
  *
- * Threads: everything belongs to the thread that uses the connection. The one exception, the back
- * end's completion in local.c, hands its calls over under a lock of its own. */
+ * Threads: everything belongs to the thread that uses the connection. There are two exceptions,
+ * with a lock of their own each: the back end's completion in local.c, which hands its calls over,
+ * and the thread of unix_watch.c. */
 #ifndef KLD_CLIENT_CONNECTION_H
 #define KLD_CLIENT_CONNECTION_H
 
@@ -142,6 +143,10 @@ struct kld_transport {
     enum kld_status (*event_open)(struct kld_event *event, uint8_t handle[64],
                                   const uint8_t *device_uuid, struct kld_error *err);
     void (*event_release)(struct kld_event *event);
+    /* A fence, which is an event that was created; false: it is none. */
+    enum kld_status (*fence_open)(struct kld_event *event, uint32_t **ret_word,
+                                  struct kld_error *err);
+    bool (*fence_passed)(const struct kld_event *event, uint32_t number);
     enum kld_status (*stream_priority)(struct kld_connection *connection, uint32_t stream,
                                        int priority, struct kld_error *err);
     enum kld_status (*stream_adopt)(struct kld_connection *connection, uint32_t stream,

@@ -235,8 +235,9 @@ KLD_EXPORT enum kld_status kld_attach_from(struct kld_connection *connection, ui
  *   2 kld_run() with wait = that event, record = a done event, early = true: returns as soon as the
  *     server's stream has the work;
  *   3 let your stream wait for the done event.
- * Record the ready event again only after kld_run() has returned or the callback came. unix with a
- * CUDA server only; else KLD_UNIMPLEMENTED. Blocking. */
+ * Record the ready event again only after kld_run() has returned or the callback came. A fence (see
+ * kld_fence_create()) takes the done event's place where the end of the server must not hold up
+ * your stream for good. unix with a CUDA server only; else KLD_UNIMPLEMENTED. Blocking. */
 
 /* An event of this process, made with cudaEventDisableTiming | cudaEventInterprocess, by its
  * cudaIpcEventHandle_t; the caller keeps it until the drop. Registered again after a lost server.
@@ -251,6 +252,32 @@ KLD_EXPORT enum kld_status kld_event_create(struct kld_connection *connection,
                                             struct kld_error *err);
 /* May be dropped while requests name it. NULL is allowed. */
 KLD_EXPORT void kld_event_drop(struct kld_event *event);
+
+/* A done fence, in the place of a done event: a stream that waits for it goes on when the server is
+ * lost, which no event can do. It is a word of host memory, alone in a page of KLD_FENCE_BYTES, to
+ * which the device writes a number behind each request that names it:
+ *   1 create it; pin its page for your GPU (cudaHostRegister(word, KLD_FENCE_BYTES,
+ *     cudaHostRegisterMapped)) and ask for the device's address of it (cudaHostGetDevicePointer());
+ *   2 kld_run() with record = the fence, early = true;
+ *   3 if that was KLD_OK, let your stream wait for the result's fence_number:
+ *     cuStreamWaitValue32(stream, address, fence_number, CU_STREAM_WAIT_VALUE_GEQ). After an error
+ *     there is nothing to wait for.
+ * When the connection to the server ends, libkld writes a number to the word that is ahead of all,
+ * and again if the dying device should write over it: in the next call, or within 1 ms in a thread
+ * of its own, since all of yours may be waiting. That thread starts with a connection's first fence
+ * and ends with kld_close(); it does nothing else. The streams then go on without what they waited
+ * for. The fence is lost: requests that name it end with KLD_DEVICE_LOST, the last one that nothing
+ * follows does not; kld_fence_passed() says which were computed. Drop it and create another.
+ * A fence is that of one stream number, the one of the first request that names it: KLD_INVALID for
+ * another one. It counts as an event. Before it is dropped, and before kld_close(), what waits for
+ * it has ended and its page is no longer pinned. unix with a CUDA server (driver of CUDA 11.7 or
+ * newer) only; else KLD_UNIMPLEMENTED. Blocking. */
+#define KLD_FENCE_BYTES 4096
+KLD_EXPORT enum kld_status kld_fence_create(struct kld_connection *connection, uint32_t **ret_word,
+                                            struct kld_event **ret_fence, struct kld_error *err);
+/* Has the server's device reached this number, of a result? What libkld wrote does not count: false
+ * after a loss means that the request was not computed, or may not have been. Never blocks. */
+KLD_EXPORT bool kld_fence_passed(const struct kld_event *fence, uint32_t number);
 
 /* ---- Requests ------------------------------------------------------------------------------- */
 
@@ -283,13 +310,14 @@ struct kld_request {
     uint64_t timeout_ns;
 
     struct kld_event *wait;   /* imported: the work begins when it has passed; NULL: at once */
-    struct kld_event *record; /* created: recorded behind the work; NULL: none */
+    struct kld_event *record; /* created, or a fence: recorded behind the work; NULL: none */
     /* The answer comes when the device has the work, not when it has ended: no loss, no times, no
      * error of the computation. Every tensor in regions of device memory. Needs `record`: if the
      * device is lost behind such an answer, so is that event, and the next request that names it
      * ends with KLD_DEVICE_LOST: what was answered early before that may not have been computed.
      * A stream of the caller's that was already waiting for the event then waits for good: only the
-     * end of its context, or process, frees it, so wait for such streams with a time limit.
+     * end of its context, or process, frees it, so wait for such streams with a time limit, or use
+     * a fence, which has no such end.
      * local:cuda: without events, see kld_stream_adopt(); where a tensor lies in host memory, and
      * on a CPU, the answer comes when the work has ended. */
     bool early;
@@ -315,7 +343,8 @@ struct kld_result {
     uint64_t queue_ns, copy_ns, kernel_ns; /* as the server measured them; 0 where unknown */
     uint64_t bytes;                        /* moved by the kernels */
     uint64_t total_ns;                     /* from call to answer, as seen here */
-    uint32_t attempts; /* 1, or more where a lost server made libkld send again */
+    uint32_t attempts;     /* 1, or more where a lost server made libkld send again */
+    uint32_t fence_number; /* what `record`, a fence, has when it was computed; 0: it is none */
 };
 
 /* Blocking. ret_result may be NULL. */

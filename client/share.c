@@ -1,6 +1,6 @@
 /* share.c - what processes share through a server: the public functions of published tensors, of a
  * GPU's events, of priorities, and of CUDA allocations that come as descriptors. What goes over the
- * wire is the transport's (unix_share.c). The thread that owns the connection. */
+ * wire is the transport's (unix_share.c, unix_event.c). The thread that owns the connection. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -100,9 +100,9 @@ enum kld_status kld_attach_from(struct kld_connection *connection, uint32_t uid,
 
 /* ---- Events and streams --------------------------------------------------------------------- */
 
-static enum kld_status event_open(struct kld_connection *connection, uint8_t handle[64],
-                                  const uint8_t *device_uuid, struct kld_event **ret_event,
-                                  struct kld_error *err) {
+/* One for the transport to fill in. */
+static enum kld_status event_new(struct kld_connection *connection, struct kld_event **ret_event,
+                                 struct kld_error *err) {
     if (!connection->transport->event_bytes)
         return kld_unimplemented(connection, "events", err);
     struct kld_event *event = calloc(1, connection->transport->event_bytes);
@@ -112,12 +112,28 @@ static enum kld_status event_open(struct kld_connection *connection, uint8_t han
     event->local_id = ++connection->region_last_id;
     event->next = connection->events;
     connection->events = event;
-    enum kld_status status = connection->transport->event_open(event, handle, device_uuid, err);
+    *ret_event = event;
+    return KLD_OK;
+}
+
+/* Hands it out, or undoes it where that failed. */
+static enum kld_status event_made(enum kld_status status, struct kld_event *event,
+                                  struct kld_event **ret_event) {
     if (status)
         kld_event_drop(event);
     else
         *ret_event = event;
     return status;
+}
+
+static enum kld_status event_open(struct kld_connection *connection, uint8_t handle[64],
+                                  const uint8_t *device_uuid, struct kld_event **ret_event,
+                                  struct kld_error *err) {
+    struct kld_event *event = NULL;
+    enum kld_status status = event_new(connection, &event, err);
+    return status ? status
+                  : event_made(connection->transport->event_open(event, handle, device_uuid, err),
+                               event, ret_event);
 }
 
 enum kld_status kld_event_import(struct kld_connection *connection, const uint8_t handle[64],
@@ -131,6 +147,19 @@ enum kld_status kld_event_import(struct kld_connection *connection, const uint8_
 enum kld_status kld_event_create(struct kld_connection *connection, uint8_t ret_handle[64],
                                  struct kld_event **ret_event, struct kld_error *err) {
     return event_open(connection, ret_handle, NULL, ret_event, err);
+}
+
+enum kld_status kld_fence_create(struct kld_connection *connection, uint32_t **ret_word,
+                                 struct kld_event **ret_fence, struct kld_error *err) {
+    struct kld_event *fence = NULL;
+    enum kld_status status = event_new(connection, &fence, err);
+    return status ? status
+                  : event_made(connection->transport->fence_open(fence, ret_word, err), fence,
+                               ret_fence);
+}
+
+bool kld_fence_passed(const struct kld_event *fence, uint32_t number) {
+    return fence->connection->transport->fence_passed(fence, number);
 }
 
 void kld_event_free(struct kld_event *event) {

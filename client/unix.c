@@ -98,6 +98,7 @@ static void welcomed(struct unix_connection *u, const struct kld_frame_welcome *
     u->fatal.status = KLD_OK;
     u->base.offloaded = strcmp(u->welcome.backend, "cpu") != 0;
     u->state = UNIX_UP;
+    kld_unix_watch_link(u);
     if (kld_unix_priorities_send(u) != UNIX_SENT)
         kld_unix_lose(u);
     else
@@ -114,6 +115,7 @@ static void call_done(struct unix_connection *u, struct unix_call *call,
     result->copy_ns = done->copy_ns;
     result->kernel_ns = done->kernel_ns;
     result->bytes = done->bytes;
+    result->fence_number = done->fence_number;
     if (!call->abandoned)
         kld_unix_stage_get(call);
     kld_unix_call_end(u, call, KLD_OK, NULL);

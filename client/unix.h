@@ -1,8 +1,9 @@
 /* unix.h - the inside of a connection over the Unix socket: shared by unix.c (greeting, answers),
  * unix_send.c (what is sent), unix_lost.c (a worker that is gone), unix_device.c and unix_probe.c
- * (which of several workers), unix_calls.c (entry points), unix_memory.c (regions, staging) and
- * unix_share.c (published tensors, events, priorities). Everything belongs to the thread that owns
- * the connection. */
+ * (which of several workers), unix_calls.c (entry points), unix_memory.c (regions, staging),
+ * unix_share.c (published tensors, priorities), unix_event.c (events, fences) and unix_watch.c (the
+ * words of fences, and a thread). Everything else belongs to the thread that owns the connection.
+ */
 #ifndef KLD_CLIENT_UNIX_H
 #define KLD_CLIENT_UNIX_H
 
@@ -62,7 +63,9 @@ struct unix_event {
     struct kld_event base;
     enum unix_region_state state;
     enum kld_event_kind kind;
-    bool released; /* as of a region */
+    bool released;             /* as of a region */
+    struct kld_region *region; /* FENCE, until its worker is lost: where the word is */
+    struct unix_word *word;    /* FENCE: of unix_watch.c */
     uint64_t wire_id;
     uint8_t ipc_handle[KLD_WIRE_IPC_HANDLE_BYTES], device_uuid[KLD_WIRE_UUID_BYTES];
     struct kld_error error;
@@ -135,6 +138,8 @@ struct unix_connection {
     struct unix_control control;
     struct unix_stage stages[KLD_STAGES_MAX];
     uint64_t stage_bytes_total;
+    struct unix_watch *watch; /* NULL: it has had no fence */
+    bool watched;             /* the thread knows this socket */
 };
 
 enum unix_sent { UNIX_SENT, UNIX_FULL, UNIX_LOST };
@@ -228,9 +233,6 @@ enum kld_status kld_unix_published(struct kld_connection *connection, const char
 enum kld_status kld_unix_detach(struct kld_connection *connection, const char *name,
                                 struct kld_error *err);
 void kld_unix_publications_drop(struct unix_connection *u, const struct unix_region *region);
-enum kld_status kld_unix_event_open(struct kld_event *event, uint8_t handle[64],
-                                    const uint8_t *device_uuid, struct kld_error *err);
-void kld_unix_event_release(struct kld_event *event);
 enum kld_status kld_unix_stream_priority(struct kld_connection *connection, uint32_t stream,
                                          int priority, struct kld_error *err);
 /* As for regions. */
@@ -240,6 +242,42 @@ void kld_unix_share_answered(struct unix_connection *u, uint64_t local_id,
                              const union kld_frame *reply, const struct kld_error *error);
 /* The worker does not know them yet. */
 enum unix_sent kld_unix_priorities_send(struct unix_connection *u);
+
+/* How long what is asked for inside a call is waited for. */
+uint64_t kld_unix_patience(const struct unix_connection *u);
+/* The worker is leaving or its device is lost: not the fault of what was asked. */
+bool kld_unix_is_passing(struct unix_connection *u, const struct kld_error *error);
+
+/* unix_event.c */
+enum kld_status kld_unix_event_open(struct kld_event *event, uint8_t handle[64],
+                                    const uint8_t *device_uuid, struct kld_error *err);
+enum kld_status kld_unix_fence_open(struct kld_event *event, uint32_t **ret_word,
+                                    struct kld_error *err);
+bool kld_unix_fence_passed(const struct kld_event *event, uint32_t number);
+void kld_unix_event_release(struct kld_event *event);
+void kld_unix_events_lost(struct unix_connection *u);
+enum unix_sent kld_unix_events_flush(struct unix_connection *u);
+/* False: no event has this number. */
+bool kld_unix_event_answered(struct unix_connection *u, uint64_t local_id,
+                             const union kld_frame *reply, const struct kld_error *error);
+
+/* unix_watch.c */
+/* The word of a fence, in the first bytes of a memfd of KLD_FENCE_BYTES, which stays the caller's.
+ * The first of a connection starts the thread. */
+enum kld_status kld_unix_word_open(struct unix_connection *u, int memfd,
+                                   struct unix_word **ret_word, struct kld_error *err);
+void kld_unix_word_close(struct unix_connection *u, struct unix_word *word); /* or NULL */
+/* The worker at the other end, which is watched, writes it from now on. */
+void kld_unix_word_arm(struct unix_connection *u, struct unix_word *word);
+uint32_t *kld_unix_word_at(const struct unix_word *word);
+/* Has the device reached the number? What the thread wrote does not count. */
+bool kld_unix_word_passed(const struct unix_connection *u, struct unix_word *word, uint32_t number);
+/* The connection is up: its end is what to look for. */
+void kld_unix_watch_link(struct unix_connection *u);
+/* It is lost, as far as is known: sets free who waits. Before the socket is closed. */
+void kld_unix_watch_lost(struct unix_connection *u);
+/* Ends the thread and unmaps the words; nobody is set free. */
+void kld_unix_watch_end(struct unix_connection *u);
 
 /* Staging. put: finds room for the call's plain tensors and copies its inputs there. */
 enum kld_status kld_unix_stage_put(struct unix_connection *u, struct unix_call *call,

@@ -60,6 +60,7 @@ static void let_go(struct kld_call_list *list) {
 static void unix_close(struct kld_connection *connection) {
     struct unix_connection *u = unix_of(connection);
     u->closing = true;
+    kld_unix_watch_end(u); /* first: this end is not that of the server */
     kld_unix_hang_up(u);
     let_go(&u->queued);
     let_go(&u->sent);
@@ -326,6 +327,8 @@ const struct kld_transport kld_transport_unix = {
     .detach = kld_unix_detach,
     .event_open = kld_unix_event_open,
     .event_release = kld_unix_event_release,
+    .fence_open = kld_unix_fence_open,
+    .fence_passed = kld_unix_fence_passed,
     .stream_priority = kld_unix_stream_priority,
     .region_data = kld_unix_region_data,
     .region_release = kld_unix_region_release,

@@ -123,6 +123,7 @@ void kld_unix_hang_up(struct unix_connection *u) {
 }
 
 void kld_unix_lose(struct unix_connection *u) {
+    kld_unix_watch_lost(u);
     kld_unix_hang_up(u);
     u->want_write = false;
     if (u->state == UNIX_UP) {

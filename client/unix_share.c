@@ -1,6 +1,7 @@
 /* unix_share.c - what is shared through a worker over its Unix socket: attached and published
- * tensors, events, priorities of streams. As with regions, what there is to send follows from the
- * state of each, so a lost worker only changes states. The thread that owns the connection. */
+ * tensors, priorities of streams; events are unix_event.c's. As with regions, what there is to send
+ * follows from the state of each, so a lost worker only changes states. The thread that owns the
+ * connection. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -15,7 +16,7 @@ static struct unix_connection *unix_of(struct kld_connection *connection) {
     return (struct unix_connection *)connection;
 }
 
-static uint64_t patience(const struct unix_connection *u) {
+uint64_t kld_unix_patience(const struct unix_connection *u) {
     return kld_now_ns() + u->base.options.connect_timeout_ns;
 }
 
@@ -24,8 +25,7 @@ static void frame_name(char to[KLD_WIRE_NAME_MAX], const char *name) {
     memcpy(to, name, strlen(name)); /* share.c saw to its length */
 }
 
-/* The worker is leaving or its device is lost: not the fault of what was asked. */
-static bool is_passing(struct unix_connection *u, const struct kld_error *error) {
+bool kld_unix_is_passing(struct unix_connection *u, const struct kld_error *error) {
     if (!error || (error->status != KLD_DEVICE_LOST && error->status != KLD_UNAVAILABLE))
         return false;
     u->doomed = u->doomed || error->status == KLD_DEVICE_LOST;
@@ -193,7 +193,7 @@ enum kld_status kld_unix_publish(struct kld_region *base, const char *name,
     u->share_work++;
     kld_unix_flush(u);
     enum kld_status status =
-        kld_unix_wait_state(u, &publication->state, &publication->error, patience(u), err);
+        kld_unix_wait_state(u, &publication->state, &publication->error, kld_unix_patience(u), err);
     if (status && publication->state == UNIX_REGION_ADDING && u->state == UNIX_UP) {
         union kld_frame detach; /* whatever becomes of it, nobody is to find it */
         kld_frame_init(&detach, KLD_FRAME_DETACH, KLD_NUMBER_IGNORED | publication->local_id);
@@ -250,90 +250,6 @@ void kld_unix_publications_drop(struct unix_connection *u, const struct unix_reg
     }
 }
 
-/* ---- Events --------------------------------------------------------------------------------- */
-
-static void event_free(struct unix_connection *u, struct unix_event *event) {
-    u->share_work -= event->state == UNIX_REGION_NEW;
-    kld_event_free(&event->base);
-}
-
-enum kld_status kld_unix_event_open(struct kld_event *base, uint8_t handle[64],
-                                    const uint8_t *device_uuid, struct kld_error *err) {
-    struct unix_event *event = (struct unix_event *)base;
-    struct unix_connection *u = unix_of(base->connection);
-    event->kind = device_uuid ? KLD_EVENT_READY : KLD_EVENT_DONE;
-    event->state = UNIX_REGION_MAKING;
-    enum kld_status status;
-    if (device_uuid && (status = kld_unix_go_to_memory(u, device_uuid, event, err)))
-        return status;
-    if (device_uuid) {
-        memcpy(event->ipc_handle, handle, sizeof event->ipc_handle);
-        memcpy(event->device_uuid, device_uuid, sizeof event->device_uuid);
-    }
-    event->state = UNIX_REGION_NEW;
-    u->share_work++;
-    kld_unix_flush(u);
-    status = kld_unix_wait_state(u, &event->state, &event->error, patience(u), err);
-    if (!status && !device_uuid)
-        memcpy(handle, event->ipc_handle, sizeof event->ipc_handle);
-    return status;
-}
-
-void kld_unix_event_release(struct kld_event *base) {
-    struct unix_event *event = (struct unix_event *)base;
-    struct unix_connection *u = unix_of(base->connection);
-    if (u->closing || u->state != UNIX_UP ||
-        (event->state != UNIX_REGION_ADDING && event->state != UNIX_REGION_READY)) {
-        event_free(u, event);
-        return;
-    }
-    event->released = true;
-    if (event->state == UNIX_REGION_READY) {
-        u->share_work++;
-        kld_unix_flush(u);
-    }
-}
-
-static enum unix_sent event_send(struct unix_connection *u, struct unix_event *event) {
-    union kld_frame frame;
-    if (event->released) {
-        kld_frame_init(&frame, KLD_FRAME_EVENT_DROP, KLD_NUMBER_IGNORED | event->base.local_id);
-        frame.as_EVENT_DROP.event = event->wire_id;
-        return kld_unix_send(u, &frame, -1);
-    }
-    kld_frame_init(&frame, KLD_FRAME_EVENT_ADD, KLD_NUMBER_REGION | event->base.local_id);
-    struct kld_frame_event_add *add = &frame.as_EVENT_ADD;
-    add->kind = event->kind;
-    if (event->kind == KLD_EVENT_READY) {
-        memcpy(add->ipc_handle, event->ipc_handle, sizeof add->ipc_handle);
-        memcpy(add->device_uuid, event->device_uuid, sizeof add->device_uuid);
-    } else if (u->welcome.device < KLD_WIRE_DEVICES_MAX) { /* the worker's own card */
-        memcpy(add->device_uuid, u->welcome.device_list[u->welcome.device].uuid,
-               sizeof add->device_uuid);
-    }
-    return kld_unix_send(u, &frame, -1);
-}
-
-static void event_answered(struct unix_connection *u, struct unix_event *event,
-                           const union kld_frame *reply, const struct kld_error *error) {
-    if (event->state != UNIX_REGION_ADDING || (!error && reply->header.type != KLD_FRAME_EVENT) ||
-        is_passing(u, error))
-        return;
-    if (error) {
-        event->state = UNIX_REGION_FAILED;
-        event->error = *error;
-    } else {
-        event->state = UNIX_REGION_READY;
-        event->wire_id = reply->as_EVENT.event;
-        if (event->kind == KLD_EVENT_DONE)
-            memcpy(event->ipc_handle, reply->as_EVENT.ipc_handle, sizeof event->ipc_handle);
-    }
-    if (event->released && event->state == UNIX_REGION_READY)
-        u->share_work++;
-    else if (event->released)
-        event_free(u, event);
-}
-
 /* ---- Streams -------------------------------------------------------------------------------- */
 
 static void stream_frame(union kld_frame *frame, uint32_t stream, int priority) {
@@ -375,25 +291,7 @@ enum kld_status kld_unix_stream_priority(struct kld_connection *connection, uint
 
 void kld_unix_shares_lost(struct unix_connection *u) {
     u->share_work = 0;
-    for (struct kld_event *base = u->base.events, *next; base; base = next) {
-        next = base->next;
-        struct unix_event *event = (struct unix_event *)base;
-        bool lost = event->kind == KLD_EVENT_DONE &&
-                    (event->state == UNIX_REGION_READY || event->state == UNIX_REGION_LOST);
-        if (event->released) {
-            event->state = UNIX_REGION_FAILED; /* no work any more */
-            event_free(u, event);
-            continue;
-        }
-        if (event->state == UNIX_REGION_MAKING)
-            continue;
-        event->wire_id = 0;
-        event->state = lost ? UNIX_REGION_LOST : UNIX_REGION_NEW;
-        u->share_work += !lost;
-        if (lost)
-            kld_error_set(&event->error, KLD_DEVICE_LOST,
-                          "the done event of the request was lost with its worker; create another");
-    }
+    kld_unix_events_lost(u);
     for (struct unix_publication *at = u->publications; at; at = at->next) {
         at->state = UNIX_REGION_NEW;
         u->share_work++;
@@ -421,19 +319,7 @@ static enum unix_sent publication_send(struct unix_connection *u,
 }
 
 enum unix_sent kld_unix_shares_flush(struct unix_connection *u) {
-    enum unix_sent sent = UNIX_SENT;
-    for (struct kld_event *base = u->base.events, *next; base && sent == UNIX_SENT; base = next) {
-        next = base->next;
-        struct unix_event *event = (struct unix_event *)base;
-        bool add = event->state == UNIX_REGION_NEW;
-        bool drop = event->state == UNIX_REGION_READY && event->released;
-        if ((!add && !drop) || (sent = event_send(u, event)) != UNIX_SENT)
-            continue;
-        u->share_work--;
-        event->state = UNIX_REGION_ADDING;
-        if (drop)
-            event_free(u, event);
-    }
+    enum unix_sent sent = kld_unix_events_flush(u);
     for (struct unix_publication *at = u->publications; at && sent == UNIX_SENT; at = at->next)
         if (at->state == UNIX_REGION_NEW)
             sent = publication_send(u, at);
@@ -442,16 +328,12 @@ enum unix_sent kld_unix_shares_flush(struct unix_connection *u) {
 
 void kld_unix_share_answered(struct unix_connection *u, uint64_t local_id,
                              const union kld_frame *reply, const struct kld_error *error) {
-    for (struct kld_event *base = u->base.events; base; base = base->next) {
-        if (base->local_id != local_id)
-            continue;
-        event_answered(u, (struct unix_event *)base, reply, error);
+    if (kld_unix_event_answered(u, local_id, reply, error))
         return;
-    }
     struct unix_publication *publication = u->publications;
     while (publication && publication->local_id != local_id)
         publication = publication->next;
-    if (!publication || publication->state != UNIX_REGION_ADDING || is_passing(u, error))
+    if (!publication || publication->state != UNIX_REGION_ADDING || kld_unix_is_passing(u, error))
         return;
     publication->state = error ? UNIX_REGION_FAILED : UNIX_REGION_READY;
     if (error)

@@ -282,6 +282,11 @@ static void use_events(struct kld_connection *connection, struct kld_error *err)
         kld_event_drop(event);
     if (is_fine(kld_event_import(connection, handle, uuid, &other, err), err))
         kld_event_drop(other);
+    uint32_t *word = NULL;
+    if (is_fine(kld_fence_create(connection, &word, &event, err), err)) {
+        require(word && (*word != 1 || kld_fence_passed(event, 1)));
+        kld_event_drop(event);
+    }
     if (is_fine(kld_region_import_cuda_ipc(connection, handle, uuid, 4096, 0, 4096, &region, err),
                 err))
         kld_region_drop(region);

@@ -201,8 +201,12 @@ int __wrap_epoll_wait(int fd, struct epoll_event *events, int max, int timeout_m
     }
 }
 
+/* libkld's thread that watches a server for its end (client/unix_watch.c) waits as it does
+ * anywhere: it moves no clock and has no turn. */
+static bool is_another_thread(void) { return syscall(SYS_gettid) != getpid(); }
+
 int __wrap_poll(struct pollfd *fds, nfds_t count, int timeout_ms) {
-    if (serving)
+    if (serving || is_another_thread())
         return __real_poll(fds, count, timeout_ms);
     (void)give();
     int ready = __real_poll(fds, count, 0);

@@ -30,10 +30,17 @@ struct fake_held {
     int answered;
 };
 
+struct fake_fence {
+    uint64_t event; /* 0: free */
+    _Atomic uint32_t *word;
+    uint32_t number;
+};
+
 struct fake_client {
     struct fake_worker *worker;
     int fd;
     uint64_t last_event;
+    struct fake_fence fences[8];
     int device_lost, leaving;
     uint64_t last_region;
     struct fake_region regions[FAKE_REGIONS_MAX];
@@ -132,6 +139,20 @@ static float *tensor_row(struct fake_client *client, const struct kld_frame_subm
     return region ? (float *)(region->data + tensor->offset_bytes + row * stride) : NULL;
 }
 
+/* The number of a request, which the device has reached, unless it is stuck. */
+static uint32_t fence_number(struct fake_client *client, const struct kld_frame_submit *submit) {
+    for (int i = 0; i < 8; i++) {
+        struct fake_fence *fence = &client->fences[i];
+        if (!submit->done_event || fence->event != submit->done_event)
+            continue;
+        fence->number++;
+        if (!client->worker->stuck)
+            atomic_store(fence->word, fence->number);
+        return fence->number;
+    }
+    return 0;
+}
+
 static void submit_done(struct fake_client *client, const struct kld_frame_submit *submit,
                         int answer) {
     union kld_frame frame;
@@ -162,6 +183,7 @@ static void submit_done(struct fake_client *client, const struct kld_frame_submi
             submit->ready_event > client->last_event || submit->done_event > client->last_event)
             abort();
     }
+    frame.as_DONE.fence_number = fence_number(client, submit);
     if (answer)
         reply(client, &frame);
 }
@@ -335,6 +357,36 @@ static void event_add(struct fake_worker *worker, struct fake_client *client,
     reply(client, &answer);
 }
 
+static void fence_add(struct fake_worker *worker, struct fake_client *client,
+                      const struct kld_frame_fence_add *frame) {
+    struct fake_region *region = region_find(client, frame->region);
+    int i = 0;
+    while (i < 8 && client->fences[i].event)
+        i++;
+    if (worker->refuse_fences || i == 8 || !region) {
+        reply_error(client, frame->header.request,
+                    worker->refuse_fences ? (enum kld_status)worker->refuse_fences : KLD_NOT_FOUND);
+        return;
+    }
+    worker->events_added++;
+    worker->events_now++;
+    union kld_frame answer;
+    kld_frame_init(&answer, KLD_FRAME_EVENT, frame->header.request);
+    answer.as_EVENT.event = ++client->last_event;
+    client->fences[i] = (struct fake_fence){
+        client->last_event, (_Atomic uint32_t *)(void *)(region->data + frame->offset_bytes), 0};
+    reply(client, &answer);
+}
+
+static void event_drop(struct fake_worker *worker, struct fake_client *client,
+                       const struct kld_frame_event_drop *frame) {
+    worker->events_dropped++;
+    for (int i = 0; i < 8; i++)
+        if (client->fences[i].event == frame->event)
+            client->fences[i] = (struct fake_fence){0};
+    reply_done(client, frame->header.request);
+}
+
 /* What is shared with others; 0: another frame. */
 static int share(struct fake_worker *worker, struct fake_client *client,
                  const union kld_frame *frame) {
@@ -343,10 +395,8 @@ static int share(struct fake_worker *worker, struct fake_client *client,
     case KLD_FRAME_ATTACH: attach(worker, client, &frame->as_ATTACH); return 1;
     case KLD_FRAME_DETACH: detach(worker, client, &frame->as_DETACH); return 1;
     case KLD_FRAME_EVENT_ADD: event_add(worker, client, &frame->as_EVENT_ADD); return 1;
-    case KLD_FRAME_EVENT_DROP:
-        worker->events_dropped++;
-        reply_done(client, frame->header.request);
-        return 1;
+    case KLD_FRAME_FENCE_ADD: fence_add(worker, client, &frame->as_FENCE_ADD); return 1;
+    case KLD_FRAME_EVENT_DROP: event_drop(worker, client, &frame->as_EVENT_DROP); return 1;
     case KLD_FRAME_TRACE:
         worker->traces++;
         worker->last_trace = frame->as_TRACE;

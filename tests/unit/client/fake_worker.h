@@ -39,6 +39,8 @@ struct fake_worker {
     atomic_int wordless;            /* its errors have a status and no text */
     atomic_int attached_rank;       /* not 0: ATTACHED says this, whatever was published */
     atomic_int all_die;             /* with one connection that ends all others do */
+    atomic_int refuse_fences;       /* enum kld_status */
+    atomic_int stuck;               /* numbers of fences are answered and not written */
     atomic_int published, attached, detached, events_added, events_dropped, early, streams_set;
     atomic_int events_now, last_priority;
     atomic_int traces, traced; /* TRACE frames; SUBMITs that came right behind one of theirs */
