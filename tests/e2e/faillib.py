@@ -16,7 +16,7 @@ import time
 from conftest import BIN, Server, children_of, wait_until
 
 KINDS = ["none", "memory", "map", "descriptor", "send", "receive", "file", "epoll", "thread", "interrupt",
-         "option", "connect", "cuda"]
+         "option", "connect", "cuda", "cuda look"]
 ROLES = ["supervisor", "worker", "gateway", "other"]
 SLOT = 512
 HEAD = struct.Struct("<IiQQQQqqII")  # kind, error, first, last, count, failed, blocks, bytes, pid, frames
@@ -92,11 +92,14 @@ class Symbols:
     def one(self, path, offset):
         key = path, offset
         if key not in self.known:
-            said = subprocess.run(["addr2line", "-Cfise", path, hex(offset)], capture_output=True, text=True)
-            lines = said.stdout.splitlines()
+            try:
+                said = subprocess.run(["addr2line", "-Cfise", path, hex(offset)], capture_output=True, text=True)
+                lines = said.stdout.splitlines()
+            except FileNotFoundError:
+                lines = []
             names = [f"{f} {w}" for f, w in zip(lines[::2], lines[1::2])]
             if not names or names[0].startswith("??"):
-                names = [pathlib.Path(path).name]
+                names = [f"{pathlib.Path(path).name}+{offset:#x}"]
             self.known[key] = names
         return self.known[key]
 
@@ -164,12 +167,12 @@ class Sweep:
             self.page.close()
 
     def report(self):
-        """A table: of each role and kind how many calls failed, or rows of them, and what came of them."""
+        """A table: of each role and kind how many calls failed, or rows of them, and what came of them. Problems."""
         print("\n| role | call | failed | right | clear error | connection closed |\n|---|---|---|---|---|---|")
         for (role, kind), tried in sorted(self.tried.items()):
             came = [self.outcomes[role, kind, what] for what in ("right", "clear", "cut")]
             print(f"| {role} | {kind} | {tried} | " + " | ".join(map(str, came)) + " |", flush=True)
-        print(f"problems: {len(self.problems)}", flush=True)
+        print(f"problems: {len(self.problems)}", *self.problems, sep="\n   ", flush=True)
 
     # ---- one call -------------------------------------------------------------------------------
     def attempt(self, part):
@@ -210,7 +213,9 @@ class Sweep:
             time.sleep(0.02)
 
     def blocks(self):
-        return {role: self.page.read(role)["blocks"] for role in ROLES[:3]}
+        """{(role, pid): blocks of memory in use}"""
+        pages = {role: self.page.read(role) for role in ROLES[:3]}
+        return {(role, page["pid"]): page["blocks"] for role, page in pages.items()}
 
     def rest(self):
         """Its state at rest, from which nothing may be missing or left over later."""
@@ -227,7 +232,7 @@ class Sweep:
         """libuv ends the process where a descriptor cannot be watched again: it is replaced. So is a worker
         whose device is lost, which it says by its exit status."""
         return (kind == "epoll" and seen["caller"].startswith("libuv") or
-                kind == "cuda" and not any("signal=" in line or "status=1" in line for line in dead))
+                kind.startswith("cuda") and not any("signal=" in line or "status=1" in line for line in dead))
 
     def one(self, role, kind, part, first, last=None, error=0, careful=False):
         """-> whether a call failed at all. careful: looks at once for what is left behind."""
@@ -241,28 +246,31 @@ class Sweep:
             if outcome != "right":
                 self.fault(role, kind, part, first, last, error, f"nothing failed, yet {outcome}: {text}")
             return False
-        site, row = self.site(role, seen), f", {last - first + 1} in a row" if last > first else ""
+        row = (f" ({error})" if error else "") + (f", {last - first + 1} in a row" if last > first else "")
+
+        def site():  # only where somebody reads it: to look takes longer than a part
+            return self.site(role, seen)
         self.tried[role, kind + row] += 1
         self.outcomes[role, kind + row, outcome] += 1
-        self.sites[outcome][role, kind, part.__name__, site, text] += 1
+        self.sites[outcome][role, kind, part.__name__, seen["call"] if outcome == "right" else site(), text] += 1
         if outcome in ("wrong", "hang", "blamed"):
-            self.fault(role, kind, part, first, last, error, f"{outcome}: {text}\n   {site}")
-        if kind == "cuda":  # a worker whose device is lost leaves
+            self.fault(role, kind, part, first, last, error, f"{outcome}: {text}\n   {site()}")
+        if kind.startswith("cuda"):  # a worker whose device is lost leaves
             wait_until(lambda: self.server.request("/v2/health/ready")[0] == 200, 60, "a worker")
         for again in range(3):
             after = self.attempt(part)
             if after[0] == "right":
                 break
         if again:
-            self.fault(role, kind, part, first, last, error, f"afterwards not right {again} times: {after}\n   {site}")
+            self.fault(role, kind, part, first, last, error, f"afterwards not right {again} times: {after}\n   {site()}")
         dead = [line for line in self.server.log()[mark:].splitlines() if "child" in line]
         left = {"replaced": dead} if dead else self.settle() if careful else None
         if left and not (dead and self.allowed(kind, seen, dead)):
-            self.fault(role, kind, part, first, last, error, f"before and after: {left}\n   {site}")
+            self.fault(role, kind, part, first, last, error, f"before and after: {left}\n   {site()}")
         if left:
             self.rest()
         if VERBOSE and time.monotonic() - began > 2:
-            print(f"SLOW {time.monotonic() - began:.1f} s: {role} {kind} {first} {part.__name__} {outcome} {text}\n   {site}", flush=True)
+            print(f"SLOW {time.monotonic() - began:.1f} s: {role} {kind} {first} {part.__name__} {outcome} {text}\n   {site()}", flush=True)
         return True
 
     def sweep(self, role, kind, part, step=1, begin=1, width=1, error=0, limit=100000, careful=False):
@@ -285,12 +293,12 @@ class Sweep:
         return tried
 
     def grown(self, before, seconds=1):
-        """{role: blocks of memory} that are more than before, also after some time."""
+        """{role: blocks of memory} that are more than before, also after some time; but of a process that began since."""
         end = time.monotonic() + seconds
         while True:
             after = self.blocks()
-            more = {role: after[role] - before[role] for role in before
-                    if after[role] > before[role] + BLOCKS_OF_CACHES}
+            more = {whose[0]: after[whose] - before[whose] for whose in before
+                    if after.get(whose, 0) > before[whose] + BLOCKS_OF_CACHES}
             if not more or time.monotonic() > end:
                 return more
             time.sleep(0.05)

@@ -27,7 +27,7 @@ KINDS = {"worker": lambda part: WORKER, "gateway": lambda part: GATEWAY if part 
 
 @pytest.fixture(scope="module")
 def sweep(backend):
-    one = faillib.Sweep(backend=backend)
+    one = faillib.Sweep(backend=backend, restart_ms_max=20)  # more of a pause each time would be most of the test
     yield one
     one.report()
     one.close()
@@ -111,21 +111,24 @@ def test_starts_or_says_why_not(backend, role, kind):
 
 def reached(backend):
     """Does nth.so see CUDA's runtime, or is it inside libkld.so?"""
-    said = subprocess.run(["ldd", str(faillib.BIN / "libkld.so")], capture_output=True, text=True)
+    said = subprocess.run(["ldd", str(faillib.BIN / "kld-server")], capture_output=True, text=True)
     return backend == "cuda" and "libcudart.so" in said.stdout
 
 
 CUDA_STEP = {OUT_OF_MEMORY: 23, LAUNCH_FAILED: 97}  # of a sample: each of the latter costs a worker with its context
-CUDA_LIMIT = 200  # of a sample: behind these a part asks whether it has ended, as often as that takes
+LOOKS = 4  # the first ones of a part: all later ones are of the same places
+# "3/12": of all N each twelfth, from the third on. As many processes with a server each are through sooner.
+SHARE, SHARES = (int(number) for number in os.environ.get("FAIL_NTH_SHARE", "1/1").split("/"))
 
 
-@pytest.mark.parametrize("error", [OUT_OF_MEMORY, LAUNCH_FAILED])
 @pytest.mark.parametrize("part", UNIX + HTTP, ids=lambda part: part.__name__)
+@pytest.mark.parametrize("error", [OUT_OF_MEMORY, LAUNCH_FAILED])  # all that cost little first
 @pytest.mark.timeout(3000)
 def test_cuda(sweep, backend, part, error):
     if not reached(backend):
         pytest.skip("needs --backend cuda and a libkld.so with the shared runtime (tests/README.md)")
     before, step = len(sweep.problems), EVERY or CUDA_STEP[error]
-    sample = {} if EVERY else {"begin": 1 + (UNIX + HTTP).index(part) * 7 % step, "limit": CUDA_LIMIT}
-    sweep.sweep("worker", "cuda", part, step=step, error=error, **sample)
+    begin = 1 if EVERY else 1 + (UNIX + HTTP).index(part) * 7 % step
+    sweep.sweep("worker", "cuda", part, step=step * SHARES, begin=begin + step * (SHARE - 1), error=error)
+    sweep.sweep("worker", "cuda look", part, step=SHARES, begin=SHARE, error=error, limit=LOOKS + 1)
     assert not sweep.problems[before:], "\n".join(sweep.problems[before:])

@@ -1,23 +1,28 @@
 /* cuda.h - the functions of CUDA's runtime that nth.so counts: X(name). Not those that launch a
- * kernel: their error is what cudaGetLastError() says, which is here. */
+ * kernel: their error is what cudaGetLastError() says, which is here. Those that ask whether
+ * something has ended are apart: how often that is asked is chance. */
+#define NTH_CUDA_LOOKS(X)                                                                          \
+    X(cudaStreamQuery)                                                                             \
+    X(cudaEventQuery)
 #define NTH_CUDA_FUNCTIONS(X)                                                                      \
     X(cudaGetLastError)                                                                            \
     X(cudaSetDevice)                                                                               \
     X(cudaDeviceGetAttribute)                                                                      \
     X(cudaDeviceGetStreamPriorityRange)                                                            \
     X(cudaDeviceCanAccessPeer)                                                                     \
+    X(cudaGetDevice)                                                                               \
     X(cudaGetDeviceCount)                                                                          \
     X(cudaStreamSynchronize)                                                                       \
     X(cudaStreamDestroy)                                                                           \
     X(cudaStreamWaitEvent)                                                                         \
-    X(cudaStreamQuery)                                                                             \
     X(cudaStreamCreateWithPriority)                                                                \
     X(cudaStreamCreateWithFlags)                                                                   \
     X(cudaMemcpyAsync)                                                                             \
+    X(cudaMemcpy2DAsync)                                                                           \
     X(cudaMemsetAsync)                                                                             \
+    X(cudaEventCreate)                                                                             \
     X(cudaEventCreateWithFlags)                                                                    \
     X(cudaEventRecord)                                                                             \
-    X(cudaEventQuery)                                                                              \
     X(cudaEventDestroy)                                                                            \
     X(cudaEventSynchronize)                                                                        \
     X(cudaEventElapsedTime)                                                                        \
@@ -31,6 +36,7 @@
     X(cudaFreeAsync)                                                                               \
     X(cudaHostAlloc)                                                                               \
     X(cudaFreeHost)                                                                                \
+    X(cudaHostGetDevicePointer)                                                                    \
     X(cudaHostRegister)                                                                            \
     X(cudaHostUnregister)                                                                          \
     X(cudaPointerGetAttributes)                                                                    \

@@ -22,6 +22,7 @@ enum nth_kind {
     NTH_OPTION,     /* of a socket or a descriptor: ENOMEM */
     NTH_CONNECT,    /* connect(): EAGAIN, as by a full backlog */
     NTH_CUDA,       /* of the runtime: out of memory (nth_cuda.c) */
+    NTH_CUDA_LOOK,  /* the same of those that ask whether something has ended */
     NTH_KINDS,
 };
 
