@@ -335,6 +335,8 @@ class Connection:
         end, nothing = _library.library().kld_close, c.c_void_p()
         handle, self._handle = self._handle, nothing
         if handle:
+            if self._gpus is not None:
+                self._gpus.unpin()
             end(handle)  # waits for what local: still computes
             self._held, self._pending[0].value = None, 0
             self._memory.end()

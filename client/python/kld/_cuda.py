@@ -19,6 +19,7 @@ HANDLE_BYTES = 64
 _POSIX_FD = 1
 _INTERPROCESS = 6  # CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
+_PINNED = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
 # CU_POINTER_ATTRIBUTE_: MEMORY_TYPE, BUFFER_ID, DEVICE_ORDINAL, IS_LEGACY_CUDA_IPC_CAPABLE,
 # RANGE_START_ADDR, RANGE_SIZE
 _ATTRIBUTES = (2, 7, 9, 10, 11, 12)
@@ -49,7 +50,8 @@ class Driver:
         except OSError as error:
             raise KldUnsupportedError(Status.UNIMPLEMENTED, f"no NVIDIA driver here: {error}") from None
         for name, types in _HOT.items():
-            getattr(self.library, name).argtypes = types
+            if hasattr(self.library, name):  # cuStreamWaitValue32_v2: since CUDA 11.7
+                getattr(self.library, name).argtypes = types
         self._attributes = self.library.cuPointerGetAttributes
         self.call("cuInit", 0)
 
@@ -106,7 +108,8 @@ _P = c.c_void_p
 # Called at every request: their arguments may be plain numbers.
 _HOT: Dict[str, Tuple[Any, ...]] = {
     "cuPointerGetAttributes": (c.c_uint, _P, _P, c.c_uint64), "cuEventRecord": (_P, _P),
-    "cuStreamWaitEvent": (_P, _P, c.c_uint), "cuStreamIsCapturing": (_P, _P), "cuCtxGetCurrent": (_P,),
+    "cuStreamWaitEvent": (_P, _P, c.c_uint), "cuStreamWaitValue32_v2": (_P, c.c_uint64, c.c_uint32, c.c_uint),
+    "cuStreamIsCapturing": (_P, _P), "cuCtxGetCurrent": (_P,),
     "cuCtxPushCurrent_v2": (_P,), "cuCtxPopCurrent_v2": (_P,),
     "cuLaunchKernel": (_P, *[c.c_uint] * 7, _P, _P, _P)}
 _ATTRIBUTE_LIST = (c.c_uint * 6)(*_ATTRIBUTES)
@@ -173,6 +176,30 @@ class Gpu:
 
     def wait(self, stream: int, event: c.c_void_p) -> None:
         self.driver.call("cuStreamWaitEvent", stream, event, 0)
+
+    @property
+    def waits_for_values(self) -> bool:
+        return hasattr(self.driver.library, "cuStreamWaitValue32_v2")
+
+    def wait_value(self, stream: int, at: int, number: int) -> None:
+        """Until the word at this address of the device has reached the number, as a signed difference."""
+        self.driver.call("cuStreamWaitValue32_v2", stream, at, number, 0)
+
+    def map_host(self, address: int, size: int) -> int:
+        """Pins memory of the host; its address on the device."""
+        at = c.c_uint64()
+        self.driver.call("cuMemHostRegister_v2", c.c_void_p(address), c.c_size_t(size), c.c_uint(_PINNED))
+        try:
+            self.driver.call("cuMemHostGetDevicePointer_v2", c.byref(at), c.c_void_p(address), c.c_uint(0))
+        except KldError:
+            self.driver.library.cuMemHostUnregister(c.c_void_p(address))
+            raise
+        return int(at.value)
+
+    def unmap_host(self, address: int) -> None:
+        """When nothing on the device waits for it: for all that is enqueued."""
+        self.driver.library.cuCtxSynchronize()
+        self.driver.library.cuMemHostUnregister(c.c_void_p(address))
 
     def has_passed(self, event: c.c_void_p) -> bool:
         return bool(self.driver.library.cuEventQuery(event) == 0)

@@ -18,14 +18,14 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Set, Tuple
 
-from . import _cuda, _library
+from . import _cuda, _done, _library
 from ._errors import KldConnectionError, KldError, KldUnsupportedError, KldValueError, Status
 
 if TYPE_CHECKING:
     from ._connection import Connection
     from ._request import Call, View
 
-PAIRS = 4  # of events, in turns
+PAIRS = 4  # of events, ready and done, in turns
 LOCAL_STREAMS_MAX = 128
 SWEEP_SECONDS = 1.0
 BOUNCE_BYTES_MIN = 2 << 20
@@ -55,26 +55,20 @@ class _Segment:
         self.used = 0  # Devices._request at its last use
 
 
-class _Pair:
-    """A ready event of ours and a done event of the server's."""
+class _Ready:
+    """An event of ours that the server's device waits for."""
 
     def __init__(self, connection: c.c_void_p, gpu: _cuda.Gpu) -> None:
-        self.gpu = gpu
-        self.wait, self.record = c.c_void_p(), c.c_void_p()
-        self.ready, handle = gpu.event()
+        self.gpu, self.wait = gpu, c.c_void_p()
+        self.event, handle = gpu.event()
         _library.call("kld_event_import", connection, handle, gpu.uuid, c.byref(self.wait))
-        made = c.create_string_buffer(_cuda.HANDLE_BYTES)
-        _library.call("kld_event_create", connection, made, c.byref(self.record))
-        self.done = gpu.open_event(made.raw)
 
     def drop(self) -> None:
         _library.library().kld_event_drop(self.wait)
-        _library.library().kld_event_drop(self.record)
         self.close()
 
     def close(self) -> None:
-        self.gpu.close_event(self.ready)
-        self.gpu.close_event(self.done)
+        self.gpu.close_event(self.event)
 
 
 class Devices:
@@ -92,8 +86,9 @@ class Devices:
         self._pinned: Set[int] = set()  # segments with published tensors, whose regions stay
         self._streams: Dict[int, int] = {}  # of ours -> its number
         self._streams_max = LOCAL_STREAMS_MAX
-        self._pairs: List[_Pair] = []
+        self._ready: List[_Ready] = []
         self._turn = 0
+        self._dones = _done.Dones()
         # (GPU, stream, slot) -> address, size
         self._bounces: Dict[Tuple[int, int, str], Tuple[int, int]] = {}
 
@@ -281,37 +276,46 @@ class Devices:
         return number
 
     def _run_between_events(self, call: Call, where: Where, last: bool) -> bool:
-        """True: the done events were lost with an idle server; once more."""
-        if len(self._pairs) < PAIRS:
-            self._pairs.append(_Pair(self._connection._handle, where.gpu))
-            self._turn = len(self._pairs) - 1
+        """True: what the streams wait for was lost with an idle server; once more."""
+        handle = self._connection._handle
+        if len(self._ready) < PAIRS:
+            self._ready.append(_Ready(handle, where.gpu))
+            self._turn = len(self._ready) - 1
         else:
             self._turn = (self._turn + 1) % PAIRS
-        pair = self._pairs[self._turn]
-        where.gpu.record(pair.ready, where.stream)
-        call.request.wait, call.request.record = pair.wait, pair.record
+        ready = self._ready[self._turn]
+        done = self._dones.take(handle, where.gpu, call.request.stream, self._turn)
+        where.gpu.record(ready.event, where.stream)
+        call.request.wait, call.request.record = ready.wait, done.record
         try:
             call.submit()
         except KldConnectionError as error:
             if error.status != Status.DEVICE_LOST:
                 raise
-            idle = all(where.gpu.has_passed(one.done) for one in self._pairs)
-            while self._pairs:
-                self._pairs.pop().drop()
+            self._dones.unpin()  # nothing comes any more behind this
+            idle = self._dones.have_passed()
+            self._dones.drop()
+            while self._ready:
+                self._ready.pop().drop()
             if last or not idle or call.in_place:
                 raise
             return True
-        where.gpu.wait(where.stream, pair.done)
+        done.wait(where.stream, call)
         return False
+
+    def unpin(self) -> None:
+        """Before kld_close()."""
+        self._dones.unpin()
 
     def end(self) -> None:
         """Behind kld_close(), which released regions and events."""
-        for pair in self._pairs:
-            pair.close()
+        for ready in self._ready:
+            ready.close()
+        self._dones.close()
         for (ordinal, _, _), (at, _) in self._bounces.items():
             with _cuda.gpu(ordinal).current():
                 _cuda.gpu(ordinal).free(at)
-        self._pairs.clear()
+        self._ready.clear()
         self._bounces.clear()
         self._segments.clear()
         self._streams.clear()

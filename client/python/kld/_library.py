@@ -59,7 +59,7 @@ class Request(c.Structure):
 class Result(c.Structure):
     _fields_ = [("loss", c.c_double), ("scalar", c.c_bool), ("queue_ns", c.c_uint64),
                 ("copy_ns", c.c_uint64), ("kernel_ns", c.c_uint64), ("bytes", c.c_uint64),
-                ("total_ns", c.c_uint64), ("attempts", c.c_uint32)]
+                ("total_ns", c.c_uint64), ("attempts", c.c_uint32), ("fence_number", c.c_uint32)]
 
 
 class ConnectOptions(c.Structure):
@@ -112,6 +112,8 @@ _FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kld_attach_from": (c.c_int, (_HANDLE, c.c_uint32, c.c_char_p, c.c_uint64, _OUT, _P(TensorView))),
     "kld_event_import": (c.c_int, (_HANDLE, c.c_char_p, c.c_char_p, _OUT)),
     "kld_event_create": (c.c_int, (_HANDLE, c.c_void_p, _OUT)),
+    "kld_fence_create": (c.c_int, (_HANDLE, _OUT, _OUT)),
+    "kld_fence_passed": (c.c_bool, (_HANDLE, c.c_uint32)),
     "kld_stream_adopt": (c.c_int, (_HANDLE, c.c_uint32, c.c_void_p)),
     "kld_run_slice": (c.c_int, (_HANDLE, _P(Request), c.c_uint32, _P(c.c_uint64), _P(Result))),
     "kld_wait_slice": (c.c_int, (_HANDLE, _P(c.c_uint64), c.c_uint32, _P(Result))),
