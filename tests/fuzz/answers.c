@@ -12,6 +12,7 @@
  * reads. */
 #include <errno.h>
 #include <poll.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -30,6 +31,7 @@
 #define CALL_NS 30000000ull
 #define RETURNS_NS 8000000000ull /* whatever the server does */
 #define CLASSES 8
+#define NUMBERS_MAX 1000 /* of a fence; larger ones are the server's lies */
 
 static char path[64], url[80];
 static struct fuzz_input script;
@@ -40,6 +42,8 @@ static unsigned fds_at_rest;
 /* ---- The server ------------------------------------------------------------------------------ */
 
 static uint64_t ids = 1;
+static _Atomic uint32_t *device_word; /* of a fence; NULL: there is none */
+static uint32_t device_number;        /* the last that the device wrote there */
 
 static void welcome(union kld_frame *reply, uint64_t request) {
     kld_frame_init(reply, KLD_FRAME_WELCOME, request);
@@ -86,6 +90,10 @@ static void answer(const union kld_frame *frame, union kld_frame *reply) {
         kld_frame_init(reply, KLD_FRAME_DONE, request);
         reply->as_DONE.loss = LOSS;
         reply->as_DONE.scalar = frame->header.type == KLD_FRAME_SUBMIT;
+        if (frame->header.type == KLD_FRAME_SUBMIT && frame->as_SUBMIT.done_event && device_word) {
+            reply->as_DONE.fence_number = ++device_number;
+            atomic_store(device_word, device_number);
+        }
     }
 }
 
@@ -293,6 +301,29 @@ static void use_events(struct kld_connection *connection, struct kld_error *err)
     is_fine(kld_stream_priority(connection, 1, 1, err), err);
 }
 
+/* What the device did not write is not told as computed, whoever wrote ahead of it since. */
+static void use_fence(struct kld_connection *connection, float *values, struct kld_error *err) {
+    struct kld_event *fence = NULL;
+    struct kld_request request;
+    struct kld_result result;
+    uint32_t *word;
+    if (!is_fine(kld_fence_create(connection, &word, &fence, err), err))
+        return;
+    device_word = (_Atomic uint32_t *)(void *)word;
+    device_number = 0;
+    fill(&request, values, 4);
+    request.record = fence;
+    for (int i = 0; i < 3; i++) {
+        uint32_t number = is_fine(kld_run(connection, &request, &result, err), err)
+                              ? result.fence_number
+                              : device_number + 1;
+        if (number - 1 < NUMBERS_MAX && kld_fence_passed(fence, number))
+            require(number <= device_number);
+    }
+    device_word = NULL;
+    kld_event_drop(fence);
+}
+
 static void ask(struct kld_connection *connection, struct kld_error *err) {
     struct kld_server_info info;
     struct kld_server_stats stats;
@@ -341,6 +372,8 @@ static void use(uint8_t what, const struct kld_connect_options *options) {
         attach(connection, values, &err);
     if (what & 16)
         use_events(connection, &err);
+    if (what & 128)
+        use_fence(connection, values, &err);
     if (what & 32)
         submit_some(connection, values, &over[1], &err);
     kld_close(connection);

@@ -1,4 +1,5 @@
-/* turns.c - see turns.h. */
+/* turns.c - see turns.h. What another thread of libkld calls, the one that watches for fences, goes
+ * on to libc; it only reads the clock. */
 #include "tests/fuzz/turns/turns.h"
 
 #include <errno.h>
@@ -18,8 +19,9 @@
 
 #define NEVER UINT64_MAX
 #define SECOND_NS 1000000000ull
-#define LOOK_NS 100000u /* what a look that waits for nothing takes: who only looks gets on, too   \
-                         */
+#define LOOK_NS                                                                                    \
+    100000u /* what a look that waits for nothing takes: who only looks gets on, too               \
+             */
 #define TIMERS 16
 
 struct timer {
@@ -30,8 +32,9 @@ struct timer {
 
 static fuzz_turn server;
 static bool serving, between;
+static __thread bool ours; /* the client's and the server's thread */
 static unsigned real_us;
-static uint64_t now_ns = 1000 * SECOND_NS;
+static _Atomic uint64_t now_ns = 1000 * SECOND_NS;
 static uint64_t any;
 static struct timer timers[TIMERS];
 
@@ -54,6 +57,7 @@ int __wrap_timerfd_settime(int fd, int flags, const struct itimerspec *when,
 
 void fuzz_turns_open(fuzz_turn turn, unsigned settle_us) {
     server = turn;
+    ours = true;
     real_us = settle_us;
 }
 
@@ -64,7 +68,7 @@ void fuzz_turns_between(bool wanted) { between = wanted; }
 /* Whether it did anything. */
 static bool give(void) {
     bool did = false;
-    if (serving || !server)
+    if (serving || !server || !ours)
         return false;
     serving = true;
     while (server())
@@ -82,8 +86,9 @@ void fuzz_turns_give(void) { (void)give(); }
 int clock_gettime(clockid_t clock, struct timespec *ret_now) {
     if (clock != CLOCK_MONOTONIC && clock != CLOCK_MONOTONIC_RAW && clock != CLOCK_MONOTONIC_COARSE)
         return (int)syscall(SYS_clock_gettime, clock, ret_now);
-    ret_now->tv_sec = (time_t)(now_ns / SECOND_NS);
-    ret_now->tv_nsec = (long)(now_ns % SECOND_NS);
+    uint64_t now = now_ns;
+    ret_now->tv_sec = (time_t)(now / SECOND_NS);
+    ret_now->tv_nsec = (long)(now % SECOND_NS);
     return 0;
 }
 
@@ -139,7 +144,7 @@ int __wrap_timerfd_settime(int fd, int flags, const struct itimerspec *when,
 }
 
 int __wrap_close(int fd) {
-    struct timer *timer = timer_of(fd);
+    struct timer *timer = ours ? timer_of(fd) : NULL;
     if (timer)
         timer->open = false;
     return __real_close(fd);
