@@ -31,9 +31,7 @@ static uint64_t clock_ns(clockid_t clock) {
     return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
 }
 
-static uint64_t now_ns(void) {
-    return clock_ns(CLOCK_MONOTONIC);
-}
+static uint64_t now_ns(void) { return clock_ns(CLOCK_MONOTONIC); }
 
 static int dial(int port) {
     struct sockaddr_in to = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
