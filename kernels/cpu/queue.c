@@ -4,6 +4,7 @@
  * thread. */
 #include <stdlib.h>
 
+#include "kernels/cpu/copy.h"
 #include "kernels/cpu/device.h"
 
 /* What a caller that polls runs itself: some 10 us at most, less than to wake a thread and to be
@@ -13,6 +14,8 @@
 #define SMALL_CLASSES 1024
 #define SMALL_SPAN_BYTES (64 << 10) /* all tensors, with gaps: new pages cost time */
 #define SMALL_COPY_BYTES (32 << 10)
+#define STREAMED_COPY_BYTES (1 << 20)
+#define STREAMED_BUFFER_BYTES (8 << 20) /* what is this large does not stay in a cache */
 #define SMALL_NS 200000 /* of small jobs in one poll(); then the thread takes over */
 
 enum kld_status kld_cpu_stream_open(struct kld_device *device, struct kld_stream **ret_stream,
@@ -155,6 +158,13 @@ static struct kld_job *wait_job(struct cpu_device *device) {
     return job;
 }
 
+/* Pieces of what fills a large buffer of the pool. Other memory may be a ring, as the gateway's
+ * staging is, whose reader is to find it in the caches. */
+static bool is_streaming(const struct kld_job *job) {
+    const struct cpu_memory *to = (const struct cpu_memory *)job->copy_to.memory;
+    return job->copy_bytes >= STREAMED_COPY_BYTES && to->pool_bytes >= STREAMED_BUFFER_BYTES;
+}
+
 static void run_job(struct cpu_device *device, struct kld_job *job) {
     job->status = KLD_OK;
     job->error.status = KLD_OK;
@@ -171,7 +181,7 @@ static void run_job(struct cpu_device *device, struct kld_job *job) {
     pthread_mutex_lock(&device->team_lock);
     job->launch_ns = kld_cpu_now_ns();
     if (job->kind == KLD_JOB_COPY)
-        kld_cpu_run_copy(&device->run, &device->team, job);
+        kld_cpu_run_copy(&device->team, job, is_streaming(job));
     else
         kld_cpu_run_op(&device->run, &device->team, job);
     uint64_t spent_ns = kld_cpu_now_ns() - job->launch_ns;

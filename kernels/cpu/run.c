@@ -12,7 +12,6 @@
 #include "proto/sum.h"
 
 #define SPAN_CLASSES_MIN 16384      /* a piece of a row: both sides in FP32 fit a second cache */
-#define COPY_CHUNK_BYTES (4u << 20) /* less is one thread's: to wake the others costs more */
 #define STREAMING_BYTES (8u << 20)  /* gradients beyond this do not stay in a cache */
 
 struct plan {
@@ -482,18 +481,4 @@ void kld_cpu_run_op(struct kld_cpu_run *run, struct kld_cpu_team *team, struct k
     job->loss = plan.geometry->loss_dtype == KLD_DTYPE_FP64 ? loss : (double)(float)loss;
     if (plan.at[KLD_SLOT_LOSS])
         write_loss(plan.at[KLD_SLOT_LOSS], plan.geometry->loss_dtype, loss);
-}
-
-static void task_copy(void *context, uint64_t chunk) {
-    const struct kld_job *job = context;
-    uint64_t start = chunk * COPY_CHUNK_BYTES, left = job->copy_bytes - start;
-    unsigned char *to = (unsigned char *)job->copy_to.memory->host + job->copy_to.offset_bytes;
-    const unsigned char *from =
-        (const unsigned char *)job->copy_from.memory->host + job->copy_from.offset_bytes;
-    memcpy(to + start, from + start, left < COPY_CHUNK_BYTES ? left : COPY_CHUNK_BYTES);
-}
-
-void kld_cpu_run_copy(struct kld_cpu_run *run, struct kld_cpu_team *team, struct kld_job *job) {
-    kld_cpu_team_run(team, divide_up(job->copy_bytes, COPY_CHUNK_BYTES), task_copy, job);
-    job->bytes = job->copy_bytes;
 }

@@ -24,8 +24,7 @@ struct kld_cpu_run {
 enum kld_status kld_cpu_run_init(struct kld_cpu_run *run, struct kld_error *err);
 void kld_cpu_run_done(struct kld_cpu_run *run);
 
-/* Both set what the job reports, except its times. */
+/* Sets what the job reports, except its times. */
 void kld_cpu_run_op(struct kld_cpu_run *run, struct kld_cpu_team *team, struct kld_job *job);
-void kld_cpu_run_copy(struct kld_cpu_run *run, struct kld_cpu_team *team, struct kld_job *job);
 
 #endif

@@ -11,7 +11,7 @@
 #include "server/gateway/staging.h"
 #include "server/gateway/tensors.h"
 
-#define PIECE_BYTES_MAX ((uint64_t)2 << 20)
+#define PIECE_BYTES_MAX ((uint64_t)4 << 20)
 #define PIECE_BYTES_MIN ((uint64_t)64 << 10)
 #define BUFFER_ALIGN 256
 
@@ -83,7 +83,7 @@ static uint64_t share_of(const struct kld_gateway *gateway) {
 }
 
 uint64_t kld_infer_piece_bytes(const struct kld_gateway *gateway) {
-    uint64_t bytes = aligned(share_of(gateway) / 8, KLD_STAGING_ALIGN);
+    uint64_t bytes = aligned(share_of(gateway) / (2 * KLD_PIECES), KLD_STAGING_ALIGN);
     return bytes > PIECE_BYTES_MAX   ? PIECE_BYTES_MAX
            : bytes < PIECE_BYTES_MIN ? PIECE_BYTES_MIN
                                      : bytes;

@@ -1,5 +1,5 @@
 /* pieces.h - moves bytes between a caller and a buffer on the device (pool.h) through KLD_PIECES
- * pieces of staging, one of which is filled or read here while the others travel. Either way, one
+ * pieces of staging, one of which is filled or read here while the other travels. Either way, one
  * direction at a time.
  *
  * Belongs to the loop thread whose mail it was opened with; while one of its pieces is being filled
@@ -13,7 +13,7 @@
 
 #include "server/gateway/pool.h"
 
-#define KLD_PIECES 4
+#define KLD_PIECES 2 /* larger ones rather than more: each costs six wake-ups */
 
 struct kld_pieces {
     /* The caller's, before kld_pieces_begin(). */

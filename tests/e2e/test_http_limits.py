@@ -102,7 +102,7 @@ def test_an_upload_counts_what_it_holds(make_server, tokens):
     server = make_server(tokens=tokens, token_bytes_max="600K", http_requests_max=2, **SMALL)
     path, large = "/v2/tensors/a?datatype=FP32&shape=400,400", probabilities((400, 400), 9).tobytes()
     slow = [connect(server) for _ in range(2)]
-    # Four pieces of 128 KiB: one of them at a time.
+    # Two pieces of 256 KiB: one request at a time.
     for one in slow:
         one.sendall(text_of(large, bearer("one"), "PUT", path)[:-1])
     status, _, body = server.request(path, large, bearer("one"), "PUT")

@@ -143,9 +143,7 @@ START_TEST(test_memory_kinds) {
 }
 END_TEST
 
-START_TEST(test_copy) {
-    struct kld_device *device = device_open(3, 0, 20);
-    const size_t bytes = (5u << 20) + 123; /* several chunks and a rest */
+static void check_copy(struct kld_device *device, size_t bytes) {
     struct kld_memory *from = memory_alloc(device, bytes), *to = memory_alloc(device, bytes + 100);
     struct kld_stream *stream = stream_open(device);
     struct shared shared = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, {0}};
@@ -166,6 +164,12 @@ START_TEST(test_copy) {
     kld_backend_cpu.stream_close(stream);
     kld_backend_cpu.memory_free(from);
     kld_backend_cpu.memory_free(to);
+}
+
+START_TEST(test_copy) {
+    struct kld_device *device = device_open(3, 0, 20);
+    check_copy(device, (5u << 20) + 123); /* several chunks and a rest */
+    check_copy(device, (9u << 20) + 123); /* into a buffer that no cache holds: past them */
     kld_backend_cpu.device_close(device);
 }
 END_TEST
