@@ -138,6 +138,20 @@ class Gpu:
     def wait(self, stream, event):
         self.call("cuStreamWaitEvent", stream, event, c.c_uint(0))
 
+    def pin(self, address, size):
+        """Memory of the host; its address on the device."""
+        at = c.c_uint64()
+        self.call("cuMemHostRegister_v2", c.c_void_p(address), c.c_size_t(size), c.c_uint(3))
+        self.call("cuMemHostGetDevicePointer_v2", c.byref(at), c.c_void_p(address), c.c_uint(0))
+        return at.value
+
+    def unpin(self, address):
+        self.call("cuMemHostUnregister", c.c_void_p(address))
+
+    def wait_for(self, stream, at, number):
+        """Until a word has reached the number."""
+        self.call("cuStreamWaitValue32_v2", stream, c.c_uint64(at), c.c_uint(number), c.c_uint(0))
+
     def wait_for_ever(self, stream):
         """The stream goes on when a word in memory is 1, and nobody writes that."""
         self.word = Allocation(self, 1 << 21)
@@ -165,6 +179,9 @@ class Gpu:
     def get_later(self, at, array, stream):
         self.call("cuMemcpyDtoHAsync_v2", c.c_void_p(array.ctypes.data), c.c_uint64(at),
                   c.c_size_t(array.nbytes), stream)
+
+    def copy_later(self, to, source, size, stream):
+        self.call("cuMemcpyDtoDAsync_v2", c.c_uint64(to), c.c_uint64(source), c.c_size_t(size), stream)
 
     def fill_later(self, at, value, count, stream):
         bits = int(np.float32(value).view(np.uint32))

@@ -379,8 +379,8 @@ def test_a_teacher_with_gpu_memory_is_killed(gpu_only, mode, server, tmp_path):
     everything_is_given_back(server)
 
 
-@pytest.mark.xfail(reason="not mended: on an H200 it hangs without MPS, and with MPS after a kill; an event recorded anew by "
-                   "another process does not free who waited for the old one", strict=False)
+@pytest.mark.xfail(reason="an event has no remedy: on an H200 it hangs without MPS, and with MPS after a kill; recorded anew by "
+                   "another process it does not free who waited for the old one. Fences do: test_gpu_fences.py", strict=False)
 @pytest.mark.parametrize("how", ["killed", "fault"])
 def test_a_stream_that_waits_for_a_lost_worker_goes_on(gpu_only, mode, server, how):
     """Behind an early answer the client's stream waits for the worker's done event. Where the worker ends first nobody

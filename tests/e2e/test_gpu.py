@@ -291,12 +291,13 @@ def test_register_and_drop_leak_nothing(gpu, server, client, memory, kind):
 
 
 def test_a_warm_worker_allocates_nothing(gpu, make_server, memory):
-    """6,000 requests of every kind: in place, with events and EARLY, from host memory, copies. Nothing is taken
+    """7,500 requests of every kind: in place, with events, with a fence and EARLY, from host memory, copies. Nothing is taken
     from the pool meanwhile; device memory that is free, the worker's mappings and descriptors are the same before
     and behind them, to the byte."""
     server = make_server(pool_bytes_max="1G")  # with /metrics
     client = Client(server.unix)
     worker, stepper, case = server.child("worker"), Stepper(gpu, client), Case(gpu, client, memory)
+    fenced = FenceStepper(gpu, client, stream=1)
     host = HostCase(client, SHAPE)
     copy = {"source": case.region, "source_offset": 0, "size": TENSOR}
     loss = case.run()
@@ -305,10 +306,12 @@ def test_a_warm_worker_allocates_nothing(gpu, make_server, memory):
         for _ in range(count):
             assert case.run() == loss
             stepper.step(case)
+            fenced.step(case)
             host.run()
             client.copy(host.region, 0, **copy)
             host.restore()
         gpu.finish(stepper.stream)
+        gpu.finish(fenced.stream)
 
     def state():
         maps = len(open(f"/proc/{worker}/maps").readlines())
@@ -342,6 +345,31 @@ class Stepper:
                                done=self.done_id, **more)
         self.gpu.wait(self.stream, self.done)
         return done
+
+
+class FenceStepper(Stepper):
+    """With a fence in the place of the done event."""
+
+    def __init__(self, gpu, client, stream=0):
+        super().__init__(gpu, client)
+        self.page, self.number = wire.Memory(4096), stream
+        self.words = self.page.array(0, (1024,), "<u4")
+        self.words[:] = 77
+        self.region = client.region(self.page)
+        self.done_id = client.fence_add(self.region, 128)
+        assert self.words[32] == 0 and self.words[31] == self.words[33] == 77
+        self.at = gpu.pin(self.words.ctypes.data, 4096) + 128
+
+    def step(self, case, **more):
+        self.gpu.record(self.ready, self.stream)
+        done = self.client.run(SHAPE, case.tensors(loss=True), flags=wire.EARLY, ready=self.ready_id,
+                               done=self.done_id, stream=self.number, **more)
+        self.gpu.wait_for(self.stream, self.at, done["fence_number"])
+        return done
+
+    def close(self):
+        self.gpu.finish(self.stream)
+        self.gpu.unpin(self.words.ctypes.data)
 
 
 def test_the_device_waits_for_the_client_and_the_client_for_the_device(gpu, client, case):
@@ -406,6 +434,35 @@ def test_a_training_run_waits_for_nothing(gpu, client, case):
     np.testing.assert_allclose(losses, truth, rtol=1e-5, atol=1e-6)
     print(f"{ahead} steps enqueued in {enqueued * 1e3:.1f} ms, all took {took * 1e3:.1f} ms")
     assert took >= 0.95 * (0.3 + 0.01 * len(losses))
+
+
+def test_a_fence_is_written_behind_the_work(gpu, server, client, case):
+    """The client's stream takes 100 ms; its host and the word see nothing before."""
+    worker, stepper = server.child("worker"), FenceStepper(gpu, client)
+    assert stepper.step(case)["fence_number"] == 1
+    gpu.finish(stepper.stream)
+    assert stepper.words[32] == 1
+    start = time.monotonic()
+    gpu.launch("spin", stepper.stream, 100_000_000)
+    assert [stepper.step(case)["fence_number"] for _ in range(2)] == [2, 3]
+    assert time.monotonic() - start < 0.05 and stepper.words[32] == 1
+    gpu.finish(stepper.stream)
+    assert time.monotonic() - start >= 0.1 and stepper.words[32] == 3
+    plain = client.run(SHAPE, case.tensors(), done=stepper.done_id)
+    assert plain["fence_number"] == stepper.words[32] == 4 and plain["loss"] == pytest.approx(case.expected, rel=1e-6)
+    host = HostCase(client, SHAPE)  # staged: behind the copies back
+    tensors = {"predictions": tensor(host.region), "targets": tensor(host.region, host.size)}
+    assert client.run(SHAPE, tensors, done=stepper.done_id)["fence_number"] == stepper.words[32] == 5
+    with pytest.raises(Failed, match="invalid: done_event: fence .* is that of stream 0"):
+        client.run(SHAPE, case.tensors(), done=stepper.done_id, stream=1)
+    with pytest.raises(Failed, match="invalid: fence: its region lies on the device"):
+        client.fence_add(case.region)
+    client.drop(stepper.region)  # the fence keeps it
+    stepper.step(case)
+    client.event_drop(stepper.done_id)
+    stepper.close()
+    assert stepper.words[32] == 6 and server.child("worker") == worker
+    host.memory.close()
 
 
 def test_events_are_refused_and_dropped(gpu, server, client, case):
