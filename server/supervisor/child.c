@@ -225,6 +225,22 @@ static char **arguments_of(const struct kld_watched *child, char **settings, cha
     return arguments;
 }
 
+/* glibc's malloc() asks for large pages then, where the host has them for who asks: what belongs to
+ * thousands of connections takes fewer entries of the processor's tables. Who has set any such
+ * thing himself is not overruled. NULL: our own environment, as it is. */
+static char **environment_of_gateway(void) {
+    static char large_pages[] = "GLIBC_TUNABLES=glibc.malloc.hugetlb=1";
+    size_t count = 0;
+    while (environ[count])
+        count++;
+    char **environment = getenv("GLIBC_TUNABLES") ? NULL : calloc(count + 2, sizeof *environment);
+    if (!environment)
+        return NULL;
+    memcpy(environment, environ, count * sizeof *environment);
+    environment[count] = large_pages;
+    return environment;
+}
+
 /* *ret_open: the handle is the loop's and has to be closed; uv_spawn() opens it even where it
  * fails. */
 static int spawn(struct kld_life *life, int childs_end, bool *ret_open) {
@@ -249,6 +265,7 @@ static int spawn(struct kld_life *life, int childs_end, bool *ret_open) {
     uv_process_options_t options = {
         .file = "/proc/self/exe", /* the very same program, even if its file was replaced */
         .args = arguments,
+        .env = gateway ? environment_of_gateway() : NULL,
         .stdio = stdio,
         .stdio_count = sizeof stdio / sizeof stdio[0],
         .exit_cb = on_death,
@@ -256,6 +273,7 @@ static int spawn(struct kld_life *life, int childs_end, bool *ret_open) {
     int result = arguments ? uv_spawn(&supervisor->loop, &life->process, &options) : UV_ENOMEM;
     *ret_open = arguments != NULL;
     life->process.data = life;
+    free(options.env);
     free(arguments);
     kld_config_arguments_free(settings);
     return result;

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import oip
-from conftest import wait_until
+from conftest import BIN, wait_until
 from httplib import Shared, close, fds_of, probabilities, register, unregister
 from oip import INFER
 
 LOOPS = 3
+SANITIZED = any(name in (BIN / "kld-server").read_bytes() for name in (b"__asan_init", b"__tsan_init"))
 
 
 def connect(server):
@@ -162,3 +163,18 @@ def test_stop_while_connections_of_all_loops_wait(make_server):
     told = wait_until(lambda: [line for line in server.log().splitlines() if f"child_pid={gateway} status=" in line],
                       20, "the end of the gateway")
     assert "status=0" in told[0], told
+
+
+@pytest.mark.parametrize("own", [None, "glibc.malloc.arena_max=8"])
+def test_memory_of_connections_in_large_pages(make_server, own):
+    server = make_server(environment={"GLIBC_TUNABLES": own} if own else None)
+
+    def setting(role):
+        texts = pathlib.Path(f"/proc/{server.child(role)}/environ").read_text().split("\0")
+        return [text for text in texts if text.startswith("GLIBC_TUNABLES=")]
+    assert setting("gateway") == [f"GLIBC_TUNABLES={own or 'glibc.malloc.hugetlb=1'}"]
+    assert setting("worker") == ([f"GLIBC_TUNABLES={own}"] if own else [])
+    modes = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not SANITIZED and modes.is_file() and "[madvise]" in modes.read_text():
+        heap = pathlib.Path(f"/proc/{server.child('gateway')}/smaps").read_text().split("[heap]")[1]
+        assert (" hg" in heap.split("VmFlags:")[1].splitlines()[0]) == (own is None)
