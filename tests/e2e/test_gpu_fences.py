@@ -9,8 +9,9 @@ import pytest
 
 from conftest import wait_until
 from pythonlib import LIBRARY, PACKAGE, import_kld
-from test_faults import everything_is_given_back, expect, gpu_only, is_replaced, mode, server, start  # noqa: F401
+from test_faults import everything_is_given_back, expect, gpu_only, is_replaced, mode, server, start
 
+FIXTURES = gpu_only, mode, server  # of the tests below
 import_kld()  # or skips
 
 TRAINER = """if True:
@@ -71,7 +72,7 @@ HERE = {"package": str(PACKAGE), "library": str(LIBRARY)}
 
 
 @pytest.mark.parametrize("how", ["killed", "fault", "told to end"])
-def test_a_stream_that_waits_for_a_lost_worker_goes_on(gpu_only, mode, server, how):  # noqa: F811
+def test_a_stream_that_waits_for_a_lost_worker_goes_on(gpu_only, mode, server, how):
     """Behind early answers; the client's only thread waits for the stream. With MPS its context may be lost as well,
     which it is told. A worker that is told to end, ends what it has."""
     everything_is_given_back(server)
@@ -106,7 +107,7 @@ def test_a_stream_that_waits_for_a_lost_worker_goes_on(gpu_only, mode, server, h
     everything_is_given_back(server)
 
 
-def test_a_stream_ordered_by_a_fence_sees_the_gradient(gpu_only, mode, server):  # noqa: F811
+def test_a_stream_ordered_by_a_fence_sees_the_gradient(gpu_only, mode, server):
     """2,000 steps behind each other, of which nobody waits for one; without the wait others' gradients are seen."""
     everything_is_given_back(server)
     child = start(mode, server, IN_ORDER, **HERE)
@@ -118,7 +119,7 @@ def test_a_stream_ordered_by_a_fence_sees_the_gradient(gpu_only, mode, server): 
     everything_is_given_back(server)
 
 
-def test_fences_come_and_go(gpu_only, mode, server):  # noqa: F811
+def test_fences_come_and_go(gpu_only, mode, server):
     everything_is_given_back(server)
     worker = server.child("worker")
     child = start(mode, server, MANY, **HERE)
