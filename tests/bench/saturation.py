@@ -24,7 +24,7 @@ import time
 from soak import cpu_model  # and the path to the tests' own modules
 
 import oip
-from conftest import BIN, Server, clean_environment
+from conftest import BIN, Server, clean_environment, wait_until
 from httplib import probabilities
 from loadlib import PROGRAM, Cores, commit, free_port, on, pin, post, room_for_connections, run_clients
 
@@ -45,11 +45,18 @@ def load(options, server, request, mode, connections, seconds, rate=None):
                        request=request, rate=rate)
 
 
+def settle(server):
+    """What the last flood left behind has gone."""
+    time.sleep(1)
+    if isinstance(server, Server):
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 0, 30, "the end of the last flood")
+
+
 def over_http(options, server, request):
     pairs = []
     load(options, server, request, "load", 64, 0.5)
     for _ in range(options.rounds):
-        time.sleep(1)  # what the last flood left behind has gone
+        settle(server)
         peak = max(load(options, server, request, "load", 64, options.seconds / 2)["requests_per_s"] for _ in range(2))
         pairs.append((peak, load(options, server, request, "flood", CONNECTIONS, options.seconds, rate=TIMES * peak)))
     found = {key: statistics.median(flood[key] for _, flood in pairs) for key in pairs[0][1]}
