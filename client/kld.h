@@ -263,14 +263,15 @@ KLD_EXPORT void kld_event_drop(struct kld_event *event);
  *     cuStreamWaitValue32(stream, address, fence_number, CU_STREAM_WAIT_VALUE_GEQ). After an error
  *     there is nothing to wait for.
  * When the connection to the server ends, libkld writes a number to the word that is ahead of all,
- * and again if the dying device should write over it: in the next call, or within 1 ms in a thread
- * of its own, since all of yours may be waiting. That thread starts with a connection's first fence
- * and ends with kld_close(); it does nothing else. The streams then go on without what they waited
- * for. The fence is lost: requests that name it end with KLD_DEVICE_LOST, the last one that nothing
- * follows does not; kld_fence_passed() says which were computed. Drop it and create another.
+ * and does so again if the dying device should write over it: in the next call, or at once in a
+ * thread of its own, since all of yours may be waiting. That thread starts with a connection's
+ * first fence and ends with kld_close(); it does nothing else. Your streams then go on without what
+ * they waited for, and the fence is lost: the next request that names it ends with KLD_DEVICE_LOST,
+ * and kld_fence_passed() says which of those before it were computed; behind your last one, ask
+ * that. Drop the fence and create another.
  * A fence is that of one stream number, the one of the first request that names it: KLD_INVALID for
  * another one. It counts as an event. Before it is dropped, and before kld_close(), what waits for
- * it has ended and its page is no longer pinned. unix with a CUDA server (driver of CUDA 11.7 or
+ * it has ended and its page is no longer pinned. unix with a CUDA server (a driver of CUDA 11.7 or
  * newer) only; else KLD_UNIMPLEMENTED. Blocking. */
 #define KLD_FENCE_BYTES 4096
 KLD_EXPORT enum kld_status kld_fence_create(struct kld_connection *connection, uint32_t **ret_word,

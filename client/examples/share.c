@@ -7,8 +7,9 @@
  *
  * On a CPU the tensors lie in shared memory. On a GPU they lie in each process's own device memory,
  * and a student's steps run without a host that waits: its stream records an event that the
- * server's stream waits for, and waits for one of the server's; the losses are written to its
- * memory. The NVIDIA driver is looked up at run time.
+ * server's stream waits for, and waits for a fence, to which the server's device writes a number
+ * behind each step; the losses are written to its memory. The NVIDIA driver is looked up at run
+ * time.
  *
  *   gcc share.c -o share $(pkg-config --cflags --libs kld)      (in this tree: make examples) */
 #ifndef _GNU_SOURCE
@@ -49,14 +50,16 @@ struct gpu {
     int (*alloc)(address *, size_t);
     int (*memory_handle)(unsigned char (*)[64], address);
     int (*stream_create)(void **, unsigned);
-    int (*stream_wait)(void *, void *, unsigned);
+    int (*stream_wait)(void *, address, unsigned, unsigned);
     int (*stream_finish)(void *);
     int (*to_device)(address, const void *, size_t, void *);
     int (*to_host)(void *, address, size_t, void *);
     int (*event_create)(void **, unsigned);
     int (*event_record)(void *, void *);
     int (*event_handle)(struct event_handle *, void *);
-    int (*event_open)(void **, struct event_handle);
+    int (*pin)(void *, size_t, unsigned);
+    int (*pinned_at)(address *, void *, unsigned);
+    int (*unpin)(void *);
 };
 static const char *const names[] = {"cuInit",
                                     "cuDeviceGet",
@@ -66,16 +69,20 @@ static const char *const names[] = {"cuInit",
                                     "cuMemAlloc_v2",
                                     "cuIpcGetMemHandle",
                                     "cuStreamCreate",
-                                    "cuStreamWaitEvent",
+                                    "cuStreamWaitValue32_v2",
                                     "cuStreamSynchronize",
                                     "cuMemcpyHtoDAsync_v2",
                                     "cuMemcpyDtoHAsync_v2",
                                     "cuEventCreate",
                                     "cuEventRecord",
                                     "cuIpcGetEventHandle",
-                                    "cuIpcOpenEventHandle"};
+                                    "cuMemHostRegister_v2",
+                                    "cuMemHostGetDevicePointer_v2",
+                                    "cuMemHostUnregister"};
 #define EVENT_INTERPROCESS 6u /* CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS */
 #define STREAM_NON_BLOCKING 1u
+#define PIN_MAPPED 2u     /* CU_MEMHOSTREGISTER_DEVICEMAP */
+#define WAIT_VALUE_GEQ 0u /* CU_STREAM_WAIT_VALUE_GEQ */
 
 /* One process: its connection and its memory, of which the server has a region. */
 struct process {
@@ -89,7 +96,9 @@ struct process {
     struct gpu gpu;
     address device;
     void *stream;
-    void *ready, *done; /* the two events, as the driver knows them */
+    void *ready;    /* our event, as the driver knows it */
+    uint32_t *word; /* of the fence, */
+    address done;   /* and where the GPU has it */
     struct kld_event *wait, *record;
 };
 
@@ -178,22 +187,26 @@ static int teacher(const char *url) {
 
 /* ---- A student ------------------------------------------------------------------------------- */
 
-/* The two events of a GPU: ours, which the server waits for, and the server's. */
+/* Our event, which the server waits for, and the fence that we wait for: a stream that waits for a
+ * fence goes on when the server is lost, and kld_run() then says so. */
 static int open_events(struct process *process) {
     struct gpu *gpu = &process->gpu;
-    struct event_handle ours, theirs;
+    struct event_handle ours;
     return gpu->event_create(&process->ready, EVENT_INTERPROCESS) ||
            gpu->event_handle(&ours, process->ready) ||
            kld_event_import(process->connection, ours.bytes, process->uuid, &process->wait,
                             &process->error) ||
-           kld_event_create(process->connection, theirs.bytes, &process->record, &process->error) ||
-           gpu->event_open(&process->done, theirs);
+           kld_fence_create(process->connection, &process->word, &process->record,
+                            &process->error) ||
+           gpu->pin(process->word, KLD_FENCE_BYTES, PIN_MAPPED) ||
+           gpu->pinned_at(&process->done, process->word, 0);
 }
 
 /* One step: loss and gradient of our logits against the teacher's. On a GPU it is all enqueued when
  * this returns. */
 static int step(struct process *process, struct kld_region *targets, double temperature, int at) {
     struct kld_request request;
+    struct kld_result result;
     memset(&request, 0, sizeof request);
     kld_op_init(&request.op);
     request.op.rank = 2;
@@ -215,10 +228,11 @@ static int step(struct process *process, struct kld_region *targets, double temp
     request.early = process->on_gpu;
     if (process->on_gpu && process->gpu.event_record(process->ready, process->stream))
         return fail(process, "recording an event");
-    if (kld_run(process->connection, &request, NULL, &process->error))
+    if (kld_run(process->connection, &request, &result, &process->error))
         return fail(process, "computing");
-    if (process->on_gpu && process->gpu.stream_wait(process->stream, process->done, 0))
-        return fail(process, "waiting for an event");
+    if (process->on_gpu && process->gpu.stream_wait(process->stream, process->done,
+                                                    result.fence_number, WAIT_VALUE_GEQ))
+        return fail(process, "waiting for a fence");
     return 0;
 }
 
@@ -252,6 +266,8 @@ static int student(const char *url, double temperature) {
     for (int i = 0; i < STEPS; i++)
         printf("student: temperature %g: loss %.9g\n", temperature * (i + 1), (double)losses[i]);
     printf("student: gradient[0] %.9g\n", (double)((float *)(process.host + TENSOR_BYTES))[0]);
+    if (process.on_gpu)
+        process.gpu.unpin(process.word);
     kld_close(process.connection);
     return 0;
 }
