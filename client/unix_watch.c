@@ -167,7 +167,6 @@ static enum kld_status watch_begin(struct unix_connection *u, struct kld_error *
     pthread_mutex_init(&watch->mutex, NULL);
     if (watch->wake_fd >= 0 && start_thread(watch)) {
         u->watch = watch;
-        kld_unix_watch_link(u);
         return KLD_OK;
     }
     close_fd(&watch->wake_fd);
@@ -238,6 +237,8 @@ enum kld_status kld_unix_word_open(struct unix_connection *u, int memfd,
         return status;
     if (!is_ours(u->watch))
         return kld_error_set(err, KLD_UNAVAILABLE, "this connection was made before fork()");
+    if (!u->watched) /* there was no descriptor left for that */
+        kld_unix_watch_link(u);
     struct unix_word *word = calloc(1, sizeof *word);
     void *at = word ? mmap(NULL, KLD_FENCE_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, memfd, 0)
                     : MAP_FAILED;
