@@ -357,6 +357,22 @@ static void share(struct script *s) {
     kld_close(teacher);
 }
 
+/* A server without a GPU has none: what libkld makes for it, a thread among it, goes again. */
+static void fence(struct script *s) {
+    struct kld_connection *connection = begin_at(s, s->url);
+    if (!connection)
+        return;
+    for (int i = 0; i < 2; i++) {
+        uint32_t *word = NULL;
+        struct kld_event *made = NULL;
+        enum kld_status status = kld_fence_create(connection, &word, &made, &s->error);
+        if (status != KLD_UNIMPLEMENTED && went(s, "kld_fence_create()", status))
+            expect(s, word && *word == 0 && !kld_fence_passed(made, 1), "a new fence");
+        kld_event_drop(made);
+    }
+    end(s, connection);
+}
+
 /* Two servers, four parts. */
 static void split(struct script *s) {
     char urls[512];
@@ -375,4 +391,4 @@ static void split(struct script *s) {
 
 const struct part client_parts[] = {{"ask", ask},     {"regions", regions}, {"plain", plain},
                                     {"leave", leave}, {"pool", pool},       {"share", share},
-                                    {"split", split}, {NULL, NULL}};
+                                    {"fence", fence}, {"split", split},     {NULL, NULL}};
