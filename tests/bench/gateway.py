@@ -12,6 +12,7 @@ on the GPU. client_busy, hello_client_busy: the share of its time that the busie
 the client that was measured.
 """
 import argparse
+import importlib.metadata
 import json
 import os
 import socket
@@ -107,7 +108,7 @@ def main():
     room_for_connections()
     bench = Bench(options)
     results = {"commit": commit(), "backend": options.backend, "cpus": os.cpu_count(), "cores": bench.cores.described(),
-               "rounds": options.rounds, "load_before": os.getloadavg()[0]}
+               "aiohttp": importlib.metadata.version("aiohttp"), "rounds": options.rounds, "load_before": os.getloadavg()[0]}
     folder = tempfile.TemporaryDirectory()
     try:
         start_all(bench, folder.name)
