@@ -11,8 +11,8 @@
 #include "kernels/cpu/quick.h"
 #include "proto/sum.h"
 
-#define SPAN_CLASSES_MIN 16384      /* a piece of a row: both sides in FP32 fit a second cache */
-#define STREAMING_BYTES (8u << 20)  /* gradients beyond this do not stay in a cache */
+#define SPAN_CLASSES_MIN 16384     /* a piece of a row: both sides in FP32 fit a second cache */
+#define STREAMING_BYTES (8u << 20) /* gradients beyond this do not stay in a cache */
 
 struct plan {
     const struct kld_job *job;
