@@ -69,6 +69,22 @@ template <class T> struct heavy_list {
         take_word(raw_p.z, raw_q.z, at, count);
         take_word(raw_p.w, raw_q.w, at, count);
     }
+    /* Pads behind the first `left` classes of a vector. */
+    static __device__ __forceinline__ void pad(uint4 &raw, int32_t left, float pad) {
+        uint32_t *word = (uint32_t *)&raw, many;
+        if constexpr (sizeof(T) == 4)
+            many = __float_as_uint(pad);
+        else
+            many = pad_of(pad);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if constexpr (sizeof(T) == 4)
+                word[i] = i < left ? word[i] : many;
+            else
+                word[i] = 2 * i + 1 < left ? word[i]
+                          : 2 * i < left   ? __byte_perm(word[i], many, 0x7610)
+                                           : many;
+    }
     /* Are the pads numbers of the type, so that one may stand for a class? */
     static __device__ __forceinline__ bool can_take(const reference &at) {
         return !std::is_same<T, __half>::value || fminf(at.pad_p, at.pad_q) > -65504.0f;

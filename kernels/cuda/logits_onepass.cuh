@@ -49,25 +49,48 @@ template <class T, int EXTRA> struct onepass {
 
     typedef onepass_units<UNIT> source;
     typedef typename source::unit unit;
+    typedef typename source::extent extent;
     static constexpr uint32_t STEP = source::STEP;
 
-    /* Whole units. Classes that count one by one go to the list, so many: ret_listed. ret_heavy:
+    /* Of a warp's part of the row; without a whole unit there is none at all. A warp's steps are
+     * whole but for the last one, and so is a unit. */
+    static __device__ __forceinline__ extent extent_of(const resident::far_slice &slice) {
+        static_assert(UNIT >= 2, "what is behind the whole units is no more than one");
+        extent row;
+        row.whole = slice.full_steps_of(slice.count / V) / UNIT;
+        row.all = (slice.steps_of((slice.count + V - 1) / V) + UNIT - 1) / UNIT;
+        row.all = row.whole ? row.all : 0;
+        row.bytes = ((int32_t)slice.count - (int32_t)(resident::group_thread() * V)) *
+                    (int32_t)sizeof(T);
+        return row;
+    }
+    /* What of the last unit is behind the row. */
+    static __device__ __forceinline__ void pad(unit &u, const extent &row,
+                                               const logits_stats::reference &at) {
+#pragma unroll
+        for (uint32_t i = 0; i < UNIT; i++) {
+            int32_t left = row.left(row.whole, i) / (int32_t)sizeof(T);
+            logits_stats::heavy_list<T>::pad(u.p[i], left, at.pad_p);
+            logits_stats::heavy_list<T>::pad(u.q[i], left, at.pad_q);
+        }
+    }
+    /* All units. Classes that count one by one go to the list, so many: ret_listed. ret_heavy:
      * units left out, as the list had no room. No call in here, and little that outlives the loop:
      * registers are what is on its way. */
     template <bool SHIFTED, class FROM>
-    static __device__ __forceinline__ sums run(FROM from, uint32_t units, const temperature &t,
+    static __device__ __forceinline__ sums run(FROM from, const extent &row, const temperature &t,
                                                float span, uint32_t classes,
                                                logits_stats::reference *ret_at,
                                                logits_stats::heavy_list<T> &list,
                                                uint32_t &ret_listed, uint32_t &ret_heavy) {
         /* The first classes may be unlike the others: reserved ones, masked ones. */
-        const uint32_t middle = units / 2 * UNIT * STEP;
+        const uint32_t middle = row.whole / 2 * UNIT * STEP;
         const uint4 more_p[1] = {
             resident::far_slice::load_whole<SHIFTED>(from.p + middle, from.shift_p, 0)};
         const uint4 more_q[1] = {
             resident::far_slice::load_whole<SHIFTED>(from.q + middle, from.shift_q, 0)};
         unit u;
-        from.start(units, u);
+        from.start(row, u);
         sums r = {{0, 0, 0, 0}, 0, 0};
         logits_stats::top_of<T>::most(u.p, r.p);
         logits_stats::top_of<T>::most(u.q, r.q);
@@ -81,11 +104,10 @@ template <class T, int EXTRA> struct onepass {
         logits_stats::top_of<T> top(at);
         logits_stats::chunk_sums<EXTRA> sum;
         uint32_t heavy = 0, listed = 0;
-#pragma unroll 1
-        for (uint32_t number = 0; number < units; number++) {
+        auto add = [&](uint32_t number, bool look) {
             bool leave = false;
-            from.ask(number + source::RING < units);
-            if (__any_sync(KLD_FULL_WARP, top.add_all(u.p, u.q, at))) {
+            from.ask(row, number + source::RING);
+            if (__any_sync(KLD_FULL_WARP, top.add_all(u.p, u.q, at) || look)) {
                 uint32_t count = listed;
                 leave = !logits_stats::heavy_list<T>::can_take(at);
                 if (!leave)
@@ -103,11 +125,18 @@ template <class T, int EXTRA> struct onepass {
                 if (!leave)
                     logits_stats::fast_pairs<T, EXTRA>(logits_stats::pair_of<T>(u.p[i], u.q[i]), at,
                                                        t, sum);
-                from.refill(i, number + 1 < units, u);
+                from.refill(row, number + 1, i, u);
             }
-            from.take(number + 1 < units, u);
+            from.take(number + 1 < row.all, u);
             if (number % FLUSH == FLUSH - 1)
                 sum.template flush<T>(r.sum);
+        };
+#pragma unroll 1
+        for (uint32_t number = 0; number < row.whole; number++)
+            add(number, false);
+        if (row.whole < row.all) {
+            pad(u, row, at);
+            add(row.whole, !logits_stats::heavy_list<T>::can_take(at)); /* there are no pads then */
         }
         sum.template flush<T>(r.sum);
         top.get_mine(r.p, r.q);
@@ -135,46 +164,9 @@ template <class T, int EXTRA> struct onepass {
             to.q = fmaxf(to.q, z.q[i]);
         }
     }
-    /* A step behind the last unit, its heavy classes to the list if there is room. */
-    static __device__ __forceinline__ bool
-    add_last(const resident::far_slice &slice, uint32_t step, const logits_stats::reference &at,
-             const temperature &t, logits_stats::heavy_list<T> &list, uint32_t &listed, sums &to) {
-        uint32_t left = slice.left_of(step, V), count = listed;
-        uint4 p = {}, q = {};
-        if (left) {
-            p = slice.load<T>(slice.p, slice.shift_p, step, left);
-            q = slice.load<T>(slice.q, slice.shift_q, step, left);
-        }
-        logits_stats::pair_of<T> z(p, q);
-        z.pad(resident::some_of{left}, at.pad_p, at.pad_q);
-#pragma unroll
-        for (int i = 0; i < V; i++) {
-            bool mine = i < left && !(z.p[i] <= at.limit_p && z.q[i] <= at.limit_q);
-            if (!__any_sync(KLD_FULL_WARP, mine))
-                continue;
-            list.take_one(mine, z.p[i], z.q[i], count);
-        }
-        if (count > logits_stats::heavy_list<T>::MOST) {
-            __syncwarp(); /* what it has put there is overwritten */
-            return false;
-        }
-        listed = count;
-        if (!left)
-            return true;
-#pragma unroll
-        for (int i = 0; i < V; i++) {
-            to.p = fmaxf(to.p, i < left ? z.p[i] : -CUDART_INF_F);
-            to.q = fmaxf(to.q, i < left ? z.q[i] : -CUDART_INF_F);
-        }
-        logits_stats::take_out(at, z);
-        logits_stats::chunk_sums<EXTRA> sum;
-        logits_stats::fast_pairs<T, EXTRA>(z, at, t, sum);
-        sum.template flush<T>(to.sum);
-        return true;
-    }
-    /* The units that were left out, what is behind the last, and the classes of the list. */
+    /* The units that were left out, or all where run() was not, and the classes of the list. */
     static __device__ __noinline__ sums rest(resident::far_slice slice, uint32_t heavy,
-                                             uint32_t step, uint32_t steps,
+                                             bool in_units,
                                              const logits_stats::reference *from,
                                              const temperature *t,
                                              logits_stats::heavy_list<T> *list, uint32_t listed) {
@@ -183,8 +175,8 @@ template <class T, int EXTRA> struct onepass {
         for (; heavy; heavy &= heavy - 1)
             for (uint32_t i = 0; i < UNIT; i++)
                 add_step(slice, ((uint32_t)__ffs((int)heavy) - 1) * UNIT + i, at, *t, r);
-        for (; step < steps; step++)
-            if (!add_last(slice, step, at, *t, *list, listed, r))
+        if (!in_units)
+            for (uint32_t step = 0; step < slice.steps_of((slice.count + V - 1) / V); step++)
                 add_step(slice, step, at, *t, r);
         __syncwarp();
         logits_stats::heavy_sums one_by_one = {{0, 0, 0, 0}};
@@ -269,31 +261,30 @@ template <class BODY, bool RING = false> struct onepass_rows : rows<BODY> {
         __shared__ logits_stats::heavy_list<T> lists[resident::WARPS];
         logits_stats::heavy_list<T> &list = lists[threadIdx.x / 32];
         auto slice = resident::far_slice::of<T>(args, index);
-        uint32_t units = slice.full_steps_of(slice.count / pass::V) / pass::UNIT;
-        if (!units)
+        typename pass::extent row = pass::extent_of(slice);
+        if (!row.all)
             pass::peek(slice, &base::shared().t, base::shared().span, base::shared().classes, &at);
         else if constexpr (RING)
-            mine = pass::template run<true>(ring_of(slice), units, base::shared().t,
+            mine = pass::template run<true>(ring_of(slice), row, base::shared().t,
                                             base::shared().span, base::shared().classes, &at, list,
                                             listed, heavy);
         else if (slice.shift_p || slice.shift_q)
             mine = pass::template run<true>(
                 typename pass::source::template from_memory<true>{slice.p, slice.q, slice.shift_p,
                                                                   slice.shift_q},
-                units, base::shared().t, base::shared().span, base::shared().classes, &at, list,
+                row, base::shared().t, base::shared().span, base::shared().classes, &at, list,
                 listed, heavy);
         else
             mine = pass::template run<false>(
-                typename pass::source::template from_memory<false>{slice.p, slice.q, 0, 0}, units,
+                typename pass::source::template from_memory<false>{slice.p, slice.q, 0, 0}, row,
                 base::shared().t, base::shared().span, base::shared().classes, &at, list, listed,
                 heavy);
         __syncwarp();
         slice = resident::far_slice::of<T>(args, index);
-        units = slice.full_steps_of(slice.count / pass::V) / pass::UNIT;
-        uint32_t steps = slice.steps_of((slice.count + pass::V - 1) / pass::V);
-        if (heavy || listed || units * pass::UNIT < steps) {
-            auto more = pass::rest(slice, heavy, units * pass::UNIT, steps, &at, &base::shared().t,
-                                   &list, listed);
+        uint32_t all_units = pass::extent_of(slice).all;
+        if (heavy || listed || !all_units) {
+            auto more = pass::rest(slice, heavy, all_units != 0, &at, &base::shared().t, &list,
+                                   listed);
 #pragma unroll
             for (int i = 0; i < pass::SUMS; i++)
                 mine.sum[i] += more.sum[i];

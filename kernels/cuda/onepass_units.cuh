@@ -1,6 +1,6 @@
 /* onepass_units.cuh - where the vectors of a row that is read once come from, unit by unit: device
- * memory, straight to registers or by way of a ring in shared memory. For whole units and whole
- * warps. No mathematics here. */
+ * memory, straight to registers or by way of a ring in shared memory. The last unit of a warp may
+ * be there in part: what of it is not is undefined. No mathematics here. */
 #ifndef KLD_KERNELS_CUDA_ONEPASS_UNITS_CUH
 #define KLD_KERNELS_CUDA_ONEPASS_UNITS_CUH
 
@@ -25,25 +25,42 @@ template <uint32_t UNIT> struct onepass_units {
         }
     };
 
+    /* How many units come, of which so many are whole, and where the row ends: bytes from this
+     * thread's first vector on. */
+    struct extent {
+        uint32_t whole, all;
+        int32_t bytes;
+
+        /* What is left from the vector on that the thread takes in a step of a unit. */
+        __device__ __forceinline__ int32_t left(uint32_t number, uint32_t i) const {
+            return bytes - (int32_t)((number * UNIT + i) * STEP);
+        }
+    };
+
     /* Where a warp's units come from. Straight to registers: a step's are asked for again as soon
      * as its registers are free. */
     template <bool SHIFTED> struct from_memory {
         const char *p, *q;
         uint32_t shift_p, shift_q;
 
-        __device__ __forceinline__ void start(uint32_t, unit &u) {
+        __device__ __forceinline__ void start(const extent &, unit &u) {
 #pragma unroll
             for (uint32_t i = 0; i < UNIT; i++)
                 u.template load<SHIFTED>(i, p, q, shift_p, shift_q);
             p += UNIT * STEP;
             q += UNIT * STEP;
         }
-        __device__ __forceinline__ void ask(bool) {}
-        __device__ __forceinline__ void refill(uint32_t i, bool more, unit &u) const {
-            if (more)
-                u.template load<SHIFTED>(i, p, q, shift_p, shift_q);
+        __device__ __forceinline__ void ask(const extent &, uint32_t) {}
+        /* Step i of the unit of that number, the next one. */
+        __device__ __forceinline__ void refill(const extent &row, uint32_t number, uint32_t i,
+                                               unit &u) const {
+            int32_t left = row.left(number, i); /* no branch, but two loads that may not be */
+            if (left > 0) {
+                u.p[i] = resident::far_slice::load_begun<SHIFTED>(p, shift_p, i, left);
+                u.q[i] = resident::far_slice::load_begun<SHIFTED>(q, shift_q, i, left);
+            }
         }
-        __device__ __forceinline__ void take(bool more, unit &) {
+        __device__ __forceinline__ void take(bool, unit &) {
             p += UNIT * STEP;
             q += UNIT * STEP;
         }
@@ -69,8 +86,18 @@ template <uint32_t UNIT> struct onepass_units {
                 asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + 16),
                              "l"(from + 16));
         }
-        __device__ __forceinline__ void ask(bool more) {
-            if (more) {
+        /* 16 bytes that begin before the row's end. */
+        static __device__ __forceinline__ void bring_begun(uint32_t to, const char *from,
+                                                           int32_t left) {
+            if (left > 0)
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
+            if (threadIdx.x % 32 == 31 && left > 16)
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + 16),
+                             "l"(from + 16));
+        }
+        /* The unit of that number. */
+        __device__ __forceinline__ void ask(const extent &row, uint32_t number) {
+            if (number < row.whole) {
 #pragma unroll
                 for (uint32_t i = 0; i < UNIT; i++) {
                     bring(at + place + 2 * i * TENSOR, p + i * STEP, shift_p);
@@ -78,6 +105,14 @@ template <uint32_t UNIT> struct onepass_units {
                 }
                 p += UNIT * STEP;
                 q += UNIT * STEP;
+            } else if (number < row.all) {
+#pragma unroll
+                for (uint32_t i = 0; i < UNIT; i++) {
+                    int32_t left = row.left(number, i);
+                    bring_begun(at + place + 2 * i * TENSOR, p + i * STEP, left + (int32_t)shift_p);
+                    bring_begun(at + place + (2 * i + 1) * TENSOR, q + i * STEP,
+                                left + (int32_t)shift_q);
+                }
             }
             place = place + PLACE == RING * PLACE ? 0 : place + PLACE;
             asm volatile("cp.async.commit_group;");
@@ -99,13 +134,13 @@ template <uint32_t UNIT> struct onepass_units {
             }
             __syncwarp(); /* before another lane's copy takes the place */
         }
-        __device__ __forceinline__ void start(uint32_t units, unit &u) {
+        __device__ __forceinline__ void start(const extent &row, unit &u) {
 #pragma unroll
             for (uint32_t i = 0; i < RING; i++)
-                ask(i < units);
+                ask(row, i);
             take(true, u);
         }
-        __device__ __forceinline__ void refill(uint32_t, bool, unit &) const {}
+        __device__ __forceinline__ void refill(const extent &, uint32_t, uint32_t, unit &) const {}
     };
 };
 

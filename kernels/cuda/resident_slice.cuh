@@ -201,6 +201,15 @@ struct far_slice {
             return REREAD ? *at : __ldcs(at);
         return joined(*at, at[shift ? 1 : 0], shift);
     }
+    /* One of which `bytes` are left, more than none; undefined beyond. */
+    template <bool SHIFTED>
+    static __device__ __forceinline__ uint4 load_begun(const char *from, uint32_t shift,
+                                                       uint32_t step, uint32_t bytes) {
+        if (!SHIFTED)
+            return load_whole<false>(from, 0, step);
+        const uint4 *at = (const uint4 *)from + step * GROUP_THREADS;
+        return joined(*at, at[shift + bytes > 16 ? 1 : 0], shift);
+    }
     /* Any, of which `left` classes are left; undefined beyond. */
     template <class T>
     static __device__ __forceinline__ uint4 load(const char *from, uint32_t shift, uint32_t step,
