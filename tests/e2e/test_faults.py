@@ -136,6 +136,7 @@ BAD_HANDLES = CLIENT + """
 
 CYCLES = CLIENT + """
     if {kind!r} == "descriptor":
+        client.drop(case.region)
         case = test_gpu.Case(gpu, client, gpulib.Mapped(gpu, test_gpu.ROOM))
         assert right()
     test_gpu.leaks_nothing(case, {worker})
