@@ -323,6 +323,7 @@ def test_a_warm_worker_allocates_nothing(gpu, make_server, memory):
     assert state() == before
     assert resident_kb(worker) - resident <= 1 << 10  # KiB: 175 bytes a request; on the CPU 0 were measured
     host.memory.close()
+    fenced.close()
     client.close()
 
 

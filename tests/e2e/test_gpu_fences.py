@@ -108,14 +108,15 @@ def test_a_stream_that_waits_for_a_lost_worker_goes_on(gpu_only, mode, server, h
 
 
 def test_a_stream_ordered_by_a_fence_sees_the_gradient(gpu_only, mode, server):
-    """2,000 steps behind each other, of which nobody waits for one; without the wait others' gradients are seen."""
+    """2,000 steps behind each other, of which nobody waits for one; without the wait others' gradients are seen.
+    With MPS the device may be done first all the same."""
     everything_is_given_back(server)
     child = start(mode, server, IN_ORDER, **HERE)
     said, problem = child.communicate(timeout=120)
     print(said)
     assert child.returncode == 0, problem
     words = said.split()
-    assert words[1] == "0" and int(words[3]) > 0, said
+    assert words[1] == "0" and (mode.mps or int(words[3]) > 0), said
     everything_is_given_back(server)
 
 
