@@ -342,6 +342,16 @@ enum kld_status cuda_memory_import_ipc(struct kld_device *base, const uint8_t ha
     return KLD_OK;
 }
 
+/* What stays pinned keeps its pages at its addresses, whatever is mapped there next: copies would
+ * go to the pages of before. So neither those addresses nor the device are used again. */
+static bool unpin(struct cuda_device *device, const struct cuda_memory *memory) {
+    if (!memory->pinned || atomic_load(&device->lost) ||
+        cudaHostUnregister(memory->at) == cudaSuccess)
+        return true;
+    atomic_store(&device->lost, true);
+    return false;
+}
+
 void cuda_memory_free(struct kld_memory *base) {
     if (!base)
         return;
@@ -350,9 +360,8 @@ void cuda_memory_free(struct kld_memory *base) {
     cudaSetDevice(device->ordinal);
     switch (memory->kind) {
     case CUDA_MAPPED:
-        if (memory->pinned && !atomic_load(&device->lost))
-            cudaHostUnregister(memory->at);
-        munmap(memory->at, base->bytes);
+        if (unpin(device, memory))
+            munmap(memory->at, base->bytes);
         break;
     case CUDA_IMPORTED:
         pthread_mutex_lock(&device->setup_mutex);

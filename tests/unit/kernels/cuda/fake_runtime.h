@@ -222,7 +222,7 @@ cudaError_t cudaHostAlloc(void **at, size_t bytes, unsigned flags) {
     return fake_take(at, bytes, &fake_blocks);
 }
 cudaError_t cudaFreeHost(void *at) { return fake_give(at, &fake_blocks); }
-static atomic_bool fake_no_pinning;
+static atomic_bool fake_no_pinning, fake_no_unpinning;
 static atomic_uint fake_pinned_as; /* flags */
 cudaError_t cudaHostRegister(void *at, size_t bytes, unsigned flags) {
     if (atomic_load(&fake_no_pinning))
@@ -238,6 +238,8 @@ cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags) 
                                                                  : cudaErrorInvalidValue;
 }
 cudaError_t cudaHostUnregister(void *at) {
+    if (atomic_load(&fake_no_unpinning))
+        return cudaErrorInvalidValue;
     atomic_fetch_sub(&fake_pinned, 1);
     return cudaSuccess;
 }

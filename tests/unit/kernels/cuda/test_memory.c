@@ -6,6 +6,7 @@
 #ifdef KLD_WITH_CUDA
 #include <fcntl.h>
 #include <stdio.h>
+#include <sys/mman.h>
 
 #include "tests/unit/kernels/cuda/fixture.h"
 
@@ -39,7 +40,33 @@ START_TEST(what_cannot_be_mapped) {
 }
 END_TEST
 
-UNIT_MAIN("kernels/cuda/memory", what_cannot_be_mapped)
+/* Other memory at its addresses would be taken for what is still pinned there. */
+START_TEST(what_cannot_be_unpinned_stays_and_ends_the_device) {
+    setup();
+    struct kld_memory *memory = NULL;
+    int fd = memfd_create("test", 0);
+    ck_assert_int_eq(ftruncate(fd, BYTES), 0);
+    ck_assert_int_eq(cuda->memory_map(device, fd, BYTES, &memory, &err), KLD_OK);
+    void *at = memory->host;
+    atomic_store(&fake_no_unpinning, true);
+    cuda->memory_free(memory);
+    atomic_store(&fake_no_unpinning, false);
+    ck_assert_int_eq(msync(at, BYTES, MS_ASYNC), 0); /* ENOMEM where nothing is mapped */
+    prepare(&records[0], host, false);
+    submit(&records[0], 0);
+    wait_for(&records[0], false);
+    ck_assert_int_eq(records[0].job.status, KLD_DEVICE_LOST);
+    munmap(at, BYTES);
+    close(fd);
+    atomic_store(&((struct cuda_device *)device)->lost,
+                 false); /* what else there is goes as ever */
+    atomic_fetch_sub(&fake_pinned, 1);
+    teardown();
+}
+END_TEST
+
+UNIT_MAIN("kernels/cuda/memory", what_cannot_be_mapped,
+          what_cannot_be_unpinned_stays_and_ends_the_device)
 
 #else
 
