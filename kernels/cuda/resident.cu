@@ -61,7 +61,7 @@ static uint32_t alone_layout(kld_cuda_args *args, uint64_t bytes, uint32_t most,
 static uint32_t onepass_layout(kld_cuda_args *args, uint64_t bytes) {
     uint32_t size = 0;
     bool warp = bytes <= KLD_CUDA_ONEPASS_WARP_BYTES;
-    while (!warp && bytes >> size > KLD_CUDA_ONEPASS_BLOCK_BYTES)
+    while (!warp && bytes > (uint64_t)KLD_CUDA_ONEPASS_BLOCK_BYTES << size)
         size++;
     args->resident_team = warp ? KLD_CUDA_ONEPASS_WARP : KLD_CUDA_ONEPASS_BLOCK;
     args->slots = 1;
