@@ -272,6 +272,8 @@ void kld_unix_word_close(struct unix_connection *u, struct unix_word *word) {
 
 /* The link is watched before any word of it is armed, so its end is not missed. */
 void kld_unix_word_arm(struct unix_connection *u, struct unix_word *word) {
+    if (!is_ours(u->watch))
+        return;
     pthread_mutex_lock(&u->watch->mutex);
     word->state = WORD_ARMED;
     pthread_mutex_unlock(&u->watch->mutex);
@@ -281,6 +283,8 @@ uint32_t *kld_unix_word_at(const struct unix_word *word) { return (uint32_t *)(v
 
 bool kld_unix_word_passed(const struct unix_connection *u, struct unix_word *word,
                           uint32_t number) {
+    if (!is_ours(u->watch))
+        return false;
     pthread_mutex_lock(&u->watch->mutex);
     if (word->state == WORD_FREED)
         mend_word(word);
