@@ -277,7 +277,8 @@ KLD_EXPORT void kld_event_drop(struct kld_event *event);
 KLD_EXPORT enum kld_status kld_fence_create(struct kld_connection *connection, uint32_t **ret_word,
                                             struct kld_event **ret_fence, struct kld_error *err);
 /* Has the server's device reached this number, of a result? What libkld wrote does not count: false
- * after a loss means that the request was not computed, or may not have been. Never blocks. */
+ * after a loss means that the request was not computed, or may not have been; so it does in a child
+ * made by fork(). Never blocks. */
 KLD_EXPORT bool kld_fence_passed(const struct kld_event *fence, uint32_t number);
 
 /* ---- Requests ------------------------------------------------------------------------------- */
