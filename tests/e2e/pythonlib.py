@@ -52,3 +52,10 @@ def environment(**more):
 def probabilities(seed, shape, dtype=np.float32):
     values = np.random.default_rng(seed).random(shape) + 0.05
     return (values / values.sum(axis=-1, keepdims=True)).astype(dtype)
+
+
+def needs_card(backend, torch):
+    if backend != "cuda":
+        pytest.skip("needs the CUDA back end")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a torch with CUDA")

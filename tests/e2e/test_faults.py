@@ -191,6 +191,22 @@ def expect(child, line):
     assert said == line, said + child.stderr.read()
 
 
+def tell(child):
+    child.stdin.write("now\n")
+    child.stdin.flush()
+
+
+def until_it_waits(server, worker, child, fault):
+    """The child's stream waits for a job of the worker's, which may be told before that the job is to fault."""
+    expect(child, "ready\n")
+    if fault:
+        count = server.log().count("a test asked for it")
+        os.kill(worker, signal.SIGUSR2)
+        wait_until(lambda: server.log().count("a test asked for it") > count, what="the worker to know")
+    tell(child)
+    expect(child, "waits\n")
+
+
 def end_neighbour(neighbour, lost):
     """It computed all the time, or it fell with the others and was told so."""
     said, problem = neighbour.communicate(timeout=60)
@@ -390,23 +406,12 @@ def test_a_stream_that_waits_for_a_lost_worker_goes_on(gpu_only, mode, server, h
     everything_is_given_back(server)
     worker = server.child("worker")
     child = start(mode, server, WAITS)
-
-    def tell():
-        child.stdin.write("now\n")
-        child.stdin.flush()
-
     try:
-        expect(child, "ready\n")
-        if how == "fault":
-            count = server.log().count("a test asked for it")
-            os.kill(worker, signal.SIGUSR2)
-            wait_until(lambda: server.log().count("a test asked for it") > count, what="the worker to know")
-        tell()
-        expect(child, "waits\n")
+        until_it_waits(server, worker, child, how == "fault")
         if how == "killed":
             os.kill(worker, signal.SIGKILL)
         assert is_replaced(server, worker, 20)
-        tell()  # with MPS no other worker computes while this one's dead context is there
+        tell(child)  # with MPS no other worker computes while this one's dead context is there
         assert select.select([child.stdout], [], [], 60)[0], "the client says nothing"
         said = child.stdout.readline()
     finally:

@@ -7,9 +7,8 @@ import signal
 
 import pytest
 
-from conftest import wait_until
 from pythonlib import LIBRARY, PACKAGE, import_kld
-from test_faults import everything_is_given_back, expect, gpu_only, is_replaced, mode, server, start
+from test_faults import everything_is_given_back, gpu_only, is_replaced, mode, server, start, until_it_waits
 
 FIXTURES = gpu_only, mode, server  # of the tests below
 import_kld()  # or skips
@@ -78,19 +77,8 @@ def test_a_stream_that_waits_for_a_lost_worker_goes_on(gpu_only, mode, server, h
     everything_is_given_back(server)
     worker = server.child("worker")
     child = start(mode, server, WAITS, **HERE)
-
-    def tell():
-        child.stdin.write("now\n")
-        child.stdin.flush()
-
     try:
-        expect(child, "ready\n")
-        if how == "fault":
-            count = server.log().count("a test asked for it")
-            os.kill(worker, signal.SIGUSR2)
-            wait_until(lambda: server.log().count("a test asked for it") > count, what="the worker to know")
-        tell()
-        expect(child, "waits\n")
+        until_it_waits(server, worker, child, how == "fault")
         if how != "fault":
             os.kill(worker, signal.SIGKILL if how == "killed" else signal.SIGTERM)
         assert select.select([child.stdout], [], [], 60)[0], "the client's stream hangs"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from conftest import wait_until
-from pythonlib import environment, import_kld, import_torch
+from pythonlib import environment, import_kld, import_torch, needs_card
 
 kld = import_kld()
 torch = import_torch()
@@ -24,10 +24,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture(scope="module", autouse=True)
 def card(backend):
-    if backend != "cuda":
-        pytest.skip("needs the CUDA back end")
-    if not torch.cuda.is_available():
-        pytest.skip("needs a torch with CUDA")
+    needs_card(backend, torch)
 
 
 @pytest.fixture(scope="module", params=["unix", "local"])

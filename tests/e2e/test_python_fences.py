@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from conftest import wait_until
-from pythonlib import import_kld, import_torch
+from pythonlib import import_kld, import_torch, needs_card
 
 kld = import_kld()
 torch = import_torch()
@@ -17,10 +17,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture(scope="module", autouse=True)
 def card(backend):
-    if backend != "cuda":
-        pytest.skip("needs the CUDA back end")
-    if not torch.cuda.is_available():
-        pytest.skip("needs a torch with CUDA")
+    needs_card(backend, torch)
     from gpulib import Gpu
     if Gpu().mps:
         pytest.skip("with MPS the context of this process may go with the worker's")

@@ -112,13 +112,7 @@ UNIT_MAIN("kernels/cuda/event", each_job_writes_its_number, a_job_that_fails_wri
 
 #else
 
-START_TEST(built_without_cuda) {
-    const struct kld_backend *backend;
-    struct kld_error err;
-    ck_assert_int_eq(kld_backend_find("cuda", &backend, &err), KLD_NOT_FOUND);
-    ck_assert_ptr_nonnull(strstr(err.text, "no back end 'cuda' in this build"));
-}
-END_TEST
+#include "tests/unit/kernels/cuda/without.h"
 
 UNIT_MAIN("kernels/cuda/event", built_without_cuda)
 

@@ -70,8 +70,7 @@ UNIT_MAIN("kernels/cuda/memory", what_cannot_be_mapped,
 
 #else
 
-START_TEST(built_without_cuda) { ck_assert_ptr_nonnull(kld_backends()[0]); }
-END_TEST
+#include "tests/unit/kernels/cuda/without.h"
 
 UNIT_MAIN("kernels/cuda/memory", built_without_cuda)
 

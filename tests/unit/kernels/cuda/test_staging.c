@@ -225,8 +225,7 @@ UNIT_MAIN("kernels/cuda/staging", kept_staging_gives_way, kept_staging_does_not_
 
 #else
 
-START_TEST(built_without_cuda) { ck_assert_ptr_nonnull(kld_backends()[0]); }
-END_TEST
+#include "tests/unit/kernels/cuda/without.h"
 
 UNIT_MAIN("kernels/cuda/staging", built_without_cuda)
 

@@ -82,13 +82,7 @@ UNIT_MAIN("kernels/cuda/stream", small_jobs_need_not_wait_for_large_ones,
 
 #else
 
-START_TEST(built_without_cuda) {
-    const struct kld_backend *backend;
-    struct kld_error err;
-    ck_assert_int_eq(kld_backend_find("cuda", &backend, &err), KLD_NOT_FOUND);
-    ck_assert_ptr_nonnull(strstr(err.text, "no back end 'cuda' in this build"));
-}
-END_TEST
+#include "tests/unit/kernels/cuda/without.h"
 
 UNIT_MAIN("kernels/cuda/stream", built_without_cuda)
 
