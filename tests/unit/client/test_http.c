@@ -202,7 +202,7 @@ START_TEST(test_many_deadlines_and_cancels) {
     for (int i = 0; i < 50; i++)
         ck_assert_int_eq(kld_submit(connection, &request, on_end, counts, &id, &error), KLD_OK);
     kld_cancel(connection, id);
-    for (int i = 0; i < 1000 && counts[KLD_OK] < 49; i++)
+    for (int i = 0; i < TRIES_MAX && counts[KLD_OK] < 49; i++)
         ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
     ck_assert_int_eq(counts[KLD_OK], 49);
     ck_assert_int_eq(counts[KLD_CANCELLED], 1);

@@ -517,7 +517,7 @@ END_TEST
 static void expect_to_be_taken(struct kld_connection *connection) {
     struct kld_result result;
     int before = server[1].requests;
-    for (int i = 0; i < 500 && server[1].requests == before; i++) {
+    for (int i = 0; i < TRIES_MAX && server[1].requests == before; i++) {
         struct kld_request request = small();
         enum kld_status status = kld_run(connection, &request, &result, &error);
         ck_assert_msg(status == KLD_OK, "%s", error.text);

@@ -312,7 +312,7 @@ static void on_end(void *user, enum kld_status status, const struct kld_result *
 }
 
 static void process_until(struct ended *ended, int count) {
-    for (int i = 0; i < 2000 && ended->count < count; i++) {
+    for (int i = 0; i < TRIES_MAX && ended->count < count; i++) {
         struct pollfd polled = {kld_fd(connection), POLLIN, 0};
         poll(&polled, 1, 10);
         ck_assert_int_eq(kld_process(connection, 0, &error), KLD_OK);
@@ -595,7 +595,7 @@ START_TEST(test_ends_in_a_row) {
         ck_assert_int_eq(ended.last, round ? KLD_NO_MEMORY : KLD_DEADLINE);
     }
     worker.hold = worker.refuse_regions = 0;
-    for (int i = 0; i < 100 && worker.regions_now > 0; i++)
+    for (int i = 0; i < TRIES_MAX && worker.regions_now > 0; i++)
         ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
     ck_assert_int_eq(worker.regions_now, 0);
     teardown();
@@ -620,10 +620,10 @@ START_TEST(test_nothing_leaks) {
         kld_close(connection);
         worker.hold = 0;
     }
-    for (int i = 0; i < 100 && worker.regions_now > 0; i++)
+    for (int i = 0; i < TRIES_MAX && worker.regions_now > 0; i++)
         usleep(10000);
     ck_assert_int_eq(worker.regions_now, 0);
-    for (int i = 0; i < 100 && open_fds() != before; i++)
+    for (int i = 0; i < TRIES_MAX && open_fds() != before; i++)
         usleep(10000);
     ck_assert_int_eq(open_fds(), before);
     fake_worker_close(&worker);

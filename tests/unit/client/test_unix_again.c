@@ -79,7 +79,7 @@ static void submit(const struct kld_request *request, struct ended *ended) {
 }
 
 static void process_until(const struct ended *ended) {
-    for (int i = 0; i < 500 && ended->count < 1; i++)
+    for (int i = 0; i < TRIES_MAX && ended->count < 1; i++)
         ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
     ck_assert_int_eq(ended->count, 1);
 }
@@ -101,7 +101,7 @@ static void check_late(bool cancelled) {
     first.timeout_ns = cancelled ? 0 : 10000000;
     uint64_t id;
     ck_assert_int_eq(kld_submit(connection, &first, on_end, &late, &id, &error), KLD_OK);
-    for (int i = 0; i < 100 && worker.submits < 1; i++)
+    for (int i = 0; i < TRIES_MAX && worker.submits < 1; i++)
         ck_assert_int_eq(kld_process(connection, 1, &error), KLD_OK);
     if (cancelled)
         kld_cancel(connection, id);
@@ -119,7 +119,7 @@ static void check_late(bool cancelled) {
     ck_assert_int_eq(late.attempts, 1); /* what keeps its staging was no other try */
     ck_assert(gradient[0] == 0);        /* nor is it handed to who gave up */
     /* Afterwards the place is free again: the connection falls idle, one stage serves on. */
-    for (int i = 0; i < 100 && worker.copies < 1; i++)
+    for (int i = 0; i < TRIES_MAX && worker.copies < 1; i++)
         ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
     for (int i = 0; i < 64; i++)
         ck_assert_int_eq(kld_run(connection, &second, NULL, &error), KLD_OK);
@@ -227,7 +227,7 @@ START_TEST(test_worker_leaves) {
     struct ended ended[3] = {0};
     worker.hold = 1;
     submit(&in_place, &ended[0]);
-    for (int i = 0; i < 100 && worker.submits < 1; i++)
+    for (int i = 0; i < TRIES_MAX && worker.submits < 1; i++)
         ck_assert_int_eq(kld_process(connection, 1, &error), KLD_OK);
     worker.leave_at_submit = 1;
     submit(&refused, &ended[1]);
@@ -400,7 +400,7 @@ START_TEST(test_lost_with_a_child_that_goes_on) {
     struct kld_request request = request_of(1);
     request.bytes[KLD_SLOT_PREDICTIONS].data = request.bytes[KLD_SLOT_TARGETS].data = q;
     request.bytes[KLD_SLOT_GRAD_PREDICTIONS].data = gradient;
-    for (int i = 0; i < 500 && kld_losses(connection) < 1; i++)
+    for (int i = 0; i < TRIES_MAX && kld_losses(connection) < 1; i++)
         ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
     submit(&request, &ended);
     process_until(&ended);
@@ -445,10 +445,10 @@ START_TEST(test_a_loss_takes_no_words_from_what_ended_before) {
     request.timeout_ns = 1000000;
     worker.hold = 1;
     submit(&request, &late);
-    for (int i = 0; i < 500 && !connection->done; i++)
+    for (int i = 0; i < TRIES_MAX && !connection->done; i++)
         ck_assert_int_eq(kld_connection_step(connection, kld_now_ns() + 10000000, &error), KLD_OK);
     worker.hang_up = 1;
-    for (int i = 0; i < 500 && !connection->losses; i++)
+    for (int i = 0; i < TRIES_MAX && !connection->losses; i++)
         ck_assert_int_eq(kld_connection_step(connection, kld_now_ns() + 10000000, &error), KLD_OK);
     ck_assert_int_eq(connection->losses, 1);
     ck_assert_int_eq(late.count, 0);

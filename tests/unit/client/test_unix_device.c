@@ -145,7 +145,7 @@ START_TEST(test_a_lost_worker_is_waited_for_where_the_memory_is) {
     ck_assert_int_eq(import(on_second, &memory), KLD_OK);
     int here = second.accepted, there = first.accepted;
     second.hang_up = 1;
-    for (int i = 0; i < 500 && second.regions_added < 2; i++)
+    for (int i = 0; i < TRIES_MAX && second.regions_added < 2; i++)
         ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
     ck_assert_int_eq(second.regions_added, 2);
     ck_assert_int_eq(second.accepted, here + 1);

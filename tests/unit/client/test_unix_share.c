@@ -196,7 +196,7 @@ START_TEST(test_attaching_over_a_lost_connection_takes_its_own_time) {
     struct kld_region *region;
     struct timespec began, ended;
     worker.hang_up = 1;
-    for (int i = 0; i < 500 && worker.hang_up; i++)
+    for (int i = 0; i < TRIES_MAX && worker.hang_up; i++)
         usleep(1000);
     clock_gettime(CLOCK_MONOTONIC, &began);
     ck_assert_int_eq(kld_attach(student, "teacher/logits", 1000000, &region, &view, &error),
@@ -226,7 +226,7 @@ static void on_end(void *user, enum kld_status status, const struct kld_result *
 static void run_both(const struct kld_request *request, struct ended *ended) {
     memset(ended, 0, sizeof *ended);
     ck_assert_int_eq(kld_submit(student, request, on_end, ended, NULL, &error), KLD_OK);
-    for (int i = 0; i < 2000 && !ended->count; i++) {
+    for (int i = 0; i < TRIES_MAX && !ended->count; i++) {
         ck_assert_int_eq(kld_process(teacher, 2, &error), KLD_OK);
         ck_assert_int_eq(kld_process(student, 2, &error), KLD_OK);
     }
@@ -271,14 +271,14 @@ START_TEST(test_what_is_not_published_again_is_told) {
     publish();
     ck_assert_int_eq(teacher_published(), KLD_OK);
     worker.hang_up = 1;
-    for (int i = 0; i < 500 && worker.hang_up; i++)
+    for (int i = 0; i < TRIES_MAX && worker.hang_up; i++)
         usleep(1000);
     ck_assert_int_eq(kld_published(teacher, "teacher/logits", &error),
                      KLD_OK); /* for all it knows */
     ck_assert_int_eq(kld_publish(student, "teacher/logits", predictions, &view, NULL, 0, &error),
                      KLD_OK);
     enum kld_status status = KLD_OK;
-    for (int i = 0; i < 2000 && status == KLD_OK; i++)
+    for (int i = 0; i < TRIES_MAX && status == KLD_OK; i++)
         status = teacher_published();
     ck_assert_int_eq(status, KLD_EXISTS);
     ck_assert_ptr_nonnull(strstr(error.text, "not published again after its server was lost: "));
@@ -332,7 +332,7 @@ START_TEST(test_a_loss_behind_an_early_answer_is_told) {
     request.early = true;
     ck_assert_int_eq(kld_run(student, &request, NULL, &error), KLD_OK);
     worker.hang_up = 1;
-    for (int i = 0; i < 500 && worker.hang_up; i++)
+    for (int i = 0; i < TRIES_MAX && worker.hang_up; i++)
         usleep(1000);
     struct ended ended;
     run_both(&request, &ended);
