@@ -1,17 +1,21 @@
 #!/usr/bin/env python3
 """What HTTP costs: the gateway against a plain TCP stream, against a bare libmicrohttpd server and against what
-one would write instead (aiohttp with PyTorch), by the same client on the same machine. Pairs, one after the other,
-medians of them.
+one would write instead (aiohttp and FastAPI with PyTorch, each where it is installed), by the same client on the same
+machine. Pairs, one after the other, medians of them.
 
   KLD_BIN=build build-venv/bin/python tests/bench/gateway.py [--backend B] [--rounds N] [--seconds S] > results/gateway-cpu.json
 
+FastAPI runs under uvicorn: `build-venv/bin/pip install fastapi 'uvicorn[standard]'`. Tensors of 1 GiB come to it as bytes, as to
+aiohttp.
+
 Each server has one HTTP thread, as libmicrohttpd's has. With eight cores or more (loadlib.py) the client, the gateway and the
-worker have cores of their own; a TCP sink and libmicrohttpd have the gateway's then, aiohttp with PyTorch the gateway's and the
-worker's, and four HTTP threads are measured beside four of libmicrohttpd's. On a GPU PyTorch is there twice, on the CPU and
+worker have cores of their own; a TCP sink and libmicrohttpd have the gateway's then, the two with PyTorch the gateway's
+and the worker's, and four HTTP threads are measured beside four of libmicrohttpd's. On a GPU PyTorch is there twice, on the CPU and
 on the GPU. client_busy, hello_client_busy: the share of its time that the busiest of the client's processes was at work; near 1 it is
 the client that was measured.
 """
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -31,21 +35,49 @@ from httplib import probabilities
 GIB = 1 << 30
 IDLE = 2000
 UPLOADS = 5  # pairs a round: they are short, and vary most
-PEER = '''
+PEERS = {"aiohttp": '''
 import torch
 from aiohttp import web
+def answer(q, p):
+    return web.json_response({"loss": torch.nn.functional.kl_div(q.log(), p, reduction="batchmean").item()})
 async def infer(request):
-    if request.content_type == "application/json":
-        q, p = (torch.tensor(t["data"], device="%s").reshape(t["shape"]) for t in (await request.json())["inputs"])
-    else:
-        body = bytearray(await request.read())
-        q, p = torch.frombuffer(body, dtype=torch.float32).to("%s").reshape(2, int(request.headers["X-Rows"]), -1)
-    loss = torch.nn.functional.kl_div(q.log(), p, reduction="batchmean").item()
-    return web.json_response({"loss": loss})
+    return answer(*(torch.tensor(t["data"], device="%s").reshape(t["shape"]) for t in (await request.json())["inputs"]))
+async def infer_bytes(request):
+    body = bytearray(await request.read())
+    return answer(*torch.frombuffer(body, dtype=torch.float32).to("%s").reshape(2, int(request.headers["X-Rows"]), -1))
 app = web.Application(client_max_size=4 << 30)
-app.router.add_post("/v2/models/kl_div/infer", infer)
+app.router.add_post("/json", infer)
+app.router.add_post("/bytes", infer_bytes)
 web.run_app(app, host="127.0.0.1", port=%d, print=lambda *a: print("ready", flush=True))
-'''
+''', "fastapi": '''
+import contextlib
+import torch
+import uvicorn
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
+class Tensor(BaseModel):
+    name: str
+    shape: list[int]
+    datatype: str
+    data: list
+class Inputs(BaseModel):
+    inputs: list[Tensor]
+@contextlib.asynccontextmanager
+async def ready(app):
+    print("ready", flush=True)
+    yield
+app = FastAPI(lifespan=ready)
+def answer(q, p):
+    return {"loss": torch.nn.functional.kl_div(q.log(), p, reduction="batchmean").item()}
+@app.post("/json")
+async def infer(body: Inputs):
+    return answer(*(torch.tensor(t.data, device="%s").reshape(t.shape) for t in body.inputs))
+@app.post("/bytes")
+async def infer_bytes(request: Request):
+    body = bytearray(await request.body())
+    return answer(*torch.frombuffer(body, dtype=torch.float32).to("%s").reshape(2, int(request.headers["X-Rows"]), -1))
+uvicorn.run(app, host="127.0.0.1", port=%d, log_level="error")
+'''}
 
 
 class Bench:
@@ -108,7 +140,7 @@ def main():
     room_for_connections()
     bench = Bench(options)
     results = {"commit": commit(), "backend": options.backend, "cpus": os.cpu_count(), "cores": bench.cores.described(),
-               "aiohttp": importlib.metadata.version("aiohttp"), "rounds": options.rounds, "load_before": os.getloadavg()[0]}
+               "versions": versions(), "rounds": options.rounds, "load_before": os.getloadavg()[0]}
     folder = tempfile.TemporaryDirectory()
     try:
         start_all(bench, folder.name)
@@ -133,23 +165,34 @@ def start_all(bench, folder):
     if cores.apart:
         bench.server("kld_4_threads", http_threads=4)
         bench.start("hello_4_threads", lambda port: [PROGRAM, "hello", port, "4"], cores.gateway)
-    for device in devices(bench):
-        def script(port, device=device):
-            path = f"{folder}/{device}.py"
+    for name, peer, device in peers(bench):
+        def script(port, name=name, peer=peer, device=device):
+            path = f"{folder}/{name}.py"
             with open(path, "w") as file:
-                file.write(PEER % (device, device, int(port)))
+                file.write(PEERS[peer] % (device, device, int(port)))
             return [sys.executable, path]
-        bench.start(f"peer_{device}", script, {*cores.gateway, *cores.worker})
+        bench.start(name, script, {*cores.gateway, *cores.worker})
 
 
-def devices(bench):
-    """Where PyTorch computes."""
-    return ["cpu"] if bench.options.backend == "cpu" else ["cpu", "cuda"]
+def versions():
+    """Of the peers that are there, and of what they stand on."""
+    found = {}
+    for package in ("aiohttp", "fastapi", "uvicorn", "uvloop", "httptools", "torch"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def peers(bench):
+    """[(its name in the results, which, where PyTorch computes)]"""
+    devices = ["cpu"] if bench.options.backend == "cpu" else ["cpu", "cuda"]
+    there = versions()
+    return [(f"{peer}_torch" if device == "cpu" else f"{peer}_torch_{device}", peer, device)
+            for peer in PEERS for device in devices if peer in there]
 
 
 def large_request():
-    """(rows, the head of a request of 1 GiB of tensors). Zeros are fine probabilities for the time they take: the logarithm
-    of none is asked for."""
+    """(rows, the head of a request of 1 GiB of tensors)."""
     rows = 1 << 12
     inputs = [{"name": n, "shape": [rows, GIB // 8 // rows], "datatype": "FP32",
                "parameters": {"binary_data_size": GIB // 2}} for n in ("predictions", "targets")]
@@ -190,23 +233,22 @@ def small(bench, results):
 
 def over_pytorch(bench, results):
     rows, ours = large_request()
-    theirs = post({"X-Rows": rows, "Content-Type": "application/octet-stream"}, b"", GIB)
+    theirs = post({"X-Rows": rows, "Content-Type": "application/octet-stream"}, b"", GIB, path="/bytes")
     ways = {"kld": "", "bulk": "_pieces"} if bench.cores.apart else {"kld": ""}
-    for device in devices(bench):
-        where = "" if device == "cpu" else f"_{device}"
-        pairs = bench.pairs(lambda: {name: bench.stream(name, ours) for name in ways}, lambda: bench.stream(f"peer_{device}", theirs))
+    for peer, _, _ in peers(bench):
+        pairs = bench.pairs(lambda: {name: bench.stream(name, ours) for name in ways}, lambda: bench.stream(peer, theirs))
         for name, how in ways.items():
-            results[f"answer_1gib{how}_over_aiohttp_torch{where}"] = ratio([(a[name], b) for a, b in pairs], "answered_s", True)
-        results[f"answer_1gib_aiohttp_torch{where}_s"] = round(middle([b for _, b in pairs], "answered_s"), 3)
+            results[f"answer_1gib{how}_over_{peer}"] = ratio([(a[name], b) for a, b in pairs], "answered_s", True)
+        results[f"answer_1gib_{peer}_s"] = round(middle([b for _, b in pairs], "answered_s"), 3)
     requests, tensors = small_requests()
-    bodies = {"json": post({"Content-Type": "application/json"}, requests["json"][1]),
-              "binary": post({"X-Rows": 2, "Content-Type": "application/octet-stream"}, b"".join(t.tobytes() for t in tensors.values()))}
-    for device in devices(bench):
-        where = "" if device == "cpu" else f"_{device}"
+    bodies = {"json": post({"Content-Type": "application/json"}, requests["json"][1], path="/json"),
+              "binary": post({"X-Rows": 2, "Content-Type": "application/octet-stream"}, b"".join(t.tobytes() for t in tensors.values()),
+                             path="/bytes")}
+    for peer, _, _ in peers(bench):
         for kind, body in bodies.items():
-            pairs = bench.pairs(lambda: bench.load("kld", 64, post(*requests[kind])), lambda: bench.load(f"peer_{device}", 64, body))
-            results[f"small_{kind}_over_aiohttp_torch{where}"] = ratio(pairs, "requests_per_s")
-            results[f"small_{kind}_aiohttp_torch{where}_per_s"] = middle([b for _, b in pairs], "requests_per_s")
+            pairs = bench.pairs(lambda: bench.load("kld", 64, post(*requests[kind])), lambda: bench.load(peer, 64, body))
+            results[f"small_{kind}_over_{peer}"] = ratio(pairs, "requests_per_s")
+            results[f"small_{kind}_{peer}_per_s"] = middle([b for _, b in pairs], "requests_per_s")
 
 
 def idle(bench, results):

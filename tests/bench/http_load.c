@@ -105,12 +105,16 @@ static _Noreturn void run_sink(int port, uint64_t bytes) {
 
 /* ---- Clients ----------------------------------------------------------------------------------*/
 
-/* The head, then `bytes` zeros; until the first byte of the answer. */
+/* The head, then `bytes` bytes of FP32 numbers of 4.4e-5, probabilities of some 32,768 classes;
+ * until the first byte of the answer. */
 static int run_stream(int port, uint64_t bytes, const char *head, size_t head_bytes) {
-    char *piece = calloc(1, PIECE_BYTES), reply[4096];
+    char *piece = malloc(PIECE_BYTES), reply[4096];
+    if (!piece)
+        fail("memory");
+    memset(piece, 0x38, PIECE_BYTES);
     int fd = dial(port);
     uint64_t begun = now_ns();
-    if (!piece || send(fd, head, head_bytes, MSG_NOSIGNAL) != (ssize_t)head_bytes)
+    if (send(fd, head, head_bytes, MSG_NOSIGNAL) != (ssize_t)head_bytes)
         fail("send");
     for (uint64_t left = bytes; left;) {
         ssize_t put = send(fd, piece, left < PIECE_BYTES ? left : PIECE_BYTES, MSG_NOSIGNAL);
@@ -135,14 +139,28 @@ struct peer {
     char reply[REPLY_BYTES_MAX];
 };
 
-/* Is the reply there as a whole? */
-static bool whole(const struct peer *peer) {
+/* The number in the header that says how long the body is, in large or in small letters; NULL:
+ * none. */
+static const char *body_length(const struct peer *peer, size_t headers) {
+    static const char *const names[] = {"\r\nContent-Length: ", "\r\ncontent-length: "};
+    for (int i = 0; i < 2; i++) {
+        const char *found = memmem(peer->reply, headers, names[i], strlen(names[i]));
+        if (found)
+            return found + strlen(names[i]);
+    }
+    return NULL;
+}
+
+/* The status of the reply that is there as a whole; 0: not yet. */
+static int status_of(const struct peer *peer) {
     const char *end = memmem(peer->reply, peer->have, "\r\n\r\n", 4);
-    const char *length = end ? memmem(peer->reply, peer->have, "Content-Length: ", 16) : NULL;
-    if (end && strncmp(peer->reply, "HTTP/1.1 200", 12) != 0)
-        fail("a reply that is not 200");
-    return length &&
-           peer->have >= (size_t)(end + 4 - peer->reply) + strtoull(length + 16, NULL, 10);
+    size_t headers = end ? (size_t)(end - peer->reply) : 0;
+    const char *length = end ? body_length(peer, headers) : NULL;
+    if (end && !length)
+        fail("a reply without Content-Length");
+    if (!end || peer->have < headers + 4 + strtoull(length, NULL, 10))
+        return 0;
+    return atoi(peer->reply + strlen("HTTP/1.1 "));
 }
 
 static void ask(struct peer *peer, const char *request, size_t bytes) {
@@ -182,8 +200,11 @@ static int run_load(int port, int connections, double seconds, const char *reque
             if (got <= 0)
                 fail("recv");
             peer->have += (size_t)got;
-            if (!whole(peer))
+            int status = status_of(peer);
+            if (!status)
                 continue;
+            if (status != 200)
+                fail("a reply that is not 200");
             took_us[count++] = (uint32_t)((now_ns() - peer->asked_ns) / 1000);
             ask(peer, request, bytes);
         }
@@ -226,15 +247,6 @@ struct flood {
 static void note(struct tally *tally, uint64_t asked_ns) {
     if (tally->count < LATENCIES_MAX)
         tally->took_us[tally->count++] = (uint32_t)((now_ns() - asked_ns) / 1000);
-}
-
-/* The status of the reply that is there as a whole; 0: not yet. */
-static int status_of(const struct peer *peer) {
-    const char *end = memmem(peer->reply, peer->have, "\r\n\r\n", 4);
-    const char *length = end ? memmem(peer->reply, peer->have, "Content-Length: ", 16) : NULL;
-    if (!length || peer->have < (size_t)(end + 4 - peer->reply) + strtoull(length + 16, NULL, 10))
-        return 0;
-    return atoi(peer->reply + strlen("HTTP/1.1 "));
 }
 
 static void open_peer(struct flood *flood, struct peer *peer) {

@@ -61,8 +61,8 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def post(headers, data, length=None):
-    lines = ["POST /v2/models/kl_div/infer HTTP/1.1", "Host: localhost", f"Content-Length: {length or len(data)}"]
+def post(headers, data, length=None, path="/v2/models/kl_div/infer"):
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {length or len(data)}"]
     return "\r\n".join(lines + [f"{k}: {v}" for k, v in headers.items()] + ["", ""]).encode() + data
 
 
