@@ -91,7 +91,8 @@ def rows_of_http():
     fresh = got["upload_1gib_pieces_fresh"]
     ms = {key: f"p99 {one['p99_us'] / 1e3:.1f} ms" for key, one in {**small, "idle": idle}.items()}
     rate = {key: f"{one['requests_per_s']:,}" for key, one in small.items()}
-    peers = " and ".join(f"{got[f'small_{kind}_over_aiohttp_torch']:.1f}" for kind in ("json", "binary"))
+    aiohttp, fastapi = (" and ".join(f"{got[f'small_{kind}_over_{peer}_torch']:.1f}" for kind in ("json", "binary"))
+                        for peer in ("aiohttp", "fastapi"))
     return [
         f"| small JSON, 64 connections | {rate['json_64']} a second, {ms['json_64']} "
         f"| {small['json_64']['of_hello']:.3f} of a bare libmicrohttpd \"hello\" | 0.5 |",
@@ -99,13 +100,14 @@ def rows_of_http():
         f"| {small['binary_64']['of_hello']:.3f} of it | 0.5 |",
         f"| small JSON, binary, one connection | {rate['json_1']}, {rate['binary_1']} a second "
         f"| {small['json_1']['of_hello']:.2f}, {small['binary_1']['of_hello']:.2f} of it | 0.5 |",
-        f"| the same, 64 connections | | {peers} times aiohttp with PyTorch | 10 |",
+        f"| the same, 64 connections | | {fastapi} times FastAPI with PyTorch, {aiohttp} times aiohttp with it | 10, either |",
         f"| 64 connections beside 2,000 idle ones | {ms['idle']} | {idle['of_rate_without']:.2f} of the rate without | 1 |",
         f"| upload of 1 GiB into staging | {whole['sent_gb_per_s']:.1f} GB/s | {whole['of_tcp']:.2f} of a plain TCP stream | 0.7 |",
         f"| the same piece by piece | {pieces['sent_gb_per_s']:.1f} GB/s | {pieces['of_tcp']:.2f} of it | 0.7 |",
         f"| piece by piece into memory that no request has just left | {fresh['sent_gb_per_s']:.1f} GB/s | {fresh['of_tcp']:.2f} of it | 0.7 |",
         f"| 1 GiB to the answer | {whole['answered_s']:.2f} s "
-        f"| {got['answer_1gib_over_aiohttp_torch']:.0f} times as fast as aiohttp with PyTorch | 1.5 |",
+        f"| {got['answer_1gib_over_fastapi_torch']:.0f} times as fast as FastAPI with PyTorch, "
+        f"{got['answer_1gib_over_aiohttp_torch']:.0f} times aiohttp with it | 1.5 |",
     ]
 
 
