@@ -83,18 +83,10 @@ class _device_nothing:
         pass
 
 
-class Calls(list):
-    """Of libkld; `passed`: the numbers that its fences have reached."""
-
-    def __init__(self):
-        super().__init__()
-        self.passed = set()
-
-
 @pytest.fixture
 def world(monkeypatch):
     """-> devices, driver, gpu, calls of libkld"""
-    driver, calls = Driver(), Calls()
+    driver, calls = Driver(), []
     gpu = Gpu(driver)
     monkeypatch.setenv("KLD_DONE", "event")
 
@@ -104,12 +96,9 @@ def world(monkeypatch):
             arguments[-1]._obj.backend, arguments[-1]._obj.streams_max = b"cuda", 4
         elif name.startswith("kld_region_import"):
             arguments[-1]._obj.value = len(calls)
-        elif name == "kld_fence_create":
-            arguments[1]._obj.value, arguments[2]._obj.value = 4096 * len(calls), len(calls)
 
     library = types.SimpleNamespace(kld_region_drop=lambda region: calls.append(("drop", region.value)),
-                                    kld_event_drop=lambda event: calls.append(("event drop",)),
-                                    kld_fence_passed=lambda fence, number: number in calls.passed)
+                                    kld_event_drop=lambda event: calls.append(("event drop",)))
     monkeypatch.setattr(_cuda, "driver", lambda: driver)
     monkeypatch.setattr(_cuda, "gpu", lambda ordinal: gpu)
     monkeypatch.setattr(_library, "call", call)
@@ -261,78 +250,6 @@ def test_an_idle_server_that_was_replaced_is_asked_again(world):
     with pytest.raises(ConnectionError):
         devices.run(call, call.where)
     assert call.submitted == before + 1
-
-
-def test_fences_are_those_of_streams(world, monkeypatch):
-    monkeypatch.setenv("KLD_DONE", "fence")
-    devices, driver, gpu, calls = world
-    devices.check(gpu)
-    for number in range(10):
-        call = request(devices, gpu, stream=number)
-        call.result.fence_number = 100 + number
-        devices.run(call, call.where)
-    assert names(calls).count("kld_fence_create") == 4 and "kld_event_create" not in names(calls)
-    assert [one[0] for one in gpu.said if one[0] in ("record", "wait", "wait_value")] == ["record", "wait_value"] * 10
-    assert [(one[1], one[3]) for one in gpu.said if one[0] == "wait_value"] == [(i, 100 + i) for i in range(10)]
-    pinned = [one[1:] for one in gpu.said if one[0] == "map_host"]
-    assert len(pinned) == 4 and all(address and size == 4096 for address, size in pinned)
-    devices.unpin()
-    assert sorted(one[1] for one in gpu.said if one[0] == "unmap_host") == sorted(address for address, _ in pinned)
-    devices.unpin()
-    devices.end()
-    assert sum(one[0] == "unmap_host" for one in gpu.said) == 4
-
-
-@pytest.mark.parametrize("computed", [True, False])
-def test_what_the_fences_of_a_lost_server_say(world, monkeypatch, computed):
-    """Where all that was answered early had been computed, the request is made again; else its caller is told."""
-    monkeypatch.setenv("KLD_DONE", "fence")
-    devices, driver, gpu, calls = world
-    call = request(devices, gpu)
-    devices.run(call, call.where)
-    failures = [kld.KldConnectionError(kld.Status.DEVICE_LOST, "lost")]
-
-    def submit():
-        call.submitted += 1
-        if failures:
-            raise failures.pop()
-    call.submit = submit
-    if computed:
-        calls.passed.add(7)
-        devices.run(call, call.where)
-    else:
-        with pytest.raises(ConnectionError):
-            devices.run(call, call.where)
-    assert call.submitted == 2 + computed
-    assert [one[0] for one in gpu.said].count("unmap_host") == 1 and names(calls).count("event drop") == 3
-    assert names(calls).count("kld_fence_create") == 1 + computed
-
-
-@pytest.mark.parametrize("status", ["UNIMPLEMENTED", "TOO_LARGE", "NO_MEMORY"])
-def test_where_there_are_no_fences_events_will_do(world, monkeypatch, status):
-    monkeypatch.setenv("KLD_DONE", "fence")
-    devices, driver, gpu, calls = world
-    real = _library.call
-
-    def call_refused(name, *arguments):
-        if name == "kld_fence_create":
-            calls.append((name,))
-            raise kld.KldError(kld.Status[status], "none here")
-        real(name, *arguments)
-    monkeypatch.setattr(_library, "call", call_refused)
-    for _ in range(6):
-        call = request(devices, gpu)
-        devices.run(call, call.where)
-    assert names(calls).count("kld_fence_create") == 1 and names(calls).count("kld_event_create") == _device.PAIRS
-    assert [one[0] for one in gpu.said if one[0] in ("wait", "wait_value")] == ["wait"] * 6
-
-
-def test_what_is_waited_for_is_chosen_by_name(world, monkeypatch):
-    monkeypatch.setenv("KLD_DONE", "neither")
-    devices, driver, gpu, calls = world
-    call = request(devices, gpu)
-    with pytest.raises(ValueError, match="KLD_DONE in the environment is 'neither'; expected fence or event"):
-        devices.run(call, call.where)
 
 
 @pytest.mark.skipif(not shutil.which("ptxas") and not shutil.which("/usr/local/cuda/bin/ptxas"),

@@ -316,7 +316,11 @@ class Connection:
 
     def close(self) -> None:
         """No requests from here on. Arrays stay valid. May be called twice, and waits for the request of
-        another thread. From a signal handler that came into a request of this thread: at that request's end."""
+        another thread. From a signal handler that came into a request of this thread: at that request's end.
+
+        With KLD_DONE=fence it also waits until the streams on a GPU have gone past the last result that they wait for:
+        for no more of what is enqueued, and for a server only as long as it answers. Behind one that does not, they
+        go on without the results, with a RuntimeWarning. Ctrl-C ends the wait; the connection is open then."""
         if os.getpid() != self._process:
             return  # the parent's; its lock may be taken for ever here
         if self._is_mine():
@@ -332,12 +336,13 @@ class Connection:
 
     def _end(self) -> None:
         """Under the lock."""
-        end, nothing = _library.library().kld_close, c.c_void_p()
+        end, nothing, may_end = _library.library().kld_close, c.c_void_p(), True
+        if self._handle and self._gpus is not None:
+            may_end = self._gpus.unpin()
         handle, self._handle = self._handle, nothing
         if handle:
-            if self._gpus is not None:
-                self._gpus.unpin()
-            end(handle)  # waits for what local: still computes
+            if may_end:
+                end(handle)  # waits for what local: still computes
             self._held, self._pending[0].value = None, 0
             self._memory.end()
             self._published.clear()

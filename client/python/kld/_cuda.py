@@ -17,7 +17,12 @@ from ._errors import KldError, KldUnsupportedError, Status
 
 HANDLE_BYTES = 64
 _POSIX_FD = 1
-_INTERPROCESS = 6  # CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS
+_LOCAL, _INTERPROCESS = 2, 6  # CU_EVENT_DISABLE_TIMING, with it CU_EVENT_INTERPROCESS
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_NOT_READY = 600
+# CUDA_SUCCESS, DEINITIALIZED, CONTEXT_IS_DESTROYED: nothing runs, and in a context that went nothing is pinned
+_ENDED = (0, 4, 709)
+_UNPINNED = (*_ENDED, 713)  # HOST_MEMORY_NOT_REGISTERED
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 _PINNED = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
 # CU_POINTER_ATTRIBUTE_: MEMORY_TYPE, BUFFER_ID, DEVICE_ORDINAL, IS_LEGACY_CUDA_IPC_CAPABLE,
@@ -41,6 +46,10 @@ class Allocation(NamedTuple):
     has_handle: bool  #: a cudaIpcMemHandle_t can be had
 
 
+def failed(name: str, status: int) -> KldError:
+    return KldError(Status.INTERNAL, f"{name}: {_NAMES.get(status, 'failed')} (CUDA error {status})")
+
+
 class Driver:
     """libcuda.so.1. Errors are KldError."""
 
@@ -58,7 +67,7 @@ class Driver:
     def call(self, name: str, *arguments: Any) -> None:
         status = getattr(self.library, name)(*arguments)
         if status:
-            raise KldError(Status.INTERNAL, f"{name}: {_NAMES.get(status, 'failed')} (CUDA error {status})")
+            raise failed(name, status)
 
     def look_up(self, address: int) -> Optional[Allocation]:
         """None: not memory of a GPU."""
@@ -147,6 +156,7 @@ class Gpu:
         self.driver.call("cuDeviceGetUuid", uuid, device)
         self.driver.call("cuDevicePrimaryCtxRetain", c.byref(context), device)
         self.uuid = bytes(uuid)
+        self.has_waited = False  # for a value: it can
         self._context = int(context.value or 0)
         self._kernels: Dict[str, c.c_void_p] = {}
         self._module = c.c_void_p()
@@ -163,6 +173,11 @@ class Gpu:
         self.driver.call("cuIpcGetEventHandle", c.byref(handle), event)
         return event, bytes(handle.bytes)
 
+    def local_event(self) -> c.c_void_p:
+        event = c.c_void_p()
+        self.driver.call("cuEventCreate", c.byref(event), c.c_uint(_LOCAL))
+        return event
+
     def open_event(self, handle: bytes) -> c.c_void_p:
         event = c.c_void_p()
         self.driver.call("cuIpcOpenEventHandle", c.byref(event), _Handle.from_buffer_copy(handle))
@@ -177,29 +192,57 @@ class Gpu:
     def wait(self, stream: int, event: c.c_void_p) -> None:
         self.driver.call("cuStreamWaitEvent", stream, event, 0)
 
-    @property
-    def waits_for_values(self) -> bool:
-        return hasattr(self.driver.library, "cuStreamWaitValue32_v2")
-
     def wait_value(self, stream: int, at: int, number: int) -> None:
         """Until the word at this address of the device has reached the number, as a signed difference."""
         self.driver.call("cuStreamWaitValue32_v2", stream, at, number, 0)
 
-    def map_host(self, address: int, size: int) -> int:
-        """Pins memory of the host; its address on the device."""
-        at = c.c_uint64()
-        self.driver.call("cuMemHostRegister_v2", c.c_void_p(address), c.c_size_t(size), c.c_uint(_PINNED))
+    def try_to_wait(self, at: int) -> c.c_void_p:
+        """On a stream made for it, for the word there to be 0, which it is; an event behind that wait. Raises
+        where this driver or device cannot, which its symbols do not tell."""
+        if not hasattr(self.driver.library, "cuStreamWaitValue32_v2"):
+            raise KldUnsupportedError(Status.UNIMPLEMENTED, "this driver has no cuStreamWaitValue32()")
+        stream, event = c.c_void_p(), self.local_event()
         try:
-            self.driver.call("cuMemHostGetDevicePointer_v2", c.byref(at), c.c_void_p(address), c.c_uint(0))
-        except KldError:
-            self.driver.library.cuMemHostUnregister(c.c_void_p(address))
-            raise
+            self.driver.call("cuStreamCreate", c.byref(stream), c.c_uint(_NON_BLOCKING))
+            self.wait_value(stream.value or 0, at, 0)
+            self.record(event, stream.value or 0)
+        except KldError as error:
+            self.driver.library.cuStreamSynchronize(stream)
+            self.close_event(event)
+            raise KldUnsupportedError(Status.UNIMPLEMENTED, f"streams here cannot wait for values: {error}") from None
+        finally:
+            if stream:
+                self.driver.library.cuStreamDestroy_v2(stream)
+        self.has_waited = True
+        return event
+
+    def pin_host(self, address: int, size: int) -> None:
+        """Memory of the host, for the device to see."""
+        self.driver.call("cuMemHostRegister_v2", c.c_void_p(address), c.c_size_t(size), c.c_uint(_PINNED))
+
+    def address_of_host(self, address: int) -> int:
+        """On the device."""
+        at = c.c_uint64()
+        self.driver.call("cuMemHostGetDevicePointer_v2", c.byref(at), c.c_void_p(address), c.c_uint(0))
         return int(at.value)
 
-    def unmap_host(self, address: int) -> None:
-        """When nothing on the device waits for it: for all that is enqueued."""
-        self.driver.library.cuCtxSynchronize()
-        self.driver.library.cuMemHostUnregister(c.c_void_p(address))
+    def unpin_host(self, address: int) -> None:
+        """When nothing on the device waits for it. Raises where it may be pinned yet."""
+        status = self.driver.library.cuMemHostUnregister(c.c_void_p(address))
+        if status not in _UNPINNED:
+            raise failed("cuMemHostUnregister", status)
+
+    def has_come_to(self, event: c.c_void_p) -> bool:
+        """As has_passed(), and raises where nobody can tell."""
+        status = self.driver.library.cuEventQuery(event)
+        if status not in (0, _NOT_READY):
+            raise failed("cuEventQuery", status)
+        return bool(status == 0)
+
+    def finish_all(self) -> None:
+        status = self.driver.library.cuCtxSynchronize()
+        if status not in _ENDED:
+            raise failed("cuCtxSynchronize", status)
 
     def has_passed(self, event: c.c_void_p) -> bool:
         return bool(self.driver.library.cuEventQuery(event) == 0)

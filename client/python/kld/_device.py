@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ._connection import Connection
     from ._request import Call, View
 
-PAIRS = 4  # of events, ready and done, in turns
+PAIRS = _done.PAIRS
 LOCAL_STREAMS_MAX = 128
 SWEEP_SECONDS = 1.0
 BOUNCE_BYTES_MIN = 2 << 20
@@ -292,7 +292,7 @@ class Devices:
         except KldConnectionError as error:
             if error.status != Status.DEVICE_LOST:
                 raise
-            self._dones.unpin()  # nothing comes any more behind this
+            self._dones.settle()
             idle = self._dones.have_passed()
             self._dones.drop()
             while self._ready:
@@ -303,9 +303,9 @@ class Devices:
         done.wait(where.stream, call)
         return False
 
-    def unpin(self) -> None:
-        """Before kld_close()."""
-        self._dones.unpin()
+    def unpin(self) -> bool:
+        """Before kld_close(). False: it is not to be called."""
+        return self._dones.unpin(self._connection._handle)
 
     def end(self) -> None:
         """Behind kld_close(), which released regions and events."""
