@@ -2,6 +2,7 @@
 back end with a torch that has one, without MPS, where a killed process takes no other's context along."""
 import os
 import signal
+import time
 
 import pytest
 
@@ -114,3 +115,25 @@ def test_a_server_that_shuts_down_ends_what_it_has(run):
     torch.cuda.synchronize()
     assert one.is_right()
     replaced()
+
+
+def test_close_waits_for_the_results_that_streams_wait_for(run):
+    """Also with a worker that stands still: its device has the work. What another stream does meanwhile is none of them; how
+    long that holds close() up is the driver's, when it lets go of the page."""
+    what, server, one = run
+    if what == "event":
+        pytest.skip("close() does not wait for events")
+    worker, other = server.child("worker"), torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(4_000_000_000)  # two seconds
+    torch.cuda._sleep(500_000_000)
+    one.step()
+    began = time.monotonic()
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        one.connection.close()
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    print(f"close() took {time.monotonic() - began:.3f} s, another stream {'is done' if other.query() else 'has more'}")
+    torch.cuda.synchronize()
+    assert one.is_right()
