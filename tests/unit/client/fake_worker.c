@@ -193,17 +193,21 @@ static int due(atomic_int *countdown) { return *countdown > 0 && --*countdown ==
 /* 0: the connection ends here. */
 static int submit_received(struct fake_worker *worker, struct fake_client *client,
                            const struct kld_frame_submit *submit) {
+    /* What the test set is read before it can see that the request is here, and set something else
+     * for the next. */
+    int dies = due(&worker->die_at_submit), lost = !dies && due(&worker->lost_at_submit);
+    int leaves = !dies && due(&worker->leave_at_submit), hold = worker->hold;
+    int poison = worker->poison_rows;
     worker->submits++;
     worker->traced += worker->last_trace.target == submit->header.request;
     worker->early += submit->flags & KLD_SUBMIT_EARLY ? 1 : 0;
-    if (due(&worker->die_at_submit)) {
+    if (dies) {
         worker->mute = 0;
         return 0;
     }
-    int poison = worker->poison_rows;
-    if (due(&worker->lost_at_submit) || (poison && submit->shape[0] == (uint64_t)poison))
+    if (lost || (poison && submit->shape[0] == (uint64_t)poison))
         client->device_lost = 1;
-    if (due(&worker->leave_at_submit))
+    if (leaves)
         client->leaving = 1;
     if (client->device_lost)
         reply_error(client, submit->header.request, KLD_DEVICE_LOST);
@@ -211,7 +215,7 @@ static int submit_received(struct fake_worker *worker, struct fake_client *clien
         reply_error(client, submit->header.request, KLD_UNAVAILABLE);
     else if (due(&worker->busy_at_submit))
         reply_error(client, submit->header.request, KLD_BUSY);
-    else if (worker->hold && client->held_count < 64)
+    else if (hold && client->held_count < 64)
         client->held[client->held_count++] = (struct fake_held){{.as_SUBMIT = *submit}, 0};
     else
         submit_done(client, submit, !worker->mute);
@@ -260,11 +264,12 @@ static void release_held(struct fake_client *client) {
 
 static void copy_received(struct fake_worker *worker, struct fake_client *client,
                           const struct kld_frame_copy *frame) {
-    worker->copies++;
-    if (worker->hold && worker->linger && client->held_count < 64)
+    int keep = worker->hold && worker->linger && client->held_count < 64, mute = worker->mute;
+    worker->copies++; /* as with submits */
+    if (keep)
         client->held[client->held_count++] = (struct fake_held){{.as_COPY = *frame}, 0};
     else
-        copy(client, frame, !worker->mute);
+        copy(client, frame, !mute);
 }
 
 static void hello(struct fake_worker *worker, struct fake_client *client, uint64_t request) {
