@@ -83,13 +83,24 @@ static bool is_slow(const struct kld_watch *watch, struct kld_watched *watched) 
     return false;
 }
 
+/* Where bytes lie in the socket that nobody reads for now, the end lies behind them. */
+static bool has_ended_behind_bytes(int fd) {
+    struct tcp_info info = {.tcpi_state = TCP_ESTABLISHED};
+    socklen_t size = sizeof info;
+    return getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 &&
+           info.tcpi_state != TCP_ESTABLISHED;
+}
+
 /* While we send, MHD finds out by itself. Who closed only his side of the connection and waits for
  * a long answer is taken for gone, too: there is no telling. */
 static bool has_gone(const struct kld_watched *watched) {
+    enum kld_phase phase = phase_of(watched);
     char unused;
-    if (phase_of(watched) == KLD_PHASE_SENDING)
+    if (phase == KLD_PHASE_SENDING)
         return false;
     ssize_t got = recv(watched->fd, &unused, 1, MSG_PEEK | MSG_DONTWAIT);
+    if (got > 0)
+        return phase == KLD_PHASE_COMPUTING && has_ended_behind_bytes(watched->fd);
     return got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
 }
 

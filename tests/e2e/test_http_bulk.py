@@ -257,6 +257,28 @@ def filled(server, q):
 FULL = {"staging_bytes_max": "640K", "staging_request_bytes_max": "320K"}
 
 
+def test_who_waits_and_leaves_is_noticed_behind_unread_bytes(make_server):
+    """A body that waits for staging lies in the socket, where the end of the connection is behind it."""
+    server = make_server(http_deadline_ms=60000, **FULL)
+    q = probabilities((100, 300), 24)
+    first, second = filled(server, q)
+    headers, data = oip.body({"predictions": q, "targets": q})
+    host, port = server.address.rsplit(":", 1)
+    head = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n" + \
+        "".join(f"{k}: {v}\r\n" for k, v in headers.items()) + "\r\n"
+    third = socket.create_connection((host, int(port)), 60)
+    third.sendall(head.encode() + data[:50000])  # no more than the socket takes: else the end comes behind what is not sent
+    wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 3, what="the third")
+    time.sleep(1)
+    assert server.metrics()["kld_http_requests_in_flight"] == 3  # for it is there
+    third.close()
+    wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 2, 10, "the end of the third")
+    for one in (first, second):
+        one.sendall(data[-1:])
+        assert one.recv(12) == b"HTTP/1.1 200"
+        one.close()
+
+
 def test_nobody_overtakes_those_who_wait(make_server):
     """However little a newcomer wants, and whichever loop he came to."""
     server = make_server(http_threads=2, **FULL)
