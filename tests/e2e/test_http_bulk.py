@@ -241,15 +241,19 @@ def test_a_deadline_behind_one_who_waits_longer(make_server):
     assert [reply[0] for reply in replies] == [200] * 3
 
 
+def head_of(headers, data):
+    lines = [f"POST {INFER} HTTP/1.1", "Host: localhost", f"Content-Length: {len(data)}"]
+    return "\r\n".join(lines + [f"{k}: {v}" for k, v in headers.items()] + ["", ""]).encode()
+
+
 def filled(server, q):
     """Two connections that hold nearly all of 640 KiB and send no more."""
     headers, data = oip.body({"predictions": q, "targets": q})
     host, port = server.address.rsplit(":", 1)
-    head = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n" + \
-        "".join(f"{k}: {v}\r\n" for k, v in headers.items()) + "\r\n"
+    head = head_of(headers, data)
     connections = [socket.create_connection((host, int(port)), 60) for _ in range(2)]
     for one in connections:
-        one.sendall(head.encode() + data[:-1])
+        one.sendall(head + data[:-1])
     wait_until(lambda: server.metrics()["kld_staging_bytes"] > 480000, what="full staging")
     return connections
 
@@ -264,10 +268,9 @@ def test_who_waits_and_leaves_is_noticed_behind_unread_bytes(make_server):
     first, second = filled(server, q)
     headers, data = oip.body({"predictions": q, "targets": q})
     host, port = server.address.rsplit(":", 1)
-    head = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n" + \
-        "".join(f"{k}: {v}\r\n" for k, v in headers.items()) + "\r\n"
+    head = head_of(headers, data)
     third = socket.create_connection((host, int(port)), 60)
-    third.sendall(head.encode() + data[:50000])  # no more than the socket takes: else the end comes behind what is not sent
+    third.sendall(head + data[:50000])  # no more than the socket takes: else the end comes behind what is not sent
     wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 3, what="the third")
     time.sleep(1)
     assert server.metrics()["kld_http_requests_in_flight"] == 3  # for it is there
@@ -431,11 +434,10 @@ def test_clients_that_leave(make_server):
     wait_until(lambda: server.metrics()["kld_http_connections"] == 1, what="one connection")
     base = fds_of(server.child("gateway"))
     host, port = server.address.rsplit(":", 1)
-    head = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n" + \
-        "".join(f"{k}: {v}\r\n" for k, v in headers.items()) + "\r\n"
+    head = head_of(headers, data)
     for part, taken in [(0.1, 0), (0.5, 0), (0.99, 0), (1, 0), (1, 1), (1, 100000)] * 3:
         with socket.create_connection((host, int(port)), 60) as connection:
-            connection.sendall(head.encode() + data[:int(part * len(data))])
+            connection.sendall(head + data[:int(part * len(data))])
             if taken:
                 assert connection.recv(taken)
     wait_until(lambda: clean(server, base), 20, "a clean server")
