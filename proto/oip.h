@@ -22,7 +22,7 @@
 #define KLD_OIP_PLATFORM "kld_native"
 #define KLD_OIP_INPUTS_MAX 5
 #define KLD_OIP_OUTPUTS_MAX 4
-#define KLD_OIP_NAME_MAX 128 /* bytes of a region's name, NUL included */
+#define KLD_OIP_NAME_MAX 128 /* bytes of a region's or a stored tensor's name, NUL included */
 #define KLD_OIP_KEY_MAX 256  /* bytes of a region's key, NUL included */
 #define KLD_OIP_ID_MAX 257   /* bytes of a request's id, NUL included */
 
@@ -108,6 +108,10 @@ struct kld_oip_text {
 
 void kld_oip_append(struct kld_oip_text *text, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
+/* Is this a name for a region or a stored tensor, `what`: UTF-8 of 1 to KLD_OIP_NAME_MAX - 1 bytes?
+ * JSON, in which it is listed and asked for, has no other. */
+enum kld_status kld_oip_check_name(const char *name, const char *what, struct kld_error *err);
+
 /* As a JSON string with its quotes. Bytes that are not UTF-8 become '?'. */
 void kld_oip_append_string(struct kld_oip_text *text, const char *string);
 /* {"error": "..."} */

@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "proto/utf8.h"
+
 /* Where in the document a value is, as far as finding inputs[i].data needs it. */
 enum path { AT_ROOT, AT_INPUTS, AT_INPUT, AT_DATA, AT_OTHER };
 
@@ -43,32 +45,6 @@ static void skip_digits(struct scan *scan) {
     while (at < end && *at >= '0' && *at <= '9')
         at++;
     scan->at = at;
-}
-
-/* One UTF-8 sequence of two to four bytes: shortest form, no surrogate, at most U+10FFFF. */
-static bool utf8_sequence(struct scan *scan) {
-    const unsigned char *s = (const unsigned char *)scan->at;
-    size_t left = (size_t)(scan->end - scan->at), length;
-    uint32_t code, least;
-    if (s[0] >= 0xc2 && s[0] <= 0xdf)
-        length = 2, code = s[0] & 0x1fu, least = 0x80;
-    else if ((s[0] & 0xf0) == 0xe0)
-        length = 3, code = s[0] & 0x0fu, least = 0x800;
-    else if (s[0] >= 0xf0 && s[0] <= 0xf4)
-        length = 4, code = s[0] & 0x07u, least = 0x10000;
-    else
-        return false;
-    if (left < length)
-        return false;
-    for (size_t i = 1; i < length; i++) {
-        if ((s[i] & 0xc0) != 0x80)
-            return false;
-        code = code << 6 | (s[i] & 0x3fu);
-    }
-    if (code < least || code > 0x10ffff || (code >= 0xd800 && code <= 0xdfff))
-        return false;
-    scan->at += length;
-    return true;
 }
 
 static bool hex4(struct scan *scan, uint32_t *ret_code) {
@@ -132,8 +108,11 @@ static enum kld_status string(struct scan *scan) {
                 return status;
         } else if (c < 0x80) {
             scan->at++;
-        } else if (!utf8_sequence(scan)) {
-            return fail(scan, "a byte that is not UTF-8");
+        } else {
+            size_t length = kld_utf8_sequence(scan->at, (size_t)(scan->end - scan->at));
+            if (!length)
+                return fail(scan, "a byte that is not UTF-8");
+            scan->at += length;
         }
     }
     return fail(scan, "a string without an end");

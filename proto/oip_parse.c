@@ -1,10 +1,11 @@
 /* oip_parse.c - the text of an infer request to struct kld_oip_request, anew or from what the last
- * one was. What the keys mean is in oip.c. No I/O; any thread. */
+ * one was; and what may be a name there. What the keys mean is in oip.c. No I/O; any thread. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "proto/oip.h"
 #include "proto/oip_json.h"
+#include "proto/utf8.h"
 
 static enum kld_status parse_skeleton(const char *skeleton, size_t bytes,
                                       const struct kld_json_span *spans,
@@ -51,4 +52,18 @@ enum kld_status kld_oip_parse(const char *text, size_t bytes, struct kld_oip_mem
     }
     free(skeleton);
     return status;
+}
+
+enum kld_status kld_oip_check_name(const char *name, const char *what, struct kld_error *err) {
+    size_t bytes = strnlen(name, KLD_OIP_NAME_MAX), at = 0, length = 0;
+    if (bytes == 0 || bytes == KLD_OIP_NAME_MAX)
+        return kld_error_set(err, KLD_INVALID, "the name of a %s has 1 to %d bytes", what,
+                             KLD_OIP_NAME_MAX - 1);
+    while (at < bytes && (length = kld_utf8_sequence(name + at, bytes - at)) > 0)
+        at += length;
+    return at == bytes ? KLD_OK
+                       : kld_error_set(err, KLD_INVALID,
+                                       "byte %zu of the name of a %s, 0x%02x, begins no UTF-8 "
+                                       "sequence; expected UTF-8",
+                                       at, what, (unsigned char)name[at]);
 }

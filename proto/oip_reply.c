@@ -9,6 +9,7 @@
 
 #include "proto/oip.h"
 #include "proto/oip_number.h"
+#include "proto/utf8.h"
 
 void kld_oip_append(struct kld_oip_text *text, const char *format, ...) {
     char small[512];
@@ -40,31 +41,18 @@ static void append_text(struct kld_oip_text *text, const char *literal) {
     append_bytes(text, literal, strlen(literal));
 }
 
-/* Length of the UTF-8 sequence at s, 1 for ASCII, 0 if it is none. */
-static size_t sequence(const unsigned char *s) {
-    size_t length = s[0] < 0x80                    ? 1
-                    : s[0] >= 0xc2 && s[0] <= 0xdf ? 2
-                    : s[0] >> 4 == 0xe             ? 3
-                    : s[0] >= 0xf0 && s[0] <= 0xf4 ? 4
-                                                   : 0;
-    for (size_t i = 1; i < length; i++)
-        if ((s[i] & 0xc0) != 0x80) /* also the terminating NUL */
-            return 0;
-    return length;
-}
-
 void kld_oip_append_string(struct kld_oip_text *text, const char *string) {
     append_text(text, "\"");
-    for (const unsigned char *s = (const unsigned char *)string; *s;) {
-        size_t length = sequence(s);
+    for (const char *s = string; *s;) {
+        size_t length = kld_utf8_sequence(s, strnlen(s, 4));
         if (length == 0)
             append_text(text, "?");
         else if (*s == '"' || *s == '\\')
             kld_oip_append(text, "\\%c", *s);
-        else if (*s < 0x20)
-            kld_oip_append(text, "\\u%04x", *s);
+        else if ((unsigned char)*s < 0x20)
+            kld_oip_append(text, "\\u%04x", (unsigned)*s);
         else
-            append_bytes(text, (const char *)s, length);
+            append_bytes(text, s, length);
         s += length ? length : 1;
     }
     append_text(text, "\"");

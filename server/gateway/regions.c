@@ -123,11 +123,10 @@ static enum kld_status check(const struct kld_regions *regions, const struct kld
 
 enum kld_status kld_regions_name(struct kld_registered *wanted, const char *name,
                                  struct kld_error *err) {
-    if (!*name || strlen(name) >= sizeof wanted->name)
-        return kld_error_set(err, KLD_INVALID, "the name of a region has 1 to %zu bytes",
-                             sizeof wanted->name - 1);
-    strcpy(wanted->name, name);
-    return KLD_OK;
+    enum kld_status status = kld_oip_check_name(name, "region", err);
+    if (!status)
+        strcpy(wanted->name, name);
+    return status;
 }
 
 bool kld_regions_drop_left(struct kld_regions *regions, uv_loop_t *loop) {

@@ -301,9 +301,8 @@ static enum kld_status start(struct upload *upload, const char *name, struct kld
                              "%" PRIu64 " HTTP requests are in flight, the most allowed; try again",
                              gateway->config->http_requests_max);
     }
-    if (strlen(name) >= sizeof wanted.name)
-        return kld_error_set(err, KLD_INVALID, "the name of a tensor has 1 to %zu bytes",
-                             sizeof wanted.name - 1);
+    if ((status = kld_oip_check_name(name, "tensor", err)))
+        return status;
     strcpy(wanted.name, name);
     if ((status = kld_auth_take_request(gateway->auth, upload->caller, err)))
         return status;

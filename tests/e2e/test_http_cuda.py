@@ -92,6 +92,8 @@ def test_bad_bodies(plain, change, part):
 def test_bad_names(plain):
     status, error = register(plain, "x" * 128, GOOD)
     assert status == 400 and "name" in error
+    status, error = register(plain, "a%cd", GOOD)
+    assert status == 400 and "UTF-8" in error
     assert plain.request(f"{PATH}/region//register", b"{}")[0] == 404
     for body in (b"", b"[]", b"{", b"null"):
         assert plain.request(f"{PATH}/region/a/register", body, method="POST")[0] == 400

@@ -176,6 +176,16 @@ def test_bad_uploads(server, tail, data, status, part):
     assert packed[0] == 415
 
 
+@pytest.mark.parametrize("name", ["a%cd", "%ff", "a%e0%80%80", "%ed%a0%80"])
+def test_names_are_text(server, name):
+    """Listings and requests are JSON, which could not name it."""
+    status, reply = put(server, name, np.zeros((2, 3), "<f4"))
+    assert status == 400 and "UTF-8" in reply["error"], reply
+    assert put(server, "%c3%a4%20%e2%82%ac", np.zeros((2, 3), "<f4"))[0] == 200
+    assert "ä €" in [one["name"] for one in listed(server)]
+    assert server.request(PATH + "%c3%a4%20%e2%82%ac", method="DELETE")[0] == 200
+
+
 def test_limits(make_server, tmp_path):
     path = tmp_path / "tokens"
     path.write_text("".join(f"{n} {hashlib.sha256(n.encode()).hexdigest()} infer\n" for n in ("ann", "bob")))

@@ -389,9 +389,36 @@ START_TEST(the_same_text_with_other_numbers_is_the_same_request) {
 }
 END_TEST
 
+START_TEST(names_are_text) {
+    char longest[KLD_OIP_NAME_MAX + 1];
+    struct kld_error error;
+    memset(longest, 'n', sizeof longest);
+    longest[KLD_OIP_NAME_MAX] = 0;
+    ck_assert_int_eq(kld_oip_check_name(longest, "tensor", &error), KLD_INVALID);
+    ck_assert_str_eq(error.text, "the name of a tensor has 1 to 127 bytes");
+    longest[KLD_OIP_NAME_MAX - 1] = 0;
+    ck_assert_int_eq(kld_oip_check_name(longest, "tensor", &error), KLD_OK);
+    ck_assert_int_eq(kld_oip_check_name("", "region", &error), KLD_INVALID);
+    ck_assert_int_eq(
+        kld_oip_check_name("teacher/logits, \xc3\xa4\xe2\x82\xac \n", "region", &error), KLD_OK);
+    const char *const bad[] = {"ab\xcd", "ab\xff", "ab\xe0\x80\x80", "ab\xed\xa0\x80", "ab\xc3"};
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        ck_assert_int_eq(kld_oip_check_name(bad[i], "region", &error), KLD_INVALID);
+        ck_assert_ptr_nonnull(strstr(error.text, "byte 2 of the name of a region, 0x"));
+        ck_assert_ptr_nonnull(strstr(error.text, "expected UTF-8"));
+    }
+    /* What is no text anywhere else, in an error that repeats what a client sent, say. */
+    char buffer[64];
+    struct kld_oip_text text = {.data = buffer, .capacity = sizeof buffer};
+    kld_oip_append_string(&text, "\xe0\x80\x80\xc3\xa4\xed\xa0\x80\xf4\x90\x80\x80\xcd");
+    ck_assert_uint_eq(text.length, strlen("\"???\xc3\xa4????????\""));
+    ck_assert_int_eq(memcmp(text.data, "\"???\xc3\xa4????????\"", text.length), 0);
+}
+END_TEST
+
 UNIT_MAIN("proto/oip", a_plain_request_asks_for_the_loss, what_a_stock_client_sends_is_understood,
           what_is_wrong_is_refused_and_named, row_loss_comes_in_fp64_where_it_is_asked_for,
           data_is_flat_or_nested_as_the_shape_says, a_reply_is_json_whatever_the_numbers_are,
           the_longest_numbers_fit_the_announced_size, errors_are_json_even_if_a_text_was_cut,
           register_bodies, register_bodies_of_cuda_memory, json_that_is_not_tensor_data_is_bounded,
-          the_same_text_with_other_numbers_is_the_same_request)
+          the_same_text_with_other_numbers_is_the_same_request, names_are_text)
