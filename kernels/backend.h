@@ -175,7 +175,9 @@ struct kld_backend {
     /* A buffer of the device's pool; zeroed, so that no client reads what another left. */
     enum kld_status (*memory_alloc)(struct kld_device *device, uint64_t bytes,
                                     struct kld_memory **ret_memory, struct kld_error *err);
-    void (*memory_free)(struct kld_memory *memory); /* any of the above; NULL is allowed */
+    /* Any of the above; NULL is allowed. KLD_DEVICE_LOST: it could not be let go of, and the device
+     * is of no more use. */
+    enum kld_status (*memory_free)(struct kld_memory *memory);
 
     enum kld_status (*stream_open)(struct kld_device *device, struct kld_stream **ret_stream,
                                    struct kld_error *err);

@@ -78,7 +78,7 @@ enum kld_status kld_cpu_memory_import_fd(struct kld_device *device, int fd, uint
                                          struct kld_memory **ret_memory, struct kld_error *err);
 enum kld_status kld_cpu_memory_alloc(struct kld_device *device, uint64_t bytes,
                                      struct kld_memory **ret_memory, struct kld_error *err);
-void kld_cpu_memory_free(struct kld_memory *memory);
+enum kld_status kld_cpu_memory_free(struct kld_memory *memory);
 uint64_t kld_cpu_pool_bytes(struct kld_device *device);
 uint64_t kld_cpu_pool_allocations(struct kld_device *device);
 

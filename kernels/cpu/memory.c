@@ -132,9 +132,9 @@ enum kld_status kld_cpu_memory_alloc(struct kld_device *device, uint64_t bytes,
     return KLD_OK;
 }
 
-void kld_cpu_memory_free(struct kld_memory *head) {
+enum kld_status kld_cpu_memory_free(struct kld_memory *head) {
     if (!head)
-        return;
+        return KLD_OK;
     struct cpu_memory *memory = (struct cpu_memory *)head;
     struct cpu_device *device = (struct cpu_device *)head->device;
     pthread_mutex_lock(&device->lock);
@@ -149,6 +149,7 @@ void kld_cpu_memory_free(struct kld_memory *head) {
         munmap(memory->mapped, memory->mapped_bytes);
     atomic_fetch_sub(&device->pool_bytes, memory->pool_bytes);
     free(memory);
+    return KLD_OK;
 }
 
 uint64_t kld_cpu_pool_bytes(struct kld_device *device) {

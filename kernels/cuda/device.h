@@ -197,7 +197,7 @@ enum kld_status cuda_memory_import_ipc(struct kld_device *device, const uint8_t 
                                        struct kld_memory **ret_memory, struct kld_error *err);
 enum kld_status cuda_memory_alloc(struct kld_device *device, uint64_t bytes,
                                   struct kld_memory **ret_memory, struct kld_error *err);
-void cuda_memory_free(struct kld_memory *memory);
+enum kld_status cuda_memory_free(struct kld_memory *memory);
 uint64_t cuda_pool_bytes(struct kld_device *device);
 uint64_t cuda_pool_allocations(struct kld_device *device);
 enum kld_status cuda_measure_ceiling(struct kld_device *device, uint64_t bytes,

@@ -352,9 +352,10 @@ static bool unpin(struct cuda_device *device, const struct cuda_memory *memory) 
     return false;
 }
 
-void cuda_memory_free(struct kld_memory *base) {
+enum kld_status cuda_memory_free(struct kld_memory *base) {
+    enum kld_status status = KLD_OK;
     if (!base)
-        return;
+        return KLD_OK;
     struct cuda_memory *memory = (struct cuda_memory *)base;
     struct cuda_device *device = device_of(base->device);
     cudaSetDevice(device->ordinal);
@@ -362,6 +363,8 @@ void cuda_memory_free(struct kld_memory *base) {
     case CUDA_MAPPED:
         if (unpin(device, memory))
             munmap(memory->at, base->bytes);
+        else
+            status = KLD_DEVICE_LOST;
         break;
     case CUDA_IMPORTED:
         pthread_mutex_lock(&device->setup_mutex);
@@ -380,6 +383,7 @@ void cuda_memory_free(struct kld_memory *base) {
     }
     cudaGetLastError();
     free(memory);
+    return status;
 }
 
 /* ---- ceilings ---------------------------------------------------------------------------------

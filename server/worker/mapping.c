@@ -130,14 +130,16 @@ static void tell(const struct kld_mappings *mappings, int64_t bytes) {
         kld_stats_add(mappings->stats, KLD_STAT_pinned_bytes, bytes);
 }
 
-static void end(struct kld_mappings *mappings, struct kld_mapping *mapping) {
+static enum kld_status end(struct kld_mappings *mappings, struct kld_mapping *mapping) {
+    enum kld_status status = KLD_OK;
     if (mapping->state == MAPPED) {
-        mappings->backend->memory_free(mapping->memory);
+        status = mappings->backend->memory_free(mapping->memory);
         tell(mappings, -(int64_t)mapping->bytes);
     }
     if (mapping->fd >= 0)
         close(mapping->fd);
     free(mapping);
+    return status;
 }
 
 static void map(struct kld_mappings *mappings, struct kld_mapping *mapping, int fd) {
@@ -192,10 +194,9 @@ enum kld_status kld_mapping_acquire(struct kld_mappings *mappings, int fd, uint6
     return status;
 }
 
-void kld_mapping_release(struct kld_mappings *mappings, struct kld_mapping *mapping) {
+enum kld_status kld_mapping_release(struct kld_mappings *mappings, struct kld_mapping *mapping) {
     uv_mutex_lock(&mappings->mutex);
     bool last = drop(mappings, mapping);
     uv_mutex_unlock(&mappings->mutex);
-    if (last)
-        end(mappings, mapping);
+    return last ? end(mappings, mapping) : KLD_OK;
 }

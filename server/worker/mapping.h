@@ -47,6 +47,7 @@ enum kld_status kld_mapping_acquire(struct kld_mappings *mappings, int fd, uint6
                                     uint64_t shared_bytes_max, struct kld_mapping **ret_mapping,
                                     struct kld_memory **ret_memory, bool *ret_limited,
                                     struct kld_error *err);
-void kld_mapping_release(struct kld_mappings *mappings, struct kld_mapping *mapping);
+/* KLD_DEVICE_LOST: as memory_free() of the back end. */
+enum kld_status kld_mapping_release(struct kld_mappings *mappings, struct kld_mapping *mapping);
 
 #endif

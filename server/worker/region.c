@@ -209,10 +209,8 @@ static void add_work(uv_work_t *work) {
 static void remove_work(uv_work_t *work) {
     struct kld_region *region = work->data;
     struct kld_worker *worker = region->session->worker;
-    if (region->mapping)
-        kld_mapping_release(&worker->mappings, region->mapping);
-    else
-        worker->options.backend->memory_free(region->memory);
+    region->status = region->mapping ? kld_mapping_release(&worker->mappings, region->mapping)
+                                     : worker->options.backend->memory_free(region->memory);
 }
 
 static void task_ended(struct kld_session *session) {
@@ -224,8 +222,14 @@ static void task_ended(struct kld_session *session) {
 static void remove_after(uv_work_t *work, int cancelled) {
     struct kld_region *region = work->data;
     struct kld_session *session = region->session;
+    enum kld_status status = region->status;
     (void)cancelled; /* never asked for */
     forget(region);
+    if (status == KLD_DEVICE_LOST) { /* who asks next would be the first to be told */
+        struct kld_error error;
+        kld_error_set(&error, status, "the memory of a region could not be let go of");
+        kld_core_device_lost(session->worker, &error);
+    }
     task_ended(session);
 }
 

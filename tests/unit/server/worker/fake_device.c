@@ -213,9 +213,9 @@ static enum kld_status memory_import_ipc(struct kld_device *device, const uint8_
     return memory_new(device, bytes, ret_memory, err);
 }
 
-static void memory_free(struct kld_memory *memory) {
+static enum kld_status memory_free(struct kld_memory *memory) {
     if (!memory)
-        return;
+        return KLD_OK;
     struct fake_device *fake = fake_of(memory->device);
     if (atomic_load(&((struct fake_memory *)memory)->jobs) != 0)
         atomic_store(&fake->order_broken, 1);
@@ -223,6 +223,7 @@ static void memory_free(struct kld_memory *memory) {
     if (memory->host)
         munmap(memory->host, memory->bytes);
     free(memory);
+    return atomic_load(&fake->stays_pinned) ? KLD_DEVICE_LOST : KLD_OK;
 }
 
 static enum kld_status memory_import_fd(struct kld_device *device, int fd, uint64_t base_bytes,
