@@ -229,6 +229,39 @@ def test_keys_of_shared_memory(server, key):
     assert server.json("/v2/systemsharedmemory/status") == (200, [])
 
 
+def memfds_of(pid):
+    """Names of the memory that a process holds and that is in no folder."""
+    links = [os.readlink(entry) for entry in pathlib.Path(f"/proc/{pid}/fd").iterdir()]
+    return {link.removeprefix("/memfd:").removesuffix(" (deleted)") for link in links if link.startswith("/memfd:")}
+
+
+def test_keys_where_all_of_shared_memory_may_be_registered(make_server):
+    """It is not the prefix that keeps callers in this folder, nor them from what the server has for itself."""
+    server = make_server(shm_prefix="/")
+
+    def register_key(key):
+        return server.json("/v2/systemsharedmemory/region/r/register", {"key": key, "byte_size": 1})
+    for key in ("/", "//x", "/..", "/.", "//", "/../shm/x", "/a/b", "/./x", "/dev/shm" + PREFIX + "a", "/kld-test-/../x"):
+        assert register_key(key) == (400, {"error": "the key is not the name of shared memory"}), key
+    assert register_key("x")[0] == register_key("../x")[0] == 403
+    own = memfds_of(server.child("gateway"))
+    assert {"kld-staging", "kld-stats"} <= own, own
+    for name in sorted(own):
+        for key in (f"/{name}", f"/memfd:{name}", f"/memfd:{name} (deleted)"):
+            assert register_key(key)[0] == 404, key
+    os.symlink(f"/proc/{server.child('gateway')}/exe", f"/dev/shm{PREFIX}link")
+    os.mkfifo(f"/dev/shm{PREFIX}pipe")
+    try:
+        assert register_key(PREFIX + "link")[0] in (400, 403)
+        assert register_key(PREFIX + "pipe") == (400, {"error": "the key is not shared memory"})
+    finally:
+        os.unlink(f"/dev/shm{PREFIX}link")
+        os.unlink(f"/dev/shm{PREFIX}pipe")
+    assert server.json("/v2/systemsharedmemory/status") == (200, [])
+    with Shared(4096) as shared:  # what is there can be had
+        assert register(server, "r", shared, 4096) == (200, None)
+
+
 def test_a_region_changed_under_its_users(server):
     """Registered again, unregistered, cut and made longer while requests read and write it."""
     shape = (200, 500)
