@@ -332,31 +332,3 @@ def test_clients_that_leave_at_any_byte(server):
         if i > 11:
             connection.recv(1 << (i - 8))
         connection.close()
-
-
-def test_stop_while_a_thousand_are_suspended(make_server):
-    """Their worker does not answer; SIGTERM ends all of it in the drain's time."""
-    import signal
-    server = make_server(http_requests_max=2000, drain_ms=1500, http_deadline_ms=60000)
-    infer(server, {"predictions": Q, "targets": P})
-    headers, data = oip.body({"predictions": Q, "targets": P})
-    whole = head(len(data), f"{LENGTH}: {headers[LENGTH]}\r\n") + data
-    worker = server.child("worker")
-    os.kill(worker, signal.SIGSTOP)
-    connections = []
-    try:
-        for _ in range(1000):
-            connections.append(connect(server))
-            connections[-1].sendall(whole)
-        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1000, 30, "a thousand requests")
-        gateway = server.child("gateway")
-        begin = time.monotonic()
-        os.kill(gateway, signal.SIGTERM)
-        statuses = [status_of(connection) for connection in connections]
-        assert set(statuses) == {503} and time.monotonic() - begin < 20
-    finally:
-        os.kill(worker, signal.SIGCONT)
-        for connection in connections:
-            connection.close()
-    wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="the next gateway")
-    infer(server, {"predictions": Q, "targets": P})

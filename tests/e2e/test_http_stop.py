@@ -32,13 +32,18 @@ def connect(server):
     return connection
 
 
-def stop_gateway(server):
-    """SIGTERM to the gateway alone; it has to end with status 0."""
-    gateway = server.child("gateway")
-    os.kill(gateway, signal.SIGTERM)
+def ended_well(server, gateway):
+    """By itself, with status 0."""
     told = wait_until(lambda: re.search(rf".*child_pid={gateway} (signal|status)=.*", server.log()), 20,
                       "the end of the gateway").group()
     assert "child exited" in told and "status=0" in told, told
+
+
+def stop_gateway(server):
+    """SIGTERM to the gateway alone."""
+    gateway = server.child("gateway")
+    os.kill(gateway, signal.SIGTERM)
+    ended_well(server, gateway)
 
 
 @pytest.mark.parametrize("bulk", [False, True])
@@ -107,3 +112,36 @@ def test_a_silent_worker_holds_up_all_at_once(make_server):
     assert all(status == 503 and seconds < 5 for status, seconds in took), took
     wait_until(lambda: server.request("/v2/tensors/a?datatype=FP32&shape=100,1000", q.tobytes(),
                                       method="PUT")[0] == 200, what="the worker")
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["the gateway", "the server"])
+def test_while_a_thousand_are_suspended(make_server, whole):
+    """Each is told, and nobody had to be killed."""
+    server = make_server(**{**SMALL, "staging_bytes_max": "64M", "http_requests_max": 2000, "drain_ms": 1500,
+                            "http_deadline_ms": 60000})
+    q = probabilities((2, 3), 44)
+    infer(server, {"predictions": q, "targets": q})
+    headers, data = oip.body({"predictions": q, "targets": q})
+    request = head_of("POST", INFER, data, headers) + data
+    worker, gateway = server.child("worker"), server.child("gateway")
+    os.kill(worker, signal.SIGSTOP)
+    connections = []
+    try:
+        for _ in range(1000):
+            connections.append(connect(server))
+            connections[-1].sendall(request)
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1000, 30, "a thousand requests")
+        os.kill(server.pid if whole else gateway, signal.SIGTERM)
+        answers = {connection.recv(12) for connection in connections}
+        assert answers == {b"HTTP/1.1 503"}
+    finally:
+        os.kill(worker, signal.SIGCONT)
+        for connection in connections:
+            connection.close()
+    ended_well(server, gateway)
+    if whole:
+        assert server.stop() == 0
+        assert not re.search("drain time over|child died", server.log()), server.log()
+    else:
+        wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="the next gateway")
+        infer(server, {"predictions": q, "targets": q})
