@@ -1,12 +1,18 @@
 """What the HTTP tests share: made-up tensors, how close an answer must be, shared memory, certificates, counting."""
 import mmap
 import os
+import pathlib
+import re
 import subprocess
 
 import numpy as np
 import pytest
 
+from conftest import BIN, wait_until
+
 PREFIX = "/kld-test-"
+SANITIZED = any(name in (BIN / "kld-server").read_bytes() for name in (b"__asan_init", b"__tsan_init"))
+POOL = 'kld_pool_bytes{worker="0"}'
 
 
 def probabilities(shape, seed, dtype="<f4"):
@@ -61,6 +67,41 @@ def in_region(name, shape, offset, dtype="FP32", size=4):
 
 def fds_of(pid):
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def private_bytes(pid):
+    """Memory of its own: not the staging, which is shared and taken by first use."""
+    return int(re.search(r"RssAnon:\s+(\d+)", pathlib.Path(f"/proc/{pid}/status").read_text()).group(1)) << 10
+
+
+class Flat:
+    """Around what must leave nothing behind: gateway and worker are the same processes before and after, with no more
+    descriptors, no memory in use, and no more of their own but what an allocator may keep (growth: the gateway's)."""
+    ROLES = ("gateway", "worker")
+
+    def __init__(self, server, growth=4 << 20):
+        self.server, self.growth = server, growth
+
+    def is_idle(self):
+        metrics = self.server.metrics()
+        return metrics["kld_http_connections"] == 1 and not any(
+            metrics[name] for name in ("kld_staging_bytes", "kld_http_requests_in_flight", POOL))
+
+    def __enter__(self):
+        wait_until(self.is_idle, what="an idle server")
+        self.pids = [self.server.child(role) for role in self.ROLES]
+        self.fds = [fds_of(pid) for pid in self.pids]
+        self.bytes = [private_bytes(pid) for pid in self.pids]
+        return self
+
+    def __exit__(self, kind, *ignored):
+        if kind:
+            return
+        assert self.pids == [self.server.child(role) for role in self.ROLES], "a child died"
+        wait_until(lambda: self.is_idle() and fds_of(self.pids[0]) <= self.fds[0] + 1, 20, "an idle server")
+        wait_until(lambda: fds_of(self.pids[1]) <= self.fds[1], what="closed descriptors of the worker")
+        grown = [private_bytes(pid) - before for pid, before in zip(self.pids, self.bytes)]
+        assert SANITIZED or (grown[0] < self.growth and grown[1] < 4 << 20), grown
 
 
 @pytest.fixture(scope="session")
