@@ -194,7 +194,7 @@ def test_sizes_that_wrap(server, shape):
                    for name in ("predictions", "targets")]
         text = json.dumps({"inputs": tensors}).encode()
         status, _, reply = server.request(INFER, text + b"\0" * 48, {LENGTH: str(len(text))})
-        assert status in (400, 413, 503), reply
+        assert status in (400, 413), reply
 
 
 KEYS = ["/", "//x", "../x", "/..", "/.", "/kld-test-/../../etc/passwd", "/kld-staging", "kld-staging",
