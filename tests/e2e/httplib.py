@@ -69,9 +69,11 @@ def fds_of(pid):
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def private_bytes(pid):
-    """Memory of its own: not the staging, which is shared and taken by first use."""
-    return int(re.search(r"RssAnon:\s+(\d+)", pathlib.Path(f"/proc/{pid}/status").read_text()).group(1)) << 10
+def memory_of(pid):
+    """Bytes in memory of its own, shared ones (the staging, taken by first use), and the most that both have been."""
+    text = pathlib.Path(f"/proc/{pid}/status").read_text()
+    return {name: int(re.search(rf"{key}:\s+(\d+)", text).group(1)) << 10
+            for name, key in (("own", "RssAnon"), ("shared", "RssShmem"), ("peak", "VmHWM"))}
 
 
 class Flat:
@@ -91,7 +93,7 @@ class Flat:
         wait_until(self.is_idle, what="an idle server")
         self.pids = [self.server.child(role) for role in self.ROLES]
         self.fds = [fds_of(pid) for pid in self.pids]
-        self.bytes = [private_bytes(pid) for pid in self.pids]
+        self.bytes = [memory_of(pid)["own"] for pid in self.pids]
         return self
 
     def __exit__(self, kind, *ignored):
@@ -100,7 +102,7 @@ class Flat:
         assert self.pids == [self.server.child(role) for role in self.ROLES], "a child died"
         wait_until(lambda: self.is_idle() and fds_of(self.pids[0]) <= self.fds[0] + 1, 20, "an idle server")
         wait_until(lambda: fds_of(self.pids[1]) <= self.fds[1], what="closed descriptors of the worker")
-        grown = [private_bytes(pid) - before for pid, before in zip(self.pids, self.bytes)]
+        grown = [memory_of(pid)["own"] - before for pid, before in zip(self.pids, self.bytes)]
         assert SANITIZED or (grown[0] < self.growth and grown[1] < 4 << 20), grown
 
 
