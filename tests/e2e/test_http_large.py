@@ -1,14 +1,17 @@
-"""Tensors of gigabytes over HTTP: every row arrives where it belongs."""
+"""Tensors of gigabytes over HTTP: every row arrives where it belongs, and the gateway's memory is what it was."""
 import json
 import os
 import pathlib
 import re
+import socket
 
 import numpy as np
 import pytest
 
-from httplib import SANITIZED, memory_of, probabilities
-from oip import INFER, LENGTH, Connection
+import oip
+from conftest import wait_until
+from httplib import POOL, SANITIZED, close, memory_of, probabilities
+from oip import INFER, LENGTH, Connection, infer
 
 
 # ---- More than 32 bits ----------------------------------------------------------------------------
@@ -64,3 +67,47 @@ def test_more_than_two_gib(make_server):
     assert server.metrics()["kld_http_received_bytes_total"] > 1 << 32
     assert server.metrics()["kld_http_sent_bytes_total"] > 1 << 31
     assert memory_of(server.child("gateway"))["peak"] < 200 << 20
+
+
+# ---- A large reply --------------------------------------------------------------------------------
+
+def test_slow_readers_of_large_gradients(make_server):
+    """64 MB each for three who take them a little at a time: not their size but staging is what the gateway holds."""
+    staging = 4 << 20
+    server = make_server(staging_bytes_max=staging, staging_request_bytes_max="1M", http_slow_ms=600000)
+    q, p = probabilities((1000, 16000), 1), probabilities((1000, 16000), 2)
+    headers, data = oip.body({"predictions": q, "targets": p}, {"grad_predictions": {"binary_data": True}})
+    small = probabilities((1000, 1003), 3)
+    for _ in range(2):
+        infer(server, {"predictions": small, "targets": small}, {"grad_predictions": {"binary_data": True}})
+    gateway, readers, held = server.child("gateway"), [], []
+    before = memory_of(gateway)
+    host, port = server.address.rsplit(":", 1)
+    lines = [f"POST {INFER} HTTP/1.1", "Host: localhost", f"Content-Length: {len(data)}", f"{LENGTH}: {headers[LENGTH]}"]
+    try:
+        for _ in range(3):
+            readers.append(socket.socket())
+            readers[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+            readers[-1].settimeout(60)
+            readers[-1].connect((host, int(port)))
+            readers[-1].sendall("\r\n".join([*lines, "", ""]).encode() + data)
+        replies = [reader.makefile("rb", 65536) for reader in readers]
+        left, parts = [], [[] for _ in replies]
+        for reply in replies:
+            reply_head = b"".join(iter(reply.readline, b"\r\n"))
+            left.append(int(re.search(rb"(?i)^content-length: (\d+)", reply_head, re.M).group(1)))
+        while any(left):
+            for i, reply in enumerate(replies):
+                parts[i].append(reply.read(min(left[i], 1 << 20)))
+                left[i] -= len(parts[i][-1])
+            held.append(memory_of(gateway))
+    finally:
+        for reader in readers:
+            reader.close()
+    truth = oip.expected(q, p)["grad_predictions"]
+    for got in parts:
+        close(np.frombuffer(b"".join(got)[-q.nbytes:], "<f4").reshape(q.shape), truth, "FP32")
+    assert len(held) >= 60
+    assert max(one["shared"] for one in held) < staging + (1 << 20)
+    assert SANITIZED or max(one["own"] for one in held) < before["own"] + (4 << 20)
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == server.metrics()[POOL] == 0, what="free memory")
