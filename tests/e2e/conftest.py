@@ -4,6 +4,7 @@ Programs come from KLD_BIN (a folder with kld-server and kld; default: build/). 
 --backend) names the back end that servers are started with; default cpu. Needs only Debian's
 python3-pytest and python3-numpy.
 """
+import importlib.util
 import json
 import os
 import pathlib
@@ -66,6 +67,14 @@ def wait_until(condition, seconds=10, what="the condition"):
             return value
         assert time.monotonic() < end, f"{what}: not within {seconds} s"
         time.sleep(0.01)
+
+
+def needs(module):
+    """A module of tests/requirements.txt; where it is missing the test is skipped, and in CI it fails, unless the Python
+    package is tried in an environment of its own."""
+    if importlib.util.find_spec(module) is None:
+        wanted = os.environ.get("CI") == "true" and not os.environ.get("KLD_PYTHON_INSTALLED")
+        (pytest.fail if wanted else pytest.skip)(f"{module} is not installed (tests/requirements.txt)")
 
 
 def each_key_once(pairs):

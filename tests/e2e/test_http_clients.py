@@ -2,7 +2,6 @@
 They come from PyPI (tests/requirements.txt); without them these tests are skipped, in CI they fail."""
 import asyncio
 import gzip
-import importlib.util
 import json
 import os
 import pathlib
@@ -14,16 +13,9 @@ import numpy as np
 import pytest
 
 import oip
-from conftest import ROOT, SANITIZER, Server
+from conftest import ROOT, SANITIZER, Server, needs
 from httplib import PREFIX, close, logits, probabilities
 from oip import INFER, LENGTH
-
-
-def needs(module):
-    if importlib.util.find_spec(module) is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail(f"{module} is not installed (tests/requirements.txt)")
-        pytest.skip(f"{module} is not installed (tests/requirements.txt)")
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +107,8 @@ def test_triton_asynchronously(triton):
 
 def test_triton_bf16(triton):
     """Tensors and gradient in the client's own BF16."""
-    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    needs("ml_dtypes")
+    from ml_dtypes import bfloat16
     q, p = (probabilities((4, 8), seed).astype(bfloat16) for seed in (3, 4))
     inputs = []
     for name, array in (("predictions", q), ("targets", p)):

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from conftest import wait_until
+from conftest import needs, wait_until
 from pythonlib import environment, import_kld, import_torch, needs_card
 
 kld = import_kld()
@@ -340,7 +340,7 @@ def test_interfaces(connection, wrap):
 
 
 def test_bfloat16_by_dlpack(connection):
-    pytest.importorskip("ml_dtypes")
+    needs("ml_dtypes")
     q, p = (x.detach() for x in data((33, 70), torch.bfloat16))
     result = connection.kl_div(q, p, predictions_form="logprobs")
     assert result.loss == pytest.approx(float(reference(q, p, reduction="batchmean")[0]), rel=1e-4)

@@ -6,7 +6,7 @@ import gc
 import numpy as np
 import pytest
 
-from conftest import wait_until
+from conftest import needs, wait_until
 from pythonlib import import_kld, probabilities
 
 kld = import_kld()
@@ -99,7 +99,7 @@ def test_gradients_that_are_asked_for(connection):
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_dtypes(connection, dtype):
     if dtype == "bfloat16":
-        pytest.importorskip("ml_dtypes")
+        needs("ml_dtypes")
     q, p = fill(connection, Q), P
     q = connection.empty(SHAPE, dtype)
     q[...] = Q.astype(q.dtype)

@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import pytest
 
+from conftest import needs
 from pythonlib import import_kld, import_torch
 
 kld = import_kld()
@@ -343,7 +344,7 @@ def test_what_gets_no_gradient_is_refused(connection):
 
 
 def test_bfloat16_tensors_in_the_place_of_arrays(connection):
-    pytest.importorskip("ml_dtypes")
+    needs("ml_dtypes")
     q, p = (tensor.detach() for tensor in data((6, 11), torch.bfloat16))
     result = connection.kl_div(q, p, predictions_form="logprobs", reduction="sum")
     assert result.loss == float(functional.kl_div(q, p, reduction="sum", connection=connection))
