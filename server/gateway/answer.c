@@ -1,6 +1,7 @@
 /* answer.c - replies that are a text: compressed for who takes that, errors as JSON (http.h). Knows
  * no route. The exchange's loop thread. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "proto/oip.h"
 #include "server/gateway/compress.h"
@@ -49,10 +50,16 @@ static struct MHD_Response *pack(enum kld_coding coding, const char *text, size_
     return response;
 }
 
+/* For browsers and Prometheus. JSON of a kilobyte or two is not worth it, and tritonclient's
+ * asyncio (2.73) accepts gzip with every request, but undoes it of inference alone. */
+static bool is_packed_if_asked(const char *type, size_t bytes) {
+    return bytes >= KLD_COMPRESS_BYTES_MIN && strcmp(type, "application/json") != 0;
+}
+
 void kld_exchange_reply_text(struct kld_exchange *exchange, unsigned http_status, const char *type,
                              const char *text, size_t bytes) {
     enum kld_coding coding =
-        bytes < KLD_COMPRESS_BYTES_MIN ? KLD_CODING_NONE : kld_exchange_coding(exchange);
+        is_packed_if_asked(type, bytes) ? kld_exchange_coding(exchange) : KLD_CODING_NONE;
     size_t packed_bytes = 0;
     struct MHD_Response *response = pack(coding, text, bytes, &packed_bytes);
     if (response)
