@@ -14,7 +14,7 @@ import pytest
 
 import oip
 from conftest import ROOT, SANITIZER, Server, needs
-from httplib import PREFIX, close, logits, probabilities
+from httplib import PREFIX, Shared, close, logits, probabilities
 from oip import INFER, LENGTH
 
 
@@ -172,28 +172,108 @@ def test_triton_system_shared_memory(triton):
         shm.destroy_shared_memory_region(region)
 
 
-def test_triton_asyncio(server):
+def by_asyncio(server, ask):
+    """Runs ask(client, module) with a client of tritonclient's asyncio."""
     needs("tritonclient")
     import tritonclient.http.aio as module
 
-    async def ask():
+    async def run():
         async with module.InferenceServerClient(server.address) as client:
-            assert await client.is_server_live() and await client.is_model_ready("kl_div", "1")
-            assert (await client.get_model_metadata("kl_div"))["versions"] == ["1"]
-            results = await asyncio.gather(*[
-                client.infer("kl_div", tensors(module, PAIR, binary), outputs=outputs(module, NAMES, binary),
-                             request_id=str(i), request_compression_algorithm=sent,
-                             response_compression_algorithm=asked)
-                for i, (binary, sent, asked) in enumerate(
-                    (b, s, a) for b in (True, False) for s in (None, "gzip", "deflate")
-                    for a in (None, "gzip", "deflate"))])
-            for i, result in enumerate(results):
-                right(result)
-                assert result.get_response()["id"] == str(i)
-            assert (await client.get_inference_statistics())["model_stats"][0]["inference_count"] >= 18
-            with pytest.raises(module.InferenceServerException, match="unknown parameter"):
-                await client.infer("kl_div", tensors(module, PAIR), parameters={"x": 1})
-    asyncio.run(ask())
+            await ask(client, module)
+    asyncio.run(run())
+
+
+def test_triton_asyncio(server):
+    async def ask(client, module):
+        assert await client.is_server_live() and await client.is_model_ready("kl_div", "1")
+        assert (await client.get_model_metadata("kl_div"))["versions"] == ["1"]
+        results = await asyncio.gather(*[
+            client.infer("kl_div", tensors(module, PAIR, binary), outputs=outputs(module, NAMES, binary),
+                         request_id=str(i), request_compression_algorithm=sent,
+                         response_compression_algorithm=asked)
+            for i, (binary, sent, asked) in enumerate(
+                (b, s, a) for b in (True, False) for s in (None, "gzip", "deflate")
+                for a in (None, "gzip", "deflate"))])
+        for i, result in enumerate(results):
+            right(result)
+            assert result.get_response()["id"] == str(i)
+        assert (await client.get_inference_statistics())["model_stats"][0]["inference_count"] >= 18
+        with pytest.raises(module.InferenceServerException, match="unknown parameter"):
+            await client.infer("kl_div", tensors(module, PAIR), parameters={"x": 1})
+    by_asyncio(server, ask)
+
+
+def test_triton_asyncio_asks_about_everything(server):
+    async def ask(client, module):
+        assert await client.is_server_ready() and not await client.is_model_ready("other")
+        assert "statistics" in (await client.get_server_metadata())["extensions"]
+        assert (await client.get_model_config("kl_div"))["max_batch_size"] == 0
+        index = await client.get_model_repository_index()
+        assert [(model["name"], model["version"], model["state"]) for model in index] == [("kl_div", "1", "READY")]
+        assert await client.get_system_shared_memory_status() == await client.get_cuda_shared_memory_status() == []
+        with pytest.raises(module.InferenceServerException, match="no such"):
+            await client.get_model_metadata("other")
+    by_asyncio(server, ask)
+
+
+@pytest.mark.parametrize("parameters", [{"divergence": "js", "beta": 0.3}, {"divergence": "skew_kl", "skew": 0.1},
+                                        {"reduction": "sum", "scale": 2.5}, {"reduction": "mean", "normalizer": 7}])
+def test_triton_asyncio_parameters(server, parameters):
+    async def ask(client, module):
+        result = await client.infer("kl_div", tensors(module, PAIR), model_version="1", outputs=outputs(module, NAMES),
+                                    parameters=parameters, timeout=30000000, priority=1, request_id="a/7 \u00e9")
+        right(result, **parameters)
+        assert result.get_response()["id"] == "a/7 \u00e9"
+    by_asyncio(server, ask)
+
+
+def test_triton_asyncio_bf16(server):
+    needs("ml_dtypes")
+    from ml_dtypes import bfloat16
+    pair = {name: array.astype(bfloat16) for name, array in PAIR.items()}
+
+    async def ask(client, module):
+        inputs = [module.InferInput(name, [5, 17], "BF16") for name in pair]
+        for tensor, array in zip(inputs, pair.values()):
+            tensor.set_data_from_numpy(array)
+        result = await client.infer("kl_div", inputs, outputs=outputs(module, ["loss", "grad_predictions"]))
+        truth = oip.expected(*(array.astype("<f8") for array in pair.values()))
+        close(result.as_numpy("loss"), truth["loss"], "FP32")
+        assert result.get_output("grad_predictions")["datatype"] == "BF16"
+        close(result.as_numpy("grad_predictions").astype("<f4"), truth["grad_predictions"], "BF16")
+    by_asyncio(server, ask)
+
+
+def test_triton_asyncio_system_shared_memory(server):
+    """Tensors in and gradient out of one region, the loss into another; what is read is what lies there then."""
+    q, p = PAIR["predictions"], PAIR["targets"]
+
+    async def ask(client, module):
+        inputs = [module.InferInput(name, [5, 17], "FP32") for name in PAIR]
+        for i, tensor in enumerate(inputs):
+            tensor.set_shared_memory("a", q.nbytes, i * q.nbytes)
+        wanted = [module.InferRequestedOutput(name) for name in ("loss", "grad_predictions")]
+        wanted[0].set_shared_memory("b", 4, 8)
+        wanted[1].set_shared_memory("a", q.nbytes, 2 * q.nbytes)
+        await client.register_system_shared_memory("a", one.key, 4000)
+        await client.register_system_shared_memory("b", two.key, 12, offset=100)
+        for pair in ((q, p), (p, q)):
+            one.map[:2 * q.nbytes] = pair[0].tobytes() + pair[1].tobytes()
+            result = await client.infer("kl_div", inputs, outputs=wanted)
+            assert "data" not in result.get_output("loss")
+            truth = oip.expected(*pair)
+            close(np.frombuffer(two.map[108:112], "<f4"), truth["loss"], "FP32")
+            close(np.frombuffer(one.map[2 * q.nbytes:3 * q.nbytes], "<f4").reshape(5, 17), truth["grad_predictions"],
+                  "FP32")
+        assert {entry["name"] for entry in await client.get_system_shared_memory_status()} == {"a", "b"}
+        assert (await client.get_system_shared_memory_status("b"))[0]["offset"] == 100
+        await client.unregister_system_shared_memory("a")
+        with pytest.raises(module.InferenceServerException, match="'a'"):
+            await client.infer("kl_div", inputs, outputs=wanted)
+        await client.unregister_system_shared_memory()
+        assert await client.get_system_shared_memory_status() == []
+    with Shared(4096, "a") as one, Shared(4096, "b") as two:
+        by_asyncio(server, ask)
 
 
 # ---- curl -----------------------------------------------------------------------------------------
