@@ -2,6 +2,7 @@
 They come from PyPI (tests/requirements.txt); without them these tests are skipped, in CI they fail."""
 import asyncio
 import gzip
+import hashlib
 import json
 import os
 import pathlib
@@ -324,15 +325,41 @@ checks.negative_data_rejection.expected-statuses = [400, 404, 405, 413, 415]
 """
 
 
-def test_schemathesis_finds_nothing(server, tmp_path):
-    """Requests made from proto/openapi.yaml, right and wrong ones; every reply is as it says."""
+def schemathesis(server, folder, *arguments):
+    """-> how many requests it made; none of them found anything."""
     needs("schemathesis")
-    (tmp_path / "configuration").write_text(CONFIGURATION)
+    (folder / "configuration").write_text(CONFIGURATION)
     result = subprocess.run(
         [str(pathlib.Path(sys.executable).with_name("st")), "--config-file", "configuration", "run",
          str(ROOT / "proto/openapi.yaml"), "--url", server.http, "--seed", "1", "--max-examples", "30",
-         "--phases", "examples,coverage,fuzzing"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=250)
+         "--phases", "examples,coverage,fuzzing", *arguments],
+        cwd=folder, capture_output=True, text=True, timeout=250)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr
-    assert int(re.search(r"(\d+) generated", result.stdout).group(1)) > 500, result.stdout
+    return int(re.search(r"(\d+) generated", result.stdout).group(1))
+
+
+def test_schemathesis_finds_nothing(server, tmp_path):
+    """Requests made from proto/openapi.yaml, right and wrong ones; every reply is as it says."""
+    assert schemathesis(server, tmp_path) > 500
     assert server.request("/v2/health/ready")[0] == 200
+
+
+# Where 401 and 403 are no answer to what is right, of these only the replies are looked at.
+REPLIES = ["--checks", "not_a_server_error,status_code_conformance,content_type_conformance,"
+           "response_headers_conformance,response_schema_conformance"]
+
+
+@pytest.mark.parametrize("name, arguments", [("all", []), ("one", REPLIES), (None, REPLIES)])
+def test_schemathesis_and_tokens(make_server, tmp_path, name, arguments):
+    """By a token that may do everything, by one that may only infer, by nobody."""
+    (tmp_path / "tokens").write_text("".join(
+        f"{token} {hashlib.sha256(token.encode()).hexdigest()} {rights}\n"
+        for token, rights in (("all", "infer,shm,metrics"), ("one", "infer"))))
+    server = make_server(tokens=tmp_path / "tokens", shm_prefix=PREFIX)
+    bearer = ["--header", f"Authorization: Bearer {name}"] if name else []
+    assert schemathesis(server, tmp_path, *bearer, *arguments) > 500
+    text = server.request("/metrics", headers={"Authorization": "Bearer all"})[2].decode()
+    forbidden, unknown = (int(re.search(rf'_rejected_total{{front="http",reason="{reason}"}} (\d+)', text).group(1))
+                          for reason in ("forbidden", "unauthenticated"))
+    assert unknown > 500 if name is None else unknown == 0
+    assert forbidden > 200 if name == "one" else forbidden < 200  # keys without the prefix, too
