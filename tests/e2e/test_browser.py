@@ -2,14 +2,18 @@
 import hashlib
 import html.parser
 import os
+import re
 import shutil
+import signal
 import subprocess
+import threading
 import time
 
 import pytest
 
 import oip
-from httplib import probabilities
+from conftest import children_of, wait_until
+from httplib import PREFIX, Shared, probabilities, register, unregister
 from oip import INFER
 
 CHROMIUM = shutil.which("chromium")
@@ -85,6 +89,66 @@ def test_what_a_person_sees(make_server, tmp_path):
     assert "no tensor of this name" in errors[0][2] and "unknown input '...'" in errors[2][2], errors
     assert "unknown parameter '...'" in errors[3][2], errors
     assert secret not in page.text and "script" not in page.text and "alert" not in page.text
+
+
+def test_regions_and_tensors_are_counted(make_server, tmp_path):
+    server = make_server(shm_prefix=PREFIX)
+    q = probabilities((2, 8), 1)
+    with Shared(4096) as shared:
+        assert [register(server, name, shared, 1024)[0] for name in "abc"] == [200] * 3
+        assert server.request("/v2/tensors/t?datatype=FP32&shape=2,8", q.tobytes(), method="PUT")[0] == 200
+        page = Page(browse(server.http + "/", tmp_path))
+        assert page.row("shared-memory regions")[1] == "3" and page.row("stored tensors")[1] == "1"
+        assert unregister(server, "b") == 200
+        page = seen(server)
+        assert page.row("shared-memory regions")[1] == "2"
+        assert shared.key not in page.text
+
+
+def seen(server):
+    """The page as it is sent."""
+    status, _, body = server.request("/")
+    assert status == 200
+    return Page(body.decode())
+
+
+def health(server):
+    """What is said of it: to orchestrators (live, ready), to a person, to clients."""
+    state = re.search(r"It is\s+(.+?)\s*\.", seen(server).text)[1]
+    return (server.request("/v2/health/live")[0], server.request("/v2/health/ready")[0], state,
+            server.json("/v2/repository/index", {})[1][0]["state"])
+
+
+def test_what_it_says_of_health(make_server):
+    """The page says what orchestrators are told; a lost worker or a server that is to end is no reason to restart it."""
+    server = make_server()
+    assert health(server) == (200, 200, "ready", "READY")
+
+    def is_lost():  # for longer and longer, the more workers have died
+        worker = children_of(server.pid).get("worker")
+        if worker:
+            os.kill(worker, signal.SIGKILL)
+        said = health(server)
+        assert said[0] == 200
+        return said == (200, 503, "waiting for a worker", "UNAVAILABLE") and seen(server).row(f"0: {server.backend}")[1] == "starting"
+    wait_until(is_lost, 60, "the loss")
+    wait_until(lambda: server.request("/v2/health/ready")[0] == 200, 60, "the next worker")
+    assert health(server) == (200, 200, "ready", "READY")
+    row = seen(server).row(f"0: {server.backend}")
+    assert row[1:4] == ["ready", "1", "0"] and int(row[4]) >= 1, row
+    worker, gateway = server.child("worker"), server.child("gateway")
+    os.kill(worker, signal.SIGSTOP)
+    headers, data = oip.body({name: probabilities((2, 8), 1) for name in ("predictions", "targets")})
+    asker = threading.Thread(target=server.request, args=(INFER, data, headers))
+    asker.start()
+    try:
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, what="the request")
+        os.kill(gateway, signal.SIGTERM)
+        wait_until(lambda: server.request("/v2/health/ready")[0] == 503, what="the end to begin")
+        assert health(server) == (200, 503, "shutting down", "UNAVAILABLE")
+    finally:
+        os.kill(worker, signal.SIGCONT)
+        asker.join()
 
 
 def test_the_page_needs_the_right_to_metrics(make_server, tmp_path):
