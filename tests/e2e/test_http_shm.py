@@ -1,8 +1,14 @@
 """Tensors and results in POSIX shared memory that HTTP callers registered."""
+import os
+import signal
+import threading
+import time
+
 import numpy as np
 import pytest
 
 import oip
+from conftest import wait_until
 from httplib import PREFIX, Shared, close, in_region, probabilities, register, unregister
 from oip import INFER, infer
 
@@ -73,3 +79,40 @@ def test_gradient_over_its_own_tensor_in_a_region(server):
         status, reply = server.json(INFER, request)
         assert status == 400 and "overlaps" in reply["error"]
         unregister(server)
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_a_worker_lost_in_between(make_server, bulk):
+    """What it was asked is there still: the next worker is asked. Of what went to the lost one's pool piece by piece its
+    caller may be told to ask again; the gradient that is to lie over its own tensor was not written then."""
+    server = make_server(shm_prefix=PREFIX, staging_bytes_max="4M", staging_request_bytes_max="1M")
+    shape = (1000, 1003) if bulk else (20, 50)
+    q, p = probabilities(shape, 27), probabilities(shape, 28)
+    size, replies, truth = q.nbytes, [], oip.expected(q, p)
+    places = {"grad_predictions": 0, "grad_targets": 2 * size}
+    outputs = [{k: v for k, v in in_region(name, shape, at).items() if k in ("name", "parameters")}
+               for name, at in places.items()]
+    request = {"inputs": [in_region("predictions", shape, 0), in_region("targets", shape, size)],
+               "outputs": [{"name": "loss"}, *outputs]}
+    with Shared(3 * size) as shared:
+        assert register(server, "r", shared, 3 * size)[0] == 200
+        assert server.json(INFER, request)[0] == 200
+        for _ in range(4):
+            tensors = shared.map[:] = q.tobytes() + p.tobytes() + bytes(size)
+            worker = server.child("worker")
+            os.kill(worker, signal.SIGSTOP)
+            asker = threading.Thread(target=lambda: replies.append(server.json(INFER, request)))
+            asker.start()
+            wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, what="the request")
+            time.sleep(0.4)  # it is the worker's now
+            os.kill(worker, signal.SIGKILL)
+            asker.join()
+            status, reply = replies.pop()
+            if bulk and status == 503:
+                assert shared.map[:] == tensors
+                status, reply = server.json(INFER, request)
+            assert status == 200, reply
+            assert abs(reply["outputs"][0]["data"][0] - truth["loss"][0]) < 1e-6
+            for name, at in places.items():
+                close(np.frombuffer(shared.map[at:at + size], "<f4").reshape(shape), truth[name], "FP32")
+    assert bulk or server.metrics()["kld_requests_repeated_total"] >= 1
