@@ -1,14 +1,22 @@
 /* uv_pool.c - see uv_pool.h. */
 #include "server/uv_pool.h"
 
+#include <signal.h>
 #include <stdlib.h>
 
 static void nothing(uv_work_t *work) {}
 
 static void ended(uv_work_t *work, int status) { free(work); }
 
+/* Its threads have the mask of whoever starts them. */
 void kld_uv_pool_start(uv_loop_t *loop) {
+    sigset_t signals, before;
     uv_work_t *work = malloc(sizeof *work);
+    sigemptyset(&signals);
+    sigaddset(&signals, SIGTERM);
+    sigaddset(&signals, SIGINT);
+    pthread_sigmask(SIG_BLOCK, &signals, &before);
     if (work && uv_queue_work(loop, work, nothing, ended) != 0)
         free(work);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
 }

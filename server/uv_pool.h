@@ -8,7 +8,8 @@
 
 #include <uv.h>
 
-/* A role that bounds itself does so first. Without memory for it the first work starts the pool. */
+/* A role that bounds itself does so first. Without memory for it the first work starts the pool.
+ * SIGTERM and SIGINT are none of its threads' business: they go to the loop's. */
 void kld_uv_pool_start(uv_loop_t *loop);
 
 #endif

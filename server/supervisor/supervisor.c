@@ -61,6 +61,17 @@ static bool drain_child(struct kld_watched *child) {
     return child->state != KLD_CHILD_STOPPED;
 }
 
+/* Without children nothing is left to be told, and libuv gives back a signal that it no longer
+ * watches: to be told again would end this process before its sockets have left their folder. No
+ * other thread takes them (uv_pool.c). */
+static void ignore_signals(void) {
+    sigset_t signals;
+    sigemptyset(&signals);
+    sigaddset(&signals, SIGTERM);
+    sigaddset(&signals, SIGINT);
+    pthread_sigmask(SIG_BLOCK, &signals, NULL);
+}
+
 /* The gateway first: what it has in flight needs the workers. */
 static void drain_next(struct kld_supervisor *supervisor) {
     if (supervisor->killing)
@@ -71,6 +82,7 @@ static void drain_next(struct kld_supervisor *supervisor) {
         drain_child(&supervisor->worker[i]);
     if (any_active(supervisor))
         return;
+    ignore_signals();
     uv_walk(&supervisor->loop, close_handle, NULL);
     if (supervisor->reload.readings) /* for which the loop would wait */
         uv_stop(&supervisor->loop);

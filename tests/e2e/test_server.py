@@ -293,6 +293,17 @@ def test_drain_is_quick_when_idle(make_server, signal_number):
     connection.close()
 
 
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_told_again_and_again(make_server, signal_number):
+    """To its last moment: it ends in order all the same."""
+    for _ in range(10):
+        server = make_server()
+        while server.process.poll() is None:
+            os.kill(server.pid, signal_number)
+            time.sleep(0.0005)  # it has something else to do, too
+        assert server.process.returncode == 0 and not os.path.exists(server.unix)
+
+
 def test_drain_that_takes_its_time_kills_nobody(make_server):
     """A caller that never finishes its body costs the drain time, and not the worker's clients."""
     server = make_server(drain_ms=500)
