@@ -1,8 +1,11 @@
-"""The tables of README.md (In another process) that hold what was measured against what was aimed at: each row is
-what tests/bench/results/sharing-h200.json gives. When it changes, the failure prints the rows as they should be."""
+"""The tables of README.md (In another process; Over HTTP) that hold what was measured against what was aimed at: each row
+is what sharing-h200.json, gateway-cpu.json and gateway-h200.json give. When one changes, the failure prints the rows as they
+should be."""
 import json
 import pathlib
 import statistics
+
+import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = json.loads((ROOT / "tests/bench/results/sharing-h200.json").read_text())
@@ -85,35 +88,39 @@ def test_what_was_aimed_at_is_what_it_says():
             assert target["met"] == (measured >= limit if limit == 50000 else measured <= limit)
 
 
-def rows_of_http():
-    got = json.loads((ROOT / "tests/bench/results/gateway-cpu.json").read_text())
+def rows_of_http(got):
+    """On a GPU beside what computes on it, too."""
     small, whole, pieces, idle = (got[k] for k in ("small", "upload_1gib_staging", "upload_1gib_pieces", "with_2000_idle"))
-    fresh = got["upload_1gib_pieces_fresh"]
+    fresh, where = got["upload_1gib_pieces_fresh"], "_cuda" if got["backend"] == "cuda" else ""
     ms = {key: f"p99 {one['p99_us'] / 1e3:.1f} ms" for key, one in {**small, "idle": idle}.items()}
     rate = {key: f"{one['requests_per_s']:,}" for key, one in small.items()}
-    aiohttp, fastapi = (" and ".join(f"{got[f'small_{kind}_over_{peer}_torch']:.1f}" for kind in ("json", "binary"))
+    aiohttp, fastapi = (" and ".join(f"{got[f'small_{kind}_over_{peer}_torch{where}']:.1f}" for kind in ("json", "binary"))
                         for peer in ("aiohttp", "fastapi"))
-    return [
-        f"| small JSON, 64 connections | {rate['json_64']} a second, {ms['json_64']} "
-        f"| {small['json_64']['of_hello']:.3f} of a bare libmicrohttpd \"hello\" | 0.5 |",
-        f"| small binary, 64 connections | {rate['binary_64']} a second, {ms['binary_64']} "
-        f"| {small['binary_64']['of_hello']:.3f} of it | 0.5 |",
-        f"| small JSON, binary, one connection | {rate['json_1']}, {rate['binary_1']} a second "
-        f"| {small['json_1']['of_hello']:.2f}, {small['binary_1']['of_hello']:.2f} of it | 0.5 |",
-        f"| the same, 64 connections | | {fastapi} times FastAPI with PyTorch, {aiohttp} times aiohttp with it | 10, either |",
-        f"| 64 connections beside 2,000 idle ones | {ms['idle']} | {idle['of_rate_without']:.2f} of the rate without | 1 |",
-        f"| upload of 1 GiB into staging | {whole['sent_gb_per_s']:.1f} GB/s | {whole['of_tcp']:.2f} of a plain TCP stream | 0.7 |",
-        f"| the same piece by piece | {pieces['sent_gb_per_s']:.1f} GB/s | {pieces['of_tcp']:.2f} of it | 0.7 |",
-        f"| piece by piece into memory that no request has just left | {fresh['sent_gb_per_s']:.1f} GB/s | {fresh['of_tcp']:.2f} of it | 0.7 |",
-        f"| 1 GiB to the answer | {whole['answered_s']:.2f} s "
-        f"| {got['answer_1gib_over_fastapi_torch']:.0f} times as fast as FastAPI with PyTorch, "
-        f"{got['answer_1gib_over_aiohttp_torch']:.0f} times aiohttp with it | 1.5 |",
-    ]
+    yield (f"| small JSON, 64 connections | {rate['json_64']} a second, {ms['json_64']} "
+           f"| {small['json_64']['of_hello']:.3f} of a bare libmicrohttpd \"hello\" | 0.5 |")
+    yield (f"| small binary, 64 connections | {rate['binary_64']} a second, {ms['binary_64']} "
+           f"| {small['binary_64']['of_hello']:.3f} of it | 0.5 |")
+    yield (f"| small JSON, binary, one connection | {rate['json_1']}, {rate['binary_1']} a second "
+           f"| {small['json_1']['of_hello']:.2f}, {small['binary_1']['of_hello']:.2f} of it | 0.5 |")
+    if four := got.get("small_4_threads"):
+        rates, shares = (", ".join(form.format(one) for one in four.values())
+                         for form in ("{0[requests_per_s]:,}", "{0[of_hello]:.2f}"))
+        yield f"| small JSON, binary, 64 connections, four HTTP threads | {rates} a second | {shares} of it with four | 0.5 |"
+    yield (f"| the same, 64 connections | | {fastapi} times FastAPI with PyTorch, {aiohttp} times aiohttp with it | 10, either |")
+    yield f"| 64 connections beside 2,000 idle ones | {ms['idle']} | {idle['of_rate_without']:.2f} of the rate without | 1 |"
+    yield f"| upload of 1 GiB into staging | {whole['sent_gb_per_s']:.1f} GB/s | {whole['of_tcp']:.2f} of a plain TCP stream | 0.7 |"
+    yield f"| the same piece by piece | {pieces['sent_gb_per_s']:.1f} GB/s | {pieces['of_tcp']:.2f} of it | 0.7 |"
+    yield ("| piece by piece into memory that no request has just left "
+           f"| {fresh['sent_gb_per_s']:.1f} GB/s | {fresh['of_tcp']:.2f} of it | 0.7 |")
+    yield (f"| 1 GiB to the answer | {whole['answered_s']:.2f} s "
+           f"| {got[f'answer_1gib_over_fastapi_torch{where}']:.0f} times as fast as FastAPI with PyTorch, "
+           f"{got[f'answer_1gib_over_aiohttp_torch{where}']:.0f} times aiohttp with it | 1.5 |")
 
 
-def test_http_in_the_readme():
-    lines, commit = (ROOT / "README.md").read_text().splitlines(), json.loads(
-        (ROOT / "tests/bench/results/gateway-cpu.json").read_text())["commit"]
-    wanted = rows_of_http()
+@pytest.mark.parametrize("name", ["gateway-cpu", "gateway-h200"])
+def test_http_in_the_readme(name):
+    lines = (ROOT / "README.md").read_text().splitlines()
+    got = json.loads((ROOT / f"tests/bench/results/{name}.json").read_text())
+    wanted = list(rows_of_http(got))
     assert not [row for row in wanted if row not in lines], "\n".join(wanted)
-    assert any(f"commit {commit[:7]}" in line for line in lines)
+    assert any(f"commit {got['commit'][:7]}" in line for line in lines)
