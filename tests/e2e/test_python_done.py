@@ -442,6 +442,14 @@ def test_a_signal_in_the_making_of_a_fence_leaves_no_page_pinned(world):
     assert not world.cuda.pinned
 
 
+@pytest.mark.parametrize("wanted", [None, "", "fence"])
+def test_who_asks_for_nothing_has_fences(world, wanted):
+    world.monkeypatch.delenv("KLD_DONE") if wanted is None else world.monkeypatch.setenv("KLD_DONE", wanted)
+    world.step()
+    assert len(world.cuda.pinned) == 1
+    world.end()
+
+
 def test_what_is_waited_for_is_chosen_by_name(world):
     world.monkeypatch.setenv("KLD_DONE", "neither")
     with pytest.raises(ValueError, match="KLD_DONE in the environment is 'neither'; expected fence or event"):

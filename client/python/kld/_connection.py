@@ -318,7 +318,7 @@ class Connection:
         """No requests from here on. Arrays stay valid. May be called twice, and waits for the request of
         another thread. From a signal handler that came into a request of this thread: at that request's end.
 
-        With KLD_DONE=fence it also waits until the streams on a GPU have gone past the last result that they wait for:
+        It also waits until the streams on a GPU have gone past the last result that they wait for:
         for no more of what is enqueued, and for a server only as long as it answers. Behind one that does not, they
         go on without the results, with a RuntimeWarning. Ctrl-C ends the wait; the connection is open then."""
         if os.getpid() != self._process:

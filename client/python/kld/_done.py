@@ -1,7 +1,7 @@
 """What a stream of the caller's waits for behind an early answer: an event that the server records, or a fence, a word in
 memory of the host that the server's device writes numbers to (kld_fence_create()). A stream that waits for a fence goes
 on when the server is lost; one that waits for an event does so for good. Which of them is chosen here and nowhere else:
-by KLD_DONE in the environment, "fence" or "event". Runs under the lock of the connection, inside Gpu.current().
+by KLD_DONE in the environment, "fence", which is the default, or "event". Runs under the lock of the connection, inside Gpu.current().
 
 A fence's page is unpinned and handed back when every stream has gone past its last wait for it, which an event of ours
 behind that wait tells. One that cannot be unpinned is never handed back, and its connection never closed, whose end
@@ -22,7 +22,7 @@ from ._errors import KldError, KldValueError, Status
 if TYPE_CHECKING:
     from ._request import Call
 
-DEFAULT = "event"
+DEFAULT = "fence"
 FENCE_BYTES = 4096  # KLD_FENCE_BYTES
 PAIRS = 4  # of events, ready and done, in turns
 AHEAD = 1 << 30  # of all that is waited for, and not so far that it counts as behind
@@ -163,7 +163,7 @@ def _fences_wanted() -> bool:
     return wanted == "fence"
 
 
-_EVENTS = ("kld: KLD_DONE asks for fences, and streams wait for events, some or all, which they do for good if the "
+_EVENTS = ("kld: there are no fences to be had, and streams wait for events, some or all, which they do for good if the "
            "server is lost: ")
 _FREED = ("kld: the server does not answer, and close() lets the streams that wait for it go on without what they wait "
           "for: ")
