@@ -1,4 +1,4 @@
-/* compress.h - replies in JSON for clients that ask for them compressed. No state; any thread. */
+/* compress.h - replies in text for clients that ask for them compressed. No state; any thread. */
 #ifndef KLD_SERVER_GATEWAY_COMPRESS_H
 #define KLD_SERVER_GATEWAY_COMPRESS_H
 

@@ -30,6 +30,7 @@
 #include "server/gateway/wait.h"
 #include "server/log.h"
 #include "server/role.h"
+#include "server/signals.h"
 #include "server/uv_pool.h"
 
 #define DRAIN_LOOK_MS 10
@@ -90,6 +91,7 @@ static void finish(struct process *process) {
         uv_thread_join(&process->loop[i].thread);
     }
     close_loop(&process->loop[0]);
+    kld_signals_block(NULL); /* the other loops have ended */
     uv_close((uv_handle_t *)&process->terminate, NULL);
     uv_close((uv_handle_t *)&process->drain, NULL);
     uv_close((uv_handle_t *)&process->report, NULL);

@@ -9,7 +9,7 @@
 struct found {
     const char *length, *coding, *encoding, *host;
     unsigned encodings, hosts;
-    bool misspelt, contradicts;
+    bool misspelt, split, contradicts;
 };
 
 /* As it came, in one line, with no blank in its name. To a line that begins with a blank MHD
@@ -43,11 +43,16 @@ static enum MHD_Result look_at(void *user, enum MHD_ValueKind kind, const char *
         found->misspelt = true;
         return MHD_NO;
     }
+    if (memchr(value, '\r', value_size)) { /* a lone one ends a line to some */
+        found->split = true;
+        return MHD_NO;
+    }
     if (IS(MHD_HTTP_HEADER_CONTENT_LENGTH))
         known = &found->length;
-    else if (IS(MHD_HTTP_HEADER_TRANSFER_ENCODING))
+    else if (IS(MHD_HTTP_HEADER_TRANSFER_ENCODING)) {
+        found->contradicts = found->contradicts || found->coding;
         known = &found->coding;
-    else if (IS(MHD_HTTP_HEADER_CONTENT_ENCODING)) {
+    } else if (IS(MHD_HTTP_HEADER_CONTENT_ENCODING)) {
         found->encoding = value;
         found->encodings++;
     } else if (IS(MHD_HTTP_HEADER_HOST)) {
@@ -70,6 +75,10 @@ enum kld_status kld_headers_check(struct kld_exchange *exchange, const char *ver
     if (found.misspelt)
         return kld_error_set(err, KLD_INVALID,
                              "a header has a blank in its name, or goes on in a second line");
+    if (found.split)
+        return kld_error_set(err, KLD_INVALID, "a header has a lone CR in its value");
+    if (found.coding && strcmp(version, MHD_HTTP_VERSION_1_0) == 0)
+        return kld_error_set(err, KLD_INVALID, "HTTP/1.0 has no Transfer-Encoding");
     if (found.contradicts || (found.length && found.coding))
         return kld_error_set(err, KLD_INVALID,
                              "the headers contradict each other about the length of the body");

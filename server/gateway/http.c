@@ -398,11 +398,11 @@ void kld_exchange_reply(struct kld_exchange *exchange, unsigned http_status,
 
 static void quiet(void *user, const char *format, va_list arguments) {}
 
-/* A NUL in a path (%00) must not end it early: it becomes a byte that no route has. */
+/* A NUL in a path (%00) must not end it early: it becomes a byte that no route and no name has. */
 static size_t unescape(void *user, struct MHD_Connection *connection, char *text) {
     size_t length = MHD_http_unescape(text);
     for (char *nul; (nul = memchr(text, '\0', length));)
-        *nul = '\x01';
+        *nul = '\xff';
     return length;
 }
 

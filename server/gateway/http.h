@@ -109,7 +109,7 @@ void kld_exchange_reply(struct kld_exchange *exchange, unsigned http_status,
 void kld_exchange_add_header(struct MHD_Response **response, const char *name, const char *value);
 /* The reply where there is no memory for one. NULL: nor for this. */
 struct MHD_Response *kld_exchange_spare(void);
-/* What the client accepts for a reply in JSON; and the headers of a reply that is compressed so. */
+/* What the client accepts for a reply in text; and the headers of a reply that is compressed so. */
 enum kld_coding kld_exchange_coding(const struct kld_exchange *exchange);
 void kld_exchange_say_packed(struct MHD_Response **response, enum kld_coding coding);
 void kld_exchange_reply_text(struct kld_exchange *exchange, unsigned http_status, const char *type,

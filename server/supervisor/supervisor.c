@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "server/log.h"
+#include "server/signals.h"
 #include "server/uv_pool.h"
 
 #define REAP_DELAY_MS 50    /* libuv collects its own children first */
@@ -61,17 +62,6 @@ static bool drain_child(struct kld_watched *child) {
     return child->state != KLD_CHILD_STOPPED;
 }
 
-/* Without children nothing is left to be told, and libuv gives back a signal that it no longer
- * watches: to be told again would end this process before its sockets have left their folder. No
- * other thread takes them (uv_pool.c). */
-static void ignore_signals(void) {
-    sigset_t signals;
-    sigemptyset(&signals);
-    sigaddset(&signals, SIGTERM);
-    sigaddset(&signals, SIGINT);
-    pthread_sigmask(SIG_BLOCK, &signals, NULL);
-}
-
 /* The gateway first: what it has in flight needs the workers. */
 static void drain_next(struct kld_supervisor *supervisor) {
     if (supervisor->killing)
@@ -82,7 +72,7 @@ static void drain_next(struct kld_supervisor *supervisor) {
         drain_child(&supervisor->worker[i]);
     if (any_active(supervisor))
         return;
-    ignore_signals();
+    kld_signals_block(NULL); /* without children nothing is left to be told */
     uv_walk(&supervisor->loop, close_handle, NULL);
     if (supervisor->reload.readings) /* for which the loop would wait */
         uv_stop(&supervisor->loop);

@@ -1,6 +1,7 @@
 /* main.c - the worker role: opens the device, reports to the supervisor, serves, exits.
  * Wiring only. Worker process, its first thread. */
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -8,6 +9,7 @@
 #include "server/descriptors.h"
 #include "server/log.h"
 #include "server/role.h"
+#include "server/signals.h"
 #include "server/worker/places.h"
 #include "server/worker/worker.h"
 
@@ -82,6 +84,8 @@ int kld_worker_main(const struct kld_child *child) {
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", CUDA_QUEUES,
            0); /* before CUDA looks; nobody else does yet */
     kld_descriptors_raise(descriptors_wanted(child->config)); /* the driver opens files too */
+    sigset_t taken;
+    kld_signals_block(&taken); /* by threads of the back end, of its driver and of OpenMP */
     enum kld_status status =
         kld_worker_device_open(child->config, child->index, &child->page->device[child->index],
                                &options.backend, &options.device, &passed_over, &err);
@@ -99,6 +103,7 @@ int kld_worker_main(const struct kld_child *child) {
         options.backend->device_close(options.device);
         return cannot_start("worker not started", &err);
     }
+    pthread_sigmask(SIG_SETMASK, &taken, NULL);
     uint32_t devices = 1;
     options.backend->device_count(&devices, NULL);
     kld_child_report_send(KLD_OK, info->backend, devices, "");

@@ -15,6 +15,7 @@
 
 #include "server/host_memory.h"
 #include "server/log.h"
+#include "server/signals.h"
 #include "server/uv_pool.h"
 #include "server/worker/closer.h"
 #include "server/worker/core.h"
@@ -251,6 +252,7 @@ static void stop(struct kld_worker *worker) {
     worker->stopping = true;
     atomic_store(&worker->shown->ready, 0);
     uv_close((uv_handle_t *)&worker->listener, NULL);
+    kld_signals_block(NULL);
     uv_close((uv_handle_t *)&worker->terminate, NULL);
     uv_close((uv_handle_t *)&worker->fault, NULL);
     if (atomic_load(&worker->completions.polled) || worker->options.backend->poll)

@@ -1,4 +1,5 @@
 """The server as its operator meets it: start, options, the ready line, signals, lost children."""
+import contextlib
 import json
 import os
 import pathlib
@@ -302,6 +303,21 @@ def test_told_again_and_again(make_server, signal_number):
             os.kill(server.pid, signal_number)
             time.sleep(0.0005)  # it has something else to do, too
         assert server.process.returncode == 0 and not os.path.exists(server.unix)
+
+
+def test_a_whole_group_that_is_told_again_and_again(make_server):
+    """As by `kill -- -PGID`: the children, too, end in order, and none of a signal."""
+    for _ in range(10):
+        server = make_server()
+        processes = [server.pid, *children_of(server.pid).values()]
+        while server.process.poll() is None:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGTERM)
+            time.sleep(0.0005)
+        log = server.log()
+        assert server.process.returncode == 0 and not any(
+            f"child_pid={process} signal" in line for process in processes for line in log.splitlines()), log
 
 
 def test_drain_that_takes_its_time_kills_nobody(make_server):
