@@ -262,8 +262,8 @@ class Sweep:
             if after[0] == "right":
                 break
         dead = [line for line in self.server.log()[mark:].splitlines() if "child" in line]
-        # What a region's end does comes behind the answer, and so does the loss of the device by it.
-        if again > (kind.startswith("cuda") and bool(dead)):
+        # A region's end comes behind the answer, and so does the loss of the device by it.
+        if again > (seen["call"] == "cudaHostUnregister" and bool(dead)):
             self.fault(role, kind, part, first, last, error, f"afterwards not right {again} times: {after}\n   {site()}")
         left = {"replaced": dead} if dead else self.settle() if careful else None
         if left and not (dead and self.allowed(kind, seen, dead)):

@@ -8,13 +8,13 @@ import threading
 import pytest
 
 import oip
-from httplib import PREFIX, SANITIZED, Shared, probabilities, register
+from httplib import PREFIX, Shared, is_sanitized, probabilities, register
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 CREATE_RULESET = 444  # on every architecture, as each call that is younger than 2019
 COMPLAINT = "files are not bounded"
 
-pytestmark = pytest.mark.skipif(SANITIZED or os.environ.get("TEST_SANDBOX") == "false", reason="a build without the sandbox")
+pytestmark = pytest.mark.skipif(is_sanitized() or os.environ.get("TEST_SANDBOX") == "false", reason="a build without the sandbox")
 
 
 def has_landlock():

@@ -10,7 +10,7 @@ import pytest
 
 import oip
 from conftest import wait_until
-from httplib import POOL, SANITIZED, close, memory_of, probabilities
+from httplib import POOL, close, is_sanitized, memory_of, probabilities
 from oip import INFER, LENGTH, Connection, infer
 
 
@@ -30,7 +30,7 @@ def memory_available():
     return int(re.search(r"MemAvailable:\s+(\d+)", pathlib.Path("/proc/meminfo").read_text()).group(1)) << 10
 
 
-@pytest.mark.skipif(SANITIZED, reason="minutes under a sanitizer")
+@pytest.mark.skipif(is_sanitized(), reason="minutes under a sanitizer")
 @pytest.mark.skipif(memory_available() < 9 << 30 and os.environ.get("CI") != "true", reason="needs 9 GiB of memory")
 def test_more_than_two_gib(make_server):
     """Two tensors of 2 GiB each and as large a gradient: sizes and offsets are 64 bits all the way. Each row is compared."""
@@ -109,5 +109,5 @@ def test_slow_readers_of_large_gradients(make_server):
         close(np.frombuffer(b"".join(got)[-q.nbytes:], "<f4").reshape(q.shape), truth, "FP32")
     assert len(held) >= 60
     assert max(one["shared"] for one in held) < staging + (1 << 20)
-    assert SANITIZED or max(one["own"] for one in held) < before["own"] + (4 << 20)
+    assert is_sanitized() or max(one["own"] for one in held) < before["own"] + (4 << 20)
     wait_until(lambda: server.metrics()["kld_staging_bytes"] == server.metrics()[POOL] == 0, what="free memory")

@@ -40,7 +40,7 @@ WITHOUT = [
     ("POST", "/v2/repository/index", 200, b"kl_div"), ("POST", "/v2/systemsharedmemory/unregister", 200, b""),
     ("POST", "/v2/cudasharedmemory/region/r/unregister", 200, b""),
     ("POST", "/v2/systemsharedmemory/region/r/register", 400, b"too early"),
-    ("PUT", "/v2/tensors/t?datatype=FP32&shape=2", 400, b"0"), ("POST", "/v2", 405, b"GET"), ("POST", "/nope", 404, b"")]
+    ("PUT", "/v2/tensors/t?datatype=FP32&shape=2", 400, b"has 0 bytes"), ("POST", "/v2", 405, b"GET"), ("POST", "/nope", 404, b"")]
 
 
 @pytest.mark.parametrize("more", ["", "Content-Type: application/json\r\n", "Expect: 100-continue\r\n",

@@ -16,12 +16,11 @@ import pytest
 
 import oip
 from conftest import BIN, Server, children_of, clean_environment, wait_until
-from httplib import PREFIX, Shared, certificates, close, probabilities, register, tls_flags
+from httplib import PREFIX, Shared, certificates, close, is_sanitized, probabilities, register, tls_flags
 from oip import INFER
 
 Q, P = probabilities((2, 3), 1), probabilities((2, 3), 2)
 HEADERS, DATA = oip.body({"predictions": Q, "targets": P})
-SANITIZED = any(name in (BIN / "kld-server").read_bytes() for name in (b"__asan_init", b"__tsan_init"))
 WORDS = {"all": "infer,shm,metrics", "infer": "infer", "shm": "infer,shm", "metrics": "metrics"}
 
 
@@ -396,7 +395,7 @@ def test_handshakes_that_stall(make_server, certificates):
     for _ in range(10):
         assert ask_tls(server, context, headers, data, INFER)[0] == 200
         time.sleep(0.1)
-    if not SANITIZED:
+    if not is_sanitized():
         assert spent() - begin < 0.5 * os.sysconf("SC_CLK_TCK")  # of more than a second
     for one in stalled:
         while one.recv(1000):  # an alert, if anything, and the end
@@ -465,7 +464,7 @@ def status_of(pid):
                 if ":\t" in line)
 
 
-@pytest.mark.skipif(SANITIZED, reason="a sanitizer's run-time needs more than the sandbox allows")
+@pytest.mark.skipif(is_sanitized(), reason="a sanitizer's run-time needs more than the sandbox allows")
 def test_the_gateway_runs_in_a_sandbox(make_server):
     """Every test of this suite does; the threads as well."""
     server = make_server()

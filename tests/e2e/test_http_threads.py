@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 import oip
-from conftest import BIN, wait_until
-from httplib import Shared, close, fds_of, probabilities, register, unregister
+from conftest import wait_until
+from httplib import Shared, close, fds_of, is_sanitized, probabilities, register, unregister
 from oip import INFER
 
 LOOPS = 3
-SANITIZED = any(name in (BIN / "kld-server").read_bytes() for name in (b"__asan_init", b"__tsan_init"))
 
 
 def connect(server):
@@ -175,6 +174,6 @@ def test_memory_of_connections_in_large_pages(make_server, own):
     assert setting("gateway") == [f"GLIBC_TUNABLES={own or 'glibc.malloc.hugetlb=1'}"]
     assert setting("worker") == ([f"GLIBC_TUNABLES={own}"] if own else [])
     modes = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if not SANITIZED and modes.is_file() and "[madvise]" in modes.read_text():
+    if not is_sanitized() and modes.is_file() and "[madvise]" in modes.read_text():
         heap = pathlib.Path(f"/proc/{server.child('gateway')}/smaps").read_text().split("[heap]")[1]
         assert (" hg" in heap.split("VmFlags:")[1].splitlines()[0]) == (own is None)

@@ -21,7 +21,7 @@ import pytest
 import oip
 import wire
 from conftest import BIN, children_of, clean_environment, wait_until
-from httplib import PREFIX, Shared, close, probabilities, register, unregister
+from httplib import PREFIX, Shared, close, is_sanitized, probabilities, register, unregister
 from oip import INFER, Connection, infer
 from unixlib import Case
 
@@ -156,10 +156,7 @@ def address_space(pid):
     return int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-SANITIZED = b"__asan_init" in (BIN / "kld-server").read_bytes() or b"__tsan_init" in (BIN / "kld-server").read_bytes()
-
-
-@pytest.mark.skipif(SANITIZED, reason="a sanitizer ends a process that gets no memory")
+@pytest.mark.skipif(is_sanitized(), reason="a sanitizer ends a process that gets no memory")
 @pytest.mark.parametrize("role, room", [("worker", 0), ("worker", 3 << 20), ("gateway", 300 << 10), ("gateway", 3 << 20),
                                         ("supervisor", 0)])
 def test_without_memory(make_server, role, room):
@@ -231,7 +228,7 @@ def test_without_memory(make_server, role, room):
     wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
 
 
-@pytest.mark.skipif(SANITIZED, reason="a sanitizer ends a process that gets no memory")
+@pytest.mark.skipif(is_sanitized(), reason="a sanitizer ends a process that gets no memory")
 def test_a_reload_without_memory(make_server):
     """The supervisor has the threads that read files again from the start."""
     server = make_server()
@@ -396,7 +393,7 @@ time_t time(time_t *ret) {
 """
 
 
-@pytest.mark.skipif(SANITIZED, reason="a sanitizer wants to be loaded first")
+@pytest.mark.skipif(is_sanitized(), reason="a sanitizer wants to be loaded first")
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a compiler")
 def test_a_clock_that_jumps(make_server, tmp_path):
     """Deadlines, idle times, pauses before restarts and the drain go by the clock that does not."""

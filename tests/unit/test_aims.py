@@ -102,11 +102,11 @@ def rows_of_http(got):
            f"| {small['binary_64']['of_hello']:.3f} of it | 0.5 |")
     yield (f"| small JSON, binary, one connection | {rate['json_1']}, {rate['binary_1']} a second "
            f"| {small['json_1']['of_hello']:.2f}, {small['binary_1']['of_hello']:.2f} of it | 0.5 |")
+    yield (f"| small JSON and binary, 64 connections | | {fastapi} times FastAPI with PyTorch, {aiohttp} times aiohttp with it | 10, either |")
     if four := got.get("small_4_threads"):
         rates, shares = (", ".join(form.format(one) for one in four.values())
                          for form in ("{0[requests_per_s]:,}", "{0[of_hello]:.2f}"))
         yield f"| small JSON, binary, 64 connections, four HTTP threads | {rates} a second | {shares} of it with four | 0.5 |"
-    yield (f"| the same, 64 connections | | {fastapi} times FastAPI with PyTorch, {aiohttp} times aiohttp with it | 10, either |")
     yield f"| 64 connections beside 2,000 idle ones | {ms['idle']} | {idle['of_rate_without']:.2f} of the rate without | 1 |"
     yield f"| upload of 1 GiB into staging | {whole['sent_gb_per_s']:.1f} GB/s | {whole['of_tcp']:.2f} of a plain TCP stream | 0.7 |"
     yield f"| the same piece by piece | {pieces['sent_gb_per_s']:.1f} GB/s | {pieces['of_tcp']:.2f} of it | 0.7 |"

@@ -1,5 +1,5 @@
-/* test_utf8.c - every sequence of up to four bytes against a table of ranges, as RFC 3629 has it.
- */
+/* test_utf8.c - all pairs of first bytes, and ends of sequences, against a table of ranges, as
+ * RFC 3629 has it. */
 #include "proto/utf8.h"
 
 #include <stdbool.h>
