@@ -16,10 +16,10 @@ the client that was measured.
 """
 import argparse
 import contextlib
+import http.client
 import importlib.metadata
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -252,15 +252,18 @@ def over_pytorch(bench, results):
 
 
 def idle(bench, results):
-    """64 busy connections, with and without IDLE that are silent."""
+    """64 busy connections, with and without IDLE that have had an answer each, and are kept."""
     request = post(*small_requests()[0]["binary"])
 
     def alone():
         return bench.load("kld", 64, request)
 
     def among():
-        silent = [socket.create_connection(("127.0.0.1", bench.ports["kld"])) for _ in range(IDLE)]
+        silent = [http.client.HTTPConnection("127.0.0.1", bench.ports["kld"]) for _ in range(IDLE)]
         try:
+            for one in silent:
+                one.request("GET", "/v2/health/live")
+                assert one.getresponse().read() == b"" and one.sock
             return alone()
         finally:
             for one in silent:
