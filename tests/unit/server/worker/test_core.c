@@ -277,29 +277,32 @@ START_TEST(device_lost_while_adding_memory_ends_with_2) {
 }
 END_TEST
 
-/* Of whoever is idle, and of whoever left: nobody asks the device for anything afterwards. */
-START_TEST(device_lost_while_letting_go_of_memory_ends_with_2) {
-    for (int leaves = 0; leaves < 2; leaves++) {
-        start();
-        int fd = rig_client(&rig), other = rig_client(&rig);
-        uint64_t region = rig_region(fd, RIG_REGION_BYTES);
-        atomic_store(&rig.fake.stays_pinned, true);
-        if (leaves) {
-            close(fd);
-        } else {
-            union kld_frame frame;
-            kld_frame_init(&frame, KLD_FRAME_REGION_DROP, 30);
-            frame.as_REGION_DROP.region = region;
-            rig_send(fd, &frame);
-        }
-        ck_assert_int_eq(rig_wait(&rig), 2);
-        ck_assert(rig.worker.lost);
-        ck_assert_uint_eq(stat_of(KLD_STAT_device_lost_total), 1);
-        if (!leaves)
-            close(fd);
-        close(other);
+/* Nobody asks the device for anything afterwards. */
+static void lose_it_with_a_region(bool leaves) {
+    start();
+    int fd = rig_client(&rig), other = rig_client(&rig);
+    uint64_t region = rig_region(fd, RIG_REGION_BYTES);
+    atomic_store(&rig.fake.stays_pinned, true);
+    if (leaves) {
+        close(fd);
+    } else {
+        union kld_frame frame;
+        kld_frame_init(&frame, KLD_FRAME_REGION_DROP, 30);
+        frame.as_REGION_DROP.region = region;
+        rig_send(fd, &frame);
     }
+    ck_assert_int_eq(rig_wait(&rig), 2);
+    ck_assert(rig.worker.lost);
+    ck_assert_uint_eq(stat_of(KLD_STAT_device_lost_total), 1);
+    if (!leaves)
+        close(fd);
+    close(other);
 }
+
+START_TEST(device_lost_while_dropping_a_region_ends_with_2) { lose_it_with_a_region(false); }
+END_TEST
+
+START_TEST(device_lost_while_a_client_leaves_ends_with_2) { lose_it_with_a_region(true); }
 END_TEST
 
 /* Every call to the device fails once, at every place, and nothing is left over. */
@@ -345,4 +348,5 @@ UNIT_MAIN("server/worker/core", submit_is_answered_by_done, failure_of_a_job_is_
           deadlines_pass_for_waiting_and_running, client_that_dies_is_detached,
           lost_device_answers_everything_and_ends_with_2,
           device_lost_while_adding_memory_ends_with_2,
-          device_lost_while_letting_go_of_memory_ends_with_2, fail_the_nth_call)
+          device_lost_while_dropping_a_region_ends_with_2,
+          device_lost_while_a_client_leaves_ends_with_2, fail_the_nth_call)
