@@ -255,7 +255,7 @@ def test_two_small_allocations_of_one_block(gpu, server):
 
 
 def test_tritonclients_own_utility(gpu, server):
-    """As NVIDIA's examples do it; needs cuda-python and tritonclient beside a card."""
+    """As NVIDIA's examples do it; needs cuda-bindings and tritonclient beside a card."""
     try:
         import tritonclient.http as http
         import tritonclient.utils.cuda_shared_memory as cudashm
