@@ -99,6 +99,7 @@ static void run(struct fake_device *fake, struct kld_job *job) {
     pthread_mutex_unlock(&fake->lock);
     if (!watched)
         job->done(job);
+    atomic_fetch_add(&fake->jobs_told, 1);
 }
 
 /* While somebody polls, jobs end in its thread. */

@@ -40,6 +40,7 @@ struct fake_device {
     atomic_int last_priority; /* of the stream opened last */
     atomic_int events;        /* open now */
     atomic_int jobs_submitted, jobs_started, jobs_done;
+    atomic_int jobs_told;         /* done() has been called, or is left to who polls */
     atomic_int memories, streams; /* open now */
     atomic_int calls;             /* memory_*, event_* and stream_open calls so far */
     atomic_int order_broken;      /* a memory was freed, or a stream closed, under a job */

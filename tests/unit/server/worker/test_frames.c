@@ -125,9 +125,10 @@ static void stay(int signal) {
         usleep(100);
 }
 
-/* What the device has ends while the worker's thread does nothing: so it is found together, and
- * not, as the scheduler likes it, one by one. */
-static void end_together(void) {
+/* These jobs end while the worker's thread does nothing: so they are found together, and not, as
+ * the scheduler likes it, one by one. */
+static void end_together(int jobs) {
+    rig_until(&rig.fake.jobs_submitted, jobs);
     struct sigaction action = {.sa_handler = stay, .sa_flags = SA_RESTART};
     ck_assert_int_eq(sigaction(SIGUSR1, &action, NULL), 0);
     atomic_store(&stopped, true);
@@ -135,8 +136,7 @@ static void end_together(void) {
     while (!atomic_load(&stays))
         usleep(100);
     rig.fake.hold = false;
-    for (int i = 0; i < 20000 && rig.fake.jobs_done < rig.fake.jobs_submitted; i++)
-        usleep(100);
+    rig_until(&rig.fake.jobs_told, jobs);
     atomic_store(&stopped, false);
 }
 
@@ -152,7 +152,7 @@ START_TEST(several_requests_in_a_packet) {
     for (uint64_t i = 0; i < 8; i++)
         rig_submit(other, 200 + i, others);
     rig_until_stat(&rig, KLD_STAT_worker_requests_in_flight, 24);
-    end_together();
+    end_together(2 * KLD_LANE_DEPTH); /* the rest wait for their turn */
     int packets = take_done(fd, 100, 16);
     ck_assert_int_eq(take_done(other, 200, 8), 8); /* who sends one frame a packet gets one */
     ck_assert_int_lt(packets, 16);
@@ -248,7 +248,7 @@ START_TEST(many_failures_at_once) {
         rig_send_fds(fd, packet, bytes, NULL, 0);
     }
     rig_until_stat(&rig, KLD_STAT_worker_requests_in_flight, ALL);
-    end_together();
+    end_together(ALL);
     while (taken < ALL) {
         ssize_t bytes = recv(fd, packet, sizeof packet, MSG_TRUNC);
         struct kld_error err = {.status = KLD_OK};
