@@ -6,12 +6,14 @@
 
 #include "tests/unit/kernels/table.h"
 
+#define RANDOM_MAX 100000
 #define ALONE_ROWS 3 /* of a case whose rows are of one kind */
 
 struct settings {
     const char *backend, *filter, *json;
     bool quick;
     uint64_t seed, every; /* of the cases, each every-th, from seed % every on */
+    uint64_t random;      /* so many at random in place of the list; 0: the list */
 };
 
 struct totals {
@@ -22,8 +24,9 @@ struct totals {
 
 static const char usage[] =
     "kernel-table [--backend cpu|cuda|all] [--quick] [--filter TEXT] [--every N]\n"
-    "             [--seed N] [--json FILE]\n"
-    "Computes a table of cases on each back end and compares with long double arithmetic.\n";
+    "             [--seed N] [--json FILE] [--random N]\n"
+    "Computes a table of cases on each back end, or N cases at random, and compares with long\n"
+    "double arithmetic.\n";
 
 static bool parse(int argc, char **argv, struct settings *settings) {
     for (int i = 1; i < argc; i++) {
@@ -44,11 +47,13 @@ static bool parse(int argc, char **argv, struct settings *settings) {
             settings->seed = strtoull(value, NULL, 0);
         else if (strcmp(argv[i], "--every") == 0)
             settings->every = strtoull(value, NULL, 0);
+        else if (strcmp(argv[i], "--random") == 0)
+            settings->random = strtoull(value, NULL, 0);
         else
             return false;
         i++;
     }
-    return settings->every > 0;
+    return settings->every > 0 && settings->random < RANDOM_MAX;
 }
 
 /* The same case in other places and again: other bits are a failure. */
@@ -137,12 +142,12 @@ static void run_case(struct kld_device *device, const struct table_case *at, uin
     struct table_truth truth;
     struct table_outputs outputs = {0};
     char failure[256] = "";
-    const struct table_place plain = {TABLE_POOL, 0, false, 3};
+    const struct table_place plain = {TABLE_POOL, 0, false, at->once ? 1 : 3};
     table_truth_init(&truth, at, seed);
     if (truth.failure[0])
         snprintf(failure, sizeof failure, "%s", truth.failure);
     else if (table_run(device, &truth, at, &plain, &outputs, failure) &&
-             table_check(&truth, at, &outputs, failure) &&
+             table_check(&truth, at, &outputs, failure) && !at->once &&
              run_variants(device, &truth, at, &outputs, failure) &&
              run_alone(device, &truth, at, &outputs, failure))
         run_alias(device, &truth, at, &outputs, failure);
@@ -175,9 +180,10 @@ static void run_backend(const struct kld_backend *backend, const struct settings
         printf("     %s: ceiling %.1f GB/s read, %.1f GB/s read and written\n", backend->name,
                totals->read_per_s * 1e-9, totals->read_write_per_s * 1e-9);
     }
-    size_t count;
-    struct table_case *cases = table_cases(settings->quick, &count);
-    for (size_t i = 0; i < count; i++)
+    size_t count = settings->random;
+    struct table_case *cases =
+        count ? table_cases_random(settings->seed, count) : table_cases(settings->quick, &count);
+    for (size_t i = 0; cases && i < count; i++)
         if (i % settings->every == settings->seed % settings->every &&
             (!settings->filter || strstr(cases[i].name, settings->filter)))
             run_case(device, &cases[i], settings->seed + i * 0x9e3779b97f4a7c15u, totals);

@@ -30,6 +30,7 @@ enum table_data {
     TABLE_CROWD_FINITE, /* and none whose value is infinite or NaN */
 };
 #define TABLE_CROWD_ROWS 41
+const char *table_data_name(enum table_data data); /* of one row's kind */
 
 /* Which rows are left out. */
 enum table_masking {
@@ -65,10 +66,14 @@ struct table_case {
     double lift[2];    /* added to all logits of predictions, of targets */
     bool strided;      /* rows with gaps */
     bool speed;        /* timed; only a few variants are compared */
+    bool once;         /* run once and compared with the truth, no more */
 };
 
 /* The list, from malloc(); the caller frees it. */
 struct table_case *table_cases(bool quick, size_t *ret_count);
+
+/* The same, at random. NULL: no memory. */
+struct table_case *table_cases_random(uint64_t seed, size_t count);
 
 /* Random numbers: xorshift, the same on every machine. */
 struct table_random {

@@ -72,7 +72,7 @@ double table_row_relative(const struct table_case *at, uint64_t row, long double
     return value >= 1e-6L ? 1e-4 : value >= 1e-9L ? 1e-2 : 0;
 }
 
-void table_row_text(const struct table_case *at, uint64_t row, char *text, size_t size) {
+const char *table_data_name(enum table_data data) {
     static const char *const names[] = {
         [TABLE_RANDOM] = "random", [TABLE_SHARP] = "sharp",         [TABLE_NEAR] = "near",
         [TABLE_EQUAL] = "equal",   [TABLE_ZEROS] = "zeros",         [TABLE_INFINITE] = "infinite",
@@ -81,10 +81,14 @@ void table_row_text(const struct table_case *at, uint64_t row, char *text, size_
         [TABLE_TOP] = "top",       [TABLE_CONFIDENT] = "confident", [TABLE_RESERVED] = "reserved",
         [TABLE_FINE] = "fine",     [TABLE_MASKED] = "masked",
     };
+    return names[data];
+}
+
+void table_row_text(const struct table_case *at, uint64_t row, char *text, size_t size) {
     struct kind kind = kind_of(at, row);
     text[0] = 0;
     if (is_crowd(at))
-        snprintf(text, size, ", a row of %s %g %llu +%g/%g", names[kind.data], kind.noise,
+        snprintf(text, size, ", a row of %s %g %llu +%g/%g", table_data_name(kind.data), kind.noise,
                  (unsigned long long)kind.variant, kind.lift[0], kind.lift[1]);
 }
 
