@@ -82,6 +82,21 @@ INLINE bool is_heavy(const struct constants *row, const struct pair *pair) {
     return pair->top[0] > row->heavy[0] || pair->top[1] > row->heavy[1];
 }
 
+/* A block with its heavy classes aside. */
+struct apart {
+    struct pair light;
+    struct heavies heavies;
+    const float *at[2]; /* heavies.z */
+};
+
+static void apart_of(const struct kld_cpu_quick *quick, const struct constants *row,
+                     const struct pair *pair, struct apart *ret_apart) {
+    heavies_of(pair, row->heavy, &ret_apart->heavies);
+    pair_without(quick, pair, &ret_apart->heavies, &ret_apart->light);
+    for (int side = 0; side < 2; side++)
+        ret_apart->at[side] = ret_apart->heavies.z[side];
+}
+
 /* zp - zq, exactly. */
 struct gap {
     vf high, low;

@@ -77,11 +77,14 @@ INLINE double vd_total(vd x) {
 #endif
 }
 
-INLINE double vf_total(vf x) {
+/* Its halves added up, in double. */
+INLINE vd vd_halves(vf x) {
     vfh half[2];
     memcpy(half, &x, sizeof half);
-    return vd_total(__builtin_convertvector(half[0], vd) + __builtin_convertvector(half[1], vd));
+    return __builtin_convertvector(half[0], vd) + __builtin_convertvector(half[1], vd);
 }
+
+INLINE double vf_total(vf x) { return vd_total(vd_halves(x)); }
 
 /* 2^r - 1 for |r| <= 1/2. Error 2e-8 of itself; brief: 5e-7. */
 INLINE vf vf_power_less_one(vf r, bool brief) {
@@ -148,40 +151,50 @@ INLINE vf mass_of(const struct parts *parts, vi32 origin, bool brief) {
     return power * vf_power_less_one(parts->rest, brief) + power;
 }
 
-/* The two sides of BLOCK classes. */
+/* The two sides of a block's classes. */
 struct pair {
     const float *at[2];
     float space[2][BLOCK] ALIGNED;
-    double top[2]; /* the largest logit, or something at or below -limit */
-    bool wild;     /* a logit is infinite or beyond the limit, or all are low; a NaN is not seen */
+    uint64_t count; /* a whole number of STEPs, filled up with classes of no mass */
+    double top[2];  /* the largest logit, or something at or below -limit */
+    bool wild;      /* a logit is infinite or beyond the limit, or all are low; a NaN is not seen */
 };
 
 INLINE void pair_pad(struct pair *pair, uint64_t n, float with) {
     for (int side = 0; side < 2; side++)
-        for (uint64_t i = n; i < BLOCK; i++)
+        for (uint64_t i = n; i < pair->count; i++)
             pair->space[side][i] = with;
 }
 
-/* Filled up with classes of no mass: below half the limit there is no other class, or the pair is
- * wild. */
-INLINE void pair_load(const struct kld_cpu_quick *quick, const struct kld_cpu_span *span,
-                      uint64_t at, uint64_t n, struct pair *ret_pair) {
-    float limit = quick->limit;
+/* The k-th block of a span. That of no mass is, unless the pair is wild, what has half the limit or
+ * less. */
+INLINE uint64_t pair_fetch(const struct kld_cpu_quick *quick, const struct kld_cpu_span *span,
+                           uint64_t k, struct pair *ret_pair) {
+    uint64_t left = span->count - k * BLOCK, n = left < BLOCK ? left : BLOCK;
+    ret_pair->count = (n + STEP - 1) / STEP * STEP;
     for (int side = 0; side < 2; side++) {
         uint32_t dtype = quick->dtype[side];
-        const unsigned char *from = span->in[side] + at * element_bytes(dtype);
+        const unsigned char *from = span->in[side] + k * BLOCK * element_bytes(dtype);
         ret_pair->at[side] = ret_pair->space[side];
-        if (dtype == KLD_DTYPE_FP32 && n == BLOCK)
+        if (dtype == KLD_DTYPE_FP32 && n == ret_pair->count)
             ret_pair->at[side] = (const float *)(const void *)from;
         else
-            block_load_floats(dtype, from, n, -limit, ret_pair->space[side]);
+            block_load_floats(dtype, from, n, -quick->limit, ret_pair->space[side]);
     }
-    if (n < BLOCK)
-        pair_pad(ret_pair, n, -limit);
+    if (n < ret_pair->count)
+        pair_pad(ret_pair, n, -quick->limit);
+    return n;
+}
+
+/* And what range its logits have. -> how many of its classes are the span's. */
+INLINE uint64_t pair_load(const struct kld_cpu_quick *quick, const struct kld_cpu_span *span,
+                          uint64_t k, struct pair *ret_pair) {
+    uint64_t n = pair_fetch(quick, span, k, ret_pair);
+    float limit = quick->limit;
     vf most[2][2], least = vf_of(limit);
     for (int side = 0; side < 2; side++)
         most[side][0] = most[side][1] = vf_of(-INFINITY);
-    for (uint64_t i = 0; i < BLOCK; i += STEP)
+    for (uint64_t i = 0; i < ret_pair->count; i += STEP)
         for (int side = 0; side < 2; side++)
             for (uint64_t j = 0; j < 2; j++) {
                 vf z = *(const vf_any *)(ret_pair->at[side] + i + j * FLOATS);
@@ -194,8 +207,13 @@ INLINE void pair_load(const struct kld_cpu_quick *quick, const struct kld_cpu_sp
         ret_pair->top[side] = (double)top;
         ret_pair->wild = ret_pair->wild || !(top < limit) || !(top > -limit / 2);
     }
-    if (ret_pair->wild && n < BLOCK)
+    if (ret_pair->wild && n < ret_pair->count)
         pair_pad(ret_pair, n, -INFINITY);
+    return n;
+}
+
+INLINE uint64_t blocks_of(const struct kld_cpu_span *span) {
+    return (span->count + BLOCK - 1) / BLOCK;
 }
 
 #endif

@@ -21,11 +21,11 @@ INLINE vd vd_abs(vd x) { return vd_select(x < 0.0, -x, x); }
 
 static __attribute__((noinline)) void refine_in_double(const struct kld_cpu_quick *quick,
                                                        const struct kld_cpu_quick_row *row,
-                                                       const float *const at[2],
+                                                       const float *const at[2], uint64_t count,
                                                        struct kld_cpu_partial *sums) {
     vd term[2] = {vd_of(0), vd_of(0)}, square[2] = {vd_of(0), vd_of(0)};
     vd difference = vd_of(0), mass = vd_of(0), largest = vd_of(0), most = vd_of(0);
-    for (uint64_t i = 0; i < BLOCK; i += DOUBLES) {
+    for (uint64_t i = 0; i < count; i += DOUBLES) {
         struct wide wide = wide_of(quick, row, at, i);
         vd less_q = wide.difference;
         difference += wide.difference;
@@ -54,7 +54,7 @@ static void refine_block(const struct constants *row, const struct pair *pair,
                          struct kld_cpu_partial *sums) {
     vf term[2] = {{0}}, square[2] = {{0}}, difference = {0}, mass = {0}, squares = {0};
     vf largest = {0}, most = {0}, total = {0}, zero = {0};
-    for (uint64_t i = 0; i < BLOCK; i += FLOATS) {
+    for (uint64_t i = 0; i < pair->count; i += FLOATS) {
         struct classes at = classes_of(row, pair, i, row->norm, false, false);
         vf apart = at.larger * at.less, larger, smaller, low = at.larger * at.ratio;
         vf_excess(&at, vf_abs(at.d) * (float)LN2, &larger, &smaller);
@@ -96,13 +96,18 @@ static void quick_refine(const struct kld_cpu_quick *quick, const struct kld_cpu
     for (int side = 0; side < 2; side++)
         against.log_mass[side] = row->reference[side] * LN2;
     against.log_mass[KLD_CPU_P] -= log((double)row->ratio);
-    for (uint64_t at = 0; at < span->count; at += BLOCK) {
-        uint64_t left = span->count - at;
-        pair_load(quick, span, at, left < BLOCK ? left : BLOCK, &pair);
-        if (pair.wild || centred || is_heavy(&constants, &pair))
-            refine_in_double(quick, &against, pair.at, &sums);
-        else
+    for (uint64_t k = 0; k < blocks_of(span); k++) {
+        pair_load(quick, span, k, &pair);
+        if (pair.wild || centred) {
+            refine_in_double(quick, &against, pair.at, pair.count, &sums);
+        } else if (is_heavy(&constants, &pair)) {
+            struct apart apart;
+            apart_of(quick, &constants, &pair, &apart);
+            refine_block(&constants, &apart.light, &sums);
+            refine_in_double(quick, &against, apart.at, apart.heavies.padded, &sums);
+        } else {
             refine_block(&constants, &pair, &sums);
+        }
     }
     *ret_partial = sums;
 }
@@ -113,11 +118,11 @@ static void quick_refine(const struct kld_cpu_quick *quick, const struct kld_cpu
 static __attribute__((noinline)) void value_in_double(const struct kld_cpu_quick *quick,
                                                       const struct kld_cpu_quick_row *row,
                                                       const struct constants *constants,
-                                                      const float *const at[2],
+                                                      const float *const at[2], uint64_t count,
                                                       struct kld_cpu_partial *sums) {
     vd value = vd_of(0), dot[2] = {vd_of(0), vd_of(0)}, square[2] = {vd_of(0), vd_of(0)};
     const double of[2] = {quick->rule.of_q, quick->rule.of_p};
-    for (uint64_t i = 0; i < BLOCK; i += DOUBLES) {
+    for (uint64_t i = 0; i < count; i += DOUBLES) {
         struct wide wide = wide_of(quick, row, at, i);
         vd log[2], centred[2];
         wide_logs(quick, constants, &wide, log, centred);
@@ -149,7 +154,7 @@ INLINE void mixture_block(const struct kld_cpu_quick *quick, const struct consta
                           struct kld_cpu_partial *sums) {
     vf value[2] = {{0}}, dot[2] = {{0}}, square[2] = {{0}}, zero = vf_of(0);
     vf of_q = vf_of(row->of[0]), of_p = vf_of(row->of[1]), skew = vf_of((float)row->skew);
-    for (uint64_t i = 0; i < BLOCK; i += FLOATS) {
+    for (uint64_t i = 0; i < pair->count; i += FLOATS) {
         struct classes at = classes_of(row, pair, i, row->norm, half, false);
         vf d = vf_abs(at.d) * (float)LN2, sum, term;
         vf larger_of = vf_if_less(at.d, zero, of_q, of_p);
@@ -190,7 +195,7 @@ static void pivot_block(const struct kld_cpu_quick *quick, const struct constant
                         const struct pair *pair, struct kld_cpu_partial *sums) {
     for (int side = 0; side < 2; side++) {
         vf dot[2] = {{0}}, square = {0};
-        for (uint64_t i = 0; quick->centred[side] && i < BLOCK; i += FLOATS) {
+        for (uint64_t i = 0; quick->centred[side] && i < pair->count; i += FLOATS) {
             vf z = *(const vf_any *)(pair->at[side] + i);
             struct parts t = parts_of(z, row->scale, row->scale_low, false);
             vf mass = mass_of(&t, row->origin[side], false) * row->norm[side];
@@ -220,10 +225,10 @@ static void mixture_block_of(const struct kld_cpu_quick *quick, const struct con
 
 static __attribute__((noinline)) void tv_in_double(const struct kld_cpu_quick *quick,
                                                    const struct kld_cpu_quick_row *row,
-                                                   const float *const at[2],
+                                                   const float *const at[2], uint64_t count,
                                                    struct kld_cpu_partial *sums) {
     vd value = vd_of(0), mass[2][3] = {{{0}}};
-    for (uint64_t i = 0; i < BLOCK; i += DOUBLES) {
+    for (uint64_t i = 0; i < count; i += DOUBLES) {
         struct wide wide = wide_of(quick, row, at, i);
         value += vd_abs(wide.difference);
         for (int side = 0; side < 2; side++) {
@@ -244,7 +249,7 @@ static __attribute__((noinline)) void tv_in_double(const struct kld_cpu_quick *q
 INLINE void tv_block(const struct constants *row, const struct pair *pair, bool half,
                      struct kld_cpu_partial *sums) {
     vf value = {0}, larger[2] = {{0}}, smaller[2] = {{0}}, same = {0}, zero = vf_of(0);
-    for (uint64_t i = 0; i < BLOCK; i += FLOATS) {
+    for (uint64_t i = 0; i < pair->count; i += FLOATS) {
         struct classes at = classes_of(row, pair, i, row->norm, half, false);
         vf low = at.larger * at.ratio;
         value += at.larger * at.less;
@@ -270,6 +275,23 @@ static void tv_block_of(const struct kld_cpu_quick *quick, const struct constant
         tv_block(row, pair, false, sums);
 }
 
+static void value_of(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
+                     const struct constants *constants, const float *const at[2], uint64_t count,
+                     struct kld_cpu_partial *sums) {
+    if (quick->rule.kind == KLD_RULE_TV)
+        tv_in_double(quick, row, at, count, sums);
+    else
+        value_in_double(quick, row, constants, at, count, sums);
+}
+
+static void value_block(const struct kld_cpu_quick *quick, const struct constants *row,
+                        const struct pair *pair, bool close, struct kld_cpu_partial *sums) {
+    if (quick->rule.kind == KLD_RULE_TV)
+        tv_block_of(quick, row, pair, close, sums);
+    else
+        mixture_block_of(quick, row, pair, close, sums);
+}
+
 static void quick_value(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
                         const struct kld_cpu_span *span, struct kld_cpu_partial *ret_partial) {
     struct constants constants = constants_of(quick, row, 1);
@@ -279,18 +301,18 @@ static void quick_value(const struct kld_cpu_quick *quick, const struct kld_cpu_
     /* Centres in FP32 are too little for gradients of FP32, but from a pivot. */
     bool centred = !quick->half && (quick->centred[0] || quick->centred[1]);
     bool exact = quick->pivoted ? row->exact : centred;
-    for (uint64_t at = 0; at < span->count; at += BLOCK) {
-        uint64_t left = span->count - at;
-        pair_load(quick, span, at, left < BLOCK ? left : BLOCK, &pair);
-        bool in_double = pair.wild || is_heavy(&constants, &pair);
-        if (tv && in_double)
-            tv_in_double(quick, row, pair.at, &sums);
-        else if (tv)
-            tv_block_of(quick, &constants, &pair, row->close, &sums);
-        else if (in_double || exact)
-            value_in_double(quick, row, &constants, pair.at, &sums);
-        else
-            mixture_block_of(quick, &constants, &pair, row->close, &sums);
+    for (uint64_t k = 0; k < blocks_of(span); k++) {
+        pair_load(quick, span, k, &pair);
+        if (pair.wild || (exact && !tv)) {
+            value_of(quick, row, &constants, pair.at, pair.count, &sums);
+        } else if (is_heavy(&constants, &pair)) {
+            struct apart apart;
+            apart_of(quick, &constants, &pair, &apart);
+            value_block(quick, &constants, &apart.light, row->close, &sums);
+            value_of(quick, row, &constants, apart.at, apart.heavies.padded, &sums);
+        } else {
+            value_block(quick, &constants, &pair, row->close, &sums);
+        }
     }
     *ret_partial = sums;
 }

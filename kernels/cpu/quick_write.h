@@ -82,15 +82,31 @@ INLINE vd wide_gradient(const struct kld_cpu_quick *quick, const struct kld_cpu_
 static __attribute__((noinline)) void write_in_double(const struct kld_cpu_quick *quick,
                                                       const struct kld_cpu_quick_row *row,
                                                       const struct constants *constants,
-                                                      const struct pair *pair,
+                                                      const float *const at[2], uint64_t count,
                                                       float gradient[2][BLOCK]) {
-    for (uint64_t i = 0; i < BLOCK; i += DOUBLES) {
-        struct wide wide = wide_of(quick, row, pair->at, i);
+    for (uint64_t i = 0; i < count; i += DOUBLES) {
+        struct wide wide = wide_of(quick, row, at, i);
         for (int side = 0; side < 2; side++)
             if (quick->gradient[side])
                 *(vfh *)(gradient[side] + i) = __builtin_convertvector(
                     wide_gradient(quick, row, constants, &wide, side) * row->factor, vfh);
     }
+}
+
+/* Over what FP32 made of them. */
+static __attribute__((noinline)) void write_heavies(const struct kld_cpu_quick *quick,
+                                                    const struct kld_cpu_quick_row *row,
+                                                    const struct constants *constants,
+                                                    const struct pair *pair,
+                                                    float gradient[2][BLOCK]) {
+    struct heavies heavies;
+    float made[2][BLOCK] ALIGNED;
+    heavies_of(pair, constants->heavy, &heavies);
+    write_in_double(quick, row, constants, (const float *const[]){heavies.z[0], heavies.z[1]},
+                    heavies.padded, made);
+    for (int side = 0; side < 2; side++)
+        for (uint64_t k = 0; quick->gradient[side] && k < heavies.count; k++)
+            gradient[side][heavies.at[k]] = made[side][k];
 }
 
 /* ---- in FP32 ----------------------------------------------------------------------------------
@@ -99,7 +115,7 @@ static __attribute__((noinline)) void write_in_double(const struct kld_cpu_quick
 /* The difference of the masses of one side, q - p or p - q: the signs are in norm. */
 INLINE void write_difference(const struct constants *row, const struct pair *pair, bool half,
                              const float norm[2], float *gradient) {
-    for (uint64_t i = 0; i < BLOCK; i += FLOATS) {
+    for (uint64_t i = 0; i < pair->count; i += FLOATS) {
         struct classes at = classes_of(row, pair, i, norm, half, half);
         *(vf *)(gradient + i) = at.larger * at.less;
     }
@@ -126,7 +142,7 @@ INLINE vf linear(const struct constants *row, const struct centres *centres,
 
 INLINE void write_own(const struct constants *row, const struct centres *centres,
                       const struct pair *pair, int side, bool half, float *gradient) {
-    for (uint64_t i = 0; i < BLOCK; i += FLOATS)
+    for (uint64_t i = 0; i < pair->count; i += FLOATS)
         *(vf *)(gradient + i) = own_mass(row, pair, i, side, half) * centres->weight[side] *
                                 linear(row, centres, pair, i, side, half);
 }
@@ -134,7 +150,7 @@ INLINE void write_own(const struct constants *row, const struct centres *centres
 INLINE void write_kl(const struct constants *row, const struct centres *centres,
                      const struct pair *pair, const bool wanted[2], bool half,
                      float gradient[2][BLOCK]) {
-    for (uint64_t i = 0; i < BLOCK; i += FLOATS) {
+    for (uint64_t i = 0; i < pair->count; i += FLOATS) {
         struct classes at = classes_of(row, pair, i, row->norm, half, half);
         vf apart = at.larger * at.less, zero = vf_of(0);
         vf difference[2] = {vf_if_less(at.d, zero, apart, -apart),
@@ -151,7 +167,7 @@ INLINE void write_kl(const struct constants *row, const struct centres *centres,
 INLINE void write_cross(const struct constants *row, const struct centres *centres,
                         const struct pair *pair, const bool wanted[2], bool half,
                         float gradient[2][BLOCK]) {
-    for (uint64_t i = 0; i < BLOCK; i += FLOATS) {
+    for (uint64_t i = 0; i < pair->count; i += FLOATS) {
         vf zq = *(const vf_any *)(pair->at[KLD_CPU_Q] + i), zero = vf_of(0);
         vf log = vf_fma(zq, row->scale, -centres->middle[KLD_CPU_P]);
         if (!half)
@@ -169,7 +185,7 @@ INLINE void write_cross(const struct constants *row, const struct centres *centr
 INLINE void write_tv(const struct constants *row, const struct centres *centres,
                      const struct pair *pair, const bool wanted[2], bool half,
                      float gradient[2][BLOCK]) {
-    for (uint64_t i = 0; i < BLOCK; i += FLOATS) {
+    for (uint64_t i = 0; i < pair->count; i += FLOATS) {
         vf d = gap_from(row, pair, i, row->apart, row->apart_low), zero = vf_of(0);
         for (int side = 0; side < 2; side++) {
             const float *of = centres->step[side];
@@ -184,7 +200,7 @@ INLINE void write_tv(const struct constants *row, const struct centres *centres,
 /* Of logits of 16 bits: what is centred takes too many roundings for FP32. */
 INLINE void write_mixture(const struct constants *row, const struct centres *centres,
                           const struct pair *pair, const bool wanted[2], float gradient[2][BLOCK]) {
-    for (uint64_t i = 0; i < BLOCK; i += FLOATS) {
+    for (uint64_t i = 0; i < pair->count; i += FLOATS) {
         struct classes at = classes_of(row, pair, i, row->norm, true, false);
         vf zero = vf_of(0), d = at.d * (float)LN2, sum;
         vf log = log_of_mixture(row, &at, &sum);
@@ -204,7 +220,7 @@ INLINE void write_mixture(const struct constants *row, const struct centres *cen
 INLINE void write_pivoted(const struct constants *row, const struct centres *centres,
                           const struct pair *pair, const bool wanted[2], float gradient[2][BLOCK]) {
     for (int side = 0; side < 2; side++)
-        for (uint64_t i = 0; wanted[side] && i < BLOCK; i += FLOATS) {
+        for (uint64_t i = 0; wanted[side] && i < pair->count; i += FLOATS) {
             vf mass = own_mass(row, pair, i, side, false) * centres->norm[side];
             vf height = pivot_height(row, pair, i, side);
             *(vf *)(gradient[side] + i) = mass * (height - centres->centre[side]);
@@ -261,12 +277,16 @@ static void write_block_of(const struct kld_cpu_quick *quick, const struct kld_c
     bool rough =
         way == QUICK_MIXTURE && (row->close || (quick->pivoted ? row->rough : !quick->half));
     bool far = fabs(row->apart) >= FAR;
-    if (pair->wild || is_heavy(constants, pair) || rough)
-        write_in_double(quick, row, constants, pair, gradient);
-    else if (quick->half && !row->close && !far)
+    if (pair->wild || rough) {
+        write_in_double(quick, row, constants, pair->at, pair->count, gradient);
+        return;
+    }
+    if (quick->half && !row->close && !far)
         write_block(quick, constants, centres, pair, way, true, gradient);
     else
         write_block(quick, constants, centres, pair, way, false, gradient);
+    if (is_heavy(constants, pair))
+        write_heavies(quick, row, constants, pair, gradient);
 }
 
 INLINE void store_block(const struct kld_cpu_quick *quick, int side, const float *from, uint64_t n,
@@ -285,14 +305,13 @@ static void quick_write(const struct kld_cpu_quick *quick, const struct kld_cpu_
     struct centres centres = centres_of(quick, row);
     float gradient[2][BLOCK] ALIGNED;
     struct pair pair;
-    for (uint64_t at = 0; at < span->count; at += BLOCK) {
-        uint64_t n = span->count - at < BLOCK ? span->count - at : BLOCK;
-        pair_load(quick, span, at, n, &pair);
+    for (uint64_t k = 0; k < blocks_of(span); k++) {
+        uint64_t n = pair_load(quick, span, k, &pair);
         write_block_of(quick, row, &constants, &centres, &pair, gradient);
         for (int side = 0; side < 2; side++)
             if (span->gradient[side])
                 store_block(quick, side, gradient[side], n,
-                            span->gradient[side] + at * element_bytes(quick->dtype[side]));
+                            span->gradient[side] + k * BLOCK * element_bytes(quick->dtype[side]));
     }
     if (quick->streaming[0] || quick->streaming[1])
         _mm_sfence(); /* streaming stores are not ordered with those that report completion */

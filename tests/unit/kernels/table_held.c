@@ -143,6 +143,21 @@ static void add_read_once(struct table_list *list, bool quick) {
         }
 }
 
+/* Masses of one side that are all the same number, whose sum rounds the same way each time. */
+static void add_constant(struct table_list *list) {
+    static const uint64_t classes[] = {413, 1024, 8192, 32768};
+    for (unsigned i = 0; i < 8; i++) {
+        uint32_t half = i / 2 % 2 ? FP16 : BF16;
+        struct table_case *at =
+            table_list_add_one(list, "constant", 12, classes[i / 2],
+                               i % 3 ? KLD_DIVERGENCE_FORWARD_KL : KLD_DIVERGENCE_CROSS_ENTROPY,
+                               LOGITS, i % 2 ? half : FP32);
+        at->data = TABLE_FINE;
+        at->noise = 0.3;
+        at->lift[1] = 1.37;
+    }
+}
+
 /* Temperatures so low that one step of the larger side's logits is all that the other's differ by,
  * and one class of those counts by itself. */
 static void add_fine(struct table_list *list) {
@@ -165,4 +180,5 @@ void table_list_held(struct table_list *list, bool quick) {
     add_wide(list, quick);
     add_read_once(list, quick);
     add_fine(list);
+    add_constant(list);
 }
