@@ -23,24 +23,20 @@ INLINE bool logprobs_fits(const struct kld_cpu_work *work) {
            (work->rule.kind == KLD_RULE_KL || work->rule.kind == KLD_RULE_CROSS_ENTROPY);
 }
 
-/* exp(x) for x <= 8; 0 below -87. */
+/* exp(x) for -2^17 < x < 8; 0 below -87.7. As 2^n (1 + w): n the nearest integer to x log2(e), w by
+ * a polynomial good to 2e-8 of itself. */
 INLINE vf vf_exp(vf x) {
     const float magic = 12582912.0f; /* 1.5 * 2^23 */
-    vi32 gone = x < -87.0f;
-    vf shifted = x * 1.44269504f + magic;
-    vf n = shifted - magic;
-    vf r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    vf p = vf_of(1.0f / 5040);
-    p = p * r + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * (r * r) + r;
-    p = p + 1.0f;
-    vu32 scale = ((vu32)shifted - 0x4b400000u + 127u) << 23;
-    return vf_select(gone, vf_of(0), p * (vf)scale);
+    vf log2e = vf_of(1.44269502f), shifted = vf_fma(x, log2e, vf_of(magic));
+    vf r = vf_fma(x, vf_of(1.92596303e-8f), vf_fma(x, log2e, magic - shifted));
+    vf w = vf_of(0.000154531634f);
+    w = w * r + 0.00133908633f;
+    w = w * r + 0.00961808302f;
+    w = w * r + 0.0555035695f;
+    w = w * r + 0.240226507f;
+    w = w * r + 0.693147182f;
+    vf power = (vf)(vi32_positive((vi32)((vu32)shifted - 0x4b400000u + 127u)) << 23);
+    return vf_fma(power, w * r, power);
 }
 
 /* One vector: its terms and gradients. both: a KL has both weights. */
@@ -81,22 +77,23 @@ INLINE bool logprobs_block(const struct logprobs *at, bool cross_entropy, bool b
                            const float *q, const float *p, float gradient[2][BLOCK], vf lost[2],
                            vd *total) {
     vf sum[2] = {{0}};
-    vi32 bad = {0};
+    vf most = vf_of(-INFINITY), least = vf_of(INFINITY);
     lost[0] = lost[1] = vf_of(0);
     for (uint64_t i = 0; i < BLOCK; i += 2 * FLOATS)
         for (uint64_t j = 0; j < 2; j++) {
             uint64_t k = i + j * FLOATS;
             vf lq = *(const vf_any *)(q + k), lp = *(const vf_any *)(p + k), made[2] = {{0}, {0}};
-            bad |= ~((lq > -0x1p17f) & (lp > -0x1p17f) & (lq < 8.0f) & (lp < 8.0f));
+            most = vf_max(vf_max(lq, lp), most); /* a NaN is seen in the sum */
+            least = vf_min(vf_min(lq, lp), least);
             sum[j] += logprobs_term(at, cross_entropy, both, gradients, lq, lp, made, lost);
             for (int side = 0; gradients && side < 2; side++)
                 if (at->wanted[side])
                     *(vf *)(gradient[side] + k) = made[side];
         }
-    if (vi32_any(bad))
+    vf all = sum[0] + sum[1];
+    if (vi32_any(~((least > -0x1p17f) & (most < 8.0f) & (all == all))))
         return false;
     vfh half[2];
-    vf all = sum[0] + sum[1];
     memcpy(half, &all, sizeof half);
     *total = __builtin_convertvector(half[0], vd) + __builtin_convertvector(half[1], vd);
     return true;
