@@ -21,6 +21,7 @@ struct probs_rule {
     uint32_t kind;
     float of[2], share[2];
     float log[2], ratio[2];
+    float factor;               /* of the gradients: log and ratio have it */
     bool wanted[2], cancels[2]; /* the terms of the gradient may */
     float least[2];             /* what the largest of a block's gradients must be */
 };
@@ -28,7 +29,7 @@ struct probs_rule {
 static struct probs_rule probs_rule_of(const struct kld_cpu_work *work, double factor) {
     const struct kld_rule *rule = &work->rule;
     const double of[2] = {rule->of_q, rule->of_p}, share[2] = {1 - rule->share, rule->share};
-    struct probs_rule at = {.kind = rule->kind};
+    struct probs_rule at = {.kind = rule->kind, .factor = (float)factor};
     for (int side = 0; side < 2; side++) {
         at.of[side] = (float)of[side];
         at.share[side] = (float)share[side];

@@ -1,27 +1,13 @@
-/* quick_math.h - FP32 vectors for quick_scan.h and quick_write.h: powers and logarithms of 2 by
- * polynomials, blocks of logits and their range. Included by the quick_*.c of each vector width;
- * needs a fused multiply-add. Everything is static and pure. */
+/* quick_math.h - FP32 vectors for quick_scan.h and quick_write.h: masses of logits, blocks of them
+ * and their range. Included by the quick_*.c of each vector width; needs a fused multiply-add.
+ * Everything is static and pure. */
 #ifndef KLD_KERNELS_CPU_QUICK_MATH_H
 #define KLD_KERNELS_CPU_QUICK_MATH_H
 
 #include "kernels/cpu/quick.h"
-#include "kernels/cpu/vector.h"
+#include "kernels/cpu/vector_float.h"
 
-#define LN2 0.693147180559945309417
-#define STEP (2 * FLOATS)   /* vectors of a block are done in pairs: two chains of operations */
-#define SHIFTER 12582912.0f /* 1.5 * 2^23: adding it rounds to an integer, in the low bits */
-#define SHIFTER_BITS 0x4b400000u
-
-/* a < b ? yes : no */
-INLINE vf vf_if_less(vf a, vf b, vf yes, vf no) {
-#if KLD_VECTOR_BYTES == 64
-    return (vf)_mm512_mask_blend_ps(_mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ),
-                                    (__m512)no, (__m512)yes);
-#elif KLD_VECTOR_BYTES == 32
-    return (vf)_mm256_blendv_ps((__m256)no, (__m256)yes,
-                                _mm256_cmp_ps((__m256)a, (__m256)b, _CMP_LT_OQ));
-#endif
-}
+#define STEP (2 * FLOATS) /* vectors of a block are done in pairs: two chains of operations */
 
 INLINE float vf_top(vf x) {
 #if KLD_VECTOR_BYTES == 64
@@ -51,42 +37,6 @@ INLINE vd vd_halves(vf x) {
 }
 
 INLINE double vf_total(vf x) { return vd_total(vd_halves(x)); }
-
-/* 2^r - 1 for |r| <= 1/2. Error 2e-8 of itself; brief: 5e-7. */
-INLINE vf vf_power_less_one(vf r, bool brief) {
-    vf p;
-    if (brief) {
-        p = vf_of(0.00133813021f);
-        p = p * r + 0.00966636837f;
-        p = p * r + 0.0555038117f;
-        p = p * r + 0.240223497f;
-        p = p * r + 0.693147182f;
-    } else {
-        p = vf_of(0.000154531634f);
-        p = p * r + 0.00133908633f;
-        p = p * r + 0.00961808302f;
-        p = p * r + 0.0555035695f;
-        p = p * r + 0.240226507f;
-        p = p * r + 0.693147182f;
-    }
-    return p * r;
-}
-
-/* ln(y + low) for 0 < y <= 1, low its rounding. Error 2e-8. */
-INLINE vf vf_log(vf y, vf low) {
-    vu32 bits = (vu32)y;
-    vi32 k = (vi32)(bits - 0x3f2aaaabu) >> 23; /* the rest is in [2/3, 4/3) */
-    vf f = (vf)(bits - ((vu32)k << 23)) - 1.0f, p = vf_of(0.134257495f);
-    f += low * (vf)(0x3f800000u - ((vu32)k << 23));
-    p = p * f - 0.150407642f;
-    p = p * f + 0.141183093f;
-    p = p * f - 0.164830178f;
-    p = p * f + 0.200037807f;
-    p = p * f - 0.250041455f;
-    p = p * f + 0.333333194f;
-    p = p * f - 0.499999851f;
-    return __builtin_convertvector(k, vf) * (float)LN2 + (f * f * p + f);
-}
 
 /* z log2(e) / T in parts: whole and rest, |rest| <= 1/2. bits: whole + SHIFTER_BITS. */
 struct parts {

@@ -50,48 +50,6 @@ INLINE vf vf_select(vi32 mask, vf yes, vf no) {
 
 INLINE vf vf_abs(vf x) { return (vf)((vu32)x & 0x7fffffffu); }
 
-/* With a NaN in a: b. */
-INLINE vf vf_max(vf a, vf b) {
-#if KLD_VECTOR_BYTES == 64
-    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
-#elif KLD_VECTOR_BYTES == 32
-    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
-#else
-    return vf_select(a > b, a, b);
-#endif
-}
-INLINE vf vf_min(vf a, vf b) {
-#if KLD_VECTOR_BYTES == 64
-    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
-#elif KLD_VECTOR_BYTES == 32
-    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
-#else
-    return vf_select(a < b, a, b);
-#endif
-}
-
-/* a b + c, with one rounding where vectors have more than 16 bytes. What is exact only so asks for
- * it: the compiler fuses what it finds in one place, not a product that it moved to another. */
-INLINE vf vf_fma(vf a, vf b, vf c) {
-#if KLD_VECTOR_BYTES == 64
-    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif KLD_VECTOR_BYTES == 32
-    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-    return a * b + c;
-#endif
-}
-
-INLINE vi32 vi32_positive(vi32 x) {
-#if KLD_VECTOR_BYTES == 64
-    return (vi32)_mm512_max_epi32((__m512i)x, _mm512_setzero_si512());
-#elif KLD_VECTOR_BYTES == 32
-    return (vi32)_mm256_max_epi32((__m256i)x, _mm256_setzero_si256());
-#else
-    return x & (x > 0);
-#endif
-}
-
 INLINE void vf_store_streaming(float *at, vf x) {
 #if KLD_VECTOR_BYTES == 64
     _mm512_stream_ps(at, (__m512)x);
