@@ -16,6 +16,10 @@
  * sums of the sides must not be apart by that. */
 #define PIECE 64
 
+/* Of so few classes, beside a heavy one, what rounds alike shows in the gradients: blocks with a
+ * heavy class are summed in double as a whole. */
+#define FEW 512
+
 /* Sums of classes in double, of any logits, in whole vectors. max and value of *sums are given. */
 static __attribute__((noinline)) void scan_in_double(const struct kld_cpu_quick *quick,
                                                      const float *const at[2], uint64_t count,
@@ -218,7 +222,10 @@ static void scan_blocks(const struct kld_cpu_quick *quick, const struct kld_cpu_
             pair_fetch(quick, span, k, &pair);
             pair.wild = false;
             memcpy(pair.top, top[k], sizeof pair.top);
-            scan_apart(quick, &pair, heavy, &sums[k]);
+            if (span->count <= FEW)
+                scan_in_double(quick, pair.at, pair.count, &sums[k]);
+            else
+                scan_apart(quick, &pair, heavy, &sums[k]);
         }
         if (k == 0)
             total = sums[0];
