@@ -2,6 +2,7 @@
  * submission, which is in particular the order within each stream. */
 #include "tests/unit/server/worker/fake_device.h"
 
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -102,16 +103,31 @@ static void run(struct fake_device *fake, struct kld_job *job) {
     atomic_fetch_add(&fake->jobs_told, 1);
 }
 
+/* In the worker's thread: a test may hold that in a signal's handler, but not while it has this
+ * lock or has counted a job that it has yet to queue. */
+static void lock_unheld(struct fake_device *fake, sigset_t *ret_before) {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, ret_before);
+    pthread_mutex_lock(&fake->lock);
+}
+
+static void unlock_unheld(struct fake_device *fake, const sigset_t *before) {
+    pthread_mutex_unlock(&fake->lock);
+    pthread_sigmask(SIG_SETMASK, before, NULL);
+}
+
 /* While somebody polls, jobs end in its thread. */
 static void poll_device(struct kld_device *device, bool more) {
     struct fake_device *fake = fake_of(device);
     atomic_fetch_add(&fake->polls, 1);
-    pthread_mutex_lock(&fake->lock);
+    sigset_t before;
+    lock_unheld(fake, &before);
     fake->watched = more;
     struct kld_job *next, *job = fake->ended;
     fake->ended = NULL;
     fake->ended_last = &fake->ended;
-    pthread_mutex_unlock(&fake->lock);
+    unlock_unheld(fake, &before);
     for (; job; job = next) {
         next = job->next;
         job->done(job);
@@ -308,15 +324,16 @@ static bool submit(struct kld_stream *stream, struct kld_job *job) {
     job->backend_private[0] = (uint64_t)(uintptr_t)stream;
     count_job(job, 1);
     atomic_fetch_add(&((struct fake_stream *)stream)->jobs, 1);
-    atomic_fetch_add(&fake->jobs_submitted, 1);
     bool directly = atomic_load(&fake->launches_directly);
     if (directly)
         job->launch_ns = now_ns();
-    pthread_mutex_lock(&fake->lock);
+    sigset_t before;
+    lock_unheld(fake, &before);
+    atomic_fetch_add(&fake->jobs_submitted, 1);
     *fake->last = job;
     fake->last = &job->next;
     pthread_cond_signal(&fake->more);
-    pthread_mutex_unlock(&fake->lock);
+    unlock_unheld(fake, &before);
     return directly;
 }
 
