@@ -27,6 +27,17 @@ static __device__ __forceinline__ void barrier_init(barrier *at, uint32_t count)
 static __device__ __forceinline__ void barrier_init_done() {
     SM_90("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+/* A warp arrives by its first lane, behind a __syncwarp(). racecheck of compute-sanitizer does not
+ * carry that into the lane's arrival and would report every other lane's stores: built with
+ * KLD_EVERY_LANE_ARRIVES=1, for it alone, every lane arrives. Of a barrier that warps arrive at by
+ * arrives_for_warp() the count is WARP_ARRIVALS for each. */
+#ifndef KLD_EVERY_LANE_ARRIVES
+#define KLD_EVERY_LANE_ARRIVES 0
+#endif
+static constexpr uint32_t WARP_ARRIVALS = KLD_EVERY_LANE_ARRIVES ? 32 : 1;
+static __device__ __forceinline__ bool arrives_for_warp() {
+    return KLD_EVERY_LANE_ARRIVES || threadIdx.x % 32 == 0;
+}
 static __device__ __forceinline__ void barrier_arrive(barrier *at) {
     SM_90("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_at(at)) : "memory");
 }

@@ -183,7 +183,7 @@ template <class BODY> struct rows {
                 tell(look(at.slot, at.turn), info);
             }
             __syncwarp();
-            if (threadIdx.x % 32 == 0)
+            if (arrives_for_warp())
                 barrier_arrive(&block.ready[ring]);
         }
     }
@@ -240,8 +240,9 @@ template <class BODY> struct rows {
             settled.shift = stats.shift;
             settled.weight = row.weight;
             settled.factor = factor;
-            barrier_arrive(&block.settled[ring]);
         }
+        if (arrives_for_warp())
+            barrier_arrive(&block.settled[ring]);
     }
 
     /* A settling warp: every SETTLERS-th row. */
@@ -375,19 +376,14 @@ template <class BODY> struct rows {
     static __device__ __forceinline__ void add(const kld_cuda_args &args, uint32_t row,
                                                const resident::row_info &info, double value) {
         resident::block_shared &block = resident::here();
-        if (resident::GROUPS > 1) {
-            while (*(volatile uint32_t *)&block.added != row)
-                __nanosleep(20);
-            __threadfence_block();
-        }
+        if (resident::GROUPS > 1) /* for the phase of the row before */
+            barrier_wait(&block.added, (row - 1) & 1);
         row_store(args, info.index, value);
         block.total = block.group == info.group ? block.total + value : value;
         block.group = info.group;
         args.scratch->partial[args.first_group + info.group] = block.total;
-        if (resident::GROUPS > 1) {
-            __threadfence_block();
-            *(volatile uint32_t *)&block.added = row + 1;
-        }
+        if (resident::GROUPS > 1)
+            barrier_arrive(&block.added);
     }
 
     /* Weights sum to 0, and gradients are 0; row_by_any() does that itself. */
@@ -486,7 +482,7 @@ template <class BODY> struct rows {
                 shared().finished = true;
         }
         resident::group_sync();
-        if (shared().last[group] && threadIdx.x % 32 == 0)
+        if (shared().last[group] && arrives_for_warp())
             for (uint32_t i = 0; i < ring; i++)
                 barrier_arrive(&resident::here().found[i]);
     }

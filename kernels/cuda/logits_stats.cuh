@@ -477,7 +477,7 @@ static __device__ __forceinline__ void fast_of(const resident::slice &slice, con
     resident::block_shared &block = resident::here();
     top.store(block.tops[ring][resident::group_thread() / 32]);
     resident::store_sums(block.sums[ring][resident::group_thread() / 32], total);
-    if (threadIdx.x % 32 == 0)
+    if (arrives_for_warp())
         barrier_arrive(&block.found[ring]);
 }
 

@@ -122,9 +122,9 @@ struct block_shared {
     /* Of exchanges that a group waits for. */
     barrier extra_arrived[GROUPS][2];
     uint32_t extra_exchanges[GROUPS]; /* so far; its first warp */
-    /* How many rows have been added: the next one's group may add, then. `total` of those of
-     * `group`. */
-    uint32_t added;
+    /* A phase for each row: it is over when the row has been added, and the next one's group may
+     * add. `total` of those of `group`. */
+    barrier added;
     double total;
     uint64_t group;
     feed feed;                              /* ALONE: what has been brought; the first warp */
@@ -247,12 +247,10 @@ static __device__ __forceinline__ void bring(char *to, const char *from, uint32_
         fence_copies();
         __syncwarp();
     }
-    if (lane != 0)
-        return;
-    if (end > begin && bytes) {
+    if (lane == 0 && end > begin && bytes) {
         barrier_expect(full, end - begin);
         copy_bulk(to + begin, from + begin, end - begin, full);
-    } else {
+    } else if (arrives_for_warp()) {
         barrier_arrive(full);
     }
 }
@@ -345,7 +343,7 @@ template <class T> struct copier {
     /* In a row's place: that there is none. */
     __device__ __forceinline__ void bring_end() {
         describe(0, 0, true);
-        if (lane == 0) {
+        if (arrives_for_warp()) {
             barrier *full = full_of(now.next.slot * at.chunks, now.next.turn);
             barrier_arrive(full);
             barrier_arrive(full);

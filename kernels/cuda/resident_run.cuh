@@ -13,15 +13,15 @@ template <class BODY> static __device__ __forceinline__ void open_block(const kl
     typedef typename BODY::T T;
     block_shared &block = here();
     if (threadIdx.x < CHUNKS_MAX) {
-        barrier_init(&block.full[2 * threadIdx.x], 2);
-        barrier_init(&block.full[2 * threadIdx.x + 1], 2);
-        barrier_init(&block.empty[threadIdx.x], GROUP_WARPS);
+        barrier_init(&block.full[2 * threadIdx.x], 2 * WARP_ARRIVALS);
+        barrier_init(&block.full[2 * threadIdx.x + 1], 2 * WARP_ARRIVALS);
+        barrier_init(&block.empty[threadIdx.x], GROUP_WARPS * WARP_ARRIVALS);
     }
     if (threadIdx.x < RING_MAX) {
-        barrier_init(&block.ready[threadIdx.x], 1);
-        barrier_init(&block.found[threadIdx.x], GROUP_WARPS);
+        barrier_init(&block.ready[threadIdx.x], WARP_ARRIVALS);
+        barrier_init(&block.found[threadIdx.x], GROUP_WARPS * WARP_ARRIVALS);
         barrier_init(&block.arrived[threadIdx.x], 1);
-        barrier_init(&block.settled[threadIdx.x], 1);
+        barrier_init(&block.settled[threadIdx.x], WARP_ARRIVALS);
     }
     if (threadIdx.x < GROUPS) {
         barrier_init(&block.extra_arrived[threadIdx.x][0], 1);
@@ -32,7 +32,7 @@ template <class BODY> static __device__ __forceinline__ void open_block(const kl
         find_place<T>(args, block.place);
         block.feed.walk.start(block.place);
         block.feed.next = {0, 0};
-        block.added = 0;
+        barrier_init(&block.added, 1);
         block.group = UINT64_MAX;
         BODY::prepare(args);
     }

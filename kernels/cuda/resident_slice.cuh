@@ -55,11 +55,12 @@ struct slice {
     uint32_t turn;
     uint32_t shift_p, shift_q; /* bytes */
 
-    /* 16 bytes from `shift` on. */
+    /* 16 bytes from `shift` on. Of a tensor without one no more is read: behind them may be a chunk
+     * that is still to come. */
     template <bool SHIFTED>
     static __device__ __forceinline__ uint4 load(uint32_t at, uint32_t shift) {
         uint4 x = load_shared(at);
-        return SHIFTED ? joined(x, load_shared(at + 16), shift) : x;
+        return SHIFTED ? joined(x, load_shared(at + (shift ? 16 : 0)), shift) : x;
     }
 
     /* The same from `head` classes earlier on, so that no vector needs two: for a pass that adds
@@ -157,12 +158,12 @@ struct slice {
     }
     __device__ __forceinline__ void release(uint32_t chunk) const {
         __syncwarp();
-        if (threadIdx.x % 32 == 0)
+        if (arrives_for_warp())
             barrier_arrive(&here().empty[first_chunk + chunk]);
     }
     __device__ __forceinline__ void release() const {
         __syncwarp();
-        if (threadIdx.x % 32 == 0)
+        if (arrives_for_warp())
             for (uint32_t chunk = 0; chunk < chunks; chunk++)
                 barrier_arrive(&here().empty[first_chunk + chunk]);
     }
