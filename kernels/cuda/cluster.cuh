@@ -1,7 +1,7 @@
 /* cluster.cuh - what sm_90 has and CUDA C++ has no words for: barriers in shared memory that count
  * arrivals and bytes, copies by the bulk copy engine, stores to the shared memory of another block
- * of the cluster. Thin wrappers, no policy. On older hardware the bodies are empty: no kernel that
- * calls them is launched there. */
+ * of the cluster. Thin wrappers, and which lanes of a warp arrive. On older hardware the bodies are
+ * empty: no kernel that calls them is launched there. */
 #ifndef KLD_KERNELS_CUDA_CLUSTER_CUH
 #define KLD_KERNELS_CUDA_CLUSTER_CUH
 
@@ -27,16 +27,16 @@ static __device__ __forceinline__ void barrier_init(barrier *at, uint32_t count)
 static __device__ __forceinline__ void barrier_init_done() {
     SM_90("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-/* A warp arrives by its first lane, behind a __syncwarp(). racecheck of compute-sanitizer does not
- * carry that into the lane's arrival and would report every other lane's stores: built with
- * KLD_EVERY_LANE_ARRIVES=1, for it alone, every lane arrives. Of a barrier that warps arrive at by
- * arrives_for_warp() the count is WARP_ARRIVALS for each. */
-#ifndef KLD_EVERY_LANE_ARRIVES
-#define KLD_EVERY_LANE_ARRIVES 0
+/* A warp arrives by its first lane, behind a __syncwarp() where others have stored or read.
+ * racecheck of compute-sanitizer does not carry that into the lane's arrival and would report the
+ * others: built with KLD_RACECHECK=1, for it alone, every lane arrives. Of a barrier that warps
+ * arrive at by arrives_for_warp() the count is WARP_ARRIVALS for each. */
+#ifndef KLD_RACECHECK
+#define KLD_RACECHECK 0
 #endif
-static constexpr uint32_t WARP_ARRIVALS = KLD_EVERY_LANE_ARRIVES ? 32 : 1;
+static constexpr uint32_t WARP_ARRIVALS = KLD_RACECHECK ? 32 : 1;
 static __device__ __forceinline__ bool arrives_for_warp() {
-    return KLD_EVERY_LANE_ARRIVES || threadIdx.x % 32 == 0;
+    return KLD_RACECHECK || threadIdx.x % 32 == 0;
 }
 static __device__ __forceinline__ void barrier_arrive(barrier *at) {
     SM_90("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_at(at)) : "memory");

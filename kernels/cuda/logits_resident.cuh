@@ -376,7 +376,8 @@ template <class BODY> struct rows {
     static __device__ __forceinline__ void add(const kld_cuda_args &args, uint32_t row,
                                                const resident::row_info &info, double value) {
         resident::block_shared &block = resident::here();
-        if (resident::GROUPS > 1) /* for the phase of the row before */
+        static_assert(resident::GROUPS <= 2, "the phase before that of the last row is one's own");
+        if (resident::GROUPS > 1)
             barrier_wait(&block.added, (row - 1) & 1);
         row_store(args, info.index, value);
         block.total = block.group == info.group ? block.total + value : value;

@@ -122,8 +122,8 @@ struct block_shared {
     /* Of exchanges that a group waits for. */
     barrier extra_arrived[GROUPS][2];
     uint32_t extra_exchanges[GROUPS]; /* so far; its first warp */
-    /* A phase for each row: it is over when the row has been added, and the next one's group may
-     * add. `total` of those of `group`. */
+    /* GROUPS > 1, in the first block: a phase for each row, over when the row has been added; the
+     * next one's group may add then. `total` of those of `group`. */
     barrier added;
     double total;
     uint64_t group;
