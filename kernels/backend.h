@@ -81,7 +81,8 @@ struct kld_device {
 struct kld_memory {
     struct kld_device *device;
     uint64_t bytes;
-    void *host; /* address in this process through which a CPU may read and write, or NULL */
+    void *host;  /* address in this process through which a CPU may read and write, or NULL */
+    bool pinned; /* of memory_map(): the device copies straight to and from it, or is a CPU */
 };
 struct kld_stream {
     struct kld_device *device;

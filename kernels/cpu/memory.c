@@ -51,6 +51,7 @@ enum kld_status kld_cpu_memory_map(struct kld_device *device, int fd, uint64_t b
     }
     memory->mapped = memory->head.host = address;
     memory->mapped_bytes = bytes;
+    memory->head.pinned = true;
     memory_link(memory, ret_memory);
     return KLD_OK;
 }

@@ -51,7 +51,6 @@ struct cuda_memory {
     enum cuda_memory_kind kind;
     char *at;       /* where copies and kernels find it */
     bool on_device; /* kernels use it in place; otherwise tensors are staged */
-    bool pinned;    /* CUDA_MAPPED: registered by us */
     struct cuda_import *import;
     char *mapped;          /* CUDA_VMM: the whole allocation */
     uint64_t mapped_bytes; /* of it */

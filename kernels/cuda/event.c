@@ -83,7 +83,7 @@ enum kld_status cuda_event_create_fence(struct kld_device *base, struct kld_memo
     if (!cuda_driver_get(NULL)->write_value)
         return kld_error_set(err, KLD_UNIMPLEMENTED,
                              "fences need a driver that writes values in streams (CUDA 11.7)");
-    if (!host->pinned)
+    if (!host->base.pinned)
         return kld_error_set(err, KLD_NO_MEMORY, "the memory of a fence could not be pinned");
     struct cuda_event *event = NULL;
     enum kld_status status = event_new(device, &event, err);

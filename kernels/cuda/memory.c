@@ -167,7 +167,7 @@ enum kld_status cuda_memory_map(struct kld_device *base, int fd, uint64_t bytes,
                              strerror(error));
     }
     /* Not pinned (a limit on locked memory, say) still works: copies are then slower. */
-    memory->pinned =
+    memory->base.pinned =
         cudaHostRegister(at, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped) ==
         cudaSuccess;
     cudaGetLastError();
@@ -345,7 +345,7 @@ enum kld_status cuda_memory_import_ipc(struct kld_device *base, const uint8_t ha
 /* What stays pinned keeps its pages at its addresses, whatever is mapped there next: copies would
  * go to the pages of before. So neither those addresses nor the device are used again. */
 static bool unpin(struct cuda_device *device, const struct cuda_memory *memory) {
-    if (!memory->pinned || atomic_load(&device->lost) ||
+    if (!memory->base.pinned || atomic_load(&device->lost) ||
         cudaHostUnregister(memory->at) == cudaSuccess)
         return true;
     atomic_store(&device->lost, true);

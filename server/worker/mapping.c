@@ -34,7 +34,7 @@ enum kld_status kld_mappings_init(struct kld_mappings *mappings, const struct kl
     mappings->stats = NULL;
     mappings->count = 0;
     mappings->shared_bytes = 0;
-    mappings->told = false;
+    mappings->told = mappings->told_slow = false;
     TAILQ_INIT(&mappings->list);
     if (uv_mutex_init(&mappings->mutex) != 0)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
@@ -125,16 +125,17 @@ static bool drop(struct kld_mappings *mappings, struct kld_mapping *mapping) {
 
 /* ---- Without ----------------------------------------------------------------------------------*/
 
-static void tell(const struct kld_mappings *mappings, int64_t bytes) {
-    if (mappings->stats)
-        kld_stats_add(mappings->stats, KLD_STAT_pinned_bytes, bytes);
+/* Of memory that has come (1) or goes (-1). */
+static void tell(const struct kld_mappings *mappings, const struct kld_memory *memory, int sign) {
+    if (mappings->stats && memory->pinned)
+        kld_stats_add(mappings->stats, KLD_STAT_pinned_bytes, sign * (int64_t)memory->bytes);
 }
 
 static enum kld_status end(struct kld_mappings *mappings, struct kld_mapping *mapping) {
     enum kld_status status = KLD_OK;
     if (mapping->state == MAPPED) {
+        tell(mappings, mapping->memory, -1);
         status = mappings->backend->memory_free(mapping->memory);
-        tell(mappings, -(int64_t)mapping->bytes);
     }
     if (mapping->fd >= 0)
         close(mapping->fd);
@@ -147,15 +148,22 @@ static void map(struct kld_mappings *mappings, struct kld_mapping *mapping, int 
     struct kld_error error = {.status = KLD_OK};
     enum kld_status status =
         mappings->backend->memory_map(mappings->device, fd, mapping->bytes, &memory, &error);
+    bool pinned = status || memory->pinned;
     if (!status)
-        tell(mappings, (int64_t)mapping->bytes);
+        tell(mappings, memory, 1);
     uv_mutex_lock(&mappings->mutex);
+    bool first = !pinned && !mappings->told_slow;
+    mappings->told_slow |= first;
     mapping->memory = memory;
     mapping->error = error;
     mapping->error.status = status;
     mapping->state = status ? FAILED : MAPPED;
     uv_cond_broadcast(&mappings->mapped);
     uv_mutex_unlock(&mappings->mutex);
+    if (first)
+        kld_log(KLD_LOG_WARN, "not pinned", "bytes=%" PRIu64 " text=\"%s\"", mapping->bytes,
+                "a client's shared memory could not be pinned, and copies between it and the GPU "
+                "are slower, 10 GB/s where it can be 55; see the limit on locked memory (memlock)");
 }
 
 enum kld_status kld_mapping_acquire(struct kld_mappings *mappings, int fd, uint64_t bytes,

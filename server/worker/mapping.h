@@ -34,6 +34,7 @@ struct kld_mappings {
     uint32_t count;        /* on the list */
     uint64_t shared_bytes; /* mapped for who has a limit */
     bool told;             /* that there is no kcmp */
+    bool told_slow;        /* that memory could not be pinned */
 };
 
 enum kld_status kld_mappings_init(struct kld_mappings *mappings, const struct kld_backend *backend,

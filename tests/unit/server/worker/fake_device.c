@@ -104,7 +104,7 @@ static void run(struct fake_device *fake, struct kld_job *job) {
 }
 
 /* In the worker's thread: a test may hold that in a signal's handler, but not while it has this
- * lock or has counted a job that it has yet to queue. */
+ * lock; so jobs_submitted says what is queued. */
 static void lock_unheld(struct fake_device *fake, sigset_t *ret_before) {
     sigset_t all;
     sigfillset(&all);
@@ -214,6 +214,7 @@ static enum kld_status memory_map(struct kld_device *device, int fd, uint64_t by
         return status;
     void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     (*ret_memory)->host = at == MAP_FAILED ? NULL : at;
+    (*ret_memory)->pinned = !atomic_load(&fake_of(device)->cannot_pin);
     return KLD_OK;
 }
 

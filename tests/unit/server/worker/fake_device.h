@@ -24,6 +24,7 @@ struct fake_device {
     atomic_bool fail_all;          /* and so does every one */
     atomic_int fail_status;        /* with this */
     atomic_bool fail_launch;       /* jobs that are to fail do so before launched() */
+    atomic_bool cannot_pin;        /* what memory_map() maps from now on */
     atomic_bool stays_pinned;      /* memory_free() says that the device is lost by it */
     atomic_bool launches_directly; /* inside submit() */
     atomic_bool peers;             /* memory of a card whose UUID begins with 9 is reached */
