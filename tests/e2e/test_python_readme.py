@@ -85,8 +85,9 @@ def test_the_measured_numbers():
                                              extra["eager both"]["allocated"] / 2**30, 0, 0]
     assert max(extra[f"{who} {what}"]["allocated"] for who in ("local", "server") for what in ("forward", "both")) <= 1024
     expandable = json.loads((results / "python-h200-expandable.json").read_text())["ms"]
-    assert (f"{expandable['server both']['step']:.2f} ms instead of {ms['server both']['step']:.2f} with" in text
-            and f"({expandable['local both']['step']:.2f} over `local:`" in text)
+    assert (f"are {expandable['server both']['step']:.2f} ms with expandable segments over `unix:`, twice as fast as eager and "
+            f"no more, and {expandable['local both']['step']:.2f} over `local:`" in text)
+    assert round(expandable["server both"]["step_times_eager"]) == 2
     overhead = json.loads((results / "python-overhead-cpu.json").read_text())
     added = overhead["added_us"]
     assert (f"takes {added['numpy, new']:.0f} to {added['numpy']:.0f} us more than the same call of libkld from C "

@@ -131,6 +131,9 @@ def test_mixed_dtypes_promote_as_in_pytorch(connection):
 @pytest.mark.parametrize("arguments, error, text", [
     ({"reduction": "average"}, ValueError, "unknown reduction 'average'"),
     ({"target": torch.ones(4, 5)}, ValueError, "nothing is broadcast"),
+    ({"target": torch.ones(1, 4)}, ValueError, "nothing is broadcast"),  # which PyTorch's does
+    ({"input": torch.ones(1, 4)}, ValueError, "nothing is broadcast"),
+    ({"target": torch.ones(4)}, ValueError, "nothing is broadcast"),
     ({"input": torch.ones(3, 4, dtype=torch.int64)}, TypeError, "input has dtype torch.int64"),
     ({"target": [1.0]}, TypeError, "target is a tensor, not list"),
     ({"input": torch.ones(3, 4).to_sparse()}, NotImplementedError, "strided tensors on the CPU"),
