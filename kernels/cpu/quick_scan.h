@@ -4,7 +4,7 @@
  *
  * The logarithm of the ratio of the two sums is needed to 1e-8, which exponentials in FP32 give
  * only where no class weighs much: the blocks of heavy classes are summed again without them, and
- * these in double. */
+ * these in double; of a short row, all of such a block in double. */
 #ifndef KLD_KERNELS_CPU_QUICK_SCAN_H
 #define KLD_KERNELS_CPU_QUICK_SCAN_H
 
@@ -16,8 +16,9 @@
  * sums of the sides must not be apart by that. */
 #define PIECE 64
 
-/* Of so few classes, beside a heavy one, what rounds alike shows in the gradients: blocks with a
- * heavy class are summed in double as a whole. */
+/* Up to so many classes of a row, or behind its last whole piece: blocks with a heavy class are
+ * summed in double as a whole. Equal logits round the same way, which shows in the gradients where
+ * there are too few others to average it out. */
 #define FEW 512
 
 /* Sums of classes in double, of any logits, in whole vectors. max and value of *sums are given. */

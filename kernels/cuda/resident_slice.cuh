@@ -56,16 +56,15 @@ struct slice {
     uint32_t shift_p, shift_q; /* bytes */
 
     /* 16 bytes from `shift` on. Of a tensor without one, 16 more are read and not looked at, where
-     * a chunk may be on its way: not to read them makes rows of which one tensor is shifted up to
-     * 4 % slower, so only racecheck's build does not. */
+     * a chunk may be on its way. Only racecheck's build does not: kernels/README.md has the cost. */
     template <bool SHIFTED>
     static __device__ __forceinline__ uint4 load(uint32_t at, uint32_t shift) {
         uint4 x = load_shared(at);
         uint32_t next = KLD_RACECHECK && !shift ? at : at + 16;
         return SHIFTED ? joined(x, load_shared(next), shift) : x;
     }
-    /* Where the vector at `at` is read of a tensor whose first lies at `first`: also by lanes that
-     * are behind its last class, of which nothing is looked at; again, not in racecheck's build. */
+    /* `at`, where a lane reads its vector of a tensor whose first lies at `first`. Lanes behind the
+     * last class read on, and nobody looks; in racecheck's build they read the last vector. */
     __device__ __forceinline__ uint32_t within(uint32_t at, uint32_t first, uint32_t V) const {
         return KLD_RACECHECK ? min(at, first + 16 * ((count - 1) / V - group_thread())) : at;
     }
