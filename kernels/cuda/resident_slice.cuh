@@ -56,7 +56,7 @@ struct slice {
     uint32_t shift_p, shift_q; /* bytes */
 
     /* 16 bytes from `shift` on. Of a tensor without one, 16 more are read and not looked at, where
-     * a chunk may be on its way. Only racecheck's build does not: kernels/README.md has the cost. */
+     * a chunk may be on its way; not by racecheck's build: kernels/README.md has the cost. */
     template <bool SHIFTED>
     static __device__ __forceinline__ uint4 load(uint32_t at, uint32_t shift) {
         uint4 x = load_shared(at);

@@ -305,6 +305,23 @@ END_TEST
 START_TEST(device_lost_while_a_client_leaves_ends_with_2) { lose_it_with_a_region(true); }
 END_TEST
 
+START_TEST(what_cannot_be_pinned_is_served_and_not_counted) {
+    start();
+    int fd = rig_client(&rig);
+    rig_region(fd, RIG_REGION_BYTES);
+    ck_assert_uint_eq(stat_of(KLD_STAT_pinned_bytes), RIG_REGION_BYTES);
+    atomic_store(&rig.fake.cannot_pin, true);
+    uint64_t region = rig_region(fd, RIG_REGION_BYTES);
+    ck_assert_uint_eq(stat_of(KLD_STAT_pinned_bytes), RIG_REGION_BYTES);
+    union kld_frame frame;
+    rig_submit(fd, 10, region);
+    rig_expect(fd, 10, KLD_FRAME_DONE, &frame);
+    close(fd);
+    end();
+    ck_assert(rig.worker.mappings.told_slow); /* in the log, once */
+}
+END_TEST
+
 /* Every call to the device fails once, at every place, and nothing is left over. */
 START_TEST(fail_the_nth_call) {
     bool failed = true;
@@ -349,4 +366,5 @@ UNIT_MAIN("server/worker/core", submit_is_answered_by_done, failure_of_a_job_is_
           lost_device_answers_everything_and_ends_with_2,
           device_lost_while_adding_memory_ends_with_2,
           device_lost_while_dropping_a_region_ends_with_2,
-          device_lost_while_a_client_leaves_ends_with_2, fail_the_nth_call)
+          device_lost_while_a_client_leaves_ends_with_2,
+          what_cannot_be_pinned_is_served_and_not_counted, fail_the_nth_call)

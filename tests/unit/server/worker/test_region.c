@@ -348,23 +348,6 @@ START_TEST(quota_counts_what_is_still_condemned) {
 }
 END_TEST
 
-START_TEST(what_cannot_be_pinned_is_served_and_not_counted) {
-    start();
-    int fd = rig_client(&rig);
-    rig_region(fd, RIG_REGION_BYTES);
-    ck_assert_uint_eq(atomic_load(&rig.stats->value[KLD_STAT_pinned_bytes]), RIG_REGION_BYTES);
-    atomic_store(&rig.fake.cannot_pin, true);
-    uint64_t region = rig_region(fd, RIG_REGION_BYTES);
-    ck_assert_uint_eq(atomic_load(&rig.stats->value[KLD_STAT_pinned_bytes]), RIG_REGION_BYTES);
-    union kld_frame frame;
-    rig_submit(fd, 10, region);
-    rig_expect(fd, 10, KLD_FRAME_DONE, &frame);
-    close(fd);
-    end();
-    ck_assert(rig.worker.mappings.told_slow); /* in the log, once */
-}
-END_TEST
-
 START_TEST(client_leaves_while_regions_are_mapped) {
     start();
     int fd = rig_client(&rig);
@@ -694,9 +677,8 @@ UNIT_MAIN("server/worker/region", ipc_handles_are_checked, one_descriptor_is_one
           descriptors_kept_have_a_limit, every_descriptor_of_a_client_is_told_apart,
           memory_of_other_cards_is_for_those_told, a_card_that_takes_turns_is_told_of_once,
           parts_of_one_allocation_are_one_memory, table_grows_to_its_limit_and_reuses_places,
-          quota_counts_what_is_still_condemned, what_cannot_be_pinned_is_served_and_not_counted,
-          client_leaves_while_regions_are_mapped, flood_of_region_adds_is_bounded,
-          one_memfd_on_several_connections_is_mapped_once,
+          quota_counts_what_is_still_condemned, client_leaves_while_regions_are_mapped,
+          flood_of_region_adds_is_bounded, one_memfd_on_several_connections_is_mapped_once,
           clients_do_not_share_all_of_the_hosts_memory,
           what_is_dropped_is_no_longer_its_owners_share, no_client_takes_the_whole_pool,
           the_gateway_is_known_by_what_the_supervisor_says,
