@@ -29,6 +29,7 @@ START_TEST(what_cannot_be_mapped) {
     ck_assert_int_eq(cuda->memory_map(device, fd, 0, &memory, &err), KLD_INVALID);
     ck_assert_ptr_null(memory);
     ck_assert_int_eq(cuda->memory_map(device, fd, BYTES, &memory, &err), KLD_OK);
+    ck_assert(memory->pinned);
     prepare(&records[0], memory, false);
     submit(&records[0], 0);
     wait_for(&records[0], false);
