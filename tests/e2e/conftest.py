@@ -4,6 +4,7 @@ Programs come from KLD_BIN (a folder with kld-server and kld; default: build/). 
 --backend) names the back end that servers are started with; default cpu. Needs only Debian's
 python3-pytest and python3-numpy.
 """
+import functools
 import importlib.util
 import json
 import os
@@ -37,6 +38,13 @@ def clean_environment(**extra):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("KLD_")}
     environment.update({k: str(v) for k, v in extra.items()})
     return environment
+
+
+@functools.cache
+def sanitizer():
+    """That of the programs under test: "address", "thread" or None."""
+    program = (BIN / "kld-server").read_bytes()
+    return next((name for name in ("address", "thread") if f"__{name[0]}san_init".encode() in program), None)
 
 
 def children_of(pid):

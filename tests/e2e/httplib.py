@@ -1,5 +1,4 @@
 """What the HTTP tests share: made-up tensors, how close an answer must be, shared memory, certificates, counting."""
-import functools
 import mmap
 import os
 import pathlib
@@ -9,17 +8,14 @@ import subprocess
 import numpy as np
 import pytest
 
-from conftest import BIN, wait_until
+from conftest import sanitizer, wait_until
 
 PREFIX = "/kld-test-"
 POOL = 'kld_pool_bytes{worker="0"}'
 
 
-@functools.cache
 def is_sanitized():
-    """Is the server built with AddressSanitizer or ThreadSanitizer?"""
-    program = (BIN / "kld-server").read_bytes()
-    return b"__asan_init" in program or b"__tsan_init" in program
+    return sanitizer() is not None
 
 
 def probabilities(shape, seed, dtype="<f4"):

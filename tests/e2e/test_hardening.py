@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from conftest import BIN, ROOT
+from conftest import BIN, ROOT, sanitizer
 
 TREE = BIN if (BIN / "libkld.so").exists() else BIN.parent  # a build folder, or the tarball's tree
 FOUND = sorted({path.resolve() for folder in (BIN, TREE / "lib", TREE / "libexec", TREE / "examples", TREE / "bench")
@@ -19,10 +19,6 @@ OURS = [path for path in FOUND if path.suffix != ".so" and ".so." not in path.na
 
 pytestmark = pytest.mark.skipif(not shutil.which("readelf") and os.environ.get("CI") != "true",
                                 reason="needs readelf (Debian: binutils)")
-
-
-def is_sanitized():
-    return re.search(rb"__[at]san_init", (BIN / "kld-server").read_bytes()) is not None
 
 
 def readelf(path, *arguments):
@@ -53,7 +49,7 @@ def test_position_relocations_and_stack(path):
     assert "RPATH)" not in dynamic
 
 
-@pytest.mark.skipif(is_sanitized(), reason="a sanitizer's build has its own")
+@pytest.mark.skipif(sanitizer() is not None, reason="a sanitizer's build has its own")
 @pytest.mark.parametrize("path", [path for path in OURS if path.name.startswith(("kld", "libkld"))],
                          ids=lambda path: path.name)
 def test_checked_calls_and_stacks(path):

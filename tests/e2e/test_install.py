@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from conftest import BIN, DATA, ROOT, clean_environment
+from conftest import BIN, DATA, ROOT, clean_environment, sanitizer
 
 PROGRAM = r"""
 #include <kld/kld.h>
@@ -24,12 +24,8 @@ int main(void) {
 """
 
 
-def is_sanitized():
-    return re.search(rb"__[at]san_init", (BIN / "kld-server").read_bytes()) is not None
-
-
 pytestmark = pytest.mark.skipif(
-    not (ROOT / "Makefile").exists() or not (BIN / "libkld.a").exists() or is_sanitized(),
+    not (ROOT / "Makefile").exists() or not (BIN / "libkld.a").exists() or sanitizer() is not None,
     reason="needs the sources and an ordinary build")
 
 

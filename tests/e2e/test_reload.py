@@ -19,9 +19,8 @@ import pytest
 
 import oip
 from conftest import BIN, children_of, clean_environment, wait_until
-from httplib import PREFIX, Shared, certificates, fds_of, probabilities, tls_flags
+from httplib import PREFIX, Shared, certificates, fds_of, is_sanitized, probabilities, tls_flags
 from oip import INFER
-from test_hardening import is_sanitized
 from test_service_manager import Manager
 
 Q, P = probabilities((2, 3), 1), probabilities((2, 3), 2)

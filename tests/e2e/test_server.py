@@ -17,7 +17,7 @@ import urllib.request
 
 import pytest
 
-from conftest import BIN, children_of, clean_environment, wait_until
+from conftest import BIN, children_of, clean_environment, sanitizer, wait_until
 
 SERVER = str(BIN / "kld-server")
 
@@ -294,6 +294,12 @@ def test_drain_is_quick_when_idle(make_server, signal_number):
     connection.close()
 
 
+# ThreadSanitizer puts signals off and then runs the handler of one inside that of another, which libuv's, holding its lock,
+# does not allow: one server in some 8,000 stood still in read() under both (gdb).
+several_signals = pytest.mark.skipif(sanitizer() == "thread", reason="ThreadSanitizer nests the handlers of signals that it put off")
+
+
+@several_signals
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
 def test_told_again_and_again(make_server, signal_number):
     """To its last moment: it ends in order all the same."""
@@ -305,6 +311,7 @@ def test_told_again_and_again(make_server, signal_number):
         assert server.process.returncode == 0 and not os.path.exists(server.unix)
 
 
+@several_signals
 def test_a_whole_group_that_is_told_again_and_again(make_server):
     """As by `kill -- -PGID`: the children, too, end in order, and none of a signal."""
     for _ in range(10):
