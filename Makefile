@@ -1,7 +1,8 @@
 # kld: build, test, install. `make help` lists the targets; README.md explains them.
 #
 # Variables: BUILD (output folder), SANITIZE (empty, address or thread), CUDA (1, 0; default: 1 if nvcc is
-# there), PREFIX, DESTDIR, SECONDS (of each fuzz target), V=1 for the full command lines.
+# there), PREFIX, DESTDIR, SECONDS (of each fuzz target), JOBS (files of end-to-end tests at a time; they mostly
+# wait), V=1 for the full command lines.
 
 BUILD    ?= build
 SANITIZE ?=
@@ -13,6 +14,8 @@ VERSION  := $(shell cat proto/VERSION)
 TABLES   := $(shell cat kernels/backend.h proto/op.h proto/status.h | cksum | cut -d' ' -f1)
 COMMIT   := $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
 Q        := $(if $(V),,@)
+
+JOBS     ?= 3
 
 CC       ?= gcc
 # All cores, unless the caller said how many.
@@ -234,7 +237,7 @@ help:
 check:
 	@deploy/deps.sh build check
 	$(SELF) programs $(SELF_ARGS)
-	@tests/run --build $(BUILD)
+	@tests/run --build $(BUILD) --jobs $(JOBS)
 
 demo:
 	@deploy/deps.sh build
