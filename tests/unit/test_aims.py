@@ -1,6 +1,6 @@
-"""The tables of README.md (In another process; Over HTTP) that hold what was measured against what was aimed at: each row
-is what sharing-h200.json, gateway-cpu.json and gateway-h200.json give. When one changes, the failure prints the rows as they
-should be."""
+"""The tables of tests/bench/README.md that hold what was measured against what was aimed at, and that of README.md (Over
+HTTP): each row is what sharing-h200.json, gateway-cpu.json and gateway-h200.json give. When one changes, the failure prints
+the rows as they should be."""
 import json
 import pathlib
 import statistics
@@ -9,6 +9,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = json.loads((ROOT / "tests/bench/results/sharing-h200.json").read_text())
+BENCH = (ROOT / "tests/bench/README.md").read_text()
+HTTP = {name: json.loads((ROOT / f"tests/bench/results/gateway-{name}.json").read_text()) for name in ("cpu", "h200")}
 JOBS = {"headline": "loss", "headline_gradient": "with gradient"}
 
 
@@ -67,7 +69,7 @@ def rows_of_faults():
 
 
 def test_the_readme_has_every_row_and_no_other():
-    shown = (ROOT / "README.md").read_text().split("#### What was aimed at", 1)[1].split("\n#", 1)[0]
+    shown = BENCH.split("## Another process on an H200", 1)[1].split("\n#", 1)[0]
     rows = [line for line in shown.splitlines() if line.startswith("|") and not line.startswith("|---")]
     expected = [*rows_of_requests(),
                 "| fault | host | | queues | commit | median, ms | longest, ms | met |", *rows_of_faults()]
@@ -124,10 +126,39 @@ def rows_of_http(got):
                    f"{got[f'answer_1gib_over_aiohttp{on}']:.0f} times aiohttp with it | 1.5 |")
 
 
-@pytest.mark.parametrize("name", ["gateway-cpu", "gateway-h200"])
-def test_http_in_the_readme(name):
-    lines = (ROOT / "README.md").read_text().splitlines()
-    got = json.loads((ROOT / f"tests/bench/results/{name}.json").read_text())
-    wanted = list(rows_of_http(got))
+@pytest.mark.parametrize("name", HTTP)
+def test_http_against_what_was_aimed_at(name):
+    lines = BENCH.splitlines()
+    wanted = list(rows_of_http(HTTP[name]))
     assert not [row for row in wanted if row not in lines], "\n".join(wanted)
-    assert any(f"commit {got['commit'][:7]}" in line for line in lines)
+    assert any(f"commit {HTTP[name]['commit'][:7]}" in line for line in lines)
+
+
+def rows_for_users():
+    def row(what, show):
+        return f"| {what} | {' | '.join(show(got) for got in HTTP.values())} |"
+
+    def small(kind):
+        return lambda got: (f"{got['small'][kind]['requests_per_s']:,} a second, p99 {got['small'][kind]['p99_us'] / 1e3:.1f} ms; "
+                            f"{got['small'][kind]['of_hello']:.2f} of libmicrohttpd")
+
+    def upload(kind):
+        return lambda got: f"{got[kind]['sent_gb_per_s']:.1f} GB/s; {got[kind]['of_tcp']:.2f} of TCP"
+
+    def times(got, what, form):
+        return ", ".join(f"{got[f'{what}_over_{peer}_torch']:{form}} times {name}" for peer, name in (("fastapi", "FastAPI"), ("aiohttp", "aiohttp")))
+    yield row("small requests, JSON, 64 connections", small("json_64"))
+    yield row("small requests, binary, 64 connections", small("binary_64"))
+    yield row("the same on one connection", small("binary_1"))
+    yield row("small requests, binary, beside Python", lambda got: times(got, "small_binary", ".1f"))
+    yield row("upload of 1 GiB, into staging", upload("upload_1gib_staging"))
+    yield row("upload of 1 GiB, piece by piece to the device's pool", upload("upload_1gib_pieces"))
+    yield row("1 GiB to the answer", lambda got: f"{got['upload_1gib_staging']['answered_s']:.2f} s; {times(got, 'answer_1gib', '.0f')}")
+    yield row("64 connections beside 2,000 idle ones", lambda got: f"{got['with_2000_idle']['of_rate_without']:.2f} of the rate without")
+    yield row("commit", lambda got: got["commit"][:7])
+
+
+def test_http_in_the_readme():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    wanted = list(rows_for_users())
+    assert not [row for row in wanted if row not in lines], "\n".join(wanted)
