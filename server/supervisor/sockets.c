@@ -205,7 +205,8 @@ static enum owner ask_owner(const struct sockaddr_un *address, int timeout_ms) {
     kld_frame_init(&frame, KLD_FRAME_PING,
                    1); /* before a HELLO: answered all the same, by an ERROR */
     if (connect(probe, (const struct sockaddr *)address, sizeof *address) < 0) {
-        owner = errno == ECONNREFUSED ? OWNER_NONE : OWNER_SILENT;
+        /* ENOENT: it ended in order and removed its file, since we saw that. */
+        owner = errno == ECONNREFUSED || errno == ENOENT ? OWNER_NONE : OWNER_SILENT;
     } else if (send(probe, &frame, frame.header.length, MSG_NOSIGNAL) > 0) {
         struct pollfd readable = {.fd = probe, .events = POLLIN};
         if (poll(&readable, 1, timeout_ms) > 0 && recv(probe, &frame, sizeof frame, 0) > 0)
