@@ -320,6 +320,7 @@ void kld_watched_start(struct kld_watched *child) {
     child->refused = false;
     if (result == 0) {
         child->state = KLD_CHILD_STARTING;
+        kld_watchdog_started(child);
         kld_log(KLD_LOG_INFO, "child started", "child=%s child_pid=%d", child->name,
                 (int)child->life->process.pid);
         kld_introduce(child);

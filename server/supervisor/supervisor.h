@@ -73,6 +73,14 @@ enum kld_child_state {
     KLD_CHILD_READY,    /* runs and serves */
 };
 
+/* What a look found, see watchdog.c. */
+enum kld_ill {
+    KLD_ILL_NOT,
+    KLD_ILL_STARTS, /* runs, and has not said that it serves */
+    KLD_ILL_SILENT, /* serves, and answers nothing */
+    KLD_ILL_STUCK,  /* says so */
+};
+
 /* One process of a child. Usually there is one at a time; a worker whose device is lost has its
  * successor while it still goes. Allocated by kld_watched_start(); frees itself once its process
  * has ended and its handles are closed. */
@@ -111,8 +119,8 @@ struct kld_watched {
     bool answered;    /* the service manager's question, see watchdog.c, as the next four */
     bool seen_alive;  /* it gave a sign of life since the last look at it */
     bool says_stuck;  /* its newest was that */
-    uint32_t looks;   /* in a row that found it not well, all for one reason: */
-    bool looks_stuck; /* it said that it is stuck; else it said nothing */
+    enum kld_ill ill; /* what the last look at this life found ... */
+    uint32_t looks;   /* ... and so many in a row, up to that */
     bool level_due;   /* it was not told yet of the log level (reload.c) */
     bool gateway_due; /* nor who the gateway is (introduce.c) */
 };
@@ -250,7 +258,8 @@ bool kld_supervisor_wants(const struct kld_supervisor *supervisor, const struct 
  */
 
 void kld_watchdog_start(struct kld_supervisor *supervisor);
-/* Called by child.c and supervisor.c: it serves; it answered. */
+/* Called by child.c and supervisor.c: it was started; it serves; it answered. */
+void kld_watchdog_started(struct kld_watched *child);
 void kld_watchdog_ready(struct kld_watched *child);
 void kld_watchdog_answered(struct kld_watched *child, enum kld_alive alive);
 

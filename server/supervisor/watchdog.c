@@ -2,9 +2,10 @@
  * that there are.
  *
  * Workers are looked at now and then. One that was asked again and again for stuck_ms and did not
- * answer, or that answered twice in a row that its threads stand still, is killed; child.c starts
- * the next. Looks are counted, not time: one that comes late, because this process, the machine or
- * its clock stood still, is one look.
+ * answer, that answered twice in a row that its threads stand still, or that was started and has
+ * not said for stuck_ms that it serves, is killed; child.c starts the next. Looks are counted, not
+ * time: one that comes late, because this process, the machine or its clock stood still, is one
+ * look.
  *
  * At half of the time that the service manager waits for a sign of life every child is asked, and
  * when all that serve have answered, it is told. A child whose loop hangs answers nothing, so after
@@ -32,6 +33,12 @@ static uint64_t look_ms(const struct kld_supervisor *supervisor) {
     return part < LOOK_MS_MIN ? LOOK_MS_MIN : part > LOOK_MS_MAX ? LOOK_MS_MAX : part;
 }
 
+static const char *text_of(enum kld_ill ill) {
+    return ill == KLD_ILL_STARTS  ? "it has not said that it serves"
+           : ill == KLD_ILL_STUCK ? "its threads take no work; what they do does not end"
+                                  : "its loop gives no sign of life";
+}
+
 static void end_stuck(const struct kld_supervisor *supervisor, struct kld_watched *worker) {
     if (worker->life->stuck)
         return;
@@ -39,33 +46,33 @@ static void end_stuck(const struct kld_supervisor *supervisor, struct kld_watche
     kld_log(KLD_LOG_ERROR, "worker replaced",
             "child=%s child_pid=%d stuck_ms=%" PRIu64 " looks=%u text=\"%s\"", worker->name,
             (int)worker->life->process.pid, supervisor->config.stuck_ms, worker->looks,
-            worker->looks_stuck ? "its threads take no work; what they do does not end"
-                                : "its loop gives no sign of life");
+            text_of(worker->ill));
     kld_stats_add(worker->stats, KLD_STAT_worker_stuck_total, 1);
     kld_watched_signal(worker, SIGKILL);
 }
 
-/* The first look asks, and what was answered while this process stood still may be unread at the
- * next: so there is one more than the time asks for. */
-static uint32_t looks_max(const struct kld_supervisor *supervisor,
-                          const struct kld_watched *worker) {
+/* The first look asks, and what was said while this process stood still may be unread at the next:
+ * so there is one more than the time asks for. */
+static uint32_t looks_max(const struct kld_supervisor *supervisor, enum kld_ill ill) {
     uint64_t silent = supervisor->config.stuck_ms / look_ms(supervisor) + 1;
-    if (worker->looks_stuck || silent < LOOKS_MIN)
-        return LOOKS_MIN;
-    return (uint32_t)silent;
+    return ill == KLD_ILL_STUCK || silent < LOOKS_MIN ? LOOKS_MIN : (uint32_t)silent;
+}
+
+static enum kld_ill find(const struct kld_watched *worker) {
+    if (worker->state == KLD_CHILD_STARTING)
+        return KLD_ILL_STARTS;
+    if (worker->state != KLD_CHILD_READY)
+        return KLD_ILL_NOT;
+    return !worker->seen_alive ? KLD_ILL_SILENT : worker->says_stuck ? KLD_ILL_STUCK : KLD_ILL_NOT;
 }
 
 static void look_at(const struct kld_supervisor *supervisor, struct kld_watched *worker) {
-    bool stuck = worker->seen_alive && worker->says_stuck;
-    if (worker->state != KLD_CHILD_READY || (worker->seen_alive && !stuck)) {
+    enum kld_ill ill = find(worker);
+    worker->looks = worker->ill == ill ? worker->looks + 1 : 1;
+    worker->ill = ill;
+    if (ill != KLD_ILL_NOT && worker->looks >= looks_max(supervisor, ill)) {
+        end_stuck(supervisor, worker);
         worker->looks = 0;
-    } else {
-        worker->looks = worker->looks_stuck == stuck ? worker->looks + 1 : 1;
-        worker->looks_stuck = stuck;
-        if (worker->looks >= looks_max(supervisor, worker)) {
-            end_stuck(supervisor, worker);
-            worker->looks = 0;
-        }
     }
     worker->seen_alive = false;
     ask(worker);
@@ -119,10 +126,14 @@ static void on_due(uv_timer_t *timer) {
 
 /* ---- Both ------------------------------------------------------------------------------------ */
 
-void kld_watchdog_ready(struct kld_watched *child) {
+void kld_watchdog_started(struct kld_watched *child) {
     child->looks = 0;
+    child->ill = KLD_ILL_NOT;
+}
+
+void kld_watchdog_ready(struct kld_watched *child) {
     child->seen_alive = true;
-    child->says_stuck = child->looks_stuck = false;
+    child->says_stuck = false;
     if (child->supervisor->watchdog_due)
         ask_for_manager(child);
 }

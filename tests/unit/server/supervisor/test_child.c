@@ -25,7 +25,11 @@ enum part {
     HANGS,   /* gives none */
     STANDS,  /* says that its threads stand still */
     STOOD,   /* says so once, then that it is well */
+    LATE,    /* does not say that it serves, and hangs; a later life does */
+    DAWDLES, /* ends before it would be too late, and so does each later life */
 };
+
+#define DAWDLERS_STUCK_MS 2000
 
 static struct kld_supervisor supervisor;
 static uv_timer_t patience;
@@ -48,7 +52,11 @@ static int play(enum part part) {
     if (kld_stats_attach(KLD_FD_STATS, KLD_FD_STATE, &page, &err) != KLD_OK)
         return 3;
     uint64_t life = atomic_fetch_add(&page->common.value[KLD_STAT_gateway_restarts_total], 1);
-    if (life == 0 || part == LOSES || part >= WELL)
+    while (part == LATE && life == 0)
+        pause();
+    if (part == DAWDLES)
+        usleep(3 * DAWDLERS_STUCK_MS / 4 * 1000);
+    else if (life == 0 || part == LOSES || part >= WELL)
         kld_child_report_send(KLD_OK, "cpu", 1, "");
     else if (part == REFUSED)
         kld_child_report_send(KLD_UNAVAILABLE, "", 0, "the device is not yet to be had");
@@ -68,7 +76,7 @@ static int play(enum part part) {
         kld_child_report_send(KLD_OK, "cpu", 1, "");
         kld_child_report_send(KLD_UNAVAILABLE, "", 0, "the device is not yet to be had");
     }
-    for (bool first = true; part >= WELL; first = false)
+    for (bool first = true; part >= WELL && part != DAWDLES; first = false)
         answer(part, first);
     while (part == LOSES || part == SILENT || part == REPEATS || (part == BABBLES && life == 0))
         pause();
@@ -272,6 +280,25 @@ START_TEST(nobody_is_looked_at_where_that_is_not_wanted) {
 }
 END_TEST
 
+START_TEST(one_that_does_not_say_that_it_serves_is_replaced) {
+    struct kld_watched *child = watch(LATE, STUCK_MS);
+    ck_assert_uint_eq(stuck_of(child), 1);
+    ck_assert_uint_eq(restarts_of(child), 1);
+    ck_assert(!supervisor.failed && !supervisor.draining);
+}
+END_TEST
+
+/* Each has all of the time. */
+START_TEST(one_that_starts_is_not_taken_for_the_one_before_it) {
+    struct kld_watched *child = start(DAWDLES);
+    supervisor.workers = DAWDLES + 1;
+    supervisor.config.stuck_ms = DAWDLERS_STUCK_MS;
+    kld_watchdog_start(&supervisor);
+    longest_pause(child, 2);
+    ck_assert_uint_eq(stuck_of(child), 0);
+}
+END_TEST
+
 int main(int argc, char **argv) {
     if (argc > 2 && strncmp(argv[1], "--role=", 7) == 0)
         return play((enum part)strtoul(argv[2] + strlen("--index="), NULL, 10));
@@ -287,6 +314,8 @@ int main(int argc, char **argv) {
                                   one_that_says_twice_that_it_is_stuck_is_replaced,
                                   one_that_is_well_is_not_replaced,
                                   one_that_was_stuck_once_is_not_replaced,
+                                  one_that_does_not_say_that_it_serves_is_replaced,
+                                  one_that_starts_is_not_taken_for_the_one_before_it,
                                   nobody_is_looked_at_where_that_is_not_wanted};
     return unit_run("server/supervisor/child", tests, sizeof tests / sizeof tests[0]);
 }
