@@ -21,6 +21,7 @@
 #include "server/gateway/recent.h"
 #include "server/gateway/regions.h"
 #include "server/gateway/reload.h"
+#include "server/gateway/roll.h"
 #include "server/gateway/routes.h"
 #include "server/gateway/sandbox.h"
 #include "server/gateway/staging.h"
@@ -53,6 +54,7 @@ struct process {
     struct kld_gateway_common common;
     struct loop *loop;                       /* common.loops of them */
     struct kld_acceptor *acceptor, *metrics; /* metrics: NULL without metrics_http */
+    struct kld_roll *roll;                   /* for signs of life */
     uint32_t running;                        /* while it ends: loops that have connections yet */
     uv_signal_t terminate;
     uv_poll_t control; /* end of file: the supervisor is gone */
@@ -153,6 +155,10 @@ static void start_drain(struct process *process) {
 
 static void terminated(uv_signal_t *signal, int number) { start_drain(signal->data); }
 
+static void all_turn(void *user) { kld_child_alive_send(KLD_FD_CONTROL, KLD_ALIVE); }
+
+/* The loop that hears it runs once all parts are open, and no more once the other loops' mail is
+ * closed (finish()). */
 static void control_readable(uv_poll_t *poll, int status, int events) {
     struct process *process = poll->data;
     struct kld_child_order order;
@@ -161,7 +167,7 @@ static void control_readable(uv_poll_t *poll, int status, int events) {
     if (heard == KLD_HEARD_ORDER && order.kind == KLD_ORDER_RELOAD)
         kld_gateway_reload_begin(&process->reload, &order, fd);
     else if (heard == KLD_HEARD_ORDER)
-        kld_child_alive_send(KLD_FD_CONTROL, KLD_ALIVE);
+        kld_roll_call(process->roll);
     if (heard != KLD_HEARD_END)
         return;
     uv_poll_stop(poll);
@@ -272,6 +278,8 @@ static enum kld_status open_loops(struct process *process, struct kld_error *err
     for (uint32_t i = 0; i < process->common.loops; i++)
         loops[i] = &process->loop[i].gateway;
     if (status == KLD_OK)
+        status = kld_roll_open(loops, process->common.loops, all_turn, NULL, &process->roll, err);
+    if (status == KLD_OK)
         status = kld_acceptor_open(loops, process->common.loops, KLD_FD_LISTEN, false,
                                    &process->acceptor, err);
     if (status == KLD_OK && loops[0]->config->metrics_http[0])
@@ -353,6 +361,7 @@ static void report_once_linked(struct process *process) {
 /* After the loops: nothing is on its way any more. */
 static void close_rest(struct process *process) {
     struct kld_gateway *first = &process->loop[0].gateway;
+    kld_roll_close(process->roll);
     kld_tensors_close(first->tensors);
     kld_regions_close(first->regions);
     for (uint32_t i = 0; i < first->pools; i++)

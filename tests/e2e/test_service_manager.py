@@ -82,7 +82,8 @@ WATCHDOG_S = 1.0
 @pytest.fixture
 def watched(tmp_path, make_server):
     one = Manager(str(tmp_path / "notify"))
-    one.server = make_server(environment={"NOTIFY_SOCKET": one.name, "WATCHDOG_USEC": int(WATCHDOG_S * 1e6)})
+    one.server = make_server(http_threads=3,  # which all answer
+                             environment={"NOTIFY_SOCKET": one.name, "WATCHDOG_USEC": int(WATCHDOG_S * 1e6)})
     assert one.next()[0] == "READY=1"
     yield one
     one.socket.close()
