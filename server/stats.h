@@ -63,6 +63,7 @@
     X(device_lost_total, counter, worker, "times a device was lost")                               \
     X(worker_stuck_total, counter, worker, "times a worker was ended that gave no sign of life")   \
     X(worker_restarts_total, counter, worker, "times a worker was started again")                  \
+    X(gateway_stuck_total, counter, any, "times a gateway was ended that gave no sign of life")    \
     X(gateway_restarts_total, counter, any, "times a gateway was started again")                   \
     X(config_reloads_total, counter, any, "configurations taken over on SIGHUP")                   \
     X(config_reloads_failed_total, counter, any,                                                   \

@@ -1,11 +1,11 @@
 /* watchdog.c - signs of life: who gives none is replaced, and the service manager is told of those
  * that there are.
  *
- * Workers are looked at now and then. One that was asked again and again for stuck_ms and did not
- * answer, that answered twice in a row that its threads stand still, or that was started and has
- * not said for stuck_ms that it serves, is killed; child.c starts the next. Looks are counted, not
- * time: one that comes late, because this process, the machine or its clock stood still, is one
- * look.
+ * Workers and gateway are looked at now and then. One that was asked again and again for stuck_ms
+ * and did not answer, that answered twice in a row that its threads stand still, or that was
+ * started and has not said for stuck_ms that it serves, is killed; child.c starts the next. Looks
+ * are counted, not time: one that comes late, because this process, the machine or its clock stood
+ * still, is one look.
  *
  * At half of the time that the service manager waits for a sign of life every child is asked, and
  * when all that serve have answered, it is told. A child whose loop hangs answers nothing, so after
@@ -17,7 +17,7 @@
 #include "server/log.h"
 #include "server/supervisor/supervisor.h"
 
-#define LOOKS_MIN 2 /* in a row, before a worker is killed; so many suffice if it says why */
+#define LOOKS_MIN 2 /* in a row, before a child is killed; so many suffice if it says why */
 #define LOOK_MS_MIN 100
 #define LOOK_MS_MAX 1000
 
@@ -39,16 +39,18 @@ static const char *text_of(enum kld_ill ill) {
                                   : "its loop gives no sign of life";
 }
 
-static void end_stuck(const struct kld_supervisor *supervisor, struct kld_watched *worker) {
-    if (worker->life->stuck)
+static void end_stuck(const struct kld_supervisor *supervisor, struct kld_watched *child) {
+    bool gateway = child == &supervisor->gateway;
+    if (child->life->stuck)
         return;
-    worker->life->stuck = true;
-    kld_log(KLD_LOG_ERROR, "worker replaced",
-            "child=%s child_pid=%d stuck_ms=%" PRIu64 " looks=%u text=\"%s\"", worker->name,
-            (int)worker->life->process.pid, supervisor->config.stuck_ms, worker->looks,
-            text_of(worker->ill));
-    kld_stats_add(worker->stats, KLD_STAT_worker_stuck_total, 1);
-    kld_watched_signal(worker, SIGKILL);
+    child->life->stuck = true;
+    kld_log(KLD_LOG_ERROR, gateway ? "gateway replaced" : "worker replaced",
+            "child=%s child_pid=%d stuck_ms=%" PRIu64 " looks=%u text=\"%s\"", child->name,
+            (int)child->life->process.pid, supervisor->config.stuck_ms, child->looks,
+            text_of(child->ill));
+    kld_stats_add(child->stats,
+                  gateway ? KLD_STAT_gateway_stuck_total : KLD_STAT_worker_stuck_total, 1);
+    kld_watched_signal(child, SIGKILL);
 }
 
 /* The first look asks, and what was said while this process stood still may be unread at the next:
@@ -58,29 +60,32 @@ static uint32_t looks_max(const struct kld_supervisor *supervisor, enum kld_ill 
     return ill == KLD_ILL_STUCK || silent < LOOKS_MIN ? LOOKS_MIN : (uint32_t)silent;
 }
 
-static enum kld_ill find(const struct kld_watched *worker) {
-    if (worker->state == KLD_CHILD_STARTING)
+static enum kld_ill find(const struct kld_watched *child) {
+    if (child->state == KLD_CHILD_STARTING)
         return KLD_ILL_STARTS;
-    if (worker->state != KLD_CHILD_READY)
+    if (child->state != KLD_CHILD_READY)
         return KLD_ILL_NOT;
-    return !worker->seen_alive ? KLD_ILL_SILENT : worker->says_stuck ? KLD_ILL_STUCK : KLD_ILL_NOT;
+    return !child->seen_alive ? KLD_ILL_SILENT : child->says_stuck ? KLD_ILL_STUCK : KLD_ILL_NOT;
 }
 
-static void look_at(const struct kld_supervisor *supervisor, struct kld_watched *worker) {
-    enum kld_ill ill = find(worker);
-    worker->looks = worker->ill == ill ? worker->looks + 1 : 1;
-    worker->ill = ill;
-    if (ill != KLD_ILL_NOT && worker->looks >= looks_max(supervisor, ill)) {
-        end_stuck(supervisor, worker);
-        worker->looks = 0;
+static void look_at(const struct kld_supervisor *supervisor, struct kld_watched *child) {
+    enum kld_ill ill = find(child);
+    child->looks = child->ill == ill ? child->looks + 1 : 1;
+    child->ill = ill;
+    if (ill != KLD_ILL_NOT && child->looks >= looks_max(supervisor, ill)) {
+        end_stuck(supervisor, child);
+        child->looks = 0;
     }
-    worker->seen_alive = false;
-    ask(worker);
+    child->seen_alive = false;
+    ask(child);
 }
 
 static void on_look(uv_timer_t *timer) {
     struct kld_supervisor *supervisor = timer->data;
-    for (uint32_t i = 0; i < supervisor->workers && !supervisor->draining; i++)
+    if (supervisor->draining) /* has a time limit of its own */
+        return;
+    look_at(supervisor, &supervisor->gateway);
+    for (uint32_t i = 0; i < supervisor->workers; i++)
         look_at(supervisor, &supervisor->worker[i]);
 }
 

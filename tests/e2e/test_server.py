@@ -266,6 +266,21 @@ def test_a_stuck_worker_is_replaced(make_server):
     assert "error" in line and f"child_pid={worker}" in line and "its loop gives no sign of life" in line
 
 
+def test_a_stuck_gateway_is_replaced(make_server):
+    server = make_server(stuck_ms=800, http_threads=3)
+    gateway, worker = server.child("gateway"), server.child("worker")
+    time.sleep(2)  # all loops answer all the time
+    assert server.child("gateway") == gateway
+    os.kill(gateway, signal.SIGSTOP)
+    assert server.json("/v2")[0] == 200  # by the next one
+    assert server.child("gateway") != gateway and server.child("worker") == worker
+    [line] = [line for line in server.log().splitlines() if "gateway replaced" in line]
+    assert "error" in line and f"child_pid={gateway}" in line and "its loop gives no sign of life" in line
+    metrics = server.metrics()
+    assert metrics["kld_gateway_stuck_total"] == metrics["kld_gateway_restarts_total"] == 1
+    assert metrics['kld_worker_stuck_total{worker="0"}'] == 0
+
+
 def test_worker_keeps_its_back_end(make_server, backend):
     server = make_server(backend="auto")
     server.kill_child("worker")

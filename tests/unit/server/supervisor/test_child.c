@@ -280,6 +280,22 @@ START_TEST(nobody_is_looked_at_where_that_is_not_wanted) {
 }
 END_TEST
 
+START_TEST(a_gateway_that_gives_no_sign_of_life_is_replaced) {
+    struct kld_watched *child = &supervisor.gateway;
+    begin();
+    supervisor.reload.secrets_fd = -1;
+    supervisor.config.stuck_ms = STUCK_MS;
+    kld_watched_init(child, &supervisor, "gateway", HANGS, open("/dev/null", O_RDWR | O_CLOEXEC));
+    kld_watched_start(child);
+    kld_watchdog_start(&supervisor);
+    pid_t first = child->life->process.pid;
+    while (child->state != KLD_CHILD_READY || child->life->process.pid == first)
+        uv_run(&supervisor.loop, UV_RUN_ONCE);
+    ck_assert_uint_eq(atomic_load(&child->stats->value[KLD_STAT_gateway_stuck_total]), 1);
+    ck_assert(!supervisor.failed && !supervisor.draining);
+}
+END_TEST
+
 START_TEST(one_that_does_not_say_that_it_serves_is_replaced) {
     struct kld_watched *child = watch(LATE, STUCK_MS);
     ck_assert_uint_eq(stuck_of(child), 1);
@@ -314,6 +330,7 @@ int main(int argc, char **argv) {
                                   one_that_says_twice_that_it_is_stuck_is_replaced,
                                   one_that_is_well_is_not_replaced,
                                   one_that_was_stuck_once_is_not_replaced,
+                                  a_gateway_that_gives_no_sign_of_life_is_replaced,
                                   one_that_does_not_say_that_it_serves_is_replaced,
                                   one_that_starts_is_not_taken_for_the_one_before_it,
                                   nobody_is_looked_at_where_that_is_not_wanted};
