@@ -23,6 +23,7 @@ HEAD = struct.Struct("<IiQQQQqqII")  # kind, error, first, last, count, failed, 
 FRAMES, CALL = 40, HEAD.size + 8 * 40
 LIBRARY = pathlib.Path(os.environ.get("FAIL_NTH_LIBRARY", BIN / "tests" / "fail" / "nth.so"))
 VERBOSE = "FAIL_NTH_VERBOSE" in os.environ
+START_STUCK_MS = 3000  # after which a child whose start hangs is replaced
 BLOCKS_OF_CACHES = 8  # that a role may come to keep for good while it works, a grown table, say
 
 
@@ -327,11 +328,9 @@ def start_without(role, kind, first, parts, **flags):
     -> (problem or None, what was counted)."""
     page = Page()
     page.arm(role, kind, first)
-    server = Server(environment=page.environment(), wait=False, **flags)
+    server = Server(environment=page.environment(), wait=False, stuck_ms=START_STUCK_MS, **flags)
     try:
-        line = first_line(server, 3)
-        if line is None and not page.read(role)["caller"].startswith("libseccomp"):
-            line = first_line(server, 12)
+        line = first_line(server, 15)
         if line is None:
             return "neither ready nor ended within 15 s:\n" + server.log(), page.disarm(role)
         seen = page.disarm(role)
