@@ -243,6 +243,15 @@ static void *serve(void *argument) {
 
 /* ---- What others call ------------------------------------------------------------------------ */
 
+/* Who waits for it is not held up by a clock that is set back. */
+static void init_monotonic(pthread_cond_t *cond) {
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(cond, &attributes);
+    pthread_condattr_destroy(&attributes);
+}
+
 enum kld_status kld_strays_start(struct kld_strays **ret_strays, struct kld_error *err) {
     struct kld_strays *strays = calloc(1, sizeof *strays);
     const struct sigaction ends = {.sa_handler = nothing}; /* not SA_RESTART */
@@ -252,7 +261,7 @@ enum kld_status kld_strays_start(struct kld_strays **ret_strays, struct kld_erro
     TAILQ_INIT(&strays->list);
     pthread_mutex_init(&strays->mutex, NULL);
     pthread_cond_init(&strays->more, NULL);
-    pthread_cond_init(&strays->gone, NULL);
+    init_monotonic(&strays->gone);
     pthread_mutex_lock(&strays->mutex);
     bool started = start_thread(strays);
     pthread_mutex_unlock(&strays->mutex);
@@ -268,7 +277,7 @@ void kld_strays_end(struct kld_strays *strays) {
     if (!strays)
         return;
     struct timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
+    clock_gettime(CLOCK_MONOTONIC, &until);
     until.tv_nsec += KLD_STRAYS_END_MS * 1000000L;
     until.tv_sec += until.tv_nsec / 1000000000;
     until.tv_nsec %= 1000000000;

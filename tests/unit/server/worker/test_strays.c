@@ -1,6 +1,7 @@
 /* test_strays.c - descriptors whose close takes as long as their sender likes: whom they hold up,
  * and whom they do not. close() is this file's own here: that of one file returns when the test
- * says so, as that of a file system that does not answer. */
+ * says so, as that of a file system that does not answer; and so is clock_gettime(), for a clock
+ * that is set back. */
 #include "server/worker/strays.h"
 
 #include <poll.h>
@@ -10,6 +11,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "tests/unit/server/worker/lingering.h"
@@ -29,6 +31,15 @@ int close(int fd) {
         while (atomic_load(&stuck_file) == stuck)
             usleep(1000);
     return (int)syscall(SYS_close, fd);
+}
+
+static atomic_int set_back_s; /* the time of day will be, by so much, once it was asked for */
+
+int clock_gettime(clockid_t clock, struct timespec *ret_now) {
+    int result = (int)syscall(SYS_clock_gettime, clock, ret_now);
+    if (clock == CLOCK_REALTIME)
+        ret_now->tv_sec += atomic_load(&set_back_s);
+    return result;
 }
 
 static int stuck_open(void) {
@@ -177,6 +188,20 @@ START_TEST(the_end_waits_for_nobody) {
 }
 END_TEST
 
+START_TEST(nor_for_a_clock_that_is_set_back) {
+    struct timespec begun, ended;
+    start();
+    int stuck = stuck_open();
+    kld_strays_close(strays, 1, &stuck, 1);
+    atomic_store(&set_back_s, 3600);
+    clock_gettime(CLOCK_MONOTONIC, &begun);
+    kld_strays_end(strays);
+    clock_gettime(CLOCK_MONOTONIC, &ended);
+    ck_assert_int_lt(ended.tv_sec - begun.tv_sec, WAIT_MS / 1000);
+    stuck_let_go();
+}
+END_TEST
+
 /* A packet of no bytes is not the end of what a connection holds. */
 START_TEST(all_of_a_connection_is_discarded) {
     start();
@@ -282,6 +307,6 @@ END_TEST
 UNIT_MAIN("server/worker/strays", what_is_to_be_closed_is, a_socket_does_not_linger,
           a_uid_holds_up_its_own_only, what_lingers_unseen_holds_up_nothing,
           how_many_may_wait_is_counted_by_uid, who_has_none_may_always_have_some,
-          the_end_waits_for_nobody, all_of_a_connection_is_discarded,
-          a_connection_without_descriptors_is_read_away, at_the_end_descriptors_stay_open,
-          who_leaves_descriptors_behind_keeps_out_nobody)
+          the_end_waits_for_nobody, nor_for_a_clock_that_is_set_back,
+          all_of_a_connection_is_discarded, a_connection_without_descriptors_is_read_away,
+          at_the_end_descriptors_stay_open, who_leaves_descriptors_behind_keeps_out_nobody)
