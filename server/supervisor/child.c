@@ -116,6 +116,7 @@ static void log_death(const struct kld_life *life, int64_t exit_status, int sign
 static void on_death(uv_process_t *process, int64_t exit_status, int signal_number) {
     struct kld_life *life = process->data;
     struct kld_watched *child = life->child;
+    life->running = false;
     kld_watched_hear(life); /* its last words may still be in the socket */
     log_death(life, exit_status, signal_number);
     if (child->life == life) {
@@ -197,7 +198,7 @@ static void end_unheard(struct kld_life *life, int error) {
     if (error != ECONNRESET)
         kld_log(KLD_LOG_ERROR, "child not heard", "child=%s child_pid=%d reason=\"%s\"",
                 life->child->name, (int)life->process.pid, strerror(error));
-    uv_process_kill(&life->process, SIGKILL);
+    kld_life_kill(life);
 }
 
 static void on_control(uv_poll_t *control, int status, int events) {
@@ -302,6 +303,7 @@ static int begin_life(struct kld_watched *child, struct kld_life *life) {
     child->lives = life;
     if (result != 0)
         return result;
+    life->running = true;
     life->control_fd = pair[0];
     life->control.data = life;
     result = uv_poll_init(&child->supervisor->loop, &life->control, life->control_fd);
@@ -358,6 +360,16 @@ void kld_watched_init(struct kld_watched *child, struct kld_supervisor *supervis
 void kld_watched_signal(struct kld_watched *child, int signal_number) {
     if (child->life && (child->state == KLD_CHILD_STARTING || child->state == KLD_CHILD_READY))
         uv_process_kill(&child->life->process, signal_number);
+}
+
+void kld_life_kill(struct kld_life *life) {
+    if (life->running)
+        uv_process_kill(&life->process, SIGKILL);
+}
+
+void kld_watched_kill(struct kld_watched *child) {
+    for (struct kld_life *life = child->lives; life; life = life->next)
+        kld_life_kill(life);
 }
 
 bool kld_watched_order(struct kld_watched *child, enum kld_order_kind kind, const char *log_level,

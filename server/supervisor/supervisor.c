@@ -41,8 +41,8 @@ static void close_handle(uv_handle_t *handle, void *unused) {
 
 static void kill_all(struct kld_supervisor *supervisor) {
     for (uint32_t i = 0; i < supervisor->workers; i++)
-        kld_watched_signal(&supervisor->worker[i], SIGKILL);
-    kld_watched_signal(&supervisor->gateway, SIGKILL);
+        kld_watched_kill(&supervisor->worker[i]);
+    kld_watched_kill(&supervisor->gateway);
 }
 
 static void on_drain_over(uv_timer_t *timer) {

@@ -91,8 +91,10 @@ struct kld_life {
     uv_poll_t control;               /* its descriptor is control_fd */
     bool control_open, control_made; /* it is heard; its handle is to be closed */
     int unheard;                     /* why its control socket was given up, an errno; 0 */
+    bool running;                    /* spawned, and not waited for yet: its pid is its own */
     bool asked;     /* to end: once, because a child that is ending may have stopped listening */
     bool stuck;     /* killed for it: once, however long it takes to end */
+    uint32_t looks; /* of watchdog.c, since it was succeeded */
     int control_fd; /* our end of the pair; -1 */
 };
 
@@ -136,6 +138,9 @@ bool kld_watched_send(struct kld_watched *child, const struct kld_child_order *o
 /* SIGTERM, once in a life. */
 void kld_watched_ask(struct kld_watched *child);
 void kld_watched_signal(struct kld_watched *child, int signal_number); /* nothing if not running */
+/* All its lives, those that were succeeded, too. */
+void kld_watched_kill(struct kld_watched *child);
+void kld_life_kill(struct kld_life *life); /* nothing if it has ended */
 /* One packet of what it says. Called as soon as there is one; for the fuzzer. */
 void kld_watched_hear(struct kld_life *life);
 /* Not started again; a pause is cut short. What runs goes on running. */

@@ -80,13 +80,31 @@ static void look_at(const struct kld_supervisor *supervisor, struct kld_watched 
     ask(child);
 }
 
+/* Those whose device was lost, which were to end by themselves. They hold up nobody but the end of
+ * the server, and the driver's memory. */
+static void look_at_succeeded(const struct kld_supervisor *supervisor,
+                              const struct kld_watched *child) {
+    for (struct kld_life *life = child->lives; life; life = life->next) {
+        if (life == child->life || life->stuck ||
+            ++life->looks < looks_max(supervisor, KLD_ILL_SILENT))
+            continue;
+        life->stuck = true;
+        kld_log(KLD_LOG_WARN, "lost worker killed",
+                "child=%s child_pid=%d stuck_ms=%" PRIu64 " text=\"it does not end\"", child->name,
+                (int)life->process.pid, supervisor->config.stuck_ms);
+        kld_life_kill(life);
+    }
+}
+
 static void on_look(uv_timer_t *timer) {
     struct kld_supervisor *supervisor = timer->data;
     if (supervisor->draining) /* has a time limit of its own */
         return;
     look_at(supervisor, &supervisor->gateway);
-    for (uint32_t i = 0; i < supervisor->workers; i++)
+    for (uint32_t i = 0; i < supervisor->workers; i++) {
         look_at(supervisor, &supervisor->worker[i]);
+        look_at_succeeded(supervisor, &supervisor->worker[i]);
+    }
 }
 
 /* ---- The service manager --------------------------------------------------------------------- */

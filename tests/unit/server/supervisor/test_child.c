@@ -17,7 +17,7 @@
 enum part {
     REFUSED, /* ends; each later life is refused the device */
     DIES,    /* ends, and so does each later life, without a word */
-    LOSES,   /* loses the device and lingers; its successor serves */
+    LOSES,   /* loses the device and lingers, whoever asks it to end; its successor serves */
     BABBLES, /* says what no child says, in packets of any size */
     SILENT,  /* closes its control socket */
     REPEATS, /* says the same again, and that it cannot start */
@@ -26,6 +26,7 @@ enum part {
     STANDS,  /* says that its threads stand still */
     STOOD,   /* says so once, then that it is well */
     LATE,    /* does not say that it serves, and hangs; a later life does */
+    LINGERS, /* as LOSES, and its successors give signs of life */
     DAWDLES, /* ends before it would be too late, and so does each later life */
 };
 
@@ -60,8 +61,12 @@ static int play(enum part part) {
         kld_child_report_send(KLD_OK, "cpu", 1, "");
     else if (part == REFUSED)
         kld_child_report_send(KLD_UNAVAILABLE, "", 0, "the device is not yet to be had");
-    if (life == 0 && part == LOSES)
+    if (life == 0 && (part == LOSES || part == LINGERS)) {
+        signal(SIGTERM, SIG_IGN);
         kld_child_report_send(KLD_DEVICE_LOST, "cpu", 0, "the device is lost");
+    }
+    while (part == LINGERS && life == 0)
+        pause();
     if (part == BABBLES) {
         char nonsense[4096];
         memset(nonsense, 'x', sizeof nonsense); /* texts without an end, numbers that are none */
@@ -152,6 +157,24 @@ START_TEST(a_lost_device_has_its_successor_at_once) {
     ck_assert_ptr_nonnull(child->lives->next); /* which has not ended */
     ck_assert_ptr_eq(child->life, child->lives);
     ck_assert_int_eq(uv_process_kill(&child->lives->next->process, 0), 0);
+}
+END_TEST
+
+/* As at the end of its time, or a second ^C. */
+START_TEST(all_lives_end_with_the_server) {
+    struct kld_watched *child = start(LOSES);
+    while (restarts_of(child) < 1 || child->state != KLD_CHILD_READY)
+        uv_run(&supervisor.loop, UV_RUN_ONCE);
+    pid_t lost = child->lives->next->process.pid;
+    supervisor.workers = LOSES + 1; /* those before it are not there */
+    supervisor.config.drain_ms = 0;
+    supervisor.notify.fd = -1;
+    uv_timer_init(&supervisor.loop, &supervisor.drain);
+    supervisor.drain.data = &supervisor;
+    kld_supervisor_drain(&supervisor, SIGTERM);
+    uv_run(&supervisor.loop, UV_RUN_DEFAULT);
+    ck_assert_ptr_null(child->lives);
+    ck_assert_int_eq(kill(lost, 0), -1);
 }
 END_TEST
 
@@ -253,6 +276,21 @@ START_TEST(one_that_says_twice_that_it_is_stuck_is_replaced) {
 }
 END_TEST
 
+/* Its successor is well, and stays. */
+START_TEST(a_lost_one_that_does_not_end_is_killed) {
+    struct kld_watched *child = watch(LINGERS, STUCK_MS);
+    while (restarts_of(child) < 1 || child->state != KLD_CHILD_READY)
+        uv_run(&supervisor.loop, UV_RUN_ONCE);
+    ck_assert_ptr_nonnull(child->lives->next);
+    while (child->lives->next)
+        uv_run(&supervisor.loop, UV_RUN_ONCE);
+    pass(STUCK_MS);
+    ck_assert_int_eq(child->state, KLD_CHILD_READY);
+    ck_assert_uint_eq(restarts_of(child), 1);
+    ck_assert_uint_eq(stuck_of(child), 0);
+}
+END_TEST
+
 /* Nor are those that were silent because nobody asked, and whose answers nobody read. */
 START_TEST(one_that_is_well_is_not_replaced) {
     struct kld_watched *child = watch(WELL, STUCK_MS);
@@ -322,6 +360,8 @@ int main(int argc, char **argv) {
                                   no_pause_is_longer_than_configured,
                                   one_that_dies_waits_longer_each_time,
                                   a_lost_device_has_its_successor_at_once,
+                                  all_lives_end_with_the_server,
+                                  a_lost_one_that_does_not_end_is_killed,
                                   a_gateway_has_no_device_to_lose,
                                   what_no_child_says_is_not_taken_for_a_report,
                                   who_serves_need_not_say_so_again,
