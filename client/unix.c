@@ -226,10 +226,13 @@ static bool packet_received(struct unix_connection *u, const uint8_t *data, size
     for (size_t at = 0; at < bytes && u->socket >= 0;) {
         union kld_frame frame;
         struct kld_frame_header header;
+        bool was_up = u->state == UNIX_UP;
         memcpy(&header, data + at, sizeof header);
         memcpy(&frame, data + at, header.length);
         frame_received(u, &frame);
         at += header.length;
+        if (was_up && u->state != UNIX_UP)
+            break; /* gone to another worker: the rest is not that one's greeting */
     }
     return true;
 }

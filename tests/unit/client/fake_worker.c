@@ -318,12 +318,26 @@ static void publish(struct fake_worker *worker, struct fake_client *client,
     reply_done(client, frame->header.request);
 }
 
+/* second: of another ERROR in the same packet; 0: none. */
+static void not_found(struct fake_client *client, uint64_t request, uint32_t second) {
+    union kld_frame frames[2];
+    uint8_t packet[sizeof frames];
+    size_t bytes = 0;
+    for (int i = 0; i < (second ? 2 : 1); i++) {
+        kld_frame_init(&frames[i], KLD_FRAME_ERROR, request);
+        frames[i].as_ERROR.status = i ? second : KLD_NOT_FOUND;
+        memcpy(packet + bytes, &frames[i], frames[i].header.length);
+        bytes += frames[i].header.length;
+    }
+    send(client->fd, packet, bytes, MSG_NOSIGNAL);
+}
+
 static void attach(struct fake_worker *worker, struct fake_client *client,
                    const struct kld_frame_attach *frame) {
     struct fake_publication *publication = publication_find(worker, frame->name);
     struct fake_region *region = region_find(client, 0);
     if (!publication) {
-        reply_error(client, frame->header.request, KLD_NOT_FOUND);
+        not_found(client, frame->header.request, (uint32_t)worker->behind_not_found);
         return;
     }
     worker->attached++;

@@ -37,6 +37,7 @@ struct fake_worker {
     atomic_int garbage;             /* answers the next frame with nonsense */
     atomic_int hang_up;             /* 1: every connection is closed, once */
     atomic_int wordless;            /* its errors have a status and no text */
+    atomic_int behind_not_found;    /* enum kld_status: of an ERROR in one packet with ATTACH's */
     atomic_int attached_rank;       /* not 0: ATTACHED says this, whatever was published */
     atomic_int all_die;             /* with one connection that ends all others do */
     atomic_int refuse_fences;       /* enum kld_status */

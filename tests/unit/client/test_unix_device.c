@@ -253,6 +253,27 @@ START_TEST(test_attaching_finds_the_device) {
 }
 END_TEST
 
+/* The answer to a registration, say, that was refused. */
+START_TEST(test_what_came_with_the_answer_is_not_the_next_workers) {
+    setup();
+    struct kld_connection *teacher = connect_to(second.path);
+    struct kld_region *logits, *found;
+    struct kld_tensor_view view = {
+        .dtype = KLD_DTYPE_FP32, .form = KLD_FORM_LOGITS, .rank = 2, .shape = {ROWS, CLASSES}};
+    ck_assert_int_eq(kld_region_create(teacher, BYTES, &logits, &error), KLD_OK);
+    ck_assert_int_eq(kld_publish(teacher, "t", logits, &view, NULL, 0, &error), KLD_OK);
+    ck_assert_int_eq(kld_ping(teacher, NULL, &error), KLD_OK);
+    int accepted = second.accepted;
+    first.behind_not_found = KLD_FORBIDDEN;
+    ck_assert_msg(kld_attach(connection, "t", 0, &found, &view, &error) == KLD_OK, "%s",
+                  error.text);
+    ck_assert_uint_eq(device_of(connection), 1);
+    ck_assert_int_eq(second.accepted, accepted + 2); /* a look, then the connection */
+    kld_close(teacher);
+    teardown();
+}
+END_TEST
+
 /* A worker that does not answer holds nobody up, and what was registered is not sent around. */
 START_TEST(test_attaching_does_not_wait_for_who_is_away) {
     first = (struct fake_worker){.devices = 3};
@@ -302,4 +323,4 @@ UNIT_MAIN("client/unix_device", test_attaching_does_not_wait_for_who_is_away,
           test_a_lost_worker_is_waited_for_where_the_memory_is,
           test_a_worker_that_is_away_can_be_left_again,
           test_who_is_not_greeted_yet_finds_the_memory_too, test_a_late_greeting,
-          test_attaching_finds_the_device)
+          test_attaching_finds_the_device, test_what_came_with_the_answer_is_not_the_next_workers)
