@@ -88,7 +88,7 @@
     X(COUNT, http_idle_ms, "60000", "idle time after which an HTTP connection is closed")          \
     X(COUNT, http_requests_max, "512", "HTTP requests being received or computed")                 \
     X(COUNT, http_wait_ms, "250",                                                                  \
-      "how long one above those, of up to 64 MiB, waits for its turn; 0: refused at once")         \
+      "how long one above those waits for its turn; 0: refused at once")                           \
     X(COUNT, http_regions_max, "256", "memory regions registered over HTTP, CUDA's among them")    \
     X(BYTES, http_region_bytes_max, "4T", "all of them together")                                  \
     X(COUNT, token_regions_max, "64", "those of one token")                                        \

@@ -4,7 +4,7 @@
  * A refusal costs the loop nearly what an answer does. Were all above the limit refused at once,
  * those who ask again at once would leave no time to answer the others, which are what makes room.
  * Who waits costs nothing, and there are at most as many as connections. Who could not be told of a
- * refusal later does not wait: who expects 100 Continue, or has more of a body than is dropped. */
+ * refusal later does not wait: who expects 100 Continue. */
 #include <inttypes.h>
 #include <stddef.h>
 #include <stdlib.h>

@@ -171,6 +171,13 @@ static enum MHD_Result queue_reply(struct kld_exchange *exchange) {
     return result;
 }
 
+/* Of a body, with what is dropped of it. Who is known may have as much dropped as he might have had
+ * taken: it costs him more than us. A stranger may not. */
+static uint64_t read_bytes_max(const struct kld_exchange *exchange) {
+    uint64_t most = exchange->caller ? exchange->gateway->config->body_bytes_max : 0;
+    return most > KLD_HTTP_DISCARD_BYTES_MAX ? most : KLD_HTTP_DISCARD_BYTES_MAX;
+}
+
 /* At once where the client waits for it (Expect), where the body is too much to read or nobody
  * knows where it ends; else the body is read and dropped first, so that the client sees the reply
  * and not a reset. MHD closes the connection after a reply before the body, and takes one in its
@@ -178,9 +185,8 @@ static enum MHD_Result queue_reply(struct kld_exchange *exchange) {
 bool kld_exchange_refused_at_once(const struct kld_exchange *exchange) {
     const char *expect = kld_exchange_header(exchange, MHD_HTTP_HEADER_EXPECT);
     return exchange->misframed ||
-           (exchange->has_body &&
-            (expect ||
-             (exchange->has_length && exchange->length_bytes > KLD_HTTP_DISCARD_BYTES_MAX)));
+           (exchange->has_body && (expect || (exchange->has_length &&
+                                              exchange->length_bytes > read_bytes_max(exchange))));
 }
 
 /* MHD may go on with the next chunk of a connection that was just suspended; to suspend it twice
@@ -221,23 +227,28 @@ static bool lingers(struct kld_http *http, struct kld_exchange *exchange) {
     return true;
 }
 
+/* Of a body that no length announces the end may be far: some is dropped of it in any case. */
+static enum MHD_Result discard(struct kld_exchange *exchange, size_t *size) {
+    exchange->discarded_bytes += *size;
+    *size = 0;
+    return exchange->discarded_bytes <= KLD_HTTP_DISCARD_BYTES_MAX ||
+                   exchange->taken_bytes + exchange->discarded_bytes <= read_bytes_max(exchange)
+               ? MHD_YES
+               : MHD_NO;
+}
+
 static enum MHD_Result receive(struct kld_http *http, struct kld_exchange *exchange,
                                const char *data, size_t *size) {
-    if (exchange->replied) {
-        exchange->discarded_bytes += *size;
-        *size = 0;
-        return exchange->discarded_bytes > KLD_HTTP_DISCARD_BYTES_MAX ? MHD_NO : MHD_YES;
-    }
+    if (exchange->replied)
+        return discard(exchange, size);
     size_t taken = http->handler->feed(exchange, data, *size);
     if (taken)
         note(http, exchange);
     kld_stats_add(http->gateway->stats, KLD_STAT_http_received_bytes_total, (int64_t)taken);
-    if (exchange->replied) {
-        exchange->discarded_bytes += *size - taken;
-        *size = 0;
-        return MHD_YES;
-    }
+    exchange->taken_bytes += taken;
     *size -= taken;
+    if (exchange->replied)
+        return discard(exchange, size);
     if (exchange->paused)
         kld_exchange_hold(exchange);
     return MHD_YES;

@@ -405,6 +405,7 @@ static bool may_pass(struct kld_exchange *exchange) {
         if (routes[i].right == KLD_RIGHT_NONE && match(routes[i].pattern, exchange->url, &pieces))
             return true;
     kld_refused_log(exchange, error.status);
+    exchange->caller = NULL; /* nor does he who came by a wrong name count as known */
     kld_exchange_reply_error(exchange, &error);
     return false;
 }

@@ -129,8 +129,10 @@ static void let_go(struct upload *upload) {
     if (upload->placed)
         atomic_fetch_sub(&upload->gateway->common->held, 1);
     upload->counted = upload->placed = false; /* what is left of a refused body takes no place */
-    if (upload->exchange)
+    if (upload->exchange) {
+        upload->exchange->held_bytes = 0;
         return;
+    }
     kld_deadline_clear(upload->gateway, &upload->deadline);
     free(upload);
 }

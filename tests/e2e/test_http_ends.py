@@ -216,10 +216,8 @@ def test_limit_of_requests_in_flight(make_server):
     assert [reply[0] for reply in replies] == [200, 200]
 
 
-@pytest.mark.parametrize("headers", [{"Content-Length": 100 << 20}, {"Content-Length": 9, "Expect": "100-continue"}],
-                         ids=["large", "expects"])
-def test_who_could_not_be_refused_later_does_not_wait(make_server, headers):
-    """One that waited would be told behind its body, or not at all: MHD reads on, or says 100 Continue."""
+def test_who_could_not_be_refused_later_does_not_wait(make_server):
+    """One that waited would be told to send its body: MHD says 100 Continue."""
     server = make_server(http_requests_max=1, http_wait_ms=60000)
     worker, replies = server.child("worker"), []
     os.kill(worker, signal.SIGSTOP)
@@ -230,8 +228,8 @@ def test_who_could_not_be_refused_later_does_not_wait(make_server, headers):
         host, port = server.address.rsplit(":", 1)
         client = http.client.HTTPConnection(host, int(port), timeout=20)
         client.putrequest("POST", INFER)
-        for name, value in headers.items():
-            client.putheader(name, str(value))
+        client.putheader("Content-Length", "9")
+        client.putheader("Expect", "100-continue")
         client.endheaders()  # and no byte of the body
         reply = client.getresponse()
         assert (reply.status, reply.getheader("Retry-After")) == (503, "1")
