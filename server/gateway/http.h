@@ -46,8 +46,8 @@ struct kld_exchange {
     bool metrics_only;           /* of a connection that may ask for no more */
     uint64_t length_bytes;       /* has_length: of the body, as announced */
     uint64_t started_ns;         /* uv_hrtime() */
-    uint64_t held_bytes;         /* the handler's: of staging, while it is received and sent */
-    enum kld_asked asked;        /* the handler's: what its time is counted under */
+    uint64_t held_bytes;  /* the handler's: of staging and device, while it is received and sent */
+    enum kld_asked asked; /* the handler's: what its time is counted under */
     bool soon; /* the handler's: its reply may be expected within microseconds from here on */
 
     /* http.c's own. */

@@ -43,6 +43,11 @@ void kld_infer_wait(struct kld_infer *infer, void (*retry)(struct kld_infer *inf
 
 /* ---- Memory -----------------------------------------------------------------------------------*/
 
+/* His client's pace is measured by it (watch.h). */
+static void show_held(const struct kld_infer *infer) {
+    infer->exchange->held_bytes = infer->held_bytes + infer->held_buffer_bytes;
+}
+
 /* turn: NULL for who does not wait. */
 static enum kld_status take(struct kld_infer *infer, struct kld_staging_turn *turn, uint64_t bytes,
                             bool json, uint64_t *ret_offset, struct kld_error *err) {
@@ -57,7 +62,7 @@ static enum kld_status take(struct kld_infer *infer, struct kld_staging_turn *tu
     else
         infer->held_bytes += bytes;
     if (!infer->in_pool)
-        infer->exchange->held_bytes = infer->held_bytes;
+        show_held(infer);
     return status;
 }
 
@@ -196,6 +201,7 @@ static void open_buffer(struct kld_infer *infer) {
         return;
     }
     infer->held_buffer_bytes = infer->buffer_bytes;
+    show_held(infer);
     infer->pieces.staging_offset =
         infer->tensors_offset + infer->tensors_bytes - KLD_PIECES * kld_infer_piece_bytes(gateway);
     infer->pieces.piece_bytes = kld_infer_piece_bytes(gateway);

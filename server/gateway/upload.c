@@ -256,7 +256,7 @@ static enum kld_status take_staging(struct upload *upload, struct kld_error *err
     if (status)
         return status;
     upload->staged = true;
-    upload->exchange->held_bytes = upload->held_bytes;
+    upload->exchange->held_bytes = upload->held_bytes + upload->stored->bytes;
     open_buffer(upload);
     if (waited)
         kld_exchange_continue(upload->exchange);

@@ -40,7 +40,8 @@ static void begin(struct kld_watched *watched, enum kld_phase phase, uint64_t by
     watched->since_bytes = bytes;
 }
 
-/* Who holds much has to be quick: else a few could hold all staging at next to no cost. */
+/* Who holds much has to be quick: else a few could hold all staging, or a device's pool, at next to
+ * no cost. */
 static uint64_t bytes_least(const struct kld_watch *watch, const struct kld_watched *watched) {
     uint64_t least = watch->config->http_slow_bytes;
     uint64_t held = watched->exchange ? watched->exchange->held_bytes : 0;

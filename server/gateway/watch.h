@@ -2,8 +2,8 @@
  * too slow?
  *
  * Too slow is a peer that for http_slow_ms neither finished what it was sending (a request) or
- * taking (a reply) nor moved http_slow_bytes of it, or more if it holds much staging. While we make
- * it wait no time counts. Loop thread only. */
+ * taking (a reply) nor moved http_slow_bytes of it, or more if it holds much of staging or of a
+ * device's pool. While we make it wait no time counts. Loop thread only. */
 #ifndef KLD_SERVER_GATEWAY_WATCH_H
 #define KLD_SERVER_GATEWAY_WATCH_H
 

@@ -264,6 +264,57 @@ def test_who_holds_much_has_to_send_more(make_server):
         one.close()
 
 
+def test_who_holds_a_device_has_to_be_quick(make_server):
+    """100 KB a second is enough for the pieces of a large request, and not for the 8 MB in the pool behind them."""
+    server = make_server(http_slow_ms=1000, http_slow_bytes="1K", http_slow_parts=16, **SMALL)
+    q = probabilities((1000, 1000), 8)
+    headers, data = oip.body({"predictions": q, "targets": q})
+    texts = [text_of(data, headers), text_of(q.tobytes() + q.tobytes(), {}, "PUT", "/v2/tensors/a?datatype=FP32&shape=2,1000000")]
+    quick, *slow = connections = [connect(server) for _ in range(3)]
+    left = {one: text for one, text in zip(connections, [texts[0], *texts])}
+    cut = set()
+
+    def send(one, count):
+        try:
+            one.sendall(left[one][:count])
+        except OSError:
+            cut.add(one)
+        left[one] = left[one][count:]
+    for one in connections:
+        send(one, 500000)
+    wait_until(lambda: server.metrics()[POOL] >= 3 * q.nbytes, what="their buffers")
+    for _ in range(16):
+        time.sleep(0.25)
+        send(quick, 250000)
+        for one in slow:
+            send(one, 25000)
+    assert server.metrics()["kld_http_slow_total"] == 2
+    send(quick, len(left[quick]))
+    assert quick.recv(12) == b"HTTP/1.1 200" and quick not in cut
+    wait_until(lambda: server.metrics()[POOL] == 0, what="a free pool")
+    for one in connections:
+        one.close()
+
+
+def test_who_reads_a_reply_out_of_a_device_has_to_be_quick(make_server):
+    server = make_server(http_slow_ms=1000, http_slow_bytes="1K", http_slow_parts=16, **SMALL)
+    q = probabilities((1000, 3000), 8)
+    headers, data = oip.body({"predictions": q, "targets": q}, {"grad_predictions": {"binary_data": True}})
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        one.settimeout(20)
+        host, port = server.address.rsplit(":", 1)
+        one.connect((host, int(port)))
+        one.sendall(text_of(data, headers))
+        got = len(one.recv(1000))
+        begin = time.monotonic()
+        while time.monotonic() < begin + 4 and not server.metrics()["kld_http_slow_total"]:
+            time.sleep(0.25)
+            got += len(one.recv(50000, socket.MSG_WAITALL))
+        assert server.metrics()["kld_http_slow_total"] == 1
+    wait_until(lambda: server.metrics()[POOL] == 0, what="a free pool")
+
+
 # ---- Replies that would be compressed ---------------------------------------------------------------------
 
 def test_no_room_to_compress_a_reply_in(make_server):
