@@ -17,12 +17,12 @@ struct kld_tensors {
     uv_mutex_t mutex; /* of all below, and of what tensors.c has in the tensors themselves */
     struct kld_stored *first;
     uint32_t count;
-    uint64_t bytes; /* with those being uploaded */
+    uint64_t bytes; /* with those being uploaded, without the lost ones */
 };
 
-static void count(struct kld_tensors *tensors, int64_t count, uint64_t bytes) {
+static void count(struct kld_tensors *tensors, int count, int64_t bytes) {
     tensors->count += (uint32_t)count;
-    tensors->bytes += (uint64_t)count * bytes;
+    tensors->bytes += (uint64_t)bytes;
     kld_stats_set(tensors->stats, KLD_STAT_http_tensors, tensors->count);
     kld_stats_set(tensors->stats, KLD_STAT_http_tensor_bytes, tensors->bytes);
 }
@@ -30,18 +30,39 @@ static void count(struct kld_tensors *tensors, int64_t count, uint64_t bytes) {
 static void take_out(struct kld_tensors *tensors, struct kld_stored **at) {
     struct kld_stored *stored = *at;
     *at = stored->next;
-    count(tensors, -1, stored->bytes);
+    count(tensors, -1, stored->lost ? 0 : -(int64_t)stored->bytes);
     kld_pool_drop(stored->buffer);
     free(stored);
 }
 
+/* The device has no memory for it any more, so it is not to keep another one out. */
+static void note_loss(struct kld_tensors *tensors, struct kld_stored *stored) {
+    if (stored->lost || !stored->buffer || !atomic_load(&stored->buffer->lost))
+        return;
+    stored->lost = true;
+    count(tensors, 0, -(int64_t)stored->bytes);
+}
+
 /* Nobody can acquire a condemned one: who counts as its only user stays so. */
 static void sweep(struct kld_tensors *tensors) {
-    for (struct kld_stored **at = &tensors->first; *at;)
-        if ((*at)->condemned && atomic_load(&(*at)->buffer->users) == 1)
+    for (struct kld_stored **at = &tensors->first; *at;) {
+        note_loss(tensors, *at);
+        if ((*at)->condemned && ((*at)->lost || atomic_load(&(*at)->buffer->users) == 1))
             take_out(tensors, at);
         else
             at = &(*at)->next;
+    }
+}
+
+/* Of the lost ones, of this owner or of all (NULL), the one that was not used for longest. */
+static void forget_a_lost_one(struct kld_tensors *tensors, const struct kld_caller *owner) {
+    struct kld_stored **found = NULL;
+    for (struct kld_stored **at = &tensors->first; *at; at = &(*at)->next)
+        if ((*at)->lost && (!owner || (*at)->owner == owner) &&
+            (!found || (*at)->used_ns < (*found)->used_ns))
+            found = at;
+    if (found)
+        take_out(tensors, found);
 }
 
 static void look(uv_timer_t *timer) {
@@ -93,22 +114,41 @@ static struct kld_stored **find(struct kld_tensors *tensors, const struct kld_ca
     return at;
 }
 
+struct owned {
+    uint64_t count, bytes;
+};
+
+static struct owned owned_by(const struct kld_tensors *tensors, const struct kld_caller *owner) {
+    struct owned owned = {.count = 0};
+    for (const struct kld_stored *stored = tensors->first; stored; stored = stored->next)
+        if (stored->owner == owner) {
+            owned.bytes += stored->lost ? 0 : stored->bytes;
+            owned.count++;
+        }
+    return owned;
+}
+
+/* A place for one more, where a lost one has it; a lost one that is uploaded again leaves its own
+ * when that has come. */
+static void make_room(struct kld_tensors *tensors, const struct kld_caller *owner) {
+    const struct kld_config *config = tensors->config;
+    sweep(tensors);
+    if (owner->name[0] && owned_by(tensors, owner).count >= config->token_tensors_max)
+        forget_a_lost_one(tensors, owner);
+    if (tensors->count >= config->tensors_max)
+        forget_a_lost_one(tensors, NULL);
+}
+
 static enum kld_status reserve(struct kld_tensors *tensors, const struct kld_stored *wanted,
                                struct kld_stored **ret_stored, struct kld_error *err) {
     const struct kld_config *config = tensors->config;
-    uint64_t most = config->tensor_bytes_max, mine = config->token_tensor_bytes_max, owned = 0;
-    uint64_t kept = 0;
-    sweep(tensors);
-    for (const struct kld_stored *stored = tensors->first; stored; stored = stored->next)
-        if (stored->owner == wanted->owner) {
-            owned += stored->bytes;
-            kept++;
-        }
-    if (wanted->owner->name[0] && kept >= config->token_tensors_max)
+    uint64_t most = config->tensor_bytes_max, mine = config->token_tensor_bytes_max;
+    struct owned owned = owned_by(tensors, wanted->owner);
+    if (wanted->owner->name[0] && owned.count >= config->token_tensors_max)
         return kld_error_set(err, KLD_TOO_LARGE,
                              "this token stores %" PRIu64
                              " tensors, the most allowed (token_tensors_max); delete one",
-                             kept);
+                             owned.count);
     if (tensors->count >= config->tensors_max)
         return kld_error_set(err, KLD_TOO_LARGE,
                              "there are %" PRIu32 " stored tensors, the most allowed "
@@ -119,19 +159,20 @@ static enum kld_status reserve(struct kld_tensors *tensors, const struct kld_sto
                              "the tensor has %" PRIu64 " bytes and %" PRIu64
                              " are stored; at most %" PRIu64 " (tensor_bytes_max)",
                              wanted->bytes, tensors->bytes, most);
-    if (wanted->owner->name[0] && (wanted->bytes > mine || owned > mine - wanted->bytes))
+    if (wanted->owner->name[0] && (wanted->bytes > mine || owned.bytes > mine - wanted->bytes))
         return kld_error_set(err, KLD_TOO_LARGE,
                              "the tensor has %" PRIu64 " bytes and this token stores %" PRIu64
                              "; at most %" PRIu64 " (token_tensor_bytes_max)",
-                             wanted->bytes, owned, mine);
+                             wanted->bytes, owned.bytes, mine);
     struct kld_stored *stored = malloc(sizeof *stored);
     if (!stored)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     *stored = *wanted;
     stored->buffer = NULL;
+    stored->condemned = stored->lost = false;
     stored->next = tensors->first;
     tensors->first = stored;
-    count(tensors, 1, stored->bytes);
+    count(tensors, 1, (int64_t)stored->bytes);
     *ret_stored = stored;
     return KLD_OK;
 }
@@ -139,6 +180,7 @@ static enum kld_status reserve(struct kld_tensors *tensors, const struct kld_sto
 enum kld_status kld_tensors_reserve(struct kld_tensors *tensors, const struct kld_stored *wanted,
                                     struct kld_stored **ret_stored, struct kld_error *err) {
     uv_mutex_lock(&tensors->mutex);
+    make_room(tensors, wanted->owner);
     enum kld_status status = reserve(tensors, wanted, ret_stored, err);
     uv_mutex_unlock(&tensors->mutex);
     return status;

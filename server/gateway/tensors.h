@@ -3,7 +3,8 @@
  * A tensor belongs to the caller (auth.h) who uploaded it; nobody else sees it, and two callers may
  * use the same name. It goes when its lifetime has passed since it was last used, when it is
  * deleted or replaced, half a second after its owner left (auth.h), and with its worker: then it is
- * listed as lost, and who names it is told KLD_GONE. Requests that already use it finish with what
+ * listed as lost, counts in no limit of bytes, gives way where there are too many, and who names it
+ * is told KLD_GONE. Requests that already use it finish with what
  * it held, and it counts for the limits until the last of them has. Any thread. */
 #ifndef KLD_SERVER_GATEWAY_TENSORS_H
 #define KLD_SERVER_GATEWAY_TENSORS_H
@@ -32,6 +33,7 @@ struct kld_stored {
     struct kld_pool_buffer *buffer; /* NULL: still being uploaded */
     uint64_t used_ns;
     bool condemned; /* named by nobody; counted until its last request has let go of the buffer */
+    bool lost;      /* with its worker; its bytes are not counted any more */
 };
 
 /* loop: the calling thread's, which keeps the lifetimes. */

@@ -234,6 +234,49 @@ def test_a_lost_worker_takes_them_along(make_server):
     assert sorted(t["state"] for t in listed(server)) == ["LOST", "READY"]
 
 
+def lose(server, token):
+    """The worker and all that is stored in it; back when there is a next one and the list says so."""
+    server.kill_child("worker")
+    wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="the next worker")
+    wait_until(lambda: all(t["state"] == "LOST" for t in listed(server, headers=token)), what="that they are lost")
+
+
+def put_again(server, name, array, token):
+    """With patience for a worker that is just coming. -> (status, text)."""
+    def answer():
+        status, reply = put(server, name, array, token)
+        return status != 503 and (status, reply)
+    return wait_until(answer, what="the next worker")
+
+
+def test_what_was_lost_keeps_nothing_out(make_server, tmp_path):
+    """A quota of one tensor and a half, and of two names."""
+    lines = [f"{name} {hashlib.sha256(name.encode()).hexdigest()} infer,metrics" for name in ("ann", "bob")]
+    (tmp_path / "tokens").write_text("\n".join(lines) + "\n")
+    ann, bob = ({"Authorization": f"Bearer {name}"} for name in ("ann", "bob"))
+    p = probabilities((100, 200), 15)
+    server = make_server(tokens=tmp_path / "tokens", token_tensor_bytes_max=p.nbytes * 3 // 2, token_tensors_max=2,
+                         tensors_max=3, tensor_bytes_max=p.nbytes * 5 // 2, **SMALL)
+    assert put(server, "a", p, ann)[0] == put(server, "a", p, bob)[0] == 200
+    lose(server, ann)
+    status, text = ask(server, p, p, {"targets": "a"}, headers=ann)
+    assert status == 410 and "upload it again" in text
+    assert put_again(server, "a", p, ann)[0] == 200
+    assert ask(server, p, p, {"targets": "a"}, headers=ann)[0] == 200
+    assert [t["state"] for t in listed(server, headers=ann)] == ["READY"]
+    status, reply = put(server, "b", p, ann)  # what is there counts as ever
+    assert status == 413 and "token_tensor_bytes_max" in reply["error"]
+    assert put(server, "b", p[:50], ann)[0] == put(server, "b", p[:50], bob)[0] == 200
+    # Two lost names, and bob's two: who comes gets the place of the one that was used first.
+    assert sorted(t["name"] for t in listed(server, headers=bob)) == ["b"]
+    lose(server, ann)
+    assert put_again(server, "c", p, ann)[0] == 200
+    assert sorted((t["name"], t["state"]) for t in listed(server, headers=ann)) == [("b", "LOST"), ("c", "READY")]
+    assert [t["state"] for t in listed(server, headers=bob)] == ["LOST"]
+    metrics = server.request("/metrics", headers=bob)[2].decode().splitlines()
+    assert f"kld_http_tensor_bytes {p.nbytes}" in metrics and "kld_http_tensors 3" in metrics
+
+
 def test_uploads_that_break_off(make_server):
     server = make_server(**SMALL)
     p = probabilities((1000, 1000), 10)
