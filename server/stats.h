@@ -207,8 +207,10 @@ struct kld_stats_device {
 /* Infer requests over HTTP, for the model's statistics. Durations in ns. */
 struct kld_stats_model {
     _Atomic uint64_t success, success_ns, fail, fail_ns;
-    _Atomic uint64_t queue_ns, copy_ns, kernel_ns; /* of successes */
-    _Atomic uint64_t last_ms;                      /* since 1970, of the last request; 0: none */
+    /* Of successes. input: to read JSON and shared memory, and the worker's copies, both ways;
+     * output: from the worker's answer until the reply began. */
+    _Atomic uint64_t queue_ns, input_ns, kernel_ns, output_ns;
+    _Atomic uint64_t last_ms; /* since 1970, of the last request; 0: none */
 };
 
 /* A process as the kernel sees it, now and then; written by the supervisor. */

@@ -24,8 +24,9 @@ void kld_infer_count(struct kld_infer *infer, enum kld_status status) {
         counts->success++;
         counts->success_ns += ns;
         counts->queue_ns += infer->result.queue_ns;
-        counts->copy_ns += infer->result.copy_ns;
+        counts->input_ns += infer->result.copy_ns + (infer->submitted_ns - infer->gather_ns);
         counts->kernel_ns += infer->result.kernel_ns;
+        counts->output_ns += infer->exchange->started_ns + ns - infer->computed_ns;
     }
     kld_infer_log(infer, status, ns);
 }

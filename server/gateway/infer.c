@@ -232,6 +232,11 @@ void kld_infer_parse(struct kld_infer *infer) {
     kld_infer_step(infer, KLD_INFER_PARSE, large);
 }
 
+static void start_gathering(struct kld_infer *infer) {
+    infer->gather_ns = uv_hrtime();
+    kld_infer_step(infer, KLD_INFER_GATHER, gather_is_large(infer));
+}
+
 void kld_infer_finish(struct kld_exchange *exchange) {
     struct kld_infer *infer = exchange->state;
     struct kld_error error;
@@ -242,7 +247,7 @@ void kld_infer_finish(struct kld_exchange *exchange) {
     else if (!infer->parsed)
         kld_infer_parse(infer);
     else
-        kld_infer_step(infer, KLD_INFER_GATHER, gather_is_large(infer));
+        start_gathering(infer);
 }
 
 void kld_infer_laid_out(struct kld_infer *infer) {
@@ -253,7 +258,7 @@ void kld_infer_laid_out(struct kld_infer *infer) {
     else if (kld_body_finish(infer, &error))
         kld_infer_fail(infer, &error);
     else
-        kld_infer_step(infer, KLD_INFER_GATHER, gather_is_large(infer));
+        start_gathering(infer);
 }
 
 /* ---- The worker -------------------------------------------------------------------------------*/
@@ -389,6 +394,7 @@ static void submit_to_pool(struct kld_infer *infer) {
 }
 
 static void submit(struct kld_infer *infer) {
+    infer->submitted_ns = uv_hrtime();
     if (infer->uses_buffers) {
         submit_to_pool(infer);
         return;

@@ -90,7 +90,8 @@ struct kld_infer {
     uint64_t memory_ns;   /* it first waited for memory */
     uint64_t body_end_ns; /* all of its body was here */
     uint64_t late_ns;     /* until when it was to have its result; UINT64_MAX: no matter */
-    uint64_t computed_ns; /* its worker, or the last of them, had answered */
+    uint64_t gather_ns, submitted_ns; /* its inputs were gathered from then until then */
+    uint64_t computed_ns;             /* its worker, or the last of them, had answered */
 
     /* Receiving; loop thread. */
     struct kld_inflate *inflate; /* NULL: not compressed */

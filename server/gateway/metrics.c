@@ -99,12 +99,14 @@ static const struct kld_metric metrics[] = {
     {"nv_inference_queue_duration_us", "counter", "of it, waiting for the device, us", TRITON,
      kld_metric_triton_us, KLD_STAGE_queue},
     {"nv_inference_compute_input_duration_us", "counter",
-     "of it, moving tensors between host and device, both ways, us", TRITON, kld_metric_triton_us,
-     KLD_STAGE_copy},
+     "of it, reading JSON and shared memory, and moving tensors between host and device, both "
+     "ways, us",
+     TRITON, kld_metric_triton_input, 0},
     {"nv_inference_compute_infer_duration_us", "counter", "of it, computing, us", TRITON,
      kld_metric_triton_us, KLD_STAGE_kernel},
     {"nv_inference_compute_output_duration_us", "counter",
-     "always 0: the way back is in compute_input, us", TRITON, kld_metric_triton_none, 0},
+     "of it, from the worker's answer until the reply began: writing JSON and shared memory, us",
+     TRITON, kld_metric_triton_output, 0},
     {"nv_gpu_memory_total_bytes", "gauge", "memory of a GPU; nothing of a CPU", "gpu_uuid",
      kld_metric_gpu_memory, 0},
 };

@@ -52,7 +52,7 @@ kld_metric_append kld_metric_sum, kld_metric_of_workers, kld_metric_draining, kl
     kld_metric_unix_duration, kld_metric_op_duration, kld_metric_stages, kld_metric_work,
     kld_metric_roofline, kld_metric_faults, kld_metric_device_worked, kld_metric_process,
     kld_metric_triton_success, kld_metric_triton_failure, kld_metric_triton_us,
-    kld_metric_triton_none, kld_metric_gpu_memory;
+    kld_metric_triton_input, kld_metric_triton_output, kld_metric_gpu_memory;
 
 bool kld_metric_has_uuid(const uint8_t *uuid);
 void kld_metric_append_uuid(const uint8_t *uuid, struct kld_oip_text *text);

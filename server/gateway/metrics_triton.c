@@ -40,9 +40,14 @@ void kld_metric_triton_us(const struct kld_metric *metric, const struct kld_stat
     append_number(metric, sum_ns / 1000, text);
 }
 
-void kld_metric_triton_none(const struct kld_metric *metric, const struct kld_stats_page *page,
-                            struct kld_oip_text *text) {
-    append_number(metric, 0, text);
+void kld_metric_triton_input(const struct kld_metric *metric, const struct kld_stats_page *page,
+                             struct kld_oip_text *text) {
+    append_number(metric, page->model.input_ns / 1000, text);
+}
+
+void kld_metric_triton_output(const struct kld_metric *metric, const struct kld_stats_page *page,
+                              struct kld_oip_text *text) {
+    append_number(metric, page->model.output_ns / 1000, text);
 }
 
 /* The first worker of its device: a GPU that is named several times has several. */
@@ -85,16 +90,16 @@ void kld_metrics_append_model(const struct kld_stats_model *counts, struct kld_o
     append_duration(text, "success", done, counts->success_ns, ",");
     append_duration(text, "fail", counts->fail, counts->fail_ns, ",");
     append_duration(text, "queue", done, counts->queue_ns, ",");
-    append_duration(text, "compute_input", done, counts->copy_ns, ",");
+    append_duration(text, "compute_input", done, counts->input_ns, ",");
     append_duration(text, "compute_infer", done, counts->kernel_ns, ",");
-    append_duration(text, "compute_output", done, 0, ",");
+    append_duration(text, "compute_output", done, counts->output_ns, ",");
     append_duration(text, "cache_hit", 0, 0, ",");
     append_duration(text, "cache_miss", 0, 0, "},\"response_stats\":{},\"batch_stats\":[");
     if (done) {
         kld_oip_append(text, "{\"batch_size\":1,");
-        append_duration(text, "compute_input", done, counts->copy_ns, ",");
+        append_duration(text, "compute_input", done, counts->input_ns, ",");
         append_duration(text, "compute_infer", done, counts->kernel_ns, ",");
-        append_duration(text, "compute_output", done, 0, "}");
+        append_duration(text, "compute_output", done, counts->output_ns, "}");
     }
     kld_oip_append(text, "],\"memory_usage\":[]}]}");
 }

@@ -29,6 +29,15 @@ def server(backend):
     assert alive and status == 0 and not SANITIZER.search(log), log
 
 
+@pytest.fixture(scope="module")
+def small_staging(backend):
+    """Tensors of a megabyte travel in pieces here."""
+    from conftest import Server, end_well
+    one = Server(backend=backend, staging_bytes_max="4M", staging_request_bytes_max="1M")
+    yield one
+    end_well(one)
+
+
 # ---- Routes ---------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready", "/v2/models/kl_div/ready",
@@ -101,6 +110,34 @@ def test_statistics_have_every_field_of_triton(server):
         assert stats["inference_stats"]["fail"]["count"] == \
             before["inference_stats"]["fail"]["count"] + 1
         assert abs(stats["last_inference"] / 1000 - time.time()) < 60
+
+
+def stats_of(server):
+    return {name: value["ns"] for name, value in
+            server.json("/v2/models/stats")[1]["model_stats"][0]["inference_stats"].items()}
+
+
+@pytest.mark.parametrize("how", ["json", "binary", "bulk"])
+def test_statistics_say_where_the_time_goes(server, small_staging, how):
+    """Each part of a request takes some, and all of them no more than it took as a whole, which the client saw end."""
+    server = small_staging if how == "bulk" else server
+    rows = 20 if how == "json" else 700
+    inputs = {"predictions": probabilities((rows, 1000), 1), "targets": probabilities((rows, 1000), 2)}
+    before, begin = stats_of(server), time.monotonic_ns()
+    infer(server, inputs, {"loss": None, "grad_predictions": {"binary_data": how != "json"}}, None, how != "json")
+    took, after = time.monotonic_ns() - begin, stats_of(server)
+    ns = {name: after[name] - before[name] for name in after}
+    parts = [ns[name] for name in ("queue", "compute_input", "compute_infer", "compute_output")]
+    assert all(part > 0 for part in parts) and sum(parts) <= ns["success"] <= took, ns
+    assert ns["fail"] == ns["cache_hit"] == ns["cache_miss"] == 0
+    assert ns["compute_infer"] > 1000, ns
+    if how == "json":  # to read and write 20,000 numbers takes longer than to put two tensors in their place
+        assert min(ns["compute_input"], ns["compute_output"]) > 100000, ns
+    metrics, stats = server.metrics(), server.json("/v2/models/stats")[1]["model_stats"][0]
+    for name in ("input", "output"):
+        told = metrics[f'nv_inference_compute_{name}_duration_us{{model="kl_div",version="1"}}']
+        assert told == after[f"compute_{name}"] // 1000
+        assert stats["batch_stats"][0][f"compute_{name}"] == stats["inference_stats"][f"compute_{name}"]
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"ready": true}'])

@@ -195,6 +195,8 @@ START_TEST(triton_s_names) {
         kld_stats_stage(&page.common, (enum kld_stage)i, 1000u * (1u << i));
     for (int i = 0; i < 3; i++)
         kld_stats_request(&page.common, KLD_FRONT_HTTP, KLD_ASKED_JS, KLD_OK);
+    page.model.input_ns = 5999;
+    page.model.output_ns = 7999;
     kld_stats_request(&page.common, KLD_FRONT_HTTP, KLD_ASKED_JS, KLD_INVALID);
     kld_stats_request(&page.common, KLD_FRONT_HTTP, KLD_ASKED_UNKNOWN, KLD_BUSY);
     kld_stats_request(&page.worker[0], KLD_FRONT_UNIX, KLD_ASKED_JS, KLD_OK); /* not counted */
@@ -208,9 +210,9 @@ START_TEST(triton_s_names) {
                     {"exec_count", 3},
                     {"request_duration_us", (1 << KLD_STAGE_COUNT) - 1},
                     {"queue_duration_us", 1 << KLD_STAGE_queue},
-                    {"compute_input_duration_us", 1 << KLD_STAGE_copy},
+                    {"compute_input_duration_us", 5},
                     {"compute_infer_duration_us", 1 << KLD_STAGE_kernel},
-                    {"compute_output_duration_us", 0}};
+                    {"compute_output_duration_us", 7}};
     for (size_t i = 0; i < sizeof expected / sizeof expected[0]; i++) {
         char line[128];
         snprintf(line, sizeof line, "\nnv_inference_%s{model=\"kl_div\",version=\"1\"} %u\n",
