@@ -62,7 +62,7 @@ struct kld_gateway {
     struct kld_tls *tls;                    /* NULL: plain HTTP */
     struct kld_pool *pool[KLD_DEVICES_MAX]; /* of each worker */
     uint32_t pools, next_pool;
-    uint32_t waiting_for_place; /* requests above http_requests_max (begin.c) */
+    uint32_t waiting_for_place; /* requests above http_requests_max (place.h) */
     uint64_t round_ms;          /* uv_now() at which places were last given to them */
     struct kld_deadlines *deadlines;
     struct kld_waiters *waiters; /* for staging */

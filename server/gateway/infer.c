@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "server/gateway/place.h"
 #include "server/gateway/shm.h"
 #include "server/gateway/staging.h"
 #include "server/log.h"
@@ -88,7 +89,7 @@ void kld_infer_end(struct kld_exchange *exchange) {
     else if (infer->in_worker && kld_links_withdraw(&infer->call))
         infer->in_worker = false; /* no worker has seen it */
     kld_infer_arrived(infer);
-    kld_infer_stop_waiting(infer);
+    kld_place_stop_waiting(gateway, &infer->waiter);
     kld_infer_let_go(infer);
 }
 

@@ -81,9 +81,8 @@ struct kld_infer {
     bool in_pool, in_worker, in_response;
     struct kld_deadline deadline; /* while a pool (pool.h) has a job of it that it waits for */
 
-    /* Waiting for memory (layout.c). */
+    /* Waiting for a place (begin.c), then for memory (layout.c). */
     struct kld_waiter waiter;
-    bool waits_for_place; /* and not for memory */
     void (*retry)(struct kld_infer *infer);
 
     /* Since when its time runs (kld_infer_late_ns()); uv_hrtime(), 0: not yet. */
@@ -179,9 +178,8 @@ void kld_infer_fail(struct kld_infer *infer, const struct kld_error *error);
 void kld_infer_yield(struct kld_infer *infer);
 /* Runs a step, on the thread pool if it is large. */
 void kld_infer_step(struct kld_infer *infer, enum kld_infer_step step, bool large);
-void kld_infer_give_place(struct kld_infer *infer);   /* among those in flight (begin.c) */
-void kld_infer_stop_waiting(struct kld_infer *infer); /* for a place or for memory */
-void kld_infer_let_go(struct kld_infer *infer);       /* frees what nobody holds any more */
+void kld_infer_give_place(struct kld_infer *infer); /* among those in flight (begin.c) */
+void kld_infer_let_go(struct kld_infer *infer);     /* frees what nobody holds any more */
 void kld_infer_count(struct kld_infer *infer, enum kld_status status);
 /* At the exchange's end: the last byte was sent, or its client is gone. */
 void kld_infer_count_end(const struct kld_exchange *exchange);

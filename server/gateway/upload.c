@@ -10,6 +10,7 @@
 #include "server/gateway/deadline.h"
 #include "server/gateway/infer.h"
 #include "server/gateway/pieces.h"
+#include "server/gateway/place.h"
 #include "server/gateway/staging.h"
 #include "server/gateway/tensors.h"
 #include "server/gateway/trace.h"
@@ -26,9 +27,10 @@ struct upload {
     struct kld_pool_buffer *buffer;
     struct kld_pieces pieces;
     struct kld_deadline deadline; /* while it waits for the pool */
-    struct kld_waiter waiter;     /* for staging */
-    uint64_t body_end_ns;         /* uv_hrtime(); 0: not all of its body is here */
-    uint64_t have, held_bytes;    /* received; of staging, as counted for the caller */
+    struct kld_waiter waiter;     /* for its place, then for staging */
+    char name[KLD_OIP_NAME_MAX];
+    uint64_t body_end_ns;      /* uv_hrtime(); 0: not all of its body is here */
+    uint64_t have, held_bytes; /* received; of staging, as counted for the caller */
     bool counted, placed, staged, opening, starved, finished;
 };
 
@@ -127,7 +129,7 @@ static void let_go(struct upload *upload) {
     if (upload->counted)
         kld_auth_give_request(upload->caller);
     if (upload->placed)
-        atomic_fetch_sub(&upload->gateway->common->held, 1);
+        kld_place_give(upload->gateway);
     upload->counted = upload->placed = false; /* what is left of a refused body takes no place */
     if (upload->exchange) {
         upload->exchange->held_bytes = 0;
@@ -287,25 +289,14 @@ static uint64_t piece_bytes(const struct kld_gateway *gateway, uint64_t bytes) {
     return part < most ? part : most;
 }
 
-static enum kld_status start(struct upload *upload, const char *name, struct kld_error *err) {
+/* With its place. */
+static enum kld_status start(struct upload *upload, struct kld_error *err) {
     struct kld_exchange *exchange = upload->exchange;
     struct kld_gateway *gateway = upload->gateway;
     struct kld_stored wanted = {.owner = upload->caller};
     struct kld_pieces *pieces = &upload->pieces;
     enum kld_status status;
-    if (atomic_load(&gateway->common->draining)) {
-        kld_stats_rejected(gateway->stats, KLD_REJECT_http_draining);
-        return kld_error_set(err, KLD_UNAVAILABLE, "the server is shutting down; try again");
-    }
-    if (atomic_load(&gateway->common->held) > gateway->config->http_requests_max) {
-        kld_stats_rejected(gateway->stats, KLD_REJECT_http_http_requests_max);
-        return kld_error_set(err, KLD_BUSY,
-                             "%" PRIu64 " HTTP requests are in flight, the most allowed; try again",
-                             gateway->config->http_requests_max);
-    }
-    if ((status = kld_oip_check_name(name, "tensor", err)))
-        return status;
-    strcpy(wanted.name, name);
+    strcpy(wanted.name, upload->name);
     if ((status = kld_auth_take_request(gateway->auth, upload->caller, err)))
         return status;
     upload->counted = true;
@@ -327,6 +318,35 @@ static enum kld_status start(struct upload *upload, const char *name, struct kld
     return take_staging(upload, err);
 }
 
+static void ask_for_place(struct kld_waiter *waiter) {
+    struct upload *upload = upload_of(waiter);
+    struct kld_error error;
+    enum kld_status status = kld_place_ask(upload->gateway, waiter, &upload->placed, &error);
+    if (!status && !upload->placed)
+        return; /* it waits on */
+    if (status || start(upload, &error))
+        fail(upload, &error);
+    else if (!waiter->waits)
+        kld_exchange_continue(upload->exchange);
+}
+
+static void no_place(struct kld_waiter *waiter) {
+    struct kld_error error;
+    kld_place_late(upload_of(waiter)->gateway, waiter, &error);
+    fail(upload_of(waiter), &error);
+}
+
+static enum kld_status begin(struct upload *upload, const char *name, struct kld_error *err) {
+    enum kld_status status = kld_oip_check_name(name, "tensor", err);
+    if (status)
+        return status;
+    strcpy(upload->name, name);
+    upload->waiter.retry = ask_for_place;
+    upload->waiter.late = no_place;
+    status = kld_place_begin(upload->exchange, &upload->waiter, &upload->placed, err);
+    return status || !upload->placed ? status : start(upload, err);
+}
+
 void kld_upload_begin(struct kld_exchange *exchange, const char *name) {
     struct upload *upload = calloc(1, sizeof *upload);
     struct kld_error error;
@@ -339,12 +359,10 @@ void kld_upload_begin(struct kld_exchange *exchange, const char *name) {
     upload->exchange = exchange;
     upload->caller = exchange->caller;
     kld_trace_take(exchange, &upload->trace);
-    upload->placed = true;
-    atomic_fetch_add(&upload->gateway->common->held, 1);
     atomic_fetch_add(&upload->gateway->common->infers, 1);
     kld_stats_add(upload->gateway->stats, KLD_STAT_http_requests_in_flight, 1);
     exchange->state = upload;
-    if (start(upload, name, &error))
+    if (begin(upload, name, &error))
         fail(upload, &error);
 }
 
@@ -409,6 +427,6 @@ void kld_upload_end(struct kld_exchange *exchange) {
     upload->exchange = NULL;
     if (upload->opening)
         kld_pool_unwant(&upload->job);
-    kld_waiter_remove(upload->gateway, &upload->waiter);
+    kld_place_stop_waiting(upload->gateway, &upload->waiter);
     let_go(upload);
 }

@@ -1,5 +1,5 @@
 /* wait.h - those who found staging full and wait for it, on one loop: infer requests and uploads
- * alike; and those who wait for their turn (begin.c). In which order they get it is staging.c's to
+ * alike; and those who wait for their turn (place.h). In which order they get it is staging.c's to
  * say, for all loops together: who holds none yet stands in its queue. Here is only who is asked
  * again, and until when.
  *

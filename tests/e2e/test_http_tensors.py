@@ -359,6 +359,74 @@ def test_several_devices(make_server):
     assert ask(server, p, p, {"predictions": "on0", "targets": "on1"})[0] == 400
 
 
+class Holder:
+    """An infer request that has the one place there is, and ends when it is told to."""
+
+    def __init__(self, server):
+        p = probabilities((1000, 1000), 16)
+        headers, self.data = oip.body({"predictions": p, "targets": p})
+        self.http = Connection(server).http
+        self.received = server.metrics()["kld_http_received_bytes_total"] + len(self.data) - 1
+        self.http.putrequest("POST", INFER)
+        for name, value in {**headers, "Content-Length": str(len(self.data))}.items():
+            self.http.putheader(name, value)
+        self.http.endheaders(self.data[:-1])
+        wait_until(lambda: server.metrics()["kld_http_received_bytes_total"] == self.received, what="all of it")
+
+    def end(self):
+        self.http.send(self.data[-1:])
+        reply = self.http.getresponse()
+        assert reply.status == 200 and reply.read()
+        self.http.close()
+
+
+def upload_on(server, name, shape, size, *headers):
+    """The head of an upload on a connection of its own."""
+    host, port = server.address.rsplit(":", 1)
+    connection = socket.create_connection((host, int(port)), 60)
+    lines = [f"PUT {PATH}{name}?datatype=FP32&shape={shape} HTTP/1.1", "Host: localhost", f"Content-Length: {size}", *headers]
+    connection.sendall("\r\n".join([*lines, "", ""]).encode())
+    return connection
+
+
+WAITING = "kld_http_requests_waiting"
+
+
+def test_an_upload_waits_for_its_turn(make_server):
+    """As an infer request does, with its body not read. One that leaves takes no turn, one that is wrong gives his back."""
+    server = make_server(http_requests_max=1, http_wait_ms=60000, http_threads=1, **SMALL)
+    holder = Holder(server)
+    with upload_on(server, "a", 9, 36):
+        wait_until(lambda: server.metrics()[WAITING] == 1, what="one that waits")
+    wait_until(lambda: server.metrics()[WAITING] == 0, what="one that has left")
+    with upload_on(server, "a", 3, 9) as wrong, upload_on(server, "a", "1000,1000", 4000000) as right:
+        wrong.sendall(bytes(9))
+        sender = threading.Thread(target=lambda: right.sendall(bytes(4000000)))
+        sender.start()
+        wait_until(lambda: server.metrics()[WAITING] == 2, what="two that wait")
+        assert server.metrics()["kld_http_received_bytes_total"] == holder.received
+        holder.end()
+        assert wrong.recv(12) == b"HTTP/1.1 400" and right.recv(12) == b"HTTP/1.1 200"
+        sender.join()
+    assert server.metrics()[WAITING] == server.metrics()["kld_staging_bytes"] == 0
+    assert put(server, "b", probabilities((2, 3), 1))[0] == 200
+
+
+def test_an_upload_that_waits_in_vain(make_server):
+    """It is told after http_wait_ms; one that could not be told later, because it expects 100 Continue, at once."""
+    server = make_server(http_requests_max=1, http_wait_ms=700, **SMALL)
+    holder, taken = Holder(server), []
+    for headers in ((), ("Expect: 100-continue",)):
+        begin = time.monotonic()
+        with upload_on(server, "a", 9, 36, *headers) as one:
+            one.sendall(bytes(36) if not headers else b"")
+            answer = one.recv(65536)
+        taken.append(time.monotonic() - begin)
+        assert answer.startswith(b"HTTP/1.1 503") and b"Retry-After" in answer and b"in flight" in answer
+    assert taken[1] < 0.5 < taken[0]
+    holder.end()
+
+
 def test_small_uploads_take_little(make_server):
     """Of staging no more than they have: so many of them go on at a time."""
     server = make_server(staging_bytes_max="640K", staging_request_bytes_max="320K")
