@@ -80,7 +80,8 @@ CUDA_ARCHS ?= 80 86 89 90 100
 # CUDA_PTX_ONLY=1 (no machine code: three quarters of the time are ptxas) and NVCC_EXTRA='-Xcicc -O1'.
 NVCC_EXTRA ?=
 CUDA_PTX_ONLY ?=
-NVCC_FLAGS := -O3 $(NVCC_EXTRA) -std=c++17 -I. -Xcompiler -fPIC,-fvisibility=hidden,-Wall -DKLD_WITH_CUDA --expt-relaxed-constexpr \
+NVCC_FLAGS := -O3 $(NVCC_EXTRA) -std=c++17 -I. -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-fstack-protector-strong,-D_FORTIFY_SOURCE=3 \
+  -DKLD_WITH_CUDA --expt-relaxed-constexpr \
   $(if $(CUDA_PTX_ONLY),,$(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a))) \
   -gencode arch=compute_$(firstword $(CUDA_ARCHS)),code=compute_$(firstword $(CUDA_ARCHS)) \
   -gencode arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS)) \

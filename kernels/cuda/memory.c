@@ -322,7 +322,8 @@ enum kld_status cuda_memory_import_ipc(struct kld_device *base, const uint8_t ha
         return KLD_NO_MEMORY;
     pthread_mutex_lock(&device->setup_mutex);
     status = import_acquire(device, handle, &memory->import, err);
-    uint64_t whole = status ? 0 : memory->import->bytes;
+    /* Without an error there is one; clang-tidy does not see that cuda_fail() is never KLD_OK. */
+    uint64_t whole = status ? 0 : memory->import->bytes; /* NOLINT(clang-analyzer-*) */
     if (!status && whole && (offset_bytes > whole || bytes > whole - offset_bytes)) {
         status = kld_error_set(err, KLD_INVALID,
                                "%llu bytes at offset %llu end beyond the allocation behind the "
@@ -427,7 +428,7 @@ enum kld_status cuda_measure_ceiling(struct kld_device *base, uint64_t bytes,
     if (bytes == 0 || bytes > UINT64_MAX / 4)
         return kld_error_set(err, KLD_INVALID, "arrays of less than 256 bytes cannot be measured");
     enum kld_status status = cuda_enter(device, err);
-    char *arrays;
+    char *arrays = NULL;
     if (status || (status = pool_alloc(device, 3 * bytes, &arrays, err)))
         return status;
     float read_ms = 0, write_ms = 0;

@@ -62,8 +62,8 @@ def test_checked_calls_and_stacks(path):
 
 @pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="needs the sources")
 def test_every_object_is_compiled_so(tmp_path):
-    """As make would, from nothing. (Of the CUDA back end its C files; code for the card has no stack to smash, and
-    nvcc compiles what starts it with its own defaults.)"""
+    """As make would, from nothing. (Code for the card has no stack to smash; what starts it is in the .cu files, whose
+    host code nvcc has compiled with the same guards.)"""
     clean = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     said = subprocess.run(["make", "-n", "V=1", "CUDA=0", f"BUILD={tmp_path}/build", "all", "unit", "examples",
                            "bench-programs"], cwd=ROOT, capture_output=True, text=True, check=True, env=clean).stdout
@@ -73,3 +73,8 @@ def test_every_object_is_compiled_so(tmp_path):
         assert "-D_FORTIFY_SOURCE=3" in line and "-fstack-protector-strong" in line, line
         assert " -fPIC " in line or " -fPIE " in line, line
         assert re.search(r" -O[123] ", line), "without optimisation nothing is fortified"
+    card = subprocess.run(["make", "-n", "V=1", "NVCC=nvcc", f"CUDA_BUILD={tmp_path}/build",
+                           f"{tmp_path}/build/cuda/kernels/cuda/rows_fp32.cu.o"],
+                          cwd=ROOT, capture_output=True, text=True, check=True, env=clean).stdout
+    [host] = re.findall(r"^nvcc .*-Xcompiler (\S+).* -c ", card, re.M)
+    assert {"-D_FORTIFY_SOURCE=3", "-fstack-protector-strong", "-fPIC"} <= set(host.split(",")), host
