@@ -11,8 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#ifdef __SANITIZE_THREAD__
-#define UNIT_TIMEOUT_S 300 /* it takes ten times as long */
+#if defined __SANITIZE_THREAD__ || defined __SANITIZE_ADDRESS__
+#define UNIT_TIMEOUT_S 300 /* they take up to ten times as long */
 #else
 #define UNIT_TIMEOUT_S 60
 #endif
