@@ -99,6 +99,8 @@ INLINE bool logprobs_block(const struct probs_rule *at, enum logprobs_kind kind,
     for (uint64_t i = 0; i < BLOCK; i += 2 * FLOATS)
         for (uint64_t j = 0; j < 2; j++) {
             uint64_t k = i + j * FLOATS;
+            read_ahead(q + k);
+            read_ahead(p + k);
             vf lq = *(const vf_any *)(q + k), lp = *(const vf_any *)(p + k), made[2] = {{0}, {0}};
             most = vf_max(vf_max(lq, lp), most); /* a NaN is seen in the sum */
             least = vf_min(vf_min(lq, lp), least);

@@ -78,6 +78,8 @@ INLINE vd probs_block(const float *own, const float *other, float *gradient, boo
         vu32 abits[LANES_OF_SUM];
         vi32 bad = {0};
         for (int j = 0; j < LANES_OF_SUM; j++) {
+            read_ahead(own + i + j * FLOATS);
+            read_ahead(other + i + j * FLOATS);
             a[j] = *(const vf_any *)(own + i + j * FLOATS);
             b[j] = *(const vf_any *)(other + i + j * FLOATS);
             /* An own mass of 0 is common and adds nothing: let ln(b/b) stand for its logarithm. */

@@ -175,6 +175,8 @@ INLINE bool probs_rule_block(const struct probs_rule *rule, uint32_t kind, bool 
         for (uint64_t j = 0; j < 2; j++) {
             uint64_t k = i + j * FLOATS;
             vf made[2] = {{0}, {0}};
+            read_ahead(q + k);
+            read_ahead(p + k);
             sum[j] += probs_rule_term(rule, kind, gradients, *(const vf_any *)(q + k),
                                       *(const vf_any *)(p + k), &bad, made, lost);
             for (int side = 0; gradients && side < 2; side++)

@@ -113,6 +113,7 @@ INLINE uint64_t pair_load(const struct kld_cpu_quick *quick, const struct kld_cp
     for (uint64_t i = 0; i < ret_pair->count; i += STEP)
         for (int side = 0; side < 2; side++)
             for (uint64_t j = 0; j < 2; j++) {
+                read_ahead(ret_pair->at[side] + i + j * FLOATS);
                 vf z = *(const vf_any *)(ret_pair->at[side] + i + j * FLOATS);
                 most[side][j] = vf_max(z, most[side][j]);
                 least = vf_min(z, least);
