@@ -61,6 +61,28 @@ def test_compiled(connection, reduction, forms):
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.parametrize("more", [{"reduction": "mean"}, {"reduction": "row"}, {"divergence": "reverse_kl"},
+                                  {"divergence": "js", "beta": 0.3}, {"reduction": "none"},
+                                  {"reduction": "rowmean", "row_weights": torch.ones(9)}, {"temperature": 2.0}], ids=str)
+def test_compiled_in_half_precision(connection, more):
+    """What backward() brings comes before the gradient is rounded to float16."""
+    def step(z, t):
+        return 65536.0 * functional.kl_div(z, t, **{"reduction": "batchmean", **more}, input_form="logits",
+                                           target_form="logits", connection=connection).mean()
+
+    z, t = torch.randn(9, 3000), torch.randn(9, 3000)
+    exact, found = z.half().float().requires_grad_(), []
+    step(exact, t).backward()
+    for function in (step, compiled(step)):
+        leaf = z.half().requires_grad_()
+        loss = function(leaf, t)
+        loss.backward()
+        found.append((loss.detach(), leaf.grad))
+    torch.testing.assert_close(found[0], found[1])
+    assert graphs() == 1
+    torch.testing.assert_close(found[1][1].float(), exact.grad, rtol=2**-10, atol=2**-24)
+
+
 @pytest.mark.parametrize("reduction", ["row", "sum"])
 def test_rows_that_are_left_out_get_no_gradient_whatever_backward_brings(connection, reduction):
     z, t = pair(4, 6)
@@ -294,6 +316,8 @@ def test_the_operators_are_as_pytorch_wants_them(connection):
     texts, names = ["forward_kl", "batchmean", "logits", "logits"], ["temperature", "scale"]
     given = torch.ones(5, dtype=torch.bool), torch.tensor([2.0, 3.0], dtype=torch.float64), texts, names
     torch.library.opcheck(_compiled._loss_op, (z, t, None, *given, [True, True], connection.number))
+    half = z.detach().half().requires_grad_()
+    torch.library.opcheck(_compiled._loss_op, (half, t.detach(), None, *given, [True, False], connection.number))
     torch.library.opcheck(_compiled._late_op, (z.detach(), t.detach(), torch.ones(()), None, *given, [True, False],
                                                connection.number))
     with torch.no_grad():

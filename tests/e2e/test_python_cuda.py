@@ -384,8 +384,8 @@ def test_jax(connection):
 # ---- PyTorch's surroundings
 
 def test_autocast_and_gradscaler(connection):
-    """kl_div is of the list that autocast computes in FP32; a float16 gradient that would vanish survives
-    with the scale in `scale`."""
+    """kl_div is of the list that autocast computes in FP32: a float16 gradient is what GradScaler's factor makes of
+    the float32 one, whatever backward() has to ask for."""
     torch.manual_seed(1)
     layer = torch.nn.Linear(64, 5000).to(GPU)
     x, t = torch.randn(256, 64, device=GPU), torch.randn(256, 5000, device=GPU) * 3
@@ -399,17 +399,18 @@ def test_autocast_and_gradscaler(connection):
     assert float(loss) == pytest.approx(float(theirs), rel=1e-4)
     scaler = torch.amp.GradScaler("cuda", init_scale=65536.0)
     factor = scaler.get_scale()
-    exact = z.detach().double().requires_grad_()
-    F.kl_div(exact.log_softmax(-1), t.double().softmax(-1), reduction="batchmean").backward()
-    right = exact.grad
-    lost = {}
-    for name, scale in (("plain", 1.0), ("as advised", factor)):
+    weights = torch.linspace(1, 2, 256, device=GPU)
+    for more in ({}, {"reduction": "mean"}, {"reduction": "row"}, {"scale": factor}, {"row_weights": weights}):
+        exact = z.detach().double().requires_grad_()
+        rows = F.kl_div(exact.log_softmax(-1), t.double().softmax(-1), reduction="none").sum(-1)
+        (rows * more.get("row_weights", 1)).mean().backward()
+        divisor = more.get("scale", 1.0) * (1 if more.get("reduction") != "mean" else 1 / 5000)
         leaf = z.detach().requires_grad_()
-        loss = functional.kl_div(leaf, t, reduction="batchmean", input_form="logits", target_form="logits",
-                                 scale=scale, connection=connection) / scale
-        scaler.scale(loss).backward()
-        lost[name] = float((leaf.grad.double() / factor - right).abs().sum() / right.abs().sum())
-    assert lost["as advised"] < 1e-3 and lost["plain"] > 5 * lost["as advised"], lost
+        loss = functional.kl_div(leaf, t, **{"reduction": "batchmean", **more}, input_form="logits",
+                                 target_form="logits", connection=connection).mean()
+        scaler.scale(loss / more.get("scale", 1.0)).backward()
+        right = exact.grad * (factor * divisor / more.get("scale", 1.0))
+        assert float((leaf.grad.double() - right).abs().sum() / right.abs().sum()) < 5e-4, more
 
 
 # ---- What is refused

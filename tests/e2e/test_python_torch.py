@@ -389,10 +389,16 @@ def test_autocast(connection):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = torch.nn.Linear(11, 11)(q.detach())
         assert logits.dtype == torch.bfloat16
+        logits.retain_grad()
         loss = functional.kl_div(logits, p, reduction="batchmean", input_form="logits", connection=connection)
     assert loss.dtype == torch.float32
-    expected = F.kl_div(logits.double().log_softmax(-1), p.double(), reduction="batchmean")
+    loss.backward()
+    upcast = logits.detach().double().requires_grad_()
+    expected = F.kl_div(upcast.log_softmax(-1), p.detach().double(), reduction="batchmean")
+    expected.backward()
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert logits.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(logits.grad.double(), upcast.grad, rtol=2**-8, atol=1e-7)
 
 
 def test_a_training_run_is_pytorchs(server):

@@ -77,21 +77,20 @@ def test_distributed_data_parallel(make_server, backend, where):
     assert said[0][0] == "the gradients of both halves are those of all\n"
 
 
-def test_a_scale_saves_half_precision(connection):
-    """The README's advice: gradients that float16 rounds away come through."""
+def test_half_precision_learns_with_gradscalers_factor(connection):
+    """As with PyTorch, and as well with the factor in `scale`, which was the only way before."""
     generator = torch.Generator().manual_seed(1)
     z = torch.randn(64, 5000, generator=generator).half()
     t = torch.randn(64, 5000, generator=generator) * 3
     exact = z.double().requires_grad_()
     F.kl_div(exact.log_softmax(-1), t.double().softmax(-1), reduction="batchmean").backward()
-    lost, factor = {}, 65536.0
-    for name, scale in (("plain", 1.0), ("as advised", factor)):
+    factor = 65536.0
+    for scale in (1.0, factor):
         leaf = z.clone().requires_grad_()
         loss = functional.kl_div(leaf, t, reduction="batchmean", input_form="logits", target_form="logits",
                                  scale=scale, connection=connection) / scale
         (loss * factor).backward()  # scaler.scale(loss).backward()
-        lost[name] = float((leaf.grad.double() / factor - exact.grad).abs().sum() / exact.grad.abs().sum())
-    assert lost["as advised"] < 1e-3 and lost["plain"] > 5 * lost["as advised"], lost
+        assert float((leaf.grad.double() / factor - exact.grad).abs().sum() / exact.grad.abs().sum()) < 3e-4
 
 
 def test_checkpointed(connection):

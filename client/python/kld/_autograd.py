@@ -15,6 +15,7 @@ from . import _cuda, _surroundings
 from ._connection import Connection
 from ._device import Where
 from ._errors import KldTypeError, KldUnsupportedError, KldValueError, Status
+from ._half import is_bounded, shift, wants_half
 from ._request import Call, Parameters, View, check_no_gradient, no_gradient, row_stride
 from ._share import Attached
 
@@ -120,9 +121,29 @@ class Job(NamedTuple):
     row_mask: Optional[torch.Tensor] = None
     timeout: Optional[float] = None
 
-    def run(self, tensors: Tensors, wanted: Sequence[bool],
-            grad_output: Optional[torch.Tensor] = None) -> Tuple[torch.Tensor, Tuple[Any, Any]]:
-        """One request -> the loss, and the gradients that are wanted."""
+    def plan_gradients(self, dtypes: Sequence[Any], wanted: Sequence[bool], shape: Tuple[int, ...]) -> Tuple[bool, int]:
+        """Whether they have to wait for what backward() brings; else k, so that they are to be written times 2^k."""
+        parameters = self.parameters
+        # With the reduction "none" a logit has a part in the losses of its whole row: what autograd will weigh them
+        # with has to be known first.
+        if parameters.reduction == "none" and "logits" in parameters[2:4]:
+            return any(wanted), 0
+        if not wants_half(dtypes, wanted):
+            return False, 0
+        bounded = is_bounded(parameters, wanted, self.row_weights is not None, self.row_mask is not None,
+                             parameters.beta is not None, parameters.normalizer is not None)
+        return not bounded, shift(parameters, shape) if bounded else 0
+
+    def run(self, tensors: Tensors, wanted: Sequence[bool], grad_output: Optional[torch.Tensor] = None,
+            shift: int = 0) -> Tuple[torch.Tensor, Tuple[Any, Any]]:
+        """One request -> the loss, and the gradients that are wanted, times 2^shift."""
+        if shift and self.parameters.reduction == "row":
+            kinds = [one.dtype for one in tensors]
+            double = torch.float64 in kinds or "float64" in kinds
+            grad_output = torch.full(tensors[0].shape[:-1], 2.0**shift, device=tensors[0].device,
+                                     dtype=torch.float64 if double else torch.float32)
+        elif shift:
+            return self._replace(parameters=self.parameters._replace(grad_output=2.0**shift)).run(tensors, wanted)
         if tensors[0].is_cuda:
             return self._run_on_gpu(tensors, wanted, grad_output)
         shape = tuple(tensors[0].shape)
@@ -250,12 +271,10 @@ class KlDiv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, predictions: torch.Tensor, targets: Any, job: Job) -> torch.Tensor:
         wanted = ctx.needs_input_grad[:2]
-        # With the reduction "none" a logit has a part in the losses of its whole row: what autograd will
-        # weigh them with has to be known first.
-        late = any(wanted) and job.parameters.reduction == "none" and "logits" in job.parameters[2:4]
+        late, shift = job.plan_gradients((predictions.dtype, targets.dtype), wanted, tuple(predictions.shape))
         attached = isinstance(targets, View)
-        loss, gradients = job.run((predictions, targets), (False, False) if late else wanted)
-        ctx.job, ctx.gradients, ctx.late = job, gradients, late
+        loss, gradients = job.run((predictions, targets), (False, False) if late else wanted, None, shift)
+        ctx.job, ctx.gradients, ctx.late, ctx.shift = job, gradients, late, shift
         if late:
             ctx.save_for_backward(predictions, *(() if attached else (targets,)))
             ctx.attached = targets if attached else None
@@ -271,7 +290,8 @@ class KlDiv(torch.autograd.Function):
             targets = saved[1].detach() if ctx.attached is None else ctx.attached
             if not _has_memory(grad_output):
                 raise KldUnsupportedError(Status.UNIMPLEMENTED, "a batch of grad_outputs (is_grads_batched) for the "
-                                          "reduction \"none\" of logits; expected one at a time")
+                                          "reduction \"none\" of logits, or a float16 gradient without a bound; "
+                                          "expected one at a time")
             _, gradients = ctx.job.run((saved[0].detach(), targets), ctx.needs_input_grad[:2],
                                        grad_output.resolve_neg().contiguous())
             return (*gradients, None)
@@ -284,7 +304,7 @@ class KlDiv(torch.autograd.Function):
         kept = ctx.gradients is not None
         if reduction in ("none", "row"):
             grad_output = without_masked(grad_output, ctx.job.row_mask, reduction)
-        made = [one if one is None else _times(one, grad_output, reduction, kept) for one in gradients]
+        made = [one if one is None else _times(one, grad_output, reduction, kept, ctx.shift) for one in gradients]
         if reduction not in ("none", "row") and ctx.job.row_mask is not None and _is_bad_number(grad_output):
             made = [one if one is None else _left_out(one, ctx.job.row_mask) for one in made]
         return (*made, None)
@@ -322,20 +342,23 @@ def _left_out(gradient: torch.Tensor, row_mask: torch.Tensor) -> torch.Tensor:
     return gradient.masked_fill((row_mask.reshape(gradient.shape[:-1]) == 0).unsqueeze(-1), 0)
 
 
-def _times(gradient: torch.Tensor, factor: torch.Tensor, reduction: str, kept: bool) -> torch.Tensor:
+def _times(gradient: torch.Tensor, factor: torch.Tensor, reduction: str, kept: bool, shift: int) -> torch.Tensor:
+    """gradient * factor / 2^shift"""
     if reduction == "row":
         factor = factor.unsqueeze(-1)
     elif not _has_memory(factor):
         pass
     elif reduction != "none" and gradient.is_cuda:
-        return scaled(gradient.clone() if kept else gradient, factor)
+        return scaled(gradient.clone() if kept else gradient, factor * 2.0**-shift if shift else factor)
     elif reduction != "none":
-        number = float(factor)
+        number = float(factor) * 2.0**-shift
         if number == 1:
             return gradient.clone() if kept else gradient  # whoever gets it may write to it
         if gradient.dtype in _NARROW:  # the number may not fit
-            return (gradient.to(torch.float32) * number).to(gradient.dtype)
+            return gradient.to(torch.float32).mul_(number).to(gradient.dtype)
         return gradient * number if kept else gradient.mul_(number)
+    if shift:
+        return (gradient.to(torch.float32) * (factor * 2.0**-shift)).to(gradient.dtype)
     made = gradient * factor
     return made.to(gradient.dtype)
 

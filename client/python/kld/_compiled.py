@@ -16,6 +16,7 @@ from . import _autograd
 from ._connection import Connection
 from ._default import default_connection
 from ._errors import KldConnectionError, KldTypeError, KldUnsupportedError, KldValueError, Status
+from ._half import is_bounded, wants_half
 from ._request import Parameters
 from ._surroundings import HAS_OPERATORS, is_special
 
@@ -58,20 +59,32 @@ class _Rest(NamedTuple):
             raise kind(Status.INVALID, self.texts[TEXTS + 1])
         _autograd.check(input, target)
 
+    def is_shifted(self, input: Tensor, target: Tensor) -> bool:
+        return wants_half((input.dtype, target.dtype), self.wanted) and is_bounded(
+            self.texts, self.wanted, self.row_weights is not None, self.row_mask is not None, "beta" in self.names,
+            "normalizer" in self.names)
+
 
 _SCHEMA = ", Tensor? row_weights, Tensor? row_mask, Tensor? numbers, str[] texts, str[] names, bool[] wanted, " \
           "SymInt connection)"
 
 
-def _loss(input: Tensor, target: Tensor, *rest: Any) -> Tuple[Tensor, Tensor, Tensor]:
+def _loss(input: Tensor, target: Tensor, *rest: Any) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss, the gradients, and what they are to be multiplied with, where that is not 1."""
     asked = _Rest(*rest)
     asked.check(input, target)
-    loss, gradients = asked.job(input).run((input, target), asked.wanted)
+    job, shift = asked.job(input), 0
+    if asked.is_shifted(input, target):
+        _, shift = job.plan_gradients((input.dtype, target.dtype), asked.wanted, tuple(input.shape))
+        unit = input.new_full((), 2.0**-shift, dtype=torch.float32)
+    else:
+        unit = input.new_empty(0, dtype=torch.float32)
+    loss, gradients = job.run((input, target), asked.wanted, None, shift)
     first, second = (input.new_empty(0) if one is None else one for one in gradients)
-    return loss, first, second
+    return loss, first, second, unit
 
 
-def _loss_fake(input: Tensor, target: Tensor, *rest: Any) -> Tuple[Tensor, Tensor, Tensor]:
+def _loss_fake(input: Tensor, target: Tensor, *rest: Any) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """Takes what _loss() refuses: that is said when the graph runs."""
     asked = _Rest(*rest)
     if not is_special(input):  # run, and not traced: a tensor is on the device "meta", which is refused
@@ -80,7 +93,8 @@ def _loss_fake(input: Tensor, target: Tensor, *rest: Any) -> Tuple[Tensor, Tenso
     reduction, double = asked.texts[1], torch.float64 in (input.dtype, target.dtype)
     shape = input.shape if reduction == "none" else input.shape[:-1] if reduction == "row" else ()
     loss = input.new_empty(shape, dtype=torch.float64 if double else torch.float32)
-    return (loss, *_gradients_fake(input, target, asked.wanted))
+    unit = input.new_empty(() if asked.is_shifted(input, target) else 0, dtype=torch.float32)
+    return (loss, *_gradients_fake(input, target, asked.wanted), unit)
 
 
 def _gradients_fake(input: Tensor, target: Tensor, wanted: List[bool]) -> Tuple[Tensor, Tensor]:
@@ -150,7 +164,7 @@ def _define(name: str, function: Any, fake: Any, schema: str) -> Any:
 
 if HAS_OPERATORS:
     _loss_op: Any = _define("kld::loss", _loss, _loss_fake,
-                            "(Tensor input, Tensor target" + _SCHEMA + " -> (Tensor, Tensor, Tensor)")
+                            "(Tensor input, Tensor target" + _SCHEMA + " -> (Tensor, Tensor, Tensor, Tensor)")
     _late_op: Any = _define("kld::late_gradients", _late, _late_fake,
                             "(Tensor input, Tensor target, Tensor grad_output" + _SCHEMA + " -> (Tensor, Tensor)")
     _constant_op: Any = _define("kld::constant", _constant, _scalar_fake, "(float value) -> Tensor")
@@ -164,6 +178,7 @@ if HAS_OPERATORS:
     def _setup(ctx: Any, inputs: Any, output: Any) -> None:
         asked = _Rest(*inputs[2:])
         ctx.late, ctx.wanted, ctx.rows = None, list(ctx.needs_input_grad[:2]), asked.texts[1] == "row"
+        ctx.shifted = asked.is_shifted(*inputs[:2])
         ctx.set_materialize_grads(False)
         if not any(asked.wanted) and any(ctx.wanted):
             ctx.late = asked.texts, asked.names, ctx.wanted, asked.connection
@@ -179,7 +194,8 @@ if HAS_OPERATORS:
                 input, target, *more = ctx.saved_tensors
                 gradients = _late_op(input, target, factor, *more, *ctx.late)
             else:
-                *made, row_mask = ctx.saved_tensors
+                *made, unit, row_mask = ctx.saved_tensors
+                factor = factor * unit if ctx.shifted else factor
                 factor = factor.unsqueeze(-1) if ctx.rows else factor
                 # Not in 16 bits, which the factor may not fit.
                 gradients = [(one.to(torch.promote_types(one.dtype, torch.float32)) * factor).to(one.dtype)
@@ -240,8 +256,12 @@ def kl_div(input: Tensor, target: Tensor, parameters: Parameters, log_target: bo
         given = {}
     numbers = _numbers_op([_scalar(value) for value in given.values()]) if given else None
     grad = torch.is_grad_enabled()
+    wanted = [grad and input.requires_grad, grad and target.requires_grad]
+    # As Job.plan_gradients() says.
     late = reduction == "none" and "logits" in (parameters.predictions_form, parameters.targets_form)
-    wanted = [grad and input.requires_grad and not late, grad and target.requires_grad and not late]
+    if late or wants_half((input.dtype, target.dtype), wanted) and not is_bounded(
+            texts, wanted, row_weights is not None, row_mask is not None, "beta" in given, "normalizer" in given):
+        wanted = [False, False]
     loss: Tensor = _loss_op(input, target, _vector(row_weights, input), _vector(row_mask, input), numbers, texts,
                             list(given), wanted, -1 if connection is None else connection.number)[0]
     return loss

@@ -69,7 +69,7 @@ def kl_div(input: torch.Tensor, target: Any, size_average: Optional[bool] = None
     target may be a kld.Attached tensor of another process; its form is then as it was published.
 
     Different from PyTorch: shapes must be equal; 0 log 0 is 0 also with log_target=True; the loss of
-    float16 and bfloat16 inputs is float32, as under autocast.
+    float16 and bfloat16 inputs is float32, as under autocast, and their gradients are rounded once multiplied.
     """
     traced = _compiled.is_compiling()
     if traced and (not isinstance(input, torch.Tensor) or not isinstance(target, torch.Tensor)
