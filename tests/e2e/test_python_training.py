@@ -77,6 +77,39 @@ def test_distributed_data_parallel(make_server, backend, where):
     assert said[0][0] == "the gradients of both halves are those of all\n"
 
 
+THREADS = """
+import os, torch, kld
+from kld import _default, functional
+z, t = torch.randn(64, 30000, generator=torch.Generator().manual_seed(1)), torch.ones(64, 30000) / 30000
+found, counts = [], []
+for threads in (1, 3, 1, 2, 4, 5, 6):
+    torch.set_num_threads(threads)
+    torch.ones(100000).exp()  # PyTorch's own threads are there
+    assert torch.get_num_threads() == threads
+    before = len(os.listdir("/proc/self/task"))
+    leaf = z.clone().requires_grad_()
+    connection = _default.for_cpu_tensors(threads)
+    counts.append(len(os.listdir("/proc/self/task")) - before)
+    loss = functional.kl_div(leaf, t, reduction="sum", input_form="logits")
+    loss.backward()
+    found.append((loss.detach(), leaf.grad))
+    assert connection.stats()["requests_total"] >= 1 and connection.url == "local:cpu"
+    del connection
+assert counts[:4] == [1, 3, 0, 2], counts
+assert all(torch.equal(loss, found[0][0]) and torch.equal(gradient, found[0][1]) for loss, gradient in found)
+assert len(_default._made) == _default.COUNTS_MAX
+assert kld.default_connection().url == "local:"
+print("as many")
+"""
+
+
+def test_as_many_threads_as_pytorch():
+    """By default CPU tensors are computed with on the CPU, whatever else is there; the bits are those of any number."""
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=100,
+                          env=environment())
+    assert done.stdout == "as many\n", done.stderr
+
+
 def test_half_precision_learns_with_gradscalers_factor(connection):
     """As with PyTorch, and as well with the factor in `scale`, which was the only way before."""
     generator = torch.Generator().manual_seed(1)

@@ -13,6 +13,7 @@ import torch
 
 from . import _cuda, _surroundings
 from ._connection import Connection
+from ._default import default_connection, for_cpu_tensors
 from ._device import Where
 from ._errors import KldTypeError, KldUnsupportedError, KldValueError, Status
 from ._half import is_bounded, shift, wants_half
@@ -55,6 +56,11 @@ def check(input: Any, target: Any) -> None:
     if isinstance(target, torch.Tensor) and input.device != target.device:
         raise KldValueError(Status.INVALID, f"input is on {input.device} and target on {target.device}; they must "
                             "be on one device")
+
+
+def default_for(tensor: torch.Tensor) -> Connection:
+    """That of a call which names none."""
+    return default_connection(tensor.get_device()) if tensor.is_cuda else for_cpu_tensors(torch.get_num_threads())
 
 
 def over(block: Any, dtype: torch.dtype, shape: Tuple[int, ...]) -> torch.Tensor:
@@ -366,5 +372,5 @@ def _times(gradient: torch.Tensor, factor: torch.Tensor, reduction: str, kept: b
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-__all__ = ["DTYPES", "Job", "KlDiv", "check", "check_device", "check_dtype", "loss_alone", "no_gradient", "over",
+__all__ = ["DTYPES", "Job", "KlDiv", "check", "check_device", "check_dtype", "default_for", "loss_alone", "no_gradient", "over",
            "rows_vector", "scaled", "without_masked"]

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from . import _autograd
 from ._connection import Connection
-from ._default import default_connection
 from ._errors import KldConnectionError, KldTypeError, KldUnsupportedError, KldValueError, Status
 from ._half import is_bounded, wants_half
 from ._request import Parameters
@@ -41,8 +40,7 @@ class _Rest(NamedTuple):
     connection: int
 
     def job(self, like: Tensor) -> _autograd.Job:
-        used = (default_connection(like.get_device() if like.is_cuda else None) if self.connection < 0
-                else Connection.by_number(self.connection))
+        used = _autograd.default_for(like) if self.connection < 0 else Connection.by_number(self.connection)
         if used is None:
             raise KldConnectionError(Status.UNAVAILABLE, "the connection of this compiled graph is gone")
         leading = tuple(like.shape[:-1])

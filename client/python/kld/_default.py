@@ -1,5 +1,6 @@
 """The connections of those who name none: one for each process, made at its first use; where it is local:,
-one for each GPU whose tensors come along."""
+one for each GPU whose tensors come along, and one for PyTorch's tensors on the CPU, with as many threads as PyTorch
+computes with."""
 from __future__ import annotations
 
 import os
@@ -9,19 +10,37 @@ from typing import Dict, Optional, Tuple
 from ._connection import Connection
 
 _lock = threading.RLock()
-_made: Dict[Tuple[int, Optional[int]], Connection] = {}  # by process: a forked child makes its own
+Key = Tuple[int, Optional[int], Optional[int]]  # process (a forked child makes its own), GPU, threads
+_made: Dict[Key, Connection] = {}
+THREADS_MAX = 1024  # that libkld takes
+COUNTS_MAX = 4  # of threads, at once: an older connection ends with its last request
 
 
 def default_connection(gpu: Optional[int] = None) -> Connection:
     """To the environment's KLD_SERVER, else "local:" (for tensors on a GPU: "local:cuda:N"). Closed, it is made
     anew."""
+    return _default("local:" if gpu is None else f"local:cuda:{gpu}", gpu)
+
+
+def for_cpu_tensors(threads: int) -> Connection:
+    """The same for PyTorch's, which are not sent to a GPU where nobody said so: else "local:cpu"."""
+    return _default("local:cpu", None, min(threads, THREADS_MAX))
+
+
+def _default(here: str, gpu: Optional[int], threads: Optional[int] = None) -> Connection:
     with _lock:
         server = os.environ.get("KLD_SERVER")
-        url = server or ("local:" if gpu is None else f"local:cuda:{gpu}")
-        key = os.getpid(), None if server and server.startswith(("http", "split:")) else gpu
+        url = server or here
+        if not url.startswith("local:"):
+            threads = None
+        key = os.getpid(), None if server and server.startswith(("http", "split:")) else gpu, threads
         connection = _made.get(key)
         if connection is None or connection.closed:
-            connection = Connection(url)
+            connection = Connection(url, threads=threads or 0)
+            if threads is not None:
+                counts = [other for other in _made if other[2] is not None]
+                for other in counts[:max(0, len(counts) + 1 - COUNTS_MAX)]:
+                    del _made[other]
             _made[key] = connection
         return connection
 

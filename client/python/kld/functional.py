@@ -14,9 +14,9 @@ except ImportError as error:
                       "without it, kld.kl_div() takes NumPy arrays") from error
 
 from . import _compiled, _surroundings
-from ._autograd import DTYPES, Job, KlDiv, check, loss_alone, over, rows_vector
+from ._autograd import DTYPES, Job, KlDiv, check, default_for, loss_alone, over, rows_vector
 from ._connection import Connection
-from ._default import default_connection
+from ._default import for_cpu_tensors
 from ._errors import KldTypeError, KldValueError, Status
 from ._request import NUMBERS, Parameters, check_no_gradient, sizes_of
 from ._share import Attached
@@ -63,7 +63,8 @@ def kl_div(input: torch.Tensor, target: Any, size_average: Optional[bool] = None
     input holds log-probabilities, target probabilities, or log-probabilities with log_target=True;
     input_form and target_form ("probs", "logprobs", "logits") say otherwise. reduction: "mean" (over all
     elements), "batchmean", "sum", "none", and kld's "row", "rowmean". The others are kld's, as in
-    Connection.kl_div(). Without a connection: kld.default_connection(), for CUDA tensors one for their device.
+    Connection.kl_div(). Without a connection: the environment's KLD_SERVER, else this process: on the device of CUDA
+    tensors, or on the CPU, with torch.get_num_threads() threads.
 
     CUDA tensors: nothing is copied and the host never waits; the work is ordered with the current stream.
     target may be a kld.Attached tensor of another process; its form is then as it was published.
@@ -97,7 +98,7 @@ def kl_div(input: torch.Tensor, target: Any, size_average: Optional[bool] = None
     if isinstance(target, Attached) and connection is None:
         connection = target.connection
     if connection is None:
-        connection = default_connection(input.get_device() if input.is_cuda else None)
+        connection = default_for(input)
     elif type(connection) is not Connection:
         _checked(connection)
     for name, value in zip(NUMBERS, parameters[-len(NUMBERS):]):
@@ -124,7 +125,7 @@ def empty(*shape: Union[int, Sequence[int]], dtype: torch.dtype = torch.float32,
     made = sizes_of(shape[0] if len(shape) == 1 else shape)
     if dtype not in DTYPES:
         raise KldTypeError(Status.INVALID, f"dtype {dtype}; kld takes " + ", ".join(map(str, DTYPES)))
-    used = default_connection() if connection is None else _checked(connection)
+    used = for_cpu_tensors(torch.get_num_threads()) if connection is None else _checked(connection)
     size = torch.empty((), dtype=dtype).element_size()
     for dimension in made:
         size *= dimension
