@@ -220,6 +220,15 @@ def test_no_dimension_is_one_class(connection, reduction):
     assert compiled(functional.kl_div)(z, t, reduction=reduction, connection=connection) == right
 
 
+@pytest.mark.parametrize("reduction", ["batchmean", "row", "none"])
+def test_more_dimensions_than_libkld_takes(connection, reduction):
+    z, t = pair(2, 1, 3, 1, 2, 1, 2, 1, 3, 5)
+    graph = compiled(functional.kl_div)
+    for one in (z, z.clone().requires_grad_()):
+        found = graph(one, t, reduction=reduction, connection=connection)
+        torch.testing.assert_close(found, functional.kl_div(one, t, reduction=reduction, connection=connection))
+
+
 @pytest.mark.parametrize("value", [torch.tensor(2.0), torch.tensor(2, dtype=torch.int64), np.float32(2), np.float64(2),
                                    True], ids=lambda value: type(value).__name__)
 def test_what_is_a_number(connection, value):

@@ -71,6 +71,48 @@ def test_parity(connection, reduction, log_target, dtype, shape):
                                    "float16" else 0))
 
 
+MANY = (2, 1, 3, 1, 2, 1, 2, 1, 3, 5)
+
+
+@pytest.mark.parametrize("layout", ["dense", "turned"])
+@pytest.mark.parametrize("reduction", [*REDUCTIONS, "row", "rowmean"])
+def test_more_dimensions_than_libkld_takes(connection, reduction, layout):
+    q, p = (one.detach() for one in data(MANY))
+    if layout == "turned":
+        q = q.transpose(0, -2).contiguous().transpose(0, -2)
+    q, p = q.requires_grad_(), p.requires_grad_()
+    like = {"row": "none", "rowmean": "none"}.get(reduction, reduction)
+    a, b = (one.detach().double().requires_grad_() for one in (q, p))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        right = F.kl_div(a, b, reduction=like)
+    right = {"row": right.sum(-1), "rowmean": right.sum(-1).mean()}.get(reduction, right)
+    loss = functional.kl_div(q, p, reduction=reduction, connection=connection)
+    assert loss.shape == right.shape
+    torch.testing.assert_close(loss.double(), right, rtol=2e-6, atol=1e-7)
+    weigh = torch.rand(loss.shape)
+    loss.backward(weigh)
+    right.backward(weigh.double())
+    for mine, theirs in ((q, a), (p, b)):
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=2e-6, atol=1e-7)
+
+
+def test_rows_of_many_dimensions(connection):
+    """Masks and weights by the leading dimensions, or by row; what is wrong is said as ever."""
+    q, p = (one.detach() for one in data(MANY))
+    mask, flat = torch.rand(MANY[:-1]) < 0.5, (q.reshape(-1, 5), p.reshape(-1, 5))
+    weights = torch.rand(MANY[:-1])
+    right = functional.kl_div(*flat, reduction="row", row_mask=mask.flatten(), row_weights=weights.flatten(),
+                              connection=connection)
+    for one, other in ((mask, weights), (mask.flatten(), weights.numpy()), (mask.numpy(), weights.flatten())):
+        loss = functional.kl_div(q, p, reduction="row", row_mask=one, row_weights=other, connection=connection)
+        assert loss.shape == MANY[:-1] and torch.equal(loss.flatten(), right)
+    for more, text in (({"target": p[..., :1]}, "nothing is broadcast"), ({"row_mask": mask[..., :1]}, "row_mask has shape"),
+                       ({"input": q[:0], "target": p[:0]}, "of the shape is 0"), ({"reduction": "average"}, "reduction")):
+        with pytest.raises(kld.KldValueError, match=text):
+            functional.kl_div(**{"input": q, "target": p, "connection": connection, **more})
+
+
 def test_the_defaults_are_pytorchs(connection):
     q, p = data((6, 11))
     assert float(functional.kl_div(q, p, connection=connection)) == pytest.approx(

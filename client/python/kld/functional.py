@@ -4,8 +4,9 @@ torch.compile() _compiled.py's.
 """
 from __future__ import annotations
 
+import math
 import warnings
-from typing import Any, Callable, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Optional, Sequence, Union
 
 try:
     import torch
@@ -18,6 +19,7 @@ from ._autograd import DTYPES, Job, KlDiv, check, default_for, loss_alone, over,
 from ._connection import Connection
 from ._default import for_cpu_tensors
 from ._errors import KldTypeError, KldValueError, Status
+from ._library import RANK_MAX
 from ._request import NUMBERS, Parameters, check_no_gradient, sizes_of
 from ._share import Attached
 
@@ -51,6 +53,24 @@ def _resolved(tensor: Any) -> Any:
     return tensor.resolve_neg() if isinstance(tensor, torch.Tensor) else tensor
 
 
+def _can_be_folded(input: torch.Tensor, target: Any) -> bool:
+    """Otherwise it is refused, in check()'s words."""
+    return (isinstance(target, torch.Tensor) and not input.is_nested and not target.is_nested
+            and input.layout == target.layout == torch.strided and input.shape == target.shape)
+
+
+def _folded(input: torch.Tensor, target: torch.Tensor, reduction: str, row_weights: Any, row_mask: Any,
+            options: Dict[str, Any]) -> torch.Tensor:
+    """For more dimensions than libkld takes: all between the first, which batchmean divides by, and the last as one."""
+    shape, leading = input.shape, input.shape[:-1]
+    fold = shape[0], math.prod(shape[1:-1]), shape[-1]
+    by_row = [value.reshape(-1) if getattr(value, "shape", None) == leading else value
+              for value in (row_weights, row_mask)]
+    loss = kl_div(input.reshape(fold), target.reshape(fold), reduction=reduction, row_weights=by_row[0],
+                  row_mask=by_row[1], **options)
+    return loss.reshape(shape if reduction == "none" else leading) if reduction in ("none", "row") else loss
+
+
 def kl_div(input: torch.Tensor, target: Any, size_average: Optional[bool] = None,
            reduce: Optional[bool] = None, reduction: str = "mean", log_target: bool = False, *,
            divergence: str = "forward_kl", input_form: str = "logprobs", target_form: Optional[str] = None,
@@ -81,6 +101,11 @@ def kl_div(input: torch.Tensor, target: Any, size_average: Optional[bool] = None
                         connection=connection, timeout=timeout)
     if size_average is not None or reduce is not None:
         reduction = _legacy_reduction(size_average, reduce)
+    if isinstance(input, torch.Tensor) and input.dim() > RANK_MAX and _can_be_folded(input, target):
+        options = {"log_target": log_target, "divergence": divergence, "input_form": input_form,
+                   "target_form": target_form, "temperature": temperature, "beta": beta, "skew": skew, "weight": weight,
+                   "scale": scale, "normalizer": normalizer, "connection": connection, "timeout": timeout}
+        return _folded(input, target, reduction, row_weights, row_mask, options)
     if target_form is None:
         attached = isinstance(target, Attached) and not log_target
         target_form = target.form if attached else "logprobs" if log_target else "probs"
