@@ -140,9 +140,19 @@ static void pass_in_stages(const struct kld_cpu_work *work, const struct kld_cpu
     *ret_partial = sums;
 }
 
+/* A factor of the gradients beyond FP32 would be inf, or 0, where its product with a small, or
+ * large, p/q is neither. */
+INLINE bool factor_fits(const struct kld_cpu_span *span) {
+    double size = fabs(span->gradient_factor);
+    return (!span->gradient[0] && !span->gradient[1]) || size == 0 ||
+           (size >= FLT_MIN && size <= FLT_MAX);
+}
+
 static void pass(const struct kld_cpu_work *work, const struct kld_cpu_span *span,
                  struct kld_cpu_partial *ret_partial) {
-    if (probs_fits(work))
+    if (!factor_fits(span))
+        pass_in_stages(work, span, ret_partial);
+    else if (probs_fits(work))
         probs_pass(work, span, ret_partial);
     else if (probs_rule_fits(work))
         probs_rule_pass(work, span, pass_in_stages, ret_partial);

@@ -8,6 +8,7 @@
 #ifndef KLD_KERNELS_CPU_VECTOR_H
 #define KLD_KERNELS_CPU_VECTOR_H
 
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>

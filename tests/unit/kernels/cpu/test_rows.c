@@ -148,4 +148,38 @@ START_TEST(test_logits) {
 }
 END_TEST
 
-UNIT_MAIN("kernels/cpu/rows", test_near_and_shifted, test_hard_rows, test_logits)
+/* A factor of the gradients beyond FP32, whose product with a small p/q is not. */
+START_TEST(test_factor_beyond_float) {
+    struct kld_device *device = device_open();
+    const struct table_place place = {TABLE_POOL, 0, false, 1};
+    for (uint32_t i = 0; i < 24; i++) {
+        uint32_t form = i % 2 ? KLD_FORM_LOGPROBS : KLD_FORM_PROBS;
+        struct table_case at = {.name = "factor",
+                                .divergence =
+                                    i < 12 ? KLD_DIVERGENCE_FORWARD_KL : KLD_DIVERGENCE_JS,
+                                .parameter = NAN,
+                                .form = {form, form},
+                                .dtype = {i % 6 < 4 ? KLD_DTYPE_FP32 : KLD_DTYPE_BF16,
+                                          i % 6 < 2 ? KLD_DTYPE_FP32 : KLD_DTYPE_BF16},
+                                .reduction = KLD_REDUCTION_SUM,
+                                .scale = i % 12 < 6 ? 1e39 : -1e40,
+                                .rank = 2,
+                                .shape = {3, i % 4 < 2 ? 50 : 20000},
+                                .gradient = {true, i % 3 == 0},
+                                .loss = true};
+        struct table_truth truth;
+        struct table_outputs outputs = {0};
+        char failure[256] = "";
+        table_truth_init(&truth, &at, 50 + i);
+        bool fine = table_run(device, &truth, &at, &place, &outputs, failure) &&
+                    table_check(&truth, &at, &outputs, failure);
+        ck_assert_msg(fine, "case %u: %s", i, failure);
+        table_outputs_done(&outputs);
+        table_truth_done(&truth);
+    }
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
+UNIT_MAIN("kernels/cpu/rows", test_near_and_shifted, test_hard_rows, test_logits,
+          test_factor_beyond_float)
