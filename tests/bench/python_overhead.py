@@ -6,8 +6,8 @@ the same tensors in shared memory, in turns.
 
 `libkld` is the C call on a request that was made before (through ctypes, some 2 us); `numpy` is Connection.kl_div()
 with loss and gradient into arrays of the caller's, `numpy, new` into new ones; `torch` is kld.functional.kl_div() without
-gradient, `torch, step` forward and backward. Medians, in microseconds. Exit status 1 where `numpy` or `torch` takes
-over 60 us more than libkld."""
+gradient, `torch, step` forward and backward. Medians, in microseconds. Exit status 1 where one of these takes
+over 60 us more than libkld, as a step does on the machines so far."""
 import argparse
 import ctypes as c
 import json
@@ -108,7 +108,7 @@ def main():
         print(f"{name:12} {median:7.1f} us  {added[name]:+6.1f}")
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
-    return int(any(added.get(name, 0) > LIMIT_US for name in ("numpy", "numpy, new", "torch")))
+    return int(any(added.get(name, 0) > LIMIT_US for name in ("numpy", "numpy, new", "torch", "torch, step")))
 
 
 def processor():

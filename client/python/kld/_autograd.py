@@ -169,7 +169,7 @@ class Job(NamedTuple):
                 loss = over(call.make("loss", DTYPES[dtype], loss_shape), dtype, loss_shape)
             number = call.run().loss
             if loss is None:
-                loss = torch.tensor(number, dtype=dtype, device="cpu")  # whatever the default device is
+                loss = torch.scalar_tensor(number, dtype=dtype, device="cpu")  # whatever the default device is
             return loss, (first, second)
 
         return connection._alone(request, self.timeout)
@@ -277,7 +277,9 @@ class KlDiv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, predictions: torch.Tensor, targets: Any, job: Job) -> torch.Tensor:
         wanted = ctx.needs_input_grad[:2]
-        late, shift = job.plan_gradients((predictions.dtype, targets.dtype), wanted, tuple(predictions.shape))
+        late, shift = False, 0
+        if job.parameters.reduction == "none" or torch.float16 in (predictions.dtype, targets.dtype):
+            late, shift = job.plan_gradients((predictions.dtype, targets.dtype), wanted, tuple(predictions.shape))
         attached = isinstance(targets, View)
         loss, gradients = job.run((predictions, targets), (False, False) if late else wanted, None, shift)
         ctx.job, ctx.gradients, ctx.late, ctx.shift = job, gradients, late, shift

@@ -126,13 +126,16 @@ def kl_div(input: torch.Tensor, target: Any, size_average: Optional[bool] = None
         connection = default_for(input)
     elif type(connection) is not Connection:
         _checked(connection)
-    for name, value in zip(NUMBERS, parameters[-len(NUMBERS):]):
+    for name, value in zip(NUMBERS, parameters[4:]):
         if value is not None:
             check_no_gradient(name, value)  # before autograd, inside of which nothing asks for gradients
-    leading, device = tuple(input.shape[:-1]), input.device
-    job = Job(connection, parameters,
-              None if row_weights is None else rows_vector("row_weights", row_weights, leading, device),
-              None if row_mask is None else rows_vector("row_mask", row_mask, leading, device), timeout)
+    if row_weights is not None or row_mask is not None:
+        leading, device = tuple(input.shape[:-1]), input.device
+        if row_weights is not None:
+            row_weights = rows_vector("row_weights", row_weights, leading, device)
+        if row_mask is not None:
+            row_mask = rows_vector("row_mask", row_mask, leading, device)
+    job = Job(connection, parameters, row_weights, row_mask, timeout)
     wanted = torch.is_grad_enabled() and (input.requires_grad or (isinstance(target, torch.Tensor)
                                                                   and target.requires_grad))
     apply: Callable[..., torch.Tensor] = KlDiv.apply if wanted else loss_alone
