@@ -65,7 +65,10 @@ def test_a_student_learns_from_another_process(server, device, distilled):
     assert last < 0.3 * first and score > 0.8
     # The same student as one process makes of it.
     alone = re.search(r"kld +loss (\S+) -> (\S+), (\S+) of", distilled[0])
-    assert [first, last, score] == pytest.approx([float(x) for x in alone.groups()], rel=5e-3)
+    right = [float(x) for x in alone.groups()]
+    assert first == pytest.approx(right[0], rel=1e-5)
+    # 120 steps on: float32's roundings of another order, 1.3e-4 on a CPU; and at most two of the other digits.
+    assert last == pytest.approx(right[1], rel=5e-4) and score == pytest.approx(right[2], abs=2.5 / 898)
 
 
 def test_kernelbench(server, device):
