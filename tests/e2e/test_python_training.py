@@ -86,10 +86,10 @@ for threads in (1, 3, 1, 2, 4, 5, 6):
     torch.set_num_threads(threads)
     torch.ones(100000).exp()  # PyTorch's own threads are there
     assert torch.get_num_threads() == threads
-    before = len(os.listdir("/proc/self/task"))
+    before = set(os.listdir("/proc/self/task"))  # of which those of PyTorch's that were too many may be ending
     leaf = z.clone().requires_grad_()
     connection = _default.for_cpu_tensors(threads)
-    counts.append(len(os.listdir("/proc/self/task")) - before)
+    counts.append(len(set(os.listdir("/proc/self/task")) - before))
     loss = functional.kl_div(leaf, t, reduction="sum", input_form="logits")
     loss.backward()
     found.append((loss.detach(), leaf.grad))
