@@ -251,8 +251,12 @@ def test_a_second_derivative_is_refused(connection, more, compiler):
     z, t = pair(4, 6)
     z.requires_grad_()
     graph = compiled(lambda z: functional.kl_div(z, t, connection=connection, **more).sum(), compiler)
-    with pytest.raises(kld.KldUnsupportedError, match="no second derivative"):
-        torch.autograd.grad(graph(z), z, create_graph=True)
+    if compiler == "eager":
+        with pytest.raises(kld.KldUnsupportedError, match="no second derivative"):
+            torch.autograd.grad(graph(z), z, create_graph=True)
+    with pytest.raises((kld.KldUnsupportedError, RuntimeError), match="no second derivative|support double backward"):
+        gradient, = torch.autograd.grad(graph(z), z, create_graph=True)  # refused by newer PyTorch, and later
+        (z.sum() + gradient.sum()).backward()
     torch.autograd.grad(graph(z), z)
     late = compiled(lambda z: functional.kl_div(z, t, reduction="none", input_form="logits").sum(), compiler)
     with pytest.raises((kld.KldUnsupportedError, RuntimeError), match="second derivative|support double backward"):

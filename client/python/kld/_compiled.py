@@ -17,7 +17,7 @@ from ._connection import Connection
 from ._errors import KldConnectionError, KldTypeError, KldUnsupportedError, KldValueError, Status
 from ._half import is_bounded, wants_half
 from ._request import Parameters
-from ._surroundings import HAS_OPERATORS, is_special
+from ._surroundings import HAS_OPERATORS, is_special, name_of
 
 TEXTS = 4  # of Parameters; a fifth and sixth say what is wrong
 
@@ -112,11 +112,16 @@ def _late_fake(input: Tensor, target: Tensor, grad_output: Tensor, *rest: Any) -
     return _gradients_fake(input, target, _Rest(*rest).wanted)
 
 
-def _once(grad_output: Tensor) -> Tensor:
-    """Goes on with what backward() begins with, unless it is to be differentiated again. (In the graph of a
-    backward pass nothing else is run when it is.)"""
+def _refuse_second() -> None:
     if torch.is_grad_enabled():
         raise KldUnsupportedError(Status.UNIMPLEMENTED, _autograd.NO_SECOND_DERIVATIVE)
+
+
+def _once(grad_output: Tensor) -> Tensor:
+    """Goes on with what backward() begins with, unless it is to be differentiated again. (In the graph of a
+    backward pass nothing else is run when it is. Of newer PyTorch, 2.15 for one, such a graph is run without gradients
+    then, and PyTorch refuses when the result is differentiated.)"""
+    _refuse_second()
     return grad_output.clone()
 
 
@@ -151,11 +156,13 @@ def _numbers_fake(values: List[Tensor]) -> Tensor:
     return torch.empty(len(values), dtype=torch.float64, device="cpu")
 
 
+# Not part of a CUDA graph, which mode="reduce-overhead" makes of the rest. (PyTorch 2.8 knows the tag.)
+_TAGS: Dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch, "Tag") and hasattr(
+    torch.Tag, "cudagraph_unsafe") else {}
+
+
 def _define(name: str, function: Any, fake: Any, schema: str) -> Any:
-    # Not part of a CUDA graph, which mode="reduce-overhead" makes of the rest. (PyTorch 2.8 knows the tag.)
-    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
-    more: Dict[str, Any] = {} if unsafe is None else {"tags": (unsafe,)}
-    made = torch.library.custom_op(name, function, mutates_args=(), schema=schema, **more)
+    made = torch.library.custom_op(name, function, mutates_args=(), schema=schema, **_TAGS)
     made.register_fake(fake)
     return made
 
@@ -171,7 +178,11 @@ if HAS_OPERATORS:
     _library = torch.library.Library("kld", "FRAGMENT")
     _library.define("number(Scalar value) -> Tensor")
     _library.impl("number", _number, "CompositeImplicitAutograd")
-    _once_op: Any = _define("kld::once", _once, torch.empty_like, "(Tensor grad_output) -> Tensor")
+    # Not a custom_op(), inside of which PyTorch 2.4 never has gradients enabled.
+    _library.define("once(Tensor grad_output) -> Tensor", **_TAGS)
+    _library.impl("once", _once, "CompositeExplicitAutograd")
+    torch.library.register_fake("kld::once", torch.empty_like, lib=_library)
+    _once_op: Any = torch.ops.kld.once.default
 
     def _setup(ctx: Any, inputs: Any, output: Any) -> None:
         asked = _Rest(*inputs[2:])
@@ -186,6 +197,7 @@ if HAS_OPERATORS:
 
     def _backward(ctx: Any, grad_output: Optional[Tensor], *_: Any) -> Any:
         gradients: Any = (None, None)
+        _refuse_second()
         if grad_output is not None:
             factor = _once_op(grad_output)
             if ctx.late is not None:
@@ -210,16 +222,16 @@ def _problem(given: Dict[str, Any], texts: Tuple[Any, ...], log_target: bool, ro
     """What a call outside of graphs would refuse, and an operator cannot see."""
     for name, text in zip(Parameters._fields, texts):
         if not isinstance(text, str):
-            return ["type", f"{name} is a text, not {type(text).__name__}"]
+            return ["type", f"{name} is a text, not {name_of(type(text))}"]
     if not isinstance(log_target, bool):
-        return ["type", f"log_target is a bool, not {type(log_target).__name__}"]
+        return ["type", f"log_target is a bool, not {name_of(type(log_target))}"]
     for name, value in given.items():
         if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
             return ["value", _autograd.no_gradient(name)]
         if isinstance(value, (Tensor, np.ndarray)) and value.shape != ():
             return ["type", f"{name} is a number, not of shape {tuple(value.shape)}"]
         if not isinstance(value, (Tensor, np.ndarray, np.generic, int, float)):
-            return ["type", f"{name} is a number, not {type(value).__name__}"]
+            return ["type", f"{name} is a number, not {name_of(type(value))}"]
     if log_target and texts[3] != "logprobs":
         return ["value", f"log_target=True and target_form={texts[3]!r} contradict each other"]
     if isinstance(row_weights, Tensor) and row_weights.requires_grad and torch.is_grad_enabled():

@@ -45,9 +45,15 @@ def outside(function: Callable[..., Any]) -> Callable[..., Any]:
     def left(*arguments: Any, **more: Any) -> Any:
         return torch.compiler.disable(function)(*arguments, **more)
 
-    _mark(left, _torchdynamo_disable=True, _torchdynamo_disable_msg="kl_div() of kld with what is no tensor (an "
-          "attached one, say) ends a graph; or: " + TRANSFORMED)
+    why = "kl_div() of kld with what is no tensor (an attached one, say) ends a graph; or: " + TRANSFORMED
+    _mark(left, _torchdynamo_disable=True, _torchdynamo_disable_msg=why)
+    left.__qualname__ = why  # all that PyTorch 2.4 says of a function where a graph may not end
     return left
+
+
+def name_of(kind: type) -> str:
+    """(PyTorch 2.4 cannot trace type(value).__name__ into a text.)"""
+    return kind.__name__
 
 
 def _mark(function: Callable[..., Any], **more: Any) -> None:
@@ -56,7 +62,8 @@ def _mark(function: Callable[..., Any], **more: Any) -> None:
         setattr(function, name, value)
 
 
-_mark(are_transformed, _dynamo_marked_constant=True)
+for _constant in (are_transformed, name_of):
+    _mark(_constant, _dynamo_marked_constant=True)
 
 
 def are_ordinary(input: Any, target: Any) -> bool:
@@ -96,4 +103,5 @@ def refuse_special(*tensors: Any) -> None:
                                       "cannot read; expected a plain one")
 
 
-__all__ = ["HAS_OPERATORS", "TRANSFORMED", "are_ordinary", "are_transformed", "is_special", "refuse_special"]
+__all__ = ["HAS_OPERATORS", "TRANSFORMED", "are_ordinary", "are_transformed", "is_special", "name_of",
+           "refuse_special"]
