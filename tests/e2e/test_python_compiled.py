@@ -1,6 +1,6 @@
 """kld under torch.compile() and torch.export(), on the CPU: one graph, its values and gradients are those of a call
-outside; so are the errors; a number that changes makes no graph of its own. PyTorch 2.4 or newer; with an older one
-skipped. (Those at the end compile for a GPU.)"""
+outside; so are the errors; a number that changes makes no graph of its own (a float: PyTorch 2.6 or newer).
+PyTorch 2.4 or newer; with an older one skipped. (Those at the end compile for a GPU.)"""
 import gc
 import re
 import subprocess
@@ -34,6 +34,11 @@ def compiled(function, backend="aot_eager", fullgraph=True):
 
 def graphs():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def makes_a_graph_for_each_number():
+    """PyTorch 2.4 and 2.5: for each value of a float, and (2.4) for a first int of 1."""
+    return torch._dynamo.config.specialize_float
 
 
 def pair(*shape):
@@ -127,6 +132,8 @@ def test_a_number_that_changes_at_each_step_makes_no_graphs(connection, reductio
 
     if name == "normalizer" and reduction == "none":
         pytest.skip("no divisor to replace")
+    if isinstance(values[0], float) and makes_a_graph_for_each_number():
+        pytest.skip("a graph for each value of a float, of this PyTorch: it takes a tensor")
     graph, t = compiled(step), pair(4, 6)[1]
     for value in values:
         found = []
@@ -136,7 +143,7 @@ def test_a_number_that_changes_at_each_step_makes_no_graphs(connection, reductio
             loss.backward()
             found.append((loss.detach(), z.grad))
         torch.testing.assert_close(found[0], found[1])
-    assert 1 <= graphs() <= 2
+    assert 1 <= graphs() <= 2 + (isinstance(values[0], int) and makes_a_graph_for_each_number())
 
 
 @pytest.mark.parametrize("value", [2.0, 3, torch.tensor(2.0)], ids=lambda value: type(value).__name__)
@@ -173,10 +180,15 @@ def test_a_batch_size_that_changes_makes_no_graphs(connection):
 
 
 def test_an_annealed_module_makes_no_graphs(connection):
-    loss = nn.KLDivLoss(temperature=4.0, connection=connection, **LOGITS)
+    as_tensor = makes_a_graph_for_each_number()
+    loss = nn.KLDivLoss(temperature=torch.tensor(4.0) if as_tensor else 4.0, connection=connection, **LOGITS)
     graph, (z, t) = compiled(loss), pair(4, 6)
     for index in range(15):
-        loss.options["temperature"] = 4.0 - index / 5
+        temperature = 4.0 - index / 5
+        if as_tensor:
+            loss.options["temperature"].fill_(temperature)
+        else:
+            loss.options["temperature"] = temperature
         torch.testing.assert_close(graph(z, t), loss(z, t))
     assert 1 <= graphs() <= 2
 

@@ -159,6 +159,8 @@ def _numbers_fake(values: List[Tensor]) -> Tensor:
 # Not part of a CUDA graph, which mode="reduce-overhead" makes of the rest. (PyTorch 2.8 knows the tag.)
 _TAGS: Dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch, "Tag") and hasattr(
     torch.Tag, "cudagraph_unsafe") else {}
+_UNFOLDED: Dict[str, Any] = {"tags": (torch.Tag.nondeterministic_seeded,)} if HAS_OPERATORS and (
+    torch.__version__ < (2, 5)) else _TAGS
 
 
 def _define(name: str, function: Any, fake: Any, schema: str) -> Any:
@@ -172,10 +174,15 @@ if HAS_OPERATORS:
                             "(Tensor input, Tensor target" + _SCHEMA + " -> (Tensor, Tensor, Tensor, Tensor)")
     _late_op: Any = _define("kld::late_gradients", _late, _late_fake,
                             "(Tensor input, Tensor target, Tensor grad_output" + _SCHEMA + " -> (Tensor, Tensor)")
-    _constant_op: Any = _define("kld::constant", _constant, _scalar_fake, "(float value) -> Tensor")
     _integer_op: Any = _define("kld::integer", _integer, _scalar_fake, "(SymInt value) -> Tensor")
     _numbers_op: Any = _define("kld::numbers", _numbers, _numbers_fake, "(Tensor[] values) -> Tensor")
     _library = torch.library.Library("kld", "FRAGMENT")
+    # PyTorch 2.4's Inductor runs an operator of constants itself, and compiles C++ that fills in what came out; not one
+    # with this tag.
+    _library.define("constant(float value) -> Tensor", **_UNFOLDED)
+    _library.impl("constant", _constant, "CompositeExplicitAutograd")
+    torch.library.register_fake("kld::constant", _scalar_fake, lib=_library)
+    _constant_op: Any = torch.ops.kld.constant.default
     _library.define("number(Scalar value) -> Tensor")
     _library.impl("number", _number, "CompositeImplicitAutograd")
     # Not a custom_op(), inside of which PyTorch 2.4 never has gradients enabled.
