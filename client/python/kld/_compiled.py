@@ -265,10 +265,11 @@ def kl_div(input: Tensor, target: Tensor, parameters: Parameters, log_target: bo
     if input.dim() == 0 and reduction in ("mean", "batchmean", "sum", "none") and target.dim() == 0:
         return kl_div(input.reshape(1), target.reshape(1), parameters, log_target, row_weights, row_mask,
                       connection, timeout).reshape(())
-    names, values = (*Parameters._fields[TEXTS:], "timeout"), (*parameters[TEXTS:], timeout)
+    plain = tuple(parameters)  # PyTorch 2.6 cannot trace a slice of a NamedTuple
+    names, values = (*Parameters._fields[TEXTS:], "timeout"), (*plain[TEXTS:], timeout)
     given = {name: value for name, value in zip(names, values) if value is not None}
-    problem = _problem(given, parameters[:TEXTS], log_target, row_weights)
-    texts = [str(text) for text in parameters[:TEXTS]] + problem
+    problem = _problem(given, plain[:TEXTS], log_target, row_weights)
+    texts = [str(text) for text in plain[:TEXTS]] + problem
     if problem:
         given = {}
     numbers = _numbers_op([_scalar(value) for value in given.values()]) if given else None
