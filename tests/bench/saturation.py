@@ -28,7 +28,7 @@ from conftest import BIN, Server, clean_environment, wait_until
 from httplib import probabilities
 from loadlib import PROGRAM, Cores, commit, free_port, on, pin, post, room_for_connections, run_clients
 
-CONNECTIONS, TIMES = 4000, 5
+CONNECTIONS, PEAK_CONNECTIONS, TIMES = 4000, 64, 5
 AIMS = {"share": 0.9, "refused_p99_ms": 500, "answered_p99_ms": 1000}
 
 
@@ -52,22 +52,26 @@ def settle(server):
         wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 0, 30, "the end of the last flood")
 
 
-def over_http(options, server, request):
+def over_http(options, server, request, connections=CONNECTIONS):
     pairs = []
-    load(options, server, request, "load", 64, 0.5)
+    load(options, server, request, "load", PEAK_CONNECTIONS, 0.5)
     for _ in range(options.rounds):
         settle(server)
-        peak = max(load(options, server, request, "load", 64, options.seconds / 2)["requests_per_s"] for _ in range(2))
-        pairs.append((peak, load(options, server, request, "flood", CONNECTIONS, options.seconds, rate=TIMES * peak)))
+        peak = max(load(options, server, request, "load", PEAK_CONNECTIONS, options.seconds / 2)["requests_per_s"] for _ in range(2))
+        pairs.append((peak, load(options, server, request, "flood", connections, options.seconds, rate=TIMES * peak)))
     found = {key: statistics.median(flood[key] for _, flood in pairs) for key in pairs[0][1]}
     return {"peak_per_s": statistics.median(peak for peak, _ in pairs), **found,
             "share": round(statistics.median(flood["answered_per_s"] / peak for peak, flood in pairs), 3),
             "shares": [round(flood["answered_per_s"] / peak, 3) for peak, flood in pairs]}
 
 
-def small(options, server):
+def small(options, server, connections=CONNECTIONS):
     return over_http(options, server, post(*oip.body({"predictions": probabilities((2, 8), 1),
-                                                      "targets": probabilities((2, 8), 2)})))
+                                                      "targets": probabilities((2, 8), 2)})), connections)
+
+
+def clients(options, server):
+    return small(options, server, TIMES * PEAK_CONNECTIONS)
 
 
 class Hello:
@@ -126,7 +130,7 @@ def main():
     parser.add_argument("--backend", default=os.environ.get("KLD_BACKEND", "cpu"), choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2)
-    parser.add_argument("--case", action="append", choices=["small", "computed", "unix", "hello"])
+    parser.add_argument("--case", action="append", choices=["small", "clients", "computed", "unix", "hello"])
     parser.add_argument("--flags", nargs="*", default=[], help="NAME=VALUE of the server")
     options = parser.parse_args()
     room_for_connections()
@@ -134,7 +138,7 @@ def main():
     results = {"commit": commit(), "cpu": cpu_model(), "cpus": os.cpu_count(), "backend": options.backend, "rounds": options.rounds,
                "cores": Cores().described(), "seconds": options.seconds, "flags": flags, "load_before": round(os.getloadavg()[0], 2),
                "aims": AIMS}
-    for name, measure in (("small", small), ("computed", computed), ("unix", over_unix)):
+    for name, measure in (("small", small), ("clients", clients), ("computed", computed), ("unix", over_unix)):
         if options.case and name not in options.case:
             continue
         options.cores = cores_of(name)
