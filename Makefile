@@ -15,7 +15,7 @@ TABLES   := $(shell cat kernels/backend.h proto/op.h proto/status.h | cksum | cu
 COMMIT   := $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
 Q        := $(if $(V),,@)
 
-JOBS     ?= 3
+JOBS     ?= 2
 
 CC       ?= gcc
 # All cores, unless the caller said how many.

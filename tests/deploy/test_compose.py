@@ -100,7 +100,8 @@ def test_the_server_takes_its_options(kind, make_server, tmp_path):
         options[name] = re.sub(r":\d+$", ":0", options[name])
     server = make_server(backend="cpu",
                          **{name.lstrip("-").replace("-", "_"): value for name, value in options.items()})
-    assert server.request("/v2/health/ready")[0] == 200
+    # On a busy machine the gateway may say that it serves before it has its way to the worker (a second is what it waits).
+    wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="readiness")
     if kind != "kubernetes":  # the level of the log, while it runs
         (tmp_path / "kld.json").write_text('{"log_level": "debug"}')
         server.process.send_signal(signal.SIGHUP)

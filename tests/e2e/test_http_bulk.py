@@ -430,7 +430,7 @@ def test_a_worker_lost_in_the_middle_of_an_upload(make_server):
     q, p = probabilities(SHAPE, 17), probabilities(SHAPE, 18)
     headers, data = oip.body({"predictions": q, "targets": p}, {"grad_predictions": {"binary_data": True}})
     infer(server, {"predictions": q, "targets": p})
-    base = fds_of(server.child("gateway"))
+    base, refused = fds_of(server.child("gateway")), 0
     for part in (0.1, 0.6, 1):
         with Connection(server) as connection:
             http = connection.http
@@ -448,11 +448,16 @@ def test_a_worker_lost_in_the_middle_of_an_upload(make_server):
             except OSError:
                 pass
             reply = http.getresponse()
-            assert reply.status == 503 and reply.headers["Retry-After"], reply.read()
-            assert json.loads(reply.read())["error"]
+            body = reply.read()
+            if reply.status == 200:  # on a busy machine no byte had gone to that worker, and the next one has them all
+                close(oip.parse(reply.headers, body)[1]["grad_predictions"], oip.expected(q, p)["grad_predictions"], "FP32")
+            else:
+                assert reply.status == 503 and reply.headers["Retry-After"] and json.loads(body)["error"], body
+                refused += 1
         wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="the next worker")
         _, got = infer(server, {"predictions": q, "targets": p})
         close(got["loss"], oip.expected(q, p)["loss"], "FP32")
+    assert refused
     wait_until(lambda: clean(server, base), 20, "a clean server")
 
 
