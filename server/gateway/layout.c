@@ -259,6 +259,7 @@ void kld_infer_lay_out(struct kld_infer *infer) {
     if (infer->tensors_bytes > share_of(infer->gateway)) {
         infer->bulk = true;
         place(infer);
+        infer->bulk = infer->buffer_bytes > 0; /* no pieces travel where all is JSON */
     }
     infer->uses_buffers = infer->uses_buffers || infer->buffer_bytes > 0;
     take_staging(infer);

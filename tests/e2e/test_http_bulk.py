@@ -76,6 +76,23 @@ def test_in_any_pieces(server, piece, packed):
                   oip.expected(q, p)["grad_predictions"], "FP32")
 
 
+def test_json_behind_a_request_in_pieces(make_server):
+    """Larger than its share, but nothing of it travels in pieces: what the memory of another request's pieces still
+    says is nothing to it."""
+    server = make_server(staging_request_bytes_max="1M", http_threads=1)
+    q, p = probabilities((100, 3000), 3), probabilities((100, 3000), 4)
+    gradient, loss = {"grad_predictions": {"binary_data": True}}, oip.expected(q, p)["loss"]
+    before = server.child("gateway")
+    with Connection(server) as connection:
+        for outputs, binary in ((gradient, True), (None, False)) * 3:
+            headers, data = oip.body({"predictions": q, "targets": p}, outputs, None, binary)
+            status, reply_headers, reply = connection.ask("POST", INFER, data, headers)
+            assert status == 200, reply[:500]
+            if not outputs:
+                close(oip.parse(reply_headers, reply)[1]["loss"], loss, "FP32")
+    assert server.child("gateway") == before
+
+
 def test_shared_memory_both_ways(server):
     q, p = probabilities(SHAPE, 5), probabilities(SHAPE, 6)
     size = q.nbytes
