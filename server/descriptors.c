@@ -5,8 +5,19 @@
 
 #include "server/log.h"
 
+static uint64_t wanted_max = KLD_DESCRIPTORS_OWN; /* written before there are other threads */
+
+uint64_t kld_descriptors_max(void) {
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY ||
+        limit.rlim_cur > wanted_max)
+        return wanted_max;
+    return limit.rlim_cur;
+}
+
 void kld_descriptors_raise(uint64_t wanted) {
     struct rlimit limit;
+    wanted_max = wanted;
     if (getrlimit(RLIMIT_NOFILE, &limit) != 0)
         return;
     if (limit.rlim_cur < limit.rlim_max) {

@@ -14,4 +14,8 @@
  * what the configured limits allow peers to fill, and KLD_DESCRIPTORS_OWN. */
 void kld_descriptors_raise(uint64_t wanted);
 
+/* As many as this process may come to hold: of `wanted` above what the limit lets it have, or
+ * KLD_DESCRIPTORS_OWN where that was not called. */
+uint64_t kld_descriptors_max(void);
+
 #endif

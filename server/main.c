@@ -11,6 +11,7 @@
 #include "server/config.h"
 #include "server/log.h"
 #include "server/role.h"
+#include "server/stack.h"
 #include "server/stats.h"
 
 extern char **environ;
@@ -79,6 +80,7 @@ int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN); /* a peer that went away is an error code, not a signal */
     signal(SIGXFSZ, SIG_IGN); /* and so is a file that may not grow */
     bool hangup_ignored = block_hangup();
+    kld_stack_reserve();
     if (argc > 1 && strncmp(argv[1], "--role=", 7) == 0)
         return child_main(argc, argv);
 

@@ -32,6 +32,7 @@
 #include "server/log.h"
 #include "server/role.h"
 #include "server/signals.h"
+#include "server/uv_loop.h"
 #include "server/uv_pool.h"
 
 #define DRAIN_LOOK_MS 10
@@ -247,7 +248,7 @@ static enum kld_status open_loop(struct process *process, uint32_t index, struct
         gateway->pools = first->pools;
         memcpy(gateway->pool, first->pool, sizeof gateway->pool);
         gateway->index = gateway->next_pool = index;
-        if (uv_loop_init(&gateway->loop) != 0)
+        if (kld_uv_loop_open(&gateway->loop) != 0)
             return kld_error_set(err, KLD_NO_MEMORY, "an event loop cannot be started");
     }
     process->loop[index].process = process;
@@ -306,7 +307,6 @@ static enum kld_status open_secrets(struct kld_gateway *gateway, struct kld_erro
 static enum kld_status open_parts(struct process *process, struct kld_error *err) {
     struct kld_gateway *gateway = &process->loop[0].gateway;
     enum kld_status status;
-    kld_descriptors_raise(descriptors_wanted(gateway->config));
     if ((status = open_secrets(gateway, err)) || (status = set_nonblocking(KLD_FD_LISTEN, err)) ||
         (gateway->config->metrics_http[0] && (status = set_nonblocking(KLD_FD_METRICS, err))) ||
         (status = enter_sandbox(gateway, err)) ||
@@ -416,7 +416,8 @@ int kld_gateway_main(const struct kld_child *child) {
     uv_loop_t *loop = &process->loop[0].gateway.loop;
     kld_stats_reset_role(child->stats, "gateway");
     kld_stats_set(child->stats, KLD_STAT_http_threads, process->common.loops);
-    if (uv_loop_init(loop) != 0) {
+    kld_descriptors_raise(descriptors_wanted(child->config));
+    if (kld_uv_loop_open(loop) != 0) {
         kld_error_set(&error, KLD_NO_MEMORY, "the event loop cannot be started");
     } else if (watch(process, &error) == KLD_OK && open_parts(process, &error) == KLD_OK) {
         report_once_linked(process);

@@ -11,6 +11,7 @@
 
 #include "server/gateway/gateway.h"
 #include "server/gateway/pool_state.h"
+#include "server/uv_loop.h"
 
 #define CONNECT_TIMEOUT_NS 2000000000u
 #define UNREACHABLE_NS 100000000u /* so long nothing is tried again: a try may take long */
@@ -400,7 +401,7 @@ enum kld_status kld_pool_open(const struct kld_config *config, uint32_t index,
                               const struct kld_stats_device *shown, struct kld_pool **ret_pool,
                               struct kld_error *err) {
     struct kld_pool *pool = calloc(1, sizeof *pool);
-    if (!pool || uv_mutex_init(&pool->gate) != 0 || uv_loop_init(&pool->loop) != 0) {
+    if (!pool || uv_mutex_init(&pool->gate) != 0 || kld_uv_loop_open(&pool->loop) != 0) {
         free(pool);
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     }

@@ -12,6 +12,7 @@
 
 #include "server/log.h"
 #include "server/signals.h"
+#include "server/uv_loop.h"
 #include "server/uv_pool.h"
 
 #define REAP_DELAY_MS 50    /* libuv collects its own children first */
@@ -358,7 +359,7 @@ static enum kld_status open_all(struct kld_supervisor *supervisor, const struct 
         status = open_http(supervisor, config, err);
     if (status == KLD_OK)
         status = kld_reload_open(supervisor, config, start, err);
-    if (status == KLD_OK && uv_loop_init(&supervisor->loop) != 0)
+    if (status == KLD_OK && kld_uv_loop_open(&supervisor->loop) != 0)
         status = kld_error_set(err, KLD_NO_MEMORY, "cannot make an event loop");
     if (status != KLD_OK)
         return status;

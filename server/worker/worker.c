@@ -16,6 +16,7 @@
 #include "server/host_memory.h"
 #include "server/log.h"
 #include "server/signals.h"
+#include "server/uv_loop.h"
 #include "server/uv_pool.h"
 #include "server/worker/closer.h"
 #include "server/worker/core.h"
@@ -418,7 +419,7 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
     if ((status = kld_peers_init(&worker->peers, options->config, err)) ||
         (status = kld_queue_init(&worker->queue, (uint32_t)options->config->requests_max, err)))
         return status;
-    if (uv_loop_init(&worker->loop) != 0) {
+    if (kld_uv_loop_open(&worker->loop) != 0) {
         kld_queue_done(&worker->queue);
         return kld_error_set(err, KLD_INTERNAL, "no event loop");
     }

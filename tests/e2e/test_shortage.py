@@ -228,6 +228,16 @@ def test_without_memory(make_server, role, room):
     wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
 
 
+STACK_BYTES = 1 << 20  # KLD_STACK_BYTES
+
+
+def test_stacks_do_not_have_to_grow(make_server):
+    """Where there is no more address space that is a fault, and no error of one request."""
+    for role, pid in pids_of(make_server()).items():
+        stack = re.search(r"VmStk:\s*(\d+) kB", pathlib.Path(f"/proc/{pid}/status").read_text())[1]
+        assert int(stack) << 10 >= STACK_BYTES, role
+
+
 @pytest.mark.skipif(is_sanitized(), reason="a sanitizer ends a process that gets no memory")
 def test_a_reload_without_memory(make_server):
     """The supervisor has the threads that read files again from the start."""
