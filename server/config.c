@@ -51,6 +51,7 @@ static const struct {
     {"unix_mode", 0, 0777},
     {"drain_ms", 0, 3600000},
     {"stuck_ms", 0, 3600000},
+    {"start_ms", 0, 3600000},
     {"restart_ms_max", 1, 3600000},
     {"shared_bytes_max", 0, UINT64_MAX >> 1},
     {"client_shared_bytes_max", 0, UINT64_MAX >> 1},

@@ -101,6 +101,8 @@
     X(COUNT, reload_ms, "10000", "time a reload gives its files, then the gateway; 0: any")        \
     X(COUNT, stuck_ms, "60000",                                                                    \
       "time without a sign of life after which worker or gateway is replaced; 0: never")           \
+    X(COUNT, start_ms, "60000",                                                                    \
+      "the same for its start, until it serves, if that is more; 0: any")                          \
     X(COUNT, restart_ms_max, "5000", "longest pause between restarts of a child that keeps dying") \
     X(COUNT, http_slow_ms, "10000", "in that time a client sends or takes the whole message, ...") \
     X(BYTES, http_slow_bytes, "10K", "... or at least so much of it; else it is cut off")          \

@@ -3,9 +3,9 @@
  *
  * Workers and gateway are looked at now and then. One that was asked again and again for stuck_ms
  * and did not answer, that answered twice in a row that its threads stand still, or that was
- * started and has not said for stuck_ms that it serves, is killed; child.c starts the next. Looks
- * are counted, not time: one that comes late, because this process, the machine or its clock stood
- * still, is one look.
+ * started and has not said for start_ms (stuck_ms, if that is more) that it serves, is killed;
+ * child.c starts the next. Looks are counted, not time: one that comes late, because this process,
+ * the machine or its clock stood still, is one look.
  *
  * At half of the time that the service manager waits for a sign of life every child is asked, and
  * when all that serve have answered, it is told. A child whose loop hangs answers nothing, so after
@@ -56,7 +56,13 @@ static void end_stuck(const struct kld_supervisor *supervisor, struct kld_watche
 /* The first look asks, and what was said while this process stood still may be unread at the next:
  * so there is one more than the time asks for. */
 static uint32_t looks_max(const struct kld_supervisor *supervisor, enum kld_ill ill) {
-    uint64_t silent = supervisor->config.stuck_ms / look_ms(supervisor) + 1;
+    const struct kld_config *config = &supervisor->config;
+    uint64_t silent_ms = config->stuck_ms;
+    if (ill == KLD_ILL_STARTS && !config->start_ms)
+        return UINT32_MAX; /* 100 ms apart: no start takes as long */
+    if (ill == KLD_ILL_STARTS && config->start_ms > silent_ms)
+        silent_ms = config->start_ms;
+    uint64_t silent = silent_ms / look_ms(supervisor) + 1;
     return ill == KLD_ILL_STUCK || silent < LOOKS_MIN ? LOOKS_MIN : (uint32_t)silent;
 }
 

@@ -328,7 +328,8 @@ def start_without(role, kind, first, parts, **flags):
     -> (problem or None, what was counted)."""
     page = Page()
     page.arm(role, kind, first)
-    server = Server(environment=page.environment(), wait=False, stuck_ms=START_STUCK_MS, **flags)
+    server = Server(environment=page.environment(), wait=False, stuck_ms=START_STUCK_MS, start_ms=START_STUCK_MS,
+                    **flags)
     try:
         line = first_line(server, 15)
         if line is None:

@@ -28,9 +28,11 @@ enum part {
     LATE,    /* does not say that it serves, and hangs; a later life does */
     LINGERS, /* as LOSES, and its successors give signs of life */
     DAWDLES, /* ends before it would be too late, and so does each later life */
+    SLOW,    /* serves after longer than it may be silent then, and gives signs of life */
 };
 
 #define DAWDLERS_STUCK_MS 2000
+#define SLOW_START_MS 1500
 
 static struct kld_supervisor supervisor;
 static uv_timer_t patience;
@@ -55,6 +57,8 @@ static int play(enum part part) {
     uint64_t life = atomic_fetch_add(&page->common.value[KLD_STAT_gateway_restarts_total], 1);
     while (part == LATE && life == 0)
         pause();
+    if (part == SLOW)
+        usleep(SLOW_START_MS * 1000);
     if (part == DAWDLES)
         usleep(3 * DAWDLERS_STUCK_MS / 4 * 1000);
     else if (life == 0 || part == LOSES || part >= WELL)
@@ -235,10 +239,13 @@ END_TEST
 
 #define STUCK_MS 400 /* five looks, 100 ms apart */
 
+static uint64_t start_ms; /* of whom watch() watches; 0: any */
+
 static struct kld_watched *watch(enum part part, uint64_t stuck_ms) {
     struct kld_watched *child = start(part);
     supervisor.workers = part + 1; /* those before it are not there */
     supervisor.config.stuck_ms = stuck_ms;
+    supervisor.config.start_ms = start_ms;
     kld_watchdog_start(&supervisor);
     while (child->state != KLD_CHILD_READY)
         uv_run(&supervisor.loop, UV_RUN_ONCE);
@@ -335,6 +342,7 @@ START_TEST(a_gateway_that_gives_no_sign_of_life_is_replaced) {
 END_TEST
 
 START_TEST(one_that_does_not_say_that_it_serves_is_replaced) {
+    start_ms = 2 * STUCK_MS;
     struct kld_watched *child = watch(LATE, STUCK_MS);
     ck_assert_uint_eq(stuck_of(child), 1);
     ck_assert_uint_eq(restarts_of(child), 1);
@@ -342,11 +350,28 @@ START_TEST(one_that_does_not_say_that_it_serves_is_replaced) {
 }
 END_TEST
 
+static void serves_late(uint64_t longest_start_ms) {
+    start_ms = longest_start_ms;
+    struct kld_watched *child = watch(SLOW, STUCK_MS);
+    pass(2 * STUCK_MS);
+    ck_assert_int_eq(child->state, KLD_CHILD_READY);
+    ck_assert_uint_eq(stuck_of(child) + restarts_of(child), 0);
+}
+
+/* The driver takes its time: longer than a loop may stand still, where that is to be noticed soon.
+ */
+START_TEST(a_start_may_take_longer_than_a_sign_of_life) { serves_late(60000); }
+END_TEST
+
+START_TEST(a_start_may_take_any_time_where_that_is_wanted) { serves_late(0); }
+END_TEST
+
 /* Each has all of the time. */
 START_TEST(one_that_starts_is_not_taken_for_the_one_before_it) {
     struct kld_watched *child = start(DAWDLES);
     supervisor.workers = DAWDLES + 1;
     supervisor.config.stuck_ms = DAWDLERS_STUCK_MS;
+    supervisor.config.start_ms = 1; /* less than it may be silent */
     kld_watchdog_start(&supervisor);
     longest_pause(child, 2);
     ck_assert_uint_eq(stuck_of(child), 0);
@@ -372,6 +397,8 @@ int main(int argc, char **argv) {
                                   one_that_was_stuck_once_is_not_replaced,
                                   a_gateway_that_gives_no_sign_of_life_is_replaced,
                                   one_that_does_not_say_that_it_serves_is_replaced,
+                                  a_start_may_take_longer_than_a_sign_of_life,
+                                  a_start_may_take_any_time_where_that_is_wanted,
                                   one_that_starts_is_not_taken_for_the_one_before_it,
                                   nobody_is_looked_at_where_that_is_not_wanted};
     return unit_run("server/supervisor/child", tests, sizeof tests / sizeof tests[0]);
