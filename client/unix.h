@@ -34,6 +34,7 @@ enum unix_region_state {
     UNIX_REGION_READY,   /* wire_id is valid on this connection */
     UNIX_REGION_FAILED,  /* the server refused it: `error` */
     UNIX_REGION_LOST,    /* a pool region or done event whose worker is gone: `error` */
+    UNIX_REGION_BEHIND,  /* refused for want of room while others of ours left: asked again then */
     UNIX_REGION_WAITING, /* attached: nobody has published it yet; asked again at retry_at_ns */
 };
 
@@ -125,6 +126,7 @@ struct unix_connection {
     bool locked;          /* lists are being walked: kld_unix_flush() does nothing */
     uint32_t cancels;     /* calls with cancel_wanted */
     uint32_t region_work; /* regions in state NEW, or released ones that are to be dropped */
+    bool regions_behind;  /* there may be some in state BEHIND */
     uint32_t share_work;  /* the same of events and publications */
     struct unix_publication *publications;
     int8_t priorities[KLD_PRIORITIES_MAX];        /* of streams; told to each worker */

@@ -286,7 +286,7 @@ enum kld_status kld_unix_wait_state(struct unix_connection *u, const enum unix_r
                                     struct kld_error *err) {
     enum kld_status status = KLD_OK;
     while ((*state == UNIX_REGION_NEW || *state == UNIX_REGION_ADDING ||
-            *state == UNIX_REGION_WAITING) &&
+            *state == UNIX_REGION_BEHIND || *state == UNIX_REGION_WAITING) &&
            !status && kld_now_ns() < deadline_ns) {
         status = kld_connection_step(&u->base, deadline_ns, err);
         if (!status && u->fatal.status == KLD_VERSION) {

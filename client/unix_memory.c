@@ -190,16 +190,38 @@ void kld_unix_regions_lost(struct unix_connection *u) {
             region->until_ns = kld_now_ns() + KLD_RECONNECT_NS_MAX;
         region->looks = 0;
         /* A pool region that was never registered holds nothing that could be lost. */
-        region->state =
-            base->pool && region->state != UNIX_REGION_NEW && region->state != UNIX_REGION_ADDING
-                ? UNIX_REGION_LOST
-                : UNIX_REGION_NEW;
+        region->state = base->pool && region->state != UNIX_REGION_NEW &&
+                                region->state != UNIX_REGION_ADDING &&
+                                region->state != UNIX_REGION_BEHIND
+                            ? UNIX_REGION_LOST
+                            : UNIX_REGION_NEW;
         u->region_work += region->state == UNIX_REGION_NEW;
         if (region->state == UNIX_REGION_LOST)
             kld_error_set(&region->error, KLD_DEVICE_LOST,
                           "a pool region of the request was lost with its worker; create and fill "
                           "it again");
     }
+}
+
+/* The server counts what was released until it is told, which it is once it has answered: to
+ * register memory may take it long. Who was refused meanwhile may have room behind that. */
+static bool some_leave(const struct unix_connection *u) {
+    const struct kld_region *base = u->base.regions;
+    while (base && !((const struct unix_region *)base)->released)
+        base = base->next;
+    return base != NULL;
+}
+
+static void left(struct unix_connection *u, struct unix_region *region) {
+    region_free(region);
+    for (struct kld_region *base = u->base.regions; base && u->regions_behind; base = base->next) {
+        struct unix_region *behind = (struct unix_region *)base;
+        if (behind->state != UNIX_REGION_BEHIND)
+            continue;
+        behind->state = UNIX_REGION_NEW;
+        u->region_work++;
+    }
+    u->regions_behind = false;
 }
 
 static enum unix_sent send_add(struct unix_connection *u, const struct unix_region *region) {
@@ -244,7 +266,7 @@ enum unix_sent kld_unix_regions_flush(struct unix_connection *u) {
         if (add)
             region->state = UNIX_REGION_ADDING;
         else
-            region_free(region);
+            left(u, region);
     }
     return UNIX_SENT;
 }
@@ -267,6 +289,10 @@ static bool stage_shrinks(struct unix_connection *u, struct unix_region *region)
     return true;
 }
 
+static bool is_full(const struct kld_error *error) {
+    return error->status == KLD_NO_MEMORY || error->status == KLD_TOO_LARGE;
+}
+
 bool kld_unix_region_answered(struct unix_connection *u, uint64_t local_id,
                               const union kld_frame *reply, const struct kld_error *error) {
     struct kld_region *base = u->base.regions;
@@ -286,6 +312,9 @@ bool kld_unix_region_answered(struct unix_connection *u, uint64_t local_id,
     }
     if (region->attached) {
         kld_unix_attach_answered(u, region, reply, error);
+    } else if (error && is_full(error) && !region->released && some_leave(u)) {
+        region->state = UNIX_REGION_BEHIND;
+        u->regions_behind = true;
     } else if (error && error->status == KLD_TOO_LARGE && stage_shrinks(u, region)) {
         region->state = UNIX_REGION_NEW;
         u->region_work++;
@@ -299,14 +328,14 @@ bool kld_unix_region_answered(struct unix_connection *u, uint64_t local_id,
     if (region->released && region->state == UNIX_REGION_READY)
         u->region_work++;
     else if (region->released)
-        region_free(region);
+        left(u, region);
     return true;
 }
 
 void kld_unix_region_wanted(struct unix_connection *u, struct kld_region *base) {
     struct unix_region *region = (struct unix_region *)base;
     if (!region || region->state != UNIX_REGION_FAILED || region->attached || region->released ||
-        (region->error.status != KLD_NO_MEMORY && region->error.status != KLD_TOO_LARGE))
+        !is_full(&region->error))
         return;
     region->state = UNIX_REGION_NEW;
     u->region_work++;

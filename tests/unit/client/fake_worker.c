@@ -16,6 +16,7 @@ struct fake_region {
     uint64_t id, bytes;
     char *data;
     struct fake_publication *attached; /* its memory is another's */
+    uint64_t unanswered;               /* the request that registered it; 0: it was answered */
 };
 
 /* Of any client. */
@@ -107,6 +108,20 @@ static void client_close(struct fake_worker *worker, struct fake_client *client)
     client->fd = -1;
 }
 
+static void answer_regions(struct fake_client *client) {
+    for (int i = 0; i < FAKE_REGIONS_MAX; i++) {
+        struct fake_region *region = &client->regions[i];
+        union kld_frame frame;
+        if (!region->unanswered)
+            continue;
+        kld_frame_init(&frame, KLD_FRAME_REGION, region->unanswered);
+        frame.as_REGION.region = region->id;
+        frame.as_REGION.bytes = region->bytes;
+        region->unanswered = 0;
+        reply(client, &frame);
+    }
+}
+
 static void region_add(struct fake_worker *worker, struct fake_client *client,
                        const struct kld_frame_region_add *add, int fd) {
     struct fake_region *region = region_find(client, 0);
@@ -115,6 +130,8 @@ static void region_add(struct fake_worker *worker, struct fake_client *client,
     worker->refuse_regions_once = 0;
     if (worker->shared_bytes_max && add->bytes > worker->shared_bytes_max)
         refuse = KLD_TOO_LARGE;
+    if (worker->one_region && worker->regions_now)
+        refuse = KLD_TOO_LARGE;
     if (refuse || !region) {
         reply_error(client, add->header.request, (enum kld_status)refuse);
         return;
@@ -122,13 +139,11 @@ static void region_add(struct fake_worker *worker, struct fake_client *client,
     void *data = fd >= 0 ? mmap(NULL, add->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
                          : mmap(NULL, add->bytes, PROT_READ | PROT_WRITE,
                                 MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    *region = (struct fake_region){++client->last_region, add->bytes, data, NULL};
+    *region =
+        (struct fake_region){++client->last_region, add->bytes, data, NULL, add->header.request};
     worker->regions_now++;
-    union kld_frame frame;
-    kld_frame_init(&frame, KLD_FRAME_REGION, add->header.request);
-    frame.as_REGION.region = region->id;
-    frame.as_REGION.bytes = region->bytes;
-    reply(client, &frame);
+    if (!worker->slow_regions)
+        answer_regions(client);
 }
 
 static float *tensor_row(struct fake_client *client, const struct kld_frame_submit *submit,
@@ -344,7 +359,7 @@ static void attach(struct fake_worker *worker, struct fake_client *client,
     worker->regions_now++;
     uint64_t offset = publication->frame.offset_bytes;
     *region = (struct fake_region){++client->last_region, publication->region.bytes - offset,
-                                   publication->region.data + offset, publication};
+                                   publication->region.data + offset, publication, 0};
     union kld_frame answer;
     kld_frame_init(&answer, KLD_FRAME_ATTACHED, frame->header.request);
     answer.as_ATTACHED.region = region->id;
@@ -538,6 +553,8 @@ static void *run(void *argument) {
             struct fake_client *client = &clients[i];
             if (client->fd >= 0 && !worker->hold)
                 release_held(client);
+            if (client->fd >= 0 && !worker->slow_regions)
+                answer_regions(client);
             if (client->fd == polled[i + 1].fd && client->fd >= 0 && polled[i + 1].revents &&
                 !receive(worker, client)) {
                 client_close(worker, client);

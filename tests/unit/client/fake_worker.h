@@ -34,6 +34,8 @@ struct fake_worker {
     atomic_int refuse_regions;  /* enum kld_status */
     atomic_int refuse_regions_once; /* enum kld_status: of the next one */
     atomic_ullong shared_bytes_max; /* larger regions are KLD_TOO_LARGE; 0: none is */
+    atomic_int slow_regions;        /* what is registered is not answered while set, but kept */
+    atomic_int one_region;          /* while there is one, others are KLD_TOO_LARGE */
     atomic_int garbage;             /* answers the next frame with nonsense */
     atomic_int hang_up;             /* 1: every connection is closed, once */
     atomic_int wordless;            /* its errors have a status and no text */

@@ -269,6 +269,34 @@ START_TEST(test_region_refused_by_a_worker_that_ends) {
 }
 END_TEST
 
+/* What was dropped before it was registered counts until it has been: a server that takes its time
+ * for that refuses what comes meanwhile, and has room for it behind. */
+START_TEST(test_region_refused_behind_one_that_leaves) {
+    struct ended ended = {0};
+    setup();
+    worker.slow_regions = worker.one_region = 1;
+    kld_region_drop(filled_region());
+    struct kld_region *region = filled_region();
+    struct kld_request request = region_request(region, 0, region, 8192);
+    submit(&request, &ended);
+    for (int i = 0; i < TRIES_MAX && worker.regions_added < 2; i++)
+        ck_assert_int_eq(kld_process(connection, 1, &error), KLD_OK);
+    for (int i = 0; i < 20; i++)
+        ck_assert_int_eq(kld_process(connection, 5, &error), KLD_OK);
+    ck_assert_int_eq(worker.regions_added, 2); /* and not again and again */
+    ck_assert_int_eq(ended.count, 0);
+    worker.slow_regions = 0;
+    process_until(&ended);
+    ck_assert_int_eq(ended.status, KLD_OK);
+    ck_assert_int_eq(worker.regions_added, 3);
+    /* Where nothing leaves it is an error at once. */
+    struct kld_region *other = filled_region();
+    request = region_request(other, 0, other, 8192);
+    ck_assert_int_eq(kld_run(connection, &request, NULL, &error), KLD_TOO_LARGE);
+    teardown();
+}
+END_TEST
+
 /* What kills the device is not sent on and on; who was there by chance is. */
 START_TEST(test_a_request_that_kills_the_device) {
     static float q[3 * CLASSES], p[3 * CLASSES];
@@ -462,7 +490,8 @@ UNIT_MAIN("client/unix_again", test_a_loss_takes_no_words_from_what_ended_before
           test_late_keeps_its_staging, test_cancelled_keeps_its_staging,
           test_input_overwritten_by_a_later_request, test_input_overwritten_by_a_later_copy,
           test_in_place_through_two_regions, test_worker_leaves,
-          test_region_refused_by_a_worker_that_ends, test_server_is_looked_for_after_a_long_pause,
-          test_region_refused_for_want_of_memory, test_lost_with_a_child_that_goes_on,
-          test_reason_of_a_refusal_is_told, test_another_release_is_told_at_once,
-          test_another_release_is_told_at_once_later, test_a_request_that_kills_the_device)
+          test_region_refused_by_a_worker_that_ends, test_region_refused_behind_one_that_leaves,
+          test_server_is_looked_for_after_a_long_pause, test_region_refused_for_want_of_memory,
+          test_lost_with_a_child_that_goes_on, test_reason_of_a_refusal_is_told,
+          test_another_release_is_told_at_once, test_another_release_is_told_at_once_later,
+          test_a_request_that_kills_the_device)
