@@ -25,7 +25,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
 BIN = pathlib.Path(os.environ.get("KLD_BIN", ROOT / "build")).resolve()
-START_SECONDS = 60  # a sanitizer build on a busy machine; a plain one takes 0.1
+START_SECONDS = 60  # a sanitizer build on a busy machine, a driver with many contexts to make; else it takes 0.1
 
 
 def pytest_addoption(parser):
@@ -155,7 +155,7 @@ class Server:
         """Kills it; returns its pid once it is gone."""
         pid = self.child(role)
         os.kill(pid, signal_number)
-        wait_until(lambda: children_of(self.pid).get(role) != pid, 10, f"the end of {role}")
+        wait_until(lambda: children_of(self.pid).get(role) != pid, START_SECONDS, f"the end of {role}")
         return pid
 
     def request(self, path, data=None, headers=None, method=None, timeout=60):

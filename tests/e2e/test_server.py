@@ -17,7 +17,7 @@ import urllib.request
 
 import pytest
 
-from conftest import BIN, children_of, clean_environment, sanitizer, wait_until
+from conftest import BIN, START_SECONDS, children_of, clean_environment, sanitizer, wait_until
 
 SERVER = str(BIN / "kld-server")
 
@@ -260,8 +260,9 @@ def test_a_stuck_worker_is_replaced(make_server):
     time.sleep(0.5)
     assert server.child("worker") == worker and "worker replaced" not in server.log()
     os.kill(worker, signal.SIGSTOP)
-    wait_until(lambda: children_of(server.pid).get("worker", worker) != worker, what="another worker")
-    wait_until(lambda: server.log().count("worker ready") == 2 or server.log().count("child ready") == 2, what="that it serves")
+    wait_until(lambda: children_of(server.pid).get("worker", worker) != worker, START_SECONDS, "another worker")
+    wait_until(lambda: server.log().count("worker ready") == 2 or server.log().count("child ready") == 2, START_SECONDS,
+               "that it serves")
     [line] = [line for line in server.log().splitlines() if "worker replaced" in line]
     assert "error" in line and f"child_pid={worker}" in line and "its loop gives no sign of life" in line
 
