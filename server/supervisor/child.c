@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/pidfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -16,6 +17,14 @@
 #define SILENT_DEATHS_MAX 5 /* before a first report; then it is not going to work */
 
 static void pause_then_start(struct kld_watched *child);
+
+/* By its descriptor: libuv waits for all that have ended before it says of the first that it has,
+ * and from then on their numbers may be those of strangers. */
+static void signal_life(struct kld_life *life, int signal_number) {
+    if (life->pidfd < 0 || (pidfd_send_signal(life->pidfd, signal_number, NULL, 0) != 0 &&
+                            (errno == ENOSYS || errno == EPERM)))
+        uv_process_kill(&life->process, signal_number);
+}
 
 static void control_close(struct kld_life *life) {
     if (!life->control_open)
@@ -32,6 +41,8 @@ static void on_process_closed(uv_handle_t *handle) {
     while (*link != life)
         link = &(*link)->next;
     *link = life->next;
+    if (life->pidfd >= 0)
+        close(life->pidfd);
     free(life);
     if (newest) {
         child->life = NULL;
@@ -289,7 +300,7 @@ static int begin_life(struct kld_watched *child, struct kld_life *life) {
         return uv_translate_sys_error(errno);
     }
     life->child = child;
-    life->control_fd = -1;
+    life->control_fd = life->pidfd = -1;
     int result = spawn(life, pair[1], &open);
     close(pair[1]);
     if (result != 0)
@@ -304,6 +315,7 @@ static int begin_life(struct kld_watched *child, struct kld_life *life) {
     if (result != 0)
         return result;
     life->running = true;
+    life->pidfd = pidfd_open(life->process.pid, 0); /* nobody has waited for it yet */
     life->control_fd = pair[0];
     life->control.data = life;
     result = uv_poll_init(&child->supervisor->loop, &life->control, life->control_fd);
@@ -359,12 +371,12 @@ void kld_watched_init(struct kld_watched *child, struct kld_supervisor *supervis
 
 void kld_watched_signal(struct kld_watched *child, int signal_number) {
     if (child->life && (child->state == KLD_CHILD_STARTING || child->state == KLD_CHILD_READY))
-        uv_process_kill(&child->life->process, signal_number);
+        signal_life(child->life, signal_number);
 }
 
 void kld_life_kill(struct kld_life *life) {
     if (life->running)
-        uv_process_kill(&life->process, SIGKILL);
+        signal_life(life, SIGKILL);
 }
 
 void kld_watched_kill(struct kld_watched *child) {

@@ -3,8 +3,6 @@
  * children of a supervisor that is PID 1. What the worker then grants it is the worker's.
  * Supervisor's loop thread. */
 #include <errno.h>
-#include <sys/pidfd.h>
-#include <unistd.h>
 
 #include "server/supervisor/supervisor.h"
 
@@ -26,15 +24,12 @@ static void tell(struct kld_supervisor *supervisor) {
     if (!runs || !gateway->life || !is_due(supervisor))
         return;
     struct kld_child_order order = {.kind = KLD_ORDER_GATEWAY, .pid = gateway->life->process.pid};
-    /* Nobody has waited for it yet, so the number is its own. */
-    int pidfd = pidfd_open(order.pid, 0);
     for (uint32_t i = 0; i < supervisor->workers; i++) {
         struct kld_watched *worker = &supervisor->worker[i];
         if (worker->gateway_due)
-            worker->gateway_due = !kld_watched_send(worker, &order, pidfd) && errno != EPIPE;
+            worker->gateway_due =
+                !kld_watched_send(worker, &order, gateway->life->pidfd) && errno != EPIPE;
     }
-    if (pidfd >= 0)
-        close(pidfd);
     if (is_due(supervisor))
         uv_timer_start(&supervisor->introduce_again, on_again, AGAIN_MS, 0);
 }

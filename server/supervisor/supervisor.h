@@ -96,6 +96,7 @@ struct kld_life {
     bool stuck;     /* killed for it: once, however long it takes to end */
     uint32_t looks; /* of watchdog.c, since it was succeeded */
     int control_fd; /* our end of the pair; -1 */
+    int pidfd; /* of its process; -1: not spawned, or the kernel has none (before 5.3) or no more */
 };
 
 struct kld_watched {

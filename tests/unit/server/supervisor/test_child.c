@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/wait.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -237,6 +238,28 @@ START_TEST(one_that_closes_its_control_socket_is_replaced) {
 }
 END_TEST
 
+/* As it is when libuv has waited for the child and has not said so yet. */
+START_TEST(who_has_the_number_of_a_child_is_not_signalled) {
+    struct kld_watched *child = start(WELL);
+    while (child->state != KLD_CHILD_READY)
+        uv_run(&supervisor.loop, UV_RUN_ONCE);
+    UNIT_NEEDS(child->life->pidfd >= 0, "descriptors of processes (Linux 5.3)");
+    pid_t own = child->life->process.pid, stranger = fork();
+    while (stranger == 0)
+        pause();
+    child->life->process.pid = stranger;
+    kld_watched_signal(child, SIGKILL);
+    kld_watched_kill(child);
+    siginfo_t ended;
+    ck_assert_int_eq(waitid(P_PID, (id_t)own, &ended, WEXITED | WNOWAIT), 0);
+    child->life->process.pid = own;
+    ck_assert_int_eq(waitpid(stranger, NULL, WNOHANG), 0);
+    kill(stranger, SIGKILL);
+    ck_assert_int_eq(waitpid(stranger, NULL, 0), stranger);
+    longest_pause(child, 1);
+}
+END_TEST
+
 #define STUCK_MS 400 /* five looks, 100 ms apart */
 
 static uint64_t start_ms; /* of whom watch() watches; 0: any */
@@ -391,6 +414,7 @@ int main(int argc, char **argv) {
                                   what_no_child_says_is_not_taken_for_a_report,
                                   who_serves_need_not_say_so_again,
                                   one_that_closes_its_control_socket_is_replaced,
+                                  who_has_the_number_of_a_child_is_not_signalled,
                                   one_that_gives_no_sign_of_life_is_replaced,
                                   one_that_says_twice_that_it_is_stuck_is_replaced,
                                   one_that_is_well_is_not_replaced,
