@@ -123,6 +123,8 @@ def test_the_dashboard_is_one():
         assert panel["datasource"]["uid"] == "${datasource}"
         for target in panel["targets"]:
             assert 'instance=~"$instance"' in target["expr"]
+    shown = set().union(*(words_of(query)[0] for query in QUERIES.values()))
+    assert {f"kld_{role}_{what}_total" for role in ("worker", "gateway") for what in ("restarts", "stuck")} <= shown
     source = yaml.safe_load((ROOT / "deploy/grafana/provisioning/datasources/prometheus.yaml").read_text())
     assert source["datasources"][0]["type"] == "prometheus"
 
