@@ -107,7 +107,7 @@
     X(COUNT, http_slow_ms, "10000", "in that time a client sends or takes the whole message, ...") \
     X(BYTES, http_slow_bytes, "10K", "... or at least so much of it; else it is cut off")          \
     X(COUNT, http_slow_parts, "64",                                                                \
-      "or, if that is more, one part in N of the staging and device memory that it holds")         \
+      "or, if that is more, one part in N of the staging, and wanted device memory, it holds")     \
     X(BYTES, staging_request_bytes_max, "256M",                                                    \
       "of staging for one request; a larger one goes piece by piece to the device's pool")         \
     X(BYTES, keep_buffer_bytes, "2G",                                                              \

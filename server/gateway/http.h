@@ -27,6 +27,8 @@
 
 struct kld_route;
 
+struct kld_pool;
+
 struct kld_exchange {
     struct kld_gateway *gateway;
     struct MHD_Connection *connection;
@@ -46,8 +48,12 @@ struct kld_exchange {
     bool metrics_only;           /* of a connection that may ask for no more */
     uint64_t length_bytes;       /* has_length: of the body, as announced */
     uint64_t started_ns;         /* uv_hrtime() */
-    uint64_t held_bytes;  /* the handler's: of staging and device, while it is received and sent */
-    enum kld_asked asked; /* the handler's: what its time is counted under */
+    /* The handler's: what is held of staging, and of a device's pool, while it is received and
+     * sent.
+     */
+    uint64_t held_bytes, held_pool_bytes;
+    const struct kld_pool *held_pool; /* if held_pool_bytes is not 0 */
+    enum kld_asked asked;             /* the handler's: what its time is counted under */
     bool soon; /* the handler's: its reply may be expected within microseconds from here on */
 
     /* http.c's own. */

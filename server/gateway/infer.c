@@ -36,7 +36,7 @@ static void free_memory(struct kld_infer *infer) {
     kld_auth_give_buffer(infer->caller, infer->held_buffer_bytes);
     infer->held_bytes = infer->held_buffer_bytes = 0;
     if (infer->exchange) /* what is left of a refused body may come as slowly as any */
-        infer->exchange->held_bytes = 0;
+        infer->exchange->held_bytes = infer->exchange->held_pool_bytes = 0;
     infer->json_capacity = 0;
     infer->has_tensors = false;
 }
@@ -324,7 +324,7 @@ static void too_late(struct kld_infer *infer) {
     struct kld_exchange *exchange = infer->exchange;
     infer->exchange = NULL;
     exchange->state = NULL;
-    exchange->held_bytes = 0;
+    exchange->held_bytes = exchange->held_pool_bytes = 0;
     if (infer->in_worker && infer->uses_buffers)
         kld_pool_unwant(&infer->job);
     kld_exchange_reply_error(exchange, &error);

@@ -45,7 +45,9 @@ void kld_infer_wait(struct kld_infer *infer, void (*retry)(struct kld_infer *inf
 
 /* His client's pace is measured by it (watch.h). */
 static void show_held(const struct kld_infer *infer) {
-    infer->exchange->held_bytes = infer->held_bytes + infer->held_buffer_bytes;
+    infer->exchange->held_bytes = infer->held_bytes;
+    infer->exchange->held_pool_bytes = infer->held_buffer_bytes;
+    infer->exchange->held_pool = infer->pieces.pool;
 }
 
 /* turn: NULL for who does not wait. */
@@ -200,6 +202,9 @@ static void open_buffer(struct kld_infer *infer) {
         kld_infer_fail(infer, &error);
         return;
     }
+    if (!infer->pieces.pool) /* else that of its stored tensors */
+        infer->pieces.pool = infer->request.has_device ? gateway->pool[infer->request.device]
+                                                       : kld_pool_choose(gateway);
     infer->held_buffer_bytes = infer->buffer_bytes;
     show_held(infer);
     infer->pieces.staging_offset =
@@ -212,9 +217,6 @@ static void open_buffer(struct kld_infer *infer) {
     infer->in_worker = true;
     kld_exchange_pause(infer->exchange);
     kld_infer_await(infer, KLD_LATE_MEMORY);
-    if (!infer->pieces.pool) /* else that of its stored tensors */
-        infer->pieces.pool = infer->request.has_device ? gateway->pool[infer->request.device]
-                                                       : kld_pool_choose(gateway);
     kld_pool_submit(infer->pieces.pool, &gateway->mail, &infer->job);
 }
 

@@ -223,6 +223,7 @@ static void send_waiting(struct kld_pool *pool) {
         kld_pool_list_remove(&pool->waiting, job);
         if (status == KLD_NO_MEMORY && job->kind == KLD_POOL_OPEN && tried) {
             atomic_store(&job->starved, true);
+            atomic_store(&pool->starved_ns, uv_hrtime());
             kld_pool_list_add(&pool->starved, job);
         } else if (status || opens) {
             finish(job, status, &error);
@@ -298,6 +299,8 @@ static void ticked(uv_timer_t *timer) {
     feed_starved(pool);
     kld_pool_look_at_wanted(pool);
     kld_pool_forget_kept(pool, pool->config->keep_buffer_ms * UINT64_C(1000000));
+    if (pool->starved.first)
+        atomic_store(&pool->starved_ns, uv_hrtime());
     if (!pool->running.first && !pool->waiting.first && !pool->starved.first && !pool->kept_bytes)
         uv_timer_stop(timer);
 }

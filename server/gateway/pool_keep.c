@@ -11,6 +11,16 @@ uint64_t kld_pool_bytes_max(const struct kld_pool *pool) {
     return atomic_load(&pool->shown->pool_bytes_max);
 }
 
+/* A full pool refuses clients of the Unix socket, who do not wait: so it is not to come to that. */
+bool kld_pool_is_wanted(const struct kld_pool *pool) {
+    uint64_t used = atomic_load(&pool->shown->pool_bytes), most = kld_pool_bytes_max(pool);
+    uint64_t kept = atomic_load(&pool->stats->value[KLD_STAT_pool_kept_bytes]);
+    uint64_t starved_ns = atomic_load(&pool->starved_ns);
+    used = used > kept ? used - kept : 0;
+    return (most && used > most / 2) ||
+           (starved_ns && uv_hrtime() - starved_ns < KLD_POOL_WANTED_MS * UINT64_C(1000000));
+}
+
 void kld_pool_offer_kept(struct kld_pool *pool, bool offered) {
     kld_stats_set(pool->stats, KLD_STAT_pool_kept_bytes, offered ? pool->kept_bytes : 0);
 }
@@ -75,6 +85,7 @@ void kld_pool_look_at_wanted(struct kld_pool *pool) {
     if (wanted == pool->wanted_seen)
         return;
     pool->wanted_seen = wanted;
+    atomic_store(&pool->starved_ns, uv_hrtime());
     pool->kept_again_ns = uv_hrtime() + KLD_POOL_ASIDE_MS * UINT64_C(1000000);
     kld_pool_forget_kept(pool, 0);
 }

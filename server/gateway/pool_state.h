@@ -24,6 +24,8 @@ struct kld_pool {
     const struct kld_stats_device *shown;
     struct kld_pool_list waiting, running;
     struct kld_pool_list starved; /* OPENs that found the device's pool full, in turn */
+    _Atomic uint64_t
+        starved_ns; /* uv_hrtime() when there were any last, or others found it so; 0 */
     struct kld_error unreachable; /* what the last try ended with, ... */
     uint64_t again_ns;            /* ... and uv_hrtime() of the next */
     struct kld_pool_buffer *buffers;

@@ -132,7 +132,7 @@ static void let_go(struct upload *upload) {
         kld_place_give(upload->gateway);
     upload->counted = upload->placed = false; /* what is left of a refused body takes no place */
     if (upload->exchange) {
-        upload->exchange->held_bytes = 0;
+        upload->exchange->held_bytes = upload->exchange->held_pool_bytes = 0;
         return;
     }
     kld_deadline_clear(upload->gateway, &upload->deadline);
@@ -258,7 +258,9 @@ static enum kld_status take_staging(struct upload *upload, struct kld_error *err
     if (status)
         return status;
     upload->staged = true;
-    upload->exchange->held_bytes = upload->held_bytes + upload->stored->bytes;
+    upload->exchange->held_bytes = upload->held_bytes;
+    upload->exchange->held_pool_bytes = upload->stored->bytes;
+    upload->exchange->held_pool = upload->pieces.pool;
     open_buffer(upload);
     if (waited)
         kld_exchange_continue(upload->exchange);

@@ -13,6 +13,7 @@
 #include <sys/socket.h>
 
 #include "server/gateway/http.h"
+#include "server/gateway/pool.h"
 
 #define LOOK_MS 500
 #define LOOK_CONNECTIONS_MAX 32 /* in one turn of the loop, ... */
@@ -40,11 +41,21 @@ static void begin(struct kld_watched *watched, enum kld_phase phase, uint64_t by
     watched->since_bytes = bytes;
 }
 
+static void look_at_pool(struct kld_watched *watched) {
+    const struct kld_exchange *exchange = watched->exchange;
+    if (!exchange || !exchange->held_pool_bytes || !kld_pool_is_wanted(exchange->held_pool))
+        watched->wanted_ns = 0;
+    else if (!watched->wanted_ns)
+        watched->wanted_ns = uv_hrtime();
+}
+
 /* Who holds much has to be quick: else a few could hold all staging, or a device's pool, at next to
- * no cost. */
+ * no cost. Of the pool there is mostly plenty, and a large body on a slow link takes its time. */
 static uint64_t bytes_least(const struct kld_watch *watch, const struct kld_watched *watched) {
     uint64_t least = watch->config->http_slow_bytes;
     uint64_t held = watched->exchange ? watched->exchange->held_bytes : 0;
+    if (watched->exchange && watched->wanted_ns && watched->wanted_ns <= watched->since_ns)
+        held += watched->exchange->held_pool_bytes;
     uint64_t part = held / watch->config->http_slow_parts;
     return part > least ? part : least;
 }
@@ -54,6 +65,7 @@ static bool is_slow(const struct kld_watch *watch, struct kld_watched *watched) 
     struct counters counters = {.bytes_acked = 0};
     socklen_t size = sizeof counters;
     enum kld_phase phase = phase_of(watched);
+    look_at_pool(watched);
     if (phase == KLD_PHASE_COMPUTING) {
         watched->phase = phase;
         return false;

@@ -2,8 +2,9 @@
  * too slow?
  *
  * Too slow is a peer that for http_slow_ms neither finished what it was sending (a request) or
- * taking (a reply) nor moved http_slow_bytes of it, or more if it holds much of staging or of a
- * device's pool. While we make it wait no time counts. Loop thread only. */
+ * taking (a reply) nor moved http_slow_bytes of it, or more if it holds much of staging, or of a
+ * device's pool that others wanted all that time. While we make it wait no time counts. Loop thread
+ * only. */
 #ifndef KLD_SERVER_GATEWAY_WATCH_H
 #define KLD_SERVER_GATEWAY_WATCH_H
 
@@ -32,6 +33,7 @@ struct kld_watched {
     enum kld_phase phase;
     uint32_t seen_exchanges;
     uint64_t since_ns, since_bytes;
+    uint64_t wanted_ns; /* since when others want the pool of which it holds some; 0: they do not */
 };
 
 struct kld_watch {

@@ -14,7 +14,7 @@ import pytest
 import oip
 from conftest import wait_until
 from httplib import fds_of, probabilities
-from oip import INFER
+from oip import INFER, infer
 
 SMALL = {"staging_bytes_max": "4M", "staging_request_bytes_max": "1M"}
 POOL = 'kld_pool_bytes{worker="0"}'
@@ -264,40 +264,68 @@ def test_who_holds_much_has_to_send_more(make_server):
         one.close()
 
 
-def test_who_holds_a_device_has_to_be_quick(make_server):
-    """100 KB a second is enough for the pieces of a large request, and not for the 8 MB in the pool behind them."""
-    server = make_server(http_slow_ms=1000, http_slow_bytes="1K", http_slow_parts=16, **SMALL)
-    q = probabilities((1000, 1000), 8)
-    headers, data = oip.body({"predictions": q, "targets": q})
-    texts = [text_of(data, headers), text_of(q.tobytes() + q.tobytes(), {}, "PUT", "/v2/tensors/a?datatype=FP32&shape=2,1000000")]
-    quick, *slow = connections = [connect(server) for _ in range(3)]
-    left = {one: text for one, text in zip(connections, [texts[0], *texts])}
-    cut = set()
+class Uploads:
+    """A large request that is sent quickly, and one of its kind and a stored tensor at 100 KB a second: enough for the
+    pieces of a large request in staging, and not for the 8 MB in the pool behind them."""
 
-    def send(one, count):
+    def __init__(self, server):
+        self.server, self.cut = server, set()
+        q = probabilities((1000, 1000), 8)
+        headers, data = oip.body({"predictions": q, "targets": q})
+        texts = [text_of(data, headers), text_of(q.tobytes() + q.tobytes(), {}, "PUT",
+                                                 "/v2/tensors/a?datatype=FP32&shape=2,1000000")]
+        self.quick, *self.slow = self.connections = [connect(server) for _ in range(3)]
+        self.left = {one: text for one, text in zip(self.connections, [texts[0], *texts])}
+        for one in self.connections:
+            self.send(one, 500000)
+        wait_until(lambda: server.metrics()[POOL] >= 3 * q.nbytes, what="their buffers")
+
+    def send(self, one, count):
         try:
-            one.sendall(left[one][:count])
+            one.sendall(self.left[one][:count])
         except OSError:
-            cut.add(one)
-        left[one] = left[one][count:]
-    for one in connections:
-        send(one, 500000)
-    wait_until(lambda: server.metrics()[POOL] >= 3 * q.nbytes, what="their buffers")
-    for _ in range(16):
-        time.sleep(0.25)
-        send(quick, 250000)
-        for one in slow:
-            send(one, 25000)
-    assert server.metrics()["kld_http_slow_total"] == 2
-    send(quick, len(left[quick]))
-    assert quick.recv(12) == b"HTTP/1.1 200" and quick not in cut
-    wait_until(lambda: server.metrics()[POOL] == 0, what="a free pool")
-    for one in connections:
-        one.close()
+            self.cut.add(one)
+        self.left[one] = self.left[one][count:]
+
+    def go_on(self, seconds):
+        for _ in range(4 * seconds):
+            time.sleep(0.25)
+            self.send(self.quick, 250000)
+            for one in self.slow:
+                self.send(one, 25000)
+        return self.server.metrics()["kld_http_slow_total"]
+
+    def end(self):
+        self.send(self.quick, len(self.left[self.quick]))
+        assert self.quick.recv(12) == b"HTTP/1.1 200" and self.quick not in self.cut
+        for one in self.connections:
+            one.close()
+        wait_until(lambda: self.server.metrics()[POOL] == 0, what="a free pool")
+
+
+def test_who_holds_a_device_has_to_be_quick(make_server):
+    server = make_server(http_slow_ms=1000, http_slow_bytes="1K", http_slow_parts=16, pool_bytes_max="40M", **SMALL)
+    uploads = Uploads(server)
+    assert uploads.go_on(4) == 2
+    uploads.end()
+
+
+def test_who_holds_what_nobody_wants_may_be_slow(make_server):
+    """Until somebody does: one waits for more than is left, and the slow ones make room for him."""
+    server = make_server(http_slow_ms=2000, http_slow_bytes="1K", http_slow_parts=16, pool_bytes_max="64M", **SMALL)
+    uploads = Uploads(server)
+    assert uploads.go_on(5) == 0 and not uploads.cut
+    q, answers = probabilities((1000, 7000), 8), []  # 56 MB
+    waits = threading.Thread(target=lambda: answers.append(infer(server, {"predictions": q, "targets": q})))
+    waits.start()
+    wait_until(lambda: uploads.go_on(1) == 2, 30, "the slow ones' end")
+    uploads.end()
+    waits.join(60)
+    assert len(answers) == 1
 
 
 def test_who_reads_a_reply_out_of_a_device_has_to_be_quick(make_server):
-    server = make_server(http_slow_ms=1000, http_slow_bytes="1K", http_slow_parts=16, **SMALL)
+    server = make_server(http_slow_ms=1000, http_slow_bytes="1K", http_slow_parts=16, pool_bytes_max="64M", **SMALL)
     q = probabilities((1000, 3000), 8)
     headers, data = oip.body({"predictions": q, "targets": q}, {"grad_predictions": {"binary_data": True}})
     with socket.socket() as one:
