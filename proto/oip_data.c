@@ -55,12 +55,12 @@ static enum kld_status read_number(struct reader *reader, struct kld_error *err)
     if (*reader->at != '-' && (*reader->at < '0' || *reader->at > '9'))
         return not_a_number(reader, err);
     if (dtype == KLD_DTYPE_FP32) {
-        float value = kld_number_read_float(&reader->at);
+        float value = kld_number_read_float(&reader->at, reader->tensor->data_end);
         if (isinf(value))
             return not_a_number(reader, err);
         memcpy((char *)reader->to + reader->done * sizeof value, &value, sizeof value);
     } else {
-        double value = kld_number_read_double(&reader->at);
+        double value = kld_number_read_double(&reader->at, reader->tensor->data_end);
         if (isinf(value))
             return not_a_number(reader, err);
         memcpy((char *)reader->to + reader->done * sizeof value, &value, sizeof value);

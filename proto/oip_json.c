@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "proto/digits.h"
 #include "proto/utf8.h"
 
 /* Where in the document a value is, as far as finding inputs[i].data needs it. */
@@ -25,26 +26,34 @@ static enum kld_status fail(const struct scan *scan, const char *what) {
                          (size_t)(scan->at - scan->begin));
 }
 
-static void skip_blanks(struct scan *scan) {
-    while (scan->at < scan->end &&
-           (*scan->at == ' ' || *scan->at == '\n' || *scan->at == '\t' || *scan->at == '\r'))
-        scan->at++;
+/* Here as in what follows: a pointer of its own stays in a register, scan->at does not. */
+static const char *skip_blanks_at(const char *at, const char *end) {
+    while (at < end && (*at == ' ' || *at == '\n' || *at == '\t' || *at == '\r'))
+        at++;
+    return at;
 }
+
+static void skip_blanks(struct scan *scan) { scan->at = skip_blanks_at(scan->at, scan->end); }
 
 static bool next_is(const struct scan *scan, char c) {
     return scan->at < scan->end && *scan->at == c;
 }
 
-static bool digit(const struct scan *scan) {
-    return scan->at < scan->end && *scan->at >= '0' && *scan->at <= '9';
+static bool digit_at(const char *at, const char *end) {
+    return at < end && *at >= '0' && *at <= '9';
 }
 
-/* Most of a request's bytes are digits: a pointer of its own stays in a register. */
-static void skip_digits(struct scan *scan) {
-    const char *at = scan->at, *end = scan->end;
-    while (at < end && *at >= '0' && *at <= '9')
+/* Most of a request's bytes are digits. */
+static const char *skip_digits(const char *at, const char *end) {
+    while (end - at >= 8) {
+        unsigned count = kld_digits_count(kld_digits_load(at));
+        if (count < 8)
+            return at + count;
+        at += 8;
+    }
+    while (digit_at(at, end))
         at++;
-    scan->at = at;
+    return at;
 }
 
 static bool hex4(struct scan *scan, uint32_t *ret_code) {
@@ -90,13 +99,26 @@ static enum kld_status escape(struct scan *scan) {
     return KLD_OK;
 }
 
+/* To the first byte of a string that means something else than itself, or to the end. */
+static const char *skip_plain(const char *at, const char *end) {
+    for (; at < end; at++) {
+        unsigned char c = (unsigned char)*at;
+        if (c < 0x20 || c >= 0x80 || c == '"' || c == '\\')
+            break;
+    }
+    return at;
+}
+
 static enum kld_status string(struct scan *scan) {
     if (!next_is(scan, '"'))
         return fail(scan, "expected a string");
     scan->at++;
-    while (scan->at < scan->end) {
-        unsigned char c = (unsigned char)*scan->at;
+    for (;;) {
         enum kld_status status;
+        scan->at = skip_plain(scan->at, scan->end);
+        if (scan->at == scan->end)
+            return fail(scan, "a string without an end");
+        unsigned char c = (unsigned char)*scan->at;
         if (c == '"') {
             scan->at++;
             return KLD_OK;
@@ -106,8 +128,6 @@ static enum kld_status string(struct scan *scan) {
         if (c == '\\') {
             if ((status = escape(scan)))
                 return status;
-        } else if (c < 0x80) {
-            scan->at++;
         } else {
             size_t length = kld_utf8_sequence(scan->at, (size_t)(scan->end - scan->at));
             if (!length)
@@ -115,35 +135,56 @@ static enum kld_status string(struct scan *scan) {
             scan->at += length;
         }
     }
-    return fail(scan, "a string without an end");
+}
+
+/* Where the number ends, or *ret_fault says what is wrong with it there. */
+static const char *skip_number(const char *at, const char *end, const char **ret_fault) {
+    if (at < end && *at == '-')
+        at++;
+    if (!digit_at(at, end)) {
+        *ret_fault = "expected a value (NaN and infinities are not JSON: send them binary)";
+        return at;
+    }
+    at = *at == '0' ? at + 1 : skip_digits(at, end);
+    if (at < end && *at == '.') {
+        if (!digit_at(++at, end)) {
+            *ret_fault = "a number without digits behind its point";
+            return at;
+        }
+        at = skip_digits(at, end);
+    }
+    if (at < end && (*at == 'e' || *at == 'E')) {
+        at++;
+        if (at < end && (*at == '+' || *at == '-'))
+            at++;
+        if (!digit_at(at, end))
+            *ret_fault = "a number without digits in its exponent";
+        at = skip_digits(at, end);
+    }
+    return at;
 }
 
 static enum kld_status number(struct scan *scan) {
-    const char *begin = scan->at;
-    if (next_is(scan, '-'))
-        scan->at++;
-    if (!digit(scan))
-        return fail(scan, "expected a value (NaN and infinities are not JSON: send them binary)");
-    if (*scan->at == '0')
-        scan->at++;
-    else
-        skip_digits(scan);
-    if (next_is(scan, '.')) {
-        scan->at++;
-        if (!digit(scan))
-            return fail(scan, "a number without digits behind its point");
-        skip_digits(scan);
-    }
-    if (next_is(scan, 'e') || next_is(scan, 'E')) {
-        scan->at++;
-        if (next_is(scan, '+') || next_is(scan, '-'))
-            scan->at++;
-        if (!digit(scan))
-            return fail(scan, "a number without digits in its exponent");
-        skip_digits(scan);
-    }
+    const char *begin = scan->at, *fault = NULL;
+    scan->at = skip_number(begin, scan->end, &fault);
+    if (fault)
+        return fail(scan, fault);
     return scan->at - begin <= KLD_JSON_NUMBER_MAX ? KLD_OK
                                                    : fail(scan, "a number of over 60 characters");
+}
+
+/* Past numbers of an array, each with its comma; the rest, be it wrong, is left to value(). Most of
+ * a request's values are such. */
+static const char *skip_numbers(const char *at, const char *end) {
+    for (const char *next = at;; at = next) {
+        const char *begin = skip_blanks_at(next, end), *fault = NULL;
+        next = skip_number(begin, end, &fault);
+        if (fault || next - begin > KLD_JSON_NUMBER_MAX)
+            return at;
+        next = skip_blanks_at(next, end);
+        if (next == end || *next++ != ',')
+            return at;
+    }
 }
 
 static enum kld_status literal(struct scan *scan, const char *word) {
@@ -188,6 +229,8 @@ static enum kld_status container(struct scan *scan, enum path path) {
         scan->at++, scan->depth--;
         return KLD_OK;
     }
+    if (!object && path != AT_INPUTS)
+        scan->at = skip_numbers(scan->at, scan->end);
     for (size_t index = 0;; index++) {
         if (!object && path == AT_INPUTS)
             scan->input = index;

@@ -9,6 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "proto/digits.h"
+
 #define TENS_MAX 22 /* the largest power of ten that a double holds exactly */
 
 static const double tens[TENS_MAX + 1] = {1e0,  1e1,  1e2,  1e3,  1e4,  1e5,  1e6,  1e7,
@@ -23,8 +25,20 @@ struct decimal {
     const char *end;
 };
 
-static const char *take_digits(const char *at, uint64_t *digits) {
+/* end: of the text, in which something that is no digit comes before it. */
+static inline const char *take_digits(const char *at, const char *end, uint64_t *digits) {
+    static const uint32_t powers[] = {1,      10,      100,      1000,     10000,
+                                      100000, 1000000, 10000000, 100000000};
     uint64_t value = *digits;
+    for (; end - at >= 8; at += 8) {
+        uint64_t eight = kld_digits_load(at);
+        unsigned count = kld_digits_count(eight);
+        if (count < 8) {
+            *digits = count ? value * powers[count] + kld_digits_value(eight, count) : value;
+            return at + count;
+        }
+        value = value * 100000000 + kld_digits_value(eight, 8);
+    }
     for (unsigned digit; (digit = (unsigned)(*at - '0')) <= 9; at++)
         value = value * 10 + digit;
     *digits = value;
@@ -32,15 +46,21 @@ static const char *take_digits(const char *at, uint64_t *digits) {
 }
 
 /* False if it has too many digits or too large an exponent for the fast paths. */
-static bool split(const char *at, struct decimal *decimal) {
+static inline bool split(const char *at, const char *end, struct decimal *decimal) {
     int exponent = 0;
     bool minus = false;
     decimal->digits = 0;
     decimal->negative = *at == '-';
     at += decimal->negative;
-    const char *first = at, *point = at = take_digits(at, &decimal->digits);
-    if (*at == '.')
-        at = take_digits(++point, &decimal->digits);
+    const char *first = at;
+    at = *at == '0' ? at + 1 : take_digits(at, end, &decimal->digits); /* a 0 stands alone */
+    const char *point = at;
+    if (*at == '.') {
+        point++;
+        if (*first == '0')
+            first = point;
+        at = take_digits(point, end, &decimal->digits);
+    }
     if (at - first > 19) { /* 10^19 still fits 64 bits; zeros in front count for nothing */
         while (*first == '0' || *first == '.')
             first++;
@@ -68,25 +88,25 @@ static double scale(const struct decimal *decimal) {
 }
 
 /* Both factors are exact doubles, so the one operation rounds once: the nearest double. */
-double kld_number_read_double(const char **at) {
+double kld_number_read_double(const char **at, const char *end) {
     struct decimal decimal;
-    char *end;
-    if (split(*at, &decimal) && decimal.digits <= (uint64_t)1 << 53) {
+    char *behind;
+    if (split(*at, end, &decimal) && decimal.digits <= (uint64_t)1 << 53) {
         double value = scale(&decimal);
         *at = decimal.end;
         return decimal.negative ? -value : value;
     }
-    double value = strtod(*at, &end);
-    *at = end;
+    double value = strtod(*at, &behind);
+    *at = behind;
     return value;
 }
 
 /* The double is within two roundings (2^-52) of the truth. Rounding it again to FP32 gives the
  * nearest float unless it lies next to the middle of two floats: the low 29 bits say so. */
-float kld_number_read_float(const char **at) {
+float kld_number_read_float(const char **at, const char *end) {
     struct decimal decimal;
-    char *end;
-    if (split(*at, &decimal)) {
+    char *behind;
+    if (split(*at, end, &decimal)) {
         double value = scale(&decimal);
         uint64_t bits;
         memcpy(&bits, &value, sizeof bits);
@@ -97,8 +117,8 @@ float kld_number_read_float(const char **at) {
             return (float)(decimal.negative ? -value : value);
         }
     }
-    float value = strtof(*at, &end);
-    *at = end;
+    float value = strtof(*at, &behind);
+    *at = behind;
     return value;
 }
 

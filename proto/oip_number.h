@@ -11,9 +11,10 @@
 
 #define KLD_NUMBER_TEXT_MAX 32
 
-/* *at: at a number whose grammar was checked, moved behind it. Out of range: infinity. */
-float kld_number_read_float(const char **at);
-double kld_number_read_double(const char **at);
+/* *at: at a number whose grammar was checked, moved behind it. end: up to there the text may be
+ * read, and before it comes something that is no part of the number. Out of range: infinity. */
+float kld_number_read_float(const char **at, const char *end);
+double kld_number_read_double(const char **at, const char *end);
 
 /* Finite values only. to: KLD_NUMBER_TEXT_MAX bytes; returns the length, without a NUL. */
 size_t kld_number_write_float(char *to, float value);

@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include "tests/unit/unit.h"
 
@@ -17,13 +19,32 @@ static uint64_t next_random(void) {
     return state ^= state << 17;
 }
 
+/* Where the text may be read on behind the number, and where it may not: the same. */
+static float read_float(const char *text, size_t size, const char **ret_behind) {
+    const char *near = text, *far = text;
+    float value = kld_number_read_float(&near, text + strlen(text) + 1);
+    float other = kld_number_read_float(&far, text + size);
+    ck_assert_msg(memcmp(&value, &other, sizeof value) == 0 && near == far, "%s", text);
+    *ret_behind = near;
+    return value;
+}
+
+static double read_double(const char *text, size_t size, const char **ret_behind) {
+    const char *near = text, *far = text;
+    double value = kld_number_read_double(&near, text + strlen(text) + 1);
+    double other = kld_number_read_double(&far, text + size);
+    ck_assert_msg(memcmp(&value, &other, sizeof value) == 0 && near == far, "%s", text);
+    *ret_behind = near;
+    return value;
+}
+
 static void round_trip_float(float value) {
-    char text[KLD_NUMBER_TEXT_MAX + 1];
+    char text[KLD_NUMBER_TEXT_MAX + 1] = "";
     size_t length = kld_number_write_float(text, value);
     ck_assert_uint_lt(length, 18);
     text[length] = '\0';
-    const char *at = text;
-    float back = kld_number_read_float(&at), library = strtof(text, NULL);
+    const char *at;
+    float back = read_float(text, sizeof text, &at), library = strtof(text, NULL);
     ck_assert_msg(memcmp(&back, &value, 4) == 0 && memcmp(&library, &value, 4) == 0 && !*at,
                   "%.9g was written as %s and read as %.9g", (double)value, text, (double)back);
 }
@@ -50,7 +71,7 @@ END_TEST
 
 /* Whatever text: the same bits as the C library. */
 START_TEST(reading_is_what_the_library_reads) {
-    char text[80];
+    char text[80] = "";
     for (int i = 0; i < 400000; i++) {
         uint64_t random = next_random();
         const char *sign = random & 1 ? "-" : "";
@@ -67,11 +88,10 @@ START_TEST(reading_is_what_the_library_reads) {
         else
             snprintf(text, sizeof text, "%s%lluE+%d", sign, (unsigned long long)digits,
                      exponent < 0 ? -exponent : exponent);
-        const char *at = text;
-        float single = kld_number_read_float(&at), wanted = strtof(text, NULL);
+        const char *at;
+        float single = read_float(text, sizeof text, &at), wanted = strtof(text, NULL);
         ck_assert_msg(memcmp(&single, &wanted, 4) == 0 && !*at, "%s: %.9g", text, (double)single);
-        at = text;
-        double number = kld_number_read_double(&at), expected = strtod(text, NULL);
+        double number = read_double(text, sizeof text, &at), expected = strtod(text, NULL);
         ck_assert_msg(memcmp(&number, &expected, 8) == 0 && !*at, "%s: %.17g", text, number);
     }
 }
@@ -79,7 +99,7 @@ END_TEST
 
 /* Texts at and around the middle of two floats, where rounding twice would go wrong. */
 START_TEST(the_middle_of_two_floats) {
-    char text[80];
+    char text[80] = "";
     for (int i = 0; i < 100000; i++) {
         uint32_t bits = (uint32_t)(next_random() % 0x40000000) + 0x20000000;
         float low;
@@ -87,13 +107,56 @@ START_TEST(the_middle_of_two_floats) {
         double middle = ((double)low + (double)nextafterf(low, INFINITY)) / 2;
         for (int digits = 9; digits <= 19; digits += 5) {
             snprintf(text, sizeof text, "%.*e", digits - 1, middle);
-            const char *at = text;
-            float value = kld_number_read_float(&at);
+            const char *at;
+            float value = read_float(text, sizeof text, &at);
             ck_assert_msg(value == strtof(text, NULL), "%s", text);
         }
     }
 }
 END_TEST
 
-UNIT_MAIN("proto/oip_number", every_kind_of_float_comes_back, reading_is_what_the_library_reads,
+/* Every number of digits, before and behind the point, with what may follow them. */
+START_TEST(digits_by_the_eight) {
+    static const char followers[] = ",] \n}/:";
+    for (int before = 1; before <= 24; before++)
+        for (int behind = 0; behind <= 24; behind++)
+            for (const char *follower = followers; *follower; follower++) {
+                char text[80] = "";
+                int length = 0;
+                for (int i = 0; i < before; i++)
+                    text[length++] = (char)('1' + next_random() % 9);
+                text[length++] = '.';
+                for (int i = 0; i < behind; i++)
+                    text[length++] = (char)('0' + next_random() % 10);
+                length -= behind == 0; /* no point without digits */
+                text[length] = *follower;
+                const char *at;
+                ck_assert_double_eq(read_float(text, sizeof text, &at), strtof(text, NULL));
+                ck_assert_int_eq(at - text, length);
+                ck_assert_double_eq(read_double(text, sizeof text, &at), strtod(text, NULL));
+                ck_assert_int_eq(at - text, length);
+            }
+}
+END_TEST
+
+/* The last bytes that may be read are the last of the memory. */
+START_TEST(nothing_is_read_behind_the_end) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    char *memory = mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    ck_assert_ptr_ne(memory, MAP_FAILED);
+    ck_assert_int_eq(mprotect(memory + page, page, PROT_NONE), 0);
+    const char *const numbers[] = {"1]", "0.5]", "0.12345678]", "1234567.1234567]", "12345678]"};
+    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
+        size_t length = strlen(numbers[i]);
+        const char *at = memory + page - length;
+        memcpy(memory + page - length, numbers[i], length);
+        ck_assert_double_eq(kld_number_read_float(&at, memory + page), strtof(numbers[i], NULL));
+        ck_assert_ptr_eq(at, memory + page - 1);
+    }
+    munmap(memory, 2 * page);
+}
+END_TEST
+
+UNIT_MAIN("proto/oip_number", digits_by_the_eight, nothing_is_read_behind_the_end,
+          every_kind_of_float_comes_back, reading_is_what_the_library_reads,
           the_middle_of_two_floats)
