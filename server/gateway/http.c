@@ -96,9 +96,10 @@ static void drop_idle_expectation(const struct kld_exchange *exchange) {
 
 static struct kld_exchange *open_exchange(struct kld_http *http, struct MHD_Connection *connection,
                                           const char *url, const char *method) {
-    struct kld_exchange *exchange = calloc(1, sizeof *exchange);
+    struct kld_exchange *exchange = malloc(sizeof *exchange);
     if (!exchange)
         return NULL;
+    memset(exchange, 0, sizeof *exchange); /* calloc() passes by what its thread has just freed */
     exchange->gateway = http->gateway;
     exchange->connection = connection;
     exchange->started_ns = uv_hrtime();

@@ -222,7 +222,7 @@ static enum kld_status alloc(struct kld_staging *staging, struct area *area, uin
     struct range *range = find_vacant(area, rounded), *rest = NULL;
     if (!range)
         return kld_error_set(err, KLD_BUSY, "the staging memory is in use; try again");
-    if (range->bytes > rounded && !(rest = calloc(1, sizeof *rest)))
+    if (range->bytes > rounded && !(rest = malloc(sizeof *rest))) /* split() fills it */
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     occupy(area, range);
     if (rest)
