@@ -63,7 +63,9 @@ struct kld_oip_request {
 struct kld_oip_memo {
     size_t bytes; /* of text; 0: none */
     char text[KLD_OIP_MEMO_BYTES_MAX];
-    struct kld_oip_request request; /* its data pointers mean nothing */
+    uint32_t array[KLD_OIP_INPUTS_MAX]; /* where in text inputs[i].data is, without its numbers; 0:
+                                           it is no array, or not there */
+    struct kld_oip_request request;     /* its data pointers mean nothing */
 };
 
 /* text need not be NUL-terminated; it must outlive the use of input[].data. memo: NULL, or the

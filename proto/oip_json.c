@@ -12,6 +12,7 @@
 
 /* Where in the document a value is, as far as finding inputs[i].data needs it. */
 enum path { AT_ROOT, AT_INPUTS, AT_INPUT, AT_DATA, AT_OTHER };
+#define DATA_DEPTH 3 /* of what inputs[i].data lies in: the document, `inputs`, the input */
 
 struct scan {
     const char *begin, *at, *end;
@@ -343,6 +344,34 @@ enum kld_status kld_json_skeleton(const char *text, size_t bytes, char **ret_tex
             if (spans[i].begin && spans[j].begin && spans[j].begin > spans[i].begin)
                 return kld_error_set(err, KLD_INVALID, "the JSON key 'inputs' is there twice");
     return cut(text, bytes, spans, ret_text, ret_bytes, err);
+}
+
+static bool take_same(struct scan *scan, const char *wanted, size_t bytes) {
+    if ((size_t)(scan->end - scan->at) < bytes || memcmp(scan->at, wanted, bytes) != 0)
+        return false;
+    scan->at += bytes;
+    return true;
+}
+
+bool kld_json_is_again(const char *text, size_t bytes, const char *skeleton, size_t length,
+                       const uint32_t *arrays, size_t count, struct kld_json_span *spans) {
+    struct kld_error error;
+    struct scan scan = {
+        .begin = text, .at = text, .end = text + bytes, .depth = DATA_DEPTH, .err = &error};
+    size_t done = 0; /* of the skeleton */
+    for (size_t i = 0; i < count; i++) {
+        spans[i].begin = spans[i].end = NULL;
+        if (!arrays[i])
+            continue;
+        if (!take_same(&scan, skeleton + done, arrays[i] - done) || !next_is(&scan, '['))
+            return false;
+        spans[i].begin = scan.at;
+        if (container(&scan, AT_OTHER))
+            return false;
+        spans[i].end = scan.at;
+        done = arrays[i] + strlen("[]");
+    }
+    return take_same(&scan, skeleton + done, length - done) && scan.at == scan.end;
 }
 
 enum kld_status kld_json_tree(const char *skeleton, size_t bytes, cJSON **ret_root,

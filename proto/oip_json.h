@@ -31,6 +31,11 @@ struct kld_json_span {
 enum kld_status kld_json_skeleton(const char *text, size_t bytes, char **ret_text,
                                   size_t *ret_bytes, struct kld_json_span *spans,
                                   struct kld_error *err);
+/* Would the first step find that same skeleton in the text? Then it is not taken apart anew: what
+ * lies between the arrays is compared, the arrays are scanned, and spans[i] is the one at arrays[i]
+ * of the skeleton, for i < count; 0: none. False: whatever it would find, an error among it. */
+bool kld_json_is_again(const char *text, size_t bytes, const char *skeleton, size_t length,
+                       const uint32_t *arrays, size_t count, struct kld_json_span *spans);
 /* The second, of such a text. *ret_root is to be released with cJSON_Delete(). */
 enum kld_status kld_json_tree(const char *skeleton, size_t bytes, cJSON **ret_root,
                               struct kld_error *err);

@@ -32,24 +32,41 @@ static void recall(const struct kld_oip_memo *memo, const struct kld_json_span *
         }
 }
 
+_Static_assert(KLD_OIP_INPUTS_MAX <= KLD_JSON_ARRAYS_MAX, "whoever has more is refused");
+
+static void remember(struct kld_oip_memo *memo, const char *text, const char *skeleton,
+                     size_t length, const struct kld_json_span *spans,
+                     const struct kld_oip_request *request) {
+    size_t missing = 0; /* of what is before */
+    for (size_t i = 0; i < KLD_OIP_INPUTS_MAX; i++) {
+        memo->array[i] = 0;
+        if (!spans[i].begin)
+            continue;
+        memo->array[i] = (uint32_t)((size_t)(spans[i].begin - text) - missing);
+        missing += (size_t)(spans[i].end - spans[i].begin) - strlen("[]");
+    }
+    memcpy(memo->text, skeleton, length);
+    memo->bytes = length;
+    memo->request = *request;
+}
+
 enum kld_status kld_oip_parse(const char *text, size_t bytes, struct kld_oip_memo *memo,
                               struct kld_oip_request *ret_request, struct kld_error *err) {
     struct kld_json_span spans[KLD_JSON_ARRAYS_MAX];
     char *skeleton;
     size_t length;
+    if (memo && memo->bytes &&
+        kld_json_is_again(text, bytes, memo->text, memo->bytes, memo->array, KLD_OIP_INPUTS_MAX,
+                          spans)) {
+        recall(memo, spans, ret_request);
+        return KLD_OK;
+    }
     enum kld_status status = kld_json_skeleton(text, bytes, &skeleton, &length, spans, err);
     if (status)
         return status;
-    if (memo && length && memo->bytes == length && memcmp(memo->text, skeleton, length) == 0) {
-        recall(memo, spans, ret_request);
-    } else {
-        status = parse_skeleton(skeleton, length, spans, ret_request, err);
-        if (status == KLD_OK && memo && length <= sizeof memo->text) {
-            memcpy(memo->text, skeleton, length);
-            memo->bytes = length;
-            memo->request = *ret_request;
-        }
-    }
+    status = parse_skeleton(skeleton, length, spans, ret_request, err);
+    if (status == KLD_OK && memo && length <= sizeof memo->text)
+        remember(memo, text, skeleton, length, spans, ret_request);
     free(skeleton);
     return status;
 }

@@ -4,8 +4,6 @@
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include "tests/unit/unit.h"
 
@@ -391,40 +389,6 @@ START_TEST(the_same_text_with_other_numbers_is_the_same_request) {
 }
 END_TEST
 
-/* Every beginning of a text, with nothing to be read behind it; and numbers that are none. */
-START_TEST(texts_that_end_too_early) {
-    const char *text =
-        "{\"id\":\"abcdefghij\",\"inputs\":[{\"name\":\"predictions\",\"shape\":[1,2],"
-        "\"datatype\":\"FP32\",\"data\":[0.12345678, -1234567890.25e-10]}," T "]}";
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), length = strlen(text);
-    char *memory = mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    ck_assert_ptr_ne(memory, MAP_FAILED);
-    ck_assert_int_eq(mprotect(memory + page, page, PROT_NONE), 0);
-    for (size_t bytes = 0; bytes <= length; bytes++) {
-        char *at = memory + page - bytes;
-        memcpy(at, text, bytes);
-        ck_assert_int_eq(kld_oip_parse(at, bytes, NULL, &request, &err),
-                         bytes < length ? KLD_INVALID : KLD_OK);
-    }
-    munmap(memory, 2 * page);
-    const struct {
-        const char *text, *error;
-    } wrong[] = {{"[1,2,]", "the JSON is not valid: expected a value (NaN and infinities are not "
-                            "JSON: send them binary) at byte 5"},
-                 {"[1, 2 3]", "the JSON is not valid: expected ',' or ']' at byte 6"},
-                 {"[12345678.,1]", "the JSON is not valid: a number without digits behind its "
-                                   "point at byte 10"},
-                 {"[1,01]", "the JSON is not valid: expected ',' or ']' at byte 4"},
-                 {"[1,2e+]", "the JSON is not valid: a number without digits in its exponent at "
-                             "byte 6"},
-                 {"[1,2", "the JSON is not valid: expected ',' or ']' at byte 4"}};
-    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
-        ck_assert_int_eq(parse(wrong[i].text), KLD_INVALID);
-        ck_assert_str_eq(err.text, wrong[i].error);
-    }
-}
-END_TEST
-
 START_TEST(names_are_text) {
     char longest[KLD_OIP_NAME_MAX + 1];
     struct kld_error error;
@@ -453,9 +417,8 @@ START_TEST(names_are_text) {
 END_TEST
 
 UNIT_MAIN("proto/oip", a_plain_request_asks_for_the_loss, what_a_stock_client_sends_is_understood,
-          texts_that_end_too_early, what_is_wrong_is_refused_and_named,
-          row_loss_comes_in_fp64_where_it_is_asked_for, data_is_flat_or_nested_as_the_shape_says,
-          a_reply_is_json_whatever_the_numbers_are, the_longest_numbers_fit_the_announced_size,
-          errors_are_json_even_if_a_text_was_cut, register_bodies, register_bodies_of_cuda_memory,
-          json_that_is_not_tensor_data_is_bounded,
+          what_is_wrong_is_refused_and_named, row_loss_comes_in_fp64_where_it_is_asked_for,
+          data_is_flat_or_nested_as_the_shape_says, a_reply_is_json_whatever_the_numbers_are,
+          the_longest_numbers_fit_the_announced_size, errors_are_json_even_if_a_text_was_cut,
+          register_bodies, register_bodies_of_cuda_memory, json_that_is_not_tensor_data_is_bounded,
           the_same_text_with_other_numbers_is_the_same_request, names_are_text)
