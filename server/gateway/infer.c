@@ -233,8 +233,8 @@ void kld_infer_parse(struct kld_infer *infer) {
     kld_infer_step(infer, KLD_INFER_PARSE, large);
 }
 
-static void start_gathering(struct kld_infer *infer) {
-    infer->gather_ns = uv_hrtime();
+static void start_gathering(struct kld_infer *infer, uint64_t now) {
+    infer->gather_ns = now;
     kld_infer_step(infer, KLD_INFER_GATHER, gather_is_large(infer));
 }
 
@@ -248,7 +248,7 @@ void kld_infer_finish(struct kld_exchange *exchange) {
     else if (!infer->parsed)
         kld_infer_parse(infer);
     else
-        start_gathering(infer);
+        start_gathering(infer, infer->body_end_ns);
 }
 
 void kld_infer_laid_out(struct kld_infer *infer) {
@@ -259,7 +259,7 @@ void kld_infer_laid_out(struct kld_infer *infer) {
     else if (kld_body_finish(infer, &error))
         kld_infer_fail(infer, &error);
     else
-        start_gathering(infer);
+        start_gathering(infer, uv_hrtime());
 }
 
 /* ---- The worker -------------------------------------------------------------------------------*/
@@ -342,13 +342,12 @@ static uint64_t timeout_of(const struct kld_infer *infer) {
 }
 
 uint64_t kld_infer_late_ns(struct kld_infer *infer, enum kld_late what) {
-    uint64_t from = uv_hrtime(), timeout_ns = timeout_of(infer), at;
+    uint64_t timeout_ns = timeout_of(infer), at;
     if (what == KLD_LATE_MEMORY && !infer->memory_ns)
-        infer->memory_ns = from;
-    if (infer->body_end_ns && !infer->in_response)
-        from = infer->body_end_ns;
-    else if (what == KLD_LATE_MEMORY)
-        from = infer->memory_ns;
+        infer->memory_ns = uv_hrtime();
+    uint64_t from = infer->body_end_ns && !infer->in_response ? infer->body_end_ns
+                    : what == KLD_LATE_MEMORY                 ? infer->memory_ns
+                                                              : uv_hrtime();
     return !timeout_ns || __builtin_add_overflow(from, timeout_ns, &at) ? UINT64_MAX : at;
 }
 
