@@ -46,7 +46,8 @@ static inline const char *take_digits(const char *at, const char *end, uint64_t 
 }
 
 /* False if it has too many digits or too large an exponent for the fast paths. */
-static inline bool split(const char *at, const char *end, struct decimal *decimal) {
+static inline __attribute__((always_inline)) bool split(const char *at, const char *end,
+                                                        struct decimal *decimal) {
     int exponent = 0;
     bool minus = false;
     decimal->digits = 0;

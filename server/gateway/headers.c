@@ -9,6 +9,7 @@
 struct found {
     const char *length, *coding, *encoding, *host;
     unsigned encodings, hosts;
+    uint64_t name_sizes;
     bool misspelt, split, contradicts;
 };
 
@@ -43,6 +44,7 @@ static enum MHD_Result look_at(void *user, enum MHD_ValueKind kind, const char *
         found->misspelt = true;
         return MHD_NO;
     }
+    found->name_sizes |= UINT64_C(1) << size % 64;
     if (memchr(value, '\r', value_size)) { /* a lone one ends a line to some */
         found->split = true;
         return MHD_NO;
@@ -88,6 +90,7 @@ enum kld_status kld_headers_check(struct kld_exchange *exchange, const char *ver
         return kld_error_set(err, KLD_UNIMPLEMENTED,
                              "Transfer-Encoding '%.40s' is not supported; chunked is",
                              found.coding);
+    exchange->name_sizes = found.name_sizes;
     exchange->host = found.host;
     exchange->encoded_twice = found.encodings > 1;
     exchange->encoded =

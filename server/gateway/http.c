@@ -44,7 +44,7 @@ static struct kld_watched *watched_of(struct MHD_Connection *connection) {
     return info ? info->socket_context : NULL;
 }
 
-const char *kld_exchange_header(const struct kld_exchange *exchange, const char *name) {
+const char *kld_exchange_find_header(const struct kld_exchange *exchange, const char *name) {
     return MHD_lookup_connection_value(exchange->connection, MHD_HEADER_KIND, name);
 }
 
@@ -104,6 +104,7 @@ static struct kld_exchange *open_exchange(struct kld_http *http, struct MHD_Conn
     exchange->connection = connection;
     exchange->started_ns = uv_hrtime();
     exchange->asked = KLD_ASKED_UNKNOWN;
+    exchange->name_sizes = UINT64_MAX; /* until headers.c has looked */
     copy_text(exchange->method, method, sizeof exchange->method);
     copy_text(exchange->url, url, sizeof exchange->url);
     exchange->url_cut = strlen(url) >= sizeof exchange->url;

@@ -11,6 +11,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 #include <sys/socket.h>
 
 #include "proto/status.h"
@@ -40,9 +41,10 @@ struct kld_exchange {
     struct kld_caller *caller; /* NULL: not known, for routes that are open to all */
     unsigned rights;           /* caller's, when he asked; enum kld_right, or-ed */
     char method[16];
-    char url[512];    /* path, percent-decoded */
-    bool url_cut;     /* the path is longer than that */
-    const char *host; /* as the header says it; NULL: not at all */
+    char url[512];       /* path, percent-decoded */
+    bool url_cut;        /* the path is longer than that */
+    uint64_t name_sizes; /* of the headers' names: bit n % 64 where one has n bytes */
+    const char *host;    /* as the header says it; NULL: not at all */
     bool has_length, has_body;
     bool encoded, encoded_twice; /* by Content-Encoding: but for identity; by several headers */
     bool metrics_only;           /* of a connection that may ask for no more */
@@ -103,7 +105,14 @@ void kld_exchange_gone(struct kld_exchange *exchange);
 bool kld_exchange_hold(struct kld_exchange *exchange);
 void kld_exchange_release(struct kld_exchange *exchange);
 
-const char *kld_exchange_header(const struct kld_exchange *exchange, const char *name);
+const char *kld_exchange_find_header(const struct kld_exchange *exchange, const char *name);
+/* A request has few headers and is asked for many: most cannot be there, by the size of their name.
+ */
+static inline const char *kld_exchange_header(const struct kld_exchange *exchange,
+                                              const char *name) {
+    return exchange->name_sizes >> strlen(name) % 64 & 1 ? kld_exchange_find_header(exchange, name)
+                                                         : NULL;
+}
 /* The same, but NULL where there are several of that name. */
 const char *kld_exchange_header_alone(const struct kld_exchange *exchange, const char *name);
 
