@@ -74,6 +74,12 @@ static __device__ __forceinline__ void fence_copies() {
     SM_90("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+/* Until the kernel ahead on the stream has ended, and what it wrote is there: of a kernel that was
+ * launched to begin before that. */
+static __device__ __forceinline__ void await_kernel_ahead() {
+    SM_90("griddepcontrol.wait;" ::: "memory");
+}
+
 static __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t rank = 0;
     SM_90("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

@@ -52,6 +52,7 @@ static cudaError_t fill_info(struct cuda_device *device, const struct kld_device
     device->spin_us = options->spin_us;
     /* What the kernels' own static shared memory takes is kept back. */
     device->shared_bytes_max = (uint32_t)shared - 2048;
+    device->begins_early = kld_cuda_begins_early();
     return properties.major >= 8 ? cudaSuccess : cudaErrorNoKernelImageForDevice;
 }
 

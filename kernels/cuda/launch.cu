@@ -1,6 +1,7 @@
 /* launch.cu - which kernel and layout serve a launch, and the small kernels around it: the sum of
  * weights before, the final sum after, and the ceilings that kernels are compared with.
  * Enqueues only; no memory is allocated here. */
+#include "kernels/cuda/cluster.cuh"
 #include "kernels/cuda/row.cuh"
 
 /* Tensors of one kind, and nothing asked for by element. */
@@ -164,6 +165,7 @@ static __global__ void __launch_bounds__(1024)
     finish_kernel(kld_cuda_scratch *scratch, uint32_t count, bool first, bool last, double divisor,
                   char *loss, uint32_t loss_dtype, double *result) {
     __shared__ team_shared shared;
+    await_kernel_ahead();
     double sum = partial_sum(scratch, count, &shared);
     if (threadIdx.x != 0)
         return;
@@ -196,9 +198,22 @@ extern "C" cudaError_t kld_cuda_launch_finish(const kld_cuda_args *args, uint32_
     /* Not more threads than there may be sums: on a busy device a
      * block finds its place the sooner the smaller it is. The order of the sums is the same. */
     uint32_t threads = groups <= 256 ? 256 : 1024;
-    finish_kernel<<<1, threads, 0, stream>>>(args->scratch, groups, first, last, args->divisor,
-                                             args->loss.at, loss_dtype, result);
-    return cudaGetLastError();
+    cudaLaunchAttribute early;
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(1);
+    config.blockDim = dim3(threads);
+    config.stream = stream;
+    config.attrs = &early;
+    config.numAttrs = args->begins_early;
+    return cudaLaunchKernelEx(&config, finish_kernel, args->scratch, groups, first, last,
+                              args->divisor, args->loss.at, loss_dtype, result);
+}
+
+extern "C" bool kld_cuda_begins_early(void) {
+    cudaFuncAttributes code;
+    return !cudaFuncGetAttributes(&code, finish_kernel) && code.ptxVersion >= 90;
 }
 
 /* ---- ceilings ---------------------------------------------------------------------------------

@@ -70,6 +70,8 @@ struct kld_cuda_args {
      * and classes are then tiles of it and the elements of one, of which the last may be short. */
     uint64_t elements;
     uint32_t multiprocessors;
+    bool begins_early; /* the final sum, before the rows' kernel has ended: kld_cuda_begins_early()
+                        */
     uint64_t group_rows;
     uint64_t first_group; /* where this launch's partial sums go */
     double inverse_temperature;
@@ -98,6 +100,9 @@ cudaError_t kld_cuda_launch_rows(const struct kld_cuda_args *args, cudaStream_t 
 cudaError_t kld_cuda_launch_finish(const struct kld_cuda_args *args, uint32_t groups, bool first,
                                    bool last, uint32_t loss_dtype, double *result,
                                    cudaStream_t stream);
+
+/* Was the final sum built for this device so that it may begin early and wait? */
+bool kld_cuda_begins_early(void);
 
 /* Where rows of logits are long enough, and the device can: fills cluster, slice, slots, lag, team.
  */
