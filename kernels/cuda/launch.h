@@ -28,7 +28,7 @@ extern "C" {
 
 /* Kernels that hold rows in shared memory, read them once, or read them again, times rules, times
  * sizes of their clusters or slots. */
-#define KLD_CUDA_ACTIVE_CLUSTERS ((18 + 6 + 3) * 4 * 5)
+#define KLD_CUDA_ACTIVE_CLUSTERS ((18 + 6 + 6) * 4 * 5)
 
 /* Device memory of one job in flight; the only memory beyond inputs and outputs (264 KiB). */
 struct kld_cuda_scratch {

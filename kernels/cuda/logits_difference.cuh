@@ -111,34 +111,59 @@ static __device__ __forceinline__ float difference_16(float p, float q, float d)
 template <class T> static constexpr float CLOSE = 1.0f / 2048;
 template <> constexpr float CLOSE<__half> = 1.0f / 256;
 
-/* factor (q - p) of a vector of 16-bit logits: the difference of the masses, and where these are
- * close q (1 - e^d), of which FP32 left `rest` of the shift. Rounded here as mass_16() is: what is
- * written depends on the pair alone, not on those beside it. Result in z_q. */
-template <class T>
+/* What a difference of masses does not need, and close ones do. */
+struct alignas(16) close_pairs {
+    float apart, shift, rest, inverse;
+
+    __device__ __forceinline__ close_pairs() {}
+    __device__ __forceinline__ close_pairs(const difference_row &row, const temperature &t)
+        : apart(row.apart), shift(row.shift.high),
+          rest(fmaf(row.shift.high * t.inverse.low, reciprocal(t.inverse.high), -row.shift.low)),
+          inverse(t.inverse.high) {}
+    __device__ __forceinline__ const close_pairs &get() const { return *this; }
+};
+/* The same in shared memory, from where it is read when it is needed: it is not to take registers.
+ */
+struct close_pairs_shared {
+    const close_pairs *at;
+
+    __device__ __forceinline__ close_pairs get() const {
+        close_pairs x;
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(x.apart), "=f"(x.shift), "=f"(x.rest), "=f"(x.inverse)
+                     : "r"(shared_at(at)));
+        return x;
+    }
+};
+
+/* factor (q - p) of 16-bit logits: the difference of the masses, and where these are close
+ * q (1 - e^d). Rounded here as mass_16() is: what is written depends on the pair alone, not on
+ * those beside it. Result in z_q. */
+template <class T, int N, class CLOSE_PAIRS>
 static __device__ __forceinline__ void
-difference_of_16(const float (&z_p)[packet<T>::V], float (&z_q)[packet<T>::V],
-                 const difference_row &row, float rest, const temperature &t) {
-    constexpr int V = packet<T>::V;
-    float g[V], q[V];
+difference_of_16(const float (&z_p)[N], float (&z_q)[N], float c_p, float c_q, float factor_p,
+                 float factor_q, float scale, const CLOSE_PAIRS &close_pairs) {
+    float g[N], q[N];
     bool close = false;
 #pragma unroll
-    for (int i = 0; i < V; i++) {
-        float a = exp2_fast(fmaf(z_p[i], t.scale.high, -row.c_p));
-        q[i] = mass_16(z_q[i], row.c_q, row.factor_q.high, t);
-        g[i] = fmaf(-a, row.factor_p.high, q[i]);
+    for (int i = 0; i < N; i++) {
+        float a = exp2_fast(fmaf(z_p[i], scale, -c_p));
+        q[i] = __fmul_rn(exp2_fast(fmaf(z_q[i], scale, -c_q)), factor_q);
+        g[i] = fmaf(-a, factor_p, q[i]);
         close |= fabsf(g[i]) < fabsf(__fmul_rn(q[i], CLOSE<T>));
     }
     if (close) {
+        const auto by = close_pairs.get();
 #pragma unroll
-        for (int i = 0; i < V; i++) {
-            float u = z_p[i] - row.apart - z_q[i];
-            float d = __fadd_rn(fmaf(u, t.inverse.high, -row.shift.high), rest);
+        for (int i = 0; i < N; i++) {
+            float u = z_p[i] - by.apart - z_q[i];
+            float d = __fadd_rn(fmaf(u, by.inverse, -by.shift), by.rest);
             float near = __fmul_rn(-q[i], fmaf(__fmul_rn(d, 0.5f), d, d));
             g[i] = fabsf(g[i]) < fabsf(__fmul_rn(q[i], CLOSE<T>)) ? near : g[i];
         }
     }
 #pragma unroll
-    for (int i = 0; i < V; i++)
+    for (int i = 0; i < N; i++)
         z_q[i] = g[i];
 }
 
@@ -170,8 +195,7 @@ template <class T_, bool ENTROPY> struct difference_body {
         }
         difference_row row = hand.shared->numbers;
         const temperature &t = hand.t;
-        float rest =
-            fmaf(row.shift.high * t.inverse.low, reciprocal(t.inverse.high), -row.shift.low);
+        const close_pairs close(row, t);
         const resident::slice slice = hand.slice.template evened<T>();
         slice.template last_pass<!CAREFUL>(V, [&](uint32_t vector, auto left, const uint4 &raw_p,
                                                   const uint4 &raw_q) {
@@ -183,7 +207,8 @@ template <class T_, bool ENTROPY> struct difference_body {
                 for (int i = 0; i < V; i++)
                     z_q[i] = difference_fp32<CAREFUL>(z_p[i], z_q[i], row, t);
             } else {
-                difference_of_16<T>(z_p, z_q, row, rest, t);
+                difference_of_16<T>(z_p, z_q, row.c_p, row.c_q, row.factor_p.high,
+                                    row.factor_q.high, t.scale.high, close);
             }
             resident::put<T>(hand.grad_q, hand.whole_q, slice.count, slice.head, vector, left, z_q);
         });

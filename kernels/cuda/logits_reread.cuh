@@ -1,6 +1,7 @@
 /* logits_reread.cuh - rows of logits whose gradient is q - p, so short that the caches keep those
- * at hand: a warp reads its row from device memory for the statistics and again, mostly from the
- * caches, for the gradient. The other warps of the multiprocessor compute while it waits. */
+ * at hand: a warp or a block reads its row from device memory for the statistics and again, mostly
+ * from the caches, for the gradient. The other rows of the multiprocessor compute while one waits.
+ */
 #ifndef KLD_KERNELS_CUDA_LOGITS_REREAD_CUH
 #define KLD_KERNELS_CUDA_LOGITS_REREAD_CUH
 
@@ -10,63 +11,65 @@
 namespace logits_resident {
 inline namespace KLD_CUDA_TEAM {
 
-/* The second time. Whole vectors that go out whole; the same arithmetic as difference_body's. */
+/* The second time: the same arithmetic as difference_body's. CLOSE lies in shared memory. */
 template <class T, bool CAREFUL> struct difference_writer {
     static constexpr uint32_t V = packet<T>::V;
     typedef onepass<T, logits_stats::NOTHING> pass;
 
-    const difference_row &row;
+    const difference_row row;
     const temperature &t;
-    float rest; /* what FP32 left of the shift */
+    const close_pairs_shared close;
     char *to;
-    bool whole;
     uint32_t head;
 
     __device__ __forceinline__ difference_writer(const difference_row &row, const temperature &t,
-                                                 char *to, uint32_t head)
-        : row(row), t(t), to(to), whole(aligned16<T>(to)), head(head) {
-        rest = fmaf(row.shift.high * t.inverse.low, reciprocal(t.inverse.high), -row.shift.low);
+                                                 const close_pairs *close, char *to, uint32_t head)
+        : row(row), t(t), close{close}, to(to), head(head) {}
+
+    /* A vector; of 16 bits in two halves, which take fewer registers. */
+    __device__ __forceinline__ uint4 of(const uint4 &raw_p, const uint4 &raw_q) const {
+        alignas(16) T y[V];
+        float z_p[V], z_q[V];
+        unpack<T>(raw_p, z_p);
+        unpack<T>(raw_q, z_q);
+        if constexpr (sizeof(T) == 4) {
+#pragma unroll
+            for (uint32_t i = 0; i < V; i++)
+                y[i] = difference_fp32<CAREFUL>(z_p[i], z_q[i], row, t);
+        } else {
+            constexpr int HALF = V / 2;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float half_p[HALF], half_q[HALF];
+#pragma unroll
+                for (int i = 0; i < HALF; i++) {
+                    half_p[i] = z_p[half * HALF + i];
+                    half_q[i] = z_q[half * HALF + i];
+                }
+                difference_of_16<T>(half_p, half_q, row.c_p, row.c_q, row.factor_p.high,
+                                    row.factor_q.high, t.scale.high, close);
+#pragma unroll
+                for (int i = 0; i < HALF; i++)
+                    y[half * HALF + i] = ::to<T>(half_q[i]);
+            }
+        }
+        return *(uint4 *)y;
     }
     template <class LEFT>
     __device__ __forceinline__ void put(uint32_t step, LEFT left, uint32_t count, const uint4 &p,
                                         const uint4 &q) const {
-        float z_p[V], z_q[V];
-        unpack<T>(p, z_p);
-        unpack<T>(q, z_q);
-        if constexpr (sizeof(T) == 4) {
-#pragma unroll
-            for (uint32_t i = 0; i < V; i++)
-                z_q[i] = difference_fp32<CAREFUL>(z_p[i], z_q[i], row, t);
-        } else {
-            difference_of_16<T>(z_p, z_q, row, rest, t);
-        }
-        resident::put<T>(to, whole, count, head,
-                         step * resident::GROUP_THREADS + resident::group_thread(), left, z_q);
+        resident::put_raw<T>(to, aligned16<T>(to), count, head,
+                             step * resident::GROUP_THREADS + resident::group_thread(), left,
+                             of(p, q));
     }
-    template <bool SHIFTED>
-    __device__ __forceinline__ void run(const resident::far_slice &slice) const {
-        const char *at_p = slice.p, *at_q = slice.q;
-        uint32_t steps = slice.full_steps_of(slice.count / V), units = steps / pass::UNIT;
-        typename pass::unit u;
-        if (units)
-#pragma unroll
-            for (uint32_t i = 0; i < pass::UNIT; i++)
-                u.template load<SHIFTED>(i, at_p, at_q, slice.shift_p, slice.shift_q);
+    static __device__ __forceinline__ uint32_t all_steps(const resident::far_slice &slice) {
+        return slice.steps_of((slice.count + V - 1) / V);
+    }
+    /* Steps of any kind, from `first` up to `end`, wherever the three start. */
+    __device__ __forceinline__ void any(const resident::far_slice &slice, uint32_t first,
+                                        uint32_t end) const {
 #pragma unroll 1
-        for (uint32_t number = 0; number < units; number++) {
-            at_p += pass::UNIT * pass::STEP;
-            at_q += pass::UNIT * pass::STEP;
-#pragma unroll
-            for (uint32_t i = 0; i < pass::UNIT; i++) {
-                const uint4 p = u.p[i], q = u.q[i];
-                if (number + 1 < units)
-                    u.template load<SHIFTED>(i, at_p, at_q, slice.shift_p, slice.shift_q);
-                put(number * pass::UNIT + i, resident::all_of(), slice.count, p, q);
-            }
-        }
-        uint32_t all = slice.steps_of((slice.count + V - 1) / V);
-#pragma unroll 1
-        for (uint32_t step = units * pass::UNIT; step < all; step++) {
+        for (uint32_t step = first; step < end; step++) {
             uint32_t left = slice.left_of(step, V);
             uint4 p = {}, q = {};
             if (left) {
@@ -76,20 +79,50 @@ template <class T, bool CAREFUL> struct difference_writer {
             put(step, resident::some_of{left}, slice.count, p, q);
         }
     }
+    /* All, where all three start at multiples of 16 bytes. In the loop nothing else is provided
+     * for: it spilled its registers otherwise, which took twice as long as all it saved. */
+    __device__ __forceinline__ void run(const resident::far_slice &slice) const {
+        uint32_t units = slice.full_steps_of(slice.count / V) / pass::UNIT, number = 0;
+        if (head && resident::group_thread() < 32 && units) {
+            any(slice, 0, pass::UNIT);
+            number = 1;
+        }
+        const uint32_t UNIT_BYTES = pass::UNIT * pass::STEP;
+        const char *at_p = slice.p + number * UNIT_BYTES, *at_q = slice.q + number * UNIT_BYTES;
+        char *out = to + number * UNIT_BYTES + 16 * resident::group_thread();
+        typename pass::unit u;
+        if (number < units)
+#pragma unroll
+            for (uint32_t i = 0; i < pass::UNIT; i++)
+                u.template load<false, true>(i, at_p, at_q, 0, 0);
+#pragma unroll 1
+        for (; number < units; number++) {
+            at_p += UNIT_BYTES;
+            at_q += UNIT_BYTES;
+#pragma unroll
+            for (uint32_t i = 0; i < pass::UNIT; i++) {
+                uint4 y = of(u.p[i], u.q[i]);
+                if (number + 1 < units)
+                    u.template load<false, true>(i, at_p, at_q, 0, 0);
+                __stcs((uint4 *)(out + i * pass::STEP), y);
+            }
+            out += UNIT_BYTES;
+        }
+        any(slice, units * pass::UNIT, all_steps(slice));
+    }
 };
 
 template <class BODY> struct reread_rows : onepass_rows<BODY> {
     typedef rows<BODY> base;
     typedef onepass_rows<BODY> sums_of_rows;
     typedef typename BODY::type T;
-    static_assert(resident::GROUP_WARPS == 1, "all that a block shares, a warp does");
 
     /* A block's; its first thread writes. */
     struct state {
         resident::row_walk walk;
-        logits_stats::reference at;
         double total; /* of the group's rows so far */
         double weight, factor;
+        close_pairs close;
         onepass_row row;
         bool more;
     };
@@ -114,29 +147,40 @@ template <class BODY> struct reread_rows : onepass_rows<BODY> {
         to.factor = opened.gradient * args.inverse_temperature;
     }
 
-    /* From a row's sums to base::shared().rows[0]; what the fast way does not serve is summed
-     * again, or done by any.cuh to its end. */
+    /* From a row's sums, which the first warp has, to base::shared().rows[0]; what the fast way
+     * does not serve is summed again, or done by any.cuh to its end. */
     static __device__ __forceinline__ void settle(const kld_cuda_args &args, const part &sums) {
-        row_stats stats = base::fast_row(args, sums);
         auto *settled = &base::shared().rows[0];
-        if (threadIdx.x == 0) {
-            double value;
-            sums_of_rows::judge(args, all().row, stats, value);
-            all().row.all = sums;
+        if (resident::group_thread() < 32) {
+            row_stats stats = base::fast_row(args, sums);
+            if (threadIdx.x == 0) {
+                double value;
+                sums_of_rows::judge(args, all().row, stats, value);
+                all().row.all = sums;
+            }
+            base::tell(args, stats, all().factor, stats.good ? FAST : AGAIN, settled);
+            __syncwarp();
+            tell_close();
         }
-        base::tell(args, stats, all().factor, FAST, settled);
-        __syncwarp();
-        if (!stats.good)
+        resident::group_sync();
+        if (settled->way == AGAIN)
             settle_again(args);
     }
+    static __device__ __forceinline__ void tell_close() {
+        if (threadIdx.x == 0)
+            all().close = close_pairs(base::shared().rows[0].numbers, base::shared().t);
+    }
     static __device__ __noinline__ void settle_again(const kld_cuda_args &args) {
+        resident::group_sync(); /* all have seen that it is */
         sums_of_rows::do_again(args, all().row, all().factor);
         auto *settled = &base::shared().rows[0];
+        tell_close();
+        resident::group_sync();
         if (settled->way == ANY) {
             double value = row_by_any(args, all().row.index);
             if (threadIdx.x == 0)
                 settled->value = value;
-            __syncwarp();
+            resident::group_sync();
         }
     }
 
@@ -154,17 +198,21 @@ template <class BODY> struct reread_rows : onepass_rows<BODY> {
             slice.shift_p = slice.shift_q = 0;
         }
         const temperature &t = base::shared().t;
-        if (settled.way == CAREFUL)
-            difference_writer<T, true>(settled.numbers, t, to, head).template run<true>(slice);
-        else if (slice.shift_p || slice.shift_q)
-            difference_writer<T, false>(settled.numbers, t, to, head).template run<true>(slice);
-        else
-            difference_writer<T, false>(settled.numbers, t, to, head).template run<false>(slice);
+        const close_pairs *close = &all().close;
+        if (settled.way == CAREFUL) {
+            difference_writer<T, true> writer(settled.numbers, t, close, to, head);
+            writer.any(slice, 0, writer.all_steps(slice));
+        } else if (slice.shift_p || slice.shift_q || !aligned16<T>(to)) {
+            difference_writer<T, false> writer(settled.numbers, t, close, to, head);
+            writer.any(slice, 0, writer.all_steps(slice));
+        } else {
+            difference_writer<T, false>(settled.numbers, t, close, to, head).run(slice);
+        }
     }
 
     /* A row that is not masked: its value, to the first thread. */
     static __device__ __forceinline__ double take(const kld_cuda_args &args) {
-        settle(args, sums_of_rows::sums(args, all().row.index, all().at));
+        settle(args, sums_of_rows::sums(args, all().row.index, sums_of_rows::warp().at));
         const auto &settled = base::shared().rows[0];
         if (settled.way != ANY && base::shared().divides)
             write(args);
@@ -175,7 +223,7 @@ template <class BODY> struct reread_rows : onepass_rows<BODY> {
     static __device__ __forceinline__ void clear(const kld_cuda_args &args) {
         const resident::place &at = resident::here().place;
         resident::clear<T>(resident::part_of<T>(args.grad_q, all().row.index, at), at.count,
-                           threadIdx.x, 32);
+                           resident::group_thread(), resident::GROUP_THREADS);
     }
 
     static __device__ __forceinline__ void compute(const kld_cuda_args &args) {
@@ -183,14 +231,14 @@ template <class BODY> struct reread_rows : onepass_rows<BODY> {
             all().walk.start(resident::here().place);
             next(args);
         }
-        __syncwarp();
+        resident::group_sync();
         while (all().more) {
             double value = 0.0;
             if (all().row.masked)
                 clear(args);
             else
                 value = take(args);
-            __syncwarp();
+            resident::group_sync();
             if (threadIdx.x == 0) {
                 value = all().row.masked ? 0.0 : value * all().weight;
                 row_store(args, all().row.index, value);
@@ -198,7 +246,7 @@ template <class BODY> struct reread_rows : onepass_rows<BODY> {
                 args.scratch->partial[args.first_group + all().row.group] = all().total;
                 next(args);
             }
-            __syncwarp();
+            resident::group_sync();
         }
     }
 };

@@ -17,11 +17,12 @@ template <uint32_t UNIT> struct onepass_units {
     struct unit {
         uint4 p[UNIT], q[UNIT];
 
-        template <bool SHIFTED>
+        /* LAST: nobody will want them again. */
+        template <bool SHIFTED, bool LAST = false>
         __device__ __forceinline__ void load(uint32_t i, const char *at_p, const char *at_q,
                                              uint32_t shift_p, uint32_t shift_q) {
-            p[i] = resident::far_slice::load_whole<SHIFTED>(at_p, shift_p, i);
-            q[i] = resident::far_slice::load_whole<SHIFTED>(at_q, shift_q, i);
+            p[i] = resident::far_slice::load_whole<SHIFTED, LAST>(at_p, shift_p, i);
+            q[i] = resident::far_slice::load_whole<SHIFTED, LAST>(at_q, shift_q, i);
         }
     };
 

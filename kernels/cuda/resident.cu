@@ -20,8 +20,6 @@ static bool streams(const kld_cuda_args *args, uint64_t bytes) {
  */
 static uint32_t kernel_of(const kld_cuda_args *args) {
     uint32_t type = args->p.dtype == KLD_DTYPE_FP32 ? 0 : args->p.dtype == KLD_DTYPE_FP16 ? 1 : 2;
-    if (args->resident_team == KLD_CUDA_REREAD)
-        return 24 + type;
     if (args->resident_team >= KLD_CUDA_ONEPASS_WARP)
         return 18 + 3 * (args->resident_team - KLD_CUDA_ONEPASS_WARP) + type;
     return 6 * args->resident_team + (is_difference(args) ? 0 : 3) + type;
@@ -42,7 +40,7 @@ static bool is_better_elsewhere(const kld_cuda_args *args, uint64_t bytes) {
 /* Is q - p all that is wanted, of rows that the caches keep? */
 static bool rereads(const kld_cuda_args *args, uint64_t bytes) {
     return is_difference(args) && args->grad_q.dtype && !is_better_elsewhere(args, bytes) &&
-           bytes >= KLD_CUDA_REREAD_LEAST_BYTES && bytes <= KLD_CUDA_REREAD_MOST_BYTES;
+           bytes >= KLD_CUDA_REREAD_LEAST_BYTES && bytes <= KLD_CUDA_REREAD_BLOCK_BYTES;
 }
 
 /* Of a block that works alone: two slots in one of four sizes, which say how many blocks a
@@ -71,9 +69,10 @@ static uint32_t onepass_layout(kld_cuda_args *args, uint64_t bytes) {
     return size;
 }
 
-/* Rows that are read again: a warp each. */
-static void reread_layout(kld_cuda_args *args) {
-    args->resident_team = KLD_CUDA_REREAD;
+/* Rows that are read again: a warp each or a block. */
+static void reread_layout(kld_cuda_args *args, uint64_t bytes) {
+    bool warp = bytes <= KLD_CUDA_REREAD_WARP_BYTES;
+    args->resident_team = warp ? KLD_CUDA_REREAD_WARP : KLD_CUDA_REREAD_BLOCK;
     args->slots = 1;
     args->lag = 0;
     args->cluster = 1;
@@ -95,7 +94,7 @@ extern "C" void kld_cuda_resident_layout(kld_cuda_args *args, uint32_t shared_by
     bool clusters = shared_bytes_max >= 200 * 1024;
     uint32_t size = 0;
     if (rereads(args, bytes)) {
-        reread_layout(args);
+        reread_layout(args, bytes);
         if (args->active_clusters)
             args->active_clusters += (4 * kernel_of(args) + rule_of(args)) * 5;
         return;

@@ -200,14 +200,36 @@ struct far_slice {
         uint32_t first = (step * GROUP_THREADS + group_thread()) * V;
         return count > first ? count - first : 0;
     }
-    /* A whole vector. */
-    template <bool SHIFTED>
+    /* 16 bytes that are read again before long by somebody of this row: the second-level cache is
+     * to keep them before all others. Of a warp's row, so short that the first-level cache may keep
+     * it, as usual. TWICE: by a neighbour, too. */
+    template <bool TWICE> static __device__ __forceinline__ uint4 load_kept(const uint4 *at) {
+        if (!REREAD || GROUP_WARPS == 1)
+            return *at;
+        uint4 x;
+        uint64_t policy;
+        asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
+        if (TWICE)
+            asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                         : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                         : "l"(at), "l"(policy));
+        else
+            asm volatile(
+                "ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                : "l"(at), "l"(policy));
+        return x;
+    }
+    /* A whole vector. LAST: of a row that is read again, the last time. */
+    template <bool SHIFTED, bool LAST = false>
     static __device__ __forceinline__ uint4 load_whole(const char *from, uint32_t shift,
                                                        uint32_t step) {
         const uint4 *at = (const uint4 *)from + step * GROUP_THREADS;
         if (!SHIFTED)
-            return REREAD ? *at : __ldcs(at);
-        return joined(*at, at[shift ? 1 : 0], shift);
+            return REREAD && !LAST ? load_kept<false>(at) : __ldcs(at);
+        if (LAST)
+            return joined(*at, at[shift ? 1 : 0], shift);
+        return joined(load_kept<true>(at), load_kept<true>(at + (shift ? 1 : 0)), shift);
     }
     /* One of which `bytes` are left, more than none; undefined beyond. */
     template <bool SHIFTED>
@@ -216,7 +238,8 @@ struct far_slice {
         if (!SHIFTED)
             return load_whole<false>(from, 0, step);
         const uint4 *at = (const uint4 *)from + step * GROUP_THREADS;
-        return joined(*at, at[shift + bytes > 16 ? 1 : 0], shift);
+        return joined(load_kept<true>(at), load_kept<true>(at + (shift + bytes > 16 ? 1 : 0)),
+                      shift);
     }
     /* Any, of which `left` classes are left; undefined beyond. */
     template <class T>
@@ -250,27 +273,22 @@ struct far_slice {
     }
 };
 
-/* V values of one vector to a row of `classes` without the first `head`, as 16 bytes where the row
- * allows. The whole warp. */
+/* One vector to a row of `classes` without the first `head`, as 16 bytes where the row allows. The
+ * whole warp. */
 template <class T, class LEFT>
-static __device__ __forceinline__ void put(char *to_row, bool whole, uint32_t classes,
-                                           uint32_t head, uint32_t vector, LEFT,
-                                           const float (&x)[packet<T>::V]) {
+static __device__ __forceinline__ void put_raw(char *to_row, bool whole, uint32_t classes,
+                                               uint32_t head, uint32_t vector, LEFT, uint4 y) {
     constexpr int V = packet<T>::V;
-    alignas(16) T y[V];
-#pragma unroll
-    for (int i = 0; i < V; i++)
-        y[i] = to<T>(x[i]);
     unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint32_t first = (vector - lane) * V; /* of the warp's 32 vectors */
     if (LEFT::ALL && whole && first >= head) {
-        __stcs((uint4 *)to_row + vector, *(uint4 *)y);
+        __stcs((uint4 *)to_row + vector, y);
         return;
     }
     uint32_t skip = first < head ? head : 0;
     uint4 *stage = here().stage[warp];
     __syncwarp();
-    stage[lane] = *(uint4 *)y;
+    stage[lane] = y;
     __syncwarp();
     const T *staged = (const T *)stage;
     T *out = (T *)to_row + first;
@@ -291,6 +309,17 @@ static __device__ __forceinline__ void put(char *to_row, bool whole, uint32_t cl
                         out[j] = staged[j];
         }
     }
+}
+/* The same of V values. */
+template <class T, class LEFT>
+static __device__ __forceinline__ void put(char *to_row, bool whole, uint32_t classes,
+                                           uint32_t head, uint32_t vector, LEFT left,
+                                           const float (&x)[packet<T>::V]) {
+    alignas(16) T y[packet<T>::V];
+#pragma unroll
+    for (int i = 0; i < packet<T>::V; i++)
+        y[i] = to<T>(x[i]);
+    put_raw<T>(to_row, whole, classes, head, vector, left, *(uint4 *)y);
 }
 
 } /* namespace KLD_CUDA_TEAM */

@@ -21,9 +21,11 @@
 #define KLD_CUDA_ONEPASS_BLOCK_BYTES 131072
 
 /* Of rows of which q - p is wanted, which are read twice, the second time from the caches
- * (logits_reread.cuh): from here on, up to these. */
+ * (logits_reread.cuh): from here on, up to these by a warp, by a block of four. The rows at hand of
+ * all multiprocessors are what the second-level cache keeps. */
 #define KLD_CUDA_REREAD_LEAST_BYTES 1028
-#define KLD_CUDA_REREAD_MOST_BYTES 16384
+#define KLD_CUDA_REREAD_WARP_BYTES 8192
+#define KLD_CUDA_REREAD_BLOCK_BYTES 16384
 
 /* args->resident_team. */
 enum kld_cuda_team {
@@ -32,7 +34,8 @@ enum kld_cuda_team {
     KLD_CUDA_TEAM_OF_MANY,
     KLD_CUDA_ONEPASS_WARP,
     KLD_CUDA_ONEPASS_BLOCK,
-    KLD_CUDA_REREAD
+    KLD_CUDA_REREAD_WARP,
+    KLD_CUDA_REREAD_BLOCK
 };
 
 /* What a source file says before it includes resident.cuh. Warps that compute and how many groups
@@ -64,14 +67,22 @@ enum kld_cuda_team {
 #define KLD_CUDA_TEAM_GROUPS 1
 #define KLD_CUDA_TEAM_SETTLERS 0
 #define KLD_CUDA_TEAM_BLOCKS 8
-#elif defined(KLD_CUDA_TEAM_REREADING)
-#define KLD_CUDA_TEAM reread_team
+#elif defined(KLD_CUDA_TEAM_REREAD_WARP)
+#define KLD_CUDA_TEAM reread_warp_team
 #define KLD_CUDA_TEAM_FAR 1
 #define KLD_CUDA_TEAM_REREAD 1
 #define KLD_CUDA_TEAM_WARPS 1
 #define KLD_CUDA_TEAM_GROUPS 1
 #define KLD_CUDA_TEAM_SETTLERS 0
-#define KLD_CUDA_TEAM_BLOCKS 16
+#define KLD_CUDA_TEAM_BLOCKS 24
+#elif defined(KLD_CUDA_TEAM_REREAD_BLOCK)
+#define KLD_CUDA_TEAM reread_block_team
+#define KLD_CUDA_TEAM_FAR 1
+#define KLD_CUDA_TEAM_REREAD 1
+#define KLD_CUDA_TEAM_WARPS 4
+#define KLD_CUDA_TEAM_GROUPS 1
+#define KLD_CUDA_TEAM_SETTLERS 0
+#define KLD_CUDA_TEAM_BLOCKS 6
 #else
 #define KLD_CUDA_TEAM large_team
 #define KLD_CUDA_TEAM_WARPS 16
@@ -141,9 +152,12 @@ KLD_CUDA_ONEPASS_MAP(X)
 #undef X
 /* And of those that are read again. */
 #define KLD_CUDA_REREAD_MAP(X)                                                                     \
-    X(reread_team_fp32)                                                                            \
-    X(reread_team_fp16)                                                                            \
-    X(reread_team_bf16)
+    X(reread_warp_team_fp32)                                                                       \
+    X(reread_warp_team_fp16)                                                                       \
+    X(reread_warp_team_bf16)                                                                       \
+    X(reread_block_team_fp32)                                                                      \
+    X(reread_block_team_fp16)                                                                      \
+    X(reread_block_team_bf16)
 #define X(name)                                                                                    \
     cudaError_t kld_cuda_##name(const struct kld_cuda_args *args, uint32_t groups,                 \
                                 cudaStream_t stream);

@@ -1,5 +1,5 @@
-/* reread_bf16.cu - BF16 logits, q - p: rows that are read again from the caches. */
-#define KLD_CUDA_TEAM_REREADING
+/* reread_warp_bf16.cu - BF16 logits, a warp a row: q - p, of rows that are read again. */
+#define KLD_CUDA_TEAM_REREAD_WARP
 #include "kernels/cuda/reread_launch.cuh"
 
 extern "C" cudaError_t KLD_CUDA_TEAM_NAME(bf16)(const kld_cuda_args *args, uint32_t groups,

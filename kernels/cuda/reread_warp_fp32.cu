@@ -1,0 +1,8 @@
+/* reread_warp_fp32.cu - FP32 logits, a warp a row: q - p, of rows that are read again. */
+#define KLD_CUDA_TEAM_REREAD_WARP
+#include "kernels/cuda/reread_launch.cuh"
+
+extern "C" cudaError_t KLD_CUDA_TEAM_NAME(fp32)(const kld_cuda_args *args, uint32_t groups,
+                                                cudaStream_t stream) {
+    return logits_resident::launch_reread<float>(args, groups, stream);
+}
