@@ -396,7 +396,7 @@ def test_autocast_and_gradscaler(connection):
                                  connection=connection)
         theirs = F.kl_div(z.log_softmax(-1), t.softmax(-1), reduction="batchmean")
     assert loss.dtype == theirs.dtype == torch.float32
-    assert float(loss) == pytest.approx(float(theirs), rel=1e-4)
+    assert float(loss.detach()) == pytest.approx(float(theirs.detach()), rel=1e-4)
     scaler = torch.amp.GradScaler("cuda", init_scale=65536.0)
     factor = scaler.get_scale()
     weights = torch.linspace(1, 2, 256, device=GPU)
@@ -410,7 +410,8 @@ def test_autocast_and_gradscaler(connection):
                                  target_form="logits", connection=connection).mean()
         scaler.scale(loss / more.get("scale", 1.0)).backward()
         right = exact.grad * (factor * divisor / more.get("scale", 1.0))
-        assert float((leaf.grad.double() - right).abs().sum() / right.abs().sum()) < 5e-4, more
+        rounded = float((right.half().double() - right).abs().sum())  # much where it is below 6e-5, float16's least normal number
+        assert float((leaf.grad.double() - right).abs().sum()) < 1.5 * rounded + 2e-4 * float(right.abs().sum()), more
 
 
 # ---- What is refused
