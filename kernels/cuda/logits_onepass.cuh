@@ -38,8 +38,8 @@ template <class T, int EXTRA> struct onepass {
     static constexpr uint32_t UNIT = 2; /* steps whose vectors are on their way */
     static constexpr uint32_t FLUSH = UNIT < 4 ? 4 / UNIT : 1; /* units in FP32 */
     static_assert(KLD_CUDA_ONEPASS_WARP_BYTES <= 32 * UNIT * 16 * 32 &&
-                      KLD_CUDA_ONEPASS_BLOCK_BYTES <= 32 * UNIT * 16 * 128,
-                  "a bit for each unit");
+                      KLD_CUDA_ONEPASS_BLOCK_BYTES <= 32 * UNIT * 16 * 128 && 32 * UNIT <= 64,
+                  "a bit for each step");
     static constexpr int SUMS = EXTRA == logits_stats::NOTHING ? 3 : 4;
 
     struct sums {
@@ -75,14 +75,15 @@ template <class T, int EXTRA> struct onepass {
         }
     }
     /* All units. Classes that count one by one go to the list, so many: ret_listed. ret_heavy:
-     * units left out, as the list had no room. No call in here, and little that outlives the loop:
-     * registers are what is on its way. */
+     * steps left out, as the list had no room. Step by step: those of the next unit are asked for
+     * as soon as these are through. No call in here, and little that outlives the loop: registers
+     * are what is on its way. */
     template <bool SHIFTED, class FROM>
     static __device__ __forceinline__ sums run(FROM from, const extent &row, const temperature &t,
                                                float span, uint32_t classes,
                                                logits_stats::reference *ret_at,
                                                logits_stats::heavy_list<T> &list,
-                                               uint32_t &ret_listed, uint32_t &ret_heavy) {
+                                               uint32_t &ret_listed, uint64_t &ret_heavy) {
         /* The first classes may be unlike the others: reserved ones, masked ones. */
         const uint32_t middle = row.whole / 2 * UNIT * STEP;
         const uint4 more_p[1] = {
@@ -103,25 +104,24 @@ template <class T, int EXTRA> struct onepass {
         __syncwarp();
         logits_stats::top_of<T> top(at);
         logits_stats::chunk_sums<EXTRA> sum;
-        uint32_t heavy = 0, listed = 0;
+        uint64_t heavy = 0;
+        uint32_t listed = 0;
         auto add = [&](uint32_t number, bool look) {
-            bool leave = false;
             from.ask(row, number + source::RING);
-            if (__any_sync(KLD_FULL_WARP, top.add_all(u.p, u.q, at) || look)) {
-                uint32_t count = listed;
-                leave = !logits_stats::heavy_list<T>::can_take(at);
-                if (!leave)
-#pragma unroll
-                    for (uint32_t i = 0; i < UNIT; i++)
-                        list.take(u.p[i], u.q[i], at, count);
-                leave = leave || count > logits_stats::heavy_list<T>::MOST;
-                if (leave) /* what it has put there is overwritten */
-                    __syncwarp();
-                heavy |= leave ? 1u << number : 0;
-                listed = leave ? listed : count;
-            }
 #pragma unroll
             for (uint32_t i = 0; i < UNIT; i++) {
+                bool leave = false;
+                if (__any_sync(KLD_FULL_WARP, top.add_raw(u.p[i], u.q[i], at) || look)) {
+                    uint32_t count = listed;
+                    leave = !logits_stats::heavy_list<T>::can_take(at);
+                    if (!leave)
+                        list.take(u.p[i], u.q[i], at, count);
+                    leave = leave || count > logits_stats::heavy_list<T>::MOST;
+                    if (leave) /* what it has put there is overwritten */
+                        __syncwarp();
+                    heavy |= leave ? 1ull << (number * UNIT + i) : 0;
+                    listed = leave ? listed : count;
+                }
                 if (!leave)
                     logits_stats::fast_pairs<T, EXTRA>(logits_stats::pair_of<T>(u.p[i], u.q[i]), at,
                                                        t, sum);
@@ -164,8 +164,8 @@ template <class T, int EXTRA> struct onepass {
             to.q = fmaxf(to.q, z.q[i]);
         }
     }
-    /* The units that were left out, or all where run() was not, and the classes of the list. */
-    static __device__ __noinline__ sums rest(resident::far_slice slice, uint32_t heavy,
+    /* The steps that were left out, or all where run() was not, and the classes of the list. */
+    static __device__ __noinline__ sums rest(resident::far_slice slice, uint64_t heavy,
                                              bool in_units,
                                              const logits_stats::reference *from,
                                              const temperature *t,
@@ -173,8 +173,7 @@ template <class T, int EXTRA> struct onepass {
         sums r = {{0, 0, 0, 0}, -CUDART_INF_F, -CUDART_INF_F};
         logits_stats::reference at = *from;
         for (; heavy; heavy &= heavy - 1)
-            for (uint32_t i = 0; i < UNIT; i++)
-                add_step(slice, ((uint32_t)__ffs((int)heavy) - 1) * UNIT + i, at, *t, r);
+            add_step(slice, (uint32_t)__ffsll((long long)heavy) - 1, at, *t, r);
         if (!in_units)
             for (uint32_t step = 0; step < slice.steps_of((slice.count + V - 1) / V); step++)
                 add_step(slice, step, at, *t, r);
@@ -257,7 +256,8 @@ template <class BODY, bool RING = false> struct onepass_rows : rows<BODY> {
     static __device__ __forceinline__ part sums(const kld_cuda_args &args, const uint64_t &index,
                                                 logits_stats::reference &at) {
         typename pass::sums mine = {{0, 0, 0, 0}, -CUDART_INF_F, -CUDART_INF_F};
-        uint32_t heavy = 0, listed = 0;
+        uint64_t heavy = 0;
+        uint32_t listed = 0;
         __shared__ logits_stats::heavy_list<T> lists[resident::WARPS];
         logits_stats::heavy_list<T> &list = lists[threadIdx.x / 32];
         auto slice = resident::far_slice::of<T>(args, index);

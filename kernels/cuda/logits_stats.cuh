@@ -266,28 +266,10 @@ template <class T> struct top_of {
             }
         }
     }
-    /* Some whole vectors at a time. */
-    template <uint32_t N>
-    __device__ __forceinline__ bool add_all(const uint4 (&raw_p)[N], const uint4 (&raw_q)[N],
+    /* A whole vector that nobody has unpacked. */
+    __device__ __forceinline__ bool add_raw(const uint4 &raw_p, const uint4 &raw_q,
                                             const reference &at) {
-        if constexpr (sizeof(T) == 2) {
-            two high_p = largest(raw_p[0]), high_q = largest(raw_q[0]);
-#pragma unroll
-            for (uint32_t i = 1; i < N; i++) {
-                high_p = __hmax2(high_p, largest(raw_p[i]));
-                high_q = __hmax2(high_q, largest(raw_q[i]));
-            }
-            many_p = __hmax2(many_p, high_p);
-            many_q = __hmax2(many_q, high_q);
-            return !(__hble2(high_p, limit_p) && __hble2(high_q, limit_q));
-        } else {
-            bool above = false;
-#pragma unroll
-            for (uint32_t i = 0; i < N; i++)
-                above |=
-                    add(resident::all_of(), raw_p[i], raw_q[i], pair_of<T>(raw_p[i], raw_q[i]), at);
-            return above;
-        }
+        return add(resident::all_of(), raw_p, raw_q, pair_of<T>(raw_p, raw_q), at);
     }
     __device__ __forceinline__ void get_mine(float &ret_p, float &ret_q) const {
         ret_p = fmaxf(p, fmaxf((float)many_p.x, (float)many_p.y));
