@@ -196,6 +196,8 @@ struct kld_stats {
 struct kld_stats_device {
     _Atomic uint32_t ready;       /* 1 while the worker serves */
     _Atomic uint32_t pool_wanted; /* times that somebody wanted what of pool_kept_bytes is kept */
+    /* CLOCK_MONOTONIC when somebody was last refused what only others are in the way of. */
+    _Atomic uint64_t pool_refused_ns;
     _Atomic uint64_t pool_bytes, pool_bytes_max; /* as the gauges say */
     /* What is below was written by its first process, and is the same for those that replace it. */
     _Atomic uint32_t described;

@@ -95,7 +95,8 @@ struct kld_gateway;
 uint32_t kld_pool_index(const struct kld_pool *pool); /* of its worker */
 struct kld_pool *kld_pool_choose(struct kld_gateway *gateway);
 /* Does somebody want room in the device's pool that another one holds: who waits for it here, or
- * found it full, a moment ago, or all those who find more than half of it taken. Any thread. */
+ * was refused it by the worker, a moment ago, or all those who find more than half of it taken. Any
+ * thread. */
 bool kld_pool_is_wanted(const struct kld_pool *pool);
 /* For a process that ends, on its loop: the thread ends; jobs that are still on end with
  * KLD_UNAVAILABLE, posted to their senders before this returns. Nobody submits any more. */

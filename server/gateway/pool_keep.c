@@ -11,14 +11,19 @@ uint64_t kld_pool_bytes_max(const struct kld_pool *pool) {
     return atomic_load(&pool->shown->pool_bytes_max);
 }
 
-/* A full pool refuses clients of the Unix socket, who do not wait: so it is not to come to that. */
+static bool is_just_now(uint64_t ns) {
+    uint64_t now = uv_hrtime();
+    return ns && (now < ns || now - ns < KLD_POOL_WANTED_MS * UINT64_C(1000000));
+}
+
+/* A full pool refuses clients of the Unix socket, who do not wait: it is not to come to that, and
+ * where it does, for who wants more than half, they mostly ask again. */
 bool kld_pool_is_wanted(const struct kld_pool *pool) {
     uint64_t used = atomic_load(&pool->shown->pool_bytes), most = kld_pool_bytes_max(pool);
     uint64_t kept = atomic_load(&pool->stats->value[KLD_STAT_pool_kept_bytes]);
-    uint64_t starved_ns = atomic_load(&pool->starved_ns);
     used = used > kept ? used - kept : 0;
-    return (most && used > most / 2) ||
-           (starved_ns && uv_hrtime() - starved_ns < KLD_POOL_WANTED_MS * UINT64_C(1000000));
+    return (most && used > most / 2) || is_just_now(atomic_load(&pool->starved_ns)) ||
+           is_just_now(atomic_load(&pool->shown->pool_refused_ns));
 }
 
 void kld_pool_offer_kept(struct kld_pool *pool, bool offered) {

@@ -274,6 +274,15 @@ static void find_space(struct kld_region *region) {
     }
 }
 
+/* Not for what would never fit: nobody is in the way of that. */
+static void note_refusal(const struct kld_region *region) {
+    const struct kld_worker *worker = region->session->worker;
+    uint64_t most = worker->device->info.pool_bytes_max;
+    if (region->kind == KLD_REGION_POOL && region->status == KLD_NO_MEMORY &&
+        (!most || region->bytes <= most))
+        atomic_store(&worker->shown->pool_refused_ns, kld_worker_now_ns());
+}
+
 static void add_after(uv_work_t *work, int cancelled) {
     struct kld_region *region = work->data;
     struct kld_session *session = region->session;
@@ -288,6 +297,7 @@ static void add_after(uv_work_t *work, int cancelled) {
         enum kld_status status = region->status;
         if (status != KLD_DEVICE_LOST && !region->limited) /* the one is told below */
             kld_stats_fault(session->worker->stats, status);
+        note_refusal(region);
         kld_session_reply_error(session, region->request, &error);
         forget(region);
         if (status == KLD_DEVICE_LOST)

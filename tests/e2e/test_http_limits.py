@@ -1,5 +1,6 @@
 """What one caller may hold, and for how long: staging, device memory, stored tensors, places; a worker that
 is silent, clients that leave while their request computes, senders that hold much and send little."""
+import contextlib
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ import time
 import pytest
 
 import oip
+import wire
 from conftest import wait_until
 from httplib import fds_of, probabilities
 from oip import INFER, infer
@@ -322,6 +324,40 @@ def test_who_holds_what_nobody_wants_may_be_slow(make_server):
     uploads.end()
     waits.join(60)
     assert len(answers) == 1
+
+
+def pool_region(server, size):
+    """Does a client of the Unix socket get so much of the device's pool?"""
+    with wire.Client(server.unix) as client:
+        try:
+            return client.region_add(wire.POOL, size) is not None
+        except wire.Failed as error:
+            assert error.status == "no_memory"
+            return False
+
+
+def test_who_holds_what_a_unix_client_is_refused_has_to_be_quick(make_server):
+    """Also where it is less than half. What there is not in any case nobody is refused for his sake."""
+    server = make_server(http_slow_ms=2000, http_slow_bytes="1K", http_slow_parts=16, pool_bytes_max="64M",
+                         client_pool_bytes_max="1G", **SMALL)
+    q = probabilities((1000, 1000), 8)
+    headers, data = oip.body({"predictions": q, "targets": q})
+    text = text_of(data, headers)
+    with connect(server) as one:
+        one.sendall(text[:500000])
+        wait_until(lambda: server.metrics()[POOL] >= q.nbytes, what="its buffer")
+
+        def cut_off(seconds, size):
+            begin = time.monotonic()
+            while time.monotonic() < begin + seconds and not server.metrics()["kld_http_slow_total"]:
+                time.sleep(0.25)
+                with contextlib.suppress(OSError):
+                    one.sendall(text[500000:525000])
+                pool_region(server, size)
+            return server.metrics()["kld_http_slow_total"] == 1
+        assert not cut_off(5, 65 << 20)
+        assert cut_off(15, 60 << 20)
+    wait_until(lambda: pool_region(server, 60 << 20), what="room in the pool")
 
 
 def test_who_reads_a_reply_out_of_a_device_has_to_be_quick(make_server):
