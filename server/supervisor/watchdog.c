@@ -39,15 +39,20 @@ static const char *text_of(enum kld_ill ill) {
                                   : "its loop gives no sign of life";
 }
 
+static bool has_start_ms(const struct kld_config *config, enum kld_ill ill) {
+    return ill == KLD_ILL_STARTS && config->start_ms > config->stuck_ms;
+}
+
 static void end_stuck(const struct kld_supervisor *supervisor, struct kld_watched *child) {
-    bool gateway = child == &supervisor->gateway;
+    const struct kld_config *config = &supervisor->config;
+    bool gateway = child == &supervisor->gateway, start = has_start_ms(config, child->ill);
     if (child->life->stuck)
         return;
     child->life->stuck = true;
     kld_log(KLD_LOG_ERROR, gateway ? "gateway replaced" : "worker replaced",
-            "child=%s child_pid=%d stuck_ms=%" PRIu64 " looks=%u text=\"%s\"", child->name,
-            (int)child->life->process.pid, supervisor->config.stuck_ms, child->looks,
-            text_of(child->ill));
+            "child=%s child_pid=%d %s=%" PRIu64 " looks=%u text=\"%s\"", child->name,
+            (int)child->life->process.pid, start ? "start_ms" : "stuck_ms",
+            start ? config->start_ms : config->stuck_ms, child->looks, text_of(child->ill));
     kld_stats_add(child->stats,
                   gateway ? KLD_STAT_gateway_stuck_total : KLD_STAT_worker_stuck_total, 1);
     kld_watched_signal(child, SIGKILL);
@@ -57,11 +62,9 @@ static void end_stuck(const struct kld_supervisor *supervisor, struct kld_watche
  * so there is one more than the time asks for. */
 static uint32_t looks_max(const struct kld_supervisor *supervisor, enum kld_ill ill) {
     const struct kld_config *config = &supervisor->config;
-    uint64_t silent_ms = config->stuck_ms;
+    uint64_t silent_ms = has_start_ms(config, ill) ? config->start_ms : config->stuck_ms;
     if (ill == KLD_ILL_STARTS && !config->start_ms)
         return UINT32_MAX; /* 100 ms apart: no start takes as long */
-    if (ill == KLD_ILL_STARTS && config->start_ms > silent_ms)
-        silent_ms = config->start_ms;
     uint64_t silent = silent_ms / look_ms(supervisor) + 1;
     return ill == KLD_ILL_STUCK || silent < LOOKS_MIN ? LOOKS_MIN : (uint32_t)silent;
 }

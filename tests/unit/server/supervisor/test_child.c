@@ -365,8 +365,13 @@ START_TEST(a_gateway_that_gives_no_sign_of_life_is_replaced) {
 END_TEST
 
 START_TEST(one_that_does_not_say_that_it_serves_is_replaced) {
+    char text[4096] = "";
     start_ms = 2 * STUCK_MS;
+    FILE *log = tmpfile();
+    ck_assert(log && dup2(fileno(log), STDERR_FILENO) == STDERR_FILENO);
     struct kld_watched *child = watch(LATE, STUCK_MS);
+    ck_assert_int_ge(pread(fileno(log), text, sizeof text - 1, 0), 0);
+    ck_assert_ptr_nonnull(strstr(text, " start_ms=800 ")); /* which to raise */
     ck_assert_uint_eq(stuck_of(child), 1);
     ck_assert_uint_eq(restarts_of(child), 1);
     ck_assert(!supervisor.failed && !supervisor.draining);
