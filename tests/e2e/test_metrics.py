@@ -154,10 +154,13 @@ def test_processes(make_server):
             pages = int(open(f"/proc/{pid}/statm").read().split()[1])
             return server.metrics()[name] == pytest.approx(pages * os.sysconf("SC_PAGESIZE"), rel=0.5)
         wait_until(resident_is_told, what="a look since it has started")
+
+        def descriptors_are_told(name=f"process_open_fds{{{role}}}", pid=pid):
+            # As many as there are, but for connections that came and went meanwhile.
+            return abs(server.metrics()[name] - len(os.listdir(f"/proc/{pid}/fd"))) <= 3
+        wait_until(descriptors_are_told, what="a look since all were opened, of which CUDA's are many")
         metrics = server.metrics()
         resident = metrics[f"process_resident_memory_bytes{{{role}}}"]
-        # As many as there are, but for connections that came and went meanwhile.
-        assert abs(metrics[f"process_open_fds{{{role}}}"] - len(os.listdir(f"/proc/{pid}/fd"))) <= 3
         assert metrics[f"process_max_fds{{{role}}}"] >= 1024
         assert metrics[f"process_virtual_memory_bytes{{{role}}}"] > resident
     assert abs(metrics[started] - os.stat(f"/proc/{server.child('worker')}").st_ctime) < 5
