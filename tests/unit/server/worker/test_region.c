@@ -648,12 +648,15 @@ START_TEST(who_finds_the_pool_full_waits_for_what_the_gateway_keeps) {
     rig_region_frame(&frame, 10, KLD_REGION_POOL, RIG_REGION_BYTES);
     rig_send(fd, &frame);
     rig_expect_error(fd, 10, KLD_NO_MEMORY, ""); /* nothing is kept */
+    uint64_t refused_ns = atomic_load(&rig.page->device[0].pool_refused_ns);
+    ck_assert_uint_gt(refused_ns, 0);
     ck_assert_uint_eq(atomic_load(&rig.page->device[0].pool_wanted), 0);
     kld_stats_set(rig.stats, KLD_STAT_pool_kept_bytes, 4096);
     atomic_store(&rig.fake.fail_call, 1);
     rig_region_frame(&frame, 11, KLD_REGION_POOL, (uint64_t)1 << 30);
     rig_send(fd, &frame);
     rig_expect_error(fd, 11, KLD_NO_MEMORY, ""); /* no help: the pool has half of that */
+    ck_assert_uint_eq(atomic_load(&rig.page->device[0].pool_refused_ns), refused_ns);
     ck_assert_uint_eq(atomic_load(&rig.page->device[0].pool_wanted), 0);
     atomic_store(&rig.fake.fail_call, 1);
     rig_region_frame(&frame, 12, KLD_REGION_POOL, RIG_REGION_BYTES);
