@@ -435,6 +435,7 @@ cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsigned 
 /* ---- Kernels --------------------------------------------------------------------------------- */
 
 bool kld_cuda_can_be_flat(const struct kld_cuda_args *args) { return false; }
+bool kld_cuda_begins_early(void) { return false; }
 void kld_cuda_layout(struct kld_cuda_args *args, uint64_t job_rows, uint32_t shared_bytes_max) {
     args->team = 32;
     args->group_rows = 4;
