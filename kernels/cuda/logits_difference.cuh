@@ -75,9 +75,8 @@ static __device__ __forceinline__ float mass_fp32(float z, float c, float high, 
 }
 
 /* And of 16 bits; rounded here, so that every copy of the code gives the same bits. */
-static __device__ __forceinline__ float mass_16(float z, float c, float factor,
-                                                const temperature &t) {
-    return __fmul_rn(exp2_fast(fmaf(z, t.scale.high, -c)), factor);
+static __device__ __forceinline__ float mass_16(float z, float c, float factor, float scale) {
+    return __fmul_rn(exp2_fast(fmaf(z, scale, -c)), factor);
 }
 
 /* factor (q - p) in FP32. CLASSES_OUT: logits of -inf may come. */
@@ -148,7 +147,7 @@ difference_of_16(const float (&z_p)[N], float (&z_q)[N], float c_p, float c_q, f
 #pragma unroll
     for (int i = 0; i < N; i++) {
         float a = exp2_fast(fmaf(z_p[i], scale, -c_p));
-        q[i] = __fmul_rn(exp2_fast(fmaf(z_q[i], scale, -c_q)), factor_q);
+        q[i] = mass_16(z_q[i], c_q, factor_q, scale);
         g[i] = fmaf(-a, factor_p, q[i]);
         close |= fabsf(g[i]) < fabsf(__fmul_rn(q[i], CLOSE<T>));
     }

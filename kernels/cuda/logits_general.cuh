@@ -92,7 +92,7 @@ template <class T_, int KIND> struct general_body {
         if constexpr (FP32)
             mass = mass_fp32(z, c, factor.high, factor.low, t);
         else
-            mass = mass_16(z, c, factor.high, t);
+            mass = mass_16(z, c, factor.high, t.scale.high);
         return CLASSES_OUT && z == -CUDART_INF_F ? 0.0f : mass;
     }
 
