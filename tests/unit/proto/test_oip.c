@@ -5,19 +5,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "tests/unit/proto/oip_texts.h"
 #include "tests/unit/unit.h"
-
-static struct kld_oip_request request;
-static struct kld_error err;
-
-static enum kld_status parse(const char *text) {
-    memset(&err, 0, sizeof err);
-    return kld_oip_parse(text, strlen(text), NULL, &request, &err);
-}
-
-#define P "{\"name\":\"predictions\",\"shape\":[1,2],\"datatype\":\"FP32\",\"data\":[0.5,0.5]}"
-#define T "{\"name\":\"targets\",\"shape\":[1,2],\"datatype\":\"FP32\",\"data\":[[0.25,0.75]]}"
-#define INPUTS "\"inputs\":[" P "," T "]"
 
 START_TEST(a_plain_request_asks_for_the_loss) {
     ck_assert_int_eq(parse("{\"id\":\"a\\u00e4\\n\"," INPUTS "}"), KLD_OK);

@@ -20,23 +20,17 @@ static uint64_t next_random(void) {
 }
 
 /* Where the text may be read on behind the number, and where it may not: the same. */
-static float read_float(const char *text, size_t size, const char **ret_behind) {
-    const char *near = text, *far = text;
-    float value = kld_number_read_float(&near, text + strlen(text) + 1);
-    float other = kld_number_read_float(&far, text + size);
-    ck_assert_msg(memcmp(&value, &other, sizeof value) == 0 && near == far, "%s", text);
-    *ret_behind = near;
-    return value;
-}
-
-static double read_double(const char *text, size_t size, const char **ret_behind) {
-    const char *near = text, *far = text;
-    double value = kld_number_read_double(&near, text + strlen(text) + 1);
-    double other = kld_number_read_double(&far, text + size);
-    ck_assert_msg(memcmp(&value, &other, sizeof value) == 0 && near == far, "%s", text);
-    *ret_behind = near;
-    return value;
-}
+#define READ_BOTH_WAYS(type)                                                                       \
+    static type read_##type(const char *text, size_t size, const char **ret_behind) {              \
+        const char *near = text, *far = text;                                                      \
+        type value = kld_number_read_##type(&near, text + strlen(text) + 1);                       \
+        type other = kld_number_read_##type(&far, text + size);                                    \
+        ck_assert_msg(memcmp(&value, &other, sizeof value) == 0 && near == far, "%s", text);       \
+        *ret_behind = near;                                                                        \
+        return value;                                                                              \
+    }
+READ_BOTH_WAYS(float)
+READ_BOTH_WAYS(double)
 
 static void round_trip_float(float value) {
     char text[KLD_NUMBER_TEXT_MAX + 1] = "";
