@@ -6,6 +6,7 @@ for the loss, and not for the number that backward() begins with (_ptx.py).
 """
 from __future__ import annotations
 
+import ctypes as c
 import math
 from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
@@ -17,11 +18,14 @@ from ._default import default_connection, for_cpu_tensors
 from ._device import Where
 from ._errors import KldTypeError, KldUnsupportedError, KldValueError, Status
 from ._half import is_bounded, shift, wants_half
-from ._request import Call, Parameters, View, check_no_gradient, no_gradient, row_stride
+from ._library import DTYPE, ITEM_BYTES
+from ._request import SHARE_BYTES_MIN, Call, Parameters, View, again, check_no_gradient, no_gradient, row_stride
 from ._share import Attached
 
 DTYPES: Dict[torch.dtype, str] = {torch.float32: "float32", torch.float64: "float64",
                                   torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_CPU = torch.device("cpu")  # whatever the default device is
+_NUMBER: Dict[torch.dtype, Any] = {torch.float32: c.c_float, torch.float64: c.c_double}
 NO_SECOND_DERIVATIVE = ("kld's kl_div has no second derivative: call backward() or autograd.grad() without "
                         "create_graph=True")
 
@@ -70,6 +74,14 @@ def over(block: Any, dtype: torch.dtype, shape: Tuple[int, ...]) -> torch.Tensor
         count *= size
     made: torch.Tensor = torch.frombuffer(block, dtype=dtype, count=count)
     return made if len(shape) == 1 else made.view(shape)
+
+
+def _empty(connection: Connection, shape: Tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """For a result: where Call.make() puts NumPy's. Under the connection's lock."""
+    size = math.prod(shape) * ITEM_BYTES[DTYPE[DTYPES[dtype]]]
+    if size >= SHARE_BYTES_MIN and not connection._memory.is_full:
+        return over(connection._memory.take(size, connection._tidy), dtype, shape)
+    return torch.empty(shape, dtype=dtype, device=_CPU)
 
 
 def _copy_to(block: Any, tensor: torch.Tensor) -> None:
@@ -152,24 +164,26 @@ class Job(NamedTuple):
             return self._replace(parameters=self.parameters._replace(grad_output=2.0**shift)).run(tensors, wanted)
         if tensors[0].is_cuda:
             return self._run_on_gpu(tensors, wanted, grad_output)
-        shape = tuple(tensors[0].shape)
-        views = self._views(tensors)
-        dtype = self._loss_dtype(views)
-        reduction = self.parameters.reduction
-        loss_shape = shape if reduction == "none" else shape[:-1] if reduction == "row" else None
-        connection = self.connection
+        return self._run_on_cpu(tensors, wanted, grad_output)
+
+    def _run_on_cpu(self, tensors: Tensors, wanted: Sequence[bool],
+                    grad_output: Optional[torch.Tensor]) -> Tuple[torch.Tensor, Tuple[Any, Any]]:
+        predictions, targets = tensors
+        shape, kinds, reduction = predictions.shape, (predictions.dtype, targets.dtype), self.parameters.reduction
+        dtype = torch.float64 if torch.float64 in kinds or "float64" in kinds else torch.float32
+        connection, kind = self.connection, self._kind(tensors, wanted, grad_output)
 
         def request() -> Tuple[torch.Tensor, Tuple[Any, Any]]:
-            loss = None
-            call = Call(connection, self.parameters, shape, self.timeout)
-            self._inputs(call, views, grad_output)
-            first, second = (over(call.make(slot, view.dtype, shape), _TORCH[view.dtype], shape) if want else None
-                             for slot, view, want in zip(("grad_predictions", "grad_targets"), views, wanted))
-            if loss_shape is not None:
-                loss = over(call.make("loss", DTYPES[dtype], loss_shape), dtype, loss_shape)
-            number = call.run().loss
-            if loss is None:
-                loss = torch.scalar_tensor(number, dtype=dtype, device="cpu")  # whatever the default device is
+            first = _empty(connection, shape, kinds[0]) if wanted[0] else None
+            second = _empty(connection, shape, kinds[1]) if wanted[1] else None
+            if reduction == "none" or reduction == "row":
+                loss = _empty(connection, shape if reduction == "none" else shape[:-1], dtype)
+                self._ask(tensors, grad_output, first, second, loss, kind, None)
+            else:
+                loss = torch.empty((), dtype=dtype, device=_CPU)
+                self._ask(tensors, grad_output, first, second, None, kind, None)
+                # An operator that does it takes some microseconds, behind a wait.
+                _NUMBER[dtype].from_address(loss.data_ptr()).value = connection._result.loss
             return loss, (first, second)
 
         return connection._alone(request, self.timeout)
@@ -185,60 +199,57 @@ class Job(NamedTuple):
         first = torch.empty(shape, dtype=kinds[0], device=device) if wanted[0] else None
         second = torch.empty(shape, dtype=kinds[1], device=device) if wanted[1] else None
         gpu = _cuda.gpu(predictions.get_device())
-        connection = self.connection
-        # What the last request like it was, if all tensors are dense: then only addresses are new.
-        key = inputs = None
-        if isinstance(targets, torch.Tensor) and predictions.is_contiguous() and targets.is_contiguous():
-            inputs = (predictions, targets, self.row_weights, self.row_mask, grad_output)
-            rows = None if self.row_mask is None else self.row_mask.dtype
-            key = (self.parameters, self.timeout, shape, kinds, wanted[0], wanted[1], self.row_weights is None, rows,
-                   None if grad_output is None else grad_output.dtype)
+        connection, kind = self.connection, self._kind(tensors, wanted, grad_output)
 
         def request() -> None:
             where = Where(gpu, current_stream(gpu.ordinal), early=True)
             connection._devices().check(gpu)
-            plan = None if key is None else connection.known(key)
-            call = Call(connection, self.parameters, shape, self.timeout, where)
-            if plan is not None:
-                given = [tensor for tensor in (*inputs, first, second, loss)  # type: ignore[misc]
-                         if tensor is not None]
-                if call.again(plan, given, [tensor.data_ptr() for tensor in given],
-                              [tensor.numel() * tensor.element_size() for tensor in given]):
-                    return
-                call = Call(connection, self.parameters, shape, self.timeout, where)
-            self._inputs(call, self._views(tensors), grad_output)
-            for slot, tensor in (("grad_predictions", first), ("grad_targets", second), ("loss", loss)):
-                if tensor is not None:
-                    call.fresh_output(slot, View(tensor.data_ptr(), DTYPES[tensor.dtype], tuple(tensor.shape), None,
-                                                 tensor, None, gpu.ordinal))
-            call.run()
-            if key is not None and call.is_plain:
-                connection.remember(key, call.plan)
+            self._ask(tensors, grad_output, first, second, loss, kind, where)
 
         with gpu.current():
             connection._alone(request, self.timeout)
         return loss, (first, second)
 
-    def _views(self, tensors: Tensors) -> Tuple[View, View]:
+    def _kind(self, tensors: Tensors, wanted: Sequence[bool], grad_output: Optional[torch.Tensor]) -> Any:
+        """Equal for requests that are equal but for addresses; None where not all tensors are dense."""
         predictions, targets = tensors
-        return (_strided(predictions), targets if isinstance(targets, View) else _strided(targets))
+        if isinstance(targets, View) or not predictions.is_contiguous() or not targets.is_contiguous():
+            return None
+        return (self.parameters, self.timeout, predictions.shape, predictions.dtype, targets.dtype, predictions.is_cuda,
+                wanted[0], wanted[1], self.row_weights is None, None if self.row_mask is None else self.row_mask.dtype,
+                None if grad_output is None else grad_output.dtype)
 
-    @staticmethod
-    def _loss_dtype(views: Tuple[View, View]) -> torch.dtype:
-        return torch.float64 if "float64" in (views[0].dtype, views[1].dtype) else torch.float32
+    def _ask(self, tensors: Tensors, grad_output: Optional[torch.Tensor], first: Optional[torch.Tensor],
+             second: Optional[torch.Tensor], loss: Optional[torch.Tensor], kind: Any, where: Optional[Where]) -> None:
+        """The request. Under the lock."""
+        connection, shape = self.connection, tensors[0].shape
+        plan = None if kind is None else connection.known(kind)
+        if plan is not None:
+            inputs = [tensor for tensor in (*tensors, self.row_weights, self.row_mask, grad_output)
+                      if tensor is not None]
+            outputs = [tensor for tensor in (first, second, loss) if tensor is not None]
+            if (again(connection, plan, inputs + outputs, len(outputs)) if where is None else
+                    Call(connection, self.parameters, shape, self.timeout, where).again(plan, inputs + outputs)):
+                return
+        call = Call(connection, self.parameters, shape, self.timeout, where)
+        self._inputs(call, tensors, grad_output)
+        for slot, tensor in (("grad_predictions", first), ("grad_targets", second), ("loss", loss)):
+            if tensor is not None:
+                call.fresh_output(slot, view_of(tensor, DTYPES[tensor.dtype]))
+        call.run()
+        if kind is not None and call.is_plain:
+            connection.remember(kind, call.plan)
 
-    def _inputs(self, call: Call, views: Tuple[View, View], grad_output: Optional[torch.Tensor]) -> None:
-        call.input("predictions", views[0])
-        call.input("targets", views[1])
+    def _inputs(self, call: Call, tensors: Tensors, grad_output: Optional[torch.Tensor]) -> None:
+        predictions, targets = tensors
+        call.input("predictions", _strided(predictions))
+        call.input("targets", targets if isinstance(targets, View) else _strided(targets))
         if self.row_weights is not None:
             call.vector("row_weights", view_of(self.row_weights, "float32"))
         if self.row_mask is not None:
             call.vector("row_mask", view_of(self.row_mask, "bool" if self.row_mask.dtype == torch.bool else "uint8"))
         if grad_output is not None:
             call.vector("grad_output", view_of(grad_output, DTYPES[grad_output.dtype]))
-
-
-_TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def _strided(tensor: torch.Tensor) -> View:
@@ -261,6 +272,7 @@ def current_stream(ordinal: int) -> int:
     return int(torch.cuda.current_stream(ordinal).cuda_stream)
 
 
+# PyTorch 1.13 does not say it: the gradient is handed over at once then, and a second backward pass asks for it again.
 _keeps_graph = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
 
 
@@ -283,10 +295,19 @@ class KlDiv(torch.autograd.Function):
         attached = isinstance(targets, View)
         loss, gradients = job.run((predictions, targets), (False, False) if late else wanted, None, shift)
         ctx.job, ctx.gradients, ctx.late, ctx.shift = job, gradients, late, shift
-        if late:
-            ctx.save_for_backward(predictions, *(() if attached else (targets,)))
+        if late or _keeps_graph is None:
             ctx.attached = targets if attached else None
+            if attached:
+                ctx.save_for_backward(predictions)
+            else:
+                ctx.save_for_backward(predictions, targets)
         return loss
+
+    @staticmethod
+    def saved(ctx: Any) -> Tensors:
+        """What forward() was given. PyTorch refuses where its graph is gone, or a tensor was written to."""
+        saved = ctx.saved_tensors
+        return saved[0].detach(), saved[1].detach() if ctx.attached is None else ctx.attached
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
@@ -294,22 +315,21 @@ class KlDiv(torch.autograd.Function):
             raise KldUnsupportedError(Status.UNIMPLEMENTED, NO_SECOND_DERIVATIVE)
         grad_output, reduction = grad_outputs[0], ctx.job.parameters.reduction
         if ctx.late:
-            saved = ctx.saved_tensors
-            targets = saved[1].detach() if ctx.attached is None else ctx.attached
+            tensors = KlDiv.saved(ctx)
             if not _has_memory(grad_output):
                 raise KldUnsupportedError(Status.UNIMPLEMENTED, "a batch of grad_outputs (is_grads_batched) for the "
                                           "reduction \"none\" of logits, or a float16 gradient without a bound; "
                                           "expected one at a time")
-            _, gradients = ctx.job.run((saved[0].detach(), targets), ctx.needs_input_grad[:2],
-                                       grad_output.resolve_neg().contiguous())
+            _, gradients = ctx.job.run(tensors, ctx.needs_input_grad[:2], grad_output.resolve_neg().contiguous())
             return (*gradients, None)
-        gradients = ctx.gradients
+        gradients, kept = ctx.gradients, _keeps_graph is not None and _keeps_graph()
+        if gradients is None and _keeps_graph is None:
+            _, gradients = ctx.job.run(KlDiv.saved(ctx), ctx.needs_input_grad[:2], None, ctx.shift)
         if gradients is None:
             raise RuntimeError("Trying to backward through kld's kl_div a second time: its gradient was handed over "
                                "the first time. Specify retain_graph=True then")
-        if _keeps_graph is not None and not _keeps_graph():
+        if not kept:
             ctx.gradients = None  # autograd keeps them: no copy
-        kept = ctx.gradients is not None
         if reduction in ("none", "row"):
             grad_output = without_masked(grad_output, ctx.job.row_mask, reduction)
         made = [one if one is None else _times(one, grad_output, reduction, kept, ctx.shift) for one in gradients]

@@ -129,7 +129,7 @@ class Connection:
         self._copied_bytes = 0
         # Under the lock: what each request uses again.
         self._plans: Dict[Any, Plan] = {}
-        self._known: Dict[Any, Plan] = {}  # _autograd.py: of dense tensors on a GPU
+        self._known: Dict[Any, Plan] = {}  # _autograd.py: of dense tensors
         self._result, error = _library.Result(), _library.Error()
         self._result_ref, self._error = c.byref(self._result), (error, c.byref(error))
         number = c.c_uint64()

@@ -155,16 +155,18 @@ def timeout_ns(timeout: Optional[float]) -> int:
 
 
 Layout = Tuple[Tuple[int, int, int], ...]  # of each tensor: slot, dtype, stride of its rows
+Extents = Tuple[Tuple[int, int], ...]  # and: bytes from its first to its last, bytes of an element
 
 
 class Plan:
     """A request but for the addresses of its tensors, which each use writes anew."""
 
-    __slots__ = ("request", "reference", "places", "timeout_ns")
+    __slots__ = ("request", "reference", "places", "extents", "timeout_ns")
 
     def __init__(self, parameters: Parameters, shape: Tuple[int, ...], timeout: Optional[float],
-                 layout: Layout) -> None:
+                 layout: Layout, extents: Extents) -> None:
         self.request = _library.Request()
+        self.extents = extents
         self.timeout_ns = timeout_ns(timeout)
         _fill_op(self.request.op, parameters, shape)
         for slot, dtype, stride in layout:
@@ -172,6 +174,10 @@ class Plan:
             tensor.dtype, tensor.row_stride_bytes = dtype, stride
         self.reference = c.byref(self.request)
         self.places = [self.request.bytes[slot] for slot, _, _ in layout]
+
+    def begin(self, connection: Connection) -> None:
+        if self.timeout_ns:
+            self.request.timeout_ns = self.timeout_ns - connection._waited_ns
 
 
 # Outcomes of a request that no device ever saw.
@@ -184,7 +190,7 @@ class Call:
     """A request in the making: tensors are placed, then it runs. With `where`, those on a GPU too."""
 
     __slots__ = ("connection", "where", "in_place", "copied_bytes", "bounced", "request", "result", "_parameters",
-                 "_shape", "_timeout", "_layout", "_at", "_keep", "_written", "_reference", "plan")
+                 "_shape", "_timeout", "_layout", "_extents", "_at", "_keep", "_written", "_reference", "plan")
 
     def __init__(self, connection: Connection, parameters: Parameters, shape: Tuple[int, ...],
                  timeout: Optional[float], where: Optional[Where] = None) -> None:
@@ -192,6 +198,7 @@ class Call:
         self.connection, self.where = connection, where
         self._parameters, self._shape, self._timeout = parameters, shape, timeout
         self._layout: List[Tuple[int, int, int]] = []
+        self._extents: List[Tuple[int, int]] = []
         self._at: List[Tuple[Any, Optional[int]]] = []  # of each tensor: region, offset; or None, address
         self._keep: List[Any] = []
         self._written: List[Any] = []  # spans of outputs
@@ -252,11 +259,12 @@ class Call:
 
     def _place(self, slot: str, view: View, stride: int) -> Any:
         number, dtype = _library.SLOT[slot], _library.DTYPE[view.dtype]
-        shape = view.shape
-        row_bytes = _library.ITEM_BYTES[dtype] * (shape[-1] if shape else 1)
+        shape, item = view.shape, _library.ITEM_BYTES[dtype]
+        row_bytes = item * (shape[-1] if shape else 1)
         rows = math.prod(shape[:-1])
         size = (rows - 1) * (stride or row_bytes) + row_bytes
         self._layout.append((number, dtype, stride))
+        self._extents.append((size, item))
         self._keep.append(view)
         connection = self.connection
         if view.region is not None:
@@ -288,29 +296,34 @@ class Call:
     def _plan(self) -> Plan:
         layout = tuple(self._layout)
         if not self.is_plain:
-            return Plan(self._parameters, self._shape, self._timeout, layout)
+            return self._new_plan(layout)
         plans: Dict[Any, Plan] = self.connection._plans
-        key = self._parameters, self._shape, self._timeout, layout
+        # _device.py writes to the request of one on a GPU (early, the stream, events): it is no other's.
+        key = self._parameters, self._shape, self._timeout, layout, self.where is None
         try:
             plan = plans.get(key)
         except TypeError:  # what is no text where one belongs
-            return Plan(self._parameters, self._shape, self._timeout, layout)
+            return self._new_plan(layout)
         if plan is None:
-            plan = Plan(self._parameters, self._shape, self._timeout, layout)
+            plan = self._new_plan(layout)
             if len(plans) >= PLANS_MAX:
                 plans.clear()
             plans[key] = plan
         return plan
 
-    def again(self, plan: Plan, tensors: Sequence[Any], addresses: Sequence[int], sizes: Sequence[int]) -> bool:
+    def _new_plan(self, layout: Layout) -> Plan:
+        return Plan(self._parameters, self._shape, self._timeout, layout, tuple(self._extents))
+
+    def again(self, plan: Plan, tensors: Sequence[Any]) -> bool:
         """Runs a plan that a request of the same kind made, on dense tensors on a GPU, in the plan's order.
         False: they cannot be named."""
-        devices, at = self.connection._devices(), self._at
-        for address, size in zip(addresses, sizes):
+        devices = self.connection._devices()
+        for tensor, (size, _) in zip(tensors, plan.extents):
+            address = tensor.data_ptr()
             found = (None, address) if devices.is_local else devices.region_of(address, size)
             if found is None:
                 return False
-            at.append(found)
+            self._at.append(found)
         self._keep.append(tensors)
         self.run(plan)
         return True
@@ -324,7 +337,7 @@ class Call:
                 place.data, place.region, place.offset_bytes = None, region, at
         self.request, self._reference = plan.request, plan.reference
         connection = self.connection
-        plan.request.timeout_ns = plan.timeout_ns and plan.timeout_ns - connection._waited_ns
+        plan.begin(connection)
         # Whatever is raised, memory may be written until a later request has ended: none of it is used again.
         for span in self._written:
             span.spoiled = True
@@ -345,35 +358,68 @@ class Call:
         return self.result
 
     def submit(self) -> None:
-        """Where there is no room for the memory of the request, once more without what is kept for later ones; but not
-        where a device may have begun to write over what it reads."""
-        status = self._submit_once()
-        no_room = status == Status.TOO_LARGE or (status == Status.NO_MEMORY and not self.in_place)
-        if no_room and self.connection._memory.forget_cached():
-            status = self._submit_once()
-        if status:
-            raise from_status(status, self.connection._error[0].text.decode(errors="replace"))
-
-    def _submit_once(self) -> int:
-        """Until the answer. Ctrl-C gives the request up, and waits until its memory was let go of; a second one
-        leaves that to who uses the connection next."""
-        connection, library = self.connection, _library.library()
-        handle, (_, error_ref), result = connection._handle, connection._error, connection._result_ref
-        pending, pending_ref = connection._pending
-        connection._held = self
-        try:
-            status = library.kld_run_slice(handle, self._reference, SLICE_MS, pending_ref, result, error_ref)
-            while pending.value:  # between two looks the interpreter handles signals
-                status = library.kld_wait_slice(handle, pending_ref, SLICE_MS, result, error_ref)
-        except BaseException:
-            library.kld_cancel(handle, pending)
-            connection._finish()
-            raise
-        finally:
-            if not pending.value:
-                connection._held = None
-        return int(status)
+        _submit(self.connection, self._reference, self, self.in_place)
 
 
-__all__ = ["Call", "KldError", "Parameters", "Plan", "View", "check_no_gradient", "check_number", "row_stride",
+def again(connection: Connection, plan: Plan, tensors: Sequence[Any], outputs: int) -> bool:
+    """Call.again() for host memory: of the tensors, the last ones of which are written. False: not aligned."""
+    memory, copied_bytes, inputs = connection._memory, 0, len(tensors) - outputs
+    written: List[Any] = []
+    for tensor, place, (size, item) in zip(tensors, plan.places, plan.extents):
+        address = tensor.data_ptr()
+        if address % item:
+            return False
+        span = memory.find(address, size)
+        if span is None or not span.region:
+            place.data, place.region, place.offset_bytes = address, None, 0
+            copied_bytes += size
+        else:
+            place.data, place.region, place.offset_bytes = None, span.region, address - span.address
+            if inputs <= 0:
+                written.append(span)
+        inputs -= 1
+    plan.begin(connection)
+    for span in written:  # as in Call.run()
+        span.spoiled = True
+    _submit(connection, plan.reference, tensors, False)
+    for span in written:
+        span.spoiled = False
+    if memory.shared:
+        connection._copied_bytes += copied_bytes
+    return True
+
+
+def _submit(connection: Connection, reference: Any, keep: Any, in_place: bool) -> None:
+    """Where there is no room for the memory of the request, once more without what is kept for later ones; but not
+    where a device may have begun to write over what it reads."""
+    status = _submit_once(connection, reference, keep)
+    no_room = status == Status.TOO_LARGE or (status == Status.NO_MEMORY and not in_place)
+    if no_room and connection._memory.forget_cached():
+        status = _submit_once(connection, reference, keep)
+    if status:
+        raise from_status(status, connection._error[0].text.decode(errors="replace"))
+
+
+def _submit_once(connection: Connection, reference: Any, keep: Any) -> int:
+    """Until the answer. Ctrl-C gives the request up, and waits until its memory was let go of; a second one
+    leaves that to who uses the connection next."""
+    library, handle = _library.library(), connection._handle
+    (_, error_ref), result = connection._error, connection._result_ref
+    pending, pending_ref = connection._pending
+    connection._held = keep
+    try:
+        status = library.kld_run_slice(handle, reference, SLICE_MS, pending_ref, result, error_ref)
+        while pending.value:  # between two looks the interpreter handles signals
+            status = library.kld_wait_slice(handle, pending_ref, SLICE_MS, result, error_ref)
+    except BaseException:
+        library.kld_cancel(handle, pending)
+        connection._finish()
+        raise
+    finally:
+        if not pending.value:
+            connection._held = None
+    return int(status)
+
+
+__all__ = ["Call", "KldError", "Parameters", "Plan", "View", "again", "check_no_gradient", "check_number", "row_stride",
            "timeout_ns"]

@@ -1,0 +1,156 @@
+"""Requests like one before them, of which only the addresses are new: PyTorch's tensors on the CPU, wherever they lie.
+And the second backward pass of one graph."""
+import gc
+
+import numpy as np
+import pytest
+
+from pythonlib import import_kld, import_torch
+
+kld = import_kld()
+torch = import_torch()
+from kld import _autograd, _request, functional  # noqa: E402
+
+
+@pytest.fixture(params=["unix", "local:cpu"])
+def connection(request, server):
+    with kld.connect(server.url_unix if request.param == "unix" else request.param) as made:
+        yield made
+
+
+def tensors(shape, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).softmax(-1).to(dtype) for _ in range(2)]
+
+
+def shared(tensor, connection):
+    return functional.empty(tensor.shape, dtype=tensor.dtype, connection=connection).copy_(tensor)
+
+
+def askew(tensor, connection):
+    """At an address that is no multiple of an element's size."""
+    size = tensor.numel() * tensor.element_size()
+    block = torch.zeros(size + 1, dtype=torch.uint8)
+    moved = torch.frombuffer(memoryview(block.numpy()), dtype=tensor.dtype, count=tensor.numel(), offset=1)
+    return moved.view(tensor.shape).copy_(tensor)
+
+
+PLACES = {"plain": lambda tensor, connection: tensor.clone(), "shared": shared, "askew": askew}
+
+
+@pytest.mark.parametrize("shape", [(6, 11), (64, 1000)], ids=str)  # whose gradients are not shared, and are
+@pytest.mark.parametrize("more", [{}, {"row_mask": True}, {"row_weights": True, "reduction": "row"},
+                                  {"reduction": "none"}], ids=str)
+def test_only_addresses_are_new(connection, shape, more):
+    more = {"reduction": "batchmean", "input_form": "probs", **more}
+    for name in {"row_mask", "row_weights"} & set(more):
+        more[name] = torch.arange(shape[0]) % 3 > 0 if name == "row_mask" else torch.arange(float(shape[0]))
+    seed, kept = 0, []
+    for places in (("plain", "plain"), ("shared", "shared"), ("plain", "shared"), ("askew", "plain"),
+                   ("shared", "askew"), ("plain", "plain"), ("shared", "plain")):
+        for wanted in ((True, False), (True, True), (False, False)):
+            seed += 1
+            given = tensors(shape, seed)
+            q, p = (PLACES[place](tensor, connection).requires_grad_(want)
+                    for place, tensor, want in zip(places, given, wanted))
+            loss = functional.kl_div(q, p, connection=connection, **more)
+            with kld.connect("local:cpu") as other:  # which never saw a request like it
+                right = [tensor.requires_grad_(want) for tensor, want in zip(given, wanted)]
+                expected = functional.kl_div(*right, connection=other, **more)
+            assert torch.equal(loss, expected)
+            if any(wanted):
+                loss.sum().backward()
+                expected.sum().backward()
+            for mine, its in zip((q, p), right):
+                assert (mine.grad is None) == (its.grad is None) and (its.grad is None or torch.equal(mine.grad, its.grad))
+            kept.append((q.grad, None if q.grad is None else right[0].grad))
+    for mine, its in kept:  # no later request wrote to them
+        assert mine is None or torch.equal(mine, its)
+    assert 1 <= len(connection._known) <= 3
+
+
+def test_memory_that_is_gone_is_not_remembered(server):
+    """The address comes again, as another kind of memory."""
+    with kld.connect(server.url_unix) as connection:
+        q, p = tensors((64, 1000), 1)
+        for turn in range(4):
+            mine = shared(q, connection) if turn % 2 else q.clone()
+            before = connection.copied_bytes
+            assert float(functional.kl_div(mine, p, input_form="probs", connection=connection)) > 0
+            assert connection.copied_bytes - before == q.nelement() * 4 * (1 if turn % 2 else 2)
+            del mine
+            gc.collect()
+            connection._memory.collect()
+            connection._memory.forget_cached()
+
+
+def test_the_counters_and_the_loss_are_those_of_the_first(connection):
+    q, p = tensors((16, 256), 1)
+    found = []
+    for _ in range(3):
+        before = connection.copied_bytes
+        leaf = q.clone().requires_grad_()
+        loss = functional.kl_div(leaf, p, input_form="probs", connection=connection)
+        assert loss.dtype == torch.float32 and loss.shape == () and loss.is_cpu
+        found.append((float(loss), connection.copied_bytes - before))
+    assert len(set(found)) == 1
+    assert found[0][1] == (0 if connection.url == "local:cpu" else 3 * q.nelement() * 4)
+
+
+def test_a_loss_of_float64(connection):
+    q, p = tensors((16, 256), 1, torch.float64)
+    for _ in range(2):
+        found = functional.kl_div(q, p, input_form="probs", reduction="sum", connection=connection)
+        assert found.dtype == torch.float64
+        assert float(found) == connection.kl_div(q.numpy(), p.numpy(), reduction="sum", grad=False).loss
+
+
+def test_a_refused_request_is_not_remembered(connection):
+    q, p = tensors((4, 5), 1)
+    for _ in range(2):
+        with pytest.raises(kld.KldError):
+            functional.kl_div(q, p, temperature=-1.0, connection=connection)
+    assert not connection._known
+
+
+def test_a_request_on_a_gpu_and_one_on_the_host_share_nothing(connection):
+    """What is on a GPU is answered early, and waits for events: _device.py writes that to the request."""
+    plans = []
+    for where in (None, object()):
+        call = _request.Call(connection, _request.Parameters(), (4, 5), None, where)
+        for slot in ("predictions", "targets"):
+            array = np.full((4, 5), 0.2, np.float32)
+            call.input(slot, _request.View(array.ctypes.data, "float32", (4, 5), None, array))
+        plans.append(call._plan())
+    assert plans[0] is not plans[1] and plans[0].request is not plans[1].request
+
+
+def test_a_second_backward_pass(connection):
+    """PyTorch 1.13 does not say whether a graph is kept: there the second pass asks again, of the tensors of the first."""
+    q, p = tensors((6, 11), 1)
+    leaf = q.requires_grad_()
+    loss = functional.kl_div(leaf, p, reduction="sum", input_form="probs", connection=connection)
+    first = torch.autograd.grad(loss, leaf, retain_graph=True)[0]
+    kept = first.clone()
+    first.zero_()
+    assert torch.equal(torch.autograd.grad(2 * loss, leaf, retain_graph=True)[0], 2 * kept)
+    loss.backward()
+    assert torch.equal(leaf.grad, kept)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_the_first_backward_pass_has_its_gradient(connection):
+    """Whatever was written to the tensors since."""
+    q, p = tensors((6, 11), 1)
+    leaf = q.clone().requires_grad_()
+    loss = functional.kl_div(leaf, p, reduction="sum", input_form="probs", connection=connection)
+    with torch.no_grad():
+        leaf.zero_()
+    found = torch.autograd.grad(loss, leaf, retain_graph=True)[0]
+    torch.testing.assert_close(found, -p / q)
+    if _autograd._keeps_graph is None:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(loss, leaf)
+    else:
+        assert torch.equal(torch.autograd.grad(loss, leaf)[0], found)
