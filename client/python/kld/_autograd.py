@@ -24,6 +24,7 @@ from ._share import Attached
 
 DTYPES: Dict[torch.dtype, str] = {torch.float32: "float32", torch.float64: "float64",
                                   torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_ITEM_BYTES = {dtype: ITEM_BYTES[DTYPE[name]] for dtype, name in DTYPES.items()}
 _CPU = torch.device("cpu")  # whatever the default device is
 _NUMBER: Dict[torch.dtype, Any] = {torch.float32: c.c_float, torch.float64: c.c_double}
 NO_SECOND_DERIVATIVE = ("kld's kl_div has no second derivative: call backward() or autograd.grad() without "
@@ -78,7 +79,7 @@ def over(block: Any, dtype: torch.dtype, shape: Tuple[int, ...]) -> torch.Tensor
 
 def _empty(connection: Connection, shape: Tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """For a result: where Call.make() puts NumPy's. Under the connection's lock."""
-    size = math.prod(shape) * ITEM_BYTES[DTYPE[DTYPES[dtype]]]
+    size = math.prod(shape) * _ITEM_BYTES[dtype]
     if size >= SHARE_BYTES_MIN and not connection._memory.is_full:
         return over(connection._memory.take(size, connection._tidy), dtype, shape)
     return torch.empty(shape, dtype=dtype, device=_CPU)
@@ -352,6 +353,14 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return True
 
 
+def _number(factor: torch.Tensor) -> Optional[float]:
+    """Of a scalar on the CPU; None: many in one."""
+    try:
+        return float(factor)
+    except RuntimeError:
+        return None
+
+
 def without_masked(grad_output: torch.Tensor, row_mask: Optional[torch.Tensor], reduction: str) -> torch.Tensor:
     """0 for the rows that are left out, whatever backward brings for their losses: sqrt() brings inf for those of 0."""
     if row_mask is None:
@@ -363,7 +372,8 @@ def without_masked(grad_output: torch.Tensor, row_mask: Optional[torch.Tensor], 
 
 def _is_bad_number(factor: torch.Tensor) -> bool:
     """inf or NaN. On a GPU nobody waits to know."""
-    return factor.is_cpu and _has_memory(factor) and not math.isfinite(float(factor))
+    number = _number(factor) if factor.is_cpu else None
+    return number is not None and not math.isfinite(number)
 
 
 def _left_out(gradient: torch.Tensor, row_mask: torch.Tensor) -> torch.Tensor:
@@ -374,17 +384,19 @@ def _times(gradient: torch.Tensor, factor: torch.Tensor, reduction: str, kept: b
     """gradient * factor / 2^shift"""
     if reduction == "row":
         factor = factor.unsqueeze(-1)
-    elif not _has_memory(factor):
-        pass
     elif reduction != "none" and gradient.is_cuda:
-        return scaled(gradient.clone() if kept else gradient, factor * 2.0**-shift if shift else factor)
+        if _has_memory(factor):
+            return scaled(gradient.clone() if kept else gradient, factor * 2.0**-shift if shift else factor)
     elif reduction != "none":
-        number = float(factor) * 2.0**-shift
-        if number == 1:
-            return gradient.clone() if kept else gradient  # whoever gets it may write to it
-        if gradient.dtype in _NARROW:  # the number may not fit
-            return gradient.to(torch.float32).mul_(number).to(gradient.dtype)
-        return gradient * number if kept else gradient.mul_(number)
+        number = _number(factor)
+        if number is not None:
+            if shift:
+                number *= 2.0**-shift
+            if number == 1:
+                return gradient.clone() if kept else gradient  # whoever gets it may write to it
+            if gradient.dtype in _NARROW:  # the number may not fit
+                return gradient.to(torch.float32).mul_(number).to(gradient.dtype)
+            return gradient * number if kept else gradient.mul_(number)
     if shift:
         return (gradient.to(torch.float32) * (factor * 2.0**-shift)).to(gradient.dtype)
     made = gradient * factor

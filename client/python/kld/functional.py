@@ -126,8 +126,9 @@ def kl_div(input: torch.Tensor, target: Any, size_average: Optional[bool] = None
         connection = default_for(input)
     elif type(connection) is not Connection:
         _checked(connection)
-    for name, value in zip(NUMBERS, parameters[4:]):
-        if value is not None:
+    if not (temperature is None and beta is None and skew is None and weight is None and scale is None
+            and normalizer is None):
+        for name, value in zip(NUMBERS, parameters[4:]):
             check_no_gradient(name, value)  # before autograd, inside of which nothing asks for gradients
     if row_weights is not None or row_mask is not None:
         leading, device = tuple(input.shape[:-1]), input.device
