@@ -92,7 +92,8 @@ def contenders(connection, shape):
 
         @staticmethod
         def backward(ctx, grad_output):
-            return ctx.gradient
+            gradient, ctx.gradient = ctx.gradient, None  # as a step does: autograd keeps it then, and copies nothing
+            return gradient
 
     def least():
         leaf.grad = None

@@ -226,11 +226,13 @@ class Job(NamedTuple):
         connection, shape = self.connection, tensors[0].shape
         plan = None if kind is None else connection.known(kind)
         if plan is not None:
-            inputs = [tensor for tensor in (*tensors, self.row_weights, self.row_mask, grad_output)
-                      if tensor is not None]
-            outputs = [tensor for tensor in (first, second, loss) if tensor is not None]
-            if (again(connection, plan, inputs + outputs, len(outputs)) if where is None else
-                    Call(connection, self.parameters, shape, self.timeout, where).again(plan, inputs + outputs)):
+            given = [*tensors]
+            for tensor in (self.row_weights, self.row_mask, grad_output, first, second, loss):
+                if tensor is not None:
+                    given.append(tensor)
+            outputs = (first is not None) + (second is not None) + (loss is not None)
+            if (again(connection, plan, given, outputs) if where is None else
+                    Call(connection, self.parameters, shape, self.timeout, where).again(plan, given)):
                 return
         call = Call(connection, self.parameters, shape, self.timeout, where)
         self._inputs(call, tensors, grad_output)
