@@ -60,6 +60,7 @@ static const struct {
     {"http_threads", 0, 64},
     {"http_deadline_ms", 0, UINT32_MAX},
     {"http_wait_ms", 0, 3600000},
+    {"http_parting_ms", 0, 3600000},
     {"keep_buffer_ms", 0, 3600000},
     {"reload_ms", 0, 3600000},
     {"user_clients_max", 0, UINT32_MAX},

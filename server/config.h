@@ -108,6 +108,9 @@
     X(BYTES, http_slow_bytes, "10K", "... or at least so much of it; else it is cut off")          \
     X(COUNT, http_slow_parts, "64",                                                                \
       "or, if that is more, one part in N of the staging, and wanted device memory, it holds")     \
+    X(COUNT, http_parting_ms, "30000",                                                             \
+      "how long what clients still send is dropped once they had their last reply; 0: not")        \
+    X(COUNT, http_parting_max, "256", "connections of which that is done; the oldest gives way")   \
     X(BYTES, staging_request_bytes_max, "256M",                                                    \
       "of staging for one request; a larger one goes piece by piece to the device's pool")         \
     X(BYTES, keep_buffer_bytes, "2G",                                                              \

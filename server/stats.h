@@ -27,6 +27,8 @@
     X(http_requests_waiting, gauge, gateway,                                                       \
       "of them, waiting for their turn or for staging memory with their bytes not read")           \
     X(http_connections, gauge, gateway, "open HTTP connections")                                   \
+    X(http_parting, gauge, gateway,                                                                \
+      "HTTP connections that were ended and whose clients' last bytes are read and dropped")       \
     X(http_threads, gauge, gateway, "HTTP loops; each takes one CPU at most")                      \
     X(http_connections_total, counter, any, "HTTP connections accepted")                           \
     X(http_slow_total, counter, any, "connections cut off because the client was too slow")        \

@@ -183,11 +183,11 @@ static enum kld_status set_nonblocking(int fd, struct kld_error *err) {
     return KLD_OK;
 }
 
-/* A connection is a descriptor, and so is a region. What is above the system's limit waits in the
- * backlog, or is refused. */
+/* A connection is a descriptor, and so are one that parts and a region. What is above the system's
+ * limit waits in the backlog, or is refused. */
 static uint64_t descriptors_wanted(const struct kld_config *config) {
     return KLD_DESCRIPTORS_OWN + config->http_connections_max + KLD_METRICS_RESERVE +
-           config->http_regions_max;
+           config->http_parting_max + config->http_regions_max;
 }
 
 bool kld_gateway_is_ready(const struct kld_gateway *gateway) {

@@ -12,6 +12,7 @@
 #include "server/gateway/accept.h"
 #include "server/gateway/drive.h"
 #include "server/gateway/headers.h"
+#include "server/gateway/parting.h"
 #include "server/gateway/tls.h"
 #include "server/gateway/trace.h"
 #include "server/gateway/watch.h"
@@ -34,6 +35,7 @@ struct kld_http {
     bool closing; /* nothing is suspended any more */
     struct kld_exchange *first;
     struct kld_watch watch;
+    struct kld_partings partings;
     void (*closed)(void *user);
     void *closed_user;
 };
@@ -310,8 +312,10 @@ static void close_exchange(struct kld_http *http, struct kld_exchange *exchange)
 static void completed(void *user, struct MHD_Connection *connection, void **context,
                       enum MHD_RequestTerminationCode code) {
     struct kld_watched *watched = watched_of(connection);
-    if (watched)
+    if (watched && watched->exchange) {
+        watched->discarded_bytes = watched->exchange->discarded_bytes;
         watched->exchange = NULL;
+    }
     if (*context)
         close_exchange(user, *context);
     *context = NULL;
@@ -349,6 +353,7 @@ static void connection_changed(void *user, struct MHD_Connection *connection, vo
             watched->exchange->connection = NULL;
             close_exchange(http, watched->exchange);
         }
+        kld_partings_take(&http->partings, watched);
         kld_tls_release(watched->keys);
         kld_watch_remove(&http->watch, *context);
         *context = NULL;
@@ -459,7 +464,8 @@ enum kld_status kld_http_open(struct kld_gateway *gateway, const struct kld_http
         return kld_error_set(err, KLD_UNAVAILABLE, "the HTTP server cannot be started");
     }
     kld_watch_init(&http->watch, &gateway->loop, gateway->config, gateway->stats);
-    http->open_handles = 2;
+    kld_partings_open(&http->partings, gateway);
+    http->open_handles = 3;
     *ret_http = http;
     return KLD_OK;
 }
@@ -486,6 +492,7 @@ void kld_http_close(struct kld_http *http, void (*closed)(void *user), void *use
             kld_exchange_continue(exchange);
             kld_exchange_reply_error(exchange, &error);
         }
+    kld_partings_close(&http->partings, part_closed, http);
     kld_drive_close(&http->drive, part_closed, http);
     http->watch.timer.data = http;
     uv_close((uv_handle_t *)&http->watch.timer, handle_closed);

@@ -118,7 +118,8 @@ static bool has_gone(const struct kld_watched *watched) {
 }
 
 /* Nobody reads from a suspended connection, so it would not see that it ended. */
-static void end(const struct kld_watched *watched) {
+static void end(struct kld_watched *watched) {
+    watched->cut_off = true;
     shutdown(watched->fd, SHUT_RDWR);
     if (watched->exchange && watched->exchange->suspended)
         kld_exchange_gone(watched->exchange);

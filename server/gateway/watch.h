@@ -26,6 +26,8 @@ struct kld_watched {
     struct kld_exchange *exchange; /* NULL: between two requests */
     int fd;                        /* MHD's */
     uint32_t exchanges;            /* that began on it */
+    uint64_t discarded_bytes;      /* http.c's: of the last one's body */
+    bool cut_off;                  /* it was shut down: the peer has gone, or is too slow */
     bool metrics;                  /* http.c's: it may ask for those alone */
     struct kld_tls_keys *keys;     /* http.c's: that its handshake was made with; NULL: plain */
 

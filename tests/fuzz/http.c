@@ -125,7 +125,7 @@ static void ask(const char *method, const char *target, const char *body) {
                          "%s %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %zu\r\n\r\n%s",
                          method, target, strlen(body), body);
     require(bytes > 0 && bytes < (int)sizeof text);
-    fuzz_web_ask(&witness, false, false);
+    fuzz_web_ask(&witness, false);
     require(fuzz_web_send(&witness, text, (size_t)bytes));
     fuzz_web_settle(&witness);
     require(witness.fd >= 0);
@@ -174,7 +174,8 @@ static void require_right(void) {
 /* Those who left before they were accepted have come, too. */
 static bool is_idle(void) {
     return gauge(KLD_STAT_http_connections_total) >= fuzz_web_opened &&
-           gauge(KLD_STAT_http_connections) == 1 && gauge(KLD_STAT_http_requests_in_flight) == 0 &&
+           gauge(KLD_STAT_http_connections) == 1 && gauge(KLD_STAT_http_parting) == 0 &&
+           gauge(KLD_STAT_http_requests_in_flight) == 0 &&
            gauge(KLD_STAT_http_requests_waiting) == 0 && gauge(KLD_STAT_staging_bytes) == 0 &&
            fuzz_host_stat(&host, KLD_STAT_worker_requests_in_flight) == 0;
 }
@@ -197,6 +198,7 @@ static void wait_for(bool (*truth)(void)) {
 static void require_idle(void) {
     wait_for(is_idle);
     require(gauge(KLD_STAT_http_connections) == 1);
+    require(gauge(KLD_STAT_http_parting) == 0);
     require(gauge(KLD_STAT_http_requests_in_flight) == 0);
     require(gauge(KLD_STAT_http_requests_waiting) == 0);
     require(gauge(KLD_STAT_staging_bytes) == 0);
@@ -231,7 +233,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
                        "Content-Length: 200000\r\n\r\n");
     for (int i = 0; i < 3; i++) {
         require_right();
-        fuzz_web_ask(&witness, false, false); /* the thread of the device's pool is there, too */
+        fuzz_web_ask(&witness, false); /* the thread of the device's pool is there, too */
         require(fuzz_web_send(&witness, large, (size_t)head + 200000));
         fuzz_web_settle(&witness);
         require(witness.status == 200);
@@ -348,7 +350,7 @@ static void send_request(struct fuzz_input *input, struct fuzz_web *web) {
                                        "b7ad6b7169203331-01\r\n"
                                      : "",
                         how & PACKED ? "Accept-Encoding: gzip\r\n" : "");
-    fuzz_web_ask(web, target[0] == 'H', how & LAST);
+    fuzz_web_ask(web, target[0] == 'H');
     if (!fuzz_web_send(web, head, used))
         return;
     if (how & CHUNKED)

@@ -25,8 +25,8 @@ void fuzz_web_open(struct fuzz_web *web) {
             fuzz_nap_us(20000);
     }
     fuzz_web_opened++;
-    web->raw = web->closes = web->hangs_up = false;
-    web->heads = 0;
+    web->raw = web->closes = false;
+    web->heads = web->sent = 0;
     web->asked = web->status = 0;
     web->have = web->body_bytes = 0;
 }
@@ -37,11 +37,10 @@ void fuzz_web_close(struct fuzz_web *web) {
     web->fd = -1;
 }
 
-void fuzz_web_ask(struct fuzz_web *web, bool head, bool last) {
+void fuzz_web_ask(struct fuzz_web *web, bool head) {
     if (head)
         web->heads |= UINT64_C(1) << web->asked % 64;
     web->asked++;
-    web->hangs_up = web->hangs_up || last;
 }
 
 static bool has(const char *head, const char *line) { return strcasestr(head, line) != NULL; }
@@ -98,7 +97,8 @@ static bool take_reply(struct fuzz_web *web) {
     if (status >= 200) {
         require(status <= 505);
         require(web->asked > 0);
-        web->asked--;
+        if (--web->asked == 0)
+            web->sent = 0;
         web->heads >>= 1;
         web->status = status;
         web->closes = web->closes || has(head, "\r\nConnection: close");
@@ -118,6 +118,7 @@ bool fuzz_web_take(struct fuzz_web *web, int ms) {
         if (bytes < 0 && (errno == EAGAIN || errno == EINTR))
             continue;
         if (bytes <= 0) {
+            require(web->raw || (bytes == 0 && web->closes));
             fuzz_web_close(web);
             return false;
         }
@@ -134,6 +135,8 @@ bool fuzz_web_take(struct fuzz_web *web, int ms) {
 bool fuzz_web_send(struct fuzz_web *web, const void *data, size_t bytes) {
     uint64_t until = fuzz_now_ns() + ANSWER_WAIT_MS * UINT64_C(1000000);
     const char *at = data;
+    web->sent += bytes;
+    web->raw = web->raw || web->sent > FUZZ_SENT_MAX;
     while (bytes && web->fd >= 0) {
         ssize_t sent = send(web->fd, at, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (sent > 0) {
@@ -142,7 +145,7 @@ bool fuzz_web_send(struct fuzz_web *web, const void *data, size_t bytes) {
             continue;
         }
         if (sent < 0 && errno != EAGAIN) {
-            fuzz_web_take(web, 0);
+            require(web->raw);
             fuzz_web_close(web);
             return false;
         }
@@ -155,11 +158,8 @@ bool fuzz_web_send(struct fuzz_web *web, const void *data, size_t bytes) {
 
 void fuzz_web_settle(struct fuzz_web *web) {
     uint64_t until = fuzz_now_ns() + ANSWER_WAIT_MS * UINT64_C(1000000);
-    bool clean = web->fd >= 0 && !web->raw;
     while (web->fd >= 0 && !web->raw && web->asked && !web->closes) {
         require(fuzz_now_ns() < until);
         fuzz_web_take(web, 1);
     }
-    if (clean && web->asked)
-        require(web->closes || web->hangs_up);
 }
