@@ -98,7 +98,8 @@ struct kld_infer {
     bool json_known;             /* json_bytes is known before the end of the body */
     bool json_ends_body;         /* no Inference-Header-Content-Length: it is all JSON */
     uint64_t json_bytes, json_have, json_capacity;
-    uint64_t json_offset; /* in staging, if json_capacity is not 0 */
+    char *json;           /* json_capacity bytes: json_small, or in staging; NULL: none yet */
+    uint64_t json_offset; /* in staging, if it is there */
     uint64_t json_wanted; /* while it waits for staging */
     bool parsed, body_done;
     bool succeeded; /* and was counted so */
@@ -144,6 +145,7 @@ struct kld_infer {
      * of all before: KLD_INFER_ZEROED_BYTES are zeroed. */
     struct kld_pieces pieces; /* of a bulk request */
     struct kld_pool_job job;  /* in place of the call where a tensor is in a buffer */
+    char json_small[KLD_INFER_INLINE_BYTES_MAX];
 };
 #define KLD_INFER_ZEROED_BYTES offsetof(struct kld_infer, pieces.piece)
 
