@@ -65,6 +65,7 @@ static void open_all(void) {
     enum kld_config_action action;
     char *no_environment[] = {NULL};
     ck_assert_int_eq(kld_config_parse(0, NULL, no_environment, &config, &action, &error), KLD_OK);
+    common.loops = 1;
     common.recent = kld_recent_open();
     gateway.stats = &page.common;
     ck_assert_int_eq(uv_loop_init(&gateway.loop), 0);
