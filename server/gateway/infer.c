@@ -5,7 +5,6 @@
 #include "server/gateway/infer.h"
 
 #include <inttypes.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "server/gateway/place.h"
@@ -55,7 +54,7 @@ void kld_infer_let_go(struct kld_infer *infer) {
         return;
     kld_body_done(infer);
     kld_infer_arrived(infer);
-    free(infer);
+    kld_infer_free(infer);
 }
 
 void kld_infer_fail(struct kld_infer *infer, const struct kld_error *error) {

@@ -73,6 +73,7 @@ struct kld_inflate {
 
 struct kld_infer {
     struct kld_gateway *gateway;
+    struct kld_infer *spare;       /* it is done: the next of its list */
     struct kld_exchange *exchange; /* NULL: nobody waits any more */
     struct kld_caller *caller;     /* who asks, also when he has left */
     struct kld_trace trace;        /* for the log */
@@ -148,6 +149,11 @@ struct kld_infer {
     char json_small[KLD_INFER_INLINE_BYTES_MAX];
 };
 #define KLD_INFER_ZEROED_BYTES offsetof(struct kld_infer, pieces.piece)
+
+/* begin.c: each loop keeps some that are done, because malloc() keeps nothing as large for a thread
+ * alone. */
+void kld_infer_free(struct kld_infer *infer);
+void kld_infer_free_spares(struct kld_gateway *gateway); /* its loop has ended */
 
 /* The calls of struct kld_http_handler for the infer route. */
 void kld_infer_begin(struct kld_exchange *exchange);
