@@ -13,8 +13,13 @@ from kld import _autograd, _request, functional  # noqa: E402
 
 
 @pytest.fixture(params=["unix", "local:cpu"])
-def connection(request, server):
-    with kld.connect(server.url_unix if request.param == "unix" else request.param) as made:
+def url(request, server):
+    return server.url_unix if request.param == "unix" else request.param
+
+
+@pytest.fixture
+def connection(url):
+    with kld.connect(url) as made:
         yield made
 
 
@@ -41,7 +46,7 @@ PLACES = {"plain": lambda tensor, connection: tensor.clone(), "shared": shared, 
 @pytest.mark.parametrize("shape", [(6, 11), (64, 1000)], ids=str)  # whose gradients are not shared, and are
 @pytest.mark.parametrize("more", [{}, {"row_mask": True}, {"row_weights": True, "reduction": "row"},
                                   {"reduction": "none"}], ids=str)
-def test_only_addresses_are_new(connection, shape, more):
+def test_only_addresses_are_new(url, connection, shape, more):
     more = {"reduction": "batchmean", "input_form": "probs", **more}
     for name in {"row_mask", "row_weights"} & set(more):
         more[name] = torch.arange(shape[0]) % 3 > 0 if name == "row_mask" else torch.arange(float(shape[0]))
@@ -54,7 +59,7 @@ def test_only_addresses_are_new(connection, shape, more):
             q, p = (PLACES[place](tensor, connection).requires_grad_(want)
                     for place, tensor, want in zip(places, given, wanted))
             loss = functional.kl_div(q, p, connection=connection, **more)
-            with kld.connect("local:cpu") as other:  # which never saw a request like it
+            with kld.connect(url) as other:  # which never saw a request like it
                 right = [tensor.requires_grad_(want) for tensor, want in zip(given, wanted)]
                 expected = functional.kl_div(*right, connection=other, **more)
             assert torch.equal(loss, expected)
