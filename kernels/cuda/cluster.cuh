@@ -89,6 +89,13 @@ static __device__ __forceinline__ void cluster_sync() {
     SM_90("barrier.cluster.arrive.release.aligned;" ::: "memory");
     SM_90("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+/* Where `at`, in shared memory, lies in block `rank`. */
+template <class T>
+static __device__ __forceinline__ const T *cluster_at(const T *at, uint32_t rank) {
+    uint64_t there = (uint64_t)at;
+    SM_90("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(at), "r"(rank));
+    return (const T *)there;
+}
 /* 8 bytes to where `to` lies in block `rank`; counts them on that block's `at`. */
 static __device__ __forceinline__ void cluster_send(void *to, barrier *at, uint32_t rank,
                                                     uint64_t value) {

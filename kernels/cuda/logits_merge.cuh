@@ -57,6 +57,43 @@ static __device__ __forceinline__ part fast_merge(const part *parts, uint32_t co
     return to;
 }
 
+/* One thread: `count` parts, of which get(i) is one, to one. */
+template <int EXTRA, class GET>
+static __device__ __forceinline__ part fast_merge_by_one(uint32_t count, GET get) {
+    part to = get(0);
+    for (uint32_t i = 1; i < count; i++) {
+        const part from = get(i);
+        double sum[4] = {0, 0, 0, 0};
+        int c_p = max(reference::mark_c(to.mark[0]), reference::mark_c(from.mark[0]));
+        int c_q = max(reference::mark_c(to.mark[1]), reference::mark_c(from.mark[1]));
+        int above_p = INT32_MIN, above_q = INT32_MIN;
+        auto add = [&](const part &x) {
+            int by_p = reference::mark_c(x.mark[0]) - c_p,
+                by_q = reference::mark_c(x.mark[1]) - c_q;
+            double scale_p = power_of_2(by_p), scale_q = power_of_2(by_q);
+            above_p = max(above_p, reference::mark_above(x.mark[0]) + by_p);
+            above_q = max(above_q, reference::mark_above(x.mark[1]) + by_q);
+            sum[0] += scale_p * x.sum[0];
+            sum[1] += scale_q * x.sum[1];
+            sum[2] += scale_p * (x.sum[2] + x.sum[0] * (double)(by_p - by_q));
+            if (EXTRA == REVERSE)
+                sum[3] += scale_q * (x.sum[3] + x.sum[1] * (double)(by_p - by_q));
+            if (EXTRA == ENTROPY)
+                sum[3] += scale_p * (x.sum[3] + x.sum[0] * (double)by_q);
+        };
+        add(to);
+        add(from);
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            to.sum[k] = sum[k];
+        to.mark[0] = reference::mark(c_p, above_p);
+        to.mark[1] = reference::mark(c_q, above_q);
+        to.top[0] = fmaxf(to.top[0], from.top[0]);
+        to.top[1] = fmaxf(to.top[1], from.top[1]);
+    }
+    return to;
+}
+
 /* What takes long of one side of a row: by one thread. */
 struct fast_side {
     double inverse, logarithm; /* of its sum */

@@ -1,7 +1,8 @@
-/* logits_onepass.cuh - rows of logits of which only the value is wanted: read once, from device
- * memory straight to registers, by a warp or by the blocks of a cluster. Sums and decisions are
- * those of logits_stats.cuh; a row that needs another look is read again, mostly from the
- * second-level cache. Other rows of the multiprocessor compute while one waits. */
+/* logits_onepass.cuh - the sums of a row of logits, as it comes: read once, from device memory
+ * straight to registers, by a warp or by the blocks of a cluster. Sums and decisions are those of
+ * logits_stats.cuh; a row that needs another look is read again, mostly from the second-level
+ * cache. Other rows of the multiprocessor compute while one waits. What rows they are, and what
+ * becomes of the sums, is others' business: logits_values.cuh, logits_reread.cuh. */
 #ifndef KLD_KERNELS_CUDA_LOGITS_ONEPASS_CUH
 #define KLD_KERNELS_CUDA_LOGITS_ONEPASS_CUH
 
@@ -12,24 +13,11 @@
 namespace logits_resident {
 inline namespace KLD_CUDA_TEAM {
 
-/* What rows<> is told of a value: see there. */
-template <class T_, int EXTRA_> struct value_body {
-    typedef T_ T;
-    typedef T_ type;
-    static constexpr bool KNOWN = true;
-    static constexpr int EXTRA = EXTRA_;
-
-    struct numbers {
-        __device__ __forceinline__ numbers() {}
-        __device__ __forceinline__ numbers(const kld_cuda_args &, const row_stats &, double) {}
-    };
-    static __device__ __forceinline__ double value(const kld_cuda_args &args,
-                                                   const row_stats &stats) {
-        return EXTRA == logits_stats::ENTROPY ? stats.entropy
-               : EXTRA == logits_stats::REVERSE
-                   ? args.rule.of_p * stats.forward + args.rule.of_q * stats.reverse
-                   : args.rule.of_p * stats.forward;
-    }
+/* What a warp has found in its part of a row besides the sums. In shared memory. */
+struct row_aside {
+    logits_stats::reference at;
+    uint64_t heavy;  /* steps that were left out, a bit each */
+    uint32_t listed; /* classes in the list */
 };
 
 /* The sums of one thread over its part of a row, as it comes. */
@@ -60,8 +48,8 @@ template <class T, int EXTRA> struct onepass {
         row.whole = slice.full_steps_of(slice.count / V) / UNIT;
         row.all = (slice.steps_of((slice.count + V - 1) / V) + UNIT - 1) / UNIT;
         row.all = row.whole ? row.all : 0;
-        row.bytes = ((int32_t)slice.count - (int32_t)(resident::group_thread() * V)) *
-                    (int32_t)sizeof(T);
+        row.bytes =
+            ((int32_t)slice.count - (int32_t)(resident::group_thread() * V)) * (int32_t)sizeof(T);
         return row;
     }
     /* What of the last unit is behind the row. */
@@ -74,54 +62,68 @@ template <class T, int EXTRA> struct onepass {
             logits_stats::heavy_list<T>::pad(u.q[i], left, at.pad_q);
         }
     }
-    /* All units. Classes that count one by one go to the list, so many: ret_listed. ret_heavy:
-     * steps left out, as the list had no room. Step by step: those of the next unit are asked for
-     * as soon as these are through. No call in here, and little that outlives the loop: registers
-     * are what is on its way. */
-    template <bool SHIFTED, class FROM>
-    static __device__ __forceinline__ sums run(FROM from, const extent &row, const temperature &t,
-                                               float span, uint32_t classes,
-                                               logits_stats::reference *ret_at,
+    /* What is asked for before a row's turn: its first unit and, of each tensor, a vector from some
+     * units on. The first classes may be unlike the others: reserved ones, masked ones. Not so many
+     * units that by then the vector has left the second-level cache and is read from memory twice:
+     * from the middle of a row it is 3 % more. */
+    static constexpr uint32_t MORE = 3;
+    struct head {
+        unit first;
+        uint4 more_p[1], more_q[1];
+    };
+    template <class FROM>
+    static __device__ __forceinline__ void ask(FROM &from, const extent &row, head &ret) {
+        const uint32_t more = min(row.whole / 2, MORE) * UNIT * STEP;
+        ret.more_p[0] =
+            resident::far_slice::load_whole<FROM::MAY_SHIFT>(from.p + more, from.shift_p, 0);
+        ret.more_q[0] =
+            resident::far_slice::load_whole<FROM::MAY_SHIFT>(from.q + more, from.shift_q, 0);
+        from.start(row, ret.first);
+    }
+    /* The same, but only to the second-level cache. */
+    static __device__ __forceinline__ void fetch(const resident::far_slice &slice,
+                                                 const extent &row) {
+        const uint32_t more = min(row.whole / 2, MORE) * UNIT * STEP;
+#pragma unroll
+        for (uint32_t i = 0; i < UNIT; i++) {
+            resident::far_slice::fetch(slice.p + i * STEP);
+            resident::far_slice::fetch(slice.q + i * STEP);
+        }
+        resident::far_slice::fetch(slice.p + more);
+        resident::far_slice::fetch(slice.q + more);
+    }
+    /* All units, of which `u` holds what was asked for. Classes that count one by one go to the
+     * list. Step by step: those of the next unit are asked for as soon as these are through. No
+     * call in here, and little that outlives the loop: registers are what is on its way. What is
+     * seldom looked at lies in `aside`, in shared memory. */
+    template <class FROM>
+    static __device__ __forceinline__ sums run(FROM &from, const extent &row, head &h,
+                                               const temperature t, float span, uint32_t classes,
                                                logits_stats::heavy_list<T> &list,
-                                               uint32_t &ret_listed, uint64_t &ret_heavy) {
-        /* The first classes may be unlike the others: reserved ones, masked ones. */
-        const uint32_t middle = row.whole / 2 * UNIT * STEP;
-        const uint4 more_p[1] = {
-            resident::far_slice::load_whole<SHIFTED>(from.p + middle, from.shift_p, 0)};
-        const uint4 more_q[1] = {
-            resident::far_slice::load_whole<SHIFTED>(from.q + middle, from.shift_q, 0)};
-        unit u;
-        from.start(row, u);
+                                               row_aside &aside) {
+        unit &u = h.first;
+        from.open(u);
         sums r = {{0, 0, 0, 0}, 0, 0};
         logits_stats::top_of<T>::most(u.p, r.p);
         logits_stats::top_of<T>::most(u.q, r.q);
         float top_p, top_q;
-        logits_stats::top_of<T>::most(more_p, top_p);
-        logits_stats::top_of<T>::most(more_q, top_q);
-        auto at = logits_stats::reference::of_most<T>(fmaxf(r.p, top_p), fmaxf(r.q, top_q), t, span,
-                                                      classes, UNIT + 1);
-        *ret_at = at;
+        logits_stats::top_of<T>::most(h.more_p, top_p);
+        logits_stats::top_of<T>::most(h.more_q, top_q);
+        const auto at = logits_stats::reference::of_most<T>(fmaxf(r.p, top_p), fmaxf(r.q, top_q), t,
+                                                            span, classes, UNIT + 1);
+        aside.at = at;
+        aside.heavy = 0;
+        aside.listed = 0;
         __syncwarp();
         logits_stats::top_of<T> top(at);
         logits_stats::chunk_sums<EXTRA> sum;
-        uint64_t heavy = 0;
-        uint32_t listed = 0;
         auto add = [&](uint32_t number, bool look) {
             from.ask(row, number + source::RING);
 #pragma unroll
             for (uint32_t i = 0; i < UNIT; i++) {
                 bool leave = false;
-                if (__any_sync(KLD_FULL_WARP, top.add_raw(u.p[i], u.q[i], at) || look)) {
-                    uint32_t count = listed;
-                    leave = !logits_stats::heavy_list<T>::can_take(at);
-                    if (!leave)
-                        list.take(u.p[i], u.q[i], at, count);
-                    leave = leave || count > logits_stats::heavy_list<T>::MOST;
-                    if (leave) /* what it has put there is overwritten */
-                        __syncwarp();
-                    heavy |= leave ? 1ull << (number * UNIT + i) : 0;
-                    listed = leave ? listed : count;
-                }
+                if (__any_sync(KLD_FULL_WARP, top.add_raw(u.p[i], u.q[i], at) || look))
+                    leave = put_aside(u.p[i], u.q[i], number * UNIT + i, list, aside);
                 if (!leave)
                     logits_stats::fast_pairs<T, EXTRA>(logits_stats::pair_of<T>(u.p[i], u.q[i]), at,
                                                        t, sum);
@@ -135,14 +137,32 @@ template <class T, int EXTRA> struct onepass {
         for (uint32_t number = 0; number < row.whole; number++)
             add(number, false);
         if (row.whole < row.all) {
-            pad(u, row, at);
-            add(row.whole, !logits_stats::heavy_list<T>::can_take(at)); /* there are no pads then */
+            pad(u, row, aside.at);
+            add(row.whole,
+                !logits_stats::heavy_list<T>::can_take(aside.at)); /* there are no pads then */
         }
         sum.template flush<T>(r.sum);
         top.get_mine(r.p, r.q);
-        ret_listed = listed;
-        ret_heavy = heavy;
         return r;
+    }
+    /* The whole warp: the classes of a step that count one by one, to the list; or, as that has no
+     * room, the step is left out. Returns if so. */
+    static __device__ __forceinline__ bool put_aside(uint4 &p, uint4 &q, uint32_t step,
+                                                     logits_stats::heavy_list<T> &list,
+                                                     row_aside &aside) {
+        const auto &at = aside.at;
+        uint32_t count = aside.listed;
+        bool leave = !logits_stats::heavy_list<T>::can_take(at);
+        if (!leave)
+            list.take(p, q, at, count);
+        leave = leave || count > logits_stats::heavy_list<T>::MOST;
+        __syncwarp(); /* of what it has put there beyond that, too: it is overwritten */
+        if (threadIdx.x % 32 == 0) {
+            aside.heavy |= leave ? 1ull << step : 0;
+            aside.listed = leave ? aside.listed : count;
+        }
+        __syncwarp();
+        return leave;
     }
 
     /* One step of any kind, its heavy classes one by one. */
@@ -164,32 +184,35 @@ template <class T, int EXTRA> struct onepass {
             to.q = fmaxf(to.q, z.q[i]);
         }
     }
-    /* The steps that were left out, or all where run() was not, and the classes of the list. */
-    static __device__ __noinline__ sums rest(resident::far_slice slice, uint64_t heavy,
-                                             bool in_units,
-                                             const logits_stats::reference *from,
-                                             const temperature *t,
-                                             logits_stats::heavy_list<T> *list, uint32_t listed) {
+    /* The classes of the list, to this lane's sums. */
+    static __device__ __forceinline__ void add_listed(const row_aside &aside, const temperature &t,
+                                                      const logits_stats::heavy_list<T> &list,
+                                                      double (&to)[4]) {
+        const logits_stats::reference &at = aside.at;
+        logits_stats::heavy_sums one_by_one = {{0, 0, 0, 0}};
+#pragma unroll 1
+        for (uint32_t i = threadIdx.x % 32; i < aside.listed; i += 32)
+            logits_stats::add_heavy<T, EXTRA>(one_by_one, list.p[i], list.q[i], at, t);
+        logits_stats::add_to<EXTRA>(to, one_by_one);
+        __syncwarp(); /* before the next row's */
+    }
+    /* The steps that were left out, or all where run() was not. */
+    static __device__ __noinline__ sums rest(resident::far_slice slice, bool in_units,
+                                             const row_aside *aside, const temperature *t) {
         sums r = {{0, 0, 0, 0}, -CUDART_INF_F, -CUDART_INF_F};
-        logits_stats::reference at = *from;
-        for (; heavy; heavy &= heavy - 1)
+        logits_stats::reference at = aside->at;
+        for (uint64_t heavy = aside->heavy; heavy; heavy &= heavy - 1)
             add_step(slice, (uint32_t)__ffsll((long long)heavy) - 1, at, *t, r);
         if (!in_units)
             for (uint32_t step = 0; step < slice.steps_of((slice.count + V - 1) / V); step++)
                 add_step(slice, step, at, *t, r);
-        __syncwarp();
-        logits_stats::heavy_sums one_by_one = {{0, 0, 0, 0}};
-        for (uint32_t i = threadIdx.x % 32; i < listed; i += 32)
-            logits_stats::add_heavy<T, EXTRA>(one_by_one, list->p[i], list->q[i], at, *t);
-        logits_stats::add_to<EXTRA>(r.sum, one_by_one);
         __syncwarp();
         return r;
     }
     /* The same as run() where the warp has no whole unit, which no row is short enough for today:
      * what to count from. */
     static __device__ __noinline__ void peek(resident::far_slice slice, const temperature *t,
-                                             float span, uint32_t classes,
-                                             logits_stats::reference *ret) {
+                                             float span, uint32_t classes, row_aside *ret) {
         float top_p = -CUDART_INF_F, top_q = -CUDART_INF_F;
         uint32_t left = slice.left_of(0, V);
         if (left) {
@@ -202,7 +225,9 @@ template <class T, int EXTRA> struct onepass {
                 top_q = fmaxf(top_q, z.q[i]);
             }
         }
-        *ret = logits_stats::reference::of_most<T>(top_p, top_q, *t, span, classes, 1);
+        ret->at = logits_stats::reference::of_most<T>(top_p, top_q, *t, span, classes, 1);
+        ret->heavy = 0;
+        ret->listed = 0;
         __syncwarp();
     }
 };
@@ -216,97 +241,103 @@ struct onepass_row {
     bool first, masked, missed;
 };
 
-/* What a warp keeps while it sums a row: not in registers. */
-struct onepass_warp {
-    /* A row's numbers take one thread as long as a warp: a warp that has rows for itself judges
-     * many at a time, one in each lane. */
-    static constexpr uint32_t ROWS = resident::GROUP_WARPS == 1 ? 32 : 1;
-
-    resident::row_walk walk;
-    logits_stats::reference at;
-    double total; /* of the group's rows so far */
-    uint32_t count;
-    bool more, first;
-    onepass_row rows[ROWS];
-};
-
-/* RING: units come by way of shared memory. */
-template <class BODY, bool RING = false> struct onepass_rows : rows<BODY> {
+/* A warp's part of rows that are summed as they come. */
+template <class BODY> struct onepass_rows : rows<BODY> {
     typedef rows<BODY> base;
     typedef typename BODY::type T;
     typedef onepass<T, BODY::EXTRA> pass;
+    typedef typename pass::source source;
 
-    static __device__ __forceinline__ onepass_warp &warp() {
-        __shared__ onepass_warp all[resident::WARPS];
+    static __device__ __forceinline__ row_aside &aside() {
+        __shared__ row_aside all[resident::WARPS];
         return all[threadIdx.x / 32];
     }
-
-    static __device__ __forceinline__ typename pass::source::from_ring
-    ring_of(const resident::far_slice &slice) {
-        __shared__ typename pass::source::ring rings[resident::WARPS];
-        return {slice.p,
-                slice.q,
-                slice.shift_p,
-                slice.shift_q,
-                shared_at(&rings[threadIdx.x / 32].at[0][0][0][threadIdx.x % 32]),
-                0};
+    static __device__ __forceinline__ logits_stats::heavy_list<T> &list() {
+        __shared__ logits_stats::heavy_list<T> all[resident::WARPS];
+        return all[threadIdx.x / 32];
     }
-    /* All warps' sums over the row, to all lanes of the first. at: this warp's, in shared memory,
-     * as is index. */
-    static __device__ __forceinline__ part sums(const kld_cuda_args &args, const uint64_t &index,
-                                                logits_stats::reference &at) {
-        typename pass::sums mine = {{0, 0, 0, 0}, -CUDART_INF_F, -CUDART_INF_F};
-        uint64_t heavy = 0;
-        uint32_t listed = 0;
-        __shared__ logits_stats::heavy_list<T> lists[resident::WARPS];
-        logits_stats::heavy_list<T> &list = lists[threadIdx.x / 32];
+    template <class FROM>
+    static __device__ __forceinline__ typename pass::sums
+    run(FROM &from, const typename pass::extent &row, typename pass::head &head) {
+        return pass::run(from, row, head, base::shared().t, base::shared().span,
+                         base::shared().classes, list(), aside());
+    }
+    /* The part of the row that run() has summed, to `to`, in shared memory. */
+    static __device__ __forceinline__ void close(const kld_cuda_args &args, const uint64_t &index,
+                                                 typename pass::sums &mine, part *to) {
+        const row_aside &aside = onepass_rows::aside();
+        const logits_stats::reference &at = aside.at;
+        float scale = base::shared().t.scale.high;
+        if (aside.listed)
+            pass::add_listed(aside, base::shared().t, list(), mine.sum);
+        float top_p = logits_stats::warp_max(mine.p), top_q = logits_stats::warp_max(mine.q);
+        resident::store_part(
+            to, mine.sum, logits_stats::reference::mark(at.c_p, top_p, at.limit_p, scale),
+            logits_stats::reference::mark(at.c_q, top_q, at.limit_q, scale), top_p, top_q);
+        /* Nothing is to be kept in registers meanwhile: they would be stored in each row. */
+        if (aside.heavy)
+            close_rest(args, index, true, to);
+    }
+    /* Adds the steps that run() has left out, or all, as there was no whole unit. */
+    static __device__ __noinline__ void close_rest(const kld_cuda_args &args, uint64_t index,
+                                                   bool in_units, part *to) {
+        const row_aside &aside = onepass_rows::aside();
+        const logits_stats::reference &at = aside.at;
+        float scale = base::shared().t.scale.high;
+        auto more = pass::rest(resident::far_slice::of<T>(args, index), in_units, &aside,
+                               &base::shared().t);
+        float top_p = fmaxf(to->top[0], logits_stats::warp_max(more.p));
+        float top_q = fmaxf(to->top[1], logits_stats::warp_max(more.q));
+        double sum = resident::warp_sums(more.sum);
+        unsigned lane = threadIdx.x % 32;
+        __syncwarp();
+        if (lane % 8 == 0)
+            to->sum[lane / 8] += sum;
+        if (lane == 0) {
+            to->top[0] = top_p;
+            to->top[1] = top_q;
+            to->mark[0] = logits_stats::reference::mark(at.c_p, top_p, at.limit_p, scale);
+            to->mark[1] = logits_stats::reference::mark(at.c_q, top_q, at.limit_q, scale);
+        }
+        __syncwarp();
+    }
+    /* The same of a row without a whole unit. */
+    static __device__ __noinline__ void sum_without_units(const kld_cuda_args &args, uint64_t index,
+                                                          part *to) {
+        pass::peek(resident::far_slice::of<T>(args, index), &base::shared().t, base::shared().span,
+                   base::shared().classes, &aside());
+        if (threadIdx.x % 32 == 0)
+            *to = part{{0, 0, 0, 0}, {0, 0}, {-CUDART_INF_F, -CUDART_INF_F}};
+        __syncwarp();
+        close_rest(args, index, false, to);
+    }
+
+    template <class FROM>
+    static __device__ __forceinline__ void sum_from(FROM from, const kld_cuda_args &args,
+                                                    const uint64_t &index,
+                                                    const typename pass::extent &row, part *to) {
+        typename pass::head head;
+        pass::ask(from, row, head);
+        typename pass::sums mine = run(from, row, head);
+        __syncwarp();
+        close(args, index, mine, to);
+    }
+    /* All warps' sums over a row, to all lanes of the first. */
+    static __device__ __forceinline__ part sums(const kld_cuda_args &args, const uint64_t &index) {
         auto slice = resident::far_slice::of<T>(args, index);
         typename pass::extent row = pass::extent_of(slice);
+        part *parts = resident::here().extra_warps, *mine = parts + threadIdx.x / 32;
         if (!row.all)
-            pass::peek(slice, &base::shared().t, base::shared().span, base::shared().classes, &at);
-        else if constexpr (RING)
-            mine = pass::template run<true>(ring_of(slice), row, base::shared().t,
-                                            base::shared().span, base::shared().classes, &at, list,
-                                            listed, heavy);
+            sum_without_units(args, index, mine);
         else if (slice.shift_p || slice.shift_q)
-            mine = pass::template run<true>(
-                typename pass::source::template from_memory<true>{slice.p, slice.q, slice.shift_p,
-                                                                  slice.shift_q},
-                row, base::shared().t, base::shared().span, base::shared().classes, &at, list,
-                listed, heavy);
+            sum_from(source::template from_memory<true>::of(slice), args, index, row, mine);
         else
-            mine = pass::template run<false>(
-                typename pass::source::template from_memory<false>{slice.p, slice.q, 0, 0}, row,
-                base::shared().t, base::shared().span, base::shared().classes, &at, list, listed,
-                heavy);
-        __syncwarp();
-        slice = resident::far_slice::of<T>(args, index);
-        uint32_t all_units = pass::extent_of(slice).all;
-        if (heavy || listed || !all_units) {
-            auto more = pass::rest(slice, heavy, all_units != 0, &at, &base::shared().t, &list,
-                                   listed);
-#pragma unroll
-            for (int i = 0; i < pass::SUMS; i++)
-                mine.sum[i] += more.sum[i];
-            mine.p = fmaxf(mine.p, more.p);
-            mine.q = fmaxf(mine.q, more.q);
-        }
-        float scale = base::shared().t.scale.high;
-        part all;
-        all.top[0] = logits_stats::warp_max(mine.p);
-        all.top[1] = logits_stats::warp_max(mine.q);
-        all.mark[0] = logits_stats::reference::mark(at.c_p, all.top[0], at.limit_p, scale);
-        all.mark[1] = logits_stats::reference::mark(at.c_q, all.top[1], at.limit_q, scale);
-        if constexpr (resident::GROUP_WARPS == 1) {
-            logits_stats::sums_of(all, mine.sum);
-            return all;
-        }
-        return resident::merge_row(
-            mine.sum, all.mark[0], all.mark[1],
-            [](const part *parts, uint32_t count) {
-                return logits_stats::fast_merge<BODY::EXTRA>(parts, count);
-            },
-            all.top[0], all.top[1]);
+            sum_from(source::template from_memory<false>::of(slice), args, index, row, mine);
+        if constexpr (resident::GROUP_WARPS == 1)
+            return *parts;
+        return resident::merge_parts([](const part *parts, uint32_t count) {
+            return logits_stats::fast_merge<BODY::EXTRA>(parts, count);
+        });
     }
 
     /* A row whose sums did not do, to base::shared().rows[0]. The whole group. */
@@ -328,18 +359,6 @@ template <class BODY, bool RING = false> struct onepass_rows : rows<BODY> {
         resident::group_sync();
         base::again(args, 0, 0);
     }
-    /* Its value, by the group's first thread. */
-    static __device__ __noinline__ double again(const kld_cuda_args &args,
-                                                const onepass_row &from) {
-        auto *row = &base::shared().rows[0];
-        uint64_t index = from.index;
-        do_again(args, from, 0.0);
-        double value = row->value;
-        if (row->way == ANY)
-            value = resident::here().place.rank == 0 ? row_by_any(args, index) : 0.0;
-        resident::group_sync();
-        return value;
-    }
     /* One thread: a row's value, if its sums give it. */
     static __device__ __forceinline__ bool judge(const kld_cuda_args &args, onepass_row &row,
                                                  const row_stats &stats, double &ret_value) {
@@ -349,111 +368,6 @@ template <class BODY, bool RING = false> struct onepass_rows : rows<BODY> {
         row.powers[0] = stats.powers[0];
         row.powers[1] = stats.powers[1];
         return stats.good;
-    }
-    static __device__ __forceinline__ void store(const kld_cuda_args &args, onepass_row &row,
-                                                 double value) {
-        row.one = row.masked ? 0.0 : value * row_open(args, row.index).weight;
-        row_store(args, row.index, row.one);
-    }
-    /* One thread: rows are added in order. */
-    static __device__ __forceinline__ void add(const kld_cuda_args &args, const onepass_row &row) {
-        warp().total = row.first ? row.one : warp().total + row.one;
-        args.scratch->partial[args.first_group + row.group] = warp().total;
-    }
-
-    /* A warp with rows for itself: all that it has. */
-    static __device__ __noinline__ void settle_many(const kld_cuda_args &args) {
-        uint32_t lane = threadIdx.x % 32, count = warp().count;
-        onepass_row &row = warp().rows[lane];
-        bool mine = lane < count, good = true;
-        double value = 0.0;
-        if (mine && !row.masked) {
-            logits_stats::fast_side p(row.all.sum[0], row.all.mark[0]);
-            logits_stats::fast_side q(row.all.sum[1], row.all.mark[1]);
-            row_stats stats =
-                logits_stats::fast_row<BODY::EXTRA>(row.all, p, q, base::bounds(args));
-            good = judge(args, row, stats, value);
-        }
-        __syncwarp();
-        for (uint32_t bad = __ballot_sync(KLD_FULL_WARP, !good); bad; bad &= bad - 1) {
-            uint32_t which = (uint32_t)__ffs((int)bad) - 1;
-            double found = again(args, warp().rows[which]);
-            found = __shfl_sync(KLD_FULL_WARP, found, 0);
-            value = lane == which ? found : value;
-        }
-        if (mine)
-            store(args, row, value);
-        __syncwarp();
-        if (lane == 0)
-            for (uint32_t i = 0; i < count; i++)
-                add(args, warp().rows[i]);
-        __syncwarp();
-    }
-    /* Several warps with one row. */
-    static __device__ __forceinline__ void settle_one(const kld_cuda_args &args, const part &all) {
-        __shared__ bool good;
-        onepass_row &row = warp().rows[0];
-        double value = 0.0;
-        if (resident::group_thread() < 32) {
-            row_stats stats = base::fast_row(args, all);
-            if (threadIdx.x == 0) {
-                row.all = all;
-                good = judge(args, row, stats, value);
-            }
-        }
-        resident::group_sync();
-        if (!good)
-            value = again(args, row);
-        if (threadIdx.x == 0 && resident::here().place.rank == 0) {
-            store(args, row, value);
-            add(args, row);
-        }
-    }
-
-    static __device__ __forceinline__ void compute(const kld_cuda_args &args) {
-        resident::block_shared &block = resident::here();
-        if (threadIdx.x % 32 == 0) {
-            warp().walk.start(block.place);
-            warp().count = 0;
-        }
-        __syncwarp();
-        for (;;) {
-            if (threadIdx.x % 32 == 0) {
-                bool first;
-                warp().more = warp().walk.next(args, block.place, first);
-                onepass_row &row = warp().rows[warp().count];
-                row.index = warp().walk.index;
-                row.group = warp().walk.group;
-                row.first = first;
-                row.masked = warp().more && row_is_masked(args, row.index);
-            }
-            __syncwarp();
-            if (!warp().more)
-                break;
-            bool masked = warp().rows[warp().count].masked;
-            __syncwarp(); /* before the first lane goes on to the next */
-            if constexpr (resident::GROUP_WARPS == 1) {
-                part all = {};
-                if (!masked)
-                    all = sums(args, warp().walk.index, warp().at);
-                if (threadIdx.x % 32 == 0)
-                    warp().rows[warp().count++].all = all;
-                __syncwarp();
-                if (warp().count == onepass_warp::ROWS) {
-                    settle_many(args);
-                    if (threadIdx.x % 32 == 0)
-                        warp().count = 0;
-                    __syncwarp();
-                }
-            } else if (!masked) {
-                settle_one(args, sums(args, warp().walk.index, warp().at));
-            } else if (threadIdx.x == 0 && block.place.rank == 0) {
-                store(args, warp().rows[0], 0.0);
-                add(args, warp().rows[0]);
-            }
-        }
-        if (resident::GROUP_WARPS == 1 && warp().count)
-            settle_many(args);
     }
 };
 

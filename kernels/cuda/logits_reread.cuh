@@ -214,7 +214,7 @@ template <class BODY> struct reread_rows : onepass_rows<BODY> {
 
     /* A row that is not masked: its value, to the first thread. */
     static __device__ __forceinline__ double take(const kld_cuda_args &args) {
-        settle(args, sums_of_rows::sums(args, all().row.index, sums_of_rows::warp().at));
+        settle(args, sums_of_rows::sums(args, all().row.index));
         const auto &settled = base::shared().rows[0];
         if (settled.way != ANY && base::shared().divides)
             write(args);

@@ -3,20 +3,20 @@
 #ifndef KLD_KERNELS_CUDA_ONEPASS_LAUNCH_CUH
 #define KLD_KERNELS_CUDA_ONEPASS_LAUNCH_CUH
 
-#include "kernels/cuda/logits_onepass.cuh"
+#include "kernels/cuda/logits_values.cuh"
 #include "kernels/cuda/resident_launch.cuh"
 
 namespace logits_resident {
 inline namespace KLD_CUDA_TEAM {
 
-template <class BODY, bool RING>
+template <class BODY, bool UNEVEN>
 static __global__ void __launch_bounds__(resident::COMPUTING, KLD_CUDA_TEAM_BLOCKS)
     onepass_kernel(const __grid_constant__ kld_cuda_args args) {
     resident::open_block<rows<BODY>>(args);
     __syncthreads();
     if (resident::CLUSTER_MAX > 1 && args.cluster > 1)
         cluster_sync();
-    onepass_rows<BODY, RING>::compute(args);
+    value_rows<BODY, UNEVEN>::compute(args);
     if (resident::CLUSTER_MAX > 1 && args.cluster > 1)
         cluster_sync(); /* nobody leaves while another may write to its shared memory */
 }
@@ -24,10 +24,8 @@ static __global__ void __launch_bounds__(resident::COMPUTING, KLD_CUDA_TEAM_BLOC
 template <class BODY>
 static cudaError_t launch_onepass(const kld_cuda_args &args, uint32_t groups, cudaStream_t stream) {
     void (*function)(kld_cuda_args) = onepass_kernel<BODY, false>;
-    /* Of one warp to a block there is no shared memory for so many rings. */
-    if constexpr (resident::GROUP_WARPS > 1)
-        if (!resident::is_even(args.p) || !resident::is_even(args.q))
-            function = onepass_kernel<BODY, true>;
+    if (!resident::is_even(args.p) || !resident::is_even(args.q))
+        function = onepass_kernel<BODY, true>;
     return launch_kernel(function, sizeof(typename BODY::T), args, groups, resident::COMPUTING,
                          stream);
 }

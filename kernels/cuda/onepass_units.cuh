@@ -41,8 +41,13 @@ template <uint32_t UNIT> struct onepass_units {
     /* Where a warp's units come from. Straight to registers: a step's are asked for again as soon
      * as its registers are free. */
     template <bool SHIFTED> struct from_memory {
+        static constexpr bool MAY_SHIFT = SHIFTED;
         const char *p, *q;
         uint32_t shift_p, shift_q;
+
+        static __device__ __forceinline__ from_memory of(const resident::far_slice &slice) {
+            return {slice.p, slice.q, SHIFTED ? slice.shift_p : 0, SHIFTED ? slice.shift_q : 0};
+        }
 
         __device__ __forceinline__ void start(const extent &, unit &u) {
 #pragma unroll
@@ -51,6 +56,7 @@ template <uint32_t UNIT> struct onepass_units {
             p += UNIT * STEP;
             q += UNIT * STEP;
         }
+        __device__ __forceinline__ void open(unit &) const {}
         __device__ __forceinline__ void ask(const extent &, uint32_t) {}
         /* Step i of the unit of that number, the next one. */
         __device__ __forceinline__ void refill(const extent &row, uint32_t number, uint32_t i,
@@ -75,10 +81,21 @@ template <uint32_t UNIT> struct onepass_units {
         uint4 at[RING][UNIT][2][33]; /* one more than lanes */
     };
     struct from_ring {
+        static constexpr bool MAY_SHIFT = true;
         static constexpr uint32_t TENSOR = 33 * 16, PLACE = UNIT * 2 * TENSOR;
         const char *p, *q; /* of the unit to be asked for next */
         uint32_t shift_p, shift_q;
         uint32_t at, place; /* this lane's in the ring's first place; to be filled next, bytes */
+
+        static __device__ __forceinline__ from_ring of(const resident::far_slice &slice) {
+            __shared__ ring rings[resident::WARPS];
+            return {slice.p,
+                    slice.q,
+                    slice.shift_p,
+                    slice.shift_q,
+                    shared_at(&rings[threadIdx.x / 32].at[0][0][0][threadIdx.x % 32]),
+                    0};
+        }
 
         static __device__ __forceinline__ void bring(uint32_t to, const char *from,
                                                      uint32_t shift) {
@@ -135,12 +152,12 @@ template <uint32_t UNIT> struct onepass_units {
             }
             __syncwarp(); /* before another lane's copy takes the place */
         }
-        __device__ __forceinline__ void start(const extent &row, unit &u) {
+        __device__ __forceinline__ void start(const extent &row, unit &) {
 #pragma unroll
             for (uint32_t i = 0; i < RING; i++)
                 ask(row, i);
-            take(true, u);
         }
+        __device__ __forceinline__ void open(unit &u) const { take(true, u); }
         __device__ __forceinline__ void refill(const extent &, uint32_t, uint32_t, unit &) const {}
     };
 };

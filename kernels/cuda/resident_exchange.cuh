@@ -95,16 +95,13 @@ static __device__ __forceinline__ void exchange(const part &mine, part *parts, b
     barrier_wait(arrived, parity);
 }
 
-/* All warps of a group: sums over the row, to all lanes of the first. MERGE(parts, count): many
- * parts to one, by a whole warp, its result in all lanes. */
-template <class MERGE>
-static __device__ __forceinline__ part merge_row(const double (&sums)[4], int32_t mark_0,
-                                                 int32_t mark_1, MERGE merge, float top_0 = 0.0f,
-                                                 float top_1 = 0.0f) {
+/* All warps of a group, of which each has a part of the row in here().extra_warps: the row's, to
+ * all lanes of the first. MERGE(parts, count): many parts to one, by a whole warp, its result in
+ * all lanes. */
+template <class MERGE> static __device__ __forceinline__ part merge_parts(MERGE merge) {
     block_shared &block = here();
     part row;
     uint32_t group = group_number();
-    store_part(&block.extra_warps[threadIdx.x / 32], sums, mark_0, mark_1, top_0, top_1);
     group_sync();
     if (group_thread() < 32) {
         row = merge(block.extra_warps + group * GROUP_WARPS, GROUP_WARPS);
@@ -120,6 +117,16 @@ static __device__ __forceinline__ part merge_row(const double (&sums)[4], int32_
         }
     }
     return row;
+}
+
+/* The same of what each warp has in registers. */
+template <class MERGE>
+static __device__ __forceinline__ part merge_row(const double (&sums)[4], int32_t mark_0,
+                                                 int32_t mark_1, MERGE merge, float top_0 = 0.0f,
+                                                 float top_1 = 0.0f) {
+    uint32_t warp = threadIdx.x / 32;
+    store_part(&here().extra_warps[warp], sums, mark_0, mark_1, top_0, top_1);
+    return merge_parts(merge);
 }
 
 } /* namespace KLD_CUDA_TEAM */

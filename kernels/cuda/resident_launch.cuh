@@ -53,6 +53,20 @@ static cudaError_t active_clusters(const cudaLaunchConfig_t &config,
     return error || *ret_clusters ? error : cudaErrorNotSupported;
 }
 
+/* How many clusters share rows that are read once. Each has some one after the other, so that it
+ * starts but once; not so many that others' kernels wait long for a place. As many clusters as run
+ * at a time or a multiple, so that all end together. */
+static uint32_t far_clusters(const kld_cuda_args &args, size_t element, uint32_t groups,
+                             uint32_t clusters) {
+    uint64_t most =
+        args.cluster > 1 ? KLD_CUDA_ONEPASS_CLUSTER_TURN_BYTES : KLD_CUDA_ONEPASS_TURN_BYTES;
+    uint64_t group_bytes = 2 * element * args.classes * args.group_rows;
+    uint64_t turn = most * resident::WARPS * args.cluster / group_bytes; /* groups */
+    uint64_t each = (groups + clusters - 1) / clusters;
+    uint64_t turns = turn ? (each + turn - 1) / turn : each;
+    return turns * clusters < groups ? (uint32_t)turns * clusters : groups;
+}
+
 static cudaError_t launch_kernel(void (*function)(kld_cuda_args), size_t element,
                                  const kld_cuda_args &args, uint32_t groups, uint32_t threads,
                                  cudaStream_t stream) {
@@ -78,8 +92,10 @@ static cudaError_t launch_kernel(void (*function)(kld_cuda_args), size_t element
             *args.active_clusters = (uint16_t)clusters;
     }
     uint32_t used = groups < (uint32_t)clusters ? groups : (uint32_t)clusters;
-    if (resident::FAR) /* who comes later gets a place as soon as any row is done */
+    if (resident::REREAD) /* who comes later gets a place as soon as any row is done */
         used = groups;
+    else if (resident::FAR)
+        used = far_clusters(args, element, groups, (uint32_t)clusters);
     config.gridDim = dim3(used * args.cluster);
     return cudaLaunchKernelEx(&config, function, args);
 }

@@ -241,6 +241,10 @@ struct far_slice {
         return joined(load_kept<true>(at), load_kept<true>(at + (shift + bytes > 16 ? 1 : 0)),
                       shift);
     }
+    /* To the second-level cache, where that is of use; of a row, or behind it. */
+    static __device__ __forceinline__ void fetch(const char *at) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+    }
     /* Any, of which `left` classes are left; undefined beyond. */
     template <class T>
     static __device__ __forceinline__ uint4 load(const char *from, uint32_t shift, uint32_t step,

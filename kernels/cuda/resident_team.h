@@ -19,6 +19,12 @@
 #define KLD_CUDA_ONEPASS_LEAST_BYTES 3072
 #define KLD_CUDA_ONEPASS_WARP_BYTES 16384
 #define KLD_CUDA_ONEPASS_BLOCK_BYTES 131072
+/* Of both tensors: what a warp reads before its block makes room for another; in clusters, which
+ * take longer to start, more. With all warps of all multiprocessors 64 and 256 microseconds. Rows
+ * that need another look get it at the end of a turn: after a short one they are still in the
+ * second-level cache. */
+#define KLD_CUDA_ONEPASS_TURN_BYTES (64 << 10)
+#define KLD_CUDA_ONEPASS_CLUSTER_TURN_BYTES (256 << 10)
 
 /* Of rows of which q - p is wanted, which are read twice, the second time from the caches
  * (logits_reread.cuh): from here on, up to these by a warp, by a block of four. The rows at hand of
