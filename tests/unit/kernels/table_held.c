@@ -119,7 +119,16 @@ static void add_wide(struct table_list *list, bool quick) {
         }
 }
 
-/* Only the value: rows that are read once (kernels/cuda/logits_onepass.cuh), by a warp, by a block,
+static void add_once(struct table_list *list, uint32_t divergence, uint32_t dtype, bool finite,
+                     uint64_t rows, uint64_t classes) {
+    add_crowd(list, divergence, dtype, finite, rows, classes, 0);
+    struct table_case *at = &list->at[list->count - 1];
+    char name[sizeof at->name];
+    snprintf(name, sizeof name, "read once %.50s", at->name);
+    memcpy(at->name, name, sizeof name);
+}
+
+/* Only the value: rows that are read once (kernels/cuda/logits_values.cuh), by a warp, by a block,
  * by two, four and eight of them; and the first that are too long for that. */
 static void add_read_once(struct table_list *list, bool quick) {
     static const uint32_t divergences[] = {KLD_DIVERGENCE_FORWARD_KL, KLD_DIVERGENCE_REVERSE_KL,
@@ -135,12 +144,15 @@ static void add_read_once(struct table_list *list, bool quick) {
             if (quick && k > 2 && k != 3 + i % 4)
                 continue;
             uint64_t classes = dtype == FP32 ? (sizes[k].classes + 1) / 2 : sizes[k].classes;
-            add_crowd(list, divergences[i], dtype, (i + k / 3) % 2, sizes[k].rows, classes, 0);
-            struct table_case *at = &list->at[list->count - 1];
-            char name[sizeof at->name];
-            snprintf(name, sizeof name, "read once %.50s", at->name);
-            memcpy(at->name, name, sizeof name);
+            add_once(list, divergences[i], dtype, (i + k / 3) % 2, sizes[k].rows, classes);
         }
+    /* More of them than there are places at a time, so that some have one after the other. */
+    add_once(list, KLD_DIVERGENCE_FORWARD_KL, BF16, true, 34000, 1537);
+    add_once(list, KLD_DIVERGENCE_JEFFREYS, FP16, false, 4400, 8193);
+    if (!quick) {
+        add_once(list, KLD_DIVERGENCE_CROSS_ENTROPY, FP32, true, 4400, 8192);
+        add_once(list, KLD_DIVERGENCE_REVERSE_KL, BF16, false, 1700, 65601);
+    }
 }
 
 /* Masses of one side that are all the same number, whose sum rounds the same way each time. */
