@@ -12,7 +12,7 @@
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || defined(__clang__)
 #define SPARES_MAX 0
 #else
-#define SPARES_MAX 64
+#define SPARES_MAX 16 /* of 14 KiB */
 #endif
 
 static struct kld_infer *take(struct kld_gateway *gateway) {
