@@ -159,3 +159,23 @@ def test_the_first_backward_pass_has_its_gradient(connection):
             torch.autograd.grad(loss, leaf)
     else:
         assert torch.equal(torch.autograd.grad(loss, leaf)[0], found)
+
+
+@pytest.mark.parametrize("name, more", [("row_mask", {"reduction": "row"}), ("row_mask", {"reduction": "batchmean"}),
+                                        ("row_mask", {"reduction": "none", "target_form": "logits"}),
+                                        ("row_weights", {"reduction": "none", "target_form": "logits"})], ids=str)
+def test_rows_that_are_written_to_before_backward(connection, name, more):
+    """A gradient of other rows than the loss's would be wrong, and nobody would know."""
+    q, p = tensors((6, 11), 3)
+    rows = torch.ones(6, dtype=torch.bool) if name == "row_mask" else torch.ones(6)
+    more = {"input_form": "logits", **more}
+    for written in (False, True):
+        leaf = q.clone().requires_grad_()
+        loss = functional.kl_div(leaf, p, connection=connection, **{name: rows}, **more)
+        if written:
+            rows.zero_()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.sum().backward()
+        else:
+            loss.sum().backward()
+            assert leaf.grad.abs().sum() > 0

@@ -298,17 +298,21 @@ class KlDiv(torch.autograd.Function):
         attached = isinstance(targets, View)
         loss, gradients = job.run((predictions, targets), (False, False) if late else wanted, None, shift)
         ctx.job, ctx.gradients, ctx.late, ctx.shift = job, gradients, late, shift
+        saved = []
         if late or _keeps_graph is None:
             ctx.attached = targets if attached else None
-            if attached:
-                ctx.save_for_backward(predictions)
-            else:
-                ctx.save_for_backward(predictions, targets)
+            saved = [predictions] if attached else [predictions, targets]
+            if job.row_weights is not None:
+                saved.append(job.row_weights)
+        if job.row_mask is not None:
+            saved.append(job.row_mask)
+        if saved:
+            ctx.save_for_backward(*saved)
         return loss
 
     @staticmethod
     def saved(ctx: Any) -> Tensors:
-        """What forward() was given. PyTorch refuses where its graph is gone, or a tensor was written to."""
+        """What forward() was given."""
         saved = ctx.saved_tensors
         return saved[0].detach(), saved[1].detach() if ctx.attached is None else ctx.attached
 
@@ -317,6 +321,8 @@ class KlDiv(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise KldUnsupportedError(Status.UNIMPLEMENTED, NO_SECOND_DERIVATIVE)
         grad_output, reduction = grad_outputs[0], ctx.job.parameters.reduction
+        if ctx.job.row_mask is not None:
+            ctx.saved_tensors  # PyTorch refuses where its graph is gone, or a tensor was written to
         if ctx.late:
             tensors = KlDiv.saved(ctx)
             if not _has_memory(grad_output):
