@@ -36,7 +36,8 @@ template <class T_, int EXTRA_> struct value_body {
 /* Rows in the order in which a block takes them, from before they are summed until they are judged:
  * what many of them need is found a row a lane, as it takes one lane as long as a warp. */
 struct value_batch {
-    static constexpr uint32_t ROWS = resident::GROUP_WARPS == 1 ? 32 : 16;
+    /* Of blocks with rings of their own eight find room on a multiprocessor, with no more rows. */
+    static constexpr uint32_t ROWS = resident::GROUP_WARPS == 1 ? 32 : 8;
     /* Of each row what each warp has found. A single warp's goes to the row itself. */
     static constexpr uint32_t PARTS = resident::GROUP_WARPS == 1 ? 0 : resident::GROUP_WARPS;
 
@@ -131,11 +132,13 @@ template <class BODY, bool UNEVEN> struct value_rows : onepass_rows<BODY> {
         const uint32_t cluster = resident::here().place.cluster;
         if (resident::CLUSTER_MAX == 1 || cluster == 1)
             return;
+        __syncwarp();
         cluster_sync();
         part all = {};
         if (mine)
             all = logits_stats::fast_merge_by_one<BODY::EXTRA>(
                 cluster, [&](uint32_t i) { return *cluster_at(&batch().rows[lane].all, i); });
+        __syncwarp();
         cluster_sync(); /* all have read it */
         if (mine)
             batch().rows[lane].all = all;
@@ -189,7 +192,8 @@ template <class BODY, bool UNEVEN> struct value_rows : onepass_rows<BODY> {
         __syncwarp();
         /* What is left of a row takes a while in which memory is to work. Single warps do that for
          * each other. */
-        if (resident::GROUP_WARPS > 1 && number + 1 < batch().count)
+        if (resident::GROUP_WARPS > 1 && number + 1 < batch().count &&
+            !batch().rows[number + 1].masked)
             pass::fetch(resident::far_slice::of<T>(args, batch().rows[number + 1].index), row);
         one::close(args, index, mine, &part_of(number));
     }
