@@ -2,6 +2,7 @@
  * side. One packet each time; the supervisor's side is supervisor/child.c. Main thread of a child.
  */
 #include <errno.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -55,6 +56,12 @@ static int take_fd(struct msghdr *message) {
     return fd;
 }
 
+/* An error alone does not say so: there may have been no memory for a moment. */
+static bool has_gone(int control_fd) {
+    struct pollfd poll_fd = {.fd = control_fd, .events = POLLRDHUP};
+    return poll(&poll_fd, 1, 0) != 0;
+}
+
 enum kld_heard kld_child_hear(int control_fd, struct kld_child_order *ret_order, int *ret_fd) {
     union {
         struct cmsghdr head;
@@ -73,5 +80,7 @@ enum kld_heard kld_child_hear(int control_fd, struct kld_child_order *ret_order,
     ret_order->log_level[sizeof ret_order->log_level - 1] = '\0';
     if (got > 0)
         return KLD_HEARD_ORDER;
-    return got < 0 && (errno == EAGAIN || errno == EINTR) ? KLD_HEARD_NOTHING : KLD_HEARD_END;
+    return got < 0 && (errno == EAGAIN || errno == EINTR || !has_gone(control_fd))
+               ? KLD_HEARD_NOTHING
+               : KLD_HEARD_END;
 }

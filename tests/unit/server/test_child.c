@@ -47,6 +47,17 @@ static void send_order(const void *data, size_t bytes, size_t fds) {
     ck_assert_int_eq(sendmsg(pair[0], &message, 0), (ssize_t)bytes);
 }
 
+START_TEST(an_error_alone_is_not_the_end) {
+    struct kld_child_order got;
+    int fd = -1, no_socket[2];
+    ck_assert_int_eq(pipe(no_socket), 0);
+    ck_assert_int_eq(kld_child_hear(no_socket[0], &got, &fd), KLD_HEARD_NOTHING);
+    close(no_socket[1]);
+    ck_assert_int_eq(kld_child_hear(no_socket[0], &got, &fd), KLD_HEARD_END);
+    close(no_socket[0]);
+}
+END_TEST
+
 START_TEST(an_order_is_taken) {
     struct kld_child_order order = {.kind = KLD_ORDER_RELOAD, .log_level = "debug"}, got;
     int fd = -1;
@@ -82,4 +93,5 @@ START_TEST(descriptors_that_are_not_wanted_do_not_stay) {
 }
 END_TEST
 
-UNIT_MAIN("server/child", an_order_is_taken, descriptors_that_are_not_wanted_do_not_stay)
+UNIT_MAIN("server/child", an_error_alone_is_not_the_end, an_order_is_taken,
+          descriptors_that_are_not_wanted_do_not_stay)
