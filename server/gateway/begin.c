@@ -1,46 +1,12 @@
 /* begin.c - an infer request begins: it gets one of http_requests_max places, waits for one with
- * its body not read, or is refused (place.h, infer.h); and where its struct comes from. Does not
- * look at the body. Loop thread only. */
+ * its body not read, or is refused (place.h, infer.h). Does not look at the body. Loop thread only.
+ */
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "server/gateway/infer.h"
 #include "server/gateway/place.h"
-
-/* None with a sanitizer, which is to see who uses one that is done (clang builds the fuzzers). */
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || defined(__clang__)
-#define SPARES_MAX 0
-#else
-#define SPARES_MAX 16 /* of 14 KiB */
-#endif
-
-static struct kld_infer *take(struct kld_gateway *gateway) {
-    struct kld_infer *infer = gateway->spare;
-    if (!infer)
-        return malloc(sizeof *infer);
-    gateway->spare = infer->spare;
-    gateway->spares--;
-    return infer;
-}
-
-void kld_infer_free(struct kld_infer *infer) {
-    struct kld_gateway *gateway = infer->gateway;
-    if (gateway->spares >= SPARES_MAX) {
-        free(infer);
-        return;
-    }
-    infer->spare = gateway->spare;
-    gateway->spare = infer;
-    gateway->spares++;
-}
-
-void kld_infer_free_spares(struct kld_gateway *gateway) {
-    for (struct kld_infer *infer; (infer = gateway->spare);) {
-        gateway->spare = infer->spare;
-        free(infer);
-    }
-}
 
 /* Also of who was refused and has not sent all of his body yet: that is dropped, and takes no
  * place. */
@@ -95,7 +61,7 @@ void kld_infer_begin(struct kld_exchange *exchange) {
     /* Before anything may fail: kld_infer_end() takes them back. */
     kld_stats_add(gateway->stats, KLD_STAT_http_requests_in_flight, 1);
     atomic_fetch_add(&gateway->common->infers, 1);
-    struct kld_infer *infer = take(gateway);
+    struct kld_infer *infer = malloc(sizeof *infer);
     if (!infer) {
         kld_error_set(&error, KLD_NO_MEMORY, "out of memory");
         kld_exchange_reply_error(exchange, &error);

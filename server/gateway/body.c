@@ -82,7 +82,7 @@ void kld_body_done(struct kld_infer *infer) {
     infer->inflate = NULL;
 }
 
-/* All at once where its length is known; else its room doubles. What is small takes no staging. */
+/* All at once where its length is known; else its room doubles. */
 static enum kld_status grow_json(struct kld_infer *infer, uint64_t needed, struct kld_error *err) {
     struct kld_staging *staging = infer->gateway->staging;
     uint64_t most = infer->gateway->config->json_bytes_max, offset;
@@ -92,11 +92,6 @@ static enum kld_status grow_json(struct kld_infer *infer, uint64_t needed, struc
                              " bytes (json_bytes_max); send tensors as binary data",
                              most);
     uint64_t capacity = infer->json_known ? infer->json_bytes : infer->json_capacity;
-    if (infer->json_known && capacity <= sizeof infer->json_small) {
-        infer->json = infer->json_small;
-        infer->json_capacity = capacity;
-        return KLD_OK;
-    }
     if (!capacity)
         capacity = 16 << 10;
     while (capacity < needed)
@@ -109,11 +104,11 @@ static enum kld_status grow_json(struct kld_infer *infer, uint64_t needed, struc
     enum kld_status status = kld_infer_alloc(infer, capacity, true, &offset, err);
     if (status)
         return status;
-    if (infer->json) {
-        memcpy(kld_staging_at(staging, offset), infer->json, infer->json_have);
+    if (infer->json_capacity) {
+        memcpy(kld_staging_at(staging, offset), kld_staging_at(staging, infer->json_offset),
+               infer->json_have);
         kld_staging_free(staging, infer->json_offset);
     }
-    infer->json = kld_staging_at(staging, offset);
     infer->json_offset = offset;
     infer->json_capacity = capacity;
     return KLD_OK;
@@ -146,7 +141,9 @@ static enum kld_status take_json(struct kld_infer *infer, const char *data, size
         return KLD_OK;
     }
     if (taken)
-        memcpy(infer->json + infer->json_have, data, taken);
+        memcpy((char *)kld_staging_at(infer->gateway->staging, infer->json_offset) +
+                   infer->json_have,
+               data, taken);
     infer->json_have += taken;
     *ret_taken = taken;
     if (!infer->json_ends_body && infer->json_have == infer->json_bytes)

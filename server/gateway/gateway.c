@@ -372,7 +372,6 @@ static void close_rest(struct process *process) {
     for (uint32_t i = 0; i < process->common.loops; i++) {
         uv_loop_close(&process->loop[i].gateway.loop);
         free(process->loop[i].gateway.memo);
-        kld_infer_free_spares(&process->loop[i].gateway);
     }
     kld_recent_close(process->common.recent);
     free(process->loop);

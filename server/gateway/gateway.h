@@ -21,7 +21,6 @@
 struct kld_auth;
 struct kld_deadlines;
 struct kld_http;
-struct kld_infer;
 struct kld_links;
 struct kld_oip_memo;
 struct kld_pool;
@@ -68,8 +67,6 @@ struct kld_gateway {
     struct kld_deadlines *deadlines;
     struct kld_waiters *waiters; /* for staging */
     struct kld_oip_memo *memo;   /* for what is parsed on the loop's own thread */
-    struct kld_infer *spare;     /* of begin.c: list of requests that are done, for the next ones */
-    uint32_t spares;
     struct kld_failed_lines failed_lines;
     struct kld_mail mail;         /* of this loop */
     _Atomic uint32_t connections; /* open, or on their way here; any thread (accept.h) */

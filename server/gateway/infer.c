@@ -5,6 +5,7 @@
 #include "server/gateway/infer.h"
 
 #include <inttypes.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "server/gateway/place.h"
@@ -16,7 +17,7 @@
 
 static void free_memory(struct kld_infer *infer) {
     struct kld_staging *staging = infer->gateway->staging;
-    if (infer->json && infer->json != infer->json_small)
+    if (infer->json_capacity)
         kld_staging_free(staging, infer->json_offset);
     if (infer->has_tensors)
         kld_staging_free(staging, infer->tensors_offset);
@@ -36,7 +37,6 @@ static void free_memory(struct kld_infer *infer) {
     infer->held_bytes = infer->held_buffer_bytes = 0;
     if (infer->exchange) /* what is left of a refused body may come as slowly as any */
         infer->exchange->held_bytes = infer->exchange->held_pool_bytes = 0;
-    infer->json = NULL;
     infer->json_capacity = 0;
     infer->has_tensors = false;
 }
@@ -54,7 +54,7 @@ void kld_infer_let_go(struct kld_infer *infer) {
         return;
     kld_body_done(infer);
     kld_infer_arrived(infer);
-    kld_infer_free(infer);
+    free(infer);
 }
 
 void kld_infer_fail(struct kld_infer *infer, const struct kld_error *error) {
@@ -159,8 +159,10 @@ static void run_step(struct kld_infer *infer) {
     infer->error.status = KLD_OK;
     switch (infer->step) {
     case KLD_INFER_PARSE:
-        kld_oip_parse(infer->json ? infer->json : "", infer->json_have,
-                      infer->in_pool ? NULL : infer->gateway->memo, &infer->request, &infer->error);
+        kld_oip_parse(
+            infer->json_capacity ? kld_staging_at(infer->gateway->staging, infer->json_offset) : "",
+            infer->json_have, infer->in_pool ? NULL : infer->gateway->memo, &infer->request,
+            &infer->error);
         break;
     case KLD_INFER_GATHER: gather(infer); break;
     case KLD_INFER_WRITE_OUT: write_out(infer); break;

@@ -73,7 +73,6 @@ struct kld_inflate {
 
 struct kld_infer {
     struct kld_gateway *gateway;
-    struct kld_infer *spare;       /* it is done: the next of its list */
     struct kld_exchange *exchange; /* NULL: nobody waits any more */
     struct kld_caller *caller;     /* who asks, also when he has left */
     struct kld_trace trace;        /* for the log */
@@ -99,8 +98,7 @@ struct kld_infer {
     bool json_known;             /* json_bytes is known before the end of the body */
     bool json_ends_body;         /* no Inference-Header-Content-Length: it is all JSON */
     uint64_t json_bytes, json_have, json_capacity;
-    char *json;           /* json_capacity bytes: json_small, or in staging; NULL: none yet */
-    uint64_t json_offset; /* in staging, if it is there */
+    uint64_t json_offset; /* in staging, if json_capacity is not 0 */
     uint64_t json_wanted; /* while it waits for staging */
     bool parsed, body_done;
     bool succeeded; /* and was counted so */
@@ -146,14 +144,8 @@ struct kld_infer {
      * of all before: KLD_INFER_ZEROED_BYTES are zeroed. */
     struct kld_pieces pieces; /* of a bulk request */
     struct kld_pool_job job;  /* in place of the call where a tensor is in a buffer */
-    char json_small[KLD_INFER_INLINE_BYTES_MAX];
 };
 #define KLD_INFER_ZEROED_BYTES offsetof(struct kld_infer, pieces.piece)
-
-/* begin.c: each loop keeps some that are done, because malloc() keeps nothing as large for a thread
- * alone. */
-void kld_infer_free(struct kld_infer *infer);
-void kld_infer_free_spares(struct kld_gateway *gateway); /* its loop has ended */
 
 /* The calls of struct kld_http_handler for the infer route. */
 void kld_infer_begin(struct kld_exchange *exchange);
