@@ -21,10 +21,9 @@ extern "C" {
 #define KLD_CUDA_DIVISOR_ROWS (1u << 20)  /* rows of one launch of the sum of weights */
 #define KLD_CUDA_DIVISOR_BLOCK_ROWS 1024u /* of one block of it */
 
-/* Of the kernels that hold short rows in registers: warps of a block, most bytes of a tensor that a
- * warp takes at a time. */
-#define KLD_CUDA_SHORT_WARPS 4
+/* Of the kernels of short rows: most bytes of a tensor that a warp takes at a time. */
 #define KLD_CUDA_SHORT_TILE_BYTES 2048
+#define KLD_CUDA_WIDE_TILE_BYTES 4096 /* of those that work in FP64 */
 
 /* Kernels that hold rows in shared memory, read them once, or read them again, times rules, times
  * sizes of their clusters or slots. */
@@ -123,6 +122,7 @@ cudaError_t kld_cuda_short_general_fp16(const struct kld_cuda_args *args, uint32
                                         cudaStream_t s);
 cudaError_t kld_cuda_short_general_bf16(const struct kld_cuda_args *args, uint32_t groups,
                                         cudaStream_t s);
+cudaError_t kld_cuda_short_wide(const struct kld_cuda_args *args, uint32_t groups, cudaStream_t s);
 
 /* One per element type, behind kld_cuda_launch_rows(). */
 cudaError_t kld_cuda_rows_fp32(const struct kld_cuda_args *args, uint32_t groups, cudaStream_t s);

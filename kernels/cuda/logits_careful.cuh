@@ -208,9 +208,11 @@ static __device__ row_stats careful_row(const part &all, const careful_reference
                       ? log2_b * LN_2 + (at.origin_q - (double)at.top_q * at.scale) * LN_2 - top
                       : 0.0;
     row.missed = false;
+    /* Of values beyond 1e30, of logits of -3e38 that stand for -inf on one side, gradients may be
+     * made of differences that FP32 cannot hold. */
     row.good = fabs(ratio) < 1e-3 && x[0] > 0 && x[0] < 1e300 && fabs(x[2]) < 1e300 &&
-               fabs(x[3]) < 1e300 && fabs(lse_p) < 1e6 &&
-               (EXTRA != ENTROPY || row.entropy >= least);
+               row.forward < 1e30 && fabs(x[3]) < 1e300 && row.reverse < 1e30 &&
+               fabs(lse_p) < 1e6 && (EXTRA != ENTROPY || row.entropy >= least);
     return row;
 }
 

@@ -201,7 +201,8 @@ template <class BODY> struct reread_rows : onepass_rows<BODY> {
         }
         const temperature &t = base::shared().t;
         const close_pairs *close = &all().close;
-        if (settled.way == CAREFUL) {
+        /* 16 bits are written alike. */
+        if (sizeof(T) == 4 && settled.way == CAREFUL) {
             difference_writer<T, true> writer(settled.numbers, t, close, to, head);
             writer.any(slice, 0, writer.all_steps(slice));
         } else if (slice.shift_p || slice.shift_q || !aligned16<T>(to)) {

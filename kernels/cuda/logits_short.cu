@@ -50,16 +50,52 @@ static void consider(choice *best, uint32_t classes, uint32_t element, uint32_t 
 
 #define COUNT(x) ((int)(sizeof(x) / sizeof(x)[0]))
 
+/* FP32 gradients that a sum over the row is taken off: in FP64. */
+static bool is_wide(const kld_cuda_args *args) {
+    return args->p.dtype == KLD_DTYPE_FP32 && (args->grad_p.dtype || args->grad_q.dtype) &&
+           !is_simple(args);
+}
+
+/* How many rows a tile and a group have, whose elements are of so many bytes. */
+static void fill_tiles(kld_cuda_args *args, uint64_t job_rows, uint32_t element,
+                       uint32_t tile_bytes) {
+    uint32_t at_once = 32 / args->team;
+    uint32_t rounds = tile_bytes / (at_once * (uint32_t)args->classes * element);
+    args->tile_rows = at_once * (rounds < 1 ? 1 : rounds < 32 ? rounds : 32);
+    /* A group for each warp, or a number of them that many numbers of warps divide. */
+    uint64_t tiles = (job_rows + args->tile_rows - 1) / args->tile_rows;
+    uint64_t most = 240ull * args->multiprocessors;
+    while (most > KLD_CUDA_GROUPS_MAX)
+        most /= 2;
+    args->group_rows = (tiles + most - 1) / most * args->tile_rows;
+}
+
+/* A row's classes are costly there, and the sums over its lanes are, too. */
+static void wide_layout(kld_cuda_args *args, uint64_t job_rows) {
+    const uint32_t classes = (uint32_t)args->classes;
+    uint32_t least = UINT32_MAX;
+    for (uint32_t team = 1, steps = 0; team <= 32; team *= 2, steps++) {
+        uint32_t size = (classes + team - 1) / team, at_once = 32 / team;
+        uint32_t cost = team * (4 * size + 2 + steps);
+        if (at_once * classes * 4 > KLD_CUDA_WIDE_TILE_BYTES || cost >= least)
+            continue;
+        least = cost;
+        args->team = team;
+    }
+    fill_tiles(args, job_rows, 4, KLD_CUDA_WIDE_TILE_BYTES);
+}
+
 extern "C" void kld_cuda_short_layout(kld_cuda_args *args, uint64_t job_rows) {
     uint32_t element = dtype_bytes(args->p.dtype), whole = 16 / element;
     args->tile_rows = 0;
-    if (args->classes > 512)
+    if (is_wide(args) && args->classes < KLD_CUDA_WIDE_TILE_BYTES / 4) {
+        wide_layout(args, job_rows);
+        return;
+    }
+    if (args->classes > 512 || is_wide(args))
         return;
     uint32_t classes = (uint32_t)args->classes;
     bool gradient = args->grad_p.dtype || args->grad_q.dtype, simple = is_simple(args);
-    /* FP32 gradients that a sum over the row is taken off are made of FP64 numbers elsewhere. */
-    if (element == 4 && gradient && !simple)
-        return;
     bool few = !simple || (element == 4 && gradient);
     choice best = {UINT32_MAX, 0, 0, 0};
     if (classes % whole == 0)
@@ -72,19 +108,13 @@ extern "C" void kld_cuda_short_layout(kld_cuda_args *args, uint64_t job_rows) {
     args->team = best.team;
     args->lane_elements = best.elements;
     args->lane_width = best.width;
-    uint32_t at_once = 32 / best.team;
-    uint32_t rounds = KLD_CUDA_SHORT_TILE_BYTES / (at_once * classes * element);
-    args->tile_rows = at_once * (rounds < 1 ? 1 : rounds < 32 ? rounds : 32);
-    /* A group for each warp, or a number of them that many numbers of warps divide. */
-    uint64_t tiles = (job_rows + args->tile_rows - 1) / args->tile_rows;
-    uint64_t most = 240ull * args->multiprocessors;
-    while (most > KLD_CUDA_GROUPS_MAX)
-        most /= 2;
-    args->group_rows = (tiles + most - 1) / most * args->tile_rows;
+    fill_tiles(args, job_rows, element, KLD_CUDA_SHORT_TILE_BYTES);
 }
 
 extern "C" cudaError_t kld_cuda_short_rows(const kld_cuda_args *args, uint32_t groups,
                                            cudaStream_t stream) {
+    if (is_wide(args))
+        return kld_cuda_short_wide(args, groups, stream);
     bool simple = is_simple(args);
     switch (args->p.dtype) {
     case KLD_DTYPE_FP16:

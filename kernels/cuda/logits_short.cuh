@@ -13,8 +13,14 @@
 
 namespace logits_short {
 
-constexpr uint32_t WARPS = KLD_CUDA_SHORT_WARPS, THREADS = 32 * WARPS, BLOCKS = 4;
-constexpr uint32_t PLACE = KLD_CUDA_SHORT_TILE_BYTES + 32; /* of a tensor's tile, at any offset */
+/* Of a block, and how many of these on a multiprocessor; bytes of a tensor's tile, at any offset.
+ */
+#ifdef KLD_CUDA_SHORT_WIDE
+constexpr uint32_t WARPS = 2, BLOCKS = 6, PLACE = KLD_CUDA_WIDE_TILE_BYTES + 32;
+#else
+constexpr uint32_t WARPS = 4, BLOCKS = 4, PLACE = KLD_CUDA_SHORT_TILE_BYTES + 32;
+#endif
+constexpr uint32_t THREADS = 32 * WARPS;
 
 /* Where a warp is: the tile that it computes on, and the next one, which is being loaded. */
 struct warp_state {
@@ -111,34 +117,20 @@ template <class ROW> struct tiles {
             factor =
                 args.weights.at || args.grad_output.at ? factor_of(index, weight) : (float)base;
         float value = row.terms(factor);
+        const bool is_own = active;
         active = active && team.lane == 0;
         ret_bad = active && !masked && !row.good(value);
         if (ROW::ALL && (row.want_p || row.want_q))
             row.gradients(factor);
         if (ROW::MODE != LOSS) {
             __syncwarp(); /* a lane may have read what another writes: see load_as(), compute() */
-            put(row, at_p, at_q, aligned, masked || base == 0.0);
+            row.put(at_p, at_q, aligned, masked || base == 0.0, is_own);
         }
         if (!active || ret_bad)
             return 0.0;
         double result = masked ? 0.0 : (double)fmaxf(value, 0.0f) * ((double)weight * args.scale);
         row_store(args, index, result);
         return result;
-    }
-
-    __device__ __forceinline__ void put(ROW &row, T *at_p, T *at_q, bool aligned, bool zero) const {
-        if (zero)
-#pragma unroll
-            for (int i = 0; i < ROW::E; i++)
-                row.p[i] = row.q[i] = 0.0f;
-        if constexpr (ROW::MODE == DIFFERENCE) {
-            row.store(at_q, aligned, row.p);
-        } else {
-            if (row.want_p)
-                row.store(at_p, aligned, row.p);
-            if (row.want_q)
-                row.store(at_q, aligned, row.q);
-        }
     }
 
     /* The rows of a tile; ret_bad: those left to any.cuh. */

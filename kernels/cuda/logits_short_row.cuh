@@ -15,9 +15,6 @@
 
 namespace logits_short {
 
-/* The loss alone; with the gradient of q where that is a multiple of q - p; everything. */
-enum mode { LOSS, DIFFERENCE, GENERAL };
-
 /* Of type T and a rule; W elements that lie side by side, E elements of a lane. */
 template <class T_, int RULE_, int MODE_, int W_, int E_> struct short_row {
     typedef T_ T;
@@ -378,6 +375,22 @@ template <class T_, int RULE_, int MODE_, int W_, int E_> struct short_row {
             uint32_t i = at(m);
             if (i < classes)
                 store_some<T, W>(to_row + i, aligned, &from[m * W]);
+        }
+    }
+
+    /* The gradients; where another team has the same row, both write the same. */
+    __device__ __forceinline__ void put(T *at_p, T *at_q, bool aligned, bool zero, bool) {
+        if (zero)
+#pragma unroll
+            for (int i = 0; i < E; i++)
+                p[i] = q[i] = 0.0f;
+        if constexpr (MODE == DIFFERENCE) {
+            store(at_q, aligned, p);
+        } else {
+            if (want_p)
+                store(at_p, aligned, p);
+            if (want_q)
+                store(at_q, aligned, q);
         }
     }
 

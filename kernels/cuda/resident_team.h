@@ -16,7 +16,7 @@
 /* Of rows of which only the value is wanted, which are read once (logits_onepass.cuh): from here
  * on, up to these by a warp, so many by a block of a cluster of up to eight. Below, other kernels
  * spend less on a row; a block's threads have 32 units of vectors each, a bit for each. */
-#define KLD_CUDA_ONEPASS_LEAST_BYTES 3072
+#define KLD_CUDA_ONEPASS_LEAST_BYTES 2049
 #define KLD_CUDA_ONEPASS_WARP_BYTES 16384
 #define KLD_CUDA_ONEPASS_BLOCK_BYTES 131072
 /* Of both tensors: what a warp reads before its block makes room for another; in clusters, which

@@ -155,6 +155,25 @@ static void add_read_once(struct table_list *list, bool quick) {
     }
 }
 
+/* Rows that are shorter than those: gradients of FP32 in FP64 (kernels/cuda/logits_short_wide.cuh),
+ * and the shortest that are read once or twice. */
+static void add_shorter(struct table_list *list, bool quick) {
+    static const uint64_t few[] = {257, 512, 600, 767, 1000, 1023}, half[] = {1025, 1280, 1501};
+    for (uint32_t i = 0; i < TABLE_DIVERGENCES; i++)
+        for (uint32_t k = 0; k < (quick ? 2 : 6); k++)
+            add_crowd(list, i, FP32, k % 2, quick ? 200 : 900, few[(k + 2 * i) % 6],
+                      1 + (i + k) % 3);
+    for (uint32_t k = 0; k < 6; k++) {
+        uint32_t dtype = k % 2 ? FP16 : BF16;
+        add_once(list, k % 4 ? KLD_DIVERGENCE_FORWARD_KL : KLD_DIVERGENCE_JEFFREYS, dtype, k % 2,
+                 900, half[k / 2]);
+        add_crowd(list, k % 4 ? KLD_DIVERGENCE_FORWARD_KL : KLD_DIVERGENCE_CROSS_ENTROPY, dtype,
+                  k / 2 % 2, 900, half[k / 2], 1);
+    }
+    add_once(list, KLD_DIVERGENCE_FORWARD_KL, FP32, true, 900, 600);
+    add_once(list, KLD_DIVERGENCE_CROSS_ENTROPY, FP32, false, 900, 767);
+}
+
 /* Masses of one side that are all the same number, whose sum rounds the same way each time. */
 static void add_constant(struct table_list *list) {
     static const uint64_t classes[] = {413, 1024, 8192, 32768};
@@ -191,6 +210,7 @@ void table_list_held(struct table_list *list, bool quick) {
     add_deep(list, quick);
     add_wide(list, quick);
     add_read_once(list, quick);
+    add_shorter(list, quick);
     add_fine(list);
     add_constant(list);
 }
