@@ -25,10 +25,12 @@ from ._share import Attached
 DTYPES: Dict[torch.dtype, str] = {torch.float32: "float32", torch.float64: "float64",
                                   torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _ITEM_BYTES = {dtype: ITEM_BYTES[DTYPE[name]] for dtype, name in DTYPES.items()}
-_CPU = torch.device("cpu")  # whatever the default device is
-_NUMBER: Dict[torch.dtype, Any] = {torch.float32: c.c_float, torch.float64: c.c_double}
+CPU = torch.device("cpu")  # whatever the default device is
+NUMBER: Dict[torch.dtype, Any] = {torch.float32: c.c_float, torch.float64: c.c_double}
 NO_SECOND_DERIVATIVE = ("kld's kl_div has no second derivative: call backward() or autograd.grad() without "
                         "create_graph=True")
+SECOND_TIME = ("Trying to backward through kld's kl_div a second time: its gradient was handed over the first time. Specify "
+               "retain_graph=True then")
 
 
 def check_device(name: str, tensor: torch.Tensor) -> None:
@@ -79,10 +81,14 @@ def over(block: Any, dtype: torch.dtype, shape: Tuple[int, ...]) -> torch.Tensor
 
 def _empty(connection: Connection, shape: Tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """For a result: where Call.make() puts NumPy's. Under the connection's lock."""
-    size = math.prod(shape) * _ITEM_BYTES[dtype]
+    return make_empty(connection, shape, dtype, math.prod(shape) * _ITEM_BYTES[dtype])
+
+
+def make_empty(connection: Connection, shape: Tuple[int, ...], dtype: torch.dtype, size: int) -> torch.Tensor:
+    """The same, of a size that is known."""
     if size >= SHARE_BYTES_MIN and not connection._memory.is_full:
         return over(connection._memory.take(size, connection._tidy), dtype, shape)
-    return torch.empty(shape, dtype=dtype, device=_CPU)
+    return torch.empty(shape, dtype=dtype, device=CPU)
 
 
 def _copy_to(block: Any, tensor: torch.Tensor) -> None:
@@ -181,10 +187,10 @@ class Job(NamedTuple):
                 loss = _empty(connection, shape if reduction == "none" else shape[:-1], dtype)
                 self._ask(tensors, grad_output, first, second, loss, kind, None)
             else:
-                loss = torch.empty((), dtype=dtype, device=_CPU)
+                loss = torch.empty((), dtype=dtype, device=CPU)
                 self._ask(tensors, grad_output, first, second, None, kind, None)
                 # An operator that does it takes some microseconds, behind a wait.
-                _NUMBER[dtype].from_address(loss.data_ptr()).value = connection._result.loss
+                NUMBER[dtype].from_address(loss.data_ptr()).value = connection._result.loss
             return loss, (first, second)
 
         return connection._alone(request, self.timeout)
@@ -276,7 +282,7 @@ def current_stream(ordinal: int) -> int:
 
 
 # PyTorch 1.13 does not say it: the gradient is handed over at once then, and a second backward pass asks for it again.
-_keeps_graph = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
+keeps_graph = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
 
 
 def scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -299,7 +305,7 @@ class KlDiv(torch.autograd.Function):
         loss, gradients = job.run((predictions, targets), (False, False) if late else wanted, None, shift)
         ctx.job, ctx.gradients, ctx.late, ctx.shift = job, gradients, late, shift
         saved = []
-        if late or _keeps_graph is None:
+        if late or keeps_graph is None:
             ctx.attached = targets if attached else None
             saved = [predictions] if attached else [predictions, targets]
             if job.row_weights is not None:
@@ -331,17 +337,16 @@ class KlDiv(torch.autograd.Function):
                                           "expected one at a time")
             _, gradients = ctx.job.run(tensors, ctx.needs_input_grad[:2], grad_output.resolve_neg().contiguous())
             return (*gradients, None)
-        gradients, kept = ctx.gradients, _keeps_graph is not None and _keeps_graph()
-        if gradients is None and _keeps_graph is None:
+        gradients, kept = ctx.gradients, keeps_graph is not None and keeps_graph()
+        if gradients is None and keeps_graph is None:
             _, gradients = ctx.job.run(KlDiv.saved(ctx), ctx.needs_input_grad[:2], None, ctx.shift)
         if gradients is None:
-            raise RuntimeError("Trying to backward through kld's kl_div a second time: its gradient was handed over "
-                               "the first time. Specify retain_graph=True then")
+            raise RuntimeError(SECOND_TIME)
         if not kept:
             ctx.gradients = None  # autograd keeps them: no copy
         if reduction in ("none", "row"):
             grad_output = without_masked(grad_output, ctx.job.row_mask, reduction)
-        made = [one if one is None else _times(one, grad_output, reduction, kept, ctx.shift) for one in gradients]
+        made = [one if one is None else times(one, grad_output, reduction, kept, ctx.shift) for one in gradients]
         if reduction not in ("none", "row") and ctx.job.row_mask is not None and _is_bad_number(grad_output):
             made = [one if one is None else _left_out(one, ctx.job.row_mask) for one in made]
         return (*made, None)
@@ -361,9 +366,15 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _number(factor: torch.Tensor) -> Optional[float]:
+def number_of(factor: torch.Tensor) -> Optional[float]:
     """Of a scalar on the CPU; None: many in one."""
+    kind = NUMBER.get(factor.dtype)
     try:
+        if kind is not None and factor.is_cpu and not factor.is_neg():
+            address = factor.data_ptr()
+            if address:  # an operator that reads it takes some microseconds, behind other work
+                value: float = kind.from_address(address).value
+                return value
         return float(factor)
     except RuntimeError:
         return None
@@ -380,7 +391,7 @@ def without_masked(grad_output: torch.Tensor, row_mask: Optional[torch.Tensor], 
 
 def _is_bad_number(factor: torch.Tensor) -> bool:
     """inf or NaN. On a GPU nobody waits to know."""
-    number = _number(factor) if factor.is_cpu else None
+    number = number_of(factor) if factor.is_cpu else None
     return number is not None and not math.isfinite(number)
 
 
@@ -388,7 +399,7 @@ def _left_out(gradient: torch.Tensor, row_mask: torch.Tensor) -> torch.Tensor:
     return gradient.masked_fill((row_mask.reshape(gradient.shape[:-1]) == 0).unsqueeze(-1), 0)
 
 
-def _times(gradient: torch.Tensor, factor: torch.Tensor, reduction: str, kept: bool, shift: int) -> torch.Tensor:
+def times(gradient: torch.Tensor, factor: torch.Tensor, reduction: str, kept: bool, shift: int) -> torch.Tensor:
     """gradient * factor / 2^shift"""
     if reduction == "row":
         factor = factor.unsqueeze(-1)
@@ -396,7 +407,7 @@ def _times(gradient: torch.Tensor, factor: torch.Tensor, reduction: str, kept: b
         if _has_memory(factor):
             return scaled(gradient.clone() if kept else gradient, factor * 2.0**-shift if shift else factor)
     elif reduction != "none":
-        number = _number(factor)
+        number = number_of(factor)
         if number is not None:
             if shift:
                 number *= 2.0**-shift
@@ -414,5 +425,5 @@ def _times(gradient: torch.Tensor, factor: torch.Tensor, reduction: str, kept: b
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-__all__ = ["DTYPES", "Job", "KlDiv", "check", "check_device", "check_dtype", "default_for", "loss_alone", "no_gradient", "over",
-           "rows_vector", "scaled", "without_masked"]
+__all__ = ["CPU", "DTYPES", "Job", "KlDiv", "NUMBER", "check", "check_device", "check_dtype", "default_for", "keeps_graph",
+           "loss_alone", "make_empty", "no_gradient", "number_of", "over", "rows_vector", "scaled", "times", "without_masked"]

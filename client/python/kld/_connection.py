@@ -130,6 +130,7 @@ class Connection:
         # Under the lock: what each request uses again.
         self._plans: Dict[Any, Plan] = {}
         self._known: Dict[Any, Plan] = {}  # _autograd.py: of dense tensors
+        self._calls: Dict[Any, Any] = {}  # _repeated.py, of any thread
         self._result, error = _library.Result(), _library.Error()
         self._result_ref, self._error = c.byref(self._result), (error, c.byref(error))
         number = c.c_uint64()
@@ -382,8 +383,8 @@ class Connection:
 
     # ---- One at a time
 
-    def _alone(self, work: Callable[[], Made], timeout: Optional[float] = None) -> Made:
-        """What work() gives, which has the connection to itself. timeout: of the request that it is."""
+    def _alone(self, work: Callable[..., Made], timeout: Optional[float] = None, *arguments: Any) -> Made:
+        """What work(*arguments) gives, which has the connection to itself. timeout: of the request that it is."""
         if os.getpid() != self._process:
             raise KldConnectionError(Status.UNAVAILABLE, "this connection was made before fork(); connect again in "
                                      "the child")
@@ -399,7 +400,7 @@ class Connection:
                 self._wait_for_turn(got, timeout)
             if not self._handle:
                 raise KldConnectionError(Status.UNAVAILABLE, "this connection was closed")
-            return work()
+            return work(*arguments)
         finally:
             if got and got[-1]:
                 try:

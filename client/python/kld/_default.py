@@ -27,16 +27,26 @@ def for_cpu_tensors(threads: int) -> Connection:
     return _default("local:cpu", None, min(threads, THREADS_MAX))
 
 
+def made_for_cpu_tensors(threads: int) -> Optional[Connection]:
+    """That one, if it is there and open."""
+    connection = _made.get(_key(os.environ.get("KLD_SERVER"), None, min(threads, THREADS_MAX)))
+    return None if connection is None or connection.closed else connection
+
+
+def _key(server: Optional[str], gpu: Optional[int], threads: Optional[int]) -> Key:
+    if server and not server.startswith("local:"):
+        threads = None
+    return os.getpid(), None if server and server.startswith(("http", "split:")) else gpu, threads
+
+
 def _default(here: str, gpu: Optional[int], threads: Optional[int] = None) -> Connection:
     with _lock:
         server = os.environ.get("KLD_SERVER")
-        url = server or here
-        if not url.startswith("local:"):
-            threads = None
-        key = os.getpid(), None if server and server.startswith(("http", "split:")) else gpu, threads
+        key = _key(server, gpu, threads)
+        threads = key[2]
         connection = _made.get(key)
         if connection is None or connection.closed:
-            connection = Connection(url, threads=threads or 0)
+            connection = Connection(server or here, threads=threads or 0)
             if threads is not None:
                 counts = [other for other in _made if other[2] is not None]
                 for other in counts[:max(0, len(counts) + 1 - COUNTS_MAX)]:

@@ -139,6 +139,16 @@ class Memory:
         span = self._live[self._addresses[index - 1]]
         return span if address + size <= span.address + span.size else None
 
+    def place(self, address: int, size: int) -> Tuple[int, int, int]:
+        """Of these bytes, as struct kld_bytes has it: an address, or a region and where in it."""
+        index = bisect.bisect_right(self._addresses, address)
+        if index:
+            span = self._live[self._addresses[index - 1]]
+            region = span.region.value
+            if region and address + size <= span.address + span.size:
+                return 0, region, address - span.address
+        return address, 0, 0
+
     def collect(self) -> None:
         """Takes in what finalisers gave back."""
         while self._returned:

@@ -358,7 +358,7 @@ class Call:
         return self.result
 
     def submit(self) -> None:
-        _submit(self.connection, self._reference, self, self.in_place)
+        submit(self.connection, self._reference, self, self.in_place)
 
 
 def again(connection: Connection, plan: Plan, tensors: Sequence[Any], outputs: int) -> bool:
@@ -381,7 +381,7 @@ def again(connection: Connection, plan: Plan, tensors: Sequence[Any], outputs: i
     plan.begin(connection)
     for span in written:  # as in Call.run()
         span.spoiled = True
-    _submit(connection, plan.reference, tensors, False)
+    submit(connection, plan.reference, tensors, False)
     for span in written:
         span.spoiled = False
     if memory.shared:
@@ -389,18 +389,19 @@ def again(connection: Connection, plan: Plan, tensors: Sequence[Any], outputs: i
     return True
 
 
-def _submit(connection: Connection, reference: Any, keep: Any, in_place: bool) -> None:
-    """Where there is no room for the memory of the request, once more without what is kept for later ones; but not
+def submit(connection: Connection, reference: Any, keep: Any, in_place: bool,
+           meanwhile: Optional[Callable[[], None]] = None) -> None:
+    """Until the answer. meanwhile: what to do until there is one; not done, or done in vain, where something is raised. Where there is no room for the memory of the request, once more without what is kept for later ones; but not
     where a device may have begun to write over what it reads."""
-    status = _submit_once(connection, reference, keep)
+    status = _submit_once(connection, reference, keep, meanwhile)
     no_room = status == Status.TOO_LARGE or (status == Status.NO_MEMORY and not in_place)
     if no_room and connection._memory.forget_cached():
-        status = _submit_once(connection, reference, keep)
+        status = _submit_once(connection, reference, keep, meanwhile)
     if status:
         raise from_status(status, connection._error[0].text.decode(errors="replace"))
 
 
-def _submit_once(connection: Connection, reference: Any, keep: Any) -> int:
+def _submit_once(connection: Connection, reference: Any, keep: Any, meanwhile: Optional[Callable[[], None]]) -> int:
     """Until the answer. Ctrl-C gives the request up, and waits until its memory was let go of; a second one
     leaves that to who uses the connection next."""
     library, handle = _library.library(), connection._handle
@@ -408,7 +409,12 @@ def _submit_once(connection: Connection, reference: Any, keep: Any) -> int:
     pending, pending_ref = connection._pending
     connection._held = keep
     try:
-        status = library.kld_run_slice(handle, reference, SLICE_MS, pending_ref, result, error_ref)
+        if meanwhile is None:
+            status = library.kld_run_slice(handle, reference, SLICE_MS, pending_ref, result, error_ref)
+        else:
+            status = library.kld_run_slice(handle, reference, 0, pending_ref, result, error_ref)
+            if not status:
+                meanwhile()
         while pending.value:  # between two looks the interpreter handles signals
             status = library.kld_wait_slice(handle, pending_ref, SLICE_MS, result, error_ref)
     except BaseException:
@@ -422,4 +428,4 @@ def _submit_once(connection: Connection, reference: Any, keep: Any) -> int:
 
 
 __all__ = ["Call", "KldError", "Parameters", "Plan", "View", "again", "check_no_gradient", "check_number", "row_stride",
-           "timeout_ns"]
+           "submit", "timeout_ns"]

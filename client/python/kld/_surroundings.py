@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from ._errors import KldUnsupportedError, Status
 
 HAS_OPERATORS = hasattr(torch, "library") and hasattr(torch.library, "custom_op")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # asked first
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # asked first
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
@@ -75,7 +75,7 @@ def are_ordinary(input: Any, target: Any) -> bool:
                                   "its result as a constant; expected a call outside of it, or torch.compile()")
     if forward_ad._current_level >= 0:
         _refuse_tangents(input, target)
-    if not modes() and (type(input) in _PLAIN or not is_special(input)) and (type(target) in _PLAIN
+    if not modes() and (type(input) in PLAIN or not is_special(input)) and (type(target) in PLAIN
                                                                               or not is_special(target)):
         return True
     if HAS_OPERATORS and isinstance(input, torch.Tensor) and isinstance(target, torch.Tensor):
@@ -103,5 +103,5 @@ def refuse_special(*tensors: Any) -> None:
                                       "cannot read; expected a plain one")
 
 
-__all__ = ["HAS_OPERATORS", "TRANSFORMED", "are_ordinary", "are_transformed", "is_special", "name_of",
+__all__ = ["HAS_OPERATORS", "PLAIN", "TRANSFORMED", "are_ordinary", "are_transformed", "is_special", "name_of",
            "refuse_special"]

@@ -14,7 +14,7 @@ except ImportError as error:
     raise ImportError("kld.functional and kld.nn are for PyTorch, which is not here: pip install torch; "
                       "without it, kld.kl_div() takes NumPy arrays") from error
 
-from . import _compiled, _surroundings
+from . import _compiled, _repeated, _surroundings
 from ._autograd import DTYPES, Job, KlDiv, check, default_for, loss_alone, over, rows_vector
 from ._connection import Connection
 from ._default import for_cpu_tensors
@@ -99,6 +99,14 @@ def kl_div(input: torch.Tensor, target: Any, size_average: Optional[bool] = None
                         input_form=input_form, target_form=target_form, temperature=temperature, beta=beta, skew=skew,
                         weight=weight, scale=scale, normalizer=normalizer, row_weights=row_weights, row_mask=row_mask,
                         connection=connection, timeout=timeout)
+    asked: Optional[_repeated.Asked] = None
+    if (not traced and row_weights is None and row_mask is None and size_average is None and reduce is None
+            and (log_target is False or log_target is True)):
+        asked = (reduction, log_target, divergence, input_form, target_form, temperature, beta, skew, weight, scale,
+                 normalizer, timeout)
+        loss = _repeated.kl_div(input, target, connection, asked)
+        if loss is not None:
+            return loss
     if size_average is not None or reduce is not None:
         reduction = _legacy_reduction(size_average, reduce)
     if isinstance(input, torch.Tensor) and input.dim() > RANK_MAX and _can_be_folded(input, target):
@@ -144,7 +152,10 @@ def kl_div(input: torch.Tensor, target: Any, size_average: Optional[bool] = None
         return apply(input, target.view(connection), job)
     if input.dim() == 0 and reduction in ("mean", "batchmean", "sum", "none"):
         return apply(input.reshape(1), target.reshape(1), job).reshape(())
-    return apply(input, target, job)
+    loss = apply(input, target, job)
+    if asked is not None:
+        _repeated.learn(input, target, asked, job, wanted)
+    return loss
 
 
 def empty(*shape: Union[int, Sequence[int]], dtype: torch.dtype = torch.float32,
