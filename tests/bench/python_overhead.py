@@ -11,7 +11,7 @@ that makes room for a loss and a gradient and does nothing else. Medians, in mic
 differences to the libkld of the same round. Behind a wait all code runs at half its speed or less, caches and branches
 being cold, and the core of a virtual machine takes as long as a request to wake up: with --awake a process of the class
 that runs when nobody else does (SCHED_IDLE) keeps each core from sleeping. Exit status 1 where one of these takes over
-60 us more than libkld, as a step does on the machines so far."""
+60 us more than libkld."""
 import argparse
 import contextlib
 import ctypes as c

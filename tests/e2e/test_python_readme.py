@@ -92,7 +92,7 @@ def test_the_measured_numbers():
     added = overhead["added_us"]
     assert (f"takes {added['numpy, new']:.0f} to {added['numpy']:.0f} us more than the same call of libkld from C "
             f"({overhead['median_us']['libkld']:.0f} us here), `kld.functional.kl_div` {added['torch']:.0f}, and "
-            f"{added['torch, step']:.0f} for a whole step, {added['torch, least']:.0f} of them for an autograd function") in text
+            f"{added['torch, step']:.0f} for a whole step, where 60 is the aim; an autograd function that calls libkld and does "
+            f"nothing else takes {added['torch, least']:.0f} (") in text
     assert f"of commit {overhead['commit'][:7]};" in text and overhead["awake"]
-    step = added["torch, step"]
-    assert step > 60 and f"training step, too: {step:.0f} us more than C's call, where 60" in text
+    assert max(added.values()) <= 60  # the aim is met
