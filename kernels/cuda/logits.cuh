@@ -252,8 +252,14 @@ template <class T, bool GRADIENT> struct logits {
                     float high_p, low_p, high_q, low_q;
                     float a = shifted<T, PRECISE>(ret, z_p[i], ret.max_p, high_p, low_p);
                     float b = shifted<T, PRECISE>(ret, z_q[i], ret.max_q, high_q, low_q);
-                    part[0] += a;
-                    part[1] += b;
+                    /* A gradient may be what is left beside a class that has all the mass. */
+                    if (a > 0.25f || b > 0.25f) {
+                        sum[0] += (double)a;
+                        sum[1] += (double)b;
+                    } else {
+                        part[0] += a;
+                        part[1] += b;
+                    }
                     if constexpr (COUNT == 3) {
                         logits_difference u = {(z_p[i] - z_q[i]) - shift, 0.0f};
                         float x = logits_shift(0.0).from<PRECISE>(ret, u);

@@ -70,17 +70,20 @@ static void fill_tiles(kld_cuda_args *args, uint64_t job_rows, uint32_t element,
     args->group_rows = (tiles + most - 1) / most * args->tile_rows;
 }
 
-/* A row's classes are costly there, and the sums over its lanes are, too. */
+/* A row's classes are costly there, the more so where a lane has too many to keep what they add
+ * (logits_short_wide.cu), and the sums over its lanes are, too. */
 static void wide_layout(kld_cuda_args *args, uint64_t job_rows) {
     const uint32_t classes = (uint32_t)args->classes;
     uint32_t least = UINT32_MAX;
     for (uint32_t team = 1, steps = 0; team <= 32; team *= 2, steps++) {
         uint32_t size = (classes + team - 1) / team, at_once = 32 / team;
-        uint32_t cost = team * (4 * size + 2 + steps);
+        uint32_t kept = size <= 4 ? 4 : 0;
+        uint32_t cost = team * (size * (kept ? 4 : 6) + 3 + steps);
         if (at_once * classes * 4 > KLD_CUDA_WIDE_TILE_BYTES || cost >= least)
             continue;
         least = cost;
         args->team = team;
+        args->lane_elements = kept;
     }
     fill_tiles(args, job_rows, 4, KLD_CUDA_WIDE_TILE_BYTES);
 }

@@ -5,9 +5,10 @@
  *     by p's logits  of_p p (d - mean of d over p) - of_q (q - p)
  *     by q's         -of_q q (d - mean of d over q) + of_p (q - p),  d = ln p - ln q,
  *
- * with means that come with the sums of the exponentials. A row stays in shared memory: FP64 takes
- * the registers, and exponentials are made again rather than kept. Gradients take the logits' place
- * there. */
+ * with means that come with the sums of the exponentials, and d counted from the heaviest class, of
+ * which nothing else may be left. A row stays in shared memory, and
+ * gradients take the logits' place there: FP64 takes the registers. Where a lane has a few classes
+ * only, what they add is kept, else exponentials are made again. */
 #ifndef KLD_KERNELS_CUDA_LOGITS_SHORT_WIDE_CUH
 #define KLD_KERNELS_CUDA_LOGITS_SHORT_WIDE_CUH
 
@@ -16,8 +17,9 @@
 
 namespace logits_short {
 
-/* Lane l of n has the classes l, l + n, ... What row() of logits_short.cuh calls, in its order. */
-template <int RULE_> struct wide_row {
+/* Lane l of n has the classes l, l + n, ..., HELD at most, or 0: any number, of which nothing is
+ * kept. What row() of logits_short.cuh calls, in its order. */
+template <int RULE_, int HELD> struct wide_row {
     typedef float T;
     static constexpr int RULE = RULE_, MODE = GENERAL, W = 1;
     static constexpr bool ALL = true, KL = RULE == KLD_RULE_KL;
@@ -29,16 +31,34 @@ template <int RULE_> struct wide_row {
     const float *p, *q;
     double top_p, top_q, log_p, log_q; /* the largest logits, and of what exponentials sum to */
     double dot_p, dot_q;               /* what the softmax takes off the gradients; KL: off d */
+    double inverse_p, inverse_q;       /* of the sums */
+    double from_p, from_q;             /* KL: where d is counted from, but for ln of the sums */
     float factor;
+    double a[HELD ? HELD : 1], b[HELD ? HELD : 1];       /* HELD: exponentials */
+    double of_p[HELD ? HELD : 1], of_q[HELD ? HELD : 1]; /* and of the gradients, but for KL */
+
+    /* FUNCTION(k, class) for each of this lane's. */
+    template <class FUNCTION> __device__ __forceinline__ void each(FUNCTION function) const {
+        if constexpr (HELD != 0) {
+#pragma unroll
+            for (int k = 0; k < HELD; k++)
+                if (team.lane + k * team.count < classes)
+                    function(k, team.lane + k * team.count);
+        } else {
+#pragma unroll 1
+            for (uint32_t i = team.lane; i < classes; i += team.count)
+                function(0, i);
+        }
+    }
 
     __device__ __forceinline__ wide_row(const launch_numbers &numbers, const lanes &at,
                                         uint32_t of_classes, bool gradient_p, bool gradient_q)
         : n(numbers), team(at), classes(of_classes), want_p(gradient_p), want_q(gradient_q),
           factor(0) {}
 
-    __device__ __forceinline__ void load(const float *from_p, const float *from_q, bool) {
-        p = from_p;
-        q = from_q;
+    __device__ __forceinline__ void load(const float *at_p, const float *at_q, bool) {
+        p = at_p;
+        q = at_q;
     }
 
     __device__ __forceinline__ void statistics() {
@@ -50,28 +70,44 @@ template <int RULE_> struct wide_row {
         team.max(top);
         top_p = (double)top[0];
         top_q = (double)top[1];
+        if constexpr (KL)
+            find_heaviest(top);
         double sum[KL ? 4 : 2] = {0, 0};
-#pragma unroll 2
-        for (uint32_t i = team.lane; i < classes; i += team.count) {
+        each([&](int k, uint32_t i) {
             double x_p = ((double)p[i] - top_p) * n.inverse;
             double x_q = ((double)q[i] - top_q) * n.inverse;
-            double a = exp(x_p), b = exp(x_q);
-            sum[0] += a;
-            sum[1] += b;
+            double e_p = exp(x_p), e_q = exp(x_q);
+            sum[0] += e_p;
+            sum[1] += e_q;
             if constexpr (KL) {
                 double u = x_p - x_q;
-                sum[2] += a == 0 ? 0.0 : a * u;
-                sum[3] += b == 0 ? 0.0 : b * u;
+                sum[2] += e_p == 0 ? 0.0 : e_p * (u - from_p);
+                sum[3] += e_q == 0 ? 0.0 : e_q * (u - from_q);
             }
-        }
+            a[k] = e_p;
+            b[k] = e_q;
+        });
         team.sum(sum);
         log_p = log(sum[0]);
         log_q = log(sum[1]);
+        inverse_p = 1.0 / sum[0];
+        inverse_q = 1.0 / sum[1];
         if constexpr (KL) {
-            double shift = log_p - log_q;
-            dot_p = sum[2] / sum[0] - shift;
-            dot_q = sum[3] / sum[1] - shift;
+            dot_p = sum[2] * inverse_p;
+            dot_q = sum[3] * inverse_q;
         }
+    }
+
+    /* Of the classes with the largest logit of a side one, whichever lane has it. */
+    __device__ __forceinline__ void find_heaviest(const float (&top)[2]) {
+        float other[2] = {-CUDART_INF_F, -CUDART_INF_F};
+        for (uint32_t i = team.lane; i < classes; i += team.count) {
+            other[0] = p[i] == top[0] ? fmaxf(other[0], -q[i]) : other[0];
+            other[1] = q[i] == top[1] ? fmaxf(other[1], p[i]) : other[1];
+        }
+        team.max(other);
+        from_p = -(((double)-other[0] - top_q) * n.inverse);
+        from_q = ((double)other[1] - top_p) * n.inverse;
     }
 
     __device__ __forceinline__ any_rule rule() const {
@@ -83,12 +119,12 @@ template <int RULE_> struct wide_row {
         r.balanced = false; /* nor need it be in FP64 */
         return r;
     }
-    __device__ __forceinline__ any_element element(uint32_t i) const {
+    __device__ __forceinline__ any_element element(int k, uint32_t i) const {
         double z_p = (double)p[i], z_q = (double)q[i];
         any_element e;
         e.log_q = (z_q - top_q) * n.inverse - log_q;
-        e.p = exp((z_p - top_p) * n.inverse - log_p);
-        e.q = exp(e.log_q);
+        e.p = HELD ? a[k] * inverse_p : exp((z_p - top_p) * n.inverse - log_p);
+        e.q = HELD ? b[k] * inverse_q : exp(e.log_q);
         e.d = ((z_p - z_q) - (top_p - top_q)) * n.inverse - (log_p - log_q);
         return e;
     }
@@ -96,18 +132,23 @@ template <int RULE_> struct wide_row {
     /* The value, and the sums of the gradients. */
     __device__ __forceinline__ float terms(float) {
         if constexpr (KL) {
-            double of_p = n.rule.of_p == 0 ? 0.0 : n.rule.of_p * dot_p;
-            return (float)(n.rule.of_q == 0 ? of_p : of_p - n.rule.of_q * dot_q);
+            double shift = log_p - log_q, value = 0;
+            if (n.rule.of_p != 0)
+                value = n.rule.of_p * (dot_p + from_p - shift);
+            if (n.rule.of_q != 0)
+                value -= n.rule.of_q * (dot_q + from_q - shift);
+            return (float)value;
         }
         const any_rule at = rule();
         double sum[3] = {0, 0, 0};
-#pragma unroll 1
-        for (uint32_t i = team.lane; i < classes; i += team.count) {
-            any_result r = any_apply(at, element(i));
+        each([&](int k, uint32_t i) {
+            any_result r = any_apply(at, element(k, i));
             sum[0] += r.value;
             sum[1] += r.of_p;
             sum[2] += r.of_q;
-        }
+            of_p[k] = r.of_p;
+            of_q[k] = r.of_q;
+        });
         team.sum(sum);
         dot_p = sum[1];
         dot_q = RULE == KLD_RULE_CROSS_ENTROPY ? 0.0 : sum[2]; /* q - p has the sum 0 */
@@ -118,18 +159,23 @@ template <int RULE_> struct wide_row {
     __device__ __forceinline__ void gradients(float its_factor) { factor = its_factor; }
 
     /* Of class i, both gradients but for `factor`. */
-    __device__ __forceinline__ void gradients_at(uint32_t i, const any_rule &at, double &ret_p,
+    __device__ __forceinline__ void gradients_at(int k, uint32_t i, double &ret_p,
                                                  double &ret_q) const {
-        const any_element e = element(i);
+        const any_element e = element(k, i);
         if constexpr (KL) {
             double more = fabs(e.d) < ANY_NEAR ? e.p * (any_excess(e.d) - e.d) : e.q - e.p;
-            bool of_p = n.rule.of_p != 0 && e.p != 0, of_q = n.rule.of_q != 0 && e.q != 0;
-            double slope_p = of_p ? n.rule.of_p * e.p * (e.d - dot_p) : 0.0;
-            double slope_q = of_q ? -n.rule.of_q * e.q * (e.d - dot_q) : 0.0;
+            bool has_p = n.rule.of_p != 0 && e.p != 0, has_q = n.rule.of_q != 0 && e.q != 0;
+            double u = ((double)p[i] - top_p) * n.inverse - ((double)q[i] - top_q) * n.inverse;
+            double slope_p = has_p ? n.rule.of_p * e.p * (u - from_p - dot_p) : 0.0;
+            double slope_q = has_q ? -n.rule.of_q * e.q * (u - from_q - dot_q) : 0.0;
             ret_p = slope_p - n.rule.of_q * more;
             ret_q = slope_q + n.rule.of_p * more;
         } else {
-            const any_result r = any_apply(at, e);
+            any_result r;
+            if constexpr (HELD != 0)
+                r = {0.0, of_p[k], of_q[k]};
+            else
+                r = any_apply(rule(), e);
             ret_p = r.of_p - (e.p == 0 ? 0.0 : e.p * dot_p);
             ret_q = r.of_q - (e.q == 0 ? 0.0 : e.q * dot_q);
         }
@@ -137,18 +183,16 @@ template <int RULE_> struct wide_row {
     /* To where the logits are. ACTIVE: else another team has the same row, and writes it. */
     __device__ __forceinline__ void put(float *to_p, float *to_q, bool, bool zero,
                                         bool active) const {
-        const any_rule at = rule();
         if (!active)
             return;
-#pragma unroll 1
-        for (uint32_t i = team.lane; i < classes; i += team.count) {
+        each([&](int k, uint32_t i) {
             double g_p, g_q;
-            gradients_at(i, at, g_p, g_q);
+            gradients_at(k, i, g_p, g_q);
             if (want_p)
                 to_p[i] = zero ? 0.0f : (float)((double)factor * g_p);
             if (want_q)
                 to_q[i] = zero ? 0.0f : (float)((double)factor * g_q);
-        }
+        });
     }
 };
 
