@@ -8,6 +8,8 @@
 #ifndef KLD_KERNELS_CUDA_LOGITS_CUH
 #define KLD_KERNELS_CUDA_LOGITS_CUH
 
+#include <type_traits>
+
 #include "kernels/cuda/logits_math.cuh"
 #include "kernels/cuda/row.cuh"
 
@@ -229,9 +231,10 @@ template <class T, bool GRADIENT> struct logits {
     }
 
     static __device__ void sums(const source &from, const team &team, logits_row &ret) {
-        /* In 16 bits the logits differ by so much, or not at all, that the two sums alone tell
-         * their ratio well enough; in FP32 it comes from the sum of the differences. */
-        constexpr int COUNT = sizeof(T) == 4 ? 3 : 2;
+        /* In bfloat16 the logits differ by so much, or not at all, that the two sums alone tell
+         * their ratio well enough; else it comes from the sum of the differences. */
+        constexpr bool FINE = sizeof(T) == 4 || (GRADIENT && std::is_same<T, __half>::value);
+        constexpr int COUNT = FINE ? 3 : 2;
         double sum[COUNT] = {0};
         float shift = ret.max_p - ret.max_q;
         uint64_t step = (uint64_t)team.size * V;

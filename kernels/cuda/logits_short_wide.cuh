@@ -24,6 +24,9 @@ template <int RULE_, int HELD> struct wide_row {
     static constexpr int RULE = RULE_, MODE = GENERAL, W = 1;
     static constexpr bool ALL = true, KL = RULE == KLD_RULE_KL;
 
+    /* Masses below it are none: a part of them might be 0, which is divided by. */
+    static constexpr double LEAST = 1e-300;
+
     const launch_numbers &n;
     lanes team;
     uint32_t classes;
@@ -70,15 +73,15 @@ template <int RULE_, int HELD> struct wide_row {
         team.max(top);
         top_p = (double)top[0];
         top_q = (double)top[1];
-        if constexpr (KL)
-            find_heaviest(top);
+        float ties[2] = {0, 0};
+        find_heaviest(top, ties);
         double sum[KL ? 4 : 2] = {0, 0};
         each([&](int k, uint32_t i) {
             double x_p = ((double)p[i] - top_p) * n.inverse;
             double x_q = ((double)q[i] - top_q) * n.inverse;
             double e_p = exp(x_p), e_q = exp(x_q);
-            sum[0] += e_p;
-            sum[1] += e_q;
+            sum[0] += p[i] == top[0] ? 0.0 : e_p;
+            sum[1] += q[i] == top[1] ? 0.0 : e_q;
             if constexpr (KL) {
                 double u = x_p - x_q;
                 sum[2] += e_p == 0 ? 0.0 : e_p * (u - from_p);
@@ -88,24 +91,32 @@ template <int RULE_, int HELD> struct wide_row {
             b[k] = e_q;
         });
         team.sum(sum);
-        log_p = log(sum[0]);
-        log_q = log(sum[1]);
-        inverse_p = 1.0 / sum[0];
-        inverse_q = 1.0 / sum[1];
+        log_p = log_of(ties[0], sum[0]);
+        log_q = log_of(ties[1], sum[1]);
+        inverse_p = 1.0 / ((double)ties[0] + sum[0]);
+        inverse_q = 1.0 / ((double)ties[1] + sum[1]);
         if constexpr (KL) {
             dot_p = sum[2] * inverse_p;
             dot_q = sum[3] * inverse_q;
         }
     }
 
-    /* Of the classes with the largest logit of a side one, whichever lane has it. */
-    __device__ __forceinline__ void find_heaviest(const float (&top)[2]) {
+    /* ln(largest + rest), where each of the `largest` is 1: all that there is may be in the rest.
+     */
+    static __device__ __forceinline__ double log_of(float largest, double rest) {
+        return largest == 1.0f ? log1p(rest) : log((double)largest + rest);
+    }
+    /* Of the classes with the largest logit of a side one, whichever lane has it; and how many. */
+    __device__ __forceinline__ void find_heaviest(const float (&top)[2], float (&ret_ties)[2]) {
         float other[2] = {-CUDART_INF_F, -CUDART_INF_F};
         for (uint32_t i = team.lane; i < classes; i += team.count) {
             other[0] = p[i] == top[0] ? fmaxf(other[0], -q[i]) : other[0];
             other[1] = q[i] == top[1] ? fmaxf(other[1], p[i]) : other[1];
+            ret_ties[0] += p[i] == top[0] ? 1.0f : 0.0f;
+            ret_ties[1] += q[i] == top[1] ? 1.0f : 0.0f;
         }
         team.max(other);
+        team.sum(ret_ties);
         from_p = -(((double)-other[0] - top_q) * n.inverse);
         from_q = ((double)other[1] - top_p) * n.inverse;
     }
@@ -125,6 +136,8 @@ template <int RULE_, int HELD> struct wide_row {
         e.log_q = (z_q - top_q) * n.inverse - log_q;
         e.p = HELD ? a[k] * inverse_p : exp((z_p - top_p) * n.inverse - log_p);
         e.q = HELD ? b[k] * inverse_q : exp(e.log_q);
+        e.p = e.p < LEAST ? 0.0 : e.p;
+        e.q = e.q < LEAST ? 0.0 : e.q;
         e.d = ((z_p - z_q) - (top_p - top_q)) * n.inverse - (log_p - log_q);
         return e;
     }
