@@ -256,7 +256,7 @@ template <class T, bool GRADIENT> struct logits {
                     float a = shifted<T, PRECISE>(ret, z_p[i], ret.max_p, high_p, low_p);
                     float b = shifted<T, PRECISE>(ret, z_q[i], ret.max_q, high_q, low_q);
                     /* A gradient may be what is left beside a class that has all the mass. */
-                    if (a > 0.25f || b > 0.25f) {
+                    if (GRADIENT && (a > 0.25f || b > 0.25f)) {
                         sum[0] += (double)a;
                         sum[1] += (double)b;
                     } else {
