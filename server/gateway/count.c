@@ -10,7 +10,7 @@ void kld_infer_count(struct kld_infer *infer, enum kld_status status) {
     struct kld_stats_model *counts = &gateway->page->model;
     uint64_t ns = uv_hrtime() - infer->exchange->started_ns;
     struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
+    clock_gettime(CLOCK_REALTIME_COARSE, &now);
     counts->last_ms = (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
     if (infer->parsed)
         infer->exchange->asked = (enum kld_asked)infer->request.op.divergence;

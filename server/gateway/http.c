@@ -101,8 +101,10 @@ static struct kld_exchange *open_exchange(struct kld_http *http, struct MHD_Conn
     struct kld_exchange *exchange = malloc(sizeof *exchange);
     if (!exchange)
         return NULL;
-    memset(exchange, 0, sizeof *exchange); /* calloc() passes by what its thread has just freed */
+    /* calloc() passes by what its thread has just freed, and a compiler makes one of malloc() and
+     * zeros from the first byte on. */
     exchange->gateway = http->gateway;
+    memset(&exchange->connection, 0, sizeof *exchange - offsetof(struct kld_exchange, connection));
     exchange->connection = connection;
     exchange->started_ns = uv_hrtime();
     exchange->asked = KLD_ASKED_UNKNOWN;
