@@ -82,6 +82,28 @@ void kld_body_done(struct kld_infer *infer) {
     infer->inflate = NULL;
 }
 
+/* Small JSON that has come in one piece is mostly read before the next one comes, so one place for
+ * each loop will do and takes no staging. Who finds it taken, by one that waits for memory or for
+ * the rest of its body, has his in staging, as has who has waited for that. */
+static bool take_place(struct kld_infer *infer, uint64_t here) {
+    struct kld_infer_spares *spares = infer->gateway->spares;
+    if (spares->json_of || !infer->json_known || infer->json_bytes != here ||
+        here > sizeof spares->json)
+        return false;
+    spares->json_of = infer;
+    infer->json = spares->json;
+    infer->json_capacity = here;
+    return true;
+}
+
+void kld_body_json_read(struct kld_infer *infer) {
+    if (infer->gateway->spares->json_of != infer)
+        return;
+    infer->gateway->spares->json_of = NULL;
+    infer->json = NULL;
+    infer->json_capacity = 0;
+}
+
 /* All at once where its length is known; else its room doubles. */
 static enum kld_status grow_json(struct kld_infer *infer, uint64_t needed, struct kld_error *err) {
     struct kld_staging *staging = infer->gateway->staging;
@@ -91,6 +113,8 @@ static enum kld_status grow_json(struct kld_infer *infer, uint64_t needed, struc
                              "the JSON has more than %" PRIu64
                              " bytes (json_bytes_max); send tensors as binary data",
                              most);
+    if (!infer->json && !infer->json_wanted && take_place(infer, needed))
+        return KLD_OK;
     uint64_t capacity = infer->json_known ? infer->json_bytes : infer->json_capacity;
     if (!capacity)
         capacity = 16 << 10;
@@ -104,11 +128,11 @@ static enum kld_status grow_json(struct kld_infer *infer, uint64_t needed, struc
     enum kld_status status = kld_infer_alloc(infer, capacity, true, &offset, err);
     if (status)
         return status;
-    if (infer->json_capacity) {
-        memcpy(kld_staging_at(staging, offset), kld_staging_at(staging, infer->json_offset),
-               infer->json_have);
+    if (infer->json) {
+        memcpy(kld_staging_at(staging, offset), infer->json, infer->json_have);
         kld_staging_free(staging, infer->json_offset);
     }
+    infer->json = kld_staging_at(staging, offset);
     infer->json_offset = offset;
     infer->json_capacity = capacity;
     return KLD_OK;
@@ -141,9 +165,7 @@ static enum kld_status take_json(struct kld_infer *infer, const char *data, size
         return KLD_OK;
     }
     if (taken)
-        memcpy((char *)kld_staging_at(infer->gateway->staging, infer->json_offset) +
-                   infer->json_have,
-               data, taken);
+        memcpy(infer->json + infer->json_have, data, taken);
     infer->json_have += taken;
     *ret_taken = taken;
     if (!infer->json_ends_body && infer->json_have == infer->json_bytes)

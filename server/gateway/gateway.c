@@ -256,6 +256,7 @@ static enum kld_status open_loop(struct process *process, uint32_t index, struct
     if (!(gateway->memo = calloc(1, sizeof *gateway->memo)))
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     if ((status = kld_mail_open(&gateway->mail, &gateway->loop, err)) ||
+        (status = kld_infer_spares_open(gateway, err)) ||
         (status = kld_waiters_open(gateway, err)) || (status = kld_deadlines_open(gateway, err)) ||
         (status = kld_links_open(&gateway->loop, gateway->config, gateway->page, gateway->staging,
                                  &gateway->links, err)))
@@ -372,6 +373,7 @@ static void close_rest(struct process *process) {
     for (uint32_t i = 0; i < process->common.loops; i++) {
         uv_loop_close(&process->loop[i].gateway.loop);
         free(process->loop[i].gateway.memo);
+        free(process->loop[i].gateway.spares);
     }
     kld_recent_close(process->common.recent);
     free(process->loop);

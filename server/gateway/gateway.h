@@ -21,6 +21,7 @@
 struct kld_auth;
 struct kld_deadlines;
 struct kld_http;
+struct kld_infer_spares;
 struct kld_links;
 struct kld_oip_memo;
 struct kld_pool;
@@ -65,8 +66,9 @@ struct kld_gateway {
     uint32_t waiting_for_place; /* requests above http_requests_max (place.h) */
     uint64_t round_ms;          /* uv_now() at which places were last given to them */
     struct kld_deadlines *deadlines;
-    struct kld_waiters *waiters; /* for staging */
-    struct kld_oip_memo *memo;   /* for what is parsed on the loop's own thread */
+    struct kld_waiters *waiters;     /* for staging */
+    struct kld_oip_memo *memo;       /* for what is parsed on the loop's own thread */
+    struct kld_infer_spares *spares; /* of requests that are done, for the next ones */
     struct kld_failed_lines failed_lines;
     struct kld_mail mail;         /* of this loop */
     _Atomic uint32_t connections; /* open, or on their way here; any thread (accept.h) */

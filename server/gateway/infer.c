@@ -5,7 +5,6 @@
 #include "server/gateway/infer.h"
 
 #include <inttypes.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "server/gateway/place.h"
@@ -17,7 +16,8 @@
 
 static void free_memory(struct kld_infer *infer) {
     struct kld_staging *staging = infer->gateway->staging;
-    if (infer->json_capacity)
+    kld_body_json_read(infer);
+    if (infer->json)
         kld_staging_free(staging, infer->json_offset);
     if (infer->has_tensors)
         kld_staging_free(staging, infer->tensors_offset);
@@ -37,6 +37,7 @@ static void free_memory(struct kld_infer *infer) {
     infer->held_bytes = infer->held_buffer_bytes = 0;
     if (infer->exchange) /* what is left of a refused body may come as slowly as any */
         infer->exchange->held_bytes = infer->exchange->held_pool_bytes = 0;
+    infer->json = NULL;
     infer->json_capacity = 0;
     infer->has_tensors = false;
 }
@@ -54,7 +55,7 @@ void kld_infer_let_go(struct kld_infer *infer) {
         return;
     kld_body_done(infer);
     kld_infer_arrived(infer);
-    free(infer);
+    kld_infer_free(infer);
 }
 
 void kld_infer_fail(struct kld_infer *infer, const struct kld_error *error) {
@@ -159,10 +160,8 @@ static void run_step(struct kld_infer *infer) {
     infer->error.status = KLD_OK;
     switch (infer->step) {
     case KLD_INFER_PARSE:
-        kld_oip_parse(
-            infer->json_capacity ? kld_staging_at(infer->gateway->staging, infer->json_offset) : "",
-            infer->json_have, infer->in_pool ? NULL : infer->gateway->memo, &infer->request,
-            &infer->error);
+        kld_oip_parse(infer->json ? infer->json : "", infer->json_have,
+                      infer->in_pool ? NULL : infer->gateway->memo, &infer->request, &infer->error);
         break;
     case KLD_INFER_GATHER: gather(infer); break;
     case KLD_INFER_WRITE_OUT: write_out(infer); break;
@@ -417,6 +416,14 @@ static void submit(struct kld_infer *infer) {
 void kld_infer_gathered(struct kld_infer *infer) { submit(infer); }
 void kld_infer_scattered(struct kld_infer *infer) { kld_infer_reply(infer); }
 
+/* In its JSON, still to be read. */
+static bool has_numbers(const struct kld_infer *infer) {
+    for (uint32_t i = 0; i < infer->request.input_count; i++)
+        if (infer->request.input[i].where == KLD_OIP_JSON)
+            return true;
+    return false;
+}
+
 static void step_ended(struct kld_infer *infer) {
     if (!infer->exchange) {
         kld_infer_let_go(infer);
@@ -427,8 +434,13 @@ static void step_ended(struct kld_infer *infer) {
         return;
     }
     switch (infer->step) {
-    case KLD_INFER_PARSE: kld_infer_lay_out(infer); break;
+    case KLD_INFER_PARSE:
+        if (!has_numbers(infer))
+            kld_body_json_read(infer);
+        kld_infer_lay_out(infer);
+        break;
     case KLD_INFER_GATHER:
+        kld_body_json_read(infer);
         if (infer->bulk)
             kld_bulk_gather(infer);
         else

@@ -73,6 +73,7 @@ struct kld_inflate {
 
 struct kld_infer {
     struct kld_gateway *gateway;
+    struct kld_infer *next_spare;  /* while it is one */
     struct kld_exchange *exchange; /* NULL: nobody waits any more */
     struct kld_caller *caller;     /* who asks, also when he has left */
     struct kld_trace trace;        /* for the log */
@@ -98,7 +99,8 @@ struct kld_infer {
     bool json_known;             /* json_bytes is known before the end of the body */
     bool json_ends_body;         /* no Inference-Header-Content-Length: it is all JSON */
     uint64_t json_bytes, json_have, json_capacity;
-    uint64_t json_offset; /* in staging, if json_capacity is not 0 */
+    char *json;           /* json_capacity bytes, in staging or the loop's; NULL: none yet */
+    uint64_t json_offset; /* in staging, if it is there */
     uint64_t json_wanted; /* while it waits for staging */
     bool parsed, body_done;
     bool succeeded; /* and was counted so */
@@ -147,6 +149,20 @@ struct kld_infer {
 };
 #define KLD_INFER_ZEROED_BYTES offsetof(struct kld_infer, pieces.piece)
 
+/* What each loop has for small requests from its start: malloc() keeps no struct as large for a
+ * thread alone, and those that are kept among what else was allocated keep the heap from shrinking.
+ * Who finds none left allocates. The loop's thread, but for `json`: whoever has the request that
+ * json_of names. */
+#define KLD_INFER_SPARES 64
+struct kld_infer_spares {
+    struct kld_infer *first;   /* those that are free, last used first */
+    struct kld_infer *json_of; /* whose JSON lies below; NULL: nobody's */
+    char json[KLD_INFER_INLINE_BYTES_MAX];
+    struct kld_infer infer[KLD_INFER_SPARES];
+};
+enum kld_status kld_infer_spares_open(struct kld_gateway *gateway, struct kld_error *err);
+void kld_infer_free(struct kld_infer *infer);
+
 /* The calls of struct kld_http_handler for the infer route. */
 void kld_infer_begin(struct kld_exchange *exchange);
 size_t kld_infer_feed(struct kld_exchange *exchange, const char *data, size_t size);
@@ -159,6 +175,8 @@ size_t kld_body_feed(struct kld_infer *infer, const char *data, size_t size);
 /* After the last byte and the parser: did everything come? */
 enum kld_status kld_body_finish(struct kld_infer *infer, struct kld_error *err);
 void kld_body_done(struct kld_infer *infer); /* frees the decompressor */
+/* Nobody looks at the text again: where it lies in the loop's own memory that is the next one's. */
+void kld_body_json_read(struct kld_infer *infer);
 
 /* infer.c, for the others. */
 static inline uint32_t kld_infer_tensors(const struct kld_infer *infer) {

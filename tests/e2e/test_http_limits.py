@@ -379,6 +379,43 @@ def test_who_reads_a_reply_out_of_a_device_has_to_be_quick(make_server):
     wait_until(lambda: server.metrics()[POOL] == 0, what="a free pool")
 
 
+# ---- Small JSON --------------------------------------------------------------------------------------------
+
+def staged_by(server, size, cut=0):
+    """Staging that a request takes whose JSON is filled up to `size` bytes and whose worker does not answer; cut: of which the last bytes
+    have not come yet."""
+    headers, data = oip.body({"predictions": Q, "targets": Q}, binary=False)
+    text = text_of(data.ljust(size), headers)
+    worker, before = server.child("worker"), server.metrics()["kld_staging_bytes"]
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        with connect(server) as one:
+            one.sendall(text[:len(text) - cut])
+            wait_until(lambda: server.metrics()["kld_staging_bytes"] > before, what="a request with memory")
+            time.sleep(0.1)
+            staged = server.metrics()["kld_staging_bytes"] - before
+            os.kill(worker, signal.SIGCONT)
+            one.sendall(text[len(text) - cut:])
+            assert one.recv(65536).startswith(b"HTTP/1.1 200")
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    return staged
+
+
+def test_small_json_that_has_come_takes_no_staging(make_server):
+    """Of a length that is known; its tensors do. Who dawdles does not keep others out of the one place for it."""
+    server = make_server(http_threads=1)
+    tensors = staged_by(server, 0)
+    assert staged_by(server, 4096) == tensors and staged_by(server, 4097) == tensors + 4160
+    assert staged_by(server, 4096, cut=1) == 4096
+    text = text_of(oip.body({"predictions": Q, "targets": Q}, binary=False)[1], {})
+    with connect(server) as slow:
+        slow.sendall(text[:-1])
+        wait_until(lambda: server.metrics()["kld_staging_bytes"] > 0, what="a slow request")
+        assert staged_by(server, 4096) == tensors
+    wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
+
+
 # ---- Replies that would be compressed ---------------------------------------------------------------------
 
 def test_no_room_to_compress_a_reply_in(make_server):
