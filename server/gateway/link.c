@@ -9,7 +9,7 @@
 #include "server/log.h"
 
 #define TICK_MS 10  /* how exactly deadlines are kept */
-#define HELD_MAX 16 /* calls, before they are sent all the same */
+#define HELD_MAX 31 /* calls, before they are sent all the same: as many as a packet holds */
 
 struct list {
     struct kld_link_call *first, *last;
