@@ -50,8 +50,11 @@ static void consider(choice *best, uint32_t classes, uint32_t element, uint32_t 
 
 #define COUNT(x) ((int)(sizeof(x) / sizeof(x)[0]))
 
-/* FP32 gradients that a sum over the row is taken off: in FP64. */
+/* FP32 gradients that a sum over the row is taken off: in FP64. And that of the cross entropy by
+ * the predictions, where rows are too short to be read again (resident.cu). */
 static bool is_wide(const kld_cuda_args *args) {
+    if (args->rule.kind == KLD_RULE_CROSS_ENTROPY && !args->grad_p.dtype && args->classes > 256)
+        return false;
     return args->p.dtype == KLD_DTYPE_FP32 && (args->grad_p.dtype || args->grad_q.dtype) &&
            !is_simple(args);
 }

@@ -6,9 +6,11 @@
  *     by q's         -of_q q (d - mean of d over q) + of_p (q - p),  d = ln p - ln q,
  *
  * with means that come with the sums of the exponentials, and d counted from the heaviest class, of
- * which nothing else may be left. A row stays in shared memory, and
- * gradients take the logits' place there: FP64 takes the registers. Where a lane has a few classes
- * only, what they add is kept, else exponentials are made again. */
+ * which nothing else may be left. However close a row is, d keeps its digits: it is u, what is
+ * left of the difference of the logits without that of the largest, over T, less the shift, the
+ * logarithm of the ratio of the sums, which comes from the sum of their differences. A row stays in
+ * shared memory, and gradients take the logits' place there: FP64 takes the registers. Where a lane
+ * has a few classes only, what they add is kept, else exponentials are made again. */
 #ifndef KLD_KERNELS_CUDA_LOGITS_SHORT_WIDE_CUH
 #define KLD_KERNELS_CUDA_LOGITS_SHORT_WIDE_CUH
 
@@ -33,9 +35,10 @@ template <int RULE_, int HELD> struct wide_row {
     bool want_p, want_q; /* gradients */
     const float *p, *q;
     double top_p, top_q, log_p, log_q; /* the largest logits, and of what exponentials sum to */
+    double shift;                      /* log_p - log_q */
     double dot_p, dot_q;               /* what the softmax takes off the gradients; KL: off d */
     double inverse_p, inverse_q;       /* of the sums */
-    double from_p, from_q;             /* KL: where d is counted from, but for ln of the sums */
+    double from_p, from_q;             /* KL: where u is counted from */
     float factor;
     double a[HELD ? HELD : 1], b[HELD ? HELD : 1];       /* HELD: exponentials */
     double of_p[HELD ? HELD : 1], of_q[HELD ? HELD : 1]; /* and of the gradients, but for KL */
@@ -75,17 +78,16 @@ template <int RULE_, int HELD> struct wide_row {
         top_q = (double)top[1];
         float ties[2] = {0, 0};
         find_heaviest(top, ties);
-        double sum[KL ? 4 : 2] = {0, 0};
+        double sum[KL ? 5 : 3] = {0, 0, 0};
         each([&](int k, uint32_t i) {
-            double x_p = ((double)p[i] - top_p) * n.inverse;
-            double x_q = ((double)q[i] - top_q) * n.inverse;
-            double e_p = exp(x_p), e_q = exp(x_q);
+            double z_p = (double)p[i], z_q = (double)q[i], u = difference(z_p, z_q);
+            double e_p = exp((z_p - top_p) * n.inverse), e_q = exp((z_q - top_q) * n.inverse);
             sum[0] += p[i] == top[0] ? 0.0 : e_p;
             sum[1] += q[i] == top[1] ? 0.0 : e_q;
+            sum[2] += fabs(u) < ANY_NEAR ? e_q * (u + any_excess(-u)) : e_p - e_q;
             if constexpr (KL) {
-                double u = x_p - x_q;
-                sum[2] += e_p == 0 ? 0.0 : e_p * (u - from_p);
-                sum[3] += e_q == 0 ? 0.0 : e_q * (u - from_q);
+                sum[3] += e_p == 0 ? 0.0 : e_p * (u - from_p);
+                sum[4] += e_q == 0 ? 0.0 : e_q * (u - from_q);
             }
             a[k] = e_p;
             b[k] = e_q;
@@ -95,16 +97,22 @@ template <int RULE_, int HELD> struct wide_row {
         log_q = log_of(ties[1], sum[1]);
         inverse_p = 1.0 / ((double)ties[0] + sum[0]);
         inverse_q = 1.0 / ((double)ties[1] + sum[1]);
+        double more = sum[2] * inverse_q;
+        shift = fabs(more) < 0.5 ? log1p(more) : log_p - log_q;
         if constexpr (KL) {
-            dot_p = sum[2] * inverse_p;
-            dot_q = sum[3] * inverse_q;
+            dot_p = sum[3] * inverse_p;
+            dot_q = sum[4] * inverse_q;
         }
     }
 
     /* ln(largest + rest), where each of the `largest` is 1: all that there is may be in the rest.
      */
     static __device__ __forceinline__ double log_of(float largest, double rest) {
-        return largest == 1.0f ? log1p(rest) : log((double)largest + rest);
+        return log1p((double)largest - 1.0 + rest);
+    }
+    /* u, rounded here: it is the same number wherever it is compared. */
+    __device__ __forceinline__ double difference(double z_p, double z_q) const {
+        return __dmul_rn((z_p - top_p) - (z_q - top_q), n.inverse);
     }
     /* Of the classes with the largest logit of a side one, whichever lane has it; and how many. */
     __device__ __forceinline__ void find_heaviest(const float (&top)[2], float (&ret_ties)[2]) {
@@ -117,8 +125,8 @@ template <int RULE_, int HELD> struct wide_row {
         }
         team.max(other);
         team.sum(ret_ties);
-        from_p = -(((double)-other[0] - top_q) * n.inverse);
-        from_q = ((double)other[1] - top_p) * n.inverse;
+        from_p = difference(top_p, (double)-other[0]);
+        from_q = difference((double)other[1], top_q);
     }
 
     __device__ __forceinline__ any_rule rule() const {
@@ -136,20 +144,22 @@ template <int RULE_, int HELD> struct wide_row {
         e.log_q = (z_q - top_q) * n.inverse - log_q;
         e.p = HELD ? a[k] * inverse_p : exp((z_p - top_p) * n.inverse - log_p);
         e.q = HELD ? b[k] * inverse_q : exp(e.log_q);
-        e.p = e.p < LEAST ? 0.0 : e.p;
-        e.q = e.q < LEAST ? 0.0 : e.q;
-        e.d = ((z_p - z_q) - (top_p - top_q)) * n.inverse - (log_p - log_q);
+        if (RULE == KLD_RULE_MIXTURE) {
+            e.p = e.p < LEAST ? 0.0 : e.p;
+            e.q = e.q < LEAST ? 0.0 : e.q;
+        }
+        e.d = difference(z_p, z_q) - shift;
         return e;
     }
 
     /* The value, and the sums of the gradients. */
     __device__ __forceinline__ float terms(float) {
         if constexpr (KL) {
-            double shift = log_p - log_q, value = 0;
+            double value = 0;
             if (n.rule.of_p != 0)
-                value = n.rule.of_p * (dot_p + from_p - shift);
+                value = n.rule.of_p * (dot_p + (from_p - shift));
             if (n.rule.of_q != 0)
-                value -= n.rule.of_q * (dot_q + from_q - shift);
+                value -= n.rule.of_q * (dot_q + (from_q - shift));
             return (float)value;
         }
         const any_rule at = rule();
@@ -178,7 +188,7 @@ template <int RULE_, int HELD> struct wide_row {
         if constexpr (KL) {
             double more = fabs(e.d) < ANY_NEAR ? e.p * (any_excess(e.d) - e.d) : e.q - e.p;
             bool has_p = n.rule.of_p != 0 && e.p != 0, has_q = n.rule.of_q != 0 && e.q != 0;
-            double u = ((double)p[i] - top_p) * n.inverse - ((double)q[i] - top_q) * n.inverse;
+            double u = difference((double)p[i], (double)q[i]);
             double slope_p = has_p ? n.rule.of_p * e.p * (u - from_p - dot_p) : 0.0;
             double slope_q = has_q ? -n.rule.of_q * e.q * (u - from_q - dot_q) : 0.0;
             ret_p = slope_p - n.rule.of_q * more;

@@ -75,7 +75,7 @@ template <class BODY, bool UNEVEN> struct value_rows : onepass_rows<BODY> {
         if (resident::group_thread() < 32) {
             const resident::place &at = resident::here().place;
             const uint32_t lane = threadIdx.x;
-            /* A block's rows, of 3 KiB at least, are fewer than 2^32. */
+            /* A block's rows, of 2 KiB at least, are fewer than 2^32. */
             const uint32_t number = first + lane, group_rows = (uint32_t)args.group_rows;
             const uint32_t turn = number / group_rows, of_group = number % group_rows;
             const uint64_t group = at.first_group + turn * at.groups_step;
