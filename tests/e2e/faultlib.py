@@ -94,12 +94,25 @@ class Bystander(threading.Thread):
         self.right += 1
         return True
 
+    def take_said(self, client, requests):
+        try:
+            for request in requests:
+                self.take(client, request)
+        except (Ended, ConnectionError):
+            pass
+
     def work(self, client):
         region = client.region(self.memory)
         tensors = {"predictions": tensor(region), "targets": tensor(region, self.second)}
         while not self.ending.is_set():
-            requests = [client.submit(SHAPE, tensors) for _ in range(IN_FLIGHT)]
-            client.ping()
+            requests = []
+            try:
+                for _ in range(IN_FLIGHT):
+                    requests.append(client.submit(SHAPE, tensors))
+                client.ping()
+            except (Ended, ConnectionError):  # the worker ended in between: what it has said is read
+                self.take_said(client, requests)
+                raise
             try:
                 there = [self.take(client, request) for request in requests]
             except Ended:
