@@ -77,6 +77,16 @@ def wait_until(condition, seconds=10, what="the condition"):
         time.sleep(0.01)
 
 
+def suspend(pid):
+    """SIGSTOP, and until it is so: the signal reaches one thread, and the others may run until that one has had a turn."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def states():
+        return {(task / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                for task in pathlib.Path(f"/proc/{pid}/task").iterdir()}
+    wait_until(lambda: states() == {"T"}, what=f"that {pid} stops")
+
+
 def needs(module):
     """A module of tests/requirements.txt; where it is missing the test is skipped, and in CI it fails, unless the Python
     package is tried in an environment of its own."""

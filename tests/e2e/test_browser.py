@@ -12,7 +12,7 @@ import time
 import pytest
 
 import oip
-from conftest import children_of, wait_until
+from conftest import children_of, suspend, wait_until
 from httplib import PREFIX, Shared, probabilities, register, unregister
 from oip import INFER
 
@@ -137,7 +137,7 @@ def test_what_it_says_of_health(make_server):
     row = seen(server).row(f"0: {server.backend}")
     assert row[1:4] == ["ready", "1", "0"] and int(row[4]) >= 1, row
     worker, gateway = server.child("worker"), server.child("gateway")
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     headers, data = oip.body({name: probabilities((2, 8), 1) for name in ("predictions", "targets")})
     asker = threading.Thread(target=server.request, args=(INFER, data, headers))
     asker.start()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import oip
-from conftest import BIN, clean_environment, wait_until
+from conftest import BIN, clean_environment, suspend, wait_until
 
 KLD = str(BIN / "kld")
 
@@ -341,7 +341,7 @@ def test_status_over_http_tells_what_metrics_do(make_server, pair, tmp_path):
     assert f"tried: GET /metrics at {server.http}" in done.stderr and "--token-file" in done.stderr
 
     # A server that answers and has no worker to serve: the object, and another exit status.
-    server.process.send_signal(signal.SIGSTOP)  # nobody replaces the worker
+    suspend(server.pid)  # nobody replaces the worker
     try:
         os.kill(server.child("worker"), signal.SIGTERM)
         wait_until(lambda: "kld_worker_ready{worker=\"0\"} 0\n" in server.request(

@@ -14,7 +14,7 @@ import pytest
 
 import oip
 import wire
-from conftest import BIN, children_of, clean_environment, wait_until
+from conftest import BIN, children_of, clean_environment, suspend, wait_until
 from oip import infer
 from unixlib import forward_kl
 from unixlib import probabilities as rows_of
@@ -160,7 +160,7 @@ def test_one_killed_worker_is_nobody_elses(trio):
     for case in cases:
         case.run()
     workers = [trio.child(role) for role in ("worker", "worker1", "worker2")]
-    os.kill(workers[1], signal.SIGSTOP)  # so that it dies with work in flight
+    suspend(workers[1])  # so that it dies with work in flight
     lost = cases[1].submit()
     others = [cases[0].submit(), cases[2].submit()]
     trio.kill_child("worker1")

@@ -13,7 +13,7 @@ import pytest
 
 import oip
 import wire
-from conftest import wait_until
+from conftest import suspend, wait_until
 from httplib import POOL, PREFIX, Flat, Shared, close, fds_of, in_region, is_sanitized, memory_of, probabilities, register
 from oip import INFER, Connection, infer
 
@@ -167,7 +167,7 @@ def test_full_staging_makes_callers_wait(make_server):
     headers, data = oip.body({"predictions": q, "targets": p})
     infer(server, {"predictions": q, "targets": p})
     worker, replies = server.child("worker"), []
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     askers = [threading.Thread(target=ask, args=(server, replies, data, headers)) for _ in range(8)]
     try:
         for asker in askers:
@@ -193,7 +193,7 @@ def test_full_staging_at_the_deadline(make_server, binary):
     large = probabilities((100, 300), 13)
     headers, data = oip.body({"predictions": large, "targets": large})
     worker, first, late = server.child("worker"), [], []
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     try:
         askers = [threading.Thread(target=ask, args=(server, first, data, headers)) for _ in range(2)]
         for asker in askers:
@@ -218,7 +218,7 @@ def test_a_deadline_behind_one_who_waits_longer(make_server):
     infer(server, {"predictions": half, "targets": half})
     headers, data = oip.body({"predictions": large, "targets": large})
     worker, replies, late = server.child("worker"), [], []
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     try:
         askers = [threading.Thread(target=ask, args=(server, replies, data, headers)) for _ in range(3)]
         for asker in askers:
@@ -396,7 +396,7 @@ def test_a_deadline_is_one_moment(make_server):
     q, replies = probabilities((80, 80), 29, "<f8").round(3), []
     headers, data = oip.body({"predictions": q, "targets": q}, None, {"timeout": 1500000}, False)
     worker, begin = server.child("worker"), time.monotonic()
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     try:
         asker = threading.Thread(target=ask, args=(server, replies, data, headers))
         asker.start()
@@ -548,7 +548,7 @@ def test_what_is_kept_refuses_no_unix_client(make_server):
         assert pool_region(server, 60 << 20) == 0
     keeps()
     assert pool_region(server, 65 << 20) == "no_memory"
-    os.kill(gateway, signal.SIGSTOP)
+    suspend(gateway)
     try:
         assert pool_region(server, 60 << 20) in (0, "no_memory")
     finally:
@@ -571,7 +571,7 @@ def test_a_deadline_of_a_bulk_request(make_server):
         received = server.metrics
         wait_until(lambda: received()["kld_http_received_bytes_total"] >= 2 * q.nbytes * 2, what="the upload")
         time.sleep(0.1)
-        os.kill(worker, signal.SIGSTOP)
+        suspend(worker)
         try:
             connection.http.send(data[-1:])
             time.sleep(0.6)

@@ -13,7 +13,7 @@ import time
 import pytest
 
 import oip
-from conftest import wait_until
+from conftest import suspend, wait_until
 from httplib import PREFIX, Shared, close, fds_of, probabilities, register, unregister
 from oip import INFER, Connection, infer
 
@@ -85,7 +85,7 @@ def test_killed_worker_under_load(make_server):
     for _ in range(4):
         before = len(counts)
         wait_until(lambda: problems or len(counts) > before + 20, 60, "answers")
-        os.kill(server.child("worker"), signal.SIGSTOP)  # so that it dies with work in flight
+        suspend(server.child("worker"))  # so that it dies with work in flight
         wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] >= 8, what="requests")
         server.kill_child("worker")
     before = len(counts)
@@ -136,7 +136,7 @@ def test_deadline(make_server):
         return warm[0][0] == 200
     wait_until(is_warm, what="an answer in time")
     worker, before = server.child("worker"), server.metrics()["kld_requests_detached_total"]
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     try:
         for parameters, least in ((None, 0.25), ({"timeout": 100000}, 0.08), ({"timeout": 60000000}, 0.25)):
             begin, replies = time.monotonic(), []
@@ -162,7 +162,7 @@ def test_a_result_that_comes_too_late_is_not_given(make_server):
 def test_drain_answers_what_is_in_flight(make_server):
     server = make_server()
     worker, gateway = server.child("worker"), server.child("gateway")
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     replies = []
     asker = threading.Thread(target=stopped_worker_request, args=(server, None, replies))
     asker.start()
@@ -179,7 +179,7 @@ def test_drain_answers_what_is_in_flight(make_server):
 def test_drain_has_an_end(make_server):
     server = make_server(drain_ms=300, http_deadline_ms=60000)
     worker, gateway = server.child("worker"), server.child("gateway")
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     replies = []
     asker = threading.Thread(target=stopped_worker_request, args=(server, None, replies))
     asker.start()
@@ -198,7 +198,7 @@ def test_drain_has_an_end(make_server):
 def test_limit_of_requests_in_flight(make_server):
     server = make_server(http_requests_max=2)
     worker = server.child("worker")
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     replies = []
     askers = [threading.Thread(target=stopped_worker_request, args=(server, None, replies))
               for _ in range(2)]
@@ -220,7 +220,7 @@ def test_who_could_not_be_refused_later_does_not_wait(make_server):
     """One that waited would be told to send its body: MHD says 100 Continue."""
     server = make_server(http_requests_max=1, http_wait_ms=60000)
     worker, replies = server.child("worker"), []
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     asker = threading.Thread(target=stopped_worker_request, args=(server, None, replies))
     asker.start()
     try:
@@ -247,7 +247,7 @@ def test_who_is_above_the_limit_waits_for_its_turn(make_server):
     worker, gateway = server.child("worker"), server.child("gateway")
     warm = []
     stopped_worker_request(server, None, warm)
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     replies = []
     askers = [threading.Thread(target=stopped_worker_request, args=(server, None, replies)) for _ in range(6)]
 
@@ -268,7 +268,7 @@ def test_who_is_above_the_limit_waits_for_its_turn(make_server):
         asker.join(60)
     assert [reply[0] for reply in replies] == [200] * 6
     waiting(0)
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     askers = [threading.Thread(target=stopped_worker_request, args=(server, None, replies)) for _ in range(4)]
     try:
         for asker in askers:

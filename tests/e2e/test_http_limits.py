@@ -14,7 +14,7 @@ import pytest
 
 import oip
 import wire
-from conftest import wait_until
+from conftest import suspend, wait_until
 from httplib import fds_of, probabilities
 from oip import INFER, infer
 
@@ -163,7 +163,7 @@ def test_a_silent_worker_is_not_waited_for_beyond_the_deadline(make_server):
                 if early > 1000:
                     connection.sendall(text[:2000000])
                     wait_until(lambda: server.metrics()[POOL] > 0, what="its buffer")
-                os.kill(worker, signal.SIGSTOP)
+                suspend(worker)
                 try:
                     begin = time.monotonic()
                     rest = text[2000000:] if early > 1000 else text
@@ -191,7 +191,7 @@ def test_a_reply_that_waits_for_its_next_piece_ends(make_server):
         connection.connect((host, int(port)))
         connection.sendall(text_of(data, headers))
         got = len(connection.recv(1000))
-        os.kill(worker, signal.SIGSTOP)
+        suspend(worker)
         try:
             while piece := connection.recv(1 << 20):  # the end, and no time-out
                 got += len(piece)
@@ -213,7 +213,7 @@ def test_a_client_that_leaves_while_its_request_computes(make_server, reset):
     assert server.request(INFER, DATA, HEADERS)[0] == 200
     before = fds_of(gateway)
     connections = [connect(server) for _ in range(90)]
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     try:
         for one in connections:
             one.sendall(text_of(DATA, HEADERS))
@@ -387,7 +387,7 @@ def staged_by(server, size, cut=0):
     headers, data = oip.body({"predictions": Q, "targets": Q}, binary=False)
     text = text_of(data.ljust(size), headers)
     worker, before = server.child("worker"), server.metrics()["kld_staging_bytes"]
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     try:
         with connect(server) as one:
             one.sendall(text[:len(text) - cut])
@@ -467,7 +467,7 @@ def test_a_piece_that_fails_wakes_who_waits_for_it(make_server):
         with connect(server) as connection:
             connection.sendall(text[:100000])
             wait_until(lambda: server.metrics()[POOL] > 0, what="its buffer")
-            os.kill(worker, signal.SIGSTOP)
+            suspend(worker)
             threading.Thread(target=lambda: connection.sendall(text[100000:]), daemon=True).start()
             time.sleep(0.2)  # all pieces are on their way, and nothing is read any more
             begin = time.monotonic()

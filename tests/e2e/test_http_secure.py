@@ -15,7 +15,7 @@ import time
 import pytest
 
 import oip
-from conftest import BIN, Server, children_of, clean_environment, wait_until
+from conftest import BIN, Server, children_of, clean_environment, suspend, wait_until
 from httplib import PREFIX, Shared, certificates, close, is_sanitized, probabilities, register, tls_flags
 from oip import INFER
 
@@ -265,7 +265,7 @@ def test_limits_of_a_token(make_server, tokens):
     worker, replies, late = server.child("worker"), [], []
     asked(server, "infer", late)
     assert late.pop()[0] == 200
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     try:
         askers = [threading.Thread(target=asked, args=(server, "infer", replies)) for _ in range(2)]
         for asker in askers:

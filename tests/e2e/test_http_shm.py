@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import oip
-from conftest import wait_until
+from conftest import suspend, wait_until
 from httplib import PREFIX, Shared, close, in_region, probabilities, register, unregister
 from oip import INFER, infer
 
@@ -100,7 +100,7 @@ def test_a_worker_lost_in_between(make_server, bulk):
         for _ in range(4):
             tensors = shared.map[:] = q.tobytes() + p.tobytes() + bytes(size)
             worker = server.child("worker")
-            os.kill(worker, signal.SIGSTOP)
+            suspend(worker)
             asker = threading.Thread(target=lambda: replies.append(server.json(INFER, request)))
             asker.start()
             wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, what="the request")

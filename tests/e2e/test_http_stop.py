@@ -10,7 +10,7 @@ import time
 import pytest
 
 import oip
-from conftest import wait_until
+from conftest import suspend, wait_until
 from httplib import probabilities
 from oip import INFER, infer
 
@@ -60,7 +60,7 @@ def test_while_an_upload_is_on_its_way(make_server, bulk):
         connection.sendall(head + data[:1000])
         wait_until(lambda: server.metrics()[POOL] > 0, what="its buffer")
         before = server.metrics()["kld_http_received_bytes_total"]
-        os.kill(worker, signal.SIGSTOP)
+        suspend(worker)
         try:
             connection.sendall(data[1000:200000])
             wait_until(lambda: server.metrics()["kld_http_received_bytes_total"] > before + 150000,
@@ -78,7 +78,7 @@ def test_while_a_reply_waits_for_its_next_piece(make_server):
     with connect(server) as connection:
         connection.sendall(head_of("POST", INFER, data, headers) + data)
         assert connection.recv(1)
-        os.kill(worker, signal.SIGSTOP)
+        suspend(worker)
         try:
             connection.settimeout(0.5)
             got = 0
@@ -100,7 +100,7 @@ def test_a_silent_worker_holds_up_all_at_once(make_server):
         begin = time.monotonic()
         status = server.request(f"/v2/tensors/{name}?datatype=FP32&shape=100,1000", q.tobytes(), method="PUT")[0]
         took.append((status, time.monotonic() - begin))
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     try:
         askers = [threading.Thread(target=put, args=(name,)) for name in "abcdef"]
         for asker in askers:
@@ -124,7 +124,7 @@ def test_while_a_thousand_are_suspended(make_server, whole):
     headers, data = oip.body({"predictions": q, "targets": q})
     request = head_of("POST", INFER, data, headers) + data
     worker, gateway = server.child("worker"), server.child("gateway")
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     connections = []
     try:
         for _ in range(1000):

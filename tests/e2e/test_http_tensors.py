@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import oip
-from conftest import wait_until
+from conftest import suspend, wait_until
 from httplib import close, fds_of, logits, probabilities
 from oip import INFER, LENGTH, Connection
 
@@ -327,7 +327,7 @@ def test_a_deleted_one_counts_while_it_is_used(make_server):
     assert put(server, "a", p)[0] == 200
     assert ask(server, p, p, {"targets": "a"})[0] == 200
     worker = server.child("worker")
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     asker = threading.Thread(target=lambda: replies.append(ask(server, p, p, {"targets": "a"})[0]))
     try:
         asker.start()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import oip
-from conftest import wait_until
+from conftest import suspend, wait_until
 from httplib import Shared, close, fds_of, is_sanitized, probabilities, register, unregister
 from oip import INFER
 
@@ -116,7 +116,7 @@ def test_the_limits_are_for_all_loops_together(make_server):
     headers, data = oip.body({"predictions": q, "targets": q})
     head = [f"POST {INFER} HTTP/1.1", "Host: localhost", f"Content-Length: {len(data)}"]
     text = "\r\n".join(head + [f"{k}: {v}" for k, v in headers.items()] + ["", ""]).encode() + data
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     try:
         connections = [connect(server) for _ in range(6)]
         for one in connections:
@@ -151,7 +151,7 @@ def test_stop_while_connections_of_all_loops_wait(make_server):
     head = [f"POST {INFER} HTTP/1.1", "Host: localhost", f"Content-Length: {len(data)}"]
     text = "\r\n".join(head + [f"{k}: {v}" for k, v in headers.items()] + ["", ""]).encode() + data
     connections = [connect(server) for _ in range(120)]
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     try:
         for one in connections:
             one.sendall(text)

@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 
-from conftest import BIN, ROOT, START_SECONDS, clean_environment, wait_until
+from conftest import BIN, ROOT, START_SECONDS, clean_environment, suspend, wait_until
 
 KLD = str(BIN / "kld")
 
@@ -84,7 +84,7 @@ def test_a_restarted_server_is_found_again(make_server):
 
 def test_waits_for_a_server_that_is_late(make_server):
     server = make_server(wait=False)
-    os.kill(server.pid, signal.SIGSTOP)
+    suspend(server.pid)
     pings = [start("ping", "--server", "unix:" + server.flags["unix"])]
     time.sleep(0.5)
     os.kill(server.pid, signal.SIGCONT)

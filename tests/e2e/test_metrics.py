@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import oip
-from conftest import wait_until
+from conftest import suspend, wait_until
 from httplib import probabilities
 
 
@@ -91,7 +91,7 @@ def test_the_time_of_who_left_is_of_what_he_asked_for(make_server):
     worker = server.child("worker")
 
     def act():
-        os.kill(worker, signal.SIGSTOP)
+        suspend(worker)
         try:
             with socket.create_connection(server.address.rsplit(":", 1)) as raw:
                 raw.sendall(f"POST {oip.INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n{head}\r\n".encode()

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from conftest import wait_until
+from conftest import suspend, wait_until
 
 CLIENTS = 16
 BODY = (b'{"inputs":[{"name":"predictions","datatype":"FP32","shape":[1,2],"data":[0.5,0.5]},'
@@ -52,7 +52,7 @@ def test_not_ready_without_a_way_to_the_worker(make_server):
     """A worker that serves, as far as anybody knows, but greets nobody."""
     server = make_server()
     worker = server.child("worker")
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     try:
         before = server.kill_child("gateway")
         assert wait_until(lambda: server.child("gateway") != before and status(server), what="an answer") == 503

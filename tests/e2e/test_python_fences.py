@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from conftest import wait_until
+from conftest import suspend, wait_until
 from pythonlib import import_kld, import_torch, needs_card
 
 kld = import_kld()
@@ -129,7 +129,7 @@ def test_close_waits_for_the_results_that_streams_wait_for(run):
     torch.cuda._sleep(500_000_000)
     one.step()
     began = time.monotonic()
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     try:
         one.connection.close()
     finally:

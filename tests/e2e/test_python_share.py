@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from conftest import wait_until
+from conftest import suspend, wait_until
 from pythonlib import environment, import_kld, import_torch, probabilities
 
 kld = import_kld()
@@ -218,7 +218,7 @@ def test_ctrl_c_gives_a_request_up(make_server):
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as client:
         try:
             assert client.stdout.readline() == "ready\n"
-            os.kill(worker, signal.SIGSTOP)
+            suspend(worker)
             client.stdin.write("go\n")
             client.stdin.flush()
             time.sleep(0.3)

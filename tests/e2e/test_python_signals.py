@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from conftest import suspend
 from pythonlib import environment, import_kld
 
 import_kld()
@@ -103,7 +104,7 @@ def test_a_second_ctrl_c_beside_a_worker_that_is_stopped(make_server):
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as client:
         try:
             assert client.stdout.readline() == "ready\n"
-            os.kill(worker, signal.SIGSTOP)
+            suspend(worker)
             client.stdin.write("go\n")
             client.stdin.flush()
             time.sleep(0.3)
@@ -214,7 +215,7 @@ print(connection.stats()["clients"])
                           env=environment()) as client:
         try:
             assert client.stdout.readline() == "ready\n"
-            os.kill(worker, signal.SIGSTOP)
+            suspend(worker)
             client.stdin.write("go\n")
             client.stdin.flush()
             assert client.stdout.readline() == "interrupted\n"

@@ -18,7 +18,7 @@ import time
 import pytest
 
 import oip
-from conftest import BIN, children_of, clean_environment, wait_until
+from conftest import BIN, children_of, clean_environment, suspend, wait_until
 from httplib import PREFIX, Shared, certificates, fds_of, is_sanitized, probabilities, tls_flags
 from oip import INFER
 from test_service_manager import Manager
@@ -130,7 +130,7 @@ def test_a_token_that_is_taken_away(make_server, settings):
         assert server.request("/v2/systemsharedmemory/region/r/register",
                               json.dumps({"key": shared.key, "byte_size": 64}).encode(), bearer("guest"))[0] == 200
         worker = server.child("worker")
-        os.kill(worker, signal.SIGSTOP)
+        suspend(worker)
         try:
             asker = threading.Thread(target=lambda: replies.append(infer(server, "guest")))
             asker.start()
@@ -459,7 +459,7 @@ def test_while_it_ends(make_server, settings):
     settings.allow(one="infer,metrics")
     server = make_server(tokens=settings.tokens)
     worker, replies = server.child("worker"), []
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     try:
         asker = threading.Thread(target=lambda: replies.append(infer(server, "one")))
         asker.start()
@@ -491,7 +491,7 @@ def test_while_the_gateway_is_replaced(make_server, settings):
 def ask_one_that_stands_still(server):
     """A gateway that has an order to reload and does not come to it -> its pid."""
     gateway = server.child("gateway")
-    os.kill(gateway, signal.SIGSTOP)
+    suspend(gateway)
     os.kill(server.pid, signal.SIGHUP)
     wait_until(lambda: "supervisor: reloading" in server.log(), what="the signal")
     time.sleep(0.3)  # for the order to be sent; without it the test says less

@@ -17,7 +17,7 @@ import urllib.request
 
 import pytest
 
-from conftest import BIN, START_SECONDS, children_of, clean_environment, sanitizer, wait_until
+from conftest import BIN, START_SECONDS, children_of, clean_environment, sanitizer, suspend, wait_until
 
 SERVER = str(BIN / "kld-server")
 
@@ -254,12 +254,12 @@ def test_a_stuck_worker_is_replaced(make_server):
     """Whose loop stands still. A supervisor that stood still itself, longer than that takes, accuses nobody."""
     server = make_server(stuck_ms=800, http="")
     worker = server.child("worker")
-    os.kill(server.pid, signal.SIGSTOP)
+    suspend(server.pid)
     time.sleep(2)
     os.kill(server.pid, signal.SIGCONT)
     time.sleep(0.5)
     assert server.child("worker") == worker and "worker replaced" not in server.log()
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     wait_until(lambda: children_of(server.pid).get("worker", worker) != worker, START_SECONDS, "another worker")
     wait_until(lambda: server.log().count("worker ready") == 2 or server.log().count("child ready") == 2, START_SECONDS,
                "that it serves")
@@ -272,7 +272,7 @@ def test_a_stuck_gateway_is_replaced(make_server):
     gateway, worker = server.child("gateway"), server.child("worker")
     time.sleep(2)  # all loops answer all the time
     assert server.child("gateway") == gateway
-    os.kill(gateway, signal.SIGSTOP)
+    suspend(gateway)
     assert server.json("/v2")[0] == 200  # by the next one
     assert server.child("gateway") != gateway and server.child("worker") == worker
     [line] = [line for line in server.log().splitlines() if "gateway replaced" in line]

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from conftest import BIN, Server, children_of, clean_environment, wait_until
+from conftest import BIN, Server, children_of, clean_environment, suspend, wait_until
 
 
 class Manager:
@@ -101,7 +101,7 @@ def test_signs_of_life_come_at_half_time(watched):
 @pytest.mark.parametrize("role", ["worker", "gateway"])
 def test_a_hanging_child_ends_them(watched, role):
     pid = watched.server.child(role)
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     time.sleep(0.1)  # an answer may be on its way
     assert watched.quiet_for(1.5 * WATCHDOG_S)
     os.kill(pid, signal.SIGCONT)

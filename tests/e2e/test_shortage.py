@@ -20,7 +20,7 @@ import pytest
 
 import oip
 import wire
-from conftest import BIN, children_of, clean_environment, wait_until
+from conftest import BIN, children_of, clean_environment, suspend, wait_until
 from httplib import PREFIX, Shared, close, is_sanitized, probabilities, register, unregister
 from oip import INFER, Connection, infer
 from unixlib import Case
@@ -422,7 +422,7 @@ def test_a_clock_that_jumps(make_server, tmp_path):
         while time.monotonic() - begin < 1.5:
             right(connection)
             assert np.isfinite(client.run(case.shape, case.tensors(), timeout_ns=5 * 10**9)["loss"])
-        os.kill(server.child("worker"), signal.SIGSTOP)
+        suspend(server.child("worker"))
         try:
             begin = time.monotonic()
             headers, data = oip.body({"predictions": Q, "targets": P}, None, {"timeout": 300000})

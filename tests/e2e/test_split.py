@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from conftest import BIN, clean_environment, wait_until
+from conftest import BIN, clean_environment, suspend, wait_until
 
 KLD = str(BIN / "kld")
 
@@ -132,7 +132,7 @@ def test_a_server_that_stands_still(servers, make_server, tmp_path):
     job = ["div", *save(tmp_path, 30, 100), "--json"]
     one = kld(*job, "--server", servers[0].url_unix)
     worker = silent.child("worker")  # the gateway still says who it is
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     try:
         start = time.monotonic()
         many = kld(*job, "--split", f"{silent.http},{servers[0].http}", "--part-timeout", "0.5", "--timeout", "60")

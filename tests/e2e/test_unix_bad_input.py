@@ -12,7 +12,7 @@ import time
 import pytest
 
 import wire
-from conftest import wait_until
+from conftest import suspend, wait_until
 from unixlib import case, client, no_leak, path, worker_server  # noqa: F401
 from wire import Client, Failed, Memory, tensor
 
@@ -308,7 +308,7 @@ def test_descriptors_that_do_not_close(make_server):
     leaves, behind as much as the worker reads at a time. Both fronts serve, and the server ends when it is told."""
     server = make_server()
     worker, peers = server.child("worker"), []
-    os.kill(worker, signal.SIGSTOP)  # so that each last close is the worker's
+    suspend(worker)  # so that each last close is the worker's
     for _ in range(6):
         sender, peer = lingering()
         peers.append(peer)
