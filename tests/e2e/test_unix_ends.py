@@ -290,7 +290,7 @@ def test_region_punched_dropped_and_replaced_in_use(path, client):
     case, end, rounds = Case(client), time.monotonic() + 1.5, 0
     expected = forward_kl(case.q, case.p).mean()
     with Client(path) as other:
-        while time.monotonic() < end:
+        while rounds < 2 or time.monotonic() < end:
             memory = Memory(4 * LONG[0] * LONG[1])
             region = other.region(memory)
             numbers = [long_submit(other, region) for _ in range(3)]
@@ -304,7 +304,6 @@ def test_region_punched_dropped_and_replaced_in_use(path, client):
             for number in numbers:
                 assert other.result(number)["scalar"] == 1
             rounds += 1
-    assert rounds > 1
     case.close()
 
 
