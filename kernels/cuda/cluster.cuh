@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/ptx.cuh"
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define SM_90(...) asm volatile(__VA_ARGS__)
 #else
@@ -15,10 +17,6 @@
 
 /* A phase of a barrier ends when `count` arrivals and all expected bytes have come. */
 typedef uint64_t barrier;
-
-static __device__ __forceinline__ uint32_t shared_at(const void *at) {
-    return (uint32_t)__cvta_generic_to_shared(at);
-}
 
 static __device__ __forceinline__ void barrier_init(barrier *at, uint32_t count) {
     SM_90("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_at(at)), "r"(count) : "memory");
@@ -108,10 +106,4 @@ static __device__ __forceinline__ void cluster_send(void *to, barrier *at, uint3
           "r"(shared_at(at)), "r"(rank), "l"(value)
           : "memory");
 }
-/* All of `threads` threads of this block; NAME 1 to 15: of the 64 barriers of a multiprocessor a
- * block takes as many as the largest. */
-template <int NAME> static __device__ __forceinline__ void block_sync(uint32_t threads) {
-    asm volatile("bar.sync %0, %1;" ::"n"(NAME), "r"(threads) : "memory");
-}
-
 #endif

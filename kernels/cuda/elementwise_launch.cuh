@@ -57,13 +57,10 @@ static cudaError_t launch_kind(const kld_cuda_args &args, uint32_t groups, cudaS
                                                            : (HALF ? 4 : 3);
     constexpr int BATCH = sizeof(T) == 4 && !GRADIENTS ? 4 : 2;
     using body = elementwise<T, FORM, KIND, GRADIENTS, BATCH>;
-    if (args.elements) {
-        element_tiles_kernel<body, T, BLOCKS>
-            <<<(uint32_t)args.rows, ELEMENT_THREADS, 0, stream>>>(args);
-    } else {
-        element_rows_kernel<body, 2><<<groups, ELEMENT_THREADS, 0, stream>>>(args);
-    }
-    return cudaGetLastError();
+    if (args.elements)
+        return start(element_tiles_kernel<body, T, BLOCKS>, (uint32_t)args.rows, ELEMENT_THREADS, 0,
+                     stream, args);
+    return start(element_rows_kernel<body, 2>, groups, ELEMENT_THREADS, 0, stream, args);
 }
 
 /* Kernels for each of the gradients only where they are many's everyday work. */

@@ -187,9 +187,8 @@ extern "C" cudaError_t kld_cuda_launch_divisor(const kld_cuda_args *args, bool f
                                                cudaStream_t stream) {
     uint32_t blocks =
         (uint32_t)((args->rows + KLD_CUDA_DIVISOR_BLOCK_ROWS - 1) / KLD_CUDA_DIVISOR_BLOCK_ROWS);
-    weights_kernel<<<blocks, 256, 0, stream>>>(*args);
-    divisor_kernel<<<1, 1024, 0, stream>>>(args->scratch, blocks, first);
-    return cudaGetLastError();
+    cudaError_t error = start(weights_kernel, blocks, 256, 0, stream, *args);
+    return error ? error : start(divisor_kernel, 1, 1024, 0, stream, args->scratch, blocks, first);
 }
 
 extern "C" cudaError_t kld_cuda_launch_finish(const kld_cuda_args *args, uint32_t groups,
@@ -254,11 +253,6 @@ extern "C" cudaError_t kld_cuda_launch_ceiling(const void *a, const void *b, voi
                                                uint64_t bytes, bool write, uint32_t blocks,
                                                cudaStream_t stream) {
     uint64_t count = bytes / 16;
-    if (write)
-        ceiling_kernel<true>
-            <<<blocks, 512, 0, stream>>>((const uint4 *)a, (const uint4 *)b, (uint4 *)out, count);
-    else
-        ceiling_kernel<false>
-            <<<blocks, 512, 0, stream>>>((const uint4 *)a, (const uint4 *)b, (uint4 *)out, count);
-    return cudaGetLastError();
+    return start(write ? ceiling_kernel<true> : ceiling_kernel<false>, blocks, 512, 0, stream,
+                 (const uint4 *)a, (const uint4 *)b, (uint4 *)out, count);
 }

@@ -59,9 +59,7 @@ struct logits_shift {
 template <class T> static __device__ __forceinline__ float exponential(float x, float scale) {
     if constexpr (sizeof(T) == 4)
         return expf(x * scale);
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * scale));
-    return y;
+    return exp2_fast(x * scale);
 }
 
 /* exp((z - max) / T) and z - max. PRECISE carries what the difference and its product with 1 / T
@@ -374,13 +372,12 @@ template <class T, bool GRADIENT> struct logits {
     }
 
     static __device__ double value(const kld_cuda_args &args, const row &row, const team &team) {
-        extern __shared__ uint4 cache[];
         source from;
         from.p = (const T *)row.p;
         from.q = (const T *)row.q;
         from.cached = args.cached;
         from.stride = blockDim.x;
-        from.cache = cache + threadIdx.x;
+        from.cache = dynamic_shared() + threadIdx.x;
         from.classes = row.classes;
         from.whole = aligned16<T>(row.p) && aligned16<T>(row.q);
         bool whole_out = aligned16<T>(row.grad_p) && aligned16<T>(row.grad_q);

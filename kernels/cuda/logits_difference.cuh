@@ -128,9 +128,11 @@ struct close_pairs_shared {
 
     __device__ __forceinline__ close_pairs get() const {
         close_pairs x;
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(x.apart), "=f"(x.shift), "=f"(x.rest), "=f"(x.inverse)
-                     : "r"(shared_at(at)));
+        float4 words = load_shared_float4(shared_at(at));
+        x.apart = words.x;
+        x.shift = words.y;
+        x.rest = words.z;
+        x.inverse = words.w;
         return x;
     }
 };

@@ -17,9 +17,8 @@ template <class T> struct heavy_list {
     /* Those of the lanes for which `mine`; behind `count`, which says too much if they are too
      * many. The whole warp. */
     __device__ __forceinline__ void take_one(bool mine, float z_p, float z_q, uint32_t &count) {
-        uint32_t all = __ballot_sync(KLD_FULL_WARP, mine), before;
-        asm("mov.u32 %0, %%lanemask_lt;" : "=r"(before));
-        uint32_t at = count + (uint32_t)__popc(all & before);
+        uint32_t all = __ballot_sync(KLD_FULL_WARP, mine);
+        uint32_t at = count + (uint32_t)__popc(all & lanes_before());
         if (mine && at < MOST) {
             p[at] = z_p;
             q[at] = z_q;

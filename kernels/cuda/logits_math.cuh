@@ -16,12 +16,6 @@
 #define LOG2_E 1.4426950408889634
 #define LN_2 0.6931471805599453
 
-static __device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 /* A double as two floats. */
 struct two_floats {
     float high, low;

@@ -185,7 +185,7 @@ template <class ROW> struct tiles {
                 }
                 copies_end();
                 if (now.rows) {
-                    copies_wait(); /* for the tile before that */
+                    copies_wait<1>(); /* for the tile before that */
                     __syncwarp();
                     total += compute(now, space.at[turn ^ 1], bad);
                 }
@@ -265,8 +265,7 @@ static cudaError_t launch_row(const kld_cuda_args &args, uint32_t groups, cudaSt
     static const uint32_t resident = resident_blocks(kernel<ROW>);
     uint32_t blocks = (groups + WARPS - 1) / WARPS;
     uint32_t most = args.multiprocessors * resident, used = blocks < most ? blocks : most;
-    kernel<ROW><<<used, THREADS, 0, stream>>>(args);
-    return cudaGetLastError();
+    return start(kernel<ROW>, used, THREADS, 0, stream, args);
 }
 
 /* What a row is to its kernel. */

@@ -13,23 +13,6 @@
 
 namespace logits_short {
 
-/* The larger; NaN if one of them is. */
-static __device__ __forceinline__ float max_nan(float a, float b) {
-    float y;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-    return y;
-}
-
-/* a or b, both computed: neighbouring lanes differ, and a branch would keep the work of other
- * elements from filling the waits of this one's. */
-static __device__ __forceinline__ float pick(bool first, float a, float b) {
-    float y;
-    asm("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\nselp.f32 %0, %1, %2, p;\n}"
-        : "=f"(y)
-        : "f"(a), "f"(b), "r"((unsigned)first));
-    return y;
-}
-
 /* (d - 1 + e^-d) / d^2 on [-1, 1]: 1e-7 of it, PRECISE 5e-9. */
 template <bool PRECISE> static __device__ __forceinline__ float excess(float d) {
     float y;

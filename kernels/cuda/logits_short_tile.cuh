@@ -9,21 +9,6 @@
 
 namespace logits_short {
 
-/* 16 bytes, of which `bytes` are read and the rest is 0. */
-static __device__ __forceinline__ void copy_piece(void *to, const void *from, uint32_t bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                     (uint32_t)__cvta_generic_to_shared(to)),
-                 "l"(from), "r"(bytes)
-                 : "memory");
-}
-static __device__ __forceinline__ void copies_end() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-/* All but the copies since the last copies_end() have landed. */
-static __device__ __forceinline__ void copies_wait() {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
-}
-
 /* Rows one after the other between device memory, at any stride, and shared memory. The slow way.
  */
 template <class T>

@@ -37,9 +37,7 @@ template <class SIDE> static __device__ __forceinline__ SIDE read_again(const si
     } to;
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
-        asm volatile("ld.shared.f32 %0, [%1];"
-                     : "=f"(to.word[i])
-                     : "r"(shared_at((const float *)&from + i)));
+        to.word[i] = load_shared_float(shared_at((const float *)&from + i));
     return to.row;
 }
 

@@ -8,18 +8,7 @@
 
 #include <math_constants.h>
 
-static __device__ __forceinline__ float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-/* log2(x) within 2e-7 of it, or of 1 near 1. */
-static __device__ __forceinline__ float log2_fast(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
+#include "kernels/cuda/ptx.cuh"
 
 /* p, q in [2^-125, 2^125). SHORT: a multiply-add less; 5e-7 of the result, enough for a loss. */
 template <bool SHORT = false> static __device__ __forceinline__ float log_ratio(float p, float q) {
@@ -101,8 +90,8 @@ static __device__ __forceinline__ float exp_precise(float x, float rest) {
     y = fmaf(y, t, 1.0f / 24);
     y = fmaf(y, t, 1.0f / 6);
     y = fmaf(y, t, 0.5f);
-    float e = 1.0f + (t + fmaf(t * t, y, t_low)), scale;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(scale) : "f"(x > -87.0f ? k : x * 1.44269504f));
+    float e = 1.0f + (t + fmaf(t * t, y, t_low));
+    float scale = exp2_fast(x > -87.0f ? k : x * 1.44269504f);
     return x > -87.0f ? e * scale : scale;
 }
 

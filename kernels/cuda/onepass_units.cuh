@@ -99,19 +99,17 @@ template <uint32_t UNIT> struct onepass_units {
 
         static __device__ __forceinline__ void bring(uint32_t to, const char *from,
                                                      uint32_t shift) {
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
+            copy_16(to, from);
             if (threadIdx.x % 32 == 31 && shift)
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + 16),
-                             "l"(from + 16));
+                copy_16(to + 16, from + 16);
         }
         /* 16 bytes that begin before the row's end. */
         static __device__ __forceinline__ void bring_begun(uint32_t to, const char *from,
                                                            int32_t left) {
             if (left > 0)
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
+                copy_16(to, from);
             if (threadIdx.x % 32 == 31 && left > 16)
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + 16),
-                             "l"(from + 16));
+                copy_16(to + 16, from + 16);
         }
         /* The unit of that number. */
         __device__ __forceinline__ void ask(const extent &row, uint32_t number) {
@@ -133,17 +131,16 @@ template <uint32_t UNIT> struct onepass_units {
                 }
             }
             place = place + PLACE == RING * PLACE ? 0 : place + PLACE;
-            asm volatile("cp.async.commit_group;");
+            copies_end();
         }
         static __device__ __forceinline__ uint4 load(uint32_t from, uint32_t shift) {
-            return resident::joined(resident::load_shared(from),
-                                    resident::load_shared(from + (shift ? 16 : 0)), shift);
+            return resident::joined(load_shared(from), load_shared(from + (shift ? 16 : 0)), shift);
         }
         /* The unit asked for longest ago, whose place is the next to be filled. */
         __device__ __forceinline__ void take(bool more, unit &u) const {
             if (!more)
                 return;
-            asm volatile("cp.async.wait_group %0;" ::"n"(RING - 1));
+            copies_wait<RING - 1>();
             __syncwarp();
 #pragma unroll
             for (uint32_t i = 0; i < UNIT; i++) {

@@ -114,7 +114,7 @@ struct feed {
 /* What is needed once a row lies here and not in registers: spilled, it would not even find room in
  * the first-level cache beside this much shared memory. */
 struct block_shared {
-    place place;
+    struct place place;
     row_info info[RING_MAX];
     barrier full[2 * CHUNKS_MAX], empty[CHUNKS_MAX];
     /* The reference is known, the warps' sums are there, the blocks' parts, the row is settled. */
@@ -127,7 +127,7 @@ struct block_shared {
     barrier added;
     double total;
     uint64_t group;
-    feed feed;                              /* ALONE: what has been brought; the first warp */
+    struct feed feed;                       /* ALONE: what has been brought; the first warp */
     double sums[RING_MAX][GROUP_WARPS][16]; /* of a warp: 4 partial sums of each of 4 */
     float tops[RING_MAX][GROUP_WARPS][2];   /* the largest that it has seen of p and of q */
     part blocks[RING_MAX][CLUSTER_MAX];
@@ -136,10 +136,7 @@ struct block_shared {
     uint4 data[];           /* [slots][2][tensor_bytes] */
 };
 
-static __device__ __forceinline__ block_shared &here() {
-    extern __shared__ uint4 dynamic[];
-    return *(block_shared *)dynamic;
-}
+static __device__ __forceinline__ block_shared &here() { return *(block_shared *)dynamic_shared(); }
 
 /* Of a computing thread. */
 static __device__ __forceinline__ uint32_t group_number() { return threadIdx.x / GROUP_THREADS; }

@@ -18,14 +18,6 @@ struct some_of {
     uint32_t left;
 };
 
-static __device__ __forceinline__ uint4 load_shared(uint32_t at) {
-    uint4 x;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "r"(at));
-    return x;
-}
-
 /* 16 bytes from byte `shift` of x on, which y follows. */
 static __device__ __forceinline__ uint4 joined(uint4 x, const uint4 &y, uint32_t shift) {
     bool two = shift & 8, one = shift & 4;
@@ -204,21 +196,7 @@ struct far_slice {
      * to keep them before all others. Of a warp's row, so short that the first-level cache may keep
      * it, as usual. TWICE: by a neighbour, too. */
     template <bool TWICE> static __device__ __forceinline__ uint4 load_kept(const uint4 *at) {
-        if (!REREAD || GROUP_WARPS == 1)
-            return *at;
-        uint4 x;
-        uint64_t policy;
-        asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
-        if (TWICE)
-            asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-                         : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                         : "l"(at), "l"(policy));
-        else
-            asm volatile(
-                "ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                : "l"(at), "l"(policy));
-        return x;
+        return !REREAD || GROUP_WARPS == 1 ? *at : load_evict_last<TWICE>(at);
     }
     /* A whole vector. LAST: of a row that is read again, the last time. */
     template <bool SHIFTED, bool LAST = false>
@@ -242,9 +220,7 @@ struct far_slice {
                       shift);
     }
     /* To the second-level cache, where that is of use; of a row, or behind it. */
-    static __device__ __forceinline__ void fetch(const char *at) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
-    }
+    static __device__ __forceinline__ void fetch(const char *at) { prefetch_l2(at); }
     /* Any, of which `left` classes are left; undefined beyond. */
     template <class T>
     static __device__ __forceinline__ uint4 load(const char *from, uint32_t shift, uint32_t step,

@@ -12,6 +12,8 @@
 #include <math_constants.h>
 
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/ptx.cuh"
+#include "kernels/cuda/start.cuh"
 
 #define KLD_FULL_WARP 0xffffffffu
 
@@ -62,11 +64,11 @@ struct team {
      * that is not takes all 16 of its block, and a multiprocessor has 64. */
     __device__ void wait() const {
         if (name == 0)
-            asm volatile("bar.sync 0, %0;" ::"r"(size) : "memory");
+            block_sync<0>(size);
         else if (name == 1)
-            asm volatile("bar.sync 1, %0;" ::"r"(size) : "memory");
+            block_sync<1>(size);
         else
-            asm volatile("bar.sync 2, %0;" ::"r"(size) : "memory");
+            block_sync<2>(size);
     }
     /* Warp results to one value for the block; the number of warps is a power of 2. */
     template <int COUNT, class OP> __device__ void combine(double (&value)[COUNT], OP op) const {

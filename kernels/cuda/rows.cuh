@@ -24,8 +24,7 @@ static cudaError_t launch_body(const kld_cuda_args &args, uint32_t groups, cudaS
         if (error)
             return error;
     }
-    rows_kernel<BODY, THREADS, BLOCKS><<<groups, threads, shared, stream>>>(args);
-    return cudaGetLastError();
+    return start(rows_kernel<BODY, THREADS, BLOCKS>, groups, threads, shared, stream, args);
 }
 
 template <class T>

@@ -10,6 +10,5 @@ static __global__ void __launch_bounds__(512)
 extern "C" cudaError_t kld_cuda_rows_any(const kld_cuda_args *args, uint32_t groups,
                                          cudaStream_t stream) {
     uint32_t threads = args->team > 32 ? args->team : 256;
-    any_kernel<<<groups, threads, 0, stream>>>(*args);
-    return cudaGetLastError();
+    return start(any_kernel, groups, threads, 0, stream, *args);
 }
