@@ -1,9 +1,9 @@
-/* fake_runtime.h - a double of the CUDA runtime and of our kernels, for the host side of the CUDA
- * back end on machines without a GPU. Defines the functions themselves: for tests that
- * include it, whose programs then take nothing from the real runtime.
+/* fake_runtime.h - a double of the CUDA runtime, for the host side of the CUDA back end on machines
+ * without a GPU. Defines the functions themselves: for programs that include it, which then take
+ * nothing from the real runtime. Kernels: fake_kernels.h.
  *
- * A stream is the time at which what was enqueued so far will have ended. Kernels take fake_us and
- * compute nothing but a loss of 0.25; copies happen at once; device memory is malloc's. */
+ * A stream is the time at which what was enqueued so far will have ended. Copies happen at once;
+ * device memory is malloc's. */
 #ifndef KLD_TESTS_FAKE_RUNTIME_H
 #define KLD_TESTS_FAKE_RUNTIME_H
 
@@ -11,18 +11,21 @@
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
 
-#include "kernels/cuda/launch.h"
-
-#define FAKE_LOSS 0.25
 #define FAKE_ALLOCATION ((size_t)1 << 20) /* every allocation of another process */
 #define FAKE_UNIT ((size_t)2 << 20)       /* granularity of VMM */
 #define FAKE_CARD(i) (0x11b00u + (i))     /* PCI address of card i: 0001:1b:0i */
-#define FAKE_MAPPED_AT (1 << 30)          /* from a host address to the device's of the same */
+#ifndef FAKE_MAPPED_AT
+#define FAKE_MAPPED_AT (1 << 30) /* from a host address to the device's of the same */
+#endif
+#ifndef FAKE_MULTIPROCESSORS
+#define FAKE_MULTIPROCESSORS 132
+#endif
 
 struct fake_stream {
     uint64_t ready_ns;
@@ -34,9 +37,7 @@ struct fake_event {
     unsigned opened; /* by whoever made it and by handle */
 };
 
-static atomic_int fake_us;              /* of a kernel */
-static _Atomic(const char *) fake_p_at; /* of the last launch over rows */
-static atomic_int fake_launch_error, fake_device_of_fd, fake_access_error;
+static atomic_int fake_device_of_fd, fake_access_error;
 /* Open now. */
 static atomic_int fake_streams, fake_events, fake_blocks, fake_imports, fake_maps, fake_handles,
     fake_ranges, fake_pinned;
@@ -46,9 +47,6 @@ static atomic_int fake_no_memory;   /* countdown: so many allocations of the poo
 static atomic_int fake_devices = 1; /* card 2 and those behind it are not connected to others */
 static atomic_int fake_allocations; /* calls that make or pin anything, ever */
 static atomic_int fake_open_us;     /* that opening a handle takes */
-static atomic_int
-    fake_launched_at;            /* the priority of the stream of the last launch over rows ... */
-static atomic_int fake_launches; /* ... of so many */
 static pthread_mutex_t fake_lock = PTHREAD_MUTEX_INITIALIZER; /* times */
 
 static uint64_t fake_now_ns(void) {
@@ -107,7 +105,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device) {
-    *value = attribute == cudaDevAttrMultiProcessorCount ? 132 : 200000;
+    *value = attribute == cudaDevAttrMultiProcessorCount ? FAKE_MULTIPROCESSORS : 200000;
     return cudaSuccess;
 }
 cudaError_t cudaGetLastError(void) { return cudaSuccess; }
@@ -431,36 +429,5 @@ cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsigned 
     return fake_entry(name, function, &result);
 }
 #endif
-
-/* ---- Kernels --------------------------------------------------------------------------------- */
-
-bool kld_cuda_can_be_flat(const struct kld_cuda_args *args) { return false; }
-bool kld_cuda_begins_early(void) { return false; }
-void kld_cuda_layout(struct kld_cuda_args *args, uint64_t job_rows, uint32_t shared_bytes_max) {
-    args->team = 32;
-    args->group_rows = 4;
-}
-cudaError_t kld_cuda_launch_divisor(const struct kld_cuda_args *args, bool first,
-                                    cudaStream_t stream) {
-    return fake_work(stream, 1);
-}
-cudaError_t kld_cuda_launch_rows(const struct kld_cuda_args *args, cudaStream_t stream) {
-    int error = atomic_exchange(&fake_launch_error, 0);
-    atomic_store(&fake_p_at, args->p.at);
-    atomic_fetch_add(&fake_launches, 1);
-    atomic_store(&fake_launched_at, ((struct fake_stream *)stream)->priority);
-    return error ? (cudaError_t)error : fake_work(stream, atomic_load(&fake_us));
-}
-cudaError_t kld_cuda_launch_finish(const struct kld_cuda_args *args, uint32_t groups, bool first,
-                                   bool last, uint32_t loss_dtype, double *result,
-                                   cudaStream_t stream) {
-    if (last)
-        *result = FAKE_LOSS;
-    return fake_work(stream, 1);
-}
-cudaError_t kld_cuda_launch_ceiling(const void *a, const void *b, void *out, uint64_t bytes,
-                                    bool write, uint32_t blocks, cudaStream_t stream) {
-    return fake_work(stream, 5);
-}
 
 #endif

@@ -10,7 +10,7 @@
 
 #include "kernels/backend.h"
 #include "kernels/cuda/device.h"
-#include "tests/unit/kernels/cuda/fake_runtime.h"
+#include "tests/unit/kernels/cuda/fake_kernels.h"
 #include "tests/unit/unit.h"
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)

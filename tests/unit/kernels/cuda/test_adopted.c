@@ -9,7 +9,7 @@
 #include "tests/unit/unit.h"
 
 #ifdef KLD_WITH_CUDA
-#include "tests/unit/kernels/cuda/fake_runtime.h"
+#include "tests/unit/kernels/cuda/fake_kernels.h"
 
 #define ROWS 16
 #define CLASSES 32

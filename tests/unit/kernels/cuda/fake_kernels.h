@@ -1,0 +1,47 @@
+/* fake_kernels.h - a double of our kernels over that of the runtime: they take fake_us and compute
+ * nothing but a loss of 0.25. */
+#ifndef KLD_TESTS_FAKE_KERNELS_H
+#define KLD_TESTS_FAKE_KERNELS_H
+
+#include "kernels/cuda/launch.h"
+#include "tests/unit/kernels/cuda/fake_runtime.h"
+
+#define FAKE_LOSS 0.25
+
+static atomic_int fake_us;              /* of a kernel */
+static _Atomic(const char *) fake_p_at; /* of the last launch over rows */
+static atomic_int fake_launch_error;
+static atomic_int
+    fake_launched_at;            /* the priority of the stream of the last launch over rows ... */
+static atomic_int fake_launches; /* ... of so many */
+
+bool kld_cuda_can_be_flat(const struct kld_cuda_args *args) { return false; }
+bool kld_cuda_begins_early(void) { return false; }
+void kld_cuda_layout(struct kld_cuda_args *args, uint64_t job_rows, uint32_t shared_bytes_max) {
+    args->team = 32;
+    args->group_rows = 4;
+}
+cudaError_t kld_cuda_launch_divisor(const struct kld_cuda_args *args, bool first,
+                                    cudaStream_t stream) {
+    return fake_work(stream, 1);
+}
+cudaError_t kld_cuda_launch_rows(const struct kld_cuda_args *args, cudaStream_t stream) {
+    int error = atomic_exchange(&fake_launch_error, 0);
+    atomic_store(&fake_p_at, args->p.at);
+    atomic_fetch_add(&fake_launches, 1);
+    atomic_store(&fake_launched_at, ((struct fake_stream *)stream)->priority);
+    return error ? (cudaError_t)error : fake_work(stream, atomic_load(&fake_us));
+}
+cudaError_t kld_cuda_launch_finish(const struct kld_cuda_args *args, uint32_t groups, bool first,
+                                   bool last, uint32_t loss_dtype, double *result,
+                                   cudaStream_t stream) {
+    if (last)
+        *result = FAKE_LOSS;
+    return fake_work(stream, 1);
+}
+cudaError_t kld_cuda_launch_ceiling(const void *a, const void *b, void *out, uint64_t bytes,
+                                    bool write, uint32_t blocks, cudaStream_t stream) {
+    return fake_work(stream, 5);
+}
+
+#endif
