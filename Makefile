@@ -2,7 +2,7 @@
 #
 # Variables: BUILD (output folder), SANITIZE (empty, address or thread), CUDA (1, 0; default: 1 if nvcc is
 # there), PREFIX, DESTDIR, SECONDS (of each fuzz target), JOBS (files of end-to-end tests at a time; they mostly
-# wait), V=1 for the full command lines.
+# wait), EVERY (of the emulated table's cases, each N-th), V=1 for the full command lines.
 
 BUILD    ?= build
 SANITIZE ?=
@@ -16,6 +16,7 @@ COMMIT   := $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
 Q        := $(if $(V),,@)
 
 JOBS     ?= 2
+EVERY    ?= 1
 
 CC       ?= gcc
 # All cores, unless the caller said how many.
@@ -87,7 +88,7 @@ NVCC_FLAGS := -O3 $(NVCC_EXTRA) -std=c++17 -I. -Xcompiler -fPIC,-fvisibility=hid
   -gencode arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS)) \
   $(if $(NVCC),$(shell $(NVCC) --help 2>/dev/null | grep -q compress-mode && echo --compress-mode=size))
 
-.PHONY: all lib unit examples bench-programs programs metrics install dist image print-cuda wheel lint check check-gpu bench fuzz fuzz-dist fuzz-found fuzz-coverage demo fail-nth valgrind \
+.PHONY: all lib unit examples bench-programs programs metrics install dist image print-cuda wheel lint check check-gpu emulated bench fuzz fuzz-dist fuzz-found fuzz-coverage demo fail-nth valgrind \
   coverage clean help
 all: $(BUILD)/kld-server $(BUILD)/kld $(BUILD)/libkld.so $(BUILD)/libkld.a
 lib: $(BUILD)/libkld.a $(BUILD)/libkld.so
@@ -165,6 +166,23 @@ $(BUILD)/kernel-table: $(call OBJ,$(TABLE_C) $(filter tests/unit/kernels/%,$(UNI
 	@echo "  LD    $@"
 	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(CUDA_LIBS) -lm
 
+# The same with the sources of the CUDA kernels on threads of this host (tests/emulate): no GPU, but CUDA's headers, and
+# a processor with AVX2 and FMA.
+EMULATE_CU  := $(patsubst %,$(BUILD)/emulate/%.o,$(CUDA_CU))
+EMULATE_CXX := -std=gnu++17 -O1 -march=x86-64-v3 -ffp-contract=fast -Wall -Wno-unknown-pragmas -Wno-unused-function \
+  -Wno-sign-compare -Itests/emulate -I. -isystem $(CUDA_HOME)/include -DKLD_WITH_CUDA $(SAN_FLAGS)
+$(BUILD)/obj/tests/emulate/%.c.o: EXTRA := -isystem $(CUDA_HOME)/include
+$(BUILD)/emulate/%.cu.o: %.cu
+	@mkdir -p $(@D)
+	@echo "  CXX   $<"
+	$(Q)$(CXX) $(EMULATE_CXX) -x c++ -include tests/emulate/cuda.h -MMD -MP -MF $@.d -c $< -o $@
+$(BUILD)/kernel-table-emulated: $(call OBJ,$(TABLE_C) $(filter tests/unit/kernels/%,$(UNIT_AUX_C)) $(wildcard tests/emulate/*.c) \
+                                $(KERNELS_C) $(CUDA_C) $(PROTO_C)) $(EMULATE_CU)
+	@echo "  LD    $@"
+	$(Q)$(CXX) $(LDFLAGS) $^ -o $@ -lm
+emulated: $(BUILD)/kernel-table-emulated
+	@tests/run --table $< --backend cuda --only table --table-every $(EVERY)
+
 # Fuzz targets: the code built once more by clang, without CUDA, with sanitizers and libFuzzer's counters; but for the
 # kernels, which are gcc's (table and unit tests of them have its sanitizers). FUZZ_SAN: of `make fuzz-coverage`, another.
 FUZZ_SAN   ?= -fsanitize=address,undefined -fno-sanitize-recover=undefined
@@ -207,7 +225,7 @@ FAIL_SO := $(if $(SANITIZE),,$(BUILD)/tests/fail/nth.so $(BUILD)/tests/fail/clie
 programs: all unit examples bench-programs $(if $(TABLE_C),$(BUILD)/kernel-table) $(FAIL_SO)
 
 .SECONDARY:
--include $(shell find $(BUILD)/obj $(BUILD)/fuzz/obj $(CUDA_BUILD)/cuda -name '*.d' 2>/dev/null)
+-include $(shell find $(BUILD)/obj $(BUILD)/fuzz/obj $(BUILD)/emulate $(CUDA_BUILD)/cuda -name '*.d' 2>/dev/null)
 
 # ---- what people call -----------------------------------------------------------------------------
 # Recipes that need packages install them first, so they build in a make of their own.

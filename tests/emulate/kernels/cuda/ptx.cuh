@@ -1,0 +1,62 @@
+/* ptx.cuh - for a host: what kernels/cuda/ptx.cuh has in assembler. Approximations are off by one
+ * unit in the last place, up or down as the number falls, which is as much as the hardware's may
+ * be. */
+#ifndef KLD_KERNELS_CUDA_PTX_CUH
+#define KLD_KERNELS_CUDA_PTX_CUH
+
+#include "tests/emulate/cuda.h"
+
+/* x as the hardware might have it: 1 unit beside, subnormal numbers 0. */
+static inline float emulate_rough(float x) {
+    if (std::fpclassify(x) == FP_SUBNORMAL)
+        return std::copysign(0.0f, x);
+    if (std::fpclassify(x) != FP_NORMAL)
+        return x;
+    uint32_t bits = __float_as_uint(x);
+    float beside = __uint_as_float(bits + ((bits * 0x9e3779b1u) >> 31 ? 1 : -1));
+    return std::fpclassify(beside) == FP_NORMAL ? beside : x;
+}
+static inline float emulate_flushed(float x) {
+    return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
+}
+
+static inline float reciprocal(float x) {
+    return emulate_rough((float)(1.0 / (double)emulate_flushed(x)));
+}
+static inline float log2_fast(float x) {
+    return emulate_rough((float)std::log2((double)emulate_flushed(x)));
+}
+/* Whole powers are exact. */
+static inline float exp2_fast(float x) {
+    float y = (float)std::exp2((double)emulate_flushed(x));
+    return x == std::floor(x) ? emulate_flushed(y) : emulate_rough(y);
+}
+static inline float max_nan(float a, float b) { return isnan(a) || isnan(b) ? NAN : a > b ? a : b; }
+static inline float pick(bool first, float a, float b) { return first ? a : b; }
+static inline uint32_t lanes_before() { return (1u << threadIdx.x % 32) - 1; }
+
+static inline uint4 *dynamic_shared() { return (uint4 *)emulate_shared; }
+static inline uint32_t shared_at(const void *at) { return emulate_shared_at(at); }
+static inline float load_shared_float(uint32_t at) { return *(const float *)emulate_shared_of(at); }
+static inline float4 load_shared_float4(uint32_t at) {
+    return *(const float4 *)emulate_shared_of(at);
+}
+static inline uint4 load_shared(uint32_t at) { return *(const uint4 *)emulate_shared_of(at); }
+
+template <bool FIRST_TOO> static inline uint4 load_evict_last(const uint4 *at) { return *at; }
+static inline void prefetch_l2(const void *) {}
+
+static inline void copy_16(uint32_t to, const void *from) {
+    emulate_copy(emulate_shared_of(to), from, 16, 16);
+}
+static inline void copy_piece(void *to, const void *from, uint32_t bytes) {
+    emulate_copy(to, from, bytes, 16);
+}
+static inline void copies_end() { emulate_copies_end(); }
+template <int GROUPS> static inline void copies_wait() { emulate_copies_wait(GROUPS); }
+
+template <int NAME> static inline void block_sync(uint32_t threads) {
+    emulate_block_sync(NAME, threads);
+}
+
+#endif
