@@ -186,9 +186,9 @@ class Server:
         status, _, reply = self.request(path, data, headers, **more)
         return status, json.loads(reply) if reply else None
 
-    def metrics(self):
-        """/metrics as {name with labels: value}."""
-        status, _, body = self.request("/metrics")
+    def metrics(self, headers=None):
+        """/metrics as {name with labels: value}; headers: whose right it is."""
+        status, _, body = self.request("/metrics", None, headers)
         assert status == 200
         lines = [line for line in body.decode().splitlines() if line and line[0] != "#"]
         return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}

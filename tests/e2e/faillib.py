@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 
-from conftest import BIN, Server, children_of, wait_until
+from conftest import BIN, Server, children_of, sanitizer, wait_until
 
 KINDS = ["none", "memory", "map", "descriptor", "send", "receive", "file", "epoll", "thread", "interrupt",
          "option", "connect", "cuda", "cuda look"]
@@ -62,6 +62,11 @@ class Page:
     def close(self):
         self.map.close()
         self.file.close()
+
+
+def counting():
+    """A page for who only counts blocks of memory; None where there is no such library, or a sanitizer in its place."""
+    return Page() if LIBRARY.exists() and not sanitizer() else None
 
 
 class Symbols:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from conftest import sanitizer, wait_until
+from faillib import BLOCKS_OF_CACHES
 
 PREFIX = "/kld-test-"
 POOL = 'kld_pool_bytes{worker="0"}'
@@ -82,22 +83,30 @@ def memory_of(pid):
 class Flat:
     """Around what must leave nothing behind: gateway and worker are the same processes before and after, with no more
     descriptors, no memory in use, and no more of their own but what an allocator may keep. Where large JSON comes, each
-    thread of the pool is to have had such before."""
+    thread of the pool is to have had such before. growth: bytes that each may keep, where the same came often before;
+    headers: of who may read /metrics; page: of faillib.counting(), in whose environment the server was started: the
+    blocks of malloc() are counted, since what is lost in the room of what was freed before shows in no size."""
     ROLES, GROWTH = ("gateway", "worker"), 4 << 20
 
-    def __init__(self, server):
-        self.server = server
+    def __init__(self, server, growth=GROWTH, headers=None, page=None):
+        self.server, self.growth, self.headers, self.page = server, growth, headers, page
 
     def is_idle(self):
-        metrics = self.server.metrics()
+        metrics = self.server.metrics(self.headers)
         return metrics["kld_http_connections"] == 1 and not any(
             metrics[name] for name in ("kld_staging_bytes", "kld_http_requests_in_flight", POOL))
+
+    def blocks_now(self):
+        pages = [self.page.read(role) for role in self.ROLES] if self.page else []
+        assert not pages or [page["pid"] for page in pages] == self.pids
+        return [page["blocks"] for page in pages]
 
     def __enter__(self):
         wait_until(self.is_idle, what="an idle server")
         self.pids = [self.server.child(role) for role in self.ROLES]
         self.fds = [fds_of(pid) for pid in self.pids]
         self.bytes = [memory_of(pid)["own"] for pid in self.pids]
+        self.blocks = self.blocks_now()
         return self
 
     def __exit__(self, kind, *ignored):
@@ -107,7 +116,9 @@ class Flat:
         wait_until(lambda: self.is_idle() and fds_of(self.pids[0]) <= self.fds[0] + 1, 20, "an idle server")
         wait_until(lambda: fds_of(self.pids[1]) <= self.fds[1], what="closed descriptors of the worker")
         grown = [memory_of(pid)["own"] - before for pid, before in zip(self.pids, self.bytes)]
-        assert is_sanitized() or max(grown) < self.GROWTH, grown
+        assert is_sanitized() or max(grown) < self.growth, grown
+        wait_until(lambda: all(now <= before + BLOCKS_OF_CACHES for now, before in zip(self.blocks_now(), self.blocks)),
+                   what=f"no more blocks of malloc() than {self.blocks}")
 
 
 @pytest.fixture(scope="session")
