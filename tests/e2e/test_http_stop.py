@@ -1,6 +1,8 @@
 """The gateway is told to stop while something of HTTP is on its way to or from a worker that does not
 answer: it ends by itself, and nothing of it is used after it was freed."""
+import hashlib
 import os
+import pathlib
 import re
 import signal
 import socket
@@ -9,13 +11,13 @@ import time
 
 import pytest
 
+import faillib
 import oip
-from conftest import suspend, wait_until
-from httplib import probabilities
+from conftest import children_of, suspend, wait_until
+from httplib import POOL, PREFIX, Flat, fds_of, is_sanitized, memory_of, probabilities
 from oip import INFER, infer
 
 SMALL = {"staging_bytes_max": "4M", "staging_request_bytes_max": "1M", "drain_ms": 300, "http_threads": 3}
-POOL = 'kld_pool_bytes{worker="0"}'
 
 
 def head_of(method, path, data, headers):
@@ -114,34 +116,110 @@ def test_a_silent_worker_holds_up_all_at_once(make_server):
                                       method="PUT")[0] == 200, what="the worker")
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["the gateway", "the server"])
-def test_while_a_thousand_are_suspended(make_server, whole):
-    """Each is told, and nobody had to be killed."""
-    server = make_server(**{**SMALL, "staging_bytes_max": "64M", "http_requests_max": 2000, "drain_ms": 1500,
-                            "http_deadline_ms": 60000})
-    q = probabilities((2, 3), 44)
-    infer(server, {"predictions": q, "targets": q})
-    headers, data = oip.body({"predictions": q, "targets": q})
-    request = head_of("POST", INFER, data, headers) + data
-    worker, gateway = server.child("worker"), server.child("gateway")
-    suspend(worker)
-    connections = []
-    try:
-        for _ in range(1000):
-            connections.append(connect(server))
-            connections[-1].sendall(request)
-        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1000, 30, "a thousand requests")
-        os.kill(server.pid if whole else gateway, signal.SIGTERM)
-        answers = {connection.recv(12) for connection in connections}
-        assert answers == {b"HTTP/1.1 503"}
-    finally:
-        os.kill(worker, signal.SIGCONT)
-        for connection in connections:
+class Thousand:
+    """Requests on a connection each, none of which is answered while the worker is suspended."""
+    FLAGS = {**SMALL, "staging_bytes_max": "64M", "http_requests_max": 2000, "token_requests_max": 2000,
+             "drain_ms": 1500, "http_deadline_ms": 60000}
+    Q = probabilities((2, 3), 44)
+
+    def __init__(self, server, more=None):
+        headers, data = oip.body({"predictions": self.Q, "targets": self.Q})
+        self.server, self.more, self.connections = server, more, []
+        self.request = head_of("POST", INFER, data, {**headers, **(more or {})}) + data
+        assert server.request(INFER, data, {**headers, **(more or {})})[0] == 200
+
+    def __enter__(self):
+        self.worker = self.server.child("worker")
+        suspend(self.worker)
+        try:
+            for _ in range(1000):
+                self.connections.append(connect(self.server))
+                self.connections[-1].sendall(self.request)
+            wait_until(lambda: self.server.metrics(self.more)["kld_http_requests_in_flight"] == 1000, 30,
+                       "a thousand requests")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def answers(self):
+        return {connection.recv(12) for connection in self.connections}
+
+    def __exit__(self, *ignored):
+        os.kill(self.worker, signal.SIGCONT)
+        for connection in self.connections:
             connection.close()
-    ended_well(server, gateway)
-    if whole:
-        assert server.stop() == 0
-        assert not re.search("drain time over|child died", server.log()), server.log()
-    else:
-        wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="the next gateway")
-        infer(server, {"predictions": q, "targets": q})
+        self.connections = []
+
+
+def exists(pid):
+    return pathlib.Path(f"/proc/{pid}").exists()
+
+
+def ours_in_shm():
+    """Names of shared memory that no test and none of its clients gave."""
+    return {name for name in os.listdir("/dev/shm") if "kld" in name and not name.startswith(PREFIX[1:])}
+
+
+def test_the_server_stops_while_a_thousand_are_suspended(make_server):
+    """Each is told, nobody had to be killed, and nothing is left: no process, no file, no shared memory."""
+    server, shm = make_server(**Thousand.FLAGS), ours_in_shm()
+    folder, roles = server.folder, {"server": server.pid, **children_of(server.pid)}
+    assert set(roles) == {"server", "gateway", "worker"} and "kld.sock" in os.listdir(folder)
+    with Thousand(server) as thousand:
+        os.kill(server.pid, signal.SIGTERM)
+        assert thousand.answers() == {b"HTTP/1.1 503"}
+    ended_well(server, roles["gateway"])
+    assert server.stop() == 0
+    assert not re.search("drain time over|child died", server.log()), server.log()
+    assert not [role for role, pid in roles.items() if exists(pid)]
+    assert os.listdir(folder) == ["log"] and ours_in_shm() <= shm
+    with pytest.raises(ConnectionRefusedError):
+        connect(server)
+
+
+def test_a_gateway_stops_while_a_thousand_are_suspended(make_server):
+    """Each is told, the next gateway serves, and who outlives it keeps nothing: not its staging, not a descriptor."""
+    page = faillib.counting()
+    server = make_server(environment=page and page.environment(), **Thousand.FLAGS)
+    gateways, held = [], []
+    for _ in range(4):
+        with Thousand(server) as thousand:
+            gateways.append(server.child("gateway"))
+            os.kill(gateways[-1], signal.SIGTERM)
+            assert thousand.answers() == {b"HTTP/1.1 503"}
+        ended_well(server, gateways[-1])
+        wait_until(lambda: server.child("gateway") not in gateways and server.request("/v2/health/ready")[0] == 200,
+                   what="the next gateway")
+        infer(server, {"predictions": Thousand.Q, "targets": Thousand.Q})
+        wait_until(lambda: server.metrics()[POOL] == 0 and server.metrics()["kld_staging_bytes"] == 0, what="rest")
+        time.sleep(0.1)
+        held.append({pid: (fds_of(pid), memory_of(pid), page.read(role)["blocks"] if page else 0)
+                     for role, pid in (("supervisor", server.pid), ("worker", thousand.worker))})
+    assert not [pid for pid in gateways if exists(pid)]
+    for pid in held[0]:  # the first one takes what an allocator keeps
+        fds, memory, blocks = zip(*(each[pid] for each in held))
+        assert len(set(fds)) == 1 and blocks[-1] <= blocks[0] + 2, (fds, blocks)
+        for kind in ("own", "shared"):
+            assert is_sanitized() or memory[-1][kind] - memory[0][kind] < 512 << 10, (kind, memory)
+
+
+def test_a_reload_while_a_thousand_are_suspended(make_server, tmp_path):
+    """All are answered, by the same gateway, and it keeps nothing of them."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"one {hashlib.sha256(b'word-of-one').hexdigest()} infer,metrics\n")
+    page, one = faillib.counting(), {"Authorization": "Bearer word-of-one"}
+    server = make_server(tokens=tokens, environment=page and page.environment(), **Thousand.FLAGS)
+
+    def once():
+        before = server.log().count("supervisor: reloaded")
+        with Thousand(server, one) as thousand:
+            os.kill(server.pid, signal.SIGHUP)
+            wait_until(lambda: server.log().count("supervisor: reloaded") > before, 30, "a reload")
+            os.kill(thousand.worker, signal.SIGCONT)
+            assert thousand.answers() == {b"HTTP/1.1 200"}
+    for _ in range(3):
+        once()
+    with Flat(server, headers=one, page=page):
+        for _ in range(3):
+            once()
