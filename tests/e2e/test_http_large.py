@@ -1,4 +1,6 @@
 """Tensors of gigabytes over HTTP: every row arrives where it belongs, and the gateway's memory is what it was."""
+import gzip
+import itertools
 import json
 import os
 import pathlib
@@ -66,6 +68,45 @@ def test_more_than_two_gib(make_server):
     np.testing.assert_allclose(losses, divergences(q, p)[rows % PERIODS[1], rows % PERIODS[0]], rtol=2e-5)
     assert server.metrics()["kld_http_received_bytes_total"] > 1 << 32
     assert server.metrics()["kld_http_sent_bytes_total"] > 1 << 31
+    assert memory_of(server.child("gateway"))["peak"] < 200 << 20
+
+
+def members(blocks, compressed):
+    """The body's pieces: each array of rows as often as ROWS needs it; compressed: a member of gzip each."""
+    for block in blocks:
+        whole, rest = divmod(ROWS, len(block))
+        pieces = [block.tobytes(), block[:rest].tobytes()]
+        pieces = [gzip.compress(piece, 1) for piece in pieces] if compressed else pieces
+        yield from [pieces[0]] * whole + [pieces[1]]
+
+
+@pytest.mark.skipif(is_sanitized(), reason="minutes under a sanitizer")
+@pytest.mark.skipif(memory_available() < 9 << 30 and os.environ.get("CI") != "true", reason="needs 9 GiB of memory")
+@pytest.mark.parametrize("compressed", [False, True], ids=["chunks", "gzip in chunks"])
+def test_more_than_two_gib_without_a_length(make_server, compressed):
+    """The same where nothing says how much will come. A row is 2,048 times the same 64 classes: losses are far apart."""
+    server = make_server(http_deadline_ms=600000)
+    q, p = (probabilities((rows, 64), seed) / (CLASSES // 64) for seed, rows in enumerate(PERIODS))
+    head = json.dumps({
+        "inputs": [{"name": name, "shape": [ROWS, CLASSES], "datatype": "FP32",
+                    "parameters": {"binary_data_size": 4 * ROWS * CLASSES}} for name in ("predictions", "targets")],
+        "outputs": [{"name": "row_loss", "parameters": {"binary_data": True}}],
+        "parameters": {"reduction": "sum"}}).encode()
+    wide = (np.tile(rows.astype("<f4"), CLASSES // 64) for rows in (q, p))
+    with Connection(server, timeout=280) as connection:
+        begin = [gzip.compress(head) if compressed else head]
+        connection.http.request("POST", INFER, itertools.chain(begin, members(wide, compressed)),
+                                {LENGTH: str(len(head)), **({"Content-Encoding": "gzip"} if compressed else {})},
+                                encode_chunked=True)
+        reply = connection.http.getresponse()
+        answer = reply.read()
+        assert reply.status == 200, answer
+    losses = np.frombuffer(answer[int(reply.headers[LENGTH]):], "<f4")
+    rows = np.arange(ROWS)
+    truth = divergences(q, p)[rows % PERIODS[1], rows % PERIODS[0]] * (CLASSES // 64)
+    np.testing.assert_allclose(losses, truth, rtol=2e-5)
+    assert len(set(truth.round(5))) > 1000
+    assert (server.metrics()["kld_http_received_bytes_total"] > 1 << 32) != compressed
     assert memory_of(server.child("gateway"))["peak"] < 200 << 20
 
 
