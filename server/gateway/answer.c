@@ -6,6 +6,7 @@
 #include "proto/oip.h"
 #include "server/gateway/compress.h"
 #include "server/gateway/http.h"
+#include "server/gateway/last_words.h"
 #include "server/gateway/recent.h"
 
 enum kld_coding kld_exchange_coding(const struct kld_exchange *exchange) {
@@ -104,5 +105,6 @@ void kld_exchange_reply_error(struct kld_exchange *exchange, const struct kld_er
     if (response)
         kld_stats_add(exchange->gateway->stats, KLD_STAT_http_sent_bytes_total,
                       (int64_t)text.length);
+    kld_last_words_keep(exchange, http_status, response, buffer, text.length);
     kld_exchange_reply(exchange, http_status, response);
 }

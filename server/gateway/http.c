@@ -12,6 +12,7 @@
 #include "server/gateway/accept.h"
 #include "server/gateway/drive.h"
 #include "server/gateway/headers.h"
+#include "server/gateway/last_words.h"
 #include "server/gateway/parting.h"
 #include "server/gateway/tls.h"
 #include "server/gateway/trace.h"
@@ -233,14 +234,20 @@ static bool lingers(struct kld_http *http, struct kld_exchange *exchange) {
     return true;
 }
 
-/* Of a body that no length announces the end may be far: some is dropped of it in any case. */
+/* Of a body that no length announces the end may be far: some is dropped of it in any case, then
+ * its sender is told, and parting.c drops the rest of what may be. */
 static enum MHD_Result discard(struct kld_exchange *exchange, size_t *size) {
+    uint64_t some =
+        KLD_HTTP_DISCARD_BYTES_MAX - (exchange->has_length ? 0 : KLD_HTTP_DISCARD_BEHIND_BYTES_MAX);
+    uint64_t most = exchange->caller ? exchange->gateway->config->body_bytes_max : 0;
     exchange->discarded_bytes += *size;
     *size = 0;
-    return exchange->discarded_bytes <= KLD_HTTP_DISCARD_BYTES_MAX ||
-                   exchange->taken_bytes + exchange->discarded_bytes <= read_bytes_max(exchange)
-               ? MHD_YES
-               : MHD_NO;
+    if (exchange->discarded_bytes <= some ||
+        exchange->taken_bytes + exchange->discarded_bytes <= most)
+        return MHD_YES;
+    exchange->discarded_bytes = some;
+    kld_last_words_say(exchange);
+    return MHD_NO;
 }
 
 static enum MHD_Result receive(struct kld_http *http, struct kld_exchange *exchange,
@@ -308,6 +315,7 @@ static void close_exchange(struct kld_http *http, struct kld_exchange *exchange)
         http->first = exchange->after;
     if (exchange->after)
         exchange->after->before = exchange->before;
+    free(exchange->last_words);
     free(exchange);
 }
 

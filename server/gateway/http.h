@@ -23,8 +23,10 @@
 #define KLD_HTTP_HEAD_BYTES_MAX (32 << 10)
 
 /* How much of a body that nobody wants is read so that its sender sees the reply; of a caller who
- * is known, all that he might have had taken (body_bytes_max) if that is more. */
+ * is known, all that he might have had taken (body_bytes_max) if that is more. Of a body that no
+ * length announces the last part is read behind the reply (last_words.h). */
 #define KLD_HTTP_DISCARD_BYTES_MAX ((uint64_t)64 << 20)
+#define KLD_HTTP_DISCARD_BEHIND_BYTES_MAX ((uint64_t)32 << 20)
 
 struct kld_route;
 
@@ -63,9 +65,11 @@ struct kld_exchange {
     struct MHD_Response *response;       /* given and not queued yet */
     unsigned http_status;
     uint64_t taken_bytes, discarded_bytes; /* of the body, with its chunks undone */
-    uint64_t turn;                         /* of drive.h, in which it was heard of */
-    uint32_t lingered;                     /* so often it was looked at since its end, ... */
-    uint64_t lingers_ns;                   /* ... from then on */
+    char *last_words;                      /* last_words.h; NULL: none */
+    size_t last_words_bytes;
+    uint64_t turn;       /* of drive.h, in which it was heard of */
+    uint32_t lingered;   /* so often it was looked at since its end, ... */
+    uint64_t lingers_ns; /* ... from then on */
     bool replied, queued, suspended, finished, paused;
     bool gone;      /* the client left while nobody read from it */
     bool misframed; /* its headers do not say where it ends */

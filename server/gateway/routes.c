@@ -11,6 +11,7 @@
 #include "server/gateway/cuda_shm.h"
 #include "server/gateway/hosts.h"
 #include "server/gateway/infer.h"
+#include "server/gateway/last_words.h"
 #include "server/gateway/metrics.h"
 #include "server/gateway/regions.h"
 #include "server/gateway/shm.h"
@@ -342,6 +343,7 @@ static void refuse_method(struct kld_exchange *exchange, const char *methods) {
     kld_exchange_add_header(&response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
     kld_exchange_add_header(&response, "KLD-Status", kld_status_name(KLD_METHOD));
     kld_exchange_add_header(&response, MHD_HTTP_HEADER_ALLOW, methods);
+    kld_last_words_keep(exchange, 405, response, buffer, text.length);
     kld_exchange_reply(exchange, 405, response);
 }
 
