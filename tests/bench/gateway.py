@@ -3,14 +3,17 @@
 one would write instead (aiohttp and FastAPI with PyTorch, each where it is installed), by the same client on the same
 machine. Pairs, one after the other, medians of them.
 
-  KLD_BIN=build build-venv/bin/python tests/bench/gateway.py [--backend B] [--rounds N] [--seconds S] > results/gateway-cpu.json
+  KLD_BIN=build build-venv/bin/python tests/bench/gateway.py [--backend B] [--rounds N] [--seconds S] [--only PART ...] \\
+    > results/gateway-cpu.json
 
 FastAPI runs under uvicorn: `build-venv/bin/pip install fastapi 'uvicorn[standard]'`. Tensors of 1 GiB come to it as bytes, as to
 aiohttp.
 
 Each server has one HTTP thread, as libmicrohttpd's has. With eight cores or more (loadlib.py) the client, the gateway and the
 worker have cores of their own; a TCP sink and libmicrohttpd have the gateway's then, the two with PyTorch the gateway's
-and the worker's, and four HTTP threads are measured beside four of libmicrohttpd's. On a GPU PyTorch is there twice, on the CPU and
+and the worker's, and four HTTP threads are measured beside four of libmicrohttpd's. "threads" has several HTTP threads beside
+one of kld's own: four, or two where all share fewer cores, which then says what a second loop costs where it gets no core, and
+not what it gains where it does. On a GPU PyTorch is there twice, on the CPU and
 on the GPU. client_busy, hello_client_busy: the share of its time that the busiest of the client's processes was at work; near 1 it is
 the client that was measured.
 """
@@ -83,6 +86,7 @@ uvicorn.run(app, host="127.0.0.1", port=%d, log_level="error")
 class Bench:
     def __init__(self, options):
         self.options, self.cores, self.processes, self.servers, self.ports = options, Cores(), [], [], {}
+        self.threads = 4 if self.cores.apart else 2
 
     def server(self, name, **flags):
         """A kld-server, its roles on their cores."""
@@ -136,6 +140,7 @@ def main():
     parser.add_argument("--backend", default=os.environ.get("KLD_BACKEND", "cpu"), choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2)
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="some parts of it")
     options = parser.parse_args()
     room_for_connections()
     bench = Bench(options)
@@ -144,8 +149,8 @@ def main():
     folder = tempfile.TemporaryDirectory()
     try:
         start_all(bench, folder.name)
-        for part in (uploads, small, over_pytorch, idle):
-            part(bench, results)
+        for name in options.only:
+            PARTS[name](bench, results)
     except BaseException:  # what was measured until then is worth keeping
         results["failed"] = traceback.format_exc()
     finally:
@@ -162,10 +167,10 @@ def start_all(bench, folder):
     bench.server("fresh", keep_buffer_ms=0)  # each request's buffer is new to it, as after ten seconds without one
     bench.start("hello", lambda port: [PROGRAM, "hello", port], cores.gateway)
     bench.start("sink", lambda port: [PROGRAM, "sink", port, str(GIB)], cores.gateway)
+    bench.server(f"kld_{bench.threads}_threads", http_threads=bench.threads)
     if cores.apart:
-        bench.server("kld_4_threads", http_threads=4)
         bench.start("hello_4_threads", lambda port: [PROGRAM, "hello", port, "4"], cores.gateway)
-    for name, peer, device in peers(bench):
+    for name, peer, device in peers(bench) if "over_pytorch" in bench.options.only else []:
         def script(port, name=name, peer=peer, device=device):
             path = f"{folder}/{name}.py"
             with open(path, "w") as file:
@@ -231,6 +236,18 @@ def small(bench, results):
                     "of_hello": ratio(pairs, "requests_per_s")}
 
 
+def threads(bench, results):
+    """Small requests by several HTTP threads and by one."""
+    name = f"kld_{bench.threads}_threads"
+    found = results["threads"] = {"http_threads": bench.threads, "cores_apart": bench.cores.apart}
+    for kind, parts in small_requests()[0].items():
+        pairs = bench.pairs(lambda: bench.load(name, 64, post(*parts)), lambda: bench.load("kld", 64, post(*parts)))
+        found[f"{kind}_64"] = {
+            "requests_per_s": middle([a for a, _ in pairs], "requests_per_s"),
+            "one_thread_requests_per_s": middle([b for _, b in pairs], "requests_per_s"),
+            "client_busy": middle([a for a, _ in pairs], "busy"), "of_one_thread": ratio(pairs, "requests_per_s")}
+
+
 def over_pytorch(bench, results):
     rows, ours = large_request()
     theirs = post({"X-Rows": rows, "Content-Type": "application/octet-stream"}, b"", GIB, path="/bytes")
@@ -272,6 +289,8 @@ def idle(bench, results):
     results[f"with_{IDLE}_idle"] = {"of_rate_without": ratio(pairs, "requests_per_s"),
                                     "p99_us": middle([a for a, _ in pairs], "p99_us")}
 
+
+PARTS = {part.__name__: part for part in (uploads, small, threads, over_pytorch, idle)}
 
 if __name__ == "__main__":
     sys.exit(main())
