@@ -8,6 +8,12 @@
 
 #include <uv.h>
 
+#include "proto/status.h"
+
+/* Are there as many threads to be had? Makes them and lets them go: libc keeps what they had, for
+ * those that libuv makes. So a role that cannot start says why. */
+enum kld_status kld_uv_pool_try(struct kld_error *err);
+
 /* A role that bounds itself does so first. Without memory for it the first work starts the pool.
  * SIGTERM and SIGINT are none of its threads' business: they go to the loop's. */
 void kld_uv_pool_start(uv_loop_t *loop);

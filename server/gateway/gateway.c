@@ -316,7 +316,8 @@ static enum kld_status open_parts(struct process *process, struct kld_error *err
         (status = open_pools(gateway, err)) ||
         (status = kld_tensors_open(&gateway->loop, gateway->config, gateway->stats,
                                    &gateway->tensors, err)) ||
-        (status = kld_regions_open(gateway->config, gateway->stats, &gateway->regions, err)))
+        (status = kld_regions_open(gateway->config, gateway->stats, &gateway->regions, err)) ||
+        (status = kld_uv_pool_try(err)))
         return status;
     gateway->common->hosts_matter = kld_hosts_matter(gateway->config, KLD_FD_LISTEN);
     if (gateway->config->metrics_http[0])

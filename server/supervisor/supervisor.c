@@ -359,6 +359,8 @@ static enum kld_status open_all(struct kld_supervisor *supervisor, const struct 
         status = open_http(supervisor, config, err);
     if (status == KLD_OK)
         status = kld_reload_open(supervisor, config, start, err);
+    if (status == KLD_OK)
+        status = kld_uv_pool_try(err);
     if (status == KLD_OK && kld_uv_loop_open(&supervisor->loop) != 0)
         status = kld_error_set(err, KLD_NO_MEMORY, "cannot make an event loop");
     if (status != KLD_OK)

@@ -416,7 +416,8 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
             worker->epoch = worker->started_ns;
     while (worker->epoch == 0);
     enum kld_status status;
-    if ((status = kld_peers_init(&worker->peers, options->config, err)) ||
+    if ((status = kld_uv_pool_try(err)) ||
+        (status = kld_peers_init(&worker->peers, options->config, err)) ||
         (status = kld_queue_init(&worker->queue, (uint32_t)options->config->requests_max, err)))
         return status;
     if (kld_uv_loop_open(&worker->loop) != 0) {

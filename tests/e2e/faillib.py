@@ -330,7 +330,7 @@ def serves(server, part):
 
 def start_without(role, kind, first, parts, **flags):
     """A server starts while a call fails in one of its roles from main() on: it serves, or ends and says why.
-    -> (problem or None, what was counted)."""
+    -> (problem or None, what was counted, and with "log", if it did either)."""
     page = Page()
     page.arm(role, kind, first)
     server = Server(environment=page.environment(), wait=False, stuck_ms=START_STUCK_MS, start_ms=START_STUCK_MS,
@@ -345,8 +345,10 @@ def start_without(role, kind, first, parts, **flags):
             for part in parts:
                 serves(server, part)
             status = server.stop(seconds=15)
+            seen["log"] = server.log()
             return f"status {status} in the end:\n{server.log()}" if status else None, seen
-        status, log = server.process.wait(10), server.log()
+        status = server.process.wait(10)
+        log = seen["log"] = server.log()
         said = "cannot start" in log or log.startswith("kld-server: ")
         return None if status == 1 and said else f"status {status}, and says:\n{log}", seen
     finally:

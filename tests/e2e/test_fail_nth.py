@@ -109,6 +109,21 @@ def test_starts_or_says_why_not(backend, role, kind):
     assert tried and not problems, "\n".join(problems)
 
 
+@pytest.mark.parametrize("role", ["supervisor", "worker", "gateway"])
+@pytest.mark.timeout(300)
+def test_no_threads_for_libuv(backend, role):
+    """Which ends a process that gets none for its pool: it is not even asked then, and the role says why it ends."""
+    said = 0
+    for first in range(1, 100):
+        problem, seen = faillib.start_without(role, "thread", first, [unix_compute], backend=backend)
+        if not seen["failed"]:
+            break
+        if "threads are to be had" in seen["log"]:
+            said += 1
+            assert not problem and "signal=6" not in seen["log"], problem or seen["log"]
+    assert said == 4
+
+
 def reached(backend):
     """Does nth.so see CUDA's runtime, or is it inside libkld.so?"""
     said = subprocess.run(["ldd", str(faillib.BIN / "kld-server")], capture_output=True, text=True)
