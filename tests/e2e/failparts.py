@@ -3,8 +3,10 @@ error that says what was wrong (Clear), or a closed connection (Cut)."""
 import contextlib
 import gzip
 import http.client
+import io
 import json
 import os
+import signal
 import socket
 import time
 
@@ -12,6 +14,7 @@ import numpy as np
 
 import oip
 import wire
+from conftest import suspend
 from faillib import Blamed, Clear, Cut
 from httplib import Shared, probabilities
 from unixlib import forward_kl
@@ -346,5 +349,61 @@ def http_leaves(server):
         right(client.infer(outputs=BINARY))
 
 
+TOGETHER = 6  # requests, of which each second one is small JSON
+
+
+def http_together(server):
+    """Requests that come in one turn of the gateway's loop go to the worker in one packet. Each for itself is answered
+    rightly, or not."""
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(Http(server)) for _ in range(TOGETHER)]
+        for client in clients:
+            client.ask("GET", "/v2/health/live")
+        gateway = server.child("gateway")
+        suspend(gateway)
+        try:
+            for i, client in enumerate(clients):
+                headers, data = oip.body({"predictions": Q[:2], "targets": P[:2]}, {"loss": {}}, {"reduction": "sum"},
+                                         binary=i % 2 == 0)
+                client.http.request("POST", oip.INFER, data, headers)
+        finally:
+            os.kill(gateway, signal.SIGCONT)
+        worst = None
+        for client in clients:
+            try:
+                right(oip.parse(*client.answer("POST", oip.INFER))[1], forward_kl(Q[:2], P[:2]).sum(), None)
+            except (Clear, Cut) as error:
+                worst = error
+        if worst:
+            raise worst
+
+
+NO_END = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: xchunked\r\n\r\n"  # nobody knows where it ends
+
+
+def http_parting(server):
+    """Who still sends behind what was refused reads the reply before that, and the refusal."""
+    more, data = oip.body({"predictions": Q, "targets": P}, BINARY, {"reduction": "batchmean"})
+    head = "".join(f"{k}: {v}\r\n" for k, v in {**more, "Content-Length": len(data), "Host": "localhost"}.items())
+    with cuts("what is refused"), socket.create_connection(server.address.rsplit(":", 1), timeout=SECONDS) as one:
+        one.sendall(f"POST {oip.INFER} HTTP/1.1\r\n{head}\r\n".encode() + data + NO_END)
+        for _ in range(8):
+            one.sendall(bytes(65536))
+        text = io.BytesIO(b"".join(iter(lambda: one.recv(65536), b"")))
+    for expected in (200, 501):
+        line, headers = text.readline(), http.client.parse_headers(text)
+        body = text.read(int(headers.get("Content-Length", 0)))
+        if not body or len(body) < int(headers["Content-Length"]):
+            raise Cut(f"{line!r}")
+        status = int(line.split()[1])
+        if status != expected:
+            assert json.loads(body)["error"], body
+            raise (Clear if status >= 500 else Blamed)(f"{status} {body!r}")
+        if status == 200:
+            right(oip.parse(headers, body)[1])
+    assert not text.read()
+
+
 UNIX = [unix_compute, unix_pool, unix_share, unix_cancel, unix_refused]
-HTTP = [http_json, http_binary, http_bulk, http_shared, http_tensor, http_looks, http_leaves, http_tensor_slow]
+HTTP = [http_json, http_binary, http_bulk, http_shared, http_tensor, http_looks, http_leaves, http_tensor_slow,
+        http_together, http_parting]

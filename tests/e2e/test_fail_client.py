@@ -16,7 +16,7 @@ from conftest import BIN, Server, clean_environment, end_well, wait_until
 EVERY = int(os.environ.get("FAIL_NTH_EVERY", 0))
 CLIENT = BIN / "tests" / "fail" / "client"
 KINDS = ["memory", "map", "descriptor", "send", "receive", "epoll", "thread", "interrupt", "option", "connect"]
-PARTS = {"unix": ["ask", "regions", "plain", "leave", "pool", "share", "fence"], "http": ["ask", "regions", "plain", "leave"],
+PARTS = {"unix": ["ask", "regions", "plain", "leave", "pool", "share", "fence", "packet"], "http": ["ask", "regions", "plain", "leave"],
          "name": ["plain"], "local": ["ask", "regions", "plain", "leave", "pool"], "split": ["split"]}
 STEP = {"memory": 13, "interrupt": 7}  # of a sample; of other kinds 2
 # libcurl 7.88 loses the addresses that its thread found if that cannot write to the pair of sockets beside it.

@@ -245,14 +245,18 @@ static void answers_are_right(struct script *s, const struct asked *asked) {
     }
 }
 
-static void in_flight(struct script *s, struct kld_connection *connection) {
+static void in_flight(struct script *s, struct kld_connection *connection, bool corked) {
     struct asked asked[IN_FLIGHT] = {0};
     struct kld_request request = request_plain();
     request.op.tensor[KLD_SLOT_GRAD_PREDICTIONS].dtype = KLD_DTYPE_ABSENT;
+    if (corked)
+        kld_cork(connection);
     for (uint32_t i = 0; i < IN_FLIGHT; i++) {
         request.stream = i;
         (void)TRY(kld_submit(connection, &request, answered, &asked[i], &asked[i].id, &s->error));
     }
+    if (corked)
+        kld_uncork(connection);
     kld_cancel(connection, asked[IN_FLIGHT - 1].id);
     for (int turn = 0; turn < 2000 && !all_answered(asked); turn++)
         (void)TRY(kld_process(connection, 10, &s->error));
@@ -269,7 +273,7 @@ static void plain(struct script *s) {
     put_data(&request, KLD_SLOT_ROW_LOSS, data.rows);
     if (run_is_right(s, connection, &request, data.gradient))
         expect(s, rows_are_right(), "the losses of rows");
-    in_flight(s, connection);
+    in_flight(s, connection, false);
     uint64_t id = 0;
     struct kld_result result = {0};
     if (TRY(kld_run_slice(connection, &request, 1, &id, &result, &s->error))) {
@@ -385,10 +389,20 @@ static void split(struct script *s) {
         return;
     struct kld_request request = request_plain();
     run_is_right(s, connection, &request, data.gradient);
-    in_flight(s, connection);
+    in_flight(s, connection, false);
     end(s, connection);
 }
 
-const struct part client_parts[] = {{"ask", ask},     {"regions", regions}, {"plain", plain},
-                                    {"leave", leave}, {"pool", pool},       {"share", share},
-                                    {"fence", fence}, {"split", split},     {NULL, NULL}};
+/* Some in one packet; also to a server that is found again meanwhile. */
+static void packet(struct script *s) {
+    struct kld_connection *connection = begin_at(s, s->url);
+    if (!connection)
+        return;
+    in_flight(s, connection, true);
+    in_flight(s, connection, true);
+    end(s, connection);
+}
+
+const struct part client_parts[] = {
+    {"ask", ask},     {"regions", regions}, {"plain", plain}, {"leave", leave},   {"pool", pool},
+    {"share", share}, {"fence", fence},     {"split", split}, {"packet", packet}, {NULL, NULL}};
