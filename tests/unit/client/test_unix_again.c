@@ -297,6 +297,44 @@ START_TEST(test_region_refused_behind_one_that_leaves) {
 }
 END_TEST
 
+/* Beside one that stays; and one that leaves before it was refused itself is nothing to wait for.
+ */
+START_TEST(test_region_refused_beside_one_that_stays) {
+    struct ended ended = {0};
+    setup();
+    struct kld_region *region = filled_region();
+    struct kld_request request = region_request(region, 0, region, 8192);
+    ck_assert_int_eq(kld_run(connection, &request, NULL, &error), KLD_OK);
+    worker.slow_regions = 1;
+    kld_region_drop(filled_region());
+    for (int i = 0; i < TRIES_MAX && worker.regions_added < 2; i++)
+        ck_assert_int_eq(kld_process(connection, 1, &error), KLD_OK);
+    worker.one_region = 1;
+    struct kld_region *behind = filled_region();
+    request = region_request(behind, 0, region, 8192);
+    submit(&request, &ended);
+    for (int i = 0; i < TRIES_MAX && worker.regions_added < 3; i++)
+        ck_assert_int_eq(kld_process(connection, 1, &error), KLD_OK);
+    for (int i = 0; i < 20; i++)
+        ck_assert_int_eq(kld_process(connection, 5, &error), KLD_OK);
+    ck_assert_int_eq(ended.count, 0);
+    worker.one_region = 0;
+    (void)filled_region(); /* comes first where regions are looked through */
+    for (int i = 0; i < TRIES_MAX && worker.regions_added < 4; i++)
+        ck_assert_int_eq(kld_process(connection, 1, &error), KLD_OK);
+    worker.slow_regions = 0;
+    process_until(&ended);
+    ck_assert_int_eq(ended.status, KLD_OK);
+    ck_assert_int_eq(worker.regions_added, 5);
+    worker.refuse_regions_once = KLD_NO_MEMORY;
+    kld_region_drop(filled_region());
+    ck_assert_int_eq(kld_run(connection, &request, NULL, &error), KLD_OK);
+    ck_assert_int_eq(worker.regions_added, 6);
+    ck_assert_ptr_null(connection->regions->next->next->next); /* it has gone */
+    teardown();
+}
+END_TEST
+
 /* What kills the device is not sent on and on; who was there by chance is. */
 START_TEST(test_a_request_that_kills_the_device) {
     static float q[3 * CLASSES], p[3 * CLASSES];
@@ -491,7 +529,7 @@ UNIT_MAIN("client/unix_again", test_a_loss_takes_no_words_from_what_ended_before
           test_input_overwritten_by_a_later_request, test_input_overwritten_by_a_later_copy,
           test_in_place_through_two_regions, test_worker_leaves,
           test_region_refused_by_a_worker_that_ends, test_region_refused_behind_one_that_leaves,
-          test_server_is_looked_for_after_a_long_pause, test_region_refused_for_want_of_memory,
-          test_lost_with_a_child_that_goes_on, test_reason_of_a_refusal_is_told,
-          test_another_release_is_told_at_once, test_another_release_is_told_at_once_later,
-          test_a_request_that_kills_the_device)
+          test_region_refused_beside_one_that_stays, test_server_is_looked_for_after_a_long_pause,
+          test_region_refused_for_want_of_memory, test_lost_with_a_child_that_goes_on,
+          test_reason_of_a_refusal_is_told, test_another_release_is_told_at_once,
+          test_another_release_is_told_at_once_later, test_a_request_that_kills_the_device)

@@ -20,6 +20,9 @@ START_TEST(a_plain_request_asks_for_the_loss) {
     ck_assert_int_eq(kld_oip_decode(&request.input[1], values, &err), KLD_OK);
     ck_assert_float_eq(values[0], 0.25f);
     ck_assert_float_eq(values[1], 0.75f);
+    ck_assert_int_eq(parse("{\"id\":\"\xc3\xa4 \xe2\x82\xac \xf0\x9f\x98\x80!\"," INPUTS "}"),
+                     KLD_OK);
+    ck_assert_str_eq(request.id, "\xc3\xa4 \xe2\x82\xac \xf0\x9f\x98\x80!");
 }
 END_TEST
 
