@@ -167,15 +167,16 @@ $(BUILD)/kernel-table: $(call OBJ,$(TABLE_C) $(filter tests/unit/kernels/%,$(UNI
 	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(CUDA_LIBS) -lm
 
 # The same with the sources of the CUDA kernels on threads of this host (tests/emulate): no GPU, but CUDA's headers, and
-# a processor with AVX2 and FMA.
+# a processor with AVX2 and FMA. As on a card no kernel shares a template's function with that of another source file.
 EMULATE_CU  := $(patsubst %,$(BUILD)/emulate/%.o,$(CUDA_CU))
-EMULATE_CXX := -std=gnu++17 -O1 -march=x86-64-v3 -ffp-contract=fast -Wall -Wno-unknown-pragmas -Wno-unused-function \
+EMULATE_CXX := -std=gnu++17 -O1 -fno-gnu-unique -march=x86-64-v3 -ffp-contract=fast -Wall -Wno-unknown-pragmas -Wno-unused-function \
   -Wno-sign-compare -Itests/emulate -I. -isystem $(CUDA_HOME)/include -DKLD_WITH_CUDA $(SAN_FLAGS)
 $(BUILD)/obj/tests/emulate/%.c.o: EXTRA := -isystem $(CUDA_HOME)/include
 $(BUILD)/emulate/%.cu.o: %.cu
 	@mkdir -p $(@D)
 	@echo "  CXX   $<"
-	$(Q)$(CXX) $(EMULATE_CXX) -x c++ -include tests/emulate/cuda.h -MMD -MP -MF $@.d -c $< -o $@
+	$(Q)$(CXX) $(EMULATE_CXX) -x c++ -include tests/emulate/cuda.h -MMD -MP -MF $@.d -MT $@ -c $< -o $@.all
+	$(Q)$(LD) -r --force-group-allocation $@.all -o $@ && objcopy -w --keep-global-symbol='kld_cuda_*' $@ && rm $@.all
 $(BUILD)/kernel-table-emulated: $(call OBJ,$(TABLE_C) $(filter tests/unit/kernels/%,$(UNIT_AUX_C)) $(wildcard tests/emulate/*.c) \
                                 $(KERNELS_C) $(CUDA_C) $(PROTO_C)) $(EMULATE_CU)
 	@echo "  LD    $@"

@@ -67,16 +67,19 @@ struct named {
 
 struct cluster {
     uint32_t size;
-    _Atomic uint32_t arrived;
+    pthread_mutex_t lock; /* the next three */
+    uint32_t arrived, ended;
     uint64_t times;
-    pthread_barrier_t turn; /* all its blocks have ended */
+    pthread_barrier_t turn; /* all its blocks have begun, or ended */
     unsigned char *anchor[EMULATE_CLUSTER_MAX];
 };
 
-/* One that runs blocks. Its own thread's, but `anchor`. */
+/* One that runs blocks. Its own thread's. */
 struct runner {
     pthread_t id;
     uint32_t number;
+    struct cluster *cluster; /* the machine's, or `alone` */
+    struct cluster alone;
     struct thread *thread; /* [EMULATE_THREADS_MAX] */
     struct warp warp[WARPS];
     struct named named[NAMES];
@@ -101,7 +104,8 @@ static struct machine {
     struct runner *runner[EMULATE_CLUSTER_MAX];
 } machine = {.lock = PTHREAD_MUTEX_INITIALIZER,
              .begun = PTHREAD_COND_INITIALIZER,
-             .done = PTHREAD_COND_INITIALIZER};
+             .done = PTHREAD_COND_INITIALIZER,
+             .cluster.lock = PTHREAD_MUTEX_INITIALIZER};
 
 __thread const struct emulate_place *emulate_here;
 __thread __attribute__((aligned(1024))) unsigned char emulate_shared[EMULATE_SHARED_MAX];
@@ -116,18 +120,36 @@ static uint32_t draw(uint32_t below) {
     return (uint32_t)((me->random >> 16) % below);
 }
 
+static const char *state_of(const struct thread *thread) {
+    return thread->ended ? "ended" : thread->waits_for ? thread->waits_for : "runs";
+}
+
+/* The lanes of a warp, put together where they are in the same place. */
+static void describe(const struct runner *runner, uint32_t first) {
+    uint32_t told = 0;
+    for (uint32_t lane = 0; lane < EMULATE_WARP && first + lane < runner->threads; lane++) {
+        const struct thread *thread = &runner->thread[first + lane];
+        uint32_t same = 0;
+        if (told >> lane & 1)
+            continue;
+        for (uint32_t i = lane; i < EMULATE_WARP && first + i < runner->threads; i++)
+            if (strcmp(state_of(&runner->thread[first + i]), state_of(thread)) == 0)
+                same |= 1u << i;
+        told |= same;
+        fprintf(stderr, "  block %u warp %u lanes %08x: %s", thread->place.block.x,
+                first / EMULATE_WARP, same, state_of(thread));
+        if (!thread->ended && thread->waits_for)
+            fprintf(stderr, " (%p: %016llx)", (const void *)thread->watched,
+                    (unsigned long long)*thread->watched);
+        fprintf(stderr, "\n");
+    }
+}
+
 static void give_up(const char *what) {
     fprintf(stderr, "emulated kernel: %s\n", what);
-    if (me)
-        for (uint32_t i = 0; i < me->threads; i++) {
-            const struct thread *thread = &me->thread[i];
-            if (i == me->current || (!thread->ended && i % EMULATE_WARP == 0))
-                fprintf(stderr, "  block %u thread %u%s: %s\n", thread->place.block.x, i,
-                        i == me->current ? " (running)" : "",
-                        thread->ended       ? "ended"
-                        : thread->waits_for ? thread->waits_for
-                                            : "runs");
-        }
+    for (uint32_t number = 0; number < machine.wanted; number++)
+        for (uint32_t first = 0; first < machine.runner[number]->threads; first += EMULATE_WARP)
+            describe(machine.runner[number], first);
     abort();
 }
 
@@ -151,6 +173,23 @@ static void wait_while(const uint64_t *watched, uint64_t bits, uint64_t value, c
     thread->waits_for = NULL;
 }
 
+/* Of the cluster; who has ended is not waited for. Returns how often all have met before. */
+static uint64_t count_of_cluster(bool ended) {
+    struct cluster *cluster = me->cluster;
+    pthread_mutex_lock(&cluster->lock);
+    uint64_t times = cluster->times;
+    if (ended)
+        cluster->ended++;
+    else
+        cluster->arrived++;
+    if (cluster->arrived && cluster->arrived + cluster->ended == cluster->size * me->threads) {
+        cluster->arrived = 0;
+        __atomic_fetch_add(&cluster->times, 1, __ATOMIC_SEQ_CST);
+    }
+    pthread_mutex_unlock(&cluster->lock);
+    return times;
+}
+
 static bool all_there(struct warp *warp, struct meeting *meeting);
 
 static void end_of_thread(struct thread *thread) {
@@ -160,6 +199,7 @@ static void end_of_thread(struct thread *thread) {
     thread->copies = 0;
     warp->ended |= 1u << lane;
     me->moves++;
+    count_of_cluster(true);
     for (unsigned i = 0; i < warp->meetings; i++)
         if (warp->meeting[i].arrived)
             all_there(warp, &warp->meeting[i]);
@@ -232,7 +272,7 @@ static void run_block(void) {
         }
         if (!since)
             since = seconds();
-        if (machine.cluster.size == 1 || seconds() - since > STUCK_S)
+        if (me->cluster->size == 1 || seconds() - since > STUCK_S)
             give_up("nobody can go on");
         sched_yield();
     }
@@ -266,19 +306,24 @@ static void open_block(uint32_t block) {
  */
 
 static void run_cluster(uint32_t rank) {
-    for (uint32_t first = 0; first < machine.launch->blocks.x; first += machine.cluster.size) {
+    me->cluster = &machine.cluster;
+    for (uint32_t first = 0; first < machine.launch->blocks.x; first += me->cluster->size) {
         open_block(first + rank);
-        machine.cluster.anchor[rank] = emulate_shared;
-        pthread_barrier_wait(&machine.cluster.turn);
+        me->cluster->anchor[rank] = emulate_shared;
+        if (rank == 0)
+            me->cluster->ended = 0;
+        pthread_barrier_wait(&me->cluster->turn);
         run_block();
-        pthread_barrier_wait(&machine.cluster.turn);
+        pthread_barrier_wait(&me->cluster->turn);
     }
 }
 
 static void run_blocks(void) {
     uint32_t block;
+    me->cluster = &me->alone;
     while ((block = atomic_fetch_add(&machine.next, 1)) < machine.launch->blocks.x) {
         open_block(block);
+        me->alone.ended = 0;
         run_block();
     }
 }
@@ -318,6 +363,8 @@ static void add_runner(void) {
     for (size_t i = 0; i < EMULATE_THREADS_MAX; i++)
         runner->thread[i].stack = stacks + i * STACK_BYTES;
     runner->number = machine.runners;
+    runner->alone.size = 1;
+    pthread_mutex_init(&runner->alone.lock, NULL);
     const char *seed = getenv("KLD_EMULATE_SEED");
     runner->random =
         (seed ? strtoull(seed, NULL, 0) : 1) * 0x9e3779b97f4a7c15u + runner->number + 1;
@@ -341,7 +388,6 @@ int emulate_run(const struct emulate_launch *launch) {
     pthread_mutex_lock(&machine.lock);
     machine.launch = launch;
     machine.cluster.size = cluster;
-    atomic_store(&machine.cluster.arrived, 0);
     atomic_store(&machine.next, 0);
     machine.wanted = cluster > 1 ? cluster : launch->blocks.x < SIDE_BY_SIDE ? 1 : SIDE_BY_SIDE;
     while (machine.runners < machine.wanted)
@@ -412,14 +458,9 @@ void emulate_block_sync(unsigned name, uint32_t threads) {
 }
 
 void emulate_cluster_sync(void) {
-    struct cluster *cluster = &machine.cluster;
     emulate_meet(UINT32_MAX, "barrier.cluster", 0);
-    uint64_t time = __atomic_load_n(&cluster->times, __ATOMIC_SEQ_CST);
-    if (atomic_fetch_add(&cluster->arrived, 1) + 1 == cluster->size * me->threads) {
-        atomic_store(&cluster->arrived, 0);
-        __atomic_fetch_add(&cluster->times, 1, __ATOMIC_SEQ_CST);
-    }
-    wait_while(&cluster->times, UINT64_MAX, time, "barrier.cluster");
+    uint64_t times = count_of_cluster(false);
+    wait_while(&me->cluster->times, UINT64_MAX, times, "barrier.cluster");
     me->moves++;
 }
 
@@ -434,9 +475,10 @@ uint32_t emulate_shared_at(const void *at) {
 }
 void *emulate_shared_of(uint32_t at) { return emulate_shared + (int32_t)at; }
 void *emulate_of_rank(const void *at, uint32_t rank) {
-    if (rank >= machine.cluster.size)
+    if (rank >= me->cluster->size)
         give_up("a block that is not of this cluster");
-    return machine.cluster.anchor[rank] + ((const unsigned char *)at - emulate_shared);
+    unsigned char *anchor = me->cluster->size == 1 ? emulate_shared : me->cluster->anchor[rank];
+    return anchor + ((const unsigned char *)at - emulate_shared);
 }
 
 /* ---- Barriers in shared memory ------------------------------------------------------------------

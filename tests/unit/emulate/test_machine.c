@@ -127,6 +127,25 @@ START_TEST(blocks_of_a_cluster_write_to_each_other) {
 }
 END_TEST
 
+/* Half of the threads of every second block. */
+static void leave_before_the_others_meet(void *user) {
+    _Atomic int *met = user;
+    if (emulate_here->rank % 2 && number() >= 32)
+        return;
+    emulate_cluster_sync();
+    atomic_fetch_add(met, 1);
+    emulate_cluster_sync();
+}
+START_TEST(a_cluster_does_not_wait_for_who_has_ended) {
+    _Atomic int met = 0;
+    ck_assert_int_eq(run(8, 4, 64, leave_before_the_others_meet, &met), 0);
+    ck_assert_int_eq(atomic_load(&met), 2 * (64 + 32 + 64 + 32));
+    atomic_store(&met, 0); /* each by itself, two side by side */
+    ck_assert_int_eq(run(8, 1, 64, leave_before_the_others_meet, &met), 0);
+    ck_assert_int_eq(atomic_load(&met), 8 * 64);
+}
+END_TEST
+
 START_TEST(what_no_card_takes) {
     ck_assert_int_eq(run(1, 1, EMULATE_THREADS_MAX + 1, add_lanes, NULL), 9);
     ck_assert_int_eq(run(0, 1, 32, add_lanes, NULL), 9);
@@ -221,6 +240,7 @@ END_TEST
 UNIT_MAIN("emulate/machine", lanes_meet_each_time, halves_of_a_warp_meet_as_often_as_they_like,
           lanes_that_meet_in_different_places_end_it, a_barrier_that_some_never_reach_ends_it,
           a_part_of_a_block_waits_for_itself, blocks_of_a_cluster_write_to_each_other,
-          what_no_card_takes, copies_land_when_they_are_waited_for, copies_in_bulk_end_a_phase,
+          a_cluster_does_not_wait_for_who_has_ended, what_no_card_takes,
+          copies_land_when_they_are_waited_for, copies_in_bulk_end_a_phase,
           who_does_not_wait_finds_nothing_now_and_then)
 #endif

@@ -26,6 +26,9 @@
 #ifndef FAKE_MULTIPROCESSORS
 #define FAKE_MULTIPROCESSORS 132
 #endif
+#ifndef FAKE_SHARED_BYTES /* most of a block */
+#define FAKE_SHARED_BYTES 200000
+#endif
 
 struct fake_stream {
     uint64_t ready_ns;
@@ -105,7 +108,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device) {
-    *value = attribute == cudaDevAttrMultiProcessorCount ? FAKE_MULTIPROCESSORS : 200000;
+    *value = attribute == cudaDevAttrMultiProcessorCount ? FAKE_MULTIPROCESSORS : FAKE_SHARED_BYTES;
     return cudaSuccess;
 }
 cudaError_t cudaGetLastError(void) { return cudaSuccess; }
