@@ -170,7 +170,7 @@ $(BUILD)/kernel-table: $(call OBJ,$(TABLE_C) $(filter tests/unit/kernels/%,$(UNI
 # a processor with AVX2 and FMA. As on a card no kernel shares a template's function with that of another source file.
 EMULATE_CU  := $(patsubst %,$(BUILD)/emulate/%.o,$(CUDA_CU))
 EMULATE_CXX := -std=gnu++17 -O1 -fno-gnu-unique -march=x86-64-v3 -ffp-contract=fast -Wall -Wno-unknown-pragmas -Wno-unused-function \
-  -Wno-sign-compare -Itests/emulate -I. -isystem $(CUDA_HOME)/include -DKLD_WITH_CUDA $(SAN_FLAGS)
+  -Wno-sign-compare -Itests/emulate -I. -isystem $(CUDA_HOME)/include -DKLD_WITH_CUDA $(SAN_FLAGS) $(EMULATE_FLAGS)
 $(BUILD)/obj/tests/emulate/%.c.o: EXTRA := -isystem $(CUDA_HOME)/include
 $(BUILD)/emulate/%.cu.o: %.cu
 	@mkdir -p $(@D)

@@ -1,16 +1,20 @@
-/* ptx.cuh - for a host: what kernels/cuda/ptx.cuh has in assembler. Approximations are off by one
- * unit in the last place, up or down as the number falls, which is as much as the hardware's may
- * be. */
+/* ptx.cuh - for a host: what kernels/cuda/ptx.cuh has in assembler. Approximations are rounded to
+ * the nearest; with KLD_EMULATE_ROUGH=1 they are off by one unit in the last place, up or down as
+ * the number falls, which is as much as the hardware's may be, and more than they mostly are. */
 #ifndef KLD_KERNELS_CUDA_PTX_CUH
 #define KLD_KERNELS_CUDA_PTX_CUH
 
 #include "tests/emulate/cuda.h"
 
-/* x as the hardware might have it: 1 unit beside, subnormal numbers 0. */
+#ifndef KLD_EMULATE_ROUGH
+#define KLD_EMULATE_ROUGH 0
+#endif
+
+/* x as the hardware might have it; subnormal numbers are 0. */
 static inline float emulate_rough(float x) {
     if (std::fpclassify(x) == FP_SUBNORMAL)
         return std::copysign(0.0f, x);
-    if (std::fpclassify(x) != FP_NORMAL)
+    if (!KLD_EMULATE_ROUGH || std::fpclassify(x) != FP_NORMAL)
         return x;
     uint32_t bits = __float_as_uint(x);
     float beside = __uint_as_float(bits + ((bits * 0x9e3779b1u) >> 31 ? 1 : -1));
