@@ -1,4 +1,5 @@
-/* uv_pool.c - see uv_pool.h. */
+/* uv_pool.c - see uv_pool.h. What was tried may be missing a moment later: a thread that has been
+ * joined counts for the kernel's limits until it has gone altogether. */
 #include "server/uv_pool.h"
 
 #include <pthread.h>

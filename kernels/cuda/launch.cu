@@ -206,8 +206,8 @@ extern "C" cudaError_t kld_cuda_launch_finish(const kld_cuda_args *args, uint32_
     config.stream = stream;
     config.attrs = &early;
     config.numAttrs = args->begins_early;
-    return cudaLaunchKernelEx(&config, finish_kernel, args->scratch, groups, first, last,
-                              args->divisor, args->loss.at, loss_dtype, result);
+    return start(config, finish_kernel, args->scratch, groups, first, last, args->divisor,
+                 args->loss.at, loss_dtype, result);
 }
 
 extern "C" bool kld_cuda_begins_early(void) {

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-/* 1 / x within 1 ulp; 0 where x is subnormal. */
+/* 1 / x within 1 ulp; 0 where that is subnormal, infinite where x is. */
 static __device__ __forceinline__ float reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -97,7 +97,7 @@ static cudaError_t launch_kernel(void (*function)(kld_cuda_args), size_t element
     else if (resident::FAR)
         used = far_clusters(args, element, groups, (uint32_t)clusters);
     config.gridDim = dim3(used * args.cluster);
-    return cudaLaunchKernelEx(&config, function, args);
+    return start(config, function, args);
 }
 
 template <class BODY>

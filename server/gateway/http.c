@@ -238,7 +238,7 @@ static bool lingers(struct kld_http *http, struct kld_exchange *exchange) {
  * its sender is told, and parting.c drops the rest of what may be. */
 static enum MHD_Result discard(struct kld_exchange *exchange, size_t *size) {
     uint64_t some =
-        KLD_HTTP_DISCARD_BYTES_MAX - (exchange->has_length ? 0 : KLD_HTTP_DISCARD_BEHIND_BYTES_MAX);
+        KLD_HTTP_DISCARD_BYTES_MAX - (exchange->last_words ? KLD_HTTP_DISCARD_BEHIND_BYTES_MAX : 0);
     uint64_t most = exchange->caller ? exchange->gateway->config->body_bytes_max : 0;
     exchange->discarded_bytes += *size;
     *size = 0;

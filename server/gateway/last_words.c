@@ -81,6 +81,6 @@ void kld_last_words_say(struct kld_exchange *exchange) {
     size_t bytes = exchange->last_words_bytes;
     ssize_t sent = tls ? gnutls_record_send((gnutls_session_t)info->tls_session, words, bytes)
                        : send(info->connect_fd, words, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent > 0)
+    if (sent == (ssize_t)bytes)
         kld_stats_http_reply(exchange->gateway->stats, exchange->http_status);
 }

@@ -79,12 +79,19 @@ def wait_until(condition, seconds=10, what="the condition"):
 
 def suspend(pid):
     """SIGSTOP, and until it is so: the signal reaches one thread, and the others may run until that one has had a turn."""
-    os.kill(pid, signal.SIGSTOP)
+    def stopped():
+        try:
+            return {(task / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                    for task in pathlib.Path(f"/proc/{pid}/task").iterdir()} == {"T"}
+        except (FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            return False
 
-    def states():
-        return {(task / "stat").read_text().rsplit(")", 1)[1].split()[0]
-                for task in pathlib.Path(f"/proc/{pid}/task").iterdir()}
-    wait_until(lambda: states() == {"T"}, what=f"that {pid} stops")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(stopped, what=f"that {pid} stops")
+    except AssertionError:
+        os.kill(pid, signal.SIGCONT)
+        raise
 
 
 def needs(module):

@@ -216,6 +216,7 @@ def leave(server, reset):
         for one in connections:
             one.sendall(text_of(DATA, HEADERS))
         wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 90, what="all of them")
+        server.metrics()  # a turn of the gateway later: what goes to the worker at a turn's end is there
         for one in connections:
             if reset:
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -48,8 +48,7 @@ using std::isinf;
 using std::isnan;
 using std::signbit;
 
-/* ---- Launches ----------------------------------------------------------------------------------
- */
+/* ---- Launches ------------------------------------------------------------------------------- */
 
 template <class... PARAMETERS, class... ARGUMENTS>
 static inline cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config,
@@ -92,14 +91,19 @@ static inline cudaError_t cudaOccupancyMaxActiveClusters(int *ret_clusters, KERN
     return cudaSuccess;
 }
 
-/* ---- Of a warp
- * ----------------------------------------------------------------------------------- */
+/* ---- Of a warp ------------------------------------------------------------------------------ */
 
+/* Where: two lanes may not meet in different places. */
 #define EMULATE_TEXT_(x) #x
 #define EMULATE_TEXT(x) EMULATE_TEXT_(x)
-/* Where: two lanes may not meet in different places. */
-#define __syncwarp(...)                                                                            \
-    emulate_syncwarp("__syncwarp() in " __FILE__ ":" EMULATE_TEXT(__LINE__), ##__VA_ARGS__)
+#define EMULATE_WHERE(what) what " in " __FILE__ ":" EMULATE_TEXT(__LINE__)
+#define __syncwarp(...) emulate_syncwarp(EMULATE_WHERE("__syncwarp()"), ##__VA_ARGS__)
+#define __shfl_xor_sync(...) emulate_shuffle_xor(EMULATE_WHERE("__shfl_xor_sync()"), __VA_ARGS__)
+#define __shfl_sync(...) emulate_shuffle(EMULATE_WHERE("__shfl_sync()"), __VA_ARGS__)
+#define __ballot_sync(...) emulate_ballot(EMULATE_WHERE("__ballot_sync()"), __VA_ARGS__)
+#define __any_sync(...) emulate_any(EMULATE_WHERE("__any_sync()"), __VA_ARGS__)
+#define __reduce_max_sync(...) emulate_max(EMULATE_WHERE("__reduce_max_sync()"), __VA_ARGS__)
+#define __reduce_add_sync(...) emulate_add(EMULATE_WHERE("__reduce_add_sync()"), __VA_ARGS__)
 
 static inline void emulate_syncwarp(const char *where, uint32_t mask = UINT32_MAX) {
     emulate_meet(mask, where, 0);
@@ -118,54 +122,50 @@ template <class T> static inline T emulate_value(uint64_t bits) {
     return value;
 }
 template <class T>
-static inline T __shfl_xor_sync(uint32_t mask, T value, uint32_t other, int width = 32) {
-    const uint64_t *all = emulate_meet(mask, "__shfl_xor_sync()", emulate_bits(value));
+static inline T emulate_shuffle_xor(const char *where, uint32_t mask, T value, uint32_t other,
+                                    uint32_t width = 32) {
     uint32_t lane = threadIdx.x % 32, from = lane ^ other;
-    return emulate_value<T>(all[from / width > lane / width ? lane : from]);
+    const emulate_met *met = emulate_meet(mask, where, emulate_bits(value));
+    return emulate_value<T>(emulate_value_of(met, from / width > lane / width ? lane : from));
 }
-template <class T> static inline T __shfl_sync(uint32_t mask, T value, int lane, int width = 32) {
-    const uint64_t *all = emulate_meet(mask, "__shfl_sync()", emulate_bits(value));
-    return emulate_value<T>(all[(int)(threadIdx.x % 32) / width * width + lane % width]);
+template <class T>
+static inline T emulate_shuffle(const char *where, uint32_t mask, T value, uint32_t lane,
+                                uint32_t width = 32) {
+    const emulate_met *met = emulate_meet(mask, where, emulate_bits(value));
+    return emulate_value<T>(emulate_value_of(met, threadIdx.x % 32 / width * width + lane % width));
 }
+/* Of all that came. */
 template <class T, class OP>
-static inline T emulate_reduce(uint32_t mask, const char *what, T value, OP op) {
-    const uint64_t *all = emulate_meet(mask, what, emulate_bits(value));
+static inline T emulate_reduce(const char *where, uint32_t mask, T value, T first, OP op) {
+    const emulate_met *met = emulate_meet(mask, where, emulate_bits(value));
     for (uint32_t lane = 0; lane < 32; lane++)
-        if (mask >> lane & 1)
-            value = op(value, emulate_value<T>(all[lane]));
-    return value;
+        if (met->lanes >> lane & 1)
+            first = op(first, emulate_value<T>(met->value[lane]));
+    return first;
 }
-static inline uint32_t __ballot_sync(uint32_t mask, bool mine) {
-    return emulate_reduce(mask, "__ballot_sync()", mine ? 1u << threadIdx.x % 32 : 0u,
+static inline uint32_t emulate_ballot(const char *where, uint32_t mask, bool mine) {
+    return emulate_reduce(where, mask, mine ? 1u << threadIdx.x % 32 : 0u, 0u,
                           [](uint32_t a, uint32_t b) { return a | b; });
 }
-static inline bool __any_sync(uint32_t mask, bool mine) {
-    return emulate_reduce(mask, "__any_sync()", mine, [](bool a, bool b) { return a || b; });
+static inline bool emulate_any(const char *where, uint32_t mask, bool mine) {
+    return emulate_ballot(where, mask, mine) != 0;
 }
-static inline bool __all_sync(uint32_t mask, bool mine) {
-    return emulate_reduce(mask, "__all_sync()", mine, [](bool a, bool b) { return a && b; });
+template <class T> static inline T emulate_max(const char *where, uint32_t mask, T value) {
+    return emulate_reduce(where, mask, value, value, [](T a, T b) { return a > b ? a : b; });
 }
-template <class T> static inline T __reduce_max_sync(uint32_t mask, T value) {
-    return emulate_reduce(mask, "__reduce_max_sync()", value,
-                          [](T a, T b) { return a > b ? a : b; });
-}
-template <class T> static inline T __reduce_add_sync(uint32_t mask, T value) {
-    T mine = value;
-    return emulate_reduce(mask, "__reduce_add_sync()", value, [](T a, T b) { return (T)(a + b); }) -
-           mine;
+template <class T> static inline T emulate_add(const char *where, uint32_t mask, T value) {
+    return emulate_reduce(where, mask, value, (T)0, [](T a, T b) { return (T)(a + b); });
 }
 template <class T> static inline T atomicAdd(T *at, T value) {
     return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST);
 }
 
-/* ---- Memory
- * -------------------------------------------------------------------------------------- */
+/* ---- Memory --------------------------------------------------------------------------------- */
 
 template <class T> static inline T __ldcs(const T *at) { return *at; }
 template <class T> static inline void __stcs(T *at, T value) { *at = value; }
 
-/* ---- Numbers
- * ------------------------------------------------------------------------------------- */
+/* ---- Numbers -------------------------------------------------------------------------------- */
 
 /* Not to be put together with what is done with it. */
 static inline float emulate_apart(float x) {

@@ -5,10 +5,12 @@
  * A thread of the block is a context of its own that runs until it waits for another one. The
  * blocks of a cluster run side by side, all others as they come.
  *
- * What the hardware leaves open is decided against the kernel: who runs next is drawn anew each
- * time, and a copy in the background is made when it is waited for, or when nobody could go on
- * without it. What never ends, and lanes that meet in different places, end the program with a
- * word of where they are: a program of tests, and no other. */
+ * What the hardware leaves open is decided against the kernel: each round of a block's threads
+ * begins at one that is drawn, in a direction that is, and a copy in the background is made when it
+ * is waited for, of those in bulk half, of the others all but the 64 before. What waits for ever,
+ * lanes that meet in different places, copies that are left behind and writes beyond a launch's
+ * shared memory end the program with a word of where everybody is: a program of tests, and no
+ * other. */
 #ifndef KLD_TESTS_EMULATE_MACHINE_H
 #define KLD_TESTS_EMULATE_MACHINE_H
 
@@ -47,9 +49,15 @@ struct emulate_launch {
 /* Until all of it has ended. 0, or what CUDA would say: cudaErrorInvalidConfiguration. */
 int emulate_run(const struct emulate_launch *launch);
 
+struct emulate_met {
+    uint32_t lanes; /* that came: of the mask all but those that have ended */
+    uint64_t value[EMULATE_WARP];
+};
 /* The lanes of `mask` of this warp meet, each with a value; `what` is the same for all, or the
- * program ends. Returns the values of all lanes, until the next time. */
-const uint64_t *emulate_meet(uint32_t mask, const char *what, uint64_t value);
+ * program ends. Returns what they brought, until the next time. */
+const struct emulate_met *emulate_meet(uint32_t mask, const char *what, uint64_t value);
+/* The value of one of them; the program ends where that lane did not come. */
+uint64_t emulate_value_of(const struct emulate_met *met, uint32_t lane);
 /* `threads` threads of this block. */
 void emulate_block_sync(unsigned name, uint32_t threads);
 void emulate_cluster_sync(void);

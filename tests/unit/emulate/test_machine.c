@@ -1,5 +1,7 @@
 /* test_machine.c - the threads of emulated kernels: meet, wait, copy in the background, and do not
  * get away with what a card would not forgive. */
+#undef _FORTIFY_SOURCE /* as in machine.c, before anybody includes setjmp.h */
+
 #include <signal.h>
 #include <stdbool.h>
 #include <sys/wait.h>
@@ -7,19 +9,17 @@
 
 #include "tests/unit/unit.h"
 
-/* A sanitizer knows no threads that change stacks by themselves. */
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-START_TEST(it_is_tested_without_a_sanitizer) {}
-END_TEST
-UNIT_MAIN("emulate/machine", it_is_tested_without_a_sanitizer)
-#else
 #include "tests/emulate/machine.c"
+#include "tests/emulate/memory.c"
+
+#define LAUNCHED_BYTES 4096
 
 static int run(uint32_t blocks, uint32_t cluster, uint32_t threads, void (*kernel)(void *user),
                void *user) {
     struct emulate_launch launch = {.threads = {threads, 1, 1},
                                     .blocks = {blocks, 1, 1},
                                     .cluster = cluster,
+                                    .shared_bytes = LAUNCHED_BYTES,
                                     .run = kernel,
                                     .user = user};
     return emulate_run(&launch);
@@ -37,13 +37,12 @@ static bool aborts(void (*kernel)(void *user), uint32_t threads) {
 }
 static uint32_t number(void) { return emulate_here->thread.x; }
 
-/* ---- Lanes
- * --------------------------------------------------------------------------------------- */
+/* ---- Lanes ---------------------------------------------------------------------------------- */
 
 static void add_lanes(void *user) {
     uint64_t *sums = user;
     for (uint64_t time = 0; time < 3; time++) {
-        const uint64_t *all = emulate_meet(UINT32_MAX, "sum", number() + time);
+        const uint64_t *all = emulate_meet(UINT32_MAX, "sum", number() + time)->value;
         uint64_t sum = 0;
         for (int lane = 0; lane < 32; lane++)
             sum += all[lane];
@@ -63,7 +62,7 @@ static void add_halves(void *user) {
     uint64_t *sums = user;
     uint32_t half = number() < 16 ? 0xffff : 0xffff0000;
     for (uint32_t time = 0; time < (number() < 16 ? 5 : 2); time++) {
-        const uint64_t *all = emulate_meet(half, "half", 1);
+        const uint64_t *all = emulate_meet(half, "half", 1)->value;
         for (int lane = 0; lane < 32; lane++)
             sums[number()] += half >> lane & 1 ? all[lane] : 0;
     }
@@ -80,6 +79,19 @@ END_TEST
 static void meet_elsewhere(void *user) {
     emulate_meet(UINT32_MAX, number() == 7 ? "there" : "here", 0);
 }
+static void ask_who_has_left(void *user) {
+    if (number() == 5)
+        return;
+    const struct emulate_met *met = emulate_meet(UINT32_MAX, "ask", 0);
+    if (met->lanes != ~(1u << 5))
+        _exit(1);
+    emulate_value_of(met, 4);
+    if (number() == 6)
+        emulate_value_of(met, 5);
+}
+START_TEST(a_value_of_a_lane_that_has_left_ends_it) { ck_assert(aborts(ask_who_has_left, 32)); }
+END_TEST
+
 START_TEST(lanes_that_meet_in_different_places_end_it) { ck_assert(aborts(meet_elsewhere, 32)); }
 END_TEST
 
@@ -90,8 +102,7 @@ static void leave_one_alone(void *user) {
 START_TEST(a_barrier_that_some_never_reach_ends_it) { ck_assert(aborts(leave_one_alone, 64)); }
 END_TEST
 
-/* ---- Blocks
- * ---------------------------------------------------------------------------------------- */
+/* ---- Blocks --------------------------------------------------------------------------------- */
 
 static void part_of_block(void *user) {
     _Atomic int *seen = user;
@@ -112,7 +123,7 @@ static void pass_on(void *user) {
     _Atomic int *wrong = user;
     uint32_t *mine = (uint32_t *)emulate_shared;
     uint32_t next = (emulate_here->rank + 1) % 4;
-    if (mine[number()] != GARBAGE * 0x01010101u)
+    if (mine[number()] != EMULATE_GARBAGE * 0x01010101u)
         atomic_fetch_add(wrong, 1);
     emulate_cluster_sync();
     ((uint32_t *)emulate_of_rank(mine, next))[number()] = emulate_here->rank * 100 + number();
@@ -154,8 +165,7 @@ START_TEST(what_no_card_takes) {
 }
 END_TEST
 
-/* ---- Copies
- * ------------------------------------------------------------------------------------------ */
+/* ---- Copies --------------------------------------------------------------------------------- */
 
 static _Alignas(16) uint32_t source[8] = {1, 2, 3, 4, 5, 6, 7, 8};
 
@@ -218,6 +228,20 @@ START_TEST(copies_in_bulk_end_a_phase) {
 }
 END_TEST
 
+static void leave_a_copy(void *user) {
+    uint64_t *full = (uint64_t *)emulate_shared;
+    emulate_barrier_init(full, 1);
+    emulate_barrier_arrive(full, 256);
+    for (int i = 0; i < 16; i++)
+        emulate_copy_bulk(emulate_shared + 16 + 16 * i, source, 16, full);
+}
+static void write_too_far(void *user) { emulate_shared[LAUNCHED_BYTES + number()] = 1; }
+START_TEST(what_a_card_might_forgive_ends_it) {
+    ck_assert(aborts(leave_a_copy, 1));
+    ck_assert(aborts(write_too_far, 32));
+}
+END_TEST
+
 static void look_too_early(void *user) {
     _Atomic int *early = user;
     uint64_t *full = (uint64_t *)emulate_shared;
@@ -238,9 +262,8 @@ START_TEST(who_does_not_wait_finds_nothing_now_and_then) {
 END_TEST
 
 UNIT_MAIN("emulate/machine", lanes_meet_each_time, halves_of_a_warp_meet_as_often_as_they_like,
-          lanes_that_meet_in_different_places_end_it, a_barrier_that_some_never_reach_ends_it,
-          a_part_of_a_block_waits_for_itself, blocks_of_a_cluster_write_to_each_other,
-          a_cluster_does_not_wait_for_who_has_ended, what_no_card_takes,
-          copies_land_when_they_are_waited_for, copies_in_bulk_end_a_phase,
-          who_does_not_wait_finds_nothing_now_and_then)
-#endif
+          a_value_of_a_lane_that_has_left_ends_it, lanes_that_meet_in_different_places_end_it,
+          a_barrier_that_some_never_reach_ends_it, a_part_of_a_block_waits_for_itself,
+          blocks_of_a_cluster_write_to_each_other, a_cluster_does_not_wait_for_who_has_ended,
+          what_no_card_takes, copies_land_when_they_are_waited_for, copies_in_bulk_end_a_phase,
+          what_a_card_might_forgive_ends_it, who_does_not_wait_finds_nothing_now_and_then)

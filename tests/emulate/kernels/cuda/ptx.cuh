@@ -1,6 +1,6 @@
 /* ptx.cuh - for a host: what kernels/cuda/ptx.cuh has in assembler. Approximations are rounded to
- * the nearest; with KLD_EMULATE_ROUGH=1 they are off by one unit in the last place, up or down as
- * the number falls, which is as much as the hardware's may be, and more than they mostly are. */
+ * the nearest; with KLD_EMULATE_ROUGH=1 they are as far off as the hardware's may be, up or down as
+ * the number falls, which is more than they mostly are. */
 #ifndef KLD_KERNELS_CUDA_PTX_CUH
 #define KLD_KERNELS_CUDA_PTX_CUH
 
@@ -10,30 +10,32 @@
 #define KLD_EMULATE_ROUGH 0
 #endif
 
-/* x as the hardware might have it; subnormal numbers are 0. */
-static inline float emulate_rough(float x) {
-    if (std::fpclassify(x) == FP_SUBNORMAL)
-        return std::copysign(0.0f, x);
-    if (!KLD_EMULATE_ROUGH || std::fpclassify(x) != FP_NORMAL)
-        return x;
-    uint32_t bits = __float_as_uint(x);
-    float beside = __uint_as_float(bits + ((bits * 0x9e3779b1u) >> 31 ? 1 : -1));
-    return std::fpclassify(beside) == FP_NORMAL ? beside : x;
-}
+/* Subnormal numbers are 0. */
 static inline float emulate_flushed(float x) {
     return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
 }
+/* x as the hardware might have it: so many units in the last place beside. */
+static inline float emulate_rough(float x, int units) {
+    if (!KLD_EMULATE_ROUGH || std::fpclassify(x) != FP_NORMAL)
+        return emulate_flushed(x);
+    uint32_t bits = __float_as_uint(x);
+    float beside = __uint_as_float(bits + ((bits * 0x9e3779b1u) >> 31 ? units : -units));
+    return std::fpclassify(beside) == FP_NORMAL ? beside : x;
+}
 
 static inline float reciprocal(float x) {
-    return emulate_rough((float)(1.0 / (double)emulate_flushed(x)));
+    return emulate_rough((float)(1.0 / (double)emulate_flushed(x)), 1);
 }
+/* Near 1 by 2e-7, which is more than a unit there. */
 static inline float log2_fast(float x) {
-    return emulate_rough((float)std::log2((double)emulate_flushed(x)));
+    float y = emulate_rough((float)std::log2((double)emulate_flushed(x)), 1);
+    bool up = (__float_as_uint(x) * 0x9e3779b1u) >> 31;
+    return KLD_EMULATE_ROUGH && x != 1.0f && std::fabs(y) < 1.0f ? y + (up ? 2e-7f : -2e-7f) : y;
 }
 /* Whole powers are exact. */
 static inline float exp2_fast(float x) {
     float y = (float)std::exp2((double)emulate_flushed(x));
-    return x == std::floor(x) ? emulate_flushed(y) : emulate_rough(y);
+    return x == std::floor(x) ? emulate_flushed(y) : emulate_rough(y, 2);
 }
 static inline float max_nan(float a, float b) { return isnan(a) || isnan(b) ? NAN : a > b ? a : b; }
 static inline float pick(bool first, float a, float b) { return first ? a : b; }
