@@ -246,7 +246,7 @@ def test_a_client_that_leaves_while_its_request_computes(make_server, reset):
     server = make_server(http_requests_max=100, http_threads=1, environment=page and page.environment())
     assert server.request(INFER, DATA, HEADERS)[0] == 200
     leave(server, reset)
-    with Flat(server, 512 << 10, page=page):
+    with Flat(server, 8 << 20, page=page):
         for _ in range(3):
             leave(server, reset)
 

@@ -159,7 +159,7 @@ def test_what_other_spellings_leave(make_server, tokens):
                             assert len(re.findall(rb"HTTP/1.1 401", reply.read())) == 50, (method, path)
     for waits in (True, False):
         ask_all(waits)
-    with Flat(server, 512 << 10, bearer("metrics"), page):
+    with Flat(server, 8 << 20, bearer("metrics"), page):
         for waits in (True, False):
             ask_all(waits)
     assert server.request(INFER, DATA, {**HEADERS, **bearer("all")})[0] == 200
