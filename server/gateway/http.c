@@ -180,8 +180,11 @@ static enum MHD_Result queue_reply(struct kld_exchange *exchange) {
 
 /* Of a body, with what is dropped of it. Who is known may have as much dropped as he might have had
  * taken: it costs him more than us. A stranger may not. */
+static uint64_t known_bytes_max(const struct kld_exchange *exchange) {
+    return exchange->caller ? exchange->gateway->config->body_bytes_max : 0;
+}
 static uint64_t read_bytes_max(const struct kld_exchange *exchange) {
-    uint64_t most = exchange->caller ? exchange->gateway->config->body_bytes_max : 0;
+    uint64_t most = known_bytes_max(exchange);
     return most > KLD_HTTP_DISCARD_BYTES_MAX ? most : KLD_HTTP_DISCARD_BYTES_MAX;
 }
 
@@ -239,11 +242,10 @@ static bool lingers(struct kld_http *http, struct kld_exchange *exchange) {
 static enum MHD_Result discard(struct kld_exchange *exchange, size_t *size) {
     uint64_t some =
         KLD_HTTP_DISCARD_BYTES_MAX - (exchange->last_words ? KLD_HTTP_DISCARD_BEHIND_BYTES_MAX : 0);
-    uint64_t most = exchange->caller ? exchange->gateway->config->body_bytes_max : 0;
     exchange->discarded_bytes += *size;
     *size = 0;
     if (exchange->discarded_bytes <= some ||
-        exchange->taken_bytes + exchange->discarded_bytes <= most)
+        exchange->taken_bytes + exchange->discarded_bytes <= known_bytes_max(exchange))
         return MHD_YES;
     exchange->discarded_bytes = some;
     kld_last_words_say(exchange);
