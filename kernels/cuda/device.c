@@ -77,12 +77,16 @@ static cudaError_t open_pool(struct cuda_device *device) {
 }
 
 static cudaError_t open_flights(struct cuda_device *device) {
-    void *results = NULL, *scratch = NULL;
+    void *results = NULL, *sums = NULL, *scratch = NULL;
     cudaError_t error;
     if ((error =
              cudaHostAlloc(&results, (CUDA_FLIGHTS_MAX + 1) * sizeof(double), cudaHostAllocMapped)))
         return error;
     device->results = results;
+    if ((error =
+             cudaHostAlloc(&sums, CUDA_FLIGHTS_MAX * sizeof *device->sums, cudaHostAllocMapped)))
+        return error;
+    device->sums = sums;
     size_t bytes = CUDA_FLIGHTS_MAX * sizeof(struct kld_cuda_scratch);
     if ((error = cuda_pool_take(device, bytes, &scratch)) ||
         (error = cudaMemsetAsync(scratch, 0, bytes, device->setup)) ||
@@ -91,6 +95,7 @@ static cudaError_t open_flights(struct cuda_device *device) {
     for (int i = 0; i < CUDA_FLIGHTS_MAX; i++) {
         struct cuda_flight *flight = &device->flights[i];
         flight->result = &device->results[i];
+        flight->sums = &device->sums[i];
         flight->scratch = (struct kld_cuda_scratch *)scratch + i;
         for (int which = 0; which < MARK_COUNT; which++)
             if ((error = cudaEventCreate(&flight->mark[which])))
@@ -116,6 +121,8 @@ static void release(struct cuda_device *device) {
             cudaMemPoolDestroy(device->pool);
         if (device->results)
             cudaFreeHost(device->results);
+        if (device->sums)
+            cudaFreeHost(device->sums);
         cudaGetLastError();
     }
     pthread_mutex_destroy(&device->setup_mutex);

@@ -29,8 +29,10 @@
  */
 #define CUDA_BLOCK_SLACK 4
 #define CUDA_BLOCK_SMALL ((uint64_t)64 << 10)
-#define CUDA_LARGE_BYTES ((uint64_t)32 << 20) /* a job that moves more is a large one */
-#define CUDA_POOL_KEEP ((uint64_t)512 << 20)  /* free bytes that stay in the pool */
+#define CUDA_LARGE_BYTES ((uint64_t)32 << 20)  /* a job that moves more is a large one */
+#define CUDA_POOL_KEEP ((uint64_t)512 << 20)   /* free bytes that stay in the pool */
+#define CUDA_REACH_BYTES ((uint64_t)256 << 10) /* of tensors in pinned host memory, used there */
+#define CUDA_SUMS_MAX 32                       /* groups of a job whose sums the host adds up */
 
 /* One open base allocation of another process: the driver opens each once in a process and device.
  * What tells it from others is its handle, which the driver never gives twice, not even for memory
@@ -51,6 +53,7 @@ struct cuda_memory {
     enum cuda_memory_kind kind;
     char *at;       /* where copies and kernels find it */
     bool on_device; /* kernels use it in place; otherwise tensors are staged */
+    char *reach;    /* CUDA_MAPPED, pinned: where kernels find it, by way of the bus; else NULL */
     struct cuda_import *import;
     char *mapped;          /* CUDA_VMM: the whole allocation */
     uint64_t mapped_bytes; /* of it */
@@ -87,6 +90,13 @@ struct cuda_block {
     uint64_t bytes;
 };
 
+/* The beginning of a struct kld_cuda_scratch, for jobs of few groups: pinned, so that the host
+ * finds there what the kernels have summed up, and no second one need do it. */
+struct cuda_sums {
+    double divisor, total;
+    double partial[CUDA_SUMS_MAX];
+};
+
 enum cuda_mark { MARK_START, MARK_COPIED, MARK_COMPUTED, MARK_END, MARK_COUNT };
 
 /* A job between launch and done(). Under work; events, scratch and result live as long as
@@ -98,10 +108,12 @@ struct cuda_flight {
     cudaEvent_t mark[MARK_COUNT];
     struct kld_cuda_scratch *scratch; /* on the device; allocated at first use */
     double *result;                   /* pinned, written by the last kernel */
+    struct cuda_sums *sums;           /* pinned, written by the rows' kernels */
     enum kld_status status;           /* what went wrong at launch */
 
     bool reduces;          /* the reduction gives one number */
-    bool staged;           /* some tensor is in host memory */
+    bool staged;           /* some tensor is in host memory, and copied */
+    uint32_t sums_count;   /* groups whose sums the host adds up; 0: a kernel does */
     uint32_t slots_staged; /* bit 1 << enum kld_slot */
     uint64_t next_row;     /* first row of the next chunk */
     uint64_t chunk_rows, segment_rows;
@@ -155,7 +167,8 @@ struct cuda_device {
     uint32_t order_count;
     uint64_t sweep;
     struct cuda_block kept[CUDA_KEPT_MAX]; /* staging that no job has */
-    double *results; /* pinned, one a flight; the last: cuda_check()'s, under setup_mutex */
+    double *results;        /* pinned, one a flight; the last: cuda_check()'s, under setup_mutex */
+    struct cuda_sums *sums; /* pinned, one a flight */
     uint16_t active_clusters[KLD_CUDA_ACTIVE_CLUSTERS]; /* see struct kld_cuda_args */
 };
 

@@ -1,6 +1,7 @@
-/* job.c - one job from its operator to launches: staging of tensors in host memory, chunks of rows
- * where staging is bounded, times. Under device->work. Never waits for the device: what must come
- * later is enqueued by cuda_job_advance(), when the marks have passed. */
+/* job.c - one job from its operator to launches: staging of tensors in host memory that are not
+ * small enough to be used there, chunks of rows where staging is bounded, times. Under
+ * device->work. Never waits for the device: what must come later is enqueued by cuda_job_advance(),
+ * when the marks have passed. */
 #include "kernels/cuda/plan.h"
 
 #include <string.h>
@@ -151,15 +152,62 @@ static uint32_t slots_to_stage(const struct kld_job *job) {
     return slots;
 }
 
+static const struct cuda_memory *memory_of(const struct kld_job *job, int slot) {
+    return (const struct cuda_memory *)job->place[slot].memory;
+}
+
+/* A few bytes in pinned memory are with a kernel, by way of the bus, sooner than copies of them are
+ * enqueued and waited for. */
+static bool are_in_reach(const struct kld_job *job, uint32_t slots) {
+    uint64_t bytes = 0;
+    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++) {
+        if (!(slots & (1u << slot)))
+            continue;
+        if (!memory_of(job, slot)->reach)
+            return false;
+        bytes += job->geometry.slot[slot].rows * job->geometry.slot[slot].row_bytes;
+    }
+    return bytes <= CUDA_REACH_BYTES;
+}
+
 bool cuda_job_in_place(const struct kld_job *job) {
-    return job->kind == KLD_JOB_OP && slots_to_stage(job) == 0;
+    return job->kind == KLD_JOB_OP && are_in_reach(job, slots_to_stage(job));
 }
 
 static void plan_slots(struct cuda_flight *flight) {
     const struct kld_job *job = flight->job;
-    flight->slots_staged = slots_to_stage(job);
-    flight->staged = flight->slots_staged != 0;
+    uint32_t slots = slots_to_stage(job);
+    flight->staged = !are_in_reach(job, slots);
+    flight->slots_staged = flight->staged ? slots : 0;
+    for (int slot = 0; slot < KLD_SLOT_COUNT && !flight->staged; slot++)
+        if (slots & (1u << slot))
+            cuda_plan_tensor(flight, slot)->at =
+                memory_of(job, slot)->reach + job->place[slot].offset_bytes;
     flight->segment_rows = (uint64_t)KLD_CUDA_GROUPS_MAX * flight->args.group_rows;
+}
+
+/* A loss that is wanted on the host alone, of few groups, is added up there: for a small job the
+ * kernel that would do it is half of what there is to launch. */
+static void plan_sums(struct cuda_flight *flight) {
+    struct kld_cuda_args *args = &flight->args;
+    uint64_t groups = (cuda_plan_rows(flight) + args->group_rows - 1) / args->group_rows;
+    bool on_host = flight->job->geometry.scalar && !args->loss.at && args->divisor != 0 &&
+                   groups <= CUDA_SUMS_MAX;
+    flight->sums_count = on_host ? (uint32_t)groups : 0;
+    if (on_host)
+        args->scratch = (struct kld_cuda_scratch *)flight->sums;
+}
+
+/* As finish_kernel() does, to the bit. */
+static double total_of(const struct cuda_flight *flight) {
+    double sum[CUDA_SUMS_MAX] = {0}, next[CUDA_SUMS_MAX];
+    memcpy(sum, flight->sums->partial, flight->sums_count * sizeof *sum);
+    for (uint32_t step = CUDA_SUMS_MAX / 2; step; step /= 2) {
+        for (uint32_t i = 0; i < CUDA_SUMS_MAX; i++)
+            next[i] = sum[i] + sum[i ^ step];
+        memcpy(sum, next, sizeof sum);
+    }
+    return 0.0 + sum[0];
 }
 
 /* Takes staging for as many rows at once as fit; at least one group of rows. */
@@ -254,7 +302,8 @@ static void launch_rows(struct cuda_device *device, struct cuda_flight *flight, 
                "launching a kernel"))
         return;
     bool last = until == cuda_plan_rows(flight);
-    if (job->geometry.scalar && (last || until % flight->segment_rows == 0)) {
+    if (job->geometry.scalar && !flight->sums_count &&
+        (last || until % flight->segment_rows == 0)) {
         uint64_t segment = (until - 1) / flight->segment_rows * flight->segment_rows;
         uint32_t groups = (uint32_t)((until - segment + args.group_rows - 1) / args.group_rows);
         failed(device, flight,
@@ -360,6 +409,7 @@ bool cuda_job_start(struct cuda_device *device, struct cuda_flight *flight) {
     }
     cuda_plan_args(device, flight);
     plan_slots(flight);
+    plan_sums(flight);
     if (flight->staged)
         return start_staged(device, flight);
     wait_for_event(device, flight);
@@ -397,6 +447,13 @@ static void add_times(struct cuda_flight *flight) {
     }
 }
 
+static double loss_of(const struct cuda_flight *flight) {
+    if (!flight->sums_count)
+        return *flight->result;
+    double value = total_of(flight) / flight->args.divisor;
+    return flight->job->geometry.loss_dtype == KLD_DTYPE_FP32 ? (double)(float)value : value;
+}
+
 /* A loss tensor in host memory: one number, known here. */
 static void write_host_loss(const struct cuda_flight *flight) {
     const struct kld_job *job = flight->job;
@@ -422,7 +479,7 @@ bool cuda_job_advance(struct cuda_device *device, struct cuda_flight *flight) {
     cuda_staging_release(device, flight);
     job->status = flight->status;
     if (job->kind == KLD_JOB_OP && !flight->status && job->geometry.scalar) {
-        job->loss = *flight->result;
+        job->loss = loss_of(flight);
         write_host_loss(flight);
     }
     return true;

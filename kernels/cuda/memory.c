@@ -170,6 +170,9 @@ enum kld_status cuda_memory_map(struct kld_device *base, int fd, uint64_t bytes,
     memory->base.pinned =
         cudaHostRegister(at, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped) ==
         cudaSuccess;
+    void *reach = NULL;
+    if (memory->base.pinned && cudaHostGetDevicePointer(&reach, at, 0) == cudaSuccess)
+        memory->reach = reach;
     cudaGetLastError();
     memory->base.host = memory->at = at;
     *ret_memory = &memory->base;

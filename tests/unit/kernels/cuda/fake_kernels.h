@@ -1,5 +1,5 @@
 /* fake_kernels.h - a double of our kernels over that of the runtime: they take fake_us and compute
- * nothing but a loss of 0.25. */
+ * nothing but a loss of 0.25, whoever adds it up. */
 #ifndef KLD_TESTS_FAKE_KERNELS_H
 #define KLD_TESTS_FAKE_KERNELS_H
 
@@ -14,6 +14,7 @@ static atomic_int fake_launch_error;
 static atomic_int
     fake_launched_at;            /* the priority of the stream of the last launch over rows ... */
 static atomic_int fake_launches; /* ... of so many */
+static atomic_int fake_finishes; /* launches of the kernel that adds up */
 
 bool kld_cuda_can_be_flat(const struct kld_cuda_args *args) { return false; }
 bool kld_cuda_begins_early(void) { return false; }
@@ -30,11 +31,16 @@ cudaError_t kld_cuda_launch_rows(const struct kld_cuda_args *args, cudaStream_t 
     atomic_store(&fake_p_at, args->p.at);
     atomic_fetch_add(&fake_launches, 1);
     atomic_store(&fake_launched_at, ((struct fake_stream *)stream)->priority);
+    uint64_t groups = (args->rows + args->group_rows - 1) / args->group_rows;
+    for (uint64_t i = 0; i < groups && !error; i++)
+        args->scratch->partial[args->first_group + i] =
+            args->first_group + i == 0 ? FAKE_LOSS * args->divisor : 0;
     return error ? (cudaError_t)error : fake_work(stream, atomic_load(&fake_us));
 }
 cudaError_t kld_cuda_launch_finish(const struct kld_cuda_args *args, uint32_t groups, bool first,
                                    bool last, uint32_t loss_dtype, double *result,
                                    cudaStream_t stream) {
+    atomic_fetch_add(&fake_finishes, 1);
     if (last)
         *result = FAKE_LOSS;
     return fake_work(stream, 1);

@@ -38,7 +38,9 @@ extern const struct kld_backend kld_backend_cuda;
 static const struct kld_backend *const cuda = &kld_backend_cuda;
 static struct kld_device *device;
 static struct kld_stream *streams[STREAMS];
-static struct kld_memory *pool, *host;
+static struct kld_memory *pool;
+static struct kld_memory *host; /* pinned */
+static struct kld_memory *far;  /* of the host, too; not pinned: tensors there are staged */
 static struct kld_error err;
 
 struct record {
@@ -78,6 +80,9 @@ static void setup(void) {
     ck_assert_int_eq(cuda->device_open(&options, &device, &err), KLD_OK);
     ck_assert_int_eq(cuda->memory_alloc(device, 1 << 20, &pool, &err), KLD_OK);
     ck_assert_int_eq(cuda->memory_map(device, fd, 1 << 20, &host, &err), KLD_OK);
+    bool pinned = !atomic_exchange(&fake_no_pinning, true);
+    ck_assert_int_eq(cuda->memory_map(device, fd, 1 << 20, &far, &err), KLD_OK);
+    atomic_store(&fake_no_pinning, !pinned);
     close(fd);
     for (int i = 0; i < STREAMS; i++)
         ck_assert_int_eq(cuda->stream_open(device, &streams[i], &err), KLD_OK);
@@ -91,6 +96,7 @@ static void teardown(void) {
         cuda->stream_close(streams[i]);
     cuda->memory_free(pool);
     cuda->memory_free(host);
+    cuda->memory_free(far);
     cuda->device_close(device);
     ck_assert_int_eq(atomic_load(&fake_streams) + atomic_load(&fake_events), 0);
     ck_assert_int_eq(atomic_load(&fake_blocks) + atomic_load(&fake_pinned), 0);

@@ -40,7 +40,7 @@ START_TEST(each_job_writes_its_number) {
     ck_assert_int_eq(records[0].job.status, KLD_OK);
     run(pool, true, 2);
     ck_assert_int_eq(atomic_load(&records[0].launches), 1);
-    run(host, false, 3); /* staged */
+    run(far, false, 3); /* staged */
     run(pool, false, UINT32_MAX);
     ck_assert_int_eq(atomic_load(&fake_writes), 5);
     cuda->event_free(fence);
@@ -53,7 +53,7 @@ START_TEST(a_job_that_fails_writes_its_number_too) {
     setup_fence();
     for (uint32_t staged = 0; staged < 2; staged++) {
         atomic_store(&fake_launch_error, cudaErrorInvalidValue);
-        run(staged ? host : pool, false, 1 + staged);
+        run(staged ? far : pool, false, 1 + staged);
         ck_assert_int_eq(records[0].job.status, KLD_INVALID);
     }
     cuda->event_free(fence);
@@ -66,7 +66,7 @@ END_TEST
 START_TEST(the_number_comes_before_the_last_mark) {
     setup_fence();
     for (int staged = 0; staged < 2; staged++) {
-        run(staged ? host : pool, false, 1 + (uint32_t)staged);
+        run(staged ? far : pool, false, 1 + (uint32_t)staged);
         for (int size = 0; size < CUDA_SIZES; size++) {
             cudaStream_t stream = ((struct cuda_stream *)streams[0])->stream[size];
             ck_assert(!((struct fake_stream *)stream)->wrote);
@@ -83,7 +83,7 @@ START_TEST(memory_that_is_not_pinned_has_no_fence) {
     ck_assert(!host->pinned);
     ck_assert_int_eq(cuda->event_create_fence(device, host, 0, &fence, &err), KLD_NO_MEMORY);
     ck_assert_ptr_nonnull(strstr(err.text, "could not be pinned"));
-    prepare(&records[0], host, false); /* a request's may be there */
+    prepare(&records[0], far, false); /* a request's may be there */
     submit(&records[0], 0);
     wait_for(&records[0], false);
     ck_assert_int_eq(records[0].job.status, KLD_OK);

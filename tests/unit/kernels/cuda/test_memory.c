@@ -53,7 +53,7 @@ START_TEST(what_cannot_be_unpinned_stays_and_ends_the_device) {
     cuda->memory_free(memory);
     atomic_store(&fake_no_unpinning, false);
     ck_assert_int_eq(msync(at, BYTES, MS_ASYNC), 0); /* ENOMEM where nothing is mapped */
-    prepare(&records[0], host, false);
+    prepare(&records[0], far, false);
     submit(&records[0], 0);
     wait_for(&records[0], false);
     ck_assert_int_eq(records[0].job.status, KLD_DEVICE_LOST);

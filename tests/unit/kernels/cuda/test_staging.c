@@ -18,19 +18,19 @@ START_TEST(kept_staging_gives_way) {
     setup_small();
     struct kld_memory *large, *second;
     uint64_t most = device->info.pool_bytes_max, used = cuda->pool_bytes(device);
-    prepare(&records[0], host, false);
+    prepare(&records[0], far, false);
     submit(&records[0], 0);
     wait_for(&records[0], false);
     int blocks = atomic_load(&fake_blocks);
     ck_assert_int_eq(cuda->memory_alloc(device, most - used, &large, &err), KLD_OK);
     ck_assert_int_eq(atomic_load(&fake_blocks), blocks); /* one came, one went */
     ck_assert_int_eq(cuda->memory_alloc(device, 1, &second, &err), KLD_NO_MEMORY);
-    prepare(&records[0], host, false);
+    prepare(&records[0], far, false);
     submit(&records[0], 0);
     wait_for(&records[0], false);
     ck_assert_int_eq(records[0].job.status, KLD_NO_MEMORY);
     cuda->memory_free(large);
-    prepare(&records[0], host, false);
+    prepare(&records[0], far, false);
     submit(&records[0], 0);
     wait_for(&records[0], false);
     ck_assert_int_eq(records[0].job.status, KLD_OK);
@@ -39,7 +39,7 @@ START_TEST(kept_staging_gives_way) {
 END_TEST
 
 static void run_staged(struct record *record, uint64_t rows) {
-    prepare(record, host, false);
+    prepare(record, far, false);
     record->job.op.shape[0] = rows;
     record->job.place[1].offset_bytes = rows * 128;
     ck_assert_int_eq(kld_op_check(&record->job.op, &record->job.geometry, &err), KLD_OK);
@@ -56,7 +56,7 @@ START_TEST(no_granule_of_a_tensor_is_left_as_it_was) {
     for (uint32_t classes = 29; classes <= 32; classes++)
         for (int i = 0; i < 2; i++) { /* the second one in what the first has left */
             struct record *record = &records[0];
-            prepare(record, host, false);
+            prepare(record, far, false);
             record->job.op.shape[0] = 1;
             record->job.op.shape[1] = classes;
             record->job.op.predictions_form = record->job.op.targets_form = KLD_FORM_LOGITS;
@@ -103,12 +103,12 @@ START_TEST(small_jobs_leave_large_blocks_alone) {
     uint64_t made = cuda->pool_allocations(device), used = cuda->pool_bytes(device);
     int before = atomic_load(&fake_allocations);
     atomic_store(&fake_us, 20000);
-    prepare(&records[0], host, false);
+    prepare(&records[0], far, false);
     submit(&records[0], 0); /* in flight with its block while the large one comes */
     while (cuda->pool_bytes(device) == used)
         sched_yield();
     ck_assert_uint_lt(cuda->pool_bytes(device) - used, 256 << 10);
-    prepare(&records[1], host, false);
+    prepare(&records[1], far, false);
     records[1].job.op.shape[0] = 3500;
     records[1].job.place[1].offset_bytes = 3500 * 128;
     ck_assert_int_eq(kld_op_check(&records[1].job.op, &records[1].job.geometry, &err), KLD_OK);

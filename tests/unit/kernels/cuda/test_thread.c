@@ -19,7 +19,7 @@ START_TEST(jobs_end_in_order_whoever_looks) {
         if (polls)
             cuda->poll(device, true);
         for (int i = 0; i < JOBS; i++) {
-            prepare(&records[i], round % 4 == 3 && i % 5 == 0 ? host : pool, i % 2);
+            prepare(&records[i], round % 4 == 3 && i % 5 == 0 ? far : pool, i % 2);
             submit(&records[i], i % STREAMS);
         }
         if (round % 6 == 1)
@@ -118,7 +118,7 @@ START_TEST(streams_wait_for_events) {
         records[0].job.record = ours;
         ck_assert(submit(&records[0], 0));
         atomic_store(&fake_us, 5);
-        prepare(&records[1], staged ? host : pool, !staged);
+        prepare(&records[1], staged ? far : pool, !staged);
         records[1].job.wait = theirs;
         submit(&records[1], 1);
         wait_for(&records[1], false);
@@ -309,7 +309,7 @@ END_TEST
 static void every_kind(struct kld_gpu_event *event, bool polls) {
     cuda->poll(device, polls);
     for (int i = 0; i < JOBS; i++) {
-        prepare(&records[i], i % 3 == 0 ? host : pool, false);
+        prepare(&records[i], i % 3 == 0 ? far : pool, false);
         struct kld_job *job = &records[i].job;
         if (i % 5 == 0)
             job->wait = job->record = event;
@@ -387,7 +387,7 @@ START_TEST(memory_of_a_predecessor_is_waited_for) {
     ck_assert_int_eq(cuda->memory_alloc(device, 4096, &memory, &err), KLD_OK);
     cuda->memory_free(memory);
     atomic_store(&fake_no_memory, 5);
-    prepare(&records[0], host, false);
+    prepare(&records[0], far, false);
     submit(&records[0], 0);
     wait_for(&records[0], false);
     ck_assert_int_eq(records[0].job.status, KLD_OK);

@@ -1,0 +1,131 @@
+/* test_reach.c - small jobs of the CUDA back end over pinned host memory, which kernels use where
+ * it lies, and losses that the host adds up; over a double of the runtime. A build without CUDA has
+ * none of it. */
+#include "kernels/backend.h"
+#include "tests/unit/unit.h"
+
+#ifdef KLD_WITH_CUDA
+#include "tests/unit/kernels/cuda/fixture.h"
+
+#define ROW_BYTES 128 /* of prepare()'s tensors */
+
+static void run_rows(struct record *record, struct kld_memory *memory, uint64_t rows) {
+    prepare(record, memory, false);
+    record->job.op.shape[0] = rows;
+    record->job.place[1].offset_bytes = rows * ROW_BYTES;
+    ck_assert_int_eq(kld_op_check(&record->job.op, &record->job.geometry, &err), KLD_OK);
+    submit(record, 0);
+    wait_for(record, false);
+    ck_assert_int_eq(record->job.status, KLD_OK);
+    ck_assert(record->job.loss == FAKE_LOSS);
+}
+
+/* Since it had called for memory so often: the first job that is staged does. */
+static bool staged(uint64_t before) { return cuda->pool_allocations(device) != before; }
+
+/* Targets are p, and lie behind the predictions. */
+START_TEST(a_small_job_over_pinned_memory_is_computed_there) {
+    setup();
+    uint64_t used = cuda->pool_allocations(device);
+    for (uint64_t rows = 1; rows * 2 * ROW_BYTES <= CUDA_REACH_BYTES; rows *= 2) {
+        prepare(&records[0], host, true);
+        usleep(1000);
+        ck_assert(submit(&records[0], 0)); /* launched by the caller, as one in device memory */
+        wait_for(&records[0], false);
+        run_rows(&records[0], host, rows);
+        ck_assert_ptr_eq(atomic_load(&fake_p_at),
+                         (char *)host->host + FAKE_MAPPED_AT + rows * ROW_BYTES);
+        ck_assert_uint_eq(records[0].job.copy_ns, 0);
+    }
+    ck_assert(!staged(used));
+    teardown();
+}
+END_TEST
+
+/* One row more than fits; memory that is not pinned; and one tensor of two there. */
+START_TEST(what_is_larger_or_not_pinned_is_staged) {
+    setup();
+    uint64_t used = cuda->pool_allocations(device);
+    run_rows(&records[0], host, CUDA_REACH_BYTES / (2 * ROW_BYTES));
+    ck_assert(!staged(used));
+    run_rows(&records[0], host, CUDA_REACH_BYTES / (2 * ROW_BYTES) + 1);
+    ck_assert(staged(used));
+    teardown();
+    setup();
+    used = cuda->pool_allocations(device);
+    run_rows(&records[0], far, 1);
+    ck_assert(staged(used));
+    teardown();
+    setup();
+    used = cuda->pool_allocations(device);
+    prepare(&records[0], host, false);
+    records[0].job.place[1].memory = pool;
+    submit(&records[0], 0);
+    wait_for(&records[0], false);
+    ck_assert(!staged(used));
+    prepare(&records[0], host, false);
+    records[0].job.place[1].memory = far;
+    submit(&records[0], 0);
+    wait_for(&records[0], false);
+    ck_assert(staged(used));
+    teardown();
+}
+END_TEST
+
+/* A gradient and a loss for each row are written there, too, and count. */
+START_TEST(outputs_count_as_well) {
+    setup();
+    uint64_t used = cuda->pool_allocations(device), rows = CUDA_REACH_BYTES / (2 * ROW_BYTES);
+    for (int i = 0; i < 2; i++) {
+        prepare(&records[0], host, false);
+        struct kld_job *job = &records[0].job;
+        job->op.shape[0] = i == 0 ? rows * 2 / 3 : rows;
+        job->op.tensor[KLD_SLOT_GRAD_PREDICTIONS].dtype = KLD_DTYPE_FP32;
+        job->op.tensor[KLD_SLOT_GRAD_PREDICTIONS].region = 3;
+        job->place[1].offset_bytes = rows * ROW_BYTES;
+        job->place[KLD_SLOT_GRAD_PREDICTIONS] =
+            (struct kld_place){.memory = host, .offset_bytes = 2 * rows * ROW_BYTES};
+        ck_assert_int_eq(kld_op_check(&job->op, &job->geometry, &err), KLD_OK);
+        submit(&records[0], 0);
+        wait_for(&records[0], false);
+        ck_assert_int_eq(records[0].job.status, KLD_OK);
+        ck_assert_int_eq(staged(used), i);
+    }
+    teardown();
+}
+END_TEST
+
+/* Of 32 groups of four rows; not where the loss is wanted on the device, which nobody else writes.
+ */
+START_TEST(a_loss_of_few_groups_is_added_up_by_the_host) {
+    setup();
+    atomic_store(&fake_finishes, 0);
+    run_rows(&records[0], pool, 4 * CUDA_SUMS_MAX);
+    run_rows(&records[0], host, 1);
+    ck_assert_int_eq(atomic_load(&fake_finishes), 0);
+    run_rows(&records[0], pool, 4 * CUDA_SUMS_MAX + 1);
+    ck_assert_int_eq(atomic_load(&fake_finishes), 1);
+    prepare(&records[0], pool, false);
+    records[0].job.op.tensor[KLD_SLOT_LOSS].dtype = KLD_DTYPE_FP32;
+    records[0].job.op.tensor[KLD_SLOT_LOSS].region = 3;
+    records[0].job.place[KLD_SLOT_LOSS] =
+        (struct kld_place){.memory = pool, .offset_bytes = 1 << 19};
+    ck_assert_int_eq(kld_op_check(&records[0].job.op, &records[0].job.geometry, &err), KLD_OK);
+    submit(&records[0], 0);
+    wait_for(&records[0], false);
+    ck_assert_int_eq(records[0].job.status, KLD_OK);
+    ck_assert_int_eq(atomic_load(&fake_finishes), 2);
+    teardown();
+}
+END_TEST
+UNIT_MAIN("kernels/cuda/reach", a_small_job_over_pinned_memory_is_computed_there,
+          what_is_larger_or_not_pinned_is_staged, outputs_count_as_well,
+          a_loss_of_few_groups_is_added_up_by_the_host)
+
+#else
+
+#include "tests/unit/kernels/cuda/without.h"
+
+UNIT_MAIN("kernels/cuda/reach", built_without_cuda)
+
+#endif
