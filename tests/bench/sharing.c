@@ -22,7 +22,7 @@
 
 #define CLIENTS_MAX 17
 #define SAMPLES_MAX 20000
-#define IN_FLIGHT 4    /* of each client, where rates are measured */
+#define IN_FLIGHT 4    /* of each client, where rates are measured, on as many streams */
 #define SPINNING_MAX 5 /* processes that spin; more of them sleep */
 
 struct gpu {
@@ -164,6 +164,7 @@ static void on_end(void *user, enum kld_status status, const struct kld_result *
         exit(1);
     }
     client->answers++;
+    client->request.stream = (client->request.stream + 1) % IN_FLIGHT;
     if (now_ns() < client->until_ns &&
         kld_submit(client->connection, &client->request, on_end, client, NULL, NULL))
         exit(1);
