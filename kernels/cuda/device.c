@@ -76,6 +76,17 @@ static cudaError_t open_pool(struct cuda_device *device) {
     return cudaMemPoolSetAttribute(device->pool, cudaMemPoolAttrReleaseThreshold, &keep);
 }
 
+/* The driver loads a kernel when it is first launched. Small jobs do without this one, and the
+ * first large one is not to find that there is no memory for it just then. */
+static cudaError_t load_finish(struct cuda_device *device, struct kld_cuda_scratch *scratch) {
+    struct kld_cuda_args args;
+    memset(&args, 0, sizeof args);
+    args.scratch = scratch;
+    args.divisor = 1;
+    return kld_cuda_launch_finish(&args, 0, true, true, KLD_DTYPE_FP32,
+                                  &device->results[CUDA_FLIGHTS_MAX], device->setup);
+}
+
 static cudaError_t open_flights(struct cuda_device *device) {
     void *results = NULL, *sums = NULL, *scratch = NULL;
     cudaError_t error;
@@ -90,7 +101,7 @@ static cudaError_t open_flights(struct cuda_device *device) {
     size_t bytes = CUDA_FLIGHTS_MAX * sizeof(struct kld_cuda_scratch);
     if ((error = cuda_pool_take(device, bytes, &scratch)) ||
         (error = cudaMemsetAsync(scratch, 0, bytes, device->setup)) ||
-        (error = cudaStreamSynchronize(device->setup)))
+        (error = load_finish(device, scratch)) || (error = cudaStreamSynchronize(device->setup)))
         return error;
     for (int i = 0; i < CUDA_FLIGHTS_MAX; i++) {
         struct cuda_flight *flight = &device->flights[i];

@@ -156,6 +156,16 @@ static const struct cuda_memory *memory_of(const struct kld_job *job, int slot) 
     return (const struct cuda_memory *)job->place[slot].memory;
 }
 
+/* How often a row goes over the bus: the kernel for everything (FP64, inputs of two kinds, a loss
+ * of each element) reads it again and again. */
+static uint64_t times_read(const struct kld_job *job) {
+    const struct kld_op *op = &job->op;
+    uint32_t dtype = op->tensor[KLD_SLOT_PREDICTIONS].dtype;
+    bool special = dtype != KLD_DTYPE_FP64 && dtype == op->tensor[KLD_SLOT_TARGETS].dtype &&
+                   op->predictions_form == op->targets_form && op->reduction != KLD_REDUCTION_NONE;
+    return special ? 1 : 4;
+}
+
 /* A few bytes in pinned memory are with a kernel, by way of the bus, sooner than copies of them are
  * enqueued and waited for. */
 static bool are_in_reach(const struct kld_job *job, uint32_t slots) {
@@ -167,7 +177,7 @@ static bool are_in_reach(const struct kld_job *job, uint32_t slots) {
             return false;
         bytes += job->geometry.slot[slot].rows * job->geometry.slot[slot].row_bytes;
     }
-    return bytes <= CUDA_REACH_BYTES;
+    return bytes <= CUDA_REACH_BYTES / times_read(job);
 }
 
 bool cuda_job_in_place(const struct kld_job *job) {

@@ -1,12 +1,14 @@
 /* sharing.c - what it costs to compute in another process: one run, printed as JSON.
  *
- *   sharing UNIX-URL [--seconds S] [--quick] [--only latency|rates|beside]
+ *   sharing UNIX-URL [--seconds S] [--quick] [--only latency|rates|beside] [--streams N]
  *
  * On the GPU of a running server (with MPS, if both are its clients): a small request (two tensors
  * of 64 x 512 FP32) and the headline job (16384 x 16384 FP32, loss alone and with gradient), in
  * this process (local:cuda), through the server with a client that is idle between requests, and
  * with one that launches work of its own; then small requests a second of 1, 4 and 16 clients,
- * alone and beside one that sends the headline job in a loop, and how evenly they are served. Every
+ * alone and beside one that sends the headline job in a loop, and how evenly they are served. One
+ * client has its requests on four streams, each of several on one of its own; --streams says
+ * otherwise. Every
  * client is a process of its own, with a context of its own. At the end, for each aim of the
  * project that it measured, whether it was met. Uses the NVIDIA driver, looked up at run time. */
 #include <dlfcn.h>
@@ -22,7 +24,7 @@
 
 #define CLIENTS_MAX 17
 #define SAMPLES_MAX 20000
-#define IN_FLIGHT 4    /* of each client, where rates are measured, on as many streams */
+#define IN_FLIGHT 4    /* of each client, where rates are measured */
 #define SPINNING_MAX 5 /* processes that spin; more of them sleep */
 
 struct gpu {
@@ -51,6 +53,7 @@ struct client {
     unsigned long long scratch; /* for work of its own */
     int mps;
     uint64_t answers, until_ns;
+    uint32_t streams; /* that its requests take in turn */
 };
 
 /* Of one measurement, in memory that parent and children share. */
@@ -164,7 +167,7 @@ static void on_end(void *user, enum kld_status status, const struct kld_result *
         exit(1);
     }
     client->answers++;
-    client->request.stream = (client->request.stream + 1) % IN_FLIGHT;
+    client->request.stream = (client->request.stream + 1) % client->streams;
     if (now_ns() < client->until_ns &&
         kld_submit(client->connection, &client->request, on_end, client, NULL, NULL))
         exit(1);
@@ -182,7 +185,7 @@ static int flood(struct client *client, struct board *board, struct result *resu
     uint64_t start = now_ns();
     client->until_ns = start + (uint64_t)(seconds * 1e9);
     for (int i = 0; i < in_flight; i++) {
-        client->request.stream = (uint32_t)i;
+        client->request.stream = (uint32_t)i % client->streams;
         if (kld_submit(client->connection, &client->request, on_end, client, NULL, &error))
             return fail("submitting", &error);
     }
@@ -284,28 +287,32 @@ static int latency(const char *name, const char *url, int job, int busy, uint32_
     return 0;
 }
 
-static pid_t start_flooding(const char *url, int index, int job, double seconds, int spins) {
+static pid_t start_flooding(const char *url, int index, int job, double seconds, int spins,
+                            uint32_t streams) {
     pid_t pid = fork();
     if (pid)
         return pid;
     static struct client client;
     struct result *result = &board->result[index];
     result->failed =
-        client_open(&client, url, jobs[job].rows, jobs[job].classes, jobs[job].gradient) ||
-        flood(&client, board, result, seconds, job == SMALL ? IN_FLIGHT : 2, spins);
+        client_open(&client, url, jobs[job].rows, jobs[job].classes, jobs[job].gradient);
+    client.streams = streams;
+    if (!result->failed)
+        result->failed =
+            flood(&client, board, result, seconds, job == SMALL ? IN_FLIGHT : 2, spins);
     if (result->failed)
         __atomic_add_fetch(&board->ready, 1, __ATOMIC_SEQ_CST);
     _exit(result->failed);
 }
 
-/* beside: and one more that sends the headline job. */
-static int rates(const char *url, int clients, int beside, double seconds) {
+/* beside: and one more that sends the headline job. streams: of a client with small ones. */
+static int rates(const char *url, int clients, int beside, double seconds, uint32_t streams) {
     pid_t pid[CLIENTS_MAX];
     int failed = 0, count = clients + beside;
     memset(board, 0, sizeof *board);
     for (int i = 0; i < count; i++)
-        pid[i] =
-            start_flooding(url, i, i < clients ? SMALL : HEADLINE, seconds, count <= SPINNING_MAX);
+        pid[i] = start_flooding(url, i, i < clients ? SMALL : HEADLINE, seconds,
+                                count <= SPINNING_MAX, i < clients ? streams : 1);
     while (board->ready < count)
         usleep(1000);
     board->go = 1;
@@ -323,9 +330,9 @@ static int rates(const char *url, int clients, int beside, double seconds) {
     aim(name, "per_s", 0, 50000, sum);
     if (beside && clients > 1)
         aim(name, "most_to_least", 1, 1.5, least > 0 ? most / least : 1e9);
-    printf(",\n \"%s\":{\"clients_spin\":%s,\"per_s\":%.0f,\"most_per_s\":%.0f,"
+    printf(",\n \"%s\":{\"streams\":%u,\"clients_spin\":%s,\"per_s\":%.0f,\"most_per_s\":%.0f,"
            "\"least_per_s\":%.0f,\"most_to_least\":%.3f,\"headline_per_s\":%.1f}",
-           name, count <= SPINNING_MAX ? "true" : "false", sum, most, least,
+           name, streams, count <= SPINNING_MAX ? "true" : "false", sum, most, least,
            least > 0 ? most / least : 0, beside ? board->result[clients].per_s : 0);
     fflush(stdout);
     return failed;
@@ -349,11 +356,11 @@ static int latencies(const char *url, uint32_t divide) {
 
 int main(int argc, char **argv) {
     double seconds = 2;
-    uint32_t divide = 1;
+    uint32_t divide = 1, streams = 0;
     const char *only = "";
     if (argc < 2) {
         fprintf(stderr, "usage: sharing UNIX-URL [--seconds S] [--quick] "
-                        "[--only latency|rates|beside]\n");
+                        "[--only latency|rates|beside] [--streams N]\n");
         return 2;
     }
     for (int i = 2; i < argc; i++) {
@@ -361,6 +368,8 @@ int main(int argc, char **argv) {
             seconds = strtod(argv[++i], NULL);
         else if (strcmp(argv[i], "--only") == 0 && i + 1 < argc)
             only = argv[++i];
+        else if (strcmp(argv[i], "--streams") == 0 && i + 1 < argc)
+            streams = (uint32_t)strtoul(argv[++i], NULL, 10);
         else if (strcmp(argv[i], "--quick") == 0)
             divide = 10;
     }
@@ -375,7 +384,10 @@ int main(int argc, char **argv) {
     for (int beside = 0; beside < 2; beside++)
         for (size_t i = 0; i < 3; i++)
             if (!*only || strcmp(only, beside ? "beside" : "rates") == 0)
-                failed |= rates(argv[1], clients[i], beside, seconds);
+                failed |= rates(argv[1], clients[i], beside, seconds,
+                                streams          ? streams
+                                : clients[i] > 1 ? 1
+                                                 : IN_FLIGHT);
     print_targets();
     printf(",\n \"failed\":%s}\n", failed ? "true" : "false");
     return failed;

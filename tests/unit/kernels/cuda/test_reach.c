@@ -72,6 +72,32 @@ START_TEST(what_is_larger_or_not_pinned_is_staged) {
 }
 END_TEST
 
+/* FP64 and inputs of two kinds are read up to four times: a quarter of it. */
+START_TEST(what_is_read_again_and_again_has_less) {
+    setup();
+    uint64_t used = cuda->pool_allocations(device), rows = CUDA_REACH_BYTES / 4 / (4 * ROW_BYTES);
+    for (uint64_t more = 0; more < 2; more++)
+        for (int kind = 0; kind < 3; kind++) {
+            prepare(&records[0], host, false);
+            struct kld_job *job = &records[0].job;
+            job->op.shape[0] = (kind == 0 ? rows : 2 * rows) + more;
+            if (kind == 0)
+                job->op.tensor[0].dtype = job->op.tensor[1].dtype = KLD_DTYPE_FP64;
+            else if (kind == 1)
+                job->op.targets_form = KLD_FORM_LOGITS;
+            else
+                job->op.tensor[1].dtype = KLD_DTYPE_BF16, job->op.shape[0] = rows * 8 / 3 + more;
+            job->place[1].offset_bytes = 1 << 19;
+            ck_assert_int_eq(kld_op_check(&job->op, &job->geometry, &err), KLD_OK);
+            submit(&records[0], 0);
+            wait_for(&records[0], false);
+            ck_assert_int_eq(records[0].job.status, KLD_OK);
+            ck_assert_int_eq(staged(used), more != 0);
+        }
+    teardown();
+}
+END_TEST
+
 /* A gradient and a loss for each row are written there, too, and count. */
 START_TEST(outputs_count_as_well) {
     setup();
@@ -119,8 +145,8 @@ START_TEST(a_loss_of_few_groups_is_added_up_by_the_host) {
 }
 END_TEST
 UNIT_MAIN("kernels/cuda/reach", a_small_job_over_pinned_memory_is_computed_there,
-          what_is_larger_or_not_pinned_is_staged, outputs_count_as_well,
-          a_loss_of_few_groups_is_added_up_by_the_host)
+          what_is_larger_or_not_pinned_is_staged, what_is_read_again_and_again_has_less,
+          outputs_count_as_well, a_loss_of_few_groups_is_added_up_by_the_host)
 
 #else
 
