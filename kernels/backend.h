@@ -167,6 +167,16 @@ struct kld_backend {
     enum kld_status (*memory_import_fd)(struct kld_device *device, int fd, uint64_t base_bytes,
                                         uint64_t offset_bytes, uint64_t bytes,
                                         struct kld_memory **ret_memory, struct kld_error *err);
+    /* Addresses of the device with nothing behind them: no job may name a byte of them before
+     * memory_grow_fd() has put memory there. They are let go of by memory_free(), all at once.
+     * KLD_UNIMPLEMENTED on cpu. */
+    enum kld_status (*memory_reserve)(struct kld_device *device, uint64_t bytes,
+                                      struct kld_memory **ret_memory, struct kld_error *err);
+    /* A whole allocation, `bytes` long and exported as for memory_import_fd(), at offset_bytes of
+     * what memory_reserve() gave, where the one before it ends. One at a time; jobs may use those
+     * before it meanwhile. After an error nothing is there. KLD_UNIMPLEMENTED on cpu. */
+    enum kld_status (*memory_grow_fd)(struct kld_memory *memory, int fd, uint64_t offset_bytes,
+                                      uint64_t bytes, struct kld_error *err);
     /* May memory of the card with this UUID be imported: its own, or with peer_access that of
      * another? NULL: only its own. Any thread; takes no time. */
     bool (*reaches)(struct kld_device *device, const uint8_t uuid[16]);

@@ -73,6 +73,10 @@ enum kld_status kld_cpu_memory_import_ipc(struct kld_device *device, const uint8
                                           uint64_t base_bytes, uint64_t offset_bytes,
                                           uint64_t bytes, struct kld_memory **ret_memory,
                                           struct kld_error *err);
+enum kld_status kld_cpu_memory_reserve(struct kld_device *device, uint64_t bytes,
+                                       struct kld_memory **ret_memory, struct kld_error *err);
+enum kld_status kld_cpu_memory_grow_fd(struct kld_memory *memory, int fd, uint64_t offset_bytes,
+                                       uint64_t bytes, struct kld_error *err);
 enum kld_status kld_cpu_memory_import_fd(struct kld_device *device, int fd, uint64_t base_bytes,
                                          uint64_t offset_bytes, uint64_t bytes,
                                          struct kld_memory **ret_memory, struct kld_error *err);

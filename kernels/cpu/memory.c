@@ -78,12 +78,26 @@ enum kld_status kld_cpu_memory_import_ipc(struct kld_device *device, const uint8
                          "and takes shared memory (memfd)");
 }
 
-enum kld_status kld_cpu_memory_import_fd(struct kld_device *device, int fd, uint64_t base_bytes,
-                                         uint64_t offset_bytes, uint64_t bytes,
-                                         struct kld_memory **ret_memory, struct kld_error *err) {
+static enum kld_status no_allocations(struct kld_error *err) {
     return kld_error_set(err, KLD_UNIMPLEMENTED,
                          "a CUDA allocation needs a CUDA device; this server computes on the CPU "
                          "and takes shared memory (memfd)");
+}
+
+enum kld_status kld_cpu_memory_import_fd(struct kld_device *device, int fd, uint64_t base_bytes,
+                                         uint64_t offset_bytes, uint64_t bytes,
+                                         struct kld_memory **ret_memory, struct kld_error *err) {
+    return no_allocations(err);
+}
+
+enum kld_status kld_cpu_memory_reserve(struct kld_device *device, uint64_t bytes,
+                                       struct kld_memory **ret_memory, struct kld_error *err) {
+    return no_allocations(err);
+}
+
+enum kld_status kld_cpu_memory_grow_fd(struct kld_memory *memory, int fd, uint64_t offset_bytes,
+                                       uint64_t bytes, struct kld_error *err) {
+    return no_allocations(err);
 }
 
 /* Adds to the pool's count unless it would pass the limit. */

@@ -45,9 +45,23 @@ struct cuda_import {
     uint32_t users;
 };
 
-enum cuda_memory_kind { CUDA_MAPPED, CUDA_WRAPPED, CUDA_IMPORTED, CUDA_VMM, CUDA_POOLED };
+enum cuda_memory_kind {
+    CUDA_MAPPED,
+    CUDA_WRAPPED,
+    CUDA_IMPORTED,
+    CUDA_VMM,
+    CUDA_SPACE,
+    CUDA_POOLED
+};
 
-/* Constant from creation on. */
+/* An allocation in a range of addresses that has several. */
+struct cuda_piece {
+    struct cuda_piece *next;
+    unsigned long long at;
+    uint64_t bytes;
+};
+
+/* Constant from creation on, but for `pieces`. */
 struct cuda_memory {
     struct kld_memory base;
     enum cuda_memory_kind kind;
@@ -55,8 +69,9 @@ struct cuda_memory {
     bool on_device; /* kernels use it in place; otherwise tensors are staged */
     char *reach;    /* CUDA_MAPPED, pinned: where kernels find it, by way of the bus; else NULL */
     struct cuda_import *import;
-    char *mapped;          /* CUDA_VMM: the whole allocation */
-    uint64_t mapped_bytes; /* of it */
+    char *mapped;          /* CUDA_VMM: the whole allocation; CUDA_SPACE: all of its addresses */
+    uint64_t mapped_bytes; /* of it, of them */
+    struct cuda_piece *pieces; /* CUDA_SPACE: of who adds to it, one at a time, or frees it */
 };
 
 /* Constant from creation on. */
@@ -235,6 +250,11 @@ enum kld_status cuda_handle_check(struct cuda_device *device, const uint8_t hand
 enum kld_status cuda_memory_import_fd(struct kld_device *device, int fd, uint64_t base_bytes,
                                       uint64_t offset_bytes, uint64_t bytes,
                                       struct kld_memory **ret_memory, struct kld_error *err);
+enum kld_status cuda_memory_reserve(struct kld_device *device, uint64_t bytes,
+                                    struct kld_memory **ret_memory, struct kld_error *err);
+enum kld_status cuda_memory_grow_fd(struct kld_memory *memory, int fd, uint64_t offset_bytes,
+                                    uint64_t bytes, struct kld_error *err);
+/* Of a lost device only what is the host's. */
 void cuda_vmm_unmap(struct cuda_memory *memory);
 
 /* stream.c */

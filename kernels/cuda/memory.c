@@ -376,9 +376,7 @@ enum kld_status cuda_memory_free(struct kld_memory *base) {
         pthread_mutex_unlock(&device->setup_mutex);
         break;
     case CUDA_VMM:
-        if (!atomic_load(&device->lost))
-            cuda_vmm_unmap(memory);
-        break;
+    case CUDA_SPACE: cuda_vmm_unmap(memory); break;
     case CUDA_POOLED:
         pool_free(device, memory->at, base->bytes);
         pool_trim(device);

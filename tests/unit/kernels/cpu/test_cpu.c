@@ -124,6 +124,10 @@ START_TEST(test_memory_kinds) {
         kld_backend_cpu.memory_import_ipc(device, handle, 4096, 0, 4096, &memory, &err),
         KLD_UNIMPLEMENTED);
     ck_assert_ptr_nonnull(strstr(err.text, "CUDA"));
+    ck_assert_int_eq(kld_backend_cpu.memory_reserve(device, 4096, &memory, &err),
+                     KLD_UNIMPLEMENTED);
+    ck_assert_int_eq(kld_backend_cpu.memory_grow_fd(NULL, 0, 0, 4096, &err), KLD_UNIMPLEMENTED);
+    ck_assert_ptr_nonnull(strstr(err.text, "CUDA"));
     ck_assert_int_eq(kld_backend_cpu.memory_wrap(device, NULL, 4, &memory, &err), KLD_INVALID);
     ck_assert_int_eq(kld_backend_cpu.memory_map(device, -1, 4096, &memory, &err), KLD_INVALID);
     ck_assert_int_eq(kld_backend_cpu.memory_map(device, 0, 0, &memory, &err), KLD_INVALID);

@@ -40,7 +40,7 @@ struct fake_event {
     unsigned opened; /* by whoever made it and by handle */
 };
 
-static atomic_int fake_device_of_fd, fake_access_error;
+static atomic_int fake_device_of_fd, fake_access_error, fake_reserve_error;
 /* Open now. */
 static atomic_int fake_streams, fake_events, fake_blocks, fake_imports, fake_maps, fake_handles,
     fake_ranges, fake_pinned;
@@ -351,22 +351,50 @@ static CUresult fake_release(CUmemGenericAllocationHandle handle) {
 static CUresult fake_reserve(CUdeviceptr *at, size_t bytes, size_t alignment, CUdeviceptr wanted,
                              unsigned long long flags) {
     void *block;
+    if (atomic_load(&fake_reserve_error))
+        return (CUresult)atomic_load(&fake_reserve_error);
     fake_take(&block, bytes, &fake_ranges);
     *at = (CUdeviceptr)(uintptr_t)block;
     return CUDA_SUCCESS;
 }
+/* What is mapped, whole: the driver unmaps nothing else, and keeps addresses that are in use. */
+#define FAKE_MAPS_MAX 16
+static struct {
+    CUdeviceptr at;
+    size_t bytes;
+} fake_mapped[FAKE_MAPS_MAX];
+static int fake_mapping_in(CUdeviceptr at, size_t bytes) {
+    int i = 0;
+    while (i < FAKE_MAPS_MAX &&
+           (at >= fake_mapped[i].at + fake_mapped[i].bytes || fake_mapped[i].at >= at + bytes))
+        i++;
+    return i;
+}
 static CUresult fake_unreserve(CUdeviceptr at, size_t bytes) {
+    if (fake_mapping_in(at, bytes) < FAKE_MAPS_MAX)
+        return CUDA_ERROR_INVALID_VALUE;
     fake_give((void *)(uintptr_t)at, &fake_ranges);
     return CUDA_SUCCESS;
 }
 static CUresult fake_map(CUdeviceptr at, size_t bytes, size_t offset,
                          CUmemGenericAllocationHandle handle, unsigned long long flags) {
-    if (bytes > FAKE_UNIT)
+    int i = 0;
+    if (bytes > FAKE_UNIT || fake_mapping_in(at, bytes) < FAKE_MAPS_MAX)
         return CUDA_ERROR_INVALID_VALUE;
+    while (i < FAKE_MAPS_MAX && fake_mapped[i].bytes)
+        i++;
+    if (i == FAKE_MAPS_MAX)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    fake_mapped[i].at = at;
+    fake_mapped[i].bytes = bytes;
     atomic_fetch_add(&fake_maps, 1);
     return CUDA_SUCCESS;
 }
 static CUresult fake_unmap(CUdeviceptr at, size_t bytes) {
+    int i = fake_mapping_in(at, bytes);
+    if (i == FAKE_MAPS_MAX || fake_mapped[i].at != at || fake_mapped[i].bytes != bytes)
+        return CUDA_ERROR_INVALID_VALUE;
+    fake_mapped[i].at = fake_mapped[i].bytes = 0;
     atomic_fetch_sub(&fake_maps, 1);
     return CUDA_SUCCESS;
 }
