@@ -12,6 +12,7 @@ _Static_assert(sizeof(struct kld_frame_hello) == 88, "HELLO");
 _Static_assert(sizeof(struct kld_wire_device) == 80, "device entry");
 _Static_assert(sizeof(struct kld_frame_welcome) == 88 + 80 * KLD_WIRE_DEVICES_MAX, "WELCOME");
 _Static_assert(sizeof(struct kld_frame_region_add) == 128, "REGION_ADD");
+_Static_assert(sizeof(struct kld_frame_region_grow) == 40, "REGION_GROW");
 _Static_assert(sizeof(struct kld_frame_region_drop) == 24, "REGION_DROP");
 _Static_assert(sizeof(struct kld_frame_copy) == 64, "COPY");
 _Static_assert(sizeof(struct kld_wire_tensor) == 32, "tensor");
@@ -56,9 +57,10 @@ const char *kld_frame_name(uint16_t type) {
 
 /* Descriptors that this very frame must bring. */
 static unsigned expected_fds(const union kld_frame *frame) {
-    return frame->header.type == KLD_FRAME_REGION_ADD &&
-           (frame->as_REGION_ADD.kind == KLD_REGION_MEMFD ||
-            frame->as_REGION_ADD.kind == KLD_REGION_CUDA_FD);
+    return frame->header.type == KLD_FRAME_REGION_GROW ||
+           (frame->header.type == KLD_FRAME_REGION_ADD &&
+            (frame->as_REGION_ADD.kind == KLD_REGION_MEMFD ||
+             frame->as_REGION_ADD.kind == KLD_REGION_CUDA_FD));
 }
 
 void kld_frame_init(union kld_frame *frame, enum kld_frame_type type, uint64_t request) {

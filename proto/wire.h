@@ -46,22 +46,23 @@ extern "C" {
 
 /* X(NAME, number, struct suffix). From the client: 1-63. From the worker: 64-. */
 #define KLD_FRAME_MAP(X)                                                                           \
-    X(HELLO, 1, hello)             /* first frame of a connection -> WELCOME */                    \
-    X(REGION_ADD, 2, region_add)   /* -> REGION. Kinds memfd and CUDA_FD: with one descriptor */   \
-    X(REGION_DROP, 3, region_drop) /* -> DONE; the id is free at once, the memory later */         \
-    X(COPY, 4, copy)               /* -> DONE */                                                   \
-    X(SUBMIT, 5, submit)           /* -> DONE */                                                   \
-    X(CANCEL, 6, cancel)           /* -> DONE for itself; the cancelled one gets its own */        \
-    X(STATS, 7, plain)             /* -> STATS_REPLY */                                            \
-    X(PING, 8, plain)              /* -> PONG */                                                   \
-    X(EVENT_ADD, 9, event_add)     /* -> EVENT */                                                  \
-    X(EVENT_DROP, 10, event_drop)  /* -> DONE; the id is free at once, the event later */          \
-    X(PUBLISH, 11, publish)        /* -> DONE */                                                   \
-    X(ATTACH, 12, attach)          /* -> ATTACHED */                                               \
-    X(DETACH, 13, name)            /* -> DONE; ends a publication of this connection */            \
-    X(STREAM, 14, stream)          /* -> DONE; before the first request of that stream */          \
-    X(TRACE, 15, trace)            /* -> nothing; right before its SUBMIT */                       \
-    X(FENCE_ADD, 16, fence_add)    /* -> EVENT; dropped by EVENT_DROP */                           \
+    X(HELLO, 1, hello)              /* first frame of a connection -> WELCOME */                   \
+    X(REGION_ADD, 2, region_add)    /* -> REGION. Kinds memfd and CUDA_FD: with one descriptor */  \
+    X(REGION_DROP, 3, region_drop)  /* -> DONE; the id is free at once, the memory later */        \
+    X(COPY, 4, copy)                /* -> DONE */                                                  \
+    X(SUBMIT, 5, submit)            /* -> DONE */                                                  \
+    X(CANCEL, 6, cancel)            /* -> DONE for itself; the cancelled one gets its own */       \
+    X(STATS, 7, plain)              /* -> STATS_REPLY */                                           \
+    X(PING, 8, plain)               /* -> PONG */                                                  \
+    X(EVENT_ADD, 9, event_add)      /* -> EVENT */                                                 \
+    X(EVENT_DROP, 10, event_drop)   /* -> DONE; the id is free at once, the event later */         \
+    X(PUBLISH, 11, publish)         /* -> DONE */                                                  \
+    X(ATTACH, 12, attach)           /* -> ATTACHED */                                              \
+    X(DETACH, 13, name)             /* -> DONE; ends a publication of this connection */           \
+    X(STREAM, 14, stream)           /* -> DONE; before the first request of that stream */         \
+    X(TRACE, 15, trace)             /* -> nothing; right before its SUBMIT */                      \
+    X(FENCE_ADD, 16, fence_add)     /* -> EVENT; dropped by EVENT_DROP */                          \
+    X(REGION_GROW, 17, region_grow) /* -> REGION; with one descriptor */                           \
     X(WELCOME, 64, welcome)                                                                        \
     X(REGION, 65, region)                                                                          \
     X(DONE, 66, done)                                                                              \
@@ -106,6 +107,8 @@ struct kld_wire_device {
 #define KLD_WELCOME_PEERS 1u
 /* The worker takes packets of several frames. To a client that has sent one it sends such. */
 #define KLD_WELCOME_PACKETS 2u
+/* The worker takes regions of the kind CUDA_SPACE. */
+#define KLD_WELCOME_SPACES 4u
 
 struct kld_frame_welcome {
     struct kld_frame_header header;
@@ -125,21 +128,33 @@ struct kld_frame_welcome {
 };
 
 enum kld_region_kind {
-    KLD_REGION_MEMFD = 1,    /* one memfd with F_SEAL_SHRINK, from its byte 0 */
-    KLD_REGION_CUDA_IPC = 2, /* a cudaIpcMemHandle_t of the whole base allocation */
-    KLD_REGION_POOL = 3,     /* memory of the worker's device pool; gone with the worker */
-    KLD_REGION_CUDA_FD = 4,  /* a CUDA VMM allocation, exported as a POSIX file descriptor */
+    KLD_REGION_MEMFD = 1,      /* one memfd with F_SEAL_SHRINK, from its byte 0 */
+    KLD_REGION_CUDA_IPC = 2,   /* a cudaIpcMemHandle_t of the whole base allocation */
+    KLD_REGION_POOL = 3,       /* memory of the worker's device pool; gone with the worker */
+    KLD_REGION_CUDA_FD = 4,    /* a CUDA VMM allocation, exported as a POSIX file descriptor */
+    KLD_REGION_CUDA_SPACE = 5, /* addresses, in which REGION_GROW puts such allocations */
 };
 
 struct kld_frame_region_add {
     struct kld_frame_header header;
     uint32_t kind; /* enum kld_region_kind */
     uint32_t reserved;
-    uint64_t bytes;        /* of the region */
+    uint64_t bytes;        /* of the region; CUDA_SPACE: what it may grow to */
     uint64_t offset_bytes; /* CUDA: where the region starts in the base allocation; else 0 */
     uint64_t base_bytes;   /* CUDA: size of the base allocation; else 0 */
     uint8_t device_uuid[KLD_WIRE_UUID_BYTES];      /* CUDA: where the memory lies; else 0 */
     uint8_t ipc_handle[KLD_WIRE_IPC_HANDLE_BYTES]; /* CUDA IPC; else 0 */
+};
+
+/* A whole CUDA VMM allocation, `bytes` long and exported as for CUDA_FD, for a region of the kind
+ * CUDA_SPACE: the next piece, right behind those that it has. Such a region begins without memory,
+ * has as many bytes as its pieces, and loses none before it is dropped, so that every byte of it
+ * can be read at any time. One at a time: the next is sent when this one was answered. */
+struct kld_frame_region_grow {
+    struct kld_frame_header header;
+    uint64_t region;
+    uint64_t offset_bytes; /* where it begins: the bytes that the region has */
+    uint64_t bytes;
 };
 
 struct kld_frame_region_drop {
@@ -281,7 +296,7 @@ struct kld_frame_stream {
 struct kld_frame_region {
     struct kld_frame_header header;
     uint64_t region; /* its id: not 0, never given twice in one connection */
-    uint64_t bytes;
+    uint64_t bytes;  /* that requests may name; CUDA_SPACE: of its pieces so far */
 };
 
 /* The answer to whatever says "-> DONE" above and worked. A failure is an ERROR. */

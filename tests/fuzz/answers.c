@@ -70,6 +70,11 @@ static void answer(const union kld_frame *frame, union kld_frame *reply) {
         reply->as_REGION.region = ++ids;
         reply->as_REGION.bytes = frame->as_REGION_ADD.bytes;
         break;
+    case KLD_FRAME_REGION_GROW:
+        kld_frame_init(reply, KLD_FRAME_REGION, request);
+        reply->as_REGION.region = frame->as_REGION_GROW.region;
+        reply->as_REGION.bytes = frame->as_REGION_GROW.offset_bytes + frame->as_REGION_GROW.bytes;
+        break;
     case KLD_FRAME_EVENT_ADD:
     case KLD_FRAME_FENCE_ADD:
         kld_frame_init(reply, KLD_FRAME_EVENT, request);

@@ -21,7 +21,8 @@ void fuzz_client_close(struct fuzz_client *client) {
 static enum kld_frame_type answer_of(uint16_t type) {
     switch (type) {
     case KLD_FRAME_HELLO: return KLD_FRAME_WELCOME;
-    case KLD_FRAME_REGION_ADD: return KLD_FRAME_REGION;
+    case KLD_FRAME_REGION_ADD:
+    case KLD_FRAME_REGION_GROW: return KLD_FRAME_REGION;
     case KLD_FRAME_EVENT_ADD:
     case KLD_FRAME_FENCE_ADD: return KLD_FRAME_EVENT;
     case KLD_FRAME_ATTACH: return KLD_FRAME_ATTACHED;

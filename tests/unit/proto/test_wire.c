@@ -18,14 +18,15 @@ START_TEST(every_type_passes_at_its_own_length_only) {
     };
     for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
         size_t bytes = kld_frame_bytes(types[i]);
+        unsigned fds = types[i] == KLD_FRAME_REGION_GROW;
         kld_frame_init(&frame, (enum kld_frame_type)types[i], 42);
-        ck_assert_int_eq(kld_frame_check(&frame, bytes, 0, 0, &request, &err), KLD_OK);
+        ck_assert_int_eq(kld_frame_check(&frame, bytes, fds, 0, &request, &err), KLD_OK);
         ck_assert_uint_eq(request, 42);
-        ck_assert_int_eq(kld_frame_check(&frame, bytes - 1, 0, 0, &request, &err), KLD_INVALID);
-        ck_assert_int_eq(kld_frame_check(&frame, bytes, 0, 1, &request, &err), KLD_INVALID);
-        ck_assert_int_eq(kld_frame_check(&frame, bytes, 1, 0, &request, &err), KLD_INVALID);
+        ck_assert_int_eq(kld_frame_check(&frame, bytes - 1, fds, 0, &request, &err), KLD_INVALID);
+        ck_assert_int_eq(kld_frame_check(&frame, bytes, fds, 1, &request, &err), KLD_INVALID);
+        ck_assert_int_eq(kld_frame_check(&frame, bytes, !fds, 0, &request, &err), KLD_INVALID);
         frame.header.length++;
-        ck_assert_int_eq(kld_frame_check(&frame, bytes, 0, 0, &request, &err), KLD_INVALID);
+        ck_assert_int_eq(kld_frame_check(&frame, bytes, fds, 0, &request, &err), KLD_INVALID);
     }
     ck_assert_uint_eq(kld_frame_bytes(0), 0);
     ck_assert_str_eq(kld_frame_name(KLD_FRAME_SUBMIT), "SUBMIT");
@@ -151,6 +152,9 @@ START_TEST(a_memfd_comes_with_one_descriptor) {
     ck_assert_int_eq(kld_frame_check(&frame, bytes, 0, 0, &request, &err), KLD_INVALID);
     ck_assert_ptr_nonnull(strstr(err.text, "with 0 file descriptors; expected 1"));
     frame.as_REGION_ADD.kind = KLD_REGION_POOL;
+    ck_assert_int_eq(kld_frame_check(&frame, bytes, 1, 0, &request, &err), KLD_INVALID);
+    frame.as_REGION_ADD.kind = KLD_REGION_CUDA_SPACE;
+    ck_assert_int_eq(kld_frame_check(&frame, bytes, 0, 0, &request, &err), KLD_OK);
     ck_assert_int_eq(kld_frame_check(&frame, bytes, 1, 0, &request, &err), KLD_INVALID);
     frame.as_REGION_ADD.kind = KLD_REGION_CUDA_FD;
     ck_assert_int_eq(kld_frame_check(&frame, bytes, 1, 0, &request, &err), KLD_OK);
@@ -284,6 +288,7 @@ START_TEST(offsets_are_part_of_the_protocol) {
     ck_assert_uint_eq(offsetof(struct kld_frame_welcome, backend), 32);
     ck_assert_uint_eq(offsetof(struct kld_frame_welcome, device_list), 80);
     ck_assert_uint_eq(offsetof(struct kld_frame_region_add, ipc_handle), 64);
+    ck_assert_uint_eq(offsetof(struct kld_frame_region_grow, bytes), 32);
     ck_assert_uint_eq(offsetof(struct kld_frame_submit, timeout_ns), 24);
     ck_assert_uint_eq(offsetof(struct kld_frame_submit, shape), 56);
     ck_assert_uint_eq(offsetof(struct kld_frame_submit, number), 120);
