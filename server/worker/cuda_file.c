@@ -5,11 +5,24 @@
 #include <linux/kcmp.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "server/log.h"
 #include "server/worker/worker.h"
+
+/* What is not a device must not reach the driver, which asks it in ways that may block. */
+enum kld_status kld_cuda_file_check(int fd, struct kld_error *err) {
+    struct statx stat; /* of what the kernel knows: no file system is asked, as fstat() may */
+    if (fcntl(fd, F_GET_SEALS) < 0 &&
+        statx(fd, "", AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_TYPE, &stat) == 0 &&
+        !S_ISREG(stat.stx_mode) && !S_ISDIR(stat.stx_mode) && !S_ISFIFO(stat.stx_mode) &&
+        !S_ISSOCK(stat.stx_mode) && !S_ISBLK(stat.stx_mode))
+        return KLD_OK;
+    return kld_error_set(err, KLD_INVALID,
+                         "the descriptor is not a CUDA allocation exported as a file descriptor");
+}
 
 /* What kcmp() says of two open files: the same, or which comes first in an order of its own. */
 enum { SAME, LESS, GREATER };
@@ -31,7 +44,7 @@ static uint64_t unknown(struct kld_worker *worker, const char *why) {
     return 0;
 }
 
-/* There is place for one more. At most as many as regions, so client_regions_max bounds it. */
+/* There is place for one more. At most as many as regions and their pieces, and cuda_files_max. */
 static bool grow(struct kld_session *session) {
     if (session->cuda_files_count < session->cuda_files_size)
         return true;
@@ -67,6 +80,13 @@ uint64_t kld_cuda_file_acquire(struct kld_session *session, int fd) {
     memmove(at + 1, at, (session->cuda_files_count++ - low) * sizeof *at);
     *at = (struct kld_cuda_file){.fd = copy, .users = 1, .number = ++session->cuda_file_serial};
     return at->number;
+}
+
+bool kld_cuda_file_is_shared(const struct kld_session *session, uint64_t number) {
+    for (uint32_t i = 0; number && i < session->cuda_files_count; i++)
+        if (session->cuda_files[i].number == number)
+            return session->cuda_files[i].users > 1;
+    return false;
 }
 
 void kld_cuda_file_release(struct kld_session *session, uint64_t number) {

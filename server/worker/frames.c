@@ -1,6 +1,6 @@
 /* frames.c - what each frame of a client asks for. One in, at most one immediate reply out;
- * REGION_ADD, EVENT_ADD, FENCE_ADD, SUBMIT and COPY are answered later by region.c, event.c and
- * core.c. Reads and writes no socket (session.c). Worker process, loop thread. */
+ * REGION_ADD, REGION_GROW, EVENT_ADD, FENCE_ADD, SUBMIT and COPY are answered later by region.c,
+ * event.c and core.c. Reads and writes no socket (session.c). Worker process, loop thread. */
 #include <string.h>
 #include <sys/socket.h>
 
@@ -8,6 +8,7 @@
 #include "server/worker/core.h"
 #include "server/worker/event.h"
 #include "server/worker/publish.h"
+#include "server/worker/space.h"
 
 /* Letters for logs: printable, and nothing that ends a quoted value. */
 static enum kld_status take_name(struct kld_session *session, const char *name,
@@ -64,7 +65,8 @@ static enum kld_status hello(struct kld_session *session, const struct kld_frame
     welcome->events_max = info->imports_cuda_ipc ? KLD_SESSION_EVENTS_MAX : 0;
     welcome->flags =
         KLD_WELCOME_PACKETS |
-        (config->peer_access && worker->options.backend->reaches ? KLD_WELCOME_PEERS : 0);
+        (config->peer_access && worker->options.backend->reaches ? KLD_WELCOME_PEERS : 0) |
+        (info->imports_cuda_ipc ? KLD_WELCOME_SPACES : 0);
     welcome->publications_max = (uint32_t)config->user_publications_max;
     welcome->region_bytes_max = config->region_bytes_max;
     welcome->pool_bytes_max = info->pool_bytes_max;
@@ -166,6 +168,10 @@ static enum kld_status dispatch(struct kld_session *session, const union kld_fra
     case KLD_FRAME_REGION_ADD:
         status = kld_worker_region_add(session, &frame->as_REGION_ADD, fd, err);
         *ret_fd_taken = status == KLD_OK && fd >= 0;
+        return status;
+    case KLD_FRAME_REGION_GROW:
+        status = kld_space_grow(session, &frame->as_REGION_GROW, fd, err);
+        *ret_fd_taken = status == KLD_OK;
         return status;
     case KLD_FRAME_EVENT_ADD: return kld_worker_event_add(session, &frame->as_EVENT_ADD, err);
     case KLD_FRAME_FENCE_ADD: return kld_worker_fence_add(session, &frame->as_FENCE_ADD, err);

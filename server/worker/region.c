@@ -16,6 +16,7 @@
 #include "server/worker/kept.h"
 #include "server/worker/publish.h"
 #include "server/worker/quota.h"
+#include "server/worker/space.h"
 
 #define SLOT_MASK (((uint64_t)1 << KLD_REGION_SLOT_BITS) - 1)
 
@@ -56,18 +57,6 @@ static enum kld_status check_memfd(const struct kld_frame_region_add *frame, int
     return KLD_OK;
 }
 
-/* What is not a device must not reach the driver, which asks it in ways that may block. */
-static enum kld_status check_cuda_fd(int fd, struct kld_error *err) {
-    struct statx stat; /* of what the kernel knows: no file system is asked, as fstat() may */
-    if (fcntl(fd, F_GET_SEALS) < 0 &&
-        statx(fd, "", AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_TYPE, &stat) == 0 &&
-        !S_ISREG(stat.stx_mode) && !S_ISDIR(stat.stx_mode) && !S_ISFIFO(stat.stx_mode) &&
-        !S_ISSOCK(stat.stx_mode) && !S_ISBLK(stat.stx_mode))
-        return KLD_OK;
-    return kld_error_set(err, KLD_INVALID,
-                         "the descriptor is not a CUDA allocation exported as a file descriptor");
-}
-
 /* A request runs where its memory lies: says where that is. */
 static enum kld_status other_device(const struct kld_worker *worker, const uint8_t *uuid,
                                     struct kld_error *err) {
@@ -97,6 +86,8 @@ static enum kld_status check_cuda(const struct kld_worker *worker,
         !(worker->options.backend->reaches &&
           worker->options.backend->reaches(worker->device, frame->device_uuid)))
         return other_device(worker, frame->device_uuid, err);
+    if (frame->kind == KLD_REGION_CUDA_SPACE)
+        return KLD_OK;
     if (__builtin_add_overflow(frame->offset_bytes, frame->bytes, &end) || end > frame->base_bytes)
         return kld_error_set(err, KLD_INVALID,
                              "%" PRIu64 " bytes at offset %" PRIu64
@@ -107,17 +98,19 @@ static enum kld_status check_cuda(const struct kld_worker *worker,
 
 static enum kld_status check_frame(const struct kld_frame_region_add *frame,
                                    struct kld_error *err) {
-    if (frame->kind < KLD_REGION_MEMFD || frame->kind > KLD_REGION_CUDA_FD)
-        return kld_error_set(
-            err, KLD_INVALID,
-            "unknown region kind %u; known: 1 memfd, 2 CUDA IPC, 3 pool, 4 CUDA fd", frame->kind);
+    if (frame->kind < KLD_REGION_MEMFD || frame->kind > KLD_REGION_CUDA_SPACE)
+        return kld_error_set(err, KLD_INVALID,
+                             "unknown region kind %u; known: 1 memfd, 2 CUDA IPC, 3 pool, "
+                             "4 CUDA fd, 5 CUDA space",
+                             frame->kind);
     if (frame->reserved != 0)
         return kld_error_set(err, KLD_INVALID, "REGION_ADD: reserved field is not 0");
     if (frame->bytes == 0)
         return kld_error_set(err, KLD_INVALID, "a region of 0 bytes");
     bool cuda = frame->kind == KLD_REGION_CUDA_IPC || frame->kind == KLD_REGION_CUDA_FD;
-    if ((!cuda && (frame->offset_bytes || frame->base_bytes ||
-                   !all_zero(frame->device_uuid, sizeof frame->device_uuid))) ||
+    if ((!cuda && (frame->offset_bytes || frame->base_bytes)) ||
+        (!cuda && frame->kind != KLD_REGION_CUDA_SPACE &&
+         !all_zero(frame->device_uuid, sizeof frame->device_uuid)) ||
         (frame->kind != KLD_REGION_CUDA_IPC &&
          !all_zero(frame->ipc_handle, sizeof frame->ipc_handle)))
         return kld_error_set(err, KLD_INVALID,
@@ -150,7 +143,9 @@ static enum kld_status table_insert(struct kld_session *session, struct kld_regi
 static void gauges_add(struct kld_region *region, int sign) {
     struct kld_session *session = region->session;
     struct kld_worker *worker = session->worker;
-    uint64_t bytes = region->attached ? 0 : region->bytes; /* its owner's bytes */
+    /* Those of a space count from the start; of an attached one they are its owner's. */
+    uint64_t bytes = region->room_bytes ? region->room_bytes : region->bytes;
+    bytes = region->attached ? 0 : bytes;
     session->regions_count += (uint32_t)sign;
     session->region_bytes += sign > 0 ? bytes : -bytes;
     worker->regions += (uint64_t)(int64_t)sign;
@@ -171,6 +166,7 @@ static void forget(struct kld_region *region) {
     gauges_add(region, -1);
     session->regions[region->id & SLOT_MASK] = NULL;
     kld_cuda_file_release(session, region->cuda_file);
+    kld_space_forget(region);
     free(region);
 }
 
@@ -196,6 +192,10 @@ static void add_work(uv_work_t *work) {
         region->status = backend->memory_import_ipc(device, region->ipc_handle, region->base_bytes,
                                                     region->space_offset, region->bytes,
                                                     &region->memory, &region->error);
+        break;
+    case KLD_REGION_CUDA_SPACE:
+        region->status =
+            backend->memory_reserve(device, region->room_bytes, &region->memory, &region->error);
         break;
     default:
         region->status =
@@ -283,6 +283,14 @@ static void note_refusal(const struct kld_region *region) {
         atomic_store(&worker->shown->pool_refused_ns, kld_worker_now_ns());
 }
 
+void kld_worker_region_reply(const struct kld_region *region) {
+    union kld_frame frame;
+    kld_frame_init(&frame, KLD_FRAME_REGION, region->request);
+    frame.as_REGION.region = region->id;
+    frame.as_REGION.bytes = region->bytes;
+    kld_session_reply(region->session, &frame);
+}
+
 static void add_after(uv_work_t *work, int cancelled) {
     struct kld_region *region = work->data;
     struct kld_session *session = region->session;
@@ -311,14 +319,11 @@ static void add_after(uv_work_t *work, int cancelled) {
     } else {
         find_space(region);
         region->state = KLD_REGION_LIVE;
-        if (region->kind == KLD_REGION_CUDA_IPC || region->kind == KLD_REGION_CUDA_FD)
+        if (region->kind == KLD_REGION_CUDA_IPC || region->kind == KLD_REGION_CUDA_FD ||
+            region->kind == KLD_REGION_CUDA_SPACE)
             kld_worker_shares_card(session->worker);
         kld_worker_pool_counted(session->worker);
-        union kld_frame frame;
-        kld_frame_init(&frame, KLD_FRAME_REGION, region->request);
-        frame.as_REGION.region = region->id;
-        frame.as_REGION.bytes = region->bytes;
-        kld_session_reply(session, &frame);
+        kld_worker_region_reply(region);
     }
     task_ended(session);
 }
@@ -343,7 +348,7 @@ enum kld_status kld_worker_region_add(struct kld_session *session,
     else if (frame->kind != KLD_REGION_POOL)
         status = check_cuda(worker, frame, err);
     if (!status && frame->kind == KLD_REGION_CUDA_FD)
-        status = check_cuda_fd(fd, err);
+        status = kld_cuda_file_check(fd, err);
     if (status)
         return status;
     struct kld_region *region = calloc(1, sizeof *region);
@@ -353,7 +358,8 @@ enum kld_status kld_worker_region_add(struct kld_session *session,
     region->state = KLD_REGION_ADDING;
     region->request = frame->header.request;
     region->kind = frame->kind;
-    region->bytes = frame->bytes;
+    region->bytes = frame->kind == KLD_REGION_CUDA_SPACE ? 0 : frame->bytes;
+    region->room_bytes = frame->bytes - region->bytes;
     region->shared_bytes_max =
         session->is_gateway ? UINT64_MAX : kld_quota_shared_bytes_max(worker);
     region->space_offset = frame->offset_bytes;
@@ -367,9 +373,13 @@ enum kld_status kld_worker_region_add(struct kld_session *session,
         free(region);
         return status;
     }
+    gauges_add(region, 1);
     if (frame->kind == KLD_REGION_CUDA_FD)
         region->cuda_file = kld_cuda_file_acquire(session, fd);
-    gauges_add(region, 1);
+    if ((status = kld_space_check_apart(session, region->cuda_file, err))) {
+        forget(region);
+        return status;
+    }
     session->tasks++;
     kld_session_awaits(session);
     uv_queue_work(&worker->loop, &region->work, add_work, add_after);

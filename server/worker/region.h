@@ -5,11 +5,15 @@
  * (uv's pool unmaps it), then freed. `users` counts the requests that pinned it; it is CONDEMNED
  * until they are gone (R2). A session outlives its regions.
  *
+ * A space (space.h) grows while it is LIVE. Its `bytes` are those of the pieces that are there, so
+ * whatever looks whether a tensor lies in its region sees as well that there is memory.
+ *
  * An attached region (publish.h) has no memory of its own but its owner's. What a request pins is
  * the owner's region; the attached one is only a name for it and can go at any time.
  *
  * Two regions of one client may show the same memory: one memfd registered twice, two parts of one
- * GPU allocation. Such regions get one `space`, so that outputs that overlap are seen. */
+ * GPU allocation. Such regions get one `space`, so that outputs that overlap are seen. What is a
+ * piece of one region may not be shown by another at all. */
 #ifndef KLD_SERVER_WORKER_REGION_H
 #define KLD_SERVER_WORKER_REGION_H
 
@@ -32,7 +36,7 @@ struct kld_region {
     struct kld_session *session;
     enum kld_region_state state;
     uint64_t id;      /* serial << KLD_REGION_SLOT_BITS | place in the session's table */
-    uint64_t request; /* the REGION_ADD to answer */
+    uint64_t request; /* the REGION_ADD or REGION_GROW to answer */
     uint32_t users;
     uint64_t space;                      /* id of the first region that showed this memory */
     uint32_t publications;               /* of it */
@@ -40,12 +44,16 @@ struct kld_region {
     TAILQ_ENTRY(kld_region) in_publication;
     TAILQ_ENTRY(kld_region) in_kept; /* while it waits, see kept.h */
     uint64_t kept_until_ns;          /* CLOCK_MONOTONIC; 0: it never waited */
+    uint64_t bytes;                  /* constant, but of a space */
+    uint64_t *pieces;                /* space: the cuda_file of each, 0: unknown */
+    uint32_t pieces_count, pieces_size;
+    uint64_t growing_bytes; /* of the piece that the pool maps; 0: none */
     uv_work_t work;
 
     /* Constant from creation on. */
     uint32_t kind; /* enum kld_region_kind */
     bool attached;
-    uint64_t bytes;
+    uint64_t room_bytes;       /* space: what it may grow to; else 0 */
     uint64_t memory_offset;    /* attached: where it begins in `memory`; else 0 */
     uint64_t space_offset;     /* where it begins in its space: what it is aligned by */
     uint64_t base_bytes;       /* CUDA IPC, CUDA fd */
@@ -55,7 +63,7 @@ struct kld_region {
     ino_t inode;
     uint64_t cuda_file; /* CUDA fd: of cuda_file.h; 0: unknown, and of attached ones */
 
-    /* ADDING, REMOVING: the pool's. Else the loop's. */
+    /* ADDING, REMOVING, and but for `memory` while it grows: the pool's. Else the loop's. */
     int fd;                      /* memfd or CUDA allocation, until it is mapped */
     struct kld_memory *memory;   /* attached: the owner's; NULL: it took it back */
     struct kld_mapping *mapping; /* memfd: of mapping.h, which has the memory; else NULL */
@@ -73,6 +81,8 @@ TAILQ_HEAD(kld_region_list, kld_region);
 enum kld_status kld_worker_region_add(struct kld_session *session,
                                       const struct kld_frame_region_add *frame, int fd,
                                       struct kld_error *err);
+/* REGION: what the client asked for is there. */
+void kld_worker_region_reply(const struct kld_region *region);
 /* Of one that waited for memory (kept.h). */
 void kld_worker_region_add_again(struct kld_region *region);
 /* LIVE -> CONDEMNED: no request can name it from here on. */

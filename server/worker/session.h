@@ -49,7 +49,7 @@ struct kld_lane {
 
 /* See cuda_file.h. */
 struct kld_cuda_file {
-    uint32_t users; /* regions */
+    uint32_t users; /* regions, and pieces of them */
     int fd;
     uint64_t number;
 };
@@ -97,7 +97,7 @@ struct kld_session {
     uint64_t pool_bytes;              /* of those in the device's pool */
     uint64_t shared_bytes;            /* of those in memory of the host */
     uint64_t region_serial;           /* the high bits of the newest id */
-    struct kld_cuda_file *cuda_files; /* in the kernel's order; grows with the regions */
+    struct kld_cuda_file *cuda_files; /* in the kernel's order; grows with what is shown */
     uint32_t cuda_files_count, cuda_files_size;
     uint64_t cuda_file_serial;
     bool aliased; /* two regions showed the same memory at some time */

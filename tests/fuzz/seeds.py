@@ -85,8 +85,16 @@ def small(kind, rest=b"", more=0, client=0):
     return made(6, bytes([kind + 8 * more]) + rest, client)
 
 
+def grow(at, count=1, where=0, same=False, client=0):
+    """By `count` pages, at that page of a region; same: the allocation is one that all such have."""
+    return made(0x87, bytes([where, at + 16 * (count - 1) + 64 * same]), client)
+
+
 def knob(which, value):
     return step(KNOB) + bytes([which + 16 * value])
+
+
+SPACE = made(0, b"\xa0")
 
 
 WORKER = {
@@ -125,6 +133,12 @@ FAKED = {
     "hold-memory": step(HELLO) + knob(1, 1) + region() + region_kind(3) + submit() + knob(1, 0) + step(TAKE),
     "cuda": step(HELLO) + region_kind(2) + region_kind(4) + region_kind(4) + region_kind(2)
     + submit(regions=(0, 1, 0, 0, 0, 0, 0, 2, 0)),
+    "spaces": step(HELLO) + SPACE + submit() + grow(0) + submit() + grow(1, 3) + submit(size=7) + publish() + grow(9)
+    + SPACE + grow(0, where=1) + copy(0, 1) + copy(1, 0, 4000, 4000, 96) + grow(1, where=1, same=True)
+    + grow(2, where=1, same=True) + small(0, b"\0") + submit() + step(HELLO, 1) + attach(client=1),
+    "spaces-held": step(HELLO) + SPACE + grow(0) + knob(1, 1) + grow(1) + grow(2) + submit() + small(0, b"\0")
+    + knob(1, 0) + step(TAKE) + SPACE + knob(1, 1) + grow(0, where=1) + step(CLOSE),
+    "spaces-fail": step(HELLO) + SPACE + knob(4, 0) + grow(0) + grow(0) + knob(4, 1) + grow(1) + submit() + knob(4, 0) + SPACE,
     "events": step(HELLO) + region() + small(2) + small(2, more=1) + submit(events=(0, 1)) + small(3, b"\0"),
     "fences": step(HELLO) + region() + small(2, b"\0" + short(64), more=3) + submit(events=(1, 0)) * 2 + knob(0, 1)
     + submit(events=(1, 0), stream=1) + submit(events=(1, 0)) + small(0, b"\0") + small(3, b"\0") + small(2, b"\0\1\0", more=3),

@@ -40,6 +40,7 @@ enum file {
 static struct fuzz_host cpu, faked;
 static struct fake_device fake;
 static int files[FILES], witness_fd;
+static int allocation; /* as DEVICE, and another open file each time that it is sent */
 static float *witness; /* predictions, targets, gradient: of the known request */
 static uint32_t right[2][ROWS * CLASSES + 2];
 static bool known[2];
@@ -69,6 +70,7 @@ static void make_files(void) {
     snprintf(path, sizeof path, "/proc/self/fd/%d", files[PLAIN]);
     files[READ_ONLY] = open(path, O_RDONLY | O_CLOEXEC);
     files[DEVICE] = open("/dev/null", O_RDWR | O_CLOEXEC);
+    allocation = open("/dev/null", O_RDWR | O_CLOEXEC);
     require(pipe2(pair, O_CLOEXEC) == 0);
     files[PIPE] = pair[0];
     files[FOLDER] = open("/", O_RDONLY | O_CLOEXEC);
@@ -200,6 +202,8 @@ static void make_region(struct fuzz_input *input, union kld_frame *frame, int *r
     struct kld_frame_region_add *add = &frame->as_REGION_ADD;
     uint32_t kind = how & 0x80 ? 2 + how % 3 : KLD_REGION_MEMFD;
     unsigned file = how % 16 < FILES ? how % 16 : PLAIN;
+    if (kind == KLD_REGION_POOL && (how & 0x20))
+        kind = KLD_REGION_CUDA_SPACE;
     add_region(frame, kind, file == LARGE ? LARGE_BYTES : MEMORY_BYTES);
     *ret_count = kind == KLD_REGION_MEMFD || kind == KLD_REGION_CUDA_FD;
     ret_fds[0] = ret_fds[1] = files[kind == KLD_REGION_CUDA_FD && !(how & 0x10) ? DEVICE : file];
@@ -207,6 +211,8 @@ static void make_region(struct fuzz_input *input, union kld_frame *frame, int *r
         add->bytes = fuzz_short(input) << fuzz_byte(input) % 16;
         *ret_count = fuzz_byte(input) % 3;
     }
+    if (kind == KLD_REGION_CUDA_SPACE)
+        memset(add->device_uuid, 7, sizeof add->device_uuid);
     if (kind == KLD_REGION_CUDA_IPC || kind == KLD_REGION_CUDA_FD) {
         memset(add->device_uuid, how & 0x20 ? 9 : 7, sizeof add->device_uuid);
         add->base_bytes = add->bytes;
@@ -251,6 +257,24 @@ static void make_named(struct fuzz_input *input, uint8_t what, union kld_frame *
     name[0] = (char)('a' + fuzz_byte(input) % 6);
     if (!(what & 1))
         frame->as_ATTACH.uid = what & 2 ? fuzz_byte(input) : KLD_WIRE_UID_OWN;
+}
+
+static void make_grow(struct fuzz_input *input, const struct fuzz_client *client,
+                      union kld_frame *frame, int *ret_fds, unsigned *ret_count) {
+    uint8_t how;
+    kld_frame_init(frame, KLD_FRAME_REGION_GROW, 0);
+    frame->as_REGION_GROW.region = id(input, client->region);
+    how = fuzz_byte(input);
+    frame->as_REGION_GROW.offset_bytes = how % 16 * 4096u;
+    frame->as_REGION_GROW.bytes = (how / 16 % 4 + 1) * 4096u;
+    if (how & 0x80) {
+        frame->as_REGION_GROW.offset_bytes = fuzz_long(input);
+        frame->as_REGION_GROW.bytes = fuzz_long(input);
+    }
+    close(allocation);
+    allocation = open("/dev/null", O_RDWR | O_CLOEXEC);
+    ret_fds[0] = how & 0x40 ? files[DEVICE] : allocation;
+    *ret_count = 1;
 }
 
 static void make_small(struct fuzz_input *input, const struct fuzz_client *client,
@@ -389,7 +413,12 @@ static void send_made(struct fuzz_input *input, uint8_t what, struct fuzz_client
     case 3: make_copy(input, client, &frame); break;
     case 4: make_publish(input, client, &frame); break;
     case 5: make_named(input, what / 8, &frame); break;
-    default: make_small(input, client, &frame);
+    case 6: make_small(input, client, &frame); break;
+    default: /* as 6 but for one of its bits */
+        if (what & 0x80)
+            make_grow(input, client, &frame, fds, &count);
+        else
+            make_small(input, client, &frame);
     }
     uint64_t number = fuzz_client_send(client, &frame, fds, count);
     bool has_id = what % 8 == 0 || (what % 8 >= 5 && frame.header.type != KLD_FRAME_PING);

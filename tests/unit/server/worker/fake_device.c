@@ -11,6 +11,9 @@
 struct fake_memory {
     struct kld_memory head;
     atomic_int jobs; /* that name it now */
+    bool space;
+    atomic_ullong grown_bytes; /* of a space: that have memory */
+    atomic_int pieces;
 };
 struct fake_stream {
     struct kld_stream head;
@@ -65,6 +68,21 @@ static void count_job(struct kld_job *job, int amount) {
     }
     for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
         count_memory(job->place[slot].memory, amount);
+}
+
+static bool has_memory(const struct kld_place *place, uint64_t bytes) {
+    const struct fake_memory *memory = (const struct fake_memory *)place->memory;
+    return !memory || !memory->space ||
+           place->offset_bytes + bytes <= atomic_load(&memory->grown_bytes);
+}
+
+static void check_memory(struct fake_device *fake, const struct kld_job *job) {
+    bool good = job->kind != KLD_JOB_COPY || (has_memory(&job->copy_to, job->copy_bytes) &&
+                                              has_memory(&job->copy_from, job->copy_bytes));
+    for (int slot = 0; slot < KLD_SLOT_COUNT && job->kind == KLD_JOB_OP; slot++)
+        good = good && has_memory(&job->place[slot], job->geometry.slot[slot].span_bytes);
+    if (!good)
+        atomic_store(&fake->order_broken, 1);
 }
 
 static void run(struct fake_device *fake, struct kld_job *job) {
@@ -238,6 +256,7 @@ static enum kld_status memory_free(struct kld_memory *memory) {
     if (atomic_load(&((struct fake_memory *)memory)->jobs) != 0)
         atomic_store(&fake->order_broken, 1);
     atomic_fetch_sub(&fake->memories, 1);
+    atomic_fetch_sub(&fake->pieces, atomic_load(&((struct fake_memory *)memory)->pieces));
     if (memory->host)
         munmap(memory->host, memory->bytes);
     free(memory);
@@ -249,6 +268,29 @@ static enum kld_status memory_import_fd(struct kld_device *device, int fd, uint6
                                         struct kld_memory **ret_memory, struct kld_error *err) {
     (void)fd, (void)base_bytes, (void)offset_bytes;
     return memory_new(device, bytes, ret_memory, err);
+}
+
+static enum kld_status memory_reserve(struct kld_device *device, uint64_t bytes,
+                                      struct kld_memory **ret_memory, struct kld_error *err) {
+    enum kld_status status = memory_new(device, bytes, ret_memory, err);
+    if (!status)
+        ((struct fake_memory *)*ret_memory)->space = true;
+    return status;
+}
+
+static enum kld_status memory_grow_fd(struct kld_memory *memory, int fd, uint64_t offset_bytes,
+                                      uint64_t bytes, struct kld_error *err) {
+    struct fake_memory *space = (struct fake_memory *)memory;
+    enum kld_status status = call(fake_of(memory->device), err);
+    if (status)
+        return status;
+    if (fd < 0 || !space->space || offset_bytes != atomic_load(&space->grown_bytes) ||
+        offset_bytes + bytes > memory->bytes)
+        atomic_store(&fake_of(memory->device)->order_broken, 1);
+    atomic_fetch_add(&space->grown_bytes, bytes);
+    atomic_fetch_add(&space->pieces, 1);
+    atomic_fetch_add(&fake_of(memory->device)->pieces, 1);
+    return KLD_OK;
 }
 
 static enum kld_status event_import(struct kld_device *device, const uint8_t handle[64],
@@ -324,6 +366,7 @@ static bool submit(struct kld_stream *stream, struct kld_job *job) {
     job->next = NULL;
     job->backend_private[0] = (uint64_t)(uintptr_t)stream;
     count_job(job, 1);
+    check_memory(fake, job);
     atomic_fetch_add(&((struct fake_stream *)stream)->jobs, 1);
     bool directly = atomic_load(&fake->launches_directly);
     if (directly)
@@ -370,6 +413,8 @@ const struct kld_backend fake_backend = {
     .memory_wrap = memory_wrap,
     .memory_import_ipc = memory_import_ipc,
     .memory_import_fd = memory_import_fd,
+    .memory_reserve = memory_reserve,
+    .memory_grow_fd = memory_grow_fd,
     .reaches = reaches,
     .handles_unread = handles_unread,
     .memory_alloc = memory_new,

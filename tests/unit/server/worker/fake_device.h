@@ -44,7 +44,10 @@ struct fake_device {
     atomic_int jobs_told;         /* done() has been called, or is left to who polls */
     atomic_int memories, streams; /* open now */
     atomic_int calls;             /* memory_*, event_* and stream_open calls so far */
-    atomic_int order_broken;      /* a memory was freed, or a stream closed, under a job */
+    atomic_int pieces;            /* mapped now */
+    /* A memory was freed, or a stream closed, under a job, or a job came that names a byte of a
+     * space that has no memory. */
+    atomic_int order_broken;
 
     /* Its thread. */
     pthread_t thread;
