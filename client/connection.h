@@ -126,6 +126,11 @@ struct kld_transport {
     enum kld_status (*region_import_cuda_fd)(struct kld_region *region, int fd,
                                              const struct kld_ipc_source *source,
                                              struct kld_error *err);
+    /* Both or none. */
+    enum kld_status (*region_reserve_cuda)(struct kld_region *region, const uint8_t *device_uuid,
+                                           struct kld_error *err);
+    enum kld_status (*region_grow_cuda_fd)(struct kld_region *region, int fd, uint64_t bytes,
+                                           struct kld_error *err);
     enum kld_status (*region_create_pool)(struct kld_region *region, struct kld_error *err);
     /* Sets region->bytes. uid: whose name it is, or KLD_WIRE_UID_OWN. */
     enum kld_status (*region_attach)(struct kld_region *region, uint32_t uid, const char *name,

@@ -161,6 +161,20 @@ KLD_EXPORT enum kld_status kld_region_import_cuda_fd(struct kld_connection *conn
                                                      uint64_t base_bytes, uint64_t offset_bytes,
                                                      uint64_t bytes, struct kld_region **ret_region,
                                                      struct kld_error *err);
+/* GPU memory that is in pieces, cuMemCreate() allocations mapped side by side, as one region
+ * without a copy: reserve makes one on the card with that UUID, without memory, that may grow to
+ * `bytes`; grow puts a whole allocation of `bytes` bytes, exported as for
+ * kld_region_import_cuda_fd(), behind those that it has. kld_region_bytes() is what it has:
+ * requests may name that. Pieces stay until the region is dropped, and what is a piece cannot be
+ * shown by another region as well, as far as the server can tell (as above): KLD_INVALID. After an
+ * error of grow the region is good for the drop only. Not while a request that names it is being
+ * made. unix only; KLD_UNIMPLEMENTED where the server has no such regions. Blocking. */
+KLD_EXPORT enum kld_status kld_region_reserve_cuda(struct kld_connection *connection,
+                                                   const uint8_t device_uuid[16], uint64_t bytes,
+                                                   struct kld_region **ret_region,
+                                                   struct kld_error *err);
+KLD_EXPORT enum kld_status kld_region_grow_cuda_fd(struct kld_region *region, int fd,
+                                                   uint64_t bytes, struct kld_error *err);
 /* A buffer in the server's device pool, of which a connection may have half, or what the server's
  * client_pool_bytes_max says: filled and read by kld_copy(), lost with the worker, and
  * with the connection to it (kld_losses()). unix and local. */

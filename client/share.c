@@ -36,6 +36,29 @@ enum kld_status kld_region_import_cuda_fd(struct kld_connection *connection, int
                         region, ret_region);
 }
 
+enum kld_status kld_region_reserve_cuda(struct kld_connection *connection,
+                                        const uint8_t device_uuid[16], uint64_t bytes,
+                                        struct kld_region **ret_region, struct kld_error *err) {
+    if (!connection->transport->region_reserve_cuda)
+        return kld_unimplemented(connection, "regions in pieces", err);
+    struct kld_region *region = NULL;
+    enum kld_status status = kld_region_open(connection, bytes, &region, err);
+    return status ? status
+                  : kld_region_made(
+                        connection->transport->region_reserve_cuda(region, device_uuid, err),
+                        region, ret_region);
+}
+
+enum kld_status kld_region_grow_cuda_fd(struct kld_region *region, int fd, uint64_t bytes,
+                                        struct kld_error *err) {
+    const struct kld_transport *transport = region->connection->transport;
+    if (!transport->region_grow_cuda_fd)
+        return kld_unimplemented(region->connection, "regions in pieces", err);
+    if (region->dropped)
+        return kld_error_set(err, KLD_INVALID, "the region was dropped");
+    return transport->region_grow_cuda_fd(region, fd, bytes, err);
+}
+
 /* ---- Published tensors ---------------------------------------------------------------------- */
 
 enum kld_status kld_publish(struct kld_connection *connection, const char *name,

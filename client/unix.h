@@ -38,6 +38,12 @@ enum unix_region_state {
     UNIX_REGION_WAITING, /* attached: nobody has published it yet; asked again at retry_at_ns */
 };
 
+/* A CUDA allocation in a region that has several. */
+struct unix_piece {
+    int fd; /* owned */
+    uint64_t bytes;
+};
+
 struct unix_region {
     struct kld_region base;
     enum unix_region_state state;
@@ -49,6 +55,11 @@ struct unix_region {
     uint64_t mapped_bytes;
     uint64_t wire_id;
     uint64_t base_bytes, offset_bytes; /* CUDA */
+    /* CUDA_SPACE, of unix_space.c: what it may grow to; its pieces, and how many of them the worker
+     * has, with their bytes. */
+    uint64_t room_bytes, there_bytes;
+    struct unix_piece *pieces;
+    uint32_t pieces_count, pieces_size, pieces_there;
     uint8_t ipc_handle[KLD_WIRE_IPC_HANDLE_BYTES], device_uuid[KLD_WIRE_UUID_BYTES];
     struct kld_error error;
 
@@ -201,6 +212,8 @@ enum kld_status kld_unix_region_import_cuda_ipc(struct kld_region *region,
 enum kld_status kld_unix_region_import_cuda_fd(struct kld_region *region, int fd,
                                                const struct kld_ipc_source *source,
                                                struct kld_error *err);
+/* Registers it, and waits for the answer. */
+enum kld_status kld_unix_region_add_and_wait(struct unix_region *region, struct kld_error *err);
 enum kld_status kld_unix_region_create_pool(struct kld_region *region, struct kld_error *err);
 void *kld_unix_region_data(struct kld_region *region);
 void kld_unix_region_release(struct kld_region *region);
@@ -217,6 +230,20 @@ void kld_unix_region_wanted(struct unix_connection *u, struct kld_region *region
 enum kld_status kld_unix_region_begin(struct unix_region *region, enum kld_region_kind kind,
                                       struct kld_error *err);
 void kld_unix_region_add_later(struct unix_region *region);
+
+/* unix_space.c: regions in pieces. */
+enum kld_status kld_unix_region_reserve_cuda(struct kld_region *region, const uint8_t *device_uuid,
+                                             struct kld_error *err);
+enum kld_status kld_unix_region_grow_cuda_fd(struct kld_region *region, int fd, uint64_t bytes,
+                                             struct kld_error *err);
+/* The worker has the region, if not all of it. */
+bool kld_unix_space_is_known(const struct unix_region *region);
+/* The next piece that the worker lacks. */
+enum unix_sent kld_unix_space_send(struct unix_connection *u, const struct unix_region *region);
+/* REGION came for it: true if the worker lacks another piece. */
+bool kld_unix_space_lacks_more(struct unix_region *region, const union kld_frame *reply);
+void kld_unix_space_lost(struct unix_region *region);
+void kld_unix_space_free(struct unix_region *region);
 
 /* unix_share.c */
 enum kld_status kld_unix_region_attach(struct kld_region *region, uint32_t uid, const char *name,

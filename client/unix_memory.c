@@ -96,7 +96,7 @@ enum kld_status kld_unix_region_import_memfd(struct kld_region *base, int fd,
 }
 
 /* These are answered before they return: only the server can tell whether they work. */
-static enum kld_status add_and_wait(struct unix_region *region, struct kld_error *err) {
+enum kld_status kld_unix_region_add_and_wait(struct unix_region *region, struct kld_error *err) {
     kld_unix_region_add_later(region);
     struct unix_connection *u = connection_of(&region->base);
     return kld_unix_wait_state(u, &region->state, &region->error,
@@ -115,7 +115,7 @@ enum kld_status kld_unix_region_import_cuda_ipc(struct kld_region *base,
     memcpy(region->device_uuid, source->device_uuid, sizeof region->device_uuid);
     region->base_bytes = source->base_bytes;
     region->offset_bytes = source->offset_bytes;
-    return add_and_wait(region, err);
+    return kld_unix_region_add_and_wait(region, err);
 }
 
 enum kld_status kld_unix_region_import_cuda_fd(struct kld_region *base, int fd,
@@ -132,13 +132,13 @@ enum kld_status kld_unix_region_import_cuda_fd(struct kld_region *base, int fd,
     memcpy(region->device_uuid, source->device_uuid, sizeof region->device_uuid);
     region->base_bytes = source->base_bytes;
     region->offset_bytes = source->offset_bytes;
-    return add_and_wait(region, err);
+    return kld_unix_region_add_and_wait(region, err);
 }
 
 enum kld_status kld_unix_region_create_pool(struct kld_region *base, struct kld_error *err) {
     struct unix_region *region = (struct unix_region *)base;
     enum kld_status status = kld_unix_region_begin(region, KLD_REGION_POOL, err);
-    return status ? status : add_and_wait(region, err);
+    return status ? status : kld_unix_region_add_and_wait(region, err);
 }
 
 void *kld_unix_region_data(struct kld_region *base) {
@@ -154,6 +154,7 @@ static void region_free(struct unix_region *region) {
         munmap(region->base.data, region->mapped_bytes);
     if (region->fd >= 0)
         close(region->fd);
+    kld_unix_space_free(region);
     kld_region_free(&region->base);
 }
 
@@ -162,6 +163,8 @@ void kld_unix_region_release(struct kld_region *base) {
     struct unix_connection *u = connection_of(base);
     if (region->state == UNIX_REGION_NEW)
         u->region_work--;
+    if (kld_unix_space_is_known(region) && region->state != UNIX_REGION_ADDING)
+        region->state = UNIX_REGION_READY; /* there is something to drop */
     if (u->closing || u->state != UNIX_UP ||
         (region->state != UNIX_REGION_ADDING && region->state != UNIX_REGION_READY)) {
         region_free(region);
@@ -186,6 +189,7 @@ void kld_unix_regions_lost(struct unix_connection *u) {
         if (region->state == UNIX_REGION_MAKING)
             continue;
         region->wire_id = 0;
+        kld_unix_space_lost(region);
         if (region->tensor.rank) /* else its caller still waits, as long as that asked for */
             region->until_ns = kld_now_ns() + KLD_RECONNECT_NS_MAX;
         region->looks = 0;
@@ -236,7 +240,7 @@ static enum unix_sent send_add(struct unix_connection *u, const struct unix_regi
     kld_frame_init(&frame, KLD_FRAME_REGION_ADD, number);
     struct kld_frame_region_add *add = &frame.as_REGION_ADD;
     add->kind = region->kind;
-    add->bytes = region->base.bytes;
+    add->bytes = region->room_bytes ? region->room_bytes : region->base.bytes;
     add->offset_bytes = region->offset_bytes;
     add->base_bytes = region->base_bytes;
     memcpy(add->ipc_handle, region->ipc_handle, sizeof add->ipc_handle);
@@ -259,7 +263,9 @@ enum unix_sent kld_unix_regions_flush(struct unix_connection *u) {
         bool drop = region->state == UNIX_REGION_READY && region->released;
         if (!add && !drop)
             continue;
-        enum unix_sent sent = add ? send_add(u, region) : send_drop(u, region);
+        enum unix_sent sent = !add                              ? send_drop(u, region)
+                              : kld_unix_space_is_known(region) ? kld_unix_space_send(u, region)
+                                                                : send_add(u, region);
         if (sent != UNIX_SENT)
             return sent;
         u->region_work--;
@@ -319,11 +325,14 @@ bool kld_unix_region_answered(struct unix_connection *u, uint64_t local_id,
         region->state = UNIX_REGION_NEW;
         u->region_work++;
     } else if (error) {
-        region->state = UNIX_REGION_FAILED;
+        region->state = kld_unix_space_is_known(region) && region->released ? UNIX_REGION_READY
+                                                                            : UNIX_REGION_FAILED;
         region->error = *error;
     } else {
-        region->state = UNIX_REGION_READY;
+        bool more = kld_unix_space_lacks_more(region, reply) && !region->released;
+        region->state = more ? UNIX_REGION_NEW : UNIX_REGION_READY;
         region->wire_id = reply->as_REGION.region;
+        u->region_work += more;
     }
     if (region->released && region->state == UNIX_REGION_READY)
         u->region_work++;

@@ -17,6 +17,7 @@ struct fake_region {
     char *data;
     struct fake_publication *attached; /* its memory is another's */
     uint64_t unanswered;               /* the request that registered it; 0: it was answered */
+    uint64_t has_bytes;                /* of a space, whose pieces are memfds; else as `bytes` */
 };
 
 /* Of any client. */
@@ -116,7 +117,7 @@ static void answer_regions(struct fake_client *client) {
             continue;
         kld_frame_init(&frame, KLD_FRAME_REGION, region->unanswered);
         frame.as_REGION.region = region->id;
-        frame.as_REGION.bytes = region->bytes;
+        frame.as_REGION.bytes = region->has_bytes;
         region->unanswered = 0;
         reply(client, &frame);
     }
@@ -139,9 +140,28 @@ static void region_add(struct fake_worker *worker, struct fake_client *client,
     void *data = fd >= 0 ? mmap(NULL, add->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
                          : mmap(NULL, add->bytes, PROT_READ | PROT_WRITE,
                                 MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    *region =
-        (struct fake_region){++client->last_region, add->bytes, data, NULL, add->header.request};
+    uint64_t has = add->kind == KLD_REGION_CUDA_SPACE ? 0 : add->bytes;
+    *region = (struct fake_region){++client->last_region, add->bytes, data, NULL,
+                                   add->header.request,   has};
     worker->regions_now++;
+    if (!worker->slow_regions)
+        answer_regions(client);
+}
+
+static void region_grow(struct fake_worker *worker, struct fake_client *client,
+                        const struct kld_frame_region_grow *grow, int fd) {
+    struct fake_region *region = region_find(client, grow->region);
+    worker->pieces++;
+    if (worker->refuse_grow || !region || region->unanswered ||
+        grow->offset_bytes != region->has_bytes) {
+        reply_error(client, grow->header.request,
+                    worker->refuse_grow ? (enum kld_status)worker->refuse_grow : KLD_NOT_FOUND);
+        return;
+    }
+    mmap(region->data + grow->offset_bytes, grow->bytes, PROT_READ | PROT_WRITE,
+         MAP_SHARED | MAP_FIXED, fd, 0);
+    region->has_bytes += grow->bytes;
+    region->unanswered = grow->header.request;
     if (!worker->slow_regions)
         answer_regions(client);
 }
@@ -358,8 +378,12 @@ static void attach(struct fake_worker *worker, struct fake_client *client,
     worker->attached++;
     worker->regions_now++;
     uint64_t offset = publication->frame.offset_bytes;
-    *region = (struct fake_region){++client->last_region, publication->region.bytes - offset,
-                                   publication->region.data + offset, publication, 0};
+    *region = (struct fake_region){++client->last_region,
+                                   publication->region.bytes - offset,
+                                   publication->region.data + offset,
+                                   publication,
+                                   0,
+                                   0};
     union kld_frame answer;
     kld_frame_init(&answer, KLD_FRAME_ATTACHED, frame->header.request);
     answer.as_ATTACHED.region = region->id;
@@ -476,6 +500,7 @@ static int frame_received(struct fake_worker *worker, struct fake_client *client
     switch (frame->header.type) {
     case KLD_FRAME_HELLO: hello(worker, client, frame->header.request); return 1;
     case KLD_FRAME_REGION_ADD: region_add(worker, client, &frame->as_REGION_ADD, fd); return 1;
+    case KLD_FRAME_REGION_GROW: region_grow(worker, client, &frame->as_REGION_GROW, fd); return 1;
     case KLD_FRAME_REGION_DROP: region_drop(worker, client, &frame->as_REGION_DROP); return 1;
     case KLD_FRAME_COPY: copy_received(worker, client, &frame->as_COPY); return 1;
     case KLD_FRAME_SUBMIT: return submit_received(worker, client, &frame->as_SUBMIT);

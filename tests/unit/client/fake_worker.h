@@ -33,6 +33,7 @@ struct fake_worker {
     atomic_int cut_type;        /* enum kld_frame_type: lacks 8 bytes, as in an older release */
     atomic_int refuse_regions;  /* enum kld_status */
     atomic_int refuse_regions_once; /* enum kld_status: of the next one */
+    atomic_int refuse_grow;         /* enum kld_status: of pieces */
     atomic_ullong shared_bytes_max; /* larger regions are KLD_TOO_LARGE; 0: none is */
     atomic_int slow_regions;        /* what is registered is not answered while set, but kept */
     atomic_int one_region;          /* while there is one, others are KLD_TOO_LARGE */
@@ -50,7 +51,7 @@ struct fake_worker {
     struct kld_frame_trace last_trace;
     atomic_int packets; /* with one frame or several */
     atomic_int accepted, submits, regions_added, regions_dropped, cancels, copies;
-    atomic_int regions_now;
+    atomic_int regions_now, pieces; /* pieces: that came so far */
 
     pthread_t thread;
     int listener;

@@ -1,0 +1,249 @@
+/* test_unix_space.c - regions in pieces over the Unix socket: what is told the worker, told again
+ * to the next one, refused, and let go of. Their allocations are memfds here, which the double maps
+ * side by side, so that what it computes is what lies in them. */
+#include "tests/unit/client/small_request.h"
+#include "tests/unit/unit.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "client/kld.h"
+#include "tests/unit/client/fake_worker.h"
+
+#define PIECE ((size_t)4096)
+#define PIECES 3
+#define ROOM (8 * PIECE)
+#define CLASSES (PIECE / sizeof(float)) /* a row has the size of a piece */
+
+static struct fake_worker worker;
+static struct kld_connection *connection;
+static struct kld_region *space;
+static struct kld_error error;
+static const uint8_t uuid[16] = {7};
+static int memfds[PIECES];
+
+static int descriptors(void) {
+    int count = 0;
+    for (int fd = 0; fd < 256; fd++)
+        count += fcntl(fd, F_GETFD) >= 0;
+    return count;
+}
+
+/* Piece i holds i + 1 in each place. */
+static void make_pieces(void) {
+    float values[CLASSES];
+    for (int i = 0; i < PIECES; i++) {
+        memfds[i] = memfd_create("as good as any to the double", MFD_CLOEXEC);
+        for (size_t j = 0; j < CLASSES; j++)
+            values[j] = (float)(i + 1);
+        ck_assert_int_eq(write(memfds[i], values, PIECE), PIECE);
+    }
+}
+
+static void setup(uint32_t flags) {
+    char url[128];
+    worker.flags = flags;
+    fake_worker_open(&worker);
+    snprintf(url, sizeof url, "unix:%s", worker.path);
+    ck_assert_msg(kld_connect(url, NULL, &connection, &error) == KLD_OK, "%s", error.text);
+    make_pieces();
+}
+
+static void teardown(void) {
+    kld_close(connection);
+    for (int i = 0; i < PIECES; i++)
+        close(memfds[i]);
+    fake_worker_close(&worker);
+    ck_assert_int_eq(worker.regions_now, 0);
+}
+
+static void reserve_and_grow(int pieces) {
+    ck_assert_msg(kld_region_reserve_cuda(connection, uuid, ROOM, &space, &error) == KLD_OK, "%s",
+                  error.text);
+    ck_assert_uint_eq(kld_region_bytes(space), 0);
+    for (int i = 0; i < pieces; i++)
+        ck_assert_msg(kld_region_grow_cuda_fd(space, memfds[i], PIECE, &error) == KLD_OK, "%s",
+                      error.text);
+    ck_assert_uint_eq(kld_region_bytes(space), (size_t)pieces * PIECE);
+}
+
+/* Two rows from the first byte on, two from the middle of the first piece on: of 1 and 2, and half
+ * a row less of 1 and more of 3. */
+static struct kld_request request(void) {
+    struct kld_request request = small_request(2, CLASSES, NULL, NULL, NULL);
+    request.op.tensor[KLD_SLOT_GRAD_PREDICTIONS].dtype = KLD_DTYPE_ABSENT;
+    request.bytes[KLD_SLOT_PREDICTIONS].region = space;
+    request.bytes[KLD_SLOT_PREDICTIONS].offset_bytes = PIECE / 2;
+    request.bytes[KLD_SLOT_TARGETS].region = space;
+    return request;
+}
+#define LOSS (1.0 * CLASSES)
+
+static void run(void) {
+    struct kld_request asked = request();
+    struct kld_result result;
+    ck_assert_msg(kld_run(connection, &asked, &result, &error) == KLD_OK, "%s", error.text);
+    ck_assert(result.loss == LOSS);
+}
+
+START_TEST(test_a_tensor_lies_across_pieces) {
+    setup(KLD_WELCOME_SPACES);
+    int before = descriptors();
+    reserve_and_grow(2);
+    ck_assert_ptr_null(kld_region_data(space));
+    struct kld_request asked = request();
+    ck_assert_int_eq(kld_run(connection, &asked, NULL, &error), KLD_INVALID); /* ends behind it */
+    ck_assert_int_eq(worker.submits, 0);
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[2], PIECE, &error), KLD_OK);
+    ck_assert_int_eq(descriptors(), before + PIECES); /* those that the next worker gets */
+    run();
+    ck_assert_int_eq(worker.regions_added, 1);
+    ck_assert_int_eq(worker.pieces, PIECES);
+    kld_region_drop(space);
+    ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK);
+    ck_assert_int_eq(worker.regions_dropped, 1);
+    ck_assert_int_eq(descriptors(), before);
+    teardown();
+}
+END_TEST
+
+START_TEST(test_the_next_worker_is_told_of_every_piece) {
+    setup(KLD_WELCOME_SPACES);
+    int before = descriptors();
+    reserve_and_grow(PIECES);
+    for (int i = 0; i < PIECES; i++) {
+        close(memfds[i]); /* libkld has its own */
+        memfds[i] = -1;
+    }
+    for (int round = 1; round < 4; round++) {
+        worker.die_at_submit = 1;
+        run();
+        ck_assert_int_eq(worker.regions_added, round + 1);
+        ck_assert_int_eq(worker.pieces, (round + 1) * PIECES);
+        ck_assert_uint_eq(kld_region_bytes(space), PIECES * PIECE);
+    }
+    ck_assert_int_eq(descriptors(), before);
+    make_pieces(); /* and goes on to grow */
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[0], PIECE, &error), KLD_OK);
+    run();
+    ck_assert_int_eq(worker.pieces, 4 * PIECES + 1);
+    teardown();
+}
+END_TEST
+
+/* Lost between two pieces: the one that is waited for comes behind the others. */
+START_TEST(test_a_loss_while_it_grows) {
+    setup(KLD_WELCOME_SPACES);
+    reserve_and_grow(2);
+    worker.hang_up = 1;
+    while (worker.regions_now)
+        usleep(1000);
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[2], PIECE, &error), KLD_OK);
+    ck_assert_int_eq(worker.pieces, 2 + PIECES);
+    run();
+    teardown();
+}
+END_TEST
+
+START_TEST(test_a_piece_that_is_refused) {
+    setup(KLD_WELCOME_SPACES);
+    int before = descriptors();
+    reserve_and_grow(PIECES);
+    worker.refuse_grow = KLD_INVALID;
+    int pieces = worker.pieces;
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[0], PIECE, &error), KLD_INVALID);
+    ck_assert_ptr_nonnull(strstr(error.text, "fake"));
+    ck_assert_uint_eq(kld_region_bytes(space), PIECES * PIECE);
+    struct kld_request asked = request();
+    ck_assert_int_eq(kld_run(connection, &asked, NULL, &error), KLD_INVALID);
+    ck_assert_int_eq(worker.submits, 0);
+    worker.refuse_grow = 0;
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[0], PIECE, &error), KLD_INVALID);
+    ck_assert_int_eq(worker.pieces, pieces + 1);
+    ck_assert_int_eq(worker.regions_now, 1);
+    kld_region_drop(space); /* the worker has it all the same */
+    ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK);
+    ck_assert_int_eq(worker.regions_now, 0);
+    ck_assert_int_eq(descriptors(), before);
+    /* So it is when the next worker refuses one. */
+    reserve_and_grow(PIECES);
+    worker.refuse_grow = KLD_INVALID;
+    worker.die_at_submit = 1;
+    asked = request();
+    ck_assert_int_eq(kld_run(connection, &asked, NULL, &error), KLD_INVALID);
+    ck_assert_int_eq(worker.regions_now, 1);
+    kld_region_drop(space);
+    ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK);
+    ck_assert_int_eq(worker.regions_now, 0);
+    /* And what was never registered leaves nothing. */
+    worker.refuse_regions = KLD_NO_MEMORY;
+    ck_assert_int_eq(kld_region_reserve_cuda(connection, uuid, ROOM, &space, &error),
+                     KLD_NO_MEMORY);
+    worker.refuse_regions = 0;
+    teardown();
+}
+END_TEST
+
+/* While the next worker is being told of it. */
+START_TEST(test_dropped_in_the_middle) {
+    setup(KLD_WELCOME_SPACES);
+    int before = descriptors();
+    reserve_and_grow(PIECES);
+    int added = worker.regions_added;
+    worker.slow_regions = 1;
+    worker.hang_up = 1;
+    while (worker.regions_added == added)
+        kld_process(connection, 10, &error);
+    kld_region_drop(space);
+    worker.slow_regions = 0;
+    while (!worker.regions_dropped)
+        kld_process(connection, 10, &error);
+    ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK);
+    ck_assert_int_eq(worker.regions_now, 0);
+    ck_assert_int_eq(worker.pieces, PIECES); /* it was not told of one more */
+    ck_assert_int_eq(descriptors(), before);
+    teardown();
+}
+END_TEST
+
+START_TEST(test_what_is_no_piece) {
+    setup(KLD_WELCOME_SPACES);
+    struct kld_region *plain;
+    reserve_and_grow(1);
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, -1, PIECE, &error), KLD_INVALID);
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[1], 0, &error), KLD_INVALID);
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[1], ROOM, &error), KLD_INVALID);
+    ck_assert_ptr_nonnull(strstr(error.text, "may grow to 32768"));
+    ck_assert_int_eq(kld_region_create(connection, PIECE, &plain, &error), KLD_OK);
+    ck_assert_int_eq(kld_region_grow_cuda_fd(plain, memfds[1], PIECE, &error), KLD_INVALID);
+    ck_assert_int_eq(kld_region_reserve_cuda(connection, uuid, 0, &plain, &error), KLD_INVALID);
+    ck_assert_int_eq(kld_region_reserve_cuda(connection, uuid, 2ull << 40, &plain, &error),
+                     KLD_TOO_LARGE);
+    ck_assert_int_eq(worker.pieces, 1);
+    teardown();
+}
+END_TEST
+
+START_TEST(test_servers_without_such_regions) {
+    setup(0);
+    ck_assert_int_eq(kld_region_reserve_cuda(connection, uuid, ROOM, &space, &error),
+                     KLD_UNIMPLEMENTED);
+    ck_assert_ptr_nonnull(strstr(error.text, "no regions in pieces"));
+    ck_assert_int_eq(worker.regions_added, 0);
+    struct kld_connection *local;
+    ck_assert_int_eq(kld_connect("local:cpu", NULL, &local, &error), KLD_OK);
+    ck_assert_int_eq(kld_region_reserve_cuda(local, uuid, ROOM, &space, &error), KLD_UNIMPLEMENTED);
+    ck_assert_int_eq(kld_region_create(local, PIECE, &space, &error), KLD_OK);
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[0], PIECE, &error), KLD_UNIMPLEMENTED);
+    kld_close(local);
+    teardown();
+}
+END_TEST
+
+UNIT_MAIN("client/unix_space", test_a_tensor_lies_across_pieces,
+          test_the_next_worker_is_told_of_every_piece, test_a_loss_while_it_grows,
+          test_a_piece_that_is_refused, test_dropped_in_the_middle, test_what_is_no_piece,
+          test_servers_without_such_regions)
