@@ -24,7 +24,7 @@ class Driver:
     def __init__(self):
         self.memory, self.library = [], types.SimpleNamespace(cuMemFree_v2=lambda at: 0)
         self.identity = 0
-        self.exportable = True
+        self.exportable, self.old_server = True, False
 
     def add(self, at, size, handle=True, reserved=None):
         self.identity += 1
@@ -38,6 +38,10 @@ class Driver:
         return next((found for at, size, found in self.memory if at <= address < at + size), None)
 
     piece_of = _cuda.Driver.piece_of
+
+    def are(self, addresses, identities):
+        found = [self.look_up(at) for at in addresses]
+        return [one and one.identity for one in found] == list(identities)
 
     def handle_of(self, base):
         return b"h" * 64
@@ -94,7 +98,9 @@ def world(monkeypatch):
         calls.append((name, *arguments))
         if name == "kld_info":
             arguments[-1]._obj.backend, arguments[-1]._obj.streams_max = b"cuda", 4
-        elif name.startswith("kld_region_import"):
+        elif name == "kld_region_reserve_cuda" and driver.old_server:
+            raise kld.KldUnsupportedError(kld.Status.UNIMPLEMENTED, "no regions in pieces")
+        elif name.startswith("kld_region_import") or name == "kld_region_reserve_cuda":
             arguments[-1]._obj.value = len(calls)
 
     library = types.SimpleNamespace(kld_region_drop=lambda region: calls.append(("drop", region.value)),
@@ -131,13 +137,130 @@ def test_an_allocation_is_registered_once_and_let_go_of(world):
         devices.region_of(1000 * MB, MB)
 
 
-def test_pieces_of_expandable_segments(world):
+RESERVED = 4000 * MB, 1000 * MB
+
+
+def add_pieces(driver, numbers):
+    """Of 20 MiB, side by side from 4000 MiB on."""
+    for number in numbers:
+        driver.add((4000 + 20 * number) * MB, 20 * MB, handle=False, reserved=RESERVED)
+
+
+def test_a_tensor_across_pieces_lies_in_one_region(world):
     devices, driver, _, calls = world
+    add_pieces(driver, range(10))
+    region, offset = devices.region_of(4045 * MB, 30 * MB)  # pieces 2 and 3
+    assert offset == 5 * MB and names(calls) == ["kld_region_reserve_cuda"] + ["kld_region_grow_cuda_fd"] * 2
+    assert calls[0][3] == 80 * MB and [one[3] for one in calls[1:]] == [20 * MB] * 2
+    assert calls[1][1] is region and devices.counts() == (1, 40 * MB)
+    assert devices.region_of(4040 * MB, 40 * MB) == (region, 0) and len(calls) == 3
+    assert devices.region_of(4079 * MB, 2 * MB) == (region, 39 * MB)  # grows by the fourth
+    assert names(calls)[3:] == ["kld_region_grow_cuda_fd"] and devices.counts() == (1, 60 * MB)
+    other, offset = devices.region_of(4079 * MB, 60 * MB)  # beyond its addresses: one of its own, of 3 to 6
+    assert offset == 19 * MB and other is not region and devices.counts() == (2, 140 * MB)
+    assert names(calls)[4:] == ["kld_region_reserve_cuda"] + ["kld_region_grow_cuda_fd"] * 4
+    assert devices.region_of(4045 * MB, 30 * MB) == (region, 5 * MB)
+    assert devices.region_of(4100 * MB, 30 * MB) == (other, 40 * MB) and len(calls) == 9
+    assert not devices._pinned and names(calls).count("drop") == 0
+
+
+def test_pieces_that_were_replaced(world):
+    """Whichever under a tensor is another one, its region is no longer used; what is in use stays until it is not."""
+    devices, driver, gpu, calls = world
+    add_pieces(driver, range(6))
+    region, _ = devices.region_of(4000 * MB, 120 * MB)
+    for replaced in range(6):
+        driver.remove((4000 + 20 * replaced) * MB)
+        add_pieces(driver, [replaced])
+        devices._request += 1
+        fresh, offset = devices.region_of(4000 * MB, 120 * MB)
+        assert offset == 0 and fresh is not region and ("drop", region.value) in calls
+        assert devices.counts() == (1, 120 * MB)
+        region = fresh
+    # One that another tensor of the same request lies in is not dropped under it.
+    devices._request += 1
+    assert devices.region_of(4000 * MB, 20 * MB) == (region, 0)
+    driver.remove(4100 * MB)
+    add_pieces(driver, [5])
+    fresh, _ = devices.region_of(4070 * MB, 50 * MB)
+    devices._sweep()
+    assert fresh is not region and ("drop", region.value) not in calls and devices.counts()[0] == 2
+    devices._request += 1
+    devices._sweep()
+    assert ("drop", region.value) in calls and devices.counts() == (1, 60 * MB)
+    # Nor one with a published tensor, ever.
+    devices.pin(fresh)
+    driver.remove(4100 * MB)
+    devices._request += 1
+    devices._sweep()
+    assert ("drop", fresh.value) not in calls
+    assert devices.region_of(4060 * MB, 20 * MB)[0] is not fresh
+
+
+def test_a_gap_is_not_grown_over(world):
+    devices, driver, _, calls = world
+    add_pieces(driver, [0, 1, 3, 4])
+    first, _ = devices.region_of(4000 * MB, 40 * MB)
+    assert devices.region_of(4065 * MB, 35 * MB)[0] is not first and devices.counts() == (2, 80 * MB)
+    assert devices.region_of(4030 * MB, 35 * MB) is None  # no tensor lies there
+
+
+def test_a_client_whose_addresses_run_out(world, monkeypatch):
+    """As many as a tensor needs, and in the place of what is idle."""
+    devices, driver, gpu, calls = world
+    add_pieces(driver, range(10))
+    real, most = _library.call, 70 * MB
+
+    def call(name, *arguments):
+        dropped = {one[1] for one in calls if one[0] == "drop"}
+        held = sum(one[3] for one in calls if one[0] == "kld_region_reserve_cuda" and one[-1]._obj.value not in dropped)
+        if name == "kld_region_reserve_cuda" and held + arguments[2] > most:
+            raise kld.KldValueError(kld.Status.TOO_LARGE, "all regions of this connection would have over")
+        real(name, *arguments)
+    monkeypatch.setattr(_library, "call", call)
+    region, _ = devices.region_of(4000 * MB, 60 * MB)
+    assert [one[3] for one in calls if one[0] == "kld_region_reserve_cuda"] == [60 * MB]
+    devices._request += 1
+    other, _ = devices.region_of(4100 * MB, 30 * MB)
+    assert ("drop", region.value) in calls and devices.counts() == (1, 40 * MB)
+    with pytest.raises(ValueError, match="all regions"):  # both are needed
+        devices.region_of(4000 * MB, 60 * MB)
+    assert ("drop", other.value) not in calls
+
+
+@pytest.mark.parametrize("status", ["NO_MEMORY", "INVALID"])
+def test_a_piece_that_is_not_taken(world, monkeypatch, status):
+    """Where there is no room for it, the tensor is copied; else the caller is told. Nothing stays behind."""
+    devices, driver, gpu, calls = world
+    add_pieces(driver, range(3))
+    real = _library.call
+
+    def call(name, *arguments):
+        if name == "kld_region_grow_cuda_fd" and names(calls).count(name) % 2:
+            calls.append((name,))
+            raise kld.KldError(kld.Status[status], "refused")
+        real(name, *arguments)
+    monkeypatch.setattr(_library, "call", call)
+    if status == "INVALID":
+        with pytest.raises(kld.KldError, match="refused"):
+            devices.region_of(4000 * MB, 60 * MB)
+    else:
+        assert devices.region_of(4000 * MB, 60 * MB) is None
+    made = [one[-1]._obj.value for one in calls if one[0] == "kld_region_reserve_cuda"]
+    assert [("drop", one) for one in made] == [one for one in calls if one[0] == "drop"] and len(made) == 1
+    assert devices._spaces.counts() == (0, 0)
+
+
+def test_pieces_where_the_server_takes_single_ones(world):
+    devices, driver, _, calls = world
+    driver.old_server = True
     reserved = 4000 * MB, 1000 * MB
     for number in range(3):
         driver.add(4000 * MB + 20 * number * MB, 20 * MB, handle=False, reserved=reserved)
     region, offset = devices.region_of(4027 * MB, 5 * MB)
-    assert offset == 7 * MB and calls[0][0] == "kld_region_import_cuda_fd" and calls[0][4] == 20 * MB
+    assert names(calls) == ["kld_region_reserve_cuda", "kld_region_import_cuda_fd"]  # asked once
+    calls.pop(0)
+    assert offset == 7 * MB and calls[0][4] == 20 * MB
     assert devices.region_of(4021 * MB, MB) == (region, MB) and len(calls) == 1
     assert devices.region_of(4010 * MB, 20 * MB) is None and len(calls) == 1  # across two: none is registered
     assert devices.region_of(4059 * MB, MB)[1] == 19 * MB
@@ -167,7 +290,7 @@ def test_a_server_that_takes_no_more_regions(world, monkeypatch):
         devices.run(made, made.where)
         assert devices.counts()[0] <= most
         if number == 0:
-            devices.pin(0)  # published
+            devices.pin(pair[0][0])  # published
     assert devices.region_of(0, MB) and names(calls).count("kld_region_import_cuda_ipc") == 10
     with pytest.raises(ValueError, match="allows 3 regions"):
         for number in range(4):
@@ -193,6 +316,7 @@ def test_what_has_no_handle_goes_through_a_buffer(world):
     devices, driver, gpu, calls = world
     driver.add(500 * MB, 64 * MB, handle=False, reserved=(0, 1 << 40))
     driver.add(564 * MB, 64 * MB, handle=False, reserved=(0, 1 << 40))
+    driver.exportable = False
     warned = []
     for _ in range(2):
         call = request(devices, gpu)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes as c
 import functools
 import os
-from typing import Any, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 from . import _ptx
 from ._errors import KldError, KldUnsupportedError, Status
@@ -25,6 +25,7 @@ _ENDED = (0, 4, 709)
 _UNPINNED = (*_ENDED, 713)  # HOST_MEMORY_NOT_REGISTERED
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 _PINNED = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
+_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 # CU_POINTER_ATTRIBUTE_: MEMORY_TYPE, BUFFER_ID, DEVICE_ORDINAL, IS_LEGACY_CUDA_IPC_CAPABLE,
 # RANGE_START_ADDR, RANGE_SIZE
 _ATTRIBUTES = (2, 7, 9, 10, 11, 12)
@@ -62,6 +63,7 @@ class Driver:
             if hasattr(self.library, name):  # cuStreamWaitValue32_v2: since CUDA 11.7
                 getattr(self.library, name).argtypes = types
         self._attributes = self.library.cuPointerGetAttributes
+        self._attribute = self.library.cuPointerGetAttribute
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -79,6 +81,15 @@ class Driver:
         if status or kind != _DEVICE_MEMORY:
             return None
         return Allocation(ordinal, base, size, identity, bool(legacy))
+
+    def are(self, addresses: Sequence[int], identities: Sequence[int]) -> bool:
+        """What look_up() says of their identity, and nothing else, in a fraction of its time."""
+        found = c.c_uint64()
+        at, ask = c.addressof(found), self._attribute
+        for address, identity in zip(addresses, identities):
+            if ask(at, _BUFFER_ID, address) or found.value != identity:
+                return False
+        return True
 
     def piece_of(self, address: int, allocation: Allocation) -> Tuple[int, int]:
         """Of memory mapped by hand: start and size of the piece that holds the address. The driver has no
@@ -116,7 +127,8 @@ _PIECE_UNIT = 2 << 20  # the granularity of what is mapped by hand
 _P = c.c_void_p
 # Called at every request: their arguments may be plain numbers.
 _HOT: Dict[str, Tuple[Any, ...]] = {
-    "cuPointerGetAttributes": (c.c_uint, _P, _P, c.c_uint64), "cuEventRecord": (_P, _P),
+    "cuPointerGetAttributes": (c.c_uint, _P, _P, c.c_uint64), "cuPointerGetAttribute": (_P, c.c_uint, c.c_uint64),
+    "cuEventRecord": (_P, _P),
     "cuStreamWaitEvent": (_P, _P, c.c_uint), "cuStreamWaitValue32_v2": (_P, c.c_uint64, c.c_uint32, c.c_uint),
     "cuStreamIsCapturing": (_P, _P), "cuCtxGetCurrent": (_P,),
     "cuCtxPushCurrent_v2": (_P,), "cuCtxPopCurrent_v2": (_P,),

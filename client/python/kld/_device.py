@@ -2,10 +2,10 @@
 work comes with the caller's stream, and no CPU that waits in between.
 
 Over unix: an allocation is registered once, by its handle, and every tensor in it is a place there
-(PyTorch's caching allocator: one a segment). Memory that cannot be named so is copied through a buffer that
-can, on the device: what has no handle (cudaMallocAsync), and what lies across several allocations that
-were mapped side by side (expandable segments, in pieces of 2 or 20 MiB). Over local: nothing is registered,
-and the work runs on the caller's stream itself.
+(PyTorch's caching allocator: one a segment); what is in pieces, mapped side by side (expandable segments), by those
+of each (_spaces.py). Memory that cannot be named so is copied through a buffer that can, on the device: what has no
+handle (cudaMallocAsync), and what lies across pieces where the server takes no regions of several. Over local:
+nothing is registered, and the work runs on the caller's stream itself.
 
 An allocation that was freed is noticed at the next look, once a second at most; until then the server holds
 its memory. Runs under the lock of its connection, inside Gpu.current().
@@ -16,24 +16,25 @@ import ctypes as c
 import os
 import time
 import warnings
-from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, TypeVar
 
-from . import _cuda, _done, _library
+from . import _cuda, _done, _library, _spaces
 from ._errors import KldConnectionError, KldError, KldUnsupportedError, KldValueError, Status
 
 if TYPE_CHECKING:
     from ._connection import Connection
     from ._request import Call, View
 
+_T = TypeVar("_T")
 PAIRS = _done.PAIRS
 LOCAL_STREAMS_MAX = 128
 SWEEP_SECONDS = 1.0
 BOUNCE_BYTES_MIN = 2 << 20
 
 
-_COPIED = ("kld: a tensor's memory has no one handle (expandable segments, in pieces; cudaMallocAsync): requests to "
-           "the server copy it on the GPU, through buffers of its size. Without copies: connect to local:, or "
-           "PYTORCH_ALLOC_CONF=expandable_segments:False")
+_COPIED = ("kld: a tensor's memory has no handle for the server (cudaMallocAsync; expandable segments, where the server "
+           "is of a release that takes no regions in pieces): requests copy it on the GPU, through buffers of its size. "
+           "Without copies: connect to local:, or take PyTorch's own allocator, without expandable segments")
 
 
 class Where(NamedTuple):
@@ -80,10 +81,11 @@ class Devices:
         self.is_local = self._url_kind == "local"
         self._fit: Set[int] = set()  # GPUs that were found fit
         self._segments: Dict[int, _Segment] = {}  # by identity
+        self._spaces = _spaces.Spaces(connection._handle)
         self._swept = 0.0
         self._request = 1  # counts them
         self._warned = False
-        self._pinned: Set[int] = set()  # segments with published tensors, whose regions stay
+        self._pinned: Set[Optional[int]] = set()  # regions with published tensors, which stay
         self._streams: Dict[int, int] = {}  # of ours -> its number
         self._streams_max = LOCAL_STREAMS_MAX
         self._ready: List[_Ready] = []
@@ -139,6 +141,13 @@ class Devices:
         if allocation is None:
             raise KldValueError(Status.INVALID, "a tensor said to be on a GPU is not in its memory")
         segment = self._segments.get(allocation.identity)
+        if segment is None and not allocation.has_handle and self._spaces.are_there:
+            found = self._spaces.find(address, size, self._request)
+            if found is None:
+                self._sweep()
+                found = self._with_room(lambda: self._spaces.make(address, size, allocation, self._request))
+            if found is not None:
+                return found
         if segment is None:
             self._sweep()
             segment = self._segments[allocation.identity] = self._segment(address, allocation)
@@ -147,7 +156,7 @@ class Devices:
             return None
         segment.used = self._request
         if segment.region is None:
-            segment.region = self._registered(address, segment, allocation)
+            segment.region = self._with_room(lambda: self._register(address, segment, allocation))
         return (segment.region, offset) if segment.region else None
 
     @staticmethod
@@ -156,25 +165,23 @@ class Devices:
             return _Segment(allocation.base, allocation.size)
         return _Segment(*_cuda.driver().piece_of(address, allocation))
 
-    def pin(self, address: int) -> None:
+    def pin(self, region: c.c_void_p) -> None:
         """What is published lies there."""
-        allocation = _cuda.driver().look_up(address)
-        if allocation is not None:
-            self._pinned.add(allocation.identity)
+        self._pinned.add(region.value)
 
-    def _registered(self, address: int, segment: _Segment, allocation: _cuda.Allocation) -> c.c_void_p:
-        """As _register(); where the server takes no more regions of us, in the place of those that this request
-        does not use."""
+    def _with_room(self, register: Callable[[], _T]) -> _T:
+        """Where the server takes no more regions of us, in the place of those that this request does not use."""
         try:
-            return self._register(address, segment, allocation)
+            return register()
         except KldError as error:
             idle = [identity for identity, other in self._segments.items()
-                    if other.used != self._request and identity not in self._pinned]
-            if error.status != Status.TOO_LARGE or not idle:
+                    if other.used != self._request and not (other.region and other.region.value in self._pinned)]
+            spaces_left = error.status == Status.TOO_LARGE and self._spaces.forget_idle(self._request, self._pinned)
+            if error.status != Status.TOO_LARGE or not (idle or spaces_left):
                 raise
             for identity in idle:
                 self._forget(identity)
-            return self._register(address, segment, allocation)
+            return register()
 
     def _register(self, address: int, segment: _Segment, allocation: _cuda.Allocation) -> c.c_void_p:
         """A region; empty where the driver gives no handle."""
@@ -197,6 +204,7 @@ class Devices:
     def _sweep(self) -> None:
         """Lets go of allocations that were freed."""
         self._swept = time.monotonic()
+        self._spaces.sweep(self._request, self._pinned)
         for identity, segment in list(self._segments.items()):
             allocation = _cuda.driver().look_up(segment.base)
             if allocation is None or allocation.identity != identity:
@@ -210,7 +218,8 @@ class Devices:
     def counts(self) -> Tuple[int, int]:
         """Registered allocations, and their bytes."""
         sizes = [segment.size for segment in self._segments.values() if segment.region]
-        return len(sizes), sum(sizes)
+        spaces, size = self._spaces.counts()
+        return len(sizes) + spaces, sum(sizes) + size
 
     # ---- Memory that cannot be named
 
@@ -318,4 +327,5 @@ class Devices:
         self._ready.clear()
         self._bounces.clear()
         self._segments.clear()
+        self._spaces.clear()
         self._streams.clear()

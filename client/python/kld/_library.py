@@ -105,6 +105,8 @@ _FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
                                              c.c_uint64, _OUT)),
     "kld_region_import_cuda_fd": (c.c_int, (_HANDLE, c.c_int, c.c_char_p, c.c_uint64, c.c_uint64,
                                             c.c_uint64, _OUT)),
+    "kld_region_reserve_cuda": (c.c_int, (_HANDLE, c.c_char_p, c.c_uint64, _OUT)),
+    "kld_region_grow_cuda_fd": (c.c_int, (_HANDLE, c.c_int, c.c_uint64)),
     "kld_publish": (c.c_int, (_HANDLE, c.c_char_p, _HANDLE, _P(TensorView), _P(c.c_uint32), c.c_uint32)),
     "kld_published": (c.c_int, (_HANDLE, c.c_char_p)),
     "kld_detach": (c.c_int, (_HANDLE, c.c_char_p)),

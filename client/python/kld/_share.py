@@ -172,8 +172,8 @@ def publish(connection: Connection, name: str, form: str, view: View, uids: Sequ
         found = None if span is None or not span.region else (span.region, view.address - span.address)
     if found is None:
         raise KldValueError(Status.UNIMPLEMENTED, "this tensor's memory has no one handle to give to other processes "
-                            "(cudaMallocAsync, or expandable segments, which are in pieces); copy it into memory "
-                            "that has")
+                            "(cudaMallocAsync; expandable segments, of which this server takes single pieces only); "
+                            "copy it into memory that has")
     tensor = _library.TensorView(dtype=_library.DTYPE[view.dtype], form=check_form(form), rank=len(view.shape),
                                  row_stride_bytes=stride, offset_bytes=found[1])
     tensor.shape[:len(view.shape)] = view.shape
@@ -181,7 +181,7 @@ def publish(connection: Connection, name: str, form: str, view: View, uids: Sequ
     users = (c.c_uint32 * max(len(numbers), 1))(*numbers)
     _library.call("kld_publish", connection._handle, check_name(name), found[0], c.byref(tensor), users, len(numbers))
     if view.ordinal is not None:
-        connection._devices().pin(view.address)
+        connection._devices().pin(found[0])
     made = Published(connection, name, form, view, array)
     connection._published.add(made)
     return made
