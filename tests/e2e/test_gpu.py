@@ -255,6 +255,88 @@ def test_allocations_by_descriptor(gpu, server, client, case):
     assert server.child("worker") == worker
 
 
+class SideBySide:
+    """Allocations of one size, which the worker has side by side and we do not."""
+
+    def __init__(self, gpu, client, count):
+        from gpulib import Mapped
+        self.gpu, self.client = gpu, client
+        self.pieces = [Mapped(gpu, ROOM) for _ in range(count)]
+        self.size = self.pieces[0].size
+        self.region = client.region_add(wire.CUDA_SPACE, (count + 1) * self.size, uuid=gpu.uuid)
+
+    def grow(self):
+        for number, piece in enumerate(self.pieces):
+            assert self.client.region_grow(self.region, number * self.size, self.size,
+                                           piece.fd) == (number + 1) * self.size
+
+    def parts(self, offset, size):
+        """-> where in the array, where for us, how many bytes"""
+        done = 0
+        while done < size:
+            piece, at = divmod(offset + done, self.size)
+            count = min(size - done, self.size - at)
+            yield done, self.pieces[piece].at + at, count
+            done += count
+
+    def put(self, offset, array):
+        flat = np.frombuffer(array.tobytes(), "u1")
+        for done, at, count in self.parts(offset, flat.size):
+            self.gpu.put(at, flat[done:done + count])
+
+    def get(self, offset):
+        return np.concatenate([self.gpu.get(at, count, "u1") for _, at, count in
+                               self.parts(offset, TENSOR)]).view("<f4").reshape(SHAPE)
+
+    def free(self):
+        for piece in self.pieces:
+            piece.free()
+
+
+def test_allocations_side_by_side(gpu, server, client, case):
+    """Tensors that begin in one allocation and end in the next are read and written where they are."""
+    worker, loss = server.child("worker"), case.run()
+    free = gpu.free_bytes()
+    space = SideBySide(gpu, client, 3)
+    at = {"predictions": space.size - TENSOR // 2, "targets": 2 * space.size - TENSOR // 2,
+          "grad_predictions": space.size + TENSOR}
+    tensors = {name: tensor(space.region, offset) for name, offset in at.items()}
+    with pytest.raises(Failed, match="invalid: .*0 bytes"):  # nothing is there yet
+        client.run(SHAPE, tensors)
+    space.grow()
+    space.put(at["predictions"], case.q)
+    space.put(at["targets"], case.p)
+    assert struct.pack("d", client.run(SHAPE, tensors)["loss"]) == struct.pack("d", loss)
+    np.testing.assert_array_equal(space.get(at["grad_predictions"]), gpu.get(case.memory.at + 2 * TENSOR, SHAPE))
+    # The last byte of the last one is the last that there is; what is read around a tensor lies before it.
+    end = 3 * space.size - TENSOR
+    for before in (0, 4):
+        space.put(end - before, case.q)
+        assert abs(client.run(SHAPE, {"predictions": tensor(space.region, end - before),
+                                      "targets": tensors["targets"]})["loss"] / loss - 1) < 1e-6
+    client.run(SHAPE, {**tensors, "grad_predictions": tensor(space.region, end)})
+    with pytest.raises(Failed, match=f"invalid: .*{3 * space.size} bytes"):
+        client.run(SHAPE, {**tensors, "grad_predictions": tensor(space.region, end + 4)})
+    with pytest.raises(Failed, match="invalid"):
+        client.region_grow(space.region, 3 * space.size, 2 * space.size, space.pieces[0].fd)
+    space.free()  # the worker's mapping holds them
+    assert client.run(SHAPE, {name: tensors[name] for name in ("predictions", "targets")})["loss"] == loss
+    client.drop(space.region)
+    wait_until(lambda: gpu.free_bytes() >= free, what="that the device has its memory back")
+    assert server.child("worker") == worker
+
+
+def test_a_client_with_allocations_side_by_side_leaves(gpu, server):
+    worker, free = server.child("worker"), gpu.free_bytes()
+    for _ in range(20):
+        with Client(server.unix) as one:
+            space = SideBySide(gpu, one, 8)
+            space.grow()
+        space.free()
+    wait_until(lambda: gpu.free_bytes() >= free, what="that the device has its memory back")
+    assert server.child("worker") == worker
+
+
 def leaks_nothing(case, worker):
     """Its memory is registered and dropped 10,000 times: no descriptor, mapping, host or device memory is left."""
     client = case.client

@@ -57,6 +57,9 @@ def test_bad_memfd(client, name):
     (dict(kind=wire.POOL, size=65 << 20), "too_large.*the device's pool"),
     (dict(kind=wire.CUDA_IPC, base=100, handle=b"x" * 64),
      "unimplemented.*cuda back end|another device"),
+    (dict(kind=wire.CUDA_SPACE), "unimplemented.*cuda back end|another device"),
+    (dict(kind=wire.CUDA_SPACE, base=100), "another kind"),
+    (dict(kind=wire.CUDA_SPACE, size=0), "0 bytes"),
 ])
 def test_bad_region_add(client, change, expected):
     with pytest.raises(Failed, match=expected):
@@ -73,6 +76,8 @@ def test_wrong_number_of_descriptors(client):
             (wire.REGION_ADD, body, [fd, fd], "2 file descriptors; expected 1"),
             (wire.REGION_ADD, body, [fd] * 200, "200 file descriptors; expected 1"),
             (wire.REGION_ADD, pool, [fd], "1 file descriptors; expected 0"),
+            (wire.REGION_GROW, wire.REGION_GROW_BODY.pack(1, 0, 4096), [], "0 file descriptors; expected 1"),
+            (wire.REGION_GROW, wire.REGION_GROW_BODY.pack(1, 0, 4096), [fd], "no region 1"),
             (wire.PING, b"", [fd] * 3, "3 file descriptors; expected 0")]:
         with pytest.raises(Failed, match=expected):
             client.ask(kind, data, fds)

@@ -11,9 +11,9 @@ import numpy as np
 
 VERSION = 1
 (HELLO, REGION_ADD, REGION_DROP, COPY, SUBMIT, CANCEL, STATS, PING, EVENT_ADD, EVENT_DROP, PUBLISH, ATTACH,
- DETACH, STREAM, TRACE, FENCE_ADD) = range(1, 17)
+ DETACH, STREAM, TRACE, FENCE_ADD, REGION_GROW) = range(1, 18)
 WELCOME, REGION, DONE, STATS_REPLY, PONG, ERROR, EVENT, ATTACHED = range(64, 72)
-MEMFD, CUDA_IPC, POOL, CUDA_FD = 1, 2, 3, 4
+MEMFD, CUDA_IPC, POOL, CUDA_FD, CUDA_SPACE = 1, 2, 3, 4, 5
 EVENT_READY, EVENT_DONE = 1, 2
 EARLY = 1
 UID_OWN = 2**32 - 1
@@ -35,6 +35,7 @@ HELLO_BODY = struct.Struct("<HHI64s")
 WELCOME_BODY = struct.Struct("<QHHI16sIIIIQQ")
 DEVICE = struct.Struct("<16s64s")
 REGION_ADD_BODY = struct.Struct("<IIQQQ16s64s")
+REGION_GROW_BODY = struct.Struct("<QQQ")
 REGION_BODY = struct.Struct("<QQ")
 COPY_BODY = struct.Struct("<QQQQQII")
 SUBMIT_HEAD = struct.Struct("<IIQIIIIII8Q7d")
@@ -232,8 +233,16 @@ class Client:
                                REGION_ADD_BODY.pack(kind, reserved, size, offset, base, uuid, handle), fds)
         assert reply == REGION
         region, got = REGION_BODY.unpack(body)
-        assert got == size and region != 0
+        assert got == (0 if kind == CUDA_SPACE else size) and region != 0
         return region
+
+    def region_grow(self, region, offset, size, fd):
+        """-> the bytes that the region has then."""
+        reply, body = self.ask(REGION_GROW, REGION_GROW_BODY.pack(region, offset, size), [fd])
+        assert reply == REGION
+        same, got = REGION_BODY.unpack(body)
+        assert same == region
+        return got
 
     def region(self, memory):
         """Registers a Memory."""
