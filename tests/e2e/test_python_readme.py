@@ -84,10 +84,18 @@ def test_the_measured_numbers():
     assert figures(row("memory beyond")) == [extra["eager forward"]["allocated"] / 2**30,
                                              extra["eager both"]["allocated"] / 2**30, 0, 0]
     assert max(extra[f"{who} {what}"]["allocated"] for who in ("local", "server") for what in ("forward", "both")) <= 1024
-    expandable = json.loads((results / "python-h200-expandable.json").read_text())["ms"]
-    assert (f"are {expandable['server both']['step']:.2f} ms with expandable segments over `unix:`, twice as fast as eager and "
-            f"no more, and {expandable['local both']['step']:.2f} over `local:`" in text)
-    assert round(expandable["server both"]["step_times_eager"]) == 2
+    other, expandable = (json.loads((results / f"python-h100{kind}.json").read_text()) for kind in ("", "-expandable"))
+    for one in (other, expandable):
+        assert one["mps"] and not any(one["copied_bytes"].values())
+    mine, its = expandable["ms"]["server both"], other["ms"]["server both"]
+    assert (f"take {mine['step']:.2f} ms with expandable segments over `unix:`, calls behind each other, where they take "
+            f"{its['step']:.2f} without, and one call on an idle card {mine['call']:.2f} and {its['call']:.2f}" in text)
+    ms, bare = other["ms"], other["bare_kernel_ms"]
+    assert (f"one call on an idle card is {ms['local forward']['times_eager']:.2f} and {ms['local both']['times_eager']:.2f} times as "
+            f"fast as eager over `local:`, {ms['server forward']['times_eager']:.2f} and {ms['server both']['times_eager']:.2f} by the "
+            f"server, and calls behind each other are {100 * ms['server forward']['step_over_bare']:.1f} and "
+            f"{100 * ms['server both']['step_over_bare']:.1f} % over the bare kernel there, whose {bare['forward']:.3f} and "
+            f"{bare['both']:.3f} ms are longer" in text)
     overhead = json.loads((results / "python-overhead-cpu.json").read_text())
     added = overhead["added_us"]
     assert (f"takes {added['numpy, new']:.0f} to {added['numpy']:.0f} us more than the same call of libkld from C "

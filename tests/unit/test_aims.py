@@ -10,7 +10,9 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CARDS = {card: json.loads((ROOT / f"tests/bench/results/sharing-{card.lower()}.json").read_text()) for card in ("H200", "H100")}
 BENCH = (ROOT / "tests/bench/README.md").read_text()
-HTTP = {name: json.loads((ROOT / f"tests/bench/results/gateway-{name}.json").read_text()) for name in ("cpu", "h200")}
+HTTP = {name: json.loads((ROOT / f"tests/bench/results/gateway-{name}.json").read_text())
+        for name in ("cpu", "h200", "h100")}
+FOR_USERS = [HTTP[name] for name in ("cpu", "h100")]  # in the README
 JOBS = {"headline": "loss", "headline_gradient": "with gradient"}
 
 
@@ -137,7 +139,7 @@ def test_http_against_what_was_aimed_at(name):
 
 def rows_for_users():
     def row(what, show):
-        return f"| {what} | {' | '.join(show(got) for got in HTTP.values())} |"
+        return f"| {what} | {' | '.join(show(got) for got in FOR_USERS)} |"
 
     def small(kind):
         return lambda got: (f"{got['small'][kind]['requests_per_s']:,} a second, p99 {got['small'][kind]['p99_us'] / 1e3:.1f} ms; "
