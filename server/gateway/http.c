@@ -254,8 +254,10 @@ static enum MHD_Result discard(struct kld_exchange *exchange, size_t *size) {
 
 static enum MHD_Result receive(struct kld_http *http, struct kld_exchange *exchange,
                                const char *data, size_t *size) {
-    if (exchange->replied)
+    if (exchange->replied) {
+        note(http, exchange); /* of what the socket holds already, no byte is seen to move */
         return discard(exchange, size);
+    }
     size_t taken = http->handler->feed(exchange, data, *size);
     if (taken)
         note(http, exchange);

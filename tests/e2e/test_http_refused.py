@@ -4,6 +4,8 @@ the reply does not wait for the end."""
 import hashlib
 import http.client
 import json
+import os
+import signal
 import socket
 import ssl
 import subprocess
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 import oip
-from conftest import wait_until
+from conftest import suspend, wait_until
 from httplib import POOL, certificates, tls_flags
 from oip import INFER
 from pythonlib import import_kld
@@ -54,6 +56,16 @@ class Sender:
         while self.left > end:
             self.http.send(BLOCK[:self.left - end])
             self.left -= min(len(BLOCK), self.left - end)
+
+    def send_what_goes(self):
+        """What the socket has room for."""
+        self.http.sock.settimeout(0.2)
+        try:
+            while self.left:
+                self.left -= self.http.sock.send(BLOCK[:self.left])
+        except TimeoutError:
+            pass
+        self.http.sock.settimeout(60)
 
     def finish(self):
         """-> (status, headers, the error's text)."""
@@ -155,6 +167,25 @@ def test_a_worker_that_is_killed_in_mid_upload(make_server):
     assert time.monotonic() - begin < 20
     wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="a worker")
     sender.serves()
+
+
+def test_what_has_all_arrived_is_dropped_without_a_rest(make_server):
+    """The gateway looks again and again whether bytes still come, and where none does it rests: not while it drops some that
+    have come already."""
+    server = make_server(http_slow_ms=500, **SMALL)
+    gateway = server.child("gateway")
+    for _ in range(5):  # how much the socket has room for is the kernel's business
+        sender = Sender(server)
+        sender.begin(head_of({"divergence": "no_such"}))
+        sender.send(BODY - (24 << 20))
+        suspend(gateway)
+        try:
+            sender.send_what_goes()
+        finally:
+            os.kill(gateway, signal.SIGCONT)
+        got, _, error = sender.finish()
+        assert got == 400 and "no_such" in error, (got, error)
+        sender.serves()
 
 
 @pytest.fixture
