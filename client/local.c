@@ -372,6 +372,14 @@ static enum kld_status job_init(struct local_connection *local, struct local_cal
     return KLD_OK;
 }
 
+/* What is there for the host is there when the work has ended, and no sooner. */
+static bool lies_on_device(const struct kld_job *job) {
+    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
+        if (job->place[slot].memory && job->place[slot].memory->host)
+            return false;
+    return true;
+}
+
 static enum kld_status local_submit(struct kld_connection *connection, struct kld_call *base,
                                     struct kld_error *err) {
     struct local_connection *local = local_of(connection);
@@ -386,7 +394,7 @@ static enum kld_status local_submit(struct kld_connection *connection, struct kl
         call_free_memory(local, call);
         return status;
     }
-    bool early = !base->copy.destination && base->request.early;
+    bool early = !base->copy.destination && base->request.early && lies_on_device(&call->job);
     call->job.launched = early && local->device->info.imports_cuda_ipc ? job_launched : NULL;
     kld_call_hold_regions(base);
     kld_call_append(&local->running, base);

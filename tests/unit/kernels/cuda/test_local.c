@@ -1,0 +1,77 @@
+/* test_local.c - early answers of libkld's local:cuda, over a double of the runtime: the first of
+ * device memory, where none is given of host memory. A build without CUDA has none of it. */
+#include "kernels/backend.h"
+#include "tests/unit/unit.h"
+
+#ifdef KLD_WITH_CUDA
+#include <fcntl.h>
+
+#include "client/kld.h"
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "tests/unit/kernels/cuda/fake_kernels.h"
+
+#define REGION_BYTES 8192
+
+static struct kld_connection *connection;
+static struct kld_error err;
+
+static struct kld_request request_of(struct kld_region *region) {
+    struct kld_request request;
+    memset(&request, 0, sizeof request);
+    kld_op_init(&request.op);
+    request.op.rank = 2;
+    request.op.shape[0] = 16;
+    request.op.shape[1] = 32;
+    request.early = true;
+    for (uint32_t slot = 0; slot < 2; slot++) {
+        request.op.tensor[slot].dtype = KLD_DTYPE_FP32;
+        request.bytes[slot].region = region;
+        request.bytes[slot].offset_bytes = slot * (REGION_BYTES / 2);
+    }
+    return request;
+}
+
+/* An early answer has no loss. */
+START_TEST(an_early_answer_is_of_device_memory) {
+    struct kld_region *device_region, *host_region;
+    struct kld_result result;
+    int fd = memfd_create("test", MFD_ALLOW_SEALING);
+    ck_assert_int_eq(ftruncate(fd, REGION_BYTES), 0);
+    ck_assert_int_eq(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    ck_assert_int_eq(kld_connect("local:cuda", NULL, &connection, &err), KLD_OK);
+    ck_assert_int_eq(kld_region_create_pool(connection, REGION_BYTES, &device_region, &err),
+                     KLD_OK);
+    ck_assert_int_eq(kld_region_import_memfd(connection, fd, REGION_BYTES, &host_region, &err),
+                     KLD_OK);
+    atomic_store(&fake_us, 20000);
+    struct kld_request request = request_of(device_region);
+    ck_assert_int_eq(kld_run(connection, &request, &result, &err), KLD_OK);
+    ck_assert(result.loss == 0);
+    request = request_of(host_region);
+    ck_assert_int_eq(kld_run(connection, &request, &result, &err), KLD_OK);
+    ck_assert(result.loss == FAKE_LOSS);
+    /* A loss in host memory, of tensors on the device. */
+    float *loss = kld_region_data(host_region);
+    request = request_of(device_region);
+    request.op.tensor[KLD_SLOT_LOSS].dtype = KLD_DTYPE_FP32;
+    request.bytes[KLD_SLOT_LOSS].region = host_region;
+    *loss = 0;
+    ck_assert_int_eq(kld_run(connection, &request, &result, &err), KLD_OK);
+    ck_assert(*loss == (float)FAKE_LOSS);
+    kld_close(connection);
+    close(fd);
+}
+END_TEST
+
+UNIT_MAIN("kernels/cuda/local", an_early_answer_is_of_device_memory)
+
+#else
+
+#include "tests/unit/kernels/cuda/without.h"
+
+UNIT_MAIN("kernels/cuda/local", built_without_cuda)
+
+#endif
