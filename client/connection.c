@@ -254,6 +254,8 @@ static enum kld_status run_loop(struct kld_connection *connection, const bool *e
         if (poll_until_ns)
             poll_transport(connection, poll);
         poll_until_ns = poll ? poll_until_ns : 0;
+        if (*ended) /* we heard it ourselves just now: nothing wakes us any more */
+            break;
         status = kld_connection_step(connection, poll ? 0 : until_ns, err);
         if (poll)
             sched_yield();

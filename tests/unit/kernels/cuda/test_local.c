@@ -1,11 +1,13 @@
-/* test_local.c - early answers of libkld's local:cuda, over a double of the runtime: the first of
- * device memory, where none is given of host memory. A build without CUDA has none of it. */
+/* test_local.c - libkld's local:cuda over a double of the runtime: early answers, which there are of
+ * device memory and of no other; answers that come when the caller stops looking for them itself. A
+ * build without CUDA has none of it. */
 #include "kernels/backend.h"
 #include "tests/unit/unit.h"
 
 #ifdef KLD_WITH_CUDA
 #include <fcntl.h>
 
+#include "client/connection.h"
 #include "client/kld.h"
 #include <string.h>
 #include <sys/mman.h>
@@ -66,7 +68,28 @@ START_TEST(an_early_answer_is_of_device_memory) {
 }
 END_TEST
 
-UNIT_MAIN("kernels/cuda/local", an_early_answer_is_of_device_memory)
+/* A look takes 2 ms, so the one with which the caller stops looking, after 5 ms, begins at 6: it
+ * hears what ended at 7, and nobody else does. */
+START_TEST(what_the_last_look_hears_is_not_waited_for) {
+    struct kld_region *region;
+    struct kld_result result;
+    ck_assert_uint_eq(KLD_POLL_NS, 5000000);
+    ck_assert_int_eq(kld_connect("local:cuda", NULL, &connection, &err), KLD_OK);
+    ck_assert_int_eq(kld_region_create_pool(connection, REGION_BYTES, &region, &err), KLD_OK);
+    struct kld_request request = request_of(region);
+    request.early = false;
+    atomic_store(&fake_us, 7000);
+    atomic_store(&fake_query_us, 2000);
+    for (int i = 0; i < 20; i++) {
+        ck_assert_int_eq(kld_run(connection, &request, &result, &err), KLD_OK);
+        ck_assert(result.loss == FAKE_LOSS);
+    }
+    kld_close(connection);
+}
+END_TEST
+
+UNIT_MAIN("kernels/cuda/local", an_early_answer_is_of_device_memory,
+          what_the_last_look_hears_is_not_waited_for)
 
 #else
 
