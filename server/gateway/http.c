@@ -354,8 +354,8 @@ static void connection_changed(void *user, struct MHD_Connection *connection, vo
                                enum MHD_ConnectionNotificationCode code) {
     struct kld_http *http = user;
     bool opened = code == MHD_CONNECTION_NOTIFY_STARTED;
-    kld_stats_add(http->gateway->stats, KLD_STAT_http_connections, opened ? 1 : -1);
     if (opened) {
+        kld_stats_add(http->gateway->stats, KLD_STAT_http_connections, 1);
         http->taken = true;
         kld_stats_add(http->gateway->stats, KLD_STAT_http_connections_total, 1);
         watch(http, connection, context);
@@ -372,8 +372,10 @@ static void connection_changed(void *user, struct MHD_Connection *connection, vo
         kld_watch_remove(&http->watch, *context);
         *context = NULL;
     }
-    if (!opened)
+    if (!opened) { /* behind what counts it among those that part: it is never counted nowhere */
+        kld_stats_add(http->gateway->stats, KLD_STAT_http_connections, -1);
         atomic_fetch_sub(&http->gateway->connections, 1);
+    }
 }
 
 void kld_http_take(struct kld_http *http, int fd, const struct sockaddr *peer, socklen_t peer_bytes,
