@@ -167,8 +167,12 @@ KLD_EXPORT enum kld_status kld_region_import_cuda_fd(struct kld_connection *conn
  * kld_region_import_cuda_fd(), behind those that it has. kld_region_bytes() is what it has:
  * requests may name that. Pieces stay until the region is dropped, and what is a piece cannot be
  * shown by another region as well, as far as the server can tell (as above): KLD_INVALID. After an
- * error of grow the region is good for the drop only. Not while a request that names it is being
- * made. unix only; KLD_UNIMPLEMENTED where the server has no such regions. Blocking. */
+ * error of grow the region is what it was and may grow by another piece; only where that was
+ * KLD_UNAVAILABLE, no answer within connect_timeout_ns, it grows no more until its worker was
+ * replaced. Each piece takes a file descriptor of this process, until the drop; where those of a
+ * connection are half of RLIMIT_NOFILE (soft), grow says KLD_NO_MEMORY. Not while a request that
+ * names it is being made. unix only; KLD_UNIMPLEMENTED where the server has no such regions.
+ * Blocking. */
 KLD_EXPORT enum kld_status kld_region_reserve_cuda(struct kld_connection *connection,
                                                    const uint8_t device_uuid[16], uint64_t bytes,
                                                    struct kld_region **ret_region,

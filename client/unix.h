@@ -56,10 +56,12 @@ struct unix_region {
     uint64_t wire_id;
     uint64_t base_bytes, offset_bytes; /* CUDA */
     /* CUDA_SPACE, of unix_space.c: what it may grow to; its pieces, and how many of them the worker
-     * has, with their bytes. */
+     * has, with their bytes. The last piece is ADDING while its caller waits, FAILED (and none of
+     * ours any more) when refused, LOST when the caller waits no longer. */
     uint64_t room_bytes, there_bytes;
     struct unix_piece *pieces;
     uint32_t pieces_count, pieces_size, pieces_there;
+    enum unix_region_state growth;
     uint8_t ipc_handle[KLD_WIRE_IPC_HANDLE_BYTES], device_uuid[KLD_WIRE_UUID_BYTES];
     struct kld_error error;
 
@@ -242,6 +244,9 @@ bool kld_unix_space_is_known(const struct unix_region *region);
 enum unix_sent kld_unix_space_send(struct unix_connection *u, const struct unix_region *region);
 /* REGION came for it: true if the worker lacks another piece. */
 bool kld_unix_space_lacks_more(struct unix_region *region, const union kld_frame *reply);
+/* The worker refused it, or a piece: true if that was a new one, without which the region is what
+ * it was. */
+bool kld_unix_space_refused(struct unix_region *region);
 void kld_unix_space_lost(struct unix_region *region);
 void kld_unix_space_free(struct unix_region *region);
 

@@ -325,8 +325,10 @@ bool kld_unix_region_answered(struct unix_connection *u, uint64_t local_id,
         region->state = UNIX_REGION_NEW;
         u->region_work++;
     } else if (error) {
-        region->state = kld_unix_space_is_known(region) && region->released ? UNIX_REGION_READY
-                                                                            : UNIX_REGION_FAILED;
+        bool stands = kld_unix_space_refused(region);
+        if (kld_unix_space_is_known(region) && region->released)
+            stands = true; /* there is something to drop */
+        region->state = stands ? UNIX_REGION_READY : UNIX_REGION_FAILED;
         region->error = *error;
     } else {
         bool more = kld_unix_space_lacks_more(region, reply) && !region->released;

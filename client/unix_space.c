@@ -6,11 +6,13 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "client/unix.h"
 
 #define PIECES_FIRST 16
+#define DESCRIPTORS_SHARE 2 /* one in so many of the process's are a connection's pieces at most */
 
 enum kld_status kld_unix_region_reserve_cuda(struct kld_region *base, const uint8_t *device_uuid,
                                              struct kld_error *err) {
@@ -25,8 +27,23 @@ enum kld_status kld_unix_region_reserve_cuda(struct kld_region *base, const uint
                              "an older release");
     memcpy(region->device_uuid, device_uuid, sizeof region->device_uuid);
     region->room_bytes = base->bytes;
+    region->growth = UNIX_REGION_READY;
     base->bytes = 0;
     return kld_unix_region_add_and_wait(region, err);
+}
+
+/* The process is the user's, and has other files to open. */
+static enum kld_status check_descriptors(const struct unix_connection *u, struct kld_error *err) {
+    uint64_t pieces = 0;
+    struct rlimit limit;
+    for (const struct kld_region *base = u->base.regions; base; base = base->next)
+        pieces += ((const struct unix_region *)base)->pieces_count;
+    if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && pieces >= limit.rlim_cur / DESCRIPTORS_SHARE)
+        return kld_error_set(err, KLD_NO_MEMORY,
+                             "the regions of this connection have %llu pieces with a file "
+                             "descriptor each, of %llu that the process may have open",
+                             (unsigned long long)pieces, (unsigned long long)limit.rlim_cur);
+    return KLD_OK;
 }
 
 static enum kld_status piece_append(struct unix_region *region, int fd, uint64_t bytes,
@@ -44,7 +61,12 @@ static enum kld_status piece_append(struct unix_region *region, int fd, uint64_t
         return errno == EBADF ? kld_error_set(err, KLD_INVALID, "not a file descriptor")
                               : kld_error_set(err, KLD_NO_MEMORY, "no file descriptors are left");
     region->pieces[region->pieces_count++] = (struct unix_piece){copy, bytes};
+    region->growth = UNIX_REGION_ADDING;
     return KLD_OK;
+}
+
+static void piece_remove(struct unix_region *region) {
+    close(region->pieces[--region->pieces_count].fd);
 }
 
 enum kld_status kld_unix_region_grow_cuda_fd(struct kld_region *base, int fd, uint64_t bytes,
@@ -58,22 +80,29 @@ enum kld_status kld_unix_region_grow_cuda_fd(struct kld_region *base, int fd, ui
                              "a piece of %llu bytes; the region has %llu and may grow to %llu",
                              (unsigned long long)bytes, (unsigned long long)base->bytes,
                              (unsigned long long)region->room_bytes);
+    struct unix_connection *u = (struct unix_connection *)base->connection;
+    kld_unix_region_wanted(u, base);
     if (region->state == UNIX_REGION_FAILED) {
         if (err)
             *err = region->error;
         return region->error.status;
     }
-    enum kld_status status = piece_append(region, fd, bytes, err);
-    if (status)
+    if (region->growth == UNIX_REGION_LOST)
+        return kld_error_set(err, KLD_UNAVAILABLE,
+                             "the piece before this one was not answered in time: whether the "
+                             "server has it is not known, so the region grows no more");
+    enum kld_status status = check_descriptors(u, err);
+    if (status || (status = piece_append(region, fd, bytes, err)))
         return status;
     if (region->state == UNIX_REGION_READY)
-        status = kld_unix_region_add_and_wait(region, err);
-    else /* its pieces are on their way to the next worker, this one behind them */
-        status = kld_unix_wait_state(
-            (struct unix_connection *)base->connection, &region->state, &region->error,
-            kld_now_ns() + base->connection->options.connect_timeout_ns, err);
+        kld_unix_region_add_later(region);
+    else
+        kld_unix_flush(u); /* it comes behind those that are on their way */
+    status = kld_unix_wait_state(u, &region->growth, &region->error, kld_unix_patience(u), err);
     if (!status)
         base->bytes += bytes;
+    else if (region->growth == UNIX_REGION_ADDING)
+        region->growth = UNIX_REGION_LOST;
     return status;
 }
 
@@ -95,16 +124,33 @@ bool kld_unix_space_lacks_more(struct unix_region *region, const union kld_frame
     if (kld_unix_space_is_known(region)) /* else it is the answer to REGION_ADD */
         region->pieces_there++;
     region->there_bytes = reply->as_REGION.bytes;
-    return region->pieces_there < region->pieces_count;
+    bool more = region->pieces_there < region->pieces_count;
+    if (!more && region->growth == UNIX_REGION_ADDING)
+        region->growth = UNIX_REGION_READY;
+    return more;
+}
+
+bool kld_unix_space_refused(struct unix_region *region) {
+    if (region->growth != UNIX_REGION_ADDING && region->growth != UNIX_REGION_LOST)
+        return false;
+    bool newest =
+        kld_unix_space_is_known(region) && region->pieces_there + 1 == region->pieces_count;
+    piece_remove(region);
+    region->growth = region->growth == UNIX_REGION_ADDING ? UNIX_REGION_FAILED : UNIX_REGION_READY;
+    return newest;
 }
 
 void kld_unix_space_lost(struct unix_region *region) {
+    if (region->growth == UNIX_REGION_LOST) {
+        piece_remove(region);
+        region->growth = UNIX_REGION_READY;
+    }
     region->pieces_there = 0;
     region->there_bytes = 0;
 }
 
 void kld_unix_space_free(struct unix_region *region) {
     while (region->pieces_count)
-        close(region->pieces[--region->pieces_count].fd);
+        piece_remove(region);
     free(region->pieces);
 }

@@ -251,6 +251,62 @@ def test_a_piece_that_is_not_taken(world, monkeypatch, status):
     assert devices._spaces.counts() == (0, 0)
 
 
+@pytest.mark.parametrize("status", ["NO_MEMORY", "TOO_LARGE", "UNAVAILABLE"])
+def test_a_space_that_does_not_grow(world, monkeypatch, status):
+    """Where a piece was refused, what it has is good all the same; where nobody knows, it is let go of."""
+    devices, driver, gpu, calls = world
+    add_pieces(driver, range(4))
+    real = _library.call
+    region, _ = devices.region_of(4000 * MB, 40 * MB)
+    refused = [kld.Status[status]]
+
+    def call(name, *arguments):
+        if name == "kld_region_grow_cuda_fd" and arguments[0] is region and refused:
+            raise kld.KldError(refused[0], "refused")
+        real(name, *arguments)
+    monkeypatch.setattr(_library, "call", call)
+    if status == "UNAVAILABLE":
+        with pytest.raises(kld.KldError, match="refused"):
+            devices.region_of(4030 * MB, 30 * MB)
+        assert devices.region_of(4000 * MB, 20 * MB)[0] is not region
+        return
+    other, offset = devices.region_of(4030 * MB, 30 * MB)
+    assert other is not region and offset == 10 * MB
+    assert devices.region_of(4000 * MB, 40 * MB) == (region, 0)
+    refused.clear()
+    assert devices.region_of(4000 * MB, 80 * MB) == (region, 0) and ("drop", region.value) not in calls
+
+
+def test_descriptors_run_out(world, monkeypatch):
+    """What is idle makes room; without such, the tensor is copied."""
+    devices, driver, gpu, calls = world
+    add_pieces(driver, range(8))
+    real, held = _library.call, {}
+
+    def call(name, *arguments):
+        if name == "kld_region_grow_cuda_fd":
+            dropped = {one[1] for one in calls if one[0] == "drop"}
+            if sum(count for one, count in held.items() if one not in dropped) >= 4:
+                raise kld.KldError(kld.Status.NO_MEMORY, "no descriptors")
+            held[arguments[0].value] = held.get(arguments[0].value, 0) + 1
+        real(name, *arguments)
+    monkeypatch.setattr(_library, "call", call)
+    first, _ = devices.region_of(4000 * MB, 80 * MB)
+    devices._request += 1
+    assert devices.region_of(4080 * MB, 60 * MB) and ("drop", first.value) in calls
+    assert devices.region_of(4000 * MB, 40 * MB) is None
+
+
+def test_who_was_published_is_forgotten_with_its_memory(world):
+    devices, driver, gpu, calls = world
+    driver.add(1000 * MB, 20 * MB)
+    devices.pin(devices.region_of(1000 * MB, MB)[0])
+    assert devices._pinned
+    driver.remove(1000 * MB)
+    devices._sweep()
+    assert "drop" in names(calls) and not devices._pinned
+
+
 def test_pieces_where_the_server_takes_single_ones(world):
     devices, driver, _, calls = world
     driver.old_server = True

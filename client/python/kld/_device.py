@@ -145,7 +145,7 @@ class Devices:
             found = self._spaces.find(address, size, self._request)
             if found is None:
                 self._sweep()
-                found = self._with_room(lambda: self._spaces.make(address, size, allocation, self._request))
+                found = self._space_of(address, size, allocation)
             if found is not None:
                 return found
         if segment is None:
@@ -159,6 +159,14 @@ class Devices:
             segment.region = self._with_room(lambda: self._register(address, segment, allocation))
         return (segment.region, offset) if segment.region else None
 
+    def _space_of(self, address: int, size: int, allocation: _cuda.Allocation) -> Optional[Tuple[c.c_void_p, int]]:
+        try:
+            return self._with_room(lambda: self._spaces.make(address, size, allocation, self._request))
+        except KldError as error:
+            if error.status != Status.NO_MEMORY:  # of descriptors, say: what is in one piece may yet have its own
+                raise
+            return None
+
     @staticmethod
     def _segment(address: int, allocation: _cuda.Allocation) -> _Segment:
         if allocation.has_handle:
@@ -170,14 +178,16 @@ class Devices:
         self._pinned.add(region.value)
 
     def _with_room(self, register: Callable[[], _T]) -> _T:
-        """Where the server takes no more regions of us, in the place of those that this request does not use."""
+        """Where there is no room for another region of ours, in the place of those that this request does not use."""
         try:
             return register()
         except KldError as error:
+            if error.status not in (Status.TOO_LARGE, Status.NO_MEMORY):
+                raise
             idle = [identity for identity, other in self._segments.items()
                     if other.used != self._request and not (other.region and other.region.value in self._pinned)]
-            spaces_left = error.status == Status.TOO_LARGE and self._spaces.forget_idle(self._request, self._pinned)
-            if error.status != Status.TOO_LARGE or not (idle or spaces_left):
+            spaces_left = self._spaces.forget_idle(self._request, self._pinned)
+            if not (idle or spaces_left):
                 raise
             for identity in idle:
                 self._forget(identity)
@@ -213,6 +223,7 @@ class Devices:
     def _forget(self, identity: int) -> None:
         segment = self._segments.pop(identity)
         if segment.region:
+            self._pinned.discard(segment.region.value)  # a later region may get this address
             _library.library().kld_region_drop(segment.region)
 
     def counts(self) -> Tuple[int, int]:

@@ -85,9 +85,6 @@ class Spaces:
         grown = False
         try:
             grown = self._extend(space, pieces)
-        except KldError as error:
-            if error.status != Status.NO_MEMORY:  # of descriptors, say
-                raise
         finally:
             if not grown:
                 _library.library().kld_region_drop(space.region)
@@ -108,9 +105,9 @@ class Spaces:
                 room = needed
                 _library.call("kld_region_reserve_cuda", self._handle, uuid, room, c.byref(region))
         except KldError as error:
-            if error.status not in (Status.UNIMPLEMENTED, Status.NO_MEMORY):
+            if error.status != Status.UNIMPLEMENTED:
                 raise
-            self.are_there = error.status != Status.UNIMPLEMENTED
+            self.are_there = False
             return None
         return _Space(region, start, room)
 
@@ -136,8 +133,11 @@ class Spaces:
                 return False
             try:
                 _library.call("kld_region_grow_cuda_fd", space.region, fd, piece.size)
+            except KldError as error:
+                space.stale = error.status == Status.UNAVAILABLE  # else it is what it was
+                raise
             except BaseException:
-                space.stale = True  # the region is of no more use
+                space.stale = True  # who knows whether the server has it
                 raise
             finally:
                 os.close(fd)

@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "client/kld.h"
@@ -153,29 +154,34 @@ START_TEST(test_a_piece_that_is_refused) {
     int before = descriptors();
     reserve_and_grow(PIECES);
     worker.refuse_grow = KLD_INVALID;
-    int pieces = worker.pieces;
+    ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK); /* it has closed what it read */
+    int pieces = worker.pieces, held = descriptors();
     ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[0], PIECE, &error), KLD_INVALID);
     ck_assert_ptr_nonnull(strstr(error.text, "fake"));
     ck_assert_uint_eq(kld_region_bytes(space), PIECES * PIECE);
-    struct kld_request asked = request();
-    ck_assert_int_eq(kld_run(connection, &asked, NULL, &error), KLD_INVALID);
-    ck_assert_int_eq(worker.submits, 0);
+    ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK);
+    ck_assert_int_eq(descriptors(), held);
+    run(); /* it is what it was, also for the next worker, and grows */
     worker.refuse_grow = 0;
-    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[0], PIECE, &error), KLD_INVALID);
-    ck_assert_int_eq(worker.pieces, pieces + 1);
-    ck_assert_int_eq(worker.regions_now, 1);
-    kld_region_drop(space); /* the worker has it all the same */
+    worker.die_at_submit = 1;
+    run();
+    ck_assert_int_eq(worker.pieces, pieces + 1 + PIECES);
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[0], PIECE, &error), KLD_OK);
+    ck_assert_uint_eq(kld_region_bytes(space), (PIECES + 1) * PIECE);
+    kld_region_drop(space);
     ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK);
     ck_assert_int_eq(worker.regions_now, 0);
     ck_assert_int_eq(descriptors(), before);
-    /* So it is when the next worker refuses one. */
+    /* One that had been there is refused by the next worker: there is no such region any more. */
     reserve_and_grow(PIECES);
     worker.refuse_grow = KLD_INVALID;
     worker.die_at_submit = 1;
-    asked = request();
+    struct kld_request asked = request();
     ck_assert_int_eq(kld_run(connection, &asked, NULL, &error), KLD_INVALID);
     ck_assert_int_eq(worker.regions_now, 1);
-    kld_region_drop(space);
+    worker.refuse_grow = 0;
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[0], PIECE, &error), KLD_INVALID);
+    kld_region_drop(space); /* the worker has it all the same */
     ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK);
     ck_assert_int_eq(worker.regions_now, 0);
     /* And what was never registered leaves nothing. */
@@ -183,6 +189,83 @@ START_TEST(test_a_piece_that_is_refused) {
     ck_assert_int_eq(kld_region_reserve_cuda(connection, uuid, ROOM, &space, &error),
                      KLD_NO_MEMORY);
     worker.refuse_regions = 0;
+    teardown();
+}
+END_TEST
+
+/* Refused while the next worker is told of the others: the one that is waited for, or one of these.
+ */
+START_TEST(test_refused_behind_a_loss) {
+    setup(KLD_WELCOME_SPACES);
+    int before = descriptors();
+    reserve_and_grow(2);
+    worker.refuse_grow = KLD_TOO_LARGE;
+    worker.hang_up = 1;
+    while (worker.regions_now)
+        usleep(1000);
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[2], PIECE, &error), KLD_TOO_LARGE);
+    worker.refuse_grow = 0; /* for want of room: it is asked for again */
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[2], PIECE, &error), KLD_OK);
+    ck_assert_uint_eq(kld_region_bytes(space), 3 * PIECE);
+    run();
+    kld_region_drop(space);
+    ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK);
+    ck_assert_int_eq(descriptors(), before);
+    teardown();
+}
+END_TEST
+
+/* Whether it came is not known then. What was there before is there, and the next worker is told of
+ * no more. */
+START_TEST(test_a_piece_that_is_not_answered) {
+    char url[128];
+    struct kld_connect_options options = {.connect_timeout_ns = 200000000};
+    setup(KLD_WELCOME_SPACES);
+    kld_close(connection);
+    snprintf(url, sizeof url, "unix:%s", worker.path);
+    ck_assert_int_eq(kld_connect(url, &options, &connection, &error), KLD_OK);
+    reserve_and_grow(PIECES);
+    worker.slow_regions = 1;
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[0], PIECE, &error), KLD_UNAVAILABLE);
+    ck_assert_uint_eq(kld_region_bytes(space), PIECES * PIECE);
+    worker.slow_regions = 0;
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[1], PIECE, &error), KLD_UNAVAILABLE);
+    ck_assert_ptr_nonnull(strstr(error.text, "grows no more"));
+    run(); /* for which the double answers what it did not */
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[1], PIECE, &error), KLD_UNAVAILABLE);
+    int pieces = worker.pieces;
+    worker.die_at_submit = 1;
+    run();
+    ck_assert_int_eq(worker.pieces, pieces + PIECES);
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[1], PIECE, &error), KLD_OK);
+    ck_assert_uint_eq(kld_region_bytes(space), (PIECES + 1) * PIECE);
+    run();
+    teardown();
+}
+END_TEST
+
+/* Not all descriptors that the process may have. */
+START_TEST(test_pieces_leave_descriptors_over) {
+    struct rlimit limit;
+    setup(KLD_WELCOME_SPACES);
+    ck_assert_int_eq(getrlimit(RLIMIT_NOFILE, &limit), 0);
+    reserve_and_grow(2);
+    rlim_t most = limit.rlim_cur;
+    limit.rlim_cur = 64 + 4;
+    ck_assert_int_eq(setrlimit(RLIMIT_NOFILE, &limit), 0);
+    struct kld_region *other = space;
+    ck_assert_int_eq(kld_region_reserve_cuda(connection, uuid, 64 * PIECE, &space, &error), KLD_OK);
+    for (int i = 0; i < 32; i++)
+        ck_assert_msg(kld_region_grow_cuda_fd(space, memfds[0], PIECE, &error) == KLD_OK, "%s",
+                      error.text);
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[0], PIECE, &error), KLD_NO_MEMORY);
+    ck_assert_ptr_nonnull(strstr(error.text, "34 pieces with a file descriptor each, of 68"));
+    ck_assert_uint_eq(kld_region_bytes(space), 32 * PIECE);
+    kld_region_drop(other);
+    ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK);
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[0], PIECE, &error), KLD_OK);
+    limit.rlim_cur = most;
+    ck_assert_int_eq(setrlimit(RLIMIT_NOFILE, &limit), 0);
     teardown();
 }
 END_TEST
@@ -245,5 +328,6 @@ END_TEST
 
 UNIT_MAIN("client/unix_space", test_a_tensor_lies_across_pieces,
           test_the_next_worker_is_told_of_every_piece, test_a_loss_while_it_grows,
-          test_a_piece_that_is_refused, test_dropped_in_the_middle, test_what_is_no_piece,
-          test_servers_without_such_regions)
+          test_a_piece_that_is_refused, test_refused_behind_a_loss,
+          test_a_piece_that_is_not_answered, test_pieces_leave_descriptors_over,
+          test_dropped_in_the_middle, test_what_is_no_piece, test_servers_without_such_regions)
