@@ -155,7 +155,8 @@ kld_region_import_cuda_ipc(struct kld_connection *connection, const uint8_t hand
  * CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR; it is duplicated. base_bytes: of the whole allocation.
  * An output that overlaps another tensor is noticed when both regions were made with the same
  * descriptor or a duplicate, not when the allocation was exported twice, nor beyond the server's
- * cuda_files_max allocations (1024 unless it is configured). unix only. */
+ * cuda_files_max allocations (1024 unless it is configured, half of them for one connection). unix
+ * only. */
 KLD_EXPORT enum kld_status kld_region_import_cuda_fd(struct kld_connection *connection, int fd,
                                                      const uint8_t device_uuid[16],
                                                      uint64_t base_bytes, uint64_t offset_bytes,

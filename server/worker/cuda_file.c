@@ -70,7 +70,8 @@ uint64_t kld_cuda_file_acquire(struct kld_session *session, int fd) {
         default: return unknown(worker, "the kernel does not compare descriptors");
         }
     }
-    if (worker->cuda_files >= worker->options.config->cuda_files_max)
+    uint64_t most = worker->options.config->cuda_files_max;
+    if (worker->cuda_files >= most || session->cuda_files_count >= most - most / 2)
         return unknown(worker, "as many are open as allowed");
     int copy = grow(session) ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
     if (copy < 0)

@@ -4,8 +4,9 @@
  * of one allocation sends one open file several times, and the kernel says whether two descriptors
  * are that (kcmp), and which one is first in an order of its own, by which they are found. For it a
  * descriptor of each such file is kept as long as a region shows it, by itself or as a piece of a
- * space (space.h), at most cuda_files_max in all. What is not told apart so, an allocation exported
- * twice, one above that limit or a kernel without kcmp, counts as another memory. Loop thread. */
+ * space (space.h), at most cuda_files_max in all and half of them for one client. What is not told
+ * apart so, an allocation exported twice, one above that limit or a kernel without kcmp, counts as
+ * another memory. Loop thread. */
 #ifndef KLD_SERVER_WORKER_CUDA_FILE_H
 #define KLD_SERVER_WORKER_CUDA_FILE_H
 

@@ -170,6 +170,16 @@ START_TEST(descriptors_kept_have_a_limit) {
     rig_plain(second, KLD_FRAME_PING, 1);
     rig_expect(second, 1, KLD_FRAME_PONG, NULL);
     int before = descriptors();
+    for (int i = 0; i < 5; i++) { /* half of them one client's */
+        int other = open("/dev/zero", O_RDWR);
+        file_region(first, other, 0);
+        close(other);
+    }
+    until_descriptors(before + 2);
+    close(first);
+    rig_until_stat(&rig, KLD_STAT_worker_regions, 0);
+    rig_until_stat(&rig, KLD_STAT_unix_clients, 1);
+    first = rig_client(&rig);
     for (int round = 0; round < 2; round++) {
         until_descriptors(before);
         for (int i = 0; i < 5; i++) {
