@@ -1,6 +1,6 @@
-/* test_local.c - libkld's local:cuda over a double of the runtime: early answers, which there are of
- * device memory and of no other; answers that come when the caller stops looking for them itself. A
- * build without CUDA has none of it. */
+/* test_local.c - libkld's local:cuda over a double of the runtime: early answers, which there are
+ * of device memory alone; answers that come when the caller stops looking for them itself. A build
+ * without CUDA has none of it. */
 #include "kernels/backend.h"
 #include "tests/unit/unit.h"
 
