@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 
+import faillib
 import oip
 from httplib import PREFIX, Flat, Shared, close, in_region, is_sanitized, probabilities, register, unregister
 from oip import INFER, LENGTH, infer
@@ -131,6 +132,37 @@ def test_chunks_that_lie(server, chunks):
             assert status_of(connection) in (0, 400, 413, 431)
         except OSError:
             pass
+
+
+def test_header_lengths_that_lie(make_server):
+    """Of the body, and of the JSON in it; the last of the first kind end with their connection. No block of malloc()
+    stays, of some hundred of them."""
+    page = faillib.counting()
+    server = make_server(body_bytes_max="64M", staging_request_bytes_max="2M", http_threads=1, keep_buffer_ms=20,
+                         environment=page and page.environment())
+    headers, data = oip.body({"predictions": Q, "targets": P})
+    json_bytes, size = int(headers[LENGTH]), len(data)
+    of_json = [0, 1, json_bytes - 1, json_bytes + 1, size, size + 1, 2 ** 31, 2 ** 32 + json_bytes, 2 ** 53, 2 ** 63 - 1,
+               2 ** 64 - 1, 2 ** 64 + json_bytes, "-1", "+5", "0x10", "5, 5", " ", "1e3", "9" * 400]
+    of_body = ["-1", "+5", "0x10", "5, 6", "5 6", "1e3", 2 ** 64 + size, "9" * 400, 2 ** 63 - 1, 2 ** 40, size - 1, size + 1,
+               2 << 20, 8 << 20]
+
+    def once():
+        for value in of_json:
+            with oip.Connection(server) as connection:
+                status, _, reply = connection.ask("POST", INFER, data, {LENGTH: str(value)})
+                assert status in (400, 413) and json.loads(reply)["error"], (value, status, reply)
+        for value in of_body:
+            with connect(server) as connection, contextlib.suppress(OSError):
+                connection.sendall(head(value, f"{LENGTH}: {json_bytes}\r\n") + data)
+                connection.shutdown(socket.SHUT_WR)
+                assert status_of(connection) in (0, 400, 413), value
+    for _ in range(3):
+        once()
+    with Flat(server, page=page):
+        for _ in range(4 if is_sanitized() else 60):
+            once()
+    assert infer(server, {"predictions": Q, "targets": P})
 
 
 def answers(server, text):
