@@ -144,8 +144,8 @@ def test_header_lengths_that_lie(make_server):
     json_bytes, size = int(headers[LENGTH]), len(data)
     of_json = [0, 1, json_bytes - 1, json_bytes + 1, size, size + 1, 2 ** 31, 2 ** 32 + json_bytes, 2 ** 53, 2 ** 63 - 1,
                2 ** 64 - 1, 2 ** 64 + json_bytes, "-1", "+5", "0x10", "5, 5", " ", "1e3", "9" * 400]
-    of_body = ["-1", "+5", "0x10", "5, 6", "5 6", "1e3", 2 ** 64 + size, "9" * 400, 2 ** 63 - 1, 2 ** 40, size - 1, size + 1,
-               2 << 20, 8 << 20]
+    of_body = ["-1", "+5", "0x10", "5, 6", "5 6", "1e3", 2 ** 64 + size, "9" * 400, 2 ** 63 - 1, 2 ** 40, size - 1, 2 << 20,
+               8 << 20]
 
     def once():
         for value in of_json:
