@@ -282,6 +282,23 @@ def test_a_stuck_gateway_is_replaced(make_server):
     assert metrics['kld_worker_stuck_total{worker="0"}'] == 0
 
 
+def test_live_fails_only_where_a_restart_is_the_cure(make_server):
+    """A probe is answered without a worker, and by no gateway that stands still, which the supervisor replaces in a
+    container's stead: it is told not to here."""
+    server = make_server(stuck_ms=60000, restart_ms_max=60000)
+    live = f"http://{server.address}/v2/health/live"
+    worker, gateway = server.child("worker"), server.child("gateway")
+    suspend(worker)
+    assert urllib.request.urlopen(live, timeout=5).status == 200
+    os.kill(worker, signal.SIGKILL)
+    assert urllib.request.urlopen(live, timeout=5).status == 200
+    suspend(gateway)
+    with pytest.raises(OSError, match="timed out"):
+        urllib.request.urlopen(live, timeout=1)
+    os.kill(gateway, signal.SIGCONT)
+    assert urllib.request.urlopen(live, timeout=5).status == 200 and server.child("gateway") == gateway
+
+
 def test_worker_keeps_its_back_end(make_server, backend):
     server = make_server(backend="auto")
     server.kill_child("worker")
