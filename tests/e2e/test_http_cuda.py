@@ -1,5 +1,6 @@
 """CUDA shared memory over HTTP (Triton's extension): GPU memory of callers on this host, registered by its IPC
 handle. What is refused, everywhere; what is computed, on the CUDA back end only."""
+import asyncio
 import base64
 import hashlib
 import json
@@ -279,5 +280,42 @@ def test_tritonclients_own_utility(gpu, server):
         close(got, oip.expected(q, p)["grad_predictions"], "FP32")
         client.unregister_cuda_shared_memory("r")
         assert client.get_cuda_shared_memory_status() == []
+    finally:
+        cudashm.destroy_shared_memory_region(region)
+
+
+def test_tritonclients_asyncio_with_its_own_utility(gpu, server):
+    """Two requests at a time, each with its gradient in a place of its own."""
+    try:
+        import tritonclient.http.aio as http
+        import tritonclient.utils.cuda_shared_memory as cudashm
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(str(error))
+    q, p = probabilities(SHAPE, 11), probabilities(SHAPE, 12)
+    region = cudashm.create_shared_memory_region("r", ROOM, gpu.index)
+
+    def request(client, i):
+        inputs = []
+        for j, name in enumerate(("predictions", "targets")):
+            inputs.append(http.InferInput(name, list(SHAPE), "FP32"))
+            inputs[-1].set_shared_memory("r", BYTES, offset=j * BYTES)
+        wanted = http.InferRequestedOutput(("grad_predictions", "grad_targets")[i])
+        wanted.set_shared_memory("r", BYTES, offset=(2 + i) * BYTES)
+        return client.infer("kl_div", inputs, outputs=[wanted])
+
+    async def talk():
+        async with http.InferenceServerClient(server.address) as client:
+            await client.register_cuda_shared_memory("r", cudashm.get_raw_handle(region), gpu.index, ROOM)
+            assert (await client.get_cuda_shared_memory_status())[0]["byte_size"] == ROOM
+            await asyncio.gather(request(client, 0), request(client, 1))
+            await client.unregister_cuda_shared_memory("r")
+            assert await client.get_cuda_shared_memory_status() == []
+    try:
+        cudashm.set_shared_memory_region(region, [q, p])
+        asyncio.run(talk())
+        got = cudashm.get_contents_as_numpy(region, np.float32, [4, *SHAPE])
+        truth = oip.expected(q, p)
+        close(got[2], truth["grad_predictions"], "FP32")
+        close(got[3], truth["grad_targets"], "FP32")
     finally:
         cudashm.destroy_shared_memory_region(region)
