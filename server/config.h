@@ -71,8 +71,7 @@
     X(COUNT, client_streams_max, "4", "streams of one Unix client")                                \
     X(COUNT, user_publications_max, "1024", "published tensors of one user, up to 4096")           \
     X(COUNT, cuda_files_max, "1024",                                                               \
-      "CUDA allocations sent as descriptors that a worker keeps open to tell them apart; half of " \
-      "them for one client")                                                                       \
+      "CUDA allocations sent as descriptors that a worker tells apart; half for one client")       \
     X(COUNT, region_pieces_max, "16384", "CUDA allocations that one region may be made of")        \
     X(BYTES, region_bytes_max, "1T", "one region")                                                 \
     X(BYTES, client_region_bytes_max, "1T", "all regions of one Unix client")                      \
