@@ -51,7 +51,7 @@ START_TEST(who_polls_completes) {
         cuda->poll(device, false);
     }
     /* Given up before the end: the device's thread sees to it. */
-    atomic_store(&fake_us, 20000);
+    atomic_store(&fake_us, 500000); /* longer than a busy machine keeps us waiting */
     cuda->poll(device, true);
     prepare(&records[0], pool, false);
     ck_assert(submit(&records[0], 0));
@@ -235,8 +235,10 @@ START_TEST(a_busy_device_says_it_as_well) {
     prepare(&records[1], pool, false);
     records[1].job.wait = theirs;
     submit(&records[1], 1);
+    for (int i = 0; i < TRIES_MAX && atomic_load(&fake_launches) < 2; i++) /* whoever does it */
+        usleep(1000);
+    ck_assert_int_eq(atomic_load(&fake_launches), 2);
     atomic_store(&fake_us, 5);
-    usleep(10000); /* both are launched, whoever did it */
     ck_assert_int_eq(pthread_create(&thread, NULL, have_the_lock, device), 0);
     int said = 0, round = 0;
     uint64_t until_ns = fake_now_ns() + 10000000000; /* for busy machines; 1 ms does */
