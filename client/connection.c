@@ -76,6 +76,11 @@ enum kld_status kld_connection_step(struct kld_connection *connection, uint64_t 
 
 static void wake(struct kld_connection *connection) { kld_eventfd_raise(connection->wake_fd); }
 
+void kld_connection_waited(struct kld_connection *connection) {
+    if (connection->done)
+        wake(connection);
+}
+
 static void deliver(struct kld_connection *connection) {
     /* Only what has ended by now: a callback that submits and cancels cannot keep us here. */
     struct kld_call *last = connection->done_last;
@@ -115,11 +120,11 @@ static void unwatch(struct kld_connection *connection) {
 
 enum kld_status kld_process(struct kld_connection *connection, int timeout, struct kld_error *err) {
     uint64_t deadline = 0;
-    if (!connection->done && timeout < 0 && connection->calls > 0)
+    unwatch(connection); /* we may sleep, and so may whoever polls kld_fd() */
+    if (!connection->done && timeout < 0 && connection->calls > connection->kept_ended)
         deadline = KLD_NEVER;
     else if (!connection->done && timeout > 0)
         deadline = kld_now_ns() + (uint64_t)timeout * 1000000;
-    unwatch(connection); /* we may sleep, and so may whoever polls kld_fd() */
     enum kld_status status = kld_connection_step(connection, deadline, err);
     deliver(connection);
     return status;
@@ -135,8 +140,10 @@ void kld_call_end(struct kld_connection *connection, struct kld_call *call, enum
     call->result.total_ns = kld_now_ns() - call->started_ns;
     if (status && error)
         call->error = *error;
-    if (call->kept)
+    if (call->kept) {
+        connection->kept_ended++;
         return;
+    }
     if (call->wait) {
         call->wait->ended = true;
         call->wait->status = status;
@@ -264,8 +271,7 @@ static enum kld_status run_loop(struct kld_connection *connection, const bool *e
     /* After an early answer nobody waits for the rest: the next call looks at it. */
     if (poll_until_ns && !(early && *ended && connection->unended == 0))
         poll_transport(connection, false);
-    if (connection->done)
-        wake(connection);
+    kld_connection_waited(connection);
     return status;
 }
 
@@ -338,6 +344,7 @@ enum kld_status kld_wait_slice(struct kld_connection *connection, uint64_t *id, 
         return status;
     struct kld_wait wait = {.status = call->status, .result = call->result, .error = call->error};
     *id = 0;
+    connection->kept_ended--;
     kld_call_release(connection, call);
     return take_outcome(&wait, ret_result, err);
 }

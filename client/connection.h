@@ -205,7 +205,8 @@ struct kld_connection {
 
     struct kld_call **slots; /* by the low 16 bits of an id; slots_max of them */
     uint32_t slots_max, calls, calls_max;
-    uint32_t unended; /* calls without an outcome yet */
+    uint32_t unended;    /* calls without an outcome yet */
+    uint32_t kept_ended; /* those with one that kld_wait_slice() is to fetch */
     uint64_t sequence;
     struct kld_call *spare;            /* released calls, by `next` */
     struct kld_call *done, *done_last; /* ended, callback to run, by `next_done` */
@@ -226,6 +227,9 @@ enum kld_status kld_unimplemented(const struct kld_connection *connection, const
 /* Events. step: one round of epoll_wait and dispatch, at most until deadline_ns. */
 enum kld_status kld_connection_step(struct kld_connection *connection, uint64_t deadline_ns,
                                     struct kld_error *err);
+/* After the last step of whoever waited for something of his own: what ended meanwhile has used up
+ * what would have woken kld_process(), or whoever polls kld_fd(), for its callback. */
+void kld_connection_waited(struct kld_connection *connection);
 /* The timer function will be called at at_ns or earlier. */
 void kld_connection_arm(struct kld_connection *connection, uint64_t at_ns);
 enum kld_status kld_connection_watch(struct kld_connection *connection, int fd, uint64_t tag,

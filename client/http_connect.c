@@ -56,6 +56,7 @@ static enum kld_status get_into(struct http_connection *h, const char *path, uin
         status = kld_error_set(err, KLD_NO_MEMORY, "no memory for a request");
     while (!status && !transfer->ended && kld_now_ns() < deadline_ns)
         status = kld_connection_step(&h->base, deadline_ns, err);
+    kld_connection_waited(&h->base);
     h->asked = NULL;
     kld_http_transfer_close(h, transfer);
     if (status)

@@ -262,11 +262,19 @@ static enum kld_status local_region_import_memfd(struct kld_region *base, int fd
         local->backend->memory_map(local->device, fd, base->bytes, &region->memory, err), region);
 }
 
+static void local_poll(struct kld_connection *connection, bool more);
+
+/* What was dropped behind an early answer goes once somebody has seen its end. */
 static enum kld_status local_region_create_pool(struct kld_region *base, struct kld_error *err) {
     struct local_region *region = (struct local_region *)base;
     struct local_connection *local = owner_of(base);
-    return from_memory(
-        local->backend->memory_alloc(local->device, base->bytes, &region->memory, err), region);
+    enum kld_status status =
+        local->backend->memory_alloc(local->device, base->bytes, &region->memory, err);
+    if (status == KLD_NO_MEMORY && local->running.count > 0) {
+        local_poll(&local->base, false);
+        status = local->backend->memory_alloc(local->device, base->bytes, &region->memory, err);
+    }
+    return from_memory(status, region);
 }
 
 static void local_region_release(struct kld_region *base) {
@@ -324,6 +332,7 @@ static enum kld_status local_stream_adopt(struct kld_connection *connection, uin
         local->backend->poll(local->device, false);
     while (local->streams[stream] && local->running.count > 0 && !status)
         status = kld_connection_step(connection, KLD_NEVER, err);
+    kld_connection_waited(connection);
     struct kld_stream *adopted = NULL;
     if (!status)
         status = local->backend->stream_adopt(local->device, native, &adopted, err);

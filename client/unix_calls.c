@@ -226,6 +226,7 @@ enum kld_status kld_unix_ask(struct unix_connection *u, const union kld_frame *f
     enum kld_status status = KLD_OK;
     while (!control->ended && !status && kld_now_ns() < deadline && !has_gone_with_it(u, frame))
         status = kld_connection_step(&u->base, deadline, err);
+    kld_connection_waited(&u->base);
     control->wanted = false;
     if (status)
         return status;
@@ -290,11 +291,12 @@ enum kld_status kld_unix_wait_state(struct unix_connection *u, const enum unix_r
            !status && kld_now_ns() < deadline_ns) {
         status = kld_connection_step(&u->base, deadline_ns, err);
         if (!status && u->fatal.status == KLD_VERSION) {
+            status = KLD_VERSION;
             if (err)
                 *err = u->fatal;
-            return KLD_VERSION;
         }
     }
+    kld_connection_waited(&u->base);
     if (status || *state == UNIX_REGION_READY)
         return status;
     if (*state == UNIX_REGION_FAILED) {

@@ -71,6 +71,7 @@ static enum kld_status wait_greeted(struct unix_connection *u, struct kld_error 
     enum kld_status status = KLD_OK;
     while (!u->welcomed && !u->fatal.status && !status && kld_now_ns() < deadline)
         status = kld_connection_step(&u->base, deadline, err);
+    kld_connection_waited(&u->base);
     if (u->welcomed || status)
         return status;
     if (!u->fatal.status)

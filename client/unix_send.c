@@ -272,8 +272,10 @@ static enum unix_sent flush_control(struct unix_connection *u) {
 void kld_unix_flush(struct unix_connection *u) {
     if (u->state != UNIX_UP || u->locked)
         return;
-    /* Ending a call may release its region, which comes here again: that is the next turn's. */
+    /* Ending a call may release its region or event, which comes here again: that is the next
+     * turn's. */
     enum unix_sent sent;
+    uint32_t shares;
     u->locked = true;
     do {
         sent = flush_control(u);
@@ -283,9 +285,10 @@ void kld_unix_flush(struct unix_connection *u) {
             sent = kld_unix_shares_flush(u);
         if (sent == UNIX_SENT && u->cancels)
             sent = flush_cancels(u);
+        shares = u->share_work; /* some wait for a region, and stay */
         if (sent == UNIX_SENT)
             sent = flush_calls(u);
-    } while (sent == UNIX_SENT && u->region_work);
+    } while (sent == UNIX_SENT && (u->region_work || u->share_work > shares));
     u->locked = false;
     if (sent == UNIX_LOST)
         kld_unix_lose(u);

@@ -6,6 +6,7 @@
 
 #ifdef KLD_WITH_CUDA
 #include <fcntl.h>
+#include <poll.h>
 
 #include "client/connection.h"
 #include "client/kld.h"
@@ -88,8 +89,62 @@ START_TEST(what_the_last_look_hears_is_not_waited_for) {
 }
 END_TEST
 
+static void count(void *user, enum kld_status status, const struct kld_result *result,
+                  const struct kld_error *failed) {
+    ck_assert_int_eq(status, KLD_OK);
+    ++*(int *)user;
+}
+
+/* Nobody looks after an early answer, until somebody asks for what is left. */
+START_TEST(what_ended_behind_an_early_answer_is_not_waited_for) {
+    struct kld_region *region, *large;
+    struct kld_result result;
+    const struct kld_connect_options options = {.pool_bytes_max = 8u << 20};
+    ck_assert_int_eq(kld_connect("local:cuda", &options, &connection, &err), KLD_OK);
+    ck_assert_int_eq(kld_region_create_pool(connection, REGION_BYTES, &region, &err), KLD_OK);
+    struct kld_request request = request_of(region);
+    for (int i = 0; i < 20; i++) {
+        ck_assert_int_eq(kld_run(connection, &request, &result, &err), KLD_OK);
+        usleep(5000);
+        ck_assert_int_eq(kld_process(connection, -1, &err), KLD_OK);
+    }
+    kld_region_drop(region);
+    /* Nor is its memory held. */
+    ck_assert_int_eq(kld_region_create_pool(connection, 6u << 20, &large, &err), KLD_OK);
+    request = request_of(large);
+    ck_assert_int_eq(kld_run(connection, &request, &result, &err), KLD_OK);
+    kld_region_drop(large);
+    usleep(5000);
+    ck_assert_int_eq(kld_region_create_pool(connection, 6u << 20, &large, &err), KLD_OK);
+    kld_close(connection);
+}
+END_TEST
+
+START_TEST(a_stream_of_the_callers_leaves_callbacks_to_process) {
+    struct kld_region *region;
+    struct pollfd poll_fd = {.events = POLLIN};
+    cudaStream_t native;
+    int ended = 0;
+    ck_assert_int_eq(kld_connect("local:cuda", NULL, &connection, &err), KLD_OK);
+    ck_assert_int_eq(kld_region_create_pool(connection, REGION_BYTES, &region, &err), KLD_OK);
+    struct kld_request request = request_of(region);
+    request.early = false;
+    atomic_store(&fake_us, 20000);
+    ck_assert_int_eq(kld_submit(connection, &request, count, &ended, NULL, &err), KLD_OK);
+    ck_assert_int_eq(cudaStreamCreateWithPriority(&native, 0, 0), cudaSuccess);
+    ck_assert_int_eq(kld_stream_adopt(connection, 0, native, &err), KLD_OK);
+    poll_fd.fd = kld_fd(connection);
+    ck_assert_int_eq(poll(&poll_fd, 1, 5000), 1);
+    ck_assert_int_eq(kld_process(connection, 0, &err), KLD_OK);
+    ck_assert_int_eq(ended, 1);
+    kld_close(connection);
+}
+END_TEST
+
 UNIT_MAIN("kernels/cuda/local", an_early_answer_is_of_device_memory,
-          what_the_last_look_hears_is_not_waited_for)
+          what_the_last_look_hears_is_not_waited_for,
+          what_ended_behind_an_early_answer_is_not_waited_for,
+          a_stream_of_the_callers_leaves_callbacks_to_process)
 
 #else
 
