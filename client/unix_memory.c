@@ -318,7 +318,8 @@ bool kld_unix_region_answered(struct unix_connection *u, uint64_t local_id,
     }
     if (region->attached) {
         kld_unix_attach_answered(u, region, reply, error);
-    } else if (error && is_full(error) && !region->released && some_leave(u)) {
+    } else if (error && is_full(error) && !region->released &&
+               region->growth != UNIX_REGION_LOST && some_leave(u)) {
         region->state = UNIX_REGION_BEHIND;
         u->regions_behind = true;
     } else if (error && error->status == KLD_TOO_LARGE && stage_shrinks(u, region)) {

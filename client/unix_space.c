@@ -69,6 +69,23 @@ static void piece_remove(struct unix_region *region) {
     close(region->pieces[--region->pieces_count].fd);
 }
 
+/* Nobody waits for the newest any more: it is taken back, unless the worker may have it. */
+static void piece_give_up(struct unix_connection *u, struct unix_region *region) {
+    bool known = kld_unix_space_is_known(region);
+    if (known && region->state == UNIX_REGION_ADDING &&
+        region->pieces_there + 1 == region->pieces_count) {
+        region->growth = UNIX_REGION_LOST;
+        return;
+    }
+    piece_remove(region);
+    region->growth = UNIX_REGION_READY;
+    if (!known || region->pieces_there < region->pieces_count)
+        return;
+    u->region_work -= region->state == UNIX_REGION_NEW;
+    region->state = UNIX_REGION_READY;
+    kld_unix_flush(u); /* for what waits for the region */
+}
+
 enum kld_status kld_unix_region_grow_cuda_fd(struct kld_region *base, int fd, uint64_t bytes,
                                              struct kld_error *err) {
     struct unix_region *region = (struct unix_region *)base;
@@ -102,7 +119,7 @@ enum kld_status kld_unix_region_grow_cuda_fd(struct kld_region *base, int fd, ui
     if (!status)
         base->bytes += bytes;
     else if (region->growth == UNIX_REGION_ADDING)
-        region->growth = UNIX_REGION_LOST;
+        piece_give_up(u, region);
     return status;
 }
 

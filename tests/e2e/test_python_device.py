@@ -293,8 +293,19 @@ def test_descriptors_run_out(world, monkeypatch):
     monkeypatch.setattr(_library, "call", call)
     first, _ = devices.region_of(4000 * MB, 80 * MB)
     devices._request += 1
-    assert devices.region_of(4080 * MB, 60 * MB) and ("drop", first.value) in calls
-    assert devices.region_of(4000 * MB, 40 * MB) is None
+    second, _ = devices.region_of(4080 * MB, 60 * MB)
+    assert second and ("drop", first.value) in calls
+    devices._request += 1
+    driver.add(9000 * MB, 20 * MB)
+    other = devices.region_of(9000 * MB, MB)
+    devices._request += 1
+    for _ in range(3):  # five are too many in any case: asked for once, in the place of what is idle
+        assert devices.region_of(4000 * MB, 100 * MB) is None
+        devices._request += 1
+    grown = [one for one in names(calls) if one == "kld_region_reserve_cuda"]
+    assert len(grown) == 5 and ("drop", second.value) in calls
+    assert devices.region_of(9000 * MB, MB) == other
+    assert devices.region_of(4000 * MB, 60 * MB)[1] == 0
 
 
 def test_who_was_published_is_forgotten_with_its_memory(world):

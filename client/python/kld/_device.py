@@ -141,7 +141,8 @@ class Devices:
         if allocation is None:
             raise KldValueError(Status.INVALID, "a tensor said to be on a GPU is not in its memory")
         segment = self._segments.get(allocation.identity)
-        if segment is None and not allocation.has_handle and self._spaces.are_there:
+        fits = segment is not None and address + size <= segment.base + segment.size
+        if not fits and not allocation.has_handle and self._spaces.are_there:
             found = self._spaces.find(address, size, self._request)
             if found is None:
                 self._sweep()
@@ -184,8 +185,9 @@ class Devices:
         except KldError as error:
             if error.status not in (Status.TOO_LARGE, Status.NO_MEMORY):
                 raise
-            idle = [identity for identity, other in self._segments.items()
-                    if other.used != self._request and not (other.region and other.region.value in self._pinned)]
+            # Of memory or descriptors spaces have the most, and what is without them has them again at its next request.
+            idle = [identity for identity, other in self._segments.items() if error.status == Status.TOO_LARGE and
+                    other.used != self._request and not (other.region and other.region.value in self._pinned)]
             spaces_left = self._spaces.forget_idle(self._request, self._pinned)
             if not (idle or spaces_left):
                 raise

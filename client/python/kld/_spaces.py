@@ -54,6 +54,7 @@ class Spaces:
         self._handle = handle
         self._spaces: List[_Space] = []  # the oldest first: an address is looked for in this order
         self.are_there = True  # as far as is known: the server has them
+        self._too_many: Optional[int] = None  # pieces for which there was no room, until one of ours goes
 
     def find(self, address: int, size: int, request: int) -> Optional[Tuple[c.c_void_p, int]]:
         """Region and offset, of one that is there, or grows. None: there is none."""
@@ -71,7 +72,7 @@ class Spaces:
              request: int) -> Optional[Tuple[c.c_void_p, int]]:
         """None: the memory has no handles, or the server no such regions."""
         pieces = _pieces(address, address + size)
-        if pieces is None:
+        if pieces is None or (self._too_many and len(pieces) >= self._too_many):
             return None
         start, needed = pieces[0].start, pieces[-1].start + pieces[-1].size - pieces[0].start
         try:
@@ -85,6 +86,10 @@ class Spaces:
         grown = False
         try:
             grown = self._extend(space, pieces)
+        except KldError as error:
+            if error.status == Status.NO_MEMORY:
+                self._too_many = len(pieces)
+            raise
         finally:
             if not grown:
                 _library.library().kld_region_drop(space.region)
@@ -160,6 +165,7 @@ class Spaces:
         if space.used == request or space.region.value in pinned:
             return False
         self._spaces.remove(space)
+        self._too_many = None
         _library.library().kld_region_drop(space.region)
         return True
 

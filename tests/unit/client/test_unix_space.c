@@ -26,8 +26,11 @@ static struct kld_error error;
 static const uint8_t uuid[16] = {7};
 static int memfds[PIECES];
 
+/* Once the double has closed what it was sent. */
 static int descriptors(void) {
     int count = 0;
+    if (connection)
+        ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK);
     for (int fd = 0; fd < 256; fd++)
         count += fcntl(fd, F_GETFD) >= 0;
     return count;
@@ -154,12 +157,10 @@ START_TEST(test_a_piece_that_is_refused) {
     int before = descriptors();
     reserve_and_grow(PIECES);
     worker.refuse_grow = KLD_INVALID;
-    ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK); /* it has closed what it read */
     int pieces = worker.pieces, held = descriptors();
     ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[0], PIECE, &error), KLD_INVALID);
     ck_assert_ptr_nonnull(strstr(error.text, "fake"));
     ck_assert_uint_eq(kld_region_bytes(space), PIECES * PIECE);
-    ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK);
     ck_assert_int_eq(descriptors(), held);
     run(); /* it is what it was, also for the next worker, and grows */
     worker.refuse_grow = 0;
@@ -240,6 +241,35 @@ START_TEST(test_a_piece_that_is_not_answered) {
     ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[1], PIECE, &error), KLD_OK);
     ck_assert_uint_eq(kld_region_bytes(space), (PIECES + 1) * PIECE);
     run();
+    teardown();
+}
+END_TEST
+
+/* What was not sent when its caller waited no longer is not sent later. */
+START_TEST(test_a_piece_without_a_worker) {
+    char url[128];
+    struct kld_connect_options options = {.connect_timeout_ns = 200000000};
+    setup(KLD_WELCOME_SPACES);
+    int before = descriptors();
+    kld_close(connection);
+    snprintf(url, sizeof url, "unix:%s", worker.path);
+    ck_assert_int_eq(kld_connect(url, &options, &connection, &error), KLD_OK);
+    reserve_and_grow(PIECES);
+    worker.refuse_hello = KLD_BUSY;
+    worker.hang_up = 1;
+    while (worker.regions_now)
+        usleep(1000);
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[0], PIECE, &error), KLD_UNAVAILABLE);
+    int pieces = worker.pieces;
+    worker.refuse_hello = 0;
+    run();
+    ck_assert_int_eq(worker.pieces, pieces + PIECES);
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[1], PIECE, &error), KLD_OK);
+    ck_assert_uint_eq(kld_region_bytes(space), (PIECES + 1) * PIECE);
+    run();
+    kld_region_drop(space);
+    ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK);
+    ck_assert_int_eq(descriptors(), before);
     teardown();
 }
 END_TEST
@@ -329,5 +359,5 @@ END_TEST
 UNIT_MAIN("client/unix_space", test_a_tensor_lies_across_pieces,
           test_the_next_worker_is_told_of_every_piece, test_a_loss_while_it_grows,
           test_a_piece_that_is_refused, test_refused_behind_a_loss,
-          test_a_piece_that_is_not_answered, test_pieces_leave_descriptors_over,
+          test_a_piece_that_is_not_answered, test_a_piece_without_a_worker, test_pieces_leave_descriptors_over,
           test_dropped_in_the_middle, test_what_is_no_piece, test_servers_without_such_regions)
