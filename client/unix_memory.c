@@ -318,17 +318,16 @@ bool kld_unix_region_answered(struct unix_connection *u, uint64_t local_id,
     }
     if (region->attached) {
         kld_unix_attach_answered(u, region, reply, error);
-    } else if (error && is_full(error) && !region->released &&
-               region->growth != UNIX_REGION_LOST && some_leave(u)) {
+    } else if (error && is_full(error) && !region->released && region->growth != UNIX_REGION_LOST &&
+               some_leave(u)) {
         region->state = UNIX_REGION_BEHIND;
         u->regions_behind = true;
     } else if (error && error->status == KLD_TOO_LARGE && stage_shrinks(u, region)) {
         region->state = UNIX_REGION_NEW;
         u->region_work++;
     } else if (error) {
-        bool stands = kld_unix_space_refused(region);
-        if (kld_unix_space_is_known(region) && region->released)
-            stands = true; /* there is something to drop */
+        bool is_to_drop = kld_unix_space_is_known(region) && region->released;
+        bool stands = kld_unix_space_refused(region) || is_to_drop;
         region->state = stands ? UNIX_REGION_READY : UNIX_REGION_FAILED;
         region->error = *error;
     } else {

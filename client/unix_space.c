@@ -12,7 +12,7 @@
 #include "client/unix.h"
 
 #define PIECES_FIRST 16
-#define DESCRIPTORS_SHARE 2 /* one in so many of the process's are a connection's pieces at most */
+#define DESCRIPTORS_SHARE 2 /* one in so many of the process's: a connection's pieces at most */
 
 enum kld_status kld_unix_region_reserve_cuda(struct kld_region *base, const uint8_t *device_uuid,
                                              struct kld_error *err) {

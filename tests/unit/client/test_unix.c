@@ -658,62 +658,6 @@ START_TEST(test_memfd_and_limits) {
 }
 END_TEST
 
-static bool is_readable(int ms) {
-    struct pollfd poll_fd = {kld_fd(connection), POLLIN, 0};
-    return poll(&poll_fd, 1, ms) > 0;
-}
-
-/* Who waits for a callback on kld_fd() hears of it also where a blocking question took in the
- * answer, or what woke him. */
-START_TEST(test_a_question_leaves_callbacks_to_process) {
-    setup();
-    struct kld_request request = plain_request();
-    struct ended ended = {0};
-    uint64_t id;
-    worker.hold = 1;
-    ck_assert_int_eq(kld_submit(connection, &request, on_end, &ended, NULL, &error), KLD_OK);
-    while (!worker.submits)
-        kld_process(connection, 10, &error);
-    worker.hold = 0;
-    ck_assert(is_readable(5000)); /* answered, and not read */
-    ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK);
-    ck_assert_int_eq(ended.count, 0);
-    ck_assert(is_readable(5000));
-    kld_process(connection, 0, &error);
-    ck_assert_int_eq(ended.count, 1);
-    kld_cork(connection);
-    ck_assert_int_eq(kld_submit(connection, &request, on_end, &ended, &id, &error), KLD_OK);
-    kld_cancel(connection, id);
-    struct kld_region *region;
-    ck_assert_int_eq(kld_region_create_pool(connection, 4096, &region, &error), KLD_OK);
-    ck_assert(is_readable(5000));
-    kld_process(connection, 0, &error);
-    ck_assert_int_eq(ended.count, 2);
-    teardown();
-}
-END_TEST
-
-/* A request in slices whose outcome has come is nothing that kld_process() could wait for. */
-START_TEST(test_process_does_not_wait_for_who_fetches_himself) {
-    setup();
-    struct kld_request request = plain_request();
-    struct kld_result result;
-    uint64_t id;
-    worker.hold = 1;
-    ck_assert_int_eq(kld_run_slice(connection, &request, 10, &id, &result, &error), KLD_OK);
-    ck_assert_uint_ne(id, 0);
-    worker.hold = 0;
-    ck_assert(is_readable(5000));
-    ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK);
-    ck_assert_int_eq(kld_process(connection, -1, &error), KLD_OK);
-    ck_assert_int_eq(kld_wait_slice(connection, &id, 1000, &result, &error), KLD_OK);
-    ck_assert_uint_eq(id, 0);
-    check_answer(KLD_OK, &result);
-    ck_assert_int_eq(kld_process(connection, -1, &error), KLD_OK);
-    teardown();
-}
-END_TEST
-
 /* Who shows an error to a person has something to show. */
 START_TEST(test_an_error_without_words_has_some) {
     setup();
@@ -733,6 +677,4 @@ UNIT_MAIN("client/unix", test_plain_memory, test_trace, test_cork, test_cork_of_
           test_not_sent_twice, test_waits_for_a_server, test_refused,
           test_staging_is_no_larger_than_the_server_lets_it, test_deadline_and_cancel,
           test_staging_limits, test_region_dropped_in_use, test_ends_in_a_row, test_nothing_leaks,
-          test_memfd_and_limits, test_a_question_leaves_callbacks_to_process,
-          test_process_does_not_wait_for_who_fetches_himself,
-          test_an_error_without_words_has_some)
+          test_memfd_and_limits, test_an_error_without_words_has_some)

@@ -359,5 +359,6 @@ END_TEST
 UNIT_MAIN("client/unix_space", test_a_tensor_lies_across_pieces,
           test_the_next_worker_is_told_of_every_piece, test_a_loss_while_it_grows,
           test_a_piece_that_is_refused, test_refused_behind_a_loss,
-          test_a_piece_that_is_not_answered, test_a_piece_without_a_worker, test_pieces_leave_descriptors_over,
-          test_dropped_in_the_middle, test_what_is_no_piece, test_servers_without_such_regions)
+          test_a_piece_that_is_not_answered, test_a_piece_without_a_worker,
+          test_pieces_leave_descriptors_over, test_dropped_in_the_middle, test_what_is_no_piece,
+          test_servers_without_such_regions)
