@@ -89,9 +89,9 @@ struct cuda_stream {
     cudaStream_t stream[CUDA_SIZES]; /* constant; the caller's: one in both places */
     bool adopted;                    /* constant: the caller's */
     /* Under work. */
-    bool blocked;               /* a job in chunks holds the stream */
-    uint64_t sweep;             /* of the poll that found an unfinished job in it */
-    struct cuda_flight *newest; /* the last that was launched; NULL: none is in flight */
+    const struct cuda_flight *holder; /* a job in chunks, until its last one; NULL: none */
+    uint64_t sweep;                   /* of the poll that found an unfinished job in it */
+    struct cuda_flight *newest;       /* the last that was launched; NULL: none is in flight */
 };
 
 struct cuda_peer {

@@ -345,8 +345,9 @@ static void launch_chunk(struct cuda_device *device, struct cuda_flight *flight)
         if ((flight->slots_staged & (1u << slot)) && kld_slot_is_output(slot))
             failed(device, flight, copy_slot(flight, slot, first, until - first, true),
                    "copying from the device");
-    flight->stream->blocked = !flight->status && flight->next_row < cuda_plan_rows(flight);
-    if (!flight->stream->blocked)
+    bool more = !flight->status && flight->next_row < cuda_plan_rows(flight);
+    flight->stream->holder = more ? flight : NULL;
+    if (!more)
         record_event(device, flight);
     mark(device, flight, MARK_END);
 }
@@ -385,10 +386,11 @@ static bool start_staged(struct cuda_device *device, struct cuda_flight *flight)
 static void start_copy(struct cuda_device *device, struct cuda_flight *flight) {
     struct kld_job *job = flight->job;
     mark(device, flight, MARK_START);
-    failed(device, flight,
-           cudaMemcpyAsync(cuda_address_of(&job->copy_to), cuda_address_of(&job->copy_from),
-                           job->copy_bytes, cudaMemcpyDefault, cuda_stream_of(flight)),
-           "copying");
+    if (!flight->status) /* else it may come before what it is to come behind */
+        failed(device, flight,
+               cudaMemcpyAsync(cuda_address_of(&job->copy_to), cuda_address_of(&job->copy_from),
+                               job->copy_bytes, cudaMemcpyDefault, cuda_stream_of(flight)),
+               "copying");
     mark(device, flight, MARK_END);
 }
 

@@ -64,7 +64,7 @@ static bool launch_directly(struct cuda_device *device, struct kld_job *job, boo
     struct cuda_flight *flight = NULL;
     int current = device->ordinal;
     if (atomic_load(&device->incoming_count) == 0 && !device->pending_head &&
-        !atomic_load(&device->lost) && !stream->blocked && cudaGetDevice(&current) == cudaSuccess &&
+        !atomic_load(&device->lost) && !stream->holder && cudaGetDevice(&current) == cudaSuccess &&
         (current == device->ordinal || cudaSetDevice(device->ordinal) == cudaSuccess))
         flight = free_flight(device);
     if (flight) {
@@ -121,7 +121,7 @@ static bool launch_pending(struct cuda_device *device) {
     while (*link) {
         struct kld_job *job = *link;
         struct cuda_stream *stream = stream_of(job);
-        if (!atomic_load(&device->lost) && stream->blocked) {
+        if (!atomic_load(&device->lost) && stream->holder) {
             previous = job;
             link = &job->next;
             continue;
@@ -187,7 +187,8 @@ static bool poll_flights(struct cuda_device *device, bool briefly) {
         }
         any = true;
         struct kld_job *job = flight->job;
-        flight->stream->blocked = false;
+        if (flight->stream->holder == flight)
+            flight->stream->holder = NULL;
         if (flight->stream->newest == flight)
             flight->stream->newest = NULL;
         flight->job = NULL;

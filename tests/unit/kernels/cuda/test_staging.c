@@ -38,6 +38,37 @@ START_TEST(kept_staging_gives_way) {
 }
 END_TEST
 
+/* Jobs of one stream run in order, also where the one in the middle comes in chunks and the one
+ * before it ends meanwhile. */
+START_TEST(nobody_gets_between_chunks) {
+    setup_small();
+    struct kld_memory *large;
+    uint64_t most = device->info.pool_bytes_max, used = cuda->pool_bytes(device);
+    prepare(&records[2], pool, false);
+    records[2].job.place[1].offset_bytes = 65536;
+    submit(&records[2], 0);
+    wait_for(&records[2], false);
+    const char *last = atomic_load(&fake_p_at);
+    ck_assert_int_eq(cuda->memory_alloc(device, most - used - 2048, &large, &err), KLD_OK);
+    atomic_store(&fake_us, 20000);
+    atomic_store(&fake_launches, 0);
+    prepare(&records[0], pool, false);
+    prepare(&records[1], far, false);
+    prepare(&records[2], pool, false);
+    records[2].job.place[1].offset_bytes = 65536;
+    for (int i = 0; i < 3; i++)
+        submit(&records[i], 0);
+    for (int i = 0; i < 3; i++) {
+        wait_for(&records[i], false);
+        ck_assert_int_eq(records[i].job.status, KLD_OK);
+    }
+    ck_assert_int_ge(atomic_load(&fake_launches), 4);
+    ck_assert_ptr_eq(atomic_load(&fake_p_at), last);
+    cuda->memory_free(large);
+    teardown();
+}
+END_TEST
+
 static void run_staged(struct record *record, uint64_t rows) {
     prepare(record, far, false);
     record->job.op.shape[0] = rows;
@@ -218,10 +249,10 @@ START_TEST(room_is_made_without_holding_up_jobs) {
 }
 END_TEST
 
-UNIT_MAIN("kernels/cuda/staging", kept_staging_gives_way, kept_staging_does_not_give_way_in_vain,
-          no_granule_of_a_tensor_is_left_as_it_was, small_jobs_leave_large_blocks_alone,
-          what_is_kept_follows_the_jobs, the_pool_is_trimmed_behind_a_buffer,
-          room_is_made_without_holding_up_jobs)
+UNIT_MAIN("kernels/cuda/staging", kept_staging_gives_way, nobody_gets_between_chunks,
+          kept_staging_does_not_give_way_in_vain, no_granule_of_a_tensor_is_left_as_it_was,
+          small_jobs_leave_large_blocks_alone, what_is_kept_follows_the_jobs,
+          the_pool_is_trimmed_behind_a_buffer, room_is_made_without_holding_up_jobs)
 
 #else
 
