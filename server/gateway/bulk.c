@@ -216,7 +216,7 @@ static ssize_t read_reply(void *user, uint64_t position, char *to, size_t most) 
         return MHD_CONTENT_READER_END_OF_STREAM;
     uint64_t here;
     const void *from = part_memory(infer, infer->send_part, &here);
-    if (infer->pieces.status || !infer->exchange)
+    if (infer->pieces.status || !infer->exchange || infer->exchange->gone)
         return MHD_CONTENT_READER_END_WITH_ERROR;
     if (here == 0) {
         infer->starved = true;

@@ -129,6 +129,7 @@ static void end(struct process *process) {
         return;
     process->ending = true;
     uv_timer_stop(&process->drain);
+    uv_timer_stop(&process->report); /* it looks at what the loops are about to free */
     kld_acceptor_close(process->acceptor);
     if (process->metrics)
         kld_acceptor_close(process->metrics);

@@ -131,6 +131,12 @@ static enum kld_status make_buffer(struct kld_pool *pool, const struct kld_pool_
     return KLD_OK;
 }
 
+/* There will never be room for it. */
+static bool is_too_large(const struct kld_pool *pool, uint64_t bytes) {
+    uint64_t most = kld_pool_bytes_max(pool);
+    return most && bytes > most;
+}
+
 static enum kld_status open_buffer(struct kld_pool *pool, struct kld_pool_job *job,
                                    struct kld_error *err) {
     look_at_losses(pool);
@@ -138,14 +144,13 @@ static enum kld_status open_buffer(struct kld_pool *pool, struct kld_pool_job *j
     if (job->buffer)
         return KLD_OK;
     enum kld_status status = make_buffer(pool, job, &job->buffer, err);
-    uint64_t most = kld_pool_bytes_max(pool);
     if (status != KLD_NO_MEMORY)
         return status;
-    if (job->kind == KLD_POOL_OPEN && most && job->bytes > most)
+    if (job->kind == KLD_POOL_OPEN && is_too_large(pool, job->bytes))
         return kld_error_set(err, KLD_TOO_LARGE,
                              "the request needs %" PRIu64 " bytes of the device's pool; there are "
                              "%" PRIu64 " (pool_bytes_max)",
-                             job->bytes, most);
+                             job->bytes, kld_pool_bytes_max(pool));
     kld_pool_forget_kept(pool, 0); /* the worker frees them on a thread of its own */
     return status;
 }
@@ -211,7 +216,8 @@ static void send_waiting(struct kld_pool *pool) {
         bool opens = job->kind == KLD_POOL_OPEN || job->kind == KLD_POOL_IMPORT;
         enum kld_status status = reach(pool, opens, &error);
         bool tried = status == KLD_OK;
-        bool turn = job->kind != KLD_POOL_OPEN || !pool->starved.first;
+        bool turn = job->kind != KLD_POOL_OPEN || !pool->starved.first ||
+                    is_too_large(pool, job->bytes); /* which it is told, and waits for nobody */
         if (status == KLD_OK)
             status = !turn   ? KLD_NO_MEMORY
                      : opens ? open_buffer(pool, job, &error)
@@ -232,13 +238,14 @@ static void send_waiting(struct kld_pool *pool) {
     }
 }
 
-/* Is there room by now, with what is kept given back? Else the worker is not asked again: it would
- * count each refusal as a failure of its own. */
+/* Is there room by now, with what is kept given back, or will there never be? Else the worker is
+ * not asked again: it would count each refusal as a failure of its own. */
 static bool may_fit(const struct kld_pool *pool, uint64_t bytes) {
     uint64_t most = kld_pool_bytes_max(pool), end;
     uint64_t used = atomic_load(&pool->shown->pool_bytes);
     used = used > pool->kept_bytes ? used - pool->kept_bytes : 0;
-    return !most || (!__builtin_add_overflow(used, bytes, &end) && end <= most);
+    return !most || is_too_large(pool, bytes) ||
+           (!__builtin_add_overflow(used, bytes, &end) && end <= most);
 }
 
 /* Others free memory as well: so at each tick, and when a buffer of ours has been dropped. */

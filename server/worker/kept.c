@@ -47,7 +47,8 @@ bool kld_kept_wait(struct kld_region *region) {
         return false;
     atomic_fetch_add(&worker->shown->pool_wanted, 1);
     TAILQ_INSERT_TAIL(&worker->kept_waiting, region, in_kept);
-    uv_timer_start(&worker->kept_again, again, AGAIN_MS, 0);
+    if (!uv_is_active((uv_handle_t *)&worker->kept_again)) /* nobody puts off who waits already */
+        uv_timer_start(&worker->kept_again, again, AGAIN_MS, 0);
     return true;
 }
 

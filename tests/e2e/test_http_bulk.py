@@ -511,6 +511,28 @@ def test_a_full_pool_makes_callers_wait(make_server):
     wait_until(lambda: server.metrics()[POOL] == 0, what="a free pool")
 
 
+def test_who_never_fits_is_in_nobodys_way(make_server):
+    """He is told so at once, also where others wait for room."""
+    server = make_server(pool_bytes_max="10M", http_deadline_ms=20000, **SMALL)
+    q, large, replies = probabilities((1000, 800), 32), probabilities((2000, 800), 33), []
+    headers, data = oip.body({"predictions": q, "targets": q})
+    assert server.request("/v2/tensors/a?datatype=FP32&shape=2000,1000", bytes(8000000), method="PUT")[0] == 200
+    askers = [threading.Thread(target=ask, args=(server, replies, data, headers)) for _ in range(2)]
+    askers[0].start()
+    wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, what="who waits")
+    time.sleep(0.5)
+    begin = time.monotonic()
+    large_headers, large_data = oip.body({"predictions": large, "targets": large})
+    status, _, body = server.request(INFER, large_data, large_headers)
+    assert status == 413 and b"pool_bytes_max" in body and time.monotonic() - begin < 10, body
+    askers[1].start()
+    time.sleep(0.2)
+    assert not replies and server.request("/v2/tensors/a", method="DELETE")[0] == 200
+    for asker in askers:
+        asker.join()
+    assert [reply[0] for reply in replies] == [200] * 2 and time.monotonic() - begin < 15
+
+
 def test_what_is_kept_is_in_nobodys_way(make_server):
     """A buffer that was used is kept for a moment; who needs another size gets its memory."""
     server = make_server(pool_bytes_max="10M", keep_buffer_ms=60000, http_deadline_ms=3000, **SMALL)
