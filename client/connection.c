@@ -121,7 +121,7 @@ static void unwatch(struct kld_connection *connection) {
 enum kld_status kld_process(struct kld_connection *connection, int timeout, struct kld_error *err) {
     uint64_t deadline = 0;
     unwatch(connection); /* we may sleep, and so may whoever polls kld_fd() */
-    if (!connection->done && timeout < 0 && connection->calls > connection->kept_ended)
+    if (!connection->done && timeout < 0 && connection->unended > 0)
         deadline = KLD_NEVER;
     else if (!connection->done && timeout > 0)
         deadline = kld_now_ns() + (uint64_t)timeout * 1000000;
@@ -140,10 +140,10 @@ void kld_call_end(struct kld_connection *connection, struct kld_call *call, enum
     call->result.total_ns = kld_now_ns() - call->started_ns;
     if (status && error)
         call->error = *error;
-    if (call->kept) {
-        connection->kept_ended++;
+    else if (!status && call->error.status) /* of a try before */
+        call->error = (struct kld_error){.status = KLD_OK};
+    if (call->kept)
         return;
-    }
     if (call->wait) {
         call->wait->ended = true;
         call->wait->status = status;
@@ -344,7 +344,6 @@ enum kld_status kld_wait_slice(struct kld_connection *connection, uint64_t *id, 
         return status;
     struct kld_wait wait = {.status = call->status, .result = call->result, .error = call->error};
     *id = 0;
-    connection->kept_ended--;
     kld_call_release(connection, call);
     return take_outcome(&wait, ret_result, err);
 }

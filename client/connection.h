@@ -205,8 +205,7 @@ struct kld_connection {
 
     struct kld_call **slots; /* by the low 16 bits of an id; slots_max of them */
     uint32_t slots_max, calls, calls_max;
-    uint32_t unended;    /* calls without an outcome yet */
-    uint32_t kept_ended; /* those with one that kld_wait_slice() is to fetch */
+    uint32_t unended; /* calls without an outcome yet */
     uint64_t sequence;
     struct kld_call *spare;            /* released calls, by `next` */
     struct kld_call *done, *done_last; /* ended, callback to run, by `next_done` */

@@ -20,8 +20,9 @@
  * KLD_DEVICE_LOST or KLD_UNAVAILABLE. One during which the device failed twice (as a server over
  * http says after it tried again: ten times) ends with KLD_DEVICE_LOST: it may be what kills it.
  * Not safe are: a gradient over its own tensor in a region (over http: once its
- * reply has begun), a request whose inputs a later one in flight writes over, and whatever names a
- * pool region or a done event. Regions are registered again by themselves, all but pool regions,
+ * reply has begun), a request whose inputs a later one in flight writes over (over http: and split:
+ * it is sent again all the same, so nobody may write there before it has ended), and whatever names
+ * a pool region or a done event. Regions are registered again by themselves, all but pool regions,
  * whose contents are gone; published tensors are published again (see kld_published()), attached
  * ones attached again.
  * What a server that shuts down no longer took is sent to the next one. Over http a server that
@@ -87,7 +88,7 @@ struct kld_connect_options {
     uint32_t threads;           /* local: on the CPU; 0: all */
     uint64_t pool_bytes_max;    /* local: see kernels/backend.h; 0: its default */
     /* http: called while a body travels; split: after each part. Return non-zero to abort with
-     * KLD_CANCELLED. */
+     * KLD_CANCELLED. Calls no function of libkld, kld_cancel() among them. */
     int (*progress)(void *user, uint64_t sent_bytes, uint64_t total_bytes);
     void *progress_user;
     /* split: inputs and outputs of one part at most, of a row at least; 0: 64 MiB. */

@@ -403,6 +403,55 @@ def test_what_has_no_handle_goes_through_a_buffer(world):
     assert len(ready) == 2 and names(calls).count("kld_event_create") == 2
 
 
+def test_no_memory_for_a_larger_buffer(world, monkeypatch):
+    """The smaller one is gone, once, and nobody copies there."""
+    devices, driver, gpu, calls = world
+    where = _device.Where(gpu, 0, True)
+    region, _ = devices._bounce(where, "predictions", 16 * MB)
+    first = next(iter(devices._bounces.values()))[0]
+
+    def none(size):
+        raise kld.KldError(kld.Status.INTERNAL, "out of memory")
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "allocate", none, raising=False)
+        with pytest.raises(kld.KldError, match="out of memory"):
+            devices._bounce(where, "predictions", 600 * MB)
+    driver.remove(first)
+    again, _ = devices._bounce(where, "predictions", 8 * MB)
+    assert again is not region and next(iter(devices._bounces.values()))[0] != first
+    devices.end()
+    freed = [one[1] for one in gpu.said if one[0] == "free"]
+    assert freed.count(first) == 1 and len(freed) == 2
+
+
+def test_an_event_that_the_server_does_not_take(world, monkeypatch):
+    """Nothing of it stays, nor are the request's tensors kept for a server that never had it."""
+    devices, driver, gpu, calls = world
+    real = _library.call
+
+    def call(name, *arguments):
+        if name == "kld_event_import":
+            raise kld.KldConnectionError(kld.Status.UNAVAILABLE, "no server")
+        real(name, *arguments)
+    monkeypatch.setattr(_library, "call", call)
+    limbo = []
+    connection = types.SimpleNamespace(_limbo=limbo, _devices=lambda: devices, _copied_bytes=0)
+    plan = types.SimpleNamespace(places=[], request=_library.Request(), reference=None, begin=lambda connection: None)
+    one = types.SimpleNamespace(plan=plan, _at=[], connection=connection, _written=[], _keep=object(),
+                                where=_device.Where(gpu, 0, True), bounced=[], copied_bytes=0, in_place=False)
+    one.submit = lambda: _request.Call.submit(one)
+    for _ in range(3):
+        with pytest.raises(kld.KldConnectionError):
+            _request.Call.run(one, plan)
+    assert not limbo and len([said for said in gpu.said if said[0] == "close_event"]) == 3 and not devices._ready
+    monkeypatch.setattr(_library, "call", real)
+    monkeypatch.setattr(_request, "submit", lambda *ignored: len(limbo) == 1 or pytest.fail("its tensors may go"))
+    monkeypatch.setattr(devices._dones, "take", lambda *ignored: types.SimpleNamespace(record=None, wait=lambda *ignored: None))
+    one.result = None
+    _request.Call.run(one, plan)
+    assert not limbo
+
+
 def test_events_streams_and_refusals(world):
     devices, driver, gpu, calls = world
     devices.check(gpu)

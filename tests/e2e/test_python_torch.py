@@ -152,7 +152,8 @@ def test_copies_of_a_model(connection):
 
 
 @pytest.mark.parametrize("old", [{"size_average": True}, {"size_average": False}, {"reduce": False},
-                                 {"reduce": True}, {"size_average": False, "reduce": False}])
+                                 {"reduce": True}, {"size_average": False, "reduce": False},
+                                 {"size_average": 0}, {"reduce": 0}])
 def test_deprecated_arguments(connection, old):
     q, p = data((6, 11))
     with pytest.warns(UserWarning, match="deprecated"):

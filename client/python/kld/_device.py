@@ -62,7 +62,11 @@ class _Ready:
     def __init__(self, connection: c.c_void_p, gpu: _cuda.Gpu) -> None:
         self.gpu, self.wait = gpu, c.c_void_p()
         self.event, handle = gpu.event()
-        _library.call("kld_event_import", connection, handle, gpu.uuid, c.byref(self.wait))
+        try:
+            _library.call("kld_event_import", connection, handle, gpu.uuid, c.byref(self.wait))
+        except BaseException:
+            self.close()
+            raise
 
     def drop(self) -> None:
         _library.library().kld_event_drop(self.wait)
@@ -242,6 +246,7 @@ class Devices:
         if have < size:
             if have:
                 where.gpu.finish(where.stream)
+                del self._bounces[key]  # whatever becomes of the larger one
                 where.gpu.free(at)
                 self._sweep()
             have = max(BOUNCE_BYTES_MIN, 1 << (size - 1).bit_length() if size < 1 << 28 else -(-size >> 21) << 21)

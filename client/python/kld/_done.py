@@ -60,7 +60,11 @@ class Event(Done):
         self.record, self._gpu = c.c_void_p(), gpu
         made = c.create_string_buffer(_cuda.HANDLE_BYTES)
         _library.call("kld_event_create", connection, made, c.byref(self.record))
-        self._event = gpu.open_event(made.raw)
+        try:
+            self._event = gpu.open_event(made.raw)
+        except BaseException:
+            _library.library().kld_event_drop(self.record)
+            raise
 
     def wait(self, stream: int, call: Call) -> None:
         self._gpu.wait(stream, self._event)

@@ -344,20 +344,22 @@ class Call:
         if self.where is None:
             self.submit()
         else:
-            connection._limbo.append(self._keep)
+            before = len(connection._limbo)
             try:
                 connection._devices().run(self, self.where)
             except KldError as error:
                 if error.status in _NOT_STARTED:
-                    connection._limbo.pop()
+                    del connection._limbo[before:]
                 raise
-            connection._limbo.pop()
+            del connection._limbo[before:]
         for span in self._written:
             span.spoiled = False
         connection._copied_bytes += self.copied_bytes
         return self.result
 
     def submit(self) -> None:
+        if self.where is not None:
+            self.connection._limbo.append(self._keep)  # from now on the server may write to them
         submit(self.connection, self._reference, self, self.in_place)
 
 

@@ -26,7 +26,7 @@ from ._share import Attached
 
 def _legacy_reduction(size_average: Optional[bool], reduce: Optional[bool]) -> str:
     """What PyTorch's deprecated arguments mean."""
-    average, reduced = size_average is not False, reduce is not False
+    average, reduced = size_average is None or bool(size_average), reduce is None or bool(reduce)
     text = "mean" if average and reduced else "sum" if reduced else "none"
     warnings.warn(f"size_average and reduce are deprecated, use reduction={text!r}", stacklevel=3)
     return text

@@ -94,5 +94,22 @@ START_TEST(test_process_does_not_wait_for_who_fetches_himself) {
 }
 END_TEST
 
+/* The worker may hang for ever with a request that has ended here. */
+START_TEST(test_process_does_not_wait_for_what_was_given_up) {
+    setup();
+    struct kld_request request = plain_request();
+    int ended = 0;
+    request.timeout_ns = 20000000;
+    worker.hold = 1;
+    ck_assert_int_eq(kld_submit(connection, &request, on_end, &ended, NULL, &error), KLD_OK);
+    while (!ended)
+        ck_assert_int_eq(kld_process(connection, -1, &error), KLD_OK);
+    ck_assert_int_eq(kld_process(connection, -1, &error), KLD_OK);
+    worker.hold = 0;
+    teardown();
+}
+END_TEST
+
 UNIT_MAIN("client/unix_calls", test_a_question_leaves_callbacks_to_process,
-          test_process_does_not_wait_for_who_fetches_himself)
+          test_process_does_not_wait_for_who_fetches_himself,
+          test_process_does_not_wait_for_what_was_given_up)
