@@ -138,6 +138,7 @@ START_TEST(a_stream_of_the_callers_leaves_callbacks_to_process) {
     ck_assert_int_eq(kld_process(connection, 0, &err), KLD_OK);
     ck_assert_int_eq(ended, 1);
     kld_close(connection);
+    ck_assert_int_eq(cudaStreamDestroy(native), cudaSuccess); /* the caller's it is to the end */
 }
 END_TEST
 
