@@ -3,6 +3,7 @@ handle. What is refused, everywhere; what is computed, on the CUDA back end only
 import asyncio
 import base64
 import hashlib
+import importlib
 import json
 
 import numpy as np
@@ -255,13 +256,32 @@ def test_two_small_allocations_of_one_block(gpu, server):
         two.free()
 
 
-def test_tritonclients_own_utility(gpu, server):
-    """As NVIDIA's examples do it; needs cuda-bindings and tritonclient beside a card."""
+def triton(name):
+    """A module of tritonclient and its utility; that needs cuda-bindings beside a card."""
     try:
-        import tritonclient.http as http
         import tritonclient.utils.cuda_shared_memory as cudashm
+        return importlib.import_module(name), cudashm
     except (ImportError, RuntimeError) as error:
         pytest.skip(str(error))
+
+
+def inputs_in_region(http):
+    inputs = []
+    for i, name in enumerate(("predictions", "targets")):
+        inputs.append(http.InferInput(name, list(SHAPE), "FP32"))
+        inputs[-1].set_shared_memory("r", BYTES, offset=i * BYTES)
+    return inputs
+
+
+def output_in_region(http, name, place):
+    wanted = http.InferRequestedOutput(name)
+    wanted.set_shared_memory("r", BYTES, offset=place * BYTES)
+    return wanted
+
+
+def test_tritonclients_own_utility(gpu, server):
+    """As NVIDIA's examples do it."""
+    http, cudashm = triton("tritonclient.http")
     q, p = probabilities(SHAPE, 9), probabilities(SHAPE, 10)
     region = cudashm.create_shared_memory_region("r", ROOM, gpu.index)
     try:
@@ -269,13 +289,7 @@ def test_tritonclients_own_utility(gpu, server):
         client = http.InferenceServerClient(server.address)
         client.register_cuda_shared_memory("r", cudashm.get_raw_handle(region), gpu.index, ROOM)
         assert client.get_cuda_shared_memory_status()[0]["byte_size"] == ROOM
-        inputs = []
-        for i, name in enumerate(("predictions", "targets")):
-            inputs.append(http.InferInput(name, list(SHAPE), "FP32"))
-            inputs[-1].set_shared_memory("r", BYTES, offset=i * BYTES)
-        wanted = http.InferRequestedOutput("grad_predictions")
-        wanted.set_shared_memory("r", BYTES, offset=2 * BYTES)
-        client.infer("kl_div", inputs, outputs=[wanted])
+        client.infer("kl_div", inputs_in_region(http), outputs=[output_in_region(http, "grad_predictions", 2)])
         got = cudashm.get_contents_as_numpy(region, np.float32, [3, *SHAPE])[2]
         close(got, oip.expected(q, p)["grad_predictions"], "FP32")
         client.unregister_cuda_shared_memory("r")
@@ -286,28 +300,18 @@ def test_tritonclients_own_utility(gpu, server):
 
 def test_tritonclients_asyncio_with_its_own_utility(gpu, server):
     """Two requests at a time, each with its gradient in a place of its own."""
-    try:
-        import tritonclient.http.aio as http
-        import tritonclient.utils.cuda_shared_memory as cudashm
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(str(error))
+    http, cudashm = triton("tritonclient.http.aio")
     q, p = probabilities(SHAPE, 11), probabilities(SHAPE, 12)
     region = cudashm.create_shared_memory_region("r", ROOM, gpu.index)
 
-    def request(client, i):
-        inputs = []
-        for j, name in enumerate(("predictions", "targets")):
-            inputs.append(http.InferInput(name, list(SHAPE), "FP32"))
-            inputs[-1].set_shared_memory("r", BYTES, offset=j * BYTES)
-        wanted = http.InferRequestedOutput(("grad_predictions", "grad_targets")[i])
-        wanted.set_shared_memory("r", BYTES, offset=(2 + i) * BYTES)
-        return client.infer("kl_div", inputs, outputs=[wanted])
+    def request(client, name, place):
+        return client.infer("kl_div", inputs_in_region(http), outputs=[output_in_region(http, name, place)])
 
     async def talk():
         async with http.InferenceServerClient(server.address) as client:
             await client.register_cuda_shared_memory("r", cudashm.get_raw_handle(region), gpu.index, ROOM)
             assert (await client.get_cuda_shared_memory_status())[0]["byte_size"] == ROOM
-            await asyncio.gather(request(client, 0), request(client, 1))
+            await asyncio.gather(request(client, "grad_predictions", 2), request(client, "grad_targets", 3))
             await client.unregister_cuda_shared_memory("r")
             assert await client.get_cuda_shared_memory_status() == []
     try:

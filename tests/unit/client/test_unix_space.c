@@ -47,13 +47,28 @@ static void make_pieces(void) {
     }
 }
 
-static void setup(uint32_t flags) {
+static void setup_with(uint32_t flags, const struct kld_connect_options *options) {
     char url[128];
     worker.flags = flags;
     fake_worker_open(&worker);
     snprintf(url, sizeof url, "unix:%s", worker.path);
-    ck_assert_msg(kld_connect(url, NULL, &connection, &error) == KLD_OK, "%s", error.text);
+    ck_assert_msg(kld_connect(url, options, &connection, &error) == KLD_OK, "%s", error.text);
     make_pieces();
+}
+
+static void setup(uint32_t flags) { setup_with(flags, NULL); }
+
+/* Who waits for an answer does so for 0.2 s. */
+static void setup_impatient(void) {
+    const struct kld_connect_options options = {.connect_timeout_ns = 200000000};
+    setup_with(KLD_WELCOME_SPACES, &options);
+}
+
+/* The worker is gone, and knows of no region. */
+static void hang_up(void) {
+    worker.hang_up = 1;
+    while (worker.regions_now)
+        usleep(1000);
 }
 
 static void teardown(void) {
@@ -142,9 +157,7 @@ END_TEST
 START_TEST(test_a_loss_while_it_grows) {
     setup(KLD_WELCOME_SPACES);
     reserve_and_grow(2);
-    worker.hang_up = 1;
-    while (worker.regions_now)
-        usleep(1000);
+    hang_up();
     ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[2], PIECE, &error), KLD_OK);
     ck_assert_int_eq(worker.pieces, 2 + PIECES);
     run();
@@ -201,9 +214,7 @@ START_TEST(test_refused_behind_a_loss) {
     int before = descriptors();
     reserve_and_grow(2);
     worker.refuse_grow = KLD_TOO_LARGE;
-    worker.hang_up = 1;
-    while (worker.regions_now)
-        usleep(1000);
+    hang_up();
     ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[2], PIECE, &error), KLD_TOO_LARGE);
     worker.refuse_grow = 0; /* for want of room: it is asked for again */
     ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[2], PIECE, &error), KLD_OK);
@@ -216,15 +227,18 @@ START_TEST(test_refused_behind_a_loss) {
 }
 END_TEST
 
+/* The next worker was told of the PIECES that there were, and takes another one. */
+static void the_next_one_grows(int pieces_before) {
+    ck_assert_int_eq(worker.pieces, pieces_before + PIECES);
+    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[1], PIECE, &error), KLD_OK);
+    ck_assert_uint_eq(kld_region_bytes(space), (PIECES + 1) * PIECE);
+    run();
+}
+
 /* Whether it came is not known then. What was there before is there, and the next worker is told of
  * no more. */
 START_TEST(test_a_piece_that_is_not_answered) {
-    char url[128];
-    struct kld_connect_options options = {.connect_timeout_ns = 200000000};
-    setup(KLD_WELCOME_SPACES);
-    kld_close(connection);
-    snprintf(url, sizeof url, "unix:%s", worker.path);
-    ck_assert_int_eq(kld_connect(url, &options, &connection, &error), KLD_OK);
+    setup_impatient();
     reserve_and_grow(PIECES);
     worker.slow_regions = 1;
     ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[0], PIECE, &error), KLD_UNAVAILABLE);
@@ -237,36 +251,23 @@ START_TEST(test_a_piece_that_is_not_answered) {
     int pieces = worker.pieces;
     worker.die_at_submit = 1;
     run();
-    ck_assert_int_eq(worker.pieces, pieces + PIECES);
-    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[1], PIECE, &error), KLD_OK);
-    ck_assert_uint_eq(kld_region_bytes(space), (PIECES + 1) * PIECE);
-    run();
+    the_next_one_grows(pieces);
     teardown();
 }
 END_TEST
 
 /* What was not sent when its caller waited no longer is not sent later. */
 START_TEST(test_a_piece_without_a_worker) {
-    char url[128];
-    struct kld_connect_options options = {.connect_timeout_ns = 200000000};
-    setup(KLD_WELCOME_SPACES);
+    setup_impatient();
     int before = descriptors();
-    kld_close(connection);
-    snprintf(url, sizeof url, "unix:%s", worker.path);
-    ck_assert_int_eq(kld_connect(url, &options, &connection, &error), KLD_OK);
     reserve_and_grow(PIECES);
     worker.refuse_hello = KLD_BUSY;
-    worker.hang_up = 1;
-    while (worker.regions_now)
-        usleep(1000);
+    hang_up();
     ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[0], PIECE, &error), KLD_UNAVAILABLE);
     int pieces = worker.pieces;
     worker.refuse_hello = 0;
     run();
-    ck_assert_int_eq(worker.pieces, pieces + PIECES);
-    ck_assert_int_eq(kld_region_grow_cuda_fd(space, memfds[1], PIECE, &error), KLD_OK);
-    ck_assert_uint_eq(kld_region_bytes(space), (PIECES + 1) * PIECE);
-    run();
+    the_next_one_grows(pieces);
     kld_region_drop(space);
     ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK);
     ck_assert_int_eq(descriptors(), before);
