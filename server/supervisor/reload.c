@@ -80,10 +80,10 @@ static void finish(struct kld_supervisor *supervisor, const char *problem) {
 }
 
 static void fail(struct kld_supervisor *supervisor, const char *reason) {
-    kld_log(KLD_LOG_ERROR, "reload failed",
-            "reason=\"%s\" text=\"nothing was changed: what was in use stays\"", reason);
     kld_stats_add(&supervisor->page->common, KLD_STAT_config_reloads_failed_total, 1);
     kld_stats_set(&supervisor->page->common, KLD_STAT_config_last_reload_failed, 1);
+    kld_log(KLD_LOG_ERROR, "reload failed",
+            "reason=\"%s\" text=\"nothing was changed: what was in use stays\"", reason);
     finish(supervisor, "the last reload failed, see the log");
 }
 
@@ -124,14 +124,17 @@ static void commit(struct kld_supervisor *supervisor, const char *details) {
     reload->in_use = reload->next;
     /* Of that one more is settled than was configured, and what is settled stays. */
     kld_config_adopt(&supervisor->config, &reload->next, unused, sizeof unused);
-    if (!kld_log_wants(KLD_LOG_INFO)) /* the line below is at the louder of the two levels */
-        kld_log_set_level(supervisor->config.log_level);
-    kld_log(KLD_LOG_INFO, "reloaded", "log_level=%s%s%s", supervisor->config.log_level,
-            *details ? " " : "", details);
-    kld_log_set_level(supervisor->config.log_level);
     for (uint32_t i = 0; i < supervisor->workers; i++)
         supervisor->worker[i].level_due = true;
-    if (!tell_level(supervisor))
+    bool told = tell_level(supervisor);
+    kld_stats_add(&supervisor->page->common, KLD_STAT_config_reloads_total, 1);
+    kld_stats_set(&supervisor->page->common, KLD_STAT_config_last_reload_failed, 0);
+    kld_stats_set(&supervisor->page->common, KLD_STAT_config_reload_success_timestamp_seconds,
+                  (uint64_t)time(NULL));
+    /* "reloaded" comes last: who waits for that line finds the figures and the warnings there. */
+    if (!kld_log_wants(KLD_LOG_INFO)) /* these lines are at the louder of the two levels */
+        kld_log_set_level(supervisor->config.log_level);
+    if (!told)
         kld_log(KLD_LOG_WARN, "log level not told",
                 "text=\"a worker cannot be sent to; it is told again\"");
     if (reload->kept[0])
@@ -140,10 +143,9 @@ static void commit(struct kld_supervisor *supervisor, const char *details) {
                 "%s are taken over while the server runs, and tokens, TLS and client certificates "
                 "not turned on or off\"",
                 reload->kept, KLD_CONFIG_RELOADED);
-    kld_stats_add(&supervisor->page->common, KLD_STAT_config_reloads_total, 1);
-    kld_stats_set(&supervisor->page->common, KLD_STAT_config_last_reload_failed, 0);
-    kld_stats_set(&supervisor->page->common, KLD_STAT_config_reload_success_timestamp_seconds,
-                  (uint64_t)time(NULL));
+    kld_log(KLD_LOG_INFO, "reloaded", "log_level=%s%s%s", supervisor->config.log_level,
+            *details ? " " : "", details);
+    kld_log_set_level(supervisor->config.log_level);
     finish(supervisor, NULL);
 }
 
