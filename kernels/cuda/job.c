@@ -142,12 +142,10 @@ static uint64_t divisor_bytes(const struct cuda_flight *flight) {
     return 5 * min_u64(flight->job->geometry.rows, KLD_CUDA_DIVISOR_ROWS) + 512;
 }
 
-/* A scalar loss in host memory is no reason to stage: it is one number, written at the end. */
 static uint32_t slots_to_stage(const struct kld_job *job) {
     uint32_t slots = 0;
     for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
-        if (cuda_slot_is_present(job, slot) && !cuda_is_on_device(&job->place[slot]) &&
-            (slot != KLD_SLOT_LOSS || !job->geometry.scalar))
+        if (cuda_slot_is_present(job, slot) && !cuda_is_on_device(&job->place[slot]))
             slots |= 1u << slot;
     return slots;
 }
@@ -331,6 +329,7 @@ static uint64_t segment_end(const struct cuda_flight *flight) {
 
 /* The next chunk of a staged job: in, compute, out. */
 static void launch_chunk(struct cuda_device *device, struct cuda_flight *flight) {
+    const struct kld_job *job = flight->job;
     uint64_t first = flight->next_row;
     uint64_t until = min_u64(segment_end(flight), first + flight->chunk_rows);
     for (int slot = 0; slot < KLD_SLOT_COUNT && !flight->status; slot++)
@@ -341,11 +340,13 @@ static void launch_chunk(struct cuda_device *device, struct cuda_flight *flight)
     if (!flight->status)
         launch_rows(device, flight, until);
     mark(device, flight, MARK_COMPUTED);
+    bool last = flight->next_row == cuda_plan_rows(flight);
     for (int slot = 0; slot < KLD_SLOT_COUNT && !flight->status; slot++)
-        if ((flight->slots_staged & (1u << slot)) && kld_slot_is_output(slot))
+        if ((flight->slots_staged & (1u << slot)) && kld_slot_is_output(slot) &&
+            (last || cuda_slot_is_tall(job, slot))) /* a scalar loss is known with the last */
             failed(device, flight, copy_slot(flight, slot, first, until - first, true),
                    "copying from the device");
-    bool more = !flight->status && flight->next_row < cuda_plan_rows(flight);
+    bool more = !flight->status && !last;
     flight->stream->holder = more ? flight : NULL;
     if (!more)
         record_event(device, flight);
@@ -466,19 +467,6 @@ static double loss_of(const struct cuda_flight *flight) {
     return flight->job->geometry.loss_dtype == KLD_DTYPE_FP32 ? (double)(float)value : value;
 }
 
-/* A loss tensor in host memory: one number, known here. */
-static void write_host_loss(const struct cuda_flight *flight) {
-    const struct kld_job *job = flight->job;
-    if (!cuda_slot_is_present(job, KLD_SLOT_LOSS) || cuda_is_on_device(&job->place[KLD_SLOT_LOSS]))
-        return;
-    char *to = cuda_address_of(&job->place[KLD_SLOT_LOSS]);
-    float single = (float)job->loss;
-    if (job->geometry.loss_dtype == KLD_DTYPE_FP64)
-        memcpy(to, &job->loss, sizeof job->loss);
-    else
-        memcpy(to, &single, sizeof single);
-}
-
 bool cuda_job_advance(struct cuda_device *device, struct cuda_flight *flight) {
     struct kld_job *job = flight->job;
     add_times(flight);
@@ -490,10 +478,8 @@ bool cuda_job_advance(struct cuda_device *device, struct cuda_flight *flight) {
     }
     cuda_staging_release(device, flight);
     job->status = flight->status;
-    if (job->kind == KLD_JOB_OP && !flight->status && job->geometry.scalar) {
+    if (job->kind == KLD_JOB_OP && !flight->status && job->geometry.scalar)
         job->loss = loss_of(flight);
-        write_host_loss(flight);
-    }
     return true;
 }
 

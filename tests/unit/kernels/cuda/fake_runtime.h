@@ -30,6 +30,8 @@
 #define FAKE_SHARED_BYTES 200000
 #endif
 
+#define FAKE_PINNED_MAX 64 /* ranges of host memory that are remembered */
+
 struct fake_stream {
     uint64_t ready_ns;
     int priority;
@@ -228,13 +230,40 @@ cudaError_t cudaHostAlloc(void **at, size_t bytes, unsigned flags) {
 cudaError_t cudaFreeHost(void *at) { return fake_give(at, &fake_blocks); }
 static atomic_bool fake_no_pinning, fake_no_unpinning;
 static atomic_uint fake_pinned_as; /* flags */
+static struct {
+    const char *at;
+    size_t bytes;                     /* 0: none */
+} fake_pinned_range[FAKE_PINNED_MAX]; /* under fake_lock */
+static void fake_note_pinned(void *at, size_t bytes) {
+    pthread_mutex_lock(&fake_lock);
+    for (int i = 0; i < FAKE_PINNED_MAX; i++)
+        if (!fake_pinned_range[i].bytes || fake_pinned_range[i].at == (char *)at) {
+            fake_pinned_range[i].at = (const char *)at;
+            fake_pinned_range[i].bytes = bytes;
+            break;
+        }
+    pthread_mutex_unlock(&fake_lock);
+}
 cudaError_t cudaHostRegister(void *at, size_t bytes, unsigned flags) {
     if (atomic_load(&fake_no_pinning))
         return cudaErrorMemoryAllocation;
     atomic_store(&fake_pinned_as, flags);
     atomic_fetch_add(&fake_pinned, 1);
     atomic_fetch_add(&fake_allocations, 1);
+    fake_note_pinned(at, bytes);
     return cudaSuccess;
+}
+/* The host's address of what the device may know by another. */
+static char *fake_from_mapped(char *at) {
+    pthread_mutex_lock(&fake_lock);
+    for (int i = 0; i < FAKE_PINNED_MAX; i++)
+        if (at - FAKE_MAPPED_AT >= fake_pinned_range[i].at &&
+            at - FAKE_MAPPED_AT < fake_pinned_range[i].at + fake_pinned_range[i].bytes) {
+            at -= FAKE_MAPPED_AT;
+            break;
+        }
+    pthread_mutex_unlock(&fake_lock);
+    return at;
 }
 cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags) {
     *device = (char *)host + FAKE_MAPPED_AT;
@@ -245,6 +274,11 @@ cudaError_t cudaHostUnregister(void *at) {
     if (atomic_load(&fake_no_unpinning))
         return cudaErrorInvalidValue;
     atomic_fetch_sub(&fake_pinned, 1);
+    pthread_mutex_lock(&fake_lock);
+    for (int i = 0; i < FAKE_PINNED_MAX; i++)
+        if (fake_pinned_range[i].at == (char *)at)
+            fake_pinned_range[i].bytes = 0;
+    pthread_mutex_unlock(&fake_lock);
     return cudaSuccess;
 }
 cudaError_t cudaMemPoolCreate(cudaMemPool_t *pool, const struct cudaMemPoolProps *properties) {
