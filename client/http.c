@@ -234,6 +234,7 @@ static enum kld_status judge(struct http_call *call, bool *ret_retry, bool *ret_
         return kld_error_set(err, KLD_UNAVAILABLE, "the connection to the server was lost: %s",
                              curl_easy_strerror(code));
     case CURLE_COULDNT_CONNECT:
+    case CURLE_SSL_CONNECT_ERROR: /* it was cut: kld_connect() has seen one that was not */
     case CURLE_OPERATION_TIMEDOUT: *ret_retry = true; return kld_http_curl_error(code, err);
     default: return kld_http_curl_error(code, err);
     }
@@ -259,7 +260,7 @@ static void call_transferred(struct http_connection *h, struct http_call *call) 
     uint64_t now = kld_now_ns();
     call->losses += lost;
     call->device_losses += call->device_lost;
-    if (!call->first_failure_ns)
+    if (!call->first_failure_ns || lost) /* where the server had begun, it was there until now */
         call->first_failure_ns = now;
     /* Over HTTP the server works on its own copy: only a reply that had begun to arrive over an
      * input makes a second try wrong. A request that servers or devices die of is given up

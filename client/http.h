@@ -41,7 +41,8 @@ struct http_call {
     bool device_lost;       /* this reply says that the device failed */
     uint32_t losses;        /* connections and devices lost while the request was with the server */
     uint32_t device_losses; /* of them: devices, each of two tries of the server's own */
-    uint64_t first_failure_ns, retry_at_ns, retry_after_ns;
+    uint64_t first_failure_ns; /* since when no server has begun on it; 0: none has failed to */
+    uint64_t retry_at_ns, retry_after_ns;
 
     /* The request body: head, then the tensors of `inputs`. */
     char head[KLD_HTTP_HEAD_MAX];

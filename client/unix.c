@@ -99,6 +99,7 @@ static void welcomed(struct unix_connection *u, const struct kld_frame_welcome *
     u->base.offloaded = strcmp(u->welcome.backend, "cpu") != 0;
     u->state = UNIX_UP;
     kld_unix_watch_link(u);
+    kld_unix_attached_welcomed(u);
     if (kld_unix_priorities_send(u) != UNIX_SENT)
         kld_unix_lose(u);
     else

@@ -257,6 +257,8 @@ enum kld_status kld_unix_region_attach(struct kld_region *region, uint32_t uid, 
 /* What ATTACH was answered with. */
 void kld_unix_attach_answered(struct unix_connection *u, struct unix_region *region,
                               const union kld_frame *reply, const struct kld_error *error);
+/* There is a worker again: who published what is attached has his time from now on. */
+void kld_unix_attached_welcomed(struct unix_connection *u);
 /* Those that wait for their publisher and whose time has come are asked for again. */
 void kld_unix_attach_again(struct unix_connection *u, uint64_t now_ns);
 enum kld_status kld_unix_publish(struct kld_region *region, const char *name,

@@ -190,8 +190,6 @@ void kld_unix_regions_lost(struct unix_connection *u) {
             continue;
         region->wire_id = 0;
         kld_unix_space_lost(region);
-        if (region->tensor.rank) /* else its caller still waits, as long as that asked for */
-            region->until_ns = kld_now_ns() + KLD_RECONNECT_NS_MAX;
         region->looks = 0;
         /* A pool region that was never registered holds nothing that could be lost. */
         region->state = base->pool && region->state != UNIX_REGION_NEW &&

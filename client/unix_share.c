@@ -76,6 +76,14 @@ enum kld_status kld_unix_region_attach(struct kld_region *base, uint32_t uid, co
     return KLD_OK;
 }
 
+void kld_unix_attached_welcomed(struct unix_connection *u) {
+    for (struct kld_region *base = u->base.regions; base; base = base->next) {
+        struct unix_region *region = (struct unix_region *)base;
+        if (region->tensor.rank) /* else its caller still waits, as long as that asked for */
+            region->until_ns = kld_now_ns() + KLD_RECONNECT_NS_MAX;
+    }
+}
+
 /* Nobody has published it yet: when to look again, the last time at the end of its caller's time.
  */
 static void attach_later(struct unix_connection *u, struct unix_region *region, uint64_t now_ns) {

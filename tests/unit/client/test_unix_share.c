@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "client/kld.h"
+#include "client/unix.h"
 #include "tests/unit/client/fake_worker.h"
 
 #define ROWS 2
@@ -257,6 +258,42 @@ START_TEST(test_a_lost_worker_is_told_again) {
 }
 END_TEST
 
+static void process_both(int times) {
+    for (int i = 0; i < times; i++) {
+        ck_assert_int_eq(kld_process(teacher, 1, &error), KLD_OK);
+        ck_assert_int_eq(kld_process(student, 1, &error), KLD_OK);
+    }
+}
+
+/* The student is back before the teacher, who has its time from there on, however long nobody was
+ * there: as if that had been for longer than anybody waits. */
+START_TEST(test_who_published_is_waited_for_from_the_return_on) {
+    setup();
+    publish();
+    struct unix_region *region = (struct unix_region *)attach();
+    const struct unix_connection *u = (const struct unix_connection *)student,
+                                 *t = (const struct unix_connection *)teacher;
+    worker.refuse_hello = KLD_UNAVAILABLE;
+    worker.all_die = 1;
+    worker.hang_up = 1;
+    for (int i = 0; i < TRIES_MAX && (u->state == UNIX_UP || t->state == UNIX_UP); i++)
+        process_both(1);
+    ck_assert(u->state != UNIX_UP && t->state != UNIX_UP);
+    region->until_ns = 1;
+    worker.all_die = 0;
+    worker.refuse_hello = 0;
+    for (int i = 0; i < TRIES_MAX && region->looks == 0 && region->state != UNIX_REGION_FAILED; i++)
+        ck_assert_int_eq(kld_process(student, 1, &error), KLD_OK);
+    ck_assert_uint_eq(region->looks, 1); /* nobody has published it again yet */
+    struct kld_request request = request_on(&region->base);
+    struct ended ended;
+    run_both(&request, &ended);
+    ck_assert_msg(ended.status == KLD_OK, "%s", error.text);
+    ck_assert(ended.result.loss == LOSS);
+    teardown();
+}
+END_TEST
+
 static enum kld_status teacher_published(void) {
     ck_assert_int_eq(kld_process(teacher, 2, &error), KLD_OK);
     return kld_published(teacher, "teacher/logits", &error);
@@ -482,7 +519,8 @@ END_TEST
 UNIT_MAIN("client/unix_share", test_published_tensors_are_attached,
           test_names_and_users_are_checked, test_attaching_waits_for_the_publisher,
           test_attaching_over_a_lost_connection_takes_its_own_time,
-          test_a_lost_worker_is_told_again, test_what_is_not_published_again_is_told,
-          test_another_shape_is_gone, test_events_and_early,
-          test_a_loss_behind_an_early_answer_is_told, test_priorities_are_told_to_each_worker,
-          test_cuda_allocations_by_descriptor, test_what_is_attached_is_a_tensor)
+          test_a_lost_worker_is_told_again, test_who_published_is_waited_for_from_the_return_on,
+          test_what_is_not_published_again_is_told, test_another_shape_is_gone,
+          test_events_and_early, test_a_loss_behind_an_early_answer_is_told,
+          test_priorities_are_told_to_each_worker, test_cuda_allocations_by_descriptor,
+          test_what_is_attached_is_a_tensor)
