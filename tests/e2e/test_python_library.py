@@ -1,5 +1,6 @@
 """The Python package and libkld: what the package repeats of C's headers is what they say, the library is
 found where it is said to be, and outcomes are the exceptions that they should be."""
+import contextlib
 import copy
 import ctypes
 import hashlib
@@ -209,13 +210,63 @@ def test_a_token_is_asked_for(make_server, tmp_path):
         assert connection.kl_div(Q, P).loss > 0
 
 
-@pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl")
-def test_https(make_server, tmp_path, monkeypatch):
+@pytest.fixture
+def https(make_server, tmp_path):
+    """A server with a certificate of its own: (it, its URL, the certificate)."""
+    if not shutil.which("openssl"):
+        pytest.skip("needs openssl")
     subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "key", "-out", "certificate",
                     "-subj", "/CN=kld", "-addext", "subjectAltName=IP:127.0.0.1"], cwd=tmp_path, check=True,
                    capture_output=True)
     server = make_server(tls_cert=tmp_path / "certificate", tls_key=tmp_path / "key")
-    url, trusted = server.http.replace("http:", "https:"), str(tmp_path / "certificate")
+    return server, server.http.replace("http:", "https:"), str(tmp_path / "certificate")
+
+
+def pump(source, sink):
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            sink.sendall(data)
+    for end in (source, sink):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_tls_handshake_that_is_cut_is_tried_again(https):
+    server, url, trusted = https
+    host, port = server.http.rpartition("/")[2].split(":")
+    door, ends, cut = socket.create_server(("127.0.0.1", 0)), [], []
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                client = door.accept()[0]
+                if len(cut) == 1:  # in the middle of the greeting
+                    cut.append(client.recv(100))
+                    client.close()
+                    continue
+                ends.append((client, socket.create_connection((host, port))))
+                for pair in (ends[-1], ends[-1][::-1]):
+                    threading.Thread(target=pump, args=pair, daemon=True).start()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    with kld.connect(url.replace(f":{port}", f":{door.getsockname()[1]}"), ca_file=trusted) as connection:
+        right = connection.kl_div(Q, P)
+        cut.append(None)
+        for pair in ends:
+            for end in pair:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+        assert connection.kl_div(Q, P).loss == right.loss
+        assert len(cut) == 2 and len(cut[1]) > 0
+    door.shutdown(socket.SHUT_RDWR)
+    thread.join(60)
+    for end in (door, *(end for pair in ends for end in pair)):
+        end.close()
+
+
+def test_https(https, monkeypatch):
+    server, url, trusted = https
     with kld.connect(url, ca_file=trusted) as connection:
         right = connection.kl_div(Q, P)
     with kld.connect(server.url_unix) as connection:
