@@ -434,22 +434,60 @@ def test_an_event_that_the_server_does_not_take(world, monkeypatch):
             raise kld.KldConnectionError(kld.Status.UNAVAILABLE, "no server")
         real(name, *arguments)
     monkeypatch.setattr(_library, "call", call)
-    limbo = []
-    connection = types.SimpleNamespace(_limbo=limbo, _devices=lambda: devices, _copied_bytes=0)
-    plan = types.SimpleNamespace(places=[], request=_library.Request(), reference=None, begin=lambda connection: None)
-    one = types.SimpleNamespace(plan=plan, _at=[], connection=connection, _written=[], _keep=object(),
-                                where=_device.Where(gpu, 0, True), bounced=[], copied_bytes=0, in_place=False)
-    one.submit = lambda: _request.Call.submit(one)
+    connection = types.SimpleNamespace(_limbo={}, _devices=lambda: devices, _copied_bytes=0)
+    one = request_of_nothing(connection, gpu, 0)
     for _ in range(3):
         with pytest.raises(kld.KldConnectionError):
-            _request.Call.run(one, plan)
-    assert not limbo and len([said for said in gpu.said if said[0] == "close_event"]) == 3 and not devices._ready
-    monkeypatch.setattr(_library, "call", real)
-    monkeypatch.setattr(_request, "submit", lambda *ignored: len(limbo) == 1 or pytest.fail("its tensors may go"))
-    monkeypatch.setattr(devices._dones, "take", lambda *ignored: types.SimpleNamespace(record=None, wait=lambda *ignored: None))
+            one.run(one.plan)
+    assert not kept(connection)
+    assert len([said for said in gpu.said if said[0] == "close_event"]) == 3 and not devices._ready
+
+
+def request_of_nothing(connection, gpu, stream):
+    one = _request.Call.__new__(_request.Call)
+    one.plan = types.SimpleNamespace(places=[], request=_library.Request(), reference=None, begin=lambda connection: None)
+    one.connection, one.where, one.in_place = connection, _device.Where(gpu, stream, True), False
+    one._at, one._written, one._keep, one.bounced, one.copied_bytes = [], [], object(), [], 0
     one.result = None
-    _request.Call.run(one, plan)
-    assert not limbo
+    return one
+
+
+def kept(connection):
+    return [tensors for stream in connection._limbo.values() for tensors in stream]
+
+
+def test_tensors_are_kept_until_a_later_request_of_their_stream_has_ended(world, monkeypatch):
+    """Those of one that ended for its caller alone: the server may still write there."""
+    devices, driver, gpu, calls = world
+    connection = types.SimpleNamespace(_limbo={}, _devices=lambda: devices, _copied_bytes=0)
+    outcomes = []
+
+    def submit(*ignored):
+        if outcomes[-1]:
+            raise kld.KldError(outcomes[-1], "no")
+        assert kept(connection), "its tensors may go"
+    monkeypatch.setattr(_request, "submit", submit)
+    monkeypatch.setattr(devices._dones, "take", lambda *ignored: types.SimpleNamespace(record=None, wait=lambda *ignored: None))
+
+    def run(stream, outcome):
+        outcomes.append(outcome)
+        one = request_of_nothing(connection, gpu, stream)
+        if outcome:
+            with pytest.raises(kld.KldError):
+                one.run(one.plan)
+        else:
+            one.run(one.plan)
+        return one._keep
+    late = [run(0, kld.Status.DEADLINE), run(0, kld.Status.UNAVAILABLE)]
+    assert kept(connection) == late
+    run(0, kld.Status.INVALID)  # told before it began
+    run(8, 0)
+    assert kept(connection) == late
+    other = run(8, kld.Status.DEADLINE)
+    run(0, 0)
+    assert kept(connection) == [other]
+    run(8, 0)
+    assert not kept(connection)
 
 
 def test_events_streams_and_refusals(world):

@@ -137,7 +137,8 @@ class Connection:
         self._pending = number, c.byref(number)
         self._gpus: Optional[Devices] = None
         self._published: Set[_share.Published] = set()
-        self._limbo: List[Any] = []  # GPU tensors of requests that may still write although they have ended
+        # GPU and stream -> tensors of requests that may still write although they have ended
+        self._limbo: Dict[Tuple[int, int], List[Any]] = {}
         self._handle = opened(url, options)
         self._memory = Memory(self._handle, url.startswith("unix:"), cache_bytes_max)
 

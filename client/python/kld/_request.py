@@ -344,22 +344,28 @@ class Call:
         if self.where is None:
             self.submit()
         else:
-            before = len(connection._limbo)
+            limbo = self._limbo()
+            before = len(limbo)
             try:
                 connection._devices().run(self, self.where)
             except KldError as error:
                 if error.status in _NOT_STARTED:
-                    del connection._limbo[before:]
+                    del limbo[before:]
                 raise
-            del connection._limbo[before:]
+            limbo.clear()  # requests of a stream end in their order: nothing earlier writes any more
         for span in self._written:
             span.spoiled = False
         connection._copied_bytes += self.copied_bytes
         return self.result
 
+    def _limbo(self) -> List[Any]:
+        """Of the request's stream."""
+        assert self.where is not None
+        return self.connection._limbo.setdefault((self.where.gpu.ordinal, self.where.stream), [])
+
     def submit(self) -> None:
         if self.where is not None:
-            self.connection._limbo.append(self._keep)  # from now on the server may write to them
+            self._limbo().append(self._keep)  # from now on the server may write to them
         submit(self.connection, self._reference, self, self.in_place)
 
 
@@ -393,8 +399,9 @@ def again(connection: Connection, plan: Plan, tensors: Sequence[Any], outputs: i
 
 def submit(connection: Connection, reference: Any, keep: Any, in_place: bool,
            meanwhile: Optional[Callable[[], None]] = None) -> None:
-    """Until the answer. meanwhile: what to do until there is one; not done, or done in vain, where something is raised. Where there is no room for the memory of the request, once more without what is kept for later ones; but not
-    where a device may have begun to write over what it reads."""
+    """Until the answer. meanwhile: what to do until there is one; not done, or done in vain, where something is
+    raised. Where there is no room for the memory of the request, once more without what is kept for later ones; but
+    not where a device may have begun to write over what it reads."""
     status = _submit_once(connection, reference, keep, meanwhile)
     no_room = status == Status.TOO_LARGE or (status == Status.NO_MEMORY and not in_place)
     if no_room and connection._memory.forget_cached():
