@@ -188,13 +188,20 @@ def test_pieces_that_were_replaced(world):
     devices._request += 1
     devices._sweep()
     assert ("drop", region.value) in calls and devices.counts() == (1, 60 * MB)
-    # Nor one with a published tensor, ever.
-    devices.pin(fresh)
+    # Nor one with published tensors, until the last of them is taken off its name.
+    for published in "ab":
+        devices.pin(fresh, published)
     driver.remove(4100 * MB)
     devices._request += 1
     devices._sweep()
     assert ("drop", fresh.value) not in calls
     assert devices.region_of(4060 * MB, 20 * MB)[0] is not fresh
+    for published in "ab":
+        assert ("drop", fresh.value) not in calls
+        devices.let_go(published)
+        devices._request += 1
+        devices._sweep()
+    assert ("drop", fresh.value) in calls and not devices._pinned
 
 
 def test_a_gap_is_not_grown_over(world):
@@ -311,7 +318,7 @@ def test_descriptors_run_out(world, monkeypatch):
 def test_who_was_published_is_forgotten_with_its_memory(world):
     devices, driver, gpu, calls = world
     driver.add(1000 * MB, 20 * MB)
-    devices.pin(devices.region_of(1000 * MB, MB)[0])
+    devices.pin(devices.region_of(1000 * MB, MB)[0], None)
     assert devices._pinned
     driver.remove(1000 * MB)
     devices._sweep()
@@ -357,7 +364,7 @@ def test_a_server_that_takes_no_more_regions(world, monkeypatch):
         devices.run(made, made.where)
         assert devices.counts()[0] <= most
         if number == 0:
-            devices.pin(pair[0][0])  # published
+            devices.pin(pair[0][0], None)  # published
     assert devices.region_of(0, MB) and names(calls).count("kld_region_import_cuda_ipc") == 10
     with pytest.raises(ValueError, match="allows 3 regions"):
         for number in range(4):

@@ -89,7 +89,7 @@ class Devices:
         self._swept = 0.0
         self._request = 1  # counts them
         self._warned = False
-        self._pinned: Set[Optional[int]] = set()  # regions with published tensors, which stay
+        self._pinned: Dict[Optional[int], Set[object]] = {}  # regions that stay -> what is published there
         self._streams: Dict[int, int] = {}  # of ours -> its number
         self._streams_max = LOCAL_STREAMS_MAX
         self._ready: List[_Ready] = []
@@ -178,9 +178,15 @@ class Devices:
             return _Segment(allocation.base, allocation.size)
         return _Segment(*_cuda.driver().piece_of(address, allocation))
 
-    def pin(self, region: c.c_void_p) -> None:
-        """What is published lies there."""
-        self._pinned.add(region.value)
+    def pin(self, region: c.c_void_p, published: object) -> None:
+        """That lies there, until let_go()."""
+        self._pinned.setdefault(region.value, set()).add(published)
+
+    def let_go(self, published: object) -> None:
+        for region, there in list(self._pinned.items()):
+            there.discard(published)
+            if not there:
+                del self._pinned[region]
 
     def _with_room(self, register: Callable[[], _T]) -> _T:
         """Where there is no room for another region of ours, in the place of those that this request does not use."""
@@ -229,7 +235,7 @@ class Devices:
     def _forget(self, identity: int) -> None:
         segment = self._segments.pop(identity)
         if segment.region:
-            self._pinned.discard(segment.region.value)  # a later region may get this address
+            self._pinned.pop(segment.region.value, None)  # a later region may get this address
             _library.library().kld_region_drop(segment.region)
 
     def counts(self) -> Tuple[int, int]:

@@ -85,6 +85,8 @@ class Published(_Shared):
 
     def _detach(self) -> None:
         self.connection._published.discard(self)
+        if self._view.ordinal is not None:
+            self.connection._devices().let_go(self)
         _library.call("kld_detach", self.connection._handle, check_name(self.name))
 
 
@@ -180,9 +182,9 @@ def publish(connection: Connection, name: str, form: str, view: View, uids: Sequ
     numbers = [check_uid(uid) for uid in uids]
     users = (c.c_uint32 * max(len(numbers), 1))(*numbers)
     _library.call("kld_publish", connection._handle, check_name(name), found[0], c.byref(tensor), users, len(numbers))
-    if view.ordinal is not None:
-        connection._devices().pin(found[0])
     made = Published(connection, name, form, view, array)
+    if view.ordinal is not None:
+        connection._devices().pin(found[0], made)
     connection._published.add(made)
     return made
 

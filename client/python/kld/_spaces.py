@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import ctypes as c
 import os
-from typing import List, NamedTuple, Optional, Set, Tuple
+from typing import Container, List, NamedTuple, Optional, Tuple
 
 from . import _cuda, _library
 from ._errors import KldError, Status
@@ -149,7 +149,7 @@ class Spaces:
             space.append(piece)
         return True
 
-    def sweep(self, request: int, pinned: Set[Optional[int]]) -> None:
+    def sweep(self, request: int, pinned: Container[Optional[int]]) -> None:
         """Lets go of those with pieces that are gone, once neither this request nor a published tensor needs them:
         until then the server holds that memory."""
         for space in list(self._spaces):
@@ -157,11 +157,11 @@ class Spaces:
             if space.stale:
                 self._forget(space, request, pinned)
 
-    def forget_idle(self, request: int, pinned: Set[Optional[int]]) -> bool:
+    def forget_idle(self, request: int, pinned: Container[Optional[int]]) -> bool:
         """Those that this request does not use. False: there are none."""
         return any([self._forget(space, request, pinned) for space in list(self._spaces)])
 
-    def _forget(self, space: _Space, request: int, pinned: Set[Optional[int]]) -> bool:
+    def _forget(self, space: _Space, request: int, pinned: Container[Optional[int]]) -> bool:
         if space.used == request or space.region.value in pinned:
             return False
         self._spaces.remove(space)
