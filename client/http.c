@@ -61,14 +61,17 @@ CURL *kld_http_easy_open(struct http_connection *h, const char *path,
     bool copied = !curl_easy_setopt(easy, CURLOPT_URL, url) &&
                   !curl_easy_setopt(easy, CURLOPT_PROXY, "") &&
                   !curl_easy_setopt(easy, CURLOPT_PROTOCOLS_STR, "http,https");
-    if (options->ca_file)
-        copied = copied && !curl_easy_setopt(easy, CURLOPT_CAINFO, options->ca_file);
+    if (options->ca_file) /* in the place of the system's, of which there is a folder, too */
+        copied = copied && !curl_easy_setopt(easy, CURLOPT_CAINFO, options->ca_file) &&
+                 !curl_easy_setopt(easy, CURLOPT_CAPATH, NULL);
     if (!copied) {
         curl_easy_cleanup(easy);
         return NULL;
     }
     curl_easy_setopt(easy, CURLOPT_PRIVATE, transfer);
     curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1l);
+    /* Names are resolved in a thread, which a transfer's end else waits for: 10 s and more. */
+    curl_easy_setopt(easy, CURLOPT_QUICK_EXIT, 1l);
     /* Else a call without a limit waits for ever for a host that has vanished. */
     curl_easy_setopt(easy, CURLOPT_TCP_KEEPALIVE, 1l);
     curl_easy_setopt(easy, CURLOPT_TCP_KEEPIDLE, KEEPALIVE_IDLE_S);
@@ -233,6 +236,7 @@ static enum kld_status judge(struct http_call *call, bool *ret_retry, bool *ret_
         *ret_retry = *ret_lost = true;
         return kld_error_set(err, KLD_UNAVAILABLE, "the connection to the server was lost: %s",
                              curl_easy_strerror(code));
+    case CURLE_COULDNT_RESOLVE_HOST: /* a server that restarts may have no address meanwhile */
     case CURLE_COULDNT_CONNECT:
     case CURLE_SSL_CONNECT_ERROR: /* it was cut: kld_connect() has seen one that was not */
     case CURLE_OPERATION_TIMEDOUT: *ret_retry = true; return kld_http_curl_error(code, err);

@@ -80,8 +80,8 @@ struct kld_event;
 struct kld_connect_options {
     const char *client_name;     /* for the server's logs; NULL: "libkld" */
     uint64_t connect_timeout_ns; /* how long to wait for a server; 0: 5 s */
-    bool lazy; /* unix: kld_connect() does not wait; the connection is made inside kld_process(), or
-                * by the first import of GPU memory or of an event, which waits for it */
+    bool lazy; /* unix, http: kld_connect() does not wait; the connection is made inside
+                * kld_process(), or by the first import of GPU memory or of an event, which waits */
     uint64_t staging_bytes_max; /* unix: most shared memory for plain-pointer tensors; 0: 4 GiB */
     const char *token;          /* http: bearer token; NULL: none */
     const char *ca_file;        /* https: certificates to trust; NULL: the system's */

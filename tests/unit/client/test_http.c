@@ -2,7 +2,10 @@
 #include "tests/unit/client/small_request.h"
 #include "tests/unit/unit.h"
 
+#include <dlfcn.h>
+#include <netdb.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
@@ -299,6 +302,66 @@ START_TEST(test_no_server) {
 }
 END_TEST
 
+/* What the resolver does, for libcurl too: "slow.test" takes its time, and "later.test" has no
+ * address the first times. */
+#define SLOW_US 4000000
+static atomic_int unresolved;
+__attribute__((visibility("default"))) int getaddrinfo(const char *name, const char *service,
+                                                       const struct addrinfo *hints,
+                                                       struct addrinfo **result) {
+    if (name && strcmp(name, "slow.test") == 0) {
+        usleep(SLOW_US);
+        return EAI_AGAIN;
+    }
+    if (name && strcmp(name, "later.test") == 0) {
+        if (atomic_fetch_sub(&unresolved, 1) > 0)
+            return EAI_AGAIN;
+        name = "127.0.0.1";
+    }
+    int (*next)(const char *, const char *, const struct addrinfo *, struct addrinfo **);
+    *(void **)&next = dlsym(RTLD_NEXT, "getaddrinfo");
+    return next(name, service, hints, result);
+}
+
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+START_TEST(test_a_slow_resolver_keeps_nobody) {
+    struct kld_connect_options options = {.lazy = true};
+    struct kld_result result;
+    struct kld_request request = make_request();
+    uint64_t began = now_ns();
+    ck_assert_int_eq(kld_connect("http://slow.test:9", &options, &connection, &error), KLD_OK);
+    request.timeout_ns = 200000000;
+    ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_DEADLINE);
+    kld_close(connection);
+    options = (struct kld_connect_options){.connect_timeout_ns = 200000000};
+    ck_assert_int_eq(kld_connect("http://slow.test:9", &options, &connection, &error),
+                     KLD_UNAVAILABLE);
+    ck_assert_uint_lt(now_ns() - began, (uint64_t)SLOW_US * 1000); /* of one name */
+}
+END_TEST
+
+START_TEST(test_a_name_without_an_address_is_asked_for_again) {
+    char url[64];
+    struct kld_connect_options options = {.lazy = true};
+    struct kld_result result;
+    fake_http_open(&server);
+    snprintf(url, sizeof url, "http://later.test%s", strrchr(server.url, ':'));
+    atomic_store(&unresolved, 2);
+    ck_assert_int_eq(kld_connect(url, &options, &connection, &error), KLD_OK);
+    struct kld_request request = make_request();
+    request.timeout_ns = 20000000000;
+    check_answer(kld_run(connection, &request, &result, &error), &result);
+    ck_assert_uint_eq(result.attempts, 3);
+    teardown();
+}
+END_TEST
+
 UNIT_MAIN("client/http", test_trace, test_a_busy_server_is_asked_until_the_deadline, test_run,
           test_strides_and_regions, test_misbehaviour, test_in_place,
-          test_many_deadlines_and_cancels, test_progress, test_no_server)
+          test_many_deadlines_and_cancels, test_progress, test_no_server,
+          test_a_slow_resolver_keeps_nobody, test_a_name_without_an_address_is_asked_for_again)
