@@ -7,6 +7,7 @@
 #include <strings.h>
 
 #include "client/http.h"
+#include "proto/utf8.h"
 
 #define DEPTH_MAX 16
 #define NAME_MAX_BYTES 64
@@ -94,6 +95,7 @@ static size_t take_character(struct json *json, char to[3]) {
 /* A string, cut to `capacity` bytes with its NUL. */
 static bool take_string(struct json *json, char *to, size_t capacity) {
     size_t length = 0;
+    bool cut = false;
     if (!take(json, '"'))
         return false;
     while (json->at < json->end && *json->at != '"') {
@@ -103,12 +105,15 @@ static bool take_string(struct json *json, char *to, size_t capacity) {
             to[length] = '\0';
             return false;
         }
-        if (length + count < capacity) {
+        cut = cut || length + count >= capacity;
+        if (!cut) {
             memcpy(to + length, bytes, count);
             length += count;
         }
     }
     to[length] = '\0';
+    if (cut)
+        kld_utf8_trim(to, length);
     return json->at++ < json->end;
 }
 

@@ -6,6 +6,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "proto/utf8.h"
+
 const char *kld_status_name(enum kld_status status) {
     switch (status) {
 #define X(NAME, name, number, http, text)                                                          \
@@ -46,19 +48,6 @@ int kld_status_known(unsigned number) {
     }
 }
 
-/* Drops a UTF-8 sequence that the end of the buffer cut in two. */
-static void trim_partial_utf8(char *text, size_t length) {
-    size_t start = length;
-    while (start > 0 && length - start < 4 && ((unsigned char)text[start - 1] & 0xC0) == 0x80)
-        start--;
-    if (start == 0)
-        return;
-    unsigned char lead = (unsigned char)text[start - 1];
-    size_t want = lead >= 0xF0 ? 4 : lead >= 0xE0 ? 3 : lead >= 0xC0 ? 2 : 1;
-    if (want > 1 && length - (start - 1) < want)
-        text[start - 1] = '\0';
-}
-
 enum kld_status(kld_error_set)(struct kld_error *err, enum kld_status status, const char *format,
                                ...) {
     if (!err)
@@ -70,7 +59,7 @@ enum kld_status(kld_error_set)(struct kld_error *err, enum kld_status status, co
     if (wanted < 0)
         err->text[0] = '\0';
     else if ((size_t)wanted >= sizeof err->text)
-        trim_partial_utf8(err->text, sizeof err->text - 1);
+        kld_utf8_trim(err->text, sizeof err->text - 1);
     err->status = status;
     return status;
 }

@@ -28,3 +28,15 @@ size_t kld_utf8_sequence(const char *text, size_t bytes) {
     }
     return code < least || code > 0x10ffff || (code >= 0xd800 && code <= 0xdfff) ? 0 : length;
 }
+
+void kld_utf8_trim(char *text, size_t bytes) {
+    size_t start = bytes;
+    while (start > 0 && bytes - start < 4 && ((unsigned char)text[start - 1] & 0xC0) == 0x80)
+        start--;
+    if (start == 0)
+        return;
+    unsigned char lead = (unsigned char)text[start - 1];
+    size_t want = lead >= 0xF0 ? 4 : lead >= 0xE0 ? 3 : lead >= 0xC0 ? 2 : 1;
+    if (want > 1 && bytes - (start - 1) < want)
+        text[start - 1] = '\0';
+}

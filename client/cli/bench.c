@@ -252,7 +252,7 @@ static enum kld_status measure(struct bench *bench, struct kld_error *err) {
     }
     report(bench, (double)(now_ns() - start_ns) / 1e9);
     if (bench->failed && !bench->options->json)
-        fprintf(stderr, "kld: last failure: %s\n", bench->last_error.text);
+        fprintf(stderr, "kld: last failure: %s\n", kld_cli_printable(bench->last_error.text));
     return KLD_OK;
 }
 
@@ -269,9 +269,8 @@ static int run_bench(int argc, char **argv, const struct kld_command *command) {
     enum kld_status status = kld_options_parse(command, argc, argv, &options, positional, &error);
     if (status)
         return status == KLD_CANCELLED ? KLD_EXIT_OK : kld_cli_usage(command, &error);
-    if (options.in_flight < 1 || options.in_flight > FLIGHT_MAX || !(options.seconds > 0))
-        status = kld_error_set(&error, KLD_INVALID,
-                               "--in-flight is 1 to %d and --seconds more than 0", FLIGHT_MAX);
+    if (options.in_flight < 1 || options.in_flight > FLIGHT_MAX)
+        status = kld_error_set(&error, KLD_INVALID, "--in-flight is 1 to %d", FLIGHT_MAX);
     if (!status)
         status = make_op(&options, &bench, &error);
     if (status)
@@ -302,7 +301,7 @@ static const struct kld_option options_list[] = {
      offsetof(struct bench_options, check), 0},
     {"in-flight", KLD_OPTION_COUNT, "N", "requests at a time (default 1)",
      offsetof(struct bench_options, in_flight), 0},
-    {"seconds", KLD_OPTION_NUMBER, "S", "how long (default 3)",
+    {"seconds", KLD_OPTION_TIME, "S", "how long (default 3)",
      offsetof(struct bench_options, seconds), 0},
     {"json", KLD_OPTION_FLAG, NULL, "one JSON object", offsetof(struct bench_options, json), 0},
     KLD_SERVER_OPTIONS(struct bench_options, server),

@@ -23,8 +23,11 @@ enum kld_option_kind {
     KLD_OPTION_FLAG,   /* bool */
     KLD_OPTION_COUNT,  /* uint64_t */
     KLD_OPTION_NUMBER, /* double */
+    KLD_OPTION_TIME,   /* double, above 0, of seconds; at most KLD_SECONDS_MAX */
     KLD_OPTION_GROUP,  /* no option: a heading in the help */
 };
+
+#define KLD_SECONDS_MAX 1e9
 
 struct kld_option {
     const char *name; /* without the dashes; one letter has one dash */
@@ -58,7 +61,7 @@ void kld_options_help(FILE *out, const struct kld_command *command);
 
 struct kld_server_options {
     const char *server, *token_file, *ca_file;
-    double timeout_s;
+    double timeout_s; /* 0: not given */
 };
 
 /* Entries of an option table for the struct_'s field `server`. */
@@ -72,7 +75,7 @@ struct kld_server_options {
          offsetof(struct_, field.server),                                                          \
          0},                                                                                       \
         {"timeout",                                                                                \
-         KLD_OPTION_NUMBER,                                                                        \
+         KLD_OPTION_TIME,                                                                          \
          "SECONDS",                                                                                \
          "give up after so long (default 60; connecting: at most 5)",                              \
          offsetof(struct_, field.timeout_s),                                                       \

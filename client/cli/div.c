@@ -73,7 +73,7 @@ static const struct kld_option options_list[] = {
          "several servers share the rows; the result is that of one (the bits: see above)"),
     {"part-bytes", KLD_OPTION_COUNT, "BYTES", "with --split: most tensor bytes of a part (64 MiB)",
      offsetof(struct div_options, part_bytes), 0},
-    {"part-timeout", KLD_OPTION_NUMBER, "SECONDS",
+    {"part-timeout", KLD_OPTION_TIME, "SECONDS",
      "with --split: a part not done by then goes to another server (default 60)",
      offsetof(struct div_options, part_timeout_s), 0},
     KLD_OPTIONS_END,
@@ -131,7 +131,11 @@ static enum kld_status open_inputs(const struct div_options *options, struct div
         enum kld_status status = kld_tensor_file_open(options->files[slot], file, err);
         if (status)
             return status;
-        if (slot == KLD_SLOT_PREDICTIONS) {
+        if (slot == KLD_SLOT_PREDICTIONS) { /* outputs are made of its shape */
+            if (file->array.rank == 0)
+                return kld_error_set(err, KLD_INVALID,
+                                     "%.100s: a single number; expected a tensor of rank 1 to %d",
+                                     options->files[slot], KLD_RANK_MAX);
             op->rank = file->array.rank;
             memcpy(op->shape, file->array.shape, sizeof op->shape);
         }
@@ -176,6 +180,12 @@ static enum kld_status prepare_outputs(const struct div_options *options, struct
         enum kld_status status = kld_tensor_file_check(options->files[slot], dtypes[slot], err);
         if (status)
             return status;
+        for (uint32_t other = 0; other < slot; other++)
+            if (kld_slot_is_output(other) && options->files[other] &&
+                strcmp(options->files[other], options->files[slot]) == 0)
+                return kld_error_set(err, KLD_INVALID, "%.100s is to hold two results: %s and %s",
+                                     options->files[slot], kld_slot_name(other),
+                                     kld_slot_name(slot));
         array->dtype = dtypes[slot];
         op->tensor[slot].dtype = dtypes[slot];
         output_shape(op, (enum kld_slot)slot, array);
@@ -250,7 +260,7 @@ static void print_json(const struct division *division) {
 static void warn_of_missing(const struct division *division) {
     struct kld_error why;
     for (uint32_t i = 0; kld_missing(division->connection, i, &why); i++)
-        fprintf(stderr, "kld: warning: a server did not answer: %s\n", why.text);
+        fprintf(stderr, "kld: warning: a server did not answer: %s\n", kld_cli_printable(why.text));
 }
 
 static void print_results(const struct div_options *options, const struct division *division) {
@@ -309,9 +319,6 @@ static enum kld_status connect_split(const struct div_options *options,
     struct kld_server_options server = options->server;
     if (server.server)
         return kld_error_set(err, KLD_INVALID, "--server and --split; expected one of them");
-    if (options->part_timeout_s < 0 || options->part_timeout_s > 1e9)
-        return kld_error_set(err, KLD_INVALID, "--part-timeout is %g; expected seconds above 0",
-                             options->part_timeout_s);
     char *url = malloc(strlen(options->split) + sizeof "split:");
     if (!url)
         return kld_error_set(err, KLD_NO_MEMORY, "no memory for a connection");
@@ -359,7 +366,8 @@ static int run_div(int argc, char **argv, const struct kld_command *command) {
     options.files[KLD_SLOT_TARGETS] = positional[1];
     int code = KLD_EXIT_OK;
     if (prepare(&options, &division, &error))
-        code = kld_cli_usage(command, &error);
+        code =
+            error.status == KLD_NO_MEMORY ? kld_cli_fail(&error) : kld_cli_usage(command, &error);
     else if (compute(&options, &division, &error))
         code = kld_cli_fail(&error);
     else if (write_results(&options, &division, &error))

@@ -10,8 +10,7 @@
 #define TOKEN_BYTES_MAX 1024
 
 uint64_t kld_cli_timeout_ns(const struct kld_server_options *server) {
-    double seconds = server->timeout_s > 0 ? server->timeout_s : TIMEOUT_S;
-    return seconds > 1e9 ? (uint64_t)1e18 : (uint64_t)(seconds * 1e9);
+    return (uint64_t)((server->timeout_s > 0 ? server->timeout_s : TIMEOUT_S) * 1e9);
 }
 
 static enum kld_status read_token(const char *path, char *ret_token, struct kld_error *err) {
@@ -100,7 +99,8 @@ int kld_cli_fail(const struct kld_error *error) {
 }
 
 int kld_cli_usage(const struct kld_command *command, const struct kld_error *error) {
-    fprintf(stderr, "kld: %s\n     see: kld %s -h\n", error->text, command->name);
+    struct kld_error shown = *error; /* with what a file says, maybe */
+    fprintf(stderr, "kld: %s\n     see: kld %s -h\n", kld_cli_printable(shown.text), command->name);
     return KLD_EXIT_USAGE;
 }
 

@@ -7,6 +7,7 @@
 #include "client/cli/metrics.h"
 
 #define URL_SHOWN_MAX 300
+#define READY_S 1.0
 
 struct status_options {
     struct kld_server_options server;
@@ -91,9 +92,24 @@ static enum kld_status ask_worker(struct kld_connection *connection, const char 
     return KLD_OK;
 }
 
+/* For who may not read /metrics: whether kld_connect() finds it so, which asks for that for a
+ * while.
+ */
+static bool is_ready(const struct kld_server_options *server) {
+    struct kld_server_options briefly = *server;
+    struct kld_connection *connection = NULL;
+    if (!(briefly.timeout_s > 0 && briefly.timeout_s < READY_S))
+        briefly.timeout_s = READY_S;
+    enum kld_status status = kld_cli_connect(&briefly, NULL, &connection, NULL);
+    kld_close(connection);
+    return status == KLD_OK;
+}
+
 /* Over HTTP. *ret_asked: what was asked for. */
-static enum kld_status ask_gateway(struct kld_connection *connection, const char *url, bool json,
+static enum kld_status ask_gateway(const struct status_options *options,
+                                   struct kld_connection *connection, const char *url,
                                    const char **ret_asked, bool *ret_ready, struct kld_error *err) {
+    bool json = options->json;
     struct kld_report *report = malloc(sizeof *report);
     char *text = malloc(KLD_METRICS_TEXT_MAX);
     enum kld_status status = KLD_OK;
@@ -103,9 +119,10 @@ static enum kld_status ask_gateway(struct kld_connection *connection, const char
     if (!status)
         status = kld_metrics(connection, text, KLD_METRICS_TEXT_MAX, err);
     if (status == KLD_FORBIDDEN) {
-        fprintf(stderr, "kld: GET /metrics at %s: %s\n", url, err->text);
+        fprintf(stderr, "kld: GET /metrics at %s: %s\n", url, kld_cli_printable(err->text));
         *ret_asked = "GET /v2 at ";
         status = ask_worker(connection, url, json, err);
+        *ret_ready = is_ready(&options->server);
     } else if (!status && !(status = kld_report_read(text, report, err))) {
         *ret_ready = kld_report_ready(report);
         if (json) {
@@ -138,7 +155,7 @@ static int run_status(int argc, char **argv, const struct kld_command *command) 
     struct kld_connect_options lazy = {.lazy = http};
     status = kld_cli_connect(&options.server, &lazy, &connection, &error);
     if (!status && http)
-        status = ask_gateway(connection, url, options.json, &asked, &ready, &error);
+        status = ask_gateway(&options, connection, url, &asked, &ready, &error);
     else if (!status)
         status = ask_worker(connection, url, options.json, &error);
     kld_close(connection);

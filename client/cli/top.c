@@ -98,7 +98,7 @@ static enum kld_status look(struct top *top) {
             top->silent_since_s = now_s;
         top->message_until_s = 0;
         snprintf(top->message, sizeof top->message, "no answer for %.0f s, trying again: %s",
-                 now_s - top->silent_since_s, top->error.text);
+                 now_s - top->silent_since_s, kld_cli_printable(top->error.text));
         return status;
     }
     top->before = top->now;

@@ -293,8 +293,8 @@ class Connection:
     def info(self) -> ServerInfo:
         info = _library.ServerInfo()
         self._alone(lambda: _library.call("kld_info", self._handle, c.byref(info)))
-        return ServerInfo(info.backend.decode(), info.device.decode(), info.epoch, info.device_index,
-                          info.devices, info.version.decode())
+        backend, device, version = (text.decode(errors="replace") for text in (info.backend, info.device, info.version))
+        return ServerInfo(backend, device, info.epoch, info.device_index, info.devices, version)
 
     def ping(self) -> float:
         """Seconds of a round trip that computes nothing."""

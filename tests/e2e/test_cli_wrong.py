@@ -1,0 +1,147 @@
+"""What the kld tool makes of wrong use, odd files, and servers that are hostile, hidden behind others, or not ready."""
+import http.server
+import json
+import os
+import resource
+import shutil
+import subprocess
+import threading
+
+import numpy as np
+import pytest
+
+from conftest import BIN, clean_environment
+from httplib import certificates, is_sanitized, tls_flags  # noqa: F401 (a fixture)
+from test_cli import kld, pair, save_safetensors  # noqa: F401 (a fixture)
+
+
+@pytest.mark.parametrize("more", [(), ("--row-loss", "r.npy"), ("--reduction", "row", "--loss", "r.npy")])
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_a_single_number_is_no_tensor(tmp_path, more, kind):
+    name = tmp_path / f"s.{kind}"
+    if kind == "npy":
+        np.save(name, np.float32(0.5))
+    else:
+        save_safetensors(name, x=("F32", np.float32(0.5).reshape(())))
+        name = f"{name}:x"
+    done = kld("div", name, name, *(tmp_path / text if text == "r.npy" else text for text in more), code=2)
+    assert "a single number; expected a tensor of rank 1 to 8" in done.stderr
+    assert not (tmp_path / "r.npy").exists()
+
+
+@pytest.mark.parametrize("first, second", [("loss", "grad-predictions"), ("grad-predictions", "grad-targets")])
+def test_two_results_in_one_file(tmp_path, pair, first, second):  # noqa: F811
+    done = kld("div", tmp_path / "q.npy", tmp_path / "p.npy", f"--{first}", tmp_path / "r.npy", f"--{second}", tmp_path / "r.npy", code=2)
+    assert "is to hold two results" in done.stderr and not (tmp_path / "r.npy").exists()
+
+
+@pytest.mark.parametrize("arguments", [("ping", "--timeout", "0"), ("ping", "--timeout", "-1"), ("ping", "--timeout", "1e10"),
+                                       ("bench", "--seconds", "0"), ("bench", "--seconds", "1e12"),
+                                       ("div", "a.npy", "b.npy", "--part-timeout", "0")])
+def test_times_are_above_zero(arguments):
+    assert "expected seconds, above 0, at most 1e+09" in kld(*arguments, code=2).stderr
+
+
+@pytest.mark.skipif(is_sanitized(), reason="a sanitizer wants more addresses")
+def test_no_memory_is_no_wrong_use(tmp_path, pair):  # noqa: F811
+    np.save(tmp_path / "large.npy", np.full((1 << 14, 1 << 12), 0.5, np.float32))  # 256 MiB
+    large = tmp_path / "large.npy"
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_AS, (400 << 20, 400 << 20))
+    done = subprocess.run([BIN / "kld", "div", large, large, "--grad-predictions", tmp_path / "g.npy"], preexec_fn=limit,
+                          capture_output=True, text=True, env=clean_environment(), timeout=60)
+    assert done.returncode == 1 and "cannot allocate memory" in done.stderr.lower(), done.stderr
+
+
+class Hostile(http.server.BaseHTTPRequestHandler):
+    """answers: path -> a list of (status, body); the last one stays."""
+    answers = {}
+
+    def do_GET(self):
+        listed = self.answers.get(self.path.split("?")[0], [(404, b"{}")])
+        status, body = listed.pop(0) if len(listed) > 1 else listed[0]
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hostile():
+    handler = type("Handler", (Hostile,), {"answers": {}})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield handler.answers, f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+TITLE = "\x1b]0;pwned\x07"
+EVIL = json.dumps({"error": f"no {TITLE}"}).encode()
+METADATA = (200, json.dumps({"name": "kld", "version": "1", "extensions": []}).encode())
+
+
+def shows_no_control_characters(done):
+    assert not [c for c in done.stdout + done.stderr if ord(c) < 32 and c != "\n" or ord(c) == 127], done
+    assert "pwned" in done.stdout + done.stderr
+
+
+def test_what_a_server_says_is_shown_without_control_characters(hostile):
+    answers, url = hostile
+    answers.update({"/metrics": [(403, EVIL)], "/v2": [METADATA], "/v2/health/ready": [(200, b"")]})
+    shows_no_control_characters(kld("status", "--server", url))
+
+
+def test_names_in_files_are_shown_without_control_characters(tmp_path):
+    save_safetensors(tmp_path / "evil.safetensors", **{TITLE: ("F32", np.ones((2, 2), np.float32)),
+                                                        "other": ("F32", np.ones((2, 2), np.float32))})
+    np.save(tmp_path / "x.npy", np.ones((2, 2), np.float32))
+    shows_no_control_characters(kld("div", tmp_path / "evil.safetensors", tmp_path / "x.npy", code=2))
+
+
+@pytest.mark.parametrize("ready, code", [(503, 3), (200, 0)])
+def test_status_of_who_may_not_read_metrics(hostile, ready, code):
+    answers, url = hostile
+    answers.update({"/metrics": [(403, b'{"error":"the right metrics is missing"}')], "/v2": [METADATA],
+                    "/v2/health/ready": [(ready, b"")]})
+    assert "the right metrics is missing" in kld("status", "--server", url, code=code).stderr
+
+
+def test_a_text_is_cut_between_two_characters(hostile):
+    answers, url = hostile
+    answers.update({"/metrics": [(403, b"{}")], "/v2/health/ready": [(200, b"")],
+                    "/v2": [(200, json.dumps({"name": "kld", "version": "1", "device": "é" * 60, "backend": "cpu"},
+                                             ensure_ascii=False).encode())]})
+    told = json.loads(kld("status", "--json", "--server", url).stdout)
+    assert told["device"] == "é" * 31
+
+
+def test_ca_file_is_trusted_alone(make_server, certificates, tmp_path):  # noqa: F811
+    """Not beside the folder of the system's certificates."""
+    mount = 'mount --bind "$0" /etc/ssl/certs && exec "$@"'
+    folder = tmp_path / "certs"
+    folder.mkdir()
+    hashed = subprocess.run(["openssl", "x509", "-hash", "-noout", "-in", certificates / "ca.crt"], capture_output=True,
+                            text=True, check=True).stdout.strip()
+    shutil.copy(certificates / "ca.crt", folder / f"{hashed}.0")
+    shutil.copy(certificates / "other.crt", folder / "ca-certificates.crt")
+    inside = ["unshare", "--mount", "sh", "-c", mount, str(folder)]
+    if not shutil.which("unshare") or not os.path.isdir("/etc/ssl/certs") or \
+            subprocess.run([*inside, "true"], capture_output=True).returncode:
+        assert os.environ.get("CI") != "true", "no mount namespaces here (unshare)"
+        pytest.skip("no mount namespaces here")
+    server = make_server(**tls_flags(certificates))
+    url = server.http.replace("http:", "https:")
+
+    def ping(*more):
+        return subprocess.run([*inside, BIN / "kld", "ping", "--timeout", "5", "--server", url, *more], capture_output=True,
+                              text=True, env=clean_environment(), timeout=60)
+    assert ping().returncode == 0  # the folder is the system's
+    assert ping("--ca-file", certificates / "ca.crt").returncode == 0
+    refused = ping("--ca-file", certificates / "other.crt")
+    assert refused.returncode == 3 and "not trusted" in refused.stderr
