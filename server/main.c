@@ -1,6 +1,7 @@
 /* main.c - picks the role: the supervisor as started by a person, or, behind the hidden first
  * argument, one of its children. Wiring only; everything else is in the folder of the role. */
 #include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,6 +12,7 @@
 #include "server/config.h"
 #include "server/log.h"
 #include "server/role.h"
+#include "server/signals.h"
 #include "server/stack.h"
 #include "server/stats.h"
 
@@ -76,13 +78,24 @@ static bool block_hangup(void) {
     return sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler == SIG_IGN;
 }
 
+/* A standard descriptor that is closed would be that of the next memory or socket, and what is
+ * printed or logged would go there. It is taken by one that fails. */
+static void keep_standard_descriptors(void) {
+    for (int fd = STDIN_FILENO; fd <= STDERR_FILENO; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && errno == EBADF)
+            (void)!open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);
+}
+
 int main(int argc, char **argv) {
+    keep_standard_descriptors();
     signal(SIGPIPE, SIG_IGN); /* a peer that went away is an error code, not a signal */
     signal(SIGXFSZ, SIG_IGN); /* and so is a file that may not grow */
     bool hangup_ignored = block_hangup();
     kld_stack_reserve();
     if (argc > 1 && strncmp(argv[1], "--role=", 7) == 0)
         return child_main(argc, argv);
+    /* Before they are watched PID 1 would miss them, as whoever inherits them as ignored. */
+    kld_signals_block(NULL);
 
     struct kld_config config;
     enum kld_config_action action = KLD_CONFIG_RUN;
@@ -92,6 +105,8 @@ int main(int argc, char **argv) {
         fail(&err);
         return 2; /* by custom: wrong usage */
     }
+    if (action != KLD_CONFIG_RUN)
+        kld_signals_unblock();
     if (action == KLD_CONFIG_HELP) {
         kld_config_help(stdout);
         return EXIT_SUCCESS;

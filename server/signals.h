@@ -9,5 +9,7 @@
  * what it took, for pthread_sigmask(). Before libuv closes a watched one: what is no longer watched
  * it gives back, and to be told once more would then end the process in the middle of its end. */
 void kld_signals_block(sigset_t *ret_before);
+/* The calling thread takes them. What came meanwhile comes now. */
+void kld_signals_unblock(void);
 
 #endif

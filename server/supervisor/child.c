@@ -14,6 +14,7 @@
 
 #define SERVED_MS 5000      /* after serving that long a death is news, not a habit */
 #define FIRST_PAUSE_MS 100  /* the second restart in a row; the first comes at once */
+#define WORDS_MAX 16        /* packets of a child that has ended, most of which are signs of life */
 #define SILENT_DEATHS_MAX 5 /* before a first report; then it is not going to work */
 
 static void pause_then_start(struct kld_watched *child);
@@ -124,11 +125,16 @@ static void log_death(const struct kld_life *life, int64_t exit_status, int sign
                 (int)exit_status);
 }
 
+static void hear(struct kld_life *life, bool all) {
+    for (int i = 0; kld_watched_hear(life) && all && i < WORDS_MAX; i++)
+        ;
+}
+
 static void on_death(uv_process_t *process, int64_t exit_status, int signal_number) {
     struct kld_life *life = process->data;
     struct kld_watched *child = life->child;
     life->running = false;
-    kld_watched_hear(life); /* its last words may still be in the socket */
+    hear(life, true); /* its last words may still be in the socket */
     log_death(life, exit_status, signal_number);
     if (child->life == life) {
         bool silent = child->ready_ms == 0 && !child->ever_ready;
@@ -173,33 +179,42 @@ static void take_report(struct kld_watched *child, const struct kld_child_report
     }
 }
 
-void kld_watched_hear(struct kld_life *life) {
+/* ECONNRESET, once, is of what the child had not read when it ended; its own words are behind. */
+static ssize_t receive(struct kld_life *life, struct kld_child_report *report) {
+    ssize_t bytes = recv(life->control_fd, report, sizeof *report, MSG_DONTWAIT | MSG_TRUNC);
+    if (bytes < 0 && errno == ECONNRESET)
+        bytes = recv(life->control_fd, report, sizeof *report, MSG_DONTWAIT | MSG_TRUNC);
+    return bytes;
+}
+
+bool kld_watched_hear(struct kld_life *life) {
     struct kld_child_report report;
     if (!life->control_open)
-        return;
-    ssize_t bytes = recv(life->control_fd, &report, sizeof report, MSG_DONTWAIT | MSG_TRUNC);
+        return false;
+    ssize_t bytes = receive(life, &report);
     char alive;
     if (bytes < 0 && (errno == EAGAIN || errno == EINTR))
-        return;
+        return false;
     if (bytes == 1) { /* a sign of life */
         memcpy(&alive, &report, sizeof alive);
         if (life->child->life == life)
             kld_watchdog_answered(life->child, (enum kld_alive)alive);
-        return;
+        return true;
     }
     if (bytes != (ssize_t)sizeof report) {
         life->unheard = bytes == 0 ? ECONNRESET : bytes < 0 ? errno : EPROTO;
         control_close(life);
-        return;
+        return false;
     }
     report.backend[sizeof report.backend - 1] = '\0';
     report.text[sizeof report.text - 1] = '\0';
     if (life->child->life != life)
-        return;
+        return true;
     if (report.about == KLD_ABOUT_RELOAD)
         kld_reload_answered(life->child->supervisor, &report);
     else
         take_report(life->child, &report);
+    return true;
 }
 
 /* What it says is lost, and it may be waited for for ever: another one takes its place. At the end
@@ -214,7 +229,7 @@ static void end_unheard(struct kld_life *life, int error) {
 
 static void on_control(uv_poll_t *control, int status, int events) {
     struct kld_life *life = control->data;
-    kld_watched_hear(life);
+    hear(life, status < 0); /* then libuv polls no more */
     if (life->unheard)
         end_unheard(life, life->unheard);
 }

@@ -273,7 +273,9 @@ static void on_reap(uv_timer_t *timer) {
 
 static void on_child_signal(uv_signal_t *handle, int signal_number) {
     struct kld_supervisor *supervisor = handle->data;
-    uv_timer_start(&supervisor->reaping, on_reap, REAP_DELAY_MS, 0);
+    if (!uv_is_active(
+            (uv_handle_t *)&supervisor->reaping)) /* else they could put it off for ever */
+        uv_timer_start(&supervisor->reaping, on_reap, REAP_DELAY_MS, 0);
 }
 
 /* ---- start ----------------------------------------------------------------------------------- */
@@ -289,6 +291,7 @@ static void init_loop(struct kld_supervisor *supervisor) {
     supervisor->drain.data = supervisor->reaping.data = supervisor;
     uv_signal_start(&supervisor->on_term, on_stop_signal, SIGTERM);
     uv_signal_start(&supervisor->on_int, on_stop_signal, SIGINT);
+    kld_signals_unblock();
     if (getpid() == 1)
         uv_signal_start(&supervisor->on_child, on_child_signal, SIGCHLD);
     kld_reload_init(supervisor);

@@ -142,8 +142,9 @@ void kld_watched_signal(struct kld_watched *child, int signal_number); /* nothin
 /* All its lives, those that were succeeded, too. */
 void kld_watched_kill(struct kld_watched *child);
 void kld_life_kill(struct kld_life *life); /* nothing if it has ended */
-/* One packet of what it says. Called as soon as there is one; for the fuzzer. */
-void kld_watched_hear(struct kld_life *life);
+/* One packet of what it says; false: there was none. Called as soon as there is one; for the
+ * fuzzer. */
+bool kld_watched_hear(struct kld_life *life);
 /* Not started again; a pause is cut short. What runs goes on running. */
 void kld_watched_retire(struct kld_watched *child);
 
