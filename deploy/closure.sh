@@ -26,7 +26,8 @@ check_inside() {
     local folder name path missing
     folder=$(realpath "$1")
     shift
-    missing=$(collect "$@" | while read -r name path; do
+    missing=$(ldd "$@" | awk '$2 == "=>" && $3 == "not" {print $1 " (not found)"}' | sort -u)
+    missing=$missing$(collect "$@" | while read -r name path; do
         case $(realpath "$path") in
         "$folder"/*) ;;
         *) [[ $name =~ $glibc ]] || echo "$name ($path)" ;;

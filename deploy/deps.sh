@@ -35,8 +35,9 @@ if ! command -v dpkg-query >/dev/null; then
 fi
 missing=""
 for package in $wanted; do
-    state=$(dpkg-query -W -f '${Status}' "$package" 2>/dev/null || true)
-    [ "$state" = "install ok installed" ] || missing="$missing $package"
+    # A line for each architecture that it is there for.
+    dpkg-query -W -f '${Status}\n' "$package" 2>/dev/null | grep -qx 'install ok installed' ||
+        missing="$missing $package"
 done
 [ -n "$missing" ] || exit 0
 
@@ -54,6 +55,10 @@ export DEBIAN_FRONTEND=noninteractive
 policy=/usr/sbin/policy-rc.d
 if [ ! -e $policy ]; then
     trap '$sudo rm -f $policy' EXIT
+    # dash runs that of EXIT only where no signal ends it.
+    trap 'exit 129' HUP
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
     printf '#!/bin/sh\nexit 101\n' | $sudo tee $policy >/dev/null
     $sudo chmod 755 $policy
 fi
