@@ -256,13 +256,15 @@ static enum kld_status bind_at(int fd, const char *path, uint32_t mode, struct k
 }
 
 enum kld_status kld_unix_socket_open(const char *path, uint32_t mode, bool make_folder,
-                                     struct kld_unix_socket *ret_socket, struct kld_error *err) {
+                                     uint64_t *lock_until_ns, struct kld_unix_socket *ret_socket,
+                                     struct kld_error *err) {
     ret_socket->fd = -1;
     int folder = open_folder(path, make_folder);
     /* Two servers that start at once must not each unlink the other's new socket. Anybody can hold
      * this lock of a folder like /tmp: after more than a server needs we go on without it. */
-    uint64_t until = now_ns() + OWNER_WAIT_NS + OWNER_WAIT_NS / 5;
-    while (folder >= 0 && flock(folder, LOCK_EX | LOCK_NB) < 0 && now_ns() < until)
+    if (!*lock_until_ns)
+        *lock_until_ns = now_ns() + OWNER_WAIT_NS + OWNER_WAIT_NS / 5;
+    while (folder >= 0 && flock(folder, LOCK_EX | LOCK_NB) < 0 && now_ns() < *lock_until_ns)
         usleep(10000);
     enum kld_status status = KLD_OK;
     struct stat info;

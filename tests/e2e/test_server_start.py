@@ -1,5 +1,6 @@
 """How a server starts where little is as it should be: standard descriptors that are closed, signals before it
 watches for them, children that end before they have read what they were told."""
+import fcntl
 import os
 import pathlib
 import re
@@ -67,6 +68,22 @@ def test_a_signal_before_it_is_watched_for_is_not_lost(tmp_path):
         finally:
             process.kill()
             process.wait()
+
+
+def test_a_lock_of_somebody_else_is_waited_for_once(make_server):
+    """Anybody who may open the folder can hold it: six seconds, however many sockets there are to be."""
+    server = make_server(device="0,0,0,0")
+    assert server.stop() == 0
+    server.folder.mkdir(exist_ok=True)
+    holder = os.open(server.folder, os.O_RDONLY)
+    try:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        began = time.monotonic()
+        server.start()
+        assert 5 < time.monotonic() - began < 12
+    finally:
+        os.close(holder)
+    assert server.stop() == 0
 
 
 @pytest.mark.skipif(is_sanitized(), reason="40 starts, of which a sanitizer says nothing new")
