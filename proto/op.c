@@ -3,6 +3,7 @@
  * Any thread. What a launch means numerically is not decided here (kernels/). */
 #include "proto/op.h"
 
+#include <float.h>
 #include <inttypes.h>
 #include <math.h>
 #include <string.h>
@@ -39,6 +40,17 @@ static enum kld_status check_enums(const struct kld_op *op, struct kld_error *er
 /* A parameter that its divergence, form or reduction has no use for is an error: the caller
  * believes that it does something. */
 static enum kld_status check_numbers(const struct kld_op *op, struct kld_error *err) {
+    static const double defaults[KLD_NUMBER_COUNT] = {
+#define X(NAME, name, value) value,
+        KLD_NUMBER_MAP(X)
+#undef X
+    };
+    for (int i = 0; i < KLD_NUMBER_COUNT; i++) /* a server would not be told of it */
+        if (!given(op, (enum kld_number)i) && !(op->number[i] == defaults[i]))
+            return kld_error_set(err, KLD_INVALID,
+                                 "%s is %g but not marked as given; expected "
+                                 "kld_op_set_number(), or the default, %g",
+                                 kld_number_name((uint32_t)i), op->number[i], defaults[i]);
     for (int i = 0; i < KLD_NUMBER_COUNT; i++)
         if (given(op, (enum kld_number)i) && !isfinite(op->number[i]))
             return kld_error_set(err, KLD_INVALID, "%s must be a finite number",
@@ -52,6 +64,10 @@ static enum kld_status check_numbers(const struct kld_op *op, struct kld_error *
         if (!(op->number[KLD_NUMBER_TEMPERATURE] > 0))
             return kld_error_set(err, KLD_INVALID, "temperature must be greater than 0, not %g",
                                  op->number[KLD_NUMBER_TEMPERATURE]);
+        if (!(op->number[KLD_NUMBER_TEMPERATURE] >= DBL_MIN))
+            return kld_error_set(err, KLD_INVALID,
+                                 "temperature is %g; expected a normal number, at least %g",
+                                 op->number[KLD_NUMBER_TEMPERATURE], DBL_MIN);
     }
 
     const struct {
@@ -197,7 +213,8 @@ static bool same_place(const struct kld_op *op, const struct kld_geometry *geome
                        enum kld_slot a, enum kld_slot b) {
     const struct kld_tensor *x = &op->tensor[a], *y = &op->tensor[b];
     return x->region == y->region && x->offset_bytes == y->offset_bytes &&
-           geometry->slot[a].stride_bytes == geometry->slot[b].stride_bytes;
+           (geometry->slot[a].stride_bytes == geometry->slot[b].stride_bytes ||
+            (geometry->slot[a].rows == 1 && geometry->slot[b].rows == 1));
 }
 
 static enum kld_status check_aliasing(const struct kld_op *op, const struct kld_geometry *geometry,

@@ -81,7 +81,7 @@ static struct row_constants row_constants(const struct kld_cpu_work *work,
     row.max_difference = vd_of(span->max[KLD_CPU_P] - span->max[KLD_CPU_Q]);
     if (work->form[0] == KLD_FORM_LOGITS && work->form[1] == KLD_FORM_LOGITS)
         row.log_sum_difference =
-            vd_of(log1p((span->sum[KLD_CPU_P] - span->sum[KLD_CPU_Q]) / span->sum[KLD_CPU_Q]));
+            vd_log_ratio(vd_of(span->sum[KLD_CPU_P]), vd_of(span->sum[KLD_CPU_Q]));
     return row;
 }
 

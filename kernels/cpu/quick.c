@@ -2,6 +2,7 @@
  * and which rows are too close for FP32. Runs on the device thread and the threads of the team. */
 #include "kernels/cpu/quick.h"
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -224,6 +225,11 @@ static bool row_init(struct task *task, const struct kld_cpu_partial *sums) {
     row->apart = (sums->max[1] - sums->max[0]) + (log2_mass[1] - log2_mass[0]);
     row->close = false;
     row->factor = task->whole->gradient_factor * task->quick->inverse_temperature;
+    for (int side = 0; side < 2; side++) {
+        double norm = fabs(row->inverse_mass[side] * row->factor);
+        if (task->whole->gradient[side] && norm != 0 && !(norm >= FLT_MIN && norm <= FLT_MAX))
+            return false; /* FP32 has no such number, though it may have the gradients */
+    }
     return true;
 }
 

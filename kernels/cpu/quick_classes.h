@@ -169,7 +169,8 @@ INLINE vf mixture_sum(const struct constants *row, const struct classes *at, vf 
     vf taken = vf_fma(share, rest, zero), whole = one - taken, scaled = share * at->unit;
     vf sum = vf_fma(scaled, at->power, whole);
     *ret_low = vf_fma(scaled, at->power, whole - sum) + ((one - whole) - taken) -
-               vf_fma(share, rest, -taken) - share_low * at->less;
+               vf_fma(share, rest, -taken) - share_low * at->less +
+               share * (at->unit - (one - rest));
     return sum;
 }
 

@@ -136,6 +136,14 @@ START_TEST(numbers_must_fit_what_they_are_given_for) {
     op.reduction = KLD_REDUCTION_SUM;
     place(KLD_SLOT_GRAD_OUTPUT, KLD_DTYPE_FP32, 4000);
     expect(KLD_INVALID, "as a number and as a tensor");
+    op.reduction = KLD_REDUCTION_SUM; /* 1 over it is no number */
+    setup(), op.targets_form = KLD_FORM_LOGITS, kld_op_set_number(&op, "temperature", 1e-309, &err);
+    expect(KLD_INVALID, "a normal number, at least 2.22507e-308");
+    for (int i = 0; i < KLD_NUMBER_COUNT; i++) {
+        setup(), op.number[i] = i % 2 ? 2 : NAN; /* which a server would never hear of */
+        expect(KLD_INVALID, "not marked as given");
+        ck_assert_ptr_nonnull(strstr(err.text, kld_number_name((uint32_t)i)));
+    }
     setup(), op.given = 1u << 20, expect(KLD_INVALID, "unknown parameter bits");
 }
 END_TEST
@@ -255,6 +263,7 @@ START_TEST(outputs_may_not_overlap_but_for_their_own_tensor) {
     setup(), place(KLD_SLOT_GRAD_PREDICTIONS, KLD_DTYPE_FP32, 0);
     op.tensor[KLD_SLOT_GRAD_PREDICTIONS].row_stride_bytes = 32; /* same place, other stride */
     expect(KLD_INVALID, "grad_predictions overlaps predictions");
+    op.shape[0] = 1, expect(KLD_OK, ""); /* which one row makes no use of */
     setup(), place(KLD_SLOT_LOSS, KLD_DTYPE_FP32, 92), expect(KLD_INVALID, "loss overlaps");
     setup(), place(KLD_SLOT_LOSS, KLD_DTYPE_FP32, 4000);
     place(KLD_SLOT_ROW_LOSS, KLD_DTYPE_FP32, 3988), expect(KLD_INVALID, "loss overlaps row_loss");

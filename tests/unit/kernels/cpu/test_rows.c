@@ -152,8 +152,8 @@ END_TEST
 START_TEST(test_factor_beyond_float) {
     struct kld_device *device = device_open();
     const struct table_place place = {TABLE_POOL, 0, false, 1};
-    for (uint32_t i = 0; i < 24; i++) {
-        uint32_t form = i % 2 ? KLD_FORM_LOGPROBS : KLD_FORM_PROBS;
+    for (uint32_t i = 0; i < 36; i++) {
+        uint32_t form = i >= 24 ? KLD_FORM_LOGITS : i % 2 ? KLD_FORM_LOGPROBS : KLD_FORM_PROBS;
         struct table_case at = {.name = "factor",
                                 .divergence =
                                     i < 12 ? KLD_DIVERGENCE_FORWARD_KL : KLD_DIVERGENCE_JS,
@@ -161,6 +161,8 @@ START_TEST(test_factor_beyond_float) {
                                 .form = {form, form},
                                 .dtype = {i % 6 < 4 ? KLD_DTYPE_FP32 : KLD_DTYPE_BF16,
                                           i % 6 < 2 ? KLD_DTYPE_FP32 : KLD_DTYPE_BF16},
+                                .data = i >= 24 ? TABLE_NEAR : TABLE_RANDOM,
+                                .noise = 1e-3,
                                 .reduction = KLD_REDUCTION_SUM,
                                 .scale = i % 12 < 6 ? 1e39 : -1e40,
                                 .rank = 2,
