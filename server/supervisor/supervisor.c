@@ -16,7 +16,7 @@
 #include "server/uv_pool.h"
 
 #define REAP_DELAY_MS 50    /* libuv collects its own children first */
-#define DRAIN_GRACE_MS 1000 /* past drain_ms, when children answer what is left and end */
+#define DRAIN_GRACE_MS 5000 /* past drain_ms, when children answer what is left and end */
 
 static bool is_running(const struct kld_watched *child) {
     return child->state == KLD_CHILD_STARTING || child->state == KLD_CHILD_READY;
