@@ -9,7 +9,7 @@
 struct kld_region;
 struct kld_worker;
 
-#define KLD_KEPT_WAIT_MS 200 /* at most: then it is refused */
+#define KLD_KEPT_WAIT_MS 1000 /* at most: then it is refused */
 
 void kld_kept_init(struct kld_worker *worker);
 /* Of a region of the pool whose memory was refused. True: it waits, and
