@@ -98,7 +98,7 @@ static void check_late(bool cancelled) {
     second.op.tensor[KLD_SLOT_GRAD_PREDICTIONS].dtype = KLD_DTYPE_ABSENT;
     struct ended late = {0}, right = {0};
     worker.hold = worker.linger = 1;
-    first.timeout_ns = cancelled ? 0 : 10000000;
+    first.timeout_ns = cancelled ? 0 : 300000000; /* it is with the worker by then */
     uint64_t id;
     ck_assert_int_eq(kld_submit(connection, &first, on_end, &late, &id, &error), KLD_OK);
     for (int i = 0; i < TRIES_MAX && worker.submits < 1; i++)
