@@ -414,7 +414,7 @@ def test_an_upload_waits_for_its_turn(make_server):
 
 def test_an_upload_that_waits_in_vain(make_server):
     """It is told after http_wait_ms; one that could not be told later, because it expects 100 Continue, at once."""
-    server = make_server(http_requests_max=1, http_wait_ms=700, **SMALL)
+    server = make_server(http_requests_max=1, http_wait_ms=3000, **SMALL)
     holder, taken = Holder(server), []
     for headers in ((), ("Expect: 100-continue",)):
         begin = time.monotonic()
@@ -423,7 +423,7 @@ def test_an_upload_that_waits_in_vain(make_server):
             answer = one.recv(65536)
         taken.append(time.monotonic() - begin)
         assert answer.startswith(b"HTTP/1.1 503") and b"Retry-After" in answer and b"in flight" in answer
-    assert taken[1] < 0.5 < taken[0]
+    assert taken[1] < 1.5 < taken[0]
     holder.end()
 
 

@@ -102,7 +102,7 @@ def test_signs_of_life_come_at_half_time(watched):
 def test_a_hanging_child_ends_them(watched, role):
     pid = watched.server.child(role)
     suspend(pid)
-    time.sleep(0.1)  # an answer may be on its way
+    time.sleep(0.6 * WATCHDOG_S)  # an answer may be on its way, and the sign of life that it leads to
     assert watched.quiet_for(1.5 * WATCHDOG_S)
     os.kill(pid, signal.SIGCONT)
     assert watched.next(30) == ["WATCHDOG=1"]

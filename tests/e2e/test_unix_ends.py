@@ -1,16 +1,18 @@
 """How requests, connections and the worker end: cancel, deadline, limits, clients that die, never read
 or never stop coming, SIGTERM, kill."""
+import contextlib
 import ctypes
 import os
 import pathlib
 import signal
 import socket
+import struct
 import time
 
 import pytest
 
 import wire
-from conftest import wait_until
+from conftest import suspend, wait_until
 from unixlib import (LONG, Case, case, client, no_leak, path, worker_server, forward_kl,  # noqa: F401
                      long_case, long_submit)
 from wire import Client, Ended, Failed, Memory, tensor
@@ -18,9 +20,23 @@ from wire import Client, Ended, Failed, Memory, tensor
 
 # ---- Requests and clients --------------------------------------------------------------------------
 
-def test_cancel(client, long_case):
-    numbers = [long_submit(client, long_case) for _ in range(10)]
-    client.cancel(numbers[-1])
+@contextlib.contextmanager
+def read_at_once(server):
+    """The worker stands still while it is sent something, so it finds all of that there, up to 16 frames at a time: else it
+    may be through with the first before a sender without a processor has sent the last."""
+    worker = server.child("worker")
+    suspend(worker)
+    try:
+        yield
+    finally:
+        os.kill(worker, signal.SIGCONT)
+
+
+def test_cancel(worker_server, client, long_case):
+    with read_at_once(worker_server):
+        numbers = [long_submit(client, long_case) for _ in range(10)]
+        cancel = client.send(wire.CANCEL, struct.pack("<Q", numbers[-1]))
+    assert client.reply(cancel)[0] == wire.DONE
     with pytest.raises(Failed, match="cancelled"):
         client.result(numbers[-1])
     with pytest.raises(Failed, match=f"not_found.*no request {numbers[-1]}"):
@@ -31,9 +47,10 @@ def test_cancel(client, long_case):
         client.cancel(4711)
 
 
-def test_deadline(client, long_case):
-    numbers = [long_submit(client, long_case) for _ in range(8)]
-    late = long_submit(client, long_case, timeout_ns=1_000_000)
+def test_deadline(worker_server, client, long_case):
+    with read_at_once(worker_server):
+        numbers = [long_submit(client, long_case) for _ in range(8)]
+        late = long_submit(client, long_case, timeout_ns=1_000_000)
     start = time.monotonic()
     with pytest.raises(Failed, match="deadline.*passed"):
         client.result(late)
@@ -43,20 +60,23 @@ def test_deadline(client, long_case):
     assert client.result(long_submit(client, long_case, timeout_ns=60 * 10**9))["scalar"] == 1
 
 
-def test_client_requests_max(client, long_case):
-    numbers = [long_submit(client, long_case) for _ in range(16)]
-    with pytest.raises(Failed, match="throttled.*16 requests of this connection"):
-        client.result(long_submit(client, long_case))
+def test_client_requests_max(worker_server, client, long_case):
+    with read_at_once(worker_server):
+        numbers = [long_submit(client, long_case) for _ in range(12)]
+        one_more = long_submit(client, long_case)
+    with pytest.raises(Failed, match="throttled.*12 requests of this connection"):
+        client.result(one_more)
     for number in numbers:
         client.result(number)
 
 
-def test_request_number_in_flight(client, long_case):
-    first = long_submit(client, long_case)
-    client.send(wire.SUBMIT, wire.submit_body(LONG, {"predictions": tensor(long_case),
-                                                    "targets": tensor(long_case)},
-                                              predictions_form="logits", targets_form="logits"),
-                request=first)
+def test_request_number_in_flight(worker_server, client, long_case):
+    with read_at_once(worker_server):
+        first = long_submit(client, long_case)
+        client.send(wire.SUBMIT, wire.submit_body(LONG, {"predictions": tensor(long_case),
+                                                        "targets": tensor(long_case)},
+                                                  predictions_form="logits", targets_form="logits"),
+                    request=first)
     answers = [client.receive() for _ in range(2)]
     assert sorted(kind for kind, _, _ in answers) == [wire.DONE, wire.ERROR]
     assert {number for _, number, _ in answers} == {first}

@@ -18,7 +18,7 @@ RNG = np.random.default_rng(7)
 @pytest.fixture(scope="module")
 def worker_server(backend):
     """A server without HTTP, with small limits so that tests can reach them."""
-    server = Server(backend=backend, http="", clients_max=20, client_requests_max=16, client_regions_max=32,
+    server = Server(backend=backend, http="", clients_max=20, client_requests_max=12, client_regions_max=32,
                     region_bytes_max="1G", client_region_bytes_max="2G", pool_bytes_max="64M",
                     client_streams_max=3, drain_ms=5000)
     first = server.child("worker")
@@ -27,8 +27,7 @@ def worker_server(backend):
         one.run(warm.shape, warm.tensors())
         warm.close()
     wait_until(lambda: holdings(first)[1] == 0, what="the first client's memory being given back")
-    time.sleep(0.3)
-    server.baseline = holdings(first)
+    server.baseline = settled(lambda: holdings(first))
     yield server
     last = server.child("worker")
     status, log = server.stop(), server.log()
@@ -46,6 +45,18 @@ def path(worker_server):
 def client(path):
     with Client(path) as one:
         yield one
+
+
+def settled(reading):
+    """What two readings in a row say: descriptors are closed on threads, whenever those have had their turn."""
+    readings = [reading()]
+
+    def alike():
+        time.sleep(0.3)
+        readings.append(reading())
+        return readings[-1] == readings[-2]
+    wait_until(alike, what="a reading that stays as it is")
+    return readings[-1]
 
 
 def holdings(pid):
