@@ -147,7 +147,7 @@ def container(root, config):
 
 def test_it_serves(container, config):
     curl = ["curl", "-s", "-f", "-m", "60"]
-    run(*curl, f"http://{container.address}/v2/health/ready")
+    run(*curl, "--retry", "30", "--retry-delay", "1", f"http://{container.address}/v2/health/ready")  # 503 so far
     reply = json.loads(run(*curl, f"http://{container.address}/v2/models/kl_div/infer", "-d", json.dumps(REQUEST)))
     assert reply["outputs"][0]["data"] == [0.213833317]
     check = config["Healthcheck"]["Test"]

@@ -297,7 +297,8 @@ def started(box, make_server, tmp_path, tokens, **more):
     flags["backend"] = "cpu"
     environment = {item["name"]: "2" if "resourceFieldRef" in item.get("valueFrom", {}) else item["value"]
                    for item in box.get("env", [])}
-    return make_server(environment=environment, **{name.replace("-", "_"): text for name, text in flags.items()}, **more)
+    return make_server(environment=environment, **{name.replace("-", "_"): text for name, text in flags.items()},
+                       **more).wait_linked()
 
 
 def answers(server, box, probe):

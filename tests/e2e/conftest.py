@@ -153,6 +153,11 @@ class Server:
         self.url_unix = f"unix:{self.unix}"
         return self
 
+    def wait_linked(self):
+        """The gateway reports after a second even if it has no worker yet: a busy machine may be that slow."""
+        wait_until(lambda: self.request("/v2/health/ready")[0] == 200, START_SECONDS, "readiness")
+        return self
+
     def log(self):
         return self.log_path.read_text(errors="replace")
 
@@ -279,7 +284,7 @@ def end_well(one):
 @pytest.fixture(scope="module")
 def server(backend):
     """One server for all tests of a file; they must leave it serving."""
-    one = Server(backend=backend)
+    one = Server(backend=backend).wait_linked()
     yield one
     end_well(one)
 

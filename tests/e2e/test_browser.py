@@ -121,7 +121,7 @@ def health(server):
 
 def test_what_it_says_of_health(make_server):
     """The page says what orchestrators are told; a lost worker or a server that is to end is no reason to restart it."""
-    server = make_server(http_threads=1)  # each is a client of the worker
+    server = make_server(http_threads=1).wait_linked()  # each is a client of the worker
     assert health(server) == (200, 200, "ready", "READY")
 
     def is_lost():  # for longer and longer, the more workers have died

@@ -284,7 +284,7 @@ def test_help():
 
 
 def test_status_ping_and_bench(make_server):
-    server = make_server()
+    server = make_server().wait_linked()
     for url in urls(server):
         status = json.loads(kld("status", "--json", "--server", url).stdout)
         assert status["backend"] in (server.backend, "remote") and status["device"]

@@ -21,7 +21,7 @@ from oip import INFER, LENGTH
 
 @pytest.fixture(scope="module")
 def server(backend):
-    one = Server(backend=backend, shm_prefix=PREFIX, staging_bytes_max="256M", json_bytes_max="16M")
+    one = Server(backend=backend, shm_prefix=PREFIX, staging_bytes_max="256M", json_bytes_max="16M").wait_linked()
     yield one
     alive = one.process.poll() is None
     status = one.stop() if alive else None

@@ -18,7 +18,7 @@ PAIR = {"predictions": probabilities(SHAPE, 1), "targets": probabilities(SHAPE, 
 @pytest.fixture(scope="module")
 def server(backend):
     from conftest import Server
-    one = Server(backend=backend, shm_prefix=PREFIX)
+    one = Server(backend=backend, shm_prefix=PREFIX).wait_linked()
     yield one
     end_well(one)
 

@@ -58,7 +58,7 @@ def test_metrics_at_the_limit_of_connections(make_server):
 
 def test_metrics_have_an_address_of_their_own(make_server, tokens):
     """What monitoring can reach need not be where requests are sent; its rights are asked for all the same."""
-    server = make_server(metrics_http="127.0.0.1:0", tokens=tokens, http_threads=2)
+    server = make_server(metrics_http="127.0.0.1:0", tokens=tokens, http_threads=2).wait_linked()
     address = re.search(r"metrics have an address.* http=(\S+)", server.log()).group(1)
     assert address != server.address
 
@@ -107,7 +107,7 @@ ROUTES = [("GET", "/", "metrics"), ("GET", "/metrics", "metrics"), ("GET", "/v2"
 
 
 def test_each_route_wants_its_right(make_server, tokens):
-    server = make_server(tokens=tokens, shm_prefix=PREFIX)
+    server = make_server(tokens=tokens, shm_prefix=PREFIX).wait_linked()
     for method, path, right in ROUTES:
         headers = HEADERS if method == "POST" and path.endswith("infer") else {}
         data = DATA if headers else (b"" if method == "POST" else None)
@@ -197,7 +197,7 @@ FOREIGN = [" evil.example:8080", " x", " localhost.evil.example", " 127.0.0.1.ev
 
 def test_a_name_that_leads_here_is_not_ours(make_server):
     """A page of a browser that has its own name lead to loopback reads no answer."""
-    server = make_server(shm_prefix=PREFIX, metrics_http="127.0.0.1:0")
+    server = make_server(shm_prefix=PREFIX, metrics_http="127.0.0.1:0").wait_linked()
     for line in ("GET /v2 HTTP/1.1", "GET /v2 HTTP/1.0", "GET /metrics HTTP/1.1"):
         assert [name for name in OURS if answer_to(server.address, line, name)[0] != 200] == [], line
         assert [name for name in FOREIGN if answer_to(server.address, line, name) != (403, "forbidden")] == [], line
