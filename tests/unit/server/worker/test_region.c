@@ -460,12 +460,14 @@ START_TEST(one_memfd_on_several_connections_is_mapped_once) {
     ck_assert_int_eq(atomic_load(&rig.fake.memories), 1);
     atomic_store(&rig.fake.fail_status, KLD_NO_MEMORY);
     atomic_store(&rig.fake.hold_memory, true);
+    int calls = atomic_load(&rig.fake.calls);
     for (int i = 1; i < 3; i++) { /* what fails fails for all, and is tried again by the next */
         rig_region_frame(&frame, 35, KLD_REGION_MEMFD, BYTES);
         rig_send_fds(client[i], &frame, frame.header.length, &other, 1);
     }
     rig_until_stat(&rig, KLD_STAT_worker_regions, 3);
-    usleep(100000); /* until both are with the pool */
+    rig_until(&rig.fake.calls, calls + 1);
+    usleep(200000); /* until the other one waits for it: nothing shows that */
     atomic_store(&rig.fake.fail_call, 1);
     atomic_store(&rig.fake.hold_memory, false);
     rig_expect_error(client[1], 35, KLD_NO_MEMORY, "");
