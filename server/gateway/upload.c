@@ -422,10 +422,10 @@ void kld_upload_end(struct kld_exchange *exchange) {
     struct upload *upload = exchange->state;
     if (!upload)
         return;
+    if (!exchange->replied) /* first: who sees none in flight sees all of them counted */
+        count_end(upload, KLD_CANCELLED);
     atomic_fetch_sub(&upload->gateway->common->infers, 1);
     kld_stats_add(upload->gateway->stats, KLD_STAT_http_requests_in_flight, -1);
-    if (!exchange->replied)
-        count_end(upload, KLD_CANCELLED);
     upload->exchange = NULL;
     if (upload->opening)
         kld_pool_unwant(&upload->job);
