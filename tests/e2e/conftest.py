@@ -77,6 +77,18 @@ def wait_until(condition, seconds=10, what="the condition"):
         time.sleep(0.01)
 
 
+def settled(reading):
+    """What two readings in a row say: what is given back on threads is so whenever those have had their turn."""
+    readings = [reading()]
+
+    def alike():
+        time.sleep(0.3)
+        readings.append(reading())
+        return readings[-1] == readings[-2]
+    wait_until(alike, what="a reading that stays as it is")
+    return readings[-1]
+
+
 def suspend(pid):
     """SIGSTOP, and until it is so: the signal reaches one thread, and the others may run until that one has had a turn."""
     def stopped():
@@ -163,7 +175,8 @@ class Server:
 
     def log_lines(self, begin=0):
         """Of a log in JSON: what each line says. A key that is there twice fails: readers keep either."""
-        return [json.loads(line, object_pairs_hook=each_key_once) for line in self.log()[begin:].splitlines()]
+        return [json.loads(line, object_pairs_hook=each_key_once) for line
+                in self.log()[begin:].rpartition("\n")[0].splitlines()]  # the last may just be being written
 
     @property
     def pid(self):

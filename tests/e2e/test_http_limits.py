@@ -15,7 +15,7 @@ import pytest
 import faillib
 import oip
 import wire
-from conftest import suspend, wait_until
+from conftest import settled, suspend, wait_until
 from httplib import POOL, Flat, fds_of, probabilities
 from oip import INFER, infer
 
@@ -157,25 +157,26 @@ def test_a_silent_worker_is_not_waited_for_beyond_the_deadline(make_server):
     whole = {"infer": text_of(data, headers),
              "upload": text_of(q.tobytes(), {}, "PUT", "/v2/tensors/a?datatype=FP32&shape=1000,1003")}
     worker = server.child("worker")
+
+    def told_after(text, early):
+        with connect(server) as connection:
+            if early:
+                connection.sendall(text[:early])
+                wait_until(lambda: server.metrics()[POOL] > 0, what="its buffer")
+            suspend(worker)
+            try:
+                begin = time.monotonic()
+                threading.Thread(target=lambda: connection.sendall(text[early:]), daemon=True).start()
+                answer = connection.recv(65536)
+                took = time.monotonic() - begin
+            finally:
+                os.kill(worker, signal.SIGCONT)
+            assert answer.startswith(b"HTTP/1.1 408") and b"deadline" in answer, answer
+        wait_until(lambda: server.metrics()[POOL] == server.metrics()["kld_staging_bytes"] == 0, what="free memory")
+        return took
     for name, text in whole.items():
-        for early in (1000, len(text) - 1000):  # before the buffer is there; while it is filled
-            with connect(server) as connection:
-                if early > 1000:
-                    connection.sendall(text[:2000000])
-                    wait_until(lambda: server.metrics()[POOL] > 0, what="its buffer")
-                suspend(worker)
-                try:
-                    begin = time.monotonic()
-                    rest = text[2000000:] if early > 1000 else text
-                    threading.Thread(target=lambda: connection.sendall(rest), daemon=True).start()
-                    answer = connection.recv(65536)
-                    took = time.monotonic() - begin
-                finally:
-                    os.kill(worker, signal.SIGCONT)
-                assert answer.startswith(b"HTTP/1.1 408"), (name, early, answer)
-                assert b"deadline" in answer and took < 1.9, (name, early, took)
-            wait_until(lambda: server.metrics()[POOL] == server.metrics()["kld_staging_bytes"] == 0,
-                       what="free memory")
+        for early in (0, 2000000):  # before the buffer is there; while it is filled
+            assert told_after(text, early) < 1.9 or told_after(text, early) < 1.9, (name, early)  # a machine may be busy once
     wait_until(lambda: server.request(INFER, data, headers)[0] == 200, what="an answer in 0.4 s")
 
 
@@ -253,7 +254,7 @@ def test_a_client_that_leaves_while_its_request_computes(make_server, reset):
 
 def test_who_holds_much_has_to_send_more(make_server):
     """1 KiB a second is enough for a small request, not for one that holds 1 MiB."""
-    server = make_server(http_slow_ms=1000, http_slow_bytes="1K", http_slow_parts=16, **SMALL)
+    server = make_server(http_slow_ms=2000, http_slow_bytes="1K", http_slow_parts=16, **SMALL)
     small, large = probabilities((40, 50), 6), probabilities((100, 1000), 7)
     connections, left = {}, {}
     for name, q in (("small", small), ("large", large)):
@@ -262,15 +263,19 @@ def test_who_holds_much_has_to_send_more(make_server):
         connections[name] = connect(server)
         connections[name].sendall(text[:-10000])
         left[name] = text[-10000:]
-    for _ in range(8):  # 8 KiB within 2 s
+
+    def go_on():  # 2 KB a second
         time.sleep(0.25)
         for name, one in connections.items():
             try:
-                one.sendall(left[name][:1000])
-                left[name] = left[name][1000:]
+                one.sendall(left[name][:500])
+                left[name] = left[name][500:]
             except OSError:
                 assert name == "large"
-    assert server.metrics()["kld_http_slow_total"] == 1
+        return server.metrics()["kld_http_slow_total"]
+    wait_until(go_on, what="the large one's end")
+    for _ in range(4):  # as for a look at the small one that came later
+        assert go_on() == 1
     connections["small"].sendall(left["small"])
     assert connections["small"].recv(12) == b"HTTP/1.1 200"
     for one in connections.values():
@@ -318,15 +323,15 @@ class Uploads:
 
 def test_who_holds_a_device_has_to_be_quick(make_server):
     """More than half of it is taken, also once one of the slow ones has been cut off."""
-    server = make_server(http_slow_ms=1000, http_slow_bytes="1K", http_slow_parts=16, pool_bytes_max="28M", **SMALL)
+    server = make_server(http_slow_ms=2000, http_slow_bytes="1K", http_slow_parts=16, pool_bytes_max="28M", **SMALL)
     uploads = Uploads(server)
-    assert uploads.go_on(4) == 2
+    wait_until(lambda: uploads.go_on(1) == 2, what="the slow ones' end")
     uploads.end()
 
 
 def test_who_holds_what_nobody_wants_may_be_slow(make_server):
     """Until somebody does: one waits for more than is left, and the slow ones make room for him."""
-    server = make_server(http_slow_ms=2000, http_slow_bytes="1K", http_slow_parts=16, pool_bytes_max="64M", **SMALL)
+    server = make_server(http_slow_ms=3000, http_slow_bytes="1K", http_slow_parts=16, pool_bytes_max="64M", **SMALL)
     uploads = Uploads(server)
     assert uploads.go_on(5) == 0 and not uploads.cut
     q, answers = probabilities((1000, 7000), 8), []  # 56 MB
@@ -404,8 +409,7 @@ def staged_by(server, size, cut=0):
         with connect(server) as one:
             one.sendall(text[:len(text) - cut])
             wait_until(lambda: server.metrics()["kld_staging_bytes"] > before, what="a request with memory")
-            time.sleep(0.1)
-            staged = server.metrics()["kld_staging_bytes"] - before
+            staged = settled(lambda: server.metrics()["kld_staging_bytes"]) - before
             os.kill(worker, signal.SIGCONT)
             one.sendall(text[len(text) - cut:])
             assert one.recv(65536).startswith(b"HTTP/1.1 200")

@@ -163,7 +163,7 @@ def test_a_token_that_is_taken_away_before_a_body_comes(make_server, settings):
         connection.putheader("Authorization", bearer("guest")["Authorization"])
         connection.putheader("Content-Length", str(len(body)))
         connection.endheaders()
-        time.sleep(0.3)
+        time.sleep(1)  # until it has been let in: nothing tells
         settings.allow(other="infer,metrics")
         assert reload(server)[0] == "reloaded"
         connection.send(body)
@@ -435,7 +435,8 @@ def test_a_storm_is_a_few(make_server, settings):
     os.kill(server.pid, signal.SIGHUP)
     wait_until(lambda: infer(server, "two") == 200, what="the last one")
     assert infer(server, "one") == 401
-    assert 2 <= len(outcomes(server)) < 1000
+    wait_until(lambda: len(outcomes(server)) >= 2, what="a line about the last one")  # which was in force before that
+    assert len(outcomes(server)) < 1000
     wait_until(lambda: count() == held, what="no more descriptors than before")
 
 
@@ -514,7 +515,7 @@ def test_a_gateway_that_ends_while_it_is_asked(make_server, settings):
 def test_a_gateway_that_does_not_answer(make_server, settings):
     """It is replaced, and its successor takes over what it was asked to: no reload after it waits for ever."""
     settings.allow(one="infer")
-    server = make_server(tokens=settings.tokens, reload_ms=600)
+    server = make_server(tokens=settings.tokens, reload_ms=2000)
     settings.allow(two="infer")
     gateway = ask_one_that_stands_still(server)
     wait_until(lambda: outcomes(server), 20, "an outcome")

@@ -3,13 +3,12 @@
 Those files import all of it; every test of theirs is followed by a count of what the worker holds."""
 import os
 import pathlib
-import time
 
 import numpy as np
 import pytest
 
 import wire
-from conftest import SANITIZER, Server, wait_until
+from conftest import SANITIZER, Server, settled, wait_until
 from wire import Client, Memory, tensor
 
 RNG = np.random.default_rng(7)
@@ -45,18 +44,6 @@ def path(worker_server):
 def client(path):
     with Client(path) as one:
         yield one
-
-
-def settled(reading):
-    """What two readings in a row say: descriptors are closed on threads, whenever those have had their turn."""
-    readings = [reading()]
-
-    def alike():
-        time.sleep(0.3)
-        readings.append(reading())
-        return readings[-1] == readings[-2]
-    wait_until(alike, what="a reading that stays as it is")
-    return readings[-1]
 
 
 def holdings(pid):
