@@ -141,7 +141,7 @@ def test_http_is_spread_and_can_be_pinned(trio):
     for thread in threads:
         thread.join()
     counts = [answered(trio, i) for i in range(3)]
-    assert sum(counts) == 48 and min(counts) >= 8, counts
+    assert sum(counts) == 48 and min(counts) >= 4, counts
     for _ in range(5):
         infer(trio, {"predictions": q, "targets": p}, parameters={"device": 2})
     assert [answered(trio, i) for i in range(3)] == [counts[0], counts[1], counts[2] + 5]

@@ -102,7 +102,7 @@ def test_killed_worker_under_load(make_server):
 
 def test_not_ready_while_the_worker_is_gone(make_server):
     server = make_server()
-    for _ in range(4):  # a worker that keeps dying is replaced after a longer and longer pause
+    for _ in range(6):  # a worker that keeps dying is replaced after a longer and longer pause: 1.6 s
         server.kill_child("worker")
     wait_until(lambda: server.request("/v2/health/ready")[0] == 503, what="the loss to be seen")
     q, p = probabilities((2, 3), 31), probabilities((2, 3), 32)
@@ -346,7 +346,7 @@ def test_a_slow_reader_is_cut_off(make_server):
 
 
 def test_slow_but_moving_is_served(make_server):
-    server = make_server(http_slow_ms=500, http_slow_bytes="1K")
+    server = make_server(http_slow_ms=1000, http_slow_bytes="1K")
     q = probabilities((100, 100), 38)
     headers, data = oip.body({"predictions": q, "targets": q})
 

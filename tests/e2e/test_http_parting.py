@@ -1,5 +1,6 @@
 """Connections that the server ends while their clients still send: the replies that a client has not read yet reach it,
 because what it sends is read and dropped until it ends the connection, or a limit is met."""
+import contextlib
 import errno
 import hashlib
 import re
@@ -158,14 +159,14 @@ def sent_until_cut(connection, piece=bytes(MIB), pause=0, most=200):
 
 def test_who_never_closes_is_closed(make_server):
     """And leaves no descriptor behind."""
-    server = make_server(http_parting_ms=1500)
+    server = make_server(http_parting_ms=3000)
     with Flat(server):
         before = fds_of(server.child("gateway"))
         begin = time.monotonic()
         connections = part(server, 20)
         assert fds_of(server.child("gateway")) >= before + 20
         wait_until(lambda: server.metrics()[PARTING] == 0, what="their end")
-        assert 1.3 < time.monotonic() - begin < 8
+        assert 2.8 < time.monotonic() - begin < 10
         for one in connections:
             assert sent_until_cut(one, b"x", 0.01) <= 10
             one.close()
@@ -181,16 +182,16 @@ def test_who_goes_on_sending_is_closed_in_time(make_server):
 
 
 def test_who_is_silent_or_slow_is_closed_before_that(make_server):
-    server = make_server(http_slow_ms=1000, http_slow_bytes="10K")
+    server = make_server(http_slow_ms=2000, http_slow_bytes="10K")
     silent, slow, quick = part(server, 3)
-    begin = time.monotonic()
-    while time.monotonic() - begin < 3:
-        quick.sendall(bytes(4000))
-        try:
-            slow.sendall(b"x")
-        except OSError:
-            pass
+
+    def is_only_one_left():
         time.sleep(0.1)
+        quick.sendall(bytes(4000))
+        with contextlib.suppress(OSError):
+            slow.sendall(b"x")
+        return server.metrics()[PARTING] <= 1
+    wait_until(is_only_one_left, what="the end of the two")
     assert server.metrics()[PARTING] == 1  # the quick one
     assert sent_until_cut(silent, b"x", 0.01) <= 10 and sent_until_cut(slow, b"x", 0.01) <= 10
     quick.close()

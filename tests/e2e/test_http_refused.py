@@ -172,7 +172,7 @@ def test_a_worker_that_is_killed_in_mid_upload(make_server):
 def test_what_has_all_arrived_is_dropped_without_a_rest(make_server):
     """The gateway looks again and again whether bytes still come, and where none does it rests: not while it drops some that
     have come already."""
-    server = make_server(http_slow_ms=500, **SMALL)
+    server = make_server(http_slow_ms=1000, **SMALL)
     gateway = server.child("gateway")
     for _ in range(5):  # how much the socket has room for is the kernel's business
         sender = Sender(server)
@@ -239,7 +239,7 @@ def test_more_requests_than_there_may_be(make_server):
 
 def test_who_was_refused_may_be_as_slow_as_any(make_server):
     """He holds nothing any more; who sends next to nothing is cut off all the same."""
-    server = make_server(http_slow_ms=1000, http_slow_bytes="1K", http_slow_parts=16, **SMALL)
+    server = make_server(http_slow_ms=1500, http_slow_bytes="1K", http_slow_parts=16, **SMALL)
     q = np.full((100, 1000), 1e-3, "<f4")
     headers, data = oip.body({"predictions": q, "targets": q}, None, {"reduction": "sum"})
     held = int(headers[oip.LENGTH]) + q.nbytes  # half of it, and nothing behind
@@ -251,7 +251,7 @@ def test_who_was_refused_may_be_as_slow_as_any(make_server):
     wait_until(lambda: server.metrics()["kld_staging_bytes"] > 700000, what="its staging")
     one.sendall(data[held:] + b"x")
     wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="its refusal")
-    for _ in range(10):  # 2.5 s of 4 KiB a second
+    for _ in range(14):  # 3.5 s of 4 KiB a second
         time.sleep(0.25)
         one.sendall(bytes(1000))
     assert server.metrics()["kld_http_slow_total"] == 0

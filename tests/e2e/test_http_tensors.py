@@ -135,9 +135,9 @@ def test_curl_uploads(server, tmp_path):
 def test_a_lifetime(server):
     """From its last use."""
     p = probabilities((3, 4), 8)
-    put(server, "short", p, lifetime_ms=1200)
+    put(server, "short", p, lifetime_ms=2500)
     for _ in range(3):
-        time.sleep(0.45)
+        time.sleep(0.9)
         assert ask(server, p, p, {"targets": "short"})[0] == 200
     wait_until(lambda: listed(server, "short") == 404, what="its end")
 

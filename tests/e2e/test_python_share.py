@@ -172,7 +172,7 @@ def test_a_teacher_and_two_students(server):
 
 
 INTERRUPTED = """
-import signal, sys, numpy as np, kld
+import signal, sys, threading, time, numpy as np, kld
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
 connection = kld.connect(sys.argv[1])
 q = np.full((4, 8), 1 / 8)
@@ -180,8 +180,13 @@ connection.kl_div(q, q)
 library = kld._library.library()
 cancel, cancelled = library.kld_cancel, []
 library.kld_cancel = lambda *more: cancelled.append(more[1].value) or cancel(*more)
+def tell():
+    while not connection._pending[0].value:
+        time.sleep(0.002)
+    print("running", flush=True)
 print("ready", flush=True)
 sys.stdin.readline()
+threading.Thread(target=tell).start()
 try:
     connection.kl_div(q, q, timeout=60)
     print("done")
@@ -221,7 +226,7 @@ def test_ctrl_c_gives_a_request_up(make_server):
             suspend(worker)
             client.stdin.write("go\n")
             client.stdin.flush()
-            time.sleep(0.3)
+            assert client.stdout.readline() == "running\n"
             client.send_signal(signal.SIGINT)
             time.sleep(1)
             assert client.poll() is None  # its memory is the worker's until that has answered
