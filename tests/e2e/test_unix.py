@@ -127,7 +127,7 @@ def test_welcome_and_stats(path, backend):
     with Client(path, name="tester") as one:
         welcome = one.welcome
         assert welcome["backend"] == backend and welcome["epoch"] != 0 and welcome["version"] == 1
-        assert (welcome["regions_max"], welcome["requests_max"], welcome["streams_max"]) == (32, 16, 3)
+        assert (welcome["regions_max"], welcome["requests_max"], welcome["streams_max"]) == (32, 12, 3)
         assert welcome["region_bytes_max"] == 1 << 30 and welcome["pool_bytes_max"] == 64 << 20
         assert welcome["devices"] == 1 and welcome["device"] == 0 and welcome["name"]
         case = Case(one)

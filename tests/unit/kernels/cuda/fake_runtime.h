@@ -52,6 +52,7 @@ static atomic_int fake_no_memory;   /* countdown: so many allocations of the poo
 static atomic_int fake_devices = 1; /* card 2 and those behind it are not connected to others */
 static atomic_int fake_allocations; /* calls that make or pin anything, ever */
 static atomic_int fake_open_us;     /* that opening a handle takes */
+static atomic_int fake_opening;     /* handles, now */
 static pthread_mutex_t fake_lock = PTHREAD_MUTEX_INITIALIZER; /* times */
 
 static uint64_t fake_now_ns(void) {
@@ -347,7 +348,9 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *at) {
 cudaError_t cudaIpcOpenMemHandle(void **at, cudaIpcMemHandle_t handle, unsigned flags) {
     if (memcmp(&handle, "bad", 3) == 0)
         return cudaErrorUnknown;
+    atomic_fetch_add(&fake_opening, 1);
     usleep((unsigned)atomic_load(&fake_open_us));
+    atomic_fetch_sub(&fake_opening, 1);
     atomic_fetch_add(&fake_imports_total, 1);
     return fake_take(at, FAKE_ALLOCATION, &fake_imports);
 }

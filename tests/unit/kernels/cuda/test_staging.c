@@ -229,7 +229,8 @@ START_TEST(room_is_made_without_holding_up_jobs) {
     run_staged(&records[0], 16);
     atomic_store(&fake_open_us, 3000000);
     ck_assert_int_eq(pthread_create(&opener, NULL, open_slowly, &opened), 0);
-    usleep(50000);
+    while (atomic_load(&fake_opening) == 0)
+        usleep(1000);
     ck_assert_int_eq(pthread_create(&taker, NULL, take_all, &large), 0);
     usleep(50000);
     uint64_t start_ns = fake_now_ns();
