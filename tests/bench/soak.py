@@ -29,8 +29,8 @@ from conftest import BIN, SANITIZER, Server, children_of, wait_until  # noqa: E4
 from httplib import PREFIX  # noqa: E402
 from loadlib import commit  # noqa: E402
 
-# What the last quarter may have more than the second, and of memory a share of the second's as well. A worker starts and
-# ends a thread on demand (server/worker/strays.c).
+# What the last quarter may have more than the second, and of memory a share of the second's as well. A worker starts
+# and ends a thread on demand (server/worker/strays.c).
 ALLOWANCE = {"rss_kib": 1024, "fds": 4, "mappings": 8, "threads": 1}
 MEMORY_SHARE = {"rss_kib": 0.05}
 # What a process's own memory may have grown by, at rest: the first burst leaves 4 to 5.5 MB with the gateway's allocator,

@@ -597,7 +597,8 @@ def test_a_deadline_of_a_bulk_request(make_server):
         for name, value in headers.items():
             connection.http.putheader(name, value)
         connection.http.endheaders(data[:-1])
-        wait_until(lambda: server.metrics()["kld_http_received_bytes_total"] >= received + 2 * q.nbytes, what="the upload")
+        wait_until(lambda: server.metrics()["kld_http_received_bytes_total"] >= received + 2 * q.nbytes,
+                   what="the upload")
         time.sleep(0.1)
         suspend(worker)
         try:

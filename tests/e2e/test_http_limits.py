@@ -176,7 +176,10 @@ def test_a_silent_worker_is_not_waited_for_beyond_the_deadline(make_server):
         return took
     for name, text in whole.items():
         for early in (0, 2000000):  # before the buffer is there; while it is filled
-            assert told_after(text, early) < 1.9 or told_after(text, early) < 1.9, (name, early)  # a machine may be busy once
+            took = [told_after(text, early)]
+            if took[0] >= 1.9:  # a machine may be busy, once
+                took.append(told_after(text, early))
+            assert min(took) < 1.9, (name, early, took)
     wait_until(lambda: server.request(INFER, data, headers)[0] == 200, what="an answer in 0.4 s")
 
 

@@ -22,8 +22,8 @@ from wire import Client, Ended, Failed, Memory, tensor
 
 @contextlib.contextmanager
 def read_at_once(server):
-    """The worker stands still while it is sent something, so it finds all of that there, up to 16 frames at a time: else it
-    may be through with the first before a sender without a processor has sent the last."""
+    """The worker stands still while it is sent something, so it finds all of that there, up to 16 frames at a time:
+    else it may be through with the first before a sender without a processor has sent the last."""
     worker = server.child("worker")
     suspend(worker)
     try:

@@ -260,9 +260,10 @@ START_TEST(who_has_the_number_of_a_child_is_not_signalled) {
 }
 END_TEST
 
-#define STUCK_MS 400      /* five looks, 100 ms apart */
-#define WELL_STUCK_MS 800 /* of one that is to give signs of life also where the machine is busy   \
-                           */
+#define STUCK_MS 400 /* five looks, 100 ms apart */
+#define WELL_STUCK_MS                                                                              \
+    800 /* of one that is to give signs of life also where the machine is busy                     \
+         */
 
 static uint64_t start_ms; /* of whom watch() watches; 0: any */
 
