@@ -230,7 +230,11 @@ void table_truth_alias(const struct table_truth *truth, const struct table_case 
                        struct table_truth *ret_alias) {
     *ret_alias = *truth;
     ret_alias->op.divergence = at->alias;
-    ret_alias->op.given &= ~(1u << parameter_of(at->divergence));
+    enum kld_number parameter = parameter_of(at->divergence);
+    struct kld_op plain;
+    kld_op_init(&plain);
+    ret_alias->op.given &= ~(1u << parameter);
+    ret_alias->op.number[parameter] = plain.number[parameter];
 }
 
 uint64_t table_row_of(const struct table_truth *truth, uint64_t row) {
