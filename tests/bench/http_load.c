@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #define REPLY_BYTES_MAX (64 << 10)
+#define FIRST_REPLY_NS 20000000000u
 #define LATENCIES_MAX (4 << 20)
 #define CONNECTIONS_MAX 4096
 #define PIECE_BYTES (1 << 20)
@@ -191,7 +192,8 @@ static int run_load(int port, int connections, double seconds, const char *reque
     }
     uint64_t used_before_ns = clock_ns(CLOCK_PROCESS_CPUTIME_ID);
     uint64_t begun = now_ns(), end = begun + (uint64_t)(seconds * 1e9), now = begun;
-    while (now < end && count < LATENCIES_MAX) {
+    uint64_t patience = end + FIRST_REPLY_NS; /* with a server that has just begun */
+    while ((now < end || (!count && now < patience)) && count < LATENCIES_MAX) {
         int ready = epoll_wait(epoll, events, 64, 1000);
         for (int i = 0; i < ready && count < LATENCIES_MAX; i++) {
             struct peer *peer = events[i].data.ptr;
@@ -211,6 +213,7 @@ static int run_load(int port, int connections, double seconds, const char *reque
         now = now_ns();
     }
     uint64_t used_ns = clock_ns(CLOCK_PROCESS_CPUTIME_ID);
+    errno = ETIMEDOUT;
     if (!count)
         fail("no reply");
     qsort(took_us, count, sizeof *took_us, by_size);
