@@ -140,7 +140,7 @@ class Server:
                            if value is not None]
         self.arguments += list(arguments)
         self.environment = clean_environment(**(environment or {}))
-        self.process = None
+        self.process, self.may_crash = None, False
         self.address = self.http = self.unix = self.url_unix = self.backend = None
         self.start(wait)
 
@@ -252,6 +252,17 @@ SANITIZER = re.compile(r"ERROR: (Address|Leak|Thread)Sanitizer|WARNING: ThreadSa
                        r"|SUMMARY: \w+Sanitizer")
 
 
+# Of which the supervisor makes another one, and nobody else would tell.
+CRASH = re.compile(r"child died.*?\bsignal\"?[=:](4|6|7|8|11)\b")
+
+
+def trouble(server):
+    """What its log says that is wrong whatever was tested."""
+    log = server.log()
+    return (["a sanitizer report"] * bool(SANITIZER.search(log)) +
+            ["a child crashed"] * bool(CRASH.search(log) and not server.may_crash))
+
+
 @pytest.fixture(scope="session")
 def backend(request):
     return request.config.getoption("--backend")
@@ -260,7 +271,7 @@ def backend(request):
 @pytest.fixture
 def make_server(backend):
     """make_server(log_level="debug", ...) -> Server. Those still running at the end of the test must
-    stop with status 0, and no sanitizer may have said anything."""
+    stop with status 0, no sanitizer may have said anything, and no child may have crashed."""
     servers = []
 
     def make(**arguments):
@@ -274,8 +285,9 @@ def make_server(backend):
             running = server.process.poll() is None
             if running and server.stop() != 0:
                 problems.append(f"exit status {server.process.returncode}")
-            if SANITIZER.search(server.log()):
-                problems.append("a sanitizer report")
+            if not running and server.process.returncode not in (0, 1, 2, -signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT):
+                problems.append(f"ended with {server.process.returncode}")
+            problems.extend(trouble(server))
             if problems:
                 problems.append(server.log())
         finally:
@@ -287,11 +299,11 @@ def end_well(one):
     """Ends a server that tests have left serving."""
     alive = one.process.poll() is None
     status = one.stop() if alive else one.process.returncode
-    log = one.log()
+    log, problems = one.log(), trouble(one)
     one.remove()
     assert alive, f"the server ended during the tests, status {status}:\n{log}"
     assert status == 0, log
-    assert not SANITIZER.search(log), log
+    assert not problems, f"{problems}\n{log}"
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from conftest import BIN, START_SECONDS, clean_environment, wait_until
+from conftest import BIN, START_SECONDS, clean_environment, trouble, wait_until
 from httplib import is_sanitized
 
 SERVER = str(BIN / "kld-server")
@@ -68,6 +68,18 @@ def test_a_signal_before_it_is_watched_for_is_not_lost(tmp_path):
         finally:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_crash_does_not_go_unseen(make_server, log_format):
+    """Another worker is there at once, and the server ends well: what tests end with looks for it in the log."""
+    server = make_server(log_format=log_format)
+    server.kill_child("gateway")
+    assert not trouble(server)
+    server.kill_child("worker", signal.SIGSEGV)
+    wait_until(lambda: trouble(server) == ["a child crashed"], what="word of a crash")
+    server.may_crash = True
+    assert not trouble(server)
 
 
 def test_a_lock_of_somebody_else_is_waited_for_once(make_server):
