@@ -71,6 +71,7 @@ static enum kld_status plan_scalar(struct split_call *call, struct kld_error *er
             if (is_gradient(slot) || slot == KLD_SLOT_GRAD_OUTPUT)
                 op->tensor[slot].dtype = KLD_DTYPE_ABSENT;
         op->given &= ~(1u << KLD_NUMBER_GRAD_OUTPUT);
+        op->number[KLD_NUMBER_GRAD_OUTPUT] = 1;
     }
     op->tensor[KLD_SLOT_LOSS].dtype = KLD_DTYPE_ABSENT;
     op->tensor[KLD_SLOT_ROW_LOSS] = (struct kld_tensor){.dtype = KLD_DTYPE_FP64};

@@ -27,7 +27,7 @@ check_inside() {
     folder=$(realpath "$1")
     shift
     missing=$(ldd "$@" | awk '$2 == "=>" && $3 == "not" {print $1 " (not found)"}' | sort -u)
-    missing=$missing$(collect "$@" | while read -r name path; do
+    missing=$missing${missing:+$'\n'}$(collect "$@" | while read -r name path; do
         case $(realpath "$path") in
         "$folder"/*) ;;
         *) [[ $name =~ $glibc ]] || echo "$name ($path)" ;;

@@ -256,16 +256,17 @@ static enum kld_status bind_at(int fd, const char *path, uint32_t mode, struct k
 }
 
 enum kld_status kld_unix_socket_open(const char *path, uint32_t mode, bool make_folder,
-                                     uint64_t *lock_until_ns, struct kld_unix_socket *ret_socket,
+                                     uint64_t *lock_waited_ns, struct kld_unix_socket *ret_socket,
                                      struct kld_error *err) {
     ret_socket->fd = -1;
     int folder = open_folder(path, make_folder);
     /* Two servers that start at once must not each unlink the other's new socket. Anybody can hold
      * this lock of a folder like /tmp: after more than a server needs we go on without it. */
-    if (!*lock_until_ns)
-        *lock_until_ns = now_ns() + OWNER_WAIT_NS + OWNER_WAIT_NS / 5;
-    while (folder >= 0 && flock(folder, LOCK_EX | LOCK_NB) < 0 && now_ns() < *lock_until_ns)
+    uint64_t began = now_ns();
+    while (folder >= 0 && flock(folder, LOCK_EX | LOCK_NB) < 0 &&
+           *lock_waited_ns + (now_ns() - began) < OWNER_WAIT_NS + OWNER_WAIT_NS / 5)
         usleep(10000);
+    *lock_waited_ns += now_ns() - began;
     enum kld_status status = KLD_OK;
     struct stat info;
     int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);

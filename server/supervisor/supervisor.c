@@ -168,8 +168,9 @@ static enum kld_status open_worker(struct kld_supervisor *supervisor, uint32_t i
     if (status == KLD_OK && passed >= 0)
         status = kld_unix_socket_adopt(passed, path, &supervisor->unix_socket[i], err);
     else if (status == KLD_OK)
-        status = kld_unix_socket_open(path, (uint32_t)config->unix_mode, supervisor->make_folder,
-                                      &supervisor->lock_until_ns, &supervisor->unix_socket[i], err);
+        status =
+            kld_unix_socket_open(path, (uint32_t)config->unix_mode, supervisor->make_folder,
+                                 &supervisor->lock_waited_ns, &supervisor->unix_socket[i], err);
     if (status == KLD_OK)
         kld_watched_init(&supervisor->worker[i], supervisor, "worker", i,
                          supervisor->unix_socket[i].fd);

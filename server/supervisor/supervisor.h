@@ -48,10 +48,10 @@ enum kld_status kld_unix_socket_path(const char *configured, char ret_path[KLD_C
                                      struct kld_error *err);
 /* Binds and listens at path. A file left by a server that is gone is replaced; a live server there,
  * or something that is no socket, is an error. make_folder: the folder may be made.
- * *lock_until_ns: how long the lock of the folder is waited for, by all sockets of a start
+ * *lock_waited_ns: how long the lock of the folder is waited for, by all sockets of a start
  * together; set here where it is 0. */
 enum kld_status kld_unix_socket_open(const char *path, uint32_t mode, bool make_folder,
-                                     uint64_t *lock_until_ns, struct kld_unix_socket *ret_socket,
+                                     uint64_t *lock_waited_ns, struct kld_unix_socket *ret_socket,
                                      struct kld_error *err);
 /* One that a service manager opened, which has to be at `path` and is not removed in the end. */
 enum kld_status kld_unix_socket_adopt(int fd, const char *path, struct kld_unix_socket *ret_socket,
@@ -236,14 +236,14 @@ struct kld_supervisor {
     struct kld_stats_page *page;
     struct kld_stats_fds stats_fds;
     struct kld_watched gateway, worker[KLD_DEVICES_MAX];
-    uint32_t workers;       /* those of the array that are open: at first one, then all */
-    uint32_t workers_max;   /* how many there will be; 0: the first will say */
-    bool alone;             /* the first worker is to report before the others are started */
-    bool make_folder;       /* of the sockets, where nobody named it */
-    uint64_t lock_until_ns; /* see kld_unix_socket_open() */
-    bool draining;          /* SIGTERM came, or failed */
-    bool killing;           /* the drain time is over: nothing is started again */
-    bool failed;            /* it could not start: exit status 1 */
+    uint32_t workers;        /* those of the array that are open: at first one, then all */
+    uint32_t workers_max;    /* how many there will be; 0: the first will say */
+    bool alone;              /* the first worker is to report before the others are started */
+    bool make_folder;        /* of the sockets, where nobody named it */
+    uint64_t lock_waited_ns; /* see kld_unix_socket_open() */
+    bool draining;           /* SIGTERM came, or failed */
+    bool killing;            /* the drain time is over: nothing is started again */
+    bool failed;             /* it could not start: exit status 1 */
     bool announced;
     bool watchdog_due; /* the service manager waits for a sign of life */
     struct kld_reload reload;

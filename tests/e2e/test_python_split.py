@@ -70,7 +70,8 @@ def test_masked_rows_and_weights_of_nothing(connections):
     q, p = random.dirichlet(np.ones(9), (2, 40)).astype("float32")
     weights = random.normal(size=40).astype("float32")
     weights *= -np.sign(weights.sum())  # they sum to less than 0
-    for more in ({"row_mask": np.zeros(40, bool)}, {"row_weights": np.zeros(40, "float32")}, {"row_weights": weights}):
+    for more in ({"row_mask": np.zeros(40, bool)}, {"row_weights": np.zeros(40, "float32")}, {"row_weights": weights},
+                 {"row_mask": np.zeros(40, bool), "grad_output": 2.0}):
         expected = one.kl_div(q, p, reduction="rowmean", row_loss=True, grad="both", **more)
         for connection in others:
             got = connection.kl_div(q, p, reduction="rowmean", row_loss=True, grad="both", **more)

@@ -92,7 +92,7 @@ def test_a_lock_of_somebody_else_is_waited_for_once(make_server):
         fcntl.flock(holder, fcntl.LOCK_EX)
         began = time.monotonic()
         server.start()
-        assert 5 < time.monotonic() - began < 12
+        assert 5 < time.monotonic() - began < 20  # each for itself: 24
     finally:
         os.close(holder)
     assert server.stop() == 0

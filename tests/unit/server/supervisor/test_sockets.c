@@ -16,7 +16,7 @@
 #include "server/supervisor/supervisor.h"
 
 static char folder[64], path[100];
-static uint64_t lock_until_ns;
+static uint64_t lock_waited_ns;
 static struct kld_error error;
 
 static void setup(void) {
@@ -34,20 +34,20 @@ START_TEST(test_only_a_dead_socket_is_replaced) {
     struct kld_unix_socket first, second;
     struct stat info;
     setup();
-    ck_assert_int_eq(kld_unix_socket_open(path, 0600, false, &lock_until_ns, &first, &error),
+    ck_assert_int_eq(kld_unix_socket_open(path, 0600, false, &lock_waited_ns, &first, &error),
                      KLD_OK);
     ck_assert_int_eq(stat(path, &info), 0);
     ck_assert_uint_eq(info.st_mode & 0777, 0600);
-    ck_assert_int_eq(kld_unix_socket_open(path, 0600, false, &lock_until_ns, &second, &error),
+    ck_assert_int_eq(kld_unix_socket_open(path, 0600, false, &lock_waited_ns, &second, &error),
                      KLD_EXISTS);
     close(first.fd); /* dies; its file stays */
-    ck_assert_int_eq(kld_unix_socket_open(path, 0660, false, &lock_until_ns, &second, &error),
+    ck_assert_int_eq(kld_unix_socket_open(path, 0660, false, &lock_waited_ns, &second, &error),
                      KLD_OK);
     kld_unix_socket_close(&second, path);
     ck_assert_int_ne(stat(path, &info), 0);
     int file = open(path, O_CREAT | O_WRONLY, 0600);
     close(file);
-    ck_assert_int_eq(kld_unix_socket_open(path, 0600, false, &lock_until_ns, &second, &error),
+    ck_assert_int_eq(kld_unix_socket_open(path, 0600, false, &lock_waited_ns, &second, &error),
                      KLD_EXISTS);
     teardown();
 }
@@ -58,7 +58,7 @@ START_TEST(test_lock_of_somebody_else_is_not_waited_for) {
     setup();
     int holder = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     ck_assert_int_eq(flock(holder, LOCK_EX), 0);
-    ck_assert_int_eq(kld_unix_socket_open(path, 0600, false, &lock_until_ns, &opened, &error),
+    ck_assert_int_eq(kld_unix_socket_open(path, 0600, false, &lock_waited_ns, &opened, &error),
                      KLD_OK);
     kld_unix_socket_close(&opened, path);
     close(holder);
@@ -86,7 +86,7 @@ START_TEST(test_one_that_ends_in_order_meanwhile_is_not_waited_for) {
     ck_assert_int_eq(listen(old, 8), 0); /* answers nothing */
     clock_gettime(CLOCK_MONOTONIC, &begun);
     ck_assert_int_eq(pthread_create(&thread, NULL, end_in_order, &old), 0);
-    ck_assert_int_eq(kld_unix_socket_open(path, 0600, false, &lock_until_ns, &opened, &error),
+    ck_assert_int_eq(kld_unix_socket_open(path, 0600, false, &lock_waited_ns, &opened, &error),
                      KLD_OK);
     clock_gettime(CLOCK_MONOTONIC, &ended);
     pthread_join(thread, NULL);
