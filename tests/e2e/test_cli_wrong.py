@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 
 from conftest import BIN, clean_environment
-from httplib import certificates, is_sanitized, tls_flags  # noqa: F401 (a fixture)
-from test_cli import kld, pair, save_safetensors  # noqa: F401 (a fixture)
+from httplib import certificates, is_sanitized, probabilities, tls_flags
+from test_cli import kld, save_safetensors
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two files of probabilities."""
+    for number, name in enumerate(("q.npy", "p.npy")):
+        np.save(tmp_path / name, probabilities((33, 257), number))
+    return tmp_path / "q.npy", tmp_path / "p.npy"
 
 
 @pytest.mark.parametrize("more", [(), ("--row-loss", "r.npy"), ("--reduction", "row", "--loss", "r.npy")])
@@ -30,8 +38,8 @@ def test_a_single_number_is_no_tensor(tmp_path, more, kind):
 
 
 @pytest.mark.parametrize("first, second", [("loss", "grad-predictions"), ("grad-predictions", "grad-targets")])
-def test_two_results_in_one_file(tmp_path, pair, first, second):  # noqa: F811
-    done = kld("div", tmp_path / "q.npy", tmp_path / "p.npy", f"--{first}", tmp_path / "r.npy", f"--{second}", tmp_path / "r.npy", code=2)
+def test_two_results_in_one_file(tmp_path, pair, first, second):
+    done = kld("div", *pair, f"--{first}", tmp_path / "r.npy", f"--{second}", tmp_path / "r.npy", code=2)
     assert "is to hold two results" in done.stderr and not (tmp_path / "r.npy").exists()
 
 
@@ -43,7 +51,7 @@ def test_times_are_above_zero(arguments):
 
 
 @pytest.mark.skipif(is_sanitized(), reason="a sanitizer wants more addresses")
-def test_no_memory_is_no_wrong_use(tmp_path, pair):  # noqa: F811
+def test_no_memory_is_no_wrong_use(tmp_path, pair):
     np.save(tmp_path / "large.npy", np.full((1 << 14, 1 << 12), 0.5, np.float32))  # 256 MiB
     large = tmp_path / "large.npy"
 
@@ -121,7 +129,7 @@ def test_a_text_is_cut_between_two_characters(hostile):
     assert told["device"] == "é" * 31
 
 
-def test_ca_file_is_trusted_alone(make_server, certificates, tmp_path):  # noqa: F811
+def test_ca_file_is_trusted_alone(make_server, certificates, tmp_path):
     """Not beside the folder of the system's certificates."""
     mount = 'mount --bind "$0" /etc/ssl/certs && exec "$@"'
     folder = tmp_path / "certs"
