@@ -182,10 +182,11 @@ bool cuda_job_in_place(const struct kld_job *job) {
     return job->kind == KLD_JOB_OP && are_in_reach(job, slots_to_stage(job));
 }
 
-static bool has_few_groups(const struct cuda_flight *flight) {
-    uint64_t group = flight->args.group_rows;
-    return flight->job->geometry.scalar && flight->args.divisor != 0 &&
-           (cuda_plan_rows(flight) + group - 1) / group <= CUDA_SUMS_MAX;
+/* Groups whose sums the host could add up to the loss; 0: too many, or that is not all there is. */
+static uint32_t few_groups(const struct cuda_flight *flight) {
+    uint64_t group = flight->args.group_rows, groups = (cuda_plan_rows(flight) + group - 1) / group;
+    bool fit = flight->job->geometry.scalar && flight->args.divisor != 0 && groups <= CUDA_SUMS_MAX;
+    return fit ? (uint32_t)groups : 0;
 }
 
 /* A loss in host memory that is there with the answer, and not before, the host may write: nobody
@@ -193,8 +194,8 @@ static bool has_few_groups(const struct cuda_flight *flight) {
 static bool host_writes_loss(const struct cuda_flight *flight) {
     const struct kld_job *job = flight->job;
     return cuda_slot_is_present(job, KLD_SLOT_LOSS) &&
-           !cuda_is_on_device(&job->place[KLD_SLOT_LOSS]) && has_few_groups(flight) &&
-           !job->record && !job->launched;
+           !cuda_is_on_device(&job->place[KLD_SLOT_LOSS]) && few_groups(flight) && !job->record &&
+           !job->launched;
 }
 
 static void plan_slots(struct cuda_flight *flight) {
@@ -216,10 +217,9 @@ static void plan_slots(struct cuda_flight *flight) {
  * kernel that would do it is half of what there is to launch. */
 static void plan_sums(struct cuda_flight *flight) {
     struct kld_cuda_args *args = &flight->args;
-    uint64_t groups = (cuda_plan_rows(flight) + args->group_rows - 1) / args->group_rows;
-    bool on_host = has_few_groups(flight) && (!args->loss.dtype || flight->loss_by_host);
-    flight->sums_count = on_host ? (uint32_t)groups : 0;
-    if (on_host)
+    bool on_host = !args->loss.dtype || flight->loss_by_host;
+    flight->sums_count = on_host ? few_groups(flight) : 0;
+    if (flight->sums_count)
         args->scratch = (struct kld_cuda_scratch *)flight->sums;
 }
 
