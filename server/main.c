@@ -1,7 +1,6 @@
 /* main.c - picks the role: the supervisor as started by a person, or, behind the hidden first
  * argument, one of its children. Wiring only; everything else is in the folder of the role. */
 #include <errno.h>
-#include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,6 +8,7 @@
 #include <sys/prctl.h>
 #include <unistd.h>
 
+#include "proto/standard_fds.h"
 #include "server/config.h"
 #include "server/log.h"
 #include "server/role.h"
@@ -78,16 +78,8 @@ static bool block_hangup(void) {
     return sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler == SIG_IGN;
 }
 
-/* A standard descriptor that is closed would be that of the next memory or socket, and what is
- * printed or logged would go there. It is taken by one that fails. */
-static void keep_standard_descriptors(void) {
-    for (int fd = STDIN_FILENO; fd <= STDERR_FILENO; fd++)
-        if (fcntl(fd, F_GETFD) < 0 && errno == EBADF)
-            (void)!open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);
-}
-
 int main(int argc, char **argv) {
-    keep_standard_descriptors();
+    kld_standard_fds_keep();
     signal(SIGPIPE, SIG_IGN); /* a peer that went away is an error code, not a signal */
     signal(SIGXFSZ, SIG_IGN); /* and so is a file that may not grow */
     bool hangup_ignored = block_hangup();

@@ -1,13 +1,13 @@
 /* main.c - the kld tool: picks the command, and tells where its output could not be written. What a
  * command does is in the file of its name. */
 #include <errno.h>
-#include <fcntl.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "client/cli/cli.h"
+#include "proto/standard_fds.h"
 
 static const struct kld_command *const commands[] = {
     &kld_command_div, &kld_command_status, &kld_command_top, &kld_command_ping, &kld_command_bench,
@@ -23,14 +23,6 @@ static void help(FILE *out) {
     fprintf(out, "\nkld COMMAND -h tells more; kld --version the version. The server is named by\n"
                  "--server, else by $KLD_SERVER; with neither, kld computes in this process.\n\n"
                  "Example: kld div student.npy teacher.npy --grad-predictions grad.npy\n");
-}
-
-/* A standard descriptor that is closed would be that of the next file or connection, and what is
- * printed would go there. It is taken by one that fails. */
-static void keep_standard_descriptors(void) {
-    for (int fd = STDIN_FILENO; fd <= STDERR_FILENO; fd++)
-        if (fcntl(fd, F_GETFD) < 0 && errno == EBADF)
-            (void)!open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);
 }
 
 static int run(int argc, char **argv) {
@@ -65,7 +57,7 @@ static void file_was_cut(int signal) {
 
 int main(int argc, char **argv) {
     signal(SIGBUS, file_was_cut);
-    keep_standard_descriptors();
+    kld_standard_fds_keep();
     int code = run(argc, argv);
     errno = 0; /* what has failed before did not leave its reason */
     bool failed = fflush(stdout) != 0;
