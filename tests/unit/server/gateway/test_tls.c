@@ -66,7 +66,8 @@ START_TEST(a_connection_keeps_its_keys) {
     ck_assert(!kld_tls_wants_certificates(tls));
     struct kld_tls_keys *old = kld_tls_acquire(tls);
     ck_assert_int_eq(kld_tls_read(tls, &second, &next, &err), KLD_OK);
-    ck_assert_int_eq(kld_tls_until(next) - kld_tls_until(old), 4000);
+    time_t later = kld_tls_until(next) - kld_tls_until(old); /* they are not made at once */
+    ck_assert(later >= 4000 && later < 4060);
     kld_tls_replace(tls, next);
     struct kld_tls_keys *new = kld_tls_acquire(tls);
     ck_assert_ptr_eq(new, next);
