@@ -92,9 +92,7 @@ static enum kld_status ask_worker(struct kld_connection *connection, const char 
     return KLD_OK;
 }
 
-/* For who may not read /metrics: whether kld_connect() finds it so, which asks for that for a
- * while.
- */
+/* For who may not read /metrics: kld_connect() asks for it, for a while. */
 static bool is_ready(const struct kld_server_options *server) {
     struct kld_server_options briefly = *server;
     struct kld_connection *connection = NULL;
@@ -122,7 +120,8 @@ static enum kld_status ask_gateway(const struct status_options *options,
         fprintf(stderr, "kld: GET /metrics at %s: %s\n", url, kld_cli_printable(err->text));
         *ret_asked = "GET /v2 at ";
         status = ask_worker(connection, url, json, err);
-        *ret_ready = is_ready(&options->server);
+        if (!status)
+            *ret_ready = is_ready(&options->server);
     } else if (!status && !(status = kld_report_read(text, report, err))) {
         *ret_ready = kld_report_ready(report);
         if (json) {

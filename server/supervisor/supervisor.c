@@ -274,8 +274,8 @@ static void on_reap(uv_timer_t *timer) {
 
 static void on_child_signal(uv_signal_t *handle, int signal_number) {
     struct kld_supervisor *supervisor = handle->data;
-    if (!uv_is_active(
-            (uv_handle_t *)&supervisor->reaping)) /* else they could put it off for ever */
+    /* One that is due is not put off, which orphans could do for ever. */
+    if (!uv_is_active((uv_handle_t *)&supervisor->reaping))
         uv_timer_start(&supervisor->reaping, on_reap, REAP_DELAY_MS, 0);
 }
 

@@ -48,8 +48,8 @@ enum kld_status kld_unix_socket_path(const char *configured, char ret_path[KLD_C
                                      struct kld_error *err);
 /* Binds and listens at path. A file left by a server that is gone is replaced; a live server there,
  * or something that is no socket, is an error. make_folder: the folder may be made.
- * *lock_waited_ns: how long the lock of the folder is waited for, by all sockets of a start
- * together; set here where it is 0. */
+ * *lock_waited_ns: for how long the sockets of this start have waited for the folder's lock; 0 at
+ * first. */
 enum kld_status kld_unix_socket_open(const char *path, uint32_t mode, bool make_folder,
                                      uint64_t *lock_waited_ns, struct kld_unix_socket *ret_socket,
                                      struct kld_error *err);
