@@ -206,9 +206,10 @@ KINDS = [{}, {"reduction": "mean"}, {"reduction": "sum", "scale": 0.25}, {"reduc
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float64, torch.float32),
                                     (torch.bfloat16, torch.float32), (torch.float32, torch.float64)], ids=str)
 @pytest.mark.parametrize("shape", [(11,), (6, 11), (3, 21, 320)], ids=str)  # the last one's gradient is shared memory
-def test_a_known_call_is_the_first_one(url, connection, shape, dtypes):
-    """To the last bit, with the factor of its backward pass, without gradients and in float64 losses."""
-    kept = []
+def test_a_known_call_is_the_first_one(url, connection, backend, shape, dtypes):
+    """To the last bit, with the factor of its backward pass, without gradients and in float64 losses. (On a card a loss
+    alone has a kernel of its own.)"""
+    kept, other_bits = [], backend == "cuda" and url.startswith("unix")
     for turn in range(3):
         for number, more in enumerate(KINDS):
             more = {"input_form": "probs", "reduction": "batchmean", **more}
@@ -223,7 +224,8 @@ def test_a_known_call_is_the_first_one(url, connection, shape, dtypes):
             assert mine[1].dtype == right[1].dtype and torch.equal(mine[1], right[1])
             assert mine[0].grad.dtype == q.dtype and torch.equal(mine[0].grad, right[0].grad)
             alone = functional.kl_div(q, p, connection=connection, **more)
-            assert torch.equal(alone, mine[1]) and not alone.requires_grad
+            torch.testing.assert_close(alone, mine[1].detach(), rtol=2e-6 if other_bits else 0, atol=0)
+            assert not alone.requires_grad
             with torch.no_grad():
                 assert not functional.kl_div(mine[0], p, connection=connection, **more).requires_grad
             kept.append((mine[0].grad, mine[0].grad.clone()))

@@ -164,6 +164,65 @@ def test_a_tensor_across_pieces_lies_in_one_region(world):
     assert not devices._pinned and names(calls).count("drop") == 0
 
 
+def test_a_tensor_where_another_was(world, monkeypatch):
+    """One in an allocation is asked for by its identity; pieces that are read, when the request is on its way, and before it
+    where they are written."""
+    devices, driver, _, calls = world
+    driver.add(1000 * MB, 20 * MB)
+    add_pieces(driver, range(6))
+    looked, asked = [], []
+    look_up, are = driver.look_up, Driver.are
+    monkeypatch.setattr(driver, "look_up", lambda address: looked.append(address) or look_up(address))
+    monkeypatch.setattr(driver, "are", lambda addresses, identities: asked.append(list(addresses))
+                        or are(types.SimpleNamespace(look_up=look_up), addresses, identities))
+    whole, pieces = (1001 * MB, MB), (4010 * MB, 40 * MB)
+    for address, size in (whole, pieces):
+        found = devices.find_again(address, size, False)
+        assert (found.region, found.offset) == devices.region_of(address, size) and found.is_in_pieces == (size > MB)
+    before = len(calls)
+    looked.clear(), asked.clear()
+    devices._request += 1
+    places = [devices.find_again(*whole, False), devices.find_again(*pieces, False)]
+    assert not looked and asked == [[1001 * MB]]
+    assert [place.owner.used for place in places] == [devices._request] * 2  # no other tensor takes its room
+    assert devices.are_there(places) and asked[1:] == [[4000 * MB, 4020 * MB, 4040 * MB]]
+    assert devices.find_again(*pieces, True).region is places[1].region and len(asked) == 3 and len(calls) == before
+
+    # Another allocation there: registered before anything is sent.
+    driver.remove(1000 * MB)
+    driver.add(1000 * MB, 20 * MB)
+    devices._request += 1
+    assert devices.find_again(*whole, False).region is not places[0].region
+    # A piece that is another one: found out of what is read once the request was sent, and of what is written at once.
+    for written in (False, True):
+        driver.remove(4020 * MB)
+        add_pieces(driver, [1])
+        devices._request += 1
+        stale = devices.find_again(*pieces, written)
+        if written:
+            assert stale.region is not fresh.region
+        else:
+            assert stale.region is places[1].region and not devices.are_there([stale])
+            fresh = devices.find_again(*pieces, written)
+            assert fresh.region is not stale.region
+        assert devices.are_there([devices.find_again(*pieces, written)])
+    # What was let go of is not found any more, whoever did it.
+    devices._request += 1
+    region = devices.find_again(*pieces, False).region
+    devices._request += 1
+    assert devices._spaces.forget_idle(devices._request, {}) and ("drop", region.value) in calls
+    assert devices.find_again(*pieces, False).region is not region
+
+
+def test_places_are_bounded(world):
+    devices, driver, _, calls = world
+    driver.add(1000 * MB, 20 * MB)
+    for number in range(3 * _device.PLACES_MAX):
+        assert devices.find_again(1000 * MB + 512 * number, 4, True).offset == 512 * number
+        assert len(devices._places) <= _device.PLACES_MAX
+    assert names(calls) == ["kld_region_import_cuda_ipc"]
+
+
 def test_pieces_that_were_replaced(world):
     """Whichever under a tensor is another one, its region is no longer used; what is in use stays until it is not."""
     devices, driver, gpu, calls = world
@@ -455,7 +514,7 @@ def request_of_nothing(connection, gpu, stream):
     one.plan = types.SimpleNamespace(places=[], request=_library.Request(), reference=None, begin=lambda connection: None)
     one.connection, one.where, one.in_place = connection, _device.Where(gpu, stream, True), False
     one._at, one._written, one._keep, one.bounced, one.copied_bytes = [], [], object(), [], 0
-    one.result = None
+    one.result = one._meanwhile = None
     return one
 
 

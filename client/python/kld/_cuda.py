@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes as c
 import functools
+import itertools
 import os
 from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
@@ -84,12 +85,13 @@ class Driver:
 
     def are(self, addresses: Sequence[int], identities: Sequence[int]) -> bool:
         """What look_up() says of their identity, and nothing else, in a fraction of its time."""
-        found = c.c_uint64()
-        at, ask = c.addressof(found), self._attribute
-        for address, identity in zip(addresses, identities):
-            if ask(at, _BUFFER_ID, address) or found.value != identity:
-                return False
-        return True
+        count = len(addresses)
+        found = (c.c_uint64 * count)()
+        at = c.addressof(found)
+        # Half the time of a loop: a tensor of 1 GiB has 52 pieces.
+        if any(map(self._attribute, range(at, at + 8 * count, 8), itertools.repeat(_BUFFER_ID), addresses)):
+            return False
+        return found[:] == list(identities)
 
     def piece_of(self, address: int, allocation: Allocation) -> Tuple[int, int]:
         """Of memory mapped by hand: start and size of the piece that holds the address. The driver has no

@@ -29,7 +29,16 @@ def for_cpu_tensors(threads: int) -> Connection:
 
 def made_for_cpu_tensors(threads: int) -> Optional[Connection]:
     """That one, if it is there and open."""
-    connection = _made.get(_key(os.environ.get("KLD_SERVER"), None, min(threads, THREADS_MAX)))
+    return _made_for(None, min(threads, THREADS_MAX))
+
+
+def made_for_gpu(gpu: int) -> Optional[Connection]:
+    """The same of default_connection()."""
+    return _made_for(gpu, None)
+
+
+def _made_for(gpu: Optional[int], threads: Optional[int]) -> Optional[Connection]:
+    connection = _made.get(_key(os.environ.get("KLD_SERVER"), gpu, threads))
     return None if connection is None or connection.closed else connection
 
 

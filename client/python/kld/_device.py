@@ -16,7 +16,7 @@ import ctypes as c
 import os
 import time
 import warnings
-from typing import TYPE_CHECKING, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, TypeVar
+from typing import TYPE_CHECKING, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, TypeVar, Union
 
 from . import _cuda, _done, _library, _spaces
 from ._errors import KldConnectionError, KldError, KldUnsupportedError, KldValueError, Status
@@ -30,6 +30,7 @@ PAIRS = _done.PAIRS
 LOCAL_STREAMS_MAX = 128
 SWEEP_SECONDS = 1.0
 BOUNCE_BYTES_MIN = 2 << 20
+PLACES_MAX = 256
 
 
 _COPIED = ("kld: a tensor's memory has no handle for the server (cudaMallocAsync; expandable segments, where the server "
@@ -48,12 +49,28 @@ class Where(NamedTuple):
 class _Segment:
     """An allocation, or a piece of memory mapped by hand."""
 
-    __slots__ = ("base", "size", "region", "used")
+    __slots__ = ("base", "size", "region", "used", "stale")
 
     def __init__(self, base: int, size: int) -> None:
         self.base, self.size = base, size
+        self.stale = False  # the server has it no more
         self.region: Optional[c.c_void_p] = None  # registered; empty: cannot be
         self.used = 0  # Devices._request at its last use
+
+
+class Place(NamedTuple):
+    """Where a tensor was found to be, as long as the driver says the same of these addresses."""
+
+    owner: Union[_Segment, _spaces.Space]
+    region: c.c_void_p
+    offset: int
+    addresses: Sequence[int]
+    identities: Sequence[int]
+
+    @property
+    def is_in_pieces(self) -> bool:
+        """The server's mapping of a piece is its own, and outlives that of this process."""
+        return isinstance(self.owner, _spaces.Space)
 
 
 class _Ready:
@@ -85,6 +102,7 @@ class Devices:
         self.is_local = self._url_kind == "local"
         self._fit: Set[int] = set()  # GPUs that were found fit
         self._segments: Dict[int, _Segment] = {}  # by identity
+        self._places: Dict[Tuple[int, int], Place] = {}  # by address and size: of tensors that were found
         self._spaces = _spaces.Spaces(connection._handle)
         self._swept = 0.0
         self._request = 1  # counts them
@@ -141,18 +159,30 @@ class Devices:
 
     def region_of(self, address: int, size: int) -> Optional[Tuple[c.c_void_p, int]]:
         """None: cannot be named to another process as one."""
+        place = self.find(address, size)
+        return None if place is None else (place.region, place.offset)
+
+    def find(self, address: int, size: int) -> Optional[Place]:
+        place = self._find(address, size)
+        if place is not None:
+            if len(self._places) >= PLACES_MAX:
+                self._places.clear()
+            self._places[address, size] = place
+        return place
+
+    def _find(self, address: int, size: int) -> Optional[Place]:
         allocation = _cuda.driver().look_up(address)
         if allocation is None:
             raise KldValueError(Status.INVALID, "a tensor said to be on a GPU is not in its memory")
         segment = self._segments.get(allocation.identity)
         fits = segment is not None and address + size <= segment.base + segment.size
         if not fits and not allocation.has_handle and self._spaces.are_there:
-            found = self._spaces.find(address, size, self._request)
-            if found is None:
+            space = self._spaces.find(address, size, self._request)
+            if space is None:
                 self._sweep()
-                found = self._space_of(address, size, allocation)
-            if found is not None:
-                return found
+                space = self._make_space(address, size, allocation)
+            if space is not None:
+                return Place(space, space.region, address - space.start, *space.under(address, address + size))
         if segment is None:
             self._sweep()
             segment = self._segments[allocation.identity] = self._segment(address, allocation)
@@ -162,9 +192,28 @@ class Devices:
         segment.used = self._request
         if segment.region is None:
             segment.region = self._with_room(lambda: self._register(address, segment, allocation))
-        return (segment.region, offset) if segment.region else None
+        return Place(segment, segment.region, offset, (address,), (allocation.identity,)) if segment.region else None
 
-    def _space_of(self, address: int, size: int, allocation: _cuda.Allocation) -> Optional[Tuple[c.c_void_p, int]]:
+    def find_again(self, address: int, size: int, written: bool) -> Optional[Place]:
+        """find(), of a tensor that mostly is where another was. Of one that is read, its pieces are not looked at:
+        are_there() is to be asked when the request is on its way."""
+        place = self._places.get((address, size))
+        if place is None or place.owner.stale or not (
+                place.is_in_pieces and not written or _cuda.driver().are(place.addresses, place.identities)):
+            return self.find(address, size)
+        place.owner.used = self._request
+        return place
+
+    def are_there(self, places: Sequence[Place]) -> bool:
+        """False: in the place of one of these a request read memory of nobody any more."""
+        driver = _cuda.driver()
+        for place in places:
+            if place.is_in_pieces and not driver.are(place.addresses, place.identities):
+                self._places.clear()
+                return False
+        return True
+
+    def _make_space(self, address: int, size: int, allocation: _cuda.Allocation) -> Optional[_spaces.Space]:
         try:
             return self._with_room(lambda: self._spaces.make(address, size, allocation, self._request))
         except KldError as error:
@@ -234,6 +283,7 @@ class Devices:
 
     def _forget(self, identity: int) -> None:
         segment = self._segments.pop(identity)
+        segment.stale = True
         if segment.region:
             self._pinned.pop(segment.region.value, None)  # a later region may get this address
             _library.library().kld_region_drop(segment.region)
@@ -351,5 +401,6 @@ class Devices:
         self._ready.clear()
         self._bounces.clear()
         self._segments.clear()
+        self._places.clear()
         self._spaces.clear()
         self._streams.clear()

@@ -1,6 +1,7 @@
-"""A call of kl_div() like one before it: two dense tensors on the CPU, the loss one number, no masks or weights of rows,
-and at most the input wants its gradient. What _autograd.py found out about the first is kept (`Known`), and only what can
-be another each time is looked at: the tensors, and where they lie. All other calls are _autograd.py's.
+"""A call of kl_div() like one before it: two dense tensors, both on the CPU or both on one GPU, the loss one number, no
+masks or weights of rows, and at most the input wants its gradient. What _autograd.py found out about the first is kept
+(`Known`, `KnownOnGpu`), and only what can be another each time is looked at: the tensors, and where they lie. All other
+calls are _autograd.py's.
 
 The request is on its way before autograd is told of it: PyTorch makes its node while the server computes.
 """
@@ -8,28 +9,34 @@ from __future__ import annotations
 
 import ctypes as c
 import struct
-from typing import Any, List, Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 
-from . import _library
-from ._autograd import (CPU, NO_SECOND_DERIVATIVE, NUMBER, SECOND_TIME, Job, keeps_graph, make_empty, number_of,
-                        times)
+from . import _cuda, _library
+from ._autograd import (CPU, NO_SECOND_DERIVATIVE, NUMBER, SECOND_TIME, Job, current_stream, keeps_graph, make_empty,
+                        number_of, times)
 from ._connection import Connection
-from ._default import made_for_cpu_tensors
+from ._default import made_for_cpu_tensors, made_for_gpu
+from ._device import Place, Where
 from ._errors import KldUnsupportedError, Status
-from ._request import PLANS_MAX, Plan, submit
+from ._request import PLANS_MAX, Call, Plan, submit
 from ._surroundings import PLAIN, are_ordinary
 
 Asked = Tuple[Any, ...]  #: arguments of a call that are no tensors
+Made = Tuple["Known", Connection, torch.Tensor, Optional[torch.Tensor]]  #: the gradient; on a GPU, the loss
 
 _REDUCTIONS = ("mean", "batchmean", "sum", "rowmean")
 _HALF = torch.float16  # whose gradients _half.py knows about
 _AT, _PLACE, _SLOT = _library.Request.bytes.offset, c.sizeof(_library.Bytes), _library.SLOT
-# struct kld_bytes of predictions and targets, and of the gradient; there are no other tensors.
+# struct kld_bytes of predictions and targets, and of the gradient; on a GPU of the loss, too. There are no other tensors.
 _INPUTS = struct.Struct("PPQPPQ")
 _ALL = struct.Struct(f"PPQPPQ{(_SLOT['grad_predictions'] - 2) * _PLACE}xPPQ")
+_WITH_LOSS = struct.Struct(f"PPQPPQ{(_SLOT['loss'] - 2) * _PLACE}xPPQ")
+_ALL_WITH_LOSS = struct.Struct(f"PPQPPQ{(_SLOT['loss'] - 2) * _PLACE}xPPQ"
+                               f"{(_SLOT['grad_predictions'] - _SLOT['loss'] - 1) * _PLACE}xPPQ")
 assert (_SLOT["predictions"], _SLOT["targets"], _INPUTS.size) == (0, 1, 2 * _PLACE)
+assert _SLOT["targets"] < _SLOT["loss"] < _SLOT["grad_predictions"]
 
 
 class Known:
@@ -70,7 +77,7 @@ class Known:
 
         def make() -> None:
             loss = (torch.empty((), dtype=self.loss_dtype, device=CPU) if gradient is None else
-                    KlDivKnown.apply(input, target, (self, connection, gradient)))
+                    KlDivKnown.apply(input, target, (self, connection, gradient, None)))
             # An operator that writes it takes some microseconds, behind a wait.
             made[:] = loss, self.loss_number.from_address(loss.data_ptr())
 
@@ -86,17 +93,69 @@ class Known:
         return loss
 
 
+class _OnGpu(Call):
+    """Call, of a request whose plan says where its tensors are."""
+
+    __slots__ = ()
+
+    def __init__(self, connection: Connection, where: Where, keep: Any, meanwhile: Optional[Callable[[], None]]) -> None:
+        self.connection, self.where, self._keep, self._meanwhile = connection, where, keep, meanwhile
+        self.in_place, self.bounced, self.copied_bytes, self.result = False, [], 0, connection._result
+
+
+class KnownOnGpu(Known):
+    __slots__ = ("device", "ordinal")
+
+    def __init__(self, plan: Plan, job: Job, input: torch.Tensor, target: torch.Tensor, wanted: bool) -> None:
+        super().__init__(plan, job, input, target, wanted)
+        self.device, self.ordinal = input.device, input.get_device()
+
+    def run(self, connection: Connection, input: torch.Tensor, target: torch.Tensor, input_at: int,
+            target_at: int) -> Optional[torch.Tensor]:
+        """None: the memory of a tensor was not what it had been, or has no handle."""
+        loss = torch.empty((), dtype=self.loss_dtype, device=self.device)
+        gradient = torch.empty(self.shape, dtype=self.dtype, device=self.device) if self.wanted else None
+        at = [(input_at, self.input_bytes, False), (target_at, self.target_bytes, False),
+              (loss.data_ptr(), loss.element_size(), True)]
+        if gradient is not None:
+            at.append((gradient.data_ptr(), self.input_bytes, True))
+        made = loss
+
+        def make() -> None:
+            nonlocal made
+            made = KlDivKnown.apply(input, target, (self, connection, gradient, loss))
+
+        gpu, devices = _cuda.gpu(self.ordinal), connection._devices()
+        where = Where(gpu, current_stream(self.ordinal), early=True)
+        call = _OnGpu(connection, where, (input, target, gradient, loss), None if gradient is None else make)
+        with gpu.current():
+            read: List[Place] = []
+            words: List[int] = []
+            for address, size, written in at:
+                if devices.is_local:
+                    words += address, 0, 0
+                    continue
+                place = devices.find_again(address, size, written)
+                if place is None:
+                    return None
+                words += 0, place.region.value or 0, place.offset
+                if not written:
+                    read.append(place)
+            (_WITH_LOSS if gradient is None else _ALL_WITH_LOSS).pack_into(self.plan.request, _AT, *words)
+            call.go(self.plan)
+            return made if devices.are_there(read) else None
+
+
 class KlDivKnown(torch.autograd.Function):
     """KlDiv of _autograd.py, of a Known."""
 
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, target: torch.Tensor,
-                made: Tuple[Known, Connection, torch.Tensor]) -> torch.Tensor:
+    def forward(ctx: Any, input: torch.Tensor, target: torch.Tensor, made: Made) -> torch.Tensor:
         """A loss without its value: the server computes yet."""
-        ctx.made = made
+        ctx.made = made[:3]
         if keeps_graph is None:
             ctx.save_for_backward(input, target)
-        return torch.empty((), dtype=made[0].loss_dtype, device=CPU)
+        return torch.empty((), dtype=made[0].loss_dtype, device=CPU) if made[3] is None else made[3]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
@@ -111,23 +170,33 @@ class KlDivKnown(torch.autograd.Function):
             _, (gradient, _) = known.job._replace(connection=connection).run((tensors[0], tensors[1]), (True, False))
         if not kept:
             ctx.made = known, connection, None  # autograd keeps it: no copy
-        if kept or number_of(grad_outputs[0]) != 1:
+        if kept or gradient.is_cuda or number_of(grad_outputs[0]) != 1:  # nobody waits for a GPU's number
             gradient = times(gradient, grad_outputs[0], "mean", kept, 0)
         return gradient, None, None
 
 
 def kl_div(input: Any, target: Any, connection: Optional[Connection], asked: Asked) -> Optional[torch.Tensor]:
     """None: not of a kind that is known, or something is wrong, which _autograd.py says."""
-    if type(input) not in PLAIN or type(target) not in PLAIN or not input.is_cpu or not target.is_cpu:
+    if type(input) not in PLAIN or type(target) not in PLAIN:
         return None
-    if connection is None:
-        connection = made_for_cpu_tensors(torch.get_num_threads())
+    if input.is_cpu and target.is_cpu:
+        ordinal = -1
+        if connection is None:
+            connection = made_for_cpu_tensors(torch.get_num_threads())
+    elif input.is_cuda and target.is_cuda:
+        ordinal = input.get_device()
+        if target.get_device() != ordinal:
+            return None
+        if connection is None:
+            connection = made_for_gpu(ordinal)
+    else:
+        return None
     if type(connection) is not Connection:
         return None
     grad = torch.is_grad_enabled()
     try:
         shape = input.shape
-        known = connection._calls.get((asked, shape, input.dtype, target.dtype, grad and input.requires_grad))
+        known = connection._calls.get((asked, shape, input.dtype, target.dtype, grad and input.requires_grad, ordinal))
         if known is None or target.shape != shape or not input.is_contiguous() or not target.is_contiguous():
             return None
         input_at, target_at = input.data_ptr(), target.data_ptr()
@@ -137,13 +206,15 @@ def kl_div(input: Any, target: Any, connection: Optional[Connection], asked: Ask
         return None
     if input.is_neg() or target.is_neg() or not are_ordinary(input, target):
         return None
-    return connection._alone(known.run, known.timeout, connection, input, target, input_at, target_at)
+    loss: Optional[torch.Tensor] = connection._alone(known.run, known.timeout, connection, input, target, input_at,
+                                                     target_at)
+    return loss
 
 
 def learn(input: torch.Tensor, target: Any, asked: Asked, job: Job, wanted: bool) -> None:
     """This call went well."""
     connection = job.connection
-    if (type(input) not in PLAIN or type(target) not in PLAIN or not input.is_cpu or input.dim() == 0
+    if (type(input) not in PLAIN or type(target) not in PLAIN or input.dim() == 0
             or job.parameters.reduction not in _REDUCTIONS or _HALF in (input.dtype, target.dtype)):
         return
     wanted = wanted and input.requires_grad
@@ -151,7 +222,9 @@ def learn(input: torch.Tensor, target: Any, asked: Asked, job: Job, wanted: bool
     if plan is not None:
         if len(connection._calls) >= PLANS_MAX:
             connection._calls.clear()
-        connection._calls[(asked, input.shape, input.dtype, target.dtype, wanted)] = Known(plan, job, input, target, wanted)
+        kind, ordinal = (Known, -1) if input.is_cpu else (KnownOnGpu, input.get_device())
+        connection._calls[(asked, input.shape, input.dtype, target.dtype, wanted, ordinal)] = kind(plan, job, input, target,
+                                                                                                   wanted)
 
 
-__all__ = ["Asked", "Known", "kl_div", "learn"]
+__all__ = ["Asked", "Known", "KnownOnGpu", "kl_div", "learn"]

@@ -190,7 +190,7 @@ class Call:
     """A request in the making: tensors are placed, then it runs. With `where`, those on a GPU too."""
 
     __slots__ = ("connection", "where", "in_place", "copied_bytes", "bounced", "request", "result", "_parameters",
-                 "_shape", "_timeout", "_layout", "_extents", "_at", "_keep", "_written", "_reference", "plan")
+                 "_shape", "_timeout", "_layout", "_extents", "_at", "_keep", "_written", "_reference", "plan", "_meanwhile")
 
     def __init__(self, connection: Connection, parameters: Parameters, shape: Tuple[int, ...],
                  timeout: Optional[float], where: Optional[Where] = None) -> None:
@@ -206,6 +206,7 @@ class Call:
         self.in_place = False  # an output may lie over an input
         self.copied_bytes = 0
         self.result = connection._result
+        self._meanwhile: Optional[Callable[[], None]] = None
 
     def input(self, slot: str, view: View) -> None:
         """Places an input, copied into shared memory first if its layout cannot be named."""
@@ -335,28 +336,31 @@ class Call:
                 place.data, place.region, place.offset_bytes = at, None, 0
             else:
                 place.data, place.region, place.offset_bytes = None, region, at
-        self.request, self._reference = plan.request, plan.reference
-        connection = self.connection
-        plan.begin(connection)
         # Whatever is raised, memory may be written until a later request has ended: none of it is used again.
         for span in self._written:
             span.spoiled = True
-        if self.where is None:
-            self.submit()
-        else:
-            limbo = self._limbo()
-            before = len(limbo)
-            try:
-                connection._devices().run(self, self.where)
-            except KldError as error:
-                if error.status in _NOT_STARTED:
-                    del limbo[before:]
-                raise
-            limbo.clear()  # requests of a stream end in their order: nothing earlier writes any more
+        self.go(plan)
         for span in self._written:
             span.spoiled = False
-        connection._copied_bytes += self.copied_bytes
+        self.connection._copied_bytes += self.copied_bytes
         return self.result
+
+    def go(self, plan: Plan) -> None:
+        """Sends the plan's request, which says where its tensors are, and waits for the answer."""
+        self.request, self._reference = plan.request, plan.reference
+        plan.begin(self.connection)
+        if self.where is None:
+            self.submit()
+            return
+        limbo = self._limbo()
+        before = len(limbo)
+        try:
+            self.connection._devices().run(self, self.where)
+        except KldError as error:
+            if error.status in _NOT_STARTED:
+                del limbo[before:]
+            raise
+        limbo.clear()  # requests of a stream end in their order: nothing earlier writes any more
 
     def _limbo(self) -> List[Any]:
         """Of the request's stream."""
@@ -366,7 +370,7 @@ class Call:
     def submit(self) -> None:
         if self.where is not None:
             self._limbo().append(self._keep)  # from now on the server may write to them
-        submit(self.connection, self._reference, self, self.in_place)
+        submit(self.connection, self._reference, self, self.in_place, self._meanwhile)
 
 
 def again(connection: Connection, plan: Plan, tensors: Sequence[Any], outputs: int) -> bool:

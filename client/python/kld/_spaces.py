@@ -24,7 +24,7 @@ class _Piece(NamedTuple):
     identity: int
 
 
-class _Space:
+class Space:
     __slots__ = ("region", "room", "starts", "identities", "end", "used", "stale")
 
     def __init__(self, region: c.c_void_p, start: int, room: int) -> None:
@@ -32,7 +32,7 @@ class _Space:
         self.starts: List[int] = []
         self.identities: List[int] = []
         self.used = 0  # the number of the request that used it last
-        self.stale = False  # some piece is no longer the one that the server has
+        self.stale = False  # some piece is no longer the one that the server has, or it has none any more
 
     @property
     def start(self) -> int:
@@ -43,21 +43,25 @@ class _Space:
         self.identities.append(piece.identity)
         self.end += piece.size
 
+    def under(self, start: int, end: int) -> Tuple[List[int], List[int]]:
+        """Starts and identities of the pieces under these addresses, as far as it has such."""
+        first, last = bisect.bisect_right(self.starts, start) - 1, bisect.bisect_left(self.starts, end)
+        return self.starts[first:last], self.identities[first:last]
+
     def holds(self, start: int, end: int) -> bool:
         """The pieces under these addresses, as far as it has such, are those that the server has."""
-        first, last = bisect.bisect_right(self.starts, start) - 1, bisect.bisect_left(self.starts, end)
-        return _cuda.driver().are(self.starts[first:last], self.identities[first:last])
+        return _cuda.driver().are(*self.under(start, end))
 
 
 class Spaces:
     def __init__(self, handle: c.c_void_p) -> None:
         self._handle = handle
-        self._spaces: List[_Space] = []  # the oldest first: an address is looked for in this order
+        self._spaces: List[Space] = []  # the oldest first: an address is looked for in this order
         self.are_there = True  # as far as is known: the server has them
         self._too_many: Optional[int] = None  # pieces for which there was no room, until one of ours goes
 
-    def find(self, address: int, size: int, request: int) -> Optional[Tuple[c.c_void_p, int]]:
-        """Region and offset, of one that is there, or grows. None: there is none."""
+    def find(self, address: int, size: int, request: int) -> Optional[Space]:
+        """One that is there, or grows. None: there is none."""
         end = address + size
         for space in self._spaces:
             if not space.start <= address < space.end or space.stale:
@@ -65,11 +69,11 @@ class Spaces:
             space.stale = not space.holds(address, end)
             if not space.stale and (end <= space.end or self._grow(space, end)):
                 space.used = request
-                return space.region, address - space.start
+                return space
         return None
 
     def make(self, address: int, size: int, allocation: _cuda.Allocation,
-             request: int) -> Optional[Tuple[c.c_void_p, int]]:
+             request: int) -> Optional[Space]:
         """None: the memory has no handles, or the server no such regions."""
         pieces = _pieces(address, address + size)
         if pieces is None or (self._too_many and len(pieces) >= self._too_many):
@@ -97,9 +101,9 @@ class Spaces:
             return None
         space.used = request
         self._spaces.append(space)
-        return space.region, address - start
+        return space
 
-    def _reserve(self, uuid: bytes, start: int, room: int, needed: int) -> Optional[_Space]:
+    def _reserve(self, uuid: bytes, start: int, room: int, needed: int) -> Optional[Space]:
         region = c.c_void_p()
         try:
             try:
@@ -114,9 +118,9 @@ class Spaces:
                 raise
             self.are_there = False
             return None
-        return _Space(region, start, room)
+        return Space(region, start, room)
 
-    def _grow(self, space: _Space, end: int) -> bool:
+    def _grow(self, space: Space, end: int) -> bool:
         if end - space.start > space.room:
             return False
         pieces = _pieces(space.end, end)
@@ -130,7 +134,7 @@ class Spaces:
                 raise
             return False
 
-    def _extend(self, space: _Space, pieces: List[_Piece]) -> bool:
+    def _extend(self, space: Space, pieces: List[_Piece]) -> bool:
         for piece in pieces:
             try:
                 fd = _cuda.driver().descriptor_of(piece.start)
@@ -161,10 +165,11 @@ class Spaces:
         """Those that this request does not use. False: there are none."""
         return any([self._forget(space, request, pinned) for space in list(self._spaces)])
 
-    def _forget(self, space: _Space, request: int, pinned: Container[Optional[int]]) -> bool:
+    def _forget(self, space: Space, request: int, pinned: Container[Optional[int]]) -> bool:
         if space.used == request or space.region.value in pinned:
             return False
         self._spaces.remove(space)
+        space.stale = True
         self._too_many = None
         _library.library().kld_region_drop(space.region)
         return True
@@ -190,4 +195,4 @@ def _pieces(start: int, end: int) -> Optional[List[_Piece]]:
     return pieces
 
 
-__all__ = ["Spaces"]
+__all__ = ["Space", "Spaces"]
