@@ -128,7 +128,6 @@ struct cuda_flight {
 
     bool reduces;          /* the reduction gives one number */
     bool staged;           /* some tensor is in host memory, and copied */
-    bool loss_by_host;     /* the loss tensor lies there, and is written at the end */
     uint32_t sums_count;   /* groups whose sums the host adds up; 0: a kernel does */
     uint32_t slots_staged; /* bit 1 << enum kld_slot */
     uint64_t next_row;     /* first row of the next chunk */

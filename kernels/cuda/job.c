@@ -182,28 +182,9 @@ bool cuda_job_in_place(const struct kld_job *job) {
     return job->kind == KLD_JOB_OP && are_in_reach(job, slots_to_stage(job));
 }
 
-/* Groups whose sums the host could add up to the loss; 0: too many, or that is not all there is. */
-static uint32_t few_groups(const struct cuda_flight *flight) {
-    uint64_t group = flight->args.group_rows, groups = (cuda_plan_rows(flight) + group - 1) / group;
-    bool fit = flight->job->geometry.scalar && flight->args.divisor != 0 && groups <= CUDA_SUMS_MAX;
-    return fit ? (uint32_t)groups : 0;
-}
-
-/* A loss in host memory that is there with the answer, and not before, the host may write: nobody
- * waits for less, neither on a stream nor for an early answer. */
-static bool host_writes_loss(const struct cuda_flight *flight) {
-    const struct kld_job *job = flight->job;
-    return cuda_slot_is_present(job, KLD_SLOT_LOSS) &&
-           !cuda_is_on_device(&job->place[KLD_SLOT_LOSS]) && few_groups(flight) && !job->record &&
-           !job->launched;
-}
-
 static void plan_slots(struct cuda_flight *flight) {
     const struct kld_job *job = flight->job;
     uint32_t slots = slots_to_stage(job);
-    flight->loss_by_host = host_writes_loss(flight);
-    if (flight->loss_by_host)
-        slots &= ~(1u << KLD_SLOT_LOSS);
     flight->staged = !are_in_reach(job, slots);
     flight->slots_staged = flight->staged ? slots : 0;
     for (int slot = 0; slot < KLD_SLOT_COUNT && !flight->staged; slot++)
@@ -213,12 +194,14 @@ static void plan_slots(struct cuda_flight *flight) {
     flight->segment_rows = (uint64_t)KLD_CUDA_GROUPS_MAX * flight->args.group_rows;
 }
 
-/* A loss that is wanted on the host alone, of few groups, is added up there: for a small job the
- * kernel that would do it is half of what there is to launch. */
+/* A loss that is wanted in the answer alone, of few groups, is added up by the host: for a small
+ * job the kernel that would do it is half of what there is to launch. One that is written to memory
+ * of whatever kind is written by the device: what comes behind it in its stream reads it there. */
 static void plan_sums(struct cuda_flight *flight) {
     struct kld_cuda_args *args = &flight->args;
-    bool on_host = !args->loss.dtype || flight->loss_by_host;
-    flight->sums_count = on_host ? few_groups(flight) : 0;
+    uint64_t groups = (cuda_plan_rows(flight) + args->group_rows - 1) / args->group_rows;
+    bool by_host = flight->job->geometry.scalar && args->divisor != 0 && !args->loss.dtype;
+    flight->sums_count = by_host && groups <= CUDA_SUMS_MAX ? (uint32_t)groups : 0;
     if (flight->sums_count)
         args->scratch = (struct kld_cuda_scratch *)flight->sums;
 }
@@ -484,16 +467,6 @@ static double loss_of(const struct cuda_flight *flight) {
     return flight->job->geometry.loss_dtype == KLD_DTYPE_FP32 ? (double)(float)value : value;
 }
 
-static void write_host_loss(const struct cuda_flight *flight) {
-    const struct kld_job *job = flight->job;
-    char *to = cuda_address_of(&job->place[KLD_SLOT_LOSS]);
-    float single = (float)job->loss;
-    if (job->geometry.loss_dtype == KLD_DTYPE_FP64)
-        memcpy(to, &job->loss, sizeof job->loss);
-    else
-        memcpy(to, &single, sizeof single);
-}
-
 bool cuda_job_advance(struct cuda_device *device, struct cuda_flight *flight) {
     struct kld_job *job = flight->job;
     add_times(flight);
@@ -505,11 +478,8 @@ bool cuda_job_advance(struct cuda_device *device, struct cuda_flight *flight) {
     }
     cuda_staging_release(device, flight);
     job->status = flight->status;
-    if (job->kind == KLD_JOB_OP && !flight->status && job->geometry.scalar) {
+    if (job->kind == KLD_JOB_OP && !flight->status && job->geometry.scalar)
         job->loss = loss_of(flight);
-        if (flight->loss_by_host)
-            write_host_loss(flight);
-    }
     return true;
 }
 
