@@ -175,7 +175,11 @@ static enum kld_status device_open(const struct kld_device_options *options,
     pthread_mutex_init(&device->setup_mutex, NULL);
     pthread_mutex_init(&device->work, NULL);
     pthread_mutex_init(&device->mutex, NULL);
-    pthread_cond_init(&device->wake, NULL);
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&device->wake, &monotonic);
+    pthread_condattr_destroy(&monotonic);
     cudaError_t error;
     if ((error = cudaSetDevice(device->ordinal)) || (error = fill_info(device, options)) ||
         (error = cudaStreamCreateWithFlags(&device->setup, cudaStreamNonBlocking)) ||

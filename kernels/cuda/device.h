@@ -31,6 +31,7 @@
 #define CUDA_BLOCK_SMALL ((uint64_t)64 << 10)
 #define CUDA_LARGE_BYTES ((uint64_t)32 << 20)  /* a job that moves more is a large one */
 #define CUDA_POOL_KEEP ((uint64_t)512 << 20)   /* free bytes that stay in the pool */
+#define CUDA_SURPLUS_NS 1000000000u            /* idle so long, a device trims its pool */
 #define CUDA_REACH_BYTES ((uint64_t)256 << 10) /* of tensors in pinned host memory, used there */
 #define CUDA_SUMS_MAX 32                       /* groups of a job whose sums the host adds up */
 
@@ -151,6 +152,7 @@ struct cuda_device {
     _Atomic uint64_t kept_bytes; /* of them: of kept blocks. Written under work, read by any */
     _Atomic uint64_t pool_allocations; /* calls of the allocator so far; any thread */
     _Atomic bool lost;                 /* set once; any thread */
+    _Atomic bool surplus; /* staging went back to the pool since it was trimmed; any thread */
     _Atomic bool fail_next;            /* for tests: any thread sets it, a launch takes it */
     _Atomic bool watched; /* whoever submits looks after jobs in place; set by it alone */
 
@@ -216,6 +218,8 @@ bool cuda_heir_waits(const struct cuda_device *device);
 cudaError_t cuda_pool_take(struct cuda_device *device, uint64_t bytes, void **ret_at);
 bool cuda_pool_reserve(struct cuda_device *device, uint64_t bytes);
 void cuda_pool_release(struct cuda_device *device, uint64_t bytes);
+/* Of the device thread, when it has nothing to do. */
+void cuda_pool_trim_surplus(struct cuda_device *device);
 enum kld_status cuda_memory_map(struct kld_device *device, int fd, uint64_t bytes,
                                 struct kld_memory **ret_memory, struct kld_error *err);
 enum kld_status cuda_memory_wrap(struct kld_device *device, void *address, uint64_t bytes,

@@ -115,11 +115,24 @@ static void pool_free(struct cuda_device *device, char *at, uint64_t bytes) {
     cuda_pool_release(device, bytes);
 }
 
-/* A buffer came back: what is free beyond CUDA_POOL_KEEP goes back to the device, for others. */
-static void pool_trim(struct cuda_device *device) {
-    pthread_mutex_lock(&device->setup_mutex);
+/* What is free beyond CUDA_POOL_KEEP goes back to the device, for others. Under setup_mutex. */
+static void trim(struct cuda_device *device) {
     if (!atomic_load(&device->lost) && cudaStreamSynchronize(device->setup) == cudaSuccess)
         cudaMemPoolTrimTo(device->pool, atomic_load(&device->pool_used) + CUDA_POOL_KEEP);
+}
+
+/* A buffer came back. */
+static void pool_trim(struct cuda_device *device) {
+    pthread_mutex_lock(&device->setup_mutex);
+    trim(device);
+    pthread_mutex_unlock(&device->setup_mutex);
+}
+
+void cuda_pool_trim_surplus(struct cuda_device *device) {
+    if (pthread_mutex_trylock(&device->setup_mutex) != 0)
+        return; /* held for long, maybe: at the next look */
+    if (atomic_exchange(&device->surplus, false))
+        trim(device);
     pthread_mutex_unlock(&device->setup_mutex);
 }
 

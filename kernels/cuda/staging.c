@@ -9,6 +9,7 @@ static void give_back(struct cuda_device *device, char *at, uint64_t bytes, cuda
     if (at && !atomic_load(&device->lost) && cudaFreeAsync(at, stream) != cudaSuccess)
         cudaGetLastError();
     cuda_pool_release(device, bytes);
+    atomic_store(&device->surplus, true);
 }
 
 static void drop(struct cuda_device *device, struct cuda_block *block, cudaStream_t stream) {

@@ -198,12 +198,31 @@ static bool poll_flights(struct cuda_device *device, bool briefly) {
     return any;
 }
 
+/* Nothing is in flight. Where staging went back to the pool, a while of that: a burst of jobs is not
+ * to cost the card's other users what it took, nor the next job what was freed a moment ago. */
+static void wait_for_wake(struct cuda_device *device) {
+    if (!atomic_load(&device->surplus)) {
+        pthread_cond_wait(&device->wake, &device->mutex);
+        return;
+    }
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    uint64_t at_ns = (uint64_t)until.tv_nsec + CUDA_SURPLUS_NS;
+    until.tv_sec += (time_t)(at_ns / 1000000000u);
+    until.tv_nsec = (long)(at_ns % 1000000000u);
+    if (pthread_cond_timedwait(&device->wake, &device->mutex, &until) != ETIMEDOUT)
+        return;
+    pthread_mutex_unlock(&device->mutex);
+    cuda_pool_trim_surplus(device);
+    pthread_mutex_lock(&device->mutex);
+}
+
 /* Nothing in flight: until a job comes. False: the device closes. */
 static bool sleep_until_work(struct cuda_device *device) {
     pthread_mutex_lock(&device->mutex);
     device->sleeping = true;
     while (!device->incoming_head && !device->launched && !device->stop)
-        pthread_cond_wait(&device->wake, &device->mutex);
+        wait_for_wake(device);
     device->sleeping = false;
     bool work = device->incoming_head != NULL || device->launched;
     device->launched = false;

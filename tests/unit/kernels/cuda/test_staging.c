@@ -204,6 +204,33 @@ START_TEST(the_pool_is_trimmed_behind_a_buffer) {
 }
 END_TEST
 
+/* A burst of jobs in host memory leaves blocks that are not kept: once nothing was asked for a while,
+ * they go back as well. */
+START_TEST(the_pool_is_trimmed_behind_a_burst) {
+    setup_small();
+    struct cuda_device *own = (struct cuda_device *)device;
+    uint64_t used = cuda->pool_bytes(device);
+    prepare(&records[0], far, false);
+    submit(&records[0], 0);
+    wait_for(&records[0], false);
+    ck_assert(!atomic_load(&own->surplus)); /* kept for the next job like it */
+    atomic_store(&fake_trimmed_to, 0);
+    pthread_mutex_lock(&own->work);
+    cuda_staging_forget(own, own->setup);
+    pthread_mutex_unlock(&own->work);
+    prepare(&records[0], pool, false); /* the device thread sleeps anew */
+    records[0].job.place[1].offset_bytes = 65536;
+    submit(&records[0], 0);
+    wait_for(&records[0], false);
+    ck_assert_uint_eq(atomic_load(&fake_trimmed_to), 0);
+    for (int i = 0; i < 10000 && !atomic_load(&fake_trimmed_to); i++)
+        usleep(1000);
+    ck_assert_uint_eq(atomic_load(&fake_trimmed_to), used + CUDA_POOL_KEEP);
+    ck_assert(!atomic_load(&own->surplus));
+    teardown();
+}
+END_TEST
+
 static void *open_slowly(void *argument) {
     const uint8_t handle[64] = "slow";
     of_check = true;
@@ -253,7 +280,8 @@ END_TEST
 UNIT_MAIN("kernels/cuda/staging", kept_staging_gives_way, nobody_gets_between_chunks,
           kept_staging_does_not_give_way_in_vain, no_granule_of_a_tensor_is_left_as_it_was,
           small_jobs_leave_large_blocks_alone, what_is_kept_follows_the_jobs,
-          the_pool_is_trimmed_behind_a_buffer, room_is_made_without_holding_up_jobs)
+          the_pool_is_trimmed_behind_a_buffer, the_pool_is_trimmed_behind_a_burst,
+          room_is_made_without_holding_up_jobs)
 
 #else
 
