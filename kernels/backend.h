@@ -143,8 +143,8 @@ enum kld_job_stage {
 struct kld_backend {
     const char *name; /* "cpu", "cuda" */
 
-    /* How many devices work here. KLD_UNAVAILABLE with a reason ("no NVIDIA driver") counts as 0.
-     */
+    /* How many devices work here. KLD_UNAVAILABLE with a reason ("no NVIDIA driver") counts as 0;
+     * KLD_BUSY: there is one, which does not let this process in, but may let in a later one. */
     enum kld_status (*device_count)(uint32_t *ret_count, struct kld_error *err);
     enum kld_status (*device_open)(const struct kld_device_options *options,
                                    struct kld_device **ret_device, struct kld_error *err);
@@ -268,7 +268,7 @@ KLD_BACKEND_EXPORT const struct kld_backend *const *kld_backends(void);
  * program that was built with another one must not use its tables. */
 KLD_BACKEND_EXPORT const char *kld_backends_release(void);
 /* "cpu", "cuda", or "auto": the best that has a device. KLD_NOT_FOUND: not built in, the text lists
- * those that are. */
+ * those that are. KLD_BUSY: the best has one, but not now. */
 KLD_BACKEND_EXPORT enum kld_status
 kld_backend_find(const char *name, const struct kld_backend **ret_backend, struct kld_error *err);
 

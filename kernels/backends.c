@@ -25,7 +25,10 @@ enum kld_status kld_backend_find(const char *name, const struct kld_backend **re
     bool any = strcmp(name, "auto") == 0;
     for (size_t i = 0; backends[i]; i++) {
         uint32_t count = 0;
-        if (any && (backends[i]->device_count(&count, err) != KLD_OK || count == 0))
+        enum kld_status status = any ? backends[i]->device_count(&count, err) : KLD_OK;
+        if (status == KLD_BUSY)
+            return status;
+        if (any && (status || count == 0))
             continue;
         if (any || strcmp(name, backends[i]->name) == 0) {
             *ret_backend = backends[i];

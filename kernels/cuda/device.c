@@ -7,11 +7,17 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* cudaErrorMpsConnectionFailed to cudaErrorMpsClientTerminated, which older headers do not name. */
+static bool is_of_mps(cudaError_t error) { return (int)error >= 805 && (int)error <= 810; }
+
 static enum kld_status device_count(uint32_t *ret_count, struct kld_error *err) {
     int count = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error) {
         cudaGetLastError();
+        if (is_of_mps(error))
+            return kld_error_set(err, KLD_BUSY, "the GPU's MPS daemon does not let this process in: %s",
+                                 cudaGetErrorString(error));
         return kld_error_set(err, KLD_UNAVAILABLE, "no CUDA device: %s", cudaGetErrorString(error));
     }
     if (count < 1)

@@ -77,16 +77,25 @@ START_TEST(an_idle_device_says_whether_it_works) {
 END_TEST
 
 /* MPS refuses who comes while a client of its lost context lives, and that process for good:
- * another one has to ask, and this one says so at once. */
+ * another one has to ask, and this one says so at once. Whoever wants the best device there is does
+ * not get the CPU then. */
 START_TEST(who_is_refused_the_device_does_not_ask_again) {
     const struct kld_device_options options = {.spin_us = 20};
+    const struct kld_backend *best = NULL;
     uint32_t count = 7;
     atomic_store(&fake_refusal, cudaErrorMpsServerNotReady);
     uint64_t start_ns = fake_now_ns();
-    ck_assert_int_eq(cuda->device_open(&options, &device, &err), KLD_UNAVAILABLE);
+    ck_assert_int_eq(cuda->device_open(&options, &device, &err), KLD_BUSY);
     ck_assert_int_eq(atomic_load(&fake_calls), 1);
-    ck_assert_int_eq(cuda->device_count(&count, &err), KLD_UNAVAILABLE);
+    ck_assert_int_eq(cuda->device_count(&count, &err), KLD_BUSY);
     ck_assert_int_eq(atomic_load(&fake_calls), 2);
+    ck_assert_int_eq(kld_backend_find("auto", &best, &err), KLD_BUSY);
+    ck_assert_int_eq(atomic_load(&fake_calls), 3);
+    ck_assert(strstr(err.text, "MPS"));
+    ck_assert_ptr_eq(best, NULL);
+    atomic_store(&fake_refusal, cudaErrorNoDevice);
+    ck_assert_int_eq(kld_backend_find("auto", &best, &err), KLD_OK);
+    ck_assert_str_eq(best->name, "cpu");
     ck_assert_uint_lt(fake_now_ns() - start_ns, CUDA_HEIR_NS);
     ck_assert_uint_eq(count, 7);
 }
