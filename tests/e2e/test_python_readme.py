@@ -88,6 +88,11 @@ def test_the_measured_numbers():
     for one in (other, expandable):
         assert one["mps"] and not any(one["copied_bytes"].values())
     mine, its = expandable["ms"]["server both"], other["ms"]["server both"]
+    pieces = json.loads((results / "python-h200-expandable.json").read_text())
+    assert pieces["mps"] and run["mps"] and not any(pieces["copied_bytes"].values())
+    here, there = pieces["ms"]["server both"], run["ms"]["server both"]
+    assert (f"On an H200 it is {here['step']:.2f} and {there['step']:.2f} ms, one call {here['call']:.2f} and {there['call']:.2f} "
+            f"(`python-h200-expandable.json`, `python-h200.json`)" in text)
     assert (f"take {mine['step']:.2f} ms with expandable segments over `unix:`, calls behind each other, where they take "
             f"{its['step']:.2f} without, and one call on an idle card {mine['call']:.2f} and {its['call']:.2f}" in text)
     ms, bare = other["ms"], other["bare_kernel_ms"]
