@@ -191,7 +191,11 @@ static void plan_slots(struct cuda_flight *flight) {
         if (slots & (1u << slot))
             cuda_plan_tensor(flight, slot)->at =
                 memory_of(job, slot)->reach + job->place[slot].offset_bytes;
-    flight->segment_rows = (uint64_t)KLD_CUDA_GROUPS_MAX * flight->args.group_rows;
+    uint64_t group = flight->args.group_rows, rows = KLD_CUDA_GROUPS_MAX * group;
+    bool kept = cuda_slot_is_present(job, KLD_SLOT_ROW_MASK) && flight->args.cluster > 1;
+    if (kept && rows > KLD_CUDA_MASK_ROWS)
+        rows = group < KLD_CUDA_MASK_ROWS ? KLD_CUDA_MASK_ROWS / group * group : group;
+    flight->segment_rows = rows;
 }
 
 /* A loss that is wanted in the answer alone, of few groups, is added up by the host: for a small

@@ -94,7 +94,14 @@ extern "C" void kld_cuda_layout(kld_cuda_args *args, uint64_t job_rows, uint32_t
         args->group_rows = (job_rows + KLD_CUDA_GROUPS_MAX - 1) / KLD_CUDA_GROUPS_MAX;
 }
 
-extern "C" cudaError_t kld_cuda_launch_rows(const kld_cuda_args *args, cudaStream_t stream) {
+static __global__ void __launch_bounds__(256) mask_kernel(const kld_cuda_args args) {
+    uint64_t row = blockIdx.x * (uint64_t)blockDim.x + threadIdx.x;
+    unsigned masked = __ballot_sync(KLD_FULL_WARP, row < args.rows && row_is_masked(args, row));
+    if (threadIdx.x % 32 == 0 && row < args.rows)
+        args.scratch->masked[row / 32] = masked;
+}
+
+static cudaError_t launch_kind(const kld_cuda_args *args, cudaStream_t stream) {
     uint32_t groups = (uint32_t)((args->rows + args->group_rows - 1) / args->group_rows);
     bool elementwise = is_elementwise(args);
     if (args->cluster) {
@@ -118,6 +125,16 @@ extern "C" cudaError_t kld_cuda_launch_rows(const kld_cuda_args *args, cudaStrea
         return elementwise ? kld_cuda_elementwise_fp32(args, groups, stream)
                            : kld_cuda_rows_fp32(args, groups, stream);
     }
+}
+
+extern "C" cudaError_t kld_cuda_launch_rows(const kld_cuda_args *args, cudaStream_t stream) {
+    if (!args->mask.at || args->cluster < 2 || args->rows > KLD_CUDA_MASK_ROWS)
+        return launch_kind(args, stream);
+    kld_cuda_args kept = *args;
+    kept.mask_kept = true;
+    cudaError_t error =
+        start(mask_kernel, (uint32_t)((args->rows + 255) / 256), 256, 0, stream, *args);
+    return error ? error : launch_kind(&kept, stream);
 }
 
 /* ---- sums of whole blocks ---------------------------------------------------------------------

@@ -17,6 +17,7 @@ extern "C" {
 
 /* Rows are summed in groups, one group a block. A group's rows follow from the job's shape alone,
  * so that the order of a sum does not depend on how a job is cut into launches. */
+#define KLD_CUDA_MASK_ROWS (512u << 10)   /* of one segment, where blocks share a masked row */
 #define KLD_CUDA_GROUPS_MAX 32768u        /* of one segment: partial sums kept at a time */
 #define KLD_CUDA_DIVISOR_ROWS (1u << 20)  /* rows of one launch of the sum of weights */
 #define KLD_CUDA_DIVISOR_BLOCK_ROWS 1024u /* of one block of it */
@@ -29,11 +30,12 @@ extern "C" {
  * sizes of their clusters or slots. */
 #define KLD_CUDA_ACTIVE_CLUSTERS ((18 + 6 + 6) * 4 * 5)
 
-/* Device memory of one job in flight; the only memory beyond inputs and outputs (264 KiB). */
+/* Device memory of one job in flight; the only memory beyond inputs and outputs (328 KiB). */
 struct kld_cuda_scratch {
     double divisor; /* sum of weights so far (rowmean without normalizer) */
     double total;   /* sum of the finished segments */
     double partial[KLD_CUDA_GROUPS_MAX];
+    uint32_t masked[KLD_CUDA_MASK_ROWS / 32]; /* of one launch's rows, a bit each: mask_kept */
 };
 
 /* A tensor on the device, from the launch's first row on. */
@@ -78,6 +80,9 @@ struct kld_cuda_args {
     double gradient_scale; /* scale * grad_output as a number */
     double divisor;        /* 0: scratch->divisor */
     struct kld_cuda_scratch *scratch;
+    /* The mask lies in scratch, too, and is read there: its owner may write to it meanwhile, and
+     * blocks that disagree about a row would wait for each other for ever. */
+    bool mask_kept;
     /* Host memory of the device: how many clusters of a kernel run at a time; 0: not asked yet.
      * NULL: ask each time. From kld_cuda_layout() on that of this launch's kernel. */
     uint16_t *active_clusters;

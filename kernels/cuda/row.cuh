@@ -141,7 +141,19 @@ static __device__ __forceinline__ char *at_row(const kld_cuda_tensor &tensor, ui
 
 /* Of a row: does it count? A masked one is not read. */
 static __device__ __forceinline__ bool row_is_masked(const kld_cuda_args &args, uint64_t index) {
+    if (args.mask_kept)
+        return args.scratch->masked[index / 32] >> index % 32 & 1;
     return args.mask.at && *at_row(args.mask, index) == 0;
+}
+/* The same to all threads of a team, whatever its owner writes to the mask meanwhile: those that
+ * disagree would wait for each other for ever. */
+static __device__ __forceinline__ bool row_is_masked(const kld_cuda_args &args, uint64_t index,
+                                                     const team &team) {
+    if (!args.mask.at)
+        return false;
+    double found[1] = {team.lane == 0 && row_is_masked(args, index) ? 1.0 : 0.0};
+    team.sum(found);
+    return found[0] != 0;
 }
 
 /* Where the parts of an unmasked row lie, and its factors. */
@@ -191,7 +203,7 @@ static __device__ __forceinline__ void row_store(const kld_cuda_args &args, uint
 /* One row from its index. Returns w * scale * value. */
 template <class BODY>
 static __device__ double do_row(const kld_cuda_args &args, uint64_t index, const team &team) {
-    bool masked = row_is_masked(args, index);
+    bool masked = row_is_masked(args, index, team);
     double value = 0;
     if (!masked) {
         row row = row_open(args, index);

@@ -1,7 +1,9 @@
 """kld from NumPy: values and gradients against FP64, the same bits over every kind of connection, and how
 often a byte is copied."""
-import os
+import ctypes
 import gc
+import os
+import threading
 
 import numpy as np
 import pytest
@@ -369,6 +371,39 @@ def test_a_late_answer(server):
         connection.ping()
         assert connection._memory.cached_bytes == 0 and list(connection._memory._live) == [mine.ctypes.data]
         assert connection.kl_div(mine, mine, timeout=60).loss == 0
+
+
+@pytest.mark.parametrize("form", ["logits", "probs"])
+def test_a_mask_that_changes_while_it_is_read(make_server, backend, form):
+    """Spoils what its owner gets, and nothing else: threads and blocks of a card that share a row, and read its mask
+    themselves, would wait for each other for ever."""
+    server = make_server()
+    with kld.connect(server.url_unix) as connection, kld.connect(server.url_unix) as other:
+        q, p = (connection.empty((1, 16384)) for _ in range(2))
+        q[:], p[:] = probabilities(1, 16384), probabilities(1, 16384)
+        mask, ended = connection.empty((1,)).view(np.uint8)[:1], threading.Event()
+        mask[:] = 1
+        more = {"predictions_form": form, "targets_form": form, "divergence": "jeffreys", "grad": "predictions", "timeout": 20}
+
+        def change():
+            at = ctypes.c_uint8.from_address(mask.ctypes.data)
+            while not ended.is_set():
+                for _ in range(1000):
+                    at.value = 0
+                    at.value = 1
+
+        right = connection.kl_div(q, p, **more).loss
+        changing = threading.Thread(target=change)
+        changing.start()
+        try:
+            for _ in range(5000 if backend == "cuda" else 100):
+                connection.kl_div(q, p, row_mask=mask, **more)
+        finally:
+            ended.set()
+            changing.join()
+        assert connection.kl_div(q, p, row_mask=mask, **more).loss == right
+        assert other.kl_div(q.copy(), p.copy(), **more).loss == right
+        assert server.metrics()['kld_worker_restarts_total{worker="0"}'] == 0
 
 
 def test_a_lost_worker(make_server):
