@@ -17,7 +17,7 @@ static bool is_elementwise(const kld_cuda_args *args) {
 
 static bool is_logits(const kld_cuda_args *args) {
     return is_even(args) && args->p.form == KLD_FORM_LOGITS && args->rule.kind == KLD_RULE_KL &&
-           args->rule.of_q == 0;
+           args->rule.of_q == 0 && args->inverse_temperature < 1e38;
 }
 
 /* A mixture that is nearly its own side: what is left of the logarithms is too little for the
@@ -84,7 +84,8 @@ extern "C" void kld_cuda_layout(kld_cuda_args *args, uint64_t job_rows, uint32_t
         args->cached = (uint32_t)(wanted < most ? wanted : most);
     }
     args->cluster = args->tile_rows = 0;
-    if (is_even(args) && args->p.form == KLD_FORM_LOGITS)
+    bool gradient = args->grad_p.dtype || args->grad_q.dtype;
+    if (is_even(args) && args->p.form == KLD_FORM_LOGITS && !(is_lopsided(args) && gradient))
         kld_cuda_short_layout(args, job_rows);
     if (args->tile_rows)
         return;

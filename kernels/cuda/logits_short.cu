@@ -98,10 +98,11 @@ extern "C" void kld_cuda_short_layout(kld_cuda_args *args, uint64_t job_rows) {
         wide_layout(args, job_rows);
         return;
     }
-    if (args->classes > 512 || is_wide(args))
+    bool gradient = args->grad_p.dtype || args->grad_q.dtype, simple = is_simple(args);
+    /* FP32 gradients that were too long for is_wide() are read again. */
+    if (args->classes > 512 || (element == 4 && gradient && !simple))
         return;
     uint32_t classes = (uint32_t)args->classes;
-    bool gradient = args->grad_p.dtype || args->grad_q.dtype, simple = is_simple(args);
     bool few = !simple || (element == 4 && gradient);
     choice best = {UINT32_MAX, 0, 0, 0};
     if (classes % whole == 0)

@@ -105,6 +105,7 @@ struct mixture_terms_short {
     float log_large, log_small; /* ln(large/m), ln(small/m) */
     float large, small;         /* large ln(large/m) - large + m, and of the small one */
     float more;                 /* (large - small) / m */
+    float whole;                /* the same, without a limit */
 };
 
 /* x = |d|; lost: what m loses against the larger mass, the share of the smaller side; kept is 1
@@ -136,7 +137,7 @@ static __device__ __forceinline__ mixture_terms_short mixture_short(float x, flo
     r.log_small = r.log_large - x;
     r.small = fmaf(small, r.large, fmaf(-change, y, rest));
     float inverse = PRECISE ? reciprocal_precise(m) : reciprocal(m);
-    r.more = change * inverse;
+    r.more = r.whole = change * inverse;
     if (LIMITS) {
         float part = small * (PRECISE ? reciprocal_precise(kept) : reciprocal(kept));
         r.log_large =

@@ -276,10 +276,9 @@ template <class T_, int RULE_, int MODE_, int W_, int E_> struct short_row {
         float of_large = p_larger ? n.of_p : n.of_q, of_small = p_larger ? n.of_q : n.of_p;
         mixture_terms_short r = mixture_short<PRECISE, ALL>(fabsf(d), lost, kept, limit);
         if constexpr (ALL) {
-            float of_kept = p_larger ? n.inverse_share : n.inverse_rest, cross = n.k * sign;
-            float whole = limit ? r.more + of_kept : r.more;
+            float cross = n.k * sign;
             float h_large = fmaf(of_large, r.log_large, kept * cross * r.more);
-            float h_small = fmaf(of_small, r.log_small, lost * cross * whole);
+            float h_small = fmaf(of_small, r.log_small, lost * cross * r.whole);
             float lost_log = p_larger ? n.minus_log_rest : n.minus_log_share;
             float at_limit = fmaf(of_small, lost_log, -cross);
             h_small -= (p_larger ? limit_q : limit_p) ? at_limit : 0.0f;

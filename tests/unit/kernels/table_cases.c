@@ -340,6 +340,49 @@ static void add_reductions(struct table_list *list) {
     at->gradient[1] = true;
 }
 
+/* Mixtures that are nearly one of their sides, of 16 bits: FP32 holds little of what the other
+ * adds. */
+static void add_uneven(struct table_list *list) {
+    static const double ends[] = {1e-3, 1e-4, 1e-5, 0.99, 0.999};
+    static const uint32_t dtypes[] = {BF16, FP16},
+                          kinds[] = {KLD_DIVERGENCE_SKEW_KL, KLD_DIVERGENCE_SKEW_REVERSE_KL,
+                                     KLD_DIVERGENCE_JS};
+    for (int i = 0; i < 2 * 3 * 5; i++) {
+        uint32_t divergence = kinds[i / 5 % 3];
+        struct table_case *at = table_list_add_one(list, "uneven", 96, i % 3 ? 99 : 7, divergence,
+                                                   LOGITS, dtypes[i / 15]);
+        bool large = divergence == KLD_DIVERGENCE_JS && i % 5 > 2;
+        at->parameter = large ? 1 - ends[i % 5 - 2] : ends[i % 5];
+        at->distinct = 96;
+        at->gradient[1] = true;
+    }
+}
+
+/* Rows of the cross entropy that are too long for FP64 in tiles, with a class that has the mass. */
+static void add_entropy(struct table_list *list) {
+    static const uint64_t classes[] = {258, 300, 320};
+    for (int i = 0; i < 3; i++) {
+        struct table_case *at = table_list_add_one(list, "heavy entropy", 96, classes[i],
+                                                   KLD_DIVERGENCE_CROSS_ENTROPY, LOGITS, FP32);
+        at->data = TABLE_HEAVY;
+        at->noise = 0.95;
+        at->distinct = 96;
+    }
+}
+
+/* 1 / T is a number of FP64 and none of FP32. */
+static void add_coldest(struct table_list *list) {
+    static const uint64_t classes[] = {9, 512, 1000, 6000};
+    for (int i = 0; i < 8; i++) {
+        struct table_case *at =
+            table_list_add_one(list, "coldest", 5, classes[i % 4], KLD_DIVERGENCE_FORWARD_KL,
+                               LOGITS, i < 4 ? BF16 : FP32);
+        at->data = TABLE_EQUAL;
+        at->temperature = 1e-39;
+        at->gradient[1] = i % 2;
+    }
+}
+
 static void add_speed(struct table_list *list) {
     for (int i = 0; i < 12; i++) {
         bool logits = i >= 4, gradient = i % 2, half = i / 2 % 2;
@@ -372,6 +415,9 @@ struct table_case *table_cases(bool quick, size_t *ret_count) {
     add_ends(&list);
     add_reductions(&list);
     table_list_held(&list, quick);
+    add_uneven(&list);
+    add_entropy(&list);
+    add_coldest(&list);
     if (!quick)
         add_speed(&list);
     *ret_count = list.count;
