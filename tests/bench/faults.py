@@ -3,10 +3,11 @@
 the client is told (device_lost) and until the next right answer to a new connection. Prints JSON, and with
 --log the server's log of the last fault. Needs the programs in KLD_BIN.
 
-  faults.py [--backend cuda] [--count 5] [--fault own|killed] [--log]
+  faults.py [--backend cuda] [--count 5] [--fault own|killed|other] [--log]
 
-The client has no context of its own, so under MPS nothing but the worker is lost. killed, under MPS only: a process
-on the same card is killed in the middle of its kernel, and times count from its end, the last dead client's."""
+The client has no context of its own, so under MPS nothing but the worker is lost. killed and other, under MPS only: a
+process on the same card is killed in the middle of its kernel, or ends because its own kernel faults; times count from
+its end, the last dead client's."""
 import argparse
 import json
 import os
@@ -45,19 +46,25 @@ VICTIM = """if True:
     sys.path.insert(0, {!r})
     import gpulib
     gpu = gpulib.Gpu()
-    gpu.launch("spin", gpu.stream(), 20_000_000_000)
     print(int(gpu.mps), flush=True)
-    time.sleep(60)"""
+    if {!r} == "killed":
+        gpu.launch("spin", gpu.stream(), 20_000_000_000)
+        print("computes", flush=True)
+        time.sleep(60)
+    stream = gpu.stream()
+    gpu.launch("fault", stream)
+    gpu.finish(stream)"""
 
 
-def killed(server):
+def another(server, fault):
     """The same, from the end of the process that takes the worker's context along."""
     case = Case(server.unix)
     case.run()
-    code = VICTIM.format(str(pathlib.Path(wire.__file__).parent))
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as victim:
+    code = VICTIM.format(str(pathlib.Path(wire.__file__).parent), fault)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as victim:
         mps = victim.stdout.readline()
-        victim.kill()
+        if victim.stdout.readline():
+            victim.kill()
         victim.wait()
     start = time.monotonic()
     assert mps == "1\n", "without MPS nobody else's context is lost"
@@ -102,7 +109,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--count", type=int, default=5)
-    parser.add_argument("--fault", choices=["own", "killed"], default="own")
+    parser.add_argument("--fault", choices=["own", "killed", "other"], default="own")
     parser.add_argument("--log", action="store_true")
     args = parser.parse_args()
     server = Server(backend=args.backend, http="", environment={"KLD_TEST_FAULTS": "1"}, restart_ms_max=100)
@@ -112,7 +119,7 @@ def main():
             if i > 0:
                 time.sleep(5.2)  # a worker that served so long is started again without a pause
             before = len(server.log())
-            times.append((one if args.fault == "own" else killed)(server))
+            times.append(one(server) if args.fault == "own" else another(server, args.fault))
         told, answered = zip(*times)
         print(json.dumps({"what": "faults", "fault": args.fault, "backend": server.backend, "count": args.count,
                           "mps": "CUDA_MPS_PIPE_DIRECTORY" in os.environ,

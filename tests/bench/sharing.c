@@ -358,7 +358,7 @@ int main(int argc, char **argv) {
     double seconds = 2;
     uint32_t divide = 1, streams = 0;
     const char *only = "";
-    if (argc < 2) {
+    if (argc < 2 || argv[1][0] == '-') {
         fprintf(stderr, "usage: sharing UNIX-URL [--seconds S] [--quick] "
                         "[--only latency|rates|beside] [--streams N]\n");
         return 2;
@@ -382,7 +382,7 @@ int main(int argc, char **argv) {
         failed |= latencies(argv[1], divide);
     static const int clients[] = {1, 4, 16};
     for (int beside = 0; beside < 2; beside++)
-        for (size_t i = 0; i < 3; i++)
+        for (size_t i = 0; i < 3 && !failed; i++)
             if (!*only || strcmp(only, beside ? "beside" : "rates") == 0)
                 failed |= rates(argv[1], clients[i], beside, seconds,
                                 streams          ? streams
