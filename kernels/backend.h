@@ -47,6 +47,14 @@ extern "C" {
 
 struct kld_backend;
 
+/* cuda: when kernels are loaded, of which the first launch may have to wait for what others have on
+ * the device. */
+enum kld_kernels_load {
+    KLD_KERNELS_WHEN_USED,
+    KLD_KERNELS_AT_OPEN,   /* all of them, 0.2 s */
+    KLD_KERNELS_WHEN_IDLE, /* one by one, while the device has nothing to do */
+};
+
 struct kld_device_options {
     uint32_t device;  /* index, below device_count() */
     uint32_t threads; /* cpu: threads that compute; 0: one for each CPU this process may use */
@@ -54,6 +62,7 @@ struct kld_device_options {
                               * copies may take together; 0: 1/2 of the device's memory. For cpu the
                               * pool is host memory. Beyond it: KLD_NO_MEMORY. */
     uint32_t spin_us;        /* how long the device thread polls before it sleeps */
+    enum kld_kernels_load kernels_load;
     bool peer_access; /* cuda: memory of other cards is taken too, where the hardware lets this one
                        * read and write it in place */
 };

@@ -196,6 +196,9 @@ static enum kld_status device_open(const struct kld_device_options *options,
         return status == KLD_DEVICE_LOST ? (err ? (err->status = KLD_UNAVAILABLE) : KLD_UNAVAILABLE)
                                          : status;
     }
+    if (options->kernels_load == KLD_KERNELS_AT_OPEN)
+        cuda_preload(device, UINT32_MAX);
+    device->loads_when_idle = options->kernels_load == KLD_KERNELS_WHEN_IDLE;
     if (options->peer_access)
         cuda_peers_find(device, count);
     device->card = cuda_card_number(device->ordinal);

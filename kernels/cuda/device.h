@@ -152,9 +152,9 @@ struct cuda_device {
     _Atomic uint64_t kept_bytes; /* of them: of kept blocks. Written under work, read by any */
     _Atomic uint64_t pool_allocations; /* calls of the allocator so far; any thread */
     _Atomic bool lost;                 /* set once; any thread */
-    _Atomic bool surplus; /* staging went back to the pool since it was trimmed; any thread */
-    _Atomic bool fail_next;            /* for tests: any thread sets it, a launch takes it */
-    _Atomic bool watched; /* whoever submits looks after jobs in place; set by it alone */
+    _Atomic bool surplus;   /* staging went back to the pool since it was trimmed; any thread */
+    _Atomic bool fail_next; /* for tests: any thread sets it, a launch takes it */
+    _Atomic bool watched;   /* whoever submits looks after jobs in place; set by it alone */
 
     struct cuda_peer peers[CUDA_PEERS_MAX]; /* with peers_count: constant */
     uint32_t peers_count;
@@ -183,6 +183,8 @@ struct cuda_device {
     struct cuda_flight *order[CUDA_FLIGHTS_MAX]; /* in flight, in order of launch */
     uint32_t order_count;
     uint64_t sweep;
+    uint32_t kernels_loaded;               /* of those that preload.c knows */
+    bool loads_when_idle;                  /* the rest of them */
     struct cuda_block kept[CUDA_KEPT_MAX]; /* staging that no job has */
     double *results;        /* pinned, one a flight; the last: cuda_check()'s, under setup_mutex */
     struct cuda_sums *sums; /* pinned, one a flight */
@@ -218,6 +220,8 @@ bool cuda_heir_waits(const struct cuda_device *device);
 cudaError_t cuda_pool_take(struct cuda_device *device, uint64_t bytes, void **ret_at);
 bool cuda_pool_reserve(struct cuda_device *device, uint64_t bytes);
 void cuda_pool_release(struct cuda_device *device, uint64_t bytes);
+/* Loads so many more kernels; false: there are none left. When opening, or under work. */
+bool cuda_preload(struct cuda_device *device, uint32_t most);
 /* Of the device thread, when it has nothing to do. */
 void cuda_pool_trim_surplus(struct cuda_device *device);
 enum kld_status cuda_memory_map(struct kld_device *device, int fd, uint64_t bytes,

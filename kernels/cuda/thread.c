@@ -13,9 +13,10 @@
 /* While work is in flight the thread goes on polling, and yields: most jobs end within this, and a
  * nap, with its wake-up, would add a tenth of a millisecond to each of them. */
 #define FLIGHT_POLL_NS 5000000u
-#define NAP_NS 20000        /* between polls of longer work */
-#define LOCK_SOON_NS 50000  /* that a caller spends on the lock at most */
-#define TIMER_SLACK_NS 1000 /* a nap is not to become three */
+#define NAP_NS 20000         /* between polls of longer work */
+#define LOCK_SOON_NS 50000   /* that a caller spends on the lock at most */
+#define LOAD_PAUSE_NS 500000 /* without work, before another kernel is loaded */
+#define TIMER_SLACK_NS 1000  /* a nap is not to become three */
 
 uint64_t cuda_now_ns(void) {
     struct timespec now;
@@ -198,22 +199,41 @@ static bool poll_flights(struct cuda_device *device, bool briefly) {
     return any;
 }
 
-/* Nothing is in flight. Where staging went back to the pool, a while of that: a burst of jobs is not
- * to cost the card's other users what it took, nor the next job what was freed a moment ago. */
+/* False: it was not woken meanwhile. With the mutex. */
+static bool woken_within(struct cuda_device *device, uint64_t wait_ns) {
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    uint64_t at_ns = (uint64_t)until.tv_nsec + wait_ns;
+    until.tv_sec += (time_t)(at_ns / 1000000000u);
+    until.tv_nsec = (long)(at_ns % 1000000000u);
+    return pthread_cond_timedwait(&device->wake, &device->mutex, &until) != ETIMEDOUT;
+}
+
+/* One more kernel, where the device has nothing at all to do, whoever looks after it. */
+static void load_another(struct cuda_device *device) {
+    if (pthread_mutex_trylock(&device->work) != 0)
+        return;
+    if (device->order_count == 0 && !device->pending_head)
+        device->loads_when_idle = cuda_preload(device, 1);
+    pthread_mutex_unlock(&device->work);
+}
+
+/* Nothing is in flight. Kernels that are not loaded yet are, between jobs. Where staging went back
+ * to the pool, what is free of that goes to the card a while later: a burst of jobs is not to cost
+ * the card's other users what it took, nor the next job what was freed a moment ago. */
 static void wait_for_wake(struct cuda_device *device) {
-    if (!atomic_load(&device->surplus)) {
+    bool loads = device->loads_when_idle, surplus = atomic_load(&device->surplus);
+    if (!loads && !surplus) {
         pthread_cond_wait(&device->wake, &device->mutex);
         return;
     }
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    uint64_t at_ns = (uint64_t)until.tv_nsec + CUDA_SURPLUS_NS;
-    until.tv_sec += (time_t)(at_ns / 1000000000u);
-    until.tv_nsec = (long)(at_ns % 1000000000u);
-    if (pthread_cond_timedwait(&device->wake, &device->mutex, &until) != ETIMEDOUT)
+    if (woken_within(device, loads ? LOAD_PAUSE_NS : CUDA_SURPLUS_NS))
         return;
     pthread_mutex_unlock(&device->mutex);
-    cuda_pool_trim_surplus(device);
+    if (loads)
+        load_another(device);
+    else
+        cuda_pool_trim_surplus(device);
     pthread_mutex_lock(&device->mutex);
 }
 

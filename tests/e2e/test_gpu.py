@@ -372,6 +372,27 @@ def test_register_and_drop_leak_nothing(gpu, server, client, memory, kind):
         case.memory.free()
 
 
+def test_a_burst_leaves_the_card_to_others(gpu, make_server):
+    """12 clients at once take 192 MiB of staging each. A second after the last of them what is kept for the next such job
+    (576 MiB), and what a pool keeps (512 MiB), is all that is gone."""
+    server = make_server(pool_bytes_max="6G")
+    hosts = [HostCase(Client(server.unix), (16, 1 << 20)) for _ in range(12)]
+    hosts[0].run()
+    before, least = gpu.free_bytes(), []
+    for _ in range(4):
+        threads = [threading.Thread(target=host.run) for host in hosts]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            least.append(gpu.free_bytes())
+            time.sleep(0.001)
+        for host in hosts:
+            host.restore()
+    assert before - min(least) > 1300 << 20, "they did not come at once"
+    wait_until(lambda: before - gpu.free_bytes() < 1200 << 20, 10, "the pool to be trimmed")
+    hosts[0].run()
+
+
 def test_a_warm_worker_allocates_nothing(gpu, make_server, memory):
     """7,500 requests of every kind: in place, with events, with a fence and EARLY, from host memory, copies. Nothing is taken
     from the pool meanwhile; device memory that is free, the worker's mappings and descriptors are the same before

@@ -5,6 +5,7 @@ CUDA back end with a torch that has one; elsewhere skipped."""
 import re
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -539,6 +540,34 @@ with kld.connect(sys.argv[1]) as connection, connection.attach("test/cuda", time
     loss.backward()
     print(teacher.dtype, teacher.form, float(loss), float(z.grad.abs().sum()))
 """
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["first", "successor"])
+def test_a_first_job_of_its_kind_waits_for_nobody(make_server, lost):
+    """The driver loads no kernel while the card has work that waits, for two seconds here: all are loaded at the start, or
+    after a worker was lost, while nothing is asked for."""
+    server = make_server()
+    if lost:
+        server.kill_child("worker")
+        server.child("worker")
+        time.sleep(3)
+    with kld.connect(server.url_unix) as late, kld.connect(server.url_unix) as other:
+        q, p = (tensor.detach() for tensor in data((64, 500)))
+        for connection in (late, other):
+            float(functional.kl_div(q, p, reduction="sum", connection=connection))
+        torch.cuda.synchronize()
+        spin(2000)
+        loss = functional.kl_div(q, p, reduction="sum", connection=late)
+        stream, took = torch.cuda.Stream(), []
+        for more in ({}, {"divergence": "js"}, {"divergence": "tv", "target_form": "logits"}):
+            with torch.cuda.stream(stream):
+                start = time.monotonic()
+                functional.kl_div(q, p, reduction="sum", connection=other, **more)
+                stream.synchronize()
+                took.append(time.monotonic() - start)
+        assert not torch.cuda.current_stream().query()
+        assert max(took) < 0.7, took
+        assert float(loss) == pytest.approx(float(reference(q, p, reduction="sum")[0]), rel=1e-5)
 
 
 def test_published_logits(server):

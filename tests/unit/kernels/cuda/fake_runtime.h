@@ -87,6 +87,11 @@ cudaError_t cudaGetDeviceCount(int *count) {
     *count = atomic_load(&fake_devices);
     return (cudaError_t)atomic_load(&fake_refusal);
 }
+static atomic_int fake_loads; /* of kernels */
+cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const void *kernel) {
+    atomic_fetch_add(&fake_loads, 1);
+    return cudaSuccess;
+}
 cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) {
     *can = device < 2 && peer < 2;
     return cudaSuccess;

@@ -101,6 +101,58 @@ START_TEST(who_is_refused_the_device_does_not_ask_again) {
 }
 END_TEST
 
+/* As the runtime does before main(). */
+void __wrap___cudaRegisterFunction(void **module, const char *host_side, char *device_side,
+                                   const char *name, int threads_max, void *tid, void *bid,
+                                   void *block, void *grid, int *warp);
+enum { KERNELS = 7 };
+static void register_kernels(void) {
+    static const char stub[KERNELS];
+    for (int i = 0; i < KERNELS; i++)
+        __wrap___cudaRegisterFunction(NULL, &stub[i], NULL, "kernel", -1, NULL, NULL, NULL, NULL,
+                                      NULL);
+}
+
+START_TEST(kernels_are_loaded_when_a_device_is_opened) {
+    const struct kld_device_options options = {.spin_us = 20, .kernels_load = KLD_KERNELS_AT_OPEN};
+    register_kernels();
+    ck_assert_int_eq(cuda->device_open(&options, &device, &err), KLD_OK);
+    ck_assert_int_eq(atomic_load(&fake_loads), KERNELS);
+    cuda->device_close(device);
+}
+END_TEST
+
+/* Not while there is anything on the device, who may wait for what: the driver waits for that. */
+START_TEST(kernels_are_loaded_while_a_device_is_idle) {
+    register_kernels();
+    setup();
+    usleep(20000);
+    ck_assert_int_eq(atomic_load(&fake_loads), 0); /* a trainer's process has its own ways */
+    struct cuda_device *own = (struct cuda_device *)device;
+    for (int polls = 0; polls < 2; polls++) {
+        int loaded = atomic_load(&fake_loads);
+        cuda->poll(device, polls);
+        atomic_store(&fake_us, 200000);
+        prepare(&records[0], pool, false);
+        ck_assert(submit(&records[0], 0));
+        own->loads_when_idle =
+            true; /* the device thread polls, or sleeps and looks when it wakes */
+        prepare(&records[1], pool, false);
+        ck_assert(submit(&records[1], 1));
+        usleep(20000);
+        ck_assert_int_eq(atomic_load(&fake_loads), loaded);
+        wait_for(&records[0], polls);
+        wait_for(&records[1], polls);
+        cuda->poll(device, false);
+        for (int i = 0; i < 10000 && atomic_load(&fake_loads) < KERNELS; i++)
+            usleep(1000);
+        ck_assert_int_eq(atomic_load(&fake_loads), KERNELS);
+        atomic_store(&fake_us, 0);
+    }
+    teardown();
+}
+END_TEST
+
 START_TEST(closing_waits_for_what_was_polled) {
     setup();
     atomic_store(&fake_us, 20000);
@@ -500,7 +552,8 @@ END_TEST
 
 UNIT_MAIN("kernels/cuda/thread", a_fault_is_a_launch_with_an_address_that_is_not_there,
           jobs_end_in_order_whoever_looks, who_polls_completes,
-          who_is_refused_the_device_does_not_ask_again, closing_waits_for_what_was_polled,
+          who_is_refused_the_device_does_not_ask_again, kernels_are_loaded_when_a_device_is_opened,
+          kernels_are_loaded_while_a_device_is_idle, closing_waits_for_what_was_polled,
           streams_wait_for_events, a_job_says_that_it_waits, a_job_says_that_it_is_behind_another,
           a_busy_device_says_it_as_well, what_cannot_be_launched_is_not_told_as_launched,
           an_idle_device_says_whether_it_works, memory_of_a_predecessor_is_waited_for,
