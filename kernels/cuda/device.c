@@ -16,7 +16,8 @@ static enum kld_status device_count(uint32_t *ret_count, struct kld_error *err) 
     if (error) {
         cudaGetLastError();
         if (is_of_mps(error))
-            return kld_error_set(err, KLD_BUSY, "the GPU's MPS daemon does not let this process in: %s",
+            return kld_error_set(err, KLD_BUSY,
+                                 "the GPU's MPS daemon does not let this process in: %s",
                                  cudaGetErrorString(error));
         return kld_error_set(err, KLD_UNAVAILABLE, "no CUDA device: %s", cudaGetErrorString(error));
     }

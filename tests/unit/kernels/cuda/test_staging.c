@@ -204,8 +204,8 @@ START_TEST(the_pool_is_trimmed_behind_a_buffer) {
 }
 END_TEST
 
-/* A burst of jobs in host memory leaves blocks that are not kept: once nothing was asked for a while,
- * they go back as well. */
+/* A burst of jobs in host memory leaves blocks that are not kept: once nothing was asked for a
+ * while, they go back as well. */
 START_TEST(the_pool_is_trimmed_behind_a_burst) {
     setup_small();
     struct cuda_device *own = (struct cuda_device *)device;
