@@ -74,7 +74,9 @@ LIB_OBJ    := $(call OBJ,$(PROTO_C) $(KERNELS_C) $(CUDA_C) $(CLIENT_C))
 SERVER_OBJ := $(call OBJ,$(SERVER_C))
 
 CUDA_HOME  := $(patsubst %/bin/nvcc,%,$(NVCC))
-CUDA_LIBS  := $(if $(filter 1,$(CUDA)),-L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt -lstdc++ -Wl,--wrap=__cudaRegisterFunction)
+# kernels/cuda/preload.c hears of the kernels that there are.
+CUDA_WRAP  := -Wl,--wrap=__cudaRegisterFunction
+CUDA_LIBS  := $(if $(filter 1,$(CUDA)),-L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt -lstdc++ $(CUDA_WRAP))
 LIB_LIBS   := $(CUDA_LIBS) -lcurl -lm
 SERVER_LIBS := -lmicrohttpd -lgnutls -lseccomp -lcjson -luv -lz
 CHECK_LIBS := -lcheck -lsubunit -lrt
