@@ -3,12 +3,13 @@
  * is the sum over its classes.
  *
  *     KL             of_p p ln(p/q) + of_q q ln(q/p)
- *     MIXTURE        of_p p ln(p/m) + of_q q ln(q/m),  m = share p + (1 - share) q
+ *     MIXTURE        of_p p ln(p/m) + of_q q ln(q/m),  m = share p + rest q
  *     TV             |p - q| / 2
  *     CROSS_ENTROPY  -p ln q
  *
  * Where the limit of one is another (js with beta 0 or 1, a skew of 0), it is the other: kernels
- * see 0 < share < 1 only. Pure; any thread. */
+ * see mixtures of both sides only. share + rest is 1, and each is as good as the parameter itself:
+ * 1 less the one has little or nothing of the other where that is small. Pure; any thread. */
 #ifndef KLD_KERNELS_RULE_H
 #define KLD_KERNELS_RULE_H
 
@@ -25,10 +26,15 @@ enum kld_rule_kind {
     KLD_RULE_CROSS_ENTROPY,
 };
 
+/* A share so small that ln(smaller/m) is wanted by itself where the larger has it: as the larger's
+ * less |d| nothing would be left of it. */
+#define KLD_RULE_SHARE_SMALL 0x1p-10
+
 struct kld_rule {
     uint32_t kind;     /* enum kld_rule_kind */
     double of_p, of_q; /* >= 0; KL and MIXTURE */
-    double share;      /* of p in the mixture, in (0, 1); MIXTURE only */
+    double share;      /* of p in the mixture, in (0, 1]; MIXTURE only */
+    double rest;       /* of q, in (0, 1]: 1 where it rounds to that, as share is */
 };
 
 /* Of an op that passed kld_op_check(). */

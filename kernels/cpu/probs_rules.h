@@ -28,7 +28,7 @@ struct probs_rule {
 
 static struct probs_rule probs_rule_of(const struct kld_cpu_work *work, double factor) {
     const struct kld_rule *rule = &work->rule;
-    const double of[2] = {rule->of_q, rule->of_p}, share[2] = {1 - rule->share, rule->share};
+    const double of[2] = {rule->of_q, rule->of_p}, share[2] = {rule->rest, rule->share};
     struct probs_rule at = {.kind = rule->kind, .factor = (float)factor};
     for (int side = 0; side < 2; side++) {
         at.of[side] = (float)of[side];

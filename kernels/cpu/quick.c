@@ -29,11 +29,14 @@ static const struct kld_cpu_quick_kernels *kernels_of(const char *width) {
     return NULL;
 }
 
+/* Below this 16-bit gradients show what FP32 leaves of a small share: from 1e-5 on, in tests. */
+#define SHARE_LEAST 0x1p-12
+
 static bool rule_fits(const struct kld_rule *rule) {
     /* A mixture that is nearly its own side: what is left of the two logarithms is too little. */
     return rule->kind != KLD_RULE_MIXTURE ||
-           rule->of_p * (1 - rule->share) + rule->of_q * rule->share >=
-               0.06 * (rule->of_p + rule->of_q);
+           (fmin(rule->share, rule->rest) >= SHARE_LEAST &&
+            rule->of_p * rule->rest + rule->of_q * rule->share >= 0.06 * (rule->of_p + rule->of_q));
 }
 
 /* Which gradients need a sum over the row before them. Of KL(own, other) the other's is a
@@ -50,7 +53,7 @@ static void plan_centres(struct kld_cpu_quick *quick) {
         quick->centred[side] = quick->gradient[side] && centred;
     }
     bool gradient = quick->centred[0] || quick->centred[1];
-    bool js = rule->of_p == rule->share && rule->of_q == 1 - rule->share;
+    bool js = rule->of_p == rule->share && rule->of_q == rule->rest;
     quick->pivoted = rule->kind == KLD_RULE_MIXTURE && js && gradient && !quick->half;
     quick->squares =
         (rule->kind == KLD_RULE_KL && gradient) ||
@@ -349,7 +352,7 @@ static bool row_of_cross_entropy(struct task *task, const struct kld_cpu_partial
 
 /* From the means of ln p - ln q over both sides. */
 static void find_pivots(struct task *task, const struct kld_cpu_partial *sums) {
-    const double share[2] = {1 - task->quick->rule.share, task->quick->rule.share};
+    const double share[2] = {task->quick->rule.rest, task->quick->rule.share};
     double shift = task->row.apart - (sums->max[1] - sums->max[0]);
     task->row.exact = task->row.rough = false;
     for (int side = 0; side < 2; side++) {
@@ -379,7 +382,7 @@ static bool row_of_mixture(struct task *task, const struct kld_cpu_partial *scan
     run_pass(task, pass_value, &sums);
     if (!(sums.value < VALUE_MOST))
         return false;
-    if (!(sums.value >= (rule->of_p * (1 - rule->share) + rule->of_q * rule->share) * CLOSE)) {
+    if (!(sums.value >= (rule->of_p * rule->rest + rule->of_q * rule->share) * CLOSE)) {
         if (!refine(task, &ignored))
             return false;
         run_pass(task, pass_value, &sums);

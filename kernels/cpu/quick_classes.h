@@ -49,16 +49,16 @@ static struct pivot pivot_of(const struct kld_cpu_quick_row *row, int side, doub
 static struct constants constants_of(const struct kld_cpu_quick *quick,
                                      const struct kld_cpu_quick_row *row, double factor) {
     const struct kld_rule *rule = &quick->rule;
-    double skew = rule->of_p * (1 - rule->share) - rule->of_q * rule->share;
-    if (rule->of_p == rule->share && rule->of_q == 1 - rule->share)
+    double skew = rule->of_p * rule->rest - rule->of_q * rule->share;
+    if (rule->of_p == rule->share && rule->of_q == rule->rest)
         skew = 0; /* js; a fused multiply-add would leave the rounding of one product */
     struct constants at = {
         .scale = vf_of(quick->scale),
         .scale_low = vf_of(quick->scale_low),
         .of = {(float)rule->of_q, (float)rule->of_p},
-        .share = {(float)(1 - rule->share), (float)rule->share},
+        .share = {(float)rule->rest, (float)rule->share},
         .skew = skew,
-        .slope = {-skew * (1 - rule->share), -skew * rule->share},
+        .slope = {-skew * rule->rest, -skew * rule->share},
     };
     double whole = rint(row->apart);
     at.whole = vf_of((float)whole);
@@ -66,8 +66,7 @@ static struct constants constants_of(const struct kld_cpu_quick *quick,
     at.apart = vf_of((float)row->apart);
     at.apart_low = vf_of((float)(row->apart - (double)(float)row->apart));
     for (int side = 0; side < 2; side++) {
-        at.share_low[side] =
-            (float)((side ? rule->share : 1 - rule->share) - (double)at.share[side]);
+        at.share_low[side] = (float)((side ? rule->share : rule->rest) - (double)at.share[side]);
         at.origin[side] = origin_of(row->reference[side]);
         at.norm[side] = (float)(row->inverse_mass[side] * factor);
         at.heavy[side] = (row->log_mass[side] + log(HEAVY)) / quick->inverse_temperature;
@@ -284,7 +283,7 @@ INLINE void wide_logs(const struct kld_cpu_quick *quick, const struct constants 
     for (int side = 0; side < 2; side++)
         ret_centred[side] = ret_log[side];
     if (quick->rule.kind == KLD_RULE_MIXTURE) {
-        vd p = vd_of(quick->rule.share), q = 1.0 - p, zero = vd_of(0);
+        vd p = vd_of(quick->rule.share), q = vd_of(quick->rule.rest), zero = vd_of(0);
         vi64 p_larger = wide->d > 0.0;
         vd sum = vd_select(p_larger, p + q * wide->ratio, q + p * wide->ratio);
         vd log = vd_log_ratio(sum, vd_of(1));

@@ -68,7 +68,7 @@ INLINE void rule_kl(const struct rule_block *at, uint64_t m, int own_side, doubl
     }
 }
 
-/* ---- MIXTURE: of_p p ln(p/m) + of_q q ln(q/m), m = share p + (1 - share) q --------------------
+/* ---- MIXTURE: of_p p ln(p/m) + of_q q ln(q/m), m = share p + rest q ---------------------------
  */
 
 struct mixture {
@@ -78,15 +78,19 @@ struct mixture {
 
 /* From d alone: nothing cancels where p and q agree, nothing is lost where both are tiny. With n =
  * |d|, and w the other's share of m, the larger mass is 1 / (1 + w (exp(-n) - 1)) of m. */
-INLINE struct mixture mixture_of(vd d, double share) {
+INLINE struct mixture mixture_of(vd d, double of_p, double of_q) {
     vi64 p_larger = d >= 0.0;
     vd n = vd_select(p_larger, d, -d), e = vd_exp(-n);
-    vd own_share = vd_select(p_larger, vd_of(share), vd_of(1 - share));
-    vd rest = vd_select(p_larger, vd_of(1 - share), vd_of(share));
+    vd own_share = vd_select(p_larger, vd_of(of_p), vd_of(of_q));
+    vd rest = vd_select(p_larger, vd_of(of_q), vd_of(of_p));
     vd e1 = vd_select(n < NEAR, excess(n) - n, e - 1.0); /* exp(-n) - 1 */
     vd x = rest * e1, y = own_share + rest * e;
     vd larger = -vd_select(x > -0.3, log1p_near(x), vd_log_ratio(y, vd_of(1)));
     vd smaller = larger - n;
+    if (of_p < KLD_RULE_SHARE_SMALL || of_q < KLD_RULE_SHARE_SMALL) {
+        vd more = -own_share * e1 / e; /* m over the smaller, less 1 */
+        smaller = vd_select(more < 0.3, -log1p_near(more), smaller);
+    }
     struct mixture at = {
         vd_select(p_larger, larger, smaller),
         vd_select(p_larger, smaller, larger),
@@ -113,14 +117,14 @@ INLINE vd mixture_derivative(enum want want, vd own, vd log_own, vd part_other, 
 }
 
 INLINE void rule_mixture(const struct rule_block *at, const struct kld_rule *rule, uint64_t m) {
-    double share = rule->share, rest = 1 - share;
+    double share = rule->share, rest = rule->rest;
     bool js = rule->of_p == share && rule->of_q == rest;
     double cross = js ? 0 : rule->of_p * rest - rule->of_q * share;
     for (uint64_t i = 0; i < m; i += DOUBLES) {
         vd q = vd_load(at->mass[KLD_CPU_Q] + i), p = vd_load(at->mass[KLD_CPU_P] + i);
         vd d = vd_load(at->d + i), both = share * p + rest * q;
         vi64 empty_q = (q == 0.0) & (d == d), empty_p = (p == 0.0) & (d == d);
-        struct mixture ratio = mixture_of(d, share);
+        struct mixture ratio = mixture_of(d, share, rest);
         vd term = vd_of(0);
         if (rule->of_p != 0)
             term = rule->of_p * mixture_term(at->balanced, p, ratio.log_p, both, empty_p);

@@ -99,12 +99,20 @@ static __device__ __forceinline__ any_result any_kl(const any_rule &at, const an
 
 static __device__ __forceinline__ any_result any_mixture(const any_rule &at, const any_element &e) {
     double p = e.p, q = e.q, a = at.rule.of_p, b = at.rule.of_q;
-    double share = at.rule.share, rest = 1 - share, m = share * p + rest * q;
+    double share = at.rule.share, rest = at.rule.rest, m = share * p + rest * q;
     bool p_larger = e.d >= 0;
     double shortfall = any_shortfall(e);
-    /* ln of the larger over m first: nothing cancels there, and the other follows. */
-    double log_larger = -log1p((p_larger ? rest : share) * shortfall);
+    /* ln of the larger over m first, and the other follows. What is left of 1 where the smaller's
+     * share is nearly all would have lost the larger's: nothing cancels in the sum of the two. */
+    double own = p_larger ? share : rest, other = p_larger ? rest : share;
+    double less = other * shortfall;
+    double log_larger = less < -0.3 ? -log(own + other * (p_larger ? q / p : p / q)) : -log1p(less);
     double log_smaller = log_larger - fabs(e.d);
+    if (own < KLD_RULE_SHARE_SMALL) {
+        /* m over the smaller, less 1 */
+        double more = -own * shortfall / (p_larger ? q / p : p / q);
+        log_smaller = more < 0.3 ? -log1p(more) : log_smaller;
+    }
     double log_p = p_larger ? log_larger : log_smaller, log_q = p_larger ? log_smaller : log_larger;
     double q_less_p = p_larger ? p * shortfall : -q * shortfall;
     double term_p = p == 0 ? 0.0 : p * log_p, term_q = q == 0 ? 0.0 : q * log_q;

@@ -17,7 +17,7 @@ enum element_kind {
     ELEMENT_KL,      /* p ln(p/q) */
     ELEMENT_KL_BOTH, /* of_p p ln(p/q) + of_q q ln(q/p) */
     ELEMENT_SKEW,    /* p ln(p/m) */
-    ELEMENT_JS,      /* share p ln(p/m) + (1 - share) q ln(q/m) */
+    ELEMENT_JS,      /* share p ln(p/m) + rest q ln(q/m) */
     ELEMENT_TV,
     ELEMENT_CROSS_ENTROPY,
     ELEMENT_JS_EVEN, /* JS with a share of 1/2; loss only */
@@ -37,9 +37,9 @@ struct element_numbers {
         of_p = (float)of.of_p;
         of_q = (float)of.of_q;
         share = (float)of.share;
-        rest = (float)(1.0 - of.share);
+        rest = (float)of.rest;
         share_low = (float)(of.share - (double)share);
-        rest_low = (float)(1.0 - of.share - (double)rest);
+        rest_low = (float)(of.rest - (double)rest);
         lopsided = fminf(share, rest) < 0.2f;
         g = gradient;
     }
@@ -328,9 +328,8 @@ struct element_rule<T, KLD_FORM_LOGPROBS, KIND, GRADIENTS> {
         if (KIND == ELEMENT_KL)
             return {(float)(p * d), (float)fma(p, d, p), (float)-p};
         if (KIND == ELEMENT_SKEW) {
-            double rest = 1.0 - at.rule.share;
-            mixture_terms<double> m = mixture_of(at.rule.share, d);
-            double q_in_m = rest * fma(at.rule.share, m.more, 1.0);
+            mixture_terms<double> m = mixture_of(at.rule, d);
+            double q_in_m = at.rule.rest * fma(at.rule.share, m.more, 1.0);
             return {(float)(p * m.log_p), (float)(p * (m.log_p + q_in_m)), (float)(-p * q_in_m)};
         }
         /* q - p from the larger of the two: where they are close all else cancels */

@@ -4,9 +4,17 @@
 #include "kernels/cuda/cluster.cuh"
 #include "kernels/cuda/row.cuh"
 
+/* A mixture that all but leaves out a side: for kernels that take logits in FP32 it is too little.
+ */
+static bool is_of_one(const kld_cuda_args *args) {
+    const kld_rule &rule = args->rule;
+    return rule.kind == KLD_RULE_MIXTURE && args->p.form == KLD_FORM_LOGITS &&
+           (rule.share < 0x1p-12 || rule.rest < 0x1p-12);
+}
+
 /* Tensors of one kind, and nothing asked for by element. */
 static bool is_even(const kld_cuda_args *args) {
-    return args->p.dtype == args->q.dtype && args->p.form == args->q.form &&
+    return args->p.dtype == args->q.dtype && args->p.form == args->q.form && !is_of_one(args) &&
            args->p.dtype != KLD_DTYPE_FP64 && args->loss_extent != KLD_CUDA_ELEMENTS &&
            args->grad_output_extent != KLD_CUDA_ELEMENTS;
 }
@@ -24,7 +32,7 @@ static bool is_logits(const kld_cuda_args *args) {
  * 16-bit kernels' arithmetic. */
 static bool is_lopsided(const kld_cuda_args *args) {
     const kld_rule &rule = args->rule;
-    double rest = rule.of_p * (1.0 - rule.share) + rule.of_q * rule.share;
+    double rest = rule.of_p * rule.rest + rule.of_q * rule.share;
     return rule.kind == KLD_RULE_MIXTURE && args->p.dtype != KLD_DTYPE_FP32 &&
            rest < 0.06 * (rule.of_p + rule.of_q);
 }

@@ -5,7 +5,7 @@
  * multiple of q - p; h is a function of y = ln own - ln other alone, but for the cross entropy:
  *     KL             h = of y, and (of_p (q - p), of_q (p - q)) for (q, p)
  *     MIXTURE        h = of ln(own/m) + own's share times k (q - p)/m,
- *                    k = of_p (1 - share) - of_q share
+ *                    k = of_p rest - of_q share
  *     TV             h = sign(y) / 2
  *     CROSS_ENTROPY  h_p = -ln q, and q - p for q
  * Where one class holds nearly all of a side's mass, its h is next to the sum and the difference is

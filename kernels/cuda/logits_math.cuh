@@ -12,6 +12,7 @@
 #define KLD_KERNELS_CUDA_LOGITS_MATH_CUH
 
 #include "kernels/cuda/math.cuh"
+#include "kernels/rule.h"
 
 #define LOG2_E 1.4426950408889634
 #define LN_2 0.6931471805599453
@@ -200,8 +201,8 @@ static __device__ __forceinline__ double wide_log(double x, double less) {
 /* ln(p/m), ln(q/m), (q - p)/m. */
 template <class REAL> struct mixture_terms { REAL log_p, log_q, more; };
 
-/* 1 - e^-x for x >= 0, to 1e-10 of it. */
-static __device__ __forceinline__ double wide_one_minus_exp(double x) {
+/* 1 - e^-x for x >= 0, to 1e-10 of it, and e^-x likewise. */
+static __device__ __forceinline__ double wide_one_minus_exp(double x, double &power) {
     x = fmin(x, 700.0);
     double k = rint(x * -LOG2_E), r = fma(k, -LN_2, -x);
     double y = fma(r, 1.0 / 362880, 1.0 / 40320);
@@ -213,20 +214,24 @@ static __device__ __forceinline__ double wide_one_minus_exp(double x) {
     y = fma(y, r, 0.5);
     y = fma(y, r, 1.0) * r; /* e^r - 1 */
     double scale = __hiloint2double((1023 + (int)k) << 20, 0);
+    power = fma(scale, y, scale);
     return (1.0 - scale) - scale * y;
 }
-
-/* -ln(1 - x) for x in [0, 1), to 1e-10 of it. */
-static __device__ __forceinline__ double minus_log1m(double x) { return -wide_log(1.0 - x, -x); }
+static __device__ __forceinline__ double wide_one_minus_exp(double x) {
+    double unused;
+    return wide_one_minus_exp(x, unused);
+}
 
 /* In FP64, of d: a gradient is mass (ln(p/m) - its mean), and what FP32 leaves of that difference
- * is not enough. With E = 1 - e^-|d| and share or rest of the smaller side's mass missing, m is the
- * larger mass times 1 - share E (or rest E). */
-static __device__ __forceinline__ mixture_terms<double> mixture_of(double share, double d) {
+ * is not enough. With E = 1 - e^-|d| and `other` of the smaller side's mass missing, m is the
+ * larger mass times 1 - other E, which is own + other e^-|d|: a small `own` is nothing beside
+ * the 1. */
+static __device__ __forceinline__ mixture_terms<double> mixture_of(const kld_rule &rule, double d) {
     mixture_terms<double> r;
-    double e = wide_one_minus_exp(fabs(d)), x = (d < 0 ? share : 1.0 - share) * e;
-    double log_large = minus_log1m(x), log_small = log_large - fmin(fabs(d), 1e30);
-    double more = e * wide_reciprocal(1.0 - x);
+    double own = d < 0 ? rule.rest : rule.share, other = d < 0 ? rule.share : rule.rest;
+    double power, e = wide_one_minus_exp(fabs(d), power), m = fma(other, power, own);
+    double log_large = -wide_log(m, -other * e), log_small = log_large - fmin(fabs(d), 1e30);
+    double more = e * wide_reciprocal(m);
     r.log_p = d < 0 ? log_small : log_large;
     r.log_q = d < 0 ? log_large : log_small;
     r.more = d < 0 ? more : -more;

@@ -1,4 +1,4 @@
-/* logits_mixture.cuh - the arithmetic of m = share p + (1 - share) q for one class, of
+/* logits_mixture.cuh - the arithmetic of m = share p + rest q for one class, of
  * d = ln p - ln q alone: the logarithms ln(p/m) and ln(q/m), and what a gradient takes of them.
  *
  * A gradient is mass (h - its mean), and where all the mass is near one d what FP32 leaves of that
@@ -28,10 +28,9 @@ struct mixture {
     __device__ __forceinline__ mixture() {}
     __device__ __forceinline__ explicit mixture(const kld_rule &rule)
         : of_p((float)rule.of_p), of_q((float)rule.of_q), share((float)rule.share),
-          rest((float)(1.0 - rule.share)),
-          k((float)(rule.of_p * (1.0 - rule.share) - rule.of_q * rule.share)) {
+          rest((float)rule.rest), k((float)(rule.of_p * rule.rest - rule.of_q * rule.share)) {
         /* The cumulants of a number that is 1 with probability rest, else 0. */
-        double r = 1.0 - rule.share, v = rule.share * r, odd = rule.share - r;
+        double r = rule.rest, v = rule.share * r, odd = rule.share - r;
         series[0] = (float)(-v / 2);
         series[1] = (float)(v * odd / 6);
         series[2] = (float)(-v * (1 - 6 * v) / 24);
@@ -52,16 +51,16 @@ struct mixture_origin {
     __device__ __forceinline__ mixture_origin() {}
     __device__ __forceinline__ mixture_origin(const kld_rule &rule, bool of_q, double at) {
         double own = of_q ? rule.of_q : rule.of_p, other = of_q ? rule.of_p : rule.of_q;
-        double share = of_q ? 1.0 - rule.share : rule.share;
+        double share = of_q ? rule.rest : rule.share, rest = of_q ? rule.share : rule.rest;
         kind = own == 0.0 ? MIXTURE_OTHER : other == 0.0 ? MIXTURE_OWN : MIXTURE_BOTH;
         of = own;
         y0 = fmin(fmax(at, -60.0), 60.0);
-        double t = wide_exp2(-y0 * LOG2_E), m = fma(1.0 - share, t, share);
+        double t = wide_exp2(-y0 * LOG2_E), m = fma(rest, t, share);
         double inverse = wide_reciprocal(m);
-        weight = (1.0 - share) * t * inverse;
+        weight = rest * t * inverse;
         lack = share * inverse;
         gain = other * t * lack * lack;
-        double k = share * (own * (1.0 - share) - other * share);
+        double k = share * (own * rest - other * share);
         value = k * (t - 1.0) * inverse - own * wide_log(m, m - 1.0);
     }
     /* h of x. */

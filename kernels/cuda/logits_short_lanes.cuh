@@ -18,14 +18,13 @@ struct launch_numbers {
     kld_rule rule;
     float span; /* logits this far below another have no mass beside it */
     float of_p, of_q, share, rest, k;
-    float inverse_share, inverse_rest, minus_log_share, minus_log_rest; /* MIXTURE */
+    float minus_log_share, minus_log_rest; /* MIXTURE */
 
     __device__ __forceinline__ explicit launch_numbers(const kld_cuda_args &args)
         : t(args.inverse_temperature), inverse(args.inverse_temperature), rule(args.rule),
           span(150.0f / t.scale.high), of_p((float)args.rule.of_p), of_q((float)args.rule.of_q),
-          share((float)args.rule.share), rest((float)(1.0 - args.rule.share)),
-          k((float)(args.rule.of_p * (1.0 - args.rule.share) - args.rule.of_q * args.rule.share)),
-          inverse_share(1.0f / share), inverse_rest(1.0f / rest),
+          share((float)args.rule.share), rest((float)args.rule.rest),
+          k((float)(args.rule.of_p * args.rule.rest - args.rule.of_q * args.rule.share)),
           minus_log_share(log_ratio_from<true>(1.0f, share, rest)),
           minus_log_rest(log_ratio_from<true>(1.0f, rest, share)) {}
 };

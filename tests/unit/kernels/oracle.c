@@ -19,10 +19,11 @@ struct class {
     long double mass[2], log_mass[2];
 };
 
-/* weight * a ln(a/b) with a = mass[own]; b = share * mass[own] + (1 - share) * mass[other]. */
+/* weight * a ln(a/b) with a = mass[own]; b = share * mass[own] + rest * mass[other]. Of share and
+ * rest, whose sum is 1, each is formed by itself: a small one would be lost in 1 less the other. */
 struct kl {
     int own;
-    long double weight, share;
+    long double weight, share, rest;
 };
 
 /* What a class adds: the term, the sum of the absolute values of its parts, d/dmass, and
@@ -33,7 +34,7 @@ struct addition {
 
 static int kls_of(const struct oracle_row *row, struct kl kl[2]) {
     long double beta = row->beta, weight = row->weight, skew = row->skew;
-    struct kl forward = {P, 1, 0}, reverse = {Q, 1, 0};
+    struct kl forward = {P, 1, 0, 1}, reverse = {Q, 1, 0, 1};
     kl[0] = forward;
     kl[1] = reverse;
     switch (row->divergence) {
@@ -51,11 +52,11 @@ static int kls_of(const struct oracle_row *row, struct kl kl[2]) {
             kl[0] = reverse;
             return 1;
         }
-        kl[0] = (struct kl){P, beta, beta};
-        kl[1] = (struct kl){Q, 1 - beta, 1 - beta};
+        kl[0] = (struct kl){P, beta, beta, 1 - beta};
+        kl[1] = (struct kl){Q, 1 - beta, 1 - beta, beta};
         return 2;
-    case KLD_DIVERGENCE_SKEW_KL: kl[0] = (struct kl){P, 1, skew}; return 1;
-    case KLD_DIVERGENCE_SKEW_REVERSE_KL: kl[0] = (struct kl){Q, 1, skew}; return 1;
+    case KLD_DIVERGENCE_SKEW_KL: kl[0] = (struct kl){P, 1, skew, 1 - skew}; return 1;
+    case KLD_DIVERGENCE_SKEW_REVERSE_KL: kl[0] = (struct kl){Q, 1, skew, 1 - skew}; return 1;
     default: return 0;
     }
 }
@@ -87,13 +88,20 @@ static void side_masses(const struct oracle_row *row, int side, long double *mas
     }
 }
 
-/* ln(share e^x + (1 - share) e^y), of which at most one is -inf. */
-static long double log_mixture(long double share, long double x, long double y) {
-    if (share == 0 || x == y)
-        return y;
-    x += logl(share);
-    y += log1pl(-share);
-    return x > y ? x + log1pl(expl(y - x)) : y + log1pl(expl(x - y));
+/* ln(1 + w (e^x - 1)) for x <= 0, with v = 1 - w for where little is left of the 1. */
+static long double log_mean(long double w, long double v, long double x) {
+    long double less = w * expm1l(x);
+    return less < -0.5L ? logl(v + w * expl(x)) : log1pl(less);
+}
+
+/* ln(a / (share a + rest b)) of ln a and ln b, of which at most one is -inf. */
+static long double log_ratio_of(const struct kl *kl, long double la, long double lb) {
+    if (kl->share == 0)
+        return la - lb;
+    if (la == lb)
+        return 0;
+    return la > lb ? -log_mean(kl->rest, kl->share, lb - la)
+                   : la - lb - log_mean(kl->share, kl->rest, la - lb);
 }
 
 static void add_kl(const struct kl *kl, const struct class *at, struct addition *to) {
@@ -101,16 +109,16 @@ static void add_kl(const struct kl *kl, const struct class *at, struct addition 
     long double a = at->mass[own], b = at->mass[other], la = at->log_mass[own];
     if (a == 0 || kl->weight == 0)
         return;
-    long double log_ratio = la - log_mixture(kl->share, la, at->log_mass[other]);
-    long double mixture = kl->share == 0 ? b : kl->share * a + (1 - kl->share) * b;
-    long double in_mixture = kl->share == 0 ? 0 : kl->share * a / mixture;
+    long double log_ratio = log_ratio_of(kl, la, at->log_mass[other]);
+    long double mixture = kl->share == 0 ? b : kl->share * a + kl->rest * b;
+    long double other_part = kl->share == 0 ? 1 : kl->rest * b / mixture;
     long double term = kl->weight * a * log_ratio;
     to->term += term;
     to->parts += fabsl(term);
-    to->slope[own] += kl->weight * (log_ratio + 1 - in_mixture);
-    to->moment[own] += term + kl->weight * a * (1 - in_mixture);
-    to->slope[other] -= kl->weight * (1 - kl->share) * a / mixture;
-    to->moment[other] -= kl->weight * (1 - kl->share) * a * (kl->share == 0 ? 1 : b / mixture);
+    to->slope[own] += kl->weight * (log_ratio + other_part);
+    to->moment[own] += term + kl->weight * a * other_part;
+    to->slope[other] -= kl->weight * kl->rest * a / mixture;
+    to->moment[other] -= kl->weight * a * other_part;
 }
 
 static void add_tv(const struct class *at, struct addition *to) {
@@ -153,15 +161,19 @@ static struct addition add(const struct oracle_row *row, const struct class *at)
 }
 
 /* The size of what a term is the difference of: masses times logarithms, and the logits whose
- * difference those are. */
+ * difference those are. Where the other side of a mixture has no mass there is but the one. */
 static long double term_parts(const struct oracle_row *row, const struct class *at, uint64_t i) {
     long double log_size = fabsl(at->log_mass[0]) + fabsl(at->log_mass[1]), size = 0;
     for (int side = 0; side < 2; side++)
         if (row->form[side] == KLD_FORM_LOGITS)
             log_size += fabsl(row->x[side][i] / row->temperature);
     struct kl kl[2];
-    for (int k = 0, n = kls_of(row, kl); k < n; k++)
-        size += kl[k].weight * at->mass[kl[k].own] * log_size;
+    for (int k = 0, n = kls_of(row, kl); k < n; k++) {
+        int own = kl[k].own;
+        long double log_ratio = log_ratio_of(&kl[k], at->log_mass[own], at->log_mass[1 - own]);
+        long double log = isinf(log_size) ? fabsl(log_ratio) : log_size;
+        size += at->mass[own] == 0 ? 0 : kl[k].weight * at->mass[own] * log;
+    }
     if (row->divergence == KLD_DIVERGENCE_TV)
         size = (at->mass[P] + at->mass[Q]) * (1 + log_size);
     if (row->divergence == KLD_DIVERGENCE_CROSS_ENTROPY)

@@ -418,6 +418,7 @@ struct table_case *table_cases(bool quick, size_t *ret_count) {
     add_uneven(&list);
     add_entropy(&list);
     add_coldest(&list);
+    table_list_shares(&list);
     if (!quick)
         add_speed(&list);
     *ret_count = list.count;

@@ -1,4 +1,4 @@
-/* table_list.h - how the list of cases is written: what table_cases.c and table_held.c share. One
+/* table_list.h - how the list of cases is written: what table_cases.c and its like share. One
  * thread. */
 #ifndef KLD_TESTS_TABLE_LIST_H
 #define KLD_TESTS_TABLE_LIST_H
@@ -37,5 +37,8 @@ uint64_t table_list_turn(struct table_list *list, uint64_t of);
 
 /* table_held.c: rows of logits that a back end may hold in memory nearer than the tensors'. */
 void table_list_held(struct table_list *list, bool quick);
+
+/* table_shares.c: mixtures of which one side has next to nothing. */
+void table_list_shares(struct table_list *list);
 
 #endif

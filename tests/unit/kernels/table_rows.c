@@ -79,7 +79,7 @@ const char *table_data_name(enum table_data data) {
         [TABLE_BAD] = "bad",       [TABLE_EXTREME] = "extreme",     [TABLE_AGREE] = "agree",
         [TABLE_LOWEST] = "lowest", [TABLE_HEAVY] = "heavy",         [TABLE_SPIKE] = "spike",
         [TABLE_TOP] = "top",       [TABLE_CONFIDENT] = "confident", [TABLE_RESERVED] = "reserved",
-        [TABLE_FINE] = "fine",     [TABLE_MASKED] = "masked",
+        [TABLE_FINE] = "fine",     [TABLE_MASKED] = "masked",       [TABLE_DISJOINT] = "disjoint",
     };
     return names[data];
 }
@@ -204,6 +204,8 @@ static void make_logits(const struct table_case *at, const struct kind *kind,
             q[i] = p[i] = kind->noise > 0 ? -30 + q[i] : -1e4;
         if (kind->data == TABLE_MASKED && i % (uint64_t)kind->noise == 1)
             p[i] = -1e4;
+        if (kind->data == TABLE_DISJOINT && i % 7 != 6)
+            *(i % 2 ? &q[i] : &p[i]) -= kind->noise > 0 ? kind->noise : INFINITY;
         bool masked = i < classes / 8 || i % 3 == 1;
         if (kind->data == TABLE_LOWEST && masked && i + 1 < classes) {
             p[i] = LOWEST;
