@@ -144,6 +144,8 @@ static enum kld_status open_buffer(struct kld_pool *pool, struct kld_pool_job *j
     if (job->buffer)
         return KLD_OK;
     enum kld_status status = make_buffer(pool, job, &job->buffer, err);
+    if (status == KLD_TOO_LARGE && job->kind == KLD_POOL_OPEN && kld_pool_gives_way(pool))
+        return KLD_NO_MEMORY; /* it waits for what goes */
     if (status != KLD_NO_MEMORY)
         return status;
     if (job->kind == KLD_POOL_OPEN && is_too_large(pool, job->bytes))

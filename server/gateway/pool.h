@@ -4,12 +4,13 @@
  * libkld: making a buffer waits for the worker, which no HTTP loop may do. Jobs come from any loop
  * and end on the loop that sent them. A buffer is lost with that connection, as it is when the
  * worker ends; jobs that name it end with KLD_DEVICE_LOST then. What was dropped is kept for
- * keep_buffer_ms, keep_buffer_bytes in all and a quarter of the device's pool, for an OPEN that
- * wants about as much: the pages of new memory cost a CPU as much as to fill them. When another
- * client of the worker finds the device's pool full, what is kept is given back, and for
- * KLD_POOL_ASIDE_MS nothing is. It holds then what its last user left: who opens a buffer writes it
- * before he reads it. An OPEN that finds the device's pool full waits in turn until there is room
- * or nobody wants it any more; one for more than there ever is ends with KLD_TOO_LARGE.
+ * keep_buffer_ms, keep_buffer_bytes in all and a quarter of the device's pool, KLD_POOL_KEPT_MAX
+ * of them, for an OPEN that wants about as much: the pages of new memory cost a CPU as much as to
+ * fill them. When another client of the worker finds the device's pool full, what is kept is given
+ * back, and for KLD_POOL_ASIDE_MS nothing is. It holds then what its last user left: who opens a
+ * buffer writes it before he reads it. An OPEN that finds the device's pool full waits in turn
+ * until there is room or nobody wants it any more; one for more than there ever is ends with
+ * KLD_TOO_LARGE.
  *
  * A job, the buffers and the staging memory it names belong to the pool from kld_pool_submit()
  * until done(). Senders keep their deadlines themselves (deadline.h), because this thread may be
@@ -30,6 +31,8 @@
 
 #define KLD_POOL_ASIDE_MS 500
 #define KLD_POOL_WANTED_MS 2000
+#define KLD_POOL_KEPT_MAX 64 /* buffers: each is a region of the worker; the largest stay */
+#define KLD_POOL_KEPT_BYTES_MIN 32768 /* smaller ones cost next to nothing to make again */
 
 struct kld_pool;
 

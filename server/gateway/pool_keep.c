@@ -30,8 +30,9 @@ void kld_pool_offer_kept(struct kld_pool *pool, bool offered) {
     kld_stats_set(pool->stats, KLD_STAT_pool_kept_bytes, offered ? pool->kept_bytes : 0);
 }
 
-static void count_kept(struct kld_pool *pool, int64_t more) {
-    pool->kept_bytes += (uint64_t)more;
+static void count_kept(struct kld_pool *pool, const struct kld_pool_buffer *buffer, bool kept) {
+    pool->kept_bytes += kept ? buffer->room_bytes : -buffer->room_bytes;
+    pool->kept_count += kept ? 1 : -1u;
     kld_pool_offer_kept(pool, true);
 }
 
@@ -41,8 +42,23 @@ void kld_pool_forget(struct kld_pool *pool, struct kld_pool_buffer **at) {
     if (pool->connection)
         kld_region_drop(buffer->region);
     if (buffer->kept_ns)
-        count_kept(pool, -(int64_t)buffer->room_bytes);
+        count_kept(pool, buffer, false);
     free(buffer);
+}
+
+/* Where as many are kept as may be, the smallest goes for a larger one: who drops many small ones
+ * does not have those of others dropped. */
+static bool has_place(struct kld_pool *pool, uint64_t bytes) {
+    struct kld_pool_buffer **smallest = NULL;
+    if (pool->kept_count < KLD_POOL_KEPT_MAX)
+        return true;
+    for (struct kld_pool_buffer **at = &pool->buffers; *at; at = &(*at)->after)
+        if ((*at)->kept_ns && (!smallest || (*at)->room_bytes < (*smallest)->room_bytes))
+            smallest = at;
+    if (!smallest || (*smallest)->room_bytes >= bytes)
+        return false;
+    kld_pool_forget(pool, smallest);
+    return true;
 }
 
 bool kld_pool_keep(struct kld_pool_buffer *buffer) {
@@ -53,10 +69,11 @@ bool kld_pool_keep(struct kld_pool_buffer *buffer) {
         most = pool->config->keep_buffer_bytes;
     if (buffer->imported || pool->stopping || !pool->config->keep_buffer_ms ||
         atomic_load(&buffer->lost) || now < pool->kept_again_ns || buffer->room_bytes > most ||
-        pool->kept_bytes > most - buffer->room_bytes)
+        pool->kept_bytes > most - buffer->room_bytes ||
+        buffer->room_bytes < KLD_POOL_KEPT_BYTES_MIN || !has_place(pool, buffer->room_bytes))
         return false;
     buffer->kept_ns = now;
-    count_kept(pool, (int64_t)buffer->room_bytes);
+    count_kept(pool, buffer, true);
     return true;
 }
 
@@ -78,11 +95,20 @@ struct kld_pool_buffer *kld_pool_take_kept(struct kld_pool *pool, uint64_t bytes
         buffer = buffer->after;
     if (!buffer)
         return NULL;
-    count_kept(pool, -(int64_t)buffer->room_bytes);
+    count_kept(pool, buffer, false);
     buffer->kept_ns = 0;
     buffer->bytes = bytes;
     buffer->users = 1;
     return buffer;
+}
+
+bool kld_pool_gives_way(struct kld_pool *pool) {
+    uint64_t now = uv_hrtime(), aside_ns = KLD_POOL_ASIDE_MS * UINT64_C(1000000);
+    if (pool->kept_count) {
+        pool->given_back_ns = now;
+        kld_pool_forget_kept(pool, 0);
+    }
+    return pool->given_back_ns && now - pool->given_back_ns < aside_ns;
 }
 
 void kld_pool_look_at_wanted(struct kld_pool *pool) {

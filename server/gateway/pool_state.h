@@ -30,6 +30,8 @@ struct kld_pool {
     uint64_t again_ns;            /* ... and uv_hrtime() of the next */
     struct kld_pool_buffer *buffers;
     uint64_t kept_bytes;    /* of those that nobody uses */
+    uint32_t kept_count;    /* how many those are */
+    uint64_t given_back_ns; /* uv_hrtime() when all of them had to go; 0: never */
     uint64_t kept_again_ns; /* uv_hrtime() from which on some are kept */
     uint32_t wanted_seen;   /* of shown->pool_wanted */
     bool stopping;
@@ -45,6 +47,9 @@ bool kld_pool_keep(struct kld_pool_buffer *buffer);
 void kld_pool_forget_kept(struct kld_pool *pool, uint64_t ns);
 /* One that has room for so much, and not more than a quarter too much; NULL: none is kept. */
 struct kld_pool_buffer *kld_pool_take_kept(struct kld_pool *pool, uint64_t bytes);
+/* The worker has no place for one more region: might it have with what was kept here, which goes
+ * now, or went a moment ago and may not have left the worker yet? */
+bool kld_pool_gives_way(struct kld_pool *pool);
 /* Gives all back if somebody else wanted memory of the device's pool, which was full. */
 void kld_pool_look_at_wanted(struct kld_pool *pool);
 /* Most that the device's pool has; 0: not known. */

@@ -151,6 +151,63 @@ START_TEST(what_was_dropped_is_used_again_for_a_while) {
 }
 END_TEST
 
+static void until_dropped(int count) {
+    uint64_t begin = uv_hrtime();
+    while (worker.regions_dropped < count) {
+        ck_assert_uint_lt(uv_hrtime() - begin, UINT64_C(10000000000));
+        uv_run(&loop, UV_RUN_NOWAIT);
+        uv_sleep(1);
+    }
+}
+
+START_TEST(few_are_kept_and_the_largest) {
+    struct kld_pool_buffer *buffer[KLD_POOL_KEPT_MAX + 1];
+    const uint64_t least = KLD_POOL_KEPT_BYTES_MIN;
+    config.keep_buffer_bytes = UINT64_C(1) << 30;
+    config.keep_buffer_ms = 60000;
+    setup();
+    shown.pool_bytes_max = UINT64_C(1) << 40;
+    kld_pool_drop(open_buffer(least - 1)); /* too small */
+    until_dropped(1);
+    for (uint64_t i = 0; i <= KLD_POOL_KEPT_MAX; i++)
+        buffer[i] = open_buffer(least + i * least / 2);
+    for (int i = 0; i <= KLD_POOL_KEPT_MAX; i++)
+        kld_pool_drop(buffer[i]);
+    until_dropped(2); /* the smallest made room for the last */
+    int made = worker.regions_added;
+    for (int i = KLD_POOL_KEPT_MAX; i >= KLD_POOL_KEPT_MAX - 1; i--) {
+        struct kld_pool_buffer *again = open_buffer(buffer[i]->room_bytes);
+        ck_assert_int_eq(worker.regions_added, made);
+        kld_pool_drop(again);
+    }
+    kld_pool_drop(open_buffer(least)); /* smaller than all that are kept */
+    until_dropped(3);
+    ck_assert_int_eq(worker.regions_added, made + 1);
+    teardown();
+}
+END_TEST
+
+START_TEST(what_is_kept_goes_where_the_worker_takes_no_more_regions) {
+    config.keep_buffer_bytes = 200000;
+    config.keep_buffer_ms = 60000;
+    setup();
+    kld_pool_drop(open_buffer(50000));
+    struct kld_pool_buffer *other = open_buffer(100000);
+    worker.refuse_regions_once = KLD_TOO_LARGE;
+    kld_pool_drop(open_buffer(70000)); /* it waits, and gets some */
+    ck_assert_int_eq(worker.regions_dropped, 1);
+    kld_pool_drop(other);
+    teardown();
+    setup();
+    struct kld_pool_job job = {.kind = KLD_POOL_OPEN, .bytes = 70000, .done = done};
+    worker.refuse_regions = KLD_TOO_LARGE;
+    kld_pool_submit(pool, &mail, &job);
+    run_until(1); /* nothing is kept: it is told */
+    ck_assert_int_eq(job.status, KLD_TOO_LARGE);
+    teardown();
+}
+END_TEST
+
 static enum kld_status run_with(struct kld_pool_buffer *predictions,
                                 struct kld_pool_buffer *targets) {
     static struct kld_pool_job job;
@@ -199,5 +256,6 @@ START_TEST(what_was_made_on_a_connection_is_lost_with_it_and_nothing_else) {
 END_TEST
 
 UNIT_MAIN("server/gateway/pool", what_nobody_wants_is_not_computed,
-          what_was_dropped_is_used_again_for_a_while,
+          what_was_dropped_is_used_again_for_a_while, few_are_kept_and_the_largest,
+          what_is_kept_goes_where_the_worker_takes_no_more_regions,
           what_was_made_on_a_connection_is_lost_with_it_and_nothing_else)
