@@ -22,18 +22,21 @@ static uint64_t round_up(uint64_t bytes, uint64_t unit) { return (bytes + unit -
 
 /* ---- Regions -------------------------------------------------------------------------------- */
 
-/* The limits that WELCOME named are checked here, where the caller still sees the error. */
+/* Limits of WELCOME are checked here, where the caller still sees the error. Who sees the server's
+ * answer is told by that: it may have learned since that it allows this client more. */
 enum kld_status kld_unix_region_begin(struct unix_region *region, enum kld_region_kind kind,
                                       struct kld_error *err) {
     struct unix_connection *u = connection_of(&region->base);
     region->fd = -1;
     region->kind = kind;
     region->state = UNIX_REGION_MAKING; /* until kld_unix_region_add_later() */
-    if (u->welcomed && region->base.bytes > u->welcome.region_bytes_max)
+    if (!u->welcomed || kind == KLD_REGION_POOL || kind == KLD_REGION_CUDA_IPC)
+        return KLD_OK;
+    if (region->base.bytes > u->welcome.region_bytes_max)
         return kld_error_set(err, KLD_TOO_LARGE, "a region of %llu bytes; the server allows %llu",
                              (unsigned long long)region->base.bytes,
                              (unsigned long long)u->welcome.region_bytes_max);
-    if (u->welcomed && u->base.region_count > u->welcome.regions_max)
+    if (u->base.region_count > u->welcome.regions_max)
         return kld_error_set(err, KLD_TOO_LARGE, "the server allows %u regions on one connection",
                              u->welcome.regions_max);
     return KLD_OK;
@@ -431,7 +434,6 @@ enum kld_status kld_unix_stage_put(struct unix_connection *u, struct unix_call *
                                    struct kld_error *err) {
     struct kld_call *base = &call->base;
     uint64_t bytes = 0, most = limit_of(u);
-    bool over = false;
     for (int slot = 0; slot < KLD_SLOT_COUNT; slot++) {
         const struct kld_slot_geometry *at = &base->geometry.slot[slot];
         if (!staged(base, slot))
@@ -443,8 +445,7 @@ enum kld_status kld_unix_stage_put(struct unix_connection *u, struct unix_call *
     if (bytes == 0)
         return KLD_OK;
     bytes = round_up(bytes, PART_ALIGN);
-    over = bytes > most;
-    if (over)
+    if (bytes > most)
         return kld_error_set(
             err, KLD_TOO_LARGE,
             "tensors in plain memory need %llu bytes of staging; at most %llu: put "

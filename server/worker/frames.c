@@ -8,6 +8,7 @@
 #include "server/worker/core.h"
 #include "server/worker/event.h"
 #include "server/worker/publish.h"
+#include "server/worker/quota.h"
 #include "server/worker/space.h"
 
 /* Letters for logs: printable, and nothing that ends a quoted value. */
@@ -59,7 +60,7 @@ static enum kld_status hello(struct kld_session *session, const struct kld_frame
     welcome->device = (uint16_t)worker->options.index;
     list_devices(worker->options.page, welcome);
     memcpy(welcome->backend, info->backend, sizeof welcome->backend);
-    welcome->regions_max = (uint32_t)config->client_regions_max;
+    welcome->regions_max = kld_quota_regions_max(session);
     welcome->requests_max = (uint32_t)config->client_requests_max;
     welcome->streams_max = (uint32_t)config->client_streams_max;
     welcome->events_max = info->imports_cuda_ipc ? KLD_SESSION_EVENTS_MAX : 0;
@@ -68,7 +69,7 @@ static enum kld_status hello(struct kld_session *session, const struct kld_frame
         (config->peer_access && worker->options.backend->reaches ? KLD_WELCOME_PEERS : 0) |
         (info->imports_cuda_ipc ? KLD_WELCOME_SPACES : 0);
     welcome->publications_max = (uint32_t)config->user_publications_max;
-    welcome->region_bytes_max = config->region_bytes_max;
+    welcome->region_bytes_max = kld_quota_region_bytes_max(session);
     welcome->pool_bytes_max = info->pool_bytes_max;
     kld_session_reply(session, &reply);
     return KLD_OK;

@@ -6,11 +6,29 @@
 #include "server/worker/region.h"
 #include "server/worker/worker.h"
 
+#define REGIONS_MAX ((uint64_t)1 << KLD_REGION_SLOT_BITS)
+
+static uint64_t sum(uint64_t a, uint64_t b) {
+    return a < REGIONS_MAX && b < REGIONS_MAX ? a + b : REGIONS_MAX;
+}
+
+uint32_t kld_quota_regions_max(const struct kld_session *session) {
+    const struct kld_config *config = session->worker->options.config;
+    uint64_t most = config->client_regions_max;
+    if (session->is_gateway)
+        most = sum(sum(config->tensors_max, config->http_regions_max),
+                   sum(config->http_requests_max, KLD_GATEWAY_REGIONS_BESIDE));
+    return (uint32_t)(most < REGIONS_MAX ? most : REGIONS_MAX);
+}
+
+uint64_t kld_quota_region_bytes_max(const struct kld_session *session) {
+    return session->is_gateway ? UINT64_MAX : session->worker->options.config->region_bytes_max;
+}
+
 enum kld_status kld_quota_check_count(const struct kld_session *session, struct kld_error *err) {
     if (session->worker->draining)
         return kld_error_set(err, KLD_UNAVAILABLE, "the server is going away; connect again");
-    if (session->regions_count >= session->worker->options.config->client_regions_max ||
-        session->regions_count > ((uint64_t)1 << KLD_REGION_SLOT_BITS) - 1)
+    if (session->regions_count >= kld_quota_regions_max(session))
         return kld_error_set(err, KLD_TOO_LARGE,
                              "%u regions of this connection exist, the most allowed",
                              session->regions_count);
@@ -70,12 +88,12 @@ enum kld_status kld_quota_check(const struct kld_session *session, uint32_t kind
     enum kld_status status = kld_quota_check_count(session, err);
     if (status)
         return status;
-    if (bytes > config->region_bytes_max)
+    if (bytes > kld_quota_region_bytes_max(session))
         return kld_error_set(err, KLD_TOO_LARGE,
                              "a region of %" PRIu64 " bytes; at most %" PRIu64 " are allowed",
                              bytes, config->region_bytes_max);
-    if (__builtin_add_overflow(session->region_bytes, bytes, &total) ||
-        total > config->client_region_bytes_max)
+    if (!session->is_gateway && (__builtin_add_overflow(session->region_bytes, bytes, &total) ||
+                                 total > config->client_region_bytes_max))
         return kld_error_set(err, KLD_TOO_LARGE,
                              "all regions of this connection would have over %" PRIu64
                              " bytes, the most allowed",

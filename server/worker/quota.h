@@ -1,11 +1,16 @@
 /* quota.h - how much memory a client may register: how many regions, their bytes, and what of them
- * may lie in the device's pool or in memory of the host. Loop thread. */
+ * may lie in the device's pool or in memory of the host. The gateway is no such client: its own
+ * limits bound what it takes, and only how many regions is bounded here too. Loop thread. */
 #ifndef KLD_SERVER_WORKER_QUOTA_H
 #define KLD_SERVER_WORKER_QUOTA_H
 
 #include <stdint.h>
 
 #include "proto/status.h"
+
+/* Regions of the gateway's beyond what tensors_max, http_regions_max and http_requests_max let it
+ * have: staging, buffers that it keeps for later, and those that are on their way out. */
+#define KLD_GATEWAY_REGIONS_BESIDE 1024
 
 struct kld_session;
 struct kld_worker;
@@ -15,6 +20,9 @@ enum kld_status kld_quota_check_count(const struct kld_session *session, struct 
 /* One more of this enum kld_region_kind and size? */
 enum kld_status kld_quota_check(const struct kld_session *session, uint32_t kind, uint64_t bytes,
                                 struct kld_error *err);
+/* What this connection may have, as WELCOME says it. */
+uint32_t kld_quota_regions_max(const struct kld_session *session);
+uint64_t kld_quota_region_bytes_max(const struct kld_session *session);
 /* Of the host's memory, for all clients of this worker together. Who touches a page of a memfd
  * first has to pay for it, and of what a client never touched that is the worker. */
 uint64_t kld_quota_shared_bytes_max(const struct kld_worker *worker);

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import oip
+import wire
 from conftest import suspend, wait_until
 from httplib import close, fds_of, logits, probabilities
 from oip import INFER, LENGTH, Connection
@@ -206,6 +207,19 @@ def test_limits(make_server, tmp_path):
     assert server.request(PATH + "c", headers=bob, method="DELETE")[0] == 404
     assert ask(server, small, small, {"targets": "c"}, headers=bob)[0] == 404
     assert ask(server, small, small, {"targets": "c"}, headers=ann)[0] == 200
+
+
+def test_limits_of_unix_clients_are_not_the_gateways(make_server):
+    """Its staging is larger than any of their regions may be, and it has more of them: a link's, the pool's, the tensors'."""
+    server = make_server(region_bytes_max="64K", client_region_bytes_max="64K", client_regions_max=1, **SMALL)
+    q, p = probabilities((500, 1000), 3), probabilities((500, 1000), 4)
+    for name in ("a", "b"):
+        status, reply = put(server, name, p)
+        assert status == 200, reply
+    assert ask(server, q, p, {"targets": "b"})[0] == 200  # piece by piece
+    oip.infer(server, {"predictions": q[:2], "targets": p[:2]})
+    with wire.Client(server.unix) as client, pytest.raises(wire.Failed, match="65536"):
+        client.region_add(wire.POOL, 65537)
 
 
 def test_a_lost_worker_takes_them_along(make_server):

@@ -10,6 +10,7 @@
 
 #include "server/role.h"
 #include "server/worker/places.h"
+#include "server/worker/quota.h"
 #include "tests/unit/server/worker/rig.h"
 #include "tests/unit/unit.h"
 
@@ -245,6 +246,43 @@ START_TEST(the_gateway_has_places_of_its_own) {
 }
 END_TEST
 
+/* Those are for one client each; how many regions it has is bounded all the same. */
+START_TEST(the_gateway_has_limits_of_its_own) {
+    struct kld_child_order order = {.kind = KLD_ORDER_GATEWAY, .pid = getpid()};
+    union kld_frame frame;
+    rig_init(&rig);
+    rig.config.client_regions_max = 1;
+    rig.config.region_bytes_max = rig.config.client_region_bytes_max = 4096;
+    rig.config.tensors_max = rig.config.http_regions_max = rig.config.http_requests_max = 1;
+    rig_start(&rig);
+    int early = rig_client(&rig);
+    rig_region_frame(&frame, 10, KLD_REGION_POOL, 8192);
+    rig_send(early, &frame);
+    rig_expect_error(early, 10, KLD_TOO_LARGE, "at most 4096 are allowed");
+    ck_assert_int_eq(send(rig.control[0], &order, sizeof order, 0), sizeof order);
+    int late = rig_client(&rig);
+    rig_region(early, 8192);
+    rig_region(early, 4096);
+    const int most = 3 + KLD_GATEWAY_REGIONS_BESIDE;
+    for (int i = 0; i < most; i++) {
+        rig_region_frame(&frame, 11, KLD_REGION_POOL, i ? 1 : 8192);
+        rig_send(late, &frame);
+        rig_expect(late, 11, KLD_FRAME_REGION, NULL);
+    }
+    rig_region_frame(&frame, 12, KLD_REGION_POOL, 1);
+    rig_send(late, &frame);
+    rig_expect_error(late, 12, KLD_TOO_LARGE, "the most allowed");
+    int client = rig_connect(&rig);
+    kld_frame_init(&frame, KLD_FRAME_HELLO, 1);
+    frame.as_HELLO.version_min = frame.as_HELLO.version_max = KLD_WIRE_VERSION;
+    rig_send(client, &frame);
+    rig_expect(client, 1, KLD_FRAME_WELCOME, &frame);
+    ck_assert_uint_eq(frame.as_WELCOME.regions_max, (uint32_t)most);
+    ck_assert_uint_eq(frame.as_WELCOME.region_bytes_max, UINT64_MAX);
+    end();
+}
+END_TEST
+
 START_TEST(who_does_not_say_hello_is_sent_away) {
     rig_init(&rig);
     rig.config.hello_ms = 1000; /* who says it has time to */
@@ -304,7 +342,7 @@ END_TEST
 UNIT_MAIN("server/worker/session", every_reply_to_a_silent_client_is_kept,
           silent_client_that_dies_leaves_nothing, client_leaves_while_its_stream_opens,
           clients_max_is_answered_by_busy, users_do_not_shut_each_other_out,
-          the_gateway_has_places_of_its_own, who_does_not_say_hello_is_sent_away,
-          dead_clients_with_work_do_not_pile_up,
+          the_gateway_has_places_of_its_own, the_gateway_has_limits_of_its_own,
+          who_does_not_say_hello_is_sent_away, dead_clients_with_work_do_not_pile_up,
           who_may_have_few_may_leave_as_long_as_there_is_room, packet_of_no_bytes_is_not_the_end,
           an_error_frame_holds_its_text_and_nothing_else)
