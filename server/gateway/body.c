@@ -130,7 +130,7 @@ static enum kld_status grow_json(struct kld_infer *infer, uint64_t needed, struc
         return status;
     if (infer->json) {
         memcpy(kld_staging_at(staging, offset), infer->json, infer->json_have);
-        kld_staging_free(staging, infer->json_offset);
+        kld_infer_give(infer, infer->json_offset, infer->json_capacity);
     }
     infer->json = kld_staging_at(staging, offset);
     infer->json_offset = offset;

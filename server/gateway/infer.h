@@ -221,6 +221,8 @@ enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, bool js
 /* The same for what is done without if there is none: it does not queue. A pool's thread too. */
 enum kld_status kld_infer_alloc_now(struct kld_infer *infer, uint64_t bytes, uint64_t *ret_offset,
                                     struct kld_error *err);
+/* Gives such a range back, before the rest of the request's memory is. Loop thread. */
+void kld_infer_give(struct kld_infer *infer, uint64_t offset, uint64_t bytes);
 /* Pauses the exchange; retry() is called now and then until kld_waiter_remove(), or the request
  * fails with KLD_BUSY at its deadline. */
 void kld_infer_wait(struct kld_infer *infer, void (*retry)(struct kld_infer *infer));

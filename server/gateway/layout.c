@@ -78,6 +78,13 @@ enum kld_status kld_infer_alloc_now(struct kld_infer *infer, uint64_t bytes, uin
     return take(infer, NULL, bytes, false, ret_offset, err);
 }
 
+void kld_infer_give(struct kld_infer *infer, uint64_t offset, uint64_t bytes) {
+    kld_staging_free(infer->gateway->staging, offset);
+    kld_auth_give_bytes(infer->caller, bytes);
+    infer->held_bytes -= bytes;
+    show_held(infer);
+}
+
 static uint64_t aligned(uint64_t bytes, uint64_t align) {
     return (bytes + align - 1) & ~(align - 1);
 }

@@ -85,6 +85,19 @@ def test_one_token_does_not_get_all_staging(make_server, tokens):
         one.close()
 
 
+def test_json_that_grows_counts_once(make_server, tokens):
+    """Of unknown length it moves to ever larger memory: what it has left behind is not its token's any more."""
+    server = make_server(tokens=tokens, token_bytes_max="800K", **SMALL)
+    data = oip.body({"predictions": Q, "targets": Q}, binary=False)[1].ljust(300000)
+    for _ in range(2):
+        with oip.Connection(server) as connection:
+            parts = (data[at:at + 20000] for at in range(0, len(data), 20000))
+            connection.http.request("POST", INFER, parts, bearer("one"), encode_chunked=True)
+            reply = connection.http.getresponse()
+            assert reply.status == 200, reply.read()
+    assert metric(server, "kld_staging_bytes", "two") == 0
+
+
 def test_stored_tensors_of_one_token(make_server, tokens):
     server = make_server(tokens=tokens, token_tensors_max=2, **SMALL)
 
