@@ -106,6 +106,12 @@ static enum kld_status check_body(const struct kld_exchange *exchange, uint64_t 
                                  "the body has %" PRIu64 " bytes; this shape and datatype need "
                                  "%" PRIu64,
                                  exchange->length_bytes, bytes);
+    uint64_t most = exchange->gateway->config->body_bytes_max;
+    if (bytes > most) /* in chunks: what announces it has been refused (routes.c) */
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "this shape and datatype need %" PRIu64 " bytes; a body has at most "
+                             "%" PRIu64 " (body_bytes_max)",
+                             bytes, most);
     return KLD_OK;
 }
 

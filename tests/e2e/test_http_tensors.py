@@ -209,6 +209,17 @@ def test_limits(make_server, tmp_path):
     assert ask(server, small, small, {"targets": "c"}, headers=ann)[0] == 200
 
 
+def test_a_body_in_chunks_has_a_limit(make_server):
+    """It is refused before it takes memory, as one is that announces its length."""
+    server = make_server(body_bytes_max="1M", **SMALL)
+    for size, status in ((1 << 20, 200), ((1 << 20) + 1, 413)):
+        for data in (bytes(size), iter([bytes(65536)] * (size >> 16) + [bytes(size & 65535)])):
+            with Connection(server) as connection:
+                got, _, body = connection.ask("PUT", f"{PATH}a?datatype=UINT8&shape={size}", data)
+                assert got == status and (status == 200 or b"body_bytes_max" in body), body
+    assert server.metrics()[MADE] <= 2
+
+
 def test_limits_of_unix_clients_are_not_the_gateways(make_server):
     """Its staging is larger than any of their regions may be, and it has more of them: a link's, the pool's, the tensors'."""
     server = make_server(region_bytes_max="64K", client_region_bytes_max="64K", client_regions_max=1, **SMALL)
