@@ -294,16 +294,11 @@ enum kld_status kld_auth_take_request(struct kld_auth *auth, struct kld_caller *
     return KLD_OK;
 }
 
-/* counter: the caller's, of what `what` names, which `setting` limits. */
-static enum kld_status take(const struct kld_auth *auth, _Atomic uint64_t *counter, uint64_t bytes,
-                            uint64_t most, const char *what, const char *setting,
-                            struct kld_error *err) {
-    uint64_t before = atomic_load(counter);
-    bool fits;
-    do {
-        fits = !auth->limited || (bytes <= most && before <= most - bytes);
-    } while (fits && !atomic_compare_exchange_weak(counter, &before, before + bytes));
-    if (fits)
+/* before: what the caller has of what `what` names, which `setting` limits. */
+static enum kld_status check(const struct kld_auth *auth, uint64_t before, uint64_t bytes,
+                             uint64_t most, const char *what, const char *setting,
+                             struct kld_error *err) {
+    if (!auth->limited || (bytes <= most && before <= most - bytes))
         return KLD_OK;
     if (bytes > most)
         return kld_error_set(err, KLD_TOO_LARGE,
@@ -317,10 +312,27 @@ static enum kld_status take(const struct kld_auth *auth, _Atomic uint64_t *count
                          before, what, bytes, most, setting);
 }
 
+static enum kld_status take(const struct kld_auth *auth, _Atomic uint64_t *counter, uint64_t bytes,
+                            uint64_t most, const char *what, const char *setting,
+                            struct kld_error *err) {
+    uint64_t before = atomic_load(counter);
+    enum kld_status status;
+    do {
+        status = check(auth, before, bytes, most, what, setting, err);
+    } while (!status && !atomic_compare_exchange_weak(counter, &before, before + bytes));
+    return status;
+}
+
+#define STAGING "staging memory", "token_bytes_max, and about half of staging_bytes_max"
+
+enum kld_status kld_auth_check_bytes(const struct kld_auth *auth, const struct kld_caller *caller,
+                                     uint64_t bytes, struct kld_error *err) {
+    return check(auth, atomic_load(&caller->bytes), bytes, auth->bytes_max, STAGING, err);
+}
+
 enum kld_status kld_auth_take_bytes(struct kld_auth *auth, struct kld_caller *caller,
                                     uint64_t bytes, struct kld_error *err) {
-    return take(auth, &caller->bytes, bytes, auth->bytes_max, "staging memory",
-                "token_bytes_max, and about half of staging_bytes_max", err);
+    return take(auth, &caller->bytes, bytes, auth->bytes_max, STAGING, err);
 }
 
 enum kld_status kld_auth_take_buffer(struct kld_auth *auth, struct kld_caller *caller,

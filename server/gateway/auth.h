@@ -79,6 +79,9 @@ enum kld_status kld_auth_take_request(struct kld_auth *auth, struct kld_caller *
                                       struct kld_error *err);
 enum kld_status kld_auth_take_bytes(struct kld_auth *auth, struct kld_caller *caller,
                                     uint64_t bytes, struct kld_error *err);
+/* What kld_auth_take_bytes() would answer now; adds nothing. */
+enum kld_status kld_auth_check_bytes(const struct kld_auth *auth, const struct kld_caller *caller,
+                                     uint64_t bytes, struct kld_error *err);
 enum kld_status kld_auth_take_buffer(struct kld_auth *auth, struct kld_caller *caller,
                                      uint64_t bytes, struct kld_error *err);
 void kld_auth_give_buffer(struct kld_caller *caller, uint64_t bytes);

@@ -50,18 +50,19 @@ static void show_held(const struct kld_infer *infer) {
     infer->exchange->held_pool = infer->pieces.pool;
 }
 
-/* turn: NULL for who does not wait. */
+/* turn: NULL for who does not wait. Nothing is counted for the caller that he does not get: another
+ * loop must not refuse because of it. */
 static enum kld_status take(struct kld_infer *infer, struct kld_staging_turn *turn, uint64_t bytes,
                             bool json, uint64_t *ret_offset, struct kld_error *err) {
     struct kld_gateway *gateway = infer->gateway;
-    enum kld_status status = kld_auth_take_bytes(gateway->auth, infer->caller, bytes, err);
+    enum kld_status status = kld_auth_check_bytes(gateway->auth, infer->caller, bytes, err);
     if (status)
         return status;
     status = turn ? kld_staging_take(gateway->staging, turn, bytes, json, ret_offset, err)
                   : kld_staging_alloc(gateway->staging, bytes, ret_offset, err);
-    if (status)
-        kld_auth_give_bytes(infer->caller, bytes);
-    else
+    if (!status && (status = kld_auth_take_bytes(gateway->auth, infer->caller, bytes, err)))
+        kld_staging_free(gateway->staging, *ret_offset);
+    if (!status)
         infer->held_bytes += bytes;
     if (!infer->in_pool)
         show_held(infer);
