@@ -27,6 +27,7 @@ struct kld_tokens {
 struct kld_auth {
     uint64_t requests_max, bytes_max, buffer_bytes_max; /* of one token */
     bool limited;                                       /* constant: there are tokens */
+    _Atomic uint32_t count;                             /* of the list in use */
     struct kld_caller everybody;                        /* where there are none */
     pthread_mutex_t mutex;                              /* of the next */
     struct kld_tokens *tokens;                          /* in use; one of its users */
@@ -186,6 +187,7 @@ void kld_auth_replace(struct kld_auth *auth, struct kld_tokens *tokens,
     pthread_mutex_lock(&auth->mutex);
     struct kld_tokens *before = auth->tokens;
     auth->tokens = tokens;
+    atomic_store(&auth->count, tokens->count);
     pthread_mutex_unlock(&auth->mutex);
     for (uint32_t i = 0; before && i < before->count; i++)
         if (!names(tokens, before->token[i].caller)) {
@@ -277,6 +279,8 @@ enum kld_status kld_auth_check(unsigned held, enum kld_right right, struct kld_e
     return kld_error_set(err, KLD_FORBIDDEN, "the token does not have the right '%s'",
                          rights[i].name);
 }
+
+bool kld_auth_has_several(const struct kld_auth *auth) { return atomic_load(&auth->count) > 1; }
 
 /* What is refused was never added, not even for a moment: another loop must not refuse because of
  * it. */

@@ -17,6 +17,7 @@
 
 #include "proto/status.h"
 #include "server/config.h"
+#include "server/gateway/staging.h"
 
 #define KLD_AUTH_NAME_MAX 64     /* bytes of a caller's name, NUL included */
 #define KLD_AUTH_TOKENS_MAX 1024 /* lines of the file */
@@ -36,6 +37,7 @@ struct kld_caller {
     atomic_bool gone;             /* his token is in the list no more */
     _Atomic uint32_t requests;
     _Atomic uint64_t bytes, buffer_bytes;
+    struct kld_staging_share staged; /* of staging's */
 };
 
 /* His token is gone and his last request has ended. */
@@ -70,6 +72,9 @@ enum kld_status kld_auth_find(struct kld_auth *auth, const char *header,
                               struct kld_error *err);
 /* KLD_FORBIDDEN: known, but without this right. */
 enum kld_status kld_auth_check(unsigned held, enum kld_right right, struct kld_error *err);
+
+/* There are others, for whom something has to be left. */
+bool kld_auth_has_several(const struct kld_auth *auth);
 
 /* One request more in flight, or so many bytes more of staging, or of buffers on the device.
  * KLD_THROTTLED: over token_requests_max, token_bytes_max or token_buffer_bytes_max; nothing was

@@ -71,6 +71,8 @@ static enum kld_status take(struct kld_infer *infer, struct kld_staging_turn *tu
 
 enum kld_status kld_infer_alloc(struct kld_infer *infer, uint64_t bytes, bool json,
                                 uint64_t *ret_offset, struct kld_error *err) {
+    infer->waiter.turn.share = &infer->caller->staged;
+    infer->waiter.turn.capped = kld_auth_has_several(infer->gateway->auth);
     return take(infer, &infer->waiter.turn, bytes, json, ret_offset, err);
 }
 

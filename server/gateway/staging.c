@@ -15,7 +15,9 @@
 #include <uv.h>
 
 #define SIZES 48 /* lists of free ranges, each of those up to twice as large as the last list's */
-#define PLACES 1024 /* lists of used ranges; a power of two */
+#define JSON_PART 2       /* one in so many bytes may be JSON, ... */
+#define JSON_SHARE_PART 2 /* ... and of those one in so many the JSON of one caller */
+#define PLACES 1024       /* lists of used ranges; a power of two */
 
 struct range {
     struct range *before, *after;
@@ -23,7 +25,7 @@ struct range {
     struct range *next;          /* in its list of used ones */
     uint64_t offset, bytes;
     bool used, json;
-    const struct kld_staging_turn *owner; /* NULL: none, or it never waits */
+    struct kld_staging_turn *owner; /* NULL: none, or it never waits */
 };
 
 /* A part of the memory, with a queue of its own. */
@@ -329,7 +331,31 @@ static enum kld_status wait_or_refuse(const struct area *area, const struct kld_
 }
 
 static bool json_is_full(const struct area *area, uint64_t more) {
-    return area->json_bytes && area->json_bytes + more > area->bytes / 2;
+    return area->json_bytes && area->json_bytes + more > area->bytes / JSON_PART;
+}
+
+/* With what others' JSON of the same caller has; a turn alone may have what it needs. */
+static enum kld_status check_share(const struct area *area, const struct kld_staging_turn *turn,
+                                   bool small, uint64_t more, struct kld_error *err) {
+    uint64_t most = area->bytes / JSON_PART / JSON_SHARE_PART;
+    if (!turn->share || !turn->capped ||
+        turn->share->json_bytes[small] == turn->json_bytes[small] ||
+        turn->share->json_bytes[small] + more <= most)
+        return KLD_OK;
+    return kld_error_set(
+        err, KLD_THROTTLED,
+        "the JSON of this token's requests in flight has %" PRIu64
+        " bytes of staging memory and this one needs %" PRIu64 "; at most %" PRIu64
+        " (about a quarter of staging_bytes_max); try again, or send tensors as binary data",
+        turn->share->json_bytes[small], more, most);
+}
+
+static void count_json(struct area *area, const struct range *range, bool small, bool taken) {
+    uint64_t more = taken ? range->bytes : -range->bytes;
+    area->json_bytes += more;
+    range->owner->json_bytes[small] += more;
+    if (range->owner->share)
+        range->owner->share->json_bytes[small] += more;
 }
 
 /* Behind somebody who came earlier? JSON that waits for other JSON holds up JSON alone. */
@@ -353,10 +379,11 @@ static enum kld_status take(struct kld_staging *staging, struct kld_staging_turn
     turn->json = json;
     bool waits = !turn->has[small] &&
                  (area->holders || (json && json_is_full(area, bytes)) || is_behind(area, turn));
-    enum kld_status status =
-        waits && bytes <= area->bytes
-            ? kld_error_set(err, KLD_BUSY, "others wait for staging memory; try again")
-            : alloc(staging, area, bytes, &range, err);
+    enum kld_status status = json ? check_share(area, turn, small, bytes, err) : KLD_OK;
+    if (status == KLD_OK)
+        status = waits && bytes <= area->bytes
+                     ? kld_error_set(err, KLD_BUSY, "others wait for staging memory; try again")
+                     : alloc(staging, area, bytes, &range, err);
     if (status == KLD_BUSY)
         status = wait_or_refuse(area, turn, small, bytes, err);
     if (status != KLD_BUSY)
@@ -368,7 +395,8 @@ static enum kld_status take(struct kld_staging *staging, struct kld_staging_turn
     turn->has[small] = true;
     range->owner = turn;
     range->json = json;
-    area->json_bytes += json ? range->bytes : 0;
+    if (json)
+        count_json(area, range, small, true);
     *ret_offset = range->offset;
     return KLD_OK;
 }
@@ -406,8 +434,9 @@ static void join(struct range *range) {
 
 static void give_back(struct kld_staging *staging, struct area *area, struct range *range) {
     range->used = false;
+    if (range->json)
+        count_json(area, range, area == &staging->small, false);
     range->owner = NULL;
-    area->json_bytes -= range->json ? range->bytes : 0;
     count(staging, area, -(int64_t)range->bytes);
     atomic_fetch_add(&staging->changes, 1);
     if (range->after && !range->after->used) {

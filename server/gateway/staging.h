@@ -16,7 +16,9 @@
  *   one of them waits, so each gets its turn, and nobody waits for one who stands behind him.
  * JSON has at most half of the small and of the large ones, but one may always have what it needs:
  * whose JSON is here needs more for his tensors, and with the memory full of JSON nobody would get
- * on. Where all who have some come to wait for more in spite of that, one of them is refused.
+ * on. Where all who have some come to wait for more in spite of that, one of them is refused. Nor
+ * does the JSON of one caller keep others' out: he has half of that half at most, but as above, and
+ * is refused more, so that nobody waits behind him for what he does not finish.
  *
  * Any thread; the bytes of an allocated range may be touched by whoever its holder lets (MHD, the
  * thread pool, the worker). Does not wait: full is KLD_BUSY. */
@@ -49,6 +51,12 @@ uint64_t kld_staging_used_bytes(struct kld_staging *staging);
 enum kld_status kld_staging_alloc(struct kld_staging *staging, uint64_t bytes, uint64_t *ret_offset,
                                   struct kld_error *err);
 
+/* What the JSON of one caller has of the large and of the small ones. The caller owns it, and it
+ * outlives his turns; it is read and written under staging's mutex. */
+struct kld_staging_share {
+    uint64_t json_bytes[2];
+};
+
 /* A place in the queue, of one request. Zeroed: not in it. */
 struct kld_staging_turn {
     struct kld_staging_turn *before, *after;
@@ -56,11 +64,15 @@ struct kld_staging_turn {
     bool has[2];           /* it got large ones; small ones */
     bool json;             /* what it asked for last, */
     uint64_t wanted_bytes; /* ... and so much */
+    /* Set before each call by who asks. */
+    struct kld_staging_share *share; /* always the same; NULL: not counted */
+    bool capped;                     /* there are others to leave some to */
+    uint64_t json_bytes[2];          /* of the share, what is its own; under staging's mutex */
 };
 /* As kld_staging_alloc(), in turn. KLD_BUSY: the turn is in the queue, until it is asked for again
  * and gets some, or leaves. KLD_TOO_LARGE also where it has all that is in use and would wait for
- * itself; KLD_UNAVAILABLE: it and others who have some would wait for each other. json: for JSON of
- * a body. The turn outlives what it gets. */
+ * itself; KLD_UNAVAILABLE: it and others who have some would wait for each other; KLD_THROTTLED:
+ * its caller has enough JSON here. json: for JSON of a body. The turn outlives what it gets. */
 enum kld_status kld_staging_take(struct kld_staging *staging, struct kld_staging_turn *turn,
                                  uint64_t bytes, bool json, uint64_t *ret_offset,
                                  struct kld_error *err);

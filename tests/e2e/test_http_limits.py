@@ -85,6 +85,25 @@ def test_one_token_does_not_get_all_staging(make_server, tokens):
         one.close()
 
 
+def test_json_of_one_token_leaves_some_for_others(make_server, tokens):
+    """Who sends much of it slowly is refused before he has all that JSON may have; another token's is taken meanwhile."""
+    server = make_server(tokens=tokens, **SMALL)
+    size, connections = 500000, [connect(server) for _ in range(4)]
+    data = oip.body({"predictions": Q, "targets": Q}, binary=False)[1].ljust(size)
+    for one in connections:
+        one.sendall(text_of(data, bearer("one"))[:-1000])
+    # Of 1.9 MB he has a half: one, for two are more than that.
+    wait_until(lambda: metric(server, 'kld_requests_total{front="http",status="throttled"}', "two") == 3, what="refusals")
+    got, _, body = server.request(INFER, data, bearer("two"))
+    assert got == 200, body
+    answers = []
+    for one in connections:
+        one.sendall(data[-1000:])
+        answers.append(one.recv(65536))
+        one.close()
+    assert sorted(answer[:12] for answer in answers) == [b"HTTP/1.1 200"] + [b"HTTP/1.1 429"] * 3, answers
+
+
 def test_json_that_grows_counts_once(make_server, tokens):
     """Of unknown length it moves to ever larger memory: what it has left behind is not its token's any more."""
     server = make_server(tokens=tokens, token_bytes_max="800K", **SMALL)

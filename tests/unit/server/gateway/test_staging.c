@@ -224,6 +224,38 @@ START_TEST(json_leaves_half_for_tensors) {
 }
 END_TEST
 
+START_TEST(json_of_one_caller_leaves_some_for_others) {
+    struct kld_staging_share one = {{0}}, two = {{0}};
+    struct kld_staging_turn first = {.share = &one, .capped = true}, second = first, third = first,
+                            other = {.share = &two, .capped = true};
+    uint64_t most, a, b, c, more, small;
+    ck_assert_int_eq(kld_staging_open(STAGING, NULL, &queued, NULL), KLD_OK);
+    most = kld_staging_range_bytes_max(queued);
+    ck_assert_int_eq(take_json(&first, most / 5, &a), KLD_OK);
+    ck_assert_int_eq(take_json(&second, most / 10, &b), KLD_THROTTLED);
+    ck_assert(!second.queued);
+    ck_assert_int_eq(take_json(&second, most / 25, &b), KLD_OK);
+    ck_assert_int_eq(take_json(&other, most / 5, &c), KLD_OK);
+    ck_assert_int_eq(take(&second, most / 4, &more), KLD_OK); /* tensors are something else */
+    kld_staging_free(queued, more);
+    ck_assert_int_eq(take_json(&third, 1000, &small), KLD_OK); /* and so are small ones */
+    ck_assert_int_eq(take_json(&first, most / 5, &more), KLD_THROTTLED);
+    kld_staging_free(queued, b);
+    ck_assert_int_eq(take_json(&first, most / 5, &more), KLD_OK); /* alone: what it needs */
+    ck_assert_int_eq(take_json(&third, most / 5, &b), KLD_THROTTLED);
+    third.capped = false; /* there is nobody else any more */
+    ck_assert_int_eq(take_json(&third, most / 5, &b), KLD_BUSY);
+    kld_staging_leave(queued, &third);
+    kld_staging_free(queued, small);
+    kld_staging_free(queued, more);
+    kld_staging_free(queued, a);
+    kld_staging_free(queued, c);
+    for (int i = 0; i < 2; i++)
+        ck_assert_uint_eq(one.json_bytes[i] | two.json_bytes[i] | first.json_bytes[i], 0);
+    kld_staging_close(queued);
+}
+END_TEST
+
 START_TEST(who_would_wait_for_each_other_are_not_left_to_it) {
     struct kld_staging_turn first = {.queued = false}, second = first, third = first;
     uint64_t a, b, c, more;
@@ -280,4 +312,5 @@ UNIT_MAIN("server/gateway/staging", memory_is_sealed_and_zeroed,
           many_in_use_cost_what_few_do, no_newcomer_overtakes,
           who_has_some_gets_more_before_newcomers, who_would_wait_for_himself_is_told,
           who_has_a_small_one_alone_waits_for_large_ones, json_leaves_half_for_tensors,
+          json_of_one_caller_leaves_some_for_others,
           who_would_wait_for_each_other_are_not_left_to_it, small_ones_do_not_wait_for_large_ones)
