@@ -223,6 +223,7 @@ static void open_buffer(struct kld_infer *infer) {
     memset(&infer->job, 0, sizeof infer->job);
     infer->job.kind = KLD_POOL_OPEN;
     infer->job.bytes = infer->buffer_bytes;
+    infer->job.owner = kld_auth_has_several(gateway->auth) ? infer->caller : NULL;
     infer->job.done = opened;
     infer->in_worker = true;
     kld_exchange_pause(infer->exchange);

@@ -123,6 +123,7 @@ static enum kld_status make_buffer(struct kld_pool *pool, const struct kld_pool_
     buffer->pool = pool;
     buffer->bytes = buffer->room_bytes = job->bytes;
     buffer->imported = import;
+    buffer->owner = job->owner;
     buffer->users = 1;
     buffer->losses = pool->losses;
     buffer->after = pool->buffers;
@@ -141,8 +142,10 @@ static enum kld_status open_buffer(struct kld_pool *pool, struct kld_pool_job *j
                                    struct kld_error *err) {
     look_at_losses(pool);
     job->buffer = job->kind == KLD_POOL_OPEN ? kld_pool_take_kept(pool, job->bytes) : NULL;
-    if (job->buffer)
+    if (job->buffer) {
+        job->buffer->owner = job->owner;
         return KLD_OK;
+    }
     enum kld_status status = make_buffer(pool, job, &job->buffer, err);
     if (status == KLD_TOO_LARGE && job->kind == KLD_POOL_OPEN && kld_pool_gives_way(pool))
         return KLD_NO_MEMORY; /* it waits for what goes */
@@ -250,6 +253,16 @@ static bool may_fit(const struct kld_pool *pool, uint64_t bytes) {
            (!__builtin_add_overflow(used, bytes, &end) && end <= most);
 }
 
+static bool is_over_share(const struct kld_pool *pool, const struct kld_pool_job *job) {
+    uint64_t most = kld_pool_bytes_max(pool) / KLD_POOL_SHARE_PART, has = 0;
+    if (!job->owner || !most)
+        return false;
+    for (const struct kld_pool_buffer *buffer = pool->buffers; buffer; buffer = buffer->after)
+        if (buffer->owner == job->owner && !buffer->kept_ns && !buffer->imported)
+            has += buffer->room_bytes;
+    return job->bytes > most || has > most - job->bytes;
+}
+
 /* Others free memory as well: so at each tick, and when a buffer of ours has been dropped. */
 static void feed_starved(struct kld_pool *pool) {
     for (struct kld_pool_job *job = pool->starved.first, *after; job; job = after) {
@@ -259,14 +272,22 @@ static void feed_starved(struct kld_pool *pool) {
         kld_pool_list_remove(&pool->starved, job);
         finish(job, KLD_CANCELLED, NULL);
     }
-    while (pool->starved.first) {
-        struct kld_pool_job *job = pool->starved.first;
+    bool passes = false;
+    for (struct kld_pool_job *job = pool->starved.first, *after; job; job = after) {
         struct kld_error error = {.status = KLD_OK};
-        if (!may_fit(pool, job->bytes))
+        bool over = is_over_share(pool, job), fits = may_fit(pool, job->bytes);
+        after = job->after;
+        if (passes && over)
+            continue;
+        enum kld_status status = fits ? reach(pool, true, &error) : KLD_NO_MEMORY;
+        if (status == KLD_OK)
+            status = open_buffer(pool, job, &error);
+        if (status == KLD_NO_MEMORY && !over)
             return;
-        enum kld_status status = reach(pool, true, &error);
-        if (status == KLD_OK && (status = open_buffer(pool, job, &error)) == KLD_NO_MEMORY)
-            return;
+        if (status == KLD_NO_MEMORY) {
+            passes = true;
+            continue;
+        }
         if (status == KLD_UNAVAILABLE || status == KLD_DEADLINE)
             remember(pool, status, &error);
         kld_pool_list_remove(&pool->starved, job);

@@ -9,8 +9,10 @@
  * fill them. When another client of the worker finds the device's pool full, what is kept is given
  * back, and for KLD_POOL_ASIDE_MS nothing is. It holds then what its last user left: who opens a
  * buffer writes it before he reads it. An OPEN that finds the device's pool full waits in turn
- * until there is room or nobody wants it any more; one for more than there ever is ends with
- * KLD_TOO_LARGE.
+ * until there is room or nobody wants it any more. Whose owner would have more than one in
+ * KLD_POOL_SHARE_PART of the pool with it, and who finds no room, is passed by those behind him who
+ * would not: else one owner keeps all others out with what cannot fit beside what he has. One for
+ * more than there ever is ends with KLD_TOO_LARGE.
  *
  * A job, the buffers and the staging memory it names belong to the pool from kld_pool_submit()
  * until done(). Senders keep their deadlines themselves (deadline.h), because this thread may be
@@ -34,6 +36,8 @@
 #define KLD_POOL_KEPT_MAX 64 /* buffers: each is a region of the worker; the largest stay */
 #define KLD_POOL_KEPT_BYTES_MIN 32768 /* smaller ones cost next to nothing to make again */
 
+#define KLD_POOL_SHARE_PART 2
+
 struct kld_pool;
 
 struct kld_pool_buffer {
@@ -48,7 +52,8 @@ struct kld_pool_buffer {
     uint64_t kept_ns;    /* uv_hrtime() since when nobody uses it; 0: somebody does */
     struct kld_pool_buffer *after;
     struct kld_region *region;
-    uint64_t losses; /* kld_losses() when it was made */
+    const void *owner; /* of the job that opened it; only compared */
+    uint64_t losses;   /* kld_losses() when it was made */
     struct kld_letter letter;
 };
 
@@ -68,6 +73,7 @@ struct kld_pool_job {
     struct kld_pool_buffer
         *buffer; /* FILL, READ; OPEN and IMPORT set it, with one user: the caller */
     uint64_t bytes, buffer_offset, staging_offset;
+    const void *owner; /* OPEN: whose share it is of; NULL: nobody's, and he is not passed */
     uint8_t handle[64], uuid[KLD_WIRE_UUID_BYTES]; /* IMPORT: a cudaIpcMemHandle_t, and its card */
     struct kld_request request; /* RUN: as for the link, but offsets are in slot[] if it is set */
     struct kld_pool_buffer *slot[KLD_SLOT_COUNT]; /* NULL: staging */

@@ -242,6 +242,7 @@ static void open_buffer(struct upload *upload) {
     memset(&upload->job, 0, sizeof upload->job);
     upload->job.kind = KLD_POOL_OPEN;
     upload->job.bytes = upload->stored->bytes;
+    upload->job.owner = kld_auth_has_several(upload->gateway->auth) ? upload->caller : NULL;
     upload->job.done = opened;
     upload->opening = true;
     wait_for_pool(upload);

@@ -208,6 +208,39 @@ START_TEST(what_is_kept_goes_where_the_worker_takes_no_more_regions) {
 }
 END_TEST
 
+START_TEST(who_wants_more_than_his_share_is_passed_where_there_is_no_room) {
+    static struct kld_pool_job large, small, another;
+    const char *one = "one", *two = "two";
+    config.keep_buffer_ms = 0;
+    setup();
+    kld_pool_drop(open_buffer(4096)); /* it is connected, and has registered staging */
+    int before = ended, made = worker.regions_added;
+    shown.pool_bytes = 200000; /* of a million */
+    worker.refuse_regions_once = KLD_NO_MEMORY;
+    large =
+        (struct kld_pool_job){.kind = KLD_POOL_OPEN, .bytes = 900000, .owner = one, .done = done};
+    kld_pool_submit(pool, &mail, &large);
+    another = small =
+        (struct kld_pool_job){.kind = KLD_POOL_OPEN, .bytes = 400000, .owner = two, .done = done};
+    kld_pool_submit(pool, &mail, &small);
+    run_until(before + 1);
+    ck_assert_int_eq(small.status, KLD_OK);
+    ck_assert_ptr_nonnull(small.buffer);
+    kld_pool_submit(pool, &mail, &another); /* is over his share by now, too */
+    while (!atomic_load(&another.starved))
+        uv_sleep(1);
+    uv_sleep(50);
+    ck_assert_int_eq(worker.regions_added, made + 2); /* the refused one, and the small one */
+    shown.pool_bytes = 0;
+    run_until(before + 3);
+    ck_assert(!large.status && !another.status);
+    kld_pool_drop(small.buffer);
+    kld_pool_drop(large.buffer);
+    kld_pool_drop(another.buffer);
+    teardown();
+}
+END_TEST
+
 static enum kld_status run_with(struct kld_pool_buffer *predictions,
                                 struct kld_pool_buffer *targets) {
     static struct kld_pool_job job;
@@ -258,4 +291,5 @@ END_TEST
 UNIT_MAIN("server/gateway/pool", what_nobody_wants_is_not_computed,
           what_was_dropped_is_used_again_for_a_while, few_are_kept_and_the_largest,
           what_is_kept_goes_where_the_worker_takes_no_more_regions,
+          who_wants_more_than_his_share_is_passed_where_there_is_no_room,
           what_was_made_on_a_connection_is_lost_with_it_and_nothing_else)
