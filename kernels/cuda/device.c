@@ -128,7 +128,7 @@ static void release(struct cuda_device *device) {
             for (int which = 0; which < MARK_COUNT; which++)
                 if (device->flights[i].mark[which])
                     cudaEventDestroy(device->flights[i].mark[which]);
-        cuda_staging_forget(device, device->setup);
+        cuda_staging_forget(device);
         if (device->flights[0].scratch)
             cudaFreeAsync(device->flights[0].scratch, device->setup);
         if (device->setup) {

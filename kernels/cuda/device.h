@@ -164,7 +164,8 @@ struct cuda_device {
     pthread_mutex_t setup_mutex;
     bool handles_name_cards;    /* handle.c can read them; with what follows under setup_mutex */
     uint32_t handles_looked_at; /* times that it was tried to learn how */
-    cudaStream_t setup;         /* allocations and measurements of callers; under setup_mutex */
+    cudaStream_t setup;         /* allocations and measurements of callers, under setup_mutex; what
+                                 * the pool gets back, by any thread */
     struct cuda_import *imports;
     uint32_t imports_count;
 
@@ -298,7 +299,7 @@ cudaError_t cuda_staging_allocate(struct cuda_device *device, struct cuda_flight
 /* All of the job has ended: keeps the block, or gives it back. */
 void cuda_staging_release(struct cuda_device *device, struct cuda_flight *flight);
 /* Gives back all that is kept. */
-void cuda_staging_forget(struct cuda_device *device, cudaStream_t stream);
+void cuda_staging_forget(struct cuda_device *device);
 /* The same for a caller that has neither work nor setup_mutex and wants so much of the pool; false:
  * nothing was given back, or would have been in vain. */
 bool cuda_staging_make_room(struct cuda_device *device, uint64_t bytes);

@@ -4,24 +4,25 @@
  * device->work, but for cuda_staging_make_room(). */
 #include "kernels/cuda/device.h"
 
-/* A block that no work on the device uses any more. */
-static void give_back(struct cuda_device *device, char *at, uint64_t bytes, cudaStream_t stream) {
-    if (at && !atomic_load(&device->lost) && cudaFreeAsync(at, stream) != cudaSuccess)
+/* A block that no work on the device uses any more. By the stream that is waited for before the
+ * pool is trimmed: nobody waits for those of jobs, and the driver keeps what was freed there. */
+static void give_back(struct cuda_device *device, char *at, uint64_t bytes) {
+    if (at && !atomic_load(&device->lost) && cudaFreeAsync(at, device->setup) != cudaSuccess)
         cudaGetLastError();
     cuda_pool_release(device, bytes);
     atomic_store(&device->surplus, true);
 }
 
-static void drop(struct cuda_device *device, struct cuda_block *block, cudaStream_t stream) {
+static void drop(struct cuda_device *device, struct cuda_block *block) {
     atomic_fetch_sub(&device->kept_bytes, block->bytes); /* first: see cuda_pool_bytes() */
-    give_back(device, block->at, block->bytes, stream);
+    give_back(device, block->at, block->bytes);
     block->at = NULL;
 }
 
-void cuda_staging_forget(struct cuda_device *device, cudaStream_t stream) {
+void cuda_staging_forget(struct cuda_device *device) {
     for (int i = 0; i < CUDA_KEPT_MAX; i++)
         if (device->kept[i].at)
-            drop(device, &device->kept[i], stream);
+            drop(device, &device->kept[i]);
 }
 
 /* Would the pool have so much if nothing were kept? */
@@ -37,7 +38,7 @@ bool cuda_staging_make_room(struct cuda_device *device, uint64_t bytes) {
     pthread_mutex_lock(&device->setup_mutex);
     pthread_mutex_lock(&device->work);
     bool any = atomic_load(&device->kept_bytes) > 0;
-    cuda_staging_forget(device, device->setup);
+    cuda_staging_forget(device);
     pthread_mutex_unlock(&device->work);
     pthread_mutex_unlock(&device->setup_mutex);
     return any;
@@ -75,7 +76,7 @@ bool cuda_staging_reserve(struct cuda_device *device, struct cuda_flight *flight
         if (!cuda_pool_reserve(device, bytes)) {
             if (!could_fit(device, bytes))
                 return false; /* a smaller piece may yet find a block that fits */
-            cuda_staging_forget(device, cuda_stream_of(flight));
+            cuda_staging_forget(device);
             if (!cuda_pool_reserve(device, bytes))
                 return false;
         }
@@ -98,8 +99,7 @@ cudaError_t cuda_staging_allocate(struct cuda_device *device, struct cuda_flight
 /* Where a block of that size is kept: a free place, or else that of the smallest smaller one.
  * Smaller ones give way, the smallest first, until it is within the limit: what is kept follows
  * the jobs that come, and would else stay for ever as the first ones left it. NULL: nowhere. */
-static struct cuda_block *place_for(struct cuda_device *device, uint64_t bytes,
-                                    cudaStream_t stream) {
+static struct cuda_block *place_for(struct cuda_device *device, uint64_t bytes) {
     uint64_t kept = atomic_load(&device->kept_bytes), smaller = 0;
     for (int i = 0; i < CUDA_KEPT_MAX; i++)
         if (device->kept[i].at && device->kept[i].bytes < bytes)
@@ -119,21 +119,20 @@ static struct cuda_block *place_for(struct cuda_device *device, uint64_t bytes,
             return empty;
         if (!smallest)
             return NULL;
-        drop(device, smallest, stream);
+        drop(device, smallest);
     }
 }
 
 void cuda_staging_release(struct cuda_device *device, struct cuda_flight *flight) {
     char *at = flight->staging;
     uint64_t bytes = flight->staging_bytes;
-    cudaStream_t stream = cuda_stream_of(flight);
     flight->staging = NULL;
     flight->staging_bytes = 0;
     struct cuda_block *place = NULL;
     if (at && !atomic_load(&device->lost))
-        place = place_for(device, bytes, stream);
+        place = place_for(device, bytes);
     if (!place) {
-        give_back(device, at, bytes, stream);
+        give_back(device, at, bytes);
         return;
     }
     *place = (struct cuda_block){at, bytes};

@@ -216,7 +216,7 @@ START_TEST(the_pool_is_trimmed_behind_a_burst) {
     ck_assert(!atomic_load(&own->surplus)); /* kept for the next job like it */
     atomic_store(&fake_trimmed_to, 0);
     pthread_mutex_lock(&own->work);
-    cuda_staging_forget(own, own->setup);
+    cuda_staging_forget(own);
     pthread_mutex_unlock(&own->work);
     prepare(&records[0], pool, false); /* the device thread sleeps anew */
     records[0].job.place[1].offset_bytes = 65536;
