@@ -68,7 +68,7 @@ def rows_of_faults(runs):
     for run in runs:
         times = run["answered_ms"]
         assert run["met"] == (statistics.median(times) <= 600)
-        whose = "a client killed" if run.get("fault") == "killed" else "the server's own"
+        whose = {"killed": "a client killed", "other": "another client's"}.get(run.get("fault"), "the server's own")
         cells = [whose, run.get("host", ""), "MPS" if run["mps"] else "no MPS",
                  run["CUDA_DEVICE_MAX_CONNECTIONS"] or "not set",
                  run.get("commit", "")[:7], f"{statistics.median(times):.0f}", f"{max(times):.0f} of {len(times)}",
