@@ -182,6 +182,11 @@ bool cuda_job_in_place(const struct kld_job *job) {
     return job->kind == KLD_JOB_OP && are_in_reach(job, slots_to_stage(job));
 }
 
+/* kld_cuda_launch_rows() keeps the mask in scratch, where blocks share a row. */
+static bool keeps_mask(const struct cuda_flight *flight) {
+    return cuda_slot_is_present(flight->job, KLD_SLOT_ROW_MASK) && flight->args.cluster > 1;
+}
+
 static void plan_slots(struct cuda_flight *flight) {
     const struct kld_job *job = flight->job;
     uint32_t slots = slots_to_stage(job);
@@ -192,20 +197,21 @@ static void plan_slots(struct cuda_flight *flight) {
             cuda_plan_tensor(flight, slot)->at =
                 memory_of(job, slot)->reach + job->place[slot].offset_bytes;
     uint64_t group = flight->args.group_rows, rows = KLD_CUDA_GROUPS_MAX * group;
-    bool kept = cuda_slot_is_present(job, KLD_SLOT_ROW_MASK) && flight->args.cluster > 1;
-    if (kept && rows > KLD_CUDA_MASK_ROWS)
+    if (keeps_mask(flight) && rows > KLD_CUDA_MASK_ROWS)
         rows = group < KLD_CUDA_MASK_ROWS ? KLD_CUDA_MASK_ROWS / group * group : group;
     flight->segment_rows = rows;
 }
 
 /* A loss that is wanted in the answer alone, of few groups, is added up by the host: for a small
  * job the kernel that would do it is half of what there is to launch. One that is written to memory
- * of whatever kind is written by the device: what comes behind it in its stream reads it there. */
+ * of whatever kind is written by the device: what comes behind it in its stream reads it there. Of
+ * scratch there are the sums alone then. */
 static void plan_sums(struct cuda_flight *flight) {
     struct kld_cuda_args *args = &flight->args;
     uint64_t groups = (cuda_plan_rows(flight) + args->group_rows - 1) / args->group_rows;
     bool by_host = flight->job->geometry.scalar && args->divisor != 0 && !args->loss.dtype;
-    flight->sums_count = by_host && groups <= CUDA_SUMS_MAX ? (uint32_t)groups : 0;
+    by_host = by_host && groups <= CUDA_SUMS_MAX && !keeps_mask(flight);
+    flight->sums_count = by_host ? (uint32_t)groups : 0;
     if (flight->sums_count)
         args->scratch = (struct kld_cuda_scratch *)flight->sums;
 }

@@ -10,7 +10,8 @@ static void give_back(struct cuda_device *device, char *at, uint64_t bytes) {
     if (at && !atomic_load(&device->lost) && cudaFreeAsync(at, device->setup) != cudaSuccess)
         cudaGetLastError();
     cuda_pool_release(device, bytes);
-    atomic_store(&device->surplus, true);
+    if (at)
+        atomic_store(&device->surplus, true);
 }
 
 static void drop(struct cuda_device *device, struct cuda_block *block) {

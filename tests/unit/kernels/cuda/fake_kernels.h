@@ -18,11 +18,14 @@ static atomic_int fake_finishes; /* launches of the kernel that adds up */
 static _Atomic(const char *)
     fake_loss_at; /* where the last of them wrote the loss; NULL: nowhere */
 
+static atomic_int fake_cluster; /* blocks that share a row */
+
 bool kld_cuda_can_be_flat(const struct kld_cuda_args *args) { return false; }
 bool kld_cuda_begins_early(void) { return false; }
 void kld_cuda_layout(struct kld_cuda_args *args, uint64_t job_rows, uint32_t shared_bytes_max) {
     args->team = 32;
     args->group_rows = 4;
+    args->cluster = (uint32_t)atomic_load(&fake_cluster);
 }
 cudaError_t kld_cuda_launch_divisor(const struct kld_cuda_args *args, bool first,
                                     cudaStream_t stream) {
@@ -34,6 +37,8 @@ cudaError_t kld_cuda_launch_rows(const struct kld_cuda_args *args, cudaStream_t 
     atomic_fetch_add(&fake_launches, 1);
     atomic_store(&fake_launched_at, ((struct fake_stream *)stream)->priority);
     uint64_t groups = (args->rows + args->group_rows - 1) / args->group_rows;
+    if (args->mask.at && args->cluster > 1)
+        memset(args->scratch->masked, 0xff, sizeof args->scratch->masked);
     for (uint64_t i = 0; i < groups && !error; i++)
         args->scratch->partial[args->first_group + i] =
             args->first_group + i == 0 ? FAKE_LOSS * args->divisor : 0;

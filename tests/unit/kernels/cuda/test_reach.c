@@ -144,6 +144,29 @@ START_TEST(a_loss_of_few_groups_is_added_up_by_the_host) {
 }
 END_TEST
 
+/* Scratch holds a mask, too, where blocks share a row: the host's sums are not all of it. */
+START_TEST(a_mask_that_is_kept_has_scratch_to_lie_in) {
+    setup();
+    for (int cluster = 1; cluster < 3; cluster++) {
+        atomic_store(&fake_cluster, cluster);
+        atomic_store(&fake_finishes, 0);
+        prepare(&records[0], pool, false);
+        struct kld_job *job = &records[0].job;
+        job->op.tensor[KLD_SLOT_ROW_MASK].dtype = KLD_DTYPE_UINT8;
+        job->op.tensor[KLD_SLOT_ROW_MASK].region = 3;
+        job->place[1].offset_bytes = 65536;
+        job->place[KLD_SLOT_ROW_MASK] = (struct kld_place){.memory = pool, .offset_bytes = 1 << 19};
+        ck_assert_int_eq(kld_op_check(&job->op, &job->geometry, &err), KLD_OK);
+        submit(&records[0], 0);
+        wait_for(&records[0], false);
+        ck_assert_int_eq(job->status, KLD_OK);
+        ck_assert(job->loss == FAKE_LOSS);
+        ck_assert_int_eq(atomic_load(&fake_finishes), cluster > 1);
+    }
+    teardown();
+}
+END_TEST
+
 /* A job whose loss lies in host memory. */
 static void run_with_loss(struct kld_memory *tensors, struct kld_memory *memory, uint64_t rows,
                           bool early, int finishes) {
@@ -204,6 +227,7 @@ END_TEST
 UNIT_MAIN("kernels/cuda/reach", a_small_job_over_pinned_memory_is_computed_there,
           what_is_larger_or_not_pinned_is_staged, what_is_read_again_and_again_has_less,
           outputs_count_as_well, a_loss_of_few_groups_is_added_up_by_the_host,
+          a_mask_that_is_kept_has_scratch_to_lie_in,
           a_loss_in_host_memory_is_written_before_anybody_looks,
           a_loss_beside_staged_tensors_is_written)
 
