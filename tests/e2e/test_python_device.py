@@ -194,6 +194,7 @@ def test_a_tensor_where_another_was(world, monkeypatch):
     devices._request += 1
     assert devices.find_again(*whole, False).region is not places[0].region
     # A piece that is another one: found out of what is read once the request was sent, and of what is written at once.
+    fresh = None
     for written in (False, True):
         driver.remove(4020 * MB)
         add_pieces(driver, [1])
