@@ -182,11 +182,6 @@ bool cuda_job_in_place(const struct kld_job *job) {
     return job->kind == KLD_JOB_OP && are_in_reach(job, slots_to_stage(job));
 }
 
-/* kld_cuda_launch_rows() keeps the mask in scratch, where blocks share a row. */
-static bool keeps_mask(const struct cuda_flight *flight) {
-    return cuda_slot_is_present(flight->job, KLD_SLOT_ROW_MASK) && flight->args.cluster > 1;
-}
-
 static void plan_slots(struct cuda_flight *flight) {
     const struct kld_job *job = flight->job;
     uint32_t slots = slots_to_stage(job);
@@ -197,8 +192,8 @@ static void plan_slots(struct cuda_flight *flight) {
             cuda_plan_tensor(flight, slot)->at =
                 memory_of(job, slot)->reach + job->place[slot].offset_bytes;
     uint64_t group = flight->args.group_rows, rows = KLD_CUDA_GROUPS_MAX * group;
-    if (keeps_mask(flight) && rows > KLD_CUDA_MASK_ROWS)
-        rows = group < KLD_CUDA_MASK_ROWS ? KLD_CUDA_MASK_ROWS / group * group : group;
+    if (flight->args.masked && rows > KLD_CUDA_MASK_ROWS)
+        rows = KLD_CUDA_MASK_ROWS / group * group;
     flight->segment_rows = rows;
 }
 
@@ -210,7 +205,7 @@ static void plan_sums(struct cuda_flight *flight) {
     struct kld_cuda_args *args = &flight->args;
     uint64_t groups = (cuda_plan_rows(flight) + args->group_rows - 1) / args->group_rows;
     bool by_host = flight->job->geometry.scalar && args->divisor != 0 && !args->loss.dtype;
-    by_host = by_host && groups <= CUDA_SUMS_MAX && !keeps_mask(flight);
+    by_host = by_host && groups <= CUDA_SUMS_MAX;
     flight->sums_count = by_host ? (uint32_t)groups : 0;
     if (flight->sums_count)
         args->scratch = (struct kld_cuda_scratch *)flight->sums;

@@ -105,9 +105,10 @@ extern "C" void kld_cuda_layout(kld_cuda_args *args, uint64_t job_rows, uint32_t
 
 static __global__ void __launch_bounds__(256) mask_kernel(const kld_cuda_args args) {
     uint64_t row = blockIdx.x * (uint64_t)blockDim.x + threadIdx.x;
-    unsigned masked = __ballot_sync(KLD_FULL_WARP, row < args.rows && row_is_masked(args, row));
+    bool is = row < args.rows && *at_row(args.mask, row) == 0;
+    unsigned masked = __ballot_sync(KLD_FULL_WARP, is);
     if (threadIdx.x % 32 == 0 && row < args.rows)
-        args.scratch->masked[row / 32] = masked;
+        args.masked[row / 32] = masked;
 }
 
 static cudaError_t launch_kind(const kld_cuda_args *args, cudaStream_t stream) {
@@ -137,13 +138,13 @@ static cudaError_t launch_kind(const kld_cuda_args *args, cudaStream_t stream) {
 }
 
 extern "C" cudaError_t kld_cuda_launch_rows(const kld_cuda_args *args, cudaStream_t stream) {
-    if (!args->mask.at || args->cluster < 2 || args->rows > KLD_CUDA_MASK_ROWS)
-        return launch_kind(args, stream);
-    kld_cuda_args kept = *args;
-    kept.mask_kept = true;
-    cudaError_t error =
-        start(mask_kernel, (uint32_t)((args->rows + 255) / 256), 256, 0, stream, *args);
-    return error ? error : launch_kind(&kept, stream);
+    if (args->masked) {
+        uint32_t blocks = (uint32_t)((args->rows + 255) / 256);
+        cudaError_t error = start(mask_kernel, blocks, 256, 0, stream, *args);
+        if (error)
+            return error;
+    }
+    return launch_kind(args, stream);
 }
 
 /* ---- sums of whole blocks ---------------------------------------------------------------------

@@ -35,7 +35,7 @@ struct kld_cuda_scratch {
     double divisor; /* sum of weights so far (rowmean without normalizer) */
     double total;   /* sum of the finished segments */
     double partial[KLD_CUDA_GROUPS_MAX];
-    uint32_t masked[KLD_CUDA_MASK_ROWS / 32]; /* of one launch's rows, a bit each: mask_kept */
+    uint32_t masked[KLD_CUDA_MASK_ROWS / 32]; /* see struct kld_cuda_args */
 };
 
 /* A tensor on the device, from the launch's first row on. */
@@ -80,9 +80,11 @@ struct kld_cuda_args {
     double gradient_scale; /* scale * grad_output as a number */
     double divisor;        /* 0: scratch->divisor */
     struct kld_cuda_scratch *scratch;
-    /* The mask lies in scratch, too, and is read there: its owner may write to it meanwhile, and
-     * blocks that disagree about a row would wait for each other for ever. */
-    bool mask_kept;
+    /* Where blocks share a row: a bit for each of the launch's, 1 where it is masked, in device
+     * memory. kld_cuda_launch_rows() writes them before all else, from the mask, whose owner may
+     * write to it meanwhile: blocks that disagree about a row would wait for each other for ever.
+     * NULL: the mask itself is read. */
+    uint32_t *masked;
     /* Host memory of the device: how many clusters of a kernel run at a time; 0: not asked yet.
      * NULL: ask each time. From kld_cuda_layout() on that of this launch's kernel. */
     uint16_t *active_clusters;

@@ -141,8 +141,8 @@ static __device__ __forceinline__ char *at_row(const kld_cuda_tensor &tensor, ui
 
 /* Of a row: does it count? A masked one is not read. */
 static __device__ __forceinline__ bool row_is_masked(const kld_cuda_args &args, uint64_t index) {
-    if (args.mask_kept)
-        return args.scratch->masked[index / 32] >> index % 32 & 1;
+    if (args.masked)
+        return args.masked[index / 32] >> index % 32 & 1;
     return args.mask.at && *at_row(args.mask, index) == 0;
 }
 /* The same to all threads of a team, whatever its owner writes to the mask meanwhile: those that

@@ -10,6 +10,7 @@
 
 static atomic_int fake_us;              /* of a kernel */
 static _Atomic(const char *) fake_p_at; /* of the last launch over rows */
+static _Atomic(uint32_t *) fake_masked; /* of the last launch over rows */
 static atomic_int fake_launch_error;
 static atomic_int
     fake_launched_at;            /* the priority of the stream of the last launch over rows ... */
@@ -37,8 +38,9 @@ cudaError_t kld_cuda_launch_rows(const struct kld_cuda_args *args, cudaStream_t 
     atomic_fetch_add(&fake_launches, 1);
     atomic_store(&fake_launched_at, ((struct fake_stream *)stream)->priority);
     uint64_t groups = (args->rows + args->group_rows - 1) / args->group_rows;
-    if (args->mask.at && args->cluster > 1)
-        memset(args->scratch->masked, 0xff, sizeof args->scratch->masked);
+    atomic_store(&fake_masked, args->masked);
+    if (args->masked)
+        memset(args->masked, 0xff, sizeof args->scratch->masked);
     for (uint64_t i = 0; i < groups && !error; i++)
         args->scratch->partial[args->first_group + i] =
             args->first_group + i == 0 ? FAKE_LOSS * args->divisor : 0;
