@@ -57,6 +57,27 @@ static __device__ __forceinline__ part fast_merge(const part *parts, uint32_t co
     return to;
 }
 
+/* The same of a group's warps that have counted from the same reference. */
+static __device__ __forceinline__ part fast_merge_alike(const part *parts) {
+    constexpr unsigned WARPS = resident::GROUP_WARPS;
+    static_assert(WARPS <= 8 && 32 % WARPS == 0, "a lane for each sum");
+    unsigned lane = threadIdx.x % 32;
+    part to;
+    double sum = parts[lane / 4 % WARPS].sum[lane % 4];
+#pragma unroll
+    for (unsigned step = 4; step < 4 * WARPS; step *= 2)
+        sum += __shfl_xor_sync(KLD_FULL_WARP, sum, step);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        to.sum[i] = __shfl_sync(KLD_FULL_WARP, sum, i);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        to.mark[i] = __reduce_max_sync(KLD_FULL_WARP, parts[lane % WARPS].mark[i]);
+        to.top[i] = warp_max(parts[lane % WARPS].top[i]);
+    }
+    return to;
+}
+
 /* One thread: `count` parts, of which get(i) is one, to one. */
 template <int EXTRA, class GET>
 static __device__ __forceinline__ part fast_merge_by_one(uint32_t count, GET get) {

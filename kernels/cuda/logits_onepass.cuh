@@ -42,14 +42,13 @@ template <class T, int EXTRA> struct onepass {
 
     /* Of a warp's part of the row; without a whole unit there is none at all. A warp's steps are
      * whole but for the last one, and so is a unit. */
-    static __device__ __forceinline__ extent extent_of(const resident::far_slice &slice) {
+    static __device__ __forceinline__ extent extent_of(uint32_t count) {
         static_assert(UNIT >= 2, "what is behind the whole units is no more than one");
         extent row;
-        row.whole = slice.full_steps_of(slice.count / V) / UNIT;
-        row.all = (slice.steps_of((slice.count + V - 1) / V) + UNIT - 1) / UNIT;
+        row.whole = resident::far_slice::full_steps_of(count / V) / UNIT;
+        row.all = (resident::far_slice::steps_of((count + V - 1) / V) + UNIT - 1) / UNIT;
         row.all = row.whole ? row.all : 0;
-        row.bytes =
-            ((int32_t)slice.count - (int32_t)(resident::group_thread() * V)) * (int32_t)sizeof(T);
+        row.bytes = ((int32_t)count - (int32_t)(resident::group_thread() * V)) * (int32_t)sizeof(T);
         return row;
     }
     /* What of the last unit is behind the row. */
@@ -73,11 +72,8 @@ template <class T, int EXTRA> struct onepass {
     };
     template <class FROM>
     static __device__ __forceinline__ void ask(FROM &from, const extent &row, head &ret) {
-        const uint32_t more = min(row.whole / 2, MORE) * UNIT * STEP;
-        ret.more_p[0] =
-            resident::far_slice::load_whole<FROM::MAY_SHIFT>(from.p + more, from.shift_p, 0);
-        ret.more_q[0] =
-            resident::far_slice::load_whole<FROM::MAY_SHIFT>(from.q + more, from.shift_q, 0);
+        if constexpr (!FROM::IS_HERE)
+            from.peek(min(row.whole / 2, MORE), ret.more_p[0], ret.more_q[0]);
         from.start(row, ret.first);
     }
     /* The same, but only to the second-level cache. */
@@ -104,14 +100,19 @@ template <class T, int EXTRA> struct onepass {
         unit &u = h.first;
         from.open(u);
         sums r = {{0, 0, 0, 0}, 0, 0};
-        logits_stats::top_of<T>::most(u.p, r.p);
-        logits_stats::top_of<T>::most(u.q, r.q);
-        float top_p, top_q;
-        logits_stats::top_of<T>::most(h.more_p, top_p);
-        logits_stats::top_of<T>::most(h.more_q, top_q);
-        const auto at = logits_stats::reference::of_most<T>(fmaxf(r.p, top_p), fmaxf(r.q, top_q), t,
-                                                            span, classes, UNIT + 1);
-        aside.at = at;
+        logits_stats::reference at;
+        if constexpr (FROM::IS_HERE) {
+            at = aside.at; /* found before */
+        } else {
+            logits_stats::top_of<T>::most(u.p, r.p);
+            logits_stats::top_of<T>::most(u.q, r.q);
+            float top_p, top_q;
+            logits_stats::top_of<T>::most(h.more_p, top_p);
+            logits_stats::top_of<T>::most(h.more_q, top_q);
+            at = logits_stats::reference::of_most<T>(fmaxf(r.p, top_p), fmaxf(r.q, top_q), t, span,
+                                                     classes, UNIT + 1);
+            aside.at = at;
+        }
         aside.heavy = 0;
         aside.listed = 0;
         __syncwarp();
@@ -253,6 +254,11 @@ template <class BODY> struct onepass_rows : rows<BODY> {
         return all[threadIdx.x / 32];
     }
     static __device__ __forceinline__ logits_stats::heavy_list<T> &list() {
+        if constexpr (resident::HOLDS) { /* where nothing is stored meanwhile */
+            static_assert(sizeof(logits_stats::heavy_list<T>) <= sizeof *resident::here().stage,
+                          "");
+            return *(logits_stats::heavy_list<T> *)resident::here().stage[threadIdx.x / 32];
+        }
         __shared__ logits_stats::heavy_list<T> all[resident::WARPS];
         return all[threadIdx.x / 32];
     }
@@ -325,7 +331,7 @@ template <class BODY> struct onepass_rows : rows<BODY> {
     /* All warps' sums over a row, to all lanes of the first. */
     static __device__ __forceinline__ part sums(const kld_cuda_args &args, const uint64_t &index) {
         auto slice = resident::far_slice::of<T>(args, index);
-        typename pass::extent row = pass::extent_of(slice);
+        typename pass::extent row = pass::extent_of(slice.count);
         part *parts = resident::here().extra_warps, *mine = parts + threadIdx.x / 32;
         if (!row.all)
             sum_without_units(args, index, mine);

@@ -112,8 +112,54 @@ template <class T, bool CAREFUL> struct difference_writer {
     }
 };
 
-template <class BODY> struct reread_rows : onepass_rows<BODY> {
+/* Rows of which the sums are there and the gradient is to be written. */
+template <class BODY> struct written_rows : onepass_rows<BODY> {
     typedef rows<BODY> base;
+    typedef onepass_rows<BODY> sums_of_rows;
+
+    /* Of the row that is settled; the first thread writes. */
+    static __device__ __forceinline__ close_pairs &close() {
+        __shared__ close_pairs close;
+        return close;
+    }
+    static __device__ __forceinline__ void tell_close() {
+        if (threadIdx.x == 0)
+            close() = close_pairs(base::shared().rows[0].numbers, base::shared().t);
+    }
+    /* The first warp: from a row's sums to base::shared().rows[0]. */
+    static __device__ __forceinline__ void tell(const kld_cuda_args &args, onepass_row &row,
+                                                double factor, const part &sums) {
+        row_stats stats = base::fast_row(args, sums);
+        if (threadIdx.x == 0) {
+            double value;
+            sums_of_rows::judge(args, row, stats, value);
+            row.all = sums;
+        }
+        base::tell(args, stats, factor, stats.good ? FAST : AGAIN, &base::shared().rows[0]);
+        __syncwarp();
+        tell_close();
+    }
+    /* The whole group: what the sums do not tell; summed again, or done by any.cuh to its end. */
+    static __device__ __noinline__ void settle_again(const kld_cuda_args &args, onepass_row &row,
+                                                     double factor) {
+        resident::group_sync(); /* all have seen that it is */
+        sums_of_rows::do_again(args, row, factor);
+        auto *settled = &base::shared().rows[0];
+        tell_close();
+        resident::group_sync();
+        if (settled->way == ANY) {
+            double value = resident::here().place.rank == 0 ? row_by_any(args, row.index) : 0.0;
+            resident::group_sync();
+            if (threadIdx.x == 0)
+                settled->value = value;
+            resident::group_sync();
+        }
+    }
+};
+
+template <class BODY> struct reread_rows : written_rows<BODY> {
+    typedef rows<BODY> base;
+    typedef written_rows<BODY> written;
     typedef onepass_rows<BODY> sums_of_rows;
     typedef typename BODY::type T;
 
@@ -122,7 +168,6 @@ template <class BODY> struct reread_rows : onepass_rows<BODY> {
         resident::row_walk walk;
         double total; /* of the group's rows so far */
         double weight, factor;
-        close_pairs close;
         onepass_row row;
         bool more;
     };
@@ -147,43 +192,12 @@ template <class BODY> struct reread_rows : onepass_rows<BODY> {
         to.factor = opened.gradient * args.inverse_temperature;
     }
 
-    /* From a row's sums, which the first warp has, to base::shared().rows[0]; what the fast way
-     * does not serve is summed again, or done by any.cuh to its end. */
     static __device__ __forceinline__ void settle(const kld_cuda_args &args, const part &sums) {
-        auto *settled = &base::shared().rows[0];
-        if (resident::group_thread() < 32) {
-            row_stats stats = base::fast_row(args, sums);
-            if (threadIdx.x == 0) {
-                double value;
-                sums_of_rows::judge(args, all().row, stats, value);
-                all().row.all = sums;
-            }
-            base::tell(args, stats, all().factor, stats.good ? FAST : AGAIN, settled);
-            __syncwarp();
-            tell_close();
-        }
+        if (resident::group_thread() < 32)
+            written::tell(args, all().row, all().factor, sums);
         resident::group_sync();
-        if (settled->way == AGAIN)
-            settle_again(args);
-    }
-    static __device__ __forceinline__ void tell_close() {
-        if (threadIdx.x == 0)
-            all().close = close_pairs(base::shared().rows[0].numbers, base::shared().t);
-    }
-    static __device__ __noinline__ void settle_again(const kld_cuda_args &args) {
-        resident::group_sync(); /* all have seen that it is */
-        sums_of_rows::do_again(args, all().row, all().factor);
-        auto *settled = &base::shared().rows[0];
-        tell_close();
-        resident::group_sync();
-        if (settled->way == ANY) {
-            double value =
-                resident::here().place.rank == 0 ? row_by_any(args, all().row.index) : 0.0;
-            resident::group_sync();
-            if (threadIdx.x == 0)
-                settled->value = value;
-            resident::group_sync();
-        }
+        if (base::shared().rows[0].way == AGAIN)
+            written::settle_again(args, all().row, all().factor);
     }
 
     static __device__ __forceinline__ void write(const kld_cuda_args &args) {
@@ -200,7 +214,7 @@ template <class BODY> struct reread_rows : onepass_rows<BODY> {
             slice.shift_p = slice.shift_q = 0;
         }
         const temperature &t = base::shared().t;
-        const close_pairs *close = &all().close;
+        const close_pairs *close = &written::close();
         /* 16 bits are written alike. */
         if (sizeof(T) == 4 && settled.way == CAREFUL) {
             difference_writer<T, true> writer(settled.numbers, t, close, to, head);

@@ -232,7 +232,7 @@ template <class T> struct top_of {
             two high_p = largest(raw_p), high_q = largest(raw_q);
             many_p = __hmax2(many_p, high_p);
             many_q = __hmax2(many_q, high_q);
-            return !(__hble2(high_p, limit_p) && __hble2(high_q, limit_q));
+            return (__hgtu2_mask(high_p, limit_p) | __hgtu2_mask(high_q, limit_q)) != 0;
         } else {
             float high_p = z.p[0], high_q = z.q[0];
 #pragma unroll

@@ -180,7 +180,7 @@ template <class BODY, bool UNEVEN> struct value_rows : onepass_rows<BODY> {
     static __device__ __forceinline__ void sum(const kld_cuda_args &args, const uint32_t &number) {
         const uint64_t &index = batch().rows[number].index;
         const auto slice = resident::far_slice::of<T>(args, index);
-        const auto row = pass::extent_of(slice);
+        const auto row = pass::extent_of(slice.count);
         if (!row.all) {
             one::sum_without_units(args, index, &part_of(number));
             return;

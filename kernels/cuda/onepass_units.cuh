@@ -38,10 +38,11 @@ template <uint32_t UNIT> struct onepass_units {
         }
     };
 
-    /* Where a warp's units come from. Straight to registers: a step's are asked for again as soon
+    /* Where a warp's units come from. IS_HERE: from shared memory, and what to count from is known.
+     * Straight to registers: a step's are asked for again as soon
      * as its registers are free. */
     template <bool SHIFTED> struct from_memory {
-        static constexpr bool MAY_SHIFT = SHIFTED;
+        static constexpr bool IS_HERE = false;
         const char *p, *q;
         uint32_t shift_p, shift_q;
 
@@ -57,6 +58,11 @@ template <uint32_t UNIT> struct onepass_units {
             q += UNIT * STEP;
         }
         __device__ __forceinline__ void open(unit &) const {}
+        /* A vector of each tensor, some units on from the first. */
+        __device__ __forceinline__ void peek(uint32_t units, uint4 &ret_p, uint4 &ret_q) const {
+            ret_p = resident::far_slice::load_whole<SHIFTED>(p + units * UNIT * STEP, shift_p, 0);
+            ret_q = resident::far_slice::load_whole<SHIFTED>(q + units * UNIT * STEP, shift_q, 0);
+        }
         __device__ __forceinline__ void ask(const extent &, uint32_t) {}
         /* Step i of the unit of that number, the next one. */
         __device__ __forceinline__ void refill(const extent &row, uint32_t number, uint32_t i,
@@ -81,7 +87,7 @@ template <uint32_t UNIT> struct onepass_units {
         uint4 at[RING][UNIT][2][33]; /* one more than lanes */
     };
     struct from_ring {
-        static constexpr bool MAY_SHIFT = true;
+        static constexpr bool IS_HERE = false;
         static constexpr uint32_t TENSOR = 33 * 16, PLACE = UNIT * 2 * TENSOR;
         const char *p, *q; /* of the unit to be asked for next */
         uint32_t shift_p, shift_q;
@@ -155,7 +161,53 @@ template <uint32_t UNIT> struct onepass_units {
                 ask(row, i);
         }
         __device__ __forceinline__ void open(unit &u) const { take(true, u); }
+        __device__ __forceinline__ void peek(uint32_t units, uint4 &ret_p, uint4 &ret_q) const {
+            ret_p = resident::far_slice::load_whole<true>(p + units * UNIT * STEP, shift_p, 0);
+            ret_q = resident::far_slice::load_whole<true>(q + units * UNIT * STEP, shift_q, 0);
+        }
         __device__ __forceinline__ void refill(const extent &, uint32_t, uint32_t, unit &) const {}
+    };
+
+    /* What lies in shared memory already (logits_kept.cuh), to be looked at a second time. UNEVEN:
+     * rows may start anywhere. */
+    template <bool UNEVEN> struct from_kept {
+        static constexpr bool IS_HERE = true;
+        static constexpr uint32_t TENSOR = resident::KEPT_BYTES<UNEVEN>, PLACE = 2 * TENSOR;
+        uint32_t at; /* this lane's first 16 bytes of p, q's are behind the warp's */
+        uint32_t shift_p, shift_q;
+        uint32_t half; /* units whose copies were the first to be asked for */
+
+        static __device__ __forceinline__ uint4 load(uint32_t from, uint32_t shift) {
+            if (!UNEVEN)
+                return load_shared(from);
+            return resident::joined(load_shared(from), load_shared(from + (shift ? 16 : 0)), shift);
+        }
+        __device__ __forceinline__ void vectors(uint32_t step, uint4 &ret_p, uint4 &ret_q) const {
+            ret_p = load(at + step * PLACE, shift_p);
+            ret_q = load(at + step * PLACE + TENSOR, shift_q);
+        }
+        __device__ __forceinline__ void start(const extent &, unit &u) {
+            copies_wait<1>();
+            if (UNEVEN)
+                __syncwarp();
+#pragma unroll
+            for (uint32_t i = 0; i < UNIT; i++)
+                vectors(i, u.p[i], u.q[i]);
+            at += UNIT * PLACE;
+        }
+        __device__ __forceinline__ void open(unit &) const {}
+        __device__ __forceinline__ void ask(const extent &, uint32_t) {}
+        __device__ __forceinline__ void refill(const extent &row, uint32_t number, uint32_t i,
+                                               unit &u) const {
+            if (number == half && i == 0) {
+                copies_wait<0>();
+                if (UNEVEN)
+                    __syncwarp();
+            }
+            if (number < row.all)
+                vectors(i, u.p[i], u.q[i]);
+        }
+        __device__ __forceinline__ void take(bool, unit &) { at += UNIT * PLACE; }
     };
 };
 

@@ -52,6 +52,14 @@ static __device__ __forceinline__ uint32_t lanes_before() {
     return lanes;
 }
 
+/* This thread's number in its block, each time again: where what is made of it would not stay in a
+ * register, but be stored and read back. */
+static __device__ __forceinline__ uint32_t thread_again() {
+    uint32_t number;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
+    return number;
+}
+
 /* What the launch has given each block. */
 static __device__ __forceinline__ uint4 *dynamic_shared() {
     extern __shared__ uint4 kld_dynamic_shared[];

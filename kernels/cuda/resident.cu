@@ -43,6 +43,12 @@ static bool rereads(const kld_cuda_args *args, uint64_t bytes) {
            bytes >= KLD_CUDA_REREAD_LEAST_BYTES && bytes <= KLD_CUDA_REREAD_BLOCK_BYTES;
 }
 
+/* The same of longer ones. */
+static bool keeps(const kld_cuda_args *args, uint64_t bytes) {
+    return is_difference(args) && args->grad_q.dtype && bytes >= KLD_CUDA_KEPT_LEAST_BYTES &&
+           bytes <= 16 * KLD_CUDA_KEPT_SLICE_BYTES;
+}
+
 /* Of a block that works alone: two slots in one of four sizes, which say how many blocks a
  * multiprocessor takes. Returns which. */
 static uint32_t alone_layout(kld_cuda_args *args, uint64_t bytes, uint32_t most, size_t element) {
@@ -79,49 +85,71 @@ static void reread_layout(kld_cuda_args *args, uint64_t bytes) {
     args->slice = (uint32_t)(args->classes + 63) / 64 * 64;
 }
 
-/* Which kernel of its function: those of one divergence take other registers than of another. */
+/* Rows that are kept: cut into as many blocks as it takes, a power of 2, or 12, of which more find
+ * a place than of 16. Returns which. */
+static uint32_t kept_layout(kld_cuda_args *args, uint64_t bytes) {
+    uint32_t blocks = 1, size = 0;
+    for (; (uint64_t)blocks * KLD_CUDA_KEPT_SLICE_BYTES < bytes; size++)
+        blocks *= 2;
+    if (blocks == 16 && bytes <= 12 * KLD_CUDA_KEPT_SLICE_BYTES) {
+        blocks = 12;
+        size++;
+    }
+    args->resident_team = KLD_CUDA_KEPT;
+    args->slots = 1;
+    args->lag = 0;
+    args->cluster = blocks;
+    args->slice = (uint32_t)((args->classes + blocks - 1) / blocks + 63) / 64 * 64;
+    return size;
+}
+
+/* Which kernel of its function: those of one divergence take other registers than of another. Of
+ * rows that are kept the next one is that of rows that may start anywhere (kept_launch.cuh). */
 static uint32_t rule_of(const kld_cuda_args *args) {
     if (args->resident_team < KLD_CUDA_ONEPASS_WARP)
         return args->rule.kind;
     return args->rule.kind == KLD_RULE_CROSS_ENTROPY ? 2 : args->rule.of_q != 0;
 }
 
-extern "C" void kld_cuda_resident_layout(kld_cuda_args *args, uint32_t shared_bytes_max) {
+/* Which team takes rows of so many bytes, and cut into what. False: none. ret_size: which of the
+ * sizes of its clusters, or of its slots. */
+static bool find_layout(kld_cuda_args *args, uint64_t bytes, uint32_t shared_bytes_max,
+                        uint32_t *ret_size) {
     size_t element = args->p.dtype == KLD_DTYPE_FP32 ? 4 : 2;
-    args->cluster = 0;
-    uint64_t bytes = args->classes * element;
     /* Devices with clusters and this much shared memory: sm_90 and sm_100. */
     bool clusters = shared_bytes_max >= 200 * 1024;
-    uint32_t size = 0;
-    if (rereads(args, bytes)) {
+    *ret_size = 0;
+    if (clusters && keeps(args, bytes)) {
+        *ret_size = kept_layout(args, bytes);
+    } else if (rereads(args, bytes)) {
         reread_layout(args, bytes);
-        if (args->active_clusters)
-            args->active_clusters += (4 * kernel_of(args) + rule_of(args)) * 5;
-        return;
-    }
-    if (streams(args, bytes) && (clusters || bytes <= KLD_CUDA_ONEPASS_BLOCK_BYTES)) {
-        size = onepass_layout(args, bytes);
-        if (args->active_clusters)
-            args->active_clusters += (4 * kernel_of(args) + rule_of(args)) * 5 + size;
-        return;
-    }
-    if (!clusters || bytes < KLD_CUDA_RESIDENT_LEAST_BYTES || args->classes > (1u << 24) ||
-        is_better_elsewhere(args, bytes))
-        return;
-    if (bytes <= KLD_CUDA_RESIDENT_SINGLE_BYTES) {
+    } else if (streams(args, bytes) && (clusters || bytes <= KLD_CUDA_ONEPASS_BLOCK_BYTES)) {
+        *ret_size = onepass_layout(args, bytes);
+    } else if (!clusters || bytes < KLD_CUDA_RESIDENT_LEAST_BYTES || args->classes > (1u << 24) ||
+               is_better_elsewhere(args, bytes)) {
+        return false;
+    } else if (bytes <= KLD_CUDA_RESIDENT_SINGLE_BYTES) {
         args->resident_team = KLD_CUDA_TEAM_OF_ONE;
-        size = alone_layout(args, bytes, KLD_CUDA_RESIDENT_SINGLE_BYTES, element);
+        *ret_size = alone_layout(args, bytes, KLD_CUDA_RESIDENT_SINGLE_BYTES, element);
     } else if (bytes <= KLD_CUDA_RESIDENT_SMALL_BYTES) {
         args->resident_team = KLD_CUDA_TEAM_OF_FOUR;
-        size = alone_layout(args, bytes, KLD_CUDA_RESIDENT_SMALL_BYTES, element);
+        *ret_size = alone_layout(args, bytes, KLD_CUDA_RESIDENT_SMALL_BYTES, element);
     } else {
         args->resident_team = KLD_CUDA_TEAM_OF_MANY;
         kld_cuda_large_team_layout(args, shared_bytes_max);
-        while (1u << size < args->cluster) /* cluster is 2^size, 16 at most */
-            size++;
+        while (1u << *ret_size < args->cluster) /* cluster is 2^size, 16 at most */
+            ++*ret_size;
     }
-    if (args->active_clusters)
-        args->active_clusters += (4 * kernel_of(args) + rule_of(args)) * 5 + size;
+    return true;
+}
+
+extern "C" void kld_cuda_resident_layout(kld_cuda_args *args, uint32_t shared_bytes_max) {
+    uint64_t bytes = args->classes * (args->p.dtype == KLD_DTYPE_FP32 ? 4 : 2);
+    uint32_t size;
+    args->cluster = 0;
+    if (find_layout(args, bytes, shared_bytes_max, &size) && args->active_clusters)
+        args->active_clusters +=
+            (4 * kernel_of(args) + rule_of(args)) * KLD_CUDA_CLUSTER_SIZES + size;
 }
 
 extern "C" cudaError_t kld_cuda_resident_rows(const kld_cuda_args *args, uint32_t groups,
@@ -129,10 +157,11 @@ extern "C" cudaError_t kld_cuda_resident_rows(const kld_cuda_args *args, uint32_
     typedef cudaError_t launch(const kld_cuda_args *, uint32_t, cudaStream_t);
     static launch *const launches[] = {
 #define X(name) kld_cuda_##name,
-        KLD_CUDA_TEAM_MAP(X) KLD_CUDA_ONEPASS_MAP(X) KLD_CUDA_REREAD_MAP(X)
+        KLD_CUDA_TEAM_MAP(X) KLD_CUDA_ONEPASS_MAP(X) KLD_CUDA_REREAD_MAP(X) KLD_CUDA_KEPT_MAP(X)
 #undef X
     };
-    static_assert(sizeof launches / sizeof *launches * 4 * 5 == KLD_CUDA_ACTIVE_CLUSTERS,
-                  "four rules, five sizes of clusters, or four of slots");
+    static_assert(sizeof launches / sizeof *launches * 4 * KLD_CUDA_CLUSTER_SIZES ==
+                      KLD_CUDA_ACTIVE_CLUSTERS,
+                  "four rules, sizes of clusters, or four of slots");
     return launches[kernel_of(args)](args, groups, stream);
 }

@@ -40,7 +40,10 @@ constexpr uint32_t STEPS = CHUNK / GROUP_THREADS;         /* of a thread in a ch
 constexpr uint32_t EDGE = 16;    /* bytes behind a slice: rows need not start at a multiple of 16 */
 constexpr uint32_t BEYOND = 528; /* bytes that a warp may read behind the last slice */
 constexpr uint32_t SLOTS_MAX = ALONE ? 2 : 4, RING_MAX = FAR ? 1 : 2 * SLOTS_MAX;
-constexpr uint32_t CLUSTER_MAX = FAR && !REREAD && WARPS > 1 ? 8 : ALONE ? 1 : 16;
+constexpr bool HOLDS = KLD_CUDA_TEAM_HOLDS;
+constexpr uint32_t CLUSTER_MAX = FAR && !REREAD && !HOLDS && WARPS > 1 ? 8
+                                 : ALONE && !HOLDS                     ? 1
+                                                                       : 16;
 constexpr uint32_t CLUSTER_PORTABLE = 8; /* larger ones are not to be had on every device */
 
 /* What was found in a part of a row. What the numbers mean is the passes' business. */
@@ -69,6 +72,7 @@ struct place {
     uint32_t slice;                              /* classes of every block but the last */
     uint32_t count, chunks, slots, tensor_bytes; /* of this one */
     uint32_t lag;
+    uint32_t steps;      /* HOLDS: of a slice */
     uint32_t ring_power; /* the ring has 2^ring_power places a slot */
 };
 
@@ -127,10 +131,10 @@ struct block_shared {
     barrier added;
     double total;
     uint64_t group;
-    struct feed feed;                       /* ALONE: what has been brought; the first warp */
-    double sums[RING_MAX][GROUP_WARPS][16]; /* of a warp: 4 partial sums of each of 4 */
-    float tops[RING_MAX][GROUP_WARPS][2];   /* the largest that it has seen of p and of q */
-    part blocks[RING_MAX][CLUSTER_MAX];
+    struct feed feed; /* ALONE: what has been brought; the first warp */
+    double sums[RING_MAX][FAR ? 1 : GROUP_WARPS][16]; /* of a warp: 4 partial sums of each of 4 */
+    float tops[RING_MAX][GROUP_WARPS][2]; /* the largest that it has seen of p and of q */
+    part blocks[RING_MAX][FAR ? 1 : CLUSTER_MAX];
     part extra_warps[WARPS], extra_blocks[GROUPS][2][CLUSTER_MAX];
     uint4 stage[WARPS][32]; /* of stores to unaligned rows */
     uint4 data[];           /* [slots][2][tensor_bytes] */
@@ -172,16 +176,32 @@ static __device__ __forceinline__ char *tensor_of(uint32_t slot, uint32_t which)
     return (char *)block.data + (2 * slot + which) * block.place.tensor_bytes;
 }
 
-/* Dynamic shared memory of a block. */
-static inline size_t bytes(const kld_cuda_args &args, size_t element) {
-    if (FAR)
-        return sizeof(block_shared);
-    return sizeof(block_shared) + (size_t)args.slots * 2 * (args.slice * element + EDGE) + BEYOND;
-}
-
 /* Does every row start at a multiple of 16 bytes? */
 static __host__ __device__ __forceinline__ bool is_even(const kld_cuda_tensor &tensor) {
     return (((uintptr_t)tensor.at | tensor.stride_bytes) & 15) == 0;
+}
+/* Of a slice that is kept: how often each thread has 16 bytes of each tensor. */
+static __host__ __device__ __forceinline__ uint32_t kept_steps(uint32_t slice, size_t element) {
+    return (uint32_t)((slice * element + 16 * GROUP_THREADS - 1) / (16 * GROUP_THREADS));
+}
+/* What a warp has of a step, of one tensor: where rows start anywhere the last lane needs 16 bytes
+ * more. */
+template <bool UNEVEN> constexpr uint32_t KEPT_BYTES = 16 * (UNEVEN ? 33 : 32);
+/* All of that, and behind it a sample of a row, which a warp may read for a step that it has not.
+ */
+static inline size_t kept_bytes(const kld_cuda_args &args, size_t element) {
+    bool even = is_even(args.p) && is_even(args.q);
+    uint32_t step = 2 * (even ? KEPT_BYTES<false> : KEPT_BYTES<true>);
+    return kept_steps(args.slice, element) * WARPS * step + 2 * 32 * 16 * (even ? 1 : 2);
+}
+
+/* Dynamic shared memory of a block. */
+static inline size_t bytes(const kld_cuda_args &args, size_t element) {
+    if (HOLDS)
+        return sizeof(block_shared) + kept_bytes(args, element);
+    if (FAR)
+        return sizeof(block_shared);
+    return sizeof(block_shared) + (size_t)args.slots * 2 * (args.slice * element + EDGE) + BEYOND;
 }
 
 template <class T> static __device__ void find_place(const kld_cuda_args &args, place &at) {
@@ -198,6 +218,7 @@ template <class T> static __device__ void find_place(const kld_cuda_args &args, 
     bytes += is_even(args.p) && is_even(args.q) ? 0 : 15; /* before it in its first 16 */
     at.chunks = (bytes + 16 * CHUNK - 1) / (16 * CHUNK);
     at.chunks = at.chunks ? at.chunks : 1; /* an empty one: barriers are passed all the same */
+    at.steps = kept_steps(args.slice, sizeof(T));
     at.slots = args.slots;
     at.lag = args.lag;
     at.ring_power = args.slots == 1 ? 2 : 1;

@@ -40,7 +40,7 @@ static __device__ __forceinline__ void store_sums(double *to, const double (&x)[
 }
 
 /* One warp: what all warps of a group have stored, to all its lanes. */
-static __device__ __forceinline__ void load_sums(const double (&from)[GROUP_WARPS][16],
+static __device__ __forceinline__ void load_sums(const double (&from)[FAR ? 1 : GROUP_WARPS][16],
                                                  double (&ret)[4]) {
     unsigned lane = threadIdx.x % 32;
     double sum = 0;
@@ -96,15 +96,16 @@ static __device__ __forceinline__ void exchange(const part &mine, part *parts, b
 }
 
 /* All warps of a group, of which each has a part of the row in here().extra_warps: the row's, to
- * all lanes of the first. MERGE(parts, count): many parts to one, by a whole warp, its result in
- * all lanes. */
-template <class MERGE> static __device__ __forceinline__ part merge_parts(MERGE merge) {
+ * all lanes of the first. MERGE_WARPS(parts), MERGE(parts, count): many parts to one, by a whole
+ * warp, its result in all lanes. */
+template <class MERGE_WARPS, class MERGE>
+static __device__ __forceinline__ part merge_parts(MERGE_WARPS merge_warps, MERGE merge) {
     block_shared &block = here();
     part row;
     uint32_t group = group_number();
     group_sync();
     if (group_thread() < 32) {
-        row = merge(block.extra_warps + group * GROUP_WARPS, GROUP_WARPS);
+        row = merge_warps(block.extra_warps + group * GROUP_WARPS);
         if (block.place.cluster > 1) {
             uint32_t turn = block.extra_exchanges[group];
             part *parts = block.extra_blocks[group][turn & 1];
@@ -117,6 +118,9 @@ template <class MERGE> static __device__ __forceinline__ part merge_parts(MERGE 
         }
     }
     return row;
+}
+template <class MERGE> static __device__ __forceinline__ part merge_parts(MERGE merge) {
+    return merge_parts([&](const part *parts) { return merge(parts, GROUP_WARPS); }, merge);
 }
 
 /* The same of what each warp has in registers. */

@@ -58,8 +58,9 @@ static cudaError_t active_clusters(const cudaLaunchConfig_t &config,
  * at a time or a multiple, so that all end together. */
 static uint32_t far_clusters(const kld_cuda_args &args, size_t element, uint32_t groups,
                              uint32_t clusters) {
-    uint64_t most =
-        args.cluster > 1 ? KLD_CUDA_ONEPASS_CLUSTER_TURN_BYTES : KLD_CUDA_ONEPASS_TURN_BYTES;
+    uint64_t most = resident::HOLDS    ? KLD_CUDA_KEPT_TURN_BYTES
+                    : args.cluster > 1 ? KLD_CUDA_ONEPASS_CLUSTER_TURN_BYTES
+                                       : KLD_CUDA_ONEPASS_TURN_BYTES;
     uint64_t group_bytes = 2 * element * args.classes * args.group_rows;
     uint64_t turn = most * resident::WARPS * args.cluster / group_bytes; /* groups */
     uint64_t each = (groups + clusters - 1) / clusters;

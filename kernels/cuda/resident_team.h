@@ -33,6 +33,13 @@
 #define KLD_CUDA_REREAD_WARP_BYTES 8192
 #define KLD_CUDA_REREAD_BLOCK_BYTES 16384
 
+/* Of longer ones (logits_kept.cuh): from here on, to 16 times what a block has room for, of one
+ * tensor. With its eight warps three blocks fit a multiprocessor, of rows that start anywhere and
+ * fill it two. */
+#define KLD_CUDA_KEPT_LEAST_BYTES 16384
+#define KLD_CUDA_KEPT_SLICE_BYTES 32768
+#define KLD_CUDA_KEPT_TURN_BYTES (128 << 10) /* as above */
+
 /* args->resident_team. */
 enum kld_cuda_team {
     KLD_CUDA_TEAM_OF_ONE,
@@ -41,7 +48,8 @@ enum kld_cuda_team {
     KLD_CUDA_ONEPASS_WARP,
     KLD_CUDA_ONEPASS_BLOCK,
     KLD_CUDA_REREAD_WARP,
-    KLD_CUDA_REREAD_BLOCK
+    KLD_CUDA_REREAD_BLOCK,
+    KLD_CUDA_KEPT
 };
 
 /* What a source file says before it includes resident.cuh. Warps that compute and how many groups
@@ -89,6 +97,14 @@ enum kld_cuda_team {
 #define KLD_CUDA_TEAM_GROUPS 1
 #define KLD_CUDA_TEAM_SETTLERS 0
 #define KLD_CUDA_TEAM_BLOCKS 6
+#elif defined(KLD_CUDA_TEAM_KEPT)
+#define KLD_CUDA_TEAM kept_team
+#define KLD_CUDA_TEAM_FAR 1
+#define KLD_CUDA_TEAM_HOLDS 1
+#define KLD_CUDA_TEAM_WARPS 8
+#define KLD_CUDA_TEAM_GROUPS 1
+#define KLD_CUDA_TEAM_SETTLERS 0
+#define KLD_CUDA_TEAM_BLOCKS 3
 #else
 #define KLD_CUDA_TEAM large_team
 #define KLD_CUDA_TEAM_WARPS 16
@@ -104,6 +120,11 @@ enum kld_cuda_team {
 /* And again, before long. */
 #ifndef KLD_CUDA_TEAM_REREAD
 #define KLD_CUDA_TEAM_REREAD 0
+#endif
+
+/* And what has been read stays in shared memory until the gradient is written. */
+#ifndef KLD_CUDA_TEAM_HOLDS
+#define KLD_CUDA_TEAM_HOLDS 0
 #endif
 
 /* Bytes of a block's static shared memory. */
@@ -168,6 +189,16 @@ KLD_CUDA_ONEPASS_MAP(X)
     cudaError_t kld_cuda_##name(const struct kld_cuda_args *args, uint32_t groups,                 \
                                 cudaStream_t stream);
 KLD_CUDA_REREAD_MAP(X)
+#undef X
+/* And of those that are kept. */
+#define KLD_CUDA_KEPT_MAP(X)                                                                       \
+    X(kept_team_fp32)                                                                              \
+    X(kept_team_fp16)                                                                              \
+    X(kept_team_bf16)
+#define X(name)                                                                                    \
+    cudaError_t kld_cuda_##name(const struct kld_cuda_args *args, uint32_t groups,                 \
+                                cudaStream_t stream);
+KLD_CUDA_KEPT_MAP(X)
 #undef X
 void kld_cuda_large_team_layout(struct kld_cuda_args *args, uint32_t shared_bytes_max);
 

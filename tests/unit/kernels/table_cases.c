@@ -419,6 +419,7 @@ struct table_case *table_cases(bool quick, size_t *ret_count) {
     add_entropy(&list);
     add_coldest(&list);
     table_list_shares(&list);
+    table_list_kept(&list, quick);
     if (!quick)
         add_speed(&list);
     *ret_count = list.count;

@@ -214,3 +214,28 @@ void table_list_held(struct table_list *list, bool quick) {
     add_fine(list);
     add_constant(list);
 }
+
+/* With q - p: rows that are kept until it is written (kernels/cuda/logits_kept.cuh), by a block, by
+ * two, four, eight, twelve and sixteen; and the first that are too long for that. */
+void table_list_kept(struct table_list *list, bool quick) {
+    static const uint32_t divergences[] = {KLD_DIVERGENCE_FORWARD_KL, KLD_DIVERGENCE_CROSS_ENTROPY,
+                                           KLD_DIVERGENCE_REVERSE_KL};
+    static const struct {
+        uint64_t rows, classes; /* of 16 bits; FP32: half the classes */
+    } sizes[] = {{500, 8192},  {150, 16390}, {150, 16384}, {500, 8201},
+                 {80, 32768},  {80, 32777},  {38, 131072}, {80, 65543},
+                 {36, 180000}, {36, 262144}, {36, 250007}, {36, 262152}};
+    for (uint32_t i = 0; i < 3; i++)
+        for (uint32_t k = 0; k < 12; k++) {
+            uint32_t dtype = dtypes[(i + k) % 3];
+            if (quick && k % 3 != i)
+                continue;
+            uint64_t classes = dtype == FP32 ? (sizes[k].classes + 1) / 2 : sizes[k].classes;
+            add_crowd(list, divergences[i], dtype, k / 3 % 2, sizes[k].rows, classes,
+                      i == 2 ? 2 : 1);
+        }
+    /* More of them than there are places at a time. */
+    add_crowd(list, KLD_DIVERGENCE_FORWARD_KL, BF16, true, 2300, 8193, 1);
+    if (!quick)
+        add_crowd(list, KLD_DIVERGENCE_CROSS_ENTROPY, FP32, false, 2300, 8192, 1);
+}

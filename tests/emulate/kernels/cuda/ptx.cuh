@@ -39,6 +39,7 @@ static inline float exp2_fast(float x) {
 }
 static inline float max_nan(float a, float b) { return isnan(a) || isnan(b) ? NAN : a > b ? a : b; }
 static inline float pick(bool first, float a, float b) { return first ? a : b; }
+static inline uint32_t thread_again() { return threadIdx.x; }
 static inline uint32_t lanes_before() { return (1u << threadIdx.x % 32) - 1; }
 
 static inline uint4 *dynamic_shared() { return (uint4 *)emulate_shared; }

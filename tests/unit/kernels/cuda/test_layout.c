@@ -43,7 +43,40 @@ START_TEST(a_part_of_a_row_read_once_has_a_bit_for_each_unit) {
 }
 END_TEST
 
-UNIT_MAIN("kernels/cuda/layout", a_part_of_a_row_read_once_has_a_bit_for_each_unit)
+/* Rows with q - p that are kept until it is written: no block has more than it has room for, none
+ * has nothing, and launches of unlike clusters have numbers of their own. */
+START_TEST(a_row_that_is_kept_fits_its_blocks) {
+    uint32_t kept = 0, sizes = 0;
+    uint16_t table[KLD_CUDA_ACTIVE_CLUSTERS];
+    uint32_t cluster_of[KLD_CUDA_ACTIVE_CLUSTERS] = {0};
+    for (uint64_t classes = 4096; classes <= 300000; classes += classes % 4096 < 2 ? 1 : 61) {
+        struct kld_cuda_args args = {.rows = 1000, .classes = classes};
+        args.p.dtype = args.q.dtype = args.grad_q.dtype = KLD_DTYPE_BF16;
+        args.p.form = args.q.form = KLD_FORM_LOGITS;
+        args.rule = (struct kld_rule){.kind = KLD_RULE_KL, .of_p = 1};
+        args.active_clusters = table;
+        kld_cuda_resident_layout(&args, 227 * 1024);
+        if (args.resident_team != KLD_CUDA_KEPT)
+            continue;
+        kept++;
+        ck_assert_uint_ge(args.cluster, 1);
+        ck_assert_uint_le(args.cluster, 16);
+        ck_assert_uint_le(args.slice * 2, KLD_CUDA_KEPT_SLICE_BYTES);
+        ck_assert_uint_lt((args.cluster - 1) * args.slice, classes);
+        ck_assert_uint_ge(args.cluster * args.slice, classes);
+        long number = args.active_clusters - table;
+        ck_assert(number >= 0 && number < KLD_CUDA_ACTIVE_CLUSTERS - KLD_CUDA_CLUSTER_SIZES);
+        sizes += cluster_of[number] == 0;
+        ck_assert(cluster_of[number] == 0 || cluster_of[number] == args.cluster);
+        cluster_of[number] = args.cluster;
+    }
+    ck_assert_uint_gt(kept, 1000);
+    ck_assert_uint_eq(sizes, 6);
+}
+END_TEST
+
+UNIT_MAIN("kernels/cuda/layout", a_part_of_a_row_read_once_has_a_bit_for_each_unit,
+          a_row_that_is_kept_fits_its_blocks)
 
 #else
 

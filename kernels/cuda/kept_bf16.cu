@@ -1,0 +1,9 @@
+/* kept_bf16.cu - BF16 logits, a block or more a row: q - p, of rows that are kept in shared memory.
+ */
+#define KLD_CUDA_TEAM_KEPT
+#include "kernels/cuda/kept_launch.cuh"
+
+extern "C" cudaError_t KLD_CUDA_TEAM_NAME(bf16)(const kld_cuda_args *args, uint32_t groups,
+                                                cudaStream_t stream) {
+    return logits_resident::launch_kept<__nv_bfloat16>(args, groups, stream);
+}

@@ -1,0 +1,48 @@
+/* kept_launch.cuh - the kernels that keep rows in shared memory until their gradient is written,
+ * and their launch on a stream. The body of the source file of an element type. Enqueues only. */
+#ifndef KLD_KERNELS_CUDA_KEPT_LAUNCH_CUH
+#define KLD_KERNELS_CUDA_KEPT_LAUNCH_CUH
+
+#include "kernels/cuda/logits_kept.cuh"
+#include "kernels/cuda/resident_launch.cuh"
+
+namespace logits_resident {
+inline namespace KLD_CUDA_TEAM {
+
+template <class BODY, bool UNEVEN>
+static __global__ void __launch_bounds__(resident::COMPUTING, KLD_CUDA_TEAM_BLOCKS)
+    kept_kernel(const __grid_constant__ kld_cuda_args args) {
+#if __CUDA_ARCH__ >= 900 || !defined(__CUDACC__)
+    resident::open_block<rows<BODY>>(args);
+    __syncthreads();
+    if (args.cluster > 1)
+        cluster_sync();
+    kept_rows<BODY, UNEVEN>::compute(args);
+    if (args.cluster > 1)
+        cluster_sync(); /* nobody leaves while another may write to its shared memory */
+#endif
+}
+
+template <class BODY>
+static cudaError_t launch_kept(const kld_cuda_args &args, uint32_t groups, cudaStream_t stream) {
+    const size_t element = sizeof(typename BODY::T);
+    if (resident::is_even(args.p) && resident::is_even(args.q))
+        return launch_kernel(kept_kernel<BODY, false>, element, args, groups, resident::COMPUTING,
+                             stream);
+    kld_cuda_args own = args;
+    if (own.active_clusters) /* see rule_of() */
+        own.active_clusters += KLD_CUDA_CLUSTER_SIZES;
+    return launch_kernel(kept_kernel<BODY, true>, element, own, groups, resident::COMPUTING,
+                         stream);
+}
+
+template <class T>
+static cudaError_t launch_kept(const kld_cuda_args *args, uint32_t groups, cudaStream_t stream) {
+    if (args->rule.kind == KLD_RULE_CROSS_ENTROPY)
+        return launch_kept<difference_body<T, true>>(*args, groups, stream);
+    return launch_kept<difference_body<T, false>>(*args, groups, stream);
+}
+
+} /* namespace KLD_CUDA_TEAM */
+} /* namespace logits_resident */
+#endif
