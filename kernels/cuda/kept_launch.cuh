@@ -18,20 +18,37 @@ static __global__ void __launch_bounds__(resident::COMPUTING, KLD_CUDA_TEAM_BLOC
     if (args.cluster > 1)
         cluster_sync();
     kept_rows<BODY, UNEVEN>::compute(args);
+    __syncwarp();
     if (args.cluster > 1)
         cluster_sync(); /* nobody leaves while another may write to its shared memory */
 #endif
 }
 
+/* A third of a multiprocessor's shared memory: what the system takes of it, what the kernel has of
+ * its own, and of rows that start at multiples of 16 bytes as many classes as a block takes. */
+template <class BODY> constexpr bool fits_three_times() {
+    typedef kept_rows<BODY, false> kept;
+    return 1024 + sizeof(typename kept::state) + sizeof(typename rows<BODY>::shared_type) +
+               resident::WARPS * sizeof(row_aside) + sizeof(close_pairs) + sizeof(team_shared) +
+               sizeof(resident::block_shared) + 2 * KLD_CUDA_KEPT_SLICE_BYTES + 2 * 32 * 16 <=
+           228 * 1024 / KLD_CUDA_TEAM_BLOCKS;
+}
+
 template <class BODY>
 static cudaError_t launch_kept(const kld_cuda_args &args, uint32_t groups, cudaStream_t stream) {
+    static_assert(fits_three_times<BODY>(), "see KLD_CUDA_KEPT_SLICE_BYTES");
     const size_t element = sizeof(typename BODY::T);
     if (resident::is_even(args.p) && resident::is_even(args.q))
         return launch_kernel(kept_kernel<BODY, false>, element, args, groups, resident::COMPUTING,
                              stream);
+    /* Numbers of its own in the table (see rule_of()), and others for as many classes as a block
+     * takes, of which two fit a multiprocessor. */
     kld_cuda_args own = args;
-    if (own.active_clusters) /* see rule_of() */
+    if (own.active_clusters)
         own.active_clusters += KLD_CUDA_CLUSTER_SIZES;
+    if (own.active_clusters && resident::kept_steps(args.slice, element) ==
+                                   KLD_CUDA_KEPT_SLICE_BYTES / (16 * resident::GROUP_THREADS))
+        own.active_clusters += KLD_CUDA_CLUSTER_SIZES / 2;
     return launch_kernel(kept_kernel<BODY, true>, element, own, groups, resident::COMPUTING,
                          stream);
 }

@@ -27,8 +27,8 @@ extern "C" {
 #define KLD_CUDA_WIDE_TILE_BYTES 4096 /* of those that work in FP64 */
 
 /* Kernels that hold rows in shared memory, read them once, read them again or keep them, times
- * rules, times sizes of their clusters or slots. */
-#define KLD_CUDA_CLUSTER_SIZES 6
+ * rules, times sizes of their clusters or slots, of which kept rows have up to six twice. */
+#define KLD_CUDA_CLUSTER_SIZES 12
 #define KLD_CUDA_ACTIVE_CLUSTERS ((18 + 6 + 6 + 3) * 4 * KLD_CUDA_CLUSTER_SIZES)
 
 /* Device memory of one job in flight; the only memory beyond inputs and outputs (328 KiB). */

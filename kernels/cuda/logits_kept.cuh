@@ -32,6 +32,7 @@ template <bool UNEVEN> struct kept_copies {
     const char *p, *q;
     int32_t left_p, left_q; /* bytes of the row from there on */
     bool last;              /* of its warp */
+    bool has;               /* there is such a row, and this block has classes of it */
 
     static __device__ __forceinline__ kept_copies of(const kept_row &row) {
         const int32_t first = 16 * (int32_t)thread_again();
@@ -39,6 +40,7 @@ template <bool UNEVEN> struct kept_copies {
         c.p = row.p + first;
         c.q = row.q + first;
         c.last = first % 512 == 31 * 16;
+        c.has = row.bytes != 0;
         c.left_p = row.bytes ? (int32_t)(row.bytes + row.shift_p) - first : 0;
         c.left_q = row.bytes ? (int32_t)(row.bytes + row.shift_q) - first : 0;
         return c;
@@ -56,8 +58,8 @@ template <bool UNEVEN> struct kept_copies {
         bring(at + step * source::PLACE + source::TENSOR, q, UNEVEN ? left_q : left_p, step);
     }
     __device__ __forceinline__ uint32_t steps() const {
-        int32_t first = 16 * (int32_t)(thread_again() % 32);
-        int32_t most = max(left_p, left_q) + first; /* the warp's */
+        int32_t most = max(left_p, left_q); /* then the warp's */
+        most += has ? 16 * (int32_t)(thread_again() % 32) : 0;
         return most > 0 ? ((uint32_t)most + STEP - 1) / STEP : 0;
     }
     __device__ __forceinline__ void bring_from(uint32_t at, uint32_t step) const {
@@ -165,6 +167,7 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
             bring_sample(sample_place(), p, shift_p, vector, left);
             bring_sample(sample_place() + (UNEVEN ? 32 : 16), q, shift_q, vector, left);
         }
+        __syncwarp();
         if (lane == 0) {
             to.is = is;
             to.bytes = is ? at.count * (uint32_t)sizeof(T) : 0;

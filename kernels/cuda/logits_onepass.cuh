@@ -254,13 +254,14 @@ template <class BODY> struct onepass_rows : rows<BODY> {
         return all[threadIdx.x / 32];
     }
     static __device__ __forceinline__ logits_stats::heavy_list<T> &list() {
+        typedef logits_stats::heavy_list<T> list;
         if constexpr (resident::HOLDS) { /* where nothing is stored meanwhile */
-            static_assert(sizeof(logits_stats::heavy_list<T>) <= sizeof *resident::here().stage,
-                          "");
-            return *(logits_stats::heavy_list<T> *)resident::here().stage[threadIdx.x / 32];
+            static_assert(sizeof(list) <= sizeof *resident::here().stage, "");
+            return *(list *)resident::here().stage[threadIdx.x / 32];
+        } else {
+            __shared__ list all[resident::WARPS];
+            return all[threadIdx.x / 32];
         }
-        __shared__ logits_stats::heavy_list<T> all[resident::WARPS];
-        return all[threadIdx.x / 32];
     }
     template <class FROM>
     static __device__ __forceinline__ typename pass::sums

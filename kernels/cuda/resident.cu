@@ -163,5 +163,20 @@ extern "C" cudaError_t kld_cuda_resident_rows(const kld_cuda_args *args, uint32_
     static_assert(sizeof launches / sizeof *launches * 4 * KLD_CUDA_CLUSTER_SIZES ==
                       KLD_CUDA_ACTIVE_CLUSTERS,
                   "four rules, sizes of clusters, or four of slots");
-    return launches[kernel_of(args)](args, groups, stream);
+    cudaError_t error = launches[kernel_of(args)](args, groups, stream);
+    if (error != cudaErrorNotSupported || args->resident_team != KLD_CUDA_KEPT ||
+        args->cluster <= 8)
+        return error;
+    /* Clusters of more than eight blocks are not to be had on every device: the large team gets
+     * along with eight. */
+    kld_cuda_args other = *args;
+    int device, most;
+    if ((error = cudaGetDevice(&device)) ||
+        (error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)))
+        return error;
+    other.resident_team = KLD_CUDA_TEAM_OF_MANY;
+    other.active_clusters = NULL;
+    kld_cuda_large_team_layout(&other, (uint32_t)most);
+    return other.cluster ? launches[kernel_of(&other)](&other, groups, stream)
+                         : cudaErrorNotSupported;
 }

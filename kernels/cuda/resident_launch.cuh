@@ -25,7 +25,7 @@ static cudaError_t active_clusters(const cudaLaunchConfig_t &config,
     cudaError_t error = cudaFuncGetAttributes(&code, function);
     if (error)
         return error;
-    if (code.ptxVersion < 90 && (!resident::FAR || config.numAttrs))
+    if (code.ptxVersion < 90 && (!resident::FAR || resident::HOLDS || config.numAttrs))
         return cudaErrorNotSupported;
     int device, most;
     if ((error = cudaGetDevice(&device)) ||
