@@ -94,8 +94,10 @@ struct kld_oip_register_cuda {
 enum kld_status kld_oip_parse_register_cuda(const char *text, size_t bytes,
                                             struct kld_oip_register_cuda *ret_register,
                                             struct kld_error *err);
-/* The body of a repository index request: empty, or {"ready": bool}. */
-enum kld_status kld_oip_parse_index(const char *text, size_t bytes, struct kld_error *err);
+/* The body of a repository index request: empty, or {"ready": bool}; true wants no model that is
+ * not ready. */
+enum kld_status kld_oip_parse_index(const char *text, size_t bytes, bool *ret_ready,
+                                    struct kld_error *err);
 
 /* ---- Writing ------------------------------------------------------------------------------------
  */
@@ -131,5 +133,7 @@ void kld_oip_reply(struct kld_oip_text *text, const struct kld_oip_request *requ
 
 void kld_oip_append_metadata(struct kld_oip_text *text); /* of the model */
 void kld_oip_append_config(struct kld_oip_text *text);   /* Triton's ModelConfig */
+/* The repository index: the model, or, where only what is ready is wanted and it is not, none. */
+void kld_oip_append_index(struct kld_oip_text *text, bool is_ready, bool only_ready);
 
 #endif

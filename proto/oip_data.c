@@ -227,11 +227,14 @@ enum kld_status kld_oip_parse_register_cuda(const char *text, size_t bytes,
     return status;
 }
 
-enum kld_status kld_oip_parse_index(const char *text, size_t bytes, struct kld_error *err) {
+enum kld_status kld_oip_parse_index(const char *text, size_t bytes, bool *ret_ready,
+                                    struct kld_error *err) {
     static const char *const keys[] = {"ready", NULL};
     cJSON *root;
-    if (bytes == 0)
+    if (bytes == 0) {
+        *ret_ready = false;
         return KLD_OK;
+    }
     enum kld_status status = kld_json_parse(text, bytes, &root, NULL, err);
     if (status)
         return status;
@@ -240,6 +243,8 @@ enum kld_status kld_oip_parse_index(const char *text, size_t bytes, struct kld_e
         status = kld_error_set(err, KLD_INVALID, "expected {\"ready\": true or false}");
     else
         status = kld_json_keys(root, "index", keys, err);
+    if (!status)
+        *ret_ready = cJSON_IsTrue(ready);
     cJSON_Delete(root);
     return status;
 }

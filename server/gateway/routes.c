@@ -117,16 +117,13 @@ static void model_stats(struct kld_exchange *exchange, const struct pieces *piec
 static void repository_index(struct kld_exchange *exchange, const struct pieces *pieces,
                              const char *body, size_t bytes) {
     struct kld_error error;
+    bool only_ready;
     TEXT(text, 512);
-    if (kld_oip_parse_index(body, bytes, &error)) {
+    if (kld_oip_parse_index(body, bytes, &only_ready, &error)) {
         kld_exchange_reply_error(exchange, &error);
         return;
     }
-    bool up = kld_gateway_is_ready(exchange->gateway);
-    kld_oip_append(&text,
-                   "[{\"name\":\"" KLD_OIP_MODEL "\",\"version\":\"" KLD_OIP_MODEL_VERSION
-                   "\",\"state\":\"%s\",\"reason\":\"%s\"}]",
-                   up ? "READY" : "UNAVAILABLE", up ? "" : "the worker is not ready");
+    kld_oip_append_index(&text, kld_gateway_is_ready(exchange->gateway), only_ready);
     answer_json(exchange, &text);
 }
 

@@ -140,11 +140,17 @@ def test_statistics_say_where_the_time_goes(server, small_staging, how):
         assert stats["batch_stats"][0][f"compute_{name}"] == stats["inference_stats"][f"compute_{name}"]
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b'{"ready": true}'])
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"ready": true}', b'{"ready": false}'])
 def test_repository_index(server, body):
     status, _, reply = server.request("/v2/repository/index", body, method="POST")
     assert status == 200
     assert json.loads(reply) == [{"name": "kl_div", "version": "1", "state": "READY", "reason": ""}]
+
+
+@pytest.mark.parametrize("body", [b"[]", b"true", b"null", b'{"ready": 1}', b'{"ready": "true"}', b'{"ready": null}'])
+def test_a_repository_index_of_what_is_no_wish(server, body):
+    status, _, reply = server.request("/v2/repository/index", body, method="POST")
+    assert (status, json.loads(reply)) == (400, {"error": 'expected {"ready": true or false}'})
 
 
 def test_page(server):

@@ -176,6 +176,28 @@ def test_drain_answers_what_is_in_flight(make_server):
     assert replies[1][0] == 200, replies[1]
 
 
+def test_index_of_what_is_ready(make_server):
+    """A model that is not is listed for who does not ask for those alone that are."""
+    server, replies = make_server(), []
+
+    def index(body):
+        return [model["state"] for model in server.json("/v2/repository/index", body)[1]]
+    assert index({"ready": True}) == index({}) == ["READY"]
+    worker, gateway = server.child("worker"), server.child("gateway")
+    suspend(worker)
+    asker = threading.Thread(target=stopped_worker_request, args=(server, None, replies))
+    asker.start()
+    try:
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, what="the request")
+        os.kill(gateway, signal.SIGTERM)  # it is not ready until that request has ended
+        wait_until(lambda: server.request("/v2/health/ready")[0] == 503, what="not ready")
+        assert index({"ready": True}) == []
+        assert index({"ready": False}) == index({}) == ["UNAVAILABLE"]
+    finally:
+        os.kill(worker, signal.SIGCONT)
+        asker.join()
+
+
 def test_drain_has_an_end(make_server):
     server = make_server(drain_ms=300, http_deadline_ms=60000)
     worker, gateway = server.child("worker"), server.child("gateway")

@@ -126,9 +126,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     const char *text = (const char *)data + 1;
     enum kld_status status = KLD_OK;
     struct kld_oip_register_cuda cuda;
+    bool only_ready;
     switch (data[0] % 5) {
     case 0: status = kld_oip_parse_register(text, bytes - 1, &wanted, &err); break;
-    case 1: status = kld_oip_parse_index(text, bytes - 1, &err); break;
+    case 1: status = kld_oip_parse_index(text, bytes - 1, &only_ready, &err); break;
     case 2: status = kld_oip_parse_register_cuda(text, bytes - 1, &cuda, &err); break;
     default: infer(text, bytes - 1);
     }

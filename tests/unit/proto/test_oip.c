@@ -307,9 +307,42 @@ START_TEST(register_bodies) {
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++)
         ck_assert_int_eq(kld_oip_parse_register(wrong[i], strlen(wrong[i]), &got, &err),
                          KLD_INVALID);
-    ck_assert_int_eq(kld_oip_parse_index("", 0, &err), KLD_OK);
-    ck_assert_int_eq(kld_oip_parse_index("{\"ready\":true}", 14, &err), KLD_OK);
-    ck_assert_int_eq(kld_oip_parse_index("{\"ready\":1}", 11, &err), KLD_INVALID);
+}
+END_TEST
+
+START_TEST(an_index_is_of_what_is_wanted) {
+    const struct {
+        const char *body;
+        bool only_ready;
+    } good[] = {
+        {"", false}, {"{}", false}, {"{\"ready\":false}", false}, {"{\"ready\":true}", true}};
+    for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
+        bool only_ready = !good[i].only_ready;
+        ck_assert_int_eq(kld_oip_parse_index(good[i].body, strlen(good[i].body), &only_ready, &err),
+                         KLD_OK);
+        ck_assert(only_ready == good[i].only_ready);
+    }
+    const char *const wrong[] = {
+        "[]", "true", "null", "{\"ready\":1}", "{\"ready\":null}", "{\"ready\":true,\"x\":1}"};
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
+        bool untouched = true;
+        ck_assert_int_eq(kld_oip_parse_index(wrong[i], strlen(wrong[i]), &untouched, &err),
+                         KLD_INVALID);
+        ck_assert(untouched);
+    }
+    for (int i = 0; i < 4; i++) {
+        bool is_ready = i & 1, only_ready = i & 2;
+        char buffer[128] = "";
+        struct kld_oip_text text = {.data = buffer, .capacity = sizeof buffer - 1};
+        kld_oip_append_index(&text, is_ready, only_ready);
+        ck_assert(!text.overflow);
+        if (is_ready)
+            ck_assert_ptr_nonnull(strstr(buffer, "\"READY\",\"reason\":\"\"}]"));
+        else if (only_ready)
+            ck_assert_str_eq(buffer, "[]");
+        else
+            ck_assert_ptr_nonnull(strstr(buffer, "\"UNAVAILABLE\""));
+    }
 }
 END_TEST
 
@@ -412,5 +445,6 @@ UNIT_MAIN("proto/oip", a_plain_request_asks_for_the_loss, what_a_stock_client_se
           what_is_wrong_is_refused_and_named, row_loss_comes_in_fp64_where_it_is_asked_for,
           data_is_flat_or_nested_as_the_shape_says, a_reply_is_json_whatever_the_numbers_are,
           the_longest_numbers_fit_the_announced_size, errors_are_json_even_if_a_text_was_cut,
-          register_bodies, register_bodies_of_cuda_memory, json_that_is_not_tensor_data_is_bounded,
+          register_bodies, an_index_is_of_what_is_wanted, register_bodies_of_cuda_memory,
+          json_that_is_not_tensor_data_is_bounded,
           the_same_text_with_other_numbers_is_the_same_request, names_are_text)
