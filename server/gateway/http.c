@@ -506,7 +506,7 @@ void kld_http_close(struct kld_http *http, void (*closed)(void *user), void *use
     for (struct kld_exchange *exchange = http->first; exchange; exchange = exchange->after)
         if (exchange->suspended || (exchange->lingered && !exchange->replied)) {
             kld_exchange_continue(exchange);
-            kld_exchange_reply_error(exchange, &error);
+            http->handler->refuse(exchange, &error);
         }
     kld_partings_close(&http->partings, part_closed, http);
     kld_drive_close(&http->drive, part_closed, http);

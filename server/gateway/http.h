@@ -75,13 +75,15 @@ struct kld_exchange {
     bool misframed; /* its headers do not say where it ends */
 };
 
-/* The four calls into routes.c. */
+/* The five calls into routes.c. */
 struct kld_http_handler {
     void (*begin)(struct kld_exchange *exchange);
     /* Returns how many bytes it took: less than size only if it paused the exchange. */
     size_t (*feed)(struct kld_exchange *exchange, const char *data, size_t size);
     void (*finish)(struct kld_exchange *exchange); /* the whole body has come */
-    void (*end)(struct kld_exchange *exchange);    /* sent, or the client is gone; frees state */
+    /* Everything ends: an error instead of what it waits for, if it has no reply yet. */
+    void (*refuse)(struct kld_exchange *exchange, const struct kld_error *error);
+    void (*end)(struct kld_exchange *exchange); /* sent, or the client is gone; frees state */
 };
 
 enum kld_status kld_http_open(struct kld_gateway *gateway, const struct kld_http_handler *handler,

@@ -71,6 +71,11 @@ size_t kld_infer_feed(struct kld_exchange *exchange, const char *data, size_t si
     return kld_body_feed(exchange->state, data, size);
 }
 
+void kld_infer_refuse(struct kld_exchange *exchange, const struct kld_error *error) {
+    if (exchange->state) /* else it was too late, and is counted */
+        kld_infer_fail(exchange->state, error);
+}
+
 void kld_infer_end(struct kld_exchange *exchange) {
     struct kld_gateway *gateway = exchange->gateway;
     struct kld_infer *infer = exchange->state;

@@ -167,6 +167,7 @@ void kld_infer_free(struct kld_infer *infer);
 void kld_infer_begin(struct kld_exchange *exchange);
 size_t kld_infer_feed(struct kld_exchange *exchange, const char *data, size_t size);
 void kld_infer_finish(struct kld_exchange *exchange);
+void kld_infer_refuse(struct kld_exchange *exchange, const struct kld_error *error);
 void kld_infer_end(struct kld_exchange *exchange);
 
 /* Between body.c and infer.c. */

@@ -455,22 +455,18 @@ static void begin(struct kld_exchange *exchange) {
     exchange->route = route;
     if (is_upload(route)) {
         kld_upload_begin(exchange, pieces.text[0]);
-        return;
-    }
-    if (!route->answer) {
+    } else if (!route->answer) {
         kld_infer_begin(exchange);
-        return;
-    }
-    if (!exchange->has_body) {
+    } else if (!exchange->has_body) {
         route->answer(exchange, &pieces, "", 0);
-        return;
+    } else {
+        struct small_body *body = calloc(1, sizeof *body);
+        exchange->state = body;
+        if (!body)
+            fail(exchange, KLD_NO_MEMORY, "out of memory");
+        else
+            body->pieces = pieces;
     }
-    struct small_body *body = calloc(1, sizeof *body);
-    exchange->state = body;
-    if (!body)
-        fail(exchange, KLD_NO_MEMORY, "out of memory");
-    else
-        body->pieces = pieces;
 }
 
 static size_t feed(struct kld_exchange *exchange, const char *data, size_t size) {
@@ -489,16 +485,23 @@ static size_t feed(struct kld_exchange *exchange, const char *data, size_t size)
 }
 
 static void finish(struct kld_exchange *exchange) {
-    if (is_upload(exchange->route)) {
+    const struct small_body *body = exchange->state;
+    if (is_upload(exchange->route))
         kld_upload_finish(exchange);
-        return;
-    }
-    if (!exchange->route->answer) {
+    else if (!exchange->route->answer)
         kld_infer_finish(exchange);
-        return;
-    }
-    struct small_body *body = exchange->state;
-    exchange->route->answer(exchange, &body->pieces, body->data, body->bytes);
+    else
+        exchange->route->answer(exchange, &body->pieces, body->data, body->bytes);
+}
+
+/* Requests count their outcomes themselves. */
+static void refuse(struct kld_exchange *exchange, const struct kld_error *error) {
+    if (exchange->route && is_upload(exchange->route))
+        kld_upload_refuse(exchange, error);
+    else if (exchange->route && !exchange->route->answer)
+        kld_infer_refuse(exchange, error);
+    else
+        kld_exchange_reply_error(exchange, error);
 }
 
 static void end(struct kld_exchange *exchange) {
@@ -512,4 +515,4 @@ static void end(struct kld_exchange *exchange) {
         free(exchange->state);
 }
 
-const struct kld_http_handler kld_routes_handler = {begin, feed, finish, end};
+const struct kld_http_handler kld_routes_handler = {begin, feed, finish, refuse, end};

@@ -425,6 +425,11 @@ void kld_upload_finish(struct kld_exchange *exchange) {
         store(upload);
 }
 
+void kld_upload_refuse(struct kld_exchange *exchange, const struct kld_error *error) {
+    if (exchange->state)
+        fail(exchange->state, error);
+}
+
 void kld_upload_end(struct kld_exchange *exchange) {
     struct upload *upload = exchange->state;
     if (!upload)

@@ -9,6 +9,7 @@
 void kld_upload_begin(struct kld_exchange *exchange, const char *name);
 size_t kld_upload_feed(struct kld_exchange *exchange, const char *data, size_t size);
 void kld_upload_finish(struct kld_exchange *exchange);
+void kld_upload_refuse(struct kld_exchange *exchange, const struct kld_error *error);
 void kld_upload_end(struct kld_exchange *exchange);
 
 #endif

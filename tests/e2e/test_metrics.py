@@ -3,6 +3,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 
 import numpy as np
@@ -106,6 +107,38 @@ def test_the_time_of_who_left_is_of_what_he_asked_for(make_server):
     assert new['kld_op_requests_total{front="http",op="js",status="cancelled"}'] == 1
     assert new['kld_op_seconds_count{front="http",op="js"}'] == 1
     assert new["kld_http_request_seconds_count"] == 1
+
+
+def test_who_is_refused_at_the_end_of_the_drain(make_server):
+    """Once each, like those who are refused before; the next gateway tells."""
+    server, said = make_server(drain_ms=300, http_deadline_ms=60000), []
+    assert ask(server, "js") == 200
+    worker, gateway = server.child("worker"), server.child("gateway")
+
+    def put():
+        return server.request("/v2/tensors/a?datatype=FP32&shape=2,3", bytes(24), method="PUT")[0]
+    askers = [threading.Thread(target=lambda one=one: said.append(one())) for one in (lambda: ask(server, "js"), put)]
+
+    def act():
+        suspend(worker)
+        try:
+            for asker in askers:
+                asker.start()
+            wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 2, what="both")
+            os.kill(gateway, signal.SIGTERM)
+            for asker in askers:
+                asker.join()
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        wait_until(lambda: server.child("gateway") != gateway, what="the next gateway")
+    new = grown(server, act)
+    assert said == [503, 503] and new['kld_http_replies_total{code="503"}'] == 2
+    assert new['kld_requests_total{front="http",status="unavailable"}'] == 2
+    for op in ("js", "put_tensor"):
+        assert new[f'kld_op_requests_total{{front="http",op="{op}",status="unavailable"}}'] == 1
+    assert new['nv_inference_request_failure{model="kl_div",version="1"}'] == 1  # a tensor to store is no inference
+    refusals = [line for line in server.log().splitlines() if "status=unavailable" in line]
+    assert len(refusals) == 2, server.log()
 
 
 def test_stages_add_up(server):

@@ -58,7 +58,7 @@ static void finish(struct kld_exchange *exchange) {
     uv_timer_start(&timer, reply, delay_ms, 0);
 }
 
-static const struct kld_http_handler handler = {begin, feed, finish, end};
+static const struct kld_http_handler handler = {begin, feed, finish, kld_exchange_reply_error, end};
 
 static void open_all(void) {
     struct kld_error error;
