@@ -133,7 +133,8 @@ void kld_oip_reply(struct kld_oip_text *text, const struct kld_oip_request *requ
 
 void kld_oip_append_metadata(struct kld_oip_text *text); /* of the model */
 void kld_oip_append_config(struct kld_oip_text *text);   /* Triton's ModelConfig */
-/* The repository index: the model, or, where only what is ready is wanted and it is not, none. */
-void kld_oip_append_index(struct kld_oip_text *text, bool is_ready, bool only_ready);
+/* The repository index: the model, or, where only what is ready is wanted and it is not, none.
+ * `reason`: why it is not, no character of which JSON would escape; NULL: it is ready. */
+void kld_oip_append_index(struct kld_oip_text *text, const char *reason, bool only_ready);
 
 #endif

@@ -238,13 +238,12 @@ void kld_oip_append_config(struct kld_oip_text *text) {
     append_text(text, "}}");
 }
 
-void kld_oip_append_index(struct kld_oip_text *text, bool is_ready, bool only_ready) {
+void kld_oip_append_index(struct kld_oip_text *text, const char *reason, bool only_ready) {
     append_text(text, "[");
-    if (is_ready || !only_ready)
+    if (!reason || !only_ready)
         kld_oip_append(text,
                        "{\"name\":\"" KLD_OIP_MODEL "\",\"version\":\"" KLD_OIP_MODEL_VERSION
                        "\",\"state\":\"%s\",\"reason\":\"%s\"}",
-                       is_ready ? "READY" : "UNAVAILABLE",
-                       is_ready ? "" : "the worker is not ready");
+                       reason ? "UNAVAILABLE" : "READY", reason ? reason : "");
     append_text(text, "]");
 }

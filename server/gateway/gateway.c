@@ -196,6 +196,12 @@ bool kld_gateway_is_ready(const struct kld_gateway *gateway) {
            kld_stats_ready(gateway->page) && kld_links_up(gateway->links);
 }
 
+const char *kld_gateway_why_not_ready(const struct kld_gateway *gateway) {
+    if (atomic_load(&gateway->common->draining) || atomic_load(&gateway->page->draining))
+        return "the server is shutting down";
+    return kld_gateway_is_ready(gateway) ? NULL : "the worker is not ready";
+}
+
 struct kld_pool *kld_pool_choose(struct kld_gateway *gateway) {
     uint32_t index = gateway->next_pool;
     for (uint32_t i = 0; i < gateway->pools; i++) {

@@ -76,5 +76,6 @@ struct kld_gateway {
 
 /* Requests are answered: nobody ends it, a worker serves, and it is within reach. Any thread. */
 bool kld_gateway_is_ready(const struct kld_gateway *gateway);
+const char *kld_gateway_why_not_ready(const struct kld_gateway *gateway); /* NULL: it is */
 
 #endif

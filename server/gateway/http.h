@@ -92,8 +92,8 @@ enum kld_status kld_http_open(struct kld_gateway *gateway, const struct kld_http
  * came to the address of metrics_http. */
 void kld_http_take(struct kld_http *http, int fd, const struct sockaddr *peer, socklen_t peer_bytes,
                    bool metrics);
-/* Ends every connection; exchanges without a reply are answered 503 before. Then closed() comes on
- * the loop. */
+/* Ends every connection; exchanges that wait for their reply are answered 503 before, and whose
+ * body is still coming are not. Then closed() comes on the loop. */
 void kld_http_close(struct kld_http *http, void (*closed)(void *user), void *user);
 
 /* No feed() until kld_exchange_continue(). */

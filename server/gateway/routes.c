@@ -69,14 +69,11 @@ static void live(struct kld_exchange *exchange, const struct pieces *pieces, con
 
 static void ready(struct kld_exchange *exchange, const struct pieces *pieces, const char *body,
                   size_t bytes) {
-    if (kld_gateway_is_ready(exchange->gateway))
-        kld_exchange_reply_text(exchange, 200, "", "", 0);
+    const char *reason = kld_gateway_why_not_ready(exchange->gateway);
+    if (reason)
+        fail(exchange, KLD_UNAVAILABLE, reason);
     else
-        fail(exchange, KLD_UNAVAILABLE,
-             atomic_load(&exchange->gateway->common->draining) ||
-                     atomic_load(&exchange->gateway->page->draining)
-                 ? "the server is shutting down"
-                 : "the worker is not ready");
+        kld_exchange_reply_text(exchange, 200, "", "", 0);
 }
 
 static void server_metadata(struct kld_exchange *exchange, const struct pieces *pieces,
@@ -123,7 +120,7 @@ static void repository_index(struct kld_exchange *exchange, const struct pieces 
         kld_exchange_reply_error(exchange, &error);
         return;
     }
-    kld_oip_append_index(&text, kld_gateway_is_ready(exchange->gateway), only_ready);
+    kld_oip_append_index(&text, kld_gateway_why_not_ready(exchange->gateway), only_ready);
     answer_json(exchange, &text);
 }
 

@@ -193,6 +193,8 @@ def test_index_of_what_is_ready(make_server):
         wait_until(lambda: server.request("/v2/health/ready")[0] == 503, what="not ready")
         assert index({"ready": True}) == []
         assert index({"ready": False}) == index({}) == ["UNAVAILABLE"]
+        reason = server.json("/v2/repository/index", {})[1][0]["reason"]
+        assert reason == "the server is shutting down" and reason in server.json("/v2/health/ready")[1]["error"]
     finally:
         os.kill(worker, signal.SIGCONT)
         asker.join()

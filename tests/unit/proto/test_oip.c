@@ -334,14 +334,14 @@ START_TEST(an_index_is_of_what_is_wanted) {
         bool is_ready = i & 1, only_ready = i & 2;
         char buffer[128] = "";
         struct kld_oip_text text = {.data = buffer, .capacity = sizeof buffer - 1};
-        kld_oip_append_index(&text, is_ready, only_ready);
+        kld_oip_append_index(&text, is_ready ? NULL : "it is asleep", only_ready);
         ck_assert(!text.overflow);
         if (is_ready)
             ck_assert_ptr_nonnull(strstr(buffer, "\"READY\",\"reason\":\"\"}]"));
         else if (only_ready)
             ck_assert_str_eq(buffer, "[]");
         else
-            ck_assert_ptr_nonnull(strstr(buffer, "\"UNAVAILABLE\""));
+            ck_assert_ptr_nonnull(strstr(buffer, "\"UNAVAILABLE\",\"reason\":\"it is asleep\"}]"));
     }
 }
 END_TEST
