@@ -76,6 +76,8 @@ void cuda_plan_args(struct cuda_device *device, struct cuda_flight *flight) {
     if (kld_cuda_can_be_flat(args) && is_packed(job))
         args->elements = job->geometry.rows * job->geometry.classes;
     kld_cuda_layout(args, job->geometry.rows, device->shared_bytes_max);
+    /* A segment is one group of rows at least: there is room for its bits, as rows that blocks
+     * share are too long for groups of so many. */
     if (cuda_slot_is_present(job, KLD_SLOT_ROW_MASK) && args->cluster > 1 &&
         args->group_rows <= KLD_CUDA_MASK_ROWS)
         args->masked = flight->scratch->masked;
