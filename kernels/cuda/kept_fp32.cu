@@ -1,5 +1,5 @@
-/* kept_fp32.cu - FP32 logits, a block or more a row: q - p, of rows that are kept in shared memory.
- */
+/* kept_fp32.cu - FP32 logits, a block or more a row: one gradient, of rows that are kept in shared
+ * memory. */
 #define KLD_CUDA_TEAM_KEPT
 #include "kernels/cuda/kept_launch.cuh"
 

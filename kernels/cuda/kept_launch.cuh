@@ -4,6 +4,7 @@
 #define KLD_KERNELS_CUDA_KEPT_LAUNCH_CUH
 
 #include "kernels/cuda/logits_kept.cuh"
+#include "kernels/cuda/logits_shannon.cuh"
 #include "kernels/cuda/resident_launch.cuh"
 
 namespace logits_resident {
@@ -29,8 +30,9 @@ static __global__ void __launch_bounds__(resident::COMPUTING, KLD_CUDA_TEAM_BLOC
 template <class BODY> constexpr bool fits_three_times() {
     typedef kept_rows<BODY, false> kept;
     return 1024 + sizeof(typename kept::state) + sizeof(typename rows<BODY>::shared_type) +
-               resident::WARPS * sizeof(row_aside) + sizeof(close_pairs) + sizeof(team_shared) +
-               sizeof(resident::block_shared) + 2 * KLD_CUDA_KEPT_SLICE_BYTES + 2 * 32 * 16 <=
+               resident::WARPS * sizeof(row_aside) + sizeof(typename BODY::aside) +
+               sizeof(team_shared) + sizeof(resident::block_shared) +
+               2 * KLD_CUDA_KEPT_SLICE_BYTES + 2 * 32 * 16 <=
            228 * 1024 / KLD_CUDA_TEAM_BLOCKS;
 }
 
@@ -53,10 +55,26 @@ static cudaError_t launch_kept(const kld_cuda_args &args, uint32_t groups, cudaS
                          stream);
 }
 
+/* js: its gradient is p's, and where q's is wanted the two change places. */
+template <class T>
+static cudaError_t launch_shannon(const kld_cuda_args *args, uint32_t groups, cudaStream_t stream) {
+    kld_cuda_args own = *args;
+    if (own.grad_q.dtype) {
+        own.rule = kld_rule_swapped(own.rule);
+        own.p = args->q;
+        own.q = args->p;
+        own.grad_p = args->grad_q;
+        own.grad_q = args->grad_p;
+    }
+    return launch_kept<shannon_body<T>>(own, groups, stream);
+}
+
 template <class T>
 static cudaError_t launch_kept(const kld_cuda_args *args, uint32_t groups, cudaStream_t stream) {
     if (args->rule.kind == KLD_RULE_CROSS_ENTROPY)
         return launch_kept<difference_body<T, true>>(*args, groups, stream);
+    if (args->grad_p.dtype)
+        return launch_kept<centred_body<T>>(*args, groups, stream);
     return launch_kept<difference_body<T, false>>(*args, groups, stream);
 }
 

@@ -202,12 +202,15 @@ static __device__ row_stats careful_row(const part &all, const careful_reference
     row.c_p = (int)floor(lse_p);
     row.inverse_p = exp2(floor(lse_p) - lse_p);
     row.forward = fmax(x[2] * inverse_a + (relative * x[0] * inverse_a - ratio), 0.0);
+    row.center = row.shift + row.forward;
     row.reverse = EXTRA == REVERSE ? fmax(x[3] / x[0] + (ratio - relative), 0.0) : 0.0;
     double top = at.inverse_temperature * inverse_a * x[3];
     row.entropy = EXTRA == ENTROPY
                       ? log2_b * LN_2 + (at.origin_q - (double)at.top_q * at.scale) * LN_2 - top
                       : 0.0;
     row.missed = false;
+    row.is_careful = true;
+    row.log_p = row.log_q = 0.0;
     /* Of values beyond 1e30, of logits of -3e38 that stand for -inf on one side, gradients may be
      * made of differences that FP32 cannot hold. */
     row.good = fabs(ratio) < 1e-3 && x[0] > 0 && x[0] < 1e300 && fabs(x[2]) < 1e300 &&

@@ -168,11 +168,59 @@ difference_of_16(const float (&z_p)[N], float (&z_q)[N], float c_p, float c_q, f
         z_q[i] = g[i];
 }
 
-template <class T_, bool ENTROPY> struct difference_body {
+/* A vector of q - p, wherever it lies: the same arithmetic as difference_body's. ASIDE lies in
+ * shared memory. */
+template <class T_, bool CAREFUL> struct difference_pairs {
+    typedef T_ T;
+    static constexpr uint32_t V = packet<T>::V;
+
+    const difference_row row;
+    const temperature t;
+    const close_pairs_shared close;
+
+    __device__ __forceinline__ difference_pairs(const difference_row &row, const temperature &t,
+                                                const close_pairs *aside)
+        : row(row), t(t), close{aside} {}
+
+    /* Of 16 bits in two halves, which take fewer registers. */
+    __device__ __forceinline__ uint4 of(const uint4 &raw_p, const uint4 &raw_q) const {
+        alignas(16) T y[V];
+        float z_p[V], z_q[V];
+        unpack<T>(raw_p, z_p);
+        unpack<T>(raw_q, z_q);
+        if constexpr (sizeof(T) == 4) {
+#pragma unroll
+            for (uint32_t i = 0; i < V; i++)
+                y[i] = difference_fp32<CAREFUL>(z_p[i], z_q[i], row, t);
+        } else {
+            constexpr int HALF = V / 2;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float half_p[HALF], half_q[HALF];
+#pragma unroll
+                for (int i = 0; i < HALF; i++) {
+                    half_p[i] = z_p[half * HALF + i];
+                    half_q[i] = z_q[half * HALF + i];
+                }
+                difference_of_16<T>(half_p, half_q, row.c_p, row.c_q, row.factor_p.high,
+                                    row.factor_q.high, t.scale.high, close);
+#pragma unroll
+                for (int i = 0; i < HALF; i++)
+                    y[half * HALF + i] = ::to<T>(half_q[i]);
+            }
+        }
+        return *(uint4 *)y;
+    }
+};
+
+template <class T_, bool ENTROPY> struct difference_body : usual_body {
     typedef T_ T;
     typedef T_ type;
     static constexpr bool KNOWN = true; /* the value, by the statistics */
     static constexpr int EXTRA = ENTROPY ? logits_stats::ENTROPY : logits_stats::NOTHING;
+    static constexpr bool WRITES_CAREFULLY = sizeof(T) == 4; /* 16 bits are written alike */
+    typedef close_pairs aside;
+    template <bool CAREFUL> using pairs = difference_pairs<T, CAREFUL>;
 
     struct numbers : difference_row {
         __device__ __forceinline__ numbers() {}

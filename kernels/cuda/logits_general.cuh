@@ -31,7 +31,7 @@ struct general_sums {
     }
 };
 
-template <class T_, int KIND> struct general_body {
+template <class T_, int KIND> struct general_body : usual_body {
     typedef T_ T;
     typedef T_ type;
     static constexpr bool FP32 = sizeof(T_) == 4;

@@ -1,6 +1,7 @@
-/* logits_kept.cuh - rows of logits whose gradient is q - p, longer than the caches keep at hand:
- * the blocks of a cluster hold a slice each in shared memory, read from device memory once. Each
- * lane brings its own vectors, looks at them twice, for the statistics and for the gradient, and as
+/* logits_kept.cuh - rows of logits of which one gradient is wanted that follows from their sums, or
+ * js, longer than the caches keep at hand: the blocks of a cluster hold a slice each in shared
+ * memory, read from device memory once. Each lane brings its own vectors, looks at them twice, for
+ * the statistics and for the gradient (js: once more in between), and as
  * soon as one is written asks for that of the next row in its place: so there is always something
  * on its way, no barrier stands between the copies and who reads them, and one place does for two
  * rows. While the first warp makes a row's numbers of its sums, another finds the rows to come. A
@@ -149,8 +150,8 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
                 break;
             if (first && at.rank == 0 && lane == 0)
                 args.scratch->partial[args.first_group + walk.group] = 0;
-            resident::clear<T>(resident::part_of<T>(args.grad_q, walk.index, at), at.count, lane,
-                               32);
+            resident::clear<T>(resident::part_of<T>(written::gradient(args), walk.index, at),
+                               at.count, lane, 32);
             if (at.rank == 0 && lane == 0)
                 row_store(args, walk.index, 0.0);
         }
@@ -183,7 +184,7 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
                 to.row.masked = false;
                 to.weight = opened.weight;
                 to.factor = opened.gradient * args.inverse_temperature;
-                to.to = resident::part_of<T>(args.grad_q, walk.index, at);
+                to.to = resident::part_of<T>(written::gradient(args), walk.index, at);
                 state.last_group = walk.group;
             }
             state.walk = walk;
@@ -249,15 +250,14 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
         }
         resident::group_sync();
         kept_row &row = row_at(all().turn - 1);
-        if (base::shared().rows[0].way == AGAIN)
-            written::settle_again(args, row.row, row.factor);
+        written::settle_rest(args, row.row, row.factor);
     }
 
     /* Steps of any kind. JOIN: as the row lies, and not as the tensors do. */
     template <bool JOIN, bool CAREFUL>
-    static __device__ __forceinline__ void any(const difference_writer<T, CAREFUL> &writer,
-                                               const source &from, uint32_t count, bool whole,
-                                               uint32_t step, uint32_t end, const copies &coming) {
+    static __device__ __forceinline__ void
+    any(const row_writer<typename BODY::template pairs<CAREFUL>> &writer, const source &from,
+        uint32_t count, bool whole, uint32_t step, uint32_t end, const copies &coming) {
 #pragma unroll 1
         for (; step < end; step++) {
             uint32_t vector = step * resident::GROUP_THREADS + resident::group_thread();
@@ -280,9 +280,9 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
     /* All lanes have all of a vector, and it is written as it lies. Returns whether it came across
      * the end of the first part of what it asked for. */
     template <bool CAREFUL>
-    static __device__ __forceinline__ bool full_steps(const difference_writer<T, CAREFUL> &writer,
-                                                      uint32_t at, uint32_t step, uint32_t end,
-                                                      const copies &coming) {
+    static __device__ __forceinline__ bool
+    full_steps(const row_writer<typename BODY::template pairs<CAREFUL>> &writer, uint32_t at,
+               uint32_t step, uint32_t end, const copies &coming) {
         const uint32_t first = step * copies::STEP;
         char *out = writer.to + 16 * thread_again() + first;
         const char *p = coming.p + first, *q = coming.q + first;
@@ -320,7 +320,6 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
     }
     template <bool CAREFUL>
     static __device__ __forceinline__ void write(const kept_row &row, const kept_row &next) {
-        const auto &settled = base::shared().rows[0];
         char *to = row.to;
         const copies coming = copies::of(next);
         uint32_t head = 0, count = row.bytes / (uint32_t)sizeof(T);
@@ -334,8 +333,8 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
             count += head;
         }
         source from = {first_place(), row.shift_p, row.shift_q, 0};
-        const temperature t = base::shared().t;
-        const difference_writer<T, CAREFUL> writer(settled.numbers, t, &written::close(), to, head);
+        const row_writer<typename BODY::template pairs<CAREFUL>> writer(written::settled(), to,
+                                                                        head);
         const uint32_t end = resident::far_slice::steps_of((count + V - 1) / V);
         bool halved = false;
         if (!alike) {
@@ -355,22 +354,98 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
             copies_end();
     }
 
+    /* Another look at the row, which sums what its numbers are still to be made of. last: and
+     * nobody will look at it again, so that the next one's vectors come in. */
+    static __device__ __forceinline__ void
+    look_twice(const kld_cuda_args &args, const kept_row &row, const kept_row &next, bool last) {
+        auto &settled = base::shared().rows[0];
+        const copies coming = copies::of(next);
+        const source from = {first_place(), row.shift_p, row.shift_q, 0};
+        const uint32_t count = row.bytes / (uint32_t)sizeof(T);
+        const uint32_t end = resident::far_slice::steps_of((count + V - 1) / V);
+        const bool careful = settled.numbers.is_careful;
+        const uint32_t full = careful ? 0 : resident::far_slice::full_steps_of(count / V);
+        logits_stats::reference at;
+        at.limit_p = settled.numbers.heavy_p;
+        at.limit_q = settled.numbers.heavy_q;
+        const logits_stats::top_of<T> top(at);
+        typename BODY::look look(settled.numbers, base::shared().t);
+        double total[4] = {0, 0, 0, 0};
+        uint32_t left_out = 0; /* steps, a bit each: a call would spill the loop's registers */
+        auto bring = [&](uint32_t step) {
+            if (UNEVEN)
+                __syncwarp();
+            coming.bring(from.at, step);
+        };
+#pragma unroll 1
+        for (uint32_t step = 0; step < full; step++) {
+            uint4 p, q;
+            from.vectors(step, p, q);
+            if (__any_sync(KLD_FULL_WARP, top.is_above(p, q)) || !look.add(p, q))
+                left_out |= 1u << step;
+            else if (last)
+                bring(step);
+            if (step % 2)
+                look.flush(total);
+        }
+        look.flush(total);
+        left_out |= (1u << end) - (1u << min(full, end));
+#pragma unroll 1
+        for (; left_out; left_out &= left_out - 1) {
+            const uint32_t step = (uint32_t)__ffs((int)left_out) - 1;
+            const uint32_t vector = step * resident::GROUP_THREADS + resident::group_thread();
+            const uint32_t left = count > vector * V ? min(count - vector * V, V) : 0;
+            uint4 p, q;
+            from.vectors(step, p, q);
+            auto more = BODY::by_itself(args, p, q, left, settled.numbers, base::shared().t);
+            total[0] += more.sum[0];
+            total[1] += more.sum[1];
+            if (last)
+                bring(step);
+        }
+        if (last) {
+            coming.bring_from(from.at, end);
+            copies_end();
+        }
+        part all = resident::merge_row(total, 0, 0, logits_stats::plain_merge);
+        if (threadIdx.x == 0) {
+            settled.value =
+                settled.numbers.center(args, all.sum, row.row.all.top[0], base::shared().t);
+            if (!last)
+                written::pairs_aside() = typename BODY::aside(settled.numbers, base::shared().t);
+        }
+        resident::group_sync();
+    }
+    static __device__ __forceinline__ void skip(const kept_row &next) {
+        copies::of(next).bring_from(first_place(), 0);
+        copies_end();
+    }
+
     /* The row at hand; then the next one is. */
     static __device__ __forceinline__ void take(const kld_cuda_args &args) {
         settle(args, sums(args, row_at(all().turn)));
         const auto &settled = base::shared().rows[0];
         const kept_row &row = row_at(all().turn - 1), &next = row_at(all().turn);
-        if (settled.way != ANY && base::shared().divides) {
-            if (sizeof(T) == 4 && settled.way == CAREFUL)
-                write<true>(row, next);
-            else
-                write<false>(row, next);
+        const bool writes = written::gradient(args).at && base::shared().divides;
+        if constexpr (BODY::LOOKS_AGAIN) {
+            bool again = settled.way != ANY;
+            while (again) {
+                const bool careful = settled.numbers.is_careful;
+                look_twice(args, row, next, !writes);
+                again = writes && settled.numbers.is_careful != careful;
+            }
+        }
+        if (settled.way == ANY) {
+            skip(next);
+        } else if (!writes) {
+            resident::clear<T>(row.to, resident::here().place.count, resident::group_thread(),
+                               resident::GROUP_THREADS);
+            if (!BODY::LOOKS_AGAIN)
+                skip(next);
+        } else if (written::is_careful()) {
+            write<true>(row, next);
         } else {
-            if (settled.way != ANY)
-                resident::clear<T>(row.to, resident::here().place.count, resident::group_thread(),
-                                   resident::GROUP_THREADS);
-            copies::of(next).bring_from(first_place(), 0);
-            copies_end();
+            write<false>(row, next);
         }
         copies_end();
         if (threadIdx.x == 0 && resident::here().place.rank == 0) {

@@ -35,6 +35,17 @@ struct temperature {
         : scale(inverse_temperature * LOG2_E), inverse(inverse_temperature) {}
 };
 
+/* A number as part 2^power with |part| at most 1, but where it is less than 2^-100, too. */
+struct split_factor {
+    int power;
+    double part;
+
+    __device__ __forceinline__ explicit split_factor(double x) {
+        power = min(max(((__double2hiint(x) >> 20) & 2047) - 1022, -100), 1000);
+        part = x * __hiloint2double((1023 - power) << 20, 0);
+    }
+};
+
 /* z s = k + r and 2^(z s) = 2^k (1 + w); k is a whole number. |z s| < 2^22, beyond that k is only
  * near. */
 struct exp_parts {

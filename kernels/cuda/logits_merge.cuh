@@ -153,11 +153,16 @@ static __device__ __forceinline__ row_stats fast_row(const part &all, const fast
     row.c_p = reference::mark_c(all.mark[0]);
     row.c_q = reference::mark_c(all.mark[1]);
     row.apart = 0.0f;
+    row.is_careful = false;
+    row.log_p = p.logarithm;
+    row.log_q = q.logarithm;
     row.inverse_p = p.inverse;
     row.inverse_q = q.inverse;
     double ratio = p.logarithm - q.logarithm;
     row.shift = ((double)(row.c_p - row.c_q) * LN_2 + ratio) * bounds.stretch;
-    row.forward = all.sum[2] * row.inverse_p * LN_2 - ratio;
+    double mean = all.sum[2] * row.inverse_p;
+    row.forward = mean * LN_2 - ratio;
+    row.center = ((double)(row.c_p - row.c_q) + mean) * (LN_2 * bounds.stretch);
     row.reverse = EXTRA == REVERSE ? ratio - all.sum[3] * row.inverse_q * LN_2 : 0.0;
     row.entropy = EXTRA == ENTROPY ? q.logarithm - all.sum[3] * row.inverse_p * LN_2 : 0.0;
     double small = EXTRA == ENTROPY   ? fmin(row.forward, row.entropy)

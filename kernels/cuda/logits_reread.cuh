@@ -1,66 +1,36 @@
-/* logits_reread.cuh - rows of logits whose gradient is q - p, so short that the caches keep those
- * at hand: a warp or a block reads its row from device memory for the statistics and again, mostly
- * from the caches, for the gradient. The other rows of the multiprocessor compute while one waits.
+/* logits_reread.cuh - rows of logits of which one gradient is wanted that follows from their sums
+ * (logits_difference.cuh, logits_centred.cuh), so short that the caches keep those at hand: a warp
+ * or a block reads its row from device memory for the statistics and again, mostly from the caches,
+ * for the gradient. The other rows of the multiprocessor compute while one waits.
  */
 #ifndef KLD_KERNELS_CUDA_LOGITS_REREAD_CUH
 #define KLD_KERNELS_CUDA_LOGITS_REREAD_CUH
 
-#include "kernels/cuda/logits_difference.cuh"
+#include "kernels/cuda/logits_centred.cuh"
 #include "kernels/cuda/logits_onepass.cuh"
 
 namespace logits_resident {
 inline namespace KLD_CUDA_TEAM {
 
-/* The second time: the same arithmetic as difference_body's. CLOSE lies in shared memory. */
-template <class T, bool CAREFUL> struct difference_writer {
+/* The second time: what BODY::pairs makes of each vector goes to the gradient. */
+template <class PAIRS> struct row_writer : PAIRS {
+    typedef typename PAIRS::T T;
     static constexpr uint32_t V = packet<T>::V;
     typedef onepass<T, logits_stats::NOTHING> pass;
 
-    const difference_row row;
-    const temperature &t;
-    const close_pairs_shared close;
     char *to;
     uint32_t head;
 
-    __device__ __forceinline__ difference_writer(const difference_row &row, const temperature &t,
-                                                 const close_pairs *close, char *to, uint32_t head)
-        : row(row), t(t), close{close}, to(to), head(head) {}
+    template <class ROW>
+    __device__ __forceinline__ row_writer(const ROW &row, char *to, uint32_t head)
+        : PAIRS(row.numbers, row.t, row.aside), to(to), head(head) {}
 
-    /* A vector; of 16 bits in two halves, which take fewer registers. */
-    __device__ __forceinline__ uint4 of(const uint4 &raw_p, const uint4 &raw_q) const {
-        alignas(16) T y[V];
-        float z_p[V], z_q[V];
-        unpack<T>(raw_p, z_p);
-        unpack<T>(raw_q, z_q);
-        if constexpr (sizeof(T) == 4) {
-#pragma unroll
-            for (uint32_t i = 0; i < V; i++)
-                y[i] = difference_fp32<CAREFUL>(z_p[i], z_q[i], row, t);
-        } else {
-            constexpr int HALF = V / 2;
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                float half_p[HALF], half_q[HALF];
-#pragma unroll
-                for (int i = 0; i < HALF; i++) {
-                    half_p[i] = z_p[half * HALF + i];
-                    half_q[i] = z_q[half * HALF + i];
-                }
-                difference_of_16<T>(half_p, half_q, row.c_p, row.c_q, row.factor_p.high,
-                                    row.factor_q.high, t.scale.high, close);
-#pragma unroll
-                for (int i = 0; i < HALF; i++)
-                    y[half * HALF + i] = ::to<T>(half_q[i]);
-            }
-        }
-        return *(uint4 *)y;
-    }
     template <class LEFT>
     __device__ __forceinline__ void put(uint32_t step, LEFT left, uint32_t count, const uint4 &p,
                                         const uint4 &q) const {
         resident::put_raw<T>(to, aligned16<T>(to), count, head,
                              step * resident::GROUP_THREADS + resident::group_thread(), left,
-                             of(p, q));
+                             PAIRS::of(p, q));
     }
     static __device__ __forceinline__ uint32_t all_steps(const resident::far_slice &slice) {
         return slice.steps_of((slice.count + V - 1) / V);
@@ -101,7 +71,7 @@ template <class T, bool CAREFUL> struct difference_writer {
             at_q += UNIT_BYTES;
 #pragma unroll
             for (uint32_t i = 0; i < pass::UNIT; i++) {
-                uint4 y = of(u.p[i], u.q[i]);
+                uint4 y = PAIRS::of(u.p[i], u.q[i]);
                 if (number + 1 < units)
                     u.template load<false, true>(i, at_p, at_q, 0, 0);
                 __stcs((uint4 *)(out + i * pass::STEP), y);
@@ -117,14 +87,35 @@ template <class BODY> struct written_rows : onepass_rows<BODY> {
     typedef rows<BODY> base;
     typedef onepass_rows<BODY> sums_of_rows;
 
-    /* Of the row that is settled; the first thread writes. */
-    static __device__ __forceinline__ close_pairs &close() {
-        __shared__ close_pairs close;
-        return close;
+    typedef typename BODY::type T;
+
+    /* Of the row that is settled, what is seldom looked at; the first thread writes. */
+    static __device__ __forceinline__ typename BODY::aside &pairs_aside() {
+        __shared__ typename BODY::aside aside;
+        return aside;
     }
-    static __device__ __forceinline__ void tell_close() {
-        if (threadIdx.x == 0)
-            close() = close_pairs(base::shared().rows[0].numbers, base::shared().t);
+    static __device__ __forceinline__ void tell_aside() {
+        if (!BODY::LOOKS_AGAIN && threadIdx.x == 0)
+            pairs_aside() = typename BODY::aside(base::shared().rows[0].numbers, base::shared().t);
+    }
+    struct settled_row {
+        const typename BODY::numbers &numbers;
+        const temperature &t;
+        const typename BODY::aside *aside;
+    };
+    static __device__ __forceinline__ settled_row settled() {
+        return {base::shared().rows[0].numbers, base::shared().t, &pairs_aside()};
+    }
+    /* The tensor that the gradient goes to. */
+    static __device__ __forceinline__ const kld_cuda_tensor &gradient(const kld_cuda_args &args) {
+        return BODY::OF_P ? args.grad_p : args.grad_q;
+    }
+    /* Are those rows that were summed the careful way to be written otherwise? */
+    static __device__ __forceinline__ bool is_careful() {
+        if constexpr (BODY::LOOKS_AGAIN)
+            return base::shared().rows[0].numbers.is_careful;
+        else
+            return BODY::WRITES_CAREFULLY && base::shared().rows[0].way == CAREFUL;
     }
     /* The first warp: from a row's sums to base::shared().rows[0]. */
     static __device__ __forceinline__ void tell(const kld_cuda_args &args, onepass_row &row,
@@ -137,7 +128,33 @@ template <class BODY> struct written_rows : onepass_rows<BODY> {
         }
         base::tell(args, stats, factor, stats.good ? FAST : AGAIN, &base::shared().rows[0]);
         __syncwarp();
-        tell_close();
+        tell_aside();
+    }
+    /* The whole group: a row whose mean is to be better than its sums left it. */
+    static __device__ __noinline__ void recentre(const kld_cuda_args &args,
+                                                 const onepass_row &row) {
+        auto &numbers = base::shared().rows[0].numbers;
+        const typename BODY::template pairs<true> pairs(numbers, base::shared().t, &pairs_aside());
+        double total[4] = {0, 0, 0, 0};
+        resident::far_slice::of<T>(args, row.index)
+            .template pass<T>([&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
+                const logits_stats::pair_of<T> z(raw_p, raw_q);
+                float sum[2] = {0, 0};
+#pragma unroll
+                for (int i = 0; i < packet<T>::V; i++) {
+                    float mass, distance;
+                    pairs.pair(z.p[i], z.q[i], mass, distance);
+                    bool is = i < left.left && mass != 0.0f; /* else it may be infinite */
+                    sum[0] += is ? mass : 0.0f;
+                    sum[1] = is ? fmaf(mass, distance, sum[1]) : sum[1];
+                }
+                total[0] += (double)sum[0];
+                total[1] += (double)sum[1];
+            });
+        part all = resident::merge_row(total, 0, 0, logits_stats::plain_merge);
+        if (threadIdx.x == 0 && fabs(all.sum[1]) < 1e300 && all.sum[0] != 0.0)
+            numbers.rest -= (float)(all.sum[1] / all.sum[0]);
+        resident::group_sync();
     }
     /* The whole group: what the sums do not tell; summed again, or done by any.cuh to its end. */
     static __device__ __noinline__ void settle_again(const kld_cuda_args &args, onepass_row &row,
@@ -145,7 +162,7 @@ template <class BODY> struct written_rows : onepass_rows<BODY> {
         resident::group_sync(); /* all have seen that it is */
         sums_of_rows::do_again(args, row, factor);
         auto *settled = &base::shared().rows[0];
-        tell_close();
+        tell_aside();
         resident::group_sync();
         if (settled->way == ANY) {
             double value = resident::here().place.rank == 0 ? row_by_any(args, row.index) : 0.0;
@@ -154,6 +171,16 @@ template <class BODY> struct written_rows : onepass_rows<BODY> {
                 settled->value = value;
             resident::group_sync();
         }
+    }
+    /* The whole group, which knows what the sums told: what they did not. */
+    static __device__ __forceinline__ void settle_rest(const kld_cuda_args &args, onepass_row &row,
+                                                       double factor) {
+        const auto &settled = base::shared().rows[0];
+        if (settled.way == AGAIN)
+            settle_again(args, row, factor);
+        if constexpr (BODY::CENTRES && !BODY::LOOKS_AGAIN)
+            if (settled.way != ANY && settled.numbers.is_far)
+                recentre(args, row);
     }
 };
 
@@ -196,14 +223,13 @@ template <class BODY> struct reread_rows : written_rows<BODY> {
         if (resident::group_thread() < 32)
             written::tell(args, all().row, all().factor, sums);
         resident::group_sync();
-        if (base::shared().rows[0].way == AGAIN)
-            written::settle_again(args, all().row, all().factor);
+        written::settle_rest(args, all().row, all().factor);
     }
 
     static __device__ __forceinline__ void write(const kld_cuda_args &args) {
         const resident::place &at = resident::here().place;
         const auto &settled = base::shared().rows[0];
-        char *to = resident::part_of<T>(args.grad_q, all().row.index, at);
+        char *to = resident::part_of<T>(written::gradient(args), all().row.index, at);
         auto slice = resident::far_slice::of<T>(args, all().row.index);
         /* From the 16 bytes in which all three start, if they start alike: no vector needs two. */
         uint32_t head = 0;
@@ -213,18 +239,16 @@ template <class BODY> struct reread_rows : written_rows<BODY> {
             slice.count += head;
             slice.shift_p = slice.shift_q = 0;
         }
-        const temperature &t = base::shared().t;
-        const close_pairs *close = &written::close();
-        /* 16 bits are written alike. */
-        if (sizeof(T) == 4 && settled.way == CAREFUL) {
-            difference_writer<T, true> writer(settled.numbers, t, close, to, head);
+        if (written::is_careful()) {
+            row_writer<typename BODY::template pairs<true>> writer(written::settled(), to, head);
             writer.any(slice, 0, writer.all_steps(slice));
-        } else if (slice.shift_p || slice.shift_q || !aligned16<T>(to)) {
-            difference_writer<T, false> writer(settled.numbers, t, close, to, head);
-            writer.any(slice, 0, writer.all_steps(slice));
-        } else {
-            difference_writer<T, false>(settled.numbers, t, close, to, head).run(slice);
+            return;
         }
+        row_writer<typename BODY::template pairs<false>> writer(written::settled(), to, head);
+        if (slice.shift_p || slice.shift_q || !aligned16<T>(to))
+            writer.any(slice, 0, writer.all_steps(slice));
+        else
+            writer.run(slice);
     }
 
     /* A row that is not masked: its value, to the first thread. */
@@ -239,8 +263,8 @@ template <class BODY> struct reread_rows : written_rows<BODY> {
     }
     static __device__ __forceinline__ void clear(const kld_cuda_args &args) {
         const resident::place &at = resident::here().place;
-        resident::clear<T>(resident::part_of<T>(args.grad_q, all().row.index, at), at.count,
-                           resident::group_thread(), resident::GROUP_THREADS);
+        resident::clear<T>(resident::part_of<T>(written::gradient(args), all().row.index, at),
+                           at.count, resident::group_thread(), resident::GROUP_THREADS);
     }
 
     static __device__ __forceinline__ void compute(const kld_cuda_args &args) {

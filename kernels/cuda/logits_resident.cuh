@@ -6,7 +6,14 @@
  *     value(args, stats)      the row's value, where the statistics give it
  *     passes<CAREFUL>(...)    the passes over the row; returns its value
  *
- * logits_difference.cuh and logits_general.cuh are the two. */
+ * logits_difference.cuh and logits_general.cuh are the two that all teams know. Where a row is
+ * looked at again by logits_reread.cuh or logits_kept.cuh it is, in place of passes(),
+ *
+ *     pairs<CAREFUL>          the gradient of a vector, of numbers and of
+ *     aside                   what is seldom looked at
+ *     WRITES_CAREFULLY        rows that were summed carefully take pairs<true>
+ *
+ * logits_centred.cuh and logits_shannon.cuh are made for these alone. */
 #ifndef KLD_KERNELS_CUDA_LOGITS_RESIDENT_CUH
 #define KLD_KERNELS_CUDA_LOGITS_RESIDENT_CUH
 
@@ -19,6 +26,13 @@ inline namespace KLD_CUDA_TEAM {
 
 using logits_stats::row_stats;
 using resident::part;
+
+/* What a BODY may say otherwise: its gradient is what is left of a mean, which no class that has
+ * much of the mass is to spoil; it is p's and not q's; a second look at the row sums what its
+ * numbers are still to be made of (the last two: logits_kept.cuh). */
+struct usual_body {
+    static constexpr bool CENTRES = false, OF_P = false, LOOKS_AGAIN = false;
+};
 
 /* What is known of a settled row. The settling warp writes it; the first computing warp where the
  * fast statistics did not do. */
@@ -191,7 +205,8 @@ template <class BODY> struct rows {
     static __device__ __forceinline__ logits_stats::fast_bounds bounds(const kld_cuda_args &args) {
         double scale = args.inverse_temperature * LOG2_E;
         logits_stats::fast_bounds r = {logits_stats::FAST_MIN<T>, logits_stats::FAST_SUM_MAX<T>,
-                                       logits_stats::HEAVY_MIN<T>, 1.0, CUDART_INF};
+                                       BODY::CENTRES ? CUDART_INF : logits_stats::HEAVY_MIN<T>, 1.0,
+                                       CUDART_INF};
         if (sizeof(T) == 2) {
             r.stretch = scale / (double)(float)scale; /* FP32 uses both parts of the scale */
             r.shift = (double)logits_stats::APART_MIN * args.inverse_temperature;

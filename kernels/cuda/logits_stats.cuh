@@ -62,7 +62,10 @@ struct row_stats {
     float apart;
     double inverse_p, inverse_q, shift;
     double forward, reverse, entropy; /* sum p d, sum q (-d), - sum p ln q */
+    double center;                    /* sum p (zp - apart - zq) / T */
+    double log_p, log_q;              /* of the sums, base e; of the fast way */
     bool good;
+    bool is_careful; /* by the careful way */
     bool missed;     /* by the scout */
     float powers[2]; /* of the fast way: of all mass of p and of q, to the base of 2 */
 };
@@ -244,6 +247,10 @@ template <class T> struct top_of {
             q = fmaxf(q, high_q);
             return !(high_p <= at.limit_p && high_q <= at.limit_q);
         }
+    }
+    /* Of 16 bits: is one of a whole vector above the limit, or NaN? */
+    __device__ __forceinline__ bool is_above(const uint4 &raw_p, const uint4 &raw_q) const {
+        return (__hgtu2_mask(largest(raw_p), limit_p) | __hgtu2_mask(largest(raw_q), limit_q)) != 0;
     }
     /* The largest of whole vectors. */
     template <uint32_t N>

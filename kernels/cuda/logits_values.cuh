@@ -14,7 +14,7 @@ namespace logits_resident {
 inline namespace KLD_CUDA_TEAM {
 
 /* What rows<> is told of a value: see there. */
-template <class T_, int EXTRA_> struct value_body {
+template <class T_, int EXTRA_> struct value_body : usual_body {
     typedef T_ T;
     typedef T_ type;
     static constexpr bool KNOWN = true;

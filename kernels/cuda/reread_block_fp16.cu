@@ -1,4 +1,4 @@
-/* reread_block_fp16.cu - FP16 logits, a block a row: q - p, of rows that are read again. */
+/* reread_block_fp16.cu - FP16 logits, a block a row: one gradient, of rows that are read again. */
 #define KLD_CUDA_TEAM_REREAD_BLOCK
 #include "kernels/cuda/reread_launch.cuh"
 

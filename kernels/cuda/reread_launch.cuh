@@ -23,6 +23,9 @@ static cudaError_t launch_reread(const kld_cuda_args *args, uint32_t groups, cud
     if (args->rule.kind == KLD_RULE_CROSS_ENTROPY)
         return launch_kernel(reread_kernel<difference_body<T, true>>, sizeof(T), *args, groups,
                              resident::COMPUTING, stream);
+    if (args->grad_p.dtype)
+        return launch_kernel(reread_kernel<centred_body<T>>, sizeof(T), *args, groups,
+                             resident::COMPUTING, stream);
     return launch_kernel(reread_kernel<difference_body<T, false>>, sizeof(T), *args, groups,
                          resident::COMPUTING, stream);
 }

@@ -1,4 +1,4 @@
-/* reread_warp_fp32.cu - FP32 logits, a warp a row: q - p, of rows that are read again. */
+/* reread_warp_fp32.cu - FP32 logits, a warp a row: one gradient, of rows that are read again. */
 #define KLD_CUDA_TEAM_REREAD_WARP
 #include "kernels/cuda/reread_launch.cuh"
 

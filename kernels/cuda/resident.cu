@@ -8,6 +8,24 @@ static bool is_difference(const kld_cuda_args *args) {
     return !args->grad_p.dtype && (kl || args->rule.kind == KLD_RULE_CROSS_ENTROPY);
 }
 
+/* Is it p (ln p/q less its mean)? */
+static bool is_centred(const kld_cuda_args *args) {
+    return args->rule.kind == KLD_RULE_KL && args->rule.of_q == 0 && args->grad_p.dtype &&
+           !args->grad_q.dtype;
+}
+
+/* Is it js of 16 bits, with no more than one gradient? */
+static bool is_shannon(const kld_cuda_args *args) {
+    const kld_rule &rule = args->rule;
+    return rule.kind == KLD_RULE_MIXTURE && rule.of_p == rule.share && rule.of_q == rule.rest &&
+           args->p.dtype != KLD_DTYPE_FP32 && !(args->grad_p.dtype && args->grad_q.dtype);
+}
+
+/* Is one gradient wanted, which the sums of a row give class by class? */
+static bool writes_by_sums(const kld_cuda_args *args) {
+    return (is_difference(args) && args->grad_q.dtype) || is_centred(args);
+}
+
 /* Is the value all that is wanted, and known after one pass? And are rows neither so short that
  * what a row takes besides would count most, nor longer than the largest cluster takes? */
 static bool streams(const kld_cuda_args *args, uint64_t bytes) {
@@ -37,15 +55,15 @@ static bool is_better_elsewhere(const kld_cuda_args *args, uint64_t bytes) {
     return by_row_kernels && bytes < (fp32 ? 2048 : 3072);
 }
 
-/* Is q - p all that is wanted, of rows that the caches keep? */
+/* Is such a gradient all that is wanted, of rows that the caches keep? */
 static bool rereads(const kld_cuda_args *args, uint64_t bytes) {
-    return is_difference(args) && args->grad_q.dtype && !is_better_elsewhere(args, bytes) &&
+    return writes_by_sums(args) && !is_better_elsewhere(args, bytes) &&
            bytes >= KLD_CUDA_REREAD_LEAST_BYTES && bytes <= KLD_CUDA_REREAD_BLOCK_BYTES;
 }
 
 /* The same of longer ones. */
 static bool keeps(const kld_cuda_args *args, uint64_t bytes) {
-    return is_difference(args) && args->grad_q.dtype && bytes >= KLD_CUDA_KEPT_LEAST_BYTES &&
+    return (writes_by_sums(args) || is_shannon(args)) && bytes >= KLD_CUDA_KEPT_LEAST_BYTES &&
            bytes <= 16 * KLD_CUDA_KEPT_SLICE_BYTES;
 }
 
@@ -108,6 +126,10 @@ static uint32_t kept_layout(kld_cuda_args *args, uint64_t bytes) {
 static uint32_t rule_of(const kld_cuda_args *args) {
     if (args->resident_team < KLD_CUDA_ONEPASS_WARP)
         return args->rule.kind;
+    if (args->resident_team >= KLD_CUDA_REREAD_WARP && is_centred(args))
+        return 4;
+    if (is_shannon(args))
+        return 6;
     return args->rule.kind == KLD_RULE_CROSS_ENTROPY ? 2 : args->rule.of_q != 0;
 }
 
@@ -149,7 +171,8 @@ extern "C" void kld_cuda_resident_layout(kld_cuda_args *args, uint32_t shared_by
     args->cluster = 0;
     if (find_layout(args, bytes, shared_bytes_max, &size) && args->active_clusters)
         args->active_clusters +=
-            (4 * kernel_of(args) + rule_of(args)) * KLD_CUDA_CLUSTER_SIZES + size;
+            (KLD_CUDA_CLUSTER_RULES * kernel_of(args) + rule_of(args)) * KLD_CUDA_CLUSTER_SIZES +
+            size;
 }
 
 extern "C" cudaError_t kld_cuda_resident_rows(const kld_cuda_args *args, uint32_t groups,
@@ -160,9 +183,10 @@ extern "C" cudaError_t kld_cuda_resident_rows(const kld_cuda_args *args, uint32_
         KLD_CUDA_TEAM_MAP(X) KLD_CUDA_ONEPASS_MAP(X) KLD_CUDA_REREAD_MAP(X) KLD_CUDA_KEPT_MAP(X)
 #undef X
     };
-    static_assert(sizeof launches / sizeof *launches * 4 * KLD_CUDA_CLUSTER_SIZES ==
+    static_assert(sizeof launches / sizeof *launches * KLD_CUDA_CLUSTER_RULES *
+                          KLD_CUDA_CLUSTER_SIZES ==
                       KLD_CUDA_ACTIVE_CLUSTERS,
-                  "four rules, sizes of clusters, or four of slots");
+                  "rules, sizes of clusters, or four of slots");
     cudaError_t error = launches[kernel_of(args)](args, groups, stream);
     if (error != cudaErrorNotSupported || args->resident_team != KLD_CUDA_KEPT ||
         args->cluster <= 8)

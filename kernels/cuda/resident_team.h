@@ -26,9 +26,9 @@
 #define KLD_CUDA_ONEPASS_TURN_BYTES (64 << 10)
 #define KLD_CUDA_ONEPASS_CLUSTER_TURN_BYTES (256 << 10)
 
-/* Of rows of which q - p is wanted, which are read twice, the second time from the caches
- * (logits_reread.cuh): from here on, up to these by a warp, by a block of four. The rows at hand of
- * all multiprocessors are what the second-level cache keeps. */
+/* Of rows of which a gradient is wanted that follows from their sums, which are read twice, the
+ * second time from the caches (logits_reread.cuh): from here on, up to these by a warp, by a block
+ * of four. The rows at hand of all multiprocessors are what the second-level cache keeps. */
 #define KLD_CUDA_REREAD_LEAST_BYTES 1028
 #define KLD_CUDA_REREAD_WARP_BYTES 8192
 #define KLD_CUDA_REREAD_BLOCK_BYTES 16384
@@ -199,6 +199,8 @@ KLD_CUDA_REREAD_MAP(X)
     cudaError_t kld_cuda_##name(const struct kld_cuda_args *args, uint32_t groups,                 \
                                 cudaStream_t stream);
 KLD_CUDA_KEPT_MAP(X)
+X(kept_team_shannon_fp16)
+X(kept_team_shannon_bf16)
 #undef X
 void kld_cuda_large_team_layout(struct kld_cuda_args *args, uint32_t shared_bytes_max);
 

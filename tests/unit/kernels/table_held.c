@@ -215,27 +215,70 @@ void table_list_held(struct table_list *list, bool quick) {
     add_constant(list);
 }
 
-/* With q - p: rows that are kept until it is written (kernels/cuda/logits_kept.cuh), by a block, by
- * two, four, eight, twelve and sixteen; and the first that are too long for that. */
-void table_list_kept(struct table_list *list, bool quick) {
+/* Rows whose gradient is written once and follows from their sums: those that are read again
+ * (kernels/cuda/logits_reread.cuh) by a warp and a block; those that are kept until then
+ * (kernels/cuda/logits_kept.cuh), by a block, by two, four, eight, twelve and sixteen; and the
+ * first that are too long for that. */
+static const struct {
+    uint64_t rows, classes; /* of 16 bits; FP32: half the classes */
+} read_again[] = {{700, 2048}, {700, 2051}, {700, 4096}, {300, 4101}, {300, 8190}, {300, 8000}},
+  kept[] = {{500, 8192},  {150, 16390}, {150, 16384}, {500, 8201},  {80, 32768},  {80, 32777},
+            {38, 131072}, {80, 65543},  {36, 180000}, {36, 262144}, {36, 250007}, {36, 262152}};
+
+/* q - p. */
+static void add_difference(struct table_list *list, bool quick) {
     static const uint32_t divergences[] = {KLD_DIVERGENCE_FORWARD_KL, KLD_DIVERGENCE_CROSS_ENTROPY,
                                            KLD_DIVERGENCE_REVERSE_KL};
-    static const struct {
-        uint64_t rows, classes; /* of 16 bits; FP32: half the classes */
-    } sizes[] = {{500, 8192},  {150, 16390}, {150, 16384}, {500, 8201},
-                 {80, 32768},  {80, 32777},  {38, 131072}, {80, 65543},
-                 {36, 180000}, {36, 262144}, {36, 250007}, {36, 262152}};
     for (uint32_t i = 0; i < 3; i++)
         for (uint32_t k = 0; k < 12; k++) {
             uint32_t dtype = dtypes[(i + k) % 3];
             if (quick && k % 3 != i)
                 continue;
-            uint64_t classes = dtype == FP32 ? (sizes[k].classes + 1) / 2 : sizes[k].classes;
-            add_crowd(list, divergences[i], dtype, k / 3 % 2, sizes[k].rows, classes,
+            uint64_t classes = dtype == FP32 ? (kept[k].classes + 1) / 2 : kept[k].classes;
+            add_crowd(list, divergences[i], dtype, k / 3 % 2, kept[k].rows, classes,
                       i == 2 ? 2 : 1);
         }
     /* More of them than there are places at a time. */
     add_crowd(list, KLD_DIVERGENCE_FORWARD_KL, BF16, true, 2300, 8193, 1);
     if (!quick)
         add_crowd(list, KLD_DIVERGENCE_CROSS_ENTROPY, FP32, false, 2300, 8192, 1);
+}
+
+/* p (ln p - ln q less its mean), and the same of q. */
+static void add_centred(struct table_list *list, bool quick) {
+    for (uint32_t k = 0; k < 18; k++)
+        for (uint32_t i = 0; i < 3; i++) {
+            bool again = k >= 12;
+            uint64_t rows = again ? read_again[k - 12].rows : kept[k].rows;
+            uint64_t classes = again ? read_again[k - 12].classes : kept[k].classes;
+            if (quick && i != k % 3)
+                continue;
+            classes = dtypes[i] == FP32 ? (classes + 1) / 2 : classes;
+            bool reverse = (i + k) % 4;
+            add_crowd(list, reverse ? KLD_DIVERGENCE_REVERSE_KL : KLD_DIVERGENCE_FORWARD_KL,
+                      dtypes[i], (i + k / 3) % 2, rows, classes, reverse ? 1 : 2);
+        }
+    add_crowd(list, KLD_DIVERGENCE_REVERSE_KL, BF16, true, 2300, 8193, 1);
+    if (!quick)
+        add_crowd(list, KLD_DIVERGENCE_FORWARD_KL, FP32, false, 2300, 8192, 2);
+}
+
+/* js of 16 bits, which is looked at twice: its value alone and either gradient. */
+static void add_shannon(struct table_list *list, bool quick) {
+    for (uint32_t k = 0; k < 12; k++)
+        for (uint32_t gradients = 0; gradients < 3; gradients++) {
+            if (quick && gradients != (k + k / 3) % 3)
+                continue;
+            add_crowd(list, KLD_DIVERGENCE_JS, dtypes[1 + (k + gradients) % 2], (k + gradients) % 2,
+                      kept[k].rows, kept[k].classes, gradients);
+        }
+    add_crowd(list, KLD_DIVERGENCE_JS, BF16, true, 2300, 8193, 1);
+    if (!quick)
+        add_crowd(list, KLD_DIVERGENCE_JS, FP16, false, 2300, 8192, 0);
+}
+
+void table_list_kept(struct table_list *list, bool quick) {
+    add_difference(list, quick);
+    add_centred(list, quick);
+    add_shannon(list, quick);
 }

@@ -37,7 +37,7 @@ uint64_t table_list_turn(struct table_list *list, uint64_t of);
 
 /* table_held.c: rows of logits that a back end may hold in memory nearer than the tensors'. */
 void table_list_held(struct table_list *list, bool quick);
-void table_list_kept(struct table_list *list, bool quick); /* with q - p */
+void table_list_kept(struct table_list *list, bool quick);
 
 /* table_shares.c: mixtures of which one side has next to nothing. */
 void table_list_shares(struct table_list *list);
