@@ -73,6 +73,13 @@ template <class T_, bool CAREFUL> struct centred_pairs {
                                              const temperature &t, const nothing_aside *)
         : row(row), t(t) {}
 
+    /* A part of it: what is no number is to show. */
+    __device__ __forceinline__ float factor() const {
+        if constexpr (sizeof(T) == 4)
+            return row.factor.high;
+        else
+            return row.slope;
+    }
     __device__ __forceinline__ void pair(float z_p, float z_q, float &mass, float &distance) const {
         if constexpr (sizeof(T) == 4) {
             mass = mass_fp32(z_p, row.c, row.factor.high, row.factor.low, t);
@@ -95,7 +102,7 @@ template <class T_, bool CAREFUL> struct centred_pairs {
             pair(z_p[i], z_q[i], mass, distance);
             float g = __fmul_rn(mass, distance);
             /* where the distance may be infinite */
-            y[i] = ::to<T>(CAREFUL && mass == 0.0f ? 0.0f : g);
+            y[i] = ::to<T>(CAREFUL && mass == 0.0f ? 0.0f * factor() : g);
         }
         return *(uint4 *)y;
     }

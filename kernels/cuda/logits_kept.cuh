@@ -9,66 +9,10 @@
 #ifndef KLD_KERNELS_CUDA_LOGITS_KEPT_CUH
 #define KLD_KERNELS_CUDA_LOGITS_KEPT_CUH
 
-#include "kernels/cuda/logits_reread.cuh"
+#include "kernels/cuda/kept_copies.cuh"
 
 namespace logits_resident {
 inline namespace KLD_CUDA_TEAM {
-
-/* A row of this block's, from when it is found to when its gradient is written. */
-struct kept_row {
-    onepass_row row;
-    double weight, factor;
-    logits_stats::reference at; /* what to count from */
-    const char *p, *q;          /* this block's slice, less the shift */
-    char *to;                   /* of the gradient */
-    uint32_t shift_p, shift_q;  /* bytes after a multiple of 16 */
-    uint32_t bytes;             /* of the slice */
-    bool is;                    /* false: there are no more; bytes is 0 */
-};
-
-/* What a lane brings of a row: 16 bytes a step and tensor. */
-template <bool UNEVEN> struct kept_copies {
-    static constexpr uint32_t STEP = 16 * resident::GROUP_THREADS;
-    typedef typename onepass_units<2>::template from_kept<UNEVEN> source;
-    const char *p, *q;
-    int32_t left_p, left_q; /* bytes of the row from there on */
-    bool last;              /* of its warp */
-    bool has;               /* there is such a row, and this block has classes of it */
-
-    static __device__ __forceinline__ kept_copies of(const kept_row &row) {
-        const int32_t first = 16 * (int32_t)thread_again();
-        kept_copies c;
-        c.p = row.p + first;
-        c.q = row.q + first;
-        c.last = first % 512 == 31 * 16;
-        c.has = row.bytes != 0;
-        c.left_p = row.bytes ? (int32_t)(row.bytes + row.shift_p) - first : 0;
-        c.left_q = row.bytes ? (int32_t)(row.bytes + row.shift_q) - first : 0;
-        return c;
-    }
-    __device__ __forceinline__ void bring(uint32_t to, const char *from, int32_t left,
-                                          uint32_t step) const {
-        if (left > (int32_t)(step * STEP))
-            copy_16(to, from + step * STEP);
-        if (UNEVEN && last && left > (int32_t)(step * STEP + 16))
-            copy_16(to + 16, from + step * STEP + 16);
-    }
-    /* To the places of that step; `at`: this lane's of the first. */
-    __device__ __forceinline__ void bring(uint32_t at, uint32_t step) const {
-        bring(at + step * source::PLACE, p, left_p, step);
-        bring(at + step * source::PLACE + source::TENSOR, q, UNEVEN ? left_q : left_p, step);
-    }
-    __device__ __forceinline__ uint32_t steps() const {
-        int32_t most = max(left_p, left_q); /* then the warp's */
-        most += has ? 16 * (int32_t)(thread_again() % 32) : 0;
-        return most > 0 ? ((uint32_t)most + STEP - 1) / STEP : 0;
-    }
-    __device__ __forceinline__ void bring_from(uint32_t at, uint32_t step) const {
-        /* what is behind the last step is the last lane's, too */
-        for (uint32_t end = min(steps(), resident::here().place.steps); step < end; step++)
-            bring(at, step);
-    }
-};
 
 template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
     typedef rows<BODY> base;
@@ -237,6 +181,22 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
                 return logits_stats::fast_merge<BODY::EXTRA>(parts, count);
             });
     }
+    /* The whole group: a row whose mean is to be better than its sums left it. */
+    static __device__ __noinline__ void recentre(const kept_row &row) {
+        const typename BODY::template pairs<true> pairs(base::shared().rows[0].numbers,
+                                                        base::shared().t, &written::pairs_aside());
+        const source from = {first_place(), row.shift_p, row.shift_q, 0};
+        const uint32_t count = row.bytes / (uint32_t)sizeof(T);
+        const uint32_t end = resident::far_slice::steps_of((count + V - 1) / V);
+        double total[4] = {0, 0, 0, 0};
+        for (uint32_t step = 0; step < end; step++) {
+            const uint32_t vector = step * resident::GROUP_THREADS + resident::group_thread();
+            uint4 p, q;
+            from.vectors(step, p, q);
+            written::add_distances(pairs, p, q, count > vector * V ? count - vector * V : 0, total);
+        }
+        written::put_right(total);
+    }
     static __device__ __forceinline__ void settle(const kld_cuda_args &args, const part &sums) {
         if (resident::group_thread() < 32) {
             kept_row &row = row_at(all().turn);
@@ -250,7 +210,11 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
         }
         resident::group_sync();
         kept_row &row = row_at(all().turn - 1);
-        written::settle_rest(args, row.row, row.factor);
+        if (base::shared().rows[0].way == AGAIN)
+            written::settle_again(args, row.row, row.factor);
+        if constexpr (BODY::CENTRES && !BODY::LOOKS_AGAIN)
+            if (written::is_far())
+                recentre(row);
     }
 
     /* Steps of any kind. JOIN: as the row lies, and not as the tensors do. */
@@ -416,6 +380,23 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
         }
         resident::group_sync();
     }
+    /* The same carefully, of the row as it lies in device memory. */
+    static __device__ __noinline__ void look_far(const kld_cuda_args &args,
+                                                 const onepass_row &row) {
+        auto &settled = base::shared().rows[0];
+        double total[4] = {0, 0, 0, 0};
+        resident::far_slice::of<T>(args, row.index)
+            .template pass<T>([&](uint32_t, auto left, const uint4 &p, const uint4 &q) {
+                auto more = BODY::by_itself(args, p, q, (uint32_t)left.left, settled.numbers,
+                                            base::shared().t);
+                total[0] += more.sum[0];
+                total[1] += more.sum[1];
+            });
+        part all = resident::merge_row(total, 0, 0, logits_stats::plain_merge);
+        if (threadIdx.x == 0)
+            settled.value = settled.numbers.center(args, all.sum, row.all.top[0], base::shared().t);
+        resident::group_sync();
+    }
     static __device__ __forceinline__ void skip(const kept_row &next) {
         copies::of(next).bring_from(first_place(), 0);
         copies_end();
@@ -432,7 +413,11 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
             while (again) {
                 const bool careful = settled.numbers.is_careful;
                 look_twice(args, row, next, !writes);
-                again = writes && settled.numbers.is_careful != careful;
+                again = settled.numbers.is_careful != careful;
+                if (again && !writes) { /* what was here is gone */
+                    look_far(args, row.row);
+                    again = false;
+                }
             }
         }
         if (settled.way == ANY) {

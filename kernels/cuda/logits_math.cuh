@@ -35,13 +35,14 @@ struct temperature {
         : scale(inverse_temperature * LOG2_E), inverse(inverse_temperature) {}
 };
 
-/* A number as part 2^power with |part| at most 1, but where it is less than 2^-100, too. */
+/* A number as part 2^power with |part| at most 1, also where it is less than 2^-40: masses that are
+ * multiplied by the power of 2 are not to become 0 by it. */
 struct split_factor {
     int power;
     double part;
 
     __device__ __forceinline__ explicit split_factor(double x) {
-        power = min(max(((__double2hiint(x) >> 20) & 2047) - 1022, -100), 1000);
+        power = min(max(((__double2hiint(x) >> 20) & 2047) - 1022, -40), 1000);
         part = x * __hiloint2double((1023 - power) << 20, 0);
     }
 };

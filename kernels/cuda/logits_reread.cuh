@@ -130,31 +130,38 @@ template <class BODY> struct written_rows : onepass_rows<BODY> {
         __syncwarp();
         tell_aside();
     }
-    /* The whole group: a row whose mean is to be better than its sums left it. */
-    static __device__ __noinline__ void recentre(const kld_cuda_args &args,
-                                                 const onepass_row &row) {
-        auto &numbers = base::shared().rows[0].numbers;
-        const typename BODY::template pairs<true> pairs(numbers, base::shared().t, &pairs_aside());
-        double total[4] = {0, 0, 0, 0};
-        resident::far_slice::of<T>(args, row.index)
-            .template pass<T>([&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
-                const logits_stats::pair_of<T> z(raw_p, raw_q);
-                float sum[2] = {0, 0};
+    /* What a vector, the first `left` classes of it, adds to the mean's error: of PAIRS' masses and
+     * of their distances from it. */
+    template <class PAIRS>
+    static __device__ __forceinline__ void add_distances(const PAIRS &pairs, const uint4 &raw_p,
+                                                         const uint4 &raw_q, uint32_t left,
+                                                         double (&total)[4]) {
+        const logits_stats::pair_of<T> z(raw_p, raw_q);
+        float sum[2] = {0, 0};
 #pragma unroll
-                for (int i = 0; i < packet<T>::V; i++) {
-                    float mass, distance;
-                    pairs.pair(z.p[i], z.q[i], mass, distance);
-                    bool is = i < left.left && mass != 0.0f; /* else it may be infinite */
-                    sum[0] += is ? mass : 0.0f;
-                    sum[1] = is ? fmaf(mass, distance, sum[1]) : sum[1];
-                }
-                total[0] += (double)sum[0];
-                total[1] += (double)sum[1];
-            });
+        for (int i = 0; i < packet<T>::V; i++) {
+            float mass, distance;
+            pairs.pair(z.p[i], z.q[i], mass, distance);
+            bool is = i < left && mass != 0.0f; /* else the distance may be infinite */
+            sum[0] += is ? mass : 0.0f;
+            sum[1] = is ? fmaf(mass, distance, sum[1]) : sum[1];
+        }
+        total[0] += (double)sum[0];
+        total[1] += (double)sum[1];
+    }
+    /* The whole group, with what each thread has added up. */
+    static __device__ __forceinline__ void put_right(const double (&total)[4]) {
         part all = resident::merge_row(total, 0, 0, logits_stats::plain_merge);
         if (threadIdx.x == 0 && fabs(all.sum[1]) < 1e300 && all.sum[0] != 0.0)
-            numbers.rest -= (float)(all.sum[1] / all.sum[0]);
+            base::shared().rows[0].numbers.rest -= (float)(all.sum[1] / all.sum[0]);
         resident::group_sync();
+    }
+    static __device__ __forceinline__ bool is_far() {
+        const auto &settled = base::shared().rows[0];
+        if constexpr (BODY::CENTRES && !BODY::LOOKS_AGAIN)
+            return settled.way != ANY && settled.numbers.is_far;
+        else
+            return false;
     }
     /* The whole group: what the sums do not tell; summed again, or done by any.cuh to its end. */
     static __device__ __noinline__ void settle_again(const kld_cuda_args &args, onepass_row &row,
@@ -171,16 +178,6 @@ template <class BODY> struct written_rows : onepass_rows<BODY> {
                 settled->value = value;
             resident::group_sync();
         }
-    }
-    /* The whole group, which knows what the sums told: what they did not. */
-    static __device__ __forceinline__ void settle_rest(const kld_cuda_args &args, onepass_row &row,
-                                                       double factor) {
-        const auto &settled = base::shared().rows[0];
-        if (settled.way == AGAIN)
-            settle_again(args, row, factor);
-        if constexpr (BODY::CENTRES && !BODY::LOOKS_AGAIN)
-            if (settled.way != ANY && settled.numbers.is_far)
-                recentre(args, row);
     }
 };
 
@@ -219,11 +216,26 @@ template <class BODY> struct reread_rows : written_rows<BODY> {
         to.factor = opened.gradient * args.inverse_temperature;
     }
 
+    /* The whole group: a row whose mean is to be better than its sums left it. */
+    static __device__ __noinline__ void recentre(const kld_cuda_args &args) {
+        const typename BODY::template pairs<true> pairs(base::shared().rows[0].numbers,
+                                                        base::shared().t, &written::pairs_aside());
+        double total[4] = {0, 0, 0, 0};
+        resident::far_slice::of<T>(args, all().row.index)
+            .template pass<T>([&](uint32_t, auto left, const uint4 &p, const uint4 &q) {
+                written::add_distances(pairs, p, q, (uint32_t)left.left, total);
+            });
+        written::put_right(total);
+    }
     static __device__ __forceinline__ void settle(const kld_cuda_args &args, const part &sums) {
         if (resident::group_thread() < 32)
             written::tell(args, all().row, all().factor, sums);
         resident::group_sync();
-        written::settle_rest(args, all().row, all().factor);
+        if (base::shared().rows[0].way == AGAIN)
+            written::settle_again(args, all().row, all().factor);
+        if constexpr (BODY::CENTRES)
+            if (written::is_far())
+                recentre(args);
     }
 
     static __device__ __forceinline__ void write(const kld_cuda_args &args) {

@@ -60,8 +60,9 @@ struct alignas(16) near_pairs {
 
 template <class T_> struct shannon_row {
     typedef general_body<T_, KLD_RULE_MIXTURE> general;
-    /* Of near_weight: what the mean is off by, 1e-6, is to be little beside it. */
-    static constexpr float WEIGHT_LEAST = 1.0f / 64;
+    /* Of near_weight: what the mean is off by, 1e-6, is to be little beside it. Of the value: that
+     * is off by 5e-8 where most classes have one and the same q/p. */
+    static constexpr float WEIGHT_LEAST = 1.0f / 64, VALUE_LEAST = 1.0f / 32;
 
     /* p is 2^(zp s + c_p) and q/p 2^((zq - zp) s + between) but for lost_p and lost, in powers of
      * 2, by which c_p and between are rounded; other is the share of q in m, and has that in it. */
@@ -79,10 +80,15 @@ template <class T_> struct shannon_row {
     typename general::numbers careful;
     bool is_careful;
 
+    /* Of close rows the value is share rest KL: will it be too small? */
+    static __device__ __forceinline__ bool is_small(const kld_cuda_args &args,
+                                                    const row_stats &stats) {
+        return !(args.rule.share * args.rule.rest * stats.forward >= (double)VALUE_LEAST);
+    }
     __device__ __forceinline__ shannon_row() {}
     __device__ __forceinline__ shannon_row(const kld_cuda_args &args, const row_stats &stats,
                                            double gradient)
-        : stats(stats), gradient(gradient), is_careful(stats.is_careful) {
+        : stats(stats), gradient(gradient), is_careful(stats.is_careful || is_small(args, stats)) {
         if (is_careful) {
             careful = typename general::numbers(args, stats, gradient);
             return;
@@ -98,12 +104,12 @@ template <class T_> struct shannon_row {
         lost_p = (double)c_p - exact_p;
         lost = (double)between - (exact_q - exact_p);
         share = (float)args.rule.share;
-        other = (float)(args.rule.rest * (1.0 - lost * LN_2));
+        other = (float)(args.rule.rest * wide_exp2(-lost));
     }
     /* One thread, with what the second look has summed; returns the value. top: the largest logit
      * of p. Where nearly all of p's mass is where q has next to none, log2(p/m) is nearly the same
-     * number there, and what it differs by is all there is: the row is to be summed once more,
-     * carefully. */
+     * number there, and what it differs by is all there is; and where the value is small it is made
+     * of what cancels: such a row is to be summed once more, carefully. */
     __device__ double center(const kld_cuda_args &args, const double (&sum)[4], float top,
                              const temperature &t) {
         const kld_rule &rule = args.rule;
@@ -111,8 +117,8 @@ template <class T_> struct shannon_row {
             careful.side[SIDE_P].sum = (float)sum[1];
             return sum[0] < 0.0 ? 0.0 : sum[0]; /* NaN stays */
         }
-        double mean_p = sum[0] * (1.0 - lost_p * LN_2);
-        double mean_q = sum[1] * (1.0 - (lost_p + lost) * LN_2) - lost;
+        double mean_p = sum[0] * wide_exp2(-lost_p);
+        double mean_q = sum[1] * wide_exp2(-lost_p - lost) - lost;
         double value = LN_2 * (rule.of_p * mean_p + rule.of_q * mean_q);
         split_factor all(stats.inverse_p * gradient * rule.of_p * LN_2);
         c = (float)(stats.c_p - all.power);
@@ -123,7 +129,7 @@ template <class T_> struct shannon_row {
         double m = exp2(-mean_p), of_other = m - rule.share;
         near_weight = (float)(of_other / m);
         near_shift = log(of_other / rule.rest) - stats.shift;
-        is_careful = !(near_weight >= WEIGHT_LEAST);
+        is_careful = !(near_weight >= WEIGHT_LEAST && value >= VALUE_LEAST);
         if (is_careful)
             careful = typename general::numbers(args, stats, gradient);
         return value < 0.0 ? 0.0 : value;
@@ -134,7 +140,7 @@ template <class T_> struct shannon_row {
 template <class T> struct shannon_look {
     static constexpr uint32_t V = packet<T>::V;
     /* Beyond it p may be 0 where q has mass. */
-    static constexpr float POWER_MOST = 96.0f;
+    static constexpr float POWER_MOST = 64.0f;
     const float scale, c_p, between, share, other;
     float p = 0, q = 0;
 

@@ -26,6 +26,8 @@ enum table_data {
     TABLE_CONFIDENT, /* all but `noise` of the predictions' mass is one class's, and of targets' */
     TABLE_TOP,       /* all but `noise` classes of the targets have no mass */
     TABLE_MASKED, /* a teacher's mask of -1e4 on every `noise`th class; the student knows of none */
+    TABLE_FEW, /* logits are the same but for those of a few classes, `noise` says how: table_rows.c
+                */
     TABLE_DISJOINT, /* most classes have mass on one side: on the other `noise` less, or 0: none */
     TABLE_CROWD,    /* every row another kind of these */
     TABLE_CROWD_FINITE, /* and none whose value is infinite or NaN */

@@ -277,8 +277,25 @@ static void add_shannon(struct table_list *list, bool quick) {
         add_crowd(list, KLD_DIVERGENCE_JS, FP16, false, 2300, 8192, 0);
 }
 
+/* And where it may be lost. */
+static void add_few(struct table_list *list) {
+    for (uint32_t k = 0; k < 9; k++) {
+        struct table_case *at =
+            table_list_add_one(list, "few", 6, k % 3 == 1 ? 262144 : 32001, KLD_DIVERGENCE_JS,
+                               LOGITS, k % 3 == 1 || k / 3 % 2 ? BF16 : FP16);
+        at->data = TABLE_FEW;
+        at->noise = k % 3 + 1;
+        at->temperature = k % 3 == 2 ? 1e-5 : 0;
+        at->gradient[0] = k / 3 == 1;
+        at->gradient[1] = k / 3 == 2;
+        at->reduction = KLD_REDUCTION_ROW;
+        at->row_loss = true;
+    }
+}
+
 void table_list_kept(struct table_list *list, bool quick) {
     add_difference(list, quick);
     add_centred(list, quick);
     add_shannon(list, quick);
+    add_few(list);
 }
