@@ -143,8 +143,13 @@ template <class BODY> struct written_rows : onepass_rows<BODY> {
             float mass, distance;
             pairs.pair(z.p[i], z.q[i], mass, distance);
             bool is = i < left && mass != 0.0f; /* else the distance may be infinite */
-            sum[0] += is ? mass : 0.0f;
-            sum[1] = is ? fmaf(mass, distance, sum[1]) : sum[1];
+            if constexpr (sizeof(T) == 2) { /* seldom, and where one class may have all the mass */
+                total[0] += is ? (double)mass : 0.0;
+                total[1] += is ? (double)mass * (double)distance : 0.0;
+            } else {
+                sum[0] += is ? mass : 0.0f;
+                sum[1] = is ? fmaf(mass, distance, sum[1]) : sum[1];
+            }
         }
         total[0] += (double)sum[0];
         total[1] += (double)sum[1];
