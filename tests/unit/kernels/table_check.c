@@ -15,7 +15,7 @@
 #define LOSS_SHARE_FP64 1e-12L
 #define GRADIENT_FLOOR 1e-7L
 #define GRADIENT_FLOOR_FP64 1e-13L
-#define GRADIENT_NOISE 1e-15L    /* of the parts that cancel: what double arithmetic leaves */
+#define GRADIENT_NOISE 4e-15L    /* of the parts that cancel: what some steps of double leave */
 #define GRADIENT_STEPS_FP64 1000 /* 2e-13 */
 
 static bool same_kind(long double got, long double want) {
