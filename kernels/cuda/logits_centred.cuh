@@ -90,7 +90,6 @@ template <class T_, bool CAREFUL> struct centred_pairs {
             distance = __fadd_rn(fmaf(u, row.slope, -row.shift), row.rest);
         }
     }
-    /* In two halves, which take fewer registers. */
     __device__ __forceinline__ uint4 of(const uint4 &raw_p, const uint4 &raw_q) const {
         alignas(16) T y[V];
         float z_p[V], z_q[V];
