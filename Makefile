@@ -82,10 +82,18 @@ SERVER_LIBS := -lmicrohttpd -lgnutls -lseccomp -lcjson -luv -lz
 CHECK_LIBS := -lcheck -lsubunit -lrt
 
 CUDA_ARCHS ?= 80 86 89 90 100
-# More options of nvcc. What never runs, as where there is no GPU, compiles in a seventh of the time with
-# CUDA_PTX_ONLY=1 (no machine code: three quarters of the time are ptxas) and NVCC_EXTRA='-Xcicc -O0'.
+# More options of nvcc; CUDA_PTX_ONLY=1: no machine code, which is three quarters of the time.
 NVCC_EXTRA ?=
 CUDA_PTX_ONLY ?=
+# What a target compiles that is to run here and now, unless the caller said what: for the cards that are here, and
+# without one the demonstration does without CUDA, and the tests compile kernels, which nothing will run, quickly and not
+# well, in a seventh of the time.
+CARDS     := $(wildcard /dev/nvidia[0-9]*)
+ASKED      = $(filter-out undefined default file,$(origin $(1)))
+CARD_ARCHS = $(sort $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null)))
+FOR_CARDS  = $(if $(call ASKED,CUDA_ARCHS),,$(if $(CARD_ARCHS),CUDA_ARCHS="$(CARD_ARCHS)"))
+FOR_DEMO   = $(if $(CARDS),$(FOR_CARDS),$(if $(call ASKED,CUDA),,CUDA=0))
+FOR_CHECK  = $(if $(CARDS),$(FOR_CARDS),CUDA_PTX_ONLY=1 NVCC_EXTRA="-Xcicc -O0 -Xptxas -O0" $(if $(call ASKED,CUDA_ARCHS),,CUDA_ARCHS=90))
 NVCC_FLAGS := -O3 $(NVCC_EXTRA) -std=c++17 -I. -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-fstack-protector-strong,-D_FORTIFY_SOURCE=3 \
   -DKLD_WITH_CUDA --expt-relaxed-constexpr \
   $(if $(CUDA_PTX_ONLY),,$(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a))) \
@@ -93,7 +101,7 @@ NVCC_FLAGS := -O3 $(NVCC_EXTRA) -std=c++17 -I. -Xcompiler -fPIC,-fvisibility=hid
   -gencode arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS)) \
   $(if $(NVCC),$(shell $(NVCC) --help 2>/dev/null | grep -q compress-mode && echo --compress-mode=$(if $(CUDA_PTX_ONLY),speed,size)))
 
-.PHONY: all lib unit examples bench-programs programs metrics install dist image print-cuda wheel lint check check-gpu emulated bench fuzz fuzz-dist fuzz-found fuzz-coverage demo fail-nth valgrind \
+.PHONY: all lib unit examples bench-programs programs metrics install dist image print-cuda wheel lint check check-programs check-gpu emulated bench fuzz fuzz-dist fuzz-found fuzz-coverage demo fail-nth valgrind \
   coverage clean help
 all: $(BUILD)/kld-server $(BUILD)/kld $(BUILD)/libkld.so $(BUILD)/libkld.a
 lib: $(BUILD)/libkld.a $(BUILD)/libkld.so
@@ -104,12 +112,21 @@ $(BUILD)/obj/kernels/cpu/%_avx512.c.o: EXTRA := -mavx512f -mavx512bw -mavx512vl 
   -mprefer-vector-width=512
 $(BUILD)/obj/kernels/cuda/%.c.o $(BUILD)/obj/tests/unit/kernels/cuda/%.c.o: EXTRA := $(if $(CUDA_HOME),-isystem $(CUDA_HOME)/include)
 
-$(BUILD)/obj/%.c.o: %.c
+# What was compiled with other flags is compiled again, unless AS_BUILT is set.
+.PHONY: force
+$(BUILD)/flags: export KLD_STAMP = $(CC) $(CPPFLAGS) $(ALL_CFLAGS)
+$(CUDA_BUILD)/cuda/flags: export KLD_STAMP = $(NVCC) $(NVCC_FLAGS)
+$(BUILD)/commit: export KLD_STAMP = $(COMMIT)
+$(BUILD)/flags $(CUDA_BUILD)/cuda/flags $(BUILD)/commit: force
+	@mkdir -p $(@D)
+	@test -n "$(AS_BUILT)" -a -e $@ || printf '%s\n' "$$KLD_STAMP" | cmp -s - $@ || printf '%s\n' "$$KLD_STAMP" >$@
+
+$(BUILD)/obj/%.c.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
 	@echo "  CC    $<"
 	$(Q)$(CC) $(CPPFLAGS) $(ALL_CFLAGS) $(EXTRA) -MMD -MP -c $< -o $@
 
-$(CUDA_BUILD)/cuda/%.cu.o: %.cu
+$(CUDA_BUILD)/cuda/%.cu.o: %.cu $(CUDA_BUILD)/cuda/flags
 	@mkdir -p $(@D)
 	@echo "  NVCC  $<"
 	$(Q)$(NVCC) $(NVCC_FLAGS) -MMD -MP -MF $@.d -c $< -o $@
@@ -159,6 +176,7 @@ KERNELS_OBJ := $(call OBJ,$(PROTO_C) $(KERNELS_C) $(CUDA_C)) $(CUDA_OBJ)
 $(BUILD)/libkernels.a: $(KERNELS_OBJ)
 	@echo "  AR    $@"
 	$(Q)rm -f $@ && ar rcs $@ $^
+$(BUILD)/obj/tests/bench/kernels.c.o: $(BUILD)/commit
 $(BUILD)/obj/tests/bench/kernels.c.o: EXTRA := -DKLD_COMMIT='"$(COMMIT)"'
 $(BUILD)/bench/kernels: $(BUILD)/obj/tests/bench/kernels.c.o $(BUILD)/libkernels.a
 	@mkdir -p $(@D)
@@ -262,12 +280,14 @@ help:
 
 check:
 	@deploy/deps.sh build check
-	$(SELF) programs $(SELF_ARGS)
+	$(SELF) check-programs
 	@tests/run --build $(BUILD) --jobs $(JOBS)
+check-programs:
+	$(SELF) programs $(SELF_ARGS) $(FOR_CHECK)
 
 demo:
 	@deploy/deps.sh build
-	$(SELF) all examples $(SELF_ARGS)
+	$(SELF) all examples $(SELF_ARGS) $(FOR_DEMO)
 	@deploy/demo.sh $(BUILD)
 
 bench: all bench-programs

@@ -36,7 +36,7 @@ def environment(**more):
 
 def make(*arguments):
     cuda = int(b"kld_backend_cuda" in (BIN / "libkld.a").read_bytes())
-    result = subprocess.run(["make", *arguments, f"BUILD={BIN}", f"CUDA={cuda}"], cwd=ROOT,
+    result = subprocess.run(["make", *arguments, f"BUILD={BIN}", f"CUDA={cuda}", "AS_BUILT=1"], cwd=ROOT,
                             capture_output=True, text=True, env=environment())
     assert result.returncode == 0, result.stdout + result.stderr
 

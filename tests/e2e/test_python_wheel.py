@@ -42,8 +42,8 @@ def wheel():
     cuda = int(b"kld_backend_cuda" in (BIN / "libkld.a").read_bytes())
     environment = {name: value for name, value in clean_environment().items()
                    if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "LD_LIBRARY_PATH")}
-    result = subprocess.run(["make", "wheel", f"BUILD={BIN}", f"CUDA={cuda}"], cwd=ROOT, capture_output=True,
-                            text=True, env=environment)
+    result = subprocess.run(["make", "wheel", f"BUILD={BIN}", f"CUDA={cuda}", "AS_BUILT=1"], cwd=ROOT,
+                            capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     return next(BIN.glob("kld-*.whl"))
 

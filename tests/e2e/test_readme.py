@@ -34,7 +34,7 @@ def as_tested(text, folder, port):
     text = re.sub(r"(?<![\w/])build/", f"{BIN}/", text)
     text = re.sub(r"^make demo$", f"deploy/demo.sh {BIN}", text, flags=re.M)
     text = re.sub(r"^make (check|dist)$", r"grep -q ^\1: Makefile", text, flags=re.M)
-    return re.sub(r"^make install", f"make install BUILD={BIN} CUDA={int(has_cuda())}", text, flags=re.M)
+    return re.sub(r"^make install", f"make install AS_BUILT=1 BUILD={BIN} CUDA={int(has_cuda())}", text, flags=re.M)
 
 
 def has_cuda():

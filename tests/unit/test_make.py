@@ -1,0 +1,51 @@
+"""What make compiles: again what had other flags, and for the demonstration and the tests what this machine can run."""
+import os
+import pathlib
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CARD = any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
+
+
+def make(*arguments):
+    clean = {name: value for name, value in os.environ.items()
+             if not name.startswith("CUDA") and name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    return subprocess.run(["make", "-j1", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, env=clean).stdout
+
+
+def test_other_flags_compile_again(tmp_path):
+    name = f"{tmp_path}/obj/proto/status.c.o"
+    arguments = name, f"BUILD={tmp_path}", "CUDA=0"
+    assert "proto/status.c" in make(*arguments)
+    assert "proto/status.c" not in make(*arguments)
+    assert "proto/status.c" in make(*arguments, "CFLAGS=-O1")
+    assert "proto/status.c" not in make(*arguments, "CFLAGS=-O2", "AS_BUILT=1")
+    assert "proto/status.c" in make(*arguments, "CFLAGS=-O2")
+
+
+def asked_of(target, *arguments):
+    """The variables of the make that a target calls, as the last one says that names it."""
+    said = make("-n", target, "NVCC=nvcc", "BUILD=build-none", "CUDA_BUILD=build-none", *arguments)
+    line = next(line for line in said.splitlines() if "--no-print-directory" in line and "SANITIZE=" in line)
+    words = [word.split("=", 1) for word in line.split() if "=" in word]
+    return {name: value for name, value in words}
+
+
+@pytest.mark.skipif(CARD, reason="compiles for the card")
+def test_the_demonstration_without_a_card_compiles_no_kernel():
+    assert asked_of("demo")["CUDA"] == "0"
+    assert asked_of("demo", "CUDA=1")["CUDA"] == "1", "what was asked for"
+
+
+@pytest.mark.skipif(CARD, reason="compiles for the card")
+def test_the_tests_without_a_card_compile_kernels_quickly():
+    asked = asked_of("check-programs")
+    assert asked["CUDA"] == "1" and asked["CUDA_PTX_ONLY"] == "1" and asked["CUDA_ARCHS"] == "90"
+    assert "CUDA_ARCHS" not in asked_of("check-programs", "CUDA_ARCHS=80")
+
+
+def test_the_cards_that_are_there_are_compiled_for():
+    asked = asked_of("demo", "CARDS=/dev/nvidia0", "CARD_ARCHS=86")
+    assert asked["CUDA"] == "1" and asked["CUDA_ARCHS"] == '"86"'
