@@ -38,10 +38,12 @@ static bool without_mps(int ordinal) {
 static cudaError_t fill_info(struct cuda_device *device, const struct kld_device_options *options) {
     struct kld_device_info *info = &device->base.info;
     struct cudaDeviceProp properties;
-    int shared = 0, processors = 0;
+    int shared = 0, processors = 0, ratio = 0;
     cudaError_t error;
     if ((error = cudaGetDeviceProperties(&properties, device->ordinal)) ||
         (error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                                        device->ordinal)) ||
+        (error = cudaDeviceGetAttribute(&ratio, cudaDevAttrSingleToDoublePrecisionPerfRatio,
                                         device->ordinal)) ||
         (error =
              cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device->ordinal)))
@@ -59,6 +61,7 @@ static cudaError_t fill_info(struct cuda_device *device, const struct kld_device
     device->spin_us = options->spin_us;
     /* What the kernels' own static shared memory takes is kept back. */
     device->shared_bytes_max = (uint32_t)shared - 2048;
+    device->has_fp64 = ratio <= 2;
     device->begins_early = kld_cuda_begins_early();
     return properties.major >= 8 ? cudaSuccess : cudaErrorNoKernelImageForDevice;
 }

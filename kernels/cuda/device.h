@@ -145,7 +145,7 @@ struct cuda_device {
     uint32_t spin_us;            /* constant */
     uint64_t heir_until_ns;      /* constant: see cuda_heir_waits() */
     uint32_t shared_bytes_max;   /* constant: of one block */
-    bool begins_early;           /* constant: see struct kld_cuda_args */
+    bool has_fp64, begins_early; /* constant: see struct kld_cuda_args */
     uint32_t card;               /* constant: its PCI address */
     cudaMemPool_t pool;          /* constant; thread-safe */
     _Atomic uint64_t pool_used;  /* bytes reserved; any thread */

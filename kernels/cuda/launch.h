@@ -76,6 +76,7 @@ struct kld_cuda_args {
     uint32_t multiprocessors;
     bool begins_early; /* the final sum, before the rows' kernel has ended: kld_cuda_begins_early()
                         */
+    bool has_fp64;     /* at half the speed of FP32, and not at a 32nd of it or less */
     uint64_t group_rows;
     uint64_t first_group; /* where this launch's partial sums go */
     double inverse_temperature;
@@ -133,6 +134,8 @@ cudaError_t kld_cuda_short_general_fp16(const struct kld_cuda_args *args, uint32
 cudaError_t kld_cuda_short_general_bf16(const struct kld_cuda_args *args, uint32_t groups,
                                         cudaStream_t s);
 cudaError_t kld_cuda_short_wide(const struct kld_cuda_args *args, uint32_t groups, cudaStream_t s);
+cudaError_t kld_cuda_short_wide_others(const struct kld_cuda_args *args, uint32_t groups,
+                                       cudaStream_t s);
 
 /* One per element type, behind kld_cuda_launch_rows(). */
 cudaError_t kld_cuda_rows_fp32(const struct kld_cuda_args *args, uint32_t groups, cudaStream_t s);

@@ -21,8 +21,13 @@ struct choice {
     uint32_t cost, team, elements, width;
 };
 
+/* What a lane spends on a row besides its elements, each of which is 10; on a step of its sums. */
+struct row_costs {
+    uint32_t row, step;
+};
+
 static void consider(choice *best, uint32_t classes, uint32_t element, uint32_t width,
-                     const uint32_t *sizes, int count) {
+                     const uint32_t *sizes, int count, row_costs costs) {
     for (int i = 0; i < count; i++) {
         uint32_t size = sizes[i], team = 1;
         if (size % width)
@@ -42,7 +47,7 @@ static void consider(choice *best, uint32_t classes, uint32_t element, uint32_t 
             shared /= 2;
         if (width * element == 16 && shared > 2 * team)
             continue;
-        uint32_t cost = team * (size * loads + 50 + 7 * steps);
+        uint32_t cost = team * (size * loads + costs.row + costs.step * steps);
         if (cost < best->cost)
             *best = {cost, team, size, width};
     }
@@ -50,13 +55,15 @@ static void consider(choice *best, uint32_t classes, uint32_t element, uint32_t 
 
 #define COUNT(x) ((int)(sizeof(x) / sizeof(x)[0]))
 
-/* FP32 gradients that a sum over the row is taken off: in FP64. And that of the cross entropy by
- * the predictions, where rows are too short to be read again (resident.cu). */
+/* FP32 gradients that a sum over the row is taken off: in FP64. That of the cross entropy by the
+ * predictions, where rows are too short to be read again (resident.cu); and q - p of few classes
+ * where the device is good at FP64. */
 static bool is_wide(const kld_cuda_args *args) {
-    if (args->rule.kind == KLD_RULE_CROSS_ENTROPY && !args->grad_p.dtype && args->classes > 256)
+    if (args->p.dtype != KLD_DTYPE_FP32 || !(args->grad_p.dtype || args->grad_q.dtype))
         return false;
-    return args->p.dtype == KLD_DTYPE_FP32 && (args->grad_p.dtype || args->grad_q.dtype) &&
-           !is_simple(args);
+    if (is_simple(args))
+        return args->has_fp64 && args->classes <= 128;
+    return args->rule.kind != KLD_RULE_CROSS_ENTROPY || args->grad_p.dtype || args->classes <= 256;
 }
 
 /* How many rows a tile and a group have, whose elements are of so many bytes. */
@@ -73,22 +80,39 @@ static void fill_tiles(kld_cuda_args *args, uint64_t job_rows, uint32_t element,
     args->group_rows = (tiles + most - 1) / most * args->tile_rows;
 }
 
-/* A row's classes are costly there, the more so where a lane has too many to keep what they add
- * (logits_short_wide.cu), and the sums over its lanes are, too. */
+static void take(kld_cuda_args *args, const choice &best) {
+    args->team = best.team;
+    args->lane_elements = best.elements;
+    args->lane_width = best.width;
+}
+
+/* Four elements of each lane at a time. */
+static choice parts_of(uint32_t classes) {
+    choice parts = {0, 1, 0, 0};
+    while (parts.team < 32 && parts.team * 4 < classes)
+        parts.team *= 2;
+    return parts;
+}
+
+/* A row's classes are costly there, and what is done once a row costs as much as two of them. Rows
+ * of more classes than the lanes of a warp hold, or of which both gradients are wanted, are taken
+ * in parts. */
 static void wide_layout(kld_cuda_args *args, uint64_t job_rows) {
+    static const uint32_t sizes_1[] = {3, 5, 8}, sizes_2[] = {2, 6, 10}, sizes_4[] = {4, 8};
     const uint32_t classes = (uint32_t)args->classes;
-    uint32_t least = UINT32_MAX;
-    for (uint32_t team = 1, steps = 0; team <= 32; team *= 2, steps++) {
-        uint32_t size = (classes + team - 1) / team, at_once = 32 / team;
-        uint32_t kept = size <= 4 ? 4 : 0;
-        uint32_t cost = team * (size * (kept ? 4 : 6) + 3 + steps);
-        if (at_once * classes * 4 > KLD_CUDA_WIDE_TILE_BYTES || cost >= least)
-            continue;
-        least = cost;
-        args->team = team;
-        args->lane_elements = kept;
+    const row_costs costs = {20, 6};
+    choice best = parts_of(classes);
+    if (!args->grad_p.dtype || !args->grad_q.dtype) {
+        best.cost = UINT32_MAX;
+        if (classes % 4 == 0)
+            consider(&best, classes, 4, 4, sizes_4, COUNT(sizes_4), costs);
+        if (classes % 2 == 0)
+            consider(&best, classes, 4, 2, sizes_2, COUNT(sizes_2), costs);
+        consider(&best, classes, 4, 1, sizes_1, COUNT(sizes_1), costs);
     }
-    fill_tiles(args, job_rows, 4, KLD_CUDA_WIDE_TILE_BYTES);
+    take(args, best);
+    fill_tiles(args, job_rows, 4,
+               best.elements ? KLD_CUDA_SHORT_TILE_BYTES : KLD_CUDA_WIDE_TILE_BYTES);
 }
 
 extern "C" void kld_cuda_short_layout(kld_cuda_args *args, uint64_t job_rows) {
@@ -104,24 +128,24 @@ extern "C" void kld_cuda_short_layout(kld_cuda_args *args, uint64_t job_rows) {
         return;
     uint32_t classes = (uint32_t)args->classes;
     bool few = !simple || (element == 4 && gradient);
+    const row_costs costs = {50, 7};
     choice best = {UINT32_MAX, 0, 0, 0};
     if (classes % whole == 0)
-        consider(&best, classes, element, whole, sizes_16, few ? 2 : COUNT(sizes_16));
+        consider(&best, classes, element, whole, sizes_16, few ? 2 : COUNT(sizes_16), costs);
     if (classes % 2 == 0)
-        consider(&best, classes, element, 2, sizes_2, few ? 4 : COUNT(sizes_2));
-    consider(&best, classes, element, 1, sizes_1, few ? 3 : COUNT(sizes_1));
+        consider(&best, classes, element, 2, sizes_2, few ? 4 : COUNT(sizes_2), costs);
+    consider(&best, classes, element, 1, sizes_1, few ? 3 : COUNT(sizes_1), costs);
     if (!best.team)
         return;
-    args->team = best.team;
-    args->lane_elements = best.elements;
-    args->lane_width = best.width;
+    take(args, best);
     fill_tiles(args, job_rows, element, KLD_CUDA_SHORT_TILE_BYTES);
 }
 
 extern "C" cudaError_t kld_cuda_short_rows(const kld_cuda_args *args, uint32_t groups,
                                            cudaStream_t stream) {
     if (is_wide(args))
-        return kld_cuda_short_wide(args, groups, stream);
+        return args->rule.kind == KLD_RULE_KL ? kld_cuda_short_wide(args, groups, stream)
+                                              : kld_cuda_short_wide_others(args, groups, stream);
     bool simple = is_simple(args);
     switch (args->p.dtype) {
     case KLD_DTYPE_FP16:

@@ -13,15 +13,6 @@
 
 namespace logits_short {
 
-/* Of a block, and how many of these on a multiprocessor; bytes of a tensor's tile, at any offset.
- */
-#ifdef KLD_CUDA_SHORT_WIDE
-constexpr uint32_t WARPS = 2, BLOCKS = 6, PLACE = KLD_CUDA_WIDE_TILE_BYTES + 32;
-#else
-constexpr uint32_t WARPS = 4, BLOCKS = 4, PLACE = KLD_CUDA_SHORT_TILE_BYTES + 32;
-#endif
-constexpr uint32_t THREADS = 32 * WARPS;
-
 /* Where a warp is: the tile that it computes on, and the next one, which is being loaded. */
 struct warp_state {
     tile_cursor now, next;
@@ -31,17 +22,19 @@ struct warp_state {
     uint32_t bad[32]; /* rows of now that are left to any.cuh, a bit each */
 };
 
-/* Shared memory of one warp: two tiles of both tensors. The state is there while any.cuh works. */
-struct warp_space {
-    alignas(16) char at[2][2][PLACE];
+/* Shared memory of one warp: two tiles of both tensors, at any offset. The state is there while
+ * any.cuh works. */
+template <uint32_t TILE_BYTES> struct warp_space {
+    alignas(16) char at[2][2][TILE_BYTES + 32];
     warp_state state;
 };
 
 /* The rows of a tile that are left to any.cuh, by the whole warp: bit k of a lane is its row r + k
  * step. Their gradients also go where the tile's lie. Everything else of the kernel is in shared
  * memory meanwhile: no register has to be kept for its sake. */
-template <class T>
-static __device__ __noinline__ void rows_by_any(const kld_cuda_args &args, warp_space &space) {
+template <class T, uint32_t TILE_BYTES>
+static __device__ __noinline__ void rows_by_any(const kld_cuda_args &args,
+                                                warp_space<TILE_BYTES> &space) {
     const uint32_t lane = threadIdx.x % 32, classes = (uint32_t)args.classes;
     const uint32_t r = lane / args.team, step = 32 / args.team;
     const team team = {lane, 32, KLD_FULL_WARP, nullptr};
@@ -72,12 +65,13 @@ static __device__ __noinline__ void rows_by_any(const kld_cuda_args &args, warp_
 
 /* Called through this: with a direct call the loop spills twice as much. The code is in every
  * kernel all the same. Nobody changes it. */
-template <class T>
-static __device__ void (*volatile rows_by_any_at)(const kld_cuda_args &,
-                                                  warp_space &) = rows_by_any<T>;
+template <class T, uint32_t TILE_BYTES>
+static __device__ void (*volatile rows_by_any_at)(const kld_cuda_args &, warp_space<TILE_BYTES> &) =
+    rows_by_any<T, TILE_BYTES>;
 
 template <class ROW> struct tiles {
     typedef typename ROW::T T;
+    typedef warp_space<ROW::TILE_BYTES> space_type;
 
     const kld_cuda_args &args;
     const launch_numbers n;
@@ -134,7 +128,8 @@ template <class ROW> struct tiles {
     }
 
     /* The rows of a tile; ret_bad: those left to any.cuh. */
-    __device__ __forceinline__ double compute(const tile_cursor &at, char (&place)[2][PLACE],
+    __device__ __forceinline__ double compute(const tile_cursor &at,
+                                              char (&place)[2][ROW::TILE_BYTES + 32],
                                               uint32_t &ret_bad) const {
         uint32_t offset_p = tile_tensor<T>(args, args.p).offset(at.row);
         uint32_t offset_q = tile_tensor<T>(args, args.q).offset(at.row);
@@ -156,7 +151,7 @@ template <class ROW> struct tiles {
     }
 
     __device__ __forceinline__ void store(const tile_cursor &at,
-                                          const char (&place)[2][PLACE]) const {
+                                          const char (&place)[2][ROW::TILE_BYTES + 32]) const {
         if (ROW::MODE == LOSS)
             return;
         __syncwarp();
@@ -169,7 +164,7 @@ template <class ROW> struct tiles {
     }
 
     /* False: rows are left to any.cuh, and then this is to be called again. */
-    __device__ __forceinline__ bool run(warp_space &space) const {
+    __device__ __forceinline__ bool run(space_type &space) const {
         const uint64_t groups = (args.rows + args.group_rows - 1) / args.group_rows;
         const uint32_t lane = threadIdx.x % 32;
         tile_cursor now = space.state.now, next = space.state.next;
@@ -212,7 +207,7 @@ template <class ROW> struct tiles {
             if (!next.rows)
                 return true;
             now = next;
-            next.next(args, groups, (uint64_t)gridDim.x * WARPS);
+            next.next(args, groups, (uint64_t)gridDim.x * ROW::WARPS);
         }
     }
 
@@ -225,14 +220,14 @@ template <class ROW> struct tiles {
     }
 };
 
-/* So many blocks on a multiprocessor that no element is spilled: 0.44 ms where five take 0.61. */
+/* ROW says how many warps a block has, and how many blocks a multiprocessor. */
 template <class ROW>
-static __global__ void __launch_bounds__(THREADS, BLOCKS)
+static __global__ void __launch_bounds__(32 * ROW::WARPS, ROW::BLOCKS)
     kernel(const __grid_constant__ kld_cuda_args args) {
-    __shared__ warp_space spaces[WARPS];
-    warp_space &space = spaces[threadIdx.x / 32];
+    __shared__ typename tiles<ROW>::space_type spaces[ROW::WARPS];
+    typename tiles<ROW>::space_type &space = spaces[threadIdx.x / 32];
     tile_cursor first, none;
-    first.group = (uint64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    first.group = (uint64_t)blockIdx.x * ROW::WARPS + threadIdx.x / 32;
     first.open(args, (args.rows + args.group_rows - 1) / args.group_rows);
     none = first;
     none.rows = 0;
@@ -243,29 +238,29 @@ static __global__ void __launch_bounds__(THREADS, BLOCKS)
     space.state.total[threadIdx.x % 32] = 0;
     __syncwarp();
     while (!tiles<ROW>(args).run(space))
-        rows_by_any_at<typename ROW::T>(args, space);
+        rows_by_any_at<typename ROW::T, ROW::TILE_BYTES>(args, space);
 }
 
 /* Blocks on a multiprocessor; its shared memory is made as large as they need, and no larger: what
  * is left caches. */
-static uint32_t resident_blocks(void (*function)(kld_cuda_args)) {
+template <class ROW> static uint32_t resident_blocks(void (*function)(kld_cuda_args)) {
     int device = 0, most = 0, blocks = 0;
-    size_t wanted = BLOCKS * (WARPS * sizeof(warp_space) + 1024);
+    size_t wanted = ROW::BLOCKS * (ROW::WARPS * sizeof(typename tiles<ROW>::space_type) + 1024);
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     int share = most > 0 && wanted < (size_t)most ? (int)(100 * wanted / (size_t)most) + 1 : 100;
     cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout, share);
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, THREADS, 0);
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, 32 * ROW::WARPS, 0);
     cudaGetLastError(); /* what failed here will fail again where it counts */
     return blocks < 1 ? 1 : (uint32_t)blocks;
 }
 
 template <class ROW>
 static cudaError_t launch_row(const kld_cuda_args &args, uint32_t groups, cudaStream_t stream) {
-    static const uint32_t resident = resident_blocks(kernel<ROW>);
-    uint32_t blocks = (groups + WARPS - 1) / WARPS;
+    static const uint32_t resident = resident_blocks<ROW>(kernel<ROW>);
+    uint32_t blocks = (groups + ROW::WARPS - 1) / ROW::WARPS;
     uint32_t most = args.multiprocessors * resident, used = blocks < most ? blocks : most;
-    return start(kernel<ROW>, used, THREADS, 0, stream, args);
+    return start(kernel<ROW>, used, 32 * ROW::WARPS, 0, stream, args);
 }
 
 /* What a row is to its kernel. */

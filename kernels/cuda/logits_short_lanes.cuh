@@ -94,6 +94,13 @@ struct lanes {
             for (int i = 0; i < N; i++)
                 x[i] = max_nan(x[i], __shfl_xor_sync(KLD_FULL_WARP, x[i], step));
     }
+    __device__ __forceinline__ int largest(int x) const {
+        for (uint32_t step = count / 2; step; step /= 2) {
+            int other = __shfl_xor_sync(KLD_FULL_WARP, x, step);
+            x = other > x ? other : x;
+        }
+        return x;
+    }
 };
 
 /* One side's exponentials: against its largest logit, or PRECISE against a power of 2 near it. */

@@ -18,6 +18,9 @@ namespace logits_short {
 /* Of type T and a rule; W elements that lie side by side, E elements of a lane. */
 template <class T_, int RULE_, int MODE_, int W_, int E_> struct short_row {
     typedef T_ T;
+    /* So many blocks on a multiprocessor that no element is spilled: 0.44 ms where five take 0.61.
+     */
+    static constexpr uint32_t WARPS = 4, BLOCKS = 4, TILE_BYTES = KLD_CUDA_SHORT_TILE_BYTES;
     static constexpr int RULE = RULE_, MODE = MODE_, W = W_, E = E_, STEPS = E / W;
     static constexpr bool FP32 = sizeof(T) == 4, ALL = MODE == GENERAL;
     /* Gradients in FP32, and tv always, hang on d to its last bits; those of 16 bits only where

@@ -1,220 +1,547 @@
-/* logits_short_wide.cuh - a short row of FP32 logits, in FP64, by a few lanes of one warp:
- * gradients that a sum over the row is taken off, where few classes leave nothing to average out.
- * The formulas are those of any_rule.cuh but for KL, whose gradients are
+/* logits_short_wide.cuh - a short row of logits, in FP64, by a few lanes of one warp: gradients,
+ * where few classes leave nothing to average out.
  *
- *     by p's logits  of_p p (d - mean of d over p) - of_q (q - p)
- *     by q's         -of_q q (d - mean of d over q) + of_p (q - p),  d = ln p - ln q,
+ *     KL, by p's logits  of_p p (u - mean of u over p) - of_q (q - p)
+ *     others             mass (h - mean of h), h what a rule adds for each unit of mass
  *
- * with means that come with the sums of the exponentials, and d counted from the heaviest class, of
- * which nothing else may be left. However close a row is, d keeps its digits: it is u, what is
- * left of the difference of the logits without that of the largest, over T, less the shift, the
- * logarithm of the ratio of the sums, which comes from the sum of their differences. A row stays in
- * shared memory, and gradients take the logits' place there: FP64 takes the registers. Where a lane
- * has a few classes only, what they add is kept, else exponentials are made again. */
+ * with u = ln p - ln q but for what is the same for all classes: the difference of the logits.
+ * Means come with the sums, and u and h are counted from the heaviest class, of which nothing else
+ * may be left. Nothing branches for one class: what several of them wait for overlaps.
+ *
+ * Rows that are close, of which masses in FP64 would lose too much, are done once more: their
+ * shift, the logarithm of the ratio of the sums, comes from the sum of what they differ by, and all
+ * that hangs on d = u - shift from that. The row alone decides.
+ *
+ * p is the side whose gradient is wanted: where that is q's, the two have changed places. Of the
+ * cross entropy they have not. */
 #ifndef KLD_KERNELS_CUDA_LOGITS_SHORT_WIDE_CUH
 #define KLD_KERNELS_CUDA_LOGITS_SHORT_WIDE_CUH
 
-#include "kernels/cuda/any_rule.cuh"
 #include "kernels/cuda/logits_short_lanes.cuh"
+#include "kernels/cuda/logits_short_wide_math.cuh"
 
 namespace logits_short {
 
-/* Lane l of n has the classes l, l + n, ..., HELD at most, or 0: any number, of which nothing is
- * kept. What row() of logits_short.cuh calls, in its order. */
-template <int RULE_, int HELD> struct wide_row {
+/* Lane l of n has the elements [(k n + l) W, (k n + l + 1) W), k = 0, 1, ..., E at a time. HELD:
+ * they are the whole row, and stay in registers, and one gradient is wanted; else it takes one or
+ * several times so many, and exponentials are made again. What row() of logits_short.cuh calls, in
+ * its order. */
+template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
     typedef float T;
-    static constexpr int RULE = RULE_, MODE = GENERAL, W = 1;
+    /* Of 16 warps rows of few classes make better use than of 12, which others take to spill less.
+     */
+    static constexpr uint32_t WARPS = 2, BLOCKS = E <= 3 ? 8 : 6;
+    static constexpr uint32_t TILE_BYTES =
+        HELD ? KLD_CUDA_SHORT_TILE_BYTES : KLD_CUDA_WIDE_TILE_BYTES;
+    static constexpr int RULE = RULE_, MODE = GENERAL, W = W_, E = E_, STEPS = E / W;
     static constexpr bool ALL = true, KL = RULE == KLD_RULE_KL;
+    static constexpr bool MIXTURE = RULE == KLD_RULE_MIXTURE, TV = RULE == KLD_RULE_TV;
+    static constexpr bool ENTROPY = RULE == KLD_RULE_CROSS_ENTROPY;
 
-    /* Masses below it are none: a part of them might be 0, which is divided by. */
-    static constexpr double LEAST = 1e-300;
+    /* The exponents of 2 that a mass may have, beside the largest's 0. */
+    static constexpr float SPAN = 1000.0f;
+    /* A value; a difference of masses, and what a softmax leaves of a gradient, beside the heaviest
+     * class: below that rows are close. Masses and logarithms are good to 1e-12. */
+    static constexpr double LEAST_VALUE = TV ? 0x1p-14 : 0x1p-17;
+    static constexpr double LEAST_DIFFERENCE = 0x1p-13, LEAST_SLOPE = 0x1p-14;
 
     const launch_numbers &n;
     lanes team;
     uint32_t classes;
-    bool want_p, want_q; /* gradients */
-    const float *p, *q;
-    double top_p, top_q, log_p, log_q; /* the largest logits, and of what exponentials sum to */
-    double shift;                      /* log_p - log_q */
-    double dot_p, dot_q;               /* what the softmax takes off the gradients; KL: off d */
-    double inverse_p, inverse_q;       /* of the sums */
-    double from_p, from_q;             /* KL: where u is counted from */
+    bool want_p, want_q; /* gradients, as the launch calls the sides */
+    bool swapped, both;
+    const T *from_p, *from_q;
+    float p[E], q[E];                       /* logits: -inf behind the row's end */
+    double a[E], b[E];                      /* their exponentials */
+    double x[E], y[HELD ? 1 : E];           /* KL: u; else what is left of the gradients */
+    double weight_p, weight_q, share, rest; /* of the rule */
+    double scale, shift;                    /* log2(e) / T; log_p - log_q */
     float factor;
-    double a[HELD ? HELD : 1], b[HELD ? HELD : 1];       /* HELD: exponentials */
-    double of_p[HELD ? HELD : 1], of_q[HELD ? HELD : 1]; /* and of the gradients, but for KL */
+    bool is_close;
 
-    /* FUNCTION(k, class) for each of this lane's. */
-    template <class FUNCTION> __device__ __forceinline__ void each(FUNCTION function) const {
-        if constexpr (HELD != 0) {
-#pragma unroll
-            for (int k = 0; k < HELD; k++)
-                if (team.lane + k * team.count < classes)
-                    function(k, team.lane + k * team.count);
-        } else {
-#pragma unroll 1
-            for (uint32_t i = team.lane; i < classes; i += team.count)
-                function(0, i);
-        }
-    }
+    struct one_side {
+        double top;     /* the largest logit */
+        double inverse; /* of the sum of the exponentials */
+        double log;     /* of that sum */
+        double origin;  /* u or h of the heaviest class */
+        double dot;     /* the mean of what is left */
+        float least;    /* a logit: below that is no mass */
+        float mate;     /* the other side's logit of the heaviest class */
+    } of_p, of_q;
 
     __device__ __forceinline__ wide_row(const launch_numbers &numbers, const lanes &at,
                                         uint32_t of_classes, bool gradient_p, bool gradient_q)
         : n(numbers), team(at), classes(of_classes), want_p(gradient_p), want_q(gradient_q),
-          factor(0) {}
+          swapped(!ENTROPY && !gradient_p), both(!HELD && gradient_p && gradient_q),
+          weight_p(swapped ? n.rule.of_q : n.rule.of_p),
+          weight_q(swapped ? n.rule.of_p : n.rule.of_q),
+          share(swapped ? n.rule.rest : n.rule.share), rest(swapped ? n.rule.share : n.rule.rest),
+          scale(numbers.inverse * LOG2_E), factor(0), is_close(false) {}
 
-    __device__ __forceinline__ void load(const float *at_p, const float *at_q, bool) {
-        p = at_p;
-        q = at_q;
+    /* FUNCTION(element) for each that a lane has at a time. */
+    template <class FUNCTION> __device__ __forceinline__ void each(FUNCTION function) const {
+#pragma unroll
+        for (int i = 0; i < E; i++)
+            function(i);
+    }
+    /* FUNCTION(class of the first lane's first element), with their logits in p and q. */
+    template <class FUNCTION> __device__ __forceinline__ void each_part(FUNCTION function) {
+        if constexpr (HELD) {
+            function(0u);
+        } else {
+#pragma unroll 1
+            for (uint32_t first = 0; first < classes; first += team.count * E) {
+                load_part<false, false>(first);
+                function(first);
+            }
+        }
+    }
+    /* The same with their exponentials. MADE: those of rows that are held are there already. */
+    template <bool MADE, class FUNCTION>
+    __device__ __forceinline__ void each_powers(FUNCTION function) {
+        each_part([&](uint32_t first) {
+            if (!HELD || !MADE)
+                each([&](int i) {
+                    a[i] = power(p[i], of_p);
+                    b[i] = power(q[i], of_q);
+                });
+            function(first);
+        });
+    }
+    __device__ __forceinline__ uint32_t at(uint32_t first, int step) const {
+        return first + (step * team.count + team.lane) * W;
+    }
+    /* ALIGNED: W elements in one piece. FULL: there are no others. */
+    template <bool ALIGNED, bool FULL> __device__ __forceinline__ void load_part(uint32_t first) {
+#pragma unroll
+        for (int m = 0; m < STEPS; m++) {
+            uint32_t i = at(first, m);
+            bool has = FULL || i < classes;
+            load_some<T, W, ALIGNED>(from_p + (has ? i : 0), &p[m * W]);
+            load_some<T, W, ALIGNED>(from_q + (has ? i : 0), &q[m * W]);
+            if (!FULL)
+#pragma unroll
+                for (int w = 0; w < W; w++) {
+                    p[m * W + w] = pick(has, p[m * W + w], -CUDART_INF_F);
+                    q[m * W + w] = pick(has, q[m * W + w], -CUDART_INF_F);
+                }
+        }
+    }
+    __device__ __forceinline__ void load(const T *at_p, const T *at_q, bool aligned) {
+        from_p = swapped ? at_q : at_p;
+        from_q = swapped ? at_p : at_q;
+        if (!HELD)
+            return;
+        bool full = classes == team.count * E;
+        if (W > 1 && !aligned)
+            load_part<false, false>(0);
+        else if (full)
+            load_part<true, true>(0);
+        else
+            load_part<true, false>(0);
+    }
+
+    /* ---- what all rules begin with -------------------------------------------------------- */
+
+    __device__ __forceinline__ bool has_p(int i) const { return p[i] >= of_p.least; }
+    __device__ __forceinline__ bool has_q(int i) const { return q[i] >= of_q.least; }
+
+    /* u, rounded here: it is the same number wherever it is compared. */
+    __device__ __forceinline__ double difference(float z_p, float z_q) const {
+        return __dmul_rn(((double)z_p - of_p.top) - ((double)z_q - of_q.top), n.inverse);
+    }
+    __device__ __forceinline__ double power(float z, const one_side &of) const {
+        double y = wide_power((double)z - of.top, scale);
+        return z >= of.least ? y : 0.0;
+    }
+
+    /* The largest logits, and of the classes that have them one, whichever lane has it. */
+    __device__ __forceinline__ void find_tops() {
+        float top[2] = {-CUDART_INF_F, -CUDART_INF_F}, mate[2] = {-CUDART_INF_F, -CUDART_INF_F};
+        each_part([&](uint32_t) {
+            each([&](int i) {
+                top[0] = max_nan(top[0], p[i]);
+                top[1] = max_nan(top[1], q[i]);
+            });
+        });
+        team.max(top);
+        const bool of_both = KL ? weight_q != 0 : !ENTROPY && both;
+        each_part([&](uint32_t) {
+            each([&](int i) { mate[0] = p[i] == top[0] ? fmaxf(mate[0], -q[i]) : mate[0]; });
+            if (of_both)
+                each([&](int i) { mate[1] = q[i] == top[1] ? fmaxf(mate[1], p[i]) : mate[1]; });
+        });
+        team.max(mate);
+        const float span = SPAN / n.t.scale.high, lowest = -3.402823466e38f;
+        of_p.top = (double)top[0];
+        of_q.top = (double)top[1];
+        of_p.least = fmaxf(top[0] - span, lowest);
+        of_q.least = fmaxf(top[1] - span, lowest);
+        of_p.mate = -mate[0];
+        of_q.mate = mate[1];
     }
 
     __device__ __forceinline__ void statistics() {
-        float top[2] = {-CUDART_INF_F, -CUDART_INF_F};
-        for (uint32_t i = team.lane; i < classes; i += team.count) {
-            top[0] = max_nan(top[0], p[i]);
-            top[1] = max_nan(top[1], q[i]);
+        find_tops();
+        double sum[2] = {0, 0}, dot_p[1] = {0}, dot_q[1] = {0};
+        if constexpr (KL) {
+            of_p.origin = difference((float)of_p.top, of_p.mate);
+            of_q.origin = difference(of_q.mate, (float)of_q.top);
         }
-        team.max(top);
-        top_p = (double)top[0];
-        top_q = (double)top[1];
-        float ties[2] = {0, 0};
-        find_heaviest(top, ties);
-        double sum[KL ? 5 : 3] = {0, 0, 0};
-        each([&](int k, uint32_t i) {
-            double z_p = (double)p[i], z_q = (double)q[i], u = difference(z_p, z_q);
-            double e_p = exp((z_p - top_p) * n.inverse), e_q = exp((z_q - top_q) * n.inverse);
-            sum[0] += p[i] == top[0] ? 0.0 : e_p;
-            sum[1] += q[i] == top[1] ? 0.0 : e_q;
-            sum[2] += fabs(u) < ANY_NEAR ? e_q * (u + any_excess(-u)) : e_p - e_q;
+        each_powers<false>([&](uint32_t) {
+            each([&](int i) {
+                sum[0] += a[i];
+                sum[1] += b[i];
+            });
             if constexpr (KL) {
-                sum[3] += e_p == 0 ? 0.0 : e_p * (u - from_p);
-                sum[4] += e_q == 0 ? 0.0 : e_q * (u - from_q);
+                each([&](int i) { x[i] = difference(p[i], q[i]); });
+                if (weight_p != 0)
+                    each([&](int i) { dot_p[0] = fma(a[i], slope_p(i), dot_p[0]); });
+                if (weight_q != 0)
+                    each([&](int i) { dot_q[0] = fma(b[i], slope_q(i), dot_q[0]); });
             }
-            a[k] = e_p;
-            b[k] = e_q;
         });
         team.sum(sum);
-        log_p = log_of(ties[0], sum[0]);
-        log_q = log_of(ties[1], sum[1]);
-        inverse_p = 1.0 / ((double)ties[0] + sum[0]);
-        inverse_q = 1.0 / ((double)ties[1] + sum[1]);
-        double more = sum[2] * inverse_q;
-        shift = fabs(more) < 0.5 ? log1p(more) : log_p - log_q;
+        of_p.inverse = wide_inverse(sum[0]);
+        of_q.inverse = wide_inverse(sum[1]);
+        double ratio = sum[0] * of_q.inverse;
+        shift = wide_ln(ratio, ratio - 1.0);
         if constexpr (KL) {
-            dot_p = sum[3] * inverse_p;
-            dot_q = sum[4] * inverse_q;
+            if (weight_p != 0)
+                team.sum(dot_p);
+            if (weight_q != 0)
+                team.sum(dot_q);
+            of_p.dot = dot_p[0] * of_p.inverse;
+            of_q.dot = dot_q[0] * of_q.inverse;
+        } else {
+            of_p.log = wide_ln(sum[0], sum[0] - 1.0);
+            of_q.log = wide_ln(sum[1], sum[1] - 1.0);
+            if constexpr (ENTROPY)
+                find_rest();
         }
     }
 
-    /* ln(largest + rest), where each of the `largest` is 1: all that there is may be in the rest.
-     */
-    static __device__ __forceinline__ double log_of(float largest, double rest) {
-        return log1p((double)largest - 1.0 + rest);
-    }
-    /* u, rounded here: it is the same number wherever it is compared. */
-    __device__ __forceinline__ double difference(double z_p, double z_q) const {
-        return __dmul_rn((z_p - top_p) - (z_q - top_q), n.inverse);
-    }
-    /* Of the classes with the largest logit of a side one, whichever lane has it; and how many. */
-    __device__ __forceinline__ void find_heaviest(const float (&top)[2], float (&ret_ties)[2]) {
-        float other[2] = {-CUDART_INF_F, -CUDART_INF_F};
-        for (uint32_t i = team.lane; i < classes; i += team.count) {
-            other[0] = p[i] == top[0] ? fmaxf(other[0], -q[i]) : other[0];
-            other[1] = q[i] == top[1] ? fmaxf(other[1], p[i]) : other[1];
-            ret_ties[0] += p[i] == top[0] ? 1.0f : 0.0f;
-            ret_ties[1] += q[i] == top[1] ? 1.0f : 0.0f;
-        }
-        team.max(other);
-        team.sum(ret_ties);
-        from_p = difference(top_p, (double)-other[0]);
-        from_q = difference((double)other[1], top_q);
+    /* The cross entropy hangs on what little is missing to a class of nearly all the mass. */
+    __device__ __forceinline__ void find_rest() {
+        double more[1] = {0};
+        float ties[1] = {0};
+        const float largest = (float)of_q.top;
+        each_powers<true>([&](uint32_t) {
+            each([&](int i) {
+                more[0] += q[i] == largest ? 0.0 : b[i];
+                ties[0] += q[i] == largest ? 1.0f : 0.0f;
+            });
+        });
+        team.sum(more);
+        team.sum(ties);
+        more[0] += (double)ties[0] - 1.0;
+        of_q.log = wide_ln(1.0 + more[0], more[0]);
     }
 
-    __device__ __forceinline__ any_rule rule() const {
-        any_rule r;
-        r.rule = n.rule;
-        r.rule.kind = RULE;
-        r.want_p = want_p ? ANY_CENTRED : ANY_NOTHING;
-        r.want_q = want_q ? ANY_CENTRED : ANY_NOTHING;
-        r.balanced = false; /* nor need it be in FP64 */
-        return r;
-    }
-    __device__ __forceinline__ any_element element(int k, uint32_t i) const {
-        double z_p = (double)p[i], z_q = (double)q[i];
-        any_element e;
-        e.log_q = (z_q - top_q) * n.inverse - log_q;
-        e.p = HELD ? a[k] * inverse_p : exp((z_p - top_p) * n.inverse - log_p);
-        e.q = HELD ? b[k] * inverse_q : exp(e.log_q);
-        if (RULE == KLD_RULE_MIXTURE) {
-            e.p = e.p < LEAST ? 0.0 : e.p;
-            e.q = e.q < LEAST ? 0.0 : e.q;
-        }
-        e.d = difference(z_p, z_q) - shift;
-        return e;
+    /* The shift of rows that are close, from the sum of q's exponentials times e^u - 1. */
+    __device__ __forceinline__ void approach() {
+        double more[1] = {0};
+        each_powers<true>([&](uint32_t) {
+            each([&](int i) {
+                double u = difference(p[i], q[i]), near = b[i] * fma(u * u, wide_excess(-u), u);
+                more[0] += fabs(u) < WIDE_NEAR ? near : a[i] - b[i];
+            });
+        });
+        team.sum(more);
+        more[0] *= of_q.inverse;
+        double better = wide_ln(1.0 + more[0], more[0]);
+        shift = is_close && fabs(more[0]) < 0.25 ? better : shift;
     }
 
-    /* The value, and the sums of the gradients. */
+    /* The upper half of |x|, which orders as it does. */
+    static __device__ __forceinline__ int size_of(double x) {
+        return __double2hiint(x) & 0x7fffffff;
+    }
+
+    /* The value, and all that the gradients need. */
     __device__ __forceinline__ float terms(float) {
+        double value;
         if constexpr (KL) {
-            double value = 0;
-            if (n.rule.of_p != 0)
-                value = n.rule.of_p * (dot_p + (from_p - shift));
-            if (n.rule.of_q != 0)
-                value -= n.rule.of_q * (dot_q + (from_q - shift));
-            return (float)value;
+            is_close = !(value_of_kl() >= LEAST_VALUE);
+            if (both || weight_q != 0)
+                is_close |= differs_little();
+            if (__any_sync(KLD_FULL_WARP, is_close))
+                approach();
+            value = value_of_kl();
+        } else {
+            value = plain();
+            if (__any_sync(KLD_FULL_WARP, is_close)) {
+                approach();
+                value = careful(value);
+            }
         }
-        const any_rule at = rule();
-        double sum[3] = {0, 0, 0};
-        each([&](int k, uint32_t i) {
-            any_result r = any_apply(at, element(k, i));
-            sum[0] += r.value;
-            sum[1] += r.of_p;
-            sum[2] += r.of_q;
-            of_p[k] = r.of_p;
-            of_q[k] = r.of_q;
-        });
-        team.sum(sum);
-        dot_p = sum[1];
-        dot_q = RULE == KLD_RULE_CROSS_ENTROPY ? 0.0 : sum[2]; /* q - p has the sum 0 */
-        return (float)sum[0];
+        bool finite = fabs(of_p.top) < CUDART_INF && fabs(of_q.top) < CUDART_INF;
+        return finite ? (float)value : CUDART_NAN_F;
     }
     __device__ __forceinline__ bool good(float value) const { return value < 1e30f; }
 
-    __device__ __forceinline__ void gradients(float its_factor) { factor = its_factor; }
+    /* ---- KL ------------------------------------------------------------------------------- */
 
-    /* Of class i, both gradients but for `factor`. */
-    __device__ __forceinline__ void gradients_at(int k, uint32_t i, double &ret_p,
-                                                 double &ret_q) const {
-        const any_element e = element(k, i);
-        if constexpr (KL) {
-            double more = fabs(e.d) < ANY_NEAR ? e.p * (any_excess(e.d) - e.d) : e.q - e.p;
-            bool has_p = n.rule.of_p != 0 && e.p != 0, has_q = n.rule.of_q != 0 && e.q != 0;
-            double u = difference((double)p[i], (double)q[i]);
-            double slope_p = has_p ? n.rule.of_p * e.p * (u - from_p - dot_p) : 0.0;
-            double slope_q = has_q ? -n.rule.of_q * e.q * (u - from_q - dot_q) : 0.0;
-            ret_p = slope_p - n.rule.of_q * more;
-            ret_q = slope_q + n.rule.of_p * more;
+    /* u counted from its heaviest class; 0 where there is no mass. */
+    __device__ __forceinline__ double slope_p(int i) const {
+        double u = x[i] - of_p.origin;
+        return has_p(i) ? u : 0.0;
+    }
+    __device__ __forceinline__ double slope_q(int i) const {
+        double u = x[i] - of_q.origin;
+        return has_q(i) ? u : 0.0;
+    }
+    __device__ __forceinline__ double value_of_kl() const {
+        double value = 0;
+        if (weight_p != 0)
+            value = weight_p * (of_p.dot + (of_p.origin - shift));
+        if (weight_q != 0)
+            value -= weight_q * (of_q.dot + (of_q.origin - shift));
+        return value;
+    }
+    /* q - p. */
+    __device__ __forceinline__ double more_q(int i) const {
+        double mass = a[i] * of_p.inverse;
+        return fma(b[i], of_q.inverse, -mass);
+    }
+    __device__ __forceinline__ double more_q_carefully(int i) const {
+        double mass = a[i] * of_p.inverse, d = x[i] - shift;
+        double near = mass * fma(d * d, wide_excess(d), -d);
+        return is_close && fabs(d) < WIDE_NEAR ? near : more_q(i);
+    }
+    /* Is the largest difference of masses small? */
+    __device__ __forceinline__ bool differs_little() {
+        int size = 0;
+        each_powers<true>(
+            [&](uint32_t) { each([&](int i) { size = max(size, size_of(more_q(i))); }); });
+        return team.largest(size) < size_of(LEAST_DIFFERENCE * fmax(of_p.inverse, of_q.inverse));
+    }
+    /* From u and the exponentials, whose place they take. */
+    template <bool CLOSE> __device__ __forceinline__ void gradients_of_kl() {
+        const double by_p = weight_p * of_p.inverse, by_q = -weight_q * of_q.inverse;
+        if (weight_q == 0 && !both) {
+            each([&](int i) { a[i] *= by_p * (slope_p(i) - of_p.dot); });
+        } else if (weight_p == 0 && !both) {
+            each([&](int i) { a[i] = -weight_q * (CLOSE ? more_q_carefully(i) : more_q(i)); });
         } else {
-            any_result r;
-            if constexpr (HELD != 0)
-                r = {0.0, of_p[k], of_q[k]};
-            else
-                r = any_apply(rule(), e);
-            ret_p = r.of_p - (e.p == 0 ? 0.0 : e.p * dot_p);
-            ret_q = r.of_q - (e.q == 0 ? 0.0 : e.q * dot_q);
+            each([&](int i) {
+                double more = CLOSE ? more_q_carefully(i) : more_q(i);
+                double mine = weight_p == 0 ? 0.0 : a[i] * (by_p * (slope_p(i) - of_p.dot));
+                double other = weight_q == 0 ? 0.0 : b[i] * (by_q * (slope_q(i) - of_q.dot));
+                a[i] = fma(-weight_q, more, mine);
+                b[i] = fma(weight_p, more, other);
+            });
         }
     }
-    /* To where the logits are. ACTIVE: else another team has the same row, and writes it. */
-    __device__ __forceinline__ void put(float *to_p, float *to_q, bool, bool zero,
-                                        bool active) const {
-        if (!active)
-            return;
-        each([&](int k, uint32_t i) {
-            double g_p, g_q;
-            gradients_at(k, i, g_p, g_q);
-            if (want_p)
-                to_p[i] = zero ? 0.0f : (float)((double)factor * g_p);
-            if (want_q)
-                to_q[i] = zero ? 0.0f : (float)((double)factor * g_q);
+
+    /* ---- the others ----------------------------------------------------------------------- */
+
+    struct wide_terms {
+        double value, of_p, of_q; /* h of both sides; ENTROPY: q - p */
+    };
+    /* 0 for js. As q/m is 1 + share (q - p)/m, and p/m 1 - rest (q - p)/m. */
+    __device__ __forceinline__ double cross() const { return weight_p * rest - weight_q * share; }
+
+    /* Of a class with these logits and exponentials. */
+    __device__ __forceinline__ wide_terms terms_of(float z_p, float z_q, double its_a,
+                                                   double its_b) const {
+        const bool mass_p = z_p >= of_p.least, mass_q = z_q >= of_q.least;
+        const double of_a = __dmul_rn(its_a, of_p.inverse), of_b = __dmul_rn(its_b, of_q.inverse);
+        wide_terms r;
+        if constexpr (MIXTURE) {
+            double m = fma(share, of_a, __dmul_rn(rest, of_b)), log_m = wide_ln(m, m - 1.0);
+            double log_p = fma((double)z_p - of_p.top, n.inverse, -of_p.log) - log_m;
+            double log_q = fma((double)z_q - of_q.top, n.inverse, -of_q.log) - log_m;
+            r.of_p = mass_p ? __dmul_rn(weight_p, log_p) : 0.0;
+            r.of_q = mass_q ? __dmul_rn(weight_q, log_q) : 0.0;
+            r.value = fma(of_a, r.of_p, of_b * r.of_q);
+            if (cross() != 0) {
+                double part = __dmul_rn(__dmul_rn(of_b - of_a, cross()), wide_inverse(m));
+                r.of_p = mass_p ? fma(part, share, r.of_p) : 0.0;
+                r.of_q = mass_q ? fma(part, rest, r.of_q) : 0.0;
+            }
+        } else if constexpr (TV) {
+            double more = of_b - of_a;
+            r.value = 0.5 * fabs(more);
+            r.of_p = more < 0 ? 0.5 : more > 0 ? -0.5 : 0.0;
+            r.of_q = -r.of_p;
+        } else {
+            double log_q = fma((double)z_q - of_q.top, n.inverse, -of_q.log);
+            r.of_p = mass_p ? -log_q : 0.0;
+            r.of_q = of_b - of_a;
+            r.value = of_a * r.of_p;
+        }
+        return r;
+    }
+
+    /* What each class adds, by its exponentials; h of the heaviest class first. Says if the row is
+     * close. */
+    __device__ __forceinline__ double plain() {
+        of_p.origin = of_q.origin = 0;
+        if (!ENTROPY || want_p)
+            of_p.origin = terms_of((float)of_p.top, of_p.mate, 1.0, power(of_p.mate, of_q)).of_p;
+        if (!ENTROPY && both)
+            of_q.origin = terms_of(of_q.mate, (float)of_q.top, power(of_q.mate, of_p), 1.0).of_q;
+        double sum[2] = {0, 0}, sum_q[1] = {0};
+        int size = 0, size_q = 0;
+        each_powers<true>([&](uint32_t) {
+            each([&](int i) {
+                sum[0] += plain_gradients(i);
+                sum[1] += x[i];
+                size = max(size, size_of(x[i]));
+                if (!HELD) {
+                    sum_q[0] += y[HELD ? 0 : i];
+                    size_q = max(size_q, size_of(y[HELD ? 0 : i]));
+                }
+            });
+        });
+        team.sum(sum);
+        if (both)
+            team.sum(sum_q);
+        set_dots(true, sum[1], sum_q[0]);
+        if (ENTROPY) { /* of q - p alone */
+            is_close = want_q && team.largest(both ? size_q : size) <
+                                     size_of(LEAST_DIFFERENCE * of_q.inverse);
+        } else {
+            is_close = !(sum[0] >= LEAST_VALUE);
+            is_close |= team.largest(size) < size_of(LEAST_SLOPE * of_p.inverse);
+            if (both)
+                is_close |= team.largest(size_q) < size_of(LEAST_SLOPE * of_q.inverse);
+        }
+        return sum[0];
+    }
+    /* Of q - p there is none. */
+    __device__ __forceinline__ void set_dots(bool these, double sum_p, double sum_q) {
+        of_p.dot = these ? ENTROPY && !want_p ? 0.0 : sum_p : of_p.dot;
+        of_q.dot = these ? ENTROPY ? 0.0 : sum_q : of_q.dot;
+    }
+    /* What is wanted to x, or to x and y, where `these`. */
+    __device__ __forceinline__ void keep(bool these, int i, const wide_terms &r) {
+        double mass_p = a[i] * of_p.inverse, mass_q = b[i] * of_q.inverse;
+        double left_p = has_p(i) ? mass_p * (r.of_p - of_p.origin) : 0.0;
+        double left_q = ENTROPY ? r.of_q : has_q(i) ? mass_q * (r.of_q - of_q.origin) : 0.0;
+        double left = ENTROPY && !want_p ? left_q : left_p;
+        x[i] = these ? left : x[i];
+        if (!HELD)
+            y[HELD ? 0 : i] = these ? left_q : y[HELD ? 0 : i];
+    }
+    __device__ __forceinline__ double plain_gradients(int i) {
+        const wide_terms r = terms_of(p[i], q[i], a[i], b[i]);
+        keep(true, i, r);
+        return r.value;
+    }
+
+    /* The same of a class of a close row, from d = ln p - ln q. */
+    __device__ __forceinline__ wide_terms careful_terms(int i) const {
+        const double of_a = a[i] * of_p.inverse, of_b = b[i] * of_q.inverse;
+        const double d = difference(p[i], q[i]) - shift, size = fabs(d);
+        const bool near = size < WIDE_NEAR;
+        wide_terms r;
+        if constexpr (MIXTURE) {
+            /* The smaller mass to the larger, less 1; m to the larger. */
+            const bool more_p = d >= 0;
+            const double own = more_p ? share : rest, other = more_p ? rest : share;
+            double ratio = wide_power(-fmin(size, 690.0), LOG2_E);
+            double less = near ? fma(size * size, wide_excess(size), -size) : ratio - 1.0;
+            double m = near ? fma(other, less, 1.0) : fma(other, ratio, own);
+            double log_large = -wide_ln(m, other * less), log_small = log_large - size;
+            double log_p = more_p ? log_large : log_small, log_q = more_p ? log_small : log_large;
+            double whole = m * (more_p ? of_a : of_b);
+            r.value = fma(weight_p, balanced(of_a, whole, log_p),
+                          weight_q * balanced(of_b, whole, log_q));
+            double part = cross() * (more_p ? less : -less) * wide_inverse(m);
+            r.of_p = fma(part, share, weight_p * log_p);
+            r.of_q = fma(part, rest, weight_q * log_q);
+        } else {
+            double by_d = of_a * fma(d * d, wide_excess(d), -d), more = near ? by_d : of_b - of_a;
+            if constexpr (TV) {
+                r.value = 0.5 * fabs(more);
+                r.of_p = more < 0 ? 0.5 : more > 0 ? -0.5 : 0.0;
+                r.of_q = -r.of_p;
+            } else {
+                r = terms_of(p[i], q[i], a[i], b[i]);
+                r.of_q = more;
+            }
+        }
+        return r;
+    }
+    /* x ln(x/m) - x + m, with the logarithm. */
+    static __device__ __forceinline__ double balanced(double mass, double m, double log) {
+        double near = mass * (log * log) * wide_excess(log);
+        double term = fabs(log) < WIDE_NEAR ? near : fma(mass, log, m - mass);
+        return mass == 0 ? m : term;
+    }
+    __device__ __forceinline__ double careful_gradients(int i) {
+        const wide_terms r = careful_terms(i);
+        keep(is_close, i, r);
+        return r.value;
+    }
+    __device__ __forceinline__ double careful(double value) {
+        double sum[3] = {0, 0, 0};
+        /* h is small, and counted from 0. */
+        of_p.origin = is_close && !ENTROPY ? 0.0 : of_p.origin;
+        of_q.origin = is_close ? 0.0 : of_q.origin;
+        each_powers<true>([&](uint32_t) {
+            each([&](int i) {
+                sum[0] += careful_gradients(i);
+                sum[1] += x[i];
+                sum[2] += HELD ? 0.0 : y[HELD ? 0 : i];
+            });
+        });
+        team.sum(sum);
+        set_dots(is_close, sum[1], sum[2]);
+        return is_close ? sum[0] : value;
+    }
+    /* Where x and y were not kept: those of rows that are not close once more as well. */
+    __device__ __forceinline__ void again(bool any_close) {
+        each([&](int i) { plain_gradients(i); });
+        if (any_close)
+            each([&](int i) { careful_gradients(i); });
+    }
+    __device__ __forceinline__ void gradients_of_others() {
+        each([&](int i) {
+            double mass = a[i] * of_p.inverse, mass_q = b[i] * of_q.inverse;
+            a[i] = fma(-mass, of_p.dot, x[i]);
+            if (both)
+                b[i] = fma(-mass_q, of_q.dot, y[HELD ? 0 : i]);
+        });
+    }
+
+    /* ---- to where the logits are ------------------------------------------------------------ */
+
+    __device__ __forceinline__ void gradients(float its_factor) { factor = its_factor; }
+
+    __device__ __forceinline__ void store(T *to_row, uint32_t first, bool aligned, bool zero,
+                                          const double (&from)[E]) const {
+        float z[E];
+        each([&](int i) { z[i] = zero ? 0.0f : (float)((double)factor * from[i]); });
+#pragma unroll
+        for (int m = 0; m < STEPS; m++) {
+            uint32_t i = at(first, m);
+            if (i < classes)
+                store_some<T, W>(to_row + i, aligned, &z[m * W]);
+        }
+    }
+    /* ACTIVE: else another team has the same row, and writes it. */
+    __device__ __forceinline__ void put(T *to_p, T *to_q, bool aligned, bool zero, bool active) {
+        const bool any_close = __any_sync(KLD_FULL_WARP, is_close);
+        each_powers<true>([&](uint32_t first) {
+            if constexpr (KL) {
+                if (!HELD)
+                    each([&](int i) { x[i] = difference(p[i], q[i]); });
+                if (any_close)
+                    gradients_of_kl<true>();
+                else
+                    gradients_of_kl<false>();
+            } else {
+                if (!HELD)
+                    again(any_close);
+                gradients_of_others();
+            }
+            if (active)
+                store(want_p ? to_p : to_q, first, aligned, zero, a);
+            if (active && both)
+                store(to_q, first, aligned, zero, b);
         });
     }
 };

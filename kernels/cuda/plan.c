@@ -72,6 +72,7 @@ void cuda_plan_args(struct cuda_device *device, struct cuda_flight *flight) {
     args->scratch = flight->scratch;
     args->active_clusters = device->active_clusters;
     args->multiprocessors = device->base.info.threads;
+    args->has_fp64 = device->has_fp64;
     args->begins_early = device->begins_early;
     if (kld_cuda_can_be_flat(args) && is_packed(job))
         args->elements = job->geometry.rows * job->geometry.classes;

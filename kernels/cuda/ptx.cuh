@@ -14,6 +14,13 @@ static __device__ __forceinline__ float reciprocal(float x) {
     return y;
 }
 
+/* 1 / x to 20 bits or so, from the upper half of it; for normal x. */
+static __device__ __forceinline__ double reciprocal_wide(double x) {
+    double y;
+    asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(y) : "d"(x));
+    return y;
+}
+
 /* log2(x) within 2e-7 of it, or of 1 near 1. */
 static __device__ __forceinline__ float log2_fast(float x) {
     float y;

@@ -293,9 +293,30 @@ static void add_few(struct table_list *list) {
     }
 }
 
+/* Short rows of FP32 again, one gradient each: every number of elements that a lane has of them
+ * (kernels/cuda/logits_short_wide.cuh), rows that agree and such as have one class. */
+static void add_shortest(struct table_list *list, bool quick) {
+    static const uint64_t classes[] = {2, 3, 5, 6, 8, 12, 13, 14, 20, 40, 90, 127, 128, 192, 252};
+    static const enum table_data data[] = {TABLE_NEAR, TABLE_SHARP, TABLE_ZEROS, TABLE_EQUAL,
+                                           TABLE_RANDOM};
+    for (uint32_t i = 0; i < sizeof classes / sizeof classes[0]; i++)
+        for (uint32_t divergence = 0; divergence < TABLE_DIVERGENCES; divergence++) {
+            if (quick && (i + divergence) % 3)
+                continue;
+            struct table_case *at =
+                table_list_add_one(list, "shortest", 203, classes[i], divergence, LOGITS, FP32);
+            at->data = data[(i + divergence / 3) % 5];
+            at->noise = i % 2 ? 1e-3 : 0.05;
+            at->gradient[0] = (i + divergence / 2) % 2;
+            at->gradient[1] = !at->gradient[0];
+            at->temperature = divergence % 2 ? 0.7 : 0;
+        }
+}
+
 void table_list_kept(struct table_list *list, bool quick) {
     add_difference(list, quick);
     add_centred(list, quick);
     add_shannon(list, quick);
     add_few(list);
+    add_shortest(list, quick);
 }

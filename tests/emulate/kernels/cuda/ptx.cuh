@@ -26,6 +26,10 @@ static inline float emulate_rough(float x, int units) {
 static inline float reciprocal(float x) {
     return emulate_rough((float)(1.0 / (double)emulate_flushed(x)), 1);
 }
+/* The lower half is 0. */
+static inline double reciprocal_wide(double x) {
+    return __hiloint2double(__double2hiint(1.0 / __hiloint2double(__double2hiint(x), 0)), 0);
+}
 /* Near 1 by 2e-7, which is more than a unit there. */
 static inline float log2_fast(float x) {
     float y = emulate_rough((float)std::log2((double)emulate_flushed(x)), 1);
