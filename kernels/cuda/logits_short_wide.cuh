@@ -30,7 +30,7 @@ template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
     typedef float T;
     /* Of 16 warps rows of few classes make better use than of 12, which others take to spill less.
      */
-    static constexpr uint32_t WARPS = 2, BLOCKS = E <= 3 ? 8 : 6;
+    static constexpr uint32_t WARPS = 2, BLOCKS = E_ <= 3 ? 8 : 6;
     static constexpr uint32_t TILE_BYTES =
         HELD ? KLD_CUDA_SHORT_TILE_BYTES : KLD_CUDA_WIDE_TILE_BYTES;
     static constexpr int RULE = RULE_, MODE = GENERAL, W = W_, E = E_, STEPS = E / W;
