@@ -111,8 +111,8 @@ static void wide_layout(kld_cuda_args *args, uint64_t job_rows) {
         consider(&best, classes, 4, 1, sizes_1, COUNT(sizes_1), costs);
     }
     take(args, best);
-    fill_tiles(args, job_rows, 4,
-               best.elements ? KLD_CUDA_SHORT_TILE_BYTES : KLD_CUDA_WIDE_TILE_BYTES);
+    bool few = best.elements && best.elements <= 3;
+    fill_tiles(args, job_rows, 4, few ? KLD_CUDA_SHORT_TILE_BYTES : KLD_CUDA_WIDE_TILE_BYTES);
 }
 
 extern "C" void kld_cuda_short_layout(kld_cuda_args *args, uint64_t job_rows) {

@@ -28,11 +28,12 @@ namespace logits_short {
  * its order. */
 template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
     typedef float T;
-    /* Of 16 warps rows of few classes make better use than of 12, which others take to spill less.
-     */
-    static constexpr uint32_t WARPS = 2, BLOCKS = E_ <= 3 ? 8 : 6;
+    /* 16 warps make better use of rows of which a lane has three classes; others spill less, and
+     * have larger tiles, with 12. */
+    static constexpr bool FEW = HELD && E_ <= 3;
+    static constexpr uint32_t WARPS = 2, BLOCKS = FEW ? 8 : 6;
     static constexpr uint32_t TILE_BYTES =
-        HELD ? KLD_CUDA_SHORT_TILE_BYTES : KLD_CUDA_WIDE_TILE_BYTES;
+        FEW ? KLD_CUDA_SHORT_TILE_BYTES : KLD_CUDA_WIDE_TILE_BYTES;
     static constexpr int RULE = RULE_, MODE = GENERAL, W = W_, E = E_, STEPS = E / W;
     static constexpr bool ALL = true, KL = RULE == KLD_RULE_KL;
     static constexpr bool MIXTURE = RULE == KLD_RULE_MIXTURE, TV = RULE == KLD_RULE_TV;
