@@ -118,7 +118,7 @@ static void wide_layout(kld_cuda_args *args, uint64_t job_rows) {
 extern "C" void kld_cuda_short_layout(kld_cuda_args *args, uint64_t job_rows) {
     uint32_t element = dtype_bytes(args->p.dtype), whole = 16 / element;
     args->tile_rows = 0;
-    if (is_wide(args) && args->classes < KLD_CUDA_WIDE_TILE_BYTES / 4) {
+    if (is_wide(args) && args->classes <= KLD_CUDA_WIDE_TILE_BYTES / 4) {
         wide_layout(args, job_rows);
         return;
     }

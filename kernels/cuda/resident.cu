@@ -50,7 +50,8 @@ static bool is_better_elsewhere(const kld_cuda_args *args, uint64_t bytes) {
     bool fp32 = args->p.dtype == KLD_DTYPE_FP32;
     bool gradient = args->grad_p.dtype || args->grad_q.dtype;
     bool by_row_kernels = args->rule.kind == KLD_RULE_KL && args->rule.of_q == 0;
-    if (fp32 && gradient && !is_difference(args) && bytes < 4096)
+    uint64_t most = args->rule.kind == KLD_RULE_MIXTURE ? 4096 : 4095;
+    if (fp32 && gradient && !is_difference(args) && bytes <= most)
         return true;
     return by_row_kernels && bytes < (fp32 ? 2048 : 3072);
 }

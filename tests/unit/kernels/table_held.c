@@ -296,7 +296,8 @@ static void add_few(struct table_list *list) {
 /* Short rows of FP32 again, one gradient each: every number of elements that a lane has of them
  * (kernels/cuda/logits_short_wide.cuh), rows that agree and such as have one class. */
 static void add_shortest(struct table_list *list, bool quick) {
-    static const uint64_t classes[] = {2, 3, 5, 6, 8, 12, 13, 14, 20, 40, 90, 127, 128, 192, 252};
+    static const uint64_t classes[] = {2,  3,  5,  6,   8,   12,  13,  14,
+                                       20, 40, 90, 127, 128, 192, 252, 1024};
     static const enum table_data data[] = {TABLE_NEAR, TABLE_SHARP, TABLE_ZEROS, TABLE_EQUAL,
                                            TABLE_RANDOM};
     for (uint32_t i = 0; i < sizeof classes / sizeof classes[0]; i++)
