@@ -254,11 +254,6 @@ template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
         shift = is_close && fabs(more[0]) < 0.25 ? better : shift;
     }
 
-    /* The upper half of |x|, which orders as it does. */
-    static __device__ __forceinline__ int size_of(double x) {
-        return __double2hiint(x) & 0x7fffffff;
-    }
-
     /* The value, and all that the gradients need. */
     __device__ __forceinline__ float terms(float) {
         double value;
@@ -293,12 +288,9 @@ template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
         return has_q(i) ? u : 0.0;
     }
     __device__ __forceinline__ double value_of_kl() const {
-        double value = 0;
-        if (weight_p != 0)
-            value = weight_p * (of_p.dot + (of_p.origin - shift));
-        if (weight_q != 0)
-            value -= weight_q * (of_q.dot + (of_q.origin - shift));
-        return value;
+        double mean_p = of_p.dot + (of_p.origin - shift), mean_q = of_q.dot + (of_q.origin - shift);
+        return (weight_p != 0 ? weight_p * mean_p : 0.0) -
+               (weight_q != 0 ? weight_q * mean_q : 0.0);
     }
     /* q - p. */
     __device__ __forceinline__ double more_q(int i) const {
@@ -306,16 +298,15 @@ template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
         return fma(b[i], of_q.inverse, -mass);
     }
     __device__ __forceinline__ double more_q_carefully(int i) const {
-        double mass = a[i] * of_p.inverse, d = x[i] - shift;
-        double near = mass * fma(d * d, wide_excess(d), -d);
+        double d = x[i] - shift, near = wide_less(a[i] * of_p.inverse, d);
         return is_close && fabs(d) < WIDE_NEAR ? near : more_q(i);
     }
     /* Is the largest difference of masses small? */
     __device__ __forceinline__ bool differs_little() {
         int size = 0;
         each_powers<true>(
-            [&](uint32_t) { each([&](int i) { size = max(size, size_of(more_q(i))); }); });
-        return team.largest(size) < size_of(LEAST_DIFFERENCE * fmax(of_p.inverse, of_q.inverse));
+            [&](uint32_t) { each([&](int i) { size = max(size, wide_size(more_q(i))); }); });
+        return team.largest(size) < wide_size(LEAST_DIFFERENCE * fmax(of_p.inverse, of_q.inverse));
     }
     /* From u and the exponentials, whose place they take. */
     template <bool CLOSE> __device__ __forceinline__ void gradients_of_kl() {
@@ -337,11 +328,9 @@ template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
 
     /* ---- the others ----------------------------------------------------------------------- */
 
-    struct wide_terms {
-        double value, of_p, of_q; /* h of both sides; ENTROPY: q - p */
-    };
-    /* 0 for js. As q/m is 1 + share (q - p)/m, and p/m 1 - rest (q - p)/m. */
-    __device__ __forceinline__ double cross() const { return weight_p * rest - weight_q * share; }
+    __device__ __forceinline__ double cross() const {
+        return wide_cross(weight_p, weight_q, share, rest);
+    }
 
     /* Of a class with these logits and exponentials. */
     __device__ __forceinline__ wide_terms terms_of(float z_p, float z_q, double its_a,
@@ -389,10 +378,10 @@ template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
             each([&](int i) {
                 sum[0] += plain_gradients(i);
                 sum[1] += x[i];
-                size = max(size, size_of(x[i]));
+                size = max(size, wide_size(x[i]));
                 if (!HELD) {
                     sum_q[0] += y[HELD ? 0 : i];
-                    size_q = max(size_q, size_of(y[HELD ? 0 : i]));
+                    size_q = max(size_q, wide_size(y[HELD ? 0 : i]));
                 }
             });
         });
@@ -402,12 +391,12 @@ template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
         set_dots(true, sum[1], sum_q[0]);
         if (ENTROPY) { /* of q - p alone */
             is_close = want_q && team.largest(both ? size_q : size) <
-                                     size_of(LEAST_DIFFERENCE * of_q.inverse);
+                                     wide_size(LEAST_DIFFERENCE * of_q.inverse);
         } else {
             is_close = !(sum[0] >= LEAST_VALUE);
-            is_close |= team.largest(size) < size_of(LEAST_SLOPE * of_p.inverse);
+            is_close |= team.largest(size) < wide_size(LEAST_SLOPE * of_p.inverse);
             if (both)
-                is_close |= team.largest(size_q) < size_of(LEAST_SLOPE * of_q.inverse);
+                is_close |= team.largest(size_q) < wide_size(LEAST_SLOPE * of_q.inverse);
         }
         return sum[0];
     }
@@ -435,26 +424,12 @@ template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
     /* The same of a class of a close row, from d = ln p - ln q. */
     __device__ __forceinline__ wide_terms careful_terms(int i) const {
         const double of_a = a[i] * of_p.inverse, of_b = b[i] * of_q.inverse;
-        const double d = difference(p[i], q[i]) - shift, size = fabs(d);
-        const bool near = size < WIDE_NEAR;
+        const double d = difference(p[i], q[i]) - shift;
         wide_terms r;
         if constexpr (MIXTURE) {
-            /* The smaller mass to the larger, less 1; m to the larger. */
-            const bool more_p = d >= 0;
-            const double own = more_p ? share : rest, other = more_p ? rest : share;
-            double ratio = wide_power(-fmin(size, 690.0), LOG2_E);
-            double less = near ? fma(size * size, wide_excess(size), -size) : ratio - 1.0;
-            double m = near ? fma(other, less, 1.0) : fma(other, ratio, own);
-            double log_large = -wide_ln(m, other * less), log_small = log_large - size;
-            double log_p = more_p ? log_large : log_small, log_q = more_p ? log_small : log_large;
-            double whole = m * (more_p ? of_a : of_b);
-            r.value = fma(weight_p, balanced(of_a, whole, log_p),
-                          weight_q * balanced(of_b, whole, log_q));
-            double part = cross() * (more_p ? less : -less) * wide_inverse(m);
-            r.of_p = fma(part, share, weight_p * log_p);
-            r.of_q = fma(part, rest, weight_q * log_q);
+            r = wide_mixture(weight_p, weight_q, share, rest, of_a, of_b, d);
         } else {
-            double by_d = of_a * fma(d * d, wide_excess(d), -d), more = near ? by_d : of_b - of_a;
+            double more = fabs(d) < WIDE_NEAR ? wide_less(of_a, d) : of_b - of_a;
             if constexpr (TV) {
                 r.value = 0.5 * fabs(more);
                 r.of_p = more < 0 ? 0.5 : more > 0 ? -0.5 : 0.0;
@@ -466,12 +441,6 @@ template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
         }
         return r;
     }
-    /* x ln(x/m) - x + m, with the logarithm. */
-    static __device__ __forceinline__ double balanced(double mass, double m, double log) {
-        double near = mass * (log * log) * wide_excess(log);
-        double term = fabs(log) < WIDE_NEAR ? near : fma(mass, log, m - mass);
-        return mass == 0 ? m : term;
-    }
     __device__ __forceinline__ double careful_gradients(int i) {
         const wide_terms r = careful_terms(i);
         keep(is_close, i, r);
@@ -479,9 +448,9 @@ template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
     }
     __device__ __forceinline__ double careful(double value) {
         double sum[3] = {0, 0, 0};
-        /* h is small, and counted from 0. */
-        of_p.origin = is_close && !ENTROPY ? 0.0 : of_p.origin;
-        of_q.origin = is_close ? 0.0 : of_q.origin;
+        /* h of a mixture is small, and counted from 0. */
+        of_p.origin = is_close && MIXTURE ? 0.0 : of_p.origin;
+        of_q.origin = is_close && MIXTURE ? 0.0 : of_q.origin;
         each_powers<true>([&](uint32_t) {
             each([&](int i) {
                 sum[0] += careful_gradients(i);
