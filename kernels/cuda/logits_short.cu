@@ -62,7 +62,7 @@ static bool is_wide(const kld_cuda_args *args) {
     if (args->p.dtype != KLD_DTYPE_FP32 || !(args->grad_p.dtype || args->grad_q.dtype))
         return false;
     if (is_simple(args))
-        return args->has_fp64 && args->classes <= 128;
+        return args->has_fp64 && args->classes <= 256;
     return args->rule.kind != KLD_RULE_CROSS_ENTROPY || args->grad_p.dtype || args->classes <= 256;
 }
 
