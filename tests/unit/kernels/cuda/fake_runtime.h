@@ -116,7 +116,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device) {
-    *value = attribute == cudaDevAttrMultiProcessorCount               ? FAKE_MULTIPROCESSORS
+    *value = attribute == cudaDevAttrMultiProcessorCount                ? FAKE_MULTIPROCESSORS
              : attribute == cudaDevAttrSingleToDoublePrecisionPerfRatio ? 2
                                                                         : FAKE_SHARED_BYTES;
     return cudaSuccess;
