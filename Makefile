@@ -90,10 +90,12 @@ CUDA_PTX_ONLY ?=
 # well, in a seventh of the time.
 CARDS     := $(wildcard /dev/nvidia[0-9]*)
 ASKED      = $(filter-out undefined default file,$(origin $(1)))
-CARD_ARCHS = $(sort $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null)))
+KNOWN_ARCHS = $(filter-out 5% 6% 7%,$(patsubst compute_%,%,$(if $(NVCC),$(shell $(NVCC) --list-gpu-arch 2>/dev/null))))
+CARD_ARCHS = $(sort $(filter $(KNOWN_ARCHS),$(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null))))
 FOR_CARDS  = $(if $(call ASKED,CUDA_ARCHS),,$(if $(CARD_ARCHS),CUDA_ARCHS="$(CARD_ARCHS)"))
 FOR_DEMO   = $(if $(CARDS),$(FOR_CARDS),$(if $(call ASKED,CUDA),,CUDA=0))
-FOR_CHECK  = $(if $(CARDS),$(FOR_CARDS),CUDA_PTX_ONLY=1 NVCC_EXTRA="-Xcicc -O0 -Xptxas -O0" $(if $(call ASKED,CUDA_ARCHS),,CUDA_ARCHS=90))
+QUICKLY    = $(if $(call ASKED,CUDA_PTX_ONLY)$(call ASKED,NVCC_EXTRA),,CUDA_PTX_ONLY=1 NVCC_EXTRA="-Xcicc -O0 -Xptxas -O0")
+FOR_CHECK  = $(if $(CARDS),$(FOR_CARDS),$(QUICKLY) $(if $(call ASKED,CUDA_ARCHS),,CUDA_ARCHS=90))
 NVCC_FLAGS := -O3 $(NVCC_EXTRA) -std=c++17 -I. -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-fstack-protector-strong,-D_FORTIFY_SOURCE=3 \
   -DKLD_WITH_CUDA --expt-relaxed-constexpr \
   $(if $(CUDA_PTX_ONLY),,$(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a))) \
@@ -112,7 +114,7 @@ $(BUILD)/obj/kernels/cpu/%_avx512.c.o: EXTRA := -mavx512f -mavx512bw -mavx512vl 
   -mprefer-vector-width=512
 $(BUILD)/obj/kernels/cuda/%.c.o $(BUILD)/obj/tests/unit/kernels/cuda/%.c.o: EXTRA := $(if $(CUDA_HOME),-isystem $(CUDA_HOME)/include)
 
-# What was compiled with other flags is compiled again, unless AS_BUILT is set.
+# C and CUDA that was compiled with other flags is compiled again, unless AS_BUILT is set.
 .PHONY: force
 $(BUILD)/flags: export KLD_STAMP = $(CC) $(CPPFLAGS) $(ALL_CFLAGS)
 $(CUDA_BUILD)/cuda/flags: export KLD_STAMP = $(NVCC) $(NVCC_FLAGS)

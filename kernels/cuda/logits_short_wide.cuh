@@ -176,8 +176,8 @@ template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
         const float span = SPAN / n.t.scale.high, lowest = -3.402823466e38f;
         of_p.top = (double)top[0];
         of_q.top = (double)top[1];
-        of_p.least = fmaxf(top[0] - span, lowest);
-        of_q.least = fmaxf(top[1] - span, lowest);
+        of_p.least = fmaxf(wide_rounded_up(of_p.top - (double)span), lowest);
+        of_q.least = fmaxf(wide_rounded_up(of_q.top - (double)span), lowest);
         of_p.mate = -mate[0];
         of_q.mate = mate[1];
     }
@@ -212,8 +212,8 @@ template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
                 team.sum(dot_p);
             if (weight_q != 0)
                 team.sum(dot_q);
-            of_p.dot = dot_p[0] * of_p.inverse;
-            of_q.dot = dot_q[0] * of_q.inverse;
+            of_p.dot = __dmul_rn(dot_p[0], of_p.inverse); /* the same number in every way on */
+            of_q.dot = __dmul_rn(dot_q[0], of_q.inverse);
         } else {
             of_p.log = wide_ln(sum[0], sum[0] - 1.0);
             of_q.log = wide_ln(sum[1], sum[1] - 1.0);
@@ -351,15 +351,13 @@ template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
                 r.of_q = mass_q ? fma(part, rest, r.of_q) : 0.0;
             }
         } else if constexpr (TV) {
-            double more = of_b - of_a;
-            r.value = 0.5 * fabs(more);
-            r.of_p = more < 0 ? 0.5 : more > 0 ? -0.5 : 0.0;
-            r.of_q = -r.of_p;
+            r = wide_tv(of_b - of_a);
         } else {
-            double log_q = fma((double)z_q - of_q.top, n.inverse, -of_q.log);
-            r.of_p = mass_p ? -log_q : 0.0;
+            /* h but for the logarithm of the sum, which is the same for all classes. */
+            double less = __dmul_rn(of_q.top - (double)z_q, n.inverse);
+            r.of_p = mass_p ? less : 0.0;
             r.of_q = of_b - of_a;
-            r.value = of_a * r.of_p;
+            r.value = mass_p ? of_a * (less + of_q.log) : 0.0;
         }
         return r;
     }
@@ -422,35 +420,38 @@ template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
     }
 
     /* The same of a class of a close row, from d = ln p - ln q. */
-    __device__ __forceinline__ wide_terms careful_terms(int i) const {
-        const double of_a = a[i] * of_p.inverse, of_b = b[i] * of_q.inverse;
-        const double d = difference(p[i], q[i]) - shift;
+    __device__ __forceinline__ wide_terms careful_terms(float z_p, float z_q, double its_a,
+                                                        double its_b) const {
+        const double of_a = __dmul_rn(its_a, of_p.inverse), of_b = __dmul_rn(its_b, of_q.inverse);
+        const double d = difference(z_p, z_q) - shift;
         wide_terms r;
         if constexpr (MIXTURE) {
             r = wide_mixture(weight_p, weight_q, share, rest, of_a, of_b, d);
         } else {
             double more = fabs(d) < WIDE_NEAR ? wide_less(of_a, d) : of_b - of_a;
             if constexpr (TV) {
-                r.value = 0.5 * fabs(more);
-                r.of_p = more < 0 ? 0.5 : more > 0 ? -0.5 : 0.0;
-                r.of_q = -r.of_p;
+                r = wide_tv(more);
             } else {
-                r = terms_of(p[i], q[i], a[i], b[i]);
+                r = terms_of(z_p, z_q, its_a, its_b);
                 r.of_q = more;
             }
         }
         return r;
     }
     __device__ __forceinline__ double careful_gradients(int i) {
-        const wide_terms r = careful_terms(i);
+        const wide_terms r = careful_terms(p[i], q[i], a[i], b[i]);
         keep(is_close, i, r);
         return r.value;
     }
     __device__ __forceinline__ double careful(double value) {
         double sum[3] = {0, 0, 0};
-        /* h of a mixture is small, and counted from 0. */
-        of_p.origin = is_close && MIXTURE ? 0.0 : of_p.origin;
-        of_q.origin = is_close && MIXTURE ? 0.0 : of_q.origin;
+        double top_p = careful_terms((float)of_p.top, of_p.mate, 1.0, power(of_p.mate, of_q)).of_p;
+        of_p.origin = is_close && !ENTROPY ? top_p : of_p.origin;
+        if (both && !ENTROPY) {
+            double top_q =
+                careful_terms(of_q.mate, (float)of_q.top, power(of_q.mate, of_p), 1.0).of_q;
+            of_q.origin = is_close ? top_q : of_q.origin;
+        }
         each_powers<true>([&](uint32_t) {
             each([&](int i) {
                 sum[0] += careful_gradients(i);
@@ -480,7 +481,6 @@ template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
     /* ---- to where the logits are ------------------------------------------------------------ */
 
     __device__ __forceinline__ void gradients(float its_factor) { factor = its_factor; }
-
     __device__ __forceinline__ void store(T *to_row, uint32_t first, bool aligned, bool zero,
                                           const double (&from)[E]) const {
         float z[E];

@@ -65,6 +65,12 @@ static __device__ __forceinline__ double wide_less(double p, double d) {
     return p * fma(d * d, wide_excess(d), -d);
 }
 
+/* Not less than x. */
+static __device__ __forceinline__ float wide_rounded_up(double x) {
+    float y = (float)x;
+    return (double)y < x ? nextafterf(y, CUDART_INF_F) : y;
+}
+
 /* The upper half of |x|, which orders as it does. */
 static __device__ __forceinline__ int wide_size(double x) { return __double2hiint(x) & 0x7fffffff; }
 
@@ -73,11 +79,17 @@ struct wide_terms {
     double value, of_p, of_q;
 };
 
+/* The same of tv, with q - p. */
+static __device__ __forceinline__ wide_terms wide_tv(double more) {
+    double slope = more < 0 ? 0.5 : more > 0 ? -0.5 : 0.0;
+    return {0.5 * fabs(more), slope, -slope};
+}
+
 /* What h has of a mixture besides the logarithms; 0 for js. As q/m is 1 + share (q - p)/m, and p/m
  * 1 - rest (q - p)/m, it is that times (q - p)/m, and times the other side's share. */
 static __device__ __forceinline__ double wide_cross(double weight_p, double weight_q, double share,
                                                     double rest) {
-    return weight_p * rest - weight_q * share;
+    return __dmul_rn(weight_p, rest) - __dmul_rn(weight_q, share);
 }
 
 /* x ln(x/m) - x + m, with the logarithm. */

@@ -314,10 +314,27 @@ static void add_shortest(struct table_list *list, bool quick) {
         }
 }
 
+/* Where FP32 rounds from where on a class has no mass; and where what one class has not is all that
+ * there is of a gradient. */
+static void add_shortest_few(struct table_list *list) {
+    static const uint32_t divergences[] = {KLD_DIVERGENCE_FORWARD_KL, KLD_DIVERGENCE_JS,
+                                           KLD_DIVERGENCE_TV, KLD_DIVERGENCE_JEFFREYS};
+    for (uint32_t i = 0; i < 16; i++) {
+        struct table_case *at = table_list_add_one(list, "shortest few", 203, i < 8 ? 12 : 10,
+                                                   divergences[i % 4], LOGITS, FP32);
+        at->gradient[i / 4 % 2] = true;
+        at->data = i < 8 ? TABLE_FINE : TABLE_CONFIDENT;
+        at->noise = i < 8 ? 0.00095 : i < 12 ? 1e-10 : 1e-12;
+        at->temperature = i >= 8 ? 0 : i < 4 ? 1.1e-5 : 1.03e-5;
+        at->lift[0] = at->lift[1] = i >= 8 ? 0 : i < 4 ? 1e4 : 5e3;
+    }
+}
+
 void table_list_kept(struct table_list *list, bool quick) {
     add_difference(list, quick);
     add_centred(list, quick);
     add_shannon(list, quick);
     add_few(list);
     add_shortest(list, quick);
+    add_shortest_few(list);
 }
