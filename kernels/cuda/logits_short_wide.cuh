@@ -66,7 +66,7 @@ template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
         double log;     /* of that sum */
         double origin;  /* u or h of the heaviest class */
         double dot;     /* the mean of what is left */
-        float least;    /* a logit: below that is no mass */
+        float least;    /* a logit, rounded up: below that is no mass */
         float mate;     /* the other side's logit of the heaviest class */
     } of_p, of_q;
 
@@ -176,8 +176,8 @@ template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
         const float span = SPAN / n.t.scale.high, lowest = -3.402823466e38f;
         of_p.top = (double)top[0];
         of_q.top = (double)top[1];
-        of_p.least = fmaxf(wide_rounded_up(of_p.top - (double)span), lowest);
-        of_q.least = fmaxf(wide_rounded_up(of_q.top - (double)span), lowest);
+        of_p.least = fmaxf(__fsub_ru(top[0], span), lowest);
+        of_q.least = fmaxf(__fsub_ru(top[1], span), lowest);
         of_p.mate = -mate[0];
         of_q.mate = mate[1];
     }

@@ -65,12 +65,6 @@ static __device__ __forceinline__ double wide_less(double p, double d) {
     return p * fma(d * d, wide_excess(d), -d);
 }
 
-/* Not less than x. */
-static __device__ __forceinline__ float wide_rounded_up(double x) {
-    float y = (float)x;
-    return (double)y < x ? nextafterf(y, CUDART_INF_F) : y;
-}
-
 /* The upper half of |x|, which orders as it does. */
 static __device__ __forceinline__ int wide_size(double x) { return __double2hiint(x) & 0x7fffffff; }
 

@@ -180,6 +180,12 @@ static inline float __fmul_rn(float a, float b) { return emulate_apart(a * b); }
 static inline float __fadd_rn(float a, float b) {
     return emulate_apart(emulate_apart(a) + emulate_apart(b));
 }
+/* Rounded up. */
+static inline float __fsub_ru(float a, float b) {
+    double exact = (double)a - (double)b;
+    float near = (float)exact;
+    return (double)near < exact ? std::nextafter(near, INFINITY) : near;
+}
 static inline double __dmul_rn(double a, double b) { return emulate_apart(a * b); }
 
 static inline float __int_as_float(int x) { return emulate_value<float>(emulate_bits(x)); }
