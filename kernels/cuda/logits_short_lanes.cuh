@@ -58,6 +58,21 @@ static __device__ __forceinline__ void load_some(const T *from, float *x) {
     }
 }
 
+/* W elements of both sides from element i on; -inf behind the row's end. FULL: there is none. */
+template <class T, int W, bool ALIGNED, bool FULL>
+static __device__ __forceinline__ void load_pair(const T *from_p, const T *from_q, uint32_t i,
+                                                 uint32_t classes, float *p, float *q) {
+    bool has = FULL || i < classes;
+    load_some<T, W, ALIGNED>(from_p + (has ? i : 0), p);
+    load_some<T, W, ALIGNED>(from_q + (has ? i : 0), q);
+    if (!FULL)
+#pragma unroll
+        for (int w = 0; w < W; w++) {
+            p[w] = pick(has, p[w], -CUDART_INF_F);
+            q[w] = pick(has, q[w], -CUDART_INF_F);
+        }
+}
+
 template <class T, int W>
 static __device__ __forceinline__ void store_some(T *to_row, bool aligned, const float *x) {
     alignas(16) T y[W];

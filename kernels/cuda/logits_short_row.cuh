@@ -68,18 +68,8 @@ template <class T_, int RULE_, int MODE_, int W_, int E_> struct short_row {
     template <bool ALIGNED, bool FULL>
     __device__ __forceinline__ void load_as(const T *from_p, const T *from_q) {
 #pragma unroll
-        for (int m = 0; m < STEPS; m++) {
-            uint32_t i = at(m);
-            bool has = FULL || i < classes;
-            load_some<T, W, ALIGNED>(from_p + (has ? i : 0), &p[m * W]);
-            load_some<T, W, ALIGNED>(from_q + (has ? i : 0), &q[m * W]);
-            if (!FULL)
-#pragma unroll
-                for (int w = 0; w < W; w++) {
-                    p[m * W + w] = pick(has, p[m * W + w], -CUDART_INF_F);
-                    q[m * W + w] = pick(has, q[m * W + w], -CUDART_INF_F);
-                }
-        }
+        for (int m = 0; m < STEPS; m++)
+            load_pair<T, W, ALIGNED, FULL>(from_p, from_q, at(m), classes, &p[m * W], &q[m * W]);
     }
     __device__ __forceinline__ void load(const T *from_p, const T *from_q, bool aligned) {
         bool full = classes == team.count * E;

@@ -115,18 +115,9 @@ template <int RULE_, int W_, int E_, bool HELD> struct wide_row {
     /* ALIGNED: W elements in one piece. FULL: there are no others. */
     template <bool ALIGNED, bool FULL> __device__ __forceinline__ void load_part(uint32_t first) {
 #pragma unroll
-        for (int m = 0; m < STEPS; m++) {
-            uint32_t i = at(first, m);
-            bool has = FULL || i < classes;
-            load_some<T, W, ALIGNED>(from_p + (has ? i : 0), &p[m * W]);
-            load_some<T, W, ALIGNED>(from_q + (has ? i : 0), &q[m * W]);
-            if (!FULL)
-#pragma unroll
-                for (int w = 0; w < W; w++) {
-                    p[m * W + w] = pick(has, p[m * W + w], -CUDART_INF_F);
-                    q[m * W + w] = pick(has, q[m * W + w], -CUDART_INF_F);
-                }
-        }
+        for (int m = 0; m < STEPS; m++)
+            load_pair<T, W, ALIGNED, FULL>(from_p, from_q, at(first, m), classes, &p[m * W],
+                                           &q[m * W]);
     }
     __device__ __forceinline__ void load(const T *at_p, const T *at_q, bool aligned) {
         from_p = swapped ? at_q : at_p;
