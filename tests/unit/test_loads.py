@@ -13,7 +13,7 @@ def rows_of_the_soak():
     yield (f"| {SOAK['commit']} | {SOAK['seconds']:.0f} s | {SOAK['asked']:,} | {SOAK['right']:,} | {SOAK['wrong']} | {SOAK['lost']} | "
            f"{SOAK['taken_back']:,} | {SOAK['left_by_the_dead']:,} of {SOAK['clients_killed']:,} |")
     for role, flat in SOAK["flat"].items():
-        cells = [f"{flat[what][0]:,.0f}, {flat[what][1]:,.0f}" for what in ("rss_kib", "fds", "mappings", "threads")]
+        cells = [f"{flat[what][0]:,.0f}, {flat[what][1]:,.0f}" for what in ("own_kib", "fds", "mappings", "threads")]
         rest = SOAK["anonymous_kib_at_rest"][role]
         yield f"| {role} | {' | '.join(cells)} | {rest[0]:,}, {rest[1]:,} |"
 
