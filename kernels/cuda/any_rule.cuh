@@ -123,7 +123,7 @@ static __device__ __forceinline__ any_result any_mixture(const any_rule &at, con
     if (at.want_p == ANY_NOTHING && at.want_q == ANY_NOTHING)
         return r;
     /* a rest - b share, which is 0 where both weigh: then a is the share. */
-    double cross = b == 0 ? a * rest : 0.0;
+    double cross = b == 0 ? a * rest : a == 0 ? -b * share : 0.0;
     bool parts = cross != 0 || at.want_p == ANY_SLOPE || at.want_q == ANY_SLOPE;
     double p_part = parts ? p / m : 0.0, q_part = parts ? q / m : 0.0;
     if (at.want_p == ANY_CENTRED)
