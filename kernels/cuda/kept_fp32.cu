@@ -5,5 +5,7 @@
 
 extern "C" cudaError_t KLD_CUDA_TEAM_NAME(fp32)(const kld_cuda_args *args, uint32_t groups,
                                                 cudaStream_t stream) {
+    if (args->rule.kind == KLD_RULE_MIXTURE)
+        return kld_cuda_kept_team_wide_fp32(args, groups, stream);
     return logits_resident::launch_kept<float>(args, groups, stream);
 }

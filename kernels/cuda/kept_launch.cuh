@@ -3,12 +3,18 @@
 #ifndef KLD_KERNELS_CUDA_KEPT_LAUNCH_CUH
 #define KLD_KERNELS_CUDA_KEPT_LAUNCH_CUH
 
-#include "kernels/cuda/logits_kept.cuh"
+#include "kernels/cuda/kept_wide.cuh"
 #include "kernels/cuda/logits_shannon.cuh"
 #include "kernels/cuda/resident_launch.cuh"
 
 namespace logits_resident {
 inline namespace KLD_CUDA_TEAM {
+
+/* What takes the rows of a BODY. */
+template <class BODY, bool UNEVEN> struct takers { typedef kept_rows<BODY, UNEVEN> type; };
+template <bool EVEN, bool UNEVEN> struct takers<wide_body<EVEN>, UNEVEN> {
+    typedef kept_wide_rows<wide_body<EVEN>, UNEVEN> type;
+};
 
 template <class BODY, bool UNEVEN>
 static __global__ void __launch_bounds__(resident::COMPUTING, KLD_CUDA_TEAM_BLOCKS)
@@ -18,7 +24,7 @@ static __global__ void __launch_bounds__(resident::COMPUTING, KLD_CUDA_TEAM_BLOC
     __syncthreads();
     if (args.cluster > 1)
         cluster_sync();
-    kept_rows<BODY, UNEVEN>::compute(args);
+    takers<BODY, UNEVEN>::type::compute(args);
     __syncwarp();
     if (args.cluster > 1)
         cluster_sync(); /* nobody leaves while another may write to its shared memory */
@@ -55,18 +61,28 @@ static cudaError_t launch_kept(const kld_cuda_args &args, uint32_t groups, cudaS
                          stream);
 }
 
-/* js: its gradient is p's, and where q's is wanted the two change places. */
-template <class T>
-static cudaError_t launch_shannon(const kld_cuda_args *args, uint32_t groups, cudaStream_t stream) {
-    kld_cuda_args own = *args;
+/* The gradient of mixtures is p's: where q's is wanted the two change places. */
+static inline kld_cuda_args by_p(const kld_cuda_args &args) {
+    kld_cuda_args own = args;
     if (own.grad_q.dtype) {
         own.rule = kld_rule_swapped(own.rule);
-        own.p = args->q;
-        own.q = args->p;
-        own.grad_p = args->grad_q;
-        own.grad_q = args->grad_p;
+        own.p = args.q;
+        own.q = args.p;
+        own.grad_p = args.grad_q;
+        own.grad_q = args.grad_p;
     }
-    return launch_kept<shannon_body<T>>(own, groups, stream);
+    return own;
+}
+template <class T>
+static cudaError_t launch_shannon(const kld_cuda_args *args, uint32_t groups, cudaStream_t stream) {
+    return launch_kept<shannon_body<T>>(by_p(*args), groups, stream);
+}
+static inline cudaError_t launch_wide(const kld_cuda_args *args, uint32_t groups,
+                                      cudaStream_t stream) {
+    const kld_cuda_args own = by_p(*args);
+    const bool even = own.rule.share == own.rule.rest && own.rule.of_p == own.rule.of_q;
+    return even ? launch_kept<wide_body<true>>(own, groups, stream)
+                : launch_kept<wide_body<false>>(own, groups, stream);
 }
 
 template <class T>

@@ -29,7 +29,7 @@ extern "C" {
 /* Kernels that hold rows in shared memory, read them once, read them again or keep them, times
  * rules, times sizes of their clusters or slots, of which kept rows have up to six twice. */
 #define KLD_CUDA_CLUSTER_SIZES 12
-#define KLD_CUDA_CLUSTER_RULES 8
+#define KLD_CUDA_CLUSTER_RULES 10
 #define KLD_CUDA_ACTIVE_CLUSTERS                                                                   \
     ((18 + 6 + 6 + 3) * KLD_CUDA_CLUSTER_RULES * KLD_CUDA_CLUSTER_SIZES)
 

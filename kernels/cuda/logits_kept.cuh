@@ -345,7 +345,7 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
         for (uint32_t step = 0; step < full; step++) {
             uint4 p, q;
             from.vectors(step, p, q);
-            if (__any_sync(KLD_FULL_WARP, top.is_above(p, q)) || !look.add(p, q))
+            if (__any_sync(KLD_FULL_WARP, top.is_above(p, q, at)) || !look.add(p, q))
                 left_out |= 1u << step;
             else if (last)
                 bring(step);
@@ -433,14 +433,23 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
             write<false>(row, next);
         }
         copies_end();
+        add(args, row);
+    }
+    /* The row's value, where it belongs. */
+    static __device__ __forceinline__ void add(const kld_cuda_args &args, const kept_row &row) {
         if (threadIdx.x == 0 && resident::here().place.rank == 0) {
-            double value = settled.value * row.weight;
+            double value = base::shared().rows[0].value * row.weight;
             row_store(args, row.row.index, value);
             all().total = row.row.first ? value : all().total + value;
             args.scratch->partial[args.first_group + row.row.group] = all().total;
         }
     }
     static __device__ __forceinline__ void compute(const kld_cuda_args &args) {
+        compute_by<kept_rows>(args);
+    }
+    /* ROWS::take() each row. */
+    template <class ROWS>
+    static __device__ __forceinline__ void compute_by(const kld_cuda_args &args) {
         state &state = all();
         if (threadIdx.x / 32 == FINDER) {
             if (threadIdx.x % 32 == 0) {
@@ -461,7 +470,7 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
         copies_end();
 #pragma unroll 1
         while (row_at(state.turn).is)
-            take(args);
+            ROWS::take(args);
     }
 };
 

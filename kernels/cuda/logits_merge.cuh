@@ -32,6 +32,11 @@ static __device__ __forceinline__ void sums_of(part &to, const double (&x)[4]) {
         to.sum[i] = __shfl_sync(KLD_FULL_WARP, sum, 8 * i);
 }
 
+/* Of ROUGH: sum a u^2, with u against other references. */
+static __device__ __forceinline__ double squares_by(const double (&sum)[4], double by) {
+    return sum[3] + by * (2.0 * sum[2] + by * sum[0]);
+}
+
 /* One warp: up to 32 parts to one, in all its lanes. */
 template <int EXTRA>
 static __device__ __forceinline__ part fast_merge(const part *parts, uint32_t count) {
@@ -53,6 +58,8 @@ static __device__ __forceinline__ part fast_merge(const part *parts, uint32_t co
         x[3] = scale_q * (from.sum[3] + from.sum[1] * (double)(by_p - by_q));
     if (EXTRA == ENTROPY)
         x[3] = scale_p * (from.sum[3] + from.sum[0] * (double)by_q);
+    if (EXTRA == ROUGH)
+        x[3] = scale_p * squares_by(from.sum, (double)(by_p - by_q));
     sums_of(to, x);
     return to;
 }
@@ -101,6 +108,8 @@ static __device__ __forceinline__ part fast_merge_by_one(uint32_t count, GET get
                 sum[3] += scale_q * (x.sum[3] + x.sum[1] * (double)(by_p - by_q));
             if (EXTRA == ENTROPY)
                 sum[3] += scale_p * (x.sum[3] + x.sum[0] * (double)by_q);
+            if (EXTRA == ROUGH)
+                sum[3] += scale_p * squares_by(x.sum, (double)(by_p - by_q));
         };
         add(to);
         add(from);
@@ -165,6 +174,8 @@ static __device__ __forceinline__ row_stats fast_row(const part &all, const fast
     row.center = ((double)(row.c_p - row.c_q) + mean) * (LN_2 * bounds.stretch);
     row.reverse = EXTRA == REVERSE ? ratio - all.sum[3] * row.inverse_q * LN_2 : 0.0;
     row.entropy = EXTRA == ENTROPY ? q.logarithm - all.sum[3] * row.inverse_p * LN_2 : 0.0;
+    row.variance =
+        EXTRA == ROUGH ? (all.sum[3] * row.inverse_p - mean * mean) * (LN_2 * LN_2) : 0.0;
     double small = EXTRA == ENTROPY   ? fmin(row.forward, row.entropy)
                    : EXTRA == REVERSE ? fmin(row.forward, row.reverse)
                                       : row.forward;

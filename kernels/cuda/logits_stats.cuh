@@ -24,8 +24,10 @@ inline namespace KLD_CUDA_TEAM {
 using resident::part;
 
 /* Rows below this value go the careful way: the fast one's error is some 2e-8 in 16 bits, 1e-8 in
- * FP32, where no class has much of the mass. */
+ * FP32, where no class has much of the mass. ROUGH: that is 1e-7, and shows in nothing that comes
+ * of it but by its square. */
 template <class T> static constexpr double FAST_MIN = sizeof(T) == 4 ? 1.0 / 256 : 1.0 / 32;
+static constexpr double ROUGH_MIN = 1e-5;
 
 /* The exponential of a class with much of the mass is not to be rounded as the others are: their
  * errors average out, its does not. Such classes count one by one in FP64: those above a limit that
@@ -44,8 +46,9 @@ template <class T> static constexpr double FAST_SUM_MAX = sizeof(T) == 4 ? 1e30 
 /* Below this entropies of the careful way are no good: any.cuh. */
 template <class T> static constexpr double CAREFUL_ENTROPY_MIN = sizeof(T) == 4 ? 1.0 / 64 : 1e-6;
 
-/* The fourth sum: nothing, sum q (ln q - ln p), or sum p ln q. */
-enum extra { NOTHING, REVERSE, ENTROPY };
+/* The fourth sum: nothing, sum q (ln q - ln p), or sum p ln q. ROUGH, of FP32: sum p (ln p - ln
+ * q)^2, where sums need not be better than the hardware's exponentials are. */
+enum extra { NOTHING, REVERSE, ENTROPY, ROUGH };
 
 /* The difference of two logits of 16 bits is exact unless a constant lies between the sides; beyond
  * this one it is taken off first, by the careful way. A number of few bits, or 0. */
@@ -64,6 +67,7 @@ struct row_stats {
     double forward, reverse, entropy; /* sum p d, sum q (-d), - sum p ln q */
     double center;                    /* sum p (zp - apart - zq) / T */
     double log_p, log_q;              /* of the sums, base e; of the fast way */
+    double variance;                  /* of d over p; of the fast way, where it is summed */
     bool good;
     bool is_careful; /* by the careful way */
     bool missed;     /* by the scout */
@@ -248,8 +252,15 @@ template <class T> struct top_of {
             return !(high_p <= at.limit_p && high_q <= at.limit_q);
         }
     }
-    /* Of 16 bits: is one of a whole vector above the limit, or NaN? */
-    __device__ __forceinline__ bool is_above(const uint4 &raw_p, const uint4 &raw_q) const {
+    /* Is one of a whole vector above the limit? Of 16 bits, or NaN. */
+    __device__ __forceinline__ bool is_above(const uint4 &raw_p, const uint4 &raw_q,
+                                             const reference &at) const {
+        if constexpr (sizeof(T) == 4) {
+            float high_p, high_q;
+            most({raw_p}, high_p);
+            most({raw_q}, high_q);
+            return high_p > at.limit_p || high_q > at.limit_q;
+        }
         return (__hgtu2_mask(largest(raw_p), limit_p) | __hgtu2_mask(largest(raw_q), limit_q)) != 0;
     }
     /* The largest of whole vectors. */
@@ -332,6 +343,31 @@ static __device__ __forceinline__ void fast_fp32(float z_p, float z_q, const ref
         sum.extra = fmaf(a, k_q + e_q.r, sum.extra);
 }
 
+/* A side of ROUGH: 2^(z s - c) in one exponential, with k the nearest whole number, and r the rest.
+ * What is 2^-100 of the reference or less, -inf too, counts as that. Above 2^128 it is no number
+ * to use: `above` of fast_side tells. */
+struct rough_side {
+    float k, r, power;
+
+    __device__ __forceinline__ rough_side(float z, float c, const temperature &t) {
+        const float round = 12582912.0f - c; /* 1.5 * 2^23: its last bits are the whole number */
+        z = max_nan(z, (c - 100.0f) * reciprocal(t.scale.high));
+        k = fmaf(z, t.scale.high, round);
+        r = fmaf(z, t.scale.high, -(k - round));
+        r = fmaf(z, t.scale.low, r);
+        power = __uint_as_float((__float_as_uint(k) << 23) + __float_as_uint(exp2_fast(r)));
+    }
+};
+static __device__ __forceinline__ void fast_roughly(float z_p, float z_q, const reference &at,
+                                                    const temperature &t, chunk_sums<ROUGH> &sum) {
+    const rough_side p(z_p, at.c_p, t), q(z_q, at.c_q, t);
+    float u = (p.k - q.k) + (p.r - q.r), part = __fmul_rn(p.power, u);
+    sum.p += p.power;
+    sum.q += q.power;
+    sum.u += part;
+    sum.extra = fmaf(part, u, sum.extra);
+}
+
 template <int EXTRA>
 static __device__ __forceinline__ void fast_16(float z_p, float z_q, const reference &at,
                                                const temperature &t, chunk_sums<EXTRA> &sum) {
@@ -368,6 +404,8 @@ static __device__ __forceinline__ void add_heavy(heavy_sums &to, float z_p, floa
         to.sum[3] += b * u;
     if (EXTRA == ENTROPY)
         to.sum[3] += a * x_q;
+    if (EXTRA == ROUGH)
+        to.sum[3] += a * u * u;
 }
 template <class T, int EXTRA>
 static __device__ __noinline__ heavy_sums heavy_terms(uint4 raw_p, uint4 raw_q, uint32_t left,
@@ -407,7 +445,9 @@ static __device__ __forceinline__ void fast_pairs(const pair_of<T> &z, const ref
                                                   const temperature &t, chunk_sums<EXTRA> &sum) {
 #pragma unroll
     for (int i = 0; i < packet<T>::V; i++)
-        if constexpr (sizeof(T) == 4)
+        if constexpr (EXTRA == ROUGH)
+            fast_roughly(z.p[i], z.q[i], at, t, sum);
+        else if constexpr (sizeof(T) == 4)
             fast_fp32(z.p[i], z.q[i], at, t, sum);
         else
             fast_16(z.p[i], z.q[i], at, t, sum);

@@ -97,6 +97,11 @@ static __device__ __forceinline__ uint4 load_shared(uint32_t at) {
                  : "r"(at));
     return x;
 }
+static __device__ __forceinline__ void store_shared(uint32_t at, const uint4 &x) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z),
+                 "r"(x.w)
+                 : "memory");
+}
 
 /* 16 bytes that the second-level cache is to keep before all others. FIRST_TOO: and the first-level
  * one as usual. */

@@ -21,6 +21,12 @@ static bool is_shannon(const kld_cuda_args *args) {
            args->p.dtype != KLD_DTYPE_FP32 && !(args->grad_p.dtype && args->grad_q.dtype);
 }
 
+/* Is it a mixture of FP32, likewise, on a device that is good at FP64? */
+static bool is_wide(const kld_cuda_args *args) {
+    return args->rule.kind == KLD_RULE_MIXTURE && args->p.dtype == KLD_DTYPE_FP32 &&
+           args->has_fp64 && !(args->grad_p.dtype && args->grad_q.dtype);
+}
+
 /* Is one gradient wanted, which the sums of a row give class by class? */
 static bool writes_by_sums(const kld_cuda_args *args) {
     return (is_difference(args) && args->grad_q.dtype) || is_centred(args);
@@ -64,8 +70,11 @@ static bool rereads(const kld_cuda_args *args, uint64_t bytes) {
 
 /* The same of longer ones. */
 static bool keeps(const kld_cuda_args *args, uint64_t bytes) {
-    return (writes_by_sums(args) || is_shannon(args)) && bytes >= KLD_CUDA_KEPT_LEAST_BYTES &&
-           bytes <= 16 * KLD_CUDA_KEPT_SLICE_BYTES;
+    if (bytes > 16 * KLD_CUDA_KEPT_SLICE_BYTES)
+        return false;
+    if (is_wide(args))
+        return bytes >= KLD_CUDA_KEPT_WIDE_LEAST_BYTES;
+    return (writes_by_sums(args) || is_shannon(args)) && bytes >= KLD_CUDA_KEPT_LEAST_BYTES;
 }
 
 /* Of a block that works alone: two slots in one of four sizes, which say how many blocks a
@@ -129,6 +138,8 @@ static uint32_t rule_of(const kld_cuda_args *args) {
         return args->rule.kind;
     if (args->resident_team >= KLD_CUDA_REREAD_WARP && is_centred(args))
         return 4;
+    if (is_wide(args))
+        return args->rule.share == args->rule.rest && args->rule.of_p == args->rule.of_q ? 6 : 8;
     if (is_shannon(args))
         return 6;
     return args->rule.kind == KLD_RULE_CROSS_ENTROPY ? 2 : args->rule.of_q != 0;

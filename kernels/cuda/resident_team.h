@@ -37,6 +37,7 @@
  * tensor. With its eight warps three blocks fit a multiprocessor, of rows that start anywhere and
  * fill it two. */
 #define KLD_CUDA_KEPT_LEAST_BYTES 16384
+#define KLD_CUDA_KEPT_WIDE_LEAST_BYTES 4097 /* of those that are summed in FP64 */
 #define KLD_CUDA_KEPT_SLICE_BYTES 32768
 #define KLD_CUDA_KEPT_TURN_BYTES (128 << 10) /* as above */
 
@@ -199,6 +200,7 @@ KLD_CUDA_REREAD_MAP(X)
     cudaError_t kld_cuda_##name(const struct kld_cuda_args *args, uint32_t groups,                 \
                                 cudaStream_t stream);
 KLD_CUDA_KEPT_MAP(X)
+X(kept_team_wide_fp32)
 X(kept_team_shannon_fp16)
 X(kept_team_shannon_bf16)
 #undef X

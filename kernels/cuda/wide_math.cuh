@@ -23,6 +23,34 @@ static __device__ __forceinline__ double wide_power(double x, double scale) {
     return __hiloint2double(__double2hiint(y) + power, (int)__double_as_longlong(y));
 }
 
+/* 2^r on [-1/2, 1/2], minimax, to 2e-16 of it, the highest power first. As numbers they would be
+ * moved to registers before they are used, one instruction for each half; from constant memory an
+ * instruction takes them as they are. (Where several classes share the moves that is slower:
+ * logits_short_wide.cuh, by up to a third.) */
+static __constant__ double WIDE_POWER[11] = {7.0372791317480845e-9,
+                                             1.0208537903289228e-7,
+                                             1.3215662834036175e-6,
+                                             1.5252658116550125e-5,
+                                             1.54035299611317e-4,
+                                             1.3333558228561526e-3,
+                                             9.618129108034593e-3,
+                                             5.550410866445883e-2,
+                                             0.24022650695908768,
+                                             0.6931471805599497,
+                                             1.0};
+
+/* 2^(x scale) to 3e-16 of it; for |x scale| <= 1000. */
+static __device__ __forceinline__ double wide_power_finely(double x, double scale) {
+    const double round = 6755399441055744.0;
+    double at = fma(x, scale, round), r = fma(x, scale, -(at - round));
+    double y = fma(r, WIDE_POWER[0], WIDE_POWER[1]);
+#pragma unroll
+    for (int i = 2; i < 11; i++)
+        y = fma(y, r, WIDE_POWER[i]);
+    int power = (int)((uint32_t)(int)__double_as_longlong(at) << 20);
+    return __hiloint2double(__double2hiint(y) + power, (int)__double_as_longlong(y));
+}
+
 /* 1 / x for normal x, to some steps of FP64. */
 static __device__ __forceinline__ double wide_inverse(double x) {
     double y = reciprocal_wide(x), e = fma(-x, y, 1.0);
@@ -44,6 +72,13 @@ static __device__ __forceinline__ double wide_ln(double x, double less) {
     /* The whole number k + 2^31 as the last bits of 1.5 * 2^52. */
     double k = __hiloint2double(0x43380000, power >> 20 ^ (int)0x80000000) - 6755401588539392.0;
     return fma(k, LN_2, __dmul_rn(s, y));
+}
+
+/* x as a double, where it is 0 or normal and not negative: of 0 some 1e-38. It takes turns with
+ * what the units of conversions have to do. */
+static __device__ __forceinline__ double wide_of(float x) {
+    uint32_t bits = __float_as_uint(x);
+    return __hiloint2double((int)((bits >> 3) + 0x38000000u), (int)(bits << 29));
 }
 
 /* (x - 1 + e^-x) / x^2 for |x| <= WIDE_NEAR, to 1e-12 of it. */

@@ -25,6 +25,7 @@
 #undef __noinline__
 #define __device__
 #define __global__
+#define __constant__ const
 #define __shared__ static __thread
 #define __forceinline__ inline
 #define __launch_bounds__(...)

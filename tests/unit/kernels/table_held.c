@@ -330,6 +330,37 @@ static void add_shortest_few(struct table_list *list) {
     }
 }
 
+/* Mixtures of FP32 that are kept, and looked at in FP64 (kernels/cuda/kept_wide.cuh): their value
+ * alone and either gradient, by a block, by two to sixteen, and the first that are too long. */
+static void add_kept_wide(struct table_list *list, bool quick) {
+    static const uint32_t divergences[] = {KLD_DIVERGENCE_JS, KLD_DIVERGENCE_SKEW_KL,
+                                           KLD_DIVERGENCE_SKEW_REVERSE_KL};
+    static const struct {
+        uint64_t rows, classes;
+    } at[] = {{700, 1025},  {700, 1029}, {700, 2048}, {500, 4101}, {500, 8192},  {150, 8195},
+              {150, 16384}, {80, 16390}, {80, 32768}, {38, 90001}, {36, 131072}, {36, 131076}};
+    for (uint32_t k = 0; k < 12; k++)
+        for (uint32_t i = 0; i < 3; i++)
+            for (uint32_t gradients = 0; gradients < 3; gradients++)
+                if (!quick || (gradients == (k + k / 3 + i) % 3 && (i == 0 || (k + i) % 2)))
+                    add_crowd(list, divergences[i], FP32, (k + i + gradients) % 2, at[k].rows,
+                              at[k].classes, gradients);
+    add_crowd(list, KLD_DIVERGENCE_JS, FP32, true, 2300, 2049, 2);
+    /* Rows that agree, and those of few numbers, in which nothing averages out. */
+    for (uint32_t k = 0; k < 12; k++) {
+        struct table_case *one =
+            table_list_add_one(list, "kept wide", k < 6 ? 12 : 6, k % 3 == 1 ? 65536 : 2000 + k,
+                               divergences[k / 2 % 3], LOGITS, FP32);
+        one->data = k < 6 ? TABLE_NEAR : TABLE_FEW;
+        one->noise = k >= 6 ? k % 3 + 1 : k % 2 ? 3e-5 : 1e-3;
+        one->temperature = k >= 6 && k % 3 == 2 ? 1e-5 : 0;
+        one->gradient[0] = k % 3 == 0;
+        one->gradient[1] = k % 3 == 1;
+        one->reduction = KLD_REDUCTION_ROW;
+        one->row_loss = true;
+    }
+}
+
 void table_list_kept(struct table_list *list, bool quick) {
     add_difference(list, quick);
     add_centred(list, quick);
@@ -337,4 +368,5 @@ void table_list_kept(struct table_list *list, bool quick) {
     add_few(list);
     add_shortest(list, quick);
     add_shortest_few(list);
+    add_kept_wide(list, quick);
 }
