@@ -70,6 +70,21 @@ static __device__ __forceinline__ exp_parts exp_split(float z, const temperature
     return e;
 }
 
+/* 2^(z s - c) in one exponential of the hardware, with k the nearest whole number, and r the rest.
+ * What is 2^-100 of the reference or less, -inf too, counts as that. Above 2^128 it is no number
+ * to use (logits_stats.cuh: `above` of fast_side tells). */
+struct rough_side {
+    float k, r, power;
+
+    __device__ __forceinline__ rough_side(float z, float c, const temperature &t) {
+        const float round = 12582912.0f - c; /* 1.5 * 2^23: its last bits are the whole number */
+        z = max_nan(z, (c - 100.0f) * reciprocal(t.scale.high));
+        k = fmaf(z, t.scale.high, round);
+        r = fmaf(z, t.scale.high, -(k - round));
+        r = fmaf(z, t.scale.low, r);
+        power = __uint_as_float((__float_as_uint(k) << 23) + __float_as_uint(exp2_fast(r)));
+    }
+};
 /* a - b exactly: high + low. Both finite. */
 static __device__ __forceinline__ two_floats subtract(float a, float b) {
     two_floats u;

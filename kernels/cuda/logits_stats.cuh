@@ -24,11 +24,9 @@ inline namespace KLD_CUDA_TEAM {
 using resident::part;
 
 /* Rows below this value go the careful way: the fast one's error is some 2e-8 in 16 bits, 1e-8 in
- * FP32, where no class has much of the mass. ROUGH: that is 1e-7, and shows in nothing that comes
- * of it but by its square. */
+ * FP32, where no class has much of the mass; ROUGH 1e-7, of which nothing but the square shows. */
 template <class T> static constexpr double FAST_MIN = sizeof(T) == 4 ? 1.0 / 256 : 1.0 / 32;
 static constexpr double ROUGH_MIN = 1e-5;
-
 /* The exponential of a class with much of the mass is not to be rounded as the others are: their
  * errors average out, its does not. Such classes count one by one in FP64: those above a limit that
  * the scout has guessed, where one has about 2^-HEAVY_POWERS of the mass. When the sums are known
@@ -252,7 +250,7 @@ template <class T> struct top_of {
             return !(high_p <= at.limit_p && high_q <= at.limit_q);
         }
     }
-    /* Is one of a whole vector above the limit? Of 16 bits, or NaN. */
+    /* Is one of a whole vector above the limit (16 bits: or NaN)? */
     __device__ __forceinline__ bool is_above(const uint4 &raw_p, const uint4 &raw_q,
                                              const reference &at) const {
         if constexpr (sizeof(T) == 4) {
@@ -343,21 +341,6 @@ static __device__ __forceinline__ void fast_fp32(float z_p, float z_q, const ref
         sum.extra = fmaf(a, k_q + e_q.r, sum.extra);
 }
 
-/* A side of ROUGH: 2^(z s - c) in one exponential, with k the nearest whole number, and r the rest.
- * What is 2^-100 of the reference or less, -inf too, counts as that. Above 2^128 it is no number
- * to use: `above` of fast_side tells. */
-struct rough_side {
-    float k, r, power;
-
-    __device__ __forceinline__ rough_side(float z, float c, const temperature &t) {
-        const float round = 12582912.0f - c; /* 1.5 * 2^23: its last bits are the whole number */
-        z = max_nan(z, (c - 100.0f) * reciprocal(t.scale.high));
-        k = fmaf(z, t.scale.high, round);
-        r = fmaf(z, t.scale.high, -(k - round));
-        r = fmaf(z, t.scale.low, r);
-        power = __uint_as_float((__float_as_uint(k) << 23) + __float_as_uint(exp2_fast(r)));
-    }
-};
 static __device__ __forceinline__ void fast_roughly(float z_p, float z_q, const reference &at,
                                                     const temperature &t, chunk_sums<ROUGH> &sum) {
     const rough_side p(z_p, at.c_p, t), q(z_q, at.c_q, t);

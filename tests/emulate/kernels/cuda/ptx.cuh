@@ -53,7 +53,9 @@ static inline float4 load_shared_float4(uint32_t at) {
     return *(const float4 *)emulate_shared_of(at);
 }
 static inline uint4 load_shared(uint32_t at) { return *(const uint4 *)emulate_shared_of(at); }
-static inline void store_shared(uint32_t at, const uint4 &x) { *(uint4 *)emulate_shared_of(at) = x; }
+static inline void store_shared(uint32_t at, const uint4 &x) {
+    *(uint4 *)emulate_shared_of(at) = x;
+}
 
 template <bool FIRST_TOO> static inline uint4 load_evict_last(const uint4 *at) { return *at; }
 static inline void prefetch_l2(const void *) {}
