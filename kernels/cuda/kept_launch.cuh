@@ -12,8 +12,8 @@ inline namespace KLD_CUDA_TEAM {
 
 /* What takes the rows of a BODY. */
 template <class BODY, bool UNEVEN> struct takers { typedef kept_rows<BODY, UNEVEN> type; };
-template <bool EVEN, bool UNEVEN> struct takers<wide_body<EVEN>, UNEVEN> {
-    typedef kept_wide_rows<wide_body<EVEN>, UNEVEN> type;
+template <bool EVEN, bool WRITES, bool UNEVEN> struct takers<wide_body<EVEN, WRITES>, UNEVEN> {
+    typedef kept_wide_rows<wide_body<EVEN, WRITES>, UNEVEN, WRITES> type;
 };
 
 template <class BODY, bool UNEVEN>
@@ -81,8 +81,11 @@ static inline cudaError_t launch_wide(const kld_cuda_args *args, uint32_t groups
                                       cudaStream_t stream) {
     const kld_cuda_args own = by_p(*args);
     const bool even = own.rule.share == own.rule.rest && own.rule.of_p == own.rule.of_q;
-    return even ? launch_kept<wide_body<true>>(own, groups, stream)
-                : launch_kept<wide_body<false>>(own, groups, stream);
+    if (own.grad_p.dtype)
+        return even ? launch_kept<wide_body<true, true>>(own, groups, stream)
+                    : launch_kept<wide_body<false, true>>(own, groups, stream);
+    return even ? launch_kept<wide_body<true, false>>(own, groups, stream)
+                : launch_kept<wide_body<false, false>>(own, groups, stream);
 }
 
 template <class T>

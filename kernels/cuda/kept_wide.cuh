@@ -13,7 +13,7 @@
 namespace logits_resident {
 inline namespace KLD_CUDA_TEAM {
 
-template <class BODY, bool UNEVEN> struct kept_wide_rows : kept_rows<BODY, UNEVEN> {
+template <class BODY, bool UNEVEN, bool WRITES> struct kept_wide_rows : kept_rows<BODY, UNEVEN> {
     typedef kept_rows<BODY, UNEVEN> kept;
     typedef rows<BODY> base;
     typedef written_rows<BODY> written;
@@ -42,7 +42,6 @@ template <class BODY, bool UNEVEN> struct kept_wide_rows : kept_rows<BODY, UNEVE
     };
 
     /* A vector of each tensor. WRITES: they become p and h. */
-    template <bool WRITES>
     static __device__ __forceinline__ void vectors(const kld_cuda_args &args, uint4 &raw_p,
                                                    uint4 &raw_q, const temperature &t, sums &to) {
         const wide_row &row = base::shared().rows[0].numbers;
@@ -54,7 +53,7 @@ template <class BODY, bool UNEVEN> struct kept_wide_rows : kept_rows<BODY, UNEVE
         for (uint32_t i = 0; i < V; i++) {
             const typename BODY::pair pair(z_p[i], z_q[i], row, args, t);
             value = fmaf(pair.mass, (float)pair.value, value);
-            if (WRITES) {
+            if constexpr (WRITES) {
                 const double height = pair.h - row.origin;
                 mass[i] = pair.mass_p();
                 h[i] = (float)height;
@@ -65,7 +64,7 @@ template <class BODY, bool UNEVEN> struct kept_wide_rows : kept_rows<BODY, UNEVE
             }
         }
         to.value += (double)value;
-        if (WRITES) {
+        if constexpr (WRITES) {
             raw_p = *(uint4 *)mass;
             raw_q = *(uint4 *)h;
         }
@@ -96,7 +95,7 @@ template <class BODY, bool UNEVEN> struct kept_wide_rows : kept_rows<BODY, UNEVE
                 clear_behind(all.count, vector_of(step), p, q);
             if (UNEVEN)
                 __syncwarp(); /* before what another lane reads, too, is something else */
-            vectors<true>(args, p, q, t, mine);
+            vectors(args, p, q, t, mine);
             store_shared(all.at + step * source::PLACE, p);
             store_shared(all.at + step * source::PLACE + source::TENSOR, q);
         }
@@ -143,7 +142,7 @@ template <class BODY, bool UNEVEN> struct kept_wide_rows : kept_rows<BODY, UNEVE
             if (step >= all.full)
                 clear_behind(all.count, vector_of(step), p, q);
             bring(step);
-            vectors<false>(args, p, q, t, mine);
+            vectors(args, p, q, t, mine);
         }
         coming.bring_from(all.at, all.end);
         copies_end();
@@ -208,7 +207,7 @@ template <class BODY, bool UNEVEN> struct kept_wide_rows : kept_rows<BODY, UNEVE
             .template pass<float>([&](uint32_t, auto left, const uint4 &raw_p, const uint4 &raw_q) {
                 uint4 p = raw_p, q = raw_q;
                 clear_behind((uint32_t)left.left, 0, p, q);
-                vectors<false>(args, p, q, base::shared().t, mine);
+                vectors(args, p, q, base::shared().t, mine);
             });
         const double total[4] = {mine.value, 0, 0, 0};
         settle_value(args, total);
@@ -218,8 +217,8 @@ template <class BODY, bool UNEVEN> struct kept_wide_rows : kept_rows<BODY, UNEVE
         return lane < count ? parts[lane].top[0] : 0.0f;
     }
 
-    /* Classes whose h differs from the mean by less than it is known to: mass times the difference,
-     * in place of the mass, and h as if that were 1. */
+    /* Classes whose h differs from the mean by less than it is known to: mass times the difference
+     * in units of center, in place of the mass, and h as if that were 1: `near` is not 0 here. */
     static __device__ __noinline__ void mend(const kld_cuda_args &args, const kept_row &row) {
         const wide_row &numbers = base::shared().rows[0].numbers;
         const temperature &t = base::shared().t;
@@ -243,8 +242,8 @@ template <class BODY, bool UNEVEN> struct kept_wide_rows : kept_rows<BODY, UNEVE
                 if (which >> i & 1) {
                     const typename BODY::pair pair(from_p[first + i], from_q[first + i], numbers,
                                                    args, t);
-                    mass[i] *= (float)(pair.h - numbers.mean);
-                    h[i] = numbers.center + 1.0f;
+                    mass[i] *= (float)((pair.h - numbers.mean) / (double)numbers.center);
+                    h[i] = 2.0f * numbers.center;
                 }
             store_shared(place, raw_p);
             store_shared(place + source::TENSOR, raw_h);
@@ -271,18 +270,21 @@ template <class BODY, bool UNEVEN> struct kept_wide_rows : kept_rows<BODY, UNEVE
         const auto &settled = base::shared().rows[0];
         const kept_row &row = kept::row_at(kept::all().turn - 1);
         const kept_row &next = kept::row_at(kept::all().turn);
-        const bool writes = written::gradient(args).at && base::shared().divides;
         if (settled.way == ANY) {
             kept::skip(next);
-        } else if (writes) {
-            look(args, row);
-            if (settled.numbers.mends)
-                mend(args, row);
-            write(row, next);
-        } else {
+        } else if constexpr (!WRITES) {
             weigh(args, row, next);
-            resident::clear<float>(row.to, resident::here().place.count, resident::group_thread(),
-                                   resident::GROUP_THREADS);
+        } else {
+            look(args, row);
+            if (base::shared().divides) {
+                if (settled.numbers.mends)
+                    mend(args, row);
+                write(row, next);
+            } else {
+                resident::clear<float>(row.to, resident::here().place.count,
+                                       resident::group_thread(), resident::GROUP_THREADS);
+                kept::skip(next);
+            }
         }
         copies_end();
         kept::add(args, row);

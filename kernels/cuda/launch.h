@@ -29,7 +29,7 @@ extern "C" {
 /* Kernels that hold rows in shared memory, read them once, read them again or keep them, times
  * rules, times sizes of their clusters or slots, of which kept rows have up to six twice. */
 #define KLD_CUDA_CLUSTER_SIZES 12
-#define KLD_CUDA_CLUSTER_RULES 10
+#define KLD_CUDA_CLUSTER_RULES 14
 #define KLD_CUDA_ACTIVE_CLUSTERS                                                                   \
     ((18 + 6 + 6 + 3) * KLD_CUDA_CLUSTER_RULES * KLD_CUDA_CLUSTER_SIZES)
 
@@ -55,7 +55,8 @@ enum kld_cuda_extent { KLD_CUDA_SCALAR, KLD_CUDA_ROWS, KLD_CUDA_ELEMENTS };
 struct kld_cuda_args {
     struct kld_rule rule;
     /* In the roles of the rule. p is targets, but where only q weighs terms (reverse_kl,
-     * skew_reverse_kl) the two have changed places: of KL and MIXTURE of_p is never 0. */
+     * skew_reverse_kl) the two have changed places: of KL and MIXTURE of_p is not 0, until a kernel
+     * of mixtures has them change for a gradient by p (kept_launch.cuh). */
     struct kld_cuda_tensor p, q, grad_p, grad_q;
     struct kld_cuda_tensor weights, mask, grad_output, loss, row_loss;
     uint32_t grad_output_extent; /* enum kld_cuda_extent */

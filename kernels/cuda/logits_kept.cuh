@@ -176,7 +176,12 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
                           row.row.index, extent, mine);
         }
         return resident::merge_parts(
-            [](const part *parts) { return logits_stats::fast_merge_alike(parts); },
+            [](const part *parts) {
+                part all = logits_stats::fast_merge_alike(parts);
+                if (BODY::EXTRA == logits_stats::ROUGH)
+                    logits_stats::spoil_if_above(all);
+                return all;
+            },
             [](const part *parts, uint32_t count) {
                 return logits_stats::fast_merge<BODY::EXTRA>(parts, count);
             });

@@ -71,8 +71,8 @@ static __device__ __forceinline__ exp_parts exp_split(float z, const temperature
 }
 
 /* 2^(z s - c) in one exponential of the hardware, with k the nearest whole number, and r the rest.
- * What is 2^-100 of the reference or less, -inf too, counts as that. Above 2^128 it is no number
- * to use (logits_stats.cuh: `above` of fast_side tells). */
+ * What is 2^-100 of the reference or less, -inf too, counts as that. Above 2^127 it is no number
+ * to use, nor shows that it is none: spoil_if_above() of logits_merge.cuh. */
 struct rough_side {
     float k, r, power;
 

@@ -10,6 +10,9 @@
 namespace logits_stats {
 inline namespace KLD_CUDA_TEAM {
 
+/* As FAST_MIN, of the values of FP32 mixtures, of which the square of such an error shows. */
+static constexpr double MIXTURE_MIN = 1e-5;
+
 /* 2^x, 0 far below. */
 static __device__ __forceinline__ double power_of_2(int x) {
     return x < -1000 ? 0.0 : __hiloint2double((1023 + min(x, 1000)) << 20, 0);
@@ -32,7 +35,7 @@ static __device__ __forceinline__ void sums_of(part &to, const double (&x)[4]) {
         to.sum[i] = __shfl_sync(KLD_FULL_WARP, sum, 8 * i);
 }
 
-/* Of ROUGH: sum a u^2, with u against other references. */
+/* sum a u^2, with u against other references. */
 static __device__ __forceinline__ double squares_by(const double (&sum)[4], double by) {
     return sum[3] + by * (2.0 * sum[2] + by * sum[0]);
 }
@@ -58,7 +61,7 @@ static __device__ __forceinline__ part fast_merge(const part *parts, uint32_t co
         x[3] = scale_q * (from.sum[3] + from.sum[1] * (double)(by_p - by_q));
     if (EXTRA == ENTROPY)
         x[3] = scale_p * (from.sum[3] + from.sum[0] * (double)by_q);
-    if (EXTRA == ROUGH)
+    if (EXTRA >= SQUARES)
         x[3] = scale_p * squares_by(from.sum, (double)(by_p - by_q));
     sums_of(to, x);
     return to;
@@ -85,6 +88,15 @@ static __device__ __forceinline__ part fast_merge_alike(const part *parts) {
     return to;
 }
 
+/* Of ROUGH: are there exponentials beyond what rough_side can do? Then the part is to spoil the
+ * row, also where other blocks' references are so far above that its own would vanish. */
+static __device__ __forceinline__ void spoil_if_above(part &part) {
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        if (reference::mark_above(part.mark[i]) > 120)
+            part.sum[i] = CUDART_INF;
+}
+
 /* One thread: `count` parts, of which get(i) is one, to one. */
 template <int EXTRA, class GET>
 static __device__ __forceinline__ part fast_merge_by_one(uint32_t count, GET get) {
@@ -108,7 +120,7 @@ static __device__ __forceinline__ part fast_merge_by_one(uint32_t count, GET get
                 sum[3] += scale_q * (x.sum[3] + x.sum[1] * (double)(by_p - by_q));
             if (EXTRA == ENTROPY)
                 sum[3] += scale_p * (x.sum[3] + x.sum[0] * (double)by_q);
-            if (EXTRA == ROUGH)
+            if (EXTRA >= SQUARES)
                 sum[3] += scale_p * squares_by(x.sum, (double)(by_p - by_q));
         };
         add(to);
@@ -175,7 +187,7 @@ static __device__ __forceinline__ row_stats fast_row(const part &all, const fast
     row.reverse = EXTRA == REVERSE ? ratio - all.sum[3] * row.inverse_q * LN_2 : 0.0;
     row.entropy = EXTRA == ENTROPY ? q.logarithm - all.sum[3] * row.inverse_p * LN_2 : 0.0;
     row.variance =
-        EXTRA == ROUGH ? (all.sum[3] * row.inverse_p - mean * mean) * (LN_2 * LN_2) : 0.0;
+        EXTRA >= SQUARES ? (all.sum[3] * row.inverse_p - mean * mean) * (LN_2 * LN_2) : 0.0;
     double small = EXTRA == ENTROPY   ? fmin(row.forward, row.entropy)
                    : EXTRA == REVERSE ? fmin(row.forward, row.reverse)
                                       : row.forward;

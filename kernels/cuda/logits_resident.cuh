@@ -204,8 +204,8 @@ template <class BODY> struct rows {
 
     static __device__ __forceinline__ logits_stats::fast_bounds bounds(const kld_cuda_args &args) {
         double scale = args.inverse_temperature * LOG2_E;
-        const double least = BODY::EXTRA == logits_stats::ROUGH ? logits_stats::ROUGH_MIN
-                                                                : logits_stats::FAST_MIN<T>;
+        const double least = BODY::EXTRA >= logits_stats::SQUARES ? logits_stats::MIXTURE_MIN
+                                                                  : logits_stats::FAST_MIN<T>;
         logits_stats::fast_bounds r = {least, logits_stats::FAST_SUM_MAX<T>,
                                        BODY::CENTRES ? CUDART_INF : logits_stats::HEAVY_MIN<T>, 1.0,
                                        CUDART_INF};

@@ -24,9 +24,9 @@ inline namespace KLD_CUDA_TEAM {
 using resident::part;
 
 /* Rows below this value go the careful way: the fast one's error is some 2e-8 in 16 bits, 1e-8 in
- * FP32, where no class has much of the mass; ROUGH 1e-7, of which nothing but the square shows. */
+ * FP32, where no class has much of the mass. */
 template <class T> static constexpr double FAST_MIN = sizeof(T) == 4 ? 1.0 / 256 : 1.0 / 32;
-static constexpr double ROUGH_MIN = 1e-5;
+
 /* The exponential of a class with much of the mass is not to be rounded as the others are: their
  * errors average out, its does not. Such classes count one by one in FP64: those above a limit that
  * the scout has guessed, where one has about 2^-HEAVY_POWERS of the mass. When the sums are known
@@ -38,15 +38,14 @@ static constexpr float HEAVY_POWERS = 5.0f, HEAVY_PART = 1.0f / 8, HEAVY_ABOVE =
 static constexpr double HEAVY_MOST = 900.0;
 template <class T> static constexpr double HEAVY_MIN = sizeof(T) == 4 ? 1e300 : 0.3;
 
-/* And those whose sums are beyond this, whatever they are made of. */
+/* And those whose sums are beyond this. */
 template <class T> static constexpr double FAST_SUM_MAX = sizeof(T) == 4 ? 1e30 : 1048576.0;
 
 /* Below this entropies of the careful way are no good: any.cuh. */
 template <class T> static constexpr double CAREFUL_ENTROPY_MIN = sizeof(T) == 4 ? 1.0 / 64 : 1e-6;
 
-/* The fourth sum: nothing, sum q (ln q - ln p), or sum p ln q. ROUGH, of FP32: sum p (ln p - ln
- * q)^2, where sums need not be better than the hardware's exponentials are. */
-enum extra { NOTHING, REVERSE, ENTROPY, ROUGH };
+/* The fourth sum: none, q (ln q - ln p), p ln q, p (ln p - ln q)^2, the same roughly (FP32). */
+enum extra { NOTHING, REVERSE, ENTROPY, SQUARES, ROUGH };
 
 /* The difference of two logits of 16 bits is exact unless a constant lies between the sides; beyond
  * this one it is taken off first, by the careful way. A number of few bits, or 0. */
@@ -202,8 +201,7 @@ struct reference {
     }
 };
 
-/* ---- the fast way -----------------------------------------------------------------------------
- */
+/* ---- the fast way ---- */
 
 /* The largest logits of one thread. NaN is passed over: it shows in the sums. */
 template <class T> struct top_of {
@@ -339,6 +337,8 @@ static __device__ __forceinline__ void fast_fp32(float z_p, float z_q, const ref
         sum.extra = fmaf(fmaf(scale_q, e_q.w, scale_q), u, sum.extra);
     if (EXTRA == ENTROPY)
         sum.extra = fmaf(a, k_q + e_q.r, sum.extra);
+    if (EXTRA == SQUARES)
+        sum.extra = fmaf(__fmul_rn(a, u), u, sum.extra);
 }
 
 static __device__ __forceinline__ void fast_roughly(float z_p, float z_q, const reference &at,
@@ -387,7 +387,7 @@ static __device__ __forceinline__ void add_heavy(heavy_sums &to, float z_p, floa
         to.sum[3] += b * u;
     if (EXTRA == ENTROPY)
         to.sum[3] += a * x_q;
-    if (EXTRA == ROUGH)
+    if (EXTRA >= SQUARES)
         to.sum[3] += a * u * u;
 }
 template <class T, int EXTRA>

@@ -58,8 +58,8 @@ struct quick_row {
 struct quick_sums {
     float p = 0, q = 0, mass_q = 0;
 
-    /* most: the largest power of q/p so far; p may be 0 above POWER_MOST, where q has mass. */
-    static constexpr float POWER_MOST = 64.0f;
+    /* most: the largest power of q/p so far: above POWER_MOST q is not to be made of p. */
+    static constexpr float POWER_MOST = 24.0f;
     __device__ __forceinline__ void add(float z_p, float z_q, const quick_row &row,
                                         const temperature &t, float &most) {
         z_p = fmaxf(z_p, -3.4e38f); /* no mass, but a number */
@@ -99,7 +99,9 @@ struct wide_row {
           inverse_q(stats.inverse_q), factor((float)factor), shift(stats.shift) {
         const bool is_close =
             !(args.rule.share * args.rule.rest * stats.forward >= quick_row::VALUE_LEAST);
-        is_quick = cross_of(args.rule) == 0.0 && !stats.is_careful && !is_close;
+        /* A constant between the sides has their difference rounded. */
+        const bool is_apart = !(fabsf(c_p - c_q) < 128.0f);
+        is_quick = cross_of(args.rule) == 0.0 && !stats.is_careful && !is_close && !is_apart;
         if (is_quick)
             quick = quick_row(args, stats);
         /* As if d were distributed normally, by three of its values. */
@@ -195,16 +197,17 @@ struct wide_pairs {
         unpack<T>(heights, h);
 #pragma unroll
         for (uint32_t i = 0; i < V; i++)
-            y[i] = __fmul_rn(mass[i], __fmul_rn(h[i] - center, factor));
+            y[i] = __fmul_rn(__fmul_rn(mass[i], h[i] - center), factor);
         return *(uint4 *)y;
     }
 };
 
-template <bool EVEN> struct wide_body : usual_body {
+/* WRITES: with the gradient. Without, sums need not be as good. */
+template <bool EVEN, bool WRITES> struct wide_body : usual_body {
     typedef float T;
     typedef float type;
     static constexpr bool KNOWN = false;
-    static constexpr int EXTRA = logits_stats::ROUGH;
+    static constexpr int EXTRA = WRITES ? logits_stats::SQUARES : logits_stats::ROUGH;
     static constexpr bool CENTRES = true, OF_P = true, LOOKS_AGAIN = true;
     typedef nothing_aside aside;
     typedef wide_row numbers;
