@@ -16,6 +16,7 @@
 
 #include "tests/emulate/machine.h"
 
+#undef __constant__
 #undef __device__
 #undef __global__
 #undef __shared__

@@ -361,6 +361,21 @@ static void add_kept_wide(struct table_list *list, bool quick) {
     }
 }
 
+/* And where these may be lost. */
+static void add_kept_wide_few(struct table_list *list) {
+    for (uint32_t k = 0; k < 16; k++) {
+        struct table_case *at = table_list_add_one(list, "kept wide few", 4, k == 1 ? 16386 : 16384,
+                                                   KLD_DIVERGENCE_JS, LOGITS, FP32);
+        at->data = TABLE_FEW;
+        at->noise = k < 4 ? 4 : k < 6 ? 5 : k < 8 ? 6 : k;
+        at->gradient[0] = k == 2;
+        at->gradient[1] = k == 3 || k >= 8;
+        at->parameter = k % 2 && k < 8 ? at->parameter : k < 8 ? 0.5 : 0.9;
+        at->reduction = KLD_REDUCTION_ROW;
+        at->row_loss = true;
+    }
+}
+
 void table_list_kept(struct table_list *list, bool quick) {
     add_difference(list, quick);
     add_centred(list, quick);
@@ -369,4 +384,5 @@ void table_list_kept(struct table_list *list, bool quick) {
     add_shortest(list, quick);
     add_shortest_few(list);
     add_kept_wide(list, quick);
+    add_kept_wide_few(list);
 }

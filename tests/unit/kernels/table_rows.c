@@ -180,7 +180,8 @@ static void make_zeros(const struct table_case *at, const struct kind *kind,
 }
 
 /* Rows whose js may be lost: in what the sides' equal classes add; of masses that one side has
- * where the other's are 2^-127 of its largest; or in the rounding of logits that are 10^6. */
+ * where the other's are 2^-127 of its largest; in the rounding of logits that are 10^6; and as said
+ * below. */
 static void make_few(const struct kind *kind, uint64_t i, uint64_t classes, double *q, double *p) {
     *q = *p = 0;
     if (kind->noise == 1 && i == classes / 2) {
@@ -192,6 +193,20 @@ static void make_few(const struct kind *kind, uint64_t i, uint64_t classes, doub
     } else if (kind->noise == 3 && i < 6) {
         *p = i < 3 ? 9.875 : 0;
         *q = i == 2 ? 0 : 9.875;
+    } else if (kind->noise == 4) { /* of two blocks one's reference is far below the other's */
+        bool other = i >= classes / 2, one = i % (classes / 2) < 4;
+        bool many = i % 64 == 17 && i < classes / 2 + 12 * 64;
+        *p = other ? (one || many ? 300 : 0) : one ? -1000 : i < 12 ? 300 : 0;
+        *q = (double)(i % 7) / 4;
+    } else if (kind->noise == 5) { /* a constant between the sides */
+        *p = (double)(i * 7919 % 1009) / 250 - 2;
+        *q = (double)(i * 6271 % 1013) / 250 + 1e5;
+    } else if (kind->noise == 6) { /* q's mass where p has next to none */
+        *p = i % 2 ? -17.4339199 : 23.1780663;
+        *q = i % 2 ? 21.8904152 : -13.8585033;
+    } else if (kind->noise > 6) { /* what is next to the mean is far from where h is counted */
+        *p = i ? (double)(i * 7919 % 1009) / 1024 : log((double)classes * 0.57);
+        *q = i ? *p + (double)(i % 5) / 1024 : *p - 80 - 2 * kind->noise;
     }
 }
 
