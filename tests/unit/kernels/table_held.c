@@ -342,7 +342,8 @@ static void add_kept_wide(struct table_list *list, bool quick) {
     for (uint32_t k = 0; k < 12; k++)
         for (uint32_t i = 0; i < 3; i++)
             for (uint32_t gradients = 0; gradients < 3; gradients++)
-                if (!quick || (gradients == (k + k / 3 + i) % 3 && (i == 0 || (k + i) % 2)))
+                if (!quick ||
+                    (gradients == (k + k / 3 + i) % 3 && (i == 0 || (k + 2 * i) % 4 == 0)))
                     add_crowd(list, divergences[i], FP32, (k + i + gradients) % 2, at[k].rows,
                               at[k].classes, gradients);
     add_crowd(list, KLD_DIVERGENCE_JS, FP32, true, 2300, 2049, 2);

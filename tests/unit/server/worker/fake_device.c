@@ -108,6 +108,7 @@ static void run(struct fake_device *fake, struct kld_job *job) {
     count_job(job, -1);
     atomic_fetch_sub(&stream->jobs, 1);
     atomic_fetch_add(&fake->jobs_done, 1);
+    pthread_mutex_lock(&fake->telling); /* what ended before is told before */
     pthread_mutex_lock(&fake->lock);
     bool watched = fake->watched;
     if (watched) {
@@ -118,6 +119,7 @@ static void run(struct fake_device *fake, struct kld_job *job) {
     pthread_mutex_unlock(&fake->lock);
     if (!watched)
         job->done(job);
+    pthread_mutex_unlock(&fake->telling);
     atomic_fetch_add(&fake->jobs_told, 1);
 }
 
@@ -139,17 +141,22 @@ static void unlock_unheld(struct fake_device *fake, const sigset_t *before) {
 static void poll_device(struct kld_device *device, bool more) {
     struct fake_device *fake = fake_of(device);
     atomic_fetch_add(&fake->polls, 1);
-    sigset_t before;
-    lock_unheld(fake, &before);
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, &before);
+    pthread_mutex_lock(&fake->telling);
+    pthread_mutex_lock(&fake->lock);
     fake->watched = more;
     struct kld_job *next, *job = fake->ended;
     fake->ended = NULL;
     fake->ended_last = &fake->ended;
-    unlock_unheld(fake, &before);
+    pthread_mutex_unlock(&fake->lock);
     for (; job; job = next) {
         next = job->next;
         job->done(job);
     }
+    pthread_mutex_unlock(&fake->telling);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
 static void *thread_main(void *argument) {
@@ -184,6 +191,7 @@ void fake_device_init(struct fake_device *fake) {
     fake->last = &fake->first;
     fake->ended_last = &fake->ended;
     pthread_mutex_init(&fake->lock, NULL);
+    pthread_mutex_init(&fake->telling, NULL);
     pthread_cond_init(&fake->more, NULL);
     pthread_create(&fake->thread, NULL, thread_main, fake);
 }
@@ -196,6 +204,7 @@ static void device_close(struct kld_device *device) {
     pthread_mutex_unlock(&fake->lock);
     pthread_join(fake->thread, NULL);
     pthread_cond_destroy(&fake->more);
+    pthread_mutex_destroy(&fake->telling);
     pthread_mutex_destroy(&fake->lock);
 }
 

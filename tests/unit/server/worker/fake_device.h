@@ -51,6 +51,7 @@ struct fake_device {
 
     /* Its thread. */
     pthread_t thread;
+    pthread_mutex_t telling; /* before `lock`: jobs are told of in the order in which they ended */
     pthread_mutex_t lock;
     pthread_cond_t more;
     struct kld_job *first, **last;       /* lock */
