@@ -80,7 +80,7 @@ static cudaError_t launch_shannon(const kld_cuda_args *args, uint32_t groups, cu
 static inline cudaError_t launch_wide(const kld_cuda_args *args, uint32_t groups,
                                       cudaStream_t stream) {
     const kld_cuda_args own = by_p(*args);
-    const bool even = own.rule.share == own.rule.rest && own.rule.of_p == own.rule.of_q;
+    const bool even = kld_cuda_is_even(&own.rule);
     if (own.grad_p.dtype)
         return even ? launch_kept<wide_body<true, true>>(own, groups, stream)
                     : launch_kept<wide_body<false, true>>(own, groups, stream);

@@ -97,6 +97,14 @@ struct wide_row {
                                         double factor)
         : c_p((float)stats.c_p), c_q((float)stats.c_q), inverse_p(stats.inverse_p),
           inverse_q(stats.inverse_q), factor((float)factor), shift(stats.shift) {
+        is_quick = false;
+        if (args.grad_p.dtype)
+            count_near_mean(args.rule, stats);
+        else
+            find_quick(args, stats);
+    }
+    /* Where only the value is wanted. */
+    __device__ __forceinline__ void find_quick(const kld_cuda_args &args, const row_stats &stats) {
         const bool is_close =
             !(args.rule.share * args.rule.rest * stats.forward >= quick_row::VALUE_LEAST);
         /* A constant between the sides has their difference rounded. */
@@ -104,10 +112,13 @@ struct wide_row {
         is_quick = cross_of(args.rule) == 0.0 && !stats.is_careful && !is_close && !is_apart;
         if (is_quick)
             quick = quick_row(args, stats);
+    }
+    /* Where the gradient is. */
+    __device__ __forceinline__ void count_near_mean(const kld_rule &rule, const row_stats &stats) {
         /* As if d were distributed normally, by three of its values. */
         const float d = (float)stats.forward, away = sqrtf(3.0f * fmaxf((float)stats.variance, 0));
-        const float near = height_near(args.rule, d);
-        const float far = height_near(args.rule, d + away) + height_near(args.rule, d - away);
+        const float near = height_near(rule, d);
+        const float far = height_near(rule, d + away) + height_near(rule, d - away);
         const float at = fmaf(2.0f / 3, near, 1.0f / 6 * far);
         origin = fabsf(at) < 1e30f ? (double)at : 0.0;
     }

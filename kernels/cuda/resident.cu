@@ -27,11 +27,6 @@ static bool is_wide(const kld_cuda_args *args) {
            args->has_fp64 && !(args->grad_p.dtype && args->grad_q.dtype);
 }
 
-/* Do both sides count alike? */
-static bool is_even(const kld_rule &rule) {
-    return rule.share == rule.rest && rule.of_p == rule.of_q;
-}
-
 /* Is one gradient wanted, which the sums of a row give class by class? */
 static bool writes_by_sums(const kld_cuda_args *args) {
     return (is_difference(args) && args->grad_q.dtype) || is_centred(args);
@@ -144,7 +139,8 @@ static uint32_t rule_of(const kld_cuda_args *args) {
     if (args->resident_team >= KLD_CUDA_REREAD_WARP && is_centred(args))
         return 4;
     if (is_wide(args))
-        return 6 + 2 * (args->grad_p.dtype || args->grad_q.dtype) + 4 * is_even(args->rule);
+        return 6 + 2 * (args->grad_p.dtype || args->grad_q.dtype) +
+               4 * kld_cuda_is_even(&args->rule);
     if (is_shannon(args))
         return 6;
     return args->rule.kind == KLD_RULE_CROSS_ENTROPY ? 2 : args->rule.of_q != 0;

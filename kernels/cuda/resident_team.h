@@ -136,6 +136,11 @@ enum kld_cuda_team {
 /* The function of the team that is being compiled. */
 #define KLD_CUDA_TEAM_NAME(name) KLD_CUDA_TEAM_JOIN(KLD_CUDA_TEAM, name)
 
+/* Do both sides of a mixture count alike? Kernels of their own then. */
+static inline bool kld_cuda_is_even(const struct kld_rule *rule) {
+    return rule->share == rule->rest && rule->of_p == rule->of_q;
+}
+
 #ifdef __cplusplus
 extern "C" {
 #endif
