@@ -77,16 +77,6 @@ template <class T>
 static cudaError_t launch_shannon(const kld_cuda_args *args, uint32_t groups, cudaStream_t stream) {
     return launch_kept<shannon_body<T>>(by_p(*args), groups, stream);
 }
-static inline cudaError_t launch_wide(const kld_cuda_args *args, uint32_t groups,
-                                      cudaStream_t stream) {
-    const kld_cuda_args own = by_p(*args);
-    const bool even = kld_cuda_is_even(&own.rule);
-    if (own.grad_p.dtype)
-        return even ? launch_kept<wide_body<true, true>>(own, groups, stream)
-                    : launch_kept<wide_body<false, true>>(own, groups, stream);
-    return even ? launch_kept<wide_body<true, false>>(own, groups, stream)
-                : launch_kept<wide_body<false, false>>(own, groups, stream);
-}
 
 template <class T>
 static cudaError_t launch_kept(const kld_cuda_args *args, uint32_t groups, cudaStream_t stream) {
