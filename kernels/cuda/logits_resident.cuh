@@ -19,6 +19,7 @@
 
 #include "kernels/cuda/any.cuh"
 #include "kernels/cuda/logits_careful.cuh"
+#include "kernels/cuda/logits_fast.cuh"
 #include "kernels/cuda/resident_run.cuh"
 
 namespace logits_resident {
