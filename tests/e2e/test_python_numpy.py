@@ -1,7 +1,10 @@
 """kld from NumPy: values and gradients against FP64, the same bits over every kind of connection, and how
 often a byte is copied."""
+import contextlib
 import ctypes
 import gc
+import importlib
+import math
 import os
 import threading
 
@@ -300,6 +303,86 @@ def test_results_into_the_callers_arrays(connection):
     assert np.array_equal(mine, result.grad_predictions)
     loss = np.zeros(SHAPE, np.float32)
     assert connection.kl_div(Q, P, reduction="none", out={"loss": loss}).loss is loss and loss.any()
+
+
+@pytest.mark.parametrize("shape", [(5,), (96, 5), (2, 4, 5), (2, 3, 4, 5)])
+def test_rows_into_the_callers_arrays(connection, shape):
+    """One number a row, whatever the rank: nothing is written beside them."""
+    q, p = probabilities(3, (math.prod(shape[:-1]), 5)).reshape(shape), probabilities(4, (1, 5))[0] + np.zeros_like(Q[0, 0])
+    p = np.broadcast_to(p, shape).copy()
+    wanted = (p * np.log(p / q)).sum(axis=-1)
+    size = wanted.size
+
+    def into(take, name, **more):
+        guarded = np.full(4 * size + 8, -1, np.float32)
+        out = take(guarded)
+        result = connection.kl_div(q, p, out={name: out}, grad=False, **more)
+        assert (result.loss if name == "loss" else result.row_loss) is out
+        np.testing.assert_allclose(out, wanted, rtol=1e-5)
+        out[...] = -1
+        assert (guarded == -1).all()
+
+    for name, more in (("loss", {"reduction": "row"}), ("row_loss", {}), ("row_loss", {"reduction": "row"})):
+        into(lambda all_of: all_of[4:4 + size].reshape(shape[:-1]), name, **more)
+        into(lambda all_of: all_of[4:4 + 2 * size:2].reshape(shape[:-1]), name, **more)
+    if len(shape) > 2:
+        with pytest.raises(ValueError, match="rows at one distance"):
+            into(lambda all_of: all_of[:2 * size].reshape(*shape[:-2], -1)[..., :shape[-2]], "row_loss")
+
+
+def test_an_output_on_a_gpu_is_for_one_that_has_it(monkeypatch):
+    """Also where no input is there: a CPU would write to an address that it has not."""
+    values = np.zeros(SHAPE, np.float32)
+
+    class OnGpu:
+        read_only = False
+
+        @property
+        def __cuda_array_interface__(self):
+            return {"typestr": "<f4", "shape": SHAPE, "strides": None, "data": (values.ctypes.data, self.read_only)}
+
+    class Gpu:
+        ordinal, uuid = 0, bytes(16)
+
+        def look_up(self, address):
+            return self
+
+        def current(self):
+            return contextlib.nullcontext()
+
+    cuda = importlib.import_module("kld._cuda")
+    monkeypatch.setattr(cuda, "driver", Gpu)
+    monkeypatch.setattr(cuda, "gpu", lambda ordinal: Gpu())
+    out = OnGpu()
+    with kld.connect("local:cpu") as connection:
+        with pytest.raises(kld.KldUnsupportedError, match="computes on a CPU"):
+            connection.kl_div(Q, P, out={"grad_predictions": out})
+        out.read_only = True
+        with pytest.raises(ValueError, match="expected a writeable array"):
+            connection.kl_div(Q, P, out={"grad_predictions": out})
+    assert not values.any()
+
+
+def test_a_server_that_lets_little_be_shared(make_server):
+    """What is kept for later gives way."""
+    server = make_server(client_regions_max=8)
+    with kld.connect(server.url_unix) as connection:
+        for rows in range(20, 40):
+            q, p = probabilities(1, (rows, 8000)), probabilities(2, (rows, 8000))
+            assert connection.kl_div(q, p).grad_predictions.shape == q.shape
+        with pytest.raises(kld.KldMemoryError, match="the server allows 8 regions"):
+            mine = [connection.empty((rows, 8000)) for rows in range(20, 40)]
+            del mine
+
+
+def test_results_where_no_more_can_be_shared(connection, monkeypatch):
+    def take(*_):
+        raise kld.KldMemoryError(kld.Status.NO_MEMORY, "none")
+
+    wanted = connection.kl_div(Q, P[::-1])
+    monkeypatch.setattr(connection._memory, "take", take)
+    result = connection.kl_div(Q, P[::-1])
+    assert result.loss == wanted.loss and np.array_equal(result.grad_predictions, wanted.grad_predictions)
 
 
 @pytest.mark.parametrize("arguments, error, text", [

@@ -58,6 +58,24 @@ def test_attached_in_the_place_of_an_array(connections):
         student.kl_div(mine, attached)
 
 
+def test_closing_what_is_published_from_within_a_request(connections):
+    """As a signal's handler would: refused, and then it is as it was."""
+    teacher, student = connections
+    published = teacher.publish("test/within", probabilities(1, SHAPE))
+
+    def within():
+        with pytest.raises(kld.KldBusyError):
+            published.close()
+
+    teacher._alone(within)
+    assert not published.closed
+    student.attach("test/within", timeout=0).close()
+    published.close()
+    published.close()
+    with pytest.raises(kld.KldLookupError):
+        student.attach("test/within", timeout=0.2)
+
+
 def test_a_late_gradient_of_a_closed_tensor(connections):
     """The backward pass of the reduction none with logits asks again: not where a closed tensor lay."""
     torch = import_torch()

@@ -201,9 +201,9 @@ class Sides:
         view = None if isinstance(array, np.ndarray) else self._on_gpu(f"out[{slot!r}]", array)
         if view is None:
             return output_of(slot, array, dtype, shape)
-        if view.dtype != dtype or view.shape != shape:
-            raise KldValueError(Status.INVALID, f"out[{slot!r}] is {view.dtype}{list(view.shape)}; expected "
-                                f"{dtype}{list(shape)}")
+        if view.dtype != dtype or view.shape != shape or self._found[-1].read_only:
+            raise KldValueError(Status.INVALID, f"out[{slot!r}] is {view.dtype}{list(view.shape)}; expected a "
+                                f"writeable array {dtype}{list(shape)}")
         return view
 
     def make(self, call: Call, slot: str, dtype: str, shape: Tuple[int, ...]) -> Any:

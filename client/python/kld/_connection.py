@@ -206,6 +206,14 @@ class Connection:
         if row_loss or "row_loss" in given:
             wanted.append("row_loss")
 
+        def kind(name: str) -> Tuple[str, Tuple[int, ...]]:
+            return ((q.dtype, q.shape) if name == "grad_predictions" else
+                    (p.dtype, p.shape) if name == "grad_targets" else
+                    (loss_dtype, leading if name == "row_loss" or loss_shape is None else loss_shape))
+
+        # Before the request asks where they all are.
+        views = {name: sides.output_of(name, given[name], *kind(name)) for name in wanted if name in given}
+
         def request() -> Result:
             made: Dict[str, Any] = {}
             with sides.current():
@@ -215,15 +223,11 @@ class Connection:
                 for name, view in vectors:
                     call.vector(name, view)
                 for name in wanted:
-                    dtype, shape = ((q.dtype, q.shape) if name == "grad_predictions" else
-                                    (p.dtype, p.shape) if name == "grad_targets" else
-                                    (loss_dtype, leading if name == "row_loss" else q.shape
-                                     if loss_shape is None else loss_shape))
-                    if name in given:
+                    if name in views:
                         made[name] = given[name]
-                        call.output(name, sides.output_of(name, given[name], dtype, shape))
+                        call.output(name, views[name])
                     else:
-                        made[name] = sides.make(call, name, dtype, shape)
+                        made[name] = sides.make(call, name, *kind(name))
                 call.run()
             result = self._result
             return Result(made.get("loss", result.loss), made.get("grad_predictions"), made.get("grad_targets"),

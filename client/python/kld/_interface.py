@@ -14,7 +14,7 @@ import numpy as np
 
 from . import _cuda, _library
 from ._errors import KldTypeError, KldValueError, Status
-from ._request import View
+from ._request import View, check_shape
 
 _KDL_CUDA = 2
 _TYPESTR: Dict[str, str] = {"<f4": "float32", "<f8": "float64", "<f2": "float16", "|u1": "uint8", "|b1": "bool"}
@@ -46,6 +46,7 @@ _capsule_pointer.restype, _capsule_pointer.argtypes = c.c_void_p, [c.py_object, 
 class Found(NamedTuple):
     view: View
     stream: int  #: the work that fills it was enqueued there
+    read_only: bool = False
 
 
 def find(name: str, value: Any) -> Optional[Found]:
@@ -71,13 +72,15 @@ def _of_interface(name: str, value: Any, interface: Dict[str, Any]) -> Found:
     if interface.get("mask") is not None:
         raise KldValueError(Status.INVALID, f"{name} is a masked array; give the mask of rows as row_mask")
     address, shape = int(interface["data"][0]), tuple(int(size) for size in interface["shape"])
+    if 0 in shape:  # has no address
+        check_shape(shape)
     strides = interface.get("strides")
     allocation = _cuda.driver().look_up(address)
     if allocation is None:
         raise KldValueError(Status.INVALID, f"{name} is not in the memory of a GPU")
     view = View(address, dtype, shape, None if strides is None else tuple(strides), value,
                 ordinal=allocation.ordinal)
-    return Found(view, int(interface.get("stream") or _LEGACY_STREAM))
+    return Found(view, int(interface.get("stream") or _LEGACY_STREAM), bool(interface["data"][1]))
 
 
 def _capsule_of(value: Any) -> Any:
@@ -98,6 +101,8 @@ def _of_dlpack(name: str, value: Any) -> Found:
         raise KldTypeError(Status.INVALID, f"{name} holds DLPack's type {tensor.code} of {tensor.bits} bits; kld "
                            f"takes {', '.join(sorted(set(_DL_TYPES.values())))}")
     shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
+    if 0 in shape:  # likewise
+        check_shape(shape)
     strides = None
     if tensor.strides:
         strides = tuple(tensor.strides[axis] * (tensor.bits // 8) for axis in range(tensor.ndim))

@@ -21,7 +21,7 @@ import weakref
 from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
 
 from . import _library
-from ._errors import KldMemoryError, Status
+from ._errors import KldError, KldMemoryError, Status
 
 # Each costs two descriptors, and a server takes 1024 regions of a client (client_regions_max).
 SPANS_MAX = 256
@@ -111,12 +111,25 @@ class Memory:
             raise KldMemoryError(Status.NO_MEMORY, f"{SPANS_MAX} arrays in shared memory are alive, the most "
                                  "that one connection takes")
         try:
-            span = Span(size, self._connection)
+            span = self._span(size)
+        except KldError as error:
+            if error.status not in (Status.NO_MEMORY, Status.TOO_LARGE):
+                raise
+            raise KldMemoryError(Status.NO_MEMORY, f"no {size} bytes of shared memory: {error}") from error
         except (OSError, ValueError, OverflowError) as error:
             raise KldMemoryError(Status.NO_MEMORY, f"no {size} bytes of shared memory: {error}") from error
         self._live[span.address] = span
         bisect.insort(self._addresses, span.address)
         return span
+
+    def _span(self, size: int) -> Span:
+        try:
+            return Span(size, self._connection)
+        except (KldError, OSError):  # of what a server lets one connection share, what is kept for later has a part
+            if not self.cached_bytes:
+                raise
+        self._forget_cached(0)
+        return Span(size, self._connection)
 
     def forget_cached(self) -> bool:
         """All that is kept for later: the server may share only so much with this connection. False: nothing was kept."""

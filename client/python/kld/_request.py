@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optiona
 import numpy as np
 
 from . import _library
-from ._errors import KldError, KldTypeError, KldValueError, Status, from_status
+from ._errors import KldError, KldMemoryError, KldTypeError, KldValueError, Status, from_status
 
 if TYPE_CHECKING:
     from ._connection import Connection
@@ -222,6 +222,9 @@ class Call:
 
     def output(self, slot: str, view: View) -> None:
         """Places an output of the caller's, whose layout must be one of rows."""
+        if slot == "row_loss" or slot == "loss" and self._parameters.reduction == "row":  # rows of one number
+            view = view._replace(shape=(*view.shape, 1),
+                                 strides=None if view.strides is None else (*view.strides, view.item_bytes))
         stride = row_stride(view)
         if stride is None:
             raise KldValueError(Status.INVALID, f"out[{slot!r}]: the classes of a row must be contiguous, rows "
@@ -239,12 +242,19 @@ class Call:
         """Places an output in memory of ours, in shared memory where that is worth it; returns the
         buffer, which is at least as long."""
         size = _library.ITEM_BYTES[_library.DTYPE[dtype]] * math.prod(shape)
-        if size >= SHARE_BYTES_MIN and not self.connection._memory.is_full:
-            block = self.connection._memory.take(size, self.connection._tidy)
-        else:
-            block = (c.c_char * max(size, 1))()
+        block = self._room(size) if size >= SHARE_BYTES_MIN else (c.c_char * max(size, 1))()
         self.fresh_output(slot, View(c.addressof(block), dtype, shape, None, block))
         return block
+
+    def _room(self, size: int) -> Any:
+        """Shared memory, or ordinary memory where the server or this process lets us have no more of it."""
+        memory = self.connection._memory
+        if not memory.is_full:
+            try:
+                return memory.take(size, self.connection._tidy)
+            except KldMemoryError:
+                pass
+        return (c.c_char * size)()
 
     def _gathered(self, slot: str, view: View) -> View:
         """A copy in shared memory, which libkld need not copy again."""
@@ -252,8 +262,7 @@ class Call:
             raise KldValueError(Status.INVALID, f"{slot}: the classes of a row must be contiguous, rows at one "
                                 "distance of at least a row, and the memory aligned")
         size = view.item_bytes * math.prod(view.shape)
-        block: Any = ((c.c_char * size)() if self.connection._memory.is_full else
-                      self.connection._memory.take(size, self.connection._tidy))
+        block = self._room(size)
         view.copy_to(block, view.keep)
         self.copied_bytes += size
         return View(c.addressof(block), view.dtype, view.shape, None, block)

@@ -78,12 +78,15 @@ class Published(_Shared):
         """Takes the tensor off its name. Twice is allowed."""
         if self.closed:
             return
-        self.closed = True
         if self.connection.closed:
+            self.closed = True
             return
         self.connection._alone(self._detach)
 
     def _detach(self) -> None:
+        if self.closed:  # by another thread, meanwhile
+            return
+        self.closed = True
         self.connection._published.discard(self)
         if self._view.ordinal is not None:
             self.connection._devices().let_go(self)
