@@ -323,6 +323,14 @@ static void close_exchange(struct kld_http *http, struct kld_exchange *exchange)
     free(exchange);
 }
 
+/* Has the client sent all that it will, and has it been read? */
+static bool has_ended(struct MHD_Connection *connection) {
+    const union MHD_ConnectionInfo *info =
+        MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+    char next;
+    return !info || recv(info->connect_fd, &next, 1, MSG_PEEK | MSG_DONTWAIT) == 0;
+}
+
 static void completed(void *user, struct MHD_Connection *connection, void **context,
                       enum MHD_RequestTerminationCode code) {
     struct kld_watched *watched = watched_of(connection);
@@ -330,8 +338,17 @@ static void completed(void *user, struct MHD_Connection *connection, void **cont
         watched->discarded_bytes = watched->exchange->discarded_bytes;
         watched->exchange = NULL;
     }
-    if (*context)
-        close_exchange(user, *context);
+    struct kld_exchange *exchange = *context;
+    struct kld_http *http = user;
+    /* MHD answers a chunk that is none, or such a trailer, by itself. It calls an end in the middle
+     * of a body the same. */
+    if (exchange && code == MHD_REQUEST_TERMINATED_WITH_ERROR && !exchange->replied &&
+        !exchange->gone && !http->closing && !has_ended(connection)) {
+        exchange->misframed = true;
+        kld_stats_rejected(http->gateway->stats, KLD_REJECT_http_framing);
+    }
+    if (exchange)
+        close_exchange(http, exchange);
     *context = NULL;
 }
 

@@ -51,9 +51,10 @@ void kld_infer_let_go(struct kld_infer *infer) {
         return;
     free_memory(infer);
     kld_infer_give_place(infer);
-    if (infer->exchange) /* a refused body may still be inside kld_body_feed() */
+    if (!infer->feeding) /* else kld_infer_feed() does */
+        kld_body_done(infer);
+    if (infer->exchange)
         return;
-    kld_body_done(infer);
     kld_infer_arrived(infer);
     kld_infer_free(infer);
 }
@@ -68,7 +69,15 @@ void kld_infer_fail(struct kld_infer *infer, const struct kld_error *error) {
 }
 
 size_t kld_infer_feed(struct kld_exchange *exchange, const char *data, size_t size) {
-    return kld_body_feed(exchange->state, data, size);
+    struct kld_infer *infer = exchange->state;
+    infer->feeding = true;
+    size_t taken = kld_body_feed(infer, data, size);
+    if (exchange->state != infer) /* it was too late, and is somebody else's */
+        return taken;
+    infer->feeding = false;
+    if (exchange->replied) /* the rest of a refused body is dropped */
+        kld_body_done(infer);
+    return taken;
 }
 
 void kld_infer_refuse(struct kld_exchange *exchange, const struct kld_error *error) {
@@ -81,13 +90,13 @@ void kld_infer_end(struct kld_exchange *exchange) {
     struct kld_infer *infer = exchange->state;
     bool left = infer && !exchange->replied;
     if (left) /* which also says what the time is counted under */
-        kld_infer_count(infer, KLD_CANCELLED);
+        kld_infer_count(infer, exchange->misframed ? KLD_INVALID : KLD_CANCELLED);
     kld_infer_count_end(exchange); /* first: who sees none in flight sees all of them counted */
     kld_stats_add(gateway->stats, KLD_STAT_http_requests_in_flight, -1);
     atomic_fetch_sub(&gateway->common->infers, 1);
     if (!infer) /* it was too late; the worker still has it */
         return;
-    if (left)
+    if (left && !exchange->misframed)
         kld_stats_add(gateway->stats, KLD_STAT_requests_detached_total, 1);
     infer->exchange = NULL;
     if (infer->in_worker && infer->uses_buffers)

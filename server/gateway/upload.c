@@ -172,6 +172,7 @@ static void waited_too_long(struct kld_deadline *deadline) {
     else
         kld_error_set(&error, KLD_DEADLINE,
                       "the deadline passed before the device took the tensor");
+    kld_stats_add(upload->gateway->stats, KLD_STAT_requests_detached_total, 1);
     fail(upload, &error);
 }
 
@@ -434,8 +435,11 @@ void kld_upload_end(struct kld_exchange *exchange) {
     struct upload *upload = exchange->state;
     if (!upload)
         return;
-    if (!exchange->replied) /* first: who sees none in flight sees all of them counted */
-        count_end(upload, KLD_CANCELLED);
+    if (!exchange->replied) { /* first: who sees none in flight sees all of them counted */
+        count_end(upload, exchange->misframed ? KLD_INVALID : KLD_CANCELLED);
+        kld_stats_add(upload->gateway->stats, KLD_STAT_requests_detached_total,
+                      !exchange->misframed);
+    }
     atomic_fetch_sub(&upload->gateway->common->infers, 1);
     kld_stats_add(upload->gateway->stats, KLD_STAT_http_requests_in_flight, -1);
     upload->exchange = NULL;

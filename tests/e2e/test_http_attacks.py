@@ -14,6 +14,7 @@ import pytest
 
 import faillib
 import oip
+from conftest import wait_until
 from httplib import PREFIX, Flat, Shared, close, in_region, is_sanitized, probabilities, register, unregister
 from oip import INFER, LENGTH, infer
 
@@ -132,6 +133,30 @@ def test_chunks_that_lie(server, chunks):
             assert status_of(connection) in (0, 400, 413, 431)
         except OSError:
             pass
+
+
+@pytest.mark.parametrize("chunk, counted", [(b"x\r\n", {"invalid": 1, "framing": 1}), (b"5\r\nabc", {"cancelled": 1, "left": 1})])
+def test_how_a_body_that_breaks_off_is_counted(make_server, chunk, counted):
+    """As what its sender got wrong, where it is that; else as a client that left."""
+    server = make_server()
+
+    def counts():
+        metrics = server.metrics()
+        return {"invalid": metrics['kld_requests_total{front="http",status="invalid"}'],
+                "cancelled": metrics['kld_requests_total{front="http",status="cancelled"}'],
+                "left": metrics["kld_requests_detached_total"],
+                "framing": metrics['kld_rejected_total{front="http",reason="framing"}']}
+
+    before = counts()
+    with connect(server) as connection:
+        connection.sendall(head() + b"2\r\n{ \r\n")
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1)
+        connection.sendall(chunk)
+        if "left" in counted:
+            connection.shutdown(socket.SHUT_WR)
+        assert status_of(connection) == (0 if "left" in counted else 400)
+    wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 0)
+    assert {name: value - before[name] for name, value in counts().items() if value != before[name]} == counted
 
 
 def test_header_lengths_that_lie(make_server):
