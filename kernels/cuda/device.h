@@ -274,9 +274,10 @@ enum kld_status cuda_stream_open_priority(struct kld_device *device, enum kld_pr
 enum kld_status cuda_stream_adopt(struct kld_device *device, void *native,
                                   struct kld_stream **ret_stream, struct kld_error *err);
 void cuda_stream_close(struct kld_stream *stream);
-/* Under work. Where the flight's job, of so many bytes, is enqueued: behind what its stream has in
- * flight. */
-cudaError_t cuda_stream_enter(struct cuda_flight *flight, uint64_t bytes);
+/* Under work. Where the flight's job, of so many bytes, is enqueued; then, before its first work
+ * is: behind what its stream has in flight. */
+void cuda_stream_choose(struct cuda_flight *flight, uint64_t bytes);
+cudaError_t cuda_stream_enter(const struct cuda_flight *flight);
 cudaStream_t cuda_stream_of(const struct cuda_flight *flight);
 
 /* event.c */

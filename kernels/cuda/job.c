@@ -358,6 +358,12 @@ static void launch_chunk(struct cuda_device *device, struct cuda_flight *flight)
     mark(device, flight, MARK_END);
 }
 
+/* Once, as soon as nothing puts the job off any more: each time would be one more thing to wait for
+ * in the driver's queue, which has an end. */
+static void enter(struct cuda_device *device, struct cuda_flight *flight) {
+    failed(device, flight, cuda_stream_enter(flight), "ordering two streams");
+}
+
 static bool start_staged(struct cuda_device *device, struct cuda_flight *flight) {
     struct kld_job *job = flight->job;
     if (!reserve_staging(device, flight)) {
@@ -368,12 +374,18 @@ static bool start_staged(struct cuda_device *device, struct cuda_flight *flight)
             "a row of tensors in host memory does not fit what is free of the device pool");
     }
     cudaError_t error = flight->status ? cudaSuccess : cuda_staging_allocate(device, flight);
+    if (error == cudaErrorMemoryAllocation && atomic_load(&device->kept_bytes)) {
+        cudaGetLastError(); /* the card is full, and not the pool: others have the rest of it */
+        cuda_staging_forget(device);
+        error = cuda_staging_allocate(device, flight);
+    }
     if (error == cudaErrorMemoryAllocation && cuda_now_ns() < device->heir_until_ns) {
         cudaGetLastError();
         cuda_staging_release(device, flight);
         return false; /* a lost predecessor's memory, maybe: see cuda_heir_waits() */
     }
     failed(device, flight, error, "allocating device memory");
+    enter(device, flight);
     if (!flight->status)
         wait_for_event(device, flight);
     mark(device, flight, MARK_START);
@@ -420,8 +432,9 @@ bool cuda_job_start(struct cuda_device *device, struct cuda_flight *flight) {
     job->copy_ns = job->kernel_ns = 0;
     job->launch_ns = cuda_now_ns();
     job->bytes = job->kind == KLD_JOB_COPY ? job->copy_bytes : bytes_of(job);
-    failed(device, flight, cuda_stream_enter(flight, job->bytes), "ordering two streams");
+    cuda_stream_choose(flight, job->bytes);
     if (job->kind == KLD_JOB_COPY) {
+        enter(device, flight);
         start_copy(device, flight);
         return true;
     }
@@ -430,6 +443,7 @@ bool cuda_job_start(struct cuda_device *device, struct cuda_flight *flight) {
     plan_sums(flight);
     if (flight->staged)
         return start_staged(device, flight);
+    enter(device, flight);
     wait_for_event(device, flight);
     mark(device, flight, MARK_START);
     if (!flight->status && sums_weights(flight))

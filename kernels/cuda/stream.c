@@ -83,10 +83,14 @@ void cuda_stream_close(struct kld_stream *base) {
 
 /* What comes behind a large job stays on that job's stream until nothing is in flight: a small one
  * that waited elsewhere could hold up those of others. */
-cudaError_t cuda_stream_enter(struct cuda_flight *flight, uint64_t bytes) {
+void cuda_stream_choose(struct cuda_flight *flight, uint64_t bytes) {
     const struct cuda_flight *before = flight->stream->newest;
     flight->size = bytes > CUDA_LARGE_BYTES || (before && before->size == CUDA_LARGE) ? CUDA_LARGE
                                                                                       : CUDA_SMALL;
+}
+
+cudaError_t cuda_stream_enter(const struct cuda_flight *flight) {
+    const struct cuda_flight *before = flight->stream->newest;
     if (!before || before->size == flight->size || flight->stream->adopted)
         return cudaSuccess;
     return cudaStreamWaitEvent(cuda_stream_of(flight), before->mark[MARK_END], 0);

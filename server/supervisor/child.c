@@ -172,7 +172,8 @@ static void take_report(struct kld_watched *child, const struct kld_child_report
     } else {
         kld_log(KLD_LOG_ERROR, "child cannot start", "child=%s reason=\"%s\"", child->name,
                 report->text);
-        if (report->status == KLD_UNAVAILABLE && !child->ready_ms) {
+        /* KLD_BUSY: by MPS. */
+        if ((report->status == KLD_UNAVAILABLE || report->status == KLD_BUSY) && !child->ready_ms) {
             child->refused = true;
             child->refusals++;
         }

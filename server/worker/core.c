@@ -208,13 +208,26 @@ static void give_up(struct kld_request *request, const struct kld_error *error) 
 
 /* ---- Launch ---------------------------------------------------------------------------------- */
 
+/* For an event, its own or that of one before it: on the device it waits as long. */
+static bool waits(const struct kld_lane *lane, const struct kld_request *request) {
+    const struct kld_request *before;
+    if (request->ready)
+        return true;
+    TAILQ_FOREACH(before, &lane->running, in_lane)
+    if (before->waits)
+        return true;
+    return false;
+}
+
 static void launch(struct kld_lane *lane) {
     struct kld_worker *worker = lane->session->worker;
     while (lane->state == KLD_LANE_OPEN && lane->running_count < KLD_LANE_DEPTH && !worker->lost) {
         struct kld_request *request = TAILQ_FIRST(&lane->queued);
-        if (!request || (request->ready && !kld_waits_take(lane)))
+        bool place = request && waits(lane, request);
+        if (!request || (place && !kld_waits_take(lane)))
             break;
         dequeue(request);
+        request->waits = place;
         request->state = KLD_REQUEST_RUNNING;
         request->running_ns = kld_worker_now_ns();
         request->stage = KLD_JOB_UNKNOWN;
@@ -276,7 +289,7 @@ static void completed(struct kld_worker *worker) {
         }
         TAILQ_REMOVE(&lane->running, request, in_lane);
         lane->running_count--;
-        bool freed = request->ready && kld_waits_give(session);
+        bool freed = request->waits && kld_waits_give(session);
         finish(request, request->job.status, &request->job.error, true);
         if (freed)
             launch_all(session);

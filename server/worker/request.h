@@ -38,6 +38,7 @@ struct kld_request {
     bool answered;               /* the client got its reply, or is gone: the result is dropped */
     bool early;                  /* DONE is wanted at launch */
     bool told;                   /* and was sent */
+    bool waits;                  /* at the back end, in a place of those who wait (waits.h) */
     struct kld_session *session; /* outlives its requests */
     struct kld_lane *lane;       /* of that session */
     uint64_t number;             /* the client's request number */

@@ -25,7 +25,7 @@
  * is on its way. The rest waits in the lane, where a cancel, a deadline or the end of the client
  * still spares the device the work. */
 #define KLD_LANE_DEPTH 4
-/* Jobs of all clients that wait on the device for an event: a part of those that a back end can
+/* Jobs of all clients that wait on the device for an event, or behind one that does: a part of those that a back end can
  * have in flight, so that clients whose events do not come leave room for others. */
 #define KLD_WAITS_MAX 32
 #define KLD_CLIENT_WAITS_MAX 16 /* of one client */

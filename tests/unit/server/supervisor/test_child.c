@@ -65,7 +65,8 @@ static int play(enum part part) {
     else if (life == 0 || part == LOSES || part >= WELL)
         kld_child_report_send(KLD_OK, "cpu", 1, "");
     else if (part == REFUSED)
-        kld_child_report_send(KLD_UNAVAILABLE, "", 0, "the device is not yet to be had");
+        kld_child_report_send(life % 2 ? KLD_BUSY : KLD_UNAVAILABLE, "", 0,
+                              "the device is not yet to be had");
     if (life == 0 && (part == LOSES || part == LINGERS)) {
         signal(SIGTERM, SIG_IGN);
         kld_child_report_send(KLD_DEVICE_LOST, "cpu", 0, "the device is lost");

@@ -425,6 +425,36 @@ START_TEST(a_client_has_its_share_of_the_places) {
 }
 END_TEST
 
+/* Nor by what comes behind an event in its streams, which waits as long. */
+START_TEST(what_is_behind_an_event_has_a_place_too) {
+    rig_init(&rig);
+    rig.config.client_streams_max = 16;
+    rig_start(&rig);
+    atomic_store(&rig.fake.hold, true);
+    int fd = rig_client(&rig);
+    uint64_t region = device_region(fd), event = rig_add_event(fd, KLD_EVENT_READY);
+    union kld_frame frame;
+    for (uint64_t i = 0; i < 16 * KLD_LANE_DEPTH; i++) {
+        rig_op(&frame, 1 + i, region);
+        frame.as_SUBMIT.stream = i % 16;
+        frame.as_SUBMIT.ready_event = i < 16 ? event : 0;
+        rig_send(fd, &frame);
+    }
+    rig_until(&rig.fake.jobs_submitted, KLD_CLIENT_WAITS_MAX);
+    usleep(20000);
+    ck_assert_int_eq(atomic_load(&rig.fake.jobs_submitted), KLD_CLIENT_WAITS_MAX);
+    atomic_store(&rig.fake.hold, false);
+    for (int i = 0; i < 16 * KLD_LANE_DEPTH; i++) {
+        rig_receive(fd, &frame);
+        ck_assert_int_eq(frame.header.type, KLD_FRAME_DONE);
+    }
+    close(fd);
+    ck_assert_int_eq(rig_end(&rig), 0);
+    ck_assert_uint_eq(rig.worker.waits_running, 0);
+    rig_done(&rig);
+}
+END_TEST
+
 /* Its deadline passes while its client has no place left: what is behind it need not wait. */
 START_TEST(who_is_late_stops_nobody) {
     const uint64_t late = 500, behind = 501;
@@ -507,4 +537,5 @@ UNIT_MAIN("server/worker/waits", a_job_that_waits_for_the_dead_ends_the_worker,
           who_has_waited_for_his_own_event_was_not_held_up, whose_event_has_come_may_be_held_up,
           who_waits_is_not_blamed_for_slow_work, events_that_never_come_shut_nobody_out,
           who_gave_up_his_turn_stops_nobody, who_is_late_stops_nobody,
-          a_client_has_its_share_of_the_places, places_are_given_in_turn)
+          what_is_behind_an_event_has_a_place_too, a_client_has_its_share_of_the_places,
+          places_are_given_in_turn)
