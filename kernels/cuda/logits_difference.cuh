@@ -8,42 +8,17 @@
 namespace logits_resident {
 inline namespace KLD_CUDA_TEAM {
 
-/* q - p in FP32 from two masses that are good to 2.1e-7: they are 2^(z s - c - minus), and the
- * gradient is the difference times part. Where both together are more than `most` that is too
- * little: a gradient may be off by 1e-7 of the row's largest, of which row_stats::probe is not
- * more, or by 4 of its own last places. */
-struct rough_difference {
-    static constexpr double MOST = 0.29;
-    float c_p, minus_p, c_q, minus_q, part, most;
-
-    __device__ __forceinline__ rough_difference() {}
-    __device__ __forceinline__ rough_difference(const row_stats &row, double factor) {
-        split_factor all(factor);
-        const double at_p = (double)row.c_p + row.log_p * LOG2_E - (double)all.power;
-        const double at_q = (double)row.c_q + row.log_q * LOG2_E - (double)all.power;
-        c_p = (float)floor(at_p);
-        c_q = (float)floor(at_q);
-        minus_p = (float)(at_p - (double)c_p);
-        minus_q = (float)(at_q - (double)c_q);
-        part = (float)all.part;
-        most = all.power < 60 ? (float)(MOST * (double)row.probe) * exp2_fast((float)all.power)
-                              : -1.0f;
-    }
-};
-
 /* What a pair needs of its row to give q - p: masses are 2^(z s - c) factor. */
 struct difference_row {
     float c_p, c_q;
     float apart;                   /* see row_stats; 0 in FP32 */
     two_floats factor_p, factor_q; /* 1 / sum, times the factor of the gradient */
     two_floats shift;
-    rough_difference rough; /* of FP32, of the fast way */
 
     __device__ __forceinline__ difference_row() {}
     __device__ __forceinline__ difference_row(const row_stats &row, double factor)
         : c_p((float)row.c_p), c_q((float)row.c_q), apart(row.apart),
-          factor_p(row.inverse_p * factor), factor_q(row.inverse_q * factor), shift(row.shift),
-          rough(row, factor) {}
+          factor_p(row.inverse_p * factor), factor_q(row.inverse_q * factor), shift(row.shift) {}
 };
 
 /* (zp - zq) / T - shift, rounded about once. */
@@ -238,51 +213,12 @@ template <class T_, bool CAREFUL> struct difference_pairs {
     }
 };
 
-/* Of FP32 in rows of the fast way: roughly, and where that does not do once more. */
-template <> struct difference_pairs<float, false> {
-    typedef float T;
-    static constexpr uint32_t V = packet<T>::V;
-
-    const difference_row *row; /* in shared memory */
-    const rough_difference rough;
-    const temperature t;
-
-    __device__ __forceinline__ difference_pairs(const difference_row &row, const temperature &t,
-                                                const close_pairs *)
-        : row(&row), rough(row.rough), t(t) {}
-
-    __device__ __forceinline__ uint4 of(const uint4 &raw_p, const uint4 &raw_q) const {
-        alignas(16) float y[V];
-        float z_p[V], z_q[V], both[V];
-        unpack<T>(raw_p, z_p);
-        unpack<T>(raw_q, z_q);
-        bool most = true;
-#pragma unroll
-        for (uint32_t i = 0; i < V; i++) {
-            const power_side p(z_p[i], rough.c_p, rough.minus_p, t);
-            const power_side q(z_q[i], rough.c_q, rough.minus_q, t);
-            both[i] = p.power + q.power;
-            y[i] = __fmul_rn(q.power - p.power, rough.part);
-            most = most && both[i] <= rough.most;
-        }
-        if (!most) {
-            const difference_row whole = *row;
-#pragma unroll
-            for (uint32_t i = 0; i < V; i++)
-                if (!(both[i] <= rough.most))
-                    y[i] = difference_fp32<false>(z_p[i], z_q[i], whole, t);
-        }
-        return *(uint4 *)y;
-    }
-};
-
 template <class T_, bool ENTROPY> struct difference_body : usual_body {
     typedef T_ T;
     typedef T_ type;
     static constexpr bool KNOWN = true; /* the value, by the statistics */
     static constexpr int EXTRA = ENTROPY ? logits_stats::ENTROPY : logits_stats::NOTHING;
     static constexpr bool WRITES_CAREFULLY = sizeof(T) == 4; /* 16 bits are written alike */
-    static constexpr bool PROBES = sizeof(T) == 4;
     typedef close_pairs aside;
     template <bool CAREFUL> using pairs = difference_pairs<T, CAREFUL>;
 

@@ -28,15 +28,9 @@ template <int EXTRA> struct chunk_sums {
     }
 };
 
-struct no_probe {
-    __device__ __forceinline__ void add(float, float) const {}
-};
-
-/* PROBE.add(masses). */
-template <int EXTRA, class PROBE>
+template <int EXTRA>
 static __device__ __forceinline__ void fast_fp32(float z_p, float z_q, const reference &at,
-                                                 const temperature &t, chunk_sums<EXTRA> &sum,
-                                                 PROBE &&probe) {
+                                                 const temperature &t, chunk_sums<EXTRA> &sum) {
     exp_parts e_p = exp_split(z_p, t), e_q = exp_split(z_q, t);
     float k_p = e_p.k - at.c_p, k_q = e_q.k - at.c_q;
     float scale_p = exp2_fast(k_p), scale_q = exp2_fast(k_q);
@@ -52,7 +46,6 @@ static __device__ __forceinline__ void fast_fp32(float z_p, float z_q, const ref
         sum.extra = fmaf(a, k_q + e_q.r, sum.extra);
     if (EXTRA == SQUARES)
         sum.extra = fmaf(__fmul_rn(a, u), u, sum.extra);
-    probe.add(a, fmaf(scale_q, e_q.w, scale_q));
 }
 
 static __device__ __forceinline__ void fast_roughly(float z_p, float z_q, const reference &at,
@@ -137,21 +130,17 @@ static __device__ __forceinline__ void add_to(double (&total)[4], const heavy_su
         total[i] += more.sum[i];
 }
 
-/* probe: of the first class of FP32. */
-template <class T, int EXTRA, class PROBE = no_probe>
+template <class T, int EXTRA>
 static __device__ __forceinline__ void fast_pairs(const pair_of<T> &z, const reference &at,
-                                                  const temperature &t, chunk_sums<EXTRA> &sum,
-                                                  PROBE &&probe = PROBE()) {
+                                                  const temperature &t, chunk_sums<EXTRA> &sum) {
 #pragma unroll
     for (int i = 0; i < packet<T>::V; i++)
         if constexpr (EXTRA == ROUGH)
             fast_roughly(z.p[i], z.q[i], at, t, sum);
-        else if constexpr (sizeof(T) == 2)
-            fast_16(z.p[i], z.q[i], at, t, sum);
-        else if (i == 0)
-            fast_fp32(z.p[i], z.q[i], at, t, sum, probe);
+        else if constexpr (sizeof(T) == 4)
+            fast_fp32(z.p[i], z.q[i], at, t, sum);
         else
-            fast_fp32(z.p[i], z.q[i], at, t, sum, no_probe());
+            fast_16(z.p[i], z.q[i], at, t, sum);
 }
 
 /* All that a vector adds, its heavy classes one by one. */

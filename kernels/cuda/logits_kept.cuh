@@ -177,13 +177,13 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
         }
         return resident::merge_parts(
             [](const part *parts) {
-                part all = logits_stats::fast_merge_alike<BODY::PROBES>(parts);
+                part all = logits_stats::fast_merge_alike(parts);
                 if (BODY::EXTRA == logits_stats::ROUGH)
                     logits_stats::spoil_if_above(all);
                 return all;
             },
             [](const part *parts, uint32_t count) {
-                return logits_stats::fast_merge<BODY::EXTRA, BODY::PROBES>(parts, count);
+                return logits_stats::fast_merge<BODY::EXTRA>(parts, count);
             });
     }
     /* The whole group: a row whose mean is to be better than its sums left it. */

@@ -70,22 +70,6 @@ static __device__ __forceinline__ exp_parts exp_split(float z, const temperature
     return e;
 }
 
-/* 2^(z s - c - minus) in one exponential of the hardware, good to 1.5e-7, and 4e-8 on average:
- * 2^r times a power of 2 that is put together, with k the nearest whole number. 0 below 2^-126;
- * above 2^127 it is no number to use. NaN where a logit is, and beyond 2^31 / s. */
-struct power_side {
-    float k, r, power;
-
-    __device__ __forceinline__ power_side(float z, float c, float minus, const temperature &t) {
-        const float round = 12582912.0f - c; /* 1.5 * 2^23: its last bits are the whole number */
-        k = fmaf(z, t.scale.high, round);
-        r = fmaf(z, t.scale.high, -(k - round)) + fmaf(z, t.scale.low, -minus);
-        const uint32_t bits = __float_as_uint(fmaxf(k, 12582912.0f - 127.0f));
-        power = __fmul_rn(__uint_as_float((bits << 23) + 0x3f800000u), exp2_fast(r));
-    }
-    __device__ __forceinline__ float whole() const { return k - 12582912.0f; }
-};
-
 /* 2^(z s - c) in one exponential of the hardware, with k the nearest whole number, and r the rest.
  * What is 2^-100 of the reference or less, -inf too, counts as that. Above 2^127 it is no number
  * to use, nor shows that it is none: spoil_if_above() of logits_merge.cuh. */

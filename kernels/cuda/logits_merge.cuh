@@ -35,23 +35,13 @@ static __device__ __forceinline__ void sums_of(part &to, const double (&x)[4]) {
         to.sum[i] = __shfl_sync(KLD_FULL_WARP, sum, 8 * i);
 }
 
-/* Of what each lane has of one class, the masses of both sides against the same references in all:
- * those that are farthest apart, to all lanes. */
-static __device__ __forceinline__ void farthest(float &p, float &q) {
-    uint32_t apart = __float_as_uint(fabsf(p - q)); /* ordered as the numbers are */
-    uint32_t most = __reduce_max_sync(KLD_FULL_WARP, apart);
-    int lane = __ffs((int)__ballot_sync(KLD_FULL_WARP, apart == most)) - 1;
-    p = __shfl_sync(KLD_FULL_WARP, p, lane);
-    q = __shfl_sync(KLD_FULL_WARP, q, lane);
-}
-
 /* sum a u^2, with u against other references. */
 static __device__ __forceinline__ double squares_by(const double (&sum)[4], double by) {
     return sum[3] + by * (2.0 * sum[2] + by * sum[0]);
 }
 
-/* One warp: up to 32 parts to one, in all its lanes. PROBES: they have one. */
-template <int EXTRA, bool PROBES = false>
+/* One warp: up to 32 parts to one, in all its lanes. */
+template <int EXTRA>
 static __device__ __forceinline__ part fast_merge(const part *parts, uint32_t count) {
     part from = lane_part(parts, count), to;
     to.mark[0] = __reduce_max_sync(KLD_FULL_WARP, from.mark[0]);
@@ -74,17 +64,11 @@ static __device__ __forceinline__ part fast_merge(const part *parts, uint32_t co
     if (EXTRA >= SQUARES)
         x[3] = scale_p * squares_by(from.sum, (double)(by_p - by_q));
     sums_of(to, x);
-    to.probe[0] = to.probe[1] = 0.0f;
-    if (PROBES) {
-        to.probe[0] = (float)scale_p * from.probe[0];
-        to.probe[1] = (float)scale_q * from.probe[1];
-        farthest(to.probe[0], to.probe[1]);
-    }
     return to;
 }
 
 /* The same of a group's warps that have counted from the same reference. */
-template <bool PROBES> static __device__ __forceinline__ part fast_merge_alike(const part *parts) {
+static __device__ __forceinline__ part fast_merge_alike(const part *parts) {
     constexpr unsigned WARPS = resident::GROUP_WARPS;
     static_assert(WARPS <= 8 && 32 % WARPS == 0, "a lane for each sum");
     unsigned lane = threadIdx.x % 32;
@@ -100,10 +84,7 @@ template <bool PROBES> static __device__ __forceinline__ part fast_merge_alike(c
     for (int i = 0; i < 2; i++) {
         to.mark[i] = __reduce_max_sync(KLD_FULL_WARP, parts[lane % WARPS].mark[i]);
         to.top[i] = warp_max(parts[lane % WARPS].top[i]);
-        to.probe[i] = PROBES ? parts[lane % WARPS].probe[i] : 0.0f;
     }
-    if (PROBES)
-        farthest(to.probe[0], to.probe[1]);
     return to;
 }
 
@@ -215,8 +196,6 @@ static __device__ __forceinline__ row_stats fast_row(const part &all, const fast
     row.good = !row.missed && small >= bounds.least && row.forward < 1e30 && all.sum[0] > 0.25 &&
                all.sum[0] < bounds.most && all.sum[1] > 0.25 && all.sum[1] < bounds.most &&
                (EXTRA == NOTHING || fabs(all.sum[3]) < 1e300) && fabs(row.shift) <= bounds.shift;
-    row.probe = fabsf((float)((double)all.probe[0] * row.inverse_p) -
-                      (float)((double)all.probe[1] * row.inverse_q));
     /* Where the mass is, to look again. */
     row.powers[0] = (float)row.c_p + (float)(p.logarithm / LN_2);
     row.powers[1] = (float)row.c_q + (float)(q.logarithm / LN_2);

@@ -20,25 +20,8 @@ struct row_aside {
     uint32_t listed; /* classes in the list */
 };
 
-/* A class of those that one lane has seen: the masses of both sides, against its references, that
- * are farthest apart. For what is held against the largest gradient any large one will do. */
-template <bool USED> struct probe {
-    float p = 0, q = 0;
-
-    __device__ __forceinline__ void add(float mass_p, float mass_q) {
-        bool more = fabsf(mass_p - mass_q) > fabsf(p - q);
-        p = more ? mass_p : p;
-        q = more ? mass_q : q;
-    }
-};
-template <> struct probe<false> {
-    static constexpr float p = 0, q = 0;
-    __device__ __forceinline__ void add(float, float) {}
-};
-
-/* The sums of one thread over its part of a row, as it comes. PROBES: of one class in each vector
- * the masses are looked at. */
-template <class T, int EXTRA, bool PROBES = false> struct onepass {
+/* The sums of one thread over its part of a row, as it comes. */
+template <class T, int EXTRA> struct onepass {
     static constexpr uint32_t V = packet<T>::V;
     static constexpr uint32_t UNIT = 2; /* steps whose vectors are on their way */
     static constexpr uint32_t FLUSH = UNIT < 4 ? 4 / UNIT : 1; /* units in FP32 */
@@ -50,7 +33,6 @@ template <class T, int EXTRA, bool PROBES = false> struct onepass {
     struct sums {
         double sum[4];
         float p, q; /* the largest */
-        float probe_p, probe_q;
     };
 
     typedef onepass_units<UNIT> source;
@@ -117,7 +99,7 @@ template <class T, int EXTRA, bool PROBES = false> struct onepass {
                                                row_aside &aside) {
         unit &u = h.first;
         from.open(u);
-        sums r = {{0, 0, 0, 0}, 0, 0, 0, 0};
+        sums r = {{0, 0, 0, 0}, 0, 0};
         logits_stats::reference at;
         if constexpr (FROM::IS_HERE) {
             at = aside.at; /* found before */
@@ -136,7 +118,6 @@ template <class T, int EXTRA, bool PROBES = false> struct onepass {
         __syncwarp();
         logits_stats::top_of<T> top(at);
         logits_stats::chunk_sums<EXTRA> sum;
-        probe<PROBES> farthest;
         auto add = [&](uint32_t number, bool look) {
             from.ask(row, number + source::RING);
 #pragma unroll
@@ -146,7 +127,7 @@ template <class T, int EXTRA, bool PROBES = false> struct onepass {
                     leave = put_aside(u.p[i], u.q[i], number * UNIT + i, list, aside);
                 if (!leave)
                     logits_stats::fast_pairs<T, EXTRA>(logits_stats::pair_of<T>(u.p[i], u.q[i]), at,
-                                                       t, sum, farthest);
+                                                       t, sum);
                 from.refill(row, number + 1, i, u);
             }
             from.take(number + 1 < row.all, u);
@@ -162,8 +143,6 @@ template <class T, int EXTRA, bool PROBES = false> struct onepass {
                 !logits_stats::heavy_list<T>::can_take(aside.at)); /* there are no pads then */
         }
         sum.template flush<T>(r.sum);
-        r.probe_p = farthest.p;
-        r.probe_q = farthest.q;
         top.get_mine(r.p, r.q);
         return r;
     }
@@ -221,7 +200,7 @@ template <class T, int EXTRA, bool PROBES = false> struct onepass {
     /* The steps that were left out, or all where run() was not. */
     static __device__ __noinline__ sums rest(resident::far_slice slice, bool in_units,
                                              const row_aside *aside, const temperature *t) {
-        sums r = {{0, 0, 0, 0}, -CUDART_INF_F, -CUDART_INF_F, 0, 0};
+        sums r = {{0, 0, 0, 0}, -CUDART_INF_F, -CUDART_INF_F};
         logits_stats::reference at = aside->at;
         for (uint64_t heavy = aside->heavy; heavy; heavy &= heavy - 1)
             add_step(slice, (uint32_t)__ffsll((long long)heavy) - 1, at, *t, r);
@@ -267,7 +246,7 @@ struct onepass_row {
 template <class BODY> struct onepass_rows : rows<BODY> {
     typedef rows<BODY> base;
     typedef typename BODY::type T;
-    typedef onepass<T, BODY::EXTRA, BODY::PROBES> pass;
+    typedef onepass<T, BODY::EXTRA> pass;
     typedef typename pass::source source;
 
     static __device__ __forceinline__ row_aside &aside() {
@@ -299,12 +278,9 @@ template <class BODY> struct onepass_rows : rows<BODY> {
         if (aside.listed)
             pass::add_listed(aside, base::shared().t, list(), mine.sum);
         float top_p = logits_stats::warp_max(mine.p), top_q = logits_stats::warp_max(mine.q);
-        if (BODY::PROBES)
-            logits_stats::farthest(mine.probe_p, mine.probe_q);
-        resident::store_part(to, mine.sum,
-                             logits_stats::reference::mark(at.c_p, top_p, at.limit_p, scale),
-                             logits_stats::reference::mark(at.c_q, top_q, at.limit_q, scale), top_p,
-                             top_q, mine.probe_p, mine.probe_q);
+        resident::store_part(
+            to, mine.sum, logits_stats::reference::mark(at.c_p, top_p, at.limit_p, scale),
+            logits_stats::reference::mark(at.c_q, top_q, at.limit_q, scale), top_p, top_q);
         /* Nothing is to be kept in registers meanwhile: they would be stored in each row. */
         if (aside.heavy)
             close_rest(args, index, true, to);
@@ -367,7 +343,7 @@ template <class BODY> struct onepass_rows : rows<BODY> {
         if constexpr (resident::GROUP_WARPS == 1)
             return *parts;
         return resident::merge_parts([](const part *parts, uint32_t count) {
-            return logits_stats::fast_merge<BODY::EXTRA, BODY::PROBES>(parts, count);
+            return logits_stats::fast_merge<BODY::EXTRA>(parts, count);
         });
     }
 

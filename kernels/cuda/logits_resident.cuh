@@ -33,7 +33,6 @@ using resident::part;
  * numbers are still to be made of (the last two: logits_kept.cuh). */
 struct usual_body {
     static constexpr bool CENTRES = false, OF_P = false, LOOKS_AGAIN = false;
-    static constexpr bool PROBES = false; /* of FP32: wants row_stats::probe */
 };
 
 /* What is known of a settled row. The settling warp writes it; the first computing warp where the
@@ -231,7 +230,7 @@ template <class BODY> struct rows {
         row_type &settled = shared().rows[ring];
         const resident::row_info &info = block.info[ring];
         row row = row_open(args, info.index);
-        part all = {};
+        part all;
         resident::load_sums(block.sums[ring], all.sum);
         unsigned lane = threadIdx.x % 32, warp = min(lane, resident::GROUP_WARPS - 1);
         all.top[0] = logits_stats::warp_max(block.tops[ring][warp][0]);

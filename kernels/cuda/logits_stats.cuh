@@ -69,7 +69,6 @@ struct row_stats {
     bool is_careful; /* by the careful way */
     bool missed;     /* by the scout */
     float powers[2]; /* of the fast way: of all mass of p and of q, to the base of 2 */
-    float probe;     /* abs(p - q) of some class, a large one of them; 0: of none */
 };
 
 /* The largest of the warp, in two instructions more than one: integers order as floats do. NaN

@@ -51,7 +51,6 @@ struct part {
     double sum[4];
     int32_t mark[2]; /* what it means is the merging function's business */
     float top[2];    /* the largest of p and of q */
-    float probe[2];  /* of one class */
 };
 
 /* What is said of a row before its statistics are taken: by the copying warp and, `reference`, by

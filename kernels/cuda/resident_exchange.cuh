@@ -58,8 +58,7 @@ static __device__ __forceinline__ void load_sums(const double (&from)[FAR ? 1 : 
 
 /* What this warp found, to `to`. */
 static __device__ __forceinline__ void store_part(part *to, const double (&sums)[4], int32_t mark_0,
-                                                  int32_t mark_1, float top_0, float top_1,
-                                                  float probe_0 = 0.0f, float probe_1 = 0.0f) {
+                                                  int32_t mark_1, float top_0, float top_1) {
     unsigned lane = threadIdx.x % 32;
     double sum = warp_sums(sums);
     if (lane % 8 == 0)
@@ -69,8 +68,6 @@ static __device__ __forceinline__ void store_part(part *to, const double (&sums)
         to->mark[1] = mark_1;
         to->top[0] = top_0;
         to->top[1] = top_1;
-        to->probe[0] = probe_0;
-        to->probe[1] = probe_1;
     }
     __syncwarp();
 }
@@ -94,9 +91,6 @@ static __device__ __forceinline__ void exchange(const part &mine, part *parts, b
         cluster_send(to->top, arrived, lane,
                      (uint64_t)__float_as_uint(mine.top[1]) << 32 |
                          (uint64_t)__float_as_uint(mine.top[0]));
-        cluster_send(to->probe, arrived, lane,
-                     (uint64_t)__float_as_uint(mine.probe[1]) << 32 |
-                         (uint64_t)__float_as_uint(mine.probe[0]));
     }
     barrier_wait(arrived, parity);
 }
