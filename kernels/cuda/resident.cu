@@ -74,9 +74,9 @@ static bool keeps(const kld_cuda_args *args, uint64_t bytes) {
         return false;
     if (is_wide(args))
         return bytes >= KLD_CUDA_KEPT_WIDE_LEAST_BYTES;
-    if (is_shannon(args))
-        return bytes >= KLD_CUDA_KEPT_SHANNON_LEAST_BYTES;
-    return writes_by_sums(args) && bytes >= KLD_CUDA_KEPT_LEAST_BYTES;
+    if (is_shannon(args) && !args->grad_p.dtype && !args->grad_q.dtype)
+        return bytes >= KLD_CUDA_KEPT_VALUES_LEAST_BYTES;
+    return (writes_by_sums(args) || is_shannon(args)) && bytes >= KLD_CUDA_KEPT_LEAST_BYTES;
 }
 
 /* Of a block that works alone: two slots in one of four sizes, which say how many blocks a

@@ -37,8 +37,8 @@
  * tensor. With its eight warps three blocks fit a multiprocessor, of rows that start anywhere and
  * fill it two. */
 #define KLD_CUDA_KEPT_LEAST_BYTES 16384
-#define KLD_CUDA_KEPT_SHANNON_LEAST_BYTES 8192 /* of js of 16 bits */
-#define KLD_CUDA_KEPT_WIDE_LEAST_BYTES 4097 /* of those that are summed in FP64 */
+#define KLD_CUDA_KEPT_VALUES_LEAST_BYTES 8192 /* of js of 16 bits without a gradient */
+#define KLD_CUDA_KEPT_WIDE_LEAST_BYTES 4097   /* of those that are summed in FP64 */
 #define KLD_CUDA_KEPT_SLICE_BYTES 32768
 #define KLD_CUDA_KEPT_TURN_BYTES (128 << 10) /* as above */
 

@@ -377,14 +377,11 @@ static void add_kept_wide_few(struct table_list *list) {
     }
 }
 
-/* js of 16 bits in rows that others read again. */
-static void add_shannon_short(struct table_list *list, bool quick) {
+/* Its value in rows that others read again. */
+static void add_shannon_short(struct table_list *list) {
     for (uint32_t k = 2; k < 6; k++)
-        for (uint32_t gradients = 0; gradients < 3; gradients++)
-            if (!quick || gradients == k % 3)
-                add_crowd(list, KLD_DIVERGENCE_JS, dtypes[1 + (k + gradients) % 2],
-                          (k + gradients) % 2, read_again[k].rows, read_again[k].classes,
-                          gradients);
+        add_crowd(list, KLD_DIVERGENCE_JS, dtypes[1 + k % 2], k / 4, read_again[k].rows,
+                  read_again[k].classes, 0);
 }
 
 void table_list_kept(struct table_list *list, bool quick) {
@@ -396,5 +393,5 @@ void table_list_kept(struct table_list *list, bool quick) {
     add_shortest_few(list);
     add_kept_wide(list, quick);
     add_kept_wide_few(list);
-    add_shannon_short(list, quick);
+    add_shannon_short(list);
 }
