@@ -80,7 +80,7 @@ struct kld_infer {
     bool counted, placed;          /* among the caller's requests; among all (gateway.h: held) */
     struct kld_link_call call;
     bool in_pool, in_worker, in_response;
-    bool feeding; /* kld_body_feed() is at work */
+    bool feeding;                 /* kld_body_feed() is at work */
     struct kld_deadline deadline; /* while a pool (pool.h) has a job of it that it waits for */
 
     /* Waiting for a place (begin.c), then for memory (layout.c). */

@@ -25,8 +25,9 @@
  * is on its way. The rest waits in the lane, where a cancel, a deadline or the end of the client
  * still spares the device the work. */
 #define KLD_LANE_DEPTH 4
-/* Jobs of all clients that wait on the device for an event, or behind one that does: a part of those that a back end can
- * have in flight, so that clients whose events do not come leave room for others. */
+/* Jobs of all clients that wait on the device for an event, or behind one that does: a part of
+ * those that a back end can have in flight, so that clients whose events do not come leave room for
+ * others. */
 #define KLD_WAITS_MAX 32
 #define KLD_CLIENT_WAITS_MAX 16 /* of one client */
 #define KLD_POOL_FLOOR_PART 16  /* one in so many bytes of the pool is for no client's regions */
