@@ -6,6 +6,30 @@
 #include <string.h>
 #include <strings.h>
 
+const char *kld_exchange_find_header(const struct kld_exchange *exchange, const char *name) {
+    return MHD_lookup_connection_value(exchange->connection, MHD_HEADER_KIND, name);
+}
+
+struct headers_of_name {
+    const char *name;
+    unsigned count;
+};
+
+static enum MHD_Result count_header(void *user, enum MHD_ValueKind kind, const char *name,
+                                    const char *value) {
+    struct headers_of_name *headers = user;
+    headers->count += strcasecmp(name, headers->name) == 0;
+    return MHD_YES;
+}
+
+const char *kld_exchange_header_alone(const struct kld_exchange *exchange, const char *name) {
+    const char *value = kld_exchange_header(exchange, name);
+    struct headers_of_name headers = {.name = name};
+    if (value)
+        MHD_get_connection_values(exchange->connection, MHD_HEADER_KIND, count_header, &headers);
+    return headers.count == 1 ? value : NULL;
+}
+
 struct found {
     const char *length, *coding, *encoding, *host;
     unsigned encodings, hosts;
