@@ -172,7 +172,8 @@ static void waited_too_long(struct kld_deadline *deadline) {
     else
         kld_error_set(&error, KLD_DEADLINE,
                       "the deadline passed before the device took the tensor");
-    kld_stats_add(upload->gateway->stats, KLD_STAT_requests_detached_total, 1);
+    if (upload->exchange && !upload->exchange->replied)
+        kld_stats_add(upload->gateway->stats, KLD_STAT_requests_detached_total, 1);
     fail(upload, &error);
 }
 

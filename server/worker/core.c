@@ -208,13 +208,14 @@ static void give_up(struct kld_request *request, const struct kld_error *error) 
 
 /* ---- Launch ---------------------------------------------------------------------------------- */
 
-/* For an event, its own or that of one before it: on the device it waits as long. */
+/* For an event, its own or that of one before it that has not ended: on the device it waits as
+ * long. */
 static bool waits(const struct kld_lane *lane, const struct kld_request *request) {
     const struct kld_request *before;
     if (request->ready)
         return true;
     TAILQ_FOREACH(before, &lane->running, in_lane)
-    if (before->waits)
+    if (before->ready)
         return true;
     return false;
 }

@@ -425,6 +425,31 @@ START_TEST(a_client_has_its_share_of_the_places) {
 }
 END_TEST
 
+/* Once the requests with events have ended, what keeps their streams busy has no place, and leaves
+ * all to who wants one. */
+static void check_that_events_pass(int fd, uint64_t region, uint64_t event) {
+    const uint64_t lanes = KLD_CLIENT_WAITS_MAX / KLD_LANE_DEPTH, each = 12, late = 2000;
+    union kld_frame frame;
+    atomic_store(&rig.fake.job_us, 20000);
+    for (uint64_t i = 0; i < lanes * each; i++) {
+        rig_op(&frame, 1000 + i, region);
+        frame.as_SUBMIT.stream = i % lanes;
+        frame.as_SUBMIT.ready_event = i < lanes ? event : 0;
+        rig_send(fd, &frame);
+    }
+    rig_op(&frame, late, region);
+    frame.as_SUBMIT.stream = lanes;
+    frame.as_SUBMIT.ready_event = event;
+    rig_send(fd, &frame);
+    uint64_t before = 0;
+    for (uint64_t i = 0; i <= lanes * each; i++) {
+        rig_receive(fd, &frame);
+        ck_assert_int_eq(frame.header.type, KLD_FRAME_DONE);
+        before = frame.header.request == late ? i : before;
+    }
+    ck_assert_uint_le(before, lanes * each * 3 / 4);
+}
+
 /* Nor by what comes behind an event in its streams, which waits as long. */
 START_TEST(what_is_behind_an_event_has_a_place_too) {
     rig_init(&rig);
@@ -448,6 +473,7 @@ START_TEST(what_is_behind_an_event_has_a_place_too) {
         rig_receive(fd, &frame);
         ck_assert_int_eq(frame.header.type, KLD_FRAME_DONE);
     }
+    check_that_events_pass(fd, region, event);
     close(fd);
     ck_assert_int_eq(rig_end(&rig), 0);
     ck_assert_uint_eq(rig.worker.waits_running, 0);
