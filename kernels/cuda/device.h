@@ -92,6 +92,7 @@ struct cuda_stream {
     /* Under work. */
     const struct cuda_flight *holder; /* a job in chunks, until its last one; NULL: none */
     uint64_t sweep;                   /* of the poll that found an unfinished job in it */
+    uint64_t round;                   /* of the launches that left a job of it where it was */
     struct cuda_flight *newest;       /* the last that was launched; NULL: none is in flight */
 };
 
@@ -183,7 +184,7 @@ struct cuda_device {
     struct cuda_flight flights[CUDA_FLIGHTS_MAX];
     struct cuda_flight *order[CUDA_FLIGHTS_MAX]; /* in flight, in order of launch */
     uint32_t order_count;
-    uint64_t sweep;
+    uint64_t sweep, round;
     uint32_t kernels_loaded;               /* of those that preload.c knows */
     bool loads_when_idle;                  /* the rest of them */
     struct cuda_block kept[CUDA_KEPT_MAX]; /* staging that no job has */

@@ -115,14 +115,20 @@ static void end_lost(struct kld_job *job) {
     job->done(job);
 }
 
-/* Launches what can be launched; a stream held by a job in chunks keeps its later ones waiting. */
+/* Launches what can be launched; a stream held by a job in chunks keeps its later ones waiting, and
+ * so does one whose next job finds no room for what it has in host memory. Others like that wait
+ * behind it, whatever they want: there would never be room for a large one. */
 static bool launch_pending(struct cuda_device *device) {
-    bool any = false;
+    bool any = false, no_room = false;
+    device->round++;
     struct kld_job **link = &device->pending_head, *previous = NULL;
     while (*link) {
         struct kld_job *job = *link;
         struct cuda_stream *stream = stream_of(job);
-        if (!atomic_load(&device->lost) && stream->holder) {
+        bool behind = stream->holder || stream->round == device->round ||
+                      (no_room && job->kind == KLD_JOB_OP && !cuda_job_in_place(job));
+        if (!atomic_load(&device->lost) && behind) {
+            stream->round = device->round;
             previous = job;
             link = &job->next;
             continue;
@@ -136,7 +142,11 @@ static bool launch_pending(struct cuda_device *device) {
             flight->stream = stream;
             if (!cuda_job_start(device, flight)) {
                 flight->job = NULL;
-                break;
+                no_room = true;
+                stream->round = device->round;
+                previous = job;
+                link = &job->next;
+                continue;
             }
         }
         *link = job->next;

@@ -69,6 +69,36 @@ START_TEST(nobody_gets_between_chunks) {
 }
 END_TEST
 
+/* A job that finds no room waits for it, and keeps back others that want some, but nobody else. */
+START_TEST(who_finds_no_room_keeps_back_who_needs_none) {
+    setup_small();
+    struct kld_memory *large;
+    uint64_t most = device->info.pool_bytes_max, used = cuda->pool_bytes(device);
+    ck_assert_int_eq(cuda->memory_alloc(device, most - used - 4096, &large, &err), KLD_OK);
+    atomic_store(&fake_us, 300000);
+    atomic_store(&fake_launches, 0);
+    for (int i = 0; i < 4; i++)
+        prepare(&records[i], i < 2 ? far : pool, false);
+    submit(&records[0], 0);
+    while (atomic_load(&fake_launches) < 1)
+        usleep(100);
+    submit(&records[1], 1);
+    submit(&records[2], 1); /* behind that in its stream */
+    submit(&records[3], 2);
+    while (atomic_load(&fake_launches) < 2)
+        usleep(100);
+    ck_assert_int_eq(atomic_load(&records[0].place), 0);
+    for (int i = 0; i < 4; i++) {
+        wait_for(&records[i], false);
+        ck_assert_int_eq(records[i].job.status, KLD_OK);
+    }
+    ck_assert_int_lt(atomic_load(&records[1].place), atomic_load(&records[2].place));
+    ck_assert_int_lt(atomic_load(&records[3].place), atomic_load(&records[1].place));
+    cuda->memory_free(large);
+    teardown();
+}
+END_TEST
+
 static void run_staged(struct record *record, uint64_t rows) {
     prepare(record, far, false);
     record->job.op.shape[0] = rows;
@@ -123,6 +153,20 @@ START_TEST(kept_staging_does_not_give_way_in_vain) {
     ck_assert_int_eq(atomic_load(&fake_blocks), blocks);
     run_staged(&records[0], 16);
     ck_assert_uint_eq(cuda->pool_allocations(device), made);
+    teardown();
+}
+END_TEST
+
+/* The pool has room, and the card has not: others have the rest of it. */
+START_TEST(kept_staging_gives_way_on_a_full_card) {
+    setup_small();
+    run_staged(&records[0], 3500);
+    usleep(1100000); /* it waits for nobody's heritage any more */
+    int blocks = atomic_load(&fake_blocks);
+    atomic_store(&fake_no_memory, 1);
+    run_staged(&records[0], 16); /* which leaves the large block to others */
+    ck_assert_int_eq(atomic_load(&fake_no_memory), 0);
+    ck_assert_int_eq(atomic_load(&fake_blocks), blocks); /* one came, one went */
     teardown();
 }
 END_TEST
@@ -277,11 +321,12 @@ START_TEST(room_is_made_without_holding_up_jobs) {
 }
 END_TEST
 
-UNIT_MAIN("kernels/cuda/staging", kept_staging_gives_way, nobody_gets_between_chunks,
-          kept_staging_does_not_give_way_in_vain, no_granule_of_a_tensor_is_left_as_it_was,
-          small_jobs_leave_large_blocks_alone, what_is_kept_follows_the_jobs,
-          the_pool_is_trimmed_behind_a_buffer, the_pool_is_trimmed_behind_a_burst,
-          room_is_made_without_holding_up_jobs)
+UNIT_MAIN("kernels/cuda/staging", kept_staging_gives_way,
+          who_finds_no_room_keeps_back_who_needs_none, kept_staging_gives_way_on_a_full_card,
+          nobody_gets_between_chunks, kept_staging_does_not_give_way_in_vain,
+          no_granule_of_a_tensor_is_left_as_it_was, small_jobs_leave_large_blocks_alone,
+          what_is_kept_follows_the_jobs, the_pool_is_trimmed_behind_a_buffer,
+          the_pool_is_trimmed_behind_a_burst, room_is_made_without_holding_up_jobs)
 
 #else
 
