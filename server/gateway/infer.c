@@ -72,8 +72,6 @@ size_t kld_infer_feed(struct kld_exchange *exchange, const char *data, size_t si
     struct kld_infer *infer = exchange->state;
     infer->feeding = true;
     size_t taken = kld_body_feed(infer, data, size);
-    if (exchange->state != infer) /* it was too late, and is somebody else's */
-        return taken;
     infer->feeding = false;
     if (exchange->replied) /* the rest of a refused body is dropped */
         kld_body_done(infer);

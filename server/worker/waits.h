@@ -26,8 +26,8 @@ void kld_waits_init(struct kld_worker *worker);
 /* Places of those who wait: KLD_WAITS_MAX in all, KLD_CLIENT_WAITS_MAX of one client. A lane that
  * finds none of the first queues up for one, one request a turn; one whose client has as many as it
  * may is launched again when one of its own has ended. */
-/* For the next request of the lane, which names an event or comes behind one that has a place, and
- * goes to the device if this is true. */
+/* For the next request of the lane, which names an event or comes behind one that does and has not
+ * ended, and goes to the device if this is true. */
 bool kld_waits_take(struct kld_lane *lane);
 /* Such a request of the session has ended. True: it had as many as it may, so its other lanes may
  * go on. */
