@@ -18,6 +18,7 @@
 #include "server/gateway/trace.h"
 #include "server/gateway/watch.h"
 
+#define CONTINUE_BYTES_MAX 64  /* that a 100 Continue takes, within a TLS record as well */
 #define WINDOW_BYTES (1 << 20) /* of TCP, for bodies that are larger */
 #define LINGER_TURNS_MAX 16    /* what looking costs, then, is less than a suspension, ... */
 #define LINGER_NS_MAX 500000u  /* ... and what is not here by now takes longer, ... */
@@ -262,6 +263,8 @@ static enum MHD_Result access_handler(void *user, struct MHD_Connection *connect
             return queue_spare(http, connection);
         watched->exchange = exchange;
         watched->exchanges++;
+        if (exchange->has_body && !exchange->has_length)
+            watched->written_before = kld_watched_written(watched);
         exchange->metrics_only = watched->metrics;
         note(http, exchange);
         start(http, exchange, version);
@@ -299,12 +302,13 @@ static void close_exchange(struct kld_http *http, struct kld_exchange *exchange)
     free(exchange);
 }
 
-/* Has the client sent all that it will, and has it been read? */
-static bool has_ended(struct MHD_Connection *connection) {
-    const union MHD_ConnectionInfo *info =
-        MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
-    char next;
-    return !info || recv(info->connect_fd, &next, 1, MSG_PEEK | MSG_DONTWAIT) == 0;
+/* MHD answers a chunk that is none, or such a trailer, by itself, and calls the end of a connection
+ * in the middle of a body the same; who got an answer may have left on it, too. */
+static bool was_answered_by_mhd(const struct kld_exchange *exchange,
+                                const struct kld_watched *watched) {
+    return watched && exchange->has_body && !exchange->has_length && !exchange->replied &&
+           !exchange->gone &&
+           kld_watched_written(watched) > watched->written_before + CONTINUE_BYTES_MAX;
 }
 
 static void completed(void *user, struct MHD_Connection *connection, void **context,
@@ -316,10 +320,7 @@ static void completed(void *user, struct MHD_Connection *connection, void **cont
     }
     struct kld_exchange *exchange = *context;
     struct kld_http *http = user;
-    /* MHD answers a chunk that is none, or such a trailer, by itself. It calls an end in the middle
-     * of a body the same. */
-    if (exchange && code == MHD_REQUEST_TERMINATED_WITH_ERROR && !exchange->replied &&
-        !exchange->gone && !http->closing && !has_ended(connection)) {
+    if (exchange && was_answered_by_mhd(exchange, watched)) {
         exchange->misframed = true;
         kld_stats_rejected(http->gateway->stats, KLD_REJECT_http_framing);
     }

@@ -9,6 +9,7 @@
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <sys/socket.h>
 
@@ -19,10 +20,15 @@
 #define LOOK_CONNECTIONS_MAX 32 /* in one turn of the loop, ... */
 #define LOOK_ON_MS 2            /* ... then the next ones */
 
-/* struct tcp_info as the kernel fills it, up to the two counters. */
+/* struct tcp_info as the kernel fills it, up to the last counter asked for here. */
 struct counters {
     struct tcp_info info;
     uint64_t pacing_rate, max_pacing_rate, bytes_acked, bytes_received;
+    /* Linux 4.19 */
+    uint32_t segments_out, segments_in, unsent_bytes, others[3];
+    uint64_t rate, times[3];
+    uint32_t delivered[2];
+    uint64_t bytes_sent, bytes_resent;
 };
 
 static enum kld_phase phase_of(const struct kld_watched *watched) {
@@ -71,7 +77,7 @@ static bool is_slow(const struct kld_watch *watch, struct kld_watched *watched) 
         return false;
     }
     if (getsockopt(watched->fd, IPPROTO_TCP, TCP_INFO, &counters, &size) != 0 ||
-        size < sizeof counters)
+        size < offsetof(struct counters, segments_out))
         return false;
     uint64_t bytes = phase == KLD_PHASE_SENDING ? counters.bytes_acked : counters.bytes_received;
     bool same = watched->seen_exchanges == watched->exchanges;
@@ -149,6 +155,14 @@ uint64_t kld_watch_moved(const struct kld_watch *watch) {
             moved += counters.bytes_acked + counters.bytes_received;
     }
     return moved;
+}
+
+uint64_t kld_watched_written(const struct kld_watched *watched) {
+    struct counters counters = {.bytes_acked = 0};
+    socklen_t size = sizeof counters;
+    if (getsockopt(watched->fd, IPPROTO_TCP, TCP_INFO, &counters, &size) != 0)
+        return 0;
+    return counters.bytes_sent - counters.bytes_resent + counters.unsent_bytes;
 }
 
 void kld_watch_init(struct kld_watch *watch, uv_loop_t *loop, const struct kld_config *config,

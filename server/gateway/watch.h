@@ -27,6 +27,7 @@ struct kld_watched {
     int fd;                        /* MHD's */
     uint32_t exchanges;            /* that began on it */
     uint64_t discarded_bytes;      /* http.c's: of the last one's body */
+    uint64_t written_before;       /* http.c's: kld_watched_written() when a body of chunks began */
     bool cut_off;                  /* it was shut down: the peer has gone, or is too slow */
     bool metrics;                  /* http.c's: it may ask for those alone */
     struct kld_tls_keys *keys;     /* http.c's: that its handshake was made with; NULL: plain */
@@ -52,6 +53,8 @@ void kld_watch_init(struct kld_watch *watch, uv_loop_t *loop, const struct kld_c
 struct kld_watched *kld_watch_add(struct kld_watch *watch, int fd);
 /* Bytes that ever came and went on the connections there are now; asks the kernel for each. */
 uint64_t kld_watch_moved(const struct kld_watch *watch);
+/* Bytes that were ever given to the socket to send; asks the kernel. 0: it does not say. */
+uint64_t kld_watched_written(const struct kld_watched *watched);
 void kld_watch_remove(struct kld_watch *watch, struct kld_watched *watched); /* frees it */
 
 #endif

@@ -135,9 +135,11 @@ def test_chunks_that_lie(server, chunks):
             pass
 
 
+@pytest.mark.parametrize("expect", ["", "Expect: 100-continue\r\n"], ids=["", "continue"])
+@pytest.mark.parametrize("ends", [False, True], ids=["", "ends"])
 @pytest.mark.parametrize("chunk, counted", [(b"x\r\n", {"invalid": 1, "framing": 1}), (b"5\r\nabc", {"cancelled": 1, "left": 1})])
-def test_how_a_body_that_breaks_off_is_counted(make_server, chunk, counted):
-    """As what its sender got wrong, where it is that; else as a client that left."""
+def test_how_a_body_that_breaks_off_is_counted(make_server, chunk, counted, ends, expect):
+    """As what its sender got wrong, where it is that, also of one who leaves at once; else as a client that left."""
     server = make_server()
 
     def counts():
@@ -149,10 +151,13 @@ def test_how_a_body_that_breaks_off_is_counted(make_server, chunk, counted):
 
     before = counts()
     with connect(server) as connection:
-        connection.sendall(head() + b"2\r\n{ \r\n")
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert status_of(connection) == 200
+        connection.sendall(head(more=expect) + (b"" if expect else b"2\r\n{ \r\n"))
+        assert not expect or status_of(connection) == 100
         wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1)
         connection.sendall(chunk)
-        if "left" in counted:
+        if ends or "left" in counted:
             connection.shutdown(socket.SHUT_WR)
         assert status_of(connection) == (0 if "left" in counted else 400)
     wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 0)
