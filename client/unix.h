@@ -1,8 +1,9 @@
 /* unix.h - the inside of a connection over the Unix socket: shared by unix.c (greeting, answers),
  * unix_send.c (what is sent), unix_lost.c (a worker that is gone), unix_device.c and unix_probe.c
- * (which of several workers), unix_calls.c (entry points), unix_memory.c (regions, staging),
- * unix_share.c (published tensors, priorities), unix_event.c (events, fences) and unix_watch.c (the
- * words of fences, and a thread). Everything else belongs to the thread that owns the connection.
+ * (which of several workers), unix_calls.c (entry points), unix_memory.c (regions), unix_stage.c
+ * (memory for plain tensors), unix_share.c (published tensors, priorities), unix_event.c (events,
+ * fences) and unix_watch.c (the words of fences, and a thread). Everything else belongs to the
+ * thread that owns the connection.
  */
 #ifndef KLD_CLIENT_UNIX_H
 #define KLD_CLIENT_UNIX_H
@@ -315,7 +316,7 @@ void kld_unix_watch_lost(struct unix_connection *u);
 /* Ends the thread and unmaps the words; nobody is set free. */
 void kld_unix_watch_end(struct unix_connection *u);
 
-/* Staging. put: finds room for the call's plain tensors and copies its inputs there. */
+/* unix_stage.c. put: finds room for the call's plain tensors and copies its inputs there. */
 enum kld_status kld_unix_stage_put(struct unix_connection *u, struct unix_call *call,
                                    struct kld_error *err);
 /* The worker answered a cancelled or late call, which it may yet be writing into its part of a
@@ -325,5 +326,8 @@ void kld_unix_fence(struct unix_connection *u, struct unix_call *call,
                     const struct kld_error *error);
 void kld_unix_stage_get(struct unix_call *call);  /* outputs to the caller's memory */
 void kld_unix_stage_free(struct unix_call *call); /* the part */
+/* Is this region a stage that the calls in it need less of than the server refused? So much it has
+ * from now on. */
+bool kld_unix_stage_shrinks(struct unix_connection *u, struct unix_region *region);
 
 #endif
