@@ -83,7 +83,9 @@ static bool repeatable(const struct unix_call *call) {
 /* A sent call of a lost worker: ended, or queued again. */
 static void settle(struct unix_connection *u, struct unix_call *call) {
     call->device_losses += call->lost_device;
-    if (call->cancelled) {
+    /* The worker that refused what frees its memory may yet be writing it, until it ends. */
+    bool guards = call->fence && call->refused;
+    if (call->cancelled && !guards) {
         kld_unix_call_fail(u, call, KLD_CANCELLED, "cancelled; the server was lost meanwhile");
     } else if (u->fatal.status == KLD_VERSION) {
         kld_unix_call_fail(u, call, KLD_VERSION, u->fatal.text);
@@ -93,12 +95,12 @@ static void settle(struct unix_connection *u, struct unix_call *call) {
             call->lost_device
                 ? "the device failed while the request was in flight"
                 : "the server was lost while a request that must not run twice was in flight");
-    } else if (call->device_losses >= KLD_DEVICE_LOSSES_MAX) {
+    } else if (!guards && call->device_losses >= KLD_DEVICE_LOSSES_MAX) {
         /* Not UNAVAILABLE: whoever reads that gives the next device the request that kills it. */
         kld_unix_call_fail(u, call, KLD_DEVICE_LOST,
                            "the device failed twice while the request was in flight; it is not "
                            "sent again, because it may be the cause");
-    } else if (call->base.result.attempts >= KLD_ATTEMPTS_MAX) {
+    } else if (!guards && call->base.result.attempts >= KLD_ATTEMPTS_MAX) {
         kld_unix_call_fail(u, call, KLD_UNAVAILABLE,
                            "the server was lost each time this request was sent");
     } else {

@@ -300,8 +300,13 @@ static void release_held(struct fake_client *client) {
 static void copy_received(struct fake_worker *worker, struct fake_client *client,
                           const struct kld_frame_copy *frame) {
     int keep = worker->hold && worker->linger && client->held_count < 64, mute = worker->mute;
+    if (due(&worker->leave_at_copy))
+        client->leaving = 1;
+    int leaves = client->leaving;
     worker->copies++; /* as with submits */
-    if (keep)
+    if (leaves)
+        reply_error(client, frame->header.request, KLD_UNAVAILABLE);
+    else if (keep)
         client->held[client->held_count++] = (struct fake_held){{.as_COPY = *frame}, 0};
     else
         copy(client, frame, !mute);

@@ -29,6 +29,7 @@ struct fake_worker {
     atomic_int poison_rows;     /* not 0: SUBMITs of so many rows lose the device, each time */
     atomic_int busy_at_submit;  /* countdown: at 1 the SUBMIT is answered BUSY */
     atomic_int leave_at_submit; /* countdown: from 1 on nothing new is taken: UNAVAILABLE */
+    atomic_int leave_at_copy;   /* the same, of COPYs */
     atomic_int refuse_hello;    /* enum kld_status */
     atomic_int cut_type;        /* enum kld_frame_type: lacks 8 bytes, as in an older release */
     atomic_int refuse_regions;  /* enum kld_status */

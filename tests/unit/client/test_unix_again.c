@@ -133,6 +133,45 @@ END_TEST
 START_TEST(test_cancelled_keeps_its_staging) { check_late(true); }
 END_TEST
 
+/* Has no request a part of a stage? */
+static bool stages_are_free(void) {
+    const struct unix_connection *u = (const struct unix_connection *)connection;
+    for (int i = 0; i < KLD_STAGES_MAX; i++)
+        if (u->stages[i].parts)
+            return false;
+    return true;
+}
+
+/* A worker that ends finishes what it computes and takes nothing new, so it cannot say when it has
+ * let go of the memory: its successor does, which comes when it has ended. */
+START_TEST(test_late_keeps_its_staging_from_one_that_leaves) {
+    static float values[3 * CLASSES];
+    setup();
+    struct kld_request request = request_of(1);
+    for (int i = 0; i < KLD_SLOT_COUNT; i++)
+        request.bytes[i].data = request.op.tensor[i].dtype ? values : NULL;
+    request.bytes[KLD_SLOT_GRAD_PREDICTIONS].data = values + CLASSES;
+    request.timeout_ns = 100000000;
+    struct ended late = {0};
+    worker.hold = worker.linger = worker.leave_at_copy = 1;
+    submit(&request, &late);
+    process_until(&late);
+    ck_assert_int_eq(late.status, KLD_DEADLINE);
+    for (int i = 0; i < TRIES_MAX && !connection->losses; i++)
+        ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
+    ck_assert_int_eq(connection->losses, 1);
+    ck_assert(!stages_are_free());
+    for (int i = 0; i < TRIES_MAX && worker.copies < 2; i++)
+        ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
+    worker.hold = 0;
+    for (int i = 0; i < TRIES_MAX && !stages_are_free(); i++)
+        ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
+    ck_assert_int_eq(worker.copies, 2);
+    ck_assert(stages_are_free());
+    teardown();
+}
+END_TEST
+
 static struct kld_region *filled_region(void) {
     struct kld_region *region;
     ck_assert_int_eq(kld_region_create(connection, 12288, &region, &error), KLD_OK);
@@ -527,6 +566,7 @@ END_TEST
 
 UNIT_MAIN("client/unix_again", test_a_loss_takes_no_words_from_what_ended_before,
           test_late_keeps_its_staging, test_cancelled_keeps_its_staging,
+          test_late_keeps_its_staging_from_one_that_leaves,
           test_input_overwritten_by_a_later_request, test_input_overwritten_by_a_later_copy,
           test_in_place_through_two_regions, test_worker_leaves,
           test_region_refused_by_a_worker_that_ends, test_region_refused_behind_one_that_leaves,
