@@ -207,6 +207,8 @@ enum kld_status kld_unix_ask(struct unix_connection *u, const union kld_frame *f
 
 /* unix_memory.c */
 enum kld_status kld_unix_region_create(struct kld_region *region, struct kld_error *err);
+/* The same without a look at the socket, where a request is being sent: for stages. */
+enum kld_status kld_unix_region_make(struct kld_region *region, struct kld_error *err);
 enum kld_status kld_unix_region_import_memfd(struct kld_region *region, int fd,
                                              struct kld_error *err);
 enum kld_status kld_unix_region_import_cuda_ipc(struct kld_region *region,

@@ -66,7 +66,35 @@ static enum kld_status map(struct unix_region *region, struct kld_error *err) {
     return KLD_OK;
 }
 
+/* The server counts what was released until it is told, which it is once it has answered: to
+ * register memory may take it long. Who was refused meanwhile may have room behind that. */
+static bool some_leave(const struct unix_connection *u) {
+    const struct kld_region *base = u->base.regions;
+    while (base && !((const struct unix_region *)base)->released)
+        base = base->next;
+    return base != NULL;
+}
+
+/* What was dropped counts, and takes descriptors, until the server has answered for it, which
+ * nobody may have read. Where there is no room but theirs, that is waited for. */
+static enum kld_status room(struct unix_connection *u, struct kld_error *err) {
+    enum kld_status status = KLD_OK;
+    if (some_leave(u))
+        status = kld_connection_step(&u->base, 0, err);
+    uint64_t deadline = kld_now_ns() + u->base.options.connect_timeout_ns;
+    while (!status && u->welcomed && u->base.region_count > u->welcome.regions_max &&
+           some_leave(u) && kld_now_ns() < deadline)
+        status = kld_connection_step(&u->base, deadline, err);
+    kld_connection_waited(&u->base);
+    return status;
+}
+
 enum kld_status kld_unix_region_create(struct kld_region *base, struct kld_error *err) {
+    enum kld_status status = room(connection_of(base), err);
+    return status ? status : kld_unix_region_make(base, err);
+}
+
+enum kld_status kld_unix_region_make(struct kld_region *base, struct kld_error *err) {
     struct unix_region *region = (struct unix_region *)base;
     enum kld_status status = kld_unix_region_begin(region, KLD_REGION_MEMFD, err);
     if (status)
@@ -85,7 +113,9 @@ enum kld_status kld_unix_region_create(struct kld_region *base, struct kld_error
 enum kld_status kld_unix_region_import_memfd(struct kld_region *base, int fd,
                                              struct kld_error *err) {
     struct unix_region *region = (struct unix_region *)base;
-    enum kld_status status = kld_unix_region_begin(region, KLD_REGION_MEMFD, err);
+    enum kld_status status = room(connection_of(base), err);
+    if (!status)
+        status = kld_unix_region_begin(region, KLD_REGION_MEMFD, err);
     if (status)
         return status;
     region->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
@@ -203,15 +233,6 @@ void kld_unix_regions_lost(struct unix_connection *u) {
                           "a pool region of the request was lost with its worker; create and fill "
                           "it again");
     }
-}
-
-/* The server counts what was released until it is told, which it is once it has answered: to
- * register memory may take it long. Who was refused meanwhile may have room behind that. */
-static bool some_leave(const struct unix_connection *u) {
-    const struct kld_region *base = u->base.regions;
-    while (base && !((const struct unix_region *)base)->released)
-        base = base->next;
-    return base != NULL;
 }
 
 static void left(struct unix_connection *u, struct unix_region *region) {

@@ -77,7 +77,9 @@ static enum kld_status stage_open(struct unix_connection *u, uint64_t bytes,
                              "bytes; wait for one, use regions or raise staging_bytes_max",
                              (unsigned long long)u->stage_bytes_total, (unsigned long long)total);
     struct kld_region *region;
-    enum kld_status status = kld_region_create(&u->base, size, &region, err);
+    enum kld_status status = kld_region_open(&u->base, size, &region, err);
+    if (!status)
+        status = kld_region_made(kld_unix_region_make(region, err), region, &region);
     if (status)
         return status;
     unused->region = (struct unix_region *)region;
