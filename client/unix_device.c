@@ -33,9 +33,8 @@ static bool path_of(struct unix_connection *u, uint32_t i, char ret_path[sizeof 
     return true;
 }
 
-/* Does anything of it lie on the device, or run there? but: a region or event that does not count.
- */
-static bool is_bound(const struct unix_connection *u, const void *but) {
+/* Does anything of it lie on the device? but: a region or event that does not count. */
+static bool holds_memory(const struct unix_connection *u, const void *but) {
     for (const struct kld_event *event = u->base.events; event; event = event->next)
         if (event != but)
             return true;
@@ -45,7 +44,7 @@ static bool is_bound(const struct unix_connection *u, const void *but) {
             (region->attached || region->kind != KLD_REGION_MEMFD))
             return true;
     }
-    return u->publications || u->sent.first;
+    return u->publications;
 }
 
 static bool go_to(struct unix_connection *u, uint32_t i) {
@@ -83,22 +82,37 @@ static enum kld_status wait_greeted(struct unix_connection *u, struct kld_error 
     return u->fatal.status;
 }
 
-enum kld_status kld_unix_go_to_memory(struct unix_connection *u, const uint8_t *uuid,
-                                      const void *what, struct kld_error *err) {
-    enum kld_status status = wait_greeted(u, err);
-    if (status)
-        return status;
+/* Does this memory lie on another device of the server than the connection is to? On none of them:
+ * the server says so itself. */
+static bool lies_elsewhere(const struct unix_connection *u, const uint8_t *uuid,
+                           uint32_t *ret_there) {
     const struct kld_wire_device *list = u->welcome.device_list;
     uint32_t here = u->welcome.device, there = 0, devices = devices_of(u);
     while (there < devices && memcmp(list[there].uuid, uuid, KLD_WIRE_UUID_BYTES) != 0)
         there++;
-    /* On no device of the server: it says so itself. */
-    if (there == devices ||
-        (here < devices && memcmp(list[here].uuid, uuid, KLD_WIRE_UUID_BYTES) == 0))
-        return KLD_OK;
-    if (is_bound(u, what) && (u->welcome.flags & KLD_WELCOME_PEERS))
+    *ret_there = there;
+    return there < devices &&
+           (here >= devices || memcmp(list[here].uuid, uuid, KLD_WIRE_UUID_BYTES) != 0);
+}
+
+enum kld_status kld_unix_go_to_memory(struct unix_connection *u, const uint8_t *uuid,
+                                      const void *what, struct kld_error *err) {
+    uint32_t there;
+    enum kld_status status = wait_greeted(u, err);
+    if (status || !lies_elsewhere(u, uuid, &there))
+        return status;
+    /* What is computed from this process's memory binds to no device once it has ended. */
+    uint64_t deadline = kld_now_ns() + u->base.options.connect_timeout_ns;
+    while (!status && u->sent.first && !holds_memory(u, what) && kld_now_ns() < deadline)
+        status = kld_connection_step(&u->base, deadline, err);
+    kld_connection_waited(&u->base);
+    if (status || !lies_elsewhere(u, uuid, &there))
+        return status;
+    bool bound = holds_memory(u, what) || u->sent.first;
+    uint32_t here = u->welcome.device;
+    if (bound && (u->welcome.flags & KLD_WELCOME_PEERS))
         return KLD_OK; /* the worker knows whether its card reaches that one */
-    if (is_bound(u, what))
+    if (bound)
         return kld_error_set(err, KLD_INVALID,
                              "the memory lies on device %u of the server and what this connection "
                              "has on device %u; expected a connection of its own for each device",
@@ -114,7 +128,7 @@ enum kld_status kld_unix_go_to_memory(struct unix_connection *u, const uint8_t *
 bool kld_unix_look_further(struct unix_connection *u, struct unix_region *region) {
     uint32_t devices = devices_of(u), here = u->welcome.device;
     char path[sizeof u->path];
-    if (devices < 2 || region->released || is_bound(u, region))
+    if (devices < 2 || region->released || holds_memory(u, region) || u->sent.first)
         return false;
     /* For a caller without any time each is looked at once. */
     bool only_look = !region->looks && kld_now_ns() >= region->until_ns;

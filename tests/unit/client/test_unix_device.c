@@ -79,6 +79,33 @@ START_TEST(test_the_first_memory_says_where) {
 }
 END_TEST
 
+static void *answer_soon(void *unused) {
+    usleep(50000);
+    first.hold = 0;
+    return unused;
+}
+
+/* What is computed from this process's memory binds to no device once it has ended. */
+START_TEST(test_requests_on_plain_memory_are_waited_for) {
+    setup();
+    static float values[ROWS * CLASSES];
+    struct kld_region *memory;
+    pthread_t thread;
+    struct kld_request request = small_request(ROWS, CLASSES, values, values, NULL);
+    request.op.tensor[KLD_SLOT_GRAD_PREDICTIONS].dtype = KLD_DTYPE_ABSENT;
+    first.hold = 1;
+    ck_assert_int_eq(kld_submit(connection, &request, NULL, NULL, NULL, &error), KLD_OK);
+    while (!first.submits)
+        ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
+    ck_assert_int_eq(pthread_create(&thread, NULL, answer_soon, NULL), 0);
+    ck_assert_msg(import(on_second, &memory) == KLD_OK, "%s", error.text);
+    pthread_join(thread, NULL);
+    ck_assert_uint_eq(device_of(connection), 1);
+    ck_assert_int_eq(second.submits, 0);
+    teardown();
+}
+END_TEST
+
 START_TEST(test_from_any_socket_to_any_other) {
     setup();
     struct kld_region *memory;
@@ -325,8 +352,8 @@ START_TEST(test_attaching_does_not_wait_for_who_is_away) {
 END_TEST
 
 UNIT_MAIN("client/unix_device", test_attaching_does_not_wait_for_who_is_away,
-          test_the_first_memory_says_where, test_from_any_socket_to_any_other,
-          test_two_devices_need_two_connections,
+          test_requests_on_plain_memory_are_waited_for, test_the_first_memory_says_where,
+          test_from_any_socket_to_any_other, test_two_devices_need_two_connections,
           test_one_connection_does_where_cards_reach_each_other, test_an_event_says_where_too,
           test_a_lost_worker_is_waited_for_where_the_memory_is,
           test_a_worker_that_is_away_can_be_left_again,
