@@ -25,6 +25,11 @@ static char *copy_text(const char *text, bool *ok) {
     return copy;
 }
 
+/* 0: the default. For ever is long enough from now on not to wrap around. */
+static uint64_t timeout_of(uint64_t ns, uint64_t otherwise) {
+    return ns == 0 ? otherwise : ns > INT64_MAX / 2 ? INT64_MAX / 2 : ns;
+}
+
 static bool resolve_options(struct kld_connect_options *to,
                             const struct kld_connect_options *from) {
     bool ok = true;
@@ -33,14 +38,12 @@ static bool resolve_options(struct kld_connect_options *to,
     to->client_name = copy_text(to->client_name ? to->client_name : "libkld", &ok);
     to->token = copy_text(to->token, &ok);
     to->ca_file = copy_text(to->ca_file, &ok);
-    if (to->connect_timeout_ns == 0)
-        to->connect_timeout_ns = 5000000000ull;
+    to->connect_timeout_ns = timeout_of(to->connect_timeout_ns, 5000000000ull);
+    to->part_timeout_ns = timeout_of(to->part_timeout_ns, 60000000000ull);
     if (to->staging_bytes_max == 0)
         to->staging_bytes_max = 4ull << 30;
     if (to->part_bytes_max == 0)
         to->part_bytes_max = 64ull << 20;
-    if (to->part_timeout_ns == 0)
-        to->part_timeout_ns = 60000000000ull;
     return ok;
 }
 
@@ -71,6 +74,7 @@ enum kld_status kld_connect(const char *url, const struct kld_connect_options *o
     if (!connection)
         return kld_error_set(err, KLD_NO_MEMORY, "no memory for a connection");
     connection->transport = transport;
+    connection->process = getpid();
     connection->epoll_fd = connection->timer_fd = connection->wake_fd = -1;
     connection->armed_ns = KLD_NEVER;
     connection->calls_max = KLD_CALLS_MAX;
@@ -96,9 +100,23 @@ static void close_fd(int fd) {
         close(fd);
 }
 
+/* In a child made by fork(): the threads of a device, libcurl's sockets and the set of what is
+ * waited for are the parent's, and nothing here can be taken apart without them. */
+static void leave(struct kld_connection *connection) {
+    if (connection->transport->leave)
+        connection->transport->leave(connection);
+    close_fd(connection->epoll_fd);
+    close_fd(connection->timer_fd);
+    close_fd(connection->wake_fd);
+}
+
 void kld_close(struct kld_connection *connection) {
     if (!connection)
         return;
+    if (connection->process != getpid() && !connection->transport->closes_in_a_child) {
+        leave(connection);
+        return;
+    }
     /* The transport ends its side of every call, so that regions lose their users. */
     if (connection->opened)
         connection->transport->close(connection);

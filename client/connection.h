@@ -10,6 +10,8 @@
 #ifndef KLD_CLIENT_CONNECTION_H
 #define KLD_CLIENT_CONNECTION_H
 
+#include <sys/types.h>
+
 #include "client/kld.h"
 
 #define KLD_CALLS_MAX 4096 /* in flight on one connection, whatever the server allows */
@@ -166,6 +168,10 @@ struct kld_transport {
     /* What submit() held back while `corked`. NULL: it holds back nothing. */
     void (*send)(struct kld_connection *connection);
     void (*cancel)(struct kld_connection *connection, struct kld_call *call);
+    /* close() is right in a child made by fork(), too. Else leave(), or NULL, lets go there of what
+     * is no memory; the connection itself stays. */
+    bool closes_in_a_child;
+    void (*leave)(struct kld_connection *connection);
     /* NULL: not needed. The caller waits for an answer and looks again within microseconds (more),
      * or no longer does. */
     void (*poll)(struct kld_connection *connection, bool more);
@@ -187,6 +193,7 @@ struct kld_connection {
     const struct kld_transport *transport;
     struct kld_connect_options options; /* defaults resolved; texts are copies, owned here */
     int epoll_fd, timer_fd, wake_fd;
+    pid_t process;     /* that made it: not a child made by fork() */
     uint64_t armed_ns; /* when timer_fd fires; KLD_NEVER: not armed */
     bool opened;       /* transport->open() was called */
     bool offloaded;    /* what computes is no processor of this host; set by the transport */

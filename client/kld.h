@@ -102,7 +102,9 @@ KLD_EXPORT enum kld_status kld_connect(const char *url, const struct kld_connect
                                        struct kld_error *err);
 /* Releases the connection and every region it made. Requests in flight are dropped, their callbacks
  * not called; over local: it waits until the device has let go of the caller's memory. Not from a
- * callback. NULL is allowed. */
+ * callback. NULL is allowed. A child made by fork() connects by itself; of its parent's connection
+ * it may call this alone, which leaves the parent's as it was, and over unix: alone gives back
+ * memory. */
 KLD_EXPORT void kld_close(struct kld_connection *connection);
 
 struct kld_server_info {
@@ -136,7 +138,9 @@ KLD_EXPORT enum kld_status kld_ping(struct kld_connection *connection, uint64_t 
 
 /* Memory that both sides see without a copy. unix: a sealed memfd, mapped here and registered in
  * the background (should the server refuse it, the requests that name it end with that error);
- * http, local: plain memory. Page-aligned, zeroed. */
+ * http, local: plain memory. Page-aligned, zeroed. Where this connection has as many regions as it
+ * may, and some that were dropped count until the server answers, both wait for that, up to
+ * connect_timeout_ns. */
 KLD_EXPORT enum kld_status kld_region_create(struct kld_connection *connection, uint64_t bytes,
                                              struct kld_region **ret_region, struct kld_error *err);
 /* A memfd of the caller's, with F_SEAL_SHRINK; the descriptor is duplicated. */

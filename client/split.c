@@ -297,6 +297,13 @@ static void split_close(struct kld_connection *connection) {
     free(split->servers);
 }
 
+/* Those of a Unix socket close themselves. */
+static void split_leave(struct kld_connection *connection) {
+    struct split_connection *split = split_of(connection);
+    for (uint32_t i = 0; i < split->count; i++)
+        kld_close(split->servers[i].member);
+}
+
 const struct kld_transport kld_transport_split = {
     .prefix = "split:",
     .name = "split",
@@ -305,6 +312,7 @@ const struct kld_transport kld_transport_split = {
     .region_bytes = sizeof(struct kld_region),
     .open = kld_split_open,
     .close = split_close,
+    .leave = split_leave,
     .info = kld_split_info,
     .missing = kld_split_missing,
     .ping = kld_split_ping,

@@ -310,6 +310,7 @@ enum kld_status kld_unix_wait_state(struct unix_connection *u, const enum unix_r
 const struct kld_transport kld_transport_unix = {
     .prefix = "unix:",
     .name = "unix",
+    .closes_in_a_child = true,
     .connection_bytes = sizeof(struct unix_connection),
     .call_bytes = sizeof(struct unix_call),
     .region_bytes = sizeof(struct unix_region),

@@ -129,8 +129,6 @@ class Memory:
             if not self.cached_bytes:
                 raise
         self._forget_cached(0)
-        if self._connection is not None:  # the server's answers, up to those about what has gone
-            _library.call("kld_ping", self._connection, c.byref(c.c_uint64()))
         return Span(size, self._connection)
 
     def forget_cached(self) -> bool:

@@ -158,6 +158,8 @@ static int serve(struct peer *peer) {
     int mode = server->times > 0 && server->times-- > 0 ? server->mode : FAKE_HTTP_GOOD;
     server->requests++;
     size_t elements = (bytes - head_bytes) / 8;
+    if (mode == FAKE_HTTP_LATE)
+        usleep(300000);
     float *tail = malloc(bytes - head_bytes + 1);
     memcpy(tail, body + head_bytes, bytes - head_bytes);
     if (!whole || mode == FAKE_HTTP_HANG_UP)

@@ -24,6 +24,7 @@ enum fake_http_mode {
     FAKE_HTTP_WRONG_SIZE, /* an output of another size than asked for */
     FAKE_HTTP_NO_LENGTH,  /* no Inference-Header-Content-Length */
     FAKE_HTTP_SILENT,     /* no answer at all, the connection stays */
+    FAKE_HTTP_LATE,       /* a good answer, after 300 ms */
     FAKE_HTTP_IN_PIECES,  /* a good answer, a few bytes at a time */
 };
 

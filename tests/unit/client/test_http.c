@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -285,6 +286,38 @@ static int stop_half_way(void *user, uint64_t sent, uint64_t total) {
     return sent * 2 > total;
 }
 
+static void on_answer(void *user, enum kld_status status, const struct kld_result *result,
+                      const struct kld_error *failed) {
+    *(enum kld_status *)user = status;
+}
+
+/* Sockets and what waits for them are shared with it. */
+START_TEST(test_closed_in_a_child) {
+    setup(NULL);
+    struct kld_request request = make_request();
+    enum kld_status status = KLD_BUSY;
+    request.timeout_ns = 10000000000ull;
+    server.mode = FAKE_HTTP_LATE;
+    server.times = 1;
+    ck_assert_int_eq(kld_submit(connection, &request, on_answer, &status, NULL, &error), KLD_OK);
+    for (int i = 0; i < TRIES_MAX && !server.requests; i++)
+        ck_assert_int_eq(kld_process(connection, 1, &error), KLD_OK);
+    pid_t child = fork();
+    if (child == 0) {
+        alarm(10);
+        kld_close(connection);
+        _exit(0);
+    }
+    int ended;
+    ck_assert_int_eq(waitpid(child, &ended, 0), child);
+    ck_assert_int_eq(ended, 0);
+    for (int i = 0; i < TRIES_MAX && status == KLD_BUSY; i++)
+        ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
+    ck_assert_int_eq(status, KLD_OK);
+    teardown();
+}
+END_TEST
+
 START_TEST(test_progress) {
     uint64_t last = 0;
     struct kld_connect_options options = {.progress = stop_half_way, .progress_user = &last};
@@ -367,7 +400,8 @@ START_TEST(test_a_name_without_an_address_is_asked_for_again) {
 }
 END_TEST
 
-UNIT_MAIN("client/http", test_trace, test_a_busy_server_is_asked_until_the_deadline, test_run,
-          test_strides_and_regions, test_misbehaviour, test_in_place,
-          test_many_deadlines_and_cancels, test_progress, test_no_server,
-          test_a_slow_resolver_keeps_nobody, test_a_name_without_an_address_is_asked_for_again)
+UNIT_MAIN("client/http", test_closed_in_a_child, test_trace,
+          test_a_busy_server_is_asked_until_the_deadline, test_run, test_strides_and_regions,
+          test_misbehaviour, test_in_place, test_many_deadlines_and_cancels, test_progress,
+          test_no_server, test_a_slow_resolver_keeps_nobody,
+          test_a_name_without_an_address_is_asked_for_again)

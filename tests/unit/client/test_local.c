@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "client/kld.h"
@@ -67,6 +68,26 @@ START_TEST(test_run) {
     ck_assert_double_eq_tol(result.loss, truth(), 1e-6);
     request.op.shape[1] = 0;
     ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_INVALID);
+    kld_close(connection);
+}
+END_TEST
+
+/* Its device's threads are not there. */
+START_TEST(test_closed_in_a_child) {
+    setup();
+    struct kld_request request = make_request();
+    struct kld_result result;
+    ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_OK);
+    pid_t child = fork();
+    if (child == 0) {
+        alarm(10);
+        kld_close(connection);
+        _exit(0);
+    }
+    int status;
+    ck_assert_int_eq(waitpid(child, &status, 0), child);
+    ck_assert_int_eq(status, 0);
+    ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_OK);
     kld_close(connection);
 }
 END_TEST
@@ -181,5 +202,6 @@ START_TEST(test_misaligned_memory_is_refused_without_its_address) {
 }
 END_TEST
 
-UNIT_MAIN("client/local", test_misaligned_memory_is_refused_without_its_address, test_run,
-          test_regions_of_every_kind, test_many_in_flight, test_names)
+UNIT_MAIN("client/local", test_misaligned_memory_is_refused_without_its_address,
+          test_closed_in_a_child, test_run, test_regions_of_every_kind, test_many_in_flight,
+          test_names)

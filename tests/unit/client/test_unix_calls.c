@@ -4,6 +4,9 @@
 #include "tests/unit/unit.h"
 
 #include <poll.h>
+#include <pthread.h>
+#include <string.h>
+#include <unistd.h>
 
 #include "client/kld.h"
 #include "tests/unit/client/fake_worker.h"
@@ -110,6 +113,61 @@ START_TEST(test_process_does_not_wait_for_what_was_given_up) {
 }
 END_TEST
 
+/* Nobody reads here but who makes regions. */
+START_TEST(test_regions_that_were_dropped_leave) {
+    worker.regions_max = 8;
+    setup();
+    struct kld_region *region;
+    for (int i = 0; i < 100; i++) {
+        ck_assert_msg(kld_region_create(connection, 4096, &region, &error) == KLD_OK, "%d: %s", i,
+                      error.text);
+        kld_region_drop(region);
+        usleep(1000);
+    }
+    teardown();
+}
+END_TEST
+
+static void *answer_soon(void *unused) {
+    usleep(50000);
+    worker.slow_regions = 0;
+    (void)memset(unused, 1, 1);
+    return NULL;
+}
+
+/* What the server has yet to answer counts until it does: that is waited for. */
+START_TEST(test_a_region_waits_for_those_that_leave) {
+    pthread_t thread;
+    char started;
+    worker.regions_max = 3;
+    setup();
+    struct kld_region *regions[4];
+    worker.slow_regions = 1;
+    for (int i = 0; i < 3; i++)
+        ck_assert_int_eq(kld_region_create(connection, 4096, &regions[i], &error), KLD_OK);
+    ck_assert_int_eq(kld_region_create(connection, 4096, &regions[3], &error), KLD_TOO_LARGE);
+    kld_region_drop(regions[0]);
+    ck_assert_int_eq(pthread_create(&thread, NULL, answer_soon, &started), 0);
+    ck_assert_msg(kld_region_create(connection, 4096, &regions[3], &error) == KLD_OK, "%s",
+                  error.text);
+    pthread_join(thread, NULL);
+    teardown();
+}
+END_TEST
+
+START_TEST(test_a_timeout_of_for_ever) {
+    const struct kld_connect_options options = {.connect_timeout_ns = UINT64_MAX,
+                                                .part_timeout_ns = UINT64_MAX};
+    char url[128];
+    fake_worker_open(&worker);
+    snprintf(url, sizeof url, "unix:%s", worker.path);
+    ck_assert_msg(kld_connect(url, &options, &connection, &error) == KLD_OK, "%s", error.text);
+    ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_OK);
+    teardown();
+}
+END_TEST
+
 UNIT_MAIN("client/unix_calls", test_a_question_leaves_callbacks_to_process,
           test_process_does_not_wait_for_who_fetches_himself,
-          test_process_does_not_wait_for_what_was_given_up)
+          test_process_does_not_wait_for_what_was_given_up, test_regions_that_were_dropped_leave,
+          test_a_region_waits_for_those_that_leave, test_a_timeout_of_for_ever)
