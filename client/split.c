@@ -37,14 +37,18 @@ static void part_back(struct split_part *part, const struct kld_error *error) {
     struct split_call *call = part->call;
     struct kld_error named;
     kld_error_set(&named, error->status, "%s: %.180s", server->name, error->text);
-    part->range.tries++;
+    /* Who says "not now" has not failed: that ends with the caller's patience. */
+    bool busy = error->status == KLD_BUSY || error->status == KLD_THROTTLED;
+    bool waits = call->base.deadline_ns != KLD_NEVER ||
+                 kld_now_ns() < call->progress_ns + KLD_RECONNECT_NS_MAX;
+    part->range.tries += !busy;
     part->range.device_losses += error->status == KLD_DEVICE_LOST;
     if (kld_split_is_refusal(error->status)) {
         server->state = SPLIT_REFUSED; /* its part is the others' */
         server->error = *error;
     }
     bool moves = server->state == SPLIT_REFUSED || kld_split_is_of_server(error->status);
-    if (!moves || part->range.tries >= KLD_ATTEMPTS_MAX ||
+    if (!moves || (busy && !waits) || part->range.tries >= KLD_ATTEMPTS_MAX ||
         part->range.device_losses >= KLD_DEVICE_LOSSES_MAX)
         call_fail(server->split, call, &named);
     else if (server->state != SPLIT_REFUSED)

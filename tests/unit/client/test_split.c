@@ -459,6 +459,23 @@ START_TEST(no_server_is_left) {
 }
 END_TEST
 
+/* Who says "not now" is not lost: that is waited out as long as the caller waits, however often. */
+START_TEST(all_servers_are_busy) {
+    char url[256];
+    struct kld_connection *connection = open_fakes(3, 0, url);
+    struct kld_request request = small_request(1, 12, small_q, small_p, small_gradient);
+    request.timeout_ns = 30000000000;
+    for (int i = 0; i < 3; i++) {
+        server[i].mode = FAKE_HTTP_BUSY_1S;
+        server[i].times = 4;
+    }
+    ck_assert_msg(kld_run(connection, &request, NULL, &error) == KLD_OK, "%s", error.text);
+    ck_assert_int_ge(server[0].requests + server[1].requests + server[2].requests, 13);
+    kld_close(connection);
+    close_fakes(3);
+}
+END_TEST
+
 /* All of them came back as something else: nobody is waited for. */
 START_TEST(no_server_is_what_it_was) {
     char url[256];
@@ -670,6 +687,7 @@ END_TEST
 UNIT_MAIN("client/split", the_bits_of_one, unusual_weights, other_layouts,
           several_at_once_and_given_up, wrong_lists, a_lost_server, a_wrong_request_is_nobodys_loss,
           parts_are_of_the_callers_trace, what_kills_devices_is_given_up, no_server_is_left,
-          no_server_is_what_it_was, only_servers_of_one_kind, a_server_that_is_only_starting,
-          one_that_turned_a_question_away_is_asked_again, one_that_does_not_let_us_in_any_more,
-          silent_servers_do_not_add_up, who_is_away_rests_for_the_absent, progress_and_its_end)
+          all_servers_are_busy, no_server_is_what_it_was, only_servers_of_one_kind,
+          a_server_that_is_only_starting, one_that_turned_a_question_away_is_asked_again,
+          one_that_does_not_let_us_in_any_more, silent_servers_do_not_add_up,
+          who_is_away_rests_for_the_absent, progress_and_its_end)
