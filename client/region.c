@@ -275,6 +275,8 @@ void kld_rows_copy(void *to, uint64_t to_stride_bytes, const void *from, uint64_
 static enum kld_status plain_map(struct kld_region *region, int flags, int fd,
                                  struct kld_error *err) {
     void *data = mmap(NULL, region->bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
+    if (data == MAP_FAILED && errno == EPERM)
+        return kld_error_set(err, KLD_INVALID, "the memfd is sealed with F_SEAL_WRITE");
     if (data == MAP_FAILED)
         return kld_error_set(err, KLD_NO_MEMORY, "no memory for a region of %llu bytes",
                              (unsigned long long)region->bytes);

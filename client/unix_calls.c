@@ -1,6 +1,7 @@
 /* unix_calls.c - the entry points of the Unix-socket connection: its table, opening and closing,
  * submitting, deadlines, and the few questions that wait for their answer. Frames are sent and
  * received in unix.c. The thread that owns the connection. */
+#include <stdio.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <unistd.h>
@@ -135,9 +136,11 @@ static void expire_queued(struct unix_connection *u, uint64_t now) {
             continue;
         }
         struct unix_call *mine = (struct unix_call *)call;
+        char late[KLD_ERROR_TEXT_MAX] = "deadline passed before the request could be sent";
+        if (u->state != UNIX_UP && u->fatal.status)
+            snprintf(late, sizeof late, "deadline passed; %.200s", u->fatal.text);
         if (at == call->deadline_ns)
-            kld_unix_call_fail(u, mine, KLD_DEADLINE,
-                               "deadline passed before the request could be sent");
+            kld_unix_call_fail(u, mine, KLD_DEADLINE, late);
         else if (u->fatal.status)
             kld_unix_call_fail(u, mine, u->fatal.status, u->fatal.text);
         else
@@ -232,6 +235,8 @@ enum kld_status kld_unix_ask(struct unix_connection *u, const union kld_frame *f
         return status;
     if (!control->ended && has_gone_with_it(u, frame))
         return KLD_OK;
+    if (!control->ended && u->state != UNIX_UP && u->fatal.status)
+        return kld_error_set(err, u->fatal.status, "%s", u->fatal.text);
     if (!control->ended)
         return kld_error_set(err, KLD_UNAVAILABLE, "the server did not answer in %.1f s",
                              (double)u->base.options.connect_timeout_ns / 1e9);

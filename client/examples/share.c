@@ -98,7 +98,8 @@ struct process {
     void *stream;
     void *ready;    /* our event, as the driver knows it */
     uint32_t *word; /* of the fence, */
-    address done;   /* and where the GPU has it */
+    address done;   /* and where the GPU has it, ... */
+    uint32_t last;  /* ... and the last number that it is to have */
     struct kld_event *wait, *record;
 };
 
@@ -233,6 +234,7 @@ static int step(struct process *process, struct kld_region *targets, double temp
     if (process->on_gpu && process->gpu.stream_wait(process->stream, process->done,
                                                     result.fence_number, WAIT_VALUE_GEQ))
         return fail(process, "waiting for a fence");
+    process->last = result.fence_number;
     return 0;
 }
 
@@ -262,6 +264,9 @@ static int student(const char *url, double temperature) {
                                                LOSSES_AT + STEPS * sizeof(float), process.stream) ||
                            process.gpu.stream_finish(process.stream)))
         return fail(&process, "copying from the GPU");
+    /* Behind the last step no kld_run() says that the server was lost. */
+    if (process.on_gpu && !kld_fence_passed(process.record, process.last))
+        return fail(&process, "the server was lost before it had computed the last steps");
     const float *losses = (const float *)(process.host + LOSSES_AT);
     for (int i = 0; i < STEPS; i++)
         printf("student: temperature %g: loss %.9g\n", temperature * (i + 1), (double)losses[i]);

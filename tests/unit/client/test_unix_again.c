@@ -404,13 +404,18 @@ END_TEST
 START_TEST(test_reason_of_a_refusal_is_told) {
     fake_worker_open(&worker);
     worker.refuse_hello = KLD_FORBIDDEN;
-    struct kld_connect_options options = {.lazy = true};
+    struct kld_connect_options options = {.lazy = true, .connect_timeout_ns = 200000000};
     char url[128];
     snprintf(url, sizeof url, "unix:%s", worker.path);
     ck_assert_int_eq(kld_connect(url, &options, &connection, &error), KLD_OK);
     struct kld_region *region = filled_region();
     struct kld_request request = region_request(region, 0, region, 8192);
     struct ended ended = {0};
+    ck_assert_int_eq(kld_ping(connection, NULL, &error), KLD_FORBIDDEN);
+    request.timeout_ns = 100000000;
+    ck_assert_int_eq(kld_run(connection, &request, NULL, &error), KLD_DEADLINE);
+    ck_assert_msg(strcmp(error.text, "deadline passed; fake: not allowed") == 0, "%s", error.text);
+    request.timeout_ns = 0;
     submit(&request, &ended);
     struct unix_connection *u = (struct unix_connection *)connection;
     for (int i = 0; i < TRIES_MAX && !u->fatal.status; i++) /* until it was refused */
