@@ -42,7 +42,8 @@
  * of some rows, which go to whichever server is free, two at a time to each. What comes back is
  * what one of them would have given, to the bit, however many there are and whatever became of them
  * meanwhile; only a loss that is one number may, where GPUs compute, differ in the last bit of the
- * FP64 sum from that of a request that was not split. For that all of them must be of one release
+ * FP64 sum from that of a request that was not split; and row weights whose sum is not finite are
+ * KLD_INVALID with rowmean. For that all of them must be of one release
  * and compute with the same back end (CPUs: with the same vectors; GPUs: the same model): others
  * are refused. A part whose server is lost, busy or silent for part_timeout_ns goes to another one,
  * gradients over their own tensors included; a lost server is looked for again after 0.1 s, then
@@ -78,7 +79,7 @@ struct kld_region;
 struct kld_event;
 
 struct kld_connect_options {
-    const char *client_name;     /* for the server's logs; NULL: "libkld" */
+    const char *client_name;     /* printable ASCII, for the server's logs; NULL: "libkld" */
     uint64_t connect_timeout_ns; /* how long to wait for a server; 0: 5 s */
     bool lazy; /* unix, http: kld_connect() does not wait; the connection is made inside
                 * kld_process(), or by the first import of GPU memory or of an event, which waits */
@@ -332,7 +333,8 @@ struct kld_request {
                       * kld_info() on share streams with those below: stream % streams_max */
 
     /* From now; 0: none. Over it: KLD_DEADLINE. Plain memory is then left alone; a region may be
-     * written until a later request of the same stream has ended, and so after kld_cancel(). */
+     * written until a later request of the same stream has ended, and so after kld_cancel(). local:
+     * KLD_DEADLINE comes when the work has ended, which nobody interrupts. */
     uint64_t timeout_ns;
 
     struct kld_event *wait;   /* imported: the work begins when it has passed; NULL: at once */
@@ -415,7 +417,7 @@ kld_submit_copy(struct kld_connection *connection, struct kld_region *destinatio
                 uint64_t source_offset_bytes, uint64_t bytes, uint32_t stream, uint64_t timeout_ns,
                 kld_callback callback, void *user, uint64_t *ret_id, struct kld_error *err);
 /* Asks for a request to be given up; its callback still comes (KLD_CANCELLED, or its result if that
- * was faster). */
+ * was faster: always over local:). */
 KLD_EXPORT void kld_cancel(struct kld_connection *connection, uint64_t id);
 /* Holds back the requests that are submitted from here on, to send them together: several small
  * ones over the Unix socket in one packet, which costs the two processes less. They go when there
@@ -425,7 +427,8 @@ KLD_EXPORT void kld_uncork(struct kld_connection *connection);
 /* A descriptor for the caller's own loop: when it is readable, call kld_process(). */
 KLD_EXPORT int kld_fd(const struct kld_connection *connection);
 /* Handles what has arrived and returns; waits up to timeout_ms for something first (0: not at all,
- * -1: until something; at once if nothing is in flight). After an early answer of a connection with
+ * -1: until something; at once if nothing is in flight). Over split: it may take up to a second
+ * more, where a server was lost and is asked what it is. After an early answer of a connection with
  * no server, call it once, with 0, before a loop of your own waits for kld_fd(). */
 KLD_EXPORT enum kld_status kld_process(struct kld_connection *connection, int timeout_ms,
                                        struct kld_error *err);
