@@ -73,6 +73,9 @@ struct kld_oip_memo {
 enum kld_status kld_oip_parse(const char *text, size_t bytes, struct kld_oip_memo *memo,
                               struct kld_oip_request *ret_request, struct kld_error *err);
 
+/* Is the text of a JSON input long enough for its elements? kld_oip_decode() would find that out,
+ * too, but only where memory for all of them was found first. */
+enum kld_status kld_oip_check_length(const struct kld_oip_tensor *tensor, struct kld_error *err);
 /* Writes the numbers of a JSON input to `to`, tensor->bytes long and aligned to 8. */
 enum kld_status kld_oip_decode(const struct kld_oip_tensor *tensor, void *to,
                                struct kld_error *err);

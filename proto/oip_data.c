@@ -68,11 +68,18 @@ static enum kld_status read_number(struct reader *reader, struct kld_error *err)
     return KLD_OK;
 }
 
-static enum kld_status wrong_nesting(const struct reader *reader, struct kld_error *err) {
+static enum kld_status wrong_nesting(const struct kld_oip_tensor *tensor, struct kld_error *err) {
     return kld_error_set(err, KLD_INVALID,
                          "%s: data must be flat or nested as its shape says, with %" PRIu64
                          " elements in all",
-                         kld_slot_name(reader->tensor->slot), reader->tensor->elements);
+                         kld_slot_name(tensor->slot), tensor->elements);
+}
+
+/* Each element has a character at least and a comma or the last bracket behind it, and there is the
+ * first bracket. */
+enum kld_status kld_oip_check_length(const struct kld_oip_tensor *tensor, struct kld_error *err) {
+    uint64_t length = (uint64_t)(tensor->data_end - tensor->data);
+    return tensor->elements > (length - 1) / 2 ? wrong_nesting(tensor, err) : KLD_OK;
 }
 
 /* A bracket closes: in nested data its children must be as many as the shape says. */
@@ -88,7 +95,7 @@ static enum kld_status read_element(struct reader *reader, struct kld_error *err
     if (reader->depth != reader->depth_max ||
         (reader->depth != 1 && reader->depth != reader->tensor->rank) ||
         reader->done == reader->tensor->elements)
-        return wrong_nesting(reader, err);
+        return wrong_nesting(reader->tensor, err);
     enum kld_status status = read_number(reader, err);
     reader->done++;
     reader->count[reader->depth - 1]++;
@@ -108,7 +115,7 @@ enum kld_status kld_oip_decode(const struct kld_oip_tensor *tensor, void *to,
         case ',': reader.at++; break;
         case '[':
             if (reader.depth == tensor->rank)
-                return wrong_nesting(&reader, err);
+                return wrong_nesting(tensor, err);
             if (reader.depth)
                 reader.count[reader.depth - 1]++;
             reader.count[reader.depth++] = 0;
@@ -116,7 +123,7 @@ enum kld_status kld_oip_decode(const struct kld_oip_tensor *tensor, void *to,
             break;
         case ']':
             if (!closes_well(&reader))
-                return wrong_nesting(&reader, err);
+                return wrong_nesting(tensor, err);
             reader.depth--;
             reader.at++;
             break;
@@ -125,7 +132,7 @@ enum kld_status kld_oip_decode(const struct kld_oip_tensor *tensor, void *to,
                 return status;
         }
     }
-    return reader.done == tensor->elements ? KLD_OK : wrong_nesting(&reader, err);
+    return reader.done == tensor->elements ? KLD_OK : wrong_nesting(tensor, err);
 }
 
 enum kld_status kld_oip_parse_register(const char *text, size_t bytes,

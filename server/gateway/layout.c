@@ -173,6 +173,9 @@ static enum kld_status hold_regions(struct kld_infer *infer, struct kld_error *e
         const struct kld_oip_tensor *tensor = kld_infer_tensor(infer, i);
         bool output = i >= infer->request.input_count;
         enum kld_status status;
+        if (!output && tensor->where == KLD_OIP_JSON &&
+            (status = kld_oip_check_length(tensor, err)))
+            return status;
         if (output && tensor->where == KLD_OIP_JSON && tensor->elements > json_max / 2)
             return kld_error_set(err, KLD_TOO_LARGE,
                                  "%s as JSON would have more than %" PRIu64

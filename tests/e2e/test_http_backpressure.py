@@ -1,8 +1,10 @@
 """What cannot be put anywhere is not read: seen in bytes that the gateway has taken, and in those that its clients got rid of."""
+import json
 import socket
 import threading
 import time
 
+import numpy as np
 import pytest
 
 import oip
@@ -92,3 +94,32 @@ def test_bytes_stay_with_their_senders(make_server, fill, put):
             sender.join()
     assert {sender.status for sender in senders} == {b"HTTP/1.1 200"}
     assert server.metrics()[RECEIVED] == metrics[RECEIVED] + ASKERS * len(data)
+
+
+@pytest.fixture
+def half_there(make_server):
+    """A server with a request of 4 MiB, half of which has come, in its 64 MiB of staging."""
+    server = make_server(staging_bytes_max="64M", http_deadline_ms=20000, http_slow_ms=120000)
+    halves = [np.ones((1, 1 << 19), "<f4")] * 2
+    headers, data = oip.body(dict(zip(("predictions", "targets"), halves)))
+    before = server.metrics()[RECEIVED]
+    holder = Sender(server, "POST", INFER, headers, data, len(data) // 2)
+    wait_until(lambda: server.metrics()[RECEIVED] == before + len(data) // 2, what="half of it")
+    yield server
+    holder.connection.close()
+    holder.join()
+
+
+def refused_at_once(server, data, headers, status, part):
+    """And the one behind it is answered."""
+    begin = time.monotonic()
+    got, _, body = server.request(INFER, data, headers)
+    assert (got, part in body.decode()) == (status, True), body
+    infer(server, {"predictions": Q[:125], "targets": P[:125]})
+    assert time.monotonic() - begin < 5
+
+
+def test_numbers_that_are_not_there_take_no_staging(half_there):
+    """As many as the shape says do not fit what is left of it, and the text is far too short for them."""
+    tensors = [{"name": name, "shape": [1, 7500000], "datatype": "FP32", "data": [1]} for name in ("predictions", "targets")]
+    refused_at_once(half_there, json.dumps({"inputs": tensors}).encode(), {}, 400, "7500000 elements in all")

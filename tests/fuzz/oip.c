@@ -19,8 +19,10 @@ static void *decode(const struct kld_oip_tensor *input) {
     if (!to)
         abort();
     enum kld_status status = kld_oip_decode(input, to, &err);
-    if (!status)
+    if (!status) {
+        require(kld_oip_check_length(input, &err) == KLD_OK);
         return to;
+    }
     require_error(status, &err);
     free(to);
     return NULL;

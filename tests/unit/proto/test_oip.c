@@ -414,6 +414,32 @@ START_TEST(the_same_text_with_other_numbers_is_the_same_request) {
 }
 END_TEST
 
+/* Known before there is memory for what the shape says, whatever the text before this one had. */
+START_TEST(fewer_numbers_than_the_shape_says_are_seen_by_the_length) {
+    static struct kld_oip_memo memo;
+    static const struct {
+        const char *data;
+        enum kld_status status;
+    } cases[] = {
+        {"[0.5,0.5]", KLD_OK}, {"[1,2]", KLD_OK},    {"[[1,2]]", KLD_OK}, {"[[1]]", KLD_OK},
+        {"[ 1]", KLD_INVALID}, {"[1]", KLD_INVALID}, {"[]", KLD_INVALID}, {"[[]]", KLD_INVALID},
+        {"[1,2,3]", KLD_OK},   {"[\"1\"]", KLD_OK},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char text[512];
+        snprintf(text, sizeof text,
+                 "{\"inputs\":[{\"name\":\"predictions\",\"shape\":[1,2],\"datatype\":\"FP32\","
+                 "\"data\":%s}," T "]}",
+                 cases[i].data);
+        ck_assert_int_eq(kld_oip_parse(text, strlen(text), &memo, &request, &err), KLD_OK);
+        ck_assert_uint_ne(memo.bytes, 0);
+        ck_assert_msg(kld_oip_check_length(&request.input[0], &err) == cases[i].status, "%s",
+                      cases[i].data);
+        ck_assert_int_eq(kld_oip_check_length(&request.input[1], &err), KLD_OK);
+    }
+}
+END_TEST
+
 START_TEST(names_are_text) {
     char longest[KLD_OIP_NAME_MAX + 1];
     struct kld_error error;
@@ -447,4 +473,5 @@ UNIT_MAIN("proto/oip", a_plain_request_asks_for_the_loss, what_a_stock_client_se
           the_longest_numbers_fit_the_announced_size, errors_are_json_even_if_a_text_was_cut,
           register_bodies, an_index_is_of_what_is_wanted, register_bodies_of_cuda_memory,
           json_that_is_not_tensor_data_is_bounded,
-          the_same_text_with_other_numbers_is_the_same_request, names_are_text)
+          the_same_text_with_other_numbers_is_the_same_request,
+          fewer_numbers_than_the_shape_says_are_seen_by_the_length, names_are_text)
