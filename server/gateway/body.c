@@ -173,14 +173,44 @@ static enum kld_status take_json(struct kld_infer *infer, const char *data, size
     return KLD_OK;
 }
 
+/* came: so many bytes, as far as is known. */
+static enum kld_status check_tail(const struct kld_infer *infer, uint64_t came,
+                                  struct kld_error *err) {
+    uint64_t tail_bytes = infer->request.tail_bytes;
+    if (came > tail_bytes)
+        return kld_error_set(err, KLD_INVALID,
+                             "the body goes on behind the %" PRIu64
+                             " bytes that binary_data_size of its inputs add up to",
+                             tail_bytes);
+    if (came < tail_bytes)
+        return kld_error_set(
+            err, KLD_INVALID,
+            "the inputs have %" PRIu64 " bytes of binary data; %" PRIu64 " came behind the JSON%s",
+            tail_bytes, came, infer->json_ends_body ? " (" LENGTH " says where it ends)" : "");
+    return KLD_OK;
+}
+
+enum kld_status kld_body_check(const struct kld_infer *infer, struct kld_error *err) {
+    const struct kld_exchange *exchange = infer->exchange;
+    uint64_t bytes = infer->json_have + infer->request.tail_bytes;
+    uint64_t most = infer->gateway->config->body_bytes_max;
+    if (bytes > most)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "the JSON and the binary data of its inputs have %" PRIu64
+                             " bytes; a body has at most %" PRIu64 " (body_bytes_max)",
+                             bytes, most);
+    if (infer->body_done)
+        return check_tail(infer, infer->tail_have, err);
+    if (infer->inflate || (exchange->has_body && !exchange->has_length))
+        return KLD_OK; /* nobody knows yet */
+    return check_tail(infer, exchange->length_bytes - infer->json_have, err);
+}
+
 static enum kld_status take_tail(struct kld_infer *infer, const char *data, size_t size,
                                  size_t *ret_taken, struct kld_error *err) {
     const struct kld_oip_request *request = &infer->request;
     if (infer->tail_have == request->tail_bytes)
-        return kld_error_set(err, KLD_INVALID,
-                             "the body goes on behind the %" PRIu64
-                             " bytes that binary_data_size of its inputs add up to",
-                             request->tail_bytes);
+        return check_tail(infer, infer->tail_have + size, err);
     const struct kld_oip_tensor *input = &request->input[infer->tail_input];
     while (input->where != KLD_OIP_BINARY ||
            input->tail_offset_bytes + input->bytes <= infer->tail_have)
@@ -278,13 +308,5 @@ enum kld_status kld_body_finish(struct kld_infer *infer, struct kld_error *err) 
         return kld_error_set(err, KLD_INVALID,
                              LENGTH " is %" PRIu64 "; the whole body has %" PRIu64 " bytes",
                              infer->json_bytes, infer->json_have);
-    if (!infer->parsed)
-        return KLD_OK;
-    if (infer->tail_have < infer->request.tail_bytes)
-        return kld_error_set(err, KLD_INVALID,
-                             "the inputs have %" PRIu64 " bytes of binary data; %" PRIu64
-                             " came behind the JSON%s",
-                             infer->request.tail_bytes, infer->tail_have,
-                             infer->json_ends_body ? " (" LENGTH " says where it ends)" : "");
-    return KLD_OK;
+    return infer->parsed ? check_tail(infer, infer->tail_have, err) : KLD_OK;
 }

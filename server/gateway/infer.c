@@ -263,14 +263,11 @@ void kld_infer_finish(struct kld_exchange *exchange) {
 }
 
 void kld_infer_laid_out(struct kld_infer *infer) {
-    struct kld_error error;
     infer->parsed = true;
-    if (!infer->body_done)
-        kld_exchange_continue(infer->exchange);
-    else if (kld_body_finish(infer, &error))
-        kld_infer_fail(infer, &error);
-    else
+    if (infer->body_done)
         start_gathering(infer, uv_hrtime());
+    else
+        kld_exchange_continue(infer->exchange);
 }
 
 /* ---- The worker -------------------------------------------------------------------------------*/

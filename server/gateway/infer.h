@@ -174,7 +174,10 @@ void kld_infer_end(struct kld_exchange *exchange);
 /* Between body.c and infer.c. */
 enum kld_status kld_body_begin(struct kld_infer *infer, struct kld_error *err);
 size_t kld_body_feed(struct kld_infer *infer, const char *data, size_t size);
-/* After the last byte and the parser: did everything come? */
+/* Behind the parser, before there is memory for anything: may the body be as long as its JSON says,
+ * and is it, as far as that is known? */
+enum kld_status kld_body_check(const struct kld_infer *infer, struct kld_error *err);
+/* After the last byte: did everything come? */
 enum kld_status kld_body_finish(struct kld_infer *infer, struct kld_error *err);
 void kld_body_done(struct kld_infer *infer); /* frees the decompressor */
 /* Nobody looks at the text again: where it lies in the loop's own memory that is the next one's. */

@@ -267,7 +267,7 @@ static void take_staging(struct kld_infer *infer) {
 
 void kld_infer_lay_out(struct kld_infer *infer) {
     struct kld_error error;
-    if (hold_regions(infer, &error)) {
+    if (kld_body_check(infer, &error) || hold_regions(infer, &error)) {
         kld_infer_fail(infer, &error);
         return;
     }

@@ -1,4 +1,5 @@
 """What cannot be put anywhere is not read: seen in bytes that the gateway has taken, and in those that its clients got rid of."""
+import gzip
 import json
 import socket
 import threading
@@ -10,7 +11,7 @@ import pytest
 import oip
 from conftest import wait_until
 from httplib import POOL, probabilities
-from oip import INFER, infer
+from oip import INFER, LENGTH, infer
 
 STAGING, ASKERS = 4 << 20, 8
 RECEIVED, IN_FLIGHT = "kld_http_received_bytes_total", "kld_http_requests_in_flight"
@@ -123,3 +124,37 @@ def test_numbers_that_are_not_there_take_no_staging(half_there):
     """As many as the shape says do not fit what is left of it, and the text is far too short for them."""
     tensors = [{"name": name, "shape": [1, 7500000], "datatype": "FP32", "data": [1]} for name in ("predictions", "targets")]
     refused_at_once(half_there, json.dumps({"inputs": tensors}).encode(), {}, 400, "7500000 elements in all")
+
+
+def wrong_tails(inputs):
+    """{what is wrong with it: (headers, body, status, what is said)} of tails that do not fit what their JSON says."""
+    headers, data = oip.body(inputs)
+    size, over = int(headers[LENGTH]), json.loads(data[:int(headers[LENGTH])])
+    for tensor in over["inputs"]:
+        tensor["shape"], tensor["parameters"] = [2 ** 20, 2 ** 20], {"binary_data_size": 2 ** 42}
+    over = json.dumps(over).encode()
+    return {"short": (headers, data[:-1], 400, f"{len(data) - size - 1} came behind the JSON"),
+            "long": (headers, data + b"x", 400, "goes on behind"),
+            "none": (headers, data[:size], 400, "; 0 came behind the JSON"),
+            "no length of JSON": ({}, data[:size], 400, LENGTH),
+            "ends, in chunks": ({}, iter([data[:100], data[100:size]]), 400, LENGTH),
+            "ends, compressed": ({"Content-Encoding": "gzip"}, gzip.compress(data[:size]), 400, LENGTH),
+            "more than a body has": ({LENGTH: str(len(over))}, iter([over, b"x"]), 413, "body_bytes_max")}
+
+
+@pytest.mark.parametrize("rows", [120, 1000], ids=["staging", "pool"])
+def test_a_tail_that_cannot_fit_takes_no_memory(make_server, rows):
+    """Staging is full: what takes some, for its tensors or for pieces of those, waits for the deadline."""
+    server = make_server(staging_bytes_max=STAGING, staging_request_bytes_max="1M", http_deadline_ms=1500,
+                         http_slow_ms=120000)
+    tails, empty = wrong_tails({"predictions": Q[:rows], "targets": P[:rows]}), fill_staging(server)
+    seen = {}
+    try:
+        for name, (headers, data, *_) in tails.items():
+            begin = time.monotonic()
+            status, _, reply = server.request(INFER, data, headers)
+            seen[name] = status, reply, time.monotonic() - begin
+    finally:
+        empty()
+    for name, (_, _, status, part) in tails.items():
+        assert seen[name][0] == status and part in seen[name][1].decode() and seen[name][2] < 1, seen

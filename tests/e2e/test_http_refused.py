@@ -243,8 +243,8 @@ def test_who_was_refused_may_be_as_slow_as_any(make_server):
     q = np.full((100, 1000), 1e-3, "<f4")
     headers, data = oip.body({"predictions": q, "targets": q}, None, {"reduction": "sum"})
     held = int(headers[oip.LENGTH]) + q.nbytes  # half of it, and nothing behind
-    text = ["POST " + INFER + " HTTP/1.1", "Host: localhost", f"Content-Length: {len(data) + 100000}",
-            *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+    text = ["POST " + INFER + " HTTP/1.1", "Host: localhost", "Transfer-Encoding: chunked",
+            *(f"{name}: {value}" for name, value in headers.items()), "", f"{len(data) + 100000:x}", ""]
     host, port = server.address.rsplit(":", 1)
     one = socket.create_connection((host, int(port)), 60)
     one.sendall("\r\n".join(text).encode() + data[:held])
