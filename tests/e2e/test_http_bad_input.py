@@ -422,12 +422,14 @@ def test_register_bodies(server):
                          ({"key": PREFIX + "a", "byte_size": 1, "offset": -1}, 400),
                          ({"key": PREFIX + "a", "byte_size": 2 ** 60}, 400),
                          ({"key": PREFIX + "a", "byte_size": 1, "size": 1}, 400),
-                         ({"key": "x" * 5000, "byte_size": 1}, 400)]:
+                         ({"key": "x" * 3000, "byte_size": 1}, 400)]:
         got, reply = server.json("/v2/systemsharedmemory/region/r/register", body)
         assert got == status and reply["error"], (body, reply)
         assert "/dev/shm" not in reply["error"] and PREFIX not in reply["error"]
-    assert server.request("/v2/systemsharedmemory/region/r/register", b"x" * 100000,
-                          method="POST")[0] == 413
+    longest = json.dumps({"key": PREFIX + "\x7f" * 220, "byte_size": 1}).replace("\x7f", "\\u007f").encode()
+    for length, status in [(len(longest), 404), (4096, 404), (4097, 413), (100000, 413)]:
+        for body in (longest.ljust(length), iter([longest.ljust(length)])):
+            assert server.request("/v2/systemsharedmemory/region/r/register", body, method="POST")[0] == status, length
     assert server.json("/v2/systemsharedmemory/status") == (200, [])
 
 

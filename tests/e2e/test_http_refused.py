@@ -96,7 +96,7 @@ def server(backend):
     (b'{"inputs": [}', INFER, 400, "JSON"),
     (b"{}".ljust(17 << 20), INFER, 413, "json_bytes_max"),
     (b"{}", "/v2/models/another/infer", 404, "model"),
-    (b"{}", "/v2/repository/index", 413, "65536"),
+    (b"{}", "/v2/repository/index", 413, "4096 bytes"),
 ], ids=["parameter", "json", "json_bytes_max", "model", "small"])
 def test_what_is_wrong_is_said_behind_the_body(server, head, path, status, text):
     sender = Sender(server)
@@ -337,7 +337,7 @@ def test_a_refusal_comes_in_the_middle_of_an_endless_body(limited, name):
     headers, error = said_in_the_end(reader)
     assert (headers["WWW-Authenticate"] == "Bearer") == (reader.status == 401)
     assert (headers["Allow"] or "").startswith("GET") == (reader.status == 405)
-    assert {"small": "65536", "json": "avg", "body_bytes_max": "body_bytes_max"}.get(name, "") in error
+    assert {"small": "4096 bytes", "json": "avg", "body_bytes_max": "body_bytes_max"}.get(name, "") in error
     sender = Chunks(limited, name)
     assert sender.send(60) == 60
     sender.socket.shutdown(socket.SHUT_WR)
