@@ -341,7 +341,11 @@ static void refuse_method(struct kld_exchange *exchange, const char *methods) {
     kld_exchange_reply(exchange, 405, response);
 }
 
+/* Once, whatever patterns the path fits. No method's name is a part of another one's. */
 static void add_method(struct kld_oip_text *methods, const char *method) {
+    methods->data[methods->length] = '\0';
+    if (strstr(methods->data, method))
+        return;
     kld_oip_append(methods, "%s%s%s", methods->length ? ", " : "", method,
                    strcmp(method, "GET") == 0 ? ", HEAD" : "");
 }

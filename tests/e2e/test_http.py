@@ -212,7 +212,8 @@ def test_unknown_paths(server, path):
 
 @pytest.mark.parametrize("method, path, allow", [
     ("POST", "/v2", "GET, HEAD"), ("DELETE", "/metrics", "GET, HEAD"), ("GET", INFER, "POST"),
-    ("PUT", "/v2/repository/index", "POST"), ("BREW", "/v2/health/live", "GET, HEAD")])
+    ("PUT", "/v2/repository/index", "POST"), ("BREW", "/v2/health/live", "GET, HEAD"),
+    ("POST", "/v2/models/stats", "GET, HEAD"), ("PATCH", "/v2/tensors/x", "GET, HEAD, PUT, DELETE")])
 def test_wrong_method(server, method, path, allow):
     status, headers, body = server.request(path, method=method)
     assert status == 405 and headers["Allow"] == allow and json.loads(body)["error"]
