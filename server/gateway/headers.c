@@ -58,6 +58,14 @@ static bool is_plain(const char *name, size_t size, const char *value) {
 static bool is_named(const char *name, size_t size, const char *wanted, size_t wanted_size) {
     return size == wanted_size && strncasecmp(name, wanted, size) == 0;
 }
+/* Blanks behind a value are no part of it (RFC 9112, 5.1), but MHD (0.9.75) leaves them there. It
+ * is asked for values again, and the text is the connection's own copy. */
+static void trim(const char *value, size_t size) {
+    char *text = (char *)(uintptr_t)value;
+    while (size && (text[size - 1] == ' ' || text[size - 1] == '\t'))
+        text[--size] = '\0';
+}
+
 #define IS(wanted) is_named(name, size, wanted, sizeof(wanted) - 1)
 
 static enum MHD_Result look_at(void *user, enum MHD_ValueKind kind, const char *name, size_t size,
@@ -85,8 +93,10 @@ static enum MHD_Result look_at(void *user, enum MHD_ValueKind kind, const char *
         found->host = value;
         found->hosts++;
     }
-    if (!known)
+    if (!known) {
+        trim(value, value_size); /* not of those that frame the body: MHD has read them by now */
         return MHD_YES;
+    }
     found->contradicts = found->contradicts || (*known && strcmp(*known, value) != 0);
     *known = value;
     return MHD_YES;

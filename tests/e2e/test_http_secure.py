@@ -1,5 +1,6 @@
 """Who may ask over HTTP, and over what: tokens and their rights and limits, TLS, client certificates."""
 import contextlib
+import gzip
 import hashlib
 import http.client
 import json
@@ -55,6 +56,30 @@ def test_metrics_at_the_limit_of_connections(make_server):
     assert int(re.search(r"^kld_http_connections (\d+)", text, re.M).group(1)) >= 5
     for one in idle:
         one.close()
+
+
+def test_blanks_behind_a_value_are_no_part_of_it(make_server, tokens):
+    """But where a value says where the body ends nothing is taken that somebody might read in another way."""
+    server = make_server(tokens=tokens)
+    packed = gzip.compress(DATA)
+    host, port = server.address.rsplit(":", 1)
+
+    def answer(body, *lines):
+        with socket.create_connection((host, int(port)), 60) as connection:
+            connection.sendall("\r\n".join([f"POST {INFER} HTTP/1.1", "Connection: close", *lines, "", ""]).encode() + body)
+            return int(b"".join(iter(lambda: connection.recv(65536), b"")).split()[1])
+
+    who, known = bearer("infer")["Authorization"], f"{oip.LENGTH}: {HEADERS[oip.LENGTH]}"
+    all_of_it = f"Content-Length: {len(DATA)}"
+    for blanks in ("", " ", "\t", " \t  "):
+        more = [f"Host: localhost{blanks}", f"Authorization: {who}{blanks}", known + blanks, f"Expect:{blanks}"]
+        assert answer(DATA, *more, all_of_it) == 200, blanks
+        assert answer(packed, *more, f"Content-Encoding: gzip{blanks}", f"Content-Length: {len(packed)}") == 200, blanks
+        assert answer(DATA, *more, all_of_it + blanks) == (400 if blanks else 200), blanks
+        chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(DATA), DATA)
+        assert answer(chunks, *more, f"Transfer-Encoding: chunked{blanks}") == (501 if blanks else 200), blanks
+    for value in (f"{who} x", f"{who}\vx", f"{who} ,", who[:-1] + " "):
+        assert answer(DATA, "Host: localhost", f"Authorization: {value}", known, all_of_it) == 401, value
 
 
 def test_metrics_have_an_address_of_their_own(make_server, tokens):
