@@ -53,7 +53,8 @@ static enum kld_status read_encoding(struct kld_infer *infer, struct kld_error *
     const char *encoding = kld_exchange_header(infer->exchange, MHD_HTTP_HEADER_CONTENT_ENCODING);
     if (!encoding || !*encoding || strcasecmp(encoding, "identity") == 0)
         return KLD_OK;
-    if (strcasecmp(encoding, "gzip") != 0 && strcasecmp(encoding, "deflate") != 0)
+    bool gzip = strcasecmp(encoding, "gzip") == 0 || strcasecmp(encoding, "x-gzip") == 0;
+    if (!gzip && strcasecmp(encoding, "deflate") != 0)
         return kld_error_set(err, KLD_MEDIA,
                              "Content-Encoding '%.40s' is not supported; gzip and deflate are",
                              encoding);
@@ -63,7 +64,7 @@ static enum kld_status read_encoding(struct kld_infer *infer, struct kld_error *
         infer->inflate = NULL;
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     }
-    infer->inflate->gzip = strcasecmp(encoding, "gzip") == 0;
+    infer->inflate->gzip = gzip;
     return KLD_OK;
 }
 
