@@ -23,7 +23,7 @@ WORKDIR /src
 COPY deploy/deps.sh deploy/
 RUN deploy/deps.sh build dist
 COPY . .
-ARG CUDA_ARCHS=
+ARG CUDA_ARCHS
 RUN make all ${CUDA_ARCHS:+"CUDA_ARCHS=$CUDA_ARCHS"} && REVISION="$REVISION" deploy/dist.sh build /dist CUDA=$(make -s print-cuda) \
     && mkdir -p /image/opt/kld/share /image/run/kld \
     && cp -a /dist/bin /dist/lib /image/opt/kld/ && cp -a /dist/share/kld /image/opt/kld/share/ \

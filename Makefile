@@ -81,7 +81,10 @@ LIB_LIBS   := $(CUDA_LIBS) -lcurl -lm
 SERVER_LIBS := -lmicrohttpd -lgnutls -lseccomp -lcjson -luv -lz
 CHECK_LIBS := -lcheck -lsubunit -lrt
 
-CUDA_ARCHS ?= 80 86 89 90 100
+# Empty is not asked for: a container's build argument without a value may be such a variable in its environment.
+ifeq ($(strip $(CUDA_ARCHS)),)
+override CUDA_ARCHS := 80 86 89 90 100
+endif
 # More options of nvcc; CUDA_PTX_ONLY=1: no machine code, which is three quarters of the time.
 NVCC_EXTRA ?=
 CUDA_PTX_ONLY ?=
@@ -89,7 +92,7 @@ CUDA_PTX_ONLY ?=
 # without one the demonstration does without CUDA, and the tests compile kernels, which nothing will run, quickly and not
 # well, in a seventh of the time.
 CARDS     := $(wildcard /dev/nvidia[0-9]*)
-ASKED      = $(filter-out undefined default file,$(origin $(1)))
+ASKED      = $(filter-out undefined default file override,$(origin $(1)))
 KNOWN_ARCHS = $(filter-out 5% 6% 7%,$(patsubst compute_%,%,$(if $(NVCC),$(shell $(NVCC) --list-gpu-arch 2>/dev/null))))
 CARD_ARCHS = $(sort $(filter $(KNOWN_ARCHS),$(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null))))
 FOR_CARDS  = $(if $(call ASKED,CUDA_ARCHS),,$(if $(CARD_ARCHS),CUDA_ARCHS="$(CARD_ARCHS)"))

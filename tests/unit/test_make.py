@@ -9,10 +9,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 CARD = any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
 
 
-def make(*arguments):
+def make(*arguments, **variables):
     clean = {name: value for name, value in os.environ.items()
              if not name.startswith("CUDA") and name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    return subprocess.run(["make", "-j1", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, env=clean).stdout
+    return subprocess.run(["make", "-j1", *arguments], cwd=ROOT, capture_output=True, text=True, check=True,
+                          env={**clean, **variables}).stdout
 
 
 def test_other_flags_compile_again(tmp_path):
@@ -25,9 +26,9 @@ def test_other_flags_compile_again(tmp_path):
     assert "proto/status.c" in make(*arguments, "CFLAGS=-O2")
 
 
-def asked_of(target, *arguments):
+def asked_of(target, *arguments, **variables):
     """The variables of the make that a target calls, as the last one says that names it."""
-    said = make("-n", target, "NVCC=nvcc", "BUILD=build-none", "CUDA_BUILD=build-none", *arguments)
+    said = make("-n", target, "NVCC=nvcc", "BUILD=build-none", "CUDA_BUILD=build-none", *arguments, **variables)
     line = next(line for line in said.splitlines() if "--no-print-directory" in line and "SANITIZE=" in line)
     words = [word.split("=", 1) for word in line.split() if "=" in word]
     return {name: value for name, value in words}
@@ -49,3 +50,12 @@ def test_the_tests_without_a_card_compile_kernels_quickly():
 def test_the_cards_that_are_there_are_compiled_for():
     asked = asked_of("demo", "CARDS=/dev/nvidia0", "CARD_ARCHS=86")
     assert asked["CUDA"] == "1" and asked["CUDA_ARCHS"] == '"86"'
+
+
+@pytest.mark.parametrize("asked, variables", [([], {}), ([], {"CUDA_ARCHS": ""}), (["CUDA_ARCHS="], {})], ids=["none", "environment", "argument"])
+def test_no_architectures_are_the_usual_ones(asked, variables):
+    """An image's build has the variable, empty, where nobody said for which cards."""
+    said = make("-n", "build-none/cuda/kernels/cuda/rows_any.cu.o", "CUDA=1", "NVCC=nvcc", "CUDA_BUILD=build-none", *asked, **variables)
+    assert "compute_80,code=sm_80" in said and "compute_100,code=compute_100" in said
+    assert "compute_," not in said
+    assert asked_of("demo", "CARDS=/dev/nvidia0", "CARD_ARCHS=86", *asked, **variables)["CUDA_ARCHS"] == '"86"'
