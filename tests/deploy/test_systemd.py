@@ -75,8 +75,12 @@ def test_names_and_times_fit():
     assert value(service, "User") == value(listen, "SocketUser") == value(listen, "SocketGroup") == "kld"
     assert "u kld " in (UNITS / "kld.sysusers").read_text()
     help_text = subprocess.run([BIN / "kld-server", "--help"], capture_output=True, text=True, check=True).stdout
-    drain_ms = int(re.search(r"--drain-ms .*\[(\d+)\]", help_text).group(1))
+    drain_ms, stuck_ms, start_ms = (int(re.search(rf"--{name} .*\[(\d+)\]", help_text).group(1))
+                                    for name in ("drain-ms", "stuck-ms", "start-ms"))
     assert int(value(service, "TimeoutStopSec").rstrip("s")) * 1000 >= drain_ms + 5000
+    # The server speaks at half of it: what hangs, or starts, from just before that on is the server's own to replace.
+    half_ms, half_gpu_ms = (int(value(unit, "WatchdogSec").rstrip("s")) * 500 for unit in (service, UNITS / "gpu.conf"))
+    assert half_ms >= max(stuck_ms, start_ms) + 5000 and half_gpu_ms >= stuck_ms + start_ms + 5000
 
 
 def test_what_neighbours_share_with_it():
