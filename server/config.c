@@ -81,9 +81,10 @@ static bool in_list(const char *list, const char *value) {
 }
 
 static bool is_number_list(const char *text) {
-    while (*text) {
+    for (uint32_t count = 0; *text; count++) {
         size_t digits = strspn(text, "0123456789");
-        if (digits == 0 || digits > 10 || (text[digits] && text[digits] != ','))
+        if (digits == 0 || digits > 10 || strtoull(text, NULL, 10) >= UINT32_MAX ||
+            count == KLD_PEER_LIST_MAX || (text[digits] && text[digits] != ','))
             return false;
         text += digits;
         if (*text == ',' && !*++text)
@@ -154,7 +155,9 @@ static enum kld_status set_text(const struct setting *setting, const char *sourc
             return kld_error_set(err, KLD_INVALID, "%s: '%.40s' is not one of %s", source, value,
                                  choices[i].choices);
     if (strncmp(setting->name, "allow_", 6) == 0 && !is_number_list(value))
-        return kld_error_set(err, KLD_INVALID, "%s: expected numbers separated by commas", source);
+        return kld_error_set(err, KLD_INVALID,
+                             "%s: expected at most %d numbers separated by commas, less than %u",
+                             source, KLD_PEER_LIST_MAX, UINT32_MAX);
     uint32_t number;
     if (setting->type == TYPE_DEVICES && !is_all(value) && !read_devices(value, 0, &number))
         return kld_error_set(

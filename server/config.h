@@ -24,6 +24,9 @@
 #define KLD_DEVICES_MAX KLD_WIRE_DEVICES_MAX /* devices, and so workers, of one server */
 #define KLD_DEVICE_NUMBER_MAX 1023
 
+/* Entries of allow_uids and of allow_gids; each is less than UINT32_MAX, which is nobody's. */
+#define KLD_PEER_LIST_MAX 64
+
 /* Tensors that clients of a worker show to others at a time, whatever the users' limits are. */
 #define KLD_PUBLICATIONS_MAX 4096
 

@@ -95,7 +95,7 @@ int main(int argc, char **argv) {
     if (kld_config_parse(argc > 0 ? argc - 1 : 0, argv + 1, environ, &config, &action, &err) !=
         KLD_OK) {
         fail(&err);
-        return 2; /* by custom: wrong usage */
+        return KLD_EXIT_SETTINGS;
     }
     if (action != KLD_CONFIG_RUN)
         kld_signals_unblock();

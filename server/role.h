@@ -73,6 +73,10 @@ struct kld_start {
     bool hangup_ignored; /* SIGHUP was, as nohup(1) does; it is blocked by now */
 };
 
+/* Of the supervisor, by custom that of wrong usage: settings that the next start would find as
+ * wrong. EXIT_FAILURE is for what may be otherwise by then: files, addresses in use, devices. */
+#define KLD_EXIT_SETTINGS 2
+
 int kld_supervisor_main(const struct kld_config *config, const struct kld_start *start);
 int kld_worker_main(const struct kld_child *child);
 int kld_gateway_main(const struct kld_child *child);

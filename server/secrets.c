@@ -95,14 +95,18 @@ static enum kld_status read_file(const char *setting, const char *path, char **r
     return status;
 }
 
-enum kld_status kld_secrets_read(const struct kld_config *config, struct kld_secrets *ret_secrets,
-                                 struct kld_error *err) {
-    struct kld_secrets secrets = {.tokens = NULL};
-    enum kld_status status = KLD_OK;
+enum kld_status kld_secrets_check(const struct kld_config *config, struct kld_error *err) {
     if (!config->tls_cert[0] != !config->tls_key[0] ||
         (config->tls_client_ca[0] && !config->tls_cert[0]))
         return kld_error_set(err, KLD_INVALID,
                              "tls_cert and tls_key go together, and tls_client_ca with them");
+    return KLD_OK;
+}
+
+enum kld_status kld_secrets_read(const struct kld_config *config, struct kld_secrets *ret_secrets,
+                                 struct kld_error *err) {
+    struct kld_secrets secrets = {.tokens = NULL};
+    enum kld_status status = kld_secrets_check(config, err);
 #define X(setting)                                                                                 \
     if (status == KLD_OK && config->setting[0])                                                    \
         status = read_file(#setting, config->setting, &secrets.setting, err);

@@ -23,8 +23,10 @@ struct kld_secrets {
 #undef X
 };
 
-/* The files that the settings name, opened by their paths. An error names the setting, never what
- * is in the file. */
+/* Are those there that go together? Looks at the settings alone. */
+enum kld_status kld_secrets_check(const struct kld_config *config, struct kld_error *err);
+/* The files that the settings name, opened by their paths, after that check. An error names the
+ * setting, never what is in the file. */
 enum kld_status kld_secrets_read(const struct kld_config *config, struct kld_secrets *ret_secrets,
                                  struct kld_error *err);
 /* Into a new memfd; out of one, which stays the caller's. */

@@ -54,7 +54,10 @@ static enum kld_status resolve(const char *flag, const char *text, struct addrin
         name = "127.0.0.1";
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM,
                              .ai_flags = AI_NUMERICHOST | AI_NUMERICSERV | AI_PASSIVE};
-    if (!*name || getaddrinfo(name, colon + 1, &hints, ret_list) != 0)
+    int wrong = *name ? getaddrinfo(name, colon + 1, &hints, ret_list) : EAI_NONAME;
+    if (wrong == EAI_MEMORY || wrong == EAI_SYSTEM) /* that says nothing of the address */
+        return kld_error_set(err, KLD_NO_MEMORY, "%s: %s", flag, gai_strerror(wrong));
+    if (wrong)
         return kld_error_set(err, KLD_INVALID, "%s: '%.60s' is not an address; %s", flag, name,
                              expected);
     return KLD_OK;

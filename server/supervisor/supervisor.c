@@ -343,6 +343,7 @@ static enum kld_status place_unix(struct kld_supervisor *supervisor,
     return kld_unix_socket_path(*passed ? passed : config->unix, supervisor->config.unix, err);
 }
 
+/* What is invalid, or not allowed, is the settings' fault. */
 static enum kld_status open_all(struct kld_supervisor *supervisor, const struct kld_config *config,
                                 const struct kld_start *start, struct kld_error *err) {
     supervisor->config = *config;
@@ -361,8 +362,10 @@ static enum kld_status open_all(struct kld_supervisor *supervisor, const struct 
         status = kld_stats_create(&supervisor->page, &supervisor->stats_fds, err);
     if (status == KLD_OK)
         status = open_http(supervisor, config, err);
-    if (status == KLD_OK)
-        status = kld_reload_open(supervisor, config, start, err);
+    if (status == KLD_OK && supervisor->http.fd >= 0)
+        status = kld_secrets_check(config, err);
+    if (status == KLD_OK && kld_reload_open(supervisor, config, start, err) != KLD_OK)
+        status = KLD_UNAVAILABLE; /* what is at these paths may be another by the next start */
     if (status == KLD_OK)
         status = kld_uv_pool_try(err);
     if (status == KLD_OK && kld_uv_loop_open(&supervisor->loop) != 0)
@@ -406,8 +409,9 @@ int kld_supervisor_main(const struct kld_config *config, const struct kld_start 
         status = kld_error_set(&err, KLD_NO_MEMORY, "out of memory");
     else
         status = open_all(supervisor, config, start, &err);
-    bool failed = status != KLD_OK;
-    if (failed) {
+    int result =
+        status == KLD_INVALID || status == KLD_FORBIDDEN ? KLD_EXIT_SETTINGS : EXIT_FAILURE;
+    if (status != KLD_OK) {
         kld_log(KLD_LOG_ERROR, "cannot start", "reason=\"%s\"", err.text);
     } else {
         kld_log_count_lost_in(&supervisor->page->common);
@@ -416,15 +420,15 @@ int kld_supervisor_main(const struct kld_config *config, const struct kld_start 
             start_gateway(supervisor);
         uv_run(&supervisor->loop, UV_RUN_DEFAULT); /* returns when every handle is closed */
         uv_loop_close(&supervisor->loop);
-        failed = supervisor->failed;
-        kld_log(KLD_LOG_INFO, "stopped", "status=%d", failed);
+        result = supervisor->failed ? EXIT_FAILURE : EXIT_SUCCESS;
+        kld_log(KLD_LOG_INFO, "stopped", "status=%d", result);
         kld_log_count_lost_in(NULL);
     }
     if (supervisor)
         close_all(supervisor);
     /* A thread that reads for a reload still has it, and exit() would wait for that one. */
     if (supervisor && supervisor->reload.readings)
-        _exit(failed ? EXIT_FAILURE : EXIT_SUCCESS);
+        _exit(result);
     free(supervisor);
-    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
+    return result;
 }

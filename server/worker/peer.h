@@ -15,8 +15,6 @@ struct kld_gateway_process {
     int pidfd; /* -1: the kernel has none */
 };
 
-#define KLD_PEER_LIST_MAX 64 /* entries of allow_uids and of allow_gids */
-
 struct kld_peers {
     uint32_t uids[KLD_PEER_LIST_MAX], gids[KLD_PEER_LIST_MAX];
     uint32_t uids_count, gids_count;

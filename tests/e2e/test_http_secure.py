@@ -494,7 +494,7 @@ def test_client_certificates(make_server, certificates):
     ({"tls_cert": "server.crt", "tls_key": "server.key", "tls_client_ca": "ca.key"}, "tls_client_ca")])
 def test_certificates_that_do_not_fit(make_server, certificates, flags, part):
     server = make_server(wait=False, **{name: certificates / file for name, file in flags.items()})
-    assert server.process.wait(60) == 1
+    assert server.process.wait(60) == (2 if part == "go together" else 1)  # a file may be another the next time
     assert part in server.log() and "PRIVATE" not in server.log()
 
 

@@ -59,6 +59,9 @@ def test_version():
     (["--staging-bytes-max", "1X"], "K, M, G, T"),
     (["--unix-mode", "0999"], "--unix-mode"),
     (["--allow-uids", "root"], "numbers separated by commas"),
+    (["--allow-uids", "4294967295"], "less than 4294967295"),
+    (["--allow-gids", "4294967296"], "less than 4294967295"),
+    (["--allow-uids", ",".join("1" * 65)], "at most 64 numbers"),
     (["--insecure-bind=maybe"], "true or false"),
     (["--config", "/nonexistent.json"], "No such file"),
     (["--http_idle_ms=5"], "did you mean --http-idle-ms?"),
@@ -78,8 +81,24 @@ def test_wrong_usage(arguments, expected):
 ])
 def test_wrong_http_address(tmp_path, address, expected):
     result = run("--http", address, "--unix", str(tmp_path / "s"))
-    assert result.returncode == 1 and expected in result.stderr
+    assert result.returncode == 2 and expected in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("wrong, status, expected", [
+    (["--tls-cert=/none"], 2, "go together"),
+    (["--tls-cert=/none", "--tls-key=/none"], 1, "tls_cert: the file cannot be opened"),
+    (["--tokens=/none"], 1, "tokens: the file cannot be opened"),
+    (["--http=", "--metrics-http=127.0.0.1:0"], 2, "there is no --http beside it"),
+    (["--metrics-http=9090"], 2, "--metrics-http: expected ADDR:PORT"),
+    (["--unix=/tmp/" + "x" * 200], 2, "the path is longer than"),
+    (["--unix=/none/s"], 1, "is its folder there?"),
+    (["--http=192.0.2.1:1", "--insecure-bind"], 1, "cannot listen on"),
+])
+def test_what_another_start_may_find_otherwise(tmp_path, wrong, status, expected):
+    """A manager tries again what ended with 1 (RestartPreventExitStatus= of deploy/systemd)."""
+    result = run("--http=127.0.0.1:0", f"--unix={tmp_path}/s", "--backend=cpu", *wrong)
+    assert (result.returncode, expected in result.stderr) == (status, True), result
 
 
 def is_ready_at_once(server):

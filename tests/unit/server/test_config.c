@@ -137,6 +137,7 @@ START_TEST(refuses_flags) {
     fails(FLAGS("--log-level=debug,info"), "not one of");
     fails(FLAGS("--allow-uids=1,,2"), "numbers separated by commas");
     fails(FLAGS("--allow-uids=1,"), "numbers separated by commas");
+    fails(FLAGS("--allow-uids=4294967295"), "less than 4294967295");
     char longer[KLD_CONFIG_TEXT_MAX + 16];
     memset(longer, 'x', sizeof longer);
     memcpy(longer, "--unix=", 7);
