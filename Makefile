@@ -322,9 +322,10 @@ fuzz-coverage:
 
 # OUT: what run.sh of fuzz-dist has left there.
 fuzz-found:
+	@test -n "$(OUT)" || { echo "fuzz-found: OUT=FOLDER is missing, that of run.sh of fuzz-dist" >&2; exit 2; }
 	@deploy/deps.sh build fuzz
 	$(SELF) $(patsubst %,$(BUILD)/fuzz/%,$(FUZZ_NAMES)) $(SELF_ARGS)
-	@deploy/fuzz-found.sh $(BUILD) $(OUT) $(FUZZ_NAMES)
+	@deploy/fuzz-found.sh $(BUILD) "$(OUT)" $(FUZZ_NAMES)
 
 metrics: $(BUILD)/kld-server
 	@deploy/metrics.sh $(BUILD)

@@ -5,6 +5,7 @@ set -euo pipefail
 build=$1
 out=$2
 shift 2
+[ -d "$out/corpus" ] || { echo "fuzz-found.sh: there is no $out/corpus" >&2; exit 2; }
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/old" "$work/new"

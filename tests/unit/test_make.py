@@ -16,6 +16,17 @@ def make(*arguments, **variables):
                           env={**clean, **variables}).stdout
 
 
+def test_what_was_found_wants_a_folder(tmp_path):
+    """Without one a target's name was taken for it, and the archive was written without that target's inputs."""
+    clean = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(["make", "-j1", "fuzz-found", "FUZZ_NAMES=", "SELF=+true", f"BUILD={tmp_path}"], cwd=ROOT,
+                          capture_output=True, text=True, env=clean)
+    assert done.returncode == 2 and "OUT=FOLDER is missing" in done.stderr, done
+    done = subprocess.run([ROOT / "deploy/fuzz-found.sh", tmp_path, tmp_path / "none"], cwd=tmp_path,
+                          capture_output=True, text=True, env=clean)
+    assert done.returncode == 2 and f"there is no {tmp_path}/none/corpus" in done.stderr, done
+
+
 def test_other_flags_compile_again(tmp_path):
     name = f"{tmp_path}/obj/proto/status.c.o"
     arguments = name, f"BUILD={tmp_path}", "CUDA=0"
@@ -52,10 +63,12 @@ def test_the_cards_that_are_there_are_compiled_for():
     assert asked["CUDA"] == "1" and asked["CUDA_ARCHS"] == '"86"'
 
 
-@pytest.mark.parametrize("asked, variables", [([], {}), ([], {"CUDA_ARCHS": ""}), (["CUDA_ARCHS="], {})], ids=["none", "environment", "argument"])
+@pytest.mark.parametrize("asked, variables", [([], {}), ([], {"CUDA_ARCHS": ""}), (["CUDA_ARCHS="], {})],
+                         ids=["none", "environment", "argument"])
 def test_no_architectures_are_the_usual_ones(asked, variables):
     """An image's build has the variable, empty, where nobody said for which cards."""
-    said = make("-n", "build-none/cuda/kernels/cuda/rows_any.cu.o", "CUDA=1", "NVCC=nvcc", "CUDA_BUILD=build-none", *asked, **variables)
+    said = make("-n", "build-none/cuda/kernels/cuda/rows_any.cu.o", "CUDA=1", "NVCC=nvcc", "CUDA_BUILD=build-none",
+                *asked, **variables)
     assert "compute_80,code=sm_80" in said and "compute_100,code=compute_100" in said
     assert "compute_," not in said
     assert asked_of("demo", "CARDS=/dev/nvidia0", "CARD_ARCHS=86", *asked, **variables)["CUDA_ARCHS"] == '"86"'
