@@ -364,10 +364,10 @@ install: all
 	$(Q)install -m 755 $(BUILD)/libkld.so $(TO)/lib/libkld.so.$(VERSION)
 	$(Q)ln -sf libkld.so.$(VERSION) $(TO)/lib/libkld.so.$(SO_MAJOR)
 	$(Q)ln -sf libkld.so.$(SO_MAJOR) $(TO)/lib/libkld.so
-	$(Q)for header in client/kld.h proto/op.h proto/status.h; do \
-	  sed 's|#include "proto/|#include "|' $$header > $(TO)/include/kld/$${header##*/}; done
+	$(Q)for header in client/kld.h proto/op.h proto/status.h; do to=$(TO)/include/kld/$${header##*/}; \
+	  sed 's|#include "proto/|#include "|' $$header > $$to && chmod 644 $$to || exit 1; done
 	$(Q)sed -e 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|; s|@LIBS@|$(LIB_LIBS)|' deploy/kld.pc.in \
-	  > $(TO)/lib/pkgconfig/kld.pc
+	  > $(TO)/lib/pkgconfig/kld.pc && chmod 644 $(TO)/lib/pkgconfig/kld.pc
 	@echo "installed into $(TO)"
 
 # ---- the tarball ------------------------------------------------------------------------------------

@@ -53,5 +53,7 @@ done
 
 # Every library is now found in the tree or is glibc's.
 check_inside "$dist" "${programs[@]}" "$dist"/lib/*.so* || exit 1
+# Whoever unpacks it as root keeps the modes, which are not to be those of the builder's umask.
+chmod -R u=rwX,go=rX "$dist"
 tar -czf "$dist.tar.gz" --owner=0 --group=0 --numeric-owner -C "$(dirname "$dist")" "$(basename "$dist")"
 echo "$dist.tar.gz: $(du -h "$dist.tar.gz" | cut -f1)"

@@ -3,6 +3,7 @@ import os
 import re
 import shutil
 import subprocess
+import tarfile
 
 import pytest
 
@@ -35,9 +36,10 @@ def environment(**more):
 
 
 def make(*arguments):
+    """With a umask that keeps to itself what is made: others are to read what was installed."""
     cuda = int(b"kld_backend_cuda" in (BIN / "libkld.a").read_bytes())
     result = subprocess.run(["make", *arguments, f"BUILD={BIN}", f"CUDA={cuda}", "AS_BUILT=1"], cwd=ROOT,
-                            capture_output=True, text=True, env=environment())
+                            capture_output=True, text=True, env=environment(), umask=0o077)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -46,6 +48,11 @@ def run(*arguments, **more):
                             env=environment(**more))
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
+
+
+def is_for_all(mode):
+    """Others may read it, and, where the owner may, run it or look into it."""
+    return mode & 0o044 == 0o044 and bool(mode & 0o100) == (mode & 0o111 == 0o111)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +69,7 @@ def test_what_is_installed(installed):
     assert files == {"bin/kld", "bin/kld-server", "lib/libkld.a", "lib/libkld.so", "lib/libkld.so.0",
                      f"lib/libkld.so.{version}", "lib/pkgconfig/kld.pc", "include/kld/kld.h",
                      "include/kld/op.h", "include/kld/status.h"}
+    assert not [path for path in [installed, *installed.rglob("*")] if not is_for_all(path.stat().st_mode)]
     for name in ("lib/libkld.so", "lib/libkld.so.0"):
         assert not os.readlink(installed / name).startswith("/")
 
@@ -113,6 +121,8 @@ def test_only_the_interface_is_exported(installed):
 def test_tarball_runs_from_anywhere(tmp_path):
     make("dist")
     tarball = next(BIN.glob("kld-*-linux-x86_64.tar.gz"))
+    with tarfile.open(tarball) as packed:
+        assert not [member.name for member in packed if not is_for_all(member.mode)]
     run("tar", "-xzf", tarball, "-C", tmp_path)
     tree = tmp_path / "moved here"
     next(tmp_path.glob("kld-*")).rename(tree)
