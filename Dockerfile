@@ -47,5 +47,6 @@ USER 10001:10001
 ENV PATH=/opt/kld/bin:$PATH KLD_UNIX=/run/kld/kld.sock KLD_SERVER=unix:/run/kld/kld.sock
 EXPOSE 8080
 STOPSIGNAL SIGTERM
+# Of the first device: whoever gives it several asks at --metrics-http, as compose.gpu.yaml does.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=30s CMD ["/opt/kld/bin/kld", "ping", "--count", "1"]
 ENTRYPOINT ["/opt/kld/bin/kld-server"]

@@ -1,6 +1,7 @@
 """deploy/compose*.yaml and deploy/mps: the schema of compose files, and what they refer to: files of this tree, options
 of the server, which is started with them here, on the CPU and without MPS, and each other."""
 import json
+import os
 import re
 import shutil
 import signal
@@ -9,7 +10,7 @@ import sys
 
 import pytest
 
-from conftest import BIN, ROOT, clean_environment, library, wait_until
+from conftest import BIN, ROOT, clean_environment, library, suspend, wait_until
 
 yaml = library("yaml")
 DEPLOY = ROOT / "deploy"
@@ -106,12 +107,30 @@ def test_the_server_takes_its_options(kind, make_server, tmp_path):
         (tmp_path / "kld.json").write_text('{"log_level": "debug"}')
         server.process.send_signal(signal.SIGHUP)
         wait_until(lambda: '"event":"reloaded","log_level":"debug"' in server.log(), 30, "a reload")
-    if kind == "kubernetes":
-        probe = [str(BIN / "kld") if word == "/opt/kld/bin/kld" else
-                 f"unix:{server.unix}" if word == "unix:/run/kld/kld.sock" else word
-                 for word in DAEMONSET["containers"][0]["readinessProbe"]["exec"]["command"]]
+
+
+@pytest.mark.parametrize("kind", ["gpu", "kubernetes"])
+def test_health_is_that_of_any_device(kind, make_server):
+    """A card that is lost for good has nobody take the server of the others for ill."""
+    port = next(word for word in COMMANDS[kind] if word.startswith("--metrics-http=")).rsplit(":", 1)[1]
+    server = make_server(backend="cpu", device="0,0", metrics_http="127.0.0.1:0", stuck_ms=0)
+    address = re.search(r"metrics have an address http=(\S+)", server.log()).group(1)
+    first = server.child("worker")
+    suspend(first)
+    try:
+        if kind == "gpu":
+            probe = [word.replace("/opt/kld/bin", str(BIN)).replace(f"127.0.0.1:{port}", address)
+                     for word in BOTH["gpu"]["services"]["kld"]["healthcheck"]["test"][1:]]
+            assert f"http://{address}" in probe
+        else:
+            box = DAEMONSET["containers"][0]
+            check = box["readinessProbe"]["httpGet"]
+            assert {"name": check["port"], "containerPort": int(port)} in box["ports"]
+            probe = ["curl", "--silent", "--fail", f"http://{address}{check['path']}"]
         result = subprocess.run(probe, capture_output=True, text=True, timeout=60, env=clean_environment())
         assert result.returncode == 0, result.stderr
+    finally:
+        os.kill(first, signal.SIGCONT)
 
 
 def comment(name):
