@@ -10,6 +10,7 @@
 #define CONNECTIONS_MAX 64l
 #define READY_NS_MIN 20000000ull /* between two looks at a server that is not ready */
 #define READY_NS_MAX 200000000ull
+#define TOKEN_BYTES_MAX 1024 /* as the server has it */
 
 struct http_get {
     struct http_transfer transfer;
@@ -84,11 +85,12 @@ static void curl_start(void) { curl_global_init(CURL_GLOBAL_DEFAULT); }
 
 static enum kld_status make_headers(struct http_connection *h, struct kld_error *err) {
     const char *token = h->base.options.token;
-    char authorization[1024] = "";
+    char authorization[TOKEN_BYTES_MAX + 32] = "";
     bool ok = true;
     if (token) {
-        if (strlen(token) > sizeof authorization - 32 || strpbrk(token, "\r\n"))
-            return kld_error_set(err, KLD_INVALID, "the token is one line of at most 990 bytes");
+        if (strlen(token) > TOKEN_BYTES_MAX || strpbrk(token, "\r\n"))
+            return kld_error_set(err, KLD_INVALID, "the token is one line of at most %d bytes",
+                                 TOKEN_BYTES_MAX);
         snprintf(authorization, sizeof authorization, "Authorization: Bearer %s", token);
         ok = kld_http_header_append(&h->get_headers, authorization) &&
              kld_http_header_append(&h->post_headers, authorization);

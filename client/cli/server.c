@@ -7,7 +7,8 @@
 
 #define TIMEOUT_S 60.0
 #define CONNECT_S_MAX 5.0
-#define TOKEN_BYTES_MAX 1024
+#define TOKEN_BYTES_MAX 1024                 /* as the server has it */
+#define TOKEN_LINE_MAX (TOKEN_BYTES_MAX + 2) /* with the end of the line, or one byte too many */
 
 uint64_t kld_cli_timeout_ns(const struct kld_server_options *server) {
     return (uint64_t)((server->timeout_s > 0 ? server->timeout_s : TIMEOUT_S) * 1e9);
@@ -15,12 +16,18 @@ uint64_t kld_cli_timeout_ns(const struct kld_server_options *server) {
 
 static enum kld_status read_token(const char *path, char *ret_token, struct kld_error *err) {
     FILE *file = fopen(path, "re");
-    bool read = file && fgets(ret_token, TOKEN_BYTES_MAX, file);
+    bool read = file && fgets(ret_token, TOKEN_LINE_MAX, file);
     if (file)
         fclose(file);
-    if (!read)
-        return kld_error_set(err, KLD_INVALID, "%.100s: no token can be read from it", path);
-    ret_token[strcspn(ret_token, "\r\n")] = '\0';
+    size_t bytes = read ? strcspn(ret_token, "\r\n") : 0;
+    if (bytes == 0)
+        return kld_error_set(err, KLD_INVALID, "%.100s: no token can be read from its first line",
+                             path);
+    if (bytes > TOKEN_BYTES_MAX)
+        return kld_error_set(err, KLD_INVALID,
+                             "%.100s: its first line has more than the %d bytes of a token", path,
+                             TOKEN_BYTES_MAX);
+    ret_token[bytes] = '\0';
     return KLD_OK;
 }
 
@@ -45,7 +52,7 @@ enum kld_status kld_cli_connect(const struct kld_server_options *server,
                                 const struct kld_connect_options *options,
                                 struct kld_connection **ret_connection, struct kld_error *err) {
     struct kld_connect_options all = options ? *options : (struct kld_connect_options){0};
-    char token[TOKEN_BYTES_MAX];
+    char token[TOKEN_LINE_MAX];
     double seconds = server->timeout_s > 0 && server->timeout_s < CONNECT_S_MAX ? server->timeout_s
                                                                                 : CONNECT_S_MAX;
     if (server->token_file) {

@@ -301,6 +301,20 @@ def test_status_ping_and_bench(make_server):
     assert "--shape" in kld("bench", "--shape", "8xx", code=2).stderr
 
 
+def test_the_longest_token(make_server, tmp_path):
+    """The server's longest is libkld's and the tool's; nothing is cut off, and an empty line is none."""
+    word, file, tokens = "w" * 1024, tmp_path / "word", tmp_path / "tokens"
+    tokens.write_text(f"long {hashlib.sha256(word.encode()).hexdigest()} infer\n")
+    ask = ("status", "--json", "--server", make_server(tokens=tokens).http, "--token-file", file)
+    for end in ("", "\n", "\r\nmore\n"):
+        file.write_text(word + end, newline="")
+        kld(*ask)
+    for text, said in ((word + "w\n", "more than the 1024 bytes of a token"), ("\n" + word, "no token can be read"),
+                       ("", "no token can be read")):
+        file.write_text(text)
+        assert said in kld(*ask, code=2).stderr
+
+
 def test_status_over_http_tells_what_metrics_do(make_server, pair, tmp_path):
     folder, _, _ = pair
     tokens = tmp_path / "tokens"
