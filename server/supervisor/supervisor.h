@@ -216,6 +216,15 @@ struct kld_hangup {
 void kld_hangup_open(struct kld_supervisor *supervisor, bool ignored);
 void kld_hangup_close(struct kld_supervisor *supervisor); /* after the loop */
 
+/* ---- usage.c ----------------------------------------------------------------------------------
+ */
+
+/* The process whose start the page has. */
+struct kld_seen {
+    pid_t pid;      /* 0: none */
+    uint64_t ticks; /* when it began, after the machine */
+};
+
 /* ---- supervisor.c ------------------------------------------------------------------------------
  */
 
@@ -229,6 +238,7 @@ struct kld_supervisor {
     uv_timer_t watchdog, stuck; /* see watchdog.c */
     uv_timer_t usage;           /* see usage.c */
     uv_timer_t introduce_again; /* see introduce.c */
+    struct kld_seen seen[KLD_PROCESS_WORKER + KLD_DEVICES_MAX]; /* at their places in the page */
     struct kld_notify notify;
     struct kld_inherited inherited; /* what of it is not -1 was adopted, or will be */
     struct kld_http_socket http, metrics;

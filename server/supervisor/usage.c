@@ -22,7 +22,7 @@ static uint64_t clock_ms(clockid_t clock) {
 }
 
 /* Fields are counted as proc(5) does; the name of the program, the second, may hold anything. */
-static bool read_stat(pid_t pid, struct kld_stats_process *process) {
+static bool read_stat(pid_t pid, struct kld_stats_process *process, struct kld_seen *seen) {
     char path[48], text[1024];
     snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
     FILE *file = fopen(path, "re");
@@ -40,15 +40,14 @@ static bool read_stat(pid_t pid, struct kld_stats_process *process) {
                       &user, &system, &started, &virtual_bytes, &pages) != 5)
         return false;
     uint64_t ticks = (uint64_t)sysconf(_SC_CLK_TCK);
-    uint64_t booted_ms = clock_ms(CLOCK_REALTIME) - clock_ms(CLOCK_BOOTTIME);
     atomic_store(&process->cpu_ms, (user + system) * 1000 / ticks);
     atomic_store(&process->virtual_bytes, virtual_bytes);
     atomic_store(&process->resident_bytes, (uint64_t)pages * (uint64_t)sysconf(_SC_PAGESIZE));
-    /* Two clocks are read one after the other: what moves by that is no restart. */
-    uint64_t began_ms = booted_ms + started * 1000 / ticks;
-    uint64_t known_ms = atomic_load(&process->started_ms);
-    if (began_ms + 50 < known_ms || began_ms > known_ms + 50)
-        atomic_store(&process->started_ms, began_ms);
+    /* Once: a clock that is set later on is no restart, which is what a change of it says. */
+    if (seen->pid != pid || seen->ticks != started)
+        atomic_store(&process->started_ms,
+                     clock_ms(CLOCK_REALTIME) - clock_ms(CLOCK_BOOTTIME) + started * 1000 / ticks);
+    *seen = (struct kld_seen){.pid = pid, .ticks = started};
     return true;
 }
 
@@ -69,10 +68,12 @@ static uint64_t count_fds(pid_t pid) {
 }
 
 /* pid 0: it does not run. */
-static void look_at(pid_t pid, struct kld_stats_process *process) {
+static void look_at(struct kld_supervisor *supervisor, uint32_t place, pid_t pid) {
+    struct kld_stats_process *process = &supervisor->page->process[place];
     struct rlimit limit;
-    if (!pid || !read_stat(pid, process)) {
+    if (!pid || !read_stat(pid, process, &supervisor->seen[place])) {
         atomic_store(&process->started_ms, 0);
+        supervisor->seen[place].pid = 0;
         return;
     }
     atomic_store(&process->open_fds, count_fds(pid));
@@ -86,11 +87,10 @@ static pid_t pid_of(const struct kld_watched *child) {
 
 static void look(uv_timer_t *timer) {
     struct kld_supervisor *supervisor = timer->data;
-    struct kld_stats_process *process = supervisor->page->process;
-    look_at(getpid(), &process[KLD_PROCESS_SUPERVISOR]);
-    look_at(pid_of(&supervisor->gateway), &process[KLD_PROCESS_GATEWAY]);
+    look_at(supervisor, KLD_PROCESS_SUPERVISOR, getpid());
+    look_at(supervisor, KLD_PROCESS_GATEWAY, pid_of(&supervisor->gateway));
     for (uint32_t i = 0; i < supervisor->workers; i++)
-        look_at(pid_of(&supervisor->worker[i]), &process[KLD_PROCESS_WORKER + i]);
+        look_at(supervisor, KLD_PROCESS_WORKER + i, pid_of(&supervisor->worker[i]));
 }
 
 void kld_usage_start(struct kld_supervisor *supervisor) {
