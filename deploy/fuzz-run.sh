@@ -7,13 +7,13 @@
 # Ends with status 1 if there are any, if a target was not executed once, or ended with an error and no input that tells
 # why (failed.txt). Needs nothing that is not in the tree but bash and glibc 2.36 or newer.
 set -u
-cd "$(dirname "$0")" || exit 1
 [ $# -ge 3 ] || { sed -n 2,8p "$0" >&2; exit 2; }
 seconds=$1
 jobs=$2
 mkdir -p "$3"/{corpus,crashes,logs} || exit 1
 out=$(cd "$3" && pwd)
 shift 3
+cd "$(dirname "$0")" || exit 1
 if [ $# = 0 ]; then
     mapfile -t names < <(cd bin && printf '%s\n' *)
     set -- "${names[@]}"
