@@ -281,7 +281,7 @@ static void call_transferred(struct http_connection *h, struct http_call *call) 
     pause = kld_jitter(pause) + call->retry_after_ns; /* never before the server's own time */
     uint64_t end = kld_patience(&h->base, &call->base, call->first_failure_ns);
     if (now + pause >= end && end != call->base.deadline_ns) {
-        /* A split tells who is busy from who is lost. */
+        /* A split tells who answers "not now", for whatever reason, from who is lost. */
         if (h->base.member && !lost && call->transfer.http_status == 503)
             status = error.status = KLD_BUSY;
         call_end(h, call, status, &error);

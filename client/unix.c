@@ -1,7 +1,7 @@
 /* unix.c - a connection to a worker over its Unix socket: greeting, requests in flight, answers.
  * What is sent is unix_send.c's; what happens when the worker goes away is in unix_lost.c.
- * Nothing blocks but open, ping, stats and the two region calls that need an answer, and those run
- * the connection's own loop. The thread that owns the connection. */
+ * Nothing blocks but open, questions and what makes a region, and those run the connection's own
+ * loop. The thread that owns the connection. */
 #include "client/unix.h"
 
 #include <errno.h>

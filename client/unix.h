@@ -182,7 +182,8 @@ void kld_unix_hang_up(struct unix_connection *u);
 
 /* unix_device.c */
 /* What is about to be registered, a region or an event, lies on the card with this UUID: goes over
- * to the worker of that device, or says why that cannot be. Waits for the first greeting. */
+ * to the worker of that device, or says why that cannot be. Waits for the first greeting, and for
+ * what is computed where the connection is now. */
 enum kld_status kld_unix_go_to_memory(struct unix_connection *u, const uint8_t *uuid,
                                       const void *what, struct kld_error *err);
 /* What `region` attaches to is not here: true if it is at another worker, and the connection on its
@@ -207,7 +208,10 @@ enum kld_status kld_unix_ask(struct unix_connection *u, const union kld_frame *f
 
 /* unix_memory.c */
 enum kld_status kld_unix_region_create(struct kld_region *region, struct kld_error *err);
-/* The same without a look at the socket, where a request is being sent: for stages. */
+/* For whoever makes a region and may wait: reads what was answered, and where there is no room but
+ * that of regions that were dropped, waits for the server's answers about them. */
+enum kld_status kld_unix_room(struct unix_region *region, struct kld_error *err);
+/* Without that, where a request is being sent: for stages. */
 enum kld_status kld_unix_region_make(struct kld_region *region, struct kld_error *err);
 enum kld_status kld_unix_region_import_memfd(struct kld_region *region, int fd,
                                              struct kld_error *err);

@@ -129,6 +129,8 @@ static void abandon(struct unix_connection *u, struct unix_call *call) {
 static void expire_queued(struct unix_connection *u, uint64_t now) {
     for (struct kld_call *call = u->queued.first, *next; call; call = next) {
         next = call->next;
+        if (((const struct unix_call *)call)->fence)
+            continue; /* nobody waits for it, and its memory is not free */
         uint64_t at = u->state == UNIX_UP ? call->deadline_ns
                                           : kld_patience(&u->base, call, u->down_since_ns);
         if (now < at) {

@@ -47,6 +47,14 @@ static bool holds_memory(const struct unix_connection *u, const void *but) {
     return u->publications;
 }
 
+/* Is anything of this process's memory used by the worker, as far as is known? */
+static bool is_at_work(const struct unix_connection *u) {
+    const struct kld_call *call = u->queued.first;
+    while (call && !((const struct unix_call *)call)->fence)
+        call = call->next;
+    return u->sent.first || call;
+}
+
 static bool go_to(struct unix_connection *u, uint32_t i) {
     char path[sizeof u->path];
     if (!path_of(u, i, path))
@@ -103,12 +111,12 @@ enum kld_status kld_unix_go_to_memory(struct unix_connection *u, const uint8_t *
         return status;
     /* What is computed from this process's memory binds to no device once it has ended. */
     uint64_t deadline = kld_now_ns() + u->base.options.connect_timeout_ns;
-    while (!status && u->sent.first && !holds_memory(u, what) && kld_now_ns() < deadline)
+    while (!status && is_at_work(u) && !holds_memory(u, what) && kld_now_ns() < deadline)
         status = kld_connection_step(&u->base, deadline, err);
     kld_connection_waited(&u->base);
     if (status || !lies_elsewhere(u, uuid, &there))
         return status;
-    bool bound = holds_memory(u, what) || u->sent.first;
+    bool bound = holds_memory(u, what) || is_at_work(u);
     uint32_t here = u->welcome.device;
     if (bound && (u->welcome.flags & KLD_WELCOME_PEERS))
         return KLD_OK; /* the worker knows whether its card reaches that one */
@@ -128,7 +136,7 @@ enum kld_status kld_unix_go_to_memory(struct unix_connection *u, const uint8_t *
 bool kld_unix_look_further(struct unix_connection *u, struct unix_region *region) {
     uint32_t devices = devices_of(u), here = u->welcome.device;
     char path[sizeof u->path];
-    if (devices < 2 || region->released || holds_memory(u, region) || u->sent.first)
+    if (devices < 2 || region->released || holds_memory(u, region) || is_at_work(u))
         return false;
     /* For a caller without any time each is looked at once. */
     bool only_look = !region->looks && kld_now_ns() >= region->until_ns;

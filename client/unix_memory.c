@@ -19,6 +19,15 @@ static uint64_t round_up(uint64_t bytes, uint64_t unit) { return (bytes + unit -
 
 /* ---- Regions -------------------------------------------------------------------------------- */
 
+/* The server counts what was released until it is told, which it is once it has answered: to
+ * register memory may take it long. Who was refused meanwhile may have room behind that. */
+static bool some_leave(const struct unix_connection *u) {
+    const struct kld_region *base = u->base.regions;
+    while (base && !((const struct unix_region *)base)->released)
+        base = base->next;
+    return base != NULL;
+}
+
 /* Limits of WELCOME are checked here, where the caller still sees the error. Who sees the server's
  * answer is told by that: it may have learned since that it allows this client more. */
 enum kld_status kld_unix_region_begin(struct unix_region *region, enum kld_region_kind kind,
@@ -33,7 +42,7 @@ enum kld_status kld_unix_region_begin(struct unix_region *region, enum kld_regio
         return kld_error_set(err, KLD_TOO_LARGE, "a region of %llu bytes; the server allows %llu",
                              (unsigned long long)region->base.bytes,
                              (unsigned long long)u->welcome.region_bytes_max);
-    if (u->base.region_count > u->welcome.regions_max)
+    if (u->base.region_count > u->welcome.regions_max && !some_leave(u))
         return kld_error_set(err, KLD_TOO_LARGE, "the server allows %u regions on one connection",
                              u->welcome.regions_max);
     return KLD_OK;
@@ -66,19 +75,12 @@ static enum kld_status map(struct unix_region *region, struct kld_error *err) {
     return KLD_OK;
 }
 
-/* The server counts what was released until it is told, which it is once it has answered: to
- * register memory may take it long. Who was refused meanwhile may have room behind that. */
-static bool some_leave(const struct unix_connection *u) {
-    const struct kld_region *base = u->base.regions;
-    while (base && !((const struct unix_region *)base)->released)
-        base = base->next;
-    return base != NULL;
-}
-
 /* What was dropped counts, and takes descriptors, until the server has answered for it, which
  * nobody may have read. Where there is no room but theirs, that is waited for. */
-static enum kld_status room(struct unix_connection *u, struct kld_error *err) {
+enum kld_status kld_unix_room(struct unix_region *region, struct kld_error *err) {
+    struct unix_connection *u = connection_of(&region->base);
     enum kld_status status = KLD_OK;
+    region->fd = -1;
     if (some_leave(u))
         status = kld_connection_step(&u->base, 0, err);
     uint64_t deadline = kld_now_ns() + u->base.options.connect_timeout_ns;
@@ -90,7 +92,7 @@ static enum kld_status room(struct unix_connection *u, struct kld_error *err) {
 }
 
 enum kld_status kld_unix_region_create(struct kld_region *base, struct kld_error *err) {
-    enum kld_status status = room(connection_of(base), err);
+    enum kld_status status = kld_unix_room((struct unix_region *)base, err);
     return status ? status : kld_unix_region_make(base, err);
 }
 
@@ -113,7 +115,7 @@ enum kld_status kld_unix_region_make(struct kld_region *base, struct kld_error *
 enum kld_status kld_unix_region_import_memfd(struct kld_region *base, int fd,
                                              struct kld_error *err) {
     struct unix_region *region = (struct unix_region *)base;
-    enum kld_status status = room(connection_of(base), err);
+    enum kld_status status = kld_unix_room(region, err);
     if (!status)
         status = kld_unix_region_begin(region, KLD_REGION_MEMFD, err);
     if (status)

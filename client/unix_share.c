@@ -47,7 +47,9 @@ enum kld_status kld_unix_region_attach(struct kld_region *base, uint32_t uid, co
                                        struct kld_error *err) {
     struct unix_region *region = (struct unix_region *)base;
     struct unix_connection *u = unix_of(base->connection);
-    enum kld_status status = kld_unix_region_begin(region, (enum kld_region_kind)0, err);
+    enum kld_status status = kld_unix_room(region, err);
+    if (!status)
+        status = kld_unix_region_begin(region, (enum kld_region_kind)0, err);
     if (status)
         return status;
     const struct unix_publication *own = uid == KLD_WIRE_UID_OWN ? publication_find(u, name) : NULL;

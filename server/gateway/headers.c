@@ -55,9 +55,6 @@ static bool is_plain(const char *name, size_t size, const char *value) {
     return true;
 }
 
-static bool is_named(const char *name, size_t size, const char *wanted, size_t wanted_size) {
-    return size == wanted_size && strncasecmp(name, wanted, size) == 0;
-}
 /* Blanks behind a value are no part of it (RFC 9112, 5.1), but MHD (0.9.75) leaves them there. It
  * is asked for values again, and the text is the connection's own copy. */
 static void trim(const char *value, size_t size) {
@@ -66,6 +63,9 @@ static void trim(const char *value, size_t size) {
         text[--size] = '\0';
 }
 
+static bool is_named(const char *name, size_t size, const char *wanted, size_t wanted_size) {
+    return size == wanted_size && strncasecmp(name, wanted, size) == 0;
+}
 #define IS(wanted) is_named(name, size, wanted, sizeof(wanted) - 1)
 
 static enum MHD_Result look_at(void *user, enum MHD_ValueKind kind, const char *name, size_t size,

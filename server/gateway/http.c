@@ -18,7 +18,7 @@
 #include "server/gateway/trace.h"
 #include "server/gateway/watch.h"
 
-#define CONTINUE_BYTES_MAX 64  /* that a 100 Continue takes, within a TLS record as well */
+#define CONTINUE_BYTES_MAX 100 /* that a 100 Continue takes, within a TLS record as well */
 #define WINDOW_BYTES (1 << 20) /* of TCP, for bodies that are larger */
 #define LINGER_TURNS_MAX 16    /* what looking costs, then, is less than a suspension, ... */
 #define LINGER_NS_MAX 500000u  /* ... and what is not here by now takes longer, ... */

@@ -57,6 +57,9 @@ static enum kld_status resolve(const char *flag, const char *text, struct addrin
     int wrong = *name ? getaddrinfo(name, colon + 1, &hints, ret_list) : EAI_NONAME;
     if (wrong == EAI_MEMORY || wrong == EAI_SYSTEM) /* that says nothing of the address */
         return kld_error_set(err, KLD_NO_MEMORY, "%s: %s", flag, gai_strerror(wrong));
+    if (wrong && strchr(name, '%')) /* on an interface that may yet come */
+        return kld_error_set(err, KLD_UNAVAILABLE, "%s: '%.60s' is on no interface there is", flag,
+                             name);
     if (wrong)
         return kld_error_set(err, KLD_INVALID, "%s: '%.60s' is not an address; %s", flag, name,
                              expected);

@@ -36,11 +36,13 @@ def environment(**more):
 
 
 def make(*arguments):
-    """With a umask that keeps to itself what is made: others are to read what was installed."""
+    """With a umask that keeps to itself what is made: others are to read what was installed. What is yet to be compiled is
+    for all tests."""
     cuda = int(b"kld_backend_cuda" in (BIN / "libkld.a").read_bytes())
-    result = subprocess.run(["make", *arguments, f"BUILD={BIN}", f"CUDA={cuda}", "AS_BUILT=1"], cwd=ROOT,
-                            capture_output=True, text=True, env=environment(), umask=0o077)
-    assert result.returncode == 0, result.stdout + result.stderr
+    for what, umask in (["all", "examples", "bench-programs"], 0o022), (arguments, 0o077):
+        result = subprocess.run(["make", *what, f"BUILD={BIN}", f"CUDA={cuda}", "AS_BUILT=1"], cwd=ROOT,
+                                capture_output=True, text=True, env=environment(), umask=umask)
+        assert result.returncode == 0, result.stdout + result.stderr
 
 
 def run(*arguments, **more):

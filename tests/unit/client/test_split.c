@@ -467,10 +467,18 @@ START_TEST(all_servers_are_busy) {
     request.timeout_ns = 30000000000;
     for (int i = 0; i < 3; i++) {
         server[i].mode = FAKE_HTTP_BUSY_1S;
-        server[i].times = 4;
+        server[i].times = 1000;
     }
-    ck_assert_msg(kld_run(connection, &request, NULL, &error) == KLD_OK, "%s", error.text);
-    ck_assert_int_ge(server[0].requests + server[1].requests + server[2].requests, 13);
+    struct kld_result result;
+    uint64_t id = 0;
+    enum kld_status status = kld_run_slice(connection, &request, 10, &id, &result, &error);
+    while (!status && id && server[0].requests + server[1].requests + server[2].requests < 12)
+        status = kld_wait_slice(connection, &id, 10, &result, &error);
+    for (int i = 0; i < 3; i++)
+        server[i].times = 0;
+    while (!status && id)
+        status = kld_wait_slice(connection, &id, 1000, &result, &error);
+    ck_assert_msg(status == KLD_OK, "%s", error.text);
     kld_close(connection);
     close_fakes(3);
 }

@@ -5,7 +5,6 @@
 
 #include <poll.h>
 #include <pthread.h>
-#include <string.h>
 #include <unistd.h>
 
 #include "client/kld.h"
@@ -131,14 +130,12 @@ END_TEST
 static void *answer_soon(void *unused) {
     usleep(50000);
     worker.slow_regions = 0;
-    (void)memset(unused, 1, 1);
-    return NULL;
+    return unused;
 }
 
 /* What the server has yet to answer counts until it does: that is waited for. */
 START_TEST(test_a_region_waits_for_those_that_leave) {
     pthread_t thread;
-    char started;
     worker.regions_max = 3;
     setup();
     struct kld_region *regions[4];
@@ -147,10 +144,31 @@ START_TEST(test_a_region_waits_for_those_that_leave) {
         ck_assert_int_eq(kld_region_create(connection, 4096, &regions[i], &error), KLD_OK);
     ck_assert_int_eq(kld_region_create(connection, 4096, &regions[3], &error), KLD_TOO_LARGE);
     kld_region_drop(regions[0]);
-    ck_assert_int_eq(pthread_create(&thread, NULL, answer_soon, &started), 0);
+    ck_assert_int_eq(pthread_create(&thread, NULL, answer_soon, NULL), 0);
     ck_assert_msg(kld_region_create(connection, 4096, &regions[3], &error) == KLD_OK, "%s",
                   error.text);
     pthread_join(thread, NULL);
+    teardown();
+}
+END_TEST
+
+/* As is a stage, for plain memory, where nobody may wait. */
+START_TEST(test_a_stage_comes_behind_those_that_leave) {
+    pthread_t thread;
+    worker.regions_max = 3;
+    setup();
+    struct kld_request request = plain_request();
+    struct kld_result result;
+    struct kld_region *regions[3];
+    worker.slow_regions = 1;
+    for (int i = 0; i < 3; i++)
+        ck_assert_int_eq(kld_region_create(connection, 4096, &regions[i], &error), KLD_OK);
+    for (int i = 0; i < 3; i++)
+        kld_region_drop(regions[i]);
+    ck_assert_int_eq(pthread_create(&thread, NULL, answer_soon, NULL), 0);
+    ck_assert_msg(kld_run(connection, &request, &result, &error) == KLD_OK, "%s", error.text);
+    pthread_join(thread, NULL);
+    ck_assert(result.scalar && result.loss == LOSS);
     teardown();
 }
 END_TEST
@@ -170,4 +188,5 @@ END_TEST
 UNIT_MAIN("client/unix_calls", test_a_question_leaves_callbacks_to_process,
           test_process_does_not_wait_for_who_fetches_himself,
           test_process_does_not_wait_for_what_was_given_up, test_regions_that_were_dropped_leave,
-          test_a_region_waits_for_those_that_leave, test_a_timeout_of_for_ever)
+          test_a_region_waits_for_those_that_leave, test_a_stage_comes_behind_those_that_leave,
+          test_a_timeout_of_for_ever)
