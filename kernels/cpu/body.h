@@ -143,9 +143,7 @@ static void pass_in_stages(const struct kld_cpu_work *work, const struct kld_cpu
 /* A factor of the gradients beyond FP32 would be inf, or 0, where its product with a small, or
  * large, p/q is neither. */
 INLINE bool factor_fits(const struct kld_cpu_span *span) {
-    double size = fabs(span->gradient_factor);
-    return (!span->gradient[0] && !span->gradient[1]) || size == 0 ||
-           (size >= FLT_MIN && size <= FLT_MAX);
+    return (!span->gradient[0] && !span->gradient[1]) || is_float(span->gradient_factor);
 }
 
 static void pass(const struct kld_cpu_work *work, const struct kld_cpu_span *span,

@@ -139,6 +139,10 @@ static void logprobs_pass(const struct kld_cpu_work *work, const struct kld_cpu_
                           stages_pass *in_stages, struct kld_cpu_partial *ret_partial) {
     float space[2][BLOCK] ALIGNED, gradient[2][BLOCK] ALIGNED;
     const struct probs_rule at = probs_rule_of(work, span->gradient_factor);
+    if (at.beyond) {
+        in_stages(work, span, ret_partial);
+        return;
+    }
     enum logprobs_kind kind = logprobs_kind_of(&work->rule);
     bool both = kind == LOGPROBS_BOTH;
     vd total = vd_of(0);

@@ -24,7 +24,14 @@ struct probs_rule {
     float factor;               /* of the gradients: log and ratio have it */
     bool wanted[2], cancels[2]; /* the terms of the gradient may */
     float least[2];             /* what the largest of a block's gradients must be */
+    bool beyond;                /* FP32 does not hold one of these: all is for the stages */
 };
+
+/* 0, or a number that FP32 holds with all its bits. */
+INLINE bool is_float(double x) {
+    double size = fabs(x);
+    return size == 0 || (size >= FLT_MIN && size <= FLT_MAX);
+}
 
 static struct probs_rule probs_rule_of(const struct kld_cpu_work *work, double factor) {
     const struct kld_rule *rule = &work->rule;
@@ -55,6 +62,9 @@ static struct probs_rule probs_rule_of(const struct kld_cpu_work *work, double f
         /* ln(x/y) + 1 is off by some 5e-8. */
         at.least[side] = rule->kind == KLD_RULE_KL ? 0.75f * fabsf(at.log[side]) : 0;
         at.ratio[side] = (float)(ratio * factor);
+        at.beyond = at.beyond || !is_float(of[side]) || !is_float(share[side]);
+        if (at.wanted[side])
+            at.beyond = at.beyond || !is_float(log * factor) || !is_float(ratio * factor);
     }
     return at;
 }
@@ -269,6 +279,10 @@ static void probs_rule_pass(const struct kld_cpu_work *work, const struct kld_cp
                             stages_pass *in_stages, struct kld_cpu_partial *ret_partial) {
     float space[2][BLOCK] ALIGNED, gradient[2][BLOCK] ALIGNED;
     struct probs_rule rule = probs_rule_of(work, span->gradient_factor);
+    if (rule.beyond) {
+        in_stages(work, span, ret_partial);
+        return;
+    }
     vd total = vd_of(0);
     double in_double = 0;
     struct kld_cpu_span block = *span;

@@ -183,5 +183,48 @@ START_TEST(test_factor_beyond_float) {
 }
 END_TEST
 
+/* Each factor of the gradients is a number of FP32, and its product with a weight is not: what is
+ * less is 0 there, or has few bits, where p/q makes much of it. */
+START_TEST(test_coefficient_below_float) {
+    static const struct {
+        uint32_t divergence;
+        double parameter, scale, noise;
+        uint32_t reduction;
+    } kinds[] = {
+        {KLD_DIVERGENCE_MIXED_KL, 1e-12, 2e-35, 78, KLD_REDUCTION_SUM},
+        {KLD_DIVERGENCE_MIXED_KL, 1e-25, 1e-20, 78, KLD_REDUCTION_SUM},
+        {KLD_DIVERGENCE_MIXED_KL, 1e-30, 1e-9, 78, KLD_REDUCTION_MEAN},
+        {KLD_DIVERGENCE_JS, 1e-40, 1e30, 0, KLD_REDUCTION_SUM},
+    };
+    struct kld_device *device = device_open();
+    const struct table_place place = {TABLE_POOL, 0, false, 1};
+    for (uint32_t i = 0; i < 4 * sizeof kinds / sizeof kinds[0]; i++) {
+        struct table_case at = {.name = "coefficient",
+                                .divergence = kinds[i / 4].divergence,
+                                .parameter = kinds[i / 4].parameter,
+                                .form = {KLD_FORM_PROBS, KLD_FORM_PROBS},
+                                .dtype = {i % 2 ? KLD_DTYPE_BF16 : KLD_DTYPE_FP32, KLD_DTYPE_FP32},
+                                .data = kinds[i / 4].noise > 0 ? TABLE_DISJOINT : TABLE_RANDOM,
+                                .noise = kinds[i / 4].noise,
+                                .reduction = kinds[i / 4].reduction,
+                                .scale = kinds[i / 4].scale,
+                                .rank = 2,
+                                .shape = {3, i % 4 < 2 ? 64 : 20000},
+                                .gradient = {true, i % 4 == 0},
+                                .loss = true};
+        struct table_truth truth;
+        struct table_outputs outputs = {0};
+        char failure[256] = "";
+        table_truth_init(&truth, &at, 70 + i);
+        bool fine = table_run(device, &truth, &at, &place, &outputs, failure) &&
+                    table_check(&truth, &at, &outputs, failure);
+        ck_assert_msg(fine, "case %u: %s", i, failure);
+        table_outputs_done(&outputs);
+        table_truth_done(&truth);
+    }
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
 UNIT_MAIN("kernels/cpu/rows", test_near_and_shifted, test_hard_rows, test_logits,
-          test_factor_beyond_float)
+          test_factor_beyond_float, test_coefficient_below_float)
