@@ -1,7 +1,7 @@
 /* logprobs.h - logarithms of probabilities on both sides in FP32 arithmetic, but for mixtures:
  * value and gradients in one pass. A block with a number that FP32 is not for (-inf, NaN, beyond
- * 8), or whose gradients cancel too far, is given to the stages in double. Included once by each
- * kernel_*.c; vectors of 16 bytes do without it.
+ * 8), whose gradients cancel too far, or which holds little but masses that are 0 in FP32, is given
+ * to the stages in double. Included once by each kernel_*.c; vectors of 16 bytes do without it.
  *
  * The difference of the logarithms is exact, in two parts where 1 is added to it; that of the
  * masses is the larger times 1 - e^-|d|. */
@@ -16,6 +16,11 @@ INLINE bool logprobs_fits(const struct kld_cpu_work *work) {
            work->form[1] == KLD_FORM_LOGPROBS && work->dtype[0] != KLD_DTYPE_FP64 &&
            work->dtype[1] != KLD_DTYPE_FP64 && !work->none && work->rule.kind != KLD_RULE_MIXTURE;
 }
+
+/* Masses below e^LOGPROBS_LEAST may be 0. What that leaves out of a block is 2^-101 at most, 256
+ * times 2^-126 by logarithms of 2^17, which a sum or a largest gradient of LOGPROBS_FAINT hides. */
+#define LOGPROBS_LEAST -87.0f
+#define LOGPROBS_FAINT 0x1p-76
 
 /* What there is code for. */
 enum logprobs_kind {
@@ -92,7 +97,7 @@ INLINE vf logprobs_term(const struct probs_rule *at, enum logprobs_kind kind, bo
 /* false: somewhere in the block is a number for double. */
 INLINE bool logprobs_block(const struct probs_rule *at, enum logprobs_kind kind, bool gradients,
                            const float *q, const float *p, float gradient[2][BLOCK], vf lost[2],
-                           vd *total) {
+                           vd *total, bool *ret_low) {
     vf sum[2] = {{0}};
     vf most = vf_of(-INFINITY), least = vf_of(INFINITY);
     lost[0] = lost[1] = vf_of(0);
@@ -112,6 +117,7 @@ INLINE bool logprobs_block(const struct probs_rule *at, enum logprobs_kind kind,
     vf all = sum[0] + sum[1];
     if (vi32_any(~((least > -0x1p17f) & (most < 8.0f) & (all == all))))
         return false;
+    *ret_low = vi32_any(least < LOGPROBS_LEAST);
     vfh half[2];
     memcpy(half, &all, sizeof half);
     *total = __builtin_convertvector(half[0], vd) + __builtin_convertvector(half[1], vd);
@@ -119,12 +125,14 @@ INLINE bool logprobs_block(const struct probs_rule *at, enum logprobs_kind kind,
 }
 
 static bool logprobs_block_of(const struct probs_rule *at, enum logprobs_kind kind, const float *q,
-                              const float *p, float gradient[2][BLOCK], vf lost[2], vd *total) {
+                              const float *p, float gradient[2][BLOCK], vf lost[2], vd *total,
+                              bool *ret_low) {
     bool gradients = at->wanted[0] || at->wanted[1];
 #define LOGPROBS_BLOCK(of_kind)                                                                    \
     case of_kind:                                                                                  \
-        return gradients ? logprobs_block(at, of_kind, true, q, p, gradient, lost, total)          \
-                         : logprobs_block(at, of_kind, false, q, p, gradient, lost, total)
+        return gradients                                                                           \
+                   ? logprobs_block(at, of_kind, true, q, p, gradient, lost, total, ret_low)       \
+                   : logprobs_block(at, of_kind, false, q, p, gradient, lost, total, ret_low)
     switch (kind) {
         LOGPROBS_BLOCK(LOGPROBS_KL);
         LOGPROBS_BLOCK(LOGPROBS_BOTH);
@@ -133,6 +141,29 @@ static bool logprobs_block_of(const struct probs_rule *at, enum logprobs_kind ki
     }
 #undef LOGPROBS_BLOCK
     return false;
+}
+
+/* Are there masses of which double has more than FP32? Below e^-746 both have 0. */
+static bool logprobs_has_small(const float *x, uint64_t n) {
+    uint64_t i = 0;
+    while (i < n && !(x[i] < LOGPROBS_LEAST && x[i] > -746))
+        i++;
+    return i < n;
+}
+
+/* Would masses that are 0 in FP32 show in the value of a block of n classes, or in a gradient? The
+ * first gradient that is large enough settles it. */
+static bool logprobs_is_faint(const struct probs_rule *at, const float *q, const float *p,
+                              float gradient[2][BLOCK], uint64_t n, vd sum) {
+    float least = (float)LOGPROBS_FAINT * fabsf(at->factor);
+    bool faint = !(fabs(vd_sum(sum)) >= LOGPROBS_FAINT);
+    for (int side = 0; side < 2 && !faint; side++) {
+        uint64_t i = 0;
+        while (at->wanted[side] && i < n && !(fabsf(gradient[side][i]) >= least))
+            i++;
+        faint = i == n;
+    }
+    return faint && (logprobs_has_small(q, n) || logprobs_has_small(p, n));
 }
 
 static void logprobs_pass(const struct kld_cpu_work *work, const struct kld_cpu_span *span,
@@ -155,7 +186,11 @@ static void logprobs_pass(const struct kld_cpu_work *work, const struct kld_cpu_
             x[side] = probs_rule_load(work, &block, side, block.count, space[side]);
         vf lost[2];
         vd sum = vd_of(0);
-        bool fine = logprobs_block_of(&at, kind, x[KLD_CPU_Q], x[KLD_CPU_P], gradient, lost, &sum);
+        bool low = false;
+        bool fine =
+            logprobs_block_of(&at, kind, x[KLD_CPU_Q], x[KLD_CPU_P], gradient, lost, &sum, &low);
+        if (fine && low)
+            fine = !logprobs_is_faint(&at, x[KLD_CPU_Q], x[KLD_CPU_P], gradient, block.count, sum);
         for (int side = 0; side < 2; side++)
             if (at.wanted[side] && both)
                 fine = fine && !is_rough(gradient[side], block.count, 0, lost[side]);

@@ -29,7 +29,8 @@ enum table_data {
     TABLE_FEW, /* logits are the same but for those of a few classes, `noise` says how: table_rows.c
                 */
     TABLE_DISJOINT, /* most classes have mass on one side: on the other `noise` less, or 0: none */
-    TABLE_CROWD,    /* every row another kind of these */
+    TABLE_FAINT, /* the first class has all but e^-88 of the targets', e^-`noise` of predictions' */
+    TABLE_CROWD, /* every row another kind of these */
     TABLE_CROWD_FINITE, /* and none whose value is infinite or NaN */
 };
 #define TABLE_CROWD_ROWS 41

@@ -83,7 +83,7 @@ const char *table_data_name(enum table_data data) {
         [TABLE_TOP] = "top",           [TABLE_CONFIDENT] = "confident",
         [TABLE_RESERVED] = "reserved", [TABLE_FEW] = "few",
         [TABLE_FINE] = "fine",         [TABLE_MASKED] = "masked",
-        [TABLE_DISJOINT] = "disjoint",
+        [TABLE_DISJOINT] = "disjoint", [TABLE_FAINT] = "faint",
     };
     return names[data];
 }
@@ -241,6 +241,10 @@ static void make_logits(const struct table_case *at, const struct kind *kind,
             p[i] = -1e4;
         if (kind->data == TABLE_DISJOINT && i % 7 != 6)
             *(i % 2 ? &q[i] : &p[i]) -= kind->noise > 0 ? kind->noise : INFINITY;
+        if (kind->data == TABLE_FAINT) {
+            q[i] = i ? -kind->noise : 0;
+            p[i] = i ? -88 : 0;
+        }
         if (kind->data == TABLE_FEW)
             make_few(kind, i, classes, &q[i], &p[i]);
         bool masked = i < classes / 8 || i % 3 == 1;

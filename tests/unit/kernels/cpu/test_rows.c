@@ -226,5 +226,38 @@ START_TEST(test_coefficient_below_float) {
 }
 END_TEST
 
+/* Logarithms whose masses FP32 does not hold, in rows that have no others. */
+START_TEST(test_faint_logprobs) {
+    struct kld_device *device = device_open();
+    const struct table_place place = {TABLE_POOL, 0, false, 1};
+    for (uint32_t i = 0; i < 4 * (KLD_DIVERGENCE_CROSS_ENTROPY + 1); i++) {
+        struct table_case at = {.name = "faint",
+                                .divergence = i / 4,
+                                .parameter = 0.3,
+                                .form = {KLD_FORM_LOGPROBS, KLD_FORM_LOGPROBS},
+                                .dtype = {KLD_DTYPE_FP32, KLD_DTYPE_FP32},
+                                .data = TABLE_FAINT,
+                                .noise = i % 2 ? 1e4 : 90,
+                                .reduction = KLD_REDUCTION_SUM,
+                                .scale = 1e30,
+                                .rank = 2,
+                                .shape = {2, 300},
+                                .gradient = {i % 4 < 2, i % 4 < 2},
+                                .loss = true,
+                                .row_loss = true};
+        struct table_truth truth;
+        struct table_outputs outputs = {0};
+        char failure[256] = "";
+        table_truth_init(&truth, &at, 90 + i);
+        bool fine = table_run(device, &truth, &at, &place, &outputs, failure) &&
+                    table_check(&truth, &at, &outputs, failure);
+        ck_assert_msg(fine, "%s, case %u: %s", kld_divergence_name(i / 4), i, failure);
+        table_outputs_done(&outputs);
+        table_truth_done(&truth);
+    }
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
 UNIT_MAIN("kernels/cpu/rows", test_near_and_shifted, test_hard_rows, test_logits,
-          test_factor_beyond_float, test_coefficient_below_float)
+          test_factor_beyond_float, test_coefficient_below_float, test_faint_logprobs)
