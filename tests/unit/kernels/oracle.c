@@ -244,6 +244,10 @@ void oracle_row_run(struct oracle_row *row) {
         row->value += addition.term;
         row->magnitude += addition.parts;
         row->value_parts = fmaxl(row->value_parts, term_parts(row, &at, i));
+        if (row->term_magnitude)
+            row->term_magnitude[i] = addition.parts;
+        if (row->term_parts)
+            row->term_parts[i] = term_parts(row, &at, i);
     }
     for (int side = 0; side < 2; side++) {
         if (row->gradient[side])
@@ -272,6 +276,7 @@ long double oracle_row_difference(const struct oracle_row *row, int side, uint64
     memcpy(x, row->x[side], n * sizeof *x);
     copy.x[side] = x;
     copy.term = x + n;
+    copy.term_magnitude = copy.term_parts = NULL;
     copy.gradient[0] = copy.gradient[1] = NULL;
     copy.slack[0] = copy.slack[1] = NULL;
     /* A probability may not leave the positive numbers, nor move by more than a part of itself. */

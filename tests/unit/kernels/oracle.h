@@ -21,6 +21,9 @@ struct oracle_row {
     long double value;     /* of the divergence */
     long double magnitude; /* sum of |parts| of the terms: of jeffreys |p d| + |q d| */
     long double *term;     /* [classes] */
+    /* [classes], or NULL: of each term the sum of |parts|, and the size of the numbers whose
+     * difference it is. */
+    long double *term_magnitude, *term_parts;
     /* The largest of the numbers whose differences the value, and each side's gradient, are. Double
      * arithmetic cannot do better than some 1e-16 of it. */
     long double value_parts, parts[2];

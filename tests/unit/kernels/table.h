@@ -110,7 +110,10 @@ struct table_truth {
     unsigned char *input[KLD_SLOT_COUNT]; /* packed, `distinct` rows of a wide tensor */
     long double *term, *gradient[2];      /* [distinct][classes], without weight and factor */
     long double *slack[2];                /* [distinct][classes], of oracle_row; NULL: none */
-    long double *value;                   /* [distinct] */
+    /* [distinct][classes]: of a term's |parts| and what double arithmetic leaves; NULL: not `none`
+     */
+    long double *term_magnitude;
+    long double *value;      /* [distinct] */
     long double *magnitude;  /* [distinct]: sum of |parts|, and what double arithmetic leaves */
     long double (*parts)[2]; /* [distinct], of oracle_row */
     double *relative;        /* [distinct], of table_row_relative() */

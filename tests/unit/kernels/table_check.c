@@ -1,8 +1,9 @@
 /* table_check.c - compares what a back end wrote with the truth: the loss within 1e-6 (FP64: 1e-12)
- * of the sum of the terms' magnitudes, a gradient within 4 steps of FP32, 1 of FP16 or BF16, of the
- * rounded truth, or 1e-7 of the row's largest. A case of close rows also bounds the value's own
- * relative error. Of rows that hold the same only the first is compared with the truth, the others
- * with it: what a row is among others must not change its bits. Pure. */
+ * of the sum of the terms' magnitudes (of reduction none: of each term's own), a gradient within 4
+ * steps of FP32, 1 of FP16 or BF16, of the rounded truth, or 1e-7 of the row's largest. A case of
+ * close rows also bounds the value's own relative error. Of rows that hold the same only the first
+ * is compared with the truth, the others with it: what a row is among others must not change its
+ * bits. Pure. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -156,10 +157,8 @@ static bool check_elements(const struct table_truth *truth, const struct table_c
         for (uint64_t i = 0; i < classes; i++) {
             long double want = masked ? 0 : factor * truth->term[kind * classes + i];
             long double got = table_read(dtype, output(truth, outputs, slot, row) + i * bytes);
-            /* Mass times a difference of logarithms: what the logarithms' own size leaves. */
-            long double magnitude = fabsl(want);
-            if (isfinite(truth->magnitude[kind]))
-                magnitude += fabsl(factor) * truth->magnitude[kind];
+            /* By the term's own size, not the row's: each is a result. */
+            long double magnitude = fabsl(factor) * truth->term_magnitude[kind * classes + i];
             if (!check_loss("loss", row * classes + i, dtype, got, want, magnitude, 0, failure))
                 return false;
         }

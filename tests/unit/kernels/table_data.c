@@ -293,7 +293,7 @@ static void check_differences(struct table_truth *truth, const struct table_case
 static void ask_oracle(struct table_truth *truth, const struct table_case *at) {
     uint64_t classes = truth->geometry.classes;
     long double *x[2] = {need(classes * sizeof *x[0]), need(classes * sizeof *x[0])};
-    long double *output = need(classes * sizeof *output);
+    long double *output = need(classes * sizeof *output), *parts = need(classes * sizeof *parts);
     uint32_t bytes = kld_dtype_bytes(at->grad_output_dtype);
     bool wide = at->grad_output_dtype && at->reduction == KLD_REDUCTION_NONE;
     for (uint64_t i = 0; i < truth->distinct; i++) {
@@ -309,6 +309,10 @@ static void ask_oracle(struct table_truth *truth, const struct table_case *at) {
             .grad_output = wide ? output : NULL,
             .term = truth->term + i * classes,
         };
+        if (truth->term_magnitude) {
+            row.term_magnitude = truth->term_magnitude + i * classes;
+            row.term_parts = parts;
+        }
         for (int side = 0; side < 2; side++) {
             if (at->gradient[side])
                 row.gradient[side] = truth->gradient[side] + i * classes;
@@ -329,11 +333,14 @@ static void ask_oracle(struct table_truth *truth, const struct table_case *at) {
         truth->relative[i] = table_row_relative(at, i, row.value);
         long double share = truth->geometry.loss_dtype == KLD_DTYPE_FP64 ? 1e-12L : 1e-6L;
         truth->magnitude[i] = row.magnitude + VALUE_NOISE / share * row.value_parts;
+        for (uint64_t k = 0; truth->term_magnitude && k < classes; k++)
+            row.term_magnitude[k] += VALUE_NOISE / share * parts[k];
         memcpy(truth->parts[i], row.parts, sizeof row.parts);
     }
     free(x[0]);
     free(x[1]);
     free(output);
+    free(parts);
 }
 
 static void reduce(struct table_truth *truth) {
@@ -379,6 +386,8 @@ void table_truth_init(struct table_truth *truth, const struct table_case *at, ui
     truth->shuffled = at->shuffled;
     uint64_t elements = truth->distinct * classes;
     truth->term = need(elements * sizeof *truth->term);
+    if (at->reduction == KLD_REDUCTION_NONE)
+        truth->term_magnitude = need(elements * sizeof *truth->term_magnitude);
     truth->value = need(truth->distinct * sizeof *truth->value);
     truth->magnitude = need(truth->distinct * sizeof *truth->magnitude);
     truth->parts = need(truth->distinct * sizeof *truth->parts);
@@ -402,6 +411,7 @@ void table_truth_done(struct table_truth *truth) {
         free(truth->slack[side]);
     }
     free(truth->term);
+    free(truth->term_magnitude);
     free(truth->value);
     free(truth->magnitude);
     free(truth->parts);
