@@ -16,6 +16,8 @@
 #define HEAVY_CENTRE (1.0 / 16)
 #define VALUE_MOST 1e30 /* what is centred there is beyond FP32 */
 
+#define COARSE 1.5e-8 /* T = 1 and the powers of 2 have 1.3e-8 */
+
 static bool is_half(uint32_t dtype) { return dtype == KLD_DTYPE_FP16 || dtype == KLD_DTYPE_BF16; }
 
 static const struct kld_cpu_quick_kernels *kernels_of(const char *width) {
@@ -78,11 +80,14 @@ void kld_cpu_quick_init(struct kld_cpu_quick *quick, const char *width,
     double scale = work->inverse_temperature / LN2;
     quick->inverse_temperature = work->inverse_temperature;
     quick->scale = (float)scale;
-    /* 16 bits do without the low part: then the temperature is a little another one, for all. */
-    if (quick->half)
+    /* 16 bits do without the low part where it is little: then the temperature is a little another
+     * one, for all. What is 2^-t of its row's largest is off by t ln 2 times as much. */
+    double low = scale - (double)quick->scale;
+    quick->coarse = quick->half && fabs(low) <= COARSE * scale;
+    if (quick->coarse)
         quick->inverse_temperature = (double)quick->scale * LN2;
     else
-        quick->scale_low = (float)(scale - (double)quick->scale);
+        quick->scale_low = (float)low;
     quick->limit = (float)(0x1p17 / scale);
     quick->span_classes = span_classes;
     quick->spans = spans;

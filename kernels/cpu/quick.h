@@ -19,7 +19,8 @@ struct kld_cpu_quick {
     bool fits; /* else nothing below is set */
     const struct kld_cpu_quick_kernels *kernels;
     struct kld_rule rule;
-    bool half; /* both sides have 16 bits: shorter polynomials, less in double for accuracy */
+    bool half;   /* both sides have 16 bits: shorter polynomials, less in double for accuracy */
+    bool coarse; /* and the scale goes without its low part */
     uint32_t dtype[2];
     bool gradient[2], streaming[2];
     bool centred[2]; /* the gradient needs a sum over the row first */

@@ -12,6 +12,7 @@
 /* What a row's vectors need. */
 struct constants {
     vf scale, scale_low;
+    bool coarse; /* there is no low part */
     vi32 origin[2];
     vf whole, rest;      /* row.apart */
     vf apart, apart_low; /* the same, for FP32 logits */
@@ -55,6 +56,7 @@ static struct constants constants_of(const struct kld_cpu_quick *quick,
     struct constants at = {
         .scale = vf_of(quick->scale),
         .scale_low = vf_of(quick->scale_low),
+        .coarse = quick->coarse,
         .of = {(float)rule->of_q, (float)rule->of_p},
         .share = {(float)rule->rest, (float)rule->share},
         .skew = skew,
@@ -133,8 +135,8 @@ INLINE struct classes classes_of(const struct constants *row, const struct pair 
                                  const float norm[2], bool half, bool brief) {
     struct classes at;
     for (int side = 0; side < 2; side++)
-        at.t[side] =
-            parts_of(*(const vf_any *)(pair->at[side] + i), row->scale, row->scale_low, half);
+        at.t[side] = parts_of(*(const vf_any *)(pair->at[side] + i), row->scale, row->scale_low,
+                              half && row->coarse);
     struct parts q = at.t[KLD_CPU_Q], p = at.t[KLD_CPU_P];
     /* FP32 logits may agree where the row's sums do not: what zp - zq rounds off counts there. */
     if (half) {

@@ -44,11 +44,11 @@ struct parts {
     vi32 bits;
 };
 
-INLINE struct parts parts_of(vf z, vf scale, vf scale_low, bool half) {
+INLINE struct parts parts_of(vf z, vf scale, vf scale_low, bool coarse) {
     vf shifted = vf_fma(z, scale, vf_of(SHIFTER));
     struct parts parts = {.whole = shifted - SHIFTER, .bits = (vi32)shifted};
     parts.rest = vf_fma(z, scale, -parts.whole);
-    if (!half)
+    if (!coarse)
         parts.rest = vf_fma(z, scale_low, parts.rest);
     return parts;
 }

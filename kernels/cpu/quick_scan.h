@@ -142,7 +142,7 @@ static void scan_pair(const struct kld_cpu_quick *quick, const struct pair *pair
                       struct kld_cpu_partial *sums) {
     if (pair->wild)
         scan_in_double(quick, pair->at, pair->count, sums);
-    else if (quick->half)
+    else if (quick->coarse)
         scan_block_of_halves(quick, pair, sums);
     else
         scan_block_of_floats(quick, pair, sums);

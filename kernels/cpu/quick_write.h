@@ -125,7 +125,7 @@ INLINE void write_difference(const struct constants *row, const struct pair *pai
 INLINE vf own_mass(const struct constants *row, const struct pair *pair, uint64_t i, int side,
                    bool half) {
     vf z = *(const vf_any *)(pair->at[side] + i);
-    struct parts t = parts_of(z, row->scale, row->scale_low, half);
+    struct parts t = parts_of(z, row->scale, row->scale_low, half && row->coarse);
     return mass_of(&t, row->origin[side], half);
 }
 
@@ -135,7 +135,8 @@ INLINE vf linear(const struct constants *row, const struct centres *centres,
     if (half) {
         vf zq = *(const vf_any *)(pair->at[KLD_CPU_Q] + i);
         vf zp = *(const vf_any *)(pair->at[KLD_CPU_P] + i);
-        return vf_fma(zp - zq, row->scale, -centres->middle[side]) - centres->middle_low[side];
+        vf gap = zp - zq, low = vf_fma(gap, row->scale_low, -centres->middle_low[side]);
+        return vf_fma(gap, row->scale, -centres->middle[side]) + low;
     }
     return gap_from(row, pair, i, centres->middle[side], centres->middle_low[side]);
 }
@@ -170,7 +171,7 @@ INLINE void write_cross(const struct constants *row, const struct centres *centr
     for (uint64_t i = 0; i < pair->count; i += FLOATS) {
         vf zq = *(const vf_any *)(pair->at[KLD_CPU_Q] + i), zero = vf_of(0);
         vf log = vf_fma(zq, row->scale, -centres->middle[KLD_CPU_P]);
-        if (!half)
+        if (!half || !row->coarse)
             log += vf_fma(zq, row->scale_low, -centres->middle_low[KLD_CPU_P]);
         *(vf *)(gradient[KLD_CPU_P] + i) =
             own_mass(row, pair, i, KLD_CPU_P, half) * centres->weight[KLD_CPU_P] * log;

@@ -29,8 +29,8 @@ enum table_data {
     TABLE_FEW, /* logits are the same but for those of a few classes, `noise` says how: table_rows.c
                 */
     TABLE_DISJOINT, /* most classes have mass on one side: on the other `noise` less, or 0: none */
-    TABLE_FAINT, /* the first class has all but e^-88 of the targets', e^-`noise` of predictions' */
-    TABLE_CROWD, /* every row another kind of these */
+    TABLE_FAINT,    /* classes lie `noise` (predictions), `shift` (targets) below the first */
+    TABLE_CROWD,    /* every row another kind of these */
     TABLE_CROWD_FINITE, /* and none whose value is infinite or NaN */
 };
 #define TABLE_CROWD_ROWS 41
@@ -55,7 +55,7 @@ struct table_case {
     enum table_data data;
     double noise;
     double relative; /* 0, or how much of itself a value may be off, whatever its terms are */
-    double shift;    /* NEAR and EQUAL: how far the two logits' constants lie apart */
+    double shift;    /* FAINT; NEAR and EQUAL: how far the two logits' constants lie apart */
     double temperature, scale, normalizer, grad_output; /* 0: not given */
     uint32_t grad_output_dtype;                         /* a tensor; 0: none */
     bool weights, mask, gradient[2], loss, row_loss;

@@ -243,7 +243,7 @@ static void make_logits(const struct table_case *at, const struct kind *kind,
             *(i % 2 ? &q[i] : &p[i]) -= kind->noise > 0 ? kind->noise : INFINITY;
         if (kind->data == TABLE_FAINT) {
             q[i] = i ? -kind->noise : 0;
-            p[i] = i ? -88 : 0;
+            p[i] = i ? -at->shift : 0;
         }
         if (kind->data == TABLE_FEW)
             make_few(kind, i, classes, &q[i], &p[i]);

@@ -238,6 +238,7 @@ START_TEST(test_faint_logprobs) {
                                 .dtype = {KLD_DTYPE_FP32, KLD_DTYPE_FP32},
                                 .data = TABLE_FAINT,
                                 .noise = i % 2 ? 1e4 : 90,
+                                .shift = 88,
                                 .reduction = KLD_REDUCTION_SUM,
                                 .scale = 1e30,
                                 .rank = 2,
@@ -259,5 +260,42 @@ START_TEST(test_faint_logprobs) {
 }
 END_TEST
 
+/* Temperatures whose reciprocal FP32 holds badly, and rows whose value is that of classes far below
+ * the largest: by that many times as much their masses are off. */
+START_TEST(test_temperatures) {
+    static const double temperatures[] = {5.67, 5.41, 0.7, 3};
+    struct kld_device *device = device_open();
+    const struct table_place place = {TABLE_POOL, 0, false, 1};
+    for (uint32_t i = 0; i < 8 * (KLD_DIVERGENCE_CROSS_ENTROPY + 1); i++) {
+        uint32_t dtype = i % 2 ? KLD_DTYPE_BF16 : KLD_DTYPE_FP16;
+        double temperature = temperatures[i / 2 % 4];
+        struct table_case at = {.name = "temperature",
+                                .divergence = i / 8,
+                                .parameter = 0.3,
+                                .form = {KLD_FORM_LOGITS, KLD_FORM_LOGITS},
+                                .dtype = {dtype, dtype},
+                                .data = TABLE_FAINT,
+                                .noise = 60000,
+                                .shift = 28 * temperature,
+                                .temperature = temperature,
+                                .rank = 2,
+                                .shape = {2, 300},
+                                .loss = true,
+                                .row_loss = true};
+        struct table_truth truth;
+        struct table_outputs outputs = {0};
+        char failure[256] = "";
+        table_truth_init(&truth, &at, 5);
+        bool fine = table_run(device, &truth, &at, &place, &outputs, failure) &&
+                    table_check(&truth, &at, &outputs, failure);
+        ck_assert_msg(fine, "%s, case %u: %s", kld_divergence_name(i / 8), i, failure);
+        table_outputs_done(&outputs);
+        table_truth_done(&truth);
+    }
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
 UNIT_MAIN("kernels/cpu/rows", test_near_and_shifted, test_hard_rows, test_logits,
-          test_factor_beyond_float, test_coefficient_below_float, test_faint_logprobs)
+          test_factor_beyond_float, test_coefficient_below_float, test_faint_logprobs,
+          test_temperatures)
