@@ -401,7 +401,9 @@ static void add_speed(struct table_list *list) {
 }
 
 struct table_case *table_cases(bool quick, size_t *ret_count) {
-    struct table_list list = {calloc(TABLE_CASES_MAX, sizeof(struct table_case)), 0, 1};
+    struct table_list list = {.at = calloc(TABLE_CASES_MAX, sizeof(struct table_case)),
+                              .room = TABLE_CASES_MAX,
+                              .turn = 1};
     if (!list.at)
         abort();
     add_combinations(&list, quick);

@@ -18,11 +18,12 @@
 
 struct table_list {
     struct table_case *at;
-    size_t count;
+    size_t count, room;
     uint64_t turn; /* picks the options that rotate */
 };
 
-/* A case of FP32 probabilities, forward_kl, loss and one gradient, to be changed by the caller. */
+/* A case of FP32 probabilities, forward_kl, loss and one gradient, to be changed by the caller.
+ * Without room for it the program ends: a case that is not in the list would pass. */
 struct table_case *table_list_add(struct table_list *list, const char *name, uint64_t rows,
                                   uint64_t classes);
 /* One form and data type for both; the name says all of it. */

@@ -32,11 +32,10 @@ static void choose_data(struct table_random *random, struct table_case *at) {
 struct table_case *table_cases_random(uint64_t seed, size_t count) {
     static const uint32_t dtypes[] = {FP32, FP32, FP16, BF16};
     struct table_random random = {seed * 0x9e3779b97f4a7c15u + 1};
-    struct table_list list = {.at = calloc(count + 1, sizeof(struct table_case))};
+    struct table_list list = {.at = calloc(count + 1, sizeof(struct table_case)), .room = count};
     for (size_t i = 0; list.at && i < count; i++) {
         uint64_t classes = (uint64_t)power_of_ten(&random, 0, 4.3);
         uint32_t dtype = dtypes[one_of(&random, 4)], form = one_of(&random, 3);
-        list.count = i; /* it has its own room */
         struct table_case *at = table_list_add_one(&list, "random", 8, classes,
                                                    one_of(&random, TABLE_DIVERGENCES), form, dtype);
         uint32_t gradients = one_of(&random, 4);
