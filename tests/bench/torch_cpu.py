@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """kld's CPU back end against PyTorch on the same CPU and threads: eager and torch.compile.
 
-Each round times every contender once, in turn; medians are reported, and ratios are medians of the
-ratios of a round, so that a busy machine slows all alike. kld runs in this process (local:cpu) on
-PyTorch's own memory. Logits of 16 bits: PyTorch as written in their type, and upcast to FP32 first.
+Each round times every contender once, each round another one first; medians are reported, and ratios are
+medians of the ratios of a round, so that a busy machine slows all alike. PyTorch's threads do not spin
+between operations. kld runs in this process (local:cpu) on PyTorch's own memory. Logits of 16 bits: PyTorch as written in their type, and upcast to FP32 first.
 torch.compile needs a C++ compiler. Checks values against FP64 PyTorch. Writes JSON (--json FILE).
 The ceilings, too, are measured again for each case. On a busy machine the ratios stand; what kld
 takes on cores of its own is its CPU time over the threads (cpu_per_thread).
@@ -19,6 +19,10 @@ import platform
 import statistics
 import sys
 import time
+
+# PyTorch's threads would spin on behind its last operation, for 8 to 13 ms, and take the cores from whoever is
+# timed next. libgomp reads this when it is loaded.
+os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")
 
 import torch
 import torch.nn.functional as F
@@ -174,19 +178,20 @@ def measure(connection, shape, divergence, noise, args):
     predictions, targets = inputs(*shape, noise)
     gradient = torch.empty_like(predictions)
     requests = requests_of(shape, divergence, predictions, targets, gradient)
-    time.sleep(0.5)  # PyTorch's threads spin for a while
     cpu_ms = [cpu_milliseconds(connection, request) for request in requests]
     checks = check(connection, requests, gradient, *truth(form, divergence, predictions, targets))
     contenders = contenders_of(form, divergence, predictions, targets, not args.no_compile)
     contenders["kld"] = tuple(lambda r=r: connection.run(r) for r in requests)
     times = {name: {"loss": [], "both": []} for name in contenders}
     for number in range(args.rounds + WARM_UP):
-        for name, functions in contenders.items():
-            for label, function in zip(("loss", "both"), functions):
+        names = list(contenders)
+        for name in names[number % len(names):] + names[:number % len(names)]:
+            for label, function in zip(("loss", "both"), contenders[name]):
                 took = milliseconds(function)
                 if number >= WARM_UP:
                     times[name][label].append(took)
-    torch.compiler.reset()
+    if not args.no_compile:
+        torch.compiler.reset()
     ceilings = connection.ceiling(256 << 20)
     nbytes = predictions.numel() * predictions.element_size()
     result = {"form": form, "dtype": dtype, "shape": [rows, columns], "divergence": divergence,
