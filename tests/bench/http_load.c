@@ -17,6 +17,7 @@
 
 #define REPLY_BYTES_MAX (64 << 10)
 #define FIRST_REPLY_NS 20000000000u
+#define DRAIN_NS 10000000000u
 #define LATENCIES_MAX (4 << 20)
 #define CONNECTIONS_MAX 4096
 #define PIECE_BYTES (1 << 20)
@@ -235,7 +236,7 @@ static int run_load(int port, int connections, double seconds, const char *reque
 
 struct tally {
     uint32_t *took_us;
-    size_t count;
+    size_t count, in_time; /* in_time: before the flood's end */
 };
 
 /* How a flood fared: with 200, and with 503. */
@@ -284,11 +285,28 @@ static void offer(struct flood *flood, uint64_t passed_ns, double rate, const ch
     }
 }
 
+/* What still waits at the end is the slowest of all: its replies count for how long they took, and
+ * for no rate. After DRAIN_NS one that has none is as old as it is by then. */
+static void drain(struct flood *flood, size_t connections) {
+    struct epoll_event events[64];
+    uint64_t end = now_ns() + DRAIN_NS;
+    while (flood->idle_count < connections && now_ns() < end) {
+        int ready = epoll_wait(flood->epoll, events, 64, 100);
+        for (int i = 0; i < ready; i++)
+            take_reply(flood, events[i].data.ptr);
+    }
+    for (size_t i = 0; i < flood->idle_count; i++)
+        flood->peers[flood->idle[i]].asked_ns = 0;
+    for (size_t i = 0; i < connections; i++)
+        if (flood->peers[i].asked_ns)
+            note(&flood->answered, flood->peers[i].asked_ns);
+}
+
 static void print_tally(const char *name, struct tally *tally, double seconds) {
     qsort(tally->took_us, tally->count, sizeof *tally->took_us, by_size);
     size_t count = tally->count;
     printf("\"%s_per_s\": %.0f, \"%s_p50_us\": %u, \"%s_p99_us\": %u, ", name,
-           (double)count / seconds, name, count ? tally->took_us[count / 2] : 0, name,
+           (double)tally->in_time / seconds, name, count ? tally->took_us[count / 2] : 0, name,
            count ? tally->took_us[count - count / 100 - 1] : 0);
 }
 
@@ -314,11 +332,17 @@ static int run_flood(int port, int connections, double seconds, double rate, con
             take_reply(&flood, events[i].data.ptr);
     }
     double took = (double)(now - begun) / 1e9;
+    size_t waiting = (size_t)connections - flood.idle_count;
+    flood.answered.in_time = flood.answered.count;
+    flood.refused.in_time = flood.refused.count;
+    drain(&flood, (size_t)connections);
     printf("{");
     print_tally("answered", &flood.answered, took);
     print_tally("refused", &flood.refused, took);
-    printf("\"offered_per_s\": %.0f, \"without_connection_per_s\": %.0f}\n",
-           (double)flood.offered / took, (double)flood.without_connection / took);
+    printf("\"offered_per_s\": %.0f, \"without_connection_per_s\": %.0f, "
+           "\"waiting_per_s\": %.0f}\n",
+           (double)flood.offered / took, (double)flood.without_connection / took,
+           (double)waiting / took);
     free(flood.peers);
     free(flood.idle);
     free(flood.answered.took_us);
