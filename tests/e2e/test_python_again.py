@@ -187,6 +187,39 @@ def test_rows_that_are_written_to_before_backward(connection, name, more):
             assert leaf.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("reduction", ["row", "none"])
+@pytest.mark.parametrize("name", ["row_mask", "row_weights"])
+def test_arrays_of_rows_that_are_written_to_before_backward(connection, name, reduction):
+    """NumPy does not count who writes to them: they are copied."""
+    q, p = tensors((6, 11), 3)
+    rows = np.ones(6, bool if name == "row_mask" else np.float32)
+    gradients = []
+    for written in (False, True):
+        leaf = q.clone().requires_grad_()
+        loss = functional.kl_div(leaf, p, connection=connection, reduction=reduction, input_form="logits", **{name: rows})
+        if written:
+            rows[:] = 0
+        loss.sum().backward()
+        gradients.append(leaf.grad)
+    assert gradients[0].abs().sum() > 0 and torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("reduction", ["none", "row", "sum"])
+def test_what_is_saved_is_unpacked_once(connection, reduction):
+    """As checkpoint() without reentrance wants it (PyTorch 2)."""
+    def unpack(handle):
+        return handle.pop()  # of an empty list: it was unpacked before
+
+    q, p = tensors((6, 11), 3)
+    leaf = q.clone().requires_grad_()
+    mask = torch.tensor([True, False] * 3)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: [tensor], unpack):
+        loss = functional.kl_div(leaf, p, connection=connection, input_form="logits", row_mask=mask,
+                                 reduction=reduction)
+    loss.sum().backward()
+    assert leaf.grad[0].abs().sum() > 0 and not leaf.grad[1].any()
+
+
 def is_known(loss):
     """Computed as a call like one before it."""
     return type(loss.grad_fn).__name__ == "KlDivKnownBackward"

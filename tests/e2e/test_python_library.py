@@ -70,7 +70,7 @@ import kld
 import numpy as np
 
 with kld.connect("local:") as connection:
-    result = connection.kl_div(np.ones((2, 3)), np.ones((2, 3)), temperature=2.0, grad="both")
+    result = connection.kl_div(np.ones((2, 3)), np.ones((2, 3)), temperature=np.float32(2), grad="both")
     seconds: float = result.kernel_s
     made: kld.Result = kld.kl_div([1.0], [1.0])
     shape: tuple[int, ...] = kld.empty((2, 3), dtype=np.float64).shape

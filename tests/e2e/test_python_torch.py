@@ -472,6 +472,32 @@ def test_a_training_run_is_pytorchs(server):
                 theirs, abs=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(4, 6), (64, 1000), (2, 64, 500)], ids=str)
+def test_a_loss_by_element_may_be_written_to(connection, shape):
+    """Wherever its memory is; as PyTorch's may."""
+    logits, targets = torch.randn(shape), torch.randn(shape).softmax(-1)
+    gradients = []
+    for ours in (True, False):
+        leaf = logits.clone().requires_grad_()
+        loss = (functional.kl_div(leaf, targets, reduction="none", input_form="logits", connection=connection) if ours
+                else F.kl_div(leaf.log_softmax(-1), targets, reduction="none"))
+        assert not loss._is_view()
+        loss.mul_(2)
+        loss[0] = 0
+        (gradient,) = torch.autograd.grad(loss.sum(), leaf)
+        gradients.append(gradient.clone())
+        gradient.mul_(torch.ones((), requires_grad=True))
+    torch.testing.assert_close(*gradients)
+
+
+def test_losses_where_no_more_can_be_shared(make_server):
+    logits, targets = torch.randn(64, 1000), torch.randn(64, 1000).softmax(-1)
+    with kld.connect(make_server(client_regions_max=8).url_unix) as connection:
+        held = [functional.kl_div(logits.clone().requires_grad_(), targets, input_form="logits", reduction="none",
+                                  connection=connection) for _ in range(12)]
+        assert all(torch.equal(loss, held[0]) for loss in held)
+
+
 def test_threads(connection):
     q, p = data((32, 200))
     expected, right = reference(q, p, reduction="sum")[0], []

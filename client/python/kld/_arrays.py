@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ContextManager, Dict, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, ContextManager, Dict, List, Mapping, Optional, Tuple
 
 import numpy as np
 
@@ -134,12 +134,12 @@ def output_of(slot: str, array: Any, dtype: str, shape: Tuple[int, ...]) -> View
     return View(array.__array_interface__["data"][0], dtype, shape, array.strides, array)
 
 
-def check_out(out: Any) -> Dict[str, Any]:
+def check_out(out: Any) -> Mapping[str, Any]:
     """The dict of a caller's output arrays."""
     outputs = ("loss", "row_loss", "grad_predictions", "grad_targets")
     if out is None:
         return {}
-    if not isinstance(out, dict) or not set(out) <= set(outputs):
+    if not isinstance(out, Mapping) or not set(out) <= set(outputs):
         raise KldValueError(Status.INVALID, f"out is a dict with keys of {', '.join(outputs)}")
     return out
 

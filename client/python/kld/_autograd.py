@@ -16,7 +16,7 @@ from . import _cuda, _surroundings
 from ._connection import Connection
 from ._default import default_connection, for_cpu_tensors
 from ._device import Where
-from ._errors import KldTypeError, KldUnsupportedError, KldValueError, Status
+from ._errors import KldMemoryError, KldTypeError, KldUnsupportedError, KldValueError, Status
 from ._half import is_bounded, shift, wants_half
 from ._library import DTYPE, ITEM_BYTES
 from ._request import SHARE_BYTES_MIN, Call, Parameters, View, again, check_no_gradient, no_gradient, row_stride
@@ -76,7 +76,7 @@ def over(block: Any, dtype: torch.dtype, shape: Tuple[int, ...]) -> torch.Tensor
     for size in shape:
         count *= size
     made: torch.Tensor = torch.frombuffer(block, dtype=dtype, count=count)
-    return made if len(shape) == 1 else made.view(shape)
+    return made if len(shape) == 1 else made.resize_(shape)  # not a view, which autograd lets nobody write to
 
 
 def _empty(connection: Connection, shape: Tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -85,9 +85,12 @@ def _empty(connection: Connection, shape: Tuple[int, ...], dtype: torch.dtype) -
 
 
 def make_empty(connection: Connection, shape: Tuple[int, ...], dtype: torch.dtype, size: int) -> torch.Tensor:
-    """The same, of a size that is known."""
+    """The same, of a size that is known; ordinary memory where the server or this process lets us have no more."""
     if size >= SHARE_BYTES_MIN and not connection._memory.is_full:
-        return over(connection._memory.take(size, connection._tidy), dtype, shape)
+        try:
+            return over(connection._memory.take(size, connection._tidy), dtype, shape)
+        except KldMemoryError:
+            pass
     return torch.empty(shape, dtype=dtype, device=CPU)
 
 
@@ -110,7 +113,8 @@ def rows_vector(name: str, value: Any, leading: Tuple[int, ...], device: torch.d
         return None
     if torch.is_grad_enabled():
         check_no_gradient(name, value)
-    tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value, device=device)
+    # A copy of an array: backward() reads it, and nobody would see that it was written to.
+    tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value, device=device).clone()
     _surroundings.refuse_special(tensor)
     check_device(name, tensor)
     tensor = tensor.resolve_neg()
@@ -317,9 +321,8 @@ class KlDiv(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def saved(ctx: Any) -> Tensors:
+    def given(ctx: Any, saved: Tuple[torch.Tensor, ...]) -> Tensors:
         """What forward() was given."""
-        saved = ctx.saved_tensors
         return saved[0].detach(), saved[1].detach() if ctx.attached is None else ctx.attached
 
     @staticmethod
@@ -327,10 +330,11 @@ class KlDiv(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise KldUnsupportedError(Status.UNIMPLEMENTED, NO_SECOND_DERIVATIVE)
         grad_output, reduction = grad_outputs[0], ctx.job.parameters.reduction
-        if ctx.job.row_mask is not None:
-            ctx.saved_tensors  # PyTorch refuses where its graph is gone, or a tensor was written to
+        repeats = not ctx.late and ctx.gradients is None and keeps_graph is None
+        # Once: checkpoint() unpacks no tensor twice. PyTorch refuses where its graph is gone, or a tensor was written to.
+        saved = ctx.saved_tensors if ctx.late or repeats or ctx.job.row_mask is not None else ()
         if ctx.late:
-            tensors = KlDiv.saved(ctx)
+            tensors = KlDiv.given(ctx, saved)
             if not _has_memory(grad_output):
                 raise KldUnsupportedError(Status.UNIMPLEMENTED, "a batch of grad_outputs (is_grads_batched) for the "
                                           "reduction \"none\" of logits, or a float16 gradient without a bound; "
@@ -338,8 +342,8 @@ class KlDiv(torch.autograd.Function):
             _, gradients = ctx.job.run(tensors, ctx.needs_input_grad[:2], grad_output.resolve_neg().contiguous())
             return (*gradients, None)
         gradients, kept = ctx.gradients, keeps_graph is not None and keeps_graph()
-        if gradients is None and keeps_graph is None:
-            _, gradients = ctx.job.run(KlDiv.saved(ctx), ctx.needs_input_grad[:2], None, ctx.shift)
+        if repeats:
+            _, gradients = ctx.job.run(KlDiv.given(ctx, saved), ctx.needs_input_grad[:2], None, ctx.shift)
         if gradients is None:
             raise RuntimeError(SECOND_TIME)
         if not kept:

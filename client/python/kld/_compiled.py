@@ -254,7 +254,8 @@ def _scalar(value: Any) -> Tensor:
 
 
 def _vector(value: Any, like: Tensor) -> Optional[Tensor]:
-    return value if value is None or isinstance(value, Tensor) else torch.as_tensor(value, device=like.device)
+    """Of an array a copy, as in _autograd.rows_vector()."""
+    return value if value is None or isinstance(value, Tensor) else torch.as_tensor(value, device=like.device).clone()
 
 
 def kl_div(input: Tensor, target: Tensor, parameters: Parameters, log_target: bool, row_weights: Any,

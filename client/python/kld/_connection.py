@@ -22,8 +22,8 @@ import time
 import weakref
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Callable, Deque, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, \
-    TypeVar, Union
+from typing import TYPE_CHECKING, Any, Callable, Deque, Dict, List, Mapping, Optional, Sequence, Set, \
+    SupportsFloat, Tuple, Type, TypeVar, Union
 
 import numpy as np
 
@@ -151,10 +151,10 @@ class Connection:
     def kl_div(self, predictions: Any, targets: Any, *, divergence: str = "forward_kl",
                reduction: str = "batchmean", predictions_form: Optional[str] = None,
                targets_form: Optional[str] = None,
-               temperature: Optional[float] = None, beta: Optional[float] = None,
-               skew: Optional[float] = None, weight: Optional[float] = None,
-               scale: Optional[float] = None, normalizer: Optional[float] = None, row_weights: Any = None,
-               row_mask: Any = None, grad: Union[bool, str, Sequence[str]] = True,
+               temperature: Optional[SupportsFloat] = None, beta: Optional[SupportsFloat] = None,
+               skew: Optional[SupportsFloat] = None, weight: Optional[SupportsFloat] = None,
+               scale: Optional[SupportsFloat] = None, normalizer: Optional[SupportsFloat] = None,
+               row_weights: Any = None, row_mask: Any = None, grad: Union[bool, str, Sequence[str]] = True,
                grad_output: Any = None, row_loss: bool = False,
                out: Optional[Mapping[str, Any]] = None,
                timeout: Optional[float] = None) -> Result:

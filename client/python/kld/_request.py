@@ -10,7 +10,7 @@ import ctypes as c
 import math
 import operator
 import sys
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional, Sequence, SupportsFloat, Tuple
 
 import numpy as np
 
@@ -51,13 +51,13 @@ class Parameters(NamedTuple):
     reduction: str = "batchmean"
     predictions_form: str = "probs"
     targets_form: str = "probs"
-    temperature: Optional[float] = None
-    beta: Optional[float] = None
-    skew: Optional[float] = None
-    weight: Optional[float] = None
-    scale: Optional[float] = None
-    normalizer: Optional[float] = None
-    grad_output: Optional[float] = None
+    temperature: Optional[SupportsFloat] = None
+    beta: Optional[SupportsFloat] = None
+    skew: Optional[SupportsFloat] = None
+    weight: Optional[SupportsFloat] = None
+    scale: Optional[SupportsFloat] = None
+    normalizer: Optional[SupportsFloat] = None
+    grad_output: Optional[SupportsFloat] = None
 
 
 NUMBERS = Parameters._fields[4:]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Callable, Dict, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Optional, Sequence, SupportsFloat, Union
 
 try:
     import torch
@@ -74,9 +74,9 @@ def _folded(input: torch.Tensor, target: torch.Tensor, reduction: str, row_weigh
 def kl_div(input: torch.Tensor, target: Any, size_average: Optional[bool] = None,
            reduce: Optional[bool] = None, reduction: str = "mean", log_target: bool = False, *,
            divergence: str = "forward_kl", input_form: str = "logprobs", target_form: Optional[str] = None,
-           temperature: Optional[float] = None, beta: Optional[float] = None, skew: Optional[float] = None,
-           weight: Optional[float] = None, scale: Optional[float] = None,
-           normalizer: Optional[float] = None, row_weights: Any = None, row_mask: Any = None,
+           temperature: Optional[SupportsFloat] = None, beta: Optional[SupportsFloat] = None,
+           skew: Optional[SupportsFloat] = None, weight: Optional[SupportsFloat] = None,
+           scale: Optional[SupportsFloat] = None, normalizer: Optional[SupportsFloat] = None, row_weights: Any = None, row_mask: Any = None,
            connection: Optional[Connection] = None, timeout: Optional[float] = None) -> torch.Tensor:
     """torch.nn.functional.kl_div(), computed by kld; the first six arguments are PyTorch's.
 
