@@ -228,9 +228,12 @@ uint64_t kld_stats_requests_of(const struct kld_stats *stats, enum kld_front fro
 }
 
 uint64_t kld_stats_inferences_of(const struct kld_stats *stats, unsigned status) {
-    return kld_stats_requests_of(stats, KLD_FRONT_HTTP, status) -
-           atomic_load_explicit(&stats->requests[KLD_FRONT_HTTP][KLD_ASKED_PUT][status],
-                                memory_order_relaxed);
+    uint64_t sum = 0; /* not a difference, which another loop could make negative meanwhile */
+    for (int asked = 0; asked < KLD_ASKED_COUNT; asked++)
+        if (asked != KLD_ASKED_PUT)
+            sum += atomic_load_explicit(&stats->requests[KLD_FRONT_HTTP][asked][status],
+                                        memory_order_relaxed);
+    return sum;
 }
 
 void kld_stats_reset_role(struct kld_stats *stats, const char *role) {

@@ -348,6 +348,8 @@ static enum kld_status compute(const struct div_options *options, struct divisio
     bool missing = !status && kld_missing(division->connection, 0, &why);
     if (!status)
         status = kld_run(division->connection, &division->request, &division->result, err);
+    if (status && shown >= 0)
+        fprintf(stderr, "\r%70s\r", ""); /* the error begins a line */
     if (!status && missing) /* of several servers; some may have come while the others computed */
         status = kld_info(division->connection, &division->info, err);
     return status;

@@ -333,7 +333,7 @@ enum kld_status kld_report_read(const char *text, struct kld_report *ret_report,
 bool kld_report_ready(const struct kld_report *report) {
     for (uint32_t i = 0; i < report->workers; i++)
         if (report->worker[i].ready)
-            return !report->draining;
+            return !report->draining && !report->unlinked;
     return false;
 }
 

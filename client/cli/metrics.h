@@ -105,6 +105,7 @@ struct kld_report_process {
 struct kld_report {
     char version[24];
     bool draining;
+    bool unlinked; /* not said by the metrics: no worker that is ready hears the gateway yet */
     uint32_t workers;
     struct kld_report_worker worker[KLD_WIRE_DEVICES_MAX];
     uint64_t value[KLD_REPORT_VALUES]; /* of all workers together */

@@ -100,11 +100,17 @@ static void text_latency(FILE *out, const struct kld_report *report) {
         const struct kld_report_histogram *histogram = &report->latency[i];
         if (!histogram->count)
             continue;
-        double half_us = kld_report_below_s(histogram, 50) * 1e6;
-        double most_us = kld_report_below_s(histogram, 99) * 1e6;
-        fprintf(out, "%-15smean %.1f us, p50 under %.0f us, p99 under %.0f us\n",
-                kld_report_latency_names[i], histogram->sum_s * 1e6 / (double)histogram->count,
-                half_us, most_us);
+        fprintf(out, "%-15smean %.1f us", kld_report_latency_names[i],
+                histogram->sum_s * 1e6 / (double)histogram->count);
+        for (unsigned percent = 50; percent < 100; percent += 49) {
+            double below_us = kld_report_below_s(histogram, percent) * 1e6;
+            bool known = isfinite(below_us);
+            double last_us =
+                histogram->buckets > 1 ? histogram->limit_s[histogram->buckets - 2] * 1e6 : 0;
+            fprintf(out, ", p%u %s %.0f us", percent, known ? "under" : "over",
+                    known ? below_us : last_us);
+        }
+        putc('\n', out);
     }
 }
 

@@ -92,7 +92,7 @@ static enum kld_status ask_worker(struct kld_connection *connection, const char 
     return KLD_OK;
 }
 
-/* For who may not read /metrics: kld_connect() asks for it, for a while. */
+/* What /metrics does not say: kld_connect() asks for it, for a while. */
 static bool is_ready(const struct kld_server_options *server) {
     struct kld_server_options briefly = *server;
     struct kld_connection *connection = NULL;
@@ -123,6 +123,7 @@ static enum kld_status ask_gateway(const struct status_options *options,
         if (!status)
             *ret_ready = is_ready(&options->server);
     } else if (!status && !(status = kld_report_read(text, report, err))) {
+        report->unlinked = kld_report_ready(report) && !is_ready(&options->server);
         *ret_ready = kld_report_ready(report);
         if (json) {
             printf("{\"server\":");

@@ -295,16 +295,13 @@ static int run_batch(struct top *top) {
 }
 
 static enum kld_status open_all(struct top *top, struct kld_error *err) {
+    const int heard[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGWINCH, SIGTSTP};
     sigset_t mask;
     sigemptyset(&mask);
-    sigaddset(&mask, SIGINT);
-    sigaddset(&mask, SIGTERM);
-    sigaddset(&mask, SIGHUP);
-    sigaddset(&mask, SIGQUIT);
-    if (top->screen) {
-        sigaddset(&mask, SIGWINCH);
-        sigaddset(&mask, SIGTSTP);
-    }
+    /* Lines leave nothing to put in order, and their writer may sleep at a full pipe: what signals
+     * do to it, or nohup has them not do, is the system's business. */
+    for (size_t i = 0; top->screen && i < sizeof heard / sizeof heard[0]; i++)
+        sigaddset(&mask, heard[i]);
     top->keys = top->screen && tcgetattr(STDIN_FILENO, &top->were) == 0;
     top->text = malloc(KLD_METRICS_TEXT_MAX);
     sigprocmask(SIG_BLOCK, &mask, &top->mask_was);

@@ -168,6 +168,10 @@ static void read_again(uv_work_t *work) {
 /* Alive, it could still take over what nobody else knows of; its successor is asked anew. */
 static void on_no_answer(uv_timer_t *timer) {
     struct kld_supervisor *supervisor = timer->data;
+    if (supervisor->draining) { /* whose limit is another one */
+        give_up(&supervisor->reload);
+        return;
+    }
     kld_log(KLD_LOG_ERROR, "reload not answered",
             "child=gateway text=\"it did not answer within %" PRIu64 " ms (reload_ms)\"",
             supervisor->config.reload_ms);

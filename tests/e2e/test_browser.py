@@ -12,7 +12,7 @@ import time
 import pytest
 
 import oip
-from conftest import children_of, suspend, wait_until
+from conftest import BIN, children_of, suspend, wait_until
 from httplib import PREFIX, Shared, probabilities, register, unregister
 from oip import INFER
 
@@ -149,6 +149,21 @@ def test_what_it_says_of_health(make_server):
     finally:
         os.kill(worker, signal.SIGCONT)
         asker.join()
+
+
+def test_what_it_says_of_a_worker_that_hears_nobody(make_server):
+    """It is ready by its own word, and the gateway, which is new, has none."""
+    server = make_server(http_threads=1).wait_linked()
+    worker, gateway = server.child("worker"), server.child("gateway")
+    suspend(worker)
+    try:
+        os.kill(gateway, signal.SIGKILL)
+        wait_until(lambda: children_of(server.pid).get("gateway", gateway) != gateway, 20, "the next gateway")
+        wait_until(lambda: health(server) == (200, 503, "waiting for a worker", "UNAVAILABLE"), 10, "one voice")
+        said = subprocess.run([BIN / "kld", "status", "--server", server.http], capture_output=True, text=True)
+        assert said.returncode == 3 and "waiting for a worker" in said.stdout, said
+    finally:
+        os.kill(worker, signal.SIGCONT)
 
 
 def test_the_page_needs_the_right_to_metrics(make_server, tmp_path):

@@ -210,6 +210,34 @@ def test_in_a_pipe(server, cli, load):
     assert head.stdout.startswith("kld ") and not head.stderr
 
 
+def unread(pipe):
+    return struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
+
+
+def test_signals_of_batches_are_the_systems(server):
+    """What nohup ignores stays ignored, and SIGTERM ends who sleeps at a full pipe."""
+    ours, its = os.pipe()
+    fcntl.fcntl(its, fcntl.F_SETPIPE_SZ, 4096)
+    command = [BIN / "kld", "top", "--batch", "-d", "0.1", "--server", server.http]
+    with subprocess.Popen(command, stdout=its, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as top:
+        os.close(its)
+        wait_until(lambda: unread(ours) > 0, what="a block")
+        top.send_signal(signal.SIGHUP)
+        os.read(ours, 4096)
+        wait_until(lambda: unread(ours) > 0, what="another block")
+        before = -1
+        while before != unread(ours):  # it is full
+            before = unread(ours)
+            time.sleep(1)
+        assert top.poll() is None
+        top.send_signal(signal.SIGTERM)
+        try:
+            assert top.wait(10) == -signal.SIGTERM
+        finally:
+            top.kill()
+    os.close(ours)
+
+
 @pytest.mark.parametrize("arguments, part", [
     (["-d", "0"], "-d is 0; expected seconds"), (["-n", "some"], "-n is 'some'"), (["--n", "3"], "unknown option '--n'"),
     (["-once"], "unknown option '-once'"), (["--server", "unix:/tmp/x"], "reads /metrics"), (["-n"], "-n needs a value")])
