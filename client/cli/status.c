@@ -93,14 +93,27 @@ static enum kld_status ask_worker(struct kld_connection *connection, const char 
 }
 
 /* What /metrics does not say: kld_connect() asks for it, for a while. */
-static bool is_ready(const struct kld_server_options *server) {
+static enum kld_status ask_ready(const struct kld_server_options *server, bool *ret_ready,
+                                 struct kld_error *err) {
     struct kld_server_options briefly = *server;
     struct kld_connection *connection = NULL;
     if (!(briefly.timeout_s > 0 && briefly.timeout_s < READY_S))
         briefly.timeout_s = READY_S;
-    enum kld_status status = kld_cli_connect(&briefly, NULL, &connection, NULL);
+    enum kld_status status = kld_cli_connect(&briefly, NULL, &connection, err);
     kld_close(connection);
-    return status == KLD_OK;
+    *ret_ready = status == KLD_OK;
+    return status == KLD_UNAVAILABLE ? KLD_OK : status;
+}
+
+static void show(const struct kld_report *report, bool json, const char *url) {
+    if (!json) {
+        kld_cli_report_text(stdout, report);
+        return;
+    }
+    printf("{\"server\":");
+    kld_cli_json_string(stdout, url);
+    kld_cli_report_json(stdout, report);
+    printf("}\n");
 }
 
 /* Over HTTP. *ret_asked: what was asked for. */
@@ -121,18 +134,17 @@ static enum kld_status ask_gateway(const struct status_options *options,
         *ret_asked = "GET /v2 at ";
         status = ask_worker(connection, url, json, err);
         if (!status)
-            *ret_ready = is_ready(&options->server);
-    } else if (!status && !(status = kld_report_read(text, report, err))) {
-        report->unlinked = kld_report_ready(report) && !is_ready(&options->server);
-        *ret_ready = kld_report_ready(report);
-        if (json) {
-            printf("{\"server\":");
-            kld_cli_json_string(stdout, url);
-            kld_cli_report_json(stdout, report);
-            printf("}\n");
-        } else {
-            kld_cli_report_text(stdout, report);
+            status = ask_ready(&options->server, ret_ready, err);
+    } else if (!status) {
+        status = kld_report_read(text, report, err);
+        *ret_ready = !status && kld_report_ready(report);
+        if (*ret_ready) {
+            *ret_asked = "GET /v2/health/ready at ";
+            status = ask_ready(&options->server, ret_ready, err);
+            report->unlinked = !*ret_ready;
         }
+        if (!status)
+            show(report, json, url);
     }
     free(report);
     free(text);
