@@ -15,10 +15,25 @@ static struct kld_device *device_open(void) {
     return device;
 }
 
+/* As the table's cases are; number: of this one among those of its name. */
+static void check(struct kld_device *device, const struct table_case *at, uint64_t seed,
+                  unsigned number) {
+    const struct table_place place = {TABLE_POOL, 0, false, 1};
+    struct table_truth truth;
+    struct table_outputs outputs = {0};
+    char failure[256] = "";
+    table_truth_init(&truth, at, seed);
+    bool fine = table_run(device, &truth, at, &place, &outputs, failure) &&
+                table_check(&truth, at, &outputs, failure);
+    ck_assert_msg(fine, "%s, %s, case %u: %s", at->name, kld_divergence_name(at->divergence),
+                  number, failure);
+    table_outputs_done(&outputs);
+    table_truth_done(&truth);
+}
+
 /* Logits that agree up to a constant, and nearly: the constant must not cost accuracy. */
 START_TEST(test_near_and_shifted) {
     struct kld_device *device = device_open();
-    const struct table_place place = {TABLE_POOL, 0, false, 1};
     for (uint32_t divergence = 0; divergence <= KLD_DIVERGENCE_CROSS_ENTROPY; divergence++) {
         struct table_case at = {.name = "shifted",
                                 .divergence = divergence,
@@ -33,15 +48,7 @@ START_TEST(test_near_and_shifted) {
                                 .gradient = {true, true},
                                 .loss = true,
                                 .row_loss = true};
-        struct table_truth truth;
-        struct table_outputs outputs = {0};
-        char failure[256] = "";
-        table_truth_init(&truth, &at, 3);
-        bool fine = table_run(device, &truth, &at, &place, &outputs, failure) &&
-                    table_check(&truth, &at, &outputs, failure);
-        ck_assert_msg(fine, "%s", failure);
-        table_outputs_done(&outputs);
-        table_truth_done(&truth);
+        check(device, &at, 3, divergence);
     }
     kld_backend_cpu.device_close(device);
 }
@@ -69,7 +76,6 @@ static const struct hard_row {
 };
 
 static void check_hard_row(struct kld_device *device, const struct hard_row *row) {
-    const struct table_place place = {TABLE_POOL, 0, false, 1};
     struct table_case at = {.name = "hard",
                             .divergence = row->divergence,
                             .parameter = row->parameter,
@@ -82,15 +88,7 @@ static void check_hard_row(struct kld_device *device, const struct hard_row *row
                             .gradient = {row->gradient, false},
                             .loss = true,
                             .row_loss = true};
-    struct table_truth truth;
-    struct table_outputs outputs = {0};
-    char failure[256] = "";
-    table_truth_init(&truth, &at, 17);
-    bool fine = table_run(device, &truth, &at, &place, &outputs, failure) &&
-                table_check(&truth, &at, &outputs, failure);
-    ck_assert_msg(fine, "hard row %td: %s", row - hard_rows, failure);
-    table_outputs_done(&outputs);
-    table_truth_done(&truth);
+    check(device, &at, 17, (unsigned)(row - hard_rows));
 }
 
 START_TEST(test_hard_rows) {
@@ -116,7 +114,6 @@ START_TEST(test_logits) {
     static const uint32_t dtypes[] = {KLD_DTYPE_FP32, KLD_DTYPE_BF16, KLD_DTYPE_FP16};
     static const uint64_t classes[] = {257, 700, 1501, 5000};
     struct kld_device *device = device_open();
-    const struct table_place place = {TABLE_POOL, 0, false, 1};
     const unsigned count = sizeof kinds / sizeof kinds[0];
     for (unsigned i = 0; i < 3 * count * (KLD_DIVERGENCE_CROSS_ENTROPY + 1); i++) {
         uint32_t divergence = i / (3 * count);
@@ -134,15 +131,7 @@ START_TEST(test_logits) {
                                 .gradient = {i % 5 != 0, i % 2},
                                 .loss = true,
                                 .row_loss = true};
-        struct table_truth truth;
-        struct table_outputs outputs = {0};
-        char failure[256] = "";
-        table_truth_init(&truth, &at, 1000 + i);
-        bool fine = table_run(device, &truth, &at, &place, &outputs, failure) &&
-                    table_check(&truth, &at, &outputs, failure);
-        ck_assert_msg(fine, "%s, case %u: %s", kld_divergence_name(divergence), i, failure);
-        table_outputs_done(&outputs);
-        table_truth_done(&truth);
+        check(device, &at, 1000 + i, i);
     }
     kld_backend_cpu.device_close(device);
 }
@@ -151,7 +140,6 @@ END_TEST
 /* A factor of the gradients beyond FP32, whose product with a small p/q is not. */
 START_TEST(test_factor_beyond_float) {
     struct kld_device *device = device_open();
-    const struct table_place place = {TABLE_POOL, 0, false, 1};
     for (uint32_t i = 0; i < 36; i++) {
         uint32_t form = i >= 24 ? KLD_FORM_LOGITS : i % 2 ? KLD_FORM_LOGPROBS : KLD_FORM_PROBS;
         struct table_case at = {.name = "factor",
@@ -169,15 +157,7 @@ START_TEST(test_factor_beyond_float) {
                                 .shape = {3, i % 4 < 2 ? 50 : 20000},
                                 .gradient = {true, i % 3 == 0},
                                 .loss = true};
-        struct table_truth truth;
-        struct table_outputs outputs = {0};
-        char failure[256] = "";
-        table_truth_init(&truth, &at, 50 + i);
-        bool fine = table_run(device, &truth, &at, &place, &outputs, failure) &&
-                    table_check(&truth, &at, &outputs, failure);
-        ck_assert_msg(fine, "case %u: %s", i, failure);
-        table_outputs_done(&outputs);
-        table_truth_done(&truth);
+        check(device, &at, 50 + i, i);
     }
     kld_backend_cpu.device_close(device);
 }
@@ -197,7 +177,6 @@ START_TEST(test_coefficient_below_float) {
         {KLD_DIVERGENCE_JS, 1e-40, 1e30, 0, KLD_REDUCTION_SUM},
     };
     struct kld_device *device = device_open();
-    const struct table_place place = {TABLE_POOL, 0, false, 1};
     for (uint32_t i = 0; i < 4 * sizeof kinds / sizeof kinds[0]; i++) {
         struct table_case at = {.name = "coefficient",
                                 .divergence = kinds[i / 4].divergence,
@@ -212,15 +191,7 @@ START_TEST(test_coefficient_below_float) {
                                 .shape = {3, i % 4 < 2 ? 64 : 20000},
                                 .gradient = {true, i % 4 == 0},
                                 .loss = true};
-        struct table_truth truth;
-        struct table_outputs outputs = {0};
-        char failure[256] = "";
-        table_truth_init(&truth, &at, 70 + i);
-        bool fine = table_run(device, &truth, &at, &place, &outputs, failure) &&
-                    table_check(&truth, &at, &outputs, failure);
-        ck_assert_msg(fine, "case %u: %s", i, failure);
-        table_outputs_done(&outputs);
-        table_truth_done(&truth);
+        check(device, &at, 70 + i, i);
     }
     kld_backend_cpu.device_close(device);
 }
@@ -229,7 +200,6 @@ END_TEST
 /* Logarithms whose masses FP32 does not hold, in rows that have no others. */
 START_TEST(test_faint_logprobs) {
     struct kld_device *device = device_open();
-    const struct table_place place = {TABLE_POOL, 0, false, 1};
     for (uint32_t i = 0; i < 4 * (KLD_DIVERGENCE_CROSS_ENTROPY + 1); i++) {
         struct table_case at = {.name = "faint",
                                 .divergence = i / 4,
@@ -246,15 +216,7 @@ START_TEST(test_faint_logprobs) {
                                 .gradient = {i % 4 < 2, i % 4 < 2},
                                 .loss = true,
                                 .row_loss = true};
-        struct table_truth truth;
-        struct table_outputs outputs = {0};
-        char failure[256] = "";
-        table_truth_init(&truth, &at, 90 + i);
-        bool fine = table_run(device, &truth, &at, &place, &outputs, failure) &&
-                    table_check(&truth, &at, &outputs, failure);
-        ck_assert_msg(fine, "%s, case %u: %s", kld_divergence_name(i / 4), i, failure);
-        table_outputs_done(&outputs);
-        table_truth_done(&truth);
+        check(device, &at, 90 + i, i);
     }
     kld_backend_cpu.device_close(device);
 }
@@ -265,7 +227,6 @@ END_TEST
 START_TEST(test_temperatures) {
     static const double temperatures[] = {5.67, 5.41, 0.7, 3};
     struct kld_device *device = device_open();
-    const struct table_place place = {TABLE_POOL, 0, false, 1};
     for (uint32_t i = 0; i < 8 * (KLD_DIVERGENCE_CROSS_ENTROPY + 1); i++) {
         uint32_t dtype = i % 2 ? KLD_DTYPE_BF16 : KLD_DTYPE_FP16;
         double temperature = temperatures[i / 2 % 4];
@@ -282,15 +243,7 @@ START_TEST(test_temperatures) {
                                 .shape = {2, 300},
                                 .loss = true,
                                 .row_loss = true};
-        struct table_truth truth;
-        struct table_outputs outputs = {0};
-        char failure[256] = "";
-        table_truth_init(&truth, &at, 5);
-        bool fine = table_run(device, &truth, &at, &place, &outputs, failure) &&
-                    table_check(&truth, &at, &outputs, failure);
-        ck_assert_msg(fine, "%s, case %u: %s", kld_divergence_name(i / 8), i, failure);
-        table_outputs_done(&outputs);
-        table_truth_done(&truth);
+        check(device, &at, 5, i);
     }
     kld_backend_cpu.device_close(device);
 }
