@@ -1,4 +1,5 @@
 /* test_http.c - the HTTP connection against a server that misbehaves on demand. */
+#include "tests/unit/client/close_in_child.h"
 #include "tests/unit/client/small_request.h"
 #include "tests/unit/unit.h"
 
@@ -9,7 +10,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -317,15 +317,7 @@ START_TEST(test_closed_in_a_child) {
     ck_assert_int_eq(kld_submit(connection, &request, on_answer, &status, NULL, &error), KLD_OK);
     for (int i = 0; i < TRIES_MAX && !server.requests; i++)
         ck_assert_int_eq(kld_process(connection, 1, &error), KLD_OK);
-    pid_t child = fork();
-    if (child == 0) {
-        alarm(10);
-        kld_close(connection);
-        _exit(0);
-    }
-    int ended;
-    ck_assert_int_eq(waitpid(child, &ended, 0), child);
-    ck_assert_int_eq(ended, 0);
+    close_in_child(connection);
     for (int i = 0; i < TRIES_MAX && status == KLD_BUSY; i++)
         ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
     ck_assert_int_eq(status, KLD_OK);

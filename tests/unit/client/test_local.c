@@ -1,4 +1,5 @@
 /* test_local.c - the connection without a server, on the CPU back end. */
+#include "tests/unit/client/close_in_child.h"
 #include "tests/unit/client/small_request.h"
 #include "tests/unit/unit.h"
 
@@ -8,7 +9,6 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "client/kld.h"
@@ -78,15 +78,7 @@ START_TEST(test_closed_in_a_child) {
     struct kld_request request = make_request();
     struct kld_result result;
     ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_OK);
-    pid_t child = fork();
-    if (child == 0) {
-        alarm(10);
-        kld_close(connection);
-        _exit(0);
-    }
-    int status;
-    ck_assert_int_eq(waitpid(child, &status, 0), child);
-    ck_assert_int_eq(status, 0);
+    close_in_child(connection);
     ck_assert_int_eq(kld_run(connection, &request, &result, &error), KLD_OK);
     kld_close(connection);
 }
