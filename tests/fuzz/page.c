@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "client/cli/metrics.h"
+#include "server/gateway/links.h"
 #include "server/gateway/metrics.h"
 #include "server/gateway/recent.h"
 #include "tests/fuzz/common/fuzz.h"
@@ -17,8 +18,11 @@ static struct kld_gateway_common common;
 static struct kld_gateway gateway = {.common = &common, .page = &page, .stats = &page.common};
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
+    struct kld_error err;
     common.recent = kld_recent_open();
     require(common.recent != NULL);
+    /* Of no worker: the page says none yet. */
+    require(kld_links_open(NULL, NULL, &page, NULL, &gateway.links, &err) == KLD_OK);
     return 0;
 }
 
