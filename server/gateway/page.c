@@ -2,6 +2,7 @@
  * or anything loaded from elsewhere. Loop thread. */
 #include <inttypes.h>
 #include <string.h>
+#include <time.h>
 
 #include "server/gateway/metrics.h"
 #include "server/gateway/recent.h"
@@ -87,6 +88,14 @@ static void append_errors(struct kld_recent *recent, struct kld_oip_text *text) 
     kld_oip_append(text, "</table>\n");
 }
 
+static void append_time(struct kld_oip_text *text) {
+    char said[sizeof "2026-01-01 00:00:00"];
+    time_t now = time(NULL);
+    struct tm utc;
+    if (gmtime_r(&now, &utc) && strftime(said, sizeof said, "%F %T", &utc))
+        kld_oip_append(text, ", as of <time>%s</time> UTC", said);
+}
+
 static void append_rates(struct kld_recent *recent, struct kld_oip_text *text) {
     uint64_t now = uv_hrtime();
     kld_oip_append(text, "<tr><td>requests a second, last 10 s<td id=rate>%.6g\n",
@@ -125,6 +134,7 @@ void kld_page_append(const struct kld_gateway *gateway, struct kld_oip_text *tex
                    "<h1>kld " KLD_RELEASE "</h1>\n<p>This server computes Kullback-Leibler "
                    "divergences and their gradients. It is <b>%s</b>",
                    state);
+    append_time(text);
     kld_oip_append(text, ".\n");
     append_workers(gateway->page, text);
     kld_oip_append(text, "<table>\n");

@@ -1,4 +1,5 @@
 """HTTP end to end: every route, and inference against FP64 and against the Unix socket."""
+import datetime
 import gzip
 import json
 import re
@@ -157,6 +158,9 @@ def test_page(server):
     status, headers, body = server.request("/")
     assert status == 200 and headers["Content-Type"].startswith("text/html")
     assert b"<script" not in body and b"ready" in body
+    said = re.search(rb"as of <time>(.*)</time> UTC", body)[1].decode()
+    said = datetime.datetime.strptime(said, "%Y-%m-%d %H:%M:%S").replace(tzinfo=datetime.timezone.utc).timestamp()
+    assert abs(said - time.time()) < 60
     infer(server, {"predictions": probabilities((2, 3), 1), "targets": probabilities((2, 3), 2)})
     server.request(INFER, b'{"id": "not-for-others"}')
     body = server.request("/")[2].decode()
@@ -164,6 +168,12 @@ def test_page(server):
                 r"of those: invalid<td>[1-9]", r"shared-memory regions<td>0", r"stored tensors<td>0"):
         assert re.search(row, body), row
     assert "not-for-others" not in body and server.unix not in body
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize("path", ["/", "/metrics", "/v2", "/v2/health/ready", "/v2/models/kl_div/stats", "/nothing"])
+def test_what_it_says_of_itself_is_not_kept(server, method, path):
+    assert server.request(path, method=method)[1]["Cache-Control"] == "no-store"
 
 
 def test_metrics_are_prometheus_text(server):
