@@ -13,6 +13,8 @@
 #define CLOSE (1.0 / 32)
 #define AGREE 0.1
 #define PIVOT_MOST 60.0
+#define PIVOT_LEAST 1e-6 /* of e^-y */
+#define LITTLE 0.2       /* of what the heaviest class could have at most, a gradient of js */
 #define HEAVY_CENTRE (1.0 / 16)
 #define VALUE_MOST 1e30 /* what is centred there is beyond FP32 */
 
@@ -58,7 +60,7 @@ static void plan_centres(struct kld_cpu_quick *quick) {
     bool js = rule->of_p == rule->share && rule->of_q == rule->rest;
     quick->pivoted = rule->kind == KLD_RULE_MIXTURE && js && gradient && !quick->half;
     quick->squares =
-        (rule->kind == KLD_RULE_KL && gradient) ||
+        (rule->kind == KLD_RULE_KL && gradient) || quick->pivoted ||
         (rule->kind == KLD_RULE_CROSS_ENTROPY && (quick->gradient[0] || quick->gradient[1]));
 }
 
@@ -145,6 +147,7 @@ struct task {
     struct kld_cpu_partial *scratch;
     pass_function *pass;
     struct kld_cpu_quick_row row;
+    double top[2]; /* if pivoted: the largest logits */
 };
 
 static struct kld_cpu_span piece(const struct task *task, uint64_t k) {
@@ -355,25 +358,64 @@ static bool row_of_cross_entropy(struct task *task, const struct kld_cpu_partial
     return true;
 }
 
+static void set_pivot(struct task *task, int side, double y) {
+    const double share[2] = {task->quick->rule.rest, task->quick->rule.share};
+    double less = exp(-y), m = share[side] + share[1 - side] * less;
+    task->row.pivot[side] = (struct kld_cpu_quick_pivot){
+        .at = y,
+        .height = -share[side] * log(m),
+        .of = share[side],
+        .weight = share[1 - side] * less / m,
+        .lack = share[side] / m,
+    };
+}
+
+/* Near to where h is its centre: from the mean and the variance of y, as far as a parabola goes. */
+static double pivot_near(const struct task *task, int side, double mean, double variance) {
+    const double share[2] = {task->quick->rule.rest, task->quick->rule.share};
+    double part = share[1 - side] * exp(-mean), m = share[side] + part, weight = part / m;
+    double less = m * exp(weight * (1 - weight) * variance / 2) - share[side];
+    return less < share[1 - side] ? fmin(-log(less / share[1 - side]), mean) : 0;
+}
+
 /* From the means of ln p - ln q over both sides. */
 static void find_pivots(struct task *task, const struct kld_cpu_partial *sums) {
-    const double share[2] = {task->quick->rule.rest, task->quick->rule.share};
     double shift = task->row.apart - (sums->max[1] - sums->max[0]);
     task->row.exact = task->row.rough = false;
     for (int side = 0; side < 2; side++) {
-        double mean = (sums->dot[side] / sums->sum[side] - shift) * LN2;
-        double y = fmin(fmax(side == KLD_CPU_P ? mean : -mean, 0), PIVOT_MOST);
-        double less = exp(-y), m = share[side] + share[1 - side] * less;
-        task->row.pivot[side] = (struct kld_cpu_quick_pivot){
-            .at = y,
-            .height = -share[side] * log(m),
-            .of = share[side],
-            .weight = share[1 - side] * less / m,
-            .lack = share[side] / m,
-        };
+        double mean = sums->dot[side] / sums->sum[side];
+        double variance = (sums->square[side] / sums->sum[side] - mean * mean) * (LN2 * LN2);
+        mean = (mean - shift) * LN2;
+        mean = fmin(fmax(side == KLD_CPU_P ? mean : -mean, 0), PIVOT_MOST);
+        set_pivot(task, side, pivot_near(task, side, mean, variance));
         double top = sums->top[side] * task->quick->inverse_temperature - task->row.log_mass[side];
+        task->top[side] = sums->top[side];
         task->row.exact = task->row.exact || !(top < log(HEAVY_CENTRE));
     }
+}
+
+/* To where h is its centre, so that what FP32 rounds off is a part of h less the centre and not of
+ * h: a class that holds much may have next to none of it, and its row's largest gradient be small.
+ * h is concave in y, and what it takes off a side's logarithm on average is no less than 0: so the
+ * place lies between 0 and the mean of y. Where h hardly depends on y any more, it stays. */
+static void move_pivot(struct task *task, int side) {
+    const double share[2] = {task->quick->rule.rest, task->quick->rule.share};
+    double height = task->row.pivot[side].height, *centre = &task->row.centre[side];
+    double less = (exp(-(height + *centre) / share[side]) - share[side]) / share[1 - side];
+    if (!(less > PIVOT_LEAST && less < 1 + PIVOT_LEAST))
+        return;
+    set_pivot(task, side, -log(less));
+    *centre += height - task->row.pivot[side].height;
+}
+
+/* The sums' ratio is known to some 1e-8, and so are what is centred and its centre: too little for
+ * a class that weighs much where no gradient of the row is large beside that. Of a class that is
+ * all there is both go by the little that it is not. */
+static bool is_little(const struct task *task, int side, const struct kld_cpu_partial *sums,
+                      double variance) {
+    double z = task->top[side] * task->quick->inverse_temperature - task->row.log_mass[side];
+    double top = exp(z), least = sums->max[side] - top * fabs(sums->dot[side]);
+    return !(least >= LITTLE * top * (1 - top) * sqrt(variance));
 }
 
 static bool row_of_mixture(struct task *task, const struct kld_cpu_partial *scanned,
@@ -399,6 +441,8 @@ static bool row_of_mixture(struct task *task, const struct kld_cpu_partial *scan
         bool little = quick->half && !task->row.close && !(variance >= 1e-4);
         if (!quick->centred[side])
             continue;
+        if (quick->pivoted && is_little(task, side, &sums, variance))
+            return false;
         if (quick->pivoted)
             task->row.rough = task->row.rough || !(variance >= 0.5 * sums.square[side]);
         else if (little || is_centred_away(quick, sums.square[side], sums.dot[side]))
@@ -410,6 +454,8 @@ static bool row_of_mixture(struct task *task, const struct kld_cpu_partial *scan
         run_pass(task, pass_value, &exact);
         memcpy(task->row.centre, exact.dot, sizeof exact.dot);
     }
+    for (int side = 0; quick->pivoted && !task->row.rough && side < 2; side++)
+        move_pivot(task, side);
     *ret_value = sums.value;
     return true;
 }

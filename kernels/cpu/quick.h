@@ -73,9 +73,10 @@ struct kld_cpu_quick_kernels {
      * |y - x|. */
     void (*refine)(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
                    const struct kld_cpu_span *span, struct kld_cpu_partial *ret_partial);
-    /* MIXTURE: the value, in dot the centres (from the pivot, if any) and in square the sums of
-     * mass times the square of what is centred. TV: the value, and each side's mass where it is the
-     * larger (dot), the smaller (sum), and where both are the same (square). */
+    /* MIXTURE: the value, in dot the centres (from the pivot, if any), in square the sums of mass
+     * times the square of what is centred, and if pivoted in max the largest of mass times that.
+     * TV: the value, and each side's mass where it is the larger (dot), the smaller (sum), and
+     * where both are the same (square). */
     void (*value)(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
                   const struct kld_cpu_span *span, struct kld_cpu_partial *ret_partial);
     /* The gradients that the span names. */

@@ -17,6 +17,7 @@ struct constants {
     vf whole, rest;      /* row.apart */
     vf apart, apart_low; /* the same, for FP32 logits */
     float norm[2];       /* over the sum; for gradients times the factor */
+    double norm_wide[2]; /* the same */
     float of[2];         /* the rule's weights */
     float share[2];      /* of q and of p in the mixture */
     float share_low[2];
@@ -27,7 +28,8 @@ struct constants {
     struct pivot {
         vf middle, middle_low; /* of the difference of the logits, base 2, at the pivot */
         vf whole, rest;        /* the same, its nearest integer apart */
-        float of, weight, lack;
+        double of;
+        float weight, weight_low, lack;
     } pivot[2];
 };
 
@@ -39,8 +41,9 @@ static struct pivot pivot_of(const struct kld_cpu_quick_row *row, int side, doub
         .middle_low = vf_of((float)(middle - (double)(float)middle)),
         .whole = vf_of((float)rint(middle)),
         .rest = vf_of((float)(middle - rint(middle))),
-        .of = (float)from->of,
+        .of = from->of,
         .weight = (float)from->weight,
+        .weight_low = (float)(from->weight - (double)(float)from->weight),
         .lack = (float)from->lack,
     };
     *ret_height = from->height;
@@ -70,7 +73,8 @@ static struct constants constants_of(const struct kld_cpu_quick *quick,
     for (int side = 0; side < 2; side++) {
         at.share_low[side] = (float)((side ? rule->share : rule->rest) - (double)at.share[side]);
         at.origin[side] = origin_of(row->reference[side]);
-        at.norm[side] = (float)(row->inverse_mass[side] * factor);
+        at.norm_wide[side] = row->inverse_mass[side] * factor;
+        at.norm[side] = (float)at.norm_wide[side];
         at.heavy[side] = (row->log_mass[side] + log(HEAVY)) / quick->inverse_temperature;
         at.height[side] = 0;
         if (quick->pivoted)
@@ -192,9 +196,9 @@ INLINE vf pivot_distance(const struct constants *row, const struct pivot *at,
     return whole + more;
 }
 
-/* What is centred of a side of js, less what it is at the pivot; some 3 units in the last place.
- * Beyond 2^115 its logarithm goes on as a straight line. */
-INLINE vf pivot_height(const struct constants *row, const struct pair *pair, uint64_t i, int side) {
+/* What is centred of a side of js, less what it is at the pivot, over -of; some 2 units in the last
+ * place. Beyond 2^115 the logarithm goes on as a straight line. */
+INLINE vf pivot_log(const struct constants *row, const struct pair *pair, uint64_t i, int side) {
     const struct pivot *at = &row->pivot[side];
     vf most = vf_of(115), rest, whole = pivot_distance(row, at, pair, i, &rest);
     rest = side == KLD_CPU_P ? -rest : rest;
@@ -203,7 +207,7 @@ INLINE vf pivot_height(const struct constants *row, const struct pair *pair, uin
     vf unit = power_of_whole((vi32)(kept + SHIFTER), origin_of(0));
     vf power = vf_power_less_one(rest, false);
     vf less = vf_fma(unit, power, unit - 1.0f), weight = vf_of(at->weight), half = vf_of(-0.5f);
-    vf s = weight * less, one = vf_of(1);
+    vf s = vf_fma(weight, less, at->weight_low * less), one = vf_of(1);
     vf low = vf_fma(weight, vf_fma(unit, power, unit), vf_of(at->lack));
     vf mean = vf_if_less(s, half, low, one + s);
     /* The mean is 2^n (1 + f) with f in [-1/4, 1/2). */
@@ -220,7 +224,15 @@ INLINE vf pivot_height(const struct constants *row, const struct pair *pair, uin
     z = vf_fma(z, f, vf_of(0.5f));
     z = vf_fma(f * f, -z, f);
     vf log = vf_fma(__builtin_convertvector(n >> 23, vf), vf_of((float)LN2), z);
-    return -at->of * (log + vf_max(whole - most, vf_of(0)) * (float)LN2);
+    return log + vf_max(whole - most, vf_of(0)) * (float)LN2;
+}
+
+/* The mass of one side, against the reference. */
+INLINE vf own_mass(const struct constants *row, const struct pair *pair, uint64_t i, int side,
+                   bool half) {
+    vf z = *(const vf_any *)(pair->at[side] + i);
+    struct parts t = parts_of(z, row->scale, row->scale_low, half && row->coarse);
+    return mass_of(&t, row->origin[side], half);
 }
 
 /* The even and the odd terms of e^d - 1 - d, for 0 <= d < SERIES. */

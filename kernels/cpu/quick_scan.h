@@ -123,7 +123,7 @@ INLINE void scan_block_of(const struct kld_cpu_quick *quick, const struct pair *
         return;
     default:
         if (quick->pivoted)
-            scan_block(quick, pair, half, KLD_RULE_KL, true, false, sums);
+            scan_block(quick, pair, half, KLD_RULE_KL, true, true, sums);
         else
             scan_block(quick, pair, half, KLD_RULE_MIXTURE, false, false, sums);
     }

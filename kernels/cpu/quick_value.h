@@ -121,6 +121,7 @@ static __attribute__((noinline)) void value_in_double(const struct kld_cpu_quick
                                                       const float *const at[2], uint64_t count,
                                                       struct kld_cpu_partial *sums) {
     vd value = vd_of(0), dot[2] = {vd_of(0), vd_of(0)}, square[2] = {vd_of(0), vd_of(0)};
+    vd most[2] = {vd_of(0), vd_of(0)};
     const double of[2] = {quick->rule.of_q, quick->rule.of_p};
     for (uint64_t i = 0; i < count; i += DOUBLES) {
         struct wide wide = wide_of(quick, row, at, i);
@@ -132,10 +133,12 @@ static __attribute__((noinline)) void value_in_double(const struct kld_cpu_quick
             value += of[side] * wide.mass[side] * log[side];
             dot[side] += product;
             square[side] += product * centred[side];
+            most[side] = vd_max(vd_abs(product), most[side]);
         }
     }
     sums->value += vd_total(value);
     for (int side = 0; side < 2; side++) {
+        sums->max[side] = fmax(sums->max[side], vd_top(most[side]));
         sums->dot[side] += vd_total(dot[side]);
         sums->square[side] += vd_total(square[side]);
     }
@@ -190,21 +193,29 @@ INLINE void mixture_block(const struct kld_cpu_quick *quick, const struct consta
     }
 }
 
-/* The centres, from their pivots. */
+/* The centres, from their pivots. Masses against the reference: what a norm in FP32 rounds off
+ * would be off the same way for all classes but the heavy ones. */
 static void pivot_block(const struct kld_cpu_quick *quick, const struct constants *row,
                         const struct pair *pair, struct kld_cpu_partial *sums) {
     for (int side = 0; side < 2; side++) {
-        vf dot[2] = {{0}}, square = {0};
-        for (uint64_t i = 0; quick->centred[side] && i < pair->count; i += FLOATS) {
-            vf z = *(const vf_any *)(pair->at[side] + i);
-            struct parts t = parts_of(z, row->scale, row->scale_low, false);
-            vf mass = mass_of(&t, row->origin[side], false) * row->norm[side];
-            vf height = pivot_height(row, pair, i, side), product = mass * height;
-            dot[i / FLOATS % 2] += product;
-            square += product * height;
+        vd dot = vd_of(0);
+        vf square = {0}, most = {0};
+        for (uint64_t from = 0; quick->centred[side] && from < pair->count; from += PIECE) {
+            vf dots = {0};
+            uint64_t end = from + PIECE < pair->count ? from + PIECE : pair->count;
+            for (uint64_t i = from; i < end; i += FLOATS) {
+                vf log = pivot_log(row, pair, i, side);
+                vf product = own_mass(row, pair, i, side, false) * log;
+                dots += product;
+                square += product * log;
+                most = vf_max(vf_abs(product), most);
+            }
+            dot += vd_halves(dots);
         }
-        sums->square[side] += vf_total(square);
-        sums->dot[side] += vf_total(dot[0]) + vf_total(dot[1]);
+        double of = row->pivot[side].of, norm = row->norm_wide[side];
+        sums->max[side] = fmax(sums->max[side], norm * of * (double)vf_top(most));
+        sums->square[side] += norm * of * of * vf_total(square);
+        sums->dot[side] -= norm * of * vd_total(dot);
     }
 }
 

@@ -25,6 +25,7 @@ struct centres {
     float norm[2];
     vf middle[2], middle_low[2]; /* where what is linear in the logits has its centre; base 2 */
     float centre[2];             /* of a mixture */
+    float slope[2], level[2];    /* from a pivot: of the logarithm, and what is taken off */
     float step[2][3];            /* tv */
 };
 
@@ -50,6 +51,8 @@ static struct centres centres_of(const struct kld_cpu_quick *quick,
         at.middle_low[side] = vf_of((float)(middle - (double)(float)middle));
         at.norm[side] = (float)norm;
         at.centre[side] = (float)row->centre[side];
+        at.slope[side] = (float)(-norm * of[side]);
+        at.level[side] = (float)(norm * row->centre[side]);
         for (int i = 0; i < 3; i++)
             at.step[side][i] = (float)(row->step[side][i] * norm);
     }
@@ -119,14 +122,6 @@ INLINE void write_difference(const struct constants *row, const struct pair *pai
         struct classes at = classes_of(row, pair, i, norm, half, half);
         *(vf *)(gradient + i) = at.larger * at.less;
     }
-}
-
-/* The mass of one side, against the reference. */
-INLINE vf own_mass(const struct constants *row, const struct pair *pair, uint64_t i, int side,
-                   bool half) {
-    vf z = *(const vf_any *)(pair->at[side] + i);
-    struct parts t = parts_of(z, row->scale, row->scale_low, half && row->coarse);
-    return mass_of(&t, row->origin[side], half);
 }
 
 /* What is linear in the logits, less its centre. */
@@ -221,11 +216,11 @@ INLINE void write_mixture(const struct constants *row, const struct centres *cen
 INLINE void write_pivoted(const struct constants *row, const struct centres *centres,
                           const struct pair *pair, const bool wanted[2], float gradient[2][BLOCK]) {
     for (int side = 0; side < 2; side++)
-        for (uint64_t i = 0; wanted[side] && i < pair->count; i += FLOATS) {
-            vf mass = own_mass(row, pair, i, side, false) * centres->norm[side];
-            vf height = pivot_height(row, pair, i, side);
-            *(vf *)(gradient[side] + i) = mass * (height - centres->centre[side]);
-        }
+        for (uint64_t i = 0; wanted[side] && i < pair->count; i += FLOATS)
+            *(vf *)(gradient[side] + i) =
+                own_mass(row, pair, i, side, false) * vf_fma(pivot_log(row, pair, i, side),
+                                                             vf_of(centres->slope[side]),
+                                                             vf_of(-centres->level[side]));
 }
 
 /* ---- which of them ----------------------------------------------------------------------------
