@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 import subprocess
+import time
 
 import numpy as np
 import pytest
@@ -33,6 +34,23 @@ def close(got, truth, dtype):
     assert got.shape == truth.shape
     np.testing.assert_allclose(np.asarray(got, np.float64), truth, rtol=tolerance,
                                atol=tolerance * max(1e-3, np.abs(truth).max()))
+
+
+class Pace:
+    """What a sender of so many bytes a second has to send by now, beyond what he has sent: whoever looks late sends more."""
+
+    def __init__(self, bytes_per_s):
+        self.rate, self.sent, self.begin = bytes_per_s, 0, time.monotonic()
+
+    def due(self):
+        due = int((time.monotonic() - self.begin) * self.rate) - self.sent
+        self.sent += due
+        return due
+
+
+def socket_mib():
+    """What lies between two processes unread, at most."""
+    return sum(int(pathlib.Path(f"/proc/sys/net/ipv4/tcp_{of}mem").read_text().split()[2]) for of in "rw") >> 20
 
 
 class Shared:

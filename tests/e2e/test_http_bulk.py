@@ -259,7 +259,8 @@ def filled(server, q):
     return connections
 
 
-FULL = {"staging_bytes_max": "640K", "staging_request_bytes_max": "320K"}
+# Who holds it and sends no more is not sent away meanwhile, however long the test takes.
+FULL = {"staging_bytes_max": "640K", "staging_request_bytes_max": "320K", "http_slow_ms": 120000}
 
 
 def test_who_waits_and_leaves_is_noticed_behind_unread_bytes(make_server):
@@ -330,7 +331,7 @@ def chunked(data, piece):
 @pytest.mark.parametrize("how", ["binary", "json", "chunked"])
 def test_little_json_waits_for_large_memory(make_server, how):
     """That its own JSON is all there is among the small ranges does not mean that it would wait for itself."""
-    server = make_server(staging_bytes_max="16M")
+    server = make_server(staging_bytes_max="16M", http_slow_ms=120000)
     q, replies = probabilities((1, 25000), 31).round(3), []
     headers, data = oip.body({"predictions": q, "targets": q}, None, None, how == "binary")
     uploads = held_by_uploads(server, 4, 16000000)

@@ -12,7 +12,7 @@ import pytest
 
 import oip
 from conftest import Server, end_well, wait_until
-from httplib import Flat, certificates, fds_of, is_sanitized, probabilities, tls_flags
+from httplib import Flat, Pace, certificates, fds_of, is_sanitized, probabilities, socket_mib, tls_flags
 from oip import INFER, LENGTH
 
 MIB = 1 << 20
@@ -159,14 +159,15 @@ def sent_until_cut(connection, piece=bytes(MIB), pause=0, most=200):
 
 def test_who_never_closes_is_closed(make_server):
     """And leaves no descriptor behind."""
-    server = make_server(http_parting_ms=3000)
+    ms = 12000 if is_sanitized() else 3000
+    server = make_server(http_parting_ms=ms)
     with Flat(server):
         before = fds_of(server.child("gateway"))
         begin = time.monotonic()
         connections = part(server, 20)
         assert fds_of(server.child("gateway")) >= before + 20
         wait_until(lambda: server.metrics()[PARTING] == 0, what="their end")
-        assert 2.8 < time.monotonic() - begin < 10
+        assert ms / 1000 - 0.2 < time.monotonic() - begin < ms / 1000 + 7
         for one in connections:
             assert sent_until_cut(one, b"x", 0.01) <= 10
             one.close()
@@ -185,9 +186,11 @@ def test_who_is_silent_or_slow_is_closed_before_that(make_server):
     server = make_server(http_slow_ms=2000, http_slow_bytes="10K")
     silent, slow, quick = part(server, 3)
 
+    pace = Pace(40000)
+
     def is_only_one_left():
         time.sleep(0.1)
-        quick.sendall(bytes(4000))
+        quick.sendall(bytes(pace.due()))
         with contextlib.suppress(OSError):
             slow.sendall(b"x")
         return server.metrics()[PARTING] <= 1
@@ -201,7 +204,7 @@ def test_who_is_silent_or_slow_is_closed_before_that(make_server):
 def test_no_more_is_dropped_than_of_any_refused_body(make_server):
     server = make_server()
     connection = refuse(server)
-    assert 60 < sent_until_cut(connection) < 80 + 20 * is_sanitized()
+    assert 60 < sent_until_cut(connection) <= 64 + socket_mib() + 4
     assert server.metrics()[PARTING] == 0
 
 
@@ -235,8 +238,8 @@ def test_not_at_all_where_that_is_said(make_server):
 
 
 def test_the_end_of_the_server_waits_for_none(make_server):
-    server = make_server(http_threads=2)
+    server = make_server(http_threads=2, http_parting_ms=60000, drain_ms=60000)
     connections = part(server, 8)
     begin = time.monotonic()
-    assert server.stop() == 0 and time.monotonic() - begin < 5
+    assert server.stop() == 0 and time.monotonic() - begin < 30
     assert all(sent_until_cut(one, b"x", 0.01) <= 10 for one in connections)
