@@ -402,20 +402,21 @@ def test_a_deadline_is_one_moment(make_server):
     connections = filled(server, probabilities((100, 300), 28))
     q, replies = probabilities((80, 80), 29, "<f8").round(3), []
     headers, data = oip.body({"predictions": q, "targets": q}, None, {"timeout": 4000000}, False)
-    worker, begin = server.child("worker"), time.monotonic()
+    worker = server.child("worker")
     suspend(worker)
+    begin = time.monotonic()
     try:
         asker = threading.Thread(target=ask, args=(server, replies, data, headers))
         asker.start()
         wait_until(lambda: server.metrics()["kld_http_received_bytes_total"] > 565000, what="the request")
-        time.sleep(2)
+        time.sleep(3.5)
         for one in connections:
             one.close()
         asker.join()
         took = time.monotonic() - begin
     finally:
         os.kill(worker, signal.SIGCONT)
-    assert replies[0][0] == 408 and 3.9 < took < 5.8, (replies, took)
+    assert replies[0][0] == 408 and 3.9 < took < 7.2, (replies, took)
     wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
 
 
@@ -566,7 +567,7 @@ def pool_region(server, size):
 
 def test_what_is_kept_refuses_no_unix_client(make_server):
     """He waits for it; but not for what will not come, be it that it is no help or that the gateway hangs."""
-    server = make_server(pool_bytes_max="64M", client_pool_bytes_max="1G", **SMALL)
+    server = make_server(pool_bytes_max="64M", client_pool_bytes_max="1G", keep_buffer_ms=60000, **SMALL)
     q, gateway = probabilities((1000, 1000), 33), server.child("gateway")
 
     def keeps():
@@ -574,7 +575,7 @@ def test_what_is_kept_refuses_no_unix_client(make_server):
         wait_until(lambda: server.metrics()[KEPT] or not server.metrics()[POOL], what="a buffer that is kept")
     for _ in range(3):
         keeps()
-        assert pool_region(server, 60 << 20) == 0
+        wait_until(lambda: pool_region(server, 60 << 20) == 0, what="room in the pool")
     keeps()
     assert pool_region(server, 65 << 20) == "no_memory"
     suspend(gateway)
@@ -582,7 +583,7 @@ def test_what_is_kept_refuses_no_unix_client(make_server):
         assert pool_region(server, 60 << 20) in (0, "no_memory")
     finally:
         os.kill(gateway, signal.SIGCONT)
-    wait_until(lambda: server.metrics()[POOL] == 0, what="a free pool")
+    wait_until(lambda: server.metrics()[POOL] == server.metrics()[KEPT], what="a pool that is free but for what is kept")
 
 
 def test_a_deadline_of_a_bulk_request(make_server):
@@ -591,7 +592,7 @@ def test_a_deadline_of_a_bulk_request(make_server):
     warm_up(server, *reversed(oip.body({"predictions": q, "targets": q})))
     headers, data = oip.body({"predictions": q, "targets": q}, None, {"timeout": 1500000})
     received = server.metrics()["kld_http_received_bytes_total"]
-    base, worker, replies = fds_of(server.child("gateway")), server.child("worker"), []
+    base, worker = fds_of(server.child("gateway")), server.child("worker")
     with Connection(server) as connection:
         connection.http.putrequest("POST", INFER)
         connection.http.putheader("Content-Length", str(len(data)))
@@ -604,11 +605,10 @@ def test_a_deadline_of_a_bulk_request(make_server):
         suspend(worker)
         try:
             connection.http.send(data[-1:])
-            time.sleep(1.7)
+            status = connection.http.getresponse().status
         finally:
             os.kill(worker, signal.SIGCONT)
-        replies.append(connection.http.getresponse().status)
-    assert replies[0] in (200, 408)
+    assert status == 408
     wait_until(lambda: clean(server, base), 20, "a clean server")
 
 
