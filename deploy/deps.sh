@@ -62,6 +62,6 @@ if [ ! -e $policy ]; then
     printf '#!/bin/sh\nexit 101\n' | $sudo tee $policy >/dev/null
     $sudo chmod 755 $policy
 fi
-$sudo apt-get update -qq
+$sudo apt-get update -qq -o Acquire::Retries=5
 # shellcheck disable=SC2086 # a list of words
-$sudo apt-get install -y -qq -o Dpkg::Use-Pty=0 --no-install-recommends $missing >/dev/null
+$sudo apt-get install -y -qq -o Acquire::Retries=5 -o Dpkg::Use-Pty=0 --no-install-recommends $missing >/dev/null

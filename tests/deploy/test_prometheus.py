@@ -219,13 +219,12 @@ def test_a_full_gateway_is_seen(tmp_path):
     prometheus = Prometheus(tmp_path, [server.address], hasty)
     try:
         wait_until(prometheus.up, 30, "a scrape")
-        idle = wait_until(lambda: [ratio()] if ratio() is not None else None, 30, "the record")[0]
-        assert idle < 0.1
+        wait_until(lambda: (idle := ratio()) is not None and idle < 0.03, 60, "a gateway that is idle after its start")
         load = subprocess.Popen([BIN / "kld", "bench", "--server", server.http, "--shape", "2x8", "--in-flight", "64",
-                                 "--seconds", "60"], stdout=subprocess.DEVNULL)
+                                 "--seconds", "120"], stdout=subprocess.DEVNULL)
         try:
             # Near 1 where client, gateway and worker have a CPU each; far less where they share two with others.
-            wait_until(lambda: ratio() > 5 * max(idle, 0.01), 40, "the rise")
+            wait_until(lambda: ratio() > 0.2, 60, "the rise")
         finally:
             load.terminate()
             load.wait(30)
@@ -249,7 +248,8 @@ def test_a_server_that_is_gone_or_cannot_start_is_told_of(tmp_path):
     failing.start()
     try:
         wanted = {("KldDown", gone), ("KldNotReady", failing.address), ("KldRestarts", failing.address)}
-        wait_until(lambda: wanted <= prometheus.firing(), 30, "three alerts")
+        seen = set()  # they need not fire at one time: a start fails between others that have not failed yet
+        wait_until(lambda: seen.update(prometheus.firing()) or wanted <= seen, 90, "three alerts")
         said = prometheus.get("query", query="max_over_time(kld_draining[1m])")["result"]
         assert [row["value"][1] for row in said] == ["0"]  # nobody told it to stop
     finally:
