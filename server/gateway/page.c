@@ -93,7 +93,7 @@ static void append_time(struct kld_oip_text *text) {
     time_t now = time(NULL);
     struct tm utc;
     if (gmtime_r(&now, &utc) && strftime(said, sizeof said, "%F %T", &utc))
-        kld_oip_append(text, ", as of <time>%s</time> UTC", said);
+        kld_oip_append(text, " As of <time>%s</time> UTC.", said);
 }
 
 static void append_rates(struct kld_recent *recent, struct kld_oip_text *text) {
@@ -134,8 +134,9 @@ void kld_page_append(const struct kld_gateway *gateway, struct kld_oip_text *tex
                    "<h1>kld " KLD_RELEASE "</h1>\n<p>This server computes Kullback-Leibler "
                    "divergences and their gradients. It is <b>%s</b>",
                    state);
+    kld_oip_append(text, ".");
     append_time(text);
-    kld_oip_append(text, ".\n");
+    kld_oip_append(text, "\n");
     append_workers(gateway->page, text);
     kld_oip_append(text, "<table>\n");
     append_rates(gateway->common->recent, text);

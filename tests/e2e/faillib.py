@@ -13,6 +13,8 @@ import subprocess
 import tempfile
 import time
 
+import pytest
+
 from conftest import BIN, Server, children_of, sanitizer, wait_until
 
 KINDS = ["none", "memory", "map", "descriptor", "send", "receive", "file", "epoll", "thread", "interrupt",
@@ -25,6 +27,12 @@ LIBRARY = pathlib.Path(os.environ.get("FAIL_NTH_LIBRARY", BIN / "tests" / "fail"
 VERBOSE = "FAIL_NTH_VERBOSE" in os.environ
 START_STUCK_MS = 3000  # after which a child whose start hangs is replaced
 BLOCKS_OF_CACHES = 8  # that a role may come to keep for good while it works, a grown table, say
+
+
+def needs(part):
+    """Builds with a sanitizer have none; in CI every other one has."""
+    left_out = not part.exists() and (sanitizer() is not None or os.environ.get("CI") != "true")
+    return pytest.mark.skipif(left_out, reason=f"no {part.name} in this build")
 
 
 class Page:

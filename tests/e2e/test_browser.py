@@ -62,9 +62,9 @@ def browse(url, folder):
 def test_what_a_person_sees(make_server, tmp_path):
     server = make_server(http_threads=2)
     q = probabilities((2, 8), 1)
+    asked = time.monotonic()
     for _ in range(30):
         oip.infer(server, {"predictions": q, "targets": q})
-    asked = time.monotonic()
     secret = "s3cret-of-a-client"
     headers, data = oip.body({"predictions": q, "targets": q}, parameters={secret: 1})
     assert server.request(INFER, data, headers)[0] == 400

@@ -14,7 +14,7 @@ import pytest
 
 import oip
 import wire
-from conftest import BIN, children_of, clean_environment, suspend, wait_until
+from conftest import BIN, START_SECONDS, children_of, clean_environment, suspend, wait_until
 from oip import infer
 from unixlib import forward_kl
 from unixlib import probabilities as rows_of
@@ -229,7 +229,7 @@ def test_a_lost_device_is_replaced_and_nobody_elses(trio, backend):
         took = time.monotonic() - started
         calm_case.run()
     print(f"right answer {took * 1e3:.0f} ms after the fault")
-    assert took < (SOON_S if backend == "cuda" else 5)
+    assert took < (SOON_S if backend == "cuda" else START_SECONDS)
     assert trio.child("worker1") != before
     metrics = trio.metrics()
     assert [metrics[f'kld_device_lost_total{{worker="{i}"}}'] for i in range(3)] == [0, 1, 0]
@@ -449,7 +449,7 @@ def test_a_full_stop_of_all(trio):
         one.connect(path)
     started = time.monotonic()
     assert trio.stop() == 0
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 9  # of the 10 s that a drain has
     assert trio.log().count("worker ended") == 3
     for one in held:
         one.close()

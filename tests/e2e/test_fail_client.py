@@ -22,7 +22,7 @@ STEP = {"memory": 13, "interrupt": 7}  # of a sample; of other kinds 2
 # libcurl 7.88 loses the addresses that its thread found if that cannot write to the pair of sockets beside it.
 LIBCURLS = [("name", kind, "leak") for kind in ("send", "interrupt")]
 SLOW_MS = 5000  # with one answer that a lost server owed
-pytestmark = pytest.mark.skipif(not CLIENT.exists(), reason="no tests/fail/client in this build")
+pytestmark = faillib.needs(CLIENT)
 
 
 @pytest.fixture(scope="module")

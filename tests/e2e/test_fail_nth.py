@@ -17,7 +17,7 @@ OUT_OF_MEMORY, LAUNCH_FAILED = 2, 719  # of cudaError_t: one that passes, one th
 STEP = 17  # of a sample; the first N is another one for each part
 RARE_STEP = {kind: 3 for kind in ("map", "descriptor", "file", "epoll", "connect")}  # the same of kinds with few calls
 START_STEP = {"memory": 97, "descriptor": 5}  # the same of a start; of other kinds each
-pytestmark = pytest.mark.skipif(not faillib.LIBRARY.exists(), reason="no tests/fail/nth.so in this build")
+pytestmark = faillib.needs(faillib.LIBRARY)
 
 # Role -> what it is asked to do without, and while what is said.
 WORKER = ["memory", "map", "descriptor", "send", "receive", "epoll", "interrupt"]

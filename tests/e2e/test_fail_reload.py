@@ -31,7 +31,7 @@ HEADERS, DATA = oip.body({"predictions": probabilities((2, 3), 1), "targets": pr
 # Without memory libtasn1 4.19 faults, and GMP and what GnuTLS has for it end the process, over a certificate: the next
 # gateway takes it over.
 NOT_OURS = "libuv", "libtasn1", "libgmp", "libgnutls", "libnettle", "libhogweed"
-pytestmark = pytest.mark.skipif(not faillib.LIBRARY.exists(), reason="no tests/fail/nth.so in this build")
+pytestmark = faillib.needs(faillib.LIBRARY)
 
 
 class Reloads:

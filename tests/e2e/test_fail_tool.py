@@ -21,7 +21,7 @@ COMMANDS = {"div": ["div", *PAIR, *RESULTS, "--quiet"], "status": ["status", "--
             "tensors": ["div", *PAIR, "--grad-predictions", "gradient.safetensors", "--json"]}
 ASKED = [("div", "unix"), ("div", "http"), ("div", "local"), ("div", "split"), ("tensors", "local"), ("status", "unix"),
          ("status", "http"), ("ping", "unix")]
-pytestmark = pytest.mark.skipif(not faillib.LIBRARY.exists(), reason="no tests/fail/nth.so in this build")
+pytestmark = faillib.needs(faillib.LIBRARY)
 
 
 @pytest.fixture(scope="module")

@@ -158,7 +158,7 @@ def test_page(server):
     status, headers, body = server.request("/")
     assert status == 200 and headers["Content-Type"].startswith("text/html")
     assert b"<script" not in body and b"ready" in body
-    said = re.search(rb"as of <time>(.*)</time> UTC", body)[1].decode()
+    said = re.search(rb"As of <time>(.*)</time> UTC", body)[1].decode()
     said = datetime.datetime.strptime(said, "%Y-%m-%d %H:%M:%S").replace(tzinfo=datetime.timezone.utc).timestamp()
     assert abs(said - time.time()) < 60
     infer(server, {"predictions": probabilities((2, 3), 1), "targets": probabilities((2, 3), 2)})

@@ -117,7 +117,7 @@ def refused_at_once(server, data, headers, status, part):
     got, _, body = server.request(INFER, data, headers)
     assert (got, part in body.decode()) == (status, True), body
     infer(server, {"predictions": Q[:125], "targets": P[:125]})
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15  # who waits is told after 20
 
 
 def test_numbers_that_are_not_there_take_no_staging(half_there):

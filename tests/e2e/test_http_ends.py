@@ -138,7 +138,7 @@ def test_deadline(make_server):
     worker, before = server.child("worker"), server.metrics()["kld_requests_detached_total"]
     suspend(worker)
     try:
-        for parameters, least in ((None, 0.25), ({"timeout": 100000}, 0.08), ({"timeout": 60000000}, 0.25)):
+        for parameters, least in ((None, 0.25), ({"timeout": 200000}, 0.18), ({"timeout": 60000000}, 0.25)):
             begin, replies = time.monotonic(), []
             stopped_worker_request(server, parameters, replies)
             assert least < time.monotonic() - begin < 20
@@ -311,8 +311,8 @@ def test_who_is_above_the_limit_waits_for_its_turn(make_server):
 def test_idle_connections_are_closed(make_server):
     server = make_server(http_idle_ms=1000)
     host, port = server.address.rsplit(":", 1)
+    begin = time.monotonic()
     with socket.create_connection((host, int(port)), 60) as connection:
-        begin = time.monotonic()
         assert connection.recv(1) == b""
         assert 0.5 < time.monotonic() - begin < 20
 
@@ -326,11 +326,10 @@ def test_a_slow_sender_is_cut_off(make_server, data):
     server = make_server(http_slow_ms=1000, http_slow_bytes="1K")
     host, port = server.address.rsplit(":", 1)
     with socket.create_connection((host, int(port)), 60) as idle:
-        took = None
+        took, begin = None, time.monotonic()
         with socket.create_connection((host, int(port)), 60) as connection:
             connection.sendall(data)
             connection.settimeout(0.1)
-            begin = time.monotonic()
             while took is None:
                 assert time.monotonic() - begin < 20
                 try:

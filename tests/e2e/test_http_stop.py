@@ -111,7 +111,7 @@ def test_a_silent_worker_holds_up_all_at_once(make_server):
             asker.join()
     finally:
         os.kill(worker, signal.SIGCONT)
-    assert all(status == 503 and seconds < 5 for status, seconds in took), took
+    assert all(status == 503 and seconds < 9 for status, seconds in took), took  # one behind another: 12
     wait_until(lambda: server.request("/v2/tensors/a?datatype=FP32&shape=100,1000", q.tobytes(),
                                       method="PUT")[0] == 200, what="the worker")
 

@@ -448,7 +448,7 @@ def test_an_upload_that_waits_in_vain(make_server):
             answer = one.recv(65536)
         taken.append(time.monotonic() - begin)
         assert answer.startswith(b"HTTP/1.1 503") and b"Retry-After" in answer and b"in flight" in answer
-    assert taken[1] < 1.5 < taken[0]
+    assert taken[1] < 2.8 < taken[0]
     holder.end()
 
 

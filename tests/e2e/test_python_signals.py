@@ -258,10 +258,10 @@ except TimeoutError:
 over.set()
 thread.join()
 assert connection.kl_div(few, few, timeout=30).loss == 0
-waits = threading.Thread(target=lambda: [connection.attach("test/nobody", timeout=2)])
+waits = threading.Thread(target=lambda: [connection.attach("test/nobody", timeout=20)], daemon=True)
 threading.excepthook = lambda _: None  # nobody publishes it
 waits.start()
 time.sleep(0.2)
 start = time.monotonic()
-assert connection.kl_div(few, few, timeout=1).loss == 0 and time.monotonic() - start < 1
+assert connection.kl_div(few, few, timeout=15).loss == 0 and time.monotonic() - start < 15
 """, server.url_unix)

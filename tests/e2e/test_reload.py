@@ -539,7 +539,7 @@ def test_a_reload_that_the_end_of_the_server_overtakes(make_server, settings):
 def test_a_gateway_that_drains_has_its_own_time(make_server, settings):
     """Not the reload's: what it serves yet is served."""
     settings.allow(one="infer")
-    server = make_server(tokens=settings.tokens, reload_ms=1000, drain_ms=60000)
+    server = make_server(tokens=settings.tokens, reload_ms=4000, drain_ms=60000)
     gateway = ask_one_that_stands_still(server)
     server.process.send_signal(signal.SIGTERM)
     wait_until(lambda: "reload given up" in server.log() or "reload not answered" in server.log(), 20)

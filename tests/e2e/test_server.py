@@ -107,8 +107,9 @@ def is_ready_at_once(server):
 
 
 def test_ready_line_and_clean_end(make_server):
-    # Unless it took more than a second to start, as it may on a busy machine.
-    server = next(filter(is_ready_at_once, (make_server() for _ in range(5))))
+    # Unless it took more than a second to start, as it may on a busy machine, and under a sanitizer each time.
+    server = (make_server().wait_linked() if sanitizer() else
+              next(filter(is_ready_at_once, (make_server() for _ in range(5)))))
     host, port = server.address.rsplit(":", 1)
     assert host == "127.0.0.1" and int(port) > 0
     assert server.backend == server.flags["backend"]
@@ -275,12 +276,15 @@ def test_killed_child_is_back(make_server, role):
     assert server.metrics()[f"kld_{role}_restarts_total{labels}"] == 3
 
 
+STUCK_MS = 6000 if sanitizer() else 3000  # longer than a busy machine leaves a process without a turn
+
+
 def test_a_stuck_worker_is_replaced(make_server):
     """Whose loop stands still. A supervisor that stood still itself, longer than that takes, accuses nobody."""
-    server = make_server(stuck_ms=1500, http="")
+    server = make_server(stuck_ms=STUCK_MS, http="")
     worker = server.child("worker")
     suspend(server.pid)
-    time.sleep(2.5)
+    time.sleep(STUCK_MS / 1000 + 1)
     os.kill(server.pid, signal.SIGCONT)
     time.sleep(0.5)
     assert server.child("worker") == worker and "worker replaced" not in server.log()
@@ -293,9 +297,9 @@ def test_a_stuck_worker_is_replaced(make_server):
 
 
 def test_a_stuck_gateway_is_replaced(make_server):
-    server = make_server(stuck_ms=1500, http_threads=3)
+    server = make_server(stuck_ms=STUCK_MS, http_threads=3)
     gateway, worker = server.child("gateway"), server.child("worker")
-    time.sleep(2.5)  # all loops answer all the time
+    time.sleep(STUCK_MS / 1000 + 1)  # all loops answer all the time
     assert server.child("gateway") == gateway
     suspend(gateway)
     assert server.json("/v2")[0] == 200  # by the next one
@@ -314,14 +318,14 @@ def test_live_fails_only_where_a_restart_is_the_cure(make_server):
     live = f"http://{server.address}/v2/health/live"
     worker, gateway = server.child("worker"), server.child("gateway")
     suspend(worker)
-    assert urllib.request.urlopen(live, timeout=5).status == 200
+    assert urllib.request.urlopen(live, timeout=30).status == 200
     os.kill(worker, signal.SIGKILL)
-    assert urllib.request.urlopen(live, timeout=5).status == 200
+    assert urllib.request.urlopen(live, timeout=30).status == 200
     suspend(gateway)
     with pytest.raises(OSError, match="timed out"):
         urllib.request.urlopen(live, timeout=1)
     os.kill(gateway, signal.SIGCONT)
-    assert urllib.request.urlopen(live, timeout=5).status == 200 and server.child("gateway") == gateway
+    assert urllib.request.urlopen(live, timeout=30).status == 200 and server.child("gateway") == gateway
 
 
 def test_worker_keeps_its_back_end(make_server, backend):
@@ -344,11 +348,11 @@ def test_children_go_with_a_killed_supervisor(make_server):
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
 def test_drain_is_quick_when_idle(make_server, signal_number):
-    server = make_server()
+    server = make_server(drain_ms=60000)
     connection = server.connect()  # an idle client does not hold up the end
     started = time.monotonic()
     assert server.stop(signal_number) == 0
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     connection.close()
 
 
@@ -444,15 +448,17 @@ def test_full_stderr_stops_nothing(backend, stderr_user):
         shutil.rmtree(folder)
 
 
+def skip_without_namespaces(command):
+    if not shutil.which("unshare") or subprocess.run(command[:5] + ["true"], capture_output=True).returncode:
+        assert os.environ.get("CI") != "true", "no PID namespaces here (unshare)"
+        pytest.skip("no PID namespaces here")
+
+
 def test_as_pid_1(tmp_path):
     """In a PID namespace of its own: starts, collects orphans, ends on SIGTERM."""
     script = (f"mount -t proc proc /proc; exec {SERVER} --http= --unix={tmp_path}/s --backend=cpu")
     command = ["unshare", "--pid", "--fork", "--mount", "--kill-child", "sh", "-c", script]
-    try:
-        if subprocess.run(command[:5] + ["true"], capture_output=True).returncode != 0:
-            pytest.skip("no PID namespaces here")
-    except FileNotFoundError:
-        pytest.skip("no unshare here")
+    skip_without_namespaces(command)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                env=clean_environment())
     line = process.stdout.readline()
@@ -496,9 +502,7 @@ def test_an_orphan_is_not_the_gateway(tmp_path):
     script = (f"mount -t proc proc /proc; exec {SERVER} --http=127.0.0.1:0 --unix={tmp_path}/s --backend=cpu "
               "--pool-bytes-max=64M --staging-request-bytes-max=1M --keep-buffer-ms=1")
     command = ["unshare", "--pid", "--fork", "--mount", "--kill-child", "sh", "-c", script]
-    if not shutil.which("unshare") or subprocess.run(command[:5] + ["true"], capture_output=True).returncode:
-        assert os.environ.get("CI") != "true", "no PID namespaces here (unshare)"
-        pytest.skip("no PID namespaces here")
+    skip_without_namespaces(command)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=clean_environment())
     try:
         address = process.stdout.readline().decode().split("http=")[1].split()[0]

@@ -28,7 +28,7 @@
 #define BODY_MAX (1 << 19)
 #define SHM_NAME "/kld-fuzz"
 #define SHM_BYTES 65536
-#define IDLE_WAIT_NS 8000000000ull
+#define IDLE_WAIT_NS 30000000000ull
 
 static struct fuzz_host host;
 static struct kld_child child;

@@ -4,7 +4,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define ANSWER_WAIT_MS 8000
+#define ANSWER_WAIT_MS 30000
 
 void fuzz_client_open(struct fuzz_client *client, struct fuzz_host *host) {
     memset(client, 0, sizeof *client);

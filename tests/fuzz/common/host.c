@@ -8,7 +8,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#define IDLE_WAIT_NS 8000000000ull
+#define IDLE_WAIT_NS 30000000000ull
 
 void fuzz_host_open(struct fuzz_host *host, int count, char *const *settings, const char *path) {
     struct kld_error err;

@@ -8,7 +8,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#define ANSWER_WAIT_MS 9000
+#define ANSWER_WAIT_MS 30000
 
 uint64_t fuzz_web_opened;
 

@@ -204,7 +204,7 @@ START_TEST(test_a_worker_that_is_away_can_be_left_again) {
 }
 END_TEST
 
-#define TENTHS(n) ((n) * 100000000ull)
+#define TENTHS(n) ((n)*100000000ull)
 
 static void setup_lazy(enum kld_status refusal, uint64_t timeout_ns) {
     struct kld_connect_options options = {.lazy = true, .connect_timeout_ns = timeout_ns};

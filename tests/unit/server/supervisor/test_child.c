@@ -32,7 +32,7 @@ enum part {
     SLOW,    /* serves after longer than it may be silent then, and gives signs of life */
 };
 
-#define DAWDLERS_STUCK_MS 2000
+#define DAWDLERS_STUCK_MS 5000 /* of which a start may take two fifths */
 #define SLOW_START_MS 1500
 
 static struct kld_supervisor supervisor;
@@ -61,7 +61,7 @@ static int play(enum part part) {
     if (part == SLOW)
         usleep(SLOW_START_MS * 1000);
     if (part == DAWDLES)
-        usleep(3 * DAWDLERS_STUCK_MS / 4 * 1000);
+        usleep(3 * DAWDLERS_STUCK_MS / 5 * 1000);
     else if (life == 0 || part == LOSES || part >= WELL)
         kld_child_report_send(KLD_OK, "cpu", 1, "");
     else if (part == REFUSED)
