@@ -171,7 +171,9 @@ class Connection:
         mask is 0 is left out. normalizer: in place of the divisor of mean, batchmean, rowmean.
         out: arrays to write results to, by name: "loss" (reductions "none", "row"), "row_loss",
         "grad_predictions", "grad_targets"; a gradient may be written over its own tensor.
-        timeout: seconds; over it KldTimeoutError.
+        timeout: seconds; over it KldTimeoutError. Memory of `out` that the server shares, from empty() or on a GPU,
+        is written until it has noticed: that is waited for, 5 s at most, and where it was not enough the error says that
+        they may still be written.
 
         Arrays from empty() are used where they lie. Others are copied once. Arrays on a GPU (CuPy, JAX,
         PyTorch: whatever has __cuda_array_interface__ or DLPack) are used where they lie, by a server or a

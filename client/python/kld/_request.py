@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optiona
 import numpy as np
 
 from . import _library
-from ._errors import KldError, KldMemoryError, KldTypeError, KldValueError, Status, from_status
+from ._errors import KldError, KldMemoryError, KldTimeoutError, KldTypeError, KldValueError, Status, from_status
 
 if TYPE_CHECKING:
     from ._connection import Connection
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SHARE_BYTES_MIN = 64 << 10
 PLANS_MAX = 64
 SLICE_MS = 100  # Ctrl-C is noticed within this, where no signal wakes the wait
+LATE_SECONDS = 5.0  # so long the end of a request that was given up is waited for
 
 
 class View(NamedTuple):
@@ -189,8 +190,9 @@ _PLAIN_NUMBERS = (float, int, type(None))
 class Call:
     """A request in the making: tensors are placed, then it runs. With `where`, those on a GPU too."""
 
-    __slots__ = ("connection", "where", "in_place", "copied_bytes", "bounced", "request", "result", "_parameters",
-                 "_shape", "_timeout", "_layout", "_extents", "_at", "_keep", "_written", "_reference", "plan", "_meanwhile")
+    __slots__ = ("connection", "where", "in_place", "copied_bytes", "bounced", "request", "result", "_parameters", "_shape",
+                 "_timeout", "_layout", "_extents", "_at", "_keep", "_written", "_shared_out", "_reference", "plan",
+                 "_meanwhile")
 
     def __init__(self, connection: Connection, parameters: Parameters, shape: Tuple[int, ...],
                  timeout: Optional[float], where: Optional[Where] = None) -> None:
@@ -204,6 +206,7 @@ class Call:
         self._written: List[Any] = []  # spans of outputs
         self.bounced: List[Tuple[str, View, int]] = []  # _device.py
         self.in_place = False  # an output may lie over an input
+        self._shared_out = False  # the server writes to memory of the caller's
         self.copied_bytes = 0
         self.result = connection._result
         self._meanwhile: Optional[Callable[[], None]] = None
@@ -231,6 +234,7 @@ class Call:
                                 "at one distance of at least a row, and the memory aligned")
         self.in_place = True
         self.fresh_output(slot, view, stride)
+        self._shared_out = self._shared_out or self._at[-1][0] is not None
 
     def fresh_output(self, slot: str, view: View, stride: int = 0) -> None:
         """An output in memory that nothing else uses."""
@@ -379,7 +383,25 @@ class Call:
     def submit(self) -> None:
         if self.where is not None:
             self._limbo().append(self._keep)  # from now on the server may write to them
-        submit(self.connection, self._reference, self, self.in_place, self._meanwhile)
+        try:
+            submit(self.connection, self._reference, self, self.in_place, self._meanwhile)
+        except BaseException as error:
+            if self.in_place and self._shared_out:
+                self._outlast(error)
+            raise
+
+    def _outlast(self, error: BaseException) -> None:
+        """Behind a request that was given up, which its worker may yet compute: until it has ended there. A second
+        Ctrl-C does not wait."""
+        early = not isinstance(error, KldError) or error.status in (Status.DEADLINE, Status.CANCELLED)
+        if not early or self.connection._pending[0].value or not self.result.attempts:
+            return
+        if have_ended(self.connection, self.request.stream, self):
+            for span in self._written:
+                span.spoiled = False
+        elif isinstance(error, KldTimeoutError):
+            raise KldTimeoutError(error.status, f"{error}; {LATE_SECONDS:g} s later it had not ended there, and the "
+                                  "arrays in out may still be written") from None
 
 
 def again(connection: Connection, plan: Plan, tensors: Sequence[Any], outputs: int) -> bool:
@@ -449,5 +471,27 @@ def _submit_once(connection: Connection, reference: Any, keep: Any, meanwhile: O
     return int(status)
 
 
-__all__ = ["Call", "KldError", "Parameters", "Plan", "View", "again", "check_no_gradient", "check_number", "row_stride",
-           "submit", "timeout_ns"]
+def have_ended(connection: Connection, stream: int, keep: Any) -> bool:
+    """Waits for the requests of a stream before this, those included that were given up: a small one comes behind them.
+    False: not within LATE_SECONDS, or their worker was lost, which says nothing of when it ended."""
+    library, result = _library.library(), connection._result
+    (_, error_ref), (pending, pending_ref) = connection._error, connection._pending
+    request, one = _library.Request(stream=stream, timeout_ns=int(LATE_SECONDS * 1e9)), c.c_float(1.0)
+    _fill_op(request.op, Parameters(), (1,))
+    for name in ("predictions", "targets"):
+        request.op.tensor[_library.SLOT[name]].dtype = _library.DTYPE["float32"]
+        request.bytes[_library.SLOT[name]].data = c.addressof(one)
+    connection._held = keep, request, one
+    try:
+        status = library.kld_run_slice(connection._handle, c.byref(request), SLICE_MS, pending_ref, connection._result_ref,
+                                       error_ref)
+        while pending.value:
+            status = library.kld_wait_slice(connection._handle, pending_ref, SLICE_MS, connection._result_ref, error_ref)
+    finally:
+        if not pending.value:
+            connection._held = None
+    return not status and bool(result.attempts == 1)
+
+
+__all__ = ["Call", "KldError", "Parameters", "Plan", "View", "again", "check_no_gradient", "check_number",
+           "have_ended", "row_stride", "submit", "timeout_ns"]

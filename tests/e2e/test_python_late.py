@@ -1,0 +1,94 @@
+"""Arrays given as `out` behind a request that was given up: a server that shares them writes no more when it is said."""
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from conftest import suspend
+from pythonlib import environment, import_kld
+
+kld = import_kld()
+import kld._request  # noqa: E402
+
+ROWS, CLASSES = 40000, 1000  # some 100 ms of work
+
+
+def arrays(connection):
+    made = [connection.empty((ROWS, CLASSES)) for _ in range(3)]
+    for array, value in zip(made, (0.5, 0.25, 0)):
+        array[:] = value
+    return made
+
+
+def test_out_is_not_written_behind_a_timeout(server):
+    with kld.connect(server.url_unix) as connection:
+        predictions, targets, out = arrays(connection)
+        with pytest.raises(kld.KldTimeoutError) as caught:
+            connection.kl_div(predictions, targets, divergence="js", out={"grad_predictions": out}, timeout=0.002)
+        out[:] = 0  # this step is skipped
+        assert "may still be written" not in str(caught.value)
+        time.sleep(0.5)
+        assert np.count_nonzero(out) == 0
+        assert not connection._memory.find(out.ctypes.data, 1).spoiled, "its memory may be used again"
+
+
+def test_what_only_the_server_may_write_is_not_waited_for(server, monkeypatch):
+    monkeypatch.setattr(kld._request, "have_ended", lambda *_: pytest.fail("waited"))
+    with kld.connect(server.url_unix) as connection:
+        predictions, targets, out = arrays(connection)
+        for more in ({}, {"out": {"grad_predictions": np.zeros((ROWS, CLASSES), np.float32)}}):
+            with pytest.raises(kld.KldTimeoutError):
+                connection.kl_div(predictions, targets, divergence="js", timeout=0.002, **more)
+        with pytest.raises(kld.KldValueError):
+            connection.kl_div(predictions, targets, divergence="jsd", out={"grad_predictions": out})
+
+
+def test_out_is_not_written_behind_ctrl_c(server):
+    program = """
+import os, signal, sys, threading, time, numpy as np, kld
+signal.signal(signal.SIGINT, signal.default_int_handler)
+connection = kld.connect(sys.argv[1])
+q, out = connection.empty((%d, %d)), connection.empty((%d, %d))
+q[:] = 1e-3
+def interrupt():
+    while not connection._held:
+        time.sleep(0.0005)
+    time.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGINT)
+thread = threading.Thread(target=interrupt)
+thread.start()
+try:
+    connection.kl_div(q, q, divergence="js", out={"grad_predictions": out})
+    raise SystemExit("it was faster")
+except KeyboardInterrupt:
+    out[:] = 7
+thread.join()
+time.sleep(0.5)
+print((out == 7).all())
+""" % (ROWS, CLASSES, ROWS, CLASSES)
+    done = subprocess.run([sys.executable, "-c", program, server.url_unix], capture_output=True, text=True, timeout=60,
+                          env=environment())
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_a_server_that_does_not_end_it_is_told_of(make_server, monkeypatch):
+    monkeypatch.setattr(kld._request, "LATE_SECONDS", 0.3)
+    server = make_server()
+    worker = server.child("worker")
+    with kld.connect(server.url_unix) as connection:
+        q, out = connection.empty((100, 1000)), connection.empty((100, 1000))
+        q[:] = 1e-3
+        connection.kl_div(q, q, out={"grad_predictions": out})  # the server knows them
+        suspend(worker)
+        try:
+            start = time.monotonic()
+            with pytest.raises(kld.KldTimeoutError, match="in out may still be written"):
+                connection.kl_div(q, q, out={"grad_predictions": out}, timeout=0.1)
+            assert time.monotonic() - start < 4
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        assert connection.kl_div(q, q, out={"grad_predictions": out}).loss == 0
