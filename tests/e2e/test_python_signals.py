@@ -265,3 +265,48 @@ time.sleep(0.2)
 start = time.monotonic()
 assert connection.kl_div(few, few, timeout=15).loss == 0 and time.monotonic() - start < 15
 """, server.url_unix)
+
+
+@pytest.mark.parametrize("kind, child", [("http", "gateway"), ("unix", "worker")])
+def test_a_daemon_thread_that_waits_in_vain_does_not_keep_the_process(make_server, kind, child):
+    """It asks again and again, of a server that takes requests and answers none."""
+    server = make_server()
+    stopped = server.child(child)
+    with subprocess.Popen([sys.executable, "-c", BEGINNING + """
+q = connection.empty((100, 1000))
+q[:] = 1e-3
+connection.kl_div(q, q)
+print("ready", flush=True)
+sys.stdin.readline()
+def work():
+    while not connection.closed:
+        try:
+            connection.kl_div(q, q)
+        except kld.KldError as error:
+            print(error, flush=True)
+threading.Thread(target=work, daemon=True).start()
+while not connection._pending[0].value:
+    time.sleep(0.002)
+""", server.http if kind == "http" else server.url_unix], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True, env=environment()) as client:
+        try:
+            assert client.stdout.readline() == "ready\n"
+            suspend(stopped)
+            start = time.monotonic()
+            out, err = client.communicate("go\n", timeout=8)
+            assert client.returncode == 0 and "given up" in out, (client.returncode, out, err)
+            assert time.monotonic() - start < 5  # a second, and what a busy machine takes
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+            client.kill()
+
+
+def test_what_a_daemon_thread_computes_here_is_waited_for():
+    run("""
+threading.Thread(target=lambda: connection.kl_div(**long()), daemon=True).start()
+while not connection._pending[0].value:
+    time.sleep(0.002)
+import atexit
+atexit._run_exitfuncs()
+assert connection._handle.value is None and not connection._pending[0].value
+""", "local:cpu")

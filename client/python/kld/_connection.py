@@ -32,8 +32,8 @@ from ._errors import (KldBusyError, KldConnectionError, KldLookupError, KldTimeo
                       KldUnsupportedError, KldValueError, Status)
 from ._memory import Memory
 from ._opening import certificates, one_url, opened
-from ._request import PLANS_MAX, SLICE_MS, Call, Parameters, Plan, check_number, check_shape, row_stride, sizes_of, \
-    timeout_ns
+from ._request import PLANS_MAX, SLICE_MS, Call, Parameters, Plan, check_number, check_shape, exiting, \
+    row_stride, sizes_of, timeout_ns
 
 if TYPE_CHECKING:
     from ._device import Devices
@@ -43,6 +43,7 @@ Made = TypeVar("Made")
 _AT_ONCE = (False,)  # of Lock.acquire()
 # Between two looks for a name that is not there yet, doubled with each: libkld's, too.
 ATTACH_AGAIN, ATTACH_AGAIN_MAX = 0.01, 0.32
+PARTING = 1.0  # seconds for a request that was given up because the interpreter ends
 
 
 @dataclass(frozen=True)
@@ -433,6 +434,8 @@ class Connection:
         """Waits until libkld has no request any more; False: not before then. Under the lock."""
         library, (pending, reference) = _library.library(), self._pending
         while pending.value:
+            if exiting.is_set():
+                until = min(until, time.monotonic() + PARTING)
             if time.monotonic() > until:
                 return False
             library.kld_wait_slice(self._handle, reference, SLICE_MS, self._result_ref, self._error[1])
@@ -475,9 +478,12 @@ class Connection:
 
 
 def _at_exit() -> None:
-    """What still computes must not outlive the interpreter, whose memory it uses."""
+    """What still computes must not outlive the interpreter, whose memory it uses: local: is waited for, whoever asked it.
+    A daemon thread gives up what it waits for."""
+    exiting.set()
     for connection in list(_by_number.values()):
         if connection._pending[0].value:
+            connection._closing = True  # by that thread, which may be faster
             connection.close()
 
 

@@ -10,12 +10,13 @@ import ctypes as c
 import math
 import operator
 import sys
+import threading
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional, Sequence, SupportsFloat, Tuple
 
 import numpy as np
 
 from . import _library
-from ._errors import KldError, KldMemoryError, KldTimeoutError, KldTypeError, KldValueError, Status, from_status
+from ._errors import KldConnectionError, KldError, KldMemoryError, KldTimeoutError, KldTypeError, KldValueError, Status, from_status
 
 if TYPE_CHECKING:
     from ._connection import Connection
@@ -26,6 +27,7 @@ SHARE_BYTES_MIN = 64 << 10
 PLANS_MAX = 64
 SLICE_MS = 100  # Ctrl-C is noticed within this, where no signal wakes the wait
 LATE_SECONDS = 5.0  # so long the end of a request that was given up is waited for
+exiting = threading.Event()  # the interpreter ends: no daemon thread is to wait on
 
 
 class View(NamedTuple):
@@ -460,6 +462,8 @@ def _submit_once(connection: Connection, reference: Any, keep: Any, meanwhile: O
             if not status:
                 meanwhile()
         while pending.value:  # between two looks the interpreter handles signals
+            if exiting.is_set():
+                raise KldConnectionError(Status.UNAVAILABLE, "the process ends; the request was given up")
             status = library.kld_wait_slice(handle, pending_ref, SLICE_MS, result, error_ref)
     except BaseException:
         library.kld_cancel(handle, pending)
@@ -485,12 +489,12 @@ def have_ended(connection: Connection, stream: int, keep: Any) -> bool:
     try:
         status = library.kld_run_slice(connection._handle, c.byref(request), SLICE_MS, pending_ref, connection._result_ref,
                                        error_ref)
-        while pending.value:
+        while pending.value and not exiting.is_set():
             status = library.kld_wait_slice(connection._handle, pending_ref, SLICE_MS, connection._result_ref, error_ref)
     finally:
         if not pending.value:
             connection._held = None
-    return not status and bool(result.attempts == 1)
+    return not (status or pending.value) and bool(result.attempts == 1)
 
 
 __all__ = ["Call", "KldError", "Parameters", "Plan", "View", "again", "check_no_gradient", "check_number",
