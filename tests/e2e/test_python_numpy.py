@@ -291,6 +291,33 @@ def test_arrays_outlive_their_connection(connection):
     mine[:] = 0
 
 
+def mapped(address):
+    """Is there memory at this address?"""
+    with open("/proc/self/maps") as maps:
+        return any(int(line.split("-")[0], 16) <= address < int(line.split("-")[1].split()[0], 16) for line in maps)
+
+
+@pytest.mark.parametrize("kind", ["unix", "local"])
+def test_arrays_that_outlive_their_connection_are_given_back(server, kind):
+    """Also while the closed connection is there yet."""
+    connection = kld.connect(server.url_unix if kind == "unix" else "local:cpu")
+    first, second = (connection.empty((1000, 1000)) for _ in range(2))
+    addresses = first.ctypes.data, second.ctypes.data
+    del first
+    if not (child := os.fork()):
+        try:
+            del second
+            os._exit(10 + mapped(addresses[1]))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 10
+    connection.close()
+    assert mapped(addresses[1]) and not second.flags.owndata
+    second[:] = 1
+    del second
+    assert not mapped(addresses[1]) and not connection._memory._returned
+
+
 def test_results_into_the_callers_arrays(connection):
     wide = np.zeros((96, 600), np.float32)
     out = {"grad_predictions": wide[:, :500], "row_loss": np.zeros(96, np.float32)}

@@ -342,6 +342,8 @@ class Connection:
         finally:
             if got:
                 self._lock.release()
+            if self._memory._returned:  # meanwhile
+                self._tidy()
 
     def _end(self) -> None:
         """Under the lock."""
@@ -463,12 +465,17 @@ class Connection:
 
     def _tidy(self) -> None:
         """Takes in memory that arrays gave back, unless the connection is in use: then its user does it."""
-        if os.getpid() != self._process or not (self._memory._returned or self._dropped) or self._is_mine():
+        if os.getpid() != self._process:
+            self._memory.let_go()  # of the child's mapping, in which nobody takes the lock
+            return
+        if not (self._memory._returned or self._dropped) or self._is_mine():
             return
         got: List[bool] = []
         try:
             got.extend(map(self._lock.acquire, _AT_ONCE))
-            if got[0] and self._handle:
+            if got[0] and not self._handle:
+                self._memory.let_go()
+            elif got[0]:
                 self._memory.collect()
                 while self._dropped:
                     _library.library().kld_region_drop(self._dropped.popleft())

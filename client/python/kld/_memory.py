@@ -187,6 +187,15 @@ class Memory:
         _library.library().kld_region_drop(span.region)
         span.region = c.c_void_p()
 
+    def let_go(self) -> None:
+        """Of what arrays gave back behind end(), or in a child made by fork(). Needs no lock: nothing here is taken
+        any more."""
+        while self._returned:
+            try:
+                self._live.pop(self._returned.popleft().address, None)
+            except IndexError:  # another thread was faster
+                return
+
     def counts(self) -> Tuple[int, int]:
         """Spans, and their bytes."""
         return len(self._live), sum(span.size for span in self._live.values())
@@ -198,4 +207,5 @@ class Memory:
         self._live.clear()
         self._addresses.clear()
         self._cached.clear()
+        self._returned.clear()
         self.cached_bytes = 0
