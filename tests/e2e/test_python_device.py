@@ -4,7 +4,6 @@ no GPU; what the real ones do is in test_python_cuda.py."""
 import ctypes
 import shutil
 import subprocess
-import sys
 import types
 import warnings
 
@@ -13,7 +12,7 @@ import pytest
 from pythonlib import import_kld
 
 kld = import_kld()
-from kld import _cuda, _device, _interface, _library, _ptx, _request  # noqa: E402
+from kld import _cuda, _device, _library, _ptx, _request  # noqa: E402
 
 MB = 1 << 20
 
@@ -609,68 +608,3 @@ def test_the_kernel_assembles(tmp_path):
     for dtype in ("float32", "float64", "float16", "bfloat16"):
         assert _ptx.entry_name(dtype, "float32").encode() in source
     assert _ptx.grid(1, 4) == (1, 256) and _ptx.grid(1 << 30, 4)[0] == _ptx.BLOCKS_MAX
-
-
-# ---- Arrays of other libraries
-
-
-class Foreign:
-    """An array of another library on a GPU, of which only the addresses are looked at."""
-
-    def __init__(self, **more):
-        self.bits = more.pop("bits", (2, 32))
-        self.__cuda_array_interface__ = {"shape": (1, 4), "typestr": "<f4", "data": (4096, False), "strides": None,
-                                         **more}
-        self.asked = []
-
-    def __dlpack_device__(self):
-        return (2, 0)
-
-    def __dlpack__(self, *, stream=None):
-        self.asked.append(stream)
-        shape, strides = (ctypes.c_int64 * 2)(1, 4), (ctypes.c_int64 * 2)(1, 1)
-        self.lent = _interface._DlManaged(tensor=_interface._DlTensor(8192, 2, 0, 2, *self.bits, 1, shape,
-                                                                           strides, 0))
-        return _interface._new_capsule(ctypes.addressof(self.lent), b"dltensor", None)
-
-
-class Bool:
-    """A mask of PyTorch 1.13 on a GPU."""
-
-    def __init__(self, dtype, lends):
-        self.dtype, self.lends, self.__cuda_array_interface__ = dtype, lends, {"typestr": "|b1"}
-
-    def __dlpack_device__(self):
-        return (2, 0)
-
-    def __dlpack__(self, *, stream=None):
-        if self.lends is None:
-            raise RuntimeError("Bool type is not supported by dlpack")
-        return self.lends.__dlpack__(stream=stream)
-
-    def view(self, dtype):
-        self.kept = Foreign(typestr="|u1", bits=(1, 8))  # a real capsule keeps what it lends
-        return Bool(dtype, self.kept)
-
-
-def test_masks_of_a_pytorch_whose_dlpack_has_no_bool(monkeypatch):
-    torch = types.SimpleNamespace(bool=object(), uint8=object(), Tensor=Bool)
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    found = _interface.find("row_mask", Bool(torch.bool, None))
-    assert (found.view.dtype, found.view.address, found.view.shape) == ("uint8", 8192, (1, 4))
-    with pytest.raises(RuntimeError, match="not supported by dlpack"):
-        _interface.find("row_mask", Bool(torch.uint8, None))
-
-
-def test_an_interface_without_a_stream_leaves_it_to_dlpack(monkeypatch):
-    """PyTorch's says nothing of the stream that fills the tensor; DLPack is told who reads it next."""
-    driver = Driver()
-    driver.add(4096, 64)
-    monkeypatch.setattr(_cuda, "driver", lambda: driver)
-    silent = Foreign(version=2)
-    found = _interface.find("x", silent)
-    assert silent.asked == [1] and (found.stream, found.view.address, found.view.strides) == (1, 8192, None)
-    for stream, expected in ((7, 7), (None, 1)):
-        said = Foreign(version=3, stream=stream)
-        found = _interface.find("x", said)
-        assert said.asked == [] and (found.stream, found.view.address) == (expected, 4096)

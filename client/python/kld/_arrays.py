@@ -11,7 +11,7 @@ import numpy as np
 
 from . import _share
 from ._errors import KldTypeError, KldUnsupportedError, KldValueError, Status
-from ._request import Call, View, check_no_gradient
+from ._request import Call, View, check_no_gradient, no_gradient
 
 if TYPE_CHECKING:
     from ._connection import Connection
@@ -144,6 +144,13 @@ def check_out(out: Any) -> Mapping[str, Any]:
     return out
 
 
+def _has(value: Any, name: str) -> bool:
+    try:
+        return hasattr(value, name)
+    except Exception:  # _interface.find() knows: PyTorch's property has no bfloat16 and bool, and raises KeyError
+        return True
+
+
 class Sides:
     """The two tensors of a request, wherever each is: an array, one on a GPU, or an attached one."""
 
@@ -169,7 +176,7 @@ class Sides:
         return view
 
     def _on_gpu(self, name: str, value: Any) -> Optional[View]:
-        if not hasattr(value, "__cuda_array_interface__") and not hasattr(value, "__dlpack_device__"):
+        if not _has(value, "__cuda_array_interface__") and not _has(value, "__dlpack_device__"):
             return None
         from . import _interface
         found = _interface.find(name, value)
@@ -198,7 +205,11 @@ class Sides:
         return view
 
     def output_of(self, slot: str, array: Any, dtype: str, shape: Tuple[int, ...]) -> View:
-        view = None if isinstance(array, np.ndarray) else self._on_gpu(f"out[{slot!r}]", array)
+        if isinstance(array, np.ndarray):
+            return output_of(slot, array, dtype, shape)
+        if getattr(array, "requires_grad", False):  # a tensor of PyTorch's, whose memory it shows nobody
+            raise KldValueError(Status.INVALID, no_gradient(f"out[{slot!r}]"))
+        view = self._on_gpu(f"out[{slot!r}]", array)
         if view is None:
             return output_of(slot, array, dtype, shape)
         if view.dtype != dtype or view.shape != shape or self._found[-1].read_only:
