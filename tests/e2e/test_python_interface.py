@@ -94,3 +94,29 @@ def test_an_interface_without_a_stream_leaves_it_to_dlpack(monkeypatch):
         said = Foreign(version=3, stream=stream)
         found = _interface.find("x", said)
         assert said.asked == [] and (found.stream, found.view.address) == (expected, 4096)
+
+
+# ---- Ours
+
+
+@pytest.fixture
+def lent():
+    """A DeviceArray of memory that is none."""
+    made = object.__new__(_interface.DeviceArray)
+    made.ordinal, made.shape, made._dtype, made.nbytes, made._address = 1, (2, 3), "float32", 24, 8192
+    return made
+
+
+def test_what_dlpack_may_ask_for(lent):
+    for more in ({}, {"copy": False}, {"copy": None, "dl_device": (2, 1), "max_version": (1, 0)}, {"stream": 7}):
+        capsule = lent.__dlpack__(**more)
+        tensor = ctypes.cast(_interface._capsule_pointer(capsule, b"dltensor"),
+                             ctypes.POINTER(_interface._DlManaged)).contents.tensor
+        assert (tensor.data, tensor.device_type, tensor.device) == (8192, 2, 1)
+    del capsule, tensor
+    with pytest.raises(BufferError, match="without a copy"):
+        lent.__dlpack__(copy=True)
+    for other in ((1, 0), (2, 0)):
+        with pytest.raises(BufferError, match="on its GPU"):
+            lent.__dlpack__(dl_device=other)
+    assert not _interface._lent

@@ -146,8 +146,14 @@ class DeviceArray:
     def __dlpack_device__(self) -> Tuple[int, int]:
         return _KDL_CUDA, self.ordinal
 
-    def __dlpack__(self, *, stream: Any = None, **more: Any) -> Any:
-        """What wrote it has ended, so any stream may read it."""
+    def __dlpack__(self, *, stream: Any = None, max_version: Optional[Tuple[int, int]] = None,
+                   dl_device: Optional[Tuple[int, int]] = None, copy: Optional[bool] = None) -> Any:
+        """What wrote it has ended, so any stream may read it. It is lent, there where it lies, or not at all."""
+        if copy:
+            raise BufferError(f"{self!r} is lent without a copy; expected copy=False or None")
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError(f"{self!r} is lent on its GPU, DLPack's device {self.__dlpack_device__()}, not on "
+                              f"{tuple(dl_device)}; `numpy()` copies it to the CPU")
         rank = len(self.shape)
         shape = (c.c_int64 * max(rank, 1))(*self.shape)
         strides = (c.c_int64 * max(rank, 1))(*(math.prod(self.shape[axis + 1:]) for axis in range(rank)))
