@@ -4,6 +4,7 @@ import ctypes
 import sys
 import types
 
+import numpy as np
 import pytest
 
 from pythonlib import import_kld
@@ -120,3 +121,10 @@ def test_what_dlpack_may_ask_for(lent):
         with pytest.raises(BufferError, match="on its GPU"):
             lent.__dlpack__(dl_device=other)
     assert not _interface._lent
+
+
+def test_numpy_makes_no_object_of_it(lent):
+    assert lent.ndim == np.ndim(lent) == 2
+    for use in (np.asarray, np.array, lambda array: np.add(array, 1), lambda array: np.zeros((2, 3)) - array):
+        with pytest.raises(kld.KldTypeError, match=r"`numpy\(\)` copies it"):
+            use(lent)

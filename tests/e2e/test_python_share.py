@@ -54,6 +54,9 @@ def test_attached_in_the_place_of_an_array(connections):
             teacher.kl_div(mine, attached)
         with pytest.raises(ValueError, match="must be the same"):
             student.kl_div(mine[1:], attached)
+        for tensor, instead in ((attached, "give it to kl_div"), (published, "that is its `array`")):
+            with pytest.raises(TypeError, match=instead):
+                np.asarray(tensor)
     with pytest.raises(ConnectionError, match="was closed"):
         student.kl_div(mine, attached)
 

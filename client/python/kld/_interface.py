@@ -164,6 +164,14 @@ class DeviceArray:
         _lent[address] = managed, shape, strides, self
         return _new_capsule(address, b"dltensor", c.cast(_capsule_end, c.c_void_p))
 
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __array__(self, *_: Any, **more: Any) -> Any:
+        """NumPy would make an object array of one of it, without a word."""
+        raise KldTypeError(Status.INVALID, f"{self!r} is no array of NumPy's; `numpy()` copies it to the CPU")
+
     def numpy(self) -> np.ndarray[Any, Any]:
         made = np.empty(self.shape, self.dtype)
         gpu = _cuda.gpu(self.ordinal)

@@ -26,6 +26,8 @@ _DTYPE_OF = {number: name for name, number in _library.DTYPE.items()}
 class _Shared:
     """What both ends have: a name, a shape, an end."""
 
+    _instead: str
+
     def __init__(self, connection: Connection, name: str, form: str, dtype: str, shape: Tuple[int, ...]) -> None:
         self.connection, self.name, self.form = connection, name, form
         self.dtype, self.shape = dtype, shape
@@ -40,6 +42,10 @@ class _Shared:
     def __exit__(self, kind: Optional[Type[BaseException]], value: Optional[BaseException],
                  traceback: Optional[TracebackType]) -> None:
         _quietly(self.close, kind is not None)
+
+    def __array__(self, *_: Any, **more: Any) -> Any:
+        """NumPy would make an object array of one of it, without a word."""
+        raise KldTypeError(Status.INVALID, f"{self!r} is no array of NumPy's: {self._instead}")
 
     def __repr__(self) -> str:
         end = " (closed)" if self.closed else ""
@@ -58,6 +64,8 @@ def _quietly(close: Callable[[], None], wanted: bool) -> None:
 class Published(_Shared):
     """A tensor that others may attach to, until close() or the end of the connection. `array` is what they
     see: the one that was given, or its copy in shared memory; write new values there."""
+
+    _instead = "that is its `array`"
 
     def __init__(self, connection: Connection, name: str, form: str, view: View, array: Any) -> None:
         super().__init__(connection, name, form, view.dtype, view.shape)
@@ -95,6 +103,8 @@ class Published(_Shared):
 
 class Attached(_Shared):
     """A tensor of another process, for kl_div() in the place of an array, as often as wanted."""
+
+    _instead = "its numbers are not in this process; give it to kl_div() as it is"
 
     def __init__(self, connection: Connection, name: str, region: c.c_void_p, tensor: _library.TensorView) -> None:
         super().__init__(connection, name, _library.FORMS[tensor.form], _DTYPE_OF[tensor.dtype],
