@@ -476,12 +476,14 @@ def test_no_memory_for_a_larger_buffer(world, monkeypatch):
     region, _ = devices._bounce(where, "predictions", 16 * MB)
     first = next(iter(devices._bounces.values()))[0]
 
-    def none(size):
-        raise kld.KldError(kld.Status.INTERNAL, "out of memory")
+    real = object.__new__(_cuda.Driver)
+    real.library = types.SimpleNamespace(cuMemAlloc_v2=lambda *ignored: 2)
     with monkeypatch.context() as patch:
-        patch.setattr(gpu, "allocate", none, raising=False)
-        with pytest.raises(kld.KldError, match="out of memory"):
+        patch.setattr(gpu, "allocate", lambda size: real.call("cuMemAlloc_v2", size), raising=False)
+        with pytest.raises(MemoryError, match="out of memory") as caught:
             devices._bounce(where, "predictions", 600 * MB)
+    assert isinstance(caught.value, kld.KldMemoryError) and caught.value.status == kld.Status.NO_MEMORY
+    assert _cuda.failed("cuMemAlloc_v2", 1).status == kld.Status.INTERNAL
     driver.remove(first)
     again, _ = devices._bounce(where, "predictions", 8 * MB)
     assert again is not region and next(iter(devices._bounces.values()))[0] != first

@@ -14,7 +14,7 @@ import os
 from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 from . import _ptx
-from ._errors import KldError, KldUnsupportedError, Status
+from ._errors import KldError, KldMemoryError, KldUnsupportedError, Status
 
 HANDLE_BYTES = 64
 _POSIX_FD = 1
@@ -30,7 +30,8 @@ _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 # CU_POINTER_ATTRIBUTE_: MEMORY_TYPE, BUFFER_ID, DEVICE_ORDINAL, IS_LEGACY_CUDA_IPC_CAPABLE,
 # RANGE_START_ADDR, RANGE_SIZE
 _ATTRIBUTES = (2, 7, 9, 10, 11, 12)
-_NAMES = {1: "an argument is wrong", 2: "out of memory", 100: "no GPU", 201: "no context", 700: "a kernel failed",
+_OUT_OF_MEMORY = 2
+_NAMES = {1: "an argument is wrong", _OUT_OF_MEMORY: "out of memory", 100: "no GPU", 201: "no context", 700: "a kernel failed",
           801: "not supported"}
 
 
@@ -49,7 +50,8 @@ class Allocation(NamedTuple):
 
 
 def failed(name: str, status: int) -> KldError:
-    return KldError(Status.INTERNAL, f"{name}: {_NAMES.get(status, 'failed')} (CUDA error {status})")
+    text = f"{name}: {_NAMES.get(status, 'failed')} (CUDA error {status})"
+    return KldMemoryError(Status.NO_MEMORY, text) if status == _OUT_OF_MEMORY else KldError(Status.INTERNAL, text)
 
 
 class Driver:
