@@ -75,6 +75,11 @@ with kld.connect("local:") as connection:
     made: kld.Result = kld.kl_div([1.0], [1.0])
     shape: tuple[int, ...] = kld.empty((2, 3), dtype=np.float64).shape
     module: type = kld.nn.KLDivLoss
+    loss = kld.nn.KLDivLoss(temperature=2.0, reduction="batchmean", input_form="logits")
+    kld.kl_div([1.0], [1.0], grad=np.bool_(False))
+    with connection.attach("name") as attached, connection.publish("name", np.ones((2, 3))) as published:
+        number: int = attached.owner_uid
+        form: str = published.form
 """
 
 
@@ -96,12 +101,14 @@ def test_types(tmp_path):
     (tmp_path / "bad.py").write_text(USER + "    connection.empty('wide')\n"
                                      "    connection.kl_div([1.0], [1.0], wrong=1)\n"
                                      "    kld.kl_div([1.0], [1.0], bad=1)\n    kld.attach(7)\n"
-                                     "    kld.empty(2, type='float32')\n    kld.nothing\n")
+                                     "    kld.empty(2, type='float32')\n    kld.nothing\n"
+                                     "    kld.nn.KLDivLoss(temprature=2.0)\n    attached.wide\n    published.wide\n")
     good = check(config, "good.py", cwd=tmp_path)
     assert good.returncode == 0, good.stdout + good.stderr
     bad = check(config, "bad.py", cwd=tmp_path)
     for text in ('incompatible type "str"', 'argument "wrong"', 'argument "bad"', 'incompatible type "int"',
-                 'argument "type"', 'no attribute "nothing"'):
+                 'argument "type"', 'no attribute "nothing"', 'argument "temprature"', '"Attached" has no attribute "wide"',
+                 '"Published" has no attribute "wide"'):
         assert text in bad.stdout, bad.stdout
 
 

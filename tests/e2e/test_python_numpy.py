@@ -94,6 +94,7 @@ def test_gradients_that_are_asked_for(connection):
 
     assert which() == (True, False) and which(grad=False) == (False, False)
     assert which(grad="targets") == (False, True) and which(grad=["targets", "predictions"]) == (True, True)
+    assert which(grad=np.bool_(True)) == (True, False) and which(grad=np.bool_(False)) == (False, False)
     g = np.random.default_rng(3).random(SHAPE)
     by_element = connection.kl_div(Q, P, reduction="none", grad_output=g)
     np.testing.assert_allclose(by_element.grad_predictions, -P64 / Q64 * g, rtol=1e-6)

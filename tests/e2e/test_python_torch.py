@@ -1,5 +1,6 @@
 """kld from PyTorch, held against torch.nn.functional.kl_div of the torch at hand, on the CPU: every reduction
 x log_target x dtype x shape, values and gradients, errors; autograd; where kld differs by choice."""
+import inspect
 import pickle
 import threading
 import warnings
@@ -124,6 +125,10 @@ def test_the_defaults_are_pytorchs(connection):
     module = nn.KLDivLoss(reduction="batchmean", log_target=True, divergence="js", connection=connection)
     assert repr(module) == "KLDivLoss(reduction='batchmean', log_target=True, divergence='js')"
     assert float(module(q, data((6, 11), log_target=True)[1])) > 0
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'temprature'"):
+        nn.KLDivLoss(temprature=2.0)
+    named = {name for name, one in inspect.signature(functional.kl_div).parameters.items() if one.kind == one.KEYWORD_ONLY}
+    assert set(nn.Options.__annotations__) == named - {"connection"}
     zero = torch.tensor(-0.5), torch.tensor(0.3)
     for reduction in ("none", "mean", "sum"):
         mine = functional.kl_div(*zero, reduction=reduction, connection=connection)

@@ -73,8 +73,8 @@ class Result:
     attempts: int  #: more than 1 where a lost server made libkld ask again
 
 
-def gradients_wanted(grad: Union[bool, str, Sequence[str]]) -> Tuple[str, ...]:
-    if isinstance(grad, bool):
+def gradients_wanted(grad: Union[bool, np.bool_, str, Sequence[str]]) -> Tuple[str, ...]:
+    if isinstance(grad, (bool, np.bool_)):
         return ("predictions",) if grad else ()
     names = ({"both": GRADIENTS}.get(grad, (grad,)) if isinstance(grad, str) else
              tuple(grad) if isinstance(grad, (tuple, list, set, frozenset)) else (grad,))
@@ -155,7 +155,7 @@ class Connection:
                temperature: Optional[SupportsFloat] = None, beta: Optional[SupportsFloat] = None,
                skew: Optional[SupportsFloat] = None, weight: Optional[SupportsFloat] = None,
                scale: Optional[SupportsFloat] = None, normalizer: Optional[SupportsFloat] = None,
-               row_weights: Any = None, row_mask: Any = None, grad: Union[bool, str, Sequence[str]] = True,
+               row_weights: Any = None, row_mask: Any = None, grad: Union[bool, np.bool_, str, Sequence[str]] = True,
                grad_output: Any = None, row_loss: bool = False,
                out: Optional[Mapping[str, Any]] = None,
                timeout: Optional[float] = None) -> Result:

@@ -9,7 +9,7 @@ import ctypes as c
 import math
 import operator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Callable, Optional, Sequence, Tuple, Type
+from typing import TYPE_CHECKING, Any, Callable, Optional, Sequence, Tuple, Type, TypeVar
 
 from . import _library
 from ._errors import KldConnectionError, KldError, KldTypeError, KldValueError, Status
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 UIDS_END = (1 << 32) - 1  # behind the last: it means nobody
 
+Self = TypeVar("Self", bound="_Shared")
 _DTYPE_OF = {number: name for name, number in _library.DTYPE.items()}
 
 
@@ -36,7 +37,7 @@ class _Shared:
     def close(self) -> None:
         raise NotImplementedError
 
-    def __enter__(self) -> Any:
+    def __enter__(self: Self) -> Self:
         return self
 
     def __exit__(self, kind: Optional[Type[BaseException]], value: Optional[BaseException],
