@@ -260,6 +260,26 @@ def test_ctrl_c_gives_a_request_up(make_server):
             client.kill()
 
 
+def test_attach_holds_its_timeout_where_the_server_does_not_answer(make_server):
+    server = make_server()
+    worker = server.child("worker")
+    with kld.connect(server.url_unix) as connection:
+        q = probabilities(1, SHAPE)
+        suspend(worker)
+        try:
+            for call, error in (((lambda: connection.attach("test/left", timeout=0.2)), "did not answer within"),
+                                ((lambda: connection.kl_div(q, q, timeout=0.1)), "behind another request")):
+                start = time.monotonic()
+                with pytest.raises(kld.KldTimeoutError, match=error):
+                    call()
+                assert time.monotonic() - start < 3
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        assert connection.kl_div(q, q).loss == 0
+        with pytest.raises(kld.KldLookupError):
+            connection.attach("test/left", timeout=0.2)
+
+
 def test_memory_of_a_published_array_goes_with_it(server):
     with kld.connect(server.url_unix) as connection:
         first = connection._memory.counts()[0]

@@ -310,3 +310,69 @@ import atexit
 atexit._run_exitfuncs()
 assert connection._handle.value is None and not connection._pending[0].value
 """, "local:cpu")
+
+
+ASKED = """
+few = connection.empty((4, 8))
+few[:] = 1 / 8
+connection.kl_div(few, few)
+other = kld.connect(sys.argv[1])
+there = other.publish("test/there", few)
+before = connection.stats()["regions"]
+print("ready", flush=True)
+sys.stdin.readline()
+start = time.monotonic()
+try:
+    interrupt(0.3)
+    connection.%s
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+assert time.monotonic() - start < 3, time.monotonic() - start
+%s
+"""
+CALLS = ["ping()", "stats()", 'publish("test/left", few)', 'attach("test/there")', 'attach("test/there", timeout=9)']
+
+
+def ask_stopped(make_server, call, then, go_on):
+    server = make_server()
+    worker = server.child("worker")
+    with subprocess.Popen([sys.executable, "-c", BEGINNING + ASKED % (call, then), server.url_unix],
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          env=environment()) as client:
+        try:
+            assert client.stdout.readline() == "ready\n"
+            suspend(worker)
+            client.stdin.write("go\n")
+            client.stdin.flush()
+            said = client.stdout.readline()
+            if go_on:
+                os.kill(worker, signal.SIGCONT)
+            out, err = client.communicate("go\n", timeout=30)
+            assert client.returncode == 0, (out, err)
+            return said, out
+        finally:
+            os.kill(worker, signal.SIGCONT)
+            client.kill()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_ctrl_c_ends_a_call_that_the_server_does_not_answer(make_server, call):
+    """And what comes of it later is taken back."""
+    assert ask_stopped(make_server, call, """
+sys.stdin.readline()
+connection.publish("test/left", few).close()
+for _ in range(100):
+    if connection.stats()["regions"] == before:
+        break
+    time.sleep(0.02)
+print(connection._asked, connection.stats()["regions"] - before, connection.kl_div(few, few).loss)
+""", go_on=True) == ("interrupted\n", "None 0 0.0\n")
+
+
+@pytest.mark.parametrize("call", CALLS[1:4])
+def test_close_does_not_wait_for_a_call_that_was_left(make_server, call):
+    assert ask_stopped(make_server, call, """
+connection.close()
+few[:] = 1
+assert connection.closed and time.monotonic() - start < 3, time.monotonic() - start
+""", go_on=False) == ("interrupted\n", "")

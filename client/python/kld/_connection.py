@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Callable, Deque, Dict, List, Mapping, Opt
 import numpy as np
 
 from . import _arrays, _library, _share
+from ._asking import Question, ask
 from ._errors import (KldBusyError, KldConnectionError, KldLookupError, KldTimeoutError, KldTypeError,
                       KldUnsupportedError, KldValueError, Status)
 from ._memory import Memory
@@ -43,6 +44,7 @@ Made = TypeVar("Made")
 _AT_ONCE = (False,)  # of Lock.acquire()
 # Between two looks for a name that is not there yet, doubled with each: libkld's, too.
 ATTACH_AGAIN, ATTACH_AGAIN_MAX = 0.01, 0.32
+ANSWER_SECONDS = 0.5  # at least, for a server that is asked
 PARTING = 1.0  # seconds for a request that was given up because the interpreter ends
 
 
@@ -124,6 +126,7 @@ class Connection:
         self._is_mine: Callable[[], bool] = getattr(self._lock, "_is_owned")
         self._closing = False  # close() came inside of a request
         self._held: Any = None  # a Call: what libkld has a request for keeps its memory, whatever was raised
+        self._asked: Optional[Question] = None  # likewise: another thread has libkld's connection until it has ended
         self._waited_ns = 0  # of a request's timeout, for the lock
         self._dropped: Deque[Any] = collections.deque()  # regions of attached tensors that are gone; any thread
         self._process = os.getpid()
@@ -280,7 +283,8 @@ class Connection:
 
     def attach(self, name: str, *, timeout: float = 0.0, uid: Optional[int] = None) -> _share.Attached:
         """A tensor that another process of this user (or of the user `uid`, who named this one) has published,
-        for kl_div() in the place of an array. timeout: seconds to wait for it, then KldLookupError."""
+        for kl_div() in the place of an array. timeout: seconds to wait for it, then KldLookupError; KldTimeoutError where
+        the server says nothing."""
         seconds = check_number("timeout", timeout)
         if not 0 <= seconds < 1e9:
             raise KldValueError(Status.INVALID, f"timeout is a number of seconds from 0 on, not {timeout}")
@@ -288,7 +292,8 @@ class Connection:
         while True:  # here, and not in libkld: for signals, and for requests of other threads
             left = until - time.monotonic()
             try:
-                return self._alone(lambda: _share.attach(self, name, uid), max(left, ATTACH_AGAIN) if seconds else None)
+                limit = max(left, ANSWER_SECONDS) if seconds else None
+                return self._alone(lambda: _share.attach(self, name, uid, limit), max(left, ATTACH_AGAIN) if seconds else None)
             except KldLookupError as error:
                 if error.status != Status.NOT_FOUND or left <= 0:
                     raise
@@ -306,13 +311,13 @@ class Connection:
     def ping(self) -> float:
         """Seconds of a round trip that computes nothing."""
         spent = c.c_uint64()
-        self._alone(lambda: _library.call("kld_ping", self._handle, c.byref(spent)))
+        self._alone(lambda: ask(self, "kld_ping", self._handle, c.byref(spent)))
         return float(spent.value) * 1e-9
 
     def stats(self) -> Dict[str, int]:
         """The server's counters; over http: read /metrics instead."""
         stats = _library.ServerStats()
-        self._alone(lambda: _library.call("kld_stats", self._handle, c.byref(stats)))
+        self._alone(lambda: ask(self, "kld_stats", self._handle, c.byref(stats)))
         return {name: int(getattr(stats, name)) for name, *_ in stats._fields_}
 
     @property
@@ -349,10 +354,11 @@ class Connection:
         """Under the lock."""
         end, nothing, may_end = _library.library().kld_close, c.c_void_p(), True
         if self._handle and self._gpus is not None:
+            self._finish_asking()
             may_end = self._gpus.unpin()
         handle, self._handle = self._handle, nothing
         if handle:
-            if may_end:
+            if may_end and not (self._asked and self._asked.close_behind(handle)):
                 end(handle)  # waits for what local: still computes
             self._held, self._pending[0].value = None, 0
             self._memory.end()
@@ -406,7 +412,7 @@ class Connection:
             # What acquire() says is in `got` before any signal is looked for.
             got.extend(map(self._lock.acquire, _AT_ONCE))
             self._waited_ns = 0
-            if not got[0] or self._pending[0].value:
+            if not got[0] or self._pending[0].value or self._asked:
                 self._wait_for_turn(got, timeout)
             if not self._handle:
                 raise KldConnectionError(Status.UNAVAILABLE, "this connection was closed")
@@ -435,6 +441,8 @@ class Connection:
     def _finish(self, until: float = math.inf) -> bool:
         """Waits until libkld has no request any more; False: not before then. Under the lock."""
         library, (pending, reference) = _library.library(), self._pending
+        if not self._finish_asking(until):
+            return False
         while pending.value:
             if exiting.is_set():
                 until = min(until, time.monotonic() + PARTING)
@@ -442,6 +450,12 @@ class Connection:
                 return False
             library.kld_wait_slice(self._handle, reference, SLICE_MS, self._result_ref, self._error[1])
         self._held = None
+        return True
+
+    def _finish_asking(self, until: float = math.inf) -> bool:
+        if self._asked and not self._asked.wait(-1.0 if until == math.inf else max(0.0, until - time.monotonic())):
+            return False
+        self._asked = None
         return True
 
     def _devices(self) -> Devices:
@@ -475,7 +489,7 @@ class Connection:
             got.extend(map(self._lock.acquire, _AT_ONCE))
             if got[0] and not self._handle:
                 self._memory.let_go()
-            elif got[0]:
+            elif got[0] and not self._asked:
                 self._memory.collect()
                 while self._dropped:
                     _library.library().kld_region_drop(self._dropped.popleft())

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Callable, Optional, Sequence, Tuple, Type, TypeVar
 
 from . import _library
+from ._asking import ask
 from ._errors import KldConnectionError, KldError, KldTypeError, KldValueError, Status
 from ._request import View, row_stride
 
@@ -99,7 +100,7 @@ class Published(_Shared):
         self.connection._published.discard(self)
         if self._view.ordinal is not None:
             self.connection._devices().let_go(self)
-        _library.call("kld_detach", self.connection._handle, check_name(self.name))
+        ask(self.connection, "kld_detach", self.connection._handle, check_name(self.name))
 
 
 class Attached(_Shared):
@@ -108,10 +109,10 @@ class Attached(_Shared):
     _instead = "its numbers are not in this process; give it to kl_div() as it is"
 
     def __init__(self, connection: Connection, name: str, region: c.c_void_p, tensor: _library.TensorView) -> None:
+        self._region = region  # before it counts as open
         super().__init__(connection, name, _library.FORMS[tensor.form], _DTYPE_OF[tensor.dtype],
                          tuple(tensor.shape[:tensor.rank]))
         self.owner_uid = int(tensor.owner_uid)  #: whose it is
-        self._region = region
         self._stride = int(tensor.row_stride_bytes)
 
     def check_open(self) -> None:
@@ -195,7 +196,9 @@ def publish(connection: Connection, name: str, form: str, view: View, uids: Sequ
     tensor.shape[:len(view.shape)] = view.shape
     numbers = [check_uid(uid) for uid in uids]
     users = (c.c_uint32 * max(len(numbers), 1))(*numbers)
-    _library.call("kld_publish", connection._handle, check_name(name), found[0], c.byref(tensor), users, len(numbers))
+    handle, text = connection._handle, check_name(name)
+    ask(connection, "kld_publish", handle, text, found[0], c.byref(tensor), users, len(numbers), keep=array,
+        undo=lambda: _library.call("kld_detach", handle, text))
     made = Published(connection, name, form, view, array)
     if view.ordinal is not None:
         connection._devices().pin(found[0], made)
@@ -203,12 +206,11 @@ def publish(connection: Connection, name: str, form: str, view: View, uids: Sequ
     return made
 
 
-def attach(connection: Connection, name: str, uid: Optional[int]) -> Attached:
-    """Under the lock."""
+def attach(connection: Connection, name: str, uid: Optional[int], seconds: Optional[float]) -> Attached:
+    """Under the lock. seconds: for an answer."""
     region, tensor = c.c_void_p(), _library.TensorView()
     wanted = check_name(name), 0, c.byref(region), c.byref(tensor)
-    if uid is None:
-        _library.call("kld_attach", connection._handle, *wanted)
-    else:
-        _library.call("kld_attach_from", connection._handle, check_uid(uid), *wanted)
+    how = ("kld_attach",) if uid is None else ("kld_attach_from", check_uid(uid))
+    ask(connection, how[0], connection._handle, *how[1:], *wanted, seconds=seconds,
+        undo=lambda: _library.library().kld_region_drop(region))
     return Attached(connection, name, region, tensor)
