@@ -1,9 +1,11 @@
 """Arrays given as `out` behind a request that was given up: a server that shares them writes no more when it is said."""
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -73,6 +75,26 @@ print((out == 7).all())
     done = subprocess.run([sys.executable, "-c", program, server.url_unix], capture_output=True, text=True, timeout=60,
                           env=environment())
     assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.parametrize("status, attempts, waits", [("DEADLINE", 1, True), ("CANCELLED", 2, True), ("DEADLINE", 0, False),
+                                                     ("UNAVAILABLE", 1, False), (None, 1, True)])
+def test_it_is_waited_for_on_the_stream_of_the_request(monkeypatch, status, attempts, waits):
+    """As of tensors on a GPU. Not what was never sent, nor what has ended."""
+    error = KeyboardInterrupt() if status is None else kld._errors.from_status(kld.Status[status], "why")
+    call, asked = object.__new__(kld._request.Call), []
+    for name, value in {"connection": types.SimpleNamespace(_pending=[ctypes.c_uint64()]), "where": None, "in_place": True,
+                        "result": types.SimpleNamespace(attempts=attempts), "_shared_out": True, "_written": [],
+                        "request": kld._library.Request(stream=5), "_reference": None, "_meanwhile": None}.items():
+        setattr(call, name, value)
+    monkeypatch.setattr(kld._request, "have_ended", lambda connection, stream, keep: asked.append((stream, keep)) or True)
+
+    def submit(*_):
+        raise error
+    monkeypatch.setattr(kld._request, "submit", submit)
+    with pytest.raises(type(error)):
+        call.submit()
+    assert asked == ([(5, call)] if waits else [])
 
 
 def test_a_server_that_does_not_end_it_is_told_of(make_server, monkeypatch):
