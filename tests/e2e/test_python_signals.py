@@ -376,3 +376,21 @@ connection.close()
 few[:] = 1
 assert connection.closed and time.monotonic() - start < 3, time.monotonic() - start
 """, go_on=False) == ("interrupted\n", "")
+
+
+def test_where_no_thread_can_be_started_the_call_is_made_all_the_same(server):
+    """As at the interpreter's end, where atexit calls one that ends a publication (Python 3.12 starts no thread there)."""
+    run("""
+import _thread
+def none(*ignored):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+_thread.start_new_thread = none
+assert connection.ping() > 0
+published = connection.publish("test/end", connection.empty((2, 3)))
+published.close()
+try:
+    connection.attach("test/end")
+    raise SystemExit("it is still there")
+except LookupError:
+    pass
+""", server.url_unix)

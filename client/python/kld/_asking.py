@@ -27,8 +27,13 @@ class Question:
         self.error: Optional[BaseException] = None
         self._over.acquire()
 
-    def start(self) -> None:
-        self._started.extend(map(_thread.start_new_thread, (self._work,), ((),)))  # no signal in between
+    def start(self) -> bool:
+        """False: there is no other thread, as at the interpreter's end."""
+        try:
+            self._started.extend(map(_thread.start_new_thread, (self._work,), ((),)))  # no signal in between
+        except RuntimeError:
+            return False
+        return True
 
     def _work(self) -> None:
         try:
@@ -91,7 +96,10 @@ def ask(connection: Connection, name: str, *arguments: Any, seconds: Optional[fl
     question = Question(name, arguments, keep, undo)
     try:
         connection._asked = question
-        question.start()
+        if not question.start():
+            connection._asked = None
+            _library.call(name, *arguments)
+            return
         in_time = question.wait(-1.0 if seconds is None else seconds)
         if not in_time:
             raise KldTimeoutError(Status.DEADLINE, f"the server did not answer within {seconds:g} s")
