@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "client/cli/cli.h"
+#include "client/cli/result_file.h"
 #include "client/cli/tensor_file.h"
 
 #define PROGRESS_BYTES_MIN (8u << 20) /* shorter uploads are over before one looks */
@@ -29,6 +30,7 @@ struct division {
     struct kld_geometry geometry;
     struct kld_tensor_file inputs[KLD_SLOT_COUNT];
     struct kld_array outputs[KLD_SLOT_COUNT];
+    struct kld_result_file files[KLD_SLOT_COUNT]; /* of the outputs */
     struct kld_connection *connection;
     struct kld_server_info info;
     struct kld_result result;
@@ -180,12 +182,6 @@ static enum kld_status prepare_outputs(const struct div_options *options, struct
         enum kld_status status = kld_tensor_file_check(options->files[slot], dtypes[slot], err);
         if (status)
             return status;
-        for (uint32_t other = 0; other < slot; other++)
-            if (kld_slot_is_output(other) && options->files[other] &&
-                strcmp(options->files[other], options->files[slot]) == 0)
-                return kld_error_set(err, KLD_INVALID, "%.100s is to hold two results: %s and %s",
-                                     options->files[slot], kld_slot_name(other),
-                                     kld_slot_name(slot));
         array->dtype = dtypes[slot];
         op->tensor[slot].dtype = dtypes[slot];
         output_shape(op, (enum kld_slot)slot, array);
@@ -201,10 +197,38 @@ static enum kld_status prepare_outputs(const struct div_options *options, struct
     return KLD_OK;
 }
 
+static size_t header_of(const struct div_options *options, const struct division *division,
+                        uint32_t slot, char ret_header[KLD_TENSOR_FILE_HEADER_BYTES]) {
+    return kld_tensor_file_header(options->files[slot], kld_slot_name(slot),
+                                  &division->outputs[slot], ret_header);
+}
+
+static enum kld_status open_outputs(const struct div_options *options, struct division *division,
+                                    struct kld_error *err) {
+    struct kld_result_file *files = division->files;
+    char header[KLD_TENSOR_FILE_HEADER_BYTES];
+    for (uint32_t slot = 0; slot < KLD_SLOT_COUNT; slot++) {
+        if (!division->outputs[slot].bytes)
+            continue;
+        uint64_t bytes = header_of(options, division, slot, header) + division->outputs[slot].bytes;
+        enum kld_status status =
+            kld_result_file_open(options->files[slot], bytes, &files[slot], err);
+        if (status)
+            return status;
+        for (uint32_t other = 0; other < slot; other++)
+            if (files[other].name && kld_result_file_same(&files[other], &files[slot]))
+                return kld_error_set(err, KLD_INVALID, "%.100s is to hold two results: %s and %s",
+                                     options->files[slot], kld_slot_name(other),
+                                     kld_slot_name(slot));
+    }
+    return KLD_OK;
+}
+
 static void division_close(struct division *division) {
     kld_close(division->connection);
     for (int slot = 0; slot < KLD_SLOT_COUNT; slot++) {
         kld_tensor_file_close(&division->inputs[slot]);
+        kld_result_file_close(&division->files[slot]);
         if (division->outputs[slot].bytes && division->request.bytes[slot].data)
             munmap(division->request.bytes[slot].data, division->outputs[slot].bytes);
     }
@@ -284,14 +308,19 @@ static void print_results(const struct div_options *options, const struct divisi
                 (double)division->result.total_ns / 1e6);
 }
 
-static enum kld_status write_results(const struct div_options *options,
-                                     const struct division *division, struct kld_error *err) {
+/* All of them are whole before one has its name. */
+static enum kld_status write_results(const struct div_options *options, struct division *division,
+                                     struct kld_error *err) {
+    char header[KLD_TENSOR_FILE_HEADER_BYTES];
     enum kld_status status = KLD_OK;
     for (uint32_t slot = 0; slot < KLD_SLOT_COUNT && !status; slot++)
-        if (division->outputs[slot].bytes)
-            status = kld_tensor_file_write(options->files[slot], kld_slot_name(slot),
-                                           &division->outputs[slot],
-                                           division->request.bytes[slot].data, err);
+        if (division->files[slot].name)
+            status = kld_result_file_write(
+                &division->files[slot], header, header_of(options, division, slot, header),
+                division->request.bytes[slot].data, division->outputs[slot].bytes, err);
+    for (uint32_t slot = 0; slot < KLD_SLOT_COUNT && !status; slot++)
+        if (division->files[slot].name)
+            status = kld_result_file_place(&division->files[slot], err);
     return status;
 }
 
@@ -309,7 +338,8 @@ static enum kld_status prepare(const struct div_options *options, struct divisio
     struct kld_op placed = division->request.op;
     for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
         placed.tensor[slot].region = (uint64_t)slot + 1; /* none of them overlap */
-    return kld_op_check(&placed, &division->geometry, err);
+    status = kld_op_check(&placed, &division->geometry, err);
+    return status ? status : open_outputs(options, division, err);
 }
 
 /* --split in the place of --server. */

@@ -57,6 +57,7 @@ static void file_was_cut(int signal) {
 
 int main(int argc, char **argv) {
     signal(SIGBUS, file_was_cut);
+    signal(SIGXFSZ, SIG_IGN); /* a file that may not grow is an error code, not a signal */
     kld_standard_fds_keep();
     int code = run(argc, argv);
     errno = 0; /* what has failed before did not leave its reason */

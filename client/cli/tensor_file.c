@@ -1,4 +1,5 @@
-/* tensor_file.c - opens and writes the files that npy.c and safetensors.c describe. */
+/* tensor_file.c - opens the files that npy.c and safetensors.c describe, and says how those of
+ * results begin. */
 #include "client/cli/tensor_file.h"
 
 #include <errno.h>
@@ -116,41 +117,8 @@ enum kld_status kld_tensor_file_check(const char *name, enum kld_dtype dtype,
                                "%.100s: NumPy has no BF16; name a .safetensors file instead", name);
 }
 
-static bool write_all(int fd, const char *from, uint64_t bytes) {
-    while (bytes > 0) {
-        ssize_t count = write(fd, from, bytes < (1u << 30) ? bytes : 1u << 30);
-        if (count < 0 && errno == EINTR)
-            continue;
-        if (count <= 0)
-            return false;
-        from += count;
-        bytes -= (uint64_t)count;
-    }
-    return true;
-}
-
-enum kld_status kld_tensor_file_write(const char *name, const char *tensor,
-                                      const struct kld_array *array, const void *data,
-                                      struct kld_error *err) {
-    char header[KLD_SAFETENSORS_HEADER_BYTES], beside[PATH_MAX];
-    size_t header_bytes = ends_with(name, SAFETENSORS)
-                              ? kld_safetensors_header(array, tensor, header)
-                              : kld_npy_header(array, header);
-    int length = snprintf(beside, sizeof beside, "%s.XXXXXX", name);
-    if (length < 0 || (size_t)length >= sizeof beside)
-        return kld_error_set(err, KLD_INVALID, "a file name of %d bytes", length);
-    int fd = mkostemp(beside, O_CLOEXEC);
-    if (fd < 0)
-        return kld_error_set(err, KLD_INVALID, "%.100s: cannot be written: %s", name,
-                             strerror(errno));
-    mode_t mask = umask(0);
-    umask(mask);
-    bool ok = write_all(fd, header, header_bytes) && write_all(fd, data, array->bytes) &&
-              fchmod(fd, 0666 & ~mask) == 0;
-    ok = close(fd) == 0 && ok;
-    if (ok && rename(beside, name) == 0)
-        return KLD_OK;
-    int reason = errno;
-    unlink(beside);
-    return kld_error_set(err, KLD_INVALID, "%.100s: cannot be written: %s", name, strerror(reason));
+size_t kld_tensor_file_header(const char *name, const char *tensor, const struct kld_array *array,
+                              char ret_header[KLD_TENSOR_FILE_HEADER_BYTES]) {
+    return ends_with(name, SAFETENSORS) ? kld_safetensors_header(array, tensor, ret_header)
+                                        : kld_npy_header(array, ret_header);
 }
