@@ -200,8 +200,16 @@ enum kld_status kld_http_status(long code) {
     return code >= 500 ? KLD_INTERNAL : KLD_INVALID;
 }
 
-enum kld_status kld_http_curl_error(CURLcode code, struct kld_error *err) {
-    const char *reason = curl_easy_strerror(code);
+enum kld_status kld_http_curl_error(const struct http_connection *h, CURLcode code,
+                                    struct kld_error *err) {
+    const char *reason = curl_easy_strerror(code), *ca_file = h->base.options.ca_file;
+    const char *scheme = h->base.transport->name, *hint = "";
+    if (code == CURLE_URL_MALFORMAT || code == CURLE_UNSUPPORTED_PROTOCOL)
+        return kld_error_set(err, KLD_INVALID, "the URL is wrong (%s); expected %s://HOST:PORT",
+                             reason, scheme);
+    if (code == CURLE_SSL_CACERT_BADFILE && ca_file)
+        return kld_error_set(err, KLD_INVALID, "ca_file %.100s: not a file of certificates (%s)",
+                             ca_file, reason);
     if (code == CURLE_PEER_FAILED_VERIFICATION || code == CURLE_SSL_CACERT_BADFILE)
         return kld_error_set(err, KLD_FORBIDDEN,
                              "the server's certificate is not trusted (%s); name the certificates "
@@ -209,15 +217,19 @@ enum kld_status kld_http_curl_error(CURLcode code, struct kld_error *err) {
                              reason);
     if (code == CURLE_OUT_OF_MEMORY)
         return kld_error_set(err, KLD_NO_MEMORY, "no memory, or no descriptor to watch, for HTTP");
+    if (code == CURLE_GOT_NOTHING && strcmp(scheme, "http") == 0)
+        hint = ", and without TLS (https:// is with it)";
+    if (code == CURLE_SSL_CONNECT_ERROR)
+        hint = ", and with TLS (http:// is without it)";
     return kld_error_set(err, KLD_UNAVAILABLE,
                          "no answer from this address (%s); is kld-server running with this --http "
-                         "address?",
-                         reason);
+                         "address%s?",
+                         reason, hint);
 }
 
 /* What went wrong, and whether another try may help. *ret_lost: the server had begun on it. */
-static enum kld_status judge(struct http_call *call, bool *ret_retry, bool *ret_lost,
-                             struct kld_error *err) {
+static enum kld_status judge(const struct http_connection *h, struct http_call *call,
+                             bool *ret_retry, bool *ret_lost, struct kld_error *err) {
     CURLcode code = call->transfer.code;
     char text[KLD_ERROR_TEXT_MAX];
     *ret_retry = *ret_lost = false;
@@ -239,8 +251,8 @@ static enum kld_status judge(struct http_call *call, bool *ret_retry, bool *ret_
     case CURLE_COULDNT_RESOLVE_HOST: /* a server that restarts may have no address meanwhile */
     case CURLE_COULDNT_CONNECT:
     case CURLE_SSL_CONNECT_ERROR: /* it was cut: kld_connect() has seen one that was not */
-    case CURLE_OPERATION_TIMEDOUT: *ret_retry = true; return kld_http_curl_error(code, err);
-    default: return kld_http_curl_error(code, err);
+    case CURLE_OPERATION_TIMEDOUT: *ret_retry = true; return kld_http_curl_error(h, code, err);
+    default: return kld_http_curl_error(h, code, err);
     }
     if (call->transfer.http_status == 200)
         return kld_http_reply_finish(call, err);
@@ -259,7 +271,7 @@ static enum kld_status judge(struct http_call *call, bool *ret_retry, bool *ret_
 static void call_transferred(struct http_connection *h, struct http_call *call) {
     struct kld_error error = {0};
     bool retry, lost;
-    enum kld_status status = judge(call, &retry, &lost, &error);
+    enum kld_status status = judge(h, call, &retry, &lost, &error);
     kld_http_transfer_close(h, &call->transfer);
     uint64_t now = kld_now_ns();
     call->losses += lost;

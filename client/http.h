@@ -79,7 +79,8 @@ CURL *kld_http_easy_open(struct http_connection *h, const char *path,
                          struct http_transfer *transfer);
 void kld_http_transfer_close(struct http_connection *h, struct http_transfer *transfer);
 enum kld_status kld_http_status(long code);
-enum kld_status kld_http_curl_error(CURLcode code, struct kld_error *err);
+enum kld_status kld_http_curl_error(const struct http_connection *h, CURLcode code,
+                                    struct kld_error *err);
 int kld_http_socket_changed(CURL *easy, curl_socket_t fd, int what, void *user, void *socket_user);
 int kld_http_timer_changed(CURLM *multi, long timeout_ms, void *user);
 enum kld_status kld_http_submit(struct kld_connection *connection, struct kld_call *call,

@@ -65,7 +65,7 @@ static enum kld_status get_into(struct http_connection *h, const char *path, uin
     if (!transfer->ended)
         return kld_error_set(err, KLD_UNAVAILABLE, "the server did not answer in time");
     if (transfer->code)
-        return kld_http_curl_error(transfer->code, err);
+        return kld_http_curl_error(h, transfer->code, err);
     if (transfer->http_status == 200)
         return KLD_OK;
     char said[KLD_ERROR_TEXT_MAX];
@@ -109,12 +109,10 @@ static enum kld_status wait_ready(struct http_connection *h, struct kld_error *e
         struct http_get answer;
         enum kld_status status = get(h, "/v2/health/ready", deadline, &answer, err);
         uint64_t again = kld_now_ns() + kld_jitter(pause);
-        CURLcode code = answer.transfer.code;
-        bool refused = code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_URL_MALFORMAT;
         /* A try that had no time left says less than the one before it. */
         if (status == KLD_UNAVAILABLE && !answer.transfer.ended && before.status)
             return kld_error_set(err, before.status, "%s", before.text);
-        if (status != KLD_UNAVAILABLE || refused || again >= deadline)
+        if (status != KLD_UNAVAILABLE || again >= deadline)
             return status;
         if (err)
             before = *err;

@@ -1,7 +1,9 @@
 /* server.c - connecting, and telling what went wrong: for every command of the kld tool. */
+#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "client/cli/cli.h"
 
@@ -61,6 +63,9 @@ enum kld_status kld_cli_connect(const struct kld_server_options *server,
             return status;
         all.token = token;
     }
+    if (server->ca_file && access(server->ca_file, R_OK) != 0)
+        return kld_error_set(err, KLD_INVALID, "--ca-file %.100s: %s", server->ca_file,
+                             strerror(errno));
     all.client_name = "kld";
     all.ca_file = server->ca_file;
     all.connect_timeout_ns = (uint64_t)(seconds * 1e9);

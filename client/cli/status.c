@@ -130,11 +130,13 @@ static enum kld_status ask_gateway(const struct status_options *options,
     if (!status)
         status = kld_metrics(connection, text, KLD_METRICS_TEXT_MAX, err);
     if (status == KLD_FORBIDDEN) {
-        fprintf(stderr, "kld: GET /metrics at %s: %s\n", url, kld_cli_printable(err->text));
+        struct kld_error why = *err;
         *ret_asked = "GET /v2 at ";
         status = ask_worker(connection, url, json, err);
-        if (!status)
+        if (!status) { /* else that says it: it was not the right to read them */
+            fprintf(stderr, "kld: GET /metrics at %s: %s\n", url, kld_cli_printable(why.text));
             status = ask_ready(&options->server, ret_ready, err);
+        }
     } else if (!status) {
         status = kld_report_read(text, report, err);
         *ret_ready = !status && kld_report_ready(report);

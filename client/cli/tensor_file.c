@@ -38,12 +38,16 @@ static enum kld_status split_name(const char *name, char path[PATH_MAX], const c
 static enum kld_status map_file(const char *path, struct kld_tensor_file *file,
                                 struct kld_error *err) {
     struct stat about;
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    /* A FIFO would have who opens it wait for its writer. */
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (fd < 0)
         return kld_error_set(err, KLD_NOT_FOUND, "%s", strerror(errno));
     if (fstat(fd, &about) != 0 || !S_ISREG(about.st_mode) || about.st_size == 0) {
         close(fd);
-        return kld_error_set(err, KLD_INVALID, "not a file with anything in it");
+        return kld_error_set(err, KLD_INVALID, "%s",
+                             S_ISREG(about.st_mode)
+                                 ? "a file without anything in it"
+                                 : "not a file; expected one, which is mapped: no pipe, no device");
     }
     file->mapping_bytes = (uint64_t)about.st_size;
     file->mapping = mmap(NULL, file->mapping_bytes, PROT_READ, MAP_PRIVATE, fd, 0);

@@ -153,3 +153,41 @@ def test_ca_file_is_trusted_alone(make_server, certificates, tmp_path):
     assert ping("--ca-file", certificates / "ca.crt").returncode == 0
     refused = ping("--ca-file", certificates / "other.crt")
     assert refused.returncode == 3 and "not trusted" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["pipe.npy", "pipe.safetensors:x"])
+def test_a_pipe_without_a_writer_is_no_file(tmp_path, pair, name):
+    os.mkfifo(tmp_path / name.split(":")[0])
+    done = subprocess.run([BIN / "kld", "div", tmp_path / name, pair[0]], capture_output=True, text=True, timeout=20,
+                          env=clean_environment())
+    assert done.returncode == 2 and f"{name}: not a file" in done.stderr and "no pipe" in done.stderr, done
+
+
+@pytest.mark.parametrize("command", [("ping",), ("status",), ("top", "-n", "1"), ("div", "q.npy", "p.npy")])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "https://127.0.0.1:x", "http://a b"])
+def test_a_url_that_can_never_work(tmp_path, pair, command, url):
+    files = [tmp_path / text if text.endswith(".npy") else text for text in command]
+    done = kld(*files, "--server", url, code=2)
+    assert "the URL is wrong" in done.stderr and f"expected {url.split(':')[0]}://HOST:PORT" in done.stderr
+
+
+def test_ca_file_that_is_none(make_server, certificates, tmp_path):
+    server = make_server(**tls_flags(certificates))
+    url = server.http.replace("http:", "https:")
+    for asked in (url, server.http):
+        done = kld("ping", "--server", asked, "--ca-file", tmp_path / "none", code=2)
+        assert f"--ca-file {tmp_path}/none: No such file or directory" in done.stderr
+    (tmp_path / "text").write_text("no certificate")
+    for command in ("ping", "status"):
+        done = kld(command, "--server", url, "--ca-file", tmp_path / "text", code=2)
+        assert f"ca_file {tmp_path}/text: not a file of certificates" in done.stderr
+    done = kld("status", "--server", url, "--ca-file", certificates / "other.crt", code=3)
+    assert done.stderr.count("not trusted") == 1, done.stderr
+
+
+def test_the_other_kind_of_http(make_server, certificates):
+    secure, plain = make_server(**tls_flags(certificates)), make_server()
+    done = kld("ping", "--server", secure.http, "--timeout", "0.3", code=3)
+    assert "without TLS (https:// is with it)" in done.stderr
+    done = kld("ping", "--server", plain.http.replace("http:", "https:"), "--timeout", "0.3", code=3)
+    assert "with TLS (http:// is without it)" in done.stderr
