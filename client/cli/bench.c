@@ -271,6 +271,9 @@ static int run_bench(int argc, char **argv, const struct kld_command *command) {
         return status == KLD_CANCELLED ? KLD_EXIT_OK : kld_cli_usage(command, &error);
     if (options.in_flight < 1 || options.in_flight > FLIGHT_MAX)
         status = kld_error_set(&error, KLD_INVALID, "--in-flight is 1 to %d", FLIGHT_MAX);
+    else if (options.check && !options.gradient)
+        status =
+            kld_error_set(&error, KLD_INVALID, "--check compares gradients; expected --grad too");
     if (!status)
         status = make_op(&options, &bench, &error);
     if (status)

@@ -22,6 +22,7 @@ enum kld_option_kind {
     KLD_OPTION_TEXT,   /* const char * */
     KLD_OPTION_FLAG,   /* bool */
     KLD_OPTION_COUNT,  /* uint64_t */
+    KLD_OPTION_BYTES,  /* uint64_t, above 0; K, M, G or T may follow */
     KLD_OPTION_NUMBER, /* double */
     KLD_OPTION_TIME,   /* double, above 0, of seconds; at most KLD_SECONDS_MAX */
     KLD_OPTION_GROUP,  /* no option: a heading in the help */

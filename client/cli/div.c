@@ -73,7 +73,8 @@ static const struct kld_option options_list[] = {
     KLD_SERVER_OPTIONS(struct div_options, server),
     TEXT("split", split, "URL,URL,...",
          "several servers share the rows; the result is that of one (the bits: see above)"),
-    {"part-bytes", KLD_OPTION_COUNT, "BYTES", "with --split: most tensor bytes of a part (64 MiB)",
+    {"part-bytes", KLD_OPTION_BYTES, "BYTES",
+     "with --split: most tensor bytes of a part (default 64M)",
      offsetof(struct div_options, part_bytes), 0},
     {"part-timeout", KLD_OPTION_TIME, "SECONDS",
      "with --split: a part not done by then goes to another server (default 60)",
@@ -328,6 +329,9 @@ static enum kld_status write_results(const struct div_options *options, struct d
 static enum kld_status prepare(const struct div_options *options, struct division *division,
                                struct kld_error *err) {
     kld_op_init(&division->request.op);
+    if (!options->split && (options->part_bytes || options->part_timeout_s > 0))
+        return kld_error_set(err, KLD_INVALID, "%s is for several servers; expected --split too",
+                             options->part_bytes ? "--part-bytes" : "--part-timeout");
     enum kld_status status = set_parameters(options, &division->request.op, err);
     if (!status)
         status = open_inputs(options, division, err);

@@ -191,3 +191,20 @@ def test_the_other_kind_of_http(make_server, certificates):
     assert "without TLS (https:// is with it)" in done.stderr
     done = kld("ping", "--server", plain.http.replace("http:", "https:"), "--timeout", "0.3", code=3)
     assert "with TLS (http:// is without it)" in done.stderr
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (("div", "--part-bytes", "1M"), "--part-bytes is for several servers; expected --split"),
+    (("div", "--part-timeout", "1"), "--part-timeout is for several servers; expected --split"),
+    (("bench", "--check"), "--check compares gradients; expected --grad"),
+    (("div", "--split", "local:", "--part-bytes", "0"), "--part-bytes is '0'; expected a whole number above 0"),
+    *((("div", "--split", "local:", "--part-bytes", text), "(K, M, G, T allowed)")
+      for text in ("-1", "1Ki", "M", "", "16777217T", "18446744073709551616", "1 M", "0x10"))])
+def test_options_without_use(pair, arguments, said):
+    files = pair if arguments[0] == "div" else ()
+    assert said in kld(arguments[0], *files, *arguments[1:], code=2).stderr
+
+
+@pytest.mark.parametrize("size", ["20000", "20k", "64M", "16777215T"])
+def test_bytes_with_a_unit(pair, size):
+    kld("div", *pair, "--split", "local:,local:", "--part-bytes", size)
