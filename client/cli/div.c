@@ -108,20 +108,62 @@ static enum kld_status set_parameters(const struct div_options *options, struct 
     return status;
 }
 
-/* The shape that a slot must have, for the message; N values where there is one a row. */
-static bool shape_fits(const struct kld_op *op, enum kld_slot slot, const struct kld_array *array) {
-    uint64_t rows = 1, values = 1;
-    for (uint32_t i = 0; i + 1 < op->rank; i++)
+#define SHAPE_TEXT_BYTES 128 /* eight dimensions of at most 2^40, brackets and commas */
+
+static const char *shape_text(const uint64_t *shape, uint32_t rank,
+                              char ret_text[SHAPE_TEXT_BYTES]) {
+    size_t used = (size_t)sprintf(ret_text, "[");
+    for (uint32_t i = 0; i < rank; i++)
+        used += (size_t)sprintf(ret_text + used, "%s%" PRIu64, i ? "," : "", shape[i]);
+    sprintf(ret_text + used, "]");
+    return ret_text;
+}
+
+static bool has_shape(const struct kld_array *array, const uint64_t *shape, uint32_t rank) {
+    return array->rank == rank && memcmp(array->shape, shape, rank * sizeof *shape) == 0;
+}
+
+/* predictions, the first of all, give the shape. */
+static enum kld_status check_shape(const struct kld_op *op, enum kld_slot slot, const char *name,
+                                   const struct kld_array *array, struct kld_error *err) {
+    char is[SHAPE_TEXT_BYTES], flat[SHAPE_TEXT_BYTES], wanted[SHAPE_TEXT_BYTES];
+    uint64_t rows = 1;
+    uint32_t leading = op->rank - 1;
+    for (uint32_t i = 0; i < leading; i++)
         rows *= op->shape[i];
-    for (uint32_t i = 0; i < array->rank; i++)
-        values *= array->shape[i];
-    bool whole = slot == KLD_SLOT_PREDICTIONS || slot == KLD_SLOT_TARGETS ||
-                 (slot == KLD_SLOT_GRAD_OUTPUT && op->reduction == KLD_REDUCTION_NONE);
-    if (whole)
-        return array->rank == op->rank &&
-               memcmp(array->shape, op->shape, op->rank * sizeof op->shape[0]) == 0;
-    bool single = slot == KLD_SLOT_GRAD_OUTPUT && op->reduction != KLD_REDUCTION_ROW;
-    return values == (single ? 1 : rows);
+    bool of_loss = slot == KLD_SLOT_GRAD_OUTPUT;
+    shape_text(array->shape, array->rank, is);
+    if (slot == KLD_SLOT_PREDICTIONS || slot == KLD_SLOT_TARGETS ||
+        (of_loss && op->reduction == KLD_REDUCTION_NONE))
+        return has_shape(array, op->shape, op->rank)
+                   ? KLD_OK
+                   : kld_error_set(err, KLD_INVALID,
+                                   "%.100s: its shape is %s; expected %s, as of predictions", name,
+                                   is, shape_text(op->shape, op->rank, wanted));
+    if (of_loss && op->reduction != KLD_REDUCTION_ROW)
+        return array->rank <= 1 && array->bytes == kld_dtype_bytes(array->dtype)
+                   ? KLD_OK
+                   : kld_error_set(err, KLD_INVALID,
+                                   "%.100s: its shape is %s; expected one number, as the loss is",
+                                   name, is);
+    if (has_shape(array, &rows, 1) || has_shape(array, op->shape, leading))
+        return KLD_OK;
+    return kld_error_set(err, KLD_INVALID, "%.100s: its shape is %s; expected %s%s%s, one a row",
+                         name, is, shape_text(&rows, 1, flat), leading > 1 ? " or " : "",
+                         leading > 1 ? shape_text(op->shape, leading, wanted) : "");
+}
+
+/* What is said of an input, by its name, is about its file. */
+static enum kld_status name_file(const struct div_options *options, struct kld_error *err) {
+    struct kld_error plain = *err;
+    for (uint32_t slot = 0; slot < KLD_SLOT_COUNT; slot++) {
+        const char *name = kld_slot_name(slot);
+        size_t length = strlen(name);
+        if (options->files[slot] && !kld_slot_is_output(slot) &&
+            strncmp(plain.text, name, length) == 0 && plain.text[length] == ' ')
+            return kld_error_set(err, plain.status, "%.100s: %s", options->files[slot], plain.text);
+    }
+    return plain.status;
 }
 
 static enum kld_status open_inputs(const struct div_options *options, struct division *division,
@@ -142,10 +184,9 @@ static enum kld_status open_inputs(const struct div_options *options, struct div
             op->rank = file->array.rank;
             memcpy(op->shape, file->array.shape, sizeof op->shape);
         }
-        if (!shape_fits(op, (enum kld_slot)slot, &file->array))
-            return kld_error_set(err, KLD_INVALID,
-                                 "%.100s: its shape does not fit that of the predictions",
-                                 options->files[slot]);
+        if ((status =
+                 check_shape(op, (enum kld_slot)slot, options->files[slot], &file->array, err)))
+            return status;
         op->tensor[slot].dtype = file->array.dtype;
         division->request.bytes[slot].data = (void *)file->data;
     }
@@ -343,7 +384,7 @@ static enum kld_status prepare(const struct div_options *options, struct divisio
     for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
         placed.tensor[slot].region = (uint64_t)slot + 1; /* none of them overlap */
     status = kld_op_check(&placed, &division->geometry, err);
-    return status ? status : open_outputs(options, division, err);
+    return status ? name_file(options, err) : open_outputs(options, division, err);
 }
 
 /* --split in the place of --server. */

@@ -208,3 +208,43 @@ def test_options_without_use(pair, arguments, said):
 @pytest.mark.parametrize("size", ["20000", "20k", "64M", "16777215T"])
 def test_bytes_with_a_unit(pair, size):
     kld("div", *pair, "--split", "local:,local:", "--part-bytes", size)
+
+
+@pytest.mark.parametrize("option, shape, reduction, said", [
+    ("row-mask", (2, 2), "mean", "[2,2]; expected [4], one a row"), ("row-weights", (1, 4), "mean", "[1,4]; expected [4]"),
+    ("row-mask", (3,), "mean", "[3]; expected [4]"), ("grad-output-file", (4, 1), "row", "[4,1]; expected [4], one a row"),
+    ("grad-output-file", (4,), "mean", "[4]; expected one number"), ("grad-output-file", (1, 1), "sum", "[1,1]; expected one number"),
+    ("grad-output-file", (4,), "none", "[4]; expected [4,5], as of predictions")])
+def test_a_shape_that_does_not_fit_is_named_and_what_would(tmp_path, option, shape, reduction, said):
+    np.save(tmp_path / "q.npy", probabilities((4, 5), 1))
+    np.save(tmp_path / "x.npy", np.ones(shape, bool if option == "row-mask" else np.float32))
+    more = ("--loss", tmp_path / "l.npy") if reduction in ("none", "row") else ()
+    done = kld("div", tmp_path / "q.npy", tmp_path / "q.npy", "--reduction", reduction, f"--{option}", tmp_path / "x.npy",
+               "--grad-targets", tmp_path / "g.npy", *more, code=2)
+    assert f"{tmp_path}/x.npy: its shape is {said}" in done.stderr, done.stderr
+    np.save(tmp_path / "p.npy", probabilities((5, 4), 1))
+    done = kld("div", tmp_path / "q.npy", tmp_path / "p.npy", code=2)
+    assert f"{tmp_path}/p.npy: its shape is [5,4]; expected [4,5]" in done.stderr
+
+
+def test_shapes_of_rows(tmp_path):
+    """N, or the leading dimensions, as HTTP has it; where that is one value, a single number."""
+    np.save(tmp_path / "q.npy", probabilities((6, 5), 1).reshape(2, 3, 5))
+    np.save(tmp_path / "one.npy", probabilities((1, 5), 1)[0])
+    for shape in ((6,), (2, 3)):
+        np.save(tmp_path / "w.npy", np.ones(shape, np.float32))
+        kld("div", tmp_path / "q.npy", tmp_path / "q.npy", "--row-weights", tmp_path / "w.npy")
+    np.save(tmp_path / "w.npy", np.ones((3, 2), np.float32))
+    done = kld("div", tmp_path / "q.npy", tmp_path / "q.npy", "--row-weights", tmp_path / "w.npy", code=2)
+    assert "its shape is [3,2]; expected [6] or [2,3], one a row" in done.stderr
+    for shape in ((), (1,)):
+        np.save(tmp_path / "w.npy", np.ones(shape, np.float32))
+        kld("div", tmp_path / "one.npy", tmp_path / "one.npy", "--row-weights", tmp_path / "w.npy", "--grad-output-file",
+            tmp_path / "w.npy", "--grad-targets", tmp_path / "g.npy")
+
+
+@pytest.mark.parametrize("option, dtype, said", [("row-mask", np.float32, "row_mask has dtype FP32; expected BOOL or UINT8"),
+                                                 ("row-weights", np.float64, "row_weights has dtype FP64; expected FP32")])
+def test_a_dtype_that_does_not_fit_names_its_file(tmp_path, pair, option, dtype, said):
+    np.save(tmp_path / "x.npy", np.ones(33, dtype))
+    assert f"{tmp_path}/x.npy: {said}" in kld("div", *pair, f"--{option}", tmp_path / "x.npy", code=2).stderr
