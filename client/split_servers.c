@@ -130,20 +130,32 @@ void kld_split_server_leave(struct split_server *server, const struct kld_error 
     kld_connection_arm(&server->split->base, server->retry_at_ns);
 }
 
+/* At the end of a word. */
+static void cut(char *text, size_t bytes_max) {
+    if (strlen(text) <= bytes_max)
+        return;
+    size_t end = bytes_max - 3;
+    while (end > bytes_max / 2 && text[end] != ' ')
+        end--;
+    strcpy(text + end, "...");
+}
+
 enum kld_status kld_split_none_left(const struct split_connection *split, struct kld_error *err) {
     char text[KLD_ERROR_TEXT_MAX];
     enum kld_status status = KLD_UNAVAILABLE;
     /* Of many servers each says little. */
     int each = 220 / (int)split->count - 4;
-    size_t length = (size_t)snprintf(text, sizeof text, "none of %u servers is left", split->count);
+    size_t length = (size_t)snprintf(
+        text, sizeof text, split->count == 1 ? "no server is left" : "none of %u servers is left",
+        split->count);
     for (uint32_t i = 0; i < split->count && length < sizeof text; i++) {
         const struct split_server *server = &split->servers[i];
         char said[sizeof server->name + KLD_ERROR_TEXT_MAX + 4];
         if (server->state == SPLIT_REFUSED)
             status = server->error.status;
         snprintf(said, sizeof said, "%s: %s", server->name, server->error.text);
-        length += (size_t)snprintf(text + length, sizeof text - length, "; %.*s",
-                                   each > 30 ? each : 30, said);
+        cut(said, each > 30 ? (size_t)each : 30);
+        length += (size_t)snprintf(text + length, sizeof text - length, "; %s", said);
     }
     return kld_error_set(err, status, "%s", text);
 }
@@ -163,8 +175,8 @@ enum kld_status kld_split_info(struct kld_connection *connection, struct kld_ser
         answered += split->servers[i].answered;
     if (answered < split->count)
         snprintf(of, sizeof of, " of %u", split->count);
-    snprintf(ret_info->device, sizeof ret_info->device, "%u%s servers: %.48s", answered, of,
-             split->info.device);
+    snprintf(ret_info->device, sizeof ret_info->device, "%u%s server%s: %.48s", answered, of,
+             split->count == 1 ? "" : "s", split->info.device);
     ret_info->requests_max = KLD_CALLS_MAX;
     return KLD_OK;
 }

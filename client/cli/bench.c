@@ -286,7 +286,7 @@ static int run_bench(int argc, char **argv, const struct kld_command *command) {
     free(bench.flights);
     free(bench.latencies);
     if (status)
-        return kld_cli_fail(&error);
+        return kld_cli_fail_at(&error, &options.server, "");
     return bench.different || bench.failed ? KLD_EXIT_FAILED : KLD_EXIT_OK;
 }
 

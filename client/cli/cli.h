@@ -102,11 +102,18 @@ uint64_t kld_cli_timeout_ns(const struct kld_server_options *server);
 const char *kld_cli_printable(char *text);
 /* Prints "kld: ..." with advice; returns the exit status that fits. */
 int kld_cli_fail(const struct kld_error *error);
+/* The same of a server, whose address comes behind that; asked: what it was asked for, or "". */
+int kld_cli_fail_at(const struct kld_error *error, const struct kld_server_options *server,
+                    const char *asked);
 int kld_cli_usage(const struct kld_command *command, const struct kld_error *error);
-/* A JSON number, or null where it is not finite; a JSON string. */
+/* Writes standard output out; false: that failed, now or before. *ret_errno: why, if it is known.
+ */
+bool kld_cli_flush(int *ret_errno);
+/* A JSON number, or null where it is not finite; a JSON string, U+FFFD where it is no UTF-8. */
 void kld_cli_json_number(FILE *out, double number, int digits);
 void kld_cli_json_string(FILE *out, const char *text);
 
+#define KLD_CLI_URL_MAX 300
 /* The server that kld_cli_connect() asks, without a name and password in it. */
 void kld_cli_server_shown(const struct kld_server_options *server, char *ret_url, size_t capacity);
 

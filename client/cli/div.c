@@ -332,6 +332,7 @@ static void warn_of_missing(const struct division *division) {
 static void print_results(const struct div_options *options, const struct division *division) {
     const struct kld_op *op = &division->request.op;
     struct kld_server_info info = division->info;
+    int why;
     if (!options->quiet)
         warn_of_missing(division);
     if (options->json) {
@@ -341,7 +342,7 @@ static void print_results(const struct div_options *options, const struct divisi
     if (division->result.scalar)
         printf("%.*g\n", division->geometry.loss_dtype == KLD_DTYPE_FP64 ? 17 : 9,
                division->result.loss);
-    fflush(stdout);
+    (void)kld_cli_flush(&why); /* which main() tells; the loss is before what stderr says */
     if (!options->quiet)
         fprintf(stderr, "%s, %s over %" PRIu64 " rows of %" PRIu64 ", on %s (%s), %.3f ms\n",
                 kld_divergence_name(op->divergence), kld_reduction_name(op->reduction),
@@ -446,7 +447,7 @@ static int run_div(int argc, char **argv, const struct kld_command *command) {
         code =
             error.status == KLD_NO_MEMORY ? kld_cli_fail(&error) : kld_cli_usage(command, &error);
     else if (compute(&options, &division, &error))
-        code = kld_cli_fail(&error);
+        code = options.split ? kld_cli_fail(&error) : kld_cli_fail_at(&error, &options.server, "");
     else if (write_results(&options, &division, &error))
         code = kld_cli_usage(command, &error);
     else

@@ -1,6 +1,5 @@
 /* main.c - the kld tool: picks the command, and tells where its output could not be written. What a
  * command does is in the file of its name. */
-#include <errno.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -60,11 +59,10 @@ int main(int argc, char **argv) {
     signal(SIGXFSZ, SIG_IGN); /* a file that may not grow is an error code, not a signal */
     kld_standard_fds_keep();
     int code = run(argc, argv);
-    errno = 0; /* what has failed before did not leave its reason */
-    bool failed = fflush(stdout) != 0;
-    if (!failed && !ferror(stdout))
+    int why;
+    if (kld_cli_flush(&why))
         return code;
-    fprintf(stderr, "kld: standard output cannot be written%s%s\n", errno ? ": " : "",
-            errno ? strerror(errno) : "");
+    fprintf(stderr, "kld: standard output cannot be written%s%s\n", why ? ": " : "",
+            why ? strerror(why) : "");
     return code ? code : KLD_EXIT_FAILED;
 }

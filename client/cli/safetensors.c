@@ -88,7 +88,10 @@ static enum kld_status find(const cJSON *root, const char *name, const cJSON **r
         if (is_metadata(item))
             continue;
         count++;
-        if (!name || strcmp(item->string, name) == 0)
+        bool wanted = !name || strcmp(item->string, name) == 0;
+        if (wanted && name && found)
+            return kld_error_set(err, KLD_INVALID, "safetensors: two tensors of that name");
+        if (wanted)
             found = item;
         int length =
             snprintf(names + used, sizeof names - used, "%s%.40s", used ? ", " : "", item->string);
@@ -97,9 +100,9 @@ static enum kld_status find(const cJSON *root, const char *name, const cJSON **r
     }
     if (!found || (!name && count != 1))
         return kld_error_set(err, KLD_INVALID,
-                             "safetensors: %s; name one of its %zu tensors as "
+                             "safetensors: %s name one of its %zu tensors as "
                              "FILE.safetensors:NAME: %s",
-                             name ? "no tensor of that name" : "which tensor?", count, names);
+                             name ? "no tensor of that name;" : "which tensor?", count, names);
     *ret_tensor = found;
     return KLD_OK;
 }

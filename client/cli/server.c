@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "client/cli/cli.h"
+#include "proto/utf8.h"
 
 #define TIMEOUT_S 60.0
 #define CONNECT_S_MAX 5.0
@@ -19,27 +20,36 @@ uint64_t kld_cli_timeout_ns(const struct kld_server_options *server) {
 static enum kld_status read_token(const char *path, char *ret_token, struct kld_error *err) {
     FILE *file = fopen(path, "re");
     bool read = file && fgets(ret_token, TOKEN_LINE_MAX, file);
+    int reason = !file || ferror(file) ? errno : 0;
     if (file)
         fclose(file);
     size_t bytes = read ? strcspn(ret_token, "\r\n") : 0;
+    if (reason)
+        return kld_error_set(err, KLD_INVALID, "--token-file %.100s: %s", path, strerror(reason));
     if (bytes == 0)
-        return kld_error_set(err, KLD_INVALID, "%.100s: no token can be read from its first line",
-                             path);
-    if (bytes > TOKEN_BYTES_MAX)
         return kld_error_set(err, KLD_INVALID,
-                             "%.100s: its first line has more than the %d bytes of a token", path,
-                             TOKEN_BYTES_MAX);
+                             "--token-file %.100s: no token can be read from its first line", path);
+    if (bytes > TOKEN_BYTES_MAX)
+        return kld_error_set(
+            err, KLD_INVALID,
+            "--token-file %.100s: its first line has more than the %d bytes of a token", path,
+            TOKEN_BYTES_MAX);
     ret_token[bytes] = '\0';
     return KLD_OK;
 }
 
-static const char *url_of(const struct kld_server_options *server) {
-    const char *url = server->server ? server->server : getenv("KLD_SERVER");
-    return url && *url ? url : "local:";
+#define VARIABLE "KLD_SERVER"
+
+/* *ret_source: where it comes from, for people; NULL: from nowhere. */
+static const char *url_of(const struct kld_server_options *server, const char **ret_source) {
+    const char *url = server->server ? server->server : getenv(VARIABLE);
+    bool given = url && *url;
+    *ret_source = !given ? NULL : server->server ? "" : " ($" VARIABLE ")";
+    return given ? url : "local:";
 }
 
 void kld_cli_server_shown(const struct kld_server_options *server, char *ret_url, size_t capacity) {
-    const char *url = url_of(server), *host = strstr(url, "://");
+    const char *source, *url = url_of(server, &source), *host = strstr(url, "://");
     if (!host) {
         snprintf(ret_url, capacity, "%s", url);
         return;
@@ -54,6 +64,7 @@ enum kld_status kld_cli_connect(const struct kld_server_options *server,
                                 const struct kld_connect_options *options,
                                 struct kld_connection **ret_connection, struct kld_error *err) {
     struct kld_connect_options all = options ? *options : (struct kld_connect_options){0};
+    const char *source;
     char token[TOKEN_LINE_MAX];
     double seconds = server->timeout_s > 0 && server->timeout_s < CONNECT_S_MAX ? server->timeout_s
                                                                                 : CONNECT_S_MAX;
@@ -69,7 +80,7 @@ enum kld_status kld_cli_connect(const struct kld_server_options *server,
     all.client_name = "kld";
     all.ca_file = server->ca_file;
     all.connect_timeout_ns = (uint64_t)(seconds * 1e9);
-    return kld_connect(url_of(server), &all, ret_connection, err);
+    return kld_connect(url_of(server, &source), &all, ret_connection, err);
 }
 
 const char *kld_cli_printable(char *text) {
@@ -93,7 +104,8 @@ int kld_cli_fail(const struct kld_error *error) {
         {KLD_BUSY, KLD_EXIT_SERVER, "try again in a moment"},
         {KLD_THROTTLED, KLD_EXIT_SERVER, "try again in a moment"},
         {KLD_DEVICE_LOST, KLD_EXIT_SERVER, "try again: the server replaces a lost device"},
-        {KLD_DEADLINE, KLD_EXIT_SERVER, "allow more time with --timeout SECONDS"},
+        {KLD_DEADLINE, KLD_EXIT_SERVER,
+         "allow more time with --timeout SECONDS (a part of --split: --part-timeout)"},
         {KLD_UNAUTHENTICATED, KLD_EXIT_SERVER, "name a token with --token-file FILE"},
         {KLD_FORBIDDEN, KLD_EXIT_SERVER,
          "ask who runs the server for the right to use it (https: --ca-file FILE)"},
@@ -110,10 +122,31 @@ int kld_cli_fail(const struct kld_error *error) {
     return KLD_EXIT_FAILED;
 }
 
+int kld_cli_fail_at(const struct kld_error *error, const struct kld_server_options *server,
+                    const char *asked) {
+    int code = kld_cli_fail(error);
+    const char *source;
+    char url[KLD_CLI_URL_MAX];
+    kld_cli_server_shown(server, url, sizeof url);
+    (void)url_of(server, &source);
+    if (source) /* else it is this process, and nobody named it */
+        fprintf(stderr, "     tried: %s%s%s\n", asked, kld_cli_printable(url), source);
+    return code;
+}
+
 int kld_cli_usage(const struct kld_command *command, const struct kld_error *error) {
     struct kld_error shown = *error; /* with what a file says, maybe */
     fprintf(stderr, "kld: %s\n     see: kld %s -h\n", kld_cli_printable(shown.text), command->name);
     return KLD_EXIT_USAGE;
+}
+
+bool kld_cli_flush(int *ret_errno) {
+    static int why; /* the stream keeps that it failed, and not of what */
+    errno = 0;      /* what has failed before did not leave its reason */
+    if (fflush(stdout) != 0 && !why)
+        why = errno;
+    *ret_errno = why;
+    return !why && !ferror(stdout);
 }
 
 void kld_cli_json_number(FILE *out, double number, int digits) {
@@ -125,13 +158,17 @@ void kld_cli_json_number(FILE *out, double number, int digits) {
 
 void kld_cli_json_string(FILE *out, const char *text) {
     fputc('"', out);
-    for (const char *c = text; *c; c++) {
-        if (*c == '"' || *c == '\\')
-            fprintf(out, "\\%c", *c);
-        else if ((unsigned char)*c < 0x20)
-            fprintf(out, "\\u%04x", (unsigned)*c);
+    for (size_t left = strlen(text), used; left > 0; left -= used, text += used) {
+        size_t sequence = kld_utf8_sequence(text, left);
+        used = sequence ? sequence : 1;
+        if (!sequence)
+            fputs("\\ufffd", out);
+        else if (*text == '"' || *text == '\\')
+            fprintf(out, "\\%c", *text);
+        else if ((unsigned char)*text < 0x20)
+            fprintf(out, "\\u%04x", (unsigned)*text);
         else
-            fputc(*c, out);
+            fwrite(text, 1, used, out);
     }
     fputc('"', out);
 }

@@ -6,7 +6,6 @@
 #include "client/cli/cli.h"
 #include "client/cli/metrics.h"
 
-#define URL_SHOWN_MAX 300
 #define READY_S 1.0
 
 struct status_options {
@@ -160,7 +159,7 @@ static int run_status(int argc, char **argv, const struct kld_command *command) 
     enum kld_status status = kld_options_parse(command, argc, argv, &options, positional, &error);
     if (status)
         return status == KLD_CANCELLED ? KLD_EXIT_OK : kld_cli_usage(command, &error);
-    char url[URL_SHOWN_MAX];
+    char url[KLD_CLI_URL_MAX];
     bool ready = true;
     struct kld_connection *connection = NULL;
     kld_cli_server_shown(&options.server, url, sizeof url);
@@ -173,11 +172,8 @@ static int run_status(int argc, char **argv, const struct kld_command *command) 
     else if (!status)
         status = ask_worker(connection, url, options.json, &error);
     kld_close(connection);
-    if (status) {
-        int code = kld_cli_fail(&error);
-        fprintf(stderr, "     tried: %s%s\n", asked, url);
-        return code;
-    }
+    if (status)
+        return kld_cli_fail_at(&error, &options.server, asked);
     return ready ? KLD_EXIT_OK : KLD_EXIT_SERVER;
 }
 
@@ -197,7 +193,7 @@ static int run_ping(int argc, char **argv, const struct kld_command *command) {
             printf(options.json ? "{\"us\":%.1f}\n" : "answer after %.1f us\n", (double)ns / 1e3);
     }
     kld_close(connection);
-    return status ? kld_cli_fail(&error) : KLD_EXIT_OK;
+    return status ? kld_cli_fail_at(&error, &options.server, "") : KLD_EXIT_OK;
 }
 
 static const struct kld_option status_list[] = {

@@ -17,7 +17,6 @@
 #include "client/cli/cli.h"
 #include "client/cli/top.h"
 
-#define URL_SHOWN_MAX 300
 #define DELAY_S 1.0
 #define DELAY_S_MIN 0.1
 #define DELAY_S_MAX 3600.0
@@ -37,7 +36,7 @@ struct top_options {
 
 struct top {
     const struct top_options *options;
-    char url[URL_SHOWN_MAX];
+    char url[KLD_CLI_URL_MAX];
     struct kld_connection *connection; /* NULL: not yet */
     char *text;                        /* of /metrics */
     struct kld_top_sample samples[2];
@@ -193,8 +192,9 @@ static void show(const struct top *top) {
     if (top->screen) {
         draw(lines);
     } else {
+        int why;
         fputs(lines, stdout);
-        fflush(stdout);
+        (void)kld_cli_flush(&why); /* which main() tells */
     }
     free(lines);
 }
@@ -261,7 +261,7 @@ static int run_screen(struct top *top) {
         if (status && is_final(status) && !top->now) {
             screen_leave(top);
             top->screen = false;
-            return kld_cli_fail(&top->error);
+            return kld_cli_fail_at(&top->error, &top->options->server, "GET /metrics at ");
         }
         show(top);
         if (wait_until_s(top, next_s))
@@ -277,7 +277,7 @@ static int run_batch(struct top *top) {
         double next_s = clock_s(CLOCK_MONOTONIC) + top->options->delay_s;
         enum kld_status status = look(top);
         if (status && (!top->now || is_final(status) || top->options->once))
-            return kld_cli_fail(&top->error);
+            return kld_cli_fail_at(&top->error, &top->options->server, "GET /metrics at ");
         if (status && !silent)
             fprintf(stderr, "kld: %s\n", top->message);
         silent = status != KLD_OK;

@@ -247,7 +247,8 @@ def test_output_that_is_not_written_is_a_failure(make_server, tmp_path):
             done = subprocess.run(["sh", "-c", f'exec "$@" {where}', "sh", KLD, *command], capture_output=True, text=True,
                                   env=clean_environment(), timeout=60)
             assert done.returncode == 1, (command, where, done)
-            assert done.stderr.splitlines()[-1].startswith("kld: standard output cannot be written"), done.stderr
+            reason = "No space left on device" if "full" in where else "Bad file descriptor"
+            assert done.stderr.splitlines()[-1] == f"kld: standard output cannot be written: {reason}", done.stderr
     warnings = [line for line in server.log().splitlines() if " warn " in line and "a build with a sanitizer" not in line]
     assert server.stop() == 0 and not warnings, server.log()
 
@@ -266,9 +267,22 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path):
 
 
 def test_no_server(tmp_path):
+    np.save(tmp_path / "q.npy", np.full((2, 2), 0.5, np.float32))
+    pair = [tmp_path / "q.npy"] * 2
     for url in (f"unix:{tmp_path}/none.sock", "http://127.0.0.1:1"):
-        done = kld("ping", "--server", url, "--timeout", "0.3", code=3)
-        assert "kld-server" in done.stderr and str(tmp_path) not in done.stderr
+        for command in [["ping"], ["div", *pair], ["bench"], ["status"], *[["top", "--once"]] * url.startswith("http")]:
+            done = kld(*command, "--server", url, "--timeout", "0.3", code=3)
+            asked = "GET /metrics at " if command[0] in ("status", "top") and "http" in url else ""
+            assert "kld-server" in done.stderr and done.stderr.endswith(f"     tried: {asked}{url}\n"), done.stderr
+            done = kld(*command, "--timeout", "0.3", KLD_SERVER=url, code=3)
+            assert done.stderr.endswith(f"     tried: {asked}{url} ($KLD_SERVER)\n"), done.stderr
+    done = kld("div", *pair, KLD_SERVER="127.0.0.1:8080", code=2)
+    assert "unknown kind of server" in done.stderr and "tried: 127.0.0.1:8080 ($KLD_SERVER)" in done.stderr
+    for urls, said in (("http://127.0.0.1:9", "no server is left; http"), ("unix:/x,http://127.0.0.1:9", "none of 2 servers is left; ")):
+        line = kld("div", *pair, "--split", urls, "--timeout", "0.3", code=3).stderr.splitlines()[0]
+        assert said in line and ("..." in line) == ("," in urls) and " ..." not in line, line
+    assert ", on " in kld("div", *pair, "--split", "local:").stderr and "1 server: " in kld("div", *pair, "--split", "local:").stderr
+    assert "--part-timeout" in kld("div", *pair, "--split", "local:,local:", "--part-timeout", "1e-9", code=3).stderr
 
 
 def test_help():

@@ -248,3 +248,28 @@ def test_shapes_of_rows(tmp_path):
 def test_a_dtype_that_does_not_fit_names_its_file(tmp_path, pair, option, dtype, said):
     np.save(tmp_path / "x.npy", np.ones(33, dtype))
     assert f"{tmp_path}/x.npy: {said}" in kld("div", *pair, f"--{option}", tmp_path / "x.npy", code=2).stderr
+
+
+def test_a_token_file_that_cannot_be_read_says_why(tmp_path):
+    for name, said in (("none", "No such file or directory"), (".", "Is a directory")):
+        done = kld("ping", "--server", "http://127.0.0.1:1", "--token-file", tmp_path / name, code=2)
+        assert f"--token-file {tmp_path / name}: {said}" in done.stderr
+
+
+def test_json_is_utf8_whatever_a_server_is_called(make_server, tmp_path):
+    server = make_server()
+    for name, shown in ((b"\xff.sock", "\ufffd.sock"), ("\u00e9\U0001f600\x01\"\\".encode(), "\u00e9\U0001f600\x01\"\\"),
+                        (b"\xc3", "\ufffd"), (b"\xed\xa0\x80", "\ufffd" * 3)):
+        path = os.fsencode(tmp_path) + b"/" + name
+        os.symlink(server.unix, path)
+        done = subprocess.run([BIN / "kld", "status", "--json", "--server", b"unix:" + path], capture_output=True, timeout=60,
+                              env=clean_environment())
+        assert json.loads(done.stdout.decode("utf-8"))["server"] == f"unix:{tmp_path}/{shown}"
+
+
+def test_a_tensor_that_is_there_twice(tmp_path):
+    text = b'{"t":{"dtype":"F32","shape":[1,2],"data_offsets":[0,8]},"t":{"dtype":"F32","shape":[1,2],"data_offsets":[8,16]}}'
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 16)
+    assert "two tensors of that name" in kld("div", f"{file}:t", f"{file}:t", code=2).stderr
+    assert "which tensor? name one of its 2" in kld("div", file, file, code=2).stderr
