@@ -88,8 +88,8 @@ static enum kld_status read_file(const char *setting, const char *path, char **r
                                  struct kld_error *err) {
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (fd < 0)
-        return kld_error_set(err, KLD_INVALID, "%s: the file cannot be opened: %s", setting,
-                             strerror(errno));
+        return kld_error_set(err, KLD_INVALID, "%s: the file cannot be opened: %s (%.100s)",
+                             setting, strerror(errno), path);
     enum kld_status status = read_text(setting, fd, ret_text, err);
     close(fd);
     return status;

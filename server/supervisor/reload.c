@@ -23,6 +23,7 @@ struct kld_reading {
     uv_work_t work;
     struct kld_supervisor *supervisor;
     const struct kld_start *start;
+    struct kld_inherited inherited;
     bool http;              /* there are files to read */
     struct kld_config next; /* first what is in use */
     int next_fd;
@@ -158,6 +159,8 @@ static void read_again(uv_work_t *work) {
     enum kld_config_action action;
     reading->error.status = kld_config_parse(start->argc, start->argv, start->environment, &parsed,
                                              &action, &reading->error);
+    if (!reading->error.status) /* of all of them: some are the next start's alone */
+        reading->error.status = kld_settings_check(&parsed, &reading->inherited, &reading->error);
     if (reading->error.status)
         return;
     kld_config_adopt(&reading->next, &parsed, reading->kept, sizeof reading->kept);
@@ -252,6 +255,7 @@ static void read_begin(struct kld_supervisor *supervisor) {
     }
     reading->supervisor = supervisor;
     reading->start = reload->start;
+    reading->inherited = supervisor->inherited;
     reading->http = supervisor->http.fd >= 0;
     reading->next = reload->in_use;
     reading->next_fd = -1;

@@ -85,6 +85,18 @@ static enum kld_status refuse(const char *flag, const char *text, struct kld_err
                          flag, text);
 }
 
+/* An interface may yet come. */
+enum kld_status kld_http_address_check(const char *flag, const char *text, bool insecure,
+                                       struct kld_error *err) {
+    struct addrinfo *list = NULL;
+    enum kld_status status = resolve(flag, text, &list, err);
+    if (status == KLD_OK && !insecure && !is_loopback(list->ai_addr))
+        status = refuse(flag, text, err);
+    if (list)
+        freeaddrinfo(list);
+    return status == KLD_UNAVAILABLE ? KLD_OK : status;
+}
+
 enum kld_status kld_http_socket_adopt(const char *flag, int fd, bool insecure,
                                       struct kld_http_socket *ret_socket, struct kld_error *err) {
     struct sockaddr_storage bound;

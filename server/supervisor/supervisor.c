@@ -206,12 +206,19 @@ static enum kld_status open_workers(struct kld_supervisor *supervisor, struct kl
     return status;
 }
 
+/* What is invalid, or not allowed, is the settings' fault. */
+static bool is_of_settings(enum kld_status status) {
+    return status == KLD_INVALID || status == KLD_FORBIDDEN;
+}
+
 /* The first worker serves: what it chose and found holds for the others. */
 static void start_others(struct kld_supervisor *supervisor, uint32_t found) {
     struct kld_error err = {.status = KLD_OK};
     if (supervisor->workers_max == 0)
         settle_devices(supervisor, found);
-    if (open_workers(supervisor, &err) != KLD_OK) {
+    enum kld_status status = open_workers(supervisor, &err);
+    if (status != KLD_OK) {
+        supervisor->settings_wrong = is_of_settings(status);
         kld_supervisor_fail(supervisor, &supervisor->worker[0], err.text);
         return;
     }
@@ -313,9 +320,6 @@ static enum kld_status open_http(struct kld_supervisor *supervisor, const struct
         status = kld_http_socket_adopt("--http", passed->http, insecure, &supervisor->http, err);
     else
         status = kld_http_socket_open("--http", config->http, insecure, &supervisor->http, err);
-    if (status == KLD_OK && supervisor->http.fd < 0 &&
-        (*config->metrics_http || passed->metrics >= 0))
-        status = kld_error_set(err, KLD_INVALID, "--metrics-http: there is no --http beside it");
     if (status == KLD_OK && passed->metrics >= 0)
         status = kld_http_socket_adopt("--metrics-http", passed->metrics, insecure,
                                        &supervisor->metrics, err);
@@ -343,7 +347,6 @@ static enum kld_status place_unix(struct kld_supervisor *supervisor,
     return kld_unix_socket_path(*passed ? passed : config->unix, supervisor->config.unix, err);
 }
 
-/* What is invalid, or not allowed, is the settings' fault. */
 static enum kld_status open_all(struct kld_supervisor *supervisor, const struct kld_config *config,
                                 const struct kld_start *start, struct kld_error *err) {
     supervisor->config = *config;
@@ -357,13 +360,13 @@ static enum kld_status open_all(struct kld_supervisor *supervisor, const struct 
     kld_notify_open(&supervisor->notify);
     enum kld_status status = kld_inherited_take(&supervisor->inherited, err);
     if (status == KLD_OK)
+        status = kld_settings_check(config, &supervisor->inherited, err);
+    if (status == KLD_OK)
         status = place_unix(supervisor, config, err);
     if (status == KLD_OK)
         status = kld_stats_create(&supervisor->page, &supervisor->stats_fds, err);
     if (status == KLD_OK)
         status = open_http(supervisor, config, err);
-    if (status == KLD_OK && supervisor->http.fd >= 0)
-        status = kld_secrets_check(config, err);
     if (status == KLD_OK && kld_reload_open(supervisor, config, start, err) != KLD_OK)
         status = KLD_UNAVAILABLE; /* what is at these paths may be another by the next start */
     if (status == KLD_OK)
@@ -409,8 +412,7 @@ int kld_supervisor_main(const struct kld_config *config, const struct kld_start 
         status = kld_error_set(&err, KLD_NO_MEMORY, "out of memory");
     else
         status = open_all(supervisor, config, start, &err);
-    int result =
-        status == KLD_INVALID || status == KLD_FORBIDDEN ? KLD_EXIT_SETTINGS : EXIT_FAILURE;
+    int result = is_of_settings(status) ? KLD_EXIT_SETTINGS : EXIT_FAILURE;
     if (status != KLD_OK) {
         kld_log(KLD_LOG_ERROR, "cannot start", "reason=\"%s\"", err.text);
     } else {
@@ -420,7 +422,9 @@ int kld_supervisor_main(const struct kld_config *config, const struct kld_start 
             start_gateway(supervisor);
         uv_run(&supervisor->loop, UV_RUN_DEFAULT); /* returns when every handle is closed */
         uv_loop_close(&supervisor->loop);
-        result = supervisor->failed ? EXIT_FAILURE : EXIT_SUCCESS;
+        result = supervisor->settings_wrong ? KLD_EXIT_SETTINGS
+                 : supervisor->failed       ? EXIT_FAILURE
+                                            : EXIT_SUCCESS;
         kld_log(KLD_LOG_INFO, "stopped", "status=%d", result);
         kld_log_count_lost_in(NULL);
     }

@@ -36,6 +36,10 @@ struct kld_unix_socket {
 enum kld_status kld_http_socket_open(const char *flag, const char *text, bool insecure,
                                      struct kld_http_socket *ret_socket, struct kld_error *err);
 
+/* May it be listened on, as far as the text says? */
+enum kld_status kld_http_address_check(const char *flag, const char *text, bool insecure,
+                                       struct kld_error *err);
+
 /* One that a service manager opened; the same rule about who may reach it. */
 enum kld_status kld_http_socket_adopt(const char *flag, int fd, bool insecure,
                                       struct kld_http_socket *ret_socket, struct kld_error *err);
@@ -59,6 +63,12 @@ enum kld_status kld_unix_socket_adopt(int fd, const char *path, struct kld_unix_
 void kld_unix_socket_where(int fd, char ret_path[KLD_CONFIG_TEXT_MAX]);
 /* Closes and removes the file, if it is still ours. */
 void kld_unix_socket_close(struct kld_unix_socket *socket, const char *path);
+
+/* ---- settings.c ------------------------------------------------------------------------------ */
+
+/* Could any start do with them? */
+enum kld_status kld_settings_check(const struct kld_config *config,
+                                   const struct kld_inherited *inherited, struct kld_error *err);
 
 /* ---- child.c: one child, over all its lives ---------------------------------------------------
  */
@@ -254,6 +264,7 @@ struct kld_supervisor {
     bool draining;           /* SIGTERM came, or failed */
     bool killing;            /* the drain time is over: nothing is started again */
     bool failed;             /* it could not start: exit status 1 */
+    bool settings_wrong;     /* for which no other start can do more: 2 */
     bool announced;
     bool watchdog_due; /* the service manager waits for a sign of life */
     struct kld_reload reload;

@@ -237,14 +237,41 @@ def test_what_is_wrong_changes_nothing(make_server, settings, tmp_path):
     assert b"\nkld_config_last_reload_failed 0\n" in server.request("/metrics", None, bearer("two"))[2]
 
 
+NO_START = [({"tls_cert": "/nowhere"}, "tls_cert and tls_key go together"), ({"http": "0.0.0.0:1", "tokens": ""}, "--insecure-bind"),
+            ({"http": "8080"}, "expected ADDR:PORT"), ({"http": "", "metrics_http": "127.0.0.1:1"}, "there is no --http beside it"),
+            ({"metrics_http": "x:1"}, "--metrics-http: 'x' is not an address"), ({"unix": "/tmp/" + "x" * 110}, "path is longer"),
+            ({"unix": "/tmp/" + "x" * 102, "device": "0,0"}, "path is longer"), ({"backend": "cuda"}, "this build has no 'cuda'")]
+
+
+@pytest.mark.parametrize("wrong, said", NO_START)
+def test_what_no_start_could_use_is_no_reload(make_server, settings, tmp_path, wrong, said):
+    """It is the next start's alone, which would be an outage; and a start says the same."""
+    if "backend" in wrong and subprocess.run([BIN / "kld-server", "--backend=cuda", "--http=8080", f"--unix={tmp_path}/s"],
+                                             capture_output=True, text=True).stderr.count("ADDR:PORT"):
+        pytest.skip("a build with CUDA")
+    settings.allow(one="infer,metrics")
+    good = {"http": "127.0.0.1:0", "backend": "cpu", "tokens": str(settings.tokens), "unix": str(tmp_path / "sock")}
+    settings.write(**good)
+    start = [BIN / "kld-server", "--config", settings.file, "--threads=1"]
+    server = make_server(config=settings.file, http=None, unix=None, backend=None)
+    settings.write(**{**good, **wrong})
+    event, line = reload(server)
+    assert event == "reload failed" and said in line, line
+    refused = subprocess.run(start, capture_output=True, text=True, timeout=60, env=clean_environment())
+    assert refused.returncode == 2 and said in refused.stderr, refused
+    settings.write(**good)
+    assert reload(server)[0] == "reloaded" and infer(server, "one") == 200
+
+
 def test_what_a_reload_cannot_change(make_server, settings):
     settings.allow(one="infer,metrics")
     settings.write(log_level="info", clients_max=7)
     server = make_server(tokens=settings.tokens, config=settings.file, spin_us=3)
-    settings.write(log_level="warn", clients_max=8, spin_us=9, insecure_bind=True, tls_cert="/nowhere")
+    settings.write(log_level="warn", clients_max=8, spin_us=9, insecure_bind=True, tls_cert="/nowhere",
+                   tls_key="/nowhere")
     assert reload(server)[0] == "reloaded"
     log = server.log()
-    assert "supervisor: needs a restart settings=insecure_bind,clients_max,tls_cert " in log
+    assert "supervisor: needs a restart settings=insecure_bind,clients_max,tls_cert,tls_key " in log
     assert infer(server, "one") == 200
     settings.write(log_level="info", clients_max=7)  # as it was
     assert reload(server)[0] == "reloaded"

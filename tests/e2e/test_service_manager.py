@@ -210,6 +210,15 @@ def test_sockets_are_taken_and_kept(activate, tmp_path, backend):
     assert server.stop() == 0
 
 
+def test_a_second_socket_at_another_path(activate, tmp_path):
+    """Whether or not there turns out to be a second device: another start would find the same."""
+    for device in ("all", "0,0"):
+        sockets = [unix(tmp_path / f"{device}.s"), unix(tmp_path / f"{device}.t")]
+        server = activate(sockets, unix=None, device=device, wait=False)
+        assert server.process.wait(60) == 2
+        assert f"{device}.t; expected {tmp_path}/{device}.s.1" in server.log() and "child ready" not in server.log()
+
+
 def test_several_workers(activate, tmp_path):
     """The second worker's socket is passed, the third's is not."""
     sockets = [unix(tmp_path / "s"), unix(tmp_path / "s.1")]
