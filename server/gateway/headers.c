@@ -32,7 +32,7 @@ const char *kld_exchange_header_alone(const struct kld_exchange *exchange, const
 
 struct found {
     const char *length, *coding, *encoding, *host;
-    unsigned encodings, hosts;
+    unsigned encodings, hosts, authorizations;
     uint64_t name_sizes;
     bool misspelt, split, contradicts;
 };
@@ -92,6 +92,8 @@ static enum MHD_Result look_at(void *user, enum MHD_ValueKind kind, const char *
     } else if (IS(MHD_HTTP_HEADER_HOST)) {
         found->host = value;
         found->hosts++;
+    } else if (IS(MHD_HTTP_HEADER_AUTHORIZATION)) {
+        found->authorizations++;
     }
     if (!known) {
         trim(value, value_size); /* not of those that frame the body: MHD has read them by now */
@@ -120,6 +122,8 @@ enum kld_status kld_headers_check(struct kld_exchange *exchange, const char *ver
                              "the headers contradict each other about the length of the body");
     if (found.hosts > 1 || (!found.hosts && strcmp(version, MHD_HTTP_VERSION_1_0) != 0))
         return kld_error_set(err, KLD_INVALID, "a request has one header Host");
+    if (found.authorizations > 1) /* nor is it ours to say which of two callers asks */
+        return kld_error_set(err, KLD_INVALID, "a request has at most one header Authorization");
     if (found.coding && strcasecmp(found.coding, "chunked") != 0)
         return kld_error_set(err, KLD_UNIMPLEMENTED,
                              "Transfer-Encoding '%.40s' is not supported; chunked is",

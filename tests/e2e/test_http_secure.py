@@ -243,6 +243,16 @@ def test_one_header_host(make_server):
     assert answer_to(server.address, "GET /v2 HTTP/1.0")[0] == 200
 
 
+def test_at_most_one_header_authorization(make_server, tokens):
+    """Whoever stands before us may go by the other one."""
+    address = make_server(tokens=str(tokens)).address
+    right, wrong = "Authorization: Bearer word-of-all", "AUTHORIZATION: Bearer x"
+    assert answer_to(address, f"GET /v2 HTTP/1.1\r\n{right}", " localhost")[0] == 200
+    for lines in ((right, wrong), (wrong, right), (right, right)):
+        for path in ("/v2", "/v2/health/live"):
+            assert answer_to(address, "\r\n".join((f"GET {path} HTTP/1.1", *lines)), " localhost") == (400, "invalid")
+
+
 def test_names_that_the_operator_gives(make_server, tokens):
     server = make_server(http_hosts="kld.example, Proxy ,a")
     assert {answer_to(server.address, "GET /v2 HTTP/1.1", name)[0]
