@@ -80,7 +80,7 @@ enum kld_status kld_oip_check_name(const char *name, const char *what, struct kl
         at += length;
     return at == bytes ? KLD_OK
                        : kld_error_set(err, KLD_INVALID,
-                                       "byte %zu of the name of a %s, 0x%02x, begins no UTF-8 "
+                                       "byte %zu of the name of a %s is a NUL or begins no UTF-8 "
                                        "sequence; expected UTF-8",
-                                       at, what, (unsigned char)name[at]);
+                                       at, what);
 }

@@ -408,21 +408,22 @@ static enum kld_status read_environment(char *const *environment, struct kld_con
 static enum kld_status read_flags(int argc, char *const *argv, struct kld_config *config,
                                   const char **ret_file, enum kld_config_action *ret_action,
                                   struct kld_error *err) {
+    const char *bare_flag = NULL; /* the one before, which has no value */
     for (int i = 0; i < argc; i++) {
         const char *flag = argv[i];
-        if (strcmp(flag, "--help") == 0 || strcmp(flag, "-h") == 0) {
-            *ret_action = KLD_CONFIG_HELP;
+        bool help = strcmp(flag, "--help") == 0 || strcmp(flag, "-h") == 0;
+        bool metrics = strcmp(flag, "--help-metrics") == 0;
+        if (help || metrics || strcmp(flag, "--version") == 0) {
+            *ret_action = help      ? KLD_CONFIG_HELP
+                          : metrics ? KLD_CONFIG_METRICS
+                                    : KLD_CONFIG_VERSION;
             return KLD_OK;
         }
-        if (strcmp(flag, "--help-metrics") == 0) {
-            *ret_action = KLD_CONFIG_METRICS;
-            return KLD_OK;
-        }
-        if (strcmp(flag, "--version") == 0) {
-            *ret_action = KLD_CONFIG_VERSION;
-            return KLD_OK;
-        }
-        if (strncmp(flag, "--", 2) != 0 || !flag[2])
+        bool option = strncmp(flag, "--", 2) == 0 && flag[2];
+        if (!option && bare_flag)
+            return kld_error_set(err, KLD_INVALID, "unexpected argument '%.60s'; expected %s=%.60s",
+                                 flag, bare_flag, flag);
+        if (!option)
             return kld_error_set(err, KLD_INVALID,
                                  "unexpected argument '%.60s'; options begin with --", flag);
         const char *equals = strchr(flag, '=');
@@ -434,7 +435,8 @@ static enum kld_status read_flags(int argc, char *const *argv, struct kld_config
         if (!file && !setting)
             return unknown("option", bare, true, err);
         const char *value = equals ? equals + 1 : NULL;
-        if (!value && setting && setting->type == TYPE_FLAG)
+        bare_flag = !value && setting && setting->type == TYPE_FLAG ? flag : NULL;
+        if (bare_flag)
             value = "true";
         else if (!value && i + 1 < argc)
             value = argv[++i];

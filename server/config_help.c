@@ -26,7 +26,7 @@ void kld_config_help(FILE *out) {
     fputs(
         "kld-server: computes KL divergences and their gradients for other programs, over HTTP\n"
         "and a Unix socket. With no options it serves on 127.0.0.1:8080.\n\n"
-        "  kld-server [--OPTION VALUE | --OPTION=VALUE]...\n\n"
+        "  kld-server [--OPTION VALUE | --OPTION=VALUE | --FLAG | --FLAG=false]...\n\n"
         "Every option is also an environment variable (--log-level: KLD_LOG_LEVEL) and a key of\n"
         "the JSON file named by --config (log_level). A flag goes before the environment, the\n"
         "environment before the file. BYTES may end in K, M, G or T. On SIGHUP all is read again;\n"

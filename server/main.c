@@ -67,6 +67,15 @@ static int child_main(int argc, char **argv) {
     return status;
 }
 
+static int printed(void) {
+    errno = 0;
+    if (fflush(stdout) == 0 && !ferror(stdout))
+        return EXIT_SUCCESS;
+    fprintf(stderr, "kld-server: standard output cannot be written%s%s\n", errno ? ": " : "",
+            errno ? strerror(errno) : "");
+    return EXIT_FAILURE;
+}
+
 /* From here on one that comes waits until somebody reads it (supervisor/hangup.c). True: it was
  * ignored, as nohup(1) does. */
 static bool block_hangup(void) {
@@ -99,18 +108,14 @@ int main(int argc, char **argv) {
     }
     if (action != KLD_CONFIG_RUN)
         kld_signals_unblock();
-    if (action == KLD_CONFIG_HELP) {
+    if (action == KLD_CONFIG_HELP)
         kld_config_help(stdout);
-        return EXIT_SUCCESS;
-    }
-    if (action == KLD_CONFIG_METRICS) {
+    else if (action == KLD_CONFIG_METRICS)
         kld_metrics_table(stdout);
-        return EXIT_SUCCESS;
-    }
-    if (action == KLD_CONFIG_VERSION) {
+    else if (action == KLD_CONFIG_VERSION)
         puts("kld-server " KLD_RELEASE);
-        return EXIT_SUCCESS;
-    }
+    if (action != KLD_CONFIG_RUN)
+        return printed();
     if (kld_log_init("supervisor", config.log_level, config.log_format, &err) != KLD_OK)
         return fail(&err);
     const struct kld_start start = {.argc = argc > 0 ? argc - 1 : 0,

@@ -44,6 +44,14 @@ def test_version():
     assert version[0] == "kld-server" and version[1].count(".") == 2
 
 
+def test_what_is_asked_for_and_cannot_be_printed_is_a_failure():
+    for question in ("--help", "-h", "--version", "--help-metrics"):
+        for where, why in ((">/dev/full", "No space left on device"), (">&-", "Bad file descriptor")):
+            done = subprocess.run(["sh", "-c", f'exec "$@" {where}', "sh", SERVER, question], capture_output=True, text=True,
+                                  env=clean_environment(), timeout=60)
+            assert (done.returncode, done.stderr) == (1, f"kld-server: standard output cannot be written: {why}\n"), done
+
+
 @pytest.mark.parametrize("arguments, expected", [
     (["--lgo-level", "info"], "did you mean --log-level?"),
     (["--nonsense"], "'--nonsense'"),
@@ -63,6 +71,8 @@ def test_version():
     (["--allow-gids", "4294967296"], "less than 4294967295"),
     (["--allow-uids", ",".join("1" * 65)], "at most 64 numbers"),
     (["--insecure-bind=maybe"], "true or false"),
+    (["--sandbox", "false"], "unexpected argument 'false'; expected --sandbox=false"),
+    (["--http", "", "false"], "options begin with --"),
     (["--config", "/nonexistent.json"], "No such file"),
     (["--http_idle_ms=5"], "did you mean --http-idle-ms?"),
 ])
