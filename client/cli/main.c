@@ -19,16 +19,31 @@ static void help(FILE *out) {
             "Commands:\n");
     for (size_t i = 0; i < sizeof commands / sizeof commands[0]; i++)
         fprintf(out, "  %-10s %s\n", commands[i]->name, commands[i]->summary);
-    fprintf(out, "\nkld COMMAND -h tells more; kld --version the version. The server is named by\n"
+    fprintf(out, "\nkld COMMAND -h, or kld help COMMAND, tells more; kld --version the version. "
+                 "The server is named by\n"
                  "--server, else by $KLD_SERVER; with neither, kld computes in this process.\n\n"
                  "Example: kld div student.npy teacher.npy --grad-predictions grad.npy\n");
 }
 
-static int run(int argc, char **argv) {
-    const char *name = argc > 1 ? argv[1] : "";
+static const struct kld_command *find(const char *name) {
     for (size_t i = 0; i < sizeof commands / sizeof commands[0]; i++)
         if (strcmp(name, commands[i]->name) == 0)
-            return commands[i]->run(argc - 2, argv + 2, commands[i]);
+            return commands[i];
+    return NULL;
+}
+
+static int run(int argc, char **argv) {
+    const char *name = argc > 1 ? argv[1] : "";
+    const struct kld_command *command = find(name);
+    if (command)
+        return command->run(argc - 2, argv + 2, command);
+    bool asked = strcmp(name, "help") == 0;
+    if (asked && argc > 2)
+        name = argv[2];
+    if (asked && (command = find(name))) {
+        kld_options_help(stdout, command);
+        return KLD_EXIT_OK;
+    }
     if (strcmp(name, "-h") == 0 || strcmp(name, "--help") == 0 || strcmp(name, "help") == 0) {
         help(stdout);
         return KLD_EXIT_OK;

@@ -291,9 +291,10 @@ def test_help():
         assert command in top
         text = kld(command, "-h").stdout
         assert text.startswith(f"Usage: kld {command} ") and "--server URL" in text
-        assert "Exit status" in text
+        assert "Exit status" in text and text == kld("help", command).stdout
     assert kld("--version").stdout.startswith("kld ")
-    assert "no command" in kld("dib", code=2).stderr
+    assert "no command 'dib'" in kld("dib", code=2).stderr and "no command 'dib'" in kld("help", "dib", code=2).stderr
+    assert top == kld("help").stdout == kld("help", "help").stdout
     kld(code=2)
 
 
