@@ -39,7 +39,7 @@
     X(http_tensors, gauge, gateway, "tensors kept for HTTP callers")                               \
     X(http_tensor_bytes, gauge, gateway, "their bytes")                                            \
     X(staging_bytes, gauge, gateway, "staging memory in use")                                      \
-    X(unix_clients, gauge, worker, "connections on the Unix socket")                               \
+    X(unix_clients, gauge, worker, "connections on the Unix socket, those of the gateway too")     \
     X(unix_clients_total, counter, worker, "connections accepted on the Unix socket")              \
     X(unix_frames_invalid_total, counter, worker, "frames answered by an error of form")           \
     X(worker_requests_in_flight, gauge, worker, "operators and copies queued or running")          \
