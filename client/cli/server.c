@@ -48,16 +48,24 @@ static const char *url_of(const struct kld_server_options *server, const char **
     return given ? url : "local:";
 }
 
+static void append(char *to, size_t capacity, const char *text, size_t bytes) {
+    size_t used = strlen(to);
+    snprintf(to + used, capacity - used, "%.*s", (int)bytes, text);
+}
+
+/* Each of several by comma; and of a text that is no URL what is behind the last '@'. */
 void kld_cli_server_shown(const struct kld_server_options *server, char *ret_url, size_t capacity) {
-    const char *source, *url = url_of(server, &source), *host = strstr(url, "://");
-    if (!host) {
-        snprintf(ret_url, capacity, "%s", url);
-        return;
+    const char *source, *url = url_of(server, &source), *host, *at;
+    bool several = strncmp(url, "split:", 6) == 0;
+    bool path = strncmp(url, "unix:", 5) == 0 || strncmp(url, "local:", 6) == 0;
+    ret_url[0] = '\0';
+    if (!path && !strstr(url, "://") && (at = strrchr(url, '@')))
+        url = at + 1;
+    for (; !path && (host = strstr(url, "://")); url = at ? at + 1 : host + 3) {
+        append(ret_url, capacity, url, (size_t)(host + 3 - url));
+        at = memrchr(host + 3, '@', strcspn(host + 3, several ? "/," : "/"));
     }
-    host += 3;
-    size_t authority = strcspn(host, "/");
-    const char *at = memrchr(host, '@', authority);
-    snprintf(ret_url, capacity, "%.*s%s", (int)(host - url), url, at ? at + 1 : host);
+    append(ret_url, capacity, url, strlen(url));
 }
 
 enum kld_status kld_cli_connect(const struct kld_server_options *server,

@@ -390,6 +390,16 @@ def test_status_names_what_it_tried(tmp_path):
         assert f"tried: {shown}" in done.stderr and "secret" not in done.stderr and not done.stdout
 
 
+@pytest.mark.parametrize("url, shown", [
+    ("http://me:secret@127.0.0.1:1/a@b", "http://127.0.0.1:1/a@b"), ("http://me:se,cret@127.0.0.1:1", "http://127.0.0.1:1"),
+    ("split:http://me:secret@127.0.0.1:1/x,http://you:secret@127.0.0.1:2,unix:/a@b", "split:http://127.0.0.1:1/x,http://127.0.0.1:2,unix:/a@b"),
+    ("me:secret@127.0.0.1:1", "127.0.0.1:1"), ("unix:/a@b", "unix:/a@b"), ("ftp://me:secret@x", "ftp://x")])
+def test_no_password_is_shown(url, shown):
+    done = subprocess.run([KLD, "ping", "--server", url, "--timeout", "0.3"], capture_output=True, text=True, timeout=60,
+                          env=clean_environment())
+    assert done.stderr.endswith(f"     tried: {shown}\n") and "secret" not in done.stderr.replace("se,cret", "secret"), done.stderr
+
+
 def test_progress_bar_on_a_terminal(make_server, tmp_path):
     rows = np.full((2000, 1500), 1 / 1500, np.float32)  # 12 MB each
     np.save(tmp_path / "q.npy", rows)
