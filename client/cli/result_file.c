@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/random.h>
+#include <sys/xattr.h>
 #include <unistd.h>
 
 #define LINKS_MAX 40 /* as Linux follows them */
@@ -189,6 +190,19 @@ static bool write_all(int fd, const char *from, uint64_t bytes) {
     return true;
 }
 
+#define ACL "system.posix_acl_access"
+#define ACL_BYTES_MAX 4096
+
+/* False: it has a list of who else may, which cannot be copied. */
+static bool keep_list(const struct kld_result_file *file) {
+    char path[32 + NAME_MAX], list[ACL_BYTES_MAX];
+    snprintf(path, sizeof path, "/proc/self/fd/%d/%s", file->folder, file->base);
+    ssize_t bytes = lgetxattr(path, ACL, list, sizeof list);
+    if (bytes < 0)
+        return errno != ERANGE && errno != E2BIG;
+    return fsetxattr(file->fd, ACL, list, (size_t)bytes, 0) == 0;
+}
+
 /* Those of the file that it replaces. A group that we may not give it is not to lend its rights to
  * another one. */
 static bool keep_rights(const struct kld_result_file *file) {
@@ -203,7 +217,10 @@ static bool keep_rights(const struct kld_result_file *file) {
         fchown(file->fd, was->st_uid, was->st_gid) != 0 && is.st_gid != was->st_gid &&
         fchown(file->fd, (uid_t)-1, was->st_gid) != 0)
         mode &= (mode_t)~S_IRWXG;
-    return fchmod(file->fd, mode) == 0;
+    if (fchmod(file->fd, mode) != 0)
+        return false;
+    /* Where there is one, what looks like the group's is the most that it gives. */
+    return keep_list(file) || fchmod(file->fd, mode & (mode_t)~S_IRWXG) == 0;
 }
 
 enum kld_status kld_result_file_write(struct kld_result_file *file, const void *header,

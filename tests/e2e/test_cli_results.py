@@ -100,6 +100,21 @@ def test_the_owner_of_what_is_replaced_stays(tmp_path, pair):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_list_of_who_else_may_is_kept(tmp_path, pair, way):
+    """Without it the mode would give the group what the list gives somebody else."""
+    path, name = tmp_path / "r.npy", "system.posix_acl_access"
+    entries = [(1, 6, -1), (2, 6, 4321), (4, 0, -1), (16, 6, -1), (32, 0, -1)]  # user, 4321, group, mask, others
+    path.write_bytes(b"old")
+    try:
+        os.setxattr(path, name, struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries))
+    except OSError:
+        pytest.skip("a file system without lists")
+    kept = os.getxattr(path, name)
+    div(*pair, "--row-loss", path, preexec_fn=way)
+    assert os.getxattr(path, name) == kept and len(np.load(path)) == 400
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_name_as_long_as_the_file_system_has_it(tmp_path, pair, way):
     name = "r" * 251 + ".npy"
     div(*pair, "--row-loss", tmp_path / name, preexec_fn=way)
