@@ -4,6 +4,8 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/random.h>
@@ -12,6 +14,7 @@
 
 #define LINKS_MAX 40 /* as Linux follows them */
 #define NAMES_TRIED 100
+#define NAMED_MAX 8 /* more than there are results */
 #define WRITE_BYTES (1u << 30)
 
 static enum kld_status fail(const struct kld_result_file *file, const char *reason,
@@ -107,6 +110,44 @@ static void make_name(struct kld_result_file *file) {
     snprintf(file->beside, sizeof file->beside, ".kld-%016" PRIx64, number);
 }
 
+/* ---- What has a name before it is whole, and a signal that ends us ----------------------------
+ */
+
+static struct kld_result_file *volatile named[NAMED_MAX];
+static pthread_t writer;
+
+/* Removes them, and has it end us as ever. On the thread that makes them, which goes on no more:
+ * beside another one it could make the next. */
+static void on_end(int number) {
+    if (!pthread_equal(pthread_self(), writer)) {
+        pthread_kill(writer, number);
+        return;
+    }
+    for (size_t i = 0; i < NAMED_MAX; i++)
+        if (named[i] && named[i]->beside[0])
+            unlinkat(named[i]->folder, named[i]->beside, 0);
+    signal(number, SIG_DFL);
+    raise(number);
+}
+
+/* `to` in the place of `from`; NULL: of none. */
+static void note_named(struct kld_result_file *from, struct kld_result_file *to) {
+    static const int ending[] = {SIGINT, SIGTERM, SIGHUP};
+    size_t place = 0;
+    writer = pthread_self();
+    while (place < NAMED_MAX && named[place] != from)
+        place++;
+    if (place < NAMED_MAX)
+        named[place] = to;
+    for (size_t i = 0; i < sizeof ending / sizeof ending[0] && to; i++) {
+        struct sigaction was;
+        if (sigaction(ending[i], NULL, &was) == 0 && was.sa_handler == SIG_DFL)
+            signal(ending[i], on_end); /* one that is ignored stays so */
+    }
+}
+
+/* ---- Making it, with or without a name --------------------------------------------------------*/
+
 /* With errno where it fails. */
 static bool open_beside(struct kld_result_file *file) {
     for (int i = 0; i < NAMES_TRIED; i++) {
@@ -142,6 +183,7 @@ static enum kld_status make(struct kld_result_file *file, uint64_t bytes, struct
         return full ? fail(file, strerror(errno), err) : KLD_OK;
     }
     /* Only whether it can be: what has a name would stay if we were killed while it is computed. */
+    note_named(NULL, file);
     if (!open_beside(file))
         return fail(file, strerror(errno), err);
     remove_beside(file);
@@ -169,6 +211,7 @@ enum kld_status kld_result_file_open(const char *name, uint64_t bytes,
 void kld_result_file_close(struct kld_result_file *file) {
     if (!file->name)
         return;
+    note_named(file, NULL);
     remove_beside(file);
     close_fd(&file->fd);
     close_fd(&file->folder);

@@ -191,6 +191,29 @@ def test_nothing_is_beside_a_result_whatever_ends_the_tool(tmp_path):
             path.unlink()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of system calls")
+def test_a_signal_removes_what_has_a_name_before_it_is_whole(tmp_path, number):
+    np.save(tmp_path / "q.npy", np.full((2000, 8000), 1 / 8000, np.float32))
+    out = tmp_path / "out"
+    out.mkdir()
+    for _ in range(20):
+        process = subprocess.Popen([BIN / "kld", "div", tmp_path / "q.npy", tmp_path / "q.npy", "--grad-predictions",
+                                    out / "g.npy", "--grad-targets", out / "h.npy", "--quiet"], stdout=subprocess.DEVNULL,
+                                   env=clean_environment(), preexec_fn=without_nameless_files)
+        while process.poll() is None and not any(entry.name.startswith(".kld-") for entry in os.scandir(out)):
+            pass
+        time.sleep(0.02)  # when there is something in it
+        process.send_signal(number)
+        code = process.wait(timeout=60)
+        assert not list(out.glob(".kld-*"))
+        if code == -number:
+            return
+        for path in out.iterdir():
+            path.unlink()
+    pytest.skip("each came to its end first")
+
+
 def test_results_of_a_run_that_fails_are_not_there(tmp_path, pair):
     (tmp_path / "old.npy").write_bytes(b"old")
     kld("div", *pair, "--row-loss", tmp_path / "old.npy", "--loss", tmp_path / "new.npy", *NOBODY, "--timeout", "0.2", code=3)
