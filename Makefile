@@ -358,7 +358,7 @@ clean:
 SO_MAJOR := 0
 TO        = $(DESTDIR)$(PREFIX)
 install: all
-	$(Q)install -d $(TO)/bin $(TO)/lib/pkgconfig $(TO)/include/kld
+	$(Q)install -d $(TO)/bin $(TO)/lib/pkgconfig $(TO)/include/kld $(TO)/share/bash-completion/completions
 	$(Q)install -m 755 $(BUILD)/kld-server $(BUILD)/kld $(TO)/bin/
 	$(Q)install -m 644 $(BUILD)/libkld.a $(TO)/lib/
 	$(Q)install -m 755 $(BUILD)/libkld.so $(TO)/lib/libkld.so.$(VERSION)
@@ -368,6 +368,7 @@ install: all
 	  sed 's|#include "proto/|#include "|' $$header > $$to && chmod 644 $$to || exit 1; done
 	$(Q)sed -e 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|; s|@LIBS@|$(LIB_LIBS)|' deploy/kld.pc.in \
 	  > $(TO)/lib/pkgconfig/kld.pc && chmod 644 $(TO)/lib/pkgconfig/kld.pc
+	$(Q)install -m 644 client/cli/kld.bash $(TO)/share/bash-completion/completions/kld
 	@echo "installed into $(TO)"
 
 # ---- the tarball ------------------------------------------------------------------------------------

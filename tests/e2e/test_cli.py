@@ -298,6 +298,20 @@ def test_help():
     kld(code=2)
 
 
+@pytest.mark.parametrize("words, some, not_these", [
+    (["kld", ""], {"div", "status", "top", "ping", "bench", "help"}, {"--server"}), (["kld", "b"], {"bench"}, {"div"}),
+    (["kld", "help", "di"], {"div"}, {"bench"}), (["kld", "div", "q.npy", "--gr"], {"--grad-output", "--grad-targets"}, {"--server"}),
+    (["kld", "top", "-"], {"-n", "-d", "--server", "--token-file"}, {"--divergence"}),
+    (["kld", "div", "q"], set(), {"div"}), (["kld", "dib", "--"], set(), {"--server"})])
+def test_completion(words, some, not_these):
+    script = pathlib.Path(__file__).parents[2] / "client" / "cli" / "kld.bash"
+    code = f'. {script} && COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) && _kld && printf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", code, "bash", KLD, *words[1:]], capture_output=True, text=True, timeout=60,
+                          env=clean_environment())
+    found = set(done.stdout.split())
+    assert done.returncode == 0 and done.stderr == "" and some <= found and not not_these & found, done
+
+
 def test_status_ping_and_bench(make_server):
     server = make_server().wait_linked()
     for url in urls(server):

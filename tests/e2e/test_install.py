@@ -70,7 +70,7 @@ def test_what_is_installed(installed):
     version = (ROOT / "proto" / "VERSION").read_text().strip()
     assert files == {"bin/kld", "bin/kld-server", "lib/libkld.a", "lib/libkld.so", "lib/libkld.so.0",
                      f"lib/libkld.so.{version}", "lib/pkgconfig/kld.pc", "include/kld/kld.h",
-                     "include/kld/op.h", "include/kld/status.h"}
+                     "include/kld/op.h", "include/kld/status.h", "share/bash-completion/completions/kld"}
     assert not [path for path in [installed, *installed.rglob("*")] if not is_for_all(path.stat().st_mode)]
     for name in ("lib/libkld.so", "lib/libkld.so.0"):
         assert not os.readlink(installed / name).startswith("/")
