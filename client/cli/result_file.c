@@ -119,7 +119,7 @@ static pthread_t writer;
 /* Removes them, and has it end us as ever. On the thread that makes them, which goes on no more:
  * beside another one it could make the next. */
 static void on_end(int number) {
-    if (!pthread_equal(pthread_self(), writer)) {
+    if (pthread_self() != writer) { /* pthread_equal() is none that a handler may call */
         pthread_kill(writer, number);
         return;
     }
