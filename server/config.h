@@ -68,7 +68,9 @@
     X(COUNT, user_clients_max, "0",                                                                \
       "of them for one user; 0: all, with some beyond kept for users who have few")                \
     X(COUNT, hello_ms, "10000", "how long a connection there may take to say HELLO")               \
-    X(COUNT, requests_max, "1024", "requests in flight in a worker")                               \
+    X(COUNT, requests_max, "1024", "requests of Unix clients in flight in a worker")               \
+    X(COUNT, user_share, "75",                                                                     \
+      "percent of what the others leave that one user may have, of requests, memory and names")    \
     X(COUNT, client_requests_max, "64", "requests in flight of one Unix client")                   \
     X(COUNT, client_regions_max, "1024", "regions of one Unix client")                             \
     X(COUNT, client_streams_max, "4", "streams of one Unix client")                                \

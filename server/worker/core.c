@@ -9,6 +9,7 @@
 
 #include "server/log.h"
 #include "server/worker/event.h"
+#include "server/worker/quota.h"
 #include "server/worker/waits.h"
 
 /* ---- Ends ------------------------------------------------------------------------------------ */
@@ -147,6 +148,7 @@ static void retire(struct kld_request *request) {
         kld_worker_event_release(request->finished);
     TAILQ_REMOVE(&session->requests, request, in_session);
     session->requests_count--;
+    session->user->requests--;
     request->state = KLD_REQUEST_FREE;
     kld_queue_release(&worker->queue, request);
     kld_stats_add(worker->stats, KLD_STAT_worker_requests_in_flight, -1);
@@ -343,11 +345,13 @@ enum kld_status kld_core_admit(struct kld_session *session, uint64_t number, uin
                              "%u requests of this connection are in flight, the most allowed",
                              session->requests_waited);
     }
-    struct kld_request *request = kld_queue_acquire(&worker->queue);
+    enum kld_status status = kld_quota_check_request(session, err);
+    struct kld_request *request = status ? NULL : kld_queue_acquire(&worker->queue);
     if (!request) {
         kld_stats_rejected(worker->stats, KLD_REJECT_unix_requests_max);
-        return kld_error_set(err, KLD_BUSY, "%u requests are in flight, the most allowed",
-                             worker->queue.in_use);
+        return status ? status
+                      : kld_error_set(err, KLD_BUSY, "%u requests are in flight, the most allowed",
+                                      worker->queue.in_use);
     }
     request->session = session;
     request->number = number;
@@ -376,6 +380,7 @@ void kld_core_enter(struct kld_request *request, uint64_t timeout_ns) {
     request->state = KLD_REQUEST_QUEUED;
     TAILQ_INSERT_TAIL(&session->requests, request, in_session);
     session->requests_count++;
+    session->user->requests++;
     session->requests_waited++;
     TAILQ_INSERT_TAIL(&lane->queued, request, in_lane);
     kld_stats_add(worker->stats, KLD_STAT_worker_requests_in_flight, 1);

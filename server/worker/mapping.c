@@ -18,17 +18,19 @@ enum state { MAPPING, MAPPED, FAILED };
 
 struct kld_mapping {
     TAILQ_ENTRY(kld_mapping) entry;
-    uint64_t bytes; /* constant, as is_counted */
-    bool is_counted;
-    int fd;         /* -1: not on the list, and nobody else's */
-    uint32_t users; /* the rest under the mutex */
+    uint64_t bytes;        /* constant, as user */
+    struct kld_user *user; /* for whom it counts, held; NULL: it does not */
+    int fd;                /* -1: not on the list, and nobody else's */
+    uint32_t users;        /* the rest under the mutex */
     enum state state;
     struct kld_memory *memory; /* MAPPED */
     struct kld_error error;    /* FAILED */
 };
 
 enum kld_status kld_mappings_init(struct kld_mappings *mappings, const struct kld_backend *backend,
-                                  struct kld_device *device, struct kld_error *err) {
+                                  struct kld_device *device, struct kld_users *users,
+                                  struct kld_error *err) {
+    mappings->users = users;
     mappings->backend = backend;
     mappings->device = device;
     mappings->stats = NULL;
@@ -85,12 +87,16 @@ static struct kld_mapping *find(struct kld_mappings *mappings, int fd, uint64_t 
 }
 
 static struct kld_mapping *make(struct kld_mappings *mappings, int fd, uint64_t bytes,
-                                bool is_counted) {
+                                struct kld_user *user) {
     struct kld_mapping *mapping = calloc(1, sizeof *mapping);
     if (!mapping)
         return NULL;
-    *mapping = (struct kld_mapping){.bytes = bytes, .is_counted = is_counted, .fd = -1, .users = 1};
-    mappings->shared_bytes += is_counted ? bytes : 0;
+    *mapping = (struct kld_mapping){.bytes = bytes, .user = user, .fd = -1, .users = 1};
+    if (user) {
+        kld_user_hold(mappings->users, user);
+        user->shared_bytes += bytes;
+        mappings->shared_bytes += bytes;
+    }
     if (bytes < KLD_MAPPING_BYTES_MIN || mappings->count == KLD_MAPPINGS_MAX)
         return mapping;
     mapping->fd = fd;
@@ -100,22 +106,35 @@ static struct kld_mapping *make(struct kld_mappings *mappings, int fd, uint64_t 
 }
 
 static enum kld_status check_room(const struct kld_mappings *mappings, uint64_t bytes,
-                                  uint64_t most, struct kld_error *err) {
-    uint64_t total;
-    if (most == UINT64_MAX ||
-        (!__builtin_add_overflow(mappings->shared_bytes, bytes, &total) && total <= most))
+                                  const struct kld_mapping_limit *limit, struct kld_error *err) {
+    uint64_t total, most = limit ? limit->bytes_max : 0;
+    if (!limit)
         return KLD_OK;
-    return kld_error_set(err, KLD_NO_MEMORY,
-                         "there is no room for %" PRIu64 " bytes: clients share %" PRIu64
-                         " of %" PRIu64 " of the host's memory",
-                         bytes, mappings->shared_bytes, most);
+    if (__builtin_add_overflow(mappings->shared_bytes, bytes, &total) || total > most)
+        return kld_error_set(err, KLD_NO_MEMORY,
+                             "there is no room for %" PRIu64 " bytes: clients share %" PRIu64
+                             " of %" PRIu64 " of the host's memory",
+                             bytes, mappings->shared_bytes, most);
+    uint64_t own = limit->user->shared_bytes;
+    most = kld_share_max(limit->user_share, most, mappings->shared_bytes - own);
+    if (bytes > most || own > most - bytes)
+        return kld_error_set(err, KLD_NO_MEMORY,
+                             "there is no room for %" PRIu64 " bytes of this user's, who shares "
+                             "%" PRIu64 " of the %" PRIu64 " of the host's memory that others "
+                             "leave to one (user_share)",
+                             bytes, own, most);
+    return KLD_OK;
 }
 
 /* True: that was the last one; it is nobody else's from here on. */
 static bool drop(struct kld_mappings *mappings, struct kld_mapping *mapping) {
     if (--mapping->users)
         return false;
-    mappings->shared_bytes -= mapping->is_counted ? mapping->bytes : 0;
+    if (mapping->user) {
+        mappings->shared_bytes -= mapping->bytes;
+        mapping->user->shared_bytes -= mapping->bytes;
+        kld_user_release(mappings->users, mapping->user);
+    }
     if (mapping->fd >= 0) {
         TAILQ_REMOVE(&mappings->list, mapping, entry);
         mappings->count--;
@@ -167,7 +186,8 @@ static void map(struct kld_mappings *mappings, struct kld_mapping *mapping, int 
 }
 
 enum kld_status kld_mapping_acquire(struct kld_mappings *mappings, int fd, uint64_t bytes,
-                                    uint64_t shared_bytes_max, struct kld_mapping **ret_mapping,
+                                    const struct kld_mapping_limit *limit,
+                                    struct kld_mapping **ret_mapping,
                                     struct kld_memory **ret_memory, bool *ret_limited,
                                     struct kld_error *err) {
     uv_mutex_lock(&mappings->mutex);
@@ -176,8 +196,8 @@ enum kld_status kld_mapping_acquire(struct kld_mappings *mappings, int fd, uint6
     enum kld_status status = KLD_OK;
     if (there)
         mapping->users++;
-    else if (!(status = check_room(mappings, bytes, shared_bytes_max, err)))
-        mapping = make(mappings, fd, bytes, shared_bytes_max != UINT64_MAX);
+    else if (!(status = check_room(mappings, bytes, limit, err)))
+        mapping = make(mappings, fd, bytes, limit ? limit->user : NULL);
     while (there && mapping->state == MAPPING) /* another thread of the pool is at it */
         uv_cond_wait(&mappings->mapped, &mappings->mutex);
     uv_mutex_unlock(&mappings->mutex);

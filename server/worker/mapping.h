@@ -17,6 +17,7 @@
 #include <uv.h>
 
 #include "kernels/backend.h"
+#include "server/worker/users.h"
 
 #define KLD_MAPPINGS_MAX 64
 #define KLD_MAPPING_BYTES_MIN ((uint64_t)1 << 20)
@@ -24,9 +25,17 @@
 struct kld_mapping;
 struct kld_stats;
 
+/* For what is mapped for clients. It counts once, for the user who came with it first. */
+struct kld_mapping_limit {
+    uint64_t bytes_max;  /* of all that was mapped with a limit */
+    uint64_t user_share; /* percent, see users.h */
+    struct kld_user *user;
+};
+
 struct kld_mappings {
     const struct kld_backend *backend; /* constant, as device */
     struct kld_device *device;
+    struct kld_users *users; /* of the limits */
     struct kld_stats *stats; /* where the bytes are told, by any thread; NULL: nowhere */
     uv_mutex_t mutex;        /* of all below */
     uv_cond_t mapped;        /* one of them, or not */
@@ -38,14 +47,16 @@ struct kld_mappings {
 };
 
 enum kld_status kld_mappings_init(struct kld_mappings *mappings, const struct kld_backend *backend,
-                                  struct kld_device *device, struct kld_error *err);
+                                  struct kld_device *device, struct kld_users *users,
+                                  struct kld_error *err);
 void kld_mappings_done(struct kld_mappings *mappings); /* none is held any more */
 
-/* Bytes [0, bytes) of a memfd that is sealed against shrinking. Takes over fd. shared_bytes_max: of
- * all mappings that were made with a limit, each once; UINT64_MAX: none, and it does not count.
- * *ret_limited: it was refused for that, and nothing failed. */
+/* Bytes [0, bytes) of a memfd that is sealed against shrinking. Takes over fd. limit: NULL: none,
+ * and it does not count; its user is held as long as the mapping counts for him. *ret_limited: it
+ * was refused for that, and nothing failed. */
 enum kld_status kld_mapping_acquire(struct kld_mappings *mappings, int fd, uint64_t bytes,
-                                    uint64_t shared_bytes_max, struct kld_mapping **ret_mapping,
+                                    const struct kld_mapping_limit *limit,
+                                    struct kld_mapping **ret_mapping,
                                     struct kld_memory **ret_memory, bool *ret_limited,
                                     struct kld_error *err);
 /* KLD_DEVICE_LOST: as memory_free() of the back end. */

@@ -8,15 +8,14 @@
 #include "server/log.h"
 #include "server/role.h"
 #include "server/worker/places.h"
+#include "server/worker/quota.h"
 #include "server/worker/worker.h"
 
-/* Its regions of the device's pool are not the clients'. */
 static void recognise(struct kld_session *session) {
     struct kld_worker *worker = session->worker;
     if (session->is_gateway || session->fd < 0 || !kld_places_is_gateway(worker, session->fd))
         return;
-    session->is_gateway = true;
-    worker->pool_bytes -= session->pool_bytes;
+    kld_quota_recognise(session);
 }
 
 /* pidfd is taken over. Connections of the one before end with it. */

@@ -66,6 +66,12 @@ static enum kld_status check_room(const struct kld_session *session, struct kld_
     if (worker->publications_count >= KLD_PUBLICATIONS_MAX)
         return kld_error_set(err, KLD_TOO_LARGE, "%u tensors are published, the most allowed",
                              worker->publications_count);
+    if (own >= kld_share_max(worker->options.config->user_share, KLD_PUBLICATIONS_MAX,
+                             worker->publications_count - own))
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "%llu tensors are published by this user, the most allowed beside "
+                             "those of others (user_share)",
+                             (unsigned long long)own);
     return KLD_OK;
 }
 

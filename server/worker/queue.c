@@ -14,10 +14,6 @@ enum kld_status kld_queue_init(struct kld_queue *queue, uint32_t requests_max,
         kld_queue_done(queue);
         return kld_error_set(err, KLD_NO_MEMORY, "no memory for %u requests", requests_max);
     }
-    for (uint32_t i = requests_max; i-- > 0;) {
-        queue->requests[i].next = queue->free;
-        queue->free = &queue->requests[i];
-    }
     return KLD_OK;
 }
 
@@ -29,9 +25,12 @@ void kld_queue_done(struct kld_queue *queue) {
 
 struct kld_request *kld_queue_acquire(struct kld_queue *queue) {
     struct kld_request *request = queue->free;
-    if (!request)
+    if (request)
+        queue->free = request->next;
+    else if (queue->used < queue->requests_max)
+        request = &queue->requests[queue->used++];
+    else
         return NULL;
-    queue->free = request->next;
     queue->in_use++;
     request->next = NULL;
     request->answered = request->early = request->told = false;

@@ -10,9 +10,10 @@
 
 struct kld_queue {
     struct kld_request *requests; /* requests_max of them */
-    struct kld_request *free;     /* linked by next */
+    struct kld_request *free;     /* of those that were in use; linked by next */
     struct kld_request **heap;    /* heap[1 .. heap_count], the earliest deadline first */
     uint32_t requests_max, in_use, heap_count;
+    uint32_t used; /* of them: the others' pages were never touched */
 };
 
 enum kld_status kld_queue_init(struct kld_queue *queue, uint32_t requests_max,

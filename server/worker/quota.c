@@ -8,6 +8,50 @@
 
 #define REGIONS_MAX ((uint64_t)1 << KLD_REGION_SLOT_BITS)
 
+void kld_quota_recognise(struct kld_session *session) {
+    struct kld_worker *worker = session->worker;
+    struct kld_user *client = session->user, *gateway = &worker->users.gateway;
+    session->is_gateway = true;
+    session->user = gateway;
+    kld_user_hold(&worker->users, gateway);
+    client->requests -= session->requests_count;
+    gateway->requests += session->requests_count;
+    client->pool_bytes -= session->pool_bytes;
+    worker->pool_bytes -= session->pool_bytes;
+    kld_user_release(&worker->users, client);
+}
+
+/* ---- Requests -------------------------------------------------------------------------------- */
+
+uint32_t kld_quota_gateway_requests(const struct kld_config *config) {
+    uint64_t kept = config->http_requests_max, room = UINT32_MAX - config->requests_max;
+    kept = kept < config->requests_max ? kept : config->requests_max;
+    return (uint32_t)(kept < room ? kept : room);
+}
+
+enum kld_status kld_quota_check_request(const struct kld_session *session, struct kld_error *err) {
+    const struct kld_worker *worker = session->worker;
+    const struct kld_config *config = worker->options.config;
+    const struct kld_user *user = session->user;
+    uint64_t gateway = worker->users.gateway.requests, kept = kld_quota_gateway_requests(config);
+    uint64_t all = config->requests_max, clients = worker->queue.in_use - gateway;
+    if (session->is_gateway)
+        return KLD_OK;
+    all -= gateway > kept ? gateway - kept : 0;
+    uint64_t most = kld_share_max(config->user_share, all, clients - user->requests);
+    if (user->requests < most)
+        return KLD_OK;
+    if (clients >= all)
+        return kld_error_set(err, KLD_BUSY, "%" PRIu64 " requests are in flight, the most allowed",
+                             clients);
+    return kld_error_set(err, KLD_BUSY,
+                         "%" PRIu64 " requests of this user are in flight, the most allowed beside "
+                         "those of others (user_share)",
+                         user->requests);
+}
+
+/* ---- Memory ---------------------------------------------------------------------------------- */
+
 static uint64_t sum(uint64_t a, uint64_t b) {
     return a < REGIONS_MAX && b < REGIONS_MAX ? a + b : REGIONS_MAX;
 }
@@ -51,11 +95,19 @@ static enum kld_status check_pool(const struct kld_session *session, uint64_t by
                              " bytes of the device's pool, the most allowed",
                              most);
     most = pool - pool / KLD_POOL_FLOOR_PART;
+    uint64_t own = session->user->pool_bytes;
+    uint64_t share =
+        kld_share_max(worker->options.config->user_share, most, worker->pool_bytes - own);
     if (__builtin_add_overflow(worker->pool_bytes, bytes, &total) || total > most)
         return kld_error_set(err, KLD_NO_MEMORY,
                              "the pool has no room for %" PRIu64 " bytes: %" PRIu64 " of %" PRIu64
                              " are in regions",
                              bytes, worker->pool_bytes, most);
+    if (bytes > share || own > share - bytes)
+        return kld_error_set(err, KLD_NO_MEMORY,
+                             "the pool has no room for %" PRIu64 " bytes of this user's, who has "
+                             "%" PRIu64 " of the %" PRIu64 " that others leave to one (user_share)",
+                             bytes, own, share);
     return KLD_OK;
 }
 
@@ -65,6 +117,14 @@ uint64_t kld_quota_shared_bytes_max(const struct kld_worker *worker) {
     if (most)
         return most;
     return worker->host_bytes ? worker->host_bytes / 2 / (workers ? workers : 1) : UINT64_MAX;
+}
+
+struct kld_mapping_limit kld_quota_mapping_limit(const struct kld_session *session) {
+    return (struct kld_mapping_limit){
+        .bytes_max = kld_quota_shared_bytes_max(session->worker),
+        .user_share = session->worker->options.config->user_share,
+        .user = session->user,
+    };
 }
 
 static enum kld_status check_shared(const struct kld_session *session, uint64_t bytes,

@@ -1,19 +1,30 @@
-/* quota.h - how much memory a client may register: how many regions, their bytes, and what of them
- * may lie in the device's pool or in memory of the host. The gateway is no such client: its own
- * limits bound what it takes, and only how many regions is bounded here too. Loop thread. */
+/* quota.h - how much a client, its user and all of them may have: requests in flight, regions and
+ * their bytes, and what of those may lie in the device's pool or in memory of the host. The gateway
+ * is no such client: its own limits bound what it takes, and only how many regions is bounded here
+ * too. Loop thread. */
 #ifndef KLD_SERVER_WORKER_QUOTA_H
 #define KLD_SERVER_WORKER_QUOTA_H
 
 #include <stdint.h>
 
 #include "proto/status.h"
+#include "server/worker/mapping.h"
 
 /* Regions of the gateway's beyond what tensors_max, http_regions_max and http_requests_max let it
  * have: staging, buffers that it keeps for later, and those that are on their way out. */
 #define KLD_GATEWAY_REGIONS_BESIDE 1024
 
+struct kld_config;
 struct kld_session;
 struct kld_worker;
+
+/* It is the gateway: what it has is no client's from here on. */
+void kld_quota_recognise(struct kld_session *session);
+/* Requests that are kept for the gateway beside requests_max; what it has above them it takes of
+ * the clients'. */
+uint32_t kld_quota_gateway_requests(const struct kld_config *config);
+/* One more request, of this client's user? The gateway has all that there are. */
+enum kld_status kld_quota_check_request(const struct kld_session *session, struct kld_error *err);
 
 /* One more region, of no bytes of its own? */
 enum kld_status kld_quota_check_count(const struct kld_session *session, struct kld_error *err);
@@ -26,5 +37,6 @@ uint64_t kld_quota_region_bytes_max(const struct kld_session *session);
 /* Of the host's memory, for all clients of this worker together. Who touches a page of a memfd
  * first has to pay for it, and of what a client never touched that is the worker. */
 uint64_t kld_quota_shared_bytes_max(const struct kld_worker *worker);
+struct kld_mapping_limit kld_quota_mapping_limit(const struct kld_session *session);
 
 #endif

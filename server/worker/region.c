@@ -154,6 +154,7 @@ static void gauges_add(struct kld_region *region, int sign) {
         session->shared_bytes += sign > 0 ? bytes : -bytes;
     if (region->kind == KLD_REGION_POOL) {
         session->pool_bytes += sign > 0 ? bytes : -bytes;
+        session->user->pool_bytes += sign > 0 ? bytes : -bytes;
         worker->pool_bytes += session->is_gateway ? 0 : sign > 0 ? bytes : -bytes;
     }
     kld_stats_set(worker->stats, KLD_STAT_worker_regions, worker->regions);
@@ -167,6 +168,8 @@ static void forget(struct kld_region *region) {
     session->regions[region->id & SLOT_MASK] = NULL;
     kld_cuda_file_release(session, region->cuda_file);
     kld_space_forget(region);
+    if (region->limit.user)
+        kld_user_release(&session->worker->users, region->limit.user);
     free(region);
 }
 
@@ -178,9 +181,10 @@ static void add_work(uv_work_t *work) {
     const struct kld_backend *backend = region->session->worker->options.backend;
     switch (region->kind) {
     case KLD_REGION_MEMFD:
-        region->status = kld_mapping_acquire(
-            &region->session->worker->mappings, region->fd, region->bytes, region->shared_bytes_max,
-            &region->mapping, &region->memory, &region->limited, &region->error);
+        region->status =
+            kld_mapping_acquire(&region->session->worker->mappings, region->fd, region->bytes,
+                                region->limit.user ? &region->limit : NULL, &region->mapping,
+                                &region->memory, &region->limited, &region->error);
         region->fd = -1;
         break;
     case KLD_REGION_CUDA_FD:
@@ -360,8 +364,6 @@ enum kld_status kld_worker_region_add(struct kld_session *session,
     region->kind = frame->kind;
     region->bytes = frame->kind == KLD_REGION_CUDA_SPACE ? 0 : frame->bytes;
     region->room_bytes = frame->bytes - region->bytes;
-    region->shared_bytes_max =
-        session->is_gateway ? UINT64_MAX : kld_quota_shared_bytes_max(worker);
     region->space_offset = frame->offset_bytes;
     region->base_bytes = frame->base_bytes;
     memcpy(region->ipc_handle, frame->ipc_handle, sizeof region->ipc_handle);
@@ -372,6 +374,10 @@ enum kld_status kld_worker_region_add(struct kld_session *session,
     if ((status = table_insert(session, region, err))) {
         free(region);
         return status;
+    }
+    if (!session->is_gateway) {
+        region->limit = kld_quota_mapping_limit(session);
+        kld_user_hold(&worker->users, region->limit.user); /* while the pool may look at it */
     }
     gauges_add(region, 1);
     if (frame->kind == KLD_REGION_CUDA_FD)

@@ -20,6 +20,7 @@
 #include <sys/stat.h>
 
 #include "kernels/backend.h"
+#include "server/worker/mapping.h"
 #include "server/worker/session.h"
 
 enum kld_region_state {
@@ -53,11 +54,11 @@ struct kld_region {
     /* Constant from creation on. */
     uint32_t kind; /* enum kld_region_kind */
     bool attached;
-    uint64_t room_bytes;       /* space: what it may grow to; else 0 */
-    uint64_t memory_offset;    /* attached: where it begins in `memory`; else 0 */
-    uint64_t space_offset;     /* where it begins in its space: what it is aligned by */
-    uint64_t base_bytes;       /* CUDA IPC, CUDA fd */
-    uint64_t shared_bytes_max; /* memfd: see mapping.h */
+    uint64_t room_bytes;            /* space: what it may grow to; else 0 */
+    uint64_t memory_offset;         /* attached: where it begins in `memory`; else 0 */
+    uint64_t space_offset;          /* where it begins in its space: what it is aligned by */
+    uint64_t base_bytes;            /* CUDA IPC, CUDA fd */
+    struct kld_mapping_limit limit; /* memfd; user NULL: none */
     uint8_t ipc_handle[KLD_WIRE_IPC_HANDLE_BYTES];
     dev_t inode_device; /* memfd */
     ino_t inode;

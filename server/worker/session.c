@@ -17,6 +17,7 @@
 #include "server/worker/health.h"
 #include "server/worker/peer.h"
 #include "server/worker/places.h"
+#include "server/worker/quota.h"
 
 /* ---- Out ------------------------------------------------------------------------------------- */
 
@@ -246,11 +247,14 @@ enum kld_status kld_session_open(struct kld_worker *worker, int fd, uid_t uid, p
     if (session) {
         session->out_max = out_bytes(config);
         session->out = malloc(session->out_max);
+        session->user = kld_user_acquire(&worker->users, uid);
         session->lanes = calloc(config->client_streams_max, sizeof *session->lanes);
     }
-    if (!session || !session->out || !session->lanes ||
+    if (!session || !session->out || !session->user || !session->lanes ||
         uv_poll_init(&worker->loop, &session->poll, fd) != 0) {
         if (session) {
+            if (session->user)
+                kld_user_release(&worker->users, session->user);
             free(session->out);
             free(session->lanes);
         }
@@ -264,7 +268,8 @@ enum kld_status kld_session_open(struct kld_worker *worker, int fd, uid_t uid, p
     session->pid = pid;
     session->opened_ns = kld_worker_now_ns();
     session->pidfd = kld_peer_pidfd(fd);
-    session->is_gateway = kld_places_is_gateway(worker, fd);
+    if (kld_places_is_gateway(worker, fd))
+        kld_quota_recognise(session);
     session->polling = true;
     session->poll.data = session;
     TAILQ_INIT(&session->requests);
@@ -336,6 +341,7 @@ void kld_session_collect(struct kld_session *session) {
     free(session->out);
     if (session->pidfd >= 0)
         close(session->pidfd);
+    kld_user_release(&worker->users, session->user);
     free(session);
     kld_worker_accept(worker);
 }

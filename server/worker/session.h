@@ -17,6 +17,7 @@
 #include "proto/wire.h"
 #include "server/worker/request.h"
 #include "server/worker/strays.h"
+#include "server/worker/users.h"
 
 struct kld_worker;
 
@@ -73,6 +74,7 @@ struct kld_session {
     uv_poll_t poll;
     uid_t uid;
     pid_t pid;
+    struct kld_user *user;        /* for whom it counts, see users.h */
     int pidfd;                    /* of that process; -1: none. Closed with the session */
     bool is_gateway;              /* that process is the server's own; see orders.h */
     char name[KLD_WIRE_NAME_MAX]; /* from HELLO; "" before; safe to log */

@@ -24,6 +24,7 @@
 #include "server/worker/kept.h"
 #include "server/worker/orders.h"
 #include "server/worker/places.h"
+#include "server/worker/quota.h"
 #include "server/worker/waits.h"
 
 #define ACCEPT_BURST 16
@@ -418,13 +419,22 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
     enum kld_status status;
     if ((status = kld_uv_pool_try(err)) ||
         (status = kld_peers_init(&worker->peers, options->config, err)) ||
-        (status = kld_queue_init(&worker->queue, (uint32_t)options->config->requests_max, err)))
+        (status = kld_users_init(&worker->users, err)))
         return status;
+    status = kld_queue_init(
+        &worker->queue,
+        (uint32_t)options->config->requests_max + kld_quota_gateway_requests(options->config), err);
+    if (status) {
+        kld_users_done(&worker->users);
+        return status;
+    }
     if (kld_uv_loop_open(&worker->loop) != 0) {
         kld_queue_done(&worker->queue);
+        kld_users_done(&worker->users);
         return kld_error_set(err, KLD_INTERNAL, "no event loop");
     }
-    status = kld_mappings_init(&worker->mappings, options->backend, options->device, err);
+    status = kld_mappings_init(&worker->mappings, options->backend, options->device, &worker->users,
+                               err);
     if (!status &&
         ((status = kld_strays_start(&worker->strays, err)) || (status = handles_init(worker, err))))
         kld_mappings_done(&worker->mappings);
@@ -432,6 +442,7 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
         kld_strays_end(worker->strays);
         uv_loop_close(&worker->loop);
         kld_queue_done(&worker->queue);
+        kld_users_done(&worker->users);
         return status;
     }
     kld_stats_reset_role(worker->stats, "worker");
@@ -469,5 +480,6 @@ void kld_worker_done(struct kld_worker *worker) {
     kld_orders_done(worker);
     kld_strays_end(worker->strays);
     kld_mappings_done(&worker->mappings);
+    kld_users_done(&worker->users);
     kld_queue_done(&worker->queue);
 }

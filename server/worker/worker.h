@@ -18,6 +18,7 @@
 #include "server/worker/queue.h"
 #include "server/worker/session.h"
 #include "server/worker/strays.h"
+#include "server/worker/users.h"
 
 #define KLD_POLL_NS 5000000u /* the loop polls so long for the end of a job of a GPU */
 #define KLD_REFUSALS_MAX 64  /* refused connections that wait to be closed */
@@ -109,6 +110,7 @@ struct kld_worker {
     uint64_t cuda_files;              /* of all sessions, see cuda_file.h */
     bool told_cuda_files;             /* that some are not told apart */
     struct kld_peers peers;           /* who may connect */
+    struct kld_users users;           /* of all sessions */
     struct kld_gateway_process gateway;
     struct kld_failed_lines failed_lines;
     TAILQ_HEAD(kld_publication_list, kld_publication) publications;

@@ -567,7 +567,7 @@ def pool_region(server, size):
 
 def test_what_is_kept_refuses_no_unix_client(make_server):
     """He waits for it; but not for what will not come, be it that it is no help or that the gateway hangs."""
-    server = make_server(pool_bytes_max="64M", client_pool_bytes_max="1G", keep_buffer_ms=60000, **SMALL)
+    server = make_server(pool_bytes_max="64M", client_pool_bytes_max="1G", keep_buffer_ms=60000, user_share=100, **SMALL)
     q, gateway = probabilities((1000, 1000), 33), server.child("gateway")
 
     def keeps():

@@ -393,7 +393,7 @@ def pool_region(server, size):
 def test_who_holds_what_a_unix_client_is_refused_has_to_be_quick(make_server):
     """Also where it is less than half. What there is not in any case nobody is refused for his sake."""
     server = make_server(http_slow_ms=2000, http_slow_bytes="1K", http_slow_parts=16, pool_bytes_max="64M",
-                         client_pool_bytes_max="1G", **SMALL)
+                         client_pool_bytes_max="1G", user_share=100, **SMALL)
     q = probabilities((1000, 1000), 8)
     headers, data = oip.body({"predictions": q, "targets": q})
     text = text_of(data, headers)

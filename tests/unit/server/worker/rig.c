@@ -9,10 +9,12 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "server/log.h"
+#include "server/role.h"
 
 #define WAIT_S 10
 
@@ -107,15 +109,53 @@ int rig_connect(const struct rig *rig) {
     return fd;
 }
 
-int rig_client(const struct rig *rig) {
-    int fd = rig_connect(rig);
+static void greet(int fd) {
     union kld_frame frame;
     kld_frame_init(&frame, KLD_FRAME_HELLO, 1);
     frame.as_HELLO.version_min = frame.as_HELLO.version_max = 1;
     strcpy(frame.as_HELLO.client_name, "test");
     rig_send(fd, &frame);
     rig_expect(fd, 1, KLD_FRAME_WELCOME, &frame);
+}
+
+int rig_client(const struct rig *rig) {
+    int fd = rig_connect(rig);
+    greet(fd);
     return fd;
+}
+
+int rig_client_of(const struct rig *rig, uid_t uid) {
+    char byte, space[CMSG_SPACE(sizeof(int))];
+    struct iovec part = {.iov_base = &byte, .iov_len = 1};
+    struct msghdr message = {
+        .msg_iov = &part, .msg_iovlen = 1, .msg_control = space, .msg_controllen = sizeof space};
+    int way[2], fd;
+    ck_assert_int_eq(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, way), 0);
+    pid_t child = fork();
+    if (child == 0) {
+        if (uid != geteuid() && setuid(uid) != 0)
+            _exit(1);
+        fd = rig_connect(rig);
+        rig_send_fds(way[1], "", 1, &fd, 1);
+        _exit(0);
+    }
+    ck_assert_int_eq(recvmsg(way[0], &message, MSG_CMSG_CLOEXEC), 1);
+    ck_assert_ptr_nonnull(CMSG_FIRSTHDR(&message));
+    memcpy(&fd, CMSG_DATA(CMSG_FIRSTHDR(&message)), sizeof fd);
+    ck_assert_int_eq(waitpid(child, NULL, 0), child);
+    close(way[0]);
+    close(way[1]);
+    greet(fd);
+    return fd;
+}
+
+void rig_name_gateway(struct rig *rig, pid_t pid, int pidfd) {
+    struct kld_child_order order = {.kind = KLD_ORDER_GATEWAY, .pid = pid};
+    struct kld_child_order alive = {.kind = KLD_ORDER_ALIVE};
+    char answer[8];
+    rig_send_fds(rig->control[0], &order, sizeof order, &pidfd, pidfd >= 0);
+    ck_assert_int_eq(send(rig->control[0], &alive, sizeof alive, 0), sizeof alive);
+    ck_assert_int_eq(recv(rig->control[0], answer, sizeof answer, 0), 1);
 }
 
 void rig_send_fds(int fd, const void *data, size_t bytes, const int *fds, int count) {

@@ -41,6 +41,11 @@ void rig_done(struct rig *rig);
 
 int rig_connect(const struct rig *rig); /* no HELLO yet */
 int rig_client(const struct rig *rig);  /* with HELLO and WELCOME */
+/* As that, but connected by a process of this user that is not the test's. Others than our own
+ * need root. */
+int rig_client_of(const struct rig *rig, uid_t uid);
+/* The supervisor says that the gateway is the process with this number, and was heard. */
+void rig_name_gateway(struct rig *rig, pid_t pid, int pidfd);
 void rig_send(int fd, const union kld_frame *frame);
 void rig_send_fds(int fd, const void *data, size_t bytes, const int *fds, int count);
 /* One frame; fails after 10 s, or at the end of the connection. */

@@ -93,6 +93,7 @@ START_TEST(limits_are_errors_not_growth) {
     rig_init(&rig);
     rig.config.client_requests_max = 6;
     rig.config.requests_max = 8;
+    rig.config.user_share = 100;
     rig_start(&rig);
     atomic_store(&rig.fake.hold, true);
     int first = rig_client(&rig), second = rig_client(&rig);

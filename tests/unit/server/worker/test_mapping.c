@@ -26,6 +26,7 @@ static int sealed(void) {
 
 static void check_shared(void) {
     struct kld_device_options options = {.threads = 1};
+    struct kld_users users;
     struct kld_mappings mappings;
     struct kld_mapping *first, *second, *third;
     struct kld_memory *a, *b, *c;
@@ -34,21 +35,21 @@ static void check_shared(void) {
     bool limited;
     int fd = sealed(), again = dup(fd);
     ck_assert_int_eq(kld_backend_cpu.device_open(&options, &device, &err), KLD_OK);
-    ck_assert_int_eq(kld_mappings_init(&mappings, &kld_backend_cpu, device, &err), KLD_OK);
+    ck_assert_int_eq(kld_users_init(&users, &err), KLD_OK);
+    ck_assert_int_eq(kld_mappings_init(&mappings, &kld_backend_cpu, device, &users, &err), KLD_OK);
+    ck_assert_int_eq(kld_mapping_acquire(&mappings, fd, BYTES, NULL, &first, &a, &limited, &err),
+                     KLD_OK);
     ck_assert_int_eq(
-        kld_mapping_acquire(&mappings, fd, BYTES, UINT64_MAX, &first, &a, &limited, &err), KLD_OK);
+        kld_mapping_acquire(&mappings, again, BYTES, NULL, &second, &b, &limited, &err), KLD_OK);
     ck_assert_int_eq(
-        kld_mapping_acquire(&mappings, again, BYTES, 2 * BYTES, &second, &b, &limited, &err),
-        KLD_OK);
-    ck_assert_int_eq(
-        kld_mapping_acquire(&mappings, sealed(), BYTES, UINT64_MAX, &third, &c, &limited, &err),
-        KLD_OK);
+        kld_mapping_acquire(&mappings, sealed(), BYTES, NULL, &third, &c, &limited, &err), KLD_OK);
     ck_assert_ptr_eq(a, b);
     ck_assert_ptr_ne(a, c);
     kld_mapping_release(&mappings, first);
     kld_mapping_release(&mappings, second);
     kld_mapping_release(&mappings, third);
     kld_mappings_done(&mappings);
+    kld_users_done(&users);
     kld_backend_cpu.device_close(device);
 }
 
@@ -58,6 +59,7 @@ END_TEST
 /* What several share counts once, and what has no limit not at all. */
 START_TEST(what_is_shared_has_a_limit) {
     struct kld_device_options options = {.threads = 1};
+    struct kld_users users;
     struct kld_mappings mappings;
     struct kld_mapping *unlimited, *first, *again, *second;
     struct kld_memory *memory;
@@ -66,31 +68,78 @@ START_TEST(what_is_shared_has_a_limit) {
     bool limited;
     int fd = sealed(), same = dup(fd);
     ck_assert_int_eq(kld_backend_cpu.device_open(&options, &device, &err), KLD_OK);
-    ck_assert_int_eq(kld_mappings_init(&mappings, &kld_backend_cpu, device, &err), KLD_OK);
-    ck_assert_int_eq(kld_mapping_acquire(&mappings, sealed(), BYTES, UINT64_MAX, &unlimited,
-                                         &memory, &limited, &err),
-                     KLD_OK);
+    ck_assert_int_eq(kld_users_init(&users, &err), KLD_OK);
+    struct kld_mapping_limit limit = {BYTES, 100, kld_user_acquire(&users, 5)};
+    struct kld_mapping_limit more = {2 * BYTES - 1, 100, limit.user};
+    ck_assert_int_eq(kld_mappings_init(&mappings, &kld_backend_cpu, device, &users, &err), KLD_OK);
     ck_assert_int_eq(
-        kld_mapping_acquire(&mappings, fd, BYTES, BYTES, &first, &memory, &limited, &err), KLD_OK);
+        kld_mapping_acquire(&mappings, sealed(), BYTES, NULL, &unlimited, &memory, &limited, &err),
+        KLD_OK);
     ck_assert_int_eq(
-        kld_mapping_acquire(&mappings, same, BYTES, BYTES, &again, &memory, &limited, &err),
+        kld_mapping_acquire(&mappings, fd, BYTES, &limit, &first, &memory, &limited, &err), KLD_OK);
+    ck_assert_int_eq(
+        kld_mapping_acquire(&mappings, same, BYTES, &limit, &again, &memory, &limited, &err),
         KLD_OK);
     for (int i = 0; i < 3; i++)
-        ck_assert_int_eq(kld_mapping_acquire(&mappings, sealed(), BYTES, 2 * BYTES - 1, &second,
-                                             &memory, &limited, &err),
+        ck_assert_int_eq(kld_mapping_acquire(&mappings, sealed(), BYTES, &more, &second, &memory,
+                                             &limited, &err),
                          KLD_NO_MEMORY);
     ck_assert(limited);
     ck_assert_ptr_nonnull(strstr(err.text, "no room for 2097152 bytes: clients share 2097152 of"));
     kld_mapping_release(&mappings, first);
     kld_mapping_release(&mappings, again);
     ck_assert_int_eq(
-        kld_mapping_acquire(&mappings, sealed(), BYTES, BYTES, &second, &memory, &limited, &err),
+        kld_mapping_acquire(&mappings, sealed(), BYTES, &limit, &second, &memory, &limited, &err),
         KLD_OK);
     ck_assert(!limited);
     kld_mapping_release(&mappings, second);
     kld_mapping_release(&mappings, unlimited);
     ck_assert_uint_eq(mappings.shared_bytes, 0);
+    kld_user_release(&users, limit.user);
+    ck_assert_ptr_null(TAILQ_FIRST(&users.list));
     kld_mappings_done(&mappings);
+    kld_users_done(&users);
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
+/* It counts for who came first, who may be gone by then. */
+START_TEST(what_is_shared_counts_for_one_user) {
+    struct kld_device_options options = {.threads = 1};
+    struct kld_users users;
+    struct kld_mappings mappings;
+    struct kld_mapping *first, *again, *second;
+    struct kld_memory *memory;
+    struct kld_device *device;
+    struct kld_error err;
+    bool limited;
+    int fd = sealed(), same = dup(fd);
+    ck_assert_int_eq(kld_backend_cpu.device_open(&options, &device, &err), KLD_OK);
+    ck_assert_int_eq(kld_users_init(&users, &err), KLD_OK);
+    ck_assert_int_eq(kld_mappings_init(&mappings, &kld_backend_cpu, device, &users, &err), KLD_OK);
+    struct kld_mapping_limit one = {3 * BYTES, 50, kld_user_acquire(&users, 5)};
+    struct kld_mapping_limit other = {3 * BYTES, 50, kld_user_acquire(&users, 6)};
+    ck_assert_int_eq(
+        kld_mapping_acquire(&mappings, fd, BYTES, &one, &first, &memory, &limited, &err), KLD_OK);
+    ck_assert_int_eq(
+        kld_mapping_acquire(&mappings, sealed(), BYTES, &one, &second, &memory, &limited, &err),
+        KLD_NO_MEMORY);
+    ck_assert(limited);
+    ck_assert_ptr_nonnull(strstr(err.text, "who shares 2097152 of the 3145728"));
+    ck_assert_int_eq(
+        kld_mapping_acquire(&mappings, same, BYTES, &other, &again, &memory, &limited, &err),
+        KLD_OK);
+    kld_mapping_release(&mappings, first);
+    kld_user_release(&users, one.user);
+    ck_assert_int_eq(
+        kld_mapping_acquire(&mappings, sealed(), BYTES, &other, &second, &memory, &limited, &err),
+        KLD_OK);
+    kld_mapping_release(&mappings, again);
+    kld_mapping_release(&mappings, second);
+    kld_user_release(&users, other.user);
+    ck_assert_ptr_null(TAILQ_FIRST(&users.list));
+    kld_mappings_done(&mappings);
+    kld_users_done(&users);
     kld_backend_cpu.device_close(device);
 }
 END_TEST
@@ -111,4 +160,4 @@ START_TEST(mapped_once_without_kcmp) {
 END_TEST
 
 UNIT_MAIN("server/worker/mapping", mapped_once, mapped_once_without_kcmp,
-          what_is_shared_has_a_limit)
+          what_is_shared_has_a_limit, what_is_shared_counts_for_one_user)

@@ -396,7 +396,38 @@ START_TEST(names_are_each_users_own) {
 }
 END_TEST
 
-UNIT_MAIN("server/worker/publish", names_are_each_users_own,
+/* Of all that there may be, however many one user is let have. */
+START_TEST(no_user_publishes_all_there_may_be) {
+    UNIT_NEEDS(geteuid() == 0, "root, who alone can become somebody else");
+    rig_init(&rig);
+    rig.config.user_publications_max = KLD_PUBLICATIONS_MAX;
+    rig_start(&rig);
+    teacher = client_as(1234);
+    student = client_as(1235);
+    student_region = rig_region(student, RIG_REGION_BYTES);
+    teacher_region = rig_region(teacher, RIG_REGION_BYTES);
+    char name[16];
+    union kld_frame frame;
+    for (int i = 0; i < KLD_PUBLICATIONS_MAX / 4 * 3; i++) {
+        snprintf(name, sizeof name, "t%d", i);
+        publish(name);
+    }
+    publish_frame(&frame, 1, "one");
+    rig_send(teacher, &frame);
+    rig_expect_error(teacher, 1, KLD_TOO_LARGE,
+                     "3072 tensors are published by this user, the most "
+                     "allowed beside those of others");
+    teacher_region = student_region;
+    publish_frame(&frame, 2, "one");
+    rig_send(student, &frame);
+    rig_expect(student, 2, KLD_FRAME_DONE, NULL);
+    close(teacher);
+    close(student);
+    end();
+}
+END_TEST
+
+UNIT_MAIN("server/worker/publish", names_are_each_users_own, no_user_publishes_all_there_may_be,
           attached_regions_are_read_and_not_written, publications_are_checked, detached_means_gone,
           owner_drops_the_region_under_a_job, owner_dies_under_a_job, student_goes_under_its_job,
           an_owner_that_attaches_sees_one_memory,

@@ -498,7 +498,9 @@ static void no_pool_region(int fd, uint64_t bytes, enum kld_status status, const
 
 /* Half of the pool by default; of all of it some is left to those who compute from host memory. */
 START_TEST(no_client_takes_the_whole_pool) {
-    start();
+    rig_init(&rig);
+    rig.config.user_share = 100;
+    rig_start(&rig);
     uint64_t pool = rig.worker.device->info.pool_bytes_max, floor = pool / KLD_POOL_FLOOR_PART;
     int fd = rig_client(&rig), other = rig_client(&rig), third = rig_client(&rig);
     no_pool_region(fd, pool / 2 + 1, KLD_TOO_LARGE, "the device's pool, the most allowed");
@@ -547,6 +549,7 @@ static uint64_t memfd_region(int fd, uint64_t bytes, enum kld_status status, con
 START_TEST(clients_do_not_share_all_of_the_hosts_memory) {
     rig_init(&rig);
     rig.host_bytes = 64 << 20;
+    rig.config.user_share = 100;
     rig_start(&rig);
     const uint64_t most = rig.host_bytes / 4;
     int fd = rig_client(&rig), other = rig_client(&rig), third = rig_client(&rig);
@@ -570,6 +573,7 @@ START_TEST(clients_do_not_share_all_of_the_hosts_memory) {
     rig_init(&rig);
     rig.config.shared_bytes_max = 8192;
     rig.config.client_shared_bytes_max = 8192;
+    rig.config.user_share = 100;
     rig_start(&rig);
     fd = rig_client(&rig);
     other = rig_client(&rig);
@@ -613,31 +617,22 @@ END_TEST
 
 /* Our clients are this process, as the supervisor says of one; before and after it said so of it.
  */
-static void name_gateway(pid_t pid, int pidfd) {
-    struct kld_child_order order = {.kind = KLD_ORDER_GATEWAY, .pid = pid};
-    struct kld_child_order alive = {.kind = KLD_ORDER_ALIVE};
-    char answer[8];
-    rig_send_fds(rig.control[0], &order, sizeof order, &pidfd, 1);
-    ck_assert_int_eq(send(rig.control[0], &alive, sizeof alive, 0), sizeof alive);
-    ck_assert_int_eq(recv(rig.control[0], answer, sizeof answer, 0), 1);
-}
-
 START_TEST(the_gateway_is_known_by_what_the_supervisor_says) {
     start();
     uint64_t pool = rig.worker.device->info.pool_bytes_max;
     int early = rig_client(&rig), self = pidfd_open(getpid(), 0);
     uint64_t region = pool_region(early, pool / 2);
     no_pool_region(early, 1, KLD_TOO_LARGE, "the device's pool, the most allowed");
-    name_gateway(getppid(), self); /* somebody else */
+    rig_name_gateway(&rig, getppid(), self); /* somebody else */
     no_pool_region(early, 1, KLD_TOO_LARGE, "the device's pool, the most allowed");
-    name_gateway(getpid(), self);
+    rig_name_gateway(&rig, getpid(), self);
     pool_region(early, pool / 2);
     rig_drop(early, 62, region);
     rig_expect(early, 62, KLD_FRAME_DONE, NULL);
     rig_until_stat(&rig, KLD_STAT_worker_regions, 1);
     int late = rig_client(&rig);
     pool_region(late, pool / 2 + 1);
-    name_gateway(getppid(), self); /* its successor; the one before ends by itself */
+    rig_name_gateway(&rig, getppid(), self); /* its successor; the one before ends by itself */
     int client = rig_client(&rig);
     pool_region(client, pool / 2); /* nothing of theirs is counted */
     no_pool_region(client, 1, KLD_TOO_LARGE, "the device's pool, the most allowed");

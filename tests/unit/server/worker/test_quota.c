@@ -1,0 +1,162 @@
+/* test_quota.c - no user takes all that clients share, however many connections it has, and what is
+ * the gateway's is nobody else's. Users are processes that connect for the test. */
+#include "server/worker/quota.h"
+
+#include <unistd.h>
+
+#include "tests/unit/server/worker/rig.h"
+#include "tests/unit/unit.h"
+
+static struct rig rig;
+
+static void end(void) {
+    ck_assert_int_eq(rig_end(&rig), 0);
+    rig_done(&rig);
+}
+
+START_TEST(no_user_takes_every_request) {
+    UNIT_NEEDS(geteuid() == 0, "root, who alone can become somebody else");
+    rig_init(&rig);
+    rig.config.requests_max = 8;
+    rig.config.client_requests_max = 4;
+    rig.config.http_requests_max = 2;
+    rig_start(&rig);
+    int fds[4] = {rig_client_of(&rig, 1000), rig_client_of(&rig, 1000), rig_client_of(&rig, 1001),
+                  rig_client_of(&rig, 1002)};
+    uint64_t regions[4];
+    for (int i = 0; i < 4; i++)
+        regions[i] = rig_region(fds[i], RIG_REGION_BYTES);
+    atomic_store(&rig.fake.hold, true);
+    for (uint64_t i = 0; i < 4; i++)
+        rig_submit(fds[0], 100 + i, regions[0]);
+    for (uint64_t i = 0; i < 3; i++)
+        rig_submit(fds[1], 200 + i, regions[1]);
+    rig_expect_error(fds[1], 202, KLD_BUSY, "6 requests of this user are in flight");
+    rig_submit(fds[2], 300, regions[2]);
+    rig_submit(fds[2], 301, regions[2]);
+    rig_expect_error(fds[2], 301, KLD_BUSY, "1 requests of this user are in flight");
+    rig_submit(fds[3], 400, regions[3]);
+    rig_submit(fds[3], 401, regions[3]);
+    rig_expect_error(fds[3], 401, KLD_BUSY, "8 requests are in flight");
+    rig_name_gateway(&rig, getpid(), -1);
+    int gateway = rig_client(&rig);
+    uint64_t region = rig_region(gateway, RIG_REGION_BYTES);
+    for (uint64_t i = 0; i < 3; i++)
+        rig_submit(gateway, 500 + i, region);
+    rig_expect_error(gateway, 502, KLD_BUSY, "10 requests are in flight"); /* two of its own */
+    ck_assert_uint_eq(rig.stats->rejected[KLD_REJECT_unix_requests_max], 4);
+    atomic_store(&rig.fake.hold, false);
+    for (uint64_t i = 0; i < 4; i++)
+        rig_expect(fds[0], 100 + i, KLD_FRAME_DONE, NULL);
+    rig_expect(gateway, 500, KLD_FRAME_DONE, NULL);
+    rig_expect(gateway, 501, KLD_FRAME_DONE, NULL);
+    rig_submit(fds[2], 302, regions[2]); /* what came back is for whoever asks */
+    rig_expect(fds[2], 300, KLD_FRAME_DONE, NULL);
+    rig_expect(fds[2], 302, KLD_FRAME_DONE, NULL);
+    for (int i = 0; i < 4; i++)
+        close(fds[i]);
+    close(gateway);
+    end();
+}
+END_TEST
+
+/* What the gateway has above its own is the clients'. */
+START_TEST(what_the_gateway_takes_beyond_its_own_is_counted) {
+    rig_init(&rig);
+    rig.config.requests_max = 4;
+    rig.config.http_requests_max = 2;
+    rig.config.user_share = 100;
+    rig_start(&rig);
+    int early = rig_client(&rig), client = rig_client_of(&rig, geteuid());
+    uint64_t region = rig_region(early, RIG_REGION_BYTES);
+    uint64_t other = rig_region(client, RIG_REGION_BYTES);
+    atomic_store(&rig.fake.hold, true);
+    for (uint64_t i = 0; i < 4; i++)
+        rig_submit(early, 100 + i, region); /* of its user, so far */
+    rig_submit(client, 200, other);
+    rig_expect_error(client, 200, KLD_BUSY, "4 requests are in flight");
+    rig_name_gateway(&rig, getpid(), -1);
+    for (uint64_t i = 201; i < 204; i++)
+        rig_submit(client, i, other);
+    rig_expect_error(client, 203, KLD_BUSY, "2 requests are in flight");
+    atomic_store(&rig.fake.hold, false);
+    for (uint64_t i = 0; i < 4; i++)
+        rig_expect(early, 100 + i, KLD_FRAME_DONE, NULL);
+    rig_expect(client, 201, KLD_FRAME_DONE, NULL);
+    rig_expect(client, 202, KLD_FRAME_DONE, NULL);
+    close(early);
+    close(client);
+    end();
+}
+END_TEST
+
+static uint64_t pool_region(int fd, uint64_t bytes, enum kld_status status, const char *text) {
+    union kld_frame frame;
+    rig_region_frame(&frame, 60, KLD_REGION_POOL, bytes);
+    rig_send(fd, &frame);
+    if (status) {
+        rig_expect_error(fd, 60, status, text);
+        return 0;
+    }
+    rig_expect(fd, 60, KLD_FRAME_REGION, &frame);
+    return frame.as_REGION.region;
+}
+
+START_TEST(no_user_takes_the_whole_pool) {
+    UNIT_NEEDS(geteuid() == 0, "root, who alone can become somebody else");
+    rig_init(&rig);
+    rig_start(&rig);
+    const uint64_t pool = rig.worker.device->info.pool_bytes_max;
+    const uint64_t all = pool - pool / KLD_POOL_FLOOR_PART, share = all / 4 * 3;
+    int first = rig_client_of(&rig, 1000), second = rig_client_of(&rig, 1000);
+    int other = rig_client_of(&rig, 1001);
+    pool_region(first, pool / 2, KLD_OK, "");
+    pool_region(second, share - pool / 2 + 1, KLD_NO_MEMORY, "bytes of this user's, who has");
+    uint64_t region = pool_region(second, share - pool / 2, KLD_OK, "");
+    pool_region(other, all / 4, KLD_NO_MEMORY, "that others leave to one (user_share)");
+    pool_region(other, all / 4 / 4 * 3, KLD_OK, "");
+    rig_drop(second, 61, region);
+    rig_expect(second, 61, KLD_FRAME_DONE, NULL);
+    rig_until_stat(&rig, KLD_STAT_worker_regions, 2);
+    pool_region(other, pool / 16, KLD_OK, "");
+    close(first);
+    close(second);
+    close(other);
+    end();
+}
+END_TEST
+
+static void memfd_region(int fd, uint64_t bytes, enum kld_status status, const char *text) {
+    union kld_frame frame;
+    int memfd = rig_memfd(bytes);
+    rig_region_frame(&frame, 70, KLD_REGION_MEMFD, bytes);
+    rig_send_fds(fd, &frame, frame.header.length, &memfd, 1);
+    close(memfd);
+    if (status)
+        rig_expect_error(fd, 70, status, text);
+    else
+        rig_expect(fd, 70, KLD_FRAME_REGION, NULL);
+}
+
+START_TEST(no_user_shares_all_of_the_hosts_memory) {
+    UNIT_NEEDS(geteuid() == 0, "root, who alone can become somebody else");
+    rig_init(&rig);
+    rig.config.shared_bytes_max = 16 << 20;
+    rig_start(&rig);
+    int first = rig_client_of(&rig, 1000), second = rig_client_of(&rig, 1000);
+    int other = rig_client_of(&rig, 1001);
+    memfd_region(first, 8 << 20, KLD_OK, "");
+    memfd_region(second, (4 << 20) + 1, KLD_NO_MEMORY, "who shares 8388608 of the 12582912");
+    memfd_region(second, 4 << 20, KLD_OK, "");
+    memfd_region(other, 3 << 20, KLD_OK, "");
+    close(first);
+    close(second);
+    rig_until_stat(&rig, KLD_STAT_worker_regions, 1);
+    memfd_region(other, 5 << 20, KLD_OK, "");
+    close(other);
+    end();
+}
+END_TEST
+
+UNIT_MAIN("server/worker/quota", no_user_takes_every_request, no_user_takes_the_whole_pool,
+          no_user_shares_all_of_the_hosts_memory, what_the_gateway_takes_beyond_its_own_is_counted)
