@@ -65,6 +65,7 @@ static const struct {
     {"reload_ms", 0, 3600000},
     {"user_clients_max", 0, UINT32_MAX},
     {"user_share", 1, 100},
+    {"mappings_max", 0, UINT32_MAX},
     {"user_publications_max", 1, KLD_PUBLICATIONS_MAX},
 };
 

@@ -74,3 +74,8 @@ uint64_t kld_host_memory_bytes(void) {
     uint64_t limit = kld_cgroup_memory_bytes("/proc/self/cgroup", "/sys/fs/cgroup");
     return limit < all || all == 0 ? (limit == UINT64_MAX ? 0 : limit) : all;
 }
+
+uint64_t kld_host_mappings(void) {
+    uint64_t most = read_limit("/proc/sys/vm/max_map_count");
+    return most == UINT64_MAX ? 0 : most;
+}

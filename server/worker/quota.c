@@ -8,16 +8,22 @@
 
 #define REGIONS_MAX ((uint64_t)1 << KLD_REGION_SLOT_BITS)
 
+static void move(uint64_t *from, uint64_t *to, uint64_t amount) {
+    *from -= amount;
+    *to += amount;
+}
+
 void kld_quota_recognise(struct kld_session *session) {
     struct kld_worker *worker = session->worker;
     struct kld_user *client = session->user, *gateway = &worker->users.gateway;
     session->is_gateway = true;
     session->user = gateway;
     kld_user_hold(&worker->users, gateway);
-    client->requests -= session->requests_count;
-    gateway->requests += session->requests_count;
-    client->pool_bytes -= session->pool_bytes;
+    move(&client->requests, &gateway->requests, session->requests_count);
+    move(&client->pool_bytes, &gateway->pool_bytes, session->pool_bytes);
+    move(&client->mapped, &gateway->mapped, session->mapped);
     worker->pool_bytes -= session->pool_bytes;
+    worker->mapped -= session->mapped;
     kld_user_release(&worker->users, client);
 }
 
@@ -141,6 +147,34 @@ static enum kld_status check_shared(const struct kld_session *session, uint64_t 
     return KLD_OK;
 }
 
+/* On a GPU the pool is elsewhere, and what the driver maps is not for each region. */
+bool kld_quota_is_mapped(const struct kld_worker *worker, uint32_t kind) {
+    return kind == KLD_REGION_MEMFD || (kind == KLD_REGION_POOL && !worker->device->info.offloads);
+}
+
+uint64_t kld_quota_mappings_max(const struct kld_config *config, uint64_t host_mappings) {
+    if (config->mappings_max)
+        return config->mappings_max;
+    return host_mappings ? host_mappings - host_mappings / KLD_MAPPINGS_KEPT_PART : UINT64_MAX;
+}
+
+/* The kernel gives a process so many mappings and no more, for memory, threads and the driver. */
+static enum kld_status check_mapped(const struct kld_session *session, struct kld_error *err) {
+    const struct kld_worker *worker = session->worker;
+    uint64_t own = session->user->mapped;
+    if (session->is_gateway || own < kld_share_max(worker->options.config->user_share,
+                                                   worker->mapped_max, worker->mapped - own))
+        return KLD_OK;
+    if (worker->mapped >= worker->mapped_max)
+        return kld_error_set(err, KLD_NO_MEMORY,
+                             "%" PRIu64 " regions are mapped, the most allowed (mappings_max)",
+                             worker->mapped);
+    return kld_error_set(err, KLD_NO_MEMORY,
+                         "%" PRIu64 " regions of this user are mapped, the most allowed beside "
+                         "those of others (user_share)",
+                         own);
+}
+
 enum kld_status kld_quota_check(const struct kld_session *session, uint32_t kind, uint64_t bytes,
                                 struct kld_error *err) {
     const struct kld_config *config = session->worker->options.config;
@@ -158,6 +192,8 @@ enum kld_status kld_quota_check(const struct kld_session *session, uint32_t kind
                              "all regions of this connection would have over %" PRIu64
                              " bytes, the most allowed",
                              config->client_region_bytes_max);
+    if (kld_quota_is_mapped(session->worker, kind) && (status = check_mapped(session, err)))
+        return status;
     if (kind == KLD_REGION_MEMFD)
         return check_shared(session, bytes, err);
     return kind == KLD_REGION_POOL ? check_pool(session, bytes, err) : KLD_OK;

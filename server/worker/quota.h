@@ -5,6 +5,7 @@
 #ifndef KLD_SERVER_WORKER_QUOTA_H
 #define KLD_SERVER_WORKER_QUOTA_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "proto/status.h"
@@ -13,6 +14,8 @@
 /* Regions of the gateway's beyond what tensors_max, http_regions_max and http_requests_max let it
  * have: staging, buffers that it keeps for later, and those that are on their way out. */
 #define KLD_GATEWAY_REGIONS_BESIDE 1024
+/* One in so many of the mappings that the kernel gives a process is for no client's region. */
+#define KLD_MAPPINGS_KEPT_PART 4
 
 struct kld_config;
 struct kld_session;
@@ -31,6 +34,10 @@ enum kld_status kld_quota_check_count(const struct kld_session *session, struct 
 /* One more of this enum kld_region_kind and size? */
 enum kld_status kld_quota_check(const struct kld_session *session, uint32_t kind, uint64_t bytes,
                                 struct kld_error *err);
+/* A region of this kind is a mapping of this process. */
+bool kld_quota_is_mapped(const struct kld_worker *worker, uint32_t kind);
+/* Most of them, of all clients; host_mappings: of kld_host_mappings(). */
+uint64_t kld_quota_mappings_max(const struct kld_config *config, uint64_t host_mappings);
 /* What this connection may have, as WELCOME says it. */
 uint32_t kld_quota_regions_max(const struct kld_session *session);
 uint64_t kld_quota_region_bytes_max(const struct kld_session *session);

@@ -146,6 +146,11 @@ static void gauges_add(struct kld_region *region, int sign) {
     /* Those of a space count from the start; of an attached one they are its owner's. */
     uint64_t bytes = region->room_bytes ? region->room_bytes : region->bytes;
     bytes = region->attached ? 0 : bytes;
+    if (!region->attached && kld_quota_is_mapped(worker, region->kind)) {
+        session->mapped += (uint32_t)sign;
+        session->user->mapped += (uint64_t)(int64_t)sign;
+        worker->mapped += session->is_gateway ? 0 : (uint64_t)(int64_t)sign;
+    }
     session->regions_count += (uint32_t)sign;
     session->region_bytes += sign > 0 ? bytes : -bytes;
     worker->regions += (uint64_t)(int64_t)sign;

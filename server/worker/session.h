@@ -95,6 +95,7 @@ struct kld_session {
     struct kld_region **regions;      /* by the low bits of the id; NULL: free */
     uint32_t regions_size;            /* entries of that table; grows up to client_regions_max */
     uint32_t regions_count;           /* every state */
+    uint32_t mapped;                  /* of them: mappings of this process */
     uint64_t region_bytes;            /* of them */
     uint64_t pool_bytes;              /* of those in the device's pool */
     uint64_t shared_bytes;            /* of those in memory of the host */

@@ -20,7 +20,7 @@ struct kld_user {
     uint32_t holders;      /* sessions, and mappings that count for it; kld_users.mutex */
     uint64_t requests;     /* admitted and not yet back in the pool */
     uint64_t pool_bytes;   /* of regions in the device's pool */
-    uint64_t mappings;     /* regions that are mappings of this process */
+    uint64_t mapped;       /* regions that are mappings of this process */
     uint64_t shared_bytes; /* of the host's; mapping.h, under its mutex */
 };
 

@@ -408,6 +408,7 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
     worker->shown = &options->page->device[options->index];
     worker->started_ns = kld_worker_now_ns();
     worker->host_bytes = options->host_bytes ? options->host_bytes : kld_host_memory_bytes();
+    worker->mapped_max = kld_quota_mappings_max(options->config, kld_host_mappings());
     worker->gateway.pidfd = -1;
     TAILQ_INIT(&worker->sessions);
     TAILQ_INIT(&worker->unsent);

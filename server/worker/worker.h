@@ -122,6 +122,8 @@ struct kld_worker {
     uint64_t requests_total, errors_total, kernel_ns_total, bytes_total;
     uint64_t regions, region_bytes;
     uint64_t pool_bytes; /* of regions in the device's pool, but for the gateway's */
+    uint64_t mapped;     /* regions that are mappings of this process, but for the gateway's */
+    uint64_t mapped_max; /* of them */
     uint64_t host_bytes; /* the memory of the host that there is for us; 0: not known */
 };
 

@@ -158,5 +158,46 @@ START_TEST(no_user_shares_all_of_the_hosts_memory) {
 }
 END_TEST
 
+START_TEST(no_user_takes_every_mapping) {
+    UNIT_NEEDS(geteuid() == 0, "root, who alone can become somebody else");
+    struct kld_config config = {.mappings_max = 0};
+    ck_assert_uint_eq(kld_quota_mappings_max(&config, 65530), 49148);
+    ck_assert_uint_eq(kld_quota_mappings_max(&config, 0), UINT64_MAX);
+    rig_init(&rig);
+    rig.config.mappings_max = 8;
+    rig_start(&rig);
+    int first = rig_client_of(&rig, 1000), second = rig_client_of(&rig, 1000);
+    int other = rig_client_of(&rig, 1001), third = rig_client_of(&rig, 1002);
+    uint64_t region = rig_region(first, 4096);
+    for (int i = 0; i < 4; i++)
+        memfd_region(first, 4096, KLD_OK, "");
+    memfd_region(second, 4096, KLD_OK, "");
+    memfd_region(second, 4096, KLD_NO_MEMORY, "6 regions of this user are mapped");
+    pool_region(second, 4096, KLD_OK, ""); /* on this device it is none */
+    memfd_region(other, 4096, KLD_OK, "");
+    memfd_region(third, 4096, KLD_OK, "");
+    memfd_region(third, 4096, KLD_NO_MEMORY, "8 regions are mapped, the most allowed");
+    rig_drop(first, 71, region);
+    rig_expect(first, 71, KLD_FRAME_DONE, NULL);
+    rig_until_stat(&rig, KLD_STAT_worker_regions, 8);
+    memfd_region(third, 4096, KLD_NO_MEMORY, "1 regions of this user are mapped");
+    int early = rig_client(&rig);
+    memfd_region(early, 4096, KLD_OK, ""); /* a client's, so far */
+    rig_name_gateway(&rig, getpid(), -1);
+    memfd_region(second, 4096, KLD_NO_MEMORY, "5 regions of this user are mapped");
+    memfd_region(third, 4096, KLD_NO_MEMORY, "1 regions of this user are mapped");
+    close(other);
+    rig_until_stat(&rig, KLD_STAT_worker_regions, 8);
+    for (int i = 0; i < 9; i++)
+        memfd_region(early, 4096, KLD_OK, "");
+    close(first);
+    close(second);
+    close(third);
+    close(early);
+    end();
+}
+END_TEST
+
 UNIT_MAIN("server/worker/quota", no_user_takes_every_request, no_user_takes_the_whole_pool,
-          no_user_shares_all_of_the_hosts_memory, what_the_gateway_takes_beyond_its_own_is_counted)
+          no_user_takes_every_mapping, no_user_shares_all_of_the_hosts_memory,
+          what_the_gateway_takes_beyond_its_own_is_counted)
