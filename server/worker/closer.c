@@ -9,7 +9,7 @@
 #include "server/worker/worker.h"
 
 struct closer {
-    uv_work_t work;
+    struct kld_task task;
     struct kld_worker *worker;
     struct kld_session *session;
     int fd;
@@ -54,7 +54,7 @@ void kld_close_connection(struct kld_worker *worker, struct kld_session *session
         close_connection(worker, fd);
         return;
     }
-    closer->work.data = closer;
+    closer->task.work.data = closer;
     closer->worker = worker;
     closer->session = session;
     closer->fd = fd;
@@ -62,5 +62,5 @@ void kld_close_connection(struct kld_worker *worker, struct kld_session *session
         session->tasks++;
     else
         worker->refusals++;
-    uv_queue_work(&worker->loop, &closer->work, close_work, close_after);
+    kld_task_queue(&closer->task, worker, session ? session->user : NULL, close_work, close_after);
 }

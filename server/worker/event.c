@@ -68,7 +68,8 @@ static void remove_unused(struct kld_worker_event *event) {
         return;
     event->state = KLD_REGION_REMOVING;
     event->session->tasks++;
-    uv_queue_work(&event->session->worker->loop, &event->work, remove_work, remove_after);
+    kld_task_queue(&event->task, event->session->worker, event->session->user, remove_work,
+                   remove_after);
 }
 
 static void condemn(struct kld_worker_event *event) {
@@ -152,7 +153,7 @@ static struct kld_worker_event *event_new(struct kld_session *session, uint64_t 
     event->id = ++session->gpu_event_serial << KLD_EVENT_SLOT_BITS | slot;
     event->request = request;
     event->kind = kind;
-    event->work.data = event;
+    event->task.work.data = event;
     return event;
 }
 
@@ -160,7 +161,7 @@ static void add(struct kld_worker_event *event) {
     struct kld_session *session = event->session;
     session->tasks++;
     kld_session_awaits(session);
-    uv_queue_work(&session->worker->loop, &event->work, add_work, add_after);
+    kld_task_queue(&event->task, session->worker, session->user, add_work, add_after);
 }
 
 enum kld_status kld_worker_event_add(struct kld_session *session,

@@ -24,7 +24,7 @@ struct kld_worker_event {
     uint32_t users;
     uint32_t number; /* FENCE: of the newest request that named it; 0: none did */
     uint32_t stream; /* FENCE: of those requests */
-    uv_work_t work;
+    struct kld_task task;
 
     /* Constant from creation on. */
     uint32_t kind;             /* enum kld_event_kind */

@@ -47,6 +47,7 @@ static uint64_t look_ms(const struct kld_worker *worker) {
     return quarter < 1 ? 1 : quarter < LOOK_MS_MAX ? quarter : LOOK_MS_MAX;
 }
 
+/* Behind whatever else the pool was given, so it is for who gave it nothing else. */
 static void nothing(uv_work_t *work) { (void)work; }
 
 static bool is_stuck(const struct kld_worker *worker) {
@@ -92,12 +93,16 @@ static void set_stuck(struct kld_worker *worker, bool stuck) {
         kld_log(KLD_LOG_INFO, "worker no longer stuck", "%s", "");
 }
 
+void kld_health_pool_took(struct kld_worker *worker) {
+    worker->pool_ns = kld_worker_now_ns();
+    set_stuck(worker, is_stuck(worker));
+}
+
 static void pool_took(uv_work_t *work, int cancelled) {
     struct kld_worker *worker = work->data;
     (void)cancelled; /* never asked for */
     worker->pool_asked = false;
-    worker->pool_ns = kld_worker_now_ns();
-    set_stuck(worker, is_stuck(worker));
+    kld_health_pool_took(worker);
 }
 
 /* Those that were not read, or not let in, while too much waited to be closed. */

@@ -31,9 +31,9 @@ void kld_lane_open(struct kld_lane *lane) {
     lane->state = KLD_LANE_OPENING;
     lane->session->lanes_busy++;
     lane->error.text[0] = 0;
-    lane->work.data = lane;
+    lane->task.work.data = lane;
     kld_session_awaits(lane->session);
-    uv_queue_work(&lane->session->worker->loop, &lane->work, open_work, open_after);
+    kld_task_queue(&lane->task, lane->session->worker, lane->session->user, open_work, open_after);
 }
 
 static void close_work(uv_work_t *work) {
@@ -52,5 +52,6 @@ static void close_after(uv_work_t *work, int cancelled) {
 
 void kld_lane_close(struct kld_lane *lane) {
     lane->state = KLD_LANE_CLOSING;
-    uv_queue_work(&lane->session->worker->loop, &lane->work, close_work, close_after);
+    kld_task_queue(&lane->task, lane->session->worker, lane->session->user, close_work,
+                   close_after);
 }

@@ -251,7 +251,7 @@ static void remove_unused(struct kld_region *region) {
     session->shared_bytes -= region->kind == KLD_REGION_MEMFD ? region->bytes : 0;
     region->state = KLD_REGION_REMOVING;
     session->tasks++;
-    uv_queue_work(&session->worker->loop, &region->work, remove_work, remove_after);
+    kld_task_queue(&region->task, session->worker, session->user, remove_work, remove_after);
 }
 
 static bool same_memory(const struct kld_region *a, const struct kld_region *b) {
@@ -338,7 +338,8 @@ static void add_after(uv_work_t *work, int cancelled) {
 }
 
 void kld_worker_region_add_again(struct kld_region *region) {
-    uv_queue_work(&region->session->worker->loop, &region->work, add_work, add_after);
+    kld_task_queue(&region->task, region->session->worker, region->session->user, add_work,
+                   add_after);
 }
 
 /* ---- What sessions and requests call --------------------------------------------------------- */
@@ -375,7 +376,7 @@ enum kld_status kld_worker_region_add(struct kld_session *session,
     region->inode_device = stat.st_dev;
     region->inode = stat.st_ino;
     region->fd = fd;
-    region->work.data = region;
+    region->task.work.data = region;
     if ((status = table_insert(session, region, err))) {
         free(region);
         return status;
@@ -393,7 +394,7 @@ enum kld_status kld_worker_region_add(struct kld_session *session,
     }
     session->tasks++;
     kld_session_awaits(session);
-    uv_queue_work(&worker->loop, &region->work, add_work, add_after);
+    kld_task_queue(&region->task, worker, session->user, add_work, add_after);
     return KLD_OK;
 }
 

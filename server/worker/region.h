@@ -49,7 +49,7 @@ struct kld_region {
     uint64_t *pieces;                /* space: the cuda_file of each, 0: unknown */
     uint32_t pieces_count, pieces_size;
     uint64_t growing_bytes; /* of the piece that the pool maps; 0: none */
-    uv_work_t work;
+    struct kld_task task;
 
     /* Constant from creation on. */
     uint32_t kind; /* enum kld_region_kind */

@@ -42,7 +42,7 @@ struct kld_lane {
     bool held; /* its turn to wait for an event has not come, see waits.h */
     uint64_t held_ns;
     TAILQ_ENTRY(kld_lane) in_held;
-    uv_work_t work;            /* OPENING, CLOSING: on uv's pool, which then owns: */
+    struct kld_task task;      /* OPENING, CLOSING: on uv's pool, which then owns: */
     struct kld_stream *stream; /* OPEN: the loop's */
     enum kld_status status;    /* of opening */
     struct kld_error error;

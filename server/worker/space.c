@@ -141,6 +141,6 @@ enum kld_status kld_space_grow(struct kld_session *session,
     kld_worker_region_acquire(region);
     session->tasks++;
     kld_session_awaits(session);
-    uv_queue_work(&worker->loop, &region->work, grow_work, grow_after);
+    kld_task_queue(&region->task, worker, session->user, grow_work, grow_after);
     return KLD_OK;
 }

@@ -6,6 +6,7 @@
 
 enum kld_status kld_users_init(struct kld_users *users, struct kld_error *err) {
     *users = (struct kld_users){.gateway.holders = 1};
+    STAILQ_INIT(&users->gateway.tasks_waiting);
     TAILQ_INIT(&users->list);
     if (uv_mutex_init(&users->mutex) != 0)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
@@ -27,6 +28,7 @@ struct kld_user *kld_user_acquire(struct kld_users *users, uid_t uid) {
     struct kld_user *user = find(users, uid);
     if (!user && (user = calloc(1, sizeof *user))) {
         user->uid = uid;
+        STAILQ_INIT(&user->tasks_waiting);
         TAILQ_INSERT_TAIL(&users->list, user, entry);
     }
     if (user)

@@ -13,14 +13,17 @@
 #include <uv.h>
 
 #include "proto/status.h"
+#include "server/worker/tasks.h"
 
 struct kld_user {
     TAILQ_ENTRY(kld_user) entry;
     uid_t uid;
-    uint32_t holders;      /* sessions, and mappings that count for it; kld_users.mutex */
-    uint64_t requests;     /* admitted and not yet back in the pool */
-    uint64_t pool_bytes;   /* of regions in the device's pool */
-    uint64_t mapped;       /* regions that are mappings of this process */
+    uint32_t holders;    /* sessions, and mappings that count for it; kld_users.mutex */
+    uint64_t requests;   /* admitted and not yet back in the pool */
+    uint64_t pool_bytes; /* of regions in the device's pool */
+    uint64_t mapped;     /* regions that are mappings of this process */
+    uint32_t tasks;      /* with uv's pool; see tasks.h */
+    struct kld_task_list tasks_waiting;
     uint64_t shared_bytes; /* of the host's; mapping.h, under its mutex */
 };
 

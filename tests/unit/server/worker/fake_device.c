@@ -212,6 +212,8 @@ static enum kld_status call(struct fake_device *fake, struct kld_error *err) {
     atomic_fetch_add(&fake->calls, 1);
     while (atomic_load(&fake->hold_memory))
         nap(200);
+    if (atomic_load(&fake->memory_us))
+        nap(atomic_load(&fake->memory_us));
     int left = atomic_load(&fake->fail_call);
     while (left > 0 && !atomic_compare_exchange_weak(&fake->fail_call, &left, left - 1))
         ;

@@ -17,7 +17,8 @@ struct fake_device {
     /* Knobs, and what was seen. Any thread. */
     atomic_bool hold;        /* jobs wait until it is false again */
     atomic_bool hold_memory; /* so do memory_*, event_* and stream_open calls */
-    atomic_int job_us;       /* each job takes at least this long */
+    atomic_int job_us;       /* each job takes at least this long, ... */
+    atomic_int memory_us;    /* ... and each of those calls */
     atomic_int fail_job;     /* enum kld_status of jobs from now on */
     atomic_int
         fail_call; /* the N-th memory_*, event_* or stream_open call from now fails; 0: none */

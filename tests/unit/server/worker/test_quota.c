@@ -198,6 +198,40 @@ START_TEST(no_user_takes_every_mapping) {
 }
 END_TEST
 
-UNIT_MAIN("server/worker/quota", no_user_takes_every_request, no_user_takes_the_whole_pool,
-          no_user_takes_every_mapping, no_user_shares_all_of_the_hosts_memory,
-          what_the_gateway_takes_beyond_its_own_is_counted)
+/* A user whose connections have hundreds of tasks waits for those himself. */
+START_TEST(no_user_takes_every_turn_of_the_pool) {
+    UNIT_NEEDS(geteuid() == 0, "root, who alone can become somebody else");
+    union kld_frame frame;
+    rig_init(&rig);
+    rig_start(&rig);
+    int fds[3] = {rig_client_of(&rig, 1000), rig_client_of(&rig, 1000), rig_client_of(&rig, 1000)};
+    int other = rig_client_of(&rig, 1001);
+    atomic_store(&rig.fake.memory_us, 20000);
+    atomic_store(&rig.fake.hold_memory, true);
+    for (int i = 0; i < 3; i++)
+        for (uint64_t j = 0; j < KLD_SESSION_TASKS_MAX; j++) {
+            rig_region_frame(&frame, 100 + j, KLD_REGION_POOL, 4096);
+            rig_send(fds[i], &frame);
+        }
+    rig_until_stat(&rig, KLD_STAT_worker_regions, UINT64_C(3) * KLD_SESSION_TASKS_MAX);
+    rig_region_frame(&frame, 10, KLD_REGION_POOL, 4096);
+    rig_send(other, &frame);
+    rig_until_stat(&rig, KLD_STAT_worker_regions, UINT64_C(3) * KLD_SESSION_TASKS_MAX + 1);
+    atomic_store(&rig.fake.hold_memory, false);
+    rig_expect(other, 10, KLD_FRAME_REGION, NULL);
+    ck_assert_int_lt(atomic_load(&rig.fake.calls), 2 * KLD_SESSION_TASKS_MAX);
+    for (int i = 0; i < 3; i++)
+        for (int j = 0; j < KLD_SESSION_TASKS_MAX; j++) {
+            rig_receive(fds[i], &frame);
+            ck_assert_uint_eq(frame.header.type, KLD_FRAME_REGION);
+        }
+    for (int i = 0; i < 3; i++)
+        close(fds[i]);
+    close(other);
+    end();
+}
+END_TEST
+
+UNIT_MAIN("server/worker/quota", no_user_takes_every_turn_of_the_pool, no_user_takes_every_request,
+          no_user_takes_the_whole_pool, no_user_takes_every_mapping,
+          no_user_shares_all_of_the_hosts_memory, what_the_gateway_takes_beyond_its_own_is_counted)

@@ -281,6 +281,30 @@ START_TEST(a_worker_whose_pool_takes_nothing_is_not_ready) {
 }
 END_TEST
 
+/* However long it has to: what is asked of it last is answered last. */
+START_TEST(a_pool_that_goes_on_is_not_stuck) {
+    rig_init(&rig);
+    rig.stuck_ms = 300;
+    rig_start(&rig);
+    int fd = rig_client(&rig);
+    union kld_frame frame;
+    atomic_store(&rig.fake.memory_us, 50000);
+    for (uint64_t i = 0; i < 60; i++) {
+        rig_region_frame(&frame, 20 + i, KLD_REGION_POOL, 4096);
+        rig_send(fd, &frame);
+    }
+    for (int i = 0; i < 60; i++) {
+        ck_assert(is_alive());
+        rig_receive(fd, &frame);
+        ck_assert_uint_eq(frame.header.type, KLD_FRAME_REGION);
+    }
+    atomic_store(&rig.fake.memory_us, 0);
+    close(fd);
+    ck_assert_int_eq(rig_end(&rig), 0);
+    rig_done(&rig);
+}
+END_TEST
+
 /* The driver may hold them until a client's event has come, which may take its time. */
 START_TEST(a_pool_that_is_held_by_an_event_is_not_stuck) {
     union kld_frame frame;
@@ -319,7 +343,7 @@ END_TEST
 
 UNIT_MAIN("server/worker/worker", orders_of_the_supervisor,
           a_pool_that_is_held_by_an_event_is_not_stuck,
-          a_worker_whose_pool_takes_nothing_is_not_ready,
+          a_worker_whose_pool_takes_nothing_is_not_ready, a_pool_that_goes_on_is_not_stuck,
           an_idle_worker_notices_that_its_device_is_lost, a_device_of_ones_own_is_not_asked,
           term_answers_what_is_in_flight_and_refuses_the_rest, drain_does_not_wait_longer_than_told,
           accept_without_descriptors_waits, wrong_lists_are_told_at_start,
