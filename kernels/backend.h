@@ -58,10 +58,11 @@ enum kld_kernels_load {
 struct kld_device_options {
     uint32_t device;  /* index, below device_count() */
     uint32_t threads; /* cpu: threads that compute; 0: one for each CPU this process may use */
-    uint64_t pool_bytes_max; /* most that memory_alloc() buffers and the device's own temporary
-                              * copies may take together; 0: 1/2 of the device's memory. For cpu the
-                              * pool is host memory. Beyond it: KLD_NO_MEMORY. */
-    uint32_t spin_us;        /* how long the device thread polls before it sleeps */
+    uint64_t pool_bytes_max;  /* most that memory_alloc() buffers and the device's own temporary
+                               * copies may take together; 0: 1/2 of the device's memory. For cpu
+                               * the pool is host memory. Beyond it: KLD_NO_MEMORY. */
+    uint64_t host_pool_bytes; /* cpu: what 0 above stands for instead; 0: that half */
+    uint32_t spin_us;         /* how long the device thread polls before it sleeps */
     enum kld_kernels_load kernels_load;
     bool peer_access; /* cuda: memory of other cards is taken too, where the hardware lets this one
                        * read and write it in place */

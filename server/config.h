@@ -86,7 +86,8 @@
       "memory of the host that Unix clients register with a worker; 0: half of it for all "        \
       "workers")                                                                                   \
     X(BYTES, client_shared_bytes_max, "0", "of that for one Unix client; 0: half of it")           \
-    X(BYTES, pool_bytes_max, "0", "memory pool of the device; 0: half of its memory")              \
+    X(BYTES, pool_bytes_max, "0",                                                                  \
+      "memory pool of the device; 0: half of its memory, of a CPU without staging and a 16th")     \
     X(BYTES, client_pool_bytes_max, "0", "of that for one Unix client; 0: half of it")             \
     X(BYTES, staging_bytes_max, "1G", "shared memory for HTTP bodies and results")                 \
     X(BYTES, body_bytes_max, "64G", "one HTTP body")                                               \

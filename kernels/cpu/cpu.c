@@ -71,7 +71,9 @@ static enum kld_status describe(struct cpu_device *device, const struct kld_devi
     long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
     info->memory_bytes = pages > 0 && page > 0 ? (uint64_t)pages * (uint64_t)page : 0;
     info->pool_bytes_max =
-        options->pool_bytes_max ? options->pool_bytes_max : info->memory_bytes / 2;
+        options->host_pool_bytes ? options->host_pool_bytes : info->memory_bytes / 2;
+    if (options->pool_bytes_max)
+        info->pool_bytes_max = options->pool_bytes_max;
     snprintf(info->backend, sizeof info->backend, "cpu");
     name_device(info->name, sizeof info->name, device->run.kernels->name);
     device->head.backend = &kld_backend_cpu;

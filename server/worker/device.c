@@ -33,8 +33,14 @@ static enum kld_status backend_choose(const struct kld_config *config,
     return KLD_OK;
 }
 
+static uint64_t host_pool_bytes(const struct kld_config *config, uint64_t host_bytes) {
+    uint64_t half = host_bytes / 2, least = host_bytes / KLD_HOST_POOL_LEAST_PART;
+    uint64_t kept = host_bytes / KLD_HOST_POOL_KEPT_PART + config->staging_bytes_max;
+    return half > kept && half - kept > least ? half - kept : least;
+}
+
 enum kld_status kld_worker_device_open(const struct kld_config *config, uint32_t index,
-                                       const struct kld_stats_device *known,
+                                       const struct kld_stats_device *known, uint64_t host_bytes,
                                        const struct kld_backend **ret_backend,
                                        struct kld_device **ret_device,
                                        struct kld_error *ret_passed_over, struct kld_error *err) {
@@ -51,10 +57,12 @@ enum kld_status kld_worker_device_open(const struct kld_config *config, uint32_t
         return kld_error_set(err, KLD_NOT_FOUND,
                              "device %u of back end %s does not exist; it has %u", device,
                              backend->name, count);
+    uint32_t workers = kld_config_devices(config);
     struct kld_device_options options = {
         .device = device,
         .threads = (uint32_t)config->threads,
         .pool_bytes_max = config->pool_bytes_max,
+        .host_pool_bytes = host_pool_bytes(config, host_bytes) / (workers ? workers : count),
         .spin_us = (uint32_t)config->spin_us,
         /* Who comes in the place of a lost worker has clients who wait. */
         .kernels_load = known->described ? KLD_KERNELS_WHEN_IDLE : KLD_KERNELS_AT_OPEN,

@@ -13,13 +13,19 @@
 #include "server/stats.h"
 #include "server/worker/request.h"
 
+/* Half of the host's memory is what clients may share (quota.h). A pool in the other half has that
+ * without staging and one byte in ... for the processes, but at least one in ... */
+#define KLD_HOST_POOL_KEPT_PART 16
+#define KLD_HOST_POOL_LEAST_PART 8
+
 /* Opens the device that the configuration names. `auto` takes the best back end that has a device;
  * a reason for passing over another one is written to ret_passed_over (text "" if there was none).
  * A worker that replaces one which had another back end (known->backend) or another card
  * (known->uuid) does not change over: a card that is gone for a moment must not turn a GPU service
- * into a CPU one, nor give its number to its neighbour. */
+ * into a CPU one, nor give its number to its neighbour. host_bytes: memory of the host that there
+ * is for the server, as its control groups have it; 0: not known. */
 enum kld_status kld_worker_device_open(const struct kld_config *config, uint32_t index,
-                                       const struct kld_stats_device *known,
+                                       const struct kld_stats_device *known, uint64_t host_bytes,
                                        const struct kld_backend **ret_backend,
                                        struct kld_device **ret_device,
                                        struct kld_error *ret_passed_over, struct kld_error *err);

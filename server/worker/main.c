@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "server/descriptors.h"
+#include "server/host_memory.h"
 #include "server/log.h"
 #include "server/role.h"
 #include "server/signals.h"
@@ -86,9 +87,9 @@ int kld_worker_main(const struct kld_child *child) {
     kld_descriptors_raise(descriptors_wanted(child->config)); /* the driver opens files too */
     sigset_t taken;
     kld_signals_block(&taken); /* by threads of the back end, of its driver and of OpenMP */
-    enum kld_status status =
-        kld_worker_device_open(child->config, child->index, &child->page->device[child->index],
-                               &options.backend, &options.device, &passed_over, &err);
+    enum kld_status status = kld_worker_device_open(
+        child->config, child->index, &child->page->device[child->index], kld_host_memory_bytes(),
+        &options.backend, &options.device, &passed_over, &err);
     if (status)
         return cannot_start("device not opened", &err);
     const struct kld_device_info *info = &options.device->info;

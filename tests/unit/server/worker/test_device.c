@@ -66,7 +66,7 @@ static enum kld_status open_as(const char *backend, const char *device, const ch
     config.threads = 1;
     config.pool_bytes_max = 1 << 20;
     enum kld_status status =
-        kld_worker_device_open(&config, 0, &known, &found, ret_device, &passed_over, err);
+        kld_worker_device_open(&config, 0, &known, 0, &found, ret_device, &passed_over, err);
     ck_assert(status != KLD_OK || found != NULL);
     return status;
 }
@@ -91,6 +91,35 @@ START_TEST(device_is_chosen_or_the_reason_is_told) {
 }
 END_TEST
 
+/* Of the host's memory, or the container's, clients may share half, and there is staging. */
+START_TEST(a_pool_in_the_hosts_memory_is_a_part_of_it) {
+    const uint64_t gib = (uint64_t)1 << 30;
+    const struct {
+        const char *workers;
+        uint64_t host, staging, wanted, expected;
+    } cases[] = {{"0", 16 * gib, gib, 0, 6 * gib},
+                 {"0,0", 16 * gib, gib, 0, 3 * gib},
+                 {"0", 4 * gib, gib, 0, 3 * gib / 4},
+                 {"0", 2 * gib, gib, 0, gib / 4},
+                 {"0", 4 * gib, gib, 3 * gib, 3 * gib}};
+    struct kld_stats_device unknown = {.backend = ""};
+    const struct kld_backend *found;
+    struct kld_device *device;
+    struct kld_error passed_over, err;
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        struct kld_config config = {.backend = "cpu", .threads = 1};
+        strcpy(config.device, cases[i].workers);
+        config.staging_bytes_max = cases[i].staging;
+        config.pool_bytes_max = cases[i].wanted;
+        ck_assert_int_eq(kld_worker_device_open(&config, 0, &unknown, cases[i].host, &found,
+                                                &device, &passed_over, &err),
+                         KLD_OK);
+        ck_assert_uint_eq(device->info.pool_bytes_max, cases[i].expected);
+        device->backend->device_close(device);
+    }
+}
+END_TEST
+
 START_TEST(a_successor_does_not_take_its_neighbours_card) {
     struct kld_device *device = NULL;
     struct kld_error err;
@@ -104,4 +133,4 @@ START_TEST(a_successor_does_not_take_its_neighbours_card) {
 END_TEST
 
 UNIT_MAIN("server/worker/device", no_completion_is_lost, device_is_chosen_or_the_reason_is_told,
-          a_successor_does_not_take_its_neighbours_card)
+          a_successor_does_not_take_its_neighbours_card, a_pool_in_the_hosts_memory_is_a_part_of_it)
