@@ -14,7 +14,9 @@
 
 #include "server/log.h"
 
-#define FIRST_FD 3 /* SD_LISTEN_FDS_START */
+#define FIRST_FD 3  /* SD_LISTEN_FDS_START */
+#define AGAIN_MS 20 /* after the manager had no room; twice as long each time, up to ... */
+#define AGAIN_MS_MAX 1000
 
 /* A number of the environment; 0 if it is none, or if `pid_name` names another process. */
 static uint64_t number_for_us(const char *name, const char *pid_name) {
@@ -57,15 +59,71 @@ void kld_notify_open(struct kld_notify *notify) {
     unsetenv("WATCHDOG_PID");
 }
 
-void kld_notify_send(const struct kld_notify *notify, const char *text) {
-    if (notify->fd >= 0 &&
-        sendto(notify->fd, text, strlen(text), MSG_NOSIGNAL,
-               (const struct sockaddr *)&notify->address, notify->address_bytes) < 0)
-        kld_log(KLD_LOG_WARN, "manager not told", "what=\"%s\" reason=\"%s\"", text,
-                strerror(errno));
+static bool is_full(int error) { return error == EAGAIN || error == ENOBUFS; }
+
+static bool say(const struct kld_notify *notify, const char *text) {
+    return sendto(notify->fd, text, strlen(text), MSG_NOSIGNAL,
+                  (const struct sockaddr *)&notify->address, notify->address_bytes) >= 0;
+}
+
+static void not_told(const char *text, int error) {
+    kld_log(KLD_LOG_WARN, "manager not told", "what=\"%s\" reason=\"%s\"", text, strerror(error));
+}
+
+static void forget_first(struct kld_notify *notify) {
+    free(notify->due[0]);
+    memmove(notify->due, notify->due + 1, --notify->due_count * sizeof notify->due[0]);
+}
+
+static void on_again(uv_timer_t *timer) {
+    struct kld_notify *notify = timer->data;
+    while (notify->due_count) {
+        if (!say(notify, notify->due[0])) {
+            if (is_full(errno))
+                break;
+            not_told(notify->due[0], errno);
+        }
+        forget_first(notify);
+    }
+    notify->again_ms = 2 * notify->again_ms < AGAIN_MS_MAX ? 2 * notify->again_ms : AGAIN_MS_MAX;
+    if (notify->due_count)
+        uv_timer_start(timer, on_again, notify->again_ms, 0);
+}
+
+/* In order, behind what waits already; a sign of life that does stands for this one, too. */
+static bool keep(struct kld_notify *notify, const char *text) {
+    if (notify->due_count && strcmp(notify->due[notify->due_count - 1], text) == 0)
+        return true;
+    char *copy = notify->due_count < KLD_NOTIFY_DUE_MAX ? strdup(text) : NULL;
+    if (!copy)
+        return false;
+    notify->due[notify->due_count++] = copy;
+    if (!uv_is_active((uv_handle_t *)&notify->again)) {
+        notify->again_ms = AGAIN_MS;
+        uv_timer_start(&notify->again, on_again, AGAIN_MS, 0);
+    }
+    return true;
+}
+
+void kld_notify_start(struct kld_notify *notify, uv_loop_t *loop) {
+    uv_timer_init(loop, &notify->again);
+    notify->again.data = notify;
+}
+
+void kld_notify_send(struct kld_notify *notify, const char *text) {
+    if (notify->fd < 0 || (!notify->due_count && say(notify, text)))
+        return;
+    int error = notify->due_count ? EAGAIN : errno;
+    if (!is_full(error) || !keep(notify, text))
+        not_told(text, error);
 }
 
 void kld_notify_close(struct kld_notify *notify) {
+    while (notify->due_count) {
+        if (!say(notify, notify->due[0]))
+            not_told(notify->due[0], errno);
+        forget_first(notify);
+    }
     if (notify->fd >= 0)
         close(notify->fd);
     notify->fd = -1;

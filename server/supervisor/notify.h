@@ -8,12 +8,19 @@
 #include <stdint.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <uv.h>
 
 #include "proto/status.h"
 #include "server/config.h"
 
+#define KLD_NOTIFY_DUE_MAX 8
+
 struct kld_notify {
     int fd; /* -1: nobody listens */
+    uv_timer_t again;
+    uint64_t again_ms;
+    char *due[KLD_NOTIFY_DUE_MAX]; /* not yet said, the oldest first */
+    uint32_t due_count;
     struct sockaddr_un address;
     socklen_t address_bytes;
     uint64_t watchdog_ms; /* so often the manager wants a sign of life; 0: never */
@@ -21,8 +28,11 @@ struct kld_notify {
 
 /* Never fails: a manager that cannot be told is logged, and is none. */
 void kld_notify_open(struct kld_notify *notify);
-/* Lines of NAME=VALUE, as "READY=1". */
-void kld_notify_send(const struct kld_notify *notify, const char *text);
+/* Before the first is sent. */
+void kld_notify_start(struct kld_notify *notify, uv_loop_t *loop);
+/* Lines of NAME=VALUE, as "READY=1". What a manager with much to do has no room for is said again
+ * until it has. */
+void kld_notify_send(struct kld_notify *notify, const char *text);
 void kld_notify_close(struct kld_notify *notify);
 
 /* Listening sockets that the manager opened and keeps over our restarts; -1: none. */

@@ -135,7 +135,7 @@ void kld_supervisor_child_gone(struct kld_supervisor *supervisor, struct kld_wat
         drain_next(supervisor);
 }
 
-void kld_supervisor_tell_ready(const struct kld_supervisor *supervisor, const char *problem) {
+void kld_supervisor_tell_ready(struct kld_supervisor *supervisor, const char *problem) {
     char state[KLD_ADDRESS_TEXT_MAX + 2 * KLD_CONFIG_TEXT_MAX + KLD_ERROR_TEXT_MAX + 64];
     snprintf(state, sizeof state, "READY=1\nSTATUS=serves on %s %s, back end %s, devices %u%s%s",
              supervisor->http.address, supervisor->config.unix, supervisor->config.backend,
@@ -303,6 +303,7 @@ static void init_loop(struct kld_supervisor *supervisor) {
     if (getpid() == 1)
         uv_signal_start(&supervisor->on_child, on_child_signal, SIGCHLD);
     kld_reload_init(supervisor);
+    kld_notify_start(&supervisor->notify, loop);
     kld_watchdog_start(supervisor);
     kld_introduce_init(supervisor);
     kld_usage_start(supervisor);

@@ -274,7 +274,7 @@ struct kld_supervisor {
 /* Ends the server in order, as a signal asks. Once is enough. */
 void kld_supervisor_drain(struct kld_supervisor *supervisor, int signal_number);
 /* READY=1, to the service manager. problem: what it is to show beside; NULL: nothing. */
-void kld_supervisor_tell_ready(const struct kld_supervisor *supervisor, const char *problem);
+void kld_supervisor_tell_ready(struct kld_supervisor *supervisor, const char *problem);
 
 /* Called by child.c. */
 void kld_supervisor_child_ready(struct kld_supervisor *supervisor, struct kld_watched *child,

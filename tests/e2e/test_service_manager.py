@@ -28,6 +28,21 @@ class Manager:
         except TimeoutError:
             return None
 
+    def fill(self):
+        """Its queue has no room from here on; what is in it says nothing."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+            other.setblocking(False)
+            try:
+                while True:
+                    other.sendto(b"X=1", self.name.replace("@", "\0", 1))
+            except BlockingIOError:
+                pass
+
+    def next_but_filling(self):
+        while (told := self.next()) == ["X=1"]:
+            pass
+        return told
+
     def quiet_for(self, seconds):
         """Drops what has come, then: does nothing come?"""
         self.socket.setblocking(False)
@@ -57,6 +72,17 @@ def test_start_and_end_are_told(manager, make_server):
         assert b"NOTIFY_SOCKET" not in open(f"/proc/{pid}/environ", "rb").read()
     assert server.stop() == 0
     assert manager.next() == ["STOPPING=1"]
+
+
+def test_a_manager_that_has_no_room_is_told_later(manager, make_server):
+    manager.fill()
+    server = make_server(environment={"NOTIFY_SOCKET": manager.name, "WATCHDOG_USEC": "400000"})
+    time.sleep(1)  # several signs of life, of which the manager wants one
+    assert manager.next_but_filling()[0] == "READY=1"
+    assert manager.next() == ["WATCHDOG=1"]
+    manager.quiet_for(0.01)
+    manager.fill()
+    assert server.stop() == 0  # which it does not wait for
 
 
 def test_a_start_that_fails_is_not_ready(manager, tmp_path):
