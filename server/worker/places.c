@@ -89,6 +89,16 @@ static void send_away(struct kld_session *session) {
     kld_session_close(session);
 }
 
+/* A loop that stood still has not read it yet, or it may not be read just now; but who goes on
+ * sending something else has something unread at any time. */
+static bool is_put_off(struct kld_session *session) {
+    bool may_be_read, again = session->put_off;
+    if (!kld_session_has_come(session, &may_be_read))
+        return false;
+    session->put_off = may_be_read;
+    return !may_be_read || !again;
+}
+
 static void look(uv_timer_t *timer) {
     struct kld_worker *worker = timer->data;
     uint64_t now = kld_worker_now_ns(), next_ns = UINT64_MAX;
@@ -102,8 +112,7 @@ static void look(uv_timer_t *timer) {
         if (waited_ns < patience_ns) {
             if (patience_ns - waited_ns < next_ns)
                 next_ns = patience_ns - waited_ns;
-        } else if (kld_session_has_come(session)) {
-            /* A loop that stood still has not read it yet, or it may not be read just now. */
+        } else if (is_put_off(session)) {
             next_ns = next_ns < READ_BY_THEN_NS ? next_ns : READ_BY_THEN_NS;
         } else {
             send_away(session);

@@ -189,9 +189,10 @@ static bool may_read(const struct kld_session *session) {
            has_room(session);
 }
 
-bool kld_session_has_come(const struct kld_session *session) {
+bool kld_session_has_come(const struct kld_session *session, bool *ret_may_be_read) {
     struct pollfd poll_fd = {.fd = session->fd, .events = POLLIN};
-    return poll(&poll_fd, 1, 0) == 1 && (poll_fd.revents & POLLIN);
+    *ret_may_be_read = may_read(session);
+    return session->out_tail == 0 && poll(&poll_fd, 1, 0) == 1 && (poll_fd.revents & POLLIN);
 }
 
 static void poll_ready(uv_poll_t *poll, int status, int events) {

@@ -65,6 +65,7 @@ struct kld_session {
     uint64_t closed_ns; /* CLOSING: since when, CLOCK_MONOTONIC */
     uint64_t opened_ns; /* as that */
     bool greeted;       /* HELLO was answered by WELCOME */
+    bool put_off;       /* it was late with HELLO and something had come */
     bool packs;         /* it sends packets of several frames, so it takes them */
     bool unsent;        /* has replies since kld_session_hold(); on the worker's list of those */
     bool broken;        /* the socket takes nothing any more; its end will be reported */
@@ -137,8 +138,9 @@ void kld_session_reply_error(struct kld_session *session, uint64_t request,
                              const struct kld_error *error);
 /* Waits for what there is room for and is wanted now. */
 void kld_session_poll(struct kld_session *session);
-/* Something has come that the loop is about to read. */
-bool kld_session_has_come(const struct kld_session *session);
+/* Something has come that the loop has not read, though the client takes its replies; may_be_read:
+ * and is about to. */
+bool kld_session_has_come(const struct kld_session *session, bool *ret_may_be_read);
 /* Sends what is kept, as far as the socket takes it. */
 void kld_session_flush(struct kld_session *session);
 /* frames.c: acts on one packet. Descriptors are taken over. flags: of recvmsg(). Returns the number

@@ -2,6 +2,8 @@
  * in every state, and the limit on clients. */
 #include "server/worker/session.h"
 
+#include <errno.h>
+#include <signal.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -305,6 +307,38 @@ START_TEST(who_does_not_say_hello_is_sent_away) {
 }
 END_TEST
 
+/* Neither who takes no reply nor who always has something unread. */
+START_TEST(who_says_anything_but_hello_is_sent_away) {
+    union kld_frame frame;
+    rig_init(&rig);
+    rig.config.hello_ms = 300;
+    rig_start(&rig);
+    int deaf = rig_connect(&rig), babbles = rig_connect(&rig);
+    kld_frame_init(&frame, KLD_FRAME_PING, 5);
+    pid_t child = fork();
+    while (child == 0) { /* more than are read in a row, then their replies */
+        if (send(babbles, &frame, frame.header.length, MSG_NOSIGNAL | MSG_DONTWAIT) > 0)
+            continue;
+        if (errno != EAGAIN)
+            _exit(0);
+        union kld_frame reply;
+        while (recv(babbles, &reply, sizeof reply, MSG_DONTWAIT) > 0)
+            ;
+    }
+    for (int i = 0; i < 20; i++) {
+        while (send(deaf, &frame, frame.header.length, MSG_NOSIGNAL | MSG_DONTWAIT) > 0)
+            ;
+        usleep(1000);
+    }
+    rig_until_stat(&rig, KLD_STAT_unix_clients, 0);
+    close(deaf);
+    ck_assert_int_eq(kill(child, SIGKILL), 0);
+    ck_assert_int_eq(waitpid(child, NULL, 0), child);
+    close(babbles);
+    end();
+}
+END_TEST
+
 START_TEST(packet_of_no_bytes_is_not_the_end) {
     start();
     int fd = rig_client(&rig);
@@ -343,6 +377,7 @@ UNIT_MAIN("server/worker/session", every_reply_to_a_silent_client_is_kept,
           silent_client_that_dies_leaves_nothing, client_leaves_while_its_stream_opens,
           clients_max_is_answered_by_busy, users_do_not_shut_each_other_out,
           the_gateway_has_places_of_its_own, the_gateway_has_limits_of_its_own,
-          who_does_not_say_hello_is_sent_away, dead_clients_with_work_do_not_pile_up,
+          who_does_not_say_hello_is_sent_away, who_says_anything_but_hello_is_sent_away,
+          dead_clients_with_work_do_not_pile_up,
           who_may_have_few_may_leave_as_long_as_there_is_room, packet_of_no_bytes_is_not_the_end,
           an_error_frame_holds_its_text_and_nothing_else)
