@@ -453,10 +453,27 @@ void kld_core_expire(struct kld_worker *worker) {
     kld_worker_progress(worker);
 }
 
+/* What had ended before the loss is all there; its client is not to run it again, which may be too
+ * late: a gradient can lie where its logits were. */
+static void tell_ended(struct kld_worker *worker) {
+    struct kld_request *next, *request = kld_completions_take(&worker->completions);
+    for (; request; request = next) {
+        next = request->next;
+        if (request->job.status == KLD_DEVICE_LOST)
+            continue; /* it is in flight to who asks */
+        TAILQ_REMOVE(&request->lane->running, request, in_lane);
+        request->lane->running_count--;
+        if (request->waits)
+            kld_waits_give(request->session);
+        finish(request, request->job.status, &request->job.error, true);
+    }
+}
+
 void kld_core_device_lost(struct kld_worker *worker, const struct kld_error *cause) {
     if (worker->lost)
         return;
     worker->lost = true;
+    tell_ended(worker);
     kld_stats_add(worker->stats, KLD_STAT_device_lost_total, 1);
     kld_stats_fault(worker->stats, KLD_DEVICE_LOST);
     kld_log(KLD_LOG_ERROR, "device lost", "in_flight=%u text=\"%s\"", worker->queue.in_use,

@@ -2,6 +2,7 @@
  * the end of the device; each time the memory must outlive the job. */
 #include "server/worker/core.h"
 
+#include <signal.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -300,6 +301,55 @@ static void lose_it_with_a_region(bool leaves) {
     close(other);
 }
 
+static atomic_bool stay_on;
+static atomic_int staying;
+
+static void stay(int number) {
+    (void)number;
+    atomic_fetch_add(&staying, 1);
+    while (atomic_load(&stay_on))
+        usleep(100);
+}
+
+/* The loop hears of both at once, and of the loss first. */
+START_TEST(what_had_ended_before_the_loss_is_done) {
+    struct sigaction action = {.sa_handler = stay, .sa_flags = SA_RESTART};
+    start();
+    int fd = rig_client(&rig), other = rig_client(&rig);
+    uint64_t region = rig_region(fd, RIG_REGION_BYTES);
+    rig_submit(fd, 9, region);
+    rig_expect(fd, 9, KLD_FRAME_DONE, NULL);
+    atomic_store(&rig.fake.hold, true);
+    rig_submit(fd, 10, region);
+    rig_submit(fd, 11, region);
+    atomic_store(&rig.fake.hold_memory, true);
+    atomic_store(&rig.fake.fail_status, KLD_DEVICE_LOST);
+    atomic_store(&rig.fake.fail_all, true);
+    int calls = atomic_load(&rig.fake.calls);
+    union kld_frame frame;
+    rig_region_frame(&frame, 20, KLD_REGION_POOL, RIG_REGION_BYTES);
+    rig_send(other, &frame);
+    rig_until(&rig.fake.calls, calls + 1);
+    rig_until(&rig.fake.jobs_submitted, 3);
+    usleep(2 * KLD_POLL_NS / 1000); /* the loop sleeps */
+    ck_assert_int_eq(sigaction(SIGUSR1, &action, NULL), 0);
+    atomic_store(&stay_on, true);
+    ck_assert_int_eq(pthread_kill(rig.thread, SIGUSR1), 0);
+    rig_until(&staying, 1);
+    atomic_store(&rig.fake.hold_memory, false);
+    usleep(20000);
+    atomic_store(&rig.fake.hold, false);
+    rig_until(&rig.fake.jobs_told, 3);
+    atomic_store(&stay_on, false);
+    rig_expect(fd, 10, KLD_FRAME_DONE, NULL);
+    rig_expect(fd, 11, KLD_FRAME_DONE, NULL);
+    rig_expect_error(other, 20, KLD_DEVICE_LOST, "told to fail");
+    ck_assert_int_eq(rig_wait(&rig), 2);
+    close(fd);
+    close(other);
+}
+END_TEST
+
 START_TEST(device_lost_while_dropping_a_region_ends_with_2) { lose_it_with_a_region(false); }
 END_TEST
 
@@ -365,7 +415,7 @@ UNIT_MAIN("server/worker/core", submit_is_answered_by_done, failure_of_a_job_is_
           cancel_answers_at_once_and_pins_until_the_job_ends,
           deadlines_pass_for_waiting_and_running, client_that_dies_is_detached,
           lost_device_answers_everything_and_ends_with_2,
-          device_lost_while_adding_memory_ends_with_2,
+          device_lost_while_adding_memory_ends_with_2, what_had_ended_before_the_loss_is_done,
           device_lost_while_dropping_a_region_ends_with_2,
           device_lost_while_a_client_leaves_ends_with_2,
           what_cannot_be_pinned_is_served_and_not_counted, fail_the_nth_call)
