@@ -30,8 +30,11 @@ static enum kld_status check_enums(const struct kld_op *op, struct kld_error *er
     if (op->reduction >= REDUCTIONS)
         return kld_error_set(err, KLD_INVALID, "unknown reduction number %" PRIu32 "; known: %s",
                              op->reduction, kld_reduction_list());
-    if (op->predictions_form >= FORMS || op->targets_form >= FORMS)
-        return kld_error_set(err, KLD_INVALID, "unknown form number; known: %s", kld_form_list());
+    bool targets = op->predictions_form < FORMS;
+    if (!targets || op->targets_form >= FORMS)
+        return kld_error_set(err, KLD_INVALID, "%s: unknown form number %" PRIu32 "; known: %s",
+                             kld_slot_name(targets ? KLD_SLOT_TARGETS : KLD_SLOT_PREDICTIONS),
+                             targets ? op->targets_form : op->predictions_form, kld_form_list());
     if (op->given >> KLD_NUMBER_COUNT)
         return kld_error_set(err, KLD_INVALID, "unknown parameter bits 0x%" PRIx32, op->given);
     return KLD_OK;
@@ -141,10 +144,9 @@ static bool dtype_fits(const struct kld_op *op, const struct kld_geometry *geome
         *ret_expected = "BOOL or UINT8";
         return dtype == KLD_DTYPE_BOOL || dtype == KLD_DTYPE_UINT8;
     case KLD_SLOT_ROW_LOSS: /* in FP64 these are the terms of the sum themselves (sum.h) */
-        if (dtype == KLD_DTYPE_FP64)
-            return true;
         wanted = geometry->loss_dtype;
-        break;
+        *ret_expected = wanted == KLD_DTYPE_FP64 ? "FP64" : "FP32 or FP64";
+        return dtype == wanted || dtype == KLD_DTYPE_FP64;
     case KLD_SLOT_LOSS: wanted = geometry->loss_dtype; break;
     case KLD_SLOT_GRAD_PREDICTIONS: wanted = op->tensor[KLD_SLOT_PREDICTIONS].dtype; break;
     case KLD_SLOT_GRAD_TARGETS: wanted = op->tensor[KLD_SLOT_TARGETS].dtype; break;

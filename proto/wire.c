@@ -184,7 +184,8 @@ void kld_submit_encode(const struct kld_op *op, struct kld_frame_submit *submit)
 enum kld_status kld_submit_decode(const struct kld_frame_submit *submit, struct kld_op *ret_op,
                                   struct kld_error *err) {
     if (submit->flags & ~KLD_SUBMIT_EARLY)
-        return kld_error_set(err, KLD_INVALID, "SUBMIT with unknown flags 0x%x", submit->flags);
+        return kld_error_set(err, KLD_INVALID, "SUBMIT with unknown flags 0x%x; known: 0x%x, EARLY",
+                             submit->flags & ~KLD_SUBMIT_EARLY, KLD_SUBMIT_EARLY);
     struct kld_op op;
     kld_op_init(&op);
     op.divergence = submit->divergence;
@@ -264,9 +265,20 @@ enum kld_status kld_description_check(const struct kld_wire_description *tensor,
                                       uint64_t offset_bytes, uint64_t region_bytes,
                                       uint64_t *ret_bytes, struct kld_error *err) {
     uint64_t element = kld_dtype_bytes(tensor->dtype), bytes = 0;
-    if (element == 0 || tensor->form > KLD_FORM_LOGITS || tensor->reserved != 0)
-        return kld_error_set(err, KLD_INVALID, "published tensor: unknown dtype %u or form %u",
-                             tensor->dtype, tensor->form);
+#define X(NAME, name, number, bytes) ", " #number " " name
+    if (element == 0)
+        return kld_error_set(err, KLD_INVALID,
+                             "published tensor: unknown dtype number %u; known: %s", tensor->dtype,
+                             KLD_DTYPE_MAP(X) + 2);
+#undef X
+#define X(NAME, name, number) ", " #number " " name
+    if (tensor->form > KLD_FORM_LOGITS)
+        return kld_error_set(err, KLD_INVALID,
+                             "published tensor: unknown form number %u; known: %s", tensor->form,
+                             KLD_FORM_MAP(X) + 2);
+#undef X
+    if (tensor->reserved != 0)
+        return kld_error_set(err, KLD_INVALID, "published tensor: reserved field is not 0");
     if (tensor->rank == 0 || tensor->rank > KLD_RANK_MAX)
         return kld_error_set(err, KLD_INVALID, "published tensor: rank %u; expected 1 to %d",
                              tensor->rank, KLD_RANK_MAX);

@@ -171,7 +171,7 @@ enum kld_status kld_core_copy(struct kld_session *session, const struct kld_fram
     if (frame->reserved != 0)
         return kld_error_set(err, KLD_INVALID, "COPY: reserved field is not 0");
     if (frame->bytes == 0)
-        return kld_error_set(err, KLD_INVALID, "COPY of 0 bytes");
+        return kld_error_set(err, KLD_INVALID, "COPY of 0 bytes; expected at least 1");
     struct kld_region *to = kld_worker_region_find(session, frame->destination, "destination", err);
     struct kld_region *from =
         to ? kld_worker_region_find(session, frame->source, "source", err) : NULL;

@@ -43,7 +43,9 @@ void kld_publication_end_region(struct kld_region *region) {
 }
 
 static enum kld_status check_uids(const struct kld_frame_publish *frame, struct kld_error *err) {
-    bool good = frame->uids_count <= KLD_WIRE_UIDS_MAX && frame->reserved == 0;
+    bool good = frame->uids_count <= KLD_WIRE_UIDS_MAX;
+    if (frame->reserved != 0)
+        return kld_error_set(err, KLD_INVALID, "PUBLISH: reserved field is not 0");
     for (uint32_t i = frame->uids_count; good && i < KLD_WIRE_UIDS_MAX; i++)
         good = frame->uids[i] == 0;
     return good ? KLD_OK

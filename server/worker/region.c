@@ -57,21 +57,21 @@ static enum kld_status check_memfd(const struct kld_frame_region_add *frame, int
     return KLD_OK;
 }
 
-/* A request runs where its memory lies: says where that is. */
-static enum kld_status other_device(const struct kld_worker *worker, const uint8_t *uuid,
-                                    struct kld_error *err) {
+enum kld_status kld_worker_other_device(const struct kld_worker *worker, const uint8_t *uuid,
+                                        const char *what, struct kld_error *err) {
     const struct kld_stats_page *page = worker->options.page;
     bool wanted = worker->options.config->peer_access;
     for (uint32_t i = 0; i < kld_stats_workers(page); i++)
         if (memcmp(page->device[i].uuid, uuid, KLD_WIRE_UUID_BYTES) == 0)
-            return kld_error_set(
-                err, KLD_INVALID,
-                "the memory lies on device %u, this socket is that of device %u%s; "
-                "register it at the socket of device %u",
-                i, worker->options.index, wanted ? ", whose card cannot reach it" : "", i);
+            return kld_error_set(err, KLD_INVALID,
+                                 "%s on device %u, this socket is that of device %u%s; "
+                                 "register it at the socket of device %u",
+                                 what, i, worker->options.index,
+                                 wanted ? ", whose card cannot reach it" : "", i);
     return kld_error_set(err, KLD_INVALID,
-                         "the memory lies on another device than the one of this socket, and on "
-                         "none that this server has");
+                         "%s on another device than the one of this socket, and on none that this "
+                         "server has",
+                         what);
 }
 
 static enum kld_status check_cuda(const struct kld_worker *worker,
@@ -85,7 +85,7 @@ static enum kld_status check_cuda(const struct kld_worker *worker,
     if (memcmp(frame->device_uuid, device->info.uuid, KLD_WIRE_UUID_BYTES) != 0 &&
         !(worker->options.backend->reaches &&
           worker->options.backend->reaches(worker->device, frame->device_uuid)))
-        return other_device(worker, frame->device_uuid, err);
+        return kld_worker_other_device(worker, frame->device_uuid, "the memory lies", err);
     if (frame->kind == KLD_REGION_CUDA_SPACE)
         return KLD_OK;
     if (__builtin_add_overflow(frame->offset_bytes, frame->bytes, &end) || end > frame->base_bytes)
@@ -94,6 +94,19 @@ static enum kld_status check_cuda(const struct kld_worker *worker,
                              " do not fit a base allocation of %" PRIu64 " bytes",
                              frame->bytes, frame->offset_bytes, frame->base_bytes);
     return KLD_OK;
+}
+
+/* One that says something for which its kind has no use; NULL: none. */
+static const char *field_in_vain(const struct kld_frame_region_add *frame) {
+    bool ipc = frame->kind == KLD_REGION_CUDA_IPC, cuda = ipc || frame->kind == KLD_REGION_CUDA_FD;
+    if (!cuda && frame->offset_bytes)
+        return "offset_bytes";
+    if (!cuda && frame->base_bytes)
+        return "base_bytes";
+    if (!cuda && frame->kind != KLD_REGION_CUDA_SPACE &&
+        !all_zero(frame->device_uuid, sizeof frame->device_uuid))
+        return "device_uuid";
+    return !ipc && !all_zero(frame->ipc_handle, sizeof frame->ipc_handle) ? "ipc_handle" : NULL;
 }
 
 static enum kld_status check_frame(const struct kld_frame_region_add *frame,
@@ -106,15 +119,13 @@ static enum kld_status check_frame(const struct kld_frame_region_add *frame,
     if (frame->reserved != 0)
         return kld_error_set(err, KLD_INVALID, "REGION_ADD: reserved field is not 0");
     if (frame->bytes == 0)
-        return kld_error_set(err, KLD_INVALID, "a region of 0 bytes");
-    bool cuda = frame->kind == KLD_REGION_CUDA_IPC || frame->kind == KLD_REGION_CUDA_FD;
-    if ((!cuda && (frame->offset_bytes || frame->base_bytes)) ||
-        (!cuda && frame->kind != KLD_REGION_CUDA_SPACE &&
-         !all_zero(frame->device_uuid, sizeof frame->device_uuid)) ||
-        (frame->kind != KLD_REGION_CUDA_IPC &&
-         !all_zero(frame->ipc_handle, sizeof frame->ipc_handle)))
+        return kld_error_set(err, KLD_INVALID, "a region of 0 bytes; expected at least 1");
+    const char *field = field_in_vain(frame);
+    if (field)
         return kld_error_set(err, KLD_INVALID,
-                             "REGION_ADD: fields of a CUDA handle are set for another kind");
+                             "REGION_ADD of kind %u: %s is not 0; expected 0, it is part of a CUDA "
+                             "handle",
+                             frame->kind, field);
     return KLD_OK;
 }
 

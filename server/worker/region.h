@@ -82,6 +82,10 @@ TAILQ_HEAD(kld_region_list, kld_region);
 enum kld_status kld_worker_region_add(struct kld_session *session,
                                       const struct kld_frame_region_add *frame, int fd,
                                       struct kld_error *err);
+/* What lies (what: "the memory lies") on the device with this UUID is refused here: says where that
+ * is, because a request runs where its memory lies. */
+enum kld_status kld_worker_other_device(const struct kld_worker *worker, const uint8_t *uuid,
+                                        const char *what, struct kld_error *err);
 /* REGION: what the client asked for is there. */
 void kld_worker_region_reply(const struct kld_region *region);
 /* Of one that waited for memory (kept.h). */

@@ -574,7 +574,7 @@ def test_events_are_refused_and_dropped(gpu, server, client, case):
     for handle in (bytes(range(64)), case.memory.handle):
         with pytest.raises(Failed, match="invalid"):
             client.event_add(wire.EVENT_READY, gpu.uuid, handle)
-    with pytest.raises(Failed, match="invalid: the event is of another device"):
+    with pytest.raises(Failed, match="invalid: the event is on another device"):
         client.event_add(wire.EVENT_DONE, b"another device!!")
     stepper = Stepper(gpu, client)
     gpu.launch("spin", stepper.stream, 50_000_000)

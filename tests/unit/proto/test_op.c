@@ -90,7 +90,7 @@ START_TEST(row_loss_may_be_wider_than_the_loss) {
     ck_assert_uint_eq(geometry.slot[KLD_SLOT_ROW_LOSS].row_bytes, 8);
     ck_assert_int_eq(geometry.loss_dtype, KLD_DTYPE_FP32);
     setup(), place(KLD_SLOT_ROW_LOSS, KLD_DTYPE_FP16, 8000);
-    expect(KLD_INVALID, "row_loss has dtype FP16; expected FP32");
+    expect(KLD_INVALID, "row_loss has dtype FP16; expected FP32 or FP64");
     setup(), op.tensor[KLD_SLOT_TARGETS].dtype = KLD_DTYPE_FP64;
     op.tensor[KLD_SLOT_TARGETS].region = 2;
     place(KLD_SLOT_ROW_LOSS, KLD_DTYPE_FP32, 8000);
@@ -207,7 +207,8 @@ START_TEST(unknown_names_list_the_known_ones) {
     ck_assert_int_eq(kld_op_parameter_kind("x"), 0);
     setup(), op.divergence = 77, expect(KLD_INVALID, "unknown divergence number 77");
     setup(), op.reduction = 77, expect(KLD_INVALID, "unknown reduction number 77");
-    setup(), op.targets_form = 77, expect(KLD_INVALID, "unknown form number");
+    setup(), op.targets_form = 77, expect(KLD_INVALID, "targets: unknown form number 77");
+    setup(), op.predictions_form = 3, expect(KLD_INVALID, "predictions: unknown form number 3");
     for (uint32_t i = 0; i <= KLD_DIVERGENCE_CROSS_ENTROPY; i++) {
         setup(), op.divergence = i;
         if (i == KLD_DIVERGENCE_MIXED_KL)

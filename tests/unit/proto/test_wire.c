@@ -226,6 +226,31 @@ START_TEST(published_tensors_lie_in_their_region) {
 }
 END_TEST
 
+/* What is said says what was wrong and what was expected. */
+START_TEST(published_tensors_are_refused_for_what_is_wrong) {
+    static const struct {
+        uint32_t dtype, form, rank, reserved;
+        const char *text;
+    } wrong[] = {
+        {99, 0, 2, 0,
+         "unknown dtype number 99; known: 1 FP32, 2 FP64, 3 FP16, 4 BF16, 5 UINT8, 6 BOOL"},
+        {1, 3, 2, 0, "unknown form number 3; known: 0 probs, 1 logprobs, 2 logits"},
+        {1, 0, 2, 1, "reserved field is not 0"},
+        {1, 0, 0, 0, "rank 0; expected 1 to 8"},
+        {1, 0, 9, 0, "rank 9; expected 1 to 8"},
+    };
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
+        struct kld_wire_description tensor = tensor_of(wrong[i].dtype, 3, 1, 0);
+        uint64_t bytes;
+        tensor.form = wrong[i].form;
+        tensor.rank = wrong[i].rank;
+        tensor.reserved = wrong[i].reserved;
+        ck_assert_int_eq(kld_description_check(&tensor, 0, 64, &bytes, &err), KLD_INVALID);
+        ck_assert_msg(strstr(err.text, wrong[i].text), "'%s' has no '%s'", err.text, wrong[i].text);
+    }
+}
+END_TEST
+
 START_TEST(submit_there_and_back) {
     struct kld_op op, back;
     kld_op_init(&op);
@@ -251,8 +276,9 @@ START_TEST(submit_there_and_back) {
     ck_assert(back.number[KLD_NUMBER_BETA] == 0.5);
     frame.as_SUBMIT.flags = KLD_SUBMIT_EARLY;
     ck_assert_int_eq(kld_submit_decode(&frame.as_SUBMIT, &back, &err), KLD_OK);
-    frame.as_SUBMIT.flags = 2;
+    frame.as_SUBMIT.flags = 3;
     ck_assert_int_eq(kld_submit_decode(&frame.as_SUBMIT, &back, &err), KLD_INVALID);
+    ck_assert_ptr_nonnull(strstr(err.text, "unknown flags 0x2; known: 0x1, EARLY"));
     frame.as_SUBMIT.flags = 0;
     frame.as_SUBMIT.tensor[0].region = 0;
     ck_assert_int_eq(kld_submit_decode(&frame.as_SUBMIT, &back, &err), KLD_INVALID);
@@ -317,5 +343,5 @@ END_TEST
 UNIT_MAIN("proto/wire", every_type_passes_at_its_own_length_only, short_unknown_and_foreign_frames,
           packets_of_several_frames, frames_of_another_release_are_told_as_such,
           a_memfd_comes_with_one_descriptor, names_of_published_tensors,
-          published_tensors_lie_in_their_region, submit_there_and_back, submit_says_nothing_in_vain,
-          offsets_are_part_of_the_protocol)
+          published_tensors_lie_in_their_region, published_tensors_are_refused_for_what_is_wrong,
+          submit_there_and_back, submit_says_nothing_in_vain, offsets_are_part_of_the_protocol)

@@ -68,7 +68,12 @@ START_TEST(events_are_checked) {
     rig_event_frame(&frame, 4, KLD_EVENT_DONE);
     frame.as_EVENT_ADD.device_uuid[0] = 1;
     rig_send(fd, &frame);
-    rig_expect_error(fd, 4, KLD_INVALID, "another device");
+    rig_expect_error(fd, 4, KLD_INVALID, "the event is on another device than the one of this");
+    memcpy(rig.page->device[1].uuid, frame.as_EVENT_ADD.device_uuid, KLD_WIRE_UUID_BYTES);
+    rig.page->workers = 2;
+    rig_send(fd, &frame);
+    rig_expect_error(fd, 4, KLD_INVALID, "the event is on device 1, this socket is that of");
+    rig.page->workers = 1;
     atomic_store(&rig.fake.fail_status, KLD_INVALID);
     atomic_store(&rig.fake.fail_call, 1);
     rig_event_frame(&frame, 5, KLD_EVENT_READY);

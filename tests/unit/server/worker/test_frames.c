@@ -140,6 +140,30 @@ static void end_together(int jobs) {
     atomic_store(&stopped, false);
 }
 
+/* Each says which field it is. */
+START_TEST(fields_that_a_region_has_no_use_for) {
+    start();
+    int fd = rig_client(&rig), memfd = rig_memfd(4096);
+    static const char *const texts[] = {
+        "a region of 0 bytes; expected at least 1", "kind 1: offset_bytes is not 0; expected 0",
+        "kind 1: base_bytes is not 0", "kind 1: device_uuid is not 0",
+        "kind 1: ipc_handle is not 0"};
+    for (uint64_t i = 0; i < 5; i++) {
+        union kld_frame frame;
+        rig_region_frame(&frame, 10 + i, KLD_REGION_MEMFD, i != 0);
+        frame.as_REGION_ADD.offset_bytes = i == 1;
+        frame.as_REGION_ADD.base_bytes = i == 2;
+        frame.as_REGION_ADD.device_uuid[15] = i == 3;
+        frame.as_REGION_ADD.ipc_handle[63] = i == 4;
+        rig_send_fds(fd, &frame, frame.header.length, &memfd, 1);
+        rig_expect_error(fd, 10 + i, KLD_INVALID, texts[i]);
+    }
+    close(memfd);
+    close(fd);
+    end();
+}
+END_TEST
+
 START_TEST(several_requests_in_a_packet) {
     start();
     int fd = rig_client(&rig), other = rig_client(&rig);
@@ -327,5 +351,6 @@ START_TEST(descriptors_that_do_not_close_stop_nobody) {
 END_TEST
 
 UNIT_MAIN("server/worker/frames", hello_negotiates_or_says_why_not, several_requests_in_a_packet,
-          bad_packets_do_nothing, frames_of_the_worker_are_refused, many_failures_at_once,
-          stray_descriptors_are_closed, descriptors_that_do_not_close_stop_nobody)
+          fields_that_a_region_has_no_use_for, bad_packets_do_nothing,
+          frames_of_the_worker_are_refused, many_failures_at_once, stray_descriptors_are_closed,
+          descriptors_that_do_not_close_stop_nobody)

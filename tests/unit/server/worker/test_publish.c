@@ -151,6 +151,10 @@ START_TEST(publications_are_checked) {
     rig_send(teacher, &frame);
     rig_expect_error(teacher, 4, KLD_INVALID, "do not fit a region");
     publish_frame(&frame, 5, "t");
+    frame.as_PUBLISH.reserved = 1;
+    rig_send(teacher, &frame);
+    rig_expect_error(teacher, 5, KLD_INVALID, "PUBLISH: reserved field is not 0");
+    frame.as_PUBLISH.reserved = 0;
     frame.as_PUBLISH.uids_count = 9;
     rig_send(teacher, &frame);
     rig_expect_error(teacher, 5, KLD_INVALID, "names 9 users");

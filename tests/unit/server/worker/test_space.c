@@ -193,7 +193,7 @@ START_TEST(what_is_no_next_piece_is_refused) {
     space_frame(&frame, 17, ROOM);
     frame.as_REGION_ADD.base_bytes = ROOM;
     rig_send(fd, &frame);
-    rig_expect_error(fd, 17, KLD_INVALID, "another kind");
+    rig_expect_error(fd, 17, KLD_INVALID, "base_bytes is not 0; expected 0");
     close(piece);
     close(memfd);
     close(fd);
