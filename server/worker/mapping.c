@@ -34,7 +34,7 @@ enum kld_status kld_mappings_init(struct kld_mappings *mappings, const struct kl
     mappings->backend = backend;
     mappings->device = device;
     mappings->stats = NULL;
-    mappings->count = 0;
+    mappings->count = mappings->clients = 0;
     mappings->shared_bytes = 0;
     mappings->told = mappings->told_slow = false;
     TAILQ_INIT(&mappings->list);
@@ -86,8 +86,18 @@ static struct kld_mapping *find(struct kld_mappings *mappings, int fd, uint64_t 
     return NULL;
 }
 
+/* One more that is known again? */
+static bool has_place(const struct kld_mappings *mappings, const struct kld_mapping_limit *limit) {
+    if (!limit || mappings->count == KLD_MAPPINGS_MAX)
+        return mappings->count < KLD_MAPPINGS_MAX;
+    return limit->user->listed < kld_share_max(limit->user_share,
+                                               KLD_MAPPINGS_MAX - KLD_MAPPINGS_GATEWAY,
+                                               mappings->clients - limit->user->listed);
+}
+
 static struct kld_mapping *make(struct kld_mappings *mappings, int fd, uint64_t bytes,
-                                struct kld_user *user) {
+                                const struct kld_mapping_limit *limit) {
+    struct kld_user *user = limit ? limit->user : NULL;
     struct kld_mapping *mapping = calloc(1, sizeof *mapping);
     if (!mapping)
         return NULL;
@@ -97,10 +107,14 @@ static struct kld_mapping *make(struct kld_mappings *mappings, int fd, uint64_t 
         user->shared_bytes += bytes;
         mappings->shared_bytes += bytes;
     }
-    if (bytes < KLD_MAPPING_BYTES_MIN || mappings->count == KLD_MAPPINGS_MAX)
+    if (bytes < KLD_MAPPING_BYTES_MIN || !has_place(mappings, limit))
         return mapping;
     mapping->fd = fd;
     mappings->count++;
+    if (user) {
+        mappings->clients++;
+        user->listed++;
+    }
     TAILQ_INSERT_TAIL(&mappings->list, mapping, entry);
     return mapping;
 }
@@ -130,14 +144,16 @@ static enum kld_status check_room(const struct kld_mappings *mappings, uint64_t 
 static bool drop(struct kld_mappings *mappings, struct kld_mapping *mapping) {
     if (--mapping->users)
         return false;
-    if (mapping->user) {
-        mappings->shared_bytes -= mapping->bytes;
-        mapping->user->shared_bytes -= mapping->bytes;
-        kld_user_release(mappings->users, mapping->user);
-    }
     if (mapping->fd >= 0) {
         TAILQ_REMOVE(&mappings->list, mapping, entry);
         mappings->count--;
+    }
+    if (mapping->user) {
+        mappings->shared_bytes -= mapping->bytes;
+        mapping->user->shared_bytes -= mapping->bytes;
+        mappings->clients -= mapping->fd >= 0;
+        mapping->user->listed -= mapping->fd >= 0;
+        kld_user_release(mappings->users, mapping->user);
     }
     return true;
 }
@@ -197,7 +213,7 @@ enum kld_status kld_mapping_acquire(struct kld_mappings *mappings, int fd, uint6
     if (there)
         mapping->users++;
     else if (!(status = check_room(mappings, bytes, limit, err)))
-        mapping = make(mappings, fd, bytes, limit ? limit->user : NULL);
+        mapping = make(mappings, fd, bytes, limit);
     while (there && mapping->state == MAPPING) /* another thread of the pool is at it */
         uv_cond_wait(&mappings->mapped, &mappings->mutex);
     uv_mutex_unlock(&mappings->mutex);

@@ -4,8 +4,8 @@
  * cost as much again, and the driver pins every mapping on its own. Two descriptors are the same
  * memory where the kernel says that they are one open file (kcmp), or, where it does not say, one
  * inode (fstat): who has that could read and write it before. For it a descriptor is kept as long
- * as the mapping, of at most KLD_MAPPINGS_MAX of at least KLD_MAPPING_BYTES_MIN bytes; what is
- * beyond that is mapped each time.
+ * as the mapping, of at most KLD_MAPPINGS_MAX of at least KLD_MAPPING_BYTES_MIN bytes, some of
+ * which are kept for the gateway; what is beyond that is mapped each time.
  *
  * uv's pool, where mapping may take its time; init and done on the loop thread. */
 #ifndef KLD_SERVER_WORKER_MAPPING_H
@@ -20,6 +20,7 @@
 #include "server/worker/users.h"
 
 #define KLD_MAPPINGS_MAX 64
+#define KLD_MAPPINGS_GATEWAY 4 /* of them: its staging, and what one before it had */
 #define KLD_MAPPING_BYTES_MIN ((uint64_t)1 << 20)
 
 struct kld_mapping;
@@ -41,6 +42,7 @@ struct kld_mappings {
     uv_cond_t mapped;        /* one of them, or not */
     TAILQ_HEAD(kld_mapping_list, kld_mapping) list;
     uint32_t count;        /* on the list */
+    uint32_t clients;      /* of them: that were made with a limit */
     uint64_t shared_bytes; /* mapped for who has a limit */
     bool told;             /* that there is no kcmp */
     bool told_slow;        /* that memory could not be pinned */

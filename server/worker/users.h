@@ -24,7 +24,8 @@ struct kld_user {
     uint64_t mapped;     /* regions that are mappings of this process */
     uint32_t tasks;      /* with uv's pool; see tasks.h */
     struct kld_task_list tasks_waiting;
-    uint64_t shared_bytes; /* of the host's; mapping.h, under its mutex */
+    uint64_t shared_bytes; /* of the host's; mapping.h, under its mutex, as the next */
+    uint32_t listed;       /* mappings that are known again */
 };
 
 struct kld_users {

@@ -144,6 +144,53 @@ START_TEST(what_is_shared_counts_for_one_user) {
 }
 END_TEST
 
+/* The gateway's staging, which it registers on each of its connections, is known again whatever
+ * clients have registered; so is what a second user shares. */
+START_TEST(no_user_has_every_place_of_what_is_known_again) {
+    struct kld_device_options options = {.threads = 1};
+    struct kld_users users;
+    struct kld_mappings mappings;
+    struct kld_mapping *many[KLD_MAPPINGS_MAX], *first[2], *again[2];
+    struct kld_memory *memory, *same;
+    struct kld_device *device;
+    struct kld_error err;
+    bool limited;
+    ck_assert_int_eq(kld_backend_cpu.device_open(&options, &device, &err), KLD_OK);
+    ck_assert_int_eq(kld_users_init(&users, &err), KLD_OK);
+    ck_assert_int_eq(kld_mappings_init(&mappings, &kld_backend_cpu, device, &users, &err), KLD_OK);
+    struct kld_mapping_limit one = {UINT64_MAX, 75, kld_user_acquire(&users, 5)};
+    struct kld_mapping_limit other = {UINT64_MAX, 75, kld_user_acquire(&users, 6)};
+    const struct kld_mapping_limit *limits[2] = {&other, NULL};
+    for (int i = 0; i < KLD_MAPPINGS_MAX; i++)
+        ck_assert_int_eq(kld_mapping_acquire(&mappings, sealed(), BYTES, &one, &many[i], &memory,
+                                             &limited, &err),
+                         KLD_OK);
+    ck_assert_uint_eq(mappings.count, (KLD_MAPPINGS_MAX - KLD_MAPPINGS_GATEWAY) * 3 / 4);
+    for (int i = 0; i < 2; i++) {
+        int fd = sealed(), dup_fd = dup(fd);
+        ck_assert_int_eq(kld_mapping_acquire(&mappings, fd, BYTES, limits[i], &first[i], &memory,
+                                             &limited, &err),
+                         KLD_OK);
+        ck_assert_int_eq(kld_mapping_acquire(&mappings, dup_fd, BYTES, limits[i], &again[i], &same,
+                                             &limited, &err),
+                         KLD_OK);
+        ck_assert_ptr_eq(memory, same);
+    }
+    for (int i = 0; i < KLD_MAPPINGS_MAX; i++)
+        kld_mapping_release(&mappings, many[i]);
+    for (int i = 0; i < 2; i++) {
+        kld_mapping_release(&mappings, first[i]);
+        kld_mapping_release(&mappings, again[i]);
+    }
+    ck_assert_uint_eq(mappings.count + mappings.clients, 0);
+    kld_user_release(&users, one.user);
+    kld_user_release(&users, other.user);
+    kld_mappings_done(&mappings);
+    kld_users_done(&users);
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
 /* As the seccomp profiles of containers refuse it. Each test is a process of its own. */
 START_TEST(mapped_once_without_kcmp) {
     struct sock_filter code[] = {
@@ -160,4 +207,5 @@ START_TEST(mapped_once_without_kcmp) {
 END_TEST
 
 UNIT_MAIN("server/worker/mapping", mapped_once, mapped_once_without_kcmp,
-          what_is_shared_has_a_limit, what_is_shared_counts_for_one_user)
+          what_is_shared_has_a_limit, what_is_shared_counts_for_one_user,
+          no_user_has_every_place_of_what_is_known_again)
