@@ -109,8 +109,10 @@ static cudaError_t open_flights(struct cuda_device *device) {
         return error;
     device->sums = sums;
     size_t bytes = CUDA_FLIGHTS_MAX * sizeof(struct kld_cuda_scratch);
-    if ((error = cuda_pool_take(device, bytes, &scratch)) ||
-        (error = cudaMemsetAsync(scratch, 0, bytes, device->setup)) ||
+    if ((error = cuda_pool_take(device, bytes, &scratch)))
+        return error;
+    device->flights[0].scratch = scratch; /* where release() finds it, whatever comes next */
+    if ((error = cudaMemsetAsync(scratch, 0, bytes, device->setup)) ||
         (error = load_finish(device, scratch)) || (error = cudaStreamSynchronize(device->setup)))
         return error;
     for (int i = 0; i < CUDA_FLIGHTS_MAX; i++) {

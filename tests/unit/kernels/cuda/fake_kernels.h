@@ -16,6 +16,7 @@ static atomic_int
     fake_launched_at;            /* the priority of the stream of the last launch over rows ... */
 static atomic_int fake_launches; /* ... of so many */
 static atomic_int fake_finishes; /* launches of the kernel that adds up */
+static atomic_int fake_finish_error; /* of the next one */
 static _Atomic(const char *)
     fake_loss_at; /* where the last of them wrote the loss; NULL: nowhere */
 
@@ -49,6 +50,9 @@ cudaError_t kld_cuda_launch_rows(const struct kld_cuda_args *args, cudaStream_t 
 cudaError_t kld_cuda_launch_finish(const struct kld_cuda_args *args, uint32_t groups, bool first,
                                    bool last, uint32_t loss_dtype, double *result,
                                    cudaStream_t stream) {
+    int error = atomic_exchange(&fake_finish_error, 0);
+    if (error)
+        return (cudaError_t)error;
     atomic_fetch_add(&fake_finishes, 1);
     atomic_store(&fake_loss_at, args->loss.at);
     if (last && args->loss.at) {

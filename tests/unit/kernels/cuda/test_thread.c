@@ -153,6 +153,15 @@ START_TEST(kernels_are_loaded_while_a_device_is_idle) {
 }
 END_TEST
 
+/* On a card that is nearly full, say: there is no room for a kernel. */
+START_TEST(a_device_that_does_not_open_leaves_nothing) {
+    const struct kld_device_options options = {.spin_us = 20};
+    atomic_store(&fake_finish_error, cudaErrorMemoryAllocation);
+    ck_assert_int_eq(cuda->device_open(&options, &device, &err), KLD_NO_MEMORY);
+    ck_assert_int_eq(atomic_load(&fake_blocks) + atomic_load(&fake_streams), 0);
+}
+END_TEST
+
 START_TEST(closing_waits_for_what_was_polled) {
     setup();
     atomic_store(&fake_us, 20000);
@@ -550,16 +559,16 @@ START_TEST(a_fault_is_a_launch_with_an_address_that_is_not_there) {
 }
 END_TEST
 
-UNIT_MAIN("kernels/cuda/thread", a_fault_is_a_launch_with_an_address_that_is_not_there,
-          jobs_end_in_order_whoever_looks, who_polls_completes,
-          who_is_refused_the_device_does_not_ask_again, kernels_are_loaded_when_a_device_is_opened,
-          kernels_are_loaded_while_a_device_is_idle, closing_waits_for_what_was_polled,
-          streams_wait_for_events, a_job_says_that_it_waits, a_job_says_that_it_is_behind_another,
-          a_busy_device_says_it_as_well, what_cannot_be_launched_is_not_told_as_launched,
-          an_idle_device_says_whether_it_works, memory_of_a_predecessor_is_waited_for,
-          memory_of_other_cards_is_taken_where_told, a_handle_says_itself_which_card_it_is_of,
-          a_warm_device_allocates_nothing, allocations_of_others_are_opened_once,
-          allocations_by_descriptor)
+UNIT_MAIN("kernels/cuda/thread", a_device_that_does_not_open_leaves_nothing,
+          a_fault_is_a_launch_with_an_address_that_is_not_there, jobs_end_in_order_whoever_looks,
+          who_polls_completes, who_is_refused_the_device_does_not_ask_again,
+          kernels_are_loaded_when_a_device_is_opened, kernels_are_loaded_while_a_device_is_idle,
+          closing_waits_for_what_was_polled, streams_wait_for_events, a_job_says_that_it_waits,
+          a_job_says_that_it_is_behind_another, a_busy_device_says_it_as_well,
+          what_cannot_be_launched_is_not_told_as_launched, an_idle_device_says_whether_it_works,
+          memory_of_a_predecessor_is_waited_for, memory_of_other_cards_is_taken_where_told,
+          a_handle_says_itself_which_card_it_is_of, a_warm_device_allocates_nothing,
+          allocations_of_others_are_opened_once, allocations_by_descriptor)
 
 #else
 
