@@ -57,6 +57,11 @@ enum kld_status cuda_stream_open(struct kld_device *base, struct kld_stream **re
 
 enum kld_status cuda_stream_adopt(struct kld_device *base, void *native,
                                   struct kld_stream **ret_stream, struct kld_error *err) {
+    /* What the device's thread enqueues there would be in that thread's own. */
+    if (native == (void *)cudaStreamPerThread)
+        return kld_error_set(err, KLD_INVALID,
+                             "cudaStreamPerThread is another stream in each thread; expected one "
+                             "that was made, or the default stream");
     struct cuda_stream *stream = calloc(1, sizeof *stream);
     if (!stream)
         return kld_error_set(err, KLD_NO_MEMORY, "no host memory for a stream");

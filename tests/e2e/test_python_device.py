@@ -12,7 +12,8 @@ import pytest
 from pythonlib import import_kld
 
 kld = import_kld()
-from kld import _cuda, _device, _library, _ptx, _request  # noqa: E402
+from kld import _arrays, _cuda, _device, _library, _ptx, _request  # noqa: E402
+from test_python_interface import Foreign  # noqa: E402
 
 MB = 1 << 20
 
@@ -610,3 +611,16 @@ def test_the_kernel_assembles(tmp_path):
     for dtype in ("float32", "float64", "float16", "bfloat16"):
         assert _ptx.entry_name(dtype, "float32").encode() in source
     assert _ptx.grid(1, 4) == (1, 256) and _ptx.grid(1 << 30, 4)[0] == _ptx.BLOCKS_MAX
+
+
+@pytest.mark.parametrize("url, stream, finished", [("local:cuda", 1, [2, 7]), ("unix:/nowhere", 2, [7])])
+def test_a_default_stream_of_each_thread_is_not_run_on(world, url, stream, finished):
+    """Of CuPy and Numba where they are told to use it. The thread that enqueues a request for local: has another."""
+    devices, driver, gpu, _ = world
+    devices.is_local = url == "local:cuda"
+    devices._fit.add(0)
+    driver.add(4096, 64)
+    sides = _arrays.Sides(types.SimpleNamespace(_devices=lambda: devices), Foreign(version=3, stream=2),
+                          Foreign(version=3, stream=7))
+    assert sides.where().stream == stream
+    assert sorted(said[1] for said in gpu.said if said[0] == "finish") == finished

@@ -238,10 +238,12 @@ class Sides:
         """For a request that is waited for. Under the lock."""
         if not self._found:
             return None
-        from . import _cuda
+        from . import _cuda, _interface
         from ._device import Where
-        where = Where(_cuda.gpu(self._found[0].view.ordinal or 0), self._found[0].stream, early=False)
-        self._connection._devices().check(where.gpu)
+        devices = self._connection._devices()
+        stream = _interface.stream_of(self._found[0], devices.is_local)
+        where = Where(_cuda.gpu(self._found[0].view.ordinal or 0), stream, early=False)
+        devices.check(where.gpu)
         for stream in {found.stream for found in self._found} - {where.stream}:
             where.gpu.finish(stream)
         return where

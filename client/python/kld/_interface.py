@@ -22,6 +22,7 @@ _TYPESTR: Dict[str, str] = {"<f4": "float32", "<f8": "float64", "<f2": "float16"
 _DL_TYPES: Dict[Tuple[int, int], str] = {(2, 32): "float32", (2, 64): "float64", (2, 16): "float16",
                                          (4, 16): "bfloat16", (1, 8): "uint8", (6, 8): "bool"}
 _LEGACY_STREAM = 1  # CU_STREAM_LEGACY, also DLPack's number of it
+_STREAM_PER_THREAD = 2  # CU_STREAM_PER_THREAD: in each thread its own
 
 
 class _DlTensor(c.Structure):
@@ -112,6 +113,12 @@ def _of_dlpack(name: str, value: Any) -> Found:
     # The capsule, never taken over, gives the array back when it goes.
     view = View(tensor.data + tensor.byte_offset, dtype, shape, strides, capsule, ordinal=tensor.device)
     return Found(view, _LEGACY_STREAM)
+
+
+def stream_of(found: Found, is_local: bool) -> int:
+    """That requests can run on. Over local: another thread may enqueue them, for which the calling thread's default
+    stream is none: what fills the array there is waited for before."""
+    return _LEGACY_STREAM if is_local and found.stream == _STREAM_PER_THREAD else found.stream
 
 
 class DeviceArray:

@@ -43,6 +43,8 @@ static void setup(int us) {
     ck_assert_int_eq(kld_stream_adopt(connection, STREAM, &theirs, &err), KLD_OK);
     ck_assert_int_eq(atomic_load(&fake_streams), before);
     ck_assert_int_eq(kld_stream_adopt(connection, 128, &theirs, &err), KLD_INVALID);
+    ck_assert_int_eq(kld_stream_adopt(connection, STREAM, cudaStreamPerThread, &err), KLD_INVALID);
+    ck_assert_ptr_nonnull(strstr(err.text, "cudaStreamPerThread"));
     atomic_store(&fake_us, us);
 }
 
