@@ -12,6 +12,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "proto/number.h"
+
 #define FILE_BYTES_MAX (1 << 20)
 #define NAME_MAX_BYTES 48
 
@@ -95,30 +97,6 @@ static bool is_number_list(const char *text) {
     return true;
 }
 
-/* A whole number with no sign; `suffix`: K, M, G or T may follow. False if it is none or too big.
- */
-static bool parse_number(const char *text, int base, bool suffix, uint64_t *ret_value) {
-    if (!isdigit((unsigned char)text[0]))
-        return false;
-    char *end = NULL;
-    errno = 0;
-    unsigned long long value = strtoull(text, &end, base);
-    if (errno)
-        return false;
-    unsigned shift = 0;
-    if (suffix && *end) {
-        const char *units = "KMGT", *unit = strchr(units, toupper((unsigned char)*end));
-        if (!unit)
-            return false;
-        shift = 10 * (unsigned)(unit - units + 1);
-        end++;
-    }
-    if (*end || (shift && value >> (63 - shift)))
-        return false;
-    *ret_value = (uint64_t)value << shift;
-    return true;
-}
-
 /* 1 to KLD_DEVICES_MAX numbers by comma; *ret_number: the one at place `index`, if there is one. */
 static uint32_t read_devices(const char *text, uint32_t index, uint32_t *ret_number) {
     uint32_t count = 0;
@@ -186,7 +164,7 @@ static enum kld_status set_number(const struct setting *setting, const char *sou
             max = ranges[i].max;
         }
     int base = strcmp(setting->name, "unix_mode") == 0 && value[0] == '0' ? 8 : 10;
-    if (!parse_number(value, base, bytes, &number) || number < min || number > max)
+    if (!kld_number_parse(value, base, bytes, &number) || number < min || number > max)
         return kld_error_set(err, KLD_INVALID,
                              "%s: '%.40s' is not a whole number from %llu to %llu%s", source, value,
                              (unsigned long long)min, (unsigned long long)max,

@@ -1,11 +1,10 @@
 /* options.c - command lines of the kld tool, from tables. Prints nothing but the help. */
-#include <ctype.h>
-#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "client/cli/cli.h"
+#include "proto/number.h"
 
 static bool is_end(const struct kld_option *option) {
     return option->kind == KLD_OPTION_GROUP && !option->help;
@@ -27,21 +26,6 @@ static const struct kld_option *option_find(const struct kld_command *command, u
     return NULL;
 }
 
-/* A whole number with no sign; in bytes a unit may follow it, in either case, as the server has it.
- */
-static bool read_whole(const char *value, bool bytes, uint64_t *ret_number) {
-    static const char units[] = "KMGT";
-    char *end = NULL;
-    errno = 0;
-    unsigned long long number = strtoull(value, &end, 10);
-    if (*value < '0' || *value > '9' || errno)
-        return false;
-    const char *unit = bytes && *end ? strchr(units, toupper((unsigned char)*end)) : NULL;
-    unsigned shift = unit ? 10 * (unsigned)(unit - units + 1) : 0;
-    *ret_number = (uint64_t)number << shift;
-    return !end[unit != NULL] && number <= UINT64_MAX >> shift && (!bytes || number);
-}
-
 static enum kld_status option_set(const struct kld_option *option, const char *value, void *to,
                                   struct kld_error *err) {
     char *field = (char *)to + option->offset, *end = NULL;
@@ -52,7 +36,7 @@ static enum kld_status option_set(const struct kld_option *option, const char *v
     } else if (option->kind == KLD_OPTION_COUNT || option->kind == KLD_OPTION_BYTES) {
         bool bytes = option->kind == KLD_OPTION_BYTES;
         uint64_t number;
-        if (!read_whole(value, bytes, &number))
+        if (!kld_number_parse(value, 10, bytes, &number) || (bytes && !number))
             return kld_error_set(err, KLD_INVALID, "%s%s is '%.40s'; expected a whole number%s",
                                  dashes_of(option), option->name, value,
                                  bytes ? " above 0 (K, M, G, T allowed)" : "");
