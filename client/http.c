@@ -252,6 +252,9 @@ static enum kld_status judge(const struct http_connection *h, struct http_call *
     case CURLE_COULDNT_CONNECT:
     case CURLE_SSL_CONNECT_ERROR: /* it was cut: kld_connect() has seen one that was not */
     case CURLE_OPERATION_TIMEDOUT: *ret_retry = true; return kld_http_curl_error(h, code, err);
+    case CURLE_SSL_CACERT_BADFILE: /* it was one when kld_connect() read it: no wrong use */
+        kld_http_curl_error(h, code, err);
+        return err->status = KLD_FORBIDDEN;
     default: return kld_http_curl_error(h, code, err);
     }
     if (call->transfer.http_status == 200)

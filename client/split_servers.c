@@ -215,9 +215,11 @@ static enum kld_status member_open(struct split_connection *split, struct split_
                                    const char *url, struct kld_error *err) {
     struct kld_connect_options options = split->base.options;
     struct kld_error error;
-    const char *host = strstr(url, "://"), *at = host ? strrchr(host, '@') : NULL;
-    snprintf(server->name, sizeof server->name, "%.*s%.100s", at ? (int)(host + 3 - url) : 0, url,
-             at ? at + 1 : url);
+    const char *host = strstr(url, "://"), *at = strrchr(host ? host : url, '@');
+    if (strncmp(url, "unix:", 5) == 0 || strncmp(url, "local:", 6) == 0)
+        at = NULL; /* no password, but of a path */
+    snprintf(server->name, sizeof server->name, "%.*s%.100s",
+             at && host ? (int)(host + 3 - url) : 0, url, at ? at + 1 : url);
     server->split = split;
     for (uint32_t k = 0; k < SPLIT_DEPTH; k++)
         server->part[k].server = server;

@@ -36,8 +36,16 @@ static int open_folder(int at, char *path, char ret_base[NAME_MAX + 1]) {
     return openat(at, *path ? path : ".", O_PATH | O_DIRECTORY | O_CLOEXEC);
 }
 
+/* A link that somebody else put where everybody may: fs.protected_symlinks of proc(5), which the
+ * kernel asks of links that it follows itself. */
+static bool is_trap(const struct stat *folder, const struct stat *link) {
+    return (folder->st_mode & S_ISVTX) && (folder->st_mode & S_IWOTH) &&
+           link->st_uid != geteuid() && link->st_uid != folder->st_uid;
+}
+
 /* To where symbolic links lead, whether or not there is anything yet. False with errno. */
 static bool find_place(struct kld_result_file *file) {
+    struct stat link;
     char path[PATH_MAX];
     size_t length = strlen(file->name);
     int at = AT_FDCWD;
@@ -55,6 +63,13 @@ static bool find_place(struct kld_result_file *file) {
         ssize_t found = readlinkat(at, file->base, path, sizeof path);
         if (found < 0) /* it is no link, or not there */
             return errno == EINVAL || errno == ENOENT;
+        if (fstat(at, &file->folder_is) != 0 ||
+            fstatat(at, file->base, &link, AT_SYMLINK_NOFOLLOW) != 0)
+            return false;
+        if (is_trap(&file->folder_is, &link)) {
+            errno = EACCES;
+            return false;
+        }
         length = (size_t)found;
         if (length < sizeof path)
             path[length] = '\0';
@@ -76,6 +91,10 @@ static enum kld_status look_at_old(struct kld_result_file *file, struct kld_erro
         return fail(file, "what is there is not a regular file", err);
     if (faccessat(file->folder, file->base, W_OK, AT_EACCESS) != 0)
         return fail(file, strerror(errno), err);
+    uid_t us = geteuid();
+    if ((file->folder_is.st_mode & S_ISVTX) && us != 0 && us != file->was.st_uid &&
+        us != file->folder_is.st_uid)
+        return fail(file, "it is another user's, in a folder of all", err);
     file->replaces = true;
     return KLD_OK;
 }
@@ -236,14 +255,17 @@ static bool write_all(int fd, const char *from, uint64_t bytes) {
 #define ACL "system.posix_acl_access"
 #define ACL_BYTES_MAX 4096
 
-/* False: it has a list of who else may, which cannot be copied. */
+/* The list of who else may use the file that is replaced. False: there is one, and it cannot be
+ * copied. Without one, what the folder gives to its new files goes. */
 static bool keep_list(const struct kld_result_file *file) {
     char path[32 + NAME_MAX], list[ACL_BYTES_MAX];
     snprintf(path, sizeof path, "/proc/self/fd/%d/%s", file->folder, file->base);
     ssize_t bytes = lgetxattr(path, ACL, list, sizeof list);
-    if (bytes < 0)
-        return errno != ERANGE && errno != E2BIG;
-    return fsetxattr(file->fd, ACL, list, (size_t)bytes, 0) == 0;
+    bool there = bytes >= 0 || errno == ERANGE || errno == E2BIG;
+    if (bytes >= 0 && fsetxattr(file->fd, ACL, list, (size_t)bytes, 0) == 0)
+        return true;
+    fremovexattr(file->fd, ACL);
+    return !there;
 }
 
 /* Those of the file that it replaces. A group that we may not give it is not to lend its rights to
@@ -256,14 +278,15 @@ static bool keep_rights(const struct kld_result_file *file) {
         return true;
     if (fstat(file->fd, &is) != 0)
         return false;
-    if ((is.st_uid != was->st_uid || is.st_gid != was->st_gid) &&
-        fchown(file->fd, was->st_uid, was->st_gid) != 0 && is.st_gid != was->st_gid &&
-        fchown(file->fd, (uid_t)-1, was->st_gid) != 0)
+    bool lost = (is.st_uid != was->st_uid || is.st_gid != was->st_gid) &&
+                fchown(file->fd, was->st_uid, was->st_gid) != 0 && is.st_gid != was->st_gid &&
+                fchown(file->fd, (uid_t)-1, was->st_gid) != 0;
+    if (lost)
+        fremovexattr(file->fd, ACL);
+    /* Where there is a list, what looks like the group's is the most that it gives. */
+    if (lost || !keep_list(file))
         mode &= (mode_t)~S_IRWXG;
-    if (fchmod(file->fd, mode) != 0)
-        return false;
-    /* Where there is one, what looks like the group's is the most that it gives. */
-    return keep_list(file) || fchmod(file->fd, mode & (mode_t)~S_IRWXG) == 0;
+    return fchmod(file->fd, mode) == 0;
 }
 
 enum kld_status kld_result_file_write(struct kld_result_file *file, const void *header,

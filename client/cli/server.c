@@ -53,19 +53,44 @@ static void append(char *to, size_t capacity, const char *text, size_t bytes) {
     snprintf(to + used, capacity - used, "%.*s", (int)bytes, text);
 }
 
-/* Each of several by comma; and of a text that is no URL what is behind the last '@'. */
-void kld_cli_server_shown(const struct kld_server_options *server, char *ret_url, size_t capacity) {
-    const char *source, *url = url_of(server, &source), *host, *at;
-    bool several = strncmp(url, "split:", 6) == 0;
-    bool path = strncmp(url, "unix:", 5) == 0 || strncmp(url, "local:", 6) == 0;
-    ret_url[0] = '\0';
-    if (!path && !strstr(url, "://") && (at = strrchr(url, '@')))
-        url = at + 1;
-    for (; !path && (host = strstr(url, "://")); url = at ? at + 1 : host + 3) {
-        append(ret_url, capacity, url, (size_t)(host + 3 - url));
-        at = memrchr(host + 3, '@', strcspn(host + 3, several ? "/," : "/"));
+static bool is_path(const char *url) {
+    return strncmp(url, "unix:", 5) == 0 || strncmp(url, "local:", 6) == 0;
+}
+
+/* Without what stands before an '@' in front of the path, and in a text that is no URL before the
+ * last one: a password, maybe. */
+static void append_shown(char *to, size_t capacity, const char *url, size_t bytes) {
+    const char *host = memmem(url, bytes, "://", 3), *end = url + bytes;
+    size_t most = bytes;
+    if (host) {
+        host += 3;
+        append(to, capacity, url, (size_t)(host - url));
+        const char *path = memchr(host, '/', (size_t)(end - host));
+        most = (size_t)((path ? path : end) - host);
+    } else {
+        host = url;
     }
-    append(ret_url, capacity, url, strlen(url));
+    const char *at = is_path(url) ? NULL : memrchr(host, '@', most);
+    host = at ? at + 1 : host;
+    append(to, capacity, host, (size_t)(end - host));
+}
+
+void kld_cli_server_shown(const struct kld_server_options *server, char *ret_url, size_t capacity) {
+    const char *source, *url = url_of(server, &source);
+    bool several = strncmp(url, "split:", 6) == 0;
+    ret_url[0] = '\0';
+    if (several) {
+        append(ret_url, capacity, url, 6);
+        url += 6;
+    }
+    for (;;) {
+        size_t bytes = several ? strcspn(url, ",") : strlen(url);
+        append_shown(ret_url, capacity, url, bytes);
+        if (!url[bytes])
+            return;
+        append(ret_url, capacity, ",", 1);
+        url += bytes + 1;
+    }
 }
 
 enum kld_status kld_cli_connect(const struct kld_server_options *server,

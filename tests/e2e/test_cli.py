@@ -407,6 +407,7 @@ def test_status_names_what_it_tried(tmp_path):
 @pytest.mark.parametrize("url, shown", [
     ("http://me:secret@127.0.0.1:1/a@b", "http://127.0.0.1:1/a@b"), ("http://me:se,cret@127.0.0.1:1", "http://127.0.0.1:1"),
     ("split:http://me:secret@127.0.0.1:1/x,http://you:secret@127.0.0.1:2,unix:/a@b", "split:http://127.0.0.1:1/x,http://127.0.0.1:2,unix:/a@b"),
+    ("split:me:secret@h1,http://127.0.0.1:2", "split:h1,http://127.0.0.1:2"),
     ("me:secret@127.0.0.1:1", "127.0.0.1:1"), ("unix:/a@b", "unix:/a@b"), ("ftp://me:secret@x", "ftp://x")])
 def test_no_password_is_shown(url, shown):
     done = subprocess.run([KLD, "ping", "--server", url, "--timeout", "0.3"], capture_output=True, text=True, timeout=60,

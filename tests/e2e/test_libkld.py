@@ -70,7 +70,7 @@ def test_every_request_is_answered_rightly_while_workers_are_killed(make_server,
 
 def test_a_restarted_server_is_found_again(make_server):
     server = make_server(http="")
-    bench = start("bench", "--shape", "64x512", "--check", "--in-flight", 8, "--seconds", 3,
+    bench = start("bench", "--shape", "64x512", "--grad", "--check", "--in-flight", 8, "--seconds", 3,
                   "--json", "--server", server.url_unix)
     time.sleep(1)
     server.process.kill()  # all of it
@@ -279,7 +279,7 @@ def test_tls_and_tokens(tmp_path):
                                 token)).splitlines()) == 3
         for arguments, said in ((["--ca-file", certificate], "a token is needed"),
                                 (["--token-file", token], "certificate"),
-                                (["--token-file", tmp_path / "none"], "no token")):
+                                (["--token-file", tmp_path / "none"], "none: No such file")):
             refused = start(*common, *arguments)
             _, err = refused.communicate(timeout=60)
             assert refused.returncode in (2, 3) and said in err
