@@ -174,7 +174,7 @@ class World:
         plain = types.SimpleNamespace(clear=lambda: None, end=lambda: ended.append(True))
         connection = types.SimpleNamespace(_handle=ctypes.c_void_p(1), _gpus=self.devices, _memory=plain, _held=None,
                                            _pending=[ctypes.c_uint64()], _published=plain, _dropped=plain, _limbo=plain,
-                                           _asked=None, _finish_asking=lambda: True)
+                                           _asked=None, _finish_asking=lambda until: True)
         _connection.Connection._end(connection)
         assert ended and not connection._handle
         _connection.Connection._end(connection)

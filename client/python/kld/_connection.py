@@ -354,8 +354,9 @@ class Connection:
         """Under the lock."""
         end, nothing, may_end = _library.library().kld_close, c.c_void_p(), True
         if self._handle and self._gpus is not None:
-            self._finish_asking()
-            may_end = self._gpus.unpin()
+            # At the interpreter's end no other thread may have a turn any more.
+            until = time.monotonic() + PARTING if exiting.is_set() else math.inf
+            may_end = self._finish_asking(until) and self._gpus.unpin()
         handle, self._handle = self._handle, nothing
         if handle:
             if may_end and not (self._asked and self._asked.close_behind(handle)):
@@ -503,6 +504,9 @@ def _at_exit() -> None:
     A daemon thread gives up what it waits for."""
     exiting.set()
     for connection in list(_by_number.values()):
+        asked = connection._asked
+        if asked:
+            asked.wait(PARTING)
         if connection._pending[0].value:
             connection._closing = True  # by that thread, which may be faster
             connection.close()

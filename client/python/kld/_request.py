@@ -462,7 +462,7 @@ def _submit_once(connection: Connection, reference: Any, keep: Any, meanwhile: O
             if not status:
                 meanwhile()
         while pending.value:  # between two looks the interpreter handles signals
-            if exiting.is_set():
+            if exiting.is_set() and threading.current_thread() is not threading.main_thread():
                 raise KldConnectionError(Status.UNAVAILABLE, "the process ends; the request was given up")
             status = library.kld_wait_slice(handle, pending_ref, SLICE_MS, result, error_ref)
     except BaseException:

@@ -1,15 +1,18 @@
 """torch.nn.KLDivLoss over kld. Needs torch."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Dict, Optional, SupportsFloat, TypedDict
+import sys
+from typing import Any, Dict, Optional, SupportsFloat, TypedDict
 
 from . import functional  # first: says what is missing without torch
 from ._connection import Connection
 
 import torch  # isort: skip
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+if sys.version_info >= (3, 11):
+    from typing import Unpack
+else:
+    from typing_extensions import Unpack  # which torch needs
 
 
 class Options(TypedDict, total=False):
