@@ -20,10 +20,7 @@ void kld_exchange_add_header(struct MHD_Response **response, const char *name, c
     *response = NULL;
 }
 
-/* What a server says of itself is true of that moment, and a proxy that keeps it says it for
- * longer. Replies to other methods are kept by nobody. */
-static void say_not_to_be_kept(const struct kld_exchange *exchange,
-                               struct MHD_Response **response) {
+void kld_exchange_say_of_now(const struct kld_exchange *exchange, struct MHD_Response **response) {
     if (strcmp(exchange->method, MHD_HTTP_METHOD_GET) == 0 ||
         strcmp(exchange->method, MHD_HTTP_METHOD_HEAD) == 0)
         kld_exchange_add_header(response, MHD_HTTP_HEADER_CACHE_CONTROL, "no-store");
@@ -79,7 +76,7 @@ void kld_exchange_reply_text(struct kld_exchange *exchange, unsigned http_status
             MHD_create_response_from_buffer(bytes, (void *)(uintptr_t)text, MHD_RESPMEM_MUST_COPY);
     if (bytes)
         kld_exchange_add_header(&response, MHD_HTTP_HEADER_CONTENT_TYPE, type);
-    say_not_to_be_kept(exchange, &response);
+    kld_exchange_say_of_now(exchange, &response);
     if (response)
         kld_stats_add(exchange->gateway->stats, KLD_STAT_http_sent_bytes_total, (int64_t)bytes);
     kld_exchange_reply(exchange, http_status, response);
@@ -112,7 +109,7 @@ void kld_exchange_reply_error(struct kld_exchange *exchange, const struct kld_er
         kld_exchange_add_header(&response, MHD_HTTP_HEADER_RETRY_AFTER, "1");
     if (http_status == 401)
         kld_exchange_add_header(&response, MHD_HTTP_HEADER_WWW_AUTHENTICATE, "Bearer");
-    say_not_to_be_kept(exchange, &response);
+    kld_exchange_say_of_now(exchange, &response);
     if (response)
         kld_stats_add(exchange->gateway->stats, KLD_STAT_http_sent_bytes_total,
                       (int64_t)text.length);

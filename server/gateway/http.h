@@ -134,6 +134,9 @@ struct MHD_Response *kld_exchange_spare(void);
 /* What the client accepts for a reply in text; and the headers of a reply that is compressed so. */
 enum kld_coding kld_exchange_coding(const struct kld_exchange *exchange);
 void kld_exchange_say_packed(struct MHD_Response **response, enum kld_coding coding);
+/* What a server says of itself is true of that moment, and a proxy that keeps it says it for
+ * longer. Replies to methods but GET and HEAD are kept by nobody. */
+void kld_exchange_say_of_now(const struct kld_exchange *exchange, struct MHD_Response **response);
 void kld_exchange_reply_text(struct kld_exchange *exchange, unsigned http_status, const char *type,
                              const char *text, size_t bytes);
 /* {"error": ...}, with Retry-After where it may help. */

@@ -337,6 +337,7 @@ static void refuse_method(struct kld_exchange *exchange, const char *methods) {
     kld_exchange_add_header(&response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
     kld_exchange_add_header(&response, "KLD-Status", kld_status_name(KLD_METHOD));
     kld_exchange_add_header(&response, MHD_HTTP_HEADER_ALLOW, methods);
+    kld_exchange_say_of_now(exchange, &response);
     kld_last_words_keep(exchange, 405, response, buffer, text.length);
     kld_exchange_reply(exchange, 405, response);
 }

@@ -130,7 +130,8 @@ static enum kld_status check(const struct kld_session *session,
                              "reserved field of 0");
     enum kld_status status = check_room(session, err);
     if (!status && memcmp(frame->device_uuid, info->uuid, KLD_WIRE_UUID_BYTES) != 0)
-        return kld_worker_other_device(session->worker, frame->device_uuid, "the event is", err);
+        return kld_worker_other_device(session->worker, frame->device_uuid, "the event is", "",
+                                       err);
     return status;
 }
 

@@ -61,7 +61,7 @@ static enum kld_status hello(struct kld_session *session, const struct kld_frame
     list_devices(worker->options.page, welcome);
     memcpy(welcome->backend, info->backend, sizeof welcome->backend);
     welcome->regions_max = kld_quota_regions_max(session);
-    welcome->requests_max = (uint32_t)config->client_requests_max;
+    welcome->requests_max = kld_quota_requests_max(session);
     welcome->streams_max = (uint32_t)config->client_streams_max;
     welcome->events_max = info->imports_cuda_ipc ? KLD_SESSION_EVENTS_MAX : 0;
     welcome->flags =

@@ -124,6 +124,12 @@ static enum kld_status check_room(const struct kld_mappings *mappings, uint64_t 
     uint64_t total, most = limit ? limit->bytes_max : 0;
     if (!limit)
         return KLD_OK;
+    uint64_t alone = kld_share_max(limit->user_share, most, 0);
+    if (bytes > alone) /* whatever others have: who asks for less may get it */
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "%" PRIu64 " bytes; a user may share %" PRIu64
+                             " of the host's memory at most (user_share)",
+                             bytes, alone);
     if (__builtin_add_overflow(mappings->shared_bytes, bytes, &total) || total > most)
         return kld_error_set(err, KLD_NO_MEMORY,
                              "there is no room for %" PRIu64 " bytes: clients share %" PRIu64

@@ -35,6 +35,13 @@ uint32_t kld_quota_gateway_requests(const struct kld_config *config) {
     return (uint32_t)(kept < room ? kept : room);
 }
 
+uint32_t kld_quota_requests_max(const struct kld_session *session) {
+    const struct kld_config *config = session->worker->options.config;
+    uint64_t most = config->client_requests_max;
+    uint64_t alone = kld_share_max(config->user_share, config->requests_max, 0);
+    return (uint32_t)(session->is_gateway || most < alone ? most : alone);
+}
+
 enum kld_status kld_quota_check_request(const struct kld_session *session, struct kld_error *err) {
     const struct kld_worker *worker = session->worker;
     const struct kld_config *config = worker->options.config;

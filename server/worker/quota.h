@@ -21,7 +21,8 @@ struct kld_config;
 struct kld_session;
 struct kld_worker;
 
-/* It is the gateway: what it has is no client's from here on. */
+/* It is the gateway: what it has of requests, the pool and mappings is no client's from here on.
+ * Memory that it shared before counts as its uid's until it is let go of. */
 void kld_quota_recognise(struct kld_session *session);
 /* Requests that are kept for the gateway beside requests_max; what it has above them it takes of
  * the clients'. */
@@ -39,6 +40,7 @@ bool kld_quota_is_mapped(const struct kld_worker *worker, uint32_t kind);
 /* Most of them, of all clients; host_mappings: of kld_host_mappings(). */
 uint64_t kld_quota_mappings_max(const struct kld_config *config, uint64_t host_mappings);
 /* What this connection may have, as WELCOME says it. */
+uint32_t kld_quota_requests_max(const struct kld_session *session);
 uint32_t kld_quota_regions_max(const struct kld_session *session);
 uint64_t kld_quota_region_bytes_max(const struct kld_session *session);
 /* Of the host's memory, for all clients of this worker together. Who touches a page of a memfd

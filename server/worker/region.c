@@ -58,16 +58,14 @@ static enum kld_status check_memfd(const struct kld_frame_region_add *frame, int
 }
 
 enum kld_status kld_worker_other_device(const struct kld_worker *worker, const uint8_t *uuid,
-                                        const char *what, struct kld_error *err) {
+                                        const char *what, const char *why, struct kld_error *err) {
     const struct kld_stats_page *page = worker->options.page;
-    bool wanted = worker->options.config->peer_access;
     for (uint32_t i = 0; i < kld_stats_workers(page); i++)
         if (memcmp(page->device[i].uuid, uuid, KLD_WIRE_UUID_BYTES) == 0)
             return kld_error_set(err, KLD_INVALID,
                                  "%s on device %u, this socket is that of device %u%s; "
                                  "register it at the socket of device %u",
-                                 what, i, worker->options.index,
-                                 wanted ? ", whose card cannot reach it" : "", i);
+                                 what, i, worker->options.index, why, i);
     return kld_error_set(err, KLD_INVALID,
                          "%s on another device than the one of this socket, and on none that this "
                          "server has",
@@ -85,7 +83,9 @@ static enum kld_status check_cuda(const struct kld_worker *worker,
     if (memcmp(frame->device_uuid, device->info.uuid, KLD_WIRE_UUID_BYTES) != 0 &&
         !(worker->options.backend->reaches &&
           worker->options.backend->reaches(worker->device, frame->device_uuid)))
-        return kld_worker_other_device(worker, frame->device_uuid, "the memory lies", err);
+        return kld_worker_other_device(
+            worker, frame->device_uuid, "the memory lies",
+            worker->options.config->peer_access ? ", whose card cannot reach it" : "", err);
     if (frame->kind == KLD_REGION_CUDA_SPACE)
         return KLD_OK;
     if (__builtin_add_overflow(frame->offset_bytes, frame->bytes, &end) || end > frame->base_bytes)

@@ -83,9 +83,10 @@ enum kld_status kld_worker_region_add(struct kld_session *session,
                                       const struct kld_frame_region_add *frame, int fd,
                                       struct kld_error *err);
 /* What lies (what: "the memory lies") on the device with this UUID is refused here: says where that
- * is, because a request runs where its memory lies. */
+ * is, because a request runs where its memory lies. why: what else there is to say of it, behind a
+ * comma, or "". */
 enum kld_status kld_worker_other_device(const struct kld_worker *worker, const uint8_t *uuid,
-                                        const char *what, struct kld_error *err);
+                                        const char *what, const char *why, struct kld_error *err);
 /* REGION: what the client asked for is there. */
 void kld_worker_region_reply(const struct kld_region *region);
 /* Of one that waited for memory (kept.h). */

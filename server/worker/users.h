@@ -18,7 +18,7 @@
 struct kld_user {
     TAILQ_ENTRY(kld_user) entry;
     uid_t uid;
-    uint32_t holders;    /* sessions, and mappings that count for it; kld_users.mutex */
+    uint32_t holders;    /* who points here: sessions, regions, mappings, tasks; kld_users.mutex */
     uint64_t requests;   /* admitted and not yet back in the pool */
     uint64_t pool_bytes; /* of regions in the device's pool */
     uint64_t mapped;     /* regions that are mappings of this process */
@@ -29,7 +29,7 @@ struct kld_user {
 };
 
 struct kld_users {
-    uv_mutex_t mutex; /* of list */
+    uv_mutex_t mutex; /* of list, and of its users' holders */
     TAILQ_HEAD(kld_user_list, kld_user) list;
     struct kld_user gateway; /* not on it, and never freed */
 };

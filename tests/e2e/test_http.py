@@ -171,7 +171,8 @@ def test_page(server):
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-@pytest.mark.parametrize("path", ["/", "/metrics", "/v2", "/v2/health/ready", "/v2/models/kl_div/stats", "/nothing"])
+@pytest.mark.parametrize("path", ["/", "/metrics", "/v2", "/v2/health/ready", "/v2/models/kl_div/stats", "/nothing",
+                                  "/v2/models/kl_div/infer"])
 def test_what_it_says_of_itself_is_not_kept(server, method, path):
     assert server.request(path, method=method)[1]["Cache-Control"] == "no-store"
 

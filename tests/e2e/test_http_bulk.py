@@ -573,9 +573,16 @@ def test_what_is_kept_refuses_no_unix_client(make_server):
     def keeps():
         infer(server, {"predictions": q, "targets": q})  # 8 MB
         wait_until(lambda: server.metrics()[KEPT] or not server.metrics()[POOL], what="a buffer that is kept")
+
+    def has_room():
+        """A busy gateway may need longer than the worker waits for it; at once nobody is refused."""
+        begin = time.monotonic()
+        status = pool_region(server, 60 << 20)
+        assert status == 0 or time.monotonic() - begin > 0.9, status
+        return status == 0
     for _ in range(3):
         keeps()
-        wait_until(lambda: pool_region(server, 60 << 20) == 0, what="room in the pool")
+        wait_until(has_room, what="room in the pool")
     keeps()
     assert pool_region(server, 65 << 20) == "no_memory"
     suspend(gateway)

@@ -160,7 +160,7 @@ def sent_until_cut(connection, piece=bytes(MIB), pause=0, most=200):
 def test_who_never_closes_is_closed(make_server):
     """And leaves no descriptor behind."""
     ms = 12000 if is_sanitized() else 3000
-    server = make_server(http_parting_ms=ms)
+    server = make_server(http_parting_ms=ms, http_slow_ms=60000)
     with Flat(server):
         before = fds_of(server.child("gateway"))
         begin = time.monotonic()

@@ -141,10 +141,11 @@ static void memfd_region(int fd, uint64_t bytes, enum kld_status status, const c
 START_TEST(no_user_shares_all_of_the_hosts_memory) {
     UNIT_NEEDS(geteuid() == 0, "root, who alone can become somebody else");
     rig_init(&rig);
-    rig.config.shared_bytes_max = 16 << 20;
+    rig.config.shared_bytes_max = rig.config.client_shared_bytes_max = 16 << 20;
     rig_start(&rig);
     int first = rig_client_of(&rig, 1000), second = rig_client_of(&rig, 1000);
     int other = rig_client_of(&rig, 1001);
+    memfd_region(first, (12 << 20) + 1, KLD_TOO_LARGE, "a user may share 12582912");
     memfd_region(first, 8 << 20, KLD_OK, "");
     memfd_region(second, (4 << 20) + 1, KLD_NO_MEMORY, "who shares 8388608 of the 12582912");
     memfd_region(second, 4 << 20, KLD_OK, "");
@@ -154,6 +155,24 @@ START_TEST(no_user_shares_all_of_the_hosts_memory) {
     rig_until_stat(&rig, KLD_STAT_worker_regions, 1);
     memfd_region(other, 5 << 20, KLD_OK, "");
     close(other);
+    end();
+}
+END_TEST
+
+/* Who sends as many requests as he was told is refused none, if he is alone. */
+START_TEST(no_more_requests_are_promised_than_a_user_may_have) {
+    union kld_frame frame;
+    rig_init(&rig);
+    rig.config.requests_max = 8;
+    rig.config.client_requests_max = 8;
+    rig_start(&rig);
+    int fd = rig_connect(&rig);
+    kld_frame_init(&frame, KLD_FRAME_HELLO, 1);
+    frame.as_HELLO.version_min = frame.as_HELLO.version_max = KLD_WIRE_VERSION;
+    rig_send(fd, &frame);
+    rig_expect(fd, 1, KLD_FRAME_WELCOME, &frame);
+    ck_assert_uint_eq(frame.as_WELCOME.requests_max, 6);
+    close(fd);
     end();
 }
 END_TEST
@@ -232,6 +251,7 @@ START_TEST(no_user_takes_every_turn_of_the_pool) {
 }
 END_TEST
 
-UNIT_MAIN("server/worker/quota", no_user_takes_every_turn_of_the_pool, no_user_takes_every_request,
+UNIT_MAIN("server/worker/quota", no_more_requests_are_promised_than_a_user_may_have,
+          no_user_takes_every_turn_of_the_pool, no_user_takes_every_request,
           no_user_takes_the_whole_pool, no_user_takes_every_mapping,
           no_user_shares_all_of_the_hosts_memory, what_the_gateway_takes_beyond_its_own_is_counted)
