@@ -88,11 +88,11 @@ static struct kld_mapping *find(struct kld_mappings *mappings, int fd, uint64_t 
 
 /* One more that is known again? */
 static bool has_place(const struct kld_mappings *mappings, const struct kld_mapping_limit *limit) {
-    if (!limit || mappings->count == KLD_MAPPINGS_MAX)
+    const struct kld_user *user = limit ? limit->user : NULL;
+    if (!user || mappings->count == KLD_MAPPINGS_MAX)
         return mappings->count < KLD_MAPPINGS_MAX;
-    return limit->user->listed < kld_share_max(limit->user_share,
-                                               KLD_MAPPINGS_MAX - KLD_MAPPINGS_GATEWAY,
-                                               mappings->clients - limit->user->listed);
+    return user->listed < kld_share_max(limit->user_share, KLD_MAPPINGS_MAX - KLD_MAPPINGS_GATEWAY,
+                                        mappings->clients - user->listed);
 }
 
 static struct kld_mapping *make(struct kld_mappings *mappings, int fd, uint64_t bytes,
