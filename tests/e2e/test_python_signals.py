@@ -206,11 +206,31 @@ assert connection.kl_div(few, few).loss == 0
 """, server.url_unix)) < 4
 
 
+def beside_a_stopped_worker(server, program, *arguments, go_on=True):
+    """Says what a program said when its worker stood still, and at its end. It says "ready" before that and reads a line
+    then, and again before the worker goes on, or not."""
+    worker = server.child("worker")
+    with subprocess.Popen([sys.executable, "-c", BEGINNING + program, server.url_unix, *arguments], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as client:
+        try:
+            assert client.stdout.readline() == "ready\n"
+            suspend(worker)
+            client.stdin.write("go\n")
+            client.stdin.flush()
+            said = client.stdout.readline()
+            if go_on:
+                os.kill(worker, signal.SIGCONT)
+            out, err = client.communicate("go\n", timeout=30)
+            assert client.returncode == 0, (out, err)
+            return said, out
+        finally:
+            os.kill(worker, signal.SIGCONT)
+            client.kill()
+
+
 def test_a_connection_that_comes_behind_a_ctrl_c_is_closed(make_server):
     """The worker lets nobody in while it is stopped."""
-    server = make_server(http="")
-    worker = server.child("worker")
-    with subprocess.Popen([sys.executable, "-c", BEGINNING + """
+    assert beside_a_stopped_worker(make_server(http=""), """
 print("ready", flush=True)
 sys.stdin.readline()
 try:
@@ -224,20 +244,7 @@ for _ in range(100):
         break
     time.sleep(0.05)
 print(connection.stats()["clients"])
-""", server.url_unix, "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          env=environment()) as client:
-        try:
-            assert client.stdout.readline() == "ready\n"
-            suspend(worker)
-            client.stdin.write("go\n")
-            client.stdin.flush()
-            assert client.stdout.readline() == "interrupted\n"
-            os.kill(worker, signal.SIGCONT)
-            out, err = client.communicate("go\n", timeout=30)
-            assert out == "1\n", (out, err)  # this one; there is no gateway
-        finally:
-            os.kill(worker, signal.SIGCONT)
-            client.kill()
+""", "1") == ("interrupted\n", "1\n")  # this one; there is no gateway
 
 
 def test_a_timeout_holds_behind_another_thread(server):
@@ -334,25 +341,7 @@ CALLS = ["ping()", "stats()", 'publish("test/left", few)', 'attach("test/there")
 
 
 def ask_stopped(make_server, call, then, go_on):
-    server = make_server()
-    worker = server.child("worker")
-    with subprocess.Popen([sys.executable, "-c", BEGINNING + ASKED % (call, then), server.url_unix],
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          env=environment()) as client:
-        try:
-            assert client.stdout.readline() == "ready\n"
-            suspend(worker)
-            client.stdin.write("go\n")
-            client.stdin.flush()
-            said = client.stdout.readline()
-            if go_on:
-                os.kill(worker, signal.SIGCONT)
-            out, err = client.communicate("go\n", timeout=30)
-            assert client.returncode == 0, (out, err)
-            return said, out
-        finally:
-            os.kill(worker, signal.SIGCONT)
-            client.kill()
+    return beside_a_stopped_worker(make_server(), ASKED % (call, then), go_on=go_on)
 
 
 @pytest.mark.parametrize("call", CALLS)

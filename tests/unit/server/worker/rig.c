@@ -247,16 +247,22 @@ void rig_region_frame(union kld_frame *frame, uint64_t request, uint32_t kind, u
     frame->as_REGION_ADD.bytes = bytes;
 }
 
-uint64_t rig_region(int fd, uint64_t bytes) {
+uint64_t rig_memfd_region(int fd, uint64_t bytes, enum kld_status status, const char *text) {
     union kld_frame frame;
     int memfd = rig_memfd(bytes);
     rig_region_frame(&frame, 900, KLD_REGION_MEMFD, bytes);
     rig_send_fds(fd, &frame, frame.header.length, &memfd, 1);
     close(memfd);
+    if (status) {
+        rig_expect_error(fd, 900, status, text);
+        return 0;
+    }
     rig_expect(fd, 900, KLD_FRAME_REGION, &frame);
     ck_assert_uint_eq(frame.as_REGION.bytes, bytes);
     return frame.as_REGION.region;
 }
+
+uint64_t rig_region(int fd, uint64_t bytes) { return rig_memfd_region(fd, bytes, KLD_OK, NULL); }
 
 void rig_op(union kld_frame *frame, uint64_t request, uint64_t region) {
     kld_frame_init(frame, KLD_FRAME_SUBMIT, request);

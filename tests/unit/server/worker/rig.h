@@ -62,6 +62,8 @@ uint64_t rig_add_event(int fd, uint32_t kind);
 int rig_memfd(uint64_t bytes); /* sealed against shrinking */
 void rig_region_frame(union kld_frame *frame, uint64_t request, uint32_t kind, uint64_t bytes);
 uint64_t rig_region(int fd, uint64_t bytes); /* a memfd region; its id */
+/* The same, with what comes of it: an error with this text in it, or KLD_OK; 0 where it is none. */
+uint64_t rig_memfd_region(int fd, uint64_t bytes, enum kld_status status, const char *text);
 /* A forward KL with gradient, all in one region. */
 void rig_op(union kld_frame *frame, uint64_t request, uint64_t region);
 void rig_submit(int fd, uint64_t request, uint64_t region);

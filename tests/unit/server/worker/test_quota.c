@@ -126,18 +126,6 @@ START_TEST(no_user_takes_the_whole_pool) {
 }
 END_TEST
 
-static void memfd_region(int fd, uint64_t bytes, enum kld_status status, const char *text) {
-    union kld_frame frame;
-    int memfd = rig_memfd(bytes);
-    rig_region_frame(&frame, 70, KLD_REGION_MEMFD, bytes);
-    rig_send_fds(fd, &frame, frame.header.length, &memfd, 1);
-    close(memfd);
-    if (status)
-        rig_expect_error(fd, 70, status, text);
-    else
-        rig_expect(fd, 70, KLD_FRAME_REGION, NULL);
-}
-
 START_TEST(no_user_shares_all_of_the_hosts_memory) {
     UNIT_NEEDS(geteuid() == 0, "root, who alone can become somebody else");
     rig_init(&rig);
@@ -145,15 +133,15 @@ START_TEST(no_user_shares_all_of_the_hosts_memory) {
     rig_start(&rig);
     int first = rig_client_of(&rig, 1000), second = rig_client_of(&rig, 1000);
     int other = rig_client_of(&rig, 1001);
-    memfd_region(first, (12 << 20) + 1, KLD_TOO_LARGE, "a user may share 12582912");
-    memfd_region(first, 8 << 20, KLD_OK, "");
-    memfd_region(second, (4 << 20) + 1, KLD_NO_MEMORY, "who shares 8388608 of the 12582912");
-    memfd_region(second, 4 << 20, KLD_OK, "");
-    memfd_region(other, 3 << 20, KLD_OK, "");
+    rig_memfd_region(first, (12 << 20) + 1, KLD_TOO_LARGE, "a user may share 12582912");
+    rig_memfd_region(first, 8 << 20, KLD_OK, "");
+    rig_memfd_region(second, (4 << 20) + 1, KLD_NO_MEMORY, "who shares 8388608 of the 12582912");
+    rig_memfd_region(second, 4 << 20, KLD_OK, "");
+    rig_memfd_region(other, 3 << 20, KLD_OK, "");
     close(first);
     close(second);
     rig_until_stat(&rig, KLD_STAT_worker_regions, 1);
-    memfd_region(other, 5 << 20, KLD_OK, "");
+    rig_memfd_region(other, 5 << 20, KLD_OK, "");
     close(other);
     end();
 }
@@ -189,26 +177,26 @@ START_TEST(no_user_takes_every_mapping) {
     int other = rig_client_of(&rig, 1001), third = rig_client_of(&rig, 1002);
     uint64_t region = rig_region(first, 4096);
     for (int i = 0; i < 4; i++)
-        memfd_region(first, 4096, KLD_OK, "");
-    memfd_region(second, 4096, KLD_OK, "");
-    memfd_region(second, 4096, KLD_NO_MEMORY, "6 regions of this user are mapped");
+        rig_memfd_region(first, 4096, KLD_OK, "");
+    rig_memfd_region(second, 4096, KLD_OK, "");
+    rig_memfd_region(second, 4096, KLD_NO_MEMORY, "6 regions of this user are mapped");
     pool_region(second, 4096, KLD_OK, ""); /* on this device it is none */
-    memfd_region(other, 4096, KLD_OK, "");
-    memfd_region(third, 4096, KLD_OK, "");
-    memfd_region(third, 4096, KLD_NO_MEMORY, "8 regions are mapped, the most allowed");
+    rig_memfd_region(other, 4096, KLD_OK, "");
+    rig_memfd_region(third, 4096, KLD_OK, "");
+    rig_memfd_region(third, 4096, KLD_NO_MEMORY, "8 regions are mapped, the most allowed");
     rig_drop(first, 71, region);
     rig_expect(first, 71, KLD_FRAME_DONE, NULL);
     rig_until_stat(&rig, KLD_STAT_worker_regions, 8);
-    memfd_region(third, 4096, KLD_NO_MEMORY, "1 regions of this user are mapped");
+    rig_memfd_region(third, 4096, KLD_NO_MEMORY, "1 regions of this user are mapped");
     int early = rig_client(&rig);
-    memfd_region(early, 4096, KLD_OK, ""); /* a client's, so far */
+    rig_memfd_region(early, 4096, KLD_OK, ""); /* a client's, so far */
     rig_name_gateway(&rig, getpid(), -1);
-    memfd_region(second, 4096, KLD_NO_MEMORY, "5 regions of this user are mapped");
-    memfd_region(third, 4096, KLD_NO_MEMORY, "1 regions of this user are mapped");
+    rig_memfd_region(second, 4096, KLD_NO_MEMORY, "5 regions of this user are mapped");
+    rig_memfd_region(third, 4096, KLD_NO_MEMORY, "1 regions of this user are mapped");
     close(other);
     rig_until_stat(&rig, KLD_STAT_worker_regions, 8);
     for (int i = 0; i < 9; i++)
-        memfd_region(early, 4096, KLD_OK, "");
+        rig_memfd_region(early, 4096, KLD_OK, "");
     close(first);
     close(second);
     close(third);

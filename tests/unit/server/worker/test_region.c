@@ -530,20 +530,6 @@ START_TEST(no_client_takes_the_whole_pool) {
 }
 END_TEST
 
-static uint64_t memfd_region(int fd, uint64_t bytes, enum kld_status status, const char *text) {
-    union kld_frame frame;
-    int memfd = rig_memfd(bytes);
-    rig_region_frame(&frame, 70, KLD_REGION_MEMFD, bytes);
-    rig_send_fds(fd, &frame, frame.header.length, &memfd, 1);
-    close(memfd);
-    if (status) {
-        rig_expect_error(fd, 70, status, text);
-        return 0;
-    }
-    rig_expect(fd, 70, KLD_FRAME_REGION, &frame);
-    return frame.as_REGION.region;
-}
-
 /* Of memory that nobody has touched yet, too: who touches a page first pays for it. Half of the
  * host's is for all clients, half of that for one. */
 START_TEST(clients_do_not_share_all_of_the_hosts_memory) {
@@ -553,19 +539,19 @@ START_TEST(clients_do_not_share_all_of_the_hosts_memory) {
     rig_start(&rig);
     const uint64_t most = rig.host_bytes / 4;
     int fd = rig_client(&rig), other = rig_client(&rig), third = rig_client(&rig);
-    memfd_region(fd, most + 1, KLD_TOO_LARGE, "over 16777216 bytes of the host's memory");
-    uint64_t region = memfd_region(fd, most, KLD_OK, NULL);
-    memfd_region(fd, 1, KLD_TOO_LARGE, "over 16777216 bytes of the host's memory");
+    rig_memfd_region(fd, most + 1, KLD_TOO_LARGE, "over 16777216 bytes of the host's memory");
+    uint64_t region = rig_memfd_region(fd, most, KLD_OK, NULL);
+    rig_memfd_region(fd, 1, KLD_TOO_LARGE, "over 16777216 bytes of the host's memory");
     pool_region(fd, 4096); /* which is none of it */
-    memfd_region(other, most, KLD_OK, NULL);
-    memfd_region(third, 1, KLD_NO_MEMORY,
-                 "no room for 1 bytes: clients share 33554432 of 33554432");
+    rig_memfd_region(other, most, KLD_OK, NULL);
+    rig_memfd_region(third, 1, KLD_NO_MEMORY,
+                     "no room for 1 bytes: clients share 33554432 of 33554432");
     for (int i = 0; i < KLD_FAULT_COUNT; i++) /* the device has no part in that */
         ck_assert_uint_eq(atomic_load(&rig.stats->faults[i]), 0);
     rig_drop(fd, 71, region);
     rig_expect(fd, 71, KLD_FRAME_DONE, NULL);
     rig_until_stat(&rig, KLD_STAT_worker_regions, 2);
-    memfd_region(third, most, KLD_OK, NULL);
+    rig_memfd_region(third, most, KLD_OK, NULL);
     close(fd);
     close(other);
     close(third);
@@ -577,8 +563,8 @@ START_TEST(clients_do_not_share_all_of_the_hosts_memory) {
     rig_start(&rig);
     fd = rig_client(&rig);
     other = rig_client(&rig);
-    memfd_region(fd, 8192, KLD_OK, NULL);
-    memfd_region(other, 4096, KLD_NO_MEMORY, "clients share 8192 of 8192");
+    rig_memfd_region(fd, 8192, KLD_OK, NULL);
+    rig_memfd_region(other, 4096, KLD_NO_MEMORY, "clients share 8192 of 8192");
     close(fd);
     close(other);
     end();
@@ -594,7 +580,7 @@ START_TEST(what_is_dropped_is_no_longer_its_owners_share) {
     rig.config.client_shared_bytes_max = most;
     rig_start(&rig);
     int fd = rig_client(&rig);
-    uint64_t region = memfd_region(fd, most, KLD_OK, NULL);
+    uint64_t region = rig_memfd_region(fd, most, KLD_OK, NULL);
     for (int i = 0; i < 10; i++) {
         int memfd = rig_memfd(most);
         rig_drop(fd, 71, region);
@@ -604,12 +590,12 @@ START_TEST(what_is_dropped_is_no_longer_its_owners_share) {
         rig_expect(fd, 71, KLD_FRAME_DONE, NULL);
         rig_expect(fd, 72, KLD_FRAME_REGION, &frame);
         region = frame.as_REGION.region;
-        memfd_region(fd, 1, KLD_TOO_LARGE, "over 16777216 bytes of the host's memory");
+        rig_memfd_region(fd, 1, KLD_TOO_LARGE, "over 16777216 bytes of the host's memory");
     }
     rig_drop(fd, 73, region);
     rig_expect(fd, 73, KLD_FRAME_DONE, NULL);
     rig_until_stat(&rig, KLD_STAT_worker_regions, 0);
-    memfd_region(fd, most, KLD_OK, NULL);
+    rig_memfd_region(fd, most, KLD_OK, NULL);
     close(fd);
     end();
 }
