@@ -13,7 +13,10 @@ static inline void close_in_child(struct kld_connection *connection) {
     if (child == 0) {
         alarm(10);
         kld_close(connection);
-        _exit(0);
+        /* Not _exit(): valgrind and LeakSanitizer would look here for what threads of the parent
+         * alone hold, on stacks that nobody has in this process. */
+        execl("/bin/true", "true", (char *)NULL);
+        _exit(1);
     }
     int status;
     ck_assert_int_eq(waitpid(child, &status, 0), child);
