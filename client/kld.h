@@ -6,7 +6,8 @@
  *                            handles, never through the socket
  *   http://host:8080         the HTTP gateway (also https://); tensors are sent as binary
  *   local:                   the same kernels in the caller's own process, no server; also
- *                            local:cpu, local:cuda, local:cuda:1
+ *                            local:cpu, local:cuda, local:cuda:1. Which CUDA device is current in a
+ *                            thread, or that none is, stays as it was
  *   split:URL,URL,...        several of the above: each request's rows are spread over them
  *
  * A request is a struct kld_op (proto/op.h: dtypes, shapes, divergence, reduction, forms) and, for

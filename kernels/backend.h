@@ -64,6 +64,9 @@ struct kld_device_options {
     uint64_t host_pool_bytes; /* cpu: what 0 above stands for instead; 0: that half */
     uint32_t spin_us;         /* how long the device thread polls before it sleeps */
     enum kld_kernels_load kernels_load;
+    bool stays_current; /* cuda: the device stays the current one of the thread that opens it, whose
+                         * calls are then a little quicker. Else what is current in a caller's
+                         * thread, or that nothing is, stays as it was, whatever it calls. */
     bool peer_access; /* cuda: memory of other cards is taken too, where the hardware lets this one
                        * read and write it in place */
 };

@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define NO_THREAD "the device thread cannot be started"
+
 /* cudaErrorMpsConnectionFailed to cudaErrorMpsClientTerminated, which older headers do not name. */
 static bool is_of_mps(cudaError_t error) { return (int)error >= 805 && (int)error <= 810; }
 
@@ -165,8 +167,48 @@ static void device_close(struct kld_device *base) {
     pthread_cond_signal(&device->wake);
     pthread_mutex_unlock(&device->mutex);
     pthread_join(device->thread, NULL);
-    cudaSetDevice(device->ordinal);
+    struct cuda_visit visit CUDA_LEAVES = {0};
+    cuda_visit(device, &visit);
     release(device);
+}
+
+struct opening {
+    struct cuda_device *device; /* released if it does not open */
+    const struct kld_device_options *options;
+    uint32_t count; /* of devices */
+    enum kld_status status;
+    struct kld_error err;
+};
+
+/* A thread for this alone, which settles on the device, as the caller's may not: there is no
+ * context yet that it could visit. */
+static void *opening_main(void *argument) {
+    struct opening *opening = argument;
+    struct cuda_device *device = opening->device;
+    const struct kld_device_options *options = opening->options;
+    cudaError_t error;
+    if ((error = cuda_settle(device)) || (error = fill_info(device, options)) ||
+        (error = cudaStreamCreateWithFlags(&device->setup, cudaStreamNonBlocking)) ||
+        (error = open_pool(device)) || (error = open_flights(device))) {
+        enum kld_status status = cuda_fail(device, error, "opening the CUDA device", &opening->err);
+        release(device);
+        /* A device that does not open is not lost: nothing was in flight. */
+        opening->status = opening->err.status =
+            status == KLD_DEVICE_LOST ? KLD_UNAVAILABLE : status;
+        return NULL;
+    }
+    cuda_context_find(device);
+    if (options->kernels_load == KLD_KERNELS_AT_OPEN)
+        cuda_preload(device, UINT32_MAX);
+    device->loads_when_idle = options->kernels_load == KLD_KERNELS_WHEN_IDLE;
+    if (options->peer_access)
+        cuda_peers_find(device, opening->count);
+    device->card = cuda_card_number(device->ordinal);
+    if (pthread_create(&device->thread, NULL, cuda_thread_main, device) != 0) {
+        release(device);
+        opening->status = kld_error_set(&opening->err, KLD_UNAVAILABLE, "%s", NO_THREAD);
+    }
+    return NULL;
 }
 
 static enum kld_status device_open(const struct kld_device_options *options,
@@ -192,26 +234,20 @@ static enum kld_status device_open(const struct kld_device_options *options,
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_cond_init(&device->wake, &monotonic);
     pthread_condattr_destroy(&monotonic);
-    cudaError_t error;
-    if ((error = cudaSetDevice(device->ordinal)) || (error = fill_info(device, options)) ||
-        (error = cudaStreamCreateWithFlags(&device->setup, cudaStreamNonBlocking)) ||
-        (error = open_pool(device)) || (error = open_flights(device))) {
-        status = cuda_fail(device, error, "opening the CUDA device", err);
+    struct opening opening = {.device = device, .options = options, .count = count};
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, opening_main, &opening) != 0) {
         release(device);
-        /* A device that does not open is not lost: nothing was in flight. */
-        return status == KLD_DEVICE_LOST ? (err ? (err->status = KLD_UNAVAILABLE) : KLD_UNAVAILABLE)
-                                         : status;
+        return kld_error_set(err, KLD_UNAVAILABLE, "%s", NO_THREAD);
     }
-    if (options->kernels_load == KLD_KERNELS_AT_OPEN)
-        cuda_preload(device, UINT32_MAX);
-    device->loads_when_idle = options->kernels_load == KLD_KERNELS_WHEN_IDLE;
-    if (options->peer_access)
-        cuda_peers_find(device, count);
-    device->card = cuda_card_number(device->ordinal);
-    if (pthread_create(&device->thread, NULL, cuda_thread_main, device) != 0) {
-        release(device);
-        return kld_error_set(err, KLD_UNAVAILABLE, "the device thread cannot be started");
+    pthread_join(thread, NULL);
+    if (opening.status) {
+        if (err)
+            *err = opening.err;
+        return opening.status;
     }
+    if (options->stays_current)
+        cuda_settle(device); /* if that fails, it is a guest at each call */
     *ret_device = &device->base;
     return KLD_OK;
 }

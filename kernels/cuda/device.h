@@ -11,6 +11,7 @@
 #ifndef KLD_KERNELS_CUDA_DEVICE_H
 #define KLD_KERNELS_CUDA_DEVICE_H
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -144,6 +145,7 @@ struct cuda_device {
     struct kld_device base;
     int ordinal;                 /* constant */
     uint32_t spin_us;            /* constant */
+    CUcontext context;           /* constant: NULL where it cannot be changed, see visit.c */
     uint64_t heir_until_ns;      /* constant: see cuda_heir_waits() */
     uint32_t shared_bytes_max;   /* constant: of one block */
     bool has_fp64, begins_early; /* constant: see struct kld_cuda_args */
@@ -209,9 +211,25 @@ bool cuda_is_dead(struct kld_device *device);
 /* Copies a number from the device: what a lost context cannot. */
 enum kld_status cuda_check(struct kld_device *device, struct kld_error *err);
 
+/* visit.c */
+/* What a caller's thread had before cuda_visit(); all 0: it has not come yet. */
+struct cuda_visit {
+    CUcontext before;
+    bool changed;
+};
+#define CUDA_LEAVES __attribute__((cleanup(cuda_leave))) /* at the end of its scope */
+/* The calling thread works in the device's context from here to cuda_leave(). */
+cudaError_t cuda_visit(struct cuda_device *device, struct cuda_visit *visit);
+void cuda_leave(struct cuda_visit *visit);
+/* The same; an error where the device is lost. */
+enum kld_status cuda_enter(struct cuda_device *device, struct cuda_visit *visit,
+                           struct kld_error *err);
+/* The calling thread works in it for good. */
+cudaError_t cuda_settle(struct cuda_device *device);
+/* Once, in a thread that has settled and worked in it. */
+void cuda_context_find(struct cuda_device *device);
+
 /* memory.c: any thread but the device's own, except the two reservations (any). */
-/* Selects the device for the calling thread; an error where it is lost. */
-enum kld_status cuda_enter(struct cuda_device *device, struct kld_error *err);
 struct cuda_memory *cuda_memory_new(struct cuda_device *device, enum cuda_memory_kind kind,
                                     uint64_t bytes, struct kld_error *err);
 /* A process that just took a lost one's place finds the card's memory still taken: for so long

@@ -40,6 +40,8 @@ static void look_up_all(void) {
     struct cuda_driver *f = &found_functions;
     /* The first, which has the same name, was there from CUDA 8 on and is not to be used. */
     look_up_of("cuStreamWriteValue32", 11070, &f->write_value);
+    look_up("cuCtxGetCurrent", &f->get_current);
+    look_up("cuCtxSetCurrent", &f->set_current);
     look_up("cuMemGetAddressRange", &f->address_range);
     all_of_vmm = look_up("cuMemImportFromShareableHandle", &f->import_handle) &&
                  look_up("cuMemGetAllocationPropertiesFromHandle", &f->handle_properties) &&

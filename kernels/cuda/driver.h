@@ -8,6 +8,9 @@
 #include <stdbool.h>
 
 struct cuda_driver {
+    /* The context that the calling thread works in; NULL: none. */
+    CUresult (*get_current)(CUcontext *context);
+    CUresult (*set_current)(CUcontext context);
     CUresult (*address_range)(CUdeviceptr *base, size_t *bytes, CUdeviceptr at);
     /* Writes a number to memory when what the stream has before it has ended. */
     CUresult (*write_value)(CUstream stream, CUdeviceptr at, cuuint32_t number, unsigned flags);

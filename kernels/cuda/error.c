@@ -82,7 +82,8 @@ static bool ends_context(cudaError_t error) {
 
 enum kld_status cuda_check(struct kld_device *base, struct kld_error *err) {
     struct cuda_device *device = (struct cuda_device *)base;
-    enum kld_status status = cuda_enter(device, err);
+    struct cuda_visit visit CUDA_LEAVES = {0};
+    enum kld_status status = cuda_enter(device, &visit, err);
     if (status)
         return status;
     pthread_mutex_lock(&device->setup_mutex);
@@ -97,6 +98,8 @@ enum kld_status cuda_check(struct kld_device *base, struct kld_error *err) {
 
 bool cuda_is_dead(struct kld_device *base) {
     struct cuda_device *device = (struct cuda_device *)base;
+    struct cuda_visit visit CUDA_LEAVES = {0};
+    cuda_visit(device, &visit);
     cudaGetLastError(); /* an older one that is not sticky must not answer instead */
     bool dead = ends_context(cudaStreamQuery(device->setup));
     cudaGetLastError();

@@ -8,9 +8,9 @@
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/driver.h"
 
-static enum kld_status event_new(struct cuda_device *device, struct cuda_event **ret_event,
-                                 struct kld_error *err) {
-    enum kld_status status = cuda_enter(device, err);
+static enum kld_status event_new(struct cuda_device *device, struct cuda_visit *visit,
+                                 struct cuda_event **ret_event, struct kld_error *err) {
+    enum kld_status status = cuda_enter(device, visit, err);
     if (status)
         return status;
     struct cuda_event *event = calloc(1, sizeof *event);
@@ -25,7 +25,8 @@ enum kld_status cuda_event_import(struct kld_device *base, const uint8_t handle[
                                   struct kld_gpu_event **ret_event, struct kld_error *err) {
     struct cuda_device *device = (struct cuda_device *)base;
     struct cuda_event *event = NULL;
-    enum kld_status status = event_new(device, &event, err);
+    struct cuda_visit visit CUDA_LEAVES = {0};
+    enum kld_status status = event_new(device, &visit, &event, err);
     if (status)
         return status;
     cudaIpcEventHandle_t ipc;
@@ -48,7 +49,8 @@ enum kld_status cuda_event_create(struct kld_device *base, struct kld_gpu_event 
                                   uint8_t ret_handle[64], struct kld_error *err) {
     struct cuda_device *device = (struct cuda_device *)base;
     struct cuda_event *event = NULL;
-    enum kld_status status = event_new(device, &event, err);
+    struct cuda_visit visit CUDA_LEAVES = {0};
+    enum kld_status status = event_new(device, &visit, &event, err);
     if (status)
         return status;
     cudaIpcEventHandle_t ipc;
@@ -86,7 +88,8 @@ enum kld_status cuda_event_create_fence(struct kld_device *base, struct kld_memo
     if (!host->base.pinned)
         return kld_error_set(err, KLD_NO_MEMORY, "the memory of a fence could not be pinned");
     struct cuda_event *event = NULL;
-    enum kld_status status = event_new(device, &event, err);
+    struct cuda_visit visit CUDA_LEAVES = {0};
+    enum kld_status status = event_new(device, &visit, &event, err);
     if (status)
         return status;
     void *at = NULL;
@@ -116,7 +119,8 @@ void cuda_event_free(struct kld_gpu_event *base) {
     struct cuda_event *event = (struct cuda_event *)base;
     struct cuda_device *device = (struct cuda_device *)base->device;
     if (event->event && !atomic_load(&device->lost)) {
-        cudaSetDevice(device->ordinal);
+        struct cuda_visit visit CUDA_LEAVES = {0};
+        cuda_visit(device, &visit);
         cudaEventDestroy(event->event);
         cudaGetLastError();
     }

@@ -17,13 +17,6 @@ static struct cuda_device *device_of(struct kld_device *device) {
     return (struct cuda_device *)device;
 }
 
-enum kld_status cuda_enter(struct cuda_device *device, struct kld_error *err) {
-    if (atomic_load(&device->lost))
-        return kld_error_set(err, KLD_DEVICE_LOST, "the device has failed; its process must end");
-    cudaError_t error = cudaSetDevice(device->ordinal);
-    return error ? cuda_fail(device, error, "selecting the device", err) : KLD_OK;
-}
-
 struct cuda_memory *cuda_memory_new(struct cuda_device *device, enum cuda_memory_kind kind,
                                     uint64_t bytes, struct kld_error *err) {
     struct cuda_memory *memory = calloc(1, sizeof *memory);
@@ -141,7 +134,8 @@ enum kld_status cuda_memory_alloc(struct kld_device *base, uint64_t bytes,
     struct cuda_device *device = device_of(base);
     if (bytes == 0)
         return kld_error_set(err, KLD_INVALID, "a buffer of 0 bytes; expected at least 1");
-    enum kld_status status = cuda_enter(device, err);
+    struct cuda_visit visit CUDA_LEAVES = {0};
+    enum kld_status status = cuda_enter(device, &visit, err);
     if (status)
         return status;
     struct cuda_memory *memory = cuda_memory_new(device, CUDA_POOLED, bytes, err);
@@ -165,7 +159,8 @@ enum kld_status cuda_memory_map(struct kld_device *base, int fd, uint64_t bytes,
     if (bytes == 0 || bytes > PTRDIFF_MAX)
         return kld_error_set(err, KLD_INVALID, "a region of %" PRIu64 " bytes cannot be mapped",
                              bytes);
-    enum kld_status status = cuda_enter(device, err);
+    struct cuda_visit visit CUDA_LEAVES = {0};
+    enum kld_status status = cuda_enter(device, &visit, err);
     if (status)
         return status;
     struct cuda_memory *memory = cuda_memory_new(device, CUDA_MAPPED, bytes, err);
@@ -228,7 +223,8 @@ enum kld_status cuda_memory_wrap(struct kld_device *base, void *address, uint64_
     struct cuda_device *device = device_of(base);
     if (!address || bytes == 0)
         return kld_error_set(err, KLD_INVALID, "an empty address range");
-    enum kld_status status = cuda_enter(device, err);
+    struct cuda_visit visit CUDA_LEAVES = {0};
+    enum kld_status status = cuda_enter(device, &visit, err);
     if (status)
         return status;
     struct cudaPointerAttributes attributes;
@@ -330,7 +326,8 @@ enum kld_status cuda_memory_import_ipc(struct kld_device *base, const uint8_t ha
                              "%llu bytes at offset %llu of a base allocation of %llu bytes",
                              (unsigned long long)bytes, (unsigned long long)offset_bytes,
                              (unsigned long long)base_bytes);
-    enum kld_status status = cuda_enter(device, err);
+    struct cuda_visit visit CUDA_LEAVES = {0};
+    enum kld_status status = cuda_enter(device, &visit, err);
     if (status || (status = cuda_handle_check(device, handle, err)))
         return status;
     struct cuda_memory *memory = cuda_memory_new(device, CUDA_IMPORTED, bytes, err);
@@ -375,7 +372,8 @@ enum kld_status cuda_memory_free(struct kld_memory *base) {
         return KLD_OK;
     struct cuda_memory *memory = (struct cuda_memory *)base;
     struct cuda_device *device = device_of(base->device);
-    cudaSetDevice(device->ordinal);
+    struct cuda_visit visit CUDA_LEAVES = {0};
+    cuda_visit(device, &visit);
     switch (memory->kind) {
     case CUDA_MAPPED:
         if (unpin(device, memory))
@@ -444,7 +442,8 @@ enum kld_status cuda_measure_ceiling(struct kld_device *base, uint64_t bytes,
     bytes &= ~(uint64_t)255;
     if (bytes == 0 || bytes > UINT64_MAX / 4)
         return kld_error_set(err, KLD_INVALID, "arrays of less than 256 bytes cannot be measured");
-    enum kld_status status = cuda_enter(device, err);
+    struct cuda_visit visit CUDA_LEAVES = {0};
+    enum kld_status status = cuda_enter(device, &visit, err);
     char *arrays = NULL;
     if (status || (status = pool_alloc(device, 3 * bytes, &arrays, err)))
         return status;

@@ -39,7 +39,8 @@ enum kld_status cuda_stream_open_priority(struct kld_device *base, enum kld_prio
     if (!stream)
         return kld_error_set(err, KLD_NO_MEMORY, "no host memory for a stream");
     stream->base.device = base;
-    cudaError_t error = cudaSetDevice(device->ordinal);
+    struct cuda_visit visit CUDA_LEAVES = {0};
+    cudaError_t error = cuda_visit(device, &visit);
     if (!error)
         error = create_streams(priority, stream->stream);
     if (error) {
@@ -78,7 +79,8 @@ void cuda_stream_close(struct kld_stream *base) {
     struct cuda_stream *stream = (struct cuda_stream *)base;
     struct cuda_device *device = (struct cuda_device *)base->device;
     if (!stream->adopted && !atomic_load(&device->lost)) {
-        cudaSetDevice(device->ordinal);
+        struct cuda_visit visit CUDA_LEAVES = {0};
+        cuda_visit(device, &visit);
         for (int size = 0; size < CUDA_SIZES; size++)
             cudaStreamDestroy(stream->stream[size]);
         cudaGetLastError();

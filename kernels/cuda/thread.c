@@ -56,17 +56,15 @@ static void enter_order(struct cuda_device *device, struct cuda_flight *flight) 
     flight->stream->newest = flight;
 }
 
-/* Launches on the caller's thread, if nothing else is waiting and the device thread is not at work.
- * The caller's current device is its own business (`local:` runs in other people's threads). */
+/* Launches in the caller's thread, if nothing else waits and the device thread is not at work. */
 static bool launch_directly(struct cuda_device *device, struct kld_job *job, bool *ret_failed) {
     struct cuda_stream *stream = stream_of(job);
     if (!cuda_job_in_place(job) || pthread_mutex_trylock(&device->work) != 0)
         return false;
     struct cuda_flight *flight = NULL;
-    int current = device->ordinal;
+    struct cuda_visit visit CUDA_LEAVES = {0};
     if (atomic_load(&device->incoming_count) == 0 && !device->pending_head &&
-        !atomic_load(&device->lost) && !stream->holder && cudaGetDevice(&current) == cudaSuccess &&
-        (current == device->ordinal || cudaSetDevice(device->ordinal) == cudaSuccess))
+        !atomic_load(&device->lost) && !stream->holder && cuda_visit(device, &visit) == cudaSuccess)
         flight = free_flight(device);
     if (flight) {
         flight->job = job;
@@ -75,8 +73,6 @@ static bool launch_directly(struct cuda_device *device, struct kld_job *job, boo
         *ret_failed = flight->status != KLD_OK;
         enter_order(device, flight);
     }
-    if (current != device->ordinal)
-        cudaSetDevice(current);
     pthread_mutex_unlock(&device->work);
     return flight != NULL;
 }
@@ -286,8 +282,11 @@ void cuda_poll(struct kld_device *base, bool more) {
     bool left = true; /* for all we know */
     atomic_store(&device->watched, more);
     if (pthread_mutex_trylock(&device->work) == 0) {
-        if (device->order_count)
+        if (device->order_count) {
+            struct cuda_visit visit CUDA_LEAVES = {0};
+            cuda_visit(device, &visit);
             poll_flights(device, true);
+        }
         left = device->order_count != 0;
         pthread_mutex_unlock(&device->work);
     }
@@ -319,6 +318,8 @@ enum kld_job_stage cuda_stage(struct kld_device *base, const struct kld_job *job
     const struct cuda_event *event = (const struct cuda_event *)job->wait;
     if (atomic_load(&device->lost) || !lock_work_soon(device))
         return KLD_JOB_UNKNOWN;
+    struct cuda_visit visit CUDA_LEAVES = {0};
+    cuda_visit(device, &visit);
     enum kld_job_stage stage = KLD_JOB_BEHIND;
     for (uint32_t i = 0; i < device->order_count; i++) {
         const struct cuda_flight *flight = device->order[i];
@@ -339,7 +340,7 @@ enum kld_job_stage cuda_stage(struct kld_device *base, const struct kld_job *job
 
 void *cuda_thread_main(void *argument) {
     struct cuda_device *device = argument;
-    if (cudaSetDevice(device->ordinal) != cudaSuccess)
+    if (cuda_settle(device) != cudaSuccess)
         atomic_store(&device->lost, true);
     prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0);
     uint64_t active_ns = cuda_now_ns(), spin_ns = (uint64_t)device->spin_us * 1000u;

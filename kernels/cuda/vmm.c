@@ -107,10 +107,10 @@ static enum kld_status map_fd(struct cuda_device *device, const struct cuda_driv
 }
 
 /* The driver's functions, where it has all of them. */
-static enum kld_status enter(struct cuda_device *device, const struct cuda_driver **ret_driver,
-                             struct kld_error *err) {
+static enum kld_status enter(struct cuda_device *device, struct cuda_visit *visit,
+                             const struct cuda_driver **ret_driver, struct kld_error *err) {
     bool mappable = false;
-    enum kld_status status = cuda_enter(device, err);
+    enum kld_status status = cuda_enter(device, visit, err);
     if (status)
         return status;
     *ret_driver = cuda_driver_get(&mappable);
@@ -129,7 +129,8 @@ enum kld_status cuda_memory_import_fd(struct kld_device *base, int fd, uint64_t 
                              (unsigned long long)bytes, (unsigned long long)offset_bytes,
                              (unsigned long long)base_bytes);
     const struct cuda_driver *driver = NULL;
-    enum kld_status status = enter(device, &driver, err);
+    struct cuda_visit visit CUDA_LEAVES = {0};
+    enum kld_status status = enter(device, &visit, &driver, err);
     if (status || (status = check_size(device, driver, base_bytes, err)))
         return status;
     struct cuda_memory *memory = cuda_memory_new(device, CUDA_VMM, bytes, err);
@@ -155,7 +156,8 @@ enum kld_status cuda_memory_reserve(struct kld_device *base, uint64_t bytes,
                                     struct kld_memory **ret_memory, struct kld_error *err) {
     struct cuda_device *device = (struct cuda_device *)base;
     const struct cuda_driver *driver = NULL;
-    enum kld_status status = enter(device, &driver, err);
+    struct cuda_visit visit CUDA_LEAVES = {0};
+    enum kld_status status = enter(device, &visit, &driver, err);
     if (status || (status = check_size(device, driver, bytes, err)))
         return status;
     struct cuda_memory *memory = cuda_memory_new(device, CUDA_SPACE, bytes, err);
@@ -184,7 +186,8 @@ enum kld_status cuda_memory_grow_fd(struct kld_memory *base, int fd, uint64_t of
                              "%llu bytes at offset %llu do not fit addresses of %llu bytes",
                              (unsigned long long)bytes, (unsigned long long)offset_bytes,
                              (unsigned long long)memory->mapped_bytes);
-    enum kld_status status = enter(device, &driver, err);
+    struct cuda_visit visit CUDA_LEAVES = {0};
+    enum kld_status status = enter(device, &visit, &driver, err);
     if (status || (status = check_size(device, driver, bytes, err)))
         return status;
     struct cuda_piece *piece = malloc(sizeof *piece);

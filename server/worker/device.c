@@ -66,6 +66,7 @@ enum kld_status kld_worker_device_open(const struct kld_config *config, uint32_t
         .spin_us = (uint32_t)config->spin_us,
         /* Who comes in the place of a lost worker has clients who wait. */
         .kernels_load = known->described ? KLD_KERNELS_WHEN_IDLE : KLD_KERNELS_AT_OPEN,
+        .stays_current = true, /* of the loop's thread */
         .peer_access = config->peer_access,
     };
     if ((status = backend->device_open(&options, ret_device, err)))

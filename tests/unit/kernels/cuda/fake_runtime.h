@@ -96,13 +96,36 @@ cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) {
     *can = device < 2 && peer < 2;
     return cudaSuccess;
 }
+/* A context is the place of its device among these; what works without one takes device 0's. */
+#define FAKE_DEVICES_MAX 8
+static atomic_int fake_contexts[FAKE_DEVICES_MAX]; /* times that the device was made current */
+static _Thread_local CUcontext fake_context;       /* current; NULL: none */
+static atomic_int fake_switches;                   /* of what is current, by the driver */
+static CUcontext fake_context_at(int device) {
+    return device < 0 ? NULL : (CUcontext)(void *)&fake_contexts[device];
+}
 cudaError_t cudaSetDevice(int device) {
     atomic_fetch_add(&fake_calls, 1);
+    atomic_fetch_add(&fake_contexts[device], 1);
+    fake_context = fake_context_at(device);
     return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int *device) {
-    *device = 0;
+    *device = fake_context ? (int)((atomic_int *)(void *)fake_context - fake_contexts) : 0;
     return cudaSuccess;
+}
+static void fake_need_context(void) {
+    if (!fake_context)
+        cudaSetDevice(0);
+}
+static CUresult fake_get_current(CUcontext *context) {
+    *context = fake_context;
+    return CUDA_SUCCESS;
+}
+static CUresult fake_set_current(CUcontext context) {
+    atomic_fetch_add(&fake_switches, 1);
+    fake_context = context;
+    return CUDA_SUCCESS;
 }
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device) {
     memset(properties, 0, sizeof *properties);
@@ -133,6 +156,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
     return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
+    fake_need_context();
     struct fake_stream *fake = calloc(1, sizeof *fake);
     fake->priority = priority;
     atomic_fetch_add(&fake_allocations, 1);
@@ -145,11 +169,13 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     return cudaStreamCreateWithPriority(stream, flags, 0);
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    fake_need_context();
     atomic_fetch_sub(&fake_streams, 1);
     free(stream);
     return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    fake_need_context();
     return fake_passed(&((struct fake_stream *)stream)->ready_ns);
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
@@ -165,6 +191,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     return cudaSuccess;
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
+    fake_need_context();
     struct fake_event *fake = calloc(1, sizeof *fake);
     fake->opened = 1;
     atomic_fetch_add(&fake_allocations, 1);
@@ -174,12 +201,14 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
 }
 cudaError_t(cudaEventCreate)(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    fake_need_context();
     atomic_fetch_sub(&fake_events, 1);
     if (--((struct fake_event *)event)->opened == 0)
         free(event);
     return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    fake_need_context();
     pthread_mutex_lock(&fake_lock);
     ((struct fake_stream *)stream)->wrote = false;
     ((struct fake_event *)event)->at_ns =
@@ -189,6 +218,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 static atomic_int fake_query_us; /* that looking at an event takes */
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+    fake_need_context();
     if (atomic_load(&fake_query_us))
         usleep((unsigned)atomic_load(&fake_query_us));
     return fake_passed(&((struct fake_event *)event)->at_ns);
@@ -199,6 +229,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t until) {
+    fake_need_context();
     pthread_mutex_lock(&fake_lock);
     *ms = (float)(((struct fake_event *)until)->at_ns - ((struct fake_event *)from)->at_ns) * 1e-6f;
     pthread_mutex_unlock(&fake_lock);
@@ -222,12 +253,14 @@ cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *event, cudaIpcEventHandle_t hand
 /* ---- Memory ---------------------------------------------------------------------------------- */
 
 static cudaError_t fake_take(void **at, size_t bytes, atomic_int *count) {
+    fake_need_context();
     *at = calloc(1, bytes);
     atomic_fetch_add(count, 1);
     atomic_fetch_add(&fake_allocations, 1);
     return cudaSuccess;
 }
 static cudaError_t fake_give(void *at, atomic_int *count) {
+    fake_need_context();
     free(at);
     atomic_fetch_sub(count, 1);
     return cudaSuccess;
@@ -253,6 +286,7 @@ static void fake_note_pinned(void *at, size_t bytes) {
     pthread_mutex_unlock(&fake_lock);
 }
 cudaError_t cudaHostRegister(void *at, size_t bytes, unsigned flags) {
+    fake_need_context();
     if (atomic_load(&fake_no_pinning))
         return cudaErrorMemoryAllocation;
     atomic_store(&fake_pinned_as, flags);
@@ -279,6 +313,7 @@ cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags) 
                                                                  : cudaErrorInvalidValue;
 }
 cudaError_t cudaHostUnregister(void *at) {
+    fake_need_context();
     if (atomic_load(&fake_no_unpinning))
         return cudaErrorInvalidValue;
     atomic_fetch_sub(&fake_pinned, 1);
@@ -313,6 +348,7 @@ cudaError_t cudaFreeAsync(void *at, cudaStream_t stream) {
     return fake_give(at, &fake_blocks);
 }
 cudaError_t cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t stream) {
+    fake_need_context();
     memset(at, value, bytes);
     return cudaSuccess;
 }
@@ -332,6 +368,7 @@ cudaError_t cudaMemcpy2DAsync(void *to, size_t to_stride, const void *from, size
     return fake_work(stream, 1);
 }
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *at) {
+    fake_need_context();
     memset(attributes, 0, sizeof *attributes);
     return cudaSuccess;
 }
@@ -468,7 +505,9 @@ static cudaError_t fake_entry(const char *name, void **function,
     static const struct {
         const char *name;
         void *function;
-    } entries[] = {{"cuMemGetAddressRange", (void *)fake_address_range},
+    } entries[] = {{"cuCtxGetCurrent", (void *)fake_get_current},
+                   {"cuCtxSetCurrent", (void *)fake_set_current},
+                   {"cuMemGetAddressRange", (void *)fake_address_range},
                    {"cuMemImportFromShareableHandle", (void *)fake_import},
                    {"cuMemGetAllocationPropertiesFromHandle", (void *)fake_properties},
                    {"cuMemGetAllocationGranularity", (void *)fake_granularity},
