@@ -225,6 +225,7 @@ static enum kld_status device_open(const struct kld_device_options *options,
         return kld_error_set(err, KLD_NO_MEMORY, "no host memory for a device");
     device->base.backend = &kld_backend_cuda;
     device->ordinal = (int)options->device;
+    device->stays_current = options->stays_current;
     device->heir_until_ns = cuda_now_ns() + CUDA_HEIR_NS;
     pthread_mutex_init(&device->setup_mutex, NULL);
     pthread_mutex_init(&device->work, NULL);
@@ -246,7 +247,7 @@ static enum kld_status device_open(const struct kld_device_options *options,
             *err = opening.err;
         return opening.status;
     }
-    if (options->stays_current)
+    if (device->stays_current)
         cuda_settle(device); /* if that fails, it is a guest at each call */
     *ret_device = &device->base;
     return KLD_OK;

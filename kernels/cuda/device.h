@@ -128,6 +128,7 @@ struct cuda_flight {
     double *result;                   /* pinned, written by the last kernel */
     struct cuda_sums *sums;           /* pinned, written by the rows' kernels */
     enum kld_status status;           /* what went wrong at launch */
+    bool unmarked;                    /* MARK_END is yet to be recorded */
 
     bool reduces;          /* the reduction gives one number */
     bool staged;           /* some tensor is in host memory, and copied */
@@ -149,6 +150,7 @@ struct cuda_device {
     uint64_t heir_until_ns;      /* constant: see cuda_heir_waits() */
     uint32_t shared_bytes_max;   /* constant: of one block */
     bool has_fp64, begins_early; /* constant: see struct kld_cuda_args */
+    bool stays_current;          /* constant: the process is ours, and nobody captures in it */
     uint32_t card;               /* constant: its PCI address */
     cudaMemPool_t pool;          /* constant; thread-safe */
     _Atomic uint64_t pool_used;  /* bytes reserved; any thread */
@@ -200,6 +202,9 @@ struct cuda_device {
 enum kld_status cuda_fail(struct cuda_device *device, cudaError_t error, const char *doing,
                           struct kld_error *err);
 
+/* It says that somebody captures a stream into a graph, and nothing of the device. */
+bool cuda_is_of_capture(cudaError_t error);
+
 /* A handle or descriptor of a peer was not taken. Bad ones meet with all kinds of errors: as long
  * as the device answers otherwise, it was the peer's fault, and no peer can end the device so. */
 bool cuda_is_refusal(struct cuda_device *device, cudaError_t error);
@@ -215,7 +220,8 @@ enum kld_status cuda_check(struct kld_device *device, struct kld_error *err);
 /* What a caller's thread had before cuda_visit(); all 0: it has not come yet. */
 struct cuda_visit {
     CUcontext before;
-    bool changed;
+    CUstreamCaptureMode mode;
+    bool changed, relaxed; /* the context, the mode */
 };
 #define CUDA_LEAVES __attribute__((cleanup(cuda_leave))) /* at the end of its scope */
 /* The calling thread works in the device's context from here to cuda_leave(). */
@@ -333,6 +339,8 @@ bool cuda_job_start(struct cuda_device *device, struct cuda_flight *flight);
 /* Its marks have passed: adds up its times and enqueues the next chunk. True: it has ended and
  * everything of it is released; job->status, loss and times are set. */
 bool cuda_job_advance(struct cuda_device *device, struct cuda_flight *flight);
+/* Behind what was enqueued of it by now. */
+void cuda_job_mark(struct cuda_device *device, struct cuda_flight *flight, enum cuda_mark which);
 /* Ends a job of a lost device. */
 void cuda_job_lose(struct cuda_device *device, struct cuda_flight *flight);
 

@@ -42,6 +42,7 @@ static void look_up_all(void) {
     look_up_of("cuStreamWriteValue32", 11070, &f->write_value);
     look_up("cuCtxGetCurrent", &f->get_current);
     look_up("cuCtxSetCurrent", &f->set_current);
+    look_up("cuThreadExchangeStreamCaptureMode", &f->exchange_capture_mode);
     look_up("cuMemGetAddressRange", &f->address_range);
     all_of_vmm = look_up("cuMemImportFromShareableHandle", &f->import_handle) &&
                  look_up("cuMemGetAllocationPropertiesFromHandle", &f->handle_properties) &&

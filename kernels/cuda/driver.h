@@ -11,6 +11,8 @@ struct cuda_driver {
     /* The context that the calling thread works in; NULL: none. */
     CUresult (*get_current)(CUcontext *context);
     CUresult (*set_current)(CUcontext context);
+    /* Of the calling thread; in place of the number is what it was. */
+    CUresult (*exchange_capture_mode)(CUstreamCaptureMode *mode);
     CUresult (*address_range)(CUdeviceptr *base, size_t *bytes, CUdeviceptr at);
     /* Writes a number to memory when what the stream has before it has ended. */
     CUresult (*write_value)(CUstream stream, CUdeviceptr at, cuuint32_t number, unsigned flags);

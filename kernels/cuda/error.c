@@ -1,9 +1,15 @@
-/* error.c - every CUDA error becomes a kld_status here, in one of four classes: the request, a
- * peer's handle, memory, or the device. The last is for good: the context cannot be mended in its
- * process. Any thread; logs nothing. */
+/* error.c - every CUDA error becomes a kld_status here, in one of five classes: the request, a
+ * peer's handle, memory, a capture in this process, or the device. The last is for good: the
+ * context cannot be mended in its process. Any thread; logs nothing. */
 #include "kernels/cuda/device.h"
 
+bool cuda_is_of_capture(cudaError_t error) {
+    return error >= cudaErrorStreamCaptureUnsupported && error <= cudaErrorStreamCaptureWrongThread;
+}
+
 static enum kld_status class_of(cudaError_t error) {
+    if (cuda_is_of_capture(error))
+        return KLD_BUSY;
     switch (error) {
     case cudaErrorMemoryAllocation: return KLD_NO_MEMORY;
     /* The request, or a peer's handle. */

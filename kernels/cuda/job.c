@@ -22,8 +22,15 @@ static bool failed(struct cuda_device *device, struct cuda_flight *flight, cudaE
     return true;
 }
 
-static void mark(struct cuda_device *device, struct cuda_flight *flight, enum cuda_mark which) {
-    if (cudaEventRecord(flight->mark[which], cuda_stream_of(flight)) != cudaSuccess)
+/* Nothing is recorded in the default stream while another is captured: the last mark then comes
+ * later, the others are for times. */
+void cuda_job_mark(struct cuda_device *device, struct cuda_flight *flight, enum cuda_mark which) {
+    cudaError_t error = cudaEventRecord(flight->mark[which], cuda_stream_of(flight));
+    if (which == MARK_END)
+        flight->unmarked = cuda_is_of_capture(error);
+    if (cuda_is_of_capture(error))
+        cudaGetLastError();
+    else if (error)
         atomic_store(&device->lost, true);
 }
 
@@ -341,10 +348,10 @@ static void launch_chunk(struct cuda_device *device, struct cuda_flight *flight)
         if ((flight->slots_staged & (1u << slot)) && !kld_slot_is_output(slot))
             failed(device, flight, copy_slot(flight, slot, first, until - first, false),
                    "copying to the device");
-    mark(device, flight, MARK_COPIED);
+    cuda_job_mark(device, flight, MARK_COPIED);
     if (!flight->status)
         launch_rows(device, flight, until);
-    mark(device, flight, MARK_COMPUTED);
+    cuda_job_mark(device, flight, MARK_COMPUTED);
     bool last = flight->next_row == cuda_plan_rows(flight);
     for (int slot = 0; slot < KLD_SLOT_COUNT && !flight->status; slot++)
         if ((flight->slots_staged & (1u << slot)) && kld_slot_is_output(slot) &&
@@ -355,7 +362,7 @@ static void launch_chunk(struct cuda_device *device, struct cuda_flight *flight)
     flight->stream->holder = more ? flight : NULL;
     if (!more)
         record_event(device, flight);
-    mark(device, flight, MARK_END);
+    cuda_job_mark(device, flight, MARK_END);
 }
 
 /* Once, as soon as nothing puts the job off any more: each time would be one more thing to wait for
@@ -388,7 +395,7 @@ static bool start_staged(struct cuda_device *device, struct cuda_flight *flight)
     enter(device, flight);
     if (!flight->status)
         wait_for_event(device, flight);
-    mark(device, flight, MARK_START);
+    cuda_job_mark(device, flight, MARK_START);
     if (!flight->status && sums_weights(flight))
         launch_divisor(device, flight);
     if (!flight->status)
@@ -396,20 +403,20 @@ static bool start_staged(struct cuda_device *device, struct cuda_flight *flight)
     else {
         record_event(device, flight);
         for (int which = MARK_COPIED; which < MARK_COUNT; which++)
-            mark(device, flight, (enum cuda_mark)which);
+            cuda_job_mark(device, flight, (enum cuda_mark)which);
     }
     return true;
 }
 
 static void start_copy(struct cuda_device *device, struct cuda_flight *flight) {
     struct kld_job *job = flight->job;
-    mark(device, flight, MARK_START);
+    cuda_job_mark(device, flight, MARK_START);
     if (!flight->status) /* else it may come before what it is to come behind */
         failed(device, flight,
                cudaMemcpyAsync(cuda_address_of(&job->copy_to), cuda_address_of(&job->copy_from),
                                job->copy_bytes, cudaMemcpyDefault, cuda_stream_of(flight)),
                "copying");
-    mark(device, flight, MARK_END);
+    cuda_job_mark(device, flight, MARK_END);
 }
 
 static uint64_t bytes_of(const struct kld_job *job) {
@@ -445,13 +452,13 @@ bool cuda_job_start(struct cuda_device *device, struct cuda_flight *flight) {
         return start_staged(device, flight);
     enter(device, flight);
     wait_for_event(device, flight);
-    mark(device, flight, MARK_START);
+    cuda_job_mark(device, flight, MARK_START);
     if (!flight->status && sums_weights(flight))
         launch_divisor(device, flight);
     while (!flight->status && flight->next_row < cuda_plan_rows(flight))
         launch_rows(device, flight, segment_end(flight));
     record_event(device, flight);
-    mark(device, flight, MARK_END);
+    cuda_job_mark(device, flight, MARK_END);
     return true;
 }
 
@@ -491,7 +498,7 @@ bool cuda_job_advance(struct cuda_device *device, struct cuda_flight *flight) {
     add_times(flight);
     if (job->kind == KLD_JOB_OP && flight->staged && !flight->status &&
         flight->next_row < cuda_plan_rows(flight)) {
-        mark(device, flight, MARK_START);
+        cuda_job_mark(device, flight, MARK_START);
         launch_chunk(device, flight);
         return false;
     }

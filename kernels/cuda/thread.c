@@ -160,6 +160,25 @@ static bool launch_pending(struct cuda_device *device) {
     return any;
 }
 
+/* Has all that was enqueued of it ended? cudaErrorNotReady: no, or nobody can tell just now. */
+static cudaError_t look_at(struct cuda_device *device, struct cuda_flight *flight) {
+    if (flight->unmarked)
+        cuda_job_mark(device, flight, MARK_END);
+    if (flight->unmarked)
+        return cudaErrorNotReady;
+    cudaError_t error = cudaEventQuery(flight->mark[MARK_END]);
+    if (!cuda_is_of_capture(error))
+        return error;
+    cudaGetLastError();
+    if (error != cudaErrorCapturedEvent)
+        return cudaErrorNotReady;
+    /* Captured itself, it does not run now, and is nothing to wait for. */
+    if (!flight->status)
+        flight->status =
+            cuda_fail(device, error, "running in a stream that is captured", &flight->job->error);
+    return cudaSuccess;
+}
+
 /* One look at everything in flight. Jobs of one stream end in order: a stream whose earlier job has
  * not ended is passed over. briefly: and one whose job is staged, since what comes next of that may
  * take its time. */
@@ -176,7 +195,7 @@ static bool poll_flights(struct cuda_device *device, bool briefly) {
         } else if (briefly && flight->staged) {
             flight->stream->sweep = device->sweep;
         } else if (flight->stream->sweep != device->sweep) {
-            cudaError_t error = cudaEventQuery(flight->mark[MARK_END]);
+            cudaError_t error = look_at(device, flight);
             if (error == cudaSuccess) {
                 any = true;
                 ended = cuda_job_advance(device, flight);

@@ -118,6 +118,24 @@ static void fake_need_context(void) {
     if (!fake_context)
         cudaSetDevice(0);
 }
+/* A stream is captured in some thread. What is not for such times says so, and ends the capture, in
+ * a thread whose mode is not relaxed. */
+static atomic_bool fake_capturing;
+static atomic_int fake_captures_ended;
+static _Thread_local CUstreamCaptureMode fake_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+static CUresult fake_exchange_mode(CUstreamCaptureMode *mode) {
+    CUstreamCaptureMode before = fake_mode;
+    fake_mode = *mode;
+    *mode = before;
+    return CUDA_SUCCESS;
+}
+static cudaError_t fake_unsafe(void) {
+    fake_need_context();
+    if (!atomic_load(&fake_capturing) || fake_mode == CU_STREAM_CAPTURE_MODE_RELAXED)
+        return cudaSuccess;
+    atomic_fetch_add(&fake_captures_ended, 1);
+    return cudaErrorStreamCaptureUnsupported;
+}
 static CUresult fake_get_current(CUcontext *context) {
     *context = fake_context;
     return CUDA_SUCCESS;
@@ -175,13 +193,15 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
-    fake_need_context();
+    if (fake_unsafe())
+        return cudaErrorStreamCaptureUnsupported;
     return fake_passed(&((struct fake_stream *)stream)->ready_ns);
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-    while (cudaStreamQuery(stream))
+    cudaError_t error;
+    while ((error = cudaStreamQuery(stream)) == cudaErrorNotReady)
         usleep(10);
-    return cudaSuccess;
+    return error;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
     struct fake_stream *fake = (struct fake_stream *)stream;
@@ -207,8 +227,11 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
         free(event);
     return cudaSuccess;
 }
+static atomic_int fake_not_recorded; /* countdown: so many records fail, as in a capture */
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     fake_need_context();
+    if (atomic_load(&fake_not_recorded) > 0 && atomic_fetch_sub(&fake_not_recorded, 1) > 0)
+        return cudaErrorStreamCaptureImplicit;
     pthread_mutex_lock(&fake_lock);
     ((struct fake_stream *)stream)->wrote = false;
     ((struct fake_event *)event)->at_ns =
@@ -216,17 +239,21 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     pthread_mutex_unlock(&fake_lock);
     return cudaSuccess;
 }
-static atomic_int fake_query_us; /* that looking at an event takes */
+static atomic_int fake_query_us;    /* that looking at an event takes */
+static atomic_int fake_query_error; /* of the next look */
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-    fake_need_context();
+    int error = atomic_exchange(&fake_query_error, 0);
+    if (error || fake_unsafe())
+        return error ? (cudaError_t)error : cudaErrorStreamCaptureUnsupported;
     if (atomic_load(&fake_query_us))
         usleep((unsigned)atomic_load(&fake_query_us));
     return fake_passed(&((struct fake_event *)event)->at_ns);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-    while (cudaEventQuery(event))
+    cudaError_t error;
+    while ((error = cudaEventQuery(event)) == cudaErrorNotReady)
         usleep(10);
-    return cudaSuccess;
+    return error;
 }
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t until) {
     fake_need_context();
@@ -253,14 +280,16 @@ cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *event, cudaIpcEventHandle_t hand
 /* ---- Memory ---------------------------------------------------------------------------------- */
 
 static cudaError_t fake_take(void **at, size_t bytes, atomic_int *count) {
-    fake_need_context();
+    if (fake_unsafe())
+        return cudaErrorStreamCaptureUnsupported;
     *at = calloc(1, bytes);
     atomic_fetch_add(count, 1);
     atomic_fetch_add(&fake_allocations, 1);
     return cudaSuccess;
 }
 static cudaError_t fake_give(void *at, atomic_int *count) {
-    fake_need_context();
+    if (fake_unsafe())
+        return cudaErrorStreamCaptureUnsupported;
     free(at);
     atomic_fetch_sub(count, 1);
     return cudaSuccess;
@@ -286,7 +315,8 @@ static void fake_note_pinned(void *at, size_t bytes) {
     pthread_mutex_unlock(&fake_lock);
 }
 cudaError_t cudaHostRegister(void *at, size_t bytes, unsigned flags) {
-    fake_need_context();
+    if (fake_unsafe())
+        return cudaErrorStreamCaptureUnsupported;
     if (atomic_load(&fake_no_pinning))
         return cudaErrorMemoryAllocation;
     atomic_store(&fake_pinned_as, flags);
@@ -313,7 +343,8 @@ cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags) 
                                                                  : cudaErrorInvalidValue;
 }
 cudaError_t cudaHostUnregister(void *at) {
-    fake_need_context();
+    if (fake_unsafe())
+        return cudaErrorStreamCaptureUnsupported;
     if (atomic_load(&fake_no_unpinning))
         return cudaErrorInvalidValue;
     atomic_fetch_sub(&fake_pinned, 1);
@@ -434,7 +465,7 @@ static CUresult fake_release(CUmemGenericAllocationHandle handle) {
 }
 static CUresult fake_reserve(CUdeviceptr *at, size_t bytes, size_t alignment, CUdeviceptr wanted,
                              unsigned long long flags) {
-    void *block;
+    void *block = NULL;
     if (atomic_load(&fake_reserve_error))
         return (CUresult)atomic_load(&fake_reserve_error);
     fake_take(&block, bytes, &fake_ranges);
@@ -505,7 +536,8 @@ static cudaError_t fake_entry(const char *name, void **function,
     static const struct {
         const char *name;
         void *function;
-    } entries[] = {{"cuCtxGetCurrent", (void *)fake_get_current},
+    } entries[] = {{"cuThreadExchangeStreamCaptureMode", (void *)fake_exchange_mode},
+                   {"cuCtxGetCurrent", (void *)fake_get_current},
                    {"cuCtxSetCurrent", (void *)fake_set_current},
                    {"cuMemGetAddressRange", (void *)fake_address_range},
                    {"cuMemImportFromShareableHandle", (void *)fake_import},

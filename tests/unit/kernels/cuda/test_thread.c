@@ -559,7 +559,40 @@ START_TEST(a_fault_is_a_launch_with_an_address_that_is_not_there) {
 }
 END_TEST
 
-UNIT_MAIN("kernels/cuda/thread", a_device_that_does_not_open_leaves_nothing,
+static enum kld_status run_one(void) {
+    prepare(&records[0], pool, false);
+    submit(&records[0], 0);
+    wait_for(&records[0], true);
+    return records[0].job.status;
+}
+
+/* A look that is not to be had, a mark that is not: both are later. A job that was captured itself
+ * is not waited for. */
+START_TEST(a_capture_is_no_lost_device) {
+    setup();
+    atomic_store(&fake_us, 2000);
+    atomic_store(&fake_query_error, cudaErrorStreamCaptureUnsupported);
+    ck_assert_int_eq(run_one(), KLD_OK);
+    for (int i = 1; i < 8; i++) {
+        uint64_t start_ns = fake_now_ns();
+        atomic_store(&fake_not_recorded, i);
+        ck_assert_int_eq(run_one(), KLD_OK);
+        ck_assert_uint_ge(fake_now_ns() - start_ns, 2000000); /* and not before it has ended */
+        ck_assert_int_eq(atomic_load(&fake_not_recorded), 0);
+    }
+    atomic_store(&fake_query_error, cudaErrorCapturedEvent);
+    ck_assert_int_eq(run_one(), KLD_BUSY);
+    ck_assert_ptr_nonnull(strstr(records[0].job.error.text, "captured"));
+    usleep(5000);
+    atomic_store(&fake_launch_error, cudaErrorStreamCaptureImplicit);
+    ck_assert_int_eq(run_one(), KLD_BUSY);
+    ck_assert_int_eq(run_one(), KLD_OK);
+    teardown();
+}
+END_TEST
+
+UNIT_MAIN("kernels/cuda/thread", a_capture_is_no_lost_device,
+          a_device_that_does_not_open_leaves_nothing,
           a_fault_is_a_launch_with_an_address_that_is_not_there, jobs_end_in_order_whoever_looks,
           who_polls_completes, who_is_refused_the_device_does_not_ask_again,
           kernels_are_loaded_when_a_device_is_opened, kernels_are_loaded_while_a_device_is_idle,

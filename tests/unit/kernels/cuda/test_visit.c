@@ -1,5 +1,6 @@
 /* test_visit.c - callers' threads: what was current in them, or that nothing was, is so after each
- * call, and no card has a context that nobody asked for. A build without CUDA has none of it. */
+ * call, and no card has a context that nobody asked for; captures of streams in other threads. A
+ * build without CUDA has none of it. */
 #include "kernels/backend.h"
 #include "tests/unit/unit.h"
 
@@ -21,6 +22,7 @@ static void begin_with(int ordinal) { fake_context = before = fake_context_at(or
     do {                                                                                           \
         ck_assert_int_eq((int)(call), 0);                                                          \
         ck_assert_msg(fake_context == before, "%s leaves another context", #call);                 \
+        ck_assert_int_eq(fake_mode, CU_STREAM_CAPTURE_MODE_GLOBAL);                                \
     } while (0)
 #define LEAVES_VOID(call) LEAVES(((call), 0))
 
@@ -86,6 +88,7 @@ START_TEST(every_function_leaves_what_it_finds) {
     uint8_t handle[64], other[64] = "other";
     atomic_store(&fake_devices, 2);
     atomic_store(&fake_device_of_fd, OURS);
+    atomic_store(&fake_capturing, true);
     const struct kld_device_options options = {.device = OURS, .pool_bytes_max = 1 << 30};
     for (int ordinal = -1; ordinal < 1; ordinal++) {
         int fd = memfd_create("test", 0);
@@ -122,7 +125,7 @@ START_TEST(every_function_leaves_what_it_finds) {
         LEAVES_VOID(cuda->device_close(device));
         close(fd);
     }
-    ck_assert_int_eq(atomic_load(&fake_contexts[0]), 0);
+    ck_assert_int_eq(atomic_load(&fake_contexts[0]) + atomic_load(&fake_captures_ended), 0);
     ck_assert_int_eq(atomic_load(&fake_blocks) + atomic_load(&fake_streams), 0);
 }
 END_TEST
@@ -150,6 +153,18 @@ START_TEST(a_device_stays_current_where_that_is_wanted) {
 }
 END_TEST
 
+/* Looking at jobs and allocating, in the caller's thread and in the device's, end no capture, nor
+ * does the capture end the device. */
+START_TEST(a_capture_in_another_thread_goes_on) {
+    atomic_store(&fake_devices, 2);
+    atomic_store(&fake_us, 300);
+    atomic_store(&fake_capturing, true);
+    begin_with(-1);
+    use_locally();
+    ck_assert_int_eq(atomic_load(&fake_captures_ended), 0);
+}
+END_TEST
+
 static void *compute(void *unused) {
     of_check = true;
     begin_with(-1);
@@ -169,8 +184,8 @@ START_TEST(a_thread_that_has_none_has_none_afterwards) {
 END_TEST
 
 UNIT_MAIN("kernels/cuda/visit", a_program_finds_its_own_device_current,
-          every_function_leaves_what_it_finds, a_thread_that_has_none_has_none_afterwards,
-          a_device_stays_current_where_that_is_wanted)
+          a_capture_in_another_thread_goes_on, every_function_leaves_what_it_finds,
+          a_thread_that_has_none_has_none_afterwards, a_device_stays_current_where_that_is_wanted)
 
 #else
 
