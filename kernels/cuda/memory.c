@@ -76,6 +76,28 @@ cudaError_t cuda_pool_take(struct cuda_device *device, uint64_t bytes, void **re
     return error;
 }
 
+/* What is free beyond that goes back to the device, for others. Under setup_mutex. */
+static void trim_to(struct cuda_device *device, uint64_t bytes) {
+    if (!atomic_load(&device->lost) && cudaStreamSynchronize(device->setup) == cudaSuccess)
+        cudaMemPoolTrimTo(device->pool, bytes);
+}
+
+static void trim(struct cuda_device *device) {
+    trim_to(device, atomic_load(&device->pool_used) + CUDA_POOL_KEEP);
+}
+
+/* The card is full, and not the pool: others have the rest of it. Kept staging goes back to the
+ * card, whose pages of it may be too small where they are. */
+static bool make_room_on_card(struct cuda_device *device) {
+    cudaGetLastError();
+    if (!cuda_staging_make_room(device, 0))
+        return false;
+    pthread_mutex_lock(&device->setup_mutex);
+    trim_to(device, 0);
+    pthread_mutex_unlock(&device->setup_mutex);
+    return true;
+}
+
 static enum kld_status pool_alloc(struct cuda_device *device, uint64_t bytes, char **ret_at,
                                   struct kld_error *err) {
     if (!cuda_pool_reserve(device, bytes) &&
@@ -86,6 +108,8 @@ static enum kld_status pool_alloc(struct cuda_device *device, uint64_t bytes, ch
             (unsigned long long)device->base.info.pool_bytes_max);
     void *at = NULL;
     cudaError_t error = cuda_pool_take(device, bytes, &at);
+    if (error == cudaErrorMemoryAllocation && make_room_on_card(device))
+        error = cuda_pool_take(device, bytes, &at);
     pthread_mutex_lock(&device->setup_mutex);
     if (!error && !(error = cudaMemsetAsync(at, 0, bytes, device->setup)))
         error = cudaStreamSynchronize(device->setup);
@@ -106,12 +130,6 @@ static void pool_free(struct cuda_device *device, char *at, uint64_t bytes) {
         cudaFreeAsync(at, device->setup);
     pthread_mutex_unlock(&device->setup_mutex);
     cuda_pool_release(device, bytes);
-}
-
-/* What is free beyond CUDA_POOL_KEEP goes back to the device, for others. Under setup_mutex. */
-static void trim(struct cuda_device *device) {
-    if (!atomic_load(&device->lost) && cudaStreamSynchronize(device->setup) == cudaSuccess)
-        cudaMemPoolTrimTo(device->pool, atomic_load(&device->pool_used) + CUDA_POOL_KEEP);
 }
 
 /* A buffer came back. */

@@ -321,12 +321,32 @@ START_TEST(room_is_made_without_holding_up_jobs) {
 }
 END_TEST
 
-UNIT_MAIN("kernels/cuda/staging", kept_staging_gives_way,
-          who_finds_no_room_keeps_back_who_needs_none, kept_staging_gives_way_on_a_full_card,
-          nobody_gets_between_chunks, kept_staging_does_not_give_way_in_vain,
-          no_granule_of_a_tensor_is_left_as_it_was, small_jobs_leave_large_blocks_alone,
-          what_is_kept_follows_the_jobs, the_pool_is_trimmed_behind_a_buffer,
-          the_pool_is_trimmed_behind_a_burst, room_is_made_without_holding_up_jobs)
+/* Where others have what is left of the card, to a buffer as well. */
+START_TEST(a_buffer_has_the_room_of_kept_staging_on_a_full_card) {
+    setup();
+    struct kld_memory *large;
+    usleep(1100000); /* nobody's predecessor's memory is waited for any more */
+    run_staged(&records[0], 3500);
+    ck_assert_uint_gt(atomic_load(&((struct cuda_device *)device)->kept_bytes), 0);
+    atomic_store(&fake_no_memory, 1);
+    atomic_store(&fake_trimmed_to, 1);
+    ck_assert_int_eq(cuda->memory_alloc(device, 1 << 20, &large, &err), KLD_OK);
+    ck_assert_uint_eq(atomic_load(&((struct cuda_device *)device)->kept_bytes), 0);
+    ck_assert_uint_eq(atomic_load(&fake_trimmed_to), 0);
+    cuda->memory_free(large);
+    atomic_store(&fake_no_memory, 1); /* nothing is kept: once is all */
+    ck_assert_int_eq(cuda->memory_alloc(device, 1 << 20, &large, &err), KLD_NO_MEMORY);
+    teardown();
+}
+END_TEST
+
+UNIT_MAIN("kernels/cuda/staging", a_buffer_has_the_room_of_kept_staging_on_a_full_card,
+          kept_staging_gives_way, who_finds_no_room_keeps_back_who_needs_none,
+          kept_staging_gives_way_on_a_full_card, nobody_gets_between_chunks,
+          kept_staging_does_not_give_way_in_vain, no_granule_of_a_tensor_is_left_as_it_was,
+          small_jobs_leave_large_blocks_alone, what_is_kept_follows_the_jobs,
+          the_pool_is_trimmed_behind_a_buffer, the_pool_is_trimmed_behind_a_burst,
+          room_is_made_without_holding_up_jobs)
 
 #else
 
