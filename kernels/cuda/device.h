@@ -189,8 +189,8 @@ struct cuda_device {
     struct cuda_flight *order[CUDA_FLIGHTS_MAX]; /* in flight, in order of launch */
     uint32_t order_count;
     uint64_t sweep, round;
-    uint32_t kernels_loaded;               /* of those that preload.c knows */
-    bool loads_when_idle;                  /* the rest of them */
+    uint32_t kernels_loaded; /* of those that preload.c knows */
+    bool loads_when_idle;    /* the rest of them: callers launch in a device that is idle only */
     struct cuda_block kept[CUDA_KEPT_MAX]; /* staging that no job has */
     double *results;        /* pinned, one a flight; the last: cuda_check()'s, under setup_mutex */
     struct cuda_sums *sums; /* pinned, one a flight */

@@ -56,6 +56,12 @@ static void enter_order(struct cuda_device *device, struct cuda_flight *flight) 
     flight->stream->newest = flight;
 }
 
+/* May the launch have to wait, for what another job waits for, until its kernel is loaded? See
+ * preload.c. Under work. */
+static bool may_wait_to_load(const struct cuda_device *device) {
+    return device->loads_when_idle && device->order_count > 0;
+}
+
 /* Launches in the caller's thread, if nothing else waits and the device thread is not at work. */
 static bool launch_directly(struct cuda_device *device, struct kld_job *job, bool *ret_failed) {
     struct cuda_stream *stream = stream_of(job);
@@ -64,7 +70,8 @@ static bool launch_directly(struct cuda_device *device, struct kld_job *job, boo
     struct cuda_flight *flight = NULL;
     struct cuda_visit visit CUDA_LEAVES = {0};
     if (atomic_load(&device->incoming_count) == 0 && !device->pending_head &&
-        !atomic_load(&device->lost) && !stream->holder && cuda_visit(device, &visit) == cudaSuccess)
+        !atomic_load(&device->lost) && !stream->holder && !may_wait_to_load(device) &&
+        cuda_visit(device, &visit) == cudaSuccess)
         flight = free_flight(device);
     if (flight) {
         flight->job = job;

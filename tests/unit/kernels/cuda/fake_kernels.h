@@ -20,7 +20,10 @@ static atomic_int fake_finish_error; /* of the next one */
 static _Atomic(const char *)
     fake_loss_at; /* where the last of them wrote the loss; NULL: nowhere */
 
-static atomic_int fake_cluster; /* blocks that share a row */
+static atomic_bool fake_loading; /* the next launch over rows loads its kernel, when no stream that
+                                  * had one before is at work */
+static atomic_ullong fake_busy_until_ns; /* any of those */
+static atomic_int fake_cluster;          /* blocks that share a row */
 
 bool kld_cuda_can_be_flat(const struct kld_cuda_args *args) { return false; }
 bool kld_cuda_begins_early(void) { return false; }
@@ -45,7 +48,14 @@ cudaError_t kld_cuda_launch_rows(const struct kld_cuda_args *args, cudaStream_t 
     for (uint64_t i = 0; i < groups && !error; i++)
         args->scratch->partial[args->first_group + i] =
             args->first_group + i == 0 ? FAKE_LOSS * args->divisor : 0;
-    return error ? (cudaError_t)error : fake_work(stream, atomic_load(&fake_us));
+    while (atomic_load(&fake_loading) && fake_now_ns() < atomic_load(&fake_busy_until_ns))
+        usleep(100);
+    atomic_store(&fake_loading, false);
+    if (error)
+        return (cudaError_t)error;
+    fake_work(stream, atomic_load(&fake_us));
+    atomic_store(&fake_busy_until_ns, ((struct fake_stream *)stream)->ready_ns);
+    return cudaSuccess;
 }
 cudaError_t kld_cuda_launch_finish(const struct kld_cuda_args *args, uint32_t groups, bool first,
                                    bool last, uint32_t loss_dtype, double *result,

@@ -122,23 +122,31 @@ START_TEST(kernels_are_loaded_when_a_device_is_opened) {
 }
 END_TEST
 
+/* As in a device that was opened so, at any moment. */
+static void have_kernels_to_load(void) {
+    struct cuda_device *own = (struct cuda_device *)device;
+    pthread_mutex_lock(&own->work);
+    pthread_mutex_lock(&own->mutex);
+    own->loads_when_idle = true;
+    pthread_mutex_unlock(&own->mutex);
+    pthread_mutex_unlock(&own->work);
+}
+
 /* Not while there is anything on the device, who may wait for what: the driver waits for that. */
 START_TEST(kernels_are_loaded_while_a_device_is_idle) {
     register_kernels();
     setup();
     usleep(20000);
     ck_assert_int_eq(atomic_load(&fake_loads), 0); /* a trainer's process has its own ways */
-    struct cuda_device *own = (struct cuda_device *)device;
     for (int polls = 0; polls < 2; polls++) {
         int loaded = atomic_load(&fake_loads);
         cuda->poll(device, polls);
         atomic_store(&fake_us, 200000);
         prepare(&records[0], pool, false);
         ck_assert(submit(&records[0], 0));
-        own->loads_when_idle =
-            true; /* the device thread polls, or sleeps and looks when it wakes */
+        have_kernels_to_load(); /* the device thread polls, or sleeps and looks when it wakes */
         prepare(&records[1], pool, false);
-        ck_assert(submit(&records[1], 1));
+        ck_assert(!submit(&records[1], 1)); /* its kernel may not be there yet */
         usleep(20000);
         ck_assert_int_eq(atomic_load(&fake_loads), loaded);
         wait_for(&records[0], polls);
@@ -591,8 +599,32 @@ START_TEST(a_capture_is_no_lost_device) {
 }
 END_TEST
 
-UNIT_MAIN("kernels/cuda/thread", a_capture_is_no_lost_device,
-          a_device_that_does_not_open_leaves_nothing,
+/* The driver loads a kernel when nothing on the device waits any more: who submits does not. */
+START_TEST(submit_does_not_wait_for_a_kernel_to_be_loaded) {
+    setup();
+    have_kernels_to_load();
+    prepare(&records[0], pool, false);
+    ck_assert(submit(&records[0], 0)); /* nothing is there that could wait */
+    wait_for(&records[0], false);
+    usleep(5000);
+    atomic_store(&fake_us, 300000);
+    prepare(&records[0], pool, false);
+    have_kernels_to_load();
+    ck_assert(submit(&records[0], 0));
+    atomic_store(&fake_loading, true);
+    uint64_t start_ns = fake_now_ns();
+    prepare(&records[1], pool, false);
+    submit(&records[1], 1);
+    ck_assert_uint_lt(fake_now_ns() - start_ns, 100000000);
+    wait_for(&records[0], false);
+    wait_for(&records[1], false);
+    ck_assert_int_eq(records[1].job.status, KLD_OK);
+    teardown();
+}
+END_TEST
+
+UNIT_MAIN("kernels/cuda/thread", submit_does_not_wait_for_a_kernel_to_be_loaded,
+          a_capture_is_no_lost_device, a_device_that_does_not_open_leaves_nothing,
           a_fault_is_a_launch_with_an_address_that_is_not_there, jobs_end_in_order_whoever_looks,
           who_polls_completes, who_is_refused_the_device_does_not_ask_again,
           kernels_are_loaded_when_a_device_is_opened, kernels_are_loaded_while_a_device_is_idle,
