@@ -91,7 +91,7 @@ struct cuda_stream {
     cudaStream_t stream[CUDA_SIZES]; /* constant; the caller's: one in both places */
     bool adopted;                    /* constant: the caller's */
     /* Under work. */
-    const struct cuda_flight *holder; /* a job in chunks, until its last one; NULL: none */
+    const struct cuda_flight *holder; /* a job that is not all enqueued yet; NULL: none */
     uint64_t sweep;                   /* of the poll that found an unfinished job in it */
     uint64_t round;                   /* of the launches that left a job of it where it was */
     struct cuda_flight *newest;       /* the last that was launched; NULL: none is in flight */
@@ -134,6 +134,8 @@ struct cuda_flight {
     bool staged;           /* some tensor is in host memory, and copied */
     uint32_t sums_count;   /* groups whose sums the host adds up; 0: a kernel does */
     uint32_t slots_staged; /* bit 1 << enum kld_slot */
+    enum cuda_mark until;  /* what is in flight of it by now ends with this one */
+    uint64_t chunk_first;  /* row of the chunk that is in flight */
     uint64_t next_row;     /* first row of the next chunk */
     uint64_t chunk_rows, segment_rows;
     char *staging;

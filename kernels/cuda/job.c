@@ -53,62 +53,6 @@ static void record_event(struct cuda_device *device, struct cuda_flight *flight)
                "recording an event");
 }
 
-/* ---- copies of rows ---------------------------------------------------------------------------
- */
-
-static cudaError_t copy_rows(char *to, uint64_t to_stride, const char *from, uint64_t from_stride,
-                             uint64_t row_bytes, uint64_t rows, cudaStream_t stream) {
-    if (rows == 1 || (to_stride == row_bytes && from_stride == row_bytes))
-        return cudaMemcpyAsync(to, from, row_bytes * rows, cudaMemcpyDefault, stream);
-    if (to_stride <= INT32_MAX && from_stride <= INT32_MAX)
-        return cudaMemcpy2DAsync(to, to_stride, from, from_stride, row_bytes, rows,
-                                 cudaMemcpyDefault, stream);
-    cudaError_t error = cudaSuccess;
-    for (uint64_t i = 0; i < rows && !error; i++)
-        error = cudaMemcpyAsync(to + i * to_stride, from + i * from_stride, row_bytes,
-                                cudaMemcpyDefault, stream);
-    return error;
-}
-
-/* Kernels that read a row from device memory take whole granules of 16 bytes and drop what is not
- * the row's (struct far_slice): of a staged tensor's last one, too, all is to be somebody's. */
-static cudaError_t clear_tail(const struct cuda_flight *flight, char *end) {
-    size_t rest = (size_t)(-(uintptr_t)end & 15);
-    return rest ? cudaMemsetAsync(end, 0, rest, cuda_stream_of(flight)) : cudaSuccess;
-}
-
-/* Tiles [first, first + tiles) of a slot of a flat job. */
-static cudaError_t copy_tiles(const struct cuda_flight *flight, int slot, uint64_t first,
-                              uint64_t tiles, bool back) {
-    const struct kld_slot_geometry *at = &flight->job->geometry.slot[slot];
-    uint64_t tile_bytes = cuda_plan_row_bytes(flight, slot);
-    uint64_t bytes = min_u64(tiles * tile_bytes, at->rows * at->row_bytes - first * tile_bytes);
-    char *host = cuda_address_of(&flight->job->place[slot]) + first * tile_bytes;
-    char *staged = flight->staging + flight->staging_at[slot];
-    return cudaMemcpyAsync(back ? host : staged, back ? staged : host, bytes, cudaMemcpyDefault,
-                           cuda_stream_of(flight));
-}
-
-/* Rows [first, first + rows) of a staged slot, to the device or back. */
-static cudaError_t copy_slot(const struct cuda_flight *flight, int slot, uint64_t first,
-                             uint64_t rows, bool back) {
-    const struct kld_job *job = flight->job;
-    const struct kld_slot_geometry *at = &job->geometry.slot[slot];
-    bool tall = cuda_slot_is_tall(job, slot);
-    if (tall && flight->args.elements)
-        return copy_tiles(flight, slot, first, rows, back);
-    char *host = cuda_address_of(&job->place[slot]) + (tall ? first * at->stride_bytes : 0);
-    char *staged = flight->staging + flight->staging_at[slot];
-    uint64_t count = tall ? rows : 1;
-    if (back)
-        return copy_rows(host, at->stride_bytes, staged, at->row_bytes, at->row_bytes, count,
-                         cuda_stream_of(flight));
-    cudaError_t error = copy_rows(staged, at->row_bytes, host, at->stride_bytes, at->row_bytes,
-                                  count, cuda_stream_of(flight));
-    bool read_so = slot == KLD_SLOT_PREDICTIONS || slot == KLD_SLOT_TARGETS;
-    return error || !read_so ? error : clear_tail(flight, staged + count * at->row_bytes);
-}
-
 /* ---- planning ---------------------------------------------------------------------------------
  */
 
@@ -300,7 +244,7 @@ static void launch_divisor(struct cuda_device *device, struct cuda_flight *fligh
         cudaError_t error = cudaSuccess;
         for (int i = 0; i < 2 && !error; i++)
             if (flight->slots_staged & (1u << slots[i]))
-                error = copy_slot(flight, slots[i], first, rows, false);
+                error = cuda_copy_slot(flight, slots[i], first, rows, false);
         struct kld_cuda_args args = args_at(flight, first, rows);
         if (!error)
             error = kld_cuda_launch_divisor(&args, first == 0, cuda_stream_of(flight));
@@ -339,24 +283,32 @@ static uint64_t segment_end(const struct cuda_flight *flight) {
     return min_u64(end, cuda_plan_rows(flight));
 }
 
-/* The next chunk of a staged job: in, compute, out. */
-static void launch_chunk(struct cuda_device *device, struct cuda_flight *flight) {
+/* Is some tensor, of those that go in or of those that come out, in memory that is not pinned? A
+ * thread that enqueues a copy of one waits for all that is in the stream before. */
+static bool is_pageable(const struct cuda_flight *flight, bool outputs) {
+    for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
+        if ((flight->slots_staged & (1u << slot)) && kld_slot_is_output(slot) == outputs &&
+            !memory_of(flight->job, slot)->base.pinned)
+            return true;
+    return false;
+}
+
+/* The rest of the job comes when that mark has passed, and the stream's later jobs behind it. */
+static void put_off(struct cuda_flight *flight, enum cuda_mark until) {
+    flight->until = until;
+    flight->stream->holder = flight;
+}
+
+/* What a chunk has computed, from row `chunk_first` on. */
+static void finish_chunk(struct cuda_device *device, struct cuda_flight *flight) {
     const struct kld_job *job = flight->job;
-    uint64_t first = flight->next_row;
-    uint64_t until = min_u64(segment_end(flight), first + flight->chunk_rows);
-    for (int slot = 0; slot < KLD_SLOT_COUNT && !flight->status; slot++)
-        if ((flight->slots_staged & (1u << slot)) && !kld_slot_is_output(slot))
-            failed(device, flight, copy_slot(flight, slot, first, until - first, false),
-                   "copying to the device");
-    cuda_job_mark(device, flight, MARK_COPIED);
-    if (!flight->status)
-        launch_rows(device, flight, until);
-    cuda_job_mark(device, flight, MARK_COMPUTED);
+    uint64_t first = flight->chunk_first, rows = flight->next_row - first;
     bool last = flight->next_row == cuda_plan_rows(flight);
+    flight->until = MARK_END;
     for (int slot = 0; slot < KLD_SLOT_COUNT && !flight->status; slot++)
         if ((flight->slots_staged & (1u << slot)) && kld_slot_is_output(slot) &&
             (last || cuda_slot_is_tall(job, slot))) /* a scalar loss is known with the last */
-            failed(device, flight, copy_slot(flight, slot, first, until - first, true),
+            failed(device, flight, cuda_copy_slot(flight, slot, first, rows, true),
                    "copying from the device");
     bool more = !flight->status && !last;
     flight->stream->holder = more ? flight : NULL;
@@ -365,10 +317,50 @@ static void launch_chunk(struct cuda_device *device, struct cuda_flight *flight)
     cuda_job_mark(device, flight, MARK_END);
 }
 
+/* The next chunk of a staged job: in, compute, out. */
+static void launch_chunk(struct cuda_device *device, struct cuda_flight *flight) {
+    uint64_t first = flight->chunk_first = flight->next_row;
+    uint64_t until = min_u64(segment_end(flight), first + flight->chunk_rows);
+    for (int slot = 0; slot < KLD_SLOT_COUNT && !flight->status; slot++)
+        if ((flight->slots_staged & (1u << slot)) && !kld_slot_is_output(slot))
+            failed(device, flight, cuda_copy_slot(flight, slot, first, until - first, false),
+                   "copying to the device");
+    cuda_job_mark(device, flight, MARK_COPIED);
+    if (!flight->status)
+        launch_rows(device, flight, until);
+    cuda_job_mark(device, flight, MARK_COMPUTED);
+    if (!flight->status && is_pageable(flight, true))
+        put_off(flight, MARK_COMPUTED);
+    else
+        finish_chunk(device, flight);
+}
+
+static void end_failed(struct cuda_device *device, struct cuda_flight *flight) {
+    flight->until = MARK_END;
+    flight->stream->holder = NULL;
+    record_event(device, flight);
+    for (int which = MARK_COPIED; which < MARK_COUNT; which++)
+        cuda_job_mark(device, flight, (enum cuda_mark)which);
+}
+
+static void launch_first_chunk(struct cuda_device *device, struct cuda_flight *flight) {
+    if (!flight->status && sums_weights(flight))
+        launch_divisor(device, flight);
+    if (!flight->status)
+        launch_chunk(device, flight);
+    else
+        end_failed(device, flight);
+}
+
 /* Once, as soon as nothing puts the job off any more: each time would be one more thing to wait for
  * in the driver's queue, which has an end. */
 static void enter(struct cuda_device *device, struct cuda_flight *flight) {
     failed(device, flight, cuda_stream_enter(flight), "ordering two streams");
+}
+
+/* Is there, in its stream, what an enqueued copy would have to wait for? */
+static bool has_work_before(const struct cuda_flight *flight) {
+    return flight->job->wait || flight->stream->newest || flight->stream->adopted;
 }
 
 static bool start_staged(struct cuda_device *device, struct cuda_flight *flight) {
@@ -396,15 +388,12 @@ static bool start_staged(struct cuda_device *device, struct cuda_flight *flight)
     if (!flight->status)
         wait_for_event(device, flight);
     cuda_job_mark(device, flight, MARK_START);
-    if (!flight->status && sums_weights(flight))
-        launch_divisor(device, flight);
-    if (!flight->status)
-        launch_chunk(device, flight);
-    else {
-        record_event(device, flight);
-        for (int which = MARK_COPIED; which < MARK_COUNT; which++)
-            cuda_job_mark(device, flight, (enum cuda_mark)which);
-    }
+    if (flight->status)
+        end_failed(device, flight);
+    else if (is_pageable(flight, false) && has_work_before(flight))
+        put_off(flight, MARK_START);
+    else
+        launch_first_chunk(device, flight);
     return true;
 }
 
@@ -430,6 +419,8 @@ bool cuda_job_start(struct cuda_device *device, struct cuda_flight *flight) {
     struct kld_job *job = flight->job;
     flight->status = KLD_OK;
     flight->staged = false;
+    flight->until = MARK_END;
+    flight->unmarked = false;
     flight->next_row = 0;
     flight->staging = NULL;
     flight->staging_bytes = 0;
@@ -495,6 +486,14 @@ static double loss_of(const struct cuda_flight *flight) {
 
 bool cuda_job_advance(struct cuda_device *device, struct cuda_flight *flight) {
     struct kld_job *job = flight->job;
+    if (flight->until == MARK_START) {
+        launch_first_chunk(device, flight);
+        return false;
+    }
+    if (flight->until == MARK_COMPUTED) {
+        finish_chunk(device, flight);
+        return false;
+    }
     add_times(flight);
     if (job->kind == KLD_JOB_OP && flight->staged && !flight->status &&
         flight->next_row < cuda_plan_rows(flight)) {

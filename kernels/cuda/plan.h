@@ -24,6 +24,9 @@ static inline bool cuda_is_on_device(const struct kld_place *place) {
     return ((struct cuda_memory *)place->memory)->on_device;
 }
 
+/* copy.c: rows [first, first + rows) of a staged slot, to the device or back. */
+cudaError_t cuda_copy_slot(const struct cuda_flight *flight, int slot, uint64_t first,
+                           uint64_t rows, bool back);
 /* Fills flight->args for the whole job, with the addresses of what lies on the device. */
 void cuda_plan_args(struct cuda_device *device, struct cuda_flight *flight);
 /* A slot's tensor in them. */

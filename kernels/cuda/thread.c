@@ -167,13 +167,14 @@ static bool launch_pending(struct cuda_device *device) {
     return any;
 }
 
-/* Has all that was enqueued of it ended? cudaErrorNotReady: no, or nobody can tell just now. */
+/* Has all that was enqueued of it by now ended? cudaErrorNotReady: no, or nobody can tell just now.
+ */
 static cudaError_t look_at(struct cuda_device *device, struct cuda_flight *flight) {
     if (flight->unmarked)
         cuda_job_mark(device, flight, MARK_END);
     if (flight->unmarked)
         return cudaErrorNotReady;
-    cudaError_t error = cudaEventQuery(flight->mark[MARK_END]);
+    cudaError_t error = cudaEventQuery(flight->mark[flight->until]);
     if (!cuda_is_of_capture(error))
         return error;
     cudaGetLastError();

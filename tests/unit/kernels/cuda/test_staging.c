@@ -340,13 +340,68 @@ START_TEST(a_buffer_has_the_room_of_kept_staging_on_a_full_card) {
 }
 END_TEST
 
-UNIT_MAIN("kernels/cuda/staging", a_buffer_has_the_room_of_kept_staging_on_a_full_card,
-          kept_staging_gives_way, who_finds_no_room_keeps_back_who_needs_none,
-          kept_staging_gives_way_on_a_full_card, nobody_gets_between_chunks,
-          kept_staging_does_not_give_way_in_vain, no_granule_of_a_tensor_is_left_as_it_was,
-          small_jobs_leave_large_blocks_alone, what_is_kept_follows_the_jobs,
-          the_pool_is_trimmed_behind_a_buffer, the_pool_is_trimmed_behind_a_burst,
-          room_is_made_without_holding_up_jobs)
+/* A job of memory that is not pinned, with a gradient there. */
+static void submit_pageable(int record, int stream, struct kld_gpu_event *wait) {
+    prepare(&records[record], far, false);
+    struct kld_job *job = &records[record].job;
+    job->op.tensor[KLD_SLOT_GRAD_PREDICTIONS].dtype = KLD_DTYPE_FP32;
+    job->op.tensor[KLD_SLOT_GRAD_PREDICTIONS].region = 3;
+    job->place[KLD_SLOT_GRAD_PREDICTIONS] =
+        (struct kld_place){.memory = far, .offset_bytes = 3 * 4096};
+    ck_assert_int_eq(kld_op_check(&job->op, &job->geometry, &err), KLD_OK);
+    job->wait = wait;
+    submit(&records[record], stream);
+}
+
+/* The driver waits with whoever enqueues a copy of memory that is not pinned: for a client's event,
+ * for an earlier job, for the kernel. None of that holds up jobs of others, and the stream's own
+ * come in order. */
+START_TEST(memory_that_is_not_pinned_holds_up_nobody) {
+    setup();
+    struct kld_gpu_event *event;
+    uint8_t handle[64];
+    ck_assert_int_eq(cuda->event_create(device, &event, handle, &err), KLD_OK);
+    atomic_store(&fake_pageable, (const char *)far->host);
+    for (int waits = 0; waits < 2; waits++) {
+        uint64_t start_ns = fake_now_ns(), long_ns = 600000000;
+        pthread_mutex_lock(&fake_lock);
+        ((struct fake_event *)((struct cuda_event *)event)->event)->at_ns = start_ns + long_ns;
+        pthread_mutex_unlock(&fake_lock);
+        atomic_store(&fake_us, (int)(long_ns / 1000));
+        atomic_store(&fake_launches, 0);
+        submit_pageable(0, 0, waits ? event : NULL);
+        while (!waits && atomic_load(&fake_launches) == 0)
+            usleep(100);
+        usleep(2000);
+        atomic_store(&fake_us, 5);
+        submit_pageable(1, 0, NULL);
+        prepare(&records[2], pool, false);
+        submit(&records[2], 0);
+        prepare(&records[3], pool, false);
+        submit(&records[3], 1);
+        wait_for(&records[3], false);
+        ck_assert_uint_lt(fake_now_ns() - start_ns, long_ns / 2);
+        for (int i = 0; i < 4; i++) {
+            wait_for(&records[i], false);
+            ck_assert_int_eq(records[i].job.status, KLD_OK);
+            ck_assert(records[i].job.loss == FAKE_LOSS);
+        }
+        ck_assert_uint_ge(fake_now_ns() - start_ns, long_ns);
+        ck_assert_uint_lt(atomic_load(&records[0].place), atomic_load(&records[1].place));
+        ck_assert_uint_lt(atomic_load(&records[1].place), atomic_load(&records[2].place));
+    }
+    cuda->event_free(event);
+    teardown();
+}
+END_TEST
+
+UNIT_MAIN("kernels/cuda/staging", memory_that_is_not_pinned_holds_up_nobody,
+          a_buffer_has_the_room_of_kept_staging_on_a_full_card, kept_staging_gives_way,
+          who_finds_no_room_keeps_back_who_needs_none, kept_staging_gives_way_on_a_full_card,
+          nobody_gets_between_chunks, kept_staging_does_not_give_way_in_vain,
+          no_granule_of_a_tensor_is_left_as_it_was, small_jobs_leave_large_blocks_alone,
+          what_is_kept_follows_the_jobs, the_pool_is_trimmed_behind_a_buffer,
+          the_pool_is_trimmed_behind_a_burst, room_is_made_without_holding_up_jobs)
 
 #else
 
