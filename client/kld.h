@@ -355,10 +355,10 @@ struct kld_request {
 
 /* local:cuda. Requests of that stream number run on a stream of the caller's own from now on, a
  * cudaStream_t of the connection's device (NULL: the default stream), in the order of all that is
- * enqueued there: with `early` a step needs neither events nor a CPU that waits. The stream is not
- * being captured into a graph, and stays the caller's, who keeps it until kld_close() or until the
- * number is given another, which waits for what runs. cudaStreamPerThread, which is another one in
- * each thread, is refused. */
+ * enqueued there: with `early` a step needs neither events nor a CPU that waits. While the stream
+ * is being captured into a graph, requests there are KLD_BUSY. It stays the caller's, who keeps it
+ * until kld_close() or until the number is given another, which waits for what runs.
+ * cudaStreamPerThread, which is another one in each thread, is refused. */
 KLD_EXPORT enum kld_status kld_stream_adopt(struct kld_connection *connection, uint32_t stream,
                                             void *cuda_stream, struct kld_error *err);
 /* Which streams a busy server serves first; -1 low, 0 normal (from the start), 1 high. Before the

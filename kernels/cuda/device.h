@@ -134,7 +134,7 @@ struct cuda_flight {
     bool staged;           /* some tensor is in host memory, and copied */
     uint32_t sums_count;   /* groups whose sums the host adds up; 0: a kernel does */
     uint32_t slots_staged; /* bit 1 << enum kld_slot */
-    enum cuda_mark until;  /* what is in flight of it by now ends with this one */
+    enum cuda_mark until;  /* what is in flight of it ends with this one; MARK_COUNT: nothing is */
     uint64_t chunk_first;  /* row of the chunk that is in flight */
     uint64_t next_row;     /* first row of the next chunk */
     uint64_t chunk_rows, segment_rows;
@@ -306,6 +306,8 @@ void cuda_stream_close(struct kld_stream *stream);
 void cuda_stream_choose(struct cuda_flight *flight, uint64_t bytes);
 cudaError_t cuda_stream_enter(const struct cuda_flight *flight);
 cudaStream_t cuda_stream_of(const struct cuda_flight *flight);
+/* An error: into a graph, by its owner. */
+cudaError_t cuda_stream_captured(const struct cuda_flight *flight);
 
 /* event.c */
 enum kld_status cuda_event_import(struct kld_device *device, const uint8_t handle[64],

@@ -431,6 +431,10 @@ bool cuda_job_start(struct cuda_device *device, struct cuda_flight *flight) {
     job->launch_ns = cuda_now_ns();
     job->bytes = job->kind == KLD_JOB_COPY ? job->copy_bytes : bytes_of(job);
     cuda_stream_choose(flight, job->bytes);
+    if (failed(device, flight, cuda_stream_captured(flight), "running in a captured stream")) {
+        flight->until = MARK_COUNT;
+        return true;
+    }
     if (job->kind == KLD_JOB_COPY) {
         enter(device, flight);
         start_copy(device, flight);
@@ -494,7 +498,8 @@ bool cuda_job_advance(struct cuda_device *device, struct cuda_flight *flight) {
         finish_chunk(device, flight);
         return false;
     }
-    add_times(flight);
+    if (flight->until < MARK_COUNT)
+        add_times(flight);
     if (job->kind == KLD_JOB_OP && flight->staged && !flight->status &&
         flight->next_row < cuda_plan_rows(flight)) {
         cuda_job_mark(device, flight, MARK_START);

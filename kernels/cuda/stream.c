@@ -103,6 +103,18 @@ cudaError_t cuda_stream_enter(const struct cuda_flight *flight) {
     return cudaStreamWaitEvent(cuda_stream_of(flight), before->mark[MARK_END], 0);
 }
 
+/* What is enqueued in a stream that is captured does not run, and what is allocated there is the
+ * graph's. The default stream says so while one that waits for it is captured: to this question, of
+ * all, without an end of that capture. */
+cudaError_t cuda_stream_captured(const struct cuda_flight *flight) {
+    enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    if (!flight->stream->adopted)
+        return cudaSuccess;
+    cudaError_t error = cudaStreamIsCapturing(cuda_stream_of(flight), &status);
+    return error || status == cudaStreamCaptureStatusNone ? error
+                                                          : cudaErrorStreamCaptureUnsupported;
+}
+
 cudaStream_t cuda_stream_of(const struct cuda_flight *flight) {
     return flight->stream->stream[flight->size];
 }

@@ -170,6 +170,8 @@ static bool launch_pending(struct cuda_device *device) {
 /* Has all that was enqueued of it by now ended? cudaErrorNotReady: no, or nobody can tell just now.
  */
 static cudaError_t look_at(struct cuda_device *device, struct cuda_flight *flight) {
+    if (flight->until == MARK_COUNT)
+        return cudaSuccess;
     if (flight->unmarked)
         cuda_job_mark(device, flight, MARK_END);
     if (flight->unmarked)
@@ -183,7 +185,7 @@ static cudaError_t look_at(struct cuda_device *device, struct cuda_flight *fligh
     /* Captured itself, it does not run now, and is nothing to wait for. */
     if (!flight->status)
         flight->status =
-            cuda_fail(device, error, "running in a stream that is captured", &flight->job->error);
+            cuda_fail(device, error, "running in a captured stream", &flight->job->error);
     return cudaSuccess;
 }
 

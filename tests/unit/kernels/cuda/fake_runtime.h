@@ -63,8 +63,16 @@ static uint64_t fake_now_ns(void) {
 
 static uint64_t fake_later(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
+static _Atomic(cudaStream_t) fake_captured; /* one that is, into a graph of its owner's */
+static atomic_int fake_captured_work;       /* what came into that graph */
+static void fake_enqueue(cudaStream_t stream) {
+    if (stream && stream == atomic_load(&fake_captured))
+        atomic_fetch_add(&fake_captured_work, 1);
+}
+
 static cudaError_t fake_work(cudaStream_t stream, int us) {
     struct fake_stream *fake = (struct fake_stream *)stream;
+    fake_enqueue(stream);
     pthread_mutex_lock(&fake_lock);
     fake->ready_ns = fake_later(fake->ready_ns, fake_now_ns()) + (uint64_t)us * 1000;
     pthread_mutex_unlock(&fake_lock);
@@ -135,6 +143,12 @@ static cudaError_t fake_unsafe(void) {
         return cudaSuccess;
     atomic_fetch_add(&fake_captures_ended, 1);
     return cudaErrorStreamCaptureUnsupported;
+}
+static atomic_int fake_is_capturing_error; /* of the next question */
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
+    *status = stream && stream == atomic_load(&fake_captured) ? cudaStreamCaptureStatusActive
+                                                              : cudaStreamCaptureStatusNone;
+    return (cudaError_t)atomic_exchange(&fake_is_capturing_error, 0);
 }
 static CUresult fake_get_current(CUcontext *context) {
     *context = fake_context;
@@ -232,6 +246,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     fake_need_context();
     if (atomic_load(&fake_not_recorded) > 0 && atomic_fetch_sub(&fake_not_recorded, 1) > 0)
         return cudaErrorStreamCaptureImplicit;
+    fake_enqueue(stream);
     pthread_mutex_lock(&fake_lock);
     ((struct fake_stream *)stream)->wrote = false;
     ((struct fake_event *)event)->at_ns =
@@ -372,6 +387,7 @@ cudaError_t cudaMallocFromPoolAsync(void **at, size_t bytes, cudaMemPool_t pool,
                                     cudaStream_t stream) {
     if (atomic_load(&fake_no_memory) > 0 && atomic_fetch_sub(&fake_no_memory, 1) > 0)
         return cudaErrorMemoryAllocation;
+    fake_enqueue(stream);
     return fake_take(at, bytes, &fake_blocks);
 }
 cudaError_t cudaFreeAsync(void *at, cudaStream_t stream) {

@@ -153,6 +153,37 @@ START_TEST(a_launch_that_fails_is_no_early_answer) {
 }
 END_TEST
 
+/* Their owner's graph has nothing of ours in it, and no memory of the graph's is kept as staging;
+ * nor does anything go into the default stream while another that waits for it is captured. */
+START_TEST(a_stream_that_is_captured_takes_no_request) {
+    setup(5);
+    static float p[ROWS * CLASSES], q[ROWS * CLASSES], gradient[ROWS * CLASSES];
+    struct kld_result result;
+    for (int i = 0; i < 8; i++) {
+        struct kld_request request = make_request(i & 1);
+        if (i & 2)
+            request = small_request(ROWS, CLASSES, p, q, gradient);
+        request.stream = STREAM;
+        int allocations = atomic_load(&fake_allocations);
+        uint64_t ready_ns = theirs.ready_ns;
+        if (i & 4)
+            atomic_store(&fake_is_capturing_error, cudaErrorStreamCaptureImplicit);
+        else
+            atomic_store(&fake_captured, (cudaStream_t)&theirs);
+        ck_assert_int_eq(kld_run(connection, &request, &result, &err), KLD_BUSY);
+        ck_assert_ptr_nonnull(strstr(err.text, "captured"));
+        ck_assert_int_eq(atomic_load(&fake_captured_work), 0);
+        ck_assert_int_eq(atomic_load(&fake_allocations), allocations);
+        ck_assert_uint_eq(theirs.ready_ns, ready_ns);
+        atomic_store(&fake_captured, NULL);
+        request.early = false;
+        ck_assert_int_eq(kld_run(connection, &request, &result, &err), KLD_OK);
+        ck_assert(result.loss == FAKE_LOSS);
+    }
+    teardown();
+}
+END_TEST
+
 /* Slices of a wait: as often as the caller likes, and the outcome comes once. */
 START_TEST(a_wait_in_slices) {
     setup(60000);
@@ -179,9 +210,10 @@ START_TEST(a_wait_in_slices) {
 }
 END_TEST
 
-UNIT_MAIN("kernels/cuda/adopted", a_wait_in_slices, an_early_answer_waits_for_nothing,
-          many_early_ones_and_the_end, early_and_asynchronous_together,
-          waiting_after_an_early_answer, a_launch_that_fails_is_no_early_answer)
+UNIT_MAIN("kernels/cuda/adopted", a_stream_that_is_captured_takes_no_request, a_wait_in_slices,
+          an_early_answer_waits_for_nothing, many_early_ones_and_the_end,
+          early_and_asynchronous_together, waiting_after_an_early_answer,
+          a_launch_that_fails_is_no_early_answer)
 
 #else
 
