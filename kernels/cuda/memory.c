@@ -86,11 +86,29 @@ static void trim(struct cuda_device *device) {
     trim_to(device, atomic_load(&device->pool_used) + CUDA_POOL_KEEP);
 }
 
-/* The card is full, and not the pool: others have the rest of it. Kept staging goes back to the
- * card, whose pages of it may be too small where they are. */
-static bool make_room_on_card(struct cuda_device *device) {
+/* Would the card have so much if nothing were kept? True where the driver does not say. */
+static bool could_fit_on_card(struct cuda_device *device, uint64_t bytes) {
+    size_t unused = 0, total = 0;
+    uint64_t reserved = 0, used = 0;
+    pthread_mutex_lock(&device->setup_mutex);
+    bool unknown =
+        cudaStreamSynchronize(device->setup) || cudaMemGetInfo(&unused, &total) ||
+        cudaMemPoolGetAttribute(device->pool, cudaMemPoolAttrReservedMemCurrent, &reserved) ||
+        cudaMemPoolGetAttribute(device->pool, cudaMemPoolAttrUsedMemCurrent, &used);
+    pthread_mutex_unlock(&device->setup_mutex);
     cudaGetLastError();
-    if (!cuda_staging_make_room(device, 0))
+    if (unknown)
+        return true;
+    uint64_t of_pool = reserved > used ? reserved - used : 0;
+    return bytes <= unused + of_pool + atomic_load(&device->kept_bytes);
+}
+
+/* The card is full, and not the pool: others have the rest of it. Kept staging goes back to the
+ * card, whose pages of it may be too small where they are; not in vain, since the others may have
+ * it before the next job does. */
+static bool make_room_on_card(struct cuda_device *device, uint64_t bytes) {
+    cudaGetLastError();
+    if (!could_fit_on_card(device, bytes) || !cuda_staging_make_room(device, 0))
         return false;
     pthread_mutex_lock(&device->setup_mutex);
     trim_to(device, 0);
@@ -108,7 +126,7 @@ static enum kld_status pool_alloc(struct cuda_device *device, uint64_t bytes, ch
             (unsigned long long)device->base.info.pool_bytes_max);
     void *at = NULL;
     cudaError_t error = cuda_pool_take(device, bytes, &at);
-    if (error == cudaErrorMemoryAllocation && make_room_on_card(device))
+    if (error == cudaErrorMemoryAllocation && make_room_on_card(device, bytes))
         error = cuda_pool_take(device, bytes, &at);
     pthread_mutex_lock(&device->setup_mutex);
     if (!error && !(error = cudaMemsetAsync(at, 0, bytes, device->setup)))

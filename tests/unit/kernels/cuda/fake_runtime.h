@@ -378,6 +378,16 @@ cudaError_t cudaMemPoolDestroy(cudaMemPool_t pool) { return cudaSuccess; }
 cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr attribute, void *to) {
     return cudaSuccess;
 }
+static _Atomic size_t fake_free_bytes = (size_t)1 << 36; /* of the card */
+cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) {
+    *unused = atomic_load(&fake_free_bytes);
+    *total = (size_t)1 << 36;
+    return cudaSuccess;
+}
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr attribute, void *to) {
+    *(uint64_t *)to = attribute == cudaMemPoolAttrReservedMemCurrent ? 3 << 20 : 2 << 20;
+    return cudaSuccess;
+}
 static _Atomic size_t fake_trimmed_to;
 cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, size_t bytes) {
     atomic_store(&fake_trimmed_to, bytes);

@@ -327,10 +327,15 @@ START_TEST(a_buffer_has_the_room_of_kept_staging_on_a_full_card) {
     struct kld_memory *large;
     usleep(1100000); /* nobody's predecessor's memory is waited for any more */
     run_staged(&records[0], 3500);
-    ck_assert_uint_gt(atomic_load(&((struct cuda_device *)device)->kept_bytes), 0);
+    uint64_t kept = atomic_load(&((struct cuda_device *)device)->kept_bytes);
+    ck_assert_uint_gt(kept, 0);
+    atomic_store(&fake_free_bytes, 1 << 20);
+    atomic_store(&fake_no_memory, 1); /* not in vain: all that there is, and a byte */
+    ck_assert_int_eq(cuda->memory_alloc(device, (2 << 20) + kept + 1, &large, &err), KLD_NO_MEMORY);
+    ck_assert_uint_eq(atomic_load(&((struct cuda_device *)device)->kept_bytes), kept);
     atomic_store(&fake_no_memory, 1);
     atomic_store(&fake_trimmed_to, 1);
-    ck_assert_int_eq(cuda->memory_alloc(device, 1 << 20, &large, &err), KLD_OK);
+    ck_assert_int_eq(cuda->memory_alloc(device, (2 << 20) + kept, &large, &err), KLD_OK);
     ck_assert_uint_eq(atomic_load(&((struct cuda_device *)device)->kept_bytes), 0);
     ck_assert_uint_eq(atomic_load(&fake_trimmed_to), 0);
     cuda->memory_free(large);
