@@ -73,7 +73,8 @@
       "percent of what the others leave that one user may have, of requests, memory and names")    \
     X(COUNT, client_requests_max, "64", "requests in flight of one Unix client")                   \
     X(COUNT, mappings_max, "0",                                                                    \
-      "regions of all Unix clients in memory of the host; 0: three quarters of vm.max_map_count")  \
+      "regions of all Unix clients in memory of the host; 0: 3/4 of vm.max_map_count, or of "      \
+      "65530")                                                                                     \
     X(COUNT, client_regions_max, "1024", "regions of one Unix client")                             \
     X(COUNT, client_streams_max, "4", "streams of one Unix client")                                \
     X(COUNT, user_publications_max, "1024", "published tensors of one user, up to 4096")           \

@@ -12,6 +12,7 @@
 #include "server/role.h"
 #include "server/signals.h"
 #include "server/worker/places.h"
+#include "server/worker/quota.h"
 #include "server/worker/worker.h"
 
 static int cannot_start(const char *event, const struct kld_error *error) {
@@ -95,8 +96,10 @@ int kld_worker_main(const struct kld_child *child) {
     const struct kld_device_info *info = &options.device->info;
     if (passed_over.status != KLD_OK)
         kld_log(KLD_LOG_INFO, "back end passed over", "text=\"%s\"", passed_over.text);
-    kld_log(KLD_LOG_INFO, "device open", "backend=%s name=\"%s\" threads=%u pool_bytes_max=%llu",
-            info->backend, info->name, info->threads, (unsigned long long)info->pool_bytes_max);
+    kld_log(KLD_LOG_INFO, "device open",
+            "backend=%s name=\"%s\" threads=%u pool_bytes_max=%llu mappings_max=%llu",
+            info->backend, info->name, info->threads, (unsigned long long)info->pool_bytes_max,
+            (unsigned long long)kld_quota_mappings_max(child->config, kld_host_mappings()));
 
     learn_roofline(child, &options);
     static struct kld_worker worker; /* large, and reachable from threads until the process ends */

@@ -162,7 +162,8 @@ bool kld_quota_is_mapped(const struct kld_worker *worker, uint32_t kind) {
 uint64_t kld_quota_mappings_max(const struct kld_config *config, uint64_t host_mappings) {
     if (config->mappings_max)
         return config->mappings_max;
-    return host_mappings ? host_mappings - host_mappings / KLD_MAPPINGS_KEPT_PART : UINT64_MAX;
+    uint64_t most = host_mappings ? host_mappings : KLD_MAPPINGS_USUAL;
+    return most - most / KLD_MAPPINGS_KEPT_PART;
 }
 
 /* The kernel gives a process so many mappings and no more, for memory, threads and the driver. */

@@ -16,6 +16,9 @@
 #define KLD_GATEWAY_REGIONS_BESIDE 1024
 /* One in so many of the mappings that the kernel gives a process is for no client's region. */
 #define KLD_MAPPINGS_KEPT_PART 4
+/* What a kernel gives one that nobody has told otherwise (vm.max_map_count), where the process may
+ * not read that: the unit hides /proc/sys. */
+#define KLD_MAPPINGS_USUAL 65530
 
 struct kld_config;
 struct kld_session;
@@ -37,7 +40,7 @@ enum kld_status kld_quota_check(const struct kld_session *session, uint32_t kind
                                 struct kld_error *err);
 /* A region of this kind is a mapping of this process. */
 bool kld_quota_is_mapped(const struct kld_worker *worker, uint32_t kind);
-/* Most of them, of all clients; host_mappings: of kld_host_mappings(). */
+/* Most of them, of all clients; host_mappings: of kld_host_mappings(); 0: the usual. */
 uint64_t kld_quota_mappings_max(const struct kld_config *config, uint64_t host_mappings);
 /* What this connection may have, as WELCOME says it. */
 uint32_t kld_quota_requests_max(const struct kld_session *session);

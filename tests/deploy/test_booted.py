@@ -131,6 +131,7 @@ def test_it_runs_with_all_its_bounds(booted):
         assert re.search(r"^CapBnd:\t0+$", status, re.M) and re.search(r"^NoNewPrivs:\t1$", status, re.M)
         assert re.search(r"^Seccomp:\t2$", status, re.M) and not re.search(r"^Uid:\t0\t", status, re.M)
     journal = booted.journal()
+    assert '"mappings_max":49148' in journal, journal  # though vm.max_map_count is not to be read there
     assert '"level":"error"' not in journal and '"level":"warn"' not in journal, journal
 
 

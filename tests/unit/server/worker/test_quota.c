@@ -169,7 +169,7 @@ START_TEST(no_user_takes_every_mapping) {
     UNIT_NEEDS(geteuid() == 0, "root, who alone can become somebody else");
     struct kld_config config = {.mappings_max = 0};
     ck_assert_uint_eq(kld_quota_mappings_max(&config, 65530), 49148);
-    ck_assert_uint_eq(kld_quota_mappings_max(&config, 0), UINT64_MAX);
+    ck_assert_uint_eq(kld_quota_mappings_max(&config, 0), 49148); /* not told: the usual */
     rig_init(&rig);
     rig.config.mappings_max = 8;
     rig_start(&rig);
