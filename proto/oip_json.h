@@ -5,7 +5,8 @@
  * anything for them, so that a body full of numbers costs no memory beyond its text. What remains,
  * at most KLD_JSON_SKELETON_MAX bytes, goes to cJSON; objects with two equal keys are refused.
  *
- * Internal to proto/oip*.c: the only code that sees cJSON. Any thread. */
+ * Internal to proto/oip*.c, but for the first step, which server/config.c takes as well. Any
+ * thread. */
 #ifndef KLD_PROTO_OIP_JSON_H
 #define KLD_PROTO_OIP_JSON_H
 

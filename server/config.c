@@ -3,7 +3,6 @@
  * of the supervisor uv's pool, too, when it reads all again. */
 #include "server/config.h"
 
-#include <cjson/cJSON.h>
 #include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -13,6 +12,7 @@
 #include <unistd.h>
 
 #include "proto/number.h"
+#include "proto/oip_json.h"
 
 #define FILE_BYTES_MAX (1 << 20)
 #define NAME_MAX_BYTES 48
@@ -294,7 +294,11 @@ static enum kld_status read_key(const cJSON *item, const char *path, struct kld_
             return set(setting, source, cJSON_IsTrue(item) ? "true" : "false", config, err);
         return kld_error_set(err, KLD_INVALID, "%s: expected true or false", source);
     default:
-        if (text) /* "1G", "0660" */
+        /* Octal is no number of JSON, and without its 0 it would be read as another one. */
+        if (strcmp(setting->name, "unix_mode") == 0 && !(text && item->valuestring[0] == '0'))
+            return kld_error_set(err, KLD_INVALID, "%s: expected octal as a text, like \"0660\"",
+                                 source);
+        if (text) /* "1G" */
             return set(setting, source, item->valuestring, config, err);
         /* A JSON number is a double: exact up to 2^53. */
         if (!digits || item->valuedouble < 0 || item->valuedouble > 9007199254740992.0 ||
@@ -307,15 +311,16 @@ static enum kld_status read_key(const cJSON *item, const char *path, struct kld_
 
 static enum kld_status read_text(const char *path, const char *text, size_t bytes,
                                  struct kld_config *config, struct kld_error *err) {
-    const char *end = NULL;
-    cJSON *root = cJSON_ParseWithLengthOpts(text, bytes, &end, 0);
+    char *strict = NULL; /* cJSON alone takes 010 for ten, and ends a text at \u0000 */
+    struct kld_error wrong;
+    enum kld_status status = kld_json_skeleton(text, bytes, &strict, &bytes, NULL, &wrong);
+    if (status)
+        return kld_error_set(err, status, "%.80s: %s", path, wrong.text);
+    cJSON *root = cJSON_ParseWithLengthOpts(strict, bytes + 1, NULL, 1);
+    free(strict);
     if (!root)
-        return kld_error_set(err, KLD_INVALID, "%.80s: not valid JSON", path);
-    enum kld_status status = KLD_OK;
-    for (; end < text + bytes && status == KLD_OK; end++)
-        if (*end && !isspace((unsigned char)*end))
-            status = kld_error_set(err, KLD_INVALID, "%.80s: text after the JSON object", path);
-    if (status == KLD_OK && !cJSON_IsObject(root))
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory reading the configuration");
+    if (!cJSON_IsObject(root))
         status = kld_error_set(err, KLD_INVALID, "%.80s: expected a JSON object", path);
     for (const cJSON *item = root->child; item && status == KLD_OK; item = item->next) {
         for (const cJSON *other = item->next; other && status == KLD_OK; other = other->next)

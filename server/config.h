@@ -60,7 +60,8 @@
     X(TEXT, shm_prefix, "",                                                                        \
       "HTTP callers may register shared memory whose key starts so; empty: none")                  \
     X(FLAG, cuda_shm, "false", "HTTP callers may register CUDA memory by its IPC handle")          \
-    X(COUNT, unix_mode, "432", "permission bits of the Unix socket: decimal 432 or octal 0660")    \
+    X(COUNT, unix_mode, "432",                                                                     \
+      "permission bits of the Unix socket: decimal 432 or octal 0660, in the file \"0660\"")       \
     X(TEXT, allow_uids, "",                                                                        \
       "uids that may connect to the Unix socket, by comma; empty: any the mode lets in")           \
     X(TEXT, allow_gids, "", "the same for gids; a client passes if either list names it")          \

@@ -194,7 +194,7 @@ WRONG = [("tokens", "guest x infer\n", "tokens: line 1 is not NAME"),
          ("tokens", None, "tokens: the file cannot be opened: No such file"),
          ("config", '{"log_level": "loud"}', "log_level: 'loud' is not one of debug,info,warn,error"),
          ("config", '{"log_levle": "info"}', "did you mean log_level"),
-         ("config", "{", "not valid JSON"),
+         ("config", "{", "the JSON is not valid"),
          ("config", None, "cannot read the configuration"),
          ("config", os.mkfifo, "not a regular file"),
          ("tokens", os.mkfifo, "tokens: not a regular file")]

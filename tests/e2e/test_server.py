@@ -200,8 +200,8 @@ def test_settings_from_environment_file_and_flag(make_server, tmp_path):
     ('{"drain_ms": 1, "drain_ms": 2}', "is there twice"),
     ('{"insecure_bind": "yes"}', "expected true or false"),
     ("[]", "expected a JSON object"),
-    ("{", "not valid JSON"),
-    ("{} {}", "text after the JSON object"),
+    ("{", "the JSON is not valid"),
+    ("{} {}", "something behind the value"),
 ])
 def test_wrong_file(tmp_path, text, expected):
     settings = tmp_path / "kld.json"

@@ -170,8 +170,16 @@ START_TEST(refuses_files) {
         {"{\"insecure_bind\": 1}", "expected true or false"},
         {"{\"device\": 1, \"device\": 1}", "is there twice"},
         {"[1]", "expected a JSON object"},
-        {"", "not valid JSON"},
-        {"{} x", "text after"},
+        {"", "the JSON is not valid"},
+        {"{} x", "something behind the value"},
+        {"{\"threads\": 010}", "the JSON is not valid"},
+        {"{\"threads\": 1.}", "the JSON is not valid"},
+        {"{\"tokens\": \"/a\\u0000b\"}", "\\u0000, which is not accepted"},
+        {"{\"unix_mode\": 0440}", "the JSON is not valid"},
+        {"{\"unix_mode\": 440}", "unix_mode: expected octal as a text, like \"0660\""},
+        {"{\"unix_mode\": 432}", "expected octal as a text"},
+        {"{\"unix_mode\": \"432\"}", "expected octal as a text"},
+        {"{\"unix_mode\": \"0888\"}", "from 0 to 511"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
         fails(FLAGS("--config", file_with(cases[i].text)), cases[i].expected);
@@ -181,13 +189,15 @@ END_TEST
 
 START_TEST(a_file_may_hold_every_kind) {
     const char *path = file_with("{\"http\": \"\", \"device\": 3, \"body_bytes_max\": \"2G\", "
-                                 "\"insecure_bind\": true, \"pool_bytes_max\": 4096} \n");
+                                 "\"insecure_bind\": true, \"pool_bytes_max\": 4096, "
+                                 "\"unix_mode\": \"0440\"} \n");
     ck_assert_int_eq(parse(FLAGS("--config", path), NULL), KLD_OK);
     unlink(path);
     ck_assert_str_eq(config.http, "");
     ck_assert_str_eq(config.device, "3");
     ck_assert_uint_eq(config.body_bytes_max, UINT64_C(2) << 30);
     ck_assert_uint_eq(config.pool_bytes_max, 4096);
+    ck_assert_uint_eq(config.unix_mode, 0440);
     ck_assert(config.insecure_bind);
 }
 END_TEST
