@@ -5,6 +5,7 @@ import pathlib
 import re
 import signal
 import subprocess
+import time
 
 import pytest
 
@@ -171,19 +172,44 @@ def test_a_reload_ends_nothing(booted):
     ping(booted, SERVERS[1])
 
 
-def set_watchdog(booted, text):
+def set_drop_in(booted, text, check=True):
     folder = "/run/systemd/system/kld.service.d"
-    booted.ask("sh", "-c", f"mkdir -p {folder} && printf '{text}' >{folder}/watchdog.conf")
+    text = text.replace("\n", "\\n")
+    booted.ask("sh", "-c", f"mkdir -p {folder} && printf '{text}' >{folder}/test.conf")
     booted.ask("systemctl", "daemon-reload")
-    booted.ask("systemctl", "restart", "kld.service")
+    booted.ask("systemctl", "restart", "kld.service", check=check)
+
+
+@pytest.fixture
+def wrong_settings(booted):
+    set_drop_in(booted, "[Service]\nEnvironment=KLD_TLS_CERT=/none\n", check=False)
+    yield
+    set_drop_in(booted, "")
+    ping(booted, SERVERS[0])
+
+
+def test_wrong_settings_are_tried_with_pauses(booted, wrong_settings):
+    """Also where a client waits at the socket, for whom systemd would start it again at once."""
+    pause_s = int(re.search(r"^RestartSec=(\d+)s$", (UNITS / "kld.service").read_text(), re.M).group(1))
+    waiting = subprocess.Popen(["nsenter", "--target", str(booted.init), "--mount", "--net", "--pid", "--root", "--wd",
+                                "/usr/local/bin/kld", "ping", "--count", "1", "--server", SERVERS[0]])
+    try:
+        before = booted.journal().count("cannot start")
+        time.sleep(4 * pause_s)
+        starts = booted.journal().count("cannot start") - before
+        assert 1 <= starts <= 5, booted.journal()
+        assert booted.show("ExecMainStatus") == "2" and booted.show("ActiveState") == "activating"
+    finally:
+        waiting.kill()
+        waiting.wait()
 
 
 @pytest.fixture
 def quick_watchdog(booted):
     """Of two seconds; a busy machine may take as many for other things."""
-    set_watchdog(booted, WATCHDOG.replace("\n", "\\n"))
+    set_drop_in(booted, WATCHDOG)
     yield
-    set_watchdog(booted, "")
+    set_drop_in(booted, "")
 
 
 def test_a_hanging_gateway_is_replaced(booted, quick_watchdog):

@@ -185,7 +185,7 @@ class CannotStart(threading.Thread):
         self.listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.address = "127.0.0.1:%d" % self.listening.getsockname()[1]
         unit = (ROOT / "deploy/systemd/kld.service").read_text()
-        self.pause_s = int(re.search(r"^RestartSec=(\d+)ms$", unit, re.M).group(1)) / 1000
+        self.pause_s = int(re.search(r"^RestartSec=(\d+)s$", unit, re.M).group(1))
 
     def run(self):
         # As systemd does it: the socket as descriptor 3, and whom it is for.

@@ -109,7 +109,7 @@ def test_wrong_http_address(tmp_path, address, expected):
     (["--http=192.0.2.1:1", "--insecure-bind"], 1, "cannot listen on"),
 ])
 def test_what_another_start_may_find_otherwise(tmp_path, wrong, status, expected):
-    """A manager tries again what ended with 1 (RestartPreventExitStatus= of deploy/systemd)."""
+    """1 where one may find it right, else 2."""
     result = run("--http=127.0.0.1:0", f"--unix={tmp_path}/s", "--backend=cpu", *wrong)
     assert (result.returncode, expected in result.stderr) == (status, True), result
 
