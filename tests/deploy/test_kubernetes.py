@@ -229,6 +229,13 @@ def test_times(name):
         assert wait_s == 0 or wait_s >= probe["periodSeconds"] * probe.get("failureThreshold", 3)
 
 
+def test_the_daemonset_gets_onto_tainted_nodes():
+    """Nobody adds the toleration to a pod that asks for no nvidia.com/gpu."""
+    pod = one("../mps/kubernetes.yaml", "DaemonSet")["spec"]["template"]["spec"]
+    assert not any("nvidia.com/gpu" in box["resources"]["limits"] for box in containers(pod))
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
+
+
 @pytest.mark.parametrize("name", ["examples/sidecar.yaml", "../mps/kubernetes.yaml"])
 def test_the_monitor_finds_the_metrics(name):
     monitor = objects(MONITOR)[0]["spec"]
