@@ -179,6 +179,13 @@ def test_what_is_named_is_there(name):
             assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
 
 
+UNITS = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "Mi": 1 << 20, "Gi": 1 << 30}
+
+
+def size(text):
+    return int(re.match(r"\d+", text).group()) * UNITS[re.sub(r"\d", "", text)]
+
+
 @needs("kubectl")
 @pytest.mark.parametrize("name", RENDERED)
 def test_selectors_ports_and_times(name):
@@ -202,8 +209,6 @@ def test_selectors_ports_and_times(name):
     assert set(named) <= set(ports)
     assert one(name, "PodMonitor")["spec"]["jobLabel"] in labels
     # Memory: what it was told to take at most, and room for the rest.
-    units = {"M": 1 << 20, "G": 1 << 30, "Mi": 1 << 20, "Gi": 1 << 30}
-    size = lambda text: int(re.match(r"\d+", text).group()) * units[re.sub(r"\d", "", text)]  # noqa: E731
     taken = sum(size(flags[key]) for key in ("staging-bytes-max", "pool-bytes-max") if key in flags)
     assert size(box["resources"]["limits"]["memory"]) >= taken + (1 << 30)
     assert ("pool-bytes-max" in flags) == ("--backend=cuda" not in box["args"])  # the host's, or the card's
@@ -234,6 +239,19 @@ def test_the_daemonset_gets_onto_tainted_nodes():
     pod = one("../mps/kubernetes.yaml", "DaemonSet")["spec"]["template"]["spec"]
     assert not any("nvidia.com/gpu" in box["resources"]["limits"] for box in containers(pod))
     assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
+
+
+@pytest.mark.parametrize("name", ["examples/sidecar.yaml", "../mps/kubernetes.yaml"])
+def test_what_clients_register_fits_the_memory(name):
+    """A GPU's worker pins it, so that the server is charged for what its clients have not touched."""
+    box, = servers(name)
+    flags = dict(word.lstrip("-").split("=", 1) for word in box["args"] if "=" in word)
+    limit = size(box["resources"]["limits"]["memory"])
+    shared = flags.get("shared-bytes-max", "0")
+    shared = limit // 2 if shared == "0" else size(shared)  # "0" is half of it, for all devices
+    assert limit >= size(flags["staging-bytes-max"]) + shared + (1 << 30)
+    one_client = flags.get("client-shared-bytes-max", "0")
+    assert one_client == "0" or size(one_client) <= shared
 
 
 @pytest.mark.parametrize("name", ["examples/sidecar.yaml", "../mps/kubernetes.yaml"])
