@@ -14,7 +14,8 @@
 
 #include "server/gateway/gateway.h"
 
-#define KLD_METRICS_RESERVE 8 /* connections */
+#define KLD_METRICS_RESERVE 8 /* connections, ... */
+#define KLD_METRICS_IDLE_S 2U /* ... which give way when they are silent: a probe waits for one */
 
 struct kld_acceptor;
 

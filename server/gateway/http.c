@@ -338,6 +338,8 @@ static void watch(struct kld_http *http, struct MHD_Connection *connection, void
     if (!watched)
         return; /* it has no keys, either */
     watched->metrics = http->metrics;
+    if (watched->metrics)
+        MHD_set_connection_option(connection, MHD_CONNECTION_OPTION_TIMEOUT, KLD_METRICS_IDLE_S);
     if (http->gateway->tls) {
         watched->keys = kld_tls_acquire(http->gateway->tls);
         kld_tls_begin(connection, watched->keys);

@@ -214,6 +214,20 @@ def test_selectors_ports_and_times(name):
     assert ("pool-bytes-max" in flags) == ("--backend=cuda" not in box["args"])  # the host's, or the card's
 
 
+@needs("kubectl")
+def test_who_reaches_a_runtimes_metrics():
+    """Where probes are answered, callers could take the few connections that there are."""
+    service, policy = one("examples/kserve.yaml", "InferenceService"), one("examples/kserve.yaml", "NetworkPolicy")["spec"]
+    box, = servers("examples/kserve.yaml")
+    flags = dict(word.lstrip("-").split("=", 1) for word in box["args"] if "=" in word)
+    http, metrics = (int(flags[name].rsplit(":", 1)[1]) for name in ("http", "metrics-http"))
+    assert policy["podSelector"]["matchLabels"] == {"serving.kserve.io/inferenceservice": service["metadata"]["name"]}
+    assert policy["policyTypes"] == ["Ingress"]
+    entries = {entry["ports"][0]["port"]: entry.get("from") for entry in policy["ingress"]}
+    assert set(entries) == {http, metrics} and entries[http] is None
+    assert entries[metrics] == one("base", "NetworkPolicy")["spec"]["ingress"][1]["from"]
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_times(name):
     """SIGTERM comes after preStop, SIGKILL after the rest; not ready is noticed before preStop is over. What a manifest

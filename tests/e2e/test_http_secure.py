@@ -54,6 +54,13 @@ def test_metrics_at_the_limit_of_connections(make_server):
         connection.close()
         assert reply.status == 200
     assert int(re.search(r"^kld_http_connections (\d+)", text, re.M).group(1)) >= 5
+    metrics_host, metrics_port = address.rsplit(":", 1)
+    idle += [socket.create_connection((metrics_host, int(metrics_port)), 60) for _ in range(8)]
+    for _ in range(2):  # nor does who says nothing at that address: the time is that of a liveness probe
+        connection = http.client.HTTPConnection(address, timeout=5)
+        connection.request("GET", "/v2/health/live")
+        assert connection.getresponse().status == 200
+        idle.append(connection)
     for one in idle:
         one.close()
 
