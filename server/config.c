@@ -15,7 +15,6 @@
 #include "proto/oip_json.h"
 
 #define FILE_BYTES_MAX (1 << 20)
-#define NAME_MAX_BYTES 48
 
 enum type { TYPE_TEXT, TYPE_COUNT, TYPE_BYTES, TYPE_FLAG, TYPE_DEVICES };
 
@@ -196,19 +195,6 @@ static enum kld_status set(const struct setting *setting, const char *source, co
 
 /* ---- names ----------------------------------------------------------------------------------- */
 
-static void flag_name(const char *name, char ret_flag[NAME_MAX_BYTES]) {
-    snprintf(ret_flag, NAME_MAX_BYTES, "--%s", name);
-    for (char *c = ret_flag; *c; c++)
-        if (*c == '_')
-            *c = '-';
-}
-
-static void variable_name(const char *name, char ret_variable[NAME_MAX_BYTES]) {
-    snprintf(ret_variable, NAME_MAX_BYTES, "KLD_%s", name);
-    for (char *c = ret_variable; *c; c++)
-        *c = (char)toupper((unsigned char)*c);
-}
-
 /* name: as in the table; '-' is read as '_' where the name came from a flag. */
 static const struct setting *find(const char *name, size_t bytes, bool flag) {
     for (size_t i = 0; i < SETTINGS; i++) {
@@ -223,50 +209,12 @@ static const struct setting *find(const char *name, size_t bytes, bool flag) {
     return NULL;
 }
 
-/* Edit distance, '-' and '_' being the same; enough of it to tell a slip from another word. */
-static unsigned distance(const char *a, const char *b) {
-    unsigned row[NAME_MAX_BYTES];
-    size_t columns = strlen(b);
-    if (columns >= NAME_MAX_BYTES)
-        return NAME_MAX_BYTES;
-    for (size_t j = 0; j <= columns; j++)
-        row[j] = (unsigned)j;
-    for (size_t i = 0; a[i]; i++) {
-        unsigned diagonal = row[0];
-        row[0] = (unsigned)i + 1;
-        for (size_t j = 0; j < columns; j++) {
-            bool same = a[i] == b[j] || (a[i] == '-' && b[j] == '_');
-            unsigned best = diagonal + !same;
-            diagonal = row[j + 1];
-            if (row[j] + 1 < best)
-                best = row[j] + 1;
-            if (diagonal + 1 < best)
-                best = diagonal + 1;
-            row[j + 1] = best;
-        }
-    }
-    return row[columns];
-}
-
 static enum kld_status unknown(const char *what, const char *name, bool flag,
                                struct kld_error *err) {
-    char bare[NAME_MAX_BYTES], close[160] = "";
+    char bare[KLD_CONFIG_NAME_MAX], close[160];
     snprintf(bare, sizeof bare, "%s", name);
-    size_t bytes = strlen(bare), used = 0;
-    for (size_t i = 0; i < SETTINGS; i++) {
-        bool begins = bytes >= 3 && strncmp(settings[i].name, bare, bytes) == 0;
-        if (!begins && distance(bare, settings[i].name) > 2)
-            continue;
-        char shown[NAME_MAX_BYTES];
-        if (flag)
-            flag_name(settings[i].name, shown);
-        else
-            snprintf(shown, sizeof shown, "%s", settings[i].name);
-        if (used + strlen(shown) + 3 < sizeof close)
-            used += (size_t)snprintf(close + used, sizeof close - used, "%s%s", used ? ", " : "",
-                                     shown);
-    }
-    if (used)
+    kld_config_similar(bare, flag ? kld_config_flag_name : NULL, close, sizeof close);
+    if (*close)
         return kld_error_set(err, KLD_INVALID, "unknown %s '%s%.40s'; did you mean %s?", what,
                              flag ? "--" : "", bare, close);
     return kld_error_set(err, KLD_INVALID, "unknown %s '%s%.40s'; --help lists all of them", what,
@@ -278,7 +226,7 @@ static enum kld_status unknown(const char *what, const char *name, bool flag,
 static enum kld_status read_key(const cJSON *item, const char *path, struct kld_config *config,
                                 struct kld_error *err) {
     const struct setting *setting = find(item->string, strlen(item->string), false);
-    char source[2 * NAME_MAX_BYTES + 8], what[NAME_MAX_BYTES + 16], number[32];
+    char source[2 * KLD_CONFIG_NAME_MAX + 8], what[KLD_CONFIG_NAME_MAX + 16], number[32];
     snprintf(what, sizeof what, "key in %.40s", path);
     if (!setting)
         return unknown(what, item->string, false, err);
@@ -379,8 +327,8 @@ static const char *variable(char *const *environment, const char *name) {
 static enum kld_status read_environment(char *const *environment, struct kld_config *config,
                                         struct kld_error *err) {
     for (size_t i = 0; i < SETTINGS; i++) {
-        char name[NAME_MAX_BYTES];
-        variable_name(settings[i].name, name);
+        char name[KLD_CONFIG_NAME_MAX];
+        kld_config_variable_name(settings[i].name, name);
         const char *value = variable(environment, name);
         enum kld_status status = value ? set(&settings[i], name, value, config, err) : KLD_OK;
         if (status != KLD_OK)
@@ -415,7 +363,7 @@ static enum kld_status read_flags(int argc, char *const *argv, struct kld_config
         size_t bytes = equals ? (size_t)(equals - flag) - 2 : strlen(flag) - 2;
         bool file = bytes == 6 && strncmp(flag + 2, "config", 6) == 0;
         const struct setting *setting = file ? NULL : find(flag + 2, bytes, true);
-        char bare[NAME_MAX_BYTES];
+        char bare[KLD_CONFIG_NAME_MAX];
         snprintf(bare, sizeof bare, "%.*s", (int)(bytes < 47 ? bytes : 47), flag + 2);
         if (!file && !setting)
             return unknown("option", bare, true, err);
@@ -427,7 +375,7 @@ static enum kld_status read_flags(int argc, char *const *argv, struct kld_config
             value = argv[++i];
         if (!value)
             return kld_error_set(err, KLD_INVALID, "--%s needs a value", bare);
-        char source[NAME_MAX_BYTES + 2];
+        char source[KLD_CONFIG_NAME_MAX + 2];
         snprintf(source, sizeof source, "--%s", bare);
         enum kld_status status = KLD_OK;
         if (file)
@@ -473,11 +421,11 @@ char **kld_config_arguments(const struct kld_config *config) {
     char **arguments = calloc(SETTINGS + 1, sizeof *arguments);
     for (size_t i = 0; arguments && i < SETTINGS; i++) {
         const char *field = (const char *)config + settings[i].offset;
-        char flag[NAME_MAX_BYTES];
+        char flag[KLD_CONFIG_NAME_MAX];
         uint64_t number = 0;
         bool yes = false;
         int written = -1;
-        flag_name(settings[i].name, flag);
+        kld_config_flag_name(settings[i].name, flag);
         switch (settings[i].type) {
         case TYPE_TEXT:
         case TYPE_DEVICES: written = asprintf(&arguments[i], "%s=%s", flag, field); break;

@@ -179,6 +179,19 @@ char **kld_config_arguments(const struct kld_config *config);
 void kld_config_arguments_free(char **arguments);
 void kld_config_help(FILE *out);
 
+/* How a setting of the table is written elsewhere: --log-level, KLD_LOG_LEVEL. */
+#define KLD_CONFIG_NAME_MAX 48
+void kld_config_flag_name(const char *name, char ret_flag[KLD_CONFIG_NAME_MAX]);
+void kld_config_variable_name(const char *name, char ret_variable[KLD_CONFIG_NAME_MAX]);
+/* Those that somebody may have meant who wrote this, which is none, by comma; "" if there are none.
+ * write: one of the two above, or NULL. */
+void kld_config_similar(const char *name,
+                        void (*write)(const char *name, char ret_text[KLD_CONFIG_NAME_MAX]),
+                        char *ret_list, size_t capacity);
+/* A variable KLD_... that means nothing to us, nor to what else has such names? */
+bool kld_config_stray_variable(const char *assignment, char ret_name[KLD_CONFIG_NAME_MAX],
+                               char *ret_similar, size_t capacity);
+
 /* Of these a server takes over the new value on SIGHUP; of the files, what is in them too. */
 #define KLD_CONFIG_RELOADED "log_level,tokens,tls_cert,tls_key,tls_client_ca"
 

@@ -1,9 +1,13 @@
 /* settings.c - settings that no start can do anything with, alone or together: the same for a start
- * and for a reload, which else would promise what the next start breaks. Opens nothing and changes
- * nothing; what another start may find otherwise, as a file or an address in use, is not looked at.
- * Supervisor: main thread at start, uv's pool later. */
+ * and for a reload, which else would promise what the next start breaks; and those that do nothing,
+ * for the log of a start. Opens nothing and changes nothing; what another start may find otherwise,
+ * as a file or an address in use, is not looked at. Supervisor: main thread at start, uv's pool
+ * later. */
+#include <stdio.h>
 #include <string.h>
+#include <sys/stat.h>
 
+#include "server/log.h"
 #include "server/supervisor/supervisor.h"
 
 static enum kld_status check_backend(const struct kld_config *config, struct kld_error *err) {
@@ -40,6 +44,46 @@ static enum kld_status check_unix(const struct kld_config *config,
             status = kld_unix_socket_adopt(passed, path, &known, err);
     }
     return status;
+}
+
+/* name: as in the table. */
+static void tell_unused(const char *name, const char *decides) {
+    kld_log(KLD_LOG_WARN, "setting not used",
+            "setting=%s reason=\"the service manager passed a socket, %s\"", name, decides);
+}
+
+/* The default is not taken for something that somebody wanted. */
+static void tell_address(const char *name, const char *text, const char *usual, int passed,
+                         const char *address) {
+    char reason[KLD_ADDRESS_TEXT_MAX + 32];
+    snprintf(reason, sizeof reason, "which listens on %s", address);
+    if (passed >= 0 && strcmp(text, usual) != 0 && strcmp(text, address) != 0)
+        tell_unused(name, reason);
+}
+
+static void tell_mode(const struct kld_supervisor *supervisor, uint64_t mode, uint64_t usual) {
+    struct stat info;
+    bool differs = stat(supervisor->config.unix, &info) != 0 || (info.st_mode & 0777) != mode;
+    if (supervisor->inherited.unix_socket[0] >= 0 && mode != usual && differs)
+        tell_unused("unix_mode", "whose mode is its own");
+}
+
+void kld_settings_tell(const struct kld_supervisor *supervisor, const struct kld_config *config,
+                       char *const *environment) {
+    const struct kld_inherited *inherited = &supervisor->inherited;
+    char name[KLD_CONFIG_NAME_MAX], similar[160], *none[] = {NULL};
+    struct kld_config usual;
+    enum kld_config_action action;
+    if (kld_config_parse(0, NULL, none, &usual, &action, NULL) == KLD_OK) {
+        tell_address("http", config->http, usual.http, inherited->http, supervisor->http.address);
+        tell_address("metrics_http", config->metrics_http, usual.metrics_http, inherited->metrics,
+                     supervisor->metrics.address);
+        tell_mode(supervisor, config->unix_mode, usual.unix_mode);
+    }
+    for (; *environment; environment++)
+        if (kld_config_stray_variable(*environment, name, similar, sizeof similar))
+            kld_log(KLD_LOG_WARN, "unknown variable",
+                    *similar ? "name=\"%s\" did_you_mean=\"%s\"" : "name=\"%s\"", name, similar);
 }
 
 enum kld_status kld_settings_check(const struct kld_config *config,

@@ -383,6 +383,7 @@ static enum kld_status open_all(struct kld_supervisor *supervisor, const struct 
         uv_run(&supervisor->loop, UV_RUN_DEFAULT);
         uv_loop_close(&supervisor->loop);
     } else {
+        kld_settings_tell(supervisor, config, start->environment);
         kld_uv_pool_start(&supervisor->loop);
     }
     return status;

@@ -64,11 +64,17 @@ void kld_unix_socket_where(int fd, char ret_path[KLD_CONFIG_TEXT_MAX]);
 /* Closes and removes the file, if it is still ours. */
 void kld_unix_socket_close(struct kld_unix_socket *socket, const char *path);
 
+struct kld_supervisor;
+
 /* ---- settings.c ------------------------------------------------------------------------------ */
 
 /* Could any start do with them? */
 enum kld_status kld_settings_check(const struct kld_config *config,
                                    const struct kld_inherited *inherited, struct kld_error *err);
+/* Says in the log, at start, what does nothing: settings where passed sockets decide, and variables
+ * that are no settings. config: as it was configured. */
+void kld_settings_tell(const struct kld_supervisor *supervisor, const struct kld_config *config,
+                       char *const *environment);
 
 /* ---- child.c: one child, over all its lives ---------------------------------------------------
  */
@@ -76,8 +82,6 @@ enum kld_status kld_settings_check(const struct kld_config *config,
 /* Starts in a row that a device may refuse to a child that served before: until then the next one
  * follows within 100 ms, later after the pauses of a child that keeps dying. */
 #define KLD_REFUSALS_IN_A_ROW 50
-
-struct kld_supervisor;
 
 enum kld_child_state {
     KLD_CHILD_STOPPED,  /* not running and not to be started */

@@ -1,6 +1,7 @@
 """Under a service manager: what the server tells it (sd_notify), its signs of life, and the listening sockets
 that it keeps for us. The manager is played here, on its protocol; deploy/systemd is checked in tests/deploy."""
 import os
+import re
 import signal
 import socket
 import statistics
@@ -234,6 +235,28 @@ def test_sockets_are_taken_and_kept(activate, tmp_path, backend):
     assert early.wait(60) == 0, early.stderr.read()
     early.stderr.close()
     assert server.stop() == 0
+
+
+def test_what_does_nothing_is_said(activate, tmp_path):
+    """Settings that the passed sockets decide, and variables that are none; what says the same is left alone."""
+    def warnings(**environment):
+        sockets = [tcp(), tcp(), unix(tmp_path / f"{len(list(tmp_path.iterdir()))}.sock")]
+        server = activate(sockets, names="http:metrics:unix", unix=None, http=None,
+                          environment=environment)
+        assert server.stop() == 0
+        return re.findall(r" warn +supervisor: (.*)", server.log()), [
+            "127.0.0.1:%d" % one.getsockname()[1] for one in sockets[:2]]
+
+    assert warnings()[0] == []
+    mode = f"0{os.stat(next(tmp_path.iterdir())).st_mode & 0o777:o}"
+    assert warnings(KLD_UNIX_MODE=mode, KLD_SERVER="x", KLD_SERVICE_HOST="10.0.0.1")[0] == []
+    said, (http, metrics) = warnings(KLD_HTTP="", KLD_METRICS_HTTP="127.0.0.1:9090", KLD_UNIX_MODE="0600", KLD_TLS_CRT="/x",
+                                     KLD_XYZZY="1")
+    reason = 'reason="the service manager passed a socket, which listens on'
+    assert sorted(said) == [
+        f'setting not used setting=http {reason} {http}"', f'setting not used setting=metrics_http {reason} {metrics}"',
+        'setting not used setting=unix_mode reason="the service manager passed a socket, whose mode is its own"',
+        'unknown variable name="KLD_TLS_CRT" did_you_mean="KLD_TLS_CERT"', 'unknown variable name="KLD_XYZZY"']
 
 
 def test_a_second_socket_at_another_path(activate, tmp_path):

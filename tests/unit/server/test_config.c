@@ -156,6 +156,40 @@ START_TEST(refuses_environment) {
 }
 END_TEST
 
+START_TEST(variables_that_are_nobodys) {
+    static const struct {
+        const char *assignment, *similar; /* NULL: nothing is said of it */
+    } cases[] = {
+        {"KLD_LGO_LEVEL=info", "KLD_LOG_LEVEL"},
+        {"KLD_DRAIN=1", "KLD_DRAIN_MS"},
+        {"KLD_SHARED_BYTE_MAX=1G", "KLD_SHARED_BYTES_MAX"},
+        {"KLD_log_level=info", "KLD_LOG_LEVEL"},
+        {"KLD_XYZZY=1", ""},
+        {"KLD_=1", ""},
+        {"KLD_LOG_LEVEL=info", NULL},
+        {"KLD_CONFIG=/x", NULL},
+        {"KLD_SERVER=unix:/x", NULL},
+        {"KLD_LIBRARY=/x", NULL},
+        {"KLD_TEST_FAULTS=1", NULL},
+        {"KLD_PORT=tcp://10.0.0.1:8080", NULL},
+        {"KLD_PORT_8080_TCP_ADDR=10.0.0.1", NULL},
+        {"KLD_SERVICE_HOST=10.0.0.1", NULL},
+        {"KLD_GPU_SERVICE_PORT_HTTP=80", NULL},
+        {"KLD_GPU_PORT=tcp://10.0.0.1:80", NULL},
+        {"KLD_GPU_PORT_80_TCP=tcp://10.0.0.1:80", NULL},
+        {"KLDLOG=1", NULL},
+        {"PATH=/bin", NULL},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char name[KLD_CONFIG_NAME_MAX], similar[160];
+        bool stray = kld_config_stray_variable(cases[i].assignment, name, similar, sizeof similar);
+        ck_assert_msg(stray == (cases[i].similar != NULL), "%s", cases[i].assignment);
+        if (stray)
+            ck_assert_str_eq(similar, cases[i].similar);
+    }
+}
+END_TEST
+
 START_TEST(refuses_files) {
     static const struct {
         const char *text, *expected;
@@ -289,6 +323,7 @@ START_TEST(what_a_running_server_takes_over) {
 END_TEST
 
 UNIT_MAIN("server/config", what_a_running_server_takes_over, defaults, both_spellings_of_a_flag,
-          devices_are_all_or_a_list, precedence, refuses_flags, refuses_environment, refuses_files,
-          a_file_may_hold_every_kind, takes_the_0_that_its_help_explains, help_and_version_win,
+          devices_are_all_or_a_list, precedence, refuses_flags, refuses_environment,
+          variables_that_are_nobodys, refuses_files, a_file_may_hold_every_kind,
+          takes_the_0_that_its_help_explains, help_and_version_win,
           arguments_are_the_whole_configuration)
