@@ -228,6 +228,14 @@ def test_who_reaches_a_runtimes_metrics():
     assert entries[metrics] == one("base", "NetworkPolicy")["spec"]["ingress"][1]["from"]
 
 
+@needs("kubectl")
+def test_a_rollout_wants_no_gpu_more():
+    """Which may be free nowhere; and one replica is left."""
+    rolling = {name: one(name, "Deployment")["spec"]["strategy"]["rollingUpdate"] for name in RENDERED}
+    assert rolling == {"base": {"maxUnavailable": 0, "maxSurge": 1}, "gpu": {"maxUnavailable": 1, "maxSurge": 0}}
+    assert one("gpu", "HorizontalPodAutoscaler")["spec"]["minReplicas"] > 1
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_times(name):
     """SIGTERM comes after preStop, SIGKILL after the rest; not ready is noticed before preStop is over. What a manifest
