@@ -146,6 +146,35 @@ def test_restricted_profile(name):
             assert not any("hostPort" in port for port in box.get("ports", []))
 
 
+def test_what_the_daemonset_has_beyond_restricted():
+    """Namespaces and folders of the host, and one container that is root to make these; nothing more."""
+    (_, pod), = pods("../mps/kubernetes.yaml")
+    assert pod["hostIPC"] is pod["hostPID"] is True and "hostNetwork" not in pod
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"] == {"runAsUser": 10001, "runAsGroup": 10001, "seccompProfile": {"type": "RuntimeDefault"}}
+    common = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True}
+    for box in containers(pod):
+        mine = {"runAsUser": 0, "capabilities": {"drop": ["ALL"], "add": ["CHOWN", "FOWNER"]}} if box["name"] == "folders" \
+            else {"runAsNonRoot": True, "capabilities": {"drop": ["ALL"]}}
+        assert box["securityContext"] == {**common, **mine}, box["name"]
+        assert box["name"] == "folders" or "/tmp" in {mount["mountPath"] for mount in box["volumeMounts"]}
+
+
+@needs("setpriv", root=True)
+def test_two_capabilities_make_the_folders(tmp_path):
+    """Twice: the second start finds them, and whose they are."""
+    (_, pod), = pods("../mps/kubernetes.yaml")
+    box = next(box for box in containers(pod) if box["name"] == "folders")
+    kept = ",".join(f"+{name.lower()}" for name in box["securityContext"]["capabilities"]["add"])
+    for mount in box["volumeMounts"]:
+        (tmp_path / mount["mountPath"].lstrip("/")).mkdir(parents=True)
+    words = [word.replace("/host/", f"{tmp_path}/host/") for word in box["command"]]
+    for _ in range(2):
+        result = subprocess.run(["setpriv", f"--bounding-set=-all,{kept}", *words], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+    assert {path.stat().st_uid for path in (tmp_path / "host/mps").iterdir()} == {10001}
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_every_container_has_limits(name):
     """So that none takes the node's memory from its neighbours."""
