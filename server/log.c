@@ -24,6 +24,7 @@
 
 #define LINE_MAX_BYTES 2048 /* below PIPE_BUF: one write is never split */
 #define DETAILS_MAX_BYTES 1024
+#define FORMAT_MAX_BYTES 512 /* of a longer one, which there is not, quotes in values end them */
 
 static const char *const level_names[] = {"debug", "info", "warn", "error"};
 #define LEVELS (sizeof level_names / sizeof level_names[0])
@@ -79,9 +80,32 @@ static bool is_number(const char *text, size_t bytes) {
     return digits > 0 && digits < 16 && !leading_zero;
 }
 
-/* key=value pairs, values with blanks in double quotes, to ,"key":"value". What is not a pair goes
- * into "text". */
-static void put_json_pairs(struct line *line, const char *details) {
+/* A byte that is nowhere in the details; '"' if there is none. */
+static char absent(const char *details) {
+    for (char c = 1; c < ' '; c++)
+        if (!strchr(details, c))
+            return c;
+    return '"';
+}
+
+/* The details once more, with another mark where the format has quotes: then those that are in a
+ * value do not end it. ret_mark: the mark. */
+static void mark_quotes(char details[DETAILS_MAX_BYTES], const char *format, va_list arguments,
+                        char *ret_mark) {
+    char marked[FORMAT_MAX_BYTES];
+    size_t bytes = strlen(format);
+    *ret_mark = absent(details);
+    if (bytes >= sizeof marked || !strchr(details, '"'))
+        return;
+    for (size_t i = 0; i <= bytes; i++)
+        marked[i] = format[i] == '"' ? *ret_mark : format[i];
+    if (vsnprintf(details, DETAILS_MAX_BYTES, marked, arguments) < 0)
+        details[0] = '\0';
+}
+
+/* key=value pairs, values with blanks in double quotes or between two marks, to ,"key":"value".
+ * What is not a pair goes into "text". */
+static void put_json_pairs(struct line *line, const char *details, char mark) {
     while (*details) {
         details += strspn(details, " ");
         size_t key = strcspn(details, "= ");
@@ -99,15 +123,16 @@ static void put_json_pairs(struct line *line, const char *details) {
             put_json_char(line, (unsigned char)details[i]);
         put_text(line, "\":");
         details += key + 1;
-        bool quoted = *details == '"';
+        bool quoted = *details == '"' || *details == mark;
+        const char end[] = {quoted ? *details : ' ', '\0'};
         details += quoted;
-        size_t value = strcspn(details, quoted ? "\"" : " ");
+        size_t value = strcspn(details, end);
         bool number = !quoted && is_number(details, value);
         put_text(line, number ? "" : "\"");
         for (size_t i = 0; i < value; i++)
             put_json_char(line, (unsigned char)details[i]);
         put_text(line, number ? "" : "\"");
-        details += value + (quoted && details[value] == '"');
+        details += value + (quoted && details[value]);
     }
 }
 
@@ -196,11 +221,15 @@ void kld_log(enum kld_log_level level, const char *event, const char *format, ..
     if (!kld_log_wants(level))
         return;
     int saved_errno = errno;
-    char details[DETAILS_MAX_BYTES];
+    char details[DETAILS_MAX_BYTES], mark = '"';
     va_list arguments;
     va_start(arguments, format);
     if (vsnprintf(details, sizeof details, format, arguments) < 0)
         details[0] = '\0';
+    va_end(arguments);
+    va_start(arguments, format);
+    if (settings.json)
+        mark_quotes(details, format, arguments, &mark);
     va_end(arguments);
 
     struct timespec now;
@@ -218,7 +247,7 @@ void kld_log(enum kld_log_level level, const char *event, const char *format, ..
                  "{\"time\":\"%s\",\"level\":\"%s\",\"role\":\"%s\",\"pid\":%d,\"event\":\"%.60s\"",
                  stamp, level_names[level], settings.role, (int)getpid(), event);
         put_text(&line, head);
-        put_json_pairs(&line, details);
+        put_json_pairs(&line, details, mark);
         if (line.bytes >= sizeof line.text - 8) { /* cut: an incomplete object helps nobody */
             line.bytes = 0;
             put_text(&line, head);

@@ -19,7 +19,8 @@ enum kld_log_level { KLD_LOG_DEBUG, KLD_LOG_INFO, KLD_LOG_WARN, KLD_LOG_ERROR };
 enum kld_status kld_log_init(const char *role, const char *level, const char *format,
                              struct kld_error *err);
 /* event: a fixed lower-case word or two ("worker exited"); format: details as key=value pairs,
- * values with blanks in double quotes ("child_pid=%d status=%s"), or "". No key is time, level,
+ * values with blanks, and what others said, in double quotes of the format's own
+ * ("child_pid=%d text=\"%s\""), or "". No key is time, level,
  * role, pid or event: those are what each JSON line begins with, its process's own. */
 void kld_log(enum kld_log_level level, const char *event, const char *format, ...)
     __attribute__((format(printf, 3, 4)));

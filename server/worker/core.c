@@ -105,6 +105,11 @@ static void describe_trace(const struct kld_request_trace *trace, char ret_text[
     sprintf(at, " sampled=%u", trace->flags & 1u);
 }
 
+#define REQUEST_LINE                                                                               \
+    "transport=unix client=\"%s\" client_pid=%d request=%" PRIu64 " op=%s%s status=%s"             \
+    " total_us=%" PRIu64 " queue_us=%" PRIu64 " copy_us=%" PRIu64 " kernel_us=%" PRIu64            \
+    " bytes=%" PRIu64 "%s"
+
 /* The one place where a request is counted and logged. `status`: what its client was, or would have
  * been, told. ran: the back end is through with it, so its times are there. */
 static void account(struct kld_request *request, enum kld_status status, const char *text,
@@ -124,15 +129,11 @@ static void account(struct kld_request *request, enum kld_status status, const c
         return;
     describe(request, asked, sizeof asked);
     describe_trace(&request->trace, traced);
-    kld_log(level, "request",
-            "transport=unix client=\"%s\" client_pid=%d request=%" PRIu64 " op=%s%s status=%s"
-            " total_us=%" PRIu64 " queue_us=%" PRIu64 " copy_us=%" PRIu64 " kernel_us=%" PRIu64
-            " bytes=%" PRIu64 "%s%s%s%s",
+    kld_log(level, "request", status ? REQUEST_LINE " text=\"%s\"" : REQUEST_LINE "%s",
             request->session->name, (int)request->session->pid, request->number,
             kld_asked_name(asked_of(request)), asked, kld_status_name(status), total_ns / 1000,
             ran ? queue_ns(request) / 1000 : 0, ran ? job->copy_ns / 1000 : 0,
-            ran ? job->kernel_ns / 1000 : 0, ran ? job->bytes : 0, traced, status ? " text=\"" : "",
-            status ? text : "", status ? "\"" : "");
+            ran ? job->kernel_ns / 1000 : 0, ran ? job->bytes : 0, traced, status ? text : "");
 }
 
 /* QUEUED or RUNNING -> FREE. The request was answered, or its client is gone. */

@@ -76,6 +76,25 @@ START_TEST(json_line) {
 }
 END_TEST
 
+/* A text may quote what somebody said: it ends no value and makes no key. */
+START_TEST(quotes_in_a_value_are_its_own) {
+    static const char *const texts[] = {"/x\"y z=1", "\" status=\"ok", "\"", "\1\" z=1 \2",
+                                        "a\\\" b"};
+    capture("debug", "json", false);
+    for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
+        kld_log(KLD_LOG_INFO, "x", "text=\"%s\" more=%d%s", texts[i], 1, " token=\"a b\" last=2");
+        cJSON *root = cJSON_Parse(line());
+        ck_assert_ptr_nonnull(root);
+        ck_assert_str_eq(cJSON_GetObjectItem(root, "text")->valuestring, texts[i]);
+        ck_assert_double_eq(cJSON_GetObjectItem(root, "more")->valuedouble, 1);
+        ck_assert_str_eq(cJSON_GetObjectItem(root, "token")->valuestring, "a b");
+        ck_assert_double_eq(cJSON_GetObjectItem(root, "last")->valuedouble, 2);
+        ck_assert_int_eq(cJSON_GetArraySize(root), 9);
+        cJSON_Delete(root);
+    }
+}
+END_TEST
+
 START_TEST(json_stays_json) {
     capture("debug", "json", false);
     char huge[3000];
@@ -194,6 +213,7 @@ int main(void) {
     const TTest *const tests[] = {text_line,
                                   level_is_respected,
                                   json_line,
+                                  quotes_in_a_value_are_its_own,
                                   json_stays_json,
                                   full_pipe_loses_and_counts,
                                   a_full_pipe_of_another_user_loses_and_counts,
