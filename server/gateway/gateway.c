@@ -191,13 +191,17 @@ static uint64_t descriptors_wanted(const struct kld_config *config) {
            config->http_parting_max + config->http_regions_max;
 }
 
+bool kld_gateway_is_draining(const struct kld_gateway *gateway) {
+    return atomic_load(&gateway->common->draining) || atomic_load(&gateway->page->draining);
+}
+
 bool kld_gateway_is_ready(const struct kld_gateway *gateway) {
-    return !atomic_load(&gateway->common->draining) && !atomic_load(&gateway->page->draining) &&
-           kld_stats_ready(gateway->page) && kld_links_up(gateway->links);
+    return !kld_gateway_is_draining(gateway) && kld_stats_ready(gateway->page) &&
+           kld_links_up(gateway->links);
 }
 
 const char *kld_gateway_why_not_ready(const struct kld_gateway *gateway) {
-    if (atomic_load(&gateway->common->draining) || atomic_load(&gateway->page->draining))
+    if (kld_gateway_is_draining(gateway))
         return "the server is shutting down";
     return kld_gateway_is_ready(gateway) ? NULL : "the worker is not ready";
 }

@@ -74,6 +74,9 @@ struct kld_gateway {
     _Atomic uint32_t connections; /* open, or on their way here; any thread (accept.h) */
 };
 
+/* This process or the whole server is told to end: each reply is the last of its connection. Any
+ * thread. */
+bool kld_gateway_is_draining(const struct kld_gateway *gateway);
 /* Requests are answered: nobody ends it, a worker serves, and it is within reach. Any thread. */
 bool kld_gateway_is_ready(const struct kld_gateway *gateway);
 const char *kld_gateway_why_not_ready(const struct kld_gateway *gateway); /* NULL: it is */

@@ -149,6 +149,8 @@ static enum MHD_Result queue_reply(struct kld_exchange *exchange) {
     exchange->response = NULL;
     kld_stats_http_reply(http->gateway->stats, exchange->http_status);
     http->drive.queued = true;
+    if (kld_gateway_is_draining(exchange->gateway)) /* without memory for it, it ends unannounced */
+        (void)MHD_add_response_header(response, MHD_HTTP_HEADER_CONNECTION, "close");
     enum MHD_Result result =
         MHD_queue_response(exchange->connection, exchange->http_status, response);
     MHD_destroy_response(response);

@@ -116,11 +116,9 @@ static void append_failures(const struct kld_stats *stats, struct kld_oip_text *
 
 void kld_page_append(const struct kld_gateway *gateway, struct kld_oip_text *text) {
     const struct kld_stats *stats = gateway->stats;
-    bool draining =
-        atomic_load(&gateway->common->draining) || atomic_load(&gateway->page->draining);
-    const char *state = draining                        ? "shutting down"
-                        : kld_gateway_is_ready(gateway) ? "ready"
-                                                        : "waiting for a worker";
+    const char *state = kld_gateway_is_draining(gateway) ? "shutting down"
+                        : kld_gateway_is_ready(gateway)  ? "ready"
+                                                         : "waiting for a worker";
     kld_oip_append(
         text,
         "<!doctype html><html lang=en><meta charset=utf-8>"

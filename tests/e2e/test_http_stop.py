@@ -1,5 +1,6 @@
 """The gateway is told to stop while something of HTTP is on its way to or from a worker that does not
 answer: it ends by itself, and nothing of it is used after it was freed."""
+import contextlib
 import hashlib
 import os
 import pathlib
@@ -114,6 +115,51 @@ def test_a_silent_worker_holds_up_all_at_once(make_server):
     assert all(status == 503 and seconds < 9 for status, seconds in took), took  # one behind another: 12
     wait_until(lambda: server.request("/v2/tensors/a?datatype=FP32&shape=100,1000", q.tobytes(),
                                       method="PUT")[0] == 200, what="the worker")
+
+
+def reply_on(connection, request=b""):
+    """(status line, headers) of the next reply, whose body is read, too."""
+    connection.sendall(request)
+    with connection.makefile("rb", buffering=0) as file:
+        status, headers = file.readline().decode(), {}
+        while (line := file.readline().decode().strip()):
+            name, value = line.split(": ", 1)
+            headers[name.lower()] = value
+        left = int(headers["content-length"])
+        while left:
+            left -= len(file.read(left))
+    return status.split()[1], headers
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_replies_of_a_drain_are_the_last_of_their_connections(make_server, whole):
+    """A connection that was kept would be closed unannounced, whatever its client just sends."""
+    server = make_server(**{**SMALL, "drain_ms": 30000})
+    q = probabilities((2, 3), 45)
+    headers, data = oip.body({"predictions": q, "targets": q})
+    request = head_of("POST", INFER, data, headers) + data
+    live, ready = (head_of("GET", f"/v2/health/{which}", b"", {}) for which in ("live", "ready"))
+    with contextlib.ExitStack() as stack:
+        busy, *others = (stack.enter_context(connect(server)) for _ in range(5))
+        for connection in [busy, *others]:  # each is kept
+            assert "connection" not in reply_on(connection, request)[1]
+        worker, gateway = server.child("worker"), server.child("gateway")
+        suspend(worker)
+        try:
+            busy.sendall(request)
+            wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, what="a request in flight")
+            os.kill(server.pid if whole else gateway, signal.SIGTERM)
+            wait_until(lambda: "gateway: draining" in server.log(), what="the drain")
+            for connection, asked, status in zip(others, (live, ready, request, b"GET /nowhere" + live[15:]),
+                                                 ("200", "503", "503", "404")):
+                got, said = reply_on(connection, asked)
+                assert (got, said.get("connection")) == (status, "close"), (got, said)
+                assert connection.recv(1) == b""
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        got, said = reply_on(busy)
+        assert (got, said.get("connection")) == ("200", "close"), (got, said)
+    ended_well(server, gateway)
 
 
 class Thousand:
