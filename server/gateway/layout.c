@@ -8,6 +8,7 @@
 
 #include "server/gateway/infer.h"
 #include "server/gateway/regions.h"
+#include "server/gateway/shm.h"
 #include "server/gateway/staging.h"
 #include "server/gateway/tensors.h"
 
@@ -162,6 +163,41 @@ static enum kld_status hold_region(struct kld_infer *infer, uint32_t index, stru
     return use.buffer ? hold(infer, index, use.buffer, err) : KLD_OK;
 }
 
+/* The first tensor that lies in the same shared memory; index itself where there is none before. */
+static uint32_t first_beside(const struct kld_infer *infer, uint32_t index) {
+    uint32_t first = 0;
+    while (first < index &&
+           !(infer->region[first] && kld_shm_is_same(infer->region[first], infer->region[index])))
+        first++;
+    return first;
+}
+
+/* The parser knows names alone (oip.c); here one object that was registered under two is one place,
+ * and the same is refused. CUDA memory under two names the worker knows by its handle. */
+static enum kld_status check_objects(struct kld_infer *infer, struct kld_error *err) {
+    struct kld_op *op = &infer->request.op;
+    struct kld_geometry geometry;
+    enum kld_status status = KLD_OK;
+    uint32_t tensors = kld_infer_tensors(infer);
+    bool renamed = false;
+    for (uint32_t i = 1; i < tensors && !renamed; i++)
+        renamed = infer->region[i] && infer->region[first_beside(infer, i)] != infer->region[i];
+    if (!renamed)
+        return KLD_OK;
+    for (uint32_t i = 0; i < tensors; i++) {
+        const struct kld_oip_tensor *tensor = kld_infer_tensor(infer, i);
+        op->tensor[tensor->slot].region = 1 + (infer->region[i] ? first_beside(infer, i) : i);
+        if (infer->region[i])
+            op->tensor[tensor->slot].offset_bytes =
+                kld_shm_offset(infer->region[i]) + tensor->region_offset_bytes;
+    }
+    status = kld_op_check(op, &geometry, err);
+    for (uint32_t i = 0; i < tensors; i++)
+        op->tensor[kld_infer_tensor(infer, i)->slot].region =
+            op->tensor[kld_infer_tensor(infer, i)->slot].offset_bytes = 0;
+    return status;
+}
+
 static enum kld_status hold_regions(struct kld_infer *infer, struct kld_error *err) {
     struct kld_gateway *gateway = infer->gateway;
     uint64_t json_max = gateway->config->json_bytes_max + 4096;
@@ -186,7 +222,7 @@ static enum kld_status hold_regions(struct kld_infer *infer, struct kld_error *e
         if (tensor->where == KLD_OIP_STORED && (status = hold_stored(infer, i, err)))
             return status;
     }
-    return KLD_OK;
+    return check_objects(infer, err);
 }
 
 static void opened(struct kld_pool_job *job) {

@@ -22,6 +22,8 @@ struct kld_shm_object {
     int fd; /* constant, as all but users */
     _Atomic uint32_t users;
     uint64_t offset_bytes, byte_size;
+    dev_t device; /* with inode: which object, whatever its key and its regions' names */
+    ino_t inode;
     char name[KLD_OIP_NAME_MAX]; /* of its region, for errors */
 };
 
@@ -40,7 +42,7 @@ static enum kld_status check_key(const char *prefix, const char *key, struct kld
 }
 
 static enum kld_status open_object(const struct kld_oip_register *wanted, int *ret_fd,
-                                   struct kld_error *err) {
+                                   struct stat *ret_about, struct kld_error *err) {
     struct stat about;
     int fd = shm_open(wanted->key, O_RDWR | O_NONBLOCK, 0);
     if (fd < 0 && errno == ENOENT)
@@ -63,15 +65,18 @@ static enum kld_status open_object(const struct kld_oip_register *wanted, int *r
                              end, (uint64_t)about.st_size);
     }
     *ret_fd = fd;
+    *ret_about = about;
     return KLD_OK;
 }
 
 static struct kld_shm_object *make_object(const struct kld_oip_register *wanted, const char *name,
-                                          int fd) {
+                                          int fd, const struct stat *about) {
     struct kld_shm_object *object = calloc(1, sizeof *object);
     if (!object)
         return NULL;
     object->fd = fd;
+    object->device = about->st_dev;
+    object->inode = about->st_ino;
     object->users = 1;
     object->offset_bytes = wanted->offset_bytes;
     object->byte_size = wanted->byte_size;
@@ -82,10 +87,11 @@ static struct kld_shm_object *make_object(const struct kld_oip_register *wanted,
 static enum kld_status open_into(struct kld_regions *regions, struct kld_registered *registered,
                                  const struct kld_oip_register *wanted, struct kld_error *err) {
     int fd = -1;
-    enum kld_status status = open_object(wanted, &fd, err);
+    struct stat about = {.st_ino = 0};
+    enum kld_status status = open_object(wanted, &fd, &about, err);
     if (status)
         return status;
-    struct kld_region_use use = {.object = make_object(wanted, registered->name, fd)};
+    struct kld_region_use use = {.object = make_object(wanted, registered->name, fd, &about)};
     if (!use.object) {
         close(fd);
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
@@ -130,6 +136,12 @@ void kld_shm_release(struct kld_shm_object *object, uv_loop_t *loop) {
     close(object->fd);
     free(object);
 }
+
+bool kld_shm_is_same(const struct kld_shm_object *a, const struct kld_shm_object *b) {
+    return a->device == b->device && a->inode == b->inode;
+}
+
+uint64_t kld_shm_offset(const struct kld_shm_object *object) { return object->offset_bytes; }
 
 static enum kld_status cut_short(const struct kld_shm_object *object, struct kld_error *err) {
     return kld_error_set(err, KLD_INVALID, "region '%.60s' is shorter than when it was registered",

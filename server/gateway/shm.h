@@ -28,6 +28,10 @@ void kld_shm_hold(struct kld_shm_object *object);
 /* NULL is allowed. loop: the calling thread's, whose pool closes; NULL: it is closed at once. */
 void kld_shm_release(struct kld_shm_object *object, uv_loop_t *loop);
 
+/* Of the same shared memory, by whatever keys; and where in it the region begins. */
+bool kld_shm_is_same(const struct kld_shm_object *a, const struct kld_shm_object *b);
+uint64_t kld_shm_offset(const struct kld_shm_object *object);
+
 enum kld_status kld_shm_read(const struct kld_shm_object *object, uint64_t offset_bytes, void *to,
                              uint64_t bytes, struct kld_error *err);
 enum kld_status kld_shm_write(const struct kld_shm_object *object, uint64_t offset_bytes,

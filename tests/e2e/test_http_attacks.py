@@ -402,6 +402,43 @@ def test_the_same_bytes_in_and_out(server):
         unregister(server)
 
 
+@pytest.mark.parametrize("second", ["r", "s", "t"])
+def test_bytes_that_two_results_or_a_result_and_an_input_would_share(server, second):
+    """One of them was lost without a word where the region had two names: s begins where r does, t 32 bytes behind."""
+    with Shared(4096) as shared:
+        shared.map[:24] = shared.map[64:88] = Q.tobytes()
+        before = shared.map[:]
+        at = {"r": 0, "s": 0, "t": 32}[second]
+        for name, offset in {"r": 0, "s": 0, "t": 32}.items():
+            assert register(server, name, shared, 4096 - offset, offset)[0] == 200
+
+        def output(name, region, offset, size):
+            return {"name": name, "parameters": {"shared_memory_region": region, "shared_memory_offset": offset,
+                                                 "shared_memory_byte_size": size}}
+
+        def ask(*outputs):
+            return server.json(INFER, {"inputs": [in_region("predictions", (2, 3), 0), in_region("targets", (2, 3), 64)],
+                                       "outputs": list(outputs)})
+
+        loss = output("loss", "r", 128, 4)
+        for outputs, what in (((loss, output("grad_predictions", second, 128 - at, 24)), "overlaps"),
+                              ((loss, output("grad_predictions", second, 112 - at, 24)), "overlaps"),
+                              ((loss, output("grad_predictions", second, 64 - at, 24)), "grad_predictions overlaps targets"),
+                              ((loss, output("grad_targets", second, 68 - at, 24)), "grad_targets overlaps targets"),
+                              ((output("loss", second, 64 - at, 4),), "loss overlaps targets")):
+            status, reply = ask(*outputs)
+            assert status == 400 and what in reply["error"], (what, reply)
+            assert "an output may only be written exactly over" in reply["error"]
+            assert shared.map[:] == before
+        status, reply = ask(loss, output("grad_predictions", second, 160 - at, 24),
+                            output("grad_targets", second, 64 - at, 24))  # beside, and over its own
+        assert status == 200, reply
+        truth = oip.expected(Q, Q)
+        for name, begin in (("grad_predictions", 160), ("grad_targets", 64)):
+            close(np.frombuffer(shared.map[begin:begin + 24], "<f4").reshape(2, 3), truth[name], "FP32")
+        unregister(server)
+
+
 def test_clients_that_leave_at_any_byte(server):
     """Mid-head, mid-upload, mid-kernel, mid-reply; a reset instead of an end every second time."""
     q = probabilities((200, 1000), 7)
