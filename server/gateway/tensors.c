@@ -15,7 +15,7 @@ struct kld_tensors {
     struct kld_stats *stats;
     uv_timer_t timer;
     uv_mutex_t mutex; /* of all below, and of what tensors.c has in the tensors themselves */
-    struct kld_stored *first;
+    struct kld_stored *first; /* the newest */
     uint32_t count;
     uint64_t bytes; /* with those being uploaded, without the lost ones */
 };
@@ -114,75 +114,102 @@ static struct kld_stored **find(struct kld_tensors *tensors, const struct kld_ca
     return at;
 }
 
-struct owned {
-    uint64_t count, bytes;
+/* One that is on its way takes the place of the one that it replaces, which is there until then; of
+ * several of one name the first to come alone does. */
+static bool replaces(struct kld_tensors *tensors, const struct kld_stored *stored) {
+    const struct kld_stored *oldest = NULL; /* the list begins with the newest */
+    if (stored->buffer || !*find(tensors, stored->owner, stored->name))
+        return false;
+    for (const struct kld_stored *other = tensors->first; other; other = other->next)
+        if (!other->buffer && other->owner == stored->owner &&
+            strcmp(other->name, stored->name) == 0)
+            oldest = other;
+    return !oldest || oldest == stored;
+}
+
+struct held {
+    uint64_t places, bytes;
 };
 
-static struct owned owned_by(const struct kld_tensors *tensors, const struct kld_caller *owner) {
-    struct owned owned = {.count = 0};
+/* By this owner, or by all (NULL). */
+static struct held held_by(struct kld_tensors *tensors, const struct kld_caller *owner) {
+    struct held held = {.places = 0};
     for (const struct kld_stored *stored = tensors->first; stored; stored = stored->next)
-        if (stored->owner == owner) {
-            owned.bytes += stored->lost ? 0 : stored->bytes;
-            owned.count++;
+        if (!owner || stored->owner == owner) {
+            held.bytes += stored->lost ? 0 : stored->bytes;
+            held.places += !replaces(tensors, stored);
         }
-    return owned;
+    return held;
 }
 
 /* A place for one more, where a lost one has it; a lost one that is uploaded again leaves its own
  * when that has come. */
-static void make_room(struct kld_tensors *tensors, const struct kld_caller *owner) {
+static void make_room(struct kld_tensors *tensors, const struct kld_stored *wanted) {
     const struct kld_config *config = tensors->config;
     sweep(tensors);
-    if (owner->name[0] && owned_by(tensors, owner).count >= config->token_tensors_max)
-        forget_a_lost_one(tensors, owner);
-    if (tensors->count >= config->tensors_max)
+    if (replaces(tensors, wanted))
+        return;
+    if (wanted->owner->name[0] &&
+        held_by(tensors, wanted->owner).places >= config->token_tensors_max)
+        forget_a_lost_one(tensors, wanted->owner);
+    if (held_by(tensors, NULL).places >= config->tensors_max)
         forget_a_lost_one(tensors, NULL);
 }
 
-static enum kld_status reserve(struct kld_tensors *tensors, const struct kld_stored *wanted,
-                               struct kld_stored **ret_stored, struct kld_error *err) {
+/* The bytes of one that is to be replaced count until then: both are on the device meanwhile. */
+static enum kld_status check(struct kld_tensors *tensors, const struct kld_stored *wanted,
+                             struct kld_error *err) {
     const struct kld_config *config = tensors->config;
     uint64_t most = config->tensor_bytes_max, mine = config->token_tensor_bytes_max;
-    struct owned owned = owned_by(tensors, wanted->owner);
-    if (wanted->owner->name[0] && owned.count >= config->token_tensors_max)
+    struct held owned = held_by(tensors, wanted->owner), all = held_by(tensors, NULL);
+    const struct kld_stored *there = *find(tensors, wanted->owner, wanted->name);
+    const char *cure =
+        there && !there->lost ? "delete the one that it replaces first" : "delete one";
+    bool named = wanted->owner->name[0], more = !replaces(tensors, wanted);
+    if (named && owned.places + more > config->token_tensors_max)
         return kld_error_set(err, KLD_TOO_LARGE,
                              "this token stores %" PRIu64
                              " tensors, the most allowed (token_tensors_max); delete one",
-                             owned.count);
-    if (tensors->count >= config->tensors_max)
+                             owned.places);
+    if (all.places + more > config->tensors_max)
         return kld_error_set(err, KLD_TOO_LARGE,
-                             "there are %" PRIu32 " stored tensors, the most allowed "
+                             "there are %" PRIu64 " stored tensors, the most allowed "
                              "(tensors_max); delete one",
-                             tensors->count);
-    if (wanted->bytes > most || tensors->bytes > most - wanted->bytes)
+                             all.places);
+    if (wanted->bytes > most || all.bytes > most - wanted->bytes)
         return kld_error_set(err, KLD_TOO_LARGE,
                              "the tensor has %" PRIu64 " bytes and %" PRIu64
-                             " are stored; at most %" PRIu64 " (tensor_bytes_max)",
-                             wanted->bytes, tensors->bytes, most);
-    if (wanted->owner->name[0] && (wanted->bytes > mine || owned.bytes > mine - wanted->bytes))
+                             " are stored; at most %" PRIu64 " (tensor_bytes_max); %s",
+                             wanted->bytes, all.bytes, most, cure);
+    if (named && (wanted->bytes > mine || owned.bytes > mine - wanted->bytes))
         return kld_error_set(err, KLD_TOO_LARGE,
                              "the tensor has %" PRIu64 " bytes and this token stores %" PRIu64
-                             "; at most %" PRIu64 " (token_tensor_bytes_max)",
-                             wanted->bytes, owned.bytes, mine);
+                             "; at most %" PRIu64 " (token_tensor_bytes_max); %s",
+                             wanted->bytes, owned.bytes, mine, cure);
+    return KLD_OK;
+}
+
+enum kld_status kld_tensors_reserve(struct kld_tensors *tensors, const struct kld_stored *wanted,
+                                    struct kld_stored **ret_stored, struct kld_error *err) {
     struct kld_stored *stored = malloc(sizeof *stored);
     if (!stored)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
     *stored = *wanted;
     stored->buffer = NULL;
     stored->condemned = stored->lost = false;
-    stored->next = tensors->first;
-    tensors->first = stored;
-    count(tensors, 1, (int64_t)stored->bytes);
-    *ret_stored = stored;
-    return KLD_OK;
-}
-
-enum kld_status kld_tensors_reserve(struct kld_tensors *tensors, const struct kld_stored *wanted,
-                                    struct kld_stored **ret_stored, struct kld_error *err) {
     uv_mutex_lock(&tensors->mutex);
-    make_room(tensors, wanted->owner);
-    enum kld_status status = reserve(tensors, wanted, ret_stored, err);
+    make_room(tensors, stored);
+    enum kld_status status = check(tensors, stored, err);
+    if (status == KLD_OK) {
+        stored->next = tensors->first;
+        tensors->first = stored;
+        count(tensors, 1, (int64_t)stored->bytes);
+    }
     uv_mutex_unlock(&tensors->mutex);
+    if (status)
+        free(stored);
+    else
+        *ret_stored = stored;
     return status;
 }
 

@@ -210,6 +210,37 @@ def test_limits(make_server, tmp_path):
     assert ask(server, small, small, {"targets": "c"}, headers=ann)[0] == 200
 
 
+def test_one_that_is_replaced_takes_no_second_place(make_server, tmp_path):
+    """Its bytes count twice until the new one has come, and the error says what to do; a second upload of the name is one
+    more."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text("".join(f"{n} {hashlib.sha256(n.encode()).hexdigest()} infer,metrics\n" for n in ("ann", "bob")))
+    server = make_server(tokens=tokens, tensors_max=3, token_tensors_max=2, token_tensor_bytes_max="600K", **SMALL)
+    ann, bob = ({"Authorization": f"Bearer {name}"} for name in ("ann", "bob"))
+    small, big = np.ones((2, 4), "<f4"), np.ones((100, 1000), "<f4")
+    assert put(server, "a", small, ann)[0] == put(server, "b", small, ann)[0] == put(server, "a", small, bob)[0] == 200
+    for headers, limit in ((ann, "token_tensors_max"), (bob, "(tensors_max)")):
+        assert put(server, "c", small, headers)[1]["error"].count(limit) == 1
+        for _ in range(3):
+            assert put(server, "a", 2 * small, headers)[0] == 200
+    assert len(listed(server, headers=ann)) == 2 and ask(server, small, small, {"targets": "a"}, headers=ann)[0] == 200
+    assert server.metrics(ann)["kld_http_tensors"] == 3
+    host, port = server.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), 60) as half:
+        half.sendall((f"PUT {PATH}a{query(small)} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer ann\r\n"
+                      f"Content-Length: {small.nbytes}\r\n\r\n").encode() + small.tobytes()[:-1])
+        wait_until(lambda: server.metrics(ann)["kld_http_tensors"] == 4, what="the upload that has begun")
+        assert "token_tensors_max" in put(server, "a", small, ann)[1]["error"]
+        assert put(server, "b", small, ann)[0] == put(server, "a", small, bob)[0] == 200
+        half.sendall(small.tobytes()[-1:])
+        assert half.recv(12) == b"HTTP/1.1 200"
+    wait_until(lambda: server.metrics(ann)["kld_http_tensors"] == 3, what="those that were replaced gone")
+    assert server.request(PATH + "b", headers=ann, method="DELETE")[0] == 200
+    assert put(server, "a", big, ann)[0] == 200
+    status, reply = put(server, "a", big, ann)
+    assert "token_tensor_bytes_max); delete the one that it replaces first" in reply["error"]
+
+
 def test_a_body_in_chunks_has_a_limit(make_server):
     """It is refused before it takes memory, as one is that announces its length."""
     server = make_server(body_bytes_max="1M", **SMALL)
