@@ -74,49 +74,78 @@ static bool is_published(const struct kld_registered *registered) {
 
 /* ---- Limits -----------------------------------------------------------------------------------*/
 
-static enum kld_status check_token(const struct kld_regions *regions,
-                                   const struct kld_registered *wanted, struct kld_error *err) {
-    const struct kld_config *config = regions->config;
-    uint64_t most = config->token_region_bytes_max, owned = 0, has = 0;
-    if (!wanted->owner->name[0])
-        return KLD_OK;
+struct held {
+    uint64_t count, bytes;
+};
+
+static struct held held_by(const struct kld_regions *regions, const struct kld_caller *owner) {
+    struct held held = {.count = 0};
     for (const struct kld_registered *one = regions->first; one; one = one->next)
-        if (one->owner == wanted->owner) {
-            owned += one->bytes;
-            has++;
+        if (one->owner == owner) {
+            held.bytes += one->bytes;
+            held.count++;
         }
-    if (has >= config->token_regions_max)
+    return held;
+}
+
+/* What no wait and no unregistering would help. */
+static enum kld_status check_alone(const struct kld_config *config,
+                                   const struct kld_registered *wanted, struct kld_error *err) {
+    if (wanted->bytes > config->http_region_bytes_max)
         return kld_error_set(err, KLD_TOO_LARGE,
+                             "the region has %" PRIu64 " bytes; all of them at most %" PRIu64
+                             " (http_region_bytes_max)",
+                             wanted->bytes, config->http_region_bytes_max);
+    if (wanted->owner->name[0] && wanted->bytes > config->token_region_bytes_max)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "the region has %" PRIu64 " bytes; those of one token at most %" PRIu64
+                             " (token_region_bytes_max)",
+                             wanted->bytes, config->token_region_bytes_max);
+    return KLD_OK;
+}
+
+/* KLD_THROTTLED: what is in the way is the token's own; KLD_BUSY: it is others' as well. */
+static enum kld_status check_limits(const struct kld_regions *regions,
+                                    const struct kld_registered *wanted, struct kld_error *err) {
+    const struct kld_config *config = regions->config;
+    uint64_t most = config->http_region_bytes_max, mine = config->token_region_bytes_max;
+    struct held owned = held_by(regions, wanted->owner);
+    bool named = wanted->owner->name[0];
+    enum kld_status status = check_alone(config, wanted, err);
+    if (status)
+        return status;
+    if (named && owned.count >= config->token_regions_max)
+        return kld_error_set(err, KLD_THROTTLED,
                              "this token has registered %" PRIu64
                              " regions, the most allowed (token_regions_max); unregister one",
-                             has);
-    if (wanted->bytes > most || owned > most - wanted->bytes)
-        return kld_error_set(err, KLD_TOO_LARGE,
+                             owned.count);
+    if (named && owned.bytes > mine - wanted->bytes)
+        return kld_error_set(err, KLD_THROTTLED,
                              "the region has %" PRIu64 " bytes and those of this token %" PRIu64
-                             "; at most %" PRIu64 " (token_region_bytes_max)",
-                             wanted->bytes, owned, most);
+                             "; at most %" PRIu64 " (token_region_bytes_max); unregister one",
+                             wanted->bytes, owned.bytes, mine);
+    if (regions->count >= config->http_regions_max)
+        return kld_error_set(err, named && owned.count == regions->count ? KLD_THROTTLED : KLD_BUSY,
+                             "there are %" PRIu32
+                             " regions, the most allowed (http_regions_max); unregister one",
+                             regions->count);
+    if (regions->bytes > most - wanted->bytes)
+        return kld_error_set(err, named && owned.bytes == regions->bytes ? KLD_THROTTLED : KLD_BUSY,
+                             "the region has %" PRIu64 " bytes and the others %" PRIu64
+                             "; at most %" PRIu64 " (http_region_bytes_max); unregister one",
+                             wanted->bytes, regions->bytes, most);
     return KLD_OK;
 }
 
 static enum kld_status check(const struct kld_regions *regions, const struct kld_registered *wanted,
                              struct kld_error *err) {
-    uint64_t most = regions->config->http_region_bytes_max;
     const struct kld_registered *there = find(regions, wanted->owner, wanted->name);
     if (atomic_load(&wanted->owner->gone)) /* since its headers: nobody could unregister it */
         return kld_error_set(err, KLD_UNAUTHENTICATED, "this token is no longer accepted");
     if (there)
         return kld_error_set(err, KLD_EXISTS, "a region of this name is %s",
                              is_published(there) ? "registered already" : "just being registered");
-    if (regions->count >= regions->config->http_regions_max)
-        return kld_error_set(err, KLD_TOO_LARGE,
-                             "there are %" PRIu32 " regions, the most allowed (http_regions_max)",
-                             regions->count);
-    if (wanted->bytes > most || regions->bytes > most - wanted->bytes)
-        return kld_error_set(err, KLD_TOO_LARGE,
-                             "the region has %" PRIu64 " bytes and the others %" PRIu64
-                             "; at most %" PRIu64 " (http_region_bytes_max)",
-                             wanted->bytes, regions->bytes, most);
-    return check_token(regions, wanted, err);
+    return check_limits(regions, wanted, err);
 }
 
 /* ---- A region's life --------------------------------------------------------------------------*/

@@ -57,8 +57,9 @@ void kld_regions_close(struct kld_regions *regions);
 enum kld_status kld_regions_name(struct kld_registered *wanted, const char *name,
                                  struct kld_error *err);
 /* KLD_EXISTS: the caller has one of this name, of either kind;
- * KLD_TOO_LARGE: http_regions_max, http_region_bytes_max, or what one token may have
- * (token_regions_max, token_region_bytes_max). Ends with publish or give_up. */
+ * KLD_TOO_LARGE: it alone has more bytes than http_region_bytes_max or token_region_bytes_max;
+ * KLD_THROTTLED: with what its owner has it would be over these, token_regions_max or
+ * http_regions_max; KLD_BUSY: with what others have. Ends with publish or give_up. */
 enum kld_status kld_regions_reserve(struct kld_regions *regions,
                                     const struct kld_registered *wanted,
                                     struct kld_registered **ret_registered, struct kld_error *err);

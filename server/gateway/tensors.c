@@ -156,7 +156,24 @@ static void make_room(struct kld_tensors *tensors, const struct kld_stored *want
         forget_a_lost_one(tensors, NULL);
 }
 
-/* The bytes of one that is to be replaced count until then: both are on the device meanwhile. */
+/* What no wait and no deletion would help. */
+static enum kld_status check_alone(const struct kld_config *config, const struct kld_stored *wanted,
+                                   struct kld_error *err) {
+    if (wanted->bytes > config->tensor_bytes_max)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "the tensor has %" PRIu64 " bytes; all stored ones at most %" PRIu64
+                             " (tensor_bytes_max)",
+                             wanted->bytes, config->tensor_bytes_max);
+    if (wanted->owner->name[0] && wanted->bytes > config->token_tensor_bytes_max)
+        return kld_error_set(err, KLD_TOO_LARGE,
+                             "the tensor has %" PRIu64 " bytes; those of one token at most %" PRIu64
+                             " (token_tensor_bytes_max)",
+                             wanted->bytes, config->token_tensor_bytes_max);
+    return KLD_OK;
+}
+
+/* KLD_THROTTLED: what is in the way is the token's own; KLD_BUSY: it is others' as well. The bytes
+ * of one that is to be replaced count until then: both are on the device meanwhile. */
 static enum kld_status check(struct kld_tensors *tensors, const struct kld_stored *wanted,
                              struct kld_error *err) {
     const struct kld_config *config = tensors->config;
@@ -166,26 +183,29 @@ static enum kld_status check(struct kld_tensors *tensors, const struct kld_store
     const char *cure =
         there && !there->lost ? "delete the one that it replaces first" : "delete one";
     bool named = wanted->owner->name[0], more = !replaces(tensors, wanted);
+    enum kld_status status = check_alone(config, wanted, err);
+    if (status)
+        return status;
     if (named && owned.places + more > config->token_tensors_max)
-        return kld_error_set(err, KLD_TOO_LARGE,
+        return kld_error_set(err, KLD_THROTTLED,
                              "this token stores %" PRIu64
                              " tensors, the most allowed (token_tensors_max); delete one",
                              owned.places);
-    if (all.places + more > config->tensors_max)
-        return kld_error_set(err, KLD_TOO_LARGE,
-                             "there are %" PRIu64 " stored tensors, the most allowed "
-                             "(tensors_max); delete one",
-                             all.places);
-    if (wanted->bytes > most || all.bytes > most - wanted->bytes)
-        return kld_error_set(err, KLD_TOO_LARGE,
-                             "the tensor has %" PRIu64 " bytes and %" PRIu64
-                             " are stored; at most %" PRIu64 " (tensor_bytes_max); %s",
-                             wanted->bytes, all.bytes, most, cure);
-    if (named && (wanted->bytes > mine || owned.bytes > mine - wanted->bytes))
-        return kld_error_set(err, KLD_TOO_LARGE,
+    if (named && owned.bytes > mine - wanted->bytes)
+        return kld_error_set(err, KLD_THROTTLED,
                              "the tensor has %" PRIu64 " bytes and this token stores %" PRIu64
                              "; at most %" PRIu64 " (token_tensor_bytes_max); %s",
                              wanted->bytes, owned.bytes, mine, cure);
+    if (all.places + more > config->tensors_max)
+        return kld_error_set(err, named && owned.places == all.places ? KLD_THROTTLED : KLD_BUSY,
+                             "there are %" PRIu64
+                             " stored tensors, the most allowed (tensors_max); delete one",
+                             all.places);
+    if (all.bytes > most - wanted->bytes)
+        return kld_error_set(err, named && owned.bytes == all.bytes ? KLD_THROTTLED : KLD_BUSY,
+                             "the tensor has %" PRIu64 " bytes and %" PRIu64
+                             " are stored; at most %" PRIu64 " (tensor_bytes_max); %s",
+                             wanted->bytes, all.bytes, most, cure);
     return KLD_OK;
 }
 

@@ -45,8 +45,10 @@ void kld_tensors_stop(struct kld_tensors *tensors);
 /* After the loop has ended, before the pools are closed. */
 void kld_tensors_close(struct kld_tensors *tensors);
 
-/* Room for a tensor: KLD_TOO_LARGE over tensor_bytes_max, token_tensor_bytes_max, tensors_max or
- * token_tensors_max, of which the last two do not count it where it replaces one.
+/* Room for a tensor. KLD_TOO_LARGE: it alone has more than tensor_bytes_max or
+ * token_tensor_bytes_max; KLD_THROTTLED: with what its owner stores it would be more than these,
+ * token_tensors_max or tensors_max; KLD_BUSY: with what others store. Where it replaces one the
+ * limits of numbers do not count it.
  * The copy in *ret_stored is the list's; it is seen by nobody until kld_tensors_publish(). */
 enum kld_status kld_tensors_reserve(struct kld_tensors *tensors, const struct kld_stored *wanted,
                                     struct kld_stored **ret_stored, struct kld_error *err);

@@ -126,7 +126,7 @@ def test_stored_tensors_of_one_token(make_server, tokens):
         return status, body
     assert put("one", "a")[0] == put("one", "b")[0] == put("two", "a")[0] == 200
     status, body = put("one", "c")
-    assert status == 413 and b"token_tensors_max" in body
+    assert status == 429 and b"token_tensors_max" in body
     assert put("two", "b")[0] == 200
     assert server.request("/v2/tensors/a", headers=bearer("one"), method="DELETE")[0] == 200
     assert put("one", "c")[0] == 200

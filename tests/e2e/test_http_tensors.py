@@ -196,13 +196,16 @@ def test_limits(make_server, tmp_path):
     big, small = np.ones((100, 1000), "<f4"), np.ones((2, 4), "<f4")
     assert put(server, "a", big, ann)[0] == 200
     status, reply = put(server, "b", big, ann)
-    assert status == 413 and "token_tensor_bytes_max" in reply["error"]
+    assert status == 429 and "token_tensor_bytes_max" in reply["error"]
     assert put(server, "a", big, bob)[0] == 200  # another's name and quota
     status, reply = put(server, "c", big[:60], bob)
-    assert status == 413 and "token_tensor_bytes_max" in reply["error"]
+    assert status == 429 and "token_tensor_bytes_max" in reply["error"]
     assert put(server, "b", small, ann)[0] == put(server, "c", small, ann)[0] == 200
     status, reply = put(server, "d", small, ann)
-    assert status == 413 and "tensors_max" in reply["error"]
+    assert status == 503 and "tensors_max" in reply["error"]
+    for size, limit in ((160, "token_tensor_bytes_max"), (300, "tensor_bytes_max")):  # never, whatever is deleted
+        status, reply = put(server, "d", np.ones((size, 1000), "<f4"), ann)
+        assert status == 413 and f"({limit})" in reply["error"], reply
     assert [t["name"] for t in listed(server, headers=bob)] == ["a"] and len(listed(server, headers=ann)) == 3
     assert listed(server) == 401
     assert server.request(PATH + "c", headers=bob, method="DELETE")[0] == 404
@@ -219,8 +222,9 @@ def test_one_that_is_replaced_takes_no_second_place(make_server, tmp_path):
     ann, bob = ({"Authorization": f"Bearer {name}"} for name in ("ann", "bob"))
     small, big = np.ones((2, 4), "<f4"), np.ones((100, 1000), "<f4")
     assert put(server, "a", small, ann)[0] == put(server, "b", small, ann)[0] == put(server, "a", small, bob)[0] == 200
-    for headers, limit in ((ann, "token_tensors_max"), (bob, "(tensors_max)")):
-        assert put(server, "c", small, headers)[1]["error"].count(limit) == 1
+    for headers, status, limit in ((ann, 429, "token_tensors_max"), (bob, 503, "(tensors_max)")):
+        got, reply = put(server, "c", small, headers)
+        assert got == status and limit in reply["error"]
         for _ in range(3):
             assert put(server, "a", 2 * small, headers)[0] == 200
     assert len(listed(server, headers=ann)) == 2 and ask(server, small, small, {"targets": "a"}, headers=ann)[0] == 200
@@ -238,7 +242,7 @@ def test_one_that_is_replaced_takes_no_second_place(make_server, tmp_path):
     assert server.request(PATH + "b", headers=ann, method="DELETE")[0] == 200
     assert put(server, "a", big, ann)[0] == 200
     status, reply = put(server, "a", big, ann)
-    assert "token_tensor_bytes_max); delete the one that it replaces first" in reply["error"]
+    assert status == 429 and "token_tensor_bytes_max); delete the one that it replaces first" in reply["error"]
 
 
 def test_a_body_in_chunks_has_a_limit(make_server):
@@ -322,7 +326,7 @@ def test_what_was_lost_keeps_nothing_out(make_server, tmp_path):
     assert ask(server, p, p, {"targets": "a"}, headers=ann)[0] == 200
     assert [t["state"] for t in listed(server, headers=ann)] == ["READY"]
     status, reply = put(server, "b", p, ann)  # what is there counts as ever
-    assert status == 413 and "token_tensor_bytes_max" in reply["error"]
+    assert status == 429 and "token_tensor_bytes_max" in reply["error"]
     assert put(server, "b", p[:50], ann)[0] == put(server, "b", p[:50], bob)[0] == 200
     # Two lost names, and bob's two: who comes gets the place of the one that was used first.
     assert sorted(t["name"] for t in listed(server, headers=bob)) == ["b"]
@@ -394,7 +398,7 @@ def test_a_deleted_one_counts_while_it_is_used(make_server):
         assert listed(server, "a") == 404 and listed(server) == []
         assert server.metrics()["kld_http_tensor_bytes"] == p.nbytes
         status, reply = put(server, "b", p)
-        assert status == 413 and "tensor_bytes_max" in reply["error"]
+        assert status == 503 and "tensor_bytes_max" in reply["error"]
     finally:
         os.kill(worker, signal.SIGCONT)
     asker.join()

@@ -74,7 +74,7 @@ START_TEST(a_name_is_taken_before_it_is_there) {
     kld_regions_unregister(regions, KLD_REGISTERED_CUDA, &one, NULL, NULL);
     ck_assert_int_eq(kld_regions_list(regions, KLD_REGISTERED_CUDA, &one, "a", &text, &err),
                      KLD_NOT_FOUND);
-    ck_assert_int_eq(reserve(KLD_REGISTERED_SYSTEM, &one, "b", 101, &other), KLD_TOO_LARGE);
+    ck_assert_int_eq(reserve(KLD_REGISTERED_SYSTEM, &one, "b", 101, &other), KLD_THROTTLED);
     kld_regions_publish(regions, coming, use_of_buffer());
     ck_assert_int_eq(reserve(KLD_REGISTERED_SYSTEM, &one, "a", 1, &other), KLD_EXISTS);
     ck_assert_int_eq(acquire(&one, "a", 400, 100), KLD_OK);
@@ -97,21 +97,24 @@ START_TEST(both_kinds_share_the_limits) {
     ck_assert_int_eq(reserve(KLD_REGISTERED_CUDA, &one, "a", 1, &of[0]), KLD_OK);
     ck_assert_int_eq(reserve(KLD_REGISTERED_SYSTEM, &one, "b", 1, &of[1]), KLD_OK);
     ck_assert_int_eq(reserve(KLD_REGISTERED_CUDA, &one, "c", 1, &of[2]), KLD_OK);
-    ck_assert_int_eq(reserve(KLD_REGISTERED_CUDA, &one, "d", 1, &more), KLD_TOO_LARGE);
+    ck_assert_int_eq(reserve(KLD_REGISTERED_CUDA, &one, "d", 1, &more), KLD_THROTTLED);
     ck_assert_ptr_nonnull(strstr(err.text, "token_regions_max"));
     ck_assert_int_eq(reserve(KLD_REGISTERED_CUDA, &two, "a", 1, &of[3]), KLD_OK);
-    ck_assert_int_eq(reserve(KLD_REGISTERED_SYSTEM, &two, "b", 1, &more), KLD_TOO_LARGE);
+    ck_assert_int_eq(reserve(KLD_REGISTERED_SYSTEM, &two, "b", 1, &more), KLD_BUSY);
     ck_assert_ptr_nonnull(strstr(err.text, "http_regions_max"));
     for (int i = 0; i < 4; i++)
         kld_regions_give_up(regions, of[i]);
     ck_assert_int_eq(add(&one, "a", 601), KLD_TOO_LARGE);
     ck_assert_ptr_nonnull(strstr(err.text, "token_region_bytes_max"));
     ck_assert_int_eq(add(&one, "a", 600), KLD_OK);
-    ck_assert_int_eq(add(&two, "a", 401), KLD_TOO_LARGE);
+    ck_assert_int_eq(add(&one, "b", 1), KLD_THROTTLED);
+    ck_assert_ptr_nonnull(strstr(err.text, "token_region_bytes_max"));
+    ck_assert_int_eq(add(&two, "a", 401), KLD_BUSY);
     ck_assert_ptr_nonnull(strstr(err.text, "http_region_bytes_max"));
     ck_assert_int_eq(add(&two, "a", 400), KLD_OK);
     kld_regions_unregister(regions, KLD_REGISTERED_CUDA, &one, NULL, NULL);
-    ck_assert_int_eq(add(&everybody, "a", 601), KLD_TOO_LARGE); /* 400 are taken */
+    ck_assert_int_eq(add(&everybody, "a", 601), KLD_BUSY); /* 400 are taken */
+    ck_assert_int_eq(add(&everybody, "a", 1001), KLD_TOO_LARGE);
     ck_assert_int_eq(add(&two, "b", UINT64_MAX), KLD_TOO_LARGE);
     kld_regions_unregister(regions, KLD_REGISTERED_CUDA, &two, NULL, NULL);
     for (int i = 0; i < 4; i++) /* where there are no tokens there are no limits of one */

@@ -122,7 +122,7 @@ START_TEST(what_may_be_registered) {
     ck_assert_int_eq(add("", 0, 1), KLD_INVALID);
     ck_assert_int_eq(add("a", 0, 1), KLD_OK);
     ck_assert_int_eq(add("b", 0, 1), KLD_OK);
-    ck_assert_int_eq(add("c", 0, 1), KLD_TOO_LARGE);
+    ck_assert_int_eq(add("c", 0, 1), KLD_BUSY);
     unregister(NULL);
     const struct {
         const char *key;
