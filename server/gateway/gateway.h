@@ -32,6 +32,10 @@ struct kld_tensors;
 struct kld_tls;
 struct kld_waiters;
 
+/* KLD_UNAVAILABLE from libkld for what it was given: its own words are about the server of its
+ * caller, and whoever asked over HTTP has another one. */
+#define KLD_WORKER_LOST_TEXT "the worker was lost while it had this request; send it again"
+
 /* Of all loops together; any thread. */
 struct kld_gateway_common {
     _Atomic uint32_t infers; /* infer requests from their first byte to the last of their reply */

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "server/gateway/gateway.h"
 #include "server/log.h"
 
 #define TICK_MS 10  /* how exactly deadlines are kept */
@@ -66,7 +67,12 @@ static void call_done(void *user, enum kld_status status, const struct kld_resul
                       const struct kld_error *error) {
     struct kld_link_call *call = user;
     struct kld_link *link = call->link;
+    struct kld_error lost;
     list_remove(&link->running, call);
+    if (status == KLD_UNAVAILABLE) {
+        kld_error_set(&lost, status, KLD_WORKER_LOST_TEXT);
+        error = &lost;
+    }
     if (result && result->attempts > 1)
         kld_stats_add(link->options->stats, KLD_STAT_requests_repeated_total, result->attempts - 1);
     end(call, status, result, error);

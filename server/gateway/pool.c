@@ -93,7 +93,12 @@ static enum kld_status connect_once(struct kld_pool *pool, struct kld_error *err
 static void call_done(void *user, enum kld_status status, const struct kld_result *result,
                       const struct kld_error *error) {
     struct kld_pool_job *job = user;
+    struct kld_error lost;
     kld_pool_list_remove(&job->pool->running, job);
+    if (status == KLD_UNAVAILABLE) {
+        kld_error_set(&lost, status, KLD_WORKER_LOST_TEXT);
+        error = &lost;
+    }
     if (result)
         job->result = *result;
     look_at_losses(job->pool); /* first: who is told that a buffer is lost sees that it is */

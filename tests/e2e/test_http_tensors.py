@@ -310,6 +310,22 @@ def put_again(server, name, array, token):
     return wait_until(answer, what="the next worker")
 
 
+def test_who_asked_a_worker_that_is_lost_is_told_so(make_server):
+    """In words about the worker: the server that answers is there."""
+    server = make_server(**SMALL)
+    p, replies = probabilities((100, 200), 16), []
+    assert put(server, "a", p)[0] == 200
+    worker = server.child("worker")
+    suspend(worker)
+    asker = threading.Thread(target=lambda: replies.append(ask(server, p, p, {"targets": "a"})))
+    asker.start()
+    wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, what="the request")
+    time.sleep(0.4)  # it is the worker's now
+    os.kill(worker, signal.SIGKILL)
+    asker.join()
+    assert replies == [(503, "the worker was lost while it had this request; send it again")]
+
+
 def test_what_was_lost_keeps_nothing_out(make_server, tmp_path):
     """A quota of one tensor and a half, and of two names."""
     lines = [f"{name} {hashlib.sha256(name.encode()).hexdigest()} infer,metrics" for name in ("ann", "bob")]
