@@ -128,6 +128,7 @@ enum kld_access { KLD_ACCESS_READ, KLD_ACCESS_READ_WRITE, KLD_ACCESS_COUNT };
     X(http, forbidden)                                                                             \
     X(http, no_path)                                                                               \
     X(http, framing)                                                                               \
+    X(http, not_http)                                                                              \
     X(http, body_bytes_max)                                                                        \
     X(http, http_requests_max)                                                                     \
     X(http, token_limit)                                                                           \

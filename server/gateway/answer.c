@@ -63,6 +63,11 @@ static bool is_packed_if_asked(const char *type, size_t bytes) {
     return bytes >= KLD_COMPRESS_BYTES_MIN && strcmp(type, "application/json") != 0;
 }
 
+static void count_sent(const struct kld_exchange *exchange, size_t bytes) {
+    if (strcmp(exchange->method, MHD_HTTP_METHOD_HEAD) != 0)
+        kld_stats_add(exchange->gateway->stats, KLD_STAT_http_sent_bytes_total, (int64_t)bytes);
+}
+
 void kld_exchange_reply_text(struct kld_exchange *exchange, unsigned http_status, const char *type,
                              const char *text, size_t bytes) {
     enum kld_coding coding =
@@ -78,7 +83,7 @@ void kld_exchange_reply_text(struct kld_exchange *exchange, unsigned http_status
         kld_exchange_add_header(&response, MHD_HTTP_HEADER_CONTENT_TYPE, type);
     kld_exchange_say_of_now(exchange, &response);
     if (response)
-        kld_stats_add(exchange->gateway->stats, KLD_STAT_http_sent_bytes_total, (int64_t)bytes);
+        count_sent(exchange, bytes);
     kld_exchange_reply(exchange, http_status, response);
 }
 
@@ -92,7 +97,8 @@ static void count_rejection(struct kld_stats *stats, enum kld_status status) {
         kld_stats_rejected(stats, KLD_REJECT_http_token_limit);
 }
 
-void kld_exchange_reply_error(struct kld_exchange *exchange, const struct kld_error *error) {
+static void reply_error(struct kld_exchange *exchange, const struct kld_error *error,
+                        const char *methods) {
     char buffer[KLD_ERROR_TEXT_MAX * 6 + 16];
     struct kld_oip_text text = {.data = buffer, .capacity = sizeof buffer};
     unsigned http_status = (unsigned)kld_status_http(error->status);
@@ -109,10 +115,21 @@ void kld_exchange_reply_error(struct kld_exchange *exchange, const struct kld_er
         kld_exchange_add_header(&response, MHD_HTTP_HEADER_RETRY_AFTER, "1");
     if (http_status == 401)
         kld_exchange_add_header(&response, MHD_HTTP_HEADER_WWW_AUTHENTICATE, "Bearer");
+    if (methods)
+        kld_exchange_add_header(&response, MHD_HTTP_HEADER_ALLOW, methods);
     kld_exchange_say_of_now(exchange, &response);
     if (response)
-        kld_stats_add(exchange->gateway->stats, KLD_STAT_http_sent_bytes_total,
-                      (int64_t)text.length);
+        count_sent(exchange, text.length);
     kld_last_words_keep(exchange, http_status, response, buffer, text.length);
     kld_exchange_reply(exchange, http_status, response);
+}
+
+void kld_exchange_reply_error(struct kld_exchange *exchange, const struct kld_error *error) {
+    reply_error(exchange, error, NULL);
+}
+
+void kld_exchange_reply_method(struct kld_exchange *exchange, const char *methods) {
+    struct kld_error error;
+    kld_error_set(&error, KLD_METHOD, "this path takes %s", methods);
+    reply_error(exchange, &error, methods);
 }

@@ -322,12 +322,10 @@ static void completed(void *user, struct MHD_Connection *connection, void **cont
     }
     struct kld_exchange *exchange = *context;
     struct kld_http *http = user;
-    if (exchange && was_answered_by_mhd(exchange, watched)) {
-        exchange->misframed = true;
-        kld_stats_rejected(http->gateway->stats, KLD_REJECT_http_framing);
-    }
-    if (exchange)
+    if (exchange) {
+        exchange->misframed = exchange->misframed || was_answered_by_mhd(exchange, watched);
         close_exchange(http, exchange);
+    }
     *context = NULL;
 }
 
@@ -428,7 +426,15 @@ void kld_exchange_reply(struct kld_exchange *exchange, unsigned http_status,
     kld_exchange_release(exchange);
 }
 
-static void quiet(void *user, const char *format, va_list arguments) {}
+/* A reply of MHD's own, to what is not HTTP: it is told of in words alone (0.9.75). */
+static void listen_to_mhd(void *user, const char *format, va_list arguments) {
+    static const char says[] = "Error processing request (HTTP response code is %u";
+    const struct kld_http *http = user;
+    if (strncmp(format, says, sizeof says - 1) != 0)
+        return;
+    kld_stats_http_reply(http->gateway->stats, va_arg(arguments, unsigned));
+    kld_stats_rejected(http->gateway->stats, KLD_REJECT_http_not_http);
+}
 
 /* A NUL in a path (%00) must not end it early: it becomes a byte that no route and no name has. */
 static size_t unescape(void *user, struct MHD_Connection *connection, char *text) {
@@ -448,9 +454,9 @@ static struct MHD_Daemon *start_daemon(struct kld_http *http) {
     if (!tls)
         https[0].option = MHD_OPTION_END;
     return MHD_start_daemon(
-        MHD_USE_EPOLL | MHD_USE_NO_LISTEN_SOCKET | MHD_ALLOW_SUSPEND_RESUME |
+        MHD_USE_EPOLL | MHD_USE_NO_LISTEN_SOCKET | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ERROR_LOG |
             (tls ? MHD_USE_TLS : 0),
-        0, NULL, NULL, access_handler, http, MHD_OPTION_EXTERNAL_LOGGER, quiet, NULL,
+        0, NULL, NULL, access_handler, http, MHD_OPTION_EXTERNAL_LOGGER, listen_to_mhd, http,
         MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL, MHD_OPTION_ARRAY, https,
         MHD_OPTION_CONNECTION_LIMIT, (unsigned)config->http_connections_max + KLD_METRICS_RESERVE,
         MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)((config->http_idle_ms + 999) / 1000),

@@ -141,5 +141,7 @@ void kld_exchange_reply_text(struct kld_exchange *exchange, unsigned http_status
                              const char *text, size_t bytes);
 /* {"error": ...}, with Retry-After where it may help. */
 void kld_exchange_reply_error(struct kld_exchange *exchange, const struct kld_error *error);
+/* KLD_METHOD; methods: those that the path takes, by comma. */
+void kld_exchange_reply_method(struct kld_exchange *exchange, const char *methods);
 
 #endif

@@ -327,21 +327,6 @@ static bool serves(const struct kld_route *route, const char *method) {
            (strcmp(route->method, "GET") == 0 && strcmp(method, "HEAD") == 0);
 }
 
-/* methods: of the path's routes, by comma. */
-static void refuse_method(struct kld_exchange *exchange, const char *methods) {
-    char buffer[128];
-    struct kld_oip_text text = {.data = buffer, .capacity = sizeof buffer};
-    kld_oip_append(&text, "{\"error\":\"this path takes %s\"}", methods);
-    struct MHD_Response *response =
-        MHD_create_response_from_buffer(text.length, buffer, MHD_RESPMEM_MUST_COPY);
-    kld_exchange_add_header(&response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
-    kld_exchange_add_header(&response, "KLD-Status", kld_status_name(KLD_METHOD));
-    kld_exchange_add_header(&response, MHD_HTTP_HEADER_ALLOW, methods);
-    kld_exchange_say_of_now(exchange, &response);
-    kld_last_words_keep(exchange, 405, response, buffer, text.length);
-    kld_exchange_reply(exchange, 405, response);
-}
-
 /* Once, whatever patterns the path fits. No method's name is a part of another one's. */
 static void add_method(struct kld_oip_text *methods, const char *method) {
     methods->data[methods->length] = '\0';
@@ -378,7 +363,7 @@ static const struct kld_route *find(struct kld_exchange *exchange, struct pieces
     methods_buffer[methods.length] = '\0';
     kld_refused_log(exchange, methods.length ? KLD_METHOD : KLD_NOT_FOUND);
     if (methods.length)
-        refuse_method(exchange, methods_buffer);
+        kld_exchange_reply_method(exchange, methods_buffer);
     else
         fail(exchange, KLD_NOT_FOUND, "no such path");
     return NULL;

@@ -137,7 +137,7 @@ def test_chunks_that_lie(server, chunks):
 
 @pytest.mark.parametrize("expect", ["", "Expect: 100-continue\r\n"], ids=["", "continue"])
 @pytest.mark.parametrize("ends", [False, True], ids=["", "ends"])
-@pytest.mark.parametrize("chunk, counted", [(b"x\r\n", {"invalid": 1, "framing": 1}), (b"5\r\nabc", {"cancelled": 1, "left": 1})])
+@pytest.mark.parametrize("chunk, counted", [(b"x\r\n", {"invalid": 1, "not_http": 1}), (b"5\r\nabc", {"cancelled": 1, "left": 1})])
 def test_how_a_body_that_breaks_off_is_counted(make_server, chunk, counted, ends, expect):
     """As what its sender got wrong, where it is that, also of one who leaves at once; else as a client that left."""
     server = make_server()
@@ -147,7 +147,7 @@ def test_how_a_body_that_breaks_off_is_counted(make_server, chunk, counted, ends
         return {"invalid": metrics['kld_requests_total{front="http",status="invalid"}'],
                 "cancelled": metrics['kld_requests_total{front="http",status="cancelled"}'],
                 "left": metrics["kld_requests_detached_total"],
-                "framing": metrics['kld_rejected_total{front="http",reason="framing"}']}
+                "not_http": metrics['kld_rejected_total{front="http",reason="not_http"}']}
 
     before = counts()
     with connect(server) as connection:

@@ -175,6 +175,46 @@ def test_who_is_turned_away(server, make_server):
     assert grown(other, refuse)['kld_rejected_total{front="http",reason="body_bytes_max"}'] == 1
 
 
+@pytest.mark.parametrize("sent, code", [
+    (b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: x\r\n\r\n", "400"), (b"GET /v2 HTTP/1.1\r\nnonsense\r\n\r\n", "400"),
+    (b"POST /v2/models/kl_div/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" + b"x\r\n" * 9, "400"),
+    (b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 18446744073709551616\r\n\r\n", "413"),
+    (b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nA: " + bytes(40000).replace(b"\0", b"a") + b"\r\n\r\n", "other"),
+    (b"GET /v2 HTTP/3.0\r\nHost: localhost\r\n\r\n", "other")],
+    ids=["length", "line", "chunk", "long", "head", "version"])
+def test_what_the_library_answers_is_counted(server, sent, code):
+    def act():
+        with socket.create_connection(server.address.rsplit(":", 1)) as raw:
+            raw.sendall(sent)
+            got.append(raw.recv(12).split()[-1].decode())
+    got = []
+    new = grown(server, act)
+    assert got == [code] if code != "other" else got[0] in ("431", "505"), got
+    assert new['kld_rejected_total{front="http",reason="not_http"}'] == 1
+    assert new[f'kld_http_replies_total{{code="{code}"}}'] == 1
+    assert 'kld_rejected_total{front="http",reason="framing"}' not in new
+
+
+def test_bytes_that_are_sent(server):
+    """What is not, in reply to HEAD, is none; a wrong method has a body, and is an error like others."""
+    def head():
+        assert server.request("/metrics", method="HEAD")[::2] == (200, b"")
+
+    def wrong():
+        status, headers, body = server.request("/v2", method="DELETE")
+        assert status == 405 and headers["Allow"] == "GET, HEAD"
+        sizes.append(len(body))
+    sizes, name, page = [], "kld_http_sent_bytes_total", len(server.request("/metrics")[2])
+    before = server.metrics()[name]
+    head()
+    after_head = server.metrics()[name]
+    wrong()
+    end = server.metrics()[name]
+    assert page - 100 < after_head - before < page + 100  # of the metrics that were read before
+    assert page - 100 < end - after_head - sizes[0] < page + 100
+    assert b"this path takes GET, HEAD" in server.request("/")[2]
+
+
 def test_processes(make_server):
     server = make_server()
     # What kld top knows a restart by is there from the first answer on.
