@@ -1,6 +1,7 @@
 /* trace.c - reads `traceparent`; writes a request's line (trace.h). Loop thread. */
 #include "server/gateway/trace.h"
 
+#include <arpa/inet.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -118,17 +119,45 @@ static void describe_caller(const struct kld_caller *caller, char ret_text[CALLE
         snprintf(ret_text, CALLER_BYTES_MAX, " token=\"%s\"", caller->name);
 }
 
+#define PEER_BYTES_MAX (sizeof " peer=\"[]:65535\"" + INET6_ADDRSTRLEN)
+
+/* Where what failed came from: a proxy, where there is one. An address of IPv4 that came to a
+ * socket of IPv6 is written as what it is. MHD may have taken the connection's end (http.c). */
+static void describe_peer(const struct kld_exchange *exchange, enum kld_status status,
+                          char ret_text[PEER_BYTES_MAX]) {
+    const union MHD_ConnectionInfo *info =
+        status && exchange->connection
+            ? MHD_get_connection_info(exchange->connection, MHD_CONNECTION_INFO_CLIENT_ADDRESS)
+            : NULL;
+    const struct sockaddr *address = info ? info->client_addr : NULL;
+    char host[INET6_ADDRSTRLEN];
+    ret_text[0] = '\0';
+    if (address && address->sa_family == AF_INET) {
+        const struct sockaddr_in *ip = (const struct sockaddr_in *)(const void *)address;
+        if (inet_ntop(AF_INET, &ip->sin_addr, host, sizeof host))
+            snprintf(ret_text, PEER_BYTES_MAX, " peer=\"%s:%u\"", host, ntohs(ip->sin_port));
+    } else if (address && address->sa_family == AF_INET6) {
+        const struct sockaddr_in6 *ip = (const struct sockaddr_in6 *)(const void *)address;
+        bool mapped = IN6_IS_ADDR_V4MAPPED(&ip->sin6_addr);
+        if (inet_ntop(mapped ? AF_INET : AF_INET6, &ip->sin6_addr.s6_addr[mapped ? 12 : 0], host,
+                      sizeof host))
+            snprintf(ret_text, PEER_BYTES_MAX, mapped ? " peer=\"%s:%u\"" : " peer=\"[%s]:%u\"",
+                     host, ntohs(ip->sin6_port));
+    }
+}
+
 void kld_refused_log(const struct kld_exchange *exchange, enum kld_status status) {
     enum kld_log_level level;
-    char caller[CALLER_BYTES_MAX], traced[TRACED_BYTES_MAX];
+    char caller[CALLER_BYTES_MAX], peer[PEER_BYTES_MAX], traced[TRACED_BYTES_MAX];
     struct kld_trace trace;
     if (!wants_line(exchange->gateway, status, &level))
         return;
     kld_trace_take(exchange, &trace);
     describe_caller(exchange->caller, caller);
+    describe_peer(exchange, status, peer);
     describe_trace(&trace, traced);
-    kld_log(level, "refused", "transport=http%s status=%s%s", caller, kld_status_name(status),
-            traced);
+    kld_log(level, "refused", "transport=http%s%s status=%s%s", caller, peer,
+            kld_status_name(status), traced);
 }
 
 void kld_infer_log(const struct kld_infer *infer, enum kld_status status, uint64_t total_ns) {
@@ -137,14 +166,15 @@ void kld_infer_log(const struct kld_infer *infer, enum kld_status status, uint64
         return;
     const struct kld_result *result = &infer->result;
     uint64_t started_ns = infer->exchange->started_ns;
-    char asked[160], caller[CALLER_BYTES_MAX], traced[TRACED_BYTES_MAX];
+    char asked[160], caller[CALLER_BYTES_MAX], peer[PEER_BYTES_MAX], traced[TRACED_BYTES_MAX];
     describe(infer, asked, sizeof asked);
     describe_caller(infer->caller, caller);
+    describe_peer(infer->exchange, status, peer);
     describe_trace(&infer->trace, traced);
     kld_log(level, "request",
-            "transport=http%s status=%s%s total_us=%" PRIu64 " receive_us=%" PRIu64
+            "transport=http%s%s status=%s%s total_us=%" PRIu64 " receive_us=%" PRIu64
             " queue_us=%" PRIu64 " copy_us=%" PRIu64 " kernel_us=%" PRIu64 "%s",
-            caller, kld_status_name(status), asked, total_ns / 1000,
+            caller, peer, kld_status_name(status), asked, total_ns / 1000,
             infer->body_end_ns ? (infer->body_end_ns - started_ns) / 1000 : total_ns / 1000,
             result->queue_ns / 1000, result->copy_ns / 1000, result->kernel_ns / 1000, traced);
 }
@@ -168,13 +198,14 @@ void kld_tensor_log(const struct kld_exchange *exchange, const struct kld_trace 
         return;
     uint64_t started_ns = exchange->started_ns, total_ns = uv_hrtime() - started_ns;
     char stored[40 + 21 * (KLD_RANK_MAX + 1)] = "", caller[CALLER_BYTES_MAX];
-    char traced[TRACED_BYTES_MAX];
+    char peer[PEER_BYTES_MAX], traced[TRACED_BYTES_MAX];
     if (tensor)
         describe_tensor(tensor, stored, sizeof stored);
     describe_caller(exchange->caller, caller);
+    describe_peer(exchange, status, peer);
     describe_trace(trace, traced);
     kld_log(level, "request",
-            "transport=http%s status=%s op=%s%s total_us=%" PRIu64 " receive_us=%" PRIu64 "%s",
-            caller, kld_status_name(status), op, stored, total_ns / 1000,
+            "transport=http%s%s status=%s op=%s%s total_us=%" PRIu64 " receive_us=%" PRIu64 "%s",
+            caller, peer, kld_status_name(status), op, stored, total_ns / 1000,
             (body_end_ns ? body_end_ns - started_ns : total_ns) / 1000, traced);
 }

@@ -34,8 +34,8 @@ struct kld_stored;
  * gone at its end. */
 void kld_trace_take(const struct kld_exchange *exchange, struct kld_trace *ret_trace);
 /* At level debug, at info where it failed (there KLD_FAILED_LINES_MAX a second and loop): what was
- * asked for, how it ended, how long it took, and the name of the caller's token; no data, no name
- * or id of the caller's choice. */
+ * asked for, how it ended, how long it took, the name of the caller's token and, where it failed,
+ * his address; no data, no name or id of the caller's choice. */
 void kld_infer_log(const struct kld_infer *infer, enum kld_status status, uint64_t total_ns);
 /* Who may not ask, or whose path, method or headers refuse him: at info, as above. */
 void kld_refused_log(const struct kld_exchange *exchange, enum kld_status status);

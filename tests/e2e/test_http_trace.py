@@ -185,8 +185,35 @@ def test_what_failed_has_a_line_at_the_usual_level(make_server, tmp_path):
         ("request", None, "invalid", "alice", TRACE, "info"), ("request", "put_tensor", "invalid", "alice", TRACE, "info"),
         ("refused", None, "forbidden", "123", TRACE, "info"), ("refused", None, "unauthenticated", None, TRACE, "info"),
         ("refused", None, "not_found", "alice", TRACE, "info")]
+    assert all(re.fullmatch(r"127\.0\.0\.1:[1-9][0-9]*", line["peer"]) for line in said())
     for secret in ("word-of", "secret-name", "secret-path", hashlib.sha256(b"word-of-alice").hexdigest()):
         assert secret not in server.log()
+
+
+@pytest.mark.parametrize("host, shown", [("127.0.0.1", "127.0.0.1:%d"), ("::1", "[::1]:%d")])
+def test_the_address_of_who_is_refused(make_server, host, shown):
+    """His own, also where a socket of IPv6 takes both; nobody's who is served."""
+    if not os.path.exists("/proc/net/if_inet6"):
+        pytest.skip("no IPv6 here")
+    server = make_server(log_format="json", log_level="debug", http="[::]:0", insecure_bind="true", http_threads=1)
+    with socket.create_connection((host, int(server.address.rsplit(":", 1)[1])), 60) as raw:
+        for request, status in (("GET /nothing HTTP/1.1", b"404"), (f"POST {oip.INFER} HTTP/1.1\r\nContent-Length: 0", b"400"),
+                                ("PUT /v2/tensors/a HTTP/1.1\r\nContent-Length: 0", b"400"),
+                                ("DELETE /v2/tensors/a HTTP/1.1", b"404")):
+            raw.sendall(f"{request}\r\nHost: localhost\r\n\r\n".encode())
+            assert raw.recv(4096).split()[1] == status
+        data = BODY.encode()
+        raw.sendall(f"POST {oip.INFER} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+        assert raw.recv(4096).split()[1] == b"200"
+        port = raw.getsockname()[1]
+
+    def said():
+        return [(line["event"], line["status"], line.get("peer")) for line in server.log_lines()
+                if line["role"] == "gateway" and line.get("transport") == "http"]
+    wait_until(lambda: len(said()) == 5)
+    peer = shown % port
+    assert said() == [("refused", "not_found", peer), ("request", "invalid", peer), ("request", "invalid", peer),
+                      ("request", "not_found", peer), ("request", "ok", None)]
 
 
 def test_whoever_is_refused_has_a_line(make_server, certificates):
