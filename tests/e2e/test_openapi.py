@@ -63,6 +63,25 @@ def test_a_body_that_is_too_large(server):
             assert status == 413 and b"4096" in body, (path, method, body)
 
 
+def test_what_may_come_of_a_request_is_documented():
+    """Statuses that no small test can bring about at will."""
+    routes = documented()
+    for path in routes:
+        if path.endswith("/infer"):
+            assert {408, 410, 413, 429, 500, 503} <= routes[path]["post"], path
+        if path.endswith("/register"):
+            assert {409, 413, 429, 503} <= routes[path]["post"], path
+    assert {408, 413, 429, 500, 503} <= routes["/v2/tensors/{name}"]["put"]
+
+
+def test_the_longest_id(server):
+    """Its length is in bytes, as the document says of all texts."""
+    inputs = [{"name": name, "shape": [1, 2], "datatype": "FP32", "data": [0.5, 0.5]} for name in ("predictions", "targets")]
+    for text, status in (("a" * 256, 200), ("a" * 257, 400), ("\u00e4" * 128, 200), ("\u00e4" * 129, 400)):
+        assert server.json(oip.INFER, {"id": text, "inputs": inputs})[0] == status, len(text)
+    assert "in bytes of UTF-8" in re.sub(r"\s+", " ", (ROOT / "proto" / "openapi.yaml").read_text())
+
+
 def test_every_route_is_documented():
     """The table of routes.c, with its two stars for model and version filled in."""
     routes = ROOT / "server" / "gateway" / "routes.c"
