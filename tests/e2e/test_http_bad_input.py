@@ -10,7 +10,7 @@ import time
 import pytest
 
 import oip
-from conftest import wait_until
+from conftest import ROOT, wait_until
 from httplib import PREFIX, Shared, fds_of, in_region, probabilities, register, unregister
 from oip import INFER, LENGTH, Connection, infer
 
@@ -431,6 +431,18 @@ def test_register_bodies(server):
         for body in (longest.ljust(length), iter([longest.ljust(length)])):
             assert server.request("/v2/systemsharedmemory/region/r/register", body, method="POST")[0] == status, length
     assert server.json("/v2/systemsharedmemory/status") == (200, [])
+
+
+def test_the_longest_number(server):
+    """As the documents of the protocol have it; more digits than that say nothing that FP64 could hold."""
+    for length, status in ((60, 200), (61, 400)):
+        data = [f"0.5{'0' * (length - 3)}"] * 2
+        body = "".join(['{"inputs":['] + [f'{{"name":"{name}","shape":[1,2],"datatype":"FP32","data":[{",".join(data)}]}}{end}'
+                                          for name, end in (("predictions", ","), ("targets", "]}"))])
+        got, _, reply = server.request(INFER, body.encode())
+        assert got == status and (status == 200 or b"60 characters" in reply), reply
+    for document in ("README.md", "openapi.yaml"):
+        assert "number has at most 60 characters" in (ROOT / "proto" / document).read_text(), document
 
 
 def test_registering_is_off_by_default(make_server):
