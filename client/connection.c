@@ -56,19 +56,22 @@ enum kld_status kld_connection_step(struct kld_connection *connection, uint64_t 
     connection->interrupted = count < 0 && errno == EINTR;
     if (count < 0 && !connection->interrupted)
         return kld_error_set(err, KLD_INTERNAL, "waiting failed: %s", strerror(errno));
+    bool timer = false;
     connection->dispatching = true;
     for (int i = 0; i < count; i++) {
         uint64_t tag = events[i].data.u64;
-        if (tag == KLD_TAG_WAKE) {
+        if (tag == KLD_TAG_WAKE)
             kld_counter_drain(connection->wake_fd);
-        } else if (tag == KLD_TAG_TIMER) {
-            kld_counter_drain(connection->timer_fd);
-            connection->armed_ns = KLD_NEVER;
-            if (connection->transport->timer)
-                connection->transport->timer(connection, kld_now_ns());
-        } else {
+        else if (tag == KLD_TAG_TIMER)
+            timer = true;
+        else
             connection->transport->event(connection, tag, events[i].events);
-        }
+    }
+    if (timer) { /* last: what came in time is not late because nobody looked */
+        kld_counter_drain(connection->timer_fd);
+        connection->armed_ns = KLD_NEVER;
+        if (connection->transport->timer)
+            connection->transport->timer(connection, kld_now_ns());
     }
     connection->dispatching = false;
     return KLD_OK;

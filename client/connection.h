@@ -222,7 +222,8 @@ uint64_t kld_now_ns(void);
 /* Makes an eventfd readable; takes what there is to read of one, or of a timerfd. */
 void kld_eventfd_raise(int fd);
 void kld_counter_drain(int fd);
-/* Until when a call waits for a server that was lost at since_ns. */
+/* Until when a call waits for a server that was lost at since_ns: a member's from then on, where
+ * others can do it meanwhile; any other from then or from its own start, the later of both. */
 uint64_t kld_patience(const struct kld_connection *connection, const struct kld_call *call,
                       uint64_t since_ns);
 /* Somewhere from half of it to all of it, so that many who wait for one thing come one by one. */

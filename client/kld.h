@@ -17,17 +17,17 @@
  * bit-identical for the same back end.
  *
  * A lost server. Over unix: and http: a request that can safely run again is sent again by itself
- * until its deadline (without one: for 30 s), to at most 10 servers that are lost; others end with
- * KLD_DEVICE_LOST or KLD_UNAVAILABLE. One during which the device failed twice (as a server over
- * http says after it tried again: ten times) ends with KLD_DEVICE_LOST: it may be what kills it.
- * Not safe are: a gradient over its own tensor in a region (over http: once its
- * reply has begun), a request whose inputs a later one in flight writes over (over http: and split:
- * it is sent again all the same, so nobody may write there before it has ended), and whatever names
- * a pool region or a done event. Regions are registered again by themselves, all but pool regions,
- * whose contents are gone; published tensors are published again (see kld_published()), attached
- * ones attached again.
- * What a server that shuts down no longer took is sent to the next one. Over http a server that
- * answers 503 is asked again until that deadline, however often it says so: not before its
+ * until its deadline (without one: for 30 s from its start or the loss, whichever is later), to at
+ * most 10 servers that are lost; others end with KLD_DEVICE_LOST or KLD_UNAVAILABLE. One during
+ * which the device failed twice (as a server over http says after it tried again: ten times) ends
+ * with KLD_DEVICE_LOST: it may be what kills it.
+ * Not safe are: a gradient over its own tensor in a region (over http: once its reply has begun), a
+ * request whose inputs a later one in flight writes over (over http: and split: it is sent again
+ * all the same, so nobody may write there before it has ended), and whatever names a pool region or
+ * a done event. Regions are registered again by themselves, all but pool regions, whose contents
+ * are gone; published tensors are published again (see kld_published()), attached ones attached
+ * again. What a server that shuts down no longer took is sent to the next one. Over http a server
+ * that answers 503 is asked again until that deadline, however often it says so: not before its
  * Retry-After has passed, and 20 to 640 ms behind it, more with each answer and never all callers
  * at once.
  *

@@ -22,10 +22,13 @@ uint64_t kld_now_ns(void) {
 
 uint64_t kld_patience(const struct kld_connection *connection, const struct kld_call *call,
                       uint64_t since_ns) {
-    if (!connection->member)
-        return call->deadline_ns != KLD_NEVER ? call->deadline_ns : since_ns + KLD_RECONNECT_NS_MAX;
-    uint64_t until = since_ns + KLD_MEMBER_RECONNECT_NS_MAX;
-    return until < call->deadline_ns ? until : call->deadline_ns;
+    if (connection->member) {
+        uint64_t until = since_ns + KLD_MEMBER_RECONNECT_NS_MAX;
+        return until < call->deadline_ns ? until : call->deadline_ns;
+    }
+    /* What was lost before it was asked for has waited for nobody yet. */
+    uint64_t from = since_ns > call->started_ns ? since_ns : call->started_ns;
+    return call->deadline_ns != KLD_NEVER ? call->deadline_ns : from + KLD_RECONNECT_NS_MAX;
 }
 
 void kld_connection_arm(struct kld_connection *connection, uint64_t at_ns) {

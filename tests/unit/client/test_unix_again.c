@@ -74,6 +74,15 @@ static void on_end(void *user, enum kld_status status, const struct kld_result *
     ck_assert(status == KLD_OK || failed->text[0]);
 }
 
+/* As if the server had been lost, and what is queued been asked for, that long ago. */
+static void age(uint64_t lost_ns, uint64_t asked_ns) {
+    struct unix_connection *u = (struct unix_connection *)connection;
+    u->down_since_ns -= lost_ns;
+    for (struct kld_call *call = u->queued.first; call; call = call->next)
+        call->started_ns -= asked_ns;
+    kld_connection_arm(connection, kld_now_ns());
+}
+
 static void submit(const struct kld_request *request, struct ended *ended) {
     ck_assert_int_eq(kld_submit(connection, request, on_end, ended, NULL, &error), KLD_OK);
 }
@@ -163,8 +172,7 @@ START_TEST(test_staging_is_kept_from_one_that_leaves) {
     for (int i = 0; i < TRIES_MAX && !connection->losses; i++)
         ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
     ck_assert_int_eq(connection->losses, 1);
-    ((struct unix_connection *)connection)->down_since_ns -= 2 * KLD_RECONNECT_NS_MAX;
-    kld_connection_arm(connection, kld_now_ns());
+    age(2 * KLD_RECONNECT_NS_MAX, 2 * KLD_RECONNECT_NS_MAX);
     ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
     ck_assert(!stages_are_free());
     for (int i = 0; i < TRIES_MAX && worker.copies < 2; i++)
@@ -426,7 +434,7 @@ START_TEST(test_reason_of_a_refusal_is_told) {
     ck_assert_msg(strcmp(error.text, "deadline passed; fake: not allowed") == 0, "%s", error.text);
     request.timeout_ns = 0;
     submit(&request, &ended);
-    u->down_since_ns -= KLD_RECONNECT_NS_MAX;
+    age(KLD_RECONNECT_NS_MAX, KLD_RECONNECT_NS_MAX);
     process_until(&ended);
     ck_assert_int_eq(ended.status, KLD_FORBIDDEN);
     teardown();
@@ -473,8 +481,6 @@ START_TEST(test_another_release_is_told_at_once_later) {
 }
 END_TEST
 
-/* The loss was seen long ago and nobody called kld_process() since: the server is looked for now.
- */
 /* The server had no room for it just then. */
 START_TEST(test_region_refused_for_want_of_memory) {
     setup();
@@ -536,6 +542,8 @@ START_TEST(test_lost_with_a_child_that_goes_on) {
 }
 END_TEST
 
+/* The loss was seen long ago and nobody called kld_process() since: the server is looked for now.
+ */
 START_TEST(test_server_is_looked_for_after_a_long_pause) {
     setup();
     struct kld_region *region = filled_region();
@@ -546,6 +554,64 @@ START_TEST(test_server_is_looked_for_after_a_long_pause) {
     u->down_since_ns -= KLD_RECONNECT_NS_MAX; /* as if that long ago */
     u->retry_at_ns -= KLD_RECONNECT_NS_MAX;
     ck_assert_msg(kld_run(connection, &request, NULL, &error) == KLD_OK, "%s", error.text);
+    teardown();
+}
+END_TEST
+
+static void connect_without_a_server(void) {
+    const struct kld_connect_options options = {.lazy = true};
+    char url[128];
+    fake_worker_path(&worker);
+    snprintf(url, sizeof url, "unix:%s", worker.path);
+    ck_assert_int_eq(kld_connect(url, &options, &connection, &error), KLD_OK);
+}
+
+static void submit_without_a_deadline(struct ended *ended) {
+    static float values[3 * CLASSES];
+    struct kld_request request = request_of(1);
+    for (int i = 0; i < KLD_SLOT_COUNT; i++)
+        request.bytes[i].data = request.op.tensor[i].dtype ? values : NULL;
+    request.bytes[KLD_SLOT_GRAD_PREDICTIONS].data = values + CLASSES;
+    submit(&request, ended);
+}
+
+/* The server was lost long before: what is asked for now has its own 30 s. */
+START_TEST(test_patience_begins_with_the_request) {
+    struct ended ended = {0};
+    connect_without_a_server();
+    submit_without_a_deadline(&ended);
+    age(2 * KLD_RECONNECT_NS_MAX, 0);
+    for (int i = 0; i < 20; i++)
+        ck_assert_int_eq(kld_process(connection, 5, &error), KLD_OK);
+    ck_assert_int_eq(ended.count, 0);
+    age(0, KLD_RECONNECT_NS_MAX);
+    process_until(&ended);
+    ck_assert_int_eq(ended.status, KLD_UNAVAILABLE);
+    ended.count = 0;
+    submit_without_a_deadline(&ended);
+    age(0, 0);
+    fake_worker_start(&worker);
+    process_until(&ended);
+    ck_assert_int_eq(ended.status, KLD_OK);
+    teardown();
+}
+END_TEST
+
+/* The server is back and its greeting lies there unread when the time is over. */
+START_TEST(test_a_greeting_goes_before_the_timer) {
+    struct ended ended = {0};
+    connect_without_a_server();
+    submit_without_a_deadline(&ended);
+    struct unix_connection *u = (struct unix_connection *)connection;
+    age(2 * KLD_RECONNECT_NS_MAX, 2 * KLD_RECONNECT_NS_MAX);
+    struct pollfd timer = {.fd = kld_fd(connection), .events = POLLIN};
+    ck_assert_int_eq(poll(&timer, 1, 5000), 1);
+    fake_worker_start(&worker);
+    kld_unix_connect(u);
+    struct pollfd greeting = {.fd = u->socket, .events = POLLIN};
+    ck_assert_int_eq(poll(&greeting, 1, 5000), 1);
+    process_until(&ended);
+    ck_assert_int_eq(ended.status, KLD_OK);
     teardown();
 }
 END_TEST
@@ -575,7 +641,8 @@ START_TEST(test_a_loss_takes_no_words_from_what_ended_before) {
 }
 END_TEST
 
-UNIT_MAIN("client/unix_again", test_a_loss_takes_no_words_from_what_ended_before,
+UNIT_MAIN("client/unix_again", test_patience_begins_with_the_request,
+          test_a_greeting_goes_before_the_timer, test_a_loss_takes_no_words_from_what_ended_before,
           test_late_keeps_its_staging, test_cancelled_keeps_its_staging,
           test_staging_is_kept_from_one_that_leaves, test_input_overwritten_by_a_later_request,
           test_input_overwritten_by_a_later_copy, test_in_place_through_two_regions,
