@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define EARLY_NS 10000000ull /* by a server's clock a deadline may pass so much before ours */
+
 static struct split_connection *split_of(struct kld_connection *connection) {
     return (struct split_connection *)connection;
 }
@@ -28,6 +30,34 @@ static void call_fail(struct split_connection *split, struct split_call *call,
         return;
     call->error = *error;
     cancel_parts(split, call);
+}
+
+static bool any_is(const struct split_connection *split, enum split_state state) {
+    for (uint32_t i = 0; i < split->count; i++)
+        if (split->servers[i].state == state)
+            return true;
+    return false;
+}
+
+static void too_late(struct split_connection *split, struct split_call *call) {
+    struct kld_error said, error;
+    if (any_is(split, SPLIT_READY))
+        kld_error_set(&said, KLD_DEADLINE, "%llu of %llu rows were done",
+                      (unsigned long long)call->done_rows,
+                      (unsigned long long)call->base.geometry.rows);
+    else
+        kld_split_none_left(split, &said);
+    kld_error_set(&error, KLD_DEADLINE, "deadline passed; %.230s", said.text);
+    call_fail(split, call, &error);
+}
+
+/* It ended with the caller's own time, of a server that has not failed: that says nothing about the
+ * server. One with a limit of its own says so long before, and who was lost meanwhile was asked
+ * more than once. */
+static bool is_callers_fault(const struct split_part *part, enum kld_status status,
+                             const struct kld_result *result) {
+    return status == KLD_DEADLINE && part->until_deadline && result->attempts <= 1 &&
+           kld_now_ns() + EARLY_NS >= part->call->base.deadline_ns;
 }
 
 /* The range of a part that a server could not do goes back; where the request itself is at fault,
@@ -79,6 +109,8 @@ static void part_ended(void *user, enum kld_status status, const struct kld_resu
     call->in_flight--;
     if (call->error.status) {
         /* It was cancelled, or is not wanted any more. */
+    } else if (is_callers_fault(part, status, result)) {
+        too_late(server->split, call);
     } else if (status) {
         part_back(part, error);
     } else if (server->links != server->member->links && kld_split_server_ask(server)) {
@@ -120,10 +152,11 @@ static void part_send(struct split_server *server, struct split_call *call,
         part++;
     part->call = call;
     part->range = *range;
-    uint64_t now = kld_now_ns(), limit = split->base.options.part_timeout_ns;
+    uint64_t now = kld_now_ns(), limit = split->base.options.part_timeout_ns, left = KLD_NEVER;
     if (call->base.deadline_ns != KLD_NEVER)
-        limit = kld_split_smaller(limit,
-                                  call->base.deadline_ns > now ? call->base.deadline_ns - now : 1);
+        left = call->base.deadline_ns > now ? call->base.deadline_ns - now : 1;
+    part->until_deadline = left <= limit;
+    limit = kld_split_smaller(limit, left);
     enum kld_status status = kld_split_part_make(part, &request, &error);
     bool ours = status != KLD_OK; /* no memory here */
     request.timeout_ns = limit;
@@ -165,13 +198,6 @@ static void call_end(struct split_connection *split, struct split_call *call) {
     kld_call_release(&split->base, &call->base);
 }
 
-static bool any_is(const struct split_connection *split, enum split_state state) {
-    for (uint32_t i = 0; i < split->count; i++)
-        if (split->servers[i].state == state)
-            return true;
-    return false;
-}
-
 /* No server takes parts: how long does a call wait for one? Those that refuse do not come back. Its
  * deadline is split_timer()'s business. */
 static void check_hope(struct split_connection *split, struct split_call *call, uint64_t now) {
@@ -188,18 +214,6 @@ static void check_hope(struct split_connection *split, struct split_call *call, 
         }
     }
     kld_split_none_left(split, &error);
-    call_fail(split, call, &error);
-}
-
-static void too_late(struct split_connection *split, struct split_call *call) {
-    struct kld_error said, error;
-    if (any_is(split, SPLIT_READY))
-        kld_error_set(&said, KLD_DEADLINE, "%llu of %llu rows were done",
-                      (unsigned long long)call->done_rows,
-                      (unsigned long long)call->base.geometry.rows);
-    else
-        kld_split_none_left(split, &said);
-    kld_error_set(&error, KLD_DEADLINE, "deadline passed; %.230s", said.text);
     call_fail(split, call, &error);
 }
 

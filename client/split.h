@@ -47,7 +47,8 @@ struct split_part {
     struct split_call *call; /* NULL: free */
     struct split_server *server;
     struct split_range range;
-    uint64_t id;      /* of the member's request */
+    uint64_t id;         /* of the member's request */
+    bool until_deadline; /* its time is all that its call has left, and no part_timeout_ns */
     void *scratch[2]; /* gradients that go over their own tensor, until all of it is here; owned */
 };
 
