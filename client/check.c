@@ -4,6 +4,21 @@
 
 #include "client/connection.h"
 
+/* Where one memfd was imported twice, a request sees it in one place: in the largest of the regions
+ * that it names, so that what overlaps is seen, and what lies exactly over its own tensor. */
+static const struct kld_region *place_of(const struct kld_request *request,
+                                         const struct kld_region *region) {
+    const struct kld_region *largest = region;
+    for (uint32_t slot = 0; slot < KLD_SLOT_COUNT && region->inode; slot++) {
+        const struct kld_region *other = request->bytes[slot].region;
+        if (request->op.tensor[slot].dtype && other && kld_region_is_same(other, region) &&
+            (other->bytes > largest->bytes ||
+             (other->bytes == largest->bytes && other->local_id < largest->local_id)))
+            largest = other;
+    }
+    return largest;
+}
+
 /* Puts each tensor where the checks can compare it: host memory as addresses (region 0), the rest
  * by region. */
 static enum kld_status place_tensors(struct kld_connection *connection, struct kld_request *request,
@@ -33,8 +48,9 @@ static enum kld_status place_tensors(struct kld_connection *connection, struct k
         if (__builtin_add_overflow(bytes->offset_bytes, bytes->region->bytes, &end))
             return kld_error_set(err, KLD_INVALID, "%s: offset beyond the region",
                                  kld_slot_name(slot));
-        tensor->region = bytes->region->data ? 0 : bytes->region->local_id;
-        tensor->offset_bytes = (uint64_t)(uintptr_t)bytes->region->data + bytes->offset_bytes;
+        const struct kld_region *place = place_of(request, bytes->region);
+        tensor->region = place->data ? 0 : place->local_id;
+        tensor->offset_bytes = (uint64_t)(uintptr_t)place->data + bytes->offset_bytes;
     }
     return KLD_OK;
 }

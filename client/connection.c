@@ -375,7 +375,7 @@ static enum kld_status check_copy(const struct kld_connection *connection,
         bytes > from->bytes - from_at)
         return kld_error_set(err, KLD_INVALID, "copy of %llu bytes does not lie inside its regions",
                              (unsigned long long)bytes);
-    if (to == from && to_at < from_at + bytes && from_at < to_at + bytes)
+    if (kld_region_is_same(to, from) && to_at < from_at + bytes && from_at < to_at + bytes)
         return kld_error_set(err, KLD_INVALID, "copy overlaps itself");
     return KLD_OK;
 }

@@ -40,6 +40,9 @@ struct kld_region {
     uint32_t users; /* calls that name it */
     bool dropped;   /* the caller gave it up: released with its last user */
     bool pool;      /* its contents are lost with the worker */
+    /* Of a memfd, from its first byte on: which one it is. Inode 0: none, or not known. */
+    dev_t inode_device;
+    ino_t inode;
 };
 
 /* An event. Owned by its connection; released by the transport once it was dropped and no call
@@ -266,6 +269,10 @@ enum kld_status kld_region_open(struct kld_connection *connection, uint64_t byte
 enum kld_status kld_region_made(enum kld_status status, struct kld_region *region,
                                 struct kld_region **ret_region);
 void kld_region_free(struct kld_region *region);
+/* Sets which memfd it shows. */
+void kld_region_is_of(struct kld_region *region, int memfd);
+/* One region, or two of one memfd, whose offsets mean the same bytes then. */
+bool kld_region_is_same(const struct kld_region *a, const struct kld_region *b);
 /* Of connections whose regions are plain memory of this process: for their tables. */
 enum kld_status kld_plain_region_create(struct kld_region *region, struct kld_error *err);
 enum kld_status kld_plain_region_import_memfd(struct kld_region *region, int fd,

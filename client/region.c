@@ -167,6 +167,18 @@ void kld_region_free(struct kld_region *region) {
     free(region);
 }
 
+void kld_region_is_of(struct kld_region *region, int memfd) {
+    struct stat about;
+    if (fstat(memfd, &about) != 0)
+        return;
+    region->inode_device = about.st_dev;
+    region->inode = about.st_ino;
+}
+
+bool kld_region_is_same(const struct kld_region *a, const struct kld_region *b) {
+    return a == b || (a->inode && a->inode == b->inode && a->inode_device == b->inode_device);
+}
+
 enum kld_status kld_region_made(enum kld_status status, struct kld_region *region,
                                 struct kld_region **ret_region) {
     if (status) {
@@ -209,9 +221,11 @@ enum kld_status kld_region_import_memfd(struct kld_connection *connection, int f
     enum kld_status status = kld_memfd_check(fd, bytes, err);
     if (!status)
         status = kld_region_open(connection, bytes, &region, err);
-    return status ? status
-                  : kld_region_made(connection->transport->region_import_memfd(region, fd, err),
-                                    region, ret_region);
+    if (status)
+        return status;
+    kld_region_is_of(region, fd);
+    return kld_region_made(connection->transport->region_import_memfd(region, fd, err), region,
+                           ret_region);
 }
 
 enum kld_status kld_region_import_cuda_ipc(struct kld_connection *connection,

@@ -51,8 +51,6 @@ struct unix_region {
     enum kld_region_kind kind;
     bool released; /* no user is left; waits for REGION or for room on the socket, then is freed */
     int fd;        /* memfd: owned; -1 otherwise */
-    dev_t inode_device; /* with inode: which memfd it is */
-    ino_t inode;
     uint64_t mapped_bytes;
     uint64_t wire_id;
     uint64_t base_bytes, offset_bytes; /* CUDA */

@@ -46,7 +46,7 @@ static bool same_memory(const struct unix_region *a, const struct unix_region *b
     if (a == b || a->kind != b->kind)
         return a == b;
     switch (a->kind) {
-    case KLD_REGION_MEMFD: return a->inode == b->inode && a->inode_device == b->inode_device;
+    case KLD_REGION_MEMFD: return kld_region_is_same(&a->base, &b->base);
     case KLD_REGION_CUDA_IPC:
         return memcmp(a->ipc_handle, b->ipc_handle, sizeof a->ipc_handle) == 0;
     case KLD_REGION_CUDA_FD: return same_file(a->fd, b->fd);

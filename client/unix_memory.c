@@ -4,7 +4,6 @@
 #include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "client/unix.h"
@@ -55,15 +54,6 @@ void kld_unix_region_add_later(struct unix_region *region) {
     kld_unix_flush(u);
 }
 
-static void memfd_add_later(struct unix_region *region) {
-    struct stat about;
-    if (fstat(region->fd, &about) == 0) {
-        region->inode_device = about.st_dev;
-        region->inode = about.st_ino;
-    }
-    kld_unix_region_add_later(region);
-}
-
 static enum kld_status map(struct unix_region *region, struct kld_error *err) {
     uint64_t bytes = round_up(region->base.bytes, PAGE_BYTES);
     void *data = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, region->fd, 0);
@@ -106,9 +96,10 @@ enum kld_status kld_unix_region_make(struct kld_region *base, struct kld_error *
         fcntl(region->fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
         return kld_error_set(err, KLD_NO_MEMORY, "cannot make shared memory of %llu bytes",
                              (unsigned long long)base->bytes);
+    kld_region_is_of(base, region->fd);
     status = map(region, err);
     if (!status)
-        memfd_add_later(region);
+        kld_unix_region_add_later(region);
     return status;
 }
 
@@ -123,7 +114,7 @@ enum kld_status kld_unix_region_import_memfd(struct kld_region *base, int fd,
     region->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (region->fd < 0)
         return kld_error_set(err, KLD_NO_MEMORY, "no file descriptors left for a region");
-    memfd_add_later(region);
+    kld_unix_region_add_later(region);
     return KLD_OK;
 }
 
