@@ -8,6 +8,8 @@
 
 #include "client/http.h"
 
+#define TIMEOUT_US_MAX ((1ull << 53) - 1) /* JSON has no larger one; 285 years are none */
+
 /* ---- The JSON ---------------------------------------------------------------------------------
  */
 
@@ -64,7 +66,8 @@ static void append_parameters(struct http_call *call) {
     if (call->base.deadline_ns != KLD_NEVER) {
         uint64_t now = kld_now_ns();
         uint64_t left = call->base.deadline_ns > now ? call->base.deadline_ns - now : 0;
-        append(call, ",\"timeout\":%" PRIu64, left / 1000 + 1);
+        if (left / 1000 < TIMEOUT_US_MAX)
+            append(call, ",\"timeout\":%" PRIu64, left / 1000 + 1);
     }
     append(call, "}");
 }

@@ -56,4 +56,26 @@ START_TEST(test_numbers_whatever_the_locale) {
 }
 END_TEST
 
-UNIT_MAIN("client/http_request", test_numbers, test_numbers_whatever_the_locale)
+/* "For ever", as a caller may say it, is more than the protocol has numbers for. */
+START_TEST(test_timeouts) {
+    head_of(1);
+    uint64_t now = kld_now_ns();
+    const struct {
+        uint64_t ns;
+        bool told;
+    } cases[] = {{1000000000, true},
+                 {(1ull << 52) * 1000, true},
+                 {(1ull << 54) * 1000, false},
+                 {INT64_MAX, false},
+                 {UINT64_MAX - 1 - now, false}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        call.base.deadline_ns = now + cases[i].ns;
+        ck_assert_int_eq(kld_http_head_write(&call, NULL), KLD_OK);
+        call.head[call.head_bytes] = '\0';
+        ck_assert_msg((strstr(call.head, "\"timeout\":") != NULL) == cases[i].told, "%zu: %s", i,
+                      call.head);
+    }
+}
+END_TEST
+
+UNIT_MAIN("client/http_request", test_numbers, test_numbers_whatever_the_locale, test_timeouts)
