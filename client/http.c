@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/socket.h>
 
 #define RETRY_NS_MIN 20000000ull /* doubled with each try, up to ... */
 #define RETRY_DOUBLINGS 5        /* ... so often */
@@ -43,6 +44,13 @@ int kld_http_timer_changed(CURLM *multi, long timeout_ms, void *user) {
     return 0;
 }
 
+/* Those that libcurl opens itself stay open in whatever this process executes, where the server
+ * would not see their end. */
+static curl_socket_t socket_open(void *unused, curlsocktype purpose,
+                                 struct curl_sockaddr *address) {
+    return socket(address->family, address->socktype | SOCK_CLOEXEC, address->protocol);
+}
+
 static int progressed(void *user, curl_off_t to_receive, curl_off_t received, curl_off_t to_send,
                       curl_off_t sent) {
     const struct kld_connect_options *options = ((struct http_call *)user)->options;
@@ -69,6 +77,7 @@ CURL *kld_http_easy_open(struct http_connection *h, const char *path,
         return NULL;
     }
     curl_easy_setopt(easy, CURLOPT_PRIVATE, transfer);
+    curl_easy_setopt(easy, CURLOPT_OPENSOCKETFUNCTION, socket_open);
     curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1l);
     /* Names are resolved in a thread, which a transfer's end else waits for: 10 s and more. */
     curl_easy_setopt(easy, CURLOPT_QUICK_EXIT, 1l);

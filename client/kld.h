@@ -106,7 +106,8 @@ KLD_EXPORT enum kld_status kld_connect(const char *url, const struct kld_connect
  * not called; over local: it waits until the device has let go of the caller's memory. Not from a
  * callback. NULL is allowed. A child made by fork() connects by itself; of its parent's connection
  * it may call this alone, which leaves the parent's as it was, and over unix: alone gives back
- * memory; over http: its copies of the sockets stay open until it ends. */
+ * memory; over http: its copies of the sockets stay open until it ends. What it executes has none
+ * of libkld's descriptors, but for a pair of libcurl's own, over http:, that leads nowhere. */
 KLD_EXPORT void kld_close(struct kld_connection *connection);
 
 struct kld_server_info {

@@ -3,13 +3,16 @@
 #include "tests/unit/client/small_request.h"
 #include "tests/unit/unit.h"
 
+#include <arpa/inet.h>
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <netdb.h>
+#include <netinet/in.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -53,6 +56,35 @@ static void check_answer(enum kld_status status, const struct kld_result *result
     for (int i = 0; i < COUNT; i++)
         ck_assert(gradient[i] == 2 * (float)(i + 1));
 }
+
+/* Of this process's descriptors those that lead to the server; all of them close in what it
+ * executes. */
+static int closing_links(void) {
+    int links = 0;
+    for (int fd = 3; fd < 1024; fd++) {
+        struct sockaddr_in peer;
+        socklen_t bytes = sizeof peer;
+        char url[64];
+        if (getpeername(fd, (struct sockaddr *)&peer, &bytes) != 0 || peer.sin_family != AF_INET)
+            continue;
+        snprintf(url, sizeof url, "http://127.0.0.1:%u", ntohs(peer.sin_port));
+        if (strncmp(url, server.url, strlen(url)) != 0)
+            continue;
+        ck_assert_int_eq(fcntl(fd, F_GETFD) & FD_CLOEXEC, FD_CLOEXEC);
+        links++;
+    }
+    return links;
+}
+
+START_TEST(test_sockets_are_not_inherited) {
+    setup(NULL);
+    struct kld_request request = make_request();
+    struct kld_result result;
+    check_answer(kld_run(connection, &request, &result, &error), &result);
+    ck_assert_int_ge(closing_links(), 1);
+    teardown();
+}
+END_TEST
 
 START_TEST(test_trace) {
     setup(NULL);
@@ -407,7 +439,7 @@ START_TEST(test_a_name_without_an_address_is_asked_for_again) {
 }
 END_TEST
 
-UNIT_MAIN("client/http", test_closed_in_a_child, test_trace,
+UNIT_MAIN("client/http", test_sockets_are_not_inherited, test_closed_in_a_child, test_trace,
           test_a_busy_server_is_asked_until_the_deadline, test_run, test_strides_and_regions,
           test_a_memfd_that_nobody_may_write, test_misbehaviour, test_in_place,
           test_many_deadlines_and_cancels, test_progress, test_no_server,
