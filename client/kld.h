@@ -337,7 +337,9 @@ struct kld_request {
 
     /* From now; 0: none. Over it: KLD_DEADLINE. Plain memory is then left alone; a region may be
      * written until a later request of the same stream has ended, and so after kld_cancel(). local:
-     * KLD_DEADLINE comes when the work has ended, which nobody interrupts. */
+     * KLD_DEADLINE comes when the work has ended, which nobody interrupts. http: a server has a
+     * limit of its own besides, 60 s unless its --http-deadline-ms says otherwise, which ends what
+     * is 0 or longer here with KLD_DEADLINE, too. */
     uint64_t timeout_ns;
 
     struct kld_event *wait;   /* imported: the work begins when it has passed; NULL: at once */
