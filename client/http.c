@@ -54,6 +54,8 @@ static curl_socket_t socket_open(void *unused, curlsocktype purpose,
 static int progressed(void *user, curl_off_t to_receive, curl_off_t received, curl_off_t to_send,
                       curl_off_t sent) {
     const struct kld_connect_options *options = ((struct http_call *)user)->options;
+    if (to_send == 0) /* it is connecting: how much there is, libcurl knows once it sends */
+        return 0;
     return options->progress(options->progress_user, (uint64_t)sent, (uint64_t)to_send);
 }
 

@@ -89,8 +89,9 @@ struct kld_connect_options {
     const char *ca_file;        /* https: certificates to trust; NULL: the system's */
     uint32_t threads;           /* local: on the CPU; 0: all */
     uint64_t pool_bytes_max;    /* local: see kernels/backend.h; 0: its default */
-    /* http: called while a body travels; split: after each part. Return non-zero to abort with
-     * KLD_CANCELLED. Calls no function of libkld, kld_cancel() among them. */
+    /* http: called while a body travels; split: after each part. total_bytes is not 0. Return
+     * non-zero to abort with KLD_CANCELLED. Calls no function of libkld, kld_cancel() among them.
+     */
     int (*progress)(void *user, uint64_t sent_bytes, uint64_t total_bytes);
     void *progress_user;
     /* split: inputs and outputs of one part at most, of a row at least; 0: 64 MiB. */

@@ -328,6 +328,7 @@ END_TEST
 
 static int stop_half_way(void *user, uint64_t sent, uint64_t total) {
     uint64_t *last = user;
+    ck_assert_uint_gt(total, 0);
     ck_assert_uint_le(*last, sent);
     *last = sent;
     return sent * 2 > total;
