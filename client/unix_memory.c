@@ -1,6 +1,7 @@
 /* unix_memory.c - regions of a Unix-socket connection: made, registered, registered again after a
  * lost worker, dropped. Sends only REGION_ADD and REGION_DROP. The thread that owns the connection.
  */
+#include <errno.h>
 #include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -15,6 +16,11 @@ static struct unix_connection *connection_of(const struct kld_region *region) {
 }
 
 static uint64_t round_up(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) & ~(unit - 1); }
+
+static enum kld_status no_descriptor(struct kld_error *err) {
+    return kld_error_set(err, KLD_NO_MEMORY,
+                         "no file descriptors left for a region, which takes one (RLIMIT_NOFILE)");
+}
 
 /* ---- Regions -------------------------------------------------------------------------------- */
 
@@ -92,6 +98,8 @@ enum kld_status kld_unix_region_make(struct kld_region *base, struct kld_error *
     if (status)
         return status;
     region->fd = memfd_create("kld-region", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (region->fd < 0 && (errno == EMFILE || errno == ENFILE))
+        return no_descriptor(err);
     if (region->fd < 0 || ftruncate(region->fd, (off_t)round_up(base->bytes, PAGE_BYTES)) != 0 ||
         fcntl(region->fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
         return kld_error_set(err, KLD_NO_MEMORY, "cannot make shared memory of %llu bytes",
@@ -113,7 +121,7 @@ enum kld_status kld_unix_region_import_memfd(struct kld_region *base, int fd,
         return status;
     region->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (region->fd < 0)
-        return kld_error_set(err, KLD_NO_MEMORY, "no file descriptors left for a region");
+        return no_descriptor(err);
     kld_unix_region_add_later(region);
     return KLD_OK;
 }
@@ -151,7 +159,8 @@ enum kld_status kld_unix_region_import_cuda_fd(struct kld_region *base, int fd,
         return status;
     region->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (region->fd < 0)
-        return kld_error_set(err, KLD_INVALID, "not a file descriptor, or none are left");
+        return errno == EBADF ? kld_error_set(err, KLD_INVALID, "not a file descriptor")
+                              : no_descriptor(err);
     memcpy(region->device_uuid, source->device_uuid, sizeof region->device_uuid);
     region->base_bytes = source->base_bytes;
     region->offset_bytes = source->offset_bytes;

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "client/kld.h"
@@ -126,4 +127,28 @@ START_TEST(one_memfd_in_place_is_sent_once) {
 }
 END_TEST
 
-UNIT_MAIN("client/region", two_imports_of_one_memfd, one_memfd_in_place_is_sent_once)
+/* A want of descriptors is no want of memory. */
+START_TEST(descriptors_run_out) {
+    struct kld_region *region;
+    const uint8_t uuid[16] = {0};
+    setup(UNIX);
+    int fd = sealed(F_SEAL_SHRINK);
+    struct rlimit none = {(rlim_t)fd + 1, (rlim_t)fd + 1};
+    ck_assert_int_eq(setrlimit(RLIMIT_NOFILE, &none), 0);
+    while (dup(fd) >= 0) /* those below it that are free */
+        ;
+    for (int kind = 0; kind < 3; kind++) {
+        enum kld_status status =
+            kind == 0 ? kld_region_create(connection, 4096, &region, &error)
+            : kind == 1
+                ? kld_region_import_memfd(connection, fd, 4096, &region, &error)
+                : kld_region_import_cuda_fd(connection, fd, uuid, 4096, 0, 4096, &region, &error);
+        ck_assert_int_eq(status, KLD_NO_MEMORY);
+        ck_assert_msg(strstr(error.text, "no file descriptors left"), "%d: %s", kind, error.text);
+    }
+    teardown();
+}
+END_TEST
+
+UNIT_MAIN("client/region", two_imports_of_one_memfd, one_memfd_in_place_is_sent_once,
+          descriptors_run_out)
