@@ -148,8 +148,9 @@ KLD_EXPORT enum kld_status kld_ping(struct kld_connection *connection, uint64_t 
  * answers, both wait for that, up to connect_timeout_ns. */
 KLD_EXPORT enum kld_status kld_region_create(struct kld_connection *connection, uint64_t bytes,
                                              struct kld_region **ret_region, struct kld_error *err);
-/* A memfd of the caller's, with F_SEAL_SHRINK; the descriptor is duplicated. One that was imported
- * twice is one memory: what overlaps is refused as in one region. */
+/* A memfd of the caller's, with F_SEAL_SHRINK and open for reading and writing: one that is sealed
+ * against writing is KLD_INVALID, also for inputs alone; the descriptor is duplicated. One that was
+ * imported twice is one memory: what overlaps is refused as in one region. */
 KLD_EXPORT enum kld_status kld_region_import_memfd(struct kld_connection *connection, int fd,
                                                    uint64_t bytes, struct kld_region **ret_region,
                                                    struct kld_error *err);

@@ -201,12 +201,17 @@ enum kld_status kld_region_create(struct kld_connection *connection, uint64_t by
 
 enum kld_status kld_memfd_check(int fd, uint64_t bytes, struct kld_error *err) {
     struct stat about;
-    int seals = fcntl(fd, F_GET_SEALS);
-    if (seals < 0 && errno != EINVAL && errno != EBADF)
+    int seals = fcntl(fd, F_GET_SEALS), flags = seals < 0 ? 0 : fcntl(fd, F_GETFL);
+    if ((seals < 0 && errno != EINVAL && errno != EBADF) || flags < 0)
         return kld_error_set(err, KLD_INTERNAL, "cannot look at the memfd: %s", strerror(errno));
     if (seals < 0 || !(seals & F_SEAL_SHRINK))
         return kld_error_set(err, KLD_INVALID,
                              "the descriptor is not a memfd sealed with F_SEAL_SHRINK");
+    if ((seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE)) ||
+        (flags & O_ACCMODE) != O_RDWR) /* the server asks for it, and a mapping here */
+        return kld_error_set(err, KLD_INVALID,
+                             "the memfd cannot be written; expected read and write access, and "
+                             "neither F_SEAL_WRITE nor F_SEAL_FUTURE_WRITE");
     if (fstat(fd, &about) != 0 || (uint64_t)about.st_size < bytes)
         return kld_error_set(err, KLD_INVALID, "the memfd is shorter than the %llu bytes named",
                              (unsigned long long)bytes);
@@ -292,8 +297,6 @@ void kld_rows_copy(void *to, uint64_t to_stride_bytes, const void *from, uint64_
 static enum kld_status plain_map(struct kld_region *region, int flags, int fd,
                                  struct kld_error *err) {
     void *data = mmap(NULL, region->bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
-    if (data == MAP_FAILED && errno == EPERM)
-        return kld_error_set(err, KLD_INVALID, "the memfd is sealed with F_SEAL_WRITE");
     if (data == MAP_FAILED)
         return kld_error_set(err, KLD_NO_MEMORY, "no memory for a region of %llu bytes",
                              (unsigned long long)region->bytes);

@@ -11,7 +11,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
@@ -181,19 +180,6 @@ static const struct {
     {FAKE_HTTP_NO_LENGTH, 1, KLD_INTERNAL, 1, "no binary outputs"},
     {FAKE_HTTP_IN_PIECES, 1, KLD_OK, 1, ""},
 };
-
-START_TEST(test_a_memfd_that_nobody_may_write) {
-    setup(NULL);
-    struct kld_region *region;
-    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    ck_assert_int_eq(ftruncate(fd, 4096), 0);
-    ck_assert_int_eq(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_WRITE), 0);
-    ck_assert_int_eq(kld_region_import_memfd(connection, fd, 4096, &region, &error), KLD_INVALID);
-    ck_assert_str_eq(error.text, "the memfd is sealed with F_SEAL_WRITE");
-    close(fd);
-    teardown();
-}
-END_TEST
 
 START_TEST(test_misbehaviour) {
     setup(NULL);
@@ -442,6 +428,6 @@ END_TEST
 
 UNIT_MAIN("client/http", test_sockets_are_not_inherited, test_closed_in_a_child, test_trace,
           test_a_busy_server_is_asked_until_the_deadline, test_run, test_strides_and_regions,
-          test_a_memfd_that_nobody_may_write, test_misbehaviour, test_in_place,
-          test_many_deadlines_and_cancels, test_progress, test_no_server,
-          test_a_slow_resolver_keeps_nobody, test_a_name_without_an_address_is_asked_for_again)
+          test_misbehaviour, test_in_place, test_many_deadlines_and_cancels, test_progress,
+          test_no_server, test_a_slow_resolver_keeps_nobody,
+          test_a_name_without_an_address_is_asked_for_again)

@@ -127,6 +127,30 @@ START_TEST(one_memfd_in_place_is_sent_once) {
 }
 END_TEST
 
+START_TEST(a_memfd_that_nobody_may_write) {
+    const int seals[] = {F_SEAL_WRITE, F_SEAL_FUTURE_WRITE};
+    for (int kind = 0; kind < KINDS; kind++) {
+        struct kld_region *region;
+        setup(kind);
+        for (int i = 0; i < 3; i++) {
+            char path[64];
+            int fd = sealed(F_SEAL_SHRINK | (i < 2 ? seals[i] : 0)), read_only = -1;
+            snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+            if (i == 2)
+                ck_assert_int_ge(read_only = open(path, O_RDONLY | O_CLOEXEC), 0);
+            ck_assert_int_eq(
+                kld_region_import_memfd(connection, i == 2 ? read_only : fd, 4096, &region, &error),
+                KLD_INVALID);
+            ck_assert_msg(strstr(error.text, "the memfd cannot be written"), "%d: %s", kind,
+                          error.text);
+            close(fd);
+            close(read_only);
+        }
+        teardown();
+    }
+}
+END_TEST
+
 /* A want of descriptors is no want of memory. */
 START_TEST(descriptors_run_out) {
     struct kld_region *region;
@@ -151,4 +175,4 @@ START_TEST(descriptors_run_out) {
 END_TEST
 
 UNIT_MAIN("client/region", two_imports_of_one_memfd, one_memfd_in_place_is_sent_once,
-          descriptors_run_out)
+          a_memfd_that_nobody_may_write, descriptors_run_out)
