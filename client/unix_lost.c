@@ -9,30 +9,33 @@
 #include <unistd.h>
 
 #include "client/unix.h"
+#include "proto/overlap.h"
 
 /* Memory of a region that a call reads or writes. */
 struct extent {
     const struct unix_region *region; /* NULL: none, or staged: such memory is the call's own */
-    uint64_t first, end;              /* in the memfd or base allocation behind the region */
+    uint64_t first;                   /* in the memfd or base allocation behind the region */
+    struct kld_slot_geometry rows;
 };
 
-static struct extent extent_of(const struct kld_region *region, uint64_t at, uint64_t bytes) {
+static struct extent extent_of(const struct kld_region *region, uint64_t at,
+                               const struct kld_slot_geometry *rows) {
     const struct unix_region *mine = (const struct unix_region *)region;
-    uint64_t first = mine ? mine->offset_bytes + at : 0;
-    return (struct extent){mine, first, first + bytes};
+    return (struct extent){mine, mine ? mine->offset_bytes + at : 0, *rows};
 }
 
 /* What a call reads (outputs false) or writes (true), slot by slot; a copy has one of each. */
 static struct extent extent_at(const struct unix_call *call, uint32_t slot, bool outputs) {
     const struct kld_request *request = &call->base.request;
     const struct kld_copy_request *copy = &call->base.copy;
+    const struct kld_slot_geometry whole = {1, copy->bytes, copy->bytes, copy->bytes};
     if (copy->destination && slot == 0)
-        return outputs ? extent_of(copy->destination, copy->destination_offset_bytes, copy->bytes)
-                       : extent_of(copy->source, copy->source_offset_bytes, copy->bytes);
+        return outputs ? extent_of(copy->destination, copy->destination_offset_bytes, &whole)
+                       : extent_of(copy->source, copy->source_offset_bytes, &whole);
     if (copy->destination || !request->op.tensor[slot].dtype || kld_slot_is_output(slot) != outputs)
         return (struct extent){0};
     return extent_of(request->bytes[slot].region, request->bytes[slot].offset_bytes,
-                     call->base.geometry.slot[slot].span_bytes);
+                     &call->base.geometry.slot[slot]);
 }
 
 /* Duplicates of one descriptor? Not known where the kernel does not tell. */
@@ -60,8 +63,8 @@ static bool overwrites(const struct unix_call *writer, const struct unix_call *r
         struct extent to = extent_at(writer, i, true);
         for (uint32_t j = 0; to.region && j < KLD_SLOT_COUNT; j++) {
             struct extent from = extent_at(reader, j, false);
-            if (from.region && same_memory(to.region, from.region) && to.first < from.end &&
-                from.first < to.end)
+            if (from.region && same_memory(to.region, from.region) &&
+                kld_rows_overlap(to.first, &to.rows, from.first, &from.rows))
                 return true;
         }
     }

@@ -8,6 +8,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "proto/overlap.h"
+
 #define COUNT(array) (sizeof(array) / sizeof((array)[0]))
 
 /* How many numbers of each kind there are; they are dense. */
@@ -206,9 +208,8 @@ static enum kld_status check_slot(const struct kld_op *op, struct kld_geometry *
 static bool overlap(const struct kld_op *op, const struct kld_geometry *geometry, enum kld_slot a,
                     enum kld_slot b) {
     const struct kld_tensor *x = &op->tensor[a], *y = &op->tensor[b];
-    return x->region == y->region &&
-           x->offset_bytes < y->offset_bytes + geometry->slot[b].span_bytes &&
-           y->offset_bytes < x->offset_bytes + geometry->slot[a].span_bytes;
+    return x->region == y->region && kld_rows_overlap(x->offset_bytes, &geometry->slot[a],
+                                                      y->offset_bytes, &geometry->slot[b]);
 }
 
 static bool same_place(const struct kld_op *op, const struct kld_geometry *geometry,

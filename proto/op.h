@@ -164,7 +164,8 @@ void kld_op_init(struct kld_op *op);
 /* The single gate: is this op one that both back ends can launch? On KLD_OK *ret_geometry is set.
  * KLD_INVALID: the request is wrong. KLD_TOO_LARGE: beyond KLD_ELEMENTS_MAX. Outputs may not
  * overlap any tensor, but a gradient may lie exactly over its own tensor (same region, offset and
- * stride). */
+ * stride). Columns of rows of one stride, apart from each other, do not overlap; tensors whose
+ * strides differ do where their spans do. */
 enum kld_status kld_op_check(const struct kld_op *op, struct kld_geometry *ret_geometry,
                              struct kld_error *err);
 

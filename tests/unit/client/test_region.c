@@ -1,4 +1,4 @@
-/* test_region.c - memfds of the caller's as regions, of every kind of connection alike. */
+/* test_region.c - memory of the caller's, memfds above all, over every kind of connection alike. */
 #include "tests/unit/client/small_request.h"
 #include "tests/unit/unit.h"
 
@@ -151,6 +151,37 @@ START_TEST(a_memfd_that_nobody_may_write) {
 }
 END_TEST
 
+/* Predictions, targets and gradient side by side, and a column that is nobody's. */
+START_TEST(columns_of_one_buffer) {
+    enum { WIDE = 3 * CLASSES + 1 };
+    static float packed[COUNT], gradient[COUNT], wide[ROWS * WIDE];
+    for (int kind = 0; kind < KINDS; kind++) {
+        setup(kind);
+        fill(packed);
+        struct kld_request request = small_request(ROWS, CLASSES, packed, targets, gradient);
+        ck_assert_msg(kld_run(connection, &request, NULL, &error) == KLD_OK, "%s", error.text);
+        for (int i = 0; i < ROWS * WIDE; i++) {
+            int from = i / WIDE * CLASSES + i % WIDE % CLASSES;
+            wide[i] = i % WIDE < CLASSES       ? packed[from]
+                      : i % WIDE < 2 * CLASSES ? targets[from]
+                                               : -7;
+        }
+        request = small_request(ROWS, CLASSES, wide, wide + CLASSES, wide + 2 * CLASSES);
+        for (int slot = 0; slot < KLD_SLOT_COUNT; slot++)
+            request.op.tensor[slot].row_stride_bytes = WIDE * sizeof *wide;
+        ck_assert_msg(kld_run(connection, &request, NULL, &error) == KLD_OK, "%s", error.text);
+        for (int row = 0; row < ROWS; row++) {
+            const float *at = wide + row * WIDE;
+            ck_assert_mem_eq(at, packed + row * CLASSES, CLASSES * sizeof *wide);
+            ck_assert_mem_eq(at + CLASSES, targets + row * CLASSES, CLASSES * sizeof *wide);
+            ck_assert_mem_eq(at + 2 * CLASSES, gradient + row * CLASSES, CLASSES * sizeof *wide);
+            ck_assert(at[WIDE - 1] == -7);
+        }
+        teardown();
+    }
+}
+END_TEST
+
 /* A want of descriptors is no want of memory. */
 START_TEST(descriptors_run_out) {
     struct kld_region *region;
@@ -175,4 +206,4 @@ START_TEST(descriptors_run_out) {
 END_TEST
 
 UNIT_MAIN("client/region", two_imports_of_one_memfd, one_memfd_in_place_is_sent_once,
-          a_memfd_that_nobody_may_write, descriptors_run_out)
+          a_memfd_that_nobody_may_write, columns_of_one_buffer, descriptors_run_out)
