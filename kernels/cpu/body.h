@@ -78,10 +78,11 @@ static struct row_constants row_constants(const struct kld_cpu_work *work,
         row.log_sum[side] = vd_of(logits ? log(span->sum[side]) : 0);
         row.inverse_sum[side] = vd_of(logits ? 1 / span->sum[side] : 1);
     }
-    row.max_difference = vd_of(span->max[KLD_CPU_P] - span->max[KLD_CPU_Q]);
-    if (work->form[0] == KLD_FORM_LOGITS && work->form[1] == KLD_FORM_LOGITS)
+    if (work->form[0] == KLD_FORM_LOGITS && work->form[1] == KLD_FORM_LOGITS) {
+        set_origins(&row, work->inverse_temperature);
         row.log_sum_difference =
             vd_log_ratio(vd_of(span->sum[KLD_CPU_P]), vd_of(span->sum[KLD_CPU_Q]));
+    }
     return row;
 }
 

@@ -228,6 +228,8 @@ static bool row_init(struct task *task, const struct kld_cpu_partial *sums) {
     for (int side = 0; side < 2; side++) {
         if (!(sums->sum[side] > 0 && sums->sum[side] < (double)INFINITY))
             return false;
+        if (!(fabs(sums->top[side]) < (double)task->quick->limit))
+            return false;
         log2_mass[side] = log2(sums->sum[side]);
         row->reference[side] = sums->max[side];
         row->log_mass[side] = (sums->max[side] + log2_mass[side]) * LN2;

@@ -121,7 +121,7 @@ static void short_init(struct short_rows *rows, const struct kld_cpu_work *work,
     }
     if (!is_balanced(work))
         return;
-    row->max_difference = row->max[KLD_CPU_P] - row->max[KLD_CPU_Q];
+    set_origins(row, work->inverse_temperature);
     row->log_sum_difference =
         vd_log_ratio(row->inverse_sum[KLD_CPU_Q], row->inverse_sum[KLD_CPU_P]);
 }

@@ -26,9 +26,11 @@ struct block {
 /* What the steps need of a row: the same in every lane, or of a row in each. */
 struct row_constants {
     vd max[2], log_sum[2], inverse_sum[2]; /* logits: of exp((z - max) / T) */
-    vd max_difference, log_sum_difference; /* p less q */
-    vd dot[2];                             /* logits: the sum of x df/dx */
-    vd factor[2];                          /* of the gradients */
+    vd origin[2];          /* logits on both sides: comes off before they are subtracted, */
+    vd origin_difference;  /* and this, p less q, behind it */
+    vd log_sum_difference; /* p less q */
+    vd dot[2];             /* logits: the sum of x df/dx */
+    vd factor[2];          /* of the gradients */
 };
 
 /* A value whose probability is 0 in each form: it adds nothing to any sum. */
@@ -75,6 +77,21 @@ INLINE vd log_of(const struct kld_cpu_work *work, const struct row_constants *ro
     }
 }
 
+/* Up to this, in units of T, a constant between the sides comes off behind the subtraction. */
+#define NEAR_SIDES 32.0
+
+/* zp - zq is rounded at the size of what lies between the sides: of sides that are near it is exact
+ * where logits agree, however large both are. Of sides that are not, each first loses its own
+ * maximum, which is exact for the classes next to it. A maximum that is no number is far. */
+INLINE void set_origins(struct row_constants *row, double inverse_temperature) {
+    vd between = row->max[KLD_CPU_P] - row->max[KLD_CPU_Q], least = vd_of(-NEAR_SIDES);
+    vd scaled = between * inverse_temperature;
+    vi64 near = (scaled >= least) & (scaled <= -least);
+    for (int side = 0; side < 2; side++)
+        row->origin[side] = vd_select(near, vd_of(0), row->max[side]);
+    row->origin_difference = vd_select(near, between, vd_of(0));
+}
+
 /* d = ln p - ln q. Where both sides have one form it comes from the difference or the ratio of
  * what they hold, so that it is exact to rounding where they agree. */
 static void block_differences(const struct kld_cpu_work *work, const struct row_constants *row,
@@ -95,9 +112,14 @@ static void block_differences(const struct kld_cpu_work *work, const struct row_
                 lp = log_of(work, row, KLD_CPU_P, y);
                 difference = lp - lq;
             } else {
-                difference = y - x;
-                if (work->form[KLD_CPU_Q] == KLD_FORM_LOGITS)
-                    difference = (difference - row->max_difference) * work->inverse_temperature -
+                bool logits = work->form[KLD_CPU_Q] == KLD_FORM_LOGITS;
+                if (logits) { /* a class may be -inf only now: so far below the largest */
+                    lq = x - row->origin[KLD_CPU_Q];
+                    lp = y - row->origin[KLD_CPU_P];
+                }
+                difference = lp - lq;
+                if (logits)
+                    difference = (difference - row->origin_difference) * work->inverse_temperature -
                                  row->log_sum_difference;
             }
             difference = vd_select(both & (lq == none) & (lp == none), vd_of(0), difference);

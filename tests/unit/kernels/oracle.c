@@ -161,12 +161,13 @@ static struct addition add(const struct oracle_row *row, const struct class *at)
 }
 
 /* The size of what a term is the difference of: masses times logarithms, and the logits whose
- * difference those are. Where the other side of a mixture has no mass there is but the one. */
+ * difference those are, as far from 0 as row->far. Where the other side of a mixture has no mass
+ * there is but the one. */
 static long double term_parts(const struct oracle_row *row, const struct class *at, uint64_t i) {
     long double log_size = fabsl(at->log_mass[0]) + fabsl(at->log_mass[1]), size = 0;
     for (int side = 0; side < 2; side++)
         if (row->form[side] == KLD_FORM_LOGITS)
-            log_size += fabsl(row->x[side][i] / row->temperature);
+            log_size += fminl(fabsl(row->x[side][i] / row->temperature), row->far);
     struct kl kl[2];
     for (int k = 0, n = kls_of(row, kl); k < n; k++) {
         int own = kl[k].own;

@@ -14,6 +14,7 @@ struct oracle_row {
     long double beta, skew, weight; /* what the divergence takes; the others are not looked at */
     uint32_t form[2];               /* predictions, targets */
     long double temperature;
+    long double far; /* in units of T: a logit that is further from 0 counts as that in the parts */
     uint64_t classes;
     const long double *x[2];        /* [classes] as the tensors hold them */
     const long double *grad_output; /* [classes] for reduction none, else NULL: 1 each */

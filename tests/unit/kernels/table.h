@@ -29,11 +29,14 @@ enum table_data {
     TABLE_FEW, /* logits are the same but for those of a few classes, `noise` says how: table_rows.c
                 */
     TABLE_DISJOINT, /* most classes have mass on one side: on the other `noise` less, or 0: none */
-    TABLE_FAINT,    /* classes lie `noise` (predictions), `shift` (targets) below the first */
-    TABLE_CROWD,    /* every row another kind of these */
+    TABLE_APART, /* one side lies far from the other, each row in another way; `noise`: they agree
+                    up to that, 0: they have nothing in common */
+    TABLE_FAINT, /* classes lie `noise` (predictions), `shift` (targets) below the first */
+    TABLE_CROWD, /* every row another kind of these */
     TABLE_CROWD_FINITE, /* and none whose value is infinite or NaN */
 };
 #define TABLE_CROWD_ROWS 41
+#define TABLE_APART_ROWS 12
 const char *table_data_name(enum table_data data); /* of one row's kind */
 
 /* Which rows are left out. */

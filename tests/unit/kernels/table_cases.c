@@ -383,6 +383,40 @@ static void add_coldest(struct table_list *list) {
     }
 }
 
+/* Rows of logits whose sides lie far apart: of every class count and data type those that a back
+ * end takes different ways for, by the gradients. */
+static void add_apart(struct table_list *list) {
+    static const uint64_t classes[] = {5, 300, 1000, 2048, 4096, 20000, 50257};
+    static const uint32_t dtypes[] = {FP32, BF16, FP16, FP64};
+    static const struct {
+        uint32_t divergence;
+        unsigned gradients; /* 1 to the predictions, 2 to the targets */
+    } ways[] = {
+        {KLD_DIVERGENCE_FORWARD_KL, 1}, {KLD_DIVERGENCE_REVERSE_KL, 1},
+        {KLD_DIVERGENCE_JS, 1},         {KLD_DIVERGENCE_JEFFREYS, 0},
+        {KLD_DIVERGENCE_FORWARD_KL, 3}, {KLD_DIVERGENCE_TV, 3},
+        {KLD_DIVERGENCE_SKEW_KL, 2},    {KLD_DIVERGENCE_MIXED_KL, 3},
+        {KLD_DIVERGENCE_JS, 0},         {KLD_DIVERGENCE_FORWARD_KL, 0},
+        {KLD_DIVERGENCE_JS, 3},         {KLD_DIVERGENCE_REVERSE_KL, 0},
+    };
+    for (uint32_t i = 0; i < 7; i++)
+        for (uint32_t k = 0; k < 4; k++)
+            for (uint32_t way = 0; way < (k < 3 ? 3 : 1); way++) {
+                uint32_t which = k < 3 ? 3 * (i + k) + way : 5 * i + 2;
+                struct table_case *at =
+                    table_list_add_one(list, "apart", TABLE_APART_ROWS, classes[i],
+                                       ways[which % 12].divergence, LOGITS, dtypes[k]);
+                at->data = TABLE_APART;
+                at->noise = k == 3 && i % 2 ? 0.01 : 0;
+                at->gradient[0] = ways[which % 12].gradients & 1;
+                at->gradient[1] = ways[which % 12].gradients & 2;
+                at->distinct = TABLE_APART_ROWS;
+                at->temperature = i == 2 ? 0.7 : i == 4 ? 3 : 0;
+                at->reduction = KLD_REDUCTION_ROW;
+                at->row_loss = at->row_loss_wide = true;
+            }
+}
+
 static void add_speed(struct table_list *list) {
     for (int i = 0; i < 12; i++) {
         bool logits = i >= 4, gradient = i % 2, half = i / 2 % 2;
@@ -420,6 +454,7 @@ struct table_case *table_cases(bool quick, size_t *ret_count) {
     add_uneven(&list);
     add_entropy(&list);
     add_coldest(&list);
+    add_apart(&list);
     table_list_shares(&list);
     table_list_kept(&list, quick);
     if (!quick)

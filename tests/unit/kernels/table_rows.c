@@ -44,14 +44,24 @@ static const struct kind crowd[] = {
 };
 _Static_assert(sizeof crowd / sizeof crowd[0] == TABLE_CROWD_ROWS, "each kind once");
 
+/* What is added to all logits of one side, as far as its data type goes; 0: they are its lowest. */
+static const struct {
+    int side;
+    double lift;
+} apart[] = {{0, 0},    {1, 0},     {0, 1e6},  {1, -1e6}, {1, 1e9}, {0, -1e9},
+             {0, 1e20}, {1, -1e20}, {0, -1e4}, {1, 1e5},  {0, 5e5}, {1, 40}};
+_Static_assert(sizeof apart / sizeof apart[0] == TABLE_APART_ROWS, "each once");
+
 static struct kind kind_of(const struct table_case *at, uint64_t row) {
     if (at->data == TABLE_CROWD)
         return crowd[(row + at->first) % TABLE_CROWD_ROWS];
     if (at->data == TABLE_CROWD_FINITE)
         return crowd[(row + at->first) % FINITE_KINDS];
     bool near = at->data == TABLE_NEAR || at->data == TABLE_EQUAL;
-    double apart = near ? at->shift / 2 : 5;
-    struct kind own = {at->data, at->noise, {at->lift[0] - apart, at->lift[1] + apart}, row};
+    double shift = near ? at->shift / 2 : 5;
+    struct kind own = {at->data, at->noise, {at->lift[0] - shift, at->lift[1] + shift}, row};
+    if (at->data == TABLE_APART)
+        own.lift[apart[row % TABLE_APART_ROWS].side] = apart[row % TABLE_APART_ROWS].lift;
     return own;
 }
 
@@ -84,6 +94,7 @@ const char *table_data_name(enum table_data data) {
         [TABLE_RESERVED] = "reserved", [TABLE_FEW] = "few",
         [TABLE_FINE] = "fine",         [TABLE_MASKED] = "masked",
         [TABLE_DISJOINT] = "disjoint", [TABLE_FAINT] = "faint",
+        [TABLE_APART] = "apart",
     };
     return names[data];
 }
@@ -220,7 +231,8 @@ static void make_logits(const struct table_case *at, const struct kind *kind,
     }
     for (uint64_t i = 0; i < classes; i++) {
         q[i] = spread * table_normal(random);
-        p[i] = kind->data == TABLE_NEAR    ? q[i] + kind->noise * table_normal(random)
+        bool near = kind->data == TABLE_NEAR || (kind->data == TABLE_APART && kind->noise > 0);
+        p[i] = near                        ? q[i] + kind->noise * table_normal(random)
                : kind->data == TABLE_EQUAL ? q[i]
                                            : spread * table_normal(random);
         if (kind->data == TABLE_AGREE) {
@@ -247,6 +259,9 @@ static void make_logits(const struct table_case *at, const struct kind *kind,
         }
         if (kind->data == TABLE_FEW)
             make_few(kind, i, classes, &q[i], &p[i]);
+        unsigned way = (unsigned)kind->variant % TABLE_APART_ROWS;
+        if (kind->data == TABLE_APART && apart[way].lift == 0)
+            *(apart[way].side ? &p[i] : &q[i]) = LOWEST;
         bool masked = i < classes / 8 || i % 3 == 1;
         if (kind->data == TABLE_LOWEST && masked && i + 1 < classes) {
             p[i] = LOWEST;
@@ -261,6 +276,12 @@ static long double lowest(uint32_t dtype) {
            : dtype == KLD_DTYPE_BF16 ? -0x1.fep127L
            : dtype == KLD_DTYPE_FP32 ? -0x1.fffffep127L
                                      : -0x1.fffffffffffffp1023L;
+}
+
+/* As far as the type goes, with room for the logits. */
+static long double lifted(uint32_t dtype, long double logit, double lift) {
+    double most = dtype == KLD_DTYPE_FP16 ? 6e4 : 1e30;
+    return logit + fmax(-most, fmin(lift, most));
 }
 
 /* A form of a row, rounded to the data type. logits get a constant of their own. */
@@ -279,8 +300,8 @@ static void write_form(uint32_t form, uint32_t dtype, const struct kind *kind, d
         else if (form == KLD_FORM_LOGITS && logits[i] == LOWEST)
             value = lowest(dtype);
         else if (form == KLD_FORM_LOGITS)
-            value =
-                kind->data == TABLE_EXTREME ? (i % 2 ? 1e4L : -1e4L) + logits[i] : logits[i] + lift;
+            value = kind->data == TABLE_EXTREME ? (i % 2 ? 1e4L : -1e4L) + logits[i]
+                                                : lifted(dtype, logits[i], lift);
         else if (dtype == KLD_DTYPE_FP16 && value < -60000 && isfinite(value))
             value = -60000;
         table_write(dtype, to + i * kld_dtype_bytes(dtype), value);
