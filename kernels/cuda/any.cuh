@@ -26,7 +26,13 @@ struct any_body {
         any_rule rule;
         double inverse_temperature;
         bool both_logits, both_probs;
+        bool subtracts; /* logits of sides that are near: one from the other */
     };
+
+    /* A constant between the sides, in units of T, up to which logits are subtracted as they are,
+     * which is exact where they agree, and it comes off behind that. Beyond it what is subtracted
+     * would be rounded at its size: each side loses its own maximum first. */
+    static constexpr double NEAR_SIDES = 32;
 
     /* The value and logarithm of an element; a negative probability is NaN. */
     static __device__ __forceinline__ void read(const any_side &side, double inverse_temperature,
@@ -51,7 +57,7 @@ struct any_body {
         bool entropy = s.rule.rule.kind == KLD_RULE_CROSS_ENTROPY;
         read(s.p, s.inverse_temperature, !close, raw_p, e.p, log_p);
         read(s.q, s.inverse_temperature, !close || entropy, raw_q, e.q, e.log_q);
-        if (s.both_logits)
+        if (s.subtracts)
             e.d = ((raw_p - raw_q) - (s.p.max - s.q.max)) * s.inverse_temperature -
                   (s.p.log_sum - s.q.log_sum);
         else if (close)
@@ -136,6 +142,8 @@ struct any_body {
         s.rule.want_q = wanted(s.q, row, row.grad_q);
         statistics(s.p, row.classes, s.inverse_temperature, team);
         statistics(s.q, row.classes, s.inverse_temperature, team);
+        double between = (s.p.max - s.q.max) * s.inverse_temperature;
+        s.subtracts = s.both_logits && fabs(between) <= NEAR_SIDES;
         return s;
     }
 

@@ -20,6 +20,13 @@ struct logits_row {
     float inverse_sum_p, inverse_sum_q;
     double wide_inverse_sum_p;
     double log_sums; /* ln (sum_p / sum_q) */
+    bool far;        /* a constant between the sides would round what is subtracted */
+
+    /* zp - zq less that of the maxima, of these and of the logits less the maxima */
+    __device__ __forceinline__ float difference(float z_p, float z_q, float high_p,
+                                                float high_q) const {
+        return far ? high_p - high_q : (z_p - z_q) - (max_p - max_q);
+    }
 };
 
 /* Difference of the two shifted logits, not yet divided by T. low: what its rounding left, FP32. */
@@ -107,7 +114,7 @@ static __device__ __forceinline__ logits_element logits_at(const logits_row &row
     if constexpr (PRECISE)
         e.u = difference<true>(high_p, low_p, high_q, low_q);
     else
-        e.u = {(z_p - z_q) - (row.max_p - row.max_q), 0.0f};
+        e.u = {row.difference(z_p, z_q, high_p, high_q), 0.0f};
     e.d = log_sums.from<PRECISE>(row, e.u);
     if (fabsf(e.d) < 0.5f) {
         float f = e.d * e.d * term_series(e.d);
@@ -196,6 +203,7 @@ template <class T, bool GRADIENT> struct logits {
         team.max(max);
         ret.max_p = max[0];
         ret.max_q = max[1];
+        ret.far = !(fabsf(max[0] - max[1]) * ret.inverse_temperature <= 32.0f);
     }
 
     /* Exponentials good to 1e-8, added in FP64: an FP32 gradient is held to that where it is a
@@ -234,7 +242,6 @@ template <class T, bool GRADIENT> struct logits {
         constexpr bool FINE = sizeof(T) == 4 || (GRADIENT && std::is_same<T, __half>::value);
         constexpr int COUNT = FINE ? 3 : 2;
         double sum[COUNT] = {0};
-        float shift = ret.max_p - ret.max_q;
         uint64_t step = (uint64_t)team.size * V;
         uint32_t k = 0;
         for (uint64_t at = (uint64_t)team.lane * V; at < from.classes; at += step, k++) {
@@ -262,7 +269,8 @@ template <class T, bool GRADIENT> struct logits {
                         part[1] += b;
                     }
                     if constexpr (COUNT == 3) {
-                        logits_difference u = {(z_p[i] - z_q[i]) - shift, 0.0f};
+                        logits_difference u = {ret.difference(z_p[i], z_q[i], high_p, high_q),
+                                               0.0f};
                         float x = logits_shift(0.0).from<PRECISE>(ret, u);
                         part[2] += fabsf(x) < 0.5f ? b * fmaf(x * x, term_series(-x), x) : a - b;
                     }

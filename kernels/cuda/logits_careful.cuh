@@ -211,11 +211,13 @@ static __device__ row_stats careful_row(const part &all, const careful_reference
     row.missed = false;
     row.is_careful = true;
     row.log_p = row.log_q = row.variance = 0.0;
+    double most = at.apart == 0.0f ? APART_MOST : APART_MOST_16;
     /* Of values beyond 1e30, of logits of -3e38 that stand for -inf on one side, gradients may be
      * made of differences that FP32 cannot hold. */
     row.good = fabs(ratio) < 1e-3 && x[0] > 0 && x[0] < 1e300 && fabs(x[2]) < 1e300 &&
                row.forward < 1e30 && fabs(x[3]) < 1e300 && row.reverse < 1e30 &&
-               fabs(lse_p) < 1e6 && (EXTRA != ENTROPY || row.entropy >= least);
+               fabs(lse_p) < 1e6 && fabs(at.shift) <= most &&
+               (EXTRA != ENTROPY || row.entropy >= least);
     return row;
 }
 

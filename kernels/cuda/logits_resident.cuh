@@ -209,7 +209,7 @@ template <class BODY> struct rows {
                                                                   : logits_stats::FAST_MIN<T>;
         logits_stats::fast_bounds r = {least, logits_stats::FAST_SUM_MAX<T>,
                                        BODY::CENTRES ? CUDART_INF : logits_stats::HEAVY_MIN<T>, 1.0,
-                                       CUDART_INF};
+                                       logits_stats::APART_MOST};
         if (sizeof(T) == 2) {
             r.stretch = scale / (double)(float)scale; /* FP32 uses both parts of the scale */
             r.shift = (double)logits_stats::APART_MIN * args.inverse_temperature;

@@ -69,6 +69,7 @@ template <int W, int E> struct exact_row : short_row<float, KLD_RULE_KL, DIFFERE
         bool close = !(size[0] >= 0.25f * size[1]);
         if (__any_sync(KLD_FULL_WARP, close))
             careful(close, delta, inverse);
+        inverse_p = fabsf(shift.high) <= base::APART_MOST ? inverse_p : CUDART_NAN;
     }
 
     /* p's exponentials are made e^((zp - zq - delta) / T) of q's: for the class whose logits are

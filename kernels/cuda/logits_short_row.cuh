@@ -29,6 +29,10 @@ template <class T_, int RULE_, int MODE_, int W_, int E_> struct short_row {
     static constexpr bool KL = RULE == KLD_RULE_KL, MIXTURE = RULE == KLD_RULE_MIXTURE;
     static constexpr bool TV = RULE == KLD_RULE_TV, ENTROPY = RULE == KLD_RULE_CROSS_ENTROPY;
 
+    /* PRECISE, in units of T: of a shift beyond it two floats hold too little, and the row is not
+     * good. */
+    static constexpr float APART_MOST = 65536.0f;
+
     const launch_numbers &n;
     lanes team;
     uint32_t classes;
@@ -163,6 +167,7 @@ template <class T_, int RULE_, int MODE_, int W_, int E_> struct short_row {
         float scale = (1.0f + exp_split(of_q.top, n.t).w) *
                       reciprocal_precise(1.0f + exp_split(of_p.top, n.t).w);
         approach(!(size[0] >= 0.25f * size[1]), ((double)u.high + (double)u.low) * inverse, scale);
+        factor_p = fabsf(shift.high) <= APART_MOST ? factor_p : CUDART_NAN_F;
     }
 
     /* Where `close`: a better shift. Starts from `start`, which makes the largest exponentials
