@@ -111,6 +111,8 @@ static void add_kl(const struct kl *kl, const struct class *at, struct addition 
         return;
     long double log_ratio = log_ratio_of(kl, la, at->log_mass[other]);
     long double mixture = kl->share == 0 ? b : kl->share * a + kl->rest * b;
+    if (kl->share != 0 && mixture == 0) /* a is next to the least number there is */
+        return;
     long double other_part = kl->share == 0 ? 1 : kl->rest * b / mixture;
     long double term = kl->weight * a * log_ratio;
     to->term += term;

@@ -454,9 +454,9 @@ struct table_case *table_cases(bool quick, size_t *ret_count) {
     add_uneven(&list);
     add_entropy(&list);
     add_coldest(&list);
-    add_apart(&list);
     table_list_shares(&list);
     table_list_kept(&list, quick);
+    add_apart(&list);
     if (!quick)
         add_speed(&list);
     *ret_count = list.count;
