@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "kernels/cpu/device.h"
+#include "proto/cgroup.h"
 
 static enum kld_status device_count(uint32_t *ret_count, struct kld_error *err) {
     *ret_count = 1;
@@ -23,20 +24,33 @@ uint32_t kld_cpu_quota(const char *cpu_max) {
     return cpus < UINT32_MAX ? (uint32_t)cpus : UINT32_MAX;
 }
 
-/* What a container may use can be less than the processors that it sees. */
-static uint32_t usable_cpus(void) {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    long online = sysconf(_SC_NPROCESSORS_ONLN);
-    uint32_t cpus = online > 0 ? (uint32_t)online : 1, quota = UINT32_MAX;
-    if (sched_getaffinity(0, sizeof set, &set) == 0)
-        cpus = (uint32_t)CPU_COUNT(&set);
+static void take_least(const char *path, void *least) {
     char line[64];
-    FILE *file = fopen("/sys/fs/cgroup/cpu.max", "re");
+    uint32_t quota = UINT32_MAX, *to = least;
+    FILE *file = fopen(path, "re");
     if (file && fgets(line, sizeof line, file))
         quota = kld_cpu_quota(line);
     if (file)
         fclose(file);
+    *to = quota < *to ? quota : *to;
+}
+
+uint32_t kld_cpu_group_quota(const char *groups, const char *root) {
+    static const struct kld_cgroup_limit cpus = {"cpu", {NULL, "cpu.max"}};
+    uint32_t least = UINT32_MAX;
+    kld_cgroup_walk(groups, root, &cpus, take_least, &least);
+    return least;
+}
+
+/* What a container, or a service, may use can be less than the processors that it sees. */
+static uint32_t usable_cpus(void) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    long online = sysconf(_SC_NPROCESSORS_ONLN);
+    uint32_t cpus = online > 0 ? (uint32_t)online : 1;
+    uint32_t quota = kld_cpu_group_quota("/proc/self/cgroup", "/sys/fs/cgroup");
+    if (sched_getaffinity(0, sizeof set, &set) == 0)
+        cpus = (uint32_t)CPU_COUNT(&set);
     return cpus < quota ? cpus : quota;
 }
 

@@ -55,6 +55,9 @@ void kld_cpu_fail_next(struct kld_device *device);
 /* CPUs that a cgroup's cpu.max ("QUOTA PERIOD" or "max PERIOD") allows, rounded up; UINT32_MAX: no
  * limit. */
 uint32_t kld_cpu_quota(const char *cpu_max);
+/* The least of the groups that `groups` names (a file like /proc/self/cgroup) and of those around
+ * them, mounted at `root`. */
+uint32_t kld_cpu_group_quota(const char *groups, const char *root);
 enum kld_status kld_cpu_stream_open(struct kld_device *device, struct kld_stream **ret_stream,
                                     struct kld_error *err);
 void kld_cpu_stream_close(struct kld_stream *stream);
