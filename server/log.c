@@ -82,9 +82,9 @@ static bool is_number(const char *text, size_t bytes) {
 
 /* A byte that is nowhere in the details; '"' if there is none. */
 static char absent(const char *details) {
-    for (char c = 1; c < ' '; c++)
+    for (int c = 1; c < ' '; c++)
         if (!strchr(details, c))
-            return c;
+            return (char)c;
     return '"';
 }
 
