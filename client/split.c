@@ -8,6 +8,10 @@
 #include <string.h>
 
 #define EARLY_NS 10000000ull /* by a server's clock a deadline may pass so much before ours */
+/* A caller's deadline says nothing about a server; a second one in which a part had so long does.
+ */
+#define TIME_NS 200000000ull
+#define LATE_MAX 2
 
 static struct split_connection *split_of(struct kld_connection *connection) {
     return (struct split_connection *)connection;
@@ -110,6 +114,8 @@ static void part_ended(void *user, enum kld_status status, const struct kld_resu
     if (call->error.status) {
         /* It was cancelled, or is not wanted any more. */
     } else if (is_callers_fault(part, status, result)) {
+        if (part->has_time && ++server->late >= LATE_MAX)
+            kld_split_server_leave(server, error);
         too_late(server->split, call);
     } else if (status) {
         part_back(part, error);
@@ -119,6 +125,7 @@ static void part_ended(void *user, enum kld_status status, const struct kld_resu
         part_back(part, &said);
     } else {
         server->pause_ns = 0;
+        server->late = 0;
         call->progress_ns = kld_now_ns();
         kld_split_part_take(part, result);
         if (told(server->split, call))
@@ -156,6 +163,7 @@ static void part_send(struct split_server *server, struct split_call *call,
     if (call->base.deadline_ns != KLD_NEVER)
         left = call->base.deadline_ns > now ? call->base.deadline_ns - now : 1;
     part->until_deadline = left <= limit;
+    part->has_time = left >= TIME_NS;
     limit = kld_split_smaller(limit, left);
     enum kld_status status = kld_split_part_make(part, &request, &error);
     bool ours = status != KLD_OK; /* no memory here */

@@ -49,6 +49,7 @@ struct split_part {
     struct split_range range;
     uint64_t id;         /* of the member's request */
     bool until_deadline; /* its time is all that its call has left, and no part_timeout_ns */
+    bool has_time;       /* and that would do for a server that is there */
     void *scratch[2]; /* gradients that go over their own tensor, until all of it is here; owned */
 };
 
@@ -65,8 +66,9 @@ struct split_server {
     enum split_state state;
     bool answered; /* it was ready once */
     uint64_t retry_at_ns, pause_ns;
-    uint64_t asked_ns;      /* what the last question took that was in vain, the most it may */
-    uint64_t links;         /* of the member when it was last asked who it is */
+    uint32_t late;     /* calls since its last answer that ended while a part of them had time */
+    uint64_t asked_ns; /* what the last question took that was in vain, the most it may */
+    uint64_t links;    /* of the member when it was last asked who it is */
     struct kld_error error; /* what it said last, of a server that is not ready */
     uint32_t busy;
     struct split_part part[SPLIT_DEPTH];

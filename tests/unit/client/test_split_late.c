@@ -75,5 +75,22 @@ START_TEST(who_is_silent_for_a_part_is_left) {
 }
 END_TEST
 
-UNIT_MAIN("client/split_late", a_short_deadline_is_no_servers_fault,
-          who_is_silent_for_a_part_is_left)
+/* Deadlines that would do: the second one that it lets pass, the others have its parts. */
+START_TEST(who_is_silent_is_left_by_callers_with_deadlines) {
+    enum kld_status status = KLD_DEADLINE;
+    setup(0);
+    server[0].mode = FAKE_HTTP_SILENT;
+    server[0].times = 1000;
+    ck_assert_int_eq(run(300000000), KLD_DEADLINE);
+    ck_assert_int_eq(member(0)->state, SPLIT_READY);
+    for (int turn = 0; turn < 10 && status; turn++)
+        status = run(300000000);
+    ck_assert_msg(status == KLD_OK, "%s", error.text);
+    ck_assert_int_eq(member(0)->state, SPLIT_AWAY);
+    ck_assert_int_eq(member(1)->state, SPLIT_READY);
+    teardown();
+}
+END_TEST
+
+UNIT_MAIN("client/split_late", who_is_silent_is_left_by_callers_with_deadlines,
+          a_short_deadline_is_no_servers_fault, who_is_silent_for_a_part_is_left)
