@@ -368,7 +368,7 @@ START_TEST(memory_that_is_not_pinned_holds_up_nobody) {
     ck_assert_int_eq(cuda->event_create(device, &event, handle, &err), KLD_OK);
     atomic_store(&fake_pageable, (const char *)far->host);
     for (int waits = 0; waits < 2; waits++) {
-        uint64_t start_ns = fake_now_ns(), long_ns = 600000000;
+        uint64_t start_ns = fake_now_ns(), long_ns = 3000000000;
         pthread_mutex_lock(&fake_lock);
         ((struct fake_event *)((struct cuda_event *)event)->event)->at_ns = start_ns + long_ns;
         pthread_mutex_unlock(&fake_lock);
