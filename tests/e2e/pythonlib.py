@@ -1,16 +1,18 @@
 """The Python package under test: client/python of this tree over the library of KLD_BIN, or, where
 KLD_PYTHON_INSTALLED is set, what is installed in this interpreter's environment. Skips where there is none.
 """
+import contextlib
 import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from conftest import BIN, ROOT
+from conftest import BIN, ROOT, suspend
 
 PACKAGE = next((p for p in (ROOT / "client/python", ROOT / "python") if (p / "kld").is_dir()), None)
 LIBRARY = next((p for p in (BIN / "libkld.so", BIN.parent / "lib/libkld.so") if p.exists()), None)
@@ -59,3 +61,21 @@ def needs_card(backend, torch):
         pytest.skip("needs the CUDA back end")
     if not torch.cuda.is_available():
         pytest.skip("needs a torch with CUDA")
+
+
+@contextlib.contextmanager
+def beside_a_stopped_worker(server, program, *arguments):
+    """A program, given the server's URL and these, that says "ready" and then reads a line: its worker stands still from in between
+    on. -> the process, and what has the worker go on, as it does at the end."""
+    worker = server.child("worker")
+    with subprocess.Popen([sys.executable, "-c", program, server.url_unix, *arguments], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as client:
+        try:
+            assert client.stdout.readline() == "ready\n"
+            suspend(worker)
+            client.stdin.write("go\n")
+            client.stdin.flush()
+            yield client, lambda: os.kill(worker, signal.SIGCONT)
+        finally:
+            os.kill(worker, signal.SIGCONT)
+            client.kill()

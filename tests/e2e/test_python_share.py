@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from conftest import suspend, wait_until
-from pythonlib import environment, import_kld, import_torch, probabilities
+from pythonlib import beside_a_stopped_worker, environment, import_kld, import_torch, probabilities
 
 kld = import_kld()
 SHAPE = (80, 300)
@@ -238,26 +238,15 @@ def test_what_is_not_published_again_is_told(make_server):
 
 def test_ctrl_c_gives_a_request_up(make_server):
     """The worker is stopped, so the request waits; after it the connection works."""
-    server = make_server()
-    worker = server.child("worker")
-    with subprocess.Popen([sys.executable, "-c", INTERRUPTED, server.url_unix], stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as client:
-        try:
-            assert client.stdout.readline() == "ready\n"
-            suspend(worker)
-            client.stdin.write("go\n")
-            client.stdin.flush()
-            assert client.stdout.readline() == "running\n"
-            client.send_signal(signal.SIGINT)
-            time.sleep(1)
-            assert client.poll() is None  # its memory is the worker's until that has answered
-            os.kill(worker, signal.SIGCONT)
-            assert client.stdout.readline() == "interrupted [True]\n"
-            out, err = client.communicate("go\n", timeout=30)
-            assert re.fullmatch(r"0\.0\n", out), err
-        finally:
-            os.kill(worker, signal.SIGCONT)
-            client.kill()
+    with beside_a_stopped_worker(make_server(), INTERRUPTED) as (client, go_on):
+        assert client.stdout.readline() == "running\n"
+        client.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert client.poll() is None  # its memory is the worker's until that has answered
+        go_on()
+        assert client.stdout.readline() == "interrupted [True]\n"
+        out, err = client.communicate("go\n", timeout=30)
+        assert re.fullmatch(r"0\.0\n", out), err
 
 
 def test_attach_holds_its_timeout_where_the_server_does_not_answer(make_server):

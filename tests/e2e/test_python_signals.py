@@ -9,7 +9,7 @@ import time
 import pytest
 
 from conftest import suspend
-from pythonlib import environment, import_kld
+from pythonlib import beside_a_stopped_worker, environment, import_kld
 
 import_kld()
 BEGINNING = """
@@ -112,26 +112,15 @@ print(connection.kl_div(few, few).loss, connection._pending[0].value, connection
 
 
 def test_a_second_ctrl_c_beside_a_worker_that_is_stopped(make_server):
-    server = make_server()
-    worker = server.child("worker")
-    with subprocess.Popen([sys.executable, "-c", BEGINNING + STOPPED, server.url_unix], stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as client:
-        try:
-            assert client.stdout.readline() == "ready\n"
-            suspend(worker)
-            client.stdin.write("go\n")
-            client.stdin.flush()
-            for word in ("running\n", "cancelled\n"):
-                assert client.stdout.readline() == word
-                time.sleep(0.1)  # for the call that it says it in
-                client.send_signal(signal.SIGINT)
-            assert client.stdout.readline() == "interrupted True\n"
-            os.kill(worker, signal.SIGCONT)
-            out, err = client.communicate("go\n", timeout=30)
-            assert out == "0.0 0 None\n", err
-        finally:
-            os.kill(worker, signal.SIGCONT)
-            client.kill()
+    with beside_a_stopped_worker(make_server(), BEGINNING + STOPPED) as (client, go_on):
+        for word in ("running\n", "cancelled\n"):
+            assert client.stdout.readline() == word
+            time.sleep(0.1)  # for the call that it says it in
+            client.send_signal(signal.SIGINT)
+        assert client.stdout.readline() == "interrupted True\n"
+        go_on()
+        out, err = client.communicate("go\n", timeout=30)
+        assert out == "0.0 0 None\n", err
 
 
 def test_at_any_moment_the_lock_is_let_go_of():
@@ -206,31 +195,21 @@ assert connection.kl_div(few, few).loss == 0
 """, server.url_unix)) < 4
 
 
-def beside_a_stopped_worker(server, program, *arguments, go_on=True):
-    """Says what a program said when its worker stood still, and at its end. It says "ready" before that and reads a line
-    then, and again before the worker goes on, or not."""
-    worker = server.child("worker")
-    with subprocess.Popen([sys.executable, "-c", BEGINNING + program, server.url_unix, *arguments], stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as client:
-        try:
-            assert client.stdout.readline() == "ready\n"
-            suspend(worker)
-            client.stdin.write("go\n")
-            client.stdin.flush()
-            said = client.stdout.readline()
-            if go_on:
-                os.kill(worker, signal.SIGCONT)
-            out, err = client.communicate("go\n", timeout=30)
-            assert client.returncode == 0, (out, err)
-            return said, out
-        finally:
-            os.kill(worker, signal.SIGCONT)
-            client.kill()
+def said_beside_a_stopped_worker(server, program, *arguments, go_on=True):
+    """What a program said while its worker stood still, and at its end. It reads a line before that, and the worker goes on
+    before it gets it, or not."""
+    with beside_a_stopped_worker(server, BEGINNING + program, *arguments) as (client, worker_goes_on):
+        said = client.stdout.readline()
+        if go_on:
+            worker_goes_on()
+        out, err = client.communicate("go\n", timeout=30)
+        assert client.returncode == 0, (out, err)
+        return said, out
 
 
 def test_a_connection_that_comes_behind_a_ctrl_c_is_closed(make_server):
     """The worker lets nobody in while it is stopped."""
-    assert beside_a_stopped_worker(make_server(http=""), """
+    assert said_beside_a_stopped_worker(make_server(http=""), """
 print("ready", flush=True)
 sys.stdin.readline()
 try:
@@ -341,7 +320,7 @@ CALLS = ["ping()", "stats()", 'publish("test/left", few)', 'attach("test/there")
 
 
 def ask_stopped(make_server, call, then, go_on):
-    return beside_a_stopped_worker(make_server(), ASKED % (call, then), go_on=go_on)
+    return said_beside_a_stopped_worker(make_server(), ASKED % (call, then), go_on=go_on)
 
 
 @pytest.mark.parametrize("call", CALLS)
