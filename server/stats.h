@@ -136,6 +136,7 @@ enum kld_access { KLD_ACCESS_READ, KLD_ACCESS_READ_WRITE, KLD_ACCESS_COUNT };
     X(http, draining)                                                                              \
     X(unix, not_allowed)                                                                           \
     X(unix, clients_max)                                                                           \
+    X(unix, no_memory)                                                                             \
     X(unix, requests_max)                                                                          \
     X(unix, client_requests_max)                                                                   \
     X(unix, draining)

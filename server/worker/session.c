@@ -260,7 +260,6 @@ enum kld_status kld_session_open(struct kld_worker *worker, int fd, uid_t uid, p
             free(session->lanes);
         }
         free(session);
-        kld_close_connection(worker, NULL, fd);
         return kld_error_set(err, KLD_NO_MEMORY, "no memory for another connection");
     }
     session->worker = worker;

@@ -115,7 +115,7 @@ struct kld_session {
 };
 TAILQ_HEAD(kld_session_list, kld_session);
 
-/* Takes over a connected, non-blocking socket in every case. */
+/* Takes over a connected, non-blocking socket; where it fails, that stays the caller's. */
 enum kld_status kld_session_open(struct kld_worker *worker, int fd, uid_t uid, pid_t pid,
                                  struct kld_error *err);
 void kld_session_close(struct kld_session *session);

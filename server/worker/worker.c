@@ -57,17 +57,14 @@ static void welcome(struct kld_worker *worker, int fd) {
     } else if ((status = kld_places_check(worker, fd, peer.uid, &error))) {
         kld_stats_rejected(worker->stats, KLD_REJECT_unix_clients_max);
     }
-    if (status) {
-        if (kld_failed_lines_take(&worker->failed_lines))
-            kld_log(KLD_LOG_WARN, "client refused", "client_pid=%d uid=%u status=%s text=\"%s\"",
-                    (int)peer.pid, (unsigned)peer.uid, kld_status_name(status), error.text);
-        turn_away(worker, fd, &error);
+    if (!status && (status = kld_session_open(worker, fd, peer.uid, peer.pid, &error)))
+        kld_stats_rejected(worker->stats, KLD_REJECT_unix_no_memory);
+    if (!status)
         return;
-    }
-    if (kld_session_open(worker, fd, peer.uid, peer.pid, &error) &&
-        kld_failed_lines_take(&worker->failed_lines))
-        kld_log(KLD_LOG_WARN, "client refused", "client_pid=%d uid=%u status=no_memory",
-                (int)peer.pid, (unsigned)peer.uid);
+    if (kld_failed_lines_take(&worker->failed_lines))
+        kld_log(KLD_LOG_WARN, "client refused", "client_pid=%d uid=%u status=%s text=\"%s\"",
+                (int)peer.pid, (unsigned)peer.uid, kld_status_name(status), error.text);
+    turn_away(worker, fd, &error);
 }
 
 /* Connections that are not yet closed take room, too; while there are many of those, newcomers wait

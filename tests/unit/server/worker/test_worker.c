@@ -1,5 +1,5 @@
-/* test_worker.c - the loop's own part: accepting under a shortage of descriptors, draining, the end
- * of the supervisor and that of the device. */
+/* test_worker.c - the loop's own part: accepting under a shortage of descriptors or memory,
+ * draining, the end of the supervisor and that of the device. */
 #include "server/worker/worker.h"
 
 #include <errno.h>
@@ -12,6 +12,7 @@
 
 #include "server/log.h"
 #include "server/role.h"
+#include "tests/unit/allocations.h"
 #include "tests/unit/server/worker/rig.h"
 #include "tests/unit/unit.h"
 
@@ -341,11 +342,44 @@ START_TEST(a_pool_that_is_held_by_an_event_is_not_stuck) {
 }
 END_TEST
 
+static bool is_refused(int fd) {
+    struct pollfd poll_fd = {.fd = fd, .events = POLLIN};
+    while (poll(&poll_fd, 1, 1) == 0)
+        if (atomic_load(&rig.stats->value[KLD_STAT_unix_clients]))
+            return false;
+    return true;
+}
+
+/* Whichever of the allocations fails that a connection costs. */
+START_TEST(who_comes_is_told_that_there_is_no_memory) {
+    UNIT_NEEDS(COUNTS, "allocations that can be made to fail, which those of a sanitizer cannot");
+    start();
+    counted = rig.thread;
+    int refused = 0, fd;
+    for (;; refused++, close(fd)) {
+        atomic_store(&allocations, 0);
+        atomic_store(&failing, refused + 1);
+        atomic_store(&counting, true);
+        fd = rig_connect(&rig);
+        if (!is_refused(fd))
+            break;
+        rig_expect_error(fd, 0, KLD_NO_MEMORY, "no memory for another connection");
+        ck_assert(rig_ended(fd, 5000));
+        atomic_store(&counting, false);
+    }
+    atomic_store(&counting, false);
+    ck_assert_int_ge(refused, 4); /* the session, its replies, its user, its lanes */
+    ck_assert_uint_eq(atomic_load(&rig.stats->rejected[KLD_REJECT_unix_no_memory]), refused);
+    close(fd);
+    end();
+}
+END_TEST
+
 UNIT_MAIN("server/worker/worker", orders_of_the_supervisor,
           a_pool_that_is_held_by_an_event_is_not_stuck,
           a_worker_whose_pool_takes_nothing_is_not_ready, a_pool_that_goes_on_is_not_stuck,
           an_idle_worker_notices_that_its_device_is_lost, a_device_of_ones_own_is_not_asked,
           term_answers_what_is_in_flight_and_refuses_the_rest, drain_does_not_wait_longer_than_told,
-          accept_without_descriptors_waits, wrong_lists_are_told_at_start,
-          jobs_end_whether_or_not_the_loop_polls,
+          accept_without_descriptors_waits, who_comes_is_told_that_there_is_no_memory,
+          wrong_lists_are_told_at_start, jobs_end_whether_or_not_the_loop_polls,
           a_lost_device_is_told_to_those_behind_one_who_does_not_read)
