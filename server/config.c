@@ -66,6 +66,8 @@ static const struct {
     {"reload_ms", 0, 3600000},
     {"user_clients_max", 0, UINT32_MAX},
     {"user_share", 1, 100},
+    {"client_requests_max", 1, KLD_CLIENT_REQUESTS_MAX},
+    {"client_streams_max", 1, KLD_CLIENT_STREAMS_MAX},
     {"mappings_max", 0, UINT32_MAX},
     {"user_publications_max", 1, KLD_PUBLICATIONS_MAX},
 };

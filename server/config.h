@@ -30,6 +30,11 @@
 /* Tensors that clients of a worker show to others at a time, whatever the users' limits are. */
 #define KLD_PUBLICATIONS_MAX 4096
 
+/* The most that client_requests_max and client_streams_max may be: each connection costs a place
+ * for each reply (nearly 300 bytes) and for each stream (nearly 600), used or not. */
+#define KLD_CLIENT_REQUESTS_MAX 65536
+#define KLD_CLIENT_STREAMS_MAX 1024
+
 /* X(TYPE, name, default as text, help). Types: TEXT; COUNT (a whole number); BYTES (a whole number,
  * or one with K, M, G or T for powers of 1024); FLAG (true or false); DEVICES ("all", or up to
  * KLD_DEVICES_MAX numbers by comma). config.c checks the values of settings that are a choice and
@@ -72,12 +77,12 @@
     X(COUNT, requests_max, "1024", "requests of Unix clients in flight in a worker")               \
     X(COUNT, user_share, "75",                                                                     \
       "percent of what the others leave that one user may have, of requests, memory and names")    \
-    X(COUNT, client_requests_max, "64", "requests in flight of one Unix client")                   \
+    X(COUNT, client_requests_max, "64", "requests in flight of one Unix client, up to 65536")      \
     X(COUNT, mappings_max, "0",                                                                    \
       "regions of all Unix clients in memory of the host; 0: 3/4 of vm.max_map_count, or of "      \
       "65530")                                                                                     \
     X(COUNT, client_regions_max, "1024", "regions of one Unix client")                             \
-    X(COUNT, client_streams_max, "4", "streams of one Unix client")                                \
+    X(COUNT, client_streams_max, "4", "streams of one Unix client, up to 1024")                    \
     X(COUNT, user_publications_max, "1024", "published tensors of one user, up to 4096")           \
     X(COUNT, cuda_files_max, "1024",                                                               \
       "CUDA allocations sent as descriptors that a worker tells apart; half for one client")       \

@@ -231,12 +231,14 @@ void kld_session_poll(struct kld_session *session) {
 
 /* ---- Life ------------------------------------------------------------------------------------ */
 
-/* Replies that can be outstanding while nothing is read: one for each request and each task, one
- * for each frame of the packet at hand and one more for what it cancelled; WELCOME may be among
- * them. */
+/* Replies that can be outstanding while nothing is read: one for each request, of which there are
+ * no more than the worker has, and each task, one for each frame of the packet at hand and one more
+ * for what it cancelled; WELCOME may be among them. */
 static size_t out_bytes(const struct kld_config *config) {
-    return (size_t)(config->client_requests_max + KLD_SESSION_TASKS_MAX +
-                    KLD_WIRE_PACKET_FRAMES_MAX + 1) *
+    uint64_t requests = config->requests_max + kld_quota_gateway_requests(config);
+    if (requests > config->client_requests_max)
+        requests = config->client_requests_max;
+    return (size_t)(requests + KLD_SESSION_TASKS_MAX + KLD_WIRE_PACKET_FRAMES_MAX + 1) *
                sizeof(struct kld_frame_error) +
            sizeof(struct kld_frame_welcome);
 }

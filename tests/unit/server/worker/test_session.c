@@ -30,13 +30,12 @@ static void end(void) {
 
 /* Fills the socket's buffer with answers that nobody reads while all requests that may be in flight
  * are, then lets them end: each reply has its place. */
-START_TEST(every_reply_to_a_silent_client_is_kept) {
-    start();
+static void keep_replies_to_silent_client(uint64_t requests) {
+    rig_start(&rig);
     int fd = rig_client(&rig);
     uint64_t region = rig_region(fd, RIG_REGION_BYTES);
     union kld_frame frame;
     atomic_store(&rig.fake.hold, true);
-    const uint64_t requests = rig.config.client_requests_max;
     for (uint64_t i = 0; i < requests; i++)
         rig_submit(fd, 1000 + i, region);
     uint64_t pings = 0;
@@ -67,6 +66,21 @@ START_TEST(every_reply_to_a_silent_client_is_kept) {
     rig_expect(fd, 7, KLD_FRAME_PONG, NULL);
     close(fd);
     end();
+}
+
+START_TEST(every_reply_to_a_silent_client_is_kept) {
+    rig_init(&rig);
+    keep_replies_to_silent_client(rig.config.client_requests_max);
+}
+END_TEST
+
+/* A client that may have more than there is costs no room for it. */
+START_TEST(every_reply_is_kept_where_the_worker_has_fewer_requests) {
+    rig_init(&rig);
+    rig.config.client_requests_max = UINT32_MAX;
+    rig.config.requests_max = 8;
+    rig.config.user_share = 100;
+    keep_replies_to_silent_client(8);
 }
 END_TEST
 
@@ -373,11 +387,11 @@ START_TEST(an_error_frame_holds_its_text_and_nothing_else) {
 }
 END_TEST
 
-UNIT_MAIN("server/worker/session", every_reply_to_a_silent_client_is_kept,
-          silent_client_that_dies_leaves_nothing, client_leaves_while_its_stream_opens,
-          clients_max_is_answered_by_busy, users_do_not_shut_each_other_out,
-          the_gateway_has_places_of_its_own, the_gateway_has_limits_of_its_own,
-          who_does_not_say_hello_is_sent_away, who_says_anything_but_hello_is_sent_away,
-          dead_clients_with_work_do_not_pile_up,
+UNIT_MAIN("server/worker/session", every_reply_is_kept_where_the_worker_has_fewer_requests,
+          every_reply_to_a_silent_client_is_kept, silent_client_that_dies_leaves_nothing,
+          client_leaves_while_its_stream_opens, clients_max_is_answered_by_busy,
+          users_do_not_shut_each_other_out, the_gateway_has_places_of_its_own,
+          the_gateway_has_limits_of_its_own, who_does_not_say_hello_is_sent_away,
+          who_says_anything_but_hello_is_sent_away, dead_clients_with_work_do_not_pile_up,
           who_may_have_few_may_leave_as_long_as_there_is_room, packet_of_no_bytes_is_not_the_end,
           an_error_frame_holds_its_text_and_nothing_else)
