@@ -107,6 +107,10 @@ int kld_worker_main(const struct kld_child *child) {
         options.backend->device_close(options.device);
         return cannot_start("worker not started", &err);
     }
+    if (worker.peers.nobody_uid != KLD_PEER_NONE)
+        kld_log(KLD_LOG_INFO, "user namespace", "nobody_uid=%u text=\"%s\"",
+                worker.peers.nobody_uid,
+                "not every user has a uid here; Unix clients that come as this one are refused");
     pthread_sigmask(SIG_SETMASK, &taken, NULL);
     uint32_t devices = 1;
     options.backend->device_count(&devices, NULL);

@@ -4,12 +4,16 @@
 #include "server/worker/peer.h"
 
 #include <errno.h>
+#include <inttypes.h>
 #include <poll.h>
 #include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
 
-#define GROUPS_MAX 256 /* supplementary groups that are looked at */
+#define GROUPS_MAX 256     /* supplementary groups that are looked at */
+#define IDS_ALL UINT32_MAX /* how many the kernel knows */
+#define OVERFLOW_USUAL 65534
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77 /* Linux 6.5; younger than the headers we build with */
 #endif
@@ -32,8 +36,28 @@ static enum kld_status parse(const char *name, const char *text, uint32_t *list,
     return KLD_OK;
 }
 
+uint32_t kld_peer_nobody(const char *map, const char *overflow) {
+    uint64_t first, lower, count, mapped = 0;
+    uint32_t number = OVERFLOW_USUAL;
+    FILE *file = fopen(map, "re");
+    while (file && fscanf(file, "%" SCNu64 " %" SCNu64 " %" SCNu64, &first, &lower, &count) == 3)
+        mapped += count;
+    if (file)
+        fclose(file);
+    if (mapped >= IDS_ALL)
+        return KLD_PEER_NONE;
+    file = fopen(overflow, "re");
+    if (file && fscanf(file, "%" SCNu32, &number) != 1)
+        number = OVERFLOW_USUAL;
+    if (file)
+        fclose(file);
+    return number;
+}
+
 enum kld_status kld_peers_init(struct kld_peers *peers, const struct kld_config *config,
                                struct kld_error *err) {
+    peers->nobody_uid = kld_peer_nobody("/proc/self/uid_map", "/proc/sys/kernel/overflowuid");
+    peers->nobody_gid = kld_peer_nobody("/proc/self/gid_map", "/proc/sys/kernel/overflowgid");
     enum kld_status status =
         parse("allow_uids", config->allow_uids, peers->uids, &peers->uids_count, err);
     if (status)
@@ -48,24 +72,35 @@ static bool listed(const uint32_t *list, uint32_t count, uint32_t number) {
     return false;
 }
 
+static bool gid_listed(const struct kld_peers *peers, gid_t gid) {
+    return gid != peers->nobody_gid && listed(peers->gids, peers->gids_count, gid);
+}
+
 static bool group_listed(const struct kld_peers *peers, int fd, gid_t gid) {
     gid_t groups[GROUPS_MAX];
     socklen_t bytes = sizeof groups;
-    if (listed(peers->gids, peers->gids_count, gid))
+    if (gid_listed(peers, gid))
         return true;
     if (getsockopt(fd, SOL_SOCKET, SO_PEERGROUPS, groups, &bytes) != 0)
         return false;
     for (size_t i = 0; i < bytes / sizeof *groups; i++)
-        if (listed(peers->gids, peers->gids_count, groups[i]))
+        if (gid_listed(peers, groups[i]))
             return true;
     return false;
 }
 
-enum kld_status kld_peer_check(const struct kld_peers *peers, int fd, struct ucred *ret_peer,
-                               struct kld_error *err) {
+enum kld_status kld_peer_check(const struct kld_peers *peers,
+                               const struct kld_gateway_process *gateway, int fd,
+                               struct ucred *ret_peer, struct kld_error *err) {
     socklen_t bytes = sizeof *ret_peer;
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, ret_peer, &bytes) != 0)
         return kld_error_set(err, KLD_FORBIDDEN, "who connects cannot be determined");
+    if (ret_peer->uid == peers->nobody_uid && !kld_peer_is_gateway(gateway, fd))
+        return kld_error_set(err, KLD_FORBIDDEN,
+                             "which user this is cannot be told: its uid is not mapped in the "
+                             "server's user namespace, where all such are %u; connect as a uid "
+                             "that is, or run both in one user namespace",
+                             peers->nobody_uid);
     if ((peers->uids_count == 0 && peers->gids_count == 0) || ret_peer->uid == geteuid() ||
         listed(peers->uids, peers->uids_count, ret_peer->uid) ||
         (peers->gids_count && group_listed(peers, fd, ret_peer->gid)))

@@ -15,18 +15,27 @@ struct kld_gateway_process {
     int pidfd; /* -1: the kernel has none */
 };
 
+#define KLD_PEER_NONE UINT32_MAX /* no user and no group has that number */
+
 struct kld_peers {
     uint32_t uids[KLD_PEER_LIST_MAX], gids[KLD_PEER_LIST_MAX];
     uint32_t uids_count, gids_count;
+    uint32_t nobody_uid, nobody_gid; /* kld_peer_nobody()'s */
 };
 
-/* Parses allow_uids and allow_gids. */
+/* The number as which whoever has none in our user namespace comes, from the namespace's map and
+ * the kernel's setting; KLD_PEER_NONE where all have one. Not all have, or it cannot be read: then
+ * one that is mapped to it cannot be told from the others. */
+uint32_t kld_peer_nobody(const char *map, const char *overflow);
+/* Parses allow_uids and allow_gids, and asks who nobody is. */
 enum kld_status kld_peers_init(struct kld_peers *peers, const struct kld_config *config,
                                struct kld_error *err);
 /* The peer of a connected socket passes if no list is configured, if it runs as our own user (the
- * gateway does), or if a list names its user or one of its groups. Else KLD_FORBIDDEN. */
-enum kld_status kld_peer_check(const struct kld_peers *peers, int fd, struct ucred *ret_peer,
-                               struct kld_error *err);
+ * gateway does), or if a list names its user or one of its groups. Else KLD_FORBIDDEN; so is
+ * whoever comes as nobody and is not the gateway: they would all be one user. */
+enum kld_status kld_peer_check(const struct kld_peers *peers,
+                               const struct kld_gateway_process *gateway, int fd,
+                               struct ucred *ret_peer, struct kld_error *err);
 /* A descriptor of the process that connected (SO_PEERPIDFD), which is the caller's then; -1 where
  * the kernel has none to give (before 6.5), or that process is gone for good already. */
 int kld_peer_pidfd(int fd);

@@ -51,7 +51,7 @@ static void welcome(struct kld_worker *worker, int fd) {
     struct kld_error error = {.status = KLD_OK};
     struct ucred peer = {0};
     kld_orders_hear(worker); /* one may say who it is that connects */
-    enum kld_status status = kld_peer_check(&worker->peers, fd, &peer, &error);
+    enum kld_status status = kld_peer_check(&worker->peers, &worker->gateway, fd, &peer, &error);
     if (status) {
         kld_stats_rejected(worker->stats, KLD_REJECT_unix_not_allowed);
     } else if ((status = kld_places_check(worker, fd, peer.uid, &error))) {

@@ -137,7 +137,7 @@ def each_key_once(pairs):
 class Server:
     """One kld-server with a folder of its own. flags: {"log_level": "debug", ...}; http="" for none."""
 
-    def __init__(self, backend="cpu", environment=None, wait=True, arguments=(), limit=None, **flags):
+    def __init__(self, backend="cpu", environment=None, wait=True, arguments=(), limit=None, within=(), **flags):
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="kld-test-"))
         self.log_path = self.folder / "log"
         flags.setdefault("http", "127.0.0.1:0")
@@ -149,7 +149,7 @@ class Server:
         self.flags = flags
         # limit: of descriptors, the hard one too.
         self.arguments = ["prlimit", f"--nofile={limit}:{limit}"] * (limit is not None)
-        self.arguments += [str(BIN / "kld-server")]
+        self.arguments += [*within, str(BIN / "kld-server")]  # within: a command that executes it
         self.arguments += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()
                            if value is not None]
         self.arguments += list(arguments)

@@ -21,6 +21,8 @@ static enum kld_status lists(struct kld_peers *peers, const char *uids, const ch
     return kld_peers_init(peers, &config, &err);
 }
 
+static const struct kld_gateway_process no_gateway = {.pidfd = -1};
+
 START_TEST(lists_are_parsed) {
     struct kld_peers peers;
     ck_assert_int_eq(lists(&peers, "", ""), KLD_OK);
@@ -59,7 +61,7 @@ static enum kld_status check_as(const struct kld_peers *peers, uid_t uid, gid_t 
     int fd = accept(listener, NULL, NULL);
     struct ucred peer;
     struct kld_error err;
-    enum kld_status status = kld_peer_check(peers, fd, &peer, &err);
+    enum kld_status status = kld_peer_check(peers, &no_gateway, fd, &peer, &err);
     ck_assert_uint_eq(peer.uid, uid);
     waitpid(child, NULL, 0);
     close(fd);
@@ -79,6 +81,56 @@ START_TEST(users_and_groups_pass_by_either_list) {
     ck_assert_int_eq(check_as(&peers, 5, 5), KLD_FORBIDDEN);
     lists(&peers, "1234", "");
     ck_assert_int_eq(check_as(&peers, 5, 1234), KLD_FORBIDDEN);
+}
+END_TEST
+
+static const char *file_with(const char *text) {
+    static char path[2][64];
+    static int turn;
+    turn ^= 1;
+    snprintf(path[turn], sizeof path[0], "/tmp/kld-test-peer-%d-%d", (int)getpid(), turn);
+    FILE *file = fopen(path[turn], "w");
+    ck_assert_ptr_nonnull(file);
+    fputs(text, file);
+    fclose(file);
+    return path[turn];
+}
+
+START_TEST(nobody_is_whoever_is_not_mapped) {
+    const struct {
+        const char *map, *overflow;
+        uint32_t nobody;
+    } cases[] = {
+        {"         0          0 4294967295\n", "65534\n", KLD_PEER_NONE},
+        {"0 0 1000\n1000 1000 4294966295\n", "65534\n", KLD_PEER_NONE},
+        {"0 1000 1\n1 100000 65536\n", "65534\n", 65534}, /* and 65534 is among these */
+        {"0 0 4294967294\n", "4711\n", 4711},
+        {"", "65534\n", 65534},
+        {"0 0 1\n", "", 65534},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const char *map = file_with(cases[i].map), *overflow = file_with(cases[i].overflow);
+        ck_assert_uint_eq(kld_peer_nobody(map, overflow), cases[i].nobody);
+        unlink(map);
+        unlink(overflow);
+    }
+    ck_assert_uint_eq(kld_peer_nobody("/nowhere", "/nowhere"), 65534);
+}
+END_TEST
+
+START_TEST(nobody_may_not_connect) {
+    UNIT_NEEDS(geteuid() == 0, "root, who alone can become somebody else");
+    struct kld_peers peers;
+    lists(&peers, "", "");
+    peers.nobody_uid = peers.nobody_gid = 1234;
+    ck_assert_int_eq(check_as(&peers, 1234, 5), KLD_FORBIDDEN);
+    ck_assert_int_eq(check_as(&peers, 5, 1234), KLD_OK);
+    lists(&peers, "1234,6", "1234,7");
+    peers.nobody_uid = peers.nobody_gid = 1234;
+    ck_assert_int_eq(check_as(&peers, 1234, 7), KLD_FORBIDDEN);
+    ck_assert_int_eq(check_as(&peers, 5, 1234), KLD_FORBIDDEN);
+    ck_assert_int_eq(check_as(&peers, 5, 7), KLD_OK);
+    ck_assert_int_eq(check_as(&peers, 6, 1234), KLD_OK);
 }
 END_TEST
 
@@ -153,10 +205,11 @@ START_TEST(what_is_no_socket_is_refused) {
     int fds[2];
     ck_assert_int_eq(pipe(fds), 0);
     lists(&peers, "", "");
-    ck_assert_int_eq(kld_peer_check(&peers, fds[0], &peer, &err), KLD_FORBIDDEN);
+    ck_assert_int_eq(kld_peer_check(&peers, &no_gateway, fds[0], &peer, &err), KLD_FORBIDDEN);
 }
 END_TEST
 
 UNIT_MAIN("server/worker/peer", lists_are_parsed, users_and_groups_pass_by_either_list,
+          nobody_is_whoever_is_not_mapped, nobody_may_not_connect,
           a_dead_process_is_told_from_a_living_one, the_gateway_is_the_process_that_was_named,
           what_is_no_socket_is_refused)
