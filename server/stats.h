@@ -133,6 +133,8 @@ enum kld_access { KLD_ACCESS_READ, KLD_ACCESS_READ_WRITE, KLD_ACCESS_COUNT };
     X(http, http_requests_max)                                                                     \
     X(http, token_limit)                                                                           \
     X(http, staging_full)                                                                          \
+    X(http, tensors_full)                                                                          \
+    X(http, regions_full)                                                                          \
     X(http, draining)                                                                              \
     X(unix, not_allowed)                                                                           \
     X(unix, clients_max)                                                                           \

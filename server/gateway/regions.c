@@ -188,6 +188,8 @@ enum kld_status kld_regions_reserve(struct kld_regions *regions,
         count(regions, 1, registered->bytes);
     }
     uv_mutex_unlock(&regions->mutex);
+    if (status == KLD_BUSY)
+        kld_stats_rejected(regions->stats, KLD_REJECT_http_regions_full);
     if (status)
         free(registered);
     else

@@ -226,6 +226,8 @@ enum kld_status kld_tensors_reserve(struct kld_tensors *tensors, const struct kl
         count(tensors, 1, (int64_t)stored->bytes);
     }
     uv_mutex_unlock(&tensors->mutex);
+    if (status == KLD_BUSY)
+        kld_stats_rejected(tensors->stats, KLD_REJECT_http_tensors_full);
     if (status)
         free(stored);
     else

@@ -30,6 +30,14 @@ def test_options_are_the_servers():
         assert name in known, name
 
 
+def test_reasons_of_refusals_are_the_servers():
+    listed = re.search(r"^- The reasons of `kld_rejected_total`.*?(?=^- )", GUIDE, re.M | re.S).group(0)
+    of_http, of_unix = (set(re.findall(r"`(\w+)`", text)) for text in listed.split("Over the Unix socket"))
+    known = re.findall(r"^ +X\((http|unix), (\w+)\)", (ROOT / "server/stats.h").read_text(), re.M)
+    assert known and {(front, reason) for front, reasons in (("http", of_http), ("unix", of_unix))
+                      for reason in reasons - {"kld_rejected_total"}} == set(known)
+
+
 def test_defaults_that_it_states():
     assert re.search(r"--staging-bytes-max .*\[1G\]", HELP) and "`--staging-bytes-max` (1 GiB)" in GUIDE
     assert "half of its memory" in HELP and "(half of the device's memory)" in GUIDE

@@ -190,7 +190,7 @@ def test_names_are_text(server, name):
 
 def test_limits(make_server, tmp_path):
     path = tmp_path / "tokens"
-    path.write_text("".join(f"{n} {hashlib.sha256(n.encode()).hexdigest()} infer\n" for n in ("ann", "bob")))
+    path.write_text("".join(f"{n} {hashlib.sha256(n.encode()).hexdigest()} infer,metrics\n" for n in ("ann", "bob")))
     server = make_server(tokens=str(path), tensors_max=4, tensor_bytes_max="1M", token_tensor_bytes_max="600K")
     ann, bob = ({"Authorization": f"Bearer {name}"} for name in ("ann", "bob"))
     big, small = np.ones((100, 1000), "<f4"), np.ones((2, 4), "<f4")
@@ -203,6 +203,9 @@ def test_limits(make_server, tmp_path):
     assert put(server, "b", small, ann)[0] == put(server, "c", small, ann)[0] == 200
     status, reply = put(server, "d", small, ann)
     assert status == 503 and "tensors_max" in reply["error"]
+    turned_away = server.metrics(ann)
+    for reason, count in (("tensors_full", 1), ("token_limit", 2)):
+        assert turned_away[f'kld_rejected_total{{front="http",reason="{reason}"}}'] == count
     for size, limit in ((160, "token_tensor_bytes_max"), (300, "tensor_bytes_max")):  # never, whatever is deleted
         status, reply = put(server, "d", np.ones((size, 1000), "<f4"), ann)
         assert status == 413 and f"({limit})" in reply["error"], reply

@@ -111,6 +111,7 @@ START_TEST(both_kinds_share_the_limits) {
     ck_assert_ptr_nonnull(strstr(err.text, "token_region_bytes_max"));
     ck_assert_int_eq(add(&two, "a", 401), KLD_BUSY);
     ck_assert_ptr_nonnull(strstr(err.text, "http_region_bytes_max"));
+    ck_assert_uint_eq(stats.rejected[KLD_REJECT_http_regions_full], 2);
     ck_assert_int_eq(add(&two, "a", 400), KLD_OK);
     kld_regions_unregister(regions, KLD_REGISTERED_CUDA, &one, NULL, NULL);
     ck_assert_int_eq(add(&everybody, "a", 601), KLD_BUSY); /* 400 are taken */
