@@ -352,7 +352,6 @@ static bool is_refused(int fd) {
 
 /* Whichever of the allocations fails that a connection costs. */
 START_TEST(who_comes_is_told_that_there_is_no_memory) {
-    UNIT_NEEDS(COUNTS, "allocations that can be made to fail, which those of a sanitizer cannot");
     start();
     counted = rig.thread;
     int refused = 0, fd;
@@ -368,7 +367,8 @@ START_TEST(who_comes_is_told_that_there_is_no_memory) {
         atomic_store(&counting, false);
     }
     atomic_store(&counting, false);
-    ck_assert_int_ge(refused, 4); /* the session, its replies, its user, its lanes */
+    /* The session, its replies, its user, its lanes; those of a sanitizer do not fail. */
+    ck_assert_int_ge(refused, COUNTS ? 4 : 0);
     ck_assert_uint_eq(atomic_load(&rig.stats->rejected[KLD_REJECT_unix_no_memory]), refused);
     close(fd);
     end();
