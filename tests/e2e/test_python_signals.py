@@ -352,8 +352,10 @@ def test_where_no_thread_can_be_started_the_call_is_made_all_the_same(server):
 import _thread
 def none(*ignored):
     raise RuntimeError("can't create new thread at interpreter shutdown")
-_thread.start_new_thread = none
+_thread.start_new_thread = threading._start_new_thread = none
 assert connection.ping() > 0
+with kld.connect(sys.argv[1]) as other:
+    assert other.ping() > 0
 published = connection.publish("test/end", connection.empty((2, 3)))
 published.close()
 try:
@@ -362,3 +364,53 @@ try:
 except LookupError:
     pass
 """, server.url_unix)
+
+
+@pytest.mark.parametrize("last", ["published.close()", "connection.ping()", "connection.stats()",
+                                  'connection.attach("test/nobody", timeout=0.1)',
+                                  'connect("http://127.0.0.1:1", connect_timeout=0.2)', "connect(connection.url).ping()"])
+def test_what_a_global_object_asks_for_at_the_end(server, last):
+    """Its __del__() runs while the interpreter is finalized, when no other thread has a turn any more."""
+    assert run(f"""
+class Last:
+    connect, KldError = staticmethod(kld.connect), kld.KldError
+
+    def __init__(self):
+        self.connection = connection
+        self.published = connection.publish("test/last", few)
+
+    def __del__(self):
+        connect, connection, published = self.connect, self.connection, self.published
+        try:
+            {last}
+        except self.KldError:
+            pass
+        print("over", connection.closed)
+
+last = Last()
+print("script ends")
+""", server.url_unix, 20) == "script ends\nover False\n"
+
+
+def test_what_was_left_and_has_no_answer_does_not_keep_the_process(make_server):
+    """Its thread has no turn any more when a global object asks for more."""
+    assert said_beside_a_stopped_worker(make_server(), """
+class Last:
+    def __init__(self):
+        self.connection, self.error = connection, kld.KldError
+
+    def __del__(self):
+        try:
+            self.connection.ping()
+        except self.error as error:
+            print(type(error).__name__, flush=True)
+
+last = Last()
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    interrupt(0.3)
+    connection.ping()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+""", go_on=False) == ("interrupted\n", "KldTimeoutError\n")

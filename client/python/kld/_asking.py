@@ -5,6 +5,7 @@ connection is that thread's until libkld returns (by its connect_timeout), and w
 from __future__ import annotations
 
 import _thread
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, Callable, List, Optional
 
@@ -88,9 +89,10 @@ class Question:
 
 def ask(connection: Connection, name: str, *arguments: Any, seconds: Optional[float] = None, keep: Any = None,
         undo: Optional[Callable[[], None]] = None) -> None:
-    """Under the lock. seconds: for an answer; None: libkld's own."""
+    """Under the lock. seconds: for an answer; None: libkld's own. While the interpreter is finalized (a __del__() of
+    what was global) no other thread has a turn any more."""
     main = threading.current_thread() is threading.main_thread()
-    if connection.url.startswith("local:") or seconds is None and not main:
+    if connection.url.startswith("local:") or seconds is None and not main or sys.is_finalizing():
         _library.call(name, *arguments)
         return
     question = Question(name, arguments, keep, undo)

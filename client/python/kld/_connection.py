@@ -454,6 +454,8 @@ class Connection:
         return True
 
     def _finish_asking(self, until: float = math.inf) -> bool:
+        if exiting.is_set():  # its thread may have no turn any more
+            until = min(until, time.monotonic() + PARTING)
         if self._asked and not self._asked.wait(-1.0 if until == math.inf else max(0.0, until - time.monotonic())):
             return False
         self._asked = None

@@ -1,8 +1,10 @@
 """Opening a connection: its URL, whose certificates are trusted, and the wait for the other end, which takes no lock."""
 from __future__ import annotations
 
+import _thread
 import ctypes as c
 import os
+import sys
 import threading
 from typing import Any, List, Optional, Sequence, Union
 
@@ -34,7 +36,8 @@ def one_url(url: Union[str, Sequence[str]]) -> str:
 
 
 def opened(url: str, options: _library.ConnectOptions) -> c.c_void_p:
-    """Ctrl-C ends it at once: where a signal may come, and the other end is elsewhere, another thread waits."""
+    """Ctrl-C ends it at once: where a signal may come, and the other end is elsewhere, another thread waits, if there can be
+    one (at the interpreter's end there cannot, or it would have no turn)."""
     def work() -> None:
         handle = c.c_void_p()
         try:
@@ -42,28 +45,38 @@ def opened(url: str, options: _library.ConnectOptions) -> c.c_void_p:
         except BaseException as error:
             outcome.append(error)
             return
-        with over:
+        with guard:
             if given_up:
                 _library.library().kld_close(handle)
             else:
                 outcome.append(handle)
 
+    def work_elsewhere() -> None:
+        work()
+        over.release()
+
     outcome: List[Any] = []
     given_up: List[bool] = []
-    over = threading.Lock()
-    if url.startswith("local:") or threading.current_thread() is not threading.main_thread():
-        work()
-    else:
-        thread = threading.Thread(target=work, name="kld-connect", daemon=True)
+    started: List[int] = []
+    guard, over = threading.Lock(), threading.Lock()
+    if not (url.startswith("local:") or sys.is_finalizing() or threading.current_thread() is not threading.main_thread()):
+        over.acquire()
         try:
-            thread.start()
-            thread.join()
+            try:
+                started.extend(map(_thread.start_new_thread, (work_elsewhere,), ((),)))  # no signal in between
+            except RuntimeError:
+                if started:  # it is a signal handler's
+                    raise
+            if started:
+                over.acquire()
         except BaseException:
-            with over:
+            with guard:
                 given_up.append(True)
                 if outcome and isinstance(outcome[0], c.c_void_p):
                     _library.library().kld_close(outcome[0])
             raise
+    if not started:
+        work()
     if isinstance(outcome[0], BaseException):
         raise outcome[0]
     made: c.c_void_p = outcome[0]
