@@ -1,5 +1,6 @@
 """Arrays given as `out` behind a request that was given up: a server that shares them writes no more when it is said."""
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -114,3 +115,42 @@ def test_a_server_that_does_not_end_it_is_told_of(make_server, monkeypatch):
         finally:
             os.kill(worker, signal.SIGCONT)
         assert connection.kl_div(q, q, out={"grad_predictions": out}).loss == 0
+
+
+def _calls(connection):
+    """Of each kind that writes to new shared memory: NumPy's, PyTorch's first and known ones."""
+    q = np.full((100, 1000), 1e-3, np.float32)
+    yield lambda: connection.kl_div(q, q)
+    try:
+        import torch
+    except ImportError:
+        return
+    from kld.functional import kl_div
+    leaf, target = torch.from_numpy(q).log().requires_grad_(), torch.from_numpy(q)
+    for more in ({}, {"row_mask": torch.ones(100, dtype=torch.bool)}):
+        kl_div(leaf, target, connection=connection, **more)
+        yield lambda more=more: kl_div(leaf, target, connection=connection, **more)
+
+
+@pytest.mark.parametrize("statuses, attempts, kept", [
+    (["INVALID"], 1, True), (["BUSY"], 0, True), (["TOO_LARGE", "INVALID"], 1, True), (["BUSY"], 2, False),
+    (["NO_MEMORY", "NO_MEMORY"], 1, False), (["NO_MEMORY", "BUSY"], 1, False), (["DEADLINE"], 1, False)])
+def test_memory_of_a_failed_request_is_kept_where_no_device_saw_it(server, monkeypatch, statuses, attempts, kept):
+    """Neither at this attempt nor at one before."""
+    with kld.connect(server.url_unix) as connection:
+        for call in _calls(connection):
+            connection._memory.forget_cached()
+            left = list(statuses)
+
+            def once(*_):
+                connection._result.attempts = attempts
+                return kld.Status[left.pop(0)]
+
+            with monkeypatch.context() as patched:
+                patched.setattr(kld._request, "_submit_once", once)
+                patched.setattr(connection._memory, "forget_cached", lambda: True)
+                with pytest.raises(kld.KldError):
+                    call()
+            gc.collect()
+            connection.ping()
+            assert not left and (connection._memory.cached_bytes > 0) == kept

@@ -197,6 +197,9 @@ def test_no_connection(url, error, text):
     ({"staging_bytes_max": 1 << 64}, ValueError, "staging_bytes_max is"),
     ({"cache_bytes_max": 1.5}, TypeError, "cache_bytes_max is a whole number, not float"),
     ({"connect_timeout": "long"}, TypeError, "connect_timeout is a number, not str"),
+    ({"threads": np.bool_(True)}, TypeError, "threads is a whole number, not bool"),
+    ({"ca_file": 5}, TypeError, "ca_file is a path, not int"), ({"ca_file": "a\0b"}, ValueError, "ca_file .* has a NUL"),
+    ({"connect_timeout": float("inf")}, ValueError, "connect_timeout is a number of seconds above 0 and below 1e9, not inf"),
     ({"connect_timeout": 0}, ValueError, "above 0")])
 def test_what_connect_refuses(more, error, text):
     with pytest.raises(error, match=text) as raised:

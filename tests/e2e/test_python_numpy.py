@@ -440,7 +440,16 @@ def test_results_where_no_more_can_be_shared(connection, monkeypatch):
     ({"out": {"grad_predictions": [1]}}, TypeError, "a NumPy array, not list"),
     ({"out": {"grad_predictions": np.zeros(SHAPE, np.float32, order="F")}}, ValueError, "contiguous"),
     ({"out": {"loss": np.zeros(1, np.float32)}}, ValueError, "another loss is a number"),
-    ({"timeout": 0}, ValueError, "timeout is a number of seconds")])
+    ({"predictions": [[1.0], [1.0, 2.0]]}, (TypeError, ValueError), "predictions"),
+    ({"row_mask": "abc"}, TypeError, "row_mask has dtype"),
+    ({"row_weights": [[1.0], [1.0, 2.0]]}, (TypeError, ValueError), "row_weights"),
+    ({"out": {"grad_predictions": np.ma.masked_array(np.zeros(SHAPE, np.float32))}}, ValueError,
+     r"out\['grad_predictions'\] is a masked array"),
+    ({"predictions": np.broadcast_to(np.float32(1), (1 << 40, 5)), "targets": np.broadcast_to(np.float32(1), (1 << 40, 5))},
+     MemoryError, "no 21990232555520 bytes of memory for predictions"),
+    ({"row_weights": np.broadcast_to(np.float64(1), 1 << 45)}, ValueError, "row_weights has shape"),
+    ({"timeout": 0}, ValueError, "timeout is a number of seconds above 0, below 1e9, or inf, not 0"),
+    ({"timeout": 1e9}, ValueError, "below 1e9"), ({"timeout": float("nan")}, ValueError, "timeout")])
 def test_what_is_wrong_is_said(server, arguments, error, text):
     with kld.connect(server.url_unix) as connection:
         with pytest.raises(error, match=text) as raised:
@@ -555,3 +564,30 @@ def test_one_row_and_what_its_loss_is_weighed_with(connection, weight):
     one = connection.kl_div(Q[0], P[0], reduction="row").grad_predictions
     np.testing.assert_array_equal(connection.kl_div(Q[0], P[0], reduction="row", grad_output=weight).grad_predictions,
                                   2 * one)
+
+
+def test_no_limit(connection):
+    assert connection.kl_div(Q, P, timeout=float("inf")).loss == connection.kl_div(Q, P, timeout=None).loss
+
+
+def test_results_are_compared_by_identity(connection):
+    one, other = (connection.kl_div(Q, P) for _ in range(2))
+    assert one == one and one != other and len({one, other}) == 2
+
+
+def test_memory_of_a_refused_request_is_used_again(server):
+    """No device saw it. As many as a loop that asks wrongly makes are no new memory each time."""
+    shape = (100, 1000)
+    with kld.connect(server.url_unix) as connection:
+        mine = fill(connection, probabilities(1, shape))
+        made = connection._memory._map
+        spans = []
+        connection._memory._map = lambda size: spans.append(size) or made(size)
+        for _ in range(5):
+            with pytest.raises(kld.KldValueError, match="temperature"):
+                connection.kl_div(mine, mine, temperature=2.0)
+            with pytest.raises(kld.KldValueError, match="lie over each other|overlap"):
+                connection.kl_div(mine, mine, row_loss=True, grad="both", out={"grad_predictions": mine[::-1][::-1],
+                                                                               "grad_targets": mine})
+        assert connection.kl_div(mine, mine).loss == 0
+        assert len(spans) < 4

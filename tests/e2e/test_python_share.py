@@ -1,10 +1,14 @@
 """Published and attached tensors from Python, on the CPU: a teacher's process and those of students, what is copied,
 how each end finishes; and Ctrl-C while a request runs."""
+import copy
+import gc
 import os
+import pickle
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -133,12 +137,15 @@ def test_names(connections, server):
             teacher.publish(wrong, p)
     with pytest.raises(ValueError, match="unknown form 'odds'"):
         teacher.publish("test/other", p, "odds")
-    with pytest.raises(ValueError, match="timeout is a number"):
-        student.attach("test/name", timeout=-1)
+    for seconds in (-1, 1e9, float("nan")):
+        with pytest.raises(ValueError, match="timeout is a number of seconds from 0 on, below 1e9, or inf"):
+            student.attach("test/name", timeout=seconds)
+    with pytest.raises(ValueError, match="this connection published 'test/name' itself; use the `array`"):
+        teacher.attach("test/name")
     attached = student.attach("test/name", uid=os.getuid())
     published.close()
     published.close()
-    with pytest.raises(kld.KldLookupError):
+    with pytest.raises(kld.KldLookupError, match="the attached tensor 'test/name' is no longer published"):
         student.kl_div(p, attached)
     with kld.connect("local:cpu") as local, kld.connect(server.http) as http:
         for other in (local, http):
@@ -365,3 +372,50 @@ def test_what_publish_and_attach_refuse(connections, arguments, error, text):
     with teacher.publish("test/a", probabilities(1, SHAPE)), pytest.raises(error, match=text):
         for uid in arguments.get("uids", [None]):
             student.attach(arguments.get("name", "test/a"), uid=uid)
+
+
+@pytest.mark.parametrize("seconds", [None, float("inf")])
+def test_attach_without_a_limit(connections, seconds):
+    teacher, student = connections
+    timer = threading.Timer(0.3, lambda: teacher.publish("test/some-time", probabilities(1, SHAPE)))
+    timer.start()
+    student.attach("test/some-time", timeout=seconds).close()
+    timer.join()
+
+
+def test_what_cannot_be_published_is_called_array(connections):
+    teacher, student = connections
+    p = probabilities(1, SHAPE)
+    with teacher.publish("test/array", p), student.attach("test/array") as attached:
+        for array, error, text in ((p.astype(int), TypeError, "array has dtype int64"),
+                                   (np.ma.masked_array(p, p > 1), ValueError, "array is a masked array"),
+                                   ([[1.0], [1.0, 2.0]], (TypeError, ValueError), "array"),
+                                   (attached, TypeError, "array is <kld.Attached 'test/array'.* published already")):
+            for connection in connections:
+                with pytest.raises(error, match=text) as raised:
+                    connection.publish("test/refused", array)
+                assert isinstance(raised.value, kld.KldError) and "predictions" not in str(raised.value)
+    with pytest.raises(kld.KldTypeError, match="uids is a list of users, not int"):
+        teacher.publish("test/refused", p, uids=5)
+
+
+def test_copies_and_pickles_of_what_is_shared(connections):
+    """A copy would be another one that ends it."""
+    teacher, student = connections
+    with teacher.publish("test/copied", probabilities(1, SHAPE)) as published, student.attach("test/copied") as attached:
+        for one in (published, attached):
+            assert copy.copy(one) is one and copy.deepcopy({"of": one})["of"] is one
+            with pytest.raises(kld.KldTypeError, match="cannot be pickled; give others its name, for attach()"):
+                pickle.dumps(one)
+        gc.collect()
+        student.attach("test/copied").close()
+
+
+def test_what_is_shared_is_closed_with_its_connection(server):
+    with kld.connect(server.url_unix) as teacher, kld.connect(server.url_unix) as student:
+        published = teacher.publish("test/ends", probabilities(1, SHAPE))
+        attached = student.attach("test/ends")
+        assert not published.closed and not attached.closed
+    assert published.closed and attached.closed and repr(attached).endswith("(closed)>")
+    published.close()
+    attached.close()

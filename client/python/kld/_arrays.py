@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, ContextManager, Dict, List, Mapping, Opti
 import numpy as np
 
 from . import _share
-from ._errors import KldTypeError, KldUnsupportedError, KldValueError, Status
-from ._request import Call, View, check_no_gradient, no_gradient
+from ._checks import check_no_gradient, no_gradient
+from ._errors import KldError, KldMemoryError, KldTypeError, KldUnsupportedError, KldValueError, Status
+from ._request import Call, View
 
 if TYPE_CHECKING:
     from ._connection import Connection
@@ -72,11 +73,15 @@ def _plain(name: str, value: Any) -> Any:
     return value.detach().resolve_neg()
 
 
+def _refuse_masked(name: str, value: Any) -> None:
+    if isinstance(value, np.ma.MaskedArray):
+        raise KldValueError(Status.INVALID, f"{name} is a masked array; give the mask of rows as row_mask")
+
+
 def _as_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     """What NumPy makes one of; where it has nothing but DLPack, by that."""
     value = _plain(name, value)
-    if isinstance(value, np.ma.MaskedArray):
-        raise KldValueError(Status.INVALID, f"{name} is a masked array; give the mask of rows as row_mask")
+    _refuse_masked(name, value)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         if value.dtype == torch.bfloat16 and value.is_cpu:  # which PyTorch itself makes no array of
@@ -84,7 +89,13 @@ def _as_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     elif hasattr(value, "__dlpack__") and not any(hasattr(value, f"__array{name}__") for name in
                                                   ("", "_interface", "_struct")) and hasattr(np, "from_dlpack"):
         return np.from_dlpack(value)
-    return np.asarray(value)
+    try:
+        return np.asarray(value)
+    except KldError:
+        raise
+    except (TypeError, ValueError) as error:  # rows of several lengths, say
+        kind = KldTypeError if isinstance(error, TypeError) else KldValueError
+        raise kind(Status.INVALID, f"{name} is a {type(value).__name__} that NumPy makes no array of: {error}") from error
 
 
 def view_of(name: str, value: Any) -> View:
@@ -120,7 +131,10 @@ def vector_of(name: str, value: Any, dtype: str, shapes: Tuple[Tuple[int, ...], 
     if array.shape not in shapes:
         raise KldValueError(Status.INVALID, f"{name} has shape {array.shape}; expected "
                             + " or ".join(map(str, dict.fromkeys(shapes))))
-    array = np.require(array, dtype_of(dtype), ["C", "A"])
+    try:
+        array = np.require(array, dtype_of(dtype), ["C", "A"])
+    except MemoryError:
+        raise KldMemoryError(Status.NO_MEMORY, f"no memory for a copy of {name}, {array.size} numbers") from None
     return View(array.__array_interface__["data"][0], dtype, array.shape, array.strides, array)
 
 
@@ -128,6 +142,7 @@ def output_of(slot: str, array: Any, dtype: str, shape: Tuple[int, ...]) -> View
     """An array of the caller's that a result is written to."""
     if not isinstance(array, np.ndarray):
         raise KldTypeError(Status.INVALID, f"out[{slot!r}] is a NumPy array, not {type(array).__name__}")
+    _refuse_masked(f"out[{slot!r}]", array)
     if array.dtype != dtype_of(dtype) or array.shape != shape or not array.flags.writeable:
         raise KldValueError(Status.INVALID, f"out[{slot!r}] is {array.dtype.name}{list(array.shape)}; expected a "
                             f"writeable array {dtype}{list(shape)}")
@@ -154,17 +169,21 @@ def _has(value: Any, name: str) -> bool:
 class Sides:
     """The two tensors of a request, wherever each is: an array, one on a GPU, or an attached one."""
 
-    def __init__(self, connection: Connection, predictions: Any, targets: Any) -> None:
+    def __init__(self, connection: Connection, predictions: Any, targets: Any,
+                 names: Tuple[str, str] = ("predictions", "targets")) -> None:
         self._connection = connection
         self._attached: Dict[str, _share.Attached] = {}
         self._found: List[Found] = []
-        self.predictions = self._view("predictions", predictions)
-        self.targets = self._view("targets", targets)
+        self.predictions = self._view(names[0], predictions)
+        self.targets = self._view(names[1], targets)
 
     def _view(self, name: str, value: Any) -> View:
         if isinstance(value, np.ndarray):
             return view_of(name, value)
         if isinstance(value, _share.Attached):
+            if name == "array":
+                raise KldTypeError(Status.INVALID, f"array is {value!r}, which is published already; expected numbers of "
+                                   "this process")
             self._attached[name] = value
             return value.view(self._connection)
         value = _plain(name, value)

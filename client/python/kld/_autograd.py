@@ -13,13 +13,14 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 import torch
 
 from . import _cuda, _surroundings
+from ._checks import check_no_gradient, no_gradient
 from ._connection import Connection
 from ._default import default_connection, for_cpu_tensors
 from ._device import Where
 from ._errors import KldMemoryError, KldTypeError, KldUnsupportedError, KldValueError, Status
 from ._half import is_bounded, shift, wants_half
 from ._library import DTYPE, ITEM_BYTES
-from ._request import SHARE_BYTES_MIN, Call, Parameters, View, again, check_no_gradient, no_gradient, row_stride
+from ._request import SHARE_BYTES_MIN, Call, Parameters, View, again, row_stride
 from ._share import Attached
 
 DTYPES: Dict[torch.dtype, str] = {torch.float32: "float32", torch.float64: "float64",
@@ -91,7 +92,12 @@ def make_empty(connection: Connection, shape: Tuple[int, ...], dtype: torch.dtyp
             return over(connection._memory.take(size, connection._tidy), dtype, shape)
         except KldMemoryError:
             pass
-    return torch.empty(shape, dtype=dtype, device=CPU)
+    try:
+        return torch.empty(shape, dtype=dtype, device=CPU)
+    except RuntimeError:
+        if size < SHARE_BYTES_MIN:
+            raise
+        raise KldMemoryError(Status.NO_MEMORY, f"no {size} bytes of memory for a result") from None
 
 
 def _copy_to(block: Any, tensor: torch.Tensor) -> None:
@@ -107,6 +113,14 @@ def view_of(tensor: torch.Tensor, dtype: str) -> View:
                 tensor.get_device() if tensor.is_cuda else None)
 
 
+def _tensor_of(name: str, value: Any, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value, device=device).clone()
+    except (TypeError, ValueError, RuntimeError) as error:  # (a RuntimeError is of a type that PyTorch cannot guess)
+        kind = KldValueError if isinstance(error, ValueError) else KldTypeError
+        raise kind(Status.INVALID, f"{name} is a {type(value).__name__} that PyTorch makes no tensor of: {error}") from error
+
+
 def rows_vector(name: str, value: Any, leading: Tuple[int, ...], device: torch.device) -> Optional[torch.Tensor]:
     """row_mask or row_weights, as the request wants it."""
     if value is None:
@@ -114,7 +128,7 @@ def rows_vector(name: str, value: Any, leading: Tuple[int, ...], device: torch.d
     if torch.is_grad_enabled():
         check_no_gradient(name, value)
     # A copy of an array: backward() reads it, and nobody would see that it was written to.
-    tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value, device=device).clone()
+    tensor = value.detach() if isinstance(value, torch.Tensor) else _tensor_of(name, value, device)
     _surroundings.refuse_special(tensor)
     check_device(name, tensor)
     tensor = tensor.resolve_neg()

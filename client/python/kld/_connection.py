@@ -29,12 +29,12 @@ import numpy as np
 
 from . import _arrays, _library, _share
 from ._asking import Question, ask
+from ._checks import check_number, check_shape, sizes_of
 from ._errors import (KldBusyError, KldConnectionError, KldLookupError, KldTimeoutError, KldTypeError,
                       KldUnsupportedError, KldValueError, Status)
 from ._memory import Memory
-from ._opening import certificates, one_url, opened
-from ._request import PLANS_MAX, SLICE_MS, Call, Parameters, Plan, check_number, check_shape, exiting, \
-    row_stride, sizes_of, timeout_ns
+from ._opening import check_whole, one_url, opened, options_of
+from ._request import PLANS_MAX, SLICE_MS, Call, Parameters, Plan, exiting, row_stride, timeout_ns
 
 if TYPE_CHECKING:
     from ._device import Devices
@@ -60,7 +60,7 @@ class ServerInfo:
     version: str = ""  #: release of the server; empty where unknown
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # of arrays == makes another one
 class Result:
     """What a request gave. Arrays are the caller's; they outlive the connection. Where the inputs are on a
     GPU they are `kld.DeviceArray`s there."""
@@ -99,25 +99,9 @@ class Connection:
                  staging_bytes_max: int = 0, cache_bytes_max: int = 4 << 30, part_bytes_max: int = 0,
                  part_timeout: float = 60.0) -> None:
         url = one_url(url)
-        for name, text in (("token", token), ("client_name", client_name)):
-            if not isinstance(text, str) and not (name == "token" and text is None):
-                raise KldTypeError(Status.INVALID, f"{name} is a text, not {type(text).__name__}")
-        for name, size, most in (("threads", threads, 1 << 32), ("staging_bytes_max", staging_bytes_max, 1 << 64),
-                                 ("cache_bytes_max", cache_bytes_max, 1 << 64),
-                                 ("part_bytes_max", part_bytes_max, 1 << 64)):
-            if isinstance(size, bool) or not isinstance(size, int):
-                raise KldTypeError(Status.INVALID, f"{name} is a whole number, not {type(size).__name__}")
-            if not 0 <= size < most:
-                raise KldValueError(Status.INVALID, f"{name} is {size}; expected 0 to {most - 1}")
-        for name, seconds in (("connect_timeout", connect_timeout), ("part_timeout", part_timeout)):
-            if not 0 < check_number(name, seconds) < 1e9:
-                raise KldValueError(Status.INVALID, f"{name} is a number of seconds above 0, not {seconds}")
-        options = _library.ConnectOptions(
-            client_name=_library.text("client_name", client_name), connect_timeout_ns=max(1, int(connect_timeout * 1e9)),
-            staging_bytes_max=staging_bytes_max, threads=threads,
-            token=None if token is None else _library.text("token", token),
-            part_bytes_max=part_bytes_max, part_timeout_ns=max(1, int(part_timeout * 1e9)),
-            ca_file=certificates(url, ca_file))
+        cache_bytes_max = check_whole("cache_bytes_max", cache_bytes_max, (1 << 64) - 1)
+        options = options_of(url, token, ca_file, client_name, connect_timeout, threads, staging_bytes_max, part_bytes_max,
+                             part_timeout)
         self.url = url
         self.number = next(_numbers)  #: of all that this process ever made
         _by_number[self.number] = self
@@ -175,9 +159,9 @@ class Connection:
         mask is 0 is left out. normalizer: in place of the divisor of mean, batchmean, rowmean.
         out: arrays to write results to, by name: "loss" (reductions "none", "row"), "row_loss",
         "grad_predictions", "grad_targets"; a gradient may be written over its own tensor.
-        timeout: seconds; over it KldTimeoutError. Memory of `out` that the server shares, from empty() or on a GPU,
-        is written until it has noticed: that is waited for, 5 s at most, and where it was not enough the error says that
-        they may still be written.
+        timeout: seconds (None, inf: no limit); over it KldTimeoutError. Memory of `out` that the server shares, from
+        empty() or on a GPU, is written until it has noticed: that is waited for, 5 s at most, and where it was not enough
+        the error says that they may still be written.
 
         Arrays from empty() are used where they lie. Others are copied once. Arrays on a GPU (CuPy, JAX,
         PyTorch: whatever has __cuda_array_interface__ or DLPack) are used where they lie, by a server or a
@@ -263,7 +247,7 @@ class Connection:
         if not self._memory.shared:
             raise KldUnsupportedError(Status.UNIMPLEMENTED, "tensors are published over unix: only, not over "
                                       f"{self.url}")
-        sides = _arrays.Sides(self, array, array)
+        sides = _arrays.Sides(self, array, array, ("array", "array"))
         view = sides.predictions
         check_shape(view.shape)
         if view.ordinal is None:
@@ -273,7 +257,6 @@ class Connection:
                 np.copyto(shared, view.keep)
                 array, view = shared, _arrays.view_of("array", shared)
 
-
         def publish() -> _share.Published:
             with sides.current():
                 sides.finish()
@@ -281,19 +264,21 @@ class Connection:
 
         return self._alone(publish)
 
-    def attach(self, name: str, *, timeout: float = 0.0, uid: Optional[int] = None) -> _share.Attached:
+    def attach(self, name: str, *, timeout: Optional[float] = 0.0, uid: Optional[int] = None) -> _share.Attached:
         """A tensor that another process of this user (or of the user `uid`, who named this one) has published,
-        for kl_div() in the place of an array. timeout: seconds to wait for it, then KldLookupError; KldTimeoutError where
-        the server says nothing."""
-        seconds = check_number("timeout", timeout)
-        if not 0 <= seconds < 1e9:
-            raise KldValueError(Status.INVALID, f"timeout is a number of seconds from 0 on, not {timeout}")
+        for kl_div() in the place of an array. timeout: seconds to wait for it (None: until it is there), then
+        KldLookupError; KldTimeoutError where the server says nothing."""
+        seconds = math.inf if timeout is None else check_number("timeout", timeout)
+        if not 0 <= seconds < 1e9 and seconds != math.inf:
+            raise KldValueError(Status.INVALID, f"timeout is a number of seconds from 0 on, below 1e9, or inf, not "
+                                f"{timeout}")
         until, pause = time.monotonic() + seconds, ATTACH_AGAIN
         while True:  # here, and not in libkld: for signals, and for requests of other threads
             left = until - time.monotonic()
             try:
                 limit = max(left, ANSWER_SECONDS) if seconds else None
-                return self._alone(lambda: _share.attach(self, name, uid, limit), max(left, ATTACH_AGAIN) if seconds else None)
+                return self._alone(lambda: _share.attach(self, name, uid, limit),
+                                   max(left, ATTACH_AGAIN) if seconds else None)
             except KldLookupError as error:
                 if error.status != Status.NOT_FOUND or left <= 0:
                     raise

@@ -36,6 +36,7 @@ class KldError(Exception):
     """A request or a connection failed; `status` says how, str() in libkld's words."""
 
     status: Status
+    is_unseen = False  # of a request that no device ever saw, at no attempt
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)

@@ -13,7 +13,8 @@ from typing import Any, Optional, Sequence, Tuple
 import torch
 
 from ._errors import KldError
-from ._request import Parameters, check_number
+from ._checks import check_number
+from ._request import Parameters
 
 # Of the gradient of a loss of weight 1. Rows of probabilities and log-probabilities need not sum to 1: those that sum
 # to 31 fit, too.

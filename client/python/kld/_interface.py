@@ -13,8 +13,9 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple
 import numpy as np
 
 from . import _cuda, _library
+from ._checks import check_shape
 from ._errors import KldTypeError, KldValueError, Status
-from ._request import View, check_shape
+from ._request import View
 
 _KDL_CUDA = 2
 _TYPESTR: Dict[str, str] = {"<f4": "float32", "<f8": "float64", "<f2": "float16", "|u1": "uint8", "|b1": "bool"}

@@ -34,6 +34,14 @@ def rounded(size: int) -> int:
     return -(-size >> 20) << 20
 
 
+def plain(name: str, size: int) -> Any:
+    """Ordinary memory."""
+    try:
+        return (c.c_char * size)()
+    except (MemoryError, OverflowError):
+        raise KldMemoryError(Status.NO_MEMORY, f"no {size} bytes of memory for {name}") from None
+
+
 class Span:
     """One mapping, and its region where it is shared."""
 
@@ -94,7 +102,7 @@ class Memory:
         size = rounded(size)
         spans = self._cached.get(size)
         if self._connection is None and not spans and self.is_full:
-            return (c.c_char * size)()  # nothing is shared: any memory will do
+            return plain("an array", size)  # nothing is shared: any memory will do
         if spans:
             span = spans.pop()
             self.cached_bytes -= span.size

@@ -3,22 +3,68 @@ from __future__ import annotations
 
 import _thread
 import ctypes as c
+import operator
 import os
 import sys
 import threading
 from typing import Any, List, Optional, Sequence, Union
 
+import numpy as np
+
 from . import _library
+from ._checks import check_number
 from ._errors import KldTypeError, KldValueError, Status
 
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"  # where Debian's libcurl, which a wheel brings, has the system's
 
 
-def certificates(url: str, ca_file: Optional[str]) -> Optional[bytes]:
+def certificates(url: str, ca_file: Any) -> Optional[bytes]:
+    if ca_file is not None and not isinstance(ca_file, (str, bytes, os.PathLike)):
+        raise KldTypeError(Status.INVALID, f"ca_file is a path, not {type(ca_file).__name__}")
     if ca_file is None and "https:" in url and not os.path.exists(CERTIFICATES):
         import ssl
         ca_file = ssl.get_default_verify_paths().cafile  # where this system has them
-    return None if ca_file is None else os.fsencode(ca_file)
+    path = None if ca_file is None else os.fsencode(ca_file)
+    if path is not None and b"\0" in path:
+        raise KldValueError(Status.INVALID, f"ca_file {ca_file!r} has a NUL")
+    return path
+
+
+def _text(name: str, value: Any) -> bytes:
+    if not isinstance(value, str):
+        raise KldTypeError(Status.INVALID, f"{name} is a text, not {type(value).__name__}")
+    return _library.text(name, value)
+
+
+def check_whole(name: str, value: Any, most: int) -> int:
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise KldTypeError(Status.INVALID, f"{name} is a whole number, not {type(value).__name__}") from None
+    if not 0 <= number <= most:
+        raise KldValueError(Status.INVALID, f"{name} is {number}; expected 0 to {most}")
+    return number
+
+
+def _nanoseconds(name: str, value: Any) -> int:
+    seconds = check_number(name, value)
+    if not 0 < seconds < 1e9:
+        raise KldValueError(Status.INVALID, f"{name} is a number of seconds above 0 and below 1e9, not {value}")
+    return max(1, int(seconds * 1e9))
+
+
+def options_of(url: str, token: Any, ca_file: Any, client_name: Any, connect_timeout: Any, threads: Any,
+               staging_bytes_max: Any, part_bytes_max: Any, part_timeout: Any) -> _library.ConnectOptions:
+    """As Connection() was given them."""
+    return _library.ConnectOptions(
+        client_name=_text("client_name", client_name), token=None if token is None else _text("token", token),
+        connect_timeout_ns=_nanoseconds("connect_timeout", connect_timeout),
+        part_timeout_ns=_nanoseconds("part_timeout", part_timeout),
+        threads=check_whole("threads", threads, (1 << 32) - 1),
+        staging_bytes_max=check_whole("staging_bytes_max", staging_bytes_max, (1 << 64) - 1),
+        part_bytes_max=check_whole("part_bytes_max", part_bytes_max, (1 << 64) - 1), ca_file=certificates(url, ca_file))
 
 
 def one_url(url: Union[str, Sequence[str]]) -> str:

@@ -19,7 +19,7 @@ from ._autograd import (CPU, NO_SECOND_DERIVATIVE, NUMBER, SECOND_TIME, Job, cur
 from ._connection import Connection
 from ._default import made_for_cpu_tensors, made_for_gpu
 from ._device import Place, Where
-from ._errors import KldUnsupportedError, Status
+from ._errors import KldError, KldUnsupportedError, Status
 from ._request import PLANS_MAX, Call, Plan, submit
 from ._surroundings import PLAIN, are_ordinary
 
@@ -83,7 +83,12 @@ class Known:
 
         if span is not None:  # as in Call.run()
             span.spoiled = True
-        submit(connection, plan.reference, (input, target, gradient), False, make)
+        try:
+            submit(connection, plan.reference, (input, target, gradient), False, make)
+        except KldError as error:
+            if span is not None:
+                span.spoiled = not error.is_unseen
+            raise
         if span is not None:
             span.spoiled = False
         connection._copied_bytes += copied_bytes

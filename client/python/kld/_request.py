@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import ctypes as c
 import math
-import operator
-import sys
 import threading
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional, Sequence, SupportsFloat, Tuple
 
-import numpy as np
-
 from . import _library
-from ._errors import KldConnectionError, KldError, KldMemoryError, KldTimeoutError, KldTypeError, KldValueError, Status, from_status
+from ._checks import check_number, check_shape
+from ._errors import (KldConnectionError, KldError, KldLookupError, KldMemoryError, KldTimeoutError, KldTypeError,
+                      KldValueError, Status, from_status)
+from ._memory import plain
 
 if TYPE_CHECKING:
     from ._connection import Connection
@@ -93,46 +92,6 @@ def row_stride(view: View) -> Optional[int]:
     return step if rows > 1 else 0
 
 
-def check_no_gradient(name: str, value: Any) -> None:
-    """A tensor of PyTorch that would wait for its gradient in vain."""
-    if getattr(value, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
-        raise KldValueError(Status.INVALID, no_gradient(name))
-
-
-def no_gradient(name: str) -> str:
-    return f"{name} requires grad, and kld gives it none here; expected a tensor without: detach() it"
-
-
-def check_number(name: str, value: Any) -> float:
-    check_no_gradient(name, value)
-    try:
-        if isinstance(value, (str, bytes)):
-            raise TypeError
-        return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise KldTypeError(Status.INVALID,
-                           f"{name} is a number, not {type(value).__name__}") from None
-
-
-def check_shape(shape: Tuple[int, ...]) -> None:
-    if not 1 <= len(shape) <= _library.RANK_MAX:
-        raise KldValueError(Status.INVALID, f"{len(shape)} dimensions; kld takes 1 to {_library.RANK_MAX}, the "
-                            "last of which holds the classes")
-    if 0 in shape:
-        raise KldValueError(Status.INVALID, f"dimension {shape.index(0)} of the shape is 0")
-
-
-def sizes_of(shape: Any) -> Tuple[int, ...]:
-    """The shape of an array to be made: a number, or numbers."""
-    try:
-        sizes = (operator.index(shape),) if isinstance(shape, (int, np.integer)) else tuple(map(operator.index, shape))
-    except TypeError:
-        raise KldTypeError(Status.INVALID, f"a shape is a whole number or several, not {shape!r}") from None
-    if any(size < 1 for size in sizes):
-        raise KldValueError(Status.INVALID, f"shape {sizes}; each dimension is at least 1")
-    return sizes
-
-
 def _fill_op(made: _library.Op, parameters: Parameters, shape: Tuple[int, ...]) -> None:
     """An op without tensors. libkld knows the names, and says what is wrong with others."""
     _library.library().kld_op_init(c.byref(made))
@@ -149,11 +108,14 @@ def _fill_op(made: _library.Op, parameters: Parameters, shape: Tuple[int, ...]) 
 
 
 def timeout_ns(timeout: Optional[float]) -> int:
+    """0: no limit."""
     if timeout is None:
         return 0
     seconds = check_number("timeout", timeout)
+    if seconds == math.inf:
+        return 0
     if not 0 < seconds < 1e9:
-        raise KldValueError(Status.INVALID, f"timeout is a number of seconds above 0, not {timeout}")
+        raise KldValueError(Status.INVALID, f"timeout is a number of seconds above 0, below 1e9, or inf, not {timeout}")
     return max(1, math.ceil(seconds * 1e9))
 
 
@@ -248,11 +210,11 @@ class Call:
         """Places an output in memory of ours, in shared memory where that is worth it; returns the
         buffer, which is at least as long."""
         size = _library.ITEM_BYTES[_library.DTYPE[dtype]] * math.prod(shape)
-        block = self._room(size) if size >= SHARE_BYTES_MIN else (c.c_char * max(size, 1))()
+        block = self._room(slot, size) if size >= SHARE_BYTES_MIN else (c.c_char * max(size, 1))()
         self.fresh_output(slot, View(c.addressof(block), dtype, shape, None, block))
         return block
 
-    def _room(self, size: int) -> Any:
+    def _room(self, slot: str, size: int) -> Any:
         """Shared memory, or ordinary memory where the server or this process lets us have no more of it."""
         memory = self.connection._memory
         if not memory.is_full:
@@ -260,7 +222,7 @@ class Call:
                 return memory.take(size, self.connection._tidy)
             except KldMemoryError:
                 pass
-        return (c.c_char * size)()
+        return plain(slot, size)
 
     def _gathered(self, slot: str, view: View) -> View:
         """A copy in shared memory, which libkld need not copy again."""
@@ -268,7 +230,7 @@ class Call:
             raise KldValueError(Status.INVALID, f"{slot}: the classes of a row must be contiguous, rows at one "
                                 "distance of at least a row, and the memory aligned")
         size = view.item_bytes * math.prod(view.shape)
-        block = self._room(size)
+        block = self._room(slot, size)
         view.copy_to(block, view.keep)
         self.copied_bytes += size
         return View(c.addressof(block), view.dtype, view.shape, None, block)
@@ -354,7 +316,13 @@ class Call:
         # Whatever is raised, memory may be written until a later request has ended: none of it is used again.
         for span in self._written:
             span.spoiled = True
-        self.go(plan)
+        try:
+            self.go(plan)
+        except KldError as error:
+            if error.is_unseen and self.where is None:
+                for span in self._written:
+                    span.spoiled = False
+            raise self._in_names(error)
         for span in self._written:
             span.spoiled = False
         self.connection._copied_bytes += self.copied_bytes
@@ -392,6 +360,17 @@ class Call:
                 self._outlast(error)
             raise
 
+    def _in_names(self, error: KldError) -> KldError:
+        """The same, of an attached tensor in the words that its user has for it."""
+        if error.status != Status.GONE:
+            return error
+        gone = [view.keep for view in self._keep if isinstance(view, View) and view.region is not None]
+        if not gone:
+            return error
+        names = " or ".join(dict.fromkeys(repr(tensor.name) for tensor in gone))
+        return KldLookupError(error.status, f"the attached tensor {names} is no longer published: its owner took it back or "
+                              "is gone; attach() it again once it is")
+
     def _outlast(self, error: BaseException) -> None:
         """Behind a request that was given up, which its worker may yet compute: until it has ended there. A second
         Ctrl-C does not wait."""
@@ -426,7 +405,12 @@ def again(connection: Connection, plan: Plan, tensors: Sequence[Any], outputs: i
     plan.begin(connection)
     for span in written:  # as in Call.run()
         span.spoiled = True
-    submit(connection, plan.reference, tensors, False)
+    try:
+        submit(connection, plan.reference, tensors, False)
+    except KldError as error:
+        for span in written:
+            span.spoiled = not error.is_unseen
+        raise
     for span in written:
         span.spoiled = False
     if memory.shared:
@@ -439,12 +423,19 @@ def submit(connection: Connection, reference: Any, keep: Any, in_place: bool,
     """Until the answer. meanwhile: what to do until there is one; not done, or done in vain, where something is
     raised. Where there is no room for the memory of the request, once more without what is kept for later ones; but
     not where a device may have begun to write over what it reads."""
-    status = _submit_once(connection, reference, keep, meanwhile)
+    first = status = _submit_once(connection, reference, keep, meanwhile)
     no_room = status == Status.TOO_LARGE or (status == Status.NO_MEMORY and not in_place)
     if no_room and connection._memory.forget_cached():
         status = _submit_once(connection, reference, keep, meanwhile)
     if status:
-        raise from_status(status, connection._error[0].text.decode(errors="replace"))
+        raise _failure(connection, first, status)
+
+
+def _failure(connection: Connection, first: int, status: int) -> KldError:
+    """(Not made where it is raised: a frame with its own exception keeps what it has, until the garbage is collected.)"""
+    error = from_status(status, connection._error[0].text.decode(errors="replace"))
+    error.is_unseen = first in _NOT_STARTED and status in _NOT_STARTED and connection._result.attempts <= 1
+    return error
 
 
 def _submit_once(connection: Connection, reference: Any, keep: Any, meanwhile: Optional[Callable[[], None]]) -> int:
@@ -497,5 +488,4 @@ def have_ended(connection: Connection, stream: int, keep: Any) -> bool:
     return not (status or pending.value) and bool(result.attempts == 1)
 
 
-__all__ = ["Call", "KldError", "Parameters", "Plan", "View", "again", "check_no_gradient", "check_number",
-           "have_ended", "row_stride", "submit", "timeout_ns"]
+__all__ = ["Call", "KldError", "Parameters", "Plan", "View", "again", "have_ended", "row_stride", "submit", "timeout_ns"]

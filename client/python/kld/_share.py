@@ -9,7 +9,7 @@ import ctypes as c
 import math
 import operator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Callable, Optional, Sequence, Tuple, Type, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, List, Optional, Sequence, Tuple, Type, TypeVar
 
 from . import _library
 from ._asking import ask
@@ -19,6 +19,7 @@ from ._request import View, row_stride
 if TYPE_CHECKING:
     from ._connection import Connection
 
+_OWN = "this connection publishes that tensor itself; use its region"  # libkld's words (client/unix_share.c)
 UIDS_END = (1 << 32) - 1  # behind the last: it means nobody
 
 Self = TypeVar("Self", bound="_Shared")
@@ -33,7 +34,12 @@ class _Shared:
     def __init__(self, connection: Connection, name: str, form: str, dtype: str, shape: Tuple[int, ...]) -> None:
         self.connection, self.name, self.form = connection, name, form
         self.dtype, self.shape = dtype, shape
-        self.closed = False
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Likewise where its connection is."""
+        return self._closed or self.connection.closed
 
     def close(self) -> None:
         raise NotImplementedError
@@ -48,6 +54,17 @@ class _Shared:
     def __array__(self, *_: Any, **more: Any) -> Any:
         """NumPy would make an object array of one of it, without a word."""
         raise KldTypeError(Status.INVALID, f"{self!r} is no array of NumPy's: {self._instead}")
+
+    def __copy__(self: Self) -> Self:
+        return self
+
+    def __deepcopy__(self: Self, memo: Any) -> Self:
+        """Itself, which has one end: a copy of what holds it uses it as well."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise KldTypeError(Status.INVALID, f"{self!r} belongs to its process and cannot be pickled; give others its name, "
+                           "for attach()")
 
     def __repr__(self) -> str:
         end = " (closed)" if self.closed else ""
@@ -80,23 +97,21 @@ class Published(_Shared):
         self.connection._alone(self._check)
 
     def _check(self) -> None:
-        if not self.closed:
+        if not self._closed:
             _library.call("kld_process", self.connection._handle, 0)
             _library.call("kld_published", self.connection._handle, self.name.encode())
 
     def close(self) -> None:
         """Takes the tensor off its name. Twice is allowed."""
         if self.closed:
-            return
-        if self.connection.closed:
-            self.closed = True
+            self._closed = True
             return
         self.connection._alone(self._detach)
 
     def _detach(self) -> None:
-        if self.closed:  # by another thread, meanwhile
+        if self._closed:  # by another thread, meanwhile
             return
-        self.closed = True
+        self._closed = True
         self.connection._published.discard(self)
         if self._view.ordinal is not None:
             self.connection._devices().let_go(self)
@@ -116,7 +131,7 @@ class Attached(_Shared):
         self._stride = int(tensor.row_stride_bytes)
 
     def check_open(self) -> None:
-        if self.closed or self.connection.closed:
+        if self.closed:
             raise KldConnectionError(Status.GONE, f"the attached tensor {self.name!r} was closed; expected it open "
                                      "until the last request with it, which may be one of backward()")
 
@@ -134,20 +149,20 @@ class Attached(_Shared):
 
     def close(self) -> None:
         """Lets go of it, after the request of another thread that uses it. Twice is allowed."""
-        if self.closed or self.connection.closed:
-            self.closed = True
+        if self.closed:
+            self._closed = True
             return
         self.connection._alone(self._drop)
 
     def _drop(self) -> None:
-        if not self.closed:
-            self.closed = True
+        if not self._closed:
+            self._closed = True
             _library.library().kld_region_drop(self._region)
 
     def __del__(self) -> None:
         """Wherever its last user goes: whoever has the connection lets go of the region."""
-        if not getattr(self, "closed", True) and not self.connection.closed:
-            self.closed = True
+        if not getattr(self, "closed", True):
+            self._closed = True
             self.connection._dropped.append(self._region)
             self.connection._tidy()
 
@@ -166,6 +181,14 @@ def check_uid(uid: Any) -> int:
     if not 0 <= number < UIDS_END:
         raise KldValueError(Status.INVALID, f"user {number}; expected 0 to {UIDS_END - 1}")
     return number
+
+
+def check_uids(uids: Any) -> List[int]:
+    try:
+        given = list(uids)
+    except TypeError:
+        raise KldTypeError(Status.INVALID, f"uids is a list of users, not {type(uids).__name__}") from None
+    return [check_uid(uid) for uid in given]
 
 
 def check_form(form: str) -> int:
@@ -194,7 +217,7 @@ def publish(connection: Connection, name: str, form: str, view: View, uids: Sequ
     tensor = _library.TensorView(dtype=_library.DTYPE[view.dtype], form=check_form(form), rank=len(view.shape),
                                  row_stride_bytes=stride, offset_bytes=found[1])
     tensor.shape[:len(view.shape)] = view.shape
-    numbers = [check_uid(uid) for uid in uids]
+    numbers = check_uids(uids)
     users = (c.c_uint32 * max(len(numbers), 1))(*numbers)
     handle, text = connection._handle, check_name(name)
     ask(connection, "kld_publish", handle, text, found[0], c.byref(tensor), users, len(numbers), keep=array,
@@ -211,6 +234,12 @@ def attach(connection: Connection, name: str, uid: Optional[int], seconds: Optio
     region, tensor = c.c_void_p(), _library.TensorView()
     wanted = check_name(name), 0, c.byref(region), c.byref(tensor)
     how = ("kld_attach",) if uid is None else ("kld_attach_from", check_uid(uid))
-    ask(connection, how[0], connection._handle, *how[1:], *wanted, seconds=seconds,
-        undo=lambda: _library.library().kld_region_drop(region))
+    try:
+        ask(connection, how[0], connection._handle, *how[1:], *wanted, seconds=seconds,
+            undo=lambda: _library.library().kld_region_drop(region))
+    except KldValueError as error:
+        if error.text == _OWN:
+            raise KldValueError(error.status, f"this connection published {name!r} itself; use the `array` of what "
+                                "publish() gave, or another connection") from None
+        raise
     return Attached(connection, name, region, tensor)

@@ -16,11 +16,12 @@ except ImportError as error:
 
 from . import _compiled, _repeated, _surroundings
 from ._autograd import DTYPES, Job, KlDiv, check, default_for, loss_alone, over, rows_vector
+from ._checks import check_no_gradient, sizes_of
 from ._connection import Connection
 from ._default import for_cpu_tensors
 from ._errors import KldTypeError, KldValueError, Status
 from ._library import RANK_MAX
-from ._request import NUMBERS, Parameters, check_no_gradient, sizes_of
+from ._request import NUMBERS, Parameters
 from ._share import Attached
 
 
