@@ -419,3 +419,16 @@ def test_what_is_shared_is_closed_with_its_connection(server):
     assert published.closed and attached.closed and repr(attached).endswith("(closed)>")
     published.close()
     attached.close()
+
+
+def test_log_target_and_the_form_that_was_published(connections):
+    torch = import_torch()
+    from kld.functional import kl_div
+    teacher, student = connections
+    q = torch.from_numpy(probabilities(1, SHAPE)).log()
+    with teacher.publish("test/logits", q.numpy(), "logits"), student.attach("test/logits") as attached:
+        with pytest.raises(kld.KldValueError, match="the attached tensor 'test/logits' was published as 'logits'"):
+            kl_div(q, attached, log_target=True)
+        assert kl_div(q, attached, log_target=True, target_form="logprobs") == 0
+    with teacher.publish("test/logprobs", q.numpy(), "logprobs"), student.attach("test/logprobs") as attached:
+        assert kl_div(q, attached, log_target=True) == kl_div(q, attached) == 0

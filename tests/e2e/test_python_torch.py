@@ -2,6 +2,7 @@
 x log_target x dtype x shape, values and gradients, errors; autograd; where kld differs by choice."""
 import inspect
 import pickle
+import re
 import threading
 import warnings
 
@@ -105,11 +106,13 @@ def test_rows_of_many_dimensions(connection):
     weights = torch.rand(MANY[:-1])
     right = functional.kl_div(*flat, reduction="row", row_mask=mask.flatten(), row_weights=weights.flatten(),
                               connection=connection)
-    for one, other in ((mask, weights), (mask.flatten(), weights.numpy()), (mask.numpy(), weights.flatten())):
+    for one, other in ((mask, weights), (mask.flatten(), weights.numpy()), (mask.numpy(), weights.flatten()),
+                       (mask.tolist(), weights.tolist())):
         loss = functional.kl_div(q, p, reduction="row", row_mask=one, row_weights=other, connection=connection)
         assert loss.shape == MANY[:-1] and torch.equal(loss.flatten(), right)
-    for more, text in (({"target": p[..., :1]}, "nothing is broadcast"), ({"row_mask": mask[..., :1]}, "row_mask has shape"),
-                       ({"input": q[:0], "target": p[:0]}, "of the shape is 0"), ({"reduction": "average"}, "reduction")):
+    for more, text in (({"target": p[..., :1]}, "nothing is broadcast"), ({"row_mask": mask[..., :1]}, re.escape(
+            f"row_mask has shape {tuple(mask[..., :1].shape)}; expected {(mask.numel(),)} or {MANY[:-1]}")),
+                       ({"input": q[..., :0], "target": p[..., :0]}, f"dimension {len(MANY) - 1} of the shape is 0"), ({"reduction": "average"}, "reduction")):
         with pytest.raises(kld.KldValueError, match=text):
             functional.kl_div(**{"input": q, "target": p, "connection": connection, **more})
 
@@ -168,6 +171,21 @@ def test_deprecated_arguments(connection, old):
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
+def test_what_pytorch_still_takes(connection):
+    q, p = data((6, 11))
+    with pytest.warns(UserWarning, match="elementwise_mean.* is deprecated"):
+        theirs = F.kl_div(q, p, reduction="elementwise_mean")
+    for _ in range(2):  # a call like one before it says it, too
+        with pytest.warns(UserWarning, match="elementwise_mean.* is deprecated"):
+            mine = functional.kl_div(q, p, reduction="elementwise_mean", connection=connection)
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+    p = p.detach().log()
+    assert functional.kl_div(q, p, log_target=np.bool_(True), connection=connection) == functional.kl_div(
+        q, p, log_target=True, connection=connection)
+    with kld.connect("local:cpu", threads=np.int64(1), cache_bytes_max=np.uint32(1 << 20)) as other:
+        assert functional.kl_div(q, p, log_target=True, connection=other) > 0
+
+
 def test_mixed_dtypes_promote_as_in_pytorch(connection):
     q, p = data((6, 11))
     loss = functional.kl_div(q, p.detach().double(), reduction="sum", connection=connection)
@@ -188,6 +206,9 @@ def test_mixed_dtypes_promote_as_in_pytorch(connection):
     ({"target": torch.ones(3, 4, device="meta")}, NotImplementedError, "on meta"),
     ({"log_target": True, "target_form": "logits"}, ValueError, "contradict"),
     ({"row_mask": torch.ones(3)}, TypeError, "it is bool or uint8"),
+    ({"row_mask": "abc"}, TypeError, "row_mask is a str that PyTorch makes no tensor of"),
+    ({"row_weights": "abc"}, TypeError, "row_weights is a str that PyTorch makes no tensor of"),
+    ({"row_weights": [[1.0], [1.0, 2.0]]}, ValueError, "row_weights is a list that PyTorch makes no tensor of"),
     ({"row_weights": torch.ones(4)}, ValueError, r"row_weights has shape \(4,\); expected \(3,\)"),
     ({"input": torch.ones(0, 4), "target": torch.ones(0, 4)}, ValueError, "dimension 0 of the shape is 0")])
 def test_errors(connection, arguments, error, text):

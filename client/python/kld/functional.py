@@ -8,6 +8,8 @@ import math
 import warnings
 from typing import Any, Callable, Dict, Optional, Sequence, SupportsFloat, Union
 
+import numpy as np
+
 try:
     import torch
 except ImportError as error:
@@ -61,12 +63,19 @@ def _can_be_folded(input: torch.Tensor, target: Any) -> bool:
 
 
 def _folded(input: torch.Tensor, target: torch.Tensor, reduction: str, row_weights: Any, row_mask: Any,
-            options: Dict[str, Any]) -> torch.Tensor:
+            options: Dict[str, Any], is_plain: bool) -> torch.Tensor:
     """For more dimensions than libkld takes: all between the first, which batchmean divides by, and the last as one."""
     shape, leading = input.shape, input.shape[:-1]
-    fold = shape[0], math.prod(shape[1:-1]), shape[-1]
-    by_row = [value.reshape(-1) if getattr(value, "shape", None) == leading else value
-              for value in (row_weights, row_mask)]
+    if is_plain and 0 in shape:
+        raise KldValueError(Status.INVALID, f"dimension {tuple(shape).index(0)} of the shape is 0")
+    fold, by_row = (shape[0], math.prod(shape[1:-1]), shape[-1]), [row_weights, row_mask]
+    for index, name in enumerate(("row_weights", "row_mask")):
+        value = by_row[index]
+        if is_plain:  # in terms of the shape that the caller knows
+            value = rows_vector(name, value, tuple(leading), input.device)
+            by_row[index] = None if value is None else value.reshape(-1)
+        elif getattr(value, "shape", None) == leading:
+            by_row[index] = value.reshape(-1)
     loss = kl_div(input.reshape(fold), target.reshape(fold), reduction=reduction, row_weights=by_row[0],
                   row_mask=by_row[1], **options)
     return loss.reshape(shape if reduction == "none" else leading) if reduction in ("none", "row") else loss
@@ -77,18 +86,20 @@ def kl_div(input: torch.Tensor, target: Any, size_average: Optional[bool] = None
            divergence: str = "forward_kl", input_form: str = "logprobs", target_form: Optional[str] = None,
            temperature: Optional[SupportsFloat] = None, beta: Optional[SupportsFloat] = None,
            skew: Optional[SupportsFloat] = None, weight: Optional[SupportsFloat] = None,
-           scale: Optional[SupportsFloat] = None, normalizer: Optional[SupportsFloat] = None, row_weights: Any = None, row_mask: Any = None,
+           scale: Optional[SupportsFloat] = None, normalizer: Optional[SupportsFloat] = None,
+           row_weights: Any = None, row_mask: Any = None,
            connection: Optional[Connection] = None, timeout: Optional[float] = None) -> torch.Tensor:
     """torch.nn.functional.kl_div(), computed by kld; the first six arguments are PyTorch's.
 
     input holds log-probabilities, target probabilities, or log-probabilities with log_target=True;
     input_form and target_form ("probs", "logprobs", "logits") say otherwise. reduction: "mean" (over all
-    elements), "batchmean", "sum", "none", and kld's "row", "rowmean". The others are kld's, as in
-    Connection.kl_div(). Without a connection: the environment's KLD_SERVER, else this process: on the device of CUDA
-    tensors, or on the CPU, with torch.get_num_threads() threads.
+    elements; "elementwise_mean" is PyTorch's deprecated name for it), "batchmean", "sum", "none", and kld's "row",
+    "rowmean". The others are kld's, as in Connection.kl_div(). Without a connection: the environment's KLD_SERVER, else
+    this process: on the device of CUDA tensors, or on the CPU, with torch.get_num_threads() threads.
 
     CUDA tensors: nothing is copied and the host never waits; the work is ordered with the current stream.
-    target may be a kld.Attached tensor of another process; its form is then as it was published.
+    target may be a kld.Attached tensor of another process; its form is then as it was published, where target_form does
+    not say otherwise. log_target=True with one that was published as another form is refused.
 
     Different from PyTorch: shapes must be equal; 0 log 0 is 0 also with log_target=True; the loss of
     float16 and bfloat16 inputs is float32, as under autocast, and their gradients are rounded once multiplied.
@@ -110,14 +121,24 @@ def kl_div(input: torch.Tensor, target: Any, size_average: Optional[bool] = None
             return loss
     if size_average is not None or reduce is not None:
         reduction = _legacy_reduction(size_average, reduce)
+    elif isinstance(reduction, str) and reduction == "elementwise_mean":
+        warnings.warn("reduction='elementwise_mean' is deprecated, use reduction='mean'", stacklevel=2)
+        reduction, asked = "mean", None
+    if not traced and isinstance(log_target, np.bool_):
+        log_target = bool(log_target)
     if isinstance(input, torch.Tensor) and input.dim() > RANK_MAX and _can_be_folded(input, target):
         options = {"log_target": log_target, "divergence": divergence, "input_form": input_form,
                    "target_form": target_form, "temperature": temperature, "beta": beta, "skew": skew, "weight": weight,
                    "scale": scale, "normalizer": normalizer, "connection": connection, "timeout": timeout}
-        return _folded(input, target, reduction, row_weights, row_mask, options)
+        return _folded(input, target, reduction, row_weights, row_mask, options,
+                       not traced and _surroundings.are_ordinary(input, target))
     if target_form is None:
-        attached = isinstance(target, Attached) and not log_target
+        attached = isinstance(target, Attached)
         target_form = target.form if attached else "logprobs" if log_target else "probs"
+        if attached and log_target is True and target_form != "logprobs":
+            raise KldValueError(Status.INVALID, f"log_target=True, and the attached tensor {target.name!r} was published as "
+                                f"{target_form!r}; expected log_target=False, or target_form=\"logprobs\" where it "
+                                "holds those")
     parameters = Parameters(divergence, reduction, input_form, target_form, temperature, beta, skew, weight, scale,
                             normalizer)
     if traced or not _surroundings.are_ordinary(input, target):
