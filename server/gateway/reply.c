@@ -1,10 +1,13 @@
 /* reply.c - the reply to an infer request that was computed: its JSON and binary outputs, sent from
- * where they were computed (infer.h). Loop thread. */
+ * where they were computed if they are not small (infer.h). Loop thread. */
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "server/gateway/infer.h"
 #include "server/gateway/staging.h"
+
+#define COPIED_BYTES_MAX (16 << 10) /* half of what MHD has for the connection anyway */
 
 static void response_sent(void *user) {
     struct kld_infer *infer = user;
@@ -22,6 +25,31 @@ static struct MHD_Response *packed_response(struct kld_infer *infer) {
     kld_stats_add(infer->gateway->stats, KLD_STAT_http_sent_bytes_total,
                   (int64_t)infer->packed_bytes);
     kld_exchange_say_packed(&response, infer->coding);
+    return response;
+}
+
+static struct MHD_Response *copied(const struct MHD_IoVec *part, unsigned parts, uint64_t bytes) {
+    char *copy = malloc(bytes), *to = copy;
+    if (!copy)
+        return NULL;
+    for (unsigned i = 0; i < parts; to += part[i++].iov_len)
+        memcpy(to, part[i].iov_base, part[i].iov_len);
+    struct MHD_Response *response =
+        MHD_create_response_from_buffer(bytes, copy, MHD_RESPMEM_MUST_FREE);
+    if (!response)
+        free(copy);
+    return response;
+}
+
+/* MHD (0.9.75) sends the head of a reply in several parts on its own, and that call costs more than
+ * to copy what is small. A request whose reply is a copy holds nothing any more. */
+static struct MHD_Response *response_of(struct kld_infer *infer, const struct MHD_IoVec *part,
+                                        unsigned parts, uint64_t bytes) {
+    if (bytes <= COPIED_BYTES_MAX)
+        return copied(part, parts, bytes);
+    struct MHD_Response *response =
+        MHD_create_response_from_iovec(part, parts, response_sent, infer);
+    infer->in_response = response != NULL;
     return response;
 }
 
@@ -45,11 +73,9 @@ static struct MHD_Response *make_response(struct kld_infer *infer, bool *ret_bin
     }
     *ret_binary = parts > 1;
     kld_stats_add(infer->gateway->stats, KLD_STAT_http_sent_bytes_total, (int64_t)bytes);
-    if (parts == 1 && bytes <= KLD_INFER_INLINE_BYTES_MAX)
-        return MHD_create_response_from_buffer(bytes, infer->reply.data, MHD_RESPMEM_MUST_COPY);
-    struct MHD_Response *response =
-        in_buffer ? kld_bulk_response(infer, bytes, response_sent)
-                  : MHD_create_response_from_iovec(part, parts, response_sent, infer);
+    if (!in_buffer)
+        return response_of(infer, part, parts, bytes);
+    struct MHD_Response *response = kld_bulk_response(infer, bytes, response_sent);
     infer->in_response = response != NULL;
     return response;
 }

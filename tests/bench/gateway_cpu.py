@@ -30,7 +30,8 @@ WHOLE = {"staging_bytes_max": "4G", "staging_request_bytes_max": "2G", **DEFAULT
 ROWS = 1 << 12
 IDLE = 2000
 CASES = {"upload_whole": (GIB, WHOLE), "upload_pieces": (GIB, DEFAULT), "json_1": (1, DEFAULT), "binary_1": (1, DEFAULT),
-         "json_64": (64, DEFAULT), "binary_64": (64, DEFAULT), "json_64_idle": (64, DEFAULT)}
+         "json_64": (64, DEFAULT), "binary_64": (64, DEFAULT), "gradient_1": (1, DEFAULT), "gradient_64": (64, DEFAULT),
+         "json_64_idle": (64, DEFAULT)}
 
 
 def usage(server, role):
@@ -51,6 +52,8 @@ def request_of(case):
         text = json.dumps({"inputs": inputs}).encode()
         return post({oip.LENGTH: len(text)}, text, len(text) + GIB)
     tensors = {"predictions": probabilities((2, 8), 1), "targets": probabilities((2, 8), 2)}
+    if case.startswith("gradient"):  # as bytes in the reply, too
+        return post(*oip.body(tensors, {name: {"binary_data": True} for name in ("loss", "grad_predictions")}))
     return post(*oip.body(tensors, binary=case.startswith("binary")))
 
 

@@ -2,13 +2,15 @@
 test_http_clients.py) are hardly ever right to the last word. And the README's client of the protocol."""
 import json
 import re
+import socket
+import struct
 
 import numpy as np
 import pytest
 
 import oip
 from conftest import ROOT, end_well, needs
-from httplib import PREFIX, Shared, probabilities, register
+from httplib import PREFIX, Shared, close, probabilities, register
 from oip import INFER
 
 SHAPE = (3, 5)
@@ -105,6 +107,38 @@ def test_what_is_said_of_the_server(ask):
                  "/v2/models/stats", "/v2/models/kl_div/ready", "/v2/health/live", "/v2/health/ready", "/metrics", "/"):
         ask("GET", path)
     ask("POST", "/v2/repository/index", json={})
+
+
+SEGMENTS = 152  # where struct tcp_info counts those with data that came (Linux 4.6)
+
+
+def segments(connection):
+    counted = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    if len(counted) < SEGMENTS + 4:
+        pytest.skip("this kernel does not count segments")
+    return struct.unpack_from("=I", counted, SEGMENTS)[0]
+
+
+@pytest.mark.parametrize("rows, binary, more", [
+    (2, True, {}), (2, False, {}), (100, True, {}), (60, False, {}), (100, False, {"Accept-Encoding": "gzip"})],
+    ids=("binary", "json", "binary_of_kilobytes", "json_of_kilobytes", "gzip"))
+def test_a_small_reply_is_sent_at_once(server, rows, binary, more):
+    """Head and outputs in one call, and so in one segment: each costs both sides more than the bytes do. What the kernel
+    sends again is rare."""
+    pair = {"predictions": probabilities((rows, 8), 1), "targets": probabilities((rows, 8), 2)}
+    outputs = {name: {"binary_data": binary} for name in ("loss", "grad_predictions", "grad_targets")}
+    headers, body = oip.body(pair, outputs)
+    with oip.Connection(server) as connection:
+        assert connection.ask("POST", INFER, body, {**headers, **more})[0] == 200
+        before = segments(connection.http.sock)
+        for _ in range(50):
+            _, got, reply = connection.ask("POST", INFER, body, {**headers, **more})
+        assert segments(connection.http.sock) - before <= 55
+        assert bool(more) == (got["Content-Encoding"] == "gzip") and len(reply) < 16 << 10
+        if not more:
+            truth = oip.expected(**pair)
+            for name, array in oip.parse(got, reply)[1].items():
+                close(array, truth[name], "FP32")
 
 
 def test_errors(ask):
