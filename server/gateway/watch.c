@@ -123,6 +123,17 @@ static bool has_gone(const struct kld_watched *watched) {
     return got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
 }
 
+/* What a slow reader has not taken, MiBs, the kernel would keep long behind the close, and none of
+ * our limits counts it. Where nothing is owed the connection ends as any other. */
+static void drop_unsent(const struct kld_watched *watched) {
+    struct linger none = {.l_onoff = 1, .l_linger = 0};
+    struct counters counters = {.bytes_acked = 0};
+    socklen_t size = sizeof counters;
+    if (getsockopt(watched->fd, IPPROTO_TCP, TCP_INFO, &counters, &size) == 0 &&
+        (counters.info.tcpi_unacked || counters.unsent_bytes))
+        setsockopt(watched->fd, SOL_SOCKET, SO_LINGER, &none, sizeof none);
+}
+
 /* Nobody reads from a suspended connection, so it would not see that it ended. */
 static void end(struct kld_watched *watched) {
     watched->cut_off = true;
@@ -136,8 +147,10 @@ static void look(uv_timer_t *timer) {
     struct kld_watched *watched = watch->look_at ? watch->look_at : watch->first;
     for (int i = 0; watched && i < LOOK_CONNECTIONS_MAX; i++, watched = watched->after) {
         bool slow = is_slow(watch, watched);
-        if (slow)
+        if (slow) {
             kld_stats_add(watch->stats, KLD_STAT_http_slow_total, 1);
+            drop_unsent(watched);
+        }
         if (slow || has_gone(watched))
             end(watched);
     }

@@ -1,5 +1,6 @@
 """HTTP when something ends: clients that leave, deadlines, a killed worker or gateway, the drain, limits.
 Nothing is left behind, and what was asked is answered."""
+import contextlib
 import http.client
 import json
 import os
@@ -7,6 +8,7 @@ import pathlib
 import resource
 import signal
 import socket
+import ssl
 import threading
 import time
 
@@ -14,7 +16,7 @@ import pytest
 
 import oip
 from conftest import suspend, wait_until
-from httplib import PREFIX, Shared, close, fds_of, probabilities, register, unregister
+from httplib import PREFIX, Shared, certificates, close, fds_of, probabilities, register, tls_flags, unregister  # noqa: F401
 from oip import INFER, Connection, infer
 
 
@@ -349,23 +351,44 @@ def test_a_slow_sender_is_cut_off(make_server, data):
                server.metrics()["kld_http_requests_in_flight"] == 0, what="nothing held")
 
 
-def test_a_slow_reader_is_cut_off(make_server):
-    """It takes a byte now and then of a reply of 16 MB, which the server holds meanwhile."""
-    server = make_server(http_slow_ms=1000, http_slow_bytes="1M")
+def unsent_of(server_end, client_end):
+    """Bytes that the kernel keeps of what one end has sent and the other has not taken, after a close as well; None: it
+    knows no such connection any more."""
+    def is_end(text, end):
+        return int(text.rsplit(":", 1)[1], 16) == end[1]
+    for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, here, there, state, queues, *_ = line.split()
+        if is_end(here, server_end) and is_end(there, client_end) and state != "06":  # TIME_WAIT has no queue
+            return int(queues.split(":")[0], 16)
+    return None
+
+
+@pytest.mark.parametrize("tls", (False, True), ids=("plain", "tls"))
+def test_a_slow_reader_is_cut_off(make_server, certificates, tls):
+    """It takes a byte now and then of a reply of 16 MB, which the server holds meanwhile; nor does the kernel keep any of it."""
+    server = make_server(http_slow_ms=1000, http_slow_bytes="1M", **(tls_flags(certificates) if tls else {}))
     q = probabilities((1000, 2000), 37)
     headers, data = oip.body({"predictions": q, "targets": q},
                              {n: {"binary_data": True} for n in ("grad_predictions", "grad_targets")})
     host, port = server.address.rsplit(":", 1)
-    with socket.socket() as connection:
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(socket.socket())
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         connection.connect((host, int(port)))
         connection.settimeout(20)
+        ends = connection.getpeername(), connection.getsockname()
+        if tls:
+            context = ssl.create_default_context(cafile=certificates / "ca.crt")
+            connection = stack.enter_context(context.wrap_socket(connection, server_hostname="localhost"))
         lines = [f"POST {INFER} HTTP/1.1", "Host: localhost", f"Content-Length: {len(data)}"]
         connection.sendall("\r\n".join(lines + [f"{k}: {v}" for k, v in headers.items()] + ["", ""]).encode())
         connection.sendall(data)
         assert connection.recv(1)
-        wait_until(lambda: server.metrics()["kld_http_slow_total"] == 1, what="the slow reader's end")
-        wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
+        assert unsent_of(*ends) is not None
+        wait_until(lambda: unsent_of(*ends) is None, 20, "the slow reader's end")
+        if not tls:
+            assert server.metrics()["kld_http_slow_total"] == 1
+            wait_until(lambda: server.metrics()["kld_staging_bytes"] == 0, what="free staging")
 
 
 def test_slow_but_moving_is_served(make_server):
