@@ -16,6 +16,12 @@ static const char *text_of(const cJSON *object, const char *key) {
     return cJSON_IsString(item) ? item->valuestring : NULL;
 }
 
+/* NULL also where it is null: some clients write every field of theirs. */
+static const cJSON *field_of(const cJSON *object, const char *key) {
+    const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
+    return cJSON_IsNull(item) ? NULL : item;
+}
+
 /* Where the bytes of a tensor are, as its `parameters` say. */
 struct place {
     bool binary_given, binary; /* outputs: binary_data */
@@ -152,10 +158,9 @@ static enum kld_status read_source(const cJSON *input, const struct kld_json_spa
                                    struct kld_oip_request *request, struct kld_oip_tensor *tensor,
                                    struct kld_error *err) {
     const char *name = kld_slot_name(tensor->slot);
-    const cJSON *data = cJSON_GetObjectItemCaseSensitive(input, "data");
+    const cJSON *data = field_of(input, "data");
     struct place place;
-    enum kld_status status =
-        read_place(cJSON_GetObjectItemCaseSensitive(input, "parameters"), false, name, &place, err);
+    enum kld_status status = read_place(field_of(input, "parameters"), false, name, &place, err);
     if (status)
         return status;
     if ((data != NULL) + place.has_size + place.has_region + place.has_stored != 1)
@@ -297,7 +302,7 @@ static enum kld_status check_shapes(struct kld_oip_request *request, struct kld_
 
 static enum kld_status read_parameters(const cJSON *root, struct kld_oip_request *request,
                                        bool *ret_binary, struct kld_error *err) {
-    const cJSON *parameters = cJSON_GetObjectItemCaseSensitive(root, "parameters"), *item;
+    const cJSON *parameters = field_of(root, "parameters"), *item;
     if (!parameters)
         return KLD_OK;
     if (!cJSON_IsObject(parameters))
@@ -391,8 +396,7 @@ static enum kld_status read_output(const cJSON *item, bool binary, struct kld_oi
         return kld_error_set(err, KLD_INVALID, "output '%s' is there twice", name);
     if (item && (status = kld_json_keys(item, name, keys, err)))
         return status;
-    if ((status = read_place(item ? cJSON_GetObjectItemCaseSensitive(item, "parameters") : NULL,
-                             true, name, &place, err)))
+    if ((status = read_place(field_of(item, "parameters"), true, name, &place, err)))
         return status;
     struct kld_oip_tensor *output = &request->output[request->output_count++];
     memset(output, 0, sizeof *output);
@@ -416,7 +420,7 @@ static enum kld_status read_output(const cJSON *item, bool binary, struct kld_oi
 
 static enum kld_status read_outputs(const cJSON *root, bool binary, struct kld_oip_request *request,
                                     struct kld_error *err) {
-    const cJSON *outputs = cJSON_GetObjectItemCaseSensitive(root, "outputs"), *output;
+    const cJSON *outputs = field_of(root, "outputs"), *output;
     enum kld_status status;
     if (outputs && !cJSON_IsArray(outputs))
         return kld_error_set(err, KLD_INVALID, "'outputs' must be an array");
@@ -459,11 +463,11 @@ static enum kld_status check_op(struct kld_oip_request *request, struct kld_erro
 }
 
 /* The path has named the model; a body that names another one was meant for somebody else. One that
- * names none may say so: some clients write every field of theirs. */
+ * names none may say so. */
 static enum kld_status check_model(const cJSON *root, const char *key, const char *ours,
                                    struct kld_error *err) {
-    const cJSON *value = cJSON_GetObjectItemCaseSensitive(root, key);
-    if (!value || cJSON_IsNull(value) ||
+    const cJSON *value = field_of(root, key);
+    if (!value ||
         (cJSON_IsString(value) && (!*value->valuestring || strcmp(value->valuestring, ours) == 0)))
         return KLD_OK;
     return kld_error_set(err, KLD_INVALID, "'%s' is not \"%s\", the one served here", key, ours);
@@ -482,7 +486,7 @@ enum kld_status kld_oip_read(const cJSON *root, const struct kld_json_span *span
     if ((status = check_model(root, "model_name", KLD_OIP_MODEL, err)) ||
         (status = check_model(root, "model_version", KLD_OIP_MODEL_VERSION, err)))
         return status;
-    const cJSON *id = cJSON_GetObjectItemCaseSensitive(root, "id");
+    const cJSON *id = field_of(root, "id");
     if (id) {
         if (!cJSON_IsString(id) || strlen(id->valuestring) >= sizeof request->id)
             return kld_error_set(err, KLD_INVALID, "'id' must be a text of at most %d bytes",

@@ -62,6 +62,36 @@ START_TEST(what_a_stock_client_sends_is_understood) {
 }
 END_TEST
 
+/* What is optional may be null, a parameter's value not. */
+START_TEST(null_is_a_field_that_is_not_there) {
+    static const char *const same[] = {
+        "{\"id\":null,\"parameters\":null,\"outputs\":null,\"model_name\":null,\"model_version\":"
+        "null,"
+        "\"inputs\":[{\"name\":\"predictions\",\"shape\":[1,2],\"datatype\":\"FP32\","
+        "\"data\":[0.5,0.5],\"parameters\":null}," T "]}",
+        "{" INPUTS ",\"outputs\":[{\"name\":\"loss\",\"parameters\":null}]}"};
+    for (size_t i = 0; i < sizeof same / sizeof same[0]; i++) {
+        ck_assert_msg(parse(same[i]) == KLD_OK, "%s: %s", same[i], err.text);
+        ck_assert(!request.has_id && request.timeout_ns == 0);
+        ck_assert_uint_eq(request.output_count, 1);
+        ck_assert_int_eq(request.output[0].slot, KLD_SLOT_LOSS);
+        ck_assert_int_eq(request.output[0].where, KLD_OIP_JSON);
+        ck_assert_int_eq(request.input[0].where, KLD_OIP_JSON);
+    }
+    ck_assert_int_eq(parse("{\"inputs\":[" P ",{\"name\":\"targets\",\"shape\":[1,2],\"data\":null,"
+                           "\"datatype\":\"FP32\",\"parameters\":{\"binary_data_size\":8}}]}"),
+                     KLD_OK);
+    ck_assert_int_eq(request.input[1].where, KLD_OIP_BINARY);
+    static const char *const wrong[] = {
+        "{\"inputs\":null}", "{" INPUTS ",\"parameters\":{\"reduction\":null}}",
+        "{" INPUTS ",\"parameters\":{\"timeout\":null}}", "{" INPUTS ",\"outputs\":[null]}",
+        "{\"inputs\":[" P ",{\"name\":\"targets\",\"shape\":[1,2],\"datatype\":\"FP32\","
+        "\"data\":null,\"parameters\":null}]}"};
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++)
+        ck_assert_int_eq(parse(wrong[i]), KLD_INVALID);
+}
+END_TEST
+
 #define ONE(name, shape, rest)                                                                     \
     "{\"name\":\"" name "\",\"shape\":" shape ",\"datatype\":\"FP32\"," rest "}"
 #define BIN(name, shape, size) ONE(name, shape, "\"parameters\":{\"binary_data_size\":" size "}")
@@ -468,11 +498,11 @@ START_TEST(names_are_text) {
 }
 END_TEST
 
-UNIT_MAIN("proto/oip", a_plain_request_asks_for_the_loss, what_a_stock_client_sends_is_understood,
-          what_is_wrong_is_refused_and_named, row_loss_comes_in_fp64_where_it_is_asked_for,
-          data_is_flat_or_nested_as_the_shape_says, a_reply_is_json_whatever_the_numbers_are,
-          the_longest_numbers_fit_the_announced_size, errors_are_json_even_if_a_text_was_cut,
-          register_bodies, an_index_is_of_what_is_wanted, register_bodies_of_cuda_memory,
-          json_that_is_not_tensor_data_is_bounded,
+UNIT_MAIN("proto/oip", a_plain_request_asks_for_the_loss, null_is_a_field_that_is_not_there,
+          what_a_stock_client_sends_is_understood, what_is_wrong_is_refused_and_named,
+          row_loss_comes_in_fp64_where_it_is_asked_for, data_is_flat_or_nested_as_the_shape_says,
+          a_reply_is_json_whatever_the_numbers_are, the_longest_numbers_fit_the_announced_size,
+          errors_are_json_even_if_a_text_was_cut, register_bodies, an_index_is_of_what_is_wanted,
+          register_bodies_of_cuda_memory, json_that_is_not_tensor_data_is_bounded,
           the_same_text_with_other_numbers_is_the_same_request,
           fewer_numbers_than_the_shape_says_are_seen_by_the_length, names_are_text)
