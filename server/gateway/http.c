@@ -323,6 +323,7 @@ static void completed(void *user, struct MHD_Connection *connection, void **cont
     struct kld_exchange *exchange = *context;
     struct kld_http *http = user;
     if (exchange) {
+        exchange->too_slow |= code == MHD_REQUEST_TERMINATED_TIMEOUT_REACHED;
         exchange->misframed = exchange->misframed || was_answered_by_mhd(exchange, watched);
         close_exchange(http, exchange);
     }

@@ -73,6 +73,7 @@ struct kld_exchange {
     bool replied, queued, suspended, finished, paused;
     bool gone;      /* the client left while nobody read from it */
     bool misframed; /* its headers do not say where it ends */
+    bool too_slow;  /* its connection was cut off for that */
 };
 
 /* The five calls into routes.c. */

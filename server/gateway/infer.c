@@ -94,7 +94,7 @@ void kld_infer_end(struct kld_exchange *exchange) {
     atomic_fetch_sub(&gateway->common->infers, 1);
     if (!infer) /* it was too late; the worker still has it */
         return;
-    if (left && !exchange->misframed)
+    if (left && !exchange->misframed && !exchange->too_slow)
         kld_stats_add(gateway->stats, KLD_STAT_requests_detached_total, 1);
     infer->exchange = NULL;
     if (infer->in_worker && infer->uses_buffers)

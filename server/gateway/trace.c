@@ -160,6 +160,11 @@ void kld_refused_log(const struct kld_exchange *exchange, enum kld_status status
             kld_status_name(status), traced);
 }
 
+/* Behind its status: a request that the server gave up is cancelled, too. */
+static const char *reason(const struct kld_exchange *exchange) {
+    return exchange->too_slow ? " reason=slow" : "";
+}
+
 void kld_infer_log(const struct kld_infer *infer, enum kld_status status, uint64_t total_ns) {
     enum kld_log_level level;
     if (!wants_line(infer->gateway, status, &level))
@@ -172,9 +177,9 @@ void kld_infer_log(const struct kld_infer *infer, enum kld_status status, uint64
     describe_peer(infer->exchange, status, peer);
     describe_trace(&infer->trace, traced);
     kld_log(level, "request",
-            "transport=http%s%s status=%s%s total_us=%" PRIu64 " receive_us=%" PRIu64
+            "transport=http%s%s status=%s%s%s total_us=%" PRIu64 " receive_us=%" PRIu64
             " queue_us=%" PRIu64 " copy_us=%" PRIu64 " kernel_us=%" PRIu64 "%s",
-            caller, peer, kld_status_name(status), asked, total_ns / 1000,
+            caller, peer, kld_status_name(status), reason(infer->exchange), asked, total_ns / 1000,
             infer->body_end_ns ? (infer->body_end_ns - started_ns) / 1000 : total_ns / 1000,
             result->queue_ns / 1000, result->copy_ns / 1000, result->kernel_ns / 1000, traced);
 }
@@ -205,7 +210,7 @@ void kld_tensor_log(const struct kld_exchange *exchange, const struct kld_trace 
     describe_peer(exchange, status, peer);
     describe_trace(trace, traced);
     kld_log(level, "request",
-            "transport=http%s%s status=%s op=%s%s total_us=%" PRIu64 " receive_us=%" PRIu64 "%s",
-            caller, peer, kld_status_name(status), op, stored, total_ns / 1000,
+            "transport=http%s%s status=%s%s op=%s%s total_us=%" PRIu64 " receive_us=%" PRIu64 "%s",
+            caller, peer, kld_status_name(status), reason(exchange), op, stored, total_ns / 1000,
             (body_end_ns ? body_end_ns - started_ns : total_ns) / 1000, traced);
 }

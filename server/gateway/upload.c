@@ -439,7 +439,7 @@ void kld_upload_end(struct kld_exchange *exchange) {
     if (!exchange->replied) { /* first: who sees none in flight sees all of them counted */
         count_end(upload, exchange->misframed ? KLD_INVALID : KLD_CANCELLED);
         kld_stats_add(upload->gateway->stats, KLD_STAT_requests_detached_total,
-                      !exchange->misframed);
+                      !exchange->misframed && !exchange->too_slow);
     }
     atomic_fetch_sub(&upload->gateway->common->infers, 1);
     kld_stats_add(upload->gateway->stats, KLD_STAT_http_requests_in_flight, -1);

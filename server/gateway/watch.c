@@ -150,6 +150,8 @@ static void look(uv_timer_t *timer) {
         if (slow) {
             kld_stats_add(watch->stats, KLD_STAT_http_slow_total, 1);
             drop_unsent(watched);
+            if (watched->exchange)
+                watched->exchange->too_slow = true;
         }
         if (slow || has_gone(watched))
             end(watched);

@@ -351,6 +351,35 @@ def test_a_slow_sender_is_cut_off(make_server, data):
                server.metrics()["kld_http_requests_in_flight"] == 0, what="nothing held")
 
 
+@pytest.mark.parametrize("upload", (False, True), ids=("infer", "upload"))
+@pytest.mark.parametrize("limits", ({"http_slow_ms": 1000, "http_idle_ms": 60000}, {"http_slow_ms": 60000, "http_idle_ms": 1000}),
+                         ids=("slow", "silent"))
+def test_who_is_cut_off_has_not_left(make_server, limits, upload):
+    """The log says whose doing it was, and what counts those who left does not."""
+    server = make_server(**limits).wait_linked()
+
+    def lines():
+        return [line for line in server.log().splitlines() if "transport=http" in line and "status=cancelled" in line]
+
+    def ask(end):
+        before = server.metrics()["kld_requests_detached_total"]
+        head = "PUT /v2/tensors/t?datatype=FP32&shape=25000" if upload else f"POST {INFER}"
+        with socket.create_connection(server.address.rsplit(":", 1), 60) as connection:
+            connection.sendall(f"{head} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n{{".encode())
+            wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, what="a request")
+            end(connection)
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 0, what="its end")
+        return server.metrics()["kld_requests_detached_total"] - before
+
+    assert ask(lambda connection: connection.recv(1)) == 0
+    wait_until(lambda: len(lines()) == 1, what="its line")
+    assert " status=cancelled reason=slow " in lines()[0]
+    assert ask(lambda connection: None) == 1
+    wait_until(lambda: len(lines()) == 2, what="its line")
+    assert "reason=" not in lines()[1]
+    assert server.metrics()['kld_requests_total{front="http",status="cancelled"}'] == 2
+
+
 def unsent_of(server_end, client_end):
     """Bytes that the kernel keeps of what one end has sent and the other has not taken, after a close as well; None: it
     knows no such connection any more."""
