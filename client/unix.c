@@ -95,7 +95,7 @@ static void welcomed(struct unix_connection *u, const struct kld_frame_welcome *
         u->welcome.requests_max < KLD_CALLS_MAX ? u->welcome.requests_max : KLD_CALLS_MAX;
     u->welcomed = true;
     u->base.links++;
-    u->fatal.status = KLD_OK;
+    u->fatal.status = u->put_off.status = KLD_OK;
     u->base.offloaded = strcmp(u->welcome.backend, "cpu") != 0;
     u->state = UNIX_UP;
     kld_unix_watch_link(u);
@@ -161,9 +161,9 @@ static void control_answered(struct unix_connection *u, const union kld_frame *f
                              const struct kld_error *error) {
     if (u->state == UNIX_GREETING) {
         bool passing = error->status == KLD_BUSY || error->status == KLD_UNAVAILABLE ||
+                       error->status == KLD_NO_MEMORY ||
                        error->status == KLD_DEADLINE; /* HELLO came too late */
-        if (!passing)
-            u->fatal = *error;
+        *(passing ? &u->put_off : &u->fatal) = *error;
         kld_unix_lose(u);
         return;
     }

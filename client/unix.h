@@ -146,8 +146,9 @@ struct unix_connection {
     uint64_t down_since_ns, retry_at_ns, backoff_ns;
     uint64_t control_sequence;
     struct kld_frame_welcome welcome;
-    struct kld_error fatal; /* why the last greeting was refused, or that a frame was another
-                             * release's; status OK: neither, or greeted since */
+    struct kld_error fatal;   /* why the last greeting was refused, or that a frame was another
+                               * release's; status OK: neither, or greeted since */
+    struct kld_error put_off; /* the last greeting was refused for what may pass; OK: it was not */
     struct kld_call_list queued, sent;
     struct unix_control control;
     struct unix_stage stages[KLD_STAGES_MAX];
@@ -175,6 +176,9 @@ void kld_unix_event(struct kld_connection *connection, uint64_t tag, uint32_t ev
 /* unix_lost.c: the connection is gone. What may run again is queued again; the next try is armed.
  */
 void kld_unix_lose(struct unix_connection *u);
+/* Why connect_timeout_ns did not do. hint: behind the text, where nothing at all was heard. */
+enum kld_status kld_unix_not_greeted(const struct unix_connection *u, const char *hint,
+                                     struct kld_error *err);
 /* Closes the socket, if there is one: for the server at once, whoever else has it. */
 void kld_unix_hang_up(struct unix_connection *u);
 

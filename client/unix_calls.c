@@ -40,15 +40,22 @@ static enum kld_status unix_open(struct kld_connection *connection, const char *
     }
     if (u->state == UNIX_UP)
         return KLD_OK;
-    if (u->fatal.status) {
-        if (err)
-            *err = u->fatal;
-        return u->fatal.status;
-    }
-    return kld_error_set(err, KLD_UNAVAILABLE,
-                         "no server answered at this socket within %.1f s; is kld-server running, "
-                         "and is this the path that it was given with --unix?",
-                         (double)connection->options.connect_timeout_ns / 1e9);
+    return kld_unix_not_greeted(u,
+                                "; is kld-server running, and is this the path that it was "
+                                "given with --unix?",
+                                err);
+}
+
+enum kld_status kld_unix_not_greeted(const struct unix_connection *u, const char *hint,
+                                     struct kld_error *err) {
+    const double waited_s = (double)u->base.options.connect_timeout_ns / 1e9;
+    if (u->fatal.status)
+        return kld_error_set(err, u->fatal.status, "%s", u->fatal.text);
+    if (u->put_off.status)
+        return kld_error_set(err, KLD_UNAVAILABLE, "the server took nobody within %.1f s: %s",
+                             waited_s, u->put_off.text);
+    return kld_error_set(err, KLD_UNAVAILABLE, "no server answered at this socket within %.1f s%s",
+                         waited_s, hint);
 }
 
 static void let_go(struct kld_call_list *list) {

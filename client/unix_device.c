@@ -81,13 +81,7 @@ static enum kld_status wait_greeted(struct unix_connection *u, struct kld_error 
     kld_connection_waited(&u->base);
     if (u->welcomed || status)
         return status;
-    if (!u->fatal.status)
-        return kld_error_set(err, KLD_UNAVAILABLE,
-                             "no server answered at this socket within %.1f s",
-                             (double)u->base.options.connect_timeout_ns / 1e9);
-    if (err)
-        *err = u->fatal;
-    return u->fatal.status;
+    return kld_unix_not_greeted(u, "", err);
 }
 
 /* Does this memory lie on another device of the server than the connection is to? On none of them:

@@ -240,18 +240,24 @@ static void *greet_later(void *argument) {
 
 /* The greeting is waited for, and no half of the region is sent when it comes. */
 START_TEST(test_a_late_greeting) {
-    setup_lazy(KLD_BUSY, TENTHS(3));
+    static const enum kld_status passing[] = {KLD_BUSY, KLD_NO_MEMORY};
     struct kld_region *memory;
-    ck_assert_int_eq(import(on_first, &memory), KLD_UNAVAILABLE);
-    ck_assert_ptr_nonnull(strstr(error.text, "no server answered at this socket within 0.3 s"));
-    teardown();
-    setup_lazy(KLD_BUSY, TENTHS(200));
-    pthread_t later;
-    ck_assert_int_eq(pthread_create(&later, NULL, greet_later, NULL), 0);
-    ck_assert_msg(import(on_first, &memory) == KLD_OK, "%s", error.text);
-    pthread_join(later, NULL);
-    ck_assert_int_eq(first.regions_added, 1);
-    teardown();
+    for (int i = 0; i < 2; i++) {
+        char text[128];
+        setup_lazy(passing[i], TENTHS(3));
+        ck_assert_int_eq(import(on_first, &memory), KLD_UNAVAILABLE);
+        snprintf(text, sizeof text, "the server took nobody within 0.3 s: fake: %s",
+                 kld_status_text(passing[i]));
+        ck_assert_str_eq(error.text, text);
+        teardown();
+        setup_lazy(passing[i], TENTHS(200));
+        pthread_t later;
+        ck_assert_int_eq(pthread_create(&later, NULL, greet_later, NULL), 0);
+        ck_assert_msg(import(on_first, &memory) == KLD_OK, "%s", error.text);
+        pthread_join(later, NULL);
+        ck_assert_int_eq(first.regions_added, 1);
+        teardown();
+    }
     setup_lazy(KLD_FORBIDDEN, TENTHS(200));
     ck_assert_int_eq(import(on_first, &memory), KLD_FORBIDDEN);
     teardown();
