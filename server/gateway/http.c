@@ -321,11 +321,11 @@ static void completed(void *user, struct MHD_Connection *connection, void **cont
         watched->exchange = NULL;
     }
     struct kld_exchange *exchange = *context;
-    struct kld_http *http = user;
     if (exchange) {
-        exchange->too_slow |= code == MHD_REQUEST_TERMINATED_TIMEOUT_REACHED;
-        exchange->misframed = exchange->misframed || was_answered_by_mhd(exchange, watched);
-        close_exchange(http, exchange);
+        if (code == MHD_REQUEST_TERMINATED_TIMEOUT_REACHED && !exchange->too_slow)
+            kld_watch_too_slow(&((struct kld_http *)user)->watch, exchange);
+        exchange->misframed |= was_answered_by_mhd(exchange, watched);
+        close_exchange(user, exchange);
     }
     *context = NULL;
 }

@@ -134,6 +134,12 @@ static void drop_unsent(const struct kld_watched *watched) {
         setsockopt(watched->fd, SOL_SOCKET, SO_LINGER, &none, sizeof none);
 }
 
+void kld_watch_too_slow(struct kld_watch *watch, struct kld_exchange *exchange) {
+    kld_stats_add(watch->stats, KLD_STAT_http_slow_total, 1);
+    if (exchange)
+        exchange->too_slow = true;
+}
+
 /* Nobody reads from a suspended connection, so it would not see that it ended. */
 static void end(struct kld_watched *watched) {
     watched->cut_off = true;
@@ -148,10 +154,8 @@ static void look(uv_timer_t *timer) {
     for (int i = 0; watched && i < LOOK_CONNECTIONS_MAX; i++, watched = watched->after) {
         bool slow = is_slow(watch, watched);
         if (slow) {
-            kld_stats_add(watch->stats, KLD_STAT_http_slow_total, 1);
+            kld_watch_too_slow(watch, watched->exchange);
             drop_unsent(watched);
-            if (watched->exchange)
-                watched->exchange->too_slow = true;
         }
         if (slow || has_gone(watched))
             end(watched);

@@ -55,6 +55,8 @@ struct kld_watched *kld_watch_add(struct kld_watch *watch, int fd);
 uint64_t kld_watch_moved(const struct kld_watch *watch);
 /* Bytes that were ever given to the socket to send; asks the kernel. 0: it does not say. */
 uint64_t kld_watched_written(const struct kld_watched *watched);
+/* Counts one who is cut off, and says so of its request; NULL: it has none. */
+void kld_watch_too_slow(struct kld_watch *watch, struct kld_exchange *exchange);
 void kld_watch_remove(struct kld_watch *watch, struct kld_watched *watched); /* frees it */
 
 #endif

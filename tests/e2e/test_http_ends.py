@@ -378,6 +378,7 @@ def test_who_is_cut_off_has_not_left(make_server, limits, upload):
     wait_until(lambda: len(lines()) == 2, what="its line")
     assert "reason=" not in lines()[1]
     assert server.metrics()['kld_requests_total{front="http",status="cancelled"}'] == 2
+    assert server.metrics()["kld_http_slow_total"] == 1
 
 
 def unsent_of(server_end, client_end):
