@@ -434,7 +434,8 @@ def submit(connection: Connection, reference: Any, keep: Any, in_place: bool,
 def _failure(connection: Connection, first: int, status: int) -> KldError:
     """(Not made where it is raised: a frame with its own exception keeps what it has, until the garbage is collected.)"""
     error = from_status(status, connection._error[0].text.decode(errors="replace"))
-    error.is_unseen = first in _NOT_STARTED and status in _NOT_STARTED and connection._result.attempts <= 1
+    # (FORBIDDEN may be of the server that came after one which had the request.)
+    error.is_unseen = first in _NOT_STARTED and status in _NOT_STARTED - {Status.FORBIDDEN} and connection._result.attempts <= 1
     return error
 
 
