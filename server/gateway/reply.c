@@ -33,7 +33,8 @@ static struct MHD_Response *copied(const struct MHD_IoVec *part, unsigned parts,
     if (!copy)
         return NULL;
     for (unsigned i = 0; i < parts; to += part[i++].iov_len)
-        memcpy(to, part[i].iov_base, part[i].iov_len);
+        if (part[i].iov_len > 0 && part[i].iov_base)
+            memcpy(to, part[i].iov_base, part[i].iov_len);
     struct MHD_Response *response =
         MHD_create_response_from_buffer(bytes, copy, MHD_RESPMEM_MUST_FREE);
     if (!response)
