@@ -59,6 +59,7 @@ static const struct {
     {"pool_bytes_max", 0, UINT64_MAX >> 1},
     {"client_pool_bytes_max", 0, UINT64_MAX >> 1},
     {"http_threads", 0, 64},
+    {"http_spin_us", 0, 10000},
     {"http_deadline_ms", 0, UINT32_MAX},
     {"http_wait_ms", 0, 3600000},
     {"http_parting_ms", 0, 3600000},

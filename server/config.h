@@ -100,6 +100,8 @@
     X(BYTES, body_bytes_max, "64G", "one HTTP body")                                               \
     X(BYTES, json_bytes_max, "16M", "the JSON part of an HTTP body")                               \
     X(COUNT, http_threads, "0", "HTTP loops; 0: one for each four CPUs, 1 to 4")                   \
+    X(COUNT, http_spin_us, "30",                                                                   \
+      "how long one polls for a reply that is near, then sleeps; with four CPUs for each")         \
     X(COUNT, http_connections_max, "4096", "HTTP connections")                                     \
     X(COUNT, http_idle_ms, "60000", "idle time after which an HTTP connection is closed")          \
     X(COUNT, http_requests_max, "512", "HTTP requests being received or computed")                 \

@@ -1,6 +1,8 @@
 /* drive.c - one run of MHD a turn of the loop, and when the next one is due (drive.h). */
 #include "server/gateway/drive.h"
 
+#include <sys/epoll.h>
+
 #define RUNS_LOOKED_AT 128
 #define REST_MS 10
 
@@ -68,20 +70,31 @@ static void run(struct kld_drive *drive) {
         uv_timer_stop(&drive->timer);
 }
 
+void kld_drive_stay_awake(const uv_loop_t *loop, uint64_t ns) {
+    struct epoll_event event;
+    const uint64_t until = uv_hrtime() + ns;
+    while (epoll_wait(uv_backend_fd(loop), &event, 1, 0) == 0 && uv_hrtime() < until)
+        ;
+}
+
+/* What is computed at once is there before the loop would be asleep and awake again. */
 static void before_poll(uv_prepare_t *prepare) {
     struct kld_drive *drive = prepare->data;
     if (drive->again)
         run(drive);
+    if (drive->spin_ns && drive->lingering && !drive->again)
+        kld_drive_stay_awake(prepare->loop, drive->spin_ns);
 }
 
 int kld_drive_open(struct kld_drive *drive, uv_loop_t *loop, struct MHD_Daemon *daemon,
-                   const struct kld_watch *watch, struct kld_links *links) {
+                   const struct kld_watch *watch, struct kld_links *links, uint64_t spin_ns) {
     const union MHD_DaemonInfo *info = MHD_get_daemon_info(daemon, MHD_DAEMON_INFO_EPOLL_FD);
     if (!info || uv_poll_init(loop, &drive->poll, info->epoll_fd) != 0)
         return -1;
     drive->daemon = daemon;
     drive->watch = watch;
     drive->links = links;
+    drive->spin_ns = spin_ns;
     uv_timer_init(loop, &drive->timer);
     uv_prepare_init(loop, &drive->prepare);
     uv_idle_init(loop, &drive->idle);

@@ -22,7 +22,8 @@ struct kld_drive {
     uv_poll_t poll;
     uv_timer_t timer;
     uv_prepare_t prepare;
-    uv_idle_t idle; /* active while `again` */
+    uv_idle_t idle;   /* active while `again` */
+    uint64_t spin_ns; /* constant */
     int open_handles;
     void (*closed)(void *user);
     void *user;
@@ -40,9 +41,12 @@ struct kld_drive {
 };
 
 /* The daemon is epoll's, and in the end the drive's to stop. watch and links: during its whole
- * life. Not 0: the loop takes no more. */
+ * life. spin_ns: how long the loop is to stay awake for the reply of one that lingers. Not 0: the
+ * loop takes no more. */
 int kld_drive_open(struct kld_drive *drive, uv_loop_t *loop, struct MHD_Daemon *daemon,
-                   const struct kld_watch *watch, struct kld_links *links);
+                   const struct kld_watch *watch, struct kld_links *links, uint64_t spin_ns);
+/* Until a descriptor of the loop, as of its last turn, has something for it, or so long. */
+void kld_drive_stay_awake(const uv_loop_t *loop, uint64_t ns);
 /* Run in this turn or the next. */
 static inline void kld_drive_again(struct kld_drive *drive) { drive->again = true; }
 /* Sends what is queued, stops the daemon; then closed() comes on the loop. */

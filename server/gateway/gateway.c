@@ -415,6 +415,8 @@ static struct process *make_process(const struct kld_child *child) {
     }
     struct kld_gateway *gateway = &process->loop[0].gateway;
     process->common.loops = loops;
+    if (uv_available_parallelism() >= 4 * loops) /* with fewer it polls in the way of the worker */
+        process->common.spin_ns = child->config->http_spin_us * 1000;
     gateway->common = &process->common;
     gateway->config = child->config;
     gateway->page = child->page;

@@ -45,7 +45,8 @@ struct kld_gateway_common {
     _Atomic uint32_t held;
     atomic_bool draining;
     struct kld_recent *recent;
-    uint32_t loops; /* constant */
+    uint32_t loops;   /* constant */
+    uint64_t spin_ns; /* constant */
     /* Constant: the name by which a caller calls us matters, at the address of http and at that of
      * metrics_http (hosts.h). */
     bool hosts_matter, metrics_hosts_matter;

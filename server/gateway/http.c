@@ -477,7 +477,7 @@ enum kld_status kld_http_open(struct kld_gateway *gateway, const struct kld_http
     http->spare = kld_exchange_spare();
     http->daemon = http->spare ? start_daemon(http) : NULL;
     if (!http->daemon || kld_drive_open(&http->drive, &gateway->loop, http->daemon, &http->watch,
-                                        gateway->links) != 0) {
+                                        gateway->links, gateway->common->spin_ns) != 0) {
         if (http->daemon)
             MHD_stop_daemon(http->daemon);
         MHD_destroy_response(http->spare);
