@@ -371,7 +371,7 @@ static void check_kernels(const struct kld_cpu_kernels *kernels, size_t step) {
 #ifdef __SANITIZE_THREAD__
 #define EACH 23
 #else
-#define EACH 5
+#define EACH 11
 #endif
 
 START_TEST(test_base) { check_kernels(&kld_cpu_kernels_base, EACH); }
