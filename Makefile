@@ -1,7 +1,7 @@
 # kld: build, test, install. `make help` lists the targets; README.md explains them.
 #
 # Variables: BUILD (output folder), SANITIZE (empty, address or thread), CUDA (1, 0; default: 1 if nvcc is
-# there), PREFIX, DESTDIR, SECONDS (of each fuzz target), JOBS (files of end-to-end tests at a time; they mostly
+# there), PREFIX, DESTDIR, MANDIR, SECONDS (of each fuzz target), JOBS (files of end-to-end tests at a time; they mostly
 # wait), EVERY (of the emulated table's cases, each N-th), V=1 for the full command lines.
 
 BUILD    ?= build
@@ -355,8 +355,11 @@ clean:
 	rm -rf $(BUILD)
 
 # ---- install ----------------------------------------------------------------------------------------
+# Pages of man(1) are not compressed: who makes a package of it does that.
 SO_MAJOR := 0
 TO        = $(DESTDIR)$(PREFIX)
+MANDIR   ?= $(PREFIX)/share/man
+MAN_PAGES := $(wildcard client/*.[1-9] server/*.[1-9])
 install: all
 	$(Q)install -d $(TO)/bin $(TO)/lib/pkgconfig $(TO)/include/kld $(TO)/share/bash-completion/completions
 	$(Q)install -m 755 $(BUILD)/kld-server $(BUILD)/kld $(TO)/bin/
@@ -369,6 +372,7 @@ install: all
 	$(Q)sed -e 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|; s|@LIBS@|$(LIB_LIBS)|' deploy/kld.pc.in \
 	  > $(TO)/lib/pkgconfig/kld.pc && chmod 644 $(TO)/lib/pkgconfig/kld.pc
 	$(Q)install -m 644 client/cli/kld.bash $(TO)/share/bash-completion/completions/kld
+	$(Q)for page in $(MAN_PAGES); do install -D -m 644 -t $(DESTDIR)$(MANDIR)/man$${page##*.} $$page || exit 1; done
 	@echo "installed into $(TO)"
 
 # ---- the tarball ------------------------------------------------------------------------------------

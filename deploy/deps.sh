@@ -9,7 +9,7 @@ for set in "$@"; do
         libuv1-dev zlib1g-dev libcurl4-openssl-dev" ;;
     check) wanted="$wanted g++ check libsubunit-dev pkg-config patchelf curl python3 python3-numpy \
         python3-pytest python3-pytest-timeout python3-venv python3-setuptools python3-wheel python3-torch \
-        openssl util-linux chromium" ;;
+        openssl util-linux chromium mandoc" ;;
     lint) wanted="$wanted clang-format clang-tidy cppcheck shellcheck pyflakes3" ;;
     fuzz) wanted="$wanted clang libclang-rt-dev" ;;
     valgrind) wanted="$wanted valgrind" ;;

@@ -70,7 +70,8 @@ def test_what_is_installed(installed):
     version = (ROOT / "proto" / "VERSION").read_text().strip()
     assert files == {"bin/kld", "bin/kld-server", "lib/libkld.a", "lib/libkld.so", "lib/libkld.so.0",
                      f"lib/libkld.so.{version}", "lib/pkgconfig/kld.pc", "include/kld/kld.h",
-                     "include/kld/op.h", "include/kld/status.h", "share/bash-completion/completions/kld"}
+                     "include/kld/op.h", "include/kld/status.h", "share/bash-completion/completions/kld",
+                     "share/man/man1/kld.1", "share/man/man3/libkld.3", "share/man/man8/kld-server.8"}
     assert not [path for path in [installed, *installed.rglob("*")] if not is_for_all(path.stat().st_mode)]
     for name in ("lib/libkld.so", "lib/libkld.so.0"):
         assert not os.readlink(installed / name).startswith("/")
