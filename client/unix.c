@@ -40,6 +40,7 @@ void kld_unix_connect(struct unix_connection *u) {
     memcpy(address.sun_path, u->path, sizeof address.sun_path);
     u->socket = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     u->owner = getpid();
+    u->nobody = false;
     if (u->socket >= 0 && connect(u->socket, (struct sockaddr *)&address, sizeof address) == 0 &&
         kld_connection_watch(&u->base, u->socket, KLD_TAG_SOCKET, EPOLLIN, NULL) == KLD_OK) {
         union kld_frame frame;
@@ -55,6 +56,8 @@ void kld_unix_connect(struct unix_connection *u) {
         refuse(u, KLD_FORBIDDEN, "not allowed to use this socket; its mode or group excludes you");
     } else if (errno == EPROTOTYPE || errno == ENOTSOCK) {
         refuse(u, KLD_INVALID, "there is no kld socket at this path but something else");
+    } else {
+        u->nobody = errno == ENOENT || errno == ECONNREFUSED;
     }
     kld_unix_hang_up(u);
     u->state = UNIX_DOWN;

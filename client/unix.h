@@ -133,6 +133,7 @@ struct unix_connection {
     bool welcomed;        /* at least once: `welcome` is valid */
     bool doomed;          /* the worker told that its device is lost */
     bool leaving;         /* the worker takes nothing new, but answers what it has */
+    bool nobody;          /* the last try found no server at the socket */
     bool want_write;      /* EPOLLOUT is asked for */
     bool closing;         /* inside close() */
     bool locked;          /* lists are being walked: kld_unix_flush() does nothing */

@@ -51,6 +51,11 @@ enum kld_status kld_unix_not_greeted(const struct unix_connection *u, const char
     const double waited_s = (double)u->base.options.connect_timeout_ns / 1e9;
     if (u->fatal.status)
         return kld_error_set(err, u->fatal.status, "%s", u->fatal.text);
+    if (u->put_off.status && u->nobody)
+        return kld_error_set(err, KLD_UNAVAILABLE,
+                             "no server is at this socket any more; while one was, it took "
+                             "nobody: %s",
+                             u->put_off.text);
     if (u->put_off.status)
         return kld_error_set(err, KLD_UNAVAILABLE, "the server took nobody within %.1f s: %s",
                              waited_s, u->put_off.text);

@@ -264,6 +264,27 @@ START_TEST(test_a_late_greeting) {
 }
 END_TEST
 
+/* What it said is told as what it was: nobody is there any more. */
+START_TEST(test_who_was_put_off_by_a_server_that_went) {
+    const struct kld_connect_options options = {.lazy = true, .connect_timeout_ns = TENTHS(3)};
+    struct fake_worker only = {.refuse_hello = KLD_BUSY};
+    struct kld_region *memory;
+    fake_worker_open(&only);
+    connection = connect_with(only.path, &options);
+    while (only.accepted < 2) /* the first answer has been read */
+        ck_assert_int_eq(kld_process(connection, 10, &error), KLD_OK);
+    fake_worker_close(&only);
+    for (int i = 0; i < 100; i++) { /* until it has been tried again meanwhile */
+        ck_assert_int_eq(import(on_first, &memory), KLD_UNAVAILABLE);
+        if (strncmp(error.text, "the server took nobody", 22) != 0)
+            break;
+    }
+    ck_assert_str_eq(error.text, "no server is at this socket any more; while one was, it took "
+                                 "nobody: fake: busy, try again");
+    kld_close(connection);
+}
+END_TEST
+
 START_TEST(test_attaching_finds_the_device) {
     setup();
     struct kld_connection *teacher = connect_to(second.path);
@@ -368,4 +389,5 @@ UNIT_MAIN("client/unix_device", test_attaching_does_not_wait_for_who_is_away,
           test_a_lost_worker_is_waited_for_where_the_memory_is,
           test_a_worker_that_is_away_can_be_left_again,
           test_who_is_not_greeted_yet_finds_the_memory_too, test_a_late_greeting,
-          test_attaching_finds_the_device, test_what_came_with_the_answer_is_not_the_next_workers)
+          test_who_was_put_off_by_a_server_that_went, test_attaching_finds_the_device,
+          test_what_came_with_the_answer_is_not_the_next_workers)
