@@ -110,7 +110,11 @@ int kld_worker_main(const struct kld_child *child) {
     if (worker.peers.nobody_uid != KLD_PEER_NONE)
         kld_log(KLD_LOG_INFO, "user namespace", "nobody_uid=%u text=\"%s\"",
                 worker.peers.nobody_uid,
-                "not every user has a uid here; Unix clients that come as this one are refused");
+                worker.peers.uids_known
+                    ? "not every user has a uid here; Unix clients that come as this one are "
+                      "refused"
+                    : "whether every user has a uid here cannot be read (/proc/self/uid_map); Unix "
+                      "clients that come as this one are refused");
     pthread_sigmask(SIG_SETMASK, &taken, NULL);
     uint32_t devices = 1;
     options.backend->device_count(&devices, NULL);

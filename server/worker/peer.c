@@ -5,6 +5,7 @@
 
 #include <errno.h>
 #include <inttypes.h>
+#include <limits.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdio.h>
@@ -36,28 +37,45 @@ static enum kld_status parse(const char *name, const char *text, uint32_t *list,
     return KLD_OK;
 }
 
-uint32_t kld_peer_nobody(const char *map, const char *overflow) {
-    uint64_t first, lower, count, mapped = 0;
-    uint32_t number = OVERFLOW_USUAL;
-    FILE *file = fopen(map, "re");
-    while (file && fscanf(file, "%" SCNu64 " %" SCNu64 " %" SCNu64, &first, &lower, &count) == 3)
-        mapped += count;
+static FILE *open_in(const char *folder, const char *name) {
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    return fopen(path, "re");
+}
+
+static void close_file(FILE *file) {
     if (file)
         fclose(file);
-    if (mapped >= IDS_ALL)
+}
+
+uint32_t kld_peer_nobody(const char *process, const char *map, const char *overflow,
+                         bool *ret_known) {
+    uint64_t first, lower, count, mapped = 0;
+    uint32_t number = OVERFLOW_USUAL;
+    /* A kernel without user namespaces has all that a process has in /proc but the maps. */
+    FILE *status = NULL, *file = open_in(process, map);
+    bool none = !file && errno == ENOENT && (status = open_in(process, "status"));
+    *ret_known = file || none;
+    while (file && fscanf(file, "%" SCNu64 " %" SCNu64 " %" SCNu64, &first, &lower, &count) == 3)
+        mapped += count;
+    close_file(file);
+    close_file(status);
+    if (none || mapped >= IDS_ALL)
         return KLD_PEER_NONE;
     file = fopen(overflow, "re");
     if (file && fscanf(file, "%" SCNu32, &number) != 1)
         number = OVERFLOW_USUAL;
-    if (file)
-        fclose(file);
+    close_file(file);
     return number;
 }
 
 enum kld_status kld_peers_init(struct kld_peers *peers, const struct kld_config *config,
                                struct kld_error *err) {
-    peers->nobody_uid = kld_peer_nobody("/proc/self/uid_map", "/proc/sys/kernel/overflowuid");
-    peers->nobody_gid = kld_peer_nobody("/proc/self/gid_map", "/proc/sys/kernel/overflowgid");
+    bool gids_known;
+    peers->nobody_uid = kld_peer_nobody("/proc/self", "uid_map", "/proc/sys/kernel/overflowuid",
+                                        &peers->uids_known);
+    peers->nobody_gid =
+        kld_peer_nobody("/proc/self", "gid_map", "/proc/sys/kernel/overflowgid", &gids_known);
     enum kld_status status =
         parse("allow_uids", config->allow_uids, peers->uids, &peers->uids_count, err);
     if (status)
@@ -95,7 +113,15 @@ enum kld_status kld_peer_check(const struct kld_peers *peers,
     socklen_t bytes = sizeof *ret_peer;
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, ret_peer, &bytes) != 0)
         return kld_error_set(err, KLD_FORBIDDEN, "who connects cannot be determined");
-    if (ret_peer->uid == peers->nobody_uid && !kld_peer_is_gateway(gateway, fd))
+    bool nobody = ret_peer->uid == peers->nobody_uid && !kld_peer_is_gateway(gateway, fd);
+    if (nobody && !peers->uids_known)
+        return kld_error_set(err, KLD_FORBIDDEN,
+                             "which user this is cannot be told: as uid %u all may come that the "
+                             "server's user namespace does not map, and the server cannot read "
+                             "which those are (/proc/self/uid_map); connect as another uid, or let "
+                             "it read that",
+                             peers->nobody_uid);
+    if (nobody)
         return kld_error_set(err, KLD_FORBIDDEN,
                              "which user this is cannot be told: its uid is not mapped in the "
                              "server's user namespace, where all such are %u; connect as a uid "

@@ -21,12 +21,15 @@ struct kld_peers {
     uint32_t uids[KLD_PEER_LIST_MAX], gids[KLD_PEER_LIST_MAX];
     uint32_t uids_count, gids_count;
     uint32_t nobody_uid, nobody_gid; /* kld_peer_nobody()'s */
+    bool uids_known;
 };
 
-/* The number as which whoever has none in our user namespace comes, from the namespace's map and
- * the kernel's setting; KLD_PEER_NONE where all have one. Not all have, or it cannot be read: then
+/* The number as which whoever has none in our user namespace comes, from the namespace's map in the
+ * process's folder of /proc and the kernel's setting; KLD_PEER_NONE where all have one, as with a
+ * kernel that knows no such maps. Not all have, or the map cannot be read (*ret_known: false): then
  * one that is mapped to it cannot be told from the others. */
-uint32_t kld_peer_nobody(const char *map, const char *overflow);
+uint32_t kld_peer_nobody(const char *process, const char *map, const char *overflow,
+                         bool *ret_known);
 /* Parses allow_uids and allow_gids, and asks who nobody is. */
 enum kld_status kld_peers_init(struct kld_peers *peers, const struct kld_config *config,
                                struct kld_error *err);

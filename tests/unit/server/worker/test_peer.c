@@ -3,6 +3,7 @@
 
 #include <signal.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/pidfd.h>
 #include <sys/socket.h>
@@ -41,6 +42,8 @@ START_TEST(lists_are_parsed) {
 }
 END_TEST
 
+static struct kld_error why; /* of the last check */
+
 /* Connects as another user and returns what the check says. */
 static enum kld_status check_as(const struct kld_peers *peers, uid_t uid, gid_t gid) {
     struct sockaddr_un_any {
@@ -60,8 +63,7 @@ static enum kld_status check_as(const struct kld_peers *peers, uid_t uid, gid_t 
     }
     int fd = accept(listener, NULL, NULL);
     struct ucred peer;
-    struct kld_error err;
-    enum kld_status status = kld_peer_check(peers, &no_gateway, fd, &peer, &err);
+    enum kld_status status = kld_peer_check(peers, &no_gateway, fd, &peer, &why);
     ck_assert_uint_eq(peer.uid, uid);
     waitpid(child, NULL, 0);
     close(fd);
@@ -84,16 +86,17 @@ START_TEST(users_and_groups_pass_by_either_list) {
 }
 END_TEST
 
-static const char *file_with(const char *text) {
-    static char path[2][64];
-    static int turn;
-    turn ^= 1;
-    snprintf(path[turn], sizeof path[0], "/tmp/kld-test-peer-%d-%d", (int)getpid(), turn);
-    FILE *file = fopen(path[turn], "w");
-    ck_assert_ptr_nonnull(file);
+/* What /proc says of a process, in a folder of the test's. text NULL: no such file. */
+static void write_file(const char *folder, const char *name, const char *text) {
+    char path[96];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    unlink(path);
+    FILE *file = text ? fopen(path, "w") : NULL;
+    ck_assert(!text == !file);
+    if (!file)
+        return;
     fputs(text, file);
     fclose(file);
-    return path[turn];
 }
 
 START_TEST(nobody_is_whoever_is_not_mapped) {
@@ -108,13 +111,28 @@ START_TEST(nobody_is_whoever_is_not_mapped) {
         {"", "65534\n", 65534},
         {"0 0 1\n", "", 65534},
     };
+    char folder[] = "/tmp/kld-test-peer-XXXXXX", overflow[64];
+    bool known = false;
+    ck_assert_ptr_nonnull(mkdtemp(folder));
+    snprintf(overflow, sizeof overflow, "%s/overflow", folder);
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        const char *map = file_with(cases[i].map), *overflow = file_with(cases[i].overflow);
-        ck_assert_uint_eq(kld_peer_nobody(map, overflow), cases[i].nobody);
-        unlink(map);
-        unlink(overflow);
+        write_file(folder, "uid_map", cases[i].map);
+        write_file(folder, "overflow", cases[i].overflow);
+        ck_assert_uint_eq(kld_peer_nobody(folder, "uid_map", overflow, &known), cases[i].nobody);
+        ck_assert(known);
     }
-    ck_assert_uint_eq(kld_peer_nobody("/nowhere", "/nowhere"), 65534);
+    write_file(folder, "uid_map", NULL);
+    write_file(folder, "overflow", "4711\n");
+    ck_assert_uint_eq(kld_peer_nobody(folder, "uid_map", overflow, &known), 4711);
+    ck_assert_msg(!known, "nothing of the process is there");
+    write_file(folder, "status", "");
+    ck_assert_uint_eq(kld_peer_nobody(folder, "uid_map", overflow, &known), KLD_PEER_NONE);
+    ck_assert_msg(known, "a kernel without user namespaces");
+    write_file(folder, "status", NULL);
+    write_file(folder, "overflow", NULL);
+    rmdir(folder);
+    ck_assert_uint_eq(kld_peer_nobody("/nowhere", "uid_map", "/nowhere", &known), 65534);
+    ck_assert(!known);
 }
 END_TEST
 
@@ -124,6 +142,11 @@ START_TEST(nobody_may_not_connect) {
     lists(&peers, "", "");
     peers.nobody_uid = peers.nobody_gid = 1234;
     ck_assert_int_eq(check_as(&peers, 1234, 5), KLD_FORBIDDEN);
+    ck_assert_ptr_nonnull(strstr(why.text, "its uid is not mapped"));
+    peers.uids_known = false;
+    ck_assert_int_eq(check_as(&peers, 1234, 5), KLD_FORBIDDEN);
+    ck_assert_ptr_nonnull(strstr(why.text, "cannot read which those are (/proc/self/uid_map)"));
+    ck_assert_uint_lt(strlen(why.text), sizeof why.text - 1);
     ck_assert_int_eq(check_as(&peers, 5, 1234), KLD_OK);
     lists(&peers, "1234,6", "1234,7");
     peers.nobody_uid = peers.nobody_gid = 1234;
