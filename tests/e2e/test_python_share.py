@@ -18,6 +18,8 @@ from conftest import suspend, wait_until
 from pythonlib import beside_a_stopped_worker, environment, import_kld, import_torch, probabilities
 
 kld = import_kld()
+from kld import _library, _request  # noqa: E402
+
 SHAPE = (80, 300)
 LOGITS = {"predictions_form": "logits"}
 
@@ -284,6 +286,33 @@ def test_memory_of_a_published_array_goes_with_it(server):
         published.close()
         del published
         wait_until(lambda: connection._tidy() or connection._memory.cached_bytes > 0, 5, "memory given back")
+
+
+def test_memory_of_a_request_behind_its_tensors_end_is_used_again(connections):
+    """No device saw it: who goes on asking, or asks by another one that is gone as well, makes no new memory each time."""
+    teacher, student = connections
+    p = probabilities(1, (100, 1000))
+    published = [teacher.publish(f"test/ended-{i}", p) for i in range(2)]
+    attached = [student.attach(f"test/ended-{i}") for i in range(2)]
+    assert student.kl_div(attached[0], attached[1]).loss == 0
+    for one in published:
+        one.close()
+    made, spans = student._memory._map, []
+    student._memory._map = lambda size: spans.append(size) or made(size)
+    for _ in range(10):
+        for pair in ((p, attached[0]), (p, attached[1]), (attached[0], attached[1])):
+            with pytest.raises(kld.KldLookupError, match="no longer published"):
+                student.kl_div(*pair)
+    assert len(spans) < 4
+
+
+@pytest.mark.parametrize("losses, unseen", [((0, 0), (True, True)), ((1, 1), (False, True)), ((0, 1), (True, False))])
+def test_a_tensor_that_did_not_come_back_says_nothing_of_the_first_server(connections, monkeypatch, losses, unseen):
+    """A server that had the request may have been lost before libkld says that the tensor is gone."""
+    student, counted = connections[1], list(losses)
+    monkeypatch.setattr(_library.library(), "kld_losses", lambda _: counted.pop(0))
+    gone = kld.Status.GONE
+    assert tuple(_request._failure(student, gone, gone).is_unseen for _ in losses) == unseen
 
 
 def test_a_child_made_by_fork_keeps_no_connection_open(connections, server):

@@ -115,6 +115,7 @@ class Connection:
         self._dropped: Deque[Any] = collections.deque()  # regions of attached tensors that are gone; any thread
         self._process = os.getpid()
         self._copied_bytes = 0
+        self._losses = 0  # of servers, as of the last request whose tensor was gone
         # Under the lock: what each request uses again.
         self._plans: Dict[Any, Plan] = {}
         self._known: Dict[Any, Plan] = {}  # _autograd.py: of dense tensors

@@ -127,6 +127,7 @@ _FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kld_op_set_number": (c.c_int, (_P(Op), c.c_char_p, c.c_double)),
     "kld_op_init": (None, (_P(Op),)),
     "kld_close": (None, (_HANDLE,)),
+    "kld_losses": (c.c_uint64, (_HANDLE,)),
     "kld_region_drop": (None, (_HANDLE,)),
     "kld_status_name": (c.c_char_p, (c.c_int,)),
     "kld_status_known": (c.c_int, (c.c_uint,)),

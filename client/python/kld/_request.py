@@ -435,8 +435,19 @@ def _failure(connection: Connection, first: int, status: int) -> KldError:
     """(Not made where it is raised: a frame with its own exception keeps what it has, until the garbage is collected.)"""
     error = from_status(status, connection._error[0].text.decode(errors="replace"))
     # (FORBIDDEN may be of the server that came after one which had the request.)
-    error.is_unseen = first in _NOT_STARTED and status in _NOT_STARTED - {Status.FORBIDDEN} and connection._result.attempts <= 1
+    if first == status == Status.GONE:
+        unseen = not _was_lost(connection)
+    else:
+        unseen = first in _NOT_STARTED and status in _NOT_STARTED - {Status.FORBIDDEN}
+    error.is_unseen = unseen and connection._result.attempts <= 1
     return error
+
+
+def _was_lost(connection: Connection) -> bool:
+    """A server, since this was asked last: libkld also says of a tensor that did not come back that it is gone, and then
+    one that is lost may have had the request."""
+    before, connection._losses = connection._losses, _library.library().kld_losses(connection._handle)
+    return connection._losses != before
 
 
 def _submit_once(connection: Connection, reference: Any, keep: Any, meanwhile: Optional[Callable[[], None]]) -> int:
