@@ -257,6 +257,15 @@ def test_lists_are_vectors(connection):
     assert compiled(functional.kl_div)(z, t, **more) == functional.kl_div(z, t, **more)
 
 
+@pytest.mark.parametrize("made", [torch.Tensor.tolist, torch.Tensor.numpy, lambda rows: rows.reshape(-1).tolist()],
+                         ids=["nested", "array", "flat"])
+def test_lists_of_more_dimensions_than_libkld_takes(connection, made):
+    z, t = pair(2, 1, 3, 1, 2, 1, 2, 1, 3, 5)
+    rows = torch.arange(72.0).reshape(z.shape[:-1])
+    more = {"row_weights": made(rows), "row_mask": made(rows % 5 > 0), "connection": connection, **LOGITS}
+    assert compiled(functional.kl_div)(z, t, **more) == functional.kl_div(z, t, **more)
+
+
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("more", [LOGITS, {"reduction": "row"}, {"reduction": "none"}], ids=str)
 def test_a_second_derivative_is_refused(connection, more, compiler):

@@ -253,7 +253,7 @@ def _scalar(value: Any) -> Tensor:
     return made
 
 
-def _vector(value: Any, like: Tensor) -> Optional[Tensor]:
+def vector(value: Any, like: Tensor) -> Optional[Tensor]:
     """Of an array a copy, as in _autograd.rows_vector()."""
     return value if value is None or isinstance(value, Tensor) else torch.as_tensor(value, device=like.device).clone()
 
@@ -281,9 +281,9 @@ def kl_div(input: Tensor, target: Tensor, parameters: Parameters, log_target: bo
     if late or wants_half((input.dtype, target.dtype), wanted) and not is_bounded(
             texts, wanted, row_weights is not None, row_mask is not None, "beta" in given, "normalizer" in given):
         wanted = [False, False]
-    loss: Tensor = _loss_op(input, target, _vector(row_weights, input), _vector(row_mask, input), numbers, texts,
+    loss: Tensor = _loss_op(input, target, vector(row_weights, input), vector(row_mask, input), numbers, texts,
                             list(given), wanted, -1 if connection is None else connection.number)[0]
     return loss
 
 
-__all__ = ["is_compiling", "kl_div"]
+__all__ = ["is_compiling", "kl_div", "vector"]

@@ -74,8 +74,10 @@ def _folded(input: torch.Tensor, target: torch.Tensor, reduction: str, row_weigh
         if is_plain:  # in terms of the shape that the caller knows
             value = rows_vector(name, value, tuple(leading), input.device)
             by_row[index] = None if value is None else value.reshape(-1)
-        elif getattr(value, "shape", None) == leading:
-            by_row[index] = value.reshape(-1)
+        else:
+            vector: Any = _compiled.vector(value, input) if isinstance(value, (list, tuple)) else value
+            if getattr(vector, "shape", None) == leading:
+                by_row[index] = vector.reshape(-1)
     loss = kl_div(input.reshape(fold), target.reshape(fold), reduction=reduction, row_weights=by_row[0],
                   row_mask=by_row[1], **options)
     return loss.reshape(shape if reduction == "none" else leading) if reduction in ("none", "row") else loss
