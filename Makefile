@@ -140,9 +140,11 @@ $(BUILD)/libkld.a: $(LIB_OBJ) $(CUDA_OBJ)
 	@echo "  AR    $@"
 	$(Q)rm -f $@ && ar rcs $@ $^
 
+# nodelete: over http: a thread of libcurl's may be asking for a name's address when its connection has gone (http.c,
+# CURLOPT_QUICK_EXIT); it ends in code that dlclose() would have unmapped.
 $(BUILD)/libkld.so: $(LIB_OBJ) $(CUDA_OBJ)
 	@echo "  LD    $@"
-	$(Q)$(CC) -shared -Wl,-soname,libkld.so.0 $(filter-out -pie,$(LDFLAGS)) $^ -o $@ $(LIB_LIBS)
+	$(Q)$(CC) -shared -Wl,-soname,libkld.so.0 -Wl,-z,nodelete $(filter-out -pie,$(LDFLAGS)) $^ -o $@ $(LIB_LIBS)
 	$(Q)ln -sf libkld.so $(BUILD)/libkld.so.0
 
 # The kernels are in libkld.so once; programs find it beside them (build tree) or in ../lib (installed).

@@ -58,7 +58,8 @@
  * Ownership: whatever a function returns through ret_... is the caller's to release. Threads: a
  * connection and all that it made belong to one thread at a time; different connections are
  * independent. Errors: enum kld_status, described in *err, which may be NULL. libkld never writes
- * to stdout or stderr and never exits. */
+ * to stdout or stderr and never exits. Once loaded it stays so, whatever dlclose() is told: over
+ * http: a thread of libcurl's may still look a name up. */
 #ifndef KLD_CLIENT_KLD_H
 #define KLD_CLIENT_KLD_H
 

@@ -4,6 +4,7 @@ import http.server
 import json
 import os
 import re
+import shutil
 import signal
 import ssl
 import subprocess
@@ -13,7 +14,7 @@ import time
 import numpy as np
 import pytest
 
-from conftest import BIN, ROOT, START_SECONDS, clean_environment, suspend, wait_until
+from conftest import BIN, ROOT, START_SECONDS, clean_environment, sanitizer, suspend, wait_until
 
 KLD = str(BIN / "kld")
 
@@ -146,6 +147,67 @@ def test_library_exports_its_headers_and_nothing_else():
                  "kld_status_text", "kld_version"):
         assert name in exported
     assert "kld_op_init(" in headers
+
+
+UNLOADS = r"""
+#include <dirent.h>
+#include <dlfcn.h>
+#include <kld/kld.h>
+#include <netdb.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <unistd.h>
+
+static atomic_int asked, may_return;
+
+/* A name server that answers once the library is no longer used. */
+int getaddrinfo(const char *name, const char *service, const struct addrinfo *hints, struct addrinfo **ret) {
+    atomic_store(&asked, 1);
+    while (!atomic_load(&may_return))
+        usleep(1000);
+    return EAI_AGAIN;
+}
+
+static int threads(void) {
+    int count = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    for (struct dirent *entry; (entry = readdir(tasks));)
+        count += entry->d_name[0] != '.';
+    closedir(tasks);
+    return count;
+}
+
+int main(int argc, char **argv) {
+    void *library = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
+    __typeof__(&kld_connect) connect_to = (__typeof__(&kld_connect))dlsym(library, "kld_connect");
+    struct kld_connect_options options = {.connect_timeout_ns = 200000000};
+    struct kld_connection *connection;
+    int status = connect_to("http://slow.invalid:1", &options, &connection, NULL);
+    dlclose(library);
+    atomic_store(&may_return, 1);
+    for (int i = 0; i < 30000 && threads() > 1; i++)
+        usleep(1000);
+    printf("status %d, asked %d, threads %d\n", status, atomic_load(&asked), threads());
+}
+"""
+
+
+@pytest.mark.skipif(sanitizer() is not None, reason="a sanitizer wants to be loaded first")
+def test_whoever_unloads_the_library_goes_on(tmp_path):
+    """A thread of libcurl's that asks for a name's address may be on its way when its connection has gone."""
+    library = BIN / "libkld.so" if (BIN / "libkld.so").exists() else BIN.parent / "lib/libkld.so"
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if not compiler:
+        pytest.skip("needs a compiler")
+    headers = [f"-I{path}" for path in (ROOT, ROOT / "client/include", BIN.parent / "include") if path.exists()]
+    # What the program exports comes before libc's.
+    subprocess.run([compiler, *headers, "-rdynamic", "-pthread", "-x", "c", "-", "-o", tmp_path / "unloads", "-ldl"],
+                   check=True, text=True, input=UNLOADS)
+    done = subprocess.run([tmp_path / "unloads", library], capture_output=True, text=True, timeout=120,
+                          env=clean_environment())
+    assert done.returncode == 0, done
+    status = re.fullmatch(r"status (\d+), asked 1, threads 1\n", done.stdout)
+    assert status and status[1] != "0", done
 
 
 @pytest.mark.parametrize("example", ["sync", "async"])
