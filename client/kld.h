@@ -144,9 +144,10 @@ KLD_EXPORT enum kld_status kld_ping(struct kld_connection *connection, uint64_t 
 /* Memory that both sides see without a copy. unix: a sealed memfd, mapped here and registered in
  * the background (should the server refuse it, the requests that name it end with that error),
  * which takes a file descriptor of this process until the drop, as each import of a descriptor
- * does: KLD_NO_MEMORY where none is left; http, local: plain memory. Page-aligned, zeroed. Where
- * this connection has as many regions as it may, and some that were dropped count until the server
- * answers, both wait for that, up to connect_timeout_ns. */
+ * does: KLD_NO_MEMORY where none is left, or where the process may make no file of that size
+ * (RLIMIT_FSIZE); http, local: plain memory. Page-aligned, zeroed. Where this connection has as
+ * many regions as it may, and some that were dropped count until the server answers, both wait for
+ * that, up to connect_timeout_ns. */
 KLD_EXPORT enum kld_status kld_region_create(struct kld_connection *connection, uint64_t bytes,
                                              struct kld_region **ret_region, struct kld_error *err);
 /* A memfd of the caller's, with F_SEAL_SHRINK and open for reading and writing: one that is sealed

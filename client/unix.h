@@ -216,6 +216,8 @@ enum kld_status kld_unix_region_create(struct kld_region *region, struct kld_err
 enum kld_status kld_unix_room(struct unix_region *region, struct kld_error *err);
 /* Without that, where a request is being sent: for stages. */
 enum kld_status kld_unix_region_make(struct kld_region *region, struct kld_error *err);
+/* Most of one that is a file: what this process may make, now (RLIMIT_FSIZE). */
+uint64_t kld_unix_file_bytes_max(void);
 enum kld_status kld_unix_region_import_memfd(struct kld_region *region, int fd,
                                              struct kld_error *err);
 enum kld_status kld_unix_region_import_cuda_ipc(struct kld_region *region,

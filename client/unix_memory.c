@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "client/unix.h"
@@ -92,15 +93,27 @@ enum kld_status kld_unix_region_create(struct kld_region *base, struct kld_error
     return status ? status : kld_unix_region_make(base, err);
 }
 
+uint64_t kld_unix_file_bytes_max(void) {
+    struct rlimit limit;
+    bool limited = getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
+    return limited ? limit.rlim_cur : UINT64_MAX;
+}
+
 enum kld_status kld_unix_region_make(struct kld_region *base, struct kld_error *err) {
     struct unix_region *region = (struct unix_region *)base;
     enum kld_status status = kld_unix_region_begin(region, KLD_REGION_MEMFD, err);
     if (status)
         return status;
+    uint64_t bytes = round_up(base->bytes, PAGE_BYTES), most = kld_unix_file_bytes_max();
+    if (bytes > most) /* the kernel would tell by SIGXFSZ, which ends a process */
+        return kld_error_set(err, KLD_NO_MEMORY,
+                             "shared memory of %llu bytes is a file; those of this process may "
+                             "have %llu (RLIMIT_FSIZE)",
+                             (unsigned long long)bytes, (unsigned long long)most);
     region->fd = memfd_create("kld-region", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (region->fd < 0 && (errno == EMFILE || errno == ENFILE))
         return no_descriptor(err);
-    if (region->fd < 0 || ftruncate(region->fd, (off_t)round_up(base->bytes, PAGE_BYTES)) != 0 ||
+    if (region->fd < 0 || ftruncate(region->fd, (off_t)bytes) != 0 ||
         fcntl(region->fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
         return kld_error_set(err, KLD_NO_MEMORY, "cannot make shared memory of %llu bytes",
                              (unsigned long long)base->bytes);

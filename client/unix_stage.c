@@ -67,6 +67,9 @@ static enum kld_status stage_open(struct unix_connection *u, uint64_t bytes,
     }
     while (size < bytes)
         size *= 2;
+    uint64_t file_most = kld_unix_file_bytes_max() & ~(PAGE_BYTES - 1);
+    if (size > file_most)
+        size = bytes > file_most ? bytes : file_most;
     uint64_t total = u->base.options.staging_bytes_max;
     uint64_t left = total - u->stage_bytes_total;
     size = size > most ? most : size;

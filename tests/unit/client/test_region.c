@@ -205,5 +205,35 @@ START_TEST(descriptors_run_out) {
 }
 END_TEST
 
+/* Memory that is shared is a file, and one that grows beyond the limit is told by a signal, which
+ * ends a process. Staging keeps to what there is. */
+START_TEST(files_may_not_be_large) {
+    static float large[ROWS * (BYTES / 4)], gradient[COUNT], predictions[COUNT];
+    struct kld_region *region;
+    setup(UNIX);
+    struct rlimit before, small;
+    ck_assert_int_eq(getrlimit(RLIMIT_FSIZE, &before), 0);
+    small = (struct rlimit){BYTES + 1, before.rlim_max};
+    ck_assert_int_eq(setrlimit(RLIMIT_FSIZE, &small), 0);
+    fill(predictions);
+    struct kld_request request = small_request(ROWS, CLASSES, predictions, targets, gradient);
+    ck_assert_msg(kld_run(connection, &request, NULL, &error) == KLD_OK, "%s", error.text);
+    request = small_request(ROWS, BYTES / 4, large, large, NULL);
+    request.op.tensor[KLD_SLOT_GRAD_PREDICTIONS].dtype = KLD_DTYPE_ABSENT;
+    ck_assert_int_eq(kld_run(connection, &request, NULL, &error), KLD_NO_MEMORY);
+    ck_assert_msg(strstr(error.text, " 393216 bytes") &&
+                      strstr(error.text, " 65537 (RLIMIT_FSIZE)"),
+                  "%s", error.text);
+    ck_assert_int_eq(kld_region_create(connection, BYTES + 1, &region, &error), KLD_NO_MEMORY);
+    ck_assert_msg(strstr(error.text, " 69632 bytes") && strstr(error.text, " 65537 (RLIMIT_FSIZE)"),
+                  "%s", error.text);
+    ck_assert_int_eq(kld_region_create(connection, BYTES, &region, &error), KLD_OK);
+    ck_assert_int_eq(setrlimit(RLIMIT_FSIZE, &before), 0);
+    ck_assert_msg(kld_run(connection, &request, NULL, &error) == KLD_OK, "%s", error.text);
+    teardown();
+}
+END_TEST
+
 UNIT_MAIN("client/region", two_imports_of_one_memfd, one_memfd_in_place_is_sent_once,
-          a_memfd_that_nobody_may_write, columns_of_one_buffer, descriptors_run_out)
+          a_memfd_that_nobody_may_write, columns_of_one_buffer, descriptors_run_out,
+          files_may_not_be_large)
