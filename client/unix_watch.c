@@ -9,7 +9,6 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
@@ -17,6 +16,7 @@
 #include <unistd.h>
 
 #include "client/unix.h"
+#include "proto/thread.h"
 
 /* Ahead of any number that may be waited for, and not so far that it counts as behind them. */
 #define FREED_AHEAD 0x40000000u
@@ -140,17 +140,6 @@ static void *watch_main(void *argument) {
     }
 }
 
-/* Signals are the caller's threads'. */
-static bool start_thread(struct unix_watch *watch) {
-    sigset_t all, before;
-    sigfillset(&all);
-    if (pthread_sigmask(SIG_SETMASK, &all, &before) != 0)
-        return false;
-    bool started = pthread_create(&watch->thread, NULL, watch_main, watch) == 0;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return started;
-}
-
 /* ---- For the thread that owns the connection --------------------------------------------------
  */
 
@@ -165,7 +154,7 @@ static enum kld_status watch_begin(struct unix_connection *u, struct kld_error *
     watch->watched = watch->fresh = -1;
     watch->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     pthread_mutex_init(&watch->mutex, NULL);
-    if (watch->wake_fd >= 0 && start_thread(watch)) {
+    if (watch->wake_fd >= 0 && kld_thread_start(&watch->thread, watch_main, watch) == 0) {
         u->watch = watch;
         return KLD_OK;
     }

@@ -10,6 +10,7 @@
 
 #include "kernels/cpu/device.h"
 #include "proto/cgroup.h"
+#include "proto/thread.h"
 
 static enum kld_status device_count(uint32_t *ret_count, struct kld_error *err) {
     *ret_count = 1;
@@ -96,7 +97,7 @@ static enum kld_status describe(struct cpu_device *device, const struct kld_devi
 }
 
 static enum kld_status start_thread(struct cpu_device *device, struct kld_error *err) {
-    if (kld_cpu_thread_start(&device->thread, kld_cpu_device_main, device) != 0)
+    if (kld_thread_start(&device->thread, kld_cpu_device_main, device) != 0)
         return kld_error_set(err, KLD_NO_MEMORY, "cannot start the device thread");
     return KLD_OK;
 }

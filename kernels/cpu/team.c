@@ -4,10 +4,11 @@
 #include "kernels/cpu/team.h"
 
 #include <sched.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+
+#include "proto/thread.h"
 
 uint64_t kld_cpu_now_ns(void) {
     struct timespec now;
@@ -105,18 +106,6 @@ void kld_cpu_team_run(struct kld_cpu_team *team, uint64_t count,
     pthread_mutex_unlock(&team->lock);
 }
 
-int kld_cpu_thread_start(pthread_t *ret_thread, void *(*main)(void *argument), void *argument) {
-    static const int own[] = {SIGBUS, SIGSEGV, SIGFPE, SIGILL};
-    sigset_t blocked, before;
-    sigfillset(&blocked);
-    for (size_t i = 0; i < sizeof own / sizeof own[0]; i++)
-        sigdelset(&blocked, own[i]);
-    pthread_sigmask(SIG_SETMASK, &blocked, &before);
-    int failed = pthread_create(ret_thread, NULL, main, argument);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return failed;
-}
-
 enum kld_status kld_cpu_team_open(struct kld_cpu_team *team, uint32_t threads, uint32_t spin_us,
                                   struct kld_error *err) {
     memset(team, 0, sizeof *team);
@@ -127,7 +116,7 @@ enum kld_status kld_cpu_team_open(struct kld_cpu_team *team, uint32_t threads, u
     team->thread = calloc(threads, sizeof *team->thread);
     bool started = team->thread != NULL;
     while (started && team->helpers + 1 < threads) {
-        started = kld_cpu_thread_start(&team->thread[team->helpers], helper_main, team) == 0;
+        started = kld_thread_start(&team->thread[team->helpers], helper_main, team) == 0;
         team->helpers += started;
     }
     if (started)

@@ -44,11 +44,6 @@ void kld_cpu_team_close(struct kld_cpu_team *team);
 void kld_cpu_team_run(struct kld_cpu_team *team, uint64_t count,
                       void (*task)(void *context, uint64_t index), void *context);
 
-/* pthread_create() of a thread that takes no signals: they belong to the threads of the program.
- * But those that tell of its own work, as SIGBUS does where a mapped file was cut, it takes:
- * blocked, they would end the process whatever handler there is. Returns what pthread_create()
- * does. */
-int kld_cpu_thread_start(pthread_t *ret_thread, void *(*main)(void *argument), void *argument);
 /* CLOCK_MONOTONIC. */
 uint64_t kld_cpu_now_ns(void);
 /* One turn of a polling loop. */

@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "proto/thread.h"
+
 #define NO_THREAD "the device thread cannot be started"
 
 /* cudaErrorMpsConnectionFailed to cudaErrorMpsClientTerminated, which older headers do not name. */
@@ -204,7 +206,7 @@ static void *opening_main(void *argument) {
     if (options->peer_access)
         cuda_peers_find(device, opening->count);
     device->card = cuda_card_number(device->ordinal);
-    if (pthread_create(&device->thread, NULL, cuda_thread_main, device) != 0) {
+    if (kld_thread_start(&device->thread, cuda_thread_main, device) != 0) {
         release(device);
         opening->status = kld_error_set(&opening->err, KLD_UNAVAILABLE, "%s", NO_THREAD);
     }
@@ -237,7 +239,7 @@ static enum kld_status device_open(const struct kld_device_options *options,
     pthread_condattr_destroy(&monotonic);
     struct opening opening = {.device = device, .options = options, .count = count};
     pthread_t thread;
-    if (pthread_create(&thread, NULL, opening_main, &opening) != 0) {
+    if (kld_thread_start(&thread, opening_main, &opening) != 0) {
         release(device);
         return kld_error_set(err, KLD_UNAVAILABLE, "%s", NO_THREAD);
     }

@@ -10,6 +10,7 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
@@ -112,7 +113,12 @@ static atomic_int fake_switches;                   /* of what is current, by the
 static CUcontext fake_context_at(int device) {
     return device < 0 ? NULL : (CUcontext)(void *)&fake_contexts[device];
 }
+static atomic_int fake_signalled; /* times that by a thread which takes signals */
 cudaError_t cudaSetDevice(int device) {
+    sigset_t blocked;
+    pthread_sigmask(SIG_SETMASK, NULL, &blocked);
+    if (!sigismember(&blocked, SIGTERM) || sigismember(&blocked, SIGSEGV))
+        atomic_fetch_add(&fake_signalled, 1);
     atomic_fetch_add(&fake_calls, 1);
     atomic_fetch_add(&fake_contexts[device], 1);
     fake_context = fake_context_at(device);

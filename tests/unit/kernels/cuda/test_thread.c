@@ -642,6 +642,21 @@ START_TEST(submit_does_not_wait_for_a_kernel_to_be_loaded) {
 }
 END_TEST
 
+/* They are for the program's own threads: neither that which opens a device nor the device's takes
+ * one, but for those of their own faults. */
+START_TEST(signals_are_not_for_its_threads) {
+    sigset_t mask;
+    setup();
+    for (int i = 0; i < TRIES_MAX && atomic_load(&fake_contexts[0]) < 2; i++)
+        usleep(1000);
+    ck_assert_int_ge(atomic_load(&fake_contexts[0]), 2);
+    ck_assert_int_eq(atomic_load(&fake_signalled), 0);
+    pthread_sigmask(SIG_SETMASK, NULL, &mask); /* and ours is what it was */
+    ck_assert(!sigismember(&mask, SIGTERM) && !sigismember(&mask, SIGUSR1));
+    teardown();
+}
+END_TEST
+
 UNIT_MAIN("kernels/cuda/thread", submit_does_not_wait_for_a_kernel_to_be_loaded,
           a_capture_is_no_lost_device, a_device_that_does_not_open_leaves_nothing,
           a_fault_is_a_launch_with_an_address_that_is_not_there, jobs_end_in_order_whoever_looks,
@@ -652,7 +667,8 @@ UNIT_MAIN("kernels/cuda/thread", submit_does_not_wait_for_a_kernel_to_be_loaded,
           what_cannot_be_launched_is_not_told_as_launched, an_idle_device_says_whether_it_works,
           memory_of_a_predecessor_is_waited_for, memory_of_other_cards_is_taken_where_told,
           a_handle_says_itself_which_card_it_is_of, a_warm_device_allocates_nothing,
-          allocations_of_others_are_opened_once, allocations_by_descriptor)
+          allocations_of_others_are_opened_once, allocations_by_descriptor,
+          signals_are_not_for_its_threads)
 
 #else
 
