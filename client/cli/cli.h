@@ -24,10 +24,12 @@ enum kld_option_kind {
     KLD_OPTION_COUNT,  /* uint64_t */
     KLD_OPTION_BYTES,  /* uint64_t, above 0; K, M, G or T may follow */
     KLD_OPTION_NUMBER, /* double */
-    KLD_OPTION_TIME,   /* double, above 0, of seconds; at most KLD_SECONDS_MAX */
+    KLD_OPTION_TIME,   /* double, of seconds, from KLD_SECONDS_MIN to KLD_SECONDS_MAX */
     KLD_OPTION_GROUP,  /* no option: a heading in the help */
 };
 
+/* Of less the whole nanoseconds are 0, which stands for a default or for no limit. */
+#define KLD_SECONDS_MIN 1e-9
 #define KLD_SECONDS_MAX 1e9
 
 struct kld_option {

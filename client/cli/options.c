@@ -46,10 +46,11 @@ static enum kld_status option_set(const struct kld_option *option, const char *v
         if (end == value || *end || !isfinite(number))
             return kld_error_set(err, KLD_INVALID, "%s%s is '%.40s'; expected a number",
                                  dashes_of(option), option->name, value);
-        if (option->kind == KLD_OPTION_TIME && !(number > 0 && number <= KLD_SECONDS_MAX))
-            return kld_error_set(err, KLD_INVALID,
-                                 "%s%s is '%.40s'; expected seconds, above 0, at most %g",
-                                 dashes_of(option), option->name, value, KLD_SECONDS_MAX);
+        if (option->kind == KLD_OPTION_TIME &&
+            !(number >= KLD_SECONDS_MIN && number <= KLD_SECONDS_MAX))
+            return kld_error_set(
+                err, KLD_INVALID, "%s%s is '%.40s'; expected seconds, from %g to %g",
+                dashes_of(option), option->name, value, KLD_SECONDS_MIN, KLD_SECONDS_MAX);
         memcpy(field, &number, sizeof number);
     }
     if (option->given_offset)

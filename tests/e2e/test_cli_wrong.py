@@ -44,10 +44,15 @@ def test_two_results_in_one_file(tmp_path, pair, first, second):
 
 
 @pytest.mark.parametrize("arguments", [("ping", "--timeout", "0"), ("ping", "--timeout", "-1"), ("ping", "--timeout", "1e10"),
+                                       ("ping", "--timeout", "9e-10"), ("ping", "--timeout", "1e-400"), ("ping", "--timeout", "nan"),
                                        ("bench", "--seconds", "0"), ("bench", "--seconds", "1e12"),
-                                       ("div", "a.npy", "b.npy", "--part-timeout", "0")])
-def test_times_are_above_zero(arguments):
-    assert "expected seconds, above 0, at most 1e+09" in kld(*arguments, code=2).stderr
+                                       ("div", "a.npy", "b.npy", "--timeout", "1e-10"),
+                                       ("div", "a.npy", "b.npy", "--part-timeout", "0"),
+                                       ("div", "a.npy", "b.npy", "--split", "local:,local:", "--part-timeout", "5e-10")])
+def test_times_are_a_nanosecond_at_least(arguments):
+    """Of less the whole nanoseconds are 0, which stands for the default, or for no limit."""
+    said = kld(*arguments, code=2).stderr
+    assert ("expected a number" if "nan" in arguments else "expected seconds, from 1e-09 to 1e+09") in said, said
 
 
 @pytest.mark.skipif(is_sanitized(), reason="a sanitizer wants more addresses")
