@@ -1,7 +1,7 @@
 /* kld.h - libkld: KL-family divergences and their gradients, computed by a kld server or in this
  * process.
  *
- * One API over five kinds of connection, named by a URL:
+ * One API over four kinds of connection, named by a URL:
  *   unix:/run/kld/kld.sock   a worker on this host; tensors travel in shared memory or as GPU
  *                            handles, never through the socket
  *   http://host:8080         the HTTP gateway (also https://); tensors are sent as binary
