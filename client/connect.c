@@ -38,6 +38,8 @@ static bool resolve_options(struct kld_connect_options *to,
     to->client_name = copy_text(to->client_name ? to->client_name : "libkld", &ok);
     to->token = copy_text(to->token, &ok);
     to->ca_file = copy_text(to->ca_file, &ok);
+    to->cert_file = copy_text(to->cert_file, &ok);
+    to->key_file = copy_text(to->key_file, &ok);
     to->connect_timeout_ns = timeout_of(to->connect_timeout_ns, 5000000000ull);
     to->part_timeout_ns = timeout_of(to->part_timeout_ns, 60000000000ull);
     if (to->staging_bytes_max == 0)
@@ -142,6 +144,8 @@ void kld_close(struct kld_connection *connection) {
     free((char *)connection->options.client_name);
     free((char *)connection->options.token);
     free((char *)connection->options.ca_file);
+    free((char *)connection->options.cert_file);
+    free((char *)connection->options.key_file);
     free(connection);
 }
 

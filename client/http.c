@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #define RETRY_NS_MIN 20000000ull /* doubled with each try, up to ... */
 #define RETRY_DOUBLINGS 5        /* ... so often */
@@ -74,6 +75,10 @@ CURL *kld_http_easy_open(struct http_connection *h, const char *path,
     if (options->ca_file) /* in the place of the system's, of which there is a folder, too */
         copied = copied && !curl_easy_setopt(easy, CURLOPT_CAINFO, options->ca_file) &&
                  !curl_easy_setopt(easy, CURLOPT_CAPATH, NULL);
+    if (options->cert_file) /* without a passphrase OpenSSL would ask the terminal for one */
+        copied = copied && !curl_easy_setopt(easy, CURLOPT_SSLCERT, options->cert_file) &&
+                 !curl_easy_setopt(easy, CURLOPT_SSLKEY, options->key_file) &&
+                 !curl_easy_setopt(easy, CURLOPT_KEYPASSWD, "");
     if (!copied) {
         curl_easy_cleanup(easy);
         return NULL;
@@ -211,6 +216,20 @@ enum kld_status kld_http_status(long code) {
     return code >= 500 ? KLD_INTERNAL : KLD_INVALID;
 }
 
+/* What is wrong with the certificate to show, or its key: libcurl says that something is. */
+static enum kld_status certificate_error(const struct kld_connect_options *options,
+                                         const char *reason, struct kld_error *err) {
+    const char *cert = options->cert_file, *key = options->key_file;
+    if (access(cert, R_OK) != 0)
+        return kld_error_set(err, KLD_INVALID, "cert_file %.100s: %s", cert, strerror(errno));
+    if (key && access(key, R_OK) != 0)
+        return kld_error_set(err, KLD_INVALID, "key_file %.100s: %s", key, strerror(errno));
+    return kld_error_set(err, KLD_INVALID,
+                         "cert_file %.60s%s%.60s: not a PEM certificate and its key, without a "
+                         "passphrase (%s)",
+                         cert, key ? ", key_file " : "", key ? key : "", reason);
+}
+
 enum kld_status kld_http_curl_error(const struct http_connection *h, CURLcode code,
                                     struct kld_error *err) {
     const char *reason = curl_easy_strerror(code), *ca_file = h->base.options.ca_file;
@@ -221,6 +240,8 @@ enum kld_status kld_http_curl_error(const struct http_connection *h, CURLcode co
     if (code == CURLE_SSL_CACERT_BADFILE && ca_file)
         return kld_error_set(err, KLD_INVALID, "ca_file %.100s: not a file of certificates (%s)",
                              ca_file, reason);
+    if (code == CURLE_SSL_CERTPROBLEM && h->base.options.cert_file)
+        return certificate_error(&h->base.options, reason, err);
     if (code == CURLE_PEER_FAILED_VERIFICATION || code == CURLE_SSL_CACERT_BADFILE)
         return kld_error_set(err, KLD_FORBIDDEN,
                              "the server's certificate is not trusted (%s); name the certificates "
@@ -263,6 +284,7 @@ static enum kld_status judge(const struct http_connection *h, struct http_call *
     case CURLE_COULDNT_CONNECT:
     case CURLE_SSL_CONNECT_ERROR: /* it was cut: kld_connect() has seen one that was not */
     case CURLE_OPERATION_TIMEDOUT: *ret_retry = true; return kld_http_curl_error(h, code, err);
+    case CURLE_SSL_CERTPROBLEM:
     case CURLE_SSL_CACERT_BADFILE: /* it was one when kld_connect() read it: no wrong use */
         kld_http_curl_error(h, code, err);
         return err->status = KLD_FORBIDDEN;

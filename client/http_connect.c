@@ -147,6 +147,8 @@ static enum kld_status http_open(struct kld_connection *connection, const char *
     if (length == prefix || length >= sizeof h->root)
         return kld_error_set(err, KLD_INVALID, "expected %sHOST:PORT, of at most %d bytes",
                              connection->transport->prefix, KLD_HTTP_URL_MAX - 1);
+    if (connection->options.key_file && !connection->options.cert_file)
+        return kld_error_set(err, KLD_INVALID, "key_file without cert_file; expected both");
     memcpy(h->root, url, length);
     if (!kld_http_multi_open(h))
         return kld_error_set(err, KLD_NO_MEMORY, "no memory for a connection");

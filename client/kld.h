@@ -98,6 +98,8 @@ struct kld_connect_options {
     /* split: inputs and outputs of one part at most, of a row at least; 0: 64 MiB. */
     uint64_t part_bytes_max;
     uint64_t part_timeout_ns; /* split: a server that has not answered a part by then; 0: 60 s */
+    const char *cert_file;    /* https: PEM, the certificate to show; NULL: none */
+    const char *key_file;     /* https: PEM, its key, without a passphrase; NULL: in cert_file */
 };
 
 /* options may be NULL. */

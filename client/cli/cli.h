@@ -63,7 +63,7 @@ void kld_options_help(FILE *out, const struct kld_command *command);
  * ------------------------------------------------------ */
 
 struct kld_server_options {
-    const char *server, *token_file, *ca_file;
+    const char *server, *token_file, *ca_file, *cert_file, *key_file;
     double timeout_s; /* 0: not given */
 };
 
@@ -89,9 +89,21 @@ struct kld_server_options {
          "http: a file with the bearer token",                                                     \
          offsetof(struct_, field.token_file),                                                      \
          0},                                                                                       \
+        {"ca-file",                                                                                \
+         KLD_OPTION_TEXT,                                                                          \
+         "FILE",                                                                                   \
+         "https: certificates to trust",                                                           \
+         offsetof(struct_, field.ca_file),                                                         \
+         0},                                                                                       \
+        {"cert-file",                                                                              \
+         KLD_OPTION_TEXT,                                                                          \
+         "FILE",                                                                                   \
+         "https: a client certificate to show (PEM)",                                              \
+         offsetof(struct_, field.cert_file),                                                       \
+         0},                                                                                       \
     {                                                                                              \
-        "ca-file", KLD_OPTION_TEXT, "FILE", "https: certificates to trust",                        \
-            offsetof(struct_, field.ca_file), 0                                                    \
+        "key-file", KLD_OPTION_TEXT, "FILE", "https: its key (default: in --cert-file)",           \
+            offsetof(struct_, field.key_file), 0                                                   \
     }
 
 /* Connects; `options` holds what the command sets beside the server options, or NULL. */

@@ -107,11 +107,19 @@ enum kld_status kld_cli_connect(const struct kld_server_options *server,
             return status;
         all.token = token;
     }
-    if (server->ca_file && access(server->ca_file, R_OK) != 0)
-        return kld_error_set(err, KLD_INVALID, "--ca-file %.100s: %s", server->ca_file,
-                             strerror(errno));
+    const struct {
+        const char *option, *path;
+    } files[] = {{"ca", server->ca_file}, {"cert", server->cert_file}, {"key", server->key_file}};
+    for (size_t i = 0; i < sizeof files / sizeof files[0]; i++)
+        if (files[i].path && access(files[i].path, R_OK) != 0)
+            return kld_error_set(err, KLD_INVALID, "--%s-file %.100s: %s", files[i].option,
+                                 files[i].path, strerror(errno));
+    if (server->key_file && !server->cert_file)
+        return kld_error_set(err, KLD_INVALID, "--key-file without --cert-file; expected both");
     all.client_name = "kld";
     all.ca_file = server->ca_file;
+    all.cert_file = server->cert_file;
+    all.key_file = server->key_file;
     all.connect_timeout_ns = (uint64_t)(seconds * 1e9);
     return kld_connect(url_of(server, &source), &all, ret_connection, err);
 }
@@ -128,26 +136,34 @@ int kld_cli_fail(const struct kld_error *error) {
     static const struct {
         enum kld_status status;
         enum kld_exit exit;
+        const char *about; /* in the error's text, where a status has several causes; "": any */
         const char *advice;
     } rules[] = {
-        {KLD_INVALID, KLD_EXIT_USAGE, "kld COMMAND -h lists what is understood"},
-        {KLD_NOT_FOUND, KLD_EXIT_USAGE, "kld COMMAND -h lists what is understood"},
-        {KLD_UNAVAILABLE, KLD_EXIT_SERVER,
+        {KLD_INVALID, KLD_EXIT_USAGE, "", "kld COMMAND -h lists what is understood"},
+        {KLD_NOT_FOUND, KLD_EXIT_USAGE, "", "kld COMMAND -h lists what is understood"},
+        {KLD_UNAVAILABLE, KLD_EXIT_SERVER, "",
          "start kld-server, or compute in this process with --server local:"},
-        {KLD_BUSY, KLD_EXIT_SERVER, "try again in a moment"},
-        {KLD_THROTTLED, KLD_EXIT_SERVER, "try again in a moment"},
-        {KLD_DEVICE_LOST, KLD_EXIT_SERVER, "try again: the server replaces a lost device"},
-        {KLD_DEADLINE, KLD_EXIT_SERVER,
+        {KLD_BUSY, KLD_EXIT_SERVER, "", "try again in a moment"},
+        {KLD_THROTTLED, KLD_EXIT_SERVER, "", "try again in a moment"},
+        {KLD_DEVICE_LOST, KLD_EXIT_SERVER, "", "try again: the server replaces a lost device"},
+        {KLD_DEADLINE, KLD_EXIT_SERVER, "",
          "allow more time with --timeout SECONDS (a part of --split: --part-timeout)"},
-        {KLD_UNAUTHENTICATED, KLD_EXIT_SERVER, "name a token with --token-file FILE"},
-        {KLD_FORBIDDEN, KLD_EXIT_SERVER,
-         "ask who runs the server for the right to use it (https: --ca-file FILE)"},
-        {KLD_NO_MEMORY, KLD_EXIT_FAILED,
+        {KLD_UNAUTHENTICATED, KLD_EXIT_SERVER, "client certificate",
+         "show one of the server's --tls-client-ca with --cert-file FILE --key-file FILE"},
+        {KLD_UNAUTHENTICATED, KLD_EXIT_SERVER, "", "name a token with --token-file FILE"},
+        {KLD_FORBIDDEN, KLD_EXIT_SERVER, "ca_file",
+         "name the certificates to trust with --ca-file FILE"},
+        {KLD_FORBIDDEN, KLD_EXIT_SERVER, "its mode or group",
+         "join the socket's group, or ask who runs the server for another --unix-mode"},
+        {KLD_FORBIDDEN, KLD_EXIT_SERVER, "does not have the right",
+         "use a token that has it (--token-file FILE), or ask who runs the server for the right"},
+        {KLD_FORBIDDEN, KLD_EXIT_SERVER, "", "ask who runs the server to let you use it"},
+        {KLD_NO_MEMORY, KLD_EXIT_FAILED, "",
          "spread the rows over several servers: kld div --split URL,URL,..."},
     };
     fprintf(stderr, "kld: %s\n", kld_cli_printable(shown.text));
     for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {
-        if (rules[i].status != error->status)
+        if (rules[i].status != error->status || !strstr(error->text, rules[i].about))
             continue;
         fprintf(stderr, "     %s\n", rules[i].advice);
         return rules[i].exit;

@@ -1,5 +1,6 @@
 """What the kld tool makes of wrong use, odd files, and servers that are hostile, hidden behind others, or not ready."""
 import http.server
+import hashlib
 import json
 import os
 import resource
@@ -188,6 +189,35 @@ def test_ca_file_that_is_none(make_server, certificates, tmp_path):
         assert f"ca_file {tmp_path}/text: not a file of certificates" in done.stderr
     done = kld("status", "--server", url, "--ca-file", certificates / "other.crt", code=3)
     assert done.stderr.count("not trusted") == 1, done.stderr
+
+
+def test_who_may_not_is_told_what_would_help(make_server, certificates, tmp_path):
+    """A certificate, a token and a socket: one status, and each its own advice."""
+    def advice(done, said):
+        lines = done.stderr.splitlines()
+        assert done.returncode == 3 and said in lines[0], done
+        return lines[1]
+    secure = make_server(**tls_flags(certificates))
+    done = kld("ping", "--server", secure.http.replace("http:", "https:"), code=3)
+    assert "--ca-file FILE" in advice(done, "certificate is not trusted")
+    (tmp_path / "tokens").write_text(f"me {hashlib.sha256(b'word').hexdigest()} metrics\n")
+    (tmp_path / "token").write_text("word\n")
+    server = make_server(tokens=tmp_path / "tokens")
+    x = tmp_path / "x.npy"
+    np.save(x, np.ones((2, 2), np.float32))
+    done = kld("div", x, x, "--server", server.http, "--token-file", tmp_path / "token", code=3)
+    told = advice(done, "does not have the right 'infer'")
+    assert "--token-file FILE" in told and "--ca-file" not in told
+    library = next((path for path in (BIN / "libkld.so.0", BIN.parent / "lib/libkld.so.0") if path.exists()), None)
+    if os.geteuid() != 0 or not library:
+        return  # needs to change its user, who may be kept from these folders
+    os.chmod(server.folder, 0o755)
+    tool = shutil.copy(BIN / "kld", server.folder)
+    shutil.copy(library, server.folder)
+    done = subprocess.run([tool, "ping", "--server", server.url_unix], capture_output=True, text=True, user=1234, group=1234,
+                          extra_groups=[], env=clean_environment(LD_LIBRARY_PATH=str(server.folder)), timeout=60)
+    told = advice(done, "its mode or group excludes you")
+    assert "--unix-mode" in told and "--ca-file" not in told
 
 
 def test_the_other_kind_of_http(make_server, certificates):

@@ -502,6 +502,34 @@ def test_client_certificates(make_server, certificates):
         assert ask_tls(server, context)[0] == expected, name
 
 
+def test_client_certificates_by_the_kld_tool(make_server, certificates, cli, tmp_path):
+    server = make_server(**tls_flags(certificates, tls_client_ca=certificates / "ca.crt"))
+    url = f"https://localhost:{server.address.rsplit(':', 1)[1]}"
+    (tmp_path / "both").write_text("".join((certificates / f"client.{kind}").read_text() for kind in ("crt", "key")))
+    subprocess.run(["openssl", "ec", "-aes256", "-passout", "pass:x", "-in", certificates / "client.key", "-out",
+                    tmp_path / "locked"], check=True, capture_output=True)
+
+    def ping(cert=None, key=None, command="ping"):
+        files = [("--cert-file", cert), ("--key-file", key)]
+        return cli(command, "--server", url, "--ca-file", certificates / "ca.crt",
+                   *(part for option, file in files if file for part in (option, file)))
+    for good in ((certificates / "client.crt", certificates / "client.key"), (tmp_path / "both",)):
+        assert ping(*good).returncode == 0
+        assert ping(*good, command="status").returncode == 0
+    for bad, said, advice in (
+            ((), "none was shown", "--cert-file FILE --key-file FILE"),
+            ((certificates / "other.crt", certificates / "other.key"), "not accepted by this server", "--cert-file FILE"),
+            ((tmp_path / "none", certificates / "client.key"), f"--cert-file {tmp_path}/none: No such file", ""),
+            ((certificates / "client.crt", tmp_path / "none"), f"--key-file {tmp_path}/none: No such file", ""),
+            ((None, certificates / "client.key"), "--key-file without --cert-file", ""),
+            ((certificates / "client.crt", certificates / "other.key"), "not a PEM certificate and its key", ""),
+            ((certificates / "client.key",), f"cert_file {certificates}/client.key: not a PEM"[:60], ""),
+            ((certificates / "client.crt", tmp_path / "locked"), "without a passphrase", "")):
+        done = ping(*bad)
+        assert done.returncode == (3 if advice else 2), done
+        assert said in done.stderr and advice in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("flags, part", [
     ({"tls_cert": "server.crt"}, "go together"), ({"tls_key": "server.key"}, "go together"),
     ({"tls_client_ca": "ca.crt"}, "go together"),

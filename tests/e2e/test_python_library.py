@@ -198,6 +198,7 @@ def test_no_connection(url, error, text):
     ({"cache_bytes_max": 1.5}, TypeError, "cache_bytes_max is a whole number, not float"),
     ({"connect_timeout": "long"}, TypeError, "connect_timeout is a number, not str"),
     ({"threads": np.bool_(True)}, TypeError, "threads is a whole number, not bool"),
+    ({"cert_file": 5}, TypeError, "cert_file is a path, not int"), ({"key_file": "\0"}, ValueError, "key_file .* has a NUL"),
     ({"ca_file": 5}, TypeError, "ca_file is a path, not int"), ({"ca_file": "a\0b"}, ValueError, "ca_file .* has a NUL"),
     ({"connect_timeout": float("inf")}, ValueError, "connect_timeout is a number of seconds above 0 and below 1e9, not inf"),
     ({"connect_timeout": 0}, ValueError, "above 0")])
@@ -288,6 +289,23 @@ def test_https(https, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", trusted)
     with kld.connect(url) as connection:
         assert connection.kl_div(Q, P).loss == right.loss
+
+
+def test_a_client_certificate(make_server, https, tmp_path):
+    """The server's own serves as the CA that clients have to be of."""
+    trusted, key = tmp_path / "certificate", tmp_path / "key"
+    server = make_server(tls_cert=trusted, tls_key=key, tls_client_ca=trusted)
+    url = server.http.replace("http:", "https:")
+    with kld.connect(url, ca_file=trusted, cert_file=trusted, key_file=key) as connection:
+        assert connection.kl_div(Q, P).loss > 0
+    with pytest.raises(PermissionError, match="wants a client certificate and none was shown"):
+        kld.connect(url, ca_file=trusted)
+    for cert, private, said in ((tmp_path / "none", key, "cert_file .*/none: No such file or directory"),
+                                (trusted, tmp_path / "none", "key_file .*/none: No such file or directory"),
+                                (trusted, trusted, "not a PEM certificate and its key"),
+                                (None, key, "key_file without cert_file; expected both")):
+        with pytest.raises(ValueError, match=said):
+            kld.connect(url, ca_file=trusted, cert_file=cert, key_file=private)
 
 
 def test_about_a_server(server):

@@ -26,7 +26,7 @@ from ._version import __version__
 def connect(url: Union[str, Sequence[str], None] = None, *, token: Optional[str] = None, ca_file: Optional[str] = None,
             client_name: str = "python", connect_timeout: float = 5.0, threads: int = 0,
             staging_bytes_max: int = 0, cache_bytes_max: int = 4 << 30, part_bytes_max: int = 0,
-            part_timeout: float = 60.0) -> Connection:
+            part_timeout: float = 60.0, cert_file: Optional[str] = None, key_file: Optional[str] = None) -> Connection:
     """Connects to "unix:PATH", "http://HOST:PORT", "https://HOST:PORT" or "local:" (the same kernels in this
     process; also "local:cpu"). Without a URL: the environment's KLD_SERVER, else "local:".
 
@@ -36,6 +36,7 @@ def connect(url: Union[str, Sequence[str], None] = None, *, token: Optional[str]
     done goes to another server.
 
     token: over HTTP, the bearer token. ca_file: over https, certificates to trust; else the system's.
+    cert_file, key_file: over https, PEM files of a certificate to show and its key (else in cert_file, too).
     client_name: for the server's log. connect_timeout: seconds. threads: local:, on the CPU; 0: all.
     staging_bytes_max: unix:, most shared memory through which other arrays are copied; 0: 4 GiB. cache_bytes_max:
     most memory kept for results to come.
@@ -43,7 +44,8 @@ def connect(url: Union[str, Sequence[str], None] = None, *, token: Optional[str]
     return Connection(url if url is not None else os.environ.get("KLD_SERVER") or "local:", token=token,
                       ca_file=ca_file, client_name=client_name, connect_timeout=connect_timeout,
                       threads=threads, staging_bytes_max=staging_bytes_max, cache_bytes_max=cache_bytes_max,
-                      part_bytes_max=part_bytes_max, part_timeout=part_timeout)
+                      part_bytes_max=part_bytes_max, part_timeout=part_timeout, cert_file=cert_file,
+                      key_file=key_file)
 
 
 if TYPE_CHECKING:  # with every parameter's type

@@ -97,11 +97,11 @@ class Connection:
     def __init__(self, url: Union[str, Sequence[str]], *, token: Optional[str] = None, ca_file: Optional[str] = None,
                  client_name: str = "python", connect_timeout: float = 5.0, threads: int = 0,
                  staging_bytes_max: int = 0, cache_bytes_max: int = 4 << 30, part_bytes_max: int = 0,
-                 part_timeout: float = 60.0) -> None:
+                 part_timeout: float = 60.0, cert_file: Optional[str] = None, key_file: Optional[str] = None) -> None:
         url = one_url(url)
         cache_bytes_max = check_whole("cache_bytes_max", cache_bytes_max, (1 << 64) - 1)
         options = options_of(url, token, ca_file, client_name, connect_timeout, threads, staging_bytes_max, part_bytes_max,
-                             part_timeout)
+                             part_timeout, cert_file, key_file)
         self.url = url
         self.number = next(_numbers)  #: of all that this process ever made
         _by_number[self.number] = self

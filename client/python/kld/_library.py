@@ -66,7 +66,8 @@ class ConnectOptions(c.Structure):
     _fields_ = [("client_name", c.c_char_p), ("connect_timeout_ns", c.c_uint64), ("lazy", c.c_bool),
                 ("staging_bytes_max", c.c_uint64), ("token", c.c_char_p), ("ca_file", c.c_char_p),
                 ("threads", c.c_uint32), ("pool_bytes_max", c.c_uint64), ("progress", c.c_void_p),
-                ("progress_user", c.c_void_p), ("part_bytes_max", c.c_uint64), ("part_timeout_ns", c.c_uint64)]
+                ("progress_user", c.c_void_p), ("part_bytes_max", c.c_uint64), ("part_timeout_ns", c.c_uint64),
+                ("cert_file", c.c_char_p), ("key_file", c.c_char_p)]
 
 
 class ServerInfo(c.Structure):

@@ -18,16 +18,20 @@ from ._errors import KldTypeError, KldValueError, Status
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"  # where Debian's libcurl, which a wheel brings, has the system's
 
 
+def _path(name: str, value: Any) -> Optional[bytes]:
+    if value is not None and not isinstance(value, (str, bytes, os.PathLike)):
+        raise KldTypeError(Status.INVALID, f"{name} is a path, not {type(value).__name__}")
+    path = None if value is None else os.fsencode(value)
+    if path is not None and b"\0" in path:
+        raise KldValueError(Status.INVALID, f"{name} {value!r} has a NUL")
+    return path
+
+
 def certificates(url: str, ca_file: Any) -> Optional[bytes]:
-    if ca_file is not None and not isinstance(ca_file, (str, bytes, os.PathLike)):
-        raise KldTypeError(Status.INVALID, f"ca_file is a path, not {type(ca_file).__name__}")
     if ca_file is None and "https:" in url and not os.path.exists(CERTIFICATES):
         import ssl
         ca_file = ssl.get_default_verify_paths().cafile  # where this system has them
-    path = None if ca_file is None else os.fsencode(ca_file)
-    if path is not None and b"\0" in path:
-        raise KldValueError(Status.INVALID, f"ca_file {ca_file!r} has a NUL")
-    return path
+    return _path("ca_file", ca_file)
 
 
 def _text(name: str, value: Any) -> bytes:
@@ -56,7 +60,8 @@ def _nanoseconds(name: str, value: Any) -> int:
 
 
 def options_of(url: str, token: Any, ca_file: Any, client_name: Any, connect_timeout: Any, threads: Any,
-               staging_bytes_max: Any, part_bytes_max: Any, part_timeout: Any) -> _library.ConnectOptions:
+               staging_bytes_max: Any, part_bytes_max: Any, part_timeout: Any, cert_file: Any,
+               key_file: Any) -> _library.ConnectOptions:
     """As Connection() was given them."""
     return _library.ConnectOptions(
         client_name=_text("client_name", client_name), token=None if token is None else _text("token", token),
@@ -64,7 +69,8 @@ def options_of(url: str, token: Any, ca_file: Any, client_name: Any, connect_tim
         part_timeout_ns=_nanoseconds("part_timeout", part_timeout),
         threads=check_whole("threads", threads, (1 << 32) - 1),
         staging_bytes_max=check_whole("staging_bytes_max", staging_bytes_max, (1 << 64) - 1),
-        part_bytes_max=check_whole("part_bytes_max", part_bytes_max, (1 << 64) - 1), ca_file=certificates(url, ca_file))
+        part_bytes_max=check_whole("part_bytes_max", part_bytes_max, (1 << 64) - 1), ca_file=certificates(url, ca_file),
+        cert_file=_path("cert_file", cert_file), key_file=_path("key_file", key_file))
 
 
 def one_url(url: Union[str, Sequence[str]]) -> str:
