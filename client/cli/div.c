@@ -467,7 +467,7 @@ const struct kld_command kld_command_div = {
         "Divergences: forward_kl, reverse_kl, jeffreys, mixed_kl (with --weight), js (--beta),\n"
         "skew_kl and skew_reverse_kl (with --skew), tv, cross_entropy.\n"
         "\n"
-        "A job too large for one server: --split http://a:8000,http://b:8000 (a part of a lost\n"
+        "A job too large for one server: --split http://a:8080,http://b:8080 (a part of a lost\n"
         "server goes to another one). On CPUs all bits are those of one server. On GPUs those of\n"
         "gradients and of losses by row or element are, but a loss that is one number may differ\n"
         "from the unsplit job's in its last FP64 bit.",

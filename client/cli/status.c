@@ -14,8 +14,12 @@ struct status_options {
     uint64_t count;
 };
 
-static void print_status(const struct kld_server_info *info, const struct kld_server_stats *stats) {
+static void print_status(const char *url, const struct kld_server_info *info,
+                         const struct kld_server_stats *stats) {
     struct kld_server_info shown = *info;
+    if (strncmp(url, "local:", 6) ==
+        0) /* else it would look like a server that has nothing to do */
+        printf("server         none: this process (%s)\n", url);
     printf("backend        %s\n", kld_cli_printable(shown.backend));
     printf("device         %s", kld_cli_printable(shown.device));
     if (info->devices > 1)
@@ -79,7 +83,7 @@ static enum kld_status ask_worker(struct kld_connection *connection, const char 
     if (status && status != KLD_UNIMPLEMENTED) /* over http, by who may not read /metrics */
         return status;
     if (!json) {
-        print_status(&info, counted ? &stats : NULL);
+        print_status(url, &info, counted ? &stats : NULL);
         return KLD_OK;
     }
     printf("{\"server\":");

@@ -8,7 +8,7 @@ where they lie. Both are Python processes that call libkld through ctypes; no te
 
 Where the server runs on a CPU the tensors are NumPy arrays in shared memory. On a GPU they are PyTorch's
 own CUDA tensors, given to the server by CUDA IPC handle. libkld.so is looked for beside this file, in
-../lib and in build/, or named by KLD_LIB."""
+../lib and in build/, or named by KLD_LIBRARY."""
 import ctypes as c
 import os
 import pathlib
@@ -74,7 +74,7 @@ class Info(c.Structure):
 def load():
     here = pathlib.Path(__file__).resolve().parent
     places = [here / "libkld.so", here.parent / "lib/libkld.so", here.parents[1] / "build/libkld.so"]
-    path = os.environ.get("KLD_LIB") or next((str(p) for p in places if p.exists()), "libkld.so.0")
+    path = os.environ.get("KLD_LIBRARY") or next((str(p) for p in places if p.exists()), "libkld.so.0")
     lib = c.CDLL(path)
     lib.kld_region_data.restype = c.c_void_p
     lib.kld_region_data.argtypes = [c.c_void_p]

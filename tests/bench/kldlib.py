@@ -1,7 +1,7 @@
 """libkld through ctypes, for benchmarks and GPU checks that compare it with PyTorch in one process.
 
 Only what those need: connect, run on addresses or CUDA IPC handles, statistics. Structs and functions are the Python
-package's (client/python/kld/_library.py); the library's path is $KLD_LIB, else build/libkld.so.
+package's (client/python/kld/_library.py); the library's path is $KLD_LIBRARY, else build/libkld.so.
 """
 
 import ctypes as c
@@ -12,7 +12,7 @@ import sys
 HERE = pathlib.Path(__file__).resolve()
 PACKAGE = next(p for p in (HERE.parents[2] / "client/python", HERE.parents[2] / "python") if (p / "kld").is_dir())
 sys.path.insert(0, str(PACKAGE))
-os.environ["KLD_LIBRARY"] = os.environ.get("KLD_LIB") or os.environ.get("KLD_LIBRARY") or str(
+os.environ["KLD_LIBRARY"] = os.environ.get("KLD_LIBRARY") or str(
     HERE.parents[2] / "build" / "libkld.so")
 
 from kld._errors import KldError  # noqa: E402

@@ -312,6 +312,11 @@ def test_completion(words, some, not_these):
     assert done.returncode == 0 and done.stderr == "" and some <= found and not not_these & found, done
 
 
+def test_status_without_a_server():
+    assert kld("status").stdout.splitlines()[0] == "server         none: this process (local:)"
+    assert kld("status", "--server", "local:cpu").stdout.splitlines()[0] == "server         none: this process (local:cpu)"
+
+
 def test_status_ping_and_bench(make_server):
     server = make_server().wait_linked()
     for url in urls(server):
@@ -319,7 +324,8 @@ def test_status_ping_and_bench(make_server):
         assert status["backend"] in (server.backend, "remote") and status["device"]
         assert status["ready"] is True and status["requests_total"] >= status["errors_total"] == 0
         assert ("uptime_ns" in status) == (not url.startswith("http"))
-        assert server.backend in kld("status", "--server", url).stdout
+        text = kld("status", "--server", url).stdout
+        assert server.backend in text and ("none: this process" in text) == url.startswith("local")
         assert len(kld("ping", "--count", 4, "--server", url).stdout.splitlines()) == 4
         bench = json.loads(kld("bench", "--shape", "64x1000", "--dtype", "BF16", "--form", "logits",
                                "--grad", "--check", "--seconds", "0.3", "--in-flight", 3, "--json",

@@ -359,7 +359,7 @@ def test_two_cards(make_server, backend):
                                BIN.parent / "libexec/share.py") if p.exists())
     library = next(p for p in (BIN / "libkld.so", BIN.parent / "lib/libkld.so") if p.exists())
     result = subprocess.run([sys.executable, example, server.url_unix], capture_output=True, text=True,
-                            timeout=120, env={**environment, "CUDA_VISIBLE_DEVICES": "1", "KLD_LIB": str(library)})
+                            timeout=120, env={**environment, "CUDA_VISIBLE_DEVICES": "1", "KLD_LIBRARY": str(library)})
     assert result.returncode == 0 and result.stdout.count("loss") == 2, result.stderr
     with Client(own) as client, Client(other) as second:  # libkld went to the card of the tensors
         assert client.stats()["requests_total"] > 0 and second.stats()["requests_total"] == 3

@@ -27,7 +27,7 @@ def python_of(backend):
 
 
 def run(python, url):
-    environment = clean_environment(KLD_LIB=LIBRARY)
+    environment = clean_environment(KLD_LIBRARY=LIBRARY)
     if re.search("lib[at]san", subprocess.run(["ldd", LIBRARY], capture_output=True, text=True).stdout):
         pytest.skip("a library with a sanitizer cannot be loaded into this interpreter")
     return subprocess.run([python, SCRIPT, url], capture_output=True, text=True, timeout=120,

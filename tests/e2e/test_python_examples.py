@@ -1,6 +1,5 @@
 """The examples of the Python package, client/python/examples: each does what it says, on this back end."""
 import importlib
-import os
 import re
 import shutil
 import subprocess
@@ -51,6 +50,8 @@ def test_distillation_is_pytorchs(device, distilled):
     curves = [one.get("points").split() for one in drawn.iter("{http://www.w3.org/2000/svg}polyline")]
     assert len(curves) == 2 and len(curves[0]) == len(curves[1]) == 120
     assert curves[0][0] != curves[0][-1]
+    words = [one.text for one in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert "training step" in words and {"0", "20", "100"} <= set(words)
 
 
 def test_distillation_in_this_process(device):
@@ -140,4 +141,8 @@ def test_drift_over_http(server, tmp_path):
     assert " 0 of 14 buckets drifted" in fine
     found = run("drift.py", server.http, tmp_path / "reference.npy", tmp_path / "worse.npy")
     assert re.findall("DRIFT|fine", found) == ["fine"] * 7 + ["DRIFT"] * 7, found
-    assert os.linesep + "chance up to" in found
+    limit = float(re.search(r"^limit (\S+) \(3 x chance\)", found, re.M)[1])
+    for value, word in re.findall(r"bucket +\d+: (\S+) (DRIFT|fine)", found):
+        assert (float(value) > limit) == (word == "DRIFT"), found
+    told = subprocess.run([sys.executable, EXAMPLES / "drift.py"], capture_output=True, text=True, env=environment())
+    assert "drift.py http://HOST:PORT" in told.stderr and "Traceback" not in told.stderr

@@ -18,7 +18,7 @@ TEMPERATURE = 3.0
 
 def draw(path, curves):
     """Loss against step, an SVG. curves: name -> losses."""
-    top, width, height = max(map(max, curves.values())), 640, 360
+    top, width, height = max(map(max, curves.values())), 640, 380
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
              f'font-size="12"><rect width="{width}" height="{height}" fill="white"/>',
              f'<text x="50" y="20">distillation loss against step; the largest difference is '
@@ -27,8 +27,13 @@ def draw(path, curves):
         y = 330 - 290 * share
         parts.append(f'<path d="M50 {y}H{width - 20}" stroke="#ddd"/><text x="44" y="{y + 4}" text-anchor="end">'
                      f'{top * share:.2f}</text>')
+    steps = len(next(iter(curves.values())))
+    parts.append(f'<text x="{(30 + width) / 2}" y="370" text-anchor="middle">training step</text>')
+    for step in range(0, steps, max(1, steps // 6)):
+        x = 50 + (width - 70) * step / (steps - 1)
+        parts.append(f'<path d="M{x:.1f} 330v5" stroke="#888"/><text x="{x:.1f}" y="349" text-anchor="middle">{step}</text>')
     for (name, losses), (color, line, stroke) in zip(curves.items(), (("#c2571a", "", 5), ("#1b6ca8", "6 4", 2))):
-        points = " ".join(f"{50 + (width - 70) * step / (len(losses) - 1):.1f},{330 - 290 * loss / top:.1f}"
+        points = " ".join(f"{50 + (width - 70) * step / (steps - 1):.1f},{330 - 290 * loss / top:.1f}"
                           for step, loss in enumerate(losses))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{stroke}" '
                      f'stroke-dasharray="{line}"/>')

@@ -12,7 +12,9 @@ import numpy as np
 
 import kld
 
-URL, *FILES = sys.argv[1:4]
+if len(sys.argv) != 4:
+    sys.exit(__doc__)
+URL, *FILES = sys.argv[1:]
 BUCKET = 64
 reference, today = (np.load(name).astype(np.float32) for name in FILES)
 
@@ -39,4 +41,4 @@ with kld.connect(URL) as connection:
 limit = 3 * float(chance.max())
 for number, value in enumerate(found):
     print(f"bucket {number:2}: {value:.5f} {'DRIFT' if value > limit else 'fine'}")
-print(f"chance up to {chance.max():.5f}; {int((found > limit).sum())} of {len(found)} buckets drifted")
+print(f"limit {limit:.5f} (3 x chance); {int((found > limit).sum())} of {len(found)} buckets drifted")
