@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 
+import numpy as np
 import pytest
 
 from conftest import BIN, ROOT, clean_environment, sanitizer
@@ -52,6 +53,18 @@ def test_options_are_current():
 @from_sources
 def test_there_are_commands():
     assert len(COMMANDS) >= 6 and "make demo\nmake check\n" in COMMANDS
+
+
+@from_sources
+def test_the_commands_of_the_protocol(server, tmp_path):
+    """Those of proto/README.md: the same request in JSON and with binary tensors."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", (ROOT / "proto/README.md").read_text(), re.M | re.S)
+    script = "\necho\n".join(blocks).replace("127.0.0.1:8080", server.address)
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, env=clean_environment(),
+                          capture_output=True, text=True, timeout=60)
+    replies = [json.loads(line)["outputs"] for line in done.stdout.splitlines()]
+    assert len(replies) == len(blocks) == 2 and replies[0] == replies[1], done
+    assert replies[0][0]["data"] == pytest.approx([0.25 * np.log(0.5) + 0.75 * np.log(1.5)], rel=1e-6)
 
 
 @from_sources
