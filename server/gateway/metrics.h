@@ -19,8 +19,10 @@ void kld_metrics_append(const struct kld_stats_page *page, struct kld_oip_text *
 void kld_metrics_append_device(const struct kld_stats_page *page, struct kld_oip_text *text);
 /* {"model_stats":[...]} */
 void kld_metrics_append_model(const struct kld_stats_model *counts, struct kld_oip_text *text);
-/* HTML for a person's browser; it shows no name of a client and no path. */
-void kld_page_append(const struct kld_gateway *gateway, struct kld_oip_text *text);
+/* HTML for a person's browser; it shows no name of a client and no path. host: what the browser
+ * calls this server, which is shown where it is the text of a host; NULL: it did not say. */
+void kld_page_append(const struct kld_gateway *gateway, const char *host,
+                     struct kld_oip_text *text);
 
 /* ---- The table and what it is made of: metrics.c, metrics_families.c, metrics_triton.c --------*/
 

@@ -7,6 +7,8 @@
 #include "server/gateway/metrics.h"
 #include "server/gateway/recent.h"
 
+#define HOST_BYTES_MAX 255
+
 static void append_text(struct kld_oip_text *text, const char *value, size_t size) {
     for (size_t i = 0; i < size && value[i]; i++)
         switch (value[i]) {
@@ -96,12 +98,29 @@ static void append_time(struct kld_oip_text *text) {
         kld_oip_append(text, " As of <time>%s</time> UTC.", said);
 }
 
+static void append_rate(struct kld_oip_text *text, const char *name, double rate) {
+    kld_oip_append(text, "<tr><td>requests a second, last %s<td>%.*f\n", name,
+                   rate < 10    ? 2
+                   : rate < 100 ? 1
+                                : 0,
+                   rate);
+}
+
 static void append_rates(struct kld_recent *recent, struct kld_oip_text *text) {
     uint64_t now = uv_hrtime();
-    kld_oip_append(text, "<tr><td>requests a second, last 10 s<td id=rate>%.6g\n",
-                   kld_recent_rate(recent, now, 10));
-    kld_oip_append(text, "<tr><td>requests a second, last minute<td>%.6g\n",
-                   kld_recent_rate(recent, now, KLD_RECENT_SECONDS_MAX));
+    append_rate(text, "10 s", kld_recent_rate(recent, now, 10));
+    append_rate(text, "minute", kld_recent_rate(recent, now, KLD_RECENT_SECONDS_MAX));
+}
+
+/* As the page was asked for, where that can be nothing but a name or an address and a port. */
+static void append_address(const struct kld_gateway *gateway, const char *host,
+                           struct kld_oip_text *text) {
+    static const char of_hosts[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+                                   "0123456789.-_:[]";
+    size_t bytes = host ? strlen(host) : 0;
+    bool shown = bytes > 0 && bytes <= HOST_BYTES_MAX && host[strspn(host, of_hosts)] == '\0';
+    kld_oip_append(text, "%s%s", gateway->tls ? "https://" : "http://",
+                   shown ? host : "THIS-SERVER");
 }
 
 /* By what they were. */
@@ -114,7 +133,8 @@ static void append_failures(const struct kld_stats *stats, struct kld_oip_text *
     }
 }
 
-void kld_page_append(const struct kld_gateway *gateway, struct kld_oip_text *text) {
+void kld_page_append(const struct kld_gateway *gateway, const char *host,
+                     struct kld_oip_text *text) {
     const struct kld_stats *stats = gateway->stats;
     const char *state = kld_gateway_is_draining(gateway) ? "shutting down"
                         : kld_gateway_is_ready(gateway)  ? "ready"
@@ -127,7 +147,7 @@ void kld_page_append(const struct kld_gateway *gateway, struct kld_oip_text *tex
         "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         "<title>kld</title><style>body{font:16px/1.5 system-ui,sans-serif;"
         "max-width:44em;margin:2em auto;padding:0 1em}td,th{padding:0 2em 0 0;text-align:left}"
-        "pre{background:#8882;padding:1em;overflow:auto}</style>\n");
+        "pre{background:#8882;padding:1em;white-space:pre-wrap;overflow-wrap:anywhere}</style>\n");
     kld_oip_append(text,
                    "<h1>kld " KLD_RELEASE "</h1>\n<p>This server computes Kullback-Leibler "
                    "divergences and their gradients. It is <b>%s</b>",
@@ -151,11 +171,13 @@ void kld_page_append(const struct kld_gateway *gateway, struct kld_oip_text *tex
     kld_oip_append(text, "</table>\n");
     append_errors(gateway->common->recent, text);
     kld_oip_append(text, "<p>Ask it something:\n<pre>");
-    kld_oip_append(text, "curl -s THIS-SERVER/v2/models/kl_div/infer -d '{\"inputs\":[\n"
-                         " {\"name\":\"predictions\",\"shape\":[1,2],\"datatype\":\"FP32\","
-                         "\"data\":[0.5,0.5]},\n");
-    kld_oip_append(text, " {\"name\":\"targets\",\"shape\":[1,2],\"datatype\":\"FP32\","
-                         "\"data\":[0.25,0.75]}]}'</pre>\n");
+    kld_oip_append(text, "curl -s ");
+    append_address(gateway, host, text);
+    kld_oip_append(text, "/v2/models/kl_div/infer -d '{\"inputs\":[\n"
+                         " {\"name\":\"predictions\",\"shape\":[1,2],\"datatype\":\"FP32\",\n"
+                         "  \"data\":[0.5,0.5]},\n");
+    kld_oip_append(text, " {\"name\":\"targets\",\"shape\":[1,2],\"datatype\":\"FP32\",\n"
+                         "  \"data\":[0.25,0.75]}]}'</pre>\n");
     kld_oip_append(text, "<p><a href=/v2>/v2</a> &middot; "
                          "<a href=/v2/models/kl_div>/v2/models/kl_div</a> &middot; "
                          "<a href=/v2/models/kl_div/config>config</a> &middot; "

@@ -143,7 +143,7 @@ static void metrics(struct kld_exchange *exchange, const struct pieces *pieces, 
 static void page(struct kld_exchange *exchange, const struct pieces *pieces, const char *body,
                  size_t bytes) {
     TEXT(text, 16384);
-    kld_page_append(exchange->gateway, &text);
+    kld_page_append(exchange->gateway, exchange->host, &text);
     kld_exchange_reply_text(exchange, 200, "text/html; charset=utf-8", text.data, text.length);
 }
 

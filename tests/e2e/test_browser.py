@@ -1,6 +1,7 @@
 """The status page in a browser: what a person sees at `/`, and that it shows nothing of what clients sent."""
 import hashlib
 import html.parser
+import json
 import os
 import re
 import shutil
@@ -103,6 +104,24 @@ def test_regions_and_tensors_are_counted(make_server, tmp_path):
         page = seen(server)
         assert page.row("shared-memory regions")[1] == "2"
         assert shared.key not in page.text
+
+
+def test_it_says_how_to_ask_it(make_server, tmp_path):
+    """By the name that the browser has for it, if that is one: nothing else comes back. The command works as it stands there."""
+    server = make_server(http_hosts="*")
+    commands = re.findall(r"curl -s .*?'\{.*?\}'", Page(browse(server.http + "/", tmp_path)).text, re.S)
+    assert len(commands) == 1 and f"curl -s {server.http}/v2/" in commands[0]
+    reply = subprocess.run(["sh", "-c", commands[0]], capture_output=True, text=True, timeout=60).stdout
+    assert json.loads(reply)["outputs"][0]["data"][0] > 0
+    for host, shown in (("kld.example:8080", "http://kld.example:8080/v2"), ("[::1]:80", "http://[::1]:80/v2"),
+                        *((odd, "http://THIS-SERVER/v2") for odd in ("a<b>", "a'b", 'a"b', "a;b", "a$(b)", "a&amp;b"))):
+        status, _, body = server.request("/", headers={"Host": host})
+        assert status == 200 and shown in Page(body.decode()).text, (host, body)
+
+
+def test_rates_are_rounded(make_server):
+    for rate in (seen(make_server()).row(f"requests a second, last {span}")[1] for span in ("10 s", "minute")):
+        assert rate == "0.00"
 
 
 def seen(server):

@@ -431,6 +431,7 @@ def test_tls(make_server, certificates):
         plain.getresponse()
     plain.close()
     assert ask_tls(server, context)[0] == 200
+    assert f"curl -s https://{server.address}/v2".encode() in ask_tls(server, context, path="/")[2]
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     old.load_verify_locations(certificates / "ca.crt")
     old.set_ciphers("ALL:@SECLEVEL=0")

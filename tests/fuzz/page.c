@@ -60,7 +60,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     require_read(buffer, text.length);
     /* Of the sizes that routes.c gives them. */
     text = (struct kld_oip_text){.data = buffer, .capacity = 16384};
-    kld_page_append(&gateway, &text);
+    kld_page_append(&gateway, NULL, &text);
     require(!text.overflow);
     text = (struct kld_oip_text){.data = buffer, .capacity = 4096};
     kld_metrics_append_model(&page.model, &text);

@@ -266,7 +266,10 @@ START_TEST(the_largest_numbers_fit) {
         kld_recent_error(common.recent, 1, &error);
     struct kld_gateway gateway = {.common = &common, .page = &page, .stats = &page.common};
     struct kld_oip_text text = {.data = buffer, .capacity = 16384};
-    kld_page_append(&gateway, &text);
+    char host[256];
+    memset(host, 'h', sizeof host);
+    host[sizeof host - 1] = '\0';
+    kld_page_append(&gateway, host, &text);
     ck_assert(!text.overflow);
     kld_recent_close(common.recent);
     struct kld_stats_model counts;
