@@ -39,7 +39,7 @@ def page(width, height, parts):
 
 def draw_classes(data):
     """One line for each dtype and job: forward KL of logits."""
-    left, top, width, height = 60, 50, 600, 280
+    left, top, width, height = 75, 65, 600, 280
     rows = [r for r in data["results"] if r["divergence"] == "forward_kl"]
     low = math.log2(min(r["classes"] for r in rows))
     high = math.log2(max(r["classes"] for r in rows))
@@ -48,9 +48,14 @@ def draw_classes(data):
         x = left + width * (math.log2(r["classes"]) - low) / (high - low)
         return x, top + height * (1 - r["fraction_of_ceiling"])
 
-    parts = [text(left, 20, "Forward KL of logits: share of what memory allows", extra=BOLD),
-             text(left, 37, f'{data["card"]}, commit {data["commit"]}; 1 is one read of the inputs '
-                  "and one write of the gradient")]
+    elements = max(r["rows"] * r["classes"] for r in rows)
+    parts = [text(15, 20, "Forward KL of logits: share of what the card's memory allows", extra=BOLD),
+             text(15, 37, f'{data["card"]}, commit {data["commit"]}; 1.0 is one read of the inputs '
+                  "and one write of the gradient"),
+             text(15, 54, f"rows: 2^{elements.bit_length() - 1} elements a tensor / classes in a row "
+                  f"({max(r['rows'] for r in rows):,} to {min(r['rows'] for r in rows):,} rows)"),
+             text(20, top + height / 2, "share of memory ceiling", "middle",
+                  f'transform="rotate(-90 20 {top + height / 2:.1f})"')]
     for tenth in range(0, 11, 2):
         y = top + height * (1 - tenth / 10)
         parts += [line(left, y, left + width, y),
@@ -86,9 +91,17 @@ def bars_of(result, label):
 
 
 def draw_peers(data):
-    left, top, bar, width = 365, 55, 13, 420
+    left, top, bar, width = 365, 90, 13, 420
     names = {"compile": "torch.compile", "liger": "Liger", "eager": "PyTorch, eager"}
     color_of = dict(zip(("compile", "liger", "eager"), (COLORS[0], COLORS[2], COLORS[4])))
+    values = [value for result in data["results"] for label in ("loss", "both")
+              for _, value in bars_of(result, label)]
+    low, high = (round_to(math.log2(limit(*values, 1))) for limit, round_to in
+                 ((min, math.floor), (max, math.ceil)))
+
+    def place(value):
+        return left + width * (math.log2(value) - low) / (high - low)
+
     parts, y = [], top
     for result in data["results"]:
         dtype = {"float32": "FP32", "bfloat16": "BF16"}[result["dtype"]]
@@ -99,25 +112,27 @@ def draw_peers(data):
             middle = y + bar * len(bars) / 2 + 4
             parts.append(text(left - 12, middle, f"{job}, {words}", "end"))
             for name, value in bars:
-                length = width * math.log2(max(value, 0.5) / 0.5) / math.log2(32 / 0.5)
-                parts.append(f'<rect x="{left}" y="{y:.1f}" width="{length:.1f}" '
+                start, end = sorted((place(1), place(value)))
+                parts.append(f'<rect x="{start:.1f}" y="{y:.1f}" width="{end - start:.1f}" '
                              f'height="{bar - 2}" fill="{color_of[name]}"/>')
-                parts.append(text(left + length + 5, y + bar - 3, f"{value:.1f}"))
+                parts.append(text(end + 5, y + bar - 3, f"{value:.1f}"))
                 y += bar
             y += 8
     grid = []
-    for power in range(-1, 6):
-        x = left + width * (power + 1) / 6
+    for power in range(low, high + 1):
+        x = place(2.0 ** power)
         grid += [line(x, top - 8, x, y, "#888" if power == 0 else "#ddd"),
+                 text(x, top - 14, f"{2.0 ** power:g}x", "middle"),
                  text(x, y + 16, f"{2.0 ** power:g}x", "middle")]
-    head = [text(10, 20, "Time of other ways, in times that of kld (log scale)", extra=BOLD),
+    head = [text(10, 20, "How many times slower than kld (log scale; 1x: as fast as kld)",
+                 extra=BOLD),
             text(10, 37, f'{data["card"]}, PyTorch {data["torch"]}, Liger {data["liger"]}, '
                  f'commit {data["commit"]}')]
     for i, name in enumerate(names):
         x = left + 130 * i
-        head += [f'<rect x="{x}" y="{y + 28:.1f}" width="12" height="12" fill="{color_of[name]}"/>',
-                 text(x + 18, y + 38, names[name])]
-    return page(850, int(y) + 50, head + grid + parts)
+        head += [f'<rect x="{x}" y="47" width="12" height="12" fill="{color_of[name]}"/>',
+                 text(x + 18, 57, names[name])]
+    return page(850, int(y) + 28, head + grid + parts)
 
 
 PICTURES = {"classes-h200": draw_classes, "peers-h200": draw_peers}
