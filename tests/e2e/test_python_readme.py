@@ -31,14 +31,18 @@ def test_every_program(server, server_of, tmp_path):
 
 
 @pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="needs the sources")
-def test_the_program_of_the_top_readme(server):
-    program, = (text for text in re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
-                if "import kld" in text)  # the other one is test_http_replies.py's
-    assert "unix:/tmp/kld.sock" in program
+def test_the_programs_of_the_top_readme(server):
+    first, program = (text for text in re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+                      if "import kld" in text)  # the other one is test_http_replies.py's
+    assert "unix:/tmp/kld.sock" in program and '"local:"' in first
     result = subprocess.run([sys.executable, "-c", program.replace("unix:/tmp/kld.sock", server.url_unix)],
                             capture_output=True, text=True, timeout=120, env=environment())
     assert result.returncode == 0, result.stderr
     assert float(result.stdout.split()[0]) == pytest.approx(0.2138333, rel=1e-6)
+    shown = (ROOT / "README.md").read_text().split(first)[1].split("```text\n")[1].split("```")[0]
+    result = subprocess.run([sys.executable, "-c", first], capture_output=True, text=True, timeout=120, env=environment())
+    said, meant = ([float(number) for number in re.findall(r"-?\d+\.\d+", text)] for text in (result.stdout, shown))
+    assert len(meant) == 7 and said == pytest.approx(meant, rel=1e-5), result
 
 
 @pytest.mark.skipif(not (ROOT / "tests/bench/results").exists() or README is None, reason="needs the sources")

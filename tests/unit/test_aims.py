@@ -1,5 +1,5 @@
 """The tables of tests/bench/README.md that hold what was measured against what was aimed at, and that of README.md (Over
-HTTP): each row is what sharing-*.json and gateway-*.json give. When one changes, the failure prints
+HTTP, Speed): each row is what sharing-*.json and gateway-*.json give. When one changes, the failure prints
 the rows as they should be."""
 import json
 import pathlib
@@ -163,10 +163,71 @@ def rows_for_users():
     yield row("upload of 1 GiB, piece by piece to the device's pool", upload("upload_1gib_pieces"))
     yield row("1 GiB to the answer", lambda got: f"{got['upload_1gib_staging']['answered_s']:.2f} s; {times(got, 'answer_1gib', '.0f')}")
     yield row("64 connections beside 2,000 idle ones", lambda got: f"{got['with_2000_idle']['of_rate_without']:.2f} of the rate without")
-    yield row("commit", lambda got: got["commit"][:7])
 
 
 def test_http_in_the_readme():
     lines = (ROOT / "README.md").read_text().splitlines()
     wanted = list(rows_for_users())
     assert not [row for row in wanted if row not in lines], "\n".join(wanted)
+
+
+def result(name):
+    return json.loads((ROOT / f"tests/bench/results/{name}.json").read_text())
+
+
+def rows_of_one_job():
+    """16384 x 16384 FP32 probabilities, by where the clock stands."""
+    def row(what, loss, both, record=""):
+        return f"| {what} | {loss} | {both} | {record and f'`{record}.json`'} |".replace("|  |", "| |")
+    kernel = {r["gradient"]: r for r in result("kernels-h200")["results"]
+              if (r["divergence"], r["form"], r["dtype"], r["rows"], r["alike"]) == ("forward_kl", "probs", "FP32", 16384, False)}
+    yield row("the kernel alone", f"{kernel[False]['ms']:.3f}, {kernel[False]['fraction_of_ceiling']:.2f} of what the memory allows",
+              f"{kernel[True]['ms']:.3f}, {kernel[True]['fraction_of_ceiling']:.2f}", "kernels-h200")
+    ms = result("python-h200")["ms"]
+
+    def python(where, kind):
+        return [f"{ms[f'{where} {what}'][kind]:.3f}" for what in ("forward", "both")]
+    yield row("PyTorch calls `local:`, calls back to back", *python("local", "step"), "python-h200")
+    yield row("the same through a server under MPS", *python("server", "step"))
+    yield row("one call on an idle card, `local:`", *python("local", "call"))
+    yield row("the same through a server under MPS", *python("server", "call"))
+    peers = result("torch-peers-h200")["results"][0]
+    yield row("one call, the clock of the host, the card synchronised before and after, in turn with PyTorch's ways",
+              *(f"{peers[what]['kld']['ms']:.3f}" for what in ("loss", "both")), "torch-peers-h200")
+
+
+PEERS = [("probs", "float32", 16384, "forward_kl"), *(("logits", "bfloat16", rows, "forward_kl") for rows in (8192, 4096, 2048)),
+         ("logits", "float32", 4096, "forward_kl"), ("logits", "bfloat16", 8192, "js"), ("logits", "float32", 4096, "js")]
+
+
+def peer(form, dtype, rows, divergence):
+    return next(one for one in result("torch-peers-h200")["results"]
+                if (one["form"], one["dtype"], one["shape"][0], one["divergence"]) == (form, dtype, rows, divergence))
+
+
+def rows_of_peers():
+    """PyTorch's ways upcast where the inputs are BF16."""
+    for job in PEERS:
+        one = peer(*job)
+        dtype = {"float32": "FP32", "bfloat16": "BF16"}[job[1]]
+        name = f"{job[0]} {dtype} {' x '.join(map(str, one['shape']))}, {'JS' if job[3] == 'js' else 'forward KL'}, loss"
+        for label, words in (("loss", name), ("both", "with gradient")):
+            ways = [one[label].get(f"{way} FP32", one[label][way]) for way in ("eager", "compile", "liger")]
+            cells = [f"{figure(way['ms'])} ({way['times_kld']:.{0 if way['times_kld'] >= 9.95 else 1}f})" for way in ways]
+            yield f"| {words} | {one[label]['kld']['ms']:.2f} | {' | '.join(cells)} |"
+
+
+def figure(ms):
+    return f"{ms:.1f}" if ms >= 9.995 else f"{ms:.2f}"
+
+
+def test_speed_in_the_readme():
+    text = (ROOT / "README.md").read_text()
+    lines = text.splitlines()
+    wanted = [*rows_of_one_job(), *rows_of_peers()]
+    assert not [row for row in wanted if row not in lines], "\n".join(wanted)
+    first = peer("logits", "bfloat16", 8192, "forward_kl")["both"]
+    said = (f"loss and gradient of 8192 rows of BF16 logits over 32768 classes take {first['kld']['ms']:.2f} ms, where PyTorch 2.11 takes "
+            f"{first['eager FP32']['ms']:.2f} ms (eager, upcast to FP32 as distillation code does) and "
+            f"{first['compile FP32']['ms']:.2f} ms compiled")
+    assert said in " ".join(text.split()), said
