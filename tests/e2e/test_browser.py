@@ -107,7 +107,8 @@ def test_regions_and_tensors_are_counted(make_server, tmp_path):
 
 
 def test_it_says_how_to_ask_it(make_server, tmp_path):
-    """By the name that the browser has for it, if that is one: nothing else comes back. The command works as it stands there."""
+    """By the name that the browser has for it, if that is one: nothing else comes back. The command works
+    as it stands there."""
     server = make_server(http_hosts="*")
     commands = re.findall(r"curl -s .*?'\{.*?\}'", Page(browse(server.http + "/", tmp_path)).text, re.S)
     assert len(commands) == 1 and f"curl -s {server.http}/v2/" in commands[0]

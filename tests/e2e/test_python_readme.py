@@ -114,6 +114,7 @@ def test_the_measured_numbers():
             f"({overhead['median_us']['libkld']:.0f} us here), `kld.functional.kl_div` {added['torch']:.0f}, and "
             f"{added['torch, step']:.0f} for a whole step, where 60 is the aim; an autograd function that calls libkld and does "
             f"nothing else takes {added['torch, least']:.0f} (") in text
-    assert f"takes {added['torch']:.0f} us more than the same call of libkld from C, and {added['torch, step']:.0f} for a whole step" in text
+    assert (f"takes {added['torch']:.0f} us more than the same call of libkld from C, and {added['torch, step']:.0f} for a whole "
+            "step") in text
     assert f"of commit {overhead['commit'][:7]};" in text and overhead["awake"]
     assert max(added.values()) <= 60  # the aim is met
