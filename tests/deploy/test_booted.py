@@ -94,13 +94,13 @@ def prepare(root):
         link = root / "usr/local/bin" / name
         if not link.exists():
             link.symlink_to(f"/opt/kld/bin/{name}")
-    for name in ("kld.service", "kld.socket"):
-        (root / "etc/systemd/system" / name).write_text((UNITS / name).read_text())
-    (root / "etc/sysusers.d").mkdir(exist_ok=True)
-    (root / "etc/sysusers.d/kld.conf").write_text((UNITS / "kld.sysusers").read_text())
+    commands = re.findall(r"^#   (install .*)$", (UNITS / "kld.service").read_text(), re.M)
+    assert len(commands) == 3
+    for command in commands[:2]:  # without that for a GPU
+        run("sh", "-ec", command.replace(" /etc/", f" {root}/etc/").replace("systemd-sysusers", f"chroot {root} systemd-sysusers"),
+            cwd=ROOT)
     (root / "etc/systemd/system/kld.service.d").mkdir(exist_ok=True)
     (root / "etc/systemd/system/kld.service.d/stop.conf").write_text(STOP)
-    run("chroot", root, "systemd-sysusers")
     run("chroot", root, "systemctl", "enable", "kld.socket", "kld.service")
 
 

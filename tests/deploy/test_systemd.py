@@ -45,6 +45,23 @@ def installed(request, tmp_path):
     return tmp_path / "kld.service", request.param
 
 
+def test_the_commands_that_install_it(tmp_path):
+    """Those at the head of kld.service, as a user of Debian 12 runs them: /etc/systemd/system is there, and nothing else."""
+    (tmp_path / "etc/systemd/system").mkdir(parents=True)
+    commands = re.findall(r"^#   (install .*)$", (UNITS / "kld.service").read_text(), re.M)
+    for command in commands:
+        command = command.replace(" /etc/", f" {tmp_path}/etc/").replace("systemd-sysusers", "true")
+        result = subprocess.run(["sh", "-ec", command], cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+    installed = {str(path.relative_to(tmp_path / "etc")): path for path in tmp_path.rglob("*") if path.is_file()}
+    assert {name: path.read_text() for name, path in installed.items()} == {
+        "systemd/system/kld.service": (UNITS / "kld.service").read_text(),
+        "systemd/system/kld.socket": (UNITS / "kld.socket").read_text(),
+        "systemd/system/kld.service.d/gpu.conf": (UNITS / "gpu.conf").read_text(),
+        "sysusers.d/kld.conf": (UNITS / "kld.sysusers").read_text()}
+    assert all(path.stat().st_mode & 0o777 == 0o644 for path in installed.values())
+
+
 def test_verify(installed):
     unit, _ = installed
     result = subprocess.run(["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", unit,
