@@ -81,9 +81,12 @@ LIB_LIBS   := $(CUDA_LIBS) -lcurl -lm
 SERVER_LIBS := -lmicrohttpd -lgnutls -lseccomp -lcjson -luv -lz
 CHECK_LIBS := -lcheck -lsubunit -lrt
 
-# Empty is not asked for: a container's build argument without a value may be such a variable in its environment.
+KNOWN_ARCHS = $(filter-out 5% 6% 7%,$(patsubst compute_%,%,$(if $(NVCC),$(shell $(NVCC) --list-gpu-arch 2>/dev/null))))
+# Of these, those that the toolkit knows: before CUDA 12.8 none knows 100. Empty is not asked for: a container's build
+# argument without a value may be such a variable in its environment.
+USUAL_ARCHS := 80 86 89 90 100
 ifeq ($(strip $(CUDA_ARCHS)),)
-override CUDA_ARCHS := 80 86 89 90 100
+override CUDA_ARCHS := $(or $(if $(filter 1,$(CUDA)),$(filter $(KNOWN_ARCHS),$(USUAL_ARCHS))),$(USUAL_ARCHS))
 endif
 # More options of nvcc; CUDA_PTX_ONLY=1: no machine code, which is three quarters of the time.
 NVCC_EXTRA ?=
@@ -93,7 +96,6 @@ CUDA_PTX_ONLY ?=
 # well, in a seventh of the time.
 CARDS     := $(wildcard /dev/nvidia[0-9]*)
 ASKED      = $(filter-out undefined default file override,$(origin $(1)))
-KNOWN_ARCHS = $(filter-out 5% 6% 7%,$(patsubst compute_%,%,$(if $(NVCC),$(shell $(NVCC) --list-gpu-arch 2>/dev/null))))
 CARD_ARCHS = $(sort $(filter $(KNOWN_ARCHS),$(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null))))
 FOR_CARDS  = $(if $(call ASKED,CUDA_ARCHS),,$(if $(CARD_ARCHS),CUDA_ARCHS="$(CARD_ARCHS)"))
 FOR_DEMO   = $(if $(CARDS),$(FOR_CARDS),$(if $(call ASKED,CUDA),,CUDA=0))

@@ -67,8 +67,20 @@ def test_the_cards_that_are_there_are_compiled_for():
                          ids=["none", "environment", "argument"])
 def test_no_architectures_are_the_usual_ones(asked, variables):
     """An image's build has the variable, empty, where nobody said for which cards."""
-    said = make("-n", "build-none/cuda/kernels/cuda/rows_any.cu.o", "CUDA=1", "NVCC=nvcc", "CUDA_BUILD=build-none",
+    said = make("-n", "build-none/cuda/kernels/cuda/rows_any.cu.o", "CUDA=1", "NVCC=/none/nvcc", "CUDA_BUILD=build-none",
                 *asked, **variables)
     assert "compute_80,code=sm_80" in said and "compute_100,code=compute_100" in said
     assert "compute_," not in said
     assert asked_of("demo", "CARDS=/dev/nvidia0", "CARD_ARCHS=86", *asked, **variables)["CUDA_ARCHS"] == '"86"'
+
+
+def test_the_usual_ones_are_those_that_the_toolkit_knows(tmp_path):
+    """compute_100 came with CUDA 12.8; who asks for one by name gets nvcc's own word."""
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\n[ \"$1\" != --list-gpu-arch ] || printf 'compute_%s\\n' 50 70 75 80 86 87 89 90\n")
+    nvcc.chmod(0o755)
+    arguments = "-n", "build-none/cuda/kernels/cuda/rows_any.cu.o", "CUDA=1", f"NVCC={nvcc}", "CUDA_BUILD=build-none"
+    said = make(*arguments)
+    assert "compute_80,code=sm_80" in said and "compute_90,code=compute_90" in said and "_100" not in said, said
+    assert "_87" not in said and "_75" not in said, said
+    assert "compute_100,code=sm_100" in make(*arguments, "CUDA_ARCHS=80 100")
