@@ -25,7 +25,7 @@ def test_files_are_there():
 
 def test_options_are_the_servers():
     known = set(re.findall(r"--[a-z][a-z-]+", HELP))
-    of_others = {"--build", "--count", "--from-file"}  # docker's, kld's, kubectl's
+    of_others = {"--build", "--count", "--from-file", "--from-literal"}  # docker's, kld's, kubectl's
     for name in set(re.findall(r"--[a-z][a-z-]+", GUIDE)) - of_others:
         assert name in known, name
 

@@ -4,7 +4,9 @@ import functools
 import hashlib
 import http.client
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 
@@ -351,11 +353,40 @@ def test_images_are_of_this_version():
             assert tag.removesuffix("-cuda") == version, path
 
 
+def first_steps():
+    """The block of deploy/README.md that makes what the manifests name."""
+    guide = (ROOT / "deploy/README.md").read_text()
+    return re.search(r"^```\n(make image .*?)^```", guide, re.M | re.S).group(1)
+
+
 def commands_for_tokens():
-    """The lines of the comment that make the Secrets, without kubectl's."""
-    text = (FOLDER / "base/kustomization.yaml").read_text().replace("\n# ", "\n")
-    lines = re.search(r"^  (TOKEN=.*?> tokens)$", text, re.M | re.S).group(1)
+    """Its lines that make the tokens, without kubectl's."""
+    lines = re.search(r"^(TOKEN=.*?>tokens)$", first_steps(), re.M | re.S).group(1)
     return lines + "\nprintf '%s %s' $TOKEN $SCRAPE"
+
+
+@needs("kubectl")
+@pytest.mark.parametrize("name, tag", [("base", ""), ("gpu", "-cuda")])
+def test_the_first_steps(name, tag, tmp_path):
+    """As they stand there, but for those that speak to a registry or a cluster: image, Secrets and namespace are those
+    that the manifests name."""
+    shutil.copytree(FOLDER, tmp_path / "deploy/kubernetes")
+    stubs = "".join(f'{tool}() {{ echo {tool} "$@"; }}\n' for tool in ("make", "docker", "kubectl"))
+    script = stubs + first_steps().replace("kubernetes/base", f"kubernetes/{name}").replace("kld:0.1.0", f"kld:0.1.0{tag}")
+    said = subprocess.run(["bash", "-euc", script], cwd=tmp_path, capture_output=True, text=True, check=True,
+                          env={**os.environ, "REGISTRY": "registry.example.com/team"}).stdout
+    rendered = subprocess.run(["kubectl", "kustomize", tmp_path / "deploy/kubernetes" / name], capture_output=True, text=True,
+                              check=True).stdout
+    items = list(yaml.safe_load_all(rendered))
+    namespace, = {item["metadata"]["namespace"] for item in items}
+    box = next(item for item in items if item["kind"] == "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    assert f"make image IMAGE={box['image']}\ndocker push {box['image']}\nkubectl create namespace {namespace}\n" in said
+    made = re.findall(rf"^kubectl -n {namespace} create secret generic (\S+) ", said, re.M)
+    wanted = set(re.findall(r"secretName: (\S+)", rendered)) | {
+        item["spec"]["podMetricsEndpoints"][0]["authorization"]["credentials"]["name"]
+        for item in items if item["kind"] == "PodMonitor"}
+    assert set(made) == wanted and said.endswith(f"kubectl apply -k deploy/kubernetes/{name}\n"), said
+    assert not (tmp_path / "tokens").exists()
 
 
 def started(box, make_server, tmp_path, tokens, **more):
