@@ -26,6 +26,7 @@ for program in "$build/kernel-table" "$build"/examples/* "$build"/bench/*; do
 done
 cp client/examples/*.py "$dist/libexec/"
 cp -r client/python "$dist/"
+rm -rf "$dist"/python/{build,*.egg-info} # which pip leaves in the tree
 cp proto/VERSION "$dist/python/kld/"
 strip --strip-debug "${programs[@]}" "$dist/lib/libkld.so" "$dist/lib/libkld.a"
 cp -r tests/e2e tests/data tests/run "$dist/tests/"

@@ -60,8 +60,9 @@ names_apart() {
 
 lib=$work/lib package=$work/tree/client/python
 mkdir -p "$lib" "$work"/{out,tree/client,tree/proto}
-# Built from a copy, so that setuptools leaves nothing in the tree.
+# Built from a copy, so that setuptools leaves nothing in the tree, and takes nothing of what pip has left there.
 cp -r client/python "$work/tree/client/"
+rm -rf "$package"/{build,*.egg-info}
 cp LICENSE "$package/"
 cp proto/VERSION "$work/tree/proto/"
 

@@ -29,10 +29,11 @@ def libraries():
 
 class BuildWithLibraries(build_py):
     def run(self):
+        # What an earlier build, of another version, has left there would be packed as well.
+        shutil.rmtree(pathlib.Path(self.build_lib, "kld"), ignore_errors=True)
         super().run()
         shutil.copyfile(TREE / "proto" / "VERSION", pathlib.Path(self.build_lib, "kld", "VERSION"))
         to = pathlib.Path(self.build_lib, "kld", "lib")
-        shutil.rmtree(to, ignore_errors=True)
         for library in libraries():
             to.mkdir(exist_ok=True)
             shutil.copyfile(library, to / library.name)

@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,6 +42,26 @@ def import_torch():
         if os.environ.get("CI") == "true":
             raise
         pytest.skip("no torch", allow_module_level=True)
+
+
+def sources_with_leftovers(folder):
+    """The sources in a folder of their own, with what pip would have left among them: client/python/build and an
+    .egg-info, of a version that had a module more."""
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns("build*", ".git", "__pycache__", ".*_cache"))
+    if (ROOT / ".git").exists():
+        (folder / ".git").symlink_to(ROOT / ".git")
+    leave_build(folder / "client/python")
+    return folder
+
+
+def leave_build(package):
+    for name in ("lib", *(f"lib.linux-x86_64-cpython-3{minor}" for minor in range(9, 16))):
+        old = package / "build" / name / "kld"
+        (old / "lib").mkdir(parents=True)
+        (old / "_stale.py").write_text("")
+        (old / "lib/libkld.so").write_text("")
+    (package / "kld.egg-info").mkdir()
+    (package / "kld.egg-info/SOURCES.txt").write_text("kld/_stale.py\n")
 
 
 def environment(**more):

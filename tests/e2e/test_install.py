@@ -8,6 +8,7 @@ import tarfile
 import pytest
 
 from conftest import BIN, DATA, ROOT, clean_environment, sanitizer
+from pythonlib import sources_with_leftovers
 
 PROGRAM = r"""
 #include <kld/kld.h>
@@ -35,13 +36,14 @@ def environment(**more):
                if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "LD_LIBRARY_PATH")}, **more}
 
 
-def make(*arguments):
+def make(*arguments, tree=ROOT):
     """With a umask that keeps to itself what is made: others are to read what was installed. What is yet to be compiled is
     for all tests."""
     cuda = int(b"kld_backend_cuda" in (BIN / "libkld.a").read_bytes())
-    for what, umask in (["all", "examples", "bench-programs"], 0o022), (arguments, 0o077):
-        result = subprocess.run(["make", *what, f"BUILD={BIN}", f"CUDA={cuda}", "AS_BUILT=1"], cwd=ROOT,
-                                capture_output=True, text=True, env=environment(), umask=umask)
+    common = f"BUILD={BIN}", f"CUDA={cuda}", f"CUDA_BUILD={ROOT}/build", "AS_BUILT=1"
+    for what, umask, where in (["all", "examples", "bench-programs"], 0o022, ROOT), (arguments, 0o077, tree):
+        result = subprocess.run(["make", *what, *common], cwd=where, capture_output=True, text=True, env=environment(),
+                                umask=umask)
         assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -121,14 +123,23 @@ def test_only_the_interface_is_exported(installed):
     assert {name for name in names if name.startswith("kld_backend")} == servers_own
 
 
-def test_tarball_runs_from_anywhere(tmp_path):
-    make("dist")
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    """The tarball, made where pip has been before, and moved."""
+    folder = tmp_path_factory.mktemp("tarball")
+    make("dist", tree=sources_with_leftovers(folder / "sources"))
     tarball = next(BIN.glob("kld-*-linux-x86_64.tar.gz"))
     with tarfile.open(tarball) as packed:
         assert not [member.name for member in packed if not is_for_all(member.mode)]
-    run("tar", "-xzf", tarball, "-C", tmp_path)
-    tree = tmp_path / "moved here"
-    next(tmp_path.glob("kld-*")).rename(tree)
+    run("tar", "-xzf", tarball, "-C", folder)
+    tree = folder / "moved here"
+    next(folder.glob("kld-*")).rename(tree)
+    yield tree
+    shutil.rmtree(folder)
+
+
+def test_tarball_runs_from_anywhere(unpacked, tmp_path):
+    tree = unpacked
     for program in ("bin/kld-server", "bin/kld", "lib/libkld.so"):
         loaded = run("ldd", tree / program)
         assert "not found" not in loaded
@@ -149,4 +160,8 @@ def test_tarball_runs_from_anywhere(tmp_path):
         process.terminate()
         assert process.wait(30) == 0
         process.stdout.close()
-    shutil.rmtree(tree)
+
+
+def test_nothing_that_pip_left_is_in_the_tarball(unpacked):
+    names = {path.name for path in (unpacked / "python").iterdir()}
+    assert not [name for name in names if name == "build" or name.endswith(".egg-info")], names

@@ -11,6 +11,7 @@ import zipfile
 import pytest
 
 from conftest import BIN, ROOT, clean_environment
+from pythonlib import leave_build, sources_with_leftovers
 
 PYTHON = "/usr/bin/python3"  # Debian's: has NumPy, PyTorch, pytest and setuptools
 
@@ -38,12 +39,14 @@ def run(*arguments, cwd, **more):
 
 
 @pytest.fixture(scope="module")
-def wheel():
+def wheel(tmp_path_factory):
+    """Made where pip has been before."""
     cuda = int(b"kld_backend_cuda" in (BIN / "libkld.a").read_bytes())
     environment = {name: value for name, value in clean_environment().items()
                    if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "LD_LIBRARY_PATH")}
-    result = subprocess.run(["make", "wheel", f"BUILD={BIN}", f"CUDA={cuda}", "AS_BUILT=1"], cwd=ROOT,
-                            capture_output=True, text=True, env=environment)
+    tree = sources_with_leftovers(tmp_path_factory.mktemp("sources") / "kld")
+    result = subprocess.run(["make", "wheel", f"BUILD={BIN}", f"CUDA={cuda}", f"CUDA_BUILD={ROOT}/build", "AS_BUILT=1"],
+                            cwd=tree, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     return next(BIN.glob("kld-*.whl"))
 
@@ -72,6 +75,7 @@ def test_what_is_in_the_wheel(wheel):
     sources = {f"kld/{path.name}" for path in (ROOT / "client/python/kld").iterdir() if path.is_file()}
     assert sources | {"kld/VERSION", "kld/lib/libkld.so.0"} <= set(names) and "kld/py.typed" in sources
     assert not [name for name in names if not name.startswith(("kld/", f"kld-{version}.dist-info/"))]
+    assert not [name for name in names if "_stale" in name or name == "kld/lib/libkld.so"]
     metadata = email.message_from_bytes(zipfile.ZipFile(wheel).read(f"kld-{version}.dist-info/METADATA"))
     assert (metadata["Name"], metadata["Version"], metadata["Requires-Python"]) == ("kld", version, ">=3.9")
     classifiers = metadata.get_all("Classifier")
@@ -144,7 +148,7 @@ def test_the_commands_of_the_readme_are_those_tested_here():
 
 
 def test_the_command_of_the_readme(venv, tmp_path):
-    """In a tree of its own, in which `make` has built the library."""
+    """In a tree of its own, in which `make` has built the library and pip has been before."""
     tree = tmp_path / "tree"
     for name in ("proto", "build"):
         (tree / name).mkdir(parents=True)
@@ -152,12 +156,14 @@ def test_the_command_of_the_readme(venv, tmp_path):
                     ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
     shutil.copy(ROOT / "proto/VERSION", tree / "proto")
     shutil.copy(BIN / "libkld.so", tree / "build")
+    leave_build(tree / "client/python")
     # Debian's setuptools builds it: nothing is downloaded.
     _, *install = commands()[0].splitlines()  # the first made the environment
     run("sh", "-ec", "\n".join(install), cwd=tree, PIP_NO_BUILD_ISOLATION="0", **as_user(venv))
     program = "import kld; print(kld.__file__, kld.connect('local:cpu').info().backend, kld.__version__)"
     where, backend, version = run(venv / "bin/python", "-c", program, cwd=tmp_path).split()
     assert where.startswith(f"{venv}/") and backend == "cpu"
+    assert not pathlib.Path(where).with_name("_stale.py").exists()
     assert version == (ROOT / "proto/VERSION").read_text().strip()
 
 
