@@ -1,7 +1,7 @@
 #!/bin/bash
 # dist.sh BUILD DIST [VARIABLE=...]... - the relocatable tree DIST/ and DIST.tar.gz: programs, libkld, the libraries
-# they need beside them (found by $ORIGIN; libc and its parts stay the system's), the kernel table
-# and the tests that run without a compiler.
+# they need beside them (found by $ORIGIN; libc and its parts stay the system's), the kernel table, the tests that run
+# without a compiler, and what README.md points at: other READMEs, the examples' sources, what deploy/ has for operators.
 # shellcheck disable=SC2016 # $ORIGIN and ${pcfiledir} are for others to expand
 set -euo pipefail
 build=$1
@@ -31,9 +31,19 @@ cp proto/VERSION "$dist/python/kld/"
 strip --strip-debug "${programs[@]}" "$dist/lib/libkld.so" "$dist/lib/libkld.a"
 cp -r tests/e2e tests/data tests/run "$dist/tests/"
 [ -d tests/bench ] && cp -r tests/bench "$dist/tests/"
-mkdir -p "$dist/proto" && cp proto/openapi.yaml "$dist/proto/"
+mkdir -p "$dist"/{proto,kernels,server/supervisor,client/examples,deploy}
+cp proto/{README.md,openapi.yaml} "$dist/proto/"
+for name in kernels server server/supervisor client tests; do
+    cp "$name/README.md" "$dist/$name/"
+done
+cp client/examples/*.c "$dist/client/examples/"
+ln -s ../../libexec/share.py "$dist/client/examples/"
+ln -s ../python "$dist/client/python"
+cp -r deploy/{README.md,CHANGELOG.md,compose.yaml,compose.gpu.yaml,config,grafana,haproxy.cfg,kubernetes,mps,prometheus,systemd} \
+    "$dist/deploy/"
 find "$dist/tests" "$dist/python" -name __pycache__ -prune -exec rm -rf {} +
 cp README.md LICENSE "$dist/"
+cp LICENSE "$dist/python/"
 cp deploy/demo.sh "$dist/demo"
 cp deploy/check-gpu.sh "$dist/check-gpu"
 echo "$(cat proto/VERSION) ${REVISION:-$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)}" \

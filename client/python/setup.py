@@ -1,8 +1,8 @@
 """Builds the package kld: the version of the tree it lies in, and libkld beside it.
 
 Bundled into kld/lib: every library in the folder KLD_BUNDLE (`make wheel` sets it: libkld with what it
-needs), else ../../build/libkld.so where `make` has built one; else nothing, and the package looks for
-libkld where it is imported (kld/_library.py). No code is compiled here.
+needs), else ../../build/libkld.so where `make` has built one, in the unpacked tarball ../lib/libkld.so;
+else nothing, and the package looks for libkld where it is imported (kld/_library.py). No code is compiled here.
 """
 import os
 import pathlib
@@ -14,6 +14,10 @@ from setuptools.dist import Distribution
 
 HERE = pathlib.Path(__file__).resolve().parent
 TREE = HERE.parents[1]
+if HERE == TREE / "client" / "python":
+    VERSION, BUILT = TREE / "proto" / "VERSION", TREE / "build" / "libkld.so"
+else:  # the tarball, which has the version in the package
+    VERSION, BUILT = HERE / "kld" / "VERSION", HERE.parent / "lib" / "libkld.so"
 
 
 def libraries():
@@ -23,8 +27,7 @@ def libraries():
         if not any(path.name.startswith("libkld.so") for path in found):
             raise SystemExit("setup.py: no libkld.so in the folder that KLD_BUNDLE names")
         return found
-    built = TREE / "build" / "libkld.so"
-    return [built] if built.exists() else []
+    return [BUILT] if BUILT.exists() else []
 
 
 class BuildWithLibraries(build_py):
@@ -32,7 +35,7 @@ class BuildWithLibraries(build_py):
         # What an earlier build, of another version, has left there would be packed as well.
         shutil.rmtree(pathlib.Path(self.build_lib, "kld"), ignore_errors=True)
         super().run()
-        shutil.copyfile(TREE / "proto" / "VERSION", pathlib.Path(self.build_lib, "kld", "VERSION"))
+        shutil.copyfile(VERSION, pathlib.Path(self.build_lib, "kld", "VERSION"))
         to = pathlib.Path(self.build_lib, "kld", "lib")
         for library in libraries():
             to.mkdir(exist_ok=True)
@@ -61,5 +64,5 @@ class AnyPython(bdist_wheel):
         return "py3", "none", platform
 
 
-setup(version=(TREE / "proto" / "VERSION").read_text().strip(), distclass=Binary,
+setup(version=VERSION.read_text().strip(), distclass=Binary,
       cmdclass={"build_py": BuildWithLibraries, "bdist_wheel": AnyPython})

@@ -165,3 +165,27 @@ def test_tarball_runs_from_anywhere(unpacked, tmp_path):
 def test_nothing_that_pip_left_is_in_the_tarball(unpacked):
     names = {path.name for path in (unpacked / "python").iterdir()}
     assert not [name for name in names if name == "build" or name.endswith(".egg-info")], names
+
+
+def test_what_the_readme_points_at_is_in_the_tarball(unpacked):
+    """By its name, and what those files point at in turn; sources are not in it."""
+    named = set(re.findall(r"(?<![\w/.])((?:client|kernels|proto|server|deploy|tests)(?:/[\w.-]+)+)", (unpacked / "README.md").read_text()))
+    assert {"deploy/README.md", "client/python/README.md", "tests/bench/results/peers-h200.svg"} <= named
+    scripts = {"deploy/deps.sh"}
+    assert not [name for name in named - scripts if not (unpacked / name).exists() and not (unpacked / f"{name}.c").exists()]
+    guide = (unpacked / "deploy/README.md").read_text()
+    for name in re.findall(r"`((?:systemd|kubernetes|mps|prometheus)/[\w./-]*)`|deploy/([\w./-]+\.ya?ml)", guide):
+        assert (unpacked / "deploy" / "".join(name)).exists(), name
+    assert not (unpacked / "Makefile").exists()
+
+
+def test_the_python_package_from_the_tarball(unpacked, tmp_path):
+    """Debian's setuptools builds it: nothing is downloaded."""
+    of_debian = {"PATH": f"/usr/bin:{os.environ['PATH']}", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    run("python3", "-m", "venv", "--system-site-packages", tmp_path / "venv", **of_debian)
+    run(tmp_path / "venv/bin/pip", "install", "-q", "--no-build-isolation", unpacked / "python", **of_debian)
+    program = ("import kld, os; print(kld.__file__, kld.__version__, kld.connect('local:cpu').info().backend, "
+               "os.listdir(os.path.join(os.path.dirname(kld.__file__), 'lib')))")
+    where, version, backend, libraries = run(tmp_path / "venv/bin/python", "-c", program).split()
+    assert where.startswith(f"{tmp_path}/venv/") and backend == "cpu" and libraries == "['libkld.so']"
+    assert version == (ROOT / "proto/VERSION").read_text().strip()
