@@ -4,8 +4,8 @@
 #   make image BUILD_BASE=nvidia/cuda:12.8.1-devel-ubuntu24.04 BASE=ubuntu:24.04
 #                                                               with the CUDA back end, its runtime linked in; for
 #                                                               some cards only: IMAGE_ARGS='--build-arg CUDA_ARCHS=90'
-#   docker run --rm --read-only --network host kld              HTTP on 127.0.0.1:8080
-#   docker run --rm --read-only -p 8080:8080 kld --http 0.0.0.0:8080 --insecure-bind
+#   docker run --rm --read-only --network host kld:0.1.0        HTTP on 127.0.0.1:8080
+#   docker run --rm --read-only -p 8080:8080 kld:0.1.0 --http 0.0.0.0:8080 --insecure-bind
 #
 # BASE needs a glibc as new as that of BUILD_BASE and nothing else: no command is run in it, neither here nor later.
 # What the image brings beside it, in which version, is in /opt/kld/share/kld/kld.cdx.json (CycloneDX); the base's own

@@ -66,6 +66,8 @@ def test_the_image_is_of_the_version(tmp_path):
     """What the labels and tags are made of."""
     shown = subprocess.run(["make", "-n", "image", "BUILDER=x"], cwd=ROOT, capture_output=True, text=True).stdout
     assert f"VERSION={VERSION}" in shown and f"-t kld:{VERSION}" in shown
+    started = re.findall(r"^#   docker run .* (kld\S*)(?= )", (ROOT / "Dockerfile").read_text(), re.M)
+    assert started == [f"kld:{VERSION}"] * 2
 
 
 @pytest.mark.parametrize("builder, told", [("docker", False), ("buildah", True), ("podman", True), ("/usr/bin/podman", True),
