@@ -23,6 +23,15 @@ finish() {
 trap finish EXIT
 trap 'exit 130' INT TERM
 
+# Whoever has a card does not expect the CPU's figures.
+if compgen -G '/dev/nvidia[0-9]*' >/dev/null &&
+    ! why=$("$programs/kld" ping --count 1 --server local:cuda 2>&1 >/dev/null); then
+    case $why in
+    *"no back end"*) why="this build has no CUDA back end: no nvcc found when it was built, or CUDA=0 asked for" ;;
+    esac
+    echo "demo: the GPU is not used: ${why%%$'\n'*}"
+fi
+
 # Its one line on standard output says that it serves, and where.
 mkfifo "$folder/out"
 env -u KLD_CONFIG "$programs/kld-server" --http 127.0.0.1:0 --unix "$folder/kld.sock" \

@@ -63,6 +63,25 @@ def test_the_cards_that_are_there_are_compiled_for():
     assert asked["CUDA"] == "1" and asked["CUDA_ARCHS"] == '"86"'
 
 
+@pytest.mark.parametrize("card", [True, False])
+def test_the_demonstration_says_why_the_card_is_not_used(card, tmp_path):
+    """With a server that does not start, in the tarball's layout: what comes after is not for here."""
+    script = (ROOT / "deploy/demo.sh").read_text()
+    (tmp_path / "demo").write_text(script.replace("/dev/nvidia", f"{tmp_path}/nvidia"))
+    for name, text in {"kld": "kld: no back end 'cuda' in this build; it has: auto, cpu\n     more", "kld-server": "stub"}.items():
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/bin/sh\necho "{text}" >&2\nexit 2\n')
+        program.chmod(0o755)
+    (tmp_path / "libexec").mkdir()
+    if card:
+        (tmp_path / "nvidia0").touch()
+    done = subprocess.run(["bash", tmp_path / "demo"], capture_output=True, text=True)
+    assert done.returncode == 1 and "did not start" in done.stderr
+    said = "demo: the GPU is not used: this build has no CUDA back end: no nvcc found when it was built, or CUDA=0 asked for\n"
+    assert done.stdout == (said if card else "")
+
+
 @pytest.mark.parametrize("asked, variables", [([], {}), ([], {"CUDA_ARCHS": ""}), (["CUDA_ARCHS="], {})],
                          ids=["none", "environment", "argument"])
 def test_no_architectures_are_the_usual_ones(asked, variables):
