@@ -377,6 +377,8 @@ install: all
 	  > $(TO)/lib/pkgconfig/kld.pc && chmod 644 $(TO)/lib/pkgconfig/kld.pc
 	$(Q)install -m 644 client/cli/kld.bash $(TO)/share/bash-completion/completions/kld
 	$(Q)for page in $(MAN_PAGES); do install -D -m 644 -t $(DESTDIR)$(MANDIR)/man$${page##*.} $$page || exit 1; done
+	$(Q)[ -n "$(DESTDIR)" ] || [ "$$(id -u)" != 0 ] || { PATH=$$PATH:/usr/sbin:/sbin; \
+	  ! ldconfig -NXv 2>/dev/null | grep -q '^$(PREFIX)/lib:' || ldconfig || true; } # where it is a folder of the loader's
 	@echo "installed into $(TO)"
 
 # ---- the tarball ------------------------------------------------------------------------------------

@@ -36,14 +36,14 @@ def environment(**more):
                if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "LD_LIBRARY_PATH")}, **more}
 
 
-def make(*arguments, tree=ROOT):
+def make(*arguments, tree=ROOT, **more):
     """With a umask that keeps to itself what is made: others are to read what was installed. What is yet to be compiled is
     for all tests."""
     cuda = int(b"kld_backend_cuda" in (BIN / "libkld.a").read_bytes())
     common = f"BUILD={BIN}", f"CUDA={cuda}", f"CUDA_BUILD={ROOT}/build", "AS_BUILT=1"
     for what, umask, where in (["all", "examples", "bench-programs"], 0o022, ROOT), (arguments, 0o077, tree):
-        result = subprocess.run(["make", *what, *common], cwd=where, capture_output=True, text=True, env=environment(),
-                                umask=umask)
+        result = subprocess.run(["make", *what, *common], cwd=where, capture_output=True, text=True,
+                                env=environment(**more), umask=umask)
         assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -77,6 +77,20 @@ def test_what_is_installed(installed):
     assert not [path for path in [installed, *installed.rglob("*")] if not is_for_all(path.stat().st_mode)]
     for name in ("lib/libkld.so", "lib/libkld.so.0"):
         assert not os.readlink(installed / name).startswith("/")
+
+
+@pytest.mark.parametrize("uid, destdir, ran", [(0, False, True), (0, True, False), (1000, False, False)],
+                         ids=["root", "package", "user"])
+def test_the_loader_is_told(uid, destdir, ran, tmp_path):
+    """By ldconfig, a stub here, which knows the folder; else -lkld links and the program finds no libkld.so.0."""
+    prefix, log = tmp_path / "usr", tmp_path / "log"
+    programs = {"id": f"echo {uid}",
+                "ldconfig": f"echo ran \"$@\" >>{log}\n[ -z \"$1\" ] || printf '/lib: (of the system)\\n{prefix}/lib: (its own)\\n'"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    make("install", f"PREFIX={prefix}", f"DESTDIR={tmp_path if destdir else ''}", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert (log.read_text().splitlines() if log.exists() else []) == (["ran -NXv", "ran"] if ran else [])
 
 
 @pytest.mark.parametrize("compiler", [["gcc", "-std=c99", "-x", "c"], ["gcc", "-std=c17", "-x", "c"],
