@@ -1,8 +1,9 @@
-/* number.c - reads a whole number (number.h). */
+/* number.c - reads a whole number, shows any (number.h). */
 #include "proto/number.h"
 
 #include <ctype.h>
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -27,4 +28,12 @@ bool kld_number_parse(const char *text, int base, bool units, uint64_t *ret_numb
         return false;
     *ret_number = (uint64_t)number << shift;
     return true;
+}
+
+const char *kld_number_show(double number, char to[KLD_NUMBER_SHOWN_MAX]) {
+    int digits = 6;
+    do
+        snprintf(to, KLD_NUMBER_SHOWN_MAX, "%.*g", digits, number);
+    while (digits++ < 17 && strtod(to, NULL) != number); /* of a NaN none does */
+    return to;
 }

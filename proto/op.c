@@ -8,6 +8,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "proto/number.h"
 #include "proto/overlap.h"
 
 #define COUNT(array) (sizeof(array) / sizeof((array)[0]))
@@ -50,12 +51,15 @@ static enum kld_status check_numbers(const struct kld_op *op, struct kld_error *
         KLD_NUMBER_MAP(X)
 #undef X
     };
+    char shown[2][KLD_NUMBER_SHOWN_MAX];
     for (int i = 0; i < KLD_NUMBER_COUNT; i++) /* a server would not be told of it */
         if (!given(op, (enum kld_number)i) && !(op->number[i] == defaults[i]))
             return kld_error_set(err, KLD_INVALID,
-                                 "%s is %g but not marked as given; expected "
-                                 "kld_op_set_number(), or the default, %g",
-                                 kld_number_name((uint32_t)i), op->number[i], defaults[i]);
+                                 "%s is %s but not marked as given; expected "
+                                 "kld_op_set_number(), or the default, %s",
+                                 kld_number_name((uint32_t)i),
+                                 kld_number_show(op->number[i], shown[0]),
+                                 kld_number_show(defaults[i], shown[1]));
     for (int i = 0; i < KLD_NUMBER_COUNT; i++)
         if (given(op, (enum kld_number)i) && !isfinite(op->number[i]))
             return kld_error_set(err, KLD_INVALID, "%s must be a finite number",
@@ -67,12 +71,13 @@ static enum kld_status check_numbers(const struct kld_op *op, struct kld_error *
             return kld_error_set(err, KLD_INVALID,
                                  "temperature is given but no tensor has the form 'logits'");
         if (!(op->number[KLD_NUMBER_TEMPERATURE] > 0))
-            return kld_error_set(err, KLD_INVALID, "temperature must be greater than 0, not %g",
-                                 op->number[KLD_NUMBER_TEMPERATURE]);
+            return kld_error_set(err, KLD_INVALID, "temperature must be greater than 0, not %s",
+                                 kld_number_show(op->number[KLD_NUMBER_TEMPERATURE], shown[0]));
         if (!(op->number[KLD_NUMBER_TEMPERATURE] >= DBL_MIN))
             return kld_error_set(err, KLD_INVALID,
-                                 "temperature is %g; expected a normal number, at least %g",
-                                 op->number[KLD_NUMBER_TEMPERATURE], DBL_MIN);
+                                 "temperature is %s; expected a normal number, at least %s",
+                                 kld_number_show(op->number[KLD_NUMBER_TEMPERATURE], shown[0]),
+                                 kld_number_show(DBL_MIN, shown[1]));
     }
 
     const struct {
@@ -98,8 +103,8 @@ static enum kld_status check_numbers(const struct kld_op *op, struct kld_error *
             return kld_error_set(err, KLD_INVALID, "%s does not fit divergence '%s'", name,
                                  kld_divergence_name(op->divergence));
         if (!(value >= 0 && (rules[i].closed ? value <= 1 : value < 1)))
-            return kld_error_set(err, KLD_INVALID, "%s must be in [0, 1%s, not %g", name,
-                                 rules[i].closed ? "]" : ")", value);
+            return kld_error_set(err, KLD_INVALID, "%s must be in [0, 1%s, not %s", name,
+                                 rules[i].closed ? "]" : ")", kld_number_show(value, shown[0]));
     }
 
     if (given(op, KLD_NUMBER_NORMALIZER)) {
@@ -110,8 +115,8 @@ static enum kld_status check_numbers(const struct kld_op *op, struct kld_error *
                 "normalizer does not fit reduction '%s'; it fits mean, batchmean, rowmean",
                 kld_reduction_name(op->reduction));
         if (!(op->number[KLD_NUMBER_NORMALIZER] > 0))
-            return kld_error_set(err, KLD_INVALID, "normalizer must be greater than 0, not %g",
-                                 op->number[KLD_NUMBER_NORMALIZER]);
+            return kld_error_set(err, KLD_INVALID, "normalizer must be greater than 0, not %s",
+                                 kld_number_show(op->number[KLD_NUMBER_NORMALIZER], shown[0]));
     }
     return KLD_OK;
 }

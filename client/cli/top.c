@@ -16,6 +16,7 @@
 
 #include "client/cli/cli.h"
 #include "client/cli/top.h"
+#include "proto/number.h"
 
 #define DELAY_S 1.0
 #define DELAY_S_MIN 0.1
@@ -323,9 +324,10 @@ static void close_all(struct top *top) {
 
 static enum kld_status check(const struct top_options *options, const char *url,
                              struct kld_error *err) {
+    char shown[KLD_NUMBER_SHOWN_MAX];
     if (!(options->delay_s >= DELAY_S_MIN && options->delay_s <= DELAY_S_MAX))
-        return kld_error_set(err, KLD_INVALID, "-d is %g; expected seconds from %g to %g",
-                             options->delay_s, DELAY_S_MIN, DELAY_S_MAX);
+        return kld_error_set(err, KLD_INVALID, "-d is %s; expected seconds from %g to %g",
+                             kld_number_show(options->delay_s, shown), DELAY_S_MIN, DELAY_S_MAX);
     if (strncmp(url, "http", 4) != 0)
         return kld_error_set(err, KLD_INVALID,
                              "kld top reads /metrics: --server http://HOST:PORT (or $KLD_SERVER), "

@@ -2,6 +2,9 @@
 #include "proto/number.h"
 #include "tests/unit/unit.h"
 
+#include <math.h>
+#include <string.h>
+
 static const struct {
     const char *text;
     int base;
@@ -52,4 +55,27 @@ START_TEST(what_none_is) {
 }
 END_TEST
 
-UNIT_MAIN("proto/number", what_a_number_is, what_none_is)
+START_TEST(what_is_shown_reads_back) {
+    static const struct {
+        double number;
+        const char *text;
+    } shown[] = {
+        {2, "2"},
+        {1.5, "1.5"},
+        {-0.1, "-0.1"},
+        {1.0000001, "1.0000001"},
+        {0x1.0000000000001p0, "1.0000000000000002"},
+        {1e300, "1e+300"},
+        {0x1p-1022, "2.2250738585072014e-308"},
+        {-0x1p-1074, "-4.94066e-324"},
+        {INFINITY, "inf"},
+        {-0x1.fffffffffffffp1023, "-1.7976931348623157e+308"},
+    };
+    char text[KLD_NUMBER_SHOWN_MAX];
+    for (size_t i = 0; i < sizeof shown / sizeof shown[0]; i++)
+        ck_assert_str_eq(kld_number_show(shown[i].number, text), shown[i].text);
+    ck_assert_ptr_nonnull(strstr(kld_number_show(NAN, text), "nan"));
+}
+END_TEST
+
+UNIT_MAIN("proto/number", what_a_number_is, what_none_is, what_is_shown_reads_back)
