@@ -115,16 +115,19 @@ INLINE void probs_rule_gradients(const struct probs_rule *rule, const vf x[2], c
     }
 }
 
+#define TV_MOST 0x1p119f /* a block's sum of these is a number of FP32 */
+
+/* |p - q|, of which the caller takes a half: of a subnormal FP32 rounds it. */
 INLINE vf probs_rule_tv(const struct probs_rule *rule, bool gradients, vf q, vf p, vi32 *bad,
                         vf ret_gradient[2]) {
     vf difference = p - q;
-    *bad |= ~((q >= 0.0f) & (p >= 0.0f) & (q < (float)INFINITY) & (p < (float)INFINITY));
+    *bad |= ~((q >= 0.0f) & (p >= 0.0f) & (q < TV_MOST) & (p < TV_MOST));
     for (int side = 0; gradients && side < 2; side++) {
         float step = side == KLD_CPU_P ? rule->log[side] : -rule->log[side];
         vf value = vf_select(difference > 0.0f, vf_of(step), vf_of(-step));
         ret_gradient[side] = vf_select(difference == 0.0f, vf_of(0), value);
     }
-    return 0.5f * vf_abs(difference);
+    return vf_abs(difference);
 }
 
 /* ln(p/q); with 1, and less 1 and turned round: k ln 2 and the 1 round off nothing. */
@@ -138,7 +141,8 @@ INLINE vf probs_rule_kl(vf q, vf p, vf ret_log[2]) {
     return k * 0.693147180559945f + s * series;
 }
 
-/* One vector: the terms; what must lie inside for them to hold, into *bad; gradients. */
+/* One vector: the terms, of tv twice those; what must lie inside for them to hold, into *bad;
+ * gradients. */
 INLINE vf probs_rule_term(const struct probs_rule *rule, uint32_t kind, bool gradients, vf q, vf p,
                           vi32 *bad, vf ret_gradient[2], vf lost[2]) {
     if (kind == KLD_RULE_TV)
@@ -198,7 +202,8 @@ INLINE bool probs_rule_block(const struct probs_rule *rule, uint32_t kind, bool 
     vf both = sum[0] + sum[1];
     vfh half[2];
     memcpy(half, &both, sizeof half);
-    *total += __builtin_convertvector(half[0], vd) + __builtin_convertvector(half[1], vd);
+    vd terms = __builtin_convertvector(half[0], vd) + __builtin_convertvector(half[1], vd);
+    *total += kind == KLD_RULE_TV ? 0.5 * terms : terms;
     return true;
 }
 

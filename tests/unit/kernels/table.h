@@ -32,6 +32,7 @@ enum table_data {
     TABLE_APART, /* one side lies far from the other, each row in another way; `noise`: they agree
                     up to that, 0: they have nothing in common */
     TABLE_FAINT, /* classes lie `noise` (predictions), `shift` (targets) below the first */
+    TABLE_STEPS, /* probabilities are whole numbers of `noise` */
     TABLE_CROWD, /* every row another kind of these */
     TABLE_CROWD_FINITE, /* and none whose value is infinite or NaN */
 };

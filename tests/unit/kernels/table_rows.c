@@ -94,7 +94,7 @@ const char *table_data_name(enum table_data data) {
         [TABLE_RESERVED] = "reserved", [TABLE_FEW] = "few",
         [TABLE_FINE] = "fine",         [TABLE_MASKED] = "masked",
         [TABLE_DISJOINT] = "disjoint", [TABLE_FAINT] = "faint",
-        [TABLE_APART] = "apart",
+        [TABLE_APART] = "apart",       [TABLE_STEPS] = "steps",
     };
     return names[data];
 }
@@ -295,7 +295,9 @@ static void write_form(uint32_t form, uint32_t dtype, const struct kind *kind, d
     long double log_sum = logl(sum);
     for (uint64_t i = 0; i < classes; i++) {
         long double value = logits[i] - max - log_sum;
-        if (form == KLD_FORM_PROBS)
+        if (form == KLD_FORM_PROBS && kind->data == TABLE_STEPS)
+            value = floor(20 * fabs(logits[i])) * kind->noise;
+        else if (form == KLD_FORM_PROBS)
             value = exp((double)value);
         else if (form == KLD_FORM_LOGITS && logits[i] == LOWEST)
             value = lowest(dtype);

@@ -273,6 +273,33 @@ START_TEST(test_temperatures) {
 }
 END_TEST
 
+/* Masses of which a half is no number of FP32, and some of which a block's sum is none. */
+START_TEST(test_tv_at_the_ends_of_float) {
+    static const double steps[] = {0x1p-149, 0x1p-144, 0x1p120};
+    static const double scales[] = {1e40, 1e38, 1e-20};
+    struct kld_device *device = device_open();
+    for (uint32_t i = 0; i < 12; i++) {
+        struct table_case at = {.name = "tv",
+                                .divergence = KLD_DIVERGENCE_TV,
+                                .parameter = NAN,
+                                .form = {KLD_FORM_PROBS, KLD_FORM_PROBS},
+                                .dtype = {KLD_DTYPE_FP32, KLD_DTYPE_FP32},
+                                .data = TABLE_STEPS,
+                                .noise = steps[i % 3],
+                                .reduction = KLD_REDUCTION_SUM,
+                                .scale = scales[i % 3],
+                                .rank = 2,
+                                .shape = {3, i < 6 ? 300 : 4096},
+                                .gradient = {i / 3 % 2, i / 3 % 2},
+                                .loss = true,
+                                .row_loss = true};
+        check(device, &at, 90 + i, i);
+    }
+    kld_backend_cpu.device_close(device);
+}
+END_TEST
+
 UNIT_MAIN("kernels/cpu/rows", test_near_and_shifted, test_hard_rows,
           test_js_whose_heavy_classes_agree, test_logits, test_factor_beyond_float,
-          test_coefficient_below_float, test_faint_logprobs, test_temperatures)
+          test_coefficient_below_float, test_faint_logprobs, test_temperatures,
+          test_tv_at_the_ends_of_float)
