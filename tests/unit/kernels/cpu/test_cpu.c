@@ -387,7 +387,7 @@ START_TEST(test_avx2) {
 END_TEST
 
 /* What kld_cpu_kernels_choose() takes where there is all of it. Many machines that build have it
- * not, CI's among them: it is said, and no failure anywhere. */
+ * not: it is said, and no failure anywhere. */
 START_TEST(test_avx512) {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
