@@ -56,6 +56,7 @@ static __attribute__((noinline)) double probs_careful(const float *own, const fl
     for (int i = 0; i < LANES_OF_SUM * FLOATS; i += DOUBLES) {
         vd a = __builtin_convertvector(*(const vfh_any *)(own + i), vd);
         vd b = __builtin_convertvector(*(const vfh_any *)(other + i), vd);
+        b = b + 0.0; /* of -0 it makes a 0, over which the infinity has its sign */
         vd d = vd_log_ratio(a, b);
         vi64 empty = (a == 0.0) & (d == d);
         sum += vd_select(empty, zero, a * d);

@@ -55,7 +55,7 @@ static void block_masses(const struct kld_cpu_work *work, const struct row_const
     switch (work->form[side]) {
     case KLD_FORM_PROBS:
         for (uint64_t i = 0; i < m; i += DOUBLES)
-            vd_store(mass + i, vd_load(x + i));
+            vd_store(mass + i, vd_load(x + i) + 0.0); /* of -0 it makes a 0 */
         break;
     case KLD_FORM_LOGPROBS:
         for (uint64_t i = 0; i < m; i += DOUBLES)

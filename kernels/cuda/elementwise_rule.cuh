@@ -236,8 +236,8 @@ struct element_rule<T, KLD_FORM_PROBS, KIND, GRADIENTS> {
     }
 
     static __device__ __forceinline__ any_element exact(float p, float q) {
-        any_element e = {p >= 0.0f ? (double)p : CUDART_NAN, q >= 0.0f ? (double)q : CUDART_NAN,
-                         0.0, 0.0};
+        any_element e = {p >= 0.0f ? (double)fabsf(p) : CUDART_NAN, /* -0 is 0 */
+                         q >= 0.0f ? (double)fabsf(q) : CUDART_NAN, 0.0, 0.0};
         e.log_q = log(e.q);
         e.d = log(e.p) - e.log_q;
         return e;

@@ -74,7 +74,7 @@ static void side_masses(const struct oracle_row *row, int side, long double *mas
     for (uint64_t i = 0; i < row->classes; i++) {
         switch (row->form[side]) {
         case KLD_FORM_PROBS:
-            mass[i] = x[i] < 0 ? NAN : x[i];
+            mass[i] = x[i] < 0 ? NAN : fabsl(x[i]); /* -0 is a 0 */
             log_mass[i] = logl(mass[i]);
             break;
         case KLD_FORM_LOGPROBS:

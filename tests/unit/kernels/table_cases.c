@@ -417,6 +417,33 @@ static void add_apart(struct table_list *list) {
             }
 }
 
+/* A probability of -0 is one of 0: what is infinite over it has the same sign. Short rows and long
+ * ones, each gradient by itself and both, and the other forms opposite. */
+static void add_minus(struct table_list *list) {
+    static const uint32_t dtypes[] = {FP32, FP64, FP16, BF16};
+    static const uint32_t forms[][2] = {
+        {PROBS, LOGPROBS}, {LOGPROBS, PROBS}, {PROBS, LOGITS}, {LOGITS, PROBS}};
+    for (uint32_t divergence = 0; divergence < TABLE_DIVERGENCES; divergence++) {
+        for (uint32_t i = 0; i < 16; i++) {
+            struct table_case *at = table_list_add_one(list, "minus", 6, i / 4 == 0 ? 7 : 300,
+                                                       divergence, PROBS, dtypes[i % 4]);
+            at->data = TABLE_MINUS;
+            at->gradient[0] = i / 4 != 3;
+            at->gradient[1] = i / 4 != 2;
+        }
+        for (uint32_t i = 0; i < 4; i++) {
+            struct table_case *at = table_list_add(list, "", 6, 90);
+            table_list_diverge(at, divergence);
+            table_list_forms(at, forms[i][0], forms[i][1]);
+            snprintf(at->name, sizeof at->name, "minus %s %s/%s", kld_divergence_name(divergence),
+                     kld_form_name(at->form[0]), kld_form_name(at->form[1]));
+            at->data = TABLE_MINUS;
+            at->gradient[1] = true;
+            at->reduction = i % 2 ? KLD_REDUCTION_NONE : KLD_REDUCTION_BATCHMEAN;
+        }
+    }
+}
+
 static void add_speed(struct table_list *list) {
     for (int i = 0; i < 12; i++) {
         bool logits = i >= 4, gradient = i % 2, half = i / 2 % 2;
@@ -457,6 +484,7 @@ struct table_case *table_cases(bool quick, size_t *ret_count) {
     table_list_shares(&list);
     table_list_kept(&list, quick);
     add_apart(&list);
+    add_minus(&list);
     if (!quick)
         add_speed(&list);
     *ret_count = list.count;

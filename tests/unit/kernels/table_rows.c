@@ -94,7 +94,8 @@ const char *table_data_name(enum table_data data) {
         [TABLE_RESERVED] = "reserved", [TABLE_FEW] = "few",
         [TABLE_FINE] = "fine",         [TABLE_MASKED] = "masked",
         [TABLE_DISJOINT] = "disjoint", [TABLE_FAINT] = "faint",
-        [TABLE_APART] = "apart",       [TABLE_STEPS] = "steps",
+        [TABLE_APART] = "apart",       [TABLE_MINUS] = "minus",
+        [TABLE_STEPS] = "steps",
     };
     return names[data];
 }
@@ -167,7 +168,8 @@ static void make_zeros(const struct table_case *at, const struct kind *kind,
     bool both =
         at->divergence == KLD_DIVERGENCE_JEFFREYS || at->divergence == KLD_DIVERGENCE_MIXED_KL;
     double *own = reverse ? q : p, *other = reverse ? p : q;
-    bool zeros = kind->data == TABLE_ZEROS || kind->data == TABLE_INFINITE;
+    bool infinite = kind->data == TABLE_INFINITE || kind->data == TABLE_MINUS;
+    bool zeros = kind->data == TABLE_ZEROS || infinite;
     for (uint64_t i = 1; zeros && i < classes; i++) {
         double dice = table_uniform(random);
         if (dice < (both && (kind->data == TABLE_ZEROS || kind->variant % 3) ? 0.2 : 0.4))
@@ -175,7 +177,7 @@ static void make_zeros(const struct table_case *at, const struct kind *kind,
         if (dice < 0.2)
             other[i] = -INFINITY;
     }
-    if (kind->data == TABLE_INFINITE && kind->variant % 3 == 0 && classes > 1) {
+    if (infinite && kind->variant % 3 == 0 && classes > 1) {
         other[0] = -INFINITY;
         for (uint64_t i = 1; i < classes; i++) /* a mass that no arithmetic takes for 0 */
             own[0] = fmax(own[0], own[i]);
@@ -298,7 +300,9 @@ static void write_form(uint32_t form, uint32_t dtype, const struct kind *kind, d
         if (form == KLD_FORM_PROBS && kind->data == TABLE_STEPS)
             value = floor(20 * fabs(logits[i])) * kind->noise;
         else if (form == KLD_FORM_PROBS)
-            value = exp((double)value);
+            value = exp((double)value) == 0 && kind->data == TABLE_MINUS && i % 2 == 0
+                        ? -0.0L
+                        : (long double)exp((double)value);
         else if (form == KLD_FORM_LOGITS && logits[i] == LOWEST)
             value = lowest(dtype);
         else if (form == KLD_FORM_LOGITS)
