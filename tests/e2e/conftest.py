@@ -134,6 +134,9 @@ def each_key_once(pairs):
     return dict(pairs)
 
 
+SILENT = b"the worker is not ready; try again", b"the server did not answer in time"
+
+
 class Server:
     """One kld-server with a folder of its own. flags: {"log_level": "debug", ...}; http="" for none."""
 
@@ -217,6 +220,13 @@ class Server:
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, error.headers, error.read()
+
+    def heard(self, *what, **more):
+        """The same, again while the gateway says that its worker was silent for 2 s, as on a busy machine any may be."""
+        def answer():
+            reply = self.request(*what, **more)
+            return None if reply[0] == 503 and any(text in reply[2] for text in SILENT) else reply
+        return wait_until(answer, what="a worker that is heard")
 
     def json(self, path, body=None, **more):
         """The same with JSON in and out -> (status, object)."""

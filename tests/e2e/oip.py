@@ -63,7 +63,7 @@ def parse(headers, data):
 def infer(server, inputs, outputs=None, parameters=None, binary=True, **more):
     """Asks a server of conftest.py; -> (JSON, arrays)."""
     headers, data = body(inputs, outputs, parameters, binary, **more)
-    status, reply_headers, reply = server.request(INFER, data, headers)
+    status, reply_headers, reply = server.heard(INFER, data, headers)
     assert status == 200, reply
     return parse(reply_headers, reply)
 

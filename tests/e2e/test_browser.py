@@ -97,7 +97,7 @@ def test_regions_and_tensors_are_counted(make_server, tmp_path):
     q = probabilities((2, 8), 1)
     with Shared(4096) as shared:
         assert [register(server, name, shared, 1024)[0] for name in "abc"] == [200] * 3
-        assert server.request("/v2/tensors/t?datatype=FP32&shape=2,8", q.tobytes(), method="PUT")[0] == 200
+        assert server.heard("/v2/tensors/t?datatype=FP32&shape=2,8", q.tobytes(), method="PUT")[0] == 200
         page = Page(browse(server.http + "/", tmp_path))
         assert page.row("shared-memory regions")[1] == "3" and page.row("stored tensors")[1] == "1"
         assert unregister(server, "b") == 200

@@ -66,7 +66,7 @@ def fill_staging(server):
 
 def fill_pool(server):
     path = "/v2/tensors/full"
-    assert server.request(path + "?datatype=FP32&shape=76,250000", bytes(76000000), method="PUT")[0] == 200
+    assert server.heard(path + "?datatype=FP32&shape=76,250000", bytes(76000000), method="PUT")[0] == 200
     return lambda: server.request(path, method="DELETE")
 
 

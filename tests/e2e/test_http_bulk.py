@@ -501,7 +501,7 @@ def test_a_full_pool_makes_callers_wait(make_server):
     q, replies = probabilities((1000, 800), 32), []
     headers, data = oip.body({"predictions": q, "targets": q})
     path = "/v2/tensors/a?datatype=FP32&shape=2000,1000"
-    assert server.request(path, bytes(8000000), method="PUT")[0] == 200
+    assert server.heard(path, bytes(8000000), method="PUT")[0] == 200
     late, late_data = oip.body({"predictions": q, "targets": q}, None, {"timeout": 500000})
     begin = time.monotonic()
     status, reply_headers, body = server.request(INFER, late_data, late)
@@ -524,7 +524,7 @@ def test_who_never_fits_is_in_nobodys_way(make_server):
     server = make_server(pool_bytes_max="10M", http_deadline_ms=20000, **SMALL)
     q, large, replies = probabilities((1000, 800), 32), probabilities((2000, 800), 33), []
     headers, data = oip.body({"predictions": q, "targets": q})
-    assert server.request("/v2/tensors/a?datatype=FP32&shape=2000,1000", bytes(8000000), method="PUT")[0] == 200
+    assert server.heard("/v2/tensors/a?datatype=FP32&shape=2000,1000", bytes(8000000), method="PUT")[0] == 200
     askers = [threading.Thread(target=ask, args=(server, replies, data, headers)) for _ in range(2)]
     askers[0].start()
     wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, what="who waits")
@@ -549,7 +549,7 @@ def test_what_is_kept_is_in_nobodys_way(make_server):
     wait_until(lambda: server.metrics()[KEPT] > 2e6, what="a buffer that is kept")
     for rows in (500, 2400):
         q = probabilities((rows, 1000), 31)
-        status, _, body = server.request(f"/v2/tensors/a?datatype=FP32&shape={rows},1000", q.tobytes(), method="PUT")
+        status, _, body = server.heard(f"/v2/tensors/a?datatype=FP32&shape={rows},1000", q.tobytes(), method="PUT")
         assert status == 200, body
         assert server.request("/v2/tensors/a", method="DELETE")[0] == 200
     wait_until(lambda: server.metrics()[POOL] == server.metrics()[KEPT], what="a pool that is free but for what is kept")

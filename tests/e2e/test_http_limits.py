@@ -121,7 +121,7 @@ def test_stored_tensors_of_one_token(make_server, tokens):
     server = make_server(tokens=tokens, token_tensors_max=2, **SMALL)
 
     def put(token, name):
-        status, _, body = server.request(f"/v2/tensors/{name}?datatype=FP32&shape=2,8", Q.tobytes(), bearer(token),
+        status, _, body = server.heard(f"/v2/tensors/{name}?datatype=FP32&shape=2,8", Q.tobytes(), bearer(token),
                                          "PUT")
         return status, body
     assert put("one", "a")[0] == put("one", "b")[0] == put("two", "a")[0] == 200
@@ -168,7 +168,7 @@ def test_who_was_refused_takes_no_place(make_server, tokens):
     for token in ("one", "two"):
         status, _, body = server.request(INFER, DATA, {**HEADERS, **bearer(token)})
         assert status == 200, body
-        status, _, body = server.request("/v2/tensors/a?datatype=FP32&shape=2,8", Q.tobytes(), bearer(token), "PUT")
+        status, _, body = server.heard("/v2/tensors/a?datatype=FP32&shape=2,8", Q.tobytes(), bearer(token), "PUT")
         assert status == 200, body
     for one, status in zip(slow, (400, 415, 400, 400)):
         one.sendall(bytes(999999))

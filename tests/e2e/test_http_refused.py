@@ -127,7 +127,7 @@ def test_a_pool_that_stays_full(server):
     """More than 64 MiB come behind the refusal, over a socket and through libkld, which says what the server said."""
     rows = 40  # two tensors of 40 MiB, which do not fit beside the 60 MB
     path = "/v2/tensors/full"
-    assert server.request(path + "?datatype=FP32&shape=15,1000000", bytes(60000000), method="PUT")[0] == 200
+    assert server.heard(path + "?datatype=FP32&shape=15,1000000", bytes(60000000), method="PUT")[0] == 200
     try:
         sender = Sender(server)
         sender.begin(head_of(rows=rows), size=2 * rows * CLASSES * 4)

@@ -53,7 +53,7 @@ def query(array, **more):
 
 
 def put(server, name, array, headers=None, **more):
-    status, _, body = server.request(PATH + name + query(array, **more), array.tobytes(), headers, "PUT")
+    status, _, body = server.heard(PATH + name + query(array, **more), array.tobytes(), headers, "PUT")
     return status, json.loads(body)
 
 
@@ -69,7 +69,7 @@ def ask(server, q, p, names, outputs=None, parameters=None, headers=None):
     if outputs:
         request["outputs"] = [{"name": n, "parameters": {"binary_data": True}} for n in outputs]
     head = json.dumps(request).encode()
-    status, reply_headers, body = server.request(INFER, head + tail, {LENGTH: str(len(head)), **(headers or {})})
+    status, reply_headers, body = server.heard(INFER, head + tail, {LENGTH: str(len(head)), **(headers or {})})
     return (status, oip.parse(reply_headers, body)[1]) if status == 200 else (status, json.loads(body)["error"])
 
 

@@ -92,7 +92,7 @@ def test_answers_are_the_same_on_all(server):
 
 def test_what_one_connection_stores_all_can_use(server):
     q, p = probabilities((300, 100), 3), probabilities((300, 100), 4)
-    status = server.request("/v2/tensors/teacher?datatype=FP32&shape=300,100", p.tobytes(), method="PUT")[0]
+    status = server.heard("/v2/tensors/teacher?datatype=FP32&shape=300,100", p.tobytes(), method="PUT")[0]
     assert status == 200
     with Shared(q.nbytes) as shared:
         shared.map[:q.nbytes] = q.tobytes()

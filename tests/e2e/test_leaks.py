@@ -26,7 +26,7 @@ def pair(make_server, tmp_path):
 
     def asks(name):
         def ask(path, data=None, method=None, headers=None):
-            status, _, body = server.request(path, data, {**(headers or {}), "Authorization": f"Bearer {name}"}, method)
+            status, _, body = server.heard(path, data, {**(headers or {}), "Authorization": f"Bearer {name}"}, method)
             return status, body.decode()
         return ask
     return server, asks(f"{WORD}-token"), asks("bob")

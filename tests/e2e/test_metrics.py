@@ -263,7 +263,7 @@ def test_roofline(make_server):
 
 def test_a_copy_is_no_kernel(server):
     q = np.full((1024, 1024), 1 / 1024, "<f4")
-    new = grown(server, lambda: server.request("/v2/tensors/kept?datatype=FP32&shape=1024,1024", q.tobytes(), method="PUT"))
+    new = grown(server, lambda: server.heard("/v2/tensors/kept?datatype=FP32&shape=1024,1024", q.tobytes(), method="PUT"))
     assert new['kld_copied_bytes_total{worker="0"}'] == q.nbytes
     assert new['kld_op_requests_total{front="unix",op="copy",status="ok"}'] >= 1
     assert 'kld_kernel_bytes_total{worker="0"}' not in new

@@ -126,7 +126,7 @@ def test_a_token_that_is_taken_away(make_server, settings):
         return int(re.search(rf"^{name} (\d+)$", text, re.M).group(1))
     replies = []
     with Shared(4096) as shared:
-        assert server.request("/v2/tensors/t?datatype=FP32&shape=2,3", P.tobytes(), bearer("guest"), "PUT")[0] == 200
+        assert server.heard("/v2/tensors/t?datatype=FP32&shape=2,3", P.tobytes(), bearer("guest"), "PUT")[0] == 200
         assert server.request("/v2/systemsharedmemory/region/r/register",
                               json.dumps({"key": shared.key, "byte_size": 64}).encode(), bearer("guest"))[0] == 200
         worker = server.child("worker")
@@ -178,7 +178,7 @@ def test_another_word_for_the_same_name(make_server, settings):
     """A token is changed, its name keeps what it stored."""
     settings.allow(guest="infer")
     server = make_server(tokens=settings.tokens)
-    assert server.request("/v2/tensors/t?datatype=FP32&shape=2,3", P.tobytes(), bearer("guest"), "PUT")[0] == 200
+    assert server.heard("/v2/tensors/t?datatype=FP32&shape=2,3", P.tobytes(), bearer("guest"), "PUT")[0] == 200
     settings.tokens.write_text(f"guest {hashlib.sha256(b'word-of-new').hexdigest()} infer\n")
     event, text = reload(server)
     assert event == "reloaded" and "tokens_added=0 tokens_removed=0" in text
