@@ -12,7 +12,7 @@ import pytest
 
 import oip
 from conftest import Server, end_well, wait_until
-from httplib import Flat, Pace, certificates, fds_of, is_sanitized, probabilities, socket_mib, tls_flags
+from httplib import Flat, Pace, certificates, fds_of, is_sanitized, probabilities, socket_mib, tls_flags, unless_late
 from oip import INFER, LENGTH
 
 MIB = 1 << 20
@@ -182,11 +182,10 @@ def test_who_goes_on_sending_is_closed_in_time(make_server):
     assert server.metrics()[PARTING] == 0
 
 
+@unless_late
 def test_who_is_silent_or_slow_is_closed_before_that(make_server):
     server = make_server(http_slow_ms=2000, http_slow_bytes="10K")
     silent, slow, quick = part(server, 3)
-
-    pace = Pace(40000)
 
     def is_only_one_left():
         time.sleep(0.1)
@@ -194,8 +193,9 @@ def test_who_is_silent_or_slow_is_closed_before_that(make_server):
         with contextlib.suppress(OSError):
             slow.sendall(b"x")
         return server.metrics()[PARTING] <= 1
-    wait_until(is_only_one_left, what="the end of the two")
-    assert server.metrics()[PARTING] == 1  # the quick one
+    with Pace(40000, 2000) as pace:
+        wait_until(is_only_one_left, what="the end of the two")
+        assert server.metrics()[PARTING] == 1  # the quick one
     assert sent_until_cut(silent, b"x", 0.01) <= 10 and sent_until_cut(slow, b"x", 0.01) <= 10
     quick.close()
     wait_until(lambda: server.metrics()[PARTING] == 0, what="its end")
