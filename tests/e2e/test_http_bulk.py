@@ -479,6 +479,7 @@ def test_a_worker_lost_in_the_middle_of_an_upload(make_server):
             else:
                 assert reply.status == 503 and reply.headers["Retry-After"] and json.loads(body)["error"], body
                 refused += 1
+        assert server.child("worker")  # the next one: from now on readiness is not the last one's
         wait_until(lambda: server.request("/v2/health/ready")[0] == 200, what="the next worker")
         _, got = infer(server, {"predictions": q, "targets": p})
         close(got["loss"], oip.expected(q, p)["loss"], "FP32")

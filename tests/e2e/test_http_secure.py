@@ -332,7 +332,7 @@ def asked(server, name, replies, data=DATA, headers=HEADERS):
 
 def test_limits_of_a_token(make_server, tokens):
     """429 for the one who has too much in flight; others are served."""
-    server = make_server(tokens=tokens, token_requests_max=2, token_bytes_max="64K")
+    server = make_server(tokens=tokens, token_requests_max=2, token_bytes_max="64K", http_threads=1)
     worker, replies, late = server.child("worker"), [], []
     asked(server, "infer", late)
     assert late.pop()[0] == 200
