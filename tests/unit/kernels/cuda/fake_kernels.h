@@ -38,6 +38,7 @@ cudaError_t kld_cuda_launch_divisor(const struct kld_cuda_args *args, bool first
 }
 cudaError_t kld_cuda_launch_rows(const struct kld_cuda_args *args, cudaStream_t stream) {
     int error = atomic_exchange(&fake_launch_error, 0);
+    int us = atomic_load(&fake_us); /* who sees the launch counted may change it */
     atomic_store(&fake_p_at, args->p.at);
     atomic_fetch_add(&fake_launches, 1);
     atomic_store(&fake_launched_at, ((struct fake_stream *)stream)->priority);
@@ -53,7 +54,7 @@ cudaError_t kld_cuda_launch_rows(const struct kld_cuda_args *args, cudaStream_t 
     atomic_store(&fake_loading, false);
     if (error)
         return (cudaError_t)error;
-    fake_work(stream, atomic_load(&fake_us));
+    fake_work(stream, us);
     atomic_store(&fake_busy_until_ns, ((struct fake_stream *)stream)->ready_ns);
     return cudaSuccess;
 }

@@ -133,7 +133,7 @@ static bool submit(struct record *record, int stream) {
 }
 
 static void wait_for(struct record *record, bool polls) {
-    uint64_t until = fake_now_ns() + 10000000000u;
+    uint64_t until = fake_now_ns() + 60000000000u;
     while (!atomic_load(&record->place)) {
         of_check = false;
         if (polls)

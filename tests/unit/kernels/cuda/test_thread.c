@@ -55,12 +55,13 @@ START_TEST(who_polls_completes) {
         cuda->poll(device, false);
     }
     /* Given up before the end: the device's thread sees to it. */
-    atomic_store(&fake_us, 500000); /* longer than a busy machine keeps us waiting */
+    atomic_store(&fake_us, FAKE_LONG_US);
     cuda->poll(device, true);
     prepare(&records[0], pool, false);
     ck_assert(submit(&records[0], 0));
     usleep(1000);
     cuda->poll(device, false);
+    fake_skip_long();
     wait_for(&records[0], false);
     ck_assert(!pthread_equal(records[0].ended_in, pthread_self()));
     teardown();
@@ -145,21 +146,22 @@ START_TEST(kernels_are_loaded_while_a_device_is_idle) {
     for (int polls = 0; polls < 2; polls++) {
         int loaded = atomic_load(&fake_loads);
         cuda->poll(device, polls);
-        atomic_store(&fake_us, 1000000);
+        atomic_store(&fake_us, FAKE_LONG_US);
         prepare(&records[0], pool, false);
         ck_assert(submit(&records[0], 0));
+        atomic_store(&fake_us, 0);
         have_kernels_to_load(); /* the device thread polls, or sleeps and looks when it wakes */
         prepare(&records[1], pool, false);
         ck_assert(!submit(&records[1], 1)); /* its kernel may not be there yet */
         usleep(20000);
         ck_assert_int_eq(atomic_load(&fake_loads), loaded);
+        fake_skip_long();
         wait_for(&records[0], polls);
         wait_for(&records[1], polls);
         cuda->poll(device, false);
         for (int i = 0; i < 10000 && atomic_load(&fake_loads) < KERNELS; i++)
             usleep(1000);
         ck_assert_int_eq(atomic_load(&fake_loads), KERNELS);
-        atomic_store(&fake_us, 0);
     }
     teardown();
 }
@@ -218,8 +220,10 @@ END_TEST
 /* Asks until it can be told: the device's thread may be at work just now. */
 static enum kld_job_stage stage_of(int record) {
     enum kld_job_stage stage = KLD_JOB_UNKNOWN;
-    for (int i = 0; i < 1000 && stage == KLD_JOB_UNKNOWN; i++)
+    for (int i = 0; i < TRIES_MAX && stage == KLD_JOB_UNKNOWN; i++) {
+        usleep(i > 0 ? 1000 : 0);
         stage = cuda->stage(device, &records[record].job);
+    }
     return stage;
 }
 
@@ -230,7 +234,7 @@ START_TEST(a_job_says_that_it_waits) {
     uint8_t handle[64];
     ck_assert_int_eq(cuda->event_create(device, &ours, handle, &err), KLD_OK);
     ck_assert_int_eq(cuda->event_import(device, handle, &theirs, &err), KLD_OK);
-    atomic_store(&fake_us, 200000);
+    atomic_store(&fake_us, FAKE_LONG_US);
     prepare(&records[0], pool, false);
     records[0].job.record = ours;
     submit(&records[0], 0);
@@ -238,12 +242,13 @@ START_TEST(a_job_says_that_it_waits) {
     records[1].job.wait = theirs;
     submit(&records[1], 1);
     bool waits = false;
-    for (int i = 0; i < 1000 && !waits; i++) { /* the device's thread may be at work just now */
-        usleep(100);
+    for (int i = 0; i < TRIES_MAX && !waits; i++) { /* the device's thread may be at work now */
+        usleep(1000);
         waits = cuda->stage(device, &records[1].job) == KLD_JOB_WAITS;
     }
     ck_assert(waits);
     ck_assert_int_eq(stage_of(0), KLD_JOB_BEGUN);
+    fake_skip_long();
     wait_for(&records[0], false);
     ck_assert_uint_eq(atomic_load(&records[1].place), 0); /* at work now, for as long */
     prepare(&records[0], pool, false);
@@ -254,7 +259,7 @@ START_TEST(a_job_says_that_it_waits) {
         usleep(100);
     }
     ck_assert_uint_eq(atomic_load(&records[1].place), 0);
-    atomic_store(&fake_us, 5);
+    fake_skip_long();
     wait_for(&records[1], false);
     wait_for(&records[0], false);
     cuda->event_free(ours);
@@ -265,19 +270,20 @@ END_TEST
 
 START_TEST(a_job_says_that_it_is_behind_another) {
     setup();
-    atomic_store(&fake_us, 100000);
+    atomic_store(&fake_us, FAKE_LONG_US);
     prepare(&records[0], pool, false);
     prepare(&records[1], pool, false);
     submit(&records[0], 0);
     submit(&records[1], 0);
     enum kld_job_stage stage = KLD_JOB_UNKNOWN;
-    for (int i = 0; i < 1000 && stage != KLD_JOB_BEGUN; i++) {
-        usleep(100);
+    for (int i = 0; i < TRIES_MAX && stage != KLD_JOB_BEGUN; i++) {
+        usleep(1000);
         stage = stage_of(0);
     }
     ck_assert_int_eq(stage, KLD_JOB_BEGUN);
     ck_assert_int_eq(stage_of(1), KLD_JOB_BEHIND);
-    atomic_store(&fake_us, 5);
+    fake_skip_long();
+    fake_skip_long();
     wait_for(&records[0], false);
     wait_for(&records[1], false);
     teardown();
@@ -626,15 +632,17 @@ START_TEST(submit_does_not_wait_for_a_kernel_to_be_loaded) {
     ck_assert(submit(&records[0], 0)); /* nothing is there that could wait */
     wait_for(&records[0], false);
     usleep(50000); /* its thread sleeps */
-    atomic_store(&fake_us, 3000000);
+    atomic_store(&fake_us, FAKE_LONG_US);
     prepare(&records[0], pool, false);
     have_kernels_to_load();
     ck_assert(submit(&records[0], 0));
+    atomic_store(&fake_us, 5);
     atomic_store(&fake_loading, true);
     uint64_t start_ns = fake_now_ns();
     prepare(&records[1], pool, false);
     submit(&records[1], 1);
-    ck_assert_uint_lt(fake_now_ns() - start_ns, 1500000000);
+    ck_assert_uint_lt(fake_now_ns() - start_ns, FAKE_LONG_US * 500ull);
+    fake_skip_long();
     wait_for(&records[0], false);
     wait_for(&records[1], false);
     ck_assert_int_eq(records[1].job.status, KLD_OK);
