@@ -293,9 +293,13 @@ START_TEST(test_attaching_finds_the_device) {
         .dtype = KLD_DTYPE_FP32, .form = KLD_FORM_LOGITS, .rank = 2, .shape = {ROWS, CLASSES}};
     ck_assert_int_eq(kld_attach(connection, "t", 0, &found, &view, &error), KLD_NOT_FOUND);
     /* Looks less and less often, so that those who wait are no load to the server. */
-    int looks = second.accepted;
-    ck_assert_int_eq(kld_attach(connection, "t", 500000000, &found, &view, &error), KLD_NOT_FOUND);
-    looks = second.accepted - looks;
+    int looks = 0;
+    for (int i = 0; i < 5 && looks < 2; i++) { /* a busy machine may have no more than one */
+        int before = second.accepted;
+        ck_assert_int_eq(kld_attach(connection, "t", 500000000, &found, &view, &error),
+                         KLD_NOT_FOUND);
+        looks = second.accepted - before;
+    }
     ck_assert_msg(looks >= 2 && looks <= 11, "%d looks in half a second", looks);
     ck_assert_int_eq(kld_region_create(teacher, BYTES, &logits, &error), KLD_OK);
     view = (struct kld_tensor_view){
@@ -346,13 +350,14 @@ START_TEST(test_attaching_does_not_wait_for_who_is_away) {
     struct kld_region *shared, *found, *logits;
     struct kld_tensor_view view = {
         .dtype = KLD_DTYPE_FP32, .form = KLD_FORM_LOGITS, .rank = 2, .shape = {ROWS, CLASSES}};
+    const struct kld_connect_options patient = {.connect_timeout_ns = TENTHS(600)};
     struct timespec before, after;
     int tries = 0;
     long took_ms = 150; /* of the quickest: a busy machine may stop any of them */
     for (; tries < 20 && took_ms >= 150; tries++) {
         if (tries > 0)
             kld_close(connection); /* it may know now who is away */
-        connection = connect_to(first.path);
+        connection = connect_with(first.path, &patient);
         clock_gettime(CLOCK_MONOTONIC, &before);
         ck_assert_int_eq(kld_region_create(connection, 2 * BYTES, &shared, &error), KLD_OK);
         ck_assert_int_eq(kld_attach(connection, "t", 20000000, &found, &view, &error),
@@ -374,7 +379,7 @@ START_TEST(test_attaching_does_not_wait_for_who_is_away) {
     clock_gettime(CLOCK_MONOTONIC, &after);
     ck_assert_int_eq(first.regions_added, tries);
     ck_assert_int_eq(second.regions_added, 2); /* the teacher's; and ours, with the only move */
-    ck_assert_int_lt(after.tv_sec - before.tv_sec, 4); /* not the 5 s of a connection */
+    ck_assert_int_lt(after.tv_sec - before.tv_sec, 30); /* not the 60 s of a connection */
     kld_close(teacher);
     close(away);
     unlink(address.sun_path);

@@ -25,18 +25,18 @@ static struct kld_region *logits, *predictions;
 static struct kld_error error;
 static const uint8_t uuid[16] = {7}, handle[64] = {9};
 
-static struct kld_connection *connect_to_worker(void) {
+static struct kld_connection *connect_to_worker(const struct kld_connect_options *options) {
     char url[128];
     struct kld_connection *connection = NULL;
     snprintf(url, sizeof url, "unix:%s", worker.path);
-    ck_assert_msg(kld_connect(url, NULL, &connection, &error) == KLD_OK, "%s", error.text);
+    ck_assert_msg(kld_connect(url, options, &connection, &error) == KLD_OK, "%s", error.text);
     return connection;
 }
 
 static void setup(void) {
     fake_worker_open(&worker);
-    teacher = connect_to_worker();
-    student = connect_to_worker();
+    teacher = connect_to_worker(NULL);
+    student = connect_to_worker(NULL);
     ck_assert_int_eq(kld_region_create(teacher, 64 + BYTES, &logits, &error), KLD_OK);
     ck_assert_int_eq(kld_region_create(student, BYTES, &predictions, &error), KLD_OK);
     float *p = (float *)((char *)kld_region_data(logits) + 64), *q = kld_region_data(predictions);
@@ -192,10 +192,13 @@ END_TEST
 
 /* That the worker is gone is noticed by the call itself, which still takes its own time only. */
 START_TEST(test_attaching_over_a_lost_connection_takes_its_own_time) {
+    const struct kld_connect_options patient = {.connect_timeout_ns = 60000000000};
     setup();
     struct kld_tensor_view view;
     struct kld_region *region;
     struct timespec began, ended;
+    kld_close(student);
+    student = connect_to_worker(&patient);
     worker.hang_up = 1;
     for (int i = 0; i < TRIES_MAX && worker.hang_up; i++)
         usleep(1000);
@@ -203,7 +206,7 @@ START_TEST(test_attaching_over_a_lost_connection_takes_its_own_time) {
     ck_assert_int_eq(kld_attach(student, "teacher/logits", 1000000, &region, &view, &error),
                      KLD_NOT_FOUND);
     clock_gettime(CLOCK_MONOTONIC, &ended);
-    ck_assert_int_le(ended.tv_sec - began.tv_sec, 2);
+    ck_assert_int_le(ended.tv_sec - began.tv_sec, 30);
     teardown();
 }
 END_TEST

@@ -16,7 +16,7 @@
 #include "server/log.h"
 #include "server/role.h"
 
-#define WAIT_S 10
+#define WAIT_S 60
 
 void rig_init(struct rig *rig) {
     memset(rig, 0, sizeof *rig);
@@ -181,10 +181,20 @@ void rig_send(int fd, const union kld_frame *frame) {
     rig_send_fds(fd, frame, frame->header.length, NULL, 0);
 }
 
+/* recv() as it is without a time limit: with one, it ends with EINTR if the process is stopped and
+ * goes on. */
+ssize_t rig_recv(int fd, void *data, size_t bytes, int flags) {
+    ssize_t got;
+    do
+        got = recv(fd, data, bytes, flags);
+    while (got < 0 && errno == EINTR);
+    return got;
+}
+
 void rig_receive(int fd, union kld_frame *ret_frame) {
     struct kld_error err = {.status = KLD_OK};
     uint64_t request;
-    ssize_t bytes = recv(fd, ret_frame, sizeof *ret_frame, 0);
+    ssize_t bytes = rig_recv(fd, ret_frame, sizeof *ret_frame, 0);
     ck_assert_msg(bytes > 0, "no frame: %s", bytes ? strerror(errno) : "end of connection");
     enum kld_status status = kld_frame_check(ret_frame, (size_t)bytes, 0, 0, &request, &err);
     ck_assert_msg(status == KLD_OK, "a reply of wrong form: %s", err.text);

@@ -48,8 +48,9 @@ int rig_client_of(const struct rig *rig, uid_t uid);
 void rig_name_gateway(struct rig *rig, pid_t pid, int pidfd);
 void rig_send(int fd, const union kld_frame *frame);
 void rig_send_fds(int fd, const void *data, size_t bytes, const int *fds, int count);
-/* One frame; fails after 10 s, or at the end of the connection. */
+/* One frame; fails after a minute, or at the end of the connection. */
 void rig_receive(int fd, union kld_frame *ret_frame);
+ssize_t rig_recv(int fd, void *data, size_t bytes, int flags);
 /* The next frame answers `request` with this type, or with an ERROR of this status. */
 void rig_expect(int fd, uint64_t request, enum kld_frame_type type, union kld_frame *ret_frame);
 void rig_expect_error(int fd, uint64_t request, enum kld_status status, const char *text);

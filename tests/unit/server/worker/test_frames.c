@@ -100,7 +100,7 @@ static int take_done(int fd, uint64_t first, int count) {
     uint64_t seen = 0, request;
     int packets = 0;
     for (int taken = 0; taken < count; packets++) {
-        ssize_t bytes = recv(fd, packet, sizeof packet, 0);
+        ssize_t bytes = rig_recv(fd, packet, sizeof packet, 0);
         unsigned frames = 0;
         ck_assert_int_gt(bytes, 0);
         ck_assert_int_eq(kld_packet_check(packet, (size_t)bytes, 0, 0, &frames, &request, &err),
@@ -188,7 +188,7 @@ START_TEST(several_requests_in_a_packet) {
     rig_send_fds(fd, packet, bytes, NULL, 0);
     bool refused = false;
     for (int taken = 0; taken < 3;) {
-        ssize_t got = recv(fd, packet, sizeof packet, 0);
+        ssize_t got = rig_recv(fd, packet, sizeof packet, 0);
         ck_assert_int_gt(got, 0);
         for (size_t at = 0; at < (size_t)got; taken++) {
             struct kld_frame_header header;
@@ -274,7 +274,7 @@ START_TEST(many_failures_at_once) {
     rig_until_stat(&rig, KLD_STAT_worker_requests_in_flight, ALL);
     end_together(ALL);
     while (taken < ALL) {
-        ssize_t bytes = recv(fd, packet, sizeof packet, MSG_TRUNC);
+        ssize_t bytes = rig_recv(fd, packet, sizeof packet, MSG_TRUNC);
         struct kld_error err = {.status = KLD_OK};
         unsigned frames = 0;
         uint64_t request;

@@ -165,7 +165,7 @@ static int losses_told(int fd) {
     union kld_frame frame;
     int losses = 0;
     ssize_t bytes;
-    while ((bytes = recv(fd, &frame, sizeof frame, 0)) > 0)
+    while ((bytes = rig_recv(fd, &frame, sizeof frame, 0)) > 0)
         losses += frame.header.type == KLD_FRAME_ERROR &&
                   frame.as_ERROR.status == (uint32_t)KLD_DEVICE_LOST;
     ck_assert_int_eq(bytes, 0); /* the end, and in good order */
