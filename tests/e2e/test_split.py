@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from conftest import BIN, clean_environment, suspend, wait_until
+from httplib import Late, unless_late
 
 KLD = str(BIN / "kld")
 
@@ -74,6 +75,7 @@ def test_every_server_has_its_share(servers, tmp_path):
 
 
 @pytest.mark.parametrize("front", ["http", "unix"])
+@unless_late
 def test_a_server_is_killed_in_the_middle(make_server, servers, tmp_path, front):
     doomed = make_server(threads=1)
     at = doomed.http if front == "http" else doomed.url_unix
@@ -95,10 +97,11 @@ def test_a_server_is_killed_in_the_middle(make_server, servers, tmp_path, front)
     killer.join()
     assert killed.is_set()
     answers = [json.loads(done.stdout) for done in (one, many)]
-    assert answers[1]["attempts"] > 1, "it was killed too late"
     if servers[0].backend == "cpu":
         assert answers[0]["loss"] == answers[1]["loss"]
     assert (tmp_path / "one.npy").read_bytes() == (tmp_path / "many.npy").read_bytes()
+    if answers[1]["attempts"] == 1:
+        raise Late("it was killed behind its last part")
 
 
 def test_workers_and_gateways_die(servers, make_server, tmp_path):
