@@ -630,7 +630,7 @@ START_TEST(silent_servers_do_not_add_up) {
     server[0].metadata = METADATA("1.2", "cpu", "x (v)");
     strcpy(at, server[0].url);
     uint64_t took_s = SILENT;
-    for (int tried = 0; tried < 5 && took_s > SILENT - 2; tried++) { /* the quickest counts */
+    for (int tried = 0; tried < 5 && took_s >= SILENT; tried++) { /* the quickest counts */
         uint64_t begin_ns = kld_now_ns();
         ck_assert_int_eq(kld_connect(url, NULL, &connection, &error), KLD_OK);
         for (int i = 0; i < 5; i++)
@@ -638,7 +638,7 @@ START_TEST(silent_servers_do_not_add_up) {
         kld_close(connection);
         took_s = (kld_now_ns() - begin_ns) / 1000000000;
     }
-    ck_assert_uint_le(took_s, SILENT - 2); /* and not a second for each */
+    ck_assert_uint_lt(took_s, SILENT); /* and not a second for each */
     close_fakes(1);
     for (int i = 0; i < SILENT; i++)
         close(listener[i]);
