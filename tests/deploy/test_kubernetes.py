@@ -439,7 +439,7 @@ def test_probes_are_answered_while_callers_hold_all_connections(name, make_serve
             held[-1].request("GET", "/v2/health/live")
             held[-1].getresponse().read()
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            assert answers(server, box, probe) == 200, probe
+            wait_until(lambda probe=probe: answers(server, box, probe) == 200, what=f"the answer to the {probe}")
     finally:
         for connection in held:
             connection.close()
@@ -457,7 +457,7 @@ def test_the_server_takes_its_options_and_answers_its_probes(name, make_server, 
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         check = box.get(probe, {})
         if "httpGet" in check:
-            assert answers(server, box, probe) == 200
+            wait_until(lambda probe=probe: answers(server, box, probe) == 200, what=f"the answer to the {probe}")
         elif "exec" in check:
             words = [word.replace("/opt/kld/bin", str(BIN)) for word in check["exec"]["command"]]
             result = subprocess.run(words, capture_output=True, timeout=60,

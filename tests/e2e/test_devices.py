@@ -60,7 +60,7 @@ def restarts(server, count):
 
 @pytest.fixture
 def trio(make_server):
-    return make_server(device="0,0,0", threads=1, environment={"KLD_TEST_FAULTS": "1"})
+    return make_server(device="0,0,0", threads=1, drain_ms=60000, environment={"KLD_TEST_FAULTS": "1"})
 
 
 def fault(server, worker):
@@ -283,7 +283,7 @@ def test_the_measurement_of_faults_runs(backend):
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["backend"] == backend and 0 < found["told_ms"][0] < found["answered_ms"][0]
-    assert found["answered_ms"][0] < (1000 * SOON_S if backend == "cuda" else 10000)
+    assert found["answered_ms"][0] < (1000 * SOON_S if backend == "cuda" else 60000)
 
 
 def test_status_of_each(trio, cli):
@@ -449,7 +449,7 @@ def test_a_full_stop_of_all(trio):
         one.connect(path)
     started = time.monotonic()
     assert trio.stop() == 0
-    assert time.monotonic() - started < 9  # of the 10 s that a drain has
+    assert time.monotonic() - started < 30  # of the 60 s that a drain has
     assert trio.log().count("worker ended") == 3
     for one in held:
         one.close()

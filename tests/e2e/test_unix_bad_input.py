@@ -311,7 +311,7 @@ def lingering():
 def test_descriptors_that_do_not_close(make_server):
     """More of them than the worker's pool has threads, each hidden in the queue of another socket and sent by who
     leaves, behind as much as the worker reads at a time. Both fronts serve, and the server ends when it is told."""
-    server = make_server()
+    server = make_server(drain_ms=60000)
     worker, peers = server.child("worker"), []
     suspend(worker)  # so that each last close is the worker's
     for _ in range(6):
@@ -326,16 +326,16 @@ def test_descriptors_that_do_not_close(make_server):
         for one in (sender, there, here, bad):
             one.close()
     os.kill(worker, signal.SIGCONT)
-    with Client(server.unix, timeout=10) as good:
+    with Client(server.unix) as good:
         region = good.region(Memory(4096))
         good.run((2, 4), {"predictions": tensor(region), "targets": tensor(region, 64)})
     status, _ = server.json("/v2/models/kl_div/infer", {"inputs": [
         {"name": name, "datatype": "FP32", "shape": [1, 2], "data": [0.5, 0.5]}
-        for name in ("predictions", "targets")]}, timeout=10)
+        for name in ("predictions", "targets")]})
     assert status == 200
     started = time.monotonic()
     assert server.stop() == 0
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     for peer in peers:
         peer.close()
 

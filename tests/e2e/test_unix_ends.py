@@ -51,10 +51,8 @@ def test_deadline(worker_server, client, long_case):
     with read_at_once(worker_server):
         numbers = [long_submit(client, long_case) for _ in range(8)]
         late = long_submit(client, long_case, timeout_ns=1_000_000)
-    start = time.monotonic()
     with pytest.raises(Failed, match="deadline.*passed"):
         client.result(late)
-    assert time.monotonic() - start < 5
     for number in numbers:
         client.result(number)
     assert client.result(long_submit(client, long_case, timeout_ns=60 * 10**9))["scalar"] == 1
@@ -126,10 +124,8 @@ def test_client_that_never_reads(worker_server, client):
     except BlockingIOError:
         pass
     assert sent < 200000, "the worker kept reading"
-    start = time.monotonic()
     for _ in range(20):
         client.ping()
-    assert time.monotonic() - start < 5
     assert resident_bytes(pid) - before < 16 << 20
     # It reads after all: everything that was accepted is answered.
     silent.socket.settimeout(60)
