@@ -46,8 +46,8 @@ class Reloads:
                 shutil.copy(folder / f"server.{end}", folder / f"{name}.{end}")
         self.write("a")
         self.server = Server(backend=backend, environment=self.page.environment(), http_threads=1, threads=1,
-                             log_format="json", config=folder / "kld.json", tokens=folder / "tokens", reload_ms=400, restart_ms_max=100,
-                             **tls_flags(folder))
+                             log_format="json", config=folder / "kld.json", tokens=folder / "tokens", reload_ms=2000,
+                             restart_ms_max=100, **tls_flags(folder))
         self.context = ssl.create_default_context(cafile=folder / "ca.crt")
         self.asks = {name: self.ask("steady") for name in "ab"}  # whatever is done the first time only
         for name in "babab":
@@ -105,7 +105,7 @@ class Reloads:
     def all(self, name):
         return {"token": name, "certificate": name, "gateway": name, "worker0": name}
 
-    def seen(self, expected, seconds=3):
+    def seen(self, expected, seconds=30):
         """{what: "a" or "b"}, once that is as expected or does not become so."""
         end = time.monotonic() + seconds
         while True:
@@ -124,7 +124,7 @@ class Reloads:
     def outcome(self, begin):
         return [line for line in self.lines(begin) if line.get("event") in ("reloaded", "reload failed")]
 
-    def reload(self, counted=False, seconds=15):
+    def reload(self, counted=False, seconds=60):
         """SIGHUP -> what the log says of it: (event, reason); counted: or /metrics, where that line was lost."""
         begin, before = len(self.server.log()), self.counts() if counted else None
         os.kill(self.server.pid, signal.SIGHUP)
