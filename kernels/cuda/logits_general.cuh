@@ -13,7 +13,7 @@
 #ifndef KLD_KERNELS_CUDA_LOGITS_GENERAL_CUH
 #define KLD_KERNELS_CUDA_LOGITS_GENERAL_CUH
 
-#include "kernels/cuda/logits_sides.cuh"
+#include "kernels/cuda/logits_little.cuh"
 
 namespace logits_resident {
 inline namespace KLD_CUDA_TEAM {
@@ -21,6 +21,8 @@ inline namespace KLD_CUDA_TEAM {
 /* What a thread has summed: the value and mass h of both sides. */
 struct general_sums {
     float value = 0, side[2] = {0, 0};
+    float most[2] = {
+        0, 0}; /* FP32 mixtures: the largest that a batch, or a chunk's heavy classes, added */
     bool heavy = false; /* a class has been left out of `side` */
 
     __device__ __forceinline__ void flush(double (&total)[4]) {
@@ -40,9 +42,10 @@ template <class T_, int KIND> struct general_body : usual_body {
         KIND == KLD_RULE_CROSS_ENTROPY ? logits_stats::ENTROPY : logits_stats::REVERSE;
     static constexpr int V = packet<T_>::V;
     static constexpr int UNROLL = KIND == KLD_RULE_MIXTURE ? 1 : 2; /* likewise */
-    static constexpr float HEAVY = 1.0f / 16;                       /* part of a side's mass */
-    static constexpr int BATCH = 4;                                 /* pairs at a time: registers */
+    static constexpr float HEAVY = general_row<KIND, FP32>::HEAVY;
+    static constexpr int BATCH = 4; /* pairs at a time: registers */
     typedef general_row<KIND, FP32> numbers;
+    static constexpr bool LOOKS_CLOSELY = numbers::MIXED;
     typedef typename numbers::side_row side_row;
     typedef const row_at_hand<general_body> hand_type;
     /* Whether and as what a side's rows of js are read. */
@@ -260,7 +263,7 @@ template <class T_, int KIND> struct general_body : usual_body {
         const numbers &all = hand.shared->numbers;
         const ROW side = read_again<ROW>(all.side[SIDE]);
         const temperature &t = hand.t;
-        float h[BATCH], mass[BATCH];
+        float h[BATCH], mass[BATCH], part = 0;
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             bool in = LEFT::ALL || first + i < left.left;
@@ -271,8 +274,11 @@ template <class T_, int KIND> struct general_body : usual_body {
             if (!LEFT::ALL || CLASSES_OUT) /* it may be infinite there, or no number */
                 h[i] = mass[i] == 0.0f ? 0.0f : h[i];
             sum.heavy = (bool)((int)sum.heavy | (int)much);
-            sum.side[SIDE] = fmaf(much ? 0.0f : mass[i], h[i], sum.side[SIDE]);
+            part = fmaf(much ? 0.0f : mass[i], h[i], part);
         }
+        sum.side[SIDE] += part;
+        if constexpr (numbers::MIXED)
+            sum.most[SIDE] = fmaxf(sum.most[SIDE], fabsf(part));
     }
 
     template <bool CLASSES_OUT, int SIDE, class... MORE>
@@ -363,18 +369,34 @@ template <class T_, int KIND> struct general_body : usual_body {
                 heavy_sides more = heavy_chunk<CAREFUL>(hand.slice, chunk, all, *hand.rule, hand.t);
                 total[1] += for_p ? more.sum[SIDE_P] : 0.0;
                 total[2] += for_q ? more.sum[SIDE_Q] : 0.0;
+                if constexpr (numbers::MIXED)
+#pragma unroll
+                    for (int side = 0; side < 2; side++)
+                        sum.most[side] = fmaxf(sum.most[side], fabsf((float)more.sum[side]));
                 sum.heavy = false;
             }
         });
-        part row_sums = resident::merge_row(total, 0, 0, logits_stats::plain_merge);
+        part row_sums;
+        if constexpr (numbers::MIXED && SIDES)
+            row_sums = resident::merge_row(total, 0, 0, merge_with_most,
+                                           logits_stats::warp_max(sum.most[SIDE_P]),
+                                           logits_stats::warp_max(sum.most[SIDE_Q]));
+        else
+            row_sums = resident::merge_row(total, 0, 0, logits_stats::plain_merge);
         if (SIDES && resident::group_thread() < 2) {
             numbers &to = hand.shared->numbers;
             int which = (int)resident::group_thread();
             double mean = which == SIDE_P ? row_sums.sum[1] : row_sums.sum[2];
-            if constexpr (numbers::MIXED)
+            if constexpr (numbers::MIXED) {
+                const float top = which == SIDE_P
+                                      ? mass_of<CAREFUL, SIDE_P>(hand.shared->top[0], row, t)
+                                      : mass_of<CAREFUL, SIDE_Q>(hand.shared->top[1], row, t);
+                to.judge(which, which == SIDE_P ? for_p : for_q, (float)mean, row_sums.top[which],
+                         top);
                 to.count_from_mean(*hand.rule, which, mean);
-            else
+            } else {
                 to.side[which].sum = (float)mean;
+            }
         }
         resident::group_sync();
         return row_sums.sum[0] < 0.0 ? 0.0 : row_sums.sum[0]; /* NaN stays */
@@ -416,7 +438,7 @@ template <class T_, int KIND> struct general_body : usual_body {
                 g[i] = fmaf(side.cross, more_of<CAREFUL>(z_p[i], z_q[i], row, t), g[i]);
 #pragma unroll
         for (int i = 0; i < V; i++)
-            g[i] *= row.factor;
+            g[i] *= numbers::MIXED ? side.of : row.factor;
         resident::put<T>(grad, whole, slice.count, slice.head, vector, left, g);
     }
 
@@ -450,6 +472,11 @@ template <class T_, int KIND> struct general_body : usual_body {
         double value = hand.shared->value;
         if (gradient) {
             double sum = sum_pass<CAREFUL, true>(hand);
+            if constexpr (LOOKS_CLOSELY)
+                if (hand.shared->numbers.is_little()) {
+                    hand.left = true;
+                    return sum;
+                }
             write_pass<CAREFUL>(hand);
             return KNOWN ? value : sum;
         }
@@ -457,6 +484,13 @@ template <class T_, int KIND> struct general_body : usual_body {
             value = sum_pass<CAREFUL, CAREFUL>(hand);
         hand.slice.release();
         return value;
+    }
+
+    /* Its registers are no concern of the rows that need no second look. */
+    static __device__ __noinline__ void closely(const kld_cuda_args &args, uint32_t slot,
+                                                uint32_t turn) {
+        hand_type hand = rows<general_body>::hand_of(args, slot, turn);
+        finish_closely(hand);
     }
 };
 
