@@ -21,8 +21,7 @@ inline namespace KLD_CUDA_TEAM {
 /* What a thread has summed: the value and mass h of both sides. */
 struct general_sums {
     float value = 0, side[2] = {0, 0};
-    float most[2] = {
-        0, 0}; /* FP32 mixtures: the largest that a batch, or a chunk's heavy classes, added */
+    extremes seen[2];   /* FP32 mixtures: of what was added to `side` */
     bool heavy = false; /* a class has been left out of `side` */
 
     __device__ __forceinline__ void flush(double (&total)[4]) {
@@ -42,10 +41,9 @@ template <class T_, int KIND> struct general_body : usual_body {
         KIND == KLD_RULE_CROSS_ENTROPY ? logits_stats::ENTROPY : logits_stats::REVERSE;
     static constexpr int V = packet<T_>::V;
     static constexpr int UNROLL = KIND == KLD_RULE_MIXTURE ? 1 : 2; /* likewise */
-    static constexpr float HEAVY = general_row<KIND, FP32>::HEAVY;
-    static constexpr int BATCH = 4; /* pairs at a time: registers */
+    static constexpr float HEAVY = 1.0f / 16;                       /* part of a side's mass */
+    static constexpr int BATCH = 4;                                 /* pairs at a time: registers */
     typedef general_row<KIND, FP32> numbers;
-    static constexpr bool LOOKS_CLOSELY = numbers::MIXED;
     typedef typename numbers::side_row side_row;
     typedef const row_at_hand<general_body> hand_type;
     /* Whether and as what a side's rows of js are read. */
@@ -159,7 +157,7 @@ template <class T_, int KIND> struct general_body : usual_body {
             return (double)side.of * fma((double)z_q, inverse, -shift);
         double d = fma((double)z_p - (double)z_q, inverse, -shift);
         if constexpr (numbers::MIXED)
-            return mixture_origin(rule, SIDE == SIDE_Q, row.y0[SIDE])
+            return mixture_origin(rule, SIDE == SIDE_Q, row.wide.y0[SIDE])
                 .slope(SIDE == SIDE_P ? -d : d);
         return (double)side.of * d;
     }
@@ -204,11 +202,14 @@ template <class T_, int KIND> struct general_body : usual_body {
         }
     }
 
+    /* A mass before its factor. */
+    static __device__ __forceinline__ double wide_power(float z, float c, const temperature &t) {
+        double scale = (double)t.scale.high + (double)t.scale.low;
+        return wide_exp2(fma((double)z, scale, -(double)c));
+    }
     static __device__ __forceinline__ double wide_mass(float z, float c, const two_floats &factor,
                                                        const temperature &t) {
-        double scale = (double)t.scale.high + (double)t.scale.low;
-        return wide_exp2(fma((double)z, scale, -(double)c)) *
-               ((double)factor.high + (double)factor.low);
+        return wide_power(z, c, t) * ((double)factor.high + (double)factor.low);
     }
 
     /* All the sums of MIXTURE in 16 bits over a batch: the sides share most of it. */
@@ -263,7 +264,7 @@ template <class T_, int KIND> struct general_body : usual_body {
         const numbers &all = hand.shared->numbers;
         const ROW side = read_again<ROW>(all.side[SIDE]);
         const temperature &t = hand.t;
-        float h[BATCH], mass[BATCH], part = 0;
+        float h[BATCH], mass[BATCH], few = numbers::MIXED ? 0.0f : sum.side[SIDE];
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             bool in = LEFT::ALL || first + i < left.left;
@@ -274,11 +275,13 @@ template <class T_, int KIND> struct general_body : usual_body {
             if (!LEFT::ALL || CLASSES_OUT) /* it may be infinite there, or no number */
                 h[i] = mass[i] == 0.0f ? 0.0f : h[i];
             sum.heavy = (bool)((int)sum.heavy | (int)much);
-            part = fmaf(much ? 0.0f : mass[i], h[i], part);
+            few = fmaf(much ? 0.0f : mass[i], h[i], few);
         }
-        sum.side[SIDE] += part;
-        if constexpr (numbers::MIXED)
-            sum.most[SIDE] = fmaxf(sum.most[SIDE], fabsf(part));
+        if constexpr (numbers::MIXED) {
+            sum.seen[SIDE].see(few);
+            few += sum.side[SIDE];
+        }
+        sum.side[SIDE] = few;
     }
 
     template <bool CLASSES_OUT, int SIDE, class... MORE>
@@ -366,21 +369,20 @@ template <class T_, int KIND> struct general_body : usual_body {
         hand.slice.template middle_pass<!CAREFUL, UNROLL>(V, vector_sums, [&](uint32_t chunk) {
             sum.flush(total);
             if (FP32 && sum.heavy) {
-                heavy_sides more = heavy_chunk<CAREFUL>(hand.slice, chunk, all, *hand.rule, hand.t);
+                heavy_sides more =
+                    heavy_chunk<CAREFUL>(hand.slice, chunk, all, hand.args->rule, hand.t);
                 total[1] += for_p ? more.sum[SIDE_P] : 0.0;
                 total[2] += for_q ? more.sum[SIDE_Q] : 0.0;
                 if constexpr (numbers::MIXED)
 #pragma unroll
                     for (int side = 0; side < 2; side++)
-                        sum.most[side] = fmaxf(sum.most[side], fabsf((float)more.sum[side]));
+                        sum.seen[side].see((float)more.sum[side]);
                 sum.heavy = false;
             }
         });
         part row_sums;
         if constexpr (numbers::MIXED && SIDES)
-            row_sums = resident::merge_row(total, 0, 0, merge_with_most,
-                                           logits_stats::warp_max(sum.most[SIDE_P]),
-                                           logits_stats::warp_max(sum.most[SIDE_Q]));
+            row_sums = merge_with_extremes(total, sum.seen[SIDE_P], sum.seen[SIDE_Q]);
         else
             row_sums = resident::merge_row(total, 0, 0, logits_stats::plain_merge);
         if (SIDES && resident::group_thread() < 2) {
@@ -391,9 +393,9 @@ template <class T_, int KIND> struct general_body : usual_body {
                 const float top = which == SIDE_P
                                       ? mass_of<CAREFUL, SIDE_P>(hand.shared->top[0], row, t)
                                       : mass_of<CAREFUL, SIDE_Q>(hand.shared->top[1], row, t);
-                to.judge(which, which == SIDE_P ? for_p : for_q, (float)mean, row_sums.top[which],
-                         top);
-                to.count_from_mean(*hand.rule, which, mean);
+                to.judge(which, which == SIDE_P ? for_p : for_q, (float)mean,
+                         extremes(row_sums, which), top);
+                to.count_from_mean(hand.args->rule, which, mean);
             } else {
                 to.side[which].sum = (float)mean;
             }
@@ -467,30 +469,30 @@ template <class T_, int KIND> struct general_body : usual_body {
         });
     }
 
+    /* The gradients of a row that needs a second look, whose registers are no concern of others.
+     * Returns `value`. */
+    static __device__ __noinline__ double closely(const kld_cuda_args &args, uint32_t slot,
+                                                  uint32_t turn, double value) {
+        finish_closely(rows<general_body>::hand_of(args, slot, turn));
+        return value;
+    }
+
     template <bool CAREFUL> static __device__ __forceinline__ double passes(hand_type &hand) {
         bool gradient = hand.grad_p || hand.grad_q;
         double value = hand.shared->value;
         if (gradient) {
             double sum = sum_pass<CAREFUL, true>(hand);
-            if constexpr (LOOKS_CLOSELY)
-                if (hand.shared->numbers.is_little()) {
-                    hand.left = true;
-                    return sum;
-                }
+            if constexpr (numbers::MIXED)
+                if (hand.shared->numbers.is_little())
+                    return closely(*hand.args, hand.slot, hand.turn, sum);
             write_pass<CAREFUL>(hand);
             return KNOWN ? value : sum;
         }
+        constexpr bool sides = CAREFUL && !numbers::MIXED;
         if constexpr (!KNOWN) /* code of its own has registers to spare */
-            value = sum_pass<CAREFUL, CAREFUL>(hand);
+            value = sum_pass<CAREFUL, sides>(hand);
         hand.slice.release();
         return value;
-    }
-
-    /* Its registers are no concern of the rows that need no second look. */
-    static __device__ __noinline__ void closely(const kld_cuda_args &args, uint32_t slot,
-                                                uint32_t turn) {
-        hand_type hand = rows<general_body>::hand_of(args, slot, turn);
-        finish_closely(hand);
     }
 };
 

@@ -11,14 +11,23 @@
 namespace logits_resident {
 inline namespace KLD_CUDA_TEAM {
 
-/* One warp: sums, and the largest of what judge() wants. */
-static __device__ __forceinline__ part merge_with_most(const part *parts, uint32_t count) {
-    const uint32_t lane = threadIdx.x % 32;
-    part to = logits_stats::plain_merge(parts, count);
+/* A group: sums, and what judge() wants: a part has room for that, as nothing here has a mark, and
+ * integers order as floats that are not negative do. */
+static __device__ __forceinline__ part merge_with_extremes(const double (&sums)[4],
+                                                           const extremes &p, const extremes &q) {
+    return resident::merge_row(
+        sums, __float_as_int(logits_stats::warp_max(p.below)),
+        __float_as_int(logits_stats::warp_max(q.below)),
+        [](const part *parts, uint32_t count) {
+            part to = logits_stats::plain_merge(parts, count);
 #pragma unroll
-    for (int i = 0; i < 2; i++)
-        to.top[i] = logits_stats::warp_max(lane < count ? parts[lane].top[i] : 0.0f);
-    return to;
+            for (int i = 0; i < 2; i++) {
+                to.mark[i] = __reduce_max_sync(KLD_FULL_WARP, to.mark[i]);
+                to.top[i] = logits_stats::warp_max(to.top[i]);
+            }
+            return to;
+        },
+        logits_stats::warp_max(p.above), logits_stats::warp_max(q.above));
 }
 
 /* FUNCTION(zp, zq) for each class that a thread has. */
@@ -32,73 +41,78 @@ static __device__ __forceinline__ void each_class(const resident::slice &slice, 
 #pragma unroll 1
         for (int i = 0; i < V; i++)
             if (i < left.left)
-                function((double)z_p[i], (double)z_q[i]);
+                function(z_p[i], z_q[i]);
     });
+}
+
+/* The whole group: a side's mean, and its gradient. */
+template <int SIDE, class BODY>
+static __device__ __forceinline__ void finish_side(const row_at_hand<BODY> &hand) {
+    constexpr int V = packet<float>::V;
+    typename BODY::numbers &all = hand.shared->numbers;
+    const float c = SIDE == SIDE_P ? all.c_p : all.c_q;
+    const two_floats part_of = SIDE == SIDE_P ? all.factor_p : all.factor_q;
+    const double inverse = (double)hand.t.inverse.high + (double)hand.t.inverse.low;
+    const double all_shift = (double)all.shift.high + (double)all.shift.low;
+    const mixture_origin from(hand.args->rule, SIDE == SIDE_Q, all.wide.y0[SIDE]);
+    const double shift = SIDE == SIDE_P ? all_shift + from.y0 : all_shift - from.y0;
+    auto mass = [&](float z_p, float z_q) {
+        return BODY::wide_power(SIDE == SIDE_P ? z_p : z_q, c, hand.t);
+    };
+    auto slope = [&](float z_p, float z_q) {
+        const double x = fma((double)z_p - (double)z_q, inverse, -shift);
+        return from.slope(SIDE == SIDE_P ? -x : x);
+    };
+    double total[4] = {0, 0, 0, 0}; /* of mass h, and mass */
+    each_class(hand.slice, [&](float z_p, float z_q) {
+        const double m = mass(z_p, z_q);
+        total[0] += m == 0.0 ? 0.0 : m * slope(z_p, z_q);
+        total[1] += m;
+    });
+    part sums = resident::merge_row(total, 0, 0, logits_stats::plain_merge);
+    if (resident::group_thread() == 0) /* in the place of y0, which nobody wants any more */
+        all.wide.y0[SIDE] = sums.sum[0] / sums.sum[1];
+    resident::group_sync();
+    const double mean = all.wide.y0[SIDE];
+    const double factor = all.wide.gradient * ((double)part_of.high + (double)part_of.low);
+    const resident::slice slice = hand.slice.template evened<float>();
+    slice.template pass<float>(
+        [&](uint32_t vector, auto left, const uint4 &raw_p, const uint4 &raw_q) {
+            float z_p[V], z_q[V], g[V];
+            unpack<float>(raw_p, z_p);
+            unpack<float>(raw_q, z_q);
+#pragma unroll 1
+            for (int i = 0; i < V; i++) {
+                const double m = mass(z_p[i], z_q[i]);
+                g[i] = m == 0.0 ? 0.0f : (float)(factor * m * (slope(z_p[i], z_q[i]) - mean));
+            }
+            resident::put<float>(SIDE == SIDE_P ? hand.grad_p : hand.grad_q,
+                                 SIDE == SIDE_P ? hand.whole_p : hand.whole_q, slice.count,
+                                 slice.head, vector, left, g);
+        });
 }
 
 /* The whole group: from the sums, whose ratio the careful way knows, to the gradients. */
 template <class BODY>
 static __device__ __forceinline__ void finish_closely(const row_at_hand<BODY> &hand) {
-    constexpr int V = packet<float>::V;
     typename BODY::numbers &all = hand.shared->numbers;
-    const double scale = (double)hand.t.scale.high + (double)hand.t.scale.low;
-    const double inverse = (double)hand.t.inverse.high + (double)hand.t.inverse.low;
-    const double c_p = (double)all.c_p, c_q = (double)all.c_q;
-    auto mass_p = [&](double z_p) { return wide_exp2(fma(z_p, scale, -c_p)); };
-    auto mass_q = [&](double z_q) { return wide_exp2(fma(z_q, scale, -c_q)); };
     if (hand.shared->way == FAST) {
+        const float c_p = all.c_p, c_q = all.c_q;
         double mass[4] = {0, 0, 0, 0};
-        each_class(hand.slice, [&](double z_p, double z_q) {
-            mass[0] += mass_p(z_p);
-            mass[1] += mass_q(z_q);
+        each_class(hand.slice, [&](float z_p, float z_q) {
+            mass[0] += BODY::wide_power(z_p, c_p, hand.t);
+            mass[1] += BODY::wide_power(z_q, c_q, hand.t);
         });
         part sums = resident::merge_row(mass, 0, 0, logits_stats::plain_merge);
         if (resident::group_thread() == 0)
             all.count_by(sums.sum[0], sums.sum[1]);
         resident::group_sync();
     }
-    const mixture_origin from_p(*hand.rule, false, all.y0[SIDE_P]);
-    const mixture_origin from_q(*hand.rule, true, all.y0[SIDE_Q]);
-    const double shift = (double)all.shift.high + (double)all.shift.low;
-    auto slope_p = [&](double u) { return from_p.slope(-fma(u, inverse, -shift - from_p.y0)); };
-    auto slope_q = [&](double u) { return from_q.slope(fma(u, inverse, -shift + from_q.y0)); };
-    double total[4] = {0, 0, 0, 0}; /* p h, q h, p, q */
-    each_class(hand.slice, [&](double z_p, double z_q) {
-        const double p = mass_p(z_p), q = mass_q(z_q), u = z_p - z_q;
-        total[0] += p == 0.0 ? 0.0 : p * slope_p(u);
-        total[1] += q == 0.0 ? 0.0 : q * slope_q(u);
-        total[2] += p;
-        total[3] += q;
-    });
-    part sums = resident::merge_row(total, 0, 0, logits_stats::plain_merge);
-    if (resident::group_thread() < 2) { /* in the place of y0, which nobody wants any more */
-        const int which = (int)resident::group_thread();
-        all.y0[which] = sums.sum[which] / sums.sum[2 + which];
-    }
-    resident::group_sync();
-    const double mean_p = all.y0[SIDE_P], mean_q = all.y0[SIDE_Q];
-    const double factor_p = all.gradient * ((double)all.factor_p.high + (double)all.factor_p.low);
-    const double factor_q = all.gradient * ((double)all.factor_q.high + (double)all.factor_q.low);
-    const resident::slice slice = hand.slice.template evened<float>();
-    slice.template last_pass<false, 1>(
-        V, [&](uint32_t vector, auto left, const uint4 &raw_p, const uint4 &raw_q) {
-            float z_p[V], z_q[V], g_p[V], g_q[V];
-            unpack<float>(raw_p, z_p);
-            unpack<float>(raw_q, z_q);
-#pragma unroll 1
-            for (int i = 0; i < V; i++) {
-                const double p = mass_p((double)z_p[i]), q = mass_q((double)z_q[i]);
-                const double u = (double)z_p[i] - (double)z_q[i];
-                g_p[i] = p == 0.0 ? 0.0f : (float)(factor_p * p * (slope_p(u) - mean_p));
-                g_q[i] = q == 0.0 ? 0.0f : (float)(factor_q * q * (slope_q(u) - mean_q));
-            }
-            if (hand.grad_p)
-                resident::put<float>(hand.grad_p, hand.whole_p, slice.count, slice.head, vector,
-                                     left, g_p);
-            if (hand.grad_q)
-                resident::put<float>(hand.grad_q, hand.whole_q, slice.count, slice.head, vector,
-                                     left, g_q);
-        });
+    if (hand.grad_p)
+        finish_side<SIDE_P>(hand);
+    if (hand.grad_q)
+        finish_side<SIDE_Q>(hand);
+    hand.slice.release();
 }
 
 } /* namespace KLD_CUDA_TEAM */

@@ -30,10 +30,9 @@ using resident::part;
 
 /* What a BODY may say otherwise: its gradient is what is left of a mean, which no class that has
  * much of the mass is to spoil; it is p's and not q's; a second look at the row sums what its
- * numbers are still to be made of (the last two: logits_kept.cuh); passes() may leave a row's
- * gradients to closely() (logits_general.cuh). */
+ * numbers are still to be made of (the last two: logits_kept.cuh). */
 struct usual_body {
-    static constexpr bool CENTRES = false, OF_P = false, LOOKS_AGAIN = false, LOOKS_CLOSELY = false;
+    static constexpr bool CENTRES = false, OF_P = false, LOOKS_AGAIN = false;
 };
 
 /* What is known of a settled row. The settling warp writes it; the first computing warp where the
@@ -53,10 +52,10 @@ template <class BODY> struct row_at_hand {
     resident::slice slice;
     temperature t;
     row_shared<BODY> *shared;
-    const kld_rule *rule;
+    const kld_cuda_args *args;
+    uint32_t slot, turn;
     char *grad_p, *grad_q; /* NULL: not to be written */
     bool whole_p, whole_q;
-    mutable bool left = false; /* its gradients, by passes() */
 };
 
 /* What no fast way serves: the first block of the cluster takes the whole row. */
@@ -365,14 +364,17 @@ template <class BODY> struct rows {
     static __device__ __forceinline__ row_at_hand<BODY> hand_of(const kld_cuda_args &args,
                                                                 uint32_t slot, uint32_t turn) {
         const resident::row_info &info = info_of(slot, turn);
-        row_at_hand<BODY> hand = {slice_of(slot, turn), shared().t, &row_of(slot, turn),
-                                  &args.rule};
         bool divides = shared().divides;
-        hand.grad_p = divides && info.grad_p ? info.grad_p - info.head : nullptr;
-        hand.grad_q = divides && info.grad_q ? info.grad_q - info.head : nullptr;
-        hand.whole_p = info.whole_p;
-        hand.whole_q = info.whole_q;
-        return hand;
+        return {slice_of(slot, turn),
+                shared().t,
+                &row_of(slot, turn),
+                &args,
+                slot,
+                turn,
+                divides && info.grad_p ? info.grad_p - info.head : nullptr,
+                divides && info.grad_q ? info.grad_q - info.head : nullptr,
+                info.whole_p,
+                info.whole_q};
     }
 
     /* From a settled row to its gradients and, by the first thread, its value. */
@@ -381,21 +383,19 @@ template <class BODY> struct rows {
         if (row_of(slot, turn).way == AGAIN)
             again(args, slot, turn);
         row_type *row = &row_of(slot, turn);
-        if (row->way == ANY) {
-            if (!shared().streams)
-                slice_of(slot, turn).release();
+        if (shared().streams) {
+            if (row->way != ANY)
+                return row->value;
             return resident::here().place.rank == 0 ? row_by_any(args, info_of(slot, turn).index)
                                                     : 0.0;
         }
-        if (shared().streams)
-            return row->value;
-        const row_at_hand<BODY> hand = hand_of(args, slot, turn);
-        double value = row->way == FAST ? BODY::template passes<false>(hand)
-                                        : BODY::template passes<true>(hand);
-        if constexpr (BODY::LOOKS_CLOSELY)
-            if (hand.left)
-                BODY::closely(args, slot, turn);
-        return value;
+        row_at_hand<BODY> hand = hand_of(args, slot, turn);
+        if (row->way == FAST)
+            return BODY::template passes<false>(hand);
+        if (row->way == CAREFUL)
+            return BODY::template passes<true>(hand);
+        hand.slice.release();
+        return resident::here().place.rank == 0 ? row_by_any(args, info_of(slot, turn).index) : 0.0;
     }
 
     /* First thread of each group in the cluster's first block: rows are added in order. */

@@ -41,6 +41,20 @@ template <class SIDE> static __device__ __forceinline__ SIDE read_again(const si
     return to.row;
 }
 
+/* What a few classes' products of a mass and its h have added up to at most, and at least, less
+ * its sign; 0 if they never had that sign. */
+struct extremes {
+    float above = 0, below = 0;
+
+    __device__ __forceinline__ extremes() {}
+    __device__ __forceinline__ extremes(const part &row, int side)
+        : above(row.top[side]), below(__int_as_float(row.mark[side])) {}
+    __device__ __forceinline__ void see(float few) {
+        above = fmaxf(above, few);
+        below = fmaxf(below, -few);
+    }
+};
+
 struct both_sides : difference_row {
     float factor; /* of gradients */
     mixture mix;
@@ -51,22 +65,29 @@ struct both_sides : difference_row {
         : difference_row(stats, 1.0), factor((float)gradient), mix(rule) {}
 };
 
+/* What FP32 mixtures need besides; all but y0 for gradients only. */
+struct fp32_mixture {
+    double y0[2];      /* where the sides' h is counted from */
+    double gradient;   /* the factor */
+    float away;        /* how far y is from its mean, or 1 if that is less */
+    uint8_t little[2]; /* what FP32 leaves of the mean of h shows in the gradients */
+};
+struct no_fp32_mixture {
+    double none;
+};
+
 template <int KIND, bool FP32> struct general_row : both_sides {
-    static constexpr float HEAVY = 1.0f / 16;  /* part of a side's mass */
     static constexpr float LITTLE = 0.25f;     /* see judge() */
     static constexpr double NORMAL = 1.0 / 64; /* see near_mean() */
     static constexpr bool MIXED = KIND == KLD_RULE_MIXTURE && FP32;
     typedef typename std::conditional<MIXED, side_mixture, side_plain>::type side_row;
     side_row side[2];
-    double y0[MIXED ? 2 : 1];
-    double gradient; /* the factor */
-    float away;      /* how far y is from its mean, or 1 if that is less */
-    bool little[2];  /* what FP32 leaves of the mean of h shows in the gradients */
+    typename std::conditional<MIXED, fp32_mixture, no_fp32_mixture>::type wide;
 
     __device__ __forceinline__ general_row() {}
     __device__ __forceinline__ general_row(const kld_cuda_args &args, const row_stats &stats,
-                                           double of_gradient)
-        : both_sides(args.rule, stats, of_gradient), gradient(of_gradient) {
+                                           double gradient)
+        : both_sides(args.rule, stats, gradient) {
         side_row &p = side[SIDE_P], &q = side[SIDE_Q];
         p.shift = two_floats(stats.shift + stats.forward);
         q.shift = two_floats(stats.shift - stats.reverse);
@@ -85,17 +106,21 @@ template <int KIND, bool FP32> struct general_row : both_sides {
             q.of = 0.0f;
             q.cross = 1.0f;
         }
-        little[SIDE_P] = little[SIDE_Q] = false;
         if (KIND == KLD_RULE_MIXTURE) {
             double at_p = fmax(stats.forward, 0.0), at_q = fmax(stats.reverse, 0.0);
-            if (MIXED && stats.forward + stats.reverse > NORMAL) {
-                at_p = near_mean(args.rule, false, stats.forward, stats.reverse);
-                at_q = near_mean(args.rule, true, stats.reverse, stats.forward);
-            }
+            if constexpr (MIXED)
+                if (args.grad_p.at || args.grad_q.at) {
+                    const double apart = stats.forward + stats.reverse;
+                    wide.gradient = gradient;
+                    wide.away = sqrtf(fminf(fmaxf((float)apart, 0.0f), 1.0f));
+                    if (apart > NORMAL) {
+                        at_p = near_mean(args.rule, false, stats.forward, stats.reverse);
+                        at_q = near_mean(args.rule, true, stats.reverse, stats.forward);
+                    }
+                }
             mixture_origin from_p(args.rule, false, at_p), from_q(args.rule, true, at_q);
             mix.pivot[SIDE_P] = (float)from_p.value;
             mix.pivot[SIDE_Q] = (float)from_q.value;
-            away = sqrtf(fminf(fmaxf((float)(stats.forward + stats.reverse), 0.0f), 1.0f));
             if constexpr (MIXED) {
                 count_from(SIDE_P, from_p, stats.shift);
                 count_from(SIDE_Q, from_q, stats.shift);
@@ -119,24 +144,26 @@ template <int KIND, bool FP32> struct general_row : both_sides {
     __device__ __forceinline__ void count_from(int which, const mixture_origin &at, double all) {
         side[which].mix = mixture_side(at);
         side[which].shift = two_floats(which == SIDE_P ? all + at.y0 : all - at.y0);
-        y0[which] = at.y0;
+        wide.y0[which] = at.y0;
     }
     /* One thread: what FP32 rounds off the means, and off the ratio of the sums, is some 1e-8 of
      * what h varies by, and shows where no gradient is large beside that of the heaviest class,
      * whose mass is `top`; of a class that is all there is both go by the little that it is not.
-     * most: the largest product of a mass and its h, or sum of a few; the mean, from which h is
-     * counted but for a little, is not off it yet. */
-    __device__ void judge(int which, bool wanted, float mean, float most, float top) {
+     * What has been seen is not counted from the mean yet: where the mean is positive, what was
+     * below 0 is farther below the mean, and what was above is above it but for a mass of it. */
+    __device__ void judge(int which, bool wanted, float mean, const extremes &seen, float top) {
         const mixture_side &mix = side[which].mix;
         const float slope = mix.kind == MIXTURE_OTHER  ? mix.gain
                             : mix.kind == MIXTURE_BOTH ? mix.of * mix.weight
                                                        : mix.of * mix.weight * mix.weight;
         const float rest = fmaxf(1.0f - top, 0.0f);
-        const bool large = most - top * fabsf(mean) >= LITTLE * top * rest * fabsf(slope) * away;
-        little[which] = wanted && !large;
+        const float other = mean > 0.0f ? seen.below : seen.above;
+        const float same = (mean > 0.0f ? seen.above : seen.below) - top * fabsf(mean);
+        const bool large = fmaxf(other, same) >= LITTLE * top * rest * fabsf(slope) * wide.away;
+        wide.little[which] = wanted && !large;
     }
     /* The whole group. */
-    __device__ __forceinline__ bool is_little() const { return little[0] || little[1]; }
+    __device__ __forceinline__ bool is_little() const { return wide.little[0] || wide.little[1]; }
     /* One thread: the sums of the exponentials are better known. */
     __device__ void count_by(double sum_p, double sum_q) {
         factor_p = two_floats(1.0 / sum_p);
@@ -146,7 +173,7 @@ template <int KIND, bool FP32> struct general_row : both_sides {
     /* One thread: the mean of mass h is known, and h is counted from where it has that, and in
      * units of the number before it, unless that is next to nothing: a product less to round. */
     __device__ void count_from_mean(const kld_rule &rule, int which, double mean) {
-        mixture_origin at(rule, which == SIDE_Q, y0[which]);
+        mixture_origin at(rule, which == SIDE_Q, wide.y0[which]);
         mixture_origin better(rule, which == SIDE_Q, at.place(mean));
         double all = (double)shift.high + (double)shift.low;
         count_from(which, better, all);
@@ -157,7 +184,7 @@ template <int KIND, bool FP32> struct general_row : both_sides {
         else
             unit = 1.0;
         side[which].sum = (float)((mean - at.slope(at.y0 - better.y0)) / unit);
-        side[which].of = (float)(unit * gradient);
+        side[which].of = (float)(unit * wide.gradient);
     }
 };
 
