@@ -13,7 +13,7 @@
 #ifndef KLD_KERNELS_CUDA_LOGITS_GENERAL_CUH
 #define KLD_KERNELS_CUDA_LOGITS_GENERAL_CUH
 
-#include "kernels/cuda/logits_little.cuh"
+#include "kernels/cuda/logits_sides.cuh"
 
 namespace logits_resident {
 inline namespace KLD_CUDA_TEAM {
@@ -21,7 +21,6 @@ inline namespace KLD_CUDA_TEAM {
 /* What a thread has summed: the value and mass h of both sides. */
 struct general_sums {
     float value = 0, side[2] = {0, 0};
-    extremes seen[2];   /* FP32 mixtures: of what was added to `side` */
     bool heavy = false; /* a class has been left out of `side` */
 
     __device__ __forceinline__ void flush(double (&total)[4]) {
@@ -157,7 +156,7 @@ template <class T_, int KIND> struct general_body : usual_body {
             return (double)side.of * fma((double)z_q, inverse, -shift);
         double d = fma((double)z_p - (double)z_q, inverse, -shift);
         if constexpr (numbers::MIXED)
-            return mixture_origin(rule, SIDE == SIDE_Q, row.wide.y0[SIDE])
+            return mixture_origin(rule, SIDE == SIDE_Q, row.y0[SIDE])
                 .slope(SIDE == SIDE_P ? -d : d);
         return (double)side.of * d;
     }
@@ -202,14 +201,11 @@ template <class T_, int KIND> struct general_body : usual_body {
         }
     }
 
-    /* A mass before its factor. */
-    static __device__ __forceinline__ double wide_power(float z, float c, const temperature &t) {
-        double scale = (double)t.scale.high + (double)t.scale.low;
-        return wide_exp2(fma((double)z, scale, -(double)c));
-    }
     static __device__ __forceinline__ double wide_mass(float z, float c, const two_floats &factor,
                                                        const temperature &t) {
-        return wide_power(z, c, t) * ((double)factor.high + (double)factor.low);
+        double scale = (double)t.scale.high + (double)t.scale.low;
+        return wide_exp2(fma((double)z, scale, -(double)c)) *
+               ((double)factor.high + (double)factor.low);
     }
 
     /* All the sums of MIXTURE in 16 bits over a batch: the sides share most of it. */
@@ -264,7 +260,7 @@ template <class T_, int KIND> struct general_body : usual_body {
         const numbers &all = hand.shared->numbers;
         const ROW side = read_again<ROW>(all.side[SIDE]);
         const temperature &t = hand.t;
-        float h[BATCH], mass[BATCH], few = numbers::MIXED ? 0.0f : sum.side[SIDE];
+        float h[BATCH], mass[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             bool in = LEFT::ALL || first + i < left.left;
@@ -275,13 +271,8 @@ template <class T_, int KIND> struct general_body : usual_body {
             if (!LEFT::ALL || CLASSES_OUT) /* it may be infinite there, or no number */
                 h[i] = mass[i] == 0.0f ? 0.0f : h[i];
             sum.heavy = (bool)((int)sum.heavy | (int)much);
-            few = fmaf(much ? 0.0f : mass[i], h[i], few);
+            sum.side[SIDE] = fmaf(much ? 0.0f : mass[i], h[i], sum.side[SIDE]);
         }
-        if constexpr (numbers::MIXED) {
-            sum.seen[SIDE].see(few);
-            few += sum.side[SIDE];
-        }
-        sum.side[SIDE] = few;
     }
 
     template <bool CLASSES_OUT, int SIDE, class... MORE>
@@ -369,36 +360,21 @@ template <class T_, int KIND> struct general_body : usual_body {
         hand.slice.template middle_pass<!CAREFUL, UNROLL>(V, vector_sums, [&](uint32_t chunk) {
             sum.flush(total);
             if (FP32 && sum.heavy) {
-                heavy_sides more =
-                    heavy_chunk<CAREFUL>(hand.slice, chunk, all, hand.args->rule, hand.t);
+                heavy_sides more = heavy_chunk<CAREFUL>(hand.slice, chunk, all, *hand.rule, hand.t);
                 total[1] += for_p ? more.sum[SIDE_P] : 0.0;
                 total[2] += for_q ? more.sum[SIDE_Q] : 0.0;
-                if constexpr (numbers::MIXED)
-#pragma unroll
-                    for (int side = 0; side < 2; side++)
-                        sum.seen[side].see((float)more.sum[side]);
                 sum.heavy = false;
             }
         });
-        part row_sums;
-        if constexpr (numbers::MIXED && SIDES)
-            row_sums = merge_with_extremes(total, sum.seen[SIDE_P], sum.seen[SIDE_Q]);
-        else
-            row_sums = resident::merge_row(total, 0, 0, logits_stats::plain_merge);
+        part row_sums = resident::merge_row(total, 0, 0, logits_stats::plain_merge);
         if (SIDES && resident::group_thread() < 2) {
             numbers &to = hand.shared->numbers;
             int which = (int)resident::group_thread();
             double mean = which == SIDE_P ? row_sums.sum[1] : row_sums.sum[2];
-            if constexpr (numbers::MIXED) {
-                const float top = which == SIDE_P
-                                      ? mass_of<CAREFUL, SIDE_P>(hand.shared->top[0], row, t)
-                                      : mass_of<CAREFUL, SIDE_Q>(hand.shared->top[1], row, t);
-                to.judge(which, which == SIDE_P ? for_p : for_q, (float)mean,
-                         extremes(row_sums, which), top);
-                to.count_from_mean(hand.args->rule, which, mean);
-            } else {
+            if constexpr (numbers::MIXED)
+                to.count_from_mean(*hand.rule, which, mean);
+            else
                 to.side[which].sum = (float)mean;
-            }
         }
         resident::group_sync();
         return row_sums.sum[0] < 0.0 ? 0.0 : row_sums.sum[0]; /* NaN stays */
@@ -440,7 +416,7 @@ template <class T_, int KIND> struct general_body : usual_body {
                 g[i] = fmaf(side.cross, more_of<CAREFUL>(z_p[i], z_q[i], row, t), g[i]);
 #pragma unroll
         for (int i = 0; i < V; i++)
-            g[i] *= numbers::MIXED ? side.of : row.factor;
+            g[i] *= row.factor;
         resident::put<T>(grad, whole, slice.count, slice.head, vector, left, g);
     }
 
@@ -469,28 +445,16 @@ template <class T_, int KIND> struct general_body : usual_body {
         });
     }
 
-    /* The gradients of a row that needs a second look, whose registers are no concern of others.
-     * Returns `value`. */
-    static __device__ __noinline__ double closely(const kld_cuda_args &args, uint32_t slot,
-                                                  uint32_t turn, double value) {
-        finish_closely(rows<general_body>::hand_of(args, slot, turn));
-        return value;
-    }
-
     template <bool CAREFUL> static __device__ __forceinline__ double passes(hand_type &hand) {
         bool gradient = hand.grad_p || hand.grad_q;
         double value = hand.shared->value;
         if (gradient) {
             double sum = sum_pass<CAREFUL, true>(hand);
-            if constexpr (numbers::MIXED)
-                if (hand.shared->numbers.is_little())
-                    return closely(*hand.args, hand.slot, hand.turn, sum);
             write_pass<CAREFUL>(hand);
             return KNOWN ? value : sum;
         }
-        constexpr bool sides = CAREFUL && !numbers::MIXED;
         if constexpr (!KNOWN) /* code of its own has registers to spare */
-            value = sum_pass<CAREFUL, sides>(hand);
+            value = sum_pass<CAREFUL, CAREFUL>(hand);
         hand.slice.release();
         return value;
     }

@@ -84,8 +84,7 @@ struct mixture_origin {
             e = expm1(-mean / of) / weight;
         } else { /* rising from s = -w, where it is flat; Newton's steps */
             double want = -mean / of, w = weight;
-            double square = w * w + 2.0 * want; /* of s + w, nearly */
-            double s = fabs(want) < 0.5 ? (square > 0.0 ? sqrt(square) : w / 2.0) - w : exp(want);
+            double s = fabs(want) < 0.5 ? sqrt(fmax(w * w + 2.0 * want, 0.0)) - w : exp(want);
             for (int i = 0; i < 8; i++) {
                 double off = log1p(s) - (1.0 - w) * s / (1.0 + s) - want;
                 double step = off * (1.0 + s) * (1.0 + s) / (s + w);
@@ -99,16 +98,6 @@ struct mixture_origin {
         return y == y ? y : y0;
     }
 };
-
-/* h of y, counted from nothing, nearly. */
-static __device__ __forceinline__ float mixture_height(const kld_rule &rule, bool of_q, float y) {
-    const float own = (float)(of_q ? rule.of_q : rule.of_p);
-    const float other = (float)(of_q ? rule.of_p : rule.of_q);
-    const float share = (float)(of_q ? rule.rest : rule.share), rest = 1.0f - share;
-    const float t = exp2_fast(fminf(fmaxf(y, -80.0f), 80.0f) * (float)-LOG2_E);
-    const float m = fmaf(rest, t, share), k = share * (own * rest - other * share);
-    return fmaf(k * (t - 1.0f), reciprocal(m), log2_fast(m) * (-own * (float)LN_2));
-}
 
 /* The same in FP32, and what is read of it for every class; first what js reads whose x is not
  * wide. */

@@ -52,8 +52,7 @@ template <class BODY> struct row_at_hand {
     resident::slice slice;
     temperature t;
     row_shared<BODY> *shared;
-    const kld_cuda_args *args;
-    uint32_t slot, turn;
+    const kld_rule *rule;
     char *grad_p, *grad_q; /* NULL: not to be written */
     bool whole_p, whole_q;
 };
@@ -361,22 +360,6 @@ template <class BODY> struct rows {
         resident::group_sync();
     }
 
-    static __device__ __forceinline__ row_at_hand<BODY> hand_of(const kld_cuda_args &args,
-                                                                uint32_t slot, uint32_t turn) {
-        const resident::row_info &info = info_of(slot, turn);
-        bool divides = shared().divides;
-        return {slice_of(slot, turn),
-                shared().t,
-                &row_of(slot, turn),
-                &args,
-                slot,
-                turn,
-                divides && info.grad_p ? info.grad_p - info.head : nullptr,
-                divides && info.grad_q ? info.grad_q - info.head : nullptr,
-                info.whole_p,
-                info.whole_q};
-    }
-
     /* From a settled row to its gradients and, by the first thread, its value. */
     static __device__ __forceinline__ double finish(const kld_cuda_args &args, uint32_t slot,
                                                     uint32_t turn) {
@@ -389,7 +372,16 @@ template <class BODY> struct rows {
             return resident::here().place.rank == 0 ? row_by_any(args, info_of(slot, turn).index)
                                                     : 0.0;
         }
-        row_at_hand<BODY> hand = hand_of(args, slot, turn);
+        const resident::row_info &info = info_of(slot, turn);
+        bool divides = shared().divides;
+        row_at_hand<BODY> hand = {slice_of(slot, turn),
+                                  shared().t,
+                                  row,
+                                  &args.rule,
+                                  divides && info.grad_p ? info.grad_p - info.head : nullptr,
+                                  divides && info.grad_q ? info.grad_q - info.head : nullptr,
+                                  info.whole_p,
+                                  info.whole_q};
         if (row->way == FAST)
             return BODY::template passes<false>(hand);
         if (row->way == CAREFUL)

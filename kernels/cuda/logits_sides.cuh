@@ -15,7 +15,7 @@ enum side_name { SIDE_P, SIDE_Q };
 /* What one side needs for its gradient. */
 struct side_plain {
     two_floats shift; /* of d less its mean over this side; cross entropy: of ln q less that */
-    float of;         /* KL: of y, in d; mixtures in FP32: of the gradient */
+    float of;         /* KL: of y, in d */
     float cross;      /* of q - p */
     float sum;        /* of mass h; after the second exchange */
 };
@@ -41,20 +41,6 @@ template <class SIDE> static __device__ __forceinline__ SIDE read_again(const si
     return to.row;
 }
 
-/* What a few classes' products of a mass and its h have added up to at most, and at least, less
- * its sign; 0 if they never had that sign. */
-struct extremes {
-    float above = 0, below = 0;
-
-    __device__ __forceinline__ extremes() {}
-    __device__ __forceinline__ extremes(const part &row, int side)
-        : above(row.top[side]), below(__int_as_float(row.mark[side])) {}
-    __device__ __forceinline__ void see(float few) {
-        above = fmaxf(above, few);
-        below = fmaxf(below, -few);
-    }
-};
-
 struct both_sides : difference_row {
     float factor; /* of gradients */
     mixture mix;
@@ -65,24 +51,11 @@ struct both_sides : difference_row {
         : difference_row(stats, 1.0), factor((float)gradient), mix(rule) {}
 };
 
-/* What FP32 mixtures need besides; all but y0 for gradients only. */
-struct fp32_mixture {
-    double y0[2];      /* where the sides' h is counted from */
-    double gradient;   /* the factor */
-    float away;        /* how far y is from its mean, or 1 if that is less */
-    uint8_t little[2]; /* what FP32 leaves of the mean of h shows in the gradients */
-};
-struct no_fp32_mixture {
-    double none;
-};
-
 template <int KIND, bool FP32> struct general_row : both_sides {
-    static constexpr float LITTLE = 0.25f;     /* see judge() */
-    static constexpr double NORMAL = 1.0 / 64; /* see near_mean() */
     static constexpr bool MIXED = KIND == KLD_RULE_MIXTURE && FP32;
     typedef typename std::conditional<MIXED, side_mixture, side_plain>::type side_row;
     side_row side[2];
-    typename std::conditional<MIXED, fp32_mixture, no_fp32_mixture>::type wide;
+    double y0[MIXED ? 2 : 1];
 
     __device__ __forceinline__ general_row() {}
     __device__ __forceinline__ general_row(const kld_cuda_args &args, const row_stats &stats,
@@ -107,18 +80,8 @@ template <int KIND, bool FP32> struct general_row : both_sides {
             q.cross = 1.0f;
         }
         if (KIND == KLD_RULE_MIXTURE) {
-            double at_p = fmax(stats.forward, 0.0), at_q = fmax(stats.reverse, 0.0);
-            if constexpr (MIXED)
-                if (args.grad_p.at || args.grad_q.at) {
-                    const double apart = stats.forward + stats.reverse;
-                    wide.gradient = gradient;
-                    wide.away = sqrtf(fminf(fmaxf((float)apart, 0.0f), 1.0f));
-                    if (apart > NORMAL) {
-                        at_p = near_mean(args.rule, false, stats.forward, stats.reverse);
-                        at_q = near_mean(args.rule, true, stats.reverse, stats.forward);
-                    }
-                }
-            mixture_origin from_p(args.rule, false, at_p), from_q(args.rule, true, at_q);
+            mixture_origin from_p(args.rule, false, fmax(stats.forward, 0.0));
+            mixture_origin from_q(args.rule, true, fmax(stats.reverse, 0.0));
             mix.pivot[SIDE_P] = (float)from_p.value;
             mix.pivot[SIDE_Q] = (float)from_q.value;
             if constexpr (MIXED) {
@@ -127,64 +90,19 @@ template <int KIND, bool FP32> struct general_row : both_sides {
             }
         }
     }
-    /* Where h may have its mean, of a side with this mean of y, as if y were distributed normally:
-     * by three of its values, and a straight line through two. The variance of such a y is what
-     * the means of both sides add up to. Where that says that it is far, it is not known. */
-    static __device__ __noinline__ double near_mean(const kld_rule &rule, bool of_q, double mean,
-                                                    double other) {
-        const float y = fmaxf((float)mean, 0.0f);
-        const float away = sqrtf(3.0f * (y + fmaxf((float)other, 0.0f)));
-        const float near = mixture_height(rule, of_q, y);
-        const float above = mixture_height(rule, of_q, y + away) - near;
-        const float below = mixture_height(rule, of_q, y - away) - near;
-        const float by = away * (1.0f / 3) * (above + below) / (above - below);
-        return (double)(fabsf(by) <= 1.0f ? y + by : y);
-    }
     /* all: the shift of d itself. */
     __device__ __forceinline__ void count_from(int which, const mixture_origin &at, double all) {
         side[which].mix = mixture_side(at);
         side[which].shift = two_floats(which == SIDE_P ? all + at.y0 : all - at.y0);
-        wide.y0[which] = at.y0;
+        y0[which] = at.y0;
     }
-    /* One thread: what FP32 rounds off the means, and off the ratio of the sums, is some 1e-8 of
-     * what h varies by, and shows where no gradient is large beside that of the heaviest class,
-     * whose mass is `top`; of a class that is all there is both go by the little that it is not.
-     * What has been seen is not counted from the mean yet: where the mean is positive, what was
-     * below 0 is farther below the mean, and what was above is above it but for a mass of it. */
-    __device__ void judge(int which, bool wanted, float mean, const extremes &seen, float top) {
-        const mixture_side &mix = side[which].mix;
-        const float slope = mix.kind == MIXTURE_OTHER  ? mix.gain
-                            : mix.kind == MIXTURE_BOTH ? mix.of * mix.weight
-                                                       : mix.of * mix.weight * mix.weight;
-        const float rest = fmaxf(1.0f - top, 0.0f);
-        const float other = mean > 0.0f ? seen.below : seen.above;
-        const float same = (mean > 0.0f ? seen.above : seen.below) - top * fabsf(mean);
-        const bool large = fmaxf(other, same) >= LITTLE * top * rest * fabsf(slope) * wide.away;
-        wide.little[which] = wanted && !large;
-    }
-    /* The whole group. */
-    __device__ __forceinline__ bool is_little() const { return wide.little[0] || wide.little[1]; }
-    /* One thread: the sums of the exponentials are better known. */
-    __device__ void count_by(double sum_p, double sum_q) {
-        factor_p = two_floats(1.0 / sum_p);
-        factor_q = two_floats(1.0 / sum_q);
-        shift = two_floats(((double)c_p - (double)c_q) * LN_2 + log(sum_p / sum_q));
-    }
-    /* One thread: the mean of mass h is known, and h is counted from where it has that, and in
-     * units of the number before it, unless that is next to nothing: a product less to round. */
+    /* One thread: the mean of mass h is known, and h is counted from where it has that. */
     __device__ void count_from_mean(const kld_rule &rule, int which, double mean) {
-        mixture_origin at(rule, which == SIDE_Q, wide.y0[which]);
+        mixture_origin at(rule, which == SIDE_Q, y0[which]);
         mixture_origin better(rule, which == SIDE_Q, at.place(mean));
         double all = (double)shift.high + (double)shift.low;
         count_from(which, better, all);
-        const bool by_gain = better.kind == MIXTURE_OTHER;
-        double unit = by_gain ? better.gain : better.of;
-        if (fabs(unit) > 1e-6)
-            (by_gain ? side[which].mix.gain : side[which].mix.of) = 1.0f;
-        else
-            unit = 1.0;
-        side[which].sum = (float)((mean - at.slope(at.y0 - better.y0)) / unit);
-        side[which].of = (float)(unit * wide.gradient);
+        side[which].sum = (float)(mean - at.slope(at.y0 - better.y0));
     }
 };
 

@@ -377,35 +377,6 @@ static void add_kept_wide_few(struct table_list *list) {
     }
 }
 
-/* Of some classes that hold much, each nearly nothing of what is centred: all of it rounds off the
- * centre. */
-static void add_kept_wide_agree(struct table_list *list) {
-    for (uint32_t k = 0; k < 8; k++) {
-        struct table_case *at =
-            table_list_add_one(list, "kept wide agree", 24, 8192, KLD_DIVERGENCE_JS, LOGITS, FP32);
-        at->data = TABLE_AGREE;
-        at->noise = 1e-2;
-        at->temperature = k & 1 ? 2 : 1.5;
-        at->parameter = k & 2 ? 0.1 : 0.3;
-        at->gradient[k / 4] = true;
-    }
-}
-
-/* Likewise, with both gradients, which the frame of every divergence takes. */
-static void add_general_agree(struct table_list *list) {
-    static const enum kld_divergence divergences[] = {KLD_DIVERGENCE_JS, KLD_DIVERGENCE_SKEW_KL,
-                                                      KLD_DIVERGENCE_SKEW_REVERSE_KL};
-    for (uint32_t k = 0; k < 12; k++) {
-        struct table_case *at =
-            table_list_add_one(list, "general agree", 24, 8192, divergences[k / 4], LOGITS, FP32);
-        at->data = TABLE_AGREE;
-        at->noise = 1e-2;
-        at->temperature = k & 1 ? 2 : 1.5;
-        at->parameter = k & 2 ? 0.1 : 0.3;
-        at->gradient[0] = at->gradient[1] = true;
-    }
-}
-
 /* Its value in rows that others read again. */
 static void add_shannon_short(struct table_list *list) {
     for (uint32_t k = 2; k < 6; k++)
@@ -423,6 +394,4 @@ void table_list_kept(struct table_list *list, bool quick) {
     add_kept_wide(list, quick);
     add_kept_wide_few(list);
     add_shannon_short(list);
-    add_kept_wide_agree(list);
-    add_general_agree(list);
 }
