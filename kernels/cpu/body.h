@@ -88,14 +88,13 @@ static struct row_constants row_constants(const struct kld_cpu_work *work,
 
 /* grad_output of reduction none comes before the sum over the row. */
 static void block_weigh(const struct kld_cpu_work *work, const unsigned char *from, uint64_t n,
-                        struct block *block) {
+                        struct columns *at) {
     double grad_output[BLOCK] ALIGNED;
     uint64_t m = whole_vectors(n);
     block_load(work->grad_output_dtype, from, n, 0, grad_output);
     for (int side = 0; side < 2; side++)
         for (uint64_t i = 0; work->gradient[side] && i < m; i += DOUBLES)
-            vd_store(block->derivative[side] + i,
-                     vd_load(block->derivative[side] + i) * vd_load(grad_output + i));
+            vd_store(at->raw[side] + i, vd_load(at->raw[side] + i) * vd_load(grad_output + i));
 }
 
 static void block_loss(const struct kld_cpu_work *work, const struct kld_cpu_span *span,
@@ -124,14 +123,14 @@ static void pass_in_stages(const struct kld_cpu_work *work, const struct kld_cpu
         sums.value += vd_sum(block_sums(block.term, m));
         if (span->grad_output)
             block_weigh(work, span->grad_output + at * element_bytes(work->grad_output_dtype), n,
-                        &block);
+                        &columns);
         for (int side = 0; side < 2; side++) {
-            double *derivative = block.derivative[side];
+            double *derivative = columns.raw[side];
             if (work->gradient[side] && work->form[side] == KLD_FORM_LOGITS)
                 sums.dot[side] += vd_sum(block_sums(derivative, m));
             if (!span->gradient[side])
                 continue;
-            block_gradient(work, &row, side, &columns, derivative, derivative, m);
+            block_gradient(work, &row, side, &columns, m);
             block_store(work->dtype[side], derivative, n,
                         span->gradient[side] + at * element_bytes(work->dtype[side]));
         }

@@ -126,27 +126,28 @@ static void short_init(struct short_rows *rows, const struct kld_cpu_work *work,
         vd_log_ratio(row->inverse_sum[KLD_CPU_Q], row->inverse_sum[KLD_CPU_P]);
 }
 
-/* dots: the sums over the rows that gradients need are not known yet, and are made; no gradient. */
-static vd short_pass(struct short_rows *rows, const struct kld_cpu_span *span, bool dots) {
-    const struct kld_cpu_work *work = rows->work;
+/* Values and, in the place of raw, the derivatives. */
+static vd short_rule(struct short_rows *rows) {
     struct block block;
-    vd value = vd_of(0), dot[2] = {vd_of(0), vd_of(0)};
+    vd value = vd_of(0);
     for (uint64_t b = 0; b < rows->blocks; b++) {
-        struct columns *at = &rows->columns[b];
         uint64_t m = short_entries(rows, b);
-        block_rule(work, &rows->row, at, &block, m);
+        block_rule(rows->work, &rows->row, &rows->columns[b], &block, m);
         value += block_sums(block.term, m);
-        for (int side = 0; side < 2; side++) {
-            if (dots && work->gradient[side] && work->form[side] == KLD_FORM_LOGITS)
-                dot[side] += block_sums(block.derivative[side], m);
-            if (!dots && span->gradient[side])
-                block_gradient(work, &rows->row, side, at, block.derivative[side], at->raw[side],
-                               m);
-        }
     }
-    if (dots)
-        memcpy(rows->row.dot, dot, sizeof dot);
     return value;
+}
+
+/* From derivatives to a side's gradient. */
+static void short_gradient(struct short_rows *rows, int side, bool dots) {
+    if (dots && rows->work->form[side] == KLD_FORM_LOGITS) {
+        vd dot = vd_of(0);
+        for (uint64_t b = 0; b < rows->blocks; b++)
+            dot += block_sums(rows->columns[b].raw[side], short_entries(rows, b));
+        rows->row.dot[side] = dot;
+    }
+    for (uint64_t b = 0; b < rows->blocks; b++)
+        block_gradient(rows->work, &rows->row, side, &rows->columns[b], short_entries(rows, b));
 }
 
 /* Rows that are not masked, DOUBLES of them at most: their values, and their gradients written.
@@ -155,12 +156,13 @@ static void short_rows(const struct kld_cpu_work *work, const struct kld_cpu_spa
                        uint64_t count, bool dots, double *ret_value) {
     struct short_rows rows;
     short_init(&rows, work, span, count);
-    vd value = short_pass(&rows, span, dots);
-    if (dots && (span->gradient[0] || span->gradient[1]))
-        short_pass(&rows, span, false);
-    for (int side = 0; side < 2; side++)
-        if (span->gradient[side])
-            short_store(&rows, side, span, count);
+    vd value = short_rule(&rows);
+    for (int side = 0; side < 2; side++) {
+        if (!span->gradient[side])
+            continue;
+        short_gradient(&rows, side, dots);
+        short_store(&rows, side, span, count);
+    }
     for (uint64_t r = 0; r < count; r++)
         ret_value[r] = value[r];
 }

@@ -12,7 +12,7 @@
 
 /* What a block holds once it is loaded. */
 struct columns {
-    double raw[2][BLOCK] ALIGNED;
+    double raw[2][BLOCK] ALIGNED; /* behind the rule: derivatives, then gradients */
     double mass[2][BLOCK] ALIGNED;
 };
 
@@ -20,7 +20,6 @@ struct columns {
 struct block {
     double d[BLOCK] ALIGNED; /* ln p - ln q, or ln q */
     double term[BLOCK] ALIGNED;
-    double derivative[2][BLOCK] ALIGNED;
 };
 
 /* What the steps need of a row: the same in every lane, or of a row in each. */
@@ -135,14 +134,14 @@ static void block_logs(const struct kld_cpu_work *work, const struct row_constan
         vd_store(d + i, log_of(work, row, KLD_CPU_Q, vd_load(at->raw[KLD_CPU_Q] + i)));
 }
 
-/* Terms and, where wanted, derivatives. */
+/* Terms and, where wanted, derivatives, in the place of raw. */
 static void block_rule(const struct kld_cpu_work *work, const struct row_constants *row,
-                       const struct columns *at, struct block *block, uint64_t m) {
+                       struct columns *at, struct block *block, uint64_t m) {
     const struct rule_block rule = {
         .mass = {at->mass[0], at->mass[1]},
         .d = block->d,
         .term = block->term,
-        .derivative = {block->derivative[0], block->derivative[1]},
+        .derivative = {at->raw[0], at->raw[1]},
         .want = {wanted(work, 0), wanted(work, 1)},
         .balanced = is_balanced(work),
     };
@@ -153,17 +152,16 @@ static void block_rule(const struct kld_cpu_work *work, const struct row_constan
     rule_run(&work->rule, &rule, m);
 }
 
-/* From derivatives to the gradient of one side, in their place or another. */
+/* From derivatives to the gradient of one side, in their place. */
 static void block_gradient(const struct kld_cpu_work *work, const struct row_constants *row,
-                           int side, const struct columns *at, const double *derivative, double *to,
-                           uint64_t m) {
+                           int side, struct columns *at, uint64_t m) {
     bool logits = work->form[side] == KLD_FORM_LOGITS;
     vd dot = row->dot[side], factor = row->factor[side];
     for (uint64_t i = 0; i < m; i += DOUBLES) {
-        vd x = vd_load(derivative + i), mass = vd_load(at->mass[side] + i);
+        vd x = vd_load(at->raw[side] + i), mass = vd_load(at->mass[side] + i);
         if (logits) /* a class of probability 0 takes nothing, even off an infinite sum */
             x = x - vd_select(mass == 0.0, vd_of(0), mass * dot);
-        vd_store(to + i, x * factor);
+        vd_store(at->raw[side] + i, x * factor);
     }
 }
 
