@@ -94,14 +94,14 @@ INLINE vf logprobs_term(const struct probs_rule *at, enum logprobs_kind kind, bo
     }
 }
 
-/* false: somewhere in the block is a number for double. */
+/* n classes, padded. false: somewhere in the block is a number for double. */
 INLINE bool logprobs_block(const struct probs_rule *at, enum logprobs_kind kind, bool gradients,
-                           const float *q, const float *p, float gradient[2][BLOCK], vf lost[2],
-                           vd *total, bool *ret_low) {
+                           const float *q, const float *p, uint64_t n, float gradient[2][BLOCK],
+                           vf lost[2], vd *total, bool *ret_low) {
     vf sum[2] = {{0}};
     vf most = vf_of(-INFINITY), least = vf_of(INFINITY);
     lost[0] = lost[1] = vf_of(0);
-    for (uint64_t i = 0; i < BLOCK; i += 2 * FLOATS)
+    for (uint64_t i = 0; i < n; i += 2 * FLOATS)
         for (uint64_t j = 0; j < 2; j++) {
             uint64_t k = i + j * FLOATS;
             read_ahead(q + k);
@@ -125,14 +125,14 @@ INLINE bool logprobs_block(const struct probs_rule *at, enum logprobs_kind kind,
 }
 
 static bool logprobs_block_of(const struct probs_rule *at, enum logprobs_kind kind, const float *q,
-                              const float *p, float gradient[2][BLOCK], vf lost[2], vd *total,
-                              bool *ret_low) {
+                              const float *p, uint64_t n, float gradient[2][BLOCK], vf lost[2],
+                              vd *total, bool *ret_low) {
     bool gradients = at->wanted[0] || at->wanted[1];
 #define LOGPROBS_BLOCK(of_kind)                                                                    \
     case of_kind:                                                                                  \
         return gradients                                                                           \
-                   ? logprobs_block(at, of_kind, true, q, p, gradient, lost, total, ret_low)       \
-                   : logprobs_block(at, of_kind, false, q, p, gradient, lost, total, ret_low)
+                   ? logprobs_block(at, of_kind, true, q, p, n, gradient, lost, total, ret_low)    \
+                   : logprobs_block(at, of_kind, false, q, p, n, gradient, lost, total, ret_low)
     switch (kind) {
         LOGPROBS_BLOCK(LOGPROBS_KL);
         LOGPROBS_BLOCK(LOGPROBS_BOTH);
@@ -187,8 +187,8 @@ static void logprobs_pass(const struct kld_cpu_work *work, const struct kld_cpu_
         vf lost[2];
         vd sum = vd_of(0);
         bool low = false;
-        bool fine =
-            logprobs_block_of(&at, kind, x[KLD_CPU_Q], x[KLD_CPU_P], gradient, lost, &sum, &low);
+        bool fine = logprobs_block_of(&at, kind, x[KLD_CPU_Q], x[KLD_CPU_P],
+                                      probs_rule_padded(block.count), gradient, lost, &sum, &low);
         if (fine && low)
             fine = !logprobs_is_faint(&at, x[KLD_CPU_Q], x[KLD_CPU_P], gradient, block.count, sum);
         for (int side = 0; side < 2; side++)

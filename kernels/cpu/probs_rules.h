@@ -178,14 +178,19 @@ INLINE vf probs_rule_term(const struct probs_rule *rule, uint32_t kind, bool gra
     return term;
 }
 
-/* false: somewhere in the block is a number for double. */
+/* Classes of a block with n of them: whole pairs of vectors. */
+INLINE uint64_t probs_rule_padded(uint64_t n) {
+    return (n + 2 * FLOATS - 1) / (2 * FLOATS) * (2 * FLOATS);
+}
+
+/* n of them, padded. false: somewhere in the block is a number for double. */
 INLINE bool probs_rule_block(const struct probs_rule *rule, uint32_t kind, bool gradients,
-                             const float *q, const float *p, float gradient[2][BLOCK], vf lost[2],
-                             vd *total) {
+                             const float *q, const float *p, uint64_t n, float gradient[2][BLOCK],
+                             vf lost[2], vd *total) {
     vf sum[2] = {{0}};
     vi32 bad = {0};
     lost[0] = lost[1] = vf_of(0);
-    for (uint64_t i = 0; i < BLOCK; i += 2 * FLOATS)
+    for (uint64_t i = 0; i < n; i += 2 * FLOATS)
         for (uint64_t j = 0; j < 2; j++) {
             uint64_t k = i + j * FLOATS;
             vf made[2] = {{0}, {0}};
@@ -208,25 +213,26 @@ INLINE bool probs_rule_block(const struct probs_rule *rule, uint32_t kind, bool 
 }
 
 static bool probs_rule_block_of(const struct probs_rule *rule, const float *q, const float *p,
-                                float gradient[2][BLOCK], vf lost[2], vd *total) {
+                                uint64_t n, float gradient[2][BLOCK], vf lost[2], vd *total) {
     bool gradients = rule->wanted[0] || rule->wanted[1];
     switch (rule->kind * 2 + gradients) {
     case KLD_RULE_KL * 2:
-        return probs_rule_block(rule, KLD_RULE_KL, false, q, p, gradient, lost, total);
+        return probs_rule_block(rule, KLD_RULE_KL, false, q, p, n, gradient, lost, total);
     case KLD_RULE_KL * 2 + 1:
-        return probs_rule_block(rule, KLD_RULE_KL, true, q, p, gradient, lost, total);
+        return probs_rule_block(rule, KLD_RULE_KL, true, q, p, n, gradient, lost, total);
     case KLD_RULE_MIXTURE * 2:
-        return probs_rule_block(rule, KLD_RULE_MIXTURE, false, q, p, gradient, lost, total);
+        return probs_rule_block(rule, KLD_RULE_MIXTURE, false, q, p, n, gradient, lost, total);
     case KLD_RULE_MIXTURE * 2 + 1:
-        return probs_rule_block(rule, KLD_RULE_MIXTURE, true, q, p, gradient, lost, total);
+        return probs_rule_block(rule, KLD_RULE_MIXTURE, true, q, p, n, gradient, lost, total);
     case KLD_RULE_TV * 2 + 1:
-        return probs_rule_block(rule, KLD_RULE_TV, true, q, p, gradient, lost, total);
+        return probs_rule_block(rule, KLD_RULE_TV, true, q, p, n, gradient, lost, total);
     case KLD_RULE_TV * 2:
-        return probs_rule_block(rule, KLD_RULE_TV, false, q, p, gradient, lost, total);
+        return probs_rule_block(rule, KLD_RULE_TV, false, q, p, n, gradient, lost, total);
     case KLD_RULE_CROSS_ENTROPY * 2:
-        return probs_rule_block(rule, KLD_RULE_CROSS_ENTROPY, false, q, p, gradient, lost, total);
+        return probs_rule_block(rule, KLD_RULE_CROSS_ENTROPY, false, q, p, n, gradient, lost,
+                                total);
     case KLD_RULE_CROSS_ENTROPY * 2 + 1:
-        return probs_rule_block(rule, KLD_RULE_CROSS_ENTROPY, true, q, p, gradient, lost, total);
+        return probs_rule_block(rule, KLD_RULE_CROSS_ENTROPY, true, q, p, n, gradient, lost, total);
     default: return false;
     }
 }
@@ -265,10 +271,11 @@ static const float *probs_rule_load(const struct kld_cpu_work *work,
                                     const struct kld_cpu_span *span, int side, uint64_t n,
                                     float space[BLOCK]) {
     float pad = work->form[side] == KLD_FORM_PROBS ? 1 : 0;
-    if (work->dtype[side] == KLD_DTYPE_FP32 && n == BLOCK)
+    uint64_t m = probs_rule_padded(n);
+    if (work->dtype[side] == KLD_DTYPE_FP32 && n == m)
         return (const float *)(const void *)span->in[side];
     block_load_floats(work->dtype[side], span->in[side], n, pad, space);
-    for (uint64_t i = whole_vectors(n); i < BLOCK; i++)
+    for (uint64_t i = whole_vectors(n); i < m; i++)
         space[i] = pad;
     return space;
 }
@@ -298,7 +305,8 @@ static void probs_rule_pass(const struct kld_cpu_work *work, const struct kld_cp
             x[side] = probs_rule_load(work, &block, side, block.count, space[side]);
         vf lost[2];
         vd sum = vd_of(0);
-        bool fine = probs_rule_block_of(&rule, x[KLD_CPU_Q], x[KLD_CPU_P], gradient, lost, &sum);
+        bool fine = probs_rule_block_of(&rule, x[KLD_CPU_Q], x[KLD_CPU_P],
+                                        probs_rule_padded(block.count), gradient, lost, &sum);
         for (int side = 0; side < 2; side++)
             if (rule.wanted[side] && rule.cancels[side])
                 fine = fine && !is_rough(gradient[side], block.count, rule.least[side], lost[side]);
