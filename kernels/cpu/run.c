@@ -230,6 +230,10 @@ static double run_row(const struct plan *plan, uint64_t index) {
     if (plan->quick.fits && kld_cpu_quick_run(&plan->quick, NULL, NULL, &row.span, &value))
         return row_end(plan, &row, value);
     struct kld_cpu_partial partial;
+    if (plan->spans == 1 && !plan->statistics) { /* no copy of a span that was just written */
+        plan->run->kernels->pass(&plan->work, &row.span, &partial);
+        return row_end(plan, &row, partial.value);
+    }
     if (plan->statistics) {
         for (uint64_t k = 0; k < plan->spans; k++) {
             pass_statistics(plan, &row, k, &partial);
