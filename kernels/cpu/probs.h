@@ -111,26 +111,36 @@ INLINE vd probs_block(const float *own, const float *other, float *gradient, boo
     return total;
 }
 
+/* A block as it lies, or converted, or filled up to m numbers. */
+static const float *probs_side(uint32_t dtype, const unsigned char *from, uint64_t n, uint64_t m,
+                               float pad, float *space) {
+    if (dtype == KLD_DTYPE_FP32 && n == m)
+        return (const float *)(const void *)from;
+    block_load_floats(dtype, from, n, pad, space);
+    for (uint64_t i = whole_vectors(n); i < m; i++)
+        space[i] = pad;
+    return space;
+}
+
 /* A block that has to be converted, or that is shorter than BLOCK. */
 static vd probs_block_converted(const struct kld_cpu_work *work, const struct kld_cpu_span *span,
                                 int own_side, uint64_t at, uint64_t n, float factor) {
     int other_side = 1 - own_side;
-    float own[BLOCK] ALIGNED, other[BLOCK] ALIGNED, gradient[BLOCK] ALIGNED;
+    uint32_t own_type = work->dtype[own_side], other_type = work->dtype[other_side];
+    float space[3][BLOCK] ALIGNED, *gradient = NULL;
     uint64_t step = LANES_OF_SUM * FLOATS, m = (n + step - 1) / step * step;
-    uint64_t own_bytes = element_bytes(work->dtype[own_side]);
-    uint64_t other_bytes = element_bytes(work->dtype[other_side]);
-    block_load_floats(work->dtype[own_side], span->in[own_side] + at * own_bytes, n, 0, own);
-    block_load_floats(work->dtype[other_side], span->in[other_side] + at * other_bytes, n, 1,
-                      other);
-    for (uint64_t i = whole_vectors(n); i < m; i++) {
-        own[i] = 0;
-        other[i] = 1;
+    uint64_t skip = at * element_bytes(other_type);
+    const float *own =
+        probs_side(own_type, span->in[own_side] + at * element_bytes(own_type), n, m, 0, space[0]);
+    const float *other = probs_side(other_type, span->in[other_side] + skip, n, m, 1, space[1]);
+    unsigned char *to = span->gradient[other_side];
+    if (to) {
+        to += skip;
+        gradient = other_type == KLD_DTYPE_FP32 && n == m ? (float *)(void *)to : space[2];
     }
-    bool wanted = span->gradient[other_side] != NULL;
-    vd sum = probs_block(own, other, wanted ? gradient : NULL, false, factor, m);
-    if (wanted)
-        block_store_floats(work->dtype[other_side], gradient, n,
-                           span->gradient[other_side] + at * other_bytes);
+    vd sum = probs_block(own, other, gradient, false, factor, m);
+    if (gradient == space[2])
+        block_store_floats(other_type, gradient, n, to);
     return sum;
 }
 

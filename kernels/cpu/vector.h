@@ -49,6 +49,15 @@ INLINE vf vf_select(vi32 mask, vf yes, vf no) {
     return (vf)(((vi32)yes & mask) | ((vi32)no & ~mask));
 }
 
+/* Keeps the compiler from making a copy of a few vectors a `rep movs`, which takes longer to start
+ * than they do. */
+INLINE vf vf_as_is(vf x) {
+#if defined(__x86_64__)
+    __asm__("" : "+x"(x));
+#endif
+    return x;
+}
+
 INLINE vf vf_abs(vf x) { return (vf)((vu32)x & 0x7fffffffu); }
 
 /* For loops that run through a tensor: what they will want next but some. The processor's own
@@ -260,51 +269,126 @@ INLINE uint16_t float_to_half(float value) {
     return sign | (uint16_t)((rest - (112u << 23)) >> 13);
 }
 
-INLINE void halves_to_floats(uint64_t m, const uint16_t *from, float *to) {
+/* A vector of 16-bit numbers as FP32. */
+INLINE vf vf_of_halves(uint32_t dtype, vu16h x) {
+    if (dtype == KLD_DTYPE_BF16)
+        return (vf)(__builtin_convertvector(x, vu32) << 16);
 #if KLD_VECTOR_BYTES == 64
-    for (uint64_t i = 0; i < m; i += 16) {
-        read_ahead(from + i);
-        _mm512_store_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(from + i))));
-    }
+    return (vf)_mm512_cvtph_ps((__m256i)x);
 #elif KLD_VECTOR_BYTES == 32
-    for (uint64_t i = 0; i < m; i += 8) {
-        read_ahead(from + i);
-        _mm256_store_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(from + i))));
-    }
+    return (vf)_mm256_cvtph_ps((__m128i)x);
 #else
-    for (uint64_t i = 0; i < m; i++)
-        to[i] = half_to_float(from[i]);
+    vf y;
+    for (int i = 0; i < FLOATS; i++)
+        y[i] = half_to_float(x[i]);
+    return y;
 #endif
 }
 
-INLINE void floats_to_halves(uint64_t m, const float *from, uint16_t *to) {
-#if KLD_VECTOR_BYTES == 64
-    for (uint64_t i = 0; i < m; i += 16)
-        _mm256_storeu_si256((void *)(to + i), _mm512_cvtps_ph(_mm512_load_ps(from + i), 0));
-#elif KLD_VECTOR_BYTES == 32
-    for (uint64_t i = 0; i < m; i += 8)
-        _mm_storeu_si128((void *)(to + i), _mm256_cvtps_ph(_mm256_load_ps(from + i), 0));
-#else
-    for (uint64_t i = 0; i < m; i++)
-        to[i] = float_to_half(from[i]);
-#endif
-}
-
-INLINE void bfloats_to_floats(uint64_t m, const uint16_t *from, float *to) {
-    for (uint64_t i = 0; i < m; i += FLOATS) {
-        read_ahead(from + i);
-        vu32 bits = __builtin_convertvector(*(const vu16h_any *)(from + i), vu32) << 16;
-        *(vf *)(to + i) = (vf)bits;
-    }
-}
-
-INLINE void floats_to_bfloats(uint64_t m, const float *from, uint16_t *to) {
-    for (uint64_t i = 0; i < m; i += FLOATS) {
-        vf x = *(const vf *)(from + i);
+INLINE vu16h vf_to_halves(uint32_t dtype, vf x) {
+    if (dtype == KLD_DTYPE_BF16) {
         vu32 bits = (vu32)x, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
         vu32 nan = (vu32)(x != x);
         bits = (rounded & ~nan) | (((bits >> 16) | 0x40u) & nan);
-        *(vu16h_any *)(to + i) = __builtin_convertvector(bits, vu16h);
+        return __builtin_convertvector(bits, vu16h);
+    }
+#if KLD_VECTOR_BYTES == 64
+    return (vu16h)_mm512_cvtps_ph((__m512)x, 0);
+#elif KLD_VECTOR_BYTES == 32
+    return (vu16h)_mm256_cvtps_ph((__m256)x, 0);
+#else
+    vu16h y;
+    for (int i = 0; i < FLOATS; i++)
+        y[i] = float_to_half(x[i]);
+    return y;
+#endif
+}
+
+/* The lanes below n. */
+INLINE vi32 vi32_below(uint64_t n) {
+    static const int32_t lane[16] ALIGNED = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return *(const vi32 *)lane < (int32_t)n;
+}
+
+/* The end of a row, n numbers of a vector, at most all but one; nothing beyond them is touched, and
+ * what else is in the vector is 0. No detour by memory: a load that follows narrower stores waits
+ * for them. */
+INLINE vf vf_load_first(const float *at, uint64_t n) {
+    vf x = {0};
+#if KLD_VECTOR_BYTES == 64
+    x = (vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), at);
+#elif KLD_VECTOR_BYTES == 32
+    x = (vf)_mm256_maskload_ps(at, (__m256i)vi32_below(n));
+#else
+    for (uint64_t i = 0; i < n; i++)
+        x[i] = at[i];
+#endif
+    return x;
+}
+
+/* n < 4 numbers of 16 bits as one of 64. */
+INLINE uint64_t bits_of_halves(const uint16_t *at, uint64_t n) {
+    uint64_t bits = n > 0 ? at[0] : 0;
+    bits |= n > 1 ? (uint64_t)at[1] << 16 : 0;
+    return bits | (n > 2 ? (uint64_t)at[2] << 32 : 0);
+}
+
+INLINE vu16h halves_load_first(const uint16_t *at, uint64_t n) {
+#if KLD_VECTOR_BYTES == 64
+    return (vu16h)_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), at);
+#elif KLD_VECTOR_BYTES == 32
+    uint64_t bits = 0;
+    if (n < 4)
+        return (vu16h)_mm_set_epi64x(0, (long long)bits_of_halves(at, n));
+    memcpy(&bits, at, sizeof bits);
+    return (vu16h)_mm_set_epi64x((long long)bits_of_halves(at + 4, n - 4), (long long)bits);
+#else
+    uint64_t bits = bits_of_halves(at, n);
+    vu16h x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+#endif
+}
+
+INLINE void store_part(unsigned char **to, const unsigned char **from, uint64_t n, uint64_t part) {
+    if (!(n & part))
+        return;
+    memcpy(*to, *from, part);
+    *to += part;
+    *from += part;
+}
+
+/* The first n bytes, an even number, of fewer than `bytes`, 2, 4, .. 64. */
+INLINE void store_first(void *to, const void *from, uint64_t n, uint64_t bytes) {
+    unsigned char *at = to;
+    const unsigned char *x = from;
+    if (bytes > 32)
+        store_part(&at, &x, n, 32);
+    if (bytes > 16)
+        store_part(&at, &x, n, 16);
+    if (bytes > 8)
+        store_part(&at, &x, n, 8);
+    store_part(&at, &x, n, 4);
+    store_part(&at, &x, n, 2);
+}
+
+INLINE void halves_to_floats(uint32_t dtype, const uint16_t *from, uint64_t n, float *to) {
+    uint64_t i = 0;
+    for (; i + FLOATS <= n; i += FLOATS) {
+        read_ahead(from + i);
+        *(vf *)(to + i) = vf_of_halves(dtype, *(const vu16h_any *)(from + i));
+    }
+    if (i < n)
+        *(vf *)(to + i) = vf_of_halves(dtype, halves_load_first(from + i, n - i));
+}
+
+INLINE void floats_to_halves(uint32_t dtype, const float *from, uint64_t n, uint16_t *to) {
+    uint64_t i = 0;
+    for (; i + FLOATS <= n; i += FLOATS)
+        *(vu16h_any *)(to + i) = vf_to_halves(dtype, *(const vf *)(from + i));
+    if (i < n) {
+        vu16h rest = vf_to_halves(dtype, *(const vf *)(from + i));
+        store_first(to + i, &rest, (n - i) * sizeof *to, sizeof rest);
     }
 }
 
@@ -329,24 +413,27 @@ INLINE uint64_t whole_vectors(uint64_t n) { return (n + 15) / 16 * 16; }
  * FP64 cannot be loaded as float. Reads nothing beyond the n elements. */
 static inline void block_load_floats(uint32_t dtype, const unsigned char *from, uint64_t n,
                                      float pad, float *to) {
-    uint64_t m = whole_vectors(n);
-    uint16_t raw[BLOCK] ALIGNED;
-    if (dtype == KLD_DTYPE_FP32) {
-        memcpy(to, from, n * 4);
-    } else {
-        const uint16_t *source = (const uint16_t *)(const void *)from;
-        if (n < m) {
-            memcpy(raw, from, n * 2);
-            memset(raw + n, 0, (m - n) * 2);
-            source = raw;
+    const void *source = from;
+    uint64_t i = 0;
+    if (dtype == KLD_DTYPE_FP16)
+        halves_to_floats(KLD_DTYPE_FP16, source, n, to);
+    else if (dtype == KLD_DTYPE_BF16)
+        halves_to_floats(KLD_DTYPE_BF16, source, n, to);
+    else {
+        for (; i + FLOATS <= n; i += FLOATS) {
+            read_ahead((const float *)source + i);
+            *(vf *)(to + i) = *(const vf_any *)((const float *)source + i);
         }
-        if (dtype == KLD_DTYPE_FP16)
-            halves_to_floats(m, source, to);
-        else
-            bfloats_to_floats(m, source, to);
+        if (i < n)
+            *(vf *)(to + i) = vf_load_first((const float *)source + i, n - i);
     }
-    for (uint64_t i = n; i < m; i++)
-        to[i] = pad;
+    i = n / FLOATS * FLOATS;
+    if (i < n) {
+        *(vf *)(to + i) = vf_select(vi32_below(n - i), *(vf *)(to + i), vf_of(pad));
+        i += FLOATS;
+    }
+    for (uint64_t m = whole_vectors(n); i < m; i += FLOATS)
+        *(vf *)(to + i) = vf_of(pad);
 }
 
 static inline void block_load(uint32_t dtype, const unsigned char *from, uint64_t n, double pad,
@@ -370,19 +457,17 @@ static inline void block_load(uint32_t dtype, const unsigned char *from, uint64_
 /* The first n numbers of a block into a tensor; writes nothing beyond them. */
 static inline void block_store_floats(uint32_t dtype, const float *from, uint64_t n,
                                       unsigned char *to) {
-    uint64_t m = whole_vectors(n);
-    uint16_t raw[BLOCK] ALIGNED;
-    if (dtype == KLD_DTYPE_FP32) {
-        memcpy(to, from, n * 4);
-        return;
-    }
-    uint16_t *target = n == m ? (uint16_t *)(void *)to : raw;
+    void *target = to;
     if (dtype == KLD_DTYPE_FP16)
-        floats_to_halves(m, from, target);
-    else
-        floats_to_bfloats(m, from, target);
-    if (n < m)
-        memcpy(to, raw, n * 2);
+        floats_to_halves(KLD_DTYPE_FP16, from, n, target);
+    else if (dtype == KLD_DTYPE_BF16)
+        floats_to_halves(KLD_DTYPE_BF16, from, n, target);
+    else {
+        uint64_t i = 0;
+        for (; i + FLOATS <= n; i += FLOATS)
+            *(vf_any *)((float *)target + i) = vf_as_is(*(const vf *)(from + i));
+        store_first((float *)target + i, from + i, (n - i) * sizeof *from, KLD_VECTOR_BYTES);
+    }
 }
 
 static inline void block_store(uint32_t dtype, const double *from, uint64_t n, unsigned char *to) {
