@@ -8,7 +8,7 @@
 #ifndef KLD_SERVER_STACK_H
 #define KLD_SERVER_STACK_H
 
-/* Ours take 90 KiB at most (small jobs of a CPU, which a worker's loop runs); a driver's calls and
+/* Ours take 330 KiB at most (small jobs of a CPU, which a worker's loop runs); a driver's calls and
  * a TLS handshake are not ours. One page of it is memory, the rest is address space. */
 #define KLD_STACK_BYTES (1 << 20)
 

@@ -17,8 +17,9 @@ enum kld_cpu_side { KLD_CPU_Q, KLD_CPU_P };
  * sum follows from the number of classes alone. */
 #define KLD_CPU_BLOCK 256
 
-/* Rows of at most this many classes are done several at a time. */
-#define KLD_CPU_SHORT_CLASSES 256
+/* Rows of at most this many classes may be done several at a time: what they hold then should stay
+ * in the second-level cache. 40 bytes for a class and a lane of it are on the stack. */
+#define KLD_CPU_SHORT_CLASSES 1024
 /* More than any width has lanes. */
 #define KLD_CPU_LANES_MAX 8
 

@@ -403,15 +403,32 @@ static uint32_t plain_divergence(const struct kld_op *op, const struct kld_rule 
                                     : op->divergence;
 }
 
-/* Rows of so many classes are done several at a time: where FP32 does better, hardly a vector's. */
+/* Up to so many classes they are faster than what there is otherwise. */
+#define SHORT_PROBS 16
+#define SHORT_LOGPROBS_TV 32
+#define SHORT_ROWS 256
+#define SHORT_GRADIENTS 512 /* of logits */
+
+/* Rows of so many classes are done several at a time. */
 static uint64_t short_classes(const struct kld_cpu_work *work) {
-    bool plain = work->rule.kind == KLD_RULE_KL || work->rule.kind == KLD_RULE_CROSS_ENTROPY;
-    uint32_t form = work->form[0];
-    if (work->dtype[0] == KLD_DTYPE_FP64 || work->dtype[1] == KLD_DTYPE_FP64 ||
-        form != work->form[1])
-        return KLD_CPU_SHORT_CLASSES;
-    return form == KLD_FORM_PROBS || (form == KLD_FORM_LOGPROBS && plain) ? 16
-                                                                          : KLD_CPU_SHORT_CLASSES;
+    bool mixture = work->rule.kind == KLD_RULE_MIXTURE;
+    bool gradient = work->gradient[0] || work->gradient[1];
+    uint32_t form = work->form[0], q = work->dtype[0], p = work->dtype[1];
+    bool logits = form == KLD_FORM_LOGITS;
+    if (form != work->form[1])
+        return SHORT_ROWS;
+    if (q == KLD_DTYPE_FP64 || p == KLD_DTYPE_FP64)
+        return logits ? KLD_CPU_SHORT_CLASSES : SHORT_ROWS;
+    if (form == KLD_FORM_LOGPROBS && work->rule.kind == KLD_RULE_TV)
+        return SHORT_LOGPROBS_TV;
+    if (form == KLD_FORM_PROBS || (form == KLD_FORM_LOGPROBS && !mixture))
+        return SHORT_PROBS;
+    if (!logits || !gradient)
+        return SHORT_ROWS;
+    if (!mixture)
+        return SHORT_GRADIENTS;
+    /* With FP32 the passes over long rows are in double, too. */
+    return q == KLD_DTYPE_FP32 || p == KLD_DTYPE_FP32 ? KLD_CPU_SHORT_CLASSES : SHORT_ROWS;
 }
 
 static void plan_init(struct plan *plan, struct kld_cpu_run *run, struct kld_cpu_team *team,

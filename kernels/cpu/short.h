@@ -11,6 +11,8 @@
 
 #define SHORT_BLOCK_CLASSES (BLOCK / DOUBLES)
 #define SHORT_BLOCKS (KLD_CPU_SHORT_CLASSES / SHORT_BLOCK_CLASSES)
+/* From row to row as numbers: not all of them in the same few places of a cache. */
+#define SHORT_LINE (KLD_CPU_SHORT_CLASSES + 64 / sizeof(double))
 
 struct short_rows {
     const struct kld_cpu_work *work;
@@ -25,24 +27,27 @@ INLINE uint64_t short_entries(const struct short_rows *rows, uint64_t block) {
     return (left < SHORT_BLOCK_CLASSES ? left : SHORT_BLOCK_CLASSES) * DOUBLES;
 }
 
-/* One row as numbers. FP32 without a copy: a load that follows narrower stores waits for them. */
-INLINE void short_line(uint32_t dtype, const unsigned char *from, uint64_t n, double *to) {
-    if (dtype != KLD_DTYPE_FP32) {
-        block_load(dtype, from, n, 0, to);
-        return;
-    }
+/* One row as numbers, without a copy: a load that follows narrower stores waits for them. */
+static void short_line(uint32_t dtype, const unsigned char *from, uint64_t n, double *to) {
     const float *x = (const float *)(const void *)from;
     uint64_t i = 0;
-    for (; i + DOUBLES <= n; i += DOUBLES)
-        vd_store(to + i, __builtin_convertvector(*(const vfh_any *)(x + i), vd));
-    for (; i < n; i++)
-        to[i] = (double)x[i];
+    switch (dtype) {
+    case KLD_DTYPE_FP64: memcpy(to, from, n * sizeof *to); break;
+    case KLD_DTYPE_FP32:
+        for (; i + DOUBLES <= n; i += DOUBLES)
+            vd_store(to + i, __builtin_convertvector(*(const vfh_any *)(x + i), vd));
+        for (; i < n; i++)
+            to[i] = (double)x[i];
+        break;
+    case KLD_DTYPE_FP16: halves_to_doubles(KLD_DTYPE_FP16, (const void *)from, n, to); break;
+    default: halves_to_doubles(KLD_DTYPE_BF16, (const void *)from, n, to);
+    }
 }
 
 /* From rows to lanes. Lanes without a row repeat the first. */
 static void short_load(struct short_rows *rows, int side, const struct kld_cpu_span *span,
                        uint64_t count) {
-    double line[DOUBLES][KLD_CPU_SHORT_CLASSES] ALIGNED;
+    double line[DOUBLES][SHORT_LINE] ALIGNED;
     for (uint64_t r = 0; r < count; r++)
         short_line(rows->work->dtype[side], span[r].in[side], rows->classes, line[r]);
     const double *from[DOUBLES];
@@ -60,7 +65,7 @@ static void short_load(struct short_rows *rows, int side, const struct kld_cpu_s
 /* And back; from the place of raw. */
 static void short_store(const struct short_rows *rows, int side, const struct kld_cpu_span *span,
                         uint64_t count) {
-    double line[DOUBLES][KLD_CPU_SHORT_CLASSES] ALIGNED;
+    double line[DOUBLES][SHORT_LINE] ALIGNED;
     for (uint64_t b = 0, at = 0; b < rows->blocks; b++) {
         const double *from = rows->columns[b].raw[side];
         uint64_t entries = short_entries(rows, b);
@@ -68,8 +73,11 @@ static void short_store(const struct short_rows *rows, int side, const struct kl
             for (uint64_t r = 0; r < DOUBLES; r++)
                 line[r][at] = from[i + r];
     }
+    uint32_t dtype = rows->work->dtype[side];
     for (uint64_t r = 0; r < count; r++)
-        block_store(rows->work->dtype[side], line[r], rows->classes, span[r].gradient[side]);
+        for (uint64_t i = 0; i < rows->classes; i += BLOCK)
+            block_store(dtype, line[r] + i, rows->classes - i < BLOCK ? rows->classes - i : BLOCK,
+                        span[r].gradient[side] + i * element_bytes(dtype));
 }
 
 /* Maximum, masses and their sum of one side. */

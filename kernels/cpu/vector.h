@@ -392,6 +392,22 @@ INLINE void floats_to_halves(uint32_t dtype, const float *from, uint64_t n, uint
     }
 }
 
+/* To whole vectors of floats. */
+INLINE void halves_to_doubles(uint32_t dtype, const uint16_t *from, uint64_t n, double *to) {
+    for (uint64_t i = 0; i < n; i += FLOATS) {
+        vfh half[2];
+        vf x;
+        read_ahead(from + i);
+        if (i + FLOATS <= n)
+            x = vf_of_halves(dtype, *(const vu16h_any *)(from + i));
+        else
+            x = vf_of_halves(dtype, halves_load_first(from + i, n - i));
+        memcpy(half, &x, sizeof half);
+        vd_store(to + i, __builtin_convertvector(half[0], vd));
+        vd_store(to + i + DOUBLES, __builtin_convertvector(half[1], vd));
+    }
+}
+
 INLINE void floats_to_doubles(uint64_t m, const float *from, double *to) {
     for (uint64_t i = 0; i < m; i += DOUBLES)
         vd_store(to + i, __builtin_convertvector(*(const vfh_any *)(from + i), vd));
