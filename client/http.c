@@ -244,8 +244,8 @@ enum kld_status kld_http_curl_error(const struct http_connection *h, CURLcode co
         return certificate_error(&h->base.options, reason, err);
     if (code == CURLE_PEER_FAILED_VERIFICATION || code == CURLE_SSL_CACERT_BADFILE)
         return kld_error_set(err, KLD_FORBIDDEN,
-                             "the server's certificate is not trusted (%s); name the certificates "
-                             "to trust with ca_file",
+                             "the server's certificate is not trusted; name those to trust "
+                             "with ca_file (%s)",
                              reason);
     if (code == CURLE_OUT_OF_MEMORY)
         return kld_error_set(err, KLD_NO_MEMORY, "no memory, or no descriptor to watch, for HTTP");

@@ -5,7 +5,7 @@
 #include <stddef.h>
 
 int kld_thread_start(pthread_t *ret_thread, void *(*main)(void *argument), void *argument) {
-    static const int own[] = {SIGBUS, SIGSEGV, SIGFPE, SIGILL};
+    static const int own[] = {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGSYS, SIGTRAP};
     sigset_t blocked, before;
     sigfillset(&blocked);
     for (size_t i = 0; i < sizeof own / sizeof own[0]; i++)

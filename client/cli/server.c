@@ -158,6 +158,8 @@ int kld_cli_fail(const struct kld_error *error) {
         {KLD_FORBIDDEN, KLD_EXIT_SERVER, "does not have the right",
          "use a token that has it (--token-file FILE), or ask who runs the server for the right"},
         {KLD_FORBIDDEN, KLD_EXIT_SERVER, "", "ask who runs the server to let you use it"},
+        {KLD_NO_MEMORY, KLD_EXIT_FAILED, "RLIMIT_FSIZE",
+         "raise the limit of files (ulimit -f), or with --split take smaller --part-bytes"},
         {KLD_NO_MEMORY, KLD_EXIT_FAILED, "",
          "spread the rows over several servers: kld div --split URL,URL,..."},
     };

@@ -200,11 +200,14 @@ def test_who_may_not_is_told_what_would_help(make_server, certificates, tmp_path
     secure = make_server(**tls_flags(certificates))
     done = kld("ping", "--server", secure.http.replace("http:", "https:"), code=3)
     assert "--ca-file FILE" in advice(done, "certificate is not trusted")
+    x = tmp_path / "x.npy"
+    np.save(x, np.ones((2, 2), np.float32))
+    url = secure.http.replace("http:", "https:")
+    done = kld("div", x, x, "--split", f"{url},{url}", code=3)  # which shows the beginning of what each says
+    assert "--ca-file FILE" in advice(done, "certificate is not trusted")
     (tmp_path / "tokens").write_text(f"me {hashlib.sha256(b'word').hexdigest()} metrics\n")
     (tmp_path / "token").write_text("word\n")
     server = make_server(tokens=tmp_path / "tokens")
-    x = tmp_path / "x.npy"
-    np.save(x, np.ones((2, 2), np.float32))
     done = kld("div", x, x, "--server", server.http, "--token-file", tmp_path / "token", code=3)
     told = advice(done, "does not have the right 'infer'")
     assert "--token-file FILE" in told and "--ca-file" not in told
@@ -218,6 +221,16 @@ def test_who_may_not_is_told_what_would_help(make_server, certificates, tmp_path
                           extra_groups=[], env=clean_environment(LD_LIBRARY_PATH=str(server.folder)), timeout=60)
     told = advice(done, "its mode or group excludes you")
     assert "--unix-mode" in told and "--ca-file" not in told
+
+
+def test_a_small_limit_of_files(make_server, tmp_path):
+    """Shared memory is one. More servers would not help."""
+    x = tmp_path / "x.npy"
+    np.save(x, np.ones((2, 2), np.float32))
+    done = subprocess.run(["sh", "-c", 'ulimit -f 0; exec "$@"', "sh", BIN / "kld", "div", x, x, "--server",
+                           make_server().url_unix], capture_output=True, text=True, env=clean_environment(), timeout=60)
+    assert done.returncode == 1, done
+    assert "(RLIMIT_FSIZE)" in done.stderr and "ulimit -f" in done.stderr and "URL" not in done.stderr
 
 
 def test_the_other_kind_of_http(make_server, certificates):

@@ -28,7 +28,8 @@ static bool is_of_ours(const sigset_t *mask) {
     sigset_t all;
     sigfillset(&all);
     for (int number = 1; number <= SIGRTMAX; number++) {
-        bool fault = number == SIGBUS || number == SIGSEGV || number == SIGFPE || number == SIGILL;
+        bool fault = number == SIGBUS || number == SIGSEGV || number == SIGFPE ||
+                     number == SIGILL || number == SIGSYS || number == SIGTRAP;
         bool never = number == SIGKILL || number == SIGSTOP || !sigismember(&all, number);
         if (!never && sigismember(mask, number) == fault)
             return false;
