@@ -1,12 +1,13 @@
 """What the HTTP tests share: made-up tensors, how close an answer must be, shared memory, certificates, counting."""
-import contextlib
 import functools
+import math
 import mmap
 import os
 import pathlib
 import re
 import subprocess
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -47,15 +48,18 @@ def unless_late(test):
     @functools.wraps(test)
     def tried(**arguments):
         for _ in range(4):
-            with contextlib.suppress(Late):
+            try:
                 return test(**arguments)
+            except Late as late:
+                warnings.warn(f"{test.__name__}: begun again: {late!r:.300}")
         return test(**arguments)
     return tried
 
 
 class Pace:
     """What a sender of so many bytes a second has to send by now, beyond what he has sent: whoever looks late sends more.
-    What fails inside of it is Late if he was silent for half of slow_ms, of which the server has a right to cut him off."""
+    What fails inside of it is Late if he was silent for half of slow_ms, of which the server has a right to cut him off.
+    Silence ends at a look, so what is judged is looked behind first: a wait for the server that fails is no silence."""
 
     def __init__(self, bytes_per_s, slow_ms):
         self.rate, self.sent, self.silence_s, self.most_s = bytes_per_s, 0, 0, slow_ms / 2000
@@ -64,6 +68,15 @@ class Pace:
     def look(self):
         now = time.monotonic()
         self.silence_s, self.last = max(self.silence_s, now - self.last), now
+
+    def seen(self, what):
+        """What the server said, behind a look: it may have been cut off while nobody sent."""
+        self.look()
+        return what
+
+    def over(self):
+        """He has sent all, and was answered: what fails from here on is not for his silence."""
+        self.most_s = math.inf
 
     def due(self):
         self.look()
@@ -75,9 +88,8 @@ class Pace:
         return self
 
     def __exit__(self, kind, problem, trace):
-        self.look()
-        if kind and self.silence_s > self.most_s:
-            raise Late from problem
+        if kind and issubclass(kind, Exception) and self.silence_s > self.most_s:  # pytest's own end of a test is none
+            raise Late(f"silent for {self.silence_s:.1f} s", problem) from problem
 
 
 def socket_mib():

@@ -453,6 +453,7 @@ def test_slow_but_moving_is_served(make_server):
             time.sleep(0.2)
     with Pace(0, 1000) as pace, Connection(server) as connection:
         connection.http.request("POST", INFER, pieces(), headers, encode_chunked=True)
+        pace.look()
         assert connection.http.getresponse().status == 200
 
 

@@ -308,12 +308,13 @@ def test_who_holds_much_has_to_send_more(make_server):
                 left[name] = left[name][count:]
             except OSError:
                 assert name == "large"
-        return server.metrics()["kld_http_slow_total"]
+        return pace.seen(server.metrics()["kld_http_slow_total"])
     with Pace(2000, 2000) as pace:
         wait_until(go_on, what="the large one's end")
         for _ in range(4):  # as for a look at the small one that came later
             assert go_on() == 1
         connections["small"].sendall(left["small"])
+        pace.look()
         assert connections["small"].recv(12) == b"HTTP/1.1 200"
     for one in connections.values():
         one.close()
@@ -335,7 +336,11 @@ class Uploads:
         with self:
             for one in self.connections:
                 self.send(one, 500000)
-            wait_until(lambda: server.metrics()[POOL] >= 6 * q.nbytes, what="their buffers")
+
+            def are_there():
+                self.send_due()
+                return server.metrics()[POOL] >= 6 * q.nbytes
+            wait_until(are_there, what="their buffers")
 
     def __enter__(self):
         return self
@@ -350,16 +355,21 @@ class Uploads:
             self.cut.add(one)
         self.left[one] = self.left[one][count:]
 
+    def send_due(self):
+        for one, pace in self.paces.items():
+            self.send(one, pace.due())
+
     def go_on(self, seconds):
         for _ in range(4 * seconds):
             time.sleep(0.25)
-            for one, pace in self.paces.items():
-                self.send(one, pace.due())
-        return self.server.metrics()["kld_http_slow_total"]
+            self.send_due()
+        return self.paces[self.quick].seen(self.server.metrics()["kld_http_slow_total"])
 
     def end(self):
         self.send(self.quick, len(self.left[self.quick]))
+        self.paces[self.quick].look()
         assert self.quick.recv(12) == b"HTTP/1.1 200" and self.quick not in self.cut
+        self.paces[self.quick].over()
         for one in self.connections:
             one.close()
         wait_until(lambda: self.server.metrics()[POOL] == 0, what="a free pool")
@@ -409,7 +419,11 @@ def test_who_holds_what_a_unix_client_is_refused_has_to_be_quick(make_server):
     text = text_of(data, headers)
     with connect(server) as one, Pace(100000, 2000) as pace:
         one.sendall(text[:500000])
-        wait_until(lambda: server.metrics()[POOL] >= q.nbytes, what="its buffer")
+
+        def is_there():
+            one.sendall(bytes(pace.due()))
+            return server.metrics()[POOL] >= q.nbytes
+        wait_until(is_there, what="its buffer")
 
         def cut_off(seconds, size):
             begin = time.monotonic()
@@ -418,7 +432,7 @@ def test_who_holds_what_a_unix_client_is_refused_has_to_be_quick(make_server):
                 with contextlib.suppress(OSError):
                     one.sendall(bytes(pace.due()))
                 pool_region(server, size)
-            return server.metrics()["kld_http_slow_total"] == 1
+            return pace.seen(server.metrics()["kld_http_slow_total"]) == 1
         assert not cut_off(5, 65 << 20)
         assert cut_off(30, 60 << 20)
     wait_until(lambda: pool_region(server, 60 << 20), what="room in the pool")
