@@ -533,7 +533,6 @@ def test_who_never_fits_is_in_nobodys_way(make_server):
     askers[0].start()
     wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, what="who waits")
     time.sleep(0.5)
-    begin = time.monotonic()
     large_headers, large_data = oip.body({"predictions": large, "targets": large})
     status, _, body = server.request(INFER, large_data, large_headers)
     assert status == 413 and b"pool_bytes_max" in body and not replies, body
