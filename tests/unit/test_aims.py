@@ -1,6 +1,7 @@
-"""The tables of tests/bench/README.md that hold what was measured against what was aimed at, and that of README.md (Over
-HTTP, Speed): each row is what sharing-*.json and gateway-*.json give. When one changes, the failure prints
-the rows as they should be."""
+"""The tables of tests/bench/README.md that hold what was measured against what was aimed at (sharing-*.json,
+gateway-*.json), and of README.md those of Over HTTP (gateway-*.json), of one job and of PyTorch's ways (Speed), and the
+figure of its first screen (kernels-h200.json, python-h200.json, torch-peers-h200.json): each row is what the records give.
+When one changes, the failure prints the rows as they should be."""
 import json
 import pathlib
 import statistics
