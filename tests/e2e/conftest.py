@@ -222,13 +222,10 @@ class Server:
                 return error.code, error.headers, error.read()
 
     def heard(self, *what, **more):
-        """The same, again while the gateway says that its worker was silent for 2 s, as on a busy machine any may be:
-        what it says at once is of something else."""
+        """The same, again while the gateway says that its worker was silent for 2 s, as on a busy machine any may be."""
         def answer():
-            begin = time.monotonic()
             reply = self.request(*what, **more)
-            silent = reply[0] == 503 and any(text in reply[2] for text in SILENT)
-            return None if silent and time.monotonic() - begin >= 1.5 else reply
+            return None if reply[0] == 503 and any(text in reply[2] for text in SILENT) else reply
         return wait_until(answer, what="a worker that is heard")
 
     def json(self, path, body=None, **more):
