@@ -61,6 +61,13 @@ static void ticked(uv_timer_t *timer);
 
 static void readable(uv_poll_t *poll, int status, int events) { process(poll->data); }
 
+/* To a client of ours libkld's server is a part of the one that it asks. */
+static enum kld_status of_worker(enum kld_status status, struct kld_error *err) {
+    return status == KLD_UNAVAILABLE
+               ? kld_error_set(err, status, "the worker is not ready; try again")
+               : status;
+}
+
 static enum kld_status connect_once(struct kld_pool *pool, struct kld_error *err) {
     struct kld_connect_options options = {.client_name = "gateway-pool",
                                           .connect_timeout_ns = CONNECT_TIMEOUT_NS};
@@ -78,9 +85,7 @@ static enum kld_status connect_once(struct kld_pool *pool, struct kld_error *err
     if (status) {
         kld_close(pool->connection);
         pool->connection = NULL;
-        return status == KLD_UNAVAILABLE
-                   ? kld_error_set(err, KLD_UNAVAILABLE, "the worker is not ready; try again")
-                   : status;
+        return of_worker(status, err);
     }
     pool->poll.data = pool;
     uv_poll_start(&pool->poll, UV_READABLE, readable);
@@ -122,7 +127,7 @@ static enum kld_status make_buffer(struct kld_pool *pool, const struct kld_pool_
     kld_pool_offer_kept(pool, true);
     if (status) {
         free(buffer);
-        return status;
+        return of_worker(status, err);
     }
     look_at_losses(pool);
     buffer->pool = pool;

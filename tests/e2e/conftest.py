@@ -134,7 +134,7 @@ def each_key_once(pairs):
     return dict(pairs)
 
 
-SILENT = b"the worker is not ready; try again", b"the server did not answer in time"
+SILENT = b"the worker is not ready; try again"
 
 
 class Server:
@@ -225,7 +225,7 @@ class Server:
         """The same, again while the gateway says that its worker was silent for 2 s, as on a busy machine any may be."""
         def answer():
             reply = self.request(*what, **more)
-            return None if reply[0] == 503 and any(text in reply[2] for text in SILENT) else reply
+            return None if reply[0] == 503 and SILENT in reply[2] else reply
         return wait_until(answer, what="a worker that is heard")
 
     def json(self, path, body=None, **more):

@@ -93,7 +93,8 @@ def test_while_a_reply_waits_for_its_next_piece(make_server):
             os.kill(worker, signal.SIGCONT)
 
 
-def test_a_silent_worker_holds_up_all_at_once(make_server):
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_silent_worker_holds_up_all_at_once(make_server, connected):
     """The pool waits 2 s for a worker that does not answer: once, not for each of those who ask."""
     server = make_server(**SMALL)
     q = probabilities((100, 1000), 43)
@@ -101,8 +102,10 @@ def test_a_silent_worker_holds_up_all_at_once(make_server):
 
     def put(name):
         begin = time.monotonic()
-        status = server.request(f"/v2/tensors/{name}?datatype=FP32&shape=100,1000", q.tobytes(), method="PUT")[0]
-        took.append((status, time.monotonic() - begin))
+        status, _, said = server.request(f"/v2/tensors/{name}?datatype=FP32&shape=100,1000", q.tobytes(), method="PUT")
+        took.append((status, said, time.monotonic() - begin))
+    if connected:  # the thread that asks the worker
+        assert server.heard("/v2/tensors/first?datatype=FP32&shape=2,2", bytes(16), method="PUT")[0] == 200
     suspend(worker)
     try:
         askers = [threading.Thread(target=put, args=(name,)) for name in "abcdefghijkl"]
@@ -112,7 +115,8 @@ def test_a_silent_worker_holds_up_all_at_once(make_server):
             asker.join()
     finally:
         os.kill(worker, signal.SIGCONT)
-    assert all(status == 503 and seconds < 20 for status, seconds in took), took  # one behind another: 24
+    assert all(status == 503 and seconds < 20 for status, _, seconds in took), took  # one behind another: 24
+    assert all(b"the worker is not ready; try again" in said for _, said, _ in took), took
     wait_until(lambda: server.request("/v2/tensors/a?datatype=FP32&shape=100,1000", q.tobytes(),
                                       method="PUT")[0] == 200, what="the worker")
 
