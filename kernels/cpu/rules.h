@@ -76,40 +76,26 @@ struct mixture {
     vd part_p, part_q; /* p/m, q/m */
 };
 
-/* ln(y) for y = 1 + x in (0, 1], to a part of itself; a NaN in x: NaN. y without its power of 2 is
- * in [3/4, 3/2), and where there is none x says more of y than y does. */
-INLINE vd log_of_share(vd x, vd y) {
-    vi64 tiny = y < 0x1p-1022, reduced = y < 0.75;
-    vu64 bits = (vu64)vd_select(tiny, y * 0x1p54, y);
-    vu64 k = (bits - 0x3ff0000000000000u + 0x4008000000000000u) >> 52; /* of 2, plus 1024 */
-    vd f = (vd)(bits - ((k - 1024u) << 52));
-    vd n = (vd)(k + 0x4330000000000000u) - 4503599627371520.0; /* 2^52 + 1024 */
-    n = n - vd_select(tiny, vd_of(54), vd_of(0));
-    return vd_log_near(vd_select(reduced, f - 1.0, x), f + 1.0, vd_select(reduced, n, vd_of(0)));
-}
-
 /* From d alone: nothing cancels where p and q agree, nothing is lost where both are tiny. With n =
  * |d|, and w the other's share of m, the larger mass is 1 / (1 + w (exp(-n) - 1)) of m. */
 INLINE struct mixture mixture_of(vd d, double of_p, double of_q) {
     vi64 p_larger = d >= 0.0;
-    vd n = vd_select(p_larger, d, -d), shifted, power = vd_exp_parts(-n, &shifted);
-    vd unit = vd_scale(vd_of(1), shifted);
-    vd e = unit + unit * power, e1 = (unit - 1.0) + unit * power; /* exp(-n), less 1 */
+    vd n = vd_select(p_larger, d, -d), e = vd_exp(-n);
     vd own_share = vd_select(p_larger, vd_of(of_p), vd_of(of_q));
     vd rest = vd_select(p_larger, vd_of(of_q), vd_of(of_p));
+    vd e1 = vd_select(n < NEAR, excess(n) - n, e - 1.0); /* exp(-n) - 1 */
     vd x = rest * e1, y = own_share + rest * e;
-    vd larger = -log_of_share(x, y);
+    vd larger = -vd_select(x > -0.3, log1p_near(x), vd_log_ratio(y, vd_of(1)));
     vd smaller = larger - n;
     if (of_p < KLD_RULE_SHARE_SMALL || of_q < KLD_RULE_SHARE_SMALL) {
         vd more = -own_share * e1 / e; /* m over the smaller, less 1 */
         smaller = vd_select(more < 0.3, -log1p_near(more), smaller);
     }
-    vd part = 1.0 / y, other = e * part;
     struct mixture at = {
         vd_select(p_larger, larger, smaller),
         vd_select(p_larger, smaller, larger),
-        vd_select(p_larger, part, other),
-        vd_select(p_larger, other, part),
+        vd_select(p_larger, 1.0 / y, e / y),
+        vd_select(p_larger, e / y, 1.0 / y),
     };
     return at;
 }

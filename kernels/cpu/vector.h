@@ -126,8 +126,7 @@ INLINE vd vd_max(vd a, vd b) {
 #endif
 }
 
-/* e^x = 2^n (1 + rest), 2^n for vd_scale() to multiply with. */
-INLINE vd vd_exp_parts(vd x, vd *ret_shifted) {
+INLINE vd vd_exp(vd x) {
     x = vd_clamp(x, -746.0, 710.0);
     vd shifted = x * 1.4426950408889634 + ROUND_MAGIC;
     vd n = shifted - ROUND_MAGIC;
@@ -145,13 +144,10 @@ INLINE vd vd_exp_parts(vd x, vd *ret_shifted) {
     p = p * r + 1.0 / 24.0;
     p = p * r + 1.0 / 6.0;
     p = p * r + 0.5;
-    *ret_shifted = shifted;
-    return p * (r * r) + r;
-}
-
-INLINE vd vd_scale(vd p, vd shifted) {
+    p = p * (r * r) + r;
+    p = p + 1.0;
 #if KLD_VECTOR_BYTES == 64
-    return (vd)_mm512_scalef_pd((__m512d)p, (__m512d)(shifted - ROUND_MAGIC));
+    return (vd)_mm512_scalef_pd((__m512d)p, (__m512d)n);
 #else
     /* 2^n in two factors, so that the ends of the range come out as denormals and inf. */
     vu64 whole = (vu64)shifted - 0x4338000000000000u + 2048u;
@@ -159,29 +155,6 @@ INLINE vd vd_scale(vd p, vd shifted) {
     vu64 first = (half - 1024u + 1023u) << 52, second = (whole - half - 1024u + 1023u) << 52;
     return p * (vd)first * (vd)second;
 #endif
-}
-
-INLINE vd vd_exp(vd x) {
-    vd shifted, rest = vd_exp_parts(x, &shifted);
-    return vd_scale(rest + 1.0, shifted);
-}
-
-/* n ln 2 + 2 atanh(x / y) for |x / y| <= 0.2. */
-INLINE vd vd_log_near(vd x, vd y, vd n) {
-    vd s = x / y, z = s * s;
-    vd p = vd_of(2.0 / 23);
-    p = p * z + 2.0 / 21;
-    p = p * z + 2.0 / 19;
-    p = p * z + 2.0 / 17;
-    p = p * z + 2.0 / 15;
-    p = p * z + 2.0 / 13;
-    p = p * z + 2.0 / 11;
-    p = p * z + 2.0 / 9;
-    p = p * z + 2.0 / 7;
-    p = p * z + 2.0 / 5;
-    p = p * z + 2.0 / 3;
-    vd d = (2.0 * s + p * z * s) + n * 1.90821492927058770002e-10;
-    return d + n * 6.93147180369123816490e-01;
 }
 
 /* ln(a) - ln(b). One of them 0: the infinity of the right sign; both 0: 0. A NaN, an infinity or a
@@ -197,9 +170,22 @@ INLINE vd vd_log_ratio(vd a, vd b) {
     vu64 aexp = abits >> 52;
     vd x = (vd)((abits & 0x000fffffffffffffu) | 0x3ff0000000000000u);
     vd y = (vd)(bbits + ((k - 1024u - aexp + 1023u) << 52));
+    vd s = (x - y) / (x + y), z = s * s;
+    vd p = vd_of(2.0 / 23);
+    p = p * z + 2.0 / 21;
+    p = p * z + 2.0 / 19;
+    p = p * z + 2.0 / 17;
+    p = p * z + 2.0 / 15;
+    p = p * z + 2.0 / 13;
+    p = p * z + 2.0 / 11;
+    p = p * z + 2.0 / 9;
+    p = p * z + 2.0 / 7;
+    p = p * z + 2.0 / 5;
+    p = p * z + 2.0 / 3;
     vd n = (vd)(k + 0x4330000000000000u) - 4503599627371520.0; /* 2^52 + 1024 */
     n = n - vd_select(a_tiny, vd_of(54), vd_of(0)) + vd_select(b_tiny, vd_of(54), vd_of(0));
-    vd d = vd_log_near(x - y, x + y, n);
+    vd d = (2.0 * s + p * z * s) + n * 1.90821492927058770002e-10;
+    d = d + n * 6.93147180369123816490e-01;
     d = vd_select(a_zero, vd_of(-INFINITY), d);
     d = vd_select(b_zero, vd_of(INFINITY), d);
     d = vd_select(a_zero & b_zero, vd_of(0), d);
@@ -228,8 +214,22 @@ INLINE vd excess(vd d) {
     return s * d * d;
 }
 
-/* ln(1 + x) for -0.3 < x < 0.42, to a part of itself. */
-INLINE vd log1p_near(vd x) { return vd_log_near(x, x + 2.0, vd_of(0)); }
+/* ln(1 + x) = 2 atanh(x / (2 + x)) for -0.3 < x < 0.42, to a part of itself. */
+INLINE vd log1p_near(vd x) {
+    vd s = x / (x + 2.0), z = s * s;
+    vd p = vd_of(2.0 / 23);
+    p = p * z + 2.0 / 21;
+    p = p * z + 2.0 / 19;
+    p = p * z + 2.0 / 17;
+    p = p * z + 2.0 / 15;
+    p = p * z + 2.0 / 13;
+    p = p * z + 2.0 / 11;
+    p = p * z + 2.0 / 9;
+    p = p * z + 2.0 / 7;
+    p = p * z + 2.0 / 5;
+    p = p * z + 2.0 / 3;
+    return 2.0 * s + p * z * s;
+}
 
 /* ---- tensors to blocks of floats and back: FP16 and BF16 ------------------------------------- */
 
