@@ -168,7 +168,7 @@ def student(url, temperature):
         request.bytes[SLOTS.index(name)].region = region
     connection.call("kld_run", connection.handle, c.byref(request), c.byref(result))
     print(f"student: temperature {temperature:g}: loss {result.loss:.9g}, "
-          f"gradient[0] {float(gradient[0][0]):.9g}", flush=True)
+          f"gradient[0] {float(gradient[0][0]):.9g}\n", end="", flush=True)  # in one piece: there are two
     connection.close()
     del tensor
 

@@ -241,8 +241,8 @@ KINDS = [{}, {"reduction": "mean"}, {"reduction": "sum", "scale": 0.25}, {"reduc
 @pytest.mark.parametrize("shape", [(11,), (6, 11), (3, 21, 320)], ids=str)  # the last one's gradient is shared memory
 def test_a_known_call_is_the_first_one(url, connection, backend, shape, dtypes):
     """To the last bit, with the factor of its backward pass, without gradients and in float64 losses. (On a card a loss
-    alone has a kernel of its own.)"""
-    kept, other_bits = [], backend == "cuda" and url.startswith("unix")
+    alone has a kernel of its own, and so have rows of 257 to 512 logits on a CPU.)"""
+    kept, other_bits = [], backend == "cuda" and url.startswith("unix") or shape[-1] > 256
     for turn in range(3):
         for number, more in enumerate(KINDS):
             more = {"input_form": "probs", "reduction": "batchmean", **more}
