@@ -223,6 +223,7 @@ def test_who_may_not_is_told_what_would_help(make_server, certificates, tmp_path
     assert "--unix-mode" in told and "--ca-file" not in told
 
 
+@pytest.mark.skipif(is_sanitized(), reason="a sanitizer makes files of its own")
 def test_a_small_limit_of_files(make_server, tmp_path):
     """Shared memory is one. More servers would not help."""
     x = tmp_path / "x.npy"
