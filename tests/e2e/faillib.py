@@ -283,6 +283,7 @@ class Sweep:
         if left and not (dead and self.allowed(kind, seen, dead)):
             self.fault(role, kind, part, first, last, error, f"before and after: {left}\n   {site()}")
         if left:
+            self.warmed = {part}  # a replaced worker has no connections but those of this part
             self.rest()
         if VERBOSE and time.monotonic() - began > 2:
             print(f"SLOW {time.monotonic() - began:.1f} s: {role} {kind} {first} {part.__name__} {outcome} {text}\n   {site()}", flush=True)
