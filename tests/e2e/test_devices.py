@@ -306,11 +306,11 @@ def test_faults_are_for_tests_only(make_server, value):
 CARD = """if True:
     import sys, time
     sys.path.insert(0, {folder!r})
-    import gpulib, test_gpu, wire
+    import gpucase, gpulib, wire
     gpu = gpulib.Gpu({card})
     with wire.Client({own!r}) as client, wire.Client({other!r}) as elsewhere:
-        memory = gpulib.Allocation(gpu, test_gpu.ROOM)
-        case = test_gpu.Case(gpu, client, memory)
+        memory = gpulib.Allocation(gpu, gpucase.ROOM)
+        case = gpucase.Case(gpu, client, memory)
         assert abs(case.run() / case.expected - 1) < 1e-6
         try:
             case.register(elsewhere)
@@ -369,19 +369,19 @@ PEERS = """if True:
     import sys
     sys.path.insert(0, {folder!r})
     import numpy as np
-    import gpulib, test_gpu, wire
+    import gpucase, gpulib, wire
     from unixlib import forward_kl, probabilities
     here, there = gpulib.Gpu(0), gpulib.Gpu(1)
-    q, p = probabilities(*test_gpu.SHAPE), probabilities(*test_gpu.SHAPE)
-    expected, truth = forward_kl(q, p).mean(), -p.astype(np.float64) / q / test_gpu.SHAPE[0]
+    q, p = probabilities(*gpucase.SHAPE), probabilities(*gpucase.SHAPE)
+    expected, truth = forward_kl(q, p).mean(), -p.astype(np.float64) / q / gpucase.SHAPE[0]
     with wire.Client({path!r}) as client:
         for kind in (gpulib.Allocation, gpulib.Mapped):
             here.select()
-            near = kind(here, test_gpu.ROOM)
+            near = kind(here, gpucase.ROOM)
             here.put(near.at, q)
             there.select()
-            far = kind(there, test_gpu.ROOM)
-            there.put(far.at + test_gpu.TENSOR, p)
+            far = kind(there, gpucase.ROOM)
+            there.put(far.at + gpucase.TENSOR, p)
             def register(memory, gpu, **claim):
                 given = dict(base=memory.size, uuid=gpu.uuid) | claim
                 if kind is gpulib.Allocation:
@@ -399,12 +399,12 @@ PEERS = """if True:
                 assert register(near, here), "what is here is taken as before"
                 continue
             tensors = {{"predictions": wire.tensor(regions[0]),
-                       "targets": wire.tensor(regions[1], test_gpu.TENSOR),
-                       "grad_predictions": wire.tensor(regions[1], 2 * test_gpu.TENSOR)}}
+                       "targets": wire.tensor(regions[1], gpucase.TENSOR),
+                       "grad_predictions": wire.tensor(regions[1], 2 * gpucase.TENSOR)}}
             for _ in range(20):
-                loss = client.run(test_gpu.SHAPE, tensors)["loss"]
+                loss = client.run(gpucase.SHAPE, tensors)["loss"]
                 assert abs(loss / expected - 1) < 1e-6, (loss, expected)
-            np.testing.assert_allclose(there.get(far.at + 2 * test_gpu.TENSOR, test_gpu.SHAPE), truth, rtol=1e-6)
+            np.testing.assert_allclose(there.get(far.at + 2 * gpucase.TENSOR, gpucase.SHAPE), truth, rtol=1e-6)
             print("right")"""
 
 

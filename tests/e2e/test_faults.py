@@ -77,15 +77,15 @@ def gpu_only(backend):
 CLIENT = """if True:
     import os, select, sys, time
     sys.path.insert(0, {folder!r})
-    import gpulib, test_gpu, wire
+    import gpucase, gpulib, wire
     gpu, client = gpulib.Gpu(), wire.Client({path!r}, name="child")
-    case = test_gpu.Case(gpu, client, gpulib.Allocation(gpu, test_gpu.ROOM))
+    case = gpucase.Case(gpu, client, gpulib.Allocation(gpu, gpucase.ROOM))
     def right():
         return abs(case.run() / case.expected - 1) < 1e-6
     assert right()
 """
 VICTIM = CLIENT + """
-    stepper = test_gpu.Stepper(gpu, client)
+    stepper = gpucase.Stepper(gpu, client)
     stepper.step(case)
     gpu.finish(stepper.stream)
     {what}
@@ -106,13 +106,13 @@ NEIGHBOUR = CLIENT + """
     print("answers", count)"""
 FREES_EARLY = CLIENT + """
     loss = case.run()
-    numbers = [client.submit(test_gpu.SHAPE, case.tensors()) for _ in range(8)]
+    numbers = [client.submit(gpucase.SHAPE, case.tensors()) for _ in range(8)]
     case.memory.free()
     for number in numbers:
         assert client.result(number)["loss"] == loss
     assert all(case.run() == loss for _ in range(50))
     for _ in range(4):
-        client.submit(test_gpu.SHAPE, case.tensors())
+        client.submit(gpucase.SHAPE, case.tensors())
     print("right", flush=True)
     os._exit(0)"""
 BAD_HANDLES = CLIENT + """
@@ -137,13 +137,13 @@ BAD_HANDLES = CLIENT + """
 CYCLES = CLIENT + """
     if {kind!r} == "descriptor":
         client.drop(case.region)
-        case = test_gpu.Case(gpu, client, gpulib.Mapped(gpu, test_gpu.ROOM))
+        case = gpucase.Case(gpu, client, gpulib.Mapped(gpu, gpucase.ROOM))
         assert right()
-    test_gpu.leaks_nothing(case, {worker})
+    gpucase.leaks_nothing(case, {worker})
     print("right", flush=True)"""
 # Its stream waits for what the worker was to record, and the worker is lost.
 WAITS = CLIENT + """
-    stepper, other = test_gpu.Stepper(gpu, client), gpu.stream()
+    stepper, other = gpucase.Stepper(gpu, client), gpu.stream()
     stepper.step(case)
     gpu.finish(stepper.stream)
     print("ready", flush=True)
@@ -176,7 +176,7 @@ WAITS = CLIENT + """
 TEACHER = CLIENT + """
     import numpy as np
     np.save({file!r}, case.p)
-    client.publish("gpu/targets", case.region, wire.description(test_gpu.SHAPE), test_gpu.TENSOR)
+    client.publish("gpu/targets", case.region, wire.description(gpucase.SHAPE), gpucase.TENSOR)
     print("ready", flush=True)
     time.sleep(600)"""
 
