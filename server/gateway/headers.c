@@ -1,10 +1,12 @@
-/* headers.c - looks at the headers of a request (headers.h). Reads no body, answers nothing. Loop
- * thread. */
+/* headers.c - looks at the headers of a request, and at what MHD has made of the bytes between them
+ * (headers.h). Reads no body, answers nothing. Loop thread. */
 #include "server/gateway/headers.h"
 
 #include <stdint.h>
 #include <string.h>
 #include <strings.h>
+
+#include "server/gateway/watch.h"
 
 const char *kld_exchange_find_header(const struct kld_exchange *exchange, const char *name) {
     return MHD_lookup_connection_value(exchange->connection, MHD_HEADER_KIND, name);
@@ -34,8 +36,59 @@ struct found {
     const char *length, *coding, *encoding, *host;
     unsigned encodings, hosts, authorizations;
     uint64_t name_sizes;
-    bool misspelt, split, contradicts;
+    uintptr_t end;     /* of the version, then of the value that was looked at last */
+    size_t line_bytes; /* that end a line: 2 as CR LF, 1 as a lone LF; 0: none was seen yet */
+    bool misspelt, split, contradicts, hides;
 };
+
+/* MHD before 1.0 puts NULs where a line, and the name of a header, ends, and then takes any line
+ * that begins with one for the empty line behind the head: also one that came with it, or with a
+ * colon. What is behind is the body, or the next request, to MHD, and headers to whoever forwarded
+ * it. Every other NUL ends a text early. It tells of neither, but no text is moved (is_plain()
+ * finds the one that is), so that the bytes between two of them say what was there: the end of a
+ * line, which is the same for all of a head, and nothing else. Newer ones refuse such a head by
+ * themselves, and may have blanks there that they cut off. */
+static bool leaves_texts_in_place(void) { return strncmp(MHD_get_version(), "0.", 2) == 0; }
+
+/* From the end of what was looked at last so many lines end, up to there. */
+static void end_lines(struct found *found, uintptr_t to, size_t lines) {
+    size_t bytes = to - found->end;
+    if (!found->line_bytes)
+        found->line_bytes = bytes / lines;
+    found->hides = found->hides || bytes != found->line_bytes * lines || found->line_bytes < 1 ||
+                   found->line_bytes > 2;
+}
+
+static struct kld_watched *watched_of(struct MHD_Connection *connection) {
+    const union MHD_ConnectionInfo *info =
+        MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
+    return info ? info->socket_context : NULL;
+}
+
+/* From the first byte of the method to the last of the empty line. */
+static size_t head_bytes(const struct kld_exchange *exchange) {
+    const union MHD_ConnectionInfo *info =
+        MHD_get_connection_info(exchange->connection, MHD_CONNECTION_INFO_REQUEST_HEADER_SIZE);
+    return info ? info->header_size : 0;
+}
+
+void *kld_headers_note_uri(void *user, const char *uri, struct MHD_Connection *connection) {
+    (void)user;
+    struct kld_watched *watched = watched_of(connection);
+    if (watched)
+        watched->uri_bytes = uri ? strlen(uri) : 0;
+    return NULL;
+}
+
+/* Between the method and the path are blanks, which MHD makes one NUL and the rest of; between the
+ * path and the version one. */
+static bool is_whole(const struct kld_exchange *exchange, const struct kld_request_line *line) {
+    const struct kld_watched *watched = watched_of(exchange->connection);
+    for (const char *c = line->method + strlen(line->method) + 1; c < line->url; c++)
+        if (*c != ' ')
+            return false;
+    return watched && line->url + watched->uri_bytes + 1 == line->version;
+}
 
 /* As it came, in one line, with no blank in its name. To a line that begins with a blank MHD
  * (0.9.75) makes a longer name of the line before, in new memory, and a blank before the colon it
@@ -76,6 +129,10 @@ static enum MHD_Result look_at(void *user, enum MHD_ValueKind kind, const char *
         found->misspelt = true;
         return MHD_NO;
     }
+    if (found->end) {
+        end_lines(found, (uintptr_t)name, 1);
+        found->end = (uintptr_t)value + value_size;
+    }
     found->name_sizes |= UINT64_C(1) << size % 64;
     if (memchr(value, '\r', value_size)) { /* a lone one ends a line to some */
         found->split = true;
@@ -106,13 +163,24 @@ static enum MHD_Result look_at(void *user, enum MHD_ValueKind kind, const char *
 
 /* MHD picks one of two lengths and waits for ever behind a coding that it does not know. A proxy in
  * front of it may pick the other: then one request could hide a second. */
-enum kld_status kld_headers_check(struct kld_exchange *exchange, const char *version,
-                                  struct kld_error *err) {
+enum kld_status kld_headers_check(struct kld_exchange *exchange,
+                                  const struct kld_request_line *line, struct kld_error *err) {
     struct found found = {.length = NULL};
+    const char *version = line->version;
+    if (leaves_texts_in_place()) {
+        found.end = (uintptr_t)version + strlen(version);
+        found.hides = !is_whole(exchange, line);
+    }
     MHD_get_connection_values_n(exchange->connection, MHD_HEADER_KIND, look_at, &found);
+    if (found.end && !found.split)
+        end_lines(&found, (uintptr_t)line->method + head_bytes(exchange), 2);
     if (found.misspelt)
         return kld_error_set(err, KLD_INVALID,
                              "a header has a blank in its name, or goes on in a second line");
+    if (found.hides)
+        return kld_error_set(err, KLD_INVALID,
+                             "the head has a NUL, a line without a name, or lines that end in "
+                             "different ways; each is 'name: value' and ends with CR LF");
     if (found.split)
         return kld_error_set(err, KLD_INVALID, "a header has a lone CR in its value");
     if (found.coding && strcmp(version, MHD_HTTP_VERSION_1_0) == 0)
@@ -134,4 +202,15 @@ enum kld_status kld_headers_check(struct kld_exchange *exchange, const char *ver
     exchange->encoded =
         found.encoding && *found.encoding && strcasecmp(found.encoding, "identity") != 0;
     return KLD_OK;
+}
+
+bool kld_headers_trailed(const struct kld_exchange *exchange) {
+    return exchange->has_body && !exchange->has_length &&
+           MHD_get_connection_values(exchange->connection, MHD_FOOTER_KIND, NULL, NULL) > 0;
+}
+
+void kld_headers_drop_idle_expectation(const struct kld_exchange *exchange) {
+    const char *expect = kld_exchange_header(exchange, MHD_HTTP_HEADER_EXPECT);
+    if (expect && *expect && !exchange->has_body)
+        *(char *)(uintptr_t)expect = '-'; /* the text is the connection's own copy */
 }

@@ -64,16 +64,6 @@ static void copy_text(char *to, const char *text, size_t size) {
     memcpy(to, text, strnlen(text, size - 1));
 }
 
-/* MHD (0.9.75) says 100 Continue also where no body is to come, takes the request that is pipelined
- * behind it for an empty piece of one, and is then answered at a time when it takes no answer: the
- * connection ended without any. Such an expectation means nothing (RFC 9110, 10.1.1), so MHD does
- * not find it: the text is the connection's own copy. */
-static void drop_idle_expectation(const struct kld_exchange *exchange) {
-    const char *expect = kld_exchange_header(exchange, MHD_HTTP_HEADER_EXPECT);
-    if (expect && *expect && !exchange->has_body)
-        *(char *)(uintptr_t)expect = '-';
-}
-
 static struct kld_exchange *open_exchange(struct kld_http *http, struct MHD_Connection *connection,
                                           const char *url, const char *method) {
     struct kld_exchange *exchange = malloc(sizeof *exchange);
@@ -96,7 +86,7 @@ static struct kld_exchange *open_exchange(struct kld_http *http, struct MHD_Conn
     if (exchange->has_length)
         exchange->length_bytes = strtoull(length, NULL, 10); /* MHD has checked the digits */
     exchange->has_body = chunked || exchange->length_bytes > 0;
-    drop_idle_expectation(exchange);
+    kld_headers_drop_idle_expectation(exchange);
     exchange->after = http->first;
     if (http->first)
         http->first->before = exchange;
@@ -116,9 +106,10 @@ static void widen_window(const struct kld_exchange *exchange) {
     setsockopt(info->connect_fd, SOL_SOCKET, SO_RCVLOWAT, &none, sizeof none);
 }
 
-static void start(struct kld_http *http, struct kld_exchange *exchange, const char *version) {
+static void start(struct kld_http *http, struct kld_exchange *exchange,
+                  const struct kld_request_line *line) {
     struct kld_error error;
-    if (kld_headers_check(exchange, version, &error)) {
+    if (kld_headers_check(exchange, line, &error)) {
         exchange->misframed = true;
         kld_stats_rejected(http->gateway->stats, KLD_REJECT_http_framing);
     } else if (!kld_tls_wants_certificates(http->gateway->tls) ||
@@ -149,7 +140,8 @@ static enum MHD_Result queue_reply(struct kld_exchange *exchange) {
     exchange->response = NULL;
     kld_stats_http_reply(http->gateway->stats, exchange->http_status);
     http->drive.queued = true;
-    if (kld_gateway_is_draining(exchange->gateway)) /* without memory for it, it ends unannounced */
+    if (kld_gateway_is_draining(exchange->gateway) ||
+        kld_headers_trailed(exchange)) /* without memory for it, it ends unannounced */
         (void)MHD_add_response_header(response, MHD_HTTP_HEADER_CONNECTION, "close");
     enum MHD_Result result =
         MHD_queue_response(exchange->connection, exchange->http_status, response);
@@ -269,7 +261,7 @@ static enum MHD_Result access_handler(void *user, struct MHD_Connection *connect
             watched->written_before = kld_watched_written(watched);
         exchange->metrics_only = watched->metrics;
         note(http, exchange);
-        start(http, exchange, version);
+        start(http, exchange, &(struct kld_request_line){method, url, version});
         return exchange->replied && kld_exchange_refused_at_once(exchange) ? queue_reply(exchange)
                                                                            : MHD_YES;
     }
@@ -458,13 +450,13 @@ static struct MHD_Daemon *start_daemon(struct kld_http *http) {
         MHD_USE_EPOLL | MHD_USE_NO_LISTEN_SOCKET | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ERROR_LOG |
             (tls ? MHD_USE_TLS : 0),
         0, NULL, NULL, access_handler, http, MHD_OPTION_EXTERNAL_LOGGER, listen_to_mhd, http,
-        MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL, MHD_OPTION_ARRAY, https,
-        MHD_OPTION_CONNECTION_LIMIT, (unsigned)config->http_connections_max + KLD_METRICS_RESERVE,
-        MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)((config->http_idle_ms + 999) / 1000),
-        MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)KLD_HTTP_HEAD_BYTES_MAX,
-        MHD_OPTION_CONNECTION_MEMORY_INCREMENT, (size_t)KLD_HTTP_HEAD_BYTES_MAX,
-        MHD_OPTION_NOTIFY_COMPLETED, completed, http, MHD_OPTION_NOTIFY_CONNECTION,
-        connection_changed, http, MHD_OPTION_END);
+        MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL, MHD_OPTION_URI_LOG_CALLBACK,
+        kld_headers_note_uri, NULL, MHD_OPTION_ARRAY, https, MHD_OPTION_CONNECTION_LIMIT,
+        (unsigned)config->http_connections_max + KLD_METRICS_RESERVE, MHD_OPTION_CONNECTION_TIMEOUT,
+        (unsigned)((config->http_idle_ms + 999) / 1000), MHD_OPTION_CONNECTION_MEMORY_LIMIT,
+        (size_t)KLD_HTTP_HEAD_BYTES_MAX, MHD_OPTION_CONNECTION_MEMORY_INCREMENT,
+        (size_t)KLD_HTTP_HEAD_BYTES_MAX, MHD_OPTION_NOTIFY_COMPLETED, completed, http,
+        MHD_OPTION_NOTIFY_CONNECTION, connection_changed, http, MHD_OPTION_END);
 }
 
 enum kld_status kld_http_open(struct kld_gateway *gateway, const struct kld_http_handler *handler,

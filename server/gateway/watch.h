@@ -28,6 +28,7 @@ struct kld_watched {
     uint32_t exchanges;            /* that began on it */
     uint64_t discarded_bytes;      /* http.c's: of the last one's body */
     uint64_t written_before;       /* http.c's: kld_watched_written() when a body of chunks began */
+    size_t uri_bytes;              /* headers.c's: of the path and its query, as they came */
     bool cut_off;                  /* it was shut down: the peer has gone, or is too slow */
     bool metrics;                  /* http.c's: it may ask for those alone */
     struct kld_tls_keys *keys;     /* http.c's: that its handshake was made with; NULL: plain */

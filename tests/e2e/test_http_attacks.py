@@ -221,7 +221,11 @@ FRAMINGS = [
     "Transfer-Encoding : chunked\r\n", "Transfer-Encoding:\r\n chunked\r\n", "Transfer-Encod: chunked\r\n ing\r\n",
     f"Transfer-Encoding : chunked\r\nContent-Length: {SIZE}\r\n", "Transfer-Encoding:\r\n chunked\r\nContent-Length: 0\r\n",
     "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n", f"A: b\rContent-Length: {SIZE}\r\n",
-    "Content-Length: +5\r\n", "Content-Length: 0x5\r\n", "Transfer-Encoding: chunked, identity\r\n", "Content-Length: 5, 6\r\n"]
+    "Content-Length: +5\r\n", "Content-Length: 0x5\r\n", "Transfer-Encoding: chunked, identity\r\n",
+    "Content-Length: 5, 6\r\n",
+    *(f"{line}\r\n{length}\r\n" for length in (f"Content-Length: {SIZE}", "Transfer-Encoding: chunked")
+      for line in (":", ": x", ":x:y", ":\t", "\0", "\0Z: y", "\0 :", "A: b\0", "A: b\0c", "A:\0", "A: \0 b",
+                   "A: b\0\0\0\0"))]
 
 
 def test_requests_hidden_in_others(server):
@@ -237,6 +241,77 @@ def test_requests_hidden_in_others(server):
     assert b" 400 " in reply.split(b"\r\n")[0] and b'"extensions"' not in reply, reply
     head = b"POST /v2/repository/index HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
     assert b'"extensions"' in answers(server, head + HIDDEN)
+
+
+LIVE = "GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n"
+CUT = [f"{LIVE}{line}\r\n\r\n" for line in (":", ": y", "\0", "\0Z: y", "A: b\0", "A: b\0\0", "A: b\0\r\nC: d")] + [
+    f"{LIVE}{line}\r\n" for line in (":", ": y", "\0", "\0Z: y")] + [
+    f"GET /v2/health/live HTTP/1.{minor}\r\n{line}\r\n{HIDDEN.decode()}" for minor in (0, 1)
+    for line in (":", "\0", "\0A: b")] + [
+    f"{first} HTTP/1.1\r\nHost: localhost\r\n\r\n" for first in (
+        "GET\0 /v2/health/live", "GET\0X /v2/health/live", "GET \0 /v2/health/live", "GET /v2/health/live\0",
+        "GET /v2/health/live\0/x", "GET /v2/health/live\0?a=b", "GET /v2/health/live?a\0b",
+        "GET /v2/health/live?\0", "GET /v2/%68ealth/live\0/x",
+        "GET http://localhost/v2/health/live\0/x", "GET  /v2/health/live\0")] + [
+    f"{LIVE}A: b\n\r\n", f"{LIVE}A: b\nC: d\r\n\r\n", f"{LIVE}\n", LIVE.replace("\r\n", "\n") + "\r\n",
+    "GET /v2/health/live HTTP/1.1\nHost: localhost\n:\n\n", "GET /v2/health/live HTTP/1.1\nHost: localhost\n\0\n\n"]
+
+
+def test_what_cuts_a_head_short(server):
+    """A NUL, or a line without a name, ends a text, or the whole head, for MHD 0.9.75 and not for who passed it on: an
+    answer to that, and nothing that came behind is a request."""
+    for text in CUT:
+        reply = answers(server, text.encode() + HIDDEN)
+        assert reply.startswith(b"HTTP/1.1 400 ") and reply.count(b"HTTP/1.1") == 1, (text, reply)
+        assert b'"extensions"' not in reply and b"\r\nConnection: close\r\n" in reply, (text, reply)
+
+
+LEGAL = [
+    LIVE, f"\r\n{LIVE}", LIVE.replace("Host: ", "Host:"), f"{LIVE}Empty:\r\n", f"{LIVE}Empty: \t \r\n",
+    f"{LIVE}A: b \t \r\nC:  d\r\n",
+    f"{LIVE}A: b  \r\n", f"{LIVE}A: :b:\r\n", f"{LIVE}A: \x80\xff\r\n", f"{LIVE}Cookie: a=b; c\r\nCookie:\r\nD: e\r\n",
+    f"{LIVE}Expect: 100-continue\r\n", f"{LIVE}Connection: keep-alive\r\nA: b\r\n", f"{LIVE}A: {'b' * 20000}\r\n",
+    LIVE + "".join(f"A{i}: {'b' * i}\r\n" for i in range(150)), LIVE.replace("/live", "/live?"),
+    LIVE.replace("/live", "/live?a=b&c&&d=%41+e&="),
+    LIVE.replace("/live", "/l%69ve?a=%00&b=%"), LIVE.replace("/v2", "http://localhost/v2"), LIVE.replace("GET /", "GET   /"),
+    f"GET /v2/health/live HTTP/1.0\r\nConnection: keep-alive\r\n{'A: b' * 20}\r\n",
+    f"POST /v2/repository/index HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 2\r\n"]
+
+
+def test_odd_heads_that_are_whole(server):
+    """Each is answered, and so is what is behind it on the connection: at once, in pieces, and behind a body of chunks."""
+    chunked = b"POST /v2/repository/index HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" \
+              b"2\r\n{}\r\n0\r\n\r\n"
+    for text in LEGAL:
+        for ends in ("\r\n", "\n"):
+            whole = f"{text}\r\n".replace("\r\n", ends).encode("latin1") + (b"{}" if text.startswith("POST") else b"")
+            reply = answers(server, chunked + whole + whole + HIDDEN)
+            assert reply.replace(b"HTTP/1.1 100 Continue", b"").count(b"HTTP/1.1 200 OK") == 4, (text, reply)
+            assert b'"extensions"' in reply, (text, reply)
+            with connect(server) as connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                step = max(1, len(whole) // 40)
+                for at in range(0, len(whole), step):
+                    connection.sendall(whole[at:at + step])
+                    time.sleep(0.0005)
+                connection.sendall(HIDDEN)
+                reply = b""
+                while b'"extensions"' not in reply and (got := connection.recv(65536)):
+                    reply += got
+                assert reply.count(b"HTTP/1.1 200 OK") == 2, (text, reply)
+    for text in (b"GET /v2/health/live HTTP/1.0\r\n\r\n", b"GET /v2/health/live HTTP/1.0\n\n"):
+        assert answers(server, text).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("trailer", ["A: b\r\n", ": x\r\n", "A: b\r\n: x\r\n", "A: b\r\n\0\r\n", "A:\r\n", "A: b\n"])
+def test_nothing_behind_a_trailer_is_a_request(server, trailer):
+    """Of it MHD 0.9.75 says less than of a head: whether it ended where its sender meant is not known."""
+    for rest in (HIDDEN, b"\r\n" + HIDDEN):
+        reply = answers(server, head() + f"2\r\n{{}}\r\n0\r\n{trailer}".encode() + rest)
+        assert b'"extensions"' not in reply and reply.count(b"HTTP/1.1") <= 1, reply
+    reply = answers(server, f"POST /v2/repository/index HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+                            f"2\r\n{{}}\r\n0\r\n{trailer}\r\n".encode())
+    assert reply.startswith(b"HTTP/1.1 200 ") and b"\r\nConnection: close\r\n" in reply, reply
 
 
 @pytest.mark.parametrize("length, status", [("abc", 400), ("-1", 400), ("+10", 400), ("0x10", 400), ("1 2", 400),

@@ -226,6 +226,9 @@ HTTP = {
     "raw-chunked": raw(b"POST /v2/models/kl_div/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nfffffffff\r\n"),
     "raw-twice": raw(b"PUT /v2/tensors/a HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n"),
     "raw-blank": raw(b"PUT /v2/tensors/a HTTP/1.1\r\nHost: localhost\r\nContent-Length : 1\r\n\r\n"),
+    "raw-nameless": raw(b"POST /v2/tensors HTTP/1.1\r\nHost: localhost\r\n: x\r\nContent-Length: 30\r\n\r\nGET /v2 HTTP/1.0\r\n\r\n"),
+    "raw-nul": raw(b"GET /v2\0?a HTTP/1.1\r\nHost: a\0\r\n\0b: c\r\n\r\n"),
+    "raw-trailer": raw(b"POST /v2 HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n\n2\r\n{}\r\n0\r\nA: b\r\n\0\r\nGET /v2 HTTP/1.0\n\n"),
     "raw-folded": raw(b"PUT /v2/tensors/a HTTP/1.1\r\nHost: localhost\r\nContent-Leng: 1\r\n th\r\n\r\n"),
 }
 
