@@ -184,14 +184,15 @@ void kld_infer_log(const struct kld_infer *infer, enum kld_status status, uint64
             result->queue_ns / 1000, result->copy_ns / 1000, result->kernel_ns / 1000, traced);
 }
 
-/* " shape=2x3x1000 dtype=FP32 bytes=24000" */
+/* " shape="2x3x1000" dtype=FP32 bytes=24000", in quotes so that one of rank 1 is no number in JSON.
+ */
 static void describe_tensor(const struct kld_stored *tensor, char *ret_text, size_t capacity) {
-    size_t used = (size_t)snprintf(ret_text, capacity, " shape=");
+    size_t used = (size_t)snprintf(ret_text, capacity, " shape=\"");
     for (uint32_t i = 0; i < tensor->rank && used < capacity; i++)
         used += (size_t)snprintf(ret_text + used, capacity - used, "%s%" PRIu64, i ? "x" : "",
                                  tensor->shape[i]);
     if (used < capacity)
-        snprintf(ret_text + used, capacity - used, " dtype=%s bytes=%" PRIu64,
+        snprintf(ret_text + used, capacity - used, "\" dtype=%s bytes=%" PRIu64,
                  kld_dtype_name(tensor->dtype), tensor->bytes);
 }
 
@@ -202,7 +203,7 @@ void kld_tensor_log(const struct kld_exchange *exchange, const struct kld_trace 
     if (!wants_line(exchange->gateway, status, &level))
         return;
     uint64_t started_ns = exchange->started_ns, total_ns = uv_hrtime() - started_ns;
-    char stored[40 + 21 * (KLD_RANK_MAX + 1)] = "", caller[CALLER_BYTES_MAX];
+    char stored[48 + 21 * (KLD_RANK_MAX + 1)] = "", caller[CALLER_BYTES_MAX];
     char peer[PEER_BYTES_MAX], traced[TRACED_BYTES_MAX];
     if (tensor)
         describe_tensor(tensor, stored, sizeof stored);

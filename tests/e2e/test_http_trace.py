@@ -159,6 +159,17 @@ def test_stored_tensors_have_lines_too(make_server):
         traced = line in (said[0], said[4])
         assert (line.get("trace_id"), line.get("span")) == ((TRACE, SPAN) if traced else (None, None))
     assert "secret-name" not in server.log()
+    assert tensor(server, "PUT", "a?datatype=FP32&shape=10", bytes(40)) == 200
+    wait_until(lambda: len(lines(server, "gateway")) == 8)
+    assert lines(server, "gateway")[7]["shape"] == "10"  # a text in JSON, like those of more dimensions
+
+
+def test_the_longest_shape_has_a_whole_line(make_server):
+    server = make_server(log_level="debug")
+    shape = ",".join(["1"] * 7 + [str(1 << 20)])
+    assert tensor(server, "PUT", f"a?datatype=UINT8&shape={shape}", bytes(1 << 20)) == 200
+    said = f'op=put_tensor shape="{shape.replace(",", "x")}" dtype=UINT8 bytes={1 << 20} total_us='
+    wait_until(lambda: said in server.log())
 
 
 def test_what_failed_has_a_line_at_the_usual_level(make_server, tmp_path):
