@@ -50,12 +50,12 @@ static enum MHD_Result take_argument(void *user, enum MHD_ValueKind kind, const 
     size_t i = 0;
     while (i < KNOWN && strcmp(known[i], name) != 0)
         i++;
-    if (i == KNOWN || !value)
+    if (i == KNOWN)
         arguments->unknown = name;
     else if (arguments->value[i])
         arguments->twice = name;
     else
-        arguments->value[i] = value;
+        arguments->value[i] = value ? value : ""; /* behind no '=' */
     return MHD_YES;
 }
 
