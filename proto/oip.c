@@ -131,11 +131,13 @@ static enum kld_status read_shape(const cJSON *input, struct kld_oip_tensor *ten
     tensor->elements = 1;
     cJSON_ArrayForEach(item, shape) {
         uint64_t size;
-        enum kld_status status;
         if (tensor->rank == KLD_RANK_MAX)
             return kld_error_set(err, KLD_INVALID, "%s: rank must be 1 to %d", name, KLD_RANK_MAX);
-        if ((status = kld_json_whole(item, "a dimension of a shape", &size, err)))
-            return status;
+        if (kld_json_whole(item, "", &size, err))
+            return kld_error_set(err, KLD_INVALID,
+                                 "%s: dimension %" PRIu32
+                                 " of the shape must be a whole number from 1 to 2^40",
+                                 name, tensor->rank);
         if (size == 0)
             return kld_error_set(err, KLD_INVALID, "%s: dimension %" PRIu32 " of the shape is 0",
                                  name, tensor->rank);
@@ -320,10 +322,8 @@ static enum kld_status read_parameters(const cJSON *root, struct kld_oip_request
             if (!status)
                 request->timeout_ns = whole > UINT64_MAX / 1000 ? UINT64_MAX : whole * 1000;
         } else if (strcmp(name, "device") == 0) {
-            status = kld_json_whole(item, "device", &whole, err);
+            status = kld_json_whole(item, "device", &request->device, err);
             request->has_device = true;
-            if (!status)
-                request->device = whole > UINT32_MAX ? UINT32_MAX : (uint32_t)whole;
         } else if (strcmp(name, "priority") == 0) {
             status = kld_json_whole(item, "priority", &whole, err);
         } else if (!kld_op_parameter_kind(name)) {
@@ -410,11 +410,6 @@ static enum kld_status read_output(const cJSON *item, bool binary, struct kld_oi
         return set_region(output, &place, true, err);
     }
     output->where = (place.binary_given ? place.binary : binary) ? KLD_OIP_BINARY : KLD_OIP_JSON;
-    if (output->where == KLD_OIP_JSON &&
-        (output->dtype == KLD_DTYPE_FP16 || output->dtype == KLD_DTYPE_BF16))
-        return kld_error_set(err, KLD_INVALID,
-                             "%s is %s, which JSON cannot hold; ask for it with binary_data", name,
-                             kld_dtype_name(output->dtype));
     return KLD_OK;
 }
 
@@ -462,6 +457,19 @@ static enum kld_status check_op(struct kld_oip_request *request, struct kld_erro
     return status;
 }
 
+/* Behind check_op(): of a dtype that an output cannot have JSON is not what is wrong. */
+static enum kld_status check_forms(const struct kld_oip_request *request, struct kld_error *err) {
+    for (uint32_t i = 0; i < request->output_count; i++) {
+        const struct kld_oip_tensor *output = &request->output[i];
+        if (output->where == KLD_OIP_JSON &&
+            (output->dtype == KLD_DTYPE_FP16 || output->dtype == KLD_DTYPE_BF16))
+            return kld_error_set(err, KLD_INVALID,
+                                 "%s is %s, which JSON cannot hold; ask for it with binary_data",
+                                 kld_slot_name(output->slot), kld_dtype_name(output->dtype));
+    }
+    return KLD_OK;
+}
+
 /* The path has named the model; a body that names another one was meant for somebody else. One that
  * names none may say so. */
 static enum kld_status check_model(const cJSON *root, const char *key, const char *ours,
@@ -497,7 +505,7 @@ enum kld_status kld_oip_read(const cJSON *root, const struct kld_json_span *span
     if ((status = read_parameters(root, request, &binary, err)) ||
         (status = read_inputs(root, spans, request, err)) ||
         (status = check_shapes(request, err)) ||
-        (status = read_outputs(root, binary, request, err)))
+        (status = read_outputs(root, binary, request, err)) || (status = check_op(request, err)))
         return status;
-    return check_op(request, err);
+    return check_forms(request, err);
 }

@@ -52,7 +52,7 @@ struct kld_oip_request {
     uint64_t tail_bytes; /* that the binary tail must have */
     uint64_t timeout_ns; /* 0: not given */
     bool has_device;
-    uint32_t device; /* has_device: of the server's */
+    uint64_t device; /* has_device: of the server's, or beyond them */
     bool has_id;
     char id[KLD_OIP_ID_MAX];
 };

@@ -414,7 +414,7 @@ static void submit(struct kld_infer *infer) {
         call->request.bytes[kld_infer_tensor(infer, i)->slot].offset_bytes = infer->place[i];
     infer->late_ns = call->deadline_ns = kld_infer_late_ns(infer, KLD_LATE_RESULT);
     call->pinned = infer->request.has_device;
-    call->device = infer->request.device;
+    call->device = (uint32_t)infer->request.device; /* layout.c has looked */
     call->done = call_done;
     call->late = call_late;
     infer->in_worker = true;

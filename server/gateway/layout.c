@@ -203,7 +203,8 @@ static enum kld_status hold_regions(struct kld_infer *infer, struct kld_error *e
     uint64_t json_max = gateway->config->json_bytes_max + 4096;
     if (infer->request.has_device && infer->request.device >= kld_links_count(gateway->links))
         return kld_error_set(err, KLD_INVALID,
-                             "parameter 'device' is %u; this server has %u, numbered from 0",
+                             "parameter 'device' is %" PRIu64
+                             "; this server has %u, numbered from 0",
                              infer->request.device, kld_links_count(gateway->links));
     for (uint32_t i = 0; i < kld_infer_tensors(infer); i++) {
         const struct kld_oip_tensor *tensor = kld_infer_tensor(infer, i);

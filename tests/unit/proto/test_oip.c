@@ -131,8 +131,11 @@ static const struct {
     {"{\"inputs\":[" P "," ONE("targets", "[-1]", "\"data\":[]") "]}", "whole", KLD_INVALID},
     {"{\"inputs\":[" P "," ONE("targets", "[9007199254740991]", "\"data\":[]") "]}", "2^40",
      KLD_TOO_LARGE},
-    {"{\"inputs\":[" P "," ONE("targets", "[1e300]", "\"data\":[]") "]}", "2^53", KLD_INVALID},
-    {"{\"inputs\":[" P "," ONE("targets", "[9007199254740993]", "\"data\":[]") "]}", "2^53",
+    {"{\"inputs\":[" P "," ONE("targets", "[1e300]", "\"data\":[]") "]}",
+     "targets: dimension 0 of the shape must be a whole number from 1 to 2^40", KLD_INVALID},
+    {"{\"inputs\":[" P "," ONE("targets", "[1,-2]", "\"data\":[]") "]}",
+     "targets: dimension 1 of the shape must be a whole number from 1 to 2^40", KLD_INVALID},
+    {"{\"inputs\":[" P "," ONE("targets", "[9007199254740993]", "\"data\":[]") "]}", "2^40",
      KLD_INVALID},
     {"{\"inputs\":[" P "," ONE("targets", "[4294967296,4294967296,4294967296]", "\"data\":[]") "]}",
      "2^40", KLD_TOO_LARGE},
@@ -163,6 +166,13 @@ static const struct {
      "binary", KLD_INVALID},
     {"{" INPUTS ",\"outputs\":[{\"name\":\"lose\"}]}", "unknown output", KLD_INVALID},
     {"{" INPUTS ",\"outputs\":[{\"name\":\"loss\"},{\"name\":\"loss\"}]}", "twice", KLD_INVALID},
+    {"{" INPUTS ",\"outputs\":[{\"name\":\"loss\",\"parameters\":{\"datatype\":\"FP16\"}}]}",
+     "loss has dtype FP16; expected FP32", KLD_INVALID},
+    {"{" INPUTS ",\"outputs\":[{\"name\":\"row_loss\",\"parameters\":{\"datatype\":\"BF16\"}}]}",
+     "row_loss has dtype BF16; expected FP32", KLD_INVALID},
+    {"{\"inputs\":[{\"name\":\"predictions\",\"shape\":[1,2],\"datatype\":\"FP16\",\"parameters\":"
+     "{\"binary_data_size\":4}}," T "],\"outputs\":[{\"name\":\"grad_predictions\"}]}",
+     "grad_predictions is FP16, which JSON cannot hold", KLD_INVALID},
     {"{" INPUTS ",\"outputs\":[{\"name\":\"loss\",\"parameters\":{\"classification\":3}}]}",
      "unknown key", KLD_INVALID},
     {"{" INPUTS ",\"outputs\":[{\"name\":\"grad_predictions\",\"parameters\":"
@@ -186,6 +196,12 @@ static const struct {
     {"{" INPUTS ",\"parameters\":{\"divergence\":\"skew_kl\"}}", "needs the parameter skew",
      KLD_INVALID},
 };
+
+START_TEST(a_device_is_told_as_it_was_asked_for) {
+    ck_assert_int_eq(parse("{" INPUTS ",\"parameters\":{\"device\":1099511627776}}"), KLD_OK);
+    ck_assert(request.has_device && request.device == UINT64_C(1) << 40);
+}
+END_TEST
 
 START_TEST(what_is_wrong_is_refused_and_named) {
     for (size_t i = 0; i < sizeof refused / sizeof refused[0]; i++) {
@@ -500,9 +516,10 @@ END_TEST
 
 UNIT_MAIN("proto/oip", a_plain_request_asks_for_the_loss, null_is_a_field_that_is_not_there,
           what_a_stock_client_sends_is_understood, what_is_wrong_is_refused_and_named,
-          row_loss_comes_in_fp64_where_it_is_asked_for, data_is_flat_or_nested_as_the_shape_says,
-          a_reply_is_json_whatever_the_numbers_are, the_longest_numbers_fit_the_announced_size,
-          errors_are_json_even_if_a_text_was_cut, register_bodies, an_index_is_of_what_is_wanted,
-          register_bodies_of_cuda_memory, json_that_is_not_tensor_data_is_bounded,
+          a_device_is_told_as_it_was_asked_for, row_loss_comes_in_fp64_where_it_is_asked_for,
+          data_is_flat_or_nested_as_the_shape_says, a_reply_is_json_whatever_the_numbers_are,
+          the_longest_numbers_fit_the_announced_size, errors_are_json_even_if_a_text_was_cut,
+          register_bodies, an_index_is_of_what_is_wanted, register_bodies_of_cuda_memory,
+          json_that_is_not_tensor_data_is_bounded,
           the_same_text_with_other_numbers_is_the_same_request,
           fewer_numbers_than_the_shape_says_are_seen_by_the_length, names_are_text)
