@@ -198,17 +198,30 @@ static enum kld_status literal(struct scan *scan, const char *word) {
 
 static enum kld_status value(struct scan *scan, enum path path);
 
+/* A key that string() has passed, with its quotes: escapes are undone, as cJSON does in the rest.
+ */
+static bool key_is(const char *key, const char *end, const char *name) {
+    struct scan scan = {.at = key + 1, .end = end - 1};
+    for (; *name && scan.at < scan.end; name++) {
+        uint32_t code = (unsigned char)*scan.at++;
+        if (code == '\\' && *scan.at++ == 'u')
+            (void)hex4(&scan, &code);
+        if (code != (unsigned char)*name)
+            return false;
+    }
+    return !*name && scan.at == scan.end;
+}
+
 static enum kld_status member(struct scan *scan, enum path path) {
     enum kld_status status;
     skip_blanks(scan);
     const char *key = scan->at;
     if ((status = string(scan)))
         return status;
-    size_t length = (size_t)(scan->at - key);
     enum path below = AT_OTHER;
-    if (path == AT_ROOT && length == 8 && memcmp(key, "\"inputs\"", 8) == 0)
+    if (path == AT_ROOT && key_is(key, scan->at, "inputs"))
         below = AT_INPUTS;
-    else if (path == AT_INPUT && length == 6 && memcmp(key, "\"data\"", 6) == 0)
+    else if (path == AT_INPUT && key_is(key, scan->at, "data"))
         below = AT_DATA;
     skip_blanks(scan);
     if (!next_is(scan, ':'))

@@ -173,6 +173,14 @@ static const struct {
     {"{\"inputs\":[{\"name\":\"predictions\",\"shape\":[1,2],\"datatype\":\"FP16\",\"parameters\":"
      "{\"binary_data_size\":4}}," T "],\"outputs\":[{\"name\":\"grad_predictions\"}]}",
      "grad_predictions is FP16, which JSON cannot hold", KLD_INVALID},
+    {"{\"inputs\":[" P
+     ",{\"name\":\"targets\",\"shape\":[1,2],\"datatype\":\"FP32\",\"data\":[1,2],"
+     "\"d\\u0061ta\":[1,2]}]}",
+     "'data' is there twice", KLD_INVALID},
+    {"{\"\\u0069nputs\":[" P "]," INPUTS "}", "'inputs' is there twice", KLD_INVALID},
+    {"{\"inputs\\u0073\":[" P "," T "]}", "unknown key 'inputss'", KLD_INVALID},
+    {"{\"\\\"nputs\":[" P "," T "]}", "unknown key '\"nputs'", KLD_INVALID},
+    {"{\"input\\u0173\":[" P "," T "]}", "unknown key 'input", KLD_INVALID},
     {"{" INPUTS ",\"outputs\":[{\"name\":\"loss\",\"parameters\":{\"classification\":3}}]}",
      "unknown key", KLD_INVALID},
     {"{" INPUTS ",\"outputs\":[{\"name\":\"grad_predictions\",\"parameters\":"
@@ -196,6 +204,25 @@ static const struct {
     {"{" INPUTS ",\"parameters\":{\"divergence\":\"skew_kl\"}}", "needs the parameter skew",
      KLD_INVALID},
 };
+
+/* JSON may write any character of a key as an escape. */
+START_TEST(escaped_keys_are_the_same_keys) {
+    static const char *const same[] = {
+        "{\"\\u0069nputs\":[" P "," T "]}", "{\"input\\u0073\":[" P "," T "]}",
+        "{\"inputs\":[" P
+        ",{\"n\\u0061me\":\"targets\",\"sha\\u0070e\":[1,2],\"datatype\":\"FP32\","
+        "\"d\\u0061t\\u0061\":[0.25,0.75]}]}",
+        "{\"inputs\":[" P ",{\"\\u0064\\u0061\\u0074\\u0061\":[0.25,0.75],\"name\":\"targets\","
+        "\"shape\":[1,2],\"datatype\":\"FP32\"}]}"};
+    for (size_t i = 0; i < sizeof same / sizeof same[0]; i++) {
+        ck_assert_msg(parse(same[i]) == KLD_OK, "%s: %s", same[i], err.text);
+        ck_assert_int_eq(request.input[1].where, KLD_OIP_JSON);
+        float numbers[2];
+        ck_assert_int_eq(kld_oip_decode(&request.input[1], numbers, &err), KLD_OK);
+        ck_assert(numbers[0] == 0.25f && numbers[1] == 0.75f);
+    }
+}
+END_TEST
 
 START_TEST(a_device_is_told_as_it_was_asked_for) {
     ck_assert_int_eq(parse("{" INPUTS ",\"parameters\":{\"device\":1099511627776}}"), KLD_OK);
@@ -516,10 +543,10 @@ END_TEST
 
 UNIT_MAIN("proto/oip", a_plain_request_asks_for_the_loss, null_is_a_field_that_is_not_there,
           what_a_stock_client_sends_is_understood, what_is_wrong_is_refused_and_named,
-          a_device_is_told_as_it_was_asked_for, row_loss_comes_in_fp64_where_it_is_asked_for,
-          data_is_flat_or_nested_as_the_shape_says, a_reply_is_json_whatever_the_numbers_are,
-          the_longest_numbers_fit_the_announced_size, errors_are_json_even_if_a_text_was_cut,
-          register_bodies, an_index_is_of_what_is_wanted, register_bodies_of_cuda_memory,
-          json_that_is_not_tensor_data_is_bounded,
+          escaped_keys_are_the_same_keys, a_device_is_told_as_it_was_asked_for,
+          row_loss_comes_in_fp64_where_it_is_asked_for, data_is_flat_or_nested_as_the_shape_says,
+          a_reply_is_json_whatever_the_numbers_are, the_longest_numbers_fit_the_announced_size,
+          errors_are_json_even_if_a_text_was_cut, register_bodies, an_index_is_of_what_is_wanted,
+          register_bodies_of_cuda_memory, json_that_is_not_tensor_data_is_bounded,
           the_same_text_with_other_numbers_is_the_same_request,
           fewer_numbers_than_the_shape_says_are_seen_by_the_length, names_are_text)
