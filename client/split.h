@@ -31,7 +31,7 @@ struct split_call {
     bool scalar;              /* a loss that is added up here */
     bool zero;                /* rowmean over weights that sum to 0 */
     bool negative;            /* terms come with the other sign, since a normalizer has none */
-    double divisor;           /* of the sum; above 0 unless `zero` */
+    double divisor;           /* of the sum, above 0: 1 if `zero` */
     double *terms;            /* [rows]; owned; NULL where nothing is added up */
     uint64_t part_rows;
 

@@ -42,7 +42,9 @@ static double divisor_of(struct split_call *call) {
     return kld_sum_terms(call->terms, geometry->rows, geometry->classes);
 }
 
-/* Each part is told the divisor of the whole, so that its gradients are those of the whole. */
+/* Each part is told the divisor of the whole, so that its gradients are those of the whole. Where
+ * that is 0 they are asked for as well, as without them a row's loss may have other bits;
+ * kld_split_finish() writes zeros over them. */
 static enum kld_status plan_scalar(struct split_call *call, struct kld_error *err) {
     struct kld_op *op = &call->part.op;
     const struct kld_geometry *geometry = &call->base.geometry;
@@ -57,21 +59,14 @@ static enum kld_status plan_scalar(struct split_call *call, struct kld_error *er
                              divisor);
     call->zero = divisor == 0;
     call->negative = divisor < 0;
-    call->divisor = fabs(divisor);
+    call->divisor = call->zero ? 1 : fabs(divisor);
     if (op->reduction != KLD_REDUCTION_SUM) {
-        op->number[KLD_NUMBER_NORMALIZER] = call->zero ? 1 : call->divisor;
+        op->number[KLD_NUMBER_NORMALIZER] = call->divisor;
         op->given |= 1u << KLD_NUMBER_NORMALIZER;
     }
     if (call->negative) {
         op->number[KLD_NUMBER_SCALE] = -op->number[KLD_NUMBER_SCALE];
         op->given |= 1u << KLD_NUMBER_SCALE;
-    }
-    if (call->zero) { /* gradients are 0 whatever the rows hold */
-        for (uint32_t slot = 0; slot < KLD_SLOT_COUNT; slot++)
-            if (is_gradient(slot) || slot == KLD_SLOT_GRAD_OUTPUT)
-                op->tensor[slot].dtype = KLD_DTYPE_ABSENT;
-        op->given &= ~(1u << KLD_NUMBER_GRAD_OUTPUT);
-        op->number[KLD_NUMBER_GRAD_OUTPUT] = 1;
     }
     op->tensor[KLD_SLOT_LOSS].dtype = KLD_DTYPE_ABSENT;
     op->tensor[KLD_SLOT_ROW_LOSS] = (struct kld_tensor){.dtype = KLD_DTYPE_FP64};
@@ -199,9 +194,10 @@ void kld_split_finish(struct split_call *call) {
     const struct kld_op *op = &call->base.request.op;
     if (!call->scalar)
         return;
-    double loss = 0;
-    if (!call->zero)
-        loss = kld_sum_terms(call->terms, geometry->rows, geometry->classes) / call->divisor;
+    double sum = call->zero ? 0 : kld_sum_terms(call->terms, geometry->rows, geometry->classes);
+    /* Of negated terms the sum is the negated one, but for 0, which is +0 either way: one server's
+     * over less than 0 is -0. */
+    double loss = call->negative ? (0 - sum) / -call->divisor : sum / call->divisor;
     float single = (float)loss;
     bool wide = geometry->loss_dtype == KLD_DTYPE_FP64;
     call->base.result.scalar = true;

@@ -107,10 +107,8 @@ static void row_begin(const struct plan *plan, uint64_t index, struct row *row) 
     span->count = plan->geometry->classes;
     span->in[KLD_CPU_Q] = row_of(plan, KLD_SLOT_PREDICTIONS, index);
     span->in[KLD_CPU_P] = row_of(plan, KLD_SLOT_TARGETS, index);
-    if (!plan->zero) {
-        span->gradient[KLD_CPU_Q] = row_of(plan, KLD_SLOT_GRAD_PREDICTIONS, index);
-        span->gradient[KLD_CPU_P] = row_of(plan, KLD_SLOT_GRAD_TARGETS, index);
-    }
+    span->gradient[KLD_CPU_Q] = row_of(plan, KLD_SLOT_GRAD_PREDICTIONS, index);
+    span->gradient[KLD_CPU_P] = row_of(plan, KLD_SLOT_GRAD_TARGETS, index);
     if (plan->dot_known >= 0)
         span->dot[plan->dot_known] = -1;
     span->loss_factor = row->weight * plan->scale;
@@ -363,9 +361,10 @@ static void count_rows(struct plan *plan, struct kld_job *job) {
     }
     plan->divisor = plan->geometry->divisor;
     if (plan->divisor == 0) {
-        plan->divisor = weight;
+        /* Gradients are computed, and zeros written over them, also where their factor is 0: the
+         * value of a row may have other bits without them, and does not depend on the divisor. */
         plan->zero = weight == 0;
-        plan->dots = plan->dots && !plan->zero;
+        plan->divisor = plan->zero ? 1 : weight;
     }
     for (int slot = 0; slot < KLD_SLOT_COUNT; slot++) {
         const struct kld_slot_geometry *at = &plan->geometry->slot[slot];
