@@ -54,7 +54,8 @@ static enum kld_status open_events(struct kld_connection *connection, struct kld
     connection->timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC);
     connection->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     if (connection->epoll_fd < 0 || connection->timer_fd < 0 || connection->wake_fd < 0)
-        return kld_error_set(err, KLD_NO_MEMORY, "no file descriptors left for a connection");
+        return kld_error_set(err, KLD_NO_MEMORY,
+                             "no file descriptors left for a connection (RLIMIT_NOFILE)");
     enum kld_status status =
         kld_connection_watch(connection, connection->timer_fd, KLD_TAG_TIMER, EPOLLIN, err);
     return status

@@ -244,6 +244,9 @@ void kld_connection_waited(struct kld_connection *connection);
 void kld_connection_arm(struct kld_connection *connection, uint64_t at_ns);
 enum kld_status kld_connection_watch(struct kld_connection *connection, int fd, uint64_t tag,
                                      uint32_t events, struct kld_error *err);
+/* KLD_NO_MEMORY if socket() failed with this errno since something has run out here, which is not
+ * the server's doing; KLD_OK: it says something else. */
+enum kld_status kld_socket_lacks(int error_number, struct kld_error *err);
 
 /* check.c: sets the places in call->request.op and call->geometry. */
 enum kld_status kld_call_check(struct kld_connection *connection, struct kld_call *call,

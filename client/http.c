@@ -47,9 +47,10 @@ int kld_http_timer_changed(CURLM *multi, long timeout_ms, void *user) {
 
 /* Those that libcurl opens itself stay open in whatever this process executes, where the server
  * would not see their end. */
-static curl_socket_t socket_open(void *unused, curlsocktype purpose,
-                                 struct curl_sockaddr *address) {
-    return socket(address->family, address->socktype | SOCK_CLOEXEC, address->protocol);
+static curl_socket_t socket_open(void *user, curlsocktype purpose, struct curl_sockaddr *address) {
+    int fd = socket(address->family, address->socktype | SOCK_CLOEXEC, address->protocol);
+    ((struct http_transfer *)user)->socket_error = fd < 0 ? errno : 0;
+    return fd;
 }
 
 static int progressed(void *user, curl_off_t to_receive, curl_off_t received, curl_off_t to_send,
@@ -85,6 +86,7 @@ CURL *kld_http_easy_open(struct http_connection *h, const char *path,
     }
     curl_easy_setopt(easy, CURLOPT_PRIVATE, transfer);
     curl_easy_setopt(easy, CURLOPT_OPENSOCKETFUNCTION, socket_open);
+    curl_easy_setopt(easy, CURLOPT_OPENSOCKETDATA, transfer);
     curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1l);
     /* Names are resolved in a thread, which a transfer's end else waits for: 10 s and more. */
     curl_easy_setopt(easy, CURLOPT_QUICK_EXIT, 1l);
@@ -97,6 +99,7 @@ CURL *kld_http_easy_open(struct http_connection *h, const char *path,
                      (long)(options->connect_timeout_ns / 1000000 + 1));
     transfer->easy = easy;
     transfer->ended = false;
+    transfer->socket_error = 0;
     return easy;
 }
 
@@ -230,8 +233,9 @@ static enum kld_status certificate_error(const struct kld_connect_options *optio
                          cert, key ? ", key_file " : "", key ? key : "", reason);
 }
 
-enum kld_status kld_http_curl_error(const struct http_connection *h, CURLcode code,
-                                    struct kld_error *err) {
+enum kld_status kld_http_curl_error(const struct http_connection *h,
+                                    const struct http_transfer *transfer, struct kld_error *err) {
+    CURLcode code = transfer->code;
     const char *reason = curl_easy_strerror(code), *ca_file = h->base.options.ca_file;
     const char *scheme = h->base.transport->name, *hint = "";
     if (code == CURLE_URL_MALFORMAT || code == CURLE_UNSUPPORTED_PROTOCOL)
@@ -247,6 +251,8 @@ enum kld_status kld_http_curl_error(const struct http_connection *h, CURLcode co
                              "the server's certificate is not trusted; name those to trust "
                              "with ca_file (%s)",
                              reason);
+    if (code == CURLE_COULDNT_CONNECT && kld_socket_lacks(transfer->socket_error, err))
+        return KLD_NO_MEMORY;
     if (code == CURLE_OUT_OF_MEMORY)
         return kld_error_set(err, KLD_NO_MEMORY, "no memory, or no descriptor to watch, for HTTP");
     if (code == CURLE_GOT_NOTHING && strcmp(scheme, "http") == 0)
@@ -283,12 +289,14 @@ static enum kld_status judge(const struct http_connection *h, struct http_call *
     case CURLE_COULDNT_RESOLVE_HOST: /* a server that restarts may have no address meanwhile */
     case CURLE_COULDNT_CONNECT:
     case CURLE_SSL_CONNECT_ERROR: /* it was cut: kld_connect() has seen one that was not */
-    case CURLE_OPERATION_TIMEDOUT: *ret_retry = true; return kld_http_curl_error(h, code, err);
+    case CURLE_OPERATION_TIMEDOUT:
+        *ret_retry = true;
+        return kld_http_curl_error(h, &call->transfer, err);
     case CURLE_SSL_CERTPROBLEM:
     case CURLE_SSL_CACERT_BADFILE: /* it was one when kld_connect() read it: no wrong use */
-        kld_http_curl_error(h, code, err);
+        kld_http_curl_error(h, &call->transfer, err);
         return err->status = KLD_FORBIDDEN;
-    default: return kld_http_curl_error(h, code, err);
+    default: return kld_http_curl_error(h, &call->transfer, err);
     }
     if (call->transfer.http_status == 200)
         return kld_http_reply_finish(call, err);

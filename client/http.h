@@ -28,6 +28,7 @@ struct http_transfer {
     struct curl_slist *headers;
     struct http_call *call; /* NULL: a GET */
     bool ended;             /* a GET's: code and status are set */
+    int socket_error;       /* errno of its last socket; 0: there was one */
     CURLcode code;
     long http_status;
 };
@@ -79,8 +80,9 @@ CURL *kld_http_easy_open(struct http_connection *h, const char *path,
                          struct http_transfer *transfer);
 void kld_http_transfer_close(struct http_connection *h, struct http_transfer *transfer);
 enum kld_status kld_http_status(long code);
-enum kld_status kld_http_curl_error(const struct http_connection *h, CURLcode code,
-                                    struct kld_error *err);
+/* What it says of a transfer whose code is not CURLE_OK. */
+enum kld_status kld_http_curl_error(const struct http_connection *h,
+                                    const struct http_transfer *transfer, struct kld_error *err);
 int kld_http_socket_changed(CURL *easy, curl_socket_t fd, int what, void *user, void *socket_user);
 int kld_http_timer_changed(CURLM *multi, long timeout_ms, void *user);
 enum kld_status kld_http_submit(struct kld_connection *connection, struct kld_call *call,

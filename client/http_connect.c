@@ -65,7 +65,7 @@ static enum kld_status get_into(struct http_connection *h, const char *path, uin
     if (!transfer->ended)
         return kld_error_set(err, KLD_UNAVAILABLE, "the server did not answer in time");
     if (transfer->code)
-        return kld_http_curl_error(h, transfer->code, err);
+        return kld_http_curl_error(h, transfer, err);
     if (transfer->http_status == 200)
         return KLD_OK;
     char said[KLD_ERROR_TEXT_MAX];
@@ -112,7 +112,10 @@ static enum kld_status wait_ready(struct http_connection *h, struct kld_error *e
         /* A try that had no time left says less than the one before it. */
         if (status == KLD_UNAVAILABLE && !answer.transfer.ended && before.status)
             return kld_error_set(err, before.status, "%s", before.text);
-        if (status != KLD_UNAVAILABLE || again >= deadline)
+        /* Who lacks descriptors may have some in time: another thread closes files, maybe. */
+        bool passing =
+            status == KLD_UNAVAILABLE || (status == KLD_NO_MEMORY && answer.transfer.socket_error);
+        if (!passing || again >= deadline)
             return status;
         if (err)
             before = *err;

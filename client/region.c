@@ -50,6 +50,19 @@ enum kld_status kld_connection_watch(struct kld_connection *connection, int fd, 
     return KLD_OK;
 }
 
+enum kld_status kld_socket_lacks(int error_number, struct kld_error *err) {
+    switch (error_number) {
+    case EMFILE:
+        return kld_error_set(err, KLD_NO_MEMORY, "no file descriptors left (RLIMIT_NOFILE)");
+    case ENFILE:
+        return kld_error_set(err, KLD_NO_MEMORY,
+                             "no file descriptors left on this host (fs.file-max)");
+    case ENOMEM:
+    case ENOBUFS: return kld_error_set(err, KLD_NO_MEMORY, "no memory left for a socket");
+    default: return KLD_OK;
+    }
+}
+
 void kld_eventfd_raise(int fd) {
     uint64_t one = 1;
     /* A full counter is as good as one more: the descriptor is readable either way. */

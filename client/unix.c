@@ -41,6 +41,7 @@ void kld_unix_connect(struct unix_connection *u) {
     u->socket = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     u->owner = getpid();
     u->nobody = false;
+    u->lacking.status = KLD_OK;
     if (u->socket >= 0 && connect(u->socket, (struct sockaddr *)&address, sizeof address) == 0 &&
         kld_connection_watch(&u->base, u->socket, KLD_TAG_SOCKET, EPOLLIN, NULL) == KLD_OK) {
         union kld_frame frame;
@@ -58,6 +59,8 @@ void kld_unix_connect(struct unix_connection *u) {
         refuse(u, KLD_INVALID, "there is no kld socket at this path but something else");
     } else {
         u->nobody = errno == ENOENT || errno == ECONNREFUSED;
+        if (u->socket < 0) /* for now: another thread may close files */
+            (void)kld_socket_lacks(errno, &u->lacking);
     }
     kld_unix_hang_up(u);
     u->state = UNIX_DOWN;

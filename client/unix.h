@@ -149,6 +149,7 @@ struct unix_connection {
     struct kld_frame_welcome welcome;
     struct kld_error fatal;   /* why the last greeting was refused, or that a frame was another
                                * release's; status OK: neither, or greeted since */
+    struct kld_error lacking; /* the last try found no descriptor or memory; OK: it did */
     struct kld_error put_off; /* the last greeting was refused for what may pass; OK: it was not */
     struct kld_call_list queued, sent;
     struct unix_control control;
@@ -177,6 +178,8 @@ void kld_unix_event(struct kld_connection *connection, uint64_t tag, uint32_t ev
 /* unix_lost.c: the connection is gone. What may run again is queued again; the next try is armed.
  */
 void kld_unix_lose(struct unix_connection *u);
+/* Why it is not up, where something else is known than that nobody answered; else NULL. */
+const struct kld_error *kld_unix_down_reason(const struct unix_connection *u);
 /* Why connect_timeout_ns did not do. hint: behind the text, where nothing at all was heard. */
 enum kld_status kld_unix_not_greeted(const struct unix_connection *u, const char *hint,
                                      struct kld_error *err);

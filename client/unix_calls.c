@@ -46,11 +46,18 @@ static enum kld_status unix_open(struct kld_connection *connection, const char *
                                 err);
 }
 
+const struct kld_error *kld_unix_down_reason(const struct unix_connection *u) {
+    if (u->state == UNIX_UP)
+        return NULL;
+    return u->fatal.status ? &u->fatal : u->lacking.status ? &u->lacking : NULL;
+}
+
 enum kld_status kld_unix_not_greeted(const struct unix_connection *u, const char *hint,
                                      struct kld_error *err) {
     const double waited_s = (double)u->base.options.connect_timeout_ns / 1e9;
-    if (u->fatal.status)
-        return kld_error_set(err, u->fatal.status, "%s", u->fatal.text);
+    const struct kld_error *reason = kld_unix_down_reason(u);
+    if (reason)
+        return kld_error_set(err, reason->status, "%s", reason->text);
     if (u->put_off.status && u->nobody)
         return kld_error_set(err, KLD_UNAVAILABLE,
                              "no server is at this socket any more; while one was, it took "
@@ -151,12 +158,13 @@ static void expire_queued(struct unix_connection *u, uint64_t now) {
         }
         struct unix_call *mine = (struct unix_call *)call;
         char late[KLD_ERROR_TEXT_MAX] = "deadline passed before the request could be sent";
-        if (u->state != UNIX_UP && u->fatal.status)
-            snprintf(late, sizeof late, "deadline passed; %.200s", u->fatal.text);
+        const struct kld_error *reason = kld_unix_down_reason(u);
+        if (reason)
+            snprintf(late, sizeof late, "deadline passed; %.200s", reason->text);
         if (at == call->deadline_ns)
             kld_unix_call_fail(u, mine, KLD_DEADLINE, late);
-        else if (u->fatal.status)
-            kld_unix_call_fail(u, mine, u->fatal.status, u->fatal.text);
+        else if (reason)
+            kld_unix_call_fail(u, mine, reason->status, reason->text);
         else
             kld_unix_call_fail(u, mine, KLD_UNAVAILABLE,
                                u->base.member
@@ -201,11 +209,12 @@ static enum kld_status unix_info(struct kld_connection *connection,
                                  struct kld_server_info *ret_info, struct kld_error *err) {
     const struct unix_connection *u = unix_of(connection);
     const struct kld_frame_welcome *welcome = &u->welcome;
-    if (!u->welcomed && !u->fatal.status)
+    const struct kld_error *reason = kld_unix_down_reason(u);
+    if (!u->welcomed && !reason)
         return kld_error_set(err, KLD_UNAVAILABLE, "no server has answered at this socket yet");
     /* Of a member of a split: whether it is there now, not what it was. */
-    if (u->fatal.status && (connection->member || !u->welcomed))
-        return kld_error_set(err, u->fatal.status, "%s", u->fatal.text);
+    if (reason && (connection->member || !u->welcomed))
+        return kld_error_set(err, reason->status, "%s", reason->text);
     if (connection->member && u->state != UNIX_UP)
         return kld_error_set(err, KLD_UNAVAILABLE, "the server at this socket is away");
     memset(ret_info, 0, sizeof *ret_info);
@@ -249,8 +258,9 @@ enum kld_status kld_unix_ask(struct unix_connection *u, const union kld_frame *f
         return status;
     if (!control->ended && has_gone_with_it(u, frame))
         return KLD_OK;
-    if (!control->ended && u->state != UNIX_UP && u->fatal.status)
-        return kld_error_set(err, u->fatal.status, "%s", u->fatal.text);
+    const struct kld_error *reason = kld_unix_down_reason(u);
+    if (!control->ended && reason)
+        return kld_error_set(err, reason->status, "%s", reason->text);
     if (!control->ended)
         return kld_error_set(err, KLD_UNAVAILABLE, "the server did not answer in %.1f s",
                              (double)u->base.options.connect_timeout_ns / 1e9);
@@ -323,6 +333,9 @@ enum kld_status kld_unix_wait_state(struct unix_connection *u, const enum unix_r
             *err = *error;
         return error->status;
     }
+    const struct kld_error *reason = kld_unix_down_reason(u);
+    if (reason)
+        return kld_error_set(err, reason->status, "%s", reason->text);
     return kld_error_set(err, KLD_UNAVAILABLE, "the server did not answer in time");
 }
 

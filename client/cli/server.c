@@ -131,6 +131,8 @@ const char *kld_cli_printable(char *text) {
     return text;
 }
 
+#define MORE_DESCRIPTORS "close files, or raise the limit of how many may be open (ulimit -n)"
+
 int kld_cli_fail(const struct kld_error *error) {
     struct kld_error shown = *error;
     static const struct {
@@ -141,11 +143,13 @@ int kld_cli_fail(const struct kld_error *error) {
     } rules[] = {
         {KLD_INVALID, KLD_EXIT_USAGE, "", "kld COMMAND -h lists what is understood"},
         {KLD_NOT_FOUND, KLD_EXIT_USAGE, "", "kld COMMAND -h lists what is understood"},
+        {KLD_UNAVAILABLE, KLD_EXIT_SERVER, "no file descriptors", MORE_DESCRIPTORS},
         {KLD_UNAVAILABLE, KLD_EXIT_SERVER, "",
          "start kld-server, or compute in this process with --server local:"},
         {KLD_BUSY, KLD_EXIT_SERVER, "", "try again in a moment"},
         {KLD_THROTTLED, KLD_EXIT_SERVER, "", "try again in a moment"},
         {KLD_DEVICE_LOST, KLD_EXIT_SERVER, "", "try again: the server replaces a lost device"},
+        {KLD_DEADLINE, KLD_EXIT_SERVER, "no file descriptors", MORE_DESCRIPTORS},
         {KLD_DEADLINE, KLD_EXIT_SERVER, "",
          "allow more time with --timeout SECONDS (a part of --split: --part-timeout)"},
         {KLD_UNAUTHENTICATED, KLD_EXIT_SERVER, "client certificate",
@@ -160,6 +164,8 @@ int kld_cli_fail(const struct kld_error *error) {
         {KLD_FORBIDDEN, KLD_EXIT_SERVER, "", "ask who runs the server to let you use it"},
         {KLD_NO_MEMORY, KLD_EXIT_FAILED, "RLIMIT_FSIZE",
          "raise the limit of files (ulimit -f), or with --split take smaller --part-bytes"},
+        {KLD_NO_MEMORY, KLD_EXIT_FAILED, "no file descriptors", MORE_DESCRIPTORS},
+        {KLD_NO_MEMORY, KLD_EXIT_FAILED, "for a socket", "try again once there is memory"},
         {KLD_NO_MEMORY, KLD_EXIT_FAILED, "",
          "spread the rows over several servers: kld div --split URL,URL,..."},
     };

@@ -234,6 +234,18 @@ def test_a_small_limit_of_files(make_server, tmp_path):
     assert "(RLIMIT_FSIZE)" in done.stderr and "ulimit -f" in done.stderr and "URL" not in done.stderr
 
 
+@pytest.mark.skipif(is_sanitized(), reason="a sanitizer may have files of its own open")
+def test_no_file_descriptors_left(make_server):
+    """Neither is the server away then, nor would more of them help."""
+    server = make_server()
+    for url in server.url_unix, server.http:  # a connection has three before that to its server
+        done = subprocess.run(["sh", "-c", 'ulimit -n 6; exec "$@"', "sh", BIN / "kld", "ping", "--server", url, "--timeout", "0.3"],
+                              capture_output=True, text=True, env=clean_environment(), timeout=60)
+        told = done.stderr.splitlines()
+        assert done.returncode == 1 and told[0] == "kld: no file descriptors left (RLIMIT_NOFILE)", done
+        assert "ulimit -n" in told[1] and "start kld-server" not in done.stderr and "--split" not in done.stderr
+
+
 def test_the_other_kind_of_http(make_server, certificates):
     secure, plain = make_server(**tls_flags(certificates)), make_server()
     done = kld("ping", "--server", secure.http, "--timeout", "0.3", code=3)
