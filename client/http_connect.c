@@ -150,6 +150,11 @@ static enum kld_status http_open(struct kld_connection *connection, const char *
     if (length == prefix || length >= sizeof h->root)
         return kld_error_set(err, KLD_INVALID, "expected %sHOST:PORT, of at most %d bytes",
                              connection->transport->prefix, KLD_HTTP_URL_MAX - 1);
+    const char *behind = strpbrk(url, "?#"); /* the paths of requests would be a part of it */
+    if (behind)
+        return kld_error_set(err, KLD_INVALID,
+                             "the URL has a '%c'; expected %sHOST:PORT without one", *behind,
+                             connection->transport->prefix);
     if (connection->options.key_file && !connection->options.cert_file)
         return kld_error_set(err, KLD_INVALID, "key_file without cert_file; expected both");
     memcpy(h->root, url, length);

@@ -362,6 +362,15 @@ START_TEST(test_no_server) {
                      KLD_UNAVAILABLE);
     ck_assert_ptr_nonnull(strstr(error.text, "kld-server"));
     ck_assert_int_eq(kld_connect("http://", &options, &connection, &error), KLD_INVALID);
+    /* What is asked for would come behind them, and never reach the server's path. */
+    const char *const cut[] = {"http://127.0.0.1:1?a", "http://127.0.0.1:1/?a=b", "http://h/#",
+                               "https://127.0.0.1:1/path#part", "split:local:,http://h:1?"};
+    options.lazy = true;
+    for (size_t i = 0; i < sizeof cut / sizeof cut[0]; i++) {
+        ck_assert_int_eq(kld_connect(cut[i], &options, &connection, &error), KLD_INVALID);
+        ck_assert_msg(strstr(error.text, "the URL has a '") && strstr(error.text, "://HOST:PORT"),
+                      "%s: %s", cut[i], error.text);
+    }
     options.token = "two\nlines";
     ck_assert_int_eq(kld_connect("http://127.0.0.1:1", &options, &connection, &error), KLD_INVALID);
 }
