@@ -162,6 +162,8 @@ struct kld_transport {
     enum kld_status (*stream_adopt)(struct kld_connection *connection, uint32_t stream,
                                     void *native, struct kld_error *err);
     void *(*region_data)(struct kld_region *region); /* NULL: region->data */
+    /* Its owner let go of it, and requests that use it are still in flight. NULL: not needed. */
+    void (*region_dropped)(struct kld_region *region);
     /* No user is left. Ends in kld_region_free(), now or when the server has let go. Also called
      * for half-made regions. */
     void (*region_release)(struct kld_region *region);

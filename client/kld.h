@@ -227,9 +227,9 @@ struct kld_tensor_view {
 };
 
 /* Publishes a tensor in a region of this connection. Who may attach: this process's user, and the
- * uids named (at most 8). Ends with kld_detach(), the drop of the region, and kld_close(). A name
- * is its user's, other users may use it too. KLD_EXISTS: this user publishes it already.
- * KLD_TOO_LARGE: as many as one user may publish. Blocking. */
+ * uids named (at most 8). Ends with kld_detach(), the drop of the region, whatever still uses that,
+ * and kld_close(). A name is its user's, other users may use it too. KLD_EXISTS: this user
+ * publishes it already. KLD_TOO_LARGE: as many as one user may publish. Blocking. */
 KLD_EXPORT enum kld_status kld_publish(struct kld_connection *connection, const char *name,
                                        struct kld_region *region,
                                        const struct kld_tensor_view *tensor, const uint32_t *uids,

@@ -289,8 +289,11 @@ void kld_region_drop(struct kld_region *region) {
     if (!region || region->dropped)
         return;
     region->dropped = true;
+    const struct kld_transport *transport = region->connection->transport;
     if (region->users == 0)
-        region->connection->transport->region_release(region);
+        transport->region_release(region);
+    else if (transport->region_dropped)
+        transport->region_dropped(region);
 }
 
 void kld_rows_copy(void *to, uint64_t to_stride_bytes, const void *from, uint64_t from_stride_bytes,

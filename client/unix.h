@@ -89,6 +89,7 @@ struct unix_publication {
     struct unix_publication *next;
     uint64_t local_id;
     enum unix_region_state state;
+    bool ended; /* its region was dropped: DETACH is to be sent, then it is freed */
     struct unix_region *region;
     union kld_frame frame; /* PUBLISH, but for the region's wire id */
     struct kld_error error;
@@ -283,7 +284,12 @@ enum kld_status kld_unix_published(struct kld_connection *connection, const char
                                    struct kld_error *err);
 enum kld_status kld_unix_detach(struct kld_connection *connection, const char *name,
                                 struct kld_error *err);
+/* The worker knows no more of them: the region is not registered. */
 void kld_unix_publications_drop(struct unix_connection *u, const struct unix_region *region);
+/* Their names are free from now on; what the worker has of them is taken off with the next flush.
+ */
+void kld_unix_publications_end(struct unix_connection *u, const struct unix_region *region);
+void kld_unix_region_dropped(struct kld_region *region);
 enum kld_status kld_unix_stream_priority(struct kld_connection *connection, uint32_t stream,
                                          int priority, struct kld_error *err);
 /* As for regions. */

@@ -368,6 +368,7 @@ const struct kld_transport kld_transport_unix = {
     .fence_passed = kld_unix_fence_passed,
     .stream_priority = kld_unix_stream_priority,
     .region_data = kld_unix_region_data,
+    .region_dropped = kld_unix_region_dropped,
     .region_release = kld_unix_region_release,
     .submit = unix_submit,
     .send = unix_send,

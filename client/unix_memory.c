@@ -216,6 +216,7 @@ void kld_unix_region_release(struct kld_region *base) {
         return;
     }
     region->released = true;
+    kld_unix_publications_end(u, region); /* it may have to wait, and is not to be found then */
     if (region->state == UNIX_REGION_READY) {
         u->region_work++;
         kld_unix_flush(u);

@@ -35,9 +35,14 @@ bool kld_unix_is_passing(struct unix_connection *u, const struct kld_error *erro
 
 /* ---- Attached tensors ----------------------------------------------------------------------- */
 
+static bool is_of_name(const struct unix_publication *publication, const char *name) {
+    return !publication->ended &&
+           strncmp(publication->frame.as_PUBLISH.name, name, KLD_WIRE_NAME_MAX) == 0;
+}
+
 static struct unix_publication *publication_find(struct unix_connection *u, const char *name) {
     struct unix_publication *publication = u->publications;
-    while (publication && strncmp(publication->frame.as_PUBLISH.name, name, KLD_WIRE_NAME_MAX) != 0)
+    while (publication && !is_of_name(publication, name))
         publication = publication->next;
     return publication;
 }
@@ -159,7 +164,7 @@ static void publication_free(struct unix_connection *u, struct unix_publication 
     while (*link != publication)
         link = &(*link)->next;
     *link = publication->next;
-    u->share_work -= publication->state == UNIX_REGION_NEW;
+    u->share_work -= publication->state == UNIX_REGION_NEW || publication->ended;
     free(publication);
 }
 
@@ -260,6 +265,44 @@ void kld_unix_publications_drop(struct unix_connection *u, const struct unix_reg
     }
 }
 
+void kld_unix_publications_end(struct unix_connection *u, const struct unix_region *region) {
+    for (struct unix_publication *publication = u->publications, *next; publication;
+         publication = next) {
+        next = publication->next;
+        if (publication->region != region || publication->ended)
+            continue;
+        if (publication->state != UNIX_REGION_ADDING && publication->state != UNIX_REGION_READY) {
+            publication_free(u, publication);
+            continue;
+        }
+        publication->ended = true;
+        u->share_work++;
+    }
+}
+
+void kld_unix_region_dropped(struct kld_region *base) {
+    struct unix_connection *u = unix_of(base->connection);
+    kld_unix_publications_end(u, (struct unix_region *)base);
+    kld_unix_flush(u);
+}
+
+/* Before anything is published, which may be under the same name. */
+static enum unix_sent publications_end_flush(struct unix_connection *u) {
+    enum unix_sent sent = UNIX_SENT;
+    for (struct unix_publication *at = u->publications, *next; at && sent == UNIX_SENT; at = next) {
+        next = at->next;
+        if (!at->ended)
+            continue;
+        union kld_frame frame;
+        kld_frame_init(&frame, KLD_FRAME_DETACH, KLD_NUMBER_IGNORED | at->local_id);
+        memcpy(frame.as_DETACH.name, at->frame.as_PUBLISH.name, sizeof frame.as_DETACH.name);
+        sent = kld_unix_send(u, &frame, -1);
+        if (sent == UNIX_SENT)
+            publication_free(u, at);
+    }
+    return sent;
+}
+
 /* ---- Streams -------------------------------------------------------------------------------- */
 
 static void stream_frame(union kld_frame *frame, uint32_t stream, int priority) {
@@ -300,12 +343,17 @@ enum kld_status kld_unix_stream_priority(struct kld_connection *connection, uint
 /* ---- Together ------------------------------------------------------------------------------- */
 
 void kld_unix_shares_lost(struct unix_connection *u) {
+    for (struct unix_publication *at = u->publications, *next; at; at = next) {
+        next = at->next;
+        if (at->ended)
+            publication_free(u, at); /* the next worker does not hear of it */
+        else
+            at->state = UNIX_REGION_NEW;
+    }
     u->share_work = 0;
     kld_unix_events_lost(u);
-    for (struct unix_publication *at = u->publications; at; at = at->next) {
-        at->state = UNIX_REGION_NEW;
+    for (const struct unix_publication *at = u->publications; at; at = at->next)
         u->share_work++;
-    }
 }
 
 static enum unix_sent publication_send(struct unix_connection *u,
@@ -330,6 +378,8 @@ static enum unix_sent publication_send(struct unix_connection *u,
 
 enum unix_sent kld_unix_shares_flush(struct unix_connection *u) {
     enum unix_sent sent = kld_unix_events_flush(u);
+    if (sent == UNIX_SENT)
+        sent = publications_end_flush(u);
     for (struct unix_publication *at = u->publications; at && sent == UNIX_SENT; at = at->next)
         if (at->state == UNIX_REGION_NEW)
             sent = publication_send(u, at);

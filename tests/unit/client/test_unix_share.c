@@ -337,6 +337,74 @@ START_TEST(test_what_is_not_published_again_is_told) {
 }
 END_TEST
 
+/* The teacher's own request reads what it publishes, and has not ended when the region is dropped;
+ * returns the region of its predictions. */
+static struct kld_region *drop_in_use(struct ended *ended) {
+    struct kld_region *other;
+    setup();
+    publish();
+    ck_assert_int_eq(kld_region_create(teacher, 64 + BYTES, &other, &error), KLD_OK);
+    float *q = (float *)kld_region_data(other);
+    for (int i = 0; i < ROWS * CLASSES; i++)
+        q[i] = 3;
+    struct kld_request request = request_on(logits);
+    request.bytes[KLD_SLOT_PREDICTIONS].region = other;
+    request.bytes[KLD_SLOT_TARGETS].offset_bytes = 64;
+    memset(ended, 0, sizeof *ended);
+    worker.hold = 1;
+    ck_assert_int_eq(kld_submit(teacher, &request, on_end, ended, NULL, &error), KLD_OK);
+    for (int i = 0; i < TRIES_MAX && !worker.submits; i++)
+        ck_assert_int_eq(kld_process(teacher, 2, &error), KLD_OK);
+    kld_region_drop(logits);
+    ck_assert_int_eq(ended->count, 0);
+    return other;
+}
+
+static void let_it_end(struct ended *ended) {
+    worker.hold = 0;
+    for (int i = 0; i < TRIES_MAX && !ended->count; i++)
+        ck_assert_int_eq(kld_process(teacher, 2, &error), KLD_OK);
+    ck_assert_int_eq(ended->count, 1);
+    ck_assert_msg(ended->status == KLD_OK, "%s", error.text);
+    ck_assert(ended->result.loss == LOSS);
+}
+
+START_TEST(test_a_name_ends_with_its_region_in_use) {
+    struct ended ended;
+    struct kld_region *other = drop_in_use(&ended);
+    ck_assert_int_eq(kld_published(teacher, "teacher/logits", &error), KLD_NOT_FOUND);
+    ck_assert_int_eq(kld_detach(teacher, "teacher/logits", &error), KLD_NOT_FOUND);
+    ck_assert_int_eq(kld_ping(teacher, NULL, &error), KLD_OK); /* all before has arrived */
+    ck_assert_int_eq(worker.detached, 1);
+    struct kld_tensor_view view = tensor_view();
+    struct kld_region *region = NULL;
+    ck_assert_int_eq(kld_attach(student, "teacher/logits", 0, &region, &view, &error),
+                     KLD_NOT_FOUND);
+    view = tensor_view();
+    enum kld_status status = kld_publish(teacher, "teacher/logits", other, &view, NULL, 0, &error);
+    ck_assert_msg(status == KLD_OK, "%s", error.text);
+    kld_region_drop(attach());
+    let_it_end(&ended);
+    ck_assert_int_eq(kld_published(teacher, "teacher/logits", &error), KLD_OK);
+    teardown();
+}
+END_TEST
+
+/* The region is registered with the next worker, for the request, and not published again. */
+START_TEST(test_a_name_that_ended_stays_so_after_a_loss) {
+    struct ended ended;
+    drop_in_use(&ended);
+    worker.hang_up = 1;
+    for (int i = 0; i < TRIES_MAX && worker.submits < 2; i++)
+        ck_assert_int_eq(kld_process(teacher, 2, &error), KLD_OK);
+    ck_assert_int_eq(worker.submits, 2);
+    let_it_end(&ended);
+    ck_assert_int_eq(kld_ping(teacher, NULL, &error), KLD_OK);
+    ck_assert_int_eq(worker.published, 1);
+    teardown();
+}
+END_TEST
+
 START_TEST(test_another_shape_is_gone) {
     setup();
     publish();
@@ -523,7 +591,8 @@ UNIT_MAIN("client/unix_share", test_published_tensors_are_attached,
           test_names_and_users_are_checked, test_attaching_waits_for_the_publisher,
           test_attaching_over_a_lost_connection_takes_its_own_time,
           test_a_lost_worker_is_told_again, test_who_published_is_waited_for_from_the_return_on,
-          test_what_is_not_published_again_is_told, test_another_shape_is_gone,
+          test_what_is_not_published_again_is_told, test_a_name_ends_with_its_region_in_use,
+          test_a_name_that_ended_stays_so_after_a_loss, test_another_shape_is_gone,
           test_events_and_early, test_a_loss_behind_an_early_answer_is_told,
           test_priorities_are_told_to_each_worker, test_cuda_allocations_by_descriptor,
           test_what_is_attached_is_a_tensor)
