@@ -292,12 +292,10 @@ static void local_region_release(struct kld_region *base) {
 static enum kld_status stream_of(struct local_connection *local, uint32_t number,
                                  struct kld_stream **ret_stream, struct kld_error *err) {
     struct kld_stream **stream = &local->streams[number % STREAMS_MAX];
+    struct kld_stream_options options = {.priority = local->priorities[number % STREAMS_MAX]};
     enum kld_status status = KLD_OK;
-    if (!*stream && local->backend->stream_open_priority)
-        status = local->backend->stream_open_priority(
-            local->device, local->priorities[number % STREAMS_MAX], stream, err);
-    else if (!*stream)
-        status = local->backend->stream_open(local->device, stream, err);
+    if (!*stream)
+        status = local->backend->stream_open(local->device, &options, stream, err);
     *ret_stream = *stream;
     return status;
 }

@@ -107,6 +107,10 @@ struct kld_gpu_event {
 /* Which streams a busy device serves first; no stream is shut out by another. */
 enum kld_priority { KLD_PRIORITY_LOW = -1, KLD_PRIORITY_NORMAL = 0, KLD_PRIORITY_HIGH = 1 };
 
+struct kld_stream_options {
+    enum kld_priority priority; /* cuda; on cpu streams take turns */
+};
+
 enum kld_job_kind { KLD_JOB_OP, KLD_JOB_COPY };
 
 struct kld_place {
@@ -203,11 +207,10 @@ struct kld_backend {
      * is of no more use. */
     enum kld_status (*memory_free)(struct kld_memory *memory);
 
-    enum kld_status (*stream_open)(struct kld_device *device, struct kld_stream **ret_stream,
-                                   struct kld_error *err);
-    /* NULL on cpu, where streams take turns. */
-    enum kld_status (*stream_open_priority)(struct kld_device *device, enum kld_priority priority,
-                                            struct kld_stream **ret_stream, struct kld_error *err);
+    /* options: NULL: all 0. */
+    enum kld_status (*stream_open)(struct kld_device *device,
+                                   const struct kld_stream_options *options,
+                                   struct kld_stream **ret_stream, struct kld_error *err);
     /* A stream of the caller's own process, cuda: a cudaStream_t of this device, NULL the default
      * one: its jobs run in the order of all that the caller enqueues there. It stays the caller's.
      * NULL on cpu. */

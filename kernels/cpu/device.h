@@ -58,8 +58,9 @@ uint32_t kld_cpu_quota(const char *cpu_max);
 /* The least of the groups that `groups` names (a file like /proc/self/cgroup) and of those around
  * them, mounted at `root`. */
 uint32_t kld_cpu_group_quota(const char *groups, const char *root);
-enum kld_status kld_cpu_stream_open(struct kld_device *device, struct kld_stream **ret_stream,
-                                    struct kld_error *err);
+enum kld_status kld_cpu_stream_open(struct kld_device *device,
+                                    const struct kld_stream_options *options,
+                                    struct kld_stream **ret_stream, struct kld_error *err);
 void kld_cpu_stream_close(struct kld_stream *stream);
 enum kld_status kld_cpu_event_import(struct kld_device *device, const uint8_t handle[64],
                                      struct kld_gpu_event **ret_event, struct kld_error *err);

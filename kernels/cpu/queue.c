@@ -18,8 +18,10 @@
 #define STREAMED_BUFFER_BYTES (8 << 20) /* what is this large does not stay in a cache */
 #define SMALL_NS 200000 /* of small jobs in one poll(); then the thread takes over */
 
-enum kld_status kld_cpu_stream_open(struct kld_device *device, struct kld_stream **ret_stream,
-                                    struct kld_error *err) {
+enum kld_status kld_cpu_stream_open(struct kld_device *device,
+                                    const struct kld_stream_options *options,
+                                    struct kld_stream **ret_stream, struct kld_error *err) {
+    (void)options;
     struct cpu_device *cpu = (struct cpu_device *)device;
     struct cpu_stream *stream = calloc(1, sizeof *stream);
     if (!stream)

@@ -271,7 +271,6 @@ const struct kld_backend kld_backend_cuda = {
     .memory_alloc = cuda_memory_alloc,
     .memory_free = cuda_memory_free,
     .stream_open = cuda_stream_open,
-    .stream_open_priority = cuda_stream_open_priority,
     .stream_adopt = cuda_stream_adopt,
     .stream_close = cuda_stream_close,
     .event_import = cuda_event_import,

@@ -294,10 +294,9 @@ enum kld_status cuda_memory_grow_fd(struct kld_memory *memory, int fd, uint64_t 
 void cuda_vmm_unmap(struct cuda_memory *memory);
 
 /* stream.c */
-enum kld_status cuda_stream_open(struct kld_device *device, struct kld_stream **ret_stream,
-                                 struct kld_error *err);
-enum kld_status cuda_stream_open_priority(struct kld_device *device, enum kld_priority priority,
-                                          struct kld_stream **ret_stream, struct kld_error *err);
+enum kld_status cuda_stream_open(struct kld_device *device,
+                                 const struct kld_stream_options *options,
+                                 struct kld_stream **ret_stream, struct kld_error *err);
 enum kld_status cuda_stream_adopt(struct kld_device *device, void *native,
                                   struct kld_stream **ret_stream, struct kld_error *err);
 void cuda_stream_close(struct kld_stream *stream);

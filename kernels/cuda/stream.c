@@ -32,8 +32,8 @@ static cudaError_t create_streams(enum kld_priority priority, cudaStream_t ret_s
     return error;
 }
 
-enum kld_status cuda_stream_open_priority(struct kld_device *base, enum kld_priority priority,
-                                          struct kld_stream **ret_stream, struct kld_error *err) {
+enum kld_status cuda_stream_open(struct kld_device *base, const struct kld_stream_options *options,
+                                 struct kld_stream **ret_stream, struct kld_error *err) {
     struct cuda_device *device = (struct cuda_device *)base;
     struct cuda_stream *stream = calloc(1, sizeof *stream);
     if (!stream)
@@ -42,18 +42,13 @@ enum kld_status cuda_stream_open_priority(struct kld_device *base, enum kld_prio
     struct cuda_visit visit CUDA_LEAVES = {0};
     cudaError_t error = cuda_visit(device, &visit);
     if (!error)
-        error = create_streams(priority, stream->stream);
+        error = create_streams(options ? options->priority : KLD_PRIORITY_NORMAL, stream->stream);
     if (error) {
         free(stream);
         return cuda_fail(device, error, "opening a stream", err);
     }
     *ret_stream = &stream->base;
     return KLD_OK;
-}
-
-enum kld_status cuda_stream_open(struct kld_device *base, struct kld_stream **ret_stream,
-                                 struct kld_error *err) {
-    return cuda_stream_open_priority(base, KLD_PRIORITY_NORMAL, ret_stream, err);
 }
 
 enum kld_status cuda_stream_adopt(struct kld_device *base, void *native,

@@ -6,10 +6,8 @@ static void open_work(uv_work_t *work) {
     struct kld_lane *lane = work->data;
     struct kld_worker *worker = lane->session->worker;
     const struct kld_backend *backend = worker->options.backend;
-    lane->status = backend->stream_open_priority
-                       ? backend->stream_open_priority(worker->device, lane->priority,
-                                                       &lane->stream, &lane->error)
-                       : backend->stream_open(worker->device, &lane->stream, &lane->error);
+    struct kld_stream_options options = {.priority = lane->priority};
+    lane->status = backend->stream_open(worker->device, &options, &lane->stream, &lane->error);
 }
 
 static void open_after(uv_work_t *work, int cancelled) {

@@ -375,7 +375,7 @@ static void open_bench(struct bench *bench, const struct options *options) {
         fail("finding the back end", &err);
     struct kld_device_options device = {.device = options->device, .spin_us = 1000};
     if (bench->backend->device_open(&device, &bench->device, &err) ||
-        bench->backend->stream_open(bench->device, &bench->stream, &err) ||
+        bench->backend->stream_open(bench->device, NULL, &bench->stream, &err) ||
         bench->backend->measure_ceiling(bench->device, options->ceiling_mib << 20,
                                         &bench->read_per_s, &bench->read_write_per_s, &err))
         fail("opening the device", &err);

@@ -235,7 +235,7 @@ bool table_run(struct kld_device *device, const struct table_truth *truth,
     if (!arena.before || !arena.after)
         abort();
     fill(&arena, truth);
-    bool fine = device->backend->stream_open(device, &stream, &err) == KLD_OK;
+    bool fine = device->backend->stream_open(device, NULL, &stream, &err) == KLD_OK;
     if (!fine)
         snprintf(failure, FAILURE_MAX, "stream: %.200s", err.text);
     struct kld_memory *memory =

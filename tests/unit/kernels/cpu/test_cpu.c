@@ -55,7 +55,7 @@ static struct kld_memory *memory_alloc(struct kld_device *device, uint64_t bytes
 static struct kld_stream *stream_open(struct kld_device *device) {
     struct kld_stream *stream = NULL;
     struct kld_error err;
-    ck_assert_int_eq(kld_backend_cpu.stream_open(device, &stream, &err), KLD_OK);
+    ck_assert_int_eq(kld_backend_cpu.stream_open(device, NULL, &stream, &err), KLD_OK);
     return stream;
 }
 

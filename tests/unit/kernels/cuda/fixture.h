@@ -85,7 +85,7 @@ static void setup(void) {
     atomic_store(&fake_no_pinning, !pinned);
     close(fd);
     for (int i = 0; i < STREAMS; i++)
-        ck_assert_int_eq(cuda->stream_open(device, &streams[i], &err), KLD_OK);
+        ck_assert_int_eq(cuda->stream_open(device, NULL, &streams[i], &err), KLD_OK);
     atomic_store(&fake_us, 5);
     usleep(2000); /* the device's thread falls asleep, so that a submit() can launch */
 }

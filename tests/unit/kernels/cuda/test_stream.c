@@ -68,8 +68,8 @@ START_TEST(priorities_are_those_of_the_device) {
             struct kld_stream *stream;
             atomic_store(&fake_greatest, cards[card].greatest);
             atomic_store(&fake_priority_sum, 0);
-            ck_assert_int_eq(cuda->stream_open_priority(device, priorities[i], &stream, &err),
-                             KLD_OK);
+            struct kld_stream_options options = {.priority = priorities[i]};
+            ck_assert_int_eq(cuda->stream_open(device, &options, &stream, &err), KLD_OK);
             ck_assert_int_eq(atomic_load(&fake_priority_sum), cards[card].sum[i]);
             cuda->stream_close(stream);
         }

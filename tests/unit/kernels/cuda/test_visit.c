@@ -104,7 +104,7 @@ START_TEST(every_function_leaves_what_it_finds) {
         LEAVES(cuda->memory_import_fd(device, 7, FAKE_UNIT, 0, 4096, &mapped, &err));
         LEAVES(cuda->memory_reserve(device, 2 * FAKE_UNIT, &space, &err));
         LEAVES(cuda->memory_grow_fd(space, 7, 0, FAKE_UNIT, &err));
-        LEAVES(cuda->stream_open(device, &streams[0], &err));
+        LEAVES(cuda->stream_open(device, NULL, &streams[0], &err));
         LEAVES(cuda->check(device, &err));
         LEAVES(cuda->is_dead(device));
         atomic_store(&fake_us, 20000);
@@ -140,7 +140,7 @@ START_TEST(a_device_stays_current_where_that_is_wanted) {
     ck_assert_int_eq(cudaGetDevice(&ordinal), cudaSuccess);
     ck_assert_int_eq(ordinal, OURS);
     ck_assert_int_eq(cuda->memory_alloc(device, 1 << 20, &pool, &err), KLD_OK);
-    ck_assert_int_eq(cuda->stream_open(device, &streams[0], &err), KLD_OK);
+    ck_assert_int_eq(cuda->stream_open(device, NULL, &streams[0], &err), KLD_OK);
     prepare(&records[0], pool, false);
     submit(&records[0], 0);
     wait_for(&records[0], true);

@@ -349,14 +349,15 @@ static void event_free(struct kld_gpu_event *event) {
     free(event);
 }
 
-static enum kld_status stream_open(struct kld_device *device, enum kld_priority priority,
+static enum kld_status stream_open(struct kld_device *device,
+                                   const struct kld_stream_options *options,
                                    struct kld_stream **ret_stream, struct kld_error *err) {
     enum kld_status status = call(fake_of(device), err);
     if (status)
         return status;
     struct fake_stream *stream = calloc(1, sizeof *stream);
     stream->head.device = device;
-    atomic_store(&fake_of(device)->last_priority, priority);
+    atomic_store(&fake_of(device)->last_priority, options->priority);
     atomic_fetch_add(&fake_of(device)->streams, 1);
     *ret_stream = &stream->head;
     return KLD_OK;
@@ -430,7 +431,7 @@ const struct kld_backend fake_backend = {
     .handles_unread = handles_unread,
     .memory_alloc = memory_new,
     .memory_free = memory_free,
-    .stream_open_priority = stream_open,
+    .stream_open = stream_open,
     .event_import = event_import,
     .event_create = event_create,
     .event_create_fence = event_create_fence,
