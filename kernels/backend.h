@@ -108,7 +108,11 @@ struct kld_gpu_event {
 enum kld_priority { KLD_PRIORITY_LOW = -1, KLD_PRIORITY_NORMAL = 0, KLD_PRIORITY_HIGH = 1 };
 
 struct kld_stream_options {
-    enum kld_priority priority; /* cuda; on cpu streams take turns */
+    enum kld_priority priority; /* cuda */
+    /* cpu: whose it is, any number. Those with work take turns, and each one's streams take turns
+     * among themselves, so that nobody gets more of a device by having more streams. A card goes by
+     * streams alone. */
+    uint64_t owner;
 };
 
 enum kld_job_kind { KLD_JOB_OP, KLD_JOB_COPY };

@@ -150,8 +150,8 @@ static void device_close(struct kld_device *head) {
     pthread_mutex_unlock(&device->lock);
     pthread_join(device->thread, NULL);
     kld_cpu_team_close(&device->team);
-    while (device->streams)
-        kld_cpu_stream_close(&device->streams->head);
+    while (device->owners)
+        kld_cpu_stream_close(&device->owners->streams->head);
     while (device->memories)
         kld_cpu_memory_free(&device->memories->head);
     device_free(device);

@@ -20,9 +20,20 @@ struct cpu_memory {
 struct cpu_stream {
     struct kld_stream head;
     /* All under the device's lock. */
-    struct kld_job *first, **last; /* jobs waiting, FIFO */
-    struct cpu_stream *next_ready; /* in the ring of streams that have jobs */
-    struct cpu_stream *previous, *following;
+    struct kld_job *first, **last;           /* jobs waiting, FIFO */
+    struct cpu_owner *owner;                 /* constant */
+    struct cpu_stream *next_ready;           /* in the ring of the owner's streams that have jobs */
+    struct cpu_stream *previous, *following; /* of the owner's */
+};
+
+/* Whose streams take turns among themselves. There while it has streams. */
+struct cpu_owner {
+    uint64_t number; /* constant */
+    /* All under the device's lock. */
+    struct cpu_stream *streams;
+    struct cpu_stream *ready_first, **ready_last; /* round robin */
+    struct cpu_owner *next_ready;                 /* in the ring of owners that have jobs */
+    struct cpu_owner *previous, *following;
 };
 
 struct cpu_device {
@@ -35,8 +46,8 @@ struct cpu_device {
 
     pthread_mutex_t lock; /* the rest */
     pthread_cond_t wake;
-    struct cpu_stream *ready_first, **ready_last; /* round robin */
-    struct cpu_stream *streams;
+    struct cpu_owner *ready_first, **ready_last; /* round robin */
+    struct cpu_owner *owners;                    /* all */
     struct cpu_memory *memories;
     bool sleeping, stop;
     bool polled; /* the caller runs small jobs itself, in poll(): the thread sleeps on */

@@ -1,5 +1,6 @@
 /* queue.c - streams of jobs and the thread that works on them: first in, first out within a
- * stream, one job from each stream in turn. It does not compute (run.c does).
+ * stream; owners of streams take turns, and so do the streams of one. It does not compute (run.c
+ * does).
  * kld_cpu_submit() and kld_cpu_poll() run in a caller's thread, kld_cpu_device_main() is the device
  * thread. */
 #include <stdlib.h>
@@ -18,22 +19,56 @@
 #define STREAMED_BUFFER_BYTES (8 << 20) /* what is this large does not stay in a cache */
 #define SMALL_NS 200000 /* of small jobs in one poll(); then the thread takes over */
 
-enum kld_status kld_cpu_stream_open(struct kld_device *device,
+/* Under the lock; NULL: no memory. */
+static struct cpu_owner *find_owner(struct cpu_device *device, uint64_t number) {
+    struct cpu_owner *owner = device->owners;
+    while (owner && owner->number != number)
+        owner = owner->following;
+    if (owner || !(owner = calloc(1, sizeof *owner)))
+        return owner;
+    owner->number = number;
+    owner->ready_last = &owner->ready_first;
+    owner->following = device->owners;
+    if (owner->following)
+        owner->following->previous = owner;
+    device->owners = owner;
+    return owner;
+}
+
+/* Under the lock. It has no stream, and so is in no ring. */
+static void free_owner(struct cpu_device *device, struct cpu_owner *owner) {
+    if (owner->previous)
+        owner->previous->following = owner->following;
+    else
+        device->owners = owner->following;
+    if (owner->following)
+        owner->following->previous = owner->previous;
+    free(owner);
+}
+
+enum kld_status kld_cpu_stream_open(struct kld_device *head,
                                     const struct kld_stream_options *options,
                                     struct kld_stream **ret_stream, struct kld_error *err) {
-    (void)options;
-    struct cpu_device *cpu = (struct cpu_device *)device;
+    struct cpu_device *device = (struct cpu_device *)head;
     struct cpu_stream *stream = calloc(1, sizeof *stream);
     if (!stream)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory for a stream");
-    stream->head.device = device;
+    stream->head.device = head;
     stream->last = &stream->first;
-    pthread_mutex_lock(&cpu->lock);
-    stream->following = cpu->streams;
-    if (stream->following)
-        stream->following->previous = stream;
-    cpu->streams = stream;
-    pthread_mutex_unlock(&cpu->lock);
+    pthread_mutex_lock(&device->lock);
+    struct cpu_owner *owner = find_owner(device, options ? options->owner : 0);
+    if (owner) {
+        stream->owner = owner;
+        stream->following = owner->streams;
+        if (stream->following)
+            stream->following->previous = stream;
+        owner->streams = stream;
+    }
+    pthread_mutex_unlock(&device->lock);
+    if (!owner) {
+        free(stream);
+        return kld_error_set(err, KLD_NO_MEMORY, "out of memory for a stream's owner");
+    }
     *ret_stream = &stream->head;
     return KLD_OK;
 }
@@ -43,21 +78,31 @@ void kld_cpu_stream_close(struct kld_stream *head) {
         return;
     struct cpu_stream *stream = (struct cpu_stream *)head;
     struct cpu_device *device = (struct cpu_device *)head->device;
+    struct cpu_owner *owner = stream->owner;
     pthread_mutex_lock(&device->lock);
     if (stream->previous)
         stream->previous->following = stream->following;
     else
-        device->streams = stream->following;
+        owner->streams = stream->following;
     if (stream->following)
         stream->following->previous = stream->previous;
+    if (!owner->streams)
+        free_owner(device, owner);
     pthread_mutex_unlock(&device->lock);
     free(stream);
 }
 
-static void ring_append(struct cpu_device *device, struct cpu_stream *stream) {
+/* What has a job goes to the end of its ring. Under the lock, as all to do with the rings. */
+static void owner_is_ready(struct cpu_device *device, struct cpu_owner *owner) {
+    owner->next_ready = NULL;
+    *device->ready_last = owner;
+    device->ready_last = &owner->next_ready;
+}
+
+static void stream_is_ready(struct cpu_owner *owner, struct cpu_stream *stream) {
     stream->next_ready = NULL;
-    *device->ready_last = stream;
-    device->ready_last = &stream->next_ready;
+    *owner->ready_last = stream;
+    owner->ready_last = &stream->next_ready;
 }
 
 static bool is_small(const struct kld_job *job) {
@@ -81,8 +126,11 @@ bool kld_cpu_submit(struct kld_stream *head, struct kld_job *job) {
     struct cpu_device *device = (struct cpu_device *)head->device;
     job->next = NULL;
     pthread_mutex_lock(&device->lock);
-    if (!stream->first)
-        ring_append(device, stream);
+    if (!stream->first) {
+        if (!stream->owner->ready_first)
+            owner_is_ready(device, stream->owner);
+        stream_is_ready(stream->owner, stream);
+    }
     *stream->last = job;
     stream->last = &job->next;
     atomic_fetch_add_explicit(&device->submitted, 1, memory_order_release);
@@ -110,20 +158,31 @@ enum kld_status kld_cpu_event_create(struct kld_device *device, struct kld_gpu_e
 
 void kld_cpu_event_free(struct kld_gpu_event *event) {} /* there is none */
 
-/* The next job, its stream put behind the others; NULL if there is none. Under the lock. */
+/* The job whose turn it is; NULL if there is none. */
+static struct kld_job *next_job(const struct cpu_device *device) {
+    return device->ready_first ? device->ready_first->ready_first->first : NULL;
+}
+
+/* The same, its stream put behind the owner's others and the owner behind the others. */
 static struct kld_job *take_job(struct cpu_device *device) {
-    struct cpu_stream *stream = device->ready_first;
-    if (!stream)
+    struct cpu_owner *owner = device->ready_first;
+    if (!owner)
         return NULL;
-    device->ready_first = stream->next_ready;
+    struct cpu_stream *stream = owner->ready_first;
+    struct kld_job *job = stream->first;
+    device->ready_first = owner->next_ready;
     if (!device->ready_first)
         device->ready_last = &device->ready_first;
-    struct kld_job *job = stream->first;
+    owner->ready_first = stream->next_ready;
+    if (!owner->ready_first)
+        owner->ready_last = &owner->ready_first;
     stream->first = job->next;
     if (stream->first)
-        ring_append(device, stream);
+        stream_is_ready(owner, stream);
     else
         stream->last = &stream->first;
+    if (owner->ready_first)
+        owner_is_ready(device, owner);
     return job;
 }
 
@@ -201,8 +260,8 @@ void kld_cpu_poll(struct kld_device *head, bool more) {
     uint64_t until = kld_cpu_now_ns() + SMALL_NS;
     bool late = !more;
     pthread_mutex_lock(&device->lock);
-    while (!late && device->sleeping && !device->helped && device->ready_first &&
-           is_small(device->ready_first->first)) {
+    while (!late && device->sleeping && !device->helped && next_job(device) &&
+           is_small(next_job(device))) {
         struct kld_job *job = take_job(device);
         device->helped = true;
         pthread_mutex_unlock(&device->lock);
@@ -212,7 +271,7 @@ void kld_cpu_poll(struct kld_device *head, bool more) {
         device->helped = false;
     }
     device->polled = more;
-    bool left = device->ready_first && (late || !is_small(device->ready_first->first));
+    bool left = next_job(device) && (late || !is_small(next_job(device)));
     if (device->sleeping && (left || device->stop))
         pthread_cond_signal(&device->wake);
     pthread_mutex_unlock(&device->lock);

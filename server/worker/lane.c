@@ -2,11 +2,14 @@
  * Launches nothing (core.c). Worker process: loop thread, except open_work() and close_work(). */
 #include "server/worker/core.h"
 
+/* Owners of streams: all that the gateway asks for is one's. */
+enum { GATEWAY, FIRST_USER };
+
 static void open_work(uv_work_t *work) {
     struct kld_lane *lane = work->data;
     struct kld_worker *worker = lane->session->worker;
     const struct kld_backend *backend = worker->options.backend;
-    struct kld_stream_options options = {.priority = lane->priority};
+    struct kld_stream_options options = {.priority = lane->priority, .owner = lane->owner};
     lane->status = backend->stream_open(worker->device, &options, &lane->stream, &lane->error);
 }
 
@@ -26,6 +29,8 @@ static void open_after(uv_work_t *work, int cancelled) {
 }
 
 void kld_lane_open(struct kld_lane *lane) {
+    const struct kld_session *session = lane->session;
+    lane->owner = session->is_gateway ? GATEWAY : FIRST_USER + (uint64_t)session->uid;
     lane->state = KLD_LANE_OPENING;
     lane->session->lanes_busy++;
     lane->error.text[0] = 0;

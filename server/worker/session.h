@@ -36,6 +36,7 @@ struct kld_lane {
     struct kld_session *session;
     enum kld_lane_state state;
     enum kld_priority priority;      /* from STREAM; settled once the lane opens */
+    uint64_t owner;                  /* whose turns it takes (kld_stream_options), likewise */
     uint32_t running_count;          /* requests with the back end: */
     struct kld_request_list running; /* in order of arrival, as the next */
     struct kld_request_list queued;

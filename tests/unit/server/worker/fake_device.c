@@ -358,6 +358,7 @@ static enum kld_status stream_open(struct kld_device *device,
     struct fake_stream *stream = calloc(1, sizeof *stream);
     stream->head.device = device;
     atomic_store(&fake_of(device)->last_priority, options->priority);
+    atomic_store(&fake_of(device)->last_owner, options->owner);
     atomic_fetch_add(&fake_of(device)->streams, 1);
     *ret_stream = &stream->head;
     return KLD_OK;

@@ -331,6 +331,7 @@ START_TEST(priorities_are_those_of_streams) {
         rig_send(fd, &frame);
         rig_expect(fd, 31, KLD_FRAME_DONE, NULL);
         ck_assert_int_eq(atomic_load(&rig.fake.last_priority), priorities[i]);
+        ck_assert_uint_eq(atomic_load(&rig.fake.last_owner), 1 + (uint64_t)geteuid());
     }
     rig_send(fd, &stream);
     rig_expect_error(fd, 30, KLD_INVALID, "is in use");

@@ -50,6 +50,7 @@ START_TEST(no_user_takes_every_request) {
         rig_expect(fds[0], 100 + i, KLD_FRAME_DONE, NULL);
     rig_expect(gateway, 500, KLD_FRAME_DONE, NULL);
     rig_expect(gateway, 501, KLD_FRAME_DONE, NULL);
+    ck_assert_uint_eq(atomic_load(&rig.fake.last_owner), 0); /* takes turns with all users */
     rig_submit(fds[2], 302, regions[2]); /* what came back is for whoever asks */
     rig_expect(fds[2], 300, KLD_FRAME_DONE, NULL);
     rig_expect(fds[2], 302, KLD_FRAME_DONE, NULL);
