@@ -1,8 +1,8 @@
 # kld: build, test, install. `make help` lists the targets; README.md explains them.
 #
-# Variables: BUILD (output folder), SANITIZE (empty, address or thread), CUDA (1, 0; default: 1 if nvcc is
-# there), PREFIX, DESTDIR, MANDIR, SECONDS (of each fuzz target), JOBS (files of end-to-end tests at a time; they mostly
-# wait), EVERY (of the emulated table's cases, each N-th), V=1 for the full command lines.
+# Variables: BUILD (output folder), SANITIZE (empty, address, thread or coverage), CUDA (1, 0; default: 1 if nvcc is
+# there), NVCC, PREFIX, DESTDIR, MANDIR, SECONDS (of each fuzz target), JOBS (files of end-to-end tests at a time; they
+# mostly wait), EVERY (of the emulated table's cases, each N-th), V=1 for the full command lines.
 
 BUILD    ?= build
 SANITIZE ?=
@@ -14,6 +14,18 @@ VERSION  := $(shell cat proto/VERSION)
 TABLES   := $(shell cat kernels/backend.h proto/op.h proto/status.h | cksum | cut -d' ' -f1)
 COMMIT   := $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
 Q        := $(if $(V),,@)
+
+# What is misspelt would be another build than the one that was asked for, and its tests would pass.
+ONE_OF    = $(if $(findstring |$($(1))|,|$(2)|),,$(error $(1)='$($(1))' ($(origin $(1))): expected one of $(subst |, ,$(2))$(3)))
+$(call ONE_OF,SANITIZE,address|thread|coverage|,or nothing)
+# Empty is not asked for: it may be a variable of the environment without a value.
+ifeq ($(CUDA),)
+override CUDA := $(if $(NVCC),1,0)
+endif
+$(call ONE_OF,CUDA,0|1)
+ifeq ($(CUDA)$(strip $(NVCC)),1)
+$(error CUDA=1 needs the CUDA toolkit: no nvcc in /usr/local/cuda/bin or in PATH (NVCC=FILE says where it is); without it: CUDA=0)
+endif
 
 JOBS     ?= 2
 EVERY    ?= 1
@@ -91,6 +103,7 @@ endif
 # More options of nvcc; CUDA_PTX_ONLY=1: no machine code, which is three quarters of the time.
 NVCC_EXTRA ?=
 CUDA_PTX_ONLY ?=
+$(call ONE_OF,CUDA_PTX_ONLY,1|,or nothing)
 # What a target compiles that is to run here and now, unless the caller said what: for the cards that are here, and
 # without one the demonstration does without CUDA, and the tests compile kernels, which nothing will run, quickly and not
 # well, in a seventh of the time.

@@ -9,11 +9,16 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 CARD = any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
 
 
+def run_make(*arguments, **variables):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("CUDA") and name not in
+             ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "SANITIZE", "CFLAGS", "CPPFLAGS", "LDFLAGS")}
+    return subprocess.run(["make", "-j1", *arguments], cwd=ROOT, capture_output=True, text=True, env={**clean, **variables})
+
+
 def make(*arguments, **variables):
-    clean = {name: value for name, value in os.environ.items()
-             if not name.startswith("CUDA") and name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    return subprocess.run(["make", "-j1", *arguments], cwd=ROOT, capture_output=True, text=True, check=True,
-                          env={**clean, **variables}).stdout
+    done = run_make(*arguments, **variables)
+    assert done.returncode == 0, done
+    return done.stdout
 
 
 def test_what_was_found_wants_a_folder(tmp_path):
@@ -35,6 +40,34 @@ def test_other_flags_compile_again(tmp_path):
     assert "proto/status.c" in make(*arguments, "CFLAGS=-O1")
     assert "proto/status.c" not in make(*arguments, "CFLAGS=-O2", "AS_BUILT=1")
     assert "proto/status.c" in make(*arguments, "CFLAGS=-O2")
+
+
+@pytest.mark.parametrize("where", ["argument", "environment"])
+@pytest.mark.parametrize("name, value", [("SANITIZE", "undefined"), ("SANITIZE", "adress"), ("SANITIZE", "address "),
+                                         ("CUDA", "yes"), ("CUDA", "/usr/local/cuda"), ("CUDA_PTX_ONLY", "0")])
+def test_what_is_misspelt_is_not_another_build(name, value, where):
+    """It was one without sanitizers or without CUDA, whose tests pass, and 0 left out of the kernels what 1 leaves out."""
+    arguments = "-n", "all", "NVCC=/none/bin/nvcc", "BUILD=build-none"
+    done = run_make(*arguments, **{name: value}) if where == "environment" else run_make(*arguments, f"{name}={value}")
+    origin = "command line" if where == "argument" else "environment"
+    assert done.returncode == 2 and f"{name}='{value}' ({origin}): expected one of" in done.stderr, done
+
+
+def test_what_there_is_to_choose():
+    for name, values in {"SANITIZE": ("", "address", "thread", "coverage"), "CUDA": ("", "0", "1"),
+                         "CUDA_PTX_ONLY": ("", "1")}.items():
+        for value in values:
+            make("print-cuda", "NVCC=/none/bin/nvcc", f"{name}={value}")
+    for nvcc, found in {"/none/bin/nvcc": "1\n", "": "0\n"}.items():
+        arguments = "-s", "print-cuda", f"NVCC={nvcc}"
+        assert make(*arguments) == make(*arguments, "CUDA=") == make(*arguments, CUDA="") == found
+
+
+@pytest.mark.parametrize("nvcc", ["", " "])
+def test_cuda_without_its_compiler(nvcc):
+    """The recipe's first word was -O3 then: make took the dash for its own, and ignored that there is no such program."""
+    done = run_make("-n", "build-none/cuda/kernels/cuda/rows_any.cu.o", "CUDA=1", f"NVCC={nvcc}", "CUDA_BUILD=build-none")
+    assert done.returncode == 2 and "CUDA=1 needs the CUDA toolkit: no nvcc" in done.stderr, done
 
 
 def asked_of(target, *arguments, **variables):
