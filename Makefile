@@ -2,7 +2,8 @@
 #
 # Variables: BUILD (output folder), SANITIZE (empty, address, thread or coverage), CUDA (1, 0; default: 1 if nvcc is
 # there), NVCC, PREFIX, DESTDIR, MANDIR, SECONDS (of each fuzz target), JOBS (files of end-to-end tests at a time; they
-# mostly wait), EVERY (of the emulated table's cases, each N-th), V=1 for the full command lines.
+# mostly wait), EVERY (of the emulated table's cases, each N-th), V=1 for the full command lines. CFLAGS replaces -O2 -g;
+# CPPFLAGS and LDFLAGS come behind what kld itself wants.
 
 BUILD    ?= build
 SANITIZE ?=
@@ -38,24 +39,23 @@ endif
 WARN     := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wpointer-arith \
             -Wvla -Wwrite-strings -Wno-unused-parameter
 HARDEN   := -fstack-protector-strong -fno-plt
-CPPFLAGS += -I. -D_GNU_SOURCE -DKLD_RELEASE='"$(VERSION)"' -DKLD_BUILD='"$(VERSION)+$(TABLES)"' $(if $(filter 1,$(CUDA)),-DKLD_WITH_CUDA)
+KLD_CPPFLAGS := -I. -D_GNU_SOURCE -DKLD_RELEASE='"$(VERSION)"' -DKLD_BUILD='"$(VERSION)+$(TABLES)"' $(if $(filter 1,$(CUDA)),-DKLD_WITH_CUDA)
 CFLAGS   ?= -O2 -g
 ALL_CFLAGS = -std=c17 $(CFLAGS) $(WARN) $(HARDEN) -fPIC -fvisibility=hidden -pthread $(SAN_FLAGS)
-LDFLAGS  += -pthread -Wl,-z,relro,-z,now -pie $(SAN_FLAGS)
+KLD_LDFLAGS = -pthread -Wl,-z,relro,-z,now -pie $(SAN_FLAGS)
+FORTIFY  := $(if $(findstring _FORTIFY_SOURCE,$(CPPFLAGS) $(CFLAGS)),,-D_FORTIFY_SOURCE=3)
 
 ifeq ($(SANITIZE),address)
 SAN_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+FORTIFY   :=
 else ifeq ($(SANITIZE),thread)
 SAN_FLAGS := -fsanitize=thread -fno-omit-frame-pointer
+FORTIFY   :=
 else ifeq ($(SANITIZE),coverage)
 SAN_FLAGS := --coverage -fprofile-update=atomic
 CFLAGS    := -O1 -g
-FORTIFY   := -D_FORTIFY_SOURCE=3
-CPPFLAGS  += $(FORTIFY)
-else
-FORTIFY   := -D_FORTIFY_SOURCE=3
-CPPFLAGS  += $(FORTIFY)
 endif
+KLD_CPPFLAGS += $(FORTIFY)
 
 # ---- sources: by folder, found by name ------------------------------------------------------------
 PROTO_C    := $(filter-out proto/oip%,$(wildcard proto/*.c))
@@ -134,7 +134,7 @@ $(BUILD)/obj/kernels/cuda/%.c.o $(BUILD)/obj/tests/unit/kernels/cuda/%.c.o: EXTR
 
 # C and CUDA that was compiled with other flags is compiled again, unless AS_BUILT is set.
 .PHONY: force
-$(BUILD)/flags: export KLD_STAMP = $(CC) $(CPPFLAGS) $(ALL_CFLAGS)
+$(BUILD)/flags: export KLD_STAMP = $(CC) $(KLD_CPPFLAGS) $(ALL_CFLAGS)$(if $(CPPFLAGS)$(LDFLAGS), | $(CPPFLAGS) | $(LDFLAGS))
 $(CUDA_BUILD)/cuda/flags: export KLD_STAMP = $(NVCC) $(NVCC_FLAGS)
 $(BUILD)/commit: export KLD_STAMP = $(COMMIT)
 $(BUILD)/flags $(CUDA_BUILD)/cuda/flags $(BUILD)/commit: force
@@ -144,7 +144,7 @@ $(BUILD)/flags $(CUDA_BUILD)/cuda/flags $(BUILD)/commit: force
 $(BUILD)/obj/%.c.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
 	@echo "  CC    $<"
-	$(Q)$(CC) $(CPPFLAGS) $(ALL_CFLAGS) $(EXTRA) -MMD -MP -c $< -o $@
+	$(Q)$(CC) $(KLD_CPPFLAGS) $(CPPFLAGS) $(ALL_CFLAGS) $(EXTRA) -MMD -MP -c $< -o $@
 
 $(CUDA_BUILD)/cuda/%.cu.o: %.cu $(CUDA_BUILD)/cuda/flags
 	@mkdir -p $(@D)
@@ -159,7 +159,7 @@ $(BUILD)/libkld.a: $(LIB_OBJ) $(CUDA_OBJ)
 # CURLOPT_QUICK_EXIT); it ends in code that dlclose() would have unmapped.
 $(BUILD)/libkld.so: $(LIB_OBJ) $(CUDA_OBJ)
 	@echo "  LD    $@"
-	$(Q)$(CC) -shared -Wl,-soname,libkld.so.0 -Wl,-z,nodelete $(filter-out -pie,$(LDFLAGS)) $^ -o $@ $(LIB_LIBS)
+	$(Q)$(CC) -shared -Wl,-soname,libkld.so.0 -Wl,-z,nodelete $(filter-out -pie,$(KLD_LDFLAGS) $(LDFLAGS)) $^ -o $@ $(LIB_LIBS)
 	$(Q)ln -sf libkld.so $(BUILD)/libkld.so.0
 
 # The kernels are in libkld.so once; programs find it beside them (build tree) or in ../lib (installed).
@@ -168,30 +168,30 @@ LIB_SO    := -L$(BUILD) -lkld -Wl,-rpath,'$$ORIGIN:$$ORIGIN/../lib'
 PROTO_OBJ := $(call OBJ,$(PROTO_C))
 $(BUILD)/kld-server: $(call OBJ,server/main.c) $(SERVER_OBJ) $(PROTO_OBJ) $(BUILD)/libkld.so
 	@echo "  LD    $@"
-	$(Q)$(CC) $(LDFLAGS) $(filter %.o,$^) -o $@ $(LIB_SO) $(SERVER_LIBS) -lm
+	$(Q)$(CC) $(KLD_LDFLAGS) $(LDFLAGS) $(filter %.o,$^) -o $@ $(LIB_SO) $(SERVER_LIBS) -lm
 
 $(BUILD)/kld: $(call OBJ,$(CLI_C)) $(PROTO_OBJ) $(BUILD)/libkld.so
 	@echo "  LD    $@"
-	$(Q)$(CC) $(LDFLAGS) $(filter %.o,$^) -o $@ $(LIB_SO) -lcjson -lm
+	$(Q)$(CC) $(KLD_LDFLAGS) $(LDFLAGS) $(filter %.o,$^) -o $@ $(LIB_SO) -lcjson -lm
 
 # Examples see only the public headers and libkld.so, and compile against an installed kld as they are.
 $(BUILD)/examples/%: client/examples/%.c $(BUILD)/libkld.so
 	@mkdir -p $(@D)
 	@echo "  LD    $@"
-	$(Q)$(CC) -std=gnu17 -I. -Iclient/include $(FORTIFY) $(CFLAGS) $(WARN) $(HARDEN) -fPIE $(LDFLAGS) $< -o $@ -L$(BUILD) -lkld -lm -Wl,-rpath,'$$ORIGIN/..'
+	$(Q)$(CC) -std=gnu17 -I. -Iclient/include $(FORTIFY) $(CPPFLAGS) $(CFLAGS) $(WARN) $(HARDEN) -fPIE $(KLD_LDFLAGS) $(LDFLAGS) $< -o $@ -L$(BUILD) -lkld -lm -Wl,-rpath,'$$ORIGIN/..'
 examples: $(patsubst client/examples/%.c,$(BUILD)/examples/%,$(EXAMPLES_C))
 
 # A unit test is one program with its own main (tests/unit/unit.h); it may call anything inside.
 $(BUILD)/tests/unit/%: $(BUILD)/obj/tests/unit/%.c.o $(call OBJ,$(UNIT_AUX_C) $(filter-out client/cli/main.c,$(CLI_C))) $(SERVER_OBJ) $(BUILD)/libkld.a
 	@mkdir -p $(@D)
 	@echo "  LD    $@"
-	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(SERVER_LIBS) $(LIB_LIBS) $(CHECK_LIBS)
+	$(Q)$(CC) $(KLD_LDFLAGS) $(LDFLAGS) $^ -o $@ $(SERVER_LIBS) $(LIB_LIBS) $(CHECK_LIBS)
 UNIT_BIN := $(patsubst %.c,$(BUILD)/%,$(UNIT_C))
 unit: $(UNIT_BIN)
 
 $(BUILD)/bench/%: $(BUILD)/obj/tests/bench/%.c.o $(BUILD)/libkld.so
 	@mkdir -p $(@D)
-	$(Q)$(CC) $(LDFLAGS) $< -o $@ -L$(BUILD) -lkld -Wl,-rpath,'$$ORIGIN/..' $(BENCH_LIBS) -ldl -lm
+	$(Q)$(CC) $(KLD_LDFLAGS) $(LDFLAGS) $< -o $@ -L$(BUILD) -lkld -Wl,-rpath,'$$ORIGIN/..' $(BENCH_LIBS) -ldl -lm
 $(BUILD)/bench/http_load: BENCH_LIBS := -lmicrohttpd
 # Programs of the kernels alone: they also run where the servers' libraries are missing.
 KERNELS_OBJ := $(call OBJ,$(PROTO_C) $(KERNELS_C) $(CUDA_C)) $(CUDA_OBJ)
@@ -203,13 +203,13 @@ $(BUILD)/obj/tests/bench/kernels.c.o: EXTRA := -DKLD_COMMIT='"$(COMMIT)"'
 $(BUILD)/bench/kernels: $(BUILD)/obj/tests/bench/kernels.c.o $(BUILD)/libkernels.a
 	@mkdir -p $(@D)
 	@echo "  LD    $@"
-	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(CUDA_LIBS) -lm
+	$(Q)$(CC) $(KLD_LDFLAGS) $(LDFLAGS) $^ -o $@ $(CUDA_LIBS) -lm
 bench-programs: $(patsubst tests/bench/%.c,$(BUILD)/bench/%,$(BENCH_C))
 
 # The case table of the kernels: one program, run against any back end.
 $(BUILD)/kernel-table: $(call OBJ,$(TABLE_C) $(filter tests/unit/kernels/%,$(UNIT_AUX_C))) $(BUILD)/libkernels.a
 	@echo "  LD    $@"
-	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(CUDA_LIBS) -lm
+	$(Q)$(CC) $(KLD_LDFLAGS) $(LDFLAGS) $^ -o $@ $(CUDA_LIBS) -lm
 
 # The same with the sources of the CUDA kernels on threads of this host (tests/emulate): no GPU, but CUDA's headers, and
 # a processor with AVX2 and FMA. As on a card no kernel shares a template's function with that of another source file.
@@ -226,7 +226,7 @@ $(BUILD)/emulate/%.cu.o: %.cu
 $(BUILD)/kernel-table-emulated: $(call OBJ,$(TABLE_C) $(filter tests/unit/kernels/%,$(UNIT_AUX_C)) $(wildcard tests/emulate/*.c) \
                                 $(KERNELS_C) $(CUDA_C) $(PROTO_C)) $(EMULATE_CU)
 	@echo "  LD    $@"
-	$(Q)$(CXX) $(LDFLAGS) $^ -o $@ -lm
+	$(Q)$(CXX) $(KLD_LDFLAGS) $(LDFLAGS) $^ -o $@ -lm
 emulated: $(BUILD)/kernel-table-emulated
 	@tests/run --table $< --backend cuda --only table --table-every $(EVERY)
 
@@ -234,7 +234,7 @@ emulated: $(BUILD)/kernel-table-emulated
 # kernels, which are gcc's (table and unit tests of them have its sanitizers). FUZZ_SAN: of `make fuzz-coverage`, another.
 FUZZ_SAN   ?= -fsanitize=address,undefined -fno-sanitize-recover=undefined
 FUZZ_FLAGS := -std=c17 -g -O1 -fno-omit-frame-pointer -fPIC -pthread -Wno-string-plus-int $(FUZZ_SAN)
-FUZZ_CPP   := $(filter-out $(FORTIFY) -DKLD_WITH_CUDA,$(CPPFLAGS))
+FUZZ_CPP   := $(filter-out -D_FORTIFY_SOURCE=% -DKLD_WITH_CUDA,$(KLD_CPPFLAGS) $(CPPFLAGS))
 FUZZ_OBJ    = $(patsubst %,$(BUILD)/fuzz/obj/%.o,$(1))
 FUZZED_C   := $(PROTO_C) $(CLIENT_C) $(filter-out client/cli/main.c client/cli/bench%,$(CLI_C)) $(SERVER_C) \
               kernels/backends.c $(wildcard tests/fuzz/common/*.c) tests/unit/server/worker/fake_device.c
@@ -260,12 +260,12 @@ $(BUILD)/fuzz/%: $(BUILD)/fuzz/obj/tests/fuzz/%.c.o $(BUILD)/fuzz/libfuzzed.a
 $(BUILD)/tests/fail/nth.so: $(FAIL_C) $(wildcard tests/fail/*.h)
 	@mkdir -p $(@D)
 	@echo "  LD    $@"
-	$(Q)$(CC) $(filter-out $(FORTIFY),$(CPPFLAGS)) $(filter-out $(SAN_FLAGS),$(ALL_CFLAGS)) -shared $(FAIL_C) -o $@ -ldl -lgcc_s
+	$(Q)$(CC) $(filter-out -D_FORTIFY_SOURCE=%,$(KLD_CPPFLAGS) $(CPPFLAGS)) $(filter-out $(SAN_FLAGS),$(ALL_CFLAGS)) -shared $(FAIL_C) -o $@ -ldl -lgcc_s
 # What it is loaded into, of libkld.
 $(BUILD)/tests/fail/client: $(call OBJ,$(FAILING_C)) $(BUILD)/libkld.so
 	@mkdir -p $(@D)
 	@echo "  LD    $@"
-	$(Q)$(CC) $(LDFLAGS) $(filter %.o,$^) -o $@ -L$(BUILD) -lkld -Wl,-rpath,'$$ORIGIN/../..' -ldl -lm
+	$(Q)$(CC) $(KLD_LDFLAGS) $(LDFLAGS) $(filter %.o,$^) -o $@ -L$(BUILD) -lkld -Wl,-rpath,'$$ORIGIN/../..' -ldl -lm
 FAIL_SO := $(if $(SANITIZE),,$(BUILD)/tests/fail/nth.so $(BUILD)/tests/fail/client)
 
 # Everything that a test may run.

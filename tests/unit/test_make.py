@@ -40,6 +40,30 @@ def test_other_flags_compile_again(tmp_path):
     assert "proto/status.c" in make(*arguments, "CFLAGS=-O1")
     assert "proto/status.c" not in make(*arguments, "CFLAGS=-O2", "AS_BUILT=1")
     assert "proto/status.c" in make(*arguments, "CFLAGS=-O2")
+    # The linker's too: what is linked of it is linked again.
+    assert "proto/status.c" in make(*arguments, "CFLAGS=-O2", "LDFLAGS=-Wl,-O1")
+    assert "proto/status.c" not in make(*arguments, "CFLAGS=-O2", "LDFLAGS=-Wl,-O1")
+
+
+THEIRS = {"CPPFLAGS": "-DTHEIRS=1 -D_FORTIFY_SOURCE=2", "LDFLAGS": "-Wl,-O1"}
+
+
+@pytest.mark.parametrize("where", ["argument", "environment", "a make within"])
+def test_flags_are_added_to_the_projects(where, tmp_path):
+    """As dpkg-buildflags gives them: they took the place of -I. and of what the linker is told to guard programs with."""
+    arguments = "V=1", "CC=cc", "CUDA=0", f"BUILD={tmp_path}"
+    said = (make("-n", "all", "unit", "examples", "bench-programs", *arguments, **THEIRS) if where == "environment" else
+            make("-n", "check-programs" if where == "a make within" else "programs", *arguments,
+                 *(f"{name}={value}" for name, value in THEIRS.items())))
+    lines = [line for line in said.splitlines() if line.startswith("cc ")]
+    compiled = [line for line in lines if " -std=c17 " in line and " -c " in line]
+    linked = [line for line in lines if " -Wl,-z," in line]
+    assert len(compiled) > 200 and len(linked) > 100
+    for line in compiled:
+        assert " -I. -D_GNU_SOURCE " in line and line.count("-DTHEIRS=1") == line.count("_FORTIFY_SOURCE") == 1, line
+    for line in linked:
+        assert line.count("-Wl,-z,relro,-z,now") == line.count("-Wl,-O1") == 1, line
+        assert line.count("_FORTIFY_SOURCE") <= 1, line
 
 
 @pytest.mark.parametrize("where", ["argument", "environment"])
