@@ -141,6 +141,9 @@ SOURCES = {"peers-h200": "torch-peers-h200"}
 
 def main():
     check = sys.argv[1:] == ["--check"]
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        print(__doc__.strip())
+        return
     if sys.argv[1:] and not check:
         sys.exit(__doc__)
     stale = 0

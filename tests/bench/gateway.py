@@ -29,10 +29,10 @@ import sys
 import tempfile
 import traceback
 
-from loadlib import PROGRAM, Cores, commit, free_port, on, pin, post, room_for_connections, run_clients  # and the path to the tests' own
+from loadlib import PROGRAM, Cores, commit, free_port, need, on, pin, post, room_for_connections, run_clients  # and the path
 
-import oip
-from conftest import Server
+import oip  # of the tests' own
+from conftest import BIN, Server
 from httplib import probabilities
 
 GIB = 1 << 30
@@ -142,6 +142,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=2)
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="some parts of it")
     options = parser.parse_args()
+    need(BIN / "kld-server", PROGRAM)
     room_for_connections()
     bench = Bench(options)
     results = {"commit": commit(), "backend": options.backend, "cpus": os.cpu_count(), "cores": bench.cores.described(),

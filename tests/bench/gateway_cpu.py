@@ -23,7 +23,7 @@ import conftest  # noqa: E402
 import oip  # noqa: E402
 from gateway import GIB  # noqa: E402
 from httplib import probabilities  # noqa: E402
-from loadlib import post  # noqa: E402
+from loadlib import need, post  # noqa: E402
 
 DEFAULT = {"keep_buffer_ms": None}
 WHOLE = {"staging_bytes_max": "4G", "staging_request_bytes_max": "2G", **DEFAULT}
@@ -104,6 +104,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=2)
     parser.add_argument("--case", action="append", choices=CASES, help="one of the cases; again for more")
     options = parser.parse_args()
+    need(options.old / "kld-server", options.new / "kld-server", options.new / "bench/http_load")
     for case in options.case or CASES:
         servers = []
         try:

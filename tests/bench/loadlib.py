@@ -16,8 +16,17 @@ sys.path.insert(0, str(ROOT / "tests/e2e"))
 from conftest import BIN, children_of  # noqa: E402
 
 APART_CORES = 8
-PROGRAM = next((path for path in (BIN / "bench/http_load", BIN.parent / "libexec/http_load") if path.exists()), None)
+PROGRAMS = BIN / "bench/http_load", BIN.parent / "libexec/http_load"  # of a build, of the tarball
+PROGRAM = next((path for path in PROGRAMS if path.exists()), PROGRAMS[0])
 MINE = frozenset(os.sched_getaffinity(0))
+
+
+def need(*programs):
+    """Says which of them is missing, and what makes it, before anything is measured."""
+    missing = [str(path) for path in programs if not path.exists()]
+    if missing:
+        sys.exit(f"{pathlib.Path(sys.argv[0]).name}: there is no {', no '.join(missing)}: `make all bench-programs` "
+                 "makes them (in build/; another folder: BUILD=FOLDER of make, KLD_BIN=FOLDER of this)")
 
 
 class Cores:

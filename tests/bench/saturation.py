@@ -26,7 +26,7 @@ from soak import cpu_model  # and the path to the tests' own modules
 import oip
 from conftest import BIN, Server, clean_environment, wait_until
 from httplib import probabilities
-from loadlib import PROGRAM, Cores, commit, free_port, on, pin, post, room_for_connections, run_clients
+from loadlib import PROGRAM, Cores, commit, free_port, need, on, pin, post, room_for_connections, run_clients
 
 CONNECTIONS, PEAK_CONNECTIONS, TIMES = 4000, 64, 5
 AIMS = {"share": 0.9, "refused_p99_ms": 500, "answered_p99_ms": 1000}
@@ -114,14 +114,16 @@ def over_unix(options, server):
     shares = [round(flood[0] / peak[0], 3) for peak, flood in pairs]
     return {"peak_per_s": statistics.median(peak[0] for peak, _ in pairs),
             "answered_per_s": statistics.median(flood[0] for _, flood in pairs),
-            "answered_p99_us": statistics.median(flood[1] for _, flood in pairs), "refused_p99_us": 0,
+            "answered_p99_us": statistics.median(flood[1] for _, flood in pairs), "refused_per_s": 0, "refused_p99_us": 0,
             "share": statistics.median(shares), "shares": shares}
 
 
 def judge(case):
-    measured = {"share": case["share"], "refused_p99_ms": case["refused_p99_us"] / 1000,
-                "answered_p99_ms": case["answered_p99_us"] / 1000}
-    case["met"] = {name: measured[name] >= aim if name == "share" else measured[name] <= aim for name, aim in AIMS.items()}
+    """met: null where nothing was measured against the aim. Where nobody was refused, say, nobody waited for that."""
+    case["met"] = {"share": case["share"] >= AIMS["share"]}
+    for kind in ("refused", "answered"):
+        took = case[f"{kind}_p99_us"] / 1000
+        case["met"][f"{kind}_p99_ms"] = took <= AIMS[f"{kind}_p99_ms"] if took else None
     return case
 
 
@@ -133,6 +135,7 @@ def main():
     parser.add_argument("--case", action="append", choices=["small", "clients", "computed", "unix", "hello"])
     parser.add_argument("--flags", nargs="*", default=[], help="NAME=VALUE of the server")
     options = parser.parse_args()
+    need(BIN / "kld-server", BIN / "kld", PROGRAM)
     room_for_connections()
     flags = dict(flag.split("=") for flag in options.flags)
     results = {"commit": commit(), "cpu": cpu_model(), "cpus": os.cpu_count(), "backend": options.backend, "rounds": options.rounds,

@@ -1,7 +1,12 @@
 """The tables of tests/README.md (Soak and saturation): each row is what the results of tests/bench/soak.py and
 saturation.py give. When they change, the failure prints the rows as they should be."""
 import json
+import os
 import pathlib
+import subprocess
+import sys
+
+import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SOAK, SATURATION = (json.loads((ROOT / f"tests/bench/results/{name}-cpu.json").read_text()) for name in ("soak", "saturation"))
@@ -18,12 +23,22 @@ def rows_of_the_soak():
         yield f"| {role} | {' | '.join(cells)} | {rest[0]:,}, {rest[1]:,} |"
 
 
+def judged(case):
+    """What came of each aim; None: nothing was measured against it, nobody was refused, say."""
+    aims, took = SATURATION["aims"], {kind: case[f"{kind}_p99_us"] / 1000 for kind in ("refused", "answered")}
+    return {"share": case["share"] >= aims["share"],
+            **{f"{kind}_p99_ms": took[kind] <= aims[f"{kind}_p99_ms"] if took[kind] else None for kind in took}}
+
+
 def rows_of_saturation():
     for name, what in (CASES | {"hello": "the first on a bare libmicrohttpd \"hello\""}).items():
         case = SATURATION[name]
         refused = f"{case['refused_p99_us'] / 1000:.0f}" if case["refused_p99_us"] else "none"
         share = f"{case['share']:.2f} ({min(case['shares']):.2f} to {max(case['shares']):.2f})"
-        met = f"{sum(case['met'].values())} of 3" if name in CASES else "-"
+        met = "-"
+        if name in CASES:
+            found = [one for one in judged(case).values() if one is not None]
+            met = f"{sum(found)} of {len(found)}"
         yield (f"| {what} | {case['peak_per_s']:,.0f} | {case['answered_per_s']:,.0f} | {share} | {refused} | "
                f"{case['answered_p99_us'] / 1000:.0f} | {met} |")
 
@@ -42,8 +57,33 @@ def test_the_soak_met_what_it_says():
 
 
 def test_what_was_aimed_at_is_what_it_says():
+    """Records of before had an aim that nothing was measured against as met."""
     for name in CASES:
-        case, aims = SATURATION[name], SATURATION["aims"]
-        assert case["met"] == {"share": case["share"] >= aims["share"],
-                               "refused_p99_ms": case["refused_p99_us"] / 1000 <= aims["refused_p99_ms"],
-                               "answered_p99_ms": case["answered_p99_us"] / 1000 <= aims["answered_p99_ms"]}
+        case = SATURATION[name]
+        assert case["met"] in (judged(case), {aim: True if met is None else met for aim, met in judged(case).items()})
+
+
+def bench(*arguments, **environment):
+    return subprocess.run([sys.executable, "-B", *arguments], cwd=ROOT / "tests/bench", capture_output=True, text=True,
+                          env={**os.environ, **environment})
+
+
+def test_an_aim_that_nothing_was_measured_against_is_not_met():
+    """It was: where nobody was refused, 0 ms until a refusal are less than 500."""
+    script = "import json, saturation, sys; print(json.dumps([saturation.judge(one)['met'] for one in json.loads(sys.argv[1])]))"
+    cases = [SATURATION[name] for name in CASES] + [{"share": 0.0, "refused_p99_us": 600000, "answered_p99_us": 0}]
+    said = bench("-c", script, json.dumps(cases))
+    assert said.returncode == 0, said.stderr
+    met = json.loads(said.stdout)
+    assert met == [judged(case) for case in cases]
+    assert [one["refused_p99_ms"] for one in met] == [None, None, True, None, False] and met[-1]["answered_p99_ms"] is None
+
+
+@pytest.mark.parametrize("arguments", [["gateway.py"], ["saturation.py"], ["gateway_cpu.py", "/none/old", "/none/new"]],
+                         ids=lambda arguments: arguments[0])
+def test_what_is_missing_is_named(arguments, tmp_path):
+    """Before anything is measured; it was a TypeError, or an empty list of results behind a status of 1."""
+    said = bench(*arguments, KLD_BIN=str(tmp_path))
+    assert said.returncode == 1 and said.stdout == "" and said.stderr.startswith(f"{arguments[0]}: there is no "), said
+    assert "/bench/http_load" in said.stderr and "make all bench-programs" in said.stderr and "Traceback" not in said.stderr
+    assert bench(arguments[0], "--help", KLD_BIN=str(tmp_path)).returncode == 0
