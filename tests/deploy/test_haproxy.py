@@ -1,9 +1,12 @@
 """deploy/haproxy.cfg: three servers behind HAProxy under load. One is killed, then all are replaced one after the
 other, first with nothing but SIGTERM, then taken out of HAProxy before. No request of libkld (here through the Python
 package) may fail; of a client that never asks again it is counted how many do, and in the last case none may."""
+import grp
 import http.client
 import json
 import os
+import pwd
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +25,16 @@ from pythonlib import import_kld, probabilities  # noqa: E402
 kld = import_kld()
 pytestmark = [needs("haproxy"), pytest.mark.timeout(180)]
 CONFIG = ROOT / "deploy" / "haproxy.cfg"
+
+
+def is_there(name):
+    try:
+        return pwd.getpwnam(name).pw_uid and grp.getgrnam(name).gr_gid
+    except KeyError:
+        return None
+
+
+DROPS_ROOT = os.geteuid() == 0 and is_there("haproxy")  # else what it is to become is left out, as the file says
 
 
 def free_ports(count):
@@ -44,6 +57,8 @@ class Balancer:
                             *zip(("127.0.0.1:8081", "127.0.0.1:8082", "127.0.0.1:8083"), addresses)]:
             assert text.count(there) == 1, there
             text = text.replace(there, here)
+        if not DROPS_ROOT:
+            text = re.sub(r"^    (user|group) haproxy\n", "", text, flags=re.M)
         self.config = folder / "haproxy.cfg"
         self.config.write_text(text)
         self.process = subprocess.Popen(["haproxy", "-db", "-f", self.config], stdout=self.log, stderr=self.log)
@@ -171,6 +186,15 @@ def test_the_configuration_is_valid(replicas):
     connection.request("GET", "/metrics")
     assert b"haproxy_backend_active_servers" in connection.getresponse().read()
     connection.close()
+
+
+@pytest.mark.skipif(not DROPS_ROOT, reason="needs root, and Debian's user haproxy")
+def test_it_does_not_stay_root(replicas):
+    balancer, _ = replicas
+    status = open(f"/proc/{balancer.process.pid}/status").read()
+    ids = {name: set(re.search(rf"^{name}:\t(.*)$", status, re.M)[1].split()) for name in ("Uid", "Gid", "Groups")}
+    assert ids["Uid"] == {str(pwd.getpwnam("haproxy").pw_uid)} and ids["Gid"] == {str(grp.getgrnam("haproxy").gr_gid)}, ids
+    assert ids["Groups"] <= ids["Gid"] and int(re.search(r"^CapEff:\t(\w+)$", status, re.M)[1], 16) == 0, status
 
 
 def test_nobody_who_asks_again_sees_replicas_come_and_go(replicas, capsys):
