@@ -356,7 +356,7 @@ def test_images_are_of_this_version():
 def first_steps():
     """The block of deploy/README.md that makes what the manifests name."""
     guide = (ROOT / "deploy/README.md").read_text()
-    return re.search(r"^```\n(make image .*?)^```", guide, re.M | re.S).group(1)
+    return re.search(r"^```\n(make image IMAGE=\$REGISTRY.*?)^```", guide, re.M | re.S).group(1)
 
 
 def commands_for_tokens():
@@ -387,6 +387,22 @@ def test_the_first_steps(name, tag, tmp_path):
         for item in items if item["kind"] == "PodMonitor"}
     assert set(made) == wanted and said.endswith(f"kubectl apply -k deploy/kubernetes/{name}\n"), said
     assert not (tmp_path / "tokens").exists()
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs("kubectl")) for name in RENDERED])
+def test_the_guide_says_who_is_let_in(name):
+    """Below the commands: label, namespace and address are those of the manifests."""
+    guide = (ROOT / "deploy/README.md").read_text().split(first_steps(), 1)[1].split("With Prometheus's operator", 1)[0]
+    policy, service = one(name, "NetworkPolicy"), one(name, "Service")
+    callers, prometheus = (entry["from"][0] for entry in policy["spec"]["ingress"])
+    (label, value), = callers["podSelector"]["matchLabels"].items()
+    assert f'`{label}: "{value}"`' in guide and f"label pod NAME {label}={value}" in guide
+    assert callers["namespaceSelector"] == {} and "in any namespace" in guide
+    (label, value), = prometheus["namespaceSelector"]["matchLabels"].items()
+    assert f"from the namespace `{value}`" in guide and f"`{label}`" in guide and "podSelector" not in prometheus
+    port = next(port["port"] for port in service["spec"]["ports"] if port["name"] == "http")
+    address = f"http://{service['metadata']['name']}.{service['metadata']['namespace']}:{port}"
+    assert f"`{address}`" in guide and f'curl -H "Authorization: Bearer $TOKEN" {address}/' in guide
 
 
 def started(box, make_server, tmp_path, tokens, **more):
