@@ -1,11 +1,20 @@
 # A container with the server and the kld tool, running as an ordinary user.
 #
 #   make image                                                  CPU; BUILDER=podman or buildah, IMAGE=NAME:TAG
-#   make image BUILD_BASE=nvidia/cuda:12.8.1-devel-ubuntu24.04 BASE=ubuntu:24.04
+#   make image IMAGE=kld:0.1.0-cuda BUILD_BASE=nvidia/cuda:12.8.1-devel-ubuntu24.04 BASE=ubuntu:24.04
 #                                                               with the CUDA back end, its runtime linked in; for
 #                                                               some cards only: IMAGE_ARGS='--build-arg CUDA_ARCHS=90'
-#   docker run --rm --read-only --network host kld:0.1.0        HTTP on 127.0.0.1:8080
-#   docker run --rm --read-only -p 8080:8080 kld:0.1.0 --http 0.0.0.0:8080 --insecure-bind
+#
+# HTTP on 127.0.0.1:8080 of the host, with its network or with one of its own; the last one on a card, with the NVIDIA
+# container toolkit:
+#
+#   docker run --rm --read-only --stop-timeout 20 --network host kld:0.1.0
+#   docker run --rm --read-only --stop-timeout 20 -p 127.0.0.1:8080:8080 kld:0.1.0 --http 0.0.0.0:8080 --insecure-bind
+#   docker run --rm --read-only --stop-timeout 20 --gpus all -p 127.0.0.1:8080:8080 kld:0.1.0-cuda --backend cuda --http 0.0.0.0:8080 --insecure-bind
+#
+# --stop-timeout: a server that is told to stop has --drain-ms (10 s) for what is in flight, and docker kills after as much.
+# --insecure-bind: the published address decides who may ask, which is the host's loopback; at another one it is --tokens.
+# podman has the same options, but for the card: --device nvidia.com/gpu=all.
 #
 # BASE needs a glibc as new as that of BUILD_BASE and nothing else: no command is run in it, neither here nor later.
 # What the image brings beside it, in which version, is in /opt/kld/share/kld/kld.cdx.json (CycloneDX); the base's own

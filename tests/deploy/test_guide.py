@@ -2,6 +2,7 @@
 version is in one place."""
 import json
 import re
+import shlex
 import subprocess
 
 import pytest
@@ -25,7 +26,8 @@ def test_files_are_there():
 
 def test_options_are_the_servers():
     known = set(re.findall(r"--[a-z][a-z-]+", HELP))
-    of_others = {"--build", "--count", "--from-file", "--from-literal"}  # docker's, kld's, kubectl's
+    of_others = {"--build", "--count", "--from-file", "--from-literal", "--gpus", "--read-only", "--rm",
+                 "--stop-timeout"}  # docker's, kld's, kubectl's
     for name in set(re.findall(r"--[a-z][a-z-]+", GUIDE)) - of_others:
         assert name in known, name
 
@@ -66,8 +68,39 @@ def test_the_image_is_of_the_version(tmp_path):
     """What the labels and tags are made of."""
     shown = subprocess.run(["make", "-n", "image", "BUILDER=x"], cwd=ROOT, capture_output=True, text=True).stdout
     assert f"VERSION={VERSION}" in shown and f"-t kld:{VERSION}" in shown
-    started = re.findall(r"^#   docker run .* (kld\S*)(?= )", (ROOT / "Dockerfile").read_text(), re.M)
-    assert started == [f"kld:{VERSION}"] * 2
+
+
+def started_by_docker(path):
+    """The words behind `docker run` of each command in a document, or in a file's comments."""
+    text = re.sub(r"^# ?", "", path.read_text(), flags=re.M).replace("\\\n", " ")
+    return [shlex.split(words) for words in re.findall(r"^ *(?:docker|podman) run (.*)", text, re.M)]
+
+
+def test_containers_are_started_as_the_server_needs():
+    """Of this version; told to stop, with time for what is in flight; reached from the host alone; on a card with the
+    image that has the CUDA back end, which is made so in the same document."""
+    default = int(re.search(r"--drain-ms .*\[(\d+)\]", HELP).group(1))
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("deploy/*.yaml"), ROOT / "Dockerfile"]
+    found = {path: started_by_docker(path) for path in documents}
+    assert len(found[ROOT / "Dockerfile"]) == 3 and len(found[ROOT / "deploy/README.md"]) == 2
+    for path, commands in found.items():
+        for words in commands:
+            image = next(word for word in words if word.startswith("kld:"))
+            docker, server = words[:words.index(image)], words[words.index(image) + 1:]
+            options = dict(zip(server, server[1:]))
+            assert float(docker[docker.index("--stop-timeout") + 1]) * 1000 > int(options.get("--drain-ms", default)), words
+            if "-p" in docker:
+                published = docker[docker.index("-p") + 1].split(":")
+                assert published[0] == "127.0.0.1" and options["--http"] == f"0.0.0.0:{published[2]}", words
+            else:
+                assert "--http" not in options and ["--network", "host"] == docker[docker.index("--network"):][:2], words
+            card = "--gpus" in docker
+            assert image == f"kld:{VERSION}{'-cuda' * card}", words
+            assert options.get("--backend") == ("cuda" if card else None), words
+            made = rf" IMAGE={re.escape(image)} BUILD_BASE=" if card else "( {2,}|$)"
+            assert re.search(rf"^(#   )?make image{made}", path.read_text(), re.M), path
+    compose = (ROOT / "deploy/compose.yaml").read_text()
+    assert int(re.search(r"stop_grace_period: (\d+)s", compose).group(1)) * 1000 > default and "drain" not in compose
 
 
 @pytest.mark.parametrize("builder, told", [("docker", False), ("buildah", True), ("podman", True), ("/usr/bin/podman", True),
