@@ -16,6 +16,9 @@ TABLES   := $(shell cat kernels/backend.h proto/op.h proto/status.h | cksum | cu
 COMMIT   := $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
 Q        := $(if $(V),,@)
 
+# Without a name it would all go to /obj, /kld and so on, and names with blanks are several to make.
+ONE_NAME  = $(if $(filter 1,$(words $($(1)))),,$(error $(1)='$($(1))' ($(origin $(1))): expected the name of one folder, without blanks))
+$(call ONE_NAME,BUILD)
 # What is misspelt would be another build than the one that was asked for, and its tests would pass.
 ONE_OF    = $(if $(findstring |$($(1))|,|$(2)|),,$(error $(1)='$($(1))' ($(origin $(1))): expected one of $(subst |, ,$(2))$(3)))
 $(call ONE_OF,SANITIZE,address|thread|coverage|,or nothing)
@@ -81,6 +84,7 @@ BENCH_C    := $(wildcard tests/bench/*.c)
 OBJ         = $(patsubst %,$(BUILD)/obj/%.o,$(1))
 # CUDA objects are the same under every sanitizer: they are built once, in CUDA_BUILD.
 CUDA_BUILD ?= build
+$(call ONE_NAME,CUDA_BUILD)
 CUDA_OBJ   := $(patsubst %,$(CUDA_BUILD)/cuda/%.o,$(CUDA_CU))
 LIB_OBJ    := $(call OBJ,$(PROTO_C) $(KERNELS_C) $(CUDA_C) $(CLIENT_C))
 SERVER_OBJ := $(call OBJ,$(SERVER_C))

@@ -6,6 +6,12 @@ set -eu
 build=$1
 seconds=$2
 shift 2
+case $seconds in
+'' | 0* | *[!0-9]*) # which libFuzzer takes for 0, no end
+    echo "fuzz.sh: SECONDS='$seconds': expected how many of each target, a whole number from 1 on" >&2
+    exit 2
+    ;;
+esac
 rm -rf "$build/fuzz/found"
 mkdir -p "$build/fuzz/found"
 tar -xJf tests/fuzz/found.tar.xz -C "$build/fuzz/found"

@@ -32,6 +32,14 @@ def test_what_was_found_wants_a_folder(tmp_path):
     assert done.returncode == 2 and f"there is no {tmp_path}/none/corpus" in done.stderr, done
 
 
+@pytest.mark.parametrize("seconds", ["1m", "", "0", "-1", "soon"])
+def test_fuzzing_wants_a_number_of_seconds(seconds, tmp_path):
+    """libFuzzer took what it could read of it, and 0 of a word, which is without end."""
+    done = subprocess.run(["sh", "deploy/fuzz.sh", tmp_path, seconds, "none"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and f"SECONDS='{seconds}': expected" in done.stderr, done
+    assert not list(tmp_path.iterdir())
+
+
 def test_other_flags_compile_again(tmp_path):
     name = f"{tmp_path}/obj/proto/status.c.o"
     arguments = name, f"BUILD={tmp_path}", "CUDA=0"
@@ -75,6 +83,14 @@ def test_what_is_misspelt_is_not_another_build(name, value, where):
     done = run_make(*arguments, **{name: value}) if where == "environment" else run_make(*arguments, f"{name}={value}")
     origin = "command line" if where == "argument" else "environment"
     assert done.returncode == 2 and f"{name}='{value}' ({origin}): expected one of" in done.stderr, done
+
+
+@pytest.mark.parametrize("name", ["BUILD", "CUDA_BUILD"])
+@pytest.mark.parametrize("value", ["", "two words"])
+def test_a_build_has_one_folder(name, value):
+    """Without a name it went to /obj, /kld and so on."""
+    done = run_make("-n", "all", "CUDA=0", f"{name}={value}")
+    assert done.returncode == 2 and f"{name}='{value}' (command line): expected the name of one folder" in done.stderr, done
 
 
 def test_what_there_is_to_choose():
