@@ -125,7 +125,7 @@ NVCC_FLAGS := -O3 $(NVCC_EXTRA) -std=c++17 -I. -Xcompiler -fPIC,-fvisibility=hid
   -gencode arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS)) \
   $(if $(NVCC),$(shell $(NVCC) --help 2>/dev/null | grep -q compress-mode && echo --compress-mode=$(if $(CUDA_PTX_ONLY),speed,size)))
 
-.PHONY: all lib unit examples bench-programs programs metrics install dist image print-cuda wheel lint check check-programs check-gpu emulated bench fuzz fuzz-dist fuzz-found fuzz-coverage demo fail-nth valgrind \
+.PHONY: all lib unit examples bench-programs programs metrics install dist image print-cuda print-nvcc wheel lint check check-programs check-gpu emulated bench fuzz fuzz-dist fuzz-found fuzz-coverage demo fail-nth valgrind \
   coverage clean help
 all: $(BUILD)/kld-server $(BUILD)/kld $(BUILD)/libkld.so $(BUILD)/libkld.a
 lib: $(BUILD)/libkld.a $(BUILD)/libkld.so
@@ -418,6 +418,8 @@ image:
 
 print-cuda:
 	@echo $(CUDA)
+print-nvcc:
+	@echo '$(NVCC)'
 
 wheel: lib
 	@deploy/wheel.sh $(BUILD)

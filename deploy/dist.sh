@@ -50,7 +50,7 @@ echo "$(cat proto/VERSION) ${REVISION:-$(git rev-parse --short=12 HEAD 2>/dev/nu
     >"$dist/share/kld/VERSION"
 cuda=""
 if [[ " $* " = *" CUDA=1 "* ]]; then
-    cuda=$("$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)" --version | sed -n 's/.*release [^,]*, V//p')
+    cuda=$(cuda_of "$@")
 fi
 sbom "$(cat proto/VERSION)" "$cuda" "${programs[@]}" "$dist/lib/libkld.so" >"$dist/share/kld/kld.cdx.json"
 

@@ -27,6 +27,13 @@ component() {
     printf ', "properties": [{"name": "kld:file", "value": "%s"}]}' "$4"
 }
 
+# cuda_of [VARIABLE=...]...: the version of the CUDA toolkit that make, given these, compiles with.
+cuda_of() {
+    local nvcc
+    nvcc=$(MAKEFLAGS="" make --no-print-directory -s "$@" print-nvcc) || return
+    "$nvcc" --version | sed -n 's/.*release [^,]*, V//p'
+}
+
 # sbom VERSION CUDA FILE...: the libraries that the files load, but for glibc's and libkld. CUDA: the version of
 # its runtime, which is linked into libkld; empty: none. To be called before they find those of the tree.
 sbom() {

@@ -110,6 +110,22 @@ def test_cuda_without_its_compiler(nvcc):
     assert done.returncode == 2 and "CUDA=1 needs the CUDA toolkit: no nvcc" in done.stderr, done
 
 
+@pytest.mark.parametrize("where", ["argument", "environment"])
+def test_the_bill_of_materials_has_the_cuda_that_is_compiled_with(where, tmp_path):
+    """It had that of the nvcc in PATH, where make takes that of /usr/local/cuda first, or the one that it is told."""
+    for folder, version in ("asked", "13.1.5"), ("path", "12.0.1"):
+        program = tmp_path / folder / "nvcc"
+        program.parent.mkdir()
+        program.write_text(f'#!/bin/sh\n[ "$1" != --version ] || echo "Cuda compilation tools, release 1, V{version}"\n')
+        program.chmod(0o755)
+    asked = f"NVCC={tmp_path}/asked/nvcc"
+    script = '. deploy/sbom.sh && cuda_of CUDA=1 "$@"'
+    done = subprocess.run(["env", f"PATH={tmp_path}/path:{os.environ['PATH']}", *([asked] if where == "environment" else []),
+                           "bash", "-c", script, "-", *([asked] if where == "argument" else [])],
+                          cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "13.1.5\n", done
+
+
 def asked_of(target, *arguments, **variables):
     """The variables of the make that a target calls, as the last one says that names it."""
     said = make("-n", target, "NVCC=nvcc", "BUILD=build-none", "CUDA_BUILD=build-none", *arguments, **variables)
