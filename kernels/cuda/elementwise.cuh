@@ -23,14 +23,15 @@ template <class T, int FORM, int KIND, int GRADIENTS, int BATCH> struct elementw
     static constexpr int V = packet<T>::V;
     using rule = element_rule<T, FORM, KIND, GRADIENTS>;
 
-    /* An element of a vector that has some rare one: this one may be plain, or be absent from both,
-     * as where only the largest classes were kept. */
+    /* An element of a vector that has some rare one, which may be another row's: this one may be
+     * plain, and then has the bits that it has in any other vector, or be absent from both, as
+     * where only the largest classes were kept. */
     static __device__ __forceinline__ element_result once_more(const element_numbers &numbers,
                                                                float p, float q) {
-        using single = element_rule<float, FORM, KIND, GRADIENTS>;
-        if (FORM == KLD_FORM_PROBS && p == 0.0f && q == 0.0f)
-            return {0.0f, 0.0f, 0.0f};
+        using single = element_rule<T, FORM, KIND, GRADIENTS, false>;
         float g = (float)numbers.g, inf = CUDART_INF_F;
+        if (FORM == KLD_FORM_PROBS && p == 0.0f && q == 0.0f)
+            return {0.0f, rule::ZEROS ? g * 0.0f : 0.0f, rule::ZEROS ? g * -0.0f : 0.0f};
         if (FORM == KLD_FORM_PROBS && KIND == ELEMENT_KL && q == 0.0f && p > 0.0f && p < inf)
             return {inf, g * inf, g * -inf};
         typename single::check check;

@@ -104,16 +104,20 @@ template <> struct packed_check<__half> {
 };
 #endif
 
-template <class T, int FORM, int KIND, int GRADIENTS> struct element_rule;
+/* PACKS: elements may be looked at as they come from memory, which plain() then leaves to others.
+ */
+template <class T, int FORM, int KIND, int GRADIENTS, bool PACKS = true> struct element_rule;
 
-template <class T, int KIND, int GRADIENTS>
-struct element_rule<T, KLD_FORM_PROBS, KIND, GRADIENTS> {
+template <class T, int KIND, int GRADIENTS, bool PACKS>
+struct element_rule<T, KLD_FORM_PROBS, KIND, GRADIENTS, PACKS> {
     /* Gradients of mixtures are good for FP32, or for 16 bits; losses always are. */
     static constexpr bool PRECISE = GRADIENTS && sizeof(T) == 4;
     static constexpr bool SHORT = sizeof(T) == 2;
     /* Two elements at a time are looked at as they come from memory. */
     static constexpr bool PACKED =
-        packed_check<T>::EXISTS && (KIND == ELEMENT_KL || KIND == ELEMENT_CROSS_ENTROPY);
+        PACKS && packed_check<T>::EXISTS && (KIND == ELEMENT_KL || KIND == ELEMENT_CROSS_ENTROPY);
+    /* Where p and q are 0 that is nothing rare. */
+    static constexpr bool ZEROS = (PACKED && packed_check<T>::ZEROS) || KIND == ELEMENT_TV;
     static constexpr float PAD = 1.0f; /* beyond the last class, in both: adds 0 */
     static constexpr any_want WANT = ANY_SLOPE;
 
@@ -244,10 +248,10 @@ struct element_rule<T, KLD_FORM_PROBS, KIND, GRADIENTS> {
     }
 };
 
-template <class T, int KIND, int GRADIENTS>
-struct element_rule<T, KLD_FORM_LOGPROBS, KIND, GRADIENTS> {
+template <class T, int KIND, int GRADIENTS, bool PACKS>
+struct element_rule<T, KLD_FORM_LOGPROBS, KIND, GRADIENTS, PACKS> {
     static constexpr bool PRECISE = GRADIENTS && sizeof(T) == 4;
-    static constexpr bool PACKED = false;
+    static constexpr bool PACKED = false, ZEROS = false;
     static constexpr float PAD = 0.0f;
     static constexpr any_want WANT = ANY_MOMENT;
 

@@ -444,6 +444,22 @@ static void add_minus(struct table_list *list) {
     }
 }
 
+/* Rows so short, and one behind the other, that what is loaded at a time is of several of them, and
+ * numbers that are no common ones in some: those beside them are to have the bits that they have
+ * alone. */
+static void add_beside(struct table_list *list) {
+    for (uint32_t divergence = 0; divergence < TABLE_DIVERGENCES; divergence++)
+        for (uint32_t i = 0; i < 8; i++) {
+            struct table_case *at =
+                table_list_add_one(list, "beside", 120, 13, divergence,
+                                   i / 2 % 2 ? LOGPROBS : PROBS, i % 2 ? FP16 : BF16);
+            at->data = i / 4 ? TABLE_BAD : TABLE_INFINITE;
+            at->distinct = 120;
+            at->gradient[1] = true;
+            at->row_loss = false;
+        }
+}
+
 static void add_speed(struct table_list *list) {
     for (int i = 0; i < 12; i++) {
         bool logits = i >= 4, gradient = i % 2, half = i / 2 % 2;
@@ -485,6 +501,7 @@ struct table_case *table_cases(bool quick, size_t *ret_count) {
     table_list_kept(&list, quick);
     add_apart(&list);
     add_minus(&list);
+    add_beside(&list);
     if (!quick)
         add_speed(&list);
     *ret_count = list.count;
