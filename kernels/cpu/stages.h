@@ -49,7 +49,7 @@ static enum want wanted(const struct kld_cpu_work *work, int side) {
 
 static void block_masses(const struct kld_cpu_work *work, const struct row_constants *row, int side,
                          struct columns *at, uint64_t m) {
-    const double *x = at->raw[side];
+    double *x = at->raw[side];
     double *mass = at->mass[side];
     switch (work->form[side]) {
     case KLD_FORM_PROBS:
@@ -57,8 +57,12 @@ static void block_masses(const struct kld_cpu_work *work, const struct row_const
             vd_store(mass + i, vd_load(x + i) + 0.0); /* of -0 it makes a 0 */
         break;
     case KLD_FORM_LOGPROBS:
-        for (uint64_t i = 0; i < m; i += DOUBLES)
-            vd_store(mass + i, vd_exp(vd_load(x + i)));
+        for (uint64_t i = 0; i < m; i += DOUBLES) { /* of +inf, which is no mass, it makes NaN */
+            vd log = vd_load(x + i);
+            log = vd_select(log == (double)INFINITY, vd_of(NAN), log);
+            vd_store(x + i, log);
+            vd_store(mass + i, vd_exp(log));
+        }
         break;
     default:
         for (uint64_t i = 0; i < m; i += DOUBLES)

@@ -34,19 +34,19 @@ struct any_body {
      * would be rounded at its size: each side loses its own maximum first. */
     static constexpr double NEAR_SIDES = 32;
 
-    /* The value and logarithm of an element; a negative probability is NaN, and -0 is 0: what is
-     * infinite over it has its sign. */
+    /* The value and logarithm of an element; a probability that is negative or infinite is NaN, and
+     * -0 is 0: what is infinite over it has its sign. */
     static __device__ __forceinline__ void read(const any_side &side, double inverse_temperature,
                                                 bool log_wanted, double x, double &ret_value,
                                                 double &ret_log) {
         if (side.form == KLD_FORM_PROBS) {
-            ret_value = x >= 0 ? fabs(x) : CUDART_NAN;
+            ret_value = x >= 0 && x < CUDART_INF ? fabs(x) : CUDART_NAN;
             ret_log = log_wanted ? log(ret_value) : 0.0;
         } else {
             ret_log = side.form == KLD_FORM_LOGPROBS
                           ? x
                           : (x - side.max) * inverse_temperature - side.log_sum;
-            ret_value = exp(ret_log);
+            ret_value = ret_log < CUDART_INF ? exp(ret_log) : CUDART_NAN;
         }
     }
 

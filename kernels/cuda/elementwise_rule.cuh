@@ -89,7 +89,7 @@ template <> struct packed_check<__nv_bfloat16> {
 };
 
 /* Every FP16 number but 0 is a normal FP32 number; q may be 0 where p is, as numbers that small are
- * in FP16. */
+ * in FP16. The largest of them is turned down where p is 0, as +inf is where it is not. */
 template <> struct packed_check<__half> {
     static constexpr bool EXISTS = true, ZEROS = true;
     unsigned most_p = 0, most_q = 0;
@@ -99,7 +99,7 @@ template <> struct packed_check<__half> {
         most_q = __viaddmax_u16x2(q - present, 0u, most_q);
     }
     __device__ __forceinline__ bool passed() const {
-        return (halves_from(most_p, 0x7c00u) | halves_from(most_q, 0x7c00u)) == 0;
+        return (halves_from(most_p, 0x7c00u) | halves_from(most_q, 0x7bffu)) == 0;
     }
 };
 #endif
@@ -130,7 +130,7 @@ struct element_rule<T, KLD_FORM_PROBS, KIND, GRADIENTS, PACKS> {
         if (KIND == ELEMENT_JS_EVEN && !(c.largest < 0x1p125f && fabsf(sum) < CUDART_INF_F))
             return false;
         return c.rank < PLAIN_RANKS && c.largest < 3.0e38f && c.lowest >= 0.0f &&
-               (KIND != ELEMENT_TV || !isnan(sum));
+               (KIND != ELEMENT_TV || fabsf(sum) < CUDART_INF_F);
     }
 
     /* For 16 bits a product is good enough, and an infinity is one. */
@@ -239,9 +239,11 @@ struct element_rule<T, KLD_FORM_PROBS, KIND, GRADIENTS, PACKS> {
         return r;
     }
 
+    static __device__ __forceinline__ double mass(float x) { /* -0 is 0 */
+        return x >= 0.0f && x < CUDART_INF_F ? (double)fabsf(x) : CUDART_NAN;
+    }
     static __device__ __forceinline__ any_element exact(float p, float q) {
-        any_element e = {p >= 0.0f ? (double)fabsf(p) : CUDART_NAN, /* -0 is 0 */
-                         q >= 0.0f ? (double)fabsf(q) : CUDART_NAN, 0.0, 0.0};
+        any_element e = {mass(p), mass(q), 0.0, 0.0};
         e.log_q = log(e.q);
         e.d = log(e.p) - e.log_q;
         return e;
@@ -366,8 +368,11 @@ struct element_rule<T, KLD_FORM_LOGPROBS, KIND, GRADIENTS, PACKS> {
                 fmaf(-at.of_q * q, d, fmaf(-over, q, -at.of_p * less))};
     }
 
+    static __device__ __forceinline__ double mass(float log) { /* one of +inf is none */
+        return exp(log < CUDART_INF_F ? (double)log : CUDART_NAN);
+    }
     static __device__ __forceinline__ any_element exact(float x, float y) {
-        return {exp((double)x), exp((double)y), (double)x - (double)y, (double)y};
+        return {mass(x), mass(y), (double)x - (double)y, (double)y};
     }
 };
 

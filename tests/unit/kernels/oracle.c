@@ -74,12 +74,12 @@ static void side_masses(const struct oracle_row *row, int side, long double *mas
     for (uint64_t i = 0; i < row->classes; i++) {
         switch (row->form[side]) {
         case KLD_FORM_PROBS:
-            mass[i] = x[i] < 0 ? NAN : fabsl(x[i]); /* -0 is a 0 */
+            mass[i] = x[i] < 0 || isinf(x[i]) ? NAN : fabsl(x[i]); /* -0 is a 0 */
             log_mass[i] = logl(mass[i]);
             break;
         case KLD_FORM_LOGPROBS:
-            mass[i] = expl(x[i]);
-            log_mass[i] = x[i];
+            log_mass[i] = x[i] == INFINITY ? NAN : x[i]; /* a mass of +inf, which is none */
+            mass[i] = expl(log_mass[i]);
             break;
         default:
             log_mass[i] = (x[i] - max) / row->temperature - logl(sum);

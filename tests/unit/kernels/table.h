@@ -16,6 +16,7 @@ enum table_data {
     TABLE_ZEROS,    /* classes of mass 0: in both, in the numerator only */
     TABLE_INFINITE, /* mass over a zero in every third row */
     TABLE_MINUS,    /* the same, and probabilities of 0 are -0 in every second class */
+    TABLE_ENDLESS,  /* a class of most rows is +inf, a probability or the logarithm of one */
     TABLE_BAD,      /* rows with NaN, negative probabilities, +inf or nothing but -inf */
     TABLE_EXTREME,  /* the ends of the range of the data type */
     TABLE_AGREE,    /* the few classes that hold the mass agree up to `noise`, the others do not */

@@ -460,6 +460,44 @@ static void add_beside(struct table_list *list) {
         }
 }
 
+/* A probability of +inf, or its logarithm, is none: NaN as a negative one is. By rows, flat, by
+ * elements; short rows and long ones, either gradient and both, and the other forms opposite. */
+static void add_endless(struct table_list *list) {
+    static const uint32_t dtypes[] = {FP32, FP64, FP16, BF16};
+    static const uint32_t forms[][2] = {{PROBS, LOGPROBS}, {LOGPROBS, PROBS},  {PROBS, LOGITS},
+                                        {LOGITS, PROBS},   {LOGPROBS, LOGITS}, {LOGITS, LOGPROBS}};
+    for (uint32_t divergence = 0; divergence < TABLE_DIVERGENCES; divergence++) {
+        for (uint32_t i = 0; i < 40; i++) {
+            uint32_t way = i / 8;
+            struct table_case *at =
+                table_list_add_one(list, "endless", 8, (i + way) % 2 ? 300 : 7, divergence,
+                                   i / 4 % 2 ? LOGPROBS : PROBS, dtypes[i % 4]);
+            at->data = TABLE_ENDLESS;
+            at->distinct = 8;
+            at->gradient[0] = way != 2 && way != 4;
+            at->gradient[1] = way != 1 && way != 4;
+            at->reduction = way == 3 ? KLD_REDUCTION_NONE
+                            : way    ? KLD_REDUCTION_ROW
+                                     : KLD_REDUCTION_BATCHMEAN;
+            at->row_loss = way > 2;
+        }
+        for (uint32_t i = 0; i < 12; i++) {
+            struct table_case *at = table_list_add(list, "", 8, i % 5 ? 90 : 1030);
+            table_list_diverge(at, divergence);
+            table_list_forms(at, forms[i % 6][0], forms[i % 6][1]);
+            at->dtype[i / 6] = dtypes[(i + divergence) % 4];
+            snprintf(at->name, sizeof at->name, "endless %s %s/%s %s/%s",
+                     kld_divergence_name(divergence), kld_form_name(at->form[0]),
+                     kld_form_name(at->form[1]), kld_dtype_name(at->dtype[0]),
+                     kld_dtype_name(at->dtype[1]));
+            at->data = TABLE_ENDLESS;
+            at->distinct = 8;
+            at->gradient[1] = true;
+            at->reduction = i % 2 ? KLD_REDUCTION_NONE : KLD_REDUCTION_ROW;
+        }
+    }
+}
+
 static void add_speed(struct table_list *list) {
     for (int i = 0; i < 12; i++) {
         bool logits = i >= 4, gradient = i % 2, half = i / 2 % 2;
@@ -502,6 +540,7 @@ struct table_case *table_cases(bool quick, size_t *ret_count) {
     add_apart(&list);
     add_minus(&list);
     add_beside(&list);
+    add_endless(&list);
     if (!quick)
         add_speed(&list);
     *ret_count = list.count;

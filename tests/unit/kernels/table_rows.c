@@ -95,7 +95,7 @@ const char *table_data_name(enum table_data data) {
         [TABLE_FINE] = "fine",         [TABLE_MASKED] = "masked",
         [TABLE_DISJOINT] = "disjoint", [TABLE_FAINT] = "faint",
         [TABLE_APART] = "apart",       [TABLE_MINUS] = "minus",
-        [TABLE_STEPS] = "steps",
+        [TABLE_STEPS] = "steps",       [TABLE_ENDLESS] = "endless",
     };
     return names[data];
 }
@@ -329,6 +329,17 @@ static void spoil(const struct table_case *at, int side, uint64_t variant, uint6
         table_write(dtype, to + i * bytes, -INFINITY);
 }
 
+/* A mass of +inf on either side or both; the other may have none there. */
+static void make_endless(const struct table_case *at, int side, uint64_t variant, uint64_t classes,
+                         unsigned char *to) {
+    uint32_t dtype = at->dtype[side], form = at->form[side];
+    unsigned char *where = to + classes / 2 * kld_dtype_bytes(dtype);
+    if (variant >> side & 1 && form != KLD_FORM_LOGITS)
+        table_write(dtype, where, INFINITY);
+    else if (variant & 4)
+        table_write(dtype, where, form == KLD_FORM_PROBS ? 0 : -INFINITY);
+}
+
 void table_row_make(const struct table_case *at, uint64_t row, uint64_t classes,
                     struct table_random *random, double *q, double *p, unsigned char *const to[2]) {
     struct kind kind = kind_of(at, row);
@@ -338,5 +349,7 @@ void table_row_make(const struct table_case *at, uint64_t row, uint64_t classes,
                    to[side]);
         if (kind.data == TABLE_BAD)
             spoil(at, side, kind.variant, classes, to[side]);
+        if (kind.data == TABLE_ENDLESS)
+            make_endless(at, side, kind.variant, classes, to[side]);
     }
 }
