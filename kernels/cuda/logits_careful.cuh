@@ -216,7 +216,7 @@ static __device__ row_stats careful_row(const part &all, const careful_reference
      * made of differences that FP32 cannot hold. */
     row.good = fabs(ratio) < 1e-3 && x[0] > 0 && x[0] < 1e300 && fabs(x[2]) < 1e300 &&
                row.forward < 1e30 && fabs(x[3]) < 1e300 && row.reverse < 1e30 &&
-               fabs(lse_p) < 1e6 && fabs(at.shift) <= most &&
+               fabs(lse_p) < 1e6 && fabs(at.shift) <= most && fabs(at.apart) <= APART_MOST_16 &&
                (EXTRA != ENTROPY || row.entropy >= least);
     return row;
 }

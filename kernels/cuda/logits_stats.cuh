@@ -51,9 +51,9 @@ enum extra { NOTHING, REVERSE, ENTROPY, SQUARES, ROUGH };
  * this one it is taken off first, by the careful way. A number of few bits, or 0. */
 static constexpr float APART_MIN = 32.0f;
 /* A constant between the sides, in units of T, of which a row is for any.cuh: 16 bits, whose
- * smallest logits FP32 rounds when it is taken off them; and of 32 bits, where two floats hold too
- * little. */
-static constexpr double APART_MOST_16 = 1024, APART_MOST = 65536;
+ * smallest logits FP32 rounds when it is taken off them (and so in logits as they are, too, which a
+ * high T leaves as far from it); and of 32 bits, where two floats hold too little. */
+static constexpr double APART_MOST_16 = 128, APART_MOST = 65536;
 template <class T> static __device__ __forceinline__ float apart_of(double between) {
     if (sizeof(T) == 4 || !(fabs(between) > (double)APART_MIN))
         return 0.0f;
