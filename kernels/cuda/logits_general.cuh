@@ -42,6 +42,7 @@ template <class T_, int KIND> struct general_body : usual_body {
     static constexpr int UNROLL = KIND == KLD_RULE_MIXTURE ? 1 : 2; /* likewise */
     static constexpr float HEAVY = 1.0f / 16;                       /* part of a side's mass */
     static constexpr int BATCH = 4;                                 /* pairs at a time: registers */
+    static constexpr bool ANEW = KIND == KLD_RULE_TV && FP32; /* h is counted from near its mean */
     typedef general_row<KIND, FP32> numbers;
     typedef typename numbers::side_row side_row;
     typedef const row_at_hand<general_body> hand_type;
@@ -137,7 +138,7 @@ template <class T_, int KIND> struct general_body : usual_body {
         float d = log_of<CLASSES_OUT>(u, row.shift, t);
         if (KIND == KLD_RULE_TV) {
             float sign = d < 0.0f ? -0.5f : d > 0.0f ? 0.5f : 0.0f;
-            return (SIDE == SIDE_P ? sign : -sign) - 0.5f;
+            return (SIDE == SIDE_P ? sign : -sign) + (ANEW ? side.of : -0.5f);
         }
         mixture_terms<float> terms = mixture_16<false>(row.mix, d);
         return mixture_slope_16<SIDE>(row.mix, terms);
@@ -166,10 +167,12 @@ template <class T_, int KIND> struct general_body : usual_body {
         return SIDE == SIDE_P ? fmaf(mix.of_p, terms.log_p, -mix.pivot[SIDE_P])
                               : fmaf(mix.of_q, terms.log_q, -mix.pivot[SIDE_Q]);
     }
-    /* The second part of h, of (q - p)/m: none in js. */
+    /* The second part of h, of (q - p)/m: none in js. It is counted from a number of its own, as of
+     * the sum of two that are large only their rounding would be left. */
     template <int SIDE>
-    static __device__ __forceinline__ float mixture_gain_16(const mixture &mix, float more) {
-        return __fmul_rn(mix.k * (SIDE == SIDE_P ? mix.share : mix.rest), more);
+    static __device__ __forceinline__ float mixture_gain_16(const mixture &mix, float more,
+                                                            float cross) {
+        return fmaf(mix.k * (SIDE == SIDE_P ? mix.share : mix.rest), more, -cross);
     }
 
     /* Of MIXTURE in FP32 and of TV, of one class. */
@@ -212,7 +215,8 @@ template <class T_, int KIND> struct general_body : usual_body {
     template <bool CLASSES_OUT, bool SIDES, class LEFT>
     static __device__ __forceinline__ void
     sum_mixture_16(const float (&z_p)[BATCH], const float (&z_q)[BATCH], LEFT left, int first,
-                   const both_sides &row, const temperature &t, general_sums &sum) {
+                   const both_sides &row, const numbers &all, const temperature &t,
+                   general_sums &sum) {
         const mixture &mix = row.mix;
         float p[BATCH], q[BATCH], d[BATCH];
 #pragma unroll
@@ -237,18 +241,23 @@ template <class T_, int KIND> struct general_body : usual_body {
             sum.side[SIDE_P] = fmaf(p[i], h_p, sum.side[SIDE_P]);
             sum.side[SIDE_Q] = fmaf(q[i], h_q, sum.side[SIDE_Q]);
         }
-        if (mix.k != 0.0f)
+        if (mix.k != 0.0f) {
+            float cross[2] = {0, 0};
+#pragma unroll
+            for (int i = 0; SIDES && i < 2; i++)
+                cross[i] = load_shared_float(shared_at(&all.side[i].cross));
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
                 float more = mixture_16<true>(mix, d[i]).more;
                 sum.value = fmaf(mix.k, difference_16(p[i], q[i], d[i]), sum.value);
                 if (!SIDES)
                     continue;
-                float h_p = mixture_gain_16<SIDE_P>(mix, more);
-                float h_q = mixture_gain_16<SIDE_Q>(mix, more);
+                float h_p = mixture_gain_16<SIDE_P>(mix, more, cross[SIDE_P]);
+                float h_q = mixture_gain_16<SIDE_Q>(mix, more, cross[SIDE_Q]);
                 sum.side[SIDE_P] = fmaf(p[i], h_p, sum.side[SIDE_P]);
                 sum.side[SIDE_Q] = fmaf(q[i], h_q, sum.side[SIDE_Q]);
             }
+        }
     }
 
     /* Sums of mass h of one side over a batch. In FP32 a heavy class counts in FP64: its term may
@@ -348,7 +357,7 @@ template <class T_, int KIND> struct general_body : usual_body {
                         sum_values<CAREFUL, false>(b_p, b_q, left, first, row, t, sum);
                 }
                 if constexpr (KIND == KLD_RULE_MIXTURE && !FP32) {
-                    sum_mixture_16<CAREFUL, SIDES>(b_p, b_q, left, first, row, t, sum);
+                    sum_mixture_16<CAREFUL, SIDES>(b_p, b_q, left, first, row, all, t, sum);
                     continue;
                 }
                 if (for_p)
@@ -374,7 +383,7 @@ template <class T_, int KIND> struct general_body : usual_body {
             if constexpr (numbers::MIXED)
                 to.count_from_mean(*hand.rule, which, mean);
             else
-                to.side[which].sum = (float)mean;
+                to.side[which].count_from_mean(ANEW, mean);
         }
         resident::group_sync();
         return row_sums.sum[0] < 0.0 ? 0.0 : row_sums.sum[0]; /* NaN stays */
@@ -408,7 +417,7 @@ template <class T_, int KIND> struct general_body : usual_body {
                 float mass = mass_of<CAREFUL, SIDE>(SIDE == SIDE_P ? z_p[i] : z_q[i], row, t);
                 float d = log_of<CAREFUL>(difference<CAREFUL>(z_p[i], z_q[i], row), row.shift, t);
                 float more = mixture_16<true>(row.mix, CAREFUL && mass == 0.0f ? 0.0f : d).more;
-                g[i] = fmaf(mass, mixture_gain_16<SIDE>(row.mix, more), g[i]);
+                g[i] = fmaf(mass, mixture_gain_16<SIDE>(row.mix, more, side.cross), g[i]);
             }
         if (cross)
 #pragma unroll
@@ -445,11 +454,27 @@ template <class T_, int KIND> struct general_body : usual_body {
         });
     }
 
+    /* TV of a row that was summed carefully: is a side's sum next to what h is where the mass is?
+     * The exponential of a class with nearly all of it is not known well enough there for what is
+     * left: counted from that h, the class adds nothing, and the others are all there is. */
+    static __device__ __forceinline__ bool counts_anew(hand_type &hand) {
+        bool anew = false;
+#pragma unroll
+        for (int which = 0; which < 2; which++) {
+            const side_row &side = hand.shared->numbers.side[which];
+            anew |= side.cross != 0.0f && fabsf(side.sum) < HEAVY;
+        }
+        return anew;
+    }
+
     template <bool CAREFUL> static __device__ __forceinline__ double passes(hand_type &hand) {
         bool gradient = hand.grad_p || hand.grad_q;
         double value = hand.shared->value;
         if (gradient) {
-            double sum = sum_pass<CAREFUL, true>(hand);
+            double sum;
+            do
+                sum = sum_pass<CAREFUL, true>(hand);
+            while (CAREFUL && ANEW && counts_anew(hand));
             write_pass<CAREFUL>(hand);
             return KNOWN ? value : sum;
         }

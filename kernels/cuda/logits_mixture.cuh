@@ -23,7 +23,7 @@ inline namespace KLD_CUDA_TEAM {
 struct mixture {
     float of_p, of_q, share, rest, k;
     float series[5]; /* 16 bits: of d^2 to d^6 in -ln(share + rest e^-d) */
-    float pivot[2];  /* 16 bits: h of p and of q where they are counted from */
+    float pivot[2];  /* 16 bits: h of p and of q where they are counted from, of ln(own/m) */
 
     __device__ __forceinline__ mixture() {}
     __device__ __forceinline__ explicit mixture(const kld_rule &rule)
@@ -46,7 +46,7 @@ enum mixture_kind { MIXTURE_BOTH, MIXTURE_OWN, MIXTURE_OTHER };
 struct mixture_origin {
     enum mixture_kind kind;
     double of, y0, weight, lack, gain; /* lack: 1 - w */
-    double value;                      /* of h, counted from nothing */
+    double value, cross;               /* of h, counted from nothing: ln(own/m), (q - p)/m */
 
     __device__ __forceinline__ mixture_origin() {}
     __device__ __forceinline__ mixture_origin(const kld_rule &rule, bool of_q, double at) {
@@ -61,7 +61,8 @@ struct mixture_origin {
         lack = share * inverse;
         gain = other * t * lack * lack;
         double k = share * (own * rest - other * share);
-        value = k * (t - 1.0) * inverse - own * wide_log(m, m - 1.0);
+        value = -own * wide_log(m, m - 1.0);
+        cross = k * (t - 1.0) * inverse;
     }
     /* h of x. */
     __device__ __forceinline__ double slope(double x) const {

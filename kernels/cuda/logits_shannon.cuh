@@ -237,7 +237,7 @@ static __device__ __noinline__ shannon_sums shannon_carefully(uint4 raw_p, uint4
             b_q[i] = first ? z.q[general::BATCH + i] : z.q[i];
         }
         general::template sum_mixture_16<true, true>(b_p, b_q, resident::some_of{left}, first,
-                                                     row->careful, *t, sum);
+                                                     row->careful, row->careful, *t, sum);
     }
     sum.flush(r.sum);
     return r;

@@ -15,9 +15,21 @@ enum side_name { SIDE_P, SIDE_Q };
 /* What one side needs for its gradient. */
 struct side_plain {
     two_floats shift; /* of d less its mean over this side; cross entropy: of ln q less that */
-    float of;         /* KL: of y, in d */
-    float cross;      /* of q - p */
+    float of;         /* KL: of y, in d; TV in FP32: what is added to h */
+    float cross;      /* of q - p; MIXTURE in 16 bits: of (q - p)/m where h is counted from; TV in
+                         FP32: what was taken off h last */
     float sum;        /* of mass h; after the second exchange */
+
+    /* That is `mean`. TV, anew: where it is next to what h is where the mass is, both are counted
+     * from there, so that their difference is not rounded. */
+    __device__ __forceinline__ void count_from_mean(bool anew, double mean) {
+        sum = (float)mean;
+        if (!anew)
+            return;
+        cross = (float)(rint(2.0 * mean) * 0.5);
+        of -= cross;
+        sum = (float)(mean - (double)cross);
+    }
 };
 struct side_mixture : side_plain {
     mixture_side mix;
@@ -67,6 +79,8 @@ template <int KIND, bool FP32> struct general_row : both_sides {
         p.of = (float)args.rule.of_p;
         q.of = (float)-args.rule.of_q;
         p.cross = q.cross = p.sum = q.sum = 0;
+        if (KIND == KLD_RULE_TV)
+            p.of = q.of = -0.5f;
         if (KIND == KLD_RULE_KL) {
             p.cross = q.of;
             q.cross = p.of;
@@ -87,6 +101,9 @@ template <int KIND, bool FP32> struct general_row : both_sides {
             if constexpr (MIXED) {
                 count_from(SIDE_P, from_p, stats.shift);
                 count_from(SIDE_Q, from_q, stats.shift);
+            } else {
+                p.cross = (float)from_p.cross;
+                q.cross = (float)from_q.cross;
             }
         }
     }

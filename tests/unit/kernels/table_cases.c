@@ -498,6 +498,38 @@ static void add_endless(struct table_list *list) {
     }
 }
 
+/* Rows that are sure of their class, on one side or both: its gradient is what the others leave.
+ * And a constant between the sides, beside which FP32 holds less of the logits than 16 bits do. Of
+ * skew_kl not by the targets: there 16 bits are off by what FP32 rounds a logarithm by. */
+static void add_sure(struct table_list *list) {
+    static const struct {
+        uint32_t divergence, dtype;
+        enum table_data data;
+        double noise, lift, temperature;
+    } kinds[] = {
+        {KLD_DIVERGENCE_TV, FP32, TABLE_HEAVY, 0.99, 0, 0},
+        {KLD_DIVERGENCE_TV, FP32, TABLE_CONFIDENT, 1e-4, 0, 0},
+        {KLD_DIVERGENCE_SKEW_REVERSE_KL, BF16, TABLE_SPIKE, 30, 0, 0.7},
+        {KLD_DIVERGENCE_SKEW_REVERSE_KL, FP16, TABLE_SPIKE, 30, 0, 0},
+        {KLD_DIVERGENCE_SKEW_KL, BF16, TABLE_SPIKE, 25, 0, 0},
+        {KLD_DIVERGENCE_SKEW_KL, FP16, TABLE_SHARP, 0, 0, 0},
+        {KLD_DIVERGENCE_REVERSE_KL, BF16, TABLE_NEAR, 1.4e-3, 1000, 2},
+        {KLD_DIVERGENCE_REVERSE_KL, FP16, TABLE_NEAR, 1.4e-3, 1000, 1000},
+    };
+    for (size_t i = 0; i < 2 * sizeof kinds / sizeof kinds[0]; i++) {
+        struct table_case *at =
+            table_list_add_one(list, "sure", 24, i % 2 ? 8193 : 2052, kinds[i / 2].divergence,
+                               LOGITS, kinds[i / 2].dtype);
+        at->data = kinds[i / 2].data;
+        at->noise = kinds[i / 2].noise;
+        at->lift[1] = kinds[i / 2].lift;
+        at->temperature = kinds[i / 2].temperature;
+        at->distinct = 24;
+        at->gradient[1] =
+            kinds[i / 2].lift == 0 && kinds[i / 2].divergence != KLD_DIVERGENCE_SKEW_KL;
+    }
+}
+
 static void add_speed(struct table_list *list) {
     for (int i = 0; i < 12; i++) {
         bool logits = i >= 4, gradient = i % 2, half = i / 2 % 2;
@@ -541,6 +573,7 @@ struct table_case *table_cases(bool quick, size_t *ret_count) {
     add_minus(&list);
     add_beside(&list);
     add_endless(&list);
+    add_sure(&list);
     if (!quick)
         add_speed(&list);
     *ret_count = list.count;
