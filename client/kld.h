@@ -42,9 +42,10 @@
  * Several servers. Over split: a request too large for one server, or too slow, is cut into parts
  * of some rows, which go to whichever server is free, two at a time to each. What comes back is
  * what one of them would have given, to the bit, however many there are and whatever became of them
- * meanwhile; only a loss that is one number may, where GPUs compute, differ in the last bit of the
- * FP64 sum from that of a request that was not split; and row weights whose sum is not finite are
- * KLD_INVALID with rowmean. For that all of them must be of one release
+ * meanwhile; only may, where GPUs compute, a loss that is one number differ in the last bit of the
+ * FP64 sum from that of a request that was not split, and those of rows in the eighth digit where
+ * the weights of rowmean sum to 0; and row weights whose sum is not finite are KLD_INVALID with
+ * rowmean. For that all of them must be of one release
  * and compute with the same back end (CPUs: with the same vectors; GPUs: the same model): others
  * are refused. A part whose server is lost, busy or silent for part_timeout_ns goes to another one,
  * gradients over their own tensors included; a lost server is looked for again after 0.1 s, then
