@@ -181,6 +181,36 @@ assert "in the middle of a call of this thread" in said[0]
 """, "local:cpu") == "True this connection was closed\n"
 
 
+def test_a_handler_may_close_the_connection_while_an_array_is_given_back(server):
+    """...which takes the connection's lock, too, and then lets go of it for good."""
+    assert run("""
+signal.signal(signal.SIGINT, lambda *_: connection.close())
+published = connection.publish("test/closed", few)
+array, collect = connection.empty((8, 4000)), connection._memory.collect
+
+def collect_under_a_signal():
+    connection._memory.collect = collect
+    assert connection._is_mine()
+    signal.raise_signal(signal.SIGINT)
+    collect()
+
+connection._memory.collect = collect_under_a_signal
+del array
+assert connection._memory.collect is collect, "nothing was given back"
+assert connection.closed and published.closed and connection._handle.value is None
+with kld.connect(sys.argv[1]) as other:
+    try:
+        other.attach("test/closed")
+        print("it is still there")
+    except LookupError:
+        pass
+try:
+    connection.kl_div(few, few)
+except kld.KldConnectionError as error:
+    print(error)
+""", server.url_unix) == "this connection was closed\n"
+
+
 @pytest.mark.parametrize("call", ['connection.attach("test/nobody", timeout=50)',
                                   'kld.connect("unix:/nowhere/kld.sock", connect_timeout=50)'])
 def test_ctrl_c_ends_a_wait(server, call):

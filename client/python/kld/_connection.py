@@ -484,7 +484,11 @@ class Connection:
                     _library.library().kld_region_drop(self._dropped.popleft())
         finally:
             if got and got[0]:
-                self._lock.release()
+                try:
+                    if self._closing:
+                        self._end()
+                finally:
+                    self._lock.release()
 
 
 def _at_exit() -> None:
