@@ -329,6 +329,32 @@ def test_about_a_server(server):
         pickle.dumps(connection)
 
 
+@pytest.mark.parametrize("keeper", ["sys.excepthook", "threading.excepthook", "os.kept", "numpy.kept", "builtins.kept"])
+def test_nothing_is_said_at_the_end_of_what_a_module_keeps(server, keeper):
+    """Until the modules are emptied, ours too: a function of __main__ keeps all of __main__'s."""
+    result = run(f"""
+import builtins, os, sys, threading, numpy, kld
+url = os.environ["KLD_SERVER"]
+connection, local = kld.connect(url), kld.connect("local:cpu")
+arrays = [connection.empty((100, 1000)), local.empty((100, 1000))]
+published = connection.publish("test/kept", arrays[0])
+attached = kld.connect(url).attach("test/kept")
+{keeper} = lambda *_: None
+""", KLD_SERVER=server.url_unix)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("when", ["del connection", "pass"])
+def test_errors_are_told_where_a_connection_goes(when):
+    result = run(f"""
+import kld
+connection = kld.connect("local:cpu")
+kld._connection._library = None
+{when}
+""")
+    assert result.returncode == 0 and "'NoneType' object has no attribute 'library'" in result.stderr
+
+
 def test_the_default_connection(server):
     code = ("import kld, numpy; c = kld.default_connection(); print(c.url, c is kld.default_connection(), "
             "kld.kl_div(numpy.float32([[.5, .5]]), numpy.float32([[.25, .75]])).loss); c.close(); "

@@ -32,7 +32,7 @@ from ._asking import Question, ask
 from ._checks import check_number, check_shape, sizes_of
 from ._errors import (KldBusyError, KldConnectionError, KldLookupError, KldTimeoutError, KldTypeError,
                       KldUnsupportedError, KldValueError, Status)
-from ._memory import Memory
+from ._memory import Memory, finaliser
 from ._opening import check_whole, one_url, opened, options_of
 from ._request import PLANS_MAX, SLICE_MS, Call, Parameters, Plan, exiting, row_stride, timeout_ns
 
@@ -366,6 +366,7 @@ class Connection:
                  traceback: Optional[TracebackType]) -> None:
         self.close()
 
+    @finaliser
     def __del__(self) -> None:
         if getattr(self, "_memory", None) is not None:
             self.close()
@@ -466,6 +467,7 @@ class Connection:
             self._known.clear()
         self._known[key] = plan
 
+    @finaliser
     def _tidy(self) -> None:
         """Takes in memory that arrays gave back, unless the connection is in use: then its user does it."""
         if os.getpid() != self._process:

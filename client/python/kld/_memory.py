@@ -17,14 +17,32 @@ import ctypes as c
 import fcntl
 import mmap
 import os
+import sys
 import weakref
-from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
+from typing import Any, Callable, Deque, Dict, List, Optional, Tuple, TypeVar
 
 from . import _library
 from ._errors import KldError, KldMemoryError, Status
 
 # Each costs two descriptors, and a server takes 1024 regions of a client (client_regions_max).
 SPANS_MAX = 256
+Owner = TypeVar("Owner")
+
+
+def finaliser(work: Callable[[Owner], None]) -> Callable[[Owner], None]:
+    """For what runs when an object goes. Something in `sys`, say, may keep that until the interpreter has emptied its
+    modules, ours too: what `work` needs is None then, and the end of the process lets go of the rest. So nothing here
+    is looked up by name."""
+    modules, error = sys.modules, Exception
+
+    def run(owner: Owner) -> None:
+        try:
+            work(owner)
+        except error:
+            if modules.get("os") is not None:  # modules leave this dict before any of them is emptied
+                raise
+
+    return run
 
 
 def rounded(size: int) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Callable, List, Optional, Sequence, Tuple
 from . import _library
 from ._asking import ask
 from ._errors import KldConnectionError, KldError, KldTypeError, KldValueError, Status
+from ._memory import finaliser
 from ._request import View, row_stride
 
 if TYPE_CHECKING:
@@ -159,6 +160,7 @@ class Attached(_Shared):
             self._closed = True
             _library.library().kld_region_drop(self._region)
 
+    @finaliser
     def __del__(self) -> None:
         """Wherever its last user goes: whoever has the connection lets go of the region."""
         if not getattr(self, "closed", True):
