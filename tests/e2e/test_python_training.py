@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 
+import numpy as np
 import pytest
 
 from pythonlib import environment, import_kld, import_torch
@@ -260,12 +261,37 @@ def test_dispatch_modes_see_an_operator():
     torch.testing.assert_close(right, z.grad)
 
 
+class _MetaDevice(torch.overrides.TorchFunctionMode):
+    """What torch.device("meta") is as a context, which it is since PyTorch 2.0."""
+
+    def __torch_function__(self, function, types, arguments=(), more=None):
+        more = dict(more or {})
+        if function in (torch.as_tensor, torch.tensor, torch.empty, torch.full, torch.ones, torch.zeros):
+            more.setdefault("device", "meta")
+        return function(*arguments, **more)
+
+
+def default_device_meta():
+    return torch.device("meta") if hasattr(torch, "set_default_device") else _MetaDevice()
+
+
 def test_a_default_device_is_not_that_of_the_loss():
-    if not hasattr(torch, "set_default_device"):
-        pytest.skip("no default device before PyTorch 2.0")
-    with torch.device("meta"):
-        loss = step(*(one.cpu() for one in (torch.zeros(4, 6, device="cpu"), torch.ones(4, 6, device="cpu") / 6)))
+    zeros, ones = torch.zeros(4, 6), torch.ones(4, 6) / 6
+    with default_device_meta():
+        assert torch.empty(1).device.type == "meta"
+        loss = step(zeros, ones)
     assert loss.device.type == "cpu" and float(loss) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_a_default_device_is_not_that_of_masks_and_weights(connection, kind):
+    """Those that are no tensors belong where the input is."""
+    z, t = numbers(4, 6)
+    more = {"row_mask": kind([True, False, True, True]), "row_weights": kind([1.0, 2.0, 0.5, 1.0]), "connection": connection}
+    right = functional.kl_div(z, t, reduction="row", input_form="logits", **more)
+    with default_device_meta():
+        found = functional.kl_div(z, t, reduction="row", input_form="logits", **more)
+    assert torch.equal(found, right) and right[1] == 0
 
 
 def test_views_that_negate(connection):

@@ -114,8 +114,8 @@ def view_of(tensor: torch.Tensor, dtype: str) -> View:
 
 
 def _tensor_of(name: str, value: Any, device: torch.device) -> torch.Tensor:
-    try:
-        tensor = value if hasattr(value, "__cuda_array_interface__") else torch.as_tensor(value)  # on the CPU: no error is CUDA's
+    try:  # on the CPU: no error is CUDA's
+        tensor = value if hasattr(value, "__cuda_array_interface__") else torch.as_tensor(value, device=CPU)
     except (TypeError, ValueError, RuntimeError) as error:  # (a RuntimeError is of a type that PyTorch cannot guess)
         kind = KldValueError if isinstance(error, ValueError) else KldTypeError
         raise kind(Status.INVALID, f"{name} is a {type(value).__name__} that PyTorch makes no tensor of: {error}") from error
