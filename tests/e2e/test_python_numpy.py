@@ -386,7 +386,7 @@ def test_an_output_on_a_gpu_is_for_one_that_has_it(monkeypatch):
         with pytest.raises(kld.KldUnsupportedError, match="computes on a CPU"):
             connection.kl_div(Q, P, out={"grad_predictions": out})
         out.read_only = True
-        with pytest.raises(ValueError, match="expected a writeable array"):
+        with pytest.raises(ValueError, match=r"is a read-only float32\[96, 500\]; expected a writeable array"):
             connection.kl_div(Q, P, out={"grad_predictions": out})
     assert not values.any()
 
@@ -437,6 +437,10 @@ def test_results_where_no_more_can_be_shared(connection, monkeypatch):
     ({"grad_output": np.ones(96)}, ValueError, "grad_output has shape"),
     ({"out": {"gradient": P}}, ValueError, "out is a dict with keys of loss"),
     ({"out": {"grad_predictions": np.zeros(SHAPE)}}, ValueError, "writeable array float32"),
+    ({"out": {"grad_predictions": Q.astype(">f4")}}, ValueError,
+     r"is float32\[96, 500\] of the other byte order; expected a writeable array float32\[96, 500\]$"),
+    ({"out": {"grad_predictions": np.broadcast_to(np.float32(1), SHAPE)}}, ValueError,
+     r"is a read-only float32\[96, 500\]; expected a writeable array float32\[96, 500\]$"),
     ({"out": {"grad_predictions": [1]}}, TypeError, "a NumPy array, not list"),
     ({"out": {"grad_predictions": np.zeros(SHAPE, np.float32, order="F")}}, ValueError, "contiguous"),
     ({"out": {"loss": np.zeros(1, np.float32)}}, ValueError, "another loss is a number"),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 _NAMES: Dict[Any, str] = {np.dtype(name): name for name in FLOATS[:3]}  # native byte order
+_SWAPPED = " of the other byte order"
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -42,7 +43,7 @@ def name_of(dtype: Any) -> str:
     except TypeError:
         raise KldTypeError(Status.INVALID, f"{dtype!r} is not a dtype; kld takes {', '.join(FLOATS)}") from None
     if made.name not in FLOATS or not made.isnative:
-        order = "" if made.isnative else " of the other byte order"
+        order = "" if made.isnative else _SWAPPED
         raise KldTypeError(Status.INVALID, f"dtype {made.name}{order}; kld takes {', '.join(FLOATS)} of this "
                            "machine's byte order")
     return str(made.name)
@@ -105,7 +106,7 @@ def view_of(name: str, value: Any) -> View:
     if dtype is None:
         dtype = array.dtype.name
         if dtype not in FLOATS or not array.dtype.isnative:
-            order = "" if array.dtype.isnative else " of the other byte order"
+            order = "" if array.dtype.isnative else _SWAPPED
             raise KldTypeError(Status.INVALID, f"{name} has dtype {dtype}{order}; kld takes {', '.join(FLOATS)} of "
                                "this machine's byte order")
     return View(array.__array_interface__["data"][0], dtype, array.shape,
@@ -138,14 +139,19 @@ def vector_of(name: str, value: Any, dtype: str, shapes: Tuple[Tuple[int, ...], 
     return View(array.__array_interface__["data"][0], dtype, array.shape, array.strides, array)
 
 
+def _bad_output(slot: str, what: str, read_only: bool, dtype: str, shape: Tuple[int, ...]) -> KldError:
+    return KldValueError(Status.INVALID, f"out[{slot!r}] is {'a read-only ' if read_only else ''}{what}; expected a "
+                         f"writeable array {dtype}{list(shape)}")
+
+
 def output_of(slot: str, array: Any, dtype: str, shape: Tuple[int, ...]) -> View:
     """An array of the caller's that a result is written to."""
     if not isinstance(array, np.ndarray):
         raise KldTypeError(Status.INVALID, f"out[{slot!r}] is a NumPy array, not {type(array).__name__}")
     _refuse_masked(f"out[{slot!r}]", array)
     if array.dtype != dtype_of(dtype) or array.shape != shape or not array.flags.writeable:
-        raise KldValueError(Status.INVALID, f"out[{slot!r}] is {array.dtype.name}{list(array.shape)}; expected a "
-                            f"writeable array {dtype}{list(shape)}")
+        raise _bad_output(slot, f"{array.dtype.name}{list(array.shape)}" + ("" if array.dtype.isnative else _SWAPPED),
+                          not array.flags.writeable, dtype, shape)
     return View(array.__array_interface__["data"][0], dtype, shape, array.strides, array)
 
 
@@ -232,8 +238,7 @@ class Sides:
         if view is None:
             return output_of(slot, array, dtype, shape)
         if view.dtype != dtype or view.shape != shape or self._found[-1].read_only:
-            raise KldValueError(Status.INVALID, f"out[{slot!r}] is {view.dtype}{list(view.shape)}; expected a "
-                                f"writeable array {dtype}{list(shape)}")
+            raise _bad_output(slot, f"{view.dtype}{list(view.shape)}", self._found[-1].read_only, dtype, shape)
         return view
 
     def make(self, call: Call, slot: str, dtype: str, shape: Tuple[int, ...]) -> Any:
