@@ -318,6 +318,16 @@ def test_views_that_negate(connection):
     assert torch.equal(leaf.grad, other.grad)
 
 
+@pytest.mark.parametrize("name", ["predictions", "targets", "row_weights", "row_mask", "grad_output"])
+def test_complex_numbers_are_refused_as_conjugates_too(connection, name):
+    """Whose memory holds others: PyTorch itself makes no array of it."""
+    given = {"predictions": torch.ones(4, 6), "targets": torch.ones(4, 6), "reduction": "row"}
+    turned = torch.ones((4, 6) if name in given else 4, dtype=torch.complex64).conj()
+    assert turned.is_conj()
+    with pytest.raises(kld.KldTypeError, match=f"{name} has dtype complex64"):
+        connection.kl_div(**{**given, name: turned})
+
+
 def test_batched_gradients(connection):
     z, t = numbers(3, 5)
     z.requires_grad_()

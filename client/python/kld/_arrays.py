@@ -71,7 +71,7 @@ def _plain(name: str, value: Any) -> Any:
         raise KldUnsupportedError(Status.UNIMPLEMENTED, _surroundings.TRANSFORMED)
     _surroundings.refuse_special(value)
     _autograd.check_device(name, value)
-    return value.detach().resolve_neg()
+    return value.detach().resolve_conj().resolve_neg()  # (complex ones are refused by their dtype)
 
 
 def _refuse_masked(name: str, value: Any) -> None:
