@@ -3,38 +3,15 @@
 #include "kernels/cpu/copy.h"
 
 #include <string.h>
-#ifdef __SSE2__
-#include <immintrin.h>
-#endif
+
+#include "proto/copy.h"
 
 #define CHUNK_BYTES (4u << 20) /* less is one thread's: to wake the others costs more */
-#define LINE_BYTES 64
 
 struct copy {
     const struct kld_job *job;
     bool streaming;
 };
-
-#ifdef __SSE2__
-static void copy_past_caches(unsigned char *to, const unsigned char *from, size_t bytes) {
-    size_t head = -(uintptr_t)to % LINE_BYTES;
-    head = head < bytes ? head : bytes;
-    memcpy(to, from, head);
-    for (; head + LINE_BYTES <= bytes; head += LINE_BYTES) {
-        __m128i part[4];
-        for (int i = 0; i < 4; i++)
-            part[i] = _mm_loadu_si128((const __m128i *)(const void *)(from + head) + i);
-        for (int i = 0; i < 4; i++)
-            _mm_stream_si128((__m128i *)(void *)(to + head) + i, part[i]);
-    }
-    _mm_sfence();
-    memcpy(to + head, from + head, bytes - head);
-}
-#else
-static void copy_past_caches(unsigned char *to, const unsigned char *from, size_t bytes) {
-    memcpy(to, from, bytes);
-}
-#endif
 
 static void task_copy(void *context, uint64_t chunk) {
     const struct copy *copy = context;
@@ -45,7 +22,7 @@ static void task_copy(void *context, uint64_t chunk) {
         (const unsigned char *)job->copy_from.memory->host + job->copy_from.offset_bytes;
     uint64_t bytes = left < CHUNK_BYTES ? left : CHUNK_BYTES;
     if (copy->streaming)
-        copy_past_caches(to + start, from + start, bytes);
+        kld_copy_past_caches(to + start, from + start, bytes);
     else
         memcpy(to + start, from + start, bytes);
 }

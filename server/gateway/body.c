@@ -6,11 +6,13 @@
 #include <string.h>
 #include <strings.h>
 
+#include "proto/copy.h"
 #include "server/gateway/infer.h"
 #include "server/gateway/staging.h"
 
 #define LENGTH "Inference-Header-Content-Length"
-#define INFLATED_BYTES_A_TURN ((uint64_t)64 << 10) /* then other connections get their turn */
+#define STAGED_PAST_CACHES_BYTES ((uint64_t)64 << 20) /* more than most last-level caches hold */
+#define INFLATED_BYTES_A_TURN ((uint64_t)64 << 10)    /* then other connections get their turn */
 
 static enum kld_status read_header_length(struct kld_infer *infer, struct kld_error *err) {
     const struct kld_exchange *exchange = infer->exchange;
@@ -207,6 +209,14 @@ enum kld_status kld_body_check(const struct kld_infer *infer, struct kld_error *
     return check_tail(infer, exchange->length_bytes - infer->json_have, err);
 }
 
+/* What is longer than the caches has left them before the worker looks at it. */
+static void put_in_staging(void *to, const void *from, size_t bytes, uint64_t tail_bytes) {
+    if (tail_bytes >= STAGED_PAST_CACHES_BYTES)
+        kld_copy_past_caches(to, from, bytes);
+    else
+        memcpy(to, from, bytes);
+}
+
 static enum kld_status take_tail(struct kld_infer *infer, const char *data, size_t size,
                                  size_t *ret_taken, struct kld_error *err) {
     const struct kld_oip_request *request = &infer->request;
@@ -221,7 +231,8 @@ static enum kld_status take_tail(struct kld_infer *infer, const char *data, size
     if (infer->in_buffer[infer->tail_input])
         taken = kld_bulk_receive(infer, infer->tail_input, inside, data, taken);
     else
-        memcpy((char *)kld_infer_bytes(infer, infer->tail_input) + inside, data, taken);
+        put_in_staging((char *)kld_infer_bytes(infer, infer->tail_input) + inside, data, taken,
+                       request->tail_bytes);
     infer->tail_have += taken;
     *ret_taken = taken;
     return KLD_OK;

@@ -32,6 +32,17 @@ def memory_available():
     return int(re.search(r"MemAvailable:\s+(\d+)", pathlib.Path("/proc/meminfo").read_text()).group(1)) << 10
 
 
+def test_a_staged_body_larger_than_caches(make_server):
+    """It is copied past them, from wherever it comes to wherever it belongs: the JSON before it has any length."""
+    server = make_server()
+    rows, classes = 1031, 8209  # two tensors of 64 MiB and a bit, which default staging takes whole
+    q, p = (np.resize(probabilities((count, classes), seed), (rows, classes)) for seed, count in enumerate(PERIODS))
+    truth = (p.astype("<f8") * (np.log(p.astype("<f8")) - np.log(q.astype("<f8")))).sum(1)
+    for padding in range(3):
+        _, found = infer(server, {"predictions": q, "targets": p}, {"row_loss": {"binary_data": True}}, id="x" * (1 + 11 * padding))
+        np.testing.assert_allclose(found["row_loss"], truth, rtol=1e-5)
+
+
 @pytest.mark.skipif(is_sanitized(), reason="minutes under a sanitizer")
 @pytest.mark.skipif(memory_available() < 9 << 30 and os.environ.get("CI") != "true", reason="needs 9 GiB of memory")
 def test_more_than_two_gib(make_server):

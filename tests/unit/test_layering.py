@@ -45,6 +45,7 @@ RULES = {
 EXCEPTIONS = {
     "kernels/backends.c": (["kernels/cuda/cuda.h"], []),
     "client/local.c": (["kernels/backend.h"], []),
+    "proto/copy.c": ([], ["immintrin.h"]),
     "server/failed_lines.c": (["server/failed_lines.h", "server/log.h"], ["uv.h"]),
     "server/failed_lines.h": ([], ["uv.h"]),
     "server/host_memory.c": (["server/host_memory.h"], []),
