@@ -1,25 +1,20 @@
 /* log.c - formats one line an event and writes it with one write(2) to standard error.
  *
- * It never waits: a pipe is opened again without blocking (so that the mode of the inherited one,
- * which others share, stays as it is), one that another user made is written to where it has room,
- * a socket is sent to without waiting, and what does not fit is dropped and counted. The settings
- * below are written once, by kld_log_init(), before a role starts threads, but for the level; after
- * that any thread logs. */
+ * It never waits (output.h): what does not fit is dropped and counted. The settings below are
+ * written once, by kld_log_init(), before a role starts threads, but for the level; after that any
+ * thread logs. */
 #include "server/log.h"
 
 #include <errno.h>
-#include <fcntl.h>
-#include <poll.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/socket.h>
-#include <sys/stat.h>
-#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
+#include "proto/utf8.h"
+#include "server/output.h"
 #include "server/stats.h"
 
 #define LINE_MAX_BYTES 2048 /* below PIPE_BUF: one write is never split */
@@ -30,12 +25,12 @@ static const char *const level_names[] = {"debug", "info", "warn", "error"};
 #define LEVELS (sizeof level_names / sizeof level_names[0])
 
 static struct {
-    _Atomic uint32_t level;    /* enum kld_log_level */
-    bool json, socket, blocks; /* blocks: it was not ours to open again */
-    int fd;
+    _Atomic uint32_t level; /* enum kld_log_level */
+    bool json;
+    struct kld_output output;
     char role[16];
     struct kld_stats *stats;
-} settings = {.level = KLD_LOG_INFO, .fd = STDERR_FILENO, .role = "kld-server"};
+} settings = {.level = KLD_LOG_INFO, .output = {.fd = STDERR_FILENO}, .role = "kld-server"};
 
 struct line {
     char text[LINE_MAX_BYTES];
@@ -53,16 +48,23 @@ static void put(struct line *line, const char *text, size_t bytes) {
 
 static void put_text(struct line *line, const char *text) { put(line, text, strlen(text)); }
 
-static void put_json_char(struct line *line, unsigned char c) {
-    char escaped[8];
-    if (c == '"' || c == '\\') {
-        escaped[0] = '\\';
-        escaped[1] = (char)c;
-        put(line, escaped, 2);
-    } else if (c < 0x20 || c == 0x7f) {
-        put(line, escaped, (size_t)snprintf(escaped, sizeof escaped, "\\u%04x", c));
-    } else {
-        put(line, (const char *)&c, 1);
+/* What is no UTF-8, as a name of the environment may be, is U+FFFD each byte. */
+static void put_json(struct line *line, const char *text, size_t bytes) {
+    for (size_t i = 0, size; i < bytes; i += size) {
+        unsigned char c = (unsigned char)text[i];
+        char escaped[8];
+        size = kld_utf8_sequence(text + i, bytes - i);
+        if (!size) {
+            size = 1;
+            put_text(line, "\\ufffd");
+        } else if (c == '"' || c == '\\') {
+            put_text(line, "\\");
+            put(line, text + i, 1);
+        } else if (c < 0x20 || c == 0x7f) {
+            put(line, escaped, (size_t)snprintf(escaped, sizeof escaped, "\\u%04x", c));
+        } else {
+            put(line, text + i, size);
+        }
     }
 }
 
@@ -112,15 +114,13 @@ static void put_json_pairs(struct line *line, const char *details, char mark) {
         if (details[key] != '=' || key == 0) {
             if (*details) {
                 put_text(line, ",\"text\":\"");
-                for (; *details; details++)
-                    put_json_char(line, (unsigned char)*details);
+                put_json(line, details, strlen(details));
                 put_text(line, "\"");
             }
             return;
         }
         put_text(line, ",\"");
-        for (size_t i = 0; i < key; i++)
-            put_json_char(line, (unsigned char)details[i]);
+        put_json(line, details, key);
         put_text(line, "\":");
         details += key + 1;
         bool quoted = *details == '"' || *details == mark;
@@ -129,56 +129,16 @@ static void put_json_pairs(struct line *line, const char *details, char mark) {
         size_t value = strcspn(details, end);
         bool number = !quoted && is_number(details, value);
         put_text(line, number ? "" : "\"");
-        for (size_t i = 0; i < value; i++)
-            put_json_char(line, (unsigned char)details[i]);
+        put_json(line, details, value);
         put_text(line, number ? "" : "\"");
         details += value + (quoted && details[value]);
     }
 }
 
-/* Where writing blocks: not without room. Pipes without a name are asked for that with the write
- * itself since Linux 6.5; the rest is asked first, and there a line of another process that takes
- * the last room in between makes this one wait. */
-static ssize_t write_if_room(const struct line *line) {
-    struct iovec part = {.iov_base = (void *)(uintptr_t)line->text, .iov_len = line->bytes};
-    struct pollfd room = {.fd = settings.fd, .events = POLLOUT};
-    ssize_t written = pwritev2(settings.fd, &part, 1, -1, RWF_NOWAIT);
-    if (written >= 0 || (errno != EOPNOTSUPP && errno != ENOSYS && errno != EPERM))
-        return written;
-    if (poll(&room, 1, 0) > 0)
-        return write(settings.fd, line->text, line->bytes);
-    errno = EAGAIN;
-    return -1;
-}
-
-static ssize_t write_once(const struct line *line) {
-    if (settings.socket)
-        return send(settings.fd, line->text, line->bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
-    return settings.blocks ? write_if_room(line) : write(settings.fd, line->text, line->bytes);
-}
-
 static void write_line(const struct line *line) {
-    ssize_t written;
-    do
-        written = write_once(line);
-    while (written < 0 && errno == EINTR);
+    ssize_t written = kld_output_write(&settings.output, line->text, line->bytes);
     if (written != (ssize_t)line->bytes && settings.stats)
         kld_stats_add(settings.stats, KLD_STAT_log_lines_lost_total, 1);
-}
-
-/* A descriptor that does not block, without changing the one we share with our parent. */
-static void open_output(void) {
-    struct stat info;
-    if (fstat(STDERR_FILENO, &info) < 0)
-        return;
-    settings.socket = S_ISSOCK(info.st_mode);
-    if (S_ISFIFO(info.st_mode) || S_ISCHR(info.st_mode)) {
-        int fd = open("/proc/self/fd/2", O_WRONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
-        if (settings.fd != STDERR_FILENO)
-            close(settings.fd);
-        settings.blocks = fd < 0;
-        settings.fd = fd < 0 ? STDERR_FILENO : fd;
-    }
 }
 
 /* LEVELS: there is none of this name. */
@@ -207,7 +167,9 @@ enum kld_status kld_log_init(const char *role, const char *level, const char *fo
     kld_log_set_level(level);
     settings.json = json;
     snprintf(settings.role, sizeof settings.role, "%s", role);
-    open_output();
+    if (settings.output.fd != STDERR_FILENO)
+        close(settings.output.fd);
+    kld_output_open(&settings.output, STDERR_FILENO);
     return KLD_OK;
 }
 

@@ -151,9 +151,9 @@ static void announce(struct kld_supervisor *supervisor) {
     if (supervisor->announced || supervisor->draining || !ready)
         return;
     supervisor->announced = true;
-    printf("ready http=%s unix=%s backend=%s devices=%u\n", supervisor->http.address,
-           supervisor->config.unix, supervisor->config.backend, supervisor->workers);
-    fflush(stdout);
+    kld_ready_line_say(&supervisor->ready_line, "ready http=%s unix=%s backend=%s devices=%u\n",
+                       supervisor->http.address, supervisor->config.unix,
+                       supervisor->config.backend, supervisor->workers);
     kld_supervisor_tell_ready(supervisor, NULL);
     kld_reload_proceed(supervisor);
 }
@@ -304,6 +304,7 @@ static void init_loop(struct kld_supervisor *supervisor) {
         uv_signal_start(&supervisor->on_child, on_child_signal, SIGCHLD);
     kld_reload_init(supervisor);
     kld_notify_start(&supervisor->notify, loop);
+    kld_ready_line_open(&supervisor->ready_line, loop);
     kld_watchdog_start(supervisor);
     kld_introduce_init(supervisor);
     kld_usage_start(supervisor);
@@ -404,6 +405,7 @@ static void close_all(struct kld_supervisor *supervisor) {
     kld_reload_close(supervisor);
     kld_stats_detach(supervisor->page);
     kld_notify_close(&supervisor->notify);
+    kld_ready_line_close(&supervisor->ready_line);
 }
 
 int kld_supervisor_main(const struct kld_config *config, const struct kld_start *start) {

@@ -14,6 +14,7 @@
 #include "server/secrets.h"
 #include "server/stats.h"
 #include "server/supervisor/notify.h"
+#include "server/supervisor/ready_line.h"
 
 /* ---- sockets.c: the listening sockets -------------------------------------------------------- */
 
@@ -254,6 +255,7 @@ struct kld_supervisor {
     uv_timer_t introduce_again; /* see introduce.c */
     struct kld_seen seen[KLD_PROCESS_WORKER + KLD_DEVICES_MAX]; /* at their places in the page */
     struct kld_notify notify;
+    struct kld_ready_line ready_line;
     struct kld_inherited inherited; /* what of it is not -1 was adopted, or will be */
     struct kld_http_socket http, metrics;
     struct kld_unix_socket unix_socket[KLD_DEVICES_MAX]; /* one a worker */

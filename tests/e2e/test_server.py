@@ -1,5 +1,6 @@
 """The server as its operator meets it: start, options, the ready line, signals, lost children."""
 import contextlib
+import fcntl
 import json
 import os
 import pathlib
@@ -20,6 +21,7 @@ import pytest
 
 from conftest import BIN, START_SECONDS, children_of, clean_environment, sanitizer, suspend, wait_until
 from httplib import Late, unless_late
+from wire import Client
 
 SERVER = str(BIN / "kld-server")
 
@@ -469,6 +471,32 @@ def test_full_stderr_stops_nothing(backend, stderr_user):
         os.close(reader)
         os.close(writer)
         shutil.rmtree(folder)
+
+
+def test_full_stdout_stops_nothing(backend, tmp_path):
+    """It is ready, serves, replaces a worker and stops; and says so when there is room."""
+    reader, writer = os.pipe()
+    room = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"x" * room)
+    process = subprocess.Popen([SERVER, "--http=", f"--unix={tmp_path}/s", f"--backend={backend}"], stdout=writer,
+                               stderr=subprocess.DEVNULL, env=clean_environment())
+    try:
+        wait_until(lambda: os.path.exists(f"{tmp_path}/s"), what="the socket")
+        with Client(f"{tmp_path}/s") as client:
+            client.ping()
+        worker = children_of(process.pid)["worker"]
+        os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: children_of(process.pid).get("worker") not in (None, worker), what="the next worker")
+        assert os.read(reader, room) == b"x" * room
+        assert os.read(reader, 1000).startswith(b"ready http= unix=")
+        os.write(writer, b"x" * room)
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reader)
+        os.close(writer)
 
 
 def skip_without_namespaces(command):

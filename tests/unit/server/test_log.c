@@ -114,6 +114,15 @@ START_TEST(json_stays_json) {
 }
 END_TEST
 
+/* Strict readers of JSON take no other text. */
+START_TEST(json_is_utf8) {
+    capture("debug", "json", false);
+    kld_log(KLD_LOG_INFO, "x", "a=%s b=\"%s\"", "\xff\xc3=1", "gr\xc3\xbcn \xe2\x82");
+    ck_assert_ptr_nonnull(
+        strstr(line(), ",\"a\":\"\\ufffd\\ufffd=1\",\"b\":\"gr\xc3\xbcn \\ufffd\\ufffd\"}"));
+}
+END_TEST
+
 static struct kld_stats_page *page;
 
 static uint64_t lost_lines(void) { return page->common.value[KLD_STAT_log_lines_lost_total]; }
@@ -215,6 +224,7 @@ int main(void) {
                                   json_line,
                                   quotes_in_a_value_are_its_own,
                                   json_stays_json,
+                                  json_is_utf8,
                                   full_pipe_loses_and_counts,
                                   a_full_pipe_of_another_user_loses_and_counts,
                                   a_full_pipe_with_a_name_of_another_user_loses_and_counts,
