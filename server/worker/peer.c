@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#define GROUPS_MAX 256     /* supplementary groups that are looked at */
+#define GROUPS_USUAL 256   /* supplementary groups for which there is room at once */
 #define IDS_ALL UINT32_MAX /* how many the kernel knows */
 #define OVERFLOW_USUAL 65534
 #ifndef SO_PEERPIDFD
@@ -95,16 +95,20 @@ static bool gid_listed(const struct kld_peers *peers, gid_t gid) {
 }
 
 static bool group_listed(const struct kld_peers *peers, int fd, gid_t gid) {
-    gid_t groups[GROUPS_MAX];
-    socklen_t bytes = sizeof groups;
+    gid_t few[GROUPS_USUAL], *many = NULL, *groups = few;
+    socklen_t bytes = sizeof few;
     if (gid_listed(peers, gid))
         return true;
-    if (getsockopt(fd, SOL_SOCKET, SO_PEERGROUPS, groups, &bytes) != 0)
-        return false;
-    for (size_t i = 0; i < bytes / sizeof *groups; i++)
-        if (gid_listed(peers, groups[i]))
-            return true;
-    return false;
+    int failed = getsockopt(fd, SOL_SOCKET, SO_PEERGROUPS, few, &bytes);
+    if (failed && errno == ERANGE && (many = malloc(bytes))) { /* which is as much as there are */
+        groups = many;
+        failed = getsockopt(fd, SOL_SOCKET, SO_PEERGROUPS, many, &bytes);
+    }
+    bool found = false;
+    for (size_t i = 0; !failed && !found && i < bytes / sizeof *groups; i++)
+        found = gid_listed(peers, groups[i]);
+    free(many);
+    return found;
 }
 
 enum kld_status kld_peer_check(const struct kld_peers *peers,

@@ -102,7 +102,8 @@ static void listener_ready(uv_poll_t *poll, int status, int events) {
         if (errno == EAGAIN)
             return;
         if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
-            kld_log(KLD_LOG_WARN, "accept paused", "error=\"%s\"", strerror(errno));
+            if (kld_failed_lines_take(&worker->failed_lines))
+                kld_log(KLD_LOG_WARN, "accept paused", "error=\"%s\"", strerror(errno));
             pause_accept(worker, ACCEPT_AGAIN_MS);
             return;
         }
@@ -112,6 +113,8 @@ static void listener_ready(uv_poll_t *poll, int status, int events) {
 void kld_worker_accept(struct kld_worker *worker) {
     if (worker->listening || worker->draining || worker->stopping)
         return;
+    if (uv_is_active((uv_handle_t *)&worker->accept_again))
+        return; /* it rests, whoever has just left */
     if (!has_room(worker)) {
         kld_health_let_in_soon(worker);
         return;
