@@ -84,6 +84,56 @@ START_TEST(owners_take_turns) {
 }
 END_TEST
 
+/* The stream of one of whose jobs only the last is there: done() of each submits the next. */
+static struct kld_stream *again_stream;
+static struct kld_job again[4];
+
+static void ask_again(struct kld_job *job) {
+    if (++job < again + 4)
+        kld_backend_cpu.submit(again_stream, job);
+    note_done(job - 1);
+}
+
+/* Who has one job at a time gets no turn before all others have had theirs, nor loses one. */
+START_TEST(who_asks_again_goes_behind_the_others) {
+    enum { FULL = 4, ENDS = 12 };
+    static const unsigned want[ENDS] = {0, 9, 2, 1, 9, 3, 0, 9, 2, 1, 9, 3};
+    struct kld_device *device = device_open(2, 0, 20);
+    struct kld_memory *from = memory_alloc(device, 4096), *to = memory_alloc(device, 4096);
+    struct kld_stream *stream[FULL], *other = stream_of(device, 0);
+    struct shared shared = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, {0}};
+    pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+    static struct kld_job job[FULL][2], first;
+    pthread_mutex_lock(&gate);
+    copy_init(&first, &shared, 0, to, from, 64);
+    first.owner = &gate;
+    first.done = wait_gate;
+    kld_backend_cpu.submit(other, &first);
+    for (unsigned i = 0; i < FULL; i++)
+        stream[i] = stream_of(device, i < FULL / 2 ? 1 : 3);
+    again_stream = stream_of(device, 2);
+    for (unsigned i = 0; i < 4; i++) {
+        copy_init(&again[i], &shared, 9, to, from, 64);
+        again[i].done = ask_again;
+    }
+    for (unsigned i = 0; i < FULL; i++) {
+        if (i == FULL / 2)
+            kld_backend_cpu.submit(again_stream, &again[0]);
+        for (unsigned j = 0; j < 2; j++) {
+            copy_init(&job[i][j], &shared, i, to, from, 64);
+            kld_backend_cpu.submit(stream[i], &job[i][j]);
+        }
+    }
+    pthread_mutex_unlock(&gate);
+    wait_count(&shared, ENDS);
+    for (unsigned i = 0; i < ENDS; i++)
+        ck_assert_uint_eq(shared.order[i], want[i]);
+    kld_backend_cpu.memory_free(from);
+    kld_backend_cpu.memory_free(to);
+    kld_backend_cpu.device_close(device); /* and all that is open yet */
+}
+END_TEST
+
 START_TEST(test_close_in_flight) {
     struct kld_device *device = device_open(2, 0, 0);
     struct kld_memory *from = memory_alloc(device, 4u << 20), *to = memory_alloc(device, 4u << 20);
@@ -324,6 +374,7 @@ START_TEST(test_large_job_behind_a_small_one) {
     kld_backend_cpu.device_close(device);
 }
 END_TEST
-UNIT_MAIN("kernels/cpu/queue", test_streams, owners_take_turns, test_close_in_flight, test_wakes,
+UNIT_MAIN("kernels/cpu/queue", test_streams, owners_take_turns,
+          who_asks_again_goes_behind_the_others, test_close_in_flight, test_wakes,
           test_small_jobs_of_who_polls, test_what_is_small, test_many_small_jobs,
           test_large_job_behind_a_small_one)
