@@ -374,8 +374,8 @@ struct kld_request {
 KLD_EXPORT enum kld_status kld_stream_adopt(struct kld_connection *connection, uint32_t stream,
                                             void *cuda_stream, struct kld_error *err);
 /* Which streams a busy server serves first; -1 low, 0 normal (from the start), 1 high. Before the
- * first request of that stream. A CPU takes streams in turn whatever it was told. unix and local.
- * Blocking. */
+ * first request of that stream. On a CPU users take turns, and each one's streams among themselves,
+ * whatever it was told. unix and local. Blocking. */
 KLD_EXPORT enum kld_status kld_stream_priority(struct kld_connection *connection, uint32_t stream,
                                                int priority, struct kld_error *err);
 
