@@ -12,7 +12,7 @@
 
 struct kld_ready_line {
     struct kld_output output;
-    uv_timer_t again; /* runs while some of it is not written */
+    uv_timer_t again;                         /* runs while some of it is not written */
     char text[2 * KLD_CONFIG_TEXT_MAX + 256]; /* the path, the back end, an address and words */
     size_t bytes, written;
 };

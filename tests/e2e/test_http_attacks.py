@@ -275,7 +275,7 @@ LEGAL = [
     LIVE.replace("/live", "/live?a=b&c&&d=%41+e&="),
     LIVE.replace("/live", "/l%69ve?a=%00&b=%"), LIVE.replace("/v2", "http://localhost/v2"), LIVE.replace("GET /", "GET   /"),
     f"GET /v2/health/live HTTP/1.0\r\nConnection: keep-alive\r\n{'A: b' * 20}\r\n",
-    f"POST /v2/repository/index HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 2\r\n"]
+    "POST /v2/repository/index HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 2\r\n"]
 
 
 def test_odd_heads_that_are_whole(server):

@@ -41,7 +41,7 @@ struct fake_device {
     atomic_int asked;         /* calls of stage() */
     atomic_int last_priority; /* of the stream opened last */
     atomic_uint_fast64_t last_owner;
-    atomic_int events;        /* open now */
+    atomic_int events; /* open now */
     atomic_int jobs_submitted, jobs_started, jobs_done;
     atomic_int jobs_told;         /* done() has been called, or is left to who polls */
     atomic_int memories, streams; /* open now */
