@@ -42,6 +42,6 @@ void kld_ready_line_say(struct kld_ready_line *line, const char *format, ...) {
 }
 
 void kld_ready_line_close(struct kld_ready_line *line) {
-    if (line->output.fd != STDOUT_FILENO)
+    if (line->output.fd > STDERR_FILENO) /* which were there before us, or it was never opened */
         close(line->output.fd);
 }
