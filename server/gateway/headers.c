@@ -3,6 +3,7 @@
 #include "server/gateway/headers.h"
 
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 #include <strings.h>
 
@@ -46,8 +47,9 @@ struct found {
  * colon. What is behind is the body, or the next request, to MHD, and headers to whoever forwarded
  * it. Every other NUL ends a text early. It tells of neither, but no text is moved (is_plain()
  * finds the one that is), so that the bytes between two of them say what was there: the end of a
- * line, which is the same for all of a head, and nothing else. Newer ones refuse such a head by
- * themselves, and may have blanks there that they cut off. */
+ * line, which is the same for all of a head, and nothing else. Newer ones refuse a NUL and a line
+ * without a name by themselves, and may have blanks there that they cut off; they take lone LFs
+ * among others for ends of lines, and join lines that are one header's. */
 static bool leaves_texts_in_place(void) { return strncmp(MHD_get_version(), "0.", 2) == 0; }
 
 /* From the end of what was looked at last so many lines end, up to there. */
@@ -63,6 +65,17 @@ static struct kld_watched *watched_of(struct MHD_Connection *connection) {
     const union MHD_ConnectionInfo *info =
         MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
     return info ? info->socket_context : NULL;
+}
+
+enum kld_status kld_headers_check_library(const char *version, struct kld_error *err) {
+    unsigned major = 0, minor = 0, patch = 0;
+    if (sscanf(version, "%u.%u.%u", &major, &minor, &patch) >= 2 &&
+        (major > 0 || minor > 9 || (minor == 9 && patch >= 74)))
+        return KLD_OK;
+    return kld_error_set(err, KLD_UNIMPLEMENTED,
+                         "libmicrohttpd %.20s does not tell how long a request's head is; expected "
+                         "0.9.74 or newer",
+                         version);
 }
 
 /* From the first byte of the method to the last of the empty line. */

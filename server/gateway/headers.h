@@ -14,6 +14,10 @@ struct kld_request_line {
  * escaped in them. NULL, which is what a request begins with. */
 void *kld_headers_note_uri(void *user, const char *uri, struct MHD_Connection *connection);
 
+/* version: of the libmicrohttpd that runs, which need not be what was built with. Up to 0.9.73 it
+ * tells of every head that it has no bytes, so that each would be refused. KLD_UNIMPLEMENTED. */
+enum kld_status kld_headers_check_library(const char *version, struct kld_error *err);
+
 /* Whom it is for and where the body ends must be said once, in a way that everybody before us reads
  * as we do. An error means that nobody knows what comes behind the head: the connection has to end.
  * Sets what the exchange says of its headers. */

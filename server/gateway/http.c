@@ -461,6 +461,9 @@ static struct MHD_Daemon *start_daemon(struct kld_http *http) {
 
 enum kld_status kld_http_open(struct kld_gateway *gateway, const struct kld_http_handler *handler,
                               struct kld_http **ret_http, struct kld_error *err) {
+    enum kld_status status = kld_headers_check_library(MHD_get_version(), err);
+    if (status)
+        return status;
     struct kld_http *http = calloc(1, sizeof *http);
     if (!http)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory");
