@@ -115,7 +115,7 @@ static enum kld_status device_open(const struct kld_device_options *options,
     struct cpu_device *device = calloc(1, sizeof *device);
     if (!device)
         return kld_error_set(err, KLD_NO_MEMORY, "out of memory for a device");
-    device->ready_last = &device->ready_first;
+    STAILQ_INIT(&device->ready);
     pthread_mutex_init(&device->lock, NULL);
     pthread_mutex_init(&device->team_lock, NULL);
     pthread_cond_init(&device->wake, NULL);
@@ -150,8 +150,8 @@ static void device_close(struct kld_device *head) {
     pthread_mutex_unlock(&device->lock);
     pthread_join(device->thread, NULL);
     kld_cpu_team_close(&device->team);
-    while (device->owners)
-        kld_cpu_stream_close(&device->owners->streams->head);
+    while (!LIST_EMPTY(&device->owners))
+        kld_cpu_stream_close(&LIST_FIRST(&LIST_FIRST(&device->owners)->streams)->head);
     while (device->memories)
         kld_cpu_memory_free(&device->memories->head);
     device_free(device);

@@ -5,6 +5,7 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <sys/queue.h>
 
 #include "kernels/backend.h"
 #include "kernels/cpu/run.h"
@@ -20,20 +21,20 @@ struct cpu_memory {
 struct cpu_stream {
     struct kld_stream head;
     /* All under the device's lock. */
-    struct kld_job *first, **last;           /* jobs waiting, FIFO */
-    struct cpu_owner *owner;                 /* constant */
-    struct cpu_stream *next_ready;           /* in the ring of the owner's streams that have jobs */
-    struct cpu_stream *previous, *following; /* of the owner's */
+    struct kld_job *first, **last;     /* jobs waiting, FIFO */
+    struct cpu_owner *owner;           /* constant */
+    LIST_ENTRY(cpu_stream) of_owner;   /* each */
+    STAILQ_ENTRY(cpu_stream) in_ready; /* that has jobs */
 };
 
 /* Whose streams take turns among themselves. There while it has streams. */
 struct cpu_owner {
     uint64_t number; /* constant */
     /* All under the device's lock. */
-    struct cpu_stream *streams;
-    struct cpu_stream *ready_first, **ready_last; /* round robin */
-    struct cpu_owner *next_ready;                 /* in the ring of owners that have jobs */
-    struct cpu_owner *previous, *following;
+    LIST_HEAD(, cpu_stream) streams;
+    STAILQ_HEAD(, cpu_stream) ready;  /* round robin */
+    LIST_ENTRY(cpu_owner) of_device;  /* each */
+    STAILQ_ENTRY(cpu_owner) in_ready; /* one of whose streams has jobs */
 };
 
 struct cpu_device {
@@ -46,8 +47,8 @@ struct cpu_device {
 
     pthread_mutex_t lock; /* the rest */
     pthread_cond_t wake;
-    struct cpu_owner *ready_first, **ready_last; /* round robin */
-    struct cpu_owner *owners;                    /* all */
+    STAILQ_HEAD(, cpu_owner) ready; /* round robin */
+    LIST_HEAD(, cpu_owner) owners;
     struct cpu_memory *memories;
     bool sleeping, stop;
     bool polled; /* the caller runs small jobs itself, in poll(): the thread sleeps on */

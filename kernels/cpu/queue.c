@@ -21,29 +21,17 @@
 
 /* Under the lock; NULL: no memory. */
 static struct cpu_owner *find_owner(struct cpu_device *device, uint64_t number) {
-    struct cpu_owner *owner = device->owners;
-    while (owner && owner->number != number)
-        owner = owner->following;
-    if (owner || !(owner = calloc(1, sizeof *owner)))
+    struct cpu_owner *owner;
+    LIST_FOREACH(owner, &device->owners, of_device)
+    if (owner->number == number)
         return owner;
+    owner = calloc(1, sizeof *owner);
+    if (!owner)
+        return NULL;
     owner->number = number;
-    owner->ready_last = &owner->ready_first;
-    owner->following = device->owners;
-    if (owner->following)
-        owner->following->previous = owner;
-    device->owners = owner;
+    STAILQ_INIT(&owner->ready);
+    LIST_INSERT_HEAD(&device->owners, owner, of_device);
     return owner;
-}
-
-/* Under the lock. It has no stream, and so is in no ring. */
-static void free_owner(struct cpu_device *device, struct cpu_owner *owner) {
-    if (owner->previous)
-        owner->previous->following = owner->following;
-    else
-        device->owners = owner->following;
-    if (owner->following)
-        owner->following->previous = owner->previous;
-    free(owner);
 }
 
 enum kld_status kld_cpu_stream_open(struct kld_device *head,
@@ -59,10 +47,7 @@ enum kld_status kld_cpu_stream_open(struct kld_device *head,
     struct cpu_owner *owner = find_owner(device, options ? options->owner : 0);
     if (owner) {
         stream->owner = owner;
-        stream->following = owner->streams;
-        if (stream->following)
-            stream->following->previous = stream;
-        owner->streams = stream;
+        LIST_INSERT_HEAD(&owner->streams, stream, of_owner);
     }
     pthread_mutex_unlock(&device->lock);
     if (!owner) {
@@ -80,29 +65,13 @@ void kld_cpu_stream_close(struct kld_stream *head) {
     struct cpu_device *device = (struct cpu_device *)head->device;
     struct cpu_owner *owner = stream->owner;
     pthread_mutex_lock(&device->lock);
-    if (stream->previous)
-        stream->previous->following = stream->following;
-    else
-        owner->streams = stream->following;
-    if (stream->following)
-        stream->following->previous = stream->previous;
-    if (!owner->streams)
-        free_owner(device, owner);
+    LIST_REMOVE(stream, of_owner);
+    if (LIST_EMPTY(&owner->streams)) { /* and so none is ready */
+        LIST_REMOVE(owner, of_device);
+        free(owner);
+    }
     pthread_mutex_unlock(&device->lock);
     free(stream);
-}
-
-/* What has a job goes to the end of its ring. Under the lock, as all to do with the rings. */
-static void owner_is_ready(struct cpu_device *device, struct cpu_owner *owner) {
-    owner->next_ready = NULL;
-    *device->ready_last = owner;
-    device->ready_last = &owner->next_ready;
-}
-
-static void stream_is_ready(struct cpu_owner *owner, struct cpu_stream *stream) {
-    stream->next_ready = NULL;
-    *owner->ready_last = stream;
-    owner->ready_last = &stream->next_ready;
 }
 
 static bool is_small(const struct kld_job *job) {
@@ -127,9 +96,9 @@ bool kld_cpu_submit(struct kld_stream *head, struct kld_job *job) {
     job->next = NULL;
     pthread_mutex_lock(&device->lock);
     if (!stream->first) {
-        if (!stream->owner->ready_first)
-            owner_is_ready(device, stream->owner);
-        stream_is_ready(stream->owner, stream);
+        if (STAILQ_EMPTY(&stream->owner->ready))
+            STAILQ_INSERT_TAIL(&device->ready, stream->owner, in_ready);
+        STAILQ_INSERT_TAIL(&stream->owner->ready, stream, in_ready);
     }
     *stream->last = job;
     stream->last = &job->next;
@@ -158,31 +127,28 @@ enum kld_status kld_cpu_event_create(struct kld_device *device, struct kld_gpu_e
 
 void kld_cpu_event_free(struct kld_gpu_event *event) {} /* there is none */
 
-/* The job whose turn it is; NULL if there is none. */
+/* The job whose turn it is; NULL if there is none. Under the lock, as the next. */
 static struct kld_job *next_job(const struct cpu_device *device) {
-    return device->ready_first ? device->ready_first->ready_first->first : NULL;
+    const struct cpu_owner *owner = STAILQ_FIRST(&device->ready);
+    return owner ? STAILQ_FIRST(&owner->ready)->first : NULL;
 }
 
 /* The same, its stream put behind the owner's others and the owner behind the others. */
 static struct kld_job *take_job(struct cpu_device *device) {
-    struct cpu_owner *owner = device->ready_first;
+    struct cpu_owner *owner = STAILQ_FIRST(&device->ready);
     if (!owner)
         return NULL;
-    struct cpu_stream *stream = owner->ready_first;
+    struct cpu_stream *stream = STAILQ_FIRST(&owner->ready);
     struct kld_job *job = stream->first;
-    device->ready_first = owner->next_ready;
-    if (!device->ready_first)
-        device->ready_last = &device->ready_first;
-    owner->ready_first = stream->next_ready;
-    if (!owner->ready_first)
-        owner->ready_last = &owner->ready_first;
+    STAILQ_REMOVE_HEAD(&device->ready, in_ready);
+    STAILQ_REMOVE_HEAD(&owner->ready, in_ready);
     stream->first = job->next;
     if (stream->first)
-        stream_is_ready(owner, stream);
+        STAILQ_INSERT_TAIL(&owner->ready, stream, in_ready);
     else
         stream->last = &stream->first;
-    if (owner->ready_first)
-        owner_is_ready(device, owner);
+    if (!STAILQ_EMPTY(&owner->ready))
+        STAILQ_INSERT_TAIL(&device->ready, owner, in_ready);
     return job;
 }
 
