@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from conftest import suspend, wait_until
-from unixlib import LONG, long_submit
+from unixlib import LONG, long_submit, read_at_once
 from wire import Client, Memory, tensor
 
 CLIENTS = 16
@@ -90,17 +90,6 @@ def connected(server, name, many=1):
         yield made
 
 
-@contextlib.contextmanager
-def all_at_once(server):
-    """The worker stands still meanwhile: no more than the order of turns is seen."""
-    worker = server.child("worker")
-    suspend(worker)
-    try:
-        yield
-    finally:
-        os.kill(worker, signal.SIGCONT)
-
-
 def crowd_asks(crowd):
     return [(one, long_submit(one, region, stream=stream)) for one, region in crowd for stream in range(STREAMS)
             for _ in range(2)]
@@ -134,7 +123,7 @@ def test_a_user_with_many_connections_has_one_users_turns(make_server, backend):
         finally:
             os.seteuid(0)
         begin = len(server.log())
-        with all_at_once(server):
+        with read_at_once(server):
             asked = [(first, long_submit(first, long_region))]
             asked += [(other, small(other, region, stream)) for stream in range(STREAMS) for _ in range(DEPTH)]
             asked += crowd_asks(crowd)

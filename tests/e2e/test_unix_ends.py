@@ -1,6 +1,5 @@
 """How requests, connections and the worker end: cancel, deadline, limits, clients that die, never read
 or never stop coming, SIGTERM, kill."""
-import contextlib
 import ctypes
 import os
 import pathlib
@@ -12,25 +11,13 @@ import time
 import pytest
 
 import wire
-from conftest import suspend, wait_until
+from conftest import wait_until
 from unixlib import (LONG, Case, case, client, no_leak, path, worker_server, forward_kl,  # noqa: F401
-                     long_case, long_submit)
+                     long_case, long_submit, read_at_once)
 from wire import Client, Ended, Failed, Memory, tensor
 
 
 # ---- Requests and clients --------------------------------------------------------------------------
-
-@contextlib.contextmanager
-def read_at_once(server):
-    """The worker stands still while it is sent something, so it finds all of that there, up to 16 frames at a time:
-    else it may be through with the first before a sender without a processor has sent the last."""
-    worker = server.child("worker")
-    suspend(worker)
-    try:
-        yield
-    finally:
-        os.kill(worker, signal.SIGCONT)
-
 
 def test_cancel(worker_server, client, long_case):
     with read_at_once(worker_server):

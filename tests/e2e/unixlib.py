@@ -1,17 +1,31 @@
 """A worker under test and its raw clients: the fixtures of the test_unix*.py files.
 
 Those files import all of it; every test of theirs is followed by a count of what the worker holds."""
+import contextlib
 import os
 import pathlib
+import signal
 
 import numpy as np
 import pytest
 
 import wire
-from conftest import SANITIZER, Server, settled, wait_until
+from conftest import SANITIZER, Server, settled, suspend, wait_until
 from wire import Client, Memory, tensor
 
 RNG = np.random.default_rng(7)
+
+
+@contextlib.contextmanager
+def read_at_once(server):
+    """The worker stands still while it is sent something, so it finds all of that there, up to 16 frames at a time:
+    else it may be through with the first before a sender without a processor has sent the last."""
+    worker = server.child("worker")
+    suspend(worker)
+    try:
+        yield
+    finally:
+        os.kill(worker, signal.SIGCONT)
 
 
 @pytest.fixture(scope="module")

@@ -75,4 +75,12 @@ static inline void copy_init(struct kld_job *job, struct shared *shared, unsigne
     job->op.rank = number;
 }
 
+static inline void device_end(struct kld_device *device, struct kld_stream *stream,
+                              struct kld_memory *from, struct kld_memory *to) {
+    kld_backend_cpu.stream_close(stream);
+    kld_backend_cpu.memory_free(from);
+    kld_backend_cpu.memory_free(to);
+    kld_backend_cpu.device_close(device);
+}
+
 #endif

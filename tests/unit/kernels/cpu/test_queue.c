@@ -164,10 +164,7 @@ START_TEST(test_wakes) {
         wait_count(&shared, i + 1);
         usleep(i * 5); /* across the end of polling */
     }
-    kld_backend_cpu.stream_close(stream);
-    kld_backend_cpu.memory_free(from);
-    kld_backend_cpu.memory_free(to);
-    kld_backend_cpu.device_close(device);
+    device_end(device, stream, from, to);
 }
 END_TEST
 static pthread_t ran_on;
@@ -190,6 +187,11 @@ static bool sleeps(struct kld_device *head) {
     return sleeping;
 }
 
+static void wait_asleep(struct kld_device *device) {
+    while (!sleeps(device))
+        usleep(1000);
+}
+
 /* A caller that polls runs what is small itself, in order, and leaves the rest to the thread. */
 START_TEST(test_small_jobs_of_who_polls) {
     enum { LARGE = 8 << 20 };
@@ -202,8 +204,7 @@ START_TEST(test_small_jobs_of_who_polls) {
         copy_init(&job[i], &shared, i, to, from, 64);
         job[i].done = note_thread;
     }
-    while (!sleeps(device))
-        usleep(1000);
+    wait_asleep(device);
     kld_backend_cpu.poll(device, true);
     for (unsigned i = 0; i < 2; i++) { /* one by one: two may take more than a poll has */
         kld_backend_cpu.submit(stream, &job[i]);
@@ -222,18 +223,14 @@ START_TEST(test_small_jobs_of_who_polls) {
     wait_count(&shared, 4);
     ck_assert(!pthread_equal(ran_on, pthread_self()));
     ck_assert_uint_eq(shared.order[3], 1);
-    while (!sleeps(device))
-        usleep(1000);
+    wait_asleep(device);
     kld_backend_cpu.submit(stream, &job[2]); /* whoever stops to poll has left nothing behind */
     kld_backend_cpu.poll(device, false);
     wait_count(&shared, 5);
     kld_backend_cpu.submit(stream, &job[1]);
     wait_count(&shared, 6);
     ck_assert(!pthread_equal(ran_on, pthread_self()));
-    kld_backend_cpu.stream_close(stream);
-    kld_backend_cpu.memory_free(to);
-    kld_backend_cpu.memory_free(from);
-    kld_backend_cpu.device_close(device);
+    device_end(device, stream, from, to);
 }
 END_TEST
 
@@ -260,8 +257,7 @@ static bool is_run_by_poller(struct kld_device *device, struct kld_stream *strea
     }
     struct kld_error error;
     ck_assert_msg(kld_op_check(op, &job.geometry, &error) == KLD_OK, "%s", error.text);
-    while (!sleeps(device))
-        usleep(1000);
+    wait_asleep(device);
     kld_backend_cpu.submit(stream, &job);
     kld_backend_cpu.poll(device, true);
     wait_count(&shared, 1);
@@ -274,8 +270,7 @@ START_TEST(test_what_is_small) {
     struct kld_device *device = device_open(2, 0, 0);
     struct kld_memory *memory = memory_alloc(device, 16 << 20);
     struct kld_stream *stream = stream_open(device);
-    while (!sleeps(device))
-        usleep(1000);
+    wait_asleep(device);
     kld_backend_cpu.poll(device, true);
     ck_assert(is_run_by_poller(device, stream, memory, 1, 1024, 0));
     ck_assert(is_run_by_poller(device, stream, memory, 16, 64, 0));
@@ -310,8 +305,7 @@ START_TEST(test_many_small_jobs) {
     static struct kld_job job[MANY];
     polled = 0;
     poller = pthread_self();
-    while (!sleeps(device))
-        usleep(1000);
+    wait_asleep(device);
     kld_backend_cpu.poll(device, true);
     for (unsigned i = 0; i < MANY; i++) {
         copy_init(&job[i], &shared, i % 3, to, from, 64);
@@ -322,10 +316,7 @@ START_TEST(test_many_small_jobs) {
     ck_assert_uint_ge(polled, 1);
     ck_assert_uint_le(polled, 3);
     wait_count(&shared, MANY);
-    kld_backend_cpu.stream_close(stream);
-    kld_backend_cpu.memory_free(to);
-    kld_backend_cpu.memory_free(from);
-    kld_backend_cpu.device_close(device);
+    device_end(device, stream, from, to);
 }
 END_TEST
 
@@ -358,8 +349,7 @@ START_TEST(test_large_job_behind_a_small_one) {
     large.done = note_thread;
     later_stream = stream;
     later = &large;
-    while (!sleeps(device))
-        usleep(1000);
+    wait_asleep(device);
     kld_backend_cpu.poll(device, true);
     kld_backend_cpu.submit(stream, &small);
     kld_backend_cpu.poll(device, true);
@@ -368,10 +358,7 @@ START_TEST(test_large_job_behind_a_small_one) {
     ck_assert_uint_eq(shared.order[0], 0);
     ck_assert_uint_eq(shared.order[1], 1);
     ck_assert(!pthread_equal(ran_on, pthread_self()));
-    kld_backend_cpu.stream_close(stream);
-    kld_backend_cpu.memory_free(to);
-    kld_backend_cpu.memory_free(from);
-    kld_backend_cpu.device_close(device);
+    device_end(device, stream, from, to);
 }
 END_TEST
 UNIT_MAIN("kernels/cpu/queue", test_streams, owners_take_turns,
