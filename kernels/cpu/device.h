@@ -31,10 +31,10 @@ struct cpu_stream {
 struct cpu_owner {
     uint64_t number; /* constant */
     /* All under the device's lock. */
-    LIST_HEAD(, cpu_stream) streams;
-    STAILQ_HEAD(, cpu_stream) ready;  /* round robin */
-    LIST_ENTRY(cpu_owner) of_device;  /* each */
-    STAILQ_ENTRY(cpu_owner) in_ready; /* one of whose streams has jobs */
+    LIST_HEAD(cpu_stream_list, cpu_stream) streams;
+    STAILQ_HEAD(cpu_stream_ring, cpu_stream) ready; /* round robin */
+    LIST_ENTRY(cpu_owner) of_device;                /* each */
+    STAILQ_ENTRY(cpu_owner) in_ready;               /* one of whose streams has jobs */
 };
 
 struct cpu_device {
@@ -47,8 +47,8 @@ struct cpu_device {
 
     pthread_mutex_t lock; /* the rest */
     pthread_cond_t wake;
-    STAILQ_HEAD(, cpu_owner) ready; /* round robin */
-    LIST_HEAD(, cpu_owner) owners;
+    STAILQ_HEAD(cpu_owner_ring, cpu_owner) ready; /* round robin */
+    LIST_HEAD(cpu_owner_list, cpu_owner) owners;
     struct cpu_memory *memories;
     bool sleeping, stop;
     bool polled; /* the caller runs small jobs itself, in poll(): the thread sleeps on */
