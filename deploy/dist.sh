@@ -36,6 +36,7 @@ cp proto/{README.md,openapi.yaml} "$dist/proto/"
 for name in kernels server server/supervisor client tests; do
     cp "$name/README.md" "$dist/$name/"
 done
+cp kernels/TRIED.md "$dist/kernels/"
 cp client/examples/*.c "$dist/client/examples/"
 ln -s ../../libexec/share.py "$dist/client/examples/"
 ln -s ../python "$dist/client/python"
