@@ -233,11 +233,39 @@ static enum kld_status certificate_error(const struct kld_connect_options *optio
                          cert, key ? ", key_file " : "", key ? key : "", reason);
 }
 
+/* How many descriptors what failed so may have had open at once, where libcurl does not tell
+ * whether it lacked one: its thread's pair and what the system's resolver opens; a socket to the
+ * server and a file of certificates. */
+static int descriptors_of(CURLcode code) {
+    switch (code) {
+    case CURLE_COULDNT_RESOLVE_HOST: return 3;
+    case CURLE_SSL_CACERT_BADFILE:
+    case CURLE_SSL_CERTPROBLEM: return 2;
+    default: return 0;
+    }
+}
+
+/* errno of the first that is not to be had, now that the transfer's own are closed; 0: none. */
+static int descriptors_lack(int count) {
+    int probe[3], error = 0, opened = 0;
+    while (!error && opened < count) {
+        probe[opened] = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        error = probe[opened] < 0 ? errno : 0;
+        opened += !error;
+    }
+    while (opened)
+        close(probe[--opened]);
+    return error;
+}
+
 enum kld_status kld_http_curl_error(const struct http_connection *h,
                                     const struct http_transfer *transfer, struct kld_error *err) {
     CURLcode code = transfer->code;
     const char *reason = curl_easy_strerror(code), *ca_file = h->base.options.ca_file;
     const char *scheme = h->base.transport->name, *hint = "";
+    if ((code == CURLE_COULDNT_CONNECT || descriptors_of(code)) &&
+        kld_socket_lacks(transfer->socket_error, err))
+        return KLD_NO_MEMORY;
     if (code == CURLE_URL_MALFORMAT || code == CURLE_UNSUPPORTED_PROTOCOL)
         return kld_error_set(err, KLD_INVALID, "the URL is wrong (%s); expected %s://HOST:PORT",
                              reason, scheme);
@@ -251,8 +279,6 @@ enum kld_status kld_http_curl_error(const struct http_connection *h,
                              "the server's certificate is not trusted; name those to trust "
                              "with ca_file (%s)",
                              reason);
-    if (code == CURLE_COULDNT_CONNECT && kld_socket_lacks(transfer->socket_error, err))
-        return KLD_NO_MEMORY;
     if (code == CURLE_OUT_OF_MEMORY)
         return kld_error_set(err, KLD_NO_MEMORY, "no memory, or no descriptor to watch, for HTTP");
     if (code == CURLE_GOT_NOTHING && strcmp(scheme, "http") == 0)
@@ -294,8 +320,8 @@ static enum kld_status judge(const struct http_connection *h, struct http_call *
         return kld_http_curl_error(h, &call->transfer, err);
     case CURLE_SSL_CERTPROBLEM:
     case CURLE_SSL_CACERT_BADFILE: /* it was one when kld_connect() read it: no wrong use */
-        kld_http_curl_error(h, &call->transfer, err);
-        return err->status = KLD_FORBIDDEN;
+        *ret_retry = kld_http_curl_error(h, &call->transfer, err) == KLD_NO_MEMORY;
+        return err->status = *ret_retry ? KLD_NO_MEMORY : KLD_FORBIDDEN;
     default: return kld_http_curl_error(h, &call->transfer, err);
     }
     if (call->transfer.http_status == 200)
@@ -356,6 +382,9 @@ static void transfers_ended(struct http_connection *h) {
             curl_easy_getinfo(message->easy_handle, CURLINFO_PRIVATE, (char **)&transfer))
             continue;
         transfer->code = message->data.result;
+        int descriptors = descriptors_of(transfer->code);
+        if (descriptors)
+            transfer->socket_error = descriptors_lack(descriptors);
         curl_easy_getinfo(message->easy_handle, CURLINFO_RESPONSE_CODE, &transfer->http_status);
         long links = 0;
         if (curl_easy_getinfo(message->easy_handle, CURLINFO_NUM_CONNECTS, &links) == CURLE_OK)

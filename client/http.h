@@ -28,7 +28,7 @@ struct http_transfer {
     struct curl_slist *headers;
     struct http_call *call; /* NULL: a GET */
     bool ended;             /* a GET's: code and status are set */
-    int socket_error;       /* errno of its last socket; 0: there was one */
+    int socket_error;       /* errno of its last socket, or what else it lacked; 0: nothing */
     CURLcode code;
     long http_status;
 };

@@ -3,10 +3,12 @@
 #include "tests/unit/client/small_request.h"
 #include "tests/unit/unit.h"
 
+#include <arpa/inet.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include "client/kld.h"
@@ -17,7 +19,8 @@
 #define CLASSES 4
 #define SHORT_NS 300000000ull
 #define LONG_NS 60000000000ull
-#define OWN 3 /* descriptors of a connection, before it has one to a server */
+#define OWN 3            /* descriptors of a connection, before it has one to a server */
+#define LOOKED_UP_WITH 2 /* a name cannot be with so few */
 #define NONE_LEFT "no file descriptors left (RLIMIT_NOFILE)"
 
 static struct kld_connection *connection;
@@ -27,7 +30,7 @@ static struct rlimit before;
 
 /* So many are left from now on. */
 static void leave(int count) {
-    int taken[OWN], past = 0;
+    int taken[OWN + LOOKED_UP_WITH], past = 0;
     ck_assert_int_eq(getrlimit(RLIMIT_NOFILE, &before), 0);
     for (int i = 0; i < count; i++) {
         taken[i] = dup(0);
@@ -52,13 +55,15 @@ static enum kld_status run(uint64_t timeout_ns) {
     return kld_run(connection, &request, NULL, &error);
 }
 
-static void cannot_connect(const char *url) {
-    struct kld_connect_options options = {.connect_timeout_ns = SHORT_NS};
-    leave(OWN);
+static void cannot_connect_with(const char *url, const char *ca_file, int count) {
+    struct kld_connect_options options = {.connect_timeout_ns = SHORT_NS, .ca_file = ca_file};
+    leave(OWN + count);
     enum kld_status status = kld_connect(url, &options, &connection, &error);
     leave_all();
     says(status, KLD_NO_MEMORY, NONE_LEFT);
 }
+
+static void cannot_connect(const char *url) { cannot_connect_with(url, NULL, 0); }
 
 static void connect_lazily(const char *url) {
     struct kld_connect_options options = {.connect_timeout_ns = SHORT_NS, .lazy = true};
@@ -121,6 +126,40 @@ START_TEST(over_http) {
 }
 END_TEST
 
+/* The resolver, in which libcurl's thread or the system's code lacks them, does not say so. */
+START_TEST(over_http_by_a_name) {
+    const char *url = "http://name.invalid:1"; /* nobody has it, RFC 6761 */
+    for (int count = 0; count <= LOOKED_UP_WITH; count++)
+        cannot_connect_with(url, NULL, count);
+    connect_lazily(url);
+    cannot_ask();
+    leave(0);
+    enum kld_status status = run(SHORT_NS);
+    leave_all();
+    says(status, KLD_DEADLINE, "deadline passed; " NONE_LEFT);
+    status = kld_ping(connection, NULL, &error);
+    ck_assert_msg(status == KLD_UNAVAILABLE && !strstr(error.text, "descriptors"), "%d: %s", status,
+                  error.text);
+    kld_close(connection);
+}
+END_TEST
+
+/* The one that is left is the socket's, and none for the file with the certificates. The server
+ * needs none: the kernel connects for whoever listens. */
+START_TEST(over_https) {
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+    socklen_t size = sizeof address;
+    char url[64];
+    int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    ck_assert_int_eq(bind(listener, (struct sockaddr *)&address, size), 0);
+    ck_assert_int_eq(listen(listener, 64), 0);
+    ck_assert_int_eq(getsockname(listener, (struct sockaddr *)&address, &size), 0);
+    snprintf(url, sizeof url, "https://127.0.0.1:%d", ntohs(address.sin_port));
+    cannot_connect_with(url, "/etc/ssl/certs/ca-certificates.crt", 1);
+    close(listener);
+}
+END_TEST
+
 START_TEST(of_a_connection_itself) {
     leave(0);
     enum kld_status status = kld_connect("local:cpu", NULL, &connection, &error);
@@ -129,4 +168,5 @@ START_TEST(of_a_connection_itself) {
 }
 END_TEST
 
-UNIT_MAIN("client/descriptors", over_a_unix_socket, over_http, of_a_connection_itself)
+UNIT_MAIN("client/descriptors", over_a_unix_socket, over_http, over_http_by_a_name, over_https,
+          of_a_connection_itself)
