@@ -18,6 +18,8 @@ import subprocess
 import sys
 import time
 
+from argumentlib import how_long, how_many, stop
+
 TOOLS = ["memcheck", "synccheck", "initcheck", "racecheck"]
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error)|(?:RACECHECK SUMMARY: (\d+) hazard)")
 CASES = re.compile(r"kernel table: (\d+) passed, (\d+) failed")
@@ -101,14 +103,23 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", type=pathlib.Path, default=pathlib.Path("build/kernel-table"))
     parser.add_argument("--tools", default=",".join(TOOLS))
-    parser.add_argument("--shards", type=int, default=64)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--seconds", type=float, default=3600, help="for each tool")
+    parser.add_argument("--shards", type=how_many, default=64)
+    parser.add_argument("--jobs", type=how_many, default=os.cpu_count())
+    parser.add_argument("--seconds", type=how_long, default=3600, help="for each tool")
     parser.add_argument("--option", action="append", default=[], help="one more of compute-sanitizer's")
     parser.add_argument("--log", type=pathlib.Path, default=pathlib.Path("sanitizer-logs"))
     parser.add_argument("--out", type=pathlib.Path)
     options = parser.parse_args()
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    unknown = set(options.tools.split(",")) - set(TOOLS)
+    if unknown:
+        parser.error(f"--tools {options.tools}: there is no {', '.join(sorted(unknown))}; "
+                     f"expected some of {','.join(TOOLS)}")
+    if not options.table.exists():
+        stop(f"there is no {options.table}: `make {options.table}` makes it, and --table names another")
+    for program in (sanitizer, "nvidia-smi"):
+        if not shutil.which(program):
+            stop(f"there is no {program}; expected a machine with an NVIDIA GPU and the CUDA toolkit")
     devices, name, driver = gpus()
     options.log.mkdir(parents=True, exist_ok=True)
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout.split("Version")[-1]

@@ -20,7 +20,8 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "e2e"))
 import wire  # noqa: E402
-from conftest import Server, wait_until  # noqa: E402
+from argumentlib import how_many, need  # noqa: E402
+from conftest import BIN, Server, wait_until  # noqa: E402
 from unixlib import forward_kl, probabilities  # noqa: E402
 
 SHAPE = (64, 1000)
@@ -107,11 +108,12 @@ def one(server):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", default="cuda")
-    parser.add_argument("--count", type=int, default=5)
+    parser.add_argument("--backend", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--count", type=how_many, default=5)
     parser.add_argument("--fault", choices=["own", "killed", "other"], default="own")
     parser.add_argument("--log", action="store_true")
     args = parser.parse_args()
+    need(BIN / "kld-server")
     server = Server(backend=args.backend, http="", environment={"KLD_TEST_FAULTS": "1"}, restart_ms_max=100)
     try:
         times = []

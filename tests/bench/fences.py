@@ -14,6 +14,8 @@ import statistics
 import sys
 import time
 
+from argumentlib import how_many, stop
+
 HERE = pathlib.Path(__file__).resolve().parent
 PACKAGE = next(p for p in (HERE.parents[1] / "client/python", HERE.parents[1] / "python") if (p / "kld").is_dir())
 sys.path[:0] = [str(HERE.parent / "e2e"), str(PACKAGE)]
@@ -85,9 +87,11 @@ def package(args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--rounds", type=how_many, default=15)
+    parser.add_argument("--steps", type=how_many, default=1000)
     args = parser.parse_args()
+    if not pathlib.Path(args.path).is_socket():
+        stop(f"{args.path}: expected the Unix socket of a kld-server that runs")
     bare(args)
     try:
         import torch

@@ -29,7 +29,8 @@ import sys
 import tempfile
 import traceback
 
-from loadlib import PROGRAM, Cores, commit, free_port, need, on, pin, post, room_for_connections, run_clients  # and the path
+from argumentlib import how_long, how_many, need
+from loadlib import PROGRAM, Cores, commit, free_port, on, pin, post, room_for_connections, run_clients  # and the path
 
 import oip  # of the tests' own
 from conftest import BIN, Server
@@ -138,8 +139,8 @@ def middle(values, key):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default=os.environ.get("KLD_BACKEND", "cpu"), choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2)
+    parser.add_argument("--rounds", type=how_many, default=5)
+    parser.add_argument("--seconds", type=how_long, default=2)
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="some parts of it")
     options = parser.parse_args()
     need(BIN / "kld-server", PROGRAM)

@@ -21,9 +21,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests/e2e"), str(ROOT / "tests/bench")]
 import conftest  # noqa: E402
 import oip  # noqa: E402
+from argumentlib import how_long, how_many, need  # noqa: E402
 from gateway import GIB  # noqa: E402
 from httplib import probabilities  # noqa: E402
-from loadlib import need, post  # noqa: E402
+from loadlib import post  # noqa: E402
 
 DEFAULT = {"keep_buffer_ms": None}
 WHOLE = {"staging_bytes_max": "4G", "staging_request_bytes_max": "2G", **DEFAULT}
@@ -100,8 +101,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=lambda text: pathlib.Path(text).resolve())
     parser.add_argument("new", type=lambda text: pathlib.Path(text).resolve())
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2)
+    parser.add_argument("--rounds", type=how_many, default=5)
+    parser.add_argument("--seconds", type=how_long, default=2)
     parser.add_argument("--case", action="append", choices=CASES, help="one of the cases; again for more")
     options = parser.parse_args()
     need(options.old / "kld-server", options.new / "kld-server", options.new / "bench/http_load")

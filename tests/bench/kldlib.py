@@ -9,6 +9,8 @@ import os
 import pathlib
 import sys
 
+import argumentlib
+
 HERE = pathlib.Path(__file__).resolve()
 PACKAGE = next(p for p in (HERE.parents[2] / "client/python", HERE.parents[2] / "python") if (p / "kld").is_dir())
 sys.path.insert(0, str(PACKAGE))
@@ -17,6 +19,14 @@ os.environ["KLD_LIBRARY"] = os.environ.get("KLD_LIBRARY") or str(
 
 from kld._errors import KldError  # noqa: E402
 from kld._library import DTYPE, SLOT, Request, Result, ServerStats, call, library  # noqa: E402
+
+
+def need():
+    """Says that there is no libkld before anything is measured."""
+    try:
+        library()
+    except ImportError as error:
+        argumentlib.stop(error)
 
 
 class Connection:
@@ -74,4 +84,4 @@ def request(shape, dtype, places, divergence=0, reduction=0, predictions_form=0,
     return made
 
 
-__all__ = ["Connection", "KldError", "request"]
+__all__ = ["Connection", "KldError", "need", "request"]

@@ -21,14 +21,6 @@ PROGRAM = next((path for path in PROGRAMS if path.exists()), PROGRAMS[0])
 MINE = frozenset(os.sched_getaffinity(0))
 
 
-def need(*programs):
-    """Says which of them is missing, and what makes it, before anything is measured."""
-    missing = [str(path) for path in programs if not path.exists()]
-    if missing:
-        sys.exit(f"{pathlib.Path(sys.argv[0]).name}: there is no {', no '.join(missing)}: `make all bench-programs` "
-                 "makes them (in build/; another folder: BUILD=FOLDER of make, KLD_BIN=FOLDER of this)")
-
-
 class Cores:
     """client, gateway, worker: sets of cores; clients: how many processes the client may be without standing in its own way."""
 

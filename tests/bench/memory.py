@@ -16,6 +16,8 @@ import subprocess
 import sys
 import time
 
+from argumentlib import how_many, need
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests/e2e")]
 
@@ -60,8 +62,9 @@ def connections(server, count, tls=False):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("build")
-    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--clients", type=how_many, default=200)
     options = parser.parse_args()
+    need(pathlib.Path(options.build) / "kld-server")
     os.environ["KLD_BIN"] = options.build
     import conftest
     import wire

@@ -21,6 +21,7 @@ import sys
 import time
 
 import torch
+from argumentlib import how_many
 
 HERE = pathlib.Path(__file__).resolve().parent
 for folder in (HERE.parents[1] / "client/python/examples", HERE.parents[1] / "python/examples"):
@@ -100,8 +101,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server")
     parser.add_argument("--mps", action="store_true", help="say that MPS is running")
-    parser.add_argument("--rows", type=int, default=16384)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rows", type=how_many, default=16384)
+    parser.add_argument("--rounds", type=how_many, default=15)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--json")
     args = parser.parse_args()

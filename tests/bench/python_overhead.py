@@ -26,6 +26,7 @@ import time
 
 import numpy as np
 
+from argumentlib import how_many
 import kldlib  # finds the package and the library
 import kld
 from kld import _library
@@ -120,13 +121,14 @@ def awake(wanted):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", required=True)
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--classes", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=4000)
+    parser.add_argument("--rows", type=how_many, default=16)
+    parser.add_argument("--classes", type=how_many, default=256)
+    parser.add_argument("--rounds", type=how_many, default=4000)
     parser.add_argument("--awake", action="store_true")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--json")
     args = parser.parse_args()
+    kldlib.need()
     with awake(args.awake), kld.connect(args.server) as connection:
         jobs = contenders(connection, (args.rows, args.classes))
         for job in jobs.values():

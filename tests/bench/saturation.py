@@ -24,9 +24,10 @@ import time
 from soak import cpu_model  # and the path to the tests' own modules
 
 import oip
+from argumentlib import how_long, how_many, need, setting, stop
 from conftest import BIN, Server, clean_environment, wait_until
 from httplib import probabilities
-from loadlib import PROGRAM, Cores, commit, free_port, need, on, pin, post, room_for_connections, run_clients
+from loadlib import PROGRAM, Cores, commit, free_port, on, pin, post, room_for_connections, run_clients
 
 CONNECTIONS, PEAK_CONNECTIONS, TIMES = 4000, 64, 5
 AIMS = {"share": 0.9, "refused_p99_ms": 500, "answered_p99_ms": 1000}
@@ -127,17 +128,24 @@ def judge(case):
     return case
 
 
+def start(backend, flags):
+    try:
+        return Server(backend=backend, threads=1, **{"http_threads": 1, **flags})
+    except AssertionError as error:  # with the server's log, which says what is wrong with the flags
+        stop(error)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default=os.environ.get("KLD_BACKEND", "cpu"), choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2)
+    parser.add_argument("--rounds", type=how_many, default=5)
+    parser.add_argument("--seconds", type=how_long, default=2)
     parser.add_argument("--case", action="append", choices=["small", "clients", "computed", "unix", "hello"])
-    parser.add_argument("--flags", nargs="*", default=[], help="NAME=VALUE of the server")
+    parser.add_argument("--flags", nargs="*", type=setting, default=[], help="NAME=VALUE of the server")
     options = parser.parse_args()
     need(BIN / "kld-server", BIN / "kld", PROGRAM)
     room_for_connections()
-    flags = dict(flag.split("=") for flag in options.flags)
+    flags = dict(options.flags)
     results = {"commit": commit(), "cpu": cpu_model(), "cpus": os.cpu_count(), "backend": options.backend, "rounds": options.rounds,
                "cores": Cores().described(), "seconds": options.seconds, "flags": flags, "load_before": round(os.getloadavg()[0], 2),
                "aims": AIMS}
@@ -146,7 +154,7 @@ def main():
             continue
         options.cores = cores_of(name)
         with on({*options.cores.gateway, *options.cores.worker}):
-            server = Server(backend=options.backend, threads=1, **{"http_threads": 1, **flags})
+            server = start(options.backend, flags)
         try:
             pin(server, {"gateway": options.cores.gateway, "worker": options.cores.worker})
             results[name] = judge(measure(options, server))

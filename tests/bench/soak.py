@@ -27,6 +27,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/e2e"))
 import oip  # noqa: E402
 import soaklib  # noqa: E402
+from argumentlib import how_long, need  # noqa: E402
 from conftest import BIN, SANITIZER, Server, children_of, wait_until  # noqa: E402
 from httplib import PREFIX  # noqa: E402
 from loadlib import commit  # noqa: E402
@@ -234,13 +235,14 @@ def run(options, server):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seconds", type=how_long, default=60)
     parser.add_argument("--sample", type=float, default=0, help="seconds between samples; 0: 200 of them in all, at most one in 0.2 s")
     parser.add_argument("--pause", type=float, default=5, help="mean pause of a client between requests, ms")
     parser.add_argument("--death", type=float, default=300, help="mean time between two killed clients, ms; 0: none")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--backend", default="cpu", choices=["cpu", "cuda"])
     options = parser.parse_args()
+    need(BIN / "kld-server")
     options.sample = options.sample or max(options.seconds / 200, 0.2)
     server = Server(backend=options.backend, **FLAGS)
     try:

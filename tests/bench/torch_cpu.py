@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 
 import kldlib
+from argumentlib import how_many
 
 DIVERGENCES = {"forward_kl": 0, "reverse_kl": 1, "js": 4, "tv": 7, "cross_entropy": 8}
 FORMS = {"probs": 0, "logprobs": 1, "logits": 2}
@@ -245,7 +246,7 @@ def cpu_model():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=how_many, default=15)
     parser.add_argument("--only", default="", help="shapes that read so, as 'logits float32'")
     parser.add_argument("--divergence", action="append", choices=list(DIVERGENCES))
     parser.add_argument("--no-compile", action="store_true")
@@ -253,6 +254,7 @@ def main():
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--json")
     args = parser.parse_args()
+    kldlib.need()
     threads = len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     connection = kldlib.Connection("local:cpu")

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 import kldlib
+from argumentlib import how_many
 
 
 def ipc(tensor):
@@ -60,12 +61,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", help="unix:PATH of a running kld-server on this card")
     parser.add_argument("--mps", action="store_true", help="say that an MPS server is running")
-    parser.add_argument("--rows", type=int, default=16384)
-    parser.add_argument("--columns", type=int, default=16384)
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rows", type=how_many, default=16384)
+    parser.add_argument("--columns", type=how_many, default=16384)
+    parser.add_argument("--rounds", type=how_many, default=21)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--json")
     args = parser.parse_args()
+    kldlib.need()
     shape, count = (args.rows, args.columns), args.rows * args.columns
 
     torch.manual_seed(1)

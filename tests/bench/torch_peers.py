@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 
 import kldlib
+from argumentlib import how_many
 
 DIVERGENCES = {"forward_kl": 0, "js": 4}
 FORMS = {"probs": 0, "logits": 2}
@@ -390,7 +391,7 @@ def write(args, head, results):
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=how_many, default=15)
     parser.add_argument("--cases", default="",
                         help="those that read so, as 'logits bfloat16 4096 131072 js'")
     parser.add_argument("--skip-compile", action="store_true")
@@ -399,13 +400,12 @@ def arguments():
     parser.add_argument("--compile-until", type=float, default=110, metavar="SECONDS",
                         help="cases that begin later do without torch.compile (%(default)g)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--rows-over", type=int, default=1, metavar="N",
+    parser.add_argument("--rows-over", type=how_many, default=1, metavar="N",
                         help="N times fewer rows, for a trial")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--json")
     args = parser.parse_args()
-    if args.rounds < 1 or args.rows_over < 1:
-        parser.error("--rounds and --rows-over are at least 1")
+    kldlib.need()
     return args
 
 

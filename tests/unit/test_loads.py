@@ -79,11 +79,41 @@ def test_an_aim_that_nothing_was_measured_against_is_not_met():
     assert [one["refused_p99_ms"] for one in met] == [None, None, True, None, False] and met[-1]["answered_p99_ms"] is None
 
 
-@pytest.mark.parametrize("arguments", [["gateway.py"], ["saturation.py"], ["gateway_cpu.py", "/none/old", "/none/new"]],
+@pytest.mark.parametrize("arguments", [["gateway.py"], ["saturation.py"], ["gateway_cpu.py", "/none/old", "/none/new"],
+                                       ["soak.py"], ["faults.py"], ["memory.py", "/none/build"]],
                          ids=lambda arguments: arguments[0])
 def test_what_is_missing_is_named(arguments, tmp_path):
     """Before anything is measured; it was a TypeError, or an empty list of results behind a status of 1."""
     said = bench(*arguments, KLD_BIN=str(tmp_path))
     assert said.returncode == 1 and said.stdout == "" and said.stderr.startswith(f"{arguments[0]}: there is no "), said
-    assert "/bench/http_load" in said.stderr and "make all bench-programs" in said.stderr and "Traceback" not in said.stderr
+    assert "/kld-server" in said.stderr and "make all bench-programs" in said.stderr and "Traceback" not in said.stderr
+    assert ("/bench/http_load" in said.stderr) == (arguments[0] in ("gateway.py", "saturation.py", "gateway_cpu.py"))
     assert bench(arguments[0], "--help", KLD_BIN=str(tmp_path)).returncode == 0
+
+
+@pytest.mark.parametrize("arguments, expected", [
+    (["saturation.py", "--flags", "x"], "'x': expected NAME=VALUE"),
+    (["saturation.py", "--flags", "=2"], "'=2': expected NAME=VALUE"),
+    (["saturation.py", "--rounds", "0"], "'0': expected a whole number, at least 1"),
+    (["saturation.py", "--seconds", "nan"], "'nan': expected seconds, more than 0"),
+    (["gateway.py", "--rounds", "-1"], "'-1': expected a whole number"),
+    (["gateway_cpu.py", "--seconds", "1m", "a", "b"], "'1m': expected seconds"),
+    (["soak.py", "--seconds", "0"], "'0': expected seconds"), (["soak.py", "--backend", "x"], "invalid choice: 'x'"),
+    (["faults.py", "--count", "0"], "'0': expected a whole number"),
+    (["faults.py", "--backend", "x"], "invalid choice: 'x'"),
+    (["memory.py", "--clients", "many", "/none"], "'many': expected a whole number"),
+    (["fences.py", "--steps", "0", "/none"], "'0': expected a whole number"),
+    (["compute_sanitizer.py", "--tools", "memchek"], "there is no memchek; expected some of memcheck,"),
+], ids=lambda one: " ".join(one) if isinstance(one, list) else "")
+def test_wrong_arguments_are_one_line(arguments, expected, tmp_path):
+    """They were a traceback, some when all had been measured."""
+    said = bench(*arguments, KLD_BIN=str(tmp_path))
+    assert said.returncode == 2 and said.stdout == "" and "Traceback" not in said.stderr, said
+    assert expected in said.stderr.splitlines()[-1], said
+
+
+def test_what_a_gpu_is_needed_for_is_one_line(tmp_path):
+    for arguments, expected in ((["fences.py", "/none"], "/none: expected the Unix socket of a kld-server that runs"),
+                                (["compute_sanitizer.py", "--table", "/none"], "there is no /none: `make /none`")):
+        said = bench(*arguments, KLD_BIN=str(tmp_path))
+        assert (said.returncode, said.stdout, said.stderr.count("\n")) == (1, "", 1) and expected in said.stderr, said
