@@ -2,7 +2,7 @@
 #
 # Variables: BUILD (output folder), SANITIZE (empty, address, thread or coverage), CUDA (1, 0; default: 1 if nvcc is
 # there), NVCC, PREFIX, DESTDIR, MANDIR, SECONDS (of each fuzz target), JOBS (files of end-to-end tests at a time; they
-# mostly wait), EVERY (of the emulated table's cases, each N-th), V=1 for the full command lines. CFLAGS replaces -O2 -g;
+# mostly wait), EVERY (of the emulated table's cases, each N-th), CC (gcc), AR, V=1 for the full command lines. CFLAGS replaces -O2 -g;
 # CPPFLAGS and LDFLAGS come behind what kld itself wants.
 
 BUILD    ?= build
@@ -34,7 +34,10 @@ endif
 JOBS     ?= 2
 EVERY    ?= 1
 
-CC       ?= gcc
+# make has a CC of its own, cc, which ?= would leave as it is: what the kernels' code was measured with, where it is there.
+ifeq ($(origin CC),default)
+CC       := $(or $(if $(shell command -v gcc 2>/dev/null),gcc),cc)
+endif
 # All cores, unless the caller said how many.
 ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
 MAKEFLAGS += -j$(shell nproc 2>/dev/null || echo 2)
@@ -157,7 +160,7 @@ $(CUDA_BUILD)/cuda/%.cu.o: %.cu $(CUDA_BUILD)/cuda/flags
 
 $(BUILD)/libkld.a: $(LIB_OBJ) $(CUDA_OBJ)
 	@echo "  AR    $@"
-	$(Q)rm -f $@ && ar rcs $@ $^
+	$(Q)rm -f $@ && $(AR) rcs $@ $^
 
 # nodelete: over http: a thread of libcurl's may be asking for a name's address when its connection has gone (http.c,
 # CURLOPT_QUICK_EXIT); it ends in code that dlclose() would have unmapped.
@@ -201,7 +204,7 @@ $(BUILD)/bench/http_load: BENCH_LIBS := -lmicrohttpd
 KERNELS_OBJ := $(call OBJ,$(PROTO_C) $(KERNELS_C) $(CUDA_C)) $(CUDA_OBJ)
 $(BUILD)/libkernels.a: $(KERNELS_OBJ)
 	@echo "  AR    $@"
-	$(Q)rm -f $@ && ar rcs $@ $^
+	$(Q)rm -f $@ && $(AR) rcs $@ $^
 $(BUILD)/obj/tests/bench/kernels.c.o: $(BUILD)/commit
 $(BUILD)/obj/tests/bench/kernels.c.o: EXTRA := -DKLD_COMMIT='"$(COMMIT)"'
 $(BUILD)/bench/kernels: $(BUILD)/obj/tests/bench/kernels.c.o $(BUILD)/libkernels.a
@@ -249,7 +252,7 @@ $(BUILD)/fuzz/obj/%.c.o: %.c
 	@echo "  FUZZ  $<"
 	$(Q)clang $(FUZZ_CPP) $(FUZZ_FLAGS) $(COUNT) -MMD -MP -c $< -o $@
 $(BUILD)/fuzz/libfuzzed.a: $(call FUZZ_OBJ,$(FUZZED_C)) $(call OBJ,$(filter-out $(FUZZED_C),$(KERNELS_C)))
-	$(Q)rm -f $@ && ar rcs $@ $^
+	$(Q)rm -f $@ && $(AR) rcs $@ $^
 # Those whose server is on their own thread, with a clock of their own (turns.h).
 FUZZ_TURNS := $(patsubst %,$(BUILD)/fuzz/%,answers replies)
 $(FUZZ_TURNS): $(call FUZZ_OBJ,tests/fuzz/turns/turns.c)

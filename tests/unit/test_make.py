@@ -1,6 +1,8 @@
 """What make compiles: again what had other flags, and for the demonstration and the tests what this machine can run."""
 import os
 import pathlib
+import re
+import shutil
 import subprocess
 
 import pytest
@@ -51,6 +53,39 @@ def test_other_flags_compile_again(tmp_path):
     # The linker's too: what is linked of it is linked again.
     assert "proto/status.c" in make(*arguments, "CFLAGS=-O2", "LDFLAGS=-Wl,-O1")
     assert "proto/status.c" not in make(*arguments, "CFLAGS=-O2", "LDFLAGS=-Wl,-O1")
+
+
+def test_the_compiler_is_gcc_unless_somebody_says_another(tmp_path):
+    """It was cc: CC ?= gcc leaves a variable that make has by itself."""
+    target = "V=1", "-n", f"{tmp_path}/obj/proto/status.c.o", f"BUILD={tmp_path}", "CUDA=0"
+    clean = {name: value for name, value in os.environ.items() if name not in ("CC", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+
+    def compiles(*arguments, **variables):
+        done = subprocess.run(["make", "-j1", *target, *arguments], cwd=ROOT, capture_output=True, text=True,
+                              env={**clean, **variables})
+        assert done.returncode == 0, done
+        return next(line.split()[0] for line in done.stdout.splitlines() if " -c proto/status.c" in line)
+
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    for program in ("make", "sh", "cat", "cksum", "cut", "git", "find", "sort", "nproc"):
+        (empty / program).symlink_to(shutil.which(program))
+    assert compiles() == "gcc"
+    assert compiles(CC="clang-7") == compiles("CC=clang-7") == "clang-7"
+    assert compiles(PATH=str(empty)) == "cc"
+
+
+def test_no_default_is_for_a_variable_of_makes_own():
+    """?= would do nothing."""
+    said = subprocess.run(["make", "-pf", "/dev/null"], capture_output=True, text=True, env={"PATH": os.environ["PATH"]}).stdout
+    own = set(re.findall(r"^# default\n(\w+) :?= ", said, re.M))
+    assert {"CC", "AR", "CXX", "LD"} <= own
+    assert own.isdisjoint(re.findall(r"^(\w+)\s*\?=", (ROOT / "Makefile").read_text(), re.M))
+
+
+def test_archives_are_made_by_the_archiver_that_was_asked_for(tmp_path):
+    said = make("-n", "V=1", f"{tmp_path}/libkld.a", f"{tmp_path}/libkernels.a", f"BUILD={tmp_path}", "CUDA=0", "AR=gcc-ar")
+    assert said.count("&& gcc-ar rcs ") == 2, said
 
 
 THEIRS = {"CPPFLAGS": "-DTHEIRS=1 -D_FORTIFY_SOURCE=2", "LDFLAGS": "-Wl,-O1"}
