@@ -88,6 +88,14 @@ def test_archives_are_made_by_the_archiver_that_was_asked_for(tmp_path):
     assert said.count("&& gcc-ar rcs ") == 2, said
 
 
+@pytest.mark.skipif(not pathlib.Path("/usr/local/cuda/include/cuda_runtime.h").exists(), reason="needs CUDA's headers")
+@pytest.mark.parametrize("source", ["tests/emulate/runtime.c", "tests/unit/kernels/cuda/test_thread.c"])
+def test_the_double_of_the_runtime_compiles_without_warnings(source, tmp_path):
+    """With the double of the kernels and alone, where a function of it was unused."""
+    make(f"{tmp_path}/obj/{source}.o", f"BUILD={tmp_path}", "CUDA=1", "CUDA_CU=", "CFLAGS=-O1 -Werror",
+         "NVCC=/usr/local/cuda/bin/nvcc")
+
+
 THEIRS = {"CPPFLAGS": "-DTHEIRS=1 -D_FORTIFY_SOURCE=2", "LDFLAGS": "-Wl,-O1"}
 
 

@@ -58,6 +58,18 @@ cudaError_t kld_cuda_launch_rows(const struct kld_cuda_args *args, cudaStream_t 
     atomic_store(&fake_busy_until_ns, ((struct fake_stream *)stream)->ready_ns);
     return cudaSuccess;
 }
+/* The host's address of what the device may know by another. */
+static char *fake_from_mapped(char *at) {
+    pthread_mutex_lock(&fake_lock);
+    for (int i = 0; i < FAKE_PINNED_MAX; i++)
+        if (at - FAKE_MAPPED_AT >= fake_pinned_range[i].at &&
+            at - FAKE_MAPPED_AT < fake_pinned_range[i].at + fake_pinned_range[i].bytes) {
+            at -= FAKE_MAPPED_AT;
+            break;
+        }
+    pthread_mutex_unlock(&fake_lock);
+    return at;
+}
 cudaError_t kld_cuda_launch_finish(const struct kld_cuda_args *args, uint32_t groups, bool first,
                                    bool last, uint32_t loss_dtype, double *result,
                                    cudaStream_t stream) {

@@ -353,18 +353,6 @@ cudaError_t cudaHostRegister(void *at, size_t bytes, unsigned flags) {
     fake_note_pinned(at, bytes);
     return cudaSuccess;
 }
-/* The host's address of what the device may know by another. */
-static char *fake_from_mapped(char *at) {
-    pthread_mutex_lock(&fake_lock);
-    for (int i = 0; i < FAKE_PINNED_MAX; i++)
-        if (at - FAKE_MAPPED_AT >= fake_pinned_range[i].at &&
-            at - FAKE_MAPPED_AT < fake_pinned_range[i].at + fake_pinned_range[i].bytes) {
-            at -= FAKE_MAPPED_AT;
-            break;
-        }
-    pthread_mutex_unlock(&fake_lock);
-    return at;
-}
 cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags) {
     *device = (char *)host + FAKE_MAPPED_AT;
     return atomic_load(&fake_pinned_as) & cudaHostRegisterMapped ? cudaSuccess
