@@ -57,5 +57,5 @@ ENV PATH=/opt/kld/bin:$PATH KLD_UNIX=/run/kld/kld.sock KLD_SERVER=unix:/run/kld/
 EXPOSE 8080
 STOPSIGNAL SIGTERM
 # Of the first device: whoever gives it several asks at --metrics-http, as compose.gpu.yaml does.
-HEALTHCHECK --interval=10s --timeout=3s --start-period=30s CMD ["/opt/kld/bin/kld", "ping", "--count", "1"]
+HEALTHCHECK --interval=10s --timeout=3s --start-period=30s CMD ["/opt/kld/bin/kld", "ping", "--count", "1", "--timeout", "2"]
 ENTRYPOINT ["/opt/kld/bin/kld-server"]

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -131,6 +132,36 @@ def test_health_is_that_of_any_device(kind, make_server):
         assert result.returncode == 0, result.stderr
     finally:
         os.kill(first, signal.SIGCONT)
+
+
+def test_a_server_that_is_not_ready_is_not_healthy(make_server):
+    """Its gateway lives, and ends once a request is answered whose worker is held. What is wrong is said: the check ends
+    before compose would end it, which it did not."""
+    health = BOTH["gpu"]["services"]["kld"]["healthcheck"]
+    server = make_server(backend="cpu", metrics_http="127.0.0.1:0", stuck_ms=0).wait_linked()
+    address = re.search(r"metrics have an address http=(\S+)", server.log()).group(1)
+    probe = [word.replace("/opt/kld/bin", str(BIN)).replace("127.0.0.1:9090", address) for word in health["test"][1:]]
+
+    def check():
+        return subprocess.run(probe, capture_output=True, text=True, timeout=60, env=clean_environment())
+    assert check().returncode == 0
+    worker, gateway = server.child("worker"), server.child("gateway")
+    suspend(worker)
+    body = json.dumps({"inputs": [{"name": name, "shape": [1, 2], "datatype": "FP32", "data": [0.5, 0.5]}
+                                  for name in ("predictions", "targets")]})
+    asker = threading.Thread(target=server.request, args=("/v2/models/kl_div/infer", body.encode()))
+    asker.start()
+    try:
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, what="the request")
+        os.kill(gateway, signal.SIGTERM)
+        wait_until(lambda: server.request("/v2/health/ready")[0] == 503, what="not ready")
+        assert server.request("/v2/health/live")[0] == 200
+        result = check()
+        assert result.returncode != 0 and "the server is shutting down" in result.stderr, result
+    finally:
+        os.kill(worker, signal.SIGCONT)
+        asker.join()
+    assert float(probe[probe.index("--timeout") + 1]) < float(health["timeout"].removesuffix("s"))
 
 
 def comment(name):

@@ -60,7 +60,8 @@ def test_metadata(config):
     assert labels["title"] == "kld" and labels["description"] and labels["revision"] != "unknown"
     assert config["User"] == "10001:10001" and config["StopSignal"] == "SIGTERM"
     assert config["Entrypoint"] == ["/opt/kld/bin/kld-server"] and list(config["Volumes"]) == ["/run/kld"]
-    assert config["Healthcheck"]["Test"] == ["CMD", "/opt/kld/bin/kld", "ping", "--count", "1"]
+    assert config["Healthcheck"]["Test"] == ["CMD", "/opt/kld/bin/kld", "ping", "--count", "1", "--timeout", "2"]
+    assert config["Healthcheck"]["Timeout"] > 2 * 10**9  # it says what is wrong before it is killed
 
 
 def test_size(buildah, base, image, capsys):
