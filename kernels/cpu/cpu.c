@@ -2,57 +2,18 @@
  * It does not compute and holds no state outside the device. Any thread but the device's own. */
 #include "kernels/cpu/cpu.h"
 
-#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "kernels/cpu/device.h"
-#include "proto/cgroup.h"
+#include "proto/cpus.h"
 #include "proto/thread.h"
 
 static enum kld_status device_count(uint32_t *ret_count, struct kld_error *err) {
     *ret_count = 1;
     return KLD_OK;
-}
-
-uint32_t kld_cpu_quota(const char *cpu_max) {
-    unsigned long long quota, period;
-    if (sscanf(cpu_max, "%llu %llu", &quota, &period) != 2 || quota == 0 || period == 0)
-        return UINT32_MAX;
-    unsigned long long cpus = quota / period + (quota % period != 0);
-    return cpus < UINT32_MAX ? (uint32_t)cpus : UINT32_MAX;
-}
-
-static void take_least(const char *path, void *least) {
-    char line[64];
-    uint32_t quota = UINT32_MAX, *to = least;
-    FILE *file = fopen(path, "re");
-    if (file && fgets(line, sizeof line, file))
-        quota = kld_cpu_quota(line);
-    if (file)
-        fclose(file);
-    *to = quota < *to ? quota : *to;
-}
-
-uint32_t kld_cpu_group_quota(const char *groups, const char *root) {
-    static const struct kld_cgroup_limit cpus = {"cpu", {NULL, "cpu.max"}};
-    uint32_t least = UINT32_MAX;
-    kld_cgroup_walk(groups, root, &cpus, take_least, &least);
-    return least;
-}
-
-/* What a container, or a service, may use can be less than the processors that it sees. */
-static uint32_t usable_cpus(void) {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    long online = sysconf(_SC_NPROCESSORS_ONLN);
-    uint32_t cpus = online > 0 ? (uint32_t)online : 1;
-    uint32_t quota = kld_cpu_group_quota("/proc/self/cgroup", "/sys/fs/cgroup");
-    if (sched_getaffinity(0, sizeof set, &set) == 0)
-        cpus = (uint32_t)CPU_COUNT(&set);
-    return cpus < quota ? cpus : quota;
 }
 
 /* The model of the processor and the vector code in use. */
@@ -80,7 +41,7 @@ static enum kld_status describe(struct cpu_device *device, const struct kld_devi
     if (options->threads > KLD_CPU_THREADS_MAX)
         return kld_error_set(err, KLD_INVALID, "%u threads; expected at most %d", options->threads,
                              KLD_CPU_THREADS_MAX);
-    info->threads = options->threads ? options->threads : usable_cpus();
+    info->threads = options->threads ? options->threads : kld_cpus_usable();
     if (info->threads > KLD_CPU_THREADS_MAX)
         info->threads = KLD_CPU_THREADS_MAX;
     long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);

@@ -64,12 +64,6 @@ bool kld_cpu_submit(struct kld_stream *stream, struct kld_job *job);
 void kld_cpu_poll(struct kld_device *device, bool more);
 void *kld_cpu_device_main(void *device);
 void kld_cpu_fail_next(struct kld_device *device);
-/* CPUs that a cgroup's cpu.max ("QUOTA PERIOD" or "max PERIOD") allows, rounded up; UINT32_MAX: no
- * limit. */
-uint32_t kld_cpu_quota(const char *cpu_max);
-/* The least of the groups that `groups` names (a file like /proc/self/cgroup) and of those around
- * them, mounted at `root`. */
-uint32_t kld_cpu_group_quota(const char *groups, const char *root);
 enum kld_status kld_cpu_stream_open(struct kld_device *device,
                                     const struct kld_stream_options *options,
                                     struct kld_stream **ret_stream, struct kld_error *err);

@@ -8,6 +8,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "proto/cpus.h"
 #include "proto/oip.h"
 #include "server/descriptors.h"
 #include "server/gateway/accept.h"
@@ -393,16 +394,19 @@ static void close_rest(struct process *process) {
 }
 
 /* http_threads 0: a quarter of the CPUs, since client and worker want some too; at most 4. */
-static uint32_t loops_of(const struct kld_config *config) {
-    uint64_t loops = config->http_threads ? config->http_threads : uv_available_parallelism() / 4;
+uint32_t kld_gateway_loops(const struct kld_config *config, uint32_t cpus) {
+    uint64_t loops = config->http_threads ? config->http_threads : cpus / 4;
     if (!config->http_threads)
         loops = loops < 1 ? 1 : loops > 4 ? 4 : loops;
     return (uint32_t)(loops < config->http_connections_max ? loops : config->http_connections_max);
 }
 
+/* With fewer it polls in the way of the worker, or uses up a quota. */
+bool kld_gateway_may_spin(uint32_t loops, uint32_t cpus) { return cpus / 4 >= loops; }
+
 static struct process *make_process(const struct kld_child *child) {
     struct process *process = calloc(1, sizeof *process);
-    uint32_t loops = loops_of(child->config);
+    uint32_t cpus = kld_cpus_usable(), loops = kld_gateway_loops(child->config, cpus);
     if (!process)
         return NULL;
     process->common.recent = kld_recent_open();
@@ -415,7 +419,7 @@ static struct process *make_process(const struct kld_child *child) {
     }
     struct kld_gateway *gateway = &process->loop[0].gateway;
     process->common.loops = loops;
-    if (uv_available_parallelism() >= 4 * loops) /* with fewer it polls in the way of the worker */
+    if (kld_gateway_may_spin(loops, cpus))
         process->common.spin_ns = child->config->http_spin_us * 1000;
     gateway->common = &process->common;
     gateway->config = child->config;

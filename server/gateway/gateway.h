@@ -79,6 +79,11 @@ struct kld_gateway {
     _Atomic uint32_t connections; /* open, or on their way here; any thread (accept.h) */
 };
 
+/* With so many CPUs to use (proto/cpus.h): how many loops, and whether one may poll for a reply
+ * that is near. Pure. */
+uint32_t kld_gateway_loops(const struct kld_config *config, uint32_t cpus);
+bool kld_gateway_may_spin(uint32_t loops, uint32_t cpus);
+
 /* This process or the whole server is told to end: each reply is the last of its connection. Any
  * thread. */
 bool kld_gateway_is_draining(const struct kld_gateway *gateway);

@@ -264,53 +264,6 @@ START_TEST(test_avx512) {
 }
 END_TEST
 
-START_TEST(test_quota) {
-    ck_assert_uint_eq(kld_cpu_quota("max 100000\n"), UINT32_MAX);
-    ck_assert_uint_eq(kld_cpu_quota("200000 100000\n"), 2);
-    ck_assert_uint_eq(kld_cpu_quota("250000 100000\n"), 3);
-    ck_assert_uint_eq(kld_cpu_quota("1000 100000\n"), 1);
-    ck_assert_uint_eq(kld_cpu_quota("18446744073709551615 1\n"), UINT32_MAX);
-    ck_assert_uint_eq(kld_cpu_quota("5 0\n"), UINT32_MAX);
-    ck_assert_uint_eq(kld_cpu_quota(""), UINT32_MAX);
-}
-END_TEST
-
-static void write_file(const char *path, const char *text) {
-    FILE *file = fopen(path, "w");
-    ck_assert_ptr_nonnull(file);
-    ck_assert_int_ge(fputs(text, file), 0);
-    ck_assert_int_eq(fclose(file), 0);
-}
-
-/* A service has its quota in a group of its own, below the root: the least on the way counts. */
-START_TEST(test_quota_of_groups) {
-    char root[] = "/tmp/kld-test-XXXXXX", groups[64], path[64], command[64];
-    static const struct {
-        const char *file, *text, *group;
-        uint32_t cpus; /* then */
-    } steps[] = {
-        {"a/b/cpu.max", "max 100000\n", "0::/a/b\n", UINT32_MAX},
-        {"a/cpu.max", "300000 100000\n", "0::/a/b\n", 3},
-        {"a/b/cpu.max", "700000 100000\n", "0::/a/b\n", 3},
-        {"a/b/cpu.max", "150000 100000\n", "0::/a/b\n", 2},
-        {"a/b/cpu.max", "150000 100000\n", "0::/a\n", 3},
-        {"cpu.max", "100000 100000\n", "3:cpu,cpuacct:/a\n0::/of/the/host\n", 1},
-    };
-    ck_assert_ptr_nonnull(mkdtemp(root));
-    snprintf(command, sizeof command, "mkdir -p %s/a/b", root);
-    ck_assert_int_eq(system(command), 0);
-    snprintf(groups, sizeof groups, "%s/groups", root);
-    for (size_t i = 0; i < sizeof steps / sizeof steps[0]; i++) {
-        snprintf(path, sizeof path, "%s/%s", root, steps[i].file);
-        write_file(path, steps[i].text);
-        write_file(groups, steps[i].group);
-        ck_assert_uint_eq(kld_cpu_group_quota(groups, root), steps[i].cpus);
-    }
-    snprintf(command, sizeof command, "rm -r %s", root);
-    ck_assert_int_eq(system(command), 0);
-}
-END_TEST
-
 START_TEST(test_ceiling) {
     struct kld_device *device = device_open(2, 0, 5);
     struct kld_error err;
@@ -327,5 +280,4 @@ START_TEST(test_ceiling) {
 }
 END_TEST
 UNIT_MAIN("kernels/cpu/cpu", test_options, test_pool, test_memory_kinds, test_copy,
-          test_thread_count, test_row_alone, test_base, test_avx2, test_avx512, test_quota,
-          test_quota_of_groups, test_ceiling)
+          test_thread_count, test_row_alone, test_base, test_avx2, test_avx512, test_ceiling)
