@@ -250,6 +250,18 @@ def test_what_is_a_number(connection, value):
     assert compiled(functional.kl_div)(z, t, temperature=value, connection=connection, **LOGITS) == right
 
 
+@pytest.mark.parametrize("value", [2.0, 3, torch.tensor(2.0), torch.tensor(2, dtype=torch.int64)], ids=repr)
+def test_a_default_device_is_not_that_of_numbers(connection, value):
+    """A tensor went there: with meta the graph computed with what lay in the memory. Arrays are PyTorch's own to move."""
+    z, t = pair(4, 6)
+
+    def step(q, p):
+        return functional.kl_div(q, p, temperature=value, row_weights=[1.0, 2.0, 0.5, 1.0], connection=connection, **LOGITS)
+    right = step(z, t)
+    with torch.device("meta"):
+        assert torch.equal(compiled(step)(z, t), right)
+
+
 def test_lists_are_vectors(connection):
     z, t = pair(4, 6)
     more = {"row_weights": [1.0, 2.0, 0.5, 1.0], "row_mask": [True, False, True, True], "connection": connection,

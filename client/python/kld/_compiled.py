@@ -248,7 +248,9 @@ def _problem(given: Dict[str, Any], texts: Tuple[Any, ...], log_target: bool, ro
 
 def _scalar(value: Any) -> Tensor:
     """In the graph."""
-    made: Tensor = (torch.as_tensor(value).detach() if isinstance(value, (Tensor, np.ndarray, np.generic)) else
+    if isinstance(value, Tensor):
+        return value.detach()  # as_tensor() would move it to torch.set_default_device()'s
+    made: Tensor = (torch.as_tensor(value, device="cpu") if isinstance(value, (np.ndarray, np.generic)) else
                     torch.ops.kld.number(value))
     return made
 
