@@ -70,11 +70,16 @@ def holdings(pid):
 
 @pytest.fixture(autouse=True)
 def no_leak(worker_server):
-    """After each test, its clients gone, the worker holds what it held when it had started. Some of
-    that is given back on a thread: wait for it."""
+    """After each test, its clients gone, the worker holds no more than when it had started. Some of that is given back on
+    a thread: wait for it, and where the start had not waited long enough, go by the less from then on."""
     yield
     pid, before = worker_server.child("worker"), worker_server.baseline
-    wait_until(lambda: holdings(pid) == before, 10, f"no leak: {before} before, {holdings(pid)} after")
+
+    def given_back():
+        now = holdings(pid)
+        return all(a <= b for a, b in zip(now, before)) and now
+    if wait_until(given_back, what=f"no more than {before} being held") != before:
+        worker_server.baseline = tuple(map(min, before, settled(lambda: holdings(pid))))
 
 
 def probabilities(rows, classes, dtype=np.float32):
