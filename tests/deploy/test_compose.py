@@ -114,7 +114,8 @@ def test_the_server_takes_its_options(kind, make_server, tmp_path):
 def test_health_is_that_of_any_device(kind, make_server):
     """A card that is lost for good has nobody take the server of the others for ill."""
     port = next(word for word in COMMANDS[kind] if word.startswith("--metrics-http=")).rsplit(":", 1)[1]
-    server = make_server(backend="cpu", device="0,0", metrics_http="127.0.0.1:0", stuck_ms=0).wait_linked()
+    server = make_server(backend="cpu", device="0,0", metrics_http="127.0.0.1:0", stuck_ms=0, http_threads=1)
+    wait_until(lambda: all(f"worker connected worker={i} " in server.log() for i in range(2)), what="a link to each")
     address = re.search(r"metrics have an address http=(\S+)", server.log()).group(1)
     first = server.child("worker")
     suspend(first)

@@ -164,6 +164,7 @@ class Flat:
         return [page["blocks"] for page in pages]
 
     def __enter__(self):
+        self.server.wait_linked()  # else the worker has a descriptor more in the end
         wait_until(self.is_idle, what="an idle server")
         self.pids = [self.server.child(role) for role in self.ROLES]
         self.fds = [fds_of(pid) for pid in self.pids]

@@ -340,7 +340,7 @@ def test_the_longest_token(make_server, tmp_path):
     """The server's longest is libkld's and the tool's; nothing is cut off, and an empty line is none."""
     word, file, tokens = "w" * 1024, tmp_path / "word", tmp_path / "tokens"
     tokens.write_text(f"long {hashlib.sha256(word.encode()).hexdigest()} infer\n")
-    ask = ("status", "--json", "--server", make_server(tokens=tokens).http, "--token-file", file)
+    ask = ("status", "--json", "--server", make_server(tokens=tokens).wait_linked().http, "--token-file", file)
     for end in ("", "\n", "\r\nmore\n"):
         file.write_text(word + end, newline="")
         kld(*ask)

@@ -185,6 +185,7 @@ def test_http_does_not_wait_for_a_worker_that_is_gone(trio):
 
     def is_gone():
         return trio.metrics()['kld_worker_ready{worker="1"}'] == 0
+    wait_until(lambda: all(f"worker connected worker={i} " in trio.log() for i in range(3)), what="a link to each")
     for _ in range(3):  # one that keeps dying is replaced after a longer and longer pause
         trio.kill_child("worker1")
     for _ in range(4):

@@ -21,7 +21,7 @@ from oip import INFER, LENGTH, Connection, infer
 @pytest.fixture(scope="module")
 def server(backend):
     from conftest import SANITIZER, Server
-    one = Server(backend=backend, shm_prefix=PREFIX, staging_bytes_max="256M", json_bytes_max="16M")
+    one = Server(backend=backend, shm_prefix=PREFIX, staging_bytes_max="256M", json_bytes_max="16M").wait_linked()
     yield one
     alive = one.process.poll() is None
     status = one.stop() if alive else None
@@ -34,7 +34,7 @@ def server(backend):
 def small_staging(backend):
     """Tensors of a megabyte travel in pieces here."""
     from conftest import Server, end_well
-    one = Server(backend=backend, staging_bytes_max="4M", staging_request_bytes_max="1M")
+    one = Server(backend=backend, staging_bytes_max="4M", staging_request_bytes_max="1M").wait_linked()
     yield one
     end_well(one)
 

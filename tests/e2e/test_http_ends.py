@@ -188,7 +188,7 @@ def test_drain_answers_what_is_in_flight(make_server):
 
 def test_index_of_what_is_ready(make_server):
     """A model that is not is listed for who does not ask for those alone that are."""
-    server, replies = make_server(), []
+    server, replies = make_server().wait_linked(), []
 
     def index(body):
         return [model["state"] for model in server.json("/v2/repository/index", body)[1]]
