@@ -112,19 +112,26 @@ def load():
 def test_a_person_looks_at_it(server, terminal, load):
     load(server)
     top = terminal(server.http)
-    lines = top.until(r"worker0 (.*\n)*js +\d", "processes, rates by divergence")
+
+    def under_load():
+        """A picture of 0.2 s in which all of them had a turn, load and server."""
+        lines = top.until(r"worker0 (.*\n)*js +\d", "processes, rates by divergence")
+        rates = {line.split()[0]: float(line.split()[1]) for line in lines if re.match(r"(http|unix|js) ", line)}
+        return rates["http"] > 1 and (lines, rates)
+    lines, rates = wait_until(under_load, what="rates")
     assert top.process.poll() is None and lines[0].startswith("kld ") and server.http in lines[0] and "ready" in lines[0]
-    rates = {line.split()[0]: float(line.split()[1]) for line in lines if re.match(r"(http|unix|js) ", line)}
-    assert 1 < rates["http"] == pytest.approx(rates["unix"], rel=0.3, abs=10) and rates["js"] == rates["unix"]
+    # The page is no snapshot: at each of its two ends one request may be counted in this and not yet in that, 5 a second.
+    assert rates["http"] == pytest.approx(rates["unix"], rel=0.3, abs=10)
+    assert rates["js"] == pytest.approx(rates["unix"], abs=10.1)
     worker = next(line for line in lines if line.startswith("0  "))
     assert server.backend in worker and "ready" in worker and len(lines) <= 24
     assert all(stage in "\n".join(lines) for stage in ("receive", "gateway", "reply", "supervisor", "worker0"))
     top.resize(40)
-    lines = top.until("^kld", "a narrow picture", 10)
-    lines = top.until("^kld", "the next one", 10)
+    lines = top.until("^kld", "a narrow picture")
+    lines = top.until("^kld", "the next one")
     assert max(map(len, lines)) <= 40
     top.resize(200, 5)
-    wait_until(lambda: len(top.picture()) == 5, 10, "a low picture")
+    wait_until(lambda: len(top.picture()) == 5, what="a low picture")
     os.write(top.main, b"xq")
     top.end()
 
@@ -146,7 +153,7 @@ def test_it_stops_and_goes_on(server, terminal):
     top = terminal(server.http, shell='set -m; "$0" "$@"; echo "it stopped"; read word; fg >/dev/null')
     top.until("^kld", "a picture")
     os.write(top.main, b"\x1a")
-    wait_until(lambda: b"it stopped" in top.read(), 10, "its stop")
+    wait_until(lambda: b"it stopped" in top.read(), what="its stop")
     assert LEAVE in top.output and termios.tcgetattr(top.side) == top.were
     top.output = b""
     os.write(top.main, b"go\n")
@@ -161,7 +168,7 @@ def test_it_does_not_stop_where_nobody_could_continue_it(server, terminal):
     top = terminal(server.http)
     top.until("^kld", "a picture")
     os.write(top.main, b"\x1a")
-    wait_until(lambda: LEAVE + ENTER in top.read(), 10, "the screen, left and entered")
+    wait_until(lambda: LEAVE + ENTER in top.read(), what="the screen, left and entered")
     top.until("^kld", "a picture")
     assert not termios.tcgetattr(top.side)[3] & termios.ICANON
     os.write(top.main, b"q")
@@ -181,9 +188,11 @@ def test_the_server_goes_and_comes_again(make_server, terminal, load):
     top.output = b""
     server.start()
     wait_until(lambda: b"started again: rates begin anew" in top.read(), 30, "the line that says so")
-    lines = top.until(r"^js +\d", "rates")
-    rate = next(float(line.split()[1]) for line in lines if line.startswith("http "))
-    assert 0 < rate < 1e5
+
+    def rate():
+        lines = top.until(r"^js +\d", "rates")
+        return next(float(line.split()[1]) for line in lines if line.startswith("http "))
+    assert wait_until(rate, what="a rate") < 1e5
     os.write(top.main, b"q")
     top.end()
 
@@ -198,16 +207,31 @@ def test_it_waits_for_a_server(terminal):
 
 def test_in_a_pipe(server, cli, load):
     load(server)
-    once = cli("top", "--once", "-d", "0.3", "--server", server.http)
-    assert once.returncode == 0 and not once.stderr and "\x1b" not in once.stdout
-    assert once.stdout.count("kld ") == 1 and re.search(r"^js +[1-9]", once.stdout, re.M), once.stdout
-    assert float(re.search(r"^http +(\S+)", once.stdout, re.M).group(1)) > 1
-    started = time.monotonic()
-    three = cli("top", "--batch", "-n", 3, "-d", "0.2", "--server", server.http)
-    assert three.stdout.count("kld ") == 3 and 0.6 <= time.monotonic() - started < 30
-    head = subprocess.run(f"{BIN}/kld top -d 0.1 --server {server.http} | head -1", shell=True, timeout=60,
-                          capture_output=True, text=True)
-    assert head.stdout.startswith("kld ") and not head.stderr
+
+    def top(*arguments):
+        """-> (what it came to, how long that took). The 2 s that it has for an answer may be too few for a busy machine."""
+        def answered():
+            started = time.monotonic()
+            done = cli("top", *arguments, "--server", server.http)
+            return "did not answer in time" not in done.stderr and (done, time.monotonic() - started)
+        return wait_until(answered, what="a server that answers")
+
+    def under_load():
+        once, _ = top("--once", "-d", "0.3")
+        assert once.returncode == 0 and not once.stderr and "\x1b" not in once.stdout
+        assert once.stdout.count("kld ") == 1
+        rate = float(re.search(r"^http +(\S+)", once.stdout, re.M).group(1))
+        return re.search(r"^js +[1-9]", once.stdout, re.M) and rate > 1  # not where all was still for 0.3 s
+    wait_until(under_load, what="rates")
+    three, took = top("--batch", "-n", 3, "-d", "0.2")
+    assert three.stdout.count("kld ") == 3 and 0.6 <= took < 30
+
+    def head():
+        done = subprocess.run(f"{BIN}/kld top -d 0.1 --server {server.http} | head -1", shell=True, timeout=60,
+                              capture_output=True, text=True)
+        return "did not answer in time" not in done.stderr and done
+    done = wait_until(head, what="a server that answers")
+    assert done.stdout.startswith("kld ") and not done.stderr
 
 
 def unread(pipe):
