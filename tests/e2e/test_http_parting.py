@@ -12,7 +12,7 @@ import pytest
 
 import oip
 from conftest import Server, end_well, wait_until
-from httplib import Flat, Pace, certificates, fds_of, probabilities, socket_mib, tls_flags, unless_late
+from httplib import Flat, Late, Pace, certificates, fds_of, probabilities, socket_mib, tls_flags, unless_late
 from oip import INFER, LENGTH
 
 MIB = 1 << 20
@@ -138,10 +138,17 @@ def refuse(server):
     return connection
 
 
-def part(server, count):
-    """So many, of which the gateway knows."""
-    connections = [refuse(server) for _ in range(count)]
-    wait_until(lambda: server.metrics()[PARTING] == count, what="their parting")
+def part(server, count, ms):
+    """So many, of which the gateway knows. ms: so long it waits for one that is silent."""
+    begin, connections = time.monotonic(), [refuse(server) for _ in range(count)]
+
+    def all_part():
+        if server.metrics()[PARTING] == count:
+            return True
+        if time.monotonic() - begin > ms / 2000:
+            raise Late("before all were seen the first may have been closed")
+        return False
+    wait_until(all_part, what="their parting")
     return connections
 
 
@@ -189,7 +196,7 @@ def test_who_goes_on_sending_is_closed_in_time(make_server):
 @unless_late
 def test_who_is_silent_or_slow_is_closed_before_that(make_server):
     server = make_server(http_slow_ms=2000, http_slow_bytes="10K")
-    silent, slow, quick = part(server, 3)
+    silent, slow, quick = part(server, 3, 2000)
 
     def is_only_one_left():
         time.sleep(0.1)
@@ -242,8 +249,8 @@ def test_not_at_all_where_that_is_said(make_server):
 
 
 def test_the_end_of_the_server_waits_for_none(make_server):
-    server = make_server(http_threads=2, http_parting_ms=60000, drain_ms=60000)
-    connections = part(server, 8)
+    server = make_server(http_threads=2, http_parting_ms=60000, http_slow_ms=120000, drain_ms=60000)
+    connections = part(server, 8, 120000)
     begin = time.monotonic()
     assert server.stop() == 0 and time.monotonic() - begin < 30
     assert all(sent_until_cut(one, b"x", 0.01) <= 10 for one in connections)

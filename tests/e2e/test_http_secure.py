@@ -19,7 +19,8 @@ import pytest
 import faillib
 import oip
 from conftest import BIN, Server, children_of, clean_environment, suspend, wait_until
-from httplib import PREFIX, Flat, Shared, certificates, close, is_sanitized, probabilities, register, tls_flags
+from httplib import PREFIX, Flat, Late, Shared, certificates, close, is_sanitized, probabilities, register, tls_flags
+from httplib import unless_late
 from oip import INFER
 
 Q, P = probabilities((2, 3), 1), probabilities((2, 3), 2)
@@ -40,27 +41,35 @@ def tokens(tmp_path):
     return str(path)
 
 
+@unless_late
 def test_metrics_at_the_limit_of_connections(make_server):
     """Whoever holds all connections does not blind who watches."""
     server = make_server(metrics_http="127.0.0.1:0", http_connections_max=4, http_threads=2)
     address = re.search(r"metrics have an address.* http=(\S+)", server.log()).group(1)
     host, port = server.address.rsplit(":", 1)
     idle = [socket.create_connection((host, int(port)), 60) for _ in range(8)]
-    for _ in range(20):
+
+    def counted():
         connection = http.client.HTTPConnection(address, timeout=20)
         connection.request("GET", "/metrics")
         reply = connection.getresponse()
         text = reply.read().decode()
         connection.close()
         assert reply.status == 200
-    assert int(re.search(r"^kld_http_connections (\d+)", text, re.M).group(1)) >= 5
+        return int(re.search(r"^kld_http_connections (\d+)", text, re.M).group(1))
+    for _ in range(20):
+        counted()
+    wait_until(lambda: counted() >= 5, what="all that are taken being counted")
     metrics_host, metrics_port = address.rsplit(":", 1)
     idle += [socket.create_connection((metrics_host, int(metrics_port)), 60) for _ in range(8)]
     for _ in range(2):  # nor does who says nothing at that address: the time is that of a liveness probe
         connection = http.client.HTTPConnection(address, timeout=5)
-        connection.request("GET", "/v2/health/live")
-        assert connection.getresponse().status == 200
         idle.append(connection)
+        try:
+            connection.request("GET", "/v2/health/live")
+            assert connection.getresponse().status == 200
+        except TimeoutError as late:  # each time, where it is not the machine
+            raise Late from late
     for one in idle:
         one.close()
 

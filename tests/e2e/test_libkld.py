@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from conftest import BIN, ROOT, START_SECONDS, clean_environment, sanitizer, suspend, wait_until
+from httplib import Late, unless_late
 
 KLD = str(BIN / "kld")
 
@@ -69,11 +70,15 @@ def test_every_request_is_answered_rightly_while_workers_are_killed(make_server,
         assert any(report["repeated"] > 0 for report in reports)
 
 
+@unless_late
 def test_a_restarted_server_is_found_again(make_server):
-    server = make_server(http="")
+    server = make_server()
     bench = start("bench", "--shape", "64x512", "--grad", "--check", "--in-flight", 8, "--seconds", 3,
                   "--json", "--server", server.url_unix)
-    time.sleep(1)
+    answered = 'kld_requests_total{front="unix",worker="0",status="ok"}'
+    wait_until(lambda: server.metrics()[answered] > 200 or bench.poll() is not None, what="its work")
+    if bench.poll() is not None:
+        raise Late(finish(bench))
     server.process.kill()  # all of it
     server.process.wait()
     server.process.stdout.close()
@@ -96,7 +101,7 @@ def test_waits_for_a_server_that_is_late(make_server):
 
 
 def test_nothing_stays_behind_in_the_worker(make_server):
-    server = make_server()
+    server = make_server().wait_linked()  # the gateway is a client as well
 
     def status():
         return json.loads(finish(start("status", "--json", "--server", server.url_unix)))
@@ -107,11 +112,11 @@ def test_nothing_stays_behind_in_the_worker(make_server):
                      "--server", server.url_unix))
     killed = start("bench", "--shape", "32x100", "--grad", "--in-flight", 16, "--seconds", 30,
                    "--server", server.url_unix)
-    wait_until(lambda: status()["clients"] > before["clients"], 10, "the client")
+    wait_until(lambda: status()["clients"] > before["clients"], what="the client")
     killed.kill()
     killed.communicate()
     for key in ("clients", "regions", "region_bytes", "in_flight"):
-        wait_until(lambda: status()[key] == before[key], 10, f"{key} as before")
+        wait_until(lambda: status()[key] == before[key], what=f"{key} as before")
 
 
 def test_busy_is_told_and_deadlines_are_kept(make_server, tmp_path):
