@@ -144,7 +144,7 @@ def test_the_sockets_outlive_it(booted):
         ping(booted, server)
         booted.ask("systemctl", "stop", "kld.service")
     ping(booted, SERVERS[0])
-    wait_until(lambda: booted.show("ActiveState") == "active", 10, "systemd's view of that")
+    wait_until(lambda: booted.show("ActiveState") == "active", what="systemd's view of that")
     restart = subprocess.Popen(["nsenter", "--target", str(booted.init), "--mount", "--pid", "--root", "--wd",
                                 "systemctl", "restart", "kld.service"])
     asked = 0
@@ -166,8 +166,8 @@ def test_what_its_user_has_in_shared_memory_outlives_it(booted):
 def test_a_reload_ends_nothing(booted):
     before = booted.show("MainPID"), booted.processes()
     booted.ask("systemctl", "reload", "kld.service")
-    wait_until(lambda: '"event":"reloaded","log_level":"info"' in booted.journal(), 10, "the reload")
-    wait_until(lambda: booted.show("ActiveState") == "active", 10, "the end of it")
+    wait_until(lambda: '"event":"reloaded","log_level":"info"' in booted.journal(), what="the reload")
+    wait_until(lambda: booted.show("ActiveState") == "active", what="the end of it")
     assert (booted.show("MainPID"), booted.processes()) == before
     ping(booted, SERVERS[1])
 

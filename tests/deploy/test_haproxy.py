@@ -222,7 +222,7 @@ def test_nobody_who_asks_again_sees_replicas_come_and_go(replicas, capsys):
     servers[0].process.send_signal(signal.SIGKILL)
     servers[0].process.wait()
     pause()
-    assert "a" not in balancer.up()
+    wait_until(lambda: "a" not in balancer.up(), what="the end of a")  # by its checks, which have a pace of their own
     back(servers[0], "a")
     counts = [[len(load.failures) for load in everybody]]
     for take_out in (False, True):
@@ -271,7 +271,7 @@ def test_a_server_that_says_503_gets_nothing(replicas):
         asker = threading.Thread(target=lambda: replies.append(
             servers[1].request("/v2/models/kl_div/infer", Plain.BODY.encode())[0]))
         asker.start()
-        wait_until(lambda: servers[1].metrics()["kld_http_requests_in_flight"] == 1, 10, "a request")
+        wait_until(lambda: servers[1].metrics()["kld_http_requests_in_flight"] == 1, what="a request")
         servers[1].process.send_signal(signal.SIGTERM)
         wait_until(lambda: balancer.up() == {"a", "c"}, 30, "the end of b")
         assert servers[1].process.poll() is None and balancer.check("b") == ("L7STS", "503")
@@ -307,7 +307,7 @@ def test_an_overload_is_not_multiplied(replicas, capsys):
         host, port = server.address.split(":")
         held.append(socket.create_connection((host, int(port))))
         held[-1].sendall(b"POST /v2/models/kl_div/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20000\r\n\r\n{")
-        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, 10, "a request")
+        wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 1, what="a request")
     plain = Plain(balancer.address, threading.Event())
     plain.prepare()
     said = [plain.request() for _ in range(20)]
@@ -318,11 +318,11 @@ def test_an_overload_is_not_multiplied(replicas, capsys):
     assert told <= 20 + 6  # once, or twice where the machine stood still for a second
     for connection in held:
         connection.close()
-    wait_until(lambda: plain.request() is None, 10, "room")
+    wait_until(lambda: plain.request() is None, what="room")
     time.sleep(2.1)  # as long as HAProxy remembers, and on
     before = rejections()
     held = [socket.create_connection(servers[0].address.split(":"))]
     held[0].sendall(b"POST /v2/models/kl_div/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20000\r\n\r\n{")
-    wait_until(lambda: servers[0].metrics()["kld_http_requests_in_flight"] == 1, 10, "a request")
+    wait_until(lambda: servers[0].metrics()["kld_http_requests_in_flight"] == 1, what="a request")
     assert [plain.request() for _ in range(6)] == [None] * 6 and rejections() > before  # b and c answered for a
     held[0].close()

@@ -216,7 +216,7 @@ class Sweep:
 
     def settle(self):
         """Waits until all is given back; -> what is not."""
-        end = time.monotonic() + 8
+        end = time.monotonic() + 30
         while True:
             now = holdings(self.server), gauges(self.server)
             if now == self.base:

@@ -179,7 +179,7 @@ def test_what_it_says_of_a_worker_that_hears_nobody(make_server):
     try:
         os.kill(gateway, signal.SIGKILL)
         wait_until(lambda: children_of(server.pid).get("gateway", gateway) != gateway, 20, "the next gateway")
-        wait_until(lambda: health(server) == (200, 503, "waiting for a worker", "UNAVAILABLE"), 10, "one voice")
+        wait_until(lambda: health(server) == (200, 503, "waiting for a worker", "UNAVAILABLE"), what="one voice")
         said = subprocess.run([BIN / "kld", "status", "--server", server.http], capture_output=True, text=True)
         assert said.returncode == 3 and "waiting for a worker" in said.stdout, said
     finally:

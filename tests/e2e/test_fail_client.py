@@ -113,7 +113,7 @@ def test_right_or_a_clear_error(server, counted, way, part, width):
     came, problems = swept(server, way, part, sample(PARTS[way].index(part), KINDS), width)
     for kind, outcomes in came.items():
         counted[way if width == 1 else f"{way}, {width} at a time", kind].update(outcomes)
-    wait_until(lambda: faillib.gauges(server) == server.rest, 10, "nothing left in the server")
+    wait_until(lambda: faillib.gauges(server) == server.rest, what="nothing left in the server")
     assert "child" not in server.log()[log:]
     assert not problems, "\n".join(problems)
 

@@ -73,7 +73,7 @@ class Reloads:
     # ---- what is in force -----------------------------------------------------------------------
     def ask(self, token, method="POST", path=oip.INFER, data=DATA):
         """-> (status, the certificate's serial number, the reply)."""
-        client = http.client.HTTPSConnection(self.server.address, timeout=10, context=self.context)
+        client = http.client.HTTPSConnection(self.server.address, timeout=30, context=self.context)
         try:
             client.request(method, path, data, {**(HEADERS if data else {}), "Authorization": f"Bearer {token}"})
             serial = client.sock.getpeercert()["serialNumber"]

@@ -102,6 +102,6 @@ def test_done_or_a_line_that_says_why_not(server, counted, tmp_path, command, wa
             problems += [problem] * (problem is not None)
             first += step
     tool.page.close()
-    wait_until(lambda: faillib.gauges(server) == server.rest, 10, "nothing left in the server")
+    wait_until(lambda: faillib.gauges(server) == server.rest, what="nothing left in the server")
     assert "child" not in server.log()[log:]
     assert not problems, "\n".join(problems)

@@ -262,7 +262,7 @@ def test_a_burst_leaves_the_card_to_others(gpu, make_server):
         for host in hosts:
             host.restore()
     assert before - min(least) > 1300 << 20, "they did not come at once"
-    wait_until(lambda: before - gpu.free_bytes() < 1200 << 20, 10, "the pool to be trimmed")
+    wait_until(lambda: before - gpu.free_bytes() < 1200 << 20, what="the pool to be trimmed")
     hosts[0].run()
 
 

@@ -278,7 +278,7 @@ def test_who_waits_and_leaves_is_noticed_behind_unread_bytes(make_server):
     time.sleep(1)
     assert server.metrics()["kld_http_requests_in_flight"] == 3  # for it is there
     third.close()
-    wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 2, 10, "the end of the third")
+    wait_until(lambda: server.metrics()["kld_http_requests_in_flight"] == 2, what="the end of the third")
     for one in (first, second):
         one.sendall(data[-1:])
         assert one.recv(12) == b"HTTP/1.1 200"

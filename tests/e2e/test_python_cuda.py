@@ -319,7 +319,7 @@ def test_memory_that_was_freed_and_is_another(connection):
         return
     q, p = data((2, 3))
     wait_until(lambda: functional.kl_div(q, p, connection=connection) is not None
-               and devices.counts()[1] <= torch.cuda.memory_reserved(), 10, "freed memory let go of")
+               and devices.counts()[1] <= torch.cuda.memory_reserved(), what="freed memory let go of")
 
 
 ALLOCATOR = """

@@ -451,7 +451,7 @@ kld.connect(sys.argv[1]).kl_div(numpy.ones((1, 4), numpy.float32) / 4, numpy.one
                     ends = f"0100007F:{theirs:04X} 0100007F:{port:04X}"
                     lines = [line for line in pathlib.Path("/proc/net/tcp").read_text().splitlines() if ends in line]
                     return lines and lines[0].split()[5].split(":")
-                wait_until(lambda: timer() and timer()[0] == "02", 10, "a timer of keepalive")
+                wait_until(lambda: timer() and timer()[0] == "02", what="a timer of keepalive")
                 assert int(timer()[1], 16) <= 16 * os.sysconf("SC_CLK_TCK"), timer()
         finally:
             client.kill()

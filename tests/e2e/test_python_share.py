@@ -291,7 +291,7 @@ def test_memory_of_a_published_array_goes_with_it(server):
         assert connection._memory.counts()[0] == first + 1
         published.close()
         del published
-        wait_until(lambda: connection._tidy() or connection._memory.cached_bytes > 0, 5, "memory given back")
+        wait_until(lambda: connection._tidy() or connection._memory.cached_bytes > 0, what="memory given back")
 
 
 def test_memory_of_a_request_behind_its_tensors_end_is_used_again(connections):
@@ -352,7 +352,7 @@ sys.stdin.readline()
             process.stdin.flush()
             assert process.stdout.readline() == "on\n"
             if who == "parent":
-                wait_until(lambda: not attachable(student, "test/forked"), 5, "the end of what was published")
+                wait_until(lambda: not attachable(student, "test/forked"), what="the end of what was published")
             else:
                 student.attach("test/forked").close()
             process.stdin.close()

@@ -144,7 +144,7 @@ def test_a_token_that_is_taken_away(make_server, settings):
             os.kill(worker, signal.SIGCONT)
         asker.join()
         assert replies == [200]
-        wait_until(lambda: metric("kld_http_tensors") == metric("kld_http_regions") == 0, 10, "room")
+        wait_until(lambda: metric("kld_http_tensors") == metric("kld_http_regions") == 0, what="room")
     settings.allow(guest="infer,shm", other="infer,metrics")
     assert reload(server)[0] == "reloaded"
     assert infer(server, "guest") == 200
