@@ -99,7 +99,8 @@ static __device__ __forceinline__ any_result any_kl(const any_rule &at, const an
 
 static __device__ __forceinline__ any_result any_mixture(const any_rule &at, const any_element &e) {
     double p = e.p, q = e.q, a = at.rule.of_p, b = at.rule.of_q;
-    double share = at.rule.share, rest = at.rule.rest, m = share * p + rest * q;
+    double share = at.rule.share, rest = at.rule.rest;
+    double m = fmax(share * p + rest * q, CUDART_MIN_DENORM); /* of the least it may round to 0 */
     bool p_larger = e.d >= 0;
     double shortfall = any_shortfall(e);
     /* ln of the larger over m first, and the other follows. What is left of 1 where the smaller's

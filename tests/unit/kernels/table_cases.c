@@ -530,6 +530,18 @@ static void add_sure(struct table_list *list) {
     }
 }
 
+/* Classes whose masses are the least numbers of double, of which a part may round to 0. */
+static void add_least(struct table_list *list) {
+    for (int i = 0; i < 4; i++) {
+        struct table_case *at = table_list_add_one(
+            list, "least", 24, i % 2 ? 400 : 300,
+            i < 2 ? KLD_DIVERGENCE_SKEW_REVERSE_KL : KLD_DIVERGENCE_SKEW_KL, LOGITS, BF16);
+        at->temperature = 0.01;
+        at->distinct = 24;
+        at->gradient[1] = true;
+    }
+}
+
 static void add_speed(struct table_list *list) {
     for (int i = 0; i < 12; i++) {
         bool logits = i >= 4, gradient = i % 2, half = i / 2 % 2;
@@ -574,6 +586,7 @@ struct table_case *table_cases(bool quick, size_t *ret_count) {
     add_beside(&list);
     add_endless(&list);
     add_sure(&list);
+    add_least(&list);
     if (!quick)
         add_speed(&list);
     *ret_count = list.count;
