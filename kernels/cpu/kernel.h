@@ -54,10 +54,11 @@ struct kld_cpu_span {
 
 /* What a pass over a span adds up. Folded in order of the spans. */
 struct kld_cpu_partial {
-    double value;                    /* of the divergence */
-    double dot[2];                   /* as in the span */
-    double max[2], sum[2];           /* logits, relative to this maximum */
-    double square[2], cross, top[2]; /* quick.h only */
+    double value;                                 /* of the divergence */
+    double dot[2];                                /* as in the span */
+    double max[2], sum[2];                        /* logits, relative to this maximum */
+    double square[2], cross, top[2];              /* quick.h only */
+    double centre[2], unevenness[2], distance[2]; /* its refine() only */
 };
 
 struct kld_cpu_kernels {

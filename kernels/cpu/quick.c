@@ -1,6 +1,6 @@
 /* quick.c - see quick.h: which jobs fit, the order of passes over a row, the value from its sums,
  * and which rows are too close for FP32. Runs on the device thread and the threads of the team. */
-#include "kernels/cpu/quick.h"
+#include "kernels/cpu/quick_passes.h"
 
 #include <float.h>
 #include <math.h>
@@ -136,91 +136,6 @@ void kld_cpu_quick_fold(const struct kld_cpu_quick *quick, struct kld_cpu_partia
     kld_cpu_quick_add(total, &moved);
 }
 
-struct task;
-typedef void pass_function(const struct task *task, const struct kld_cpu_span *span,
-                           struct kld_cpu_partial *ret_partial);
-
-struct task {
-    const struct kld_cpu_quick *quick;
-    const struct kld_cpu_span *whole;
-    struct kld_cpu_team *team; /* NULL: this thread alone */
-    struct kld_cpu_partial *scratch;
-    pass_function *pass;
-    struct kld_cpu_quick_row row;
-    double top[2]; /* if pivoted: the largest logits */
-};
-
-static struct kld_cpu_span piece(const struct task *task, uint64_t k) {
-    const struct kld_cpu_quick *quick = task->quick;
-    struct kld_cpu_span span = *task->whole;
-    uint64_t start = k * quick->span_classes, left = span.count - start;
-    span.count = left < quick->span_classes ? left : quick->span_classes;
-    for (int side = 0; side < 2; side++) {
-        uint64_t skip = start * kld_dtype_bytes(quick->dtype[side]);
-        span.in[side] += skip;
-        if (span.gradient[side])
-            span.gradient[side] += skip;
-    }
-    return span;
-}
-
-static void pass_scan(const struct task *task, const struct kld_cpu_span *span,
-                      struct kld_cpu_partial *ret_partial) {
-    task->quick->kernels->scan(task->quick, span, ret_partial);
-}
-static void pass_refine(const struct task *task, const struct kld_cpu_span *span,
-                        struct kld_cpu_partial *ret_partial) {
-    task->quick->kernels->refine(task->quick, &task->row, span, ret_partial);
-}
-static void pass_value(const struct task *task, const struct kld_cpu_span *span,
-                       struct kld_cpu_partial *ret_partial) {
-    task->quick->kernels->value(task->quick, &task->row, span, ret_partial);
-}
-static void pass_write(const struct task *task, const struct kld_cpu_span *span,
-                       struct kld_cpu_partial *ret_partial) {
-    (void)ret_partial;
-    task->quick->kernels->write(task->quick, &task->row, span);
-}
-
-static void task_pass(void *context, uint64_t k) {
-    struct task *task = context;
-    struct kld_cpu_span span = piece(task, k);
-    task->pass(task, &span, &task->scratch[k]);
-}
-
-static void fold(const struct task *task, struct kld_cpu_partial *total,
-                 const struct kld_cpu_partial *part) {
-    if (task->pass == pass_scan) {
-        kld_cpu_quick_fold(task->quick, total, part);
-        return;
-    }
-    kld_cpu_quick_add(total, part);
-    total->value += part->value;
-    for (int side = 0; side < 2; side++)
-        total->max[side] = fmax(total->max[side], part->max[side]);
-}
-
-/* One pass over the row; its sums, folded in order of the pieces. */
-static void run_pass(struct task *task, pass_function *pass, struct kld_cpu_partial *ret_sums) {
-    task->pass = pass;
-    if (task->team)
-        kld_cpu_team_run(task->team, task->quick->spans, task_pass, task);
-    for (uint64_t k = 0; k < task->quick->spans; k++) {
-        struct kld_cpu_partial here = {0};
-        if (!task->team) {
-            struct kld_cpu_span span = piece(task, k);
-            pass(task, &span, &here);
-        }
-        const struct kld_cpu_partial *part = task->team ? &task->scratch[k] : &here;
-        if (pass == pass_write)
-            continue;
-        if (k == 0)
-            *ret_sums = *part;
-        else
-            fold(task, ret_sums, part);
-    }
-}
-
 /* false: sums of nothing, or of something that is no number. */
 static bool row_init(struct task *task, const struct kld_cpu_partial *sums) {
     struct kld_cpu_quick_row *row = &task->row;
@@ -246,34 +161,75 @@ static bool row_init(struct task *task, const struct kld_cpu_partial *sums) {
     return true;
 }
 
-/* KL(p, q) and KL(q, p) of a row that is close, and the mean squares of their logarithms. */
+/* KL(p, q) and KL(q, p) of a row that is close, the mean squares of their logarithms, and what
+ * their gradients centre. */
 struct refined {
-    double divergence[2], square[2];
+    double divergence[2], square[2], centre[2];
 };
 
-/* Makes row.apart good to a part of the row's differences. What FP32 leaves of it is about 1e-7 of
- * the root of the sum of the differences' squares; on the class with the largest mass that must
- * not show beside the largest of the differences. false: it would, or there is no number. */
+/* What FP32 leaves of a sum over the row is about 1e-7 of the root of the sum of its terms'
+ * squares, and some of all of them: on the class with the largest mass that must not show beside
+ * the largest of the gradients. */
+static bool shows(double squares, double terms, double mass, double largest, double gradient) {
+    return !(largest * (2 * sqrt(squares) + 0.3 * terms) <= gradient * mass);
+}
+
+#define CAUTION 0.4 /* where double is the other way, and not the stages */
+
+/* Is the centre of a side, or the difference of the masses, too little for its gradient? */
+static bool is_too_little(const struct task *task, const struct kld_cpu_partial *sums,
+                          const double mass[2], bool centred) {
+    const struct kld_cpu_quick *quick = task->quick;
+    const double of[2] = {quick->rule.of_q, quick->rule.of_p};
+    double least = centred && !task->row.exact ? CAUTION : 1;
+    bool little = false;
+    for (int side = 0; side < 2; side++) {
+        if (!task->whole->gradient[side])
+            continue;
+        if (!centred || of[1 - side] != 0)
+            little = little || shows(sums->sum[KLD_CPU_P], sums->cross, mass[KLD_CPU_Q],
+                                     sums->max[KLD_CPU_Q], least * sums->max[KLD_CPU_P]);
+        if (centred && quick->centred[side] && !task->row.exact)
+            little = little || shows(sums->unevenness[side], sums->distance[side], mass[side],
+                                     sums->max[KLD_CPU_Q], sums->top[side]);
+    }
+    return little;
+}
+
+/* Makes row.apart good to a part of the row's differences, and so the centres. Where FP32 will not
+ * do for those, once more in double. false: too little for the gradients, or there is no number. */
 static bool refine(struct task *task, struct refined *ret_refined) {
     struct kld_cpu_quick_row *row = &task->row;
+    const struct kld_cpu_quick *quick = task->quick;
     struct kld_cpu_partial sums;
+    bool centred =
+        quick->rule.kind == KLD_RULE_KL && !quick->half && (quick->centred[0] || quick->centred[1]);
     /* The ratio as it will be multiplied with. */
     row->ratio = (float)(row->inverse_mass[KLD_CPU_P] / row->inverse_mass[KLD_CPU_Q]);
     row->apart = row->reference[KLD_CPU_P] - row->reference[KLD_CPU_Q] - log2((double)row->ratio);
     run_pass(task, pass_refine, &sums);
-    double mass = sums.sum[KLD_CPU_Q], x = sums.dot[KLD_CPU_P] / mass, log = log1p(x);
+    double x = sums.dot[KLD_CPU_P] / sums.sum[KLD_CPU_Q], log = log1p(x);
     if (!(x > -0.5 && x < 0.5 && sums.value + sums.dot[KLD_CPU_Q] < (double)INFINITY))
         return false;
-    bool gradient = task->whole->gradient[0] || task->whole->gradient[1];
-    double left = 2 * sqrt(sums.sum[KLD_CPU_P]) + 0.3 * sums.cross;
-    if (gradient && !(sums.max[KLD_CPU_Q] * left <= sums.max[KLD_CPU_P] * mass))
-        return false;
+    const double mass[2] = {sums.sum[KLD_CPU_Q], sums.sum[KLD_CPU_Q] * (1 + x)};
+    if (is_too_little(task, &sums, mass, centred)) {
+        if (!centred || row->exact)
+            return false;
+        row->exact = true;
+        return refine(task, ret_refined);
+    }
+    ret_refined->divergence[KLD_CPU_P] = sums.value / mass[KLD_CPU_P] + (x / (1 + x) - log);
+    ret_refined->divergence[KLD_CPU_Q] = sums.dot[KLD_CPU_Q] / mass[KLD_CPU_Q] - (x - log);
+    for (int side = 0; side < 2; side++) {
+        ret_refined->square[side] = sums.square[side] / mass[side] * (LN2 * LN2);
+        ret_refined->centre[side] = ret_refined->divergence[side];
+        if (!centred || row->exact || !quick->centred[side])
+            continue;
+        double mean = (sums.centre[side] / mass[side] + row->near[side]) * LN2 - log;
+        ret_refined->centre[side] = side == KLD_CPU_P ? mean : -mean;
+    }
     row->apart += log / LN2;
     row->close = true;
-    ret_refined->divergence[KLD_CPU_P] = sums.value / (mass * (1 + x)) + (x / (1 + x) - log);
-    ret_refined->divergence[KLD_CPU_Q] = sums.dot[KLD_CPU_Q] / mass - (x - log);
-    ret_refined->square[KLD_CPU_P] = sums.square[KLD_CPU_P] / (mass * (1 + x)) * (LN2 * LN2);
-    ret_refined->square[KLD_CPU_Q] = sums.square[KLD_CPU_Q] / mass * (LN2 * LN2);
     return true;
 }
 
@@ -302,13 +258,15 @@ static bool row_of_kl(struct task *task, const struct kld_cpu_partial *sums, dou
     const struct kld_cpu_quick *quick = task->quick;
     const double of[2] = {quick->rule.of_q, quick->rule.of_p};
     double shift = task->row.apart - (sums->max[1] - sums->max[0]), total = 0;
-    struct refined found = {{0}, {0}};
+    struct refined found = {{0}, {0}, {0}};
     bool close = false;
     for (int side = 0; side < 2; side++) {
         double mean = sums->dot[side] / sums->sum[side] - shift; /* of d */
         if (of[side] == 0)
             continue;
         found.divergence[side] = (side == KLD_CPU_P ? mean : -mean) * LN2;
+        found.centre[side] = found.divergence[side];
+        task->row.near[side] = mean;
         total += of[side] * found.divergence[side];
         if (!quick->centred[side])
             continue;
@@ -326,7 +284,7 @@ static bool row_of_kl(struct task *task, const struct kld_cpu_partial *sums, dou
         total = fmax(0, of[0] * found.divergence[0] + of[1] * found.divergence[1]);
     }
     for (int side = 0; side < 2; side++) {
-        task->row.centre[side] = found.divergence[side];
+        task->row.centre[side] = found.centre[side];
         if (quick->centred[side] &&
             is_centred_away(quick, found.square[side], found.divergence[side]))
             return false;

@@ -52,7 +52,8 @@ struct kld_cpu_quick_row {
     double centre[2];  /* the sum of x df/dx as far as it is not a multiple of the mass */
     double step[2][3]; /* tv: what a class takes of its mass where d < 0, d = 0 and d > 0 */
     double factor;     /* of the gradients, 1 / T in it */
-    bool exact, rough; /* if pivoted: the centres, and the gradients, are for double */
+    double near[2];    /* of a KL, for refine(): about where d has its mean, base 2 */
+    bool exact, rough; /* the centres, and if pivoted the gradients, are for double */
     struct kld_cpu_quick_pivot pivot[2]; /* if pivoted */
 };
 
@@ -70,7 +71,9 @@ struct kld_cpu_quick_kernels {
      * the sum of y ln(y/x) - y
      * + x, dot[Q] of x ln(x/y) - x + y, dot[P] of y - x, sum[Q] of x, square of mass times d^2,
      * sum[P] of (y - x)^2 and cross of |y - x|, in FP32; max[Q] the largest of x and y, max[P] of
-     * |y - x|. */
+     * |y - x|. Of a side that a KL centres, unless row->exact: with z its mass times d less
+     * row->near, centre: the sum of z; unevenness of z^2 and distance of |z|, in FP32; top the
+     * largest of |z|. */
     void (*refine)(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
                    const struct kld_cpu_span *span, struct kld_cpu_partial *ret_partial);
     /* MIXTURE: the value, in dot the centres (from the pivot, if any), in square the sums of mass

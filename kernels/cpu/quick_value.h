@@ -25,6 +25,7 @@ static __attribute__((noinline)) void refine_in_double(const struct kld_cpu_quic
                                                        struct kld_cpu_partial *sums) {
     vd term[2] = {vd_of(0), vd_of(0)}, square[2] = {vd_of(0), vd_of(0)};
     vd difference = vd_of(0), mass = vd_of(0), largest = vd_of(0), most = vd_of(0);
+    vd centre[2] = {vd_of(0), vd_of(0)}, furthest[2] = {vd_of(0), vd_of(0)};
     for (uint64_t i = 0; i < count; i += DOUBLES) {
         struct wide wide = wide_of(quick, row, at, i);
         vd less_q = wide.difference;
@@ -38,20 +39,53 @@ static __attribute__((noinline)) void refine_in_double(const struct kld_cpu_quic
             term[side] += vd_select(is_near(d), own * excess(d), product + balance);
             square[side] += vd_select(own == 0.0, vd_of(0), product * d);
             largest = vd_max(own, largest);
+            vd from = side == KLD_CPU_P ? product : -product;
+            from -= own * (row->near[side] * LN2);
+            centre[side] += from;
+            furthest[side] = vd_max(vd_abs(from), furthest[side]);
         }
     }
     sums->value += vd_total(term[KLD_CPU_P]);
     sums->dot[KLD_CPU_Q] += vd_total(term[KLD_CPU_Q]);
     sums->dot[KLD_CPU_P] += vd_total(difference);
     sums->sum[KLD_CPU_Q] += vd_total(mass);
-    for (int side = 0; side < 2; side++)
+    for (int side = 0; side < 2; side++) {
         sums->square[side] += vd_total(square[side]) / (LN2 * LN2);
+        sums->centre[side] += vd_total(centre[side]) / LN2;
+        sums->top[side] = fmax(sums->top[side], vd_top(furthest[side]) / LN2);
+    }
     sums->max[KLD_CPU_Q] = fmax(sums->max[KLD_CPU_Q], vd_top(largest));
     sums->max[KLD_CPU_P] = fmax(sums->max[KLD_CPU_P], vd_top(most));
 }
 
-static void refine_block(const struct constants *row, const struct pair *pair,
-                         struct kld_cpu_partial *sums) {
+/* What a KL centres, d less about its mean, as it is made for the gradient: rounded at its own
+ * size, not at that of d. */
+struct balance {
+    vf middle, middle_low; /* of the difference of the logits, base 2 */
+    vd centre;
+    vf some, unevenness, distance, furthest;
+};
+
+static struct balance balance_of(const struct kld_cpu_quick_row *row, int side) {
+    double middle = row->apart + row->near[side];
+    struct balance at = {.middle = vf_of((float)middle),
+                         .middle_low = vf_of((float)(middle - (double)(float)middle))};
+    return at;
+}
+
+INLINE void balance_add(struct balance *at, vf own, vf from) {
+    from *= own;
+    at->some += from;
+    at->unevenness += from * from;
+    at->distance += vf_abs(from);
+    at->furthest = vf_max(vf_abs(from), at->furthest);
+}
+
+/* of_q, of_p: which of the balances there are. */
+INLINE void refine_block(const struct constants *row, const struct pair *pair, bool of_q, bool of_p,
+                         const struct balance start[2], struct kld_cpu_partial *sums) {
+    const bool centred[2] = {of_q, of_p};
+    struct balance balance[2] = {start[0], start[1]};
     vf term[2] = {{0}}, square[2] = {{0}}, difference = {0}, mass = {0}, squares = {0};
     vf largest = {0}, most = {0}, total = {0}, zero = {0};
     for (uint64_t i = 0; i < pair->count; i += FLOATS) {
@@ -67,6 +101,17 @@ static void refine_block(const struct constants *row, const struct pair *pair,
         mass += q;
         square[KLD_CPU_Q] += q * at.d * at.d;
         square[KLD_CPU_P] += p * at.d * at.d;
+        for (int side = 0; side < 2; side++) {
+            struct balance *to = &balance[side];
+            if (!centred[side])
+                continue;
+            balance_add(to, side == KLD_CPU_P ? p : q,
+                        gap_from(row, pair, i, to->middle, to->middle_low));
+            if ((i + FLOATS) % PIECE == 0) {
+                to->centre += vd_halves(to->some);
+                to->some = zero;
+            }
+        }
         term[KLD_CPU_Q] += at.larger * vf_if_less(at.d, zero, larger, smaller);
         term[KLD_CPU_P] += at.larger * vf_if_less(at.d, zero, smaller, larger);
     }
@@ -80,6 +125,28 @@ static void refine_block(const struct constants *row, const struct pair *pair,
         sums->square[side] += vf_total(square[side]);
     sums->max[KLD_CPU_Q] = fmax(sums->max[KLD_CPU_Q], (double)vf_top(largest));
     sums->max[KLD_CPU_P] = fmax(sums->max[KLD_CPU_P], (double)vf_top(most));
+    for (int side = 0; side < 2; side++) {
+        if (!centred[side])
+            continue;
+        const struct balance *at = &balance[side];
+        sums->centre[side] += vd_total(at->centre + vd_halves(at->some));
+        sums->unevenness[side] += vf_total(at->unevenness);
+        sums->distance[side] += vf_total(at->distance);
+        sums->top[side] = fmax(sums->top[side], (double)vf_top(at->furthest));
+    }
+}
+
+static void refine_block_of(const struct constants *row, const struct pair *pair,
+                            const bool centred[2], const struct balance balance[2],
+                            struct kld_cpu_partial *sums) {
+    if (centred[KLD_CPU_Q] && centred[KLD_CPU_P])
+        refine_block(row, pair, true, true, balance, sums);
+    else if (centred[KLD_CPU_Q])
+        refine_block(row, pair, true, false, balance, sums);
+    else if (centred[KLD_CPU_P])
+        refine_block(row, pair, false, true, balance, sums);
+    else
+        refine_block(row, pair, false, false, balance, sums);
 }
 
 static void quick_refine(const struct kld_cpu_quick *quick, const struct kld_cpu_quick_row *row,
@@ -90,7 +157,12 @@ static void quick_refine(const struct kld_cpu_quick *quick, const struct kld_cpu
     struct pair pair;
     /* The centre, good to a part of the largest of a row's gradients: a class that holds most of a
      * side may have next to none. */
-    bool centred = !quick->half && (quick->centred[0] || quick->centred[1]);
+    bool exact = !quick->half && (quick->centred[0] || quick->centred[1]), centred[2];
+    bool kl = quick->rule.kind == KLD_RULE_KL;
+    const struct balance balance[2] = {balance_of(row, 0), balance_of(row, 1)};
+    exact = exact && (!kl || row->exact);
+    for (int side = 0; side < 2; side++)
+        centred[side] = kl && !quick->half && quick->centred[side];
     constants.norm[KLD_CPU_Q] = 1;
     constants.norm[KLD_CPU_P] = row->ratio;
     for (int side = 0; side < 2; side++)
@@ -98,15 +170,15 @@ static void quick_refine(const struct kld_cpu_quick *quick, const struct kld_cpu
     against.log_mass[KLD_CPU_P] -= log((double)row->ratio);
     for (uint64_t k = 0; k < blocks_of(span); k++) {
         pair_load(quick, span, k, &pair);
-        if (pair.wild || centred) {
+        if (pair.wild || exact) {
             refine_in_double(quick, &against, pair.at, pair.count, &sums);
         } else if (is_heavy(&constants, &pair)) {
             struct apart apart;
             apart_of(quick, &constants, &pair, &apart);
-            refine_block(&constants, &apart.light, &sums);
+            refine_block_of(&constants, &apart.light, centred, balance, &sums);
             refine_in_double(quick, &against, apart.at, apart.heavies.padded, &sums);
         } else {
-            refine_block(&constants, &pair, &sums);
+            refine_block_of(&constants, &pair, centred, balance, &sums);
         }
     }
     *ret_partial = sums;
