@@ -1,12 +1,13 @@
 /* body.h - the arithmetic on a piece of a row, in blocks of KLD_CPU_BLOCK classes that stay in the
  * first-level cache: load as double, the steps of stages.h, store. Forms, data types and rules are
  * independent of each other there, so that none of them is written out for the others. Some
- * combinations have their own code, in FP32 (probs.h, logprobs.h), and short rows (short.h).
- * Included once by each kernel_*.c. Runs on the threads of the team; touches its span only. */
+ * combinations have their own code, in FP32 (probs.h, logprobs.h), and short rows (short.h,
+ * short_logits.h). Included once by each kernel_*.c. Runs on the threads of the team; touches its
+ * span only. */
 #include "kernels/cpu/logprobs.h"
 #include "kernels/cpu/probs.h"
 #include "kernels/cpu/probs_rules.h"
-#include "kernels/cpu/short.h"
+#include "kernels/cpu/short_logits.h"
 #include "kernels/cpu/stages.h"
 
 static double maximum_of_doubles(const unsigned char *in, uint64_t count) {

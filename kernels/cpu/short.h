@@ -1,7 +1,8 @@
 /* short.h - rows of few classes, as many at a time as a vector has lanes, a row in each lane: sums
  * over a row are then sums of vectors, and what is computed once for a row is computed for all of
  * them at once. In double, by the steps of stages.h, every rule, form and data type but reduction
- * none. Included once by each kernel_*.c; runs on the threads of the team.
+ * none; a KL of logits has a way of its own (short_logits.h). Included once by each kernel_*.c;
+ * runs on the threads of the team.
  *
  * What a row yields does not depend on its lane or on the rows beside it. */
 #ifndef KLD_KERNELS_CPU_SHORT_H
@@ -62,9 +63,9 @@ static void short_load(struct short_rows *rows, int side, const struct kld_cpu_s
     }
 }
 
-/* And back; from the place of raw. */
+/* And back; from the place of raw. which: a bit for each row. */
 static void short_store(const struct short_rows *rows, int side, const struct kld_cpu_span *span,
-                        uint64_t count) {
+                        uint64_t count, uint32_t which) {
     double line[DOUBLES][SHORT_LINE] ALIGNED;
     for (uint64_t b = 0, at = 0; b < rows->blocks; b++) {
         const double *from = rows->columns[b].raw[side];
@@ -75,7 +76,7 @@ static void short_store(const struct short_rows *rows, int side, const struct kl
     }
     uint32_t dtype = rows->work->dtype[side];
     for (uint64_t r = 0; r < count; r++)
-        for (uint64_t i = 0; i < rows->classes; i += BLOCK)
+        for (uint64_t i = 0; (which >> r & 1) && i < rows->classes; i += BLOCK)
             block_store(dtype, line[r] + i, rows->classes - i < BLOCK ? rows->classes - i : BLOCK,
                         span[r].gradient[side] + i * element_bytes(dtype));
 }
@@ -108,8 +109,8 @@ static void short_statistics(struct short_rows *rows, int side) {
         }
 }
 
-static void short_init(struct short_rows *rows, const struct kld_cpu_work *work,
-                       const struct kld_cpu_span *span, uint64_t count) {
+static void short_begin(struct short_rows *rows, const struct kld_cpu_work *work,
+                        const struct kld_cpu_span *span, uint64_t count) {
     struct row_constants *row = &rows->row;
     rows->work = work;
     rows->classes = span->count;
@@ -122,6 +123,15 @@ static void short_init(struct short_rows *rows, const struct kld_cpu_work *work,
             row->factor[side][r] = of->gradient_factor * (logits ? work->inverse_temperature : 1);
             row->dot[side][r] = of->dot[side];
         }
+    }
+}
+
+static void short_init(struct short_rows *rows, const struct kld_cpu_work *work,
+                       const struct kld_cpu_span *span, uint64_t count) {
+    struct row_constants *row = &rows->row;
+    short_begin(rows, work, span, count);
+    for (int side = 0; side < 2; side++) {
+        bool logits = work->form[side] == KLD_FORM_LOGITS;
         if (logits)
             short_statistics(rows, side);
         for (uint64_t b = 0; !logits && b < rows->blocks; b++)
@@ -160,8 +170,9 @@ static void short_gradient(struct short_rows *rows, int side, bool dots) {
 
 /* Rows that are not masked, DOUBLES of them at most: their values, and their gradients written.
  * dots: a gradient needs a sum over its row first. */
-static void short_rows(const struct kld_cpu_work *work, const struct kld_cpu_span *span,
-                       uint64_t count, bool dots, double *ret_value) {
+static __attribute__((noinline)) void short_any(const struct kld_cpu_work *work,
+                                                const struct kld_cpu_span *span, uint64_t count,
+                                                bool dots, double *ret_value) {
     struct short_rows rows;
     short_init(&rows, work, span, count);
     vd value = short_rule(&rows);
@@ -169,7 +180,7 @@ static void short_rows(const struct kld_cpu_work *work, const struct kld_cpu_spa
         if (!span->gradient[side])
             continue;
         short_gradient(&rows, side, dots);
-        short_store(&rows, side, span, count);
+        short_store(&rows, side, span, count, ~0u);
     }
     for (uint64_t r = 0; r < count; r++)
         ret_value[r] = value[r];

@@ -2,9 +2,11 @@
  * the case table's checks on more kinds of rows than its list has. */
 #include "tests/unit/unit.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "kernels/cpu/cpu.h"
+#include "kernels/cpu/kernel.h"
 #include "tests/unit/kernels/table.h"
 
 static struct kld_device *device_open(void) {
@@ -51,6 +53,51 @@ START_TEST(test_near_and_shifted) {
         check(device, &at, 3, divergence);
     }
     kld_backend_cpu.device_close(device);
+}
+END_TEST
+
+/* Short rows are done several at a time, and those that are not plain numbers another way than
+ * those beside them: a row's bits are the same alone, next to such rows and in any place. */
+#define SHORT 37
+START_TEST(test_short_rows_side_by_side) {
+    static const float odd[][2] = {{-INFINITY, 0}, {NAN, 0}, {0, INFINITY}, {-3e38f, 1}, {1, 9e4f}};
+    const struct kld_cpu_kernels *kernels = kld_cpu_kernels_choose();
+    struct kld_cpu_work work = {.rule = {.kind = KLD_RULE_KL, .of_p = 0.25, .of_q = 0.75},
+                                .form = {KLD_FORM_LOGITS, KLD_FORM_LOGITS},
+                                .dtype = {KLD_DTYPE_FP32, KLD_DTYPE_FP32},
+                                .gradient = {true, true},
+                                .inverse_temperature = 0.7};
+    float in[2][KLD_CPU_LANES_MAX][SHORT], out[3][2][KLD_CPU_LANES_MAX][SHORT];
+    uint64_t lanes = kernels->lanes;
+    for (uint64_t r = 0; r < lanes; r++)
+        for (int side = 0; side < 2; side++)
+            for (uint64_t i = 0; i < SHORT; i++)
+                in[side][r][i] = (float)((r * 31 + i * 17 + (uint64_t)side * 7) % 23) * 0.37f;
+    memset(out, 0, sizeof out);
+    for (size_t k = 0; k < sizeof odd / sizeof *odd; k++)
+        for (int side = 0; side < 2; side++)
+            in[side][(2 * k + 1) % lanes][5 + k] = odd[k][side];
+    for (int way = 0; way < 3; way++) { /* together, backwards, each alone */
+        struct kld_cpu_span span[KLD_CPU_LANES_MAX];
+        static double value[3][KLD_CPU_LANES_MAX];
+        double found[KLD_CPU_LANES_MAX];
+        for (uint64_t r = 0; r < lanes; r++) {
+            uint64_t row = way == 1 ? lanes - 1 - r : r;
+            span[r] = (struct kld_cpu_span){.count = SHORT, .gradient_factor = 1};
+            for (int side = 0; side < 2; side++) {
+                span[r].in[side] = (const unsigned char *)in[side][row];
+                span[r].gradient[side] = (unsigned char *)out[way][side][row];
+            }
+        }
+        for (uint64_t r = 0; way == 2 && r < lanes; r++)
+            kernels->rows(&work, &span[r], 1, true, &found[r]);
+        if (way != 2)
+            kernels->rows(&work, span, lanes, true, found);
+        for (uint64_t r = 0; r < lanes; r++)
+            value[way][way == 1 ? lanes - 1 - r : r] = found[r];
+        ck_assert_int_eq(memcmp(value[way], value[0], lanes * sizeof *found), 0);
+        ck_assert_int_eq(memcmp(out[way], out[0], sizeof out[0]), 0);
+    }
 }
 END_TEST
 
@@ -299,7 +346,7 @@ START_TEST(test_tv_at_the_ends_of_float) {
 }
 END_TEST
 
-UNIT_MAIN("kernels/cpu/rows", test_near_and_shifted, test_hard_rows,
+UNIT_MAIN("kernels/cpu/rows", test_near_and_shifted, test_short_rows_side_by_side, test_hard_rows,
           test_js_whose_heavy_classes_agree, test_logits, test_factor_beyond_float,
           test_coefficient_below_float, test_faint_logprobs, test_temperatures,
           test_tv_at_the_ends_of_float)
