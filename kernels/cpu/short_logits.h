@@ -141,6 +141,18 @@ INLINE void short_logits_sums(struct short_rows *rows, bool of_q, bool of_p,
     sums->term[KLD_CPU_P] = term[KLD_CPU_P];
 }
 
+/* How far a side's mean of e lies from `mean`, which is rounded at its own size: in a row that is
+ * sure of its class e less the mean is much smaller there. */
+static vd short_logits_rest(const struct short_rows *rows, int side, vd mean, vd mass) {
+    vd rest = vd_of(0);
+    for (uint64_t k = 0; k < rows->blocks; k++) {
+        const struct columns *at = &rows->columns[k];
+        for (uint64_t i = 0, m = short_entries(rows, k); i < m; i += DOUBLES)
+            rest += vd_load(at->mass[side] + i) * (vd_load(at->raw[KLD_CPU_Q] + i) - mean);
+    }
+    return rest / mass;
+}
+
 /* What a row's gradients are made with: of a, of the difference, and of each side's mass times e
  * less the mean. */
 static void short_logits_gradients(struct short_rows *rows, const struct short_sums *sums) {
@@ -149,6 +161,11 @@ static void short_logits_gradients(struct short_rows *rows, const struct short_s
     vd q = sums->mass, p = sums->mass + sums->apart;
     vd mean_q = (sums->apart - sums->term[KLD_CPU_Q]) / q;
     vd mean_p = (sums->apart + sums->term[KLD_CPU_P]) / p;
+    vd rest_q = vd_of(0), rest_p = vd_of(0);
+    if (rule->of_q != 0 && work->gradient[KLD_CPU_Q])
+        rest_q = short_logits_rest(rows, KLD_CPU_Q, mean_q, q);
+    if (rule->of_p != 0 && work->gradient[KLD_CPU_P])
+        rest_p = short_logits_rest(rows, KLD_CPU_P, mean_p, p);
     vd factor_q = rows->row.factor[KLD_CPU_Q], factor_p = rows->row.factor[KLD_CPU_P];
     vd apart = sums->apart / (q * p), inverse_q = 1.0 / q, inverse_p = 1.0 / p;
     for (uint64_t k = 0; k < rows->blocks; k++) {
@@ -159,9 +176,9 @@ static void short_logits_gradients(struct short_rows *rows, const struct short_s
             vd less = a * apart - vd_load(at->raw[KLD_CPU_P] + i) * inverse_p; /* q - p */
             vd of_q = rule->of_p * less, of_p = -rule->of_q * less;
             if (rule->of_q != 0)
-                of_q += rule->of_q * (a * inverse_q * (mean_q - e));
+                of_q += rule->of_q * (a * inverse_q * (rest_q - (e - mean_q)));
             if (rule->of_p != 0)
-                of_p += rule->of_p * (b * inverse_p * (e - mean_p));
+                of_p += rule->of_p * (b * inverse_p * ((e - mean_p) - rest_p));
             vd_store(at->raw[KLD_CPU_Q] + i, of_q * factor_q);
             vd_store(at->raw[KLD_CPU_P] + i, of_p * factor_p);
         }
