@@ -35,8 +35,12 @@ JOBS     ?= 2
 EVERY    ?= 1
 
 # make has a CC of its own, cc, which ?= would leave as it is: what the kernels' code was measured with, where it is there.
-ifeq ($(origin CC),default)
+# With -R it has none, and no AR.
+ifneq ($(filter default undefined,$(origin CC)),)
 CC       := $(or $(if $(shell command -v gcc 2>/dev/null),gcc),cc)
+endif
+ifeq ($(origin AR),undefined)
+AR       := ar
 endif
 # All cores, unless the caller said how many.
 ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)

@@ -83,6 +83,11 @@ def test_no_default_is_for_a_variable_of_makes_own():
     assert own.isdisjoint(re.findall(r"^(\w+)\s*\?=", (ROOT / "Makefile").read_text(), re.M))
 
 
+def test_without_makes_own_variables(tmp_path):
+    said = make("-n", "-R", "V=1", f"{tmp_path}/libkld.a", f"{tmp_path}/obj/proto/status.c.o", f"BUILD={tmp_path}", "CUDA=0")
+    assert "\ngcc " in said and "&& ar rcs " in said, said
+
+
 def test_archives_are_made_by_the_archiver_that_was_asked_for(tmp_path):
     said = make("-n", "V=1", f"{tmp_path}/libkld.a", f"{tmp_path}/libkernels.a", f"BUILD={tmp_path}", "CUDA=0", "AR=gcc-ar")
     assert said.count("&& gcc-ar rcs ") == 2, said

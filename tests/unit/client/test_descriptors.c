@@ -57,9 +57,15 @@ static enum kld_status run(uint64_t timeout_ns) {
 
 static void cannot_connect_with(const char *url, const char *ca_file, int count) {
     struct kld_connect_options options = {.connect_timeout_ns = SHORT_NS, .ca_file = ca_file};
-    leave(OWN + count);
-    enum kld_status status = kld_connect(url, &options, &connection, &error);
-    leave_all();
+    enum kld_status status = KLD_UNAVAILABLE;
+    /* On a busy machine it may not have come to try. */
+    for (int i = 0; i < 100 && status == KLD_UNAVAILABLE; i++) {
+        leave(OWN + count);
+        status = kld_connect(url, &options, &connection, &error);
+        leave_all();
+        if (!strstr(error.text, "did not answer in time"))
+            break;
+    }
     says(status, KLD_NO_MEMORY, NONE_LEFT);
 }
 
@@ -126,7 +132,7 @@ START_TEST(over_http) {
 }
 END_TEST
 
-/* The resolver, in which libcurl's thread or the system's code lacks them, does not say so. */
+/* Where libcurl has too few for the thread that looks a name up, it does not say so. */
 START_TEST(over_http_by_a_name) {
     const char *url = "http://name.invalid:1"; /* nobody has it, RFC 6761 */
     for (int count = 0; count <= LOOKED_UP_WITH; count++)
