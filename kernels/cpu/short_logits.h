@@ -5,10 +5,12 @@
  * of the team. What a row yields does not depend on its lane or on the rows beside it.
  *
  * With a = e^((zq - max zq) / T), b the same of p, and e = ln(b / a), all comes of the larger of
- * the two and of |e|: b - a, and with A and B their sums and D = B - A KL(p, q) = sum(b e - b + a)
- * / B + D / B - ln(B / A) q - p    = a D / (A B) - (b - a) / B p (ln p/q - KL) = b / B (e - sum(b
- * e) / B) where nothing cancels that is not small against the largest of the row. So what a mass is
- * off by, 1e-9 of itself and the same for a and b, is off a result by little more. */
+ * the two and of |e|. Of their sums A and B and of D = B - A, KL(p, q) is
+ * sum(b e - b + a) / B + D / B - ln(B / A); q - p is a D / (A B) - (b - a) / B; and p (ln p/q - KL)
+ * is b / B (e - sum(b e) / B). Nothing cancels there that is not small against the largest of the
+ * row: so what a mass is off by, 1e-9 of itself and the same for a and b, is off a result by little
+ * more.
+ */
 #ifndef KLD_KERNELS_CPU_SHORT_LOGITS_H
 #define KLD_KERNELS_CPU_SHORT_LOGITS_H
 
