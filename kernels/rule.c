@@ -2,12 +2,15 @@
  * the generalised divergence of Agarwal et al. 2024 (GKD); skew: Ko et al. 2024 (DistiLLM). */
 #include "kernels/rule.h"
 
+#include <math.h>
+
 static struct kld_rule kl(double of_p, double of_q) {
     return (struct kld_rule){.kind = KLD_RULE_KL, .of_p = of_p, .of_q = of_q};
 }
 
 static struct kld_rule mixture(double of_p, double of_q, double share, double rest) {
-    struct kld_rule rule = {KLD_RULE_MIXTURE, of_p, of_q, share, rest};
+    double most = -(of_p * log(share) + of_q * log(rest));
+    struct kld_rule rule = {KLD_RULE_MIXTURE, of_p, of_q, share, rest, most};
     return rule;
 }
 

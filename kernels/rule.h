@@ -35,6 +35,7 @@ struct kld_rule {
     double of_p, of_q; /* >= 0; KL and MIXTURE */
     double share;      /* of p in the mixture, in (0, 1]; MIXTURE only */
     double rest;       /* of q, in (0, 1]: 1 where it rounds to that, as share is */
+    double most;       /* the largest value, of sides that have nothing in common; MIXTURE only */
 };
 
 /* Of an op that passed kld_op_check(). */

@@ -13,7 +13,7 @@
 #ifndef KLD_KERNELS_CUDA_LOGITS_GENERAL_CUH
 #define KLD_KERNELS_CUDA_LOGITS_GENERAL_CUH
 
-#include "kernels/cuda/logits_sides.cuh"
+#include "kernels/cuda/logits_flat.cuh"
 
 namespace logits_resident {
 inline namespace KLD_CUDA_TEAM {
@@ -43,6 +43,7 @@ template <class T_, int KIND> struct general_body : usual_body {
     static constexpr float HEAVY = 1.0f / 16;                       /* part of a side's mass */
     static constexpr int BATCH = 4;                                 /* pairs at a time: registers */
     static constexpr bool ANEW = KIND == KLD_RULE_TV && FP32; /* h is counted from near its mean */
+    static constexpr bool FLATTENS = KIND == KLD_RULE_MIXTURE && !FP32;
     typedef general_row<KIND, FP32> numbers;
     typedef typename numbers::side_row side_row;
     typedef const row_at_hand<general_body> hand_type;
@@ -384,6 +385,8 @@ template <class T_, int KIND> struct general_body : usual_body {
                 to.count_from_mean(*hand.rule, which, mean);
             else
                 to.side[which].count_from_mean(ANEW, mean);
+            if (FLATTENS && which == 0)
+                hand.shared->value = row_sums.sum[0];
         }
         resident::group_sync();
         return row_sums.sum[0] < 0.0 ? 0.0 : row_sums.sum[0]; /* NaN stays */
@@ -467,6 +470,8 @@ template <class T_, int KIND> struct general_body : usual_body {
         return anew;
     }
 
+    template <int SIDE> using flat_of = flat_side<general_body, SIDE>;
+
     template <bool CAREFUL> static __device__ __forceinline__ double passes(hand_type &hand) {
         bool gradient = hand.grad_p || hand.grad_q;
         double value = hand.shared->value;
@@ -475,7 +480,8 @@ template <class T_, int KIND> struct general_body : usual_body {
             do
                 sum = sum_pass<CAREFUL, true>(hand);
             while (CAREFUL && ANEW && counts_anew(hand));
-            write_pass<CAREFUL>(hand);
+            if (!FLATTENS || !is_flat(*hand.rule, hand.shared->value))
+                write_pass<CAREFUL>(hand);
             return KNOWN ? value : sum;
         }
         if constexpr (!KNOWN) /* code of its own has registers to spare */

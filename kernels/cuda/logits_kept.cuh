@@ -407,6 +407,30 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
         copies_end();
     }
 
+    /* The whole group: a row of logits_flat.cuh. */
+    static __device__ __noinline__ void write_flat(const kld_cuda_args &args, const kept_row &row) {
+        const source from = {first_place(), row.shift_p, row.shift_q, 0};
+        const uint32_t count = row.bytes / (uint32_t)sizeof(T);
+        const uint32_t end = resident::far_slice::steps_of((count + V - 1) / V);
+        BODY::flat::write(base::shared().rows[0].numbers.careful, args.rule, base::shared().t,
+                          row.to, count, [&](auto function) {
+                              for (uint32_t step = 0; step < end; step++) {
+                                  const uint32_t first = step * resident::GROUP_THREADS;
+                                  const uint32_t at = first + resident::group_thread();
+                                  uint4 p, q;
+                                  from.vectors(step, p, q);
+                                  resident::some_of left = {count > at * V ? count - at * V : 0};
+                                  function(at, left, p, q);
+                              }
+                          });
+        __syncwarp(); /* the next row comes in its place, where a vector may lie in two */
+    }
+    static __device__ __forceinline__ bool is_flat() {
+        if constexpr (BODY::FLATTENS)
+            return base::shared().rows[0].numbers.is_flat;
+        return false;
+    }
+
     /* The row at hand; then the next one is. */
     static __device__ __forceinline__ void take(const kld_cuda_args &args) {
         settle(args, sums(args, row_at(all().turn)));
@@ -432,6 +456,10 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
                                resident::GROUP_THREADS);
             if (!BODY::LOOKS_AGAIN)
                 skip(next);
+        } else if (is_flat()) {
+            if constexpr (BODY::FLATTENS)
+                write_flat(args, row);
+            skip(next);
         } else if (written::is_careful()) {
             write<true>(row, next);
         } else {

@@ -30,9 +30,10 @@ using resident::part;
 
 /* What a BODY may say otherwise: its gradient is what is left of a mean, which no class that has
  * much of the mass is to spoil; it is p's and not q's; a second look at the row sums what its
- * numbers are still to be made of (the last two: logits_kept.cuh). */
+ * numbers are still to be made of; mixtures of 16 bits, of which some rows take logits_flat.cuh
+ * (all but the first: logits_kept.cuh). */
 struct usual_body {
-    static constexpr bool CENTRES = false, OF_P = false, LOOKS_AGAIN = false;
+    static constexpr bool CENTRES = false, OF_P = false, LOOKS_AGAIN = false, FLATTENS = false;
 };
 
 /* What is known of a settled row. The settling warp writes it; the first computing warp where the
@@ -70,6 +71,8 @@ static __device__ __noinline__ double row_by_any(const kld_cuda_args &args, uint
     row_zero(args, index, false, team); /* where weights sum to 0 */
     return value;
 }
+
+template <class BODY> struct flat_rows; /* logits_flat.cuh */
 
 template <class BODY> struct rows {
     typedef typename BODY::type T;
@@ -382,10 +385,14 @@ template <class BODY> struct rows {
                                   divides && info.grad_q ? info.grad_q - info.head : nullptr,
                                   info.whole_p,
                                   info.whole_q};
-        if (row->way == FAST)
-            return BODY::template passes<false>(hand);
-        if (row->way == CAREFUL)
-            return BODY::template passes<true>(hand);
+        if (row->way != ANY) {
+            double value = row->way == FAST ? BODY::template passes<false>(hand)
+                                            : BODY::template passes<true>(hand);
+            if constexpr (BODY::FLATTENS)
+                if (flat_rows<BODY>::is_one(args, slot, turn))
+                    flat_rows<BODY>::write(args, slot, turn);
+            return value;
+        }
         hand.slice.release();
         return resident::here().place.rank == 0 ? row_by_any(args, info_of(slot, turn).index) : 0.0;
     }

@@ -79,6 +79,7 @@ template <class T_> struct shannon_row {
     double gradient;
     typename general::numbers careful;
     bool is_careful;
+    bool is_flat; /* its gradient is logits_flat.cuh's; after the second look */
 
     /* Of close rows the value is share rest KL: will it be too small? */
     static __device__ __forceinline__ bool is_small(const kld_cuda_args &args,
@@ -88,7 +89,8 @@ template <class T_> struct shannon_row {
     __device__ __forceinline__ shannon_row() {}
     __device__ __forceinline__ shannon_row(const kld_cuda_args &args, const row_stats &stats,
                                            double gradient)
-        : stats(stats), gradient(gradient), is_careful(stats.is_careful || is_small(args, stats)) {
+        : stats(stats), gradient(gradient), is_careful(stats.is_careful || is_small(args, stats)),
+          is_flat(false) {
         if (is_careful) {
             careful = typename general::numbers(args, stats, gradient);
             return;
@@ -115,6 +117,7 @@ template <class T_> struct shannon_row {
         const kld_rule &rule = args.rule;
         if (is_careful) {
             careful.side[SIDE_P].sum = (float)sum[1];
+            is_flat = logits_resident::is_flat(rule, sum[0]);
             return sum[0] < 0.0 ? 0.0 : sum[0]; /* NaN stays */
         }
         double mean_p = sum[0] * wide_exp2(-lost_p);
@@ -324,8 +327,9 @@ template <class T_> struct shannon_body : usual_body {
     static constexpr bool KNOWN = false;
     static constexpr int EXTRA = logits_stats::NOTHING;
     static constexpr bool CENTRES = true, OF_P = true, LOOKS_AGAIN = true;
-    static constexpr bool WRITES_CAREFULLY = true;
+    static constexpr bool WRITES_CAREFULLY = true, FLATTENS = true;
     typedef near_pairs aside;
+    typedef flat_side<general_body<T_, KLD_RULE_MIXTURE>, SIDE_P> flat;
     typedef shannon_row<T> numbers;
     typedef shannon_look<T> look;
     template <bool CAREFUL> using pairs = shannon_pairs<T, CAREFUL>;

@@ -498,9 +498,11 @@ static void add_endless(struct table_list *list) {
     }
 }
 
-/* Rows that are sure of their class, on one side or both: its gradient is what the others leave.
- * And a constant between the sides, beside which FP32 holds less of the logits than 16 bits do. Of
- * skew_kl not by the targets: there 16 bits are off by what FP32 rounds a logarithm by. */
+/* Rows that are sure of their class, on one side or both: its gradient is what the others leave;
+ * where it is another class on each side, so that a mixture is all but share p or rest q wherever
+ * there is mass, what those leave of its logarithm. (js: at first both gradients, then the one of
+ * rows that are kept.) And a constant between the sides, beside which FP32 holds less of the logits
+ * than 16 bits do. */
 static void add_sure(struct table_list *list) {
     static const struct {
         uint32_t divergence, dtype;
@@ -513,6 +515,10 @@ static void add_sure(struct table_list *list) {
         {KLD_DIVERGENCE_SKEW_REVERSE_KL, FP16, TABLE_SPIKE, 30, 0, 0},
         {KLD_DIVERGENCE_SKEW_KL, BF16, TABLE_SPIKE, 25, 0, 0},
         {KLD_DIVERGENCE_SKEW_KL, FP16, TABLE_SHARP, 0, 0, 0},
+        {KLD_DIVERGENCE_SKEW_REVERSE_KL, BF16, TABLE_SHARP, 0, 0, 0},
+        {KLD_DIVERGENCE_SKEW_KL, BF16, TABLE_SHARP, 0, 0, 0},
+        {KLD_DIVERGENCE_JS, BF16, TABLE_SHARP, 0, 0, 0},
+        {KLD_DIVERGENCE_SKEW_KL, BF16, TABLE_SPIKE, 20, 0, 0},
         {KLD_DIVERGENCE_REVERSE_KL, BF16, TABLE_NEAR, 1.4e-3, 1000, 2},
         {KLD_DIVERGENCE_REVERSE_KL, FP16, TABLE_NEAR, 1.4e-3, 1000, 1000},
     };
@@ -525,8 +531,8 @@ static void add_sure(struct table_list *list) {
         at->lift[1] = kinds[i / 2].lift;
         at->temperature = kinds[i / 2].temperature;
         at->distinct = 24;
-        at->gradient[1] =
-            kinds[i / 2].lift == 0 && kinds[i / 2].divergence != KLD_DIVERGENCE_SKEW_KL;
+        bool is_kept = kinds[i / 2].divergence == KLD_DIVERGENCE_JS && i % 2;
+        at->gradient[1] = kinds[i / 2].lift == 0 && !is_kept;
     }
 }
 
