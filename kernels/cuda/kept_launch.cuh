@@ -35,9 +35,11 @@ static __global__ void __launch_bounds__(resident::COMPUTING, KLD_CUDA_TEAM_BLOC
  * its own, and of rows that start at multiples of 16 bytes as many classes as a block takes. */
 template <class BODY> constexpr bool fits_three_times() {
     typedef kept_rows<BODY, false> kept;
-    return 1024 + sizeof(typename kept::state) + sizeof(typename rows<BODY>::shared_type) +
-               resident::WARPS * sizeof(row_aside) + sizeof(typename BODY::aside) +
-               sizeof(team_shared) + sizeof(resident::block_shared) +
+    constexpr size_t LINE = KLD_CUDA_LINE_BYTES;
+    constexpr size_t OWN = sizeof(typename kept::state) + sizeof(typename rows<BODY>::shared_type) +
+                           resident::WARPS * sizeof(row_aside) + sizeof(typename BODY::aside) +
+                           sizeof(team_shared);
+    return 1024 + (OWN + LINE - 1) / LINE * LINE + sizeof(resident::block_shared) +
                2 * KLD_CUDA_KEPT_SLICE_BYTES + 2 * 32 * 16 <=
            228 * 1024 / KLD_CUDA_TEAM_BLOCKS;
 }

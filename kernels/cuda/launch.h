@@ -22,6 +22,11 @@ extern "C" {
 #define KLD_CUDA_DIVISOR_ROWS (1u << 20)  /* rows of one launch of the sum of weights */
 #define KLD_CUDA_DIVISOR_BLOCK_ROWS 1024u /* of one block of it */
 
+/* Of device memory and of shared memory. What a warp copies to shared memory by 16 bytes a lane is
+ * written a line of it for a line of device memory where they start alike, and else two for one:
+ * what rows are copied to starts with a line. */
+#define KLD_CUDA_LINE_BYTES 128
+
 /* Of the kernels of short rows: most bytes of a tensor that a warp takes at a time. */
 #define KLD_CUDA_SHORT_TILE_BYTES 2048
 #define KLD_CUDA_WIDE_TILE_BYTES 4096 /* of those that work in FP64 */

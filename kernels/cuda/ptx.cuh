@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/launch.h"
+
 /* 1 / x within 1 ulp; 0 where that is subnormal, infinite where x is. */
 static __device__ __forceinline__ float reciprocal(float x) {
     float y;
@@ -67,9 +69,9 @@ static __device__ __forceinline__ uint32_t thread_again() {
     return number;
 }
 
-/* What the launch has given each block. */
+/* What the launch has given each block, from the start of a line on: see KLD_CUDA_LINE_BYTES. */
 static __device__ __forceinline__ uint4 *dynamic_shared() {
-    extern __shared__ uint4 kld_dynamic_shared[];
+    extern __shared__ __align__(KLD_CUDA_LINE_BYTES) uint4 kld_dynamic_shared[];
     return kld_dynamic_shared;
 }
 

@@ -136,8 +136,8 @@ struct block_shared {
     float tops[RING_MAX][GROUP_WARPS][2]; /* the largest that it has seen of p and of q */
     part blocks[RING_MAX][FAR ? 1 : CLUSTER_MAX];
     part extra_warps[WARPS], extra_blocks[GROUPS][2][CLUSTER_MAX];
-    uint4 stage[WARPS][32]; /* of stores to unaligned rows */
-    uint4 data[];           /* [slots][2][tensor_bytes] */
+    uint4 stage[WARPS][32];                    /* of stores to unaligned rows */
+    alignas(KLD_CUDA_LINE_BYTES) uint4 data[]; /* [slots][2][tensor_bytes] */
 };
 
 static __device__ __forceinline__ block_shared &here() { return *(block_shared *)dynamic_shared(); }
