@@ -40,7 +40,7 @@ template <class BODY> constexpr bool fits_three_times() {
                            resident::WARPS * sizeof(row_aside) + sizeof(typename BODY::aside) +
                            sizeof(team_shared);
     return 1024 + (OWN + LINE - 1) / LINE * LINE + sizeof(resident::block_shared) +
-               2 * KLD_CUDA_KEPT_SLICE_BYTES + 2 * 32 * 16 <=
+               2 * KLD_CUDA_KEPT_SLICE_BYTES + resident::KEPT_SAMPLES * 2 * 32 * 16 <=
            228 * 1024 / KLD_CUDA_TEAM_BLOCKS;
 }
 

@@ -86,6 +86,7 @@ struct kld_cuda_args {
     uint64_t group_rows;
     uint64_t first_group; /* where this launch's partial sums go */
     double inverse_temperature;
+    double stretch;        /* log2(e) / T over what FP32 makes of it */
     double scale;          /* of the loss */
     double gradient_scale; /* scale * grad_output as a number */
     double divisor;        /* 0: scratch->divisor */

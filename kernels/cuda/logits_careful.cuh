@@ -138,7 +138,7 @@ static __device__ __noinline__ part masses(SLICE slice, temperature t, reference
 
 /* One warp: parts that count alike, to one. */
 static __device__ __forceinline__ part plain_merge(const part *parts, uint32_t count) {
-    part from = lane_part(parts, count), to = from;
+    part from = lane_part(parts, count, threadIdx.x % 32), to = from;
     sums_of(to, from.sum);
     return to;
 }

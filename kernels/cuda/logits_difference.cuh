@@ -16,9 +16,11 @@ struct difference_row {
     two_floats shift;
 
     __device__ __forceinline__ difference_row() {}
-    __device__ __forceinline__ difference_row(const row_stats &row, double factor)
+    /* is_fine: of FP32. */
+    __device__ __forceinline__ difference_row(const row_stats &row, double factor, bool is_fine)
         : c_p((float)row.c_p), c_q((float)row.c_q), apart(row.apart),
-          factor_p(row.inverse_p * factor), factor_q(row.inverse_q * factor), shift(row.shift) {}
+          factor_p(row.inverse_p * factor, is_fine), factor_q(row.inverse_q * factor, is_fine),
+          shift(row.shift) {}
 };
 
 /* (zp - zq) / T - shift, rounded about once. */
@@ -226,7 +228,7 @@ template <class T_, bool ENTROPY> struct difference_body : usual_body {
         __device__ __forceinline__ numbers() {}
         __device__ __forceinline__ numbers(const kld_cuda_args &args, const row_stats &stats,
                                            double factor)
-            : difference_row(stats, ENTROPY ? factor : factor * args.rule.of_p) {}
+            : difference_row(stats, ENTROPY ? factor : factor * args.rule.of_p, sizeof(T_) == 4) {}
     };
 
     static __device__ __forceinline__ double value(const kld_cuda_args &args,

@@ -4,7 +4,7 @@
  * the statistics and for the gradient (js: once more in between), and as
  * soon as one is written asks for that of the next row in its place: so there is always something
  * on its way, no barrier stands between the copies and who reads them, and one place does for two
- * rows. While the first warp makes a row's numbers of its sums, another finds the rows to come. A
+ * rows. While the first warp makes a row's numbers of its sums, others find the rows to come. A
  * row that needs another look is read again from device memory. */
 #ifndef KLD_KERNELS_CUDA_LOGITS_KEPT_CUH
 #define KLD_KERNELS_CUDA_LOGITS_KEPT_CUH
@@ -33,7 +33,8 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
         kept_row rows[RING];
         uint32_t turn; /* of the row at hand; the first thread's, others read it between barriers */
         double total;  /* of the group's rows so far; the first thread's */
-        uint32_t found; /* rows so far; this and what follows is the finder's */
+        uint32_t looked; /* at so many rows; the looker's */
+        uint32_t found;  /* rows so far; this and what follows is the finder's */
         resident::row_walk walk;
         uint64_t last_group;
     };
@@ -44,9 +45,9 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
     static __device__ __forceinline__ kept_row &row_at(uint32_t turn) {
         return all().rows[turn % RING];
     }
-    /* A warp that has nothing else to do while the first settles a row. */
-    static constexpr uint32_t FINDER = 1;
-    static_assert(resident::WARPS > FINDER, "");
+    /* Warps that have nothing else to do while the first settles a row. */
+    static constexpr uint32_t FINDER = 1, LOOKER = 2;
+    static_assert(resident::WARPS > LOOKER, "");
 
     static __device__ __forceinline__ uint32_t first_place() {
         const uint32_t thread = thread_again();
@@ -57,11 +58,13 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
     static __device__ __forceinline__ uint32_t half() {
         return max(resident::here().place.steps / 4, 1u);
     }
-    /* This lane's vectors of a sample. */
-    static __device__ __forceinline__ uint32_t sample_place() {
+    /* This lane's vectors of the sample of a row of that number: while one is looked at the next
+     * one comes. */
+    static __device__ __forceinline__ uint32_t sample_place(uint32_t number) {
+        constexpr uint32_t EACH = UNEVEN ? 64 : 32;
         return shared_at(resident::here().data) +
                resident::WARPS * resident::here().place.steps * source::PLACE +
-               (UNEVEN ? 64 : 32) * (threadIdx.x % 32);
+               number % resident::KEPT_SAMPLES * 32 * EACH + EACH * (threadIdx.x % 32);
     }
     /* A sample is 32 vectors spread over the slice. Returns how many classes this lane's has. */
     static __device__ __forceinline__ uint32_t sample(uint32_t &ret_vector) {
@@ -109,8 +112,9 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
             p -= shift_p;
             q -= shift_q;
             uint32_t vector, left = sample(vector);
-            bring_sample(sample_place(), p, shift_p, vector, left);
-            bring_sample(sample_place() + (UNEVEN ? 32 : 16), q, shift_q, vector, left);
+            const uint32_t place = sample_place(state.found);
+            bring_sample(place, p, shift_p, vector, left);
+            bring_sample(place + (UNEVEN ? 32 : 16), q, shift_q, vector, left);
         }
         __syncwarp();
         if (lane == 0) {
@@ -136,10 +140,11 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
         }
         __syncwarp();
     }
-    /* The finder: what to count from in the row that it found last, whose sample has come. */
+    /* The looker: what to count from in the row that was found last, whose sample has come. */
     static __device__ __forceinline__ void look() {
-        kept_row &to = row_at(all().found - 1);
-        const uint32_t at = sample_place();
+        const uint32_t number = all().looked;
+        kept_row &to = row_at(number);
+        const uint32_t at = sample_place(number);
         uint32_t vector, left = sample(vector);
         uint4 raw_p = {}, raw_q = {};
         if (left) {
@@ -150,8 +155,10 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
                                                    base::shared().t, base::shared().span,
                                                    base::shared().classes);
         __syncwarp();
-        if (threadIdx.x % 32 == 0)
+        if (threadIdx.x % 32 == 0) {
             to.at = from;
+            all().looked = number + 1;
+        }
         __syncwarp();
     }
 
@@ -177,7 +184,8 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
         }
         return resident::merge_parts(
             [](const part *parts) {
-                part all = logits_stats::fast_merge_alike(parts);
+                part all = logits_stats::fast_merge_alike(parts, row_at(kept_rows::all().turn).at,
+                                                          base::shared().t.scale.high);
                 if (BODY::EXTRA == logits_stats::ROUGH)
                     logits_stats::spoil_if_above(all);
                 return all;
@@ -209,10 +217,10 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
             if (threadIdx.x == 0)
                 all().turn++;
         }
-        if (threadIdx.x / 32 == FINDER) {
+        if (threadIdx.x / 32 == LOOKER)
             look();
+        if (threadIdx.x / 32 == FINDER)
             find(args);
-        }
         resident::group_sync();
         kept_row &row = row_at(all().turn - 1);
         if (base::shared().rows[0].way == AGAIN)
@@ -486,7 +494,7 @@ template <class BODY, bool UNEVEN> struct kept_rows : written_rows<BODY> {
         state &state = all();
         if (threadIdx.x / 32 == FINDER) {
             if (threadIdx.x % 32 == 0) {
-                state.turn = state.found = 0;
+                state.turn = state.looked = state.found = 0;
                 state.walk.start(resident::here().place);
                 state.last_group = UINT64_MAX;
             }

@@ -21,9 +21,10 @@
 struct two_floats {
     float high, low;
     __device__ __forceinline__ two_floats() {}
-    __device__ __forceinline__ explicit two_floats(double x) {
+    /* has_low: else what the high part leaves is not wanted. */
+    __device__ __forceinline__ explicit two_floats(double x, bool has_low = true) {
         high = (float)x;
-        low = (float)(x - (double)high);
+        low = has_low ? (float)(x - (double)high) : 0.0f;
     }
 };
 

@@ -18,9 +18,8 @@ static __device__ __forceinline__ double power_of_2(int x) {
     return x < -1000 ? 0.0 : __hiloint2double((1023 + min(x, 1000)) << 20, 0);
 }
 
-/* A part to each lane; beyond `count` one without classes. */
-static __device__ __forceinline__ part lane_part(const part *parts, uint32_t count) {
-    unsigned lane = threadIdx.x % 32;
+/* Part number `lane`; beyond `count` one without classes. */
+static __device__ __forceinline__ part lane_part(const part *parts, uint32_t count, unsigned lane) {
     return lane < count ? parts[lane]
                         : part{{0, 0, 0, 0},
                                {reference::NO_MARK, reference::NO_MARK},
@@ -34,6 +33,20 @@ static __device__ __forceinline__ void sums_of(part &to, const double (&x)[4]) {
     for (int i = 0; i < 4; i++)
         to.sum[i] = __shfl_sync(KLD_FULL_WARP, sum, 8 * i);
 }
+/* The same, to the bit, where eight lanes after eight lanes have the same, of which but the first
+ * `count` are 0: each eight take a sum. */
+static __device__ __forceinline__ void sums_of_few(part &to, const double (&x)[4], uint32_t count) {
+    const unsigned lane = threadIdx.x % 32;
+    double sum = lane & 8 ? lane & 16 ? x[3] : x[1] : lane & 16 ? x[2] : x[0];
+    if (count > 4)
+        sum += __shfl_xor_sync(KLD_FULL_WARP, sum, 4);
+    if (count > 2)
+        sum += __shfl_xor_sync(KLD_FULL_WARP, sum, 2);
+    sum += __shfl_xor_sync(KLD_FULL_WARP, sum, 1);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        to.sum[i] = __shfl_sync(KLD_FULL_WARP, sum, 8 * i);
+}
 
 /* sum a u^2, with u against other references. */
 static __device__ __forceinline__ double squares_by(const double (&sum)[4], double by) {
@@ -43,7 +56,8 @@ static __device__ __forceinline__ double squares_by(const double (&sum)[4], doub
 /* One warp: up to 32 parts to one, in all its lanes. */
 template <int EXTRA>
 static __device__ __forceinline__ part fast_merge(const part *parts, uint32_t count) {
-    part from = lane_part(parts, count), to;
+    constexpr uint32_t FEW = 8;
+    part from = lane_part(parts, count, threadIdx.x % (count <= FEW ? FEW : 32)), to;
     to.mark[0] = __reduce_max_sync(KLD_FULL_WARP, from.mark[0]);
     to.mark[1] = __reduce_max_sync(KLD_FULL_WARP, from.mark[1]);
     to.top[0] = warp_max(from.top[0]);
@@ -63,12 +77,16 @@ static __device__ __forceinline__ part fast_merge(const part *parts, uint32_t co
         x[3] = scale_p * (from.sum[3] + from.sum[0] * (double)by_q);
     if (EXTRA >= SQUARES)
         x[3] = scale_p * squares_by(from.sum, (double)(by_p - by_q));
-    sums_of(to, x);
+    if (count <= FEW)
+        sums_of_few(to, x, count);
+    else
+        sums_of(to, x);
     return to;
 }
 
-/* The same of a group's warps that have counted from the same reference. */
-static __device__ __forceinline__ part fast_merge_alike(const part *parts) {
+/* The same of a group's warps that have counted from the same reference, and have no marks yet. */
+static __device__ __forceinline__ part fast_merge_alike(const part *parts, const reference &at,
+                                                        float scale) {
     constexpr unsigned WARPS = resident::GROUP_WARPS;
     static_assert(WARPS <= 8 && 32 % WARPS == 0, "a lane for each sum");
     unsigned lane = threadIdx.x % 32;
@@ -81,10 +99,10 @@ static __device__ __forceinline__ part fast_merge_alike(const part *parts) {
     for (int i = 0; i < 4; i++)
         to.sum[i] = __shfl_sync(KLD_FULL_WARP, sum, i);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        to.mark[i] = __reduce_max_sync(KLD_FULL_WARP, parts[lane % WARPS].mark[i]);
+    for (int i = 0; i < 2; i++)
         to.top[i] = warp_max(parts[lane % WARPS].top[i]);
-    }
+    to.mark[0] = reference::mark(at.c_p, to.top[0], at.limit_p, scale);
+    to.mark[1] = reference::mark(at.c_q, to.top[1], at.limit_q, scale);
     return to;
 }
 
@@ -153,8 +171,9 @@ struct fast_side {
         fast_side r;
         r.inverse = __shfl_sync(KLD_FULL_WARP, inverse, lane);
         r.logarithm = __shfl_sync(KLD_FULL_WARP, logarithm, lane);
-        r.heavy = __shfl_sync(KLD_FULL_WARP, (int)heavy, lane);
-        r.above = __shfl_sync(KLD_FULL_WARP, (int)above, lane);
+        int both = __shfl_sync(KLD_FULL_WARP, heavy + 2 * above, lane);
+        r.heavy = both & 1;
+        r.above = both & 2;
         return r;
     }
 };
@@ -188,27 +207,32 @@ static __device__ __forceinline__ row_stats fast_row(const part &all, const fast
     row.entropy = EXTRA == ENTROPY ? q.logarithm - all.sum[3] * row.inverse_p * LN_2 : 0.0;
     row.variance =
         EXTRA >= SQUARES ? (all.sum[3] * row.inverse_p - mean * mean) * (LN_2 * LN_2) : 0.0;
-    double small = EXTRA == ENTROPY   ? fmin(row.forward, row.entropy)
-                   : EXTRA == REVERSE ? fmin(row.forward, row.reverse)
-                                      : row.forward;
-    bool doubtful = small >= bounds.least && small < bounds.heavy_min;
+    /* Judged in FP32, in which a comparison takes no turn of the units for FP64: all that is
+     * settled in a row waits for this. */
+    const float sum_p = (float)all.sum[0], sum_q = (float)all.sum[1], forward = (float)row.forward;
+    const float least = (float)bounds.least, most = (float)bounds.most;
+    float small = EXTRA == ENTROPY   ? fminf(forward, (float)row.entropy)
+                  : EXTRA == REVERSE ? fminf(forward, (float)row.reverse)
+                                     : forward;
+    bool doubtful = small >= least && small < (float)bounds.heavy_min;
     row.missed = (p.heavy && (doubtful || p.above)) || (q.heavy && (doubtful || q.above));
-    row.good = !row.missed && small >= bounds.least && row.forward < 1e30 && all.sum[0] > 0.25 &&
-               all.sum[0] < bounds.most && all.sum[1] > 0.25 && all.sum[1] < bounds.most &&
-               (EXTRA == NOTHING || fabs(all.sum[3]) < 1e300) && fabs(row.shift) <= bounds.shift;
+    row.good = !row.missed && small >= least && forward < 1e30f && sum_p > 0.25f && sum_p < most &&
+               sum_q > 0.25f && sum_q < most && (EXTRA == NOTHING || fabs(all.sum[3]) < 1e300) &&
+               fabs(row.shift) <= bounds.shift;
     /* Where the mass is, to look again. */
-    row.powers[0] = (float)row.c_p + (float)(p.logarithm / LN_2);
-    row.powers[1] = (float)row.c_q + (float)(q.logarithm / LN_2);
-    bool known = fmin(all.sum[0], all.sum[1]) > 1e-20 && fmax(all.sum[0], all.sum[1]) < 1e30;
-    row.shift = known && !row.missed ? row.shift : CUDART_NAN;
+    row.powers[0] = (float)row.c_p + (float)(p.logarithm * LOG2_E);
+    row.powers[1] = (float)row.c_q + (float)(q.logarithm * LOG2_E);
+    bool known = sum_p > 1e-20f && sum_q > 1e-20f && sum_p < 1e30f && sum_q < 1e30f;
+    if (!row.good && (row.missed || !known))
+        row.shift = CUDART_NAN;
     return row;
 }
-/* The same by a warp, a lane for each side. */
+/* The same by a warp, a lane for each side: the first lane's. */
 template <int EXTRA>
 static __device__ __forceinline__ row_stats fast_row(const part &all, const fast_bounds &bounds) {
     bool is_q = threadIdx.x % 2;
     fast_side mine(is_q ? all.sum[1] : all.sum[0], is_q ? all.mark[1] : all.mark[0]);
-    return fast_row<EXTRA>(all, mine.from(0), mine.from(1), bounds);
+    return fast_row<EXTRA>(all, mine, mine.from(1), bounds);
 }
 
 } /* namespace KLD_CUDA_TEAM */

@@ -269,7 +269,9 @@ template <class BODY> struct onepass_rows : rows<BODY> {
         return pass::run(from, row, head, base::shared().t, base::shared().span,
                          base::shared().classes, list(), aside());
     }
-    /* The part of the row that run() has summed, to `to`, in shared memory. */
+    /* The part of the row that run() has summed, to `to`, in shared memory. MARKS: and what its
+     * marks are, which all warps of a row have in common where they count from the same. */
+    template <bool MARKS>
     static __device__ __forceinline__ void close(const kld_cuda_args &args, const uint64_t &index,
                                                  typename pass::sums &mine, part *to) {
         const row_aside &aside = onepass_rows::aside();
@@ -278,9 +280,12 @@ template <class BODY> struct onepass_rows : rows<BODY> {
         if (aside.listed)
             pass::add_listed(aside, base::shared().t, list(), mine.sum);
         float top_p = logits_stats::warp_max(mine.p), top_q = logits_stats::warp_max(mine.q);
-        resident::store_part(
-            to, mine.sum, logits_stats::reference::mark(at.c_p, top_p, at.limit_p, scale),
-            logits_stats::reference::mark(at.c_q, top_q, at.limit_q, scale), top_p, top_q);
+        int32_t mark_p = 0, mark_q = 0;
+        if (MARKS) {
+            mark_p = logits_stats::reference::mark(at.c_p, top_p, at.limit_p, scale);
+            mark_q = logits_stats::reference::mark(at.c_q, top_q, at.limit_q, scale);
+        }
+        resident::store_part(to, mine.sum, mark_p, mark_q, top_p, top_q);
         /* Nothing is to be kept in registers meanwhile: they would be stored in each row. */
         if (aside.heavy)
             close_rest(args, index, true, to);
@@ -327,7 +332,7 @@ template <class BODY> struct onepass_rows : rows<BODY> {
         pass::ask(from, row, head);
         typename pass::sums mine = run(from, row, head);
         __syncwarp();
-        close(args, index, mine, to);
+        close<!FROM::IS_HERE>(args, index, mine, to);
     }
     /* All warps' sums over a row, to all lanes of the first. */
     static __device__ __forceinline__ part sums(const kld_cuda_args &args, const uint64_t &index) {
@@ -370,11 +375,15 @@ template <class BODY> struct onepass_rows : rows<BODY> {
     static __device__ __forceinline__ bool judge(const kld_cuda_args &args, onepass_row &row,
                                                  const row_stats &stats, double &ret_value) {
         ret_value = BODY::value(args, stats);
+        note(row, stats);
+        return stats.good;
+    }
+    /* One thread: what another look at the row is to know. */
+    static __device__ __forceinline__ void note(onepass_row &row, const row_stats &stats) {
         row.missed = stats.missed;
         row.shift = stats.shift;
         row.powers[0] = stats.powers[0];
         row.powers[1] = stats.powers[1];
-        return stats.good;
     }
 };
 

@@ -117,18 +117,25 @@ template <class BODY> struct written_rows : onepass_rows<BODY> {
         else
             return BODY::WRITES_CAREFULLY && base::shared().rows[0].way == CAREFUL;
     }
-    /* The first warp: from a row's sums to base::shared().rows[0]. */
+    /* The first warp: from a row's sums to base::shared().rows[0]. All others wait for it: nothing
+     * is done here that only a few rows need. */
     static __device__ __forceinline__ void tell(const kld_cuda_args &args, onepass_row &row,
                                                 double factor, const part &sums) {
         row_stats stats = base::fast_row(args, sums);
         if (threadIdx.x == 0) {
-            double value;
-            sums_of_rows::judge(args, row, stats, value);
-            row.all = sums;
+            auto &settled = base::shared().rows[0];
+            const typename BODY::numbers numbers(args, stats, factor);
+            settled.numbers = numbers;
+            if constexpr (!BODY::LOOKS_AGAIN)
+                pairs_aside() = typename BODY::aside(numbers, base::shared().t);
+            settled.value = BODY::value(args, stats);
+            settled.way = stats.good ? FAST : AGAIN;
+            if (BODY::LOOKS_AGAIN || !stats.good) {
+                sums_of_rows::note(row, stats);
+                row.all = sums;
+            }
         }
-        base::tell(args, stats, factor, stats.good ? FAST : AGAIN, &base::shared().rows[0]);
         __syncwarp();
-        tell_aside();
     }
     /* What a vector, the first `left` classes of it, adds to the mean's error: of PAIRS' masses and
      * of their distances from it. */

@@ -207,14 +207,13 @@ template <class BODY> struct rows {
     }
 
     static __device__ __forceinline__ logits_stats::fast_bounds bounds(const kld_cuda_args &args) {
-        double scale = args.inverse_temperature * LOG2_E;
         const double least = BODY::EXTRA >= logits_stats::SQUARES ? logits_stats::MIXTURE_MIN
                                                                   : logits_stats::FAST_MIN<T>;
         logits_stats::fast_bounds r = {least, logits_stats::FAST_SUM_MAX<T>,
                                        BODY::CENTRES ? CUDART_INF : logits_stats::HEAVY_MIN<T>, 1.0,
                                        logits_stats::APART_MOST};
         if (sizeof(T) == 2) {
-            r.stretch = scale / (double)(float)scale; /* FP32 uses both parts of the scale */
+            r.stretch = args.stretch; /* FP32 uses both parts of the scale */
             r.shift = (double)logits_stats::APART_MIN * args.inverse_temperature;
         }
         return r;
@@ -314,7 +313,8 @@ template <class BODY> struct rows {
         if (resident::group_thread() < 32) {
             row_stats stats = fast_row(args, all);
             tell(args, stats, row->factor, stats.good ? FAST : AGAIN, row);
-            row->shift = stats.shift;
+            if (threadIdx.x % 32 == 0)
+                row->shift = stats.shift;
         }
         resident::group_sync();
     }

@@ -60,7 +60,7 @@ struct both_sides : difference_row {
     __device__ __forceinline__ both_sides() {}
     __device__ __forceinline__ both_sides(const kld_rule &rule, const row_stats &stats,
                                           double gradient)
-        : difference_row(stats, 1.0), factor((float)gradient), mix(rule) {}
+        : difference_row(stats, 1.0, true), factor((float)gradient), mix(rule) {}
 };
 
 template <int KIND, bool FP32> struct general_row : both_sides {

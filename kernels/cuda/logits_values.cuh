@@ -195,7 +195,7 @@ template <class BODY, bool UNEVEN> struct value_rows : onepass_rows<BODY> {
         if (resident::GROUP_WARPS > 1 && number + 1 < batch().count &&
             !batch().rows[number + 1].masked)
             pass::fetch(resident::far_slice::of<T>(args, batch().rows[number + 1].index), row);
-        one::close(args, index, mine, &part_of(number));
+        one::template close<true>(args, index, mine, &part_of(number));
     }
     static __device__ __forceinline__ void compute(const kld_cuda_args &args) {
         for (uint32_t first = 0;; first += value_batch::ROWS) {

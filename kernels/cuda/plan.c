@@ -1,6 +1,7 @@
 /* plan.c - see plan.h. Under device->work. */
 #include "kernels/cuda/plan.h"
 
+#include <math.h>
 #include <string.h>
 
 static struct kld_cuda_tensor tensor_of(const struct kld_job *job, int slot) {
@@ -62,6 +63,8 @@ void cuda_plan_args(struct cuda_device *device, struct cuda_flight *flight) {
     args->loss_extent = extent;
     args->classes = job->geometry.classes;
     args->inverse_temperature = 1.0 / op->number[KLD_NUMBER_TEMPERATURE];
+    const double exponents = args->inverse_temperature * M_LOG2E;
+    args->stretch = exponents / (double)(float)exponents;
     args->scale = op->number[KLD_NUMBER_SCALE];
     args->gradient_scale =
         args->scale * (job->geometry.scalar ? op->number[KLD_NUMBER_GRAD_OUTPUT] : 1.0);

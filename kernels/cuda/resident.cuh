@@ -142,9 +142,15 @@ struct block_shared {
 
 static __device__ __forceinline__ block_shared &here() { return *(block_shared *)dynamic_shared(); }
 
-/* Of a computing thread. */
-static __device__ __forceinline__ uint32_t group_number() { return threadIdx.x / GROUP_THREADS; }
-static __device__ __forceinline__ uint32_t group_thread() { return threadIdx.x % GROUP_THREADS; }
+/* Of a computing thread. Of a block that is one warp nvcc spills less with all of the division. */
+static constexpr bool IS_GROUP = GROUPS == 1 && GROUP_WARPS > 1;
+static __device__ __forceinline__ uint32_t group_number() {
+    return IS_GROUP ? 0 : threadIdx.x / GROUP_THREADS;
+}
+/* HOLDS: the number itself would be stored and read back, over and over. */
+static __device__ __forceinline__ uint32_t group_thread() {
+    return HOLDS ? thread_again() : IS_GROUP ? threadIdx.x : threadIdx.x % GROUP_THREADS;
+}
 static __device__ __forceinline__ void group_sync() {
     static_assert(GROUPS <= 2, "see struct team's wait()");
     if (GROUP_WARPS == 1)
@@ -187,12 +193,14 @@ static __host__ __device__ __forceinline__ uint32_t kept_steps(uint32_t slice, s
 /* What a warp has of a step, of one tensor: where rows start anywhere the last lane needs 16 bytes
  * more. */
 template <bool UNEVEN> constexpr uint32_t KEPT_BYTES = 16 * (UNEVEN ? 33 : 32);
-/* All of that, and behind it a sample of a row, which a warp may read for a step that it has not.
+/* All of that, and behind it samples of two rows, which a warp may read for a step that it has not.
  */
+static constexpr uint32_t KEPT_SAMPLES = 2;
 static inline size_t kept_bytes(const kld_cuda_args &args, size_t element) {
     bool even = is_even(args.p) && is_even(args.q);
     uint32_t step = 2 * (even ? KEPT_BYTES<false> : KEPT_BYTES<true>);
-    return kept_steps(args.slice, element) * WARPS * step + 2 * 32 * 16 * (even ? 1 : 2);
+    return kept_steps(args.slice, element) * WARPS * step +
+           KEPT_SAMPLES * 2 * 32 * 16 * (even ? 1 : 2);
 }
 
 /* Dynamic shared memory of a block. */
