@@ -38,6 +38,24 @@ struct kld_cpu_work {
     double inverse_temperature;
 };
 
+/* In a mixture less of the other side than this is wanted better than short_logits.h has it, where
+ * nothing else is beside it. */
+#define KLD_CPU_SHORT_OTHER 0x1p-5
+
+/* Whether short rows are done by short_logits.h, those apart that hold what it cannot do. */
+static inline bool kld_cpu_short_logits_fit(const struct kld_cpu_work *work) {
+    const struct kld_rule *rule = &work->rule;
+    double scale = work->inverse_temperature;
+    for (int side = 0; side < 2; side++)
+        if (work->form[side] != KLD_FORM_LOGITS || work->dtype[side] == KLD_DTYPE_FP64)
+            return false;
+    double least_share = rule->of_p == 0 ? KLD_CPU_SHORT_OTHER : KLD_RULE_SHARE_SMALL;
+    double least_rest = rule->of_q == 0 ? KLD_CPU_SHORT_OTHER : KLD_RULE_SHARE_SMALL;
+    if (rule->kind == KLD_RULE_MIXTURE && (rule->share < least_share || rule->rest < least_rest))
+        return false;
+    return !work->none && scale >= 0x1p-20 && scale <= 0x1p20;
+}
+
 /* Columns [0, count) of a piece of one row that starts at a multiple of KLD_CPU_BLOCK. */
 struct kld_cpu_span {
     uint64_t count;

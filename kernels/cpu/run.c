@@ -406,7 +406,7 @@ static uint32_t plain_divergence(const struct kld_op *op, const struct kld_rule 
 #define SHORT_PROBS 16
 #define SHORT_LOGPROBS_TV 32
 #define SHORT_ROWS 256
-#define SHORT_GRADIENTS 512 /* of logits */
+#define SHORT_LOGITS 512 /* of 16 and 32 bits */
 
 /* Rows of so many classes are done several at a time. */
 static uint64_t short_classes(const struct kld_cpu_work *work) {
@@ -422,12 +422,10 @@ static uint64_t short_classes(const struct kld_cpu_work *work) {
         return SHORT_LOGPROBS_TV;
     if (form == KLD_FORM_PROBS || (form == KLD_FORM_LOGPROBS && !mixture))
         return SHORT_PROBS;
-    if (!logits || !gradient)
-        return SHORT_ROWS;
-    if (!mixture)
-        return SHORT_GRADIENTS;
     /* With FP32 the passes over long rows are in double, too. */
-    return q == KLD_DTYPE_FP32 || p == KLD_DTYPE_FP32 ? KLD_CPU_SHORT_CLASSES : SHORT_ROWS;
+    if (logits && mixture && gradient && (q == KLD_DTYPE_FP32 || p == KLD_DTYPE_FP32))
+        return KLD_CPU_SHORT_CLASSES;
+    return logits && kld_cpu_short_logits_fit(work) ? SHORT_LOGITS : SHORT_ROWS;
 }
 
 static void plan_init(struct plan *plan, struct kld_cpu_run *run, struct kld_cpu_team *team,

@@ -1,8 +1,8 @@
 /* short.h - rows of few classes, as many at a time as a vector has lanes, a row in each lane: sums
  * over a row are then sums of vectors, and what is computed once for a row is computed for all of
  * them at once. In double, by the steps of stages.h, every rule, form and data type but reduction
- * none; a KL of logits has a way of its own (short_logits.h). Included once by each kernel_*.c;
- * runs on the threads of the team.
+ * none; logits of 16 and 32 bits have a way of their own (short_logits.h). Included once by each
+ * kernel_*.c; runs on the threads of the team.
  *
  * What a row yields does not depend on its lane or on the rows beside it. */
 #ifndef KLD_KERNELS_CPU_SHORT_H
@@ -63,12 +63,13 @@ static void short_load(struct short_rows *rows, int side, const struct kld_cpu_s
     }
 }
 
-/* And back; from the place of raw. which: a bit for each row. */
-static void short_store(const struct short_rows *rows, int side, const struct kld_cpu_span *span,
-                        uint64_t count, uint32_t which) {
+/* And back, from the place of raw or from that of the masses. which: a bit for each row. */
+static void short_store(const struct short_rows *rows, int side, bool masses,
+                        const struct kld_cpu_span *span, uint64_t count, uint32_t which) {
     double line[DOUBLES][SHORT_LINE] ALIGNED;
     for (uint64_t b = 0, at = 0; b < rows->blocks; b++) {
-        const double *from = rows->columns[b].raw[side];
+        const struct columns *columns = &rows->columns[b];
+        const double *from = masses ? columns->mass[side] : columns->raw[side];
         uint64_t entries = short_entries(rows, b);
         for (uint64_t i = 0; i < entries; i += DOUBLES, at++)
             for (uint64_t r = 0; r < DOUBLES; r++)
@@ -81,10 +82,18 @@ static void short_store(const struct short_rows *rows, int side, const struct kl
                         span[r].gradient[side] + i * element_bytes(dtype));
 }
 
+/* Adds to a sum, and to `lost` what rounding takes off it: beside a class of next to 1 each of many
+ * small ones may lose as much. */
+INLINE void add_exactly(vd *sum, vd *lost, vd x) {
+    vd next = *sum + x, part = next - *sum;
+    *lost += (*sum - (next - part)) + (x - part);
+    *sum = next;
+}
+
 /* Maximum, masses and their sum of one side. */
 static void short_statistics(struct short_rows *rows, int side) {
     struct row_constants *row = &rows->row;
-    vd max = vd_of(-INFINITY), sum = vd_of(0);
+    vd max = vd_of(-INFINITY), sum = vd_of(0), lost = vd_of(0);
     for (uint64_t b = 0; b < rows->blocks; b++)
         for (uint64_t i = 0, m = short_entries(rows, b); i < m; i += DOUBLES)
             max = vd_max(vd_load(rows->columns[b].raw[side] + i), max);
@@ -95,9 +104,10 @@ static void short_statistics(struct short_rows *rows, int side) {
             vd x = (vd_load(rows->columns[b].raw[side] + i) - origin) *
                    rows->work->inverse_temperature;
             vd mass = vd_exp(x);
-            sum += mass;
+            add_exactly(&sum, &lost, mass);
             vd_store(rows->columns[b].mass[side] + i, mass);
         }
+    sum += lost;
     sum = vd_select(sum == 0.0, vd_of(NAN), sum);
     row->max[side] = max;
     row->inverse_sum[side] = 1.0 / sum;
@@ -180,7 +190,7 @@ static __attribute__((noinline)) void short_any(const struct kld_cpu_work *work,
         if (!span->gradient[side])
             continue;
         short_gradient(&rows, side, dots);
-        short_store(&rows, side, span, count, ~0u);
+        short_store(&rows, side, false, span, count, ~0u);
     }
     for (uint64_t r = 0; r < count; r++)
         ret_value[r] = value[r];

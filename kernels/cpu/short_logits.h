@@ -1,8 +1,9 @@
-/* short_logits.h - a KL, either way or both, of short rows of logits of 16 and 32 bits: as short.h
- * a row in each lane and in double, but with exponentials that are no better than they need be, and
- * one pass for masses, sums and terms. Rows that hold infinities or NaN, or are as far apart that a
- * mass would underflow, are left to short.h. Included once by each kernel_*.c; runs on the threads
- * of the team. What a row yields does not depend on its lane or on the rows beside it.
+/* short_logits.h - short rows of logits of 16 and 32 bits: as short.h a row in each lane and in
+ * double, but with exponentials that are no better than they need be, and one pass for masses, sums
+ * and the terms of a KL; mixtures and tv take one more (short_rules.h). Rows that hold infinities
+ * or NaN, or are as far apart that a mass would underflow, are left to short.h. Included once by
+ * each kernel_*.c; runs on the threads of the team. What a row yields does not depend on its lane
+ * or on the rows beside it.
  *
  * With a = e^((zq - max zq) / T), b the same of p, and e = ln(b / a), all comes of the larger of
  * the two and of |e|. Of their sums A and B and of D = B - A, KL(p, q) is
@@ -10,74 +11,13 @@
  * is b / B (e - sum(b e) / B). Nothing cancels there that is not small against the largest of the
  * row: so what a mass is off by, 1e-9 of itself and the same for a and b, is off a result by little
  * more.
- */
+ *
+ * A gradient is mine (q - p) + weight mass (h - mean h), the mean by the mass; h is e of a KL, ln q
+ * but for a constant of a cross entropy. */
 #ifndef KLD_KERNELS_CPU_SHORT_LOGITS_H
 #define KLD_KERNELS_CPU_SHORT_LOGITS_H
 
-#include "kernels/cpu/short.h"
-
-#define LOG2E 1.44269504088896340736
-#define LN_OF_2 0.693147180559945309417
-#define RANGE_MOST 1000.0 /* of the logits of a row, powers of two: a mass is a normal number */
-
-INLINE vd vd_min(vd a, vd b) { return -vd_max(-a, -b); }
-
-/* By the sign bit. */
-INLINE vd vd_if_negative(vd x, vd yes, vd no) {
-#if KLD_VECTOR_BYTES == 64
-    return (vd)_mm512_mask_blend_pd(_mm512_movepi64_mask((__m512i)x), (__m512d)no, (__m512d)yes);
-#elif KLD_VECTOR_BYTES == 32
-    return (vd)_mm256_blendv_pd((__m256d)no, (__m256d)yes, (__m256d)x);
-#else
-    return vd_select(x < 0.0, yes, no);
-#endif
-}
-
-/* 2^x = unit + unit (rest ln 2 + rest^2 square), |rest| <= 1/2. */
-struct power {
-    vd whole, unit, rest, square;
-};
-
-/* For -1000 <= x <= 0. square is off by 4e-11, brief: 7e-10. */
-INLINE struct power power_of_two(vd x, bool brief) {
-    vd shifted = x + ROUND_MAGIC;
-    struct power at = {.whole = shifted - ROUND_MAGIC,
-                       .unit = (vd)(((vu64)shifted << 52) + 0x3ff0000000000000u)};
-    vd r = x - at.whole, s;
-    if (brief) {
-        s = vd_of(1.5290948549358506e-05);
-        s = s * r + 0.00015453162945475044;
-        s = s * r + 0.0013333522307610712;
-        s = s * r + 0.009618082557276886;
-        s = s * r + 0.055504108714600604;
-        s = s * r + 0.24022650760568123;
-    } else {
-        s = vd_of(1.324638730161211e-06);
-        s = s * r + 1.5297323780754e-05;
-        s = s * r + 0.00015403491754205606;
-        s = s * r + 0.0013333502386086177;
-        s = s * r + 0.00961812911970483;
-        s = s * r + 0.055504108839096844;
-        s = s * r + 0.2402265069591007;
-    }
-    at.rest = r;
-    at.square = s;
-    return at;
-}
-
-struct short_sums {
-    vd max[2];
-    vd mass, apart; /* A, D */
-    vd term[2];     /* KL(q, p) and KL(p, q) */
-    vi64 fine;
-};
-
-INLINE bool short_logits_fits(const struct kld_cpu_work *work) {
-    double scale = work->inverse_temperature;
-    return work->rule.kind == KLD_RULE_KL && is_balanced(work) &&
-           work->dtype[0] != KLD_DTYPE_FP64 && work->dtype[1] != KLD_DTYPE_FP64 &&
-           scale >= 0x1p-20 && scale <= 0x1p20;
-}
+#include "kernels/cpu/short_rules.h"
 
 /* The largest logits, and which rows are for here. */
 static void short_logits_range(const struct short_rows *rows, struct short_sums *sums) {
@@ -102,13 +42,15 @@ static void short_logits_range(const struct short_rows *rows, struct short_sums 
     }
 }
 
-/* Masses, in their place e in that of the predictions and b - a in that of the targets. */
-INLINE void short_logits_sums(struct short_rows *rows, bool of_q, bool of_p,
+/* What the first pass adds up besides the masses. */
+enum short_terms { SHORT_NOTHING, SHORT_KL_P, SHORT_KL_Q, SHORT_KL_BOTH, SHORT_CROSS_ENTROPY };
+
+/* Masses, in their place h, or e, in that of the predictions and b - a in that of the targets. */
+INLINE void short_logits_sums(struct short_rows *rows, enum short_terms terms,
                               struct short_sums *sums) {
     double inverse = rows->work->inverse_temperature, scale = inverse * LOG2E;
-    vd mass = vd_of(0), apart = vd_of(0), term[2] = {vd_of(0), vd_of(0)}, zero = vd_of(0);
+    vd zero = vd_of(0), mass = zero, lost = zero, apart = zero, term[2] = {zero, zero};
     vd top = sums->max[KLD_CPU_Q], between = sums->max[KLD_CPU_P] - top;
-    vu64 sign = (vu64)vd_of(-0.0);
     for (uint64_t k = 0; k < rows->blocks; k++) {
         struct columns *at = &rows->columns[k];
         for (uint64_t i = 0, m = short_entries(rows, k); i < m; i += DOUBLES) {
@@ -116,86 +58,140 @@ INLINE void short_logits_sums(struct short_rows *rows, bool of_q, bool of_p,
             vd gap = (zp - zq) - between, e = gap * inverse, up = gap * scale;
             struct power x = power_of_two((zq - top) * scale + vd_max(up, zero), true);
             vd larger = x.unit + x.unit * (x.rest * (x.square * x.rest + LN_OF_2));
-            struct power y = power_of_two((vd)((vu64)up | sign), false);
-            vd part = y.rest * (y.square * y.rest + LN_OF_2), n = (vd)((vu64)e & ~sign);
-            vd ratio = y.unit * part + y.unit, less = (1.0 - y.unit) - y.unit * part;
-            vd more = larger * less, smaller = larger * ratio;
+            struct apart y = apart_of(up, e);
+            vd more = larger * y.less, smaller = larger * y.ratio;
             vd a = vd_if_negative(e, larger, smaller), b = vd_if_negative(e, smaller, larger);
-            vd difference = (vd)((vu64)more ^ ((vu64)e & sign));
-            /* n - less, and of the smaller mass less - n ratio */
-            vd excess = vd_select(y.whole == 0.0, y.rest * y.rest * y.square, n - less);
-            vd high = larger * excess, low = more * n - high;
-            mass += a;
+            vd difference = vd_with_sign(more, e);
+            if (terms == SHORT_CROSS_ENTROPY)
+                add_exactly(&mass, &lost, a);
+            else
+                mass += a;
             apart += difference;
-            if (of_q)
+            /* n - less, and of the smaller mass less - n ratio */
+            vd high = larger * y.excess, low = vd_fma(more, y.n, -high);
+            if (terms == SHORT_KL_Q || terms == SHORT_KL_BOTH)
                 term[KLD_CPU_Q] += vd_if_negative(e, high, low);
-            if (of_p)
+            if (terms == SHORT_KL_P || terms == SHORT_KL_BOTH)
                 term[KLD_CPU_P] += vd_if_negative(e, low, high);
-            vd_store(at->raw[KLD_CPU_Q] + i, e);
+            if (terms == SHORT_CROSS_ENTROPY) {
+                vd log_q = (zq - top) * inverse;
+                term[KLD_CPU_P] = vd_fma(b, log_q, term[KLD_CPU_P]);
+                vd_store(at->raw[KLD_CPU_Q] + i, log_q);
+            } else {
+                vd_store(at->raw[KLD_CPU_Q] + i, e);
+            }
             vd_store(at->raw[KLD_CPU_P] + i, difference);
             vd_store(at->mass[KLD_CPU_Q] + i, a);
             vd_store(at->mass[KLD_CPU_P] + i, b);
         }
     }
-    sums->mass = mass;
+    mass += lost;
+    sums->mass[KLD_CPU_Q] = mass;
+    sums->mass[KLD_CPU_P] = mass + apart;
     sums->apart = apart;
     sums->term[KLD_CPU_Q] = term[KLD_CPU_Q];
     sums->term[KLD_CPU_P] = term[KLD_CPU_P];
 }
 
-/* How far a side's mean of e lies from `mean`, which is rounded at its own size: in a row that is
- * sure of its class e less the mean is much smaller there. */
-static vd short_logits_rest(const struct short_rows *rows, int side, vd mean, vd mass) {
-    vd rest = vd_of(0);
+/* By the rule: a value, and the means of h. */
+static vd short_logits_kl(const struct kld_rule *rule, struct short_sums *sums) {
+    vd q = sums->mass[KLD_CPU_Q], p = sums->mass[KLD_CPU_P], zero = vd_of(0), value = zero;
+    vd term_q = sums->term[KLD_CPU_Q], term_p = sums->term[KLD_CPU_P];
+    vd log = short_sums_log(sums);
+    if (rule->of_p != 0)
+        value += rule->of_p * vd_max(term_p / p + (sums->apart / p - log), zero);
+    if (rule->of_q != 0)
+        value += rule->of_q * vd_max(term_q / q - (sums->apart / q - log), zero);
+    sums->mean[KLD_CPU_Q] = (sums->apart - term_q) / q;
+    sums->mean[KLD_CPU_P] = (sums->apart + term_p) / p;
+    return value;
+}
+
+static vd short_logits_cross_entropy(struct short_sums *sums) {
+    vd mean = sums->term[KLD_CPU_P] / sums->mass[KLD_CPU_P];
+    sums->mean[KLD_CPU_Q] = sums->mean[KLD_CPU_P] = mean;
+    return vd_log_ratio(sums->mass[KLD_CPU_Q], vd_of(1)) - mean;
+}
+
+/* What is still off the mean, which is rounded at its own size: in a row that is sure of its class
+ * h less the mean is much smaller there. */
+static vd short_logits_rest(const struct short_rows *rows, int side, int h,
+                            const struct short_sums *sums) {
+    vd rest = vd_of(0), mean = sums->mean[side];
     for (uint64_t k = 0; k < rows->blocks; k++) {
         const struct columns *at = &rows->columns[k];
         for (uint64_t i = 0, m = short_entries(rows, k); i < m; i += DOUBLES)
-            rest += vd_load(at->mass[side] + i) * (vd_load(at->raw[KLD_CPU_Q] + i) - mean);
+            rest += vd_load(at->mass[side] + i) * (vd_load(at->raw[h] + i) - mean);
     }
-    return rest / mass;
+    return rest / sums->mass[side];
 }
 
-/* What a row's gradients are made with: of a, of the difference, and of each side's mass times e
- * less the mean. */
-static void short_logits_gradients(struct short_rows *rows, const struct short_sums *sums) {
-    const struct kld_cpu_work *work = rows->work;
-    const struct kld_rule *rule = &work->rule;
-    vd q = sums->mass, p = sums->mass + sums->apart;
-    vd mean_q = (sums->apart - sums->term[KLD_CPU_Q]) / q;
-    vd mean_p = (sums->apart + sums->term[KLD_CPU_P]) / p;
-    vd rest_q = vd_of(0), rest_p = vd_of(0);
-    if (rule->of_q != 0 && work->gradient[KLD_CPU_Q])
-        rest_q = short_logits_rest(rows, KLD_CPU_Q, mean_q, q);
-    if (rule->of_p != 0 && work->gradient[KLD_CPU_P])
-        rest_p = short_logits_rest(rows, KLD_CPU_P, mean_p, p);
-    vd factor_q = rows->row.factor[KLD_CPU_Q], factor_p = rows->row.factor[KLD_CPU_P];
-    vd apart = sums->apart / (q * p), inverse_q = 1.0 / q, inverse_p = 1.0 / p;
+/* The numbers of a gradient, and where its h is. */
+struct short_gradient {
+    double mine, weight;
+    int h;
+};
+
+static struct short_gradient short_gradient_of(const struct kld_rule *rule, int side) {
+    bool q = side == KLD_CPU_Q;
+    switch (rule->kind) {
+    case KLD_RULE_MIXTURE: return (struct short_gradient){0, 1, side};
+    case KLD_RULE_TV: return (struct short_gradient){0, q ? -0.5 : 0.5, KLD_CPU_Q};
+    case KLD_RULE_CROSS_ENTROPY: return (struct short_gradient){q, q ? 0 : -1, KLD_CPU_Q};
+    default:
+        return (struct short_gradient){q ? rule->of_p : -rule->of_q, q ? -rule->of_q : rule->of_p,
+                                       KLD_CPU_Q};
+    }
+}
+
+/* In the place of the masses. */
+static void short_logits_gradient(struct short_rows *rows, int side,
+                                  const struct short_sums *sums) {
+    struct short_gradient of = short_gradient_of(&rows->work->rule, side);
+    vd factor = rows->row.factor[side], mean = sums->mean[side], zero = vd_of(0);
+    vd inverse_other = 1.0 / sums->mass[1 - side], weight = of.weight / sums->mass[side];
+    vd apart = sums->apart / (sums->mass[KLD_CPU_Q] * sums->mass[KLD_CPU_P]);
+    vd rest = of.weight != 0 ? short_logits_rest(rows, side, of.h, sums) : zero;
     for (uint64_t k = 0; k < rows->blocks; k++) {
         struct columns *at = &rows->columns[k];
         for (uint64_t i = 0, m = short_entries(rows, k); i < m; i += DOUBLES) {
-            vd e = vd_load(at->raw[KLD_CPU_Q] + i), a = vd_load(at->mass[KLD_CPU_Q] + i);
-            vd b = vd_load(at->mass[KLD_CPU_P] + i);
-            vd less = a * apart - vd_load(at->raw[KLD_CPU_P] + i) * inverse_p; /* q - p */
-            vd of_q = rule->of_p * less, of_p = -rule->of_q * less;
-            if (rule->of_q != 0)
-                of_q += rule->of_q * (a * inverse_q * (rest_q - (e - mean_q)));
-            if (rule->of_p != 0)
-                of_p += rule->of_p * (b * inverse_p * ((e - mean_p) - rest_p));
-            vd_store(at->raw[KLD_CPU_Q] + i, of_q * factor_q);
-            vd_store(at->raw[KLD_CPU_P] + i, of_p * factor_p);
+            vd own = vd_load(at->mass[side] + i), value = zero;
+            if (of.mine != 0) {
+                vd difference = vd_load(at->raw[KLD_CPU_P] + i) * inverse_other;
+                value = of.mine * vd_fma(own, apart, -difference); /* q - p */
+            }
+            if (of.weight != 0) {
+                vd h = (vd_load(at->raw[of.h] + i) - mean) - rest;
+                value = vd_fma(own * weight, h, value);
+            }
+            vd_store(at->mass[side] + i, value * factor);
         }
     }
 }
 
-static vd short_logits_value(const struct kld_rule *rule, const struct short_sums *sums) {
-    vd q = sums->mass, p = sums->mass + sums->apart, x = sums->apart / q, zero = vd_of(0);
-    vd log = vd_select((x < 0.3) & (x > -0.3), log1p_near(x), vd_log_ratio(p, q));
-    vd value = zero;
-    if (rule->of_p != 0)
-        value += rule->of_p * vd_max(sums->term[KLD_CPU_P] / p + (sums->apart / p - log), zero);
-    if (rule->of_q != 0)
-        value += rule->of_q * vd_max(sums->term[KLD_CPU_Q] / q - (x - log), zero);
-    return value;
+/* -> the values; besides, what gradients are made of. */
+static vd short_logits_value(struct short_rows *rows, struct short_sums *sums) {
+    const struct kld_rule *rule = &rows->work->rule;
+    bool gradient = rows->work->gradient[0] || rows->work->gradient[1];
+    switch (rule->kind) {
+    case KLD_RULE_MIXTURE:
+        short_logits_sums(rows, SHORT_NOTHING, sums);
+        return short_mixture(rows, sums, gradient);
+    case KLD_RULE_TV:
+        short_logits_sums(rows, SHORT_NOTHING, sums);
+        return short_tv(rows, sums, gradient);
+    case KLD_RULE_CROSS_ENTROPY:
+        short_logits_sums(rows, SHORT_CROSS_ENTROPY, sums);
+        return short_logits_cross_entropy(sums);
+    default: break;
+    }
+    if (rule->of_q == 0)
+        short_logits_sums(rows, SHORT_KL_P, sums);
+    else if (rule->of_p == 0)
+        short_logits_sums(rows, SHORT_KL_Q, sums);
+    else
+        short_logits_sums(rows, SHORT_KL_BOTH, sums);
+    return short_logits_kl(rule, sums);
 }
 
 /* -> which rows were done, a bit each; nothing is written of the others. */
@@ -211,26 +207,20 @@ static __attribute__((noinline)) uint32_t short_logits(const struct kld_cpu_work
         done |= (uint32_t)(sums.fine[r] & 1) << r;
     if (done == 0)
         return 0;
-    if (work->rule.of_q == 0)
-        short_logits_sums(&rows, false, true, &sums);
-    else if (work->rule.of_p == 0)
-        short_logits_sums(&rows, true, false, &sums);
-    else
-        short_logits_sums(&rows, true, true, &sums);
-    vd whole = sums.mass + sums.apart + sums.term[0] + sums.term[1];
-    vd value = short_logits_value(&work->rule, &sums);
+    vd value = short_logits_value(&rows, &sums);
+    vd whole = sums.mass[KLD_CPU_P] + sums.mass[KLD_CPU_Q] + value;
     sums.fine = whole < (double)INFINITY; /* no NaN among them */
     for (uint64_t r = 0; r < count; r++) {
         if (!sums.fine[r])
             done &= ~(1u << r);
         ret_value[r] = value[r];
     }
-    if (!work->gradient[0] && !work->gradient[1])
-        return done;
-    short_logits_gradients(&rows, &sums);
     for (int side = 0; side < 2; side++)
-        if (span->gradient[side])
-            short_store(&rows, side, span, count, done);
+        if (work->gradient[side])
+            short_logits_gradient(&rows, side, &sums);
+    for (int side = 0; side < 2; side++)
+        if (work->gradient[side])
+            short_store(&rows, side, true, span, count, done);
     return done;
 }
 
@@ -241,7 +231,7 @@ static void short_rows(const struct kld_cpu_work *work, const struct kld_cpu_spa
     struct kld_cpu_span left[DOUBLES];
     double value[DOUBLES];
     uint64_t from[DOUBLES], others = 0;
-    uint32_t done = short_logits_fits(work) ? short_logits(work, span, count, ret_value) : 0;
+    uint32_t done = kld_cpu_short_logits_fit(work) ? short_logits(work, span, count, ret_value) : 0;
     for (uint64_t r = 0; r < count; r++)
         if (!(done >> r & 1)) {
             from[others] = r;

@@ -59,10 +59,10 @@ END_TEST
 /* Short rows are done several at a time, and those that are not plain numbers another way than
  * those beside them: a row's bits are the same alone, next to such rows and in any place. */
 #define SHORT 37
-START_TEST(test_short_rows_side_by_side) {
+static void check_side_by_side(struct kld_rule rule) {
     static const float odd[][2] = {{-INFINITY, 0}, {NAN, 0}, {0, INFINITY}, {-3e38f, 1}, {1, 9e4f}};
     const struct kld_cpu_kernels *kernels = kld_cpu_kernels_choose();
-    struct kld_cpu_work work = {.rule = {.kind = KLD_RULE_KL, .of_p = 0.25, .of_q = 0.75},
+    struct kld_cpu_work work = {.rule = rule,
                                 .form = {KLD_FORM_LOGITS, KLD_FORM_LOGITS},
                                 .dtype = {KLD_DTYPE_FP32, KLD_DTYPE_FP32},
                                 .gradient = {true, true},
@@ -98,6 +98,63 @@ START_TEST(test_short_rows_side_by_side) {
         ck_assert_int_eq(memcmp(value[way], value[0], lanes * sizeof *found), 0);
         ck_assert_int_eq(memcmp(out[way], out[0], sizeof out[0]), 0);
     }
+}
+
+START_TEST(test_short_rows_side_by_side) {
+    static const struct kld_rule rules[] = {
+        {KLD_RULE_KL, 0.25, 0.75, 0, 0},
+        {KLD_RULE_KL, 1, 0, 0, 0},
+        {KLD_RULE_KL, 0, 1, 0, 0},
+        {KLD_RULE_MIXTURE, 0.5, 0.5, 0.5, 0.5},
+        {KLD_RULE_MIXTURE, 0.3, 0.7, 0.3, 0.7},
+        {KLD_RULE_MIXTURE, 1, 0, 0.1, 0.9},
+        {KLD_RULE_MIXTURE, 0, 1, 0.9, 0.1},
+        {KLD_RULE_MIXTURE, 1, 0, 0.99, 0.01},
+        {KLD_RULE_TV, 0, 0, 0, 0},
+        {KLD_RULE_CROSS_ENTROPY, 0, 0, 0, 0},
+    };
+    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)
+        check_side_by_side(rules[i]);
+}
+END_TEST
+
+/* Few classes, which are done in double but with less of a logarithm and a power than double has:
+ * rows that differ, nearly agree and are sure of their class, of the same or of another, and
+ * mixtures on both sides of where that is still enough. */
+START_TEST(test_short_logits) {
+    static const struct {
+        enum table_data data;
+        double noise, shift;
+    } kinds[] = {
+        {TABLE_RANDOM, 0, 0},       {TABLE_NEAR, 1e-3, 0},  {TABLE_NEAR, 1e-5, 20},
+        {TABLE_SHARP, 0, 0},        {TABLE_AGREE, 1e-4, 0}, {TABLE_CONFIDENT, 1e-6, 0},
+        {TABLE_CONFIDENT, 0.01, 0}, {TABLE_FINE, 1e-3, 0},  {TABLE_EQUAL, 0, 0},
+    };
+    static const double parameters[] = {0.5, 0.3, 0.7, 0.04, 0.968, 0.97, 0.0011, 0.0009, 0.9995};
+    static const uint64_t shape[][2] = {{600, 2}, {600, 3}, {200, 10},
+                                        {40, 64}, {9, 300}, {9, 512}};
+    struct kld_device *device = device_open();
+    const unsigned count = sizeof kinds / sizeof *kinds, all = 6 * count;
+    for (unsigned i = 0; i < all * (KLD_DIVERGENCE_CROSS_ENTROPY + 1); i++) {
+        const uint64_t *at_shape = shape[i % 6];
+        struct table_case at = {.name = "short",
+                                .divergence = i / all,
+                                .parameter = parameters[i % 9],
+                                .form = {KLD_FORM_LOGITS, KLD_FORM_LOGITS},
+                                .dtype = {KLD_DTYPE_FP32, i % 7 ? KLD_DTYPE_FP32 : KLD_DTYPE_FP16},
+                                .data = kinds[i / 6 % count].data,
+                                .noise = kinds[i / 6 % count].noise,
+                                .shift = kinds[i / 6 % count].shift,
+                                .temperature = i % 4 == 3 ? 0.6 : 0,
+                                .rank = 2,
+                                .shape = {at_shape[0], at_shape[1]},
+                                .distinct = (uint32_t)at_shape[0],
+                                .gradient = {i % 5 != 0, i % 5 < 3},
+                                .loss = true,
+                                .row_loss = true};
+        check(device, &at, 2000 + i, i);
+    }
+    kld_backend_cpu.device_close(device);
 }
 END_TEST
 
@@ -183,7 +240,7 @@ START_TEST(test_logits) {
         {TABLE_INFINITE, 0, 0},
     };
     static const uint32_t dtypes[] = {KLD_DTYPE_FP32, KLD_DTYPE_BF16, KLD_DTYPE_FP16};
-    static const uint64_t classes[] = {257, 700, 1501, 5000};
+    static const uint64_t classes[] = {513, 700, 1501, 5000};
     struct kld_device *device = device_open();
     const unsigned count = sizeof kinds / sizeof kinds[0];
     for (unsigned i = 0; i < 3 * count * (KLD_DIVERGENCE_CROSS_ENTROPY + 1); i++) {
@@ -346,7 +403,7 @@ START_TEST(test_tv_at_the_ends_of_float) {
 }
 END_TEST
 
-UNIT_MAIN("kernels/cpu/rows", test_near_and_shifted, test_short_rows_side_by_side, test_hard_rows,
-          test_js_whose_heavy_classes_agree, test_logits, test_factor_beyond_float,
-          test_coefficient_below_float, test_faint_logprobs, test_temperatures,
-          test_tv_at_the_ends_of_float)
+UNIT_MAIN("kernels/cpu/rows", test_near_and_shifted, test_short_rows_side_by_side,
+          test_short_logits, test_hard_rows, test_js_whose_heavy_classes_agree, test_logits,
+          test_factor_beyond_float, test_coefficient_below_float, test_faint_logprobs,
+          test_temperatures, test_tv_at_the_ends_of_float)
