@@ -1,7 +1,8 @@
 /* short_logits.h - short rows of logits of 16 and 32 bits: as short.h a row in each lane and in
  * double, but with exponentials that are no better than they need be, and one pass for masses, sums
  * and the terms of a KL; mixtures and tv take one more (short_rules.h). Rows that hold infinities
- * or NaN, or are as far apart that a mass would underflow, are left to short.h. Included once by
+ * or NaN, or are as far apart that a mass would underflow, are left to short.h, but for classes
+ * that are masked on both sides. Included once by
  * each kernel_*.c; runs on the threads of the team. What a row yields does not depend on its lane
  * or on the rows beside it.
  *
@@ -19,27 +20,65 @@
 
 #include "kernels/cpu/short_rules.h"
 
+/* How far apart the logits of a row lie, in powers of two: here a mass must be a normal number. */
+INLINE vi64 is_within(const struct short_rows *rows, vd max, vd min) {
+    return (max - min) * (rows->work->inverse_temperature * LOG2E) <= RANGE_MOST / 2;
+}
+
+/* Classes that have no mass on either side, masked ones: what they hold becomes RANGE_MOST less
+ * than the largest, so that the rest of the row decides whether it is for here. -> that; a largest
+ * from which RANGE_MOST cannot be taken is not. */
+static __attribute__((noinline)) vi64 short_logits_masked(struct short_rows *rows,
+                                                          const struct short_sums *sums) {
+    double unit = 1 / (rows->work->inverse_temperature * LOG2E);
+    vd none[2], instead[2], min[2];
+    vi64 within = ~(vi64){0};
+    for (int side = 0; side < 2; side++) {
+        none[side] = sums->max[side] - unit * MASS_LEAST;
+        instead[side] = sums->max[side] - unit * RANGE_MOST;
+        min[side] = sums->max[side];
+    }
+    for (uint64_t b = 0; b < rows->blocks; b++)
+        for (uint64_t i = 0, m = short_entries(rows, b); i < m; i += DOUBLES) {
+            double *to[2] = {rows->columns[b].raw[0] + i, rows->columns[b].raw[1] + i};
+            vi64 masked = vd_load(to[0]) < none[0];
+            masked &= vd_load(to[1]) < none[1];
+            for (int side = 0; side < 2; side++) {
+                vd z = vd_load(to[side]);
+                min[side] = vd_min(vd_select(masked, sums->max[side], z), min[side]);
+                vd_store(to[side], vd_select(masked, instead[side], z));
+            }
+        }
+    for (int side = 0; side < 2; side++)
+        within &=
+            is_within(rows, sums->max[side], min[side]) & (vd_abs(sums->max[side]) < unit * 0x1p30);
+    return within;
+}
+
 /* The largest logits, and which rows are for here. */
-static void short_logits_range(const struct short_rows *rows, struct short_sums *sums) {
-    vd max[2], min[2];
+static void short_logits_range(struct short_rows *rows, struct short_sums *sums) {
+    vd max[2], below[2]; /* below: less the least */
     for (int side = 0; side < 2; side++) {
         max[side] = vd_of(-INFINITY);
-        min[side] = vd_of(-INFINITY);
+        below[side] = vd_of(-INFINITY);
     }
     for (uint64_t b = 0; b < rows->blocks; b++)
         for (uint64_t i = 0, m = short_entries(rows, b); i < m; i += DOUBLES)
             for (int side = 0; side < 2; side++) {
                 vd z = vd_load(rows->columns[b].raw[side] + i);
                 max[side] = vd_max(z, max[side]);
-                min[side] = vd_max(-z, min[side]);
+                below[side] = vd_max(-z, below[side]);
             }
-    double scale = rows->work->inverse_temperature;
-    vd between = (max[KLD_CPU_P] - max[KLD_CPU_Q]) * scale;
+    vd between = (max[KLD_CPU_P] - max[KLD_CPU_Q]) * rows->work->inverse_temperature;
+    vi64 within = ~(vi64){0};
     sums->fine = (between >= -NEAR_SIDES) & (between <= NEAR_SIDES);
     for (int side = 0; side < 2; side++) {
         sums->max[side] = max[side];
-        sums->fine &= (max[side] + min[side]) * (scale * LOG2E) <= RANGE_MOST / 2;
+        within &= is_within(rows, max[side], -below[side]);
     }
+    if (vi32_any((vi32)(sums->fine & ~within)))
+        within |= short_logits_masked(rows, sums);
+    sums->fine &= within;
 }
 
 /* What the first pass adds up besides the masses. */

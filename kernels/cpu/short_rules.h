@@ -10,6 +10,7 @@
 #define LN_OF_2 0.693147180559945309417
 #define HALF_ROOT 0.707106781186547524401
 #define RANGE_MOST 1000.0 /* of the logits of a row, powers of two: a mass is a normal number */
+#define MASS_LEAST 1100.0 /* and this is none */
 
 /* Where a product is used more than once it depends on what surrounds it whether the compiler makes
  * one instruction of it and its sum; a row's bits must not. */
@@ -22,6 +23,8 @@ INLINE vd vd_fma(vd a, vd b, vd c) {
     return a * b + c;
 #endif
 }
+
+INLINE vd vd_min(vd a, vd b) { return -vd_max(-a, -b); }
 
 /* By the sign bit. */
 INLINE vd vd_if_negative(vd x, vd yes, vd no) {

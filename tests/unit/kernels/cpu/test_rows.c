@@ -61,6 +61,7 @@ END_TEST
 #define SHORT 37
 static void check_side_by_side(struct kld_rule rule) {
     static const float odd[][2] = {{-INFINITY, 0}, {NAN, 0}, {0, INFINITY}, {-3e38f, 1}, {1, 9e4f}};
+    static const float masked[][2] = {{-INFINITY, -INFINITY}, {-3e38f, -1e9f}, {-1e4f, -INFINITY}};
     const struct kld_cpu_kernels *kernels = kld_cpu_kernels_choose();
     struct kld_cpu_work work = {.rule = rule,
                                 .form = {KLD_FORM_LOGITS, KLD_FORM_LOGITS},
@@ -77,6 +78,9 @@ static void check_side_by_side(struct kld_rule rule) {
     for (size_t k = 0; k < sizeof odd / sizeof *odd; k++)
         for (int side = 0; side < 2; side++)
             in[side][(2 * k + 1) % lanes][5 + k] = odd[k][side];
+    for (size_t k = 0; k < sizeof masked / sizeof *masked; k++)
+        for (int side = 0; side < 2; side++)
+            in[side][(2 * k + 2) % lanes][3 + k] = masked[k][side];
     for (int way = 0; way < 3; way++) { /* together, backwards, each alone */
         struct kld_cpu_span span[KLD_CPU_LANES_MAX];
         static double value[3][KLD_CPU_LANES_MAX];
