@@ -123,8 +123,8 @@ START_TEST(test_short_rows_side_by_side) {
 END_TEST
 
 /* Few classes, which are done in double but with less of a logarithm and a power than double has:
- * rows that differ, nearly agree and are sure of their class, of the same or of another, and
- * mixtures on both sides of where that is still enough. */
+ * rows that differ, nearly agree, are sure of their class, of the same or of another, and have
+ * masked classes; mixtures on both sides of where that is still enough. */
 START_TEST(test_short_logits) {
     static const struct {
         enum table_data data;
@@ -133,6 +133,7 @@ START_TEST(test_short_logits) {
         {TABLE_RANDOM, 0, 0},       {TABLE_NEAR, 1e-3, 0},  {TABLE_NEAR, 1e-5, 20},
         {TABLE_SHARP, 0, 0},        {TABLE_AGREE, 1e-4, 0}, {TABLE_CONFIDENT, 1e-6, 0},
         {TABLE_CONFIDENT, 0.01, 0}, {TABLE_FINE, 1e-3, 0},  {TABLE_EQUAL, 0, 0},
+        {TABLE_ZEROS, 0, 0},        {TABLE_LOWEST, 0, 0},
     };
     static const double parameters[] = {0.5, 0.3, 0.7, 0.04, 0.968, 0.97, 0.0011, 0.0009, 0.9995};
     static const uint64_t shape[][2] = {{600, 2}, {600, 3}, {200, 10},
