@@ -54,7 +54,7 @@
     X(FLAG, measure_roofline, "false",                                                             \
       "measure at the first start, in up to 1 s, what the device's memory moves: the roofline")    \
     X(BYTES, roofline_bytes_per_s, "0", "or take this for it; 0: not told")                        \
-    X(COUNT, spin_us, "50", "how long a device thread polls before it sleeps")                     \
+    X(COUNT, spin_us, "50", "how long a device thread, or a CPU worker, polls before it sleeps")   \
     X(TEXT, log_level, "info", "debug, info, warn or error")                                       \
     X(TEXT, log_format, "text", "text or json, one line an event, on standard error")              \
     X(FLAG, insecure_bind, "false",                                                                \

@@ -2,6 +2,7 @@
 #include "server/uv_loop.h"
 
 #include <fcntl.h>
+#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -33,4 +34,13 @@ int kld_uv_loop_open(uv_loop_t *loop) {
     if (low >= 0)
         close(low);
     return 0;
+}
+
+void kld_uv_loop_stay_awake(const uv_loop_t *loop, uint64_t ns) {
+    struct epoll_event event;
+    const int timer_ms = uv_backend_timeout(loop); /* 0: something is to be done at once */
+    const uint64_t timer_ns = (uint64_t)timer_ms * 1000000;
+    const uint64_t until = uv_hrtime() + (timer_ms < 0 || timer_ns > ns ? ns : timer_ns);
+    while (epoll_wait(uv_backend_fd(loop), &event, 1, 0) == 0 && uv_hrtime() < until)
+        ;
 }

@@ -1,7 +1,7 @@
 /* drive.c - one run of MHD a turn of the loop, and when the next one is due (drive.h). */
 #include "server/gateway/drive.h"
 
-#include <sys/epoll.h>
+#include "server/uv_loop.h"
 
 #define RUNS_LOOKED_AT 128
 #define REST_MS 10
@@ -70,20 +70,13 @@ static void run(struct kld_drive *drive) {
         uv_timer_stop(&drive->timer);
 }
 
-void kld_drive_stay_awake(const uv_loop_t *loop, uint64_t ns) {
-    struct epoll_event event;
-    const uint64_t until = uv_hrtime() + ns;
-    while (epoll_wait(uv_backend_fd(loop), &event, 1, 0) == 0 && uv_hrtime() < until)
-        ;
-}
-
 /* What is computed at once is there before the loop would be asleep and awake again. */
 static void before_poll(uv_prepare_t *prepare) {
     struct kld_drive *drive = prepare->data;
     if (drive->again)
         run(drive);
     if (drive->spin_ns && drive->lingering && !drive->again)
-        kld_drive_stay_awake(prepare->loop, drive->spin_ns);
+        kld_uv_loop_stay_awake(prepare->loop, drive->spin_ns);
 }
 
 int kld_drive_open(struct kld_drive *drive, uv_loop_t *loop, struct MHD_Daemon *daemon,

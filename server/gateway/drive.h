@@ -45,8 +45,6 @@ struct kld_drive {
  * loop takes no more. */
 int kld_drive_open(struct kld_drive *drive, uv_loop_t *loop, struct MHD_Daemon *daemon,
                    const struct kld_watch *watch, struct kld_links *links, uint64_t spin_ns);
-/* Until a descriptor of the loop, as of its last turn, has something for it, or so long. */
-void kld_drive_stay_awake(const uv_loop_t *loop, uint64_t ns);
 /* Run in this turn or the next. */
 static inline void kld_drive_again(struct kld_drive *drive) { drive->again = true; }
 /* Sends what is queued, stops the daemon; then closed() comes on the loop. */

@@ -13,6 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "proto/cpus.h"
 #include "server/host_memory.h"
 #include "server/log.h"
 #include "server/signals.h"
@@ -200,9 +201,11 @@ static void polled(uv_idle_t *idle) {
 
 #define SMALL_TURNS_MAX 16 /* then other events have theirs, ... */
 #define SMALL_NS 200000u   /* ... as when this has passed */
+#define AWAKE_CPUS_MIN 4   /* with fewer we would be in the way of those who send the next one */
 
 /* Where our processor is what computes, what is small is computed here, before the loop sleeps: to
- * wake a thread for it, and to be woken, takes longer. */
+ * wake a thread for it, and to be woken, takes longer. Who sent it mostly sends the next one once
+ * it has the reply, and to wake us would take longer than all the rest. */
 static void run_small(uv_prepare_t *prepare) {
     struct kld_worker *worker = prepare->data;
     uint64_t until = kld_worker_now_ns() + SMALL_NS;
@@ -210,8 +213,11 @@ static void run_small(uv_prepare_t *prepare) {
     for (int i = 0; i < SMALL_TURNS_MAX && (i == 0 || kld_worker_now_ns() < until); i++) {
         poll_device(worker, true);
         atomic_store(&worker->completions.polled, false);
-        if (!kld_completions_waiting(&worker->completions))
+        if (!kld_completions_waiting(&worker->completions)) {
+            if (i && worker->awake_ns && !worker->queue.in_use)
+                kld_uv_loop_stay_awake(&worker->loop, worker->awake_ns);
             return;
+        }
         kld_core_completed(worker); /* which may launch what waited behind it */
     }
     poll_device(worker, false); /* what is left is its thread's */
@@ -408,6 +414,8 @@ enum kld_status kld_worker_init(struct kld_worker *worker, const struct kld_work
     worker->shown = &options->page->device[options->index];
     worker->started_ns = kld_worker_now_ns();
     worker->host_bytes = options->host_bytes ? options->host_bytes : kld_host_memory_bytes();
+    uint32_t cpus = options->cpus ? options->cpus : kld_cpus_usable();
+    worker->awake_ns = cpus < AWAKE_CPUS_MIN ? 0 : options->config->spin_us * 1000;
     worker->mapped_max = kld_quota_mappings_max(options->config, kld_host_mappings());
     worker->gateway.pidfd = -1;
     TAILQ_INIT(&worker->sessions);

@@ -47,6 +47,7 @@ struct kld_worker_options {
     uint32_t health_ms;        /* 0: KLD_HEALTH_MS */
     uint32_t stuck_ms;         /* 0: the setting of that name */
     uint64_t host_bytes;       /* 0: kld_host_memory_bytes() */
+    uint32_t cpus;             /* 0: kld_cpus_usable() */
     /* Once nothing of ours runs on the lost device any more, where that is known before this
      * process has ended; NULL: nobody wants to know. */
     void (*device_dead)(const struct kld_worker_options *options);
@@ -69,6 +70,7 @@ struct kld_worker {
     uv_timer_t accept_again; /* after accept() ran out of something */
     uv_timer_t drain;        /* SIGTERM + drain_ms */
     uv_prepare_t small;      /* active when a CPU may have small jobs to run */
+    uint64_t awake_ns;       /* constant: after these, for the next one */
     uv_timer_t waits;        /* while jobs with an event are with the back end */
     uv_timer_t hello;        /* while somebody has not said it, see places.h */
     uv_timer_t kept_again;   /* see kept.h, as the next */

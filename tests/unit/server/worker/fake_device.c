@@ -31,6 +31,8 @@ static struct fake_device *fake_of(struct kld_device *device) {
 }
 
 static void nap(int us) {
+    if (us == 0)
+        return;
     struct timespec time = {.tv_sec = us / 1000000, .tv_nsec = us % 1000000 * 1000L};
     nanosleep(&time, NULL);
 }
@@ -137,10 +139,32 @@ static void unlock_unheld(struct fake_device *fake, const sigset_t *before) {
     pthread_sigmask(SIG_SETMASK, before, NULL);
 }
 
+static struct kld_job *take(struct fake_device *fake) { /* under the lock */
+    struct kld_job *job = fake->first;
+    if (job)
+        fake->first = job->next;
+    if (!fake->first)
+        fake->last = &fake->first;
+    return job;
+}
+
+static void run_polled(struct fake_device *fake) {
+    struct kld_job *job;
+    do {
+        pthread_mutex_lock(&fake->lock);
+        job = take(fake);
+        pthread_mutex_unlock(&fake->lock);
+        if (job)
+            run(fake, job);
+    } while (job);
+}
+
 /* While somebody polls, jobs end in its thread. */
 static void poll_device(struct kld_device *device, bool more) {
     struct fake_device *fake = fake_of(device);
     atomic_fetch_add(&fake->polls, 1);
+    if (atomic_load(&fake->when_polled))
+        run_polled(fake);
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &before);
@@ -163,14 +187,11 @@ static void *thread_main(void *argument) {
     struct fake_device *fake = argument;
     pthread_mutex_lock(&fake->lock);
     for (;;) {
-        while (!fake->first && !fake->ending)
+        while ((!fake->first || atomic_load(&fake->when_polled)) && !fake->ending)
             pthread_cond_wait(&fake->more, &fake->lock);
-        struct kld_job *job = fake->first;
+        struct kld_job *job = take(fake);
         if (!job)
             break;
-        fake->first = job->next;
-        if (!fake->first)
-            fake->last = &fake->first;
         pthread_mutex_unlock(&fake->lock);
         run(fake, job);
         pthread_mutex_lock(&fake->lock);
@@ -389,7 +410,8 @@ static bool submit(struct kld_stream *stream, struct kld_job *job) {
     atomic_fetch_add(&fake->jobs_submitted, 1);
     *fake->last = job;
     fake->last = &job->next;
-    pthread_cond_signal(&fake->more);
+    if (!atomic_load(&fake->when_polled))
+        pthread_cond_signal(&fake->more);
     unlock_unheld(fake, &before);
     return directly;
 }

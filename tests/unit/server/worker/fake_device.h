@@ -28,6 +28,7 @@ struct fake_device {
     atomic_bool cannot_pin;        /* what memory_map() maps from now on */
     atomic_bool stays_pinned;      /* memory_free() says that the device is lost by it */
     atomic_bool launches_directly; /* inside submit() */
+    atomic_bool when_polled;       /* poll() runs the jobs, as a CPU's does with small ones */
     atomic_bool peers;             /* memory of a card whose UUID begins with 9 is reached */
     atomic_int checks;             /* calls of check() */
     atomic_bool dead;              /* what is_dead() says */

@@ -64,6 +64,7 @@ void rig_start(struct rig *rig) {
                                          .health_ms = rig->health_ms,
                                          .stuck_ms = rig->stuck_ms,
                                          .host_bytes = rig->host_bytes,
+                                         .cpus = rig->cpus,
                                          .device_dead = device_dead,
                                          .control_fd = rig->control[1]};
     struct kld_error err;

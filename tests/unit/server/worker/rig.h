@@ -26,6 +26,7 @@ struct rig {
     int listen_fd, control[2];
     uint32_t orphan_ms, orphan_dead_ms, health_ms, stuck_ms; /* of the worker's options */
     uint64_t host_bytes;                                     /* as they */
+    uint32_t cpus;                                           /* as they */
     pthread_t thread;
     int exit_status;
 };

@@ -2,6 +2,7 @@
  * draining, the end of the supervisor and that of the device. */
 #include "server/worker/worker.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -110,6 +111,64 @@ START_TEST(wrong_lists_are_told_at_start) {
     struct kld_error err;
     ck_assert_int_eq(kld_worker_init(&rig.worker, &options, &err), KLD_INVALID);
     fake_backend.device_close(&rig.fake.head);
+}
+END_TEST
+
+/* How often threads but this one have slept. */
+static long others_slept(void) {
+    DIR *tasks = opendir("/proc/self/task");
+    ck_assert_ptr_nonnull(tasks);
+    long slept = 0;
+    for (struct dirent *task; (task = readdir(tasks));) {
+        char path[300], line[200];
+        int thread = atoi(task->d_name); /* 0: no thread */
+        snprintf(path, sizeof path, "/proc/self/task/%s/status", task->d_name);
+        FILE *file = !thread || thread == gettid() ? NULL : fopen(path, "r");
+        for (long times; file && fgets(line, sizeof line, file);)
+            if (sscanf(line, "voluntary_ctxt_switches: %ld", &times) == 1)
+                slept += times;
+        if (file)
+            fclose(file);
+    }
+    closedir(tasks);
+    return slept;
+}
+
+static void compute_without_a_thread(uint32_t cpus) {
+    rig_init(&rig);
+    rig.fake.head.info.offloads = false;
+    atomic_store(&rig.fake.when_polled, true);
+    rig.config.spin_us = 20000000;
+    rig.cpus = cpus;
+    rig_start(&rig);
+}
+
+/* Its thread sleeps neither before the next job comes nor behind that. */
+START_TEST(a_loop_that_computes_stays_awake_for_the_next_job) {
+    compute_without_a_thread(4);
+    int fd = rig_client(&rig);
+    uint64_t region = rig_region(fd, RIG_REGION_BYTES), request = 1;
+    bool awake = false;
+    for (int i = 0; i < 300 && !awake; i++) { /* its timers wake it too, now and then */
+        rig_submit(fd, request, region);
+        rig_expect(fd, request++, KLD_FRAME_DONE, NULL);
+        long before = others_slept();
+        usleep(20000);
+        rig_submit(fd, request, region);
+        rig_expect(fd, request++, KLD_FRAME_DONE, NULL);
+        usleep(20000);
+        awake = others_slept() == before;
+    }
+    ck_assert(awake);
+    close(fd);
+    end();
+}
+END_TEST
+
+START_TEST(with_few_cpus_it_sleeps) {
+    compute_without_a_thread(3);
+    ck_assert_uint_eq(rig.worker.awake_ns, 0);
+    end();
 }
 END_TEST
 
@@ -382,4 +441,5 @@ UNIT_MAIN("server/worker/worker", orders_of_the_supervisor,
           term_answers_what_is_in_flight_and_refuses_the_rest, drain_does_not_wait_longer_than_told,
           accept_without_descriptors_waits, who_comes_is_told_that_there_is_no_memory,
           wrong_lists_are_told_at_start, jobs_end_whether_or_not_the_loop_polls,
+          a_loop_that_computes_stays_awake_for_the_next_job, with_few_cpus_it_sleeps,
           a_lost_device_is_told_to_those_behind_one_who_does_not_read)
