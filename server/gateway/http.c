@@ -17,9 +17,9 @@
 #include "server/gateway/tls.h"
 #include "server/gateway/trace.h"
 #include "server/gateway/watch.h"
+#include "server/gateway/window.h"
 
 #define CONTINUE_BYTES_MAX 100 /* that a 100 Continue takes, within a TLS record as well */
-#define WINDOW_BYTES (1 << 20) /* of TCP, for bodies that are larger */
 #define LINGER_TURNS_MAX 16    /* what looking costs, then, is less than a suspension, ... */
 #define LINGER_NS_MAX 500000u  /* ... and what is not here by now takes longer, ... */
 #define LINGER_TURNS_MIN 4     /* ... unless it is the others of a turn that took the time */
@@ -94,18 +94,6 @@ static struct kld_exchange *open_exchange(struct kld_http *http, struct MHD_Conn
     return exchange;
 }
 
-/* A connection begins with a small window, and the kernel widens it only for who reads more at a
- * time than MHD does: sender and receiver would take turns. A low-water mark makes room for itself,
- * and the room stays when the mark goes. */
-static void widen_window(const struct kld_exchange *exchange) {
-    const union MHD_ConnectionInfo *info =
-        MHD_get_connection_info(exchange->connection, MHD_CONNECTION_INFO_CONNECTION_FD);
-    int wide = WINDOW_BYTES, none = 1;
-    if (!info || setsockopt(info->connect_fd, SOL_SOCKET, SO_RCVLOWAT, &wide, sizeof wide) != 0)
-        return;
-    setsockopt(info->connect_fd, SOL_SOCKET, SO_RCVLOWAT, &none, sizeof none);
-}
-
 static void start(struct kld_http *http, struct kld_exchange *exchange,
                   const struct kld_request_line *line) {
     struct kld_error error;
@@ -116,8 +104,8 @@ static void start(struct kld_http *http, struct kld_exchange *exchange,
                kld_tls_check_client(http->gateway->tls, exchange->connection,
                                     &watched_of(exchange->connection)->keys, &error) == KLD_OK) {
         http->handler->begin(exchange);
-        if (!exchange->replied && exchange->length_bytes > WINDOW_BYTES)
-            widen_window(exchange);
+        if (!exchange->replied)
+            kld_window_begin(exchange);
         return;
     }
     kld_refused_log(exchange, error.status);
@@ -234,6 +222,7 @@ static enum MHD_Result receive(struct kld_http *http, struct kld_exchange *excha
         note(http, exchange);
     kld_stats_add(http->gateway->stats, KLD_STAT_http_received_bytes_total, (int64_t)taken);
     exchange->taken_bytes += taken;
+    kld_window_taken(exchange, taken);
     *size -= taken;
     if (exchange->replied)
         return discard(exchange, size);
